@@ -1,0 +1,40 @@
+//! The seam between the model and attention: the model hands over one layer's queries, keys and values for the whole
+//! batch and gets the attention output back. It never learns which method ran.
+
+use candle_core::{Result, Tensor};
+
+/// What attention needs to know of a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttentionShape {
+    /// Decoder layers.
+    pub layers: usize,
+    /// Query heads of a layer.
+    pub q_heads: usize,
+    /// Key and value heads of a layer; divides `q_heads`.
+    pub kv_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// The model's own sliding window in tokens, the query's token included (Mistral 7B v0.1: 4096).
+    pub window: Option<usize>,
+}
+
+impl AttentionShape {
+    /// Query heads that share one KV head.
+    pub fn group(&self) -> usize {
+        self.q_heads / self.kv_heads
+    }
+}
+
+/// Attention over a flat batch of tokens, called once a layer in layer order.
+pub trait LayerAttention {
+    /// Stores the batch's keys and values and attends. Scores are scaled by 1/sqrt(head_dim).
+    ///
+    /// # Shapes (T tokens of the batch; f32, contiguous)
+    /// - `q` `[T, q_heads, head_dim]`, after rotary embedding
+    /// - `k`, `v` `[T, kv_heads, head_dim]`, `k` after rotary embedding
+    /// - returns `[T, q_heads, head_dim]`
+    ///
+    /// # Errors
+    /// A shape or dtype that differs from these, or a device error.
+    fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor>;
+}

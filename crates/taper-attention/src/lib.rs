@@ -1,0 +1,5 @@
+//! Attention as a request parameter: specs, methods, selections and reports.
+
+mod layer;
+
+pub use layer::{AttentionShape, LayerAttention};
