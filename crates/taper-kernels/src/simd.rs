@@ -1,0 +1,348 @@
+//! Vectors of f32 for the CPU kernels: one trait, three instruction sets, chosen once at run time.
+//!
+//! A kernel is written once over [`Simd`] as an `#[inline(always)]` function and entered through [`dispatch!`], which
+//! compiles it for each instruction set.
+
+#[cfg(target_arch = "x86_64")]
+use core::arch::x86_64::*;
+use half::{bf16, f16};
+
+/// The instruction sets that kernels are compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Isa {
+    /// Plain Rust, vectorised as the compiler sees fit.
+    Portable,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// AVX-512 F.
+    Avx512,
+}
+
+impl Isa {
+    /// The best one that this machine has.
+    pub fn best() -> Self {
+        static BEST: std::sync::OnceLock<Isa> = std::sync::OnceLock::new();
+        *BEST.get_or_init(|| *Isa::available().last().expect("portable is always there"))
+    }
+
+    /// All that this machine can run, worst first.
+    pub fn available() -> Vec<Self> {
+        let mut all = vec![Isa::Portable];
+        #[cfg(target_arch = "x86_64")]
+        {
+            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c") {
+                all.push(Isa::Avx2);
+                if is_x86_feature_detected!("avx512f") {
+                    all.push(Isa::Avx512);
+                }
+            }
+        }
+        all
+    }
+}
+
+/// A vector of f32 lanes.
+///
+/// # Safety
+/// The methods may only run where the instruction set exists; pointers must cover `LANES` elements.
+pub trait Simd: Copy {
+    /// Elements of a vector.
+    const LANES: usize;
+    unsafe fn splat(x: f32) -> Self;
+    unsafe fn load(p: *const f32) -> Self;
+    unsafe fn store(self, p: *mut f32);
+    unsafe fn load_f16(p: *const f16) -> Self;
+    unsafe fn load_bf16(p: *const bf16) -> Self;
+    /// `self * b + c`.
+    unsafe fn mul_add(self, b: Self, c: Self) -> Self;
+    unsafe fn add(self, o: Self) -> Self;
+    unsafe fn sub(self, o: Self) -> Self;
+    unsafe fn mul(self, o: Self) -> Self;
+    unsafe fn max(self, o: Self) -> Self;
+    /// Rounds to the nearest integer.
+    unsafe fn round(self) -> Self;
+    /// `self * 2^n` for integral `n` in [-126, 127].
+    unsafe fn scale_by_power(self, n: Self) -> Self;
+    /// `self` where `x >= limit` or either is NaN, else 0.
+    unsafe fn zero_below(self, x: Self, limit: Self) -> Self;
+    unsafe fn sum(self) -> f32;
+    unsafe fn max_lane(self) -> f32;
+}
+
+/// `exp(x)` for `x <= 0` with a relative error below 3e-7; exactly 0 below -87 and for -inf. NaN stays NaN.
+#[inline(always)]
+pub unsafe fn exp<V: Simd>(x: V) -> V {
+    unsafe {
+        let floor = V::splat(-87.0);
+        // In this order max returns x where x is NaN.
+        let clamped = floor.max(x);
+        let n = clamped.mul(V::splat(std::f32::consts::LOG2_E)).round();
+        // ln 2 in two parts, so that n ln 2 loses nothing of the remainder.
+        let r = n.mul_add(V::splat(-0.693_359_4), clamped);
+        let r = n.mul_add(V::splat(2.121_944_4e-4), r);
+        let mut p = V::splat(1.987_569_1e-4);
+        for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
+            p = p.mul_add(r, V::splat(c));
+        }
+        let p = p.mul_add(r.mul(r), r.add(V::splat(1.0)));
+        p.scale_by_power(n).zero_below(x, floor)
+    }
+}
+
+/// Eight lanes of plain Rust.
+#[derive(Clone, Copy)]
+pub struct Portable8([f32; 8]);
+
+impl Portable8 {
+    #[inline(always)]
+    fn zip(self, o: Self, f: impl Fn(f32, f32) -> f32) -> Self {
+        Self(std::array::from_fn(|i| f(self.0[i], o.0[i])))
+    }
+}
+
+impl Simd for Portable8 {
+    const LANES: usize = 8;
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self {
+        Self([x; 8])
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self {
+        unsafe { Self(p.cast::<[f32; 8]>().read_unaligned()) }
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32) {
+        unsafe { p.cast::<[f32; 8]>().write_unaligned(self.0) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const f16) -> Self {
+        unsafe { Self(p.cast::<[f16; 8]>().read_unaligned().map(f16::to_f32)) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const bf16) -> Self {
+        unsafe { Self(p.cast::<[bf16; 8]>().read_unaligned().map(bf16::to_f32)) }
+    }
+    #[inline(always)]
+    unsafe fn mul_add(self, b: Self, c: Self) -> Self {
+        unsafe { self.mul(b).add(c) }
+    }
+    #[inline(always)]
+    unsafe fn add(self, o: Self) -> Self {
+        self.zip(o, |a, b| a + b)
+    }
+    #[inline(always)]
+    unsafe fn sub(self, o: Self) -> Self {
+        self.zip(o, |a, b| a - b)
+    }
+    #[inline(always)]
+    unsafe fn mul(self, o: Self) -> Self {
+        self.zip(o, |a, b| a * b)
+    }
+    #[inline(always)]
+    unsafe fn max(self, o: Self) -> Self {
+        self.zip(o, |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    unsafe fn round(self) -> Self {
+        Self(self.0.map(f32::round_ties_even))
+    }
+    #[inline(always)]
+    unsafe fn scale_by_power(self, n: Self) -> Self {
+        self.zip(n, |a, n| a * f32::from_bits(((n as i32 + 127) as u32) << 23))
+    }
+    #[inline(always)]
+    unsafe fn zero_below(self, x: Self, limit: Self) -> Self {
+        Self(std::array::from_fn(|i| if x.0[i] < limit.0[i] { 0.0 } else { self.0[i] }))
+    }
+    #[inline(always)]
+    unsafe fn sum(self) -> f32 {
+        let [a, b, c, d, e, f, g, h] = self.0;
+        ((a + e) + (c + g)) + ((b + f) + (d + h))
+    }
+    #[inline(always)]
+    unsafe fn max_lane(self) -> f32 {
+        self.0.into_iter().fold(f32::NEG_INFINITY, |a, b| if a > b { a } else { b })
+    }
+}
+
+/// Implements [`Simd`] for an x86 vector type from its intrinsics.
+#[cfg(target_arch = "x86_64")]
+macro_rules! simd_x86 {
+    ($type:ty, $lanes:literal, $splat:ident, $load:ident, $store:ident, $f16:expr, $bf16:expr, $fma:ident, $add:ident,
+     $sub:ident, $mul:ident, $max:ident, $round:expr, $scale:expr, $zero_below:expr, $sum:expr, $max_lane:expr) => {
+        impl Simd for $type {
+            const LANES: usize = $lanes;
+            #[inline(always)]
+            unsafe fn splat(x: f32) -> Self {
+                unsafe { $splat(x) }
+            }
+            #[inline(always)]
+            unsafe fn load(p: *const f32) -> Self {
+                unsafe { $load(p) }
+            }
+            #[inline(always)]
+            unsafe fn store(self, p: *mut f32) {
+                unsafe { $store(p, self) }
+            }
+            #[inline(always)]
+            unsafe fn load_f16(p: *const f16) -> Self {
+                unsafe { $f16(p) }
+            }
+            #[inline(always)]
+            unsafe fn load_bf16(p: *const bf16) -> Self {
+                unsafe { $bf16(p) }
+            }
+            #[inline(always)]
+            unsafe fn mul_add(self, b: Self, c: Self) -> Self {
+                unsafe { $fma(self, b, c) }
+            }
+            #[inline(always)]
+            unsafe fn add(self, o: Self) -> Self {
+                unsafe { $add(self, o) }
+            }
+            #[inline(always)]
+            unsafe fn sub(self, o: Self) -> Self {
+                unsafe { $sub(self, o) }
+            }
+            #[inline(always)]
+            unsafe fn mul(self, o: Self) -> Self {
+                unsafe { $mul(self, o) }
+            }
+            #[inline(always)]
+            unsafe fn max(self, o: Self) -> Self {
+                unsafe { $max(self, o) }
+            }
+            #[inline(always)]
+            unsafe fn round(self) -> Self {
+                unsafe { $round(self) }
+            }
+            #[inline(always)]
+            unsafe fn scale_by_power(self, n: Self) -> Self {
+                unsafe { $scale(self, n) }
+            }
+            #[inline(always)]
+            unsafe fn zero_below(self, x: Self, limit: Self) -> Self {
+                unsafe { $zero_below(self, x, limit) }
+            }
+            #[inline(always)]
+            unsafe fn sum(self) -> f32 {
+                unsafe { $sum(self) }
+            }
+            #[inline(always)]
+            unsafe fn max_lane(self) -> f32 {
+                unsafe { $max_lane(self) }
+            }
+        }
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+simd_x86!(
+    __m256,
+    8,
+    _mm256_set1_ps,
+    _mm256_loadu_ps,
+    _mm256_storeu_ps,
+    |p: *const f16| _mm256_cvtph_ps(_mm_loadu_si128(p.cast())),
+    |p: *const bf16| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())))),
+    _mm256_fmadd_ps,
+    _mm256_add_ps,
+    _mm256_sub_ps,
+    _mm256_mul_ps,
+    _mm256_max_ps,
+    |x| _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x),
+    |x, n| _mm256_mul_ps(
+        x,
+        _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127))))
+    ),
+    |y, x, limit| _mm256_andnot_ps(_mm256_cmp_ps::<_CMP_LT_OQ>(x, limit), y),
+    |x| {
+        let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+        let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+        _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)))
+    },
+    |x| {
+        let x = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+        let x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+        _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)))
+    }
+);
+
+#[cfg(target_arch = "x86_64")]
+simd_x86!(
+    __m512,
+    16,
+    _mm512_set1_ps,
+    _mm512_loadu_ps,
+    _mm512_storeu_ps,
+    |p: *const f16| _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())),
+    |p: *const bf16| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())))),
+    _mm512_fmadd_ps,
+    _mm512_add_ps,
+    _mm512_sub_ps,
+    _mm512_mul_ps,
+    _mm512_max_ps,
+    |x| _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x),
+    |x, n| _mm512_scalef_ps(x, n),
+    |y, x, limit| _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask::<_CMP_LT_OQ>(x, limit), _mm512_setzero_ps()),
+    |x| _mm512_reduce_add_ps(x),
+    |x| _mm512_reduce_max_ps(x)
+);
+
+/// Calls a kernel `fn name<V: Simd, T…>(args)` for the instruction set given, each copy compiled with its features.
+macro_rules! dispatch {
+    ($isa:expr, $kernel:ident :: <_ $(, $g:ident : $bound:path)*> ($($arg:ident : $type:ty),* $(,)?)) => {{
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx2,fma,f16c")]
+        #[allow(clippy::too_many_arguments)]
+        unsafe fn avx2<$($g: $bound),*>($($arg: $type),*) {
+            unsafe { $kernel::<core::arch::x86_64::__m256 $(, $g)*>($($arg),*) }
+        }
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx512f,avx2,fma,f16c")]
+        #[allow(clippy::too_many_arguments)]
+        unsafe fn avx512<$($g: $bound),*>($($arg: $type),*) {
+            unsafe { $kernel::<core::arch::x86_64::__m512 $(, $g)*>($($arg),*) }
+        }
+        // SAFETY: an Isa is one of what the machine has; the kernel's own contract is the caller's.
+        match $isa {
+            #[cfg(target_arch = "x86_64")]
+            $crate::simd::Isa::Avx2 => unsafe { avx2::<$($g),*>($($arg),*) },
+            #[cfg(target_arch = "x86_64")]
+            $crate::simd::Isa::Avx512 => unsafe { avx512::<$($g),*>($($arg),*) },
+            _ => unsafe { $kernel::<$crate::simd::Portable8 $(, $g)*>($($arg),*) },
+        }
+    }};
+}
+pub(crate) use dispatch;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[inline(always)]
+    unsafe fn exp_all<V: Simd>(x: &[f32], y: &mut [f32]) {
+        for i in (0..x.len()).step_by(V::LANES) {
+            unsafe { exp(V::load(x[i..].as_ptr())).store(y[i..].as_mut_ptr()) }
+        }
+    }
+
+    #[test]
+    fn exp_agrees_with_f64_on_every_instruction_set() {
+        let x: Vec<f32> =
+            (0..16_000).map(|i| -(i as f32) * 0.0054).chain([f32::NEG_INFINITY; 15]).chain([f32::NAN]).collect();
+        for isa in Isa::available() {
+            let mut out = vec![f32::NAN; x.len()];
+            let (a, b) = (x.as_slice(), out.as_mut_slice());
+            dispatch!(isa, exp_all::<_>(a: &[f32], b: &mut [f32]));
+            for (&x, &y) in x.iter().zip(&out) {
+                if x.is_nan() {
+                    assert!(y.is_nan(), "{isa:?}: exp(NaN) = {y}");
+                } else {
+                    let exact = if x < -87.0 { 0.0 } else { f64::from(x).exp() };
+                    assert!((f64::from(y) - exact).abs() <= 3e-7 * exact, "{isa:?}: exp({x}) = {y}, exactly {exact}");
+                }
+            }
+        }
+    }
+}

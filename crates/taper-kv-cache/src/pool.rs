@@ -1,0 +1,259 @@
+//! The block pool: storage, reference counts, the free list.
+
+use crate::BlockTable;
+use candle_core::{DType, Device, Tensor};
+use taper_kernels::kv::{self, BLOCK_TOKENS, PagedKv};
+
+/// What a pool stores for each token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvShape {
+    /// Layers that have a cache.
+    pub layers: usize,
+    /// KV heads of a layer.
+    pub kv_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+}
+
+impl KvShape {
+    /// Bytes of one 64-token block over all layers, keys and values.
+    pub fn block_bytes(&self, dtype: DType) -> usize {
+        2 * self.layers * self.kv_heads * BLOCK_TOKENS * self.head_dim * dtype.size_in_bytes()
+    }
+}
+
+/// Why the pool refused.
+#[derive(Debug, thiserror::Error)]
+pub enum KvError {
+    /// No free block is left.
+    #[error("the KV cache is full: {wanted} more blocks of 64 tokens wanted, {free} of {total} free")]
+    OutOfBlocks {
+        /// Blocks asked for.
+        wanted: usize,
+        /// Blocks free.
+        free: usize,
+        /// Blocks of the pool.
+        total: usize,
+    },
+    /// The device refused.
+    #[error("KV cache: {0}")]
+    Device(#[from] candle_core::Error),
+}
+
+/// Blocks of keys and values with reference counts.
+#[derive(Debug)]
+pub struct KvPool {
+    shape: KvShape,
+    dtype: DType,
+    keys: Vec<Tensor>,
+    values: Vec<Tensor>,
+    references: Vec<u32>,
+    free: Vec<u32>,
+}
+
+impl KvPool {
+    /// Makes a pool of `blocks` blocks of dtype f32, f16 or bf16.
+    ///
+    /// On the CPU the memory is reserved but only touched as blocks are written.
+    ///
+    /// # Errors
+    /// [`KvError::Device`] if the device lacks the memory or the dtype is another.
+    pub fn new(shape: KvShape, dtype: DType, blocks: usize, device: &Device) -> Result<Self, KvError> {
+        if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+            return Err(candle_core::Error::Msg(format!("dtype {dtype:?}; valid: f32, f16, bf16")).into());
+        }
+        let dims = (blocks, shape.kv_heads, BLOCK_TOKENS, shape.head_dim);
+        let make = || (0..shape.layers).map(|_| Tensor::zeros(dims, dtype, device)).collect::<Result<Vec<_>, _>>();
+        Ok(Self {
+            shape,
+            dtype,
+            keys: make()?,
+            values: make()?,
+            references: vec![0; blocks],
+            free: (0..blocks as u32).rev().collect(),
+        })
+    }
+
+    /// What the pool stores for each token.
+    pub fn shape(&self) -> KvShape {
+        self.shape
+    }
+
+    /// The dtype of keys and values.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Blocks of the pool.
+    pub fn blocks(&self) -> usize {
+        self.references.len()
+    }
+
+    /// Blocks that no table holds.
+    pub fn free_blocks(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Makes room for `tokens` tokens in all; a no-op if the table has it. All or nothing.
+    ///
+    /// # Errors
+    /// [`KvError::OutOfBlocks`].
+    pub fn grow(&mut self, table: &mut BlockTable, tokens: usize) -> Result<(), KvError> {
+        let wanted = tokens.div_ceil(BLOCK_TOKENS).saturating_sub(table.blocks.len());
+        if wanted > self.free.len() {
+            return Err(KvError::OutOfBlocks { wanted, free: self.free.len(), total: self.blocks() });
+        }
+        for _ in 0..wanted {
+            let block = self.free.pop().expect("counted above");
+            self.references[block as usize] = 1;
+            table.blocks.push(block);
+        }
+        Ok(())
+    }
+
+    /// Gives the table's blocks back; a block is free once no table holds it.
+    pub fn release(&mut self, table: &mut BlockTable) {
+        for block in table.blocks.drain(..) {
+            let count = &mut self.references[block as usize];
+            *count -= 1;
+            if *count == 0 {
+                self.free.push(block);
+            }
+        }
+    }
+
+    /// A second table over the first `tokens` tokens: whole blocks are shared, a started block is copied.
+    ///
+    /// # Errors
+    /// [`KvError::OutOfBlocks`] if there is no block for the copy; nothing is held then.
+    pub fn fork(&mut self, table: &BlockTable, tokens: usize) -> Result<BlockTable, KvError> {
+        let whole = tokens / BLOCK_TOKENS;
+        let mut fork = BlockTable { blocks: table.blocks[..whole].to_vec() };
+        for &block in &fork.blocks {
+            self.references[block as usize] += 1;
+        }
+        if !tokens.is_multiple_of(BLOCK_TOKENS) {
+            let copied = self.grow(&mut fork, tokens).and_then(|()| {
+                let (from, to) = (table.blocks[whole], fork.blocks[whole]);
+                Ok(self.keys.iter().chain(&self.values).try_for_each(|t| kv::copy_block(t, from, to))?)
+            });
+            if let Err(error) = copied {
+                self.release(&mut fork);
+                return Err(error);
+            }
+        }
+        Ok(fork)
+    }
+
+    /// Stores one layer's keys and values `[T, kv_heads, head_dim]` (f32) of the tokens at `slots` (`block * 64 + row`).
+    ///
+    /// # Errors
+    /// A shape or dtype that differs.
+    pub fn append(&self, layer: usize, k: &Tensor, v: &Tensor, slots: &[u32]) -> Result<(), KvError> {
+        kv::append(&self.keys[layer], k, slots)?;
+        kv::append(&self.values[layer], v, slots)?;
+        Ok(())
+    }
+
+    /// One layer's keys and values.
+    pub fn layer(&self, layer: usize) -> PagedKv<'_> {
+        PagedKv { k: &self.keys[layer], v: &self.values[layer] }
+    }
+
+    /// Checks that reference counts, free list and the tables given (all that exist) agree.
+    ///
+    /// # Panics
+    /// If they do not: a bug, found by tests and by an idle engine.
+    pub fn check_integrity<'a>(&self, tables: impl IntoIterator<Item = &'a BlockTable>) {
+        let mut held = vec![0u32; self.blocks()];
+        for table in tables {
+            for &block in &table.blocks {
+                held[block as usize] += 1;
+            }
+        }
+        assert_eq!(held, self.references, "reference counts differ from the tables");
+        let mut free = self.free.clone();
+        free.sort_unstable();
+        let idle: Vec<u32> = (0..self.blocks() as u32).filter(|&b| held[b as usize] == 0).collect();
+        assert_eq!(free, idle, "the free list differs from the unheld blocks");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn pool(blocks: usize) -> KvPool {
+        let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 4 };
+        KvPool::new(shape, DType::F32, blocks, &Device::Cpu).unwrap()
+    }
+
+    #[test]
+    fn a_full_pool_says_what_is_missing_and_keeps_what_the_table_had() {
+        let mut pool = pool(3);
+        let mut table = BlockTable::default();
+        pool.grow(&mut table, 65).unwrap();
+        let error = pool.grow(&mut table, 64 * 4 + 1).unwrap_err();
+        assert_eq!(error.to_string(), "the KV cache is full: 3 more blocks of 64 tokens wanted, 1 of 3 free");
+        assert_eq!(table.capacity(), 128);
+        pool.check_integrity([&table]);
+    }
+
+    #[test]
+    fn a_fork_shares_whole_blocks_and_copies_the_started_one() {
+        let mut pool = pool(8);
+        let mut first = BlockTable::default();
+        pool.grow(&mut first, 70).unwrap();
+        let rows = Tensor::arange(0f32, 280., &Device::Cpu).unwrap().reshape((70, 1, 4)).unwrap();
+        let slots: Vec<u32> = (0..70).map(|t| first.slot(t)).collect();
+        pool.append(0, &rows, &rows, &slots).unwrap();
+        let fork = pool.fork(&first, 70).unwrap();
+        assert_eq!(fork.blocks()[0], first.blocks()[0]);
+        assert_ne!(fork.blocks()[1], first.blocks()[1]);
+        let k = pool.layer(0).k.to_vec4_rows();
+        assert_eq!(k[fork.slot(69) as usize], k[first.slot(69) as usize]);
+        pool.check_integrity([&first, &fork]);
+    }
+
+    trait Rows {
+        fn to_vec4_rows(&self) -> Vec<Vec<f32>>;
+    }
+    impl Rows for Tensor {
+        fn to_vec4_rows(&self) -> Vec<Vec<f32>> {
+            self.flatten(0, 2).unwrap().to_vec2().unwrap()
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_history_leaks_or_double_frees(steps in prop::collection::vec((0u8..4, 0usize..5, 1usize..400), 1..120)) {
+            let mut pool = pool(12);
+            let mut tables: Vec<(BlockTable, usize)> = Vec::new();
+            for (action, which, tokens) in steps {
+                match action {
+                    0 => tables.push((BlockTable::default(), 0)),
+                    1 if which < tables.len() => {
+                        let (table, len) = &mut tables[which];
+                        if pool.grow(table, *len + tokens).is_ok() {
+                            *len += tokens;
+                        }
+                    }
+                    2 if which < tables.len() => {
+                        let (table, len) = &tables[which];
+                        if let Ok(fork) = pool.fork(table, *len) {
+                            let len = *len;
+                            tables.push((fork, len));
+                        }
+                    }
+                    3 if which < tables.len() => {
+                        let (mut table, _) = tables.swap_remove(which);
+                        pool.release(&mut table);
+                    }
+                    _ => {}
+                }
+                pool.check_integrity(tables.iter().map(|(t, _)| t));
+            }
+        }
+    }
+}
