@@ -1,0 +1,207 @@
+"""Times the kernels beside their peers on one GPU: cold L2, medians of CUDA events.
+
+bench.py [decode] [prefill] [delta] ... ; writes bench.json into $OUT (or the current
+folder). FlashInfer is timed if it is installed, cuDNN through PyTorch.
+Llama-3.1-8B attention shape: 32 query heads, 8 KV heads, head_dim 128, bf16.
+"""
+import json
+import os
+import sys
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import taper_gpu as t
+
+DEV, HQ, HK, D, DT = "cuda", 32, 8, 128, torch.bfloat16
+RES = {}
+FLUSH = torch.empty(1 << 28, dtype=torch.int32, device=DEV)
+
+
+def put(key, value):
+    RES[key] = round(value, 3) if isinstance(value, float) else value
+    print(f"{key:58s} {RES[key]}", flush=True)
+    with open(os.path.join(os.environ.get("OUT", "."), "bench.json"), "w") as f:
+        json.dump(RES, f, indent=1)
+
+
+def median_ms(f, iters=20, warm=3, cold=True):
+    """Median time of f. `cold` rewrites 1 GiB before each run, which also lets the
+    host queue f's launches before the device gets to them."""
+    for _ in range(warm):
+        f()
+    times = []
+    for _ in range(iters):
+        if cold:
+            FLUSH.fill_(1)
+        s, e = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        s.record()
+        f()
+        e.record()
+        torch.cuda.synchronize()
+        times.append(s.elapsed_time(e))
+    return sorted(times)[len(times) // 2]
+
+
+def graphed(f):
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            f()
+    torch.cuda.synchronize()
+    g = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(g, stream=side):
+        f()
+    return g.replay
+
+
+def copy_rate():
+    x = torch.empty(4 << 30, dtype=torch.uint8, device=DEV)
+    y = torch.empty_like(x)
+    put("copy TB/s", 2 * x.numel() / median_ms(lambda: y.copy_(x), 10, cold=False) / 1e9)
+
+
+def flashinfer_decode(n, batch, page=16):
+    import flashinfer
+    pages = batch * n // page
+    kv = torch.randn(pages, 2, page, HK, D, device=DEV, dtype=DT)
+    q = torch.randn(batch, HQ, D, device=DEV, dtype=DT)
+    ws = torch.empty(512 << 20, dtype=torch.uint8, device=DEV)
+    w = flashinfer.BatchDecodeWithPagedKVCacheWrapper(ws, "NHD", use_tensor_cores=True)
+    indptr = torch.arange(0, batch + 1, device=DEV, dtype=torch.int32) * (n // page)
+    w.plan(indptr, torch.randperm(pages, device=DEV).to(torch.int32),
+           torch.full((batch,), page, device=DEV, dtype=torch.int32), HQ, HK, D, page,
+           q_data_type=DT, kv_data_type=DT)
+    return lambda: w.run(q, kv)
+
+
+def decode():
+    try:
+        import flashinfer
+        put("flashinfer", flashinfer.__version__)
+        peer = True
+    except ImportError:
+        peer = False
+    sizes = [(1, n) for n in (2048, 8192, 32768, 131072, 171008, 524288, 1048576)]
+    sizes += [(8, 32768), (8, 131072), (64, 2048)]
+    for batch, n in sizes:
+        key = f"decode b{batch} {n}"
+        if peer:
+            f = flashinfer_decode(n, batch)
+            put(f"{key} flashinfer us", median_ms(f) * 1e3)
+            try:
+                put(f"{key} flashinfer graph us", median_ms(graphed(f)) * 1e3)
+            except Exception as ex:
+                put(f"{key} flashinfer graph error", str(ex)[:200])
+                torch.cuda.synchronize()
+            del f
+        cache = t.Cache([n] * batch, HK, D, DT, poison=False)
+        q = torch.randn(batch, HQ, D, device=DEV, dtype=DT)
+        f = t.Decode(cache, q, [t.work_list(end=(n, 0), length=n)] * (batch * HK))
+        f.plan()
+        put(f"{key} taper us", median_ms(f) * 1e3)
+        ms = median_ms(graphed(f))
+        put(f"{key} taper graph us", ms * 1e3)
+        put(f"{key} taper TB/s", 4.0 * batch * n * HK * D / ms / 1e9)
+        if n in (32768, 131072) and batch == 1:
+            put(f"{key} plan us", median_ms(f.plan) * 1e3)
+            put(f"{key} attend alone us", median_ms(graphed(f.attend)) * 1e3)
+            put(f"{key} merge alone us", median_ms(graphed(f.merge)) * 1e3)
+            check_lists_speed(cache, q, n)
+        del f, cache, q
+        torch.cuda.empty_cache()
+
+
+def check_lists_speed(cache, q, n):
+    """Gathers of blocks and of single tokens at 10% density."""
+    nb = n // 640
+    bid = torch.cat([torch.randperm(n // 64)[:nb].sort().values for _ in range(HK)])
+    lists = [t.work_list(blocks=(h * nb, nb), length=n) for h in range(HK)]
+    f = t.Decode(cache, q, lists, block_ids=bid.to(device=DEV, dtype=torch.int32))
+    f.plan()
+    put(f"decode b1 {n} 10% blocks taper graph us", median_ms(graphed(f)) * 1e3)
+    nt = n // 10
+    tid = torch.cat([torch.randperm(n)[:nt].sort().values for _ in range(HK)])
+    lists = [t.work_list(tokens=(h * nt, nt), length=n) for h in range(HK)]
+    f = t.Decode(cache, q, lists, token_ids=tid.to(device=DEV, dtype=torch.int32))
+    f.plan()
+    put(f"decode b1 {n} 10% tokens taper graph us", median_ms(graphed(f)) * 1e3)
+
+
+def prefill():
+    for n in (8192, 32768, 131072):
+        flops = 2.0 * n * n * D * HQ
+        q = torch.randn(1, HQ, n, D, device=DEV, dtype=DT)
+        k = torch.randn(1, HK, n, D, device=DEV, dtype=DT)
+        v = torch.randn_like(k)
+        iters = 5 if n < 100000 else 3
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            f = lambda: torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True)
+            ms = median_ms(f, iters, 1, cold=False)
+        put(f"prefill {n} cudnn ms", ms)
+        put(f"prefill {n} cudnn TFLOP/s", flops / ms / 1e9)
+        del q, k, v
+        cache = t.Cache([n], HK, D, DT, poison=False)
+        q = torch.randn(n, HQ, D, device=DEV, dtype=DT)
+        pos = torch.arange(n)
+        f = t.Prefill(cache, q, pos, t.tiles_for(pos, 0, n), lse=False)
+        ms = median_ms(f, iters, 1, cold=False)
+        put(f"prefill {n} taper ms", ms)
+        put(f"prefill {n} taper TFLOP/s", flops / ms / 1e9)
+        if n == 131072:
+            csr_speed(cache, q, n)
+        del f, cache, q
+        torch.cuda.empty_cache()
+
+
+def csr_speed(cache, q, n):
+    """Block lists of a given density, one per KV head and tile; forced diagonal."""
+    pos = torch.arange(n)
+    tiles = t.tiles_for(pos, 0, n)
+    for density in (0.02, 0.1, 0.5):
+        begin, ids, kept, seen = [0], [], 0, 0
+        for h in range(HK):
+            for i in range(len(tiles)):
+                top = 2 * i + 2
+                m = max(2, int(density * top))
+                pick = torch.cat([torch.randperm(max(top - 2, 1))[:m - 2],
+                                  torch.tensor([top - 2, top - 1])]).sort().values
+                ids.append(pick)
+                begin.append(begin[-1] + len(pick))
+                kept += len(pick)
+                seen += top
+        csr = (torch.tensor(begin, dtype=torch.int32, device=DEV),
+               torch.cat(ids).to(device=DEV, dtype=torch.int32))
+        f = t.Prefill(cache, q, pos, tiles, csr=csr, csr_heads=HK, lse=False)
+        put(f"prefill {n} blocks {kept / seen:.4f} taper ms", median_ms(f, 3, 1, cold=False))
+
+
+def delta():
+    for n in (32768, 131072, 524288, 1048576):
+        if n <= 131072:
+            q = torch.randn(1, HQ, n, D, device=DEV, dtype=DT)
+            k = torch.randn(1, HK, n, D, device=DEV, dtype=DT)
+            v = torch.randn_like(k)
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                f = lambda: torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, enable_gqa=True)
+                put(f"prefill {n} fa2 ms", median_ms(f, 3, 1, cold=False))
+            del q, k, v
+        cache = t.Cache([n], HK, D, DT, poison=False)
+        q = torch.randn(n, HQ, D, device=DEV, dtype=DT)
+        f = t.Delta(cache, q, 64, 4, 2048)
+        put(f"delta {n} taper ms", median_ms(f, 3, 1, cold=False))
+        put(f"delta {n} anchors and tail ms", median_ms(f.dense, 3, 1, cold=False))
+        put(f"delta {n} sink and window ms", median_ms(f.base, 3, 1, cold=False))
+        del f, cache, q
+        torch.cuda.empty_cache()
+
+
+PARTS = {"decode": decode, "prefill": prefill, "delta": delta}
+
+if __name__ == "__main__":
+    put("device", torch.cuda.get_device_name())
+    copy_rate()
+    for part in sys.argv[1:] or PARTS:
+        PARTS[part]()

@@ -1,0 +1,242 @@
+"""Builds the kernels into one shared library and calls them on torch tensors.
+
+The C structures of kernels/ are mirrored here field by field; sizes are checked by
+the tests only through results, so keep the order the same on both sides.
+"""
+import ctypes as C
+import os
+import pathlib
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DTYPE = {torch.bfloat16: 0, torch.float16: 1}
+P, I32, I64, F32, U32, U64 = C.c_void_p, C.c_int32, C.c_int64, C.c_float, C.c_uint32, C.c_uint64
+
+
+def build(out):
+    """Compiles every kernels/*/*.cu for sm_90a and links them into `out`."""
+    out = pathlib.Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+
+    def one(src):
+        obj = out.parent / (src.stem + ".o")
+        subprocess.run(
+            ["nvcc", "-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-lineinfo",
+             "-Xcompiler", "-fPIC", "-c", str(src), "-o", str(obj)], check=True)
+        return str(obj)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objs = list(pool.map(one, sorted((ROOT / "kernels").glob("*/*.cu"))))
+    subprocess.run(["nvcc", "-shared", "-gencode=arch=compute_90a,code=sm_90a", *objs, "-o", str(out)],
+                   check=True)
+    return out
+
+
+def load():
+    path = os.environ.get("TAPER_GPU_LIB")
+    if not path:
+        path = ROOT / "target" / "gpu" / "libtaper_gpu.so"
+        newest = max(f.stat().st_mtime for f in (ROOT / "kernels").rglob("*.cu*"))
+        if not path.exists() or path.stat().st_mtime < newest:
+            build(path)
+    return C.CDLL(str(path))
+
+
+LIB = None
+
+
+def call(name, params):
+    global LIB
+    if LIB is None:
+        LIB = load()
+    stream = C.c_void_p(torch.cuda.current_stream().cuda_stream)
+    code = getattr(LIB, name)(C.byref(params), stream)
+    if code != 0:
+        raise RuntimeError(f"{name} returned CUDA status {code}")
+
+
+def ptr(t):
+    return None if t is None else t.data_ptr()
+
+
+def struct(name, fields):
+    return type(name, (C.Structure,), {"_fields_": fields})
+
+
+DecodeParams = struct("DecodeParams", [
+    ("q", P), ("k", P), ("v", P), ("block_table", P), ("row_table", P), ("lists", P),
+    ("block_ids", P), ("token_ids", P), ("token_ln_weight", P), ("units", P), ("list_units", P),
+    ("part_o", P), ("part_lse", P), ("blocks", I64), ("rows", I32), ("q_heads", I32),
+    ("kv_heads", I32), ("list_heads", I32), ("head_dim", I32), ("dtype", I32),
+    ("table_stride", I32), ("unit_capacity", I32), ("scale", F32), ("gather", I32),
+    ("overlap", I32)])
+MergeParams = struct("MergeParams", [
+    ("part_o", P), ("part_lse", P), ("list_units", P), ("out", P), ("lse", P), ("rows", I32),
+    ("q_heads", I32), ("list_heads", I32), ("head_dim", I32), ("dtype", I32), ("out_f32", I32),
+    ("overlap", I32), ("reserved", I32)])
+PrefillParams = struct("PrefillParams", [
+    ("q", P), ("k", P), ("v", P), ("block_table", P), ("q_rows", P), ("positions", P),
+    ("tiles", P), ("csr_begin", P), ("csr_blocks", P), ("out", P), ("lse", P), ("anchor_out", P),
+    ("blocks", I64), ("tile_count", I32), ("q_heads", I32), ("kv_heads", I32), ("head_dim", I32),
+    ("dtype", I32), ("table_stride", I32), ("csr_heads", I32), ("sink", I32), ("window", I32),
+    ("anchor_stride", I32), ("out_f32", I32), ("overlap", I32), ("scale", F32),
+    ("reserved", I32)])
+DeltaParams = struct("DeltaParams", [
+    ("out", P), ("anchor_base", P), ("anchor_dense", P), ("position", I64), ("tail_begin", I64),
+    ("anchor_first", I64), ("anchors", I64), ("tokens", I32), ("q_heads", I32), ("head_dim", I32),
+    ("dtype", I32), ("gamma", I32), ("propagate", I32), ("overlap", I32), ("reserved", I32)])
+
+
+class Cache:
+    """One layer's paged K and V: [blocks, kv_heads, 64, head_dim] and a block table."""
+
+    def __init__(self, lens, kv_heads, head_dim, dtype, spare=1, poison=True, dev="cuda"):
+        self.lens, self.kv_heads, self.head_dim, self.dtype = lens, kv_heads, head_dim, dtype
+        per = [(n + 63) // 64 for n in lens]
+        self.blocks = sum(per) + spare
+        shape = (self.blocks, kv_heads, 64, head_dim)
+        self.k = torch.randn(shape, device=dev, dtype=dtype)
+        self.v = torch.randn(shape, device=dev, dtype=dtype)
+        order = torch.randperm(self.blocks, device=dev)
+        self.table = torch.zeros(len(lens), max(per), device=dev, dtype=torch.int32)
+        at = 0
+        for i, n in enumerate(per):
+            self.table[i, :n] = order[at:at + n].to(torch.int32)
+            at += n
+            if poison and lens[i] % 64:
+                last = order[at - 1]
+                self.k[last, :, lens[i] % 64:] = float("nan")
+                self.v[last, :, lens[i] % 64:] = float("nan")
+        if poison:
+            self.k[order[at:]] = float("nan")
+            self.v[order[at:]] = float("nan")
+
+    def dense(self, i):
+        """K and V of sequence i as [kv_heads, len, head_dim]."""
+        n = self.lens[i]
+        rows = self.table[i, :(n + 63) // 64].long()
+        return tuple(x[rows].permute(1, 0, 2, 3).reshape(self.kv_heads, -1, self.head_dim)[:, :n]
+                     for x in (self.k, self.v))
+
+
+def work_list(begin=(0, 0), end=(0, 0), blocks=(0, 0), tokens=(0, 0), ln_block=0.0, ln_token=0.0,
+              length=0):
+    """One WorkList as 12 32-bit words."""
+    import struct as S
+    return S.unpack("<12i", S.pack("<8I2f2I", *begin, *end, *blocks, *tokens, ln_block, ln_token,
+                                   length, 0))
+
+
+class Decode:
+    """Decode attention over `lists` (a list of rows * list_heads word tuples)."""
+
+    def __init__(self, cache, q, lists, list_heads=None, block_ids=None, token_ids=None,
+                 token_ln_weight=None, row_table=None, overlap=True, unit_capacity=None,
+                 out_f32=False):
+        rows, q_heads, d = q.shape
+        dev = q.device
+        list_heads = list_heads or cache.kv_heads
+        group = q_heads // list_heads
+        self.lists = torch.tensor(lists, dtype=torch.int32, device=dev)
+        cap = unit_capacity or len(lists) * 300
+        self.units = torch.empty(cap, 4, dtype=torch.int32, device=dev)
+        self.list_units = torch.empty(len(lists) + 1, dtype=torch.int32, device=dev)
+        self.part_o = torch.full((2 * cap, group, d), float("nan"), device=dev)
+        self.part_lse = torch.full((2 * cap, group), float("nan"), device=dev)
+        self.out = torch.full(q.shape, float("nan"), device=dev,
+                              dtype=torch.float32 if out_f32 else q.dtype)
+        self.lse = torch.full((rows, q_heads), float("nan"), device=dev)
+        self.keep = (cache, q, block_ids, token_ids, token_ln_weight, row_table)
+        self.p = DecodeParams(
+            ptr(q), ptr(cache.k), ptr(cache.v), ptr(cache.table), ptr(row_table), ptr(self.lists),
+            ptr(block_ids), ptr(token_ids), ptr(token_ln_weight), ptr(self.units),
+            ptr(self.list_units), ptr(self.part_o), ptr(self.part_lse), cache.blocks, rows, q_heads,
+            cache.kv_heads, list_heads, d, DTYPE[q.dtype], cache.table.stride(0), cap, d**-0.5,
+            int(token_ids is not None), int(overlap))
+        self.m = MergeParams(ptr(self.part_o), ptr(self.part_lse), ptr(self.list_units),
+                             ptr(self.out), ptr(self.lse), rows, q_heads, list_heads, d,
+                             DTYPE[q.dtype], int(out_f32), int(overlap), 0)
+
+    def plan(self):
+        call("taper_decode_plan", self.p)
+
+    def attend(self):
+        call("taper_decode", self.p)
+
+    def merge(self):
+        call("taper_merge", self.m)
+
+    def __call__(self):
+        self.attend()
+        self.merge()
+        return self.out
+
+
+def tiles_for(positions, table=0, kv_len=None, rows_per_tile=128):
+    """Tile table of one sequence's rows (positions: CPU tensor), longest first."""
+    n = positions.numel()
+    out = []
+    for i, b in enumerate(range(0, n, rows_per_tile)):
+        pos = positions[b:b + rows_per_tile]
+        out.append([b, pos.numel(), table, kv_len, int(pos.min()), int(pos.max()), i, 0])
+    out.sort(key=lambda t: -t[5])
+    return out
+
+
+class Prefill:
+    def __init__(self, cache, q, positions, tiles, q_rows=None, csr=None, csr_heads=0, sink=0,
+                 window=0, lse=True, out=None, out_f32=False, anchor_stride=0, anchor_out=None,
+                 overlap=True):
+        dev = q.device
+        _, q_heads, d = q.shape
+        rows = positions.numel()
+        self.tiles = torch.tensor(tiles, dtype=torch.int32, device=dev)
+        if out is None:
+            shape = (rows, q_heads, d) if out_f32 else q.shape
+            out = torch.full(shape, float("nan"), device=dev,
+                             dtype=torch.float32 if out_f32 else q.dtype)
+        self.out = out
+        self.lse = torch.full((rows, q_heads), float("nan"), device=dev) if lse else None
+        self.positions = positions.to(device=dev, dtype=torch.int32)
+        self.keep = (cache, q, q_rows, csr, anchor_out)
+        begin, blocks = csr or (None, None)
+        self.p = PrefillParams(
+            ptr(q), ptr(cache.k), ptr(cache.v), ptr(cache.table), ptr(q_rows), ptr(self.positions),
+            ptr(self.tiles), ptr(begin), ptr(blocks), ptr(out), ptr(self.lse), ptr(anchor_out),
+            cache.blocks, len(tiles), q_heads, cache.kv_heads, d, DTYPE[q.dtype],
+            cache.table.stride(0), csr_heads, sink, window, anchor_stride, int(out_f32),
+            int(overlap), d**-0.5, 0)
+
+    def __call__(self):
+        call("taper_prefill", self.p)
+        return self.out
+
+
+class Delta:
+    """Delta Attention over a sink and window base, a whole prompt of one sequence."""
+
+    def __init__(self, cache, q, gamma=64, sink=4, window=2048, propagate=True):
+        n, q_heads, d = q.shape
+        dev = q.device
+        self.tail = max(0, (n - max(128, gamma)) // gamma * gamma)
+        anchors = self.tail // gamma
+        rows = torch.cat([torch.arange(0, self.tail, gamma), torch.arange(self.tail, n)])
+        self.base_rows = torch.full((n // gamma + 1, q_heads, d), float("nan"), device=dev)
+        self.dense = Prefill(cache, q, rows, tiles_for(rows, 0, n), lse=False, out_f32=True,
+                             q_rows=rows.to(device=dev, dtype=torch.int32))
+        pos = torch.arange(n)
+        self.base = Prefill(cache, q, pos, tiles_for(pos, 0, n), sink=sink, window=window,
+                            lse=False, anchor_stride=gamma, anchor_out=self.base_rows)
+        self.out = self.base.out
+        self.p = DeltaParams(ptr(self.out), ptr(self.base_rows), ptr(self.dense.out), 0, self.tail,
+                             0, anchors, n, q_heads, d, DTYPE[q.dtype], gamma, int(propagate), 1, 0)
+
+    def __call__(self):
+        self.dense()
+        self.base()
+        call("taper_delta", self.p)
+        return self.out

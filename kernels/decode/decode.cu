@@ -1,0 +1,58 @@
+// Entry points of the decode attention: the plan, once per change of the lists, and
+// the attention itself, once per layer.
+#include "decode.cuh"
+
+namespace taper {
+namespace {
+
+template <class T, int D, int N, bool GATHER>
+cudaError_t go(const DecodeParams& p, const CUtensorMap& km, const CUtensorMap& vm,
+               cudaStream_t stream) {
+  const int grid = p.unit_capacity < sm_count() ? p.unit_capacity : sm_count();
+  return launch(decode_kernel<T, D, N, GATHER>, grid, GATHER ? 384 : 288, DecodeLayout<D>::kBytes,
+                stream, p.overlap != 0, km, vm, p);
+}
+template <class T, int D, int N>
+cudaError_t pick_gather(const DecodeParams& p, const CUtensorMap& km, const CUtensorMap& vm,
+                        cudaStream_t s) {
+  return p.gather ? go<T, D, N, true>(p, km, vm, s) : go<T, D, N, false>(p, km, vm, s);
+}
+template <class T, int D>
+cudaError_t pick_group(const DecodeParams& p, const CUtensorMap& km, const CUtensorMap& vm,
+                       cudaStream_t s) {
+  return p.q_heads / p.list_heads <= 8 ? pick_gather<T, D, 8>(p, km, vm, s)
+                                       : pick_gather<T, D, 16>(p, km, vm, s);
+}
+template <class T>
+cudaError_t pick_dim(const DecodeParams& p, const CUtensorMap& km, const CUtensorMap& vm,
+                     cudaStream_t s) {
+  return p.head_dim == 128 ? pick_group<T, 128>(p, km, vm, s) : pick_group<T, 64>(p, km, vm, s);
+}
+
+bool valid(const DecodeParams& p) {
+  return (p.head_dim == 64 || p.head_dim == 128) && p.list_heads > 0 && p.kv_heads > 0 &&
+         p.list_heads % p.kv_heads == 0 && p.q_heads % p.list_heads == 0 &&
+         p.q_heads / p.list_heads <= 16 && p.rows > 0 && p.unit_capacity > 0 &&
+         (p.dtype == kBf16 || p.dtype == kF16) &&
+         p.blocks * p.kv_heads * kBlock <= INT32_MAX;
+}
+
+}  // namespace
+}  // namespace taper
+
+extern "C" int taper_decode_plan(const taper::DecodeParams* p, cudaStream_t stream) {
+  if (!taper::valid(*p)) return cudaErrorInvalidValue;
+  return taper::launch(taper::decode_plan_kernel, 1, 1024, 0, stream, p->overlap != 0, *p);
+}
+
+extern "C" int taper_decode(const taper::DecodeParams* p, cudaStream_t stream) {
+  using namespace taper;
+  if (!valid(*p)) return cudaErrorInvalidValue;
+  CUtensorMap km, vm;
+  const int64_t rows = p->blocks * p->kv_heads * kBlock;
+  cudaError_t e = cache_map(&km, p->k, p->dtype, rows, p->head_dim);
+  if (e == cudaSuccess) e = cache_map(&vm, p->v, p->dtype, rows, p->head_dim);
+  if (e != cudaSuccess) return e;
+  return p->dtype == kBf16 ? pick_dim<__nv_bfloat16>(*p, km, vm, stream)
+                           : pick_dim<__half>(*p, km, vm, stream);
+}

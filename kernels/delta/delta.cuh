@@ -1,0 +1,62 @@
+// Delta Attention's correction of a sparse prefill.
+//
+// Every row takes the difference between the dense and the sparse output of the last
+// anchor row at or before it (multiples of gamma by absolute position). Anchors and
+// the tail become the dense rows themselves. The difference is taken in fp32.
+#pragma once
+
+#include "../common/launch.cuh"
+#include "../common/ptx.cuh"
+
+namespace taper {
+
+struct DeltaParams {
+  void* out;                  // [tokens, q_heads, head_dim]: sparse rows in, corrected rows out
+  const float* anchor_base;   // [anchors, q_heads, head_dim], sparse output of the anchors
+  const float* anchor_dense;  // [anchors + tail rows, q_heads, head_dim]
+  int64_t position;           // absolute position of row 0
+  int64_t tail_begin;         // absolute position from which rows are dense
+  int64_t anchor_first;       // anchors before it are not in the arrays
+  int64_t anchors;            // dense tail rows start at this row of anchor_dense
+  int32_t tokens, q_heads, head_dim, dtype;
+  int32_t gamma;
+  int32_t propagate;  // 0: only anchors and tail change (the recompute mode)
+  int32_t overlap, reserved;
+};
+
+template <class T, int D>
+__global__ void __launch_bounds__(256) delta_kernel(const DeltaParams p) {
+  constexpr int kChunks = D / 8;
+  wait_for_predecessor();
+  launch_dependents();
+  const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
+  const int64_t per_row = (int64_t)p.q_heads * kChunks;
+  if (i >= per_row * p.tokens) return;
+  const int64_t row = i / per_row, in_row = i % per_row;
+  const int64_t pos = p.position + row;
+  const int64_t anchor = pos / p.gamma - p.anchor_first;
+  const bool tail = pos >= p.tail_begin, on_anchor = pos % p.gamma == 0;
+  const int64_t dense_row = tail ? p.anchors + pos - p.tail_begin : anchor;
+  if (!tail && !on_anchor && !p.propagate) return;
+  uint4* out = reinterpret_cast<uint4*>(p.out) + row * per_row + in_row;
+  const float4* dense =
+      reinterpret_cast<const float4*>(p.anchor_dense) + (dense_row * per_row + in_row) * 2;
+  float x[8];
+  *reinterpret_cast<float4*>(x) = dense[0];
+  *reinterpret_cast<float4*>(x + 4) = dense[1];
+  if (!tail && !on_anchor) {
+    const float4* base =
+        reinterpret_cast<const float4*>(p.anchor_base) + (anchor * per_row + in_row) * 2;
+    float b[8];
+    *reinterpret_cast<float4*>(b) = base[0];
+    *reinterpret_cast<float4*>(b + 4) = base[1];
+    uint4 raw = *out;
+    const T* sparse = reinterpret_cast<const T*>(&raw);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) x[k] = to_float(sparse[k]) + (x[k] - b[k]);
+  }
+  *out = make_uint4(pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]), pack2<T>(x[4], x[5]),
+                    pack2<T>(x[6], x[7]));
+}
+
+}  // namespace taper
