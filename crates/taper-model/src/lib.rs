@@ -1,1 +1,24 @@
-//! (see Cargo.toml)
+//! From a checkpoint to hidden states: configuration, weights, tokenizer, chat template and the forward pass.
+//!
+//! Knows the shapes of Llama and Mistral. It neither schedules nor samples, and attention is the caller's: the forward
+//! pass hands over each layer's queries, keys and values and never learns what is done with them.
+
+mod config;
+mod error;
+mod gguf;
+mod json;
+mod mapped;
+mod model;
+mod rope;
+mod source;
+mod swiglu;
+mod template;
+mod tokenizer;
+mod weights;
+
+pub use config::{Architecture, LoadOptions, ModelConfig, Rope, RopeScaling, WeightDType};
+pub use error::ModelError;
+pub use model::Model;
+pub use source::{DEFAULT_MODEL, ModelFiles, ModelSource, Progress, ResolvedModel, default_cache, resolve};
+pub use template::{ChatMessage, ChatTemplate};
+pub use tokenizer::{StreamDecoder, TextStart, Tokenizer};

@@ -1,0 +1,118 @@
+//! What a checkpoint says about itself, checked once: the same for a Hugging Face folder and for a GGUF file.
+
+mod checked;
+pub(crate) mod gguf;
+mod hf;
+
+use crate::error::ModelError;
+pub use crate::rope::{Rope, RopeScaling};
+
+use crate::source::{ModelFiles, ResolvedModel};
+use taper_attention::AttentionShape;
+
+/// The families that the forward pass knows; they differ only in the sliding window.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Architecture {
+    /// Llama 1, 2, 3, 3.1, 3.2 and SmolLM2.
+    Llama,
+    /// Mistral 7B v0.1 to v0.3 and NeMo.
+    Mistral,
+}
+
+/// The dtype that a float checkpoint's weights are kept in.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum WeightDType {
+    /// f32 on the CPU, which multiplies it fastest; the checkpoint's own dtype on other devices.
+    #[default]
+    Auto,
+    /// 32-bit floats.
+    F32,
+    /// 16-bit floats with 10 bits of fraction.
+    F16,
+    /// 16-bit floats with the range of f32.
+    BF16,
+}
+
+/// How to load a model.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct LoadOptions {
+    /// The dtype for float weights, and for quantised ones under `dequantize`.
+    pub dtype: WeightDType,
+    /// Turns a GGUF's quantised weights into floats while loading, instead of keeping them quantised.
+    pub dequantize: bool,
+    /// Lowers the context length that the model reports; a limit above the model's own is an error.
+    pub context_limit: Option<usize>,
+}
+
+/// A checkpoint's hyperparameters.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelConfig {
+    /// The model's name, for `/v1/models`.
+    pub name: String,
+    /// The family.
+    pub architecture: Architecture,
+    /// Rows of the embedding table, and logits of a token.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the feed-forward layer.
+    pub intermediate_size: usize,
+    /// Decoder layers.
+    pub layers: usize,
+    /// Query heads of a layer.
+    pub q_heads: usize,
+    /// Key and value heads of a layer; divides `q_heads`.
+    pub kv_heads: usize,
+    /// Width of a head; need not be `hidden_size / q_heads`.
+    pub head_dim: usize,
+    /// The epsilon of the RMS norms.
+    pub rms_norm_eps: f64,
+    /// Rotary position embedding.
+    pub rope: Rope,
+    /// The most tokens that a sequence may hold.
+    pub context_length: usize,
+    /// The model's own sliding window in tokens, the query's token included.
+    pub sliding_window: Option<usize>,
+    /// Whether the output head is the embedding table.
+    pub tie_embeddings: bool,
+    /// The token that opens a sequence, where the model has one.
+    pub bos_token: Option<u32>,
+    /// The tokens that end a generation.
+    pub eos_tokens: Vec<u32>,
+}
+
+impl ModelConfig {
+    /// Reads the configuration alone: `config.json` and `generation_config.json`, or a GGUF's metadata.
+    ///
+    /// # Errors
+    /// [`ModelError`] naming the file and the field that is missing, malformed, contradictory or not supported.
+    pub fn read(model: &ResolvedModel) -> Result<Self, ModelError> {
+        match &model.files {
+            ModelFiles::Folder(folder) => hf::read(folder, &model.name),
+            ModelFiles::Gguf(path) => gguf::read(&crate::gguf::Gguf::open(path)?, &model.name),
+        }
+    }
+
+    /// What attention needs to know.
+    pub fn attention_shape(&self) -> AttentionShape {
+        AttentionShape {
+            layers: self.layers,
+            q_heads: self.q_heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            window: self.sliding_window,
+        }
+    }
+
+    /// Lowers the context length to a caller's limit.
+    pub(crate) fn limit_context(&mut self, limit: Option<usize>) -> Result<(), ModelError> {
+        match limit {
+            None => Ok(()),
+            Some(limit) if (1..=self.context_length).contains(&limit) => {
+                self.context_length = limit;
+                Ok(())
+            }
+            Some(limit) => Err(ModelError::ContextLimit { limit, model: self.context_length }),
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! The network: a decoder of Llama's or Mistral's shape, over a flat batch of tokens.
+//!
+//! The batch has no sequence axis. Tokens of all requests lie side by side, and attention, which the caller brings,
+//! is the only part that knows which of them belong together.
+
+use crate::config::{LoadOptions, ModelConfig};
+use crate::error::ModelError;
+use crate::rope::RopeTable;
+use crate::source::ResolvedModel;
+use crate::swiglu::swiglu;
+use crate::weights::{self, Embedding, Role, Weights};
+use candle_core::{DType, Device, IndexOp, Result, Tensor};
+use candle_nn::ops::rms_norm;
+use candle_nn::rotary_emb::rope_thd;
+use taper_attention::{AttentionShape, LayerAttention};
+use taper_kernels::linear::Linear;
+
+/// A loaded model. Shapes below: T tokens of a batch, R rows of it.
+#[derive(Debug)]
+pub struct Model {
+    config: ModelConfig,
+    device: Device,
+    embedding: Embedding,
+    layers: Vec<Layer>,
+    norm: Tensor,
+    head: Linear,
+    /// What activations are turned into before a projection; the residual stream and the norms stay f32.
+    activation: DType,
+}
+
+#[derive(Debug)]
+struct Layer {
+    attention_norm: Tensor,
+    /// Query, key and value: one joint projection, or three.
+    qkv: Vec<Linear>,
+    output: Linear,
+    feed_forward_norm: Tensor,
+    /// Gate and up: one joint projection, or two.
+    gate_up: Vec<Linear>,
+    down: Linear,
+}
+
+impl Model {
+    /// Loads a resolved checkpoint onto a device.
+    ///
+    /// # Errors
+    /// [`ModelError`] naming the file and the field or tensor that is missing, malformed, of the wrong shape or not
+    /// supported. A hostile file is an error, not a panic.
+    pub fn load(
+        model: &ResolvedModel,
+        options: &LoadOptions,
+        device: &Device,
+    ) -> std::result::Result<Self, ModelError> {
+        let mut config = ModelConfig::read(model)?;
+        let weights = weights::open(model, &config, options, device)?;
+        let layers = (0..config.layers).map(|i| Layer::load(&*weights, i)).collect::<std::result::Result<_, _>>()?;
+        let (embedding, norm) = (weights.embedding()?, weights.norm(Role::FinalNorm, 0)?);
+        let (head, activation) = (weights.head()?, weights.activation_dtype());
+        drop(weights);
+        config.limit_context(options.context_limit)?;
+        Ok(Self { config, device: device.clone(), embedding, layers, norm, head, activation })
+    }
+
+    /// The checkpoint's hyperparameters.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// What attention needs to know.
+    pub fn attention_shape(&self) -> AttentionShape {
+        self.config.attention_shape()
+    }
+
+    /// The device that holds the weights.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Runs all layers over a flat batch and returns the hidden states after the final norm.
+    ///
+    /// # Shapes
+    /// - `tokens` `[T]`, ids below the vocabulary's size
+    /// - `positions` `[T]`, each token's place in its own sequence, from 0
+    /// - returns `[T, hidden]`, f32
+    ///
+    /// # Errors
+    /// An empty batch, lengths that differ, a token outside the vocabulary, a position past the context, and whatever
+    /// `attention` or the device says.
+    pub fn forward(&self, tokens: &[u32], positions: &[u32], attention: &mut dyn LayerAttention) -> Result<Tensor> {
+        if tokens.is_empty() || tokens.len() != positions.len() {
+            candle_core::bail!(
+                "a step takes one position a token: got {} tokens, {} positions",
+                tokens.len(),
+                positions.len()
+            );
+        }
+        if let Some(position) = positions.iter().find(|p| **p as usize >= self.config.context_length) {
+            candle_core::bail!("position {position} is past the context of {} tokens", self.config.context_length);
+        }
+        let table = self.config.rope.table(positions, &self.device)?;
+        let mut x = self.embedding.lookup(tokens)?;
+        for (index, layer) in self.layers.iter().enumerate() {
+            x = self.layer(index, layer, &x, &table, attention)?;
+        }
+        self.normed(&x, &self.norm)
+    }
+
+    /// The scores of every token of the vocabulary.
+    ///
+    /// # Shapes
+    /// - `hidden` `[R, hidden]`, f32, rows of what [`Model::forward`] returned
+    /// - returns `[R, vocab]`, f32
+    ///
+    /// # Errors
+    /// candle's shape and device errors.
+    pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
+        self.project(&self.head, &hidden.contiguous()?.to_dtype(self.activation)?)
+    }
+
+    fn layer(
+        &self,
+        index: usize,
+        layer: &Layer,
+        x: &Tensor,
+        table: &RopeTable,
+        attention: &mut dyn LayerAttention,
+    ) -> Result<Tensor> {
+        let (q, k, v) = self.qkv(layer, &self.normed(x, &layer.attention_norm)?)?;
+        let (q, k) = (self.rotate(&q, table)?, self.rotate(&k, table)?);
+        let attended = attention.attend(index, &q, &k, &v)?.flatten_from(1)?.to_dtype(self.activation)?;
+        let x = (x + self.project(&layer.output, &attended)?)?;
+
+        let normed = self.normed(&x, &layer.feed_forward_norm)?.to_dtype(self.activation)?;
+        let gate_up = match &layer.gate_up[..] {
+            [joint] => joint.forward(&normed)?,
+            parts => {
+                let parts = parts.iter().map(|part| part.forward(&normed)).collect::<Result<Vec<_>>>()?;
+                Tensor::cat(&parts, 1)?
+            }
+        };
+        x + self.project(&layer.down, &swiglu(&gate_up)?)?
+    }
+
+    /// Queries `[T, q_heads, head_dim]`, keys and values `[T, kv_heads, head_dim]`; f32, contiguous.
+    fn qkv(&self, layer: &Layer, normed: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
+        let normed = normed.to_dtype(self.activation)?;
+        let config = &self.config;
+        let heads = [config.q_heads, config.kv_heads, config.kv_heads];
+        let rows = normed.dim(0)?;
+        let shaped = |x: &Tensor, heads: usize| {
+            // One token's slice of a joint projection is contiguous already: decoding copies nothing here.
+            x.contiguous()?.reshape((rows, heads, config.head_dim))
+        };
+        if let [joint] = &layer.qkv[..] {
+            let x = self.project(joint, &normed)?;
+            let (q, kv) = (heads[0] * config.head_dim, heads[1] * config.head_dim);
+            let part = |start, width, heads| shaped(&x.i((.., start..start + width))?, heads);
+            return Ok((part(0, q, heads[0])?, part(q, kv, heads[1])?, part(q + kv, kv, heads[2])?));
+        }
+        let part = |i: usize| shaped(&self.project(&layer.qkv[i], &normed)?, heads[i]);
+        Ok((part(0)?, part(1)?, part(2)?))
+    }
+
+    /// Turns `x` `[T, heads, head_dim]` by its tokens' positions.
+    fn rotate(&self, x: &Tensor, table: &RopeTable) -> Result<Tensor> {
+        rope_thd(&x.unsqueeze(0)?, &table.cos, &table.sin)?.squeeze(0)
+    }
+
+    fn normed(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        rms_norm(x, weight, self.config.rms_norm_eps as f32)
+    }
+
+    /// A projection whose output goes back to f32.
+    fn project(&self, linear: &Linear, x: &Tensor) -> Result<Tensor> {
+        linear.forward(x)?.to_dtype(DType::F32)
+    }
+}
+
+impl Layer {
+    fn load(weights: &dyn Weights, index: usize) -> std::result::Result<Self, ModelError> {
+        let one = |role| {
+            let mut linears = weights.projections(&[role], index)?;
+            Ok::<Linear, ModelError>(linears.remove(0))
+        };
+        Ok(Self {
+            attention_norm: weights.norm(Role::AttentionNorm, index)?,
+            qkv: weights.projections(&[Role::Query, Role::Key, Role::Value], index)?,
+            output: one(Role::Output)?,
+            feed_forward_norm: weights.norm(Role::FeedForwardNorm, index)?,
+            gate_up: weights.projections(&[Role::Gate, Role::Up], index)?,
+            down: one(Role::Down)?,
+        })
+    }
+}

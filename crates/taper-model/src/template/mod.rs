@@ -1,0 +1,278 @@
+//! Chat templates: a conversation to the text that the model was trained on, as transformers renders it.
+
+mod python;
+
+use crate::error::ModelError;
+use crate::gguf::Gguf;
+use crate::source::{ModelFiles, ResolvedModel};
+use crate::tokenizer::TokenName;
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Serde, Value};
+use minijinja::{Environment, Error, ErrorKind};
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+
+/// The name of the one template in its environment.
+const NAME: &str = "chat_template";
+
+/// Tokens that templates know by name.
+const SPECIAL_TOKENS: [&str; 5] = ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token"];
+
+/// One message of a conversation, in the form that templates expect.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct ChatMessage {
+    /// `system`, `user`, `assistant`, `tool`, or what else the template knows.
+    pub role: String,
+    /// The text; none beside tool calls.
+    pub content: Option<String>,
+    /// Everything else that the template may read: `tool_calls`, `tool_call_id`, `name`.
+    #[serde(flatten)]
+    pub extra: serde_json::Map<String, serde_json::Value>,
+}
+
+impl ChatMessage {
+    /// A message of plain text.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: Some(content.into()), extra: serde_json::Map::new() }
+    }
+}
+
+/// A compiled chat template with the special tokens that it prints.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    /// Used instead, where there is one, for requests with tools.
+    has_tool_template: bool,
+    special_tokens: serde_json::Map<String, serde_json::Value>,
+}
+
+/// A template as `tokenizer_config.json` writes it: one text, or named ones.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum RawTemplate {
+    One(String),
+    Named(Vec<NamedTemplate>),
+}
+
+#[derive(Deserialize)]
+struct NamedTemplate {
+    name: String,
+    template: String,
+}
+
+impl ChatTemplate {
+    /// Reads a checkpoint's template; none for a base model, which has no template.
+    ///
+    /// Looks in `chat_template.jinja`, then in `tokenizer_config.json`; or in a GGUF's metadata.
+    ///
+    /// # Errors
+    /// [`ModelError`] naming the file, if it cannot be read or the template does not compile.
+    pub fn load(model: &ResolvedModel) -> Result<Option<Self>, ModelError> {
+        match &model.files {
+            ModelFiles::Folder(folder) => Self::from_folder(folder),
+            ModelFiles::Gguf(path) => Self::from_gguf(&Gguf::open(path)?),
+        }
+    }
+
+    /// Compiles a template's text. `special_tokens` gives `bos_token` and its like.
+    ///
+    /// # Errors
+    /// [`ModelError::Template`] if it does not compile.
+    pub fn new(text: &str, special_tokens: serde_json::Map<String, serde_json::Value>) -> Result<Self, ModelError> {
+        Self::compile(RawTemplate::One(text.to_owned()), special_tokens)
+    }
+
+    /// Renders a conversation.
+    ///
+    /// `variables` are what else the template may read; `tools` and `documents` are none where they are not given.
+    /// `add_generation_prompt` opens the assistant's turn.
+    ///
+    /// # Errors
+    /// [`ModelError::TemplateRefused`] where the template turns the conversation down, [`ModelError::Template`] where
+    /// it fails.
+    pub fn render(
+        &self,
+        messages: &[ChatMessage],
+        add_generation_prompt: bool,
+        variables: &serde_json::Map<String, serde_json::Value>,
+    ) -> Result<String, ModelError> {
+        let has_tools = variables.get("tools").is_some_and(|tools| !tools.is_null());
+        let name = if has_tools && self.has_tool_template { "tool_use" } else { NAME };
+        let mut context = self.special_tokens.clone();
+        context.insert("tools".to_owned(), serde_json::Value::Null);
+        context.insert("documents".to_owned(), serde_json::Value::Null);
+        context.extend(variables.clone());
+        let messages = serde_json::to_value(messages).map_err(|e| ModelError::Template(e.to_string()))?;
+        context.insert("messages".to_owned(), messages);
+        context.insert("add_generation_prompt".to_owned(), add_generation_prompt.into());
+        let template = self.environment.get_template(name).map_err(|e| broken(&e))?;
+        template.render(Value::from(Serde(&context))).map_err(|e| refused(&e).unwrap_or_else(|| broken(&e)))
+    }
+
+    fn from_folder(folder: &Path) -> Result<Option<Self>, ModelError> {
+        let path = folder.join("tokenizer_config.json");
+        let mut config: serde_json::Map<String, serde_json::Value> =
+            if path.exists() { crate::json::read(&path)? } else { serde_json::Map::new() };
+        let mut special_tokens = serde_json::Map::new();
+        for name in SPECIAL_TOKENS {
+            let Some(value) = config.remove(name).filter(|value| !value.is_null()) else { continue };
+            let token: TokenName = serde_json::from_value(value).map_err(|e| ModelError::invalid(&path, name, e))?;
+            special_tokens.insert(name.to_owned(), token.into_string().into());
+        }
+        let own = folder.join("chat_template.jinja");
+        if own.exists() {
+            let text = crate::json::read_text(&own)?;
+            return Self::compile(RawTemplate::One(text), special_tokens).map(Some).map_err(|e| at(&own, NAME, e));
+        }
+        let Some(raw) = config.remove(NAME).filter(|raw| !raw.is_null()) else { return Ok(None) };
+        let raw = serde_json::from_value(raw)
+            .map_err(|_| ModelError::invalid(&path, NAME, "must be a string or a list of named templates"))?;
+        Self::compile(raw, special_tokens).map(Some).map_err(|e| at(&path, NAME, e))
+    }
+
+    fn from_gguf(gguf: &Gguf) -> Result<Option<Self>, ModelError> {
+        const KEY: &str = "tokenizer.chat_template";
+        let Some(text) = gguf.optional_str(KEY)? else { return Ok(None) };
+        let tokens = gguf.optional_strings("tokenizer.ggml.tokens")?.unwrap_or_default();
+        let mut special_tokens = serde_json::Map::new();
+        for (name, key) in [
+            ("bos_token", "tokenizer.ggml.bos_token_id"),
+            ("eos_token", "tokenizer.ggml.eos_token_id"),
+            ("unk_token", "tokenizer.ggml.unknown_token_id"),
+            ("pad_token", "tokenizer.ggml.padding_token_id"),
+        ] {
+            let id = crate::config::gguf::token(gguf, key)?;
+            if let Some(token) = id.and_then(|id| tokens.get(id as usize)) {
+                special_tokens.insert(name.to_owned(), (*token).into());
+            }
+        }
+        Self::new(text, special_tokens).map(Some).map_err(|e| at(gguf.path(), KEY, e))
+    }
+
+    fn compile(
+        raw: RawTemplate,
+        special_tokens: serde_json::Map<String, serde_json::Value>,
+    ) -> Result<Self, ModelError> {
+        let mut environment = environment()?;
+        let mut add = |name: &'static str, text: String| {
+            environment.add_template_owned(name, without_generation_tags(&text)).map_err(|e| broken(&e))
+        };
+        let mut has_tool_template = false;
+        match raw {
+            RawTemplate::One(text) => add(NAME, text)?,
+            RawTemplate::Named(templates) => {
+                let mut has_default = false;
+                for NamedTemplate { name, template } in templates {
+                    match name.as_str() {
+                        "default" => add(NAME, template)?,
+                        "tool_use" => add("tool_use", template)?,
+                        // Others are for purposes that the API has no words for.
+                        _ => continue,
+                    }
+                    has_default |= name == "default";
+                    has_tool_template |= name == "tool_use";
+                }
+                if !has_default {
+                    return Err(ModelError::Template("none of the named templates is called default".to_owned()));
+                }
+            }
+        }
+        Ok(Self { environment, has_tool_template, special_tokens })
+    }
+}
+
+/// Jinja as transformers sets it up.
+fn environment() -> Result<Environment<'static>, ModelError> {
+    let mut environment = Environment::new();
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(|e| broken(&e))?;
+    environment.set_syntax(syntax);
+    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_formatter(python::format);
+    environment.add_filter("tojson", python::to_json);
+    environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
+        Err(Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Refusal(message)))
+    });
+    environment.add_function("strftime_now", |format: String| -> Result<String, Error> {
+        use std::fmt::Write;
+        let mut out = String::new();
+        // Fails for a directive that does not exist.
+        write!(out, "{}", chrono::Local::now().format(&format))
+            .map_err(|_| Error::new(ErrorKind::InvalidOperation, format!("'{format}' is no time format")))?;
+        Ok(out)
+    });
+    Ok(environment)
+}
+
+/// What a template said by `raise_exception`.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Refusal(String);
+
+fn refused(error: &Error) -> Option<ModelError> {
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        if let Some(Refusal(message)) = cause.downcast_ref() {
+            return Some(ModelError::TemplateRefused(message.clone()));
+        }
+        source = cause.source();
+    }
+    None
+}
+
+fn broken(error: &Error) -> ModelError {
+    let place = error.line().map(|line| format!(" (line {line})")).unwrap_or_default();
+    ModelError::Template(format!("{error}{place}"))
+}
+
+/// Names the file that a template came from.
+fn at(path: &Path, field: &str, error: ModelError) -> ModelError {
+    match error {
+        ModelError::Template(reason) => ModelError::invalid(path, field, reason),
+        other => other,
+    }
+}
+
+/// Drops the `generation` tags, by which transformers marks an assistant's tokens for training; the text between them
+/// stays. A comment in each tag's place keeps its whitespace marks.
+fn without_generation_tags(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(start) = rest.find("{%") {
+        let (before, tag) = rest.split_at(start);
+        out.push_str(before);
+        let Some(end) = tag.find("%}") else {
+            rest = tag;
+            break;
+        };
+        let (tag, after) = tag.split_at(end + 2);
+        let inner = &tag[2..end];
+        let word = inner.trim_matches(|c: char| c.is_whitespace() || c == '-' || c == '+');
+        if matches!(word, "generation" | "endgeneration") {
+            let open = if inner.starts_with('-') { "{#-" } else { "{#" };
+            let close = if inner.ends_with('-') { "-#}" } else { "#}" };
+            out.push_str(open);
+            out.push(' ');
+            out.push_str(close);
+        } else {
+            out.push_str(tag);
+        }
+        rest = after;
+    }
+    out.push_str(rest);
+    out
+}
+
+/// Reads `tojson`'s arguments; here because `Kwargs` is part of the filter's signature.
+fn json_style(kwargs: &Kwargs) -> Result<python::JsonStyle, Error> {
+    let style = python::JsonStyle {
+        ascii: kwargs.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
+        indent: kwargs.get::<Option<usize>>("indent")?,
+        separators: kwargs.get::<Option<Vec<String>>>("separators")?,
+        sorted: kwargs.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
+    };
+    kwargs.assert_all_used()?;
+    Ok(style)
+}
+
+#[cfg(test)]
+mod tests;

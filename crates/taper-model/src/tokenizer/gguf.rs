@@ -1,0 +1,202 @@
+//! A tokenizer from a GGUF file's metadata: GPT-2's byte-level BPE, and Llama's SentencePiece BPE.
+
+use crate::config::gguf::token;
+use crate::error::ModelError;
+use crate::gguf::Gguf;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::path::Path;
+use tokenizers::models::bpe::{BPE, Vocab};
+use tokenizers::{AddedToken, DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, Tokenizer};
+
+const MODEL: &str = "tokenizer.ggml.model";
+const PRE: &str = "tokenizer.ggml.pre";
+const TOKENS: &str = "tokenizer.ggml.tokens";
+const TYPES: &str = "tokenizer.ggml.token_type";
+const MERGES: &str = "tokenizer.ggml.merges";
+const SCORES: &str = "tokenizer.ggml.scores";
+
+/// Token types, as the format numbers them.
+const TYPE_UNKNOWN: i64 = 2;
+const TYPE_CONTROL: i64 = 3;
+const TYPE_USER_DEFINED: i64 = 4;
+
+/// How Llama 3 cuts a text before merging: contractions, words, up to three digits, punctuation, line ends, spaces.
+const LLAMA3_PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// How Mistral NeMo does: words split where case changes, single digits.
+const TEKKEN_PATTERN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// Rebuilds the tokenizer.
+pub(super) fn build(gguf: &Gguf) -> Result<Tokenizer, ModelError> {
+    let path = gguf.path();
+    let vocabulary = Vocabulary::read(gguf)?;
+    let mut tokenizer = match gguf.str(MODEL)? {
+        "gpt2" => byte_level(gguf, &vocabulary)?,
+        "llama" => sentence_piece(gguf, &vocabulary)?,
+        other => return Err(ModelError::unsupported(path, MODEL, other)),
+    };
+    let failed = |e| ModelError::invalid(path, TYPES, e);
+    tokenizer.add_special_tokens(vocabulary.added(TYPE_CONTROL, true)).map_err(failed)?;
+    tokenizer.add_tokens(vocabulary.added(TYPE_USER_DEFINED, false)).map_err(failed)?;
+    add_ends(gguf, &vocabulary, &mut tokenizer)?;
+    Ok(tokenizer)
+}
+
+/// Names and types of all tokens.
+struct Vocabulary<'a> {
+    tokens: Vec<&'a str>,
+    types: Vec<i64>,
+}
+
+impl<'a> Vocabulary<'a> {
+    fn read(gguf: &'a Gguf) -> Result<Self, ModelError> {
+        let tokens = gguf.optional_strings(TOKENS)?.ok_or_else(|| ModelError::missing(gguf.path(), TOKENS))?;
+        let types = gguf.optional_integers(TYPES)?.unwrap_or_else(|| vec![1; tokens.len()]);
+        if types.len() != tokens.len() {
+            let reason = format!("has {} entries for {} tokens", types.len(), tokens.len());
+            return Err(ModelError::invalid(gguf.path(), TYPES, reason));
+        }
+        Ok(Self { tokens, types })
+    }
+
+    /// Ids by name; where two tokens share a name, the later one has it.
+    fn ids(&self) -> Vocab {
+        self.tokens.iter().map(|name| (*name).to_owned()).zip(0u32..).collect()
+    }
+
+    fn added(&self, kind: i64, special: bool) -> Vec<AddedToken> {
+        let of_kind = self.tokens.iter().zip(&self.types).filter(|(_, t)| **t == kind);
+        of_kind.map(|(name, _)| AddedToken::from((*name).to_owned(), special).normalized(false)).collect()
+    }
+}
+
+fn byte_level(gguf: &Gguf, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer, ModelError> {
+    let path = gguf.path();
+    let lines = gguf.optional_strings(MERGES)?.ok_or_else(|| ModelError::missing(path, MERGES))?;
+    let mut merges = Vec::with_capacity(lines.len());
+    for (i, line) in lines.iter().enumerate() {
+        let pair = line.split_once(' ');
+        let (left, right) = pair.ok_or_else(|| ModelError::invalid(path, format!("{MERGES}[{i}]"), "is not a pair"))?;
+        merges.push((left.to_owned(), right.to_owned()));
+    }
+    let whole = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+    let split = |pattern: &str| {
+        let split = json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
+        json!({"type": "Sequence", "pretokenizers": [split, bytes]})
+    };
+    let pre = gguf.optional_str(PRE)?.unwrap_or("default");
+    let (pre_tokenizer, ignore_merges) = match pre {
+        "default" | "gpt-2" => (whole.clone(), false),
+        "smollm" | "starcoder" | "refact" => {
+            let digits = json!({"type": "Digits", "individual_digits": true});
+            (json!({"type": "Sequence", "pretokenizers": [digits, whole]}), false)
+        }
+        "llama-bpe" | "llama3" | "llama-v3" => (split(LLAMA3_PATTERN), true),
+        "tekken" => (split(TEKKEN_PATTERN), true),
+        other => return Err(ModelError::unsupported(path, PRE, format!("the pre-tokenizer '{other}'"))),
+    };
+    let model = BPE::builder().vocab_and_merges(vocabulary.ids(), merges).ignore_merges(ignore_merges);
+    let model = model.build().map_err(|e| ModelError::invalid(path, MERGES, e))?;
+    let mut tokenizer = Tokenizer::new(model);
+    tokenizer.with_pre_tokenizer(Some(part::<PreTokenizerWrapper>(path, PRE, pre_tokenizer)?));
+    tokenizer.with_decoder(Some(part::<DecoderWrapper>(path, MODEL, whole)?));
+    Ok(tokenizer)
+}
+
+/// Llama's tokenizer merges the neighbours whose joint token has the best score: a BPE whose merges are ranked by
+/// score.
+fn sentence_piece(gguf: &Gguf, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer, ModelError> {
+    let path = gguf.path();
+    let scores = gguf.optional_floats(SCORES)?.ok_or_else(|| ModelError::missing(path, SCORES))?;
+    if scores.len() != vocabulary.tokens.len() {
+        let reason = format!("has {} entries for {} tokens", scores.len(), vocabulary.tokens.len());
+        return Err(ModelError::invalid(path, SCORES, reason));
+    }
+    let mut model = BPE::builder()
+        .vocab_and_merges(vocabulary.ids(), ranked_merges(&vocabulary.tokens, &scores))
+        .byte_fallback(true)
+        .fuse_unk(true);
+    if let Some(unknown) = vocabulary.types.iter().position(|t| *t == TYPE_UNKNOWN) {
+        model = model.unk_token(vocabulary.tokens[unknown].to_owned());
+    }
+    let model = model.build().map_err(|e| ModelError::invalid(path, TOKENS, e))?;
+
+    let prefix = gguf.optional_bool("tokenizer.ggml.add_space_prefix")?.unwrap_or(true);
+    let mut normalizers = vec![json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})];
+    let mut decoders = vec![
+        json!({"type": "Replace", "pattern": {"String": "▁"}, "content": " "}),
+        json!({"type": "ByteFallback"}),
+        json!({"type": "Fuse"}),
+    ];
+    if prefix {
+        normalizers.insert(0, json!({"type": "Prepend", "prepend": "▁"}));
+        decoders.push(json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));
+    }
+    let normalizer = json!({"type": "Sequence", "normalizers": normalizers});
+    let decoder = json!({"type": "Sequence", "decoders": decoders});
+    let mut tokenizer = Tokenizer::new(model);
+    let normalizer = part::<NormalizerWrapper>(path, MODEL, normalizer)?;
+    tokenizer.with_normalizer(Some(normalizer)).map_err(|e| ModelError::invalid(path, MODEL, e))?;
+    tokenizer.with_decoder(Some(part::<DecoderWrapper>(path, MODEL, decoder)?));
+    Ok(tokenizer)
+}
+
+/// Every way in which two tokens join into a third, the best-scored third first.
+fn ranked_merges(tokens: &[&str], scores: &[f32]) -> Vec<(String, String)> {
+    let ids: HashMap<&str, usize> = tokens.iter().enumerate().map(|(id, name)| (*name, id)).collect();
+    let mut merges: Vec<(f32, usize, usize)> = Vec::new();
+    for (name, score) in tokens.iter().zip(scores) {
+        for (at, _) in name.char_indices().skip(1) {
+            let (left, right) = name.split_at(at);
+            if let (Some(left), Some(right)) = (ids.get(left), ids.get(right)) {
+                merges.push((*score, *left, *right));
+            }
+        }
+    }
+    merges.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)).then(a.2.cmp(&b.2)));
+    merges.into_iter().map(|(_, left, right)| (tokens[left].to_owned(), tokens[right].to_owned())).collect()
+}
+
+/// Adds the tokens that open and close a sequence, where the file wants them.
+fn add_ends(gguf: &Gguf, vocabulary: &Vocabulary<'_>, tokenizer: &mut Tokenizer) -> Result<(), ModelError> {
+    let path = gguf.path();
+    // llama.cpp's defaults for files that do not say.
+    let opens_by_default = gguf.str(MODEL)? == "llama"
+        || matches!(gguf.optional_str(PRE)?, Some("llama-bpe" | "llama3" | "llama-v3" | "tekken"));
+    let opens = gguf.optional_bool("tokenizer.ggml.add_bos_token")?.unwrap_or(opens_by_default);
+    let closes = gguf.optional_bool("tokenizer.ggml.add_eos_token")?.unwrap_or(false);
+    let mut single = Vec::new();
+    let mut special = serde_json::Map::new();
+    let mut add = |key: &str, single: &mut Vec<Value>| -> Result<(), ModelError> {
+        let id = token(gguf, key)?.ok_or_else(|| ModelError::missing(path, key))?;
+        let name = *vocabulary.tokens.get(id as usize).ok_or_else(|| {
+            ModelError::invalid(path, key, format!("{id} is not one of {} tokens", vocabulary.tokens.len()))
+        })?;
+        single.push(json!({"SpecialToken": {"id": name, "type_id": 0}}));
+        special.insert(name.to_owned(), json!({"id": name, "ids": [id], "tokens": [name]}));
+        Ok(())
+    };
+    if opens {
+        add("tokenizer.ggml.bos_token_id", &mut single)?;
+    }
+    single.push(json!({"Sequence": {"id": "A", "type_id": 0}}));
+    if closes {
+        add("tokenizer.ggml.eos_token_id", &mut single)?;
+    }
+    if !opens && !closes {
+        return Ok(());
+    }
+    let mut pair = single.clone();
+    pair.push(json!({"Sequence": {"id": "B", "type_id": 1}}));
+    let processor = json!({"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special});
+    tokenizer.with_post_processor(Some(part::<PostProcessorWrapper>(path, MODEL, processor)?));
+    Ok(())
+}
+
+/// A part of a tokenizer from its JSON form, the one that is documented and stable.
+fn part<T: DeserializeOwned>(path: &Path, field: &str, description: Value) -> Result<T, ModelError> {
+    serde_json::from_value(description).map_err(|e| ModelError::invalid(path, field, e))
+}

@@ -1,0 +1,145 @@
+//! Text to tokens and back, from `tokenizer.json` or rebuilt from a GGUF file's metadata.
+
+mod gguf;
+mod pieces;
+mod stream;
+
+pub use stream::{StreamDecoder, TextStart};
+
+use crate::config::ModelConfig;
+use crate::error::ModelError;
+use crate::source::{ModelFiles, ResolvedModel};
+use pieces::Pieces;
+use serde::Deserialize;
+use std::path::Path;
+use std::sync::Arc;
+
+/// A model's tokenizer; clones are cheap and share it.
+#[derive(Debug, Clone)]
+pub struct Tokenizer {
+    inner: Arc<tokenizers::Tokenizer>,
+    pieces: Arc<Pieces>,
+    bos_token: Option<u32>,
+    eos_tokens: Arc<[u32]>,
+}
+
+impl Tokenizer {
+    /// Reads a checkpoint's tokenizer.
+    ///
+    /// # Errors
+    /// [`ModelError`] naming the file and the field that is missing, malformed or not supported.
+    pub fn load(model: &ResolvedModel) -> Result<Self, ModelError> {
+        let config = ModelConfig::read(model)?;
+        let mut eos_tokens = config.eos_tokens.clone();
+        let (path, inner) = match &model.files {
+            ModelFiles::Folder(folder) => {
+                let path = folder.join("tokenizer.json");
+                let inner = from_json(&path)?;
+                // Instruction models may name their end of turn only here.
+                let named = eos_name(folder)?.and_then(|name| inner.token_to_id(&name));
+                eos_tokens.extend(named.filter(|id| !config.eos_tokens.contains(id)));
+                (path, inner)
+            }
+            ModelFiles::Gguf(path) => (path.clone(), gguf::build(&crate::gguf::Gguf::open(path)?)?),
+        };
+        let pieces = Arc::new(Pieces::of(&inner, &path)?);
+        Ok(Self { inner: Arc::new(inner), pieces, bos_token: config.bos_token, eos_tokens: eos_tokens.into() })
+    }
+
+    /// Tokens of a text. Names of special tokens in it become those tokens, as in transformers.
+    ///
+    /// `add_special` adds what the tokenizer puts around a text, such as the token that opens a sequence; a rendered
+    /// chat template holds it already.
+    ///
+    /// # Errors
+    /// [`ModelError::Encode`] with the tokenizer's reason.
+    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, ModelError> {
+        let encoding = self.inner.encode_fast(text, add_special).map_err(|e| ModelError::Encode(e.to_string()))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The text of tokens that stand alone: what a [`StreamDecoder`] at [`TextStart::Fresh`] says of them in all.
+    ///
+    /// Bytes that are not UTF-8 become U+FFFD, and ids outside the vocabulary nothing.
+    pub fn decode(&self, tokens: &[u32], skip_special: bool) -> String {
+        let mut stream = self.stream(TextStart::Fresh, skip_special);
+        let mut text: String = tokens.iter().map(|token| stream.push(*token)).collect();
+        text.push_str(&stream.finish());
+        text
+    }
+
+    /// A decoder for tokens that arrive one by one.
+    pub fn stream(&self, start: TextStart, skip_special: bool) -> StreamDecoder {
+        StreamDecoder::new(self.pieces.clone(), start, skip_special)
+    }
+
+    /// The bytes that a token adds to a text, maybe a part of a UTF-8 character; none for an unknown id.
+    pub fn token_bytes(&self, token: u32) -> &[u8] {
+        self.pieces.bytes(token)
+    }
+
+    /// Whether a token is a special one, which users do not see.
+    pub fn is_special(&self, token: u32) -> bool {
+        self.pieces.is_special(token)
+    }
+
+    /// The id of a token by its exact name, such as `<|im_end|>`.
+    pub fn token_id(&self, name: &str) -> Option<u32> {
+        self.inner.token_to_id(name)
+    }
+
+    /// The token that opens a sequence, where the model has one.
+    pub fn bos_token(&self) -> Option<u32> {
+        self.bos_token
+    }
+
+    /// The tokens that end a generation.
+    pub fn eos_tokens(&self) -> &[u32] {
+        &self.eos_tokens
+    }
+
+    /// One more than the largest id. The model's own vocabulary may be larger, for padding.
+    pub fn vocab_size(&self) -> usize {
+        self.pieces.len()
+    }
+}
+
+fn from_json(path: &Path) -> Result<tokenizers::Tokenizer, ModelError> {
+    let text = crate::json::read_text(path)?;
+    let mut inner: tokenizers::Tokenizer =
+        text.parse().map_err(|e| ModelError::invalid(path, "tokenizer", format!("{e}")))?;
+    // Some files carry the settings of a training run.
+    inner.with_padding(None);
+    inner.with_truncation(None).map_err(|e| ModelError::invalid(path, "truncation", e))?;
+    Ok(inner)
+}
+
+/// The name of the end token in `tokenizer_config.json`.
+fn eos_name(folder: &Path) -> Result<Option<String>, ModelError> {
+    #[derive(Deserialize)]
+    struct Raw {
+        #[serde(default)]
+        eos_token: Option<TokenName>,
+    }
+    let path = folder.join("tokenizer_config.json");
+    if !path.exists() {
+        return Ok(None);
+    }
+    Ok(crate::json::read::<Raw>(&path)?.eos_token.map(TokenName::into_string))
+}
+
+/// A special token's name, plain or with its settings.
+#[derive(Deserialize)]
+#[serde(untagged)]
+pub(crate) enum TokenName {
+    Plain(String),
+    Settings { content: String },
+}
+
+impl TokenName {
+    pub(crate) fn into_string(self) -> String {
+        match self {
+            Self::Plain(name) | Self::Settings { content: name } => name,
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! Float weights from safetensors: one file, or shards with an index.
+
+use super::{Embedding, Role, Weights, expected_shape, float_dtype};
+use crate::config::{LoadOptions, ModelConfig};
+use crate::error::ModelError;
+use crate::mapped::MappedFile;
+use candle_core::quantized::GgmlDType;
+use candle_core::{DType, Device, Tensor};
+use safetensors::{Dtype, SafeTensorError, SafeTensors};
+use serde::Deserialize;
+use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use taper_kernels::linear::Linear;
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: HashMap<String, String>,
+}
+
+/// One tensor's place.
+struct Entry {
+    file: usize,
+    dtype: DType,
+    shape: Vec<usize>,
+    range: Range<usize>,
+}
+
+/// An opened checkpoint with what its tensors must agree with.
+pub(super) struct Safetensors<'a> {
+    files: Vec<MappedFile>,
+    entries: HashMap<String, Entry>,
+    /// Where a tensor that is in no file should have been.
+    listing: PathBuf,
+    config: &'a ModelConfig,
+    options: LoadOptions,
+    device: &'a Device,
+}
+
+impl<'a> Safetensors<'a> {
+    /// Maps the files and reads their headers.
+    pub(super) fn open(
+        folder: &Path,
+        config: &'a ModelConfig,
+        options: &LoadOptions,
+        device: &'a Device,
+    ) -> Result<Self, ModelError> {
+        let (listing, names) = list(folder)?;
+        let mut weights =
+            Self { files: Vec::new(), entries: HashMap::new(), listing, config, options: options.clone(), device };
+        for name in names {
+            weights.add(&folder.join(name))?;
+        }
+        if weights.entries.contains_key(&name(Role::AttentionNorm, config.layers)) {
+            let reason = format!("is {}, but the checkpoint holds more layers", config.layers);
+            return Err(ModelError::invalid(&folder.join("config.json"), "num_hidden_layers", reason));
+        }
+        Ok(weights)
+    }
+
+    fn add(&mut self, path: &Path) -> Result<(), ModelError> {
+        let file = MappedFile::open(path)?;
+        let bytes = file.bytes();
+        // Checks that offsets are in order, agree with shapes, and end where the file does.
+        let (header_size, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| {
+            let hint = match e {
+                SafeTensorError::MetadataIncompleteBuffer => " (truncated?)",
+                _ => "",
+            };
+            ModelError::invalid(path, "header", format!("{e}{hint}"))
+        })?;
+        // The header's own length word comes before it.
+        let data = header_size + 8;
+        for (name, info) in metadata.tensors() {
+            let dtype = match info.dtype {
+                Dtype::F32 => DType::F32,
+                Dtype::F16 => DType::F16,
+                Dtype::BF16 => DType::BF16,
+                // Buffers that older checkpoints carry; refused only if the network asks for one.
+                _ => DType::U8,
+            };
+            let range = data + info.data_offsets.0..data + info.data_offsets.1;
+            let entry = Entry { file: self.files.len(), dtype, shape: info.shape.clone(), range };
+            self.entries.insert(name, entry);
+        }
+        self.files.push(file);
+        Ok(())
+    }
+
+    /// A role's tensor, its shape and dtype checked.
+    fn find(&self, role: Role, layer: usize) -> Result<&Entry, ModelError> {
+        let name = name(role, layer);
+        let entry = self.entries.get(&name).ok_or_else(|| ModelError::missing(&self.listing, &name))?;
+        let path = self.files[entry.file].path();
+        let expected = expected_shape(self.config, role);
+        if entry.shape != expected {
+            return Err(ModelError::shape(path, &name, &expected, &entry.shape));
+        }
+        if entry.dtype == DType::U8 {
+            return Err(ModelError::unsupported(path, &name, "a dtype other than f32, f16 and bf16"));
+        }
+        Ok(entry)
+    }
+
+    /// A tensor as it is stored, on the device.
+    fn load(&self, role: Role, layer: usize, dtype: DType) -> Result<Tensor, ModelError> {
+        let entry = self.find(role, layer)?;
+        let file = &self.files[entry.file];
+        let bytes = &file.bytes()[entry.range.clone()];
+        let tensor = Tensor::from_raw_buffer(bytes, entry.dtype, &entry.shape, self.device)?.to_dtype(dtype)?;
+        file.release(&entry.range);
+        Ok(tensor)
+    }
+}
+
+impl Weights for Safetensors<'_> {
+    fn embedding(&self) -> Result<Embedding, ModelError> {
+        let entry = self.find(Role::Embedding, 0)?;
+        Ok(Embedding {
+            file: self.files[entry.file].clone(),
+            start: entry.range.start,
+            rows: self.config.vocab_size,
+            columns: self.config.hidden_size,
+            dtype: match entry.dtype {
+                DType::F16 => GgmlDType::F16,
+                DType::BF16 => GgmlDType::BF16,
+                _ => GgmlDType::F32,
+            },
+            device: self.device.clone(),
+        })
+    }
+
+    fn norm(&self, role: Role, layer: usize) -> Result<Tensor, ModelError> {
+        self.load(role, layer, DType::F32)
+    }
+
+    fn projections(&self, roles: &[Role], layer: usize) -> Result<Vec<Linear>, ModelError> {
+        let dtype = self.activation_dtype();
+        let weights: Vec<Tensor> =
+            roles.iter().map(|role| self.load(*role, layer, dtype)).collect::<Result<_, ModelError>>()?;
+        let joint = if weights.len() == 1 { weights[0].clone() } else { Tensor::cat(&weights, 0)? };
+        Ok(vec![Linear::dense(joint)])
+    }
+
+    fn head(&self) -> Result<Linear, ModelError> {
+        let role = if self.config.tie_embeddings { Role::Embedding } else { Role::Head };
+        Ok(Linear::dense(self.load(role, 0, self.activation_dtype())?))
+    }
+
+    /// One dtype for the whole network, after the first layer's query projection.
+    fn activation_dtype(&self) -> DType {
+        let stored = self.entries.get(&name(Role::Query, 0)).map_or(DType::F32, |entry| entry.dtype);
+        float_dtype(&self.options, stored, self.device)
+    }
+}
+
+/// The files to map, and the one to blame for a tensor that none of them has.
+fn list(folder: &Path) -> Result<(PathBuf, BTreeSet<String>), ModelError> {
+    let index = folder.join(INDEX);
+    let single = folder.join(SINGLE);
+    if !index.exists() {
+        if !single.exists() {
+            return Err(ModelError::missing(folder, format!("{SINGLE} or {INDEX}")));
+        }
+        return Ok((single, BTreeSet::from([SINGLE.to_owned()])));
+    }
+    let parsed: Index = crate::json::read(&index)?;
+    let names: BTreeSet<String> = parsed.weight_map.into_values().collect();
+    for name in &names {
+        // An index may not lead out of its folder.
+        if Path::new(name).file_name().is_none_or(|file| file != name.as_str()) {
+            return Err(ModelError::invalid(&index, "weight_map", format!("'{name}' is not a plain file name")));
+        }
+        if !folder.join(name).exists() {
+            return Err(ModelError::missing(&folder.join(name), "file"));
+        }
+    }
+    Ok((index, names))
+}
+
+/// Hugging Face's names.
+fn name(role: Role, layer: usize) -> String {
+    let in_layer = |part: &str| format!("model.layers.{layer}.{part}.weight");
+    match role {
+        Role::Embedding => "model.embed_tokens.weight".to_owned(),
+        Role::FinalNorm => "model.norm.weight".to_owned(),
+        Role::Head => "lm_head.weight".to_owned(),
+        Role::AttentionNorm => in_layer("input_layernorm"),
+        Role::Query => in_layer("self_attn.q_proj"),
+        Role::Key => in_layer("self_attn.k_proj"),
+        Role::Value => in_layer("self_attn.v_proj"),
+        Role::Output => in_layer("self_attn.o_proj"),
+        Role::FeedForwardNorm => in_layer("post_attention_layernorm"),
+        Role::Gate => in_layer("mlp.gate_proj"),
+        Role::Up => in_layer("mlp.up_proj"),
+        Role::Down => in_layer("mlp.down_proj"),
+    }
+}
