@@ -1,13 +1,16 @@
 //! One safe function for each device operation: attention over the paged KV cache, selection, sampling, linear
 //! layers. Knows no requests and no models.
 
+pub mod decode;
 mod gemm;
 pub mod kv;
 pub mod linear;
 mod parallel;
+pub mod philox;
 pub mod prefill;
 #[allow(missing_docs)] // The lane operations of `Simd` are their names.
 mod simd;
+mod softmax;
 #[cfg(test)]
 #[allow(missing_docs)]
 mod testing;

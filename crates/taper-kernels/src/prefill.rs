@@ -6,7 +6,8 @@
 use crate::gemm::{Gemm, gemm};
 use crate::kv::{BLOCK_TOKENS, KvElement, PagedKv, with_kv_element};
 use crate::parallel::{self, SharedMut};
-use crate::simd::{Isa, Simd, dispatch, exp};
+use crate::simd::{Isa, Simd, dispatch};
+use crate::softmax::softmax_line;
 use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
 use std::ops::Range;
 
@@ -319,39 +320,6 @@ fn mask_scores(keys: &[Range<usize>; 2], block: usize, scores: &mut [f32]) {
         if !a.contains(&at) && !b.contains(&at) {
             *score = f32::NEG_INFINITY;
         }
-    }
-}
-
-/// Turns one line's scores into weights relative to its running maximum; rescales what it had.
-#[inline(always)]
-unsafe fn softmax_line<V: Simd>(scores: &mut [f32], max: &mut f32, sum: &mut f32, out: &mut [f32]) {
-    unsafe {
-        let mut top = V::load(scores.as_ptr());
-        for at in (V::LANES..BLOCK_TOKENS).step_by(V::LANES) {
-            top = top.max(V::load(scores.as_ptr().add(at)));
-        }
-        let top = top.max_lane().max(*max);
-        if top == f32::NEG_INFINITY {
-            scores.fill(0.0);
-            return;
-        }
-        if top > *max {
-            let rescale = (*max - top).exp();
-            *sum *= rescale;
-            for at in (0..out.len()).step_by(V::LANES) {
-                let p = out.as_mut_ptr().add(at);
-                V::load(p).mul(V::splat(rescale)).store(p);
-            }
-            *max = top;
-        }
-        let mut total = V::splat(0.0);
-        for at in (0..BLOCK_TOKENS).step_by(V::LANES) {
-            let p = scores.as_mut_ptr().add(at);
-            let weight = exp(V::load(p).sub(V::splat(top)));
-            total = total.add(weight);
-            weight.store(p);
-        }
-        *sum += total.sum();
     }
 }
 

@@ -1,0 +1,203 @@
+//! Attention of single query rows over chosen keys: the operation behind every decode method.
+//!
+//! A method chooses per KV head (one choice for the whole group of query heads that share it); [`attend`] reads only
+//! what was chosen.
+
+mod attend;
+mod scores;
+
+pub use attend::attend;
+pub use scores::{Scores, scores, top_k};
+
+use crate::kv::{BLOCK_TOKENS, KvElement, PagedKv};
+use candle_core::{CpuStorage, Layout, Result, Storage, Tensor, bail};
+use std::ops::Range;
+
+/// Query rows of a batch, each of any sequence.
+#[derive(Clone, Copy)]
+pub struct Decode<'a> {
+    /// Queries `[R, q_heads, head_dim]`, f32.
+    pub q: &'a Tensor,
+    /// The layer's cache.
+    pub kv: PagedKv<'a>,
+    /// The rows' sequences `[R]`.
+    pub rows: &'a [DecodeRow<'a>],
+}
+
+/// What one query row may see.
+#[derive(Debug, Clone)]
+pub struct DecodeRow<'a> {
+    /// The sequence's blocks in token order.
+    pub table: &'a [u32],
+    /// Visible tokens; the last is the query's own. Not empty.
+    pub visible: Range<usize>,
+}
+
+/// The keys that each row and KV head reads: `[R, kv_heads]`.
+#[derive(Debug, Clone)]
+pub struct Selection(pub Vec<HeadSelection>);
+
+/// The keys that one row and KV head reads.
+#[derive(Debug, Clone, PartialEq)]
+pub enum HeadSelection {
+    /// Every visible key.
+    Dense,
+    /// Some keys.
+    Keys(Keys),
+}
+
+/// Chosen keys: ranges and ids with weight 1, and a sample that stands for what was not chosen.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Keys {
+    /// Disjoint ranges of tokens, ascending.
+    pub ranges: Vec<Range<usize>>,
+    /// Tokens outside the ranges, ascending.
+    pub ids: Vec<u32>,
+    /// Sampled tokens, outside ranges and ids.
+    pub sample: Option<Sample>,
+}
+
+/// A sample shared by a group of query heads, of which each reads a prefix.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sample {
+    /// Tokens in drawing order.
+    pub ids: Vec<u32>,
+    /// How many of them each query head reads `[group]`.
+    pub counts: Vec<usize>,
+    /// Natural log of each query head's importance weight `[group]`.
+    pub log_weights: Vec<f32>,
+}
+
+impl Keys {
+    /// Keys read, the longest prefix of the sample included.
+    pub fn len(&self) -> usize {
+        self.fixed() + self.sample.as_ref().map_or(0, |s| s.counts.iter().copied().max().unwrap_or(0))
+    }
+
+    /// Whether nothing is read.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Keys with weight 1.
+    pub fn fixed(&self) -> usize {
+        self.ranges.iter().map(Range::len).sum::<usize>() + self.ids.len()
+    }
+}
+
+impl Selection {
+    /// Every visible key of every row.
+    pub fn dense(rows: usize, kv_heads: usize) -> Self {
+        Self(vec![HeadSelection::Dense; rows * kv_heads])
+    }
+
+    /// The first `sink` and last `window` visible keys of each row; a row that has no more is dense.
+    pub fn sink_window(rows: &[DecodeRow], kv_heads: usize, sink: usize, window: usize) -> Self {
+        let head = |row: &DecodeRow| match sink_window(&row.visible, sink, window) {
+            None => HeadSelection::Dense,
+            Some(ranges) => HeadSelection::Keys(Keys { ranges: ranges.to_vec(), ..Keys::default() }),
+        };
+        Self(rows.iter().flat_map(|row| vec![head(row); kv_heads]).collect())
+    }
+
+    /// Keys that each row and KV head reads `[R, kv_heads]`.
+    pub fn counts(&self, rows: &[DecodeRow]) -> Vec<usize> {
+        let kv_heads = self.0.len() / rows.len().max(1);
+        let count = |(i, head): (usize, &HeadSelection)| match head {
+            HeadSelection::Dense => rows[i / kv_heads].visible.len(),
+            HeadSelection::Keys(keys) => keys.len(),
+        };
+        self.0.iter().enumerate().map(count).collect()
+    }
+}
+
+/// The sinks that are visible and the last `window` (at least 1) keys: disjoint, or `None` where that is everything.
+pub(crate) fn sink_window(visible: &Range<usize>, sink: usize, window: usize) -> Option<[Range<usize>; 2]> {
+    let start = visible.end - window.clamp(1, visible.len());
+    let sinks = visible.start..sink.clamp(visible.start, visible.end);
+    (sinks.end < start).then_some([sinks, start..visible.end])
+}
+
+/// Tokens of a work unit. A list is cut into units by its length alone, so that results do not depend on the machine.
+const UNIT_TOKENS: usize = 512;
+
+/// The CPU's view of a batch.
+struct View<'a, T> {
+    q: &'a [f32],
+    k: &'a [T],
+    v: &'a [T],
+    rows: &'a [DecodeRow<'a>],
+    q_heads: usize,
+    kv_heads: usize,
+    group: usize,
+    head_dim: usize,
+}
+
+impl<'a, T: KvElement> View<'a, T> {
+    /// Where a token's key and value row lies.
+    #[inline(always)]
+    fn offset(&self, row: &DecodeRow, head: usize, token: usize) -> usize {
+        let block = row.table[token / BLOCK_TOKENS] as usize;
+        ((block * self.kv_heads + head) * BLOCK_TOKENS + token % BLOCK_TOKENS) * self.head_dim
+    }
+
+    /// The queries `[group, head_dim]` of one row and KV head.
+    fn queries(&self, row: usize, head: usize) -> &'a [f32] {
+        let at = (row * self.q_heads + head * self.group) * self.head_dim;
+        &self.q[at..at + self.group * self.head_dim]
+    }
+
+    fn scale(&self) -> f32 {
+        1.0 / (self.head_dim as f32).sqrt()
+    }
+}
+
+impl<'a> Decode<'a> {
+    /// (rows, q_heads, kv_heads, head_dim), all checked against each other and the cache.
+    fn dims(&self) -> Result<(usize, usize, usize, usize)> {
+        let (rows, q_heads, head_dim) = self.q.dims3()?;
+        let (blocks, kv_heads, kv_dim) = self.kv.dims()?;
+        if head_dim != kv_dim || kv_heads == 0 || !q_heads.is_multiple_of(kv_heads) || rows != self.rows.len() {
+            bail!("decode: q {:?}, {} rows, cache of {kv_heads} heads of {kv_dim}", self.q.shape(), self.rows.len());
+        }
+        for row in self.rows {
+            let needed = row.visible.end.div_ceil(BLOCK_TOKENS);
+            if row.visible.is_empty() || needed > row.table.len() {
+                bail!("decode: tokens {:?} with a table of {} blocks", row.visible, row.table.len());
+            }
+            if let Some(block) = row.table[..needed].iter().find(|&&b| b as usize >= blocks) {
+                bail!("decode: block {block} in a pool of {blocks}");
+            }
+        }
+        Ok((rows, q_heads, kv_heads, head_dim))
+    }
+
+    /// The CPU's view, from storages that the caller holds.
+    fn view<T: KvElement>(&'a self, q: (&'a Storage, &Layout), k: &'a Storage, v: &'a Storage) -> Result<View<'a, T>> {
+        let (_, q_heads, kv_heads, head_dim) = self.dims()?;
+        let (Storage::Cpu(CpuStorage::F32(data)), Some((from, to))) = (q.0, q.1.contiguous_offsets()) else {
+            bail!("decode: q must be contiguous f32 on the CPU")
+        };
+        let (Storage::Cpu(k), Storage::Cpu(v)) = (k, v) else { bail!("decode: only the CPU is built in") };
+        let (Some(k), Some(v)) = (T::slice(k), T::slice(v)) else { bail!("decode: cache of another dtype") };
+        let group = q_heads / kv_heads;
+        Ok(View { q: &data[from..to], k, v, rows: self.rows, q_heads, kv_heads, group, head_dim })
+    }
+}
+
+/// Runs an expression with `$view` bound to the CPU's view of a batch in the cache's dtype.
+macro_rules! with_view {
+    ($batch:expr, $view:ident : $T:ident => $body:expr) => {{
+        let (q, layout) = $batch.q.storage_and_layout();
+        let (k, _) = $batch.kv.k.storage_and_layout();
+        let (v, _) = $batch.kv.v.storage_and_layout();
+        $crate::kv::with_kv_element!($batch.kv.k.dtype(), $T => {
+            let $view = &$batch.view::<$T>((&q, layout), &k, &v)?;
+            $body
+        })
+    }};
+}
+use with_view;
+
+#[cfg(test)]
+mod tests;

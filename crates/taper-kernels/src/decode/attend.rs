@@ -1,0 +1,380 @@
+//! Weighted attention over a [`Selection`].
+
+use super::scores::HeadScores;
+use super::{Decode, HeadSelection, Keys, Sample, Scores, Selection, UNIT_TOKENS, View, with_view};
+use crate::kv::{BLOCK_TOKENS, KvElement};
+use crate::parallel::{self, SharedMut};
+use crate::simd::{Isa, Simd, dispatch};
+use crate::softmax::softmax_line;
+use candle_core::{Result, Tensor, bail};
+use std::ops::Range;
+
+/// Attends to what was selected; returns `[R, q_heads, head_dim]`, f32.
+///
+/// A key's weight is exp(score + log weight). Partial results of one row and head merge in token order, so a row's
+/// result does not depend on the batch. With `scores` of the same batch no key is read again.
+///
+/// # Errors
+/// Shapes that differ, or a token outside the visible range.
+pub fn attend(batch: &Decode, selection: &Selection, scores: Option<&Scores>) -> Result<Tensor> {
+    attend_with(Isa::best(), batch, selection, scores)
+}
+
+pub(super) fn attend_with(isa: Isa, batch: &Decode, selection: &Selection, scores: Option<&Scores>) -> Result<Tensor> {
+    let (rows, q_heads, kv_heads, head_dim) = batch.dims()?;
+    check(batch, selection, kv_heads, q_heads / kv_heads)?;
+    let mut out = vec![0f32; rows * q_heads * head_dim];
+    with_view!(batch, view: T => {
+        let units = units(view.rows, &selection.0, kv_heads);
+        let mut partials = vec![0f32; units.len() * view.group * Partial::width(head_dim)];
+        {
+            let shared = SharedMut::new(&mut partials);
+            let size = view.group * Partial::width(head_dim);
+            parallel::for_each(units.len(), || vec![0f32; view.group * BLOCK_TOKENS], |weights, i| {
+                // SAFETY: each unit has its own part.
+                let (unit, partial) = (&units[i], unsafe { shared.slice(i * size, size) });
+                let scores = scores.map(|s| &s.0[unit.row * kv_heads + unit.head]);
+                let head = &selection.0[unit.row * kv_heads + unit.head];
+                run_unit::<T>(isa, view, unit, head, scores, weights, partial);
+            });
+        }
+        merge(&units, &partials, view, &mut out);
+    });
+    Tensor::from_vec(out, (rows, q_heads, head_dim), batch.q.device())
+}
+
+fn check(batch: &Decode, selection: &Selection, kv_heads: usize, group: usize) -> Result<()> {
+    if selection.0.len() != batch.rows.len() * kv_heads {
+        bail!("decode: a selection of {} for {} rows of {kv_heads} heads", selection.0.len(), batch.rows.len());
+    }
+    for (i, head) in selection.0.iter().enumerate() {
+        let HeadSelection::Keys(keys) = head else { continue };
+        let visible = &batch.rows[i / kv_heads].visible;
+        let sampled = keys.sample.iter().flat_map(|s| &s.ids);
+        let inside = keys.ranges.iter().all(|r| r.start >= visible.start && r.end <= visible.end)
+            && keys.ids.iter().chain(sampled).all(|&id| visible.contains(&(id as usize)));
+        let consistent = keys.sample.as_ref().is_none_or(|s| {
+            s.counts.len() == group && s.log_weights.len() == group && s.counts.iter().all(|&c| c <= s.ids.len())
+        });
+        if keys.is_empty() || !inside || !consistent {
+            bail!("decode: selection {i} is empty, reads beyond tokens {visible:?} or has a malformed sample");
+        }
+    }
+    Ok(())
+}
+
+/// Tokens `span` of the list of one row and head.
+struct Unit {
+    row: usize,
+    head: usize,
+    span: Range<usize>,
+}
+
+/// Cuts every list into units, in order of row, head and token.
+fn units(rows: &[super::DecodeRow], heads: &[HeadSelection], kv_heads: usize) -> Vec<Unit> {
+    let mut units = Vec::new();
+    for (i, head) in heads.iter().enumerate() {
+        let (row, head_index) = (i / kv_heads, i % kv_heads);
+        let len = match head {
+            HeadSelection::Dense => rows[row].visible.len(),
+            HeadSelection::Keys(keys) => keys.len(),
+        };
+        let cut = |start| Unit { row, head: head_index, span: start..(start + UNIT_TOKENS).min(len) };
+        units.extend((0..len).step_by(UNIT_TOKENS).map(cut));
+    }
+    units
+}
+
+/// The tokens of a list from `start` on, at most a block of them, and whether they belong to the sample.
+fn chunk(visible: &Range<usize>, head: &HeadSelection, mut start: usize, end: usize, ids: &mut [u32]) -> (usize, bool) {
+    let limit = ids.len().min(end - start);
+    let mut fill = |from: usize, count: usize| {
+        let count = count.min(limit);
+        for (i, id) in ids[..count].iter_mut().enumerate() {
+            *id = (from + i) as u32;
+        }
+        (count, false)
+    };
+    let keys = match head {
+        HeadSelection::Dense => return fill(visible.start + start, visible.len() - start),
+        HeadSelection::Keys(keys) => keys,
+    };
+    for range in &keys.ranges {
+        if start < range.len() {
+            return fill(range.start + start, range.len() - start);
+        }
+        start -= range.len();
+    }
+    let (list, sampled) = if start < keys.ids.len() {
+        (&keys.ids[start..], false)
+    } else {
+        (&keys.sample.as_ref().expect("start lies within the list").ids[start - keys.ids.len()..], true)
+    };
+    let count = limit.min(list.len());
+    ids[..count].copy_from_slice(&list[..count]);
+    (count, sampled)
+}
+
+/// Running maximum, sum and weighted values of one query head, as they lie in a buffer: `[max, sum, values…]`.
+struct Partial;
+
+impl Partial {
+    const fn width(head_dim: usize) -> usize {
+        2 + head_dim
+    }
+}
+
+/// One unit: chunk after chunk of scores (or given weights), softmax weights, values.
+fn run_unit<T: KvElement>(
+    isa: Isa,
+    view: &View<T>,
+    unit: &Unit,
+    head: &HeadSelection,
+    scores: Option<&HeadScores>,
+    weights: &mut [f32],
+    partial: &mut [f32],
+) {
+    let row = &view.rows[unit.row];
+    let width = Partial::width(view.head_dim);
+    for part in partial.chunks_exact_mut(width) {
+        part.fill(0.0);
+        part[0] = f32::NEG_INFINITY;
+    }
+    let mut ids = [0u32; BLOCK_TOKENS];
+    let mut at = unit.span.start;
+    while at < unit.span.end {
+        let (count, sampled) = chunk(&row.visible, head, at, unit.span.end, &mut ids);
+        let ids = &ids[..count];
+        let sample = match head {
+            HeadSelection::Keys(Keys { sample, ranges, ids }) if sampled => {
+                let first = at - ranges.iter().map(Range::len).sum::<usize>() - ids.len();
+                sample.as_ref().map(|s| (s, first))
+            }
+            _ => None,
+        };
+        let mut tokens = Tokens { view, row, head: unit.head, ids, sample, weights, partial };
+        if let Some(scores) = scores {
+            tokens.take_weights(scores);
+        } else {
+            let (tokens, q) = (&mut tokens, view.queries(unit.row, unit.head));
+            dispatch!(isa, weigh::<_, T: KvElement>(tokens: &mut Tokens<T>, q: &[f32]));
+        }
+        let tokens = &mut tokens;
+        dispatch!(isa, add_values::<_, T: KvElement>(tokens: &mut Tokens<T>));
+        at += count;
+    }
+}
+
+/// At most a block of tokens of one row and head, with the buffers of the thread that works on them.
+struct Tokens<'a, T> {
+    view: &'a View<'a, T>,
+    row: &'a super::DecodeRow<'a>,
+    head: usize,
+    ids: &'a [u32],
+    /// The sample that the tokens are part of, and the place of the first in it.
+    sample: Option<(&'a Sample, usize)>,
+    /// Weights `[group, 64]`, 0 beyond the tokens.
+    weights: &'a mut [f32],
+    /// Partials `[group, 2 + head_dim]`.
+    partial: &'a mut [f32],
+}
+
+impl<T: KvElement> Tokens<'_, T> {
+    /// Takes weights relative to the maximum of all scores, which then is the running maximum throughout.
+    fn take_weights(&mut self, scores: &HeadScores) {
+        let width = Partial::width(self.view.head_dim);
+        for (g, weights) in self.weights.chunks_exact_mut(BLOCK_TOKENS).enumerate() {
+            let all = scores.weights(g);
+            for (weight, &id) in weights.iter_mut().zip(self.ids) {
+                *weight = all[id as usize - self.row.visible.start];
+            }
+            weights[self.ids.len()..].fill(0.0);
+            if let Some((sample, first)) = self.sample {
+                let read = sample.counts[g].saturating_sub(first).min(self.ids.len());
+                let factor = sample.log_weights[g].exp();
+                weights[..read].iter_mut().for_each(|w| *w *= factor);
+                weights[read..].fill(0.0);
+            }
+            self.partial[g * width] = scores.max[g];
+            self.partial[g * width + 1] += weights.iter().sum::<f32>();
+        }
+    }
+}
+
+/// Scores the tokens, folds them into the running maximum and sum, and leaves their weights.
+#[inline(always)]
+unsafe fn weigh<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, q: &[f32]) {
+    let Tokens { view, row, head, ids, sample, weights, partial } = tokens;
+    let d = view.head_dim;
+    let mut keys = [std::ptr::null(); BLOCK_TOKENS];
+    for (key, &id) in keys.iter_mut().zip(ids.iter()) {
+        *key = view.k[view.offset(row, *head, id as usize)..][..d].as_ptr();
+    }
+    unsafe { dots::<V, T>(q, &keys[..ids.len()], view.scale(), weights) };
+    let width = Partial::width(d);
+    for (g, line) in weights.chunks_exact_mut(BLOCK_TOKENS).enumerate() {
+        let mut read = ids.len();
+        if let Some((sample, first)) = *sample {
+            read = sample.counts[g].saturating_sub(first).min(read);
+            line[..read].iter_mut().for_each(|s| *s += sample.log_weights[g]);
+        }
+        line[read..].fill(f32::NEG_INFINITY);
+        let (head, values) = partial[g * width..][..width].split_at_mut(2);
+        let [max, sum] = head else { unreachable!("split at 2") };
+        unsafe { softmax_line::<V>(line, max, sum, values) };
+    }
+}
+
+/// Scaled dot products of every query `[group, d]` with every key, into lines of 64.
+#[inline(always)]
+pub(super) unsafe fn dots<V: Simd, T: KvElement>(q: &[f32], keys: &[*const T], scale: f32, out: &mut [f32]) {
+    let d = q.len() / (out.len() / BLOCK_TOKENS);
+    let mut lines = (q.chunks(4 * d)).zip(out.chunks_mut(4 * BLOCK_TOKENS));
+    for (q, out) in &mut lines {
+        unsafe {
+            match q.len() / d {
+                4 => dots_of::<V, T, 4>(q, d, keys, scale, out),
+                3 => dots_of::<V, T, 3>(q, d, keys, scale, out),
+                2 => dots_of::<V, T, 2>(q, d, keys, scale, out),
+                _ => dots_of::<V, T, 1>(q, d, keys, scale, out),
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn dots_of<V: Simd, T: KvElement, const G: usize>(
+    q: &[f32],
+    d: usize,
+    keys: &[*const T],
+    scale: f32,
+    out: &mut [f32],
+) {
+    let whole = d - d % V::LANES;
+    for (t, &key) in keys.iter().enumerate() {
+        unsafe {
+            let mut acc = [V::splat(0.0); G];
+            for c in (0..whole).step_by(V::LANES) {
+                let k = T::load::<V>(key.add(c));
+                for (g, acc) in acc.iter_mut().enumerate() {
+                    *acc = k.mul_add(V::load(q.as_ptr().add(g * d + c)), *acc);
+                }
+            }
+            for (g, acc) in acc.iter().enumerate() {
+                let rest: f32 = (whole..d).map(|c| (*key.add(c)).to_f32() * q[g * d + c]).sum();
+                out[g * BLOCK_TOKENS + t] = (acc.sum() + rest) * scale;
+            }
+        }
+    }
+}
+
+/// Adds the tokens' values, weighted.
+#[inline(always)]
+unsafe fn add_values<V: Simd, T: KvElement>(tokens: &mut Tokens<T>) {
+    let Tokens { view, row, head, ids, weights, partial, .. } = tokens;
+    let d = view.head_dim;
+    let mut values = [std::ptr::null(); BLOCK_TOKENS];
+    for (value, &id) in values.iter_mut().zip(ids.iter()) {
+        *value = view.v[view.offset(row, *head, id as usize)..][..d].as_ptr();
+    }
+    let (values, width) = (&values[..ids.len()], Partial::width(d));
+    for (weights, partial) in weights.chunks(4 * BLOCK_TOKENS).zip(partial.chunks_mut(4 * width)) {
+        unsafe {
+            match weights.len() / BLOCK_TOKENS {
+                4 => add_values_of::<V, T, 4>(weights, values, d, partial),
+                3 => add_values_of::<V, T, 3>(weights, values, d, partial),
+                2 => add_values_of::<V, T, 2>(weights, values, d, partial),
+                _ => add_values_of::<V, T, 1>(weights, values, d, partial),
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn add_values_of<V: Simd, T: KvElement, const G: usize>(
+    weights: &[f32],
+    values: &[*const T],
+    d: usize,
+    partial: &mut [f32],
+) {
+    let pairs = d - d % (2 * V::LANES);
+    let whole = d - d % V::LANES;
+    let width = Partial::width(d);
+    unsafe {
+        for c in (0..pairs).step_by(2 * V::LANES) {
+            add_columns::<V, T, G, 2>(weights, values, c, width, partial);
+        }
+        if whole > pairs {
+            add_columns::<V, T, G, 1>(weights, values, pairs, width, partial);
+        }
+        for (t, &value) in values.iter().enumerate() {
+            for c in whole..d {
+                for g in 0..G {
+                    partial[g * width + 2 + c] += weights[g * BLOCK_TOKENS + t] * (*value.add(c)).to_f32();
+                }
+            }
+        }
+    }
+}
+
+/// `C` vectors of columns from `c` on, of `G` heads, accumulated in registers.
+#[inline(always)]
+unsafe fn add_columns<V: Simd, T: KvElement, const G: usize, const C: usize>(
+    weights: &[f32],
+    values: &[*const T],
+    c: usize,
+    width: usize,
+    partial: &mut [f32],
+) {
+    unsafe {
+        let at = |g: usize, i: usize| g * width + 2 + c + i * V::LANES;
+        let mut acc = [[V::splat(0.0); C]; G];
+        for (g, acc) in acc.iter_mut().enumerate() {
+            for (i, acc) in acc.iter_mut().enumerate() {
+                *acc = V::load(partial.as_ptr().add(at(g, i)));
+            }
+        }
+        for (t, &value) in values.iter().enumerate() {
+            let mut v = [V::splat(0.0); C];
+            for (i, v) in v.iter_mut().enumerate() {
+                *v = T::load::<V>(value.add(c + i * V::LANES));
+            }
+            for (g, acc) in acc.iter_mut().enumerate() {
+                let weight = V::splat(*weights.get_unchecked(g * BLOCK_TOKENS + t));
+                for (acc, v) in acc.iter_mut().zip(v) {
+                    *acc = weight.mul_add(v, *acc);
+                }
+            }
+        }
+        for (g, acc) in acc.iter().enumerate() {
+            for (i, acc) in acc.iter().enumerate() {
+                acc.store(partial.as_mut_ptr().add(at(g, i)));
+            }
+        }
+    }
+}
+
+/// Merges the partials of each row and head in token order and normalises.
+fn merge<T: KvElement>(units: &[Unit], partials: &[f32], view: &View<T>, out: &mut [f32]) {
+    let (d, width) = (view.head_dim, Partial::width(view.head_dim));
+    let size = view.group * width;
+    let same = |a: &Unit, b: &Unit| (a.row, a.head) == (b.row, b.head);
+    let mut at = 0;
+    for units in units.chunk_by(same) {
+        let partials = &partials[at * size..(at + units.len()) * size];
+        at += units.len();
+        for g in 0..view.group {
+            let parts = || partials.chunks_exact(size).map(|p| &p[g * width..][..width]);
+            let max = parts().map(|p| p[0]).fold(f32::NEG_INFINITY, |a, b| if a > b { a } else { b });
+            let head = units[0].row * view.q_heads + units[0].head * view.group + g;
+            let out = &mut out[head * d..][..d];
+            let mut sum = 0.0;
+            for part in parts().filter(|p| p[1] != 0.0) {
+                let scale = (part[0] - max).exp();
+                sum += part[1] * scale;
+                out.iter_mut().zip(&part[2..]).for_each(|(o, v)| *o += v * scale);
+            }
+            out.iter_mut().for_each(|o| *o /= sum);
+        }
+    }
+}

@@ -1,0 +1,148 @@
+#![allow(clippy::single_range_in_vec_init)] // One range is what these tests mean.
+
+use super::attend::attend_with;
+use super::*;
+use crate::simd::Isa;
+use crate::testing::{Cache, Numbers, relative_error};
+use candle_core::{DType, Tensor};
+
+/// (token, natural-log weight) of what query head `g` of a group reads.
+fn keys_of(row: &DecodeRow, head: &HeadSelection, g: usize) -> Vec<(usize, f64)> {
+    let keys = match head {
+        HeadSelection::Dense => return row.visible.clone().map(|i| (i, 0.0)).collect(),
+        HeadSelection::Keys(keys) => keys,
+    };
+    let fixed = keys.ranges.iter().flat_map(Clone::clone).chain(keys.ids.iter().map(|&i| i as usize)).map(|i| (i, 0.0));
+    let sampled = keys
+        .sample
+        .iter()
+        .flat_map(|s| s.ids[..s.counts[g]].iter().map(move |&i| (i as usize, f64::from(s.log_weights[g]))));
+    fixed.chain(sampled).collect()
+}
+
+fn sampled(n: usize, group: usize) -> HeadSelection {
+    HeadSelection::Keys(Keys {
+        ranges: vec![0..3, n - 5..n],
+        ids: (10..n as u32 - 50).step_by(7).collect(),
+        sample: Some(Sample {
+            ids: (11..n as u32 - 50).step_by(14).rev().collect(),
+            counts: (0..group).map(|g| 3 + 5 * g).collect(),
+            log_weights: (0..group).map(|g| 1.5 + g as f32).collect(),
+        }),
+    })
+}
+
+#[test]
+fn agrees_with_f64_for_every_group_dtype_selection_and_instruction_set() {
+    let mut numbers = Numbers(5);
+    for isa in Isa::available() {
+        for (dtype, kv_heads, group, d) in [
+            (DType::F32, 2, 3, 64),
+            (DType::F16, 1, 4, 128),
+            (DType::BF16, 2, 1, 64),
+            (DType::F32, 1, 8, 80),
+            (DType::F32, 1, 5, 20),
+        ] {
+            for n in [1, 63, 64, 65, 1000, 1300] {
+                let cache = Cache::new(&mut numbers, n, kv_heads, d, dtype);
+                let q = numbers.tensor(&[2, kv_heads * group, d]);
+                let rows = [
+                    DecodeRow { table: &cache.table, visible: 0..n },
+                    DecodeRow { table: &cache.table, visible: n / 3..n.div_ceil(2).max(n / 3 + 1) },
+                ];
+                let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
+                let mut selections = vec![
+                    Selection::dense(2, kv_heads),
+                    Selection::sink_window(&rows, kv_heads, 4, 100),
+                    top_k(&batch, &scores(&batch).unwrap(), 4, 16, &[20, 7]),
+                ];
+                if n >= 1000 {
+                    let mut mixed = vec![sampled(n, group); kv_heads];
+                    mixed.resize(2 * kv_heads, HeadSelection::Dense);
+                    selections.push(Selection(mixed));
+                }
+                for selection in &selections {
+                    for given in [None, Some(scores(&batch).unwrap())] {
+                        let out = attend_with(isa, &batch, selection, given.as_ref()).unwrap();
+                        compare(&cache, &rows, selection, &q, &out, group);
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn compare(cache: &Cache, rows: &[DecodeRow], selection: &Selection, q: &Tensor, out: &Tensor, group: usize) {
+    let (q, out) = (q.to_vec3::<f32>().unwrap(), out.to_vec3::<f32>().unwrap());
+    let kv_heads = selection.0.len() / rows.len();
+    for (i, head) in selection.0.iter().enumerate() {
+        let (row, kv_head) = (i / kv_heads, i % kv_heads);
+        for g in 0..group {
+            let keys = keys_of(&rows[row], head, g);
+            let exact = cache.attend(&q[row][kv_head * group + g], kv_head, keys.into_iter());
+            let error = relative_error(&out[row][kv_head * group + g], &exact);
+            assert!(error < 1e-5, "row {row} head {kv_head}.{g} of {:?}: {error}", rows[row].visible);
+        }
+    }
+}
+
+#[test]
+fn top_k_keeps_the_keys_of_largest_mass_over_the_group() {
+    let mut numbers = Numbers(9);
+    let (n, group, d) = (700, 3, 16);
+    let cache = Cache::new(&mut numbers, n, 1, d, DType::F32);
+    let q = numbers.tensor(&[1, group, d]);
+    let rows = [DecodeRow { table: &cache.table, visible: 0..n }];
+    let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
+    let queries = q.to_vec3::<f32>().unwrap();
+    let mut mass = vec![0f64; n];
+    for q in &queries[0] {
+        let scores: Vec<f64> = (cache.keys.iter())
+            .map(|k| k[0].iter().zip(q).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>() / (d as f64).sqrt())
+            .collect();
+        let sum: f64 = scores.iter().map(|s| s.exp()).sum();
+        mass.iter_mut().zip(scores).for_each(|(m, s)| *m += s.exp() / sum);
+    }
+    let Selection(heads) = top_k(&batch, &scores(&batch).unwrap(), 4, 32, &[25]);
+    let HeadSelection::Keys(keys) = &heads[0] else { panic!("dense") };
+    assert_eq!(keys.ranges, [0..4, n - 32..n]);
+    let mut order: Vec<usize> = (4..n - 32).collect();
+    order.sort_by(|&a, &b| mass[b].total_cmp(&mass[a]));
+    let mut expected: Vec<u32> = order[..25].iter().map(|&i| i as u32).collect();
+    expected.sort_unstable();
+    assert_eq!(keys.ids, expected);
+}
+
+#[test]
+fn a_rows_result_does_not_depend_on_the_batch() {
+    let mut numbers = Numbers(6);
+    let cache = Cache::new(&mut numbers, 900, 2, 64, DType::F16);
+    let q = numbers.tensor(&[5, 6, 64]);
+    let rows: Vec<_> = (0..5).map(|i| DecodeRow { table: &cache.table, visible: 0..900 - 100 * i }).collect();
+    let together = attend(&Decode { q: &q, kv: cache.kv(), rows: &rows }, &Selection::dense(5, 2), None).unwrap();
+    for i in 0..5 {
+        let q = q.narrow(0, i, 1).unwrap();
+        let alone = Decode { q: &q, kv: cache.kv(), rows: &rows[i..=i] };
+        let alone = attend(&alone, &Selection::dense(1, 2), None).unwrap();
+        let row = together.narrow(0, i, 1).unwrap();
+        assert_eq!(alone.to_vec3::<f32>().unwrap(), row.to_vec3::<f32>().unwrap());
+    }
+}
+
+#[test]
+fn selections_that_reach_beyond_what_is_visible_are_errors() {
+    let mut numbers = Numbers(8);
+    let cache = Cache::new(&mut numbers, 100, 1, 16, DType::F32);
+    let q = numbers.tensor(&[1, 1, 16]);
+    let rows = [DecodeRow { table: &cache.table, visible: 10..90 }];
+    let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
+    let keys = |ranges: &[std::ops::Range<usize>], ids: &[u32]| {
+        Selection(vec![HeadSelection::Keys(Keys { ranges: ranges.to_vec(), ids: ids.to_vec(), sample: None })])
+    };
+    assert!(attend(&batch, &keys(&[10..12], &[89]), None).is_ok());
+    for bad in [keys(&[], &[]), keys(&[9..12], &[]), keys(&[80..91], &[]), keys(&[], &[90]), Selection(Vec::new())] {
+        assert!(attend(&batch, &bad, None).is_err(), "{bad:?}");
+    }
+    let rows = [DecodeRow { table: &cache.table[..1], visible: 0..65 }];
+    assert!(scores(&Decode { q: &q, kv: cache.kv(), rows: &rows }).is_err());
+}
