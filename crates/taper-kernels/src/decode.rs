@@ -4,9 +4,11 @@
 //! what was chosen.
 
 mod attend;
+mod sample;
 mod scores;
 
 pub use attend::attend;
+pub use sample::{Budget, Sampling, sample};
 pub use scores::{Scores, scores, top_k};
 
 use crate::kv::{BLOCK_TOKENS, KvElement, PagedKv};

@@ -116,10 +116,10 @@ fn chunk(visible: &Range<usize>, head: &HeadSelection, mut start: usize, end: us
 }
 
 /// Running maximum, sum and weighted values of one query head, as they lie in a buffer: `[max, sum, values…]`.
-struct Partial;
+pub(super) struct Partial;
 
 impl Partial {
-    const fn width(head_dim: usize) -> usize {
+    pub const fn width(head_dim: usize) -> usize {
         2 + head_dim
     }
 }
@@ -352,6 +352,25 @@ unsafe fn add_columns<V: Simd, T: KvElement, const G: usize, const C: usize>(
             }
         }
     }
+}
+
+/// The partial `[group, 2 + head_dim]` of one row and head over a selection, not normalised.
+pub(super) fn attend_head<T: KvElement>(
+    isa: Isa,
+    view: &View<T>,
+    row: usize,
+    head: usize,
+    selection: &HeadSelection,
+    scores: Option<&HeadScores>,
+) -> Vec<f32> {
+    let len = match selection {
+        HeadSelection::Dense => view.rows[row].visible.len(),
+        HeadSelection::Keys(keys) => keys.len(),
+    };
+    let mut weights = vec![0f32; view.group * BLOCK_TOKENS];
+    let mut partial = vec![0f32; view.group * Partial::width(view.head_dim)];
+    run_unit::<T>(isa, view, &Unit { row, head, span: 0..len }, selection, scores, &mut weights, &mut partial);
+    partial
 }
 
 /// Merges the partials of each row and head in token order and normalises.

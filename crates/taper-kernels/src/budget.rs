@@ -1,0 +1,259 @@
+//! How many keys to sample so that the output's relative error keeps a promise: vAttention's budgets.
+//!
+//! Source: vAttention (its Lemma 4.2 and Theorem 4.3) for `lemma` and `denominator`; the sharper rules follow from the
+//! same central limit theorem applied to the error itself.
+
+use statrs::distribution::{ContinuousCDF, Normal};
+
+/// Which bound turns the moments of a sample into a budget.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rule {
+    /// The denominator alone: promises the softmax normaliser, not the output.
+    Denominator,
+    /// The paper's: errors of numerator and denominator bounded apart, factor 2.
+    Lemma,
+    /// The same with the exact inequality in place of the factor 2.
+    Tight,
+    /// The error of the ratio itself, with a scalar quantile.
+    Ratio,
+    /// The error of the ratio, with the quantile of its squared norm from the sample's covariance.
+    Chi2,
+}
+
+/// Relative error at most `epsilon` with probability at least 1 − `delta`, per head and query.
+#[derive(Debug, Clone)]
+pub struct Promise {
+    rule: Rule,
+    epsilon: f64,
+    /// Ways to split delta between numerator and denominator: (vector quantile, scalar quantile).
+    splits: Vec<(f64, f64)>,
+    /// Scalar quantile of the whole delta.
+    whole: f64,
+    /// Vector quantile of 0.9 delta.
+    most: f64,
+    /// One-sided quantile of 0.9 delta, for the squared norm.
+    upper: f64,
+    /// One-sided quantile of 0.1 delta, for the denominator's share.
+    rest: f64,
+}
+
+/// Moments of `drawn` sampled keys that stand for `residual` unread ones, and the estimates they give.
+///
+/// With e = exp(score − max), v the value and o the estimated output: D sums e, N sums e v, R sums e (v − o).
+#[derive(Debug, Clone, Copy)]
+pub struct Moments {
+    /// Keys that the sample stands for.
+    pub residual: f64,
+    /// Keys sampled.
+    pub drawn: f64,
+    /// Estimated D over all keys.
+    pub denominator: f64,
+    /// ‖N‖² of the estimated N.
+    pub numerator_norm2: f64,
+    /// ‖o‖².
+    pub output_norm2: f64,
+    /// Sample variance of e.
+    pub variance_d: f64,
+    /// Trace of the sample covariance of e v.
+    pub trace_n: f64,
+    /// Trace of the sample covariance of e (v − o).
+    pub trace_r: f64,
+}
+
+/// What the moments say.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Verdict {
+    /// So many sampled keys keep the promise; may exceed the residual.
+    Sample(f64),
+    /// The sample is too noisy to tell.
+    Noisy,
+    /// No sample will do: nothing to measure the error against.
+    Dense,
+}
+
+/// Below this, z²·Tr bounds the squared norm of a Gaussian vector no longer (Székely and Bakirov 2003).
+const LEAST_VECTOR_QUANTILE: f64 = 1.24;
+/// Share of a squared norm that must remain once its noise is taken off.
+const LEAST_SIGNAL: f64 = 0.25;
+
+impl Promise {
+    /// `epsilon` and `delta` in (0, 1).
+    ///
+    /// # Panics
+    /// If they are not.
+    pub fn new(rule: Rule, epsilon: f64, delta: f64) -> Self {
+        assert!(epsilon > 0.0 && epsilon < 1.0 && delta > 0.0 && delta < 1.0, "epsilon {epsilon}, delta {delta}");
+        let normal = Normal::standard();
+        let two_sided = |d: f64| normal.inverse_cdf(1.0 - d / 2.0);
+        let vector = |d: f64| two_sided(d).max(LEAST_VECTOR_QUANTILE);
+        let split = |share: f64| (vector(delta * (1.0 - share)), two_sided(delta * share));
+        Self {
+            rule,
+            epsilon,
+            splits: [0.02, 0.05, 0.1, 0.2, 0.3, 0.5].map(split).to_vec(),
+            whole: two_sided(delta),
+            most: vector(0.9 * delta),
+            upper: normal.inverse_cdf(1.0 - 0.9 * delta),
+            rest: normal.inverse_cdf(1.0 - 0.1 * delta),
+        }
+    }
+
+    /// The budget. `trace_r2` gives the trace of the squared covariance of R and is asked only where it matters:
+    /// not if more than `limit` keys are needed whatever it is.
+    pub fn verdict(&self, m: &Moments, limit: f64, trace_r2: impl FnOnce() -> f64) -> Verdict {
+        let n = m.residual;
+        let scalar = n * root(m.variance_d) / m.denominator;
+        let root = match self.rule {
+            Rule::Denominator => self.whole * scalar / self.epsilon,
+            Rule::Lemma | Rule::Tight => {
+                let norm = match self.signal(m.numerator_norm2, m.trace_n, m, 1.0) {
+                    Ok(norm) => norm,
+                    Err(verdict) => return verdict,
+                };
+                let vector = n * root(m.trace_n) / norm;
+                let bound = |&(c, z): &(f64, f64)| match self.rule {
+                    Rule::Lemma => (c * vector + z * scalar) / (self.epsilon / 2.0),
+                    _ => (c * vector + (1.0 + self.epsilon) * z * scalar) / self.epsilon,
+                };
+                self.splits.iter().map(bound).fold(f64::INFINITY, f64::min)
+            }
+            Rule::Ratio | Rule::Chi2 => {
+                let norm = match self.signal(m.output_norm2, m.trace_r, m, m.denominator) {
+                    Ok(norm) => norm,
+                    Err(verdict) => return verdict,
+                };
+                let vector = n * root(m.trace_r) / (self.epsilon * m.denominator * norm);
+                let bound = |c: f64| c * vector + self.rest * scalar;
+                if self.rule == Rule::Ratio {
+                    bound(self.most)
+                } else if without_replacement(bound(1.0), n) > limit {
+                    bound(1.0)
+                } else {
+                    bound(self.norm_quantile(m.trace_r, trace_r2()))
+                }
+            }
+        };
+        if root.is_nan() { Verdict::Dense } else { Verdict::Sample(without_replacement(root, n)) }
+    }
+
+    /// A norm with the sample's noise taken off its square; `scale` turns sums into the norm's unit.
+    fn signal(&self, norm2: f64, trace: f64, m: &Moments, scale: f64) -> Result<f64, Verdict> {
+        if norm2 <= 0.0 || !norm2.is_finite() {
+            return Err(Verdict::Dense);
+        }
+        let noise = m.residual.powi(2) * trace.max(0.0) * (1.0 / m.drawn - 1.0 / m.residual) / scale.powi(2);
+        let signal = norm2 - noise;
+        if signal < LEAST_SIGNAL * norm2 { Err(Verdict::Noisy) } else { Ok(signal.sqrt()) }
+    }
+
+    /// The 1 − 0.9 delta quantile of ‖N(0, S)‖ over sqrt(Tr S): Satterthwaite's gamma, by Wilson and Hilferty.
+    fn norm_quantile(&self, trace: f64, trace2: f64) -> f64 {
+        if trace <= 0.0 {
+            return 1.0;
+        }
+        let spread = 2.0 * trace2 / (9.0 * trace * trace);
+        (1.0 - spread + self.upper * spread.sqrt()).max(0.0).powi(3).sqrt()
+    }
+}
+
+/// The square root of a variance, which rounding may have taken below 0; NaN stays NaN.
+fn root(variance: f64) -> f64 {
+    if variance < 0.0 { 0.0 } else { variance.sqrt() }
+}
+
+/// The budget whose error without replacement equals that of `root²` draws with it.
+fn without_replacement(root: f64, n: f64) -> f64 {
+    let b = root * root;
+    if b.is_infinite() { n } else { (b / (1.0 + b / n)).ceil() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn moments() -> impl Strategy<Value = Moments> {
+        (100f64..1e6, 64f64..99.0, 0.0..2f64, 0.0..2f64).prop_map(|(residual, drawn, spread, signal)| Moments {
+            residual,
+            drawn,
+            denominator: residual,
+            numerator_norm2: (residual * signal).powi(2),
+            output_norm2: signal * signal,
+            variance_d: spread * spread,
+            trace_n: spread,
+            trace_r: spread,
+        })
+    }
+
+    #[test]
+    fn quantiles_of_the_squared_norm_agree_with_chi_square_tables() {
+        // chi²(0.95) with 1, 10 and 64 degrees of freedom: 3.841, 18.307, 83.675.
+        let promise = Promise::new(Rule::Chi2, 0.1, 0.05 / 0.9);
+        for (freedom, quantile) in [(1.0f64, 3.841f64), (10.0, 18.307), (64.0, 83.675)] {
+            let c = promise.norm_quantile(freedom, freedom);
+            assert!((c * c * freedom / quantile - 1.0).abs() < 0.03, "{freedom}: {}", c * c * freedom);
+        }
+    }
+
+    #[test]
+    fn a_constant_residual_needs_no_more_than_the_pilot() {
+        let m = Moments {
+            residual: 1000.0,
+            drawn: 64.0,
+            denominator: 1000.0,
+            numerator_norm2: 1e6,
+            output_norm2: 1.0,
+            variance_d: 0.0,
+            trace_n: 0.0,
+            trace_r: 0.0,
+        };
+        for rule in [Rule::Denominator, Rule::Lemma, Rule::Tight, Rule::Ratio, Rule::Chi2] {
+            assert_eq!(Promise::new(rule, 0.05, 0.05).verdict(&m, 500.0, || 0.0), Verdict::Sample(0.0), "{rule:?}");
+        }
+    }
+
+    #[test]
+    fn an_output_of_zero_goes_dense_and_a_noisy_one_grows() {
+        let m = Moments {
+            residual: 1000.0,
+            drawn: 64.0,
+            denominator: 1000.0,
+            numerator_norm2: 0.0,
+            output_norm2: 0.0,
+            variance_d: 1.0,
+            trace_n: 1.0,
+            trace_r: 1.0,
+        };
+        let promise = Promise::new(Rule::Chi2, 0.05, 0.05);
+        assert_eq!(promise.verdict(&m, 500.0, || 1.0), Verdict::Dense);
+        assert_eq!(promise.verdict(&Moments { trace_r: 1e3, output_norm2: 0.01, ..m }, 500.0, || 1.0), Verdict::Noisy);
+        assert_eq!(promise.verdict(&Moments { output_norm2: f64::NAN, ..m }, 500.0, || 1.0), Verdict::Dense);
+        let sound = Moments { output_norm2: 1.0, variance_d: f64::NAN, ..m };
+        assert_eq!(promise.verdict(&sound, 500.0, || 1.0), Verdict::Dense);
+    }
+
+    proptest! {
+        #[test]
+        fn budgets_stay_below_the_residual_and_fall_with_epsilon_and_delta(m in moments()) {
+            for rule in [Rule::Denominator, Rule::Lemma, Rule::Tight, Rule::Ratio, Rule::Chi2] {
+                let budget = |epsilon, delta| {
+                    match Promise::new(rule, epsilon, delta).verdict(&m, f64::INFINITY, || m.trace_r.powi(2) / 8.0) {
+                        Verdict::Sample(b) => b,
+                        Verdict::Noisy | Verdict::Dense => m.residual,
+                    }
+                };
+                let b = budget(0.1, 0.1);
+                prop_assert!(b <= m.residual.ceil());
+                prop_assert!(budget(0.05, 0.1) >= b && budget(0.1, 0.05) >= b, "{rule:?}");
+            }
+        }
+
+        #[test]
+        fn the_tight_rule_never_asks_for_more_than_the_lemma(m in moments()) {
+            let budget = |rule| Promise::new(rule, 0.1, 0.1).verdict(&m, f64::INFINITY, || 0.0);
+            if let (Verdict::Sample(lemma), Verdict::Sample(tight)) = (budget(Rule::Lemma), budget(Rule::Tight)) {
+                prop_assert!(tight <= lemma);
+            }
+        }
+    }
+}

@@ -1,0 +1,384 @@
+//! Estimating what was not chosen from a uniform sample whose size is as small as a promise allows.
+
+use super::attend::{Partial, attend_head, dots};
+use super::scores::HeadScores;
+use super::{Decode, HeadSelection, Keys, Sample, Scores, Selection, View, with_view};
+use crate::budget::{Moments, Promise, Verdict};
+use crate::kv::{BLOCK_TOKENS, KvElement};
+use crate::parallel::{self, SharedMut};
+use crate::philox::{Permutation, Stream};
+use crate::simd::{Isa, Simd, dispatch};
+use candle_core::{Result, bail};
+
+/// How a sample starts and when it gives up.
+#[derive(Debug, Clone)]
+pub struct Sampling {
+    /// What the sampled output promises.
+    pub promise: Promise,
+    /// Least size of the pilot sample, at least 2.
+    pub pilot_tokens: usize,
+    /// Size of the pilot as a share of the keys that it stands for.
+    pub pilot_share: f64,
+    /// Share of the visible keys from which reading all of them is the better bargain.
+    pub dense_share: f64,
+}
+
+/// What sampling came to for one row and query head.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Budget {
+    /// Keys that were not chosen.
+    pub residual: usize,
+    /// Sampled keys that the head reads; the residual if it is dense.
+    pub sampled: usize,
+    /// Whether the head reads everything, since no smaller sample keeps the promise or is worth while.
+    pub dense: bool,
+}
+
+/// Rounds in which a noisy pilot grows, fourfold each.
+const GROWTH_ROUNDS: usize = 4;
+/// Sampled keys whose covariance is taken: its trace needs no more.
+const COVARIANCE_KEYS: usize = 96;
+
+/// Adds to a selection, per row and KV head, a sample of the keys it leaves out: without replacement, of the least size
+/// for which every head of the group keeps the promise, or everything.
+///
+/// `streams` `[R]` key the draws; their `head` is set here. Budgets are `[R, q_heads]`. With `scores` of the same batch
+/// no key is read again.
+///
+/// # Errors
+/// Shapes that differ; a selection that has a sample already.
+///
+/// # Source
+/// vAttention, Algorithm 1, with budgets as [`crate::budget`] says.
+pub fn sample(
+    batch: &Decode,
+    selection: &Selection,
+    scores: Option<&Scores>,
+    streams: &[Stream],
+    sampling: &Sampling,
+) -> Result<(Selection, Vec<Budget>)> {
+    let (rows, q_heads, kv_heads, _) = batch.dims()?;
+    let sampled = |h: &HeadSelection| matches!(h, HeadSelection::Keys(k) if k.sample.is_some());
+    if selection.0.len() != rows * kv_heads || streams.len() != rows || selection.0.iter().any(sampled) {
+        bail!("sample: a selection of {} heads for {rows} rows of {kv_heads}, or one with a sample", selection.0.len());
+    }
+    let group = q_heads / kv_heads;
+    let mut out = selection.clone();
+    let mut budgets = vec![Budget { residual: 0, sampled: 0, dense: true }; rows * q_heads];
+    let isa = Isa::best();
+    with_view!(batch, view: T => {
+        let (heads, budgets) = (SharedMut::new(&mut out.0), SharedMut::new(&mut budgets));
+        parallel::for_each(rows * kv_heads, || (), |(), i| {
+            let (row, head) = (i / kv_heads, i % kv_heads);
+            // SAFETY: one selection and one group of budgets each.
+            let (to, budgets) = unsafe { (&mut heads.slice(i, 1)[0], budgets.slice(i * group, group)) };
+            let stream = Stream { head: head as u32, ..streams[row] };
+            let scores = scores.map(|s| &s.0[i]);
+            let mut work = Work::new(isa, view, row, head, scores);
+            *to = work.run(to, &stream, sampling, budgets);
+        });
+    });
+    Ok((out, budgets))
+}
+
+/// One row and KV head at work.
+struct Work<'a, T> {
+    isa: Isa,
+    view: &'a View<'a, T>,
+    row: usize,
+    head: usize,
+    scores: Option<&'a HeadScores>,
+    ids: Vec<u32>,
+    /// Scores of the sampled keys `[keys][group]`, or their weights if all were scored before.
+    sampled: Vec<f32>,
+}
+
+impl<'a, T: KvElement> Work<'a, T> {
+    fn new(isa: Isa, view: &'a View<'a, T>, row: usize, head: usize, scores: Option<&'a HeadScores>) -> Self {
+        Self { isa, view, row, head, scores, ids: Vec::new(), sampled: Vec::new() }
+    }
+
+    fn run(&mut self, fixed: &HeadSelection, stream: &Stream, how: &Sampling, budgets: &mut [Budget]) -> HeadSelection {
+        let visible = self.view.rows[self.row].visible.clone();
+        let n = visible.len();
+        let HeadSelection::Keys(keys) = fixed else { return HeadSelection::Dense };
+        let residual = n - keys.fixed();
+        let dense = Budget { residual, sampled: residual, dense: true };
+        budgets.fill(dense);
+        let pilot = how.pilot_tokens.max(2).max((how.pilot_share * residual as f64).ceil() as usize);
+        let limit = (how.dense_share * n as f64).min(n as f64) - keys.fixed() as f64;
+        if residual <= pilot || pilot as f64 >= limit {
+            return HeadSelection::Dense;
+        }
+        let known = attend_head::<T>(self.isa, self.view, self.row, self.head, fixed, self.scores);
+        let mut draws = Draws::new(keys, &visible, stream);
+        let mut wanted = pilot;
+        for round in 0..=GROWTH_ROUNDS {
+            self.draw(&mut draws, wanted);
+            match self.judge(&known, residual, how, limit) {
+                Judgement::Budgets(b) => {
+                    let counts: Vec<usize> = b.iter().map(|&b| (b as usize).clamp(wanted, residual)).collect();
+                    let most = counts.iter().copied().max().unwrap_or(wanted);
+                    if most as f64 >= limit {
+                        break;
+                    }
+                    self.draw(&mut draws, most);
+                    for (budget, &sampled) in budgets.iter_mut().zip(&counts) {
+                        *budget = Budget { residual, sampled, dense: false };
+                    }
+                    let log_weights = counts.iter().map(|&b| (residual as f64 / b as f64).ln() as f32).collect();
+                    let sample = Some(Sample { ids: std::mem::take(&mut self.ids), counts, log_weights });
+                    return HeadSelection::Keys(Keys { sample, ..keys.clone() });
+                }
+                Judgement::Noisy if round < GROWTH_ROUNDS && ((4 * wanted) as f64) < limit => wanted *= 4,
+                _ => break,
+            }
+        }
+        HeadSelection::Dense
+    }
+
+    /// Draws on until `wanted` keys are drawn.
+    fn draw(&mut self, draws: &mut Draws, wanted: usize) {
+        self.ids.extend(draws.by_ref().take(wanted.saturating_sub(self.ids.len())));
+    }
+
+    /// The budgets of the group from what is drawn so far.
+    fn judge(&mut self, known: &[f32], residual: usize, how: &Sampling, limit: f64) -> Judgement {
+        let group = self.view.group;
+        self.score_new();
+        let mut budgets = Vec::with_capacity(group);
+        for g in 0..group {
+            let head = Head::new(self, g, &known[g * Partial::width(self.view.head_dim)..], residual);
+            let moments = head.moments();
+            match how.promise.verdict(&moments, limit, || head.covariance_trace2()) {
+                // The whole group reads what its neediest head needs, so one head over the limit settles it.
+                Verdict::Sample(b) if b < limit => budgets.push(b),
+                Verdict::Noisy => return Judgement::Noisy,
+                Verdict::Sample(_) | Verdict::Dense => return Judgement::Dense,
+            }
+        }
+        Judgement::Budgets(budgets)
+    }
+
+    /// Scores the keys drawn since the last time.
+    fn score_new(&mut self) {
+        let group = self.view.group;
+        let row = &self.view.rows[self.row];
+        let start = self.sampled.len() / group;
+        let new = &self.ids[start..];
+        if let Some(scores) = self.scores {
+            for &id in new {
+                self.sampled.extend((0..group).map(|g| scores.weights(g)[id as usize - row.visible.start]));
+            }
+            return;
+        }
+        let mut lines = vec![0f32; group * BLOCK_TOKENS];
+        for ids in new.chunks(BLOCK_TOKENS) {
+            let (view, lines, head) = (self.view, lines.as_mut_slice(), self.head);
+            let row = self.row;
+            dispatch!(self.isa, score_ids::<_, T: KvElement>(
+                view: &View<T>, row: usize, head: usize, ids: &[u32], lines: &mut [f32]
+            ));
+            for t in 0..ids.len() {
+                self.sampled.extend((0..group).map(|g| lines[g * BLOCK_TOKENS + t]));
+            }
+        }
+    }
+}
+
+enum Judgement {
+    Budgets(Vec<f64>),
+    Noisy,
+    Dense,
+}
+
+#[inline(always)]
+unsafe fn score_ids<V: Simd, T: KvElement>(view: &View<T>, row: usize, head: usize, ids: &[u32], lines: &mut [f32]) {
+    let mut keys = [std::ptr::null(); BLOCK_TOKENS];
+    for (key, &id) in keys.iter_mut().zip(ids) {
+        *key = view.k[view.offset(&view.rows[row], head, id as usize)..][..view.head_dim].as_ptr();
+    }
+    unsafe { dots::<V, T>(view.queries(row, head), &keys[..ids.len()], view.scale(), lines) };
+}
+
+/// Keys in drawing order: a permutation of the visible ones, less those chosen.
+struct Draws {
+    permutation: Permutation,
+    next: u32,
+    start: u32,
+    chosen: Vec<u64>,
+}
+
+impl Draws {
+    fn new(keys: &Keys, visible: &std::ops::Range<usize>, stream: &Stream) -> Self {
+        let mut chosen = vec![0u64; visible.len().div_ceil(64)];
+        let ids = keys.ranges.iter().flat_map(Clone::clone).chain(keys.ids.iter().map(|&i| i as usize));
+        for id in ids {
+            let at = id - visible.start;
+            chosen[at / 64] |= 1 << (at % 64);
+        }
+        let permutation = Permutation::new(visible.len() as u32, stream);
+        Self { permutation, next: 0, start: visible.start as u32, chosen }
+    }
+}
+
+impl Iterator for Draws {
+    type Item = u32;
+
+    fn next(&mut self) -> Option<u32> {
+        while self.next < self.permutation.domain() {
+            let point = self.permutation.point(self.next);
+            self.next += 1;
+            if let Some(p) = point.filter(|&p| self.chosen[p as usize / 64] >> (p % 64) & 1 == 0) {
+                return Some(self.start + p);
+            }
+        }
+        None
+    }
+}
+
+/// One query head's sample against what is known exactly.
+struct Head<'a, T> {
+    work: &'a Work<'a, T>,
+    residual: f64,
+    /// exp(score − max) of the sampled keys.
+    weights: Vec<f32>,
+    /// Sum of the weights of the known keys.
+    known_sum: f64,
+    /// Weighted values of the known keys.
+    known_values: Vec<f32>,
+    /// The estimated output.
+    output: Vec<f32>,
+    sums: Sums,
+}
+
+/// Sums over the sampled keys: e, e², e v, e² v, e²‖v‖².
+#[derive(Default)]
+struct Sums {
+    e: f64,
+    e2: f64,
+    ev: Vec<f32>,
+    e2v: Vec<f32>,
+    e2v2: f64,
+}
+
+impl<'a, T: KvElement> Head<'a, T> {
+    fn new(work: &'a Work<'a, T>, g: usize, known: &[f32], residual: usize) -> Self {
+        let (group, d) = (work.view.group, work.view.head_dim);
+        let own = work.sampled.iter().skip(g).step_by(group).copied();
+        let (weights, max): (Vec<f32>, f32) = if work.scores.is_some() {
+            (own.collect(), known[0])
+        } else {
+            let max = own.clone().fold(known[0], f32::max);
+            (own.map(|s| (s - max).exp()).collect(), max)
+        };
+        let rescale = (known[0] - max).exp();
+        let mut head = Self {
+            work,
+            residual: residual as f64,
+            weights,
+            known_sum: f64::from(known[1] * rescale),
+            known_values: known[2..2 + d].iter().map(|v| v * rescale).collect(),
+            output: vec![0.0; d],
+            sums: Sums { ev: vec![0.0; d], e2v: vec![0.0; d], ..Sums::default() },
+        };
+        let h = &mut head;
+        dispatch!(work.isa, sum_up::<_, T: KvElement>(h: &mut Head<T>));
+        let scale = residual as f64 / head.weights.len() as f64;
+        let total = head.known_sum + scale * head.sums.e;
+        for ((o, known), ev) in head.output.iter_mut().zip(&head.known_values).zip(&head.sums.ev) {
+            *o = ((f64::from(*known) + scale * f64::from(*ev)) / total) as f32;
+        }
+        head
+    }
+
+    fn value(&self, key: usize) -> &'a [T] {
+        let view = self.work.view;
+        let at = view.offset(&view.rows[self.work.row], self.work.head, self.work.ids[key] as usize);
+        &view.v[at..at + view.head_dim]
+    }
+
+    fn moments(&self) -> Moments {
+        let s = &self.sums;
+        let b = self.weights.len() as f64;
+        let scale = self.residual / b;
+        let dot = |x: &[f32], y: &[f32]| x.iter().zip(y).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum::<f64>();
+        let denominator = self.known_sum + scale * s.e;
+        let o2 = dot(&self.output, &self.output);
+        let centred: f64 =
+            s.ev.iter().zip(&self.output).map(|(a, o)| (f64::from(*a) - f64::from(*o) * s.e).powi(2)).sum();
+        Moments {
+            residual: self.residual,
+            drawn: b,
+            denominator,
+            numerator_norm2: o2 * denominator * denominator,
+            output_norm2: o2,
+            variance_d: (s.e2 - s.e * s.e / b) / (b - 1.0),
+            trace_n: (s.e2v2 - dot(&s.ev, &s.ev) / b) / (b - 1.0),
+            trace_r: (s.e2v2 - 2.0 * dot(&self.output, &s.e2v) + o2 * s.e2 - centred / b) / (b - 1.0),
+        }
+    }
+
+    /// Trace of the squared sample covariance of e (v − o).
+    fn covariance_trace2(&self) -> f64 {
+        let (keys, d) = (self.weights.len().min(COVARIANCE_KEYS), self.output.len());
+        let mut rows = vec![0f32; keys * d];
+        for (i, row) in rows.chunks_exact_mut(d).enumerate() {
+            for ((r, v), o) in row.iter_mut().zip(self.value(i)).zip(&self.output) {
+                *r = self.weights[i] * (v.to_f32() - o);
+            }
+        }
+        let mut trace2 = 0.0;
+        let (rows, out) = (rows.as_mut_slice(), &mut trace2);
+        dispatch!(self.work.isa, gram_norm::<_>(rows: &mut [f32], d: usize, out: &mut f64));
+        trace2 / ((keys - 1) as f64).powi(2)
+    }
+}
+
+#[inline(always)]
+unsafe fn sum_up<V: Simd, T: KvElement>(head: &mut Head<T>) {
+    let mut sums = std::mem::take(&mut head.sums);
+    for (i, &e) in head.weights.iter().enumerate() {
+        let mut v2 = 0f32;
+        for ((v, a), b) in head.value(i).iter().zip(&mut sums.ev).zip(&mut sums.e2v) {
+            let v = v.to_f32();
+            v2 += v * v;
+            *a += e * v;
+            *b += e * e * v;
+        }
+        let e = f64::from(e);
+        sums.e += e;
+        sums.e2 += e * e;
+        sums.e2v2 += e * e * f64::from(v2);
+    }
+    head.sums = sums;
+}
+
+/// Centres rows `[keys, d]` and adds up the squares of all their dot products.
+#[inline(always)]
+unsafe fn gram_norm<V: Simd>(rows: &mut [f32], d: usize, out: &mut f64) {
+    let keys = rows.len() / d;
+    let mut mean = vec![0f32; d];
+    for row in rows.chunks_exact(d) {
+        mean.iter_mut().zip(row).for_each(|(m, r)| *m += r / keys as f32);
+    }
+    rows.chunks_exact_mut(d).for_each(|row| row.iter_mut().zip(&mean).for_each(|(r, m)| *r -= m));
+    let whole = d - d % V::LANES;
+    for i in 0..keys {
+        for j in 0..=i {
+            let (a, b) = (&rows[i * d..][..d], &rows[j * d..][..d]);
+            let mut dot: f32 = (whole..d).map(|c| a[c] * b[c]).sum();
+            unsafe {
+                let mut acc = V::splat(0.0);
+                for c in (0..whole).step_by(V::LANES) {
+                    acc = V::load(a.as_ptr().add(c)).mul_add(V::load(b.as_ptr().add(c)), acc);
+                }
+                dot += acc.sum();
+            }
+            *out += f64::from(dot).powi(2) * if i == j { 1.0 } else { 2.0 };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
