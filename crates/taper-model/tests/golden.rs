@@ -1,0 +1,145 @@
+//! The forward pass against transformers, on tiny random checkpoints of every supported variant.
+
+mod common;
+
+use candle_core::Device;
+use common::{PlainAttention, checkpoint, difference, expected, load, logits_of};
+use taper_model::{Architecture, LoadOptions, Model, ModelConfig, RopeScaling, WeightDType};
+
+const TOLERANCE: f32 = 1e-4;
+
+/// Every checkpoint under tests/golden.
+const VARIANTS: [&str; 14] = [
+    "llama1",
+    "llama2-gqa",
+    "llama3",
+    "llama3.1",
+    "llama3.2-tied",
+    "linear",
+    "dynamic",
+    "yarn",
+    "yarn-mscale",
+    "smollm2",
+    "mistral-v0.1",
+    "mistral-v0.2",
+    "mistral-v0.3",
+    "mistral-nemo",
+];
+
+#[test]
+fn logits_equal_those_of_transformers_at_every_position() {
+    for name in VARIANTS {
+        let model = load(&checkpoint(name), false);
+        let (tokens, logits) = expected(name);
+        if let Some(window) = model.attention_shape().window {
+            assert!(tokens.len() > 2 * window, "{name}: the prompt must outgrow the window");
+        }
+        let difference = difference(&logits_of(&model, &tokens), &logits);
+        assert!(difference < TOLERANCE, "{name}: logits differ by {difference}");
+    }
+}
+
+#[test]
+fn every_folder_is_tested() {
+    let mut folders: Vec<String> = std::fs::read_dir(common::golden())
+        .unwrap()
+        .map(|entry| entry.unwrap())
+        .filter(|entry| entry.path().join("golden.safetensors").exists())
+        .map(|entry| entry.file_name().into_string().unwrap())
+        .collect();
+    folders.sort();
+    let mut variants = VARIANTS.map(str::to_owned).to_vec();
+    variants.sort();
+    assert_eq!(folders, variants);
+}
+
+/// The dynamic rule is left out: there a token's rotation depends on the length of its step.
+#[test]
+fn steps_and_batch_mates_do_not_change_a_sequence() {
+    for name in VARIANTS.into_iter().filter(|name| *name != "dynamic") {
+        let model = load(&checkpoint(name), false);
+        let (tokens, logits) = expected(name);
+        let mut attention = PlainAttention::new(model.attention_shape(), 2);
+        let mut got = vec![Vec::new(); tokens.len()];
+        // The same sequence twice, the second running five tokens behind the first, in steps of uneven size.
+        let (mut lead, mut rear) = (0, 0);
+        for step in [1, 7, 1, 20, 3, 1, 7] {
+            let lead_end = (lead + step).min(tokens.len());
+            let rear_end = lead_end.saturating_sub(5);
+            let places: Vec<(usize, usize)> =
+                (rear..rear_end).map(|i| (1, i)).chain((lead..lead_end).map(|i| (0, i))).collect();
+            let batch: Vec<u32> = places.iter().map(|(_, i)| tokens[*i]).collect();
+            let positions: Vec<u32> = places.iter().map(|(_, i)| *i as u32).collect();
+            attention.sequence_of = places.iter().map(|(sequence, _)| *sequence).collect();
+            let hidden = model.forward(&batch, &positions, &mut attention).unwrap();
+            let rows: Vec<Vec<f32>> = model.logits(&hidden).unwrap().to_vec2().unwrap();
+            for ((sequence, i), row) in places.into_iter().zip(rows) {
+                if sequence == 0 {
+                    got[i] = row;
+                } else {
+                    let difference = difference(&[row], &logits[i..=i]);
+                    assert!(difference < TOLERANCE, "{name}: position {i} of the second differs by {difference}");
+                }
+            }
+            (lead, rear) = (lead_end, rear_end);
+        }
+        assert_eq!(lead, tokens.len());
+        let difference = difference(&got, &logits);
+        assert!(difference < TOLERANCE, "{name}: logits differ by {difference}");
+    }
+}
+
+#[test]
+fn half_precision_weights_stay_close() {
+    for dtype in [WeightDType::F16, WeightDType::BF16] {
+        let options = LoadOptions { dtype, ..LoadOptions::default() };
+        let model = Model::load(&checkpoint("llama3"), &options, &Device::Cpu).unwrap();
+        let (tokens, logits) = expected("llama3");
+        // Activations are rounded to 8 or 11 bits before each product.
+        let difference = difference(&logits_of(&model, &tokens), &logits);
+        assert!(difference < 0.3, "{dtype:?}: logits differ by {difference}");
+    }
+}
+
+#[test]
+fn configurations_say_what_attention_and_generation_need() {
+    let config = ModelConfig::read(&checkpoint("mistral-v0.1")).unwrap();
+    assert_eq!((config.architecture, config.sliding_window), (Architecture::Mistral, Some(16)));
+    let config = ModelConfig::read(&checkpoint("mistral-v0.3")).unwrap();
+    assert_eq!((config.vocab_size, config.sliding_window), (68, None));
+    let config = ModelConfig::read(&checkpoint("mistral-nemo")).unwrap();
+    assert_eq!((config.hidden_size, config.head_dim, config.q_heads), (40, 8, 4));
+    let config = ModelConfig::read(&checkpoint("llama3")).unwrap();
+    assert_eq!((config.bos_token, config.eos_tokens), (Some(1), vec![2, 3]));
+    let config = ModelConfig::read(&checkpoint("llama1")).unwrap();
+    assert_eq!((config.head_dim, config.kv_heads), (8, 4));
+    let config = ModelConfig::read(&checkpoint("dynamic")).unwrap();
+    assert!(matches!(config.rope.scaling, RopeScaling::Dynamic { .. }));
+    assert_eq!(config.context_length, 64);
+}
+
+#[test]
+fn a_context_limit_is_kept_or_refused() {
+    let load = |limit| {
+        let options = LoadOptions { context_limit: Some(limit), ..LoadOptions::default() };
+        Model::load(&checkpoint("llama3"), &options, &Device::Cpu)
+    };
+    let model = load(8).unwrap();
+    assert_eq!(model.config().context_length, 8);
+    let mut attention = PlainAttention::new(model.attention_shape(), 1);
+    let error = model.forward(&[1], &[8], &mut attention).unwrap_err().to_string();
+    assert!(error.contains("past the context of 8"), "{error}");
+    for limit in [0, 65] {
+        let error = load(limit).unwrap_err().to_string();
+        assert!(error.contains("between 1 and the model's own 64"), "{error}");
+    }
+}
+
+#[test]
+fn steps_that_make_no_sense_are_errors() {
+    let model = load(&checkpoint("llama3"), false);
+    for (tokens, positions) in [(&[][..], &[][..]), (&[1, 2], &[0]), (&[64], &[0]), (&[u32::MAX], &[0])] {
+        let mut attention = PlainAttention::new(model.attention_shape(), 1);
+        assert!(model.forward(tokens, positions, &mut attention).is_err(), "{tokens:?} at {positions:?}");
+    }
+}
