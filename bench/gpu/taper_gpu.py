@@ -143,10 +143,10 @@ class Decode:
         group = q_heads // list_heads
         self.lists = torch.tensor(lists, dtype=torch.int32, device=dev)
         cap = unit_capacity or len(lists) * 300
-        self.units = torch.empty(cap, 4, dtype=torch.int32, device=dev)
+        self.units = torch.empty(cap, 16, dtype=torch.int32, device=dev)
         self.list_units = torch.empty(len(lists) + 1, dtype=torch.int32, device=dev)
-        self.part_o = torch.full((2 * cap, group, d), float("nan"), device=dev)
-        self.part_lse = torch.full((2 * cap, group), float("nan"), device=dev)
+        self.part_o = torch.full((cap, group, d), float("nan"), device=dev)
+        self.part_lse = torch.full((cap, group), float("nan"), device=dev)
         self.out = torch.full(q.shape, float("nan"), device=dev,
                               dtype=torch.float32 if out_f32 else q.dtype)
         self.lse = torch.full((rows, q_heads), float("nan"), device=dev)

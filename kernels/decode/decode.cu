@@ -6,27 +6,28 @@ namespace taper {
 namespace {
 
 template <class T, int D, int N, bool GATHER>
-cudaError_t go(const DecodeParams& p, const CUtensorMap& km, const CUtensorMap& vm,
-               cudaStream_t stream) {
+cudaError_t go(const DecodeParams& p, cudaStream_t stream) {
+  DecodeMaps maps;
+  const int64_t rows = p.blocks * p.kv_heads * kBlock;
+  cudaError_t e = row_map(&maps.k, p.k, p.dtype, rows, D, kBlock);
+  if (e == cudaSuccess) e = row_map(&maps.v, p.v, p.dtype, rows, D, kBlock);
+  if (e == cudaSuccess) e = row_map(&maps.q, p.q, p.dtype, (int64_t)p.rows * p.q_heads, D, N);
+  if (e != cudaSuccess) return e;
   const int grid = p.unit_capacity < sm_count() ? p.unit_capacity : sm_count();
-  return launch(decode_kernel<T, D, N, GATHER>, grid, GATHER ? 384 : 288, DecodeLayout<D>::kBytes,
-                stream, p.overlap != 0, km, vm, p);
+  return launch(decode_kernel<T, D, N, GATHER>, grid, GATHER ? 384 : 288,
+                DecodeLayout<D, N>::kBytes, stream, p.overlap != 0, maps, p);
 }
 template <class T, int D, int N>
-cudaError_t pick_gather(const DecodeParams& p, const CUtensorMap& km, const CUtensorMap& vm,
-                        cudaStream_t s) {
-  return p.gather ? go<T, D, N, true>(p, km, vm, s) : go<T, D, N, false>(p, km, vm, s);
+cudaError_t pick_gather(const DecodeParams& p, cudaStream_t s) {
+  return p.gather ? go<T, D, N, true>(p, s) : go<T, D, N, false>(p, s);
 }
 template <class T, int D>
-cudaError_t pick_group(const DecodeParams& p, const CUtensorMap& km, const CUtensorMap& vm,
-                       cudaStream_t s) {
-  return p.q_heads / p.list_heads <= 8 ? pick_gather<T, D, 8>(p, km, vm, s)
-                                       : pick_gather<T, D, 16>(p, km, vm, s);
+cudaError_t pick_group(const DecodeParams& p, cudaStream_t s) {
+  return p.q_heads / p.list_heads <= 8 ? pick_gather<T, D, 8>(p, s) : pick_gather<T, D, 16>(p, s);
 }
 template <class T>
-cudaError_t pick_dim(const DecodeParams& p, const CUtensorMap& km, const CUtensorMap& vm,
-                     cudaStream_t s) {
-  return p.head_dim == 128 ? pick_group<T, 128>(p, km, vm, s) : pick_group<T, 64>(p, km, vm, s);
+cudaError_t pick_dim(const DecodeParams& p, cudaStream_t s) {
+  return p.head_dim == 128 ? pick_group<T, 128>(p, s) : pick_group<T, 64>(p, s);
 }
 
 bool valid(const DecodeParams& p) {
@@ -48,11 +49,5 @@ extern "C" int taper_decode_plan(const taper::DecodeParams* p, cudaStream_t stre
 extern "C" int taper_decode(const taper::DecodeParams* p, cudaStream_t stream) {
   using namespace taper;
   if (!valid(*p)) return cudaErrorInvalidValue;
-  CUtensorMap km, vm;
-  const int64_t rows = p->blocks * p->kv_heads * kBlock;
-  cudaError_t e = cache_map(&km, p->k, p->dtype, rows, p->head_dim);
-  if (e == cudaSuccess) e = cache_map(&vm, p->v, p->dtype, rows, p->head_dim);
-  if (e != cudaSuccess) return e;
-  return p->dtype == kBf16 ? pick_dim<__nv_bfloat16>(*p, km, vm, stream)
-                           : pick_dim<__half>(*p, km, vm, stream);
+  return p->dtype == kBf16 ? pick_dim<__nv_bfloat16>(*p, stream) : pick_dim<__half>(*p, stream);
 }

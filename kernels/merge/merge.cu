@@ -7,10 +7,10 @@ namespace {
 template <int D>
 cudaError_t pick(const MergeParams& p, cudaStream_t s) {
   const int grid = p.rows * p.q_heads;
-  if (p.out_f32) return launch(merge_kernel<D, float>, grid, 256, 0, s, p.overlap != 0, p);
+  if (p.out_f32) return launch(merge_kernel<D, float>, grid, kMergeWarps * 32, 0, s, p.overlap != 0, p);
   if (p.dtype == kBf16)
-    return launch(merge_kernel<D, __nv_bfloat16>, grid, 256, 0, s, p.overlap != 0, p);
-  return launch(merge_kernel<D, __half>, grid, 256, 0, s, p.overlap != 0, p);
+    return launch(merge_kernel<D, __nv_bfloat16>, grid, kMergeWarps * 32, 0, s, p.overlap != 0, p);
+  return launch(merge_kernel<D, __half>, grid, kMergeWarps * 32, 0, s, p.overlap != 0, p);
 }
 
 }  // namespace

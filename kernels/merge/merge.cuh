@@ -1,9 +1,11 @@
 // Merges the partial results of split attention, in a fixed order.
 //
 // Every partial is (o normalised, lse); an empty one has lse -inf. Warp w takes
-// partials w, w + 8, ... and the eight sums are added in warp order, so the result
+// partials w, w + 16, ... and the sixteen sums are added in warp order, so the result
 // depends only on the number of partials.
 #pragma once
+
+#include <type_traits>
 
 #include "../common/launch.cuh"
 #include "../common/ptx.cuh"
@@ -11,8 +13,8 @@
 namespace taper {
 
 struct MergeParams {
-  const float* part_o;         // [2 * units, group, head_dim]
-  const float* part_lse;       // [2 * units, group]
+  const float* part_o;         // [units, group, head_dim]
+  const float* part_lse;       // [units, group]
   const uint32_t* list_units;  // [lists + 1]
   void* out;                   // [rows, q_heads, head_dim], dtype or f32
   float* lse;                  // [rows, q_heads] or null
@@ -20,67 +22,72 @@ struct MergeParams {
   int32_t out_f32, overlap, reserved;
 };
 
+constexpr int kMergeWarps = 16;
+
 template <int D, class Out>
-__global__ void __launch_bounds__(256) merge_kernel(const MergeParams p) {
-  constexpr int V = D / 32;  // elements per lane
-  constexpr int kWarps = 8, kUnroll = 4;
-  __shared__ float acc_s[kWarps][D];
-  __shared__ float red[kWarps];
+__global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const MergeParams p) {
+  constexpr int V = D / 32;     // elements per lane
+  constexpr int kUnroll = 8;    // partials of a warp in flight
+  using Vec = typename std::conditional<V == 4, float4, float2>::type;
+  __shared__ float acc_s[kMergeWarps][D];
+  __shared__ float top_s[kMergeWarps], sum_s[kMergeWarps];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int group = p.q_heads / p.list_heads;
   const int row = blockIdx.x / p.q_heads, qh = blockIdx.x % p.q_heads;
   const int list = row * p.list_heads + qh / group, g = qh % group;
+  // The plan was complete before the attention let this kernel start, so the unit
+  // ranges may be read ahead of the wait; the partials may not.
+  const uint32_t first = p.list_units[list], n = p.list_units[list + 1] - first;
   wait_for_predecessor();
   launch_dependents();
-  const uint32_t first = 2 * p.list_units[list], n = 2 * p.list_units[list + 1] - first;
   const float* lse = p.part_lse + (int64_t)first * group + g;
   const float* o = p.part_o + ((int64_t)first * group + g) * D + lane * V;
 
-  float top = -INFINITY;
-  for (uint32_t i = threadIdx.x; i < n; i += 256) top = fmaxf(top, lse[(int64_t)i * group]);
+  float acc[V] = {}, sum = 0.f, top = -INFINITY;
+  for (uint32_t i = warp; i < n; i += kMergeWarps * kUnroll) {
+    Vec x[kUnroll];
+    float w[kUnroll], now = top;
 #pragma unroll
-  for (int d = 16; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-  if (lane == 0) red[warp] = top;
-  __syncthreads();
-  top = red[0];
+    for (int k = 0; k < kUnroll; ++k) {
+      const uint32_t at = min(i + k * kMergeWarps, n - 1);
+      w[k] = lse[(int64_t)at * group];
+      x[k] = *reinterpret_cast<const Vec*>(o + (int64_t)at * group * D);
+      if (i + k * kMergeWarps >= n) w[k] = -INFINITY;
+    }
 #pragma unroll
-  for (int w = 1; w < kWarps; ++w) top = fmaxf(top, red[w]);
-  __syncthreads();
-
-  float acc[V] = {}, sum = 0.f;
-  if (top > -INFINITY) {
-    for (uint32_t i = warp; i < n; i += kWarps * kUnroll) {
-      float x[kUnroll][V], w[kUnroll];
+    for (int k = 0; k < kUnroll; ++k) now = fmaxf(now, w[k]);
+    if (now == -INFINITY) continue;
+    const float fix = exp2_fast((top - now) * kLog2e);
+    top = now;
+    sum *= fix;
 #pragma unroll
-      for (int k = 0; k < kUnroll; ++k) {
-        const uint32_t at = i + k * kWarps;
-        w[k] = at < n ? lse[(int64_t)at * group] : -INFINITY;
+    for (int v = 0; v < V; ++v) acc[v] *= fix;
 #pragma unroll
-        for (int v = 0; v < V; ++v) x[k][v] = at < n ? o[(int64_t)at * group * D + v] : 0.f;
-      }
+    for (int k = 0; k < kUnroll; ++k) {
+      const float f = exp2_fast((w[k] - top) * kLog2e);
+      sum += f;
 #pragma unroll
-      for (int k = 0; k < kUnroll; ++k) {
-        const float f = exp2_fast((w[k] - top) * kLog2e);
-        sum += f;
-#pragma unroll
-        for (int v = 0; v < V; ++v) acc[v] += f * x[k][v];
-      }
+      for (int v = 0; v < V; ++v) acc[v] += f * reinterpret_cast<const float*>(&x[k])[v];
     }
   }
 #pragma unroll
   for (int v = 0; v < V; ++v) acc_s[warp][lane * V + v] = acc[v];
-  if (lane == 0) red[warp] = sum;
+  if (lane == 0) top_s[warp] = top, sum_s[warp] = sum;
   __syncthreads();
+  if (threadIdx.x >= D) return;
+  top = -INFINITY;
+#pragma unroll
+  for (int w = 0; w < kMergeWarps; ++w) top = fmaxf(top, top_s[w]);
+  float x = 0.f;
   sum = 0.f;
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) sum += red[w];
-  if (threadIdx.x < D) {
-    float x = 0.f;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) x += acc_s[w][threadIdx.x];
-    static_cast<Out*>(p.out)[(int64_t)blockIdx.x * D + threadIdx.x] =
-        static_cast<Out>(sum > 0.f ? x / sum : 0.f);
+  for (int w = 0; w < kMergeWarps; ++w) {
+    const float f = top_s[w] == -INFINITY ? 0.f : exp2_fast((top_s[w] - top) * kLog2e);
+    x += f * acc_s[w][threadIdx.x];
+    sum += f * sum_s[w];
   }
+  static_cast<Out*>(p.out)[(int64_t)blockIdx.x * D + threadIdx.x] =
+      static_cast<Out>(sum > 0.f ? x / sum : 0.f);
   if (p.lse && threadIdx.x == 0) p.lse[blockIdx.x] = sum > 0.f ? top + logf(sum) : -INFINITY;
 }
 

@@ -8,8 +8,8 @@ template <class T, int D>
 cudaError_t go(const PrefillParams& p, cudaStream_t stream) {
   CUtensorMap km, vm;
   const int64_t rows = p.blocks * p.kv_heads * kBlock;
-  cudaError_t e = cache_map(&km, p.k, p.dtype, rows, D);
-  if (e == cudaSuccess) e = cache_map(&vm, p.v, p.dtype, rows, D);
+  cudaError_t e = row_map(&km, p.k, p.dtype, rows, D, kBlock);
+  if (e == cudaSuccess) e = row_map(&vm, p.v, p.dtype, rows, D, kBlock);
   if (e != cudaSuccess) return e;
   const int64_t work = (int64_t)p.tile_count * p.q_heads;
   const int grid = work < sm_count() ? (int)work : sm_count();

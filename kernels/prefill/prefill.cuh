@@ -10,8 +10,12 @@
 // tensor copies, three warps gather query rows, and two consumer warpgroups of 64
 // rows each take turns at the tensor cores: while one computes its softmax the other
 // multiplies. Inside a warpgroup the next scores are computed beside the present
-// value product.
+// value product. No maximum is taken in the common case: probabilities are computed
+// against the maximum known so far, and only a sum above 2^10 makes the step repeat
+// with the true one.
 #pragma once
+
+#include <stddef.h>
 
 #include "../common/launch.cuh"
 #include "../common/wgmma.cuh"
@@ -52,7 +56,7 @@ struct PrefillParams {
 };
 
 constexpr int kTileRows = 128, kTileKeys = 128;
-constexpr uint32_t kNoBlock = 0x3FFFFFF;  // its keys lie beyond every position
+constexpr uint32_t kNoBlock = 0x1FFFFFF;  // its keys lie just below 2^31, beyond every position
 
 template <int D>
 struct PrefillLayout {
@@ -210,34 +214,68 @@ __device__ __forceinline__ uint4 quad_transpose(uint32_t a, uint32_t b, uint32_t
 template <class T, int D>
 struct PrefillConsumer {
   using L = PrefillLayout<D>;
+  static constexpr float kFloor = -1e30f;  // Stands for "no key seen"; finite, so it subtracts.
+  static constexpr float kSumMax = 1024.f;
   const PrefillParams& p;
   PrefillShared<L::kStages>& sh;
-  const uint32_t q_s, k_s, v_s;
+  const uint32_t bars, q_s, k_s, v_s;  // shared-memory addresses
+  const uint64_t q_desc, k_desc, v_desc;
   const int wg, tid, warp, lane;
+  const float scale2;
   float s[kTileKeys / 2], o[D / 2];
   uint32_t prob[kTileKeys / 16][4];
   float m[2], l[2], fix[2];
   uint32_t pos[2];
 
   __device__ __forceinline__ void scores(uint32_t stage) {
-    const uint32_t q = q_s + wg * (64 * 128), k = k_s + stage * L::kTile;
+    const uint64_t k = k_desc + stage * (L::kTile >> 4);
     wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < D / 16; ++kk) {
-      const uint32_t at = (kk / 4) * L::kPanel + (kk % 4) * 32;
-      wgmma_ss<T, kTileKeys, false>(s, smem_desc(q + at), smem_desc(k + at), kk > 0);
+      const uint32_t at = ((kk / 4) * L::kPanel + (kk % 4) * 32) >> 4;
+      wgmma_ss<T, kTileKeys, false>(s, q_desc + at, k + at, kk > 0);
     }
     wgmma_commit();
   }
   __device__ __forceinline__ void values(uint32_t stage) {
-    const uint32_t v = v_s + stage * L::kTile;
+    const uint64_t v = v_desc + stage * (L::kTile >> 4);
 #pragma unroll
     for (int kk = 0; kk < kTileKeys / 16; ++kk)
-      wgmma_rs<T, D>(o, prob[kk], smem_desc(v + kk * 2048, L::kPanel), 1);
+      wgmma_rs<T, D>(o, prob[kk], v + kk * (2048 >> 4), 1);
     wgmma_commit();
   }
-  __device__ __forceinline__ void release(uint64_t& bar) {
-    if (lane == 0) mbar_arrive(smem_u32(&bar));
+  static constexpr uint32_t kFull = offsetof(PrefillShared<L::kStages>, k_full);
+  static constexpr uint32_t kEmpty = offsetof(PrefillShared<L::kStages>, k_empty);
+  static constexpr uint32_t vFull = offsetof(PrefillShared<L::kStages>, v_full);
+  static constexpr uint32_t vEmpty = offsetof(PrefillShared<L::kStages>, v_empty);
+  static constexpr uint32_t qFull = offsetof(PrefillShared<L::kStages>, q_full);
+  static constexpr uint32_t qEmpty = offsetof(PrefillShared<L::kStages>, q_empty);
+  __device__ __forceinline__ void release(uint32_t bar) {
+    if (lane == 0) mbar_arrive(bars + bar);
+  }
+
+  // The scores of this warp's rows alone: its neighbours may have had no need, so the
+  // warpgroup's instruction is out of reach. The fragments are laid out alike.
+  __device__ __forceinline__ void scores_again(uint32_t stage) {
+    const uint32_t q = q_s + (wg * 64 + warp * 16) * 128, k = k_s + stage * L::kTile;
+    const uint32_t r = lane / 4, in_chunk = (lane & 3) * 4;
+#pragma unroll
+    for (int j = 0; j < kTileKeys / 8; ++j) {
+      float c[4] = {};
+#pragma unroll 1
+      for (int kk = 0; kk < D / 16; ++kk) {
+        const uint32_t panel = (kk / 4) * L::kPanel, chunk = (kk % 4) * 2;
+        const uint32_t a0 = q + panel + in_chunk, b0 = k + panel + in_chunk;
+        mma_16x8x16<T>(c, ld_shared_u32(a0 + swizzled(r, chunk)),
+                       ld_shared_u32(a0 + swizzled(r + 8, chunk)),
+                       ld_shared_u32(a0 + swizzled(r, chunk + 1)),
+                       ld_shared_u32(a0 + swizzled(r + 8, chunk + 1)),
+                       ld_shared_u32(b0 + swizzled(8 * j + r, chunk)),
+                       ld_shared_u32(b0 + swizzled(8 * j + r, chunk + 1)));
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[4 * j + i] = c[i];
+    }
   }
 
   // Rows of V past the sequence's end may hold anything; probability 0 does not hide a NaN.
@@ -268,59 +306,53 @@ struct PrefillConsumer {
     }
     return cut;
   }
+  // A row sees keys below `sink` and the last `window` up to its own position. A key
+  // beyond the row wraps to a difference of 2^31 or more, outside every window.
   __device__ __forceinline__ void mask(uint2 b) {
+    const uint32_t sink = p.window > 0 ? (uint32_t)p.sink : 0u;
+    const uint32_t window = p.window > 0 ? (uint32_t)p.window : 0x7FFFFFFFu;
 #pragma unroll
     for (int j = 0; j < kTileKeys / 8; ++j) {
       const uint32_t key = (j < 8 ? b.x : b.y) * kBlock + (j % 8) * 8 + (lane & 3) * 2;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t at = key + (i & 1), row = pos[i / 2];
-        bool seen = at <= row;
-        if (p.window > 0) seen &= at < (uint32_t)p.sink || at + (uint32_t)p.window > row;
-        if (!seen) s[4 * j + i] = -INFINITY;
+        const bool seen = (row - at < window) | ((at < sink) & (at <= row));
+        s[4 * j + i] = seen ? s[4 * j + i] : -INFINITY;
       }
     }
   }
 
-  // Turns scores into probabilities in place. Returns whether sums so far need `fix`.
-  __device__ __forceinline__ bool softmax() {
-    const float scale2 = p.scale * kLog2e;
-    float top[2] = {s[0], s[2]};
+  // Scores to probabilities in place against the running maximum as it is. True if a
+  // sum shows that the maximum must rise, and the caller has to start over.
+  __device__ __forceinline__ bool exponentiate(float (&sum)[2]) {
+    sum[0] = sum[1] = 0.f;
 #pragma unroll
     for (int j = 0; j < kTileKeys / 8; ++j) {
-      top[0] = fmaxf(top[0], fmaxf(s[4 * j], s[4 * j + 1]));
-      top[1] = fmaxf(top[1], fmaxf(s[4 * j + 2], s[4 * j + 3]));
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s[4 * j + i] = exp2_fast(fmaf(s[4 * j + i], scale2, -m[i / 2]));
+      sum[0] += s[4 * j] + s[4 * j + 1];
+      sum[1] += s[4 * j + 2] + s[4 * j + 3];
     }
+    return __any_sync(~0u, sum[0] > kSumMax || sum[1] > kSumMax);
+  }
+  __device__ __forceinline__ void raise_maximum() {
+    float top[2][2] = {{s[0], s[1]}, {s[2], s[3]}};
+#pragma unroll
+    for (int j = 1; j < kTileKeys / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) top[i / 2][i & 1] = fmaxf(top[i / 2][i & 1], s[4 * j + i]);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
-      top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2)) * scale2;
+      float now = fmaxf(top[r][0], top[r][1]);
+      now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
+      now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
+      now = fmaxf(m[r], now * scale2);
+      fix[r] = exp2_fast(m[r] - now);
+      m[r] = now;
+      l[r] *= fix[r];
     }
-    // The maximum may lag by 2^8: fp32 sums carry it, and rescaling becomes rare.
-    const bool raise = __any_sync(~0u, top[0] > m[0] + 8.f || top[1] > m[1] + 8.f);
-    if (raise) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float now = fmaxf(m[r], top[r]);
-        fix[r] = now == m[r] ? 1.f : exp2_fast(m[r] - now);
-        m[r] = now;
-        l[r] *= fix[r];
-      }
-    }
-    const float base0 = m[0] == -INFINITY ? 0.f : m[0], base1 = m[1] == -INFINITY ? 0.f : m[1];
-    float sum0 = 0.f, sum1 = 0.f;
-#pragma unroll
-    for (int j = 0; j < kTileKeys / 8; ++j) {
-      s[4 * j] = exp2_fast(fmaf(s[4 * j], scale2, -base0));
-      s[4 * j + 1] = exp2_fast(fmaf(s[4 * j + 1], scale2, -base0));
-      s[4 * j + 2] = exp2_fast(fmaf(s[4 * j + 2], scale2, -base1));
-      s[4 * j + 3] = exp2_fast(fmaf(s[4 * j + 3], scale2, -base1));
-      sum0 += s[4 * j] + s[4 * j + 1];
-      sum1 += s[4 * j + 2] + s[4 * j + 3];
-    }
-    l[0] += sum0;
-    l[1] += sum1;
-    return raise;
   }
   __device__ __forceinline__ void rescale() {
 #pragma unroll
@@ -393,13 +425,13 @@ struct PrefillConsumer {
       for (int r = 0; r < 2; ++r) {
         const uint32_t in_tile = wg * 64 + warp * 16 + lane / 4 + 8 * r;
         pos[r] = in_tile < t.rows ? p.positions[t.row_begin + in_tile] : t.pos_max;
-        m[r] = -INFINITY, l[r] = 0.f, fix[r] = 1.f;
+        m[r] = kFloor, l[r] = 0.f, fix[r] = 1.f;
       }
 #pragma unroll
       for (int i = 0; i < D / 2; ++i) o[i] = 0.f;
-      mbar_wait(smem_u32(&sh.q_full), tiles & 1);
+      mbar_wait(bars + qFull, tiles & 1);
       ++tiles;
-      if (n == 0) release(sh.q_empty);
+      if (n == 0) release(qEmpty);
       else attend(t, n, count);
       count += n;
       store(t, head);
@@ -407,50 +439,63 @@ struct PrefillConsumer {
   }
 
   __device__ __forceinline__ void attend(const PrefillTile& t, uint32_t n, uint32_t count) {
+    float sum[2];
     uint32_t stage = count % L::kStages, parity = (count / L::kStages) & 1;
-    mbar_wait(smem_u32(&sh.k_full[stage]), parity);
+    mbar_wait(bars + kFull + stage * 8, parity);
     uint2 b = sh.blocks[stage];
     scores(stage);
     wgmma_wait<0>();
     pin(s);
-    release(sh.k_empty[stage]);
+    release(kEmpty + stage * 8);
     if (needs_mask(b, t)) mask(b);
-    softmax();
+    raise_maximum();
+    exponentiate(sum);
+    l[0] = sum[0], l[1] = sum[1];
     pack();
     for (uint32_t i = 1; i < n; ++i) {
       const uint32_t next = (count + i) % L::kStages, next_parity = ((count + i) / L::kStages) & 1;
-      mbar_wait(smem_u32(&sh.k_full[next]), next_parity);
-      const uint2 nb = sh.blocks[next];
-      mbar_wait(smem_u32(&sh.v_full[stage]), parity);
+      mbar_wait(bars + kFull + next * 8, next_parity);
+      mbar_wait(bars + vFull + stage * 8, parity);
       if (i == 1) clear_tail(stage, b, t.kv_len);
       bar_sync(1 + wg, 256);
       pin(o);
       scores(next);
       values(stage);
       bar_arrive(2 - wg, 256);
+      b = sh.blocks[next];
+      const bool masked = needs_mask(b, t);
       wgmma_wait<1>();
       pin(s);
-      release(sh.k_empty[next]);
-      if (needs_mask(nb, t)) mask(nb);
-      const bool raised = softmax();
+      if (masked) mask(b);
+      const bool over = exponentiate(sum);
+      pin(s);  // Keeps the exponentials before the wait, beside the value product.
       wgmma_wait<0>();
       pin(o);
-      release(sh.v_empty[stage]);
-      if (raised) rescale();
+      release(vEmpty + stage * 8);
+      if (over) {
+        // Rare: a score is far above all before it. The keys are still there, so the
+        // scores are computed once more and taken against the new maximum.
+        scores_again(next);
+        if (masked) mask(b);
+        raise_maximum();
+        exponentiate(sum);
+        rescale();
+      }
+      release(kEmpty + next * 8);
+      l[0] += sum[0], l[1] += sum[1];
       pack();
       stage = next;
       parity = next_parity;
-      b = nb;
     }
-    release(sh.q_empty);
-    mbar_wait(smem_u32(&sh.v_full[stage]), parity);
+    release(qEmpty);
+    mbar_wait(bars + vFull + stage * 8, parity);
     if (n == 1) clear_tail(stage, b, t.kv_len);
     pin(o);
     wgmma_fence();
     values(stage);
     wgmma_wait<0>();
     pin(o);
-    release(sh.v_empty[stage]);
+    release(vEmpty + stage * 8);
   }
 };
 
@@ -485,8 +530,21 @@ __global__ void __launch_bounds__(384, 1)
     else produce_queries<T, D>(p, sh, q_s);
   } else {
     regs_grow<232>();
-    const int wg = threadIdx.x / 128, tid = threadIdx.x % 128;
-    PrefillConsumer<T, D> c{p, sh, q_s, k_s, v_s, wg, tid, tid / 32, tid % 32};
+    const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), tid = threadIdx.x % 128;
+    PrefillConsumer<T, D> c{p,
+                            sh,
+                            smem_u32(&sh),
+                            q_s,
+                            k_s,
+                            v_s,
+                            smem_desc(q_s + wg * (64 * 128)),
+                            smem_desc(k_s),
+                            smem_desc(v_s, L::kPanel),
+                            wg,
+                            tid,
+                            tid / 32,
+                            tid % 32,
+                            p.scale * kLog2e};
     c.run();
   }
 }
