@@ -22,12 +22,15 @@ pub(crate) fn read<T: DeserializeOwned>(path: &Path) -> Result<T, ModelError> {
     let text = read_text(path)?;
     let mut deserializer = serde_json::Deserializer::from_str(&text);
     serde_path_to_error::deserialize(&mut deserializer).map_err(|e| {
-        let place = e.path().to_string();
+        // "." is the whole file, and "?" a place that was not reached.
+        let place = Some(e.path().to_string()).filter(|place| place != "." && !place.contains('?'));
         let message = e.into_inner().to_string();
         // serde knows an absent field's parent only; the field is in its message.
-        if let Some((field, _)) = message.strip_prefix("missing field `").and_then(|rest| rest.split_once('`')) {
-            return ModelError::missing(path, if place == "." { field.to_owned() } else { format!("{place}.{field}") });
+        let absent = message.strip_prefix("missing field `").and_then(|rest| rest.split_once('`'));
+        match (absent, place) {
+            (Some((field, _)), None) => ModelError::missing(path, field),
+            (Some((field, _)), Some(parent)) => ModelError::missing(path, format!("{parent}.{field}")),
+            (None, place) => ModelError::invalid(path, place.as_deref().unwrap_or("file"), message),
         }
-        ModelError::invalid(path, if place == "." { "file".to_owned() } else { place }, message)
     })
 }

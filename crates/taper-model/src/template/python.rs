@@ -17,7 +17,7 @@ pub(super) struct JsonStyle {
 pub(super) fn format(out: &mut Output<'_>, _state: &mut State<'_, '_>, value: &Value) -> Result<(), Error> {
     let text = match value.kind() {
         ValueKind::Undefined => return Ok(()),
-        ValueKind::None | ValueKind::Bool | ValueKind::Seq | ValueKind::Map => {
+        ValueKind::None | ValueKind::Bool | ValueKind::Number | ValueKind::Seq | ValueKind::Map => {
             // What JSON cannot hold, such as a macro, prints as the engine would.
             match serde_json::to_value(value) {
                 Ok(value) => repr(&value),

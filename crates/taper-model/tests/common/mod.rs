@@ -95,9 +95,8 @@ impl LayerAttention for PlainAttention {
             for head in 0..heads {
                 let kv_head = head / shape.group();
                 let query = &q[(t * heads + head) * dim..][..dim];
-                let at = |x: &[f32], i: usize| x[i * row + kv_head * dim..][..dim].to_vec();
                 let score = |i: usize| {
-                    let dot: f32 = query.iter().zip(at(keys, i)).map(|(a, b)| a * b).sum();
+                    let dot: f32 = query.iter().zip(part(keys, i * row + kv_head * dim, dim)).map(|(a, b)| a * b).sum();
                     dot / (dim as f32).sqrt()
                 };
                 let scores: Vec<f32> = (first..length).map(score).collect();
@@ -106,7 +105,7 @@ impl LayerAttention for PlainAttention {
                 let total: f32 = weights.iter().sum();
                 let out = &mut out[(t * heads + head) * dim..][..dim];
                 for (i, weight) in (first..length).zip(weights) {
-                    for (out, value) in out.iter_mut().zip(at(values, i)) {
+                    for (out, value) in out.iter_mut().zip(part(values, i * row + kv_head * dim, dim)) {
                         *out += weight / total * value;
                     }
                 }
@@ -114,6 +113,10 @@ impl LayerAttention for PlainAttention {
         }
         Tensor::from_vec(out, (rows, heads, dim), &Device::Cpu)
     }
+}
+
+fn part(x: &[f32], start: usize, length: usize) -> &[f32] {
+    &x[start..start + length]
 }
 
 /// Logits of every token of one sequence, in one step.

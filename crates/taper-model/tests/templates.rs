@@ -1,0 +1,107 @@
+//! Chat templates against strings that transformers rendered.
+
+mod common;
+
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use std::collections::HashMap;
+use taper_model::{ChatMessage, ChatTemplate, ModelError, Progress, default_cache, resolve};
+
+#[derive(Deserialize)]
+struct Case {
+    template: String,
+    messages: Vec<ChatMessage>,
+    variables: Map<String, Value>,
+    add_generation_prompt: bool,
+    rendered: Option<String>,
+    refused: Option<String>,
+}
+
+fn template(name: &str) -> ChatTemplate {
+    if name == "smollm2" {
+        let model = resolve("default", &default_cache(), Progress::Hidden).unwrap();
+        return ChatTemplate::load(&model).unwrap().unwrap();
+    }
+    let path = common::golden().join("templates").join(format!("{name}.jinja"));
+    ChatTemplate::new(&std::fs::read_to_string(path).unwrap(), Map::new()).unwrap()
+}
+
+#[test]
+fn conversations_render_as_in_transformers() {
+    let text = std::fs::read_to_string(common::golden().join("templates/cases.json")).unwrap();
+    let cases: Vec<Case> = serde_json::from_str(&text).unwrap();
+    let mut templates: HashMap<String, ChatTemplate> = HashMap::new();
+    for (i, case) in cases.iter().enumerate() {
+        let template = templates.entry(case.template.clone()).or_insert_with(|| template(&case.template));
+        let got = template.render(&case.messages, case.add_generation_prompt, &case.variables);
+        match (&case.rendered, &case.refused) {
+            (Some(expected), None) => assert_eq!(&got.unwrap(), expected, "case {i}, {}", case.template),
+            (None, Some(expected)) => match got {
+                Err(ModelError::TemplateRefused(reason)) => assert_eq!(&reason, expected, "case {i}"),
+                other => panic!("case {i}, {}: expected a refusal, got {other:?}", case.template),
+            },
+            _ => panic!("case {i} is neither rendered nor refused"),
+        }
+    }
+}
+
+#[test]
+fn templates_come_from_every_place_that_checkpoints_keep_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = common::folder(folder.path());
+    let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+    let render = |variables: Value| {
+        let template = ChatTemplate::load(&model).unwrap().unwrap();
+        let Value::Object(variables) = variables else { panic!() };
+        template.render(&[ChatMessage::new("user", "hi")], false, &variables).unwrap()
+    };
+    assert!(ChatTemplate::load(&model).unwrap().is_none());
+    write("tokenizer_config.json", r#"{"bos_token": null}"#);
+    assert!(ChatTemplate::load(&model).unwrap().is_none());
+
+    write(
+        "tokenizer_config.json",
+        r#"{"bos_token": {"content": "<s>", "lstrip": false}, "eos_token": "</s>",
+            "chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"}"#,
+    );
+    assert_eq!(render(json!({})), "<s>hi</s>");
+
+    write(
+        "tokenizer_config.json",
+        r#"{"chat_template": [{"name": "default", "template": "plain"}, {"name": "rag", "template": "{% bad"},
+            {"name": "tool_use", "template": "tools"}]}"#,
+    );
+    assert_eq!(render(json!({})), "plain");
+    assert_eq!(render(json!({"tools": null})), "plain");
+    assert_eq!(render(json!({"tools": []})), "tools");
+
+    write("chat_template.jinja", "own {{ strftime_now('%Y') | length }}");
+    assert_eq!(render(json!({})), "own 4");
+}
+
+#[test]
+fn broken_templates_name_their_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = common::folder(folder.path());
+    let error = |config: &str| {
+        std::fs::write(folder.path().join("tokenizer_config.json"), config).unwrap();
+        ChatTemplate::load(&model).unwrap_err().to_string()
+    };
+    for (config, part) in [
+        (r#"{"chat_template": "{% if %}"}"#, "chat_template: "),
+        (r#"{"chat_template": 3}"#, "must be a string or a list"),
+        (r#"{"chat_template": [{"name": "other", "template": ""}]}"#, "none of the named templates"),
+        (r#"{"bos_token": 3}"#, "bos_token: "),
+        (r#"{"#, "file: "),
+    ] {
+        let message = error(config);
+        assert!(message.contains("tokenizer_config.json: ") && message.contains(part), "{config}: {message}");
+    }
+
+    // What fails only while rendering is the template's fault, not the caller's.
+    let template = ChatTemplate::new("{{ messages[0].content.nothing() }}", Map::new()).unwrap();
+    let error = template.render(&[ChatMessage::new("user", "hi")], false, &Map::new()).unwrap_err();
+    assert!(matches!(error, ModelError::Template(_)), "{error}");
+    let template = ChatTemplate::new("{{ strftime_now('%!') }}", Map::new()).unwrap();
+    assert!(template.render(&[], false, &Map::new()).is_err());
+}
