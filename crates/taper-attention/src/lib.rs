@@ -1,5 +1,22 @@
 //! Attention as a request parameter: specs, methods, selections and reports.
+//!
+//! A request's [`AttentionSpec`] names a method for its prompt and one for its generated tokens. A method (one file
+//! under `methods/`) turns queries into a choice of keys; the operations of `taper-kernels` read them. The model meets
+//! all of it through [`LayerAttention`] and never names a method.
 
+mod amount;
+mod audit;
+mod batch;
 mod layer;
+pub mod method;
+mod methods;
+mod report;
+mod schema;
+mod spec;
 
+pub use batch::{AttentionBatch, Sequence, Span};
 pub use layer::{AttentionShape, LayerAttention};
+pub use methods::{MethodInfo, catalogue};
+pub use report::{AttentionUsage, AuditUsage, PhaseUsage};
+pub use schema::nearest;
+pub use spec::{AttentionSpec, SpecError, Wire};

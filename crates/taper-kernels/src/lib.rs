@@ -2,6 +2,7 @@
 //! layers. Knows no requests and no models.
 
 pub mod budget;
+pub mod correct;
 pub mod decode;
 mod gemm;
 pub mod kv;

@@ -1,0 +1,133 @@
+//! The two seams that a method implements. A method decides what is read; the operations of taper-kernels read it.
+
+use candle_core::{Result, Tensor};
+use taper_kernels::decode::{Budget, Decode, Scores, Selection};
+use taper_kernels::kv::PagedKv;
+use taper_kernels::philox::Stream;
+use taper_kernels::prefill::{self, Mask, Prefill};
+
+/// How a prompt's rows attend.
+pub trait PrefillMethod: std::fmt::Debug + Send + Sync {
+    /// A prompt may be cut into chunks only at multiples of this.
+    fn chunk_multiple(&self) -> usize {
+        1
+    }
+
+    /// Attends for a chunk of a prompt in one layer.
+    ///
+    /// # Errors
+    /// A device error.
+    fn attend(&self, layer: &PrefillLayer) -> Result<PrefillOutput>;
+}
+
+/// A chunk of one sequence's prompt in one layer; its keys and values are in the cache.
+#[derive(Clone)]
+pub struct PrefillLayer<'a> {
+    /// Queries `[T, q_heads, head_dim]`, f32, after rotary embedding.
+    pub q: Tensor,
+    /// The layer's cache.
+    pub kv: PagedKv<'a>,
+    /// The sequence's blocks.
+    pub table: &'a [u32],
+    /// Absolute position of the first row; the rows are consecutive.
+    pub start: usize,
+    /// Tokens of the whole prompt.
+    pub prompt: usize,
+    /// The model's own sliding window.
+    pub window: Option<usize>,
+}
+
+/// What a prefill method gives back.
+pub struct PrefillOutput {
+    /// `[T, q_heads, head_dim]`, f32.
+    pub out: Tensor,
+    /// (query, key) pairs read, per head.
+    pub pairs: u64,
+}
+
+impl PrefillLayer<'_> {
+    /// Rows of the chunk.
+    pub fn rows(&self) -> usize {
+        self.q.dims()[0]
+    }
+
+    /// Attends for all rows under a mask.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn attend(&self, mask: Mask) -> Result<PrefillOutput> {
+        let positions: Vec<u32> = (self.start..self.start + self.rows()).map(|p| p as u32).collect();
+        self.attend_rows(&self.q, &positions, mask)
+    }
+
+    /// Attends for queries `[R, q_heads, head_dim]` at the positions given, ascending.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn attend_rows(&self, q: &Tensor, positions: &[u32], mask: Mask) -> Result<PrefillOutput> {
+        let args = Prefill { q, kv: self.kv, table: self.table, positions, window: self.window, mask };
+        Ok(PrefillOutput { out: prefill::prefill(&args)?, pairs: pairs(positions, mask, self.window) })
+    }
+
+    /// The first `rows` rows.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn first(&self, rows: usize) -> Result<Self> {
+        Ok(Self { q: self.q.narrow(0, 0, rows)?, ..self.clone() })
+    }
+}
+
+/// (query, key) pairs that a mask reads at the positions given.
+pub(crate) fn pairs(positions: &[u32], mask: Mask, window: Option<usize>) -> u64 {
+    positions.iter().flat_map(|&p| mask.keys(p as usize, window)).map(|keys| keys.len() as u64).sum()
+}
+
+/// What generated tokens read.
+pub trait DecodeMethod: std::fmt::Debug + Send + Sync {
+    /// Chooses the keys of every row and KV head.
+    ///
+    /// # Errors
+    /// A device error.
+    fn select(&self, step: &DecodeStep) -> Result<Choice>;
+
+    /// The relative error that the method promises to keep, if it promises one.
+    fn epsilon(&self) -> Option<f64> {
+        None
+    }
+}
+
+/// Query rows of one layer that share a method.
+pub struct DecodeStep<'a> {
+    /// The rows; their keys and values are in the cache.
+    pub batch: Decode<'a>,
+    /// KV heads of the layer.
+    pub kv_heads: usize,
+    /// Keys of the rows' random draws `[R]`; `head` is left to the operation.
+    pub streams: &'a [Stream],
+}
+
+/// What a decode method chose.
+pub struct Choice {
+    /// The keys that are read.
+    pub selection: Selection,
+    /// The scores of all keys, if choosing took them.
+    pub scores: Option<Scores>,
+    /// Budgets `[R, q_heads]` of a method that samples.
+    pub budgets: Option<Vec<Budget>>,
+}
+
+impl From<Selection> for Choice {
+    fn from(selection: Selection) -> Self {
+        Self { selection, scores: None, budgets: None }
+    }
+}
+
+/// Predicts which keys hold the most attention mass.
+pub trait Predictor: std::fmt::Debug + Send + Sync {
+    /// The sinks, the window, and of the rest the `k` keys (given per row) that should matter most.
+    ///
+    /// # Errors
+    /// A device error.
+    fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice>;
+}

@@ -1,0 +1,44 @@
+//! Dense attention: every visible key.
+
+use super::Entry;
+use crate::method::{Choice, DecodeMethod, DecodeStep, PrefillLayer, PrefillMethod, PrefillOutput};
+use crate::schema::{parse, schema_of};
+use candle_core::Result;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::sync::Arc;
+use taper_kernels::decode::Selection;
+use taper_kernels::prefill::Mask;
+
+pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
+    name: "dense",
+    summary: "Every key at or before the query.",
+    source: "Vaswani et al. 2017, arXiv:1706.03762",
+    schema: schema_of::<Dense>,
+    build: |value, path| Ok((Arc::new(parse::<Dense>("dense", value, path)?), json!({}))),
+};
+
+pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
+    name: PREFILL.name,
+    summary: PREFILL.summary,
+    source: PREFILL.source,
+    schema: schema_of::<Dense>,
+    build: |value, path| Ok((Arc::new(parse::<Dense>("dense", value, path)?), json!({}))),
+};
+
+/// Takes no parameters.
+#[derive(Debug, Serialize, Deserialize, JsonSchema)]
+struct Dense {}
+
+impl PrefillMethod for Dense {
+    fn attend(&self, layer: &PrefillLayer) -> Result<PrefillOutput> {
+        layer.attend(Mask::Causal)
+    }
+}
+
+impl DecodeMethod for Dense {
+    fn select(&self, step: &DecodeStep) -> Result<Choice> {
+        Ok(Selection::dense(step.batch.rows.len(), step.kv_heads).into())
+    }
+}

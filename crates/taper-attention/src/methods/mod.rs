@@ -1,0 +1,101 @@
+//! The registry: a method is a file and a line here.
+
+mod delta;
+mod dense;
+mod oracle_top_k;
+mod streaming_llm;
+mod vattention;
+
+use crate::method::{DecodeMethod, Predictor, PrefillMethod};
+use crate::schema::nearest;
+use crate::spec::{Chosen, SpecError};
+use serde::Serialize;
+use serde_json::Value;
+use std::sync::Arc;
+
+static PREFILL: &[&Entry<dyn PrefillMethod>] = &[&delta::PREFILL, &dense::PREFILL, &streaming_llm::PREFILL];
+
+static DECODE: &[&Entry<dyn DecodeMethod>] =
+    &[&dense::DECODE, &oracle_top_k::DECODE, &streaming_llm::DECODE, &vattention::DECODE];
+
+static PREDICTORS: &[&Entry<dyn Predictor>] = &[&oracle_top_k::PREDICTOR];
+
+/// From parameters and their path to a method and its parameters with defaults.
+type Build<M> = fn(&Value, &str) -> Result<(Arc<M>, Value), SpecError>;
+
+/// A method as the registry knows it.
+struct Entry<M: ?Sized + 'static> {
+    name: &'static str,
+    summary: &'static str,
+    /// Paper and section.
+    source: &'static str,
+    /// JSON Schema of its parameters.
+    schema: fn() -> Value,
+    /// Reads the parameters; returns the method and its parameters with every default filled in.
+    build: Build<M>,
+}
+
+/// What `GET /v1/attention/methods` says of a method.
+#[derive(Debug, Clone, Serialize)]
+pub struct MethodInfo {
+    /// The name on the wire.
+    pub name: &'static str,
+    /// `prefill`, `decode`, or `predictor` for what other methods build on.
+    pub phase: &'static str,
+    /// One sentence.
+    pub summary: &'static str,
+    /// Paper and section.
+    pub source: &'static str,
+    /// JSON Schema of the parameters, with defaults and ranges.
+    pub parameters: Value,
+}
+
+/// Every method, prefill first, each phase by name.
+pub fn catalogue() -> Vec<MethodInfo> {
+    fn infos<M: ?Sized>(phase: &'static str, entries: &[&Entry<M>]) -> Vec<MethodInfo> {
+        let info = |e: &&Entry<M>| MethodInfo {
+            name: e.name,
+            phase,
+            summary: e.summary,
+            source: e.source,
+            parameters: (e.schema)(),
+        };
+        entries.iter().map(info).collect()
+    }
+    [infos("prefill", PREFILL), infos("decode", DECODE), infos("predictor", PREDICTORS)].concat()
+}
+
+pub(crate) fn prefill(value: &Value, path: &str) -> Result<Chosen<dyn PrefillMethod>, SpecError> {
+    choose("prefill method", PREFILL, value, path)
+}
+
+pub(crate) fn decode(value: &Value, path: &str) -> Result<Chosen<dyn DecodeMethod>, SpecError> {
+    choose("decode method", DECODE, value, path)
+}
+
+fn predictor(value: &Value, path: &str) -> Result<Chosen<dyn Predictor>, SpecError> {
+    choose("predictor", PREDICTORS, value, path)
+}
+
+fn choose<M: ?Sized>(kind: &str, entries: &[&Entry<M>], value: &Value, path: &str) -> Result<Chosen<M>, SpecError> {
+    let known = || entries.iter().map(|e| e.name).collect::<Vec<_>>();
+    let example = || format!("an object such as {{\"method\": \"{}\"}}", entries[0].name);
+    let Value::Object(fields) = value else {
+        return Err(SpecError::new(path, format!("must be {}; got {value}", example())));
+    };
+    let name = fields.get("method").ok_or_else(|| {
+        SpecError::new(format!("{path}.method"), format!("is missing; {kind}s: {}", known().join(", ")))
+    })?;
+    let Some(entry) = entries.iter().find(|e| name == e.name) else {
+        let hint = name.as_str().and_then(|n| nearest(n, &known()));
+        let hint = hint.map_or(String::new(), |name| format!(", did you mean `{name}`?"));
+        let message = format!("unknown {kind} {name}{hint}; {kind}s: {}", known().join(", "));
+        return Err(SpecError::new(format!("{path}.method"), message));
+    };
+    let (method, mut json) = (entry.build)(value, path)?;
+    json["method"] = Value::from(entry.name);
+    Ok(Chosen { name: entry.name, json, method })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,179 @@
+//! Every method at its limit equals dense, through the same batch that the engine uses.
+
+use super::*;
+use crate::{AttentionBatch, AttentionShape, AttentionSpec, LayerAttention, Sequence, Span};
+use candle_core::{DType, Device, Tensor};
+use serde_json::json;
+use taper_kv_cache::{KvPool, KvShape};
+
+/// Settings at which a method reads everything: one row a method; a method without a row fails.
+fn limit(name: &str, phase: &str) -> Option<Value> {
+    Some(match (phase, name) {
+        (_, "dense") => json!({ "method": "dense" }),
+        (_, "streaming_llm") => json!({ "method": "streaming_llm", "sink": 2, "window": 5000 }),
+        ("prefill", "delta") => {
+            json!({ "method": "delta", "gamma": 1, "base": { "method": "streaming_llm", "sink": 1, "window": 8 } })
+        }
+        ("decode", "oracle_top_k") => json!({ "method": "oracle_top_k", "k": 5000 }),
+        ("decode", "vattention") => {
+            json!({ "method": "vattention", "epsilon": 1e-9, "delta": 0.01, "sink": 2, "window": 3 })
+        }
+        _ => return None,
+    })
+}
+
+fn random(shape: (usize, usize, usize), seed: u64) -> Tensor {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    };
+    let values: Vec<f32> = (0..shape.0 * shape.1 * shape.2).map(|_| next() + next() + next()).collect();
+    Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+}
+
+/// A sequence of `n` tokens, of which the last `decoded` come one by one; returns all outputs.
+fn run(spec: &Value, shape: AttentionShape, (n, decoded): (usize, usize), chunk: usize) -> (Vec<f32>, Sequence) {
+    let spec = Arc::new(AttentionSpec::from_json(spec, "attention").unwrap());
+    let kv = KvShape { layers: 1, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
+    let mut pool = KvPool::new(kv, DType::F32, n.div_ceil(64), &Device::Cpu).unwrap();
+    let q = random((n, shape.q_heads, shape.head_dim), 1);
+    let k = random((n, shape.kv_heads, shape.head_dim), 2);
+    let v = random((n, shape.kv_heads, shape.head_dim), 3);
+    let mut sequence = Sequence::new(spec, 5, n - decoded);
+    let mut outs = Vec::new();
+    while sequence.len() < n {
+        let tokens = sequence.chunk(chunk).max(1);
+        let start = sequence.len();
+        let part = |t: &Tensor| t.narrow(0, start, tokens).unwrap();
+        let spans = vec![Span { sequence: &mut sequence, tokens }];
+        let mut batch = AttentionBatch::new(shape, &mut pool, spans).unwrap();
+        let out = batch.attend(0, &part(&q), &part(&k), &part(&v)).unwrap();
+        batch.finish();
+        outs.extend(out.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+    }
+    (outs, sequence)
+}
+
+fn shape(group: usize, head_dim: usize, window: Option<usize>) -> AttentionShape {
+    AttentionShape { layers: 1, q_heads: 2 * group, kv_heads: 2, head_dim, window }
+}
+
+fn relative(a: &[f32], b: &[f32]) -> f32 {
+    let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| x * x).sum::<f32>().sqrt();
+    norm(&mut a.iter().zip(b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())
+}
+
+#[test]
+fn every_method_at_its_limit_equals_dense() {
+    for method in catalogue().into_iter().filter(|m| m.phase != "predictor") {
+        let settings = limit(method.name, method.phase).unwrap_or_else(|| panic!("no limit row for {}", method.name));
+        let spec = json!({ method.phase: settings });
+        for (group, head_dim) in [(1, 64), (3, 64), (4, 128), (8, 64)] {
+            for n in [1, 2, 63, 64, 65, 1000] {
+                let lengths = (n, if n > 2 { 2 } else { 0 });
+                let shape = shape(group, head_dim, None);
+                let (out, _) = run(&spec, shape, lengths, 4096);
+                let (dense, _) = run(&json!({}), shape, lengths, 4096);
+                let error = relative(&out, &dense);
+                assert!(error < 1e-5, "{} {} at {n} tokens, group {group}: {error}", method.phase, method.name);
+            }
+        }
+    }
+    let (out, _) = run(&json!({ "decode": limit("vattention", "decode") }), shape(3, 64, Some(300)), (900, 3), 4096);
+    let (dense, _) = run(&json!({}), shape(3, 64, Some(300)), (900, 3), 4096);
+    assert!(relative(&out, &dense) < 1e-5, "within a model's own window");
+}
+
+#[test]
+fn chunked_prefill_equals_one_shot() {
+    for prefill in [
+        json!({ "method": "dense" }),
+        json!({ "method": "streaming_llm", "sink": 4, "window": 100 }),
+        json!({ "method": "delta", "gamma": 24, "base": { "method": "streaming_llm", "sink": 4, "window": 30 } }),
+    ] {
+        let spec = json!({ "prefill": prefill });
+        for window in [None, Some(70)] {
+            let (whole, _) = run(&spec, shape(3, 64, window), (700, 0), 4096);
+            for chunk in [100, 64, 7] {
+                let (chunked, _) = run(&spec, shape(3, 64, window), (700, 0), chunk);
+                assert!(relative(&chunked, &whole) < 1e-6, "{prefill} in chunks of {chunk}");
+            }
+        }
+    }
+}
+
+#[test]
+fn delta_is_dense_at_its_anchors_and_its_tail_and_closer_than_its_base_between() {
+    let base = json!({ "method": "streaming_llm", "sink": 4, "window": 32 });
+    let shape = shape(2, 64, None);
+    let n = 1000;
+    let (dense, _) = run(&json!({}), shape, (n, 0), 4096);
+    let (sparse, _) = run(&json!({ "prefill": base }), shape, (n, 0), 4096);
+    let (delta, sequence) =
+        run(&json!({ "prefill": { "method": "delta", "gamma": 16, "base": base } }), shape, (n, 0), 4096);
+    let width = shape.q_heads * shape.head_dim;
+    let row = |x: &[f32], row: usize| x[row * width..(row + 1) * width].to_vec();
+    let tail = (n - 128) / 16 * 16;
+    for anchor in (0..tail).step_by(16).chain(tail..n) {
+        assert!(relative(&row(&delta, anchor), &row(&dense, anchor)) < 1e-5, "row {anchor}");
+    }
+    assert!(relative(&row(&sparse, 992), &row(&dense, 992)) > 0.1, "the base must differ for this to say anything");
+    let expected: Vec<f32> =
+        (0..width).map(|c| row(&sparse, 330)[c] + row(&dense, 320)[c] - row(&sparse, 320)[c]).collect();
+    assert!(relative(&row(&delta, 330), &expected) < 1e-5, "the anchor's difference moves on");
+    let pairs: usize = (0..tail).map(|p| (p + 1).min(4 + 32)).sum::<usize>()
+        + (0..tail).step_by(16).chain(tail..n).map(|p| p + 1).sum::<usize>();
+    let density = pairs as f64 / (n * (n + 1) / 2) as f64;
+    assert!((sequence.usage().prefill.density - density).abs() < 1e-9);
+}
+
+#[test]
+fn changing_a_later_token_changes_no_earlier_output() {
+    // Two runs that share their first 500 tokens; outputs must agree bit for bit on them, whatever follows.
+    for prefill in [json!({ "method": "dense" }), json!({ "method": "streaming_llm", "sink": 4, "window": 100 })] {
+        let spec = json!({ "prefill": prefill });
+        let shape = shape(3, 64, None);
+        let (long, _) = run(&spec, shape, (700, 0), 4096);
+        let (chunked, _) = run(&spec, shape, (700, 0), 500);
+        let width = 500 * shape.q_heads * shape.head_dim;
+        assert_eq!(long[..width], chunked[..width], "{prefill}");
+    }
+}
+
+#[test]
+fn reports_say_what_was_read_and_how_far_off_it_was() {
+    let spec = json!({
+        "prefill": { "method": "streaming_llm", "sink": 4, "window": 60 },
+        "decode": { "method": "oracle_top_k", "k": 0.1, "sink": 4, "window": 60 },
+        "audit": true
+    });
+    let (_, sequence) = run(&spec, shape(3, 64, None), (1000, 10), 4096);
+    let usage = sequence.usage();
+    assert_eq!((usage.prefill.method, usage.decode.method), ("streaming_llm", "oracle_top_k"));
+    assert!((usage.decode.density - 0.164).abs() < 2e-3, "{}", usage.decode.density);
+    assert_eq!(usage.decode.budget_max, 164);
+    let audit = usage.decode.audit.unwrap();
+    assert_eq!((audit.heads, audit.over_epsilon), (10 * 6, None));
+    assert!(audit.error_mean > 0.0 && audit.error_mean <= audit.error_p99 && audit.error_p99 <= audit.error_max);
+    assert_eq!(usage.prefill.audit.unwrap().heads, 990 * 6);
+    let (_, sequence) = run(&json!({ "audit": 0.2 }), shape(3, 64, None), (500, 0), 4096);
+    let audit = sequence.usage().prefill.audit.unwrap();
+    // 500 rows at 0.2 with 6 heads each: 100 rows ± 4 standard deviations.
+    assert!((64 * 6..136 * 6).contains(&audit.heads), "{}", audit.heads);
+    assert!(audit.error_max < 1e-6);
+}
+
+#[test]
+fn the_catalogue_has_a_schema_a_source_and_a_sentence_for_every_method() {
+    for method in catalogue() {
+        assert!(method.parameters["properties"].is_object(), "{}", method.name);
+        assert!(method.summary.ends_with('.') && !method.source.is_empty(), "{}", method.name);
+        for (name, property) in method.parameters["properties"].as_object().unwrap() {
+            assert!(property["description"].is_string(), "{}.{name}", method.name);
+            assert!(!property["default"].is_null(), "{}.{name}", method.name);
+        }
+    }
+}

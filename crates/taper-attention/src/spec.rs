@@ -1,0 +1,202 @@
+//! What a request says of its attention, and the errors when it says something else.
+
+use crate::method::{DecodeMethod, PrefillMethod};
+use crate::methods;
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+use std::sync::Arc;
+
+/// A spec that cannot be accepted.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct SpecError {
+    /// Where in the request, such as `attention.decode.epsilon`.
+    pub path: String,
+    /// What is wrong and what is valid.
+    pub message: String,
+}
+
+impl SpecError {
+    pub(crate) fn new(path: impl Into<String>, message: impl Into<String>) -> Self {
+        Self { path: path.into(), message: message.into() }
+    }
+}
+
+/// How a request is attended: a method for its prompt, a method for its generated tokens, and how much of both is
+/// audited against dense attention.
+///
+/// Serialises to the wire's form with every default filled in.
+#[derive(Debug, Clone, Serialize)]
+#[serde(into = "Value")]
+pub struct AttentionSpec {
+    pub(crate) prefill: Chosen<dyn PrefillMethod>,
+    pub(crate) decode: Chosen<dyn DecodeMethod>,
+    pub(crate) audit: f64,
+}
+
+/// A method of the registry with its parameters.
+#[derive(Debug)]
+pub(crate) struct Chosen<M: ?Sized> {
+    pub name: &'static str,
+    /// The wire's form, with defaults.
+    pub json: Value,
+    pub method: Arc<M>,
+}
+
+impl<M: ?Sized> Clone for Chosen<M> {
+    fn clone(&self) -> Self {
+        Self { name: self.name, json: self.json.clone(), method: self.method.clone() }
+    }
+}
+
+impl Default for AttentionSpec {
+    /// Dense for both phases, no audit.
+    fn default() -> Self {
+        Self::from_json(&json!({}), "attention").expect("the default is valid")
+    }
+}
+
+impl From<AttentionSpec> for Value {
+    fn from(spec: AttentionSpec) -> Self {
+        json!({ "prefill": spec.prefill.json, "decode": spec.decode.json, "audit": spec.audit })
+    }
+}
+
+/// The fields of a request that speak of attention, as they came.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Wire<'a> {
+    /// The `attention` object.
+    pub attention: Option<&'a Value>,
+    /// Short form: vAttention's epsilon.
+    pub epsilon: Option<&'a Value>,
+    /// Short form: vAttention's delta.
+    pub delta: Option<&'a Value>,
+    /// Short form: Delta Attention's gamma.
+    pub gamma: Option<&'a Value>,
+}
+
+impl AttentionSpec {
+    /// Reads `{ "prefill": {…}, "decode": {…}, "audit": 0.01 }`; what is absent is dense, and no audit.
+    ///
+    /// # Errors
+    /// An unknown field or method, or a value out of range; `path` is where the object stands in the request.
+    pub fn from_json(value: &Value, path: &str) -> Result<Self, SpecError> {
+        let fields = fields(value, path)?;
+        let dense = json!({ "method": "dense" });
+        Ok(Self {
+            prefill: methods::prefill(fields.get("prefill").unwrap_or(&dense), &format!("{path}.prefill"))?,
+            decode: methods::decode(fields.get("decode").unwrap_or(&dense), &format!("{path}.decode"))?,
+            audit: fields.get("audit").map_or(Ok(0.0), |audit| audit_rate(audit, &format!("{path}.audit")))?,
+        })
+    }
+
+    /// A request's spec: the server's preset, over it the `attention` object, over that the short forms.
+    ///
+    /// `epsilon` and `delta` choose vAttention for decode over the preset's parameters; `gamma` chooses Delta for
+    /// prefill over the preset's base.
+    ///
+    /// # Errors
+    /// As [`from_json`](Self::from_json), and a short form that contradicts the object.
+    pub fn resolve(preset: &Self, wire: &Wire) -> Result<Self, SpecError> {
+        let mut spec = preset.clone();
+        let empty = Map::new();
+        let object = wire.attention.map_or(Ok(&empty), |value| fields(value, "attention"))?;
+        if let Some(audit) = object.get("audit") {
+            spec.audit = audit_rate(audit, "attention.audit")?;
+        }
+        let short = [("epsilon", wire.epsilon), ("delta", wire.delta)];
+        let decode = merge("vattention", "decode", object.get("decode"), &spec.decode.json, &short, |_| json!({}))?;
+        if let Some(decode) = decode {
+            spec.decode = methods::decode(&decode.0, &decode.1).map_err(|e| to_short_form(e, &short, &decode.1))?;
+        }
+        let short = [("gamma", wire.gamma)];
+        let over = |preset: &Value| match preset["method"].as_str() {
+            Some("dense") => json!({}),
+            _ => json!({ "base": preset }),
+        };
+        let prefill = merge("delta", "prefill", object.get("prefill"), &spec.prefill.json, &short, over)?;
+        if let Some(prefill) = prefill {
+            spec.prefill =
+                methods::prefill(&prefill.0, &prefill.1).map_err(|e| to_short_form(e, &short, &prefill.1))?;
+        }
+        Ok(spec)
+    }
+
+    /// (prefill, decode): the names of the methods.
+    pub fn names(&self) -> (&'static str, &'static str) {
+        (self.prefill.name, self.decode.name)
+    }
+}
+
+/// The fields of an `attention` object.
+fn fields<'a>(value: &'a Value, path: &str) -> Result<&'a Map<String, Value>, SpecError> {
+    let known = ["prefill", "decode", "audit"];
+    let Value::Object(fields) = value else {
+        return Err(SpecError::new(path, "must be an object with any of prefill, decode, audit"));
+    };
+    match fields.keys().find(|key| !known.contains(&key.as_str())) {
+        Some(key) => Err(crate::schema::unknown_field(path, key, "attention", &known)),
+        None => Ok(fields),
+    }
+}
+
+fn audit_rate(value: &Value, path: &str) -> Result<f64, SpecError> {
+    match value {
+        Value::Bool(audit) => Ok(f64::from(u8::from(*audit))),
+        Value::Number(n) if n.as_f64().is_some_and(|x| (0.0..=1.0).contains(&x)) => Ok(n.as_f64().unwrap_or(0.0)),
+        other => Err(SpecError::new(
+            path,
+            format!("must be a share of heads between 0 and 1, or true for all of them; got {other}"),
+        )),
+    }
+}
+
+/// One phase's method object and the path that errors should name: the request's own with short forms added, or the
+/// preset's with short forms over it, or `None` where the request says nothing of the phase.
+fn merge(
+    method: &str,
+    phase: &str,
+    object: Option<&Value>,
+    preset: &Value,
+    short: &[(&str, Option<&Value>)],
+    over: impl Fn(&Value) -> Value,
+) -> Result<Option<(Value, String)>, SpecError> {
+    let given: Vec<(&str, &Value)> = short.iter().filter_map(|(name, value)| Some((*name, (*value)?))).collect();
+    let path = format!("attention.{phase}");
+    let mut chosen = match object {
+        Some(object) => object.clone(),
+        None if given.is_empty() => return Ok(None),
+        None if preset["method"] == method => preset.clone(),
+        None => over(preset),
+    };
+    if given.is_empty() {
+        return Ok(Some((chosen, path)));
+    }
+    if object.is_none() {
+        chosen["method"] = json!(method);
+    } else if chosen["method"] != method {
+        let (name, _) = given[0];
+        let message =
+            format!("chooses {method} for {phase}, but {path} chooses {}; give one of them", chosen["method"]);
+        return Err(SpecError::new(name, message));
+    }
+    for (name, value) in given {
+        if object.is_some_and(|o| o.get(name).is_some_and(|v| v.as_f64() != value.as_f64())) {
+            let message = format!("is {value}, but {path}.{name} is {}; give one of them", chosen[name]);
+            return Err(SpecError::new(name, message));
+        }
+        chosen[name] = value.clone();
+    }
+    Ok(Some((chosen, path)))
+}
+
+/// An error at a parameter that came by a short form names the short form.
+fn to_short_form(error: SpecError, short: &[(&str, Option<&Value>)], path: &str) -> SpecError {
+    match short.iter().find(|(name, value)| value.is_some() && error.path == format!("{path}.{name}")) {
+        Some((name, _)) => SpecError { path: (*name).to_owned(), ..error },
+        None => error,
+    }
+}
+
+#[cfg(test)]
+mod tests;

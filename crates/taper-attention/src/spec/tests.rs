@@ -1,0 +1,156 @@
+use super::*;
+
+fn error(attention: Value) -> (String, String) {
+    let error = AttentionSpec::from_json(&attention, "attention").unwrap_err();
+    (error.path, error.message)
+}
+
+#[test]
+fn defaults_are_filled_in() {
+    let spec =
+        AttentionSpec::from_json(&json!({ "prefill": { "method": "delta", "gamma": 32 } }), "attention").unwrap();
+    assert_eq!(
+        json!(spec),
+        json!({
+            "prefill": {
+                "method": "delta", "gamma": 32, "mode": "delta",
+                "base": { "method": "streaming_llm", "sink": 4, "window": 2048 }
+            },
+            "decode": { "method": "dense" },
+            "audit": 0.0
+        })
+    );
+    assert_eq!(json!(AttentionSpec::from_json(&json!(spec), "attention").unwrap()), json!(spec));
+}
+
+#[test]
+fn every_error_names_its_path_and_what_is_valid() {
+    let decode = |decode: Value| error(json!({ "decode": decode }));
+    for (found, path, message) in [
+        (
+            decode(json!({ "method": "vattention", "epsilon": 1.5 })),
+            "attention.decode.epsilon",
+            "must be a number greater than 0 and less than 1; got 1.5",
+        ),
+        (
+            decode(json!({ "method": "vattention", "epsilonn": 0.1 })),
+            "attention.decode.epsilonn",
+            "unknown field `epsilonn`, did you mean `epsilon`?; vattention takes delta, dense_share, epsilon, \
+             pilot_share, pilot_tokens, rule, sink, top, top_k, window",
+        ),
+        (
+            decode(json!({ "method": "vattention", "rule": "exact" })),
+            "attention.decode.rule",
+            "must be one of \"chi2\", \"ratio\", \"tight\", \"lemma\", \"denominator\"; got \"exact\"",
+        ),
+        (
+            decode(json!({ "method": "vattention", "top": { "method": "oracel" } })),
+            "attention.decode.top.method",
+            "unknown predictor \"oracel\", did you mean `oracle`?; predictors: oracle",
+        ),
+        (
+            decode(json!({ "method": "vatention" })),
+            "attention.decode.method",
+            "unknown decode method \"vatention\", did you mean `vattention`?; decode methods: dense, oracle_top_k, \
+             streaming_llm, vattention",
+        ),
+        (
+            decode(json!({ "epsilon": 0.1 })),
+            "attention.decode.method",
+            "is missing; decode methods: dense, oracle_top_k, streaming_llm, vattention",
+        ),
+        (decode(json!(7)), "attention.decode", "must be an object such as {\"method\": \"dense\"}; got 7"),
+        (
+            decode(json!({ "method": "dense", "k": 3 })),
+            "attention.decode.k",
+            "unknown field `k`; dense takes no parameters",
+        ),
+        (
+            decode(json!({ "method": "oracle_top_k", "k": 1.5 })),
+            "attention.decode.k",
+            "must be a whole number of tokens up to 1048576, or a share of the context below 1; got 1.5",
+        ),
+        (
+            error(json!({ "prefill": { "method": "delta", "gamma": 0 } })),
+            "attention.prefill.gamma",
+            "must be a whole number at least 1 and at most 1048576; got 0",
+        ),
+        (
+            error(json!({ "prefill": { "method": "delta", "gamma": 2.5 } })),
+            "attention.prefill.gamma",
+            "must be a whole number at least 1 and at most 1048576; got 2.5",
+        ),
+        (
+            error(json!({ "prefill": { "method": "delta", "base": { "method": "streaming_llm", "window": -1 } } })),
+            "attention.prefill.base.window",
+            "must be a whole number at least 1 and at most 1048576; got -1",
+        ),
+        (
+            error(json!({ "audit": 2 })),
+            "attention.audit",
+            "must be a share of heads between 0 and 1, or true for all of them; got 2",
+        ),
+        (
+            error(json!({ "decoed": {} })),
+            "attention.decoed",
+            "unknown field `decoed`, did you mean `decode`?; attention takes prefill, decode, audit",
+        ),
+        (error(json!([])), "attention", "must be an object with any of prefill, decode, audit"),
+    ] {
+        assert_eq!((found.0.as_str(), found.1.as_str()), (path, message));
+    }
+}
+
+fn resolve(preset: Value, attention: Option<Value>, short: [Option<Value>; 3]) -> Result<Value, SpecError> {
+    let preset = AttentionSpec::from_json(&preset, "preset").unwrap();
+    let [epsilon, delta, gamma] = &short;
+    let wire =
+        Wire { attention: attention.as_ref(), epsilon: epsilon.as_ref(), delta: delta.as_ref(), gamma: gamma.as_ref() };
+    AttentionSpec::resolve(&preset, &wire).map(|spec| json!(spec))
+}
+
+#[test]
+fn short_forms_stand_over_the_preset() {
+    let preset = json!({
+        "prefill": { "method": "streaming_llm", "window": 512 },
+        "decode": { "method": "vattention", "rule": "ratio", "delta": 0.3 }
+    });
+    let spec = resolve(preset.clone(), None, [Some(json!(0.2)), None, Some(json!(16))]).unwrap();
+    assert_eq!(spec["decode"]["epsilon"], 0.2);
+    assert_eq!(spec["decode"]["delta"], 0.3, "the preset's");
+    assert_eq!(spec["decode"]["rule"], "ratio", "the preset's");
+    assert_eq!(spec["prefill"]["gamma"], 16);
+    assert_eq!(spec["prefill"]["base"], json!({ "method": "streaming_llm", "sink": 4, "window": 512 }));
+    let spec = resolve(json!({}), None, [None, Some(json!(0.2)), Some(json!(16))]).unwrap();
+    assert_eq!((&spec["decode"]["method"], &spec["decode"]["delta"]), (&json!("vattention"), &json!(0.2)));
+    assert_eq!(spec["prefill"]["base"]["method"], "streaming_llm", "Delta over dense would be dense");
+    assert_eq!(resolve(preset.clone(), None, [None, None, None]).unwrap()["decode"]["rule"], "ratio");
+    let spec = resolve(preset, Some(json!({ "decode": { "method": "dense" } })), [None, None, None]).unwrap();
+    assert_eq!(spec["decode"], json!({ "method": "dense" }));
+    assert_eq!(spec["prefill"]["window"], 512, "the object left prefill to the preset");
+}
+
+#[test]
+fn short_forms_join_an_object_that_agrees_and_refuse_one_that_does_not() {
+    let vattention = json!({ "decode": { "method": "vattention", "delta": 0.3 } });
+    let spec = resolve(json!({}), Some(vattention.clone()), [Some(json!(0.2)), Some(json!(0.3)), None]).unwrap();
+    assert_eq!((&spec["decode"]["epsilon"], &spec["decode"]["delta"]), (&json!(0.2), &json!(0.3)));
+    let error = resolve(json!({}), Some(vattention), [None, Some(json!(0.2)), None]).unwrap_err();
+    assert_eq!(error, SpecError::new("delta", "is 0.2, but attention.decode.delta is 0.3; give one of them"));
+    let dense = json!({ "decode": { "method": "dense" }, "prefill": { "method": "dense" } });
+    let error = resolve(json!({}), Some(dense.clone()), [Some(json!(0.2)), None, None]).unwrap_err();
+    let message = "chooses vattention for decode, but attention.decode chooses \"dense\"; give one of them";
+    assert_eq!(error, SpecError::new("epsilon", message));
+    assert_eq!(resolve(json!({}), Some(dense), [None, None, Some(json!(4))]).unwrap_err().path, "gamma");
+}
+
+#[test]
+fn an_error_in_a_short_form_names_the_short_form() {
+    for (short, path) in [
+        ([Some(json!(1)), None, None], "epsilon"),
+        ([None, Some(json!("x")), None], "delta"),
+        ([None, None, Some(json!(-3))], "gamma"),
+    ] {
+        assert_eq!(resolve(json!({}), None, short).unwrap_err().path, path);
+    }
+}
