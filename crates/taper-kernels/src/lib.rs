@@ -7,6 +7,7 @@ pub mod decode;
 mod gemm;
 pub mod kv;
 pub mod linear;
+pub mod packed;
 mod parallel;
 pub mod philox;
 pub mod prefill;

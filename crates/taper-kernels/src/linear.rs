@@ -2,8 +2,9 @@
 //!
 //! A quantised weight stays quantised: no step dequantises it.
 
+use crate::packed::Packed;
 use candle_core::quantized::{QMatMul, QTensor};
-use candle_core::{Module, Result, Tensor};
+use candle_core::{CpuStorage, Module, Result, Storage, Tensor, bail};
 use std::sync::Arc;
 
 /// The weight of a linear layer without bias, `y = x Wᵀ`.
@@ -11,7 +12,9 @@ use std::sync::Arc;
 pub enum Linear {
     /// A float weight, `[out, in]`; activations must have its dtype.
     Dense(Tensor),
-    /// A quantised weight whose type has no packed kernel here, multiplied by candle.
+    /// A Q4_0, Q4_1 or Q8_0 weight on the CPU, rearranged for this project's kernel.
+    Packed(Arc<Packed>),
+    /// A quantised weight of another type, multiplied by candle.
     Quantized(QMatMul),
 }
 
@@ -26,6 +29,12 @@ impl Linear {
     /// # Errors
     /// candle's error if the tensor is not a matrix.
     pub fn quantized(weight: Arc<QTensor>) -> Result<Self> {
+        if weight.device().is_cpu() {
+            let (outputs, inputs) = weight.shape().dims2()?;
+            if let Some(packed) = Packed::from_gguf(weight.dtype(), &weight.data()?, outputs, inputs) {
+                return Ok(Self::Packed(Arc::new(packed)));
+            }
+        }
         Ok(Self::Quantized(QMatMul::from_arc(weight)?))
     }
 
@@ -36,7 +45,23 @@ impl Linear {
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::Dense(w) => x.matmul(&w.t()?),
+            Self::Packed(w) => packed(w, x),
             Self::Quantized(m) => m.forward(x),
         }
     }
+}
+
+fn packed(weight: &Packed, x: &Tensor) -> Result<Tensor> {
+    let (outputs, inputs) = weight.dims();
+    let (tokens, width) = x.dims2()?;
+    let (storage, layout) = x.storage_and_layout();
+    let (Storage::Cpu(CpuStorage::F32(data)), Some((from, to))) = (&*storage, layout.contiguous_offsets()) else {
+        bail!("linear: activations {:?}; expected contiguous f32 on the CPU", x.dtype())
+    };
+    if width != inputs {
+        bail!("linear: activations {:?} with a weight of {inputs} inputs", x.shape());
+    }
+    let mut out = vec![0f32; tokens * outputs];
+    weight.multiply(&data[from..to], &mut out);
+    Tensor::from_vec(out, (tokens, outputs), x.device())
 }
