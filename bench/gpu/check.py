@@ -227,7 +227,134 @@ def check_delta(small):
         report(f"delta gamma {gamma} propagate {propagate}", rel(f.out, want))
 
 
-CHECKS = {"decode": check_decode, "lists": check_lists, "prefill": check_prefill,
+def check_score(small):
+    lens = [1, 65, 700] if small else [1, 64, 65, 1000, 20001]
+    for dtype, d, kv, g in ((torch.bfloat16, 128, 2, 4), (torch.float16, 64, 1, 3),
+                            (torch.bfloat16, 128, 2, 12), (torch.float16, 32, 2, 2)):
+        cache = t.Cache(lens, kv, d, dtype, poison=False)
+        q = torch.randn(len(lens), kv * g, d, device=DEV, dtype=dtype)
+        pages = cache.k.view(cache.blocks, kv, 4, 16, d)
+        hi, lo = pages.amax(3).contiguous(), pages.amin(3).contiguous()
+        mean = cache.k.float().mean(2, keepdim=True).to(dtype).contiguous()
+        full = t.Score(cache, q, cache.k, tiles=True)
+        bound = t.Score(cache, q, hi, lo)
+        means = t.Score(cache, q, mean, reduce=t.GROUP_MAX)
+        for f in (full, bound, means):
+            f()
+        lse = torch.stack([torch.logsumexp(full.out[i, :, :n], -1) for i, n in enumerate(lens)])
+        mass = t.Score(cache, q, cache.k, reduce=t.GROUP_MASS, lse=lse)
+        mass()
+        err = 0.0
+        for i, n in enumerate(lens):
+            nb = (n + 63) // 64
+            rows = cache.table[i, :nb].long()
+            qi = q[i].double().view(kv, g, d) * d**-0.5
+            k = cache.dense(i)[0].double()
+            s = torch.einsum("hgd,hnd->hgn", qi, k)
+            err = max(err, rel(full.out[i, :, :n].view(kv, g, n), s))
+            p16 = (n + 15) // 16
+            h, l = (x[rows].double().permute(1, 0, 2, 3).reshape(kv, -1, d)[:, :p16]
+                    for x in (hi, lo))
+            up = torch.maximum(qi[:, :, None] * h[:, None], qi[:, :, None] * l[:, None]).sum(-1)
+            err = max(err, rel(bound.out[i, :, :p16].view(kv, g, p16), up))
+            m = torch.einsum("hgd,nhd->hgn", qi, mean[rows][:, :, 0].double()).amax(1)
+            err = max(err, rel(means.out[i, :, :nb], m))
+            want = torch.softmax(s, -1).sum(1)
+            err = max(err, rel(mass.out[i, :, :n], want))
+            top = full.tile_max[i, :, :nb]
+            z = torch.logsumexp(top + full.tile_sum[i, :, :nb].log(), -1)
+            err = max(err, (z - lse[i]).abs().max().item())
+        report(f"score views {dtype} width {d} group {g}", err)
+
+
+def check_select(small):
+    for lists, n, k in ((3, 100, 7), (2, 5000, 5000), (4, 3333, 1), (5, 70001, 4096)):
+        if small and n > 6000:
+            continue
+        for levels in (0, 5):  # Few levels: ties everywhere.
+            s = torch.randn(lists, n, device=DEV)
+            if levels:
+                s = (s * 2).round().clamp(-levels, levels)
+            lo = torch.randint(0, n // 3, (lists,), device=DEV, dtype=torch.int32)
+            hi = torch.randint(n // 2, n + 1, (lists,), device=DEV, dtype=torch.int32)
+            f = t.Select(s, k, lo, hi)
+            f()
+            bad = 0
+            for i in range(lists):
+                a, b = lo[i].item(), hi[i].item()
+                m = min(k, b - a)
+                order = torch.sort(s[i, a:b], descending=True, stable=True).indices[:m]
+                want = (order + a).sort().values.to(torch.int32)
+                bad += int(f.counts[i].item() != m or not torch.equal(f.ids[i, :m], want))
+            report(f"select {k} of {n} {'with ties' if levels else ''}", float(bad))
+
+
+def philox(key, c):
+    m = 0xFFFFFFFF
+    k0, k1 = key
+    a, b, c2, d = c
+    for _ in range(10):
+        p, q = a * 0xD2511F53, c2 * 0xCD9E8D57
+        a, b, c2, d = (q >> 32) ^ b ^ k0, q & m, (p >> 32) ^ d ^ k1, p & m
+        k0, k1 = (k0 + 0x9E3779B9) & m, (k1 + 0xBB67AE85) & m
+    return a, b, c2, d
+
+
+def permuted(n, seed, layer, head, position):
+    """The whole permutation of 0..n-1, in order."""
+    key = (seed & 0xFFFFFFFF, seed >> 32)
+    keys = [*philox(key, (layer, head, position, 0x50450000)),
+            *philox(key, (layer, head, position, 0x50450001))][:6]
+    half = max(((n - 1).bit_length() + 1) // 2, 1)
+    mask = (1 << half) - 1
+    i = torch.arange(1 << (2 * half), dtype=torch.int64)
+    left, right = i >> half, i & mask
+    for k in keys:
+        x = ((right + k) & 0xFFFFFFFF) * 0x9E3779B1 & 0xFFFFFFFF
+        x = (x ^ (x >> 15)) * 0x85EBCA77 & 0xFFFFFFFF
+        left, right = right, left ^ ((x ^ (x >> 13)) & mask)
+    point = (left << half) | right
+    return point[point < n]
+
+
+def check_sample(small):
+    assert philox((0, 0), (0, 0, 0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    lens = [1, 200, 777] if small else [1, 200, 5000, 131072]
+    heads, want, layer = 2, 1500, 3
+    lists, bid, tid, kept = [], [], [], []
+    for n in lens:
+        for h in range(heads):
+            read = torch.zeros(n, dtype=torch.bool)
+            sink, win = min(4, n), max(n - 50, 0)
+            read[:sink], read[win:] = True, True
+            blocks = [b for b in torch.randperm((n + 63) // 64)[:3].tolist()]
+            ids = torch.randperm(n)[:n // 10].tolist()
+            for b in blocks:
+                read[b * 64:b * 64 + 64] = True
+            read[ids] = True
+            lists.append(t.work_list((0, win), (sink, n), (len(bid), len(blocks)),
+                                     (len(tid), len(ids)), 0.0, 0.0, n))
+            bid += blocks
+            tid += ids
+            kept.append(read)
+    as_i32 = lambda x: torch.tensor(x or [0], dtype=torch.int32, device=DEV)
+    seeds = torch.randint(0, 2**62, (len(lens),)).tolist()
+    f = t.Sample(as_i32(lists), heads, seeds, [n - 1 for n in lens], want, max(lens), layer,
+                 as_i32(bid), as_i32(tid))
+    f()
+    bad = 0
+    for i, n in enumerate(lens):
+        for h in range(heads):
+            order = permuted(n, seeds[i], layer, h, n - 1)
+            order = order[~kept[i * heads + h][order]][:want].to(torch.int32)
+            got = f.ids[i * heads + h].cpu()
+            m = f.counts[i * heads + h].item()
+            bad += int(m != len(order) or not torch.equal(got[:m], order))
+    report("sample draws the points of the CPU's permutation", float(bad))
+
+
+CHECKS = {"score": check_score, "select": check_select, "sample": check_sample,
+          "decode": check_decode, "lists": check_lists, "prefill": check_prefill,
           "delta": check_delta}
 
 

@@ -91,6 +91,22 @@ DeltaParams = struct("DeltaParams", [
     ("dtype", I32), ("gamma", I32), ("propagate", I32), ("overlap", I32), ("reserved", I32)])
 
 
+ScoreParams = struct("ScoreParams", [
+    ("q", P), ("view", P), ("lower", P), ("block_table", P), ("row_table", P), ("lens", P),
+    ("lse", P), ("out", P), ("tile_max", P), ("tile_sum", P), ("rows", I32), ("q_heads", I32),
+    ("kv_heads", I32), ("width", I32), ("dtype", I32), ("table_stride", I32), ("per_block", I32),
+    ("max_entries", I32), ("stride", I32), ("tile_stride", I32), ("reduce", I32), ("overlap", I32),
+    ("scale", F32), ("reserved", I32)])
+SelectParams = struct("SelectParams", [
+    ("scores", P), ("begins", P), ("ends", P), ("ks", P), ("ids", P), ("counts", P), ("work", P),
+    ("lists", I32), ("stride", I32), ("capacity", I32), ("entries", I32), ("k", I32),
+    ("target", I32), ("overlap", I32), ("reserved", I32)])
+SampleParams = struct("SampleParams", [
+    ("work", P), ("block_ids", P), ("token_ids", P), ("seeds", P), ("positions", P), ("wants", P),
+    ("ids", P), ("counts", P), ("layer", U32), ("rows", I32), ("list_heads", I32),
+    ("capacity", I32), ("want", I32), ("max_len", I32), ("overlap", I32), ("reserved", I32)])
+
+
 class Cache:
     """One layer's paged K and V: [blocks, kv_heads, 64, head_dim] and a block table."""
 
@@ -240,3 +256,75 @@ class Delta:
         self.base()
         call("taper_delta", self.p)
         return self.out
+
+
+PER_HEAD, GROUP_MAX, GROUP_MASS = 0, 1, 2
+
+
+class Score:
+    """Scores of query rows against a view [blocks, kv_heads, per_block, width]."""
+
+    def __init__(self, cache, q, view, lower=None, reduce=PER_HEAD, lse=None, tiles=False,
+                 scale=None, overlap=True):
+        rows, q_heads, width = q.shape
+        per_block = view.shape[2]
+        dev = q.device
+        most = (max(cache.lens) * per_block + 63) // 64
+        heads = q_heads if reduce == PER_HEAD else cache.kv_heads
+        self.lens = torch.tensor(cache.lens, dtype=torch.int32, device=dev)
+        self.out = torch.full((rows, heads, most), float("nan"), device=dev)
+        n_tiles = (most + 63) // 64
+        nan = lambda: torch.full((rows, q_heads, n_tiles), float("nan"), device=dev)
+        self.tile_max, self.tile_sum = (nan(), nan()) if tiles else (None, None)
+        self.keep = (cache, q, view, lower, lse)
+        self.p = ScoreParams(
+            ptr(q), ptr(view), ptr(lower), ptr(cache.table), None, ptr(self.lens), ptr(lse),
+            ptr(self.out), ptr(self.tile_max), ptr(self.tile_sum), rows, q_heads, cache.kv_heads,
+            width, DTYPE[q.dtype], cache.table.stride(0), per_block, most, most, n_tiles, reduce,
+            int(overlap), width**-0.5 if scale is None else scale, 0)
+
+    def __call__(self):
+        call("taper_score", self.p)
+        return self.out
+
+
+class Select:
+    """The k best of each list of scores [lists, stride], as ascending ids."""
+
+    def __init__(self, scores, k, begins=None, ends=None, ks=None, work=None, target=0,
+                 capacity=None, overlap=True):
+        lists, stride = scores.shape
+        dev = scores.device
+        capacity = capacity or k
+        self.ids = torch.full((lists, capacity), -1, dtype=torch.int32, device=dev)
+        self.counts = torch.full((lists,), -1, dtype=torch.int32, device=dev)
+        self.keep = (scores, begins, ends, ks, work)
+        self.p = SelectParams(ptr(scores), ptr(begins), ptr(ends), ptr(ks), ptr(self.ids),
+                              ptr(self.counts), ptr(work), lists, stride, capacity, stride, k,
+                              target, int(overlap), 0)
+
+    def __call__(self):
+        call("taper_select", self.p)
+        return self.ids
+
+
+class Sample:
+    """The first `want` points of each list's permutation that the list leaves out."""
+
+    def __init__(self, work, list_heads, seeds, positions, want, max_len, layer=0, block_ids=None,
+                 token_ids=None, wants=None, overlap=True):
+        dev = work.device
+        lists = work.shape[0]
+        self.ids = torch.full((lists, want), -1, dtype=torch.int32, device=dev)
+        self.counts = torch.full((lists,), -1, dtype=torch.int32, device=dev)
+        self.seeds = torch.tensor(seeds, dtype=torch.int64, device=dev)
+        self.positions = torch.tensor(positions, dtype=torch.int32, device=dev)
+        self.keep = (work, block_ids, token_ids, wants)
+        self.p = SampleParams(ptr(work), ptr(block_ids), ptr(token_ids), ptr(self.seeds),
+                              ptr(self.positions), ptr(wants), ptr(self.ids), ptr(self.counts),
+                              layer, lists // list_heads, list_heads, want, want, max_len,
+                              int(overlap), 0)
+
+    def __call__(self):
+        call("taper_sample", self.p)
+        return self.ids

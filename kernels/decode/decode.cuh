@@ -14,21 +14,10 @@
 // memory: queries and the unit's outline arrive through shared memory too.
 #pragma once
 
-#include "../common/launch.cuh"
 #include "../common/wgmma.cuh"
+#include "../common/worklist.cuh"
 
 namespace taper {
-
-// What one group of query heads reads. Ids are logical positions in the sequence.
-struct WorkList {
-  uint32_t begin[2], end[2];          // token ranges; empty where end <= begin
-  uint32_t block_first, block_count;  // slice of block_ids
-  uint32_t token_first, token_count;  // slice of token_ids
-  float block_ln_weight, token_ln_weight;
-  uint32_t len;  // visible tokens of the sequence, bounds its last block
-  uint32_t reserved;
-};
-static_assert(sizeof(WorkList) == 48, "shared with the caller");
 
 // A run of tiles of one list, with a copy of the list: one load tells a producer all.
 struct Unit {

@@ -7,7 +7,7 @@
 //
 // One thread block per multiprocessor walks the tiles in a snake over a table that
 // the caller sorts longest first. One warp streams pairs of 64-token blocks by bulk
-// tensor copies, three warps gather query rows, and two consumer warpgroups of 64
+// tensor copies, three warps gather the next tile's query rows, and two consumer warpgroups of 64
 // rows each take turns at the tensor cores: while one computes its softmax the other
 // multiplies. Inside a warpgroup the next scores are computed beside the present
 // value product. No maximum is taken in the common case: probabilities are computed
@@ -63,12 +63,19 @@ struct PrefillLayout {
   static constexpr int kPanel = kTileRows * 128;  // 128 rows of 64 elements
   static constexpr int kTile = kPanel * (D / 64);
   static constexpr int kStages = 2;
-  static constexpr int kBytes = kTile * (1 + 2 * kStages) + 1024;
+  static constexpr int kBytes = kTile * (2 + 2 * kStages) + 1024;
+};
+
+// What the consumers need to know of a tile; they read no table themselves.
+struct TileOutline {
+  PrefillTile tile;
+  uint32_t pairs, positions[kTileRows];
 };
 
 template <int STAGES>
 struct PrefillShared {
-  uint64_t q_full, q_empty;
+  uint64_t q_full[2], q_empty[2];
+  TileOutline outline[2];
   uint64_t k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
   uint2 blocks[STAGES];
 };
@@ -108,10 +115,40 @@ __device__ __forceinline__ TileKeys tile_keys(const PrefillParams& p, const Pref
   return r;
 }
 
-// Snake over the longest-first order: round r runs backwards when r is odd.
+// Snake over the longest-first order: round r runs backwards when r is odd. The first
+// item at or beyond the total ends the walk.
 __device__ __forceinline__ int work_item(int round) {
   return round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
+
+// Where 32 entries of a tile lie in the cache, one a lane.
+struct TileWalk {
+  TileKeys keys;
+  const uint32_t* table;
+  uint32_t kv_head, block, y;
+  int chunk;
+
+  __device__ __forceinline__ void look_up(const PrefillParams& p) {
+    const uint32_t e = chunk * 32 + (threadIdx.x & 31);
+    block = kNoBlock, y = 0;
+    if (e < keys.count) {
+      block = keys.block(e);
+      y = (table[block] * p.kv_heads + kv_head) * kBlock;
+    }
+  }
+  __device__ __forceinline__ bool open(const PrefillParams& p, int round) {
+    const int w = work_item(round);
+    if (w >= p.tile_count * p.q_heads) return false;
+    const int head = w % p.q_heads;
+    const PrefillTile t = p.tiles[w / p.q_heads];
+    keys = tile_keys(p, t, head);
+    table = p.block_table + (uint64_t)t.table * p.table_stride;
+    kv_head = head * p.kv_heads / p.q_heads;
+    chunk = (int)(keys.count + 31) / 32 - 1;
+    look_up(p);
+    return true;
+  }
+};
 
 template <int D>
 __device__ __forceinline__ void produce_keys(const CUtensorMap* km, const CUtensorMap* vm,
@@ -119,28 +156,20 @@ __device__ __forceinline__ void produce_keys(const CUtensorMap* km, const CUtens
                                              PrefillShared<PrefillLayout<D>::kStages>& sh,
                                              uint32_t k_s, uint32_t v_s) {
   using L = PrefillLayout<D>;
-  const int lane = threadIdx.x & 31, total = p.tile_count * p.q_heads;
+  const int lane = threadIdx.x & 31;
   uint32_t count = 0;
-  for (int round = 0, w; (w = work_item(round)) < total || round * (int)gridDim.x < total;
-       ++round) {
-    if (w >= total) continue;
-    const int head = w % p.q_heads;
-    const PrefillTile t = p.tiles[w / p.q_heads];
-    const TileKeys keys = tile_keys(p, t, head);
-    const uint32_t* table = p.block_table + (uint64_t)t.table * p.table_stride;
-    const uint32_t kv_head = head * p.kv_heads / p.q_heads;
-    for (int chunk = (int)(keys.count + 31) / 32 - 1; chunk >= 0; --chunk) {
-      const uint32_t e = chunk * 32 + lane;
-      uint32_t block = kNoBlock, y = 0;
-      if (e < keys.count) {
-        block = keys.block(e);
-        y = (table[block] * p.kv_heads + kv_head) * kBlock;
-      }
-      const int pairs = (min(keys.count - chunk * 32, 32u) + 1) / 2;
+  TileWalk walk, ahead;
+  bool more = ahead.open(p, 0);
+  for (int round = 1; more; ++round) {
+    walk = ahead;
+    more = ahead.open(p, round);  // Its look-ups are done by the time this tile is.
+    for (; walk.chunk >= 0; --walk.chunk, walk.look_up(p)) {
+      const int pairs = (min(walk.keys.count - walk.chunk * 32, 32u) + 1) / 2;
       for (int i = pairs - 1; i >= 0; --i, ++count) {
-        const uint32_t b0 = __shfl_sync(~0u, block, 2 * i), b1 = __shfl_sync(~0u, block, 2 * i + 1);
-        const int y0 = __shfl_sync(~0u, y, 2 * i);
-        int y1 = __shfl_sync(~0u, y, 2 * i + 1);
+        const uint32_t b0 = __shfl_sync(~0u, walk.block, 2 * i);
+        const uint32_t b1 = __shfl_sync(~0u, walk.block, 2 * i + 1);
+        const int y0 = __shfl_sync(~0u, walk.y, 2 * i);
+        int y1 = __shfl_sync(~0u, walk.y, 2 * i + 1);
         if (b1 == kNoBlock) y1 = y0;  // Any finite rows: the mask hides them.
         if (lane == 0) {
           const uint32_t stage = count % L::kStages, free = ((count / L::kStages) & 1) ^ 1;
@@ -168,21 +197,23 @@ __device__ __forceinline__ void produce_keys(const CUtensorMap* km, const CUtens
   }
 }
 
-// Three warps copy the tile's query rows, wherever they lie.
+// Three warps copy the next tile's query rows, wherever they lie, and its outline.
 template <class T, int D, class Shared>
 __device__ __forceinline__ void produce_queries(const PrefillParams& p, Shared& sh, uint32_t q_s) {
   using L = PrefillLayout<D>;
   const int tid = (threadIdx.x & 127) - 32, total = p.tile_count * p.q_heads;
-  uint32_t count = 0;
-  for (int round = 0, w; (w = work_item(round)) < total || round * (int)gridDim.x < total;
-       ++round) {
-    if (w >= total) continue;
-    const int head = w % p.q_heads;
+  for (int round = 0, w; (w = work_item(round)) < total; ++round) {
+    const int head = w % p.q_heads, slot = round & 1;
     const PrefillTile t = p.tiles[w / p.q_heads];
-    mbar_wait(smem_u32(&sh.q_empty), (count & 1) ^ 1);
+    const uint32_t pairs = (tile_keys(p, t, head).count + 1) / 2;
+    mbar_wait(smem_u32(&sh.q_empty[slot]), ((round >> 1) & 1) ^ 1);
+    TileOutline& outline = sh.outline[slot];
+    if (tid == 0) outline.tile = t, outline.pairs = pairs;
+    for (uint32_t r = tid; r < kTileRows; r += 96)
+      outline.positions[r] = r < t.rows ? p.positions[t.row_begin + r] : t.pos_max;
     for (uint32_t i = tid; i < kTileRows * (D / 8); i += 96) {
       const uint32_t r = i / (D / 8), chunk = i % (D / 8);
-      const uint32_t dst = q_s + (chunk / 8) * L::kPanel + swizzled(r, chunk % 8);
+      const uint32_t dst = q_s + slot * L::kTile + (chunk / 8) * L::kPanel + swizzled(r, chunk % 8);
       if (r < t.rows) {
         const uint32_t src = p.q_rows ? p.q_rows[t.row_begin + r] : t.row_begin + r;
         cp_async16(dst, static_cast<const T*>(p.q) + ((int64_t)src * p.q_heads + head) * D +
@@ -193,8 +224,7 @@ __device__ __forceinline__ void produce_queries(const PrefillParams& p, Shared& 
     }
     cp_async_wait_all();
     fence_async_smem();
-    mbar_arrive(smem_u32(&sh.q_full));
-    ++count;
+    mbar_arrive(smem_u32(&sh.q_full[slot]));
   }
 }
 
@@ -226,14 +256,15 @@ struct PrefillConsumer {
   uint32_t prob[kTileKeys / 16][4];
   float m[2], l[2], fix[2];
   uint32_t pos[2];
+  uint32_t q_at;  // byte offset of the tile's query buffer
 
   __device__ __forceinline__ void scores(uint32_t stage) {
-    const uint64_t k = k_desc + stage * (L::kTile >> 4);
+    const uint64_t k = k_desc + stage * (L::kTile >> 4), q = q_desc + (q_at >> 4);
     wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < D / 16; ++kk) {
       const uint32_t at = ((kk / 4) * L::kPanel + (kk % 4) * 32) >> 4;
-      wgmma_ss<T, kTileKeys, false>(s, q_desc + at, k + at, kk > 0);
+      wgmma_ss<T, kTileKeys, false>(s, q + at, k + at, kk > 0);
     }
     wgmma_commit();
   }
@@ -257,7 +288,7 @@ struct PrefillConsumer {
   // The scores of this warp's rows alone: its neighbours may have had no need, so the
   // warpgroup's instruction is out of reach. The fragments are laid out alike.
   __device__ __forceinline__ void scores_again(uint32_t stage) {
-    const uint32_t q = q_s + (wg * 64 + warp * 16) * 128, k = k_s + stage * L::kTile;
+    const uint32_t q = q_s + q_at + (wg * 64 + warp * 16) * 128, k = k_s + stage * L::kTile;
     const uint32_t r = lane / 4, in_chunk = (lane & 3) * 4;
 #pragma unroll
     for (int j = 0; j < kTileKeys / 8; ++j) {
@@ -413,32 +444,30 @@ struct PrefillConsumer {
 
   __device__ __forceinline__ void run() {
     const int total = p.tile_count * p.q_heads;
-    uint32_t tiles = 0, count = 0;  // of this thread block so far
+    uint32_t count = 0;  // pairs of this thread block so far
     if (wg == 1) bar_arrive(1, 256);
-    for (int round = 0, w; (w = work_item(round)) < total || round * (int)gridDim.x < total;
-         ++round) {
-      if (w >= total) continue;
-      const int head = w % p.q_heads;
-      const PrefillTile t = p.tiles[w / p.q_heads];
-      const uint32_t n = (tile_keys(p, t, head).count + 1) / 2;
+    for (int round = 0, w; (w = work_item(round)) < total; ++round) {
+      const int slot = round & 1;
+      mbar_wait(bars + qFull + slot * 8, (round >> 1) & 1);
+      const PrefillTile t = sh.outline[slot].tile;
+      const uint32_t n = sh.outline[slot].pairs;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const uint32_t in_tile = wg * 64 + warp * 16 + lane / 4 + 8 * r;
-        pos[r] = in_tile < t.rows ? p.positions[t.row_begin + in_tile] : t.pos_max;
+        pos[r] = sh.outline[slot].positions[wg * 64 + warp * 16 + lane / 4 + 8 * r];
         m[r] = kFloor, l[r] = 0.f, fix[r] = 1.f;
       }
 #pragma unroll
       for (int i = 0; i < D / 2; ++i) o[i] = 0.f;
-      mbar_wait(bars + qFull, tiles & 1);
-      ++tiles;
-      if (n == 0) release(qEmpty);
-      else attend(t, n, count);
+      if (n == 0) release(qEmpty + slot * 8);
+      else attend(t, n, count, slot);
       count += n;
-      store(t, head);
+      store(t, w % p.q_heads);
     }
   }
 
-  __device__ __forceinline__ void attend(const PrefillTile& t, uint32_t n, uint32_t count) {
+  __device__ __forceinline__ void attend(const PrefillTile& t, uint32_t n, uint32_t count,
+                                         int slot) {
+    q_at = slot * L::kTile;
     float sum[2];
     uint32_t stage = count % L::kStages, parity = (count / L::kStages) & 1;
     mbar_wait(bars + kFull + stage * 8, parity);
@@ -487,7 +516,7 @@ struct PrefillConsumer {
       stage = next;
       parity = next_parity;
     }
-    release(qEmpty);
+    release(qEmpty + slot * 8);
     mbar_wait(bars + vFull + stage * 8, parity);
     if (n == 1) clear_tail(stage, b, t.kv_len);
     pin(o);
@@ -507,10 +536,12 @@ __global__ void __launch_bounds__(384, 1)
   extern __shared__ uint8_t raw[];
   __shared__ PrefillShared<L::kStages> sh;
   const uint32_t q_s = (smem_u32(raw) + 1023) & ~1023u;
-  const uint32_t k_s = q_s + L::kTile, v_s = k_s + L::kStages * L::kTile;
+  const uint32_t k_s = q_s + 2 * L::kTile, v_s = k_s + L::kStages * L::kTile;
   if (threadIdx.x == 0) {
-    mbar_init(smem_u32(&sh.q_full), 96);
-    mbar_init(smem_u32(&sh.q_empty), 8);
+    for (int i = 0; i < 2; ++i) {
+      mbar_init(smem_u32(&sh.q_full[i]), 96);
+      mbar_init(smem_u32(&sh.q_empty[i]), 8);
+    }
     for (int i = 0; i < L::kStages; ++i) {
       mbar_init(smem_u32(&sh.k_full[i]), 1);
       mbar_init(smem_u32(&sh.v_full[i]), 1);

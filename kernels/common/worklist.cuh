@@ -1,0 +1,51 @@
+// What one group of query heads reads in decode, shared by all kernels that make,
+// sample from or attend over such lists.
+#pragma once
+
+#include <stdint.h>
+
+#include "launch.cuh"
+
+namespace taper {
+
+// Ids are logical positions in the sequence.
+struct WorkList {
+  uint32_t begin[2], end[2];          // token ranges; empty where end <= begin
+  uint32_t block_first, block_count;  // slice of block_ids
+  uint32_t token_first, token_count;  // slice of token_ids
+  float block_ln_weight, token_ln_weight;
+  uint32_t len;  // visible tokens of the sequence, bounds its last block
+  uint32_t reserved;
+};
+static_assert(sizeof(WorkList) == 48, "shared with the caller");
+
+// An exclusive sum over a thread block of up to 1024 threads; returns this thread's
+// offset and leaves the total in `total`. `scratch` holds 33 words.
+__device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t x, uint32_t* scratch,
+                                                        uint32_t& total) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+  uint32_t sum = x;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const uint32_t o = __shfl_up_sync(~0u, sum, d);
+    if (lane >= d) sum += o;
+  }
+  __syncthreads();  // The scratch may still be read from the sum before.
+  if (lane == 31) scratch[warp] = sum;
+  __syncthreads();
+  if (warp == 0) {
+    uint32_t w = lane < warps ? scratch[lane] : 0, s = w;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const uint32_t o = __shfl_up_sync(~0u, s, d);
+      if (lane >= d) s += o;
+    }
+    scratch[lane] = s - w;
+    if (lane == 31) scratch[32] = s;
+  }
+  __syncthreads();
+  total = scratch[32];
+  return scratch[warp] + sum - x;
+}
+
+}  // namespace taper

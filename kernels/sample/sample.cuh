@@ -1,0 +1,79 @@
+// A uniform sample without replacement of the keys that a list leaves out.
+//
+// The points of the stream's permutation are taken in order, less those that the list
+// reads already; the first `want` are the sample, so a larger one begins with the
+// smaller. One thread block a list keeps the list's keys as a bitmap in shared memory.
+#pragma once
+
+#include "../common/philox.cuh"
+#include "../common/ptx.cuh"
+#include "../common/worklist.cuh"
+
+namespace taper {
+
+struct SampleParams {
+  const WorkList* work;       // [rows, list_heads]; what they read is never drawn
+  const uint32_t* block_ids;  // pools that the lists slice
+  const uint32_t* token_ids;
+  const uint64_t* seeds;      // [rows]
+  const uint32_t* positions;  // [rows], absolute position of the query
+  const uint32_t* wants;      // [rows, list_heads] draws; null: `want`
+  uint32_t* ids;              // [rows, list_heads, capacity], in drawing order
+  uint32_t* counts;           // [rows, list_heads] drawn
+  uint32_t layer;
+  int32_t rows, list_heads, capacity, want, max_len, overlap, reserved;
+};
+
+constexpr int kSampleThreads = 1024, kSamplePoints = 4;  // consecutive points a thread
+
+__global__ void __launch_bounds__(kSampleThreads) sample_kernel(const SampleParams p) {
+  extern __shared__ uint32_t chosen[];
+  __shared__ uint32_t scratch[33];
+  const int tid = threadIdx.x, list = blockIdx.x, row = list / p.list_heads;
+  wait_for_predecessor();
+  launch_dependents();
+  const WorkList w = p.work[list];
+  const uint32_t n = w.len;
+  const uint32_t want = min(p.wants ? p.wants[list] : (uint32_t)p.want, (uint32_t)p.capacity);
+  for (uint32_t i = tid; i < (n + 31) / 32; i += kSampleThreads) chosen[i] = 0;
+  __syncthreads();
+  auto mark = [&](uint32_t t) {
+    if (t < n) atomicOr(&chosen[t / 32], 1u << (t % 32));
+  };
+  for (int r = 0; r < 2; ++r)
+    for (uint32_t t = w.begin[r] + tid; t < w.end[r]; t += kSampleThreads) mark(t);
+  for (uint32_t i = tid; i < w.block_count * kBlock; i += kSampleThreads)
+    mark(p.block_ids[(uint64_t)w.block_first + i / kBlock] * kBlock + i % kBlock);
+  for (uint32_t i = tid; i < w.token_count; i += kSampleThreads)
+    mark(p.token_ids[(uint64_t)w.token_first + i]);
+  __syncthreads();
+
+  uint32_t drawn = 0;
+  if (n > 0 && want > 0) {
+    const Stream stream{p.seeds[row], p.layer, (uint32_t)(list % p.list_heads), p.positions[row]};
+    const Permutation permutation(n, stream);
+    const uint32_t domain = permutation.domain();
+    uint32_t* ids = p.ids + (int64_t)list * p.capacity;
+    for (uint32_t at = 0; at < domain && drawn < want; at += kSampleThreads * kSamplePoints) {
+      uint32_t x[kSamplePoints], mine = 0;
+#pragma unroll
+      for (int k = 0; k < kSamplePoints; ++k) {
+        const uint32_t i = at + tid * kSamplePoints + k;
+        x[k] = i < domain ? permutation.point(i) : n;
+        if (x[k] < n && (chosen[x[k] / 32] >> (x[k] % 32) & 1)) x[k] = n;
+        mine += x[k] < n;
+      }
+      uint32_t total, to = drawn + block_exclusive_sum(mine, scratch, total);
+#pragma unroll
+      for (int k = 0; k < kSamplePoints; ++k)
+        if (x[k] < n) {
+          if (to < want) ids[to] = x[k];
+          ++to;
+        }
+      drawn += total;
+    }
+  }
+  if (tid == 0) p.counts[list] = min(drawn, want);
+}
+
+}  // namespace taper

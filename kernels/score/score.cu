@@ -1,0 +1,38 @@
+// Entry point of the score pass.
+#include "score.cuh"
+
+namespace taper {
+namespace {
+
+template <class T, int W, int NT>
+cudaError_t go(const ScoreParams& p, cudaStream_t s) {
+  const dim3 grid((p.max_entries + kScoreWarps * 64 - 1) / (kScoreWarps * 64), p.kv_heads, p.rows);
+  if (p.lower)
+    return launch(score_kernel<T, W, NT, true>, grid, kScoreWarps * 32, 0, s, p.overlap != 0, p);
+  return launch(score_kernel<T, W, NT, false>, grid, kScoreWarps * 32, 0, s, p.overlap != 0, p);
+}
+template <class T, int W>
+cudaError_t pick_group(const ScoreParams& p, cudaStream_t s) {
+  return p.q_heads / p.kv_heads <= 8 ? go<T, W, 1>(p, s) : go<T, W, 2>(p, s);
+}
+template <class T>
+cudaError_t pick_width(const ScoreParams& p, cudaStream_t s) {
+  if (p.width == 128) return pick_group<T, 128>(p, s);
+  if (p.width == 64) return pick_group<T, 64>(p, s);
+  if (p.width == 32) return pick_group<T, 32>(p, s);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+}  // namespace taper
+
+extern "C" int taper_score(const taper::ScoreParams* p, cudaStream_t stream) {
+  using namespace taper;
+  const bool ok = p->rows > 0 && p->max_entries > 0 && p->kv_heads > 0 &&
+                  p->q_heads % p->kv_heads == 0 && p->q_heads / p->kv_heads <= 16 &&
+                  p->per_block > 0 && kBlock % p->per_block == 0 &&
+                  (p->reduce != kGroupMass || p->lse) && !p->tile_max == !p->tile_sum;
+  if (!ok) return cudaErrorInvalidValue;
+  return p->dtype == kBf16 ? pick_width<__nv_bfloat16>(*p, stream)
+                           : pick_width<__half>(*p, stream);
+}
