@@ -1,0 +1,201 @@
+//! GGUF files against the golden checkpoints: each is rewritten as llama.cpp would convert it, with the rows of query
+//! and key heads interleaved, and must give the same logits.
+
+mod common;
+
+use candle_core::quantized::gguf_file::{self, Value};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{DType, Device, Tensor};
+use common::{difference, expected, load, logits_of};
+use std::fs;
+use std::path::{Path, PathBuf};
+use taper_model::{LoadOptions, Model, ModelConfig, RopeScaling};
+
+/// Writes a golden checkpoint as GGUF, its matrices in `dtype`.
+fn convert(name: &str, dtype: GgmlDType, folder: &Path, change: impl FnOnce(&mut Vec<(String, Value)>)) -> PathBuf {
+    let model = common::checkpoint(name);
+    let config = ModelConfig::read(&model).unwrap();
+    let path = common::golden().join(name).join("model.safetensors");
+    let tensors = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+    let mut converted: Vec<(String, QTensor)> = Vec::new();
+    for (name, tensor) in &tensors {
+        let tensor = tensor.to_dtype(DType::F32).unwrap();
+        let (heads, name) = (
+            if name.contains("q_proj") {
+                config.q_heads
+            } else if name.contains("k_proj") {
+                config.kv_heads
+            } else {
+                0
+            },
+            gguf_name(name),
+        );
+        // llama.cpp's order: the two halves of each head, turn by turn.
+        let tensor = if heads > 0 {
+            let (rows, columns) = tensor.dims2().unwrap();
+            let halves = tensor.reshape((heads, 2, rows / heads / 2, columns)).unwrap();
+            halves.transpose(1, 2).unwrap().contiguous().unwrap().reshape((rows, columns)).unwrap()
+        } else {
+            tensor
+        };
+        let dtype = if tensor.rank() == 1 { GgmlDType::F32 } else { dtype };
+        converted.push((name, QTensor::quantize(&tensor, dtype).unwrap()));
+    }
+    if let RopeScaling::Llama3 { .. } = config.rope.scaling {
+        let plain = taper_model::Rope { scaling: RopeScaling::Default, ..config.rope.clone() };
+        let scaled = config.rope.frequencies(1);
+        let divisors: Vec<f32> = plain.frequencies(1).iter().zip(&scaled).map(|(a, b)| a / b).collect();
+        let tensor = Tensor::new(divisors, &Device::Cpu).unwrap();
+        converted.push(("rope_freqs.weight".to_owned(), QTensor::quantize(&tensor, GgmlDType::F32).unwrap()));
+    }
+    let number = |n: usize| Value::U32(n as u32);
+    let mut metadata = vec![
+        ("general.architecture".to_owned(), Value::String("llama".to_owned())),
+        ("llama.block_count".to_owned(), number(config.layers)),
+        ("llama.context_length".to_owned(), number(config.context_length)),
+        ("llama.embedding_length".to_owned(), number(config.hidden_size)),
+        ("llama.feed_forward_length".to_owned(), number(config.intermediate_size)),
+        ("llama.attention.head_count".to_owned(), number(config.q_heads)),
+        ("llama.attention.head_count_kv".to_owned(), number(config.kv_heads)),
+        ("llama.attention.key_length".to_owned(), number(config.head_dim)),
+        ("llama.attention.value_length".to_owned(), number(config.head_dim)),
+        ("llama.rope.dimension_count".to_owned(), number(config.head_dim)),
+        ("llama.rope.freq_base".to_owned(), Value::F32(config.rope.theta as f32)),
+        ("llama.attention.layer_norm_rms_epsilon".to_owned(), Value::F32(config.rms_norm_eps as f32)),
+    ];
+    change(&mut metadata);
+    let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(k, v)| (k.as_str(), v)).collect();
+    let tensors: Vec<(&str, &QTensor)> = converted.iter().map(|(k, v)| (k.as_str(), v)).collect();
+    let path = folder.join(format!("{name}.gguf"));
+    gguf_file::write(&mut fs::File::create(&path).unwrap(), &metadata, &tensors).unwrap();
+    path
+}
+
+fn gguf_name(name: &str) -> String {
+    let mut name = name.trim_start_matches("model.").replace("layers.", "blk.");
+    for (ours, theirs) in [
+        ("embed_tokens", "token_embd"),
+        ("lm_head", "output"),
+        ("self_attn.q_proj", "attn_q"),
+        ("self_attn.k_proj", "attn_k"),
+        ("self_attn.v_proj", "attn_v"),
+        ("self_attn.o_proj", "attn_output"),
+        ("mlp.gate_proj", "ffn_gate"),
+        ("mlp.up_proj", "ffn_up"),
+        ("mlp.down_proj", "ffn_down"),
+        ("post_attention_layernorm", "ffn_norm"),
+        ("input_layernorm", "attn_norm"),
+    ] {
+        name = name.replace(ours, theirs);
+    }
+    if name == "norm.weight" { "output_norm.weight".to_owned() } else { name }
+}
+
+#[test]
+fn a_converted_checkpoint_gives_the_same_logits() {
+    let folder = tempfile::tempdir().unwrap();
+    let set = |key: &str, value: Value| {
+        let key = key.to_owned();
+        move |metadata: &mut Vec<(String, Value)>| metadata.push((key, value))
+    };
+    let linear = |metadata: &mut Vec<(String, Value)>| {
+        set("llama.rope.scaling.type", Value::String("linear".to_owned()))(metadata);
+        set("llama.rope.scaling.factor", Value::F32(4.0))(metadata);
+    };
+    let yarn = |metadata: &mut Vec<(String, Value)>| {
+        set("llama.rope.scaling.type", Value::String("yarn".to_owned()))(metadata);
+        set("llama.rope.scaling.factor", Value::F32(4.0))(metadata);
+        set("llama.rope.scaling.original_context_length", Value::U32(16))(metadata);
+    };
+    type Change<'a> = Box<dyn FnOnce(&mut Vec<(String, Value)>) + 'a>;
+    let table: Vec<(&str, Change<'_>)> = vec![
+        ("llama1", Box::new(|_| ())),
+        ("llama2-gqa", Box::new(|_| ())),
+        ("llama3.1", Box::new(|_| ())),
+        ("llama3.2-tied", Box::new(|_| ())),
+        ("smollm2", Box::new(|_| ())),
+        ("mistral-nemo", Box::new(|_| ())),
+        ("linear", Box::new(linear)),
+        ("yarn", Box::new(yarn)),
+        ("mistral-v0.1", Box::new(set("llama.attention.sliding_window", Value::U32(16)))),
+    ];
+    for (name, change) in table {
+        let path = convert(name, GgmlDType::F32, folder.path(), change);
+        let model = load(&common::gguf(&path), false);
+        let (tokens, logits) = expected(name);
+        let difference = difference(&logits_of(&model, &tokens), &logits);
+        assert!(difference < 1e-4, "{name}: logits differ by {difference}");
+    }
+}
+
+#[test]
+fn quantised_weights_stay_close_quantised_or_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tokens, logits) = expected("llama2-gqa");
+    for (dtype, tolerance) in [(GgmlDType::F16, 0.02), (GgmlDType::BF16, 0.02)] {
+        let path = convert("llama2-gqa", dtype, folder.path(), |_| ());
+        for dequantize in [false, true] {
+            let difference = difference(&logits_of(&load(&common::gguf(&path), dequantize), &tokens), &logits);
+            assert!(difference < tolerance, "{dtype:?}, dequantize {dequantize}: {difference}");
+        }
+    }
+}
+
+#[test]
+fn contradictions_name_the_file_and_the_field() {
+    let folder = tempfile::tempdir().unwrap();
+    let replace = |key: &str, value: Value| {
+        let key = key.to_owned();
+        move |metadata: &mut Vec<(String, Value)>| {
+            metadata.retain(|(k, _)| *k != key);
+            metadata.push((key, value));
+        }
+    };
+    let text = |s: &str| Value::String(s.to_owned());
+    let table: Vec<(&str, Value, &str)> = vec![
+        ("general.architecture", text("qwen2"), "general.architecture: qwen2 is not supported"),
+        ("llama.block_count", Value::U32(3), "blk.2.attn_norm.weight is missing"),
+        ("llama.block_count", Value::U32(1), "llama.block_count: is 1, but the file holds more layers"),
+        ("llama.block_count", text("two"), "llama.block_count: must be a whole number"),
+        ("llama.block_count", Value::U32(0), "llama.block_count: 0 is not between 1 and"),
+        ("llama.embedding_length", Value::U64(u64::MAX / 4), "llama.embedding_length: "),
+        ("llama.embedding_length", Value::U32(64), "expected shape [64]"),
+        ("llama.feed_forward_length", Value::U32(41), "expected shape [41, 32], got [40, 32]"),
+        ("llama.attention.head_count", Value::U32(0), "llama.attention.head_count: 0"),
+        ("llama.attention.head_count_kv", Value::U32(3), "llama.attention.head_count_kv: 3 does not divide"),
+        ("llama.attention.key_length", Value::U32(15), "llama.attention.value_length: 16 beside"),
+        ("llama.rope.dimension_count", Value::U32(8), "llama.rope.dimension_count: rotating 8"),
+        ("llama.expert_count", Value::U32(8), "llama.expert_count: a mixture of experts is not supported"),
+        ("llama.rope.scaling.type", text("linear"), "llama.rope.scaling.factor is missing"),
+        ("llama.rope.scaling.type", text("odd"), "llama.rope.scaling.type: odd is not supported"),
+        ("general.alignment", Value::U32(3), "general.alignment: must be a power of two"),
+    ];
+    for (key, value, part) in table {
+        let path = convert("llama2-gqa", GgmlDType::F32, folder.path(), replace(key, value));
+        let message = match Model::load(&common::gguf(&path), &LoadOptions::default(), &Device::Cpu) {
+            Ok(_) => panic!("{key} loaded"),
+            Err(error) => error.to_string(),
+        };
+        assert!(message.contains("llama2-gqa.gguf: ") && message.contains(part), "{key}: {message}");
+    }
+}
+
+#[test]
+fn no_cut_and_no_flipped_byte_panics() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = convert("llama2-gqa", GgmlDType::F16, folder.path(), |_| ());
+    let whole = fs::read(&path).unwrap();
+    let load = || Model::load(&common::gguf(&path), &LoadOptions::default(), &Device::Cpu);
+    assert!(load().is_ok());
+    for length in (0..2000).step_by(13).chain((2000..whole.len()).step_by(997)) {
+        fs::write(&path, &whole[..length]).unwrap();
+        let message = load().unwrap_err().to_string();
+        assert!(message.contains("llama2-gqa.gguf: "), "{length}: {message}");
+    }
+    for (place, flip) in (0..2000).zip([0x01, 0x80, 0xff].into_iter().cycle()) {
+        let mut bytes = whole.clone();
+        bytes[place] ^= flip;
+        fs::write(&path, bytes).unwrap();
+        let _ = load();
+    }
+}
