@@ -1,1 +1,27 @@
-//! (see Cargo.toml)
+//! Requests to tokens: a bounded queue, the step loop on the engine's one thread, the sampler.
+//!
+//! Only that thread touches the device; callers reach it through [`Engine`]. Knows nothing of HTTP.
+
+mod backend;
+mod emit;
+mod engine;
+mod model;
+mod queue;
+mod request;
+mod run;
+mod sampler;
+mod stop;
+mod text;
+
+#[cfg(any(test, feature = "stub"))]
+pub mod stub;
+
+pub use backend::{Backend, BackendError, Input, Limits};
+pub use engine::{Engine, EngineConfig, Load, ModelInfo};
+pub use model::{CacheDType, CacheOptions, LoadError, ModelBackend, ModelText, load};
+pub use request::{
+    Delta, Event, Events, Finish, Request, RequestError, StopRules, SubmitError, TokenLogprob, TokenRecord, Usage,
+};
+pub use sampler::{NonFinite, Sampler, SamplingParams};
+pub use stop::StopMatcher;
+pub use text::{Message, Text, TextError, TokenStream};

@@ -1,0 +1,72 @@
+//! The seam between the step loop and what computes logits: the real model, or a stub in tests.
+
+use std::sync::Arc;
+use taper_attention::{AttentionSpec, AttentionUsage};
+
+/// How much a backend can hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Longest sequence that the model was made for, prompt and answer together.
+    pub context_tokens: usize,
+    /// Tokens that the KV cache holds, over all sequences.
+    pub cache_tokens: usize,
+    /// Tokens of the vocabulary.
+    pub vocab: usize,
+}
+
+/// A failure of one step. It ends the request, not the engine.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct BackendError(pub String);
+
+/// One sequence's share of a step.
+#[derive(Debug)]
+pub struct Input<'a, S> {
+    /// The sequence that grows.
+    pub sequence: &'a mut S,
+    /// Its next tokens.
+    pub tokens: &'a [u32],
+    /// Whether the logits after the last of them are wanted.
+    pub logits: bool,
+}
+
+/// What computes logits. All calls come from the engine's one thread.
+pub trait Backend: Send + 'static {
+    /// The state of one sequence: its attention and its place in the cache.
+    type Sequence;
+
+    /// How much fits.
+    fn limits(&self) -> Limits;
+
+    /// Begins an empty sequence for a prompt of `prompt_tokens` tokens.
+    ///
+    /// # Errors
+    /// A spec that does not fit the model.
+    fn open(
+        &mut self,
+        attention: &Arc<AttentionSpec>,
+        seed: u64,
+        prompt_tokens: usize,
+    ) -> Result<Self::Sequence, BackendError>;
+
+    /// A second sequence that continues from the same tokens with its own seed.
+    ///
+    /// # Errors
+    /// No room in the cache.
+    fn fork(&mut self, sequence: &Self::Sequence, seed: u64) -> Result<Self::Sequence, BackendError>;
+
+    /// How many prompt tokens, of at most `max`, the sequence takes in its next step.
+    fn chunk(&self, sequence: &Self::Sequence, max: usize) -> usize;
+
+    /// One forward pass over all inputs; logits `[vocab]` for each input that wants them, in order.
+    ///
+    /// # Errors
+    /// No room in the cache, or a device error; the sequences are of no more use then, but may be closed.
+    fn forward(&mut self, inputs: Vec<Input<'_, Self::Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError>;
+
+    /// What the sequence's attention did so far.
+    fn usage(&self, sequence: &Self::Sequence) -> AttentionUsage;
+
+    /// Frees what the sequence holds.
+    fn close(&mut self, sequence: Self::Sequence);
+}

@@ -1,0 +1,116 @@
+//! One choice's way from tokens to final text: decoding, stop rules, log probabilities, the end.
+
+use crate::request::{Delta, Finish, Request, StopRules, TokenRecord};
+use crate::sampler::logprobs;
+use crate::stop::StopMatcher;
+use crate::text::{Text, TokenStream};
+use std::collections::VecDeque;
+
+/// The text side of one choice.
+pub(crate) struct Output {
+    choice: usize,
+    stream: Box<dyn TokenStream>,
+    matcher: StopMatcher,
+    rules: StopRules,
+    eos: Vec<u32>,
+    max_tokens: usize,
+    logprobs: Option<usize>,
+    /// Tokens whose text is not passed on yet, and where that text ends.
+    pending: VecDeque<(TokenRecord, usize)>,
+    decoded: usize,
+    emitted: usize,
+    generated: usize,
+}
+
+impl Output {
+    pub(crate) fn new(choice: usize, text: &dyn Text, request: &Request, max_tokens: usize) -> Self {
+        Self {
+            choice,
+            stream: text.stream(request.continues),
+            matcher: StopMatcher::new(&request.stop.strings),
+            rules: request.stop.clone(),
+            eos: text.eos().to_vec(),
+            max_tokens,
+            logprobs: request.logprobs,
+            pending: VecDeque::new(),
+            decoded: 0,
+            emitted: 0,
+            generated: 0,
+        }
+    }
+
+    /// Tokens generated.
+    pub(crate) fn generated(&self) -> usize {
+        self.generated
+    }
+
+    /// Takes the token just sampled from `logits`; returns what became final, if anything did.
+    pub(crate) fn push(&mut self, token: u32, logits: &[f32]) -> Option<Delta> {
+        self.generated += 1;
+        if let Some(finish) = self.stop_token(token) {
+            return Some(self.end(String::new(), finish));
+        }
+        let piece = self.stream.push(token);
+        if let Some(top) = self.logprobs {
+            let (chosen, top) = logprobs(logits, token, top);
+            let record = TokenRecord { chosen, top, text_offset: self.decoded };
+            self.pending.push_back((record, self.decoded + piece.len()));
+        }
+        self.decoded += piece.len();
+        let (text, hit) = self.matcher.push(&piece);
+        if let Some(stop) = hit {
+            return Some(self.cut(text, Finish::StopString(stop)));
+        }
+        if self.generated >= self.max_tokens {
+            return Some(self.end(text, Finish::Length));
+        }
+        self.emitted += text.len();
+        let tokens = self.ready();
+        (!text.is_empty() || !tokens.is_empty()).then_some(Delta { choice: self.choice, text, tokens, finish: None })
+    }
+
+    fn stop_token(&self, token: u32) -> Option<Finish> {
+        if self.rules.tokens.contains(&token) {
+            return Some(Finish::StopToken(token));
+        }
+        (!self.rules.ignore_eos && self.eos.contains(&token)).then_some(Finish::Eos)
+    }
+
+    /// Tokens whose whole text was passed on.
+    fn ready(&mut self) -> Vec<TokenRecord> {
+        let mut out = Vec::new();
+        while self.pending.front().is_some_and(|&(_, end)| end <= self.emitted) {
+            out.extend(self.pending.pop_front().map(|(record, _)| record));
+        }
+        out
+    }
+
+    /// Ends without a stop string: what was held back is text after all.
+    fn end(&mut self, mut text: String, finish: Finish) -> Delta {
+        let tail = self.stream.finish();
+        let (more, hit) = self.matcher.push(&tail);
+        text.push_str(&more);
+        if let Some(stop) = hit {
+            return self.cut(text, Finish::StopString(stop));
+        }
+        text.push_str(&self.matcher.finish());
+        Delta {
+            choice: self.choice,
+            text,
+            tokens: self.pending.drain(..).map(|(record, _)| record).collect(),
+            finish: Some(finish),
+        }
+    }
+
+    /// Ends at a stop string: tokens that begin at or after it are not shown.
+    fn cut(&mut self, text: String, finish: Finish) -> Delta {
+        self.emitted += text.len();
+        let tokens = self
+            .pending
+            .drain(..)
+            .filter(|(record, _)| record.text_offset < self.emitted)
+            .map(|(record, _)| record)
+            .collect();
+        Delta { choice: self.choice, text, tokens, finish: Some(finish) }
+    }
+}

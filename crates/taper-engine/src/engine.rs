@@ -1,0 +1,234 @@
+//! The engine's handle and its thread.
+
+use crate::backend::{Backend, Limits};
+use crate::queue::Queue;
+use crate::request::{Events, Request, RequestError, SubmitError};
+use crate::run::{Job, Run};
+use crate::text::Text;
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+use taper_kv_cache::BLOCK_TOKENS;
+use tokio::sync::mpsc;
+
+/// Limits of the engine itself.
+#[derive(Debug, Clone, Copy)]
+pub struct EngineConfig {
+    /// Requests that may wait; more are refused.
+    pub queue: usize,
+    /// Most prompt tokens of one step: a cancelled request ends after at most so many.
+    pub chunk_tokens: usize,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self { queue: 256, chunk_tokens: 512 }
+    }
+}
+
+/// The model as clients see it.
+#[derive(Debug, Clone)]
+pub struct ModelInfo {
+    /// Its name in requests and answers.
+    pub id: String,
+    /// Unix time at which it was loaded.
+    pub created: u64,
+}
+
+/// How busy the engine is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Load {
+    /// Requests waiting.
+    pub waiting: usize,
+    /// Requests running.
+    pub running: usize,
+    /// Whether new requests are refused because the engine shuts down.
+    pub draining: bool,
+    /// Whether the engine's thread has ended.
+    pub dead: bool,
+}
+
+/// The handle to the engine's thread. Dropping it lets what was taken finish, then ends the thread.
+pub struct Engine {
+    queue: Arc<Queue<Job>>,
+    text: Arc<dyn Text>,
+    model: ModelInfo,
+    limits: Limits,
+}
+
+impl Engine {
+    /// Starts the thread that owns the backend.
+    ///
+    /// # Errors
+    /// The operating system's, if it starts no thread.
+    pub fn start<B: Backend>(
+        backend: B,
+        text: Arc<dyn Text>,
+        model: ModelInfo,
+        config: EngineConfig,
+    ) -> std::io::Result<Self> {
+        let queue = Arc::new(Queue::new(config.queue.max(1)));
+        let limits = backend.limits();
+        let worker = Worker {
+            backend,
+            queue: Arc::clone(&queue),
+            text: Arc::clone(&text),
+            chunk_tokens: config.chunk_tokens.max(1),
+        };
+        std::thread::Builder::new().name("taper-engine".into()).spawn(move || worker.work())?;
+        Ok(Self { queue, text, model, limits })
+    }
+
+    /// The model as clients see it.
+    pub fn model(&self) -> &ModelInfo {
+        &self.model
+    }
+
+    /// How much fits.
+    pub fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    /// Tokenizer and chat template.
+    pub fn text(&self) -> &dyn Text {
+        &*self.text
+    }
+
+    /// How busy the engine is.
+    pub fn load(&self) -> Load {
+        let (waiting, running, draining, dead) = self.queue.load();
+        Load { waiting, running, draining, dead }
+    }
+
+    /// Checks that a request can fit and queues it.
+    ///
+    /// # Errors
+    /// A request that can never run, or a queue that takes no more.
+    pub fn submit(&self, mut request: Request) -> Result<Events, SubmitError> {
+        request.choices = request.choices.max(1);
+        let max_tokens = self.admit(&request)?;
+        // Each choice sends at most one delta a token; `Prefilled` and the last event come on top.
+        let room = request.choices * max_tokens + 4;
+        let (events, receiver) = mpsc::channel(room);
+        let job = Job { request, max_tokens, events };
+        self.queue.push(job, |job| job.events.is_closed())?;
+        Ok(receiver)
+    }
+
+    /// Tokens that each choice may have.
+    fn admit(&self, request: &Request) -> Result<usize, SubmitError> {
+        let Limits { context_tokens, cache_tokens, vocab } = self.limits;
+        let prompt = request.prompt.len();
+        if prompt == 0 {
+            return Err(SubmitError::EmptyPrompt);
+        }
+        if let Some(&token) = request.prompt.iter().find(|&&t| t as usize >= vocab) {
+            return Err(SubmitError::UnknownToken { token, vocab });
+        }
+        let wanted = request.stop.max_tokens.unwrap_or(1).max(1);
+        if prompt.saturating_add(wanted) > context_tokens {
+            return Err(SubmitError::Context { prompt, wanted, limit: context_tokens });
+        }
+        // Choices share the prompt's whole blocks, but a request must not depend on how many those are.
+        let blocks = cache_tokens / BLOCK_TOKENS;
+        let choices = request.choices;
+        let each = (prompt + wanted).div_ceil(BLOCK_TOKENS);
+        if each.saturating_mul(choices) > blocks {
+            return Err(SubmitError::Cache {
+                needed: each.saturating_mul(choices).saturating_mul(BLOCK_TOKENS),
+                choices,
+                each: each * BLOCK_TOKENS,
+                limit: blocks * BLOCK_TOKENS,
+            });
+        }
+        let room = context_tokens.min(blocks / choices * BLOCK_TOKENS) - prompt;
+        Ok(request.stop.max_tokens.map_or(room, |_| wanted))
+    }
+
+    /// From now on new requests are refused; those taken still finish.
+    pub fn drain(&self) {
+        self.queue.drain();
+    }
+
+    /// Waits until nothing waits or runs.
+    pub async fn idle(&self) {
+        loop {
+            let load = self.load();
+            if load.dead || load.waiting + load.running == 0 {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.queue.drain();
+    }
+}
+
+struct Worker<B> {
+    backend: B,
+    queue: Arc<Queue<Job>>,
+    text: Arc<dyn Text>,
+    chunk_tokens: usize,
+}
+
+impl<B: Backend> Worker<B> {
+    fn work(mut self) {
+        // Whatever ends this thread, callers must learn of it.
+        struct Last(Arc<Queue<Job>>);
+        impl Drop for Last {
+            fn drop(&mut self) {
+                self.0.die();
+            }
+        }
+        let _last = Last(Arc::clone(&self.queue));
+        while let Some(job) = self.queue.pop() {
+            self.serve(job);
+            self.queue.finished();
+        }
+    }
+
+    fn serve(&mut self, job: Job) {
+        let mut run = Run::new(job, &*self.text);
+        loop {
+            if run.abandoned() {
+                tracing::info!(id = run.id(), "cancelled: the client is gone");
+                break;
+            }
+            match guard(|| run.step(&mut self.backend, self.chunk_tokens)) {
+                Ok(false) => {}
+                Ok(true) => break,
+                Err(error) => {
+                    tracing::error!(id = run.id(), %error, "request failed");
+                    run.fail(error);
+                    break;
+                }
+            }
+        }
+        // Freeing may panic too after a step that did; the engine goes on all the same.
+        let closed = guard(|| {
+            run.close(&mut self.backend);
+            Ok(())
+        });
+        if let Err(error) = closed {
+            tracing::error!(%error, "closing a request failed");
+        }
+    }
+}
+
+/// Turns a panic into an error of the one request. Its sequences are closed afterwards, so no half-made state is used.
+fn guard<T>(step: impl FnOnce() -> Result<T, RequestError>) -> Result<T, RequestError> {
+    catch_unwind(AssertUnwindSafe(step)).unwrap_or_else(|panic| Err(RequestError::Panic(message(&*panic))))
+}
+
+fn message(panic: &(dyn Any + Send)) -> String {
+    panic
+        .downcast_ref::<&str>()
+        .map(|s| (*s).to_string())
+        .or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "a value that is no text".into())
+}

@@ -1,0 +1,227 @@
+//! The real model behind the engine's seams: weights, KV pool, tokenizer and chat template.
+
+use crate::backend::{Backend, BackendError, Input, Limits};
+use crate::text::{Message, Text, TextError, TokenStream};
+use candle_core::{DType, Device, Tensor};
+use std::sync::Arc;
+use taper_attention::{AttentionBatch, AttentionSpec, AttentionUsage, Sequence, Span};
+use taper_kv_cache::{BLOCK_TOKENS, KvPool, KvShape};
+use taper_model::{
+    ChatMessage, ChatTemplate, LoadOptions, Model, ModelError, ResolvedModel, StreamDecoder, TextStart, Tokenizer,
+};
+
+/// How the KV cache stores keys and values.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum CacheDType {
+    /// Half precision: half the memory of f32.
+    #[default]
+    F16,
+    /// Single precision.
+    F32,
+    /// bfloat16.
+    BF16,
+}
+
+/// The KV cache's size and type.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct CacheOptions {
+    /// Bytes; `None`: a quarter of the free memory, for at most eight contexts.
+    pub bytes: Option<u64>,
+    /// Type of keys and values.
+    pub dtype: CacheDType,
+}
+
+/// Why a model could not be made ready.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// The checkpoint.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The KV cache.
+    #[error("the KV cache: {0}")]
+    Cache(String),
+}
+
+/// A model with its KV pool.
+pub struct ModelBackend {
+    model: Model,
+    pool: KvPool,
+}
+
+/// A model's tokenizer and template.
+pub struct ModelText {
+    tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
+}
+
+/// Loads a model for the CPU: what computes, and what reads and writes its text.
+///
+/// # Errors
+/// [`LoadError`] naming the file and field, or a cache that cannot be had.
+pub fn load(
+    model: &ResolvedModel,
+    options: &LoadOptions,
+    cache: CacheOptions,
+) -> Result<(ModelBackend, ModelText), LoadError> {
+    let text = ModelText { tokenizer: Tokenizer::load(model)?, template: ChatTemplate::load(model)? };
+    let model = Model::load(model, options, &Device::Cpu)?;
+    let shape = model.attention_shape();
+    let shape = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
+    let dtype = match cache.dtype {
+        CacheDType::F16 => DType::F16,
+        CacheDType::F32 => DType::F32,
+        CacheDType::BF16 => DType::BF16,
+    };
+    let context = model.config().context_length.div_ceil(BLOCK_TOKENS);
+    let blocks = blocks(cache.bytes, shape.block_bytes(dtype), context)?;
+    let pool = KvPool::new(shape, dtype, blocks, &Device::Cpu).map_err(|e| LoadError::Cache(e.to_string()))?;
+    Ok((ModelBackend { model, pool }, text))
+}
+
+/// Blocks of the cache; `context` is what one sequence of full length takes.
+fn blocks(bytes: Option<u64>, block_bytes: usize, context: usize) -> Result<usize, LoadError> {
+    let fit = |bytes: u64| usize::try_from(bytes / block_bytes as u64).unwrap_or(usize::MAX);
+    let blocks = match bytes {
+        Some(bytes) => fit(bytes),
+        None => free_memory().map_or(context, |free| fit(free / 4)).min(8 * context),
+    };
+    if blocks == 0 {
+        return Err(LoadError::Cache(format!("one block of {BLOCK_TOKENS} tokens takes {block_bytes} bytes")));
+    }
+    Ok(blocks)
+}
+
+/// Bytes that the system could give now, where it says so.
+fn free_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib * 1024)
+}
+
+impl From<candle_core::Error> for BackendError {
+    fn from(error: candle_core::Error) -> Self {
+        Self(error.to_string())
+    }
+}
+
+impl Backend for ModelBackend {
+    type Sequence = Sequence;
+
+    fn limits(&self) -> Limits {
+        let config = self.model.config();
+        Limits {
+            context_tokens: config.context_length,
+            cache_tokens: self.pool.blocks() * BLOCK_TOKENS,
+            vocab: config.vocab_size,
+        }
+    }
+
+    fn open(
+        &mut self,
+        attention: &Arc<AttentionSpec>,
+        seed: u64,
+        prompt_tokens: usize,
+    ) -> Result<Sequence, BackendError> {
+        Ok(Sequence::new(Arc::clone(attention), seed, prompt_tokens))
+    }
+
+    fn fork(&mut self, sequence: &Sequence, seed: u64) -> Result<Sequence, BackendError> {
+        sequence.fork(&mut self.pool, seed).map_err(|e| BackendError(e.to_string()))
+    }
+
+    fn chunk(&self, sequence: &Sequence, max: usize) -> usize {
+        sequence.chunk(max)
+    }
+
+    fn forward(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
+        let mut tokens = Vec::new();
+        // Row of the batch whose logits each input wants.
+        let mut wanted = Vec::new();
+        let mut spans = Vec::new();
+        for input in inputs {
+            tokens.extend_from_slice(input.tokens);
+            wanted.push(input.logits.then_some(tokens.len() as u32 - 1));
+            spans.push(Span { sequence: input.sequence, tokens: input.tokens.len() });
+        }
+        let shape = self.model.attention_shape();
+        let mut batch = AttentionBatch::new(shape, &mut self.pool, spans).map_err(|e| BackendError(e.to_string()))?;
+        let hidden = self.model.forward(&tokens, &batch.positions(), &mut batch)?;
+        batch.finish();
+        let rows: Vec<u32> = wanted.iter().flatten().copied().collect();
+        if rows.is_empty() {
+            return Ok(wanted.iter().map(|_| None).collect());
+        }
+        let rows = Tensor::from_slice(&rows, rows.len(), self.model.device())?;
+        let logits = self.model.logits(&hidden.index_select(&rows, 0)?)?.to_vec2::<f32>()?;
+        let mut logits = logits.into_iter();
+        Ok(wanted.into_iter().map(|row| row.and_then(|_| logits.next())).collect())
+    }
+
+    fn usage(&self, sequence: &Sequence) -> AttentionUsage {
+        sequence.usage()
+    }
+
+    fn close(&mut self, mut sequence: Sequence) {
+        self.pool.release(sequence.table_mut());
+    }
+}
+
+impl Text for ModelText {
+    fn encode(&self, text: &str) -> Result<Vec<u32>, TextError> {
+        self.tokenizer.encode(text, true).map_err(|e| TextError(e.to_string()))
+    }
+
+    fn chat(&self, messages: &[Message]) -> Result<Vec<u32>, TextError> {
+        let template = self
+            .template
+            .as_ref()
+            .ok_or_else(|| TextError("the model has no chat template; a text completion needs none".into()))?;
+        let messages: Vec<ChatMessage> = messages.iter().map(|m| ChatMessage::new(&m.role, &m.content)).collect();
+        let text = template.render(&messages, true, &serde_json::Map::new());
+        let text = text.map_err(|e| TextError(e.to_string()))?;
+        self.tokenizer.encode(&text, false).map_err(|e| TextError(e.to_string()))
+    }
+
+    fn decode(&self, tokens: &[u32]) -> String {
+        self.tokenizer.decode(tokens, true)
+    }
+
+    fn token_bytes(&self, token: u32) -> Vec<u8> {
+        self.tokenizer.token_bytes(token).to_vec()
+    }
+
+    fn eos(&self) -> &[u32] {
+        self.tokenizer.eos_tokens()
+    }
+
+    fn stream(&self, continues: bool) -> Box<dyn TokenStream> {
+        let start = if continues { TextStart::Continued } else { TextStart::Fresh };
+        Box::new(Stream(self.tokenizer.stream(start, true)))
+    }
+}
+
+struct Stream(StreamDecoder);
+
+impl TokenStream for Stream {
+    fn push(&mut self, token: u32) -> String {
+        self.0.push(token)
+    }
+
+    fn finish(&mut self) -> String {
+        self.0.finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cache_takes_what_it_is_given_and_never_more_than_eight_contexts() {
+        assert_eq!(blocks(Some(1000), 100, 4).unwrap(), 10);
+        assert!((1..=32).contains(&blocks(None, 100, 4).unwrap()));
+        let error = blocks(Some(99), 100, 4).unwrap_err().to_string();
+        assert_eq!(error, "the KV cache: one block of 64 tokens takes 100 bytes");
+    }
+}

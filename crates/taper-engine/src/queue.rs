@@ -1,0 +1,129 @@
+//! The bounded queue in front of the engine's thread. A request in it is never lost: it is run, refused aloud, or its
+//! client is gone.
+
+use crate::request::SubmitError;
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+/// Waiting jobs and whether more are taken.
+#[derive(Debug)]
+pub(crate) struct Queue<T> {
+    limit: usize,
+    state: Mutex<State<T>>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State<T> {
+    waiting: VecDeque<T>,
+    running: usize,
+    draining: bool,
+    dead: bool,
+}
+
+impl<T> Queue<T> {
+    pub(crate) fn new(limit: usize) -> Self {
+        let state = State { waiting: VecDeque::new(), running: 0, draining: false, dead: false };
+        Self { limit, state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    // No code that can panic runs under the lock, so its state is sound even if poisoned.
+    fn lock(&self) -> MutexGuard<'_, State<T>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a job. A full queue first drops the jobs that `gone` says nobody waits for.
+    pub(crate) fn push(&self, job: T, gone: impl Fn(&T) -> bool) -> Result<(), SubmitError> {
+        let mut state = self.lock();
+        if state.draining {
+            return Err(SubmitError::Draining);
+        }
+        if state.dead {
+            return Err(SubmitError::Dead);
+        }
+        if state.waiting.len() >= self.limit {
+            state.waiting.retain(|job| !gone(job));
+        }
+        if state.waiting.len() >= self.limit {
+            return Err(SubmitError::Busy { queued: state.waiting.len() });
+        }
+        state.waiting.push_back(job);
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// The next job, waiting for one; `None` once the queue drains and is empty. The job counts as running until
+    /// [`Queue::finished`].
+    pub(crate) fn pop(&self) -> Option<T> {
+        let mut state = self.lock();
+        loop {
+            if let Some(job) = state.waiting.pop_front() {
+                state.running += 1;
+                return Some(job);
+            }
+            if state.draining {
+                return None;
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// A popped job has ended.
+    pub(crate) fn finished(&self) {
+        self.lock().running -= 1;
+    }
+
+    /// From now on nothing is taken; what waits is still run.
+    pub(crate) fn drain(&self) {
+        self.lock().draining = true;
+        self.changed.notify_all();
+    }
+
+    /// Nothing runs any more; whatever waits is dropped.
+    pub(crate) fn die(&self) {
+        let mut state = self.lock();
+        state.dead = true;
+        state.running = 0;
+        state.waiting.clear();
+    }
+
+    /// Jobs waiting, jobs running, draining, dead.
+    pub(crate) fn load(&self) -> (usize, usize, bool, bool) {
+        let state = self.lock();
+        (state.waiting.len(), state.running, state.draining, state.dead)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_queue_refuses_unless_someone_left() {
+        let queue = Queue::new(2);
+        queue.push(1, |_| false).unwrap();
+        queue.push(2, |_| false).unwrap();
+        assert_eq!(queue.push(3, |_| false), Err(SubmitError::Busy { queued: 2 }));
+        queue.push(3, |&job| job == 1).unwrap();
+        assert_eq!((queue.pop(), queue.pop()), (Some(2), Some(3)));
+        assert_eq!(queue.load(), (0, 2, false, false));
+    }
+
+    #[test]
+    fn draining_runs_what_waits_and_takes_no_more() {
+        let queue = Queue::new(2);
+        queue.push(1, |_| false).unwrap();
+        queue.drain();
+        assert_eq!(queue.push(2, |_| false), Err(SubmitError::Draining));
+        assert_eq!((queue.pop(), queue.pop()), (Some(1), None));
+    }
+
+    #[test]
+    fn a_dead_queue_drops_what_waits() {
+        let queue = Queue::new(2);
+        queue.push(1, |_| false).unwrap();
+        queue.die();
+        assert_eq!(queue.push(2, |_| false), Err(SubmitError::Dead));
+        assert_eq!(queue.load(), (0, 0, false, true));
+    }
+}

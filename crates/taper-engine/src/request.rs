@@ -1,0 +1,179 @@
+//! What goes into the engine and what comes out.
+
+use crate::SamplingParams;
+use std::sync::Arc;
+use taper_attention::{AttentionSpec, AttentionUsage};
+use tokio::sync::mpsc;
+
+/// When a choice ends, besides the length limits.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct StopRules {
+    /// Texts that end the answer; they and what follows are never emitted.
+    pub strings: Vec<String>,
+    /// Tokens that end the answer, besides the model's own.
+    pub tokens: Vec<u32>,
+    /// Go on past the model's own end tokens.
+    pub ignore_eos: bool,
+    /// Most tokens of a choice; `None`: as many as fit.
+    pub max_tokens: Option<usize>,
+}
+
+/// One prompt and what to make of it.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// Name for the log.
+    pub id: String,
+    /// The prompt.
+    pub prompt: Vec<u32>,
+    /// Whether the answer goes on with the prompt's text, or is a reply of its own.
+    pub continues: bool,
+    /// How it is attended to.
+    pub attention: Arc<AttentionSpec>,
+    /// How tokens are chosen.
+    pub sampling: SamplingParams,
+    /// When to end.
+    pub stop: StopRules,
+    /// Answers wanted, at least 1.
+    pub choices: usize,
+    /// Log probabilities wanted: of each token, and of this many alternatives.
+    pub logprobs: Option<usize>,
+}
+
+/// A token and its log probability before any penalty, bias or temperature.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TokenLogprob {
+    /// The token.
+    pub token: u32,
+    /// Its natural log probability.
+    pub logprob: f32,
+}
+
+/// A generated token as the client sees it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TokenRecord {
+    /// The token and its log probability.
+    pub chosen: TokenLogprob,
+    /// The most probable tokens at its place, best first.
+    pub top: Vec<TokenLogprob>,
+    /// Bytes of the choice's text before it.
+    pub text_offset: usize,
+}
+
+/// Why a choice ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Finish {
+    /// The model's own end token.
+    Eos,
+    /// One of the request's stop tokens.
+    StopToken(u32),
+    /// One of the request's stop strings.
+    StopString(String),
+    /// `max_tokens`, or no room left.
+    Length,
+}
+
+/// Text of one choice that is final.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Delta {
+    /// Which choice, from 0.
+    pub choice: usize,
+    /// The text; may be empty where only `finish` or `tokens` say something.
+    pub text: String,
+    /// The tokens of the text, if the request wants log probabilities.
+    pub tokens: Vec<TokenRecord>,
+    /// Set on the choice's last delta.
+    pub finish: Option<Finish>,
+}
+
+/// What a request cost.
+#[derive(Debug, Clone)]
+pub struct Usage {
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Prompt tokens that came from the cache.
+    pub cached_tokens: usize,
+    /// Tokens generated, over all choices, end tokens included.
+    pub completion_tokens: usize,
+    /// What attention did, one entry a choice.
+    pub attention: Vec<AttentionUsage>,
+}
+
+/// A request's life, in order: `Prefilled`, `Delta`s, `Done`; or `Failed` at any time, last.
+#[derive(Debug, Clone)]
+pub enum Event {
+    /// The prompt is in the cache; the first token follows.
+    Prefilled,
+    /// More text.
+    Delta(Delta),
+    /// The end.
+    Done(Usage),
+    /// The end, without the answer.
+    Failed(RequestError),
+}
+
+/// The receiving end of a request. Dropping it cancels the request within one step.
+pub type Events = mpsc::Receiver<Event>;
+
+/// Why a running request ended without its answer. The server's fault, never the client's.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RequestError {
+    /// A step failed.
+    #[error("the step failed: {0}")]
+    Step(String),
+    /// A step panicked.
+    #[error("the step panicked: {0}")]
+    Panic(String),
+    /// The logits held NaN or infinity.
+    #[error("the model produced logits that are not finite")]
+    NonFinite,
+}
+
+/// Why a request was not taken.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum SubmitError {
+    /// No tokens.
+    #[error("the prompt is empty")]
+    EmptyPrompt,
+    /// A token that the model lacks.
+    #[error("token {token} is not in the vocabulary of {vocab} tokens")]
+    UnknownToken {
+        /// The token.
+        token: u32,
+        /// Size of the vocabulary.
+        vocab: usize,
+    },
+    /// Prompt and answer are longer than the model's context.
+    #[error("the model's context is {limit} tokens; the prompt has {prompt} and max_tokens asks for {wanted} more")]
+    Context {
+        /// Tokens of the prompt.
+        prompt: usize,
+        /// Tokens wanted after it.
+        wanted: usize,
+        /// The context.
+        limit: usize,
+    },
+    /// Prompt and answers do not fit the KV cache even when it is empty.
+    #[error("the KV cache holds {limit} tokens; the request needs {needed} ({choices} of {each}, in blocks of 64)")]
+    Cache {
+        /// Tokens needed.
+        needed: usize,
+        /// Answers wanted.
+        choices: usize,
+        /// Tokens of each, prompt included, in whole blocks.
+        each: usize,
+        /// Tokens that the cache holds.
+        limit: usize,
+    },
+    /// The queue is full.
+    #[error("{queued} requests are waiting, which is the limit; try again later")]
+    Busy {
+        /// Requests waiting.
+        queued: usize,
+    },
+    /// The engine takes nothing new.
+    #[error("the server is shutting down")]
+    Draining,
+    /// The engine's thread is gone.
+    #[error("the engine has stopped")]
+    Dead,
+}

@@ -1,0 +1,193 @@
+//! A scripted model for tests of the engine and of what sits on it: bytes are tokens, the answer is a fixed text.
+//!
+//! Words in the prompt ask for trouble: `PANIC` and `NAN` strike at the third token, `FAIL` at the first prefill
+//! chunk, `SLOW` makes each step take 20 ms.
+
+use crate::backend::{Backend, BackendError, Input, Limits};
+use crate::engine::{Engine, EngineConfig, ModelInfo};
+use crate::text::{Message, Text, TextError, TokenStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+use taper_attention::{AttentionSpec, AttentionUsage, Sequence};
+
+/// The token that ends an answer.
+pub const EOS: u32 = 256;
+/// Tokens of the vocabulary: the bytes and [`EOS`].
+pub const VOCAB: usize = 257;
+
+/// What tests watch of a running stub.
+#[derive(Debug, Default)]
+pub struct Probe {
+    /// Forward passes so far.
+    pub steps: AtomicUsize,
+    /// Sequences open now.
+    pub open: AtomicUsize,
+    /// Most prompt tokens of one step so far.
+    pub longest: AtomicUsize,
+}
+
+/// The scripted backend.
+pub struct StubBackend {
+    /// The answer to every prompt.
+    pub script: Vec<u8>,
+    /// What fits.
+    pub limits: Limits,
+    /// What tests watch.
+    pub probe: Arc<Probe>,
+}
+
+/// One sequence of the stub.
+pub struct StubSequence {
+    spec: Arc<AttentionSpec>,
+    report: Sequence,
+    prompt_tokens: usize,
+    tokens: Vec<u32>,
+}
+
+impl StubBackend {
+    /// A stub that answers `script`, with a context of 512 tokens and a cache of 1024.
+    pub fn new(script: &str) -> Self {
+        let limits = Limits { context_tokens: 512, cache_tokens: 1024, vocab: VOCAB };
+        Self { script: script.into(), limits, probe: Arc::default() }
+    }
+
+    /// An engine over this stub, named `stub`.
+    pub fn engine(self, config: EngineConfig) -> Engine {
+        let model = ModelInfo { id: "stub".into(), created: 1_700_000_000 };
+        Engine::start(self, Arc::new(StubText), model, config).expect("a thread starts")
+    }
+
+    fn logits(&self, sequence: &StubSequence) -> Vec<f32> {
+        let answered = sequence.tokens.len() - sequence.prompt_tokens;
+        let mut logits = vec![0.0; VOCAB];
+        // The answer repeats after its end, for requests that ignore the end token.
+        let place = answered % (self.script.len() + 1);
+        let next = self.script.get(place).map_or(EOS, |&b| u32::from(b));
+        logits[next as usize] = 12.0;
+        if answered == 2 && says(sequence, "NAN") {
+            logits[7] = f32::NAN;
+        }
+        logits
+    }
+}
+
+fn says(sequence: &StubSequence, word: &str) -> bool {
+    let bytes: Vec<u8> = sequence.tokens.iter().map(|&t| t as u8).collect();
+    String::from_utf8_lossy(&bytes[..sequence.prompt_tokens.min(bytes.len())]).contains(word)
+}
+
+impl Backend for StubBackend {
+    type Sequence = StubSequence;
+
+    fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    fn open(
+        &mut self,
+        attention: &Arc<AttentionSpec>,
+        seed: u64,
+        prompt_tokens: usize,
+    ) -> Result<StubSequence, BackendError> {
+        self.probe.open.fetch_add(1, Ordering::SeqCst);
+        Ok(StubSequence {
+            spec: Arc::clone(attention),
+            report: Sequence::new(Arc::clone(attention), seed, prompt_tokens),
+            prompt_tokens,
+            tokens: Vec::new(),
+        })
+    }
+
+    fn fork(&mut self, sequence: &StubSequence, seed: u64) -> Result<StubSequence, BackendError> {
+        let mut fork = self.open(&sequence.spec, seed, sequence.prompt_tokens)?;
+        fork.tokens.clone_from(&sequence.tokens);
+        Ok(fork)
+    }
+
+    fn chunk(&self, _: &StubSequence, max: usize) -> usize {
+        max
+    }
+
+    fn forward(&mut self, inputs: Vec<Input<'_, StubSequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
+        self.probe.steps.fetch_add(1, Ordering::SeqCst);
+        let mut rows = Vec::new();
+        for input in inputs {
+            let sequence = input.sequence;
+            sequence.tokens.extend_from_slice(input.tokens);
+            self.probe.longest.fetch_max(input.tokens.len(), Ordering::SeqCst);
+            if says(sequence, "SLOW") {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            if says(sequence, "FAIL") {
+                return Err(BackendError("the prompt asked for it".into()));
+            }
+            if says(sequence, "PANIC") && sequence.tokens.len() == sequence.prompt_tokens + 2 {
+                panic!("the prompt asked for a panic");
+            }
+            rows.push(input.logits.then(|| self.logits(sequence)));
+        }
+        Ok(rows)
+    }
+
+    fn usage(&self, sequence: &StubSequence) -> AttentionUsage {
+        sequence.report.usage()
+    }
+
+    fn close(&mut self, _: StubSequence) {
+        self.probe.open.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Bytes as tokens.
+pub struct StubText;
+
+impl Text for StubText {
+    fn encode(&self, text: &str) -> Result<Vec<u32>, TextError> {
+        Ok(text.bytes().map(u32::from).collect())
+    }
+
+    fn chat(&self, messages: &[Message]) -> Result<Vec<u32>, TextError> {
+        let mut text = String::new();
+        for message in messages {
+            if message.role == "odd" {
+                return Err(TextError("the template knows no role odd".into()));
+            }
+            text.push_str(&format!("<{}>{}\n", message.role, message.content));
+        }
+        self.encode(&(text + "<assistant>"))
+    }
+
+    fn decode(&self, tokens: &[u32]) -> String {
+        let bytes: Vec<u8> = tokens.iter().filter(|&&t| t < 256).map(|&t| t as u8).collect();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    fn token_bytes(&self, token: u32) -> Vec<u8> {
+        u8::try_from(token).map_or_else(|_| b"<eos>".to_vec(), |byte| vec![byte])
+    }
+
+    fn eos(&self) -> &[u32] {
+        &[EOS]
+    }
+
+    fn stream(&self, _: bool) -> Box<dyn TokenStream> {
+        Box::new(StubStream(Vec::new()))
+    }
+}
+
+struct StubStream(Vec<u8>);
+
+impl TokenStream for StubStream {
+    fn push(&mut self, token: u32) -> String {
+        self.0.extend((token < 256).then_some(token as u8));
+        match std::str::from_utf8(&self.0) {
+            Ok(_) => String::from_utf8(std::mem::take(&mut self.0)).unwrap_or_default(),
+            Err(_) => String::new(),
+        }
+    }
+
+    fn finish(&mut self) -> String {
+        String::from_utf8_lossy(&std::mem::take(&mut self.0)).into_owned()
+    }
+}

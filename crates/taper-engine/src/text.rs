@@ -1,0 +1,51 @@
+//! The seam to tokenizer and chat template.
+
+/// A chat message, its content as plain text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Message {
+    /// `system`, `user`, `assistant`, or what else the template knows.
+    pub role: String,
+    /// The text.
+    pub content: String,
+}
+
+/// Text that the tokenizer or the chat template refuses; the caller's fault.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct TextError(pub String);
+
+/// Text to tokens and back.
+pub trait Text: Send + Sync + 'static {
+    /// Tokenizes a prompt, with the tokens that the model wants at the start of each text.
+    ///
+    /// # Errors
+    /// The tokenizer's own.
+    fn encode(&self, text: &str) -> Result<Vec<u32>, TextError>;
+
+    /// Renders messages by the chat template, ready for the assistant's answer, and tokenizes the result.
+    ///
+    /// # Errors
+    /// The model has no template, or the template refuses the messages.
+    fn chat(&self, messages: &[Message]) -> Result<Vec<u32>, TextError>;
+
+    /// The text of tokens, special ones left out.
+    fn decode(&self, tokens: &[u32]) -> String;
+
+    /// The bytes that a token adds to a text, maybe a part of a character.
+    fn token_bytes(&self, token: u32) -> Vec<u8>;
+
+    /// Tokens that end an answer.
+    fn eos(&self) -> &[u32];
+
+    /// A decoder for one stream of tokens: one that goes on with the prompt's text, or a reply of its own.
+    fn stream(&self, continues: bool) -> Box<dyn TokenStream>;
+}
+
+/// Decodes one stream of tokens and never splits a character.
+pub trait TokenStream: Send {
+    /// Adds a token; returns the text that became complete.
+    fn push(&mut self, token: u32) -> String;
+
+    /// What is left at the end.
+    fn finish(&mut self) -> String;
+}

@@ -1,0 +1,297 @@
+//! The engine over the scripted stub: order of events, stops, limits, cancellation, faults, draining.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+use taper_attention::AttentionSpec;
+use taper_engine::stub::{EOS, Probe, StubBackend};
+use taper_engine::{
+    Engine, EngineConfig, Event, Events, Finish, Request, RequestError, SamplingParams, StopRules, SubmitError,
+    TokenRecord, Usage,
+};
+
+fn request(prompt: &str) -> Request {
+    Request {
+        id: "test".into(),
+        prompt: prompt.bytes().map(u32::from).collect(),
+        continues: false,
+        attention: Arc::new(AttentionSpec::default()),
+        sampling: SamplingParams { temperature: 0.0, ..Default::default() },
+        stop: StopRules::default(),
+        choices: 1,
+        logprobs: None,
+    }
+}
+
+fn stub(script: &str) -> (Engine, Arc<Probe>) {
+    let backend = StubBackend::new(script);
+    let probe = Arc::clone(&backend.probe);
+    (backend.engine(EngineConfig::default()), probe)
+}
+
+#[derive(Debug, Default)]
+struct Answer {
+    texts: Vec<String>,
+    tokens: Vec<TokenRecord>,
+    finishes: Vec<Option<Finish>>,
+    deltas: usize,
+    end: Option<Result<Usage, RequestError>>,
+    prefilled: bool,
+}
+
+/// Collects all events and checks their order on the way.
+fn collect(mut events: Events) -> Answer {
+    let mut answer = Answer::default();
+    while let Some(event) = events.blocking_recv() {
+        assert!(answer.end.is_none(), "nothing follows the last event");
+        match event {
+            Event::Prefilled => {
+                assert!(!answer.prefilled && answer.deltas == 0);
+                answer.prefilled = true;
+            }
+            Event::Delta(delta) => {
+                assert!(answer.prefilled);
+                if answer.texts.len() <= delta.choice {
+                    answer.texts.resize(delta.choice + 1, String::new());
+                    answer.finishes.resize(delta.choice + 1, None);
+                }
+                assert!(answer.finishes[delta.choice].is_none(), "nothing follows a choice's end");
+                answer.deltas += 1;
+                answer.texts[delta.choice].push_str(&delta.text);
+                answer.tokens.extend(delta.tokens);
+                answer.finishes[delta.choice] = delta.finish;
+            }
+            Event::Done(usage) => answer.end = Some(Ok(usage)),
+            Event::Failed(error) => answer.end = Some(Err(error)),
+        }
+    }
+    answer
+}
+
+fn run(engine: &Engine, request: Request) -> Answer {
+    collect(engine.submit(request).expect("taken"))
+}
+
+fn wait(what: &str, done: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < Duration::from_secs(10), "waited in vain: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[test]
+fn an_answer_ends_at_the_models_end_token() {
+    let (engine, probe) = stub("Grüße");
+    let answer = run(&engine, request("hi"));
+    assert_eq!(answer.texts, ["Grüße"]);
+    assert_eq!(answer.finishes, [Some(Finish::Eos)]);
+    let usage = answer.end.unwrap().unwrap();
+    assert_eq!((usage.prompt_tokens, usage.completion_tokens), (2, 8), "seven bytes and the end token");
+    assert_eq!(usage.attention.len(), 1);
+    wait("the sequence is closed", || probe.open.load(Ordering::SeqCst) == 0);
+}
+
+#[test]
+fn a_character_is_never_split() {
+    let (engine, _) = stub("ü€😀");
+    let mut events = engine.submit(request("hi")).unwrap();
+    let mut texts = Vec::new();
+    while let Some(event) = events.blocking_recv() {
+        if let Event::Delta(delta) = event {
+            texts.push(delta.text);
+        }
+    }
+    assert_eq!(texts, ["ü", "€", "😀", ""]);
+}
+
+#[test]
+fn max_tokens_ends_with_length_and_flushes_half_a_character() {
+    let (engine, _) = stub("ab€");
+    let mut r = request("hi");
+    r.stop.max_tokens = Some(4);
+    let answer = run(&engine, r);
+    assert_eq!(answer.texts, ["ab\u{fffd}"]);
+    assert_eq!(answer.finishes, [Some(Finish::Length)]);
+    assert_eq!(answer.end.unwrap().unwrap().completion_tokens, 4);
+}
+
+#[test]
+fn without_max_tokens_the_context_is_the_limit() {
+    let (engine, _) = stub("abc");
+    let mut r = request(&"p".repeat(500));
+    r.stop.ignore_eos = true;
+    let answer = run(&engine, r);
+    assert_eq!(answer.end.unwrap().unwrap().completion_tokens, 12);
+    assert_eq!(answer.texts, ["abcabcabc"], "every fourth token is the ignored end");
+}
+
+#[test]
+fn stop_strings_and_stop_tokens_end_a_choice() {
+    let (engine, _) = stub("one two three");
+    let mut r = request("hi");
+    r.stop.strings = vec!["two".into()];
+    r.logprobs = Some(0);
+    let answer = run(&engine, r);
+    assert_eq!(answer.texts, ["one "]);
+    assert_eq!(answer.finishes, [Some(Finish::StopString("two".into()))]);
+    assert_eq!(answer.tokens.len(), 4, "the stop string's own tokens are not shown");
+
+    let mut r = request("hi");
+    r.stop.tokens = vec![u32::from(b't')];
+    let answer = run(&engine, r);
+    assert_eq!(answer.texts, ["one "]);
+    assert_eq!(answer.finishes, [Some(Finish::StopToken(u32::from(b't')))]);
+}
+
+#[test]
+fn text_held_back_for_a_stop_string_comes_at_the_end() {
+    let (engine, _) = stub("ab");
+    let mut r = request("hi");
+    r.stop.strings = vec!["bc".into()];
+    let answer = run(&engine, r);
+    assert_eq!((answer.texts, answer.deltas), (vec!["ab".to_string()], 2));
+    assert_eq!(answer.finishes, [Some(Finish::Eos)]);
+}
+
+#[test]
+fn logprobs_name_each_token_and_its_place() {
+    let (engine, _) = stub("a€b");
+    let mut r = request("hi");
+    r.logprobs = Some(3);
+    let tokens = run(&engine, r).tokens;
+    let places: Vec<usize> = tokens.iter().map(|t| t.text_offset).collect();
+    assert_eq!(places, [0, 1, 1, 1, 4]);
+    assert_eq!(tokens[0].chosen.token, u32::from(b'a'));
+    let expected = 12.0 - (12f32.exp() + 256.0).ln();
+    assert!((tokens[0].chosen.logprob - expected).abs() < 1e-5);
+    assert_eq!(tokens[0].top.len(), 3);
+    assert_eq!(tokens[0].top[0], tokens[0].chosen);
+}
+
+#[test]
+fn choices_share_the_prompt_and_are_repeatable() {
+    let (engine, probe) = stub("some text");
+    let make = |choices| {
+        let mut r = request(&"p".repeat(100));
+        r.choices = choices;
+        r.sampling = SamplingParams { temperature: 3.0, seed: 9, ..Default::default() };
+        r.stop.max_tokens = Some(6);
+        r.stop.ignore_eos = true;
+        r
+    };
+    let three = run(&engine, make(3));
+    assert_eq!(three.texts.len(), 3);
+    assert_ne!(three.texts[0], three.texts[1]);
+    // One prefill and five decode steps for all three.
+    assert_eq!(probe.steps.load(Ordering::SeqCst), 6);
+    assert_eq!(three.end.unwrap().unwrap().completion_tokens, 18);
+    let again = run(&engine, make(3));
+    assert_eq!(three.texts, again.texts);
+    assert_eq!(run(&engine, make(1)).texts[0], three.texts[0], "more choices do not change the first");
+    wait("all are closed", || probe.open.load(Ordering::SeqCst) == 0);
+}
+
+#[test]
+fn a_prompt_goes_in_by_chunks() {
+    let backend = StubBackend::new("x");
+    let probe = Arc::clone(&backend.probe);
+    let engine = backend.engine(EngineConfig { chunk_tokens: 64, ..Default::default() });
+    assert_eq!(run(&engine, request(&"p".repeat(200))).texts, ["x"]);
+    assert_eq!(probe.longest.load(Ordering::SeqCst), 64);
+    assert_eq!(probe.steps.load(Ordering::SeqCst), 4 + 1);
+}
+
+#[test]
+fn a_request_that_can_never_fit_names_the_limit() {
+    let (engine, _) = stub("x");
+    let refused = |r: Request| engine.submit(r).unwrap_err();
+    assert_eq!(refused(request("")), SubmitError::EmptyPrompt);
+    assert_eq!(refused(request(&"p".repeat(512))), SubmitError::Context { prompt: 512, wanted: 1, limit: 512 });
+    let mut r = request("hi");
+    r.stop.max_tokens = Some(511);
+    assert_eq!(refused(r.clone()), SubmitError::Context { prompt: 2, wanted: 511, limit: 512 });
+    r.stop.max_tokens = Some(398);
+    r.choices = 3;
+    assert_eq!(refused(r).to_string(), "the KV cache holds 1024 tokens; the request needs 1344 (3 of 448, in blocks of 64)");
+    let mut r = request("hi");
+    r.prompt.push(257);
+    assert_eq!(refused(r), SubmitError::UnknownToken { token: 257, vocab: 257 });
+    let mut r = request("hi");
+    r.stop.max_tokens = Some(usize::MAX);
+    assert!(matches!(refused(r), SubmitError::Context { .. }));
+}
+
+#[test]
+fn a_client_that_leaves_ends_its_request_within_a_step() {
+    let (engine, probe) = stub("a very long answer indeed");
+    let mut r = request("SLOW");
+    r.stop.ignore_eos = true;
+    let mut events = engine.submit(r).unwrap();
+    while !matches!(events.blocking_recv(), Some(Event::Delta(_))) {}
+    drop(events);
+    let steps = probe.steps.load(Ordering::SeqCst);
+    wait("cancelled", || probe.open.load(Ordering::SeqCst) == 0);
+    // The step under way when the client left, and one that began before the drop was seen here.
+    assert!(probe.steps.load(Ordering::SeqCst) <= steps + 1);
+    assert_eq!(run(&engine, request("hi")).finishes, [Some(Finish::Eos)]);
+}
+
+#[test]
+fn a_client_that_leaves_during_prefill_ends_it_between_chunks() {
+    let backend = StubBackend::new("x");
+    let probe = Arc::clone(&backend.probe);
+    let engine = backend.engine(EngineConfig { chunk_tokens: 8, ..Default::default() });
+    let events = engine.submit(request(&format!("SLOW{}", "p".repeat(400)))).unwrap();
+    wait("the first chunk", || probe.steps.load(Ordering::SeqCst) >= 1);
+    drop(events);
+    wait("cancelled", || probe.open.load(Ordering::SeqCst) == 0);
+    assert!(probe.steps.load(Ordering::SeqCst) < 10, "of 51 chunks");
+}
+
+#[test]
+fn faults_end_their_request_and_no_other() {
+    let (engine, probe) = stub("long enough");
+    let failed = |prompt| run(&engine, request(prompt)).end.unwrap().unwrap_err();
+    assert_eq!(failed("NAN"), RequestError::NonFinite);
+    assert_eq!(failed("PANIC"), RequestError::Panic("the prompt asked for a panic".into()));
+    assert_eq!(failed("FAIL"), RequestError::Step("the prompt asked for it".into()));
+    let early = run(&engine, request("FAIL"));
+    assert!(!early.prefilled, "the failure comes before the first token");
+    assert_eq!(run(&engine, request("hi")).texts, ["long enough"]);
+    wait("all are closed", || probe.open.load(Ordering::SeqCst) == 0);
+    assert!(!engine.load().dead);
+}
+
+#[test]
+fn requests_queue_in_order_and_none_is_lost() {
+    let (engine, _) = stub("abc");
+    let waiting: Vec<Events> = (0..40).map(|_| engine.submit(request("hi")).unwrap()).collect();
+    for events in waiting {
+        assert_eq!(collect(events).texts, ["abc"]);
+    }
+}
+
+#[test]
+fn a_full_queue_refuses_and_draining_finishes_what_was_taken() {
+    let engine = StubBackend::new("abc").engine(EngineConfig { queue: 1, ..Default::default() });
+    let running = engine.submit(request("SLOW one")).unwrap();
+    wait("the first runs", || engine.load().running == 1);
+    let waiting = engine.submit(request("two")).unwrap();
+    assert_eq!(engine.submit(request("three")).unwrap_err(), SubmitError::Busy { queued: 1 });
+    engine.drain();
+    assert_eq!(engine.submit(request("four")).unwrap_err(), SubmitError::Draining);
+    assert_eq!(collect(running).texts, ["abc"]);
+    assert_eq!(collect(waiting).texts, ["abc"]);
+    wait("the thread ends", || engine.load().dead);
+    assert_eq!(engine.submit(request("five")).unwrap_err(), SubmitError::Draining);
+}
+
+#[test]
+fn the_end_token_can_be_forbidden_by_bias() {
+    let (engine, _) = stub("a");
+    let mut r = request("hi");
+    r.sampling.logit_bias = vec![(EOS, -100.0)];
+    r.stop.max_tokens = Some(3);
+    assert_eq!(run(&engine, r).finishes, [Some(Finish::Length)]);
+}
