@@ -1,1 +1,21 @@
-//! (see Cargo.toml)
+//! The OpenAI-compatible HTTP API over [`taper_engine::Engine`].
+//!
+//! Knows nothing of tensors or devices. Every request body is parsed here by hand from JSON, so that each refusal is a
+//! 400 in OpenAI's error format whose `param` names the field.
+
+mod answer;
+mod app;
+mod attention;
+mod body;
+mod chat;
+mod completions;
+mod error;
+mod fields;
+mod knobs;
+mod sampling;
+mod serve;
+mod stream;
+
+pub use app::{ServerConfig, router};
+pub use error::ApiError;
+pub use serve::serve;

@@ -1,0 +1,292 @@
+//! A parsed request's run through the engine, and the answer in one piece.
+
+use crate::app::App;
+use crate::error::{self, ApiError};
+use crate::sampling::Common;
+use crate::stream;
+use axum::Json;
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
+use axum::response::{IntoResponse, Response};
+use futures_util::stream::{BoxStream, SelectAll, StreamExt, poll_fn, select_all};
+use serde_json::{Map, Value, json};
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+use taper_attention::AttentionSpec;
+use taper_engine::{Delta, Event, Finish, Request, Text, TokenLogprob, TokenRecord, Usage};
+
+/// Names the top-level fields that had no effect.
+const IGNORED: HeaderName = HeaderName::from_static("x-taper-ignored-fields");
+
+/// Which of the two formats.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Chat,
+    Text,
+}
+
+/// One prompt, and its text if the answer begins with it.
+#[derive(Debug)]
+pub(crate) struct Prompt {
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) echo: Option<String>,
+}
+
+/// A request that was understood.
+#[derive(Debug)]
+pub(crate) struct Call {
+    pub(crate) kind: Kind,
+    pub(crate) prompts: Vec<Prompt>,
+    pub(crate) prompt_field: &'static str,
+    pub(crate) common: Common,
+    pub(crate) logprobs: Option<usize>,
+    pub(crate) attention: Arc<AttentionSpec>,
+    pub(crate) ignored: Vec<String>,
+}
+
+/// Events of all prompts, each with its prompt's number.
+pub(crate) type Merged = SelectAll<Numbered>;
+
+/// Events of one prompt with its number.
+type Numbered = BoxStream<'static, (usize, Event)>;
+
+/// What all parts of one answer have in common.
+#[derive(Debug, Clone)]
+pub(crate) struct Head {
+    pub(crate) kind: Kind,
+    pub(crate) id: String,
+    pub(crate) created: u64,
+    pub(crate) model: String,
+}
+
+impl Call {
+    /// Queues every prompt and answers.
+    pub(crate) async fn run(mut self, app: &Arc<App>) -> Result<Response, ApiError> {
+        let prefix = if self.kind == Kind::Chat { "chatcmpl" } else { "cmpl" };
+        let head = Head {
+            kind: self.kind,
+            id: format!("{prefix}-{:032x}", rand::random::<u128>()),
+            created: unix_now(),
+            model: app.engine.model().id.clone(),
+        };
+        let headers = self.headers(&head.id);
+        let events = self.submit(app, &head.id)?;
+        let mut response = if self.common.stream {
+            stream::answer(app, self, head, events).await?
+        } else {
+            whole(app, &self, &head, events).await?.into_response()
+        };
+        response.headers_mut().extend(headers);
+        Ok(response)
+    }
+
+    fn headers(&self, id: &str) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        if self.ignored.is_empty() {
+            return headers;
+        }
+        let names = self.ignored.join(", ");
+        tracing::warn!(id, fields = names, "fields ignored");
+        // A name may hold any character; a header may not.
+        let plain: String =
+            names.chars().map(|c| if c.is_ascii_graphic() || c == ' ' { c } else { '?' }).take(1000).collect();
+        if let Ok(value) = HeaderValue::from_str(&plain) {
+            headers.insert(IGNORED, value);
+        }
+        headers
+    }
+
+    /// One request to the engine for each prompt; all or none.
+    fn submit(&mut self, app: &App, id: &str) -> Result<Merged, ApiError> {
+        let mut streams: Vec<Numbered> = Vec::new();
+        for (index, prompt) in self.prompts.iter_mut().enumerate() {
+            let request = Request {
+                id: id.to_string(),
+                prompt: std::mem::take(&mut prompt.tokens),
+                continues: self.kind == Kind::Text,
+                attention: Arc::clone(&self.attention),
+                sampling: self.common.sampling.clone(),
+                stop: self.common.stop.clone(),
+                choices: self.common.choices,
+                logprobs: self.logprobs,
+            };
+            let mut events =
+                app.engine.submit(request).map_err(|e| error::refused(&e, self.prompt_field, self.common.max_field))?;
+            let events = poll_fn(move |cx| events.poll_recv(cx)).map(move |event| (index, event));
+            streams.push(events.boxed());
+        }
+        Ok(select_all(streams))
+    }
+
+    /// The number of a prompt's choice in the answer.
+    pub(crate) fn index(&self, prompt: usize, choice: usize) -> usize {
+        prompt * self.common.choices + choice
+    }
+
+    /// Choices in the answer.
+    pub(crate) fn total(&self) -> usize {
+        self.prompts.len() * self.common.choices
+    }
+}
+
+impl Head {
+    /// An answer, or a chunk of one.
+    pub(crate) fn object(&self, chunk: bool, choices: Vec<Value>) -> Value {
+        let object = match (self.kind, chunk) {
+            (Kind::Chat, false) => "chat.completion",
+            (Kind::Chat, true) => "chat.completion.chunk",
+            (Kind::Text, _) => "text_completion",
+        };
+        json!({
+            "id": self.id,
+            "object": object,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        })
+    }
+}
+
+/// Sums the usage of all prompts.
+#[derive(Debug, Default)]
+pub(crate) struct Total {
+    prompt: usize,
+    cached: usize,
+    completion: usize,
+    attention: Vec<(usize, Vec<Value>)>,
+    pub(crate) done: usize,
+}
+
+impl Total {
+    pub(crate) fn add(&mut self, prompt: usize, usage: Usage) {
+        self.prompt += usage.prompt_tokens;
+        self.cached += usage.cached_tokens;
+        self.completion += usage.completion_tokens;
+        let reports = usage.attention.iter().map(|a| json!(a)).collect();
+        self.attention.push((prompt, reports));
+        self.done += 1;
+    }
+
+    /// The `usage` object. `attention` is the first choice's; with more choices it lists them all under `choices`.
+    pub(crate) fn json(mut self) -> Value {
+        self.attention.sort_by_key(|(prompt, _)| *prompt);
+        let all: Vec<Value> = self.attention.into_iter().flat_map(|(_, a)| a).collect();
+        let mut attention = all.first().cloned().unwrap_or(Value::Null);
+        if let (Some(object), true) = (attention.as_object_mut(), all.len() > 1) {
+            object.insert("choices".into(), Value::Array(all));
+        }
+        json!({
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "attention": attention,
+        })
+    }
+}
+
+#[derive(Default)]
+struct Choice {
+    text: String,
+    tokens: Vec<TokenRecord>,
+    finish: Option<Finish>,
+}
+
+async fn whole(app: &App, call: &Call, head: &Head, mut events: Merged) -> Result<Json<Value>, ApiError> {
+    let mut choices: Vec<Choice> = Vec::new();
+    choices.resize_with(call.total(), Choice::default);
+    for (prompt, p) in call.prompts.iter().enumerate() {
+        for choice in 0..call.common.choices {
+            choices[call.index(prompt, choice)].text = p.echo.clone().unwrap_or_default();
+        }
+    }
+    let mut total = Total::default();
+    while let Some((prompt, event)) = events.next().await {
+        match event {
+            Event::Prefilled => {}
+            Event::Delta(delta) => {
+                let choice = &mut choices[call.index(prompt, delta.choice)];
+                choice.text.push_str(&delta.text);
+                choice.tokens.extend(delta.tokens);
+                choice.finish = delta.finish;
+            }
+            Event::Done(usage) => total.add(prompt, usage),
+            Event::Failed(error) => return Err(error.into()),
+        }
+    }
+    if total.done < call.prompts.len() {
+        return Err(cut_off());
+    }
+    let text = app.engine.text();
+    let choices = choices.into_iter().enumerate().map(|(index, choice)| {
+        let logprobs = call.logprobs.map(|_| logprobs(call.kind, text, &choice.tokens));
+        let mut object = match call.kind {
+            Kind::Chat => json!({"message": {"role": "assistant", "content": choice.text}}),
+            Kind::Text => json!({"text": choice.text}),
+        };
+        object["index"] = json!(index);
+        object["logprobs"] = json!(logprobs);
+        finish(&mut object, choice.finish.as_ref());
+        object
+    });
+    let mut answer = head.object(false, choices.collect());
+    answer["usage"] = total.json();
+    Ok(Json(answer))
+}
+
+/// The engine went away without a last event.
+pub(crate) fn cut_off() -> ApiError {
+    ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "the engine stopped before the answer was complete")
+}
+
+/// Sets `finish_reason` and vLLM's `stop_reason`.
+pub(crate) fn finish(choice: &mut Value, finish: Option<&Finish>) {
+    let (reason, stop) = match finish {
+        None => (Value::Null, Value::Null),
+        Some(Finish::Eos) => (json!("stop"), Value::Null),
+        Some(Finish::StopToken(token)) => (json!("stop"), json!(token)),
+        Some(Finish::StopString(string)) => (json!("stop"), json!(string)),
+        Some(Finish::Length) => (json!("length"), Value::Null),
+    };
+    choice["finish_reason"] = reason;
+    choice["stop_reason"] = stop;
+}
+
+/// The `logprobs` object of some tokens in either format.
+pub(crate) fn logprobs(kind: Kind, text: &dyn Text, tokens: &[TokenRecord]) -> Value {
+    match kind {
+        Kind::Chat => {
+            let entry = |t: &TokenLogprob| {
+                let bytes = text.token_bytes(t.token);
+                json!({"token": String::from_utf8_lossy(&bytes), "logprob": t.logprob, "bytes": bytes})
+            };
+            let content = tokens.iter().map(|t| {
+                let mut object = entry(&t.chosen);
+                object["top_logprobs"] = t.top.iter().map(entry).collect();
+                object
+            });
+            json!({"content": content.collect::<Vec<_>>(), "refusal": null})
+        }
+        Kind::Text => {
+            let name = |token| String::from_utf8_lossy(&text.token_bytes(token)).into_owned();
+            let top = tokens.iter().map(|t| {
+                let pairs = t.top.iter().map(|t| (name(t.token), json!(t.logprob)));
+                pairs.collect::<Map<String, Value>>()
+            });
+            json!({
+                "tokens": tokens.iter().map(|t| name(t.chosen.token)).collect::<Vec<_>>(),
+                "token_logprobs": tokens.iter().map(|t| t.chosen.logprob).collect::<Vec<_>>(),
+                "top_logprobs": top.collect::<Vec<_>>(),
+                "text_offset": tokens.iter().map(|t| t.text_offset).collect::<Vec<_>>(),
+            })
+        }
+    }
+}
+
+/// A delta with nothing to show needs no chunk.
+pub(crate) fn silent(delta: &Delta) -> bool {
+    delta.text.is_empty() && delta.tokens.is_empty()
+}
+
+fn unix_now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}

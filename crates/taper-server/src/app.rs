@@ -1,0 +1,143 @@
+//! The router and the endpoints that only look.
+
+use crate::body::Body;
+use crate::error::ApiError;
+use crate::{chat, completions};
+use axum::Json;
+use axum::Router;
+use axum::extract::{DefaultBodyLimit, Path, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::time::Duration;
+use taper_attention::AttentionSpec;
+use taper_engine::Engine;
+
+/// What the server adds to the engine.
+#[derive(Debug, Clone)]
+pub struct ServerConfig {
+    /// Attention of requests that say nothing of it.
+    pub attention: AttentionSpec,
+    /// Largest request body.
+    pub body_bytes: usize,
+    /// Most prompts of one text completion.
+    pub prompts: usize,
+    /// Silence in a stream after which a comment keeps proxies from closing it.
+    pub keep_alive: Duration,
+}
+
+impl Default for ServerConfig {
+    fn default() -> Self {
+        Self {
+            attention: AttentionSpec::default(),
+            body_bytes: 16 << 20,
+            prompts: 64,
+            keep_alive: Duration::from_secs(10),
+        }
+    }
+}
+
+/// What every handler shares.
+pub(crate) struct App {
+    pub(crate) engine: Arc<Engine>,
+    pub(crate) config: ServerConfig,
+}
+
+/// All routes.
+pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
+    let limit = DefaultBodyLimit::max(config.body_bytes);
+    let app = Arc::new(App { engine, config });
+    Router::new()
+        .route("/health", get(health))
+        .route("/ready", get(ready))
+        .route("/version", get(version))
+        .route("/v1/models", get(models))
+        .route("/v1/models/{*id}", get(model))
+        .route("/v1/attention/methods", get(methods))
+        .route("/v1/chat/completions", post(chat_completions))
+        .route("/v1/completions", post(text_completions))
+        .fallback(async || ApiError::new(StatusCode::NOT_FOUND, "no such path"))
+        .method_not_allowed_fallback(async || {
+            ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method")
+        })
+        .layer(limit)
+        .with_state(app)
+}
+
+/// Liveness: 503 only if the engine died; it stays 200 while the server drains.
+async fn health(State(app): State<Arc<App>>) -> StatusCode {
+    let load = app.engine.load();
+    if load.dead && !load.draining {
+        return StatusCode::SERVICE_UNAVAILABLE;
+    }
+    StatusCode::OK
+}
+
+/// Readiness: whether a new request would be taken.
+async fn ready(State(app): State<Arc<App>>) -> Response {
+    let load = app.engine.load();
+    if load.draining || load.dead {
+        return ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the server is shutting down").into_response();
+    }
+    Json(json!({"waiting": load.waiting, "running": load.running})).into_response()
+}
+
+async fn version() -> Json<Value> {
+    Json(json!({"version": env!("CARGO_PKG_VERSION")}))
+}
+
+async fn models(State(app): State<Arc<App>>) -> Json<Value> {
+    Json(json!({"object": "list", "data": [card(&app)]}))
+}
+
+async fn model(State(app): State<Arc<App>>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {
+    app.check_model(Some(&id))?;
+    Ok(Json(card(&app)))
+}
+
+fn card(app: &App) -> Value {
+    let model = app.engine.model();
+    json!({
+        "id": model.id,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "taper",
+        "max_model_len": app.engine.limits().context_tokens,
+    })
+}
+
+/// Every method with its parameters, and the attention of a request that names none.
+async fn methods(State(app): State<Arc<App>>) -> Json<Value> {
+    Json(json!({
+        "object": "list",
+        "data": taper_attention::catalogue(),
+        "default": app.config.attention,
+    }))
+}
+
+async fn chat_completions(State(app): State<Arc<App>>, body: Body) -> Result<Response, ApiError> {
+    let call = body.parse(&app, chat::parse).await?;
+    call.run(&app).await
+}
+
+async fn text_completions(State(app): State<Arc<App>>, body: Body) -> Result<Response, ApiError> {
+    let call = body.parse(&app, completions::parse).await?;
+    call.run(&app).await
+}
+
+impl App {
+    /// Refuses the name of a model that is not served; none means the one there is.
+    pub(crate) fn check_model(&self, name: Option<&str>) -> Result<(), ApiError> {
+        let served = &self.engine.model().id;
+        match name {
+            Some(name) if name != served => Err(ApiError {
+                status: 404,
+                message: format!("the model `{name}` is not served here; `{served}` is"),
+                param: Some("model".into()),
+            }),
+            _ => Ok(()),
+        }
+    }
+}

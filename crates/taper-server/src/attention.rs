@@ -1,0 +1,183 @@
+//! From a request's knobs to its attention: the `attention` object, the short forms, and vLLM's `vllm_xargs`.
+
+use crate::error::ApiError;
+use crate::fields::{Fields, brief};
+use crate::knobs::near_miss;
+use serde_json::{Map, Value};
+use taper_attention::{AttentionSpec, Wire};
+
+/// What the request says of attention, in one shape whatever the spelling.
+#[derive(Debug, Default)]
+struct Knobs {
+    attention: Option<Value>,
+    epsilon: Option<Value>,
+    delta: Option<Value>,
+    gamma: Option<Value>,
+    /// Paths that came from `vllm_xargs`, with the key there.
+    origin: Vec<(String, String)>,
+    /// Other keys of `vllm_xargs`.
+    ignored: Vec<String>,
+}
+
+/// Reads all knobs and resolves them over the server's preset; returns the ignored keys of `vllm_xargs` too.
+pub(crate) fn read(fields: &mut Fields<'_>, preset: &AttentionSpec) -> Result<(AttentionSpec, Vec<String>), ApiError> {
+    let mut knobs = Knobs {
+        attention: fields.get("attention").cloned(),
+        epsilon: fields.get("epsilon").cloned(),
+        delta: fields.get("delta").cloned(),
+        gamma: fields.get("gamma").cloned(),
+        ..Knobs::default()
+    };
+    if let Some(bag) = fields.object("vllm_xargs")? {
+        knobs.xargs(bag)?;
+    }
+    let wire = Wire {
+        attention: knobs.attention.as_ref(),
+        epsilon: knobs.epsilon.as_ref(),
+        delta: knobs.delta.as_ref(),
+        gamma: knobs.gamma.as_ref(),
+    };
+    match AttentionSpec::resolve(preset, &wire) {
+        Ok(spec) => Ok((spec, knobs.ignored)),
+        Err(error) => {
+            let origin = knobs.origin.iter().find(|(path, _)| *path == error.path);
+            let path = origin.map_or(error.path, |(_, key)| format!("vllm_xargs.{key}"));
+            let message = format!("{path}: {}", error.message);
+            Err(ApiError::invalid(path, message))
+        }
+    }
+}
+
+impl Knobs {
+    fn xargs(&mut self, bag: &Map<String, Value>) -> Result<(), ApiError> {
+        for (key, value) in bag {
+            let path = format!("vllm_xargs.{key}");
+            let Some(name) = key.strip_prefix("attention_") else {
+                if let Some(knob) = near_miss(key) {
+                    let leaf = knob.trim_start_matches("attention.").replace('.', "_");
+                    return Err(ApiError::invalid(
+                        &path,
+                        format!("unknown key `{key}`; did you mean `attention_{leaf}`?"),
+                    ));
+                }
+                self.ignored.push(path);
+                continue;
+            };
+            let value = scalar(&path, value)?;
+            match name {
+                "epsilon" => put(&mut self.epsilon, value, &path)?,
+                "delta" => put(&mut self.delta, value, &path)?,
+                "gamma" => put(&mut self.gamma, value, &path)?,
+                _ => {
+                    let place = place(name).ok_or_else(|| {
+                        ApiError::invalid(
+                            &path,
+                            format!(
+                                "unknown key `{key}`; known: attention_epsilon, attention_delta, attention_gamma, \
+                                 attention_prefill_<field>, attention_decode_<field>, attention_audit"
+                            ),
+                        )
+                    })?;
+                    self.nest(&place, value, &path)?;
+                    self.origin.push((format!("attention.{}", place.join(".")), key.clone()));
+                    continue;
+                }
+            }
+            self.origin.push((name.to_string(), key.clone()));
+        }
+        Ok(())
+    }
+
+    /// Sets a field inside the `attention` object, which is made if the request has none.
+    fn nest(&mut self, place: &[&str], value: Value, path: &str) -> Result<(), ApiError> {
+        let mut at = self.attention.get_or_insert_with(|| Value::Object(Map::new()));
+        for (depth, &part) in place.iter().enumerate() {
+            let Some(object) = at.as_object_mut() else {
+                return Err(ApiError::invalid("attention", "attention must be an object"));
+            };
+            if depth + 1 == place.len() {
+                if object.contains_key(part) {
+                    return Err(twice(path));
+                }
+                object.insert(part.to_string(), value);
+                return Ok(());
+            }
+            at = object.entry(part).or_insert_with(|| Value::Object(Map::new()));
+        }
+        Ok(())
+    }
+}
+
+/// Where `prefill_method` and the like belong in the `attention` object.
+fn place(name: &str) -> Option<Vec<&str>> {
+    if name == "audit" {
+        return Some(vec![name]);
+    }
+    let (phase, field) = name.split_once('_')?;
+    (matches!(phase, "prefill" | "decode") && !field.is_empty()).then(|| vec![phase, field])
+}
+
+fn put(slot: &mut Option<Value>, value: Value, path: &str) -> Result<(), ApiError> {
+    if slot.is_some() {
+        return Err(twice(path));
+    }
+    *slot = Some(value);
+    Ok(())
+}
+
+fn twice(path: &str) -> ApiError {
+    ApiError::invalid(path, format!("{path} sets what the request sets elsewhere too; keep one of them"))
+}
+
+/// Gateways may pass numbers as strings, since vLLM allows both.
+fn scalar(path: &str, value: &Value) -> Result<Value, ApiError> {
+    match value {
+        Value::Number(_) | Value::Bool(_) => Ok(value.clone()),
+        Value::String(text) => Ok(match serde_json::from_str::<Value>(text) {
+            Ok(number @ (Value::Number(_) | Value::Bool(_))) => number,
+            _ => value.clone(),
+        }),
+        other => Err(ApiError::invalid(
+            path,
+            format!("{path} must be a string, a number or a boolean, not {}", brief(other)),
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn knobs(attention: Option<Value>, bag: Value) -> Result<Knobs, ApiError> {
+        let mut knobs = Knobs { attention, ..Knobs::default() };
+        knobs.xargs(bag.as_object().unwrap()).map(|()| knobs)
+    }
+
+    #[test]
+    fn scalars_find_their_places() {
+        let k = knobs(
+            None,
+            json!({"attention_epsilon": "0.05", "attention_prefill_method": "streaming_llm",
+                   "attention_prefill_window": 512, "attention_audit": 0.01, "other": "x"}),
+        )
+        .unwrap();
+        assert_eq!(k.epsilon, Some(json!(0.05)));
+        assert_eq!(k.attention, Some(json!({"prefill": {"method": "streaming_llm", "window": 512}, "audit": 0.01})));
+        assert_eq!(k.ignored, ["vllm_xargs.other"]);
+    }
+
+    #[test]
+    fn misspelt_or_doubled_keys_are_refused() {
+        let refused = |attention, bag| knobs(attention, bag).unwrap_err();
+        let e = refused(None, json!({"attn_method": "x", "epsilon": 0.1}));
+        assert!(e.message.contains("did you mean `attention_"), "{e}");
+        assert_eq!(
+            refused(None, json!({"attention_epsilonn": 0.1})).param.as_deref(),
+            Some("vllm_xargs.attention_epsilonn")
+        );
+        let e = refused(Some(json!({"decode": {"method": "dense"}})), json!({"attention_decode_method": "vattention"}));
+        assert!(e.message.contains("keep one"), "{e}");
+        assert!(refused(None, json!({"attention_gamma": [1]})).message.contains("not an array"));
+    }
+}

@@ -1,0 +1,51 @@
+//! Request bodies: bytes to a JSON object, off the async threads, because tokenizing a long prompt takes a while.
+
+use crate::answer::Call;
+use crate::app::App;
+use crate::error::ApiError;
+use axum::body::Bytes;
+use axum::extract::{FromRequest, Request};
+use axum::http::StatusCode;
+use serde_json::{Map, Value};
+use std::sync::Arc;
+
+/// A body within the size limit.
+pub(crate) struct Body(Bytes);
+
+impl<S: Send + Sync> FromRequest<S> for Body {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
+        Bytes::from_request(request, state).await.map(Self).map_err(|rejection| match rejection.status() {
+            StatusCode::PAYLOAD_TOO_LARGE => {
+                ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "the request body is larger than this server takes")
+            }
+            _ => ApiError::new(StatusCode::BAD_REQUEST, rejection.body_text()),
+        })
+    }
+}
+
+impl Body {
+    /// Parses the object and hands it to an endpoint's own parser.
+    pub(crate) async fn parse(
+        self,
+        app: &Arc<App>,
+        endpoint: fn(&App, &Map<String, Value>) -> Result<Call, ApiError>,
+    ) -> Result<Call, ApiError> {
+        let app = Arc::clone(app);
+        let parsed = tokio::task::spawn_blocking(move || endpoint(&app, &object(&self.0)?)).await;
+        parsed.unwrap_or_else(|panic| {
+            tracing::error!(%panic, "parsing a request panicked");
+            Err(ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "reading the request failed"))
+        })
+    }
+}
+
+fn object(bytes: &[u8]) -> Result<Map<String, Value>, ApiError> {
+    let bad = |message| ApiError::new(StatusCode::BAD_REQUEST, message);
+    match serde_json::from_slice(bytes) {
+        Ok(Value::Object(map)) => Ok(map),
+        Ok(_) => Err(bad("the body must be a JSON object".to_string())),
+        Err(error) => Err(bad(format!("the body is not valid JSON: {error}"))),
+    }
+}

@@ -1,0 +1,80 @@
+//! One table: what went wrong -> status, type, message, `param`, headers.
+
+use axum::Json;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+use taper_engine::{RequestError, SubmitError, TextError};
+
+/// Seconds after which a refused client should try again.
+const RETRY_SECONDS: &str = "1";
+
+/// An error as clients see it.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct ApiError {
+    /// HTTP status, and `code` in the body.
+    pub status: u16,
+    /// What to do about it.
+    pub message: String,
+    /// The field at fault, as a path (`attention.decode.epsilon`).
+    pub param: Option<String>,
+}
+
+impl ApiError {
+    /// A field that cannot be accepted.
+    pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> Self {
+        Self { status: 400, message: message.into(), param: Some(param.into()) }
+    }
+
+    /// An error without a field.
+    pub fn new(status: StatusCode, message: impl Into<String>) -> Self {
+        Self { status: status.as_u16(), message: message.into(), param: None }
+    }
+
+    /// The error object that goes under `error`, in a body or in a stream.
+    pub fn body(&self) -> Value {
+        let kind = match self.status {
+            400 | 413 => "BadRequestError",
+            404 | 405 => "NotFoundError",
+            503 => "ServiceUnavailableError",
+            _ => "InternalServerError",
+        };
+        json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}})
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let status = StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let mut response = (status, Json(self.body())).into_response();
+        if status == StatusCode::SERVICE_UNAVAILABLE {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static(RETRY_SECONDS));
+        }
+        response
+    }
+}
+
+impl From<RequestError> for ApiError {
+    fn from(error: RequestError) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string())
+    }
+}
+
+/// A request that the engine did not take; `prompt` names the prompt's field.
+pub(crate) fn refused(error: &SubmitError, prompt: &str, max_tokens: &str) -> ApiError {
+    let message = error.to_string();
+    match error {
+        SubmitError::EmptyPrompt | SubmitError::UnknownToken { .. } => ApiError::invalid(prompt, message),
+        SubmitError::Context { prompt: n, limit, .. } if n >= limit => ApiError::invalid(prompt, message),
+        SubmitError::Context { .. } | SubmitError::Cache { .. } => ApiError::invalid(max_tokens, message),
+        SubmitError::Busy { .. } | SubmitError::Draining | SubmitError::Dead => {
+            ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message)
+        }
+    }
+}
+
+/// Text that tokenizer or template refused.
+pub(crate) fn text(error: &TextError, param: &str) -> ApiError {
+    ApiError::invalid(param, error.to_string())
+}

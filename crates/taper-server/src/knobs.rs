@@ -1,0 +1,197 @@
+//! Fields that Taper does not know: named and ignored, unless they look like a misspelt knob or would change the
+//! answer.
+//!
+//! A misspelt `epsilon` that quietly became dense attention would be the worst answer this server can give.
+
+use crate::error::ApiError;
+use crate::fields::brief;
+use serde_json::{Map, Value};
+
+/// The top-level fields that choose attention.
+pub(crate) const KNOBS: [&str; 4] = ["attention", "epsilon", "delta", "gamma"];
+
+/// Fields of OpenAI's API or of other servers with names of their own: never taken for a knob.
+const FOREIGN: &[&str] = &[
+    "add_generation_prompt",
+    "add_special_tokens",
+    "allowed_token_ids",
+    "audio",
+    "bad_words",
+    "cache_salt",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "custom_params",
+    "detokenize",
+    "documents",
+    "include_reasoning",
+    "include_stop_str_in_output",
+    "kv_transfer_params",
+    "length_penalty",
+    "lora_path",
+    "metadata",
+    "min_tokens",
+    "mm_processor_kwargs",
+    "modalities",
+    "parallel_tool_calls",
+    "prediction",
+    "priority",
+    "prompt_cache_key",
+    "prompt_logprobs",
+    "reasoning",
+    "reasoning_effort",
+    "request_id",
+    "return_token_ids",
+    "safety_identifier",
+    "service_tier",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "store",
+    "thinking",
+    "truncate_prompt_tokens",
+    "typical_p",
+    "use_beam_search",
+    "user",
+    "verbosity",
+    "web_search_options",
+];
+
+/// Names that people use for a knob; their underscores and case do not count.
+const ALIASES: &[(&str, &str)] = &[
+    ("attentionmethod", "attention"),
+    ("attentionconfig", "attention"),
+    ("attentionspec", "attention"),
+    ("attentionpreset", "attention"),
+    ("attentionbackend", "attention"),
+    ("sparseattention", "attention"),
+    ("sparseattentionconfig", "attention"),
+    ("attn", "attention"),
+    ("attnmethod", "attention"),
+    ("attnconfig", "attention"),
+    ("attentions", "attention"),
+    ("prefill", "attention.prefill"),
+    ("prefillmethod", "attention.prefill.method"),
+    ("decode", "attention.decode"),
+    ("decodemethod", "attention.decode.method"),
+    ("audit", "attention.audit"),
+    ("eps", "epsilon"),
+    ("attentionepsilon", "epsilon"),
+    ("attentiondelta", "delta"),
+    ("attentiongamma", "gamma"),
+];
+
+/// Fields that other servers know and that would change the answer: refused, not ignored.
+const REFUSED: &[(&str, &str)] = &[
+    (
+        "extra_body",
+        "extra_body is for the OpenAI client, which merges its content into the request: \
+      put these fields at the top level of the JSON",
+    ),
+    ("functions", "functions are not supported"),
+    ("guided_choice", "guided decoding is not supported"),
+    ("guided_grammar", "guided decoding is not supported"),
+    ("guided_json", "guided decoding is not supported"),
+    ("guided_regex", "guided decoding is not supported"),
+    ("structured_outputs", "structured outputs are not supported"),
+    ("suffix", "suffix is not supported"),
+];
+
+/// Sorts the fields that nothing read: an error for a near miss or a refused one, else their names.
+pub(crate) fn unknown<'a>(
+    map: &Map<String, Value>,
+    unread: impl Iterator<Item = &'a str>,
+) -> Result<Vec<String>, ApiError> {
+    let mut ignored = Vec::new();
+    for name in unread {
+        let value = map.get(name).unwrap_or(&Value::Null);
+        if value.is_null() {
+            continue;
+        }
+        refuse(name, value)?;
+        if !FOREIGN.contains(&name)
+            && let Some(knob) = near_miss(name)
+        {
+            return Err(ApiError::invalid(name, format!("unknown field `{name}`; did you mean `{knob}`?")));
+        }
+        ignored.push(name.to_string());
+    }
+    Ok(ignored)
+}
+
+fn refuse(name: &str, value: &Value) -> Result<(), ApiError> {
+    if let Some((_, why)) = REFUSED.iter().find(|(field, _)| *field == name) {
+        return Err(ApiError::invalid(name, *why));
+    }
+    let harmless = match name {
+        "tools" => value.as_array().is_some_and(Vec::is_empty),
+        "tool_choice" => matches!(value.as_str(), Some("none" | "auto")),
+        "response_format" => value.get("type").and_then(Value::as_str) == Some("text"),
+        "use_beam_search" => value == &Value::Bool(false),
+        _ => true,
+    };
+    if harmless {
+        return Ok(());
+    }
+    let message = format!("{name} is not supported here: {} would change the answer", brief(value));
+    Err(ApiError::invalid(name, message))
+}
+
+/// The knob that an unknown name most likely means.
+pub(crate) fn near_miss(name: &str) -> Option<&'static str> {
+    let plain: String = name.chars().filter(|c| c.is_alphanumeric()).flat_map(char::to_lowercase).collect();
+    if let Some((_, knob)) = ALIASES.iter().find(|(alias, _)| *alias == plain) {
+        return Some(knob);
+    }
+    KNOBS.into_iter().find(|knob| {
+        // One slip in a short name, two in a long one; a swap of neighbours is one slip.
+        let slips = if knob.len() > 5 { 2 } else { 1 };
+        strsim::damerau_levenshtein(&plain, knob) <= slips
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn misspelt_knobs_are_found() {
+        for (name, knob) in [
+            ("epsilonn", "epsilon"),
+            ("Epsilon", "epsilon"),
+            ("EPSILON", "epsilon"),
+            ("espilon", "epsilon"),
+            ("epsillon", "epsilon"),
+            ("epsilon_", "epsilon"),
+            ("eps", "epsilon"),
+            ("Gamma", "gamma"),
+            ("gama", "gamma"),
+            ("gmama", "gamma"),
+            ("gammas", "gamma"),
+            ("Delta", "delta"),
+            ("dleta", "delta"),
+            ("detla", "delta"),
+            ("attn", "attention"),
+            ("Attention", "attention"),
+            ("atention", "attention"),
+            ("attenton", "attention"),
+            ("sparse_attention", "attention"),
+            ("decode", "attention.decode"),
+            ("attention_epsilon", "epsilon"),
+        ] {
+            assert_eq!(near_miss(name), Some(knob), "{name}");
+        }
+    }
+
+    #[test]
+    fn names_of_their_own_are_left_alone() {
+        for name in FOREIGN.iter().chain(&["temprature", "foo", "data", "beta", "alpha", "game", "question", "mention"])
+        {
+            assert!(FOREIGN.contains(name) || near_miss(name).is_none(), "{name}");
+        }
+        let map = serde_json::json!({"user": "u", "metadata": {}, "foo": 1, "tools": [], "x": null});
+        let map = map.as_object().unwrap();
+        let mut ignored = unknown(map, map.keys().map(String::as_str)).unwrap();
+        ignored.sort();
+        assert_eq!(ignored, ["foo", "metadata", "tools", "user"]);
+    }
+}

@@ -1,0 +1,132 @@
+//! The fields that chat and text completions share: sampling, stops, lengths, streaming.
+
+use crate::error::ApiError;
+use crate::fields::Fields;
+use serde_json::Value;
+use taper_engine::{SamplingParams, StopRules};
+
+/// Most answers of one request.
+const MAX_CHOICES: i64 = 32;
+/// Most stop strings of one request.
+const MAX_STOPS: usize = 16;
+
+type Result<T> = std::result::Result<T, ApiError>;
+
+/// What both endpoints read alike.
+#[derive(Debug)]
+pub(crate) struct Common {
+    pub(crate) sampling: SamplingParams,
+    pub(crate) stop: StopRules,
+    pub(crate) choices: usize,
+    pub(crate) stream: bool,
+    /// Whether the stream ends with a usage chunk.
+    pub(crate) include_usage: bool,
+    /// The field that set the length, for errors.
+    pub(crate) max_field: &'static str,
+}
+
+/// Reads them.
+pub(crate) fn read(fields: &mut Fields<'_>) -> Result<Common> {
+    let sampling = sampling(fields)?;
+    let (max_tokens, max_field) = max_tokens(fields)?;
+    let stop = StopRules {
+        strings: stops(fields)?,
+        tokens: token_ids(fields)?,
+        ignore_eos: fields.bool("ignore_eos")?.unwrap_or(false),
+        max_tokens,
+    };
+    let choices = fields.int("n", 1..=MAX_CHOICES)?.unwrap_or(1);
+    if fields.int("best_of", 1..=MAX_CHOICES)?.is_some_and(|best_of| best_of != choices) {
+        return Err(ApiError::invalid("best_of", "best_of is only supported where it equals n"));
+    }
+    let stream = fields.bool("stream")?.unwrap_or(false);
+    let mut include_usage = false;
+    if let Some(options) = fields.object("stream_options")? {
+        if !stream {
+            return Err(ApiError::invalid("stream_options", "stream_options needs stream: true"));
+        }
+        let mut options = Fields::new(options, "stream_options.");
+        include_usage = options.bool("include_usage")?.unwrap_or(false);
+    }
+    Ok(Common { sampling, stop, choices: choices as usize, stream, include_usage, max_field })
+}
+
+fn sampling(fields: &mut Fields<'_>) -> Result<SamplingParams> {
+    let penalty = |x: f64| (-2.0..=2.0).contains(&x);
+    let unit = |x: f64| (0.0..=1.0).contains(&x);
+    let temperature = fields.number("temperature", "[0, 2]", |x| (0.0..=2.0).contains(&x))?;
+    let top_p = fields.number("top_p", "(0, 1]", |x| x > 0.0 && x <= 1.0)?;
+    let min_p = fields.number("min_p", "[0, 1]", unit)?;
+    // 0 and -1 both mean all, as in vLLM.
+    let top_k = fields.int("top_k", -1..=i64::MAX)?.filter(|&k| k > 0);
+    let presence = fields.number("presence_penalty", "[-2, 2]", penalty)?;
+    let frequency = fields.number("frequency_penalty", "[-2, 2]", penalty)?;
+    let repetition = fields.number("repetition_penalty", "[0.01, 10]", |x| (0.01..=10.0).contains(&x))?;
+    let seed = fields.int("seed", i64::MIN..=i64::MAX)?;
+    Ok(SamplingParams {
+        temperature: temperature.unwrap_or(1.0),
+        top_k: top_k.map(|k| k as usize),
+        top_p: top_p.unwrap_or(1.0),
+        min_p: min_p.unwrap_or(0.0),
+        seed: seed.map_or_else(rand::random, |seed| seed as u64),
+        presence_penalty: presence.unwrap_or(0.0),
+        frequency_penalty: frequency.unwrap_or(0.0),
+        repetition_penalty: repetition.unwrap_or(1.0),
+        logit_bias: logit_bias(fields)?,
+    })
+}
+
+fn logit_bias(fields: &mut Fields<'_>) -> Result<Vec<(u32, f32)>> {
+    let Some(map) = fields.object("logit_bias")? else {
+        return Ok(Vec::new());
+    };
+    let entry = |(token, bias): (&String, &Value)| {
+        let path = format!("logit_bias.{token}");
+        let id: u32 =
+            token.parse().map_err(|_| ApiError::invalid(&path, format!("{path}: keys of logit_bias are token ids")))?;
+        let bias = bias.as_f64().filter(|b| (-100.0..=100.0).contains(b));
+        let bias = bias.ok_or_else(|| ApiError::invalid(&path, format!("{path} must be a number in [-100, 100]")))?;
+        Ok((id, bias as f32))
+    };
+    map.iter().map(entry).collect()
+}
+
+fn max_tokens(fields: &mut Fields<'_>) -> Result<(Option<usize>, &'static str)> {
+    let old = fields.int("max_tokens", 1..=i64::MAX)?;
+    let new = fields.int("max_completion_tokens", 1..=i64::MAX)?;
+    match (old, new) {
+        (Some(a), Some(b)) if a != b => Err(ApiError::invalid(
+            "max_completion_tokens",
+            format!("max_completion_tokens is {b} but max_tokens is {a}; keep one of them"),
+        )),
+        (_, Some(n)) => Ok((Some(n as usize), "max_completion_tokens")),
+        (n, None) => Ok((n.map(|n| n as usize), "max_tokens")),
+    }
+}
+
+fn stops(fields: &mut Fields<'_>) -> Result<Vec<String>> {
+    let wrong = || {
+        ApiError::invalid("stop", format!("stop must be a string or an array of up to {MAX_STOPS} strings, none empty"))
+    };
+    let list = match fields.get("stop") {
+        None => return Ok(Vec::new()),
+        Some(Value::Array(list)) => list.as_slice(),
+        Some(one) => std::slice::from_ref(one),
+    };
+    if list.len() > MAX_STOPS {
+        return Err(wrong());
+    }
+    list.iter().map(|v| v.as_str().filter(|s| !s.is_empty()).map(String::from).ok_or_else(wrong)).collect()
+}
+
+fn token_ids(fields: &mut Fields<'_>) -> Result<Vec<u32>> {
+    let Some(list) = fields.array("stop_token_ids")? else {
+        return Ok(Vec::new());
+    };
+    ids(list).ok_or_else(|| ApiError::invalid("stop_token_ids", "stop_token_ids must be an array of token ids"))
+}
+
+/// An array of token ids; `None` if an element is something else.
+pub(crate) fn ids(list: &[Value]) -> Option<Vec<u32>> {
+    list.iter().map(|v| v.as_u64().and_then(|n| u32::try_from(n).ok())).collect()
+}

@@ -1,0 +1,134 @@
+//! The answer as server-sent events: role first, text, usage chunk, `[DONE]` last, also after an error.
+
+use crate::answer::{Call, Head, Kind, Merged, Total, cut_off, finish, logprobs, silent};
+use crate::app::App;
+use crate::error::ApiError;
+use axum::http::{HeaderName, HeaderValue};
+use axum::response::sse::{self, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use futures_util::stream::{Stream, StreamExt};
+use serde_json::{Value, json};
+use std::convert::Infallible;
+use std::sync::Arc;
+use taper_engine::{Delta, Event};
+
+/// Tells nginx to pass events on at once.
+const UNBUFFERED: HeaderName = HeaderName::from_static("x-accel-buffering");
+
+/// Answers with a stream.
+///
+/// The status is held back until the first event, so that a failed prefill is an honest 500; but no longer than the
+/// keep-alive interval, since proxies close silent connections.
+pub(crate) async fn answer(app: &Arc<App>, call: Call, head: Head, mut events: Merged) -> Result<Response, ApiError> {
+    let interval = app.config.keep_alive;
+    let first = match tokio::time::timeout(interval, events.next()).await {
+        Ok(None) => return Err(cut_off()),
+        Ok(Some((_, Event::Failed(error)))) => return Err(error.into()),
+        Ok(first) => first,
+        Err(_) => None,
+    };
+    let chunks = Chunks { app: Arc::clone(app), call, head };
+    let stream = chunks.stream(first, events);
+    let keep_alive = KeepAlive::new().interval(interval).text("keep-alive");
+    let mut response = Sse::new(stream).keep_alive(keep_alive).into_response();
+    response.headers_mut().insert(UNBUFFERED, HeaderValue::from_static("no"));
+    Ok(response)
+}
+
+struct Chunks {
+    app: Arc<App>,
+    call: Call,
+    head: Head,
+}
+
+impl Chunks {
+    fn stream(
+        self,
+        first: Option<(usize, Event)>,
+        mut events: Merged,
+    ) -> impl Stream<Item = Result<sse::Event, Infallible>> + Send {
+        async_stream::stream! {
+            for chunk in self.opening() {
+                yield data(&chunk);
+            }
+            let mut total = Total::default();
+            let mut next = first;
+            let failure = loop {
+                let event = match next.take() {
+                    Some(event) => Some(event),
+                    None => events.next().await,
+                };
+                match event {
+                    None => break (total.done < self.call.prompts.len()).then(cut_off),
+                    Some((_, Event::Prefilled)) => {}
+                    Some((prompt, Event::Delta(delta))) => {
+                        for chunk in self.delta(prompt, &delta) {
+                            yield data(&chunk);
+                        }
+                    }
+                    Some((prompt, Event::Done(usage))) => total.add(prompt, usage),
+                    Some((_, Event::Failed(error))) => break Some(error.into()),
+                }
+            };
+            if let Some(error) = failure {
+                yield data(&error.body());
+            } else if self.call.common.include_usage {
+                let mut chunk = self.head.object(true, Vec::new());
+                chunk["usage"] = total.json();
+                yield data(&chunk);
+            }
+            yield Ok(sse::Event::default().data("[DONE]"));
+        }
+    }
+
+    /// What comes before any token: each choice's role, or the echoed prompt.
+    fn opening(&self) -> Vec<Value> {
+        let mut chunks = Vec::new();
+        for (prompt, p) in self.call.prompts.iter().enumerate() {
+            for choice in 0..self.call.common.choices {
+                let mut object = match (self.call.kind, &p.echo) {
+                    (Kind::Chat, _) => json!({"delta": {"role": "assistant", "content": ""}}),
+                    (Kind::Text, Some(echo)) => json!({"text": echo}),
+                    (Kind::Text, None) => continue,
+                };
+                object["index"] = json!(self.call.index(prompt, choice));
+                object["logprobs"] = Value::Null;
+                finish(&mut object, None);
+                chunks.push(self.head.object(true, vec![object]));
+            }
+        }
+        chunks
+    }
+
+    fn delta(&self, prompt: usize, delta: &Delta) -> Vec<Value> {
+        let index = self.call.index(prompt, delta.choice);
+        let logprobs = self
+            .call
+            .logprobs
+            .filter(|_| !delta.tokens.is_empty())
+            .map(|_| logprobs(self.call.kind, self.app.engine.text(), &delta.tokens));
+        let make = |mut object: Value, logprobs: Option<Value>, end| {
+            object["index"] = json!(index);
+            object["logprobs"] = json!(logprobs);
+            finish(&mut object, end);
+            self.head.object(true, vec![object])
+        };
+        let end = delta.finish.as_ref();
+        if self.call.kind == Kind::Text {
+            return vec![make(json!({"text": delta.text}), logprobs, end)];
+        }
+        // OpenAI's chat stream ends a choice with an empty delta of its own.
+        let mut chunks = Vec::new();
+        if !silent(delta) {
+            chunks.push(make(json!({"delta": {"content": delta.text}}), logprobs, None));
+        }
+        if end.is_some() {
+            chunks.push(make(json!({"delta": {}}), None, end));
+        }
+        chunks
+    }
+}
+
+fn data(value: &Value) -> Result<sse::Event, Infallible> {
+    Ok(sse::Event::default().data(value.to_string()))
+}

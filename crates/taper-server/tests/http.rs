@@ -1,0 +1,372 @@
+//! Answers in one piece, and every refusal.
+
+mod support;
+
+use axum::http::StatusCode;
+use serde_json::{Value, json};
+use std::time::Duration;
+use support::{custom, server, wait};
+use taper_engine::EngineConfig;
+use taper_engine::stub::StubBackend;
+use taper_server::ServerConfig;
+
+fn chat(extra: Value) -> Value {
+    let mut body = json!({"model": "stub", "messages": [{"role": "user", "content": "hi"}], "temperature": 0});
+    body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+    body
+}
+
+fn complete(extra: Value) -> Value {
+    let mut body = json!({"model": "stub", "prompt": "hi", "temperature": 0});
+    body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+    body
+}
+
+#[tokio::test]
+async fn the_looking_endpoints() {
+    let server = server("x");
+    let health = server.get("/health").await;
+    assert_eq!((health.status, health.text.as_str()), (StatusCode::OK, ""));
+    assert_eq!(server.get("/ready").await.status, StatusCode::OK);
+    assert_eq!(server.get("/version").await.json(), json!({"version": env!("CARGO_PKG_VERSION")}));
+    let card =
+        json!({"id": "stub", "object": "model", "created": 1_700_000_000, "owned_by": "taper", "max_model_len": 512});
+    assert_eq!(server.get("/v1/models").await.json(), json!({"object": "list", "data": [card]}));
+    assert_eq!(server.get("/v1/models/stub").await.json(), card);
+    let missing = server.get("/v1/models/org/other").await;
+    assert_eq!(missing.status, StatusCode::NOT_FOUND);
+    assert_eq!(missing.error().1, "model");
+    let methods = server.get("/v1/attention/methods").await.json();
+    let names: Vec<&str> = methods["data"].as_array().unwrap().iter().map(|m| m["name"].as_str().unwrap()).collect();
+    assert!(names.contains(&"dense"), "{names:?}");
+}
+
+#[tokio::test]
+async fn paths_and_methods_that_do_not_exist() {
+    let server = server("x");
+    let missing = server.get("/v1/nothing").await;
+    assert_eq!(missing.status, StatusCode::NOT_FOUND);
+    missing.error();
+    let wrong = server.get("/v1/completions").await;
+    assert_eq!(wrong.status, StatusCode::METHOD_NOT_ALLOWED);
+    wrong.error();
+}
+
+#[tokio::test]
+async fn a_chat_completion() {
+    let answer = server("Hello!").chat(chat(json!({}))).await;
+    assert_eq!(answer.status, StatusCode::OK);
+    let mut body = answer.json();
+    let id = body["id"].take();
+    assert!(id.as_str().unwrap().starts_with("chatcmpl-"));
+    assert!(body["created"].take().as_u64().unwrap() > 1_700_000_000);
+    assert!(body["usage"]["attention"].take().is_object());
+    assert_eq!(
+        body,
+        json!({
+            "id": null, "object": "chat.completion", "created": null, "model": "stub",
+            "choices": [{
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hello!"},
+                "logprobs": null, "finish_reason": "stop", "stop_reason": null,
+            }],
+            "usage": {
+                "prompt_tokens": 20, "completion_tokens": 7, "total_tokens": 27,
+                "prompt_tokens_details": {"cached_tokens": 0}, "attention": null,
+            },
+        })
+    );
+}
+
+#[tokio::test]
+async fn message_content_may_come_in_parts() {
+    let server = server("x");
+    let parts = json!([{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]);
+    let body = chat(json!({"messages": [{"role": "user", "content": parts}]}));
+    assert_eq!(server.chat(body).await.json()["usage"]["prompt_tokens"], 20);
+}
+
+#[tokio::test]
+async fn a_text_completion_of_every_kind_of_prompt() {
+    let server = server("abcdefghijklmnopqrstuvwxyz");
+    for (prompt, count, tokens) in [
+        (json!("hi"), 1, 2),
+        (json!(["hi", "you"]), 2, 5),
+        (json!([104, 105]), 1, 2),
+        (json!([[104], [105, 106]]), 2, 3),
+    ] {
+        let body = server.complete(complete(json!({"prompt": prompt}))).await.json();
+        assert_eq!(body["object"], "text_completion");
+        assert!(body["id"].as_str().unwrap().starts_with("cmpl-"));
+        let choices = body["choices"].as_array().unwrap();
+        assert_eq!(choices.len(), count);
+        for (index, choice) in choices.iter().enumerate() {
+            assert_eq!(choice["index"], index);
+            assert_eq!(choice["text"], "abcdefghijklmnop", "sixteen tokens by default");
+            assert_eq!(choice["finish_reason"], "length");
+        }
+        assert_eq!(body["usage"]["prompt_tokens"], tokens);
+        assert_eq!(body["usage"]["completion_tokens"], 16 * count);
+    }
+}
+
+#[tokio::test]
+async fn the_default_length_never_makes_a_prompt_too_long() {
+    let body = complete(json!({"prompt": "p".repeat(505)}));
+    let answer = server("abcdefghijklmnopqrstuvwxyz").complete(body).await.json();
+    assert_eq!(answer["usage"]["completion_tokens"], 7);
+}
+
+#[tokio::test]
+async fn several_choices_echo_and_stop() {
+    let server = server("one two");
+    let body = complete(json!({"prompt": ["a", "b"], "n": 2, "echo": true, "stop": " t", "max_tokens": 9}));
+    let body = server.complete(body).await.json();
+    let choices = body["choices"].as_array().unwrap();
+    let texts: Vec<&str> = choices.iter().map(|c| c["text"].as_str().unwrap()).collect();
+    assert_eq!(texts, ["aone", "aone", "bone", "bone"]);
+    assert_eq!(choices[3]["stop_reason"], " t");
+    assert_eq!(body["usage"]["attention"]["choices"].as_array().unwrap().len(), 4);
+    let body = server.complete(complete(json!({"stop_token_ids": [b't'], "max_tokens": 9}))).await.json();
+    assert_eq!(body["choices"][0]["stop_reason"], u32::from(b't'));
+}
+
+#[tokio::test]
+async fn logprobs_in_both_formats() {
+    let server = server("aé");
+    let body = server.chat(chat(json!({"logprobs": true, "top_logprobs": 2}))).await.json();
+    let content = body["choices"][0]["logprobs"]["content"].as_array().unwrap().clone();
+    assert_eq!(content.len(), 3);
+    assert_eq!(content[0]["token"], "a");
+    assert_eq!(content[1]["bytes"], json!([0xc3]), "half a character has its own byte");
+    assert_eq!(content[0]["top_logprobs"].as_array().unwrap().len(), 2);
+    assert!(content[0]["logprob"].as_f64().unwrap() < 0.0);
+    let body = server.complete(complete(json!({"logprobs": 1}))).await.json();
+    let logprobs = &body["choices"][0]["logprobs"];
+    assert_eq!(logprobs["text_offset"], json!([0, 1, 1]));
+    assert_eq!(logprobs["tokens"][0], "a");
+    assert_eq!(logprobs["top_logprobs"][0].as_object().unwrap().len(), 1);
+}
+
+#[tokio::test]
+async fn a_seed_repeats_and_requests_do_not_disturb_each_other() {
+    let server = server("some words to say");
+    let body = complete(json!({"temperature": 2, "seed": -7, "max_tokens": 20, "ignore_eos": true}));
+    let first = server.complete(body.clone()).await.json()["choices"][0]["text"].clone();
+    let other = complete(json!({"temperature": 2, "seed": 8, "max_tokens": 20, "ignore_eos": true}));
+    let (second, other) = tokio::join!(server.complete(body), server.complete(other));
+    assert_eq!(first, second.json()["choices"][0]["text"]);
+    assert_ne!(first, other.json()["choices"][0]["text"]);
+}
+
+#[tokio::test]
+async fn every_field_out_of_range_is_a_400_that_names_it_and_the_range() {
+    let server = server("x");
+    for (field, value, says) in [
+        ("temperature", json!(2.5), "[0, 2]"),
+        ("temperature", json!("hot"), "[0, 2]"),
+        ("top_p", json!(0), "(0, 1]"),
+        ("top_k", json!(-2), "at least -1"),
+        ("min_p", json!(1.5), "[0, 1]"),
+        ("presence_penalty", json!(3), "[-2, 2]"),
+        ("frequency_penalty", json!(-2.1), "[-2, 2]"),
+        ("repetition_penalty", json!(0), "[0.01, 10]"),
+        ("seed", json!(1.5), "integer"),
+        ("max_tokens", json!(0), "at least 1"),
+        ("max_completion_tokens", json!(-1), "at least 1"),
+        ("n", json!(0), "[1, 32]"),
+        ("n", json!(33), "[1, 32]"),
+        ("stop", json!([""]), "none empty"),
+        ("stop", json!(7), "string"),
+        ("stop_token_ids", json!(["a"]), "token ids"),
+        ("logit_bias", json!([1]), "object"),
+        ("stream", json!("yes"), "true or false"),
+        ("stream_options", json!({"include_usage": true}), "stream: true"),
+        ("ignore_eos", json!(1), "true or false"),
+        ("best_of", json!(2), "equals n"),
+        ("model", json!(1), "string"),
+        ("vllm_xargs", json!(1), "object"),
+    ] {
+        let mut extra = json!({});
+        extra[field] = value;
+        for answer in [server.chat(chat(extra.clone())).await, server.complete(complete(extra.clone())).await] {
+            assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{extra}");
+            let (message, param) = answer.error();
+            assert_eq!(param, field, "{message}");
+            assert!(message.contains(says), "{message} should say {says}");
+        }
+    }
+    for (extra, param) in [
+        (json!({"logit_bias": {"x": 1}}), "logit_bias.x"),
+        (json!({"logit_bias": {"5": 101}}), "logit_bias.5"),
+        (json!({"max_tokens": 2, "max_completion_tokens": 3}), "max_completion_tokens"),
+        (json!({"top_logprobs": 2}), "top_logprobs"),
+        (json!({"logprobs": true, "top_logprobs": 21}), "top_logprobs"),
+        (json!({"messages": []}), "messages"),
+        (json!({"messages": null}), "messages"),
+        (json!({"messages": [1]}), "messages[0]"),
+        (json!({"messages": [{"content": "x"}]}), "messages[0].role"),
+        (json!({"messages": [{"role": "user"}]}), "messages[0].content"),
+        (json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), "messages[0].content[0].type"),
+        (json!({"messages": [{"role": "odd", "content": "x"}]}), "messages"),
+        (json!({"tools": [{}]}), "tools"),
+        (json!({"tool_choice": "required"}), "tool_choice"),
+        (json!({"response_format": {"type": "json_object"}}), "response_format"),
+        (json!({"guided_json": {}}), "guided_json"),
+        (json!({"max_tokens": 500}), "max_tokens"),
+        (json!({"messages": [{"role": "user", "content": "p".repeat(600)}]}), "messages"),
+        (json!({"n": 3, "max_completion_tokens": 400}), "max_completion_tokens"),
+    ] {
+        let answer = server.chat(chat(extra.clone())).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{extra}");
+        assert_eq!(answer.error().1, param, "{extra}");
+    }
+    for (extra, param) in [
+        (json!({"prompt": null}), "prompt"),
+        (json!({"prompt": []}), "prompt"),
+        (json!({"prompt": ""}), "prompt"),
+        (json!({"prompt": [1, "a"]}), "prompt"),
+        (json!({"prompt": [99999]}), "prompt"),
+        (json!({"prompt": vec!["x"; 65]}), "prompt"),
+        (json!({"logprobs": 21}), "logprobs"),
+        (json!({"echo": true, "logprobs": 1}), "echo"),
+        (json!({"suffix": "x"}), "suffix"),
+    ] {
+        let answer = server.complete(complete(extra.clone())).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{extra}");
+        assert_eq!(answer.error().1, param, "{extra}");
+    }
+}
+
+#[tokio::test]
+async fn bodies_that_are_no_request() {
+    let small = ServerConfig { body_bytes: 1000, ..Default::default() };
+    let server = custom(StubBackend::new("x"), EngineConfig::default(), small);
+    for raw in ["", "{", "[]", "7", "{\"a\":1}x", "\u{0}"] {
+        let answer = server.post_raw("/v1/chat/completions", raw.into()).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{raw}");
+        answer.error();
+    }
+    let deep = "[".repeat(900);
+    assert_eq!(server.post_raw("/v1/completions", deep).await.status, StatusCode::BAD_REQUEST);
+    let large = server.complete(complete(json!({"prompt": "p".repeat(1001)}))).await;
+    assert_eq!(large.status, StatusCode::PAYLOAD_TOO_LARGE);
+    large.error();
+}
+
+#[tokio::test]
+async fn another_model_is_a_404() {
+    let answer = server("x").chat(chat(json!({"model": "gpt-4"}))).await;
+    assert_eq!(answer.status, StatusCode::NOT_FOUND);
+    assert_eq!(answer.error().1, "model");
+}
+
+#[tokio::test]
+async fn unknown_fields_are_named_and_near_misses_refused() {
+    let server = server("x");
+    let answer =
+        server.chat(chat(json!({"user": "me", "weird\u{e9}": 1, "vllm_xargs": {"other": 2}, "foo": null}))).await;
+    assert_eq!(answer.status, StatusCode::OK);
+    let header = answer.headers["x-taper-ignored-fields"].to_str().unwrap();
+    let mut names: Vec<&str> = header.split(", ").collect();
+    names.sort_unstable();
+    assert_eq!(names, ["user", "vllm_xargs.other", "weird?"]);
+    assert!(!server.chat(chat(json!({}))).await.headers.contains_key("x-taper-ignored-fields"));
+    for (field, meant) in
+        [("epsilonn", "`epsilon`"), ("Gamma", "`gamma`"), ("attn", "`attention`"), ("dleta", "`delta`")]
+    {
+        let mut extra = json!({});
+        extra[field] = json!(0.1);
+        for answer in [server.chat(chat(extra.clone())).await, server.complete(complete(extra.clone())).await] {
+            assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{field}");
+            let (message, param) = answer.error();
+            assert_eq!(param, field);
+            assert!(message.contains(meant), "{message}");
+        }
+    }
+    let (message, param) = server.chat(chat(json!({"extra_body": {"epsilon": 0.1}}))).await.error();
+    assert_eq!(param, "extra_body");
+    assert!(message.contains("top level"), "{message}");
+}
+
+#[tokio::test]
+async fn attention_is_chosen_by_every_spelling_and_reported() {
+    let server = server("x");
+    let vattention = json!({"decode": {"method": "vattention", "epsilon": 0.2}});
+    for extra in [
+        json!({"attention": vattention}),
+        json!({"epsilon": 0.2}),
+        json!({"vllm_xargs": {"attention_epsilon": 0.2}}),
+        json!({"vllm_xargs": {"attention_epsilon": "0.2"}}),
+        json!({"vllm_xargs": {"attention_decode_method": "vattention", "attention_decode_epsilon": 0.2}}),
+    ] {
+        let answer = server.chat(chat(extra.clone())).await;
+        assert_eq!(answer.status, StatusCode::OK, "{extra}: {}", answer.text);
+        let usage = &answer.json()["usage"]["attention"];
+        assert_eq!(usage["decode"]["method"], "vattention", "{extra}: {usage}");
+    }
+    let dense = server.chat(chat(json!({}))).await.json();
+    assert_eq!(dense["usage"]["attention"]["decode"]["method"], "dense");
+    for (extra, param) in [
+        (json!({"epsilon": 0}), "epsilon"),
+        (json!({"vllm_xargs": {"attention_epsilon": 7}}), "vllm_xargs.attention_epsilon"),
+        (json!({"attention": {"decode": {"method": "nonsense"}}}), "attention.decode.method"),
+        (json!({"vllm_xargs": {"attention_decode_method": "nonsense"}}), "vllm_xargs.attention_decode_method"),
+        (json!({"epsilon": 0.1, "vllm_xargs": {"attention_epsilon": 0.1}}), "vllm_xargs.attention_epsilon"),
+    ] {
+        let answer = server.chat(chat(extra.clone())).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{extra}");
+        assert_eq!(answer.error().1, param, "{extra}");
+    }
+}
+
+#[tokio::test]
+async fn faults_of_the_engine_are_a_500_and_the_server_goes_on() {
+    let server = server("long enough");
+    for prompt in ["FAIL", "PANIC", "NAN"] {
+        let answer = server.complete(complete(json!({"prompt": prompt}))).await;
+        assert_eq!(answer.status, StatusCode::INTERNAL_SERVER_ERROR, "{prompt}");
+        answer.error();
+    }
+    assert_eq!(server.complete(complete(json!({}))).await.status, StatusCode::OK);
+    assert_eq!(server.get("/health").await.status, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn a_full_queue_is_a_503_with_retry_after() {
+    let engine = EngineConfig { queue: 1, ..Default::default() };
+    let server = custom(StubBackend::new("abc"), engine, ServerConfig::default());
+    let slow = || server.complete(complete(json!({"prompt": "SLOW"})));
+    let third = async {
+        wait("one runs, one waits", || server.engine.load().waiting == 1).await;
+        server.complete(complete(json!({}))).await
+    };
+    let second = async {
+        wait("one runs", || server.engine.load().running == 1).await;
+        slow().await
+    };
+    let (first, second, third) = tokio::join!(slow(), second, third);
+    assert_eq!((first.status, second.status), (StatusCode::OK, StatusCode::OK));
+    assert_eq!(third.status, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(third.headers["retry-after"], "1");
+    third.error();
+}
+
+#[tokio::test]
+async fn draining_refuses_new_requests_and_finishes_old_ones() {
+    let server = server("abc");
+    let running = server.complete(complete(json!({"prompt": "SLOW"})));
+    let late = async {
+        wait("it runs", || server.engine.load().running == 1).await;
+        server.engine.drain();
+        let late = server.complete(complete(json!({}))).await;
+        let health = (server.get("/health").await.status, server.get("/ready").await.status);
+        (late, health)
+    };
+    let (first, (late, health)) = tokio::join!(running, late);
+    assert_eq!(first.json()["choices"][0]["text"], "abc");
+    assert_eq!(late.status, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(health, (StatusCode::OK, StatusCode::SERVICE_UNAVAILABLE));
+    tokio::time::timeout(Duration::from_secs(5), server.engine.idle()).await.unwrap();
+    assert_eq!(server.get("/health").await.status, StatusCode::OK, "a drained engine is no dead one");
+}

@@ -1,0 +1,77 @@
+//! Over a real socket: clients that vanish, and draining.
+
+mod support;
+
+use serde_json::json;
+use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+use support::{Server, server, wait};
+use taper_server::{ServerConfig, serve};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+
+async fn listen(server: &Server) -> (SocketAddr, oneshot::Sender<()>, JoinHandle<std::io::Result<()>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (stop, stopped) = oneshot::channel();
+    let engine = std::sync::Arc::clone(&server.engine);
+    let stopped = async {
+        let _ = stopped.await;
+    };
+    let task = tokio::spawn(serve(listener, engine, ServerConfig::default(), stopped));
+    (address, stop, task)
+}
+
+async fn post(address: SocketAddr, prompt: &str, stream: bool) -> TcpStream {
+    let body = json!({"prompt": prompt, "stream": stream, "temperature": 0, "max_tokens": 200, "ignore_eos": true});
+    let body = body.to_string();
+    let mut socket = TcpStream::connect(address).await.unwrap();
+    let head = format!(
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {}\r\n\r\n",
+        body.len()
+    );
+    socket.write_all((head + &body).as_bytes()).await.unwrap();
+    socket
+}
+
+#[tokio::test]
+async fn a_client_that_vanishes_is_cancelled_streaming_or_not() {
+    let server = server("abc");
+    let (address, _stop, _task) = listen(&server).await;
+    for stream in [true, false] {
+        let before = server.probe.steps.load(Ordering::SeqCst);
+        let mut socket = post(address, "SLOW", stream).await;
+        if stream {
+            let mut some = [0; 64];
+            assert!(socket.read(&mut some).await.unwrap() > 0);
+        }
+        wait("three steps", || server.probe.steps.load(Ordering::SeqCst) >= before + 3).await;
+        drop(socket);
+        wait("cancelled", || server.engine.load().running == 0).await;
+        let steps = server.probe.steps.load(Ordering::SeqCst) - before;
+        assert!(steps < 20, "of 200 steps {steps} were made");
+        assert_eq!(server.probe.open.load(Ordering::SeqCst), 0);
+    }
+}
+
+#[tokio::test]
+async fn draining_answers_what_was_taken_and_then_closes() {
+    let server = server("abcdefghij");
+    let (address, stop, task) = listen(&server).await;
+    let mut running = post(address, "SLOW", true).await;
+    wait("it runs", || server.engine.load().running == 1).await;
+    stop.send(()).unwrap();
+    wait("it drains", || server.engine.load().draining).await;
+    let mut refused = String::new();
+    post(address, "late", false).await.read_to_string(&mut refused).await.unwrap();
+    assert!(refused.starts_with("HTTP/1.1 503"), "{refused}");
+    assert!(refused.contains("retry-after: 1"), "{refused}");
+    let mut answer = String::new();
+    running.read_to_string(&mut answer).await.unwrap();
+    assert!(answer.contains("\"finish_reason\":\"length\"") && answer.contains("[DONE]"), "{answer}");
+    tokio::time::timeout(Duration::from_secs(5), task).await.unwrap().unwrap().unwrap();
+    assert!(TcpStream::connect(address).await.is_err(), "the socket is closed");
+}
