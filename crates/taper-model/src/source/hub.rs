@@ -26,6 +26,8 @@ pub(super) struct Wanted {
     pub(super) repo: String,
     pub(super) revision: String,
     pub(super) file: Option<String>,
+    /// Another hub than the usual one, which the environment's `HF_ENDPOINT` may name too.
+    pub(super) endpoint: Option<String>,
 }
 
 /// Finds a repository's files in the cache, or fetches them.
@@ -87,6 +89,9 @@ fn answering(spec: &str, wanted: &Wanted, hub: &Path, progress: Progress) -> Res
         let mut builder = ApiBuilder::from_env().with_cache_dir(hub.to_owned());
         if let Ok(token) = std::env::var("HF_TOKEN") {
             builder = builder.with_token(Some(token));
+        }
+        if let Some(endpoint) = &wanted.endpoint {
+            builder = builder.with_endpoint(endpoint.clone());
         }
         builder.with_progress(progress == Progress::Shown).with_retries(2).build()
     };
@@ -155,3 +160,6 @@ fn read_record(record: &Path) -> Option<ModelFiles> {
         None
     }
 }
+
+#[cfg(test)]
+mod tests;

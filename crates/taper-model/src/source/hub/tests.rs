@@ -1,0 +1,129 @@
+use super::*;
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+
+/// A hub on this machine that serves the files of one repository, `owner/tiny`, and counts what it is asked.
+struct LocalHub {
+    endpoint: String,
+    requests: Arc<AtomicUsize>,
+}
+
+impl LocalHub {
+    fn start(files: &[(&str, &str)]) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        let files: HashMap<String, String> = files.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
+        let files = Arc::new(Mutex::new(files));
+        let requests = Arc::new(AtomicUsize::new(0));
+        let counter = requests.clone();
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                counter.fetch_add(1, Ordering::SeqCst);
+                answer(stream.unwrap(), &files.lock().unwrap());
+            }
+        });
+        Self { endpoint, requests }
+    }
+
+    fn wanted(&self, file: Option<&str>) -> Wanted {
+        Wanted {
+            repo: "owner/tiny".to_owned(),
+            revision: "main".to_owned(),
+            file: file.map(str::to_owned),
+            endpoint: Some(self.endpoint.clone()),
+        }
+    }
+}
+
+/// Answers one request and closes the connection.
+fn answer(mut stream: TcpStream, files: &HashMap<String, String>) {
+    let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
+    let request = lines.next().unwrap().unwrap();
+    let path = request.split(' ').nth(1).unwrap().to_owned();
+    let mut range = None;
+    for line in lines.map(|line| line.unwrap()).take_while(|line| !line.is_empty()) {
+        if let Some(value) = line.to_ascii_lowercase().strip_prefix("range: bytes=") {
+            let (start, end) = value.split_once('-').unwrap();
+            range = Some((start.parse::<usize>().unwrap(), end.parse::<usize>().unwrap_or(usize::MAX)));
+        }
+    }
+    let (status, headers, body) = if path.starts_with("/api/models/owner/tiny/") {
+        let siblings: Vec<_> = files.keys().map(|file| serde_json::json!({"rfilename": file})).collect();
+        let info = serde_json::json!({"siblings": siblings, "sha": COMMIT}).to_string();
+        ("200 OK", "Content-Type: application/json\r\n".to_owned(), info)
+    } else if let Some(body) = path.strip_prefix("/owner/tiny/resolve/main/").and_then(|file| files.get(file)) {
+        let (start, end) = range.unwrap_or((0, usize::MAX));
+        let part = body[start..(end.saturating_add(1)).min(body.len())].to_owned();
+        let place = format!("Content-Range: bytes {start}-{}/{}\r\n", start + part.len() - 1, body.len());
+        let etag = format!("x-repo-commit: {COMMIT}\r\netag: \"{}\"\r\n", path.replace('/', "-"));
+        ("206 Partial Content", place + &etag, part)
+    } else {
+        ("404 Not Found", String::new(), String::new())
+    };
+    let length = body.len();
+    let head = format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\nConnection: close\r\n{headers}\r\n");
+    // The client may have gone away, which is its own affair.
+    let _ = stream.write_all((head + &body).as_bytes());
+}
+
+#[test]
+fn a_hub_that_does_not_answer_costs_less_than_five_seconds() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let cache = tempfile::tempdir().unwrap();
+    let wanted = Wanted {
+        repo: "owner/tiny".to_owned(),
+        revision: "main".to_owned(),
+        file: None,
+        endpoint: Some(format!("http://{}", listener.local_addr().unwrap())),
+    };
+    let start = Instant::now();
+    let error = resolve("owner/tiny", &wanted, cache.path(), Progress::Hidden).unwrap_err().to_string();
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    assert!(error.contains("the hub did not answer within 4 s"), "{error}");
+}
+
+#[test]
+fn a_folder_is_fetched_once_and_then_found_without_asking() {
+    let hub = LocalHub::start(&[
+        ("config.json", "{}"),
+        ("tokenizer.json", "{\"a\": 1}"),
+        ("model.safetensors", "weights"),
+        ("model-00001-of-00001.safetensors", "the same weights"),
+        ("README.md", "words"),
+        ("original/params.json", "{}"),
+    ]);
+    let cache = tempfile::tempdir().unwrap();
+    let find = || resolve("owner/tiny", &hub.wanted(None), cache.path(), Progress::Hidden).unwrap();
+    let found = find();
+    assert_eq!(found.name, "owner/tiny");
+    let ModelFiles::Folder(folder) = &found.files else { panic!("{found:?}") };
+    assert_eq!(std::fs::read_to_string(folder.join("tokenizer.json")).unwrap(), "{\"a\": 1}");
+    assert_eq!(std::fs::read_to_string(folder.join("model.safetensors")).unwrap(), "weights");
+    for unneeded in ["model-00001-of-00001.safetensors", "README.md", "original"] {
+        assert!(!folder.join(unneeded).exists(), "{unneeded}");
+    }
+    let requests = hub.requests.load(Ordering::SeqCst);
+    assert_eq!(find(), found);
+    assert_eq!(hub.requests.load(Ordering::SeqCst), requests, "a second start asks nothing");
+}
+
+#[test]
+fn a_gguf_file_is_fetched_by_name_only() {
+    let hub = LocalHub::start(&[("a.Q4_1.gguf", "GGUF"), ("a.Q8_0.gguf", "GGUF, longer")]);
+    let cache = tempfile::tempdir().unwrap();
+    let ask = |file| resolve("owner/tiny", &hub.wanted(file), cache.path(), Progress::Hidden);
+    let error = ask(None).unwrap_err().to_string();
+    assert!(error.contains("owner/tiny:FILE") && error.contains("a.Q8_0.gguf"), "{error}");
+    let error = ask(Some("b.gguf")).unwrap_err().to_string();
+    assert!(error.contains("b.gguf"), "{error}");
+    let found = ask(Some("a.Q8_0.gguf")).unwrap();
+    assert_eq!(found.name, "a.Q8_0");
+    let ModelFiles::Gguf(path) = &found.files else { panic!("{found:?}") };
+    assert_eq!(std::fs::read_to_string(path).unwrap(), "GGUF, longer");
+}
