@@ -1,2 +1,36 @@
-//! Entry point.
-fn main() {}
+//! The `taper` program: serve, chat, generate, methods.
+
+mod args;
+mod chat;
+mod config;
+mod generate;
+mod load;
+mod methods;
+mod preset;
+mod serve;
+mod talk;
+
+use args::{Cli, Command};
+use clap::Parser;
+use std::process::ExitCode;
+use tracing_subscriber::EnvFilter;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let done = match cli.command {
+        Command::Serve(args) => serve::run(args),
+        Command::Chat(args) => chat::run(args),
+        Command::Generate(args) => generate::run(args),
+        Command::Methods(args) => methods::run(&args),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("taper: {error:#}");
+            // Like clap's own exit code: what was asked for cannot be done.
+            ExitCode::from(2)
+        }
+    }
+}

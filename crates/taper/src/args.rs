@@ -1,0 +1,160 @@
+//! The command line.
+
+use clap::{Args, Parser, Subcommand};
+use std::path::PathBuf;
+
+/// An LLM inference server whose attention is a request parameter.
+#[derive(Debug, Parser)]
+#[command(name = "taper", version)]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Serve the OpenAI API over HTTP
+    Serve(ServeArgs),
+    /// Talk to a model in the terminal
+    Chat(ChatArgs),
+    /// Continue one prompt and print the result
+    Generate(GenerateArgs),
+    /// List attention methods, their parameters and the presets
+    Methods(MethodsArgs),
+}
+
+/// Which model, and on what.
+#[derive(Debug, Clone, Default, Args)]
+pub struct ModelArgs {
+    /// default (SmolLM2-135M-Instruct, fetched once), a folder, a .gguf file, or a hub id (owner/name[@revision][:file.gguf])
+    #[arg(long, value_name = "MODEL")]
+    pub model: Option<String>,
+    /// Attention where a request says nothing of it: a preset (see `taper methods`), or JSON such as
+    /// '{"decode": {"method": "vattention", "epsilon": 0.1}}'
+    #[arg(long, value_name = "PRESET|JSON")]
+    pub attention: Option<String>,
+    /// Threads for arithmetic [default: all cores]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    pub threads: Option<u16>,
+    /// Memory for keys and values, such as 512MiB or 2GiB [default: a quarter of what is free]
+    #[arg(long, value_name = "SIZE")]
+    pub kv_memory: Option<String>,
+    /// Type of cached keys and values: f16, bf16 or f32 [default: f16]
+    #[arg(long, value_name = "TYPE")]
+    pub kv_dtype: Option<String>,
+    /// Lower the model's context to so many tokens
+    #[arg(long, value_name = "TOKENS")]
+    pub context: Option<usize>,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  taper serve
+  taper serve --model ./Llama-3.2-1B-Instruct --port 9000 --attention delta-vattention
+  taper serve --config configs/server/example.toml
+  taper serve --attention '{\"decode\": {\"method\": \"streaming_llm\", \"window\": 512}}'")]
+pub struct ServeArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Address to listen on [default: 127.0.0.1]
+    #[arg(long)]
+    pub host: Option<String>,
+    /// Port; 0 takes a free one [default: 8080]
+    #[arg(long)]
+    pub port: Option<u16>,
+    /// Settings in TOML; what the command line says goes before them
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+}
+
+/// How tokens are chosen.
+#[derive(Debug, Clone, Args)]
+pub struct SamplingArgs {
+    /// Most tokens to generate
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = positive)]
+    pub max_tokens: usize,
+    /// 0 always takes the most probable token
+    #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = temperature)]
+    pub temperature: f32,
+    /// Keep the most probable tokens up to this sum of probabilities
+    #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = share)]
+    pub top_p: f32,
+    /// Keep only the K most probable tokens
+    #[arg(long, value_name = "K")]
+    pub top_k: Option<usize>,
+    /// Seed of all random draws [default: a new one each time]
+    #[arg(long)]
+    pub seed: Option<u64>,
+    /// Print to standard error what attention did
+    #[arg(long)]
+    pub usage: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  taper generate --prompt 'The capital of France is' --stream
+  taper generate --chat --prompt 'Why is the sky blue?' --attention vattention --usage
+  taper generate --prompt \"$(cat long.txt)\" --attention '{\"prefill\": {\"method\": \"delta\", \"gamma\": 32}}'")]
+pub struct GenerateArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// The text to continue
+    #[arg(long)]
+    pub prompt: String,
+    /// Put the prompt into the model's chat template, as a user's message
+    #[arg(long)]
+    pub chat: bool,
+    /// Print the text as it is generated
+    #[arg(long)]
+    pub stream: bool,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "In the chat:
+  /attention <preset or JSON>   change how the next answers attend
+  /reset                        forget the conversation
+  /quit                         leave (so does the end of input)
+
+Example:
+  taper chat --attention vattention --usage")]
+pub struct ChatArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// A system message to begin with
+    #[arg(long)]
+    pub system: Option<String>,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+}
+
+#[derive(Debug, Args)]
+pub struct MethodsArgs {
+    /// Print what GET /v1/attention/methods answers
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn positive(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "must be a whole number of at least 1".into())
+}
+
+fn temperature(text: &str) -> Result<f32, String> {
+    text.parse().ok().filter(|t| (0.0..=2.0).contains(t)).ok_or_else(|| "must be a number in [0, 2]".into())
+}
+
+fn share(text: &str) -> Result<f32, String> {
+    text.parse().ok().filter(|&p| p > 0.0 && p <= 1.0).ok_or_else(|| "must be a number in (0, 1]".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_sound() {
+        Cli::command().debug_assert();
+    }
+}

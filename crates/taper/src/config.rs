@@ -1,0 +1,221 @@
+//! The server's settings: a TOML file under the command line, checked once.
+
+use crate::args::{ModelArgs, ServeArgs};
+use crate::preset;
+use anyhow::{Context, Result, anyhow, bail};
+use serde::Deserialize;
+use std::path::Path;
+use taper_attention::AttentionSpec;
+use taper_engine::{CacheDType, CacheOptions, EngineConfig};
+use taper_model::{DEFAULT_MODEL, LoadOptions};
+use taper_server::ServerConfig;
+
+/// The file as it is written.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    model: Option<String>,
+    host: Option<String>,
+    port: Option<u16>,
+    attention: Option<serde_json::Value>,
+    queue: Option<usize>,
+    chunk_tokens: Option<usize>,
+    body_mib: Option<usize>,
+    threads: Option<u16>,
+    kv_memory: Option<String>,
+    kv_dtype: Option<String>,
+    context: Option<usize>,
+}
+
+/// What every command needs to load a model, checked.
+#[derive(Debug)]
+pub struct ModelConfig {
+    pub model: String,
+    pub attention: AttentionSpec,
+    pub threads: Option<u16>,
+    pub cache: CacheOptions,
+    pub load: LoadOptions,
+    pub engine: EngineConfig,
+}
+
+/// What `taper serve` needs, checked.
+#[derive(Debug)]
+pub struct ServeConfig {
+    pub model: ModelConfig,
+    pub host: String,
+    pub port: u16,
+    pub server: ServerConfig,
+}
+
+/// Checks the model's part of a command line.
+///
+/// # Errors
+/// The argument at fault and what is valid.
+pub fn model(args: ModelArgs) -> Result<ModelConfig> {
+    check_model(args, &File::default())
+}
+
+/// Checks the command line of `taper serve` over its file.
+///
+/// # Errors
+/// The file, the key or argument at fault, and what is valid.
+pub fn serve(args: ServeArgs) -> Result<ServeConfig> {
+    let file = args.config.as_deref().map(read).transpose()?.unwrap_or_default();
+    let mut model = check_model(args.model, &file)?;
+    let at_least_one = |name: &str, value: Option<usize>| match value {
+        Some(0) => Err(anyhow!("{name} must be at least 1")),
+        other => Ok(other),
+    };
+    if let Some(queue) = at_least_one("queue", file.queue)? {
+        model.engine.queue = queue;
+    }
+    if let Some(tokens) = at_least_one("chunk_tokens", file.chunk_tokens)? {
+        model.engine.chunk_tokens = tokens;
+    }
+    let mut server = ServerConfig { attention: model.attention.clone(), ..ServerConfig::default() };
+    if let Some(mib) = at_least_one("body_mib", file.body_mib)? {
+        server.body_bytes = mib.saturating_mul(1 << 20);
+    }
+    // More prompts than may wait could never be taken together.
+    server.prompts = server.prompts.min(model.engine.queue);
+    Ok(ServeConfig {
+        model,
+        host: args.host.or(file.host).unwrap_or_else(|| "127.0.0.1".into()),
+        port: args.port.or(file.port).unwrap_or(8080),
+        server,
+    })
+}
+
+fn read(path: &Path) -> Result<File> {
+    let name = path.display();
+    let text = std::fs::read_to_string(path).with_context(|| format!("{name}"))?;
+    // Only the first line of TOML's errors fits the one line that an error is; it says where.
+    toml::from_str(&text).map_err(|e| {
+        let line = e.span().map_or(1, |span| text[..span.start].matches('\n').count() + 1);
+        anyhow!("{name}:{line}: {}", e.message())
+    })
+}
+
+fn check_model(args: ModelArgs, file: &File) -> Result<ModelConfig> {
+    let attention = match (&args.attention, &file.attention) {
+        (Some(text), _) => preset::read(text).context("--attention")?,
+        (None, Some(serde_json::Value::String(name))) => preset::read(name)?,
+        (None, Some(value)) => preset::spec(value)?,
+        (None, None) => AttentionSpec::default(),
+    };
+    let memory = args.kv_memory.or_else(|| file.kv_memory.clone());
+    let dtype = args.kv_dtype.or_else(|| file.kv_dtype.clone());
+    let threads = args.threads.or(file.threads);
+    if threads == Some(0) {
+        bail!("threads must be at least 1");
+    }
+    Ok(ModelConfig {
+        model: args.model.or_else(|| file.model.clone()).unwrap_or_else(|| DEFAULT_MODEL.into()),
+        attention,
+        threads,
+        cache: CacheOptions {
+            bytes: memory.as_deref().map(size).transpose().context("kv memory")?,
+            dtype: dtype.as_deref().map_or(Ok(CacheDType::default()), cache_dtype)?,
+        },
+        load: LoadOptions { context_limit: args.context.or(file.context), ..LoadOptions::default() },
+        engine: EngineConfig::default(),
+    })
+}
+
+fn cache_dtype(name: &str) -> Result<CacheDType> {
+    Ok(match name {
+        "f16" => CacheDType::F16,
+        "bf16" => CacheDType::BF16,
+        "f32" => CacheDType::F32,
+        other => bail!("kv dtype {other:?}: must be f16, bf16 or f32"),
+    })
+}
+
+/// Bytes from `512MiB`, `2GiB`, `1.5G` or a plain number.
+fn size(text: &str) -> Result<u64> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "" | "b" => 1u64,
+        "k" | "kib" => 1 << 10,
+        "m" | "mib" => 1 << 20,
+        "g" | "gib" => 1 << 30,
+        "t" | "tib" => 1 << 40,
+        "kb" => 1_000,
+        "mb" => 1_000_000,
+        "gb" => 1_000_000_000,
+        unit => bail!("unknown unit {unit:?}; write for example 512MiB or 2GiB"),
+    };
+    let number: f64 = digits.trim().parse().map_err(|_| anyhow!("{text:?} is no size; write for example 2GiB"))?;
+    if !number.is_finite() || number <= 0.0 {
+        bail!("{text:?} must be greater than 0");
+    }
+    Ok((number * unit as f64) as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn args(config: Option<&Path>) -> ServeArgs {
+        ServeArgs { model: ModelArgs::default(), host: None, port: None, config: config.map(Into::into) }
+    }
+
+    fn file(text: &str) -> (tempfile::TempDir, std::path::PathBuf) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("taper.toml");
+        std::fs::write(&path, text).unwrap();
+        (folder, path)
+    }
+
+    #[test]
+    fn the_example_and_every_other_server_file_load() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../configs/server");
+        let mut count = 0;
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            serve(args(Some(&path))).unwrap_or_else(|e| panic!("{}: {e:#}", path.display()));
+            count += 1;
+        }
+        assert!(count > 0);
+    }
+
+    #[test]
+    fn the_command_line_goes_before_the_file() {
+        let (_folder, path) = file("port = 1\nqueue = 3\n[attention.decode]\nmethod = 'vattention'\n");
+        let config = serve(args(Some(&path))).unwrap();
+        assert_eq!((config.port, config.model.engine.queue, config.server.prompts), (1, 3, 3));
+        assert_eq!(config.server.attention.names().1, "vattention");
+        let config = serve(ServeArgs { port: Some(2), ..args(Some(&path)) }).unwrap();
+        assert_eq!(config.port, 2);
+    }
+
+    #[test]
+    fn mistakes_name_the_file_the_line_and_the_key() {
+        for (text, says) in [
+            ("port = 1\nprot = 2\n", ":2: unknown field `prot`"),
+            ("port = 99999\n", ":1: "),
+            ("attention = 'nope'\n", "no attention preset"),
+            ("[attention.decode]\nmethod = 'nope'\n", "attention.decode.method"),
+            ("kv_memory = '2 parsecs'\n", "unknown unit"),
+            ("kv_dtype = 'f8'\n", "must be f16"),
+            ("queue = 0\n", "queue must be"),
+        ] {
+            let (_folder, path) = file(text);
+            let error = format!("{:#}", serve(args(Some(&path))).unwrap_err());
+            assert!(error.contains(says) && !error.contains('\n'), "{error}");
+        }
+        assert!(serve(args(Some(Path::new("/does/not/exist")))).is_err());
+    }
+
+    #[test]
+    fn sizes() {
+        for (text, bytes) in
+            [("2GiB", 2 << 30), ("1.5g", 3 << 29), ("100", 100), ("3MB", 3_000_000), ("512 MiB", 512 << 20)]
+        {
+            assert_eq!(size(text).unwrap(), bytes, "{text}");
+        }
+        for text in ["", "GiB", "-1G", "0", "nanG"] {
+            assert!(size(text).is_err(), "{text}");
+        }
+    }
+}

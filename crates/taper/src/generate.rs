@@ -1,0 +1,28 @@
+//! `taper generate`.
+
+use crate::args::GenerateArgs;
+use crate::{config, load, talk};
+use anyhow::Result;
+use std::sync::Arc;
+use taper_engine::Message;
+
+/// Continues the prompt and prints the result.
+///
+/// # Errors
+/// What the model, the prompt or the attention lacks.
+pub fn run(args: GenerateArgs) -> Result<()> {
+    let config = config::model(args.model)?;
+    let engine = load::engine(&config)?;
+    let prompt = if args.chat {
+        engine.text().chat(&[Message { role: "user".into(), content: args.prompt }])?
+    } else {
+        engine.text().encode(&args.prompt)?
+    };
+    let show = |text: &str| if args.stream { talk::print(text) } else { Ok(()) };
+    let (text, _) = talk::run(&engine, prompt, !args.chat, Arc::new(config.attention), &args.sampling, show)?;
+    if !args.stream {
+        talk::print(&text)?;
+    }
+    talk::print("\n")?;
+    Ok(())
+}

@@ -1,0 +1,40 @@
+//! `taper methods`: what a request may choose from.
+
+use crate::args::MethodsArgs;
+use crate::{preset, talk};
+use anyhow::Result;
+use serde_json::Value;
+
+/// Prints the methods and presets.
+///
+/// # Errors
+/// A terminal that is gone.
+pub fn run(args: &MethodsArgs) -> Result<()> {
+    let methods = taper_attention::catalogue();
+    if args.json {
+        talk::print(&serde_json::to_string_pretty(&methods)?)?;
+        talk::print("\n")?;
+        return Ok(());
+    }
+    let mut out = String::new();
+    for method in methods {
+        out.push_str(&format!("{} {}\n  {}\n", method.phase, method.name, method.summary));
+        let parameters = method.parameters["properties"].as_object().cloned().unwrap_or_default();
+        for (name, schema) in parameters {
+            let about = schema["description"].as_str().unwrap_or_default();
+            let default = match &schema["default"] {
+                Value::Null => String::new(),
+                value => format!(" [default: {value}]"),
+            };
+            out.push_str(&format!("    {name:<14} {about}{default}\n"));
+        }
+        out.push_str(&format!("  source: {}\n\n", method.source));
+    }
+    out.push_str("presets for --attention\n");
+    for (name, toml) in preset::all() {
+        let about = toml.lines().next().unwrap_or_default().trim_start_matches("# ");
+        out.push_str(&format!("    {name:<18} {about}\n"));
+    }
+    talk::print(&out)?;
+    Ok(())
+}

@@ -1,0 +1,77 @@
+//! One request from the terminal: what `generate` and `chat` share.
+
+use crate::args::SamplingArgs;
+use anyhow::{Result, bail};
+use std::io::Write;
+use std::sync::Arc;
+use taper_attention::AttentionSpec;
+use taper_engine::{Engine, Event, Request, SamplingParams, StopRules, Usage};
+
+/// Runs a prompt and hands over text as it comes; returns the whole text.
+///
+/// # Errors
+/// A prompt that does not fit, a step that failed, or a terminal that is gone.
+pub fn run(
+    engine: &Engine,
+    prompt: Vec<u32>,
+    continues: bool,
+    attention: Arc<AttentionSpec>,
+    args: &SamplingArgs,
+    mut show: impl FnMut(&str) -> std::io::Result<()>,
+) -> Result<(String, Usage)> {
+    // The longest answer that fits is what a person means by a number that is too large.
+    let room = engine.limits().context_tokens.saturating_sub(prompt.len());
+    let request = Request {
+        id: "terminal".into(),
+        prompt,
+        continues,
+        attention,
+        sampling: SamplingParams {
+            temperature: args.temperature,
+            top_p: args.top_p,
+            top_k: args.top_k,
+            seed: args.seed.unwrap_or_else(|| u64::from(rand::random::<u32>())),
+            ..SamplingParams::default()
+        },
+        stop: StopRules { max_tokens: Some(args.max_tokens.min(room.max(1))), ..StopRules::default() },
+        choices: 1,
+        logprobs: None,
+    };
+    let mut events = engine.submit(request)?;
+    let mut text = String::new();
+    while let Some(event) = events.blocking_recv() {
+        match event {
+            Event::Prefilled => {}
+            Event::Delta(delta) => {
+                show(&delta.text)?;
+                text.push_str(&delta.text);
+            }
+            Event::Done(usage) => {
+                if args.usage {
+                    report(&usage)?;
+                }
+                return Ok((text, usage));
+            }
+            Event::Failed(error) => return Err(error.into()),
+        }
+    }
+    bail!("the engine stopped before the answer was complete")
+}
+
+/// Prints text as it comes.
+///
+/// # Errors
+/// A terminal that is gone.
+pub fn print(text: &str) -> std::io::Result<()> {
+    let mut out = std::io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    out.flush()
+}
+
+fn report(usage: &Usage) -> Result<()> {
+    eprintln!("prompt {} tokens, answer {} tokens", usage.prompt_tokens, usage.completion_tokens);
+    for attention in &usage.attention {
+        eprintln!("attention {}", serde_json::to_string(attention)?);
+    }
+    Ok(())
+}
