@@ -68,7 +68,8 @@ fn sampling(fields: &mut Fields<'_>) -> Result<SamplingParams> {
         top_k: top_k.map(|k| k as usize),
         top_p: top_p.unwrap_or(1.0),
         min_p: min_p.unwrap_or(0.0),
-        seed: seed.map_or_else(rand::random, |seed| seed as u64),
+        // Small enough for every JSON reader, so that the seed in the usage can be sent again.
+        seed: seed.map_or_else(|| u64::from(rand::random::<u32>()), |seed| seed as u64),
         presence_penalty: presence.unwrap_or(0.0),
         frequency_penalty: frequency.unwrap_or(0.0),
         repetition_penalty: repetition.unwrap_or(1.0),
