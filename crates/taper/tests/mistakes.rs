@@ -1,0 +1,62 @@
+//! What cannot be done ends with exit code 2 and one clear line.
+
+use std::process::Command;
+
+fn fails(args: &[&str], says: &str) {
+    let output = Command::new(env!("CARGO_BIN_EXE_taper")).args(args).output().expect("the program starts");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{args:?}: {error}");
+    assert!(error.contains(says), "{args:?} should say {says}: {error}");
+    assert!(!error.contains("panicked"), "{error}");
+    assert!(output.stdout.is_empty());
+}
+
+fn fails_in_one_line(args: &[&str], says: &str) {
+    fails(args, says);
+    let output = Command::new(env!("CARGO_BIN_EXE_taper")).args(args).output().expect("the program starts");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(error.lines().count(), 1, "{error}");
+    assert!(error.starts_with("taper: "), "{error}");
+}
+
+#[test]
+fn models_that_cannot_be_loaded() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_string();
+    std::fs::write(path("short.gguf"), b"GGUF\x03\x00").expect("written");
+    std::fs::write(path("model.bin"), b"x").expect("written");
+    fails_in_one_line(&["generate", "--prompt", "x", "--model", &path("short.gguf")], "short.gguf");
+    fails_in_one_line(&["generate", "--prompt", "x", "--model", &path("model.bin")], "model.bin");
+    fails_in_one_line(&["serve", "--port", "0", "--model", folder.path().to_str().expect("UTF-8")], "config.json");
+    fails_in_one_line(&["chat", "--model", "no-such-model"], "no-such-model");
+}
+
+#[test]
+fn arguments_that_mean_nothing() {
+    fails_in_one_line(&["generate", "--prompt", "x", "--attention", "vatention"], "did you mean vattention?");
+    fails_in_one_line(
+        &["serve", "--attention", r#"{"decode": {"method": "dense", "epsilon": 1}}"#],
+        "attention.decode.epsilon",
+    );
+    fails_in_one_line(&["serve", "--kv-memory", "many"], "many");
+    fails_in_one_line(&["serve", "--config", "/does/not/exist.toml"], "/does/not/exist.toml");
+    fails_in_one_line(&["serve", "--host", "256.1.1.1", "--port", "0"], "256.1.1.1");
+    fails(&["serve", "--port", "70000"], "70000");
+    fails(&["generate", "--prompt", "x", "--temperature", "3"], "[0, 2]");
+    fails(&["generate"], "--prompt");
+}
+
+#[test]
+fn methods_are_listed_with_their_parameters_and_presets() {
+    let run = |args: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_taper")).args(args).output().expect("the program starts");
+        assert!(output.status.success());
+        String::from_utf8(output.stdout).expect("UTF-8")
+    };
+    let text = run(&["methods"]);
+    for word in ["decode vattention", "epsilon", "prefill delta", "gamma", "delta-vattention"] {
+        assert!(text.contains(word), "{word}");
+    }
+    let json: serde_json::Value = serde_json::from_str(&run(&["methods", "--json"])).expect("JSON");
+    assert!(json.as_array().expect("a list").iter().all(|m| m["parameters"].is_object()));
+}

@@ -1,0 +1,173 @@
+//! The program itself with the default model, which is fetched on first use: over HTTP and from the terminal.
+
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_taper");
+
+/// A server on a free port; killed when dropped.
+struct Server {
+    child: Child,
+    address: String,
+    /// Held open: a server whose output nobody can take would fail to print.
+    _out: BufReader<std::process::ChildStdout>,
+}
+
+impl Server {
+    fn start() -> Self {
+        let mut child = Command::new(PROGRAM)
+            .args(["serve", "--port", "0", "--kv-memory", "256MiB"])
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the program starts");
+        let mut out = BufReader::new(child.stdout.take().expect("piped"));
+        let mut line = String::new();
+        out.read_line(&mut line).expect("a greeting");
+        let address =
+            line.trim().rsplit_once("http://").unwrap_or_else(|| panic!("no address in {line:?}")).1.to_string();
+        Self { child, address, _out: out }
+    }
+
+    fn request(&self, method: &str, path: &str, body: &str) -> (u16, String) {
+        let mut socket = TcpStream::connect(&self.address).expect("it listens");
+        let length = body.len();
+        write!(
+            socket,
+            "{method} {path} HTTP/1.1\r\nHost: taper\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{body}"
+        )
+        .expect("sent");
+        let mut answer = String::new();
+        socket.read_to_string(&mut answer).expect("answered");
+        let status = answer[9..12].parse().expect("a status");
+        (status, answer.split_once("\r\n\r\n").expect("a body").1.to_string())
+    }
+
+    fn chat(&self, extra: Value) -> (u16, Value) {
+        let mut body = json!({
+            "messages": [{"role": "user", "content": "Name the capital city of France in one word."}],
+            "temperature": 0, "max_tokens": 24, "seed": 1,
+        });
+        body.as_object_mut().expect("an object").extend(extra.as_object().expect("an object").clone());
+        let (status, body) = self.request("POST", "/v1/chat/completions", &body.to_string());
+        (status, serde_json::from_str(&body).unwrap_or_else(|e| panic!("{e}: {body}")))
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Already gone after the drain test; nothing to do then.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn text(answer: &Value) -> &str {
+    answer["choices"][0]["message"]["content"].as_str().expect("text")
+}
+
+#[test]
+fn a_real_model_answers_with_the_attention_that_the_request_chose() {
+    let mut server = Server::start();
+    let (status, models) = server.request("GET", "/v1/models", "");
+    assert_eq!(status, 200);
+    let models: Value = serde_json::from_str(&models).expect("JSON");
+    assert_eq!(models["data"][0]["id"], "SmolLM2-135M-Instruct");
+
+    let (status, dense) = server.chat(json!({}));
+    assert_eq!(status, 200, "{dense}");
+    assert!(text(&dense).contains("Paris"), "{dense}");
+    assert_eq!(dense["usage"]["attention"]["prefill"]["density"], 1.0);
+
+    // A short prompt gives vAttention nothing to leave out: the promise is kept by reading all, and said so.
+    let (_, promised) = server.chat(json!({"epsilon": 0.1, "delta": 0.1, "attention": {"audit": true}}));
+    let decode = &promised["usage"]["attention"]["decode"];
+    assert_eq!(decode["method"], "vattention", "{promised}");
+    assert!(decode["dense_heads"].as_u64().expect("a count") > 0, "{decode}");
+    assert!(decode["audit"]["error_max"].as_f64().expect("an error") < 1e-3, "{decode}");
+    assert_eq!(text(&promised), text(&dense));
+
+    let narrow = json!({"method": "streaming_llm", "sink": 2, "window": 8});
+    let (_, sparse) = server.chat(json!({"attention": {"prefill": narrow, "decode": narrow}}));
+    let usage = &sparse["usage"]["attention"];
+    assert!(usage["decode"]["density"].as_f64().expect("a share") < 0.5, "{usage}");
+    assert_eq!(usage["decode"]["budget_max"], 10);
+    assert_ne!(text(&sparse), text(&dense), "ten keys are too few for the same answer");
+
+    let (_, delta) = server.chat(json!({"gamma": 1}));
+    assert_eq!(delta["usage"]["attention"]["prefill"]["method"], "delta");
+    assert_eq!(text(&delta), text(&dense), "gamma 1 is dense attention");
+
+    let (status, error) = server.chat(json!({"attention": {"decode": {"method": "vattention", "epsilon": 7}}}));
+    assert_eq!((status, &error["error"]["param"]), (400, &json!("attention.decode.epsilon")), "{error}");
+
+    let (_, drawn) = server.chat(json!({"temperature": 1.5, "n": 3}));
+    let (_, again) = server.chat(json!({"temperature": 1.5, "n": 3}));
+    assert_eq!(drawn["choices"], again["choices"], "a seed repeats all choices");
+    assert_ne!(drawn["choices"][0]["message"], drawn["choices"][1]["message"]);
+
+    drains(&mut server);
+}
+
+/// SIGTERM while a stream runs: the stream ends properly and the program with success.
+fn drains(server: &mut Server) {
+    let body =
+        json!({"prompt": "Once upon a time", "stream": true, "max_tokens": 120, "ignore_eos": true, "temperature": 0});
+    let body = body.to_string();
+    let mut socket = TcpStream::connect(&server.address).expect("it listens");
+    let head = "POST /v1/completions HTTP/1.1\r\nHost: taper\r\nConnection: close\r\nContent-Length:";
+    write!(socket, "{head} {}\r\n\r\n{body}", body.len()).expect("sent");
+    let mut first = [0; 32];
+    socket.read_exact(&mut first).expect("the stream begins");
+    let killed = Command::new("kill").arg(server.child.id().to_string()).status().expect("kill runs");
+    assert!(killed.success());
+    let mut rest = String::new();
+    socket.read_to_string(&mut rest).expect("the stream goes on");
+    assert!(rest.contains("\"finish_reason\":\"length\"") && rest.contains("data: [DONE]"), "{rest}");
+    let start = Instant::now();
+    let status = loop {
+        if let Some(status) = server.child.try_wait().expect("it can be asked") {
+            break status;
+        }
+        assert!(start.elapsed() < Duration::from_secs(20), "the server does not end");
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    assert!(status.success(), "{status}");
+}
+
+fn taper(args: &[&str], input: &str) -> Output {
+    let mut child = Command::new(PROGRAM)
+        .args(args)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    child.stdin.take().expect("piped").write_all(input.as_bytes()).expect("read");
+    child.wait_with_output().expect("it ends")
+}
+
+#[test]
+fn generate_and_chat_answer_in_the_terminal() {
+    let prompt = "The capital of France is";
+    let once = taper(&["generate", "--prompt", prompt, "--max-tokens", "8"], "");
+    assert!(once.status.success(), "{}", String::from_utf8_lossy(&once.stderr));
+    assert!(String::from_utf8_lossy(&once.stdout).contains("Paris"));
+    let stream = taper(
+        &["generate", "--prompt", prompt, "--max-tokens", "8", "--stream", "--attention", "vattention", "--usage"],
+        "",
+    );
+    assert_eq!(stream.stdout, once.stdout, "a short prompt reads all keys either way");
+    assert!(String::from_utf8_lossy(&stream.stderr).contains("\"method\":\"vattention\""));
+
+    let talk = taper(
+        &["chat", "--max-tokens", "24"],
+        "/attention nonsense\nMy name is Ada. Say hello.\n/reset\nName the capital city of France in one word.\n/quit\n",
+    );
+    let (out, err) = (String::from_utf8_lossy(&talk.stdout), String::from_utf8_lossy(&talk.stderr));
+    assert!(talk.status.success(), "{err}");
+    assert!(out.contains("Paris"), "{out}");
+    assert!(err.contains("no attention preset is called \"nonsense\""), "{err}");
+}
