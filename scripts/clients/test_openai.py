@@ -1,0 +1,154 @@
+"""The official OpenAI client against a real server: what it parses, it must like."""
+
+import asyncio
+import json
+import time
+import urllib.request
+
+import openai
+import pytest
+
+QUESTION = [{"role": "user", "content": "Name the capital city of France in one word."}]
+GREEDY = {"temperature": 0, "max_tokens": 24, "seed": 1}
+
+
+def attention(usage):
+    """`usage.attention`, which the client keeps as an extra field."""
+    return usage.model_extra["attention"]
+
+
+def test_models(client, model):
+    assert client.models.retrieve(model).id == model
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4")
+
+
+def test_chat(client, model):
+    answer = client.chat.completions.create(model=model, messages=QUESTION, **GREEDY)
+    assert "Paris" in answer.choices[0].message.content
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    assert attention(answer.usage)["decode"]["method"] == "dense"
+
+
+def test_chat_stream_equals_the_whole_answer(client, model):
+    whole = client.chat.completions.create(model=model, messages=QUESTION, **GREEDY)
+    options = {"include_usage": True}
+    stream = client.chat.completions.create(
+        model=model, messages=QUESTION, stream=True, stream_options=options, **GREEDY
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert attention(chunks[-1].usage)["prefill"]["density"] == 1.0
+
+
+def test_the_clients_own_stream_helper(client, model):
+    with client.chat.completions.stream(model=model, messages=QUESTION, **GREEDY) as stream:
+        text = "".join(event.delta for event in stream if event.type == "content.delta")
+        assert text == stream.get_final_completion().choices[0].message.content
+
+
+def test_logprobs(client, model):
+    answer = client.chat.completions.create(
+        model=model, messages=QUESTION, logprobs=True, top_logprobs=3, **GREEDY
+    )
+    content = answer.choices[0].logprobs.content
+    assert len(content[0].top_logprobs) == 3
+    assert content[0].logprob == content[0].top_logprobs[0].logprob <= 0
+    shown = b"".join(bytes(token.bytes) for token in content).decode()
+    assert shown.strip() == answer.choices[0].message.content.strip()
+
+
+def test_completions(client, model):
+    whole = client.completions.create(model=model, prompt=["One, two,", "A, B,"], n=2, **GREEDY)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert whole.choices[0].text == whole.choices[1].text
+    stream = client.completions.create(model=model, prompt="One, two,", stream=True, **GREEDY)
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+
+
+def test_completions_echo_stop_and_token_ids(client, model):
+    answer = client.completions.create(model=model, prompt="One, two,", echo=True, stop=["four"], **GREEDY)
+    assert answer.choices[0].text.startswith("One, two,")
+    assert "four" not in answer.choices[0].text
+    ids = client.completions.create(model=model, prompt=[1, 2, 3], max_tokens=3, logprobs=2)
+    assert ids.usage.prompt_tokens == 3
+    assert len(ids.choices[0].logprobs.tokens) == ids.usage.completion_tokens
+
+
+@pytest.mark.parametrize(
+    ("extra", "prefill", "decode"),
+    [
+        ({"epsilon": 0.2}, "dense", "vattention"),
+        ({"epsilon": 0.2, "delta": 0.3}, "dense", "vattention"),
+        ({"gamma": 8}, "delta", "dense"),
+        ({"gamma": 8, "epsilon": 0.2}, "delta", "vattention"),
+        ({"attention": {"decode": {"method": "streaming_llm", "window": 16}}}, "dense", "streaming_llm"),
+        ({"attention": {"prefill": {"method": "streaming_llm"}, "audit": True}}, "streaming_llm", "dense"),
+        ({"vllm_xargs": {"attention_epsilon": 0.2, "attention_audit": 0.5}}, "dense", "vattention"),
+    ],
+)
+def test_extra_body_chooses_attention(client, model, extra, prefill, decode):
+    answer = client.chat.completions.create(model=model, messages=QUESTION, extra_body=extra, **GREEDY)
+    report = attention(answer.usage)
+    assert (report["prefill"]["method"], report["decode"]["method"]) == (prefill, decode)
+    if "audit" in json.dumps(extra):
+        assert report["decode"]["audit"]["heads"] > 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"epsilon": 3}, "epsilon"),
+        ({"epsilonn": 0.1}, "epsilonn"),
+        ({"Gamma": 8}, "Gamma"),
+        ({"attn": {}}, "attn"),
+        ({"extra_body": {"epsilon": 0.1}}, "extra_body"),
+        ({"attention": {"decode": {"method": "vattention", "epsilon": -1}}}, "attention.decode.epsilon"),
+        ({"attention": {"decode": {"method": "none"}}}, "attention.decode.method"),
+        ({"attention": {"decode": {"method": "dense"}}, "epsilon": 0.1}, "epsilon"),
+        ({"temperature": 3}, "temperature"),
+    ],
+)
+def test_mistakes_are_bad_requests_that_name_the_field(client, model, extra, param):
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(model=model, messages=QUESTION, stream=stream, extra_body=extra)
+        assert error.value.param == param
+        assert error.value.body["message"]
+
+
+def test_another_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt-4", messages=QUESTION)
+
+
+def test_a_cancelled_stream_frees_the_server(client, model, address):
+    stream = client.completions.create(
+        model=model, prompt="Once", stream=True, max_tokens=4000, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    start = time.monotonic()
+    while True:
+        with urllib.request.urlopen(address + "/ready") as answer:
+            if json.load(answer) == {"waiting": 0, "running": 0}:
+                break
+        assert time.monotonic() - start < 5, "the abandoned request still runs"
+        time.sleep(0.05)
+
+
+def test_the_async_client_and_a_queue(address, model):
+    async def run():
+        client = openai.AsyncOpenAI(base_url=address + "/v1", api_key="none", max_retries=0)
+        calls = [client.chat.completions.create(model=model, messages=QUESTION, **GREEDY) for _ in range(8)]
+        return await asyncio.gather(*calls)
+
+    texts = {answer.choices[0].message.content for answer in asyncio.run(run())}
+    assert len(texts) == 1
