@@ -49,4 +49,9 @@ impl<T> SharedMut<T> {
         assert!(start + len <= self.1, "range {start}..{} of {}", start + len, self.1);
         unsafe { std::slice::from_raw_parts_mut(self.0.add(start), len) }
     }
+    /// Where element `start` lies; what is written through it must not overlap another thread's.
+    pub fn pointer(&self, start: usize) -> *mut T {
+        assert!(start < self.1, "element {start} of {}", self.1);
+        self.0.wrapping_add(start)
+    }
 }

@@ -185,10 +185,16 @@ impl<T: KvElement> Tokens<'_, T> {
         let width = Partial::width(self.view.head_dim);
         for (g, weights) in self.weights.chunks_exact_mut(BLOCK_TOKENS).enumerate() {
             let all = scores.weights(g);
-            for (weight, &id) in weights.iter_mut().zip(self.ids) {
-                *weight = all[id as usize - self.row.visible.start];
+            let (first, count) = (self.ids[0] as usize - self.row.visible.start, self.ids.len());
+            if self.ids[count - 1] as usize == self.ids[0] as usize + count - 1 && self.sample.is_none() {
+                // Ascending and as long as its span: consecutive.
+                weights[..count].copy_from_slice(&all[first..first + count]);
+            } else {
+                for (weight, &id) in weights.iter_mut().zip(self.ids) {
+                    *weight = all[id as usize - self.row.visible.start];
+                }
             }
-            weights[self.ids.len()..].fill(0.0);
+            weights[count..].fill(0.0);
             if let Some((sample, first)) = self.sample {
                 let read = sample.counts[g].saturating_sub(first).min(self.ids.len());
                 let factor = sample.log_weights[g].exp();
@@ -210,7 +216,7 @@ unsafe fn weigh<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, q: &[f32]) {
     for (key, &id) in keys.iter_mut().zip(ids.iter()) {
         *key = view.k[view.offset(row, *head, id as usize)..][..d].as_ptr();
     }
-    unsafe { dots::<V, T>(q, &keys[..ids.len()], view.scale(), weights) };
+    unsafe { dots::<V, T>(q, d, &keys[..ids.len()], view.scale(), weights.as_mut_ptr(), BLOCK_TOKENS) };
     let width = Partial::width(d);
     for (g, line) in weights.chunks_exact_mut(BLOCK_TOKENS).enumerate() {
         let mut read = ids.len();
@@ -225,19 +231,29 @@ unsafe fn weigh<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, q: &[f32]) {
     }
 }
 
-/// Scaled dot products of every query `[group, d]` with every key, into lines of 64.
+/// Scaled dot products of every query `[group, d]` with every key, into lines `stride` apart.
+///
+/// # Safety
+/// Keys cover `d` elements each; every line of `out` covers the keys; `V`'s instruction set exists.
 #[inline(always)]
-pub(super) unsafe fn dots<V: Simd, T: KvElement>(q: &[f32], keys: &[*const T], scale: f32, out: &mut [f32]) {
-    let d = q.len() / (out.len() / BLOCK_TOKENS);
-    let mut lines = (q.chunks(4 * d)).zip(out.chunks_mut(4 * BLOCK_TOKENS));
-    for (q, out) in &mut lines {
+pub(super) unsafe fn dots<V: Simd, T: KvElement>(
+    q: &[f32],
+    d: usize,
+    keys: &[*const T],
+    scale: f32,
+    mut out: *mut f32,
+    stride: usize,
+) {
+    for q in q.chunks(4 * d) {
         unsafe {
             match q.len() / d {
-                4 => dots_of::<V, T, 4>(q, d, keys, scale, out),
-                3 => dots_of::<V, T, 3>(q, d, keys, scale, out),
-                2 => dots_of::<V, T, 2>(q, d, keys, scale, out),
-                _ => dots_of::<V, T, 1>(q, d, keys, scale, out),
+                4 => dots_of::<V, T, 4>(q, d, keys, scale, out, stride),
+                3 => dots_of::<V, T, 3>(q, d, keys, scale, out, stride),
+                2 => dots_of::<V, T, 2>(q, d, keys, scale, out, stride),
+                _ => dots_of::<V, T, 1>(q, d, keys, scale, out, stride),
             }
+            // May pass the end after the last lines; never read there.
+            out = out.wrapping_add(4 * stride);
         }
     }
 }
@@ -248,7 +264,8 @@ unsafe fn dots_of<V: Simd, T: KvElement, const G: usize>(
     d: usize,
     keys: &[*const T],
     scale: f32,
-    out: &mut [f32],
+    out: *mut f32,
+    stride: usize,
 ) {
     let whole = d - d % V::LANES;
     for (t, &key) in keys.iter().enumerate() {
@@ -262,7 +279,7 @@ unsafe fn dots_of<V: Simd, T: KvElement, const G: usize>(
             }
             for (g, acc) in acc.iter().enumerate() {
                 let rest: f32 = (whole..d).map(|c| (*key.add(c)).to_f32() * q[g * d + c]).sum();
-                out[g * BLOCK_TOKENS + t] = (acc.sum() + rest) * scale;
+                *out.add(g * stride + t) = (acc.sum() + rest) * scale;
             }
         }
     }

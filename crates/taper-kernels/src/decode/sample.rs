@@ -36,8 +36,8 @@ pub struct Budget {
 
 /// Rounds in which a noisy pilot grows, fourfold each.
 const GROWTH_ROUNDS: usize = 4;
-/// Sampled keys whose covariance is taken: its trace needs no more.
-const COVARIANCE_KEYS: usize = 96;
+/// Sampled keys whose products with one another are taken.
+const COVARIANCE_KEYS: usize = 40;
 
 /// Adds to a selection, per row and KV head, a sample of the keys it leaves out: without replacement, of the least size
 /// for which every head of the group keeps the promise, or everything.
@@ -198,7 +198,9 @@ unsafe fn score_ids<V: Simd, T: KvElement>(view: &View<T>, row: usize, head: usi
     for (key, &id) in keys.iter_mut().zip(ids) {
         *key = view.k[view.offset(&view.rows[row], head, id as usize)..][..view.head_dim].as_ptr();
     }
-    unsafe { dots::<V, T>(view.queries(row, head), &keys[..ids.len()], view.scale(), lines) };
+    let d = view.head_dim;
+    let (q, keys) = (view.queries(row, head), &keys[..ids.len()]);
+    unsafe { dots::<V, T>(q, d, keys, view.scale(), lines.as_mut_ptr(), BLOCK_TOKENS) };
 }
 
 /// Keys in drawing order: a permutation of the visible ones, less those chosen.
@@ -319,32 +321,48 @@ impl<'a, T: KvElement> Head<'a, T> {
         }
     }
 
-    /// Trace of the squared sample covariance of e (v − o).
+    /// Trace of the squared sample covariance of e (v − o). Its diagonal part, which heavy tails raise, takes every
+    /// key; the products of different keys are estimated from the first few.
     fn covariance_trace2(&self) -> f64 {
-        let (keys, d) = (self.weights.len().min(COVARIANCE_KEYS), self.output.len());
+        let (keys, d) = (self.weights.len(), self.output.len());
         let mut rows = vec![0f32; keys * d];
         for (i, row) in rows.chunks_exact_mut(d).enumerate() {
             for ((r, v), o) in row.iter_mut().zip(self.value(i)).zip(&self.output) {
                 *r = self.weights[i] * (v.to_f32() - o);
             }
         }
-        let mut trace2 = 0.0;
-        let (rows, out) = (rows.as_mut_slice(), &mut trace2);
-        dispatch!(self.work.isa, gram_norm::<_>(rows: &mut [f32], d: usize, out: &mut f64));
-        trace2 / ((keys - 1) as f64).powi(2)
+        let (mut own, mut mixed) = (0.0, 0.0);
+        let (rows, own_out, mixed_out) = (rows.as_mut_slice(), &mut own, &mut mixed);
+        dispatch!(self.work.isa, squared_dots::<_>(rows: &mut [f32], d: usize, own_out: &mut f64, mixed_out: &mut f64));
+        let (keys, few) = (keys as f64, keys.min(COVARIANCE_KEYS) as f64);
+        (own + mixed * (keys * (keys - 1.0)) / (few * (few - 1.0))) / (keys - 1.0).powi(2)
     }
 }
 
 #[inline(always)]
 unsafe fn sum_up<V: Simd, T: KvElement>(head: &mut Head<T>) {
     let mut sums = std::mem::take(&mut head.sums);
+    let d = sums.ev.len();
+    let whole = d - d % V::LANES;
     for (i, &e) in head.weights.iter().enumerate() {
+        let value = head.value(i);
         let mut v2 = 0f32;
-        for ((v, a), b) in head.value(i).iter().zip(&mut sums.ev).zip(&mut sums.e2v) {
+        unsafe {
+            let (once, twice, mut norm) = (V::splat(e), V::splat(e * e), V::splat(0.0));
+            for c in (0..whole).step_by(V::LANES) {
+                let v = T::load::<V>(value.as_ptr().add(c));
+                let (ev, e2v) = (sums.ev.as_mut_ptr().add(c), sums.e2v.as_mut_ptr().add(c));
+                norm = v.mul_add(v, norm);
+                once.mul_add(v, V::load(ev)).store(ev);
+                twice.mul_add(v, V::load(e2v)).store(e2v);
+            }
+            v2 += norm.sum();
+        }
+        for (c, v) in value.iter().enumerate().skip(whole) {
             let v = v.to_f32();
             v2 += v * v;
-            *a += e * v;
-            *b += e * e * v;
+            sums.ev[c] += e * v;
+            sums.e2v[c] += e * e * v;
         }
         let e = f64::from(e);
         sums.e += e;
@@ -354,29 +372,34 @@ unsafe fn sum_up<V: Simd, T: KvElement>(head: &mut Head<T>) {
     head.sums = sums;
 }
 
-/// Centres rows `[keys, d]` and adds up the squares of all their dot products.
+/// Centres rows `[keys, d]`; adds up the squared dot products of every row with itself, and of every ordered pair of
+/// different rows among the first few.
 #[inline(always)]
-unsafe fn gram_norm<V: Simd>(rows: &mut [f32], d: usize, out: &mut f64) {
+unsafe fn squared_dots<V: Simd>(rows: &mut [f32], d: usize, own: &mut f64, mixed: &mut f64) {
     let keys = rows.len() / d;
     let mut mean = vec![0f32; d];
     for row in rows.chunks_exact(d) {
         mean.iter_mut().zip(row).for_each(|(m, r)| *m += r / keys as f32);
     }
     rows.chunks_exact_mut(d).for_each(|row| row.iter_mut().zip(&mean).for_each(|(r, m)| *r -= m));
-    let whole = d - d % V::LANES;
+    let row = |i: usize| &rows[i * d..][..d];
     for i in 0..keys {
-        for j in 0..=i {
-            let (a, b) = (&rows[i * d..][..d], &rows[j * d..][..d]);
-            let mut dot: f32 = (whole..d).map(|c| a[c] * b[c]).sum();
-            unsafe {
-                let mut acc = V::splat(0.0);
-                for c in (0..whole).step_by(V::LANES) {
-                    acc = V::load(a.as_ptr().add(c)).mul_add(V::load(b.as_ptr().add(c)), acc);
-                }
-                dot += acc.sum();
-            }
-            *out += f64::from(dot).powi(2) * if i == j { 1.0 } else { 2.0 };
+        *own += f64::from(unsafe { dot::<V>(row(i), row(i)) }).powi(2);
+        for j in 0..if i < COVARIANCE_KEYS { i } else { 0 } {
+            *mixed += 2.0 * f64::from(unsafe { dot::<V>(row(i), row(j)) }).powi(2);
         }
+    }
+}
+
+#[inline(always)]
+unsafe fn dot<V: Simd>(a: &[f32], b: &[f32]) -> f32 {
+    let whole = a.len() - a.len() % V::LANES;
+    unsafe {
+        let mut acc = V::splat(0.0);
+        for c in (0..whole).step_by(V::LANES) {
+            acc = V::load(a.as_ptr().add(c)).mul_add(V::load(b.as_ptr().add(c)), acc);
+        }
+        acc.sum() + (whole..a.len()).map(|c| a[c] * b[c]).sum::<f32>()
     }
 }
 

@@ -52,21 +52,18 @@ pub fn scores(batch: &Decode) -> Result<Scores> {
     let isa = Isa::best();
     with_view!(batch, view: T => {
         let shared: Vec<_> = all.iter_mut().map(|h| SharedMut::new(&mut h.weights)).collect();
-        parallel::for_each(units.len(), || vec![0f32; group * BLOCK_TOKENS], |lines, unit| {
+        parallel::for_each(units.len(), || (), |(), unit| {
             let (i, start, end) = units[unit];
             let (row, head) = (i / kv_heads, i % kv_heads);
             let n = view.rows[row].visible.len();
             for at in (start..end).step_by(BLOCK_TOKENS) {
                 let count = BLOCK_TOKENS.min(end - at);
                 let from = view.rows[row].visible.start + at;
+                // Each unit has its own tokens of every line.
+                let out = shared[i].pointer(at);
                 dispatch!(isa, raw_scores::<_, T: KvElement>(
-                    view: &View<T>, row: usize, head: usize, from: usize, count: usize, lines: &mut [f32]
+                    view: &View<T>, row: usize, head: usize, from: usize, count: usize, out: *mut f32, n: usize
                 ));
-                for g in 0..group {
-                    // SAFETY: each unit has its own tokens.
-                    let to = unsafe { shared[i].slice(g * n + at, count) };
-                    to.copy_from_slice(&lines[g * BLOCK_TOKENS..][..count]);
-                }
             }
         });
     });
@@ -90,13 +87,16 @@ unsafe fn raw_scores<V: Simd, T: KvElement>(
     head: usize,
     from: usize,
     count: usize,
-    lines: &mut [f32],
+    out: *mut f32,
+    stride: usize,
 ) {
     let mut keys = [std::ptr::null(); BLOCK_TOKENS];
     for (i, key) in keys[..count].iter_mut().enumerate() {
         *key = view.k[view.offset(&view.rows[row], head, from + i)..][..view.head_dim].as_ptr();
     }
-    unsafe { dots::<V, T>(view.queries(row, head), &keys[..count], view.scale(), lines) };
+    unsafe {
+        dots::<V, T>(view.queries(row, head), view.head_dim, &keys[..count], view.scale(), out, stride);
+    }
 }
 
 /// Raw scores to weights, in place.
