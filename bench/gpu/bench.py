@@ -200,7 +200,53 @@ def delta():
         torch.cuda.empty_cache()
 
 
-PARTS = {"decode": decode, "prefill": prefill, "delta": delta}
+def sparse():
+    """The parts of a sparse decode step, and vAttention over Quest's blocks as a whole."""
+    for n in (32768, 131072, 524288):
+        cache = t.Cache([n], HK, D, DT, poison=False)
+        cache.v += 0.5
+        q = torch.randn(1, HQ, D, device=DEV, dtype=DT)
+        hi = cache.k.amax(2, keepdim=True).contiguous()
+        lo = cache.k.amin(2, keepdim=True).contiguous()
+        nb, key = n // 64, f"sparse b1 {n}"
+        full = t.Score(cache, q, cache.k, reduce=t.GROUP_MAX)
+        put(f"{key} score all keys us", median_ms(graphed(full)) * 1e3)
+        top = t.Select(full.out[0], n // 20)
+        put(f"{key} select 5% of tokens us", median_ms(graphed(top)) * 1e3)
+        bound = t.Score(cache, q, hi, lo, reduce=t.GROUP_MAX)
+        put(f"{key} score block bounds us", median_ms(graphed(bound)) * 1e3)
+        ends = lambda x: torch.full((HK,), x, dtype=torch.int32, device=DEV)
+        fixed = torch.tensor([t.work_list((0, n - 128), (128, n), length=n)] * HK,
+                             dtype=torch.int32, device=DEV)
+        k = nb // 20
+        pick = t.Select(bound.out[0], k, ends(2), ends(nb - 2), work=fixed, target=1)
+        put(f"{key} select 5% of blocks us", median_ms(graphed(pick)) * 1e3)
+        for rounds in (1, 5):
+            v = t.VAttention(cache, q, fixed, [7], 0.05, 0.05, "chi2", block_ids=pick.ids,
+                             rounds=rounds)
+
+            def step():
+                bound()
+                pick()
+                v()
+            ms = median_ms(graphed(step))
+            read = (2 * 128 + 64 * k) * HK + v.sampled[:, 9].sum().item()
+            put(f"{key} vattention {rounds} rounds us", ms * 1e3)
+            put(f"{key} vattention {rounds} rounds density", read / (n * HK))
+            put(f"{key} vattention {rounds} rounds dense lists", int((v.state == 2).sum()))
+        for name, f in (("fixed plan+attend+merge", lambda: (v.first.plan(), v.first())),
+                        ("draw rest", v.draw_rest),
+                        ("sampled plan+attend+merge", lambda: (v.second.plan(), v.second()))):
+            put(f"{key} vattention {name} us", median_ms(graphed(f)) * 1e3)
+        v.state.zero_()
+        for name in ("pilot", "judge"):
+            f = lambda: t.call("taper_budget_" + name, v.p)
+            put(f"{key} vattention {name} us", median_ms(graphed(f)) * 1e3)
+        del cache, full, top, bound, pick, v, hi, lo
+        torch.cuda.empty_cache()
+
+
+PARTS = {"decode": decode, "prefill": prefill, "delta": delta, "sparse": sparse}
 
 if __name__ == "__main__":
     put("device", torch.cuda.get_device_name())

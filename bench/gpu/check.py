@@ -65,6 +65,14 @@ def check_decode(small):
             for g in groups:
                 f, cache, q, err, lse = decode_case(dtype, d, 2, g, lens)
                 report(f"decode dense {dtype} d{d} group {g}", max(err, lse))
+    # The same launch over and over must give the same bits.
+    first = f.out.clone()
+    moved = 0.0
+    for _ in range(5 if small else 200):
+        f.out.fill_(float("nan"))
+        f()
+        moved += float((f.out != first).any())
+    report("decode repeats itself", moved)
     # One sequence alone must give the very bits that it gives in the batch.
     i = len(lens) - 1
     n = lens[i]
@@ -353,9 +361,123 @@ def check_sample(small):
     report("sample draws the points of the CPU's permutation", float(bad))
 
 
+def moments64(s, v, lse_f, o_f, residual):
+    """vAttention's moments of a sample: scores s [b], values v [b, d], in float64."""
+    b = len(s)
+    top = max(lse_f.item(), s.max().item())
+    e = torch.exp(s - top)
+    known = math.exp(lse_f.item() - top)
+    ev, e2v = (e[:, None] * v).sum(0), (e[:, None]**2 * v).sum(0)
+    scale = residual / b
+    den = known + scale * e.sum().item()
+    o = (o_f * known + scale * ev) / den
+    r = e[:, None] * (v - o)
+    keys = min(b, 96)
+    c = r[:keys] - r[:keys].mean(0)
+    return {"b": b, "den": den, "o2": (o @ o).item(), "var_d": e.var().item(),
+            "tr_n": (e[:, None] * v).var(0).sum().item(), "tr_r": r.var(0).sum().item(),
+            "tr2": ((c @ c.T)**2).sum().item() / (keys - 1)**2}
+
+
+def budget64(rule, eps, delta, m, n):
+    """(verdict, draws) of one head."""
+    whole, most, upper, rest, vector, scalar = t.quantiles(delta)
+    sc = n * math.sqrt(m["var_d"]) / m["den"]
+    if rule == "denominator":
+        r = whole * sc / eps
+    else:
+        ratio = rule in ("ratio", "chi2")
+        norm2, trace, unit = ((m["o2"], m["tr_r"], m["den"]) if ratio else
+                              (m["o2"] * m["den"]**2, m["tr_n"], 1.0))
+        left = norm2 - n * n * trace * (1 / m["b"] - 1 / n) / unit**2
+        if left < 0.25 * norm2:
+            return "noisy", 0
+        ve = n * math.sqrt(trace) / (math.sqrt(left) * (eps * m["den"] if ratio else 1))
+        if ratio:
+            c = most
+            if rule == "chi2":
+                sp = 2 * m["tr2"] / (9 * m["tr_r"]**2)
+                c = math.sqrt(max(1 - sp + upper * math.sqrt(sp), 0)**3)
+            r = c * ve + rest * sc
+        elif rule == "lemma":
+            r = min((a * ve + z * sc) / (eps / 2) for a, z in zip(vector, scalar))
+        else:
+            r = min((a * ve + (1 + eps) * z * sc) / eps for a, z in zip(vector, scalar))
+    return "sample", math.ceil(r * r / (1 + r * r / n))
+
+
+def check_vattention(small):
+    lens = [700, 2000] if small else [700, 9000, 40000]
+    kv, g, layer, sink, win = 2, 4, 5, 16, 64
+    for dtype, d, rule, eps in ((torch.bfloat16, 128, "chi2", 0.1), (torch.float16, 64, "ratio", 0.1),
+                                (torch.bfloat16, 128, "lemma", 0.3),
+                                (torch.bfloat16, 64, "tight", 0.3),
+                                (torch.float16, 128, "denominator", 0.1)):
+        cache = t.Cache(lens, kv, d, dtype)
+        cache.v += 0.5  # An output of zero mean would make every pilot too noisy.
+        q = torch.randn(len(lens), kv * g, d, device=DEV, dtype=dtype)
+        fixed = [t.work_list((0, n - win), (sink, n), length=n) for n in lens for _ in range(kv)]
+        seeds = torch.randint(0, 2**62, (len(lens),)).tolist()
+        f = t.VAttention(cache, q, fixed, seeds, eps, 0.1, rule, layer=layer)
+        f()
+        gap = err = errors = 0.0
+        states = []
+        for i, n in enumerate(lens):
+            k, v = (x.double() for x in cache.dense(i))
+            seen = torch.zeros(1, n, dtype=torch.bool, device=DEV)
+            seen[:, :sink], seen[:, n - win:] = True, True
+            o_f, lse_f = attend64(q[i:i + 1], k, v, seen)
+            exact, _ = attend64(q[i:i + 1], k, v, torch.ones_like(seen))
+            res, w = n - sink - win, torch.zeros(kv * g, 1, n, device=DEV, dtype=torch.float64)
+            read = seen.expand(kv * g, 1, n).clone()
+            for h in range(kv):
+                order = permuted(n, seeds[i], layer, h, n - 1).to(DEV)
+                order = order[~seen[0][order]]
+                want = max(64, math.ceil(0.01 * res))
+                limit = 0.5 * n - sink - win
+                state = "active" if res > want and want < limit else "dense"
+                for r in range(5):
+                    if state != "active":
+                        break
+                    draws, verdicts = order[:want], []
+                    for j in range(g):
+                        qh = h * g + j
+                        sc = k[h, draws] @ q[i, qh].double() * d**-0.5
+                        m = moments64(sc, v[h, draws], lse_f[0, qh], o_f[0, qh], res)
+                        verdicts.append(budget64(rule, eps, 0.1, m, res))
+                    bad = next((x for x in verdicts if x[0] == "noisy" or x[1] >= limit), None)
+                    if bad is None:
+                        state = "sampled"
+                    elif bad[0] == "noisy" and r < 4 and 4 * want < limit:
+                        want *= 4
+                    else:
+                        state = "dense"
+                got = f.state[i * kv + h].item()
+                states.append(state)
+                gap = max(gap, float(got != {"sampled": 1, "dense": 2}[state]))
+                for j in range(g):
+                    qh = h * g + j
+                    if got == 2:
+                        read[qh] = True
+                        continue
+                    count = f.head_counts[i, qh].item()
+                    if state == "sampled":
+                        ask = min(max(verdicts[j][1], want), res)
+                        gap = max(gap, max(abs(count - ask) - 2, 0) / ask)
+                    read[qh, 0, order[:count]] = True
+                    w[qh, 0, order[:count]] = math.log(res / count)
+            o, _ = attend64(q[i:i + 1], k, v, read, w)
+            err = max(err, rel(f.out[i], o[0]))
+            errors = max(errors, ((f.out[i].double() - exact[0]).norm(dim=-1) /
+                                  exact[0].norm(dim=-1)).max().item())
+        report(f"vattention {rule} {dtype} d{d} output (worst error against dense {errors:.3f}, "
+               f"{states.count('dense')} of {len(states)} lists dense)", err)
+        report(f"vattention {rule} {dtype} d{d} budgets", gap, 0.02)
+
+
 CHECKS = {"score": check_score, "select": check_select, "sample": check_sample,
-          "decode": check_decode, "lists": check_lists, "prefill": check_prefill,
-          "delta": check_delta}
+          "vattention": check_vattention, "decode": check_decode, "lists": check_lists,
+          "prefill": check_prefill, "delta": check_delta}
 
 
 def main():

@@ -14,7 +14,8 @@ import torch
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DTYPE = {torch.bfloat16: 0, torch.float16: 1}
-P, I32, I64, F32, U32, U64 = C.c_void_p, C.c_int32, C.c_int64, C.c_float, C.c_uint32, C.c_uint64
+P, I32, I64, U32, F32, F64 = (C.c_void_p, C.c_int32, C.c_int64, C.c_uint32, C.c_float,
+                              C.c_double)
 
 
 def build(out):
@@ -69,15 +70,16 @@ def struct(name, fields):
 
 DecodeParams = struct("DecodeParams", [
     ("q", P), ("k", P), ("v", P), ("block_table", P), ("row_table", P), ("lists", P),
-    ("block_ids", P), ("token_ids", P), ("token_ln_weight", P), ("units", P), ("list_units", P),
+    ("block_ids", P), ("token_ids", P), ("token_ln_weight", P), ("head_counts", P),
+    ("head_ln_weight", P), ("units", P), ("list_units", P),
     ("part_o", P), ("part_lse", P), ("blocks", I64), ("rows", I32), ("q_heads", I32),
     ("kv_heads", I32), ("list_heads", I32), ("head_dim", I32), ("dtype", I32),
     ("table_stride", I32), ("unit_capacity", I32), ("scale", F32), ("gather", I32),
     ("overlap", I32)])
 MergeParams = struct("MergeParams", [
-    ("part_o", P), ("part_lse", P), ("list_units", P), ("out", P), ("lse", P), ("rows", I32),
-    ("q_heads", I32), ("list_heads", I32), ("head_dim", I32), ("dtype", I32), ("out_f32", I32),
-    ("overlap", I32), ("reserved", I32)])
+    ("part_o", P), ("part_lse", P), ("list_units", P), ("out", P), ("lse", P),
+    ("base_o", P), ("base_lse", P), ("rows", I32), ("q_heads", I32), ("list_heads", I32),
+    ("head_dim", I32), ("dtype", I32), ("out_f32", I32), ("overlap", I32), ("reserved", I32)])
 PrefillParams = struct("PrefillParams", [
     ("q", P), ("k", P), ("v", P), ("block_table", P), ("q_rows", P), ("positions", P),
     ("tiles", P), ("csr_begin", P), ("csr_blocks", P), ("out", P), ("lse", P), ("anchor_out", P),
@@ -103,8 +105,16 @@ SelectParams = struct("SelectParams", [
     ("target", I32), ("overlap", I32), ("reserved", I32)])
 SampleParams = struct("SampleParams", [
     ("work", P), ("block_ids", P), ("token_ids", P), ("seeds", P), ("positions", P), ("wants", P),
-    ("ids", P), ("counts", P), ("layer", U32), ("rows", I32), ("list_heads", I32),
-    ("capacity", I32), ("want", I32), ("max_len", I32), ("overlap", I32), ("reserved", I32)])
+    ("states", P), ("ids", P), ("counts", P), ("layer", U32), ("rows", I32), ("list_heads", I32),
+    ("capacity", I32), ("want", I32), ("max_len", I32), ("overlap", I32), ("state", U32)])
+BudgetParams = struct("BudgetParams", [(n, P) for n in (
+    "q k v block_table row_table block_ids fixed sampled fixed_o fixed_lse base_lse ids state "
+    "wants residual head_counts head_ln_weight scores parts verdicts budgets").split()] + [
+    ("epsilon", F64), ("whole", F64), ("most", F64), ("upper", F64), ("rest", F64),
+    ("split_vector", F64 * 6), ("split_scalar", F64 * 6), ("pilot_share", F64),
+    ("dense_share", F64), ("pilot_tokens", I32), ("rule", I32), ("last_round", I32), ("rows", I32),
+    ("q_heads", I32), ("kv_heads", I32), ("head_dim", I32), ("dtype", I32), ("table_stride", I32),
+    ("capacity", I32), ("scale", F32), ("overlap", I32)])
 
 
 class Cache:
@@ -140,11 +150,11 @@ class Cache:
 
 
 def work_list(begin=(0, 0), end=(0, 0), blocks=(0, 0), tokens=(0, 0), ln_block=0.0, ln_token=0.0,
-              length=0):
-    """One WorkList as 12 32-bit words."""
+              length=0, sample=(0, 0)):
+    """One WorkList as 16 32-bit words."""
     import struct as S
-    return S.unpack("<12i", S.pack("<8I2f2I", *begin, *end, *blocks, *tokens, ln_block, ln_token,
-                                   length, 0))
+    return S.unpack("<16i", S.pack("<10I2f4I", *begin, *end, *blocks, *tokens, *sample, ln_block,
+                                   ln_token, length, 0, 0, 0))
 
 
 class Decode:
@@ -152,30 +162,35 @@ class Decode:
 
     def __init__(self, cache, q, lists, list_heads=None, block_ids=None, token_ids=None,
                  token_ln_weight=None, row_table=None, overlap=True, unit_capacity=None,
-                 out_f32=False):
+                 out_f32=False, head_counts=None, head_ln_weight=None, base_o=None,
+                 base_lse=None):
         rows, q_heads, d = q.shape
         dev = q.device
         list_heads = list_heads or cache.kv_heads
         group = q_heads // list_heads
-        self.lists = torch.tensor(lists, dtype=torch.int32, device=dev)
+        if not torch.is_tensor(lists):
+            lists = torch.tensor(lists, dtype=torch.int32, device=dev)
+        self.lists = lists
         cap = unit_capacity or len(lists) * 300
-        self.units = torch.empty(cap, 16, dtype=torch.int32, device=dev)
+        self.units = torch.empty(cap, 20, dtype=torch.int32, device=dev)
         self.list_units = torch.empty(len(lists) + 1, dtype=torch.int32, device=dev)
         self.part_o = torch.full((cap, group, d), float("nan"), device=dev)
         self.part_lse = torch.full((cap, group), float("nan"), device=dev)
         self.out = torch.full(q.shape, float("nan"), device=dev,
                               dtype=torch.float32 if out_f32 else q.dtype)
         self.lse = torch.full((rows, q_heads), float("nan"), device=dev)
-        self.keep = (cache, q, block_ids, token_ids, token_ln_weight, row_table)
+        self.keep = (cache, q, block_ids, token_ids, token_ln_weight, row_table, head_counts,
+                     head_ln_weight, base_o, base_lse)
         self.p = DecodeParams(
             ptr(q), ptr(cache.k), ptr(cache.v), ptr(cache.table), ptr(row_table), ptr(self.lists),
-            ptr(block_ids), ptr(token_ids), ptr(token_ln_weight), ptr(self.units),
+            ptr(block_ids), ptr(token_ids), ptr(token_ln_weight), ptr(head_counts),
+            ptr(head_ln_weight), ptr(self.units),
             ptr(self.list_units), ptr(self.part_o), ptr(self.part_lse), cache.blocks, rows, q_heads,
             cache.kv_heads, list_heads, d, DTYPE[q.dtype], cache.table.stride(0), cap, d**-0.5,
             int(token_ids is not None), int(overlap))
         self.m = MergeParams(ptr(self.part_o), ptr(self.part_lse), ptr(self.list_units),
-                             ptr(self.out), ptr(self.lse), rows, q_heads, list_heads, d,
-                             DTYPE[q.dtype], int(out_f32), int(overlap), 0)
+                             ptr(self.out), ptr(self.lse), ptr(base_o), ptr(base_lse), rows, q_heads,
+                             list_heads, d, DTYPE[q.dtype], int(out_f32), int(overlap), 0)
 
     def plan(self):
         call("taper_decode_plan", self.p)
@@ -312,19 +327,96 @@ class Sample:
     """The first `want` points of each list's permutation that the list leaves out."""
 
     def __init__(self, work, list_heads, seeds, positions, want, max_len, layer=0, block_ids=None,
-                 token_ids=None, wants=None, overlap=True):
+                 token_ids=None, wants=None, states=None, state=0, ids=None, overlap=True):
         dev = work.device
         lists = work.shape[0]
-        self.ids = torch.full((lists, want), -1, dtype=torch.int32, device=dev)
+        if ids is None:
+            ids = torch.full((lists, want), -1, dtype=torch.int32, device=dev)
+        self.ids = ids
         self.counts = torch.full((lists,), -1, dtype=torch.int32, device=dev)
         self.seeds = torch.tensor(seeds, dtype=torch.int64, device=dev)
         self.positions = torch.tensor(positions, dtype=torch.int32, device=dev)
-        self.keep = (work, block_ids, token_ids, wants)
+        self.keep = (work, block_ids, token_ids, wants, states)
         self.p = SampleParams(ptr(work), ptr(block_ids), ptr(token_ids), ptr(self.seeds),
-                              ptr(self.positions), ptr(wants), ptr(self.ids), ptr(self.counts),
-                              layer, lists // list_heads, list_heads, want, want, max_len,
-                              int(overlap), 0)
+                              ptr(self.positions), ptr(wants), ptr(states), ptr(self.ids),
+                              ptr(self.counts), layer, lists // list_heads, list_heads, want, want,
+                              max_len, int(overlap), state)
 
     def __call__(self):
         call("taper_sample", self.p)
         return self.ids
+
+
+RULES = {"denominator": 0, "lemma": 1, "tight": 2, "ratio": 3, "chi2": 4}
+
+
+def quantiles(delta):
+    """The normal quantiles that the rules need, as BudgetParams orders them."""
+    from statistics import NormalDist
+    z = NormalDist().inv_cdf
+    two = lambda d: z(1 - d / 2)
+    vector = lambda d: max(two(d), 1.24)
+    shares = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+    return (two(delta), vector(0.9 * delta), z(1 - 0.9 * delta), z(1 - 0.1 * delta),
+            (F64 * 6)(*[vector(delta * (1 - s)) for s in shares]),
+            (F64 * 6)(*[two(delta * s) for s in shares]))
+
+
+class VAttention:
+    """Exact attention over `fixed` lists plus a sample of the rest, sized on the device."""
+
+    def __init__(self, cache, q, fixed, seeds, epsilon, delta, rule="chi2", block_ids=None,
+                 token_ids=None, pilot_tokens=64, pilot_share=0.01, dense_share=0.5, rounds=5,
+                 layer=0, overlap=True):
+        rows, q_heads, d = q.shape
+        dev = q.device
+        kv = cache.kv_heads
+        lists, group = rows * kv, q_heads // kv
+        capacity = max(cache.lens) // 2 + 64
+        i32 = lambda *shape: torch.full(shape, -1, dtype=torch.int32, device=dev)
+        f32 = lambda *shape: torch.full(shape, float("nan"), device=dev)
+        self.first = Decode(cache, q, fixed, block_ids=block_ids, token_ids=token_ids,
+                            out_f32=True, overlap=overlap)
+        self.ids = i32(lists, capacity)
+        self.state, self.wants, self.residual = i32(lists), i32(lists), i32(lists)
+        self.sampled = i32(lists, 16)
+        self.head_counts, self.head_ln_weight = i32(rows, q_heads), f32(rows, q_heads)
+        self.base_lse = f32(rows, q_heads)
+        self.scores = f32(lists, 96, group)
+        self.parts = f32(lists, 32, group, 2 * d + 4)
+        self.verdicts = i32(rows, q_heads)
+        self.budgets = torch.full((rows, q_heads), float("nan"), dtype=torch.float64, device=dev)
+        positions = [n - 1 for n in cache.lens]
+        draw = lambda state: Sample(self.first.lists, kv, seeds, positions, capacity,
+                                    max(cache.lens), layer, block_ids, token_ids, self.wants,
+                                    self.state, state, self.ids, overlap)
+        self.draw_pilot, self.draw_rest = draw(0), draw(1)
+        self.second = Decode(cache, q, self.sampled, token_ids=self.ids, overlap=overlap,
+                             head_counts=self.head_counts, head_ln_weight=self.head_ln_weight,
+                             base_o=self.first.out, base_lse=self.base_lse)
+        self.out = self.second.out
+        args = [ptr(x) for x in (
+            q, cache.k, cache.v, cache.table, None, block_ids, self.first.lists, self.sampled,
+            self.first.out, self.first.lse, self.base_lse, self.ids, self.state, self.wants,
+            self.residual, self.head_counts, self.head_ln_weight, self.scores, self.parts,
+            self.verdicts, self.budgets)]
+        make = lambda last: BudgetParams(
+            *args, epsilon, *quantiles(delta), pilot_share, dense_share, pilot_tokens, RULES[rule],
+            int(last), rows, q_heads, kv, d, DTYPE[q.dtype], cache.table.stride(0), capacity,
+            d**-0.5, int(overlap))
+        self.p, self.p_last, self.rounds = make(False), make(True), rounds
+
+    def __call__(self):
+        self.first.plan()
+        self.first()
+        call("taper_budget_begin", self.p)
+        for r in range(self.rounds):
+            p = self.p_last if r == self.rounds - 1 else self.p
+            self.draw_pilot()
+            call("taper_budget_pilot", p)
+            call("taper_budget_judge", p)
+            call("taper_budget_settle", p)
+        self.draw_rest()
+        self.second.plan()
+        self.second()
+        return self.out

@@ -18,6 +18,8 @@ struct MergeParams {
   const uint32_t* list_units;  // [lists + 1]
   void* out;                   // [rows, q_heads, head_dim], dtype or f32
   float* lse;                  // [rows, q_heads] or null
+  const float* base_o;         // [rows, q_heads, head_dim], one more partial; or null
+  const float* base_lse;       // [rows, q_heads]
   int32_t rows, q_heads, list_heads, head_dim, dtype;
   int32_t out_f32, overlap, reserved;
 };
@@ -80,6 +82,12 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const MergePara
   for (int w = 0; w < kMergeWarps; ++w) top = fmaxf(top, top_s[w]);
   float x = 0.f;
   sum = 0.f;
+  if (p.base_o && p.base_lse[blockIdx.x] > -INFINITY) {
+    const float base = p.base_lse[blockIdx.x];
+    top = fmaxf(top, base);
+    sum = exp2_fast((base - top) * kLog2e);
+    x = sum * p.base_o[(int64_t)blockIdx.x * D + threadIdx.x];
+  }
 #pragma unroll
   for (int w = 0; w < kMergeWarps; ++w) {
     const float f = top_s[w] == -INFINITY ? 0.f : exp2_fast((top_s[w] - top) * kLog2e);

@@ -18,13 +18,15 @@ struct SampleParams {
   const uint64_t* seeds;      // [rows]
   const uint32_t* positions;  // [rows], absolute position of the query
   const uint32_t* wants;      // [rows, list_heads] draws; null: `want`
+  const uint32_t* states;     // [rows, list_heads]: draw only where it is `state`; or null
   uint32_t* ids;              // [rows, list_heads, capacity], in drawing order
   uint32_t* counts;           // [rows, list_heads] drawn
   uint32_t layer;
-  int32_t rows, list_heads, capacity, want, max_len, overlap, reserved;
+  int32_t rows, list_heads, capacity, want, max_len, overlap;
+  uint32_t state;
 };
 
-constexpr int kSampleThreads = 1024, kSamplePoints = 4;  // consecutive points a thread
+constexpr int kSampleThreads = 1024, kSamplePoints = 8;  // consecutive points a thread
 
 __global__ void __launch_bounds__(kSampleThreads) sample_kernel(const SampleParams p) {
   extern __shared__ uint32_t chosen[];
@@ -32,6 +34,7 @@ __global__ void __launch_bounds__(kSampleThreads) sample_kernel(const SamplePara
   const int tid = threadIdx.x, list = blockIdx.x, row = list / p.list_heads;
   wait_for_predecessor();
   launch_dependents();
+  if (p.states && p.states[list] != p.state) return;
   const WorkList w = p.work[list];
   const uint32_t n = w.len;
   const uint32_t want = min(p.wants ? p.wants[list] : (uint32_t)p.want, (uint32_t)p.capacity);

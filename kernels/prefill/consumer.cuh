@@ -1,0 +1,311 @@
+// Prefill attention: the warpgroups that compute scores, softmax and output.
+#pragma once
+
+#include <stddef.h>
+
+#include "tiles.cuh"
+
+namespace taper {
+
+// Turns words held column-wise by the four lanes of a quad into 16 consecutive bytes
+// per lane: lane q gets block q of the four.
+__device__ __forceinline__ uint4 quad_transpose(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  const int lane = threadIdx.x & 3;
+  const bool odd = lane & 1, high = lane & 2;
+  const uint32_t s0 = __shfl_xor_sync(~0u, odd ? a : b, 1);
+  const uint32_t s1 = __shfl_xor_sync(~0u, odd ? c : d, 1);
+  const uint32_t e0 = odd ? s0 : a, e1 = odd ? b : s0, e2 = odd ? s1 : c, e3 = odd ? d : s1;
+  const uint32_t t0 = __shfl_xor_sync(~0u, high ? e0 : e2, 2);
+  const uint32_t t1 = __shfl_xor_sync(~0u, high ? e1 : e3, 2);
+  return high ? make_uint4(t0, t1, e2, e3) : make_uint4(e0, e1, t0, t1);
+}
+
+template <class T, int D>
+struct PrefillConsumer {
+  using L = PrefillLayout<D>;
+  static constexpr float kFloor = -1e30f;  // Stands for "no key seen"; finite, so it subtracts.
+  static constexpr float kSumMax = 1024.f;
+  const PrefillParams& p;
+  PrefillShared<L::kStages>& sh;
+  const uint32_t bars, q_s, k_s, v_s;  // shared-memory addresses
+  const uint64_t q_desc, k_desc, v_desc;
+  const int wg, tid, warp, lane;
+  const float scale2;
+  float s[kTileKeys / 2], o[D / 2];
+  uint32_t prob[kTileKeys / 16][4];
+  float m[2], l[2], fix[2];
+  uint32_t pos[2];
+  uint32_t q_at;  // byte offset of the tile's query buffer
+
+  __device__ __forceinline__ void scores(uint32_t stage) {
+    const uint64_t k = k_desc + stage * (L::kTile >> 4), q = q_desc + (q_at >> 4);
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < D / 16; ++kk) {
+      const uint32_t at = ((kk / 4) * L::kPanel + (kk % 4) * 32) >> 4;
+      wgmma_ss<T, kTileKeys, false>(s, q + at, k + at, kk > 0);
+    }
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void values(uint32_t stage) {
+    const uint64_t v = v_desc + stage * (L::kTile >> 4);
+#pragma unroll
+    for (int kk = 0; kk < kTileKeys / 16; ++kk)
+      wgmma_rs<T, D>(o, prob[kk], v + kk * (2048 >> 4), 1);
+    wgmma_commit();
+  }
+  static constexpr uint32_t kFull = offsetof(PrefillShared<L::kStages>, k_full);
+  static constexpr uint32_t kEmpty = offsetof(PrefillShared<L::kStages>, k_empty);
+  static constexpr uint32_t vFull = offsetof(PrefillShared<L::kStages>, v_full);
+  static constexpr uint32_t vEmpty = offsetof(PrefillShared<L::kStages>, v_empty);
+  static constexpr uint32_t qFull = offsetof(PrefillShared<L::kStages>, q_full);
+  static constexpr uint32_t qEmpty = offsetof(PrefillShared<L::kStages>, q_empty);
+  __device__ __forceinline__ void release(uint32_t bar) {
+    __syncwarp();
+    if (lane == 0) mbar_arrive(bars + bar);
+  }
+
+  // The scores of this warp's rows alone: its neighbours may have had no need, so the
+  // warpgroup's instruction is out of reach. The fragments are laid out alike.
+  __device__ __forceinline__ void scores_again(uint32_t stage) {
+    const uint32_t q = q_s + q_at + (wg * 64 + warp * 16) * 128, k = k_s + stage * L::kTile;
+    const uint32_t r = lane / 4, in_chunk = (lane & 3) * 4;
+#pragma unroll
+    for (int j = 0; j < kTileKeys / 8; ++j) {
+      float c[4] = {};
+#pragma unroll 1
+      for (int kk = 0; kk < D / 16; ++kk) {
+        const uint32_t panel = (kk / 4) * L::kPanel, chunk = (kk % 4) * 2;
+        const uint32_t a0 = q + panel + in_chunk, b0 = k + panel + in_chunk;
+        mma_16x8x16<T>(c, ld_shared_u32(a0 + swizzled(r, chunk)),
+                       ld_shared_u32(a0 + swizzled(r + 8, chunk)),
+                       ld_shared_u32(a0 + swizzled(r, chunk + 1)),
+                       ld_shared_u32(a0 + swizzled(r + 8, chunk + 1)),
+                       ld_shared_u32(b0 + swizzled(8 * j + r, chunk)),
+                       ld_shared_u32(b0 + swizzled(8 * j + r, chunk + 1)));
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[4 * j + i] = c[i];
+    }
+  }
+
+  // Rows of V past the sequence's end may hold anything; probability 0 does not hide a NaN.
+  __device__ __forceinline__ void clear_tail(uint32_t stage, uint2 b, uint32_t kv_len) {
+    const uint32_t last = b.y == kNoBlock ? b.x : b.y;
+    if ((last + 1) * kBlock <= kv_len) return;
+    const uint32_t v = v_s + stage * L::kTile, keep = kv_len - last * kBlock;
+    for (uint32_t i = tid; i < kTileKeys * (D / 8); i += 128) {
+      const uint32_t r = i / (D / 8), chunk = i % (D / 8);
+      const bool in_last = r / kBlock == 1 || b.y == kNoBlock;
+      if (in_last && r % kBlock >= keep)
+        st_shared_v4(v + (chunk / 8) * L::kPanel + swizzled(r, chunk % 8),
+                     make_uint4(0, 0, 0, 0));
+    }
+    fence_async_smem();
+    bar_sync(3 + wg, 128);
+  }
+
+  __device__ __forceinline__ bool needs_mask(uint2 b, const PrefillTile& t) const {
+    const uint32_t last = max(b.x, b.y) * kBlock + kBlock - 1;
+    if (last > t.pos_min) return true;
+    if (p.window == 0) return false;
+    bool cut = false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t lo = (i ? b.y : b.x) * kBlock;
+      cut |= lo + kBlock > (uint32_t)p.sink && lo + (uint32_t)p.window <= t.pos_max;
+    }
+    return cut;
+  }
+  // A row sees keys below `sink` and the last `window` up to its own position. A key
+  // beyond the row wraps to a difference of 2^31 or more, outside every window.
+  __device__ __forceinline__ void mask(uint2 b) {
+    const uint32_t sink = p.window > 0 ? (uint32_t)p.sink : 0u;
+    const uint32_t window = p.window > 0 ? (uint32_t)p.window : 0x7FFFFFFFu;
+#pragma unroll
+    for (int j = 0; j < kTileKeys / 8; ++j) {
+      const uint32_t key = (j < 8 ? b.x : b.y) * kBlock + (j % 8) * 8 + (lane & 3) * 2;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t at = key + (i & 1), row = pos[i / 2];
+        const bool seen = (row - at < window) | ((at < sink) & (at <= row));
+        s[4 * j + i] = seen ? s[4 * j + i] : -INFINITY;
+      }
+    }
+  }
+
+  // Scores to probabilities in place against the running maximum as it is. True if a
+  // sum shows that the maximum must rise, and the caller has to start over.
+  __device__ __forceinline__ bool exponentiate(float (&sum)[2]) {
+    sum[0] = sum[1] = 0.f;
+#pragma unroll
+    for (int j = 0; j < kTileKeys / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s[4 * j + i] = exp2_fast(fmaf(s[4 * j + i], scale2, -m[i / 2]));
+      sum[0] += s[4 * j] + s[4 * j + 1];
+      sum[1] += s[4 * j + 2] + s[4 * j + 3];
+    }
+    return __any_sync(~0u, sum[0] > kSumMax || sum[1] > kSumMax);
+  }
+  __device__ __forceinline__ void raise_maximum() {
+    float top[2][2] = {{s[0], s[1]}, {s[2], s[3]}};
+#pragma unroll
+    for (int j = 1; j < kTileKeys / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) top[i / 2][i & 1] = fmaxf(top[i / 2][i & 1], s[4 * j + i]);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float now = fmaxf(top[r][0], top[r][1]);
+      now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
+      now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
+      now = fmaxf(m[r], now * scale2);
+      fix[r] = exp2_fast(m[r] - now);
+      m[r] = now;
+      l[r] *= fix[r];
+    }
+  }
+  __device__ __forceinline__ void rescale() {
+#pragma unroll
+    for (int j = 0; j < D / 8; ++j) {
+      o[4 * j] *= fix[0];
+      o[4 * j + 1] *= fix[0];
+      o[4 * j + 2] *= fix[1];
+      o[4 * j + 3] *= fix[1];
+    }
+  }
+  __device__ __forceinline__ void pack() {
+#pragma unroll
+    for (int kk = 0; kk < kTileKeys / 16; ++kk)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        prob[kk][i] = pack2<T>(s[8 * kk + 2 * i], s[8 * kk + 2 * i + 1]);
+  }
+
+  __device__ __forceinline__ void store(const PrefillTile& t, int head) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float sum = l[r];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const float inv = sum > 0.f ? 1.f / sum : 0.f;
+      const uint32_t in_tile = wg * 64 + warp * 16 + lane / 4 + 8 * r;
+      const bool live = in_tile < t.rows;
+      const uint32_t row = t.row_begin + in_tile;
+      if (live && p.lse && (lane & 3) == 0)
+        p.lse[(int64_t)row * p.q_heads + head] = sum > 0.f ? m[r] * kLn2 + logf(sum) : -INFINITY;
+      if (p.out_f32) {
+        float* out = static_cast<float*>(p.out) + ((int64_t)row * p.q_heads + head) * D;
+        if (live) store_f32(out, r, inv);
+      } else {
+        const uint32_t to = live && p.q_rows ? p.q_rows[row] : row;
+        T* out = static_cast<T*>(p.out) + ((int64_t)to * p.q_heads + head) * D;
+#pragma unroll
+        for (int j = 0; j < D / 8; j += 4) {
+          uint32_t w[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            w[i] = pack2<T>(o[4 * (j + i) + 2 * r] * inv, o[4 * (j + i) + 2 * r + 1] * inv);
+          const uint4 x = quad_transpose(w[0], w[1], w[2], w[3]);
+          if (live) *reinterpret_cast<uint4*>(out + (j + (lane & 3)) * 8) = x;
+        }
+      }
+      if (live && p.anchor_stride > 0 && pos[r] % p.anchor_stride == 0)
+        store_f32(p.anchor_out + ((int64_t)(pos[r] / p.anchor_stride) * p.q_heads + head) * D, r,
+                  inv);
+    }
+  }
+  __device__ __forceinline__ void store_f32(float* out, int r, float inv) {
+#pragma unroll
+    for (int j = 0; j < D / 8; ++j)
+      *reinterpret_cast<float2*>(out + j * 8 + (lane & 3) * 2) =
+          make_float2(o[4 * j + 2 * r] * inv, o[4 * j + 2 * r + 1] * inv);
+  }
+
+  __device__ __forceinline__ void run() {
+    const int total = p.tile_count * p.q_heads;
+    uint32_t count = 0;  // pairs of this thread block so far
+    if (wg == 1) bar_arrive(1, 256);
+    for (int round = 0, w; (w = work_item(round)) < total; ++round) {
+      const int slot = round & 1;
+      mbar_wait(bars + qFull + slot * 8, (round >> 1) & 1);
+      const PrefillTile t = sh.outline[slot].tile;
+      const uint32_t n = sh.outline[slot].pairs;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        pos[r] = sh.outline[slot].positions[wg * 64 + warp * 16 + lane / 4 + 8 * r];
+        m[r] = kFloor, l[r] = 0.f, fix[r] = 1.f;
+      }
+#pragma unroll
+      for (int i = 0; i < D / 2; ++i) o[i] = 0.f;
+      if (n == 0) release(qEmpty + slot * 8);
+      else attend(t, n, count, slot);
+      count += n;
+      store(t, w % p.q_heads);
+    }
+  }
+
+  __device__ __forceinline__ void attend(const PrefillTile& t, uint32_t n, uint32_t count,
+                                         int slot) {
+    q_at = slot * L::kTile;
+    float sum[2];
+    uint32_t stage = count % L::kStages, parity = (count / L::kStages) & 1;
+    mbar_wait(bars + kFull + stage * 8, parity);
+    uint2 b = sh.blocks[stage];
+    scores(stage);
+    wgmma_wait<0>();
+    pin(s);
+    release(kEmpty + stage * 8);
+    if (needs_mask(b, t)) mask(b);
+    raise_maximum();
+    exponentiate(sum);
+    l[0] = sum[0], l[1] = sum[1];
+    pack();
+    for (uint32_t i = 1; i < n; ++i) {
+      const uint32_t next = (count + i) % L::kStages, next_parity = ((count + i) / L::kStages) & 1;
+      mbar_wait(bars + kFull + next * 8, next_parity);
+      mbar_wait(bars + vFull + stage * 8, parity);
+      if (i == 1) clear_tail(stage, b, t.kv_len);
+      bar_sync(1 + wg, 256);
+      pin(o);
+      scores(next);
+      values(stage);
+      bar_arrive(2 - wg, 256);
+      b = sh.blocks[next];
+      const bool masked = needs_mask(b, t);
+      wgmma_wait<1>();
+      pin(s);
+      if (masked) mask(b);
+      const bool over = exponentiate(sum);
+      pin(s);  // Keeps the exponentials before the wait, beside the value product.
+      wgmma_wait<0>();
+      pin(o);
+      release(vEmpty + stage * 8);
+      if (over) {
+        // Rare: a score is far above all before it. The keys are still there, so the
+        // scores are computed once more and taken against the new maximum.
+        scores_again(next);
+        if (masked) mask(b);
+        raise_maximum();
+        exponentiate(sum);
+        rescale();
+      }
+      release(kEmpty + next * 8);
+      l[0] += sum[0], l[1] += sum[1];
+      pack();
+      stage = next;
+      parity = next_parity;
+    }
+    release(qEmpty + slot * 8);
+    mbar_wait(bars + vFull + stage * 8, parity);
+    if (n == 1) clear_tail(stage, b, t.kv_len);
+    pin(o);
+    wgmma_fence();
+    values(stage);
+    wgmma_wait<0>();
+    pin(o);
+    release(vEmpty + stage * 8);
+  }
+};
+
+}  // namespace taper

@@ -1,0 +1,115 @@
+// Prefill attention: the warps that bring keys, values and queries to shared memory.
+#pragma once
+
+#include "tiles.cuh"
+
+namespace taper {
+
+// Where 32 entries of a tile lie in the cache, one a lane.
+struct TileWalk {
+  TileKeys keys;
+  const uint32_t* table;
+  uint32_t kv_head, block, y;
+  int chunk;
+
+  __device__ __forceinline__ void look_up(const PrefillParams& p) {
+    const uint32_t e = chunk * 32 + (threadIdx.x & 31);
+    block = kNoBlock, y = 0;
+    if (e < keys.count) {
+      block = keys.block(e);
+      y = (table[block] * p.kv_heads + kv_head) * kBlock;
+    }
+  }
+  __device__ __forceinline__ bool open(const PrefillParams& p, int round) {
+    const int w = work_item(round);
+    if (w >= p.tile_count * p.q_heads) return false;
+    const int head = w % p.q_heads;
+    const PrefillTile t = p.tiles[w / p.q_heads];
+    keys = tile_keys(p, t, head);
+    table = p.block_table + (uint64_t)t.table * p.table_stride;
+    kv_head = head * p.kv_heads / p.q_heads;
+    chunk = (int)(keys.count + 31) / 32 - 1;
+    look_up(p);
+    return true;
+  }
+};
+
+template <int D>
+__device__ __forceinline__ void produce_keys(const CUtensorMap* km, const CUtensorMap* vm,
+                                             const PrefillParams& p,
+                                             PrefillShared<PrefillLayout<D>::kStages>& sh,
+                                             uint32_t k_s, uint32_t v_s) {
+  using L = PrefillLayout<D>;
+  const int lane = threadIdx.x & 31;
+  uint32_t count = 0;
+  TileWalk walk, ahead;
+  bool more = ahead.open(p, 0);
+  for (int round = 1; more; ++round) {
+    walk = ahead;
+    more = ahead.open(p, round);  // Its look-ups are done by the time this tile is.
+    for (; walk.chunk >= 0; --walk.chunk, walk.look_up(p)) {
+      const int pairs = (min(walk.keys.count - walk.chunk * 32, 32u) + 1) / 2;
+      for (int i = pairs - 1; i >= 0; --i, ++count) {
+        const uint32_t b0 = __shfl_sync(~0u, walk.block, 2 * i);
+        const uint32_t b1 = __shfl_sync(~0u, walk.block, 2 * i + 1);
+        const int y0 = __shfl_sync(~0u, walk.y, 2 * i);
+        int y1 = __shfl_sync(~0u, walk.y, 2 * i + 1);
+        if (b1 == kNoBlock) y1 = y0;  // Any finite rows: the mask hides them.
+        if (lane == 0) {
+          const uint32_t stage = count % L::kStages, free = ((count / L::kStages) & 1) ^ 1;
+          const uint32_t kf = smem_u32(&sh.k_full[stage]), vf = smem_u32(&sh.v_full[stage]);
+          const uint32_t kd = k_s + stage * L::kTile, vd = v_s + stage * L::kTile;
+          mbar_wait(smem_u32(&sh.k_empty[stage]), free);
+          sh.blocks[stage] = make_uint2(b0, b1);
+          mbar_expect_tx(kf, L::kTile);
+#pragma unroll
+          for (int h = 0; h < D / 64; ++h) {
+            tma_load_2d(kd + h * L::kPanel, km, kf, h * 64, y0);
+            tma_load_2d(kd + h * L::kPanel + L::kPanel / 2, km, kf, h * 64, y1);
+          }
+          mbar_wait(smem_u32(&sh.v_empty[stage]), free);
+          mbar_expect_tx(vf, L::kTile);
+#pragma unroll
+          for (int h = 0; h < D / 64; ++h) {
+            tma_load_2d(vd + h * L::kPanel, vm, vf, h * 64, y0);
+            tma_load_2d(vd + h * L::kPanel + L::kPanel / 2, vm, vf, h * 64, y1);
+          }
+        }
+        __syncwarp();
+      }
+    }
+  }
+}
+
+// Three warps copy the next tile's query rows, wherever they lie, and its outline.
+template <class T, int D, class Shared>
+__device__ __forceinline__ void produce_queries(const PrefillParams& p, Shared& sh, uint32_t q_s) {
+  using L = PrefillLayout<D>;
+  const int tid = (threadIdx.x & 127) - 32, total = p.tile_count * p.q_heads;
+  for (int round = 0, w; (w = work_item(round)) < total; ++round) {
+    const int head = w % p.q_heads, slot = round & 1;
+    const PrefillTile t = p.tiles[w / p.q_heads];
+    const uint32_t pairs = (tile_keys(p, t, head).count + 1) / 2;
+    mbar_wait(smem_u32(&sh.q_empty[slot]), ((round >> 1) & 1) ^ 1);
+    TileOutline& outline = sh.outline[slot];
+    if (tid == 0) outline.tile = t, outline.pairs = pairs;
+    for (uint32_t r = tid; r < kTileRows; r += 96)
+      outline.positions[r] = r < t.rows ? p.positions[t.row_begin + r] : t.pos_max;
+    for (uint32_t i = tid; i < kTileRows * (D / 8); i += 96) {
+      const uint32_t r = i / (D / 8), chunk = i % (D / 8);
+      const uint32_t dst = q_s + slot * L::kTile + (chunk / 8) * L::kPanel + swizzled(r, chunk % 8);
+      if (r < t.rows) {
+        const uint32_t src = p.q_rows ? p.q_rows[t.row_begin + r] : t.row_begin + r;
+        cp_async16(dst, static_cast<const T*>(p.q) + ((int64_t)src * p.q_heads + head) * D +
+                            chunk * 8);
+      } else {
+        st_shared_v4(dst, make_uint4(0, 0, 0, 0));
+      }
+    }
+    cp_async_wait_all();
+    fence_async_smem();
+    mbar_arrive(smem_u32(&sh.q_full[slot]));
+  }
+}
+
+}  // namespace taper
