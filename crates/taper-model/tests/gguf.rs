@@ -11,8 +11,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use taper_model::{LoadOptions, Model, ModelConfig, RopeScaling};
 
-/// Writes a golden checkpoint as GGUF, its matrices in `dtype`.
-fn convert(name: &str, dtype: GgmlDType, folder: &Path, change: impl FnOnce(&mut Vec<(String, Value)>)) -> PathBuf {
+/// Writes a golden checkpoint as GGUF, each matrix in the format that `dtype` says for its name.
+fn convert(
+    name: &str,
+    dtype: impl Fn(&str) -> GgmlDType,
+    folder: &Path,
+    change: impl FnOnce(&mut Vec<(String, Value)>),
+) -> PathBuf {
     let model = common::checkpoint(name);
     let config = ModelConfig::read(&model).unwrap();
     let path = common::golden().join(name).join("model.safetensors");
@@ -38,7 +43,7 @@ fn convert(name: &str, dtype: GgmlDType, folder: &Path, change: impl FnOnce(&mut
         } else {
             tensor
         };
-        let dtype = if tensor.rank() == 1 { GgmlDType::F32 } else { dtype };
+        let dtype = if tensor.rank() == 1 { GgmlDType::F32 } else { dtype(&name) };
         converted.push((name, QTensor::quantize(&tensor, dtype).unwrap()));
     }
     if let RopeScaling::Llama3 { .. } = config.rope.scaling {
@@ -120,7 +125,7 @@ fn a_converted_checkpoint_gives_the_same_logits() {
         ("mistral-v0.1", Box::new(set("llama.attention.sliding_window", Value::U32(16)))),
     ];
     for (name, change) in table {
-        let path = convert(name, GgmlDType::F32, folder.path(), change);
+        let path = convert(name, |_| GgmlDType::F32, folder.path(), change);
         let model = load(&common::gguf(&path), false);
         let (tokens, logits) = expected(name);
         let difference = difference(&logits_of(&model, &tokens), &logits);
@@ -128,15 +133,30 @@ fn a_converted_checkpoint_gives_the_same_logits() {
     }
 }
 
+/// Root mean square of the difference, of logits whose own is above 1.
+fn rms(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
+    let pairs = a.iter().flatten().zip(b.iter().flatten());
+    let squares: Vec<f32> = pairs.map(|(a, b)| (a - b).powi(2)).collect();
+    (squares.iter().sum::<f32>() / squares.len() as f32).sqrt()
+}
+
 #[test]
-fn quantised_weights_stay_close_quantised_or_not() {
+fn quantised_weights_stay_close_joined_or_not_dequantised_or_not() {
+    use GgmlDType::{BF16, F16, F32, Q8_0};
     let folder = tempfile::tempdir().unwrap();
     let (tokens, logits) = expected("llama2-gqa");
-    for (dtype, tolerance) in [(GgmlDType::F16, 0.02), (GgmlDType::BF16, 0.02)] {
-        let path = convert("llama2-gqa", dtype, folder.path(), |_| ());
+    // f16 and bf16 hold this checkpoint exactly. Rows of the down projection do not divide into blocks.
+    let q8 = |name: &str| if name.contains("ffn_down") { F32 } else { Q8_0 };
+    // Query, key and value of one format are joined; here they are not, nor are gate and up.
+    let mixed = |name: &str| if name.contains("attn_v") || name.contains("ffn_up") { F16 } else { q8(name) };
+    type Formats<'a> = &'a dyn Fn(&str) -> GgmlDType;
+    let table: [(&str, Formats<'_>, f32); 4] =
+        [("f16", &|_| F16, 1e-4), ("bf16", &|_| BF16, 1e-4), ("q8", &q8, 0.1), ("mixed", &mixed, 0.1)];
+    for (what, formats, tolerance) in table {
+        let path = convert("llama2-gqa", formats, folder.path(), |_| ());
         for dequantize in [false, true] {
-            let difference = difference(&logits_of(&load(&common::gguf(&path), dequantize), &tokens), &logits);
-            assert!(difference < tolerance, "{dtype:?}, dequantize {dequantize}: {difference}");
+            let error = rms(&logits_of(&load(&common::gguf(&path), dequantize), &tokens), &logits);
+            assert!(error < tolerance, "{what}, dequantize {dequantize}: {error}");
         }
     }
 }
@@ -171,7 +191,7 @@ fn contradictions_name_the_file_and_the_field() {
         ("general.alignment", Value::U32(3), "general.alignment: must be a power of two"),
     ];
     for (key, value, part) in table {
-        let path = convert("llama2-gqa", GgmlDType::F32, folder.path(), replace(key, value));
+        let path = convert("llama2-gqa", |_| GgmlDType::F32, folder.path(), replace(key, value));
         let message = match Model::load(&common::gguf(&path), &LoadOptions::default(), &Device::Cpu) {
             Ok(_) => panic!("{key} loaded"),
             Err(error) => error.to_string(),
@@ -183,7 +203,7 @@ fn contradictions_name_the_file_and_the_field() {
 #[test]
 fn no_cut_and_no_flipped_byte_panics() {
     let folder = tempfile::tempdir().unwrap();
-    let path = convert("llama2-gqa", GgmlDType::F16, folder.path(), |_| ());
+    let path = convert("llama2-gqa", |_| GgmlDType::F16, folder.path(), |_| ());
     let whole = fs::read(&path).unwrap();
     let load = || Model::load(&common::gguf(&path), &LoadOptions::default(), &Device::Cpu);
     assert!(load().is_ok());
