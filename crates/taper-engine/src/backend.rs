@@ -55,7 +55,7 @@ pub trait Backend: Send + 'static {
     /// No room in the cache.
     fn fork(&mut self, sequence: &Self::Sequence, seed: u64) -> Result<Self::Sequence, BackendError>;
 
-    /// How many prompt tokens, of at most `max`, the sequence takes in its next step.
+    /// How many prompt tokens the sequence takes in its next step: at most `max`, unless its method cannot cut so short.
     fn chunk(&self, sequence: &Self::Sequence, max: usize) -> usize;
 
     /// One forward pass over all inputs; logits `[vocab]` for each input that wants them, in order.

@@ -113,8 +113,8 @@ impl<S> Run<S> {
             Some(sequence) => sequence,
             none => none.insert(backend.open(&request.attention, request.sampling.seed, total)?),
         };
-        let room = chunk_tokens.min(total - self.prefilled);
-        let take = backend.chunk(sequence, room).clamp(1, room);
+        // A method that cannot cut so short may take more than asked for.
+        let take = backend.chunk(sequence, chunk_tokens).clamp(1, total - self.prefilled);
         let end = self.prefilled + take;
         let input = Input { sequence, tokens: &request.prompt[self.prefilled..end], logits: end == total };
         let logits = backend.forward(vec![input])?.pop().flatten();

@@ -33,6 +33,8 @@ pub struct StubBackend {
     pub script: Vec<u8>,
     /// What fits.
     pub limits: Limits,
+    /// Prompts are cut at multiples of this.
+    pub chunk_multiple: usize,
     /// What tests watch.
     pub probe: Arc<Probe>,
 }
@@ -49,7 +51,7 @@ impl StubBackend {
     /// A stub that answers `script`, with a context of 512 tokens and a cache of 1024.
     pub fn new(script: &str) -> Self {
         let limits = Limits { context_tokens: 512, cache_tokens: 1024, vocab: VOCAB };
-        Self { script: script.into(), limits, probe: Arc::default() }
+        Self { script: script.into(), limits, chunk_multiple: 1, probe: Arc::default() }
     }
 
     /// An engine over this stub, named `stub`.
@@ -106,7 +108,7 @@ impl Backend for StubBackend {
     }
 
     fn chunk(&self, _: &StubSequence, max: usize) -> usize {
-        max
+        (max / self.chunk_multiple).max(1) * self.chunk_multiple
     }
 
     fn forward(&mut self, inputs: Vec<Input<'_, StubSequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {

@@ -203,6 +203,16 @@ fn a_prompt_goes_in_by_chunks() {
 }
 
 #[test]
+fn a_method_that_cannot_cut_short_gets_longer_chunks() {
+    let backend = StubBackend { chunk_multiple: 100, ..StubBackend::new("x") };
+    let probe = Arc::clone(&backend.probe);
+    let engine = backend.engine(EngineConfig { chunk_tokens: 64, ..Default::default() });
+    assert_eq!(run(&engine, request(&"p".repeat(250))).texts, ["x"]);
+    assert_eq!(probe.longest.load(Ordering::SeqCst), 100);
+    assert_eq!(probe.steps.load(Ordering::SeqCst), 3 + 1);
+}
+
+#[test]
 fn a_request_that_can_never_fit_names_the_limit() {
     let (engine, _) = stub("x");
     let refused = |r: Request| engine.submit(r).unwrap_err();
@@ -213,7 +223,10 @@ fn a_request_that_can_never_fit_names_the_limit() {
     assert_eq!(refused(r.clone()), SubmitError::Context { prompt: 2, wanted: 511, limit: 512 });
     r.stop.max_tokens = Some(398);
     r.choices = 3;
-    assert_eq!(refused(r).to_string(), "the KV cache holds 1024 tokens; the request needs 1344 (3 of 448, in blocks of 64)");
+    assert_eq!(
+        refused(r).to_string(),
+        "the KV cache holds 1024 tokens; the request needs 1344 (3 of 448, in blocks of 64)"
+    );
     let mut r = request("hi");
     r.prompt.push(257);
     assert_eq!(refused(r), SubmitError::UnknownToken { token: 257, vocab: 257 });
