@@ -97,6 +97,7 @@ impl Call {
 
     /// One request to the engine for each prompt; all or none.
     fn submit(&mut self, app: &App, id: &str) -> Result<Merged, ApiError> {
+        self.check_tokens(app.engine.limits().vocab)?;
         let mut streams: Vec<Numbered> = Vec::new();
         for (index, prompt) in self.prompts.iter_mut().enumerate() {
             let request = Request {
@@ -115,6 +116,20 @@ impl Call {
             streams.push(events.boxed());
         }
         Ok(select_all(streams))
+    }
+
+    /// A token id that the model lacks would otherwise do nothing, quietly.
+    fn check_tokens(&self, vocab: usize) -> Result<(), ApiError> {
+        let unknown = |id: u32| id as usize >= vocab;
+        let bias = self.common.sampling.logit_bias.iter().map(|(id, _)| *id).find(|id| unknown(*id));
+        let stop = self.common.stop.tokens.iter().copied().find(|id| unknown(*id));
+        let (id, path) = match (bias, stop) {
+            (Some(id), _) => (id, format!("logit_bias.{id}")),
+            (None, Some(id)) => (id, "stop_token_ids".to_string()),
+            (None, None) => return Ok(()),
+        };
+        let message = format!("{path}: token {id} is not in the vocabulary of {vocab} tokens");
+        Err(ApiError::invalid(path, message))
     }
 
     /// The number of a prompt's choice in the answer.

@@ -199,6 +199,8 @@ async fn every_field_out_of_range_is_a_400_that_names_it_and_the_range() {
     for (extra, param) in [
         (json!({"logit_bias": {"x": 1}}), "logit_bias.x"),
         (json!({"logit_bias": {"5": 101}}), "logit_bias.5"),
+        (json!({"logit_bias": {"257": 1}}), "logit_bias.257"),
+        (json!({"stop_token_ids": [257]}), "stop_token_ids"),
         (json!({"max_tokens": 2, "max_completion_tokens": 3}), "max_completion_tokens"),
         (json!({"top_logprobs": 2}), "top_logprobs"),
         (json!({"logprobs": true, "top_logprobs": 21}), "top_logprobs"),
