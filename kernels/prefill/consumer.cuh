@@ -60,6 +60,12 @@ struct PrefillConsumer {
   static constexpr uint32_t vEmpty = offsetof(PrefillShared<L::kStages>, v_empty);
   static constexpr uint32_t qFull = offsetof(PrefillShared<L::kStages>, q_full);
   static constexpr uint32_t qEmpty = offsetof(PrefillShared<L::kStages>, q_empty);
+  // Read by the lane that will release the stage, so the read is ordered before that.
+  __device__ __forceinline__ uint2 blocks(uint32_t stage) {
+    uint2 b = make_uint2(0, 0);
+    if (lane == 0) b = sh.blocks[stage];
+    return make_uint2(__shfl_sync(~0u, b.x, 0), __shfl_sync(~0u, b.y, 0));
+  }
   __device__ __forceinline__ void release(uint32_t bar) {
     __syncwarp();
     if (lane == 0) mbar_arrive(bars + bar);
@@ -251,7 +257,7 @@ struct PrefillConsumer {
     float sum[2];
     uint32_t stage = count % L::kStages, parity = (count / L::kStages) & 1;
     mbar_wait(bars + kFull + stage * 8, parity);
-    uint2 b = sh.blocks[stage];
+    uint2 b = blocks(stage);
     scores(stage);
     wgmma_wait<0>();
     pin(s);
@@ -271,7 +277,7 @@ struct PrefillConsumer {
       scores(next);
       values(stage);
       bar_arrive(2 - wg, 256);
-      b = sh.blocks[next];
+      b = blocks(next);
       const bool masked = needs_mask(b, t);
       wgmma_wait<1>();
       pin(s);
