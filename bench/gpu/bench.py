@@ -1,6 +1,6 @@
 """Times the kernels beside their peers on one GPU: cold L2, medians of CUDA events.
 
-bench.py [decode] [prefill] [delta] ... ; writes bench.json into $OUT (or the current
+bench.py [decode] [prefill] [delta] [sparse] [long]; writes bench.json into $OUT (or the current
 folder). FlashInfer is timed if it is installed, cuDNN through PyTorch.
 Llama-3.1-8B attention shape: 32 query heads, 8 KV heads, head_dim 128, bf16.
 """
@@ -180,22 +180,48 @@ def csr_speed(cache, q, n):
 
 
 def delta():
-    for n in (32768, 131072, 524288, 1048576):
-        if n <= 131072:
-            q = torch.randn(1, HQ, n, D, device=DEV, dtype=DT)
-            k = torch.randn(1, HK, n, D, device=DEV, dtype=DT)
-            v = torch.randn_like(k)
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                f = lambda: torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=True, enable_gqa=True)
-                put(f"prefill {n} fa2 ms", median_ms(f, 3, 1, cold=False))
-            del q, k, v
+    for n in (32768, 131072):
+        q = torch.randn(1, HQ, n, D, device=DEV, dtype=DT)
+        k = torch.randn(1, HK, n, D, device=DEV, dtype=DT)
+        v = torch.randn_like(k)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            f = lambda: torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True)
+            put(f"prefill {n} fa2 ms", median_ms(f, 3, 1, cold=False))
+        del q, k, v
         cache = t.Cache([n], HK, D, DT, poison=False)
         q = torch.randn(n, HQ, D, device=DEV, dtype=DT)
         f = t.Delta(cache, q, 64, 4, 2048)
         put(f"delta {n} taper ms", median_ms(f, 3, 1, cold=False))
         put(f"delta {n} anchors and tail ms", median_ms(f.dense, 3, 1, cold=False))
         put(f"delta {n} sink and window ms", median_ms(f.base, 3, 1, cold=False))
+        del f, cache, q
+        torch.cuda.empty_cache()
+
+
+def long():
+    """One run each at 524,288 and 1,048,576 tokens; minutes, mostly FlashAttention-2's."""
+    for n in (524288, 1048576):
+        flops = 2.0 * n * n * D * HQ
+        q = torch.randn(1, HQ, n, D, device=DEV, dtype=DT)
+        k = torch.randn(1, HK, n, D, device=DEV, dtype=DT)
+        v = torch.randn_like(k)
+        for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION),
+                              ("fa2", SDPBackend.FLASH_ATTENTION)):
+            with sdpa_kernel(backend):
+                f = lambda: torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, enable_gqa=True)
+                put(f"prefill {n} {name} ms", median_ms(f, 1, 0, cold=False))
+        del q, k, v
+        cache = t.Cache([n], HK, D, DT, poison=False)
+        q = torch.randn(n, HQ, D, device=DEV, dtype=DT)
+        pos = torch.arange(n)
+        f = t.Prefill(cache, q, pos, t.tiles_for(pos, 0, n), lse=False)
+        ms = median_ms(f, 1, 0, cold=False)
+        put(f"prefill {n} taper ms", ms)
+        put(f"prefill {n} taper TFLOP/s", flops / ms / 1e9)
+        f = t.Delta(cache, q, 64, 4, 2048)
+        put(f"delta {n} taper ms", median_ms(f, 3, 1, cold=False))
         del f, cache, q
         torch.cuda.empty_cache()
 
@@ -246,10 +272,12 @@ def sparse():
         torch.cuda.empty_cache()
 
 
-PARTS = {"decode": decode, "prefill": prefill, "delta": delta, "sparse": sparse}
+PARTS = {"decode": decode, "prefill": prefill, "delta": delta, "sparse": sparse,
+         "long": long}
 
 if __name__ == "__main__":
     put("device", torch.cuda.get_device_name())
     copy_rate()
+    put("commit", os.environ.get("TAPER_COMMIT", "unknown"))
     for part in sys.argv[1:] or PARTS:
         PARTS[part]()

@@ -4,13 +4,18 @@
 namespace taper {
 namespace {
 
-template <int D>
-cudaError_t pick(const MergeParams& p, cudaStream_t s) {
+template <int D, int W>
+cudaError_t pick_type(const MergeParams& p, cudaStream_t s) {
   const int grid = p.rows * p.q_heads;
-  if (p.out_f32) return launch(merge_kernel<D, float>, grid, kMergeWarps * 32, 0, s, p.overlap != 0, p);
+  if (p.out_f32) return launch(merge_kernel<D, W, float>, grid, W * 32, 0, s, p.overlap != 0, p);
   if (p.dtype == kBf16)
-    return launch(merge_kernel<D, __nv_bfloat16>, grid, kMergeWarps * 32, 0, s, p.overlap != 0, p);
-  return launch(merge_kernel<D, __half>, grid, kMergeWarps * 32, 0, s, p.overlap != 0, p);
+    return launch(merge_kernel<D, W, __nv_bfloat16>, grid, W * 32, 0, s, p.overlap != 0, p);
+  return launch(merge_kernel<D, W, __half>, grid, W * 32, 0, s, p.overlap != 0, p);
+}
+template <int D>
+cudaError_t pick_warps(const MergeParams& p, cudaStream_t s) {
+  // Many lists a row are cut into few parts each, which four warps hold in one round.
+  return p.list_heads >= 8 ? pick_type<D, 4>(p, s) : pick_type<D, 16>(p, s);
 }
 
 }  // namespace
@@ -18,7 +23,7 @@ cudaError_t pick(const MergeParams& p, cudaStream_t s) {
 
 extern "C" int taper_merge(const taper::MergeParams* p, cudaStream_t stream) {
   if (p->rows <= 0 || p->list_heads <= 0 || p->q_heads % p->list_heads) return cudaErrorInvalidValue;
-  if (p->head_dim == 128) return taper::pick<128>(*p, stream);
-  if (p->head_dim == 64) return taper::pick<64>(*p, stream);
+  if (p->head_dim == 128) return taper::pick_warps<128>(*p, stream);
+  if (p->head_dim == 64) return taper::pick_warps<64>(*p, stream);
   return cudaErrorInvalidValue;
 }

@@ -1,8 +1,9 @@
 // Merges the partial results of split attention, in a fixed order.
 //
-// Every partial is (o normalised, lse); an empty one has lse -inf. Warp w takes
-// partials w, w + 16, ... and the sixteen sums are added in warp order, so the result
-// depends only on the number of partials.
+// Every partial is (o normalised, lse); an empty one has lse -inf. Warp w takes every
+// W-th partial from w on, and the warps' sums are added in warp order. W depends on how
+// finely the model's lists are cut and on nothing else, so a result depends only on the
+// number of partials.
 #pragma once
 
 #include <type_traits>
@@ -24,15 +25,13 @@ struct MergeParams {
   int32_t out_f32, overlap, reserved;
 };
 
-constexpr int kMergeWarps = 16;
-
-template <int D, class Out>
-__global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const MergeParams p) {
-  constexpr int V = D / 32;     // elements per lane
-  constexpr int kUnroll = 8;    // partials of a warp in flight
+template <int D, int W, class Out>
+__global__ void __launch_bounds__(W * 32) merge_kernel(const MergeParams p) {
+  constexpr int V = D / 32;                // elements per lane
+  constexpr int kUnroll = W == 4 ? 9 : 8;  // partials of a warp in flight
   using Vec = typename std::conditional<V == 4, float4, float2>::type;
-  __shared__ float acc_s[kMergeWarps][D];
-  __shared__ float top_s[kMergeWarps], sum_s[kMergeWarps];
+  __shared__ float acc_s[W][D];
+  __shared__ float top_s[W], sum_s[W];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int group = p.q_heads / p.list_heads;
   const int row = blockIdx.x / p.q_heads, qh = blockIdx.x % p.q_heads;
@@ -46,15 +45,15 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const MergePara
   const float* o = p.part_o + ((int64_t)first * group + g) * D + lane * V;
 
   float acc[V] = {}, sum = 0.f, top = -INFINITY;
-  for (uint32_t i = warp; i < n; i += kMergeWarps * kUnroll) {
+  for (uint32_t i = warp; i < n; i += W * kUnroll) {
     Vec x[kUnroll];
     float w[kUnroll], now = top;
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
-      const uint32_t at = min(i + k * kMergeWarps, n - 1);
+      const uint32_t at = min(i + k * W, n - 1);
       w[k] = lse[(int64_t)at * group];
       x[k] = *reinterpret_cast<const Vec*>(o + (int64_t)at * group * D);
-      if (i + k * kMergeWarps >= n) w[k] = -INFINITY;
+      if (i + k * W >= n) w[k] = -INFINITY;
     }
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) now = fmaxf(now, w[k]);
@@ -79,7 +78,7 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const MergePara
   if (threadIdx.x >= D) return;
   top = -INFINITY;
 #pragma unroll
-  for (int w = 0; w < kMergeWarps; ++w) top = fmaxf(top, top_s[w]);
+  for (int w = 0; w < W; ++w) top = fmaxf(top, top_s[w]);
   float x = 0.f;
   sum = 0.f;
   if (p.base_o && p.base_lse[blockIdx.x] > -INFINITY) {
@@ -89,7 +88,7 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const MergePara
     x = sum * p.base_o[(int64_t)blockIdx.x * D + threadIdx.x];
   }
 #pragma unroll
-  for (int w = 0; w < kMergeWarps; ++w) {
+  for (int w = 0; w < W; ++w) {
     const float f = top_s[w] == -INFINITY ? 0.f : exp2_fast((top_s[w] - top) * kLog2e);
     x += f * acc_s[w][threadIdx.x];
     sum += f * sum_s[w];
