@@ -25,7 +25,7 @@ pub enum CacheDType {
 /// The KV cache's size and type.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct CacheOptions {
-    /// Bytes; `None`: a quarter of the free memory, for at most eight contexts.
+    /// Bytes; `None`: a quarter of the free memory, for at most two contexts.
     pub bytes: Option<u64>,
     /// Type of keys and values.
     pub dtype: CacheDType,
@@ -83,7 +83,7 @@ fn blocks(bytes: Option<u64>, block_bytes: usize, context: usize) -> Result<usiz
     let fit = |bytes: u64| usize::try_from(bytes / block_bytes as u64).unwrap_or(usize::MAX);
     let blocks = match bytes {
         Some(bytes) => fit(bytes),
-        None => free_memory().map_or(context, |free| fit(free / 4)).min(8 * context),
+        None => free_memory().map_or(context, |free| fit(free / 4)).min(2 * context),
     };
     if blocks == 0 {
         return Err(LoadError::Cache(format!("one block of {BLOCK_TOKENS} tokens takes {block_bytes} bytes")));
@@ -218,9 +218,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_cache_takes_what_it_is_given_and_never_more_than_eight_contexts() {
+    fn the_cache_takes_what_it_is_given_and_never_more_than_two_contexts() {
         assert_eq!(blocks(Some(1000), 100, 4).unwrap(), 10);
-        assert!((1..=32).contains(&blocks(None, 100, 4).unwrap()));
+        assert!((1..=8).contains(&blocks(None, 100, 4).unwrap()));
         let error = blocks(Some(99), 100, 4).unwrap_err().to_string();
         assert_eq!(error, "the KV cache: one block of 64 tokens takes 100 bytes");
     }

@@ -36,7 +36,7 @@ pub struct ModelArgs {
     /// Threads for arithmetic [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub threads: Option<u16>,
-    /// Memory for keys and values, such as 512MiB or 2GiB [default: a quarter of what is free]
+    /// Memory for keys and values, such as 512MiB or 2GiB [default: a quarter of what is free, at most two contexts]
     #[arg(long, value_name = "SIZE")]
     pub kv_memory: Option<String>,
     /// Type of cached keys and values: f16, bf16 or f32 [default: f16]
