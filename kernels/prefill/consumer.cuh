@@ -123,20 +123,38 @@ struct PrefillConsumer {
     }
     return cut;
   }
-  // A row sees keys below `sink` and the last `window` up to its own position. A key
-  // beyond the row wraps to a difference of 2^31 or more, outside every window.
+  // A row sees keys up to its own position: those below `sink` and the last `window`.
+  // Bounds are taken relative to a block's first key of this lane, so that every
+  // element compares with a constant.
   __device__ __forceinline__ void mask(uint2 b) {
-    const uint32_t sink = p.window > 0 ? (uint32_t)p.sink : 0u;
-    const uint32_t window = p.window > 0 ? (uint32_t)p.window : 0x7FFFFFFFu;
+    int last[2][2], first[2][2], sink[2];  // by block and row
 #pragma unroll
-    for (int j = 0; j < kTileKeys / 8; ++j) {
-      const uint32_t key = (j < 8 ? b.x : b.y) * kBlock + (j % 8) * 8 + (lane & 3) * 2;
+    for (int h = 0; h < 2; ++h) {
+      const int key = (int)((h ? b.y : b.x) * kBlock) + (lane & 3) * 2;
+      sink[h] = p.sink - key;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t at = key + (i & 1), row = pos[i / 2];
-        const bool seen = (row - at < window) | ((at < sink) & (at <= row));
-        s[4 * j + i] = seen ? s[4 * j + i] : -INFINITY;
+      for (int r = 0; r < 2; ++r) {
+        last[h][r] = max((int)pos[r] - key, -(1 << 30));
+        first[h][r] = last[h][r] - p.window;
       }
+    }
+    if (p.window == 0) {
+#pragma unroll
+      for (int j = 0; j < kTileKeys / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = (j % 8) * 8 + (i & 1);
+          s[4 * j + i] = at <= last[j / 8][i / 2] ? s[4 * j + i] : -INFINITY;
+        }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kTileKeys / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = (j % 8) * 8 + (i & 1), h = j / 8, r = i / 2;
+          const bool seen = (at <= last[h][r]) & ((at > first[h][r]) | (at < sink[h]));
+          s[4 * j + i] = seen ? s[4 * j + i] : -INFINITY;
+        }
     }
   }
 
@@ -281,12 +299,19 @@ struct PrefillConsumer {
       const bool masked = needs_mask(b, t);
       wgmma_wait<1>();
       pin(s);
-      if (masked) mask(b);
+      bool raised = false;
+      if (masked) {
+        mask(b);
+        // A row that saw no key until now has no maximum to compare with.
+        raised = __any_sync(~0u, m[0] == kFloor || m[1] == kFloor);
+        if (raised) raise_maximum();
+      }
       const bool over = exponentiate(sum);
       pin(s);  // Keeps the exponentials before the wait, beside the value product.
       wgmma_wait<0>();
       pin(o);
       release(vEmpty + stage * 8);
+      if (raised) rescale();
       if (over) {
         // Rare: a score is far above all before it. The keys are still there, so the
         // scores are computed once more and taken against the new maximum.
