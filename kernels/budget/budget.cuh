@@ -123,8 +123,11 @@ __device__ double covariance_trace2(const BudgetParams& p, int list, int g, floa
   __syncthreads();
   if (tid < D) {
     float mean = 0.f;
-    for (int k = 0; k < keys; ++k) mean += rows[k][tid] / keys;
-    for (int k = 0; k < keys; ++k) rows[k][tid] -= mean;
+#pragma unroll 8
+    for (int k = 0; k < kCovarianceKeys; ++k) mean += rows[k][tid];  // 0 beyond `keys`
+    mean /= keys;
+#pragma unroll 8
+    for (int k = 0; k < kCovarianceKeys; ++k) rows[k][tid] -= k < keys ? mean : 0.f;
   }
   __syncthreads();
   constexpr int kSide = kCovarianceKeys / 16;  // 16 x 16 threads, 6 x 6 products each

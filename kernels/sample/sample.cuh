@@ -2,8 +2,12 @@
 //
 // The points of the stream's permutation are taken in order, less those that the list
 // reads already; the first `want` are the sample, so a larger one begins with the
-// smaller. One thread block a list keeps the list's keys as a bitmap in shared memory.
+// smaller. A cluster of thread blocks a list walks the permutation side by side, each
+// with the list's keys as a bitmap in its shared memory, and tells the others how many
+// of its points were taken.
 #pragma once
+
+#include <cooperative_groups.h>
 
 #include "../common/philox.cuh"
 #include "../common/ptx.cuh"
@@ -27,11 +31,15 @@ struct SampleParams {
 };
 
 constexpr int kSampleThreads = 1024, kSamplePoints = 8;  // consecutive points a thread
+constexpr int kSampleCluster = 8;
 
-__global__ void __launch_bounds__(kSampleThreads) sample_kernel(const SampleParams p) {
+__global__ void __cluster_dims__(kSampleCluster, 1, 1) __launch_bounds__(kSampleThreads)
+    sample_kernel(const SampleParams p) {
   extern __shared__ uint32_t chosen[];
-  __shared__ uint32_t scratch[33];
-  const int tid = threadIdx.x, list = blockIdx.x, row = list / p.list_heads;
+  __shared__ uint32_t scratch[33], taken[2][kSampleCluster];
+  const auto cluster = cooperative_groups::this_cluster();
+  const int tid = threadIdx.x, list = blockIdx.x / kSampleCluster, row = list / p.list_heads;
+  const int rank = blockIdx.x % kSampleCluster;
   wait_for_predecessor();
   launch_dependents();
   if (p.states && p.states[list] != p.state) return;
@@ -49,7 +57,7 @@ __global__ void __launch_bounds__(kSampleThreads) sample_kernel(const SamplePara
     mark(p.block_ids[(uint64_t)w.block_first + i / kBlock] * kBlock + i % kBlock);
   for (uint32_t i = tid; i < w.token_count; i += kSampleThreads)
     mark(p.token_ids[(uint64_t)w.token_first + i]);
-  __syncthreads();
+  cluster.sync();  // Also: no block is written to before it has started.
 
   uint32_t drawn = 0;
   if (n > 0 && want > 0) {
@@ -57,26 +65,34 @@ __global__ void __launch_bounds__(kSampleThreads) sample_kernel(const SamplePara
     const Permutation permutation(n, stream);
     const uint32_t domain = permutation.domain();
     uint32_t* ids = p.ids + (int64_t)list * p.capacity;
-    for (uint32_t at = 0; at < domain && drawn < want; at += kSampleThreads * kSamplePoints) {
+    constexpr uint32_t kShare = kSampleThreads * kSamplePoints;
+    for (uint32_t at = 0, turn = 0; at < domain && drawn < want;
+         at += kShare * kSampleCluster, turn ^= 1) {
       uint32_t x[kSamplePoints], mine = 0;
 #pragma unroll
       for (int k = 0; k < kSamplePoints; ++k) {
-        const uint32_t i = at + tid * kSamplePoints + k;
+        const uint32_t i = at + rank * kShare + tid * kSamplePoints + k;
         x[k] = i < domain ? permutation.point(i) : n;
         if (x[k] < n && (chosen[x[k] / 32] >> (x[k] % 32) & 1)) x[k] = n;
         mine += x[k] < n;
       }
       uint32_t total, to = drawn + block_exclusive_sum(mine, scratch, total);
+      // Two buffers in turn: whoever is ahead cannot overwrite what others still read.
+      if (tid < kSampleCluster) cluster.map_shared_rank(&taken[turn][0], tid)[rank] = total;
+      cluster.sync();
+      for (int r = 0; r < kSampleCluster; ++r) {
+        to += r < rank ? taken[turn][r] : 0;
+        drawn += taken[turn][r];
+      }
 #pragma unroll
       for (int k = 0; k < kSamplePoints; ++k)
         if (x[k] < n) {
           if (to < want) ids[to] = x[k];
           ++to;
         }
-      drawn += total;
     }
   }
-  if (tid == 0) p.counts[list] = min(drawn, want);
+  if (tid == 0 && rank == 0) p.counts[list] = min(drawn, want);
 }
 
 }  // namespace taper
