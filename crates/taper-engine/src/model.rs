@@ -105,6 +105,33 @@ impl From<candle_core::Error> for BackendError {
     }
 }
 
+impl ModelBackend {
+    /// One forward pass.
+    fn step(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
+        let mut tokens = Vec::new();
+        // Row of the batch whose logits each input wants.
+        let mut wanted = Vec::new();
+        let mut spans = Vec::new();
+        for input in inputs {
+            tokens.extend_from_slice(input.tokens);
+            wanted.push(input.logits.then_some(tokens.len() as u32 - 1));
+            spans.push(Span { sequence: input.sequence, tokens: input.tokens.len() });
+        }
+        let shape = self.model.attention_shape();
+        let mut batch = AttentionBatch::new(shape, &mut self.pool, spans).map_err(|e| BackendError(e.to_string()))?;
+        let hidden = self.model.forward(&tokens, &batch.positions(), &mut batch)?;
+        batch.finish();
+        let rows: Vec<u32> = wanted.iter().flatten().copied().collect();
+        if rows.is_empty() {
+            return Ok(wanted.iter().map(|_| None).collect());
+        }
+        let rows = Tensor::from_slice(&rows, rows.len(), self.model.device())?;
+        let logits = self.model.logits(&hidden.index_select(&rows, 0)?)?.to_vec2::<f32>()?;
+        let mut logits = logits.into_iter();
+        Ok(wanted.into_iter().map(|row| row.and_then(|_| logits.next())).collect())
+    }
+}
+
 impl Backend for ModelBackend {
     type Sequence = Sequence;
 
@@ -135,27 +162,8 @@ impl Backend for ModelBackend {
     }
 
     fn forward(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
-        let mut tokens = Vec::new();
-        // Row of the batch whose logits each input wants.
-        let mut wanted = Vec::new();
-        let mut spans = Vec::new();
-        for input in inputs {
-            tokens.extend_from_slice(input.tokens);
-            wanted.push(input.logits.then_some(tokens.len() as u32 - 1));
-            spans.push(Span { sequence: input.sequence, tokens: input.tokens.len() });
-        }
-        let shape = self.model.attention_shape();
-        let mut batch = AttentionBatch::new(shape, &mut self.pool, spans).map_err(|e| BackendError(e.to_string()))?;
-        let hidden = self.model.forward(&tokens, &batch.positions(), &mut batch)?;
-        batch.finish();
-        let rows: Vec<u32> = wanted.iter().flatten().copied().collect();
-        if rows.is_empty() {
-            return Ok(wanted.iter().map(|_| None).collect());
-        }
-        let rows = Tensor::from_slice(&rows, rows.len(), self.model.device())?;
-        let logits = self.model.logits(&hidden.index_select(&rows, 0)?)?.to_vec2::<f32>()?;
-        let mut logits = logits.into_iter();
-        Ok(wanted.into_iter().map(|row| row.and_then(|_| logits.next())).collect())
+        // Inside the pool, an operation shares its work out at once; from outside, each would wait to be taken in.
+        rayon::scope(|_| self.step(inputs))
     }
 
     fn usage(&self, sequence: &Sequence) -> AttentionUsage {

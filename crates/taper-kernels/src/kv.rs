@@ -2,7 +2,7 @@
 
 use crate::simd::Simd;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, DType, InplaceOp1, InplaceOp2, Layout, Result, Tensor, bail};
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, InplaceOp2, Layout, Result, Tensor, bail};
 use half::{bf16, f16};
 
 /// Tokens of a block: one kernel tile.
@@ -106,6 +106,19 @@ macro_rules! with_kv_element {
     };
 }
 pub(crate) use with_kv_element;
+
+/// A pool of zeros, f32, f16 or bf16. On the CPU the memory comes from the system untouched, page by page as it is
+/// written.
+///
+/// # Errors
+/// Another dtype, or a device without the memory.
+pub fn zeros(dims: (usize, usize, usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
+    let len = dims.0 * dims.1 * dims.2 * dims.3;
+    if !device.is_cpu() {
+        return Tensor::zeros(dims, dtype, device);
+    }
+    with_kv_element!(dtype, T => Tensor::from_vec(bytemuck::zeroed_vec::<T>(len), dims, device))
+}
 
 /// Writes rows `[T, kv_heads, head_dim]` (f32) into a pool `[blocks, kv_heads, 64, head_dim]` at `slots`
 /// (`block * 64 + row`), rounding to the pool's dtype.

@@ -59,11 +59,8 @@ impl KvPool {
     /// # Errors
     /// [`KvError::Device`] if the device lacks the memory or the dtype is another.
     pub fn new(shape: KvShape, dtype: DType, blocks: usize, device: &Device) -> Result<Self, KvError> {
-        if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
-            return Err(candle_core::Error::Msg(format!("dtype {dtype:?}; valid: f32, f16, bf16")).into());
-        }
         let dims = (blocks, shape.kv_heads, BLOCK_TOKENS, shape.head_dim);
-        let make = || (0..shape.layers).map(|_| Tensor::zeros(dims, dtype, device)).collect::<Result<Vec<_>, _>>();
+        let make = || (0..shape.layers).map(|_| kv::zeros(dims, dtype, device)).collect::<Result<Vec<_>, _>>();
         Ok(Self {
             shape,
             dtype,
