@@ -10,6 +10,7 @@ step() {
 
 step cargo fmt --all --check
 step cargo clippy --workspace --all-targets -- -D warnings
+step cargo xtask tidy
 if cargo nextest --version >/dev/null 2>&1; then
     step cargo nextest run --workspace --no-fail-fast
 else

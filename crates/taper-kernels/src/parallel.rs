@@ -14,7 +14,7 @@ pub fn for_each<S>(units: usize, scratch: impl Fn() -> S + Sync, unit: impl Fn(&
         return;
     }
     let next = AtomicUsize::new(0);
-    rayon::broadcast(|_| {
+    let work = || {
         let mut own = None;
         loop {
             let i = next.fetch_add(1, Ordering::Relaxed);
@@ -23,6 +23,13 @@ pub fn for_each<S>(units: usize, scratch: impl Fn() -> S + Sync, unit: impl Fn(&
             }
             unit(own.get_or_insert_with(&scratch), i);
         }
+    };
+    // A helper that comes late finds nothing left: no thread waits for another to wake up.
+    rayon::scope(|scope| {
+        for _ in 1..rayon::current_num_threads().min(units) {
+            scope.spawn(|_| work());
+        }
+        work();
     });
 }
 
