@@ -50,12 +50,17 @@ def load():
 LIB = None
 
 
-def call(name, params):
+def lib():
     global LIB
     if LIB is None:
         LIB = load()
+        LIB.taper_sampled_draws.restype = I64
+    return LIB
+
+
+def call(name, params):
     stream = C.c_void_p(torch.cuda.current_stream().cuda_stream)
-    code = getattr(LIB, name)(C.byref(params), stream)
+    code = getattr(lib(), name)(C.byref(params), stream)
     if code != 0:
         raise RuntimeError(f"{name} returned CUDA status {code}")
 
@@ -107,14 +112,13 @@ SampleParams = struct("SampleParams", [
     ("work", P), ("block_ids", P), ("token_ids", P), ("seeds", P), ("positions", P), ("wants", P),
     ("states", P), ("ids", P), ("counts", P), ("layer", U32), ("rows", I32), ("list_heads", I32),
     ("capacity", I32), ("want", I32), ("max_len", I32), ("overlap", I32), ("state", U32)])
-BudgetParams = struct("BudgetParams", [(n, P) for n in (
-    "q k v block_table row_table block_ids fixed sampled fixed_o fixed_lse base_lse ids state "
-    "wants residual head_counts head_ln_weight scores parts verdicts budgets").split()] + [
-    ("epsilon", F64), ("whole", F64), ("most", F64), ("upper", F64), ("rest", F64),
-    ("split_vector", F64 * 6), ("split_scalar", F64 * 6), ("pilot_share", F64),
-    ("dense_share", F64), ("pilot_tokens", I32), ("rule", I32), ("last_round", I32), ("rows", I32),
-    ("q_heads", I32), ("kv_heads", I32), ("head_dim", I32), ("dtype", I32), ("table_stride", I32),
-    ("capacity", I32), ("scale", F32), ("overlap", I32)])
+SampledParams = struct("SampledParams", [("d", DecodeParams)] + [(n, P) for n in (
+    "seeds positions out lse sync draws draw_counts scores sums state residual counts"
+    ).split()] + [
+    ("epsilon", F32), ("whole", F32), ("most", F32), ("upper", F32), ("rest", F32),
+    ("split_vector", F32 * 6), ("split_scalar", F32 * 6), ("reserved", F32), ("pilot_share", F64),
+    ("dense_share", F64), ("draw_stride", I64), ("pilot_tokens", I32), ("rule", I32),
+    ("capacity", I32), ("layer", I32)])
 
 
 class Cache:
@@ -358,65 +362,61 @@ def quantiles(delta):
     vector = lambda d: max(two(d), 1.24)
     shares = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
     return (two(delta), vector(0.9 * delta), z(1 - 0.9 * delta), z(1 - 0.1 * delta),
-            (F64 * 6)(*[vector(delta * (1 - s)) for s in shares]),
-            (F64 * 6)(*[two(delta * s) for s in shares]))
+            (F32 * 6)(*[vector(delta * (1 - s)) for s in shares]),
+            (F32 * 6)(*[two(delta * s) for s in shares]))
+
+
+def team_size(list_heads):
+    return min(max(128 // list_heads, 1), 32)
 
 
 class VAttention:
     """Exact attention over `fixed` lists plus a sample of the rest, sized on the device."""
 
     def __init__(self, cache, q, fixed, seeds, epsilon, delta, rule="chi2", block_ids=None,
-                 token_ids=None, pilot_tokens=64, pilot_share=0.01, dense_share=0.5, rounds=5,
-                 layer=0, overlap=True):
+                 token_ids=None, pilot_tokens=64, pilot_share=0.01, dense_share=0.5, layer=0,
+                 row_table=None, positions=None, overlap=True):
         rows, q_heads, d = q.shape
         dev = q.device
         kv = cache.kv_heads
-        lists, group = rows * kv, q_heads // kv
-        capacity = max(cache.lens) // 2 + 64
+        lists, group, team = rows * kv, q_heads // kv, team_size(kv)
+        if not torch.is_tensor(fixed):
+            fixed = torch.tensor(fixed, dtype=torch.int32, device=dev)
+        stride = lib().taper_sampled_draws(I64(max(cache.lens)))
+        self.capacity = max(cache.lens) // 2 + 64
         i32 = lambda *shape: torch.full(shape, -1, dtype=torch.int32, device=dev)
         f32 = lambda *shape: torch.full(shape, float("nan"), device=dev)
-        self.first = Decode(cache, q, fixed, block_ids=block_ids, token_ids=token_ids,
-                            out_f32=True, overlap=overlap)
-        self.ids = i32(lists, capacity)
-        self.state, self.wants, self.residual = i32(lists), i32(lists), i32(lists)
-        self.sampled = i32(lists, 16)
-        self.head_counts, self.head_ln_weight = i32(rows, q_heads), f32(rows, q_heads)
-        self.base_lse = f32(rows, q_heads)
-        self.scores = f32(lists, 96, group)
-        self.parts = f32(lists, 32, group, 2 * d + 4)
-        self.verdicts = i32(rows, q_heads)
-        self.budgets = torch.full((rows, q_heads), float("nan"), dtype=torch.float64, device=dev)
-        positions = [n - 1 for n in cache.lens]
-        draw = lambda state: Sample(self.first.lists, kv, seeds, positions, capacity,
-                                    max(cache.lens), layer, block_ids, token_ids, self.wants,
-                                    self.state, state, self.ids, overlap)
-        self.draw_pilot, self.draw_rest = draw(0), draw(1)
-        self.second = Decode(cache, q, self.sampled, token_ids=self.ids, overlap=overlap,
-                             head_counts=self.head_counts, head_ln_weight=self.head_ln_weight,
-                             base_o=self.first.out, base_lse=self.base_lse)
-        self.out = self.second.out
-        args = [ptr(x) for x in (
-            q, cache.k, cache.v, cache.table, None, block_ids, self.first.lists, self.sampled,
-            self.first.out, self.first.lse, self.base_lse, self.ids, self.state, self.wants,
-            self.residual, self.head_counts, self.head_ln_weight, self.scores, self.parts,
-            self.verdicts, self.budgets)]
-        make = lambda last: BudgetParams(
-            *args, epsilon, *quantiles(delta), pilot_share, dense_share, pilot_tokens, RULES[rule],
-            int(last), rows, q_heads, kv, d, DTYPE[q.dtype], cache.table.stride(0), capacity,
-            d**-0.5, int(overlap))
-        self.p, self.p_last, self.rounds = make(False), make(True), rounds
+        self.fixed = fixed
+        self.part_o, self.part_lse = f32(lists, 2, team, group, d), f32(lists, 2, team, group)
+        self.seeds = torch.tensor(seeds, dtype=torch.int64, device=dev)
+        positions = [n - 1 for n in cache.lens] if positions is None else positions
+        self.positions = torch.tensor(positions, dtype=torch.int32, device=dev)
+        self.out = torch.full(q.shape, float("nan"), device=dev, dtype=q.dtype)
+        self.lse = f32(rows, q_heads)
+        self.sync = torch.zeros(1 + lists, 32, dtype=torch.int32, device=dev)
+        self.draws, self.draw_counts = i32(lists, stride), i32(lists, 3, team * 8)
+        self.scores = f32(lists, self.capacity, group)
+        self.sums = f32(lists, team + 1, group, 4)
+        self.state, self.residual, self.counts = i32(lists), i32(lists), i32(lists)
+        self.keep = (cache, q, block_ids, token_ids, row_table)
+        decode = DecodeParams(
+            ptr(q), ptr(cache.k), ptr(cache.v), ptr(cache.table), ptr(row_table), ptr(fixed),
+            ptr(block_ids), ptr(token_ids), None, None, None, None, None, ptr(self.part_o),
+            ptr(self.part_lse), cache.blocks, rows, q_heads, kv, kv, d, DTYPE[q.dtype],
+            cache.table.stride(0), 0, d**-0.5, 1, int(overlap))
+        self.p = SampledParams(
+            decode, *[ptr(x) for x in (
+                self.seeds, self.positions, self.out, self.lse, self.sync, self.draws,
+                self.draw_counts, self.scores, self.sums, self.state, self.residual,
+                self.counts)],
+            epsilon, *quantiles(delta), 0, pilot_share, dense_share, stride, pilot_tokens, RULES[rule],
+            self.capacity, layer)
 
     def __call__(self):
-        self.first.plan()
-        self.first()
-        call("taper_budget_begin", self.p)
-        for r in range(self.rounds):
-            p = self.p_last if r == self.rounds - 1 else self.p
-            self.draw_pilot()
-            call("taper_budget_pilot", p)
-            call("taper_budget_judge", p)
-            call("taper_budget_settle", p)
-        self.draw_rest()
-        self.second.plan()
-        self.second()
+        call("taper_sampled", self.p)
         return self.out
+
+    def keys_read(self):
+        """Keys and values read, over all KV heads; the pilot's look ahead not counted."""
+        exact = self.fixed[:, 12] - self.residual
+        return torch.where(self.state == 1, exact + self.counts, self.fixed[:, 12]).sum().item()

@@ -1,59 +1,46 @@
-// Entry points of the budgets, in the order in which a step queues them.
-#include "budget.cuh"
+// Entry point of the sampled decode step.
+#include "consume.cuh"
 
 namespace taper {
 namespace {
 
-bool valid(const BudgetParams& p) {
-  return p.rows > 0 && p.kv_heads > 0 && p.q_heads % p.kv_heads == 0 &&
-         p.q_heads / p.kv_heads <= 16 && p.capacity > 0 && p.epsilon > 0 &&
-         (p.head_dim == 64 || p.head_dim == 128) &&
-         (int64_t)p.rows * p.kv_heads * p.capacity <= UINT32_MAX;
+template <class T, int D, int N>
+cudaError_t go(SampledParams p, cudaStream_t stream) {
+  DecodeMaps maps;
+  const int64_t rows = p.d.blocks * p.d.kv_heads * kBlock;
+  cudaError_t e = row_map(&maps.k, p.d.k, p.d.dtype, rows, D, kBlock);
+  if (e == cudaSuccess) e = row_map(&maps.v, p.d.v, p.d.dtype, rows, D, kBlock);
+  if (e == cudaSuccess) e = row_map(&maps.q, p.d.q, p.d.dtype, (int64_t)p.d.rows * p.d.q_heads, D, N);
+  if (e != cudaSuccess) return e;
+  const int grid = p.d.rows * p.d.list_heads * team_size(p.d.list_heads);
+  p.d.unit_capacity = grid > sm_count();  // Tells the kernel to form teams in order.
+  return launch(sampled_kernel<T, D, N>, grid, 384, kSampledBytes<D, N>, stream, p.d.overlap != 0, maps, p);
+}
+template <class T, int D>
+cudaError_t pick_group(const SampledParams& p, cudaStream_t s) {
+  return p.d.q_heads / p.d.list_heads <= 8 ? go<T, D, 8>(p, s) : go<T, D, 16>(p, s);
+}
+template <class T>
+cudaError_t pick_dim(const SampledParams& p, cudaStream_t s) {
+  return p.d.head_dim == 128 ? pick_group<T, 128>(p, s) : pick_group<T, 64>(p, s);
 }
 
-template <class T, int D>
-cudaError_t pilot(const BudgetParams& p, cudaStream_t s) {
-  const dim3 grid(kPilotSplits, p.rows * p.kv_heads);
-  if (p.q_heads / p.kv_heads <= 8)
-    return launch(budget_pilot_kernel<T, D, 1>, grid, kPilotThreads, 0, s, p.overlap != 0, p);
-  return launch(budget_pilot_kernel<T, D, 2>, grid, kPilotThreads, 0, s, p.overlap != 0, p);
-}
-template <class T, int D>
-cudaError_t judge(const BudgetParams& p, cudaStream_t s) {
-  const size_t smem = sizeof(float) * kCovarianceKeys * (D + 1);
-  return launch(budget_judge_kernel<T, D>, p.rows * p.q_heads, kJudgeThreads, smem, s,
-                p.overlap != 0, p);
+bool valid(const SampledParams& p) {
+  const DecodeParams& d = p.d;
+  return (d.head_dim == 64 || d.head_dim == 128) && d.rows > 0 && d.kv_heads > 0 &&
+         d.list_heads > 0 && d.list_heads % d.kv_heads == 0 && d.q_heads % d.list_heads == 0 &&
+         d.q_heads / d.list_heads <= 16 && (d.dtype == kBf16 || d.dtype == kF16) &&
+         d.blocks * d.kv_heads * kBlock <= INT32_MAX && p.capacity > 0 && p.epsilon > 0 &&
+         p.draw_stride <= INT32_MAX;
 }
 
 }  // namespace
 }  // namespace taper
 
-extern "C" int taper_budget_begin(const taper::BudgetParams* p, cudaStream_t stream) {
-  using namespace taper;
-  if (!valid(*p)) return cudaErrorInvalidValue;
-  return launch(budget_begin_kernel, (p->rows * p->kv_heads + 127) / 128, 128, 0, stream,
-                p->overlap != 0, *p);
-}
+extern "C" int64_t taper_sampled_draws(int64_t len) { return taper::sampled_draws(len); }
 
-extern "C" int taper_budget_pilot(const taper::BudgetParams* p, cudaStream_t stream) {
+extern "C" int taper_sampled(const taper::SampledParams* p, cudaStream_t stream) {
   using namespace taper;
   if (!valid(*p)) return cudaErrorInvalidValue;
-  if (p->head_dim == 128)
-    return p->dtype == kBf16 ? pilot<__nv_bfloat16, 128>(*p, stream) : pilot<__half, 128>(*p, stream);
-  return p->dtype == kBf16 ? pilot<__nv_bfloat16, 64>(*p, stream) : pilot<__half, 64>(*p, stream);
-}
-
-extern "C" int taper_budget_judge(const taper::BudgetParams* p, cudaStream_t stream) {
-  using namespace taper;
-  if (!valid(*p)) return cudaErrorInvalidValue;
-  if (p->head_dim == 128)
-    return p->dtype == kBf16 ? judge<__nv_bfloat16, 128>(*p, stream) : judge<__half, 128>(*p, stream);
-  return p->dtype == kBf16 ? judge<__nv_bfloat16, 64>(*p, stream) : judge<__half, 64>(*p, stream);
-}
-
-extern "C" int taper_budget_settle(const taper::BudgetParams* p, cudaStream_t stream) {
-  using namespace taper;
-  if (!valid(*p)) return cudaErrorInvalidValue;
-  return launch(budget_settle_kernel, (p->rows * p->kv_heads + 127) / 128, 128, 0, stream,
-                p->overlap != 0, *p);
+  return p->d.dtype == kBf16 ? pick_dim<__nv_bfloat16>(*p, stream) : pick_dim<__half>(*p, stream);
 }

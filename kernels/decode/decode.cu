@@ -1,6 +1,7 @@
 // Entry points of the decode attention: the plan, once per change of the lists, and
 // the attention itself, once per layer.
 #include "decode.cuh"
+#include "plan.cuh"
 
 namespace taper {
 namespace {

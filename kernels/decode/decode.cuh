@@ -51,9 +51,9 @@ __global__ void __launch_bounds__(GATHER ? 384 : 288, 1)
     return;
   }
   const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), tid = threadIdx.x % 128;
-  DecodeConsumer<T, D, N> c{p,   sh,  stages,   q_ring,   q_ring + 2 * L::kQuery + wg * L::kProb,
-                            wg,  tid, tid / 32, tid % 32, p.q_heads / p.list_heads};
-  c.template run<GATHER>();
+  DecodeConsumer<T, D, N> c{{sh, p.scale * kLog2e, stages, q_ring + 2 * L::kQuery + wg * L::kProb,
+                             wg, tid, tid / 32, tid % 32, p.q_heads / p.list_heads}};
+  c.template run<GATHER>(p, q_ring);
 }
 
 }  // namespace taper

@@ -40,12 +40,16 @@ struct StageMeta {
 };
 constexpr uint32_t kNotSampled = ~0u;
 
-template <int D, int N>
+template <int D>
+inline constexpr int kDecodeStages = D == 128 ? 6 : 12;  // even: each has one consumer
+
+template <int D, int N, int S = kDecodeStages<D>>
 struct DecodeLayout {
+  static constexpr int kDim = D;
   static constexpr int kPanel = kBlock * 128;      // 64 rows of 64 elements
   static constexpr int kTile = kPanel * (D / 64);  // K or V of one tile
   static constexpr int kStage = 2 * kTile;
-  static constexpr int kStages = D == 128 ? 6 : 12;  // even: each has one consumer
+  static constexpr int kStages = S;
   static constexpr int kQuery = N * 128 * (D / 64);  // queries of one unit, double buffered
   static constexpr int kProb = N * 128;              // one warpgroup's probabilities
   static constexpr int kBytes = kStages * kStage + 2 * (kQuery + kProb) + 1024;
@@ -56,9 +60,9 @@ struct UnitOutline {
   uint32_t unit, tiles, list;
 };
 
-template <int D, int N>
+template <int D, int N, int S = kDecodeStages<D>>
 struct DecodeShared {
-  static constexpr int kStages = DecodeLayout<D, N>::kStages;
+  static constexpr int kStages = S;
   uint64_t full[kStages], empty[kStages], q_full[2], q_empty[2], join_full, join_empty;
   StageMeta meta[kStages];
   UnitOutline outline[2];
@@ -103,6 +107,23 @@ __device__ __forceinline__ void load_block(const DecodeMaps& maps, uint32_t dst,
 #pragma unroll
   for (int h = 0; h < D / 64; ++h)
     tma_load_2d(dst + L::kTile + h * L::kPanel, &maps.v, full, h * 64, row);
+}
+
+// One of four warps copies its 16 rows of a token tile; lane i holds row i's place.
+template <class T, int D>
+__device__ __forceinline__ void copy_rows(uint32_t dst, const T* k_base, const T* v_base,
+                                          uint32_t at) {
+  constexpr int kChunks = D / 8, kRows = 32 / kChunks;  // rows per warp-wide copy
+  constexpr int kPanel = kBlock * 128, kTile = kPanel * (D / 64);
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+#pragma unroll
+  for (int i = 0; i < 16 / kRows; ++i) {
+    const int r = i * kRows + lane / kChunks, chunk = lane % kChunks;
+    const int64_t src = (int64_t)__shfl_sync(~0u, at, r) * D + chunk * 8;
+    const uint32_t to = dst + (chunk / 8) * kPanel + swizzled(warp * 16 + r, chunk % 8);
+    cp_async16(to, k_base + src);
+    cp_async16(to + kTile, v_base + src);
+  }
 }
 
 // Fills the ring from block tiles only: one warp, which looks up 32 tiles at a time.
@@ -215,16 +236,7 @@ __device__ __forceinline__ void produce_any(const DecodeMaps& maps, const Decode
           sh.meta[stage] = {0, min(n - i, (uint32_t)kBlock), 0.f, 1, sampled ? i : kNotSampled};
         }
         if (lane < 16) sh.weight[stage][warp * 16 + lane] = weight;
-        constexpr int kChunks = D / 8, kRows = 32 / kChunks;  // rows per warp-wide copy
-#pragma unroll
-        for (int i = 0; i < 16 / kRows; ++i) {
-          const int r = i * kRows + lane / kChunks, chunk = lane % kChunks;
-          const int64_t src = (int64_t)__shfl_sync(~0u, at, r) * D + chunk * 8;
-          const uint32_t to =
-              dst + (chunk / 8) * L::kPanel + swizzled(warp * 16 + r, chunk % 8);
-          cp_async16(to, k_base + src);
-          cp_async16(to + L::kTile, v_base + src);
-        }
+        copy_rows<T, D>(dst, k_base, v_base, at);
         cp_async_arrive(full);
       }
       __syncwarp();

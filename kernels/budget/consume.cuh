@@ -1,0 +1,193 @@
+// The consumers of a sampled decode step, and its kernel.
+#pragma once
+
+#include "feed.cuh"
+#include "judge.cuh"
+
+namespace taper {
+
+template <class T, int D, int N>
+struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
+  using Sums = TileSums<T, D, N, kSampledStages<D, N>>;
+  using L = typename Sums::L;
+  using Sums::C, Sums::group, Sums::l, Sums::lane, Sums::limit, Sums::wg;
+  const SampledParams& p;
+  SampledShared<D, N>& st;
+  const Outline& o;
+  const uint32_t q_s;
+  Judge<T, D, N> judge;
+
+  // The steps in their order; a loop over them keeps one copy of the code of a tile.
+  enum Phase { kExact, kPilot, kRest, kAll };
+
+  __device__ __forceinline__ void run() {
+    const int tid = judge.tid;
+    Segment segments[kGrowthRounds + 1] = {{0, o.pilot, list_tiles(o.w)}, {0, 0, 0}, {0, 0, 0},
+                                           {0, 0, 0}, {0, 0, 0}};
+    Drawer<D, N> drawer{p, st, o, tid, judge.warp, lane};
+    Decision decision{kDense, 0};
+    Phase phase = o.dense ? kAll : kExact;
+    uint32_t pos = 0, parts = 0, round = 0;
+    this->clear();
+#pragma unroll
+    for (int c = 0; c < C; ++c) limit[c] = ~0u, this->ln_weight[c] = 0.f;
+    if (!o.dense) {
+      drawer.mark_blocks();
+      drawer.draw(o.pilot, (uint32_t)min((uint64_t)o.pilot * 6, (uint64_t)o.residual));
+    }
+    mbar_wait(smem_u32(&st.q_full[0]), 0);
+#pragma unroll 1
+    for (;;) {
+      const Segment g = segments[round];
+      uint32_t n = ~0u;  // kRest: as many as were fetched
+      if (phase == kExact) n = share_of(list_tiles(o.w), o.rank, o.team);
+      if (phase == kPilot) n = share_of(g.cut, g.first(o), o.team);
+      if (phase == kAll) n = share_of(range_tiles(0, o.w.len), o.rank, o.team);
+      float* scores = p.scores + (int64_t)o.list * p.capacity * group;
+      // Each warpgroup takes every other tile.
+#pragma unroll 1
+      for (uint32_t i = (wg ^ pos) & 1; i < n; i += 2) {
+        const uint32_t stage = (pos + i) % L::kStages;
+        mbar_wait(smem_u32(&st.full[stage]), (pos + i) / L::kStages & 1);
+        const uint32_t sampled = st.meta[stage].sampled, lo = st.meta[stage].lo;
+        const uint32_t last = phase == kPilot ? g.pilot : 0;
+        if (phase != kRest || (decision.state == kSampled && sampled < decision.count))
+          this->template tile<true>(stage, q_s, [=](int row, int head, float score) {
+            if (last && sampled + row < last && head < group)
+              scores[(int64_t)(sampled + row) * group + head] = score;
+          });
+        __syncwarp();
+        if (lane == 0) mbar_arrive(smem_u32(&st.empty[stage]));
+        if (sampled == kEndOfRun) n = i - lo + 2;  // One stage without data each.
+      }
+      pos += n;
+      if (phase == kRest && decision.state != kSampled) {
+        if (decision.state == kDense) this->clear();
+        phase = decision.state == kDense ? kAll : kPilot;
+        continue;
+      }
+      // The pilot's sums go on to be the sample's.
+      float keep[C];
+#pragma unroll
+      for (int c = 0; c < C; ++c) keep[c] = l[c];
+      const int64_t at = judge.part(phase != kExact, o.rank, 0);
+      this->store(p.d.part_o + at * D, p.d.part_lse + at, parts++);
+#pragma unroll
+      for (int c = 0; c < C; ++c) l[c] = keep[c];
+      if (phase == kRest || phase == kAll) break;
+      if (phase == kExact) {
+        this->clear();
+        phase = kPilot;
+        continue;
+      }
+      decision = judge.decide(segments, round);
+      if (tid == 0) {
+        st.decision = decision;
+        mbar_arrive(smem_u32(&st.decided));  // Tells the producers.
+      }
+      if (decision.state != kDense) drawer.draw(decision.count, 0);
+      if (decision.state == 0) segments[++round] = Segment(g.pilot, decision.count, g.offset + g.cut);
+#pragma unroll
+      for (int c = 0; c < C; ++c) limit[c] = decision.state == kSampled ? decision.count : ~0u;
+      phase = kRest;
+    }
+    finish(decision);
+  }
+
+  // The last of the team merges.
+  __device__ __forceinline__ void finish(const Decision& d) {
+    const int tid = judge.tid;
+    if (o.rank == 0 && tid == 0) {
+      p.state[o.list] = o.dense ? (uint32_t)kWhole : d.state;
+      p.residual[o.list] = o.residual;
+      p.counts[o.list] = d.count;
+    }
+    uint32_t* sync = p.sync + (1 + o.list) * kTeamLine;
+    consumers_meet();
+    const bool last = tid == 0 && add_acq_rel(sync + 16, 1) == o.team - 1;
+    __syncwarp();
+    if (!bar_any(kAllConsumers, 256, last)) return;
+    const bool sampled = d.state == kSampled;
+    judge.combine(sampled ? (float)o.residual / d.count : 1.f, sampled);
+    const int64_t head = (int64_t)o.list * group;
+#pragma unroll 1
+    for (int i = tid; i < group * D; i += 256)
+      static_cast<T*>(p.out)[head * D + i] = static_cast<T>((&st.join_o[0][0])[i]);
+    if (p.lse && tid < group) p.lse[head + tid] = st.budget[tid];
+    if (tid == 0) sync[0] = sync[8] = sync[16] = 0;  // All have left.
+  }
+};
+
+// Keys that a list reads exactly. Its blocks are ascending, its parts disjoint.
+__device__ __forceinline__ uint32_t fixed_keys(const WorkList& w, const uint32_t* block_ids) {
+  uint32_t n = w.token_count + w.block_count * kBlock;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) n += w.end[r] > w.begin[r] ? w.end[r] - w.begin[r] : 0;
+  if (w.block_count > 0) {
+    const uint32_t end = (block_ids[(uint64_t)w.block_first + w.block_count - 1] + 1) * kBlock;
+    if (end > w.len) n -= end - w.len;
+  }
+  return n;
+}
+
+// One thread writes it for all.
+__device__ __forceinline__ void set_outline(const SampledParams& p, uint32_t place, Outline& o) {
+  const uint32_t team = team_size(p.d.list_heads), list = place / team, row = list / p.d.list_heads;
+  const WorkList w = p.d.lists[list];
+  o.w = w;
+  o.w.sample_count = 0;
+  o.team = team, o.list = list, o.rank = place % team;
+  o.row = row, o.head = list % p.d.list_heads;
+  o.kv_head = o.head * p.d.kv_heads / p.d.list_heads;
+  o.table = p.d.block_table + (uint64_t)(p.d.row_table ? p.d.row_table[row] : row) * p.d.table_stride;
+  const uint32_t fixed = fixed_keys(w, p.d.block_ids), residual = w.len - fixed;
+  const uint32_t pilot = max(max((uint32_t)p.pilot_tokens, 2u), (uint32_t)ceil(p.pilot_share * residual));
+  const double limit = fmin(p.dense_share * w.len, (double)w.len) - fixed;
+  o.fixed = fixed, o.residual = residual, o.pilot = pilot, o.limit = limit;
+  o.dense = residual <= pilot || pilot >= limit || pilot > (uint32_t)p.capacity;
+}
+
+template <class T, int D, int N>
+__global__ void __launch_bounds__(384, 1)
+    sampled_kernel(const __grid_constant__ DecodeMaps maps, const __grid_constant__ SampledParams p) {
+  constexpr int S = kSampledStages<D, N>;
+  using L = DecodeLayout<D, N, S>;
+  extern __shared__ uint8_t raw[];
+  __shared__ SampledShared<D, N> sh;
+  const uint32_t stages = (smem_u32(raw) + 1023) & ~1023u;
+  const uint32_t q_at = stages + S * L::kStage;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S; ++i) {
+      mbar_init(smem_u32(&sh.full[i]), 132);
+      mbar_init(smem_u32(&sh.empty[i]), 4);
+    }
+    mbar_init(smem_u32(&sh.q_full[0]), 1);
+    mbar_init(smem_u32(&sh.join_full), 128);
+    mbar_init(smem_u32(&sh.join_empty), 128);
+    for (int i = 0; i < kDrawTurns; ++i) mbar_init(smem_u32(&sh.drew[i]), 256);
+    mbar_init(smem_u32(&sh.decided), 1);
+    mbar_init_fence();
+    tma_prefetch_map(&maps.q);
+    tma_prefetch_map(&maps.k);
+    tma_prefetch_map(&maps.v);
+  }
+  wait_for_predecessor();
+  launch_dependents();
+  // Teams that may not all be on the device at once form in the order of starting.
+  if (threadIdx.x == 0)
+    set_outline(p, p.d.unit_capacity ? team_place(p.sync) : blockIdx.x, sh.outline);
+  __syncthreads();
+  const Outline& o = sh.outline;
+  const int lane = threadIdx.x % 32, group = p.d.q_heads / p.d.list_heads;
+  if (threadIdx.x >= 256) {
+    SampledFeed<T, D, N>{maps, p, sh, o, stages, q_at, lane, (int)threadIdx.x / 32 - 8}.run();
+    return;
+  }
+  const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), tid = threadIdx.x % 128;
+  SampledConsumer<T, D, N> c{
+      {sh, p.d.scale * kLog2e, stages, q_at + L::kQuery + wg * L::kProb, wg, tid, tid / 32, lane, group},
+      p, sh, o, q_at, {p, sh, o, (int)threadIdx.x, (int)threadIdx.x / 32, lane, group}};
+  c.run();
+}
+
+}  // namespace taper

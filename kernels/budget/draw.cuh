@@ -1,0 +1,154 @@
+// Drawing without replacement, shared out over a team: the points of the stream's
+// permutation in order, less the keys that the list reads already. The first b of them
+// are the sample of size b.
+//
+// Every consumer warp of the team takes a run of points and keeps those that pass in a
+// segment of its own; one meeting later all know how many each kept, and a draw's number
+// is looked up in those counts instead of being packed. Turns grow, so that three cover
+// the whole permutation.
+#pragma once
+
+#include "sampled.cuh"
+
+namespace taper {
+
+static __device__ __noinline__ bool holds(const uint32_t* ids, uint32_t count, uint32_t x) {
+  uint32_t lo = 0, hi = count;
+  while (lo < hi) {
+    const uint32_t mid = (lo + hi) / 2;
+    if (ids[mid] < x) lo = mid + 1;
+    else hi = mid;
+  }
+  return lo < count && ids[lo] == x;
+}
+
+// Cache row of the list's i-th draw; i is below what was drawn.
+template <int D, int N>
+__device__ __forceinline__ uint32_t drawn_row(const SampledParams& p, const SampledShared<D, N>& sh,
+                                              uint32_t i) {
+  const Outline& o = sh.outline;
+  int turn = 0;
+  while (turn + 1 < kDrawTurns && i >= sh.drawn[turn]) ++turn;
+  uint32_t lo = 0, hi = o.team * kDrawWarps;  // before[lo] <= i, and i < before[hi]
+  while (hi - lo > 1) {
+    const uint32_t mid = (lo + hi) / 2;
+    if (sh.before[turn][mid] <= i) lo = mid;
+    else hi = mid;
+  }
+  return __ldcg(p.draws + o.list * p.draw_stride + sh.turn_at[turn] + lo * sh.turn_points[turn] +
+                (i - sh.before[turn][lo]));
+}
+
+template <int D, int N>
+struct Drawer {
+  const SampledParams& p;
+  SampledShared<D, N>& sh;
+  const Outline& o;
+  const int tid, warp, lane;  // of the consumers
+  uint32_t turn = 0, drawn = 0;
+
+  __device__ __forceinline__ void mark_blocks() {
+    for (int i = tid; i < 512; i += 256) sh.chosen[i] = 0;
+    consumers_meet();
+    for (uint32_t i = tid; i < o.w.block_count; i += 256) {
+      const uint32_t b = p.d.block_ids[(uint64_t)o.w.block_first + i];
+      if (b < 512 * 32) atomicOr(&sh.chosen[b / 32], 1u << (b % 32));
+    }
+    consumers_meet();
+  }
+  __device__ __forceinline__ bool is_read(uint32_t t) const {
+    const WorkList& w = o.w;
+    const uint32_t b = t / kBlock;
+    if ((t >= w.begin[0] && t < w.end[0]) || (t >= w.begin[1] && t < w.end[1])) return true;
+    if (b < 512 * 32) {
+      if (sh.chosen[b / 32] >> (b % 32) & 1) return true;
+    } else if (holds(p.d.block_ids + w.block_first, w.block_count, b)) {
+      return true;
+    }
+    return w.token_count && holds(p.d.token_ids + w.token_first, w.token_count, t);
+  }
+  // The six round keys; lanes 0 and 1 make four words each.
+  __device__ __forceinline__ Permutation permutation() const {
+    const uint64_t seed = p.seeds[o.row];
+    uint2 key = make_uint2((uint32_t)seed, (uint32_t)(seed >> 32));
+    uint4 c = make_uint4(p.layer, o.head, p.positions[o.row],
+                         Permutation::kDraws + (lane & 1));
+#pragma unroll 1
+    for (int i = 0; i < 10; ++i) philox_round(key, c);
+    const uint32_t words[4] = {c.x, c.y, c.z, c.w};
+    Permutation x(o.w.len);
+#pragma unroll
+    for (int i = 0; i < 6; ++i) x.keys[i] = __shfl_sync(~0u, words[i % 4], i / 4);
+    return x;
+  }
+
+  // Draws on until `until` are drawn, the first time about `aim`; all consumers of the
+  // team call this alike.
+  __device__ __forceinline__ void draw(uint32_t until, uint32_t aim) {
+    if (drawn >= until || turn >= kDrawTurns) return;
+    const uint32_t segments = o.team * kDrawWarps;
+    const Permutation permutation = this->permutation();
+    const uint32_t domain = permutation.domain();
+    do {
+      const uint32_t at = turn == 0 ? 0 : sh.turn_at[turn - 1] + segments * sh.turn_points[turn - 1];
+      uint32_t points;  // a warp's
+      if (turn == 0) points = (uint32_t)((float)aim * domain / o.residual / segments) + 1;
+      else if (turn == 1) points = 4 * sh.turn_points[0];
+      else points = domain > at ? (domain - at + segments - 1) / segments : 0;
+      points = at < domain ? (points + 31) / 32 * 32 : 0;
+
+      const uint32_t segment = o.rank * kDrawWarps + warp, first = at + segment * points;
+      uint32_t* ids = p.draws + o.list * p.draw_stride + first;
+      uint32_t kept = 0;
+      constexpr int kAhead = 4;
+#pragma unroll 1
+      for (uint32_t j = lane; j < points + lane; j += 32 * kAhead) {
+        uint32_t row[kAhead], pass[kAhead];
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+          const uint32_t i = j + 32 * k, x = permutation.point(first + i);
+          pass[k] = i < points && first + i < domain && x < o.w.len && !is_read(x);
+          row[k] = 0;
+          if (pass[k]) row[k] = (o.table[x / kBlock] * p.d.kv_heads + o.kv_head) * kBlock + x % kBlock;
+        }
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+          const uint32_t all = __ballot_sync(~0u, pass[k]);
+          if (pass[k]) ids[kept + __popc(all & ((1u << lane) - 1))] = row[k];
+          kept += __popc(all);
+        }
+      }
+      uint32_t* counts = p.draw_counts + ((int64_t)o.list * kDrawTurns + turn) * segments;
+      if (lane == 0) counts[segment] = kept;
+      if (tid == 0) sh.turn_at[turn] = at, sh.turn_points[turn] = points;
+      consumers_meet();
+      if (tid == 0) team_meet(p.sync + (1 + o.list) * kTeamLine, (turn + 1) * o.team);
+      consumers_meet();
+      // One thread a segment.
+      const uint32_t mine = tid < segments ? __ldcg(counts + tid) : 0;
+      uint32_t upto = mine;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const uint32_t x = __shfl_up_sync(~0u, upto, d);
+        if (lane >= d) upto += x;
+      }
+      if (lane == 31) sh.warp_kept[warp] = upto;
+      consumers_meet();
+      uint32_t sum = drawn, all = drawn;
+#pragma unroll
+      for (int w = 0; w < kDrawWarps; ++w) {
+        const uint32_t x = sh.warp_kept[w];
+        sum += w < warp ? x : 0;
+        all += x;
+      }
+      if (tid < segments) sh.before[turn][tid] = sum + upto - mine;
+      if (tid == 0) sh.drawn[turn] = all;
+      consumers_meet();
+      drawn = sh.drawn[turn];
+      mbar_arrive(smem_u32(&sh.drew[turn]));  // Tells the producers.
+      ++turn;
+    } while (drawn < until && turn < kDrawTurns);
+  }
+};
+
+}  // namespace taper

@@ -1,0 +1,171 @@
+// The producers of a sampled decode step: four warps that fill the ring.
+#pragma once
+
+#include "draw.cuh"
+
+namespace taper {
+
+template <class T, int D, int N>
+struct SampledFeed {
+  using L = DecodeLayout<D, N, kSampledStages<D, N>>;
+  const DecodeMaps& maps;
+  const SampledParams& p;
+  SampledShared<D, N>& sh;
+  const Outline& o;
+  const uint32_t stages, q_at;
+  const int lane, warp;
+  uint32_t count = 0, turns = 0;
+
+  __device__ __forceinline__ uint32_t place(uint32_t pos) const {
+    return (o.table[pos / kBlock] * p.d.kv_heads + o.kv_head) * kBlock + pos % kBlock;
+  }
+  __device__ __forceinline__ uint32_t claim() {
+    mbar_wait(smem_u32(&sh.empty[count % L::kStages]), (count / L::kStages & 1) ^ 1);
+    return count++ % L::kStages;
+  }
+  __device__ __forceinline__ void block(uint32_t row, uint32_t lo, uint32_t hi, float ln_weight) {
+    const uint32_t stage = claim(), full = smem_u32(&sh.full[stage]);
+    if (warp == 0 && lane == 0) {
+      sh.meta[stage] = {lo, hi, ln_weight, 0, kNotSampled};
+      load_block<D, N>(maps, stages + stage * L::kStage, full, row);
+    } else {
+      mbar_arrive(full);
+    }
+    __syncwarp();
+    if (lane == 0) mbar_arrive(full);
+  }
+  // Lane i < 16 holds the place and weight of the warp's i-th row.
+  __device__ __forceinline__ void tokens(uint32_t at, float weight, uint32_t hi, uint32_t sampled) {
+    const uint32_t stage = claim(), full = smem_u32(&sh.full[stage]);
+    if (warp == 0 && lane == 0) sh.meta[stage] = {0, hi, 0.f, 1, sampled};
+    if (lane < 16) sh.weight[stage][warp * 16 + lane] = weight;
+    copy_rows<T, D>(stages + stage * L::kStage, static_cast<const T*>(p.d.k),
+                    static_cast<const T*>(p.d.v), at);
+    cp_async_arrive(full);
+    __syncwarp();
+    if (lane == 0) mbar_arrive(full);
+  }
+  // Two stages without data, one for each warpgroup.
+  __device__ __forceinline__ void end_run() {
+    for (uint32_t i = 0; i < 2; ++i) {
+      const uint32_t stage = claim(), full = smem_u32(&sh.full[stage]);
+      if (warp == 0 && lane == 0) sh.meta[stage] = {i, 0, 0.f, 0, kEndOfRun};
+      mbar_arrive(full);
+      __syncwarp();
+      if (lane == 0) mbar_arrive(full);
+    }
+  }
+
+  // Tiles of ranges and blocks: every lane looks one up, then all are issued.
+  __device__ __forceinline__ void blocks(const WorkList& w, uint32_t tiles) {
+    for (uint32_t t0 = o.rank; t0 < tiles; t0 += 32 * o.team) {
+      BlockTile mine{0, 0, 0, 0.f};
+      uint32_t row = 0;
+      if (t0 + lane * o.team < tiles) {
+        mine = block_tile(w, p.d.block_ids, t0 + lane * o.team);
+        row = place(mine.block * kBlock);
+      }
+      const uint32_t n = min(32u, share_of(tiles, t0, o.team));
+      for (uint32_t i = 0; i < n; ++i)
+        block(__shfl_sync(~0u, row, i), __shfl_sync(~0u, mine.lo, i), __shfl_sync(~0u, mine.hi, i),
+              __shfl_sync(~0u, mine.ln_weight, i));
+    }
+  }
+  __device__ __forceinline__ void exact() {
+    const WorkList& w = o.w;
+    const uint32_t tiles = list_tiles(w), block_tiles = tiles - (w.token_count + kBlock - 1) / kBlock;
+    blocks(w, block_tiles);
+    auto locate = [&](uint32_t t, float& weight) {
+      const uint32_t i = min((t - block_tiles) * kBlock + warp * 16 + (lane & 15), w.token_count - 1);
+      const uint64_t at = (uint64_t)w.token_first + i;
+      weight = w.token_ln_weight + (p.d.token_ln_weight ? p.d.token_ln_weight[at] : 0.f);
+      return place(p.d.token_ids[at]);
+    };
+    uint32_t t = o.rank;
+    if (t < block_tiles) t += (block_tiles - t + o.team - 1) / o.team * o.team;
+    if (t >= tiles) return;
+    float weight, next_weight;
+    uint32_t at = locate(t, weight);
+    for (; t < tiles; t += o.team) {
+      const uint32_t next = locate(t + o.team, next_weight);
+      tokens(at, weight, min(w.token_count - (t - block_tiles) * kBlock, (uint32_t)kBlock), kNotSampled);
+      at = next, weight = next_weight;
+    }
+  }
+
+  __device__ __forceinline__ uint32_t await_draws(uint32_t until) {
+    while (turns == 0 || (sh.drawn[turns - 1] < until && turns < kDrawTurns))
+      mbar_wait(smem_u32(&sh.drew[turns++]), 0);
+    return sh.drawn[turns - 1];
+  }
+
+  // The pilot's tiles and those after it, until the judge has spoken.
+  __device__ __forceinline__ Decision sample(const Segment& g, uint32_t round) {
+    uint32_t drawn = await_draws(g.pilot), s = g.first(o), upto = g.pilot;
+    bool decided = false;
+    Decision d{0, 0};
+    // Half the lanes look up a tile's rows, the others those of the next one.
+    auto locate = [&](uint32_t s) {
+      return drawn_row<D, N>(p, sh, min(g.start(lane < 16 ? s : s + o.team) + warp * 16 + (lane & 15),
+                                        drawn - 1));
+    };
+    uint32_t pair = locate(s), next = locate(s + 2 * o.team), odd = 0;
+    for (;; s += o.team, odd ^= 1) {
+      const uint32_t start = g.start(s);
+      if (s >= g.cut && !decided) {
+        const bool room = start + kBlock <= drawn;
+        if (room) mbar_wait(smem_u32(&sh.empty[count % L::kStages]), (count / L::kStages & 1) ^ 1);
+        else mbar_wait(smem_u32(&sh.decided), round & 1);
+        // One thread asks and tells, so that all four warps act alike.
+        decided = bar_any(kAllProducers, 128,
+                          warp == 0 && lane == 0 && mbar_done(smem_u32(&sh.decided), round & 1));
+        upto = start + kBlock;
+      }
+      if (decided) {
+        mbar_wait(smem_u32(&sh.decided), round & 1);
+        d = sh.decision;
+        if (d.state != kSampled) break;
+        const uint32_t before = drawn;
+        upto = d.count;
+        if (start >= upto && s >= g.cut) break;
+        drawn = await_draws(upto);
+        if (before != drawn) pair = locate(s), next = locate(s + 2 * o.team), odd = 0;
+      }
+      const uint32_t stop = s < g.cut ? g.pilot : upto;
+      const uint32_t at = __shfl_sync(~0u, pair, odd * 16 + (lane & 15));
+      tokens(at, 0.f, min(stop - start, (uint32_t)kBlock), start);
+      if (odd) pair = next, next = locate(s + 3 * o.team);
+    }
+    end_run();
+    return d;
+  }
+
+  __device__ __forceinline__ void run() {
+    if (warp == 0 && lane == 0) {
+      mbar_expect_tx(smem_u32(&sh.q_full[0]), L::kQuery);
+      for (int h = 0; h < D / 64; ++h)
+        tma_load_2d(q_at + h * (N * 128), &maps.q, smem_u32(&sh.q_full[0]), h * 64,
+                    o.list * (p.d.q_heads / p.d.list_heads));
+    }
+    __syncwarp();
+    bool dense = o.dense;
+    if (!dense) {
+      exact();
+      Segment g(0, o.pilot, list_tiles(o.w));
+      for (uint32_t round = 0;; ++round) {
+        const Decision d = sample(g, round);
+        dense = d.state == kDense;
+        if (d.state != 0) break;
+        g = Segment(g.pilot, d.count, g.offset + g.cut);
+      }
+    }
+    if (dense) {
+      WorkList all{};
+      all.len = all.end[0] = o.w.len;
+      blocks(all, list_tiles(all));
+    }
+    cp_async_wait_all();
+  }
+};
+
+}  // namespace taper

@@ -1,0 +1,411 @@
+// Judging a pilot sample: moments, budgets and the group's decision.
+//
+// With e a sampled key's weight, v its value and o the estimated output, the error is
+// that of a sum of r = e (v - o). The parts of all ranks give o and the mean of r; each
+// rank then looks once more at its own sampled values, where one product of values with
+// o and with that mean gives every key's |r|^2 and its distance from the mean.
+#pragma once
+
+#include "draw.cuh"
+
+namespace taper {
+
+enum Verdict : uint32_t { kSample = 0, kNoisy = 1, kGoDense = 2 };
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int d = 16; d; d /= 2) x += __shfl_xor_sync(~0u, x, d);
+  return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int d = 16; d; d /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
+  return x;
+}
+__device__ __forceinline__ float root(float x) {
+  float y;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x < 0 ? 0.f : x));  // NaN stays NaN.
+  return y;
+}
+__device__ __forceinline__ float over(float x, float y) { return __fdividef(x, y); }
+
+// Of a head and its sample; e sums to 1, so `inverse` is 1 over the denominator.
+struct Moments {
+  float n, b, inverse, o2, variance_d, trace_n, trace_r, trace_r2;
+};
+
+// One head's verdict; `limit` draws and more are not worth while.
+struct Promise {
+  const SampledParams& p;
+  const Moments& m;
+  const float limit;
+
+  // The draws without replacement that err as r^2 draws with it; NaN stays NaN.
+  __device__ __forceinline__ float draws(float r) const {
+    const float b = r * r;
+    return isinf(b) ? m.n : ceilf(b / (1.f + b / m.n));
+  }
+  // The 1 - 0.9 delta quantile of the error's norm: Satterthwaite's gamma, by Wilson and
+  // Hilferty.
+  __device__ __forceinline__ float quantile(float trace, float trace2) const {
+    if (trace <= 0) return 1.f;
+    const float spread = over(2 * trace2, 9 * trace * trace);
+    const float q = fmaxf(1 - spread + p.upper * root(spread), 0.f);
+    return root(q * q * q);
+  }
+  // A rule's bound for the norm that errors are measured against; c is chi2's quantile.
+  __device__ __forceinline__ float bound(float norm, float c, float scalar) const {
+    if (p.rule == kRatio || p.rule == kChi2) {
+      const float deviation = m.n * root(m.trace_r) * m.inverse;
+      return draws(c * over(deviation, p.epsilon * norm) + p.rest * scalar);
+    }
+    const float deviation = over(m.n * root(m.trace_n) * m.inverse, norm);
+    float r = INFINITY;
+#pragma unroll 1
+    for (int i = 0; i < 6; ++i) {
+      const float x = p.split_vector[i] * deviation, y = p.split_scalar[i] * scalar;
+      r = fminf(r, p.rule == kLemma ? over(2 * (x + y), p.epsilon)
+                                    : over(x + (1 + p.epsilon) * y, p.epsilon));
+    }
+    return x_or(r, deviation);
+  }
+  // fminf drops NaN, which must stay.
+  __device__ __forceinline__ float x_or(float r, float deviation) const {
+    return deviation != deviation ? deviation : draws(r);
+  }
+  __device__ __forceinline__ Verdict verdict(float& budget) const {
+    const float scalar = m.n * root(m.variance_d) * m.inverse;
+    if (p.rule == kDenominator) {
+      budget = draws(over(p.whole * scalar, p.epsilon));
+      return budget != budget ? kGoDense : kSample;
+    }
+    const float trace = p.rule == kRatio || p.rule == kChi2 ? m.trace_r : m.trace_n;
+    // As a function of the spread's root the quantile is concave: least at an end.
+    const float least = p.rule == kRatio ? p.most : fminf(quantile(1.f, 1.f), 1.f);
+    // Where even the norm with its noise is too small, no larger sample is asked for.
+    if (!(m.o2 > 0) || isinf(m.o2) || bound(root(m.o2), least, scalar) > limit) return kGoDense;
+    const float reach = m.n * m.inverse;
+    const float left = m.o2 - reach * reach * fmaxf(trace, 0.f) * (1 / m.b - 1 / m.n);
+    if (left < kLeastSignal * m.o2) return kNoisy;
+    budget = bound(root(left), least, scalar);
+    if (p.rule == kChi2 && !(budget > limit))
+      budget = bound(root(left), quantile(m.trace_r, m.trace_r2), scalar);
+    return budget != budget ? kGoDense : kSample;
+  }
+};
+
+template <class T, int D, int N>
+struct Judge {
+  static constexpr int V = D / 32, kLoads = D / 32, NT = N / 8;
+  using Vec = typename std::conditional<V == 4, float4, float2>::type;
+  const SampledParams& p;
+  SampledShared<D, N>& sh;
+  const Outline& o;
+  const int tid, warp, lane, group;  // of the consumers
+  uint32_t met = 0;                  // meetings so far
+
+  __device__ __forceinline__ void meet() {
+    consumers_meet();
+    ++met;
+    if (tid == 0) team_meet(p.sync + (1 + o.list) * kTeamLine + 8, met * o.team);
+    consumers_meet();
+  }
+  __device__ __forceinline__ int64_t part(int kind, uint32_t rank, int g) const {
+    return ((o.list * 2ll + kind) * o.team + rank) * group + g;
+  }
+
+  // Merges the team's exact parts and samples, in rank order, and estimates the output
+  // where a sampled key stands for `scale` keys: it is left in join_o, its log-sum-exp in
+  // `budget`.
+  __device__ __forceinline__ void combine(float scale, bool exact) {
+#pragma unroll 1
+    for (int item = warp; item < 2 * group; item += 8) {
+      const int kind = item & 1, g = item / 2;
+      if (kind == 0 && !exact) {
+        if (lane == 0) sh.merged_lse[0][g] = -INFINITY;
+        for (int d = lane; d < D; d += 32) sh.merged[0][g][d] = 0.f;
+        continue;
+      }
+      const float* src = p.d.part_o + part(kind, 0, g) * D + lane * V;
+      const float lse = lane < o.team ? __ldcg(p.d.part_lse + part(kind, lane, g)) : -INFINITY;
+      const float top = warp_max(lse);
+      const float weight = lse == -INFINITY ? 0.f : exp2_fast((lse - top) * kLog2e);
+      const float sum = warp_sum(weight);
+      float acc[V] = {};
+#pragma unroll 1
+      for (uint32_t r0 = 0; r0 < o.team; r0 += 16) {
+        Vec x[16];
+#pragma unroll
+        for (int k = 0; k < 16; ++k)
+          x[k] = __ldcg(reinterpret_cast<const Vec*>(src + (int64_t)min(r0 + k, o.team - 1) * group * D));
+#pragma unroll
+        for (int k = 0; k < 16; ++k) {
+          const float w = __shfl_sync(~0u, weight, (r0 + k) & 31);  // 0 beyond the team
+#pragma unroll
+          for (int v = 0; v < V; ++v) acc[v] += w * reinterpret_cast<const float*>(&x[k])[v];
+        }
+      }
+#pragma unroll
+      for (int v = 0; v < V; ++v)
+        sh.merged[kind][g][lane * V + v] = sum > 0.f ? __fdividef(acc[v], sum) : 0.f;
+      if (lane == 0) sh.merged_lse[kind][g] = sum > 0.f ? top + __logf(sum) : -INFINITY;
+    }
+    consumers_meet();
+#pragma unroll 1
+    for (int g = warp; g < group; g += 8) {
+      const float known = sh.merged_lse[0][g], own = sh.merged_lse[1][g], ahead = own + __logf(scale);
+      // Shares of the two in the denominator; they are 0 and 0 where nothing is seen.
+      const float top = fmaxf(known, ahead), none = top == -INFINITY ? 0.f : 1.f;
+      const float a = none * exp2_fast((known - top) * kLog2e), c = none * exp2_fast((ahead - top) * kLog2e);
+      const float all = none > 0.f ? a + c : 1.f;
+      float o2 = 0, ow = 0, w2 = 0, a2 = 0;
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const int d = lane * V + v;
+        const float mean = sh.merged[1][g][d];
+        const float out = none * __fdividef(a * sh.merged[0][g][d] + c * mean, all), lean = mean - out;
+        sh.join_o[g][d] = out;
+        const T high = static_cast<T>(out), lean_high = static_cast<T>(lean);
+        T* split = reinterpret_cast<T*>(&sh.split[0][g][d]);
+        split[0] = high, split[N * D] = static_cast<T>(out - to_float(high));
+        split[2 * N * D] = lean_high, split[3 * N * D] = static_cast<T>(lean - to_float(lean_high));
+        o2 += out * out, ow += out * lean, w2 += lean * lean, a2 += mean * mean;
+      }
+      o2 = warp_sum(o2), ow = warp_sum(ow), w2 = warp_sum(w2), a2 = warp_sum(a2);
+      if (lane == 0) {
+        sh.stat[g] = {own, __fdividef(c, all * scale), o2, ow, w2, a2};
+        sh.budget[g] = top + __logf(all);
+      }
+    }
+    consumers_meet();
+  }
+
+  __device__ __forceinline__ const T* values() const { return static_cast<const T*>(p.d.v); }
+
+  // Sixteen of this rank's draws of a segment, for one warp: values and scores.
+  struct Strip {
+    uint32_t start;  // first draw, ~0: none
+    uint4 x[kLoads], y[kLoads];
+    float score[NT][4];
+  };
+  __device__ __forceinline__ void fetch(const Segment& g, uint32_t strip, Strip& s) const {
+    const int quad = lane & 3;
+    const uint32_t first = g.first(o);
+    s.start = strip < share_of(g.cut, first, o.team) * 4
+                  ? g.start(first + strip / 4 * o.team) + strip % 4 * 16 : ~0u;
+    if (s.start >= g.pilot) {
+      s.start = ~0u;
+      return;
+    }
+    const uint32_t mine = drawn_row<D, N>(p, sh, min(s.start + (lane & 15), g.pilot - 1));
+    const uint4* lo = reinterpret_cast<const uint4*>(
+        values() + (int64_t)__shfl_sync(~0u, mine, lane / 4) * D) + quad;
+    const uint4* hi = reinterpret_cast<const uint4*>(
+        values() + (int64_t)__shfl_sync(~0u, mine, lane / 4 + 8) * D) + quad;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) s.x[i] = lo[4 * i], s.y[i] = hi[4 * i];
+#pragma unroll
+    for (int t = 0; t < NT; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int h = t * 8 + quad * 2 + (i & 1);
+        const uint32_t draw = s.start + lane / 4 + 8 * (i / 2);
+        s.score[t][i] = draw < g.pilot && h < group
+                            ? p.scores[((int64_t)o.list * p.capacity + draw) * group + h]
+                            : -INFINITY;
+      }
+  }
+
+  // Adds a strip's e^2, |r|^2, e^2 |v|^2 and |r - mean|^4.
+  __device__ __forceinline__ void look(const Strip& s, float share, float (&sum)[NT][2][4]) {
+    const int quad = lane & 3;
+    if (s.start == ~0u) return;
+    float vo[NT][4] = {}, vl[NT][4] = {}, norm[2] = {};
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const uint4 x = s.x[i], y = s.y[i];
+      const uint32_t a[4] = {x.x, x.y, x.z, x.w}, c[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const T *va = reinterpret_cast<const T*>(&a[j]), *vc = reinterpret_cast<const T*>(&c[j]);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          norm[0] += to_float(va[k]) * to_float(va[k]);
+          norm[1] += to_float(vc[k]) * to_float(vc[k]);
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < NT; ++t)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          float(&to)[4] = k < 2 ? vo[t] : vl[t];
+          const uint4 z = *reinterpret_cast<const uint4*>(&sh.split[k][t * 8 + lane / 4][(quad + 4 * i) * 8]);
+          mma_16x8x16<T>(to, x.x, y.x, x.y, y.y, z.x, z.y);
+          mma_16x8x16<T>(to, x.z, y.z, x.w, y.w, z.z, z.w);
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      norm[k] += __shfl_xor_sync(~0u, norm[k], 1);
+      norm[k] += __shfl_xor_sync(~0u, norm[k], 2);
+    }
+#pragma unroll
+    for (int t = 0; t < NT; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int h = t * 8 + quad * 2 + (i & 1);
+        const uint32_t draw = s.start + lane / 4 + 8 * (i / 2);
+        if (s.score[t][i] == -INFINITY) continue;
+        const HeadStat& stat = sh.stat[h];
+        const float e = exp2_fast(s.score[t][i] - stat.lse * kLog2e);
+        const float away = e * e * (norm[i / 2] - 2.f * vo[t][i] + stat.o2);
+        const float along = e * share * (vl[t][i] - stat.ow);  // r . mean
+        const float off = away - 2.f * along + share * share * stat.w2;
+        float* to = sum[t][i & 1];
+        to[0] += e * e, to[1] += away, to[2] += e * e * norm[i / 2], to[3] += off * off;
+        if (draw < kCovarianceKeys) {
+          float* pair = sh.pair[draw][h];
+          pair[0] = e, pair[1] = vo[t][i], pair[2] = along;
+        }
+      }
+  }
+
+  // Products of the first few draws' values: this warp's two tiles of 16 by 8 pairs.
+  struct Gram {
+    float dot[2][4];
+  };
+  __device__ __forceinline__ void gram(uint32_t b, Gram& out) const {
+    const int quad = lane & 3, few = min(b, (uint32_t)kCovarianceKeys);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int tile = warp + 8 * k, m = tile / 5 * 16, n = tile % 5 * 8;
+      for (int i = 0; i < 4; ++i) out.dot[k][i] = 0.f;
+      if (tile >= 15 || n >= m + 15) continue;
+      const uint32_t mine = drawn_row<D, N>(p, sh, min(lane < 16 ? m + lane : n + (lane & 7), few - 1));
+      const T* rows[3];
+#pragma unroll
+      for (int j = 0; j < 3; ++j)
+        rows[j] = values() + (int64_t)__shfl_sync(~0u, mine, j * 8 + lane / 4) * D + quad * 8;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const uint4 x = *reinterpret_cast<const uint4*>(rows[0] + 32 * i);
+        const uint4 y = *reinterpret_cast<const uint4*>(rows[1] + 32 * i);
+        const uint4 z = *reinterpret_cast<const uint4*>(rows[2] + 32 * i);
+        mma_16x8x16<T>(out.dot[k], x.x, y.x, x.y, y.y, z.x, z.y);
+        mma_16x8x16<T>(out.dot[k], x.z, y.z, x.w, y.w, z.z, z.w);
+      }
+    }
+  }
+  // The first few draws' r, centred: their products with one another, squared; pairs
+  // (i, j) with i > j, twice.
+  __device__ __forceinline__ void mix(uint32_t b, const Gram& gram) {
+    const int quad = lane & 3, few = min(b, (uint32_t)kCovarianceKeys);
+    const float share = over(1.f, (float)b);
+    for (int h = 0; h < group; ++h) {
+      const HeadStat& s = sh.stat[h];
+      float sum = 0;
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int tile = warp + 8 * k, row = tile / 5 * 16 + lane / 4 + 8 * (i / 2);
+          const int col = tile % 5 * 8 + quad * 2 + (i & 1);
+          if (tile >= 15 || row >= few || col >= row) continue;
+          const float *a = sh.pair[row][h], *c = sh.pair[col][h];
+          const float x = a[0] * c[0] * (gram.dot[k][i] - a[1] - c[1] + s.o2) - a[2] - c[2] +
+                          share * share * s.w2;
+          sum += 2.f * x * x;
+        }
+      sum = warp_sum(sum);
+      if (lane == 0) sh.mixed[warp][h] = sum;
+    }
+  }
+
+  // All consumers of the team, once its parts are written. All return the same.
+  __device__ __forceinline__ Decision decide(const Segment* segments, uint32_t rounds) {
+    const uint32_t b = segments[rounds].pilot;
+    const bool mixes = p.rule == kChi2 && segments[0].first(o) == 0;
+    // What does not depend on the parts is fetched while the team meets.
+    Strip strip;
+    Gram products;
+    fetch(segments[0], warp, strip);
+    if (mixes) gram(b, products);
+    meet();
+    combine(over((float)o.residual, (float)b), true);
+    float sum[NT][2][4] = {};
+    const float share = over(1.f, (float)b);
+    look(strip, share, sum);
+#pragma unroll 1
+    for (uint32_t r = 0; r <= rounds; ++r)
+#pragma unroll 1
+      for (uint32_t k = r == 0 ? warp + 8 : warp;
+           k < share_of(segments[r].cut, segments[r].first(o), o.team) * 4; k += 8) {
+        fetch(segments[r], k, strip);
+        look(strip, share, sum);
+      }
+#pragma unroll
+    for (int t = 0; t < NT; ++t)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          float x = sum[t][i][k];
+#pragma unroll
+          for (int d = 4; d < 32; d *= 2) x += __shfl_xor_sync(~0u, x, d);
+          if (lane < 4) sh.sums[warp][t * 8 + lane * 2 + i][k] = x;
+        }
+    consumers_meet();
+    float* sums = p.sums + (int64_t)o.list * (o.team + 1) * group * 4;
+    if (mixes) {
+      mix(b, products);
+      consumers_meet();
+    }
+    if (tid < group * 4) {
+      float x = 0, y = 0;
+#pragma unroll
+      for (int w = 0; w < 8; ++w) x += sh.sums[w][tid / 4][tid % 4], y += sh.mixed[w][tid / 4];
+      sums[(int64_t)o.rank * group * 4 + tid] = x;
+      if (mixes) sums[(int64_t)o.team * group * 4 + tid] = y;
+    }
+    meet();
+#pragma unroll 1
+    for (int g = warp; g < group; g += 8) {
+      const float4 none = make_float4(0, 0, 0, 0);
+      const float4* of = reinterpret_cast<const float4*>(sums) + g;
+      const float4 x = lane < o.team ? __ldcg(of + (int64_t)lane * group) : none;
+      const float4 mixed = p.rule == kChi2 ? __ldcg(of + (int64_t)o.team * group) : none;
+      const float e2 = warp_sum(x.x), away = warp_sum(x.y), e2v2 = warp_sum(x.z), off = warp_sum(x.w);
+      const HeadStat& s = sh.stat[g];
+      const float few = min(b, (uint32_t)kCovarianceKeys), d = b, free = over(1.f, d - 1);
+      Moments m;
+      m.n = o.residual, m.b = d, m.inverse = s.inverse, m.o2 = s.o2;
+      m.variance_d = (e2 - over(1.f, d)) * free;
+      m.trace_r = (away - over(s.w2, d)) * free;
+      m.trace_n = (e2v2 - over(s.a2, d)) * free;
+      m.trace_r2 = (off + mixed.x * over(d * (d - 1), few * (few - 1))) * free * free;
+      float budget = 0.f;
+      const Verdict v = Promise{p, m, (float)o.limit}.verdict(budget);
+      if (lane == 0) sh.verdict[g] = v, sh.budget[g] = budget;
+    }
+    consumers_meet();
+    return settle(b, rounds);
+  }
+
+  // The group reads what its neediest head needs.
+  __device__ __forceinline__ Decision settle(uint32_t b, uint32_t round) const {
+    uint32_t verdict = kSample;
+    float most = 0;
+#pragma unroll 1
+    for (int g = 0; g < group && verdict == kSample; ++g) {
+      verdict = sh.verdict[g];
+      if (verdict == kSample && !(sh.budget[g] < o.limit)) verdict = kGoDense;
+      most = fmaxf(most, sh.budget[g]);
+    }
+    const uint32_t count = min(max((uint32_t)most, b), o.residual);
+    if (verdict == kSample && count < o.limit) return {kSampled, count};
+    const bool grows = verdict == kNoisy && round < kGrowthRounds && 4.f * b < o.limit;
+    return grows && 4 * b <= (uint32_t)p.capacity ? Decision{0, 4 * b} : Decision{kDense, 0};
+  }
+};
+
+}  // namespace taper

@@ -1,0 +1,143 @@
+// vAttention's decode step as one launch: attention over what a list names exactly and
+// over a sample of the rest whose size is judged on the way.
+//
+// A team of thread blocks works on each list. Producer warps fill the ring of the decode
+// attention: the list's own tiles, then a pilot sample, then, while the pilot is judged,
+// further draws as far as the ring holds them. Consumers draw while the first tiles are
+// on their way, sum up exact part and pilot, and judge. Sampled keys weigh 1 until the
+// end, where a head's sum is scaled by what its sample stands for, so nothing is read
+// twice but the pilot's values (from L2, for the variance). The team's last thread block
+// merges the parts in rank order.
+//
+// The rules are those of the CPU: a pilot too noisy to tell grows fourfold at most four
+// times; a head that would read `dense_share` of the context, or cannot tell, makes its
+// group read everything.
+#pragma once
+
+#include "../common/philox.cuh"
+#include "../common/team.cuh"
+#include "../decode/tile.cuh"
+
+namespace taper {
+
+enum BudgetRule : int32_t { kDenominator = 0, kLemma, kTight, kRatio, kChi2 };
+// Everything is read: where no sample keeps the promise, or where there is too little to
+// sample from.
+enum ListState : uint32_t { kSampled = 1, kDense = 2, kWhole = 3 };
+
+struct SampledParams {
+  // What is read exactly: `lists` with ascending, disjoint blocks and tokens and no
+  // sample. part_o, part_lse: [lists, 2, team, group(, head_dim)], scratch; no units.
+  DecodeParams d;
+  const uint64_t* seeds;      // [rows]
+  const uint32_t* positions;  // [rows], absolute position of the query
+  void* out;                  // [rows, q_heads, head_dim]
+  float* lse;                 // [rows, q_heads], of the estimate; or null
+  uint32_t* sync;             // [(1 + lists) * 32], zero before and after
+  uint32_t* draws;            // [lists, draw_stride], scratch: cache rows
+  uint32_t* draw_counts;      // [lists, 3, team * 8], scratch
+  float* scores;              // [lists, capacity, group], scratch: of the pilot
+  float* sums;                // [lists, team + 1, group, 4], scratch
+  uint32_t* state;            // [lists], ListState
+  uint32_t* residual;         // [lists], keys that the sample stands for
+  uint32_t* counts;           // [lists], sampled keys read; 0 where everything is read
+  // Quantiles, from the host: of the whole delta, of 0.9 delta for a vector and one-sided,
+  // of 0.1 delta, and of six splits of delta.
+  float epsilon, whole, most, upper, rest, split_vector[6], split_scalar[6];
+  float reserved;
+  double pilot_share, dense_share;
+  int64_t draw_stride;  // at least sampled_draws(max_len)
+  int32_t pilot_tokens, rule, capacity, layer;
+};
+
+constexpr int kGrowthRounds = 4;
+constexpr int kCovarianceKeys = 40;    // sampled keys whose products are taken
+constexpr float kLeastSignal = 0.25f;  // of a squared norm, its noise taken off
+constexpr int kDrawTurns = 3, kDrawWarps = 8;
+
+// Points of the permutation that its domain may have for `len` tokens.
+__host__ __device__ inline int64_t sampled_draws(int64_t len) {
+  int64_t domain = 4;
+  while (domain < len) domain *= 4;
+  return domain + 3 * kTeamMax * kDrawWarps * 32;
+}
+
+// What every thread of a team knows of its list.
+struct Outline {
+  WorkList w;
+  uint32_t list, rank, team, fixed, residual, pilot;
+  uint32_t row, head, kv_head;
+  const uint32_t* table;
+  double limit;  // draws from which reading everything is the better bargain
+  bool dense;    // from the start: no sample can help
+};
+
+struct Decision {
+  uint32_t state;  // 0: the pilot grows
+  uint32_t count;  // draws to read, or the next pilot
+};
+
+// Where a segment's tiles lie: sample tiles [0, cut) cover draws [from, pilot), later ones
+// go on from `pilot`. Tile s is read by rank (offset + s) % team.
+struct Segment {
+  uint32_t from, pilot, offset, cut;
+  __device__ __forceinline__ Segment(uint32_t from, uint32_t pilot, uint32_t offset)
+      : from(from), pilot(pilot), offset(offset), cut((pilot - from + kBlock - 1) / kBlock) {}
+  __device__ __forceinline__ uint32_t first(const Outline& o) const {
+    return (o.rank + o.team - offset % o.team) % o.team;
+  }
+  __device__ __forceinline__ uint32_t start(uint32_t s) const {
+    return s < cut ? from + s * kBlock : pilot + (s - cut) * kBlock;
+  }
+};
+__device__ __forceinline__ uint32_t share_of(uint32_t tiles, uint32_t first, uint32_t team) {
+  return tiles > first ? (tiles - first + team - 1) / team : 0;
+}
+constexpr uint32_t kEndOfRun = ~0u - 1;  // of StageMeta::sampled: a stage without data
+
+template <int D, int N>
+inline constexpr int kSampledStages = N == 16 ? kDecodeStages<D> - kDecodeStages<D> / 3
+                                              : kDecodeStages<D>;
+
+// What the parts say of a head, with the sampled weights e = exp(score - lse) in units of
+// their sum: squares and products of the estimated output o and of the sample's mean less
+// it, the square of that mean, and the inverse of the denominator.
+struct HeadStat {
+  float lse, inverse, o2, ow, w2, a2;
+};
+
+template <int D, int N>
+struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
+  uint64_t drew[kDrawTurns], decided;
+  Outline outline;
+  uint32_t warp_kept[kDrawWarps];
+  Decision decision;
+  uint32_t drawn[kDrawTurns];  // after each turn
+  uint32_t turn_at[kDrawTurns], turn_points[kDrawTurns];
+  uint32_t before[kDrawTurns][kTeamMax * kDrawWarps];  // draws before each warp's
+  uint32_t chosen[512];                                // bitmap of the first 16,384 blocks
+  union {
+    float merged[2][N][D];  // exact part and sample, over the team
+    float pair[kCovarianceKeys][N][3];  // of a key: e, v . o and r . mean
+  };
+  float merged_lse[2][N];
+  HeadStat stat[N];
+  alignas(16) uint16_t split[4][N][D];  // it and the sample's mean less it, each as value and remainder
+  float sums[8][N][4];
+  float mixed[8][N], budget[N];
+  uint32_t verdict[N];
+};
+
+template <int D, int N>
+inline constexpr int kSampledBytes =
+    DecodeLayout<D, N, kSampledStages<D, N>>::kBytes - DecodeLayout<D, N>::kQuery;
+
+constexpr int kAllConsumers = 3, kAllProducers = 4;  // named barriers
+
+// A barrier of the thread block's consumers. The instruction wants whole warps.
+__device__ __forceinline__ void consumers_meet() {
+  __syncwarp();
+  bar_sync(kAllConsumers, 256);
+}
+
+}  // namespace taper

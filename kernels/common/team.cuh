@@ -1,0 +1,53 @@
+// Teams: thread blocks of one launch that share a list and meet through counters in
+// device memory. A member may wait only for members of its own team.
+//
+// That is safe if a whole team fits on the device and teams are formed in the order in
+// which thread blocks start: the lowest unfinished team is then always on the device.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace taper {
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void add_release(uint32_t* p, uint32_t x) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+__device__ __forceinline__ uint32_t add_acq_rel(uint32_t* p, uint32_t x) {
+  uint32_t v;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(v)
+               : "l"(p), "r"(x)
+               : "memory");
+  return v;
+}
+
+// Blocks of one list's team; fixed, so that results do not depend on batch or device.
+constexpr int kTeamBlocks = 128, kTeamMax = 32;
+__host__ __device__ inline int team_size(int list_heads) {
+  const int n = kTeamBlocks / list_heads;
+  return n < 1 ? 1 : n > kTeamMax ? kTeamMax : n;
+}
+
+// Counters of a launch: the first line deals out places, then one line of 128 bytes for
+// each list. All are 0 before a launch and after it.
+constexpr int kTeamLine = 32;
+
+// One thread calls this: the place of its block in the order of starting.
+__device__ __forceinline__ uint32_t team_place(uint32_t* sync) {
+  const uint32_t place = atomicAdd(sync, 1u);
+  if (place == gridDim.x - 1) *sync = 0;  // No block is left to ask.
+  return place;
+}
+// One thread calls this, after a barrier over all whose writes the team is to see.
+__device__ __forceinline__ void team_meet(uint32_t* counter, uint32_t until) {
+  add_release(counter, 1);
+  while (load_acquire(counter) < until) {
+  }
+}
+
+}  // namespace taper
