@@ -394,9 +394,10 @@ class VAttention:
         self.out = torch.full(q.shape, float("nan"), device=dev, dtype=q.dtype)
         self.lse = f32(rows, q_heads)
         self.sync = torch.zeros(1 + lists, 32, dtype=torch.int32, device=dev)
-        self.draws, self.draw_counts = i32(lists, stride), i32(lists, 3, team * 8)
+        self.draws = i32(lists, stride)
+        self.draw_counts = torch.zeros(lists, 3, team * 8, dtype=torch.int32, device=dev)
         self.scores = f32(lists, self.capacity, group)
-        self.sums = f32(lists, team + 1, group, 4)
+        self.sums = f32(lists, team, group, 4)
         self.state, self.residual, self.counts = i32(lists), i32(lists), i32(lists)
         self.keep = (cache, q, block_ids, token_ids, row_table)
         decode = DecodeParams(

@@ -33,7 +33,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     for (int c = 0; c < C; ++c) limit[c] = ~0u, this->ln_weight[c] = 0.f;
     if (!o.dense) {
       drawer.mark_blocks();
-      drawer.draw(o.pilot, (uint32_t)min((uint64_t)o.pilot * 6, (uint64_t)o.residual));
+      drawer.draw(o.pilot, (uint32_t)min((uint64_t)o.pilot * 8, (uint64_t)o.residual));
     }
     mbar_wait(smem_u32(&st.q_full[0]), 0);
 #pragma unroll 1
@@ -74,13 +74,31 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       this->store(p.d.part_o + at * D, p.d.part_lse + at, parts++);
 #pragma unroll
       for (int c = 0; c < C; ++c) l[c] = keep[c];
-      if (phase == kRest || phase == kAll) break;
       if (phase == kExact) {
         this->clear();
         phase = kPilot;
         continue;
       }
-      decision = judge.decide(segments, round);
+      // Either the team meets to judge, or its last block merges.
+      const bool judging = phase == kPilot;
+      typename Judge<T, D, N>::Ahead ahead;
+      if (judging) {
+        judge.prepare(segments[0], g.pilot, ahead);
+        judge.meet();
+      } else {
+        consumers_meet();
+        const bool last = tid == 0 && add_acq_rel(judge.counter() + 16, 1) == o.team - 1;
+        __syncwarp();
+        if (!bar_any(kAllConsumers, 256, last)) return;
+      }
+      const uint32_t count = judging ? g.pilot : decision.count;
+      const bool sampled = judging || decision.state == kSampled;
+      judge.combine(sampled ? over((float)o.residual, (float)count) : 1.f, sampled);
+      if (!judging) {
+        finish(decision, drawer.turn);
+        return;
+      }
+      decision = judge.decide(segments, round, ahead);
       if (tid == 0) {
         st.decision = decision;
         mbar_arrive(smem_u32(&st.decided));  // Tells the producers.
@@ -91,30 +109,26 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       for (int c = 0; c < C; ++c) limit[c] = decision.state == kSampled ? decision.count : ~0u;
       phase = kRest;
     }
-    finish(decision);
   }
 
-  // The last of the team merges.
-  __device__ __forceinline__ void finish(const Decision& d) {
+  // The team's last thread block, once the parts are combined.
+  __device__ __forceinline__ void finish(const Decision& d, uint32_t turns) {
     const int tid = judge.tid;
-    if (o.rank == 0 && tid == 0) {
-      p.state[o.list] = o.dense ? (uint32_t)kWhole : d.state;
-      p.residual[o.list] = o.residual;
-      p.counts[o.list] = d.count;
-    }
-    uint32_t* sync = p.sync + (1 + o.list) * kTeamLine;
-    consumers_meet();
-    const bool last = tid == 0 && add_acq_rel(sync + 16, 1) == o.team - 1;
-    __syncwarp();
-    if (!bar_any(kAllConsumers, 256, last)) return;
-    const bool sampled = d.state == kSampled;
-    judge.combine(sampled ? (float)o.residual / d.count : 1.f, sampled);
     const int64_t head = (int64_t)o.list * group;
 #pragma unroll 1
     for (int i = tid; i < group * D; i += 256)
       static_cast<T*>(p.out)[head * D + i] = static_cast<T>((&st.join_o[0][0])[i]);
     if (p.lse && tid < group) p.lse[head + tid] = st.budget[tid];
-    if (tid == 0) sync[0] = sync[8] = sync[16] = 0;  // All have left.
+    const uint32_t segments = o.team * kDrawWarps;
+#pragma unroll 1
+    for (uint32_t i = tid; i < turns * segments; i += 256)
+      p.draw_counts[(int64_t)o.list * kDrawTurns * segments + i] = 0;
+    if (tid == 0) {
+      p.state[o.list] = o.dense ? (uint32_t)kWhole : d.state;
+      p.residual[o.list] = o.residual;
+      p.counts[o.list] = d.count;
+      judge.counter()[0] = judge.counter()[16] = 0;  // All have left.
+    }
   }
 };
 
@@ -137,6 +151,7 @@ __device__ __forceinline__ void set_outline(const SampledParams& p, uint32_t pla
   o.w = w;
   o.w.sample_count = 0;
   o.team = team, o.list = list, o.rank = place % team;
+  o.seed = p.seeds[row], o.position = p.positions[row];
   o.row = row, o.head = list % p.d.list_heads;
   o.kv_head = o.head * p.d.kv_heads / p.d.list_heads;
   o.table = p.d.block_table + (uint64_t)(p.d.row_table ? p.d.row_table[row] : row) * p.d.table_stride;

@@ -22,10 +22,10 @@ static __device__ __noinline__ bool holds(const uint32_t* ids, uint32_t count, u
   return lo < count && ids[lo] == x;
 }
 
-// Cache row of the list's i-th draw; i is below what was drawn.
+// The list's i-th draw; i is below what was drawn.
 template <int D, int N>
-__device__ __forceinline__ uint32_t drawn_row(const SampledParams& p, const SampledShared<D, N>& sh,
-                                              uint32_t i) {
+__device__ __forceinline__ uint32_t drawn_id(const SampledParams& p, const SampledShared<D, N>& sh,
+                                             uint32_t i) {
   const Outline& o = sh.outline;
   int turn = 0;
   while (turn + 1 < kDrawTurns && i >= sh.drawn[turn]) ++turn;
@@ -69,9 +69,8 @@ struct Drawer {
   }
   // The six round keys; lanes 0 and 1 make four words each.
   __device__ __forceinline__ Permutation permutation() const {
-    const uint64_t seed = p.seeds[o.row];
-    uint2 key = make_uint2((uint32_t)seed, (uint32_t)(seed >> 32));
-    uint4 c = make_uint4(p.layer, o.head, p.positions[o.row],
+    uint2 key = make_uint2((uint32_t)o.seed, (uint32_t)(o.seed >> 32));
+    uint4 c = make_uint4(p.layer, o.head, o.position,
                          Permutation::kDraws + (lane & 1));
 #pragma unroll 1
     for (int i = 0; i < 10; ++i) philox_round(key, c);
@@ -103,29 +102,33 @@ struct Drawer {
       constexpr int kAhead = 4;
 #pragma unroll 1
       for (uint32_t j = lane; j < points + lane; j += 32 * kAhead) {
-        uint32_t row[kAhead], pass[kAhead];
+        uint32_t x[kAhead];
+        bool pass[kAhead];
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) {
-          const uint32_t i = j + 32 * k, x = permutation.point(first + i);
-          pass[k] = i < points && first + i < domain && x < o.w.len && !is_read(x);
-          row[k] = 0;
-          if (pass[k]) row[k] = (o.table[x / kBlock] * p.d.kv_heads + o.kv_head) * kBlock + x % kBlock;
+          const uint32_t i = j + 32 * k;
+          x[k] = permutation.point(first + i);
+          pass[k] = i < points && first + i < domain && x[k] < o.w.len && !is_read(x[k]);
         }
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) {
           const uint32_t all = __ballot_sync(~0u, pass[k]);
-          if (pass[k]) ids[kept + __popc(all & ((1u << lane) - 1))] = row[k];
+          if (pass[k]) ids[kept + __popc(all & ((1u << lane) - 1))] = x[k];
           kept += __popc(all);
         }
       }
+      // A count and one more is published in place of a flag.
       uint32_t* counts = p.draw_counts + ((int64_t)o.list * kDrawTurns + turn) * segments;
-      if (lane == 0) counts[segment] = kept;
+      __syncwarp();
+      if (lane == 0) store_release(counts + segment, kept + 1);
       if (tid == 0) sh.turn_at[turn] = at, sh.turn_points[turn] = points;
-      consumers_meet();
-      if (tid == 0) team_meet(p.sync + (1 + o.list) * kTeamLine, (turn + 1) * o.team);
-      consumers_meet();
       // One thread a segment.
-      const uint32_t mine = tid < segments ? __ldcg(counts + tid) : 0;
+      uint32_t mine = 0;
+      if (tid < segments) {
+        while (mine == 0) mine = load_acquire(counts + tid);
+        --mine;
+      }
+      __syncwarp();
       uint32_t upto = mine;
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) {

@@ -75,22 +75,40 @@ struct SampledFeed {
     const WorkList& w = o.w;
     const uint32_t tiles = list_tiles(w), block_tiles = tiles - (w.token_count + kBlock - 1) / kBlock;
     blocks(w, block_tiles);
-    auto locate = [&](uint32_t t, float& weight) {
-      const uint32_t i = min((t - block_tiles) * kBlock + warp * 16 + (lane & 15), w.token_count - 1);
-      const uint64_t at = (uint64_t)w.token_first + i;
-      weight = w.token_ln_weight + (p.d.token_ln_weight ? p.d.token_ln_weight[at] : 0.f);
-      return place(p.d.token_ids[at]);
-    };
     uint32_t t = o.rank;
     if (t < block_tiles) t += (block_tiles - t + o.team - 1) / o.team * o.team;
     if (t >= tiles) return;
-    float weight, next_weight;
-    uint32_t at = locate(t, weight);
+    auto at = [&](uint32_t t) {
+      return (uint64_t)w.token_first +
+             min((t - block_tiles) * kBlock + warp * 16 + (lane & 15), w.token_count - 1);
+    };
+    auto id = [&](uint32_t t) { return p.d.token_ids[at(lane < 16 ? t : t + o.team)]; };
+    Rows rows = look_up(t, id);
     for (; t < tiles; t += o.team) {
-      const uint32_t next = locate(t + o.team, next_weight);
-      tokens(at, weight, min(w.token_count - (t - block_tiles) * kBlock, (uint32_t)kBlock), kNotSampled);
-      at = next, weight = next_weight;
+      const float weight = w.token_ln_weight + (p.d.token_ln_weight ? p.d.token_ln_weight[at(t)] : 0.f);
+      tokens(take(rows), weight, min(w.token_count - (t - block_tiles) * kBlock, (uint32_t)kBlock),
+             kNotSampled);
+      advance(rows, t, id);
     }
+  }
+
+  // The places of coming tiles' rows: half the lanes hold a tile's, the others those of
+  // the next one, and ids are read two such pairs ahead.
+  struct Rows {
+    uint32_t now, next, later, odd;
+  };
+  template <class Id>
+  __device__ __forceinline__ Rows look_up(uint32_t t, Id id) const {
+    const uint32_t a = id(t), b = id(t + 2 * o.team), c = id(t + 4 * o.team);
+    return {place(a), place(b), c, 0};
+  }
+  __device__ __forceinline__ uint32_t take(const Rows& r) const {
+    return __shfl_sync(~0u, r.now, r.odd * 16 + (lane & 15));
+  }
+  template <class Id>
+  __device__ __forceinline__ void advance(Rows& r, uint32_t t, Id id) const {
+    if (r.odd) r.now = r.next, r.next = place(r.later), r.later = id(t + 5 * o.team);
+    r.odd ^= 1;
   }
 
   __device__ __forceinline__ uint32_t await_draws(uint32_t until) {
@@ -104,13 +122,12 @@ struct SampledFeed {
     uint32_t drawn = await_draws(g.pilot), s = g.first(o), upto = g.pilot;
     bool decided = false;
     Decision d{0, 0};
-    // Half the lanes look up a tile's rows, the others those of the next one.
-    auto locate = [&](uint32_t s) {
-      return drawn_row<D, N>(p, sh, min(g.start(lane < 16 ? s : s + o.team) + warp * 16 + (lane & 15),
-                                        drawn - 1));
+    auto id = [&](uint32_t s) {
+      return drawn_id<D, N>(p, sh, min(g.start(lane < 16 ? s : s + o.team) + warp * 16 + (lane & 15),
+                                       drawn - 1));
     };
-    uint32_t pair = locate(s), next = locate(s + 2 * o.team), odd = 0;
-    for (;; s += o.team, odd ^= 1) {
+    Rows rows = look_up(s, id);
+    for (;; s += o.team) {
       const uint32_t start = g.start(s);
       if (s >= g.cut && !decided) {
         const bool room = start + kBlock <= drawn;
@@ -129,12 +146,11 @@ struct SampledFeed {
         upto = d.count;
         if (start >= upto && s >= g.cut) break;
         drawn = await_draws(upto);
-        if (before != drawn) pair = locate(s), next = locate(s + 2 * o.team), odd = 0;
+        if (before != drawn) rows = look_up(s, id);
       }
       const uint32_t stop = s < g.cut ? g.pilot : upto;
-      const uint32_t at = __shfl_sync(~0u, pair, odd * 16 + (lane & 15));
-      tokens(at, 0.f, min(stop - start, (uint32_t)kBlock), start);
-      if (odd) pair = next, next = locate(s + 3 * o.team);
+      tokens(take(rows), 0.f, min(stop - start, (uint32_t)kBlock), start);
+      advance(rows, s, id);
     }
     end_run();
     return d;

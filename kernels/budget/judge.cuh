@@ -27,6 +27,7 @@ __device__ __forceinline__ float root(float x) {
   asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x < 0 ? 0.f : x));  // NaN stays NaN.
   return y;
 }
+// x / y to two units in the last place, for y below 2^126.
 __device__ __forceinline__ float over(float x, float y) { return __fdividef(x, y); }
 
 // Of a head and its sample; e sums to 1, so `inverse` is 1 over the denominator.
@@ -43,7 +44,7 @@ struct Promise {
   // The draws without replacement that err as r^2 draws with it; NaN stays NaN.
   __device__ __forceinline__ float draws(float r) const {
     const float b = r * r;
-    return isinf(b) ? m.n : ceilf(b / (1.f + b / m.n));
+    return isinf(b) ? m.n : ceilf(over(b, 1.f + over(b, m.n)));
   }
   // The 1 - 0.9 delta quantile of the error's norm: Satterthwaite's gamma, by Wilson and
   // Hilferty.
@@ -85,7 +86,7 @@ struct Promise {
     // Where even the norm with its noise is too small, no larger sample is asked for.
     if (!(m.o2 > 0) || isinf(m.o2) || bound(root(m.o2), least, scalar) > limit) return kGoDense;
     const float reach = m.n * m.inverse;
-    const float left = m.o2 - reach * reach * fmaxf(trace, 0.f) * (1 / m.b - 1 / m.n);
+    const float left = m.o2 - reach * reach * fmaxf(trace, 0.f) * (over(1, m.b) - over(1, m.n));
     if (left < kLeastSignal * m.o2) return kNoisy;
     budget = bound(root(left), least, scalar);
     if (p.rule == kChi2 && !(budget > limit))
@@ -104,10 +105,11 @@ struct Judge {
   const int tid, warp, lane, group;  // of the consumers
   uint32_t met = 0;                  // meetings so far
 
+  __device__ __forceinline__ uint32_t* counter() const { return p.sync + (1 + o.list) * kTeamLine; }
   __device__ __forceinline__ void meet() {
     consumers_meet();
     ++met;
-    if (tid == 0) team_meet(p.sync + (1 + o.list) * kTeamLine + 8, met * o.team);
+    if (tid == 0) team_meet(counter(), met * o.team);
     consumers_meet();
   }
   __device__ __forceinline__ int64_t part(int kind, uint32_t rank, int g) const {
@@ -181,37 +183,47 @@ struct Judge {
   }
 
   __device__ __forceinline__ const T* values() const { return static_cast<const T*>(p.d.v); }
+  __device__ __forceinline__ uint32_t row_of(uint32_t draw) const {
+    const uint32_t id = drawn_id<D, N>(p, sh, draw);
+    return (o.table[id / kBlock] * p.d.kv_heads + o.kv_head) * kBlock + id % kBlock;
+  }
 
-  // Sixteen of this rank's draws of a segment, for one warp: values and scores.
+  // Sixteen draws for one warp: values and scores.
   struct Strip {
-    uint32_t start;  // first draw, ~0: none
+    uint32_t start, stop;  // draws; none where start >= stop
+    bool pairs;            // of the first few draws, for their products
     uint4 x[kLoads], y[kLoads];
     float score[NT][4];
   };
-  __device__ __forceinline__ void fetch(const Segment& g, uint32_t strip, Strip& s) const {
+  // The rank's strips of a segment, and after them those of the first few draws.
+  __device__ __forceinline__ uint32_t strips(const Segment& g) const {
+    return share_of(g.cut, g.first(o), o.team) * 4;
+  }
+  __device__ __forceinline__ void fetch(const Segment& g, uint32_t strip, uint32_t b, Strip& s) const {
     const int quad = lane & 3;
-    const uint32_t first = g.first(o);
-    s.start = strip < share_of(g.cut, first, o.team) * 4
-                  ? g.start(first + strip / 4 * o.team) + strip % 4 * 16 : ~0u;
-    if (s.start >= g.pilot) {
-      s.start = ~0u;
-      return;
-    }
-    const uint32_t mine = drawn_row<D, N>(p, sh, min(s.start + (lane & 15), g.pilot - 1));
+    const uint32_t own = strips(g);
+    s.pairs = strip >= own;
+    s.start = s.pairs ? (strip - own) * 16 : g.start(g.first(o) + strip / 4 * o.team) + strip % 4 * 16;
+    s.stop = s.pairs ? min(b, (uint32_t)kCovarianceKeys) : g.pilot;
+    if (s.start >= s.stop) return;
+    const uint32_t mine = row_of(min(s.start + (lane & 15), s.stop - 1));
     const uint4* lo = reinterpret_cast<const uint4*>(
         values() + (int64_t)__shfl_sync(~0u, mine, lane / 4) * D) + quad;
     const uint4* hi = reinterpret_cast<const uint4*>(
         values() + (int64_t)__shfl_sync(~0u, mine, lane / 4 + 8) * D) + quad;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) s.x[i] = lo[4 * i], s.y[i] = hi[4 * i];
+  }
+  // Scores of other ranks' draws are there only after the meeting.
+  __device__ __forceinline__ void fetch_scores(Strip& s) const {
 #pragma unroll
     for (int t = 0; t < NT; ++t)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int h = t * 8 + quad * 2 + (i & 1);
+        const int h = t * 8 + (lane & 3) * 2 + (i & 1);
         const uint32_t draw = s.start + lane / 4 + 8 * (i / 2);
-        s.score[t][i] = draw < g.pilot && h < group
-                            ? p.scores[((int64_t)o.list * p.capacity + draw) * group + h]
+        s.score[t][i] = draw < s.stop && h < group
+                            ? __ldcg(p.scores + ((int64_t)o.list * p.capacity + draw) * group + h)
                             : -INFINITY;
       }
   }
@@ -219,7 +231,7 @@ struct Judge {
   // Adds a strip's e^2, |r|^2, e^2 |v|^2 and |r - mean|^4.
   __device__ __forceinline__ void look(const Strip& s, float share, float (&sum)[NT][2][4]) {
     const int quad = lane & 3;
-    if (s.start == ~0u) return;
+    if (s.start >= s.stop) return;
     float vo[NT][4] = {}, vl[NT][4] = {}, norm[2] = {};
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
@@ -261,88 +273,93 @@ struct Judge {
         const float away = e * e * (norm[i / 2] - 2.f * vo[t][i] + stat.o2);
         const float along = e * share * (vl[t][i] - stat.ow);  // r . mean
         const float off = away - 2.f * along + share * share * stat.w2;
-        float* to = sum[t][i & 1];
-        to[0] += e * e, to[1] += away, to[2] += e * e * norm[i / 2], to[3] += off * off;
-        if (draw < kCovarianceKeys) {
+        if (s.pairs) {
           float* pair = sh.pair[draw][h];
           pair[0] = e, pair[1] = vo[t][i], pair[2] = along;
+        } else {
+          float* to = sum[t][i & 1];
+          to[0] += e * e, to[1] += away, to[2] += e * e * norm[i / 2], to[3] += off * off;
         }
       }
   }
 
-  // Products of the first few draws' values: this warp's two tiles of 16 by 8 pairs.
-  struct Gram {
-    float dot[2][4];
-  };
-  __device__ __forceinline__ void gram(uint32_t b, Gram& out) const {
-    const int quad = lane & 3, few = min(b, (uint32_t)kCovarianceKeys);
+  // The first few draws' r, centred, multiplied with one another: pairs (i, j) with i > j
+  // lie in eleven tiles of 16 by 8, which the ranks share from the least busy one on.
+  static constexpr int kPairTiles = 11;
+  static __device__ __forceinline__ int pair_row(int tile) { return tile < 2 ? 0 : tile < 6 ? 16 : 32; }
+  static __device__ __forceinline__ int pair_col(int tile) {
+    return 8 * (tile < 2 ? tile : tile < 6 ? tile - 2 : tile - 6);
+  }
+  __device__ __forceinline__ int first_pair_tile(const Segment& g) const {
+    return (o.rank + o.team - (g.offset + g.cut) % o.team) % o.team;
+  }
+  __device__ __forceinline__ void gram(int tile, uint32_t few, float (&dot)[4]) const {
+    const int quad = lane & 3, m = pair_row(tile), n = pair_col(tile);
+    const uint32_t mine = row_of(min(lane < 16 ? m + lane : n + (lane & 7), few - 1));
+    const T* rows[3];
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const int tile = warp + 8 * k, m = tile / 5 * 16, n = tile % 5 * 8;
-      for (int i = 0; i < 4; ++i) out.dot[k][i] = 0.f;
-      if (tile >= 15 || n >= m + 15) continue;
-      const uint32_t mine = drawn_row<D, N>(p, sh, min(lane < 16 ? m + lane : n + (lane & 7), few - 1));
-      const T* rows[3];
+    for (int j = 0; j < 3; ++j)
+      rows[j] = values() + (int64_t)__shfl_sync(~0u, mine, j * 8 + lane / 4) * D + quad * 8;
 #pragma unroll
-      for (int j = 0; j < 3; ++j)
-        rows[j] = values() + (int64_t)__shfl_sync(~0u, mine, j * 8 + lane / 4) * D + quad * 8;
+    for (int i = 0; i < 4; ++i) dot[i] = 0.f;
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const uint4 x = *reinterpret_cast<const uint4*>(rows[0] + 32 * i);
-        const uint4 y = *reinterpret_cast<const uint4*>(rows[1] + 32 * i);
-        const uint4 z = *reinterpret_cast<const uint4*>(rows[2] + 32 * i);
-        mma_16x8x16<T>(out.dot[k], x.x, y.x, x.y, y.y, z.x, z.y);
-        mma_16x8x16<T>(out.dot[k], x.z, y.z, x.w, y.w, z.z, z.w);
-      }
+    for (int i = 0; i < kLoads; ++i) {
+      const uint4 x = *reinterpret_cast<const uint4*>(rows[0] + 32 * i);
+      const uint4 y = *reinterpret_cast<const uint4*>(rows[1] + 32 * i);
+      const uint4 z = *reinterpret_cast<const uint4*>(rows[2] + 32 * i);
+      mma_16x8x16<T>(dot, x.x, y.x, x.y, y.y, z.x, z.y);
+      mma_16x8x16<T>(dot, x.z, y.z, x.w, y.w, z.z, z.w);
     }
   }
-  // The first few draws' r, centred: their products with one another, squared; pairs
-  // (i, j) with i > j, twice.
-  __device__ __forceinline__ void mix(uint32_t b, const Gram& gram) {
-    const int quad = lane & 3, few = min(b, (uint32_t)kCovarianceKeys);
-    const float share = over(1.f, (float)b);
-    for (int h = 0; h < group; ++h) {
-      const HeadStat& s = sh.stat[h];
-      float sum = 0;
+  // The sum of a head's squared products in a tile, both orders.
+  __device__ __forceinline__ float mix(int tile, uint32_t few, int h, float share, const float (&dot)[4]) const {
+    const HeadStat& s = sh.stat[h];
+    float sum = 0;
 #pragma unroll
-      for (int k = 0; k < 2; ++k)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int tile = warp + 8 * k, row = tile / 5 * 16 + lane / 4 + 8 * (i / 2);
-          const int col = tile % 5 * 8 + quad * 2 + (i & 1);
-          if (tile >= 15 || row >= few || col >= row) continue;
-          const float *a = sh.pair[row][h], *c = sh.pair[col][h];
-          const float x = a[0] * c[0] * (gram.dot[k][i] - a[1] - c[1] + s.o2) - a[2] - c[2] +
-                          share * share * s.w2;
-          sum += 2.f * x * x;
-        }
-      sum = warp_sum(sum);
-      if (lane == 0) sh.mixed[warp][h] = sum;
+    for (int i = 0; i < 4; ++i) {
+      const int row = pair_row(tile) + lane / 4 + 8 * (i / 2);
+      const int col = pair_col(tile) + (lane & 3) * 2 + (i & 1);
+      if (row >= few || col >= row) continue;
+      const float *a = sh.pair[row][h], *c = sh.pair[col][h];
+      const float x = a[0] * c[0] * (dot[i] - a[1] - c[1] + s.o2) - a[2] - c[2] + share * share * s.w2;
+      sum += 2.f * x * x;
     }
+    return warp_sum(sum);
   }
 
-  // All consumers of the team, once its parts are written. All return the same.
-  __device__ __forceinline__ Decision decide(const Segment* segments, uint32_t rounds) {
-    const uint32_t b = segments[rounds].pilot;
-    const bool mixes = p.rule == kChi2 && segments[0].first(o) == 0;
-    // What does not depend on the parts is fetched while the team meets.
+  // What of the judging does not depend on the team's parts.
+  struct Ahead {
     Strip strip;
-    Gram products;
-    fetch(segments[0], warp, strip);
-    if (mixes) gram(b, products);
-    meet();
-    combine(over((float)o.residual, (float)b), true);
-    float sum[NT][2][4] = {};
+    float dot[4];
+  };
+  __device__ __forceinline__ uint32_t jobs(const Segment& g) const {
+    const bool mixes = p.rule == kChi2 && first_pair_tile(g) < kPairTiles;
+    return strips(g) + (mixes ? 3 : 0);
+  }
+  __device__ __forceinline__ void prepare(const Segment& g, uint32_t b, Ahead& a) const {
+    a.strip.start = a.strip.stop = 0;
+    if (warp < jobs(g)) fetch(g, warp, b, a.strip);
+    if (warp == 0 && jobs(g) != strips(g)) gram(first_pair_tile(g), min(b, (uint32_t)kCovarianceKeys), a.dot);
+  }
+
+  // All consumers of the team, once the parts are combined. All return the same.
+  __device__ __forceinline__ Decision decide(const Segment* segments, uint32_t rounds, Ahead& a) {
+    const uint32_t b = segments[rounds].pilot, few = min(b, (uint32_t)kCovarianceKeys);
     const float share = over(1.f, (float)b);
-    look(strip, share, sum);
+    float sum[NT][2][4] = {};
+    fetch_scores(a.strip);
+    look(a.strip, share, sum);
 #pragma unroll 1
-    for (uint32_t r = 0; r <= rounds; ++r)
+    for (uint32_t r = 0; r <= rounds; ++r) {
+      const Segment g = segments[r];
+      const uint32_t n = r == 0 ? jobs(g) : strips(g);
 #pragma unroll 1
-      for (uint32_t k = r == 0 ? warp + 8 : warp;
-           k < share_of(segments[r].cut, segments[r].first(o), o.team) * 4; k += 8) {
-        fetch(segments[r], k, strip);
-        look(strip, share, sum);
+      for (uint32_t k = r == 0 ? warp + 8 : warp; k < n; k += 8) {
+        fetch(g, k, b, a.strip);
+        fetch_scores(a.strip);
+        look(a.strip, share, sum);
       }
+    }
 #pragma unroll
     for (int t = 0; t < NT; ++t)
 #pragma unroll
@@ -355,34 +372,47 @@ struct Judge {
           if (lane < 4) sh.sums[warp][t * 8 + lane * 2 + i][k] = x;
         }
     consumers_meet();
-    float* sums = p.sums + (int64_t)o.list * (o.team + 1) * group * 4;
-    if (mixes) {
-      mix(b, products);
-      consumers_meet();
-    }
-    if (tid < group * 4) {
-      float x = 0, y = 0;
+    float* sums = p.sums + (int64_t)o.list * o.team * group * 4;
+    ++met;
+    if (warp == 0) {
+      const bool mixes = jobs(segments[0]) != strips(segments[0]);
+      // Products of few keys stand for those of all.
+      const float stands = over((float)b * (b - 1), (float)few * (few - 1));
+#pragma unroll 1
+      for (int h = 0; h < group; ++h) {
+        float x = 0;
 #pragma unroll
-      for (int w = 0; w < 8; ++w) x += sh.sums[w][tid / 4][tid % 4], y += sh.mixed[w][tid / 4];
-      sums[(int64_t)o.rank * group * 4 + tid] = x;
-      if (mixes) sums[(int64_t)o.team * group * 4 + tid] = y;
+        for (int w = 0; w < 8; ++w) x += sh.sums[w][h][lane & 3];
+        if (mixes) {
+          float more = 0;
+#pragma unroll 1
+          for (int t = first_pair_tile(segments[0]); t < kPairTiles; t += o.team) {
+            if (o.team < kPairTiles) gram(t, few, a.dot);
+            more += mix(t, few, h, share, a.dot);
+          }
+          if ((lane & 3) == 3) x += more * stands;
+        }
+        if (lane < 4) sums[((int64_t)o.rank * group + h) * 4 + lane] = x;
+      }
+      __syncwarp();
+      if (lane == 0) team_meet(counter(), met * o.team);
+      __syncwarp();
     }
-    meet();
+    consumers_meet();
 #pragma unroll 1
     for (int g = warp; g < group; g += 8) {
       const float4 none = make_float4(0, 0, 0, 0);
       const float4* of = reinterpret_cast<const float4*>(sums) + g;
       const float4 x = lane < o.team ? __ldcg(of + (int64_t)lane * group) : none;
-      const float4 mixed = p.rule == kChi2 ? __ldcg(of + (int64_t)o.team * group) : none;
       const float e2 = warp_sum(x.x), away = warp_sum(x.y), e2v2 = warp_sum(x.z), off = warp_sum(x.w);
       const HeadStat& s = sh.stat[g];
-      const float few = min(b, (uint32_t)kCovarianceKeys), d = b, free = over(1.f, d - 1);
+      const float d = b, free = over(1.f, d - 1);
       Moments m;
       m.n = o.residual, m.b = d, m.inverse = s.inverse, m.o2 = s.o2;
       m.variance_d = (e2 - over(1.f, d)) * free;
       m.trace_r = (away - over(s.w2, d)) * free;
       m.trace_n = (e2v2 - over(s.a2, d)) * free;
-      m.trace_r2 = (off + mixed.x * over(d * (d - 1), few * (few - 1))) * free * free;
+      m.trace_r2 = off * free * free;
       float budget = 0.f;
       const Verdict v = Promise{p, m, (float)o.limit}.verdict(budget);
       if (lane == 0) sh.verdict[g] = v, sh.budget[g] = budget;

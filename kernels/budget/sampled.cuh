@@ -34,10 +34,10 @@ struct SampledParams {
   void* out;                  // [rows, q_heads, head_dim]
   float* lse;                 // [rows, q_heads], of the estimate; or null
   uint32_t* sync;             // [(1 + lists) * 32], zero before and after
-  uint32_t* draws;            // [lists, draw_stride], scratch: cache rows
-  uint32_t* draw_counts;      // [lists, 3, team * 8], scratch
+  uint32_t* draws;            // [lists, draw_stride], scratch
+  uint32_t* draw_counts;      // [lists, 3, team * 8], zero before and after
   float* scores;              // [lists, capacity, group], scratch: of the pilot
-  float* sums;                // [lists, team + 1, group, 4], scratch
+  float* sums;                // [lists, team, group, 4], scratch
   uint32_t* state;            // [lists], ListState
   uint32_t* residual;         // [lists], keys that the sample stands for
   uint32_t* counts;           // [lists], sampled keys read; 0 where everything is read
@@ -66,7 +66,8 @@ __host__ __device__ inline int64_t sampled_draws(int64_t len) {
 struct Outline {
   WorkList w;
   uint32_t list, rank, team, fixed, residual, pilot;
-  uint32_t row, head, kv_head;
+  uint32_t row, head, kv_head, position;
+  uint64_t seed;
   const uint32_t* table;
   double limit;  // draws from which reading everything is the better bargain
   bool dense;    // from the start: no sample can help
@@ -124,7 +125,7 @@ struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
   HeadStat stat[N];
   alignas(16) uint16_t split[4][N][D];  // it and the sample's mean less it, each as value and remainder
   float sums[8][N][4];
-  float mixed[8][N], budget[N];
+  float budget[N];
   uint32_t verdict[N];
 };
 
@@ -134,10 +135,8 @@ inline constexpr int kSampledBytes =
 
 constexpr int kAllConsumers = 3, kAllProducers = 4;  // named barriers
 
-// A barrier of the thread block's consumers. The instruction wants whole warps.
 __device__ __forceinline__ void consumers_meet() {
-  __syncwarp();
-  bar_sync(kAllConsumers, 256);
+  asm volatile("barrier.cta.sync %0, %1;" ::"n"(kAllConsumers), "n"(256) : "memory");
 }
 
 }  // namespace taper
