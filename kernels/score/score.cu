@@ -20,6 +20,7 @@ cudaError_t pick_width(const ScoreParams& p, cudaStream_t s) {
   if (p.width == 128) return pick_group<T, 128>(p, s);
   if (p.width == 64) return pick_group<T, 64>(p, s);
   if (p.width == 32) return pick_group<T, 32>(p, s);
+  if (p.width == 16) return pick_group<T, 16>(p, s);
   return cudaErrorInvalidValue;
 }
 

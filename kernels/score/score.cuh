@@ -44,7 +44,9 @@ __device__ __forceinline__ uint32_t positive2(uint32_t x, bool keep_positive) {
 
 template <class T, int W, int NT, bool BOUNDS>
 __global__ void __launch_bounds__(kScoreWarps * 32) score_kernel(const ScoreParams p) {
-  constexpr int kLoads = W / 32;  // 16-byte loads per lane and row
+  // A lane reads 16 consecutive bytes a load; of 16 labels only 8, and half a fragment.
+  constexpr int kLoads = W < 32 ? 1 : W / 32;
+  constexpr bool kHalf = W == 16;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane & 3;
   const int kv_head = blockIdx.y, row = blockIdx.z, group = p.q_heads / p.kv_heads;
   wait_for_predecessor();
@@ -56,29 +58,36 @@ __global__ void __launch_bounds__(kScoreWarps * 32) score_kernel(const ScorePara
   const uint32_t* table =
       p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
 
+  auto piece = [](const T* line, int i) {
+    if constexpr (kHalf) {
+      const uint2 x = reinterpret_cast<const uint2*>(line)[i];
+      return make_uint4(x.x, x.y, 0, 0);
+    } else {
+      return reinterpret_cast<const uint4*>(line)[i];
+    }
+  };
   uint4 q[NT][kLoads];
 #pragma unroll
   for (int t = 0; t < NT; ++t) {
     const int h = t * 8 + lane / 4;
-    const uint4* src = reinterpret_cast<const uint4*>(
-        static_cast<const T*>(p.q) +
-        ((int64_t)row * p.q_heads + kv_head * group + (h < group ? h : 0)) * W);
+    const T* src = static_cast<const T*>(p.q) +
+                   ((int64_t)row * p.q_heads + kv_head * group + (h < group ? h : 0)) * W;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i)
-      q[t][i] = h < group ? src[quad + 4 * i] : make_uint4(0, 0, 0, 0);
+      q[t][i] = h < group ? piece(src, quad + 4 * i) : make_uint4(0, 0, 0, 0);
   }
   auto line = [&](const void* view, uint32_t e) {
     e = min(e, entries - 1);
     const uint64_t at =
         ((uint64_t)table[e / p.per_block] * p.kv_heads + kv_head) * p.per_block + e % p.per_block;
-    return reinterpret_cast<const uint4*>(static_cast<const T*>(view) + at * W);
+    return static_cast<const T*>(view) + at * W;
   };
   auto multiply = [&](float(&c)[NT][4], const void* view, uint32_t e, bool part) {
-    const uint4* lo = line(view, e);
-    const uint4* hi = line(view, e + 8);
+    const T* lo = line(view, e);
+    const T* hi = line(view, e + 8);
     uint4 x[kLoads], y[kLoads];
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) x[i] = lo[quad + 4 * i], y[i] = hi[quad + 4 * i];
+    for (int i = 0; i < kLoads; ++i) x[i] = piece(lo, quad + 4 * i), y[i] = piece(hi, quad + 4 * i);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i)
 #pragma unroll
@@ -89,7 +98,7 @@ __global__ void __launch_bounds__(kScoreWarps * 32) score_kernel(const ScorePara
                          positive2(b.w, part));
         }
         mma_16x8x16<T>(c[t], x[i].x, y[i].x, x[i].y, y[i].y, b.x, b.y);
-        mma_16x8x16<T>(c[t], x[i].z, y[i].z, x[i].w, y[i].w, b.z, b.w);
+        if constexpr (!kHalf) mma_16x8x16<T>(c[t], x[i].z, y[i].z, x[i].w, y[i].w, b.z, b.w);
       }
   };
 

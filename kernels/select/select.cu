@@ -1,10 +1,43 @@
-// Entry point of the selection.
+// Entry points of the selection.
 #include "select.cuh"
 
-extern "C" int taper_select(const taper::SelectParams* p, cudaStream_t stream) {
+namespace taper {
+namespace {
+
+// As many blocks as leave a thread eight entries. Results do not depend on the choice.
+template <int MASS>
+cudaError_t go(const GroupSelectParams& p, cudaStream_t s) {
+  static const bool wide =
+      cluster_fits((const void*)select_kernel<MASS>, kSelectThreads, kSelectSmem, kClusterMost);
+  const uint32_t n = p.base.stride, most = wide ? kClusterMost : 8;
+  uint32_t cluster = 1;
+  while (cluster < most && n > cluster * kSelectThreads * 8) cluster *= 2;
+  const uint32_t inbox = cluster > 1 ? 2 * cluster * kSelectBins * (MASS == kByCount ? 1 : 2) : 0;
+  const uint32_t share = ((n + cluster * 32 - 1) / (cluster * 32) + 127) & ~127u;
+  const uint32_t fit = (kSelectSmem / 4 - inbox) & ~4095u;
+  const uint32_t room = share * 32 < fit ? share * 32 : fit;
+  return launch_cluster(select_kernel<MASS>, p.base.lists * cluster, kSelectThreads,
+                        (inbox + room) * 4, cluster, s, p.base.overlap != 0, p, room);
+}
+
+}  // namespace
+}  // namespace taper
+
+extern "C" int taper_select_group(const taper::GroupSelectParams* p, cudaStream_t stream) {
   using namespace taper;
-  const bool ok = p->lists > 0 && p->capacity > 0 && p->stride > 0 &&
-                  (int64_t)p->lists * p->capacity <= UINT32_MAX;
+  const SelectParams& b = p->base;
+  const bool ok = b.lists > 0 && b.capacity > 0 && b.stride > 0 && p->group > 0 &&
+                  b.stride <= 1 << 25 && (int64_t)b.lists * b.capacity <= UINT32_MAX &&
+                  b.lists <= INT32_MAX / kClusterMost;
   if (!ok) return cudaErrorInvalidValue;
-  return launch(select_kernel, p->lists, kSelectThreads, 0, stream, p->overlap != 0, *p);
+  if (p->mass == kByExp) return go<kByExp>(*p, stream);
+  if (p->mass == kByScore) return go<kByScore>(*p, stream);
+  return go<kByCount>(*p, stream);
+}
+
+extern "C" int taper_select(const taper::SelectParams* p, cudaStream_t stream) {
+  taper::GroupSelectParams g{};
+  g.base = *p;
+  g.group = 1;
+  return taper_select_group(&g, stream);
 }

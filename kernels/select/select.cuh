@@ -1,17 +1,28 @@
-// The k best entries of each list of scores, as ascending ids.
+// The best entries of each list of scores, as ascending ids: a given number of them, or
+// the fewest whose mass reaches a given share (top-p, find_k).
 //
-// A radix search over an order-preserving integer form of the score finds the k-th
-// value in three passes of 11, 11 and 10 bits. Ties go to the lower id, so the result
-// is a function of the scores alone. One thread block a list; the lists that go on to
-// the decode attention are patched in place, without the host.
+// A radix search over an order-preserving integer form of the score finds the last
+// value to take, 8 bits a pass. A cluster of thread blocks a list counts side by side and
+// sends its counts to one another's shared memory; scores are read once and kept in
+// shared memory, but for what a very long list has too much. The code is kept short on
+// purpose: between two layers it falls out of the caches, and fetching it again costs as much as
+// the passes do. Ties go to the lower id and masses are summed as integers, so the
+// result is a function of the scores alone. The lists that go on to the decode
+// attention are patched in place, without the host.
 #pragma once
+
+#include <type_traits>
 
 #include "../common/ptx.cuh"
 #include "../common/worklist.cuh"
+#include "cluster.cuh"
 
 namespace taper {
 
 enum SelectTarget : int32_t { kNoTarget = 0, kBlocks = 1, kTokens = 2 };
+enum SelectReduce : int32_t { kMaxOfGroup = 0, kSumOfGroup = 1 };
+// What an entry weighs: nothing (the count decides), exp(score), or the score itself.
+enum SelectMass : int32_t { kByCount = 0, kByExp = 1, kByScore = 2 };
 
 struct SelectParams {
   const float* scores;     // [lists, stride]
@@ -24,96 +35,314 @@ struct SelectParams {
   int32_t lists, stride, capacity, entries, k, target, overlap, reserved;
 };
 
-constexpr int kSelectThreads = 1024, kSelectBins = 2048, kHistograms = 4;
+struct GroupSelectParams {
+  SelectParams base;    // its scores are [lists * group, stride]
+  const float* lse;     // [lists * group]: scores become exp(score - lse) first; or null
+  const float* shares;  // [lists]; null: `share`
+  int32_t group;        // rows of scores that one list reduces
+  int32_t reduce;       // SelectReduce
+  int32_t mass;         // SelectMass; by mass, `k` is the least number to take
+  int32_t ties;         // by mass: also take all entries equal to the last
+  float share;
+  int32_t reserved;
+};
+
+constexpr int kSelectThreads = 1024, kSelectBins = 256;
+constexpr int kClusterMost = 16, kSelectSmem = 220 * 1024;
+constexpr float kMassUnit = 274877906944.f;  // 2^38: 2^25 entries cannot overflow 63 bits
 
 __device__ __forceinline__ uint32_t ordered(float x) {
-  const uint32_t u = __float_as_uint(x);
-  if (x != x) return 0;  // NaN ranks last.
+  const uint32_t u = __float_as_uint(x + 0.f);  // One zero only.
+  if (x != x) return 0;                         // NaN ranks last.
   return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
+__device__ __forceinline__ float value_of(uint32_t u) {
+  if (u == 0) return -INFINITY;
+  return __uint_as_float(u & 0x80000000u ? u & 0x7FFFFFFFu : ~u);
+}
 
-__global__ void __launch_bounds__(kSelectThreads) select_kernel(const SelectParams p) {
-  __shared__ uint32_t hist[kHistograms][kSelectBins];
-  __shared__ uint32_t scratch[33], found_bin, found_need;
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, list = blockIdx.x;
+template <class Sum, bool MASSES>
+struct SelectShared {
+  // Counts of the even and the odd passes; masses by their low and high halves.
+  alignas(16) uint32_t bins[2][MASSES ? 2 : 1][kSelectBins];
+  uint64_t bars[6], blocks[kClusterMost], tops[kClusterMost];  // one barrier a message round
+  Sum warp_sums[kSelectBins / 32];
+  Sum found_need, found_size;
+  uint32_t found_bin;
+  uint2 warps[32];
+};
+
+// Four keys of a lane, 32 entries apart, straight from device memory.
+__device__ __noinline__ uint4 load_keys(const GroupSelectParams& p, const float* scores,
+                                        const float* lse, uint32_t at, uint32_t count) {
+  float x[4] = {};
+#pragma unroll 1
+  for (int g = 0; g < p.group; ++g) {
+    const float* row = scores + (int64_t)g * p.base.stride;
+    float y[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) y[j] = at + 32 * j < count ? row[at + 32 * j] : -INFINITY;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (lse) y[j] = exp2_fast((y[j] - lse[g]) * kLog2e);
+      x[j] = g == 0 ? y[j] : p.reduce == kMaxOfGroup ? fmaxf(x[j], y[j]) : x[j] + y[j];
+    }
+  }
+  return make_uint4(ordered(x[0]), ordered(x[1]), ordered(x[2]), ordered(x[3]));
+}
+
+// The mass of an entry in units of the list's heaviest / 2^38.
+template <int MASS>
+__device__ __forceinline__ uint64_t mass_of(uint32_t u, float top) {
+  const float x = value_of(u);
+  if constexpr (MASS == kByExp) {
+    if (x == top) return (uint64_t)kMassUnit;
+    return (uint64_t)(exp2_fast((x - top) * kLog2e) * kMassUnit);
+  }
+  return x > 0.f ? (uint64_t)(__fdividef(x, top) * kMassUnit) : 0;
+}
+
+template <int MASS>
+__global__ void __launch_bounds__(kSelectThreads)
+    select_kernel(const __grid_constant__ GroupSelectParams p, uint32_t room) {
+  using Sum = typename std::conditional<MASS == kByCount, uint32_t, uint64_t>::type;
+  constexpr bool kMasses = MASS != kByCount;
+  constexpr int kBins = kSelectBins * (kMasses ? 2 : 1);
+  // [2][size][kBins] as the blocks sent them, then keys [room], a multiple of 128 a warp.
+  extern __shared__ __align__(16) uint32_t inbox[];
+  __shared__ SelectShared<Sum, kMasses> sh;
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const uint32_t size = cluster_size(), rank = cluster_rank();
+  uint32_t* keys = inbox + (size > 1 ? 2 * size * kBins : 0);
+  const uint32_t list = blockIdx.x / size;
+  const SelectParams& b = p.base;
+  for (int i = tid; i < 2 * kBins; i += kSelectThreads) (&sh.bins[0][0][0])[i] = 0;
+  if (size > 1) {
+    if (tid == 0) {
+      for (int i = 0; i < 6; ++i) mbar_init(smem_u32(&sh.bars[i]), 1);
+      mbar_init_fence();
+    }
+    __syncthreads();
+    cluster_arrive();
+  }
   wait_for_predecessor();
   launch_dependents();
-  const uint32_t begin = p.begins ? p.begins[list] : 0;
-  const uint32_t end = p.ends ? p.ends[list] : (uint32_t)p.entries;
+  const uint32_t begin = b.begins ? b.begins[list] : 0;
+  const uint32_t end = b.ends ? b.ends[list] : (uint32_t)b.entries;
   const uint32_t n = end > begin ? end - begin : 0;
-  const uint32_t k = min(min(p.ks ? p.ks[list] : (uint32_t)p.k, n), (uint32_t)p.capacity);
-  const float* s = p.scores + (int64_t)list * p.stride + begin;
+  const float* scores = b.scores + (int64_t)list * p.group * b.stride + begin;
+  const float* lse = p.lse ? p.lse + (int64_t)list * p.group : nullptr;
 
-  uint32_t prefix = 0, fixed = 0, need = k;  // `fixed` bits of the k-th value are in prefix
-  constexpr int kWidth[3] = {11, 11, 10};
-  for (int pass = 0; pass < 3 && k < n && k > 0; ++pass) {
-    const uint32_t width = kWidth[pass], shift = 32 - fixed - width;
-    for (int i = tid; i < kHistograms * kSelectBins; i += kSelectThreads) (&hist[0][0])[i] = 0;
-    __syncthreads();
-    for (uint32_t i = tid; i < n; i += kSelectThreads) {
-      const uint32_t u = ordered(s[i]);
-      if (fixed == 0 || u >> (32 - fixed) == prefix)
-        atomicAdd(&hist[warp % kHistograms][(u >> shift) & ((1u << width) - 1)], 1u);
-    }
-    __syncthreads();
-    // Thread t owns bins 2047 - 2t and 2046 - 2t, so sums run from the top.
-    uint32_t c[2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int bin = kSelectBins - 1 - 2 * tid - j;
-      c[j] = 0;
-#pragma unroll
-      for (int h = 0; h < kHistograms; ++h) c[j] += hist[h][bin];
-    }
-    uint32_t total;
-    const uint32_t above = block_exclusive_sum(c[0] + c[1], scratch, total);
-    if (above < need && need <= above + c[0] + c[1]) {
-      const bool upper = need <= above + c[0];
-      found_bin = kSelectBins - 1 - 2 * tid - (upper ? 0 : 1);
-      found_need = need - above - (upper ? 0 : c[0]);
-    }
-    __syncthreads();
-    prefix = (prefix << width) | found_bin;
-    need = found_need;
-    fixed += width;
-    __syncthreads();
+  // A warp owns a run of entries, its lanes every 32nd of them.
+  const uint32_t share = ((n + size * 32 - 1) / (size * 32) + 127) & ~127u;
+  const uint32_t first = min((rank * 32 + warp) * share, n), last = min(first + share, n);
+  const uint32_t kept = min(share, room / 32);  // of them in shared memory
+  uint32_t* mine = keys + warp * kept;
+  uint32_t most = 0;
+#pragma unroll 1
+  for (uint32_t i = 0; i < kept && first + i < last; i += 128) {
+    const uint4 x = load_keys(p, scores, lse, first + i + lane, last);
+    mine[i + lane] = x.x, mine[i + 32 + lane] = x.y;
+    mine[i + 64 + lane] = x.z, mine[i + 96 + lane] = x.w;
   }
-  // All above the k-th value, and the first `need` equal to it.
-  const bool all = k == n;
-  uint32_t* ids = p.ids + (int64_t)list * p.capacity;
-  const uint32_t segment = ((n + kSelectThreads - 1) / kSelectThreads) * 32;
-  const uint32_t from = min(warp * segment, n), to = min(from + segment, n);
-  uint32_t above = 0, equal = 0;
-  if (k > 0) {
-    for (uint32_t i = from; i < to; i += 32) {
-      const uint32_t u = i + lane < to ? ordered(s[i + lane]) : 0;
-      const bool live = i + lane < to;
-      above += __popc(__ballot_sync(~0u, live && (all || u > prefix)));
-      equal += __popc(__ballot_sync(~0u, live && !all && u == prefix));
+  // f(key, index, live) by whole warps in ascending order.
+  auto each = [&](auto f) {
+#pragma unroll 1
+    for (uint32_t i = 0; first + i < last; i += 128) {
+      uint4 x;
+      if (i < kept) x = make_uint4(mine[i + lane], mine[i + 32 + lane], mine[i + 64 + lane],
+                                   mine[i + 96 + lane]);
+      else x = load_keys(p, scores, lse, first + i + lane, last);
+      const uint32_t at = first + i + lane;
+      f(x.x, at, at < last);
+      f(x.y, at + 32, at + 32 < last);
+      f(x.z, at + 64, at + 64 < last);
+      f(x.w, at + 96, at + 96 < last);
     }
-    uint32_t total;
-    above = __shfl_sync(~0u, block_exclusive_sum(lane == 0 ? above : 0, scratch, total), 0);
-    equal = __shfl_sync(~0u, block_exclusive_sum(lane == 0 ? equal : 0, scratch, total), 0);
-    for (uint32_t i = from; i < to; i += 32) {
-      const bool live = i + lane < to;
-      const uint32_t u = live ? ordered(s[i + lane]) : 0, below = (1u << lane) - 1;
-      const uint32_t gt = __ballot_sync(~0u, live && (all || u > prefix));
-      const uint32_t eq = __ballot_sync(~0u, live && !all && u == prefix);
-      const uint32_t my_eq = equal + __popc(eq & below), my_gt = above + __popc(gt & below);
-      const bool take = (gt >> lane & 1) || ((eq >> lane & 1) && my_eq < need);
-      if (take) ids[my_gt + min(my_eq, need)] = begin + i + lane;
-      above += __popc(gt);
-      equal += __popc(eq);
+  };
+
+  if (size > 1) cluster_wait();  // No block is written to before it has started.
+  // One word to every block of the cluster, and theirs.
+  auto tell = [&](int round, uint64_t* words, uint64_t value) {
+    const uint32_t bar = smem_u32(&sh.bars[round]);
+    if (tid == 0) mbar_expect_tx(bar, size * 8);
+    if (tid < size) send_word(in_block(smem_u32(words + rank), tid), value, in_block(bar, tid));
+    mbar_wait(bar, 0);
+  };
+
+  float top = 0.f;
+  if constexpr (kMasses) {
+    each([&](uint32_t u, uint32_t, bool live) { most = live ? max(most, u) : most; });
+    most = __reduce_max_sync(~0u, most);
+    if (lane == 0) sh.warps[warp].x = most;
+    __syncthreads();
+    most = __reduce_max_sync(~0u, sh.warps[lane].x);
+    if (size > 1) {
+      tell(4, sh.tops, most);
+      for (uint32_t r = 0; r < size; ++r) most = max(most, (uint32_t)sh.tops[r]);
+    }
+    top = value_of(most);
+  }
+
+  // The key whose first `fixed` bits are `prefix` is the last to take; `need` of those
+  // that share them are taken, all above are. By mass `need` counts units until the end.
+  uint32_t prefix = 0, fixed = 0;
+  Sum need = min(min(b.ks ? b.ks[list] : (uint32_t)b.k, n), (uint32_t)b.capacity);
+  bool search = need > 0 && need < n;
+  float wanted = 0.f;
+  if constexpr (kMasses) {
+    wanted = p.shares ? p.shares[list] : p.share;
+    search = n > 0 && wanted > 0.f && wanted < 1.f && top > (MASS == kByExp ? -INFINITY : 0.f);
+    need = n;
+    if (!search) {
+      // Nothing, or all that weighs anything.
+      fixed = 32, need = 0;
+      prefix = wanted > 0.f ? ordered(MASS == kByExp ? -INFINITY : 0.f) : 0xFFFFFFFFu;
     }
   }
-  if (tid == 0) {
-    if (p.counts) p.counts[list] = k;
-    if (p.work && p.target == kBlocks) {
-      p.work[list].block_first = list * p.capacity;
-      p.work[list].block_count = k;
-    } else if (p.work && p.target == kTokens) {
-      p.work[list].token_first = list * p.capacity;
-      p.work[list].token_count = k;
+  __syncthreads();
+#pragma unroll 1
+  for (int pass = 0; pass < 4 && search; ++pass) {
+    uint32_t* bins = &sh.bins[pass & 1][0][0];
+    const uint32_t shift = 24 - fixed;
+    each([&](uint32_t u, uint32_t, bool live) {
+      // The double shift: one by 32 would not clear the word.
+      if (live && u >> 1 >> (31 - fixed) == prefix) {
+        const uint32_t bin = (u >> shift) & (kSelectBins - 1);
+        if constexpr (MASS == kByCount) {
+          atomicAdd(&bins[bin], 1u);
+        } else {
+          const uint64_t m = mass_of<MASS>(u, top);
+          const uint32_t old = atomicAdd(&bins[bin], (uint32_t)m);
+          const uint32_t up = (uint32_t)(m >> 32) + (old + (uint32_t)m < old);
+          if (up) atomicAdd(&bins[kSelectBins + bin], up);
+        }
+      }
+    });
+    fence_async_smem();
+    __syncthreads();
+    if (size > 1) {
+      const uint32_t bar = smem_u32(&sh.bars[pass]);
+      uint32_t* in = inbox + (pass & 1) * size * kBins;
+      if (tid == 0) mbar_expect_tx(bar, size * kBins * 4);
+      if (tid < size)
+        send(in_block(smem_u32(in + rank * kBins), tid), smem_u32(bins), kBins * 4,
+             in_block(bar, tid));
+      mbar_wait(bar, 0);
+      bins = in;
+    }
+    // Thread t sums bin 255 - t, so that sums run from the top.
+    const int bin = kSelectBins - 1 - tid;
+    Sum sum = 0, above = 0;
+    if (tid < kSelectBins) {
+#pragma unroll 4
+      for (uint32_t r = 0; r < size; ++r) {
+        sum += bins[r * kBins + bin];
+        if constexpr (kMasses) sum += (Sum)bins[r * kBins + kSelectBins + bin] << 32;
+      }
+      above = sum;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const Sum o = __shfl_up_sync(~0u, above, d);
+        if (lane >= d) above += o;
+      }
+      if (lane == 31) sh.warp_sums[warp] = above;
+    } else if (pass > 0 && tid < kSelectBins + kBins) {
+      // All blocks have these: they sent this pass's after they got them.
+      (&sh.bins[~pass & 1][0][0])[tid - kSelectBins] = 0;
+    }
+    __syncthreads();
+    if (tid < kSelectBins) {
+      above -= sum;
+      Sum total = 0;
+#pragma unroll
+      for (int w = 0; w < kSelectBins / 32; ++w) {
+        const Sum x = sh.warp_sums[w];
+        if (w < warp) above += x;
+        total += x;
+      }
+      if constexpr (kMasses) {
+        if (pass == 0) {
+          const double goal = ceil((double)wanted * (double)total);
+          need = goal < 1. ? 1 : (uint64_t)goal;
+        }
+      }
+      if (above < need && need <= above + sum)
+        sh.found_bin = bin, sh.found_need = need - above, sh.found_size = sum;
+    }
+    __syncthreads();
+    prefix = (prefix << 8) | sh.found_bin;
+    need = sh.found_need;
+    fixed += 8;
+    // The whole bin is taken: its lower bits do not matter.
+    if (!kMasses && need == sh.found_size) break;
+  }
+  if constexpr (kMasses) {
+    if (search) {
+      const uint64_t one = mass_of<MASS>(prefix, top);
+      need = p.ties || one == 0 ? n : (need + one - 1) / one;
+    }
+  }
+
+  // All above the last value, and the first `need` equal to it. With nothing fixed all
+  // keys are equal.
+  const uint32_t drop = 31 - fixed;
+  uint32_t gt = 0, eq = 0;
+  each([&](uint32_t u, uint32_t, bool live) {
+    const uint32_t x = fixed == 32 ? u : u >> 1 >> drop;
+    gt += __popc(__ballot_sync(~0u, live && x > prefix));
+    eq += __popc(__ballot_sync(~0u, live && x == prefix));
+  });
+  if (lane == 0) sh.warps[warp] = make_uint2(gt, eq);
+  __syncthreads();
+  uint2 run = sh.warps[lane];
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const uint32_t x = __shfl_up_sync(~0u, run.x, d), y = __shfl_up_sync(~0u, run.y, d);
+    if (lane >= d) run.x += x, run.y += y;
+  }
+  uint2 total = make_uint2(__shfl_sync(~0u, run.x, 31), __shfl_sync(~0u, run.y, 31));
+  gt = __shfl_sync(~0u, run.x, warp) - gt;
+  eq = __shfl_sync(~0u, run.y, warp) - eq;
+  if (size > 1) {
+    tell(5, sh.blocks, total.x | (uint64_t)total.y << 32);
+    total = make_uint2(0, 0);
+    for (uint32_t r = 0; r < size; ++r) {
+      const uint2 x = make_uint2((uint32_t)sh.blocks[r], (uint32_t)(sh.blocks[r] >> 32));
+      if (r < rank) gt += x.x, eq += x.y;
+      total.x += x.x, total.y += x.y;
+    }
+  }
+  const uint32_t capacity = b.capacity;
+  const uint32_t equals = (uint32_t)min((uint64_t)need, (uint64_t)total.y);
+  const uint32_t k = total.x + equals;
+  uint32_t* ids = b.ids + (int64_t)list * capacity;
+  each([&](uint32_t u, uint32_t i, bool live) {
+    const uint32_t below = (1u << lane) - 1, x = fixed == 32 ? u : u >> 1 >> drop;
+    const uint32_t a = __ballot_sync(~0u, live && x > prefix);
+    const uint32_t e = __ballot_sync(~0u, live && x == prefix);
+    const uint32_t my_eq = eq + __popc(e & below), my_gt = gt + __popc(a & below);
+    if ((a >> lane & 1) || ((e >> lane & 1) && my_eq < equals)) {
+      const uint32_t at = my_gt + min(my_eq, equals);
+      if (at < capacity) ids[at] = begin + i;
+    }
+    gt += __popc(a);
+    eq += __popc(e);
+  });
+  if (tid == 0 && rank == 0) {
+    if (b.counts) b.counts[list] = k;
+    if (b.work && b.target != kNoTarget) {
+      WorkList& w = b.work[list];
+      const bool fits = k <= capacity;
+      // More than fit: the list reads everything.
+      if (!fits) w.begin[0] = 0, w.end[0] = w.len, w.begin[1] = w.end[1] = 0;
+      if (b.target == kBlocks) {
+        w.block_first = list * capacity;
+        w.block_count = fits ? k : 0;
+      } else {
+        w.token_first = list * capacity;
+        w.token_count = fits ? k : 0;
+      }
     }
   }
 }

@@ -1,0 +1,93 @@
+// Scores of query rows against binary codes of the keys.
+//
+// A code is `words` 32-bit words; the score of a pair of codes is their bits that agree
+// less those that differ, bits - 2 popcount(xor). Codes lie beside the cache as
+// [blocks, kv_heads, 64, width]: with a code for each query head of the group
+// (HashAttention) width is group * words, else one code serves the group and width is
+// words. A thread takes four tokens, whose loads are in flight together.
+#pragma once
+
+#include "../common/launch.cuh"
+#include "../common/ptx.cuh"
+
+namespace taper {
+
+enum HashReduce : int32_t { kHashPerHead = 0, kHashMax = 1, kHashSum = 2 };
+
+struct HashScoreParams {
+  const uint32_t* q;            // [rows, q_heads, words]
+  const uint32_t* codes;        // [blocks, kv_heads, 64, per_head ? group * words : words]
+  const uint32_t* block_table;  // [tables, table_stride]
+  const uint32_t* row_table;    // [rows] or null
+  const uint32_t* lens;         // [rows], visible tokens
+  float* out;                   // [rows, q_heads or kv_heads, stride]
+  int32_t rows, q_heads, kv_heads, words, per_head, table_stride;
+  int32_t max_len, stride, reduce, overlap;
+};
+
+constexpr int kHashThreads = 256, kHashTokens = 4;  // tokens a thread
+constexpr int kHashWordsMost = 64;                  // words of all codes of a token
+
+// G: heads of the group, each with a word of its own; 0: any shape, word by word.
+template <int G>
+__global__ void __launch_bounds__(kHashThreads) hash_score_kernel(const HashScoreParams p) {
+  __shared__ uint32_t q[16 * kHashWordsMost];
+  const int group = p.q_heads / p.kv_heads, row = blockIdx.z, kv_head = blockIdx.y;
+  wait_for_predecessor();
+  launch_dependents();
+  const uint32_t len = p.lens[row];
+  const uint32_t first = blockIdx.x * kHashThreads * kHashTokens + threadIdx.x;
+  const uint32_t* table =
+      p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
+  const int width = p.per_head ? group * p.words : p.words;
+  for (int i = threadIdx.x; i < group * p.words; i += kHashThreads)
+    q[i] = p.q[((int64_t)row * p.q_heads + kv_head * group) * p.words + i];
+  const uint32_t* code[kHashTokens];
+#pragma unroll
+  for (int t = 0; t < kHashTokens; ++t) {
+    const uint32_t e = first + t * kHashThreads;
+    code[t] = e < len ? p.codes + (((uint64_t)table[e / kBlock] * p.kv_heads + kv_head) * kBlock +
+                                   e % kBlock) *
+                                      width
+                      : nullptr;
+  }
+  uint4 x[kHashTokens][G > 0 ? G / 4 : 1];
+  if constexpr (G > 0) {
+#pragma unroll
+    for (int t = 0; t < kHashTokens; ++t)
+#pragma unroll
+      for (int i = 0; i < G / 4; ++i)
+        x[t][i] = code[t] ? reinterpret_cast<const uint4*>(code[t])[i] : make_uint4(0, 0, 0, 0);
+  }
+  __syncthreads();
+  const int bits = 32 * p.words;
+#pragma unroll
+  for (int t = 0; t < kHashTokens; ++t) {
+    if (!code[t]) continue;
+    const uint32_t e = first + t * kHashThreads;
+    float joint = p.reduce == kHashMax ? -INFINITY : 0.f;
+    auto take = [&](int h, int differ) {
+      const float s = (float)(bits - 2 * differ);
+      if (p.reduce == kHashPerHead)
+        p.out[((int64_t)row * p.q_heads + kv_head * group + h) * p.stride + e] = s;
+      joint = p.reduce == kHashMax ? fmaxf(joint, s) : joint + s;
+    };
+    if constexpr (G > 0) {
+#pragma unroll
+      for (int h = 0; h < G; ++h)
+        take(h, __popc(reinterpret_cast<const uint32_t*>(&x[t][0])[h] ^ q[h]));
+    } else {
+#pragma unroll 1
+      for (int h = 0; h < group; ++h) {
+        int differ = 0;
+        for (int i = 0; i < p.words; ++i)
+          differ += __popc(code[t][p.per_head ? h * p.words + i : i] ^ q[h * p.words + i]);
+        take(h, differ);
+      }
+    }
+    if (p.reduce != kHashPerHead)
+      p.out[((int64_t)row * p.kv_heads + kv_head) * p.stride + e] = joint;
+  }
+}
+
+}  // namespace taper
