@@ -20,12 +20,12 @@ __device__ __forceinline__ uint4 quad_transpose(uint32_t a, uint32_t b, uint32_t
   return high ? make_uint4(t0, t1, e2, e3) : make_uint4(e0, e1, t0, t1);
 }
 
-template <class T, int D>
+template <class T, int D, bool COLUMNS>
 struct PrefillConsumer {
   using L = PrefillLayout<D>;
   static constexpr float kFloor = -1e30f;  // Stands for "no key seen"; finite, so it subtracts.
   static constexpr float kSumMax = 1024.f;
-  const PrefillParams& p;
+  const SparsePrefillParams& p;
   PrefillShared<L::kStages>& sh;
   const uint32_t bars, q_s, k_s, v_s;  // shared-memory addresses
   const uint64_t q_desc, k_desc, v_desc;
@@ -97,6 +97,7 @@ struct PrefillConsumer {
 
   // Rows of V past the sequence's end may hold anything; probability 0 does not hide a NaN.
   __device__ __forceinline__ void clear_tail(uint32_t stage, uint2 b, uint32_t kv_len) {
+    if (COLUMNS && b.x == kColumns) return;  // Filled up with zeros.
     const uint32_t last = b.y == kNoBlock ? b.x : b.y;
     if ((last + 1) * kBlock <= kv_len) return;
     const uint32_t v = v_s + stage * L::kTile, keep = kv_len - last * kBlock;
@@ -126,7 +127,20 @@ struct PrefillConsumer {
   // A row sees keys up to its own position: those below `sink` and the last `window`.
   // Bounds are taken relative to a block's first key of this lane, so that every
   // element compares with a constant.
-  __device__ __forceinline__ void mask(uint2 b) {
+  __device__ __forceinline__ void mask(uint2 b, uint32_t stage) {
+    if constexpr (COLUMNS) {
+      if (b.x == kColumns) {
+#pragma unroll
+        for (int j = 0; j < kTileKeys / 8; ++j) {
+          const uint2 id =
+              *reinterpret_cast<const uint2*>(&sh.columns[stage][8 * j + (lane & 3) * 2]);
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            s[4 * j + i] = (i & 1 ? id.y : id.x) <= pos[i / 2] ? s[4 * j + i] : -INFINITY;
+        }
+        return;
+      }
+    }
     int last[2][2], first[2][2], sink[2];  // by block and row
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -216,10 +230,12 @@ struct PrefillConsumer {
       const uint32_t in_tile = wg * 64 + warp * 16 + lane / 4 + 8 * r;
       const bool live = in_tile < t.rows;
       const uint32_t row = t.row_begin + in_tile;
+      int64_t slot = (int64_t)row * p.q_heads + head;
+      if (p.splits > 0) slot = slot * p.splits + t.part;
       if (live && p.lse && (lane & 3) == 0)
-        p.lse[(int64_t)row * p.q_heads + head] = sum > 0.f ? m[r] * kLn2 + logf(sum) : -INFINITY;
+        p.lse[slot] = sum > 0.f ? m[r] * kLn2 + logf(sum) : -INFINITY;
       if (p.out_f32) {
-        float* out = static_cast<float*>(p.out) + ((int64_t)row * p.q_heads + head) * D;
+        float* out = static_cast<float*>(p.out) + slot * D;
         if (live) store_f32(out, r, inv);
       } else {
         const uint32_t to = live && p.q_rows ? p.q_rows[row] : row;
@@ -265,7 +281,7 @@ struct PrefillConsumer {
       if (n == 0) release(qEmpty + slot * 8);
       else attend(t, n, count, slot);
       count += n;
-      store(t, w % p.q_heads);
+      store(t, item_head(p, w));
     }
   }
 
@@ -279,8 +295,9 @@ struct PrefillConsumer {
     scores(stage);
     wgmma_wait<0>();
     pin(s);
-    release(kEmpty + stage * 8);
-    if (needs_mask(b, t)) mask(b);
+    if (!COLUMNS) release(kEmpty + stage * 8);
+    if (needs_mask(b, t)) mask(b, stage);
+    if (COLUMNS) release(kEmpty + stage * 8);
     raise_maximum();
     exponentiate(sum);
     l[0] = sum[0], l[1] = sum[1];
@@ -301,7 +318,7 @@ struct PrefillConsumer {
       pin(s);
       bool raised = false;
       if (masked) {
-        mask(b);
+        mask(b, next);
         // A row that saw no key until now has no maximum to compare with.
         raised = __any_sync(~0u, m[0] == kFloor || m[1] == kFloor);
         if (raised) raise_maximum();
@@ -316,7 +333,7 @@ struct PrefillConsumer {
         // Rare: a score is far above all before it. The keys are still there, so the
         // scores are computed once more and taken against the new maximum.
         scores_again(next);
-        if (masked) mask(b);
+        if (masked) mask(b, next);
         raise_maximum();
         exponentiate(sum);
         rescale();

@@ -1,11 +1,11 @@
-// Entry point of the prefill attention.
+// Entry points of the prefill attention.
 #include "prefill.cuh"
 
 namespace taper {
 namespace {
 
 template <class T, int D>
-cudaError_t go(const PrefillParams& p, cudaStream_t stream) {
+cudaError_t go(const SparsePrefillParams& p, cudaStream_t stream) {
   CUtensorMap km, vm;
   const int64_t rows = p.blocks * p.kv_heads * kBlock;
   cudaError_t e = row_map(&km, p.k, p.dtype, rows, D, kBlock);
@@ -13,24 +13,36 @@ cudaError_t go(const PrefillParams& p, cudaStream_t stream) {
   if (e != cudaSuccess) return e;
   const int64_t work = (int64_t)p.tile_count * p.q_heads;
   const int grid = work < sm_count() ? (int)work : sm_count();
-  return launch(prefill_kernel<T, D>, grid, 384, PrefillLayout<D>::kBytes, stream, p.overlap != 0,
-                km, vm, p);
+  if (p.column_begin)
+    return launch(prefill_kernel<T, D, true>, grid, 384, PrefillLayout<D>::kBytes, stream,
+                  p.overlap != 0, km, vm, p);
+  return launch(prefill_kernel<T, D, false>, grid, 384, PrefillLayout<D>::kBytes, stream,
+                p.overlap != 0, km, vm, p);
 }
 
 }  // namespace
 }  // namespace taper
 
-extern "C" int taper_prefill(const taper::PrefillParams* p, cudaStream_t stream) {
+extern "C" int taper_prefill_sparse(const taper::SparsePrefillParams* p, cudaStream_t stream) {
   using namespace taper;
   const bool ok = p->tile_count > 0 && p->kv_heads > 0 && p->q_heads % p->kv_heads == 0 &&
                   (p->dtype == kBf16 || p->dtype == kF16) &&
                   (int64_t)p->tile_count * p->q_heads <= INT32_MAX / 2 &&
                   p->blocks * p->kv_heads * kBlock <= INT32_MAX &&
-                  (!p->csr_begin || (p->csr_heads > 0 && p->q_heads % p->csr_heads == 0));
+                  (!p->csr_begin || (p->csr_heads > 0 && p->q_heads % p->csr_heads == 0)) &&
+                  (!p->column_begin ||
+                   (p->column_heads > 0 && p->q_heads % p->column_heads == 0)) &&
+                  (p->splits <= 0 || (p->out_f32 && p->lse));
   if (!ok) return cudaErrorInvalidValue;
   if (p->head_dim == 128)
     return p->dtype == kBf16 ? go<__nv_bfloat16, 128>(*p, stream) : go<__half, 128>(*p, stream);
   if (p->head_dim == 64)
     return p->dtype == kBf16 ? go<__nv_bfloat16, 64>(*p, stream) : go<__half, 64>(*p, stream);
   return cudaErrorInvalidValue;
+}
+
+extern "C" int taper_prefill(const taper::PrefillParams* p, cudaStream_t stream) {
+  taper::SparsePrefillParams sparse{};
+  static_cast<taper::PrefillParams&>(sparse) = *p;
+  return taper_prefill_sparse(&sparse, stream);
 }

@@ -20,10 +20,10 @@
 
 namespace taper {
 
-template <class T, int D>
+template <class T, int D, bool COLUMNS>
 __global__ void __launch_bounds__(384, 1)
     prefill_kernel(const __grid_constant__ CUtensorMap km, const __grid_constant__ CUtensorMap vm,
-                   const __grid_constant__ PrefillParams p) {
+                   const __grid_constant__ SparsePrefillParams p) {
   using L = PrefillLayout<D>;
   extern __shared__ uint8_t raw[];
   __shared__ PrefillShared<L::kStages> sh;
@@ -49,12 +49,12 @@ __global__ void __launch_bounds__(384, 1)
   launch_dependents();
   if (threadIdx.x >= 256) {
     regs_shrink<40>();
-    if (threadIdx.x < 288) produce_keys<D>(&km, &vm, p, sh, k_s, v_s);
+    if (threadIdx.x < 288) produce_keys<T, D, COLUMNS>(&km, &vm, p, sh, k_s, v_s);
     else produce_queries<T, D>(p, sh, q_s);
   } else {
     regs_grow<232>();
     const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), tid = threadIdx.x % 128;
-    PrefillConsumer<T, D> c{p,
+    PrefillConsumer<T, D, COLUMNS> c{p,
                             sh,
                             smem_u32(&sh),
                             q_s,

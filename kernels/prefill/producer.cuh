@@ -12,7 +12,7 @@ struct TileWalk {
   uint32_t kv_head, block, y;
   int chunk;
 
-  __device__ __forceinline__ void look_up(const PrefillParams& p) {
+  __device__ __forceinline__ void look_up(const SparsePrefillParams& p) {
     const uint32_t e = chunk * 32 + (threadIdx.x & 31);
     block = kNoBlock, y = 0;
     if (e < keys.count) {
@@ -20,11 +20,11 @@ struct TileWalk {
       y = (table[block] * p.kv_heads + kv_head) * kBlock;
     }
   }
-  __device__ __forceinline__ bool open(const PrefillParams& p, int round) {
+  __device__ __forceinline__ bool open(const SparsePrefillParams& p, int round) {
     const int w = work_item(round);
     if (w >= p.tile_count * p.q_heads) return false;
-    const int head = w % p.q_heads;
-    const PrefillTile t = p.tiles[w / p.q_heads];
+    const int head = item_head(p, w);
+    const PrefillTile t = p.tiles[item_tile(p, w)];
     keys = tile_keys(p, t, head);
     table = p.block_table + (uint64_t)t.table * p.table_stride;
     kv_head = head * p.kv_heads / p.q_heads;
@@ -34,9 +34,65 @@ struct TileWalk {
   }
 };
 
-template <int D>
+// One stage of single tokens: rows of 16-byte pieces by the whole warp, zeros where there
+// are fewer than 128.
+template <class T, int D>
+__device__ __forceinline__ void produce_columns(const SparsePrefillParams& p,
+                                                PrefillShared<PrefillLayout<D>::kStages>& sh,
+                                                const TileWalk& walk, uint32_t first,
+                                                uint32_t count, uint32_t k_s, uint32_t v_s) {
+  using L = PrefillLayout<D>;
+  constexpr int kPieces = D / 8, kRows = 32 / kPieces;  // rows a pass of the warp
+  const int lane = threadIdx.x & 31;
+  const uint32_t stage = count % L::kStages, free = ((count / L::kStages) & 1) ^ 1;
+  uint32_t id[kTileKeys / 32], y[kTileKeys / 32];  // a lane's tokens and their cache rows
+#pragma unroll
+  for (int i = 0; i < kTileKeys / 32; ++i) {
+    const uint32_t at = first + i * 32 + lane;
+    id[i] = at < walk.keys.columns ? walk.keys.ids[at] : UINT32_MAX;
+  }
+#pragma unroll
+  for (int i = 0; i < kTileKeys / 32; ++i)
+    y[i] = id[i] == UINT32_MAX
+               ? UINT32_MAX
+               : (walk.table[id[i] / kBlock] * p.kv_heads + walk.kv_head) * kBlock + id[i] % kBlock;
+  mbar_wait(smem_u32(&sh.k_empty[stage]), free);
+  if (lane == 0) sh.blocks[stage] = make_uint2(kColumns, kNoBlock);
+#pragma unroll
+  for (int i = 0; i < kTileKeys / 32; ++i) sh.columns[stage][i * 32 + lane] = id[i];
+  const uint32_t piece = lane % kPieces;
+  auto gather = [&](const void* from, uint32_t to) {
+#pragma unroll
+    for (int i = 0; i < kTileKeys / 32; ++i)
+#pragma unroll 4
+      for (int r = 0; r < 32; r += kRows) {
+        const uint32_t row = r + lane / kPieces, from_row = __shfl_sync(~0u, y[i], row);
+        const uint32_t dst =
+            to + (piece / 8) * L::kPanel + swizzled(i * 32 + row, piece % 8);
+        if (from_row == UINT32_MAX) {
+          st_shared_v4(dst, make_uint4(0, 0, 0, 0));
+        } else {
+          cp_async16(dst, static_cast<const T*>(from) + (uint64_t)from_row * D + piece * 8);
+        }
+      }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  gather(p.k, k_s + stage * L::kTile);
+  mbar_wait(smem_u32(&sh.v_empty[stage]), free);
+  gather(p.v, v_s + stage * L::kTile);
+  asm volatile("cp.async.wait_group 1;" ::: "memory");
+  fence_async_smem();
+  __syncwarp();
+  if (lane == 0) mbar_arrive(smem_u32(&sh.k_full[stage]));
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  fence_async_smem();
+  __syncwarp();
+  if (lane == 0) mbar_arrive(smem_u32(&sh.v_full[stage]));
+}
+
+template <class T, int D, bool COLUMNS>
 __device__ __forceinline__ void produce_keys(const CUtensorMap* km, const CUtensorMap* vm,
-                                             const PrefillParams& p,
+                                             const SparsePrefillParams& p,
                                              PrefillShared<PrefillLayout<D>::kStages>& sh,
                                              uint32_t k_s, uint32_t v_s) {
   using L = PrefillLayout<D>;
@@ -78,18 +134,22 @@ __device__ __forceinline__ void produce_keys(const CUtensorMap* km, const CUtens
         __syncwarp();
       }
     }
+    if constexpr (COLUMNS)
+      for (uint32_t at = 0; at < walk.keys.columns; at += kTileKeys, ++count)
+        produce_columns<T, D>(p, sh, walk, at, count, k_s, v_s);
   }
 }
 
 // Three warps copy the next tile's query rows, wherever they lie, and its outline.
 template <class T, int D, class Shared>
-__device__ __forceinline__ void produce_queries(const PrefillParams& p, Shared& sh, uint32_t q_s) {
+__device__ __forceinline__ void produce_queries(const SparsePrefillParams& p, Shared& sh,
+                                                uint32_t q_s) {
   using L = PrefillLayout<D>;
   const int tid = (threadIdx.x & 127) - 32, total = p.tile_count * p.q_heads;
   for (int round = 0, w; (w = work_item(round)) < total; ++round) {
-    const int head = w % p.q_heads, slot = round & 1;
-    const PrefillTile t = p.tiles[w / p.q_heads];
-    const uint32_t pairs = (tile_keys(p, t, head).count + 1) / 2;
+    const int head = item_head(p, w), slot = round & 1;
+    const PrefillTile t = p.tiles[item_tile(p, w)];
+    const uint32_t pairs = tile_keys(p, t, head).pairs();
     mbar_wait(smem_u32(&sh.q_empty[slot]), ((round >> 1) & 1) ^ 1);
     TileOutline& outline = sh.outline[slot];
     if (tid == 0) outline.tile = t, outline.pairs = pairs;

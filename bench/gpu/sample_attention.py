@@ -1,0 +1,424 @@
+"""Probability sums over sampled rows, lists of blocks from columns and slashes, prefill over
+them with single columns and split along keys, and SampleAttention made of these.
+
+check(report, small) compares with float64; bench(put, time) measures, where time(f) is the
+median of a graph replay in microseconds.
+"""
+import math
+
+import torch
+
+import taper_gpu as t
+from selection import SCORE, GroupSelect
+from taper_gpu import DTYPE, F32, I32, P, PrefillParams, call, ptr, struct
+
+DEV = "cuda"
+
+ReduceParams = struct("ReduceParams", [
+    ("q", P), ("k", P), ("block_table", P), ("slices", P), ("parts", P), ("tile_diagonals", P),
+    ("block_columns", P), ("block_diagonals", P), ("columns", P), ("diagonals", P), ("lse", P),
+    ("slice_count", I32), ("q_heads", I32), ("kv_heads", I32), ("head_dim", I32), ("dtype", I32),
+    ("table_stride", I32), ("max_blocks", I32), ("splits", I32), ("overlap", I32), ("scale", F32)])
+StripesParams = struct("StripesParams", [
+    ("columns", P), ("column_counts", P), ("slashes", P), ("slash_counts", P), ("slice_ends", P),
+    ("tiles", P), ("list_begin", P), ("bitmaps", P), ("blocks", P), ("counts", P), ("slices", I32),
+    ("heads", I32), ("tile_count", I32), ("words", I32), ("column_stride", I32),
+    ("slash_stride", I32), ("overlap", I32), ("reserved", I32)])
+SparsePrefillParams = struct("SparsePrefillParams", [
+    ("base", PrefillParams), ("csr_counts", P), ("column_begin", P), ("column_counts", P),
+    ("column_ids", P), ("column_heads", I32), ("splits", I32), ("head_major", I32),
+    ("reserved_sparse", I32)])
+
+
+class Reduce:
+    """Sums of probabilities of `slices`, tuples (q_row, rows, position, table)."""
+
+    def __init__(self, cache, q, slices, tokens=False, lse=False, overlap=True):
+        _, q_heads, d = q.shape
+        n = len(slices)
+        nb = max((s[2] + s[1] + 63) // 64 for s in slices)
+        splits = (nb + 31) // 32
+        nan = lambda *s: torch.full(s, float("nan"), device=DEV)
+        self.slices = torch.tensor(slices, dtype=torch.int32, device=DEV)
+        self.parts = nan(n, q_heads, splits, 64, 2)
+        self.tiles = nan(n, q_heads, nb, 128)
+        self.block_columns, self.block_diagonals = nan(n, q_heads, nb), nan(n, q_heads, nb)
+        self.columns = nan(n, q_heads, nb * 64) if tokens else None
+        self.diagonals = nan(n, q_heads, nb * 64) if tokens else None
+        self.lse = nan(n, q_heads, 64) if lse else None
+        self.keep = (cache, q)
+        self.p = ReduceParams(
+            ptr(q), ptr(cache.k), ptr(cache.table), ptr(self.slices), ptr(self.parts),
+            ptr(self.tiles), ptr(self.block_columns), ptr(self.block_diagonals), ptr(self.columns),
+            ptr(self.diagonals), ptr(self.lse), n, q_heads, cache.kv_heads, d, DTYPE[q.dtype],
+            cache.table.stride(0), nb, splits, int(overlap), d**-0.5)
+
+    def __call__(self):
+        call("taper_reduce", self.p)
+
+
+class SparsePrefill(t.Prefill):
+    """Prefill over lists with counts of their own, with extra columns, or in parts."""
+
+    def __init__(self, *args, csr_counts=None, columns=None, column_heads=0, splits=0,
+                 head_major=False, **kw):
+        super().__init__(*args, **kw)
+        begin, counts, ids = columns or (None, None, None)
+        self.keep_sparse = (csr_counts, columns)
+        if splits:
+            rows, heads, d = self.positions.numel(), *args[1].shape[1:]
+            nan = lambda *s: torch.full(s, float("nan"), device=DEV)
+            self.part_o, self.part_lse = nan(rows, heads, splits, d), nan(rows, heads, splits)
+            self.p.out, self.p.lse, self.p.out_f32 = ptr(self.part_o), ptr(self.part_lse), 1
+            units = torch.arange(rows * heads + 1, device=DEV, dtype=torch.int32) * splits
+            self.units = units
+            self.lse = nan(rows, heads)
+            self.out = torch.full((rows, heads, d), float("nan"), device=DEV, dtype=args[1].dtype)
+            self.m = t.MergeParams(ptr(self.part_o), ptr(self.part_lse), ptr(units), ptr(self.out),
+                                   ptr(self.lse), None, None, rows, heads, heads, d,
+                                   DTYPE[args[1].dtype], 0, 1, 0)
+        self.splits = splits
+        self.s = SparsePrefillParams(self.p, ptr(csr_counts), ptr(begin), ptr(counts), ptr(ids),
+                                     column_heads, splits, int(head_major), 0)
+
+    def __call__(self):
+        call("taper_prefill_sparse", self.s)
+        if self.splits:
+            call("taper_merge", self.m)
+        return self.out
+
+
+def in_parts(tiles, splits):
+    return [[*tile[:7], part] for tile in tiles for part in range(splits)]
+
+
+class Stripes:
+    """Blocks of each head and tile from the columns and slashes chosen per slice and head."""
+
+    def __init__(self, columns, slashes, ends, tiles, heads, blocks, overlap=True):
+        slices, words = len(ends), (blocks + 31) // 32
+        i32 = lambda x: torch.as_tensor(x, dtype=torch.int32).to(DEV)
+        self.tiles = i32(tiles)
+        need = torch.zeros(len(tiles), dtype=torch.int64)
+        need[torch.tensor([x[6] for x in tiles])] = torch.tensor([x[5] // 64 + 1 for x in tiles])
+        begin = torch.cumsum(need.repeat(heads), 0)
+        self.begin = i32(torch.cat([torch.zeros(1, dtype=torch.int64), begin]))
+        self.blocks = torch.full((int(begin[-1]),), -1, dtype=torch.int32, device=DEV)
+        self.counts = torch.full((heads, len(tiles)), -1, dtype=torch.int32, device=DEV)
+        self.bitmaps = torch.full((slices * heads * 2 * words,), -1, dtype=torch.int32, device=DEV)
+        self.ends = i32(ends)
+        self.keep = (columns, slashes)
+        self.p = StripesParams(
+            ptr(columns.ids), ptr(columns.counts), ptr(slashes.ids), ptr(slashes.counts),
+            ptr(self.ends), ptr(self.tiles), ptr(self.begin), ptr(self.bitmaps), ptr(self.blocks),
+            ptr(self.counts), slices, heads, len(tiles), words, columns.ids.shape[1],
+            slashes.ids.shape[1], int(overlap), 0)
+
+    def __call__(self):
+        call("taper_stripes", self.p)
+
+
+class SampleAttention:
+    """The whole prompt of one sequence: sums, choice, lists, attention. `share`: a list a KV
+    head, from the sum over its group."""
+
+    def __init__(self, cache, q, alpha_c, alpha_s, chunks=1, share=False, head_major=True):
+        n, q_heads, d = q.shape
+        group = q_heads // cache.kv_heads if share else 1
+        heads = q_heads // group
+        ends = [(i + 1) * n // chunks for i in range(chunks)]
+        slices = [(e - min(64, e), min(64, e), e - min(64, e), 0) for e in ends]
+        self.sums = Reduce(cache, q, slices)
+        nb = (n + 63) // 64
+        lists = chunks * heads
+        per_list = lambda x: torch.tensor(x, dtype=torch.int32, device=DEV).repeat_interleave(heads)
+        last = per_list([(e + 63) // 64 for e in ends])
+        pick = lambda x, share: GroupSelect(x.view(chunks * q_heads, nb), nb, group, reduce=1,
+                                            mass=SCORE, share=share, ends=last)
+        self.pick_columns = pick(self.sums.block_columns, alpha_c)
+        self.pick_slashes = pick(self.sums.block_diagonals, alpha_s)
+        pos = torch.arange(n)
+        tiles = t.tiles_for(pos, 0, n)
+        self.lists = Stripes(self.pick_columns, self.pick_slashes, ends, tiles, heads, nb)
+        self.attend = SparsePrefill(cache, q, pos, tiles, csr=(self.lists.begin, self.lists.blocks),
+                                    csr_heads=heads, csr_counts=self.lists.counts, lse=False,
+                                    head_major=head_major)
+        self.group = group
+
+    def select(self):
+        self.sums()
+        self.pick_columns()
+        self.pick_slashes()
+        self.lists()
+
+    def __call__(self):
+        self.select()
+        return self.attend()
+
+
+def probabilities(q, k, position):
+    """[heads, rows, keys] in float64 of rows at `position`.. against keys [kv, n, d]."""
+    rows, qh, d = q.shape
+    kk = k.double().repeat_interleave(qh // k.shape[0], 0)
+    s = torch.einsum("rhd,hnd->hrn", q.double(), kk) * d**-0.5
+    pos = torch.arange(position, position + rows, device=DEV)[:, None]
+    return torch.softmax(s.masked_fill(torch.arange(k.shape[1], device=DEV) > pos, -math.inf), -1)
+
+
+def check_reduce(report, small):
+    for dtype, d, kv, group in ((torch.bfloat16, 128, 2, 4), (torch.float16, 64, 1, 3),
+                                (torch.bfloat16, 64, 1, 16), (torch.float16, 128, 2, 1)):
+        for tokens in (False, True):
+            lens = [130, 300] if small else [130, 5000, 9001]
+            cache = t.Cache(lens, kv, d, dtype)
+            slices, refs, rows = [], [], 0
+            for i, n in enumerate(lens):
+                for r, end in ((64, n), (17, n - 3), (64, 64), (1, n // 2)):
+                    slices.append((rows, r, end - r, i))
+                    rows += r
+            q = torch.randn(rows, kv * group, d, device=DEV, dtype=dtype) * 2
+            f = Reduce(cache, q, slices, tokens, lse=True)
+            f()
+            err = [0.0] * 4
+            rel = lambda a, b: ((a.double() - b).norm() / b.norm().clamp_min(1e-30)).item()
+            for s, (at, r, pos, i) in enumerate(slices):
+                k, _ = cache.dense(i)
+                k = k[:, :pos + r]
+                p = probabilities(q[at:at + r], k, pos)
+                nb = (pos + r + 63) // 64
+                col = torch.zeros(kv * group, nb * 64, dtype=torch.float64, device=DEV)
+                col[:, :pos + r] = p.sum(1)
+                diag = torch.zeros_like(col)
+                off = (torch.arange(pos, pos + r, device=DEV)[:, None] -
+                       torch.arange(pos + r, device=DEV))
+                seen = off >= 0
+                diag.index_add_(1, off[seen], p[:, seen])
+                blocks = lambda x: x.view(kv * group, nb, 64).sum(-1)
+                err[0] = max(err[0], rel(f.block_columns[s, :, :nb], blocks(col)))
+                err[1] = max(err[1], rel(f.block_diagonals[s, :, :nb], blocks(diag)))
+                if tokens:
+                    err[2] = max(err[2], rel(f.columns[s, :, :nb * 64], col))
+                    err[3] = max(err[3], rel(f.diagonals[s, :, :nb * 64], diag))
+            name = f"reduce {dtype} d{d} group {group}{' tokens' if tokens else ''}"
+            report(name + " columns", max(err[0], err[2]))
+            report(name + " diagonals", max(err[1], err[3]))
+
+
+def stripes_wanted(columns, slashes, ends, tile):
+    first, last = tile[4] // 64, tile[5] // 64
+    want = set()
+    for qb in range(first, last + 1):
+        i = next((j for j, e in enumerate(ends) if qb * 64 < e), len(ends) - 1)
+        want |= {c for c in columns[i] if c <= qb} | {0, qb}
+        for b in slashes[i]:
+            want |= {x for x in (qb - b, qb - b - 1) if x >= 0}
+    return sorted(want)
+
+
+def check_stripes(report, small):
+    class Chosen:
+        pass
+    for n, heads, slices in ((500, 2, 1), (5000, 3, 2)) if small else (
+            (500, 2, 1), (5000, 3, 2), (20001, 4, 3), (70000, 2, 1)):
+        nb = (n + 63) // 64
+        ends = [(i + 1) * n // slices for i in range(slices)]
+        tiles = t.tiles_for(torch.arange(n), 0, n)
+        made, sets = [], []
+        for density in (0.02, 0.05):
+            c = Chosen()
+            c.ids = torch.full((slices * heads, nb), -1, dtype=torch.int32, device=DEV)
+            c.counts = torch.zeros(slices * heads, dtype=torch.int32, device=DEV)
+            kept = []
+            for i in range(slices * heads):
+                x = (torch.rand(nb) < density * (i % 3)).nonzero().flatten()
+                c.ids[i, :len(x)] = x.to(DEV)
+                c.counts[i] = len(x)
+                kept.append(x.tolist())
+            made.append(c)
+            sets.append(kept)
+        f = Stripes(*made, ends, tiles, heads, nb)
+        f()
+        begin, counts, blocks = f.begin.cpu(), f.counts.cpu(), f.blocks.cpu()
+        bad = 0
+        for h in range(heads):
+            cols = [sets[0][s * heads + h] for s in range(slices)]
+            sls = [sets[1][s * heads + h] for s in range(slices)]
+            for tile in tiles:
+                b, m = int(begin[h * len(tiles) + tile[6]]), int(counts[h, tile[6]])
+                bad += blocks[b:b + m].tolist() != stripes_wanted(cols, sls, ends, tile)
+        report(f"stripes {n} tokens {heads} heads {slices} slices", float(bad), 0.5)
+
+
+def check_columns(report, small):
+    """Blocks and single tokens together, every head and tile its own."""
+    for dtype, d, kv, group, per_head in ((torch.bfloat16, 128, 2, 4, True),
+                                          (torch.float16, 64, 1, 3, False)):
+        n = 333 if small else 3000
+        cache = t.Cache([n], kv, d, dtype)
+        q = torch.randn(n, kv * group, d, device=DEV, dtype=dtype)
+        pos = torch.arange(n)
+        tiles = t.tiles_for(pos, 0, n)
+        heads = kv * group if per_head else kv
+        begin, blocks, cb, cc, ci = [0], [], [], [], []
+        seen = torch.zeros(heads, n, n, dtype=torch.bool)
+        for h in range(heads):
+            for tile in sorted(tiles, key=lambda x: x[6]):
+                top = tile[5] // 64
+                pick = sorted({0, top, max(top - 1, 0)} |
+                              set(torch.randint(0, top + 1, (3,)).tolist()))
+                if tile[6] == 1 and h == 0:
+                    pick = []  # Columns alone.
+                free = torch.ones(tile[5] + 1, dtype=torch.bool)
+                rows = slice(tile[0], tile[0] + tile[1])
+                for b in pick:
+                    free[b * 64:b * 64 + 64] = False
+                    seen[h, rows, b * 64:b * 64 + 64] = True
+                ids = free.nonzero().flatten()
+                if pick:
+                    ids = ids[torch.randperm(len(ids))[:len(ids) * (h % 3) // 4]].sort().values
+                for i in ids.tolist():
+                    seen[h, rows, i] = True
+                blocks += pick
+                begin.append(len(blocks))
+                cb.append(len(ci))
+                cc.append(len(ids))
+                ci += ids.tolist()
+        i32 = lambda x: torch.tensor(x or [0], dtype=torch.int32, device=DEV)
+        f = SparsePrefill(cache, q, pos, tiles, csr=(i32(begin), i32(blocks)), csr_heads=heads,
+                          columns=(i32(cb), i32(cc), i32(ci)), column_heads=heads)
+        f()
+        k, v = cache.dense(0)
+        s = torch.einsum("rhd,hnd->hrn", q.double(),
+                         k.double().repeat_interleave(group, 0)) * d**-0.5
+        causal = torch.arange(n)[None, :] <= torch.arange(n)[:, None]
+        mask = (seen & causal).to(DEV).repeat_interleave(kv * group // heads, 0)
+        s = s.masked_fill(~mask, -math.inf)
+        p = torch.softmax(s, -1).nan_to_num(0.0)
+        want = torch.einsum("hrn,hnd->rhd", p, v.double().repeat_interleave(group, 0))
+        err = ((f.out.double() - want).norm() / want.norm()).item()
+        lse = torch.logsumexp(s, -1).t()
+        err_lse = (f.lse.double() - lse).nan_to_num(0.0).abs().max().item()
+        report(f"prefill columns {dtype} d{d} group {group}", max(err, err_lse))
+
+
+def check_splits(report, small):
+    for dtype, d, kv, group in ((torch.bfloat16, 128, 2, 4), (torch.float16, 64, 1, 3)):
+        n = 333 if small else 9001
+        cache = t.Cache([n], kv, d, dtype)
+        for rows, window in ((1, 0), (70, 0), (130, 0), (130, 200)):
+            pos = torch.arange(n - rows, n)
+            q = torch.randn(rows, kv * group, d, device=DEV, dtype=dtype)
+            for splits in (1, 3, 8):
+                tiles = in_parts(t.tiles_for(pos, 0, n), splits)
+                f = SparsePrefill(cache, q, pos, tiles, splits=splits, window=window,
+                                  sink=70 if window else 0)
+                f()
+                k, v = cache.dense(0)
+                s = torch.einsum("rhd,hnd->hrn", q.double(),
+                                 k.double().repeat_interleave(group, 0)) * d**-0.5
+                key, p = torch.arange(n, device=DEV), pos.to(DEV)[:, None]
+                seen = key <= p
+                if window:
+                    seen &= (key < 70) | (key + window > p)
+                s = s.masked_fill(~seen, -math.inf)
+                want = torch.einsum("hrn,hnd->rhd", torch.softmax(s, -1),
+                                    v.double().repeat_interleave(group, 0))
+                err = ((f.out.double() - want).norm() / want.norm()).item()
+                err_lse = (f.lse.double() - torch.logsumexp(s, -1).t()).abs().max().item()
+                report(f"prefill {rows} rows in {splits} parts, window {window} {dtype} d{d}",
+                       max(err, err_lse))
+
+
+def check_whole(report, small):
+    """alpha 1 is dense; less keeps the promise of each pattern's mean mass."""
+    n = 500 if small else 6000
+    cache = t.Cache([n], 2, 128, torch.bfloat16)
+    q = torch.randn(n, 8, 128, device=DEV, dtype=torch.bfloat16)
+    pos = torch.arange(n)
+    dense = t.Prefill(cache, q, pos, t.tiles_for(pos, 0, n))
+    dense()
+    for chunks, share in ((1, False), (2, True)):
+        f = SampleAttention(cache, q, 1.0, 1.0, chunks, share)
+        f()
+        err = ((f.attend.out.double() - dense.out.double()).norm() / dense.out.double().norm())
+        report(f"sample attention, alpha 1, {chunks} slices, share {share}", err.item())
+    f = SampleAttention(cache, q, 0.9, 0.0, 1)
+    f()
+    col = f.sums.block_columns[0]
+    kept = min((col[h, f.pick_columns.ids[h, :int(f.pick_columns.counts[h])].long()].sum() /
+                col[h].sum()).item() for h in range(8))
+    report(f"sample attention keeps {kept:.4f} of 0.9", 0.0 if 0.9 - 1e-4 < kept < 0.95 else 1.0)
+
+
+def check(report, small):
+    check_reduce(report, small)
+    check_stripes(report, small)
+    check_columns(report, small)
+    check_splits(report, small)
+    check_whole(report, small)
+
+
+def bench(put, time):
+    hq, hk, d, dt = 32, 8, 128, torch.bfloat16
+    for n in (32768, 131072):
+        cache = t.Cache([n], hk, d, dt, poison=False)
+        q = torch.randn(n, hq, d, device=DEV, dtype=dt)
+        # Rows that attend to some columns and to a band near the diagonal.
+        far = torch.randn(hk, d, device=DEV)
+        cache.k[::37, :, 5] += 3 * far.to(dt)
+        q += far.repeat_interleave(hq // hk, 0).to(dt)
+        pos = torch.arange(n)
+        dense = t.Prefill(cache, q, pos, t.tiles_for(pos, 0, n), lse=False)
+        ms = time(dense, 3) / 1e3
+        put(f"sample attention {n} dense ms", ms)
+        for chunks in (1, 2):
+            for alphas in ((0.95, 0.85), (0.5, 0.5)):
+                f = SampleAttention(cache, q, *alphas, chunks)
+                key = f"sample attention {n} {alphas[0]} {alphas[1]} {chunks} slices"
+                whole, select = time(f, 3) / 1e3, time(f.select) / 1e3
+                live = (f.lists.begin[1:] - f.lists.begin[:-1]).sum().item()
+                put(f"{key} density", f.lists.counts.sum().item() / live)
+                put(f"{key} select ms", select)
+                put(f"{key} whole ms", whole)
+                put(f"{key} attend ms", time(f.attend, 3) / 1e3)
+                g = SampleAttention(cache, q, *alphas, chunks, head_major=False)
+                g()
+                torch.cuda.synchronize()
+                put(f"{key} attend, heads side by side ms", time(g.attend, 3) / 1e3)
+                put(f"{key} select share of dense", select / ms)
+                for name in ("sums", "pick_columns", "lists"):
+                    put(f"{key} {name} us", time(getattr(f, name)))
+        f = Reduce(cache, q, [(n - 64, 64, n - 64, 0)], tokens=True)
+        put(f"reduce {n} with tokens us", time(f))
+        # Few rows over a long context.
+        for rows in (1, 16, 128, 512):
+            few = torch.arange(n - rows, n)
+            tiles = t.tiles_for(few, 0, n)
+            put(f"prefill {rows} rows of {n} whole us",
+                time(t.Prefill(cache, q[:rows].contiguous(), few, tiles)))
+            splits = max(1, min(64, 264 // (len(tiles) * hq) * 2, n // 2048))
+            put(f"prefill {rows} rows of {n} in {splits} parts us",
+                time(SparsePrefill(cache, q[:rows].contiguous(), few, in_parts(tiles, splits),
+                                   splits=splits)))
+        # Extra columns: 1,000 a tile and head beside 16 blocks.
+        tiles = t.tiles_for(pos, 0, n)
+        m = len(tiles)
+        i32 = lambda x: x.to(device=DEV, dtype=torch.int32)
+        blocks = torch.stack([torch.arange(max(0, 2 * i - 14), 2 * i + 2)[-16:] if i > 7 else
+                              torch.cat([torch.arange(2 * i + 2),
+                                         torch.zeros(14 - 2 * i, dtype=torch.int64)])
+                              for i in range(m)])
+        counts = i32(torch.tensor([min(16, 2 * i + 2) for i in range(m)]))
+        begin = i32(torch.arange(m + 1) * 16)
+        few = SparsePrefill(cache, q, pos, tiles, csr=(begin, i32(blocks.flatten())), csr_heads=1,
+                            csr_counts=counts, lse=False)
+        put(f"prefill {n} 16 blocks ms", time(few, 3) / 1e3)
+        room = torch.tensor([0 if i < 24 else 1000 for i in range(m)])
+        ids = torch.stack([torch.randperm((2 * i - 14) * 64)[:1000].sort().values if i >= 24 else
+                           torch.zeros(1000, dtype=torch.int64) for i in range(m)])
+        both = SparsePrefill(cache, q, pos, tiles, csr=(begin, i32(blocks.flatten())), csr_heads=1,
+                             csr_counts=counts, lse=False, column_heads=1,
+                             columns=(i32(torch.arange(m) * 1000), i32(room), i32(ids.flatten())))
+        put(f"prefill {n} 16 blocks and 1000 columns ms", time(both, 3) / 1e3)
+        del cache, q, dense, f, few, both
+        torch.cuda.empty_cache()

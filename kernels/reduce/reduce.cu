@@ -1,0 +1,31 @@
+// Entry point of the probability reduction.
+#include "reduce.cuh"
+
+namespace taper {
+namespace {
+
+template <class T, int D>
+cudaError_t go(const ReduceParams& p, cudaStream_t s) {
+  const dim3 grid((p.max_blocks + kSplitBlocks - 1) / kSplitBlocks, p.q_heads, p.slice_count);
+  cudaError_t e = launch(slice_lse_kernel<T, D>, grid, 128, 0, s, p.overlap != 0, p);
+  if (e == cudaSuccess) e = launch(slice_mass_kernel<T, D>, grid, 128, 0, s, p.overlap != 0, p);
+  if (e != cudaSuccess || (!p.block_diagonals && !p.diagonals)) return e;
+  const dim3 sums((p.max_blocks + 255) / 256, p.q_heads, p.slice_count);
+  return launch(slice_diagonals_kernel, sums, 256, 0, s, p.overlap != 0, p);
+}
+
+}  // namespace
+}  // namespace taper
+
+extern "C" int taper_reduce(const taper::ReduceParams* p, cudaStream_t stream) {
+  using namespace taper;
+  const bool ok = p->slice_count > 0 && p->kv_heads > 0 && p->q_heads % p->kv_heads == 0 &&
+                  p->max_blocks > 0 && p->splits * kSplitBlocks >= p->max_blocks &&
+                  p->q_heads <= 65535 && p->slice_count <= 65535;
+  if (!ok) return cudaErrorInvalidValue;
+  if (p->head_dim == 128)
+    return p->dtype == kBf16 ? go<__nv_bfloat16, 128>(*p, stream) : go<__half, 128>(*p, stream);
+  if (p->head_dim == 64)
+    return p->dtype == kBf16 ? go<__nv_bfloat16, 64>(*p, stream) : go<__half, 64>(*p, stream);
+  return cudaErrorInvalidValue;
+}

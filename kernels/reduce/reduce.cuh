@@ -1,0 +1,286 @@
+// Sums of attention probabilities over sampled query rows, along columns and diagonals:
+// what SampleAttention, MInference and SnapKV choose keys by.
+//
+// A slice is up to 64 neighbouring rows of one sequence. The first pass computes each
+// row's log-sum-exp over its keys, the second the probabilities against it, 64 rows by
+// 64 keys at a time; no matrix of rows by keys exists. A thread block takes one slice,
+// one query head and a run of 32 blocks of keys; its warps take 16 rows each and read
+// the keys straight into matrix fragments (the inner dimension permuted, so that a lane
+// reads 16 consecutive bytes). Every sum has a fixed order.
+#pragma once
+
+#include "../common/launch.cuh"
+#include "../common/ptx.cuh"
+
+namespace taper {
+
+struct Slice {
+  uint32_t q_row;     // its first row in q
+  uint32_t rows;      // at most 64
+  uint32_t position;  // absolute, of the first row
+  uint32_t table;     // block table of the sequence
+};
+static_assert(sizeof(Slice) == 16, "shared with the caller");
+
+struct ReduceParams {
+  const void* q;                // [tokens, q_heads, head_dim]
+  const void* k;                // [blocks, kv_heads, 64, head_dim]
+  const uint32_t* block_table;  // [tables, table_stride]
+  const Slice* slices;          // [slice_count]
+  float2* parts;                // [slice_count, q_heads, splits, 64]: maximum and sum
+  float* tile_diagonals;        // [slice_count, q_heads, max_blocks, 128], scratch
+  float* block_columns;         // [slice_count, q_heads, max_blocks], or null
+  float* block_diagonals;       // [slice_count, q_heads, max_blocks], or null: by (row - key) / 64
+  float* columns;               // [slice_count, q_heads, 64 * max_blocks] a token each, or null
+  float* diagonals;             // as columns, by row - key; or null
+  float* lse;                   // [slice_count, q_heads, 64], or null
+  int32_t slice_count, q_heads, kv_heads, head_dim, dtype, table_stride;
+  int32_t max_blocks;  // of the longest slice's keys
+  int32_t splits;      // at least max_blocks / 32, rounded up
+  int32_t overlap;
+  float scale;
+};
+
+constexpr int kSliceRows = 64, kSplitBlocks = 32, kProbStride = 72;
+
+// One tile of 16 rows by 64 keys a warp: scores times scale * log2(e), -inf where masked.
+template <class T, int D>
+struct SliceScores {
+  static constexpr int kLoads = D / 32;
+  uint4 lo[kLoads], hi[kLoads];  // query rows lane / 4 and lane / 4 + 8 of the warp
+  uint32_t row;                  // lane / 4 of the warp, within the slice
+  const uint32_t* table;
+  int kv_heads, kv_head;
+  const T* keys;
+  float scale2;
+  Slice slice;
+
+  __device__ __forceinline__ SliceScores(const ReduceParams& p, const Slice& s, int head)
+      : table(p.block_table + (uint64_t)s.table * p.table_stride),
+        kv_heads(p.kv_heads),
+        kv_head(head / (p.q_heads / p.kv_heads)),
+        keys(static_cast<const T*>(p.k)),
+        scale2(p.scale * kLog2e),
+        slice(s) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    row = warp * 16 + lane / 4;
+    auto load = [&](uint4(&to)[kLoads], uint32_t r) {
+      const uint4* src = reinterpret_cast<const uint4*>(
+          static_cast<const T*>(p.q) +
+          ((int64_t)(s.q_row + min(r, s.rows - 1)) * p.q_heads + head) * D);
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) to[i] = src[(lane & 3) + 4 * i];
+    };
+    load(lo, row);
+    load(hi, row + 8);
+  }
+  // c[j][i]: row `row` + 8 * (i / 2), key 8 * j + 2 * (lane & 3) + (i & 1) of the block.
+  __device__ __forceinline__ void operator()(uint32_t block, float (&c)[8][4]) const {
+    const int lane = threadIdx.x & 31, quad = lane & 3;
+    const T* base = keys + ((uint64_t)table[block] * kv_heads + kv_head) * kBlock * D;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const uint4* src = reinterpret_cast<const uint4*>(base + (8 * j + lane / 4) * D);
+      uint4 x[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) x[i] = src[quad + 4 * i];
+      c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0.f;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        mma_16x8x16<T>(c[j], lo[i].x, hi[i].x, lo[i].y, hi[i].y, x[i].x, x[i].y);
+        mma_16x8x16<T>(c[j], lo[i].z, hi[i].z, lo[i].w, hi[i].w, x[i].z, x[i].w);
+      }
+    }
+    const bool cut = (block + 1) * kBlock > slice.position + 1;
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        c[j][i] *= scale2;
+        const uint32_t key = block * kBlock + 8 * j + 2 * quad + (i & 1);
+        // A row beyond the slice copies the last one, so that no key unseen gets a weight.
+        if (cut && key > slice.position + min(row + 8 * (i / 2), slice.rows - 1))
+          c[j][i] = -INFINITY;
+      }
+  }
+};
+
+__device__ __forceinline__ uint32_t slice_blocks(const Slice& s) {
+  return (s.position + s.rows + kBlock - 1) / kBlock;
+}
+
+template <class T, int D>
+__global__ void __launch_bounds__(128) slice_lse_kernel(const ReduceParams p) {
+  const int head = blockIdx.y, lane = threadIdx.x & 31;
+  wait_for_predecessor();
+  launch_dependents();
+  const Slice s = p.slices[blockIdx.z];
+  const uint32_t nb = slice_blocks(s), begin = blockIdx.x * kSplitBlocks;
+  if (begin >= nb) return;
+  const uint32_t end = min(begin + kSplitBlocks, nb);
+  const SliceScores<T, D> scores(p, s, head);
+  float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
+  for (uint32_t b = begin; b < end; ++b) {
+    float c[8][4];
+    scores(b, c);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float now = top[r];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) now = fmaxf(now, fmaxf(c[j][2 * r], c[j][2 * r + 1]));
+      if (now == -INFINITY) continue;  // This lane's keys are all masked so far.
+      sum[r] *= exp2_fast(top[r] - now);
+      top[r] = now;
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        sum[r] += exp2_fast(c[j][2 * r] - now) + exp2_fast(c[j][2 * r + 1] - now);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int d = 1; d < 4; d *= 2) {
+      const float t = __shfl_xor_sync(~0u, top[r], d), x = __shfl_xor_sync(~0u, sum[r], d);
+      const float now = fmaxf(top[r], t);
+      if (now > -INFINITY)
+        sum[r] = sum[r] * exp2_fast(top[r] - now) + x * exp2_fast(t - now);
+      top[r] = now;
+    }
+    if ((lane & 3) == 0)
+      p.parts[(((int64_t)blockIdx.z * p.q_heads + head) * p.splits + blockIdx.x) * kSliceRows +
+              scores.row + 8 * r] = make_float2(top[r], sum[r]);
+  }
+}
+
+struct SliceShared {
+  float prob[kSliceRows * kProbStride];
+  float lse2[kSliceRows];  // log2 of the row's sum of exp2
+  float half[kBlock];
+  float buckets[4][4];
+};
+
+template <class T, int D>
+__global__ void __launch_bounds__(128) slice_mass_kernel(const ReduceParams p) {
+  __shared__ SliceShared sh;
+  const int head = blockIdx.y, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const Slice s = p.slices[blockIdx.z];
+  wait_for_predecessor();
+  launch_dependents();
+  const uint32_t nb = slice_blocks(s), begin = blockIdx.x * kSplitBlocks;
+  if (begin >= nb) return;
+  const uint32_t end = min(begin + kSplitBlocks, nb), splits = (nb + kSplitBlocks - 1) / kSplitBlocks;
+  const int64_t at = (int64_t)blockIdx.z * p.q_heads + head;
+  if (tid < kSliceRows) {
+    const float2* part = p.parts + at * p.splits * kSliceRows + tid;
+    float top = -INFINITY, sum = 0.f;
+#pragma unroll 8
+    for (uint32_t i = 0; i < splits; ++i) {
+      const float2 x = part[(int64_t)i * kSliceRows];
+      const float now = fmaxf(top, x.x);
+      if (now > -INFINITY) sum = sum * exp2_fast(top - now) + x.y * exp2_fast(x.x - now);
+      top = now;
+    }
+    const bool live = tid < s.rows;
+    sh.lse2[tid] = live ? top + log2f(sum) : INFINITY;  // A row beyond the slice weighs nothing.
+    if (p.lse && blockIdx.x == 0 && live) p.lse[at * kSliceRows + tid] = (top + log2f(sum)) * kLn2;
+  }
+  __syncthreads();
+  const SliceScores<T, D> scores(p, s, head);
+  const float lse2[2] = {sh.lse2[scores.row], sh.lse2[scores.row + 8]};
+  for (uint32_t b = begin; b < end; ++b) {
+    float c[8][4];
+    scores(b, c);
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        *reinterpret_cast<float2*>(
+            &sh.prob[(scores.row + 8 * r) * kProbStride + 8 * j + 2 * (lane & 3)]) =
+            make_float2(exp2_fast(c[j][2 * r] - lse2[r]), exp2_fast(c[j][2 * r + 1] - lse2[r]));
+    __syncthreads();
+    // A thread sums half a column, then one diagonal: row - key = tid - 63.
+    float column = 0.f, diagonal = 0.f;
+    const int key = tid & 63, from = (tid >> 6) * 32;
+#pragma unroll 8
+    for (int r = 0; r < 32; ++r) column += sh.prob[(from + r) * kProbStride + key];
+#pragma unroll 8
+    for (int r = 0; r < kSliceRows; ++r) {
+      const int k = r - (tid - 63);
+      if (k >= 0 && k < kBlock) diagonal += sh.prob[r * kProbStride + k];
+    }
+    if (tid >= 64) sh.half[key] = column;
+    // The diagonals of a tile fall into at most three buckets of 64; the first one's
+    // number is floor((position - 63) / 64) - b.
+    const int bucket = ((int)((s.position + 1) & 63) + tid) / 64;
+    float part[3];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      part[i] = bucket == i ? diagonal : 0.f;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) part[i] += __shfl_xor_sync(~0u, part[i], d);
+      if (lane == 0) sh.buckets[warp][i] = part[i];
+    }
+    __syncthreads();
+    float* tile = p.tile_diagonals + (at * p.max_blocks + b) * 128;
+    if (p.diagonals) tile[tid] = diagonal;
+    else if (tid < 3)
+      tile[tid] = (sh.buckets[0][tid] + sh.buckets[1][tid]) +
+                  (sh.buckets[2][tid] + sh.buckets[3][tid]);
+    if (tid < 64) {
+      column += sh.half[key];
+      if (p.columns) p.columns[(at * p.max_blocks + b) * kBlock + key] = column;
+      if (p.block_columns) {
+        float sum = column;
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+        if (lane == 0) sh.buckets[warp][3] = sum;
+      }
+    }
+    __syncthreads();
+    if (p.block_columns && tid == 0)
+      p.block_columns[at * p.max_blocks + b] = sh.buckets[0][3] + sh.buckets[1][3];
+  }
+}
+
+// Adds the tiles' diagonals up: a token's comes from two tiles, a bucket's from three.
+__global__ void __launch_bounds__(256) slice_diagonals_kernel(const ReduceParams p) {
+  const int head = blockIdx.y;
+  wait_for_predecessor();
+  launch_dependents();
+  const Slice s = p.slices[blockIdx.z];
+  const int nb = (int)slice_blocks(s);
+  const int64_t at = (int64_t)blockIdx.z * p.q_heads + head;
+  const float* tiles = p.tile_diagonals + at * p.max_blocks * 128;
+  const int b = blockIdx.x * 256 + threadIdx.x;
+  if (b >= p.max_blocks) return;
+  auto token = [&](int64_t offset) {  // The sum over all rows at this distance.
+    // offset = position - 64 tile + index - 63
+    const int64_t base = offset - s.position + 63;
+    const int64_t first = base >= 0 ? 0 : (-base + 63) / 64;
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t tile = first + i, index = base + 64 * tile;
+      if (tile < nb && index < 127) sum += tiles[tile * 128 + index];
+    }
+    return sum;
+  };
+  float sum = 0.f;
+  if (p.diagonals) {
+    for (int i = 0; i < kBlock; ++i) {
+      const float x = token((int64_t)b * kBlock + i);
+      p.diagonals[(at * p.max_blocks + b) * kBlock + i] = x;
+      sum += x;
+    }
+  } else {
+    const int first = ((int)s.position + 1) / kBlock - 1;  // floor((position - 63) / 64)
+#pragma unroll
+    for (int j = 0; j < 3; ++j) {
+      const int tile = first - b + j;
+      if (tile >= 0 && tile < nb) sum += tiles[(int64_t)tile * 128 + j];
+    }
+  }
+  if (p.block_diagonals) p.block_diagonals[at * p.max_blocks + b] = sum;
+}
+
+}  // namespace taper

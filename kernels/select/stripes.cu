@@ -1,0 +1,15 @@
+// Entry point: columns and slashes to lists of key blocks.
+#include "stripes.cuh"
+
+extern "C" int taper_stripes(const taper::StripesParams* p, cudaStream_t stream) {
+  using namespace taper;
+  const bool ok = p->slices > 0 && p->heads > 0 && p->tile_count > 0 && p->words > 0 &&
+                  p->words <= 12288;
+  if (!ok) return cudaErrorInvalidValue;
+  cudaError_t e = launch(stripe_bits_kernel, p->slices * p->heads, 256, p->words * 4, stream,
+                         p->overlap != 0, *p);
+  if (e != cudaSuccess) return e;
+  const int64_t items = (int64_t)p->heads * p->tile_count;
+  return launch(stripe_lists_kernel, (unsigned)((items + 3) / 4), 128, 0, stream,
+                p->overlap != 0, *p);
+}
