@@ -1,0 +1,124 @@
+"""Metadata beside the cache: block bounds and means, labels, codes.
+
+check(report, small) compares with PyTorch; bench(put, time) measures, where time(f) is the
+median of a graph replay in microseconds.
+"""
+import torch
+
+import taper_gpu as t
+from taper_gpu import DTYPE, I32, P, call, ptr, struct
+
+DEV = "cuda"
+
+AppendParams = struct("AppendParams", [
+    ("k", P), ("block_table", P), ("spans", P), ("channels", P), ("upper", P), ("lower", P),
+    ("mean", P), ("labels", P), ("span_count", I32), ("kv_heads", I32), ("head_dim", I32),
+    ("dtype", I32), ("table_stride", I32), ("max_blocks", I32), ("width", I32), ("overlap", I32)])
+CodeParams = struct("CodeParams", [
+    ("x", P), ("positions", P), ("token_table", P), ("block_table", P), ("codes", P),
+    ("tokens", I32), ("heads", I32), ("kv_heads", I32), ("words", I32), ("dtype", I32),
+    ("table_stride", I32), ("overlap", I32), ("reserved", I32)])
+
+
+class Append:
+    """spans: (table, begin, end) tuples; channels [kv_heads, width]."""
+
+    def __init__(self, cache, spans, channels=None, overlap=True):
+        nan = lambda *s: torch.full(s, float("nan"), device=DEV, dtype=cache.dtype)
+        shape = (cache.blocks, cache.kv_heads, 1, cache.head_dim)
+        self.upper, self.lower, self.mean = nan(*shape), nan(*shape), nan(*shape)
+        width = channels.shape[1] if channels is not None else 0
+        self.labels = nan(cache.blocks, cache.kv_heads, 64, width) if width else None
+        self.spans = torch.tensor([[*s, 0] for s in spans], dtype=torch.int32, device=DEV)
+        most = max((e + 63) // 64 - b // 64 for _, b, e in spans)
+        self.keep = (cache, channels)
+        self.p = AppendParams(
+            ptr(cache.k), ptr(cache.table), ptr(self.spans), ptr(channels), ptr(self.upper),
+            ptr(self.lower), ptr(self.mean), ptr(self.labels), len(spans), cache.kv_heads,
+            cache.head_dim, DTYPE[cache.dtype], cache.table.stride(0), most, width, int(overlap))
+
+    def __call__(self):
+        call("taper_append", self.p)
+
+
+class Codes:
+    """Signs of x [tokens, heads, 32 * words] as bits, into the cache's codes or as they lie."""
+
+    def __init__(self, x, words, cache=None, codes=None, positions=None, token_table=None,
+                 overlap=True):
+        tokens, heads, _ = x.shape
+        kv = cache.kv_heads if cache else heads
+        self.codes = codes if codes is not None else torch.zeros(tokens, heads, words, device=DEV,
+                                                                 dtype=torch.int32)
+        self.keep = (x, cache, positions, token_table)
+        self.p = CodeParams(ptr(x), ptr(positions), ptr(token_table),
+                            ptr(cache.table) if cache else None, ptr(self.codes), tokens, heads, kv,
+                            words, DTYPE[x.dtype], cache.table.stride(0) if cache else 0,
+                            int(overlap), 0)
+
+    def __call__(self):
+        call("taper_codes", self.p)
+
+
+def bits_of(x, words):
+    b = (x.float() >= 0).view(*x.shape[:-1], words, 32).long()
+    return (b << torch.arange(32, device=DEV)).sum(-1).to(torch.int32)
+
+
+def check(report, small):
+    for dtype in (torch.bfloat16, torch.float16):
+        for d, kv in ((128, 2), (64, 3)):
+            lens = [1, 64, 300, 65] if small else [1, 64, 9000, 65]
+            begins = [0, 0, 130, 64]
+            cache = t.Cache(lens, kv, d, dtype)
+            channels = torch.stack([torch.randperm(d)[:16] for _ in range(kv)])
+            channels = channels.to(device=DEV, dtype=torch.int32)
+            f = Append(cache, [(i, b, n) for i, (b, n) in enumerate(zip(begins, lens))], channels)
+            f()
+            bad, err, untouched = 0.0, 0.0, torch.ones(cache.blocks, dtype=torch.bool, device=DEV)
+            for i, n in enumerate(lens):
+                k, _ = cache.dense(i)
+                for b in range(begins[i] // 64, (n + 63) // 64):
+                    at = int(cache.table[i, b])
+                    untouched[at] = False
+                    x = k[:, b * 64:b * 64 + 64]
+                    bad += float((f.upper[at, :, 0] != x.amax(1)).any())
+                    bad += float((f.lower[at, :, 0] != x.amin(1)).any())
+                    want = x.double().mean(1)
+                    err = max(err, ((f.mean[at, :, 0].double() - want).norm() / want.norm()).item())
+                    for h in range(kv):
+                        y = x[h][:, channels[h].long()]
+                        lo = max(begins[i] - b * 64, 0)
+                        bad += float((f.labels[at, h, lo:len(y)] != y[lo:]).any())
+                        bad += float((~f.labels[at, h, len(y):].isnan()).any())
+            bad += float((~f.upper[untouched].isnan()).any())
+            report(f"append bounds and labels {dtype} d{d}", bad, 0.5)
+            report(f"append means {dtype} d{d}", err)
+            for heads, words in ((kv * 4, 1), (kv, 4)):
+                tok = [(i, p) for i, n in enumerate(lens) for p in range(begins[i], n)]
+                table = torch.tensor([a for a, _ in tok], dtype=torch.int32, device=DEV)
+                pos = torch.tensor([b for _, b in tok], dtype=torch.int32, device=DEV)
+                x = torch.randn(len(tok), heads, 32 * words, device=DEV, dtype=dtype)
+                x[:, :, 3] = 0
+                codes = torch.full((cache.blocks, kv, 64, heads // kv * words), 7, device=DEV,
+                                   dtype=torch.int32)
+                Codes(x, words, cache, codes, pos, table)()
+                want = bits_of(x, words).view(len(tok), kv, -1)
+                got = codes[cache.table[table.long(), (pos // 64).long()].long(), :,
+                            (pos % 64).long()]
+                plain = Codes(x, words)
+                plain()
+                bad = float((got != want).any()) + float((plain.codes != bits_of(x, words)).any())
+                report(f"codes {dtype} {heads} heads {words} words", bad, 0.5)
+
+
+def bench(put, time):
+    for n in (131072,):
+        cache = t.Cache([n], 8, 128, torch.bfloat16, poison=False)
+        channels = torch.stack([torch.randperm(128)[:16] for _ in range(8)]).to(DEV, torch.int32)
+        put("append metadata 1 token us", time(Append(cache, [(0, n - 1, n)], channels)))
+        put(f"append metadata {n} tokens us", time(Append(cache, [(0, 0, n)], channels)))
+        x = torch.randn(n, 32, 32, device=DEV, dtype=torch.bfloat16)
+        codes = torch.zeros(cache.blocks, 8, 64, 4, device=DEV, dtype=torch.int32)
+        pos = torch.arange(n, device=DEV, dtype=torch.int32)
+        put(f"codes {n} tokens us", time(Codes(x, 1, cache, codes, pos, torch.zeros_like(pos))))

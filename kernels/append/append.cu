@@ -1,0 +1,37 @@
+// Entry points of the metadata kept beside the cache.
+#include "append.cuh"
+
+namespace taper {
+namespace {
+
+template <class T, int D>
+cudaError_t go(const AppendParams& p, cudaStream_t s) {
+  return launch(append_kernel<T, D>, dim3(p.max_blocks, p.kv_heads, p.span_count), 128, 0, s,
+                p.overlap != 0, p);
+}
+
+}  // namespace
+}  // namespace taper
+
+extern "C" int taper_append(const taper::AppendParams* p, cudaStream_t stream) {
+  using namespace taper;
+  const bool ok = p->span_count > 0 && p->kv_heads > 0 && p->max_blocks > 0 &&
+                  p->kv_heads <= 65535 && p->span_count <= 65535 &&
+                  (!p->labels || (p->channels && p->width > 0));
+  if (!ok) return cudaErrorInvalidValue;
+  if (p->head_dim == 128)
+    return p->dtype == kBf16 ? go<__nv_bfloat16, 128>(*p, stream) : go<__half, 128>(*p, stream);
+  if (p->head_dim == 64)
+    return p->dtype == kBf16 ? go<__nv_bfloat16, 64>(*p, stream) : go<__half, 64>(*p, stream);
+  return cudaErrorInvalidValue;
+}
+
+extern "C" int taper_codes(const taper::CodeParams* p, cudaStream_t stream) {
+  using namespace taper;
+  const int64_t grid = ((int64_t)p->tokens * p->heads * p->words + 7) / 8;
+  if (grid <= 0 || grid > INT32_MAX || p->kv_heads <= 0 || p->heads % p->kv_heads)
+    return cudaErrorInvalidValue;
+  return p->dtype == kBf16
+             ? launch(code_kernel<__nv_bfloat16>, (unsigned)grid, 256, 0, stream, p->overlap != 0, *p)
+             : launch(code_kernel<__half>, (unsigned)grid, 256, 0, stream, p->overlap != 0, *p);
+}

@@ -1,0 +1,126 @@
+// What sparse methods keep beside the cache, brought up to date after an append: bounds
+// and means of blocks, label channels, binary codes.
+//
+// Block views are rebuilt from all visible rows of every block that the append touched,
+// so the same call also repairs them after a truncation.
+#pragma once
+
+#include "../common/launch.cuh"
+#include "../common/ptx.cuh"
+
+namespace taper {
+
+struct AppendSpan {
+  uint32_t table, begin, end, reserved;  // tokens begin .. end - 1 are new; end are visible
+};
+
+struct AppendParams {
+  const void* k;                // [blocks, kv_heads, 64, head_dim]
+  const uint32_t* block_table;  // [tables, table_stride]
+  const AppendSpan* spans;      // [span_count]
+  const uint32_t* channels;     // [kv_heads, width], which elements are labels
+  void* upper;                  // [blocks, kv_heads, head_dim], or null; likewise lower, mean
+  void* lower;
+  void* mean;
+  void* labels;                 // [blocks, kv_heads, 64, width], or null
+  int32_t span_count, kv_heads, head_dim, dtype, table_stride;
+  int32_t max_blocks;  // that one span touches
+  int32_t width, overlap;
+};
+
+// Signs of activations as bits: bit i of word w is set where element 32 w + i is not negative.
+struct CodeParams {
+  const void* x;                // [tokens, heads, 32 * words]
+  const uint32_t* positions;    // [tokens], or null: codes are [tokens, heads, words]
+  const uint32_t* token_table;  // [tokens]
+  const uint32_t* block_table;  // [tables, table_stride]
+  uint32_t* codes;              // [blocks, kv_heads, 64, heads / kv_heads * words]
+  int32_t tokens, heads, kv_heads, words, dtype, table_stride, overlap, reserved;
+};
+
+// A thread block a cache block and head: 128 threads are 128 / (D / 8) rows of 16-byte pieces.
+template <class T, int D>
+__global__ void __launch_bounds__(128) append_kernel(const AppendParams p) {
+  constexpr int kPieces = D / 8, kRows = 128 / kPieces;
+  __shared__ float part[3][128][9];
+  wait_for_predecessor();
+  launch_dependents();
+  const AppendSpan span = p.spans[blockIdx.z];
+  const uint32_t b = span.begin / kBlock + blockIdx.x;
+  if (span.end <= span.begin || b * kBlock >= span.end) return;
+  const int tid = threadIdx.x, kv_head = blockIdx.y;
+  const uint32_t rows = min(span.end - b * kBlock, (uint32_t)kBlock);
+  const uint64_t at =
+      (uint64_t)p.block_table[(uint64_t)span.table * p.table_stride + b] * p.kv_heads + kv_head;
+  const T* k = static_cast<const T*>(p.k) + at * kBlock * D;
+  if (p.upper || p.lower || p.mean) {
+    float hi[8], lo[8], sum[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) hi[j] = -INFINITY, lo[j] = INFINITY, sum[j] = 0.f;
+    uint4 raw[kBlock / kRows];
+#pragma unroll
+    for (int i = 0; i < kBlock / kRows; ++i) {
+      const uint32_t r = tid / kPieces + i * kRows;
+      raw[i] = reinterpret_cast<const uint4*>(k + min(r, rows - 1) * D)[tid % kPieces];
+    }
+#pragma unroll
+    for (int i = 0; i < kBlock / kRows; ++i) {
+      const bool live = tid / kPieces + i * kRows < rows;
+      const T* x = reinterpret_cast<const T*>(&raw[i]);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float y = to_float(x[j]);
+        hi[j] = fmaxf(hi[j], y), lo[j] = fminf(lo[j], y), sum[j] += live ? y : 0.f;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      part[0][tid][j] = hi[j], part[1][tid][j] = lo[j], part[2][tid][j] = sum[j];
+    __syncthreads();
+    for (int e = tid; e < D; e += 128) {
+      float h = -INFINITY, l = INFINITY, s = 0.f;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int from = r * kPieces + e / 8;
+        h = fmaxf(h, part[0][from][e % 8]), l = fminf(l, part[1][from][e % 8]);
+        s += part[2][from][e % 8];
+      }
+      if (p.upper) static_cast<T*>(p.upper)[at * D + e] = T(h);
+      if (p.lower) static_cast<T*>(p.lower)[at * D + e] = T(l);
+      if (p.mean) static_cast<T*>(p.mean)[at * D + e] = T(s / rows);
+    }
+  }
+  if (p.labels) {
+    const uint32_t from = span.begin > b * kBlock ? span.begin - b * kBlock : 0;
+    for (uint32_t i = from * p.width + tid; i < rows * p.width; i += 128) {
+      const uint32_t channel = p.channels[kv_head * p.width + i % p.width];
+      static_cast<T*>(p.labels)[at * kBlock * p.width + i] = k[(i / p.width) * D + channel];
+    }
+  }
+}
+
+// A warp a word.
+template <class T>
+__global__ void __launch_bounds__(256) code_kernel(const CodeParams p) {
+  wait_for_predecessor();
+  launch_dependents();
+  const int lane = threadIdx.x & 31;
+  const int64_t i = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
+  if (i >= (int64_t)p.tokens * p.heads * p.words) return;
+  const uint32_t word = __ballot_sync(~0u, to_float(static_cast<const T*>(p.x)[i * 32 + lane]) >= 0.f);
+  if (lane) return;
+  if (!p.positions) {
+    p.codes[i] = word;
+    return;
+  }
+  const int w = (int)(i % p.words), head = (int)(i / p.words % p.heads);
+  const int64_t token = i / p.words / p.heads;
+  const int group = p.heads / p.kv_heads;
+  const uint32_t pos = p.positions[token];
+  const uint64_t block =
+      p.block_table[(uint64_t)p.token_table[token] * p.table_stride + pos / kBlock];
+  p.codes[((block * p.kv_heads + head / group) * kBlock + pos % kBlock) * group * p.words +
+          (head % group) * p.words + w] = word;
+}
+
+}  // namespace taper
