@@ -1,0 +1,212 @@
+// The steps between matrix products and attention, each in one pass over its data:
+// rotation of queries and keys with the append to the paged cache, root-mean-square
+// normalisation with the residual sum before it, and the gated activation.
+#pragma once
+
+#include "../common/launch.cuh"
+#include "../common/ptx.cuh"
+
+namespace taper {
+
+// Keys and values of a step's tokens into the cache, keys and queries rotated.
+struct RopeParams {
+  const void* qkv;              // [tokens, row_stride]: q heads, k heads, v heads side by side
+  const float* angles;          // [positions, head_dim]: cosines of the halves' pairs, then sines
+  const uint32_t* positions;    // [tokens]
+  const uint32_t* token_table;  // [tokens], the block table of each token's sequence
+  const uint32_t* block_table;  // [tables, table_stride]
+  void* q;                      // [tokens, q_heads, head_dim]
+  void* q_plain;                // as q, before the rotation; or null
+  void* k_plain;                // [tokens, kv_heads, head_dim] before the rotation; or null
+  void* k;                      // cache, [blocks, kv_heads, 64, head_dim]
+  void* v;
+  int64_t row_stride;
+  int32_t tokens, q_heads, kv_heads, head_dim, dtype, table_stride, interleaved, overlap;
+};
+
+struct NormParams {
+  const void* x;       // [rows, width], what the block before put out
+  const void* weight;  // [width]
+  void* residual;      // [rows, width]: becomes residual + x; null: x alone is normalised
+  void* out;           // [rows, width]
+  int32_t rows, width, dtype, overlap;
+  float epsilon;
+  int32_t reserved;
+};
+
+struct SiluParams {
+  const void* gate_up;  // [rows, 2 * width]: gate, then up
+  void* out;            // [rows, width]: silu(gate) * up
+  int64_t rows;
+  int32_t width, dtype, overlap, reserved;
+};
+
+template <class T>
+struct Eight {
+  float x[8];
+  __device__ __forceinline__ explicit Eight(uint4 raw) {
+    const T* t = reinterpret_cast<const T*>(&raw);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = to_float(t[i]);
+  }
+  __device__ __forceinline__ Eight() {}
+  __device__ __forceinline__ uint4 pack() const {
+    return make_uint4(pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]), pack2<T>(x[4], x[5]),
+                      pack2<T>(x[6], x[7]));
+  }
+};
+
+// A thread takes two pieces of eight elements that rotate into one another: the same
+// place in both halves of a head, or neighbours where pairs are interleaved.
+template <class T, int D>
+__global__ void __launch_bounds__(256) rope_kernel(const RopeParams p) {
+  constexpr int kPairs = D / 16;  // pairs of pieces a head
+  wait_for_predecessor();
+  launch_dependents();
+  const int heads = p.q_heads + 2 * p.kv_heads;
+  const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
+  if (i >= (int64_t)p.tokens * heads * kPairs) return;
+  const int pair = (int)(i % kPairs), head = (int)(i / kPairs % heads);
+  const int64_t token = i / kPairs / heads;
+  const int lo = p.interleaved ? 2 * pair : pair, hi = p.interleaved ? lo + 1 : pair + kPairs;
+  const uint4* src = reinterpret_cast<const uint4*>(static_cast<const T*>(p.qkv) +
+                                                    token * p.row_stride + (int64_t)head * D);
+  const uint4 raw_a = src[lo], raw_b = src[hi];
+  const uint32_t pos = p.positions[token];
+  auto cache_row = [&](void* base, int kv_head) {
+    const uint32_t* table = p.block_table + (uint64_t)p.token_table[token] * p.table_stride;
+    return reinterpret_cast<uint4*>(
+        static_cast<T*>(base) +
+        (((uint64_t)table[pos / kBlock] * p.kv_heads + kv_head) * kBlock + pos % kBlock) * D);
+  };
+  if (head >= p.q_heads + p.kv_heads) {
+    uint4* to = cache_row(p.v, head - p.q_heads - p.kv_heads);
+    to[lo] = raw_a;
+    to[hi] = raw_b;
+    return;
+  }
+  // Eight angles: of pairs 8 * pair .. 8 * pair + 7.
+  const float* angle = p.angles + (int64_t)pos * D + 8 * pair;
+  float c[8], s[8];
+#pragma unroll
+  for (int j = 0; j < 8; j += 4) {
+    *reinterpret_cast<float4*>(c + j) = *reinterpret_cast<const float4*>(angle + j);
+    *reinterpret_cast<float4*>(s + j) = *reinterpret_cast<const float4*>(angle + D / 2 + j);
+  }
+  const Eight<T> a(raw_a), b(raw_b);
+  Eight<T> x, y;
+  if (p.interleaved) {
+    // Elements 2j, 2j + 1 of the 16 are pair j.
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float u = j < 4 ? a.x[2 * (j & 3)] : b.x[2 * (j & 3)];
+      const float v = j < 4 ? a.x[2 * (j & 3) + 1] : b.x[2 * (j & 3) + 1];
+      (j < 4 ? x : y).x[2 * (j & 3)] = u * c[j] - v * s[j];
+      (j < 4 ? x : y).x[2 * (j & 3) + 1] = v * c[j] + u * s[j];
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      x.x[j] = a.x[j] * c[j] - b.x[j] * s[j];
+      y.x[j] = b.x[j] * c[j] + a.x[j] * s[j];
+    }
+  }
+  const bool query = head < p.q_heads;
+  const int kv_head = head - p.q_heads;
+  uint4* to = query ? reinterpret_cast<uint4*>(static_cast<T*>(p.q) +
+                                               (token * p.q_heads + head) * D)
+                    : cache_row(p.k, kv_head);
+  to[lo] = x.pack();
+  to[hi] = y.pack();
+  void* plain = query ? p.q_plain : p.k_plain;
+  if (plain) {
+    uint4* at = reinterpret_cast<uint4*>(
+        static_cast<T*>(plain) +
+        (query ? token * p.q_heads + head : token * p.kv_heads + kv_head) * D);
+    at[lo] = raw_a;
+    at[hi] = raw_b;
+  }
+}
+
+constexpr int kNormPieces = 4;  // of eight elements a thread keeps in registers
+
+// One thread block a row. The sum is rounded to T before it is squared, since that is
+// what the next layer will add to.
+template <class T>
+__global__ void __launch_bounds__(1024) norm_kernel(const NormParams p) {
+  __shared__ float sums[32];
+  const int tid = threadIdx.x, threads = blockDim.x, pieces = p.width / 8;
+  const uint4* w = static_cast<const uint4*>(p.weight);
+  uint4 scale[kNormPieces], kept[kNormPieces];
+#pragma unroll
+  for (int i = 0; i < kNormPieces; ++i) {
+    const int at = tid + i * threads;
+    scale[i] = at < pieces ? w[at] : make_uint4(0, 0, 0, 0);  // The predecessor writes no weights.
+  }
+  wait_for_predecessor();
+  launch_dependents();
+  const int64_t row = (int64_t)blockIdx.x * pieces;
+  const uint4* x = static_cast<const uint4*>(p.x) + row;
+  uint4* residual = p.residual ? static_cast<uint4*>(p.residual) + row : nullptr;
+  uint4 added[kNormPieces];
+#pragma unroll
+  for (int i = 0; i < kNormPieces; ++i) {
+    const int at = tid + i * threads;
+    kept[i] = at < pieces ? x[at] : make_uint4(0, 0, 0, 0);
+    added[i] = residual && at < pieces ? residual[at] : make_uint4(0, 0, 0, 0);
+  }
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kNormPieces; ++i) {
+    const int at = tid + i * threads;
+    if (residual) {
+      Eight<T> a(kept[i]);
+      const Eight<T> b(added[i]);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) a.x[j] += b.x[j];
+      kept[i] = a.pack();
+      if (at < pieces) residual[at] = kept[i];
+    }
+    const Eight<T> a(kept[i]);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum += a.x[j] * a.x[j];
+  }
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  if ((tid & 31) == 0) sums[tid / 32] = sum;
+  __syncthreads();
+  sum = (tid & 31) < threads / 32 ? sums[tid & 31] : 0.f;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  const float inv = rsqrtf(sum / p.width + p.epsilon);
+  uint4* out = static_cast<uint4*>(p.out) + row;
+#pragma unroll
+  for (int i = 0; i < kNormPieces; ++i) {
+    const int at = tid + i * threads;
+    if (at >= pieces) continue;
+    Eight<T> a(kept[i]);
+    const Eight<T> g(scale[i]);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) a.x[j] *= inv * g.x[j];
+    out[at] = a.pack();
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(256) silu_kernel(const SiluParams p) {
+  wait_for_predecessor();
+  launch_dependents();
+  const int64_t pieces = p.width / 8;
+  const uint4* in = static_cast<const uint4*>(p.gate_up);
+  const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
+  if (i >= p.rows * pieces) return;
+  const int64_t row = i / pieces, at = i % pieces;
+  Eight<T> gate(in[row * 2 * pieces + at]);
+  const Eight<T> up(in[(row * 2 + 1) * pieces + at]);
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+    gate.x[j] = gate.x[j] / (1.f + exp2_fast(-gate.x[j] * kLog2e)) * up.x[j];
+  static_cast<uint4*>(p.out)[i] = gate.pack();
+}
+
+}  // namespace taper
