@@ -1,6 +1,6 @@
 """Times the kernels beside their peers on one GPU: cold L2, medians of CUDA events.
 
-bench.py [decode] [prefill] [delta] [sparse] [long]; writes bench.json into $OUT (or the current
+bench.py [decode] [prefill] [delta] [sparse] [values] [long]; writes bench.json into $OUT (or the current
 folder). FlashInfer is timed if it is installed, cuDNN through PyTorch.
 Llama-3.1-8B attention shape: 32 query heads, 8 KV heads, head_dim 128, bf16.
 """
@@ -275,7 +275,26 @@ def sparse():
         torch.cuda.empty_cache()
 
 
-PARTS = {"decode": decode, "prefill": prefill, "delta": delta, "sparse": sparse,
+def values():
+    """All keys, 128 values a head (S2ANTA), beside FlashInfer's dense step."""
+    for n in (32768, 131072, 524288):
+        cache = t.Cache([n], HK, D, DT, poison=False)
+        q = torch.randn(1, HQ, D, device=DEV, dtype=DT)
+        key = f"values b1 {n}"
+        for rule in t.TARGETS:
+            f = t.Values(cache, q, [7], 128, rule)
+            put(f"{key} {rule} S=128 us", median_ms(graphed(f)) * 1e3)
+        put(f"{key} score all keys us", median_ms(graphed(t.Score(cache, q, cache.k))) * 1e3)
+        del f
+        try:
+            put(f"{key} flashinfer graph us", median_ms(graphed(flashinfer_decode(n, 1))) * 1e3)
+        except ImportError:
+            pass
+        del cache, q
+        torch.cuda.empty_cache()
+
+
+PARTS = {"decode": decode, "prefill": prefill, "delta": delta, "sparse": sparse, "values": values,
          "long": long}
 
 if __name__ == "__main__":

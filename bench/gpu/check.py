@@ -544,8 +544,68 @@ def check_vattention(small):
             report("vattention independent of the batch", float((alone.out[0] != first[i]).any()))
 
 
+def check_values(small):
+    lens = [1, 65, 700] if small else [1, 63, 65, 1000, 20001]
+    shapes = [(torch.bfloat16, 128, 2, 4), (torch.float16, 64, 1, 3)]
+    if not small:
+        shapes += [(torch.bfloat16, 128, 8, 4), (torch.float16, 128, 2, 1), (torch.bfloat16, 64, 4, 8),
+                   (torch.bfloat16, 128, 1, 16), (torch.float16, 128, 2, 12), (torch.bfloat16, 128, 3, 5)]
+    for dtype, d, kv, g in shapes:
+        cache = t.Cache(lens, kv, d, dtype)
+        q = torch.randn(len(lens), kv * g, d, device=DEV, dtype=dtype)
+        exact = [attend64(q[i:i + 1], *cache.dense(i), torch.ones(1, n, dtype=torch.bool, device=DEV))
+                 for i, n in enumerate(lens)]
+        # Values that name one of d runs of tokens: the output counts the draws of each.
+        names = t.Cache(lens, kv, d, dtype)
+        names.k, names.table = cache.k, cache.table
+        want = torch.zeros(len(lens), kv * g, d, device=DEV, dtype=torch.float64)
+        for i, n in enumerate(lens):
+            run = torch.arange(n, device=DEV) * d // n
+            hot = torch.nn.functional.one_hot(run, d).to(dtype)
+            for b in range((n + 63) // 64):
+                part = hot[b * 64:b * 64 + 64]
+                names.v[cache.table[i, b], :, :len(part)] = part
+            k = cache.dense(i)[0].double().repeat_interleave(g, 0)
+            p = torch.softmax(torch.einsum("hd,hnd->hn", q[i].double(), k) * d**-0.5, -1)
+            want[i] = p @ hot.double()
+        seeds = torch.randint(0, 2**62, (len(lens),)).tolist()
+        for rule, slack in (("systematic", 1.02), ("stratified", 2.02), ("independent", None)):
+            f = t.Values(names, q, seeds, 128, rule)
+            f()
+            counts = f.out.double() * 128
+            bad = float((counts.sum(-1) != 128).any()) + float((counts != counts.round()).any())
+            off = (counts - want * 128).abs()
+            bad += float((off > (slack or 8 * (want * 128).sqrt() + 8)).any())
+            report(f"values {rule} {dtype} d{d} kv {kv} group {g} counts", bad)
+            lse = max((f.lse[i].double() - x[1][0]).abs().max().item() for i, x in enumerate(exact))
+            report(f"values {rule} {dtype} d{d} kv {kv} group {g} lse", lse)
+        first, moved = f.out.clone(), 0.0
+        for _ in range(3 if small else 50):
+            f.out.fill_(float("nan"))
+            f()
+            moved += float((f.out != first).any())
+        i = len(lens) - 1
+        alone = t.Values(names, q[i:].contiguous(), seeds[i:], 128, "independent", lens=lens[i:],
+                         row_table=torch.tensor([i], device=DEV, dtype=torch.int32))
+        alone()
+        report(f"values {dtype} d{d} kv {kv} group {g} repeats itself, alone and in a batch",
+               moved + float((alone.out[0] != first[i]).any()))
+        # Over many seeds the mean goes to the exact output, by its own standard error.
+        runs = 8 if small else 512
+        table = torch.full((runs,), i, device=DEV, dtype=torch.int32)
+        many = q[i:].expand(runs, -1, -1).contiguous()
+        for rule in t.TARGETS:
+            f = t.Values(cache, many, torch.randint(0, 2**62, (runs,)).tolist(), 16, rule,
+                         row_table=table, lens=[lens[i]] * runs)
+            f()
+            x = f.out.double()
+            z = (x.mean(0) - exact[i][0][0]) / (x.std(0) / runs**0.5).clamp_min(1e-3)
+            report(f"values {rule} {dtype} d{d} kv {kv} group {g} unbiased (z)", z.square().mean().sqrt().item(),
+                   2.0 if small else 1.3)
+
+
 CHECKS = {"score": check_score, "select": check_select, "sample": check_sample,
-          "vattention": check_vattention, "decode": check_decode, "lists": check_lists,
+          "vattention": check_vattention, "values": check_values, "decode": check_decode, "lists": check_lists,
           "prefill": check_prefill, "delta": check_delta}
 
 

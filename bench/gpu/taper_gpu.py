@@ -121,6 +121,14 @@ SampledParams = struct("SampledParams", [("d", DecodeParams)] + [(n, P) for n in
     ("capacity", I32), ("layer", I32)])
 
 
+ValuesParams = struct("ValuesParams", [(n, P) for n in (
+    "q k v block_table row_table lens seeds positions out lse sync weights part_lse parts"
+    ).split()] + [
+    ("blocks", I64), ("rows", I32), ("q_heads", I32), ("kv_heads", I32), ("head_dim", I32),
+    ("dtype", I32), ("table_stride", I32), ("max_len", I32), ("samples", I32), ("rule", I32),
+    ("layer", I32), ("scale", F32), ("overlap", I32), ("in_order", I32), ("reserved", I32)])
+
+
 class Cache:
     """One layer's paged K and V: [blocks, kv_heads, 64, head_dim] and a block table."""
 
@@ -404,7 +412,7 @@ class VAttention:
             ptr(q), ptr(cache.k), ptr(cache.v), ptr(cache.table), ptr(row_table), ptr(fixed),
             ptr(block_ids), ptr(token_ids), None, None, None, None, None, ptr(self.part_o),
             ptr(self.part_lse), cache.blocks, rows, q_heads, kv, kv, d, DTYPE[q.dtype],
-            cache.table.stride(0), 0, d**-0.5, 1, int(overlap))
+            cache.table.stride(0), 0, d**-0.5, 4, int(overlap))
         self.p = SampledParams(
             decode, *[ptr(x) for x in (
                 self.seeds, self.positions, self.out, self.lse, self.sync, self.draws,
@@ -421,3 +429,38 @@ class VAttention:
         """Keys and values read, over all KV heads; the pilot's look ahead not counted."""
         exact = self.fixed[:, 12] - self.residual
         return torch.where(self.state == 1, exact + self.counts, self.fixed[:, 12]).sum().item()
+
+
+TARGETS = {"systematic": 0, "stratified": 1, "independent": 2}
+
+
+class Values:
+    """Attention over all keys and `samples` values of each head (S2ANTA)."""
+
+    def __init__(self, cache, q, seeds, samples=128, rule="systematic", layer=0, row_table=None,
+                 positions=None, lens=None, overlap=True):
+        rows, q_heads, d = q.shape
+        dev, kv = q.device, cache.kv_heads
+        lens = lens or cache.lens
+        lists, group, team = rows * kv, q_heads // kv, team_size(kv)
+        i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=dev)
+        f32 = lambda *shape: torch.full(shape, float("nan"), device=dev)
+        self.lens, self.positions = i32(lens), i32([n - 1 for n in lens] if positions is None else positions)
+        self.seeds = torch.tensor(seeds, dtype=torch.int64, device=dev)
+        self.out = torch.full(q.shape, float("nan"), device=dev, dtype=q.dtype)
+        self.lse = f32(rows, q_heads)
+        self.sync = torch.zeros(1 + lists, 32, dtype=torch.int32, device=dev)
+        padded = (max(lens) + 63) // 64 * 64
+        self.weights = torch.full((lists, padded, group), float("nan"), device=dev, dtype=torch.float16)
+        self.part_lse, self.parts = f32(lists, team, group), f32(lists, team, group, d)
+        self.keep = (cache, q, row_table)
+        self.p = ValuesParams(
+            *[ptr(x) for x in (q, cache.k, cache.v, cache.table, row_table, self.lens, self.seeds,
+                               self.positions, self.out, self.lse, self.sync, self.weights,
+                               self.part_lse, self.parts)],
+            cache.blocks, rows, q_heads, kv, d, DTYPE[q.dtype], cache.table.stride(0), max(lens),
+            samples, TARGETS[rule], layer, d**-0.5, int(overlap), 0, 0)
+
+    def __call__(self):
+        call("taper_values", self.p)
+        return self.out

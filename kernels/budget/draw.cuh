@@ -39,6 +39,8 @@ __device__ __forceinline__ uint32_t drawn_id(const SampledParams& p, const Sampl
                 (i - sh.before[turn][lo]));
 }
 
+constexpr uint32_t kChosenTokens = 512 * 32 * kBlock;  // that the bitmap covers
+
 template <int D, int N>
 struct Drawer {
   const SampledParams& p;
@@ -56,16 +58,11 @@ struct Drawer {
     }
     consumers_meet();
   }
-  __device__ __forceinline__ bool is_read(uint32_t t) const {
+  // What the bitmap does not hold.
+  __device__ __forceinline__ bool is_listed(uint32_t t) const {
     const WorkList& w = o.w;
-    const uint32_t b = t / kBlock;
-    if ((t >= w.begin[0] && t < w.end[0]) || (t >= w.begin[1] && t < w.end[1])) return true;
-    if (b < 512 * 32) {
-      if (sh.chosen[b / 32] >> (b % 32) & 1) return true;
-    } else if (holds(p.d.block_ids + w.block_first, w.block_count, b)) {
-      return true;
-    }
-    return w.token_count && holds(p.d.token_ids + w.token_first, w.token_count, t);
+    return (t >= kChosenTokens && holds(p.d.block_ids + w.block_first, w.block_count, t / kBlock)) ||
+           holds(p.d.token_ids + w.token_first, w.token_count, t);
   }
   // The six round keys; lanes 0 and 1 make four words each.
   __device__ __forceinline__ Permutation permutation() const {
@@ -87,7 +84,9 @@ struct Drawer {
     if (drawn >= until || turn >= kDrawTurns) return;
     const uint32_t segments = o.team * kDrawWarps;
     const Permutation permutation = this->permutation();
-    const uint32_t domain = permutation.domain();
+    const uint32_t domain = permutation.domain(), len = o.w.len;
+    const uint32_t begin0 = o.w.begin[0], end0 = o.w.end[0], begin1 = o.w.begin[1], end1 = o.w.end[1];
+    const bool searches = o.w.token_count > 0 || (o.w.block_count > 0 && len > kChosenTokens);
     do {
       const uint32_t at = turn == 0 ? 0 : sh.turn_at[turn - 1] + segments * sh.turn_points[turn - 1];
       uint32_t points;  // a warp's
@@ -99,16 +98,26 @@ struct Drawer {
       const uint32_t segment = o.rank * kDrawWarps + warp, first = at + segment * points;
       uint32_t* ids = p.draws + o.list * p.draw_stride + first;
       uint32_t kept = 0;
+      // Without branches: the points of a round are worked on side by side.
       constexpr int kAhead = 4;
+      const uint32_t last = first < domain ? min(points, domain - first) : 0;
 #pragma unroll 1
-      for (uint32_t j = lane; j < points + lane; j += 32 * kAhead) {
+      for (uint32_t j = lane; j < last + lane; j += 32 * kAhead) {
         uint32_t x[kAhead];
         bool pass[kAhead];
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) {
           const uint32_t i = j + 32 * k;
           x[k] = permutation.point(first + i);
-          pass[k] = i < points && first + i < domain && x[k] < o.w.len && !is_read(x[k]);
+          const uint32_t bits = sh.chosen[min(x[k] / (32 * kBlock), 511u)];
+          const bool block = x[k] < kChosenTokens && (bits >> (x[k] / kBlock % 32) & 1);
+          pass[k] = (i < last) & (x[k] < len) & !block & !((x[k] >= begin0) & (x[k] < end0)) &
+                    !((x[k] >= begin1) & (x[k] < end1));
+        }
+        if (searches) {
+#pragma unroll
+          for (int k = 0; k < kAhead; ++k)
+            if (pass[k] && is_listed(x[k])) pass[k] = false;
         }
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) {

@@ -19,7 +19,13 @@ struct SampledFeed {
   __device__ __forceinline__ uint32_t place(uint32_t pos) const {
     return (o.table[pos / kBlock] * p.d.kv_heads + o.kv_head) * kBlock + pos % kBlock;
   }
+  // Few tiles are on their way at a time: more would not come faster, and what the team
+  // says to itself queues behind them.
   __device__ __forceinline__ uint32_t claim() {
+    if (count >= p.d.gather) {
+      const uint32_t i = count - p.d.gather;
+      mbar_wait(smem_u32(&sh.full[i % L::kStages]), i / L::kStages & 1);
+    }
     mbar_wait(smem_u32(&sh.empty[count % L::kStages]), (count / L::kStages & 1) ^ 1);
     return count++ % L::kStages;
   }

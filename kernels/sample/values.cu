@@ -1,0 +1,42 @@
+// Entry point of attention over sampled values.
+#include "values.cuh"
+
+namespace taper {
+namespace {
+
+template <class T, int D, int N>
+cudaError_t go(ValuesParams p, cudaStream_t stream) {
+  ValuesMaps maps;
+  cudaError_t e = row_map(&maps.k, p.k, p.dtype, p.blocks * p.kv_heads * kBlock, D, kBlock);
+  if (e == cudaSuccess) e = row_map(&maps.q, p.q, p.dtype, (int64_t)p.rows * p.q_heads, D, N);
+  if (e != cudaSuccess) return e;
+  const int team = team_size(p.kv_heads), grid = p.rows * p.kv_heads * team;
+  const size_t masses = sizeof(float) * (p.q_heads / p.kv_heads) *
+                        rank_tiles((p.max_len + kBlock - 1) / kBlock, team);
+  if (masses > 80 * 1024) return cudaErrorInvalidValue;
+  p.in_order = grid > sm_count();
+  return launch(values_kernel<T, D, N>, grid, 288, ValuesLayout<D, N>::kBytes + masses, stream,
+                p.overlap != 0, maps, p);
+}
+template <class T, int D>
+cudaError_t pick_group(const ValuesParams& p, cudaStream_t s) {
+  return p.q_heads / p.kv_heads <= 8 ? go<T, D, 8>(p, s) : go<T, D, 16>(p, s);
+}
+template <class T>
+cudaError_t pick_dim(const ValuesParams& p, cudaStream_t s) {
+  return p.head_dim == 128 ? pick_group<T, 128>(p, s) : pick_group<T, 64>(p, s);
+}
+
+}  // namespace
+}  // namespace taper
+
+extern "C" int taper_values(const taper::ValuesParams* p, cudaStream_t stream) {
+  using namespace taper;
+  const bool ok = p->rows > 0 && p->kv_heads > 0 && p->q_heads % p->kv_heads == 0 &&
+                  p->q_heads / p->kv_heads <= 16 && (p->head_dim == 64 || p->head_dim == 128) &&
+                  (p->dtype == kBf16 || p->dtype == kF16) && p->samples > 0 && p->max_len > 0 &&
+                  p->rule >= kSystematic && p->rule <= kIndependent &&
+                  p->blocks * p->kv_heads * kBlock <= INT32_MAX;
+  if (!ok) return cudaErrorInvalidValue;
+  return p->dtype == kBf16 ? pick_dim<__nv_bfloat16>(*p, stream) : pick_dim<__half>(*p, stream);
+}

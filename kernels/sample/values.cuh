@@ -1,0 +1,397 @@
+// Attention that reads every key but only a sample of the values (S2ANTA).
+//
+// A team of thread blocks works on each list, a rank on a run of its tiles. Pass one
+// streams the keys: every tile leaves its weights, relative to its largest, in 16 bits
+// and its mass in shared memory. The team meets once to learn where each rank's mass
+// lies in the whole; then every rank draws from its own. A target in [0, 1) names the
+// token at which the running sum of the probabilities passes it, so a head's `samples`
+// targets are exactly as many draws, and the output is the mean of their values:
+// unbiased, whether targets are one uniform number and its translates (systematic), one
+// number in each of the equal intervals (stratified) or all independent.
+//
+// Source: S2ANTA's estimators, with one offset for all tiles of a head.
+#pragma once
+
+#include "../common/philox.cuh"
+#include "../common/team.cuh"
+#include "../common/wgmma.cuh"
+#include "../common/worklist.cuh"
+
+namespace taper {
+
+enum TargetRule : int32_t { kSystematic = 0, kStratified = 1, kIndependent = 2 };
+
+struct ValuesParams {
+  const void* q;                // [rows, q_heads, head_dim]
+  const void* k;                // [blocks, kv_heads, 64, head_dim]
+  const void* v;                // as k
+  const uint32_t* block_table;  // [tables, table_stride]
+  const uint32_t* row_table;    // [rows] or null
+  const uint32_t* lens;         // [rows], visible tokens, at least 1
+  const uint64_t* seeds;        // [rows]
+  const uint32_t* positions;    // [rows], absolute position of the query
+  void* out;                    // [rows, q_heads, head_dim]
+  float* lse;                   // [rows, q_heads] or null; exact
+  uint32_t* sync;               // [(1 + lists) * 32], zero before and after
+  __half* weights;              // [lists, max_len rounded up to 64, group], scratch
+  float* part_lse;              // [lists, team, group], scratch, in units of log2(e)
+  float* parts;                 // [lists, team, group, head_dim], scratch
+  int64_t blocks;               // of the cache
+  int32_t rows, q_heads, kv_heads, head_dim, dtype, table_stride;
+  int32_t max_len, samples, rule, layer;
+  float scale;
+  int32_t overlap, in_order, reserved;
+};
+
+constexpr uint32_t kTargetDraws = 0x53320000u;  // words of a head's targets, and on
+
+template <int D, int N>
+struct ValuesLayout {
+  static constexpr int kPanel = kBlock * 128, kStage = kPanel * (D / 64);  // keys of a tile
+  static constexpr int kStages = 128 * 1024 / kStage;                      // even
+  static constexpr int kQuery = N * 128 * (D / 64);
+  static constexpr int kBytes = kStages * kStage + kQuery + 1024;  // and masses after them
+};
+__host__ __device__ inline uint32_t rank_tiles(uint32_t tiles, uint32_t team) {
+  return (tiles + team - 1) / team;
+}
+
+template <int D, int N>
+struct ValuesShared {
+  static constexpr int S = ValuesLayout<D, N>::kStages;
+  uint64_t full[S], empty[S], q_full;
+  uint32_t place;
+  float red[2][2][4][N];  // warpgroup; maxima, sums; warp; head
+  float begin[N], scale[N], end[N], total[N];  // of the rank's mass in the head's
+  float mass[N];
+  float join[8][D];
+};
+
+struct ValuesMaps {
+  CUtensorMap q, k;
+};
+
+template <class T, int D, int N>
+struct ValuesBlock {
+  using L = ValuesLayout<D, N>;
+  static constexpr int C = N / 4, V = D / 32;
+  const ValuesMaps& maps;
+  const ValuesParams& p;
+  ValuesShared<D, N>& sh;
+  const uint32_t stages, q_at;
+  float* const mass;  // [group][mass_stride], of this rank's tiles: log2, then running sums
+  const uint32_t mass_stride, list, rank, team, row, kv_head, len, first, tiles;
+  const uint32_t* table;
+  const int group, lane;
+
+  __device__ __forceinline__ void produce() {
+    if (lane == 0) {
+      mbar_expect_tx(smem_u32(&sh.q_full), L::kQuery);
+#pragma unroll
+      for (int h = 0; h < D / 64; ++h)
+        tma_load_2d(q_at + h * (N * 128), &maps.q, smem_u32(&sh.q_full), h * 64,
+                    row * p.q_heads + kv_head * group);
+    }
+    for (uint32_t t0 = 0; t0 < tiles; t0 += 32) {
+      uint32_t y = 0;
+      if (t0 + lane < tiles) y = (table[first + t0 + lane] * p.kv_heads + kv_head) * kBlock;
+      for (uint32_t i = 0; i < min(32u, tiles - t0); ++i) {
+        const uint32_t at = t0 + i, stage = at % L::kStages, full = smem_u32(&sh.full[stage]);
+        const int from = __shfl_sync(~0u, y, i);
+        if (lane == 0) {
+          mbar_wait(smem_u32(&sh.empty[stage]), (at / L::kStages & 1) ^ 1);
+          mbar_expect_tx(full, L::kStage);
+#pragma unroll
+          for (int h = 0; h < D / 64; ++h)
+            tma_load_2d(stages + stage * L::kStage + h * L::kPanel, &maps.k, full, h * 64, from);
+        }
+        __syncwarp();
+      }
+    }
+  }
+
+  __device__ __forceinline__ __half* weight_of(uint32_t token) const {
+    const int64_t padded = (int64_t)(p.max_len + kBlock - 1) / kBlock * kBlock;
+    return p.weights + (list * padded + token) * group;
+  }
+
+  // One warpgroup's tiles: every other one.
+  __device__ __forceinline__ void weigh(int wg) {
+    const int warp = threadIdx.x / 32 % 4, r0 = warp * 16 + lane / 4;
+    const float scale2 = p.scale * kLog2e;
+    mbar_wait(smem_u32(&sh.q_full), 0);
+    for (uint32_t t = wg; t < tiles; t += 2) {
+      const uint32_t stage = t % L::kStages;
+      mbar_wait(smem_u32(&sh.full[stage]), t / L::kStages & 1);
+      float s[N / 2];
+      const uint64_t k_desc = smem_desc(stages + stage * L::kStage), q_desc = smem_desc(q_at);
+      wgmma_fence();
+#pragma unroll
+      for (int kk = 0; kk < D / 16; ++kk)
+        wgmma_ss<T, N, false>(s, k_desc + (((kk / 4) * L::kPanel + (kk % 4) * 32) >> 4),
+                              q_desc + (((kk / 4) * (N * 128) + (kk % 4) * 32) >> 4), kk > 0);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(s);
+      __syncwarp();
+      if (lane == 0) mbar_arrive(smem_u32(&sh.empty[stage]));
+
+      const uint32_t token = (first + t) * kBlock + r0;
+      const bool in[2] = {token < len, token + 8 < len};
+#pragma unroll
+      for (int c = 0; c < C; ++c) {
+        const int j = (c / 2) * 4 + (c & 1), h = (c / 2) * 8 + (lane & 3) * 2 + (c & 1);
+        s[j] = in[0] ? s[j] * scale2 : -INFINITY;  // What lies beyond may be anything.
+        s[j + 2] = in[1] ? s[j + 2] * scale2 : -INFINITY;
+        float top = fmaxf(s[j], s[j + 2]);
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+        if (lane < 4) sh.red[wg][0][warp][h] = top;
+      }
+      bar_sync(1 + wg, 128);
+#pragma unroll
+      for (int c = 0; c < C; ++c) {
+        const int j = (c / 2) * 4 + (c & 1), h = (c / 2) * 8 + (lane & 3) * 2 + (c & 1);
+        float top = -INFINITY;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) top = fmaxf(top, sh.red[wg][0][w][h]);
+        const __half a = __float2half(exp2_fast(s[j] - top)), b = __float2half(exp2_fast(s[j + 2] - top));
+        if (h < group) {
+          if (in[0]) weight_of(token)[h] = a;
+          if (in[1]) weight_of(token + 8)[h] = b;
+        }
+        // The sum is of what was rounded: draws are made from that.
+        float sum = __half2float(a) + __half2float(b);
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+        if (lane < 4) sh.red[wg][1][warp][h] = sum;
+        s[j] = top;
+      }
+      bar_sync(1 + wg, 128);
+      if (warp == 0 && lane < 4)
+#pragma unroll
+        for (int c = 0; c < C; ++c) {
+          const int h = (c / 2) * 8 + lane * 2 + (c & 1);
+          float sum = 0;
+#pragma unroll
+          for (int w = 0; w < 4; ++w) sum += sh.red[wg][1][w][h];
+          if (h < group) mass[h * mass_stride + t] = s[(c / 2) * 4 + (c & 1)] + log2f(sum);
+        }
+    }
+  }
+
+  // One warp: turns a head's tile masses into running sums.
+  __device__ __forceinline__ void accumulate(int h) {
+    float* m = mass + h * mass_stride;
+    float top = -INFINITY, sum = 0;
+    for (uint32_t t = lane; t < tiles; t += 32) top = fmaxf(top, m[t]);
+#pragma unroll
+    for (int d = 16; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+    for (uint32_t t0 = 0; t0 < tiles; t0 += 32) {
+      float x = t0 + lane < tiles ? exp2_fast(m[t0 + lane] - top) : 0.f;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const float y = __shfl_up_sync(~0u, x, d);
+        if (lane >= d) x += y;
+      }
+      if (t0 + lane < tiles) m[t0 + lane] = sum + x;
+      sum += __shfl_sync(~0u, x, 31);
+    }
+    if (lane == 0) {
+      sh.mass[h] = sum;
+      p.part_lse[((int64_t)list * team + rank) * group + h] = tiles ? top + log2f(sum) : -INFINITY;
+    }
+  }
+  // One warp: where this rank's mass lies among the team's. All ranks compute the same
+  // bounds, so no target is lost between two.
+  __device__ __forceinline__ void place(int h) {
+    const float lse =
+        lane < team ? __ldcg(p.part_lse + ((int64_t)list * team + lane) * group + h) : -INFINITY;
+    float top = lse;
+#pragma unroll
+    for (int d = 16; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+    const float own = lse == -INFINITY ? 0.f : exp2_fast(lse - top);
+    float upto = own;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const float y = __shfl_up_sync(~0u, upto, d);
+      if (lane >= d) upto += y;
+    }
+    const float total = __shfl_sync(~0u, upto, 31);
+    // The last rank with mass ends the line, so that rounding loses no target either.
+    const bool ends = (31 - __clz(__ballot_sync(~0u, own > 0.f))) == (int)rank;
+    const float before = __shfl_up_sync(~0u, upto, 1);
+    if (lane == rank) {
+      sh.begin[h] = lane ? before : 0.f;
+      sh.end[h] = ends ? INFINITY : upto;
+      sh.scale[h] = own > 0.f ? sh.mass[h] / own : 0.f;
+      sh.total[h] = total;
+      if (p.lse && ends) p.lse[((int64_t)row * p.q_heads) + kv_head * group + h] = (top + log2f(total)) * kLn2;
+    }
+  }
+
+  __device__ __forceinline__ float uniform(int h, uint32_t draw) const {
+    const Stream s{p.seeds[row], (uint32_t)p.layer, kv_head * group + h, p.positions[row]};
+    return (s.words(kTargetDraws + draw).x >> 8) * (1.f / (1 << 24));
+  }
+
+  // One warp: adds up the values of those of a head's targets k = sub, sub + step, ...
+  // that fall on this rank.
+  __device__ __forceinline__ void draw(int h, uint32_t sub, uint32_t step, float (&acc)[V]) {
+    const float* m = mass + h * mass_stride;
+    const float begin = sh.begin[h], end = sh.end[h], scale = sh.scale[h], total = sh.total[h];
+    const float u0 = p.rule == kSystematic ? uniform(h, 0) : 0.f, inverse = 1.f / p.samples;
+    const T* values = static_cast<const T*>(p.v);
+    for (uint32_t k0 = sub; k0 < p.samples; k0 += 32 * step) {
+      const uint32_t k = k0 + lane * step;
+      float x = u0;
+      if (p.rule != kSystematic && k < p.samples) x = uniform(h, k);
+      x = p.rule == kIndependent ? x : (k + x) * inverse;
+      x *= total;
+      const bool mine = k < p.samples && x >= begin && x < end;
+      uint32_t lo = 0;
+      float left = 0;
+      if (mine) {
+        // The first tile whose running sum passes the target, or the last.
+        const float y = (x - begin) * scale;
+        uint32_t hi = tiles - 1;
+        while (lo < hi) {
+          const uint32_t mid = (lo + hi) / 2;
+          if (m[mid] > y) hi = mid;
+          else lo = mid + 1;
+        }
+        const float before = lo ? m[lo - 1] : 0.f;
+        left = fminf(fmaxf((y - before) / (m[lo] - before), 0.f), 1.f);
+      }
+      uint32_t todo = __ballot_sync(~0u, mine);
+      while (todo) {
+        constexpr int kAhead = 4;
+        uint32_t at[kAhead], block[kAhead];
+        float w[kAhead][2], z[kAhead];
+        bool any[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          any[i] = todo != 0;
+          const int from = any[i] ? __ffs(todo) - 1 : 0;
+          todo &= todo - 1;
+          const uint32_t t = first + __shfl_sync(~0u, lo, from), token = t * kBlock + 2 * lane;
+          z[i] = __shfl_sync(~0u, left, from);
+          w[i][0] = any[i] && token < len ? __half2float(__ldcg(weight_of(token) + h)) : 0.f;
+          w[i][1] = any[i] && token + 1 < len ? __half2float(__ldcg(weight_of(token + 1) + h)) : 0.f;
+          block[i] = any[i] ? table[t] : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          float upto = w[i][0] + w[i][1];
+#pragma unroll
+          for (int d = 1; d < 32; d *= 2) {
+            const float y = __shfl_up_sync(~0u, upto, d);
+            if (lane >= d) upto += y;
+          }
+          const float goal = z[i] * __shfl_sync(~0u, upto, 31);
+          // The first token whose running sum passes the goal, or the last with a weight.
+          const uint32_t odd = __ballot_sync(~0u, upto > goal), live = __ballot_sync(~0u, w[i][0] + w[i][1] > 0.f);
+          const uint32_t even = __ballot_sync(~0u, upto - w[i][1] > goal && w[i][0] > 0.f);
+          const int l = odd ? __ffs(odd) - 1 : live ? 31 - __clz(live) : 0;
+          const bool second = __shfl_sync(~0u, w[i][1] > 0.f, l) && !(even >> l & 1);
+          at[i] = 2 * l + second;
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          if (!any[i]) continue;
+          const T* v = values + ((int64_t)(block[i] * p.kv_heads + kv_head) * kBlock + at[i]) * D + lane * V;
+          T x[V];
+          if constexpr (V == 4) *reinterpret_cast<uint2*>(x) = *reinterpret_cast<const uint2*>(v);
+          else *reinterpret_cast<uint32_t*>(x) = *reinterpret_cast<const uint32_t*>(v);
+#pragma unroll
+          for (int j = 0; j < V; ++j) acc[j] += to_float(x[j]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void consume() {
+    const int warp = threadIdx.x / 32, tid = threadIdx.x;
+    weigh(__shfl_sync(~0u, warp / 4, 0));
+    bar_sync(3, 256);
+    for (int h = warp; h < group; h += 8) accumulate(h);
+    uint32_t* sync = p.sync + (1 + list) * kTeamLine;
+    bar_sync(3, 256);
+    if (tid == 0) team_meet(sync, team);
+    __syncwarp();
+    bar_sync(3, 256);
+    for (int h = warp; h < group; h += 8) place(h);
+    bar_sync(3, 256);
+    // Small groups: several warps a head.
+    const int step = group <= 8 ? 8 / group : 1, sub = warp / group;
+    for (int h = group <= 8 ? warp % group : warp; h < group; h += 8) {
+      float acc[V] = {};
+      if (group > 8 || sub < step) draw(h, group > 8 ? 0 : sub, step, acc);
+#pragma unroll
+      for (int j = 0; j < V; ++j) sh.join[warp][lane * V + j] = acc[j];
+      if (group > 8) {
+        __syncwarp();
+        float* to = p.parts + (((int64_t)list * team + rank) * group + h) * D;
+        for (int d = lane; d < D; d += 32) to[d] = sh.join[warp][d];
+        __syncwarp();
+      }
+    }
+    bar_sync(3, 256);
+    if (group <= 8)
+      for (int i = tid; i < group * D; i += 256) {
+        float x = 0;
+        for (int s = 0; s < step; ++s) x += sh.join[s * group + i / D][i % D];
+        p.parts[((int64_t)list * team + rank) * group * D + i] = x;
+      }
+    bar_sync(3, 256);
+    const bool last = tid == 0 && add_acq_rel(sync + 8, 1) == team - 1;
+    __syncwarp();
+    if (!bar_any(3, 256, last)) return;
+    const int64_t head = (int64_t)row * p.q_heads + kv_head * group;
+    const float inverse = 1.f / p.samples;
+    for (int i = tid; i < group * D; i += 256) {
+      const float* from = p.parts + (int64_t)list * team * group * D + i;
+      float x = 0;
+#pragma unroll 16
+      for (uint32_t r = 0; r < team; ++r) x += __ldcg(from + (int64_t)r * group * D);
+      static_cast<T*>(p.out)[head * D + i] = static_cast<T>(x * inverse);
+    }
+    if (tid == 0) sync[0] = sync[8] = 0;  // All have left.
+  }
+};
+
+template <class T, int D, int N>
+__global__ void __launch_bounds__(288, 1)
+    values_kernel(const __grid_constant__ ValuesMaps maps, const __grid_constant__ ValuesParams p) {
+  using L = ValuesLayout<D, N>;
+  extern __shared__ uint8_t raw[];
+  __shared__ ValuesShared<D, N> sh;
+  const uint32_t stages = (smem_u32(raw) + 1023) & ~1023u, q_at = stages + L::kStages * L::kStage;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < L::kStages; ++i) {
+      mbar_init(smem_u32(&sh.full[i]), 1);
+      mbar_init(smem_u32(&sh.empty[i]), 4);
+    }
+    mbar_init(smem_u32(&sh.q_full), 1);
+    mbar_init_fence();
+    tma_prefetch_map(&maps.q);
+    tma_prefetch_map(&maps.k);
+  }
+  wait_for_predecessor();
+  launch_dependents();
+  if (threadIdx.x == 0) sh.place = p.in_order ? team_place(p.sync) : blockIdx.x;
+  __syncthreads();
+  const uint32_t team = team_size(p.kv_heads), list = sh.place / team, rank = sh.place % team;
+  const uint32_t row = list / p.kv_heads, len = p.lens[row], all = (len + kBlock - 1) / kBlock;
+  const uint32_t per = rank_tiles(all, team), first = min(rank * per, all);
+  const uint32_t* table = p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
+  float* mass = reinterpret_cast<float*>(raw + (q_at + L::kQuery - smem_u32(raw)));
+  ValuesBlock<T, D, N> block{maps, p, sh, stages, q_at, mass,
+                             rank_tiles((p.max_len + kBlock - 1) / kBlock, team), list, rank, team, row,
+                             list % p.kv_heads, len, first, min(per, all - first), table,
+                             p.q_heads / p.kv_heads, (int)threadIdx.x % 32};
+  if (threadIdx.x >= 256) block.produce();
+  else block.consume();
+}
+
+}  // namespace taper
