@@ -5,6 +5,7 @@ use crate::text::{Message, Text, TextError, TokenStream};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 use taper_attention::{AttentionBatch, AttentionSpec, AttentionUsage, Sequence, Span};
+use taper_kernels::parallel;
 use taper_kv_cache::{BLOCK_TOKENS, KvPool, KvShape};
 use taper_model::{
     ChatMessage, ChatTemplate, LoadOptions, Model, ModelError, ResolvedModel, StreamDecoder, TextStart, Tokenizer,
@@ -162,8 +163,8 @@ impl Backend for ModelBackend {
     }
 
     fn forward(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
-        // Inside the pool, an operation shares its work out at once; from outside, each would wait to be taken in.
-        rayon::scope(|_| self.step(inputs))
+        // The pool stays awake from the first layer to the last.
+        parallel::awake(|| self.step(inputs))
     }
 
     fn usage(&self, sequence: &Sequence) -> AttentionUsage {

@@ -35,6 +35,8 @@ pub struct Promise {
     upper: f64,
     /// One-sided quantile of 0.1 delta, for the denominator's share.
     rest: f64,
+    /// What the norm's quantile is at least, whatever the covariance.
+    least: f64,
 }
 
 /// Moments of `drawn` sampled keys that stand for `residual` unread ones, and the estimates they give.
@@ -67,7 +69,7 @@ pub enum Verdict {
     Sample(f64),
     /// The sample is too noisy to tell.
     Noisy,
-    /// No sample will do: nothing to measure the error against.
+    /// No sample will do: too little to measure the error against.
     Dense,
 }
 
@@ -87,7 +89,7 @@ impl Promise {
         let two_sided = |d: f64| normal.inverse_cdf(1.0 - d / 2.0);
         let vector = |d: f64| two_sided(d).max(LEAST_VECTOR_QUANTILE);
         let split = |share: f64| (vector(delta * (1.0 - share)), two_sided(delta * share));
-        Self {
+        let mut promise = Self {
             rule,
             epsilon,
             splits: [0.02, 0.05, 0.1, 0.2, 0.3, 0.5].map(split).to_vec(),
@@ -95,7 +97,11 @@ impl Promise {
             most: vector(0.9 * delta),
             upper: normal.inverse_cdf(1.0 - 0.9 * delta),
             rest: normal.inverse_cdf(1.0 - 0.1 * delta),
-        }
+            least: 1.0,
+        };
+        // As a function of the spread's root the quantile is concave, so its least value is at an end.
+        promise.least = promise.norm_quantile(1.0, 1.0).min(1.0);
+        promise
     }
 
     /// The budget. `trace_r2` gives the trace of the squared covariance of R and is asked only where it matters:
@@ -103,42 +109,49 @@ impl Promise {
     pub fn verdict(&self, m: &Moments, limit: f64, trace_r2: impl FnOnce() -> f64) -> Verdict {
         let n = m.residual;
         let scalar = n * root(m.variance_d) / m.denominator;
-        let root = match self.rule {
-            Rule::Denominator => self.whole * scalar / self.epsilon,
+        // Each rule gives the root of the budget with replacement from the norm that errors are measured against.
+        match self.rule {
+            Rule::Denominator => sample_of(self.whole * scalar / self.epsilon, n),
             Rule::Lemma | Rule::Tight => {
-                let norm = match self.signal(m.numerator_norm2, m.trace_n, m, 1.0) {
-                    Ok(norm) => norm,
-                    Err(verdict) => return verdict,
+                let deviation = n * root(m.trace_n);
+                let bound = |norm: f64| {
+                    let bound = |&(c, z): &(f64, f64)| match self.rule {
+                        Rule::Lemma => (c * deviation / norm + z * scalar) / (self.epsilon / 2.0),
+                        _ => (c * deviation / norm + (1.0 + self.epsilon) * z * scalar) / self.epsilon,
+                    };
+                    self.splits.iter().map(bound).fold(f64::INFINITY, f64::min)
                 };
-                let vector = n * root(m.trace_n) / norm;
-                let bound = |&(c, z): &(f64, f64)| match self.rule {
-                    Rule::Lemma => (c * vector + z * scalar) / (self.epsilon / 2.0),
-                    _ => (c * vector + (1.0 + self.epsilon) * z * scalar) / self.epsilon,
-                };
-                self.splits.iter().map(bound).fold(f64::INFINITY, f64::min)
-            }
-            Rule::Ratio | Rule::Chi2 => {
-                let norm = match self.signal(m.output_norm2, m.trace_r, m, m.denominator) {
-                    Ok(norm) => norm,
-                    Err(verdict) => return verdict,
-                };
-                let vector = n * root(m.trace_r) / (self.epsilon * m.denominator * norm);
-                let bound = |c: f64| c * vector + self.rest * scalar;
-                if self.rule == Rule::Ratio {
-                    bound(self.most)
-                } else if without_replacement(bound(1.0), n) > limit {
-                    bound(1.0)
-                } else {
-                    bound(self.norm_quantile(m.trace_r, trace_r2()))
+                match self.norm(m.numerator_norm2, m.trace_n, m, 1.0, |norm| sample_of(bound(norm), n).over(limit)) {
+                    Ok(norm) => sample_of(bound(norm), n),
+                    Err(verdict) => verdict,
                 }
             }
-        };
-        if root.is_nan() { Verdict::Dense } else { Verdict::Sample(without_replacement(root, n)) }
+            Rule::Ratio | Rule::Chi2 => {
+                let deviation = n * root(m.trace_r) / (self.epsilon * m.denominator);
+                let bound = |c: f64, norm: f64| sample_of(c * deviation / norm + self.rest * scalar, n);
+                let least = if self.rule == Rule::Ratio { self.most } else { self.least };
+                let norm =
+                    self.norm(m.output_norm2, m.trace_r, m, m.denominator, |norm| bound(least, norm).over(limit));
+                match norm {
+                    Err(verdict) => verdict,
+                    Ok(norm) if self.rule == Rule::Ratio || bound(least, norm).over(limit) => bound(least, norm),
+                    Ok(norm) => bound(self.norm_quantile(m.trace_r, trace_r2()), norm),
+                }
+            }
+        }
     }
 
-    /// A norm with the sample's noise taken off its square; `scale` turns sums into the norm's unit.
-    fn signal(&self, norm2: f64, trace: f64, m: &Moments, scale: f64) -> Result<f64, Verdict> {
-        if norm2 <= 0.0 || !norm2.is_finite() {
+    /// A norm with the sample's noise taken off its square; `scale` turns sums into the norm's unit. `hopeless` says
+    /// whether a norm is so small that no sample will do: if that of the noisy square is, no larger sample is asked for.
+    fn norm(
+        &self,
+        norm2: f64,
+        trace: f64,
+        m: &Moments,
+        scale: f64,
+        hopeless: impl FnOnce(f64) -> bool,
+    ) -> Result<f64, Verdict> {
+        if norm2 <= 0.0 || !norm2.is_finite() || hopeless(norm2.sqrt()) {
             return Err(Verdict::Dense);
         }
         let noise = m.residual.powi(2) * trace.max(0.0) * (1.0 / m.drawn - 1.0 / m.residual) / scale.powi(2);
@@ -162,9 +175,19 @@ fn root(variance: f64) -> f64 {
 }
 
 /// The budget whose error without replacement equals that of `root²` draws with it.
-fn without_replacement(root: f64, n: f64) -> f64 {
+fn sample_of(root: f64, n: f64) -> Verdict {
     let b = root * root;
-    if b.is_infinite() { n } else { (b / (1.0 + b / n)).ceil() }
+    if b.is_nan() {
+        return Verdict::Dense;
+    }
+    Verdict::Sample(if b.is_infinite() { n } else { (b / (1.0 + b / n)).ceil() })
+}
+
+impl Verdict {
+    /// Whether more keys than `limit` are needed.
+    fn over(self, limit: f64) -> bool {
+        matches!(self, Self::Sample(b) if b > limit)
+    }
 }
 
 #[cfg(test)]
@@ -226,7 +249,10 @@ mod tests {
         };
         let promise = Promise::new(Rule::Chi2, 0.05, 0.05);
         assert_eq!(promise.verdict(&m, 500.0, || 1.0), Verdict::Dense);
-        assert_eq!(promise.verdict(&Moments { trace_r: 1e3, output_norm2: 0.01, ..m }, 500.0, || 1.0), Verdict::Noisy);
+        // Three quarters of the squared norm are noise: tell later, unless even with the noise no sample would do.
+        let noisy = Moments { trace_r: 52.0, output_norm2: 1.0, variance_d: 0.0, ..m };
+        assert_eq!(Promise::new(Rule::Chi2, 0.5, 0.05).verdict(&noisy, 500.0, || 1.0), Verdict::Noisy);
+        assert_eq!(promise.verdict(&noisy, 500.0, || 1.0), Verdict::Dense);
         assert_eq!(promise.verdict(&Moments { output_norm2: f64::NAN, ..m }, 500.0, || 1.0), Verdict::Dense);
         let sound = Moments { output_norm2: 1.0, variance_d: f64::NAN, ..m };
         assert_eq!(promise.verdict(&sound, 500.0, || 1.0), Verdict::Dense);

@@ -138,8 +138,8 @@ struct View<'a, T> {
 impl<'a, T: KvElement> View<'a, T> {
     /// Where a token's key and value row lies.
     #[inline(always)]
-    fn offset(&self, row: &DecodeRow, head: usize, token: usize) -> usize {
-        let block = row.table[token / BLOCK_TOKENS] as usize;
+    fn offset(&self, row: usize, head: usize, token: usize) -> usize {
+        let block = self.rows[row].table[token / BLOCK_TOKENS] as usize;
         ((block * self.kv_heads + head) * BLOCK_TOKENS + token % BLOCK_TOKENS) * self.head_dim
     }
 

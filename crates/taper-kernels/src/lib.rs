@@ -8,7 +8,7 @@ mod gemm;
 pub mod kv;
 pub mod linear;
 pub mod packed;
-mod parallel;
+pub mod parallel;
 pub mod philox;
 pub mod prefill;
 #[allow(missing_docs)] // The lane operations of `Simd` are their names.

@@ -66,6 +66,8 @@ pub trait Simd: Copy {
     /// `self` where `x >= limit` or either is NaN, else 0.
     unsafe fn zero_below(self, x: Self, limit: Self) -> Self;
     unsafe fn sum(self) -> f32;
+    /// The sum of each of four vectors.
+    unsafe fn sum4(x: [Self; 4]) -> [f32; 4];
     unsafe fn max_lane(self) -> f32;
 }
 
@@ -160,6 +162,10 @@ impl Simd for Portable8 {
         ((a + e) + (c + g)) + ((b + f) + (d + h))
     }
     #[inline(always)]
+    unsafe fn sum4(x: [Self; 4]) -> [f32; 4] {
+        x.map(|x| unsafe { x.sum() })
+    }
+    #[inline(always)]
     unsafe fn max_lane(self) -> f32 {
         self.0.into_iter().fold(f32::NEG_INFINITY, |a, b| if a > b { a } else { b })
     }
@@ -169,7 +175,8 @@ impl Simd for Portable8 {
 #[cfg(target_arch = "x86_64")]
 macro_rules! simd_x86 {
     ($type:ty, $lanes:literal, $splat:ident, $load:ident, $store:ident, $f16:expr, $bf16:expr, $fma:ident, $add:ident,
-     $sub:ident, $mul:ident, $max:ident, $round:expr, $scale:expr, $zero_below:expr, $sum:expr, $max_lane:expr) => {
+     $sub:ident, $mul:ident, $max:ident, $round:expr, $scale:expr, $zero_below:expr, $sum:expr, $sum4:expr,
+     $max_lane:expr) => {
         impl Simd for $type {
             const LANES: usize = $lanes;
             #[inline(always)]
@@ -229,6 +236,10 @@ macro_rules! simd_x86 {
                 unsafe { $sum(self) }
             }
             #[inline(always)]
+            unsafe fn sum4(x: [Self; 4]) -> [f32; 4] {
+                unsafe { $sum4(x) }
+            }
+            #[inline(always)]
             unsafe fn max_lane(self) -> f32 {
                 unsafe { $max_lane(self) }
             }
@@ -261,6 +272,7 @@ simd_x86!(
         let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
         _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)))
     },
+    sum4_avx2,
     |x| {
         let x = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
         let x = _mm_max_ps(x, _mm_movehl_ps(x, x));
@@ -286,8 +298,36 @@ simd_x86!(
     |x, n| _mm512_scalef_ps(x, n),
     |y, x, limit| _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask::<_CMP_LT_OQ>(x, limit), _mm512_setzero_ps()),
     |x| _mm512_reduce_add_ps(x),
+    |x: [__m512; 4]| sum4_avx2(x.map(|x| {
+        let high = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(x)));
+        _mm256_add_ps(_mm512_castps512_ps256(x), high)
+    })),
     |x| _mm512_reduce_max_ps(x)
 );
+
+/// # Safety
+/// AVX2 exists.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn sum4_avx2([a, b, c, d]: [__m256; 4]) -> [f32; 4] {
+    unsafe {
+        let x = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+        let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+        std::mem::transmute::<__m128, [f32; 4]>(x)
+    }
+}
+
+/// Asks for the cache lines of `len` elements ahead of their use; the pointer is not read.
+#[inline(always)]
+pub fn prefetch<T>(p: *const T, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for line in (0..len * size_of::<T>()).step_by(64) {
+        // SAFETY: a prefetch of any address is harmless, and SSE is always there.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast::<i8>().wrapping_add(line)) }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (p, len);
+}
 
 /// Calls a kernel `fn name<V: Simd, T…>(args)` for the instruction set given, each copy compiled with its features.
 macro_rules! dispatch {

@@ -4,7 +4,7 @@ use super::scores::HeadScores;
 use super::{Decode, HeadSelection, Keys, Sample, Scores, Selection, UNIT_TOKENS, View, with_view};
 use crate::kv::{BLOCK_TOKENS, KvElement};
 use crate::parallel::{self, SharedMut};
-use crate::simd::{Isa, Simd, dispatch};
+use crate::simd::{Isa, Simd, dispatch, prefetch};
 use crate::softmax::softmax_line;
 use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
@@ -152,15 +152,8 @@ fn run_unit<T: KvElement>(
             }
             _ => None,
         };
-        let mut tokens = Tokens { view, row, head: unit.head, ids, sample, weights, partial };
-        if let Some(scores) = scores {
-            tokens.take_weights(scores);
-        } else {
-            let (tokens, q) = (&mut tokens, view.queries(unit.row, unit.head));
-            dispatch!(isa, weigh::<_, T: KvElement>(tokens: &mut Tokens<T>, q: &[f32]));
-        }
-        let tokens = &mut tokens;
-        dispatch!(isa, add_values::<_, T: KvElement>(tokens: &mut Tokens<T>));
+        let tokens = &mut Tokens { view, row: unit.row, head: unit.head, ids, sample, weights, partial };
+        dispatch!(isa, attend_tokens::<_, T: KvElement>(tokens: &mut Tokens<T>, scores: Option<&HeadScores>));
         at += count;
     }
 }
@@ -168,7 +161,7 @@ fn run_unit<T: KvElement>(
 /// At most a block of tokens of one row and head, with the buffers of the thread that works on them.
 struct Tokens<'a, T> {
     view: &'a View<'a, T>,
-    row: &'a super::DecodeRow<'a>,
+    row: usize,
     head: usize,
     ids: &'a [u32],
     /// The sample that the tokens are part of, and the place of the first in it.
@@ -179,44 +172,20 @@ struct Tokens<'a, T> {
     partial: &'a mut [f32],
 }
 
-impl<T: KvElement> Tokens<'_, T> {
-    /// Takes weights relative to the maximum of all scores, which then is the running maximum throughout.
-    fn take_weights(&mut self, scores: &HeadScores) {
-        let width = Partial::width(self.view.head_dim);
-        for (g, weights) in self.weights.chunks_exact_mut(BLOCK_TOKENS).enumerate() {
-            let all = scores.weights(g);
-            let (first, count) = (self.ids[0] as usize - self.row.visible.start, self.ids.len());
-            if self.ids[count - 1] as usize == self.ids[0] as usize + count - 1 && self.sample.is_none() {
-                // Ascending and as long as its span: consecutive.
-                weights[..count].copy_from_slice(&all[first..first + count]);
-            } else {
-                for (weight, &id) in weights.iter_mut().zip(self.ids) {
-                    *weight = all[id as usize - self.row.visible.start];
-                }
-            }
-            weights[count..].fill(0.0);
-            if let Some((sample, first)) = self.sample {
-                let read = sample.counts[g].saturating_sub(first).min(self.ids.len());
-                let factor = sample.log_weights[g].exp();
-                weights[..read].iter_mut().for_each(|w| *w *= factor);
-                weights[read..].fill(0.0);
-            }
-            self.partial[g * width] = scores.max[g];
-            self.partial[g * width + 1] += weights.iter().sum::<f32>();
-        }
-    }
-}
-
-/// Scores the tokens, folds them into the running maximum and sum, and leaves their weights.
+/// Scores the tokens, unless they were scored before; folds them into the running maximum and sum; adds their values.
 #[inline(always)]
-unsafe fn weigh<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, q: &[f32]) {
+unsafe fn attend_tokens<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, scores: Option<&HeadScores>) {
     let Tokens { view, row, head, ids, sample, weights, partial } = tokens;
     let d = view.head_dim;
-    let mut keys = [std::ptr::null(); BLOCK_TOKENS];
-    for (key, &id) in keys.iter_mut().zip(ids.iter()) {
-        *key = view.k[view.offset(row, *head, id as usize)..][..d].as_ptr();
+    let mut values = [std::ptr::null(); BLOCK_TOKENS];
+    for (value, &id) in values.iter_mut().zip(ids.iter()) {
+        *value = view.v[view.offset(*row, *head, id as usize)..][..d].as_ptr();
+        prefetch(*value, d);
     }
-    unsafe { dots::<V, T>(q, d, &keys[..ids.len()], view.scale(), weights.as_mut_ptr(), BLOCK_TOKENS) };
+    match scores {
+        Some(scores) => scores.copy(ids, weights),
+        None => unsafe { score_keys::<V, T>(view, *row, *head, ids, weights.as_mut_ptr(), BLOCK_TOKENS) },
+    }
     let width = Partial::width(d);
     for (g, line) in weights.chunks_exact_mut(BLOCK_TOKENS).enumerate() {
         let mut read = ids.len();
@@ -229,6 +198,27 @@ unsafe fn weigh<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, q: &[f32]) {
         let [max, sum] = head else { unreachable!("split at 2") };
         unsafe { softmax_line::<V>(line, max, sum, values) };
     }
+    unsafe { add_values::<V, T>(weights, &values[..ids.len()], d, partial) };
+}
+
+/// Scores at most a block of tokens for every query of the group, into lines `stride` apart.
+///
+/// # Safety
+/// Every line of `out` covers the tokens; `V`'s instruction set exists.
+#[inline(always)]
+pub(super) unsafe fn score_keys<V: Simd, T: KvElement>(
+    view: &View<T>,
+    row: usize,
+    head: usize,
+    ids: &[u32],
+    out: *mut f32,
+    stride: usize,
+) {
+    let mut keys = [std::ptr::null(); BLOCK_TOKENS];
+    for (key, &id) in keys.iter_mut().zip(ids) {
+        *key = view.k[view.offset(row, head, id as usize)..][..view.head_dim].as_ptr();
+    }
+    unsafe { dots::<V, T>(view.queries(row, head), view.head_dim, &keys[..ids.len()], view.scale(), out, stride) };
 }
 
 /// Scaled dot products of every query `[group, d]` with every key, into lines `stride` apart.
@@ -236,7 +226,7 @@ unsafe fn weigh<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, q: &[f32]) {
 /// # Safety
 /// Keys cover `d` elements each; every line of `out` covers the keys; `V`'s instruction set exists.
 #[inline(always)]
-pub(super) unsafe fn dots<V: Simd, T: KvElement>(
+unsafe fn dots<V: Simd, T: KvElement>(
     q: &[f32],
     d: usize,
     keys: &[*const T],
@@ -244,16 +234,18 @@ pub(super) unsafe fn dots<V: Simd, T: KvElement>(
     mut out: *mut f32,
     stride: usize,
 ) {
-    for q in q.chunks(4 * d) {
+    // At most three queries by four keys: as many sums as registers hold.
+    let group = q.len() / d;
+    let queries = group.div_ceil(group.div_ceil(3));
+    for q in q.chunks(queries * d) {
         unsafe {
             match q.len() / d {
-                4 => dots_of::<V, T, 4>(q, d, keys, scale, out, stride),
                 3 => dots_of::<V, T, 3>(q, d, keys, scale, out, stride),
                 2 => dots_of::<V, T, 2>(q, d, keys, scale, out, stride),
                 _ => dots_of::<V, T, 1>(q, d, keys, scale, out, stride),
             }
             // May pass the end after the last lines; never read there.
-            out = out.wrapping_add(4 * stride);
+            out = out.wrapping_add(queries * stride);
         }
     }
 }
@@ -268,18 +260,31 @@ unsafe fn dots_of<V: Simd, T: KvElement, const G: usize>(
     stride: usize,
 ) {
     let whole = d - d % V::LANES;
-    for (t, &key) in keys.iter().enumerate() {
+    // Four keys at a time, the last repeated: a key's score does not depend on its neighbours.
+    for (t, keys) in keys.chunks(4).enumerate() {
+        let key = |i: usize| keys[i.min(keys.len() - 1)];
         unsafe {
-            let mut acc = [V::splat(0.0); G];
+            let mut acc = [[V::splat(0.0); 4]; G];
             for c in (0..whole).step_by(V::LANES) {
-                let k = T::load::<V>(key.add(c));
-                for (g, acc) in acc.iter_mut().enumerate() {
-                    *acc = k.mul_add(V::load(q.as_ptr().add(g * d + c)), *acc);
+                let q: [V; G] = std::array::from_fn(|g| V::load(q.as_ptr().add(g * d + c)));
+                for i in 0..4 {
+                    let k = T::load::<V>(key(i).add(c));
+                    for (acc, q) in acc.iter_mut().zip(q) {
+                        acc[i] = k.mul_add(q, acc[i]);
+                    }
                 }
             }
-            for (g, acc) in acc.iter().enumerate() {
-                let rest: f32 = (whole..d).map(|c| (*key.add(c)).to_f32() * q[g * d + c]).sum();
-                *out.add(g * stride + t) = (acc.sum() + rest) * scale;
+            for (g, acc) in acc.into_iter().enumerate() {
+                let mut scores = V::sum4(acc);
+                for (i, score) in scores.iter_mut().enumerate() {
+                    let rest: f32 = (whole..d).map(|c| (*key(i).add(c)).to_f32() * q[g * d + c]).sum();
+                    *score = (*score + rest) * scale;
+                }
+                let out = out.add(g * stride + 4 * t);
+                match keys.len() {
+                    4 => out.cast::<[f32; 4]>().write_unaligned(scores),
+                    some => scores[..some].iter().enumerate().for_each(|(i, &score)| out.add(i).write(score)),
+                }
             }
         }
     }
@@ -287,14 +292,8 @@ unsafe fn dots_of<V: Simd, T: KvElement, const G: usize>(
 
 /// Adds the tokens' values, weighted.
 #[inline(always)]
-unsafe fn add_values<V: Simd, T: KvElement>(tokens: &mut Tokens<T>) {
-    let Tokens { view, row, head, ids, weights, partial, .. } = tokens;
-    let d = view.head_dim;
-    let mut values = [std::ptr::null(); BLOCK_TOKENS];
-    for (value, &id) in values.iter_mut().zip(ids.iter()) {
-        *value = view.v[view.offset(row, *head, id as usize)..][..d].as_ptr();
-    }
-    let (values, width) = (&values[..ids.len()], Partial::width(d));
+unsafe fn add_values<V: Simd, T: KvElement>(weights: &[f32], values: &[*const T], d: usize, partial: &mut [f32]) {
+    let width = Partial::width(d);
     for (weights, partial) in weights.chunks(4 * BLOCK_TOKENS).zip(partial.chunks_mut(4 * width)) {
         unsafe {
             match weights.len() / BLOCK_TOKENS {
@@ -314,15 +313,17 @@ unsafe fn add_values_of<V: Simd, T: KvElement, const G: usize>(
     d: usize,
     partial: &mut [f32],
 ) {
-    let pairs = d - d % (2 * V::LANES);
     let whole = d - d % V::LANES;
     let width = Partial::width(d);
     unsafe {
-        for c in (0..pairs).step_by(2 * V::LANES) {
-            add_columns::<V, T, G, 2>(weights, values, c, width, partial);
-        }
-        if whole > pairs {
-            add_columns::<V, T, G, 1>(weights, values, pairs, width, partial);
+        let mut c = 0;
+        while c < whole {
+            match (whole - c) / V::LANES {
+                1 => add_columns::<V, T, G, 1>(weights, values, &mut c, width, partial),
+                2 | 3 => add_columns::<V, T, G, 2>(weights, values, &mut c, width, partial),
+                _ if G == 4 => add_columns::<V, T, G, 2>(weights, values, &mut c, width, partial),
+                _ => add_columns::<V, T, G, 4>(weights, values, &mut c, width, partial),
+            }
         }
         for (t, &value) in values.iter().enumerate() {
             for c in whole..d {
@@ -334,15 +335,17 @@ unsafe fn add_values_of<V: Simd, T: KvElement, const G: usize>(
     }
 }
 
-/// `C` vectors of columns from `c` on, of `G` heads, accumulated in registers.
+/// `C` vectors of columns from `column` on, which moves past them, of `G` heads, accumulated in registers.
 #[inline(always)]
 unsafe fn add_columns<V: Simd, T: KvElement, const G: usize, const C: usize>(
     weights: &[f32],
     values: &[*const T],
-    c: usize,
+    column: &mut usize,
     width: usize,
     partial: &mut [f32],
 ) {
+    let c = *column;
+    *column += C * V::LANES;
     unsafe {
         let at = |g: usize, i: usize| g * width + 2 + c + i * V::LANES;
         let mut acc = [[V::splat(0.0); C]; G];
@@ -352,14 +355,11 @@ unsafe fn add_columns<V: Simd, T: KvElement, const G: usize, const C: usize>(
             }
         }
         for (t, &value) in values.iter().enumerate() {
-            let mut v = [V::splat(0.0); C];
-            for (i, v) in v.iter_mut().enumerate() {
-                *v = T::load::<V>(value.add(c + i * V::LANES));
-            }
-            for (g, acc) in acc.iter_mut().enumerate() {
-                let weight = V::splat(*weights.get_unchecked(g * BLOCK_TOKENS + t));
-                for (acc, v) in acc.iter_mut().zip(v) {
-                    *acc = weight.mul_add(v, *acc);
+            let weight: [V; G] = std::array::from_fn(|g| V::splat(*weights.get_unchecked(g * BLOCK_TOKENS + t)));
+            for i in 0..C {
+                let v = T::load::<V>(value.add(c + i * V::LANES));
+                for (acc, weight) in acc.iter_mut().zip(weight) {
+                    acc[i] = weight.mul_add(v, acc[i]);
                 }
             }
         }

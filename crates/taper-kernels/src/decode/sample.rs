@@ -1,13 +1,13 @@
 //! Estimating what was not chosen from a uniform sample whose size is as small as a promise allows.
 
-use super::attend::{Partial, attend_head, dots};
+use super::attend::{Partial, attend_head, score_keys};
 use super::scores::HeadScores;
 use super::{Decode, HeadSelection, Keys, Sample, Scores, Selection, View, with_view};
 use crate::budget::{Moments, Promise, Verdict};
 use crate::kv::{BLOCK_TOKENS, KvElement};
 use crate::parallel::{self, SharedMut};
 use crate::philox::{Permutation, Stream};
-use crate::simd::{Isa, Simd, dispatch};
+use crate::simd::{Isa, Simd, dispatch, exp, prefetch};
 use candle_core::{Result, bail};
 
 /// How a sample starts and when it gives up.
@@ -28,9 +28,10 @@ pub struct Sampling {
 pub struct Budget {
     /// Keys that were not chosen.
     pub residual: usize,
-    /// Sampled keys that the head reads; the residual if it is dense.
+    /// Sampled keys that the head reads; the residual if all are read.
     pub sampled: usize,
-    /// Whether the head reads everything, since no smaller sample keeps the promise or is worth while.
+    /// Whether the head reads everything because no sample worth while keeps the promise. Where there is too little to
+    /// sample from, everything is read and this is false.
     pub dense: bool,
 }
 
@@ -64,7 +65,7 @@ pub fn sample(
     }
     let group = q_heads / kv_heads;
     let mut out = selection.clone();
-    let mut budgets = vec![Budget { residual: 0, sampled: 0, dense: true }; rows * q_heads];
+    let mut budgets = vec![Budget { residual: 0, sampled: 0, dense: false }; rows * q_heads];
     let isa = Isa::best();
     with_view!(batch, view: T => {
         let (heads, budgets) = (SharedMut::new(&mut out.0), SharedMut::new(&mut budgets));
@@ -89,13 +90,13 @@ struct Work<'a, T> {
     head: usize,
     scores: Option<&'a HeadScores>,
     ids: Vec<u32>,
-    /// Scores of the sampled keys `[keys][group]`, or their weights if all were scored before.
-    sampled: Vec<f32>,
+    /// Scores of the sampled keys `[group][keys]`.
+    sampled: Vec<Vec<f32>>,
 }
 
 impl<'a, T: KvElement> Work<'a, T> {
     fn new(isa: Isa, view: &'a View<'a, T>, row: usize, head: usize, scores: Option<&'a HeadScores>) -> Self {
-        Self { isa, view, row, head, scores, ids: Vec::new(), sampled: Vec::new() }
+        Self { isa, view, row, head, scores, ids: Vec::new(), sampled: vec![Vec::new(); view.group] }
     }
 
     fn run(&mut self, fixed: &HeadSelection, stream: &Stream, how: &Sampling, budgets: &mut [Budget]) -> HeadSelection {
@@ -103,8 +104,7 @@ impl<'a, T: KvElement> Work<'a, T> {
         let n = visible.len();
         let HeadSelection::Keys(keys) = fixed else { return HeadSelection::Dense };
         let residual = n - keys.fixed();
-        let dense = Budget { residual, sampled: residual, dense: true };
-        budgets.fill(dense);
+        budgets.fill(Budget { residual, sampled: residual, dense: false });
         let pilot = how.pilot_tokens.max(2).max((how.pilot_share * residual as f64).ceil() as usize);
         let limit = (how.dense_share * n as f64).min(n as f64) - keys.fixed() as f64;
         if residual <= pilot || pilot as f64 >= limit {
@@ -116,17 +116,16 @@ impl<'a, T: KvElement> Work<'a, T> {
         for round in 0..=GROWTH_ROUNDS {
             self.draw(&mut draws, wanted);
             match self.judge(&known, residual, how, limit) {
-                Judgement::Budgets(b) => {
-                    let counts: Vec<usize> = b.iter().map(|&b| (b as usize).clamp(wanted, residual)).collect();
-                    let most = counts.iter().copied().max().unwrap_or(wanted);
-                    if most as f64 >= limit {
+                Judgement::Budget(b) => {
+                    // The group reads what its neediest head needs: the others may as well use it.
+                    let sampled = (b as usize).clamp(wanted, residual);
+                    if sampled as f64 >= limit {
                         break;
                     }
-                    self.draw(&mut draws, most);
-                    for (budget, &sampled) in budgets.iter_mut().zip(&counts) {
-                        *budget = Budget { residual, sampled, dense: false };
-                    }
-                    let log_weights = counts.iter().map(|&b| (residual as f64 / b as f64).ln() as f32).collect();
+                    self.draw(&mut draws, sampled);
+                    budgets.fill(Budget { residual, sampled, dense: false });
+                    let log_weight = (residual as f64 / sampled as f64).ln() as f32;
+                    let (counts, log_weights) = (vec![sampled; self.view.group], vec![log_weight; self.view.group]);
                     let sample = Some(Sample { ids: std::mem::take(&mut self.ids), counts, log_weights });
                     return HeadSelection::Keys(Keys { sample, ..keys.clone() });
                 }
@@ -134,73 +133,70 @@ impl<'a, T: KvElement> Work<'a, T> {
                 _ => break,
             }
         }
+        budgets.fill(Budget { residual, sampled: residual, dense: true });
         HeadSelection::Dense
     }
 
     /// Draws on until `wanted` keys are drawn.
     fn draw(&mut self, draws: &mut Draws, wanted: usize) {
-        self.ids.extend(draws.by_ref().take(wanted.saturating_sub(self.ids.len())));
+        let view = self.view;
+        for id in draws.by_ref().take(wanted.saturating_sub(self.ids.len())) {
+            let at = view.offset(self.row, self.head, id as usize);
+            prefetch(&raw const view.v[at], view.head_dim);
+            if self.scores.is_none() {
+                prefetch(&raw const view.k[at], view.head_dim);
+            }
+            self.ids.push(id);
+        }
     }
 
-    /// The budgets of the group from what is drawn so far.
+    /// The budget of the group's neediest head from what is drawn so far.
     fn judge(&mut self, known: &[f32], residual: usize, how: &Sampling, limit: f64) -> Judgement {
         let group = self.view.group;
         self.score_new();
-        let mut budgets = Vec::with_capacity(group);
+        let mut most = 0f64;
         for g in 0..group {
             let head = Head::new(self, g, &known[g * Partial::width(self.view.head_dim)..], residual);
             let moments = head.moments();
             match how.promise.verdict(&moments, limit, || head.covariance_trace2()) {
-                // The whole group reads what its neediest head needs, so one head over the limit settles it.
-                Verdict::Sample(b) if b < limit => budgets.push(b),
+                Verdict::Sample(b) if b < limit => most = most.max(b),
                 Verdict::Noisy => return Judgement::Noisy,
                 Verdict::Sample(_) | Verdict::Dense => return Judgement::Dense,
             }
         }
-        Judgement::Budgets(budgets)
+        Judgement::Budget(most)
     }
 
     /// Scores the keys drawn since the last time.
     fn score_new(&mut self) {
         let group = self.view.group;
-        let row = &self.view.rows[self.row];
-        let start = self.sampled.len() / group;
-        let new = &self.ids[start..];
-        if let Some(scores) = self.scores {
-            for &id in new {
-                self.sampled.extend((0..group).map(|g| scores.weights(g)[id as usize - row.visible.start]));
-            }
-            return;
-        }
         let mut lines = vec![0f32; group * BLOCK_TOKENS];
-        for ids in new.chunks(BLOCK_TOKENS) {
-            let (view, lines, head) = (self.view, lines.as_mut_slice(), self.head);
-            let row = self.row;
-            dispatch!(self.isa, score_ids::<_, T: KvElement>(
-                view: &View<T>, row: usize, head: usize, ids: &[u32], lines: &mut [f32]
-            ));
-            for t in 0..ids.len() {
-                self.sampled.extend((0..group).map(|g| lines[g * BLOCK_TOKENS + t]));
+        for ids in self.ids[self.sampled[0].len()..].chunks(BLOCK_TOKENS) {
+            match self.scores {
+                Some(scores) => scores.copy(ids, &mut lines),
+                None => {
+                    let (view, row, head, out) = (self.view, self.row, self.head, lines.as_mut_ptr());
+                    dispatch!(self.isa, score_ids::<_, T: KvElement>(
+                        view: &View<T>, row: usize, head: usize, ids: &[u32], out: *mut f32
+                    ));
+                }
+            }
+            for (sampled, line) in self.sampled.iter_mut().zip(lines.chunks_exact(BLOCK_TOKENS)) {
+                sampled.extend_from_slice(&line[..ids.len()]);
             }
         }
     }
 }
 
 enum Judgement {
-    Budgets(Vec<f64>),
+    Budget(f64),
     Noisy,
     Dense,
 }
 
 #[inline(always)]
-unsafe fn score_ids<V: Simd, T: KvElement>(view: &View<T>, row: usize, head: usize, ids: &[u32], lines: &mut [f32]) {
-    let mut keys = [std::ptr::null(); BLOCK_TOKENS];
-    for (key, &id) in keys.iter_mut().zip(ids) {
-        *key = view.k[view.offset(&view.rows[row], head, id as usize)..][..view.head_dim].as_ptr();
-    }
-    let d = view.head_dim;
-    let (q, keys) = (view.queries(row, head), &keys[..ids.len()]);
-    unsafe { dots::<V, T>(q, d, keys, view.scale(), lines.as_mut_ptr(), BLOCK_TOKENS) };
+unsafe fn score_ids<V: Simd, T: KvElement>(view: &View<T>, row: usize, head: usize, ids: &[u32], out: *mut f32) {
+    unsafe { score_keys::<V, T>(view, row, head, ids, out, BLOCK_TOKENS) }
 }
 
 /// Keys in drawing order: a permutation of the visible ones, less those chosen.
@@ -266,14 +262,11 @@ struct Sums {
 
 impl<'a, T: KvElement> Head<'a, T> {
     fn new(work: &'a Work<'a, T>, g: usize, known: &[f32], residual: usize) -> Self {
-        let (group, d) = (work.view.group, work.view.head_dim);
-        let own = work.sampled.iter().skip(g).step_by(group).copied();
-        let (weights, max): (Vec<f32>, f32) = if work.scores.is_some() {
-            (own.collect(), known[0])
-        } else {
-            let max = own.clone().fold(known[0], f32::max);
-            (own.map(|s| (s - max).exp()).collect(), max)
-        };
+        let d = work.view.head_dim;
+        let mut weights = work.sampled[g].clone();
+        let max = weights.iter().copied().fold(known[0], f32::max);
+        let line = weights.as_mut_slice();
+        dispatch!(work.isa, exp_line::<_>(line: &mut [f32], max: f32));
         let rescale = (known[0] - max).exp();
         let mut head = Self {
             work,
@@ -296,7 +289,7 @@ impl<'a, T: KvElement> Head<'a, T> {
 
     fn value(&self, key: usize) -> &'a [T] {
         let view = self.work.view;
-        let at = view.offset(&view.rows[self.work.row], self.work.head, self.work.ids[key] as usize);
+        let at = view.offset(self.work.row, self.work.head, self.work.ids[key] as usize);
         &view.v[at..at + view.head_dim]
     }
 
@@ -337,6 +330,16 @@ impl<'a, T: KvElement> Head<'a, T> {
         let (keys, few) = (keys as f64, keys.min(COVARIANCE_KEYS) as f64);
         (own + mixed * (keys * (keys - 1.0)) / (few * (few - 1.0))) / (keys - 1.0).powi(2)
     }
+}
+
+/// exp(score − max), in place.
+#[inline(always)]
+unsafe fn exp_line<V: Simd>(line: &mut [f32], max: f32) {
+    let mut chunks = line.chunks_exact_mut(V::LANES);
+    for chunk in &mut chunks {
+        unsafe { exp(V::load(chunk.as_ptr()).sub(V::splat(max))).store(chunk.as_mut_ptr()) };
+    }
+    chunks.into_remainder().iter_mut().for_each(|score| *score = (*score - max).exp());
 }
 
 #[inline(always)]
