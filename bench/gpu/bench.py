@@ -1,6 +1,7 @@
 """Times the kernels beside their peers on one GPU: cold L2, medians of CUDA events.
 
-bench.py [decode] [prefill] [delta] [sparse] [values] [long]; writes bench.json into $OUT (or the current
+bench.py [decode] [prefill] [delta] [sparse] [values] [shapes]
+[pinned] [long]; writes bench.json into $OUT (or the current
 folder). FlashInfer is timed if it is installed, cuDNN through PyTorch.
 Llama-3.1-8B attention shape: 32 query heads, 8 KV heads, head_dim 128, bf16.
 """
@@ -294,7 +295,46 @@ def values():
         torch.cuda.empty_cache()
 
 
-PARTS = {"decode": decode, "prefill": prefill, "delta": delta, "sparse": sparse, "values": values,
+def shapes():
+    """Dense decode in f16 and at head_dim 64."""
+    for dtype, d in ((torch.float16, 128), (torch.bfloat16, 64), (torch.float16, 64)):
+        for n in (8192, 32768, 131072, 524288):
+            cache = t.Cache([n], HK, d, dtype, poison=False)
+            q = torch.randn(1, HQ, d, device=DEV, dtype=dtype)
+            f = t.Decode(cache, q, [t.work_list(end=(n, 0), length=n)] * HK)
+            f.plan()
+            put(f"decode {str(dtype)[6:]} d{d} b1 {n} taper graph us", median_ms(graphed(f)) * 1e3)
+            del f, cache, q
+            torch.cuda.empty_cache()
+
+
+def pinned():
+    """Decode from a cache in pinned host memory: dense, and lists of 10%."""
+    n = 131072
+    cache = t.Cache([n], HK, D, DT, poison=False, pinned=True)
+    q = torch.randn(1, HQ, D, device=DEV, dtype=DT)
+    f = t.Decode(cache, q, [t.work_list(end=(n, 0), length=n)] * HK)
+    f.plan()
+    ms = median_ms(f, 5)
+    put(f"pinned {n} dense us", ms * 1e3)
+    put(f"pinned {n} dense GB/s", 4.0 * n * HK * D / ms / 1e6)
+    nb, nt = n // 640, n // 10
+    ids = lambda k, most: torch.cat([torch.randperm(most)[:k].sort().values for _ in range(HK)]).to(
+        device=DEV, dtype=torch.int32)
+    f = t.Decode(cache, q, [t.work_list(blocks=(h * nb, nb), length=n) for h in range(HK)],
+                 block_ids=ids(nb, n // 64))
+    f.plan()
+    put(f"pinned {n} 10% blocks us", median_ms(f, 10) * 1e3)
+    f = t.Decode(cache, q, [t.work_list(tokens=(h * nt, nt), length=n) for h in range(HK)],
+                 token_ids=ids(nt, n))
+    f.plan()
+    put(f"pinned {n} 10% tokens us", median_ms(f, 10) * 1e3)
+    x = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    y = torch.empty(1 << 30, dtype=torch.uint8, device=DEV)
+    put("host to device copy GB/s", x.numel() / median_ms(lambda: y.copy_(x, non_blocking=True), 5) / 1e6)
+
+
+PARTS = {"decode": decode, "prefill": prefill, "delta": delta, "sparse": sparse, "values": values, "shapes": shapes, "pinned": pinned,
          "long": long}
 
 if __name__ == "__main__":

@@ -135,6 +135,30 @@ def check_lists(small):
         report(f"decode lists {dtype} d{d} group {g} {'per query head' if per_q else ''}", err)
 
 
+def check_pinned(small):
+    """The same kernels over a cache in pinned host memory."""
+    lens = [300, 77] if small else [5000, 333]
+    for dtype, d in ((torch.bfloat16, 128), (torch.float16, 64)):
+        cache = t.Cache(lens, 2, d, dtype, pinned=True)
+        q = torch.randn(len(lens), 8, d, device=DEV, dtype=dtype)
+        err, bid, tid, made = 0.0, [], [], []
+        for n in lens:
+            made += [fixed_list(n, h, 4, 30, 2, 60, bid, tid) for h in range(2)]
+        as_i32 = lambda x: torch.tensor(x or [0], dtype=torch.int32, device=DEV)
+        f = t.Decode(cache, q, [m[0] for m in made], block_ids=as_i32(bid), token_ids=as_i32(tid))
+        f.plan()
+        f()
+        w = t.Values(cache, q, [1, 2], 64)
+        w()
+        for i in range(len(lens)):
+            seen = torch.stack([m[1] for m in made[2 * i:2 * i + 2]]).to(DEV).repeat_interleave(4, 0)
+            o, lse = attend64(q[i:i + 1], *cache.dense(i), seen[:, None])
+            err = max(err, rel(f.out[i], o[0]), (f.lse[i] - lse[0]).abs().max().item())
+            _, lse = attend64(q[i:i + 1], *cache.dense(i), torch.ones_like(seen[:1, None]))
+            err = max(err, (w.lse[i] - lse[0]).abs().max().item())
+        report(f"pinned {dtype} d{d} lists, values", err)
+
+
 def causal(pos, n, sink=0, window=0):
     key = torch.arange(n, device=DEV)
     p = pos.to(DEV)[:, None]
@@ -605,7 +629,7 @@ def check_values(small):
 
 
 CHECKS = {"score": check_score, "select": check_select, "sample": check_sample,
-          "vattention": check_vattention, "values": check_values, "decode": check_decode, "lists": check_lists,
+          "vattention": check_vattention, "values": check_values, "pinned": check_pinned, "decode": check_decode, "lists": check_lists,
           "prefill": check_prefill, "delta": check_delta}
 
 

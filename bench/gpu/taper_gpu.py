@@ -54,7 +54,6 @@ def lib():
     global LIB
     if LIB is None:
         LIB = load()
-        LIB.taper_sampled_draws.restype = I64
     return LIB
 
 
@@ -132,7 +131,8 @@ ValuesParams = struct("ValuesParams", [(n, P) for n in (
 class Cache:
     """One layer's paged K and V: [blocks, kv_heads, 64, head_dim] and a block table."""
 
-    def __init__(self, lens, kv_heads, head_dim, dtype, spare=1, poison=True, dev="cuda"):
+    def __init__(self, lens, kv_heads, head_dim, dtype, spare=1, poison=True, dev="cuda",
+                 pinned=False):
         self.lens, self.kv_heads, self.head_dim, self.dtype = lens, kv_heads, head_dim, dtype
         per = [(n + 63) // 64 for n in lens]
         self.blocks = sum(per) + spare
@@ -153,11 +153,14 @@ class Cache:
             self.k[order[at:]] = float("nan")
             self.v[order[at:]] = float("nan")
 
+        if pinned:  # The device reads it where it is.
+            self.k, self.v = self.k.cpu().pin_memory(), self.v.cpu().pin_memory()
+
     def dense(self, i):
         """K and V of sequence i as [kv_heads, len, head_dim]."""
         n = self.lens[i]
-        rows = self.table[i, :(n + 63) // 64].long()
-        return tuple(x[rows].permute(1, 0, 2, 3).reshape(self.kv_heads, -1, self.head_dim)[:, :n]
+        rows = self.table[i, :(n + 63) // 64].long().to(self.k.device)
+        return tuple(x[rows].to(self.table.device).permute(1, 0, 2, 3).reshape(self.kv_heads, -1, self.head_dim)[:, :n]
                      for x in (self.k, self.v))
 
 
@@ -390,6 +393,7 @@ class VAttention:
         lists, group, team = rows * kv, q_heads // kv, team_size(kv)
         if not torch.is_tensor(fixed):
             fixed = torch.tensor(fixed, dtype=torch.int32, device=dev)
+        lib().taper_sampled_draws.restype = I64
         stride = lib().taper_sampled_draws(I64(max(cache.lens)))
         self.capacity = max(cache.lens) // 2 + 64
         i32 = lambda *shape: torch.full(shape, -1, dtype=torch.int32, device=dev)
@@ -402,7 +406,7 @@ class VAttention:
         self.out = torch.full(q.shape, float("nan"), device=dev, dtype=q.dtype)
         self.lse = f32(rows, q_heads)
         self.sync = torch.zeros(1 + lists, 32, dtype=torch.int32, device=dev)
-        self.draws = i32(lists, stride)
+        self.draws = torch.zeros(lists, stride, dtype=torch.int64, device=dev)
         self.draw_counts = torch.zeros(lists, 3, team * 8, dtype=torch.int32, device=dev)
         self.scores = f32(lists, self.capacity, group)
         self.sums = f32(lists, team, group, 4)

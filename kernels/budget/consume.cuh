@@ -15,6 +15,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
   SampledShared<D, N>& st;
   const Outline& o;
   const uint32_t q_s;
+  Gate& gate;
   Judge<T, D, N> judge;
 
   // The steps in their order; a loop over them keeps one copy of the code of a tile.
@@ -24,7 +25,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     const int tid = judge.tid;
     Segment segments[kGrowthRounds + 1] = {{0, o.pilot, list_tiles(o.w)}, {0, 0, 0}, {0, 0, 0},
                                            {0, 0, 0}, {0, 0, 0}};
-    Drawer<D, N> drawer{p, st, o, tid, judge.warp, lane};
+    Drawer<D, N> drawer{p, st, o, gate, tid, judge.warp, lane};
     Decision decision{kDense, 0};
     Phase phase = o.dense ? kAll : kExact;
     uint32_t pos = 0, parts = 0, round = 0;
@@ -35,6 +36,8 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       drawer.mark_blocks();
       drawer.draw(o.pilot, (uint32_t)min((uint64_t)o.pilot * 8, (uint64_t)o.residual));
     }
+    typename Judge<T, D, N>::Ahead ahead;
+    if (!o.dense) judge.locate(segments[0], o.pilot, ahead);
     mbar_wait(smem_u32(&st.q_full[0]), 0);
 #pragma unroll 1
     for (;;) {
@@ -81,15 +84,15 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       }
       // Either the team meets to judge, or its last block merges.
       const bool judging = phase == kPilot;
-      typename Judge<T, D, N>::Ahead ahead;
       if (judging) {
+        if (round > 0) judge.locate(segments[0], g.pilot, ahead);
         judge.prepare(segments[0], g.pilot, ahead);
         judge.meet();
       } else {
-        consumers_meet();
-        const bool last = tid == 0 && add_acq_rel(judge.counter() + 16, 1) == o.team - 1;
-        __syncwarp();
-        if (!bar_any(kAllConsumers, 256, last)) return;
+        gate.meet();
+        if (tid == 0) st.last = add_acq_rel(judge.counter() + 16, 1) == o.team - 1;
+        gate.meet();
+        if (!st.last) return;
       }
       const uint32_t count = judging ? g.pilot : decision.count;
       const bool sampled = judging || decision.state == kSampled;
@@ -128,6 +131,8 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       p.residual[o.list] = o.residual;
       p.counts[o.list] = d.count;
       judge.counter()[0] = judge.counter()[16] = 0;  // All have left.
+      // The last list ends the launch.
+      if (atomicAdd(p.sync + 2, 1u) + 1 == p.d.rows * p.d.list_heads) p.sync[2] = 0, ++p.sync[1];
     }
   }
 };
@@ -152,6 +157,7 @@ __device__ __forceinline__ void set_outline(const SampledParams& p, uint32_t pla
   o.w.sample_count = 0;
   o.team = team, o.list = list, o.rank = place % team;
   o.seed = p.seeds[row], o.position = p.positions[row];
+  o.launch = p.sync[1] + 1;
   o.row = row, o.head = list % p.d.list_heads;
   o.kv_head = o.head * p.d.kv_heads / p.d.list_heads;
   o.table = p.d.block_table + (uint64_t)(p.d.row_table ? p.d.row_table[row] : row) * p.d.table_stride;
@@ -179,8 +185,9 @@ __global__ void __launch_bounds__(384, 1)
     mbar_init(smem_u32(&sh.q_full[0]), 1);
     mbar_init(smem_u32(&sh.join_full), 128);
     mbar_init(smem_u32(&sh.join_empty), 128);
-    for (int i = 0; i < kDrawTurns; ++i) mbar_init(smem_u32(&sh.drew[i]), 256);
+    for (int i = 0; i < kDrawTurns; ++i) mbar_init(smem_u32(&sh.drew[i]), 8);
     mbar_init(smem_u32(&sh.decided), 1);
+    mbar_init(smem_u32(&sh.gate), 8);
     mbar_init_fence();
     tma_prefetch_map(&maps.q);
     tma_prefetch_map(&maps.k);
@@ -199,9 +206,10 @@ __global__ void __launch_bounds__(384, 1)
     return;
   }
   const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), tid = threadIdx.x % 128;
+  Gate gate{smem_u32(&sh.gate), 0};
   SampledConsumer<T, D, N> c{
       {sh, p.d.scale * kLog2e, stages, q_at + L::kQuery + wg * L::kProb, wg, tid, tid / 32, lane, group},
-      p, sh, o, q_at, {p, sh, o, (int)threadIdx.x, (int)threadIdx.x / 32, lane, group}};
+      p, sh, o, q_at, gate, {p, sh, o, gate, (int)threadIdx.x, (int)threadIdx.x / 32, lane, group}};
   c.run();
 }
 

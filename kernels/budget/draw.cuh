@@ -22,7 +22,8 @@ static __device__ __noinline__ bool holds(const uint32_t* ids, uint32_t count, u
   return lo < count && ids[lo] == x;
 }
 
-// The list's i-th draw; i is below what was drawn.
+// The list's i-th draw; i is below what was drawn. A draw carries the number of its
+// launch and is waited for: a release would wait for all that is on its way to this block.
 template <int D, int N>
 __device__ __forceinline__ uint32_t drawn_id(const SampledParams& p, const SampledShared<D, N>& sh,
                                              uint32_t i) {
@@ -35,8 +36,12 @@ __device__ __forceinline__ uint32_t drawn_id(const SampledParams& p, const Sampl
     if (sh.before[turn][mid] <= i) lo = mid;
     else hi = mid;
   }
-  return __ldcg(p.draws + o.list * p.draw_stride + sh.turn_at[turn] + lo * sh.turn_points[turn] +
-                (i - sh.before[turn][lo]));
+  const uint64_t* at = p.draws + o.list * p.draw_stride + sh.turn_at[turn] +
+                       lo * sh.turn_points[turn] + (i - sh.before[turn][lo]);
+  uint64_t x;
+  do x = load_relaxed(at);
+  while (x >> 32 != o.launch);
+  return (uint32_t)x;
 }
 
 constexpr uint32_t kChosenTokens = 512 * 32 * kBlock;  // that the bitmap covers
@@ -46,17 +51,18 @@ struct Drawer {
   const SampledParams& p;
   SampledShared<D, N>& sh;
   const Outline& o;
+  Gate& gate;
   const int tid, warp, lane;  // of the consumers
   uint32_t turn = 0, drawn = 0;
 
   __device__ __forceinline__ void mark_blocks() {
     for (int i = tid; i < 512; i += 256) sh.chosen[i] = 0;
-    consumers_meet();
+    gate.meet();
     for (uint32_t i = tid; i < o.w.block_count; i += 256) {
       const uint32_t b = p.d.block_ids[(uint64_t)o.w.block_first + i];
       if (b < 512 * 32) atomicOr(&sh.chosen[b / 32], 1u << (b % 32));
     }
-    consumers_meet();
+    gate.meet();
   }
   // What the bitmap does not hold.
   __device__ __forceinline__ bool is_listed(uint32_t t) const {
@@ -96,7 +102,7 @@ struct Drawer {
       points = at < domain ? (points + 31) / 32 * 32 : 0;
 
       const uint32_t segment = o.rank * kDrawWarps + warp, first = at + segment * points;
-      uint32_t* ids = p.draws + o.list * p.draw_stride + first;
+      uint64_t* ids = p.draws + o.list * p.draw_stride + first;
       uint32_t kept = 0;
       // Without branches: the points of a round are worked on side by side.
       constexpr int kAhead = 4;
@@ -122,19 +128,19 @@ struct Drawer {
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) {
           const uint32_t all = __ballot_sync(~0u, pass[k]);
-          if (pass[k]) ids[kept + __popc(all & ((1u << lane) - 1))] = x[k];
+          if (pass[k])
+            store_relaxed(ids + kept + __popc(all & ((1u << lane) - 1)), (uint64_t)o.launch << 32 | x[k]);
           kept += __popc(all);
         }
       }
-      // A count and one more is published in place of a flag.
+      // A count and one more is its own flag.
       uint32_t* counts = p.draw_counts + ((int64_t)o.list * kDrawTurns + turn) * segments;
-      __syncwarp();
-      if (lane == 0) store_release(counts + segment, kept + 1);
+      if (lane == 0) store_relaxed(counts + segment, kept + 1);
       if (tid == 0) sh.turn_at[turn] = at, sh.turn_points[turn] = points;
       // One thread a segment.
       uint32_t mine = 0;
       if (tid < segments) {
-        while (mine == 0) mine = load_acquire(counts + tid);
+        while (mine == 0) mine = load_relaxed(counts + tid);
         --mine;
       }
       __syncwarp();
@@ -145,7 +151,7 @@ struct Drawer {
         if (lane >= d) upto += x;
       }
       if (lane == 31) sh.warp_kept[warp] = upto;
-      consumers_meet();
+      gate.meet();
       uint32_t sum = drawn, all = drawn;
 #pragma unroll
       for (int w = 0; w < kDrawWarps; ++w) {
@@ -155,9 +161,10 @@ struct Drawer {
       }
       if (tid < segments) sh.before[turn][tid] = sum + upto - mine;
       if (tid == 0) sh.drawn[turn] = all;
-      consumers_meet();
+      gate.meet();
       drawn = sh.drawn[turn];
-      mbar_arrive(smem_u32(&sh.drew[turn]));  // Tells the producers.
+      __syncwarp();
+      if (lane == 0) mbar_arrive(smem_u32(&sh.drew[turn]));  // Tells the producers.
       ++turn;
     } while (drawn < until && turn < kDrawTurns);
   }

@@ -33,9 +33,9 @@ struct SampledParams {
   const uint32_t* positions;  // [rows], absolute position of the query
   void* out;                  // [rows, q_heads, head_dim]
   float* lse;                 // [rows, q_heads], of the estimate; or null
-  uint32_t* sync;             // [(1 + lists) * 32], zero before and after
-  uint32_t* draws;            // [lists, draw_stride], scratch
-  uint32_t* draw_counts;      // [lists, 3, team * 8], zero before and after
+  uint32_t* sync;             // [(1 + lists) * 32], zero at first; kept from launch to launch
+  uint64_t* draws;            // [lists, draw_stride], zero at first: ids and their launch
+  uint32_t* draw_counts;      // [lists, 3, team * 8], zero at first
   float* scores;              // [lists, capacity, group], scratch: of the pilot
   float* sums;                // [lists, team, group, 4], scratch
   uint32_t* state;            // [lists], ListState
@@ -66,7 +66,7 @@ __host__ __device__ inline int64_t sampled_draws(int64_t len) {
 struct Outline {
   WorkList w;
   uint32_t list, rank, team, fixed, residual, pilot;
-  uint32_t row, head, kv_head, position;
+  uint32_t row, head, kv_head, position, launch;
   uint64_t seed;
   const uint32_t* table;
   double limit;  // draws from which reading everything is the better bargain
@@ -109,9 +109,9 @@ struct HeadStat {
 
 template <int D, int N>
 struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
-  uint64_t drew[kDrawTurns], decided;
+  uint64_t drew[kDrawTurns], decided, gate;
   Outline outline;
-  uint32_t warp_kept[kDrawWarps];
+  uint32_t warp_kept[kDrawWarps], last;
   Decision decision;
   uint32_t drawn[kDrawTurns];  // after each turn
   uint32_t turn_at[kDrawTurns], turn_points[kDrawTurns];
@@ -133,10 +133,6 @@ template <int D, int N>
 inline constexpr int kSampledBytes =
     DecodeLayout<D, N, kSampledStages<D, N>>::kBytes - DecodeLayout<D, N>::kQuery;
 
-constexpr int kAllConsumers = 3, kAllProducers = 4;  // named barriers
-
-__device__ __forceinline__ void consumers_meet() {
-  asm volatile("barrier.cta.sync %0, %1;" ::"n"(kAllConsumers), "n"(256) : "memory");
-}
+constexpr int kAllProducers = 3;  // a named barrier
 
 }  // namespace taper

@@ -48,10 +48,9 @@ __device__ __forceinline__ uint32_t list_tiles(const WorkList& w) {
   return range_tiles(w.begin[0], w.end[0]) + range_tiles(w.begin[1], w.end[1]) + w.block_count +
          (w.token_count + kBlock - 1) / kBlock + (w.sample_count + kBlock - 1) / kBlock;
 }
-// Tiles of one unit: even parts of the list, but none too short to be worth a merge.
-__device__ __forceinline__ uint32_t unit_tiles(uint32_t tiles, uint32_t list_heads) {
-  const uint32_t parts = max(kUnitsPerRow / list_heads, 1u);
-  return max((tiles + parts - 1) / parts, kUnitTilesMin);
+// Units of a list: even parts, but none too short to be worth a merge.
+__device__ __forceinline__ uint32_t list_unit_count(uint32_t tiles, uint32_t list_heads) {
+  return min((tiles + kUnitTilesMin - 1) / kUnitTilesMin, max(kUnitsPerRow / list_heads, 1u));
 }
 
 }  // namespace taper

@@ -17,15 +17,14 @@ __global__ void __launch_bounds__(1024) decode_plan_kernel(const DecodeParams p)
   __syncthreads();
   for (int at = 0; at < lists; at += 1024) {
     const int i = at + threadIdx.x;
-    uint32_t tiles = 0, per = 1, n = 0, table = 0;
+    uint32_t tiles = 0, n = 0, table = 0;
     WorkList work{};
     if (i < lists) {
       work = p.lists[i];
       table = i / p.list_heads;
       if (p.row_table) table = p.row_table[table];
       tiles = list_tiles(work);
-      per = unit_tiles(tiles, p.list_heads);
-      n = (tiles + per - 1) / per;
+      n = list_unit_count(tiles, p.list_heads);
     }
     uint32_t sum = n;
 #pragma unroll
@@ -41,7 +40,7 @@ __global__ void __launch_bounds__(1024) decode_plan_kernel(const DecodeParams p)
     if (i < lists) {
       p.list_units[i] = min(first, (uint32_t)p.unit_capacity);
       for (uint32_t u = 0; u < n && first + u < (uint32_t)p.unit_capacity; ++u)
-        p.units[first + u] = {(uint32_t)i, u * per, min((u + 1) * per, tiles), table, work};
+        p.units[first + u] = {(uint32_t)i, u * tiles / n, (u + 1) * tiles / n, table, work};
     }
     __syncthreads();
     if (threadIdx.x == 1023) base = before + sum;

@@ -15,7 +15,7 @@ cudaError_t go(ValuesParams p, cudaStream_t stream) {
                         rank_tiles((p.max_len + kBlock - 1) / kBlock, team);
   if (masses > 80 * 1024) return cudaErrorInvalidValue;
   p.in_order = grid > sm_count();
-  return launch(values_kernel<T, D, N>, grid, 288, ValuesLayout<D, N>::kBytes + masses, stream,
+  return launch(values_kernel<T, D, N>, grid, kValueThreads + 32, ValuesLayout<D, N>::kBytes + masses, stream,
                 p.overlap != 0, maps, p);
 }
 template <class T, int D>

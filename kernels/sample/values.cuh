@@ -43,12 +43,13 @@ struct ValuesParams {
   int32_t overlap, in_order, reserved;
 };
 
+constexpr int kValueGroups = 4, kValueWarps = 4 * kValueGroups, kValueThreads = 32 * kValueWarps;
 constexpr uint32_t kTargetDraws = 0x53320000u;  // words of a head's targets, and on
 
 template <int D, int N>
 struct ValuesLayout {
   static constexpr int kPanel = kBlock * 128, kStage = kPanel * (D / 64);  // keys of a tile
-  static constexpr int kStages = 128 * 1024 / kStage;                      // even
+  static constexpr int kStages = 128 * 1024 / kStage;  // a multiple of the warpgroups
   static constexpr int kQuery = N * 128 * (D / 64);
   static constexpr int kBytes = kStages * kStage + kQuery + 1024;  // and masses after them
 };
@@ -59,12 +60,12 @@ __host__ __device__ inline uint32_t rank_tiles(uint32_t tiles, uint32_t team) {
 template <int D, int N>
 struct ValuesShared {
   static constexpr int S = ValuesLayout<D, N>::kStages;
-  uint64_t full[S], empty[S], q_full;
-  uint32_t place;
-  float red[2][2][4][N];  // warpgroup; maxima, sums; warp; head
+  uint64_t full[S], empty[S], q_full, gate;
+  uint32_t place, last;
+  float red[kValueGroups][2][4][N];  // warpgroup; maxima, sums; warp; head
   float begin[N], scale[N], end[N], total[N];  // of the rank's mass in the head's
   float mass[N];
-  float join[8][D];
+  float join[kValueWarps][D];
 };
 
 struct ValuesMaps {
@@ -82,7 +83,10 @@ struct ValuesBlock {
   float* const mass;  // [group][mass_stride], of this rank's tiles: log2, then running sums
   const uint32_t mass_stride, list, rank, team, row, kv_head, len, first, tiles;
   const uint32_t* table;
+  const uint64_t seed;
+  const uint32_t position;
   const int group, lane;
+  Gate gate;  // of the consumers
 
   __device__ __forceinline__ void produce() {
     if (lane == 0) {
@@ -115,12 +119,12 @@ struct ValuesBlock {
     return p.weights + (list * padded + token) * group;
   }
 
-  // One warpgroup's tiles: every other one.
+  // One warpgroup's tiles: every fourth.
   __device__ __forceinline__ void weigh(int wg) {
     const int warp = threadIdx.x / 32 % 4, r0 = warp * 16 + lane / 4;
     const float scale2 = p.scale * kLog2e;
     mbar_wait(smem_u32(&sh.q_full), 0);
-    for (uint32_t t = wg; t < tiles; t += 2) {
+    for (uint32_t t = wg; t < tiles; t += kValueGroups) {
       const uint32_t stage = t % L::kStages;
       mbar_wait(smem_u32(&sh.full[stage]), t / L::kStages & 1);
       float s[N / 2];
@@ -231,7 +235,7 @@ struct ValuesBlock {
   }
 
   __device__ __forceinline__ float uniform(int h, uint32_t draw) const {
-    const Stream s{p.seeds[row], (uint32_t)p.layer, kv_head * group + h, p.positions[row]};
+    const Stream s{seed, (uint32_t)p.layer, kv_head * group + h, position};
     return (s.words(kTargetDraws + draw).x >> 8) * (1.f / (1 << 24));
   }
 
@@ -313,43 +317,34 @@ struct ValuesBlock {
   __device__ __forceinline__ void consume() {
     const int warp = threadIdx.x / 32, tid = threadIdx.x;
     weigh(__shfl_sync(~0u, warp / 4, 0));
-    bar_sync(3, 256);
-    for (int h = warp; h < group; h += 8) accumulate(h);
+    gate.meet();
+    for (int h = warp; h < group; h += kValueWarps) accumulate(h);
     uint32_t* sync = p.sync + (1 + list) * kTeamLine;
-    bar_sync(3, 256);
+    gate.meet();
     if (tid == 0) team_meet(sync, team);
     __syncwarp();
-    bar_sync(3, 256);
-    for (int h = warp; h < group; h += 8) place(h);
-    bar_sync(3, 256);
+    gate.meet();
+    for (int h = warp; h < group; h += kValueWarps) place(h);
+    gate.meet();
     // Small groups: several warps a head.
-    const int step = group <= 8 ? 8 / group : 1, sub = warp / group;
-    for (int h = group <= 8 ? warp % group : warp; h < group; h += 8) {
-      float acc[V] = {};
-      if (group > 8 || sub < step) draw(h, group > 8 ? 0 : sub, step, acc);
+    const int step = kValueWarps / group, sub = warp / group;
+    float acc[V] = {};
+    if (sub < step) draw(warp % group, sub, step, acc);
 #pragma unroll
-      for (int j = 0; j < V; ++j) sh.join[warp][lane * V + j] = acc[j];
-      if (group > 8) {
-        __syncwarp();
-        float* to = p.parts + (((int64_t)list * team + rank) * group + h) * D;
-        for (int d = lane; d < D; d += 32) to[d] = sh.join[warp][d];
-        __syncwarp();
-      }
+    for (int j = 0; j < V; ++j) sh.join[warp][lane * V + j] = acc[j];
+    gate.meet();
+    for (int i = tid; i < group * D; i += kValueThreads) {
+      float x = 0;
+      for (int s = 0; s < step; ++s) x += sh.join[s * group + i / D][i % D];
+      p.parts[((int64_t)list * team + rank) * group * D + i] = x;
     }
-    bar_sync(3, 256);
-    if (group <= 8)
-      for (int i = tid; i < group * D; i += 256) {
-        float x = 0;
-        for (int s = 0; s < step; ++s) x += sh.join[s * group + i / D][i % D];
-        p.parts[((int64_t)list * team + rank) * group * D + i] = x;
-      }
-    bar_sync(3, 256);
-    const bool last = tid == 0 && add_acq_rel(sync + 8, 1) == team - 1;
-    __syncwarp();
-    if (!bar_any(3, 256, last)) return;
+    gate.meet();
+    if (tid == 0) sh.last = add_acq_rel(sync + 8, 1) == team - 1;
+    gate.meet();
+    if (!sh.last) return;
     const int64_t head = (int64_t)row * p.q_heads + kv_head * group;
     const float inverse = 1.f / p.samples;
-    for (int i = tid; i < group * D; i += 256) {
+    for (int i = tid; i < group * D; i += kValueThreads) {
       const float* from = p.parts + (int64_t)list * team * group * D + i;
       float x = 0;
 #pragma unroll 16
@@ -361,7 +356,7 @@ struct ValuesBlock {
 };
 
 template <class T, int D, int N>
-__global__ void __launch_bounds__(288, 1)
+__global__ void __launch_bounds__(kValueThreads + 32, 1)
     values_kernel(const __grid_constant__ ValuesMaps maps, const __grid_constant__ ValuesParams p) {
   using L = ValuesLayout<D, N>;
   extern __shared__ uint8_t raw[];
@@ -373,6 +368,7 @@ __global__ void __launch_bounds__(288, 1)
       mbar_init(smem_u32(&sh.empty[i]), 4);
     }
     mbar_init(smem_u32(&sh.q_full), 1);
+    mbar_init(smem_u32(&sh.gate), kValueWarps);
     mbar_init_fence();
     tma_prefetch_map(&maps.q);
     tma_prefetch_map(&maps.k);
@@ -389,8 +385,9 @@ __global__ void __launch_bounds__(288, 1)
   ValuesBlock<T, D, N> block{maps, p, sh, stages, q_at, mass,
                              rank_tiles((p.max_len + kBlock - 1) / kBlock, team), list, rank, team, row,
                              list % p.kv_heads, len, first, min(per, all - first), table,
-                             p.q_heads / p.kv_heads, (int)threadIdx.x % 32};
-  if (threadIdx.x >= 256) block.produce();
+                             p.seeds[row], p.positions[row],
+                             p.q_heads / p.kv_heads, (int)threadIdx.x % 32, Gate{smem_u32(&sh.gate), 0}};
+  if (threadIdx.x >= kValueThreads) block.produce();
   else block.consume();
 }
 
