@@ -2,7 +2,7 @@
 
 use crate::audit;
 use crate::layer::{AttentionShape, LayerAttention};
-use crate::method::{DecodeStep, PrefillLayer, pairs};
+use crate::method::{Carry, DecodeStep, PrefillLayer};
 use crate::report::{AttentionUsage, PhaseReport, Report};
 use crate::spec::AttentionSpec;
 use candle_core::{Result, Tensor, bail};
@@ -20,6 +20,8 @@ pub struct Sequence {
     prompt: usize,
     len: usize,
     table: BlockTable,
+    /// What the prefill method keeps between chunks `[layers]`; empty before the first and after the last.
+    carries: Vec<Carry>,
     report: Report,
 }
 
@@ -27,7 +29,15 @@ impl Sequence {
     /// An empty sequence whose first `prompt_tokens` tokens are attended by the spec's prefill method and the others by
     /// its decode method. `seed` keys its random draws.
     pub fn new(spec: Arc<AttentionSpec>, seed: u64, prompt_tokens: usize) -> Self {
-        Self { spec, seed, prompt: prompt_tokens, len: 0, table: BlockTable::default(), report: Report::default() }
+        Self {
+            spec,
+            seed,
+            prompt: prompt_tokens,
+            len: 0,
+            table: BlockTable::default(),
+            carries: Vec::new(),
+            report: Report::default(),
+        }
     }
 
     /// Tokens whose keys and values are cached.
@@ -45,12 +55,9 @@ impl Sequence {
         self.prompt
     }
 
-    /// Prompt tokens that the next prefill chunk takes: at most `max_tokens`, unless the method cannot cut so short.
-    /// 0 once the prompt is done.
+    /// Prompt tokens that the next prefill chunk takes: at most `max_tokens`. 0 once the prompt is done.
     pub fn chunk(&self, max_tokens: usize) -> usize {
-        let left = self.prompt.saturating_sub(self.len);
-        let multiple = self.spec.prefill.method.chunk_multiple();
-        if left <= max_tokens { left } else { (max_tokens / multiple * multiple).max(multiple).min(left) }
+        self.prompt.saturating_sub(self.len).min(max_tokens)
     }
 
     /// The blocks, for the pool to grow or release.
@@ -69,7 +76,8 @@ impl Sequence {
     /// [`KvError::OutOfBlocks`].
     pub fn fork(&self, pool: &mut KvPool, seed: u64) -> std::result::Result<Self, KvError> {
         let table = pool.fork(&self.table, self.len)?;
-        Ok(Self { spec: self.spec.clone(), seed, report: self.report.clone(), table, ..*self })
+        let (spec, carries, report) = (self.spec.clone(), self.carries.clone(), self.report.clone());
+        Ok(Self { spec, seed, table, carries, report, ..*self })
     }
 
     /// What attention came to so far.
@@ -93,6 +101,7 @@ pub struct AttentionBatch<'a> {
     pool: &'a mut KvPool,
     spans: Vec<Span<'a>>,
     slots: Vec<u32>,
+    lengths: Vec<u32>,
 }
 
 impl<'a> AttentionBatch<'a> {
@@ -106,7 +115,7 @@ impl<'a> AttentionBatch<'a> {
         pool: &'a mut KvPool,
         spans: Vec<Span<'a>>,
     ) -> std::result::Result<Self, KvError> {
-        let mut slots = Vec::new();
+        let (mut slots, mut lengths) = (Vec::new(), Vec::new());
         let mut spans = spans;
         for Span { sequence, tokens } in &mut spans {
             let end = sequence.len + *tokens;
@@ -118,8 +127,9 @@ impl<'a> AttentionBatch<'a> {
             }
             pool.grow(&mut sequence.table, end)?;
             slots.extend((sequence.len..end).map(|token| sequence.table.slot(token)));
+            lengths.extend((sequence.len..end).map(|token| sequence.prompt.max(token + 1) as u32));
         }
-        Ok(Self { shape, pool, spans, slots })
+        Ok(Self { shape, pool, spans, slots, lengths })
     }
 
     /// Absolute positions of the batch's tokens, in order.
@@ -131,11 +141,18 @@ impl<'a> AttentionBatch<'a> {
     pub fn finish(self) {
         for Span { sequence, tokens } in self.spans {
             sequence.len += tokens;
+            if sequence.len >= sequence.prompt {
+                sequence.carries.clear();
+            }
         }
     }
 }
 
 impl LayerAttention for AttentionBatch<'_> {
+    fn length(&self, token: usize) -> u32 {
+        self.lengths[token]
+    }
+
     fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         let (tokens, ..) = q.dims3()?;
         if tokens != self.slots.len() || layer >= self.shape.layers {
@@ -180,16 +197,17 @@ impl Part<'_> {
             prompt: sequence.prompt,
             window: self.shape.window,
         };
-        let output = sequence.spec.prefill.method.attend(&layer)?;
-        let positions: Vec<u32> = (layer.start..layer.start + rows).map(|p| p as u32).collect();
-        let there = pairs(&positions, Mask::Causal, self.shape.window);
+        sequence.carries.resize(self.shape.layers, Carry::default());
+        let output = sequence.spec.prefill.method.attend(&layer, &mut sequence.carries[self.layer])?;
+        let there: usize = (layer.start..layer.start + rows).map(|p| Mask::Causal.count(p, self.shape.window)).sum();
         let report = &mut sequence.report.prefill;
-        report.add(rows as u64 * heads, output.pairs * heads, there * heads, output.pairs / rows as u64);
+        let (read, most) = (output.keys.iter().sum::<u64>(), output.keys.iter().copied().max().unwrap_or(0));
+        report.add(rows as u64 * heads, read * heads, there as u64 * heads, most);
         let audited: Vec<usize> = (0..rows)
             .filter(|row| audit::wanted(&self.stream(sequence.seed, layer.start + row), sequence.spec.audit))
             .collect();
         if !audited.is_empty() {
-            report.add_errors(audit::prefill(&layer, &output.out, &audited)?);
+            report.add_errors(&audit::prefill(&layer, &output.out, &audited)?, None);
         }
         Ok(output.out)
     }
@@ -213,13 +231,16 @@ impl Part<'_> {
         let read = counts.iter().sum::<usize>() as u64;
         let there = rows.iter().map(|row| row.visible.len() * kv_heads).sum::<usize>() as u64;
         report.add(counts.len() as u64, read, there, counts.iter().copied().max().unwrap_or(0) as u64);
+        if choice.scores.is_some() {
+            report.add_scored(there);
+        }
         if let Some(budgets) = &choice.budgets {
             report.add_budgets(budgets);
         }
         let audited: Vec<usize> =
             (0..tokens).filter(|&row| audit::wanted(&streams[row], sequence.spec.audit)).collect();
         if !audited.is_empty() {
-            report.add_errors(audit::decode(&step, &out, &audited)?);
+            report.add_errors(&audit::decode(&step, &out, &audited)?, sequence.spec.decode.method.epsilon());
         }
         Ok(out)
     }

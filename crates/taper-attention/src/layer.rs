@@ -27,6 +27,10 @@ impl AttentionShape {
 
 /// Attention over a flat batch of tokens, called once a layer in layer order.
 pub trait LayerAttention {
+    /// How long the sequence of the batch's token `token` is, for a rotary embedding that heeds it: the whole prompt for
+    /// a token of it, however the prompt is cut, and up to the token itself after.
+    fn length(&self, token: usize) -> u32;
+
     /// Stores the batch's keys and values and attends. Scores are scaled by 1/sqrt(head_dim).
     ///
     /// # Shapes (T tokens of the batch; f32, contiguous)

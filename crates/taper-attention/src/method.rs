@@ -8,16 +8,26 @@ use taper_kernels::prefill::{self, Mask, Prefill};
 
 /// How a prompt's rows attend.
 pub trait PrefillMethod: std::fmt::Debug + Send + Sync {
-    /// A prompt may be cut into chunks only at multiples of this.
-    fn chunk_multiple(&self) -> usize {
-        1
-    }
-
-    /// Attends for a chunk of a prompt in one layer.
+    /// Attends for a chunk of a prompt in one layer. `carry` is what the method kept from the chunk before.
     ///
     /// # Errors
     /// A device error.
-    fn attend(&self, layer: &PrefillLayer) -> Result<PrefillOutput>;
+    fn attend(&self, layer: &PrefillLayer, carry: &mut Carry) -> Result<PrefillOutput>;
+}
+
+/// What a prefill method keeps of one layer from one chunk of a prompt to the next, so that the cuts do not show.
+#[derive(Debug, Clone, Default)]
+pub struct Carry {
+    /// The method's own.
+    pub rows: Option<Tensor>,
+    base: Option<Box<Carry>>,
+}
+
+impl Carry {
+    /// That of the method underneath.
+    pub fn base(&mut self) -> &mut Carry {
+        self.base.get_or_insert_default()
+    }
 }
 
 /// A chunk of one sequence's prompt in one layer; its keys and values are in the cache.
@@ -41,8 +51,8 @@ pub struct PrefillLayer<'a> {
 pub struct PrefillOutput {
     /// `[T, q_heads, head_dim]`, f32.
     pub out: Tensor,
-    /// (query, key) pairs read, per head.
-    pub pairs: u64,
+    /// Keys that each row read `[T]`, per KV head.
+    pub keys: Vec<u64>,
 }
 
 impl PrefillLayer<'_> {
@@ -66,7 +76,8 @@ impl PrefillLayer<'_> {
     /// A device error.
     pub fn attend_rows(&self, q: &Tensor, positions: &[u32], mask: Mask) -> Result<PrefillOutput> {
         let args = Prefill { q, kv: self.kv, table: self.table, positions, window: self.window, mask };
-        Ok(PrefillOutput { out: prefill::prefill(&args)?, pairs: pairs(positions, mask, self.window) })
+        let keys = positions.iter().map(|&p| mask.count(p as usize, self.window) as u64).collect();
+        Ok(PrefillOutput { out: prefill::prefill(&args)?, keys })
     }
 
     /// The first `rows` rows.
@@ -76,11 +87,6 @@ impl PrefillLayer<'_> {
     pub fn first(&self, rows: usize) -> Result<Self> {
         Ok(Self { q: self.q.narrow(0, 0, rows)?, ..self.clone() })
     }
-}
-
-/// (query, key) pairs that a mask reads at the positions given.
-pub(crate) fn pairs(positions: &[u32], mask: Mask, window: Option<usize>) -> u64 {
-    positions.iter().flat_map(|&p| mask.keys(p as usize, window)).map(|keys| keys.len() as u64).sum()
 }
 
 /// What generated tokens read.

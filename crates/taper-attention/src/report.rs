@@ -2,6 +2,7 @@
 
 use crate::spec::AttentionSpec;
 use serde::Serialize;
+use std::collections::BTreeMap;
 use taper_kernels::decode::Budget;
 
 /// Counts of one phase of one sequence, over all layers and heads.
@@ -15,8 +16,9 @@ pub(crate) struct PhaseReport {
     most: u64,
     /// Query heads that went dense to keep a promise.
     dense_heads: Option<u64>,
-    /// Relative errors of audited heads.
-    errors: Vec<f32>,
+    /// (query, key) pairs scored to choose what is read.
+    scored: u64,
+    errors: Errors,
 }
 
 impl PhaseReport {
@@ -33,21 +35,27 @@ impl PhaseReport {
         *self.dense_heads.get_or_insert(0) += budgets.iter().filter(|b| b.dense).count() as u64;
     }
 
-    /// Adds audited heads.
-    pub fn add_errors(&mut self, errors: impl IntoIterator<Item = f32>) {
-        self.errors.extend(errors);
+    /// Adds pairs whose keys were all scored.
+    pub fn add_scored(&mut self, pairs: u64) {
+        self.scored += pairs;
     }
 
-    fn usage(&self, method: &'static str, seed: u64, epsilon: Option<f64>) -> PhaseUsage {
+    /// Adds relative errors of audited heads, under a promise of `epsilon` if there is one.
+    pub fn add_errors(&mut self, errors: &[f32], epsilon: Option<f64>) {
+        errors.iter().for_each(|&error| self.errors.add(error, epsilon));
+    }
+
+    fn usage(&self, method: &'static str, seed: u64) -> PhaseUsage {
         let share = |a: u64, b: u64| if b == 0 { 1.0 } else { a as f64 / b as f64 };
         PhaseUsage {
             method,
             density: share(self.read, self.there),
             budget_mean: if self.queries == 0 { 0.0 } else { self.read as f64 / self.queries as f64 },
             budget_max: self.most,
-            seed,
+            scored: (self.scored > 0).then(|| share(self.scored, self.there)),
+            seed: seed as i64,
             dense_heads: self.dense_heads,
-            audit: AuditUsage::of(&self.errors, epsilon),
+            audit: self.errors.usage(),
         }
     }
 }
@@ -73,14 +81,17 @@ pub struct AttentionUsage {
 pub struct PhaseUsage {
     /// The method.
     pub method: &'static str,
-    /// Share of (query, key) pairs read, the causal pairs within the model's window as the whole; 1 if there were none.
+    /// Share of (query, key) pairs attended to, the causal pairs within the model's window as the whole; 1 if there were none.
     pub density: f64,
+    /// Share of (query, key) pairs whose key was read to choose among them; absent where none was.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub scored: Option<f64>,
     /// Keys read per query, layer and KV head, on average.
     pub budget_mean: f64,
-    /// The most keys that one query read in one layer and KV head; for prefill the mean of the densest chunk.
+    /// The most keys that one query read in one layer and KV head.
     pub budget_max: u64,
-    /// Seed of the method's random draws.
-    pub seed: u64,
+    /// Seed of the method's random draws; a request with it draws the same.
+    pub seed: i64,
     /// Query heads (per layer and token) that read everything to keep a promise; absent where none is made.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dense_heads: Option<u64>,
@@ -96,7 +107,7 @@ pub struct AuditUsage {
     pub heads: u64,
     /// Mean relative error.
     pub error_mean: f64,
-    /// 99th percentile of the relative error.
+    /// 99th percentile of the relative error, at most 5 % too high.
     pub error_p99: f64,
     /// Largest relative error.
     pub error_max: f64,
@@ -105,19 +116,49 @@ pub struct AuditUsage {
     pub over_epsilon: Option<f64>,
 }
 
-impl AuditUsage {
-    fn of(errors: &[f32], epsilon: Option<f64>) -> Option<Self> {
-        let mut sorted = errors.to_vec();
-        sorted.sort_by(f32::total_cmp);
-        let &last = sorted.last()?;
-        let count = sorted.len();
-        let over = |epsilon: f64| sorted.iter().filter(|e| e.is_nan() || f64::from(**e) > epsilon).count();
-        Some(Self {
-            heads: count as u64,
-            error_mean: sorted.iter().map(|e| f64::from(*e)).sum::<f64>() / count as f64,
-            error_p99: f64::from(sorted[(count * 99).div_ceil(100) - 1]),
-            error_max: f64::from(last),
-            over_epsilon: epsilon.map(|epsilon| over(epsilon) as f64 / count as f64),
+/// What is kept of the relative errors of audited heads: enough for [`AuditUsage`], however many there are.
+#[derive(Debug, Clone, Default)]
+struct Errors {
+    count: u64,
+    sum: f64,
+    max: f32,
+    /// Errors over epsilon, where one is promised.
+    over: Option<u64>,
+    /// Errors by size: `BUCKETS_PER_OCTAVE` buckets to a factor of two, the smallest for 0, the largest for NaN.
+    buckets: BTreeMap<i16, u64>,
+}
+
+/// A bucket's ends differ by a factor of 2^(1/16), 1.044.
+const BUCKETS_PER_OCTAVE: f32 = 16.0;
+
+impl Errors {
+    fn add(&mut self, error: f32, epsilon: Option<f64>) {
+        self.count += 1;
+        self.sum += f64::from(error);
+        self.max = if self.max >= error || self.max.is_nan() { self.max } else { error };
+        if let Some(epsilon) = epsilon {
+            let over = error.is_nan() || f64::from(error) > epsilon;
+            *self.over.get_or_insert(0) += u64::from(over);
+        }
+        let octaves = (error.log2() * BUCKETS_PER_OCTAVE).ceil();
+        let bucket = if error.is_nan() { i16::MAX } else { (octaves as i16).min(i16::MAX - 1) };
+        *self.buckets.entry(bucket).or_insert(0) += 1;
+    }
+
+    fn usage(&self) -> Option<AuditUsage> {
+        let wanted = (self.count * 99).div_ceil(100);
+        let mut seen = 0;
+        let (&bucket, _) = self.buckets.iter().find(|(_, count)| {
+            seen += *count;
+            seen >= wanted
+        })?;
+        let end = (f32::from(bucket) / BUCKETS_PER_OCTAVE).exp2();
+        Some(AuditUsage {
+            heads: self.count,
+            error_mean: self.sum / self.count as f64,
+            error_p99: f64::from(if bucket == i16::MAX { f32::NAN } else { end.min(self.max) }),
+            error_max: f64::from(self.max),
+            over_epsilon: self.over.map(|over| over as f64 / self.count as f64),
         })
     }
 }
@@ -125,8 +166,8 @@ impl AuditUsage {
 impl Report {
     pub fn usage(&self, spec: &AttentionSpec, seed: u64) -> AttentionUsage {
         AttentionUsage {
-            prefill: self.prefill.usage(spec.prefill.name, seed, None),
-            decode: self.decode.usage(spec.decode.name, seed, spec.decode.method.epsilon()),
+            prefill: self.prefill.usage(spec.prefill.name, seed),
+            decode: self.decode.usage(spec.decode.name, seed),
         }
     }
 }
@@ -137,12 +178,22 @@ mod tests {
 
     #[test]
     fn percentiles_and_shares_are_those_of_the_errors() {
-        let errors: Vec<f32> = (1..=200).map(|i| i as f32 / 1000.0).collect();
-        let audit = AuditUsage::of(&errors, Some(0.1505)).unwrap();
+        let of = |errors: &[f32], epsilon| {
+            let mut all = Errors::default();
+            errors.iter().for_each(|&e| all.add(e, epsilon));
+            all.usage()
+        };
+        let errors: Vec<f32> = (1..=200).rev().map(|i| i as f32 / 1000.0).collect();
+        let audit = of(&errors, Some(0.1505)).unwrap();
         assert_eq!((audit.heads, audit.over_epsilon), (200, Some(0.25)));
-        assert!((audit.error_mean - 0.1005).abs() < 1e-6);
-        assert!((audit.error_p99 - 0.198).abs() < 1e-6 && (audit.error_max - 0.2).abs() < 1e-6);
-        assert!(AuditUsage::of(&[], None).is_none());
-        assert_eq!(AuditUsage::of(&[f32::NAN], Some(0.5)).unwrap().over_epsilon, Some(1.0));
+        assert!((audit.error_mean - 0.1005).abs() < 1e-6 && (audit.error_max - 0.2).abs() < 1e-6);
+        assert!((0.198..=0.198 * 1.05).contains(&audit.error_p99), "{}", audit.error_p99);
+        assert!(of(&[], None).is_none());
+        let zero = of(&[0.0; 5], None).unwrap();
+        assert_eq!((zero.error_p99, zero.error_max, zero.over_epsilon), (0.0, 0.0, None));
+        let infinite = of(&[f32::INFINITY, 1.0], Some(0.5)).unwrap();
+        assert_eq!((infinite.error_max, infinite.over_epsilon), (f64::INFINITY, Some(1.0)));
+        let nan = of(&[1.0, f32::NAN, 0.1], Some(0.5)).unwrap();
+        assert!(nan.error_max.is_nan() && nan.error_p99.is_nan() && nan.over_epsilon == Some(2.0 / 3.0));
     }
 }

@@ -12,6 +12,7 @@ pub use sample::{Budget, Sampling, sample};
 pub use scores::{Scores, scores, top_k};
 
 use crate::kv::{BLOCK_TOKENS, KvElement, PagedKv};
+use crate::prefill::Mask;
 use candle_core::{CpuStorage, Layout, Result, Storage, Tensor, bail};
 use std::ops::Range;
 
@@ -115,9 +116,8 @@ impl Selection {
 
 /// The sinks that are visible and the last `window` (at least 1) keys: disjoint, or `None` where that is everything.
 pub(crate) fn sink_window(visible: &Range<usize>, sink: usize, window: usize) -> Option<[Range<usize>; 2]> {
-    let start = visible.end - window.clamp(1, visible.len());
-    let sinks = visible.start..sink.clamp(visible.start, visible.end);
-    (sinks.end < start).then_some([sinks, start..visible.end])
+    let ranges = Mask::SinkWindow { sink, window }.keys(visible.end - 1, Some(visible.len()));
+    (ranges[0].end < ranges[1].start).then_some(ranges)
 }
 
 /// Tokens of a work unit. A list is cut into units by its length alone, so that results do not depend on the machine.

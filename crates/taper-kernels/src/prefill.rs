@@ -41,6 +41,11 @@ impl Mask {
             }
         }
     }
+
+    /// How many keys a row at `position` reads.
+    pub fn count(&self, position: usize, model_window: Option<usize>) -> usize {
+        self.keys(position, model_window).into_iter().map(|keys| keys.len()).sum()
+    }
 }
 
 /// Arguments of [`prefill`].

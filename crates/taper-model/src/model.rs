@@ -97,7 +97,7 @@ impl Model {
         if let Some(position) = positions.iter().find(|p| **p as usize >= self.config.context_length) {
             candle_core::bail!("position {position} is past the context of {} tokens", self.config.context_length);
         }
-        let table = self.config.rope.table(positions, &self.device)?;
+        let table = self.config.rope.table(positions, |token| attention.length(token), &self.device)?;
         let mut x = self.embedding.lookup(tokens)?;
         for (index, layer) in self.layers.iter().enumerate() {
             x = self.layer(index, layer, &x, &table, attention)?;

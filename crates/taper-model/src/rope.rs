@@ -126,29 +126,31 @@ impl Rope {
         }
     }
 
-    /// Cosines and sines for a flat batch's positions.
+    /// Cosines and sines for a flat batch's `positions` `[T]`; `length` says how long a token's
+    /// sequence is.
     ///
-    /// Under the dynamic rule the length of a sequence is taken to be the last position of its run of consecutive
-    /// positions, plus one: what one whole prompt in one step sees.
+    /// Under the dynamic rule a token is rotated by the frequencies of its sequence's length, as in transformers, where a
+    /// whole prompt is one step.
     ///
     /// # Errors
     /// A device error.
-    pub(crate) fn table(&self, positions: &[u32], device: &Device) -> Result<RopeTable> {
+    pub(crate) fn table(&self, positions: &[u32], length: impl Fn(usize) -> u32, device: &Device) -> Result<RopeTable> {
         let half = self.head_dim / 2;
         let scale = self.attention_factor() as f32;
         let mut cos = Vec::with_capacity(positions.len() * half);
         let mut sin = Vec::with_capacity(positions.len() * half);
-        let mut frequencies = Vec::new();
-        for run in positions.chunk_by(|a, b| a.wrapping_add(1) == *b) {
-            if frequencies.is_empty() || matches!(self.scaling, RopeScaling::Dynamic { .. }) {
-                frequencies = self.frequencies(run[run.len() - 1] as usize + 1);
+        let dynamic = matches!(self.scaling, RopeScaling::Dynamic { .. });
+        let (mut frequencies, mut known) = (Vec::new(), None);
+        for (token, &position) in positions.iter().enumerate() {
+            let of = if dynamic { length(token) } else { 0 };
+            if known != Some(of) {
+                frequencies = self.frequencies(of as usize);
+                known = Some(of);
             }
-            for &position in run {
-                for frequency in &frequencies {
-                    let (s, c) = (position as f32 * frequency).sin_cos();
-                    cos.push(c * scale);
-                    sin.push(s * scale);
-                }
+            for frequency in &frequencies {
+                let (s, c) = (position as f32 * frequency).sin_cos();
+                cos.push(c * scale);
+                sin.push(s * scale);
             }
         }
         Ok(RopeTable {

@@ -15,20 +15,17 @@ fn sequence(prompt: usize, prefill: serde_json::Value) -> Sequence {
 }
 
 #[test]
-fn chunks_fall_on_the_methods_multiples() {
-    let delta = |gamma| json!({ "method": "delta", "gamma": gamma, "base": { "method": "dense" } });
-    for (prefill, prompt, max, chunk) in [
-        (json!({ "method": "dense" }), 1000, 300, 300),
-        (delta(64), 1000, 300, 256),
-        (delta(64), 1000, 20, 64),
-        (delta(64), 30, 20, 30),
-        (delta(64), 200, 200, 200),
-    ] {
-        assert_eq!(sequence(prompt, prefill.clone()).chunk(max), chunk, "{prefill} {prompt} {max}");
-    }
-    let mut done = sequence(5, json!({ "method": "dense" }));
-    done.len = 5;
-    assert_eq!(done.chunk(10), 0);
+fn chunks_take_what_is_left_and_lengths_are_those_of_whole_prompts() {
+    let dense = || json!({ "method": "dense" });
+    let mut pool = pool(4);
+    let (mut a, mut b) = (sequence(70, dense()), sequence(3, dense()));
+    assert_eq!((a.chunk(50), a.chunk(100)), (50, 70));
+    (a.len, b.len) = (40, 3);
+    assert_eq!((a.chunk(50), b.chunk(50)), (30, 0));
+    let spans = vec![Span { sequence: &mut a, tokens: 2 }, Span { sequence: &mut b, tokens: 2 }];
+    let batch = AttentionBatch::new(SHAPE, &mut pool, spans).unwrap();
+    assert_eq!(batch.positions(), [40, 41, 3, 4]);
+    assert_eq!([0, 1, 2, 3].map(|token| batch.length(token)), [70, 70, 4, 5]);
 }
 
 #[test]

@@ -4,15 +4,15 @@
 //! anchor. The last rows are dense: they are part of the method, not a detail.
 
 use super::{Entry, prefill};
-use crate::method::{PrefillLayer, PrefillMethod, PrefillOutput};
+use crate::method::{Carry, PrefillLayer, PrefillMethod, PrefillOutput};
 use crate::schema::{parse, schema_of};
-use crate::spec::Chosen;
-use candle_core::{Result, Tensor, bail};
+use crate::spec::{Chosen, SpecError};
+use candle_core::{Result, Tensor};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::sync::Arc;
-use taper_kernels::correct::{Correction, correct};
+use taper_kernels::correct::{Anchors, Correction, correct};
 use taper_kernels::prefill::Mask;
 
 pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
@@ -23,6 +23,12 @@ pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
     build: |value, path| {
         let params: Params = parse("delta", value, path)?;
         let base = prefill(&params.base, &format!("{path}.base"))?;
+        if base.name == PREFILL.name {
+            return Err(SpecError::new(
+                format!("{path}.base.method"),
+                "delta does not correct itself; base must be another method",
+            ));
+        }
         let json = json!(Params { base: base.json.clone(), ..params });
         Ok((Arc::new(Delta { gamma: params.gamma, mode: params.mode, base }), json))
     },
@@ -81,43 +87,31 @@ impl Delta {
 }
 
 impl PrefillMethod for Delta {
-    fn chunk_multiple(&self) -> usize {
-        // Both the base's cuts and the anchors must fall on chunk starts.
-        let base = self.base.method.chunk_multiple();
-        self.gamma / gcd(self.gamma, base) * base
-    }
-
-    fn attend(&self, layer: &PrefillLayer) -> Result<PrefillOutput> {
+    fn attend(&self, layer: &PrefillLayer, carry: &mut Carry) -> Result<PrefillOutput> {
         let (start, rows) = (layer.start, layer.rows());
-        if !start.is_multiple_of(self.gamma) {
-            bail!("delta: a chunk starts at {start}, not at a multiple of gamma {}", self.gamma);
-        }
-        // Rows of this chunk before the tail: attended sparsely and corrected.
+        // Rows of this chunk before the tail: attended sparsely and corrected. Anchors are so by their position.
         let sparse = self.tail(layer.prompt).clamp(start, start + rows) - start;
-        let dense_rows: Vec<u32> = (0..sparse).step_by(self.gamma).chain(sparse..rows).map(|r| r as u32).collect();
-        let positions: Vec<u32> = dense_rows.iter().map(|r| start as u32 + r).collect();
-        let q = if dense_rows.len() == rows {
-            layer.q.clone()
-        } else {
-            let rows = dense_rows.len();
-            layer.q.index_select(&Tensor::from_vec(dense_rows, rows, layer.q.device())?, 0)?
-        };
-        let dense = layer.attend_rows(&q, &positions, Mask::Causal)?;
-        if sparse == 0 {
-            return Ok(dense);
+        if sparse == 0 || self.gamma == 1 || self.base.name == "dense" {
+            return layer.attend(Mask::Causal);
         }
-        let base = self.base.method.attend(&layer.first(sparse)?)?;
+        let anchors = Anchors { first: start.next_multiple_of(self.gamma) - start, gamma: self.gamma };
+        let dense_rows: Vec<u32> = anchors.below(sparse).chain(sparse..rows).map(|r| r as u32).collect();
+        let positions: Vec<u32> = dense_rows.iter().map(|r| start as u32 + r).collect();
+        let q = layer.q.index_select(&Tensor::new(dense_rows.as_slice(), layer.q.device())?, 0)?;
+        let dense = layer.attend_rows(&q, &positions, Mask::Causal)?;
+        let base = self.base.method.attend(&layer.first(sparse)?, carry.base())?;
         let correction = match self.mode {
             Mode::Delta => Correction::Propagate,
             Mode::Recompute => Correction::Replace,
         };
-        let out = correct(&base.out, &dense.out, self.gamma, correction)?;
-        Ok(PrefillOutput { out, pairs: base.pairs + dense.pairs })
+        let (out, last) = correct(&base.out, &dense.out, anchors, carry.rows.as_ref(), correction)?;
+        carry.rows = last;
+        // A dense row reads all that its sparse one does.
+        let mut keys = base.keys;
+        keys.resize(rows, 0);
+        dense_rows.iter().zip(dense.keys).for_each(|(&row, read)| keys[row as usize] = read);
+        Ok(PrefillOutput { out, keys })
     }
-}
-
-fn gcd(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 #[cfg(test)]

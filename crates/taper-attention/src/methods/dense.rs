@@ -1,7 +1,7 @@
 //! Dense attention: every visible key.
 
 use super::Entry;
-use crate::method::{Choice, DecodeMethod, DecodeStep, PrefillLayer, PrefillMethod, PrefillOutput};
+use crate::method::{Carry, Choice, DecodeMethod, DecodeStep, PrefillLayer, PrefillMethod, PrefillOutput};
 use crate::schema::{parse, schema_of};
 use candle_core::Result;
 use schemars::JsonSchema;
@@ -32,7 +32,7 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
 struct Dense {}
 
 impl PrefillMethod for Dense {
-    fn attend(&self, layer: &PrefillLayer) -> Result<PrefillOutput> {
+    fn attend(&self, layer: &PrefillLayer, _: &mut Carry) -> Result<PrefillOutput> {
         layer.attend(Mask::Causal)
     }
 }

@@ -1,7 +1,7 @@
 //! StreamingLLM: the first tokens and the most recent ones, as a mask with true positions.
 
 use super::Entry;
-use crate::method::{Choice, DecodeMethod, DecodeStep, PrefillLayer, PrefillMethod, PrefillOutput};
+use crate::method::{Carry, Choice, DecodeMethod, DecodeStep, PrefillLayer, PrefillMethod, PrefillOutput};
 use crate::schema::{parse, schema_of};
 use crate::spec::SpecError;
 use candle_core::Result;
@@ -53,7 +53,7 @@ impl Default for StreamingLlm {
 }
 
 impl PrefillMethod for StreamingLlm {
-    fn attend(&self, layer: &PrefillLayer) -> Result<PrefillOutput> {
+    fn attend(&self, layer: &PrefillLayer, _: &mut Carry) -> Result<PrefillOutput> {
         layer.attend(Mask::SinkWindow { sink: self.sink, window: self.window })
     }
 }

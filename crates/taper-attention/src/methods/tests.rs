@@ -93,12 +93,15 @@ fn chunked_prefill_equals_one_shot() {
         json!({ "method": "dense" }),
         json!({ "method": "streaming_llm", "sink": 4, "window": 100 }),
         json!({ "method": "delta", "gamma": 24, "base": { "method": "streaming_llm", "sink": 4, "window": 30 } }),
+        json!({ "method": "delta", "gamma": 200, "mode": "recompute", "base": { "method": "streaming_llm", "window": 30 } }),
     ] {
         let spec = json!({ "prefill": prefill });
         for window in [None, Some(70)] {
-            let (whole, _) = run(&spec, shape(3, 64, window), (700, 0), 4096);
+            let (whole, sequence) = run(&spec, shape(3, 64, window), (700, 0), 4096);
             for chunk in [100, 64, 7] {
-                let (chunked, _) = run(&spec, shape(3, 64, window), (700, 0), chunk);
+                let (chunked, cut) = run(&spec, shape(3, 64, window), (700, 0), chunk);
+                let usage = |s: &Sequence| json!(s.usage());
+                assert_eq!(usage(&cut), usage(&sequence), "{prefill} in chunks of {chunk}");
                 assert!(relative(&chunked, &whole) < 1e-6, "{prefill} in chunks of {chunk}");
             }
         }
@@ -106,7 +109,7 @@ fn chunked_prefill_equals_one_shot() {
 }
 
 #[test]
-fn delta_is_dense_at_its_anchors_and_its_tail_and_closer_than_its_base_between() {
+fn delta_is_dense_at_its_anchors_and_its_tail_and_moves_the_difference_on_between() {
     let base = json!({ "method": "streaming_llm", "sink": 4, "window": 32 });
     let shape = shape(2, 64, None);
     let n = 1000;
@@ -124,10 +127,24 @@ fn delta_is_dense_at_its_anchors_and_its_tail_and_closer_than_its_base_between()
     let expected: Vec<f32> =
         (0..width).map(|c| row(&sparse, 330)[c] + row(&dense, 320)[c] - row(&sparse, 320)[c]).collect();
     assert!(relative(&row(&delta, 330), &expected) < 1e-5, "the anchor's difference moves on");
-    let pairs: usize = (0..tail).map(|p| (p + 1).min(4 + 32)).sum::<usize>()
-        + (0..tail).step_by(16).chain(tail..n).map(|p| p + 1).sum::<usize>();
+    // A dense row reads all that its sparse one does: nothing counts twice.
+    let dense_row = |p: usize| p >= tail || p.is_multiple_of(16);
+    let pairs: usize = (0..n).map(|p| if dense_row(p) { p + 1 } else { (p + 1).min(4 + 32) }).sum();
     let density = pairs as f64 / (n * (n + 1) / 2) as f64;
-    assert!((sequence.usage().prefill.density - density).abs() < 1e-9);
+    let usage = sequence.usage().prefill;
+    assert!((usage.density - density).abs() < 1e-9);
+    assert_eq!(usage.budget_max, n as u64);
+    let distance = |rows: std::ops::Range<usize>, x: &[f32]| {
+        let part = rows.start * width..rows.end * width;
+        relative(&x[part.clone()], &dense[part])
+    };
+    // Random values have no drift for the correction to follow, but it must not be lost either.
+    assert!(distance(0..tail, &delta) < 2.0 * distance(0..tail, &sparse));
+    for same in [json!({ "method": "delta", "gamma": 1 }), json!({ "method": "delta", "base": { "method": "dense" } })]
+    {
+        let (out, sequence) = run(&json!({ "prefill": same }), shape, (n, 0), 4096);
+        assert_eq!((out == dense, sequence.usage().prefill.density), (true, 1.0), "{same}");
+    }
 }
 
 #[test]
@@ -155,6 +172,8 @@ fn reports_say_what_was_read_and_how_far_off_it_was() {
     assert_eq!((usage.prefill.method, usage.decode.method), ("streaming_llm", "oracle_top_k"));
     assert!((usage.decode.density - 0.164).abs() < 2e-3, "{}", usage.decode.density);
     assert_eq!(usage.decode.budget_max, 164);
+    assert_eq!((usage.prefill.scored, usage.decode.scored), (None, Some(1.0)), "the oracle looks at every key");
+    assert_eq!(usage.prefill.budget_max, 64);
     let audit = usage.decode.audit.unwrap();
     assert_eq!((audit.heads, audit.over_epsilon), (10 * 6, None));
     assert!(audit.error_mean > 0.0 && audit.error_mean <= audit.error_p99 && audit.error_p99 <= audit.error_max);

@@ -59,6 +59,11 @@ fn every_error_names_its_path_and_what_is_valid() {
             "attention.decode.method",
             "is missing; decode methods: dense, oracle_top_k, streaming_llm, vattention",
         ),
+        (
+            error(json!({ "prefill": { "method": "delta", "base": { "method": "delta" } } })),
+            "attention.prefill.base.method",
+            "delta does not correct itself; base must be another method",
+        ),
         (decode(json!(7)), "attention.decode", "must be an object such as {\"method\": \"dense\"}; got 7"),
         (
             decode(json!({ "method": "dense", "k": 3 })),

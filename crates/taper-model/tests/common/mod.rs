@@ -58,6 +58,8 @@ pub struct PlainAttention {
     shape: AttentionShape,
     /// Which sequence each token of the next step belongs to.
     pub sequence_of: Vec<usize>,
+    /// How long every sequence is said to be.
+    pub length: u32,
     /// Keys and values by layer and sequence, each token's `[kv_heads * head_dim]` in turn.
     cache: Vec<Vec<(Vec<f32>, Vec<f32>)>>,
 }
@@ -66,11 +68,15 @@ impl PlainAttention {
     /// Empty caches for a model.
     pub fn new(shape: AttentionShape, sequences: usize) -> Self {
         let cache = vec![vec![(Vec::new(), Vec::new()); sequences]; shape.layers];
-        Self { shape, sequence_of: Vec::new(), cache }
+        Self { shape, sequence_of: Vec::new(), length: 0, cache }
     }
 }
 
 impl LayerAttention for PlainAttention {
+    fn length(&self, _: usize) -> u32 {
+        self.length
+    }
+
     fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         let shape = self.shape;
         let (rows, heads, dim) = q.dims3()?;
@@ -123,6 +129,7 @@ fn part(x: &[f32], start: usize, length: usize) -> &[f32] {
 pub fn logits_of(model: &Model, tokens: &[u32]) -> Vec<Vec<f32>> {
     let mut attention = PlainAttention::new(model.attention_shape(), 1);
     let positions: Vec<u32> = (0..tokens.len() as u32).collect();
+    attention.length = tokens.len() as u32;
     let hidden = model.forward(tokens, &positions, &mut attention).unwrap();
     model.logits(&hidden).unwrap().to_vec2().unwrap()
 }
