@@ -36,8 +36,6 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       drawer.mark_blocks();
       drawer.draw(o.pilot, (uint32_t)min((uint64_t)o.pilot * 8, (uint64_t)o.residual));
     }
-    typename Judge<T, D, N>::Ahead ahead;
-    if (!o.dense) judge.locate(segments[0], o.pilot, ahead);
     mbar_wait(smem_u32(&st.q_full[0]), 0);
 #pragma unroll 1
     for (;;) {
@@ -84,8 +82,8 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       }
       // Either the team meets to judge, or its last block merges.
       const bool judging = phase == kPilot;
+      typename Judge<T, D, N>::Ahead ahead;
       if (judging) {
-        if (round > 0) judge.locate(segments[0], g.pilot, ahead);
         judge.prepare(segments[0], g.pilot, ahead);
         judge.meet();
       } else {
@@ -106,7 +104,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
         st.decision = decision;
         mbar_arrive(smem_u32(&st.decided));  // Tells the producers.
       }
-      if (decision.state != kDense) drawer.draw(decision.count, 0);
+      if (decision.state != kDense) drawer.draw(decision.count, decision.count + decision.count / 16 + 64);
       if (decision.state == 0) segments[++round] = Segment(g.pilot, decision.count, g.offset + g.cut);
 #pragma unroll
       for (int c = 0; c < C; ++c) limit[c] = decision.state == kSampled ? decision.count : ~0u;
@@ -131,8 +129,6 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       p.residual[o.list] = o.residual;
       p.counts[o.list] = d.count;
       judge.counter()[0] = judge.counter()[16] = 0;  // All have left.
-      // The last list ends the launch.
-      if (atomicAdd(p.sync + 2, 1u) + 1 == p.d.rows * p.d.list_heads) p.sync[2] = 0, ++p.sync[1];
     }
   }
 };
@@ -157,7 +153,6 @@ __device__ __forceinline__ void set_outline(const SampledParams& p, uint32_t pla
   o.w.sample_count = 0;
   o.team = team, o.list = list, o.rank = place % team;
   o.seed = p.seeds[row], o.position = p.positions[row];
-  o.launch = p.sync[1] + 1;
   o.row = row, o.head = list % p.d.list_heads;
   o.kv_head = o.head * p.d.kv_heads / p.d.list_heads;
   o.table = p.d.block_table + (uint64_t)(p.d.row_table ? p.d.row_table[row] : row) * p.d.table_stride;
@@ -202,9 +197,11 @@ __global__ void __launch_bounds__(384, 1)
   const Outline& o = sh.outline;
   const int lane = threadIdx.x % 32, group = p.d.q_heads / p.d.list_heads;
   if (threadIdx.x >= 256) {
+    regs_shrink<72>();
     SampledFeed<T, D, N>{maps, p, sh, o, stages, q_at, lane, (int)threadIdx.x / 32 - 8}.run();
     return;
   }
+  regs_grow<216>();
   const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), tid = threadIdx.x % 128;
   Gate gate{smem_u32(&sh.gate), 0};
   SampledConsumer<T, D, N> c{

@@ -4,8 +4,8 @@
 //
 // Every consumer warp of the team takes a run of points and keeps those that pass in a
 // segment of its own; one meeting later all know how many each kept, and a draw's number
-// is looked up in those counts instead of being packed. Turns grow, so that three cover
-// the whole permutation.
+// is looked up in those counts instead of being packed. The last turn takes whatever is
+// left of the permutation.
 #pragma once
 
 #include "sampled.cuh"
@@ -22,8 +22,7 @@ static __device__ __noinline__ bool holds(const uint32_t* ids, uint32_t count, u
   return lo < count && ids[lo] == x;
 }
 
-// The list's i-th draw; i is below what was drawn. A draw carries the number of its
-// launch and is waited for: a release would wait for all that is on its way to this block.
+// The list's i-th draw; i is below what was drawn.
 template <int D, int N>
 __device__ __forceinline__ uint32_t drawn_id(const SampledParams& p, const SampledShared<D, N>& sh,
                                              uint32_t i) {
@@ -36,12 +35,8 @@ __device__ __forceinline__ uint32_t drawn_id(const SampledParams& p, const Sampl
     if (sh.before[turn][mid] <= i) lo = mid;
     else hi = mid;
   }
-  const uint64_t* at = p.draws + o.list * p.draw_stride + sh.turn_at[turn] +
-                       lo * sh.turn_points[turn] + (i - sh.before[turn][lo]);
-  uint64_t x;
-  do x = load_relaxed(at);
-  while (x >> 32 != o.launch);
-  return (uint32_t)x;
+  return __ldcg(p.draws + o.list * p.draw_stride + sh.turn_at[turn] + lo * sh.turn_points[turn] +
+                (i - sh.before[turn][lo]));
 }
 
 constexpr uint32_t kChosenTokens = 512 * 32 * kBlock;  // that the bitmap covers
@@ -84,8 +79,8 @@ struct Drawer {
     return x;
   }
 
-  // Draws on until `until` are drawn, the first time about `aim`; all consumers of the
-  // team call this alike.
+  // Draws on until `until` are drawn, at first about `aim`; all consumers of the team call
+  // this alike.
   __device__ __forceinline__ void draw(uint32_t until, uint32_t aim) {
     if (drawn >= until || turn >= kDrawTurns) return;
     const uint32_t segments = o.team * kDrawWarps;
@@ -96,13 +91,13 @@ struct Drawer {
     do {
       const uint32_t at = turn == 0 ? 0 : sh.turn_at[turn - 1] + segments * sh.turn_points[turn - 1];
       uint32_t points;  // a warp's
-      if (turn == 0) points = (uint32_t)((float)aim * domain / o.residual / segments) + 1;
-      else if (turn == 1) points = 4 * sh.turn_points[0];
+      const uint32_t more = max(aim, until) - drawn;
+      if (turn + 1 < kDrawTurns) points = (uint32_t)((float)more * domain / o.residual / segments) + 1;
       else points = domain > at ? (domain - at + segments - 1) / segments : 0;
       points = at < domain ? (points + 31) / 32 * 32 : 0;
 
       const uint32_t segment = o.rank * kDrawWarps + warp, first = at + segment * points;
-      uint64_t* ids = p.draws + o.list * p.draw_stride + first;
+      uint32_t* ids = p.draws + o.list * p.draw_stride + first;
       uint32_t kept = 0;
       // Without branches: the points of a round are worked on side by side.
       constexpr int kAhead = 4;
@@ -128,19 +123,19 @@ struct Drawer {
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) {
           const uint32_t all = __ballot_sync(~0u, pass[k]);
-          if (pass[k])
-            store_relaxed(ids + kept + __popc(all & ((1u << lane) - 1)), (uint64_t)o.launch << 32 | x[k]);
+          if (pass[k]) ids[kept + __popc(all & ((1u << lane) - 1))] = x[k];
           kept += __popc(all);
         }
       }
-      // A count and one more is its own flag.
+      // A count and one more is published in place of a flag.
       uint32_t* counts = p.draw_counts + ((int64_t)o.list * kDrawTurns + turn) * segments;
-      if (lane == 0) store_relaxed(counts + segment, kept + 1);
+      __syncwarp();
+      if (lane == 0) store_release(counts + segment, kept + 1);
       if (tid == 0) sh.turn_at[turn] = at, sh.turn_points[turn] = points;
       // One thread a segment.
       uint32_t mine = 0;
       if (tid < segments) {
-        while (mine == 0) mine = load_relaxed(counts + tid);
+        while (mine == 0) mine = load_acquire(counts + tid);
         --mine;
       }
       __syncwarp();

@@ -15,18 +15,15 @@ struct SampledFeed {
   const uint32_t stages, q_at;
   const int lane, warp;
   uint32_t count = 0, turns = 0;
-  bool drew = false;
 
   __device__ __forceinline__ uint32_t place(uint32_t pos) const {
     return (o.table[pos / kBlock] * p.d.kv_heads + o.kv_head) * kBlock + pos % kBlock;
   }
-  // Few tiles are on their way at a time, and one while the team draws: more would come no
-  // sooner, and what blocks say to each other queues behind them.
+  // Few tiles are on their way at a time: more would not come faster, and what the team
+  // says to itself queues behind them.
   __device__ __forceinline__ uint32_t claim() {
-    if (!drew && !o.dense) drew = mbar_done(smem_u32(&sh.drew[0]), 0);
-    const uint32_t most = drew || o.dense ? p.d.gather : 1;
-    if (count >= most) {
-      const uint32_t i = count - most;
+    if (count >= p.d.gather) {
+      const uint32_t i = count - p.d.gather;
       mbar_wait(smem_u32(&sh.full[i % L::kStages]), i / L::kStages & 1);
     }
     mbar_wait(smem_u32(&sh.empty[count % L::kStages]), (count / L::kStages & 1) ^ 1);

@@ -200,20 +200,14 @@ struct Judge {
   __device__ __forceinline__ uint32_t strips(const Segment& g) const {
     return share_of(g.cut, g.first(o), o.team) * 4;
   }
-  __device__ __forceinline__ void name(const Segment& g, uint32_t strip, uint32_t b, Strip& s) const {
+  __device__ __forceinline__ void fetch(const Segment& g, uint32_t strip, uint32_t b, Strip& s) const {
+    const int quad = lane & 3;
     const uint32_t own = strips(g);
     s.pairs = strip >= own;
     s.start = s.pairs ? (strip - own) * 16 : g.start(g.first(o) + strip / 4 * o.team) + strip % 4 * 16;
     s.stop = s.pairs ? min(b, (uint32_t)kCovarianceKeys) : g.pilot;
-  }
-  // Names a strip and returns the cache row of lane i's draw, i < 16.
-  __device__ __forceinline__ uint32_t locate(const Segment& g, uint32_t strip, uint32_t b, Strip& s) const {
-    name(g, strip, b, s);
-    return s.start < s.stop ? row_of(min(s.start + (lane & 15), s.stop - 1)) : 0;
-  }
-  __device__ __forceinline__ void fetch(uint32_t mine, Strip& s) const {
-    const int quad = lane & 3;
     if (s.start >= s.stop) return;
+    const uint32_t mine = row_of(min(s.start + (lane & 15), s.stop - 1));
     const uint4* lo = reinterpret_cast<const uint4*>(
         values() + (int64_t)__shfl_sync(~0u, mine, lane / 4) * D) + quad;
     const uint4* hi = reinterpret_cast<const uint4*>(
@@ -300,13 +294,9 @@ struct Judge {
   __device__ __forceinline__ int first_pair_tile(const Segment& g) const {
     return (o.rank + o.team - (g.offset + g.cut) % o.team) % o.team;
   }
-  // Lanes below 16 hold the cache rows of the tile's rows, the others its columns'.
-  __device__ __forceinline__ uint32_t locate_pairs(int tile, uint32_t few) const {
-    const int m = pair_row(tile), n = pair_col(tile);
-    return row_of(min(lane < 16 ? m + lane : n + (lane & 7), few - 1));
-  }
-  __device__ __forceinline__ void gram(uint32_t mine, float (&dot)[4]) const {
-    const int quad = lane & 3;
+  __device__ __forceinline__ void gram(int tile, uint32_t few, float (&dot)[4]) const {
+    const int quad = lane & 3, m = pair_row(tile), n = pair_col(tile);
+    const uint32_t mine = row_of(min(lane < 16 ? m + lane : n + (lane & 7), few - 1));
     const T* rows[3];
 #pragma unroll
     for (int j = 0; j < 3; ++j)
@@ -340,7 +330,6 @@ struct Judge {
 
   // What of the judging does not depend on the team's parts.
   struct Ahead {
-    uint32_t row, pair_row;  // located by this lane
     Strip strip;
     float dot[4];
   };
@@ -348,20 +337,10 @@ struct Judge {
     const bool mixes = p.rule == kChi2 && first_pair_tile(g) < kPairTiles;
     return strips(g) + (mixes ? 3 : 0);
   }
-  __device__ __forceinline__ bool multiplies(const Segment& g) const {
-    return warp == 0 && jobs(g) != strips(g);
-  }
-  __device__ __forceinline__ void locate(const Segment& g, uint32_t b, Ahead& a) const {
-    if (warp < jobs(g)) a.row = locate(g, warp, b, a.strip);
-    if (multiplies(g)) a.pair_row = locate_pairs(first_pair_tile(g), min(b, (uint32_t)kCovarianceKeys));
-  }
   __device__ __forceinline__ void prepare(const Segment& g, uint32_t b, Ahead& a) const {
     a.strip.start = a.strip.stop = 0;
-    if (warp < jobs(g)) {
-      name(g, warp, b, a.strip);
-      fetch(a.row, a.strip);
-    }
-    if (multiplies(g)) gram(a.pair_row, a.dot);
+    if (warp < jobs(g)) fetch(g, warp, b, a.strip);
+    if (warp == 0 && jobs(g) != strips(g)) gram(first_pair_tile(g), min(b, (uint32_t)kCovarianceKeys), a.dot);
   }
 
   // All consumers of the team, once the parts are combined. All return the same.
@@ -369,9 +348,6 @@ struct Judge {
     const uint32_t b = segments[rounds].pilot, few = min(b, (uint32_t)kCovarianceKeys);
     const float share = over(1.f, (float)b);
     float sum[NT][2][4] = {};
-    Strip later;
-    uint32_t second = 0;
-    if (warp + 8 < jobs(segments[0])) second = locate(segments[0], warp + 8, b, later);
     fetch_scores(a.strip);
     look(a.strip, share, sum);
 #pragma unroll 1
@@ -380,9 +356,7 @@ struct Judge {
       const uint32_t n = r == 0 ? jobs(g) : strips(g);
 #pragma unroll 1
       for (uint32_t k = r == 0 ? warp + 8 : warp; k < n; k += 8) {
-        const uint32_t row = k == warp + 8 && r == 0 ? second : locate(g, k, b, a.strip);
-        name(g, k, b, a.strip);
-        fetch(row, a.strip);
+        fetch(g, k, b, a.strip);
         fetch_scores(a.strip);
         look(a.strip, share, sum);
       }
@@ -414,7 +388,7 @@ struct Judge {
           float more = 0;
 #pragma unroll 1
           for (int t = first_pair_tile(segments[0]); t < kPairTiles; t += o.team) {
-            if (o.team < kPairTiles) gram(locate_pairs(t, few), a.dot);
+            if (o.team < kPairTiles) gram(t, few, a.dot);
             more += mix(t, few, h, share, a.dot);
           }
           if ((lane & 3) == 3) x += more * stands;

@@ -33,9 +33,9 @@ struct SampledParams {
   const uint32_t* positions;  // [rows], absolute position of the query
   void* out;                  // [rows, q_heads, head_dim]
   float* lse;                 // [rows, q_heads], of the estimate; or null
-  uint32_t* sync;             // [(1 + lists) * 32], zero at first; kept from launch to launch
-  uint64_t* draws;            // [lists, draw_stride], zero at first: ids and their launch
-  uint32_t* draw_counts;      // [lists, 3, team * 8], zero at first
+  uint32_t* sync;             // [(1 + lists) * 32], zero before and after
+  uint32_t* draws;            // [lists, draw_stride], scratch
+  uint32_t* draw_counts;      // [lists, 4, team * 8], zero before and after
   float* scores;              // [lists, capacity, group], scratch: of the pilot
   float* sums;                // [lists, team, group, 4], scratch
   uint32_t* state;            // [lists], ListState
@@ -53,20 +53,20 @@ struct SampledParams {
 constexpr int kGrowthRounds = 4;
 constexpr int kCovarianceKeys = 40;    // sampled keys whose products are taken
 constexpr float kLeastSignal = 0.25f;  // of a squared norm, its noise taken off
-constexpr int kDrawTurns = 3, kDrawWarps = 8;
+constexpr int kDrawTurns = 4, kDrawWarps = 8;
 
 // Points of the permutation that its domain may have for `len` tokens.
 __host__ __device__ inline int64_t sampled_draws(int64_t len) {
   int64_t domain = 4;
   while (domain < len) domain *= 4;
-  return domain + 3 * kTeamMax * kDrawWarps * 32;
+  return domain + kDrawTurns * kTeamMax * kDrawWarps * 32;
 }
 
 // What every thread of a team knows of its list.
 struct Outline {
   WorkList w;
   uint32_t list, rank, team, fixed, residual, pilot;
-  uint32_t row, head, kv_head, position, launch;
+  uint32_t row, head, kv_head, position;
   uint64_t seed;
   const uint32_t* table;
   double limit;  // draws from which reading everything is the better bargain

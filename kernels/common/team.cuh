@@ -14,22 +14,8 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
-// Words that say all themselves need no order among them.
-__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
-  uint32_t v;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ uint64_t load_relaxed(const uint64_t* p) {
-  uint64_t v;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_relaxed(uint32_t* p, uint32_t x) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
-}
-__device__ __forceinline__ void store_relaxed(uint64_t* p, uint64_t x) {
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(x) : "memory");
+__device__ __forceinline__ void store_release(uint32_t* p, uint32_t x) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
 __device__ __forceinline__ void add_release(uint32_t* p, uint32_t x) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
@@ -44,7 +30,7 @@ __device__ __forceinline__ uint32_t add_acq_rel(uint32_t* p, uint32_t x) {
 }
 
 // A barrier of some whole warps of a thread block, each of which arrives once. It is asked
-// over and over: a wait that sleeps wakes up a microsecond late.
+// over and over rather than slept at.
 struct Gate {
   const uint32_t bar;  // an mbarrier in shared memory, for as many arrivals as warps
   uint32_t met;
