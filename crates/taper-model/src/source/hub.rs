@@ -2,14 +2,19 @@
 
 use super::{ModelFiles, Progress, ResolvedModel, fetch_failed};
 use crate::error::ModelError;
-use hf_hub::api::sync::{Api, ApiBuilder, ApiRepo};
-use hf_hub::{Repo, RepoType};
+use hf_hub::api::sync::{Api, ApiBuilder, ApiError};
+use hf_hub::{Cache, Repo, RepoType};
+use indicatif::ProgressBar;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 /// How long the hub has for its first answer. Past it, it counts as not there.
 const ANSWER_MAX: Duration = Duration::from_secs(4);
+
+/// How long a download may stand still. The hub's files come from other machines than its answers, and a network may
+/// let the one through and not the other.
+const STILL_MAX: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
 
 /// Files of a folder checkpoint that loading reads, besides its weights.
 const SMALL_FILES: [&str; 6] = [
@@ -49,7 +54,7 @@ pub(super) fn resolve(
     }
     let repo = answering(spec, wanted, &hub, progress)?;
     let files = match &wanted.file {
-        Some(file) => ModelFiles::Gguf(get(spec, &repo.repo, file)?),
+        Some(file) => ModelFiles::Gguf(get(spec, &repo, file)?),
         None => folder(spec, &repo)?,
     };
     let path = match &files {
@@ -71,12 +76,15 @@ pub(super) fn fetch_file(
     hub: &Path,
     progress: Progress,
 ) -> Result<PathBuf, ModelError> {
-    get(spec, &answering(spec, wanted, hub, progress)?.repo, file)
+    get(spec, &answering(spec, wanted, hub, progress)?, file)
 }
 
 /// A repository that has answered, and the files that it lists.
 struct Answering {
-    repo: ApiRepo,
+    api: Api,
+    repo: Repo,
+    cache: Cache,
+    progress: Progress,
     files: Vec<String>,
 }
 
@@ -85,7 +93,7 @@ struct Answering {
 /// The question runs on a thread of its own, because the client has no time limit; a thread that never gets its
 /// answer holds a socket until the system gives up on it.
 fn answering(spec: &str, wanted: &Wanted, hub: &Path, progress: Progress) -> Result<Answering, ModelError> {
-    let build = || -> Result<Api, hf_hub::api::sync::ApiError> {
+    let build = || -> Result<Api, ApiError> {
         let mut builder = ApiBuilder::from_env().with_cache_dir(hub.to_owned());
         if let Ok(token) = std::env::var("HF_TOKEN") {
             builder = builder.with_token(Some(token));
@@ -93,21 +101,22 @@ fn answering(spec: &str, wanted: &Wanted, hub: &Path, progress: Progress) -> Res
         if let Some(endpoint) = &wanted.endpoint {
             builder = builder.with_endpoint(endpoint.clone());
         }
-        builder.with_progress(progress == Progress::Shown).with_retries(2).build()
+        builder.with_retries(2).build()
     };
     let api = build().map_err(|e| fetch_failed(spec, format!("the hub client: {e}")))?;
-    let describe = Repo::with_revision(wanted.repo.clone(), RepoType::Model, wanted.revision.clone());
-    let repo = api.repo(describe.clone());
+    let repo = Repo::with_revision(wanted.repo.clone(), RepoType::Model, wanted.revision.clone());
     let (send, receive) = mpsc::channel();
+    let asked = api.repo(repo.clone());
     std::thread::spawn(move || {
         // The receiver may be gone by then.
-        let _ = send.send(api.repo(describe).info());
+        let _ = send.send(asked.info());
     });
     let info = receive
         .recv_timeout(ANSWER_MAX)
         .map_err(|_| fetch_failed(spec, format!("the hub did not answer within {} s", ANSWER_MAX.as_secs())))?
         .map_err(|e| fetch_failed(spec, format!("the hub: {e}")))?;
-    Ok(Answering { repo, files: info.siblings.into_iter().map(|s| s.rfilename).collect() })
+    let files = info.siblings.into_iter().map(|s| s.rfilename).collect();
+    Ok(Answering { api, repo, cache: Cache::new(hub.to_owned()), progress, files })
 }
 
 /// Fetches what a folder checkpoint needs.
@@ -131,14 +140,14 @@ fn folder(spec: &str, hub: &Answering) -> Result<ModelFiles, ModelError> {
     if listed("model.safetensors") {
         weights.retain(|f| *f == "model.safetensors");
     } else {
-        get(spec, &hub.repo, "model.safetensors.index.json")?;
+        get(spec, hub, "model.safetensors.index.json")?;
     }
-    let config = get(spec, &hub.repo, SMALL_FILES[0])?;
+    let config = get(spec, hub, SMALL_FILES[0])?;
     for file in SMALL_FILES[1..].iter().filter(|f| listed(f)) {
-        get(spec, &hub.repo, file)?;
+        get(spec, hub, file)?;
     }
     for file in weights {
-        get(spec, &hub.repo, file)?;
+        get(spec, hub, file)?;
     }
     match config.parent() {
         Some(folder) => Ok(ModelFiles::Folder(folder.to_owned())),
@@ -146,8 +155,60 @@ fn folder(spec: &str, hub: &Answering) -> Result<ModelFiles, ModelError> {
     }
 }
 
-fn get(spec: &str, repo: &ApiRepo, file: &str) -> Result<PathBuf, ModelError> {
-    repo.get(file).map_err(|e| fetch_failed(spec, format!("{file}: {e}")))
+/// Finds one file in the cache or downloads it, for as long as it moves.
+///
+/// As for the first answer, a thread of its own does it; one that stands still is left behind.
+fn get(spec: &str, hub: &Answering, file: &str) -> Result<PathBuf, ModelError> {
+    if let Some(path) = hub.cache.repo(hub.repo.clone()).get(file) {
+        return Ok(path);
+    }
+    let (news, receive) = mpsc::channel();
+    let watched = Watched { bar: hub.progress.bar(0, ""), news: news.clone() };
+    let bar = watched.bar.clone();
+    let (asked, name) = (hub.api.repo(hub.repo.clone()), file.to_owned());
+    std::thread::spawn(move || {
+        let done = asked.download_with_progress(&name, watched);
+        let _ = news.send(News::Done(done));
+    });
+    let result = loop {
+        match receive.recv_timeout(STILL_MAX) {
+            Ok(News::Moved) => {}
+            Ok(News::Done(done)) => break done.map_err(|e| e.to_string()),
+            Err(RecvTimeoutError::Timeout) => break Err(format!("nothing came for {} s", STILL_MAX.as_secs())),
+            Err(RecvTimeoutError::Disconnected) => break Err("the download broke off".to_owned()),
+        }
+    };
+    bar.finish_and_clear();
+    result.map_err(|reason| fetch_failed(spec, format!("{file}: {reason}")))
+}
+
+/// What a download's thread has to say.
+enum News {
+    /// More has come.
+    Moved,
+    /// The end.
+    Done(Result<PathBuf, ApiError>),
+}
+
+/// Moves the bar, and tells of it.
+struct Watched {
+    bar: ProgressBar,
+    news: mpsc::Sender<News>,
+}
+
+impl hf_hub::api::Progress for Watched {
+    fn init(&mut self, size: usize, filename: &str) {
+        hf_hub::api::Progress::init(&mut self.bar, size, filename);
+        let _ = self.news.send(News::Moved);
+    }
+
+    fn update(&mut self, size: usize) {
+        self.bar.inc(size as u64);
+        // Nobody listens any more once the download was given up.
+        let _ = self.news.send(News::Moved);
+    }
+
+    fn finish(&mut self) {}
 }
 
 fn read_record(record: &Path) -> Option<ModelFiles> {

@@ -8,6 +8,9 @@ use std::time::Instant;
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
+/// Where a file's answer stops coming.
+const STALLS: &str = "(stalls here)";
+
 /// A hub on this machine that serves the files of one repository, `owner/tiny`, and counts what it is asked.
 struct LocalHub {
     endpoint: String,
@@ -69,7 +72,16 @@ fn answer(mut stream: TcpStream, files: &HashMap<String, String>) {
     let length = body.len();
     let head = format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\nConnection: close\r\n{headers}\r\n");
     // The client may have gone away, which is its own affair.
-    let _ = stream.write_all((head + &body).as_bytes());
+    match body.split_once(STALLS) {
+        Some((before, _)) => {
+            let _ = stream.write_all((head + before).as_bytes());
+            // Open for good, and silent.
+            std::mem::forget(stream);
+        }
+        None => {
+            let _ = stream.write_all((head + &body).as_bytes());
+        }
+    }
 }
 
 #[test]
@@ -86,6 +98,20 @@ fn a_hub_that_does_not_answer_costs_less_than_five_seconds() {
     let error = resolve("owner/tiny", &wanted, cache.path(), Progress::Hidden).unwrap_err().to_string();
     assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
     assert!(error.contains("the hub did not answer within 4 s"), "{error}");
+}
+
+#[test]
+fn a_file_that_stands_still_is_given_up() {
+    let late = format!("GGUF{STALLS}and more");
+    let never = format!("{STALLS}GGUF");
+    let hub = LocalHub::start(&[("late.gguf", &late), ("never.gguf", &never)]);
+    for file in ["late.gguf", "never.gguf"] {
+        let cache = tempfile::tempdir().unwrap();
+        let start = Instant::now();
+        let error = resolve("owner/tiny", &hub.wanted(Some(file)), cache.path(), Progress::Hidden).unwrap_err();
+        assert!(start.elapsed() < STILL_MAX + Duration::from_secs(3), "{:?}", start.elapsed());
+        assert!(error.to_string().contains(&format!("{file}: nothing came for 1 s")), "{error}");
+    }
 }
 
 #[test]
