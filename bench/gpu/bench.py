@@ -282,15 +282,15 @@ def values():
         cache = t.Cache([n], HK, D, DT, poison=False)
         q = torch.randn(1, HQ, D, device=DEV, dtype=DT)
         key = f"values b1 {n}"
+        try:
+            put(f"{key} flashinfer graph us", median_ms(graphed(flashinfer_decode(n, 1))) * 1e3)
+        except ImportError:
+            pass
         for rule in t.TARGETS:
             f = t.Values(cache, q, [7], 128, rule)
             put(f"{key} {rule} S=128 us", median_ms(graphed(f)) * 1e3)
         put(f"{key} score all keys us", median_ms(graphed(t.Score(cache, q, cache.k))) * 1e3)
         del f
-        try:
-            put(f"{key} flashinfer graph us", median_ms(graphed(flashinfer_decode(n, 1))) * 1e3)
-        except ImportError:
-            pass
         del cache, q
         torch.cuda.empty_cache()
 

@@ -34,7 +34,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     for (int c = 0; c < C; ++c) limit[c] = ~0u, this->ln_weight[c] = 0.f;
     if (!o.dense) {
       drawer.mark_blocks();
-      drawer.draw(o.pilot, (uint32_t)min((uint64_t)o.pilot * 8, (uint64_t)o.residual));
+      drawer.draw(o.pilot, (uint32_t)min((uint64_t)o.pilot * 12, (uint64_t)o.residual));
     }
     mbar_wait(smem_u32(&st.q_full[0]), 0);
 #pragma unroll 1
@@ -180,9 +180,9 @@ __global__ void __launch_bounds__(384, 1)
     mbar_init(smem_u32(&sh.q_full[0]), 1);
     mbar_init(smem_u32(&sh.join_full), 128);
     mbar_init(smem_u32(&sh.join_empty), 128);
-    for (int i = 0; i < kDrawTurns; ++i) mbar_init(smem_u32(&sh.drew[i]), 8);
+    for (int i = 0; i < kDrawTurns; ++i) mbar_init(smem_u32(&sh.drew[i]), 256);
     mbar_init(smem_u32(&sh.decided), 1);
-    mbar_init(smem_u32(&sh.gate), 8);
+    mbar_init(smem_u32(&sh.gate), 256);
     mbar_init_fence();
     tma_prefetch_map(&maps.q);
     tma_prefetch_map(&maps.k);

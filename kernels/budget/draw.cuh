@@ -158,8 +158,7 @@ struct Drawer {
       if (tid == 0) sh.drawn[turn] = all;
       gate.meet();
       drawn = sh.drawn[turn];
-      __syncwarp();
-      if (lane == 0) mbar_arrive(smem_u32(&sh.drew[turn]));  // Tells the producers.
+      mbar_arrive(smem_u32(&sh.drew[turn]));  // Tells the producers.
       ++turn;
     } while (drawn < until && turn < kDrawTurns);
   }

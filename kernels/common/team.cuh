@@ -29,14 +29,13 @@ __device__ __forceinline__ uint32_t add_acq_rel(uint32_t* p, uint32_t x) {
   return v;
 }
 
-// A barrier of some whole warps of a thread block, each of which arrives once. It is asked
-// over and over rather than slept at.
+// A barrier of some threads of a block, in shared memory: racecheck does not follow a named
+// barrier of fewer threads than the block has, nor one thread that arrives for its warp.
 struct Gate {
-  const uint32_t bar;  // an mbarrier in shared memory, for as many arrivals as warps
+  const uint32_t bar;  // an mbarrier for as many arrivals as threads
   uint32_t met;
   __device__ __forceinline__ void meet() {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbar_arrive(bar);
+    mbar_arrive(bar);
     while (!mbar_done(bar, met & 1)) {
     }
     ++met;

@@ -63,7 +63,6 @@ struct ValuesShared {
   uint64_t full[S], empty[S], q_full, gate;
   uint32_t place, last;
   float red[kValueGroups][2][4][N];  // warpgroup; maxima, sums; warp; head
-  float begin[N], scale[N], end[N], total[N];  // of the rank's mass in the head's
   float mass[N];
   float join[kValueWarps][D];
 };
@@ -206,9 +205,12 @@ struct ValuesBlock {
       p.part_lse[((int64_t)list * team + rank) * group + h] = tiles ? top + log2f(sum) : -INFINITY;
     }
   }
-  // One warp: where this rank's mass lies among the team's. All ranks compute the same
-  // bounds, so no target is lost between two.
-  __device__ __forceinline__ void place(int h) {
+  // Where this rank's mass lies in a head's, and what turns targets into tile masses.
+  struct Reach {
+    float begin, end, scale, total;
+  };
+  // One warp. All ranks compute the same bounds, so no target is lost between two.
+  __device__ __forceinline__ Reach reach(int h) const {
     const float lse =
         lane < team ? __ldcg(p.part_lse + ((int64_t)list * team + lane) * group + h) : -INFINITY;
     float top = lse;
@@ -221,17 +223,13 @@ struct ValuesBlock {
       const float y = __shfl_up_sync(~0u, upto, d);
       if (lane >= d) upto += y;
     }
-    const float total = __shfl_sync(~0u, upto, 31);
+    const float total = __shfl_sync(~0u, upto, 31), mine = __shfl_sync(~0u, own, rank);
     // The last rank with mass ends the line, so that rounding loses no target either.
-    const bool ends = (31 - __clz(__ballot_sync(~0u, own > 0.f))) == (int)rank;
-    const float before = __shfl_up_sync(~0u, upto, 1);
-    if (lane == rank) {
-      sh.begin[h] = lane ? before : 0.f;
-      sh.end[h] = ends ? INFINITY : upto;
-      sh.scale[h] = own > 0.f ? sh.mass[h] / own : 0.f;
-      sh.total[h] = total;
-      if (p.lse && ends) p.lse[((int64_t)row * p.q_heads) + kv_head * group + h] = (top + log2f(total)) * kLn2;
-    }
+    const bool ends = 31 - __clz(__ballot_sync(~0u, own > 0.f)) == (int)rank;
+    if (p.lse && ends && lane == 0)
+      p.lse[(int64_t)row * p.q_heads + kv_head * group + h] = (top + log2f(total)) * kLn2;
+    const float before = __shfl_sync(~0u, upto, (rank + 31) % 32), here = __shfl_sync(~0u, upto, rank);
+    return {rank ? before : 0.f, ends ? INFINITY : here, mine > 0.f ? sh.mass[h] / mine : 0.f, total};
   }
 
   __device__ __forceinline__ float uniform(int h, uint32_t draw) const {
@@ -243,7 +241,7 @@ struct ValuesBlock {
   // that fall on this rank.
   __device__ __forceinline__ void draw(int h, uint32_t sub, uint32_t step, float (&acc)[V]) {
     const float* m = mass + h * mass_stride;
-    const float begin = sh.begin[h], end = sh.end[h], scale = sh.scale[h], total = sh.total[h];
+    const auto [begin, end, scale, total] = reach(h);
     const float u0 = p.rule == kSystematic ? uniform(h, 0) : 0.f, inverse = 1.f / p.samples;
     const T* values = static_cast<const T*>(p.v);
     for (uint32_t k0 = sub; k0 < p.samples; k0 += 32 * step) {
@@ -321,11 +319,11 @@ struct ValuesBlock {
     for (int h = warp; h < group; h += kValueWarps) accumulate(h);
     uint32_t* sync = p.sync + (1 + list) * kTeamLine;
     gate.meet();
-    if (tid == 0) team_meet(sync, team);
+    if (tid == 0) add_release(sync, 1);
+    if (lane == 0)
+      while (load_acquire(sync) < team) {
+      }
     __syncwarp();
-    gate.meet();
-    for (int h = warp; h < group; h += kValueWarps) place(h);
-    gate.meet();
     // Small groups: several warps a head.
     const int step = kValueWarps / group, sub = warp / group;
     float acc[V] = {};
@@ -368,7 +366,7 @@ __global__ void __launch_bounds__(kValueThreads + 32, 1)
       mbar_init(smem_u32(&sh.empty[i]), 4);
     }
     mbar_init(smem_u32(&sh.q_full), 1);
-    mbar_init(smem_u32(&sh.gate), kValueWarps);
+    mbar_init(smem_u32(&sh.gate), kValueThreads);
     mbar_init_fence();
     tma_prefetch_map(&maps.q);
     tma_prefetch_map(&maps.k);
