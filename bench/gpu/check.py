@@ -632,6 +632,10 @@ CHECKS = {"score": check_score, "select": check_select, "sample": check_sample,
           "vattention": check_vattention, "values": check_values, "pinned": check_pinned, "decode": check_decode, "lists": check_lists,
           "prefill": check_prefill, "delta": check_delta}
 
+# Modules beside this one that bring their own check(report, small).
+CHECKS |= {m: lambda small, m=m: __import__(m).check(report, small) for m in (
+    "layer", "append", "selection", "sample_attention", "saap", "narrow")}
+
 
 def main():
     args = [a for a in sys.argv[1:] if not a.startswith("-")]
