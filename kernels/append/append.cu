@@ -28,7 +28,7 @@ extern "C" int taper_append(const taper::AppendParams* p, cudaStream_t stream) {
 
 extern "C" int taper_codes(const taper::CodeParams* p, cudaStream_t stream) {
   using namespace taper;
-  const int64_t grid = ((int64_t)p->tokens * p->heads * p->words + 7) / 8;
+  const int64_t grid = ((int64_t)p->tokens * p->heads * p->words + 63) / 64;
   if (grid <= 0 || grid > INT32_MAX || p->kv_heads <= 0 || p->heads % p->kv_heads)
     return cudaErrorInvalidValue;
   return p->dtype == kBf16

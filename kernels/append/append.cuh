@@ -99,16 +99,24 @@ __global__ void __launch_bounds__(128) append_kernel(const AppendParams p) {
   }
 }
 
-// A warp a word.
+// Four lanes a word, eight elements each.
 template <class T>
 __global__ void __launch_bounds__(256) code_kernel(const CodeParams p) {
   wait_for_predecessor();
   launch_dependents();
-  const int lane = threadIdx.x & 31;
-  const int64_t i = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
-  if (i >= (int64_t)p.tokens * p.heads * p.words) return;
-  const uint32_t word = __ballot_sync(~0u, to_float(static_cast<const T*>(p.x)[i * 32 + lane]) >= 0.f);
-  if (lane) return;
+  const int quad = threadIdx.x & 3;
+  const int64_t i = (int64_t)blockIdx.x * 64 + threadIdx.x / 4;
+  const bool live = i < (int64_t)p.tokens * p.heads * p.words;
+  uint32_t word = 0;
+  if (live) {
+    const uint4 raw = static_cast<const uint4*>(p.x)[i * 4 + quad];
+    const T* x = reinterpret_cast<const T*>(&raw);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) word |= (uint32_t)(to_float(x[j]) >= 0.f) << (8 * quad + j);
+  }
+  word |= __shfl_xor_sync(~0u, word, 1);
+  word |= __shfl_xor_sync(~0u, word, 2);
+  if (!live || quad) return;
   if (!p.positions) {
     p.codes[i] = word;
     return;

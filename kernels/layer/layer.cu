@@ -10,6 +10,20 @@ cudaError_t rope(const RopeParams& p, cudaStream_t s) {
   return launch(rope_kernel<T, D>, (unsigned)((items + 255) / 256), 256, 0, s, p.overlap != 0, p);
 }
 
+// How many threads share a row depends on its width alone.
+template <class T>
+cudaError_t norm(const NormParams& p, cudaStream_t s) {
+  const int pieces = p.width / 8;
+  auto go = [&](auto kernel, int per, int resident) {
+    const int threads = ((pieces + per - 1) / per + 31) / 32 * 32;
+    const int room = sm_count() * (resident / threads > 0 ? resident / threads : 1);
+    return launch(kernel, p.rows < room ? p.rows : room, threads, 0, s, p.overlap != 0, p);
+  };
+  if (pieces <= 512) return go(norm_kernel<T, 1>, 1, 1536);
+  if (pieces <= 1024) return go(norm_kernel<T, 2>, 2, 1024);
+  return go(norm_kernel<T, 4>, 4, 1024);
+}
+
 }  // namespace
 }  // namespace taper
 
@@ -28,12 +42,7 @@ extern "C" int taper_norm(const taper::NormParams* p, cudaStream_t stream) {
   const int pieces = p->width / 8;
   if (p->rows <= 0 || pieces <= 0 || p->width % 8 || pieces > 1024 * kNormPieces)
     return cudaErrorInvalidValue;
-  int threads = 64;
-  while (threads < 1024 && threads * 2 < pieces) threads *= 2;
-  while (threads * kNormPieces < pieces) threads *= 2;
-  return p->dtype == kBf16
-             ? launch(norm_kernel<__nv_bfloat16>, p->rows, threads, 0, stream, p->overlap != 0, *p)
-             : launch(norm_kernel<__half>, p->rows, threads, 0, stream, p->overlap != 0, *p);
+  return p->dtype == kBf16 ? norm<__nv_bfloat16>(*p, stream) : norm<__half>(*p, stream);
 }
 
 extern "C" int taper_silu(const taper::SiluParams* p, cudaStream_t stream) {

@@ -128,67 +128,73 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams p) {
   }
 }
 
-constexpr int kNormPieces = 4;  // of eight elements a thread keeps in registers
+constexpr int kNormPieces = 4;  // of eight elements a thread keeps at most
 
-// One thread block a row. The sum is rounded to T before it is squared, since that is
-// what the next layer will add to.
-template <class T>
-__global__ void __launch_bounds__(1024) norm_kernel(const NormParams p) {
-  __shared__ float sums[32];
+// A thread block walks rows, keeps the weights and has the next row on its way. The sum
+// is rounded to T before it is squared, since that is what the next layer will add to.
+template <class T, int PIECES>
+__global__ void __launch_bounds__(PIECES == 4 ? 1024 : 512) norm_kernel(const NormParams p) {
+  __shared__ float sums[2][32];
   const int tid = threadIdx.x, threads = blockDim.x, pieces = p.width / 8;
   const uint4* w = static_cast<const uint4*>(p.weight);
-  uint4 scale[kNormPieces], kept[kNormPieces];
+  uint4 scale[PIECES], x[PIECES], added[PIECES];
 #pragma unroll
-  for (int i = 0; i < kNormPieces; ++i) {
+  for (int i = 0; i < PIECES; ++i) {
     const int at = tid + i * threads;
     scale[i] = at < pieces ? w[at] : make_uint4(0, 0, 0, 0);  // The predecessor writes no weights.
   }
   wait_for_predecessor();
   launch_dependents();
-  const int64_t row = (int64_t)blockIdx.x * pieces;
-  const uint4* x = static_cast<const uint4*>(p.x) + row;
-  uint4* residual = p.residual ? static_cast<uint4*>(p.residual) + row : nullptr;
-  uint4 added[kNormPieces];
+  auto load = [&](int row) {
 #pragma unroll
-  for (int i = 0; i < kNormPieces; ++i) {
-    const int at = tid + i * threads;
-    kept[i] = at < pieces ? x[at] : make_uint4(0, 0, 0, 0);
-    added[i] = residual && at < pieces ? residual[at] : make_uint4(0, 0, 0, 0);
-  }
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < kNormPieces; ++i) {
-    const int at = tid + i * threads;
-    if (residual) {
-      Eight<T> a(kept[i]);
-      const Eight<T> b(added[i]);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) a.x[j] += b.x[j];
-      kept[i] = a.pack();
-      if (at < pieces) residual[at] = kept[i];
+    for (int i = 0; i < PIECES; ++i) {
+      const int at = tid + i * threads;
+      const bool live = at < pieces && row < p.rows;
+      const int64_t from = (int64_t)row * pieces + at;
+      x[i] = live ? static_cast<const uint4*>(p.x)[from] : make_uint4(0, 0, 0, 0);
+      added[i] = live && p.residual ? static_cast<const uint4*>(p.residual)[from]
+                                    : make_uint4(0, 0, 0, 0);
     }
-    const Eight<T> a(kept[i]);
+  };
+  load(blockIdx.x);
+  for (int row = blockIdx.x, turn = 0; row < p.rows; row += gridDim.x, turn ^= 1) {
+    const int64_t to = (int64_t)row * pieces;
+    uint4 kept[PIECES];
+    float sum = 0.f;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) sum += a.x[j] * a.x[j];
-  }
+    for (int i = 0; i < PIECES; ++i) {
+      kept[i] = x[i];
+      Eight<T> a(kept[i]);
+      if (p.residual) {
+        const Eight<T> b(added[i]);
 #pragma unroll
-  for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-  if ((tid & 31) == 0) sums[tid / 32] = sum;
-  __syncthreads();
-  sum = (tid & 31) < threads / 32 ? sums[tid & 31] : 0.f;
+        for (int j = 0; j < 8; ++j) a.x[j] += b.x[j];
+        kept[i] = a.pack();
+        a = Eight<T>(kept[i]);
+      }
 #pragma unroll
-  for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-  const float inv = rsqrtf(sum / p.width + p.epsilon);
-  uint4* out = static_cast<uint4*>(p.out) + row;
+      for (int j = 0; j < 8; ++j) sum += a.x[j] * a.x[j];
+    }
+    load(row + gridDim.x);
 #pragma unroll
-  for (int i = 0; i < kNormPieces; ++i) {
-    const int at = tid + i * threads;
-    if (at >= pieces) continue;
-    Eight<T> a(kept[i]);
-    const Eight<T> g(scale[i]);
+    for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    if ((tid & 31) == 0) sums[turn][tid / 32] = sum;
+    __syncthreads();
+    sum = (tid & 31) < threads / 32 ? sums[turn][tid & 31] : 0.f;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) a.x[j] *= inv * g.x[j];
-    out[at] = a.pack();
+    for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    const float inv = rsqrtf(sum / p.width + p.epsilon);
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+      const int at = tid + i * threads;
+      if (at >= pieces) continue;
+      if (p.residual) static_cast<uint4*>(p.residual)[to + at] = kept[i];
+      Eight<T> a(kept[i]);
+      const Eight<T> g(scale[i]);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) a.x[j] *= inv * g.x[j];
+      static_cast<uint4*>(p.out)[to + at] = a.pack();
+    }
   }
 }
 

@@ -49,8 +49,17 @@ __global__ void __launch_bounds__(128) linear_kernel(const LinearParams p) {
     lo[i] = reinterpret_cast<const uint4*>(w)[quad + 4 * i];
     hi[i] = reinterpret_cast<const uint4*>(w + (int64_t)8 * p.inputs)[quad + 4 * i];
   }
+  // A thread's outputs below are the same for all columns.
+  float bias[4 / SPLIT];
+#pragma unroll
+  for (int t = 0; t < 4 / SPLIT; ++t)
+    bias[t] = p.bias[(int64_t)kv_head * p.outputs + (blockIdx.x * (4 / SPLIT) + t) * 16 +
+                     threadIdx.x % 16];
+  // The second layer lets the choice start while the first still runs; the first waits, so
+  // that nothing starts before what came ahead of both is done.
+  if (!p.relu) launch_dependents();
   wait_for_predecessor();
-  launch_dependents();
+  if (p.relu) launch_dependents();
   const int columns = p.rows * group;
 #pragma unroll 1
   for (int c0 = 0; c0 < columns; c0 += 8) {
@@ -70,14 +79,15 @@ __global__ void __launch_bounds__(128) linear_kernel(const LinearParams p) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) part[warp][lane / 4 + 8 * (j / 2)][2 * quad + (j & 1)] = acc[j];
     __syncthreads();
-    for (int i = threadIdx.x; i < 16 * 8 * (4 / SPLIT); i += 128) {
-      const int o = i % 16, c = i / 16 % 8, tile = i / 128;
+#pragma unroll
+    for (int tile = 0; tile < 4 / SPLIT; ++tile) {
+      const int o = threadIdx.x % 16, c = threadIdx.x / 16;
       if (c0 + c >= columns) continue;
       float sum = 0.f;
 #pragma unroll
       for (int s = 0; s < SPLIT; ++s) sum += part[tile * SPLIT + s][o][c];
       const int output = (blockIdx.x * (4 / SPLIT) + tile) * 16 + o;
-      sum += p.bias[(int64_t)kv_head * p.outputs + output];
+      sum += bias[tile];
       const int64_t to = at(c0 + c) * p.outputs + output;
       if (p.relu) static_cast<T*>(p.out)[to] = T(fmaxf(sum, 0.f));
       else static_cast<float*>(p.out)[to] = sum;
@@ -86,111 +96,165 @@ __global__ void __launch_bounds__(128) linear_kernel(const LinearParams p) {
   }
 }
 
-constexpr int kChoosePer = 4, kChooseShare = 4;  // clusters a thread; thread blocks a list
+constexpr int kChooseThreads = 256, kChooseShare = 8;  // thread blocks a list
+constexpr int kChooseHeads = 4;                         // whose softmax is computed side by side
 
-// One value of each thread over the block; `Op` must not care for order.
-template <class Op>
-__device__ __forceinline__ float block_reduce(float x, float* scratch, Op op) {
+struct ChooseShared {
+  alignas(16) uint32_t hist[4][256];
+  uint32_t scratch[33];
+  float warp_top[kChooseHeads][8], warp_sum[kChooseHeads][8];
+  uint32_t chosen[1024], place[1024], from[1024];
+};
+
+// Over the eight lanes of a group; all of them get the result.
+__device__ __forceinline__ float eight_max(float x) {
 #pragma unroll
-  for (int d = 1; d < 32; d *= 2) x = op(x, __shfl_xor_sync(~0u, x, d));
-  __syncthreads();
-  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x / 32] = x;
-  __syncthreads();
-  x = scratch[threadIdx.x & 31];
+  for (int d = 1; d < 8; d *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
+  return x;
+}
+__device__ __forceinline__ float eight_sum(float x) {
 #pragma unroll
-  for (int d = 1; d < 32; d *= 2) x = op(x, __shfl_xor_sync(~0u, x, d));
+  for (int d = 1; d < 8; d *= 2) x += __shfl_xor_sync(~0u, x, d);
   return x;
 }
 
-// Every block of a list makes the same choice and copies its share of the clusters.
+// Every block of a list makes the same choice and copies its share of the clusters. Few
+// threads with several clusters each, since most of the time goes into barriers. The
+// index was complete two launches ago, so its offsets are read ahead of the wait.
 template <int PER>
-__global__ void __launch_bounds__(1024) choose_kernel(const ChooseParams p) {
-  __shared__ uint32_t hist[256], scratch[33], found[2];
-  __shared__ float sums[32];
-  __shared__ uint32_t chosen[1024], place[1024], from[1024];
+__global__ void __launch_bounds__(kChooseThreads) choose_kernel(const ChooseParams p) {
+  __shared__ ChooseShared sh;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const int list = blockIdx.y, row = list / p.kv_heads, kv_head = list % p.kv_heads;
   const int group = p.q_heads / p.kv_heads;
-  wait_for_predecessor();
-  launch_dependents();
   const int sequence = p.sequences ? (int)p.sequences[row] : row;
   const uint32_t* offsets = p.offsets + ((int64_t)sequence * p.kv_heads + kv_head) * (p.clusters + 1);
   const uint32_t* tokens =
       p.tokens + ((int64_t)sequence * p.kv_heads + kv_head) * p.index_capacity;
   // The group's mass of a cluster: its softmax probabilities, summed. Thread t owns the
   // clusters PER t .. PER t + PER - 1.
+  const int first = tid * PER;
   float mass[PER];
-  uint32_t begin[PER], size[PER];
+  uint32_t begin[PER + 1];
 #pragma unroll
-  for (int j = 0; j < PER; ++j) {
-    const int c = tid * PER + j;
-    mass[j] = 0.f;
-    begin[j] = c < p.clusters ? offsets[c] : 0;
-    size[j] = c < p.clusters ? offsets[c + 1] - begin[j] : 0;
-  }
+  for (int j = 0; j <= PER; ++j) begin[j] = offsets[min(first + j, p.clusters)];
+#pragma unroll
+  for (int j = 0; j < PER; ++j) mass[j] = 0.f;
+  const uint32_t len = p.lens[row], indexed = p.indexed[row];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sh.hist[i][tid] = 0;
+  wait_for_predecessor();
+  launch_dependents();
 #pragma unroll 1
-  for (int g = 0; g < group; ++g) {
-    const float* logits = p.logits + ((int64_t)row * p.q_heads + kv_head * group + g) * p.clusters;
-    float x[PER], top = -INFINITY, sum = 0.f;
+  for (int g0 = 0; g0 < group; g0 += kChooseHeads) {
+    const float* logits =
+        p.logits + ((int64_t)row * p.q_heads + kv_head * group + g0) * p.clusters + first;
+    float x[kChooseHeads][PER];
 #pragma unroll
-    for (int j = 0; j < PER; ++j) {
-      x[j] = tid * PER + j < p.clusters ? logits[tid * PER + j] : -INFINITY;
-      top = fmaxf(top, x[j]);
+    for (int g = 0; g < kChooseHeads; ++g)
+#pragma unroll
+      for (int j = 0; j < PER; ++j)
+        x[g][j] = g0 + g < group && first + j < p.clusters ? logits[(int64_t)g * p.clusters + j]
+                                                           : -1e30f;
+    float top[kChooseHeads], sum[kChooseHeads];
+#pragma unroll
+    for (int g = 0; g < kChooseHeads; ++g) {
+      top[g] = x[g][0];
+#pragma unroll
+      for (int j = 1; j < PER; ++j) top[g] = fmaxf(top[g], x[g][j]);
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) top[g] = fmaxf(top[g], __shfl_xor_sync(~0u, top[g], d));
+      if (lane == 0) sh.warp_top[g][warp] = top[g];
     }
-    top = block_reduce(top, sums, [](float a, float b) { return fmaxf(a, b); });
-#pragma unroll
-    for (int j = 0; j < PER; ++j) x[j] = exp2_fast((x[j] - top) * kLog2e), sum += x[j];
-    sum = block_reduce(sum, sums, [](float a, float b) { return a + b; });
-#pragma unroll
-    for (int j = 0; j < PER; ++j) mass[j] += x[j] / sum;
-  }
-  // Masses are not negative: their bits order them.
-  uint32_t prefix = 0, need = min(p.take, p.clusters);
-#pragma unroll 1
-  for (int shift = 24; shift >= 0; shift -= 8) {
-    if (tid < 256) hist[tid] = 0;
     __syncthreads();
+#pragma unroll
+    for (int g = 0; g < kChooseHeads; ++g) {
+      top[g] = eight_max(sh.warp_top[g][lane & 7]);
+      sum[g] = 0.f;
+#pragma unroll
+      for (int j = 0; j < PER; ++j) sum[g] += x[g][j] = exp2_fast((x[g][j] - top[g]) * kLog2e);
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) sum[g] += __shfl_xor_sync(~0u, sum[g], d);
+      if (lane == 0) sh.warp_sum[g][warp] = sum[g];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int g = 0; g < kChooseHeads; ++g) {
+      const float inv = g0 + g < group ? 1.f / eight_sum(sh.warp_sum[g][lane & 7]) : 0.f;
+#pragma unroll
+      for (int j = 0; j < PER; ++j) mass[j] += x[g][j] * inv;
+    }
+  }
+  // Masses are not negative: their bits order them. Every warp reads the counts of a pass
+  // from the top on its own; lane l owns bins 255 - 8l - j.
+  uint32_t prefix = 0, need = min(p.take, p.clusters), bin_size = 0;
+#pragma unroll 1
+  for (int pass = 0; pass < 4; ++pass) {
+    const int shift = 24 - 8 * pass;
+    uint32_t* hist = sh.hist[pass];
 #pragma unroll
     for (int j = 0; j < PER; ++j) {
       const uint32_t u = __float_as_uint(mass[j]);
-      if (tid * PER + j < p.clusters && (uint64_t)u >> (shift + 8) == prefix)
+      if (first + j < p.clusters && (uint64_t)u >> (shift + 8) == prefix)
         atomicAdd(&hist[u >> shift & 255], 1u);
     }
     __syncthreads();
-    uint32_t total;
-    const uint32_t mine = tid < 256 ? hist[255 - tid] : 0;
-    const uint32_t above = block_exclusive_sum(mine, scratch, total);
-    if (above < need && need <= above + mine) found[0] = 255 - tid, found[1] = need - above;
-    __syncthreads();
-    prefix = prefix << 8 | found[0];
-    need = found[1];
-  }
-  uint32_t equal = 0, kept = 0, held = 0, total;
+    const uint4 hi = *reinterpret_cast<const uint4*>(&hist[252 - 8 * lane]);
+    const uint4 lo = *reinterpret_cast<const uint4*>(&hist[248 - 8 * lane]);
+    const uint32_t c[8] = {hi.w, hi.z, hi.y, hi.x, lo.w, lo.z, lo.y, lo.x};
+    uint32_t mine = 0;
 #pragma unroll
-  for (int j = 0; j < PER; ++j)
-    equal += tid * PER + j < p.clusters && __float_as_uint(mass[j]) == prefix;
-  uint32_t rank = block_exclusive_sum(equal, scratch, total);
-  bool take[PER];
+    for (int j = 0; j < 8; ++j) mine += c[j];
+    uint32_t above = mine;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const uint32_t o = __shfl_up_sync(~0u, above, d);
+      if (lane >= d) above += o;
+    }
+    above -= mine;
+    uint32_t bin = 0, left = 0, in_bin = 0;
+    const uint32_t owner = __ffs(__ballot_sync(~0u, above < need && need <= above + mine)) - 1;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (above < need && need <= above + c[j])
+        bin = 255 - 8 * lane - j, left = need - above, in_bin = c[j];
+      above += c[j];
+    }
+    prefix = prefix << 8 | __shfl_sync(~0u, bin, owner);
+    need = __shfl_sync(~0u, left, owner);
+    bin_size = __shfl_sync(~0u, in_bin, owner);
+  }
+  uint32_t total, rank = 0;
+  const bool ties = bin_size > need;  // The lower cluster first.
+  if (ties) {
+    uint32_t equal = 0;
+#pragma unroll
+    for (int j = 0; j < PER; ++j)
+      equal += first + j < p.clusters && __float_as_uint(mass[j]) == prefix;
+    rank = block_exclusive_sum(equal, sh.scratch, total);
+  }
+  uint32_t take = 0, held = 0;
 #pragma unroll
   for (int j = 0; j < PER; ++j) {
     const uint32_t u = __float_as_uint(mass[j]);
-    take[j] = tid * PER + j < p.clusters && (u > prefix || (u == prefix && rank < need));
-    rank += u == prefix;
-    kept += take[j];
-    held += take[j] ? size[j] : 0;
+    if (first + j < p.clusters && (u > prefix || (u == prefix && rank < need))) {
+      take |= 1u << j;
+      held += begin[j + 1] - begin[j];
+    }
+    rank += ties && u == prefix;
   }
   uint32_t slots, rows;
-  uint32_t slot = block_exclusive_sum(kept, scratch, slots);
-  uint32_t at = block_exclusive_sum(held, scratch, rows);
+  uint32_t slot = block_exclusive_sum(__popc(take), sh.scratch, slots);
+  uint32_t at = block_exclusive_sum(held, sh.scratch, rows);
 #pragma unroll
   for (int j = 0; j < PER; ++j)
-    if (take[j]) {
-      if (slot < 1024) chosen[slot] = size[j], place[slot] = at, from[slot] = begin[j];
+    if (take >> j & 1) {
+      const uint32_t n = begin[j + 1] - begin[j];
+      if (slot < 1024) sh.chosen[slot] = n, sh.place[slot] = at, sh.from[slot] = begin[j];
       ++slot;
-      at += size[j];
+      at += n;
     }
   __syncthreads();
-  const uint32_t len = p.lens[row], indexed = p.indexed[row];
   const bool fits = rows <= (uint32_t)p.capacity && slots <= 1024;
   if (tid == 0 && blockIdx.x == 0) {
     WorkList w{};
@@ -208,10 +272,10 @@ __global__ void __launch_bounds__(1024) choose_kernel(const ChooseParams p) {
   }
   if (!fits) return;
   uint32_t* out = p.token_ids + (int64_t)list * p.capacity;
-  for (uint32_t s = warp * gridDim.x + blockIdx.x; s < slots; s += 32 * gridDim.x) {
-    const uint32_t n = chosen[s], to = place[s];
-    const uint32_t* src = tokens + from[s];
-#pragma unroll 4
+  for (uint32_t s = warp * gridDim.x + blockIdx.x; s < slots; s += 8 * gridDim.x) {
+    const uint32_t n = sh.chosen[s], to = sh.place[s];
+    const uint32_t* src = tokens + sh.from[s];
+#pragma unroll 8
     for (uint32_t i = lane; i < n; i += 32) out[to + i] = src[i];
   }
 }

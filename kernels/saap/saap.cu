@@ -65,11 +65,11 @@ extern "C" int taper_saap_linear(const taper::LinearParams* p, cudaStream_t stre
 extern "C" int taper_saap_choose(const taper::ChooseParams* p, cudaStream_t stream) {
   using namespace taper;
   const bool ok = p->rows > 0 && p->kv_heads > 0 && p->q_heads % p->kv_heads == 0 &&
-                  p->clusters > 0 && p->clusters <= 1024 * kChoosePer && p->take > 0 &&
+                  p->clusters > 0 && p->clusters <= kClustersMost && p->take > 0 &&
                   p->capacity > 0 && (int64_t)p->rows * p->kv_heads * p->capacity <= UINT32_MAX;
   if (!ok) return cudaErrorInvalidValue;
   const dim3 grid(kChooseShare, p->rows * p->kv_heads);
   if (p->clusters <= 1024)
-    return launch(choose_kernel<1>, grid, 1024, 0, stream, p->overlap != 0, *p);
-  return launch(choose_kernel<kChoosePer>, grid, 1024, 0, stream, p->overlap != 0, *p);
+    return launch(choose_kernel<4>, grid, kChooseThreads, 0, stream, p->overlap != 0, *p);
+  return launch(choose_kernel<16>, grid, kChooseThreads, 0, stream, p->overlap != 0, *p);
 }

@@ -32,7 +32,8 @@ struct SelectParams {
   uint32_t* ids;           // [lists, capacity], ascending
   uint32_t* counts;        // [lists], or null
   WorkList* work;          // [lists], patched as `target` says; or null
-  int32_t lists, stride, capacity, entries, k, target, overlap, reserved;
+  int32_t lists, stride, capacity, entries, k, target, overlap;
+  int32_t blocks_most;  // thread blocks a list at most, 0: as many as help; for measurements
 };
 
 struct GroupSelectParams {
@@ -51,13 +52,16 @@ constexpr int kSelectThreads = 1024, kSelectBins = 256;
 constexpr int kClusterMost = 16, kSelectSmem = 220 * 1024;
 constexpr float kMassUnit = 274877906944.f;  // 2^38: 2^25 entries cannot overflow 63 bits
 
+// A key orders as its score does. NaN is 1, and 0 is left for places beyond a list's end:
+// they come after all entries of their warp and rank below them, so no pass has to look
+// for them.
 __device__ __forceinline__ uint32_t ordered(float x) {
   const uint32_t u = __float_as_uint(x + 0.f);  // One zero only.
-  if (x != x) return 0;                         // NaN ranks last.
+  if (x != x) return 1;
   return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
 __device__ __forceinline__ float value_of(uint32_t u) {
-  if (u == 0) return -INFINITY;
+  if (u <= 1) return -INFINITY;
   return __uint_as_float(u & 0x80000000u ? u & 0x7FFFFFFFu : ~u);
 }
 
@@ -88,7 +92,8 @@ __device__ __noinline__ uint4 load_keys(const GroupSelectParams& p, const float*
       x[j] = g == 0 ? y[j] : p.reduce == kMaxOfGroup ? fmaxf(x[j], y[j]) : x[j] + y[j];
     }
   }
-  return make_uint4(ordered(x[0]), ordered(x[1]), ordered(x[2]), ordered(x[3]));
+  return make_uint4(at < count ? ordered(x[0]) : 0, at + 32 < count ? ordered(x[1]) : 0,
+                    at + 64 < count ? ordered(x[2]) : 0, at + 96 < count ? ordered(x[3]) : 0);
 }
 
 // The mass of an entry in units of the list's heaviest / 2^38.
@@ -139,13 +144,23 @@ __global__ void __launch_bounds__(kSelectThreads)
   const uint32_t kept = min(share, room / 32);  // of them in shared memory
   uint32_t* mine = keys + warp * kept;
   uint32_t most = 0;
+  // By count the first pass goes with the load: all keys take part in it.
+  Sum need = min(min(b.ks ? b.ks[list] : (uint32_t)b.k, n), (uint32_t)b.capacity);
+  bool search = need > 0 && need < n;
+  __syncthreads();
 #pragma unroll 1
-  for (uint32_t i = 0; i < kept && first + i < last; i += 128) {
+  for (uint32_t i = 0; first + i < last && (!kMasses || i < kept); i += 128) {
     const uint4 x = load_keys(p, scores, lse, first + i + lane, last);
-    mine[i + lane] = x.x, mine[i + 32 + lane] = x.y;
-    mine[i + 64 + lane] = x.z, mine[i + 96 + lane] = x.w;
+    if (i < kept) {
+      mine[i + lane] = x.x, mine[i + 32 + lane] = x.y;
+      mine[i + 64 + lane] = x.z, mine[i + 96 + lane] = x.w;
+    }
+    if (!kMasses && search) {
+      atomicAdd(&sh.bins[0][0][x.x >> 24], 1u), atomicAdd(&sh.bins[0][0][x.y >> 24], 1u);
+      atomicAdd(&sh.bins[0][0][x.z >> 24], 1u), atomicAdd(&sh.bins[0][0][x.w >> 24], 1u);
+    }
   }
-  // f(key, index, live) by whole warps in ascending order.
+  // f(key, index) by whole warps in ascending order.
   auto each = [&](auto f) {
 #pragma unroll 1
     for (uint32_t i = 0; first + i < last; i += 128) {
@@ -154,10 +169,10 @@ __global__ void __launch_bounds__(kSelectThreads)
                                    mine[i + 96 + lane]);
       else x = load_keys(p, scores, lse, first + i + lane, last);
       const uint32_t at = first + i + lane;
-      f(x.x, at, at < last);
-      f(x.y, at + 32, at + 32 < last);
-      f(x.z, at + 64, at + 64 < last);
-      f(x.w, at + 96, at + 96 < last);
+      f(x.x, at);
+      f(x.y, at + 32);
+      f(x.z, at + 64);
+      f(x.w, at + 96);
     }
   };
 
@@ -172,7 +187,7 @@ __global__ void __launch_bounds__(kSelectThreads)
 
   float top = 0.f;
   if constexpr (kMasses) {
-    each([&](uint32_t u, uint32_t, bool live) { most = live ? max(most, u) : most; });
+    each([&](uint32_t u, uint32_t) { most = max(most, u); });
     most = __reduce_max_sync(~0u, most);
     if (lane == 0) sh.warps[warp].x = most;
     __syncthreads();
@@ -187,8 +202,6 @@ __global__ void __launch_bounds__(kSelectThreads)
   // The key whose first `fixed` bits are `prefix` is the last to take; `need` of those
   // that share them are taken, all above are. By mass `need` counts units until the end.
   uint32_t prefix = 0, fixed = 0;
-  Sum need = min(min(b.ks ? b.ks[list] : (uint32_t)b.k, n), (uint32_t)b.capacity);
-  bool search = need > 0 && need < n;
   float wanted = 0.f;
   if constexpr (kMasses) {
     wanted = p.shares ? p.shares[list] : p.share;
@@ -200,15 +213,16 @@ __global__ void __launch_bounds__(kSelectThreads)
       prefix = wanted > 0.f ? ordered(MASS == kByExp ? -INFINITY : 0.f) : 0xFFFFFFFFu;
     }
   }
+  // The lowest key with that prefix; shifts by 32 would not clear the word.
+  auto lowest = [&] { return fixed == 0 ? 0u : prefix << (32 - fixed); };
   __syncthreads();
 #pragma unroll 1
   for (int pass = 0; pass < 4 && search; ++pass) {
     uint32_t* bins = &sh.bins[pass & 1][0][0];
-    const uint32_t shift = 24 - fixed;
-    each([&](uint32_t u, uint32_t, bool live) {
-      // The double shift: one by 32 would not clear the word.
-      if (live && u >> 1 >> (31 - fixed) == prefix) {
-        const uint32_t bin = (u >> shift) & (kSelectBins - 1);
+    const uint32_t shift = 24 - fixed, low = lowest(), span = ~0u >> fixed;
+    if (kMasses || pass > 0) each([&](uint32_t u, uint32_t) {
+      if (u - low <= span) {
+        const uint32_t bin = (u - low) >> shift;
         if constexpr (MASS == kByCount) {
           atomicAdd(&bins[bin], 1u);
         } else {
@@ -286,13 +300,11 @@ __global__ void __launch_bounds__(kSelectThreads)
 
   // All above the last value, and the first `need` equal to it. With nothing fixed all
   // keys are equal.
-  const uint32_t drop = 31 - fixed;
+  const uint32_t low = lowest(), high = fixed == 32 ? low : low + (~0u >> fixed);
   uint32_t gt = 0, eq = 0;
-  each([&](uint32_t u, uint32_t, bool live) {
-    const uint32_t x = fixed == 32 ? u : u >> 1 >> drop;
-    gt += __popc(__ballot_sync(~0u, live && x > prefix));
-    eq += __popc(__ballot_sync(~0u, live && x == prefix));
-  });
+  each([&](uint32_t u, uint32_t) { gt += u > high, eq += u >= low; });
+  gt = __reduce_add_sync(~0u, gt);
+  eq = __reduce_add_sync(~0u, eq) - gt;
   if (lane == 0) sh.warps[warp] = make_uint2(gt, eq);
   __syncthreads();
   uint2 run = sh.warps[lane];
@@ -317,12 +329,12 @@ __global__ void __launch_bounds__(kSelectThreads)
   const uint32_t equals = (uint32_t)min((uint64_t)need, (uint64_t)total.y);
   const uint32_t k = total.x + equals;
   uint32_t* ids = b.ids + (int64_t)list * capacity;
-  each([&](uint32_t u, uint32_t i, bool live) {
-    const uint32_t below = (1u << lane) - 1, x = fixed == 32 ? u : u >> 1 >> drop;
-    const uint32_t a = __ballot_sync(~0u, live && x > prefix);
-    const uint32_t e = __ballot_sync(~0u, live && x == prefix);
+  each([&](uint32_t u, uint32_t i) {
+    const uint32_t below = (1u << lane) - 1, ge = __ballot_sync(~0u, u >= low);
+    if (ge == 0) return;
+    const uint32_t a = __ballot_sync(~0u, u > high), e = ge & ~a;
     const uint32_t my_eq = eq + __popc(e & below), my_gt = gt + __popc(a & below);
-    if ((a >> lane & 1) || ((e >> lane & 1) && my_eq < equals)) {
+    if (u > high || (u >= low && my_eq < equals)) {
       const uint32_t at = my_gt + min(my_eq, equals);
       if (at < capacity) ids[at] = begin + i;
     }
