@@ -69,4 +69,10 @@ pub trait Backend: Send + 'static {
 
     /// Frees what the sequence holds.
     fn close(&mut self, sequence: Self::Sequence);
+
+    /// Called now and then while no sequence is open.
+    ///
+    /// # Panics
+    /// If something is held all the same: a bug. The engine logs it and goes on.
+    fn check_idle(&self) {}
 }

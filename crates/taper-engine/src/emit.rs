@@ -15,11 +15,21 @@ pub(crate) struct Output {
     eos: Vec<u32>,
     max_tokens: usize,
     logprobs: Option<usize>,
-    /// Tokens whose text is not passed on yet, and where that text ends.
-    pending: VecDeque<(TokenRecord, usize)>,
+    /// Tokens whose text is not passed on yet.
+    pending: VecDeque<Pending>,
+    /// Bytes decoded, and how many characters they are.
     decoded: usize,
+    characters: usize,
+    /// Bytes passed on.
     emitted: usize,
     generated: usize,
+}
+
+/// A token, and the bytes of the choice's text that are its own.
+struct Pending {
+    record: TokenRecord,
+    start: usize,
+    end: usize,
 }
 
 impl Output {
@@ -34,6 +44,7 @@ impl Output {
             logprobs: request.logprobs,
             pending: VecDeque::new(),
             decoded: 0,
+            characters: 0,
             emitted: 0,
             generated: 0,
         }
@@ -53,10 +64,11 @@ impl Output {
         let piece = self.stream.push(token);
         if let Some(top) = self.logprobs {
             let (chosen, top) = logprobs(logits, token, top);
-            let record = TokenRecord { chosen, top, text_offset: self.decoded };
-            self.pending.push_back((record, self.decoded + piece.len()));
+            let record = TokenRecord { chosen, top, text_offset: self.characters };
+            self.pending.push_back(Pending { record, start: self.decoded, end: self.decoded + piece.len() });
         }
         self.decoded += piece.len();
+        self.characters += piece.chars().count();
         let (text, hit) = self.matcher.push(&piece);
         if let Some(stop) = hit {
             return Some(self.cut(text, Finish::StopString(stop)));
@@ -79,8 +91,8 @@ impl Output {
     /// Tokens whose whole text was passed on.
     fn ready(&mut self) -> Vec<TokenRecord> {
         let mut out = Vec::new();
-        while self.pending.front().is_some_and(|&(_, end)| end <= self.emitted) {
-            out.extend(self.pending.pop_front().map(|(record, _)| record));
+        while self.pending.front().is_some_and(|token| token.end <= self.emitted) {
+            out.extend(self.pending.pop_front().map(|token| token.record));
         }
         out
     }
@@ -97,7 +109,7 @@ impl Output {
         Delta {
             choice: self.choice,
             text,
-            tokens: self.pending.drain(..).map(|(record, _)| record).collect(),
+            tokens: self.pending.drain(..).map(|token| token.record).collect(),
             finish: Some(finish),
         }
     }
@@ -105,12 +117,8 @@ impl Output {
     /// Ends at a stop string: tokens that begin at or after it are not shown.
     fn cut(&mut self, text: String, finish: Finish) -> Delta {
         self.emitted += text.len();
-        let tokens = self
-            .pending
-            .drain(..)
-            .filter(|(record, _)| record.text_offset < self.emitted)
-            .map(|(record, _)| record)
-            .collect();
+        let shown = self.pending.drain(..).filter(|token| token.start < self.emitted);
+        let tokens = shown.map(|token| token.record).collect();
         Delta { choice: self.choice, text, tokens, finish: Some(finish) }
     }
 }

@@ -131,19 +131,26 @@ impl Engine {
             return Err(SubmitError::Context { prompt, wanted, limit: context_tokens });
         }
         // Choices share the prompt's whole blocks, but a request must not depend on how many those are.
-        let blocks = cache_tokens / BLOCK_TOKENS;
         let choices = request.choices;
-        let each = (prompt + wanted).div_ceil(BLOCK_TOKENS);
-        if each.saturating_mul(choices) > blocks {
+        if wanted > self.room(prompt, choices) {
+            let whole = |tokens: usize| tokens.next_multiple_of(BLOCK_TOKENS);
             return Err(SubmitError::Cache {
-                needed: each.saturating_mul(choices).saturating_mul(BLOCK_TOKENS),
+                prompt,
+                wanted,
                 choices,
-                each: each * BLOCK_TOKENS,
-                limit: blocks * BLOCK_TOKENS,
+                needed: whole(prompt + wanted).saturating_mul(choices),
+                least: whole(prompt + 1),
+                limit: cache_tokens / BLOCK_TOKENS * BLOCK_TOKENS,
             });
         }
-        let room = context_tokens.min(blocks / choices * BLOCK_TOKENS) - prompt;
-        Ok(request.stop.max_tokens.map_or(room, |_| wanted))
+        Ok(request.stop.max_tokens.map_or(self.room(prompt, choices), |_| wanted))
+    }
+
+    /// The most tokens that each of `choices` answers to a prompt can have.
+    pub fn room(&self, prompt: usize, choices: usize) -> usize {
+        let Limits { context_tokens, cache_tokens, .. } = self.limits;
+        let each = cache_tokens / BLOCK_TOKENS / choices.max(1) * BLOCK_TOKENS;
+        context_tokens.min(each).saturating_sub(prompt)
     }
 
     /// From now on new requests are refused; those taken still finish.
@@ -188,7 +195,21 @@ impl<B: Backend> Worker<B> {
         let _last = Last(Arc::clone(&self.queue));
         while let Some(job) = self.queue.pop() {
             self.serve(job);
+            if self.queue.load().0 == 0 {
+                self.check();
+            }
             self.queue.finished();
+        }
+    }
+
+    /// Nothing waits, so there is time to look for what an ended request may have left behind.
+    fn check(&mut self) {
+        let checked = guard(|| {
+            self.backend.check_idle();
+            Ok(())
+        });
+        if let Err(error) = checked {
+            tracing::error!(%error, "the idle engine is not sound: a bug");
         }
     }
 

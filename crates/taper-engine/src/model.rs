@@ -174,6 +174,10 @@ impl Backend for ModelBackend {
     fn close(&mut self, mut sequence: Sequence) {
         self.pool.release(sequence.table_mut());
     }
+
+    fn check_idle(&self) {
+        self.pool.check_integrity([]);
+    }
 }
 
 impl Text for ModelText {

@@ -55,7 +55,7 @@ pub struct TokenRecord {
     pub chosen: TokenLogprob,
     /// The most probable tokens at its place, best first.
     pub top: Vec<TokenLogprob>,
-    /// Bytes of the choice's text before it.
+    /// Characters of the choice's text before it, as OpenAI's `text_offset` counts.
     pub text_offset: usize,
 }
 
@@ -143,7 +143,7 @@ pub enum SubmitError {
         vocab: usize,
     },
     /// Prompt and answer are longer than the model's context.
-    #[error("the model's context is {limit} tokens; the prompt has {prompt} and max_tokens asks for {wanted} more")]
+    #[error("the model's context is {limit} tokens; the prompt has {prompt} and the answer asks for {wanted} more")]
     Context {
         /// Tokens of the prompt.
         prompt: usize,
@@ -153,14 +153,21 @@ pub enum SubmitError {
         limit: usize,
     },
     /// Prompt and answers do not fit the KV cache even when it is empty.
-    #[error("the KV cache holds {limit} tokens; the request needs {needed} ({choices} of {each}, in blocks of 64)")]
+    #[error(
+        "the KV cache holds {limit} tokens; the request needs {needed}, in blocks of 64, for a prompt of {prompt}, an \
+         answer of {wanted}, and that {choices} times"
+    )]
     Cache {
-        /// Tokens needed.
-        needed: usize,
+        /// Tokens of the prompt.
+        prompt: usize,
+        /// Tokens wanted after it.
+        wanted: usize,
         /// Answers wanted.
         choices: usize,
-        /// Tokens of each, prompt included, in whole blocks.
-        each: usize,
+        /// Tokens needed, each answer with its prompt in whole blocks.
+        needed: usize,
+        /// Tokens that one answer of one token would need.
+        least: usize,
         /// Tokens that the cache holds.
         limit: usize,
     },

@@ -6,8 +6,8 @@
 use crate::backend::{Backend, BackendError, Input, Limits};
 use crate::engine::{Engine, EngineConfig, ModelInfo};
 use crate::text::{Message, Text, TextError, TokenStream};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use taper_attention::{AttentionSpec, AttentionUsage, Sequence};
 
@@ -25,6 +25,10 @@ pub struct Probe {
     pub open: AtomicUsize,
     /// Most prompt tokens of one step so far.
     pub longest: AtomicUsize,
+    /// How often the idle engine had the stub checked.
+    pub checks: AtomicUsize,
+    /// The attention of the latest request.
+    pub attention: Mutex<Option<AttentionSpec>>,
 }
 
 /// The scripted backend.
@@ -93,6 +97,7 @@ impl Backend for StubBackend {
         prompt_tokens: usize,
     ) -> Result<StubSequence, BackendError> {
         self.probe.open.fetch_add(1, Ordering::SeqCst);
+        *self.probe.attention.lock().unwrap_or_else(PoisonError::into_inner) = Some(AttentionSpec::clone(attention));
         Ok(StubSequence {
             spec: Arc::clone(attention),
             report: Sequence::new(Arc::clone(attention), seed, prompt_tokens),
@@ -138,6 +143,11 @@ impl Backend for StubBackend {
 
     fn close(&mut self, _: StubSequence) {
         self.probe.open.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    fn check_idle(&self) {
+        self.probe.checks.fetch_add(1, Ordering::SeqCst);
+        assert_eq!(self.probe.open.load(Ordering::SeqCst), 0, "sequences are open");
     }
 }
 

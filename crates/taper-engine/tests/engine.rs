@@ -137,6 +137,12 @@ fn stop_strings_and_stop_tokens_end_a_choice() {
     assert_eq!(answer.finishes, [Some(Finish::StopString("two".into()))]);
     assert_eq!(answer.tokens.len(), 4, "the stop string's own tokens are not shown");
 
+    let (wide, _) = stub("€€ two");
+    let mut r = request("hi");
+    r.stop.strings = vec!["two".into()];
+    r.logprobs = Some(0);
+    assert_eq!(run(&wide, r).tokens.len(), 7, "whatever the characters' width");
+
     let mut r = request("hi");
     r.stop.tokens = vec![u32::from(b't')];
     let answer = run(&engine, r);
@@ -161,7 +167,7 @@ fn logprobs_name_each_token_and_its_place() {
     r.logprobs = Some(3);
     let tokens = run(&engine, r).tokens;
     let places: Vec<usize> = tokens.iter().map(|t| t.text_offset).collect();
-    assert_eq!(places, [0, 1, 1, 1, 4]);
+    assert_eq!(places, [0, 1, 1, 1, 2], "in characters");
     assert_eq!(tokens[0].chosen.token, u32::from(b'a'));
     let expected = 12.0 - (12f32.exp() + 256.0).ln();
     assert!((tokens[0].chosen.logprob - expected).abs() < 1e-5);
@@ -225,7 +231,8 @@ fn a_request_that_can_never_fit_names_the_limit() {
     r.choices = 3;
     assert_eq!(
         refused(r).to_string(),
-        "the KV cache holds 1024 tokens; the request needs 1344 (3 of 448, in blocks of 64)"
+        "the KV cache holds 1024 tokens; the request needs 1344, in blocks of 64, for a prompt of 2, an answer of 398, \
+         and that 3 times"
     );
     let mut r = request("hi");
     r.prompt.push(257);
@@ -274,6 +281,21 @@ fn faults_end_their_request_and_no_other() {
     assert_eq!(run(&engine, request("hi")).texts, ["long enough"]);
     wait("all are closed", || probe.open.load(Ordering::SeqCst) == 0);
     assert!(!engine.load().dead);
+}
+
+#[test]
+fn an_idle_engine_is_checked() {
+    let (engine, probe) = stub("abc");
+    let waiting: Vec<Events> = ["SLOW", "FAIL", "hi"].map(|p| engine.submit(request(p)).unwrap()).into();
+    waiting.into_iter().for_each(|events| drop(collect(events)));
+    wait("it is idle", || engine.load().running == 0);
+    assert_eq!(probe.checks.load(Ordering::SeqCst), 1, "only once nothing waits");
+    // As if a request had been lost without being closed.
+    probe.open.fetch_add(1, Ordering::SeqCst);
+    assert_eq!(run(&engine, request("hi")).texts, ["abc"]);
+    wait("it is idle", || engine.load().running == 0);
+    assert_eq!(probe.checks.load(Ordering::SeqCst), 2);
+    assert_eq!(run(&engine, request("hi")).texts, ["abc"], "it goes on");
 }
 
 #[test]
