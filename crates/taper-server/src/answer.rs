@@ -2,6 +2,7 @@
 
 use crate::app::App;
 use crate::error::{self, ApiError};
+use crate::request_id::RequestId;
 use crate::sampling::Common;
 use crate::stream;
 use axum::Json;
@@ -60,11 +61,11 @@ pub(crate) struct Head {
 
 impl Call {
     /// Queues every prompt and answers.
-    pub(crate) async fn run(mut self, app: &Arc<App>) -> Result<Response, ApiError> {
+    pub(crate) async fn run(mut self, app: &Arc<App>, id: &RequestId) -> Result<Response, ApiError> {
         let prefix = if self.kind == Kind::Chat { "chatcmpl" } else { "cmpl" };
         let head = Head {
             kind: self.kind,
-            id: format!("{prefix}-{:032x}", rand::random::<u128>()),
+            id: format!("{prefix}-{}", id.0),
             created: unix_now(),
             model: app.engine.model().id.clone(),
         };

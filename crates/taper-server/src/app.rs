@@ -2,13 +2,14 @@
 
 use crate::body::Body;
 use crate::error::ApiError;
+use crate::request_id::{self, RequestId};
 use crate::{chat, completions};
-use axum::Json;
-use axum::Router;
-use axum::extract::{DefaultBodyLimit, Path, State};
-use axum::http::StatusCode;
+use axum::extract::{DefaultBodyLimit, Extension, Path, State};
+use axum::http::{Method, StatusCode, Uri};
+use axum::middleware;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use axum::{Json, Router};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Duration;
@@ -58,11 +59,13 @@ pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
         .route("/v1/attention/methods", get(methods))
         .route("/v1/chat/completions", post(chat_completions))
         .route("/v1/completions", post(text_completions))
-        .fallback(async || ApiError::new(StatusCode::NOT_FOUND, "no such path"))
-        .method_not_allowed_fallback(async || {
-            ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method")
+        .fallback(async |uri: Uri| ApiError::new(StatusCode::NOT_FOUND, format!("no such path: {}", uri.path())))
+        .method_not_allowed_fallback(async |method: Method, uri: Uri| {
+            let message = format!("{} does not take {method}; the header Allow names what it takes", uri.path());
+            ApiError::new(StatusCode::METHOD_NOT_ALLOWED, message)
         })
         .layer(limit)
+        .layer(middleware::from_fn(request_id::name))
         .with_state(app)
 }
 
@@ -117,14 +120,22 @@ async fn methods(State(app): State<Arc<App>>) -> Json<Value> {
     }))
 }
 
-async fn chat_completions(State(app): State<Arc<App>>, body: Body) -> Result<Response, ApiError> {
+async fn chat_completions(
+    State(app): State<Arc<App>>,
+    Extension(id): Extension<RequestId>,
+    body: Body,
+) -> Result<Response, ApiError> {
     let call = body.parse(&app, chat::parse).await?;
-    call.run(&app).await
+    call.run(&app, &id).await
 }
 
-async fn text_completions(State(app): State<Arc<App>>, body: Body) -> Result<Response, ApiError> {
+async fn text_completions(
+    State(app): State<Arc<App>>,
+    Extension(id): Extension<RequestId>,
+    body: Body,
+) -> Result<Response, ApiError> {
     let call = body.parse(&app, completions::parse).await?;
-    call.run(&app).await
+    call.run(&app, &id).await
 }
 
 impl App {

@@ -53,12 +53,8 @@ impl Knobs {
         for (key, value) in bag {
             let path = format!("vllm_xargs.{key}");
             let Some(name) = key.strip_prefix("attention_") else {
-                if let Some(knob) = near_miss(key) {
-                    let leaf = knob.trim_start_matches("attention.").replace('.', "_");
-                    return Err(ApiError::invalid(
-                        &path,
-                        format!("unknown key `{key}`; did you mean `attention_{leaf}`?"),
-                    ));
+                if let Some(meant) = meant(key) {
+                    return Err(ApiError::invalid(&path, format!("unknown key `{key}`; did you mean {meant}?")));
                 }
                 self.ignored.push(path);
                 continue;
@@ -70,13 +66,8 @@ impl Knobs {
                 "gamma" => put(&mut self.gamma, value, &path)?,
                 _ => {
                     let place = place(name).ok_or_else(|| {
-                        ApiError::invalid(
-                            &path,
-                            format!(
-                                "unknown key `{key}`; known: attention_epsilon, attention_delta, attention_gamma, \
-                                 attention_prefill_<field>, attention_decode_<field>, attention_audit"
-                            ),
-                        )
+                        let hint = meant(name).map_or(String::new(), |meant| format!(", did you mean {meant}?"));
+                        ApiError::invalid(&path, format!("unknown key `{key}`{hint}; known: {KEYS}"))
                     })?;
                     self.nest(&place, value, &path)?;
                     self.origin.push((format!("attention.{}", place.join(".")), key.clone()));
@@ -106,6 +97,24 @@ impl Knobs {
         }
         Ok(())
     }
+}
+
+/// The keys of `vllm_xargs` that speak of attention.
+const KEYS: &str = "attention_epsilon, attention_delta, attention_gamma, attention_audit, attention_prefill_<field>, \
+                    attention_decode_<field>";
+
+/// The keys of `vllm_xargs` that an unknown one most likely means.
+fn meant(key: &str) -> Option<&'static str> {
+    Some(match near_miss(key)? {
+        "epsilon" => "`attention_epsilon`",
+        "delta" => "`attention_delta`",
+        "gamma" => "`attention_gamma`",
+        "attention.audit" => "`attention_audit`",
+        "attention.prefill" | "attention.prefill.method" => "`attention_prefill_method`",
+        "attention.decode" | "attention.decode.method" => "`attention_decode_method`",
+        // The bag holds scalars, so the whole object has no key in it.
+        _ => "`attention_prefill_method` or `attention_decode_method`",
+    })
 }
 
 /// Where `prefill_method` and the like belong in the `attention` object.
@@ -170,8 +179,29 @@ mod tests {
     #[test]
     fn misspelt_or_doubled_keys_are_refused() {
         let refused = |attention, bag| knobs(attention, bag).unwrap_err();
-        let e = refused(None, json!({"attn_method": "x", "epsilon": 0.1}));
-        assert!(e.message.contains("did you mean `attention_"), "{e}");
+        for (key, meant) in [
+            ("epsilon", "`attention_epsilon`"),
+            ("Delta", "`attention_delta`"),
+            ("gama", "`attention_gamma`"),
+            ("audit", "`attention_audit`"),
+            ("prefill", "`attention_prefill_method`"),
+            ("prefill_method", "`attention_prefill_method`"),
+            ("decode", "`attention_decode_method`"),
+            ("decodeMethod", "`attention_decode_method`"),
+            ("attention", "`attention_prefill_method` or `attention_decode_method`"),
+            ("attn_method", "`attention_prefill_method` or `attention_decode_method`"),
+        ] {
+            let e = refused(None, json!({key: 0.1}));
+            assert_eq!(e.message, format!("unknown key `{key}`; did you mean {meant}?"));
+            for key in meant.split(" or ") {
+                let key = key.trim_matches('`');
+                assert!(knobs(None, json!({key: 0.1})).is_ok(), "{key} exists");
+            }
+        }
+        assert_eq!(
+            refused(None, json!({"attention_epsilonn": 0.1})).message,
+            format!("unknown key `attention_epsilonn`, did you mean `attention_epsilon`?; known: {KEYS}")
+        );
         assert_eq!(
             refused(None, json!({"attention_epsilonn": 0.1})).param.as_deref(),
             Some("vllm_xargs.attention_epsilonn")

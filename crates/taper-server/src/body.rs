@@ -12,13 +12,15 @@ use std::sync::Arc;
 /// A body within the size limit.
 pub(crate) struct Body(Bytes);
 
-impl<S: Send + Sync> FromRequest<S> for Body {
+impl FromRequest<Arc<App>> for Body {
     type Rejection = ApiError;
 
-    async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
-        Bytes::from_request(request, state).await.map(Self).map_err(|rejection| match rejection.status() {
+    async fn from_request(request: Request, app: &Arc<App>) -> Result<Self, ApiError> {
+        Bytes::from_request(request, app).await.map(Self).map_err(|rejection| match rejection.status() {
             StatusCode::PAYLOAD_TOO_LARGE => {
-                ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "the request body is larger than this server takes")
+                let message =
+                    format!("the request body is larger than {} bytes, the limit here", app.config.body_bytes);
+                ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message)
             }
             _ => ApiError::new(StatusCode::BAD_REQUEST, rejection.body_text()),
         })

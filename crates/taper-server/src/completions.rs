@@ -28,7 +28,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     if common.stop.max_tokens.is_none() {
         // A default never makes a request too long.
         let longest = prompts.iter().map(|p| p.tokens.len()).max().unwrap_or(0);
-        let room = app.engine.limits().context_tokens.saturating_sub(longest);
+        let room = app.engine.room(longest, common.choices);
         common.stop.max_tokens = Some(DEFAULT_TOKENS.min(room.max(1)));
     }
     Ok(Call {

@@ -34,11 +34,13 @@ impl ApiError {
 
     /// The error object that goes under `error`, in a body or in a stream.
     pub fn body(&self) -> Value {
+        // vLLM's names, and the protocol's own phrase where it has none.
         let kind = match self.status {
-            400 | 413 => "BadRequestError",
-            404 | 405 => "NotFoundError",
+            400 => "BadRequestError",
+            404 => "NotFoundError",
+            500 => "InternalServerError",
             503 => "ServiceUnavailableError",
-            _ => "InternalServerError",
+            _ => StatusCode::from_u16(self.status).ok().and_then(|s| s.canonical_reason()).unwrap_or("Error"),
         };
         json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}})
     }
@@ -61,13 +63,20 @@ impl From<RequestError> for ApiError {
     }
 }
 
-/// A request that the engine did not take; `prompt` names the prompt's field.
-pub(crate) fn refused(error: &SubmitError, prompt: &str, max_tokens: &str) -> ApiError {
+/// A request that the engine did not take; `prompt` names the prompt's field, `max_tokens` the field that set the
+/// length if one did.
+pub(crate) fn refused(error: &SubmitError, prompt: &str, max_tokens: Option<&str>) -> ApiError {
     let message = error.to_string();
     match error {
         SubmitError::EmptyPrompt | SubmitError::UnknownToken { .. } => ApiError::invalid(prompt, message),
         SubmitError::Context { prompt: n, limit, .. } if n >= limit => ApiError::invalid(prompt, message),
-        SubmitError::Context { .. } | SubmitError::Cache { .. } => ApiError::invalid(max_tokens, message),
+        SubmitError::Context { .. } => ApiError::invalid(max_tokens.unwrap_or(prompt), message),
+        // The first of prompt, n and length that is too much even with the least of what follows it.
+        SubmitError::Cache { least, limit, .. } if least > limit => ApiError::invalid(prompt, message),
+        SubmitError::Cache { least, choices, limit, .. } if least.saturating_mul(*choices) > *limit => {
+            ApiError::invalid("n", message)
+        }
+        SubmitError::Cache { .. } => ApiError::invalid(max_tokens.unwrap_or(prompt), message),
         SubmitError::Busy { .. } | SubmitError::Draining | SubmitError::Dead => {
             ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message)
         }

@@ -71,6 +71,14 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// A whole number of 64 bits, signed or not; a negative one becomes what it is modulo 2^64.
+    pub(crate) fn seed(&mut self, name: &'static str) -> Result<Option<u64>> {
+        match self.get(name).and_then(Value::as_u64) {
+            Some(seed) => Ok(Some(seed)),
+            None => Ok(self.int(name, i64::MIN..=i64::MAX)?.map(|seed| seed as u64)),
+        }
+    }
+
     /// A number for which `valid` holds; `range` says in words when it does.
     pub(crate) fn number(
         &mut self,

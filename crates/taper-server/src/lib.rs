@@ -12,6 +12,7 @@ mod completions;
 mod error;
 mod fields;
 mod knobs;
+mod request_id;
 mod sampling;
 mod serve;
 mod stream;

@@ -21,8 +21,8 @@ pub(crate) struct Common {
     pub(crate) stream: bool,
     /// Whether the stream ends with a usage chunk.
     pub(crate) include_usage: bool,
-    /// The field that set the length, for errors.
-    pub(crate) max_field: &'static str,
+    /// The field that set the length, if one did; for errors.
+    pub(crate) max_field: Option<&'static str>,
 }
 
 /// Reads them.
@@ -62,14 +62,14 @@ fn sampling(fields: &mut Fields<'_>) -> Result<SamplingParams> {
     let presence = fields.number("presence_penalty", "[-2, 2]", penalty)?;
     let frequency = fields.number("frequency_penalty", "[-2, 2]", penalty)?;
     let repetition = fields.number("repetition_penalty", "[0.01, 10]", |x| (0.01..=10.0).contains(&x))?;
-    let seed = fields.int("seed", i64::MIN..=i64::MAX)?;
+    let seed = fields.seed("seed")?;
     Ok(SamplingParams {
         temperature: temperature.unwrap_or(1.0),
         top_k: top_k.map(|k| k as usize),
         top_p: top_p.unwrap_or(1.0),
         min_p: min_p.unwrap_or(0.0),
         // Small enough for every JSON reader, so that the seed in the usage can be sent again.
-        seed: seed.map_or_else(|| u64::from(rand::random::<u32>()), |seed| seed as u64),
+        seed: seed.unwrap_or_else(|| u64::from(rand::random::<u32>())),
         presence_penalty: presence.unwrap_or(0.0),
         frequency_penalty: frequency.unwrap_or(0.0),
         repetition_penalty: repetition.unwrap_or(1.0),
@@ -92,7 +92,7 @@ fn logit_bias(fields: &mut Fields<'_>) -> Result<Vec<(u32, f32)>> {
     map.iter().map(entry).collect()
 }
 
-fn max_tokens(fields: &mut Fields<'_>) -> Result<(Option<usize>, &'static str)> {
+fn max_tokens(fields: &mut Fields<'_>) -> Result<(Option<usize>, Option<&'static str>)> {
     let old = fields.int("max_tokens", 1..=i64::MAX)?;
     let new = fields.int("max_completion_tokens", 1..=i64::MAX)?;
     match (old, new) {
@@ -100,8 +100,9 @@ fn max_tokens(fields: &mut Fields<'_>) -> Result<(Option<usize>, &'static str)> 
             "max_completion_tokens",
             format!("max_completion_tokens is {b} but max_tokens is {a}; keep one of them"),
         )),
-        (_, Some(n)) => Ok((Some(n as usize), "max_completion_tokens")),
-        (n, None) => Ok((n.map(|n| n as usize), "max_tokens")),
+        (_, Some(n)) => Ok((Some(n as usize), Some("max_completion_tokens"))),
+        (Some(n), None) => Ok((Some(n as usize), Some("max_tokens"))),
+        (None, None) => Ok((None, None)),
     }
 }
 

@@ -2,7 +2,8 @@
 
 mod support;
 
-use axum::http::StatusCode;
+use axum::body::Body;
+use axum::http::{Request, StatusCode};
 use serde_json::{Value, json};
 use std::time::Duration;
 use support::{custom, server, wait};
@@ -46,10 +47,13 @@ async fn paths_and_methods_that_do_not_exist() {
     let server = server("x");
     let missing = server.get("/v1/nothing").await;
     assert_eq!(missing.status, StatusCode::NOT_FOUND);
-    missing.error();
+    assert_eq!(missing.error().0, "no such path: /v1/nothing");
+    assert_eq!(missing.json()["error"]["type"], "NotFoundError");
     let wrong = server.get("/v1/completions").await;
     assert_eq!(wrong.status, StatusCode::METHOD_NOT_ALLOWED);
-    wrong.error();
+    assert_eq!(wrong.headers["allow"], "POST");
+    assert_eq!(wrong.json()["error"]["type"], "Method Not Allowed");
+    assert!(wrong.error().0.starts_with("/v1/completions does not take GET"), "{}", wrong.text);
 }
 
 #[tokio::test]
@@ -133,17 +137,17 @@ async fn several_choices_echo_and_stop() {
 
 #[tokio::test]
 async fn logprobs_in_both_formats() {
-    let server = server("aé");
+    let server = server("aéb");
     let body = server.chat(chat(json!({"logprobs": true, "top_logprobs": 2}))).await.json();
     let content = body["choices"][0]["logprobs"]["content"].as_array().unwrap().clone();
-    assert_eq!(content.len(), 3);
+    assert_eq!(content.len(), 4);
     assert_eq!(content[0]["token"], "a");
     assert_eq!(content[1]["bytes"], json!([0xc3]), "half a character has its own byte");
     assert_eq!(content[0]["top_logprobs"].as_array().unwrap().len(), 2);
     assert!(content[0]["logprob"].as_f64().unwrap() < 0.0);
     let body = server.complete(complete(json!({"logprobs": 1}))).await.json();
     let logprobs = &body["choices"][0]["logprobs"];
-    assert_eq!(logprobs["text_offset"], json!([0, 1, 1]));
+    assert_eq!(logprobs["text_offset"], json!([0, 1, 1, 2]), "characters, not bytes");
     assert_eq!(logprobs["tokens"][0], "a");
     assert_eq!(logprobs["top_logprobs"][0].as_object().unwrap().len(), 1);
 }
@@ -157,6 +161,57 @@ async fn a_seed_repeats_and_requests_do_not_disturb_each_other() {
     let (second, other) = tokio::join!(server.complete(body), server.complete(other));
     assert_eq!(first, second.json()["choices"][0]["text"]);
     assert_ne!(first, other.json()["choices"][0]["text"]);
+}
+
+#[tokio::test]
+async fn every_seed_of_64_bits_is_taken_and_the_reported_one_draws_the_same() {
+    let server = server("some words to say");
+    let ask = |seed: Value| {
+        server.complete(complete(json!({"temperature": 2, "seed": seed, "max_tokens": 20, "ignore_eos": true})))
+    };
+    for seed in [json!(-7), json!(i64::MIN), json!(i64::MAX), json!(u64::MAX), json!(0), json!(16.0)] {
+        let first = ask(seed.clone()).await;
+        assert_eq!(first.status, StatusCode::OK, "{seed}: {}", first.text);
+        let first = first.json();
+        let reported = first["usage"]["attention"]["decode"]["seed"].clone();
+        assert!(reported.is_i64(), "{seed} is reported as {reported}");
+        let again = ask(reported.clone()).await.json();
+        assert_eq!(again["choices"], first["choices"], "{seed} and {reported}");
+        assert_eq!(again["usage"]["attention"]["decode"]["seed"], reported);
+    }
+    assert_eq!(ask(json!(-7)).await.json()["usage"]["attention"]["decode"]["seed"], -7);
+    for seed in ["18446744073709551616", "-9223372036854775809", "1e300", "\"7\""] {
+        let body = complete(json!({})).to_string().replacen('{', &format!("{{\"seed\":{seed},"), 1);
+        let answer = server.post_raw("/v1/completions", body).await;
+        assert_eq!((answer.status, answer.error().1), (StatusCode::BAD_REQUEST, json!("seed")), "{seed}");
+    }
+}
+
+#[tokio::test]
+async fn a_request_too_large_for_the_cache_names_what_makes_it_so() {
+    let mut backend = StubBackend::new("x");
+    backend.limits.cache_tokens = 256;
+    let server = custom(backend, EngineConfig::default(), ServerConfig::default());
+    for (length, extra, param) in [
+        (300, json!({}), "prompt"),
+        (256, json!({"max_tokens": 1}), "prompt"),
+        (100, json!({"n": 3}), "n"),
+        (100, json!({"n": 3, "max_tokens": 2}), "n"),
+        (100, json!({"n": 2, "max_tokens": 100}), "max_tokens"),
+        (100, json!({"max_completion_tokens": 200}), "max_completion_tokens"),
+    ] {
+        let mut body = complete(extra.clone());
+        body["prompt"] = json!("p".repeat(length));
+        let answer = server.complete(body).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{extra}");
+        let (message, at) = answer.error();
+        assert_eq!(at, param, "{length} {extra}: {message}");
+        assert!(message.contains("256 tokens") && message.contains(&format!("a prompt of {length}")), "{message}");
+    }
+    let chat = server.chat(chat(json!({"n": 5}))).await;
+    assert_eq!(chat.error().1, "n", "{}", chat.text);
+    let fits = server.complete(complete(json!({"prompt": "p".repeat(250), "ignore_eos": true}))).await;
+    assert_eq!(fits.json()["usage"]["completion_tokens"], 6, "the default length shrinks: {}", fits.text);
 }
 
 #[tokio::test]
@@ -253,7 +308,34 @@ async fn bodies_that_are_no_request() {
     assert_eq!(server.post_raw("/v1/completions", deep).await.status, StatusCode::BAD_REQUEST);
     let large = server.complete(complete(json!({"prompt": "p".repeat(1001)}))).await;
     assert_eq!(large.status, StatusCode::PAYLOAD_TOO_LARGE);
-    large.error();
+    assert_eq!(large.error().0, "the request body is larger than 1000 bytes, the limit here");
+    assert_eq!(large.json()["error"]["type"], "Payload Too Large");
+}
+
+#[tokio::test]
+async fn every_answer_carries_the_requests_name() {
+    let server = server("x");
+    let send = async |path: &str, id: &str, body: Value| {
+        let request = Request::post(path).header("X-Request-Id", id).body(Body::from(body.to_string()));
+        server.send(request.unwrap()).await
+    };
+    let answer = send("/v1/chat/completions", "trace-1:a", chat(json!({}))).await;
+    assert_eq!(answer.headers["x-request-id"], "trace-1:a");
+    assert_eq!(answer.json()["id"], "chatcmpl-trace-1:a");
+    let stream = send("/v1/completions", "b.2", complete(json!({"stream": true}))).await;
+    assert_eq!(stream.headers["x-request-id"], "b.2");
+    assert!(stream.events().iter().all(|e| e["id"] == "cmpl-b.2"), "{}", stream.text);
+    for (path, body, status) in
+        [("/v1/chat/completions", json!({}), 400), ("/v1/nothing", json!({}), 404), ("/v1/models", json!({}), 405)]
+    {
+        let answer = send(path, "c", body).await;
+        assert_eq!((answer.status.as_u16(), &answer.headers["x-request-id"]), (status, &"c".parse().unwrap()));
+    }
+    let answer = send("/v1/completions", "not a name", complete(json!({}))).await;
+    let made = answer.headers["x-request-id"].to_str().unwrap().to_string();
+    assert!(made.len() == 32 && made.bytes().all(|b| b.is_ascii_hexdigit()), "{made}");
+    assert_eq!(answer.json()["id"], format!("cmpl-{made}"));
+    assert_ne!(server.get("/health").await.headers["x-request-id"], made.as_str());
 }
 
 #[tokio::test]
@@ -295,6 +377,7 @@ async fn unknown_fields_are_named_and_near_misses_refused() {
 async fn attention_is_chosen_by_every_spelling_and_reported() {
     let server = server("x");
     let vattention = json!({"decode": {"method": "vattention", "epsilon": 0.2}});
+    let received = || json!(server.probe.attention.lock().unwrap().take().expect("a request came"));
     for extra in [
         json!({"attention": vattention}),
         json!({"epsilon": 0.2}),
@@ -306,6 +389,39 @@ async fn attention_is_chosen_by_every_spelling_and_reported() {
         assert_eq!(answer.status, StatusCode::OK, "{extra}: {}", answer.text);
         let usage = &answer.json()["usage"]["attention"];
         assert_eq!(usage["decode"]["method"], "vattention", "{extra}: {usage}");
+        let spec = received();
+        assert_eq!((&spec["decode"]["epsilon"], &spec["decode"]["delta"]), (&json!(0.2), &json!(0.1)), "{extra}");
+    }
+    for (extra, phase, field, value) in [
+        (json!({"delta": 0.03}), "decode", "delta", json!(0.03)),
+        (json!({"epsilon": 0.2, "delta": 0.03}), "decode", "delta", json!(0.03)),
+        (json!({"vllm_xargs": {"attention_delta": "0.03"}}), "decode", "delta", json!(0.03)),
+        (json!({"gamma": 16}), "prefill", "gamma", json!(16)),
+        (json!({"vllm_xargs": {"attention_gamma": 16}}), "prefill", "gamma", json!(16)),
+        (
+            json!({"vllm_xargs": {"attention_prefill_method": "streaming_llm", "attention_prefill_window": "77"}}),
+            "prefill",
+            "window",
+            json!(77),
+        ),
+        (
+            json!({"vllm_xargs": {"attention_decode_method": "streaming_llm", "attention_decode_sink": 3}}),
+            "decode",
+            "sink",
+            json!(3),
+        ),
+    ] {
+        let answer = server.complete(complete(extra.clone())).await;
+        assert_eq!(answer.status, StatusCode::OK, "{extra}: {}", answer.text);
+        assert_eq!(received()[phase][field], value, "{extra}");
+    }
+    for (extra, audit) in [
+        (json!({"attention": {"audit": 0.25}}), 0.25),
+        (json!({"vllm_xargs": {"attention_audit": 0.25}}), 0.25),
+        (json!({"vllm_xargs": {"attention_audit": "true"}}), 1.0),
+    ] {
+        server.chat(chat(extra.clone())).await;
+        assert_eq!(received()["audit"], audit, "{extra}");
     }
     let dense = server.chat(chat(json!({}))).await.json();
     assert_eq!(dense["usage"]["attention"]["decode"]["method"], "dense");

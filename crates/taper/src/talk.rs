@@ -20,7 +20,7 @@ pub fn run(
     mut show: impl FnMut(&str) -> std::io::Result<()>,
 ) -> Result<(String, Usage)> {
     // The longest answer that fits is what a person means by a number that is too large.
-    let room = engine.limits().context_tokens.saturating_sub(prompt.len());
+    let room = engine.room(prompt.len(), 1);
     let request = Request {
         id: "terminal".into(),
         prompt,

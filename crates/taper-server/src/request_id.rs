@@ -1,0 +1,57 @@
+//! `X-Request-Id`: the client's name for its request, or one made here; in the answer's header and id, and in the log.
+
+use axum::extract::Request;
+use axum::http::{HeaderName, HeaderValue};
+use axum::middleware::Next;
+use axum::response::Response;
+
+const HEADER: HeaderName = HeaderName::from_static("x-request-id");
+
+/// Longest name that is taken over.
+const LENGTH_MAX: usize = 128;
+
+/// A request's name: plain characters, safe in headers, logs and JSON.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct RequestId(pub(crate) String);
+
+/// Gives every request its name, and every answer the same in its header.
+pub(crate) async fn name(mut request: Request, next: Next) -> Response {
+    let id = request.headers().get(HEADER).and_then(accept).unwrap_or_else(make);
+    request.extensions_mut().insert(id.clone());
+    let mut response = next.run(request).await;
+    if let Ok(value) = HeaderValue::from_str(&id.0) {
+        response.headers_mut().insert(HEADER, value);
+    }
+    response
+}
+
+/// The client's own name, unless it is too long or holds what could confuse a log.
+fn accept(value: &HeaderValue) -> Option<RequestId> {
+    let text = value.to_str().ok()?;
+    let plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.:/+=@".contains(&b);
+    let sound = (1..=LENGTH_MAX).contains(&text.len()) && text.bytes().all(plain);
+    sound.then(|| RequestId(text.to_owned()))
+}
+
+fn make() -> RequestId {
+    RequestId(format!("{:032x}", rand::random::<u128>()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plain_names_are_taken_over_and_others_replaced() {
+        let longest = "a".repeat(LENGTH_MAX);
+        for text in ["a", "550e8400-e29b-41d4-a716-446655440000", "trace:1/span.2", &longest] {
+            assert_eq!(accept(&HeaderValue::from_str(text).unwrap()), Some(RequestId(text.to_owned())));
+        }
+        let too_long = "a".repeat(LENGTH_MAX + 1);
+        for text in ["", "two words", "a\"b", "{}", "a\tb", &too_long] {
+            assert_eq!(accept(&HeaderValue::from_str(text).unwrap()), None, "{text}");
+        }
+        assert_eq!(accept(&HeaderValue::from_bytes(b"\xff").unwrap()), None);
+        assert_ne!(make(), make());
+    }
+}
