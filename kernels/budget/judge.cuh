@@ -200,20 +200,14 @@ struct Judge {
   __device__ __forceinline__ uint32_t strips(const Segment& g) const {
     return share_of(g.cut, g.first(o), o.team) * 4;
   }
-  __device__ __forceinline__ void name(const Segment& g, uint32_t strip, uint32_t b, Strip& s) const {
+  __device__ __forceinline__ void fetch(const Segment& g, uint32_t strip, uint32_t b, Strip& s) const {
+    const int quad = lane & 3;
     const uint32_t own = strips(g);
     s.pairs = strip >= own;
     s.start = s.pairs ? (strip - own) * 16 : g.start(g.first(o) + strip / 4 * o.team) + strip % 4 * 16;
     s.stop = s.pairs ? min(b, (uint32_t)kCovarianceKeys) : g.pilot;
-  }
-  // Names a strip and returns the cache row of lane i's draw, i < 16.
-  __device__ __forceinline__ uint32_t locate(const Segment& g, uint32_t strip, uint32_t b, Strip& s) const {
-    name(g, strip, b, s);
-    return s.start < s.stop ? row_of(min(s.start + (lane & 15), s.stop - 1)) : 0;
-  }
-  __device__ __forceinline__ void fetch(uint32_t mine, Strip& s) const {
     if (s.start >= s.stop) return;
-    const int quad = lane & 3;
+    const uint32_t mine = row_of(min(s.start + (lane & 15), s.stop - 1));
     const uint4* lo = reinterpret_cast<const uint4*>(
         values() + (int64_t)__shfl_sync(~0u, mine, lane / 4) * D) + quad;
     const uint4* hi = reinterpret_cast<const uint4*>(
@@ -337,7 +331,6 @@ struct Judge {
   // What of the judging does not depend on the team's parts.
   struct Ahead {
     Strip strip;
-    uint32_t rows[3];  // of the warp's next strips
     float dot[4];
   };
   __device__ __forceinline__ uint32_t jobs(const Segment& g) const {
@@ -345,15 +338,8 @@ struct Judge {
     return strips(g) + (mixes ? 3 : 0);
   }
   __device__ __forceinline__ void prepare(const Segment& g, uint32_t b, Ahead& a) const {
-    const uint32_t n = jobs(g), row = warp < n ? locate(g, warp, b, a.strip) : 0;
-    if (warp >= n) a.strip.start = a.strip.stop = 0;
-#pragma unroll
-    for (int j = 0; j < 3; ++j) {
-      Strip later;
-      const uint32_t k = warp + 8 * (j + 1);
-      a.rows[j] = k < n ? locate(g, k, b, later) : 0;
-    }
-    fetch(row, a.strip);
+    a.strip.start = a.strip.stop = 0;
+    if (warp < jobs(g)) fetch(g, warp, b, a.strip);
     if (warp == 0 && jobs(g) != strips(g)) gram(first_pair_tile(g), min(b, (uint32_t)kCovarianceKeys), a.dot);
   }
 
@@ -362,24 +348,17 @@ struct Judge {
     const uint32_t b = segments[rounds].pilot, few = min(b, (uint32_t)kCovarianceKeys);
     const float share = over(1.f, (float)b);
     float sum[NT][2][4] = {};
+    fetch_scores(a.strip);
+    look(a.strip, share, sum);
 #pragma unroll 1
     for (uint32_t r = 0; r <= rounds; ++r) {
       const Segment g = segments[r];
       const uint32_t n = r == 0 ? jobs(g) : strips(g);
-      if (r > 0 && warp < n) fetch(locate(g, warp, b, a.strip), a.strip);
-      // A strip is worked on while the next one arrives.
 #pragma unroll 1
-      for (uint32_t k = warp; k < n; k += 8) {
-        Strip next;
+      for (uint32_t k = r == 0 ? warp + 8 : warp; k < n; k += 8) {
+        fetch(g, k, b, a.strip);
         fetch_scores(a.strip);
-        if (k + 8 < n) {
-          uint32_t row = k < 8 ? a.rows[0] : k < 16 ? a.rows[1] : a.rows[2];
-          if (r > 0 || k >= 24) row = locate(g, k + 8, b, next);
-          name(g, k + 8, b, next);
-          fetch(row, next);
-        }
         look(a.strip, share, sum);
-        if (k + 8 < n) a.strip = next;
       }
     }
 #pragma unroll
