@@ -227,14 +227,4 @@ impl TokenStream for Stream {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_cache_takes_what_it_is_given_and_never_more_than_two_contexts() {
-        assert_eq!(blocks(Some(1000), 100, 4).unwrap(), 10);
-        assert!((1..=8).contains(&blocks(None, 100, 4).unwrap()));
-        let error = blocks(Some(99), 100, 4).unwrap_err().to_string();
-        assert_eq!(error, "the KV cache: one block of 64 tokens takes 100 bytes");
-    }
-}
+mod tests;

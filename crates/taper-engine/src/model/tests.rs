@@ -1,0 +1,159 @@
+use super::*;
+use crate::stub::StubText;
+use crate::{Engine, EngineConfig, Event, ModelInfo, Request, RequestError, SamplingParams, StopRules};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+use taper_model::ModelFiles;
+
+#[test]
+fn the_cache_takes_what_it_is_given_and_never_more_than_two_contexts() {
+    assert_eq!(blocks(Some(1000), 100, 4).unwrap(), 10);
+    assert!((1..=8).contains(&blocks(None, 100, 4).unwrap()));
+    let error = blocks(Some(99), 100, 4).unwrap_err().to_string();
+    assert_eq!(error, "the KV cache: one block of 64 tokens takes 100 bytes");
+}
+
+const BLOCKS: usize = 5;
+
+/// A real model, if a small one, with a context of one block and a cache of five.
+fn backend() -> ModelBackend {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../taper-model/tests/golden/llama3");
+    let resolved = ResolvedModel { name: "tiny".into(), files: ModelFiles::Folder(folder) };
+    let model = Model::load(&resolved, &LoadOptions::default(), &Device::Cpu).unwrap();
+    let shape = model.attention_shape();
+    let shape = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
+    let pool = KvPool::new(shape, DType::F32, BLOCKS, &Device::Cpu).unwrap();
+    ModelBackend { model, pool }
+}
+
+/// What a test sees of a [`Watched`] backend.
+#[derive(Default)]
+struct Seen {
+    steps: AtomicUsize,
+    /// Free blocks at the engine's latest idle check, which passed.
+    free: AtomicUsize,
+}
+
+/// The real backend, slow enough to be cancelled, failing after the step asked for has written its keys.
+struct Watched {
+    inner: ModelBackend,
+    fails_at: usize,
+    seen: Arc<Seen>,
+}
+
+impl Backend for Watched {
+    type Sequence = Sequence;
+
+    fn limits(&self) -> Limits {
+        self.inner.limits()
+    }
+
+    fn open(&mut self, spec: &Arc<AttentionSpec>, seed: u64, prompt: usize) -> Result<Sequence, BackendError> {
+        self.inner.open(spec, seed, prompt)
+    }
+
+    fn fork(&mut self, sequence: &Sequence, seed: u64) -> Result<Sequence, BackendError> {
+        self.inner.fork(sequence, seed)
+    }
+
+    fn chunk(&self, sequence: &Sequence, max: usize) -> usize {
+        self.inner.chunk(sequence, max)
+    }
+
+    fn forward(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
+        std::thread::sleep(Duration::from_millis(5));
+        let rows = self.inner.forward(inputs)?;
+        assert!(self.inner.pool.free_blocks() < BLOCKS, "a running request holds blocks");
+        let step = self.seen.steps.fetch_add(1, Ordering::SeqCst) + 1;
+        if step == self.fails_at { Err(BackendError("it was asked for".into())) } else { Ok(rows) }
+    }
+
+    fn usage(&self, sequence: &Sequence) -> AttentionUsage {
+        self.inner.usage(sequence)
+    }
+
+    fn close(&mut self, sequence: Sequence) {
+        self.inner.close(sequence);
+    }
+
+    fn check_idle(&self) {
+        self.inner.check_idle();
+        self.seen.free.store(self.inner.pool.free_blocks(), Ordering::SeqCst);
+    }
+}
+
+fn engine(fails_at: usize) -> (Engine, Arc<Seen>) {
+    let seen = Arc::new(Seen::default());
+    let backend = Watched { inner: backend(), fails_at, seen: Arc::clone(&seen) };
+    let model = ModelInfo { id: "tiny".into(), created: 0 };
+    (Engine::start(backend, Arc::new(StubText), model, EngineConfig::default()).unwrap(), seen)
+}
+
+/// Three answers of 44 tokens.
+fn request() -> Request {
+    Request {
+        id: "test".into(),
+        prompt: (1..=20).collect(),
+        continues: true,
+        attention: Arc::default(),
+        sampling: SamplingParams { temperature: 1.0, seed: 1, ..SamplingParams::default() },
+        stop: StopRules { ignore_eos: true, ..StopRules::default() },
+        choices: 3,
+        logprobs: None,
+    }
+}
+
+/// Free blocks once nothing runs.
+fn free_when_idle(engine: &Engine, seen: &Seen) -> usize {
+    let start = Instant::now();
+    while engine.load().running + engine.load().waiting > 0 {
+        assert!(start.elapsed() < Duration::from_secs(20), "it never ends");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    seen.free.load(Ordering::SeqCst)
+}
+
+#[test]
+fn a_cancelled_request_gives_its_blocks_back() {
+    let (engine, seen) = engine(usize::MAX);
+    let mut events = engine.submit(request()).unwrap();
+    while !matches!(events.blocking_recv(), Some(Event::Delta(_))) {}
+    drop(events);
+    assert_eq!(free_when_idle(&engine, &seen), BLOCKS);
+    assert!(seen.steps.load(Ordering::SeqCst) < 44, "it was cancelled, not finished");
+}
+
+#[test]
+fn a_failing_step_gives_its_blocks_back() {
+    for fails_at in [1, 7] {
+        let (engine, seen) = engine(fails_at);
+        let mut events = engine.submit(request()).unwrap();
+        let mut last = None;
+        while let Some(event) = events.blocking_recv() {
+            last = Some(event);
+        }
+        assert!(matches!(last, Some(Event::Failed(RequestError::Step(_)))), "{last:?}");
+        assert_eq!(free_when_idle(&engine, &seen), BLOCKS);
+    }
+}
+
+#[test]
+fn a_step_that_the_model_refuses_leaves_a_sequence_that_can_be_closed() {
+    let mut backend = backend();
+    let mut sequence = backend.open(&Arc::default(), 1, 3).unwrap();
+    let tokens = [1, 2, 1_000_000];
+    backend.forward(vec![Input { sequence: &mut sequence, tokens: &tokens, logits: true }]).unwrap_err();
+    backend.close(sequence);
+    backend.check_idle();
+    assert_eq!(backend.pool.free_blocks(), BLOCKS);
+}
+
+#[test]
+#[should_panic = "reference counts differ"]
+fn blocks_that_nobody_holds_are_found() {
+    let mut backend = backend();
+    let mut sequence = backend.open(&Arc::default(), 1, 3).unwrap();
+    backend.forward(vec![Input { sequence: &mut sequence, tokens: &[1, 2, 3], logits: true }]).unwrap();
+    backend.check_idle();
+}
