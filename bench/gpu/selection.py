@@ -297,4 +297,8 @@ def bench(put, time):
         put(f"score {n} 16 labels us", time(t.Score(cache, q, labels, reduce=t.GROUP_MAX)))
         means = torch.randn(cache.blocks, 8, 1, 128, device=DEV, dtype=torch.bfloat16)
         q = torch.randn(1, 32, 128, device=DEV, dtype=torch.bfloat16)
+        if n == 131072:
+            keys = t.Cache([n], 8, 128, torch.bfloat16, poison=False)
+            wide = torch.randn(1, 32, 128, device=DEV, dtype=torch.bfloat16)
+            put(f"score {n} all keys us", time(t.Score(keys, wide, keys.k, reduce=t.GROUP_MAX)))
         put(f"score {n} block means us", time(t.Score(cache, q, means, reduce=t.GROUP_MAX)))

@@ -71,6 +71,13 @@ struct PrefillConsumer {
     if (lane == 0) mbar_arrive(bars + bar);
   }
 
+  // Columns are written and read by ordinary instructions of all lanes, so all announce
+  // them; else one does for its warp.
+  __device__ __forceinline__ void release_stage(uint32_t bar) {
+    if constexpr (COLUMNS) mbar_arrive(bars + bar);
+    else release(bar);
+  }
+
   // The scores of this warp's rows alone: its neighbours may have had no need, so the
   // warpgroup's instruction is out of reach. The fragments are laid out alike.
   __device__ __forceinline__ void scores_again(uint32_t stage) {
@@ -295,9 +302,9 @@ struct PrefillConsumer {
     scores(stage);
     wgmma_wait<0>();
     pin(s);
-    if (!COLUMNS) release(kEmpty + stage * 8);
+    if (!COLUMNS) release_stage(kEmpty + stage * 8);
     if (needs_mask(b, t)) mask(b, stage);
-    if (COLUMNS) release(kEmpty + stage * 8);
+    if (COLUMNS) release_stage(kEmpty + stage * 8);
     raise_maximum();
     exponentiate(sum);
     l[0] = sum[0], l[1] = sum[1];
@@ -306,7 +313,7 @@ struct PrefillConsumer {
       const uint32_t next = (count + i) % L::kStages, next_parity = ((count + i) / L::kStages) & 1;
       mbar_wait(bars + kFull + next * 8, next_parity);
       mbar_wait(bars + vFull + stage * 8, parity);
-      if (i == 1) clear_tail(stage, b, t.kv_len);
+      if (i <= 2) clear_tail(stage, b, t.kv_len);  // The last block is in the second step.
       bar_sync(1 + wg, 256);
       pin(o);
       scores(next);
@@ -327,7 +334,7 @@ struct PrefillConsumer {
       pin(s);  // Keeps the exponentials before the wait, beside the value product.
       wgmma_wait<0>();
       pin(o);
-      release(vEmpty + stage * 8);
+      release_stage(vEmpty + stage * 8);
       if (raised) rescale();
       if (over) {
         // Rare: a score is far above all before it. The keys are still there, so the
@@ -338,7 +345,7 @@ struct PrefillConsumer {
         exponentiate(sum);
         rescale();
       }
-      release(kEmpty + next * 8);
+      release_stage(kEmpty + next * 8);
       l[0] += sum[0], l[1] += sum[1];
       pack();
       stage = next;
@@ -346,13 +353,13 @@ struct PrefillConsumer {
     }
     release(qEmpty + slot * 8);
     mbar_wait(bars + vFull + stage * 8, parity);
-    if (n == 1) clear_tail(stage, b, t.kv_len);
+    if (n <= 2) clear_tail(stage, b, t.kv_len);
     pin(o);
     wgmma_fence();
     values(stage);
     wgmma_wait<0>();
     pin(o);
-    release(vEmpty + stage * 8);
+    release_stage(vEmpty + stage * 8);
   }
 };
 

@@ -35,10 +35,10 @@ __global__ void __launch_bounds__(384, 1)
       mbar_init(smem_u32(&sh.q_empty[i]), 8);
     }
     for (int i = 0; i < L::kStages; ++i) {
-      mbar_init(smem_u32(&sh.k_full[i]), 1);
-      mbar_init(smem_u32(&sh.v_full[i]), 1);
-      mbar_init(smem_u32(&sh.k_empty[i]), 8);
-      mbar_init(smem_u32(&sh.v_empty[i]), 8);
+      mbar_init(smem_u32(&sh.k_full[i]), COLUMNS ? 32 : 1);
+      mbar_init(smem_u32(&sh.v_full[i]), COLUMNS ? 32 : 1);
+      mbar_init(smem_u32(&sh.k_empty[i]), COLUMNS ? 256 : 8);
+      mbar_init(smem_u32(&sh.v_empty[i]), COLUMNS ? 256 : 8);
     }
     mbar_init_fence();
     tma_prefetch_map(&km);

@@ -5,17 +5,20 @@
 
 namespace taper {
 
-// Where 32 entries of a tile lie in the cache, one a lane.
+// Where 32 entries of a tile lie in the cache, one a lane. Pairs of entries run from the
+// last to the second, after the very first: it holds the attention sink, and with the
+// maximum known from there the rest need not be computed again.
 struct TileWalk {
   TileKeys keys;
   const uint32_t* table;
-  uint32_t kv_head, block, y;
+  uint32_t kv_head, block, y, pairs;
   int chunk;
 
   __device__ __forceinline__ void look_up(const SparsePrefillParams& p) {
-    const uint32_t e = chunk * 32 + (threadIdx.x & 31);
+    const uint32_t at = chunk * 32 + (threadIdx.x & 31), pair = at / 2;
+    const uint32_t e = (pair + 1 < pairs ? pair + 1 : 0) * 2 + at % 2;
     block = kNoBlock, y = 0;
-    if (e < keys.count) {
+    if (pair < pairs && e < keys.count) {
       block = keys.block(e);
       y = (table[block] * p.kv_heads + kv_head) * kBlock;
     }
@@ -28,7 +31,8 @@ struct TileWalk {
     keys = tile_keys(p, t, head);
     table = p.block_table + (uint64_t)t.table * p.table_stride;
     kv_head = head * p.kv_heads / p.q_heads;
-    chunk = (int)(keys.count + 31) / 32 - 1;
+    pairs = (keys.count + 1) / 2;
+    chunk = (int)(pairs + 15) / 16 - 1;
     look_up(p);
     return true;
   }
@@ -82,12 +86,10 @@ __device__ __forceinline__ void produce_columns(const SparsePrefillParams& p,
   gather(p.v, v_s + stage * L::kTile);
   asm volatile("cp.async.wait_group 1;" ::: "memory");
   fence_async_smem();
-  __syncwarp();
-  if (lane == 0) mbar_arrive(smem_u32(&sh.k_full[stage]));
+  mbar_arrive(smem_u32(&sh.k_full[stage]));
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   fence_async_smem();
-  __syncwarp();
-  if (lane == 0) mbar_arrive(smem_u32(&sh.v_full[stage]));
+  mbar_arrive(smem_u32(&sh.v_full[stage]));
 }
 
 template <class T, int D, bool COLUMNS>
@@ -104,7 +106,7 @@ __device__ __forceinline__ void produce_keys(const CUtensorMap* km, const CUtens
     walk = ahead;
     more = ahead.open(p, round);  // Its look-ups are done by the time this tile is.
     for (; walk.chunk >= 0; --walk.chunk, walk.look_up(p)) {
-      const int pairs = (min(walk.keys.count - walk.chunk * 32, 32u) + 1) / 2;
+      const int pairs = min(walk.pairs - walk.chunk * 16, 16u);
       for (int i = pairs - 1; i >= 0; --i, ++count) {
         const uint32_t b0 = __shfl_sync(~0u, walk.block, 2 * i);
         const uint32_t b1 = __shfl_sync(~0u, walk.block, 2 * i + 1);
@@ -132,6 +134,11 @@ __device__ __forceinline__ void produce_keys(const CUtensorMap* km, const CUtens
           }
         }
         __syncwarp();
+        if (COLUMNS && lane > 0) {
+          const uint32_t stage = count % L::kStages;
+          mbar_arrive(smem_u32(&sh.k_full[stage]));
+          mbar_arrive(smem_u32(&sh.v_full[stage]));
+        }
       }
     }
     if constexpr (COLUMNS)

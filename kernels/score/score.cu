@@ -6,7 +6,10 @@ namespace {
 
 template <class T, int W, int NT>
 cudaError_t go(const ScoreParams& p, cudaStream_t s) {
-  const dim3 grid((p.max_entries + kScoreWarps * 64 - 1) / (kScoreWarps * 64), p.kv_heads, p.rows);
+  // Few enough blocks that all are resident, where the work allows; each walks on.
+  const int runs = (p.max_entries + kScoreWarps * 64 - 1) / (kScoreWarps * 64);
+  const int room = sm_count() * (W <= 32 ? 4 : 2) / (p.kv_heads * p.rows);
+  const dim3 grid(runs < room ? runs : room > 0 ? room : 1, p.kv_heads, p.rows);
   if (p.lower)
     return launch(score_kernel<T, W, NT, true>, grid, kScoreWarps * 32, 0, s, p.overlap != 0, p);
   return launch(score_kernel<T, W, NT, false>, grid, kScoreWarps * 32, 0, s, p.overlap != 0, p);

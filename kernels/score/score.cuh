@@ -53,8 +53,6 @@ __global__ void __launch_bounds__(kScoreWarps * 32) score_kernel(const ScorePara
   launch_dependents();
   const uint32_t len = p.lens[row], span = kBlock / p.per_block;
   const uint32_t entries = (len + span - 1) / span;
-  const uint32_t first = (blockIdx.x * kScoreWarps + warp) * 64;
-  if (first >= entries) return;
   const uint32_t* table =
       p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
 
@@ -82,12 +80,23 @@ __global__ void __launch_bounds__(kScoreWarps * 32) score_kernel(const ScorePara
         ((uint64_t)table[e / p.per_block] * p.kv_heads + kv_head) * p.per_block + e % p.per_block;
     return static_cast<const T*>(view) + at * W;
   };
-  auto multiply = [&](float(&c)[NT][4], const void* view, uint32_t e, bool part) {
+  // 16 entries' rows; as many of the four such tiles as registers allow are in flight.
+  constexpr int kFull = kLoads * (BOUNDS ? 2 : 1), kAhead = kFull <= 2 ? 4 : kFull == 4 ? 2 : 1;
+  struct Rows {
+    uint4 x[kLoads], y[kLoads];
+  };
+  auto fetch = [&](Rows& to, const void* view, uint32_t e) {
     const T* lo = line(view, e);
     const T* hi = line(view, e + 8);
-    uint4 x[kLoads], y[kLoads];
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) x[i] = piece(lo, quad + 4 * i), y[i] = piece(hi, quad + 4 * i);
+    for (int i = 0; i < kLoads; ++i) {
+      to.x[i] = piece(lo, quad + 4 * i);
+      to.y[i] = piece(hi, quad + 4 * i);
+    }
+  };
+  auto multiply = [&](float(&c)[NT][4], const Rows& rows, bool part) {
+    const auto& x = rows.x;
+    const auto& y = rows.y;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i)
 #pragma unroll
@@ -102,85 +111,106 @@ __global__ void __launch_bounds__(kScoreWarps * 32) score_kernel(const ScorePara
       }
   };
 
-  float c[4][NT][4];
+  Rows rows[kAhead], lower[BOUNDS ? kAhead : 1];
+  auto fetch_tiles = [&](uint32_t from) {
 #pragma unroll
-  for (int r = 0; r < 4; ++r) {
+    for (int a = 0; a < kAhead; ++a) {
+      fetch(rows[a], p.view, from + a * 16 + lane / 4);
+      if (BOUNDS) fetch(lower[a], p.lower, from + a * 16 + lane / 4);
+    }
+  };
+  if (blockIdx.x * kScoreWarps * 64 + warp * 64 < entries)
+    fetch_tiles((blockIdx.x * kScoreWarps + warp) * 64);
+#pragma unroll 1
+  for (uint32_t first = (blockIdx.x * kScoreWarps + warp) * 64; first < entries;
+       first += gridDim.x * kScoreWarps * 64) {
+    float c[4][NT][4];
 #pragma unroll
-    for (int t = 0; t < NT; ++t)
+    for (int r0 = 0; r0 < 4; r0 += kAhead) {
+      if (r0 > 0) fetch_tiles(first + r0 * 16);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) c[r][t][i] = 0.f;
-    const uint32_t e = first + r * 16 + lane / 4;
-    multiply(c[r], p.view, e, true);
-    if (BOUNDS) multiply(c[r], p.lower, e, false);
+      for (int a = 0; a < kAhead; ++a) {
+        const int r = r0 + a;
 #pragma unroll
-    for (int t = 0; t < NT; ++t)
+        for (int t = 0; t < NT; ++t)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) c[r][t][i] *= p.scale;
-  }
+          for (int i = 0; i < 4; ++i) c[r][t][i] = 0.f;
+        multiply(c[r], rows[a], true);
+        if (BOUNDS) multiply(c[r], lower[a], false);
+#pragma unroll
+        for (int t = 0; t < NT; ++t)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) c[r][t][i] *= p.scale;
+      }
+    }
+    // The next run's first rows come while this one's scores are written.
+    if (first + gridDim.x * kScoreWarps * 64 < entries)
+      fetch_tiles(first + gridDim.x * kScoreWarps * 64);
 
-  // Accumulator i of tile t belongs to head t * 8 + 2 * quad + (i & 1), entry + 8 * (i / 2).
-  auto head_of = [&](int t, int i) { return t * 8 + 2 * quad + (i & 1); };
+    // Accumulator i of tile t belongs to head t * 8 + 2 * quad + (i & 1), entry + 8 * (i / 2).
+    auto head_of = [&](int t, int i) { return t * 8 + 2 * quad + (i & 1); };
 #pragma unroll
-  for (int r = 0; r < 4; ++r) {
+    for (int r = 0; r < 4; ++r) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t e = first + r * 16 + lane / 4 + 8 * half;
-      float joint = p.reduce == kGroupMax ? -INFINITY : 0.f;
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t e = first + r * 16 + lane / 4 + 8 * half;
+        float joint = p.reduce == kGroupMax ? -INFINITY : 0.f;
 #pragma unroll
-      for (int t = 0; t < NT; ++t)
+        for (int t = 0; t < NT; ++t)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int h = head_of(t, i);
-          const float s = c[r][t][2 * half + i];
-          if (h >= group) continue;
-          const int64_t qh = kv_head * group + h;
-          if (p.reduce == kPerHead) {
-            if (e < entries) p.out[((int64_t)row * p.q_heads + qh) * p.stride + e] = s;
-          } else if (p.reduce == kGroupMax) {
-            joint = fmaxf(joint, s);
-          } else {
-            joint += exp2_fast((s - p.lse[(int64_t)row * p.q_heads + qh]) * kLog2e);
+          for (int i = 0; i < 2; ++i) {
+            const int h = head_of(t, i);
+            const float s = c[r][t][2 * half + i];
+            if (h >= group) continue;
+            const int64_t qh = kv_head * group + h;
+            if (p.reduce == kPerHead) {
+              if (e < entries) p.out[((int64_t)row * p.q_heads + qh) * p.stride + e] = s;
+            } else if (p.reduce == kGroupMax) {
+              joint = fmaxf(joint, s);
+            } else {
+              joint += exp2_fast((s - p.lse[(int64_t)row * p.q_heads + qh]) * kLog2e);
+            }
           }
-        }
-      if (p.reduce != kPerHead) {
+        if (p.reduce != kPerHead) {
 #pragma unroll
-        for (int d = 1; d < 4; d *= 2) {
-          const float other = __shfl_xor_sync(~0u, joint, d);
-          joint = p.reduce == kGroupMax ? fmaxf(joint, other) : joint + other;
+          for (int d = 1; d < 4; d *= 2) {
+            const float other = __shfl_xor_sync(~0u, joint, d);
+            joint = p.reduce == kGroupMax ? fmaxf(joint, other) : joint + other;
+          }
+          if (quad == 0 && e < entries)
+            p.out[((int64_t)row * p.kv_heads + kv_head) * p.stride + e] = joint;
         }
-        if (quad == 0 && e < entries)
-          p.out[((int64_t)row * p.kv_heads + kv_head) * p.stride + e] = joint;
       }
     }
+    if (!p.tile_max) continue;
+#pragma unroll
+    for (int t = 0; t < NT; ++t)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float top = -INFINITY, sum = 0.f;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+          const uint32_t e = first + (k / 2) * 16 + lane / 4 + 8 * (k & 1);
+          if (e < entries) top = fmaxf(top, c[k / 2][t][2 * (k & 1) + i]);
+        }
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+          const uint32_t e = first + (k / 2) * 16 + lane / 4 + 8 * (k & 1);
+          if (e < entries) sum += exp2_fast((c[k / 2][t][2 * (k & 1) + i] - top) * kLog2e);
+        }
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+        const int h = head_of(t, i);
+        if (lane < 4 && h < group) {
+          const int64_t at =
+              ((int64_t)row * p.q_heads + kv_head * group + h) * p.tile_stride + first / 64;
+          p.tile_max[at] = top;
+          p.tile_sum[at] = sum;
+        }
+      }
   }
-  if (!p.tile_max) return;
-#pragma unroll
-  for (int t = 0; t < NT; ++t)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float top = -INFINITY, sum = 0.f;
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        const uint32_t e = first + (k / 2) * 16 + lane / 4 + 8 * (k & 1);
-        if (e < entries) top = fmaxf(top, c[k / 2][t][2 * (k & 1) + i]);
-      }
-#pragma unroll
-      for (int d = 4; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        const uint32_t e = first + (k / 2) * 16 + lane / 4 + 8 * (k & 1);
-        if (e < entries) sum += exp2_fast((c[k / 2][t][2 * (k & 1) + i] - top) * kLog2e);
-      }
-#pragma unroll
-      for (int d = 4; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-      const int h = head_of(t, i);
-      if (lane < 4 && h < group) {
-        const int64_t at =
-            ((int64_t)row * p.q_heads + kv_head * group + h) * p.tile_stride + first / 64;
-        p.tile_max[at] = top;
-        p.tile_sum[at] = sum;
-      }
-    }
 }
 
 }  // namespace taper
