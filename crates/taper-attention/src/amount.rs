@@ -57,7 +57,14 @@ impl JsonSchema for Amount {
     }
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({ "type": "number", "minimum": 0, "maximum": 1_048_576, AMOUNT: true })
+        json_schema!({
+            "type": "number",
+            "anyOf": [
+                { "type": "integer", "minimum": 0, "maximum": 1_048_576 },
+                { "minimum": 0, "exclusiveMaximum": 1 },
+            ],
+            AMOUNT: true,
+        })
     }
 }
 

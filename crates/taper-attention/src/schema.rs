@@ -1,6 +1,8 @@
 //! Checks a JSON object against the JSON Schema of a parameter struct, so that the types alone say what is valid:
 //! the schema is the API's documentation and the source of every message.
 
+mod document;
+
 use crate::amount::{AMOUNT, Amount};
 use crate::spec::SpecError;
 use schemars::JsonSchema;
@@ -34,7 +36,8 @@ pub fn parse<P: JsonSchema + DeserializeOwned>(name: &str, value: &Value, path: 
             return Err(unknown_field(path, key, name, &known));
         };
         check(value, property, &format!("{path}.{key}"))?;
-        parameters.insert(key.clone(), value.clone());
+        let value = if property["type"] == "integer" { whole(value) } else { value.clone() };
+        parameters.insert(key.clone(), value);
     }
     serde_json::from_value(Value::Object(parameters)).map_err(|e| SpecError::new(path, e.to_string()))
 }
@@ -53,7 +56,16 @@ pub fn unknown_field(path: &str, key: &str, owner: &str, known: &[&str]) -> Spec
 pub fn nearest<'a>(name: &str, known: &[&'a str]) -> Option<&'a str> {
     let lower = name.to_lowercase();
     let distance = |k: &str| strsim::damerau_levenshtein(&lower, k);
-    known.iter().copied().filter(|k| distance(k) <= (k.len() / 3).max(1)).min_by_key(|k| distance(k))
+    // One slip in a short name, two in a long one; a swap of neighbours is one slip.
+    known.iter().copied().filter(|k| distance(k) <= ((k.len() + 1) / 4).max(1)).min_by_key(|k| distance(k))
+}
+
+/// A whole number as serde wants it: JSON Schema takes 16.0 for 16, and some clients write it.
+fn whole(value: &Value) -> Value {
+    match value.as_f64() {
+        Some(x) if value.is_f64() => Value::from(x as u64),
+        _ => value.clone(),
+    }
 }
 
 fn check(value: &Value, schema: &Value, path: &str) -> Result<(), SpecError> {
@@ -67,7 +79,9 @@ fn check(value: &Value, schema: &Value, path: &str) -> Result<(), SpecError> {
         return fail("a whole number of tokens up to 1048576, or a share of the context below 1".to_owned());
     }
     match schema["type"].as_str() {
-        Some("integer") if !value.is_u64() && !value.is_i64() => fail(format!("a whole number{}", range(schema))),
+        Some("integer") if value.as_f64().is_none_or(|x| x.fract() != 0.0) => {
+            fail(format!("a whole number{}", range(schema)))
+        }
         Some("integer" | "number") => {
             let within = value.as_f64().is_some_and(|x| in_range(x, schema));
             let kind = if schema["type"] == "integer" { "a whole number" } else { "a number" };

@@ -111,13 +111,9 @@ fn card(app: &App) -> Value {
     })
 }
 
-/// Every method with its parameters, and the attention of a request that names none.
+/// Every method with its parameters, the schema of it all, and the attention of a request that names none.
 async fn methods(State(app): State<Arc<App>>) -> Json<Value> {
-    Json(json!({
-        "object": "list",
-        "data": taper_attention::catalogue(),
-        "default": app.config.attention,
-    }))
+    Json(app.config.attention.document())
 }
 
 async fn chat_completions(

@@ -6,6 +6,7 @@
 use crate::error::ApiError;
 use crate::fields::brief;
 use serde_json::{Map, Value};
+use taper_attention::nearest;
 
 /// The top-level fields that choose attention.
 pub(crate) const KNOBS: [&str; 4] = ["attention", "epsilon", "delta", "gamma"];
@@ -142,11 +143,7 @@ pub(crate) fn near_miss(name: &str) -> Option<&'static str> {
     if let Some((_, knob)) = ALIASES.iter().find(|(alias, _)| *alias == plain) {
         return Some(knob);
     }
-    KNOBS.into_iter().find(|knob| {
-        // One slip in a short name, two in a long one; a swap of neighbours is one slip.
-        let slips = if knob.len() > 5 { 2 } else { 1 };
-        strsim::damerau_levenshtein(&plain, knob) <= slips
-    })
+    nearest(&plain, &KNOBS)
 }
 
 #[cfg(test)]

@@ -1,0 +1,68 @@
+//! What `GET /v1/attention/methods` answers: every method, and the JSON Schema of the whole `attention` object. What
+//! the schema takes is what a request may say, no more and no less.
+
+use crate::methods::{MethodInfo, catalogue};
+use crate::spec::AttentionSpec;
+use serde_json::{Map, Value, json};
+
+impl AttentionSpec {
+    /// Every method with the JSON Schema of its object, the schema of the `attention` object, and `self` as the
+    /// attention of a request that says nothing of it.
+    pub fn document(&self) -> Value {
+        let methods = catalogue();
+        let data = methods.iter().map(|method| {
+            let mut info = json!(method);
+            info["parameters"] = method_schema(method, &methods, &[]);
+            info
+        });
+        json!({
+            "object": "list",
+            "data": data.collect::<Vec<_>>(),
+            "schema": attention_schema(&methods),
+            "default": self,
+        })
+    }
+}
+
+fn attention_schema(methods: &[MethodInfo]) -> Value {
+    json!({
+        "type": "object",
+        "description": "How a request is attended; what is absent is the server's default.",
+        "properties": {
+            "prefill": { "description": "The prompt.", "oneOf": one_of("prefill", methods, &[]) },
+            "decode": { "description": "The generated tokens.", "oneOf": one_of("decode", methods, &[]) },
+            "audit": {
+                "description": "The share of heads that are compared with dense attention; true for all of them.",
+                "oneOf": [{ "type": "boolean" }, { "type": "number", "minimum": 0, "maximum": 1 }],
+            },
+        },
+        "additionalProperties": false,
+    })
+}
+
+/// The objects of all methods of a phase but those that stand around it: none is its own base.
+fn one_of(phase: &str, methods: &[MethodInfo], around: &[(&str, &str)]) -> Vec<Value> {
+    let fits = |m: &&MethodInfo| m.phase == phase && !around.contains(&(m.phase, m.name));
+    methods.iter().filter(fits).map(|m| method_schema(m, methods, around)).collect()
+}
+
+/// A method's object: its name, its parameters, and nothing else.
+fn method_schema(method: &MethodInfo, methods: &[MethodInfo], around: &[(&str, &str)]) -> Value {
+    let around = [around, &[(method.phase, method.name)]].concat();
+    let mut properties = Map::new();
+    properties.insert("method".to_owned(), json!({ "const": method.name }));
+    for (name, property) in method.parameters["properties"].as_object().into_iter().flatten() {
+        let mut property = property.clone();
+        // A parameter that is a method in its turn.
+        if let Some(phase) = property["x-method-of"].as_str() {
+            property["oneOf"] = Value::from(one_of(phase, methods, &around));
+        }
+        properties.insert(name.clone(), property);
+    }
+    let mut schema = method.parameters.clone();
+    schema["type"] = json!("object");
+    schema["properties"] = Value::Object(properties);
+    schema["required"] = json!(["method"]);
+    schema["additionalProperties"] = json!(false);
+    schema
+}

@@ -1,0 +1,123 @@
+//! The published schema and the parser agree on what a request may say of its attention.
+
+mod support;
+
+use boon::{Compiler, SchemaIndex, Schemas};
+use serde_json::{Value, json};
+use support::server;
+use taper_attention::AttentionSpec;
+
+const GOOD: &[&str] = &[
+    r#"{}"#,
+    r#"{"audit": true}"#,
+    r#"{"audit": 0}"#,
+    r#"{"audit": 0.01}"#,
+    r#"{"prefill": {"method": "dense"}, "decode": {"method": "dense"}}"#,
+    r#"{"prefill": {"method": "delta", "gamma": 16, "mode": "recompute"}}"#,
+    r#"{"prefill": {"method": "delta", "gamma": 16.0, "base": {"method": "streaming_llm", "window": 9}}}"#,
+    r#"{"decode": {"method": "streaming_llm", "sink": 0, "window": 1048576}}"#,
+    r#"{"decode": {"method": "oracle_top_k", "k": 0.5}}"#,
+    r#"{"decode": {"method": "oracle_top_k", "k": 0}}"#,
+    r#"{"decode": {"method": "oracle_top_k", "k": 1}}"#,
+    r#"{"decode": {"method": "oracle_top_k", "k": 1048576.0}}"#,
+    r#"{"decode": {"method": "vattention"}}"#,
+    r#"{"decode": {"method": "vattention", "epsilon": 0.05, "rule": "tight", "top": {"method": "oracle"}}}"#,
+    r#"{"decode": {"method": "vattention", "pilot_share": 1, "dense_share": 0, "pilot_tokens": 2, "top_k": 7}}"#,
+];
+
+const BAD: &[&str] = &[
+    r#"[]"#,
+    r#""dense""#,
+    r#"{"prefil": {"method": "dense"}}"#,
+    r#"{"decode": null}"#,
+    r#"{"decode": "dense"}"#,
+    r#"{"decode": {}}"#,
+    r#"{"decode": {"method": null}}"#,
+    r#"{"decode": {"method": "nonsense"}}"#,
+    r#"{"decode": {"method": "delta"}}"#,
+    r#"{"prefill": {"method": "vattention"}}"#,
+    r#"{"prefill": {"method": "dense", "window": 4}}"#,
+    r#"{"prefill": {"method": "delta", "gamma": 0}}"#,
+    r#"{"prefill": {"method": "delta", "gamma": 1.5}}"#,
+    r#"{"prefill": {"method": "delta", "gamma": "64"}}"#,
+    r#"{"prefill": {"method": "delta", "mode": "Delta"}}"#,
+    r#"{"prefill": {"method": "delta", "base": {"method": "delta"}}}"#,
+    r#"{"prefill": {"method": "delta", "base": {"window": 64}}}"#,
+    r#"{"prefill": {"method": "delta", "base": {"method": "streaming_llm", "window": 0}}}"#,
+    r#"{"decode": {"method": "streaming_llm", "sink": -1}}"#,
+    r#"{"decode": {"method": "streaming_llm", "sink": 1e300}}"#,
+    r#"{"decode": {"method": "streaming_llm", "sink": true}}"#,
+    r#"{"decode": {"method": "oracle_top_k", "k": 1.5}}"#,
+    r#"{"decode": {"method": "oracle_top_k", "k": -0.5}}"#,
+    r#"{"decode": {"method": "oracle_top_k", "k": 1048577}}"#,
+    r#"{"decode": {"method": "oracle_top_k", "k": "0.5"}}"#,
+    r#"{"decode": {"method": "vattention", "epsilon": 0}}"#,
+    r#"{"decode": {"method": "vattention", "epsilon": 1}}"#,
+    r#"{"decode": {"method": "vattention", "epsilonn": 0.1}}"#,
+    r#"{"decode": {"method": "vattention", "rule": "none"}}"#,
+    r#"{"decode": {"method": "vattention", "top": {"method": "dense"}}}"#,
+    r#"{"decode": {"method": "vattention", "top": {"method": "oracle", "k": 4}}}"#,
+    r#"{"decode": {"method": "vattention", "top": null}}"#,
+    r#"{"decode": {"method": "vattention", "pilot_tokens": 1}}"#,
+    r#"{"audit": 1.5}"#,
+    r#"{"audit": "true"}"#,
+    r#"{"audit": null}"#,
+];
+
+/// A schema, ready to check with.
+struct Checker(Schemas, SchemaIndex);
+
+impl Checker {
+    fn new(schema: &Value) -> Self {
+        let mut compiler = Compiler::new();
+        compiler.add_resource("http://taper/schema", schema.clone()).expect("a resource");
+        let mut schemas = Schemas::new();
+        let index = compiler.compile("http://taper/schema", &mut schemas).expect("a sound schema");
+        Self(schemas, index)
+    }
+
+    fn takes(&self, value: &Value) -> bool {
+        self.0.validate(value, self.1).is_ok()
+    }
+}
+
+#[tokio::test]
+async fn schema_and_parser_take_the_same() {
+    let document = server("x").get("/v1/attention/methods").await.json();
+    let checker = Checker::new(&document["schema"]);
+    for (texts, good) in [(GOOD, true), (BAD, false)] {
+        for text in texts {
+            let value: Value = serde_json::from_str(text).expect("JSON");
+            assert_eq!(checker.takes(&value), good, "the schema on {text}");
+            let parsed = AttentionSpec::from_json(&value, "attention");
+            assert_eq!(parsed.is_ok(), good, "the parser on {text}: {parsed:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn every_methods_schema_names_it_and_takes_its_defaults() {
+    let document = server("x").get("/v1/attention/methods").await.json();
+    let whole = Checker::new(&document["schema"]);
+    for method in document["data"].as_array().expect("a list") {
+        let checker = Checker::new(&method["parameters"]);
+        let mut object = json!({"method": method["name"]});
+        assert!(checker.takes(&object), "{method}");
+        for (name, property) in method["parameters"]["properties"].as_object().expect("properties") {
+            if let Some(default) = property.get("default") {
+                object[name] = default.clone();
+            }
+        }
+        assert!(checker.takes(&object), "{object}");
+        if let Some(phase) = method["phase"].as_str().filter(|p| *p != "predictor") {
+            let spec = json!({ phase: object });
+            assert!(whole.takes(&spec), "{spec}");
+            let filled = json!(AttentionSpec::from_json(&spec, "attention").expect("its defaults are valid"));
+            assert!(whole.takes(&filled), "what the server says it does is what it takes: {filled}");
+        }
+        object["method"] = json!("another");
+        assert!(!checker.takes(&object), "{object}");
+        assert!(!checker.takes(&json!({})));
+        assert!(!checker.takes(&json!({"method": method["name"], "unknown": 1})));
+    }
+}
