@@ -42,6 +42,12 @@ pub struct ModelArgs {
     /// Type of cached keys and values: f16, bf16 or f32 [default: f16]
     #[arg(long, value_name = "TYPE")]
     pub kv_dtype: Option<String>,
+    /// Type that float weights are kept in: auto, f32, f16 or bf16 [default: auto, which is f32 on the CPU]
+    #[arg(long, value_name = "TYPE")]
+    pub dtype: Option<String>,
+    /// Turn a GGUF file's quantised weights into floats when loading: more memory, slower, for comparison
+    #[arg(long)]
+    pub dequantize: bool,
     /// Lower the model's context to so many tokens
     #[arg(long, value_name = "TOKENS")]
     pub context: Option<usize>,
@@ -82,8 +88,8 @@ pub struct SamplingArgs {
     /// Keep only the K most probable tokens
     #[arg(long, value_name = "K")]
     pub top_k: Option<usize>,
-    /// Seed of all random draws [default: a new one each time]
-    #[arg(long)]
+    /// Seed of all random draws, any whole number of 64 bits [default: a new one each time]
+    #[arg(long, allow_negative_numbers = true, value_parser = seed)]
     pub seed: Option<u64>,
     /// Print to standard error what attention did
     #[arg(long)]
@@ -131,13 +137,19 @@ pub struct ChatArgs {
 
 #[derive(Debug, Args)]
 pub struct MethodsArgs {
-    /// Print what GET /v1/attention/methods answers
+    /// Print what GET /v1/attention/methods of a server without settings answers
     #[arg(long)]
     pub json: bool,
 }
 
 fn positive(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "must be a whole number of at least 1".into())
+}
+
+/// A negative seed is the same as in a request: what it is modulo 2^64.
+fn seed(text: &str) -> Result<u64, String> {
+    let parsed = text.parse::<u64>().or_else(|_| text.parse::<i64>().map(|seed| seed as u64));
+    parsed.map_err(|_| "must be a whole number of 64 bits".into())
 }
 
 fn temperature(text: &str) -> Result<f32, String> {
@@ -156,5 +168,31 @@ mod tests {
     #[test]
     fn the_command_line_is_sound() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_seed_may_be_any_of_64_bits() {
+        let seed = |text: &str| {
+            let cli = Cli::try_parse_from(["taper", "generate", "--prompt", "x", "--seed", text]).ok()?;
+            let Command::Generate(args) = cli.command else { return None };
+            args.sampling.seed
+        };
+        assert_eq!(seed("-7"), Some(-7i64 as u64));
+        assert_eq!(seed("18446744073709551615"), Some(u64::MAX));
+        assert_eq!((seed("18446744073709551616"), seed("1.5")), (None, None));
+    }
+
+    #[test]
+    fn every_command_with_a_model_takes_the_same_options() {
+        for command in [&["serve"][..], &["chat"], &["generate", "--prompt", "x"]] {
+            let line = [&["taper"][..], command, &["--dtype", "f16", "--dequantize"]].concat();
+            let model = match Cli::try_parse_from(line).expect("taken").command {
+                Command::Serve(args) => args.model,
+                Command::Chat(args) => args.model,
+                Command::Generate(args) => args.model,
+                Command::Methods(_) => unreachable!("not asked for"),
+            };
+            assert_eq!((model.dtype.as_deref(), model.dequantize), (Some("f16"), true));
+        }
     }
 }

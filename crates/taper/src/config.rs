@@ -7,7 +7,7 @@ use serde::Deserialize;
 use std::path::Path;
 use taper_attention::AttentionSpec;
 use taper_engine::{CacheDType, CacheOptions, EngineConfig};
-use taper_model::{DEFAULT_MODEL, LoadOptions};
+use taper_model::{DEFAULT_MODEL, LoadOptions, WeightDType};
 use taper_server::ServerConfig;
 
 /// The file as it is written.
@@ -24,6 +24,8 @@ struct File {
     threads: Option<u16>,
     kv_memory: Option<String>,
     kv_dtype: Option<String>,
+    dtype: Option<String>,
+    dequantize: Option<bool>,
     context: Option<usize>,
 }
 
@@ -104,7 +106,8 @@ fn check_model(args: ModelArgs, file: &File) -> Result<ModelConfig> {
         (None, None) => AttentionSpec::default(),
     };
     let memory = args.kv_memory.or_else(|| file.kv_memory.clone());
-    let dtype = args.kv_dtype.or_else(|| file.kv_dtype.clone());
+    let kv_dtype = args.kv_dtype.or_else(|| file.kv_dtype.clone());
+    let dtype = args.dtype.or_else(|| file.dtype.clone());
     let threads = args.threads.or(file.threads);
     if threads == Some(0) {
         bail!("threads must be at least 1");
@@ -115,9 +118,13 @@ fn check_model(args: ModelArgs, file: &File) -> Result<ModelConfig> {
         threads,
         cache: CacheOptions {
             bytes: memory.as_deref().map(size).transpose().context("kv memory")?,
-            dtype: dtype.as_deref().map_or(Ok(CacheDType::default()), cache_dtype)?,
+            dtype: kv_dtype.as_deref().map_or(Ok(CacheDType::default()), cache_dtype)?,
         },
-        load: LoadOptions { context_limit: args.context.or(file.context), ..LoadOptions::default() },
+        load: LoadOptions {
+            dtype: dtype.as_deref().map_or(Ok(WeightDType::default()), weight_dtype)?,
+            dequantize: args.dequantize || file.dequantize.unwrap_or(false),
+            context_limit: args.context.or(file.context),
+        },
         engine: EngineConfig::default(),
     })
 }
@@ -128,6 +135,16 @@ fn cache_dtype(name: &str) -> Result<CacheDType> {
         "bf16" => CacheDType::BF16,
         "f32" => CacheDType::F32,
         other => bail!("kv dtype {other:?}: must be f16, bf16 or f32"),
+    })
+}
+
+fn weight_dtype(name: &str) -> Result<WeightDType> {
+    Ok(match name {
+        "auto" => WeightDType::Auto,
+        "f32" => WeightDType::F32,
+        "f16" => WeightDType::F16,
+        "bf16" => WeightDType::BF16,
+        other => bail!("dtype {other:?}: must be auto, f32, f16 or bf16"),
     })
 }
 
@@ -190,6 +207,21 @@ mod tests {
     }
 
     #[test]
+    fn weights_are_loaded_as_file_or_command_line_say() {
+        let loads = |model: ModelArgs, text: &str| {
+            let (_folder, path) = file(text);
+            serve(ServeArgs { model, ..args(Some(&path)) }).unwrap().model.load
+        };
+        let plain = loads(ModelArgs::default(), "");
+        assert_eq!((plain.dtype, plain.dequantize), (WeightDType::Auto, false));
+        let set = loads(ModelArgs::default(), "dtype = 'bf16'\ndequantize = true\n");
+        assert_eq!((set.dtype, set.dequantize), (WeightDType::BF16, true));
+        let line = ModelArgs { dtype: Some("f32".into()), dequantize: true, ..ModelArgs::default() };
+        let both = loads(line, "dtype = 'bf16'\ndequantize = false\n");
+        assert_eq!((both.dtype, both.dequantize), (WeightDType::F32, true));
+    }
+
+    #[test]
     fn mistakes_name_the_file_the_line_and_the_key() {
         for (text, says) in [
             ("port = 1\nprot = 2\n", ":2: unknown field `prot`"),
@@ -198,6 +230,8 @@ mod tests {
             ("[attention.decode]\nmethod = 'nope'\n", "attention.decode.method"),
             ("kv_memory = '2 parsecs'\n", "unknown unit"),
             ("kv_dtype = 'f8'\n", "must be f16"),
+            ("dtype = 'int4'\n", "must be auto, f32"),
+            ("dequantize = 'yes'\n", ":1: invalid type"),
             ("queue = 0\n", "queue must be"),
         ] {
             let (_folder, path) = file(text);

@@ -4,20 +4,20 @@ use crate::args::MethodsArgs;
 use crate::{preset, talk};
 use anyhow::Result;
 use serde_json::Value;
+use taper_attention::AttentionSpec;
 
 /// Prints the methods and presets.
 ///
 /// # Errors
 /// A terminal that is gone.
 pub fn run(args: &MethodsArgs) -> Result<()> {
-    let methods = taper_attention::catalogue();
     if args.json {
-        talk::print(&serde_json::to_string_pretty(&methods)?)?;
+        talk::print(&serde_json::to_string_pretty(&AttentionSpec::default().document())?)?;
         talk::print("\n")?;
         return Ok(());
     }
     let mut out = String::new();
-    for method in methods {
+    for method in taper_attention::catalogue() {
         out.push_str(&format!("{} {}\n  {}\n", method.phase, method.name, method.summary));
         let parameters = method.parameters["properties"].as_object().cloned().unwrap_or_default();
         for (name, schema) in parameters {

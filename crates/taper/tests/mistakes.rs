@@ -41,6 +41,7 @@ fn arguments_that_mean_nothing() {
     fails_in_one_line(&["serve", "--kv-memory", "many"], "many");
     fails_in_one_line(&["serve", "--config", "/does/not/exist.toml"], "/does/not/exist.toml");
     fails_in_one_line(&["serve", "--host", "256.1.1.1", "--port", "0"], "256.1.1.1");
+    fails_in_one_line(&["serve", "--dtype", "int4"], "must be auto, f32");
     fails(&["serve", "--port", "70000"], "70000");
     fails(&["generate", "--prompt", "x", "--temperature", "3"], "[0, 2]");
     fails(&["generate"], "--prompt");
@@ -58,5 +59,7 @@ fn methods_are_listed_with_their_parameters_and_presets() {
         assert!(text.contains(word), "{word}");
     }
     let json: serde_json::Value = serde_json::from_str(&run(&["methods", "--json"])).expect("JSON");
-    assert!(json.as_array().expect("a list").iter().all(|m| m["parameters"].is_object()));
+    assert_eq!((&json["object"], &json["default"]["decode"]["method"]), (&"list".into(), &"dense".into()));
+    assert!(json["data"].as_array().expect("a list").iter().all(|m| m["parameters"].is_object()));
+    assert_eq!(json["schema"]["type"], "object");
 }
