@@ -1,8 +1,8 @@
 """Times the kernels beside their peers on one GPU: cold L2, medians of CUDA events.
 
-bench.py [decode] [prefill] [delta] [sparse] [values] [shapes]
-[pinned] [long]; writes bench.json into $OUT (or the current
-folder). FlashInfer is timed if it is installed, cuDNN through PyTorch.
+bench.py [decode] [prefill] [delta] [sparse] [values] [shapes] [pinned] [long]; writes
+bench.json into $OUT (or the current folder). FlashInfer is timed if it is installed,
+cuDNN through PyTorch.
 Llama-3.1-8B attention shape: 32 query heads, 8 KV heads, head_dim 128, bf16.
 """
 import json

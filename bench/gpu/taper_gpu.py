@@ -416,7 +416,7 @@ class VAttention:
             ptr(q), ptr(cache.k), ptr(cache.v), ptr(cache.table), ptr(row_table), ptr(fixed),
             ptr(block_ids), ptr(token_ids), None, None, None, None, None, ptr(self.part_o),
             ptr(self.part_lse), cache.blocks, rows, q_heads, kv, kv, d, DTYPE[q.dtype],
-            cache.table.stride(0), 0, d**-0.5, 4, int(overlap))
+            cache.table.stride(0), 0, d**-0.5, 1, int(overlap))
         self.p = SampledParams(
             decode, *[ptr(x) for x in (
                 self.seeds, self.positions, self.out, self.lse, self.sync, self.draws,

@@ -5,6 +5,8 @@
 
 namespace taper {
 
+constexpr uint32_t kOnTheirWay = 4;  // tiles that are asked for and not there yet
+
 template <class T, int D, int N>
 struct SampledFeed {
   using L = DecodeLayout<D, N, kSampledStages<D, N>>;
@@ -22,8 +24,8 @@ struct SampledFeed {
   // Few tiles are on their way at a time: more would not come faster, and what the team
   // says to itself queues behind them.
   __device__ __forceinline__ uint32_t claim() {
-    if (count >= p.d.gather) {
-      const uint32_t i = count - p.d.gather;
+    if (count >= kOnTheirWay) {
+      const uint32_t i = count - kOnTheirWay;
       mbar_wait(smem_u32(&sh.full[i % L::kStages]), i / L::kStages & 1);
     }
     mbar_wait(smem_u32(&sh.empty[count % L::kStages]), (count / L::kStages & 1) ^ 1);

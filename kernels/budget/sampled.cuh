@@ -27,7 +27,8 @@ enum ListState : uint32_t { kSampled = 1, kDense = 2, kWhole = 3 };
 
 struct SampledParams {
   // What is read exactly: `lists` with ascending, disjoint blocks and tokens and no
-  // sample. part_o, part_lse: [lists, 2, team, group(, head_dim)], scratch; no units.
+  // sample. part_o, part_lse: [lists, 2, team, group(, head_dim)], scratch. No units;
+  // unit_capacity is set by the entry point.
   DecodeParams d;
   const uint64_t* seeds;      // [rows]
   const uint32_t* positions;  // [rows], absolute position of the query

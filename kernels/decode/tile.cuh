@@ -76,6 +76,7 @@ struct TileSums {
     }
     float s[N / 2];
     const uint64_t k_desc = smem_desc(k_s), q_desc = smem_desc(q_s);
+    __syncwarp();  // Lanes may have left a wait one by one; the products want whole warps.
     wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < D / 16; ++kk)

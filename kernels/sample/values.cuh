@@ -128,6 +128,7 @@ struct ValuesBlock {
       mbar_wait(smem_u32(&sh.full[stage]), t / L::kStages & 1);
       float s[N / 2];
       const uint64_t k_desc = smem_desc(stages + stage * L::kStage), q_desc = smem_desc(q_at);
+      __syncwarp();  // Lanes may have left the wait one by one; the products want whole warps.
       wgmma_fence();
 #pragma unroll
       for (int kk = 0; kk < D / 16; ++kk)
