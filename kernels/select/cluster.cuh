@@ -32,11 +32,10 @@ __device__ __forceinline__ uint32_t in_block(uint32_t addr, uint32_t rank) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(addr), "r"(rank));
   return r;
 }
-// `bytes` (a multiple of 16) of own shared memory; the writers fence for the async proxy.
-__device__ __forceinline__ void send(uint32_t to, uint32_t from, uint32_t bytes, uint32_t bar) {
+__device__ __forceinline__ void send_four(uint32_t to, uint4 v, uint32_t bar) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-      ::"r"(to), "r"(from), "r"(bytes), "r"(bar)
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
+      ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(bar)
       : "memory");
 }
 __device__ __forceinline__ void send_word(uint32_t to, uint64_t value, uint32_t bar) {

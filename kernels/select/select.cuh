@@ -233,15 +233,16 @@ __global__ void __launch_bounds__(kSelectThreads)
         }
       }
     });
-    fence_async_smem();
     __syncthreads();
     if (size > 1) {
       const uint32_t bar = smem_u32(&sh.bars[pass]);
       uint32_t* in = inbox + (pass & 1) * size * kBins;
       if (tid == 0) mbar_expect_tx(bar, size * kBins * 4);
-      if (tid < size)
-        send(in_block(smem_u32(in + rank * kBins), tid), smem_u32(bins), kBins * 4,
-             in_block(bar, tid));
+      for (uint32_t i = tid; i < size * (kBins / 4); i += kSelectThreads) {
+        const uint32_t to = i / (kBins / 4), four = i % (kBins / 4);
+        send_four(in_block(smem_u32(in + rank * kBins + four * 4), to),
+                  reinterpret_cast<const uint4*>(bins)[four], in_block(bar, to));
+      }
       mbar_wait(bar, 0);
       bins = in;
     }
