@@ -168,6 +168,11 @@ fn generate_and_chat_answer_in_the_terminal() {
     assert_eq!(stream.stdout, once.stdout, "a short prompt reads all keys either way");
     assert!(String::from_utf8_lossy(&stream.stderr).contains("\"method\":\"vattention\""));
 
+    let floats = taper(&["generate", "--prompt", prompt, "--max-tokens", "8", "--dequantize", "--dtype", "f32"], "");
+    assert!(String::from_utf8_lossy(&floats.stdout).contains("Paris"), "{}", String::from_utf8_lossy(&floats.stderr));
+    let small = taper(&["generate", "--prompt", prompt, "--max-tokens", "1000", "--kv-memory", "3MiB"], "");
+    assert!(small.status.success(), "as many as fit: {}", String::from_utf8_lossy(&small.stderr));
+
     let talk = taper(
         &["chat", "--max-tokens", "24"],
         "/attention nonsense\nMy name is Ada. Say hello.\n/reset\nName the capital city of France in one word.\n/quit\n",

@@ -199,6 +199,8 @@ struct Watched {
 impl hf_hub::api::Progress for Watched {
     fn init(&mut self, size: usize, filename: &str) {
         hf_hub::api::Progress::init(&mut self.bar, size, filename);
+        // A retry says anew how much is there already.
+        self.bar.set_position(0);
         let _ = self.news.send(News::Moved);
     }
 
