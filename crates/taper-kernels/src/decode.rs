@@ -8,7 +8,7 @@ mod sample;
 mod scores;
 
 pub use attend::attend;
-pub use sample::{Budget, Sampling, sample};
+pub use sample::{Budget, Sampling, foresee, sample};
 pub use scores::{Scores, scores, top_k};
 
 use crate::kv::{BLOCK_TOKENS, KvElement, PagedKv};

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use taper_kernels::budget::{Promise, Rule};
-use taper_kernels::decode::{Sampling, sample};
+use taper_kernels::decode::{Budget, HeadSelection, Sampling, Selection, foresee, sample};
 
 pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     name: "vattention",
@@ -25,9 +25,10 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
         let params: Params = parse("vattention", value, path)?;
         let top = predictor(&params.top, &format!("{path}.top"))?;
         let json = json!(Params { top: top.json.clone(), ..params });
-        let promise = Promise::new(params.rule.into(), params.epsilon, params.delta);
+        let promise = |epsilon| Promise::new(params.rule.into(), epsilon, params.delta);
         let sampling = Sampling {
-            promise,
+            promise: promise(params.epsilon),
+            hopeless: promise((HOPELESS * params.epsilon).min((1.0 + params.epsilon) / 2.0)),
             pilot_tokens: params.pilot_tokens,
             pilot_share: params.pilot_share,
             dense_share: params.dense_share,
@@ -36,6 +37,9 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
         Ok((Arc::new(VAttention { epsilon, sink, window, top_k, top, sampling }), json))
     },
 };
+
+/// A head is given up before its keys are ranked if even so many times epsilon seems out of reach.
+const HOPELESS: f64 = 1.5;
 
 /// The promise, what is read exactly, and how the sample starts.
 #[derive(Debug, Serialize, Deserialize, JsonSchema)]
@@ -134,10 +138,26 @@ struct VAttention {
 impl DecodeMethod for VAttention {
     fn select(&self, step: &DecodeStep) -> Result<Choice> {
         let k: Vec<usize> = step.batch.rows.iter().map(|row| self.top_k.of(row.visible.len())).collect();
-        let exact = self.top.method.select(step, self.sink, self.window, &k)?;
-        let (selection, budgets) =
-            sample(&step.batch, &exact.selection, exact.scores.as_ref(), step.streams, &self.sampling)?;
-        Ok(Choice { selection, scores: exact.scores, budgets: Some(budgets) })
+        let hopeless = foresee(&step.batch, (self.sink, self.window), &k, step.streams, &self.sampling)?;
+        let (mut selection, scores, mut budgets) = if hopeless.iter().all(|&h| h) {
+            let dense = Selection::dense(hopeless.len(), step.kv_heads);
+            (dense, None, vec![Budget::default(); step.batch.q.dims()[0] * step.batch.q.dims()[1]])
+        } else {
+            let exact = self.top.method.select(step, self.sink, self.window, &k)?;
+            let (selection, budgets) =
+                sample(&step.batch, &exact.selection, exact.scores.as_ref(), step.streams, &self.sampling)?;
+            (selection, exact.scores, budgets)
+        };
+        // A row's result must not depend on the others, so one that was given up is dense whatever they are.
+        let (heads, q_heads) = (selection.0.chunks_mut(step.kv_heads), budgets.len() / hopeless.len());
+        for (((heads, budgets), row), _) in
+            heads.zip(budgets.chunks_mut(q_heads)).zip(step.batch.rows).zip(&hopeless).filter(|(_, h)| **h)
+        {
+            let residual = row.visible.len().saturating_sub(self.sink + self.window);
+            heads.fill(HeadSelection::Dense);
+            budgets.fill(Budget { residual, sampled: residual, dense: true });
+        }
+        Ok(Choice { selection, scores, budgets: Some(budgets) })
     }
 
     fn epsilon(&self) -> Option<f64> {

@@ -1,5 +1,9 @@
 //! Estimating what was not chosen from a uniform sample whose size is as small as a promise allows.
 
+mod foresee;
+
+pub use foresee::foresee;
+
 use super::attend::{Partial, attend_head, score_keys};
 use super::scores::HeadScores;
 use super::{Decode, HeadSelection, Keys, Sample, Scores, Selection, View, with_view};
@@ -15,6 +19,8 @@ use candle_core::{Result, bail};
 pub struct Sampling {
     /// What the sampled output promises.
     pub promise: Promise,
+    /// A looser promise: a head that even this sends dense is not worth a look at its keys (see [`foresee`]).
+    pub hopeless: Promise,
     /// Least size of the pilot sample, at least 2.
     pub pilot_tokens: usize,
     /// Size of the pilot as a share of the keys that it stands for.
@@ -23,8 +29,16 @@ pub struct Sampling {
     pub dense_share: f64,
 }
 
+impl Sampling {
+    /// The pilot's size, and how many sampled keys are too many, for `n` visible keys of which `fixed` are chosen.
+    fn bounds(&self, n: usize, fixed: usize) -> (usize, f64) {
+        let pilot = (self.pilot_share * (n - fixed) as f64).ceil() as usize;
+        (pilot.max(self.pilot_tokens).max(2), self.dense_share.min(1.0) * n as f64 - fixed as f64)
+    }
+}
+
 /// What sampling came to for one row and query head.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Budget {
     /// Keys that were not chosen.
     pub residual: usize,
@@ -105,8 +119,7 @@ impl<'a, T: KvElement> Work<'a, T> {
         let HeadSelection::Keys(keys) = fixed else { return HeadSelection::Dense };
         let residual = n - keys.fixed();
         budgets.fill(Budget { residual, sampled: residual, dense: false });
-        let pilot = how.pilot_tokens.max(2).max((how.pilot_share * residual as f64).ceil() as usize);
-        let limit = (how.dense_share * n as f64).min(n as f64) - keys.fixed() as f64;
+        let (pilot, limit) = how.bounds(n, keys.fixed());
         if residual <= pilot || pilot as f64 >= limit {
             return HeadSelection::Dense;
         }
