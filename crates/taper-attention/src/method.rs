@@ -1,7 +1,7 @@
 //! The two seams that a method implements. A method decides what is read; the operations of taper-kernels read it.
 
 use candle_core::{Result, Tensor};
-use taper_kernels::decode::{Budget, Decode, Scores, Selection};
+use taper_kernels::decode::{Budget, Decode, DecodeRow, Scores, Selection};
 use taper_kernels::kv::PagedKv;
 use taper_kernels::philox::Stream;
 use taper_kernels::prefill::{self, Mask, Prefill};
@@ -113,11 +113,18 @@ pub struct DecodeStep<'a> {
     pub streams: &'a [Stream],
 }
 
+impl DecodeStep<'_> {
+    /// What holds of a row, for each of its KV heads `[R, kv_heads]`.
+    pub fn per_head<T: Clone>(&self, of: impl Fn(&DecodeRow) -> T) -> Vec<T> {
+        self.batch.rows.iter().flat_map(|row| std::iter::repeat_n(of(row), self.kv_heads)).collect()
+    }
+}
+
 /// What a decode method chose.
 pub struct Choice {
     /// The keys that are read.
     pub selection: Selection,
-    /// The scores of all keys, if choosing took them.
+    /// The scores of keys, where choosing took them.
     pub scores: Option<Scores>,
     /// Budgets `[R, q_heads]` of a method that samples.
     pub budgets: Option<Vec<Budget>>,
@@ -131,7 +138,8 @@ impl From<Selection> for Choice {
 
 /// Predicts which keys hold the most attention mass.
 pub trait Predictor: std::fmt::Debug + Send + Sync {
-    /// The sinks, the window, and of the rest the `k` keys (given per row) that should matter most.
+    /// The sinks, the window, and of the rest the `k` `[R, kv_heads]` keys that should matter most. A head whose `k` is
+    /// all there is reads everything, and nothing is spent on it.
     ///
     /// # Errors
     /// A device error.

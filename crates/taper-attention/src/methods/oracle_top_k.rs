@@ -53,8 +53,7 @@ impl Default for OracleTopK {
 
 impl DecodeMethod for OracleTopK {
     fn select(&self, step: &DecodeStep) -> Result<Choice> {
-        let k: Vec<usize> = step.batch.rows.iter().map(|row| self.k.of(row.visible.len())).collect();
-        Oracle {}.select(step, self.sink, self.window, &k)
+        Oracle {}.select(step, self.sink, self.window, &step.per_head(|row| self.k.of(row.visible.len())))
     }
 }
 
@@ -64,7 +63,9 @@ struct Oracle {}
 
 impl Predictor for Oracle {
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
-        let scores = scores(&step.batch)?;
+        let visible = step.per_head(|row| row.visible.len());
+        let wanted: Vec<bool> = k.iter().zip(visible).map(|(&k, visible)| k < visible).collect();
+        let scores = scores(&step.batch, &wanted)?;
         let selection = top_k(&step.batch, &scores, sink, window, k);
         Ok(Choice { selection, scores: Some(scores), budgets: None })
     }

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use taper_kernels::budget::{Promise, Rule};
-use taper_kernels::decode::{Budget, HeadSelection, Sampling, Selection, foresee, sample};
+use taper_kernels::decode::{Budget, Sampling, foresee, sample};
 
 pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     name: "vattention",
@@ -139,25 +139,17 @@ impl DecodeMethod for VAttention {
     fn select(&self, step: &DecodeStep) -> Result<Choice> {
         let k: Vec<usize> = step.batch.rows.iter().map(|row| self.top_k.of(row.visible.len())).collect();
         let hopeless = foresee(&step.batch, (self.sink, self.window), &k, step.streams, &self.sampling)?;
-        let (mut selection, scores, mut budgets) = if hopeless.iter().all(|&h| h) {
-            let dense = Selection::dense(hopeless.len(), step.kv_heads);
-            (dense, None, vec![Budget::default(); step.batch.q.dims()[0] * step.batch.q.dims()[1]])
-        } else {
-            let exact = self.top.method.select(step, self.sink, self.window, &k)?;
-            let (selection, budgets) =
-                sample(&step.batch, &exact.selection, exact.scores.as_ref(), step.streams, &self.sampling)?;
-            (selection, exact.scores, budgets)
-        };
-        // A row's result must not depend on the others, so one that was given up is dense whatever they are.
-        let (heads, q_heads) = (selection.0.chunks_mut(step.kv_heads), budgets.len() / hopeless.len());
-        for (((heads, budgets), row), _) in
-            heads.zip(budgets.chunks_mut(q_heads)).zip(step.batch.rows).zip(&hopeless).filter(|(_, h)| **h)
-        {
-            let residual = row.visible.len().saturating_sub(self.sink + self.window);
-            heads.fill(HeadSelection::Dense);
+        let k = step.per_head(|row| self.top_k.of(row.visible.len()));
+        let k: Vec<usize> = k.iter().zip(&hopeless).map(|(&k, &dense)| if dense { usize::MAX } else { k }).collect();
+        let exact = self.top.method.select(step, self.sink, self.window, &k)?;
+        let (selection, mut budgets) =
+            sample(&step.batch, &exact.selection, exact.scores.as_ref(), step.streams, &self.sampling)?;
+        let residual = step.per_head(|row| row.visible.len().saturating_sub(self.sink + self.window));
+        let group = budgets.len() / hopeless.len();
+        for ((budgets, residual), _) in budgets.chunks_mut(group).zip(residual).zip(&hopeless).filter(|(_, h)| **h) {
             budgets.fill(Budget { residual, sampled: residual, dense: true });
         }
-        Ok(Choice { selection, scores, budgets: Some(budgets) })
+        Ok(Choice { selection, scores: exact.scores, budgets: Some(budgets) })
     }
 
     fn epsilon(&self) -> Option<f64> {

@@ -12,7 +12,7 @@ use std::ops::Range;
 /// Attends to what was selected; returns `[R, q_heads, head_dim]`, f32.
 ///
 /// A key's weight is exp(score + log weight). Partial results of one row and head merge in token order, so a row's
-/// result does not depend on the batch. With `scores` of the same batch no key is read again.
+/// result does not depend on the batch. A key that `scores` of the same batch hold is not read again.
 ///
 /// # Errors
 /// Shapes that differ, or a token outside the visible range.
@@ -33,7 +33,7 @@ pub(super) fn attend_with(isa: Isa, batch: &Decode, selection: &Selection, score
             parallel::for_each(units.len(), || vec![0f32; view.group * BLOCK_TOKENS], |weights, i| {
                 // SAFETY: each unit has its own part.
                 let (unit, partial) = (&units[i], unsafe { shared.slice(i * size, size) });
-                let scores = scores.map(|s| &s.0[unit.row * kv_heads + unit.head]);
+                let scores = scores.and_then(|s| s.of(unit.row * kv_heads + unit.head));
                 let head = &selection.0[unit.row * kv_heads + unit.head];
                 run_unit::<T>(isa, view, unit, head, scores, weights, partial);
             });

@@ -57,8 +57,8 @@ const COVARIANCE_KEYS: usize = 40;
 /// Adds to a selection, per row and KV head, a sample of the keys it leaves out: without replacement, of the least size
 /// for which every head of the group keeps the promise, or everything.
 ///
-/// `streams` `[R]` key the draws; their `head` is set here. Budgets are `[R, q_heads]`. With `scores` of the same batch
-/// no key is read again.
+/// `streams` `[R]` key the draws; their `head` is set here. Budgets are `[R, q_heads]`. A key that `scores`
+/// of the same batch hold is not read again.
 ///
 /// # Errors
 /// Shapes that differ; a selection that has a sample already.
@@ -88,7 +88,7 @@ pub fn sample(
             // SAFETY: one selection and one group of budgets each.
             let (to, budgets) = unsafe { (&mut heads.slice(i, 1)[0], budgets.slice(i * group, group)) };
             let stream = Stream { head: head as u32, ..streams[row] };
-            let scores = scores.map(|s| &s.0[i]);
+            let scores = scores.and_then(|s| s.of(i));
             let mut work = Work::new(isa, view, row, head, scores);
             *to = work.run(to, &stream, sampling, budgets);
         });

@@ -5,11 +5,22 @@ use super::{Decode, DecodeRow, HeadSelection, Keys, Selection, UNIT_TOKENS, View
 use crate::kv::{BLOCK_TOKENS, KvElement};
 use crate::parallel::{self, SharedMut};
 use crate::simd::{Isa, Simd, dispatch, exp};
-use candle_core::Result;
+use candle_core::{Result, bail};
 
-/// Scores of every visible key `[R, kv_heads]`.
+/// Scores of every visible key `[R, kv_heads]`, where they were wanted.
 #[derive(Debug)]
-pub struct Scores(pub(super) Vec<HeadScores>);
+pub struct Scores(pub(super) Vec<Option<HeadScores>>);
+
+impl Scores {
+    /// Keys scored, over all rows and KV heads.
+    pub fn keys(&self) -> usize {
+        self.0.iter().flatten().map(|head| head.scores.len() / head.group).sum()
+    }
+
+    pub(super) fn of(&self, head: usize) -> Option<&HeadScores> {
+        self.0[head].as_ref()
+    }
+}
 
 /// Scores of one row and KV head.
 #[derive(Debug)]
@@ -55,33 +66,39 @@ impl HeadScores {
     }
 }
 
-/// Scores every visible key of every row: reads all keys and no values.
+/// Scores every visible key of the rows and KV heads that are `wanted` `[R, kv_heads]`: reads all keys and no values.
 ///
 /// # Errors
 /// Shapes or dtypes that differ.
-pub fn scores(batch: &Decode) -> Result<Scores> {
-    let (_, q_heads, kv_heads, _) = batch.dims()?;
+pub fn scores(batch: &Decode, wanted: &[bool]) -> Result<Scores> {
+    let (rows, q_heads, kv_heads, _) = batch.dims()?;
+    if wanted.len() != rows * kv_heads {
+        bail!("scores: {} heads wanted of {rows} rows of {kv_heads}", wanted.len());
+    }
     let group = q_heads / kv_heads;
-    let heads = || batch.rows.iter().flat_map(|row| std::iter::repeat_n(&row.visible, kv_heads));
-    let mut all: Vec<HeadScores> = heads()
-        .map(|visible| HeadScores {
-            start: visible.start,
-            scores: vec![0.0; group * visible.len()],
-            weights: vec![0.0; group * visible.len()],
-            units: vec![(0.0, 0.0); visible.len().div_ceil(UNIT_TOKENS) * group],
-            group,
+    let heads = || batch.rows.iter().flat_map(|row| std::iter::repeat_n(&row.visible, kv_heads)).zip(wanted);
+    let mut all: Vec<Option<HeadScores>> = heads()
+        .map(|(visible, wanted)| {
+            wanted.then(|| HeadScores {
+                start: visible.start,
+                scores: vec![0.0; group * visible.len()],
+                weights: vec![0.0; group * visible.len()],
+                units: vec![(0.0, 0.0); visible.len().div_ceil(UNIT_TOKENS) * group],
+                group,
+            })
         })
         .collect();
     let mut units = Vec::new();
-    for (i, visible) in heads().enumerate() {
+    for (i, (visible, _)) in heads().enumerate().filter(|(_, (_, wanted))| **wanted) {
         units.extend((0..visible.len().div_ceil(UNIT_TOKENS)).map(|unit| (i, unit)));
     }
     let isa = Isa::best();
     with_view!(batch, view: T => {
-        let shared: Vec<_> = all.iter_mut().map(SharedScores::new).collect();
+        let shared: Vec<_> = all.iter_mut().map(|head| head.as_mut().map(SharedScores::new)).collect();
         parallel::for_each(units.len(), || (), |(), i| {
             let (i, unit) = units[i];
-            let (row, head, out) = (i / kv_heads, i % kv_heads, &shared[i]);
+            let Some(out) = &shared[i] else { return };
+            let (row, head) = (i / kv_heads, i % kv_heads);
             dispatch!(isa, score_unit::<_, T: KvElement>(
                 view: &View<T>, row: usize, head: usize, unit: usize, out: &SharedScores
             ));
@@ -160,9 +177,9 @@ unsafe fn weigh<V: Simd>(scores: &[f32], weights: &mut [f32]) -> (f32, f32) {
     }
 }
 
-/// The sinks, the window, and of the rest the `k` keys (given per row) with the largest weight summed over the group.
+/// The sinks, the window, and of the rest the `k` `[R, kv_heads]` keys with the largest weight summed over the group.
 ///
-/// Ties go to the earlier key. A row whose choice would be everything is dense.
+/// Ties go to the earlier key. A head whose choice would be everything, or whose keys were not scored, is dense.
 pub fn top_k(batch: &Decode, scores: &Scores, sink: usize, window: usize, k: &[usize]) -> Selection {
     let kv_heads = scores.0.len() / batch.rows.len().max(1);
     let mut heads = vec![HeadSelection::Dense; scores.0.len()];
@@ -170,7 +187,10 @@ pub fn top_k(batch: &Decode, scores: &Scores, sink: usize, window: usize, k: &[u
     parallel::for_each(scores.0.len(), Vec::new, |importance, i| {
         let row = i / kv_heads;
         // SAFETY: one element each.
-        unsafe { shared.slice(i, 1)[0] = top_k_of(&batch.rows[row], &scores.0[i], (sink, window, k[row]), importance) };
+        let to = unsafe { &mut shared.slice(i, 1)[0] };
+        if let Some(scores) = scores.of(i) {
+            *to = top_k_of(&batch.rows[row], scores, (sink, window, k[i]), importance);
+        }
     });
     Selection(heads)
 }

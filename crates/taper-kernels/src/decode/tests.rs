@@ -6,6 +6,12 @@ use crate::simd::Isa;
 use crate::testing::{Cache, Numbers, relative_error};
 use candle_core::{DType, Tensor};
 
+/// The scores of every head.
+pub(super) fn all_scores(batch: &Decode) -> Scores {
+    let (rows, _, kv_heads, _) = batch.dims().unwrap();
+    scores(batch, &vec![true; rows * kv_heads]).unwrap()
+}
+
 /// (token, natural-log weight) of what query head `g` of a group reads.
 fn keys_of(row: &DecodeRow, head: &HeadSelection, g: usize) -> Vec<(usize, f64)> {
     let keys = match head {
@@ -54,7 +60,7 @@ fn agrees_with_f64_for_every_group_dtype_selection_and_instruction_set() {
                 let mut selections = vec![
                     Selection::dense(2, kv_heads),
                     Selection::sink_window(&rows, kv_heads, 4, 100),
-                    top_k(&batch, &scores(&batch).unwrap(), 4, 16, &[20, 7]),
+                    top_k(&batch, &all_scores(&batch), 4, 16, &[vec![20; kv_heads], vec![7; kv_heads]].concat()),
                 ];
                 if n >= 1000 {
                     let mut mixed = vec![sampled(n, group); kv_heads];
@@ -62,7 +68,8 @@ fn agrees_with_f64_for_every_group_dtype_selection_and_instruction_set() {
                     selections.push(Selection(mixed));
                 }
                 for selection in &selections {
-                    for given in [None, Some(scores(&batch).unwrap())] {
+                    let partly: Vec<bool> = (0..2 * kv_heads).map(|head| head % 2 == 1).collect();
+                    for given in [None, Some(all_scores(&batch)), Some(scores(&batch, &partly).unwrap())] {
                         let out = attend_with(isa, &batch, selection, given.as_ref()).unwrap();
                         compare(&cache, &rows, selection, &q, &out, group);
                     }
@@ -103,7 +110,7 @@ fn top_k_keeps_the_keys_of_largest_mass_over_the_group() {
         let sum: f64 = scores.iter().map(|s| s.exp()).sum();
         mass.iter_mut().zip(scores).for_each(|(m, s)| *m += s.exp() / sum);
     }
-    let Selection(heads) = top_k(&batch, &scores(&batch).unwrap(), 4, 32, &[25]);
+    let Selection(heads) = top_k(&batch, &all_scores(&batch), 4, 32, &[25]);
     let HeadSelection::Keys(keys) = &heads[0] else { panic!("dense") };
     assert_eq!(keys.ranges, [0..4, n - 32..n]);
     let mut order: Vec<usize> = (4..n - 32).collect();
@@ -144,5 +151,6 @@ fn selections_that_reach_beyond_what_is_visible_are_errors() {
         assert!(attend(&batch, &bad, None).is_err(), "{bad:?}");
     }
     let rows = [DecodeRow { table: &cache.table[..1], visible: 0..65 }];
-    assert!(scores(&Decode { q: &q, kv: cache.kv(), rows: &rows }).is_err());
+    assert!(scores(&Decode { q: &q, kv: cache.kv(), rows: &rows }, &[true]).is_err());
+    assert!(scores(&batch, &[true; 2]).is_err());
 }

@@ -16,7 +16,7 @@ const KEYS: usize = 32;
 /// Sets the look's draws apart from the sample's: a decision must not lean on what it decides about.
 const LAYER_BIT: u32 = 1 << 31;
 
-/// For each row whether all its KV heads are beyond the promise `sampling.hopeless`: then reading everything at once is
+/// For each row and KV head `[R, kv_heads]` whether it is beyond the promise `sampling.hopeless`: then reading everything at once is
 /// the better bargain. `k` `[R]` is how many keys a predictor would choose beside the sinks and the window. The heaviest
 /// of a few sampled keys stand for all that would be chosen, which flatters the choice; going dense breaks no promise,
 /// so a look may err.
@@ -46,7 +46,7 @@ pub fn foresee(
             unsafe { hopeless.slice(i, 1)[0] = is_hopeless(&mut work, (sink, window, k[row]), &stream, sampling) };
         });
     });
-    Ok(hopeless.chunks_exact(kv_heads).map(|heads| heads.iter().all(|&h| h)).collect())
+    Ok(hopeless)
 }
 
 fn is_hopeless<T: KvElement>(

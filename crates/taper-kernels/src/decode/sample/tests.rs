@@ -2,7 +2,8 @@
 
 use super::*;
 use crate::budget::Rule;
-use crate::decode::{DecodeRow, attend, scores, top_k};
+use crate::decode::tests::all_scores;
+use crate::decode::{DecodeRow, attend, top_k};
 use crate::kv::PagedKv;
 use crate::testing::{Cache, Numbers, relative_error};
 use candle_core::{DType, Tensor};
@@ -40,7 +41,7 @@ fn draw(cache: &Cache, q: &Tensor, how: &Sampling, runs: u32) -> (Vec<f64>, f64,
     let n = cache.keys.len();
     let rows = [DecodeRow { table: &cache.table, visible: 0..n }];
     let batch = Decode { q, kv: cache.kv(), rows: &rows };
-    let known = scores(&batch).unwrap();
+    let known = all_scores(&batch);
     let fixed = top_k(&batch, &known, 16, 64, &[n / 50]);
     let query = q.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     let exact = cache.attend(&query, 0, (0..n).map(|i| (i, 0.0)));
@@ -99,7 +100,7 @@ fn every_rule_for_the_output_keeps_its_promise_for_every_head_of_a_group() {
         let (cache, q) = group_cache(&mut numbers, 6000, group, lean);
         let rows = [DecodeRow { table: &cache.table, visible: 0..6000 }];
         let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
-        let known = scores(&batch).unwrap();
+        let known = all_scores(&batch);
         let fixed = top_k(&batch, &known, 16, 64, &[120]);
         let queries = &q.to_vec3::<f32>().unwrap()[0];
         let exact: Vec<Vec<f64>> = queries.iter().map(|q| cache.attend(q, 0, (0..6000).map(|i| (i, 0.0)))).collect();
@@ -172,8 +173,8 @@ fn estimates_from_a_fixed_sample_are_unbiased() {
     let fixed = Selection::sink_window(&rows, 1, 16, 64);
     let HeadSelection::Keys(keys) = &fixed.0[0] else { panic!("dense") };
     let runs = 4000;
-    let scored = scores(&batch).unwrap();
-    let (top, exact_d) = scored.0[0].mass(0);
+    let scored = all_scores(&batch);
+    let (top, exact_d) = scored.of(0).unwrap().mass(0);
     let exact_d = f64::from(exact_d);
     let (mut d, mut d2) = (0.0, 0.0);
     let query = q.flatten_all().unwrap().to_vec1::<f32>().unwrap();
