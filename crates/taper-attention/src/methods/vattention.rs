@@ -137,9 +137,8 @@ struct VAttention {
 
 impl DecodeMethod for VAttention {
     fn select(&self, step: &DecodeStep) -> Result<Choice> {
-        let k: Vec<usize> = step.batch.rows.iter().map(|row| self.top_k.of(row.visible.len())).collect();
-        let hopeless = foresee(&step.batch, (self.sink, self.window), &k, step.streams, &self.sampling)?;
         let k = step.per_head(|row| self.top_k.of(row.visible.len()));
+        let hopeless = foresee(&step.batch, (self.sink, self.window), &k, step.streams, &self.sampling)?;
         let k: Vec<usize> = k.iter().zip(&hopeless).map(|(&k, &dense)| if dense { usize::MAX } else { k }).collect();
         let exact = self.top.method.select(step, self.sink, self.window, &k)?;
         let (selection, mut budgets) =

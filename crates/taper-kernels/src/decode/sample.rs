@@ -79,7 +79,7 @@ pub fn sample(
     }
     let group = q_heads / kv_heads;
     let mut out = selection.clone();
-    let mut budgets = vec![Budget { residual: 0, sampled: 0, dense: false }; rows * q_heads];
+    let mut budgets = vec![Budget::default(); rows * q_heads];
     let isa = Isa::best();
     with_view!(batch, view: T => {
         let (heads, budgets) = (SharedMut::new(&mut out.0), SharedMut::new(&mut budgets));
@@ -188,9 +188,10 @@ impl<'a, T: KvElement> Work<'a, T> {
             match self.scores {
                 Some(scores) => scores.copy(ids, &mut lines),
                 None => {
-                    let (view, row, head, out) = (self.view, self.row, self.head, lines.as_mut_ptr());
-                    dispatch!(self.isa, score_ids::<_, T: KvElement>(
-                        view: &View<T>, row: usize, head: usize, ids: &[u32], out: *mut f32
+                    let (view, row, head) = (self.view, self.row, self.head);
+                    let (out, stride) = (lines.as_mut_ptr(), BLOCK_TOKENS);
+                    dispatch!(self.isa, score_keys::<_, T: KvElement>(
+                        view: &View<T>, row: usize, head: usize, ids: &[u32], out: *mut f32, stride: usize
                     ));
                 }
             }
@@ -205,11 +206,6 @@ enum Judgement {
     Budget(f64),
     Noisy,
     Dense,
-}
-
-#[inline(always)]
-unsafe fn score_ids<V: Simd, T: KvElement>(view: &View<T>, row: usize, head: usize, ids: &[u32], out: *mut f32) {
-    unsafe { score_keys::<V, T>(view, row, head, ids, out, BLOCK_TOKENS) }
 }
 
 /// Keys in drawing order: a permutation of the visible ones, less those chosen.

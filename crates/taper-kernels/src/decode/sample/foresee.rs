@@ -16,10 +16,10 @@ const KEYS: usize = 32;
 /// Sets the look's draws apart from the sample's: a decision must not lean on what it decides about.
 const LAYER_BIT: u32 = 1 << 31;
 
-/// For each row and KV head `[R, kv_heads]` whether it is beyond the promise `sampling.hopeless`: then reading everything at once is
-/// the better bargain. `k` `[R]` is how many keys a predictor would choose beside the sinks and the window. The heaviest
-/// of a few sampled keys stand for all that would be chosen, which flatters the choice; going dense breaks no promise,
-/// so a look may err.
+/// For each row and KV head `[R, kv_heads]` whether it is beyond the promise `sampling.hopeless`: then reading everything
+/// at once is the better bargain. `k` `[R, kv_heads]` is how many keys a predictor would choose beside the sinks and the
+/// window. The heaviest of a few sampled keys stand for all that would be chosen, which flatters the choice; going dense
+/// breaks no promise, so a look may err.
 ///
 /// # Errors
 /// Shapes that differ.
@@ -31,8 +31,8 @@ pub fn foresee(
     sampling: &Sampling,
 ) -> Result<Vec<bool>> {
     let (rows, _, kv_heads, _) = batch.dims()?;
-    if k.len() != rows || streams.len() != rows {
-        bail!("foresee: {} budgets and {} streams for {rows} rows", k.len(), streams.len());
+    if k.len() != rows * kv_heads || streams.len() != rows {
+        bail!("foresee: {} budgets and {} streams for {rows} rows of {kv_heads}", k.len(), streams.len());
     }
     let mut hopeless = vec![false; rows * kv_heads];
     let isa = Isa::best();
@@ -43,7 +43,7 @@ pub fn foresee(
             let stream = Stream { layer: streams[row].layer | LAYER_BIT, head: head as u32, ..streams[row] };
             let mut work = Work::new(isa, view, row, head, None);
             // SAFETY: one element each.
-            unsafe { hopeless.slice(i, 1)[0] = is_hopeless(&mut work, (sink, window, k[row]), &stream, sampling) };
+            unsafe { hopeless.slice(i, 1)[0] = is_hopeless(&mut work, (sink, window, k[i]), &stream, sampling) };
         });
     });
     Ok(hopeless)
