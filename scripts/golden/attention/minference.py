@@ -11,7 +11,8 @@
 Everything is causal. Besides, as u8: `columns` and `offsets` [q_heads, n]; `blocks` [q_heads, query and key blocks].
 """
 
-from common import Array, attend, between, check, clear, dense, first_clear, heads, math, np, scores, softmax, top, write
+from common import Array, attend, between, check, clear, dense, first_clear, heads, math, np, scores, softmax, top
+from common import write
 
 BLOCK = 64
 FIRST_COLUMNS, FIRST_OFFSETS = 30, 100
