@@ -202,13 +202,13 @@ __global__ void __launch_bounds__(512, 1)
   const Outline& o = sh.outline;
   const int lane = threadIdx.x % 32, group = p.d.q_heads / p.d.list_heads;
   if (threadIdx.x >= 384) {
-    regs_shrink<72>();
+    regs_shrink<80>();
     Gate gate{smem_u32(&sh.draw_gate), 0};
     Drawer<D, N>{p, sh, o, gate, (int)threadIdx.x - 384, (int)threadIdx.x / 32 - 12, lane}.run();
     return;
   }
   if (threadIdx.x >= 256) {
-    regs_shrink<64>();
+    regs_shrink<56>();
     SampledFeed<T, D, N>{maps, p, sh, o, stages, q_at, lane, (int)threadIdx.x / 32 - 8, {sh}}.run();
     return;
   }

@@ -3,10 +3,9 @@
 // are the sample of size b.
 //
 // Four warps of a thread block do nothing else, so that drawing goes on beside the exact part.
-// The pilot's points every block of the team takes for itself. Of later turns every drawing
-// warp of the team takes a run of points and keeps those that pass in a segment of its own;
-// once all have told how many they kept, a draw's number is looked up in those counts instead
-// of being packed. The last turn takes whatever is left of the permutation.
+// A turn is a run of points for every drawing warp of the team, which keeps those that pass in
+// a segment of its own; once all have told how many they kept, a draw's number is looked up in
+// those counts instead of being packed. The last turn takes whatever is left of the permutation.
 #pragma once
 
 #include "sampled.cuh"
@@ -30,7 +29,7 @@ __device__ __forceinline__ uint32_t drawn_id(const SampledParams& p, const Sampl
   const Outline& o = sh.outline;
   int turn = 0;
   while (turn + 1 < kDrawTurns && i >= sh.drawn[turn]) ++turn;
-  uint32_t lo = 0, hi = turn ? o.team * kDrawWarps : kDrawWarps;  // before[lo] <= i, and i < before[hi]
+  uint32_t lo = 0, hi = o.team * kDrawWarps;  // before[lo] <= i, and i < before[hi]
   while (hi - lo > 1) {
     const uint32_t mid = (lo + hi) / 2;
     if (sh.before[turn][mid] <= i) lo = mid;
@@ -82,40 +81,27 @@ struct Drawer {
     return (t >= kChosenTokens && holds(p.d.block_ids + w.block_first, w.block_count, t / kBlock)) ||
            holds(p.d.token_ids + w.token_first, w.token_count, t);
   }
-  // The six round keys; lanes 0 and 1 make four words each.
-  __device__ __forceinline__ Permutation permutation() const {
-    uint2 key = make_uint2((uint32_t)o.seed, (uint32_t)(o.seed >> 32));
-    uint4 c = make_uint4(p.layer, o.head, o.position,
-                         Permutation::kDraws + (lane & 1));
-#pragma unroll 1
-    for (int i = 0; i < 10; ++i) philox_round(key, c);
-    const uint32_t words[4] = {c.x, c.y, c.z, c.w};
-    Permutation x(o.w.len);
-#pragma unroll
-    for (int i = 0; i < 6; ++i) x.keys[i] = __shfl_sync(~0u, words[i % 4], i / 4);
-    return x;
-  }
-
   // This warp's points of the permutation, from `first` on: those that pass go to the list's
   // scratch where they fall. Returns how many passed.
   __device__ __forceinline__ uint32_t walk(uint32_t first, uint32_t points) const {
-    const Permutation permutation = this->permutation();
+    const Permutation permutation(o.w.len, Stream{o.seed, (uint32_t)p.layer, o.head, o.position});
     const uint32_t domain = permutation.domain(), len = o.w.len;
     const uint32_t begin0 = o.w.begin[0], end0 = o.w.end[0], begin1 = o.w.begin[1], end1 = o.w.end[1];
     const bool searches = o.w.token_count > 0 || (o.w.block_count > 0 && len > kChosenTokens);
     uint32_t* ids = p.draws + o.list * p.draw_stride + first;
     uint32_t kept = 0;
-    // Without branches: the points of a round are worked on side by side.
-    constexpr int kAhead = 4;
+    // Two at a time without branches. More would take longer in a cold launch: these
+    // instructions are fetched behind the first tiles.
+    constexpr int kAhead = 2;
     const uint32_t last = first < domain ? min(points, domain - first) : 0;
 #pragma unroll 1
     for (uint32_t j = lane; j < last + lane; j += 32 * kAhead) {
       uint32_t x[kAhead];
       bool pass[kAhead];
+      permutation.points(first + j, 32, x);
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
         const uint32_t i = j + 32 * k;
-        x[k] = permutation.point(first + i);
         const uint32_t bits = sh.chosen[min(x[k] / (32 * kBlock), 511u)];
         const bool block = x[k] < kChosenTokens && (bits >> (x[k] / kBlock % 32) & 1);
         pass[k] = (i < last) & (x[k] < len) & !block & !((x[k] >= begin0) & (x[k] < end0)) &
@@ -165,42 +151,37 @@ struct Drawer {
   __device__ __forceinline__ uint32_t* counts() const {
     return p.draw_counts + ((int64_t)o.list * kDrawTurns + turn) * (o.team * kDrawWarps);
   }
-  // Takes the next turn. Turn 0, the pilot, is each block's own: to hear from the others would
-  // cost more, while the first tiles are on their way. Later turns are shared out, until about
-  // `aim` are drawn.
+  // Takes the next turn, until about `aim` are drawn.
   __device__ __forceinline__ void take(uint32_t aim) {
-    const bool own = turn == 0;
-    const uint32_t n = Permutation(o.w.len).domain(), segments = own ? kDrawWarps : o.team * kDrawWarps;
-    const uint32_t at = own ? 0 : sh.turn_at[turn - 1] + sh.turn_points[turn - 1] *
-                                      (turn == 1 ? kDrawWarps : segments);
+    const uint32_t n = Permutation(o.w.len).domain(), segments = o.team * kDrawWarps;
+    const uint32_t at = turn ? sh.turn_at[turn - 1] + sh.turn_points[turn - 1] * segments : 0;
     uint32_t points = n > at ? (n - at + segments - 1) / segments : 0;  // a warp's
     if (turn + 1 < kDrawTurns) {
-      const float want = own ? o.pilot + 4.f * sqrtf(o.pilot) + 8.f : (float)(aim - drawn);
-      points = min(points, (uint32_t)(want * n / o.residual / segments) + 1);
+      const float want = aim - drawn, spare = turn ? 0.f : 4.f * sqrtf(want) + 8.f;
+      points = min(points, (uint32_t)((want + spare) * n / o.residual / segments) + 1);
     }
     points = (points + 31) / 32 * 32;
-    const uint32_t segment = (own ? 0 : o.rank * kDrawWarps) + warp;
+    const uint32_t segment = o.rank * kDrawWarps + warp;
     const uint32_t kept = walk(at + segment * points, points);
     if (tid == 0) sh.turn_at[turn] = at, sh.turn_points[turn] = points;
+    // A count and one more in place of a flag; one thread waits for a segment's.
+    uint32_t* counts = p.draw_counts + ((int64_t)o.list * kDrawTurns + turn) * segments;
     uint32_t mine = 0;
-    if (own) {
-      if (lane == 0) sh.own_kept[warp] = kept;
-      gate.meet();
-      if (tid < kDrawWarps) mine = sh.own_kept[tid];
-    } else {
-      // A count and one more in place of a flag; one thread waits for a segment's.
-      uint32_t* counts = p.draw_counts + ((int64_t)o.list * kDrawTurns + turn) * segments;
-      if (lane == 0) store_release(counts + segment, kept + 1);
-      if (tid < segments) {
-        while (mine == 0) mine = load_acquire(counts + tid);
-        --mine;
-      }
-      __syncwarp();
+    if (lane == 0) store_release(counts + segment, kept + 1);
+    if (tid < segments) {
+      while (mine == 0) mine = load_acquire(counts + tid);
+      --mine;
     }
+    __syncwarp();
     number(mine, segments);
   }
+
   __device__ __forceinline__ void run() {
     if (!o.dense) {
+      // What the team will say to itself, before the tiles' bytes queue up in front of it.
+      const uint32_t told = kDrawTurns * o.team * kDrawWarps, sums = o.team * (p.d.q_heads / p.d.list_heads) * 4;
+      if (tid * 32 < told) prefetch_l2(p.draw_counts + o.list * told + tid * 32);
+      if (tid * 16 < sums) prefetch_l2(p.sums + (int64_t)o.list * sums + tid * 16);
       mark_blocks();
       uint32_t until = o.pilot, aim = o.aim, round = 0;
       bool last = false;
@@ -209,7 +190,7 @@ struct Drawer {
         // Once the pilot is there, one turn more for what is fetched while that is judged.
         const bool ahead = round == 0 && turn == 1 && drawn < o.aim;
         if (turn < kDrawTurns && (drawn < until || ahead)) {
-          take(max(aim, until));
+          take(turn == 0 ? until : max(aim, until));
           continue;
         }
         if (last) break;

@@ -54,11 +54,13 @@ struct SampledFeed {
     __syncwarp();
     if (lane == 0) mbar_arrive(full);
   }
-  // Two stages without data, one for each warpgroup.
-  __device__ __forceinline__ void end_run() {
-    for (uint32_t i = 0; i < 2; ++i) {
+  // Two stages without data, one for each warpgroup; before them one more if the run's stages
+  // are odd in number, since how many there are must not decide who takes the next run's first.
+  __device__ __forceinline__ void end_run(bool odd) {
+#pragma unroll 1
+    for (uint32_t i = odd ? 0 : 1; i < 3; ++i) {
       const uint32_t stage = claim(), full = smem_u32(&sh.full[stage]);
-      if (warp == 0 && lane == 0) sh.meta[stage] = {i, 0, 0.f, 0, kEndOfRun};
+      if (warp == 0 && lane == 0) sh.meta[stage] = {i - 1, 0, 0.f, 0, i ? kEndOfRun : kNotSampled};
       mbar_arrive(full);
       __syncwarp();
       if (lane == 0) mbar_arrive(full);
@@ -123,6 +125,7 @@ struct SampledFeed {
   // The pilot's tiles and those after it, until the judge has spoken.
   __device__ __forceinline__ Decision sample(const Segment& g, uint32_t round) {
     uint32_t drawn = draws.await(g.pilot), s = g.first(o), upto = g.pilot;
+    const uint32_t rest = count + share_of(g.cut, s, o.team);  // the first stage beyond the pilot
     bool decided = false;
     Decision d{0, 0};
     auto id = [&](uint32_t s) {
@@ -159,7 +162,7 @@ struct SampledFeed {
       tokens(take(rows), 0.f, min(stop - start, (uint32_t)kBlock), start);
       advance(rows, s, id);
     }
-    end_run();
+    end_run((count - rest) & 1);
     return d;
   }
 

@@ -192,15 +192,14 @@ struct Judge {
   }
 
   __device__ __forceinline__ const T* values() const { return static_cast<const T*>(p.d.v); }
-  __device__ __forceinline__ uint32_t row_of(uint32_t draw) const {
-    const uint32_t id = drawn_id<D, N>(p, sh, draw);
+  __device__ __forceinline__ uint32_t row_of(uint32_t id) const {
     return (o.table[id / kBlock] * p.d.kv_heads + o.kv_head) * kBlock + id % kBlock;
   }
 
   // Sixteen draws for one warp: which, their values and scores.
   struct Place {
     uint32_t start, stop;  // draws; none where start >= stop
-    uint32_t row;          // of draw start + lane % 16 in the cache
+    uint32_t id;           // of draw start + lane % 16
     bool pairs;            // of the first few draws, for their products
   };
   struct Strip : Place {
@@ -217,13 +216,13 @@ struct Judge {
     s.pairs = strip >= own;
     s.start = s.pairs ? (strip - own) * 16 : g.start(g.first(o) + strip / 4 * o.team) + strip % 4 * 16;
     s.stop = s.pairs ? min(b, (uint32_t)kCovarianceKeys) : g.pilot;
-    s.row = s.start < s.stop ? row_of(min(s.start + (lane & 15), s.stop - 1)) : 0;
+    s.id = s.start < s.stop ? drawn_id<D, N>(p, sh, min(s.start + (lane & 15), s.stop - 1)) : 0;
     return s;
   }
   __device__ __forceinline__ void fetch(Strip& s) const {
     const int quad = lane & 3;
     if (s.start >= s.stop) return;
-    const uint32_t mine = s.row;
+    const uint32_t mine = row_of(s.id);
     const uint4* lo = reinterpret_cast<const uint4*>(
         values() + (int64_t)__shfl_sync(~0u, mine, lane / 4) * D) + quad;
     const uint4* hi = reinterpret_cast<const uint4*>(
@@ -310,9 +309,12 @@ struct Judge {
   __device__ __forceinline__ int first_pair_tile(const Segment& g) const {
     return (o.rank + o.team - (g.offset + g.cut) % o.team) % o.team;
   }
-  __device__ __forceinline__ void gram(int tile, uint32_t few, float (&dot)[4]) const {
-    const int quad = lane & 3, m = pair_row(tile), n = pair_col(tile);
-    const uint32_t mine = row_of(min(lane < 16 ? m + lane : n + (lane & 7), few - 1));
+  __device__ __forceinline__ uint32_t pair_id(int tile, uint32_t few) const {
+    return drawn_id<D, N>(p, sh, min(lane < 16 ? pair_row(tile) + lane : pair_col(tile) + (lane & 7), few - 1));
+  }
+  __device__ __forceinline__ void gram(uint32_t id, float (&dot)[4]) const {
+    const int quad = lane & 3;
+    const uint32_t mine = row_of(id);
     const T* rows[3];
 #pragma unroll
     for (int j = 0; j < 3; ++j)
@@ -356,12 +358,12 @@ struct Judge {
   __device__ __forceinline__ void prepare(const Segment& g, uint32_t b, Ahead& a) const {
     a.strip.start = a.strip.stop = 0;
     Draws<D, N>{sh}.await(b);
-    if (warp < jobs(g)) {
-      static_cast<Place&>(a.strip) = find(g, warp, b);
-      fetch(a.strip);
-    }
-    if (warp < group && jobs(g) != strips(g))
-      gram(first_pair_tile(g), min(b, (uint32_t)kCovarianceKeys), a.dot);
+    // All look-ups come before what depends on them.
+    const bool pairs = warp < group && jobs(g) != strips(g);
+    if (warp < jobs(g)) static_cast<Place&>(a.strip) = find(g, warp, b);
+    const uint32_t id = pairs ? pair_id(first_pair_tile(g), min(b, (uint32_t)kCovarianceKeys)) : 0;
+    fetch(a.strip);
+    if (pairs) gram(id, a.dot);
   }
 
   // All consumers of the team, once the parts are combined. All return the same.
@@ -411,7 +413,7 @@ struct Judge {
 #pragma unroll 1
         for (int t = first_pair_tile(segments[0]) + o.team; t < kPairTiles; t += o.team) {
           float dot[4];
-          gram(t, few, dot);
+          gram(pair_id(t, few), dot);
           more += mix(t, few, g, share, dot);
         }
         if ((lane & 3) == 3) own += more * stands;

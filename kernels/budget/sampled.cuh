@@ -116,7 +116,7 @@ template <int D, int N>
 struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
   uint64_t drew[kDrawTurns], decided, heeded, drawing_done, gate, draw_gate;
   Outline outline;
-  uint32_t warp_kept[kDrawWarps], own_kept[kDrawWarps], turns, last;
+  uint32_t warp_kept[kDrawWarps], turns, last;
   Decision decision;
   uint32_t drawn[kDrawTurns];  // after each turn
   uint32_t turn_at[kDrawTurns], turn_points[kDrawTurns];

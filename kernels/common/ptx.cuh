@@ -109,6 +109,10 @@ __device__ __forceinline__ void st_shared_u16(uint32_t dst, uint16_t v) {
   asm volatile("st.shared.b16 [%0], %1;" ::"r"(dst), "h"(v) : "memory");
 }
 
+__device__ __forceinline__ void prefetch_l2(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
+}
+
 // --- thread coordination ---------------------------------------------------
 
 __device__ __forceinline__ void bar_sync(int id, int threads) {
