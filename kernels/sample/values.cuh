@@ -36,7 +36,9 @@ constexpr uint32_t kTargetDraws = 0x53320000u;  // words of a head's targets, an
 template <int D, int N>
 struct ValuesLayout {
   static constexpr int kPanel = kBlock * 128, kStage = kPanel * (D / 64);  // keys of a tile
-  static constexpr int kStages = 128 * 1024 / kStage;  // a multiple of the warpgroups
+  // A multiple of the warpgroups. Twice as many would be no faster below 524,288 tokens: what is
+  // asked for and not there yet delays all else.
+  static constexpr int kStages = 64 * 1024 / kStage;
   static constexpr int kQuery = N * 128 * (D / 64);
   static constexpr int kBytes = kStages * kStage + kQuery + 1024;  // and masses after them
 };
