@@ -25,6 +25,8 @@ if ! command -v nvcc >/dev/null; then
 fi
 
 cd "$root"
+# The interface is C, for callers in any language.
+"${CC:-cc}" -std=c11 -Wall -Wextra -Werror -fsyntax-only -x c kernels/taper_gpu.h
 compile() {
   local object
   object=$1/$(basename "$2" .cu).o

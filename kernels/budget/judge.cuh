@@ -84,13 +84,25 @@ struct Promise {
     // As a function of the spread's root the quantile is concave: least at an end.
     const float least = p.rule == kRatio ? p.most : fminf(quantile(1.f, 1.f), 1.f);
     // Where even the norm with its noise is too small, no larger sample is asked for.
-    if (!(m.o2 > 0) || isinf(m.o2) || bound(root(m.o2), least, scalar) > limit) return kGoDense;
+    if (!(m.o2 > 0) || isinf(m.o2)) return kGoDense;
     const float reach = m.n * m.inverse;
     const float left = m.o2 - reach * reach * fmaxf(trace, 0.f) * (over(1, m.b) - over(1, m.n));
-    if (left < kLeastSignal * m.o2) return kNoisy;
-    budget = bound(root(left), least, scalar);
-    if (p.rule == kChi2 && !(budget > limit))
-      budget = bound(root(left), quantile(m.trace_r, m.trace_r2), scalar);
+    // By the norm with its noise, by the norm without, and by chi2's own quantile: a loop, so
+    // that the bound's instructions are fetched once.
+    float norm = root(m.o2), c = least;
+#pragma unroll 1
+    for (int step = 0;; ++step) {
+      budget = bound(norm, c, scalar);
+      if (step == 0) {
+        if (budget > limit) return kGoDense;
+        if (left < kLeastSignal * m.o2) return kNoisy;
+        norm = root(left);
+      } else if (step == 2 || p.rule != kChi2 || budget > limit) {
+        break;
+      } else {
+        c = quantile(m.trace_r, m.trace_r2);
+      }
+    }
     return budget != budget ? kGoDense : kSample;
   }
 };
