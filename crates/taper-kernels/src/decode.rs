@@ -11,10 +11,11 @@ mod values;
 
 pub use attend::attend;
 pub use choose::{Importance, importance, top_k, top_p};
-pub use sample::{Budget, Sampling, foresee, sample, sample_some};
+pub(crate) use sample::Page;
+pub use sample::{Budget, Certainty, Sampling, foresee, sample, sample_certain, sample_some};
 pub use scores::{Scores, scores};
 pub use values::{Spread, Targets, bernoulli_queries, sample_values};
-pub(crate) use {attend::dots, scores::pass};
+pub(crate) use {attend::dots, scores::HeadScores, scores::pass};
 
 use crate::kv::{BLOCK_TOKENS, KvElement, PagedKv};
 use crate::prefill::Mask;

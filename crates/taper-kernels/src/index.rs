@@ -7,6 +7,7 @@ pub mod bounds;
 pub mod clusters;
 pub mod codes;
 pub mod labels;
+pub mod norms;
 
 use crate::decode::Decode;
 use crate::kv::{BLOCK_TOKENS, KvElement};

@@ -41,7 +41,7 @@ pub(super) static PREDICTOR: Entry<dyn Predictor> = Entry {
 pub(super) struct Quest {
     /// Tokens of a page.
     #[schemars(extend("enum" = [4, 8, 16, 32, 64]))]
-    page: usize,
+    pub page: usize,
 }
 
 impl Default for Quest {

@@ -1,18 +1,23 @@
 //! vAttention: sinks, a window and the predicted top keys exactly; the rest from a sample whose size is the least that
 //! keeps a promise on the output's relative error.
 
+use super::quest::Quest;
 use super::{Entry, predictor};
 use crate::amount::Amount;
-use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor};
+use crate::layer::AttentionShape;
+use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor, Rotations};
 use crate::schema::{parse, schema_of};
 use crate::spec::Chosen;
-use candle_core::Result;
+use candle_core::{DType, Result, Tensor};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use taper_kernels::budget::{Promise, Rule};
-use taper_kernels::decode::{Budget, Sampling, foresee, sample};
+use taper_kernels::decode::{Budget, Certainty, Sampling, foresee, sample, sample_certain};
+use taper_kernels::index::{Part, norms};
+use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
+use taper_kv_cache::IndexShape;
 
 pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     name: "vattention",
@@ -34,7 +39,8 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
             dense_share: params.dense_share,
         };
         let Params { epsilon, sink, window, top_k, .. } = params;
-        Ok((Arc::new(VAttention { epsilon, sink, window, top_k, top, sampling }), json))
+        let tail = params.tail;
+        Ok((Arc::new(VAttention { epsilon, delta: params.delta, tail, sink, window, top_k, top, sampling }), json))
     },
     artifacts: &[],
 };
@@ -52,8 +58,10 @@ struct Params {
     /// Largest probability of a larger error.
     #[schemars(extend("exclusiveMinimum" = 0, "exclusiveMaximum" = 1))]
     delta: f64,
-    /// Which bound turns the pilot sample into a budget.
+    /// Which bound turns the pilot sample into a budget, where the tail is `clt`.
     rule: RuleName,
+    /// What the promise rests on.
+    tail: Tail,
     /// Tokens at the start of the sequence, always read.
     #[schemars(range(min = 0, max = 1_048_576))]
     sink: usize,
@@ -86,6 +94,7 @@ impl Default for Params {
             epsilon: 0.1,
             delta: 0.1,
             rule: RuleName::Chi2,
+            tail: Tail::Clt,
             sink: 128,
             window: 128,
             top_k: Amount::Share(0.02),
@@ -126,9 +135,46 @@ impl From<RuleName> for Rule {
     }
 }
 
+/// What the promise rests on.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+#[schemars(inline)]
+enum Tail {
+    /// The central limit theorem: holds if the predictor misses no heavy key.
+    Clt,
+    /// Bounds of pages of keys and values: holds whatever the predictor misses, for far more keys.
+    Hard,
+}
+
+/// Tokens of a page, where bounds are kept.
+const PAGE: usize = 16;
+
+/// The largest norm of the values of each page.
+#[derive(Debug)]
+struct ValueNorms;
+
+impl KeyIndex for ValueNorms {
+    fn name(&self) -> String {
+        format!("norms of pages of {PAGE}")
+    }
+
+    fn shape(&self, _: &AttentionShape, _: DType) -> IndexShape {
+        IndexShape { rows: BLOCK_TOKENS / PAGE, width: 1, dtype: DType::F32 }
+    }
+
+    fn extend(&self, _: usize, index: &Tensor, kv: PagedKv, parts: &[Part], _: &Rotations) -> Result<()> {
+        norms::extend(index, kv.v, parts)
+    }
+}
+
+/// The bounds of each page's keys.
+static BOUNDS: Quest = Quest { page: PAGE };
+
 #[derive(Debug)]
 struct VAttention {
     epsilon: f64,
+    delta: f64,
+    tail: Tail,
     sink: usize,
     window: usize,
     top_k: Amount,
@@ -136,8 +182,29 @@ struct VAttention {
     sampling: Sampling,
 }
 
+impl VAttention {
+    /// What the predictor chose, and a sample that does not rely on its having missed nothing.
+    fn select_certain(&self, step: &DecodeStep) -> Result<Choice> {
+        let k = step.per_head(|row| self.top_k.of(row.visible.len()));
+        let exact = self.top.method.select(step, self.sink, self.window, &k)?;
+        let how = Certainty {
+            epsilon: self.epsilon,
+            delta: self.delta,
+            pilot_tokens: self.sampling.pilot_tokens,
+            dense_share: self.sampling.dense_share,
+        };
+        let pages = (step.index(&BOUNDS)?, step.index(&ValueNorms)?);
+        let (selection, budgets) =
+            sample_certain(&step.batch, &exact.selection, exact.scores.as_ref(), step.streams, pages, &how)?;
+        Ok(Choice { selection, scores: exact.scores, budgets: Some(budgets) })
+    }
+}
+
 impl DecodeMethod for VAttention {
     fn select(&self, step: &DecodeStep) -> Result<Choice> {
+        if self.tail == Tail::Hard {
+            return self.select_certain(step);
+        }
         let k = step.per_head(|row| self.top_k.of(row.visible.len()));
         let hopeless = foresee(&step.batch, (self.sink, self.window), &k, step.streams, &self.sampling)?;
         let k: Vec<usize> = k.iter().zip(&hopeless).map(|(&k, &dense)| if dense { usize::MAX } else { k }).collect();
@@ -153,7 +220,11 @@ impl DecodeMethod for VAttention {
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {
-        self.top.method.indices()
+        let mut indices = self.top.method.indices();
+        if self.tail == Tail::Hard {
+            indices.extend([&BOUNDS as &dyn KeyIndex, &ValueNorms]);
+        }
+        indices
     }
 
     fn epsilon(&self) -> Option<f64> {

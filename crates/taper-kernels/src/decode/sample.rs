@@ -1,7 +1,10 @@
 //! Estimating what was not chosen from a uniform sample whose size is as small as a promise allows.
 
+mod certain;
 mod foresee;
 
+pub(crate) use certain::Page;
+pub use certain::{Certainty, sample_certain};
 pub use foresee::foresee;
 
 use super::attend::{Partial, attend_head, score_keys};
@@ -284,6 +287,8 @@ impl Iterator for Draws {
 struct Head<'a, T> {
     work: &'a Work<'a, T>,
     residual: f64,
+    /// Largest score of known and sampled keys.
+    max: f64,
     /// exp(score − max) of the sampled keys.
     weights: Vec<f32>,
     /// Sum of the weights of the known keys.
@@ -316,6 +321,7 @@ impl<'a, T: KvElement> Head<'a, T> {
         let mut head = Self {
             work,
             residual: residual as f64,
+            max: max.into(),
             weights,
             known_sum: f64::from(known[1] * rescale),
             known_values: known[2..2 + d].iter().map(|v| v * rescale).collect(),

@@ -39,7 +39,7 @@ pub(crate) struct HeadScores {
 
 impl HeadScores {
     /// The scores of query head `g` of the group, by visible token.
-    fn of(&self, g: usize) -> &[f32] {
+    pub fn of(&self, g: usize) -> &[f32] {
         let n = self.scores.len() / self.group;
         &self.scores[g * n..(g + 1) * n]
     }

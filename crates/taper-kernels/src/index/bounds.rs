@@ -3,7 +3,7 @@
 //! Source: Quest (Tang et al. 2024, arXiv:2406.10774), section 3.2.
 
 use super::{Extend, Lookup, Part, dims, for_each_part};
-use crate::decode::{Decode, Importance, pass};
+use crate::decode::{Decode, HeadScores, Importance, Page, pass};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
 use crate::simd::{Isa, Simd, dispatch};
 use candle_core::{Result, Storage, Tensor, bail};
@@ -62,6 +62,12 @@ pub fn extend(index: &Tensor, k: &Tensor, parts: &[Part]) -> Result<()> {
 /// # Errors
 /// Shapes or dtypes that differ.
 pub fn importance(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<Importance> {
+    let (page, heads) = scores(batch, index, wanted)?;
+    Ok(Importance::new(page, heads.into_iter().map(|head| head.map(|head| head.importance())).collect()))
+}
+
+/// The page's size, and the largest scores that the bounds allow.
+fn scores(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<(usize, Vec<Option<HeadScores>>)> {
     let (rows, q_heads, kv_heads, d) = batch.dims()?;
     let (page, group) = (BLOCK_TOKENS / index.dim(2)?, q_heads / kv_heads);
     if wanted.len() != rows * kv_heads || index.dim(3)? != 2 * d {
@@ -91,7 +97,51 @@ pub fn importance(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<Imp
             }
         })
     });
-    Ok(Importance::new(page, heads.into_iter().map(|head| head.map(|head| head.importance())).collect()))
+    Ok((page, heads))
+}
+
+/// What the pages of each row and KV head allow at most.
+pub(crate) struct PageBounds {
+    /// `[R, kv_heads]`; empty where it was not wanted.
+    heads: Vec<Vec<Page>>,
+}
+
+impl PageBounds {
+    /// From an index of bounds and one of norms, of pages of one size.
+    ///
+    /// # Errors
+    /// Shapes or dtypes that differ.
+    pub fn new(batch: &Decode, bounds: &Tensor, norms: &Tensor, wanted: &[bool]) -> Result<Self> {
+        let (page, heads) = scores(batch, bounds, wanted)?;
+        let (_, q_heads, kv_heads, _) = batch.dims()?;
+        let (storage, _) = norms.storage_and_layout();
+        let Storage::Cpu(candle_core::CpuStorage::F32(data)) = &*storage else {
+            bail!("norms: expected f32 on the CPU")
+        };
+        if norms.dims()[2..] != [BLOCK_TOKENS / page, 1] {
+            bail!("norms {:?} beside bounds {:?}", norms.shape(), bounds.shape());
+        }
+        let lookup = Lookup::new(data, norms, kv_heads)?;
+        let of = |(i, head): (usize, Option<HeadScores>)| {
+            let (row, Some(head)) = (&batch.rows[i / kv_heads], head) else { return Vec::new() };
+            let first = row.visible.start / page;
+            let pages = first..row.visible.end.div_ceil(page);
+            pages
+                .map(|p| Page {
+                    start: (p * page).max(row.visible.start),
+                    end: ((p + 1) * page).min(row.visible.end),
+                    scores: (0..q_heads / kv_heads).map(|g| head.of(g)[p - first]).collect(),
+                    norm: lookup.block(row.table, i % kv_heads, p * page)[p % (BLOCK_TOKENS / page)],
+                })
+                .collect()
+        };
+        Ok(Self { heads: heads.into_iter().enumerate().map(of).collect() })
+    }
+
+    /// Those of one row and KV head.
+    pub fn of(&self, head: usize) -> &[Page] {
+        &self.heads[head]
+    }
 }
 
 /// The largest dot product that a key within the bounds can have with `q`.

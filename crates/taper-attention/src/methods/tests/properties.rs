@@ -33,6 +33,9 @@ fn all_typical() -> Vec<Value> {
         over["top"] = json!({ "method": predictor.name });
         all.push(over);
     }
+    let mut hard = vattention.clone();
+    hard["tail"] = json!("hard");
+    all.push(hard);
     all.push(json!({ "method": "kmeans", "rope": true, "probes": 2, "window": 20, "dense_layers": 0 }));
     all.push(json!({ "method": "santa", "samples": 16, "within": typical("oracle_top_k") }));
     all.push(json!({ "method": "santa", "samples": 16, "scores": "bernoulli", "mean_query": true }));

@@ -1,0 +1,255 @@
+//! A sample whose promise holds whatever was not drawn: the unread keys' weights are bounded by their pages, so that one
+//! heavy key that nobody predicted cannot hide.
+//!
+//! Source: empirical Bernstein bounds in the manner of Maurer and Pontil 2009, for vectors by Pinelis 1994,
+//! over the page bounds of Quest; sampling without replacement errs no more than with it (Hoeffding 1963, section 6).
+//!
+//! With c a guess at the output from a few keys drawn first and read exactly, X the error of the sampled sum of e (v − c)
+//! and Y that of e, the output's error is at most (‖X‖ + ‖o − c‖ |Y|) / (D − |Y|), where o and D are the estimates. Both
+//! errors are bounded from what was drawn since and from the largest that the pages allow.
+
+use super::{Budget, Draws, Head, Work, is_sampled};
+use crate::decode::attend::{Partial, attend_head};
+use crate::decode::{Decode, HeadSelection, Keys, Sample, Scores, Selection, View, with_view};
+use crate::index::bounds::PageBounds;
+use crate::kv::KvElement;
+use crate::parallel::{self, SharedMut};
+use crate::philox::Stream;
+use crate::simd::Isa;
+use candle_core::{Result, Tensor, bail};
+
+/// A promise that holds without a central limit theorem.
+#[derive(Debug, Clone, Copy)]
+pub struct Certainty {
+    /// Largest relative error of the output.
+    pub epsilon: f64,
+    /// Largest probability of a larger one.
+    pub delta: f64,
+    /// Size of the first sample, at least 2.
+    pub pilot_tokens: usize,
+    /// Share of the visible keys from which reading all of them is the better bargain.
+    pub dense_share: f64,
+}
+
+/// Looks at the sample; it doubles from one to the next, and each takes its share of delta.
+const LOOKS: usize = 8;
+/// Keys drawn first, to guess the output.
+const GUESS_KEYS: usize = 32;
+/// Bounds that have to hold together at each look: X, its spread, Y, its spread.
+const BOUNDS: f64 = 4.0;
+
+/// Adds to a selection, per row and KV head, the pages that could weigh most and a sample of the rest, as large as it takes
+/// to be sure of the promise; a head for which that is too much reads everything.
+///
+/// `bounds` is an index of [`crate::index::bounds`], `norms` one of [`crate::index::norms`] over pages of one size.
+/// Otherwise as [`super::sample`].
+///
+/// # Errors
+/// Shapes that differ; a selection that has a sample already.
+pub fn sample_certain(
+    batch: &Decode,
+    selection: &Selection,
+    scores: Option<&Scores>,
+    streams: &[Stream],
+    (bounds, norms): (&Tensor, &Tensor),
+    how: &Certainty,
+) -> Result<(Selection, Vec<Budget>)> {
+    let (rows, q_heads, kv_heads, _) = batch.dims()?;
+    if selection.0.len() != rows * kv_heads || streams.len() != rows || selection.0.iter().any(is_sampled) {
+        bail!("sample: a selection of {} heads for {rows} rows of {kv_heads}, or one with a sample", selection.0.len());
+    }
+    let wanted: Vec<bool> = selection.0.iter().map(|head| matches!(head, HeadSelection::Keys(_))).collect();
+    let pages = PageBounds::new(batch, bounds, norms, &wanted)?;
+    let group = q_heads / kv_heads;
+    let mut out = selection.clone();
+    let mut budgets = vec![Budget::default(); rows * q_heads];
+    let isa = Isa::best();
+    with_view!(batch, view: T => {
+        let (heads, budgets) = (SharedMut::new(&mut out.0), SharedMut::new(&mut budgets));
+        parallel::for_each(rows * kv_heads, || (), |(), i| {
+            let (row, head) = (i / kv_heads, i % kv_heads);
+            // SAFETY: one selection and one group of budgets each.
+            let (to, budgets) = unsafe { (&mut heads.slice(i, 1)[0], budgets.slice(i * group, group)) };
+            let HeadSelection::Keys(keys) = &*to else { return };
+            let stream = Stream { head: head as u32, ..streams[row] };
+            let mut work = Work::new(isa, view, row, head, scores.and_then(|s| s.of(i)));
+            *to = run(&mut work, keys, &pages.of(i), &stream, how, budgets);
+        });
+    });
+    Ok((out, budgets))
+}
+
+/// The pages of one row and KV head: first token, and for each query head the largest score, and the largest norm.
+pub(crate) struct Page {
+    pub start: usize,
+    pub end: usize,
+    /// `[group]`.
+    pub scores: Vec<f32>,
+    pub norm: f32,
+}
+
+fn run<T: KvElement>(
+    work: &mut Work<T>,
+    keys: &Keys,
+    pages: &[Page],
+    stream: &Stream,
+    how: &Certainty,
+    budgets: &mut [Budget],
+) -> HeadSelection {
+    let view: &View<T> = work.view;
+    let visible = view.rows[work.row].visible.clone();
+    let limit = how.dense_share.min(1.0) * visible.len() as f64;
+    let residual = visible.len() - keys.fixed();
+    budgets.fill(Budget { residual, sampled: residual, dense: false });
+    if residual <= how.pilot_tokens + GUESS_KEYS {
+        return HeadSelection::Dense;
+    }
+    budgets.fill(Budget { residual, sampled: residual, dense: true });
+    let known = known(work, &HeadSelection::Keys(keys.clone()));
+    let Some((keys, reach)) = promote(keys, pages, &known, how, limit) else { return HeadSelection::Dense };
+    let mut draws = Draws::new(&keys, &visible, stream);
+    let (keys, centres) = guess(work, keys, &mut draws, visible.len());
+    let residual = visible.len() - keys.fixed();
+    let fixed = HeadSelection::Keys(keys.clone());
+    let partial = attend_head::<T>(work.isa, view, work.row, work.head, &fixed, work.scores);
+    let mut wanted = how.pilot_tokens.max(2);
+    for _ in 0..LOOKS {
+        wanted = wanted.min(residual);
+        if (wanted + keys.fixed()) as f64 >= limit {
+            break;
+        }
+        work.draw(&mut draws, wanted);
+        work.score_new();
+        let sure = (0..view.group).all(|g| {
+            let part = &partial[g * Partial::width(view.head_dim)..];
+            Head::new(work, g, part, residual).is_sure(&centres[g], &reach[g], how)
+        });
+        if sure {
+            budgets.fill(Budget { residual, sampled: wanted, dense: false });
+            let log_weight = (residual as f64 / wanted as f64).ln() as f32;
+            let (counts, log_weights) = (vec![wanted; view.group], vec![log_weight; view.group]);
+            let sample = Some(Sample { ids: std::mem::take(&mut work.ids), counts, log_weights });
+            return HeadSelection::Keys(Keys { sample, ..keys });
+        }
+        wanted *= 2;
+    }
+    HeadSelection::Dense
+}
+
+/// Draws a few keys, guesses each query head's output from them, and takes them to those read exactly: what is drawn later
+/// is a sample of the others, whatever these were.
+fn guess<T: KvElement>(work: &mut Work<T>, mut keys: Keys, draws: &mut Draws, visible: usize) -> (Keys, Vec<Vec<f32>>) {
+    let view: &View<T> = work.view;
+    let partial =
+        attend_head::<T>(work.isa, view, work.row, work.head, &HeadSelection::Keys(keys.clone()), work.scores);
+    work.draw(draws, GUESS_KEYS);
+    work.score_new();
+    let width = Partial::width(view.head_dim);
+    let centre = |g: usize| Head::new(work, g, &partial[g * width..], visible - keys.fixed()).output;
+    let centres = (0..view.group).map(centre).collect();
+    keys.ids.append(&mut work.ids);
+    keys.ids.sort_unstable();
+    work.sampled.iter_mut().for_each(Vec::clear);
+    (keys, centres)
+}
+
+/// What one query head knows of the keys read exactly: largest score, sum of exp(score − largest), norm of the output.
+struct Known {
+    max: f64,
+    sum: f64,
+    norm: f64,
+}
+
+fn known<T: KvElement>(work: &Work<T>, fixed: &HeadSelection) -> Vec<Known> {
+    let partial = attend_head::<T>(work.isa, work.view, work.row, work.head, fixed, work.scores);
+    let heads = partial.chunks_exact(Partial::width(work.view.head_dim));
+    let norm = |part: &[f32]| part[2..].iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    heads.map(|p| Known { max: p[0].into(), sum: p[1].into(), norm: norm(p) / f64::from(p[1]) }).collect()
+}
+
+/// The most that an unread key can weigh for a query head: in score, and in the norm of its value.
+struct Reach {
+    score: f64,
+    norm: f64,
+}
+
+/// Adds the pages to read whatever is sampled: as many of the heaviest as make the whole cheapest. Gives what is left to
+/// the unread for each query head; none if all that is too much.
+fn promote(keys: &Keys, pages: &[Page], known: &[Known], how: &Certainty, limit: f64) -> Option<(Keys, Vec<Reach>)> {
+    let left: Vec<Vec<u32>> = pages.iter().map(|page| unread(keys, page)).collect();
+    let weight = |page: &Page| {
+        let of = |(score, k): (&f32, &Known)| {
+            (f64::from(*score) - k.max).exp() * (f64::from(page.norm) + k.norm)
+                / (k.sum * k.norm.max(f64::MIN_POSITIVE))
+        };
+        page.scores.iter().zip(known).map(of).fold(0.0, f64::max)
+    };
+    let mut order: Vec<(f64, usize)> =
+        pages.iter().enumerate().filter(|(i, _)| !left[*i].is_empty()).map(|(i, page)| (weight(page), i)).collect();
+    order.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let confidence = 4.0 / 3.0 * (2.0 * BOUNDS * LOOKS as f64 / how.delta).ln();
+    let mut unread: usize = left.iter().map(Vec::len).sum();
+    let (mut read, mut best) = (0usize, (f64::INFINITY, 0));
+    for (rank, (weight, page)) in order.iter().enumerate() {
+        let cost = read as f64 + unread as f64 * weight * confidence / how.epsilon;
+        if cost < best.0 {
+            best = (cost, rank);
+        }
+        read += left[*page].len();
+        unread -= left[*page].len();
+        if (read + keys.fixed()) as f64 >= limit {
+            break;
+        }
+    }
+    if best.0 + keys.fixed() as f64 >= limit {
+        return None;
+    }
+    let (promoted, rest) = order.split_at(best.1);
+    let mut ids = keys.ids.clone();
+    promoted.iter().for_each(|(_, page)| ids.extend(&left[*page]));
+    ids.sort_unstable();
+    let most = |of: &dyn Fn(&Page) -> f32| rest.iter().map(|(_, i)| of(&pages[*i])).fold(f32::NEG_INFINITY, f32::max);
+    let reach =
+        (0..known.len()).map(|g| Reach { score: most(&|p| p.scores[g]).into(), norm: most(&|p| p.norm).into() });
+    Some((Keys { ids, ..keys.clone() }, reach.collect()))
+}
+
+/// Tokens of a page that are not read yet.
+fn unread(keys: &Keys, page: &Page) -> Vec<u32> {
+    let from = keys.ids.partition_point(|&id| (id as usize) < page.start);
+    let to = keys.ids.partition_point(|&id| (id as usize) < page.end);
+    let read = &keys.ids[from..to];
+    let free = |token: &usize| {
+        !keys.ranges.iter().any(|range| range.contains(token)) && read.binary_search(&(*token as u32)).is_err()
+    };
+    (page.start..page.end).filter(free).map(|token| token as u32).collect()
+}
+
+impl<T: KvElement> Head<'_, T> {
+    /// Whether the sample is large enough for the promise; `centre` is a guess at the output from before it was drawn.
+    fn is_sure(&self, centre: &[f32], reach: &Reach, how: &Certainty) -> bool {
+        let (b, n) = (self.weights.len() as f64, self.residual);
+        let log = (2.0 * BOUNDS * LOOKS as f64 / how.delta).ln();
+        // Everything is relative to the largest score of keys read and drawn, as the head's sums are.
+        let max = self.max;
+        let weight = (reach.score - max).exp();
+        let centre: Vec<f64> = centre.iter().map(|x| f64::from(*x)).collect();
+        let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
+        let centre_norm = norm(&mut centre.iter().copied());
+        // Means of e² and of e² ‖v − c‖² over the sample.
+        let s = &self.sums;
+        let cross: f64 = centre.iter().zip(&s.e2v).map(|(c, x)| c * f64::from(*x)).sum();
+        let y2 = s.e2 / b;
+        let x2 = ((s.e2v2 - 2.0 * cross + centre_norm * centre_norm * s.e2) / b).max(0.0);
+        let error = |mean2: f64, most: f64| {
+            let spread = mean2.sqrt() + most * (2.0 * log / b).sqrt();
+            n * (spread * (2.0 * log / b).sqrt() + 4.0 / 3.0 * most * log / b)
+        };
+        let (x, y) = (error(x2, weight * (reach.norm + centre_norm)), error(y2, weight));
+        let denominator = self.known_sum + n / b * s.e;
+        let apart = norm(&mut self.output.iter().zip(&centre).map(|(o, c)| f64::from(*o) - c));
+        let bound = (x + apart * y) / (denominator - y);
+        let size = norm(&mut self.output.iter().map(|o| f64::from(*o)));
+        y < denominator && bound <= how.epsilon / (1.0 + how.epsilon) * size
+    }
+}
