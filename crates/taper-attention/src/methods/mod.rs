@@ -3,6 +3,7 @@
 mod delta;
 mod dense;
 mod oracle_top_k;
+mod sample_attention;
 mod streaming_llm;
 mod vattention;
 
@@ -14,7 +15,8 @@ use serde::Serialize;
 use serde_json::Value;
 use std::sync::Arc;
 
-static PREFILL: &[&Entry<dyn PrefillMethod>] = &[&delta::PREFILL, &dense::PREFILL, &streaming_llm::PREFILL];
+static PREFILL: &[&Entry<dyn PrefillMethod>] =
+    &[&delta::PREFILL, &dense::PREFILL, &sample_attention::PREFILL, &streaming_llm::PREFILL];
 
 static DECODE: &[&Entry<dyn DecodeMethod>] =
     &[&dense::DECODE, &oracle_top_k::DECODE, &streaming_llm::DECODE, &vattention::DECODE];
@@ -111,5 +113,7 @@ fn choose<M: ?Sized>(kind: &str, entries: &[&Entry<M>], value: &Value, path: &st
     Ok(Chosen { name: entry.name, json, method })
 }
 
+#[cfg(test)]
+mod golden;
 #[cfg(test)]
 pub(crate) mod tests;

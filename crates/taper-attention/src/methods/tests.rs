@@ -14,6 +14,9 @@ fn limit(name: &str, phase: &str) -> Option<Value> {
         ("prefill", "delta") => {
             json!({ "method": "delta", "gamma": 1, "base": { "method": "streaming_llm", "sink": 1, "window": 8 } })
         }
+        ("prefill", "sample_attention") => {
+            json!({ "method": "sample_attention", "alpha_c": 1, "alpha_s": 0, "chunks": 3, "min_tokens": 0 })
+        }
         ("decode", "oracle_top_k") => json!({ "method": "oracle_top_k", "k": 5000 }),
         ("decode", "vattention") => {
             json!({ "method": "vattention", "epsilon": 1e-9, "delta": 0.01, "sink": 2, "window": 3 })
@@ -51,14 +54,42 @@ fn random(shape: (usize, usize, usize), seed: u64) -> Tensor {
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
 }
 
-/// A sequence of `n` tokens, of which the last `decoded` come one by one; returns all outputs.
+/// A sequence's queries `[rows, q_heads, head_dim]`, keys and values `[n, kv_heads, head_dim]`; the rows are its last.
+pub(crate) struct Input {
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
+}
+
+impl Input {
+    pub fn random(shape: AttentionShape, n: usize) -> Self {
+        Self {
+            q: random((n, shape.q_heads, shape.head_dim), 1),
+            k: random((n, shape.kv_heads, shape.head_dim), 2),
+            v: random((n, shape.kv_heads, shape.head_dim), 3),
+        }
+    }
+}
+
+/// A sequence of `n` random tokens, of which the last `decoded` come one by one; returns all outputs.
 fn run(spec: &Value, shape: AttentionShape, (n, decoded): (usize, usize), chunk: usize) -> (Vec<f32>, Sequence) {
-    let spec = Arc::new(AttentionSpec::from_json(spec, "attention", &Artifacts::default()).unwrap());
+    run_on(spec, &Artifacts::default(), shape, &Input::random(shape, n), decoded, chunk)
+}
+
+/// The same on tokens that are given, all of them rows.
+pub(crate) fn run_on(
+    spec: &Value,
+    artifacts: &Artifacts,
+    shape: AttentionShape,
+    input: &Input,
+    decoded: usize,
+    chunk: usize,
+) -> (Vec<f32>, Sequence) {
+    let n = input.k.dims()[0];
+    let Input { q, k, v } = input;
+    let spec = Arc::new(AttentionSpec::from_json(spec, "attention", artifacts).unwrap());
     let kv = KvShape { layers: 1, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
     let mut pool = KvPool::new(kv, DType::F32, n.div_ceil(64), &Device::Cpu).unwrap();
-    let q = random((n, shape.q_heads, shape.head_dim), 1);
-    let k = random((n, shape.kv_heads, shape.head_dim), 2);
-    let v = random((n, shape.kv_heads, shape.head_dim), 3);
     let mut sequence = Sequence::new(spec, 5, n - decoded);
     let mut outs = Vec::new();
     while sequence.len() < n {
@@ -67,18 +98,18 @@ fn run(spec: &Value, shape: AttentionShape, (n, decoded): (usize, usize), chunk:
         let part = |t: &Tensor| t.narrow(0, start, tokens).unwrap();
         let spans = vec![Span { sequence: &mut sequence, tokens }];
         let mut batch = AttentionBatch::new(shape, &PlainRotary, &mut pool, spans).unwrap();
-        let out = batch.attend(0, &part(&q), &part(&k), &part(&v)).unwrap();
+        let out = batch.attend(0, &part(q), &part(k), &part(v)).unwrap();
         batch.finish();
         outs.extend(out.flatten_all().unwrap().to_vec1::<f32>().unwrap());
     }
     (outs, sequence)
 }
 
-fn shape(group: usize, head_dim: usize, window: Option<usize>) -> AttentionShape {
+pub(crate) fn shape(group: usize, head_dim: usize, window: Option<usize>) -> AttentionShape {
     AttentionShape { layers: 1, q_heads: 2 * group, kv_heads: 2, head_dim, window }
 }
 
-fn relative(a: &[f32], b: &[f32]) -> f32 {
+pub(crate) fn relative(a: &[f32], b: &[f32]) -> f32 {
     let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| x * x).sum::<f32>().sqrt();
     norm(&mut a.iter().zip(b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())
 }
