@@ -4,7 +4,7 @@ use crate::layer::AttentionShape;
 use candle_core::{DType, Result, Tensor, bail};
 use taper_kernels::decode::{Budget, Decode, DecodeRow, Scores, Selection};
 use taper_kernels::index::Part;
-use taper_kernels::kv::PagedKv;
+use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 use taper_kernels::philox::Stream;
 use taper_kernels::prefill::{self, Mask, Reads, Rows};
 use taper_kernels::rotary::Rotation;
@@ -22,6 +22,12 @@ pub trait PrefillMethod: std::fmt::Debug + Send + Sync {
     fn cut(&self, start: usize, prompt: usize, max: usize) -> usize {
         prompt.min(start.saturating_add(max))
     }
+}
+
+/// A [cut](PrefillMethod::cut) for methods that choose by all rows of a block of 64: no block is cut apart.
+pub(crate) fn cut_at_blocks(start: usize, prompt: usize, max: usize) -> usize {
+    let end = start.saturating_add(max) / BLOCK_TOKENS * BLOCK_TOKENS;
+    end.max((start / BLOCK_TOKENS + 1) * BLOCK_TOKENS).min(prompt)
 }
 
 /// What a prefill method keeps of one layer from one chunk of a prompt to the next, so that the cuts do not show.
@@ -48,6 +54,8 @@ pub struct PrefillLayer<'a> {
     pub kv: PagedKv<'a>,
     /// The sequence's blocks.
     pub table: &'a [u32],
+    /// Which layer of the model it is.
+    pub layer: usize,
     /// Absolute position of the first row; the rows are consecutive.
     pub start: usize,
     /// Tokens of the whole prompt.

@@ -8,13 +8,14 @@
 //! [`stripes`] turns the sums into lists; [`pooled`] ranks blocks by their means; [`probe`] searches a hierarchy of
 //! chunks. Methods only compose these.
 
-pub mod pooled;
+mod pooled;
 pub mod probe;
 mod selection;
 pub mod stripes;
 mod sums;
 mod tile;
 
+pub use pooled::pooled;
 pub use selection::{HeadReads, Lists, Selection, query_blocks};
 pub use sums::{Sums, sums};
 

@@ -2,6 +2,7 @@
 
 mod delta;
 mod dense;
+mod minference;
 mod oracle_top_k;
 mod sample_attention;
 mod streaming_llm;
@@ -16,7 +17,7 @@ use serde_json::Value;
 use std::sync::Arc;
 
 static PREFILL: &[&Entry<dyn PrefillMethod>] =
-    &[&delta::PREFILL, &dense::PREFILL, &sample_attention::PREFILL, &streaming_llm::PREFILL];
+    &[&delta::PREFILL, &dense::PREFILL, &minference::PREFILL, &sample_attention::PREFILL, &streaming_llm::PREFILL];
 
 static DECODE: &[&Entry<dyn DecodeMethod>] =
     &[&dense::DECODE, &oracle_top_k::DECODE, &streaming_llm::DECODE, &vattention::DECODE];
