@@ -33,14 +33,12 @@ use super::Entry;
 use crate::artifacts::{ArtifactFile, ArtifactKind, Loaded};
 use crate::method::{Carry, PrefillLayer, PrefillMethod, PrefillOutput};
 use crate::schema::{parse, schema_of};
-use crate::spec::SpecError;
 use candle_core::{Result, Tensor};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::borrow::Cow;
 use std::sync::Arc;
-use taper_kernels::kv::BLOCK_TOKENS;
 use taper_kernels::prefill::stripes::{Shares, by_share};
 use taper_kernels::prefill::{Mask, Selection, query_blocks, sums};
 
@@ -52,10 +50,6 @@ pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
     schema: schema_of::<Params>,
     build: |value, path, artifacts| {
         let params: Params = parse(PREFILL.name, value, path)?;
-        if !params.block.is_multiple_of(BLOCK_TOKENS) {
-            let message = format!("must be a multiple of {BLOCK_TOKENS}; got {}", params.block);
-            return Err(SpecError::new(format!("{path}.block"), message));
-        }
         let bands: Cow<'static, [Band]> = match params.tuning {
             Tuning::None => {
                 let Params { alpha_c, alpha_s, chunks, .. } = params;
@@ -92,7 +86,7 @@ struct Params {
     #[schemars(range(min = 1, max = 1024))]
     chunks: usize,
     /// Rows that are sampled at a chunk's end, and tokens of a block of keys or diagonals: a multiple of 64.
-    #[schemars(range(min = 64, max = 4096))]
+    #[schemars(range(min = 64, max = 4096), extend("multipleOf" = 64))]
     block: usize,
     /// Shorter prompts are dense.
     #[schemars(range(min = 0, max = 1_048_576))]
@@ -247,6 +241,7 @@ pub(super) fn kept(read: &Tensor, all: &Tensor) -> Result<Vec<f32>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::SpecError;
     use crate::artifacts::{Artifacts, ModelKey};
     use crate::layer::AttentionShape;
     use crate::methods::prefill;
@@ -300,7 +295,7 @@ mod tests {
         let model = ModelKey { shape, fingerprint: "abc".into() };
         let head = "format = \"taper-artefact-1\"\nmethod = \"sample_attention\"\nmodel = \"abc\"\n";
         let band = "[[bands]]\nalpha_c = 0.9\nalpha_s = 0.8\nchunks = 4\n";
-        let read = |text: String| Artifacts::default().with(&ARTIFACT, text.as_bytes(), &model);
+        let read = |text: String| Artifacts::default().with(ARTIFACT.file, text.as_bytes(), &model);
         let artifacts = read(format!("{head}[[bands]]\nbelow = 20000\nalpha_c = 1\nalpha_s = 1.0\nchunks = 2\n{band}"));
         let settings = json!({ "method": "sample_attention", "tuning": "file" });
         let tuned = method(settings.clone(), &artifacts.unwrap()).unwrap();
