@@ -9,13 +9,14 @@
 //! chunks. Methods only compose these.
 
 mod pooled;
-pub mod probe;
+mod probe;
 mod selection;
 pub mod stripes;
 mod sums;
 mod tile;
 
 pub use pooled::pooled;
+pub use probe::{Hierarchy, Stage, probe};
 pub use selection::{HeadReads, Lists, Selection, query_blocks};
 pub use sums::{Sums, sums};
 
