@@ -4,7 +4,7 @@ use crate::layer::AttentionShape;
 use candle_core::{DType, Result, Tensor, bail};
 use taper_kernels::decode::{Budget, Decode, DecodeRow, Scores, Selection};
 use taper_kernels::index::Part;
-use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
+use taper_kernels::kv::PagedKv;
 use taper_kernels::philox::Stream;
 use taper_kernels::prefill::{self, Mask, Reads, Rows};
 use taper_kernels::rotary::Rotation;
@@ -24,10 +24,10 @@ pub trait PrefillMethod: std::fmt::Debug + Send + Sync {
     }
 }
 
-/// A [cut](PrefillMethod::cut) for methods that choose by all rows of a block of 64: no block is cut apart.
-pub(crate) fn cut_at_blocks(start: usize, prompt: usize, max: usize) -> usize {
-    let end = start.saturating_add(max) / BLOCK_TOKENS * BLOCK_TOKENS;
-    end.max((start / BLOCK_TOKENS + 1) * BLOCK_TOKENS).min(prompt)
+/// A [cut](PrefillMethod::cut) for methods that choose by all rows of a block: no block is cut apart.
+pub(crate) fn cut_at_blocks(block: usize, start: usize, prompt: usize, max: usize) -> usize {
+    let end = start.saturating_add(max) / block * block;
+    end.max((start / block + 1) * block).min(prompt)
 }
 
 /// What a prefill method keeps of one layer from one chunk of a prompt to the next, so that the cuts do not show.

@@ -234,7 +234,7 @@ impl PrefillMethod for MInference {
         if all(|p| matches!(p, Pattern::AShape { .. })) {
             prompt.min(start.saturating_add(max))
         } else if all(|p| !matches!(p, Pattern::VerticalSlash { .. })) {
-            cut_at_blocks(start, prompt, max)
+            cut_at_blocks(BLOCK_TOKENS, start, prompt, max)
         } else {
             prompt
         }

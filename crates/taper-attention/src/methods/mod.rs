@@ -4,6 +4,7 @@ mod delta;
 mod dense;
 mod double_sparsity;
 mod hash_attention;
+mod hip;
 mod kmeans;
 mod minference;
 mod oracle_top_k;
@@ -26,8 +27,14 @@ use serde::Serialize;
 use serde_json::Value;
 use std::sync::Arc;
 
-static PREFILL: &[&Entry<dyn PrefillMethod>] =
-    &[&delta::PREFILL, &dense::PREFILL, &minference::PREFILL, &sample_attention::PREFILL, &streaming_llm::PREFILL];
+static PREFILL: &[&Entry<dyn PrefillMethod>] = &[
+    &delta::PREFILL,
+    &dense::PREFILL,
+    &hip::PREFILL,
+    &minference::PREFILL,
+    &sample_attention::PREFILL,
+    &streaming_llm::PREFILL,
+];
 
 static DECODE: &[&Entry<dyn DecodeMethod>] = &[
     &dense::DECODE,

@@ -18,6 +18,10 @@ pub(crate) fn limit(name: &str, phase: &str) -> Option<Value> {
         ("prefill", "delta") => {
             json!({ "method": "delta", "gamma": 1, "base": { "method": "streaming_llm", "sink": 1, "window": 8 } })
         }
+        ("prefill", "hip") => json!({
+            "method": "hip", "sink": 1, "window": 1, "stages": [{ "chunk": 8, "keep": 5000 }], "full_at": 0,
+            "dense_layers": 0
+        }),
         ("prefill", "minference") => json!({ "method": "minference", "vertical": 5000, "slash": 5000 }),
         ("prefill", "sample_attention") => {
             json!({ "method": "sample_attention", "alpha_c": 1, "alpha_s": 0, "chunks": 3, "min_tokens": 0 })
