@@ -161,7 +161,7 @@ mod tests {
                     }
                 }
                 assert!(pooled(&rows, &runs, &[(4, 1)]).is_err());
-                assert!(pooled(&rows, &[0..65], &[(0, 1)]).is_err());
+                assert!(pooled(&rows, &query_blocks(0..65, 128), &[(0, 1)]).is_err());
             }
         }
     }

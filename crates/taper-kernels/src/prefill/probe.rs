@@ -254,7 +254,7 @@ unsafe fn look<V: Simd, T: KvElement>(search: &Search<T>, s: &mut Scratch) {
     let probes = std::mem::take(&mut s.probes);
     for probes in probes.chunks(BLOCK_TOKENS) {
         unsafe {
-            unpack_keys::<T>(search.with, search.kv_head, &Columns::Tokens(probes), probes.len(), &mut s.keys);
+            unpack_keys::<V, T>(search.with, search.kv_head, &Columns::Tokens(probes), probes.len(), &mut s.keys);
             gemm::<V, false>(&Gemm {
                 a: s.q.as_ptr(),
                 lda: padded,
@@ -400,9 +400,9 @@ mod tests {
         for chunks in [&[1][..], &[48], &[8, 8], &[8, 16], &[8192]] {
             let stages = chunks.iter().map(|&chunk| Stage { chunk, keep: 64 }).collect();
             let hierarchy = Hierarchy { sink: 0, window: 0, average: 4, stages, full_at: 0 };
-            assert!(probe(&rows, &[0..64], &hierarchy).is_err(), "{chunks:?}");
+            assert!(probe(&rows, &query_blocks(0..64, 64), &hierarchy).is_err(), "{chunks:?}");
         }
         let hierarchy = Hierarchy { sink: 0, window: 0, average: 4, stages: Vec::new(), full_at: 0 };
-        assert!(probe(&rows, &[64..128], &hierarchy).is_err());
+        assert!(probe(&rows, &query_blocks(64..128, 64), &hierarchy).is_err());
     }
 }

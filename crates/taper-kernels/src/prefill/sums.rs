@@ -162,7 +162,7 @@ unsafe fn score<V: Simd, T: KvElement>(
     let active = active(keys, &columns)?;
     let lines = active.rows.len() * group;
     unsafe {
-        unpack_keys::<T>(with, kv_head, &columns, active.keys, &mut s.keys);
+        unpack_keys::<V, T>(with, kv_head, &columns, active.keys, &mut s.keys);
         gemm::<V, false>(&Gemm {
             a: s.q.as_ptr().add(active.rows.start * group * padded),
             lda: padded,

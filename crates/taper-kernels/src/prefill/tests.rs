@@ -80,7 +80,8 @@ fn random_selection(numbers: &mut Numbers, positions: &[u32], lists: usize) -> S
         let cut = 77.clamp(run.start, run.end);
         runs.extend([run.start..cut, cut..run.end].into_iter().filter(|r| !r.is_empty()));
     }
-    let mut pick = |n: usize, one_in: u64| (0..n as u32).filter(|_| numbers.next() % one_in == 0).collect::<Vec<_>>();
+    let mut pick =
+        |n: usize, one_in: u64| (0..n as u32).filter(|_| numbers.next().is_multiple_of(one_in)).collect::<Vec<_>>();
     let heads = (0..lists).map(|list| {
         let own = |run: &Range<usize>| (run.end - 1) / BLOCK_TOKENS;
         let blocks = runs.iter().map(|run| {
@@ -170,22 +171,23 @@ fn a_row_that_reads_nothing_gives_nothing() {
 fn bad_selections_are_errors() {
     let list = |ids: &[u32]| -> Lists { [ids.to_vec()].into_iter().collect() };
     let one = |blocks| vec![HeadReads::blocks(blocks)];
+    let run = |rows: Range<usize>| query_blocks(rows, 64);
     let none = HeadReads::from(Mask::Causal);
     assert!(Selection::new(vec![0..64, 32..90], vec![none.clone()]).is_err(), "runs overlap");
-    assert!(Selection::new(vec![5..5], vec![none.clone()]).is_err(), "an empty run");
-    assert!(Selection::new(vec![0..9], one(list(&[2, 1]))).is_err(), "blocks descend");
+    assert!(Selection::new(vec![0..5, 5..5], vec![none.clone()]).is_err(), "an empty run");
+    assert!(Selection::new(run(0..9), one(list(&[2, 1]))).is_err(), "blocks descend");
     assert!(Selection::new(vec![0..9, 9..20], one(list(&[1]))).is_err(), "a list short");
-    assert!(Selection::new(vec![0..9], vec![HeadReads { tokens: list(&[1, 1]), ..none.clone() }]).is_err(), "twice");
+    assert!(Selection::new(run(0..9), vec![HeadReads { tokens: list(&[1, 1]), ..none.clone() }]).is_err(), "twice");
     let mut numbers = Numbers(1);
     let cache = Cache::new(&mut numbers, 10, 2, 16, DType::F32);
     let q = numbers.tensor(&[2, 4, 16]);
     let rows = Rows { q: &q, kv: cache.kv(), table: &cache.table, positions: &[3, 8], window: None };
-    for (runs, heads) in [(vec![0..9], 1), (vec![0..9], 3), (vec![0..8], 2), (vec![4..9], 4)] {
+    for (runs, heads) in [(run(0..9), 1), (run(0..9), 3), (run(0..8), 2), (run(4..9), 4)] {
         let selection = Selection::new(runs, vec![none.clone(); heads]).unwrap();
         assert!(prefill(&rows, Reads::Selection(&selection)).is_err(), "{selection:?}");
     }
     for heads in [2, 4] {
-        let selection = Selection::new(vec![0..9], vec![none.clone(); heads]).unwrap();
+        let selection = Selection::new(run(0..9), vec![none.clone(); heads]).unwrap();
         assert!(prefill(&rows, Reads::Selection(&selection)).is_ok());
     }
 }

@@ -42,7 +42,7 @@ pub(super) struct Tile {
 /// Cuts rows and heads into tiles, those of the last rows first.
 pub(super) fn tiles(positions: &[u32], reads: &Reads, dims: &Dims) -> Result<Vec<Tile>> {
     let (runs, lists) = match reads {
-        Reads::Mask(_) => (vec![0..positions.len()], dims.kv_heads),
+        Reads::Mask(_) => (std::iter::once(0..positions.len()).collect(), dims.kv_heads),
         Reads::Selection(selection) => {
             let lists = selection.heads().len();
             if lists != dims.kv_heads && lists != dims.q_heads {
@@ -56,22 +56,42 @@ pub(super) fn tiles(positions: &[u32], reads: &Reads, dims: &Dims) -> Result<Vec
             (runs, lists)
         }
     };
-    let heads = dims.q_heads / lists;
-    let rows = dims.tile_rows(heads);
-    let mut tiles = Vec::with_capacity((positions.len() / rows + runs.len()) * lists);
+    let each = dims.q_heads / lists;
+    let mut tiles = Vec::with_capacity((positions.len() / BLOCK_TOKENS + runs.len()) * lists);
     // Later tiles read more keys: longest first keeps the threads level.
     for (run, all) in runs.into_iter().enumerate().rev() {
-        for start in all.clone().step_by(rows).rev() {
-            let rows = start..(start + rows).min(all.end);
-            tiles.extend((0..lists).map(|list| Tile {
-                rows: rows.clone(),
-                heads: list * heads..(list + 1) * heads,
+        for list in alike(reads, run, lists, dims) {
+            let heads = list.start * each..list.end * each;
+            let rows = dims.tile_rows(heads.len());
+            tiles.extend(all.clone().step_by(rows).rev().map(|start| Tile {
+                rows: start..(start + rows).min(all.end),
+                heads: heads.clone(),
                 run,
-                list,
+                list: list.start,
             }));
         }
     }
     Ok(tiles)
+}
+
+/// Lists of heads, those together that are the same and of one KV head: they share what unpacking a block costs.
+fn alike(reads: &Reads, run: usize, lists: usize, dims: &Dims) -> Vec<Range<usize>> {
+    let mut groups: Vec<Range<usize>> = Vec::with_capacity(lists);
+    let of_kv_head = lists / dims.kv_heads;
+    for list in 0..lists {
+        let same = |before: usize| match reads {
+            Reads::Selection(selection) if before / of_kv_head == list / of_kv_head => {
+                let (a, b) = (&selection.heads()[before], &selection.heads()[list]);
+                a.mask == b.mask && a.lists(run) == b.lists(run)
+            }
+            _ => false,
+        };
+        match groups.last_mut() {
+            Some(last) if same(last.start) => last.end = list + 1,
+            _ => groups.push(list..list + 1),
+        }
+    }
+    groups
 }
 
 /// What a tile's kernel reads.
@@ -237,8 +257,8 @@ unsafe fn run_tile<V: Simd, T: KvElement>(
         };
         let Some(active) = active(&keys, &columns) else { continue };
         unsafe {
-            unpack_keys::<T>(with, kv_head, &columns, active.keys, &mut s.keys);
-            unpack_values::<T>(with, kv_head, &columns, active.keys, &mut s.values);
+            unpack_keys::<V, T>(with, kv_head, &columns, active.keys, &mut s.keys);
+            unpack_values::<V, T>(with, kv_head, &columns, active.keys, &mut s.values);
             run_columns::<V>(&keys, heads, &columns, &active, with.dims, s);
         }
     }
@@ -262,17 +282,10 @@ pub(super) fn base_of<S>(with: &Operands<S>, kv_head: usize, block: usize) -> us
     (with.rows.table[block] as usize * with.dims.kv_heads + kv_head) * BLOCK_TOKENS * with.dims.head_dim
 }
 
-/// Where a token stands in the pool, for one KV head.
-#[inline(always)]
-pub(super) fn row_of<S>(with: &Operands<S>, kv_head: usize, token: u32) -> usize {
-    let token = token as usize;
-    base_of(with, kv_head, token / BLOCK_TOKENS) + token % BLOCK_TOKENS * with.dims.head_dim
-}
-
 /// Keys of the first `count` columns → f32 `[padded, 64]`, transposed for the score product; columns from `count` on are
 /// left as they are and masked.
 #[inline(always)]
-pub(super) unsafe fn unpack_keys<T: KvElement>(
+pub(super) unsafe fn unpack_keys<V: Simd, T: KvElement>(
     with: &Operands<&[T]>,
     kv_head: usize,
     columns: &Columns,
@@ -281,34 +294,51 @@ pub(super) unsafe fn unpack_keys<T: KvElement>(
 ) {
     let d = with.dims.head_dim;
     to[d * BLOCK_TOKENS..].fill(0.0);
-    match columns {
-        Columns::Block(block) => {
-            let from = &with.k[base_of(with, kv_head, *block)..][..BLOCK_TOKENS * d];
-            // Eight keys at a time: the strided reads of one column then share cache lines with the next.
-            for first in (0..count).step_by(8) {
-                let keys = 8.min(count - first);
-                for dim in 0..d {
-                    let to = &mut to[dim * BLOCK_TOKENS + first..][..keys];
-                    for (key, to) in to.iter_mut().enumerate() {
-                        *to = from[(first + key) * d + dim].to_f32();
-                    }
-                }
-            }
+    // Eight keys at a time: the strided writes of one column then share cache lines with the next.
+    for first in (0..count).step_by(8) {
+        let keys = 8.min(count - first);
+        let mut rows = [&[][..]; 8];
+        for (key, row) in rows.iter_mut().enumerate().take(keys) {
+            *row = &with.k[start_of(with, kv_head, columns, first + key)..][..d];
         }
-        Columns::Tokens(tokens) => {
-            for (column, &token) in tokens.iter().take(count).enumerate() {
-                let from = &with.k[row_of(with, kv_head, token)..][..d];
-                for (dim, from) in from.iter().enumerate() {
-                    to[dim * BLOCK_TOKENS + column] = from.to_f32();
-                }
+        let mut dim = 0;
+        let mut wide = [[0f32; WIDEST]; 8];
+        while dim + V::LANES <= d {
+            for (wide, row) in wide.iter_mut().zip(&rows[..keys]) {
+                // SAFETY: the row has another vector, and a vector has at most WIDEST lanes.
+                unsafe { T::load::<V>(row[dim..].as_ptr()).store(wide.as_mut_ptr()) };
             }
+            for lane in 0..V::LANES {
+                let to = &mut to[(dim + lane) * BLOCK_TOKENS + first..][..keys];
+                to.iter_mut().zip(&wide).for_each(|(to, wide)| *to = wide[lane]);
+            }
+            dim += V::LANES;
+        }
+        for dim in dim..d {
+            let to = &mut to[dim * BLOCK_TOKENS + first..][..keys];
+            to.iter_mut().zip(&rows).for_each(|(to, row)| *to = row[dim].to_f32());
+        }
+    }
+}
+
+/// Lanes of the widest vector.
+const WIDEST: usize = 16;
+
+/// Where the key or value of a column begins in the pool.
+#[inline(always)]
+fn start_of<S>(with: &Operands<S>, kv_head: usize, columns: &Columns, column: usize) -> usize {
+    match columns {
+        Columns::Block(block) => base_of(with, kv_head, *block) + column * with.dims.head_dim,
+        Columns::Tokens(tokens) => {
+            let token = tokens[column] as usize;
+            base_of(with, kv_head, token / BLOCK_TOKENS) + token % BLOCK_TOKENS * with.dims.head_dim
         }
     }
 }
 
 /// Values of the first `count` columns → f32 `[64, padded]`.
 #[inline(always)]
-unsafe fn unpack_values<T: KvElement>(
+unsafe fn unpack_values<V: Simd, T: KvElement>(
     with: &Operands<&[T]>,
     kv_head: usize,
     columns: &Columns,
@@ -317,14 +347,14 @@ unsafe fn unpack_values<T: KvElement>(
 ) {
     let Dims { head_dim: d, padded, .. } = *with.dims;
     for (column, to) in to.chunks_exact_mut(padded).take(count).enumerate() {
-        let at = match columns {
-            Columns::Block(block) => base_of(with, kv_head, *block) + column * d,
-            Columns::Tokens(tokens) => row_of(with, kv_head, tokens[column]),
-        };
+        let from = &with.v[start_of(with, kv_head, columns, column)..][..d];
         to[d..].fill(0.0);
-        for (to, &from) in to.iter_mut().zip(&with.v[at..at + d]) {
-            *to = from.to_f32();
+        let whole = d - d % V::LANES;
+        for dim in (0..whole).step_by(V::LANES) {
+            // SAFETY: both rows have another vector.
+            unsafe { T::load::<V>(from[dim..].as_ptr()).store(to[dim..].as_mut_ptr()) };
         }
+        to[whole..d].iter_mut().zip(&from[whole..]).for_each(|(to, from)| *to = from.to_f32());
     }
 }
 
