@@ -5,6 +5,7 @@ use crate::{AttentionBatch, AttentionShape, AttentionSpec, LayerAttention, Model
 
 mod golden;
 mod prefill;
+mod properties;
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 use std::collections::HashMap;
