@@ -4,6 +4,7 @@ use crate::layer::AttentionShape;
 use crate::methods;
 use crate::spec::SpecError;
 use safetensors::{Dtype, SafeTensors, tensor::Metadata};
+use serde::de::DeserializeOwned;
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -140,6 +141,31 @@ impl<'a> ArtifactFile<'a> {
         }
         let tensors = SafeTensors::deserialize(self.bytes).map_err(|e| format!("is no safetensors file: {e}"))?;
         Ok((Tensors(tensors), metadata))
+    }
+}
+
+impl ArtifactFile<'_> {
+    /// The content of a TOML artefact, once its fields `format`, `method` and `model` agree with the method and the
+    /// model; the other fields are `T`'s.
+    pub fn toml<T: DeserializeOwned>(&self, method: &str) -> Result<T, String> {
+        let text = std::str::from_utf8(self.bytes).map_err(|e| format!("is no TOML file: {e}"))?;
+        let mut table: toml::Table = text.parse().map_err(|e| format!("is no TOML file: {e}"))?;
+        let mut field = |key: &str| match table.remove(key) {
+            Some(toml::Value::String(found)) => Ok(found),
+            Some(other) => Err(format!("`{key}` is {other}; expected a string")),
+            None => Err(format!("lacks the field `{key}`")),
+        };
+        for (key, wanted) in [FORMAT, ("method", method)] {
+            let found = field(key)?;
+            if found != wanted {
+                return Err(format!("`{key}` is {found:?}; expected {wanted:?}"));
+            }
+        }
+        let (found, own) = (field("model")?, &self.model.fingerprint);
+        if found != *own {
+            return Err(format!("was made for another model ({found}); this one is {own}"));
+        }
+        table.try_into().map_err(|e: toml::de::Error| e.message().to_owned())
     }
 }
 

@@ -266,6 +266,7 @@ impl Part<'_> {
             q,
             kv: self.pool.layer(self.layer),
             table: sequence.table.blocks(),
+            layer: self.layer,
             start: sequence.len,
             prompt: sequence.context,
             window: self.shape.window,

@@ -6,7 +6,7 @@ use taper_kernels::decode::{Budget, Decode, DecodeRow, Scores, Selection};
 use taper_kernels::index::Part;
 use taper_kernels::kv::PagedKv;
 use taper_kernels::philox::Stream;
-use taper_kernels::prefill::{self, Mask, Prefill};
+use taper_kernels::prefill::{self, Mask, Reads, Rows};
 use taper_kernels::rotary::Rotation;
 use taper_kv_cache::IndexShape;
 
@@ -22,6 +22,12 @@ pub trait PrefillMethod: std::fmt::Debug + Send + Sync {
     fn cut(&self, start: usize, prompt: usize, max: usize) -> usize {
         prompt.min(start.saturating_add(max))
     }
+}
+
+/// A [cut](PrefillMethod::cut) for methods that choose by all rows of a block: no block is cut apart.
+pub(crate) fn cut_at_blocks(block: usize, start: usize, prompt: usize, max: usize) -> usize {
+    let end = start.saturating_add(max) / block * block;
+    end.max((start / block + 1) * block).min(prompt)
 }
 
 /// What a prefill method keeps of one layer from one chunk of a prompt to the next, so that the cuts do not show.
@@ -48,6 +54,8 @@ pub struct PrefillLayer<'a> {
     pub kv: PagedKv<'a>,
     /// The sequence's blocks.
     pub table: &'a [u32],
+    /// Which layer of the model it is.
+    pub layer: usize,
     /// Absolute position of the first row; the rows are consecutive.
     pub start: usize,
     /// Tokens of the whole prompt.
@@ -86,26 +94,58 @@ impl PrefillLayer<'_> {
     /// # Errors
     /// A device error.
     pub fn attend(&self, mask: Mask) -> Result<PrefillOutput> {
-        let positions: Vec<u32> = (self.start..self.start + self.rows()).map(|p| p as u32).collect();
-        self.attend_rows(&self.q, &positions, mask)
+        self.attend_rows(&self.q, &self.positions(), mask)
     }
 
     /// Attends for queries `[R, q_heads, head_dim]` at the positions given, ascending.
     ///
     /// # Errors
     /// A device error.
-    pub fn attend_rows(&self, q: &Tensor, positions: &[u32], mask: Mask) -> Result<PrefillOutput> {
-        let args = Prefill { q, kv: self.kv, table: self.table, positions, window: self.window, mask };
-        let heads = q.dims()[1] as u64;
-        let count = |&p: &u32| {
-            let most = mask.count(p as usize, self.window) as u64;
-            RowKeys { read: most * heads, most }
+    pub fn attend_rows<'a>(&self, q: &Tensor, positions: &[u32], reads: impl Into<Reads<'a>>) -> Result<PrefillOutput> {
+        Ok(self.attend_lse(q, positions, reads.into())?.0)
+    }
+
+    /// The same, and the natural logarithm of each row's sum of exponentials `[R, q_heads]`, f32.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn attend_lse(&self, q: &Tensor, positions: &[u32], reads: Reads) -> Result<(PrefillOutput, Tensor)> {
+        let (out, lse) = prefill::prefill(&self.select(q, positions), reads)?;
+        let heads = q.dims()[1];
+        let keys = match reads {
+            Reads::Mask(mask) => {
+                positions.iter().map(|&p| RowKeys::of(&[mask.count(p as usize, self.window)], heads)).collect()
+            }
+            Reads::Selection(selection) => {
+                let counts = selection.counts(positions, self.window);
+                counts.chunks(selection.heads().len()).map(|counts| RowKeys::of(counts, heads)).collect()
+            }
         };
-        Ok(PrefillOutput {
-            out: prefill::prefill(&args)?,
-            keys: positions.iter().map(count).collect(),
-            kept: Vec::new(),
-        })
+        Ok((PrefillOutput { out, keys, kept: Vec::new() }, lse))
+    }
+
+    /// Queries at positions, as the operations of taper-kernels take them.
+    pub fn select<'a>(&'a self, q: &'a Tensor, positions: &'a [u32]) -> Rows<'a> {
+        Rows { q, kv: self.kv, table: self.table, positions, window: self.window }
+    }
+
+    /// Absolute positions of the chunk's rows.
+    pub fn positions(&self) -> Vec<u32> {
+        (self.start..self.start + self.rows()).map(|p| p as u32).collect()
+    }
+
+    /// KV heads.
+    pub fn kv_heads(&self) -> usize {
+        self.kv.k.dims()[1]
+    }
+}
+
+impl RowKeys {
+    /// From the keys of each list of heads.
+    fn of(counts: &[usize], heads: usize) -> Self {
+        let each = heads / counts.len().max(1);
+        let read = counts.iter().sum::<usize>() * each;
+        Self { read: read as u64, most: counts.iter().copied().max().unwrap_or(0) as u64 }
     }
 }
 

@@ -36,8 +36,7 @@ pub fn parse<P: JsonSchema + DeserializeOwned>(name: &str, value: &Value, path: 
             return Err(unknown_field(path, key, name, &known));
         };
         check(value, property, &format!("{path}.{key}"))?;
-        let value = if property["type"] == "integer" { whole(value) } else { value.clone() };
-        parameters.insert(key.clone(), value);
+        parameters.insert(key.clone(), whole(value, property));
     }
     serde_json::from_value(Value::Object(parameters)).map_err(|e| SpecError::new(path, e.to_string()))
 }
@@ -60,10 +59,17 @@ pub fn nearest<'a>(name: &str, known: &[&'a str]) -> Option<&'a str> {
     known.iter().copied().filter(|k| distance(k) <= ((k.len() + 1) / 4).max(1)).min_by_key(|k| distance(k))
 }
 
-/// A whole number as serde wants it: JSON Schema takes 16.0 for 16, and some clients write it.
-fn whole(value: &Value) -> Value {
-    match value.as_f64() {
-        Some(x) if value.is_f64() => Value::from(x as u64),
+/// Whole numbers as serde wants them: JSON Schema takes 16.0 for 16, and some clients write it.
+fn whole(value: &Value, schema: &Value) -> Value {
+    match value {
+        Value::Number(x) if x.is_f64() && schema["type"] == "integer" => {
+            x.as_f64().map_or(value.clone(), |x| Value::from(x as u64))
+        }
+        Value::Array(items) => items.iter().map(|item| whole(item, &schema["items"])).collect(),
+        Value::Object(fields) if schema["properties"].is_object() => {
+            let of = |(key, value): (&String, &Value)| (key.clone(), whole(value, &schema["properties"][key]));
+            Value::Object(fields.iter().map(of).collect())
+        }
         _ => value.clone(),
     }
 }
@@ -89,14 +95,48 @@ fn check(value: &Value, schema: &Value, path: &str) -> Result<(), SpecError> {
         }
         Some("integer" | "number") => {
             let within = value.as_f64().is_some_and(|x| in_range(x, schema));
-            let kind = if schema["type"] == "integer" { "a whole number" } else { "a number" };
+            let multiple = schema["multipleOf"].as_f64();
+            let within = within && multiple.is_none_or(|of| value.as_f64().is_some_and(|x| x % of == 0.0));
+            let kind = match multiple {
+                Some(of) => &format!("a multiple of {of}"),
+                None if schema["type"] == "integer" => "a whole number",
+                None => "a number",
+            };
             if within { Ok(()) } else { fail(format!("{kind}{}", range(schema))) }
         }
         Some("boolean") if !value.is_boolean() => fail("true or false".to_owned()),
         Some("string") if !value.is_string() => fail("a string".to_owned()),
         Some("object") if !value.is_object() => fail("an object".to_owned()),
+        Some("object") if schema["properties"].is_object() => fields(value, schema, path),
+        Some("array") => {
+            let (least, most) = (schema["minItems"].as_u64().unwrap_or(0), schema["maxItems"].as_u64());
+            match value.as_array() {
+                Some(list) if list.len() as u64 >= least && most.is_none_or(|most| list.len() as u64 <= most) => {
+                    let mut items = list.iter().enumerate();
+                    items.try_for_each(|(i, item)| check(item, &schema["items"], &format!("{path}[{i}]")))
+                }
+                _ => fail(format!(
+                    "a list of {least} to {} items",
+                    most.map_or("any number of".into(), |m| m.to_string())
+                )),
+            }
+        }
         _ => Ok(()),
     }
+}
+
+/// The fields of an object within a parameter: all of them, and no others.
+fn fields(value: &Value, schema: &Value, path: &str) -> Result<(), SpecError> {
+    let (Some(fields), Some(known)) = (value.as_object(), schema["properties"].as_object()) else { return Ok(()) };
+    let names: Vec<&str> = known.keys().map(String::as_str).collect();
+    if let Some(missing) = names.iter().find(|name| !fields.contains_key(**name)) {
+        return Err(SpecError::new(format!("{path}.{missing}"), format!("is missing; expected {}", names.join(", "))));
+    }
+    for (key, value) in fields {
+        let field = known.get(key).ok_or_else(|| unknown_field(path, key, "it", &names))?;
+        check(value, field, &format!("{path}.{key}"))?;
+    }
+    Ok(())
 }
 
 /// The values of a string enum, however the schema spells it.

@@ -76,6 +76,13 @@ impl Cache {
         PagedKv { k: &self.k, v: &self.v }
     }
 
+    /// Scaled scores of one query of head `kv_head` with the keys given, in f64.
+    pub fn scores(&self, q: &[f32], kv_head: usize, keys: &[usize]) -> Vec<f64> {
+        let scale = 1.0 / (q.len() as f64).sqrt();
+        let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+        keys.iter().map(|&key| dot(q, &self.keys[key][kv_head]) * scale).collect()
+    }
+
     /// Attention of one query of head `kv_head` over the keys given, in f64, with natural-log weights.
     pub fn attend(&self, q: &[f32], kv_head: usize, keys: impl Iterator<Item = (usize, f64)>) -> Vec<f64> {
         let scale = 1.0 / (q.len() as f64).sqrt();

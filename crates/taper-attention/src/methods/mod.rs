@@ -4,13 +4,16 @@ mod delta;
 mod dense;
 mod double_sparsity;
 mod hash_attention;
+mod hip;
 mod kmeans;
+mod minference;
 mod oracle_top_k;
 mod oracle_top_p;
 mod partition;
 mod quest;
 mod random_sample;
 mod saap;
+mod sample_attention;
 mod santa;
 mod streaming_llm;
 mod top_k;
@@ -24,7 +27,14 @@ use serde::Serialize;
 use serde_json::Value;
 use std::sync::Arc;
 
-static PREFILL: &[&Entry<dyn PrefillMethod>] = &[&delta::PREFILL, &dense::PREFILL, &streaming_llm::PREFILL];
+static PREFILL: &[&Entry<dyn PrefillMethod>] = &[
+    &delta::PREFILL,
+    &dense::PREFILL,
+    &hip::PREFILL,
+    &minference::PREFILL,
+    &sample_attention::PREFILL,
+    &streaming_llm::PREFILL,
+];
 
 static DECODE: &[&Entry<dyn DecodeMethod>] = &[
     &dense::DECODE,

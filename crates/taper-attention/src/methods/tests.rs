@@ -4,6 +4,7 @@ use super::*;
 use crate::{AttentionBatch, AttentionShape, AttentionSpec, LayerAttention, ModelKey, Rotary, Sequence, Span};
 
 mod golden;
+mod prefill;
 mod properties;
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
@@ -17,6 +18,14 @@ pub(crate) fn limit(name: &str, phase: &str) -> Option<Value> {
         (_, "streaming_llm") => json!({ "method": "streaming_llm", "sink": 2, "window": 5000 }),
         ("prefill", "delta") => {
             json!({ "method": "delta", "gamma": 1, "base": { "method": "streaming_llm", "sink": 1, "window": 8 } })
+        }
+        ("prefill", "hip") => json!({
+            "method": "hip", "sink": 1, "window": 1, "stages": [{ "chunk": 8, "keep": 5000 }], "full_at": 0,
+            "dense_layers": 0
+        }),
+        ("prefill", "minference") => json!({ "method": "minference", "vertical": 5000, "slash": 5000 }),
+        ("prefill", "sample_attention") => {
+            json!({ "method": "sample_attention", "alpha_c": 1, "alpha_s": 0, "chunks": 3, "min_tokens": 0 })
         }
         ("decode", "oracle_top_k" | "quest" | "double_sparsity" | "hash_attention") => {
             json!({ "method": name, "k": 5000, "dense_layers": 0 })
@@ -109,14 +118,42 @@ pub(crate) fn random_artifacts(shape: AttentionShape) -> Artifacts {
     })
 }
 
-/// A sequence of `n` tokens, of which the last `decoded` come one by one; returns all outputs.
+/// A sequence's queries `[rows, q_heads, head_dim]`, keys and values `[n, kv_heads, head_dim]`; the rows are its last.
+pub(crate) struct Input {
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
+}
+
+impl Input {
+    pub fn random(shape: AttentionShape, n: usize) -> Self {
+        Self {
+            q: random((n, shape.q_heads, shape.head_dim), 1),
+            k: random((n, shape.kv_heads, shape.head_dim), 2),
+            v: random((n, shape.kv_heads, shape.head_dim), 3),
+        }
+    }
+}
+
+/// A sequence of `n` random tokens, of which the last `decoded` come one by one; returns all outputs.
 fn run(spec: &Value, shape: AttentionShape, (n, decoded): (usize, usize), chunk: usize) -> (Vec<f32>, Sequence) {
-    let spec = Arc::new(AttentionSpec::from_json(spec, "attention", &random_artifacts(shape)).unwrap());
+    run_on(spec, &random_artifacts(shape), shape, &Input::random(shape, n), decoded, chunk)
+}
+
+/// The same on tokens that are given, all of them rows.
+pub(crate) fn run_on(
+    spec: &Value,
+    artifacts: &Artifacts,
+    shape: AttentionShape,
+    input: &Input,
+    decoded: usize,
+    chunk: usize,
+) -> (Vec<f32>, Sequence) {
+    let n = input.k.dims()[0];
+    let Input { q, k, v } = input;
+    let spec = Arc::new(AttentionSpec::from_json(spec, "attention", artifacts).unwrap());
     let kv = KvShape { layers: 1, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
     let mut pool = KvPool::new(kv, DType::F32, n.div_ceil(64), &Device::Cpu).unwrap();
-    let q = random((n, shape.q_heads, shape.head_dim), 1);
-    let k = random((n, shape.kv_heads, shape.head_dim), 2);
-    let v = random((n, shape.kv_heads, shape.head_dim), 3);
     let mut sequence = Sequence::new(spec, 5, n - decoded);
     let rotary = PlainRotary(shape.head_dim);
     let mut outs = Vec::new();
@@ -126,18 +163,18 @@ fn run(spec: &Value, shape: AttentionShape, (n, decoded): (usize, usize), chunk:
         let part = |t: &Tensor| t.narrow(0, start, tokens).unwrap();
         let spans = vec![Span { sequence: &mut sequence, tokens }];
         let mut batch = AttentionBatch::new(shape, &rotary, &mut pool, spans).unwrap();
-        let out = batch.attend(0, &part(&q), &part(&k), &part(&v)).unwrap();
+        let out = batch.attend(0, &part(q), &part(k), &part(v)).unwrap();
         batch.finish();
         outs.extend(out.flatten_all().unwrap().to_vec1::<f32>().unwrap());
     }
     (outs, sequence)
 }
 
-fn shape(group: usize, head_dim: usize, window: Option<usize>) -> AttentionShape {
+pub(crate) fn shape(group: usize, head_dim: usize, window: Option<usize>) -> AttentionShape {
     AttentionShape { layers: 1, q_heads: 2 * group, kv_heads: 2, head_dim, window }
 }
 
-fn relative(a: &[f32], b: &[f32]) -> f32 {
+pub(crate) fn relative(a: &[f32], b: &[f32]) -> f32 {
     let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| x * x).sum::<f32>().sqrt();
     norm(&mut a.iter().zip(b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())
 }

@@ -5,29 +5,29 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 /// One golden file.
-struct Golden {
+pub(super) struct Golden {
     tensors: HashMap<String, Tensor>,
-    header: HashMap<String, String>,
+    pub header: HashMap<String, String>,
 }
 
 impl Golden {
-    fn read(path: &Path) -> Self {
+    pub fn read(path: &Path) -> Self {
         let bytes = std::fs::read(path).unwrap();
         let (_, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
         let tensors = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).unwrap();
         Self { tensors, header: metadata.metadata().clone().unwrap() }
     }
 
-    fn tensor(&self, name: &str) -> Tensor {
+    pub fn tensor(&self, name: &str) -> Tensor {
         self.tensors[name].to_dtype(DType::F32).unwrap()
     }
 
-    fn spec(&self) -> Value {
+    pub fn spec(&self) -> Value {
         serde_json::from_str(&self.header["attention"]).unwrap()
     }
 
     /// The learned part that the file brings for its method.
-    fn artifacts(&self, shape: AttentionShape) -> Artifacts {
+    pub fn artifacts(&self, shape: AttentionShape) -> Artifacts {
         let spec = self.spec();
         let method = &spec["decode"]["method"];
         let Some(method) = method.as_str() else { return Artifacts::default() };
@@ -42,7 +42,7 @@ impl Golden {
     }
 }
 
-fn files() -> Vec<PathBuf> {
+pub(super) fn files() -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
     let mut files: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
     files.sort();

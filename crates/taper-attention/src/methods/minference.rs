@@ -1,0 +1,306 @@
+//! MInference: one of three patterns for each query head.
+//!
+//! - `a_shape`: the first `init` tokens and the last `local` ones.
+//! - `vertical_slash`: the `vertical` keys and `slash` diagonals in which most of the last `queries` rows' probability
+//!   lies. The first 30 keys and the 100 nearest diagonals are always among them; every block of 64 tokens that a
+//!   diagonal crosses is read whole.
+//! - `block_sparse`: a query block's own block and the best of those before it by mean query · mean key, `blocks` in all.
+//!
+//! `auto` gives the last rows of each head all three, with as many keys as vertical_slash reads there, and takes the one
+//! that keeps the largest share of their probability. `file` takes each layer's and head's from the artefact.
+//!
+//! # Causality
+//! Every row reads only what stands before it, but where columns and diagonals are wanted, which of it depends on the
+//! prompt's last rows: then the prompt is attended at once. `block_sparse` goes by all rows of a block of 64.
+//!
+//! # The artefact `minference.toml`
+//!
+//! ```toml
+//! format = "taper-artefact-1"
+//! method = "minference"
+//! model = "…"              # the model's fingerprint
+//! default = { pattern = "vertical_slash", vertical = 1000, slash = 6096 }   # for heads that are not listed; optional
+//! [[heads]]
+//! layer = 0
+//! head = 3
+//! reads = { pattern = "a_shape", init = 128, local = 3968 }
+//! [[heads]]
+//! layer = 0
+//! head = 4
+//! reads = { pattern = "block_sparse", blocks = 100 }
+//! ```
+
+use super::Entry;
+use super::sample_attention::kept;
+use crate::artifacts::{ArtifactFile, ArtifactKind, Loaded};
+use crate::method::{Carry, PrefillLayer, PrefillMethod, PrefillOutput, cut_at_blocks};
+use crate::schema::{parse, schema_of};
+use candle_core::Result;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::ops::Range;
+use std::sync::Arc;
+use taper_kernels::kv::BLOCK_TOKENS;
+use taper_kernels::prefill::stripes::{Counts, by_count};
+use taper_kernels::prefill::{HeadReads, Mask, Selection, Sums, pooled, query_blocks, sums};
+
+pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
+    name: "minference",
+    summary: "For each query head the first and last tokens, its heaviest keys and diagonals, or its best blocks.",
+    source: "Jiang et al. 2024, arXiv:2407.02490, Algorithms 1 to 3; the own block is always read, and `auto` chooses a \
+             pattern by the mass that it keeps in this prompt, not offline",
+    schema: schema_of::<Params>,
+    build: |value, path, artifacts| {
+        let params: Params = parse(PREFILL.name, value, path)?;
+        let Params { vertical, slash, blocks, init, local, queries, .. } = params;
+        let (a_shape, vertical_slash) = (Pattern::AShape { init, local }, Pattern::VerticalSlash { vertical, slash });
+        let plan = match params.pattern {
+            PatternName::Auto => Plan::Auto { init, vertical, slash },
+            PatternName::AShape => Plan::One(a_shape),
+            PatternName::VerticalSlash => Plan::One(vertical_slash),
+            PatternName::BlockSparse => Plan::One(Pattern::BlockSparse { blocks }),
+            PatternName::File => Plan::Table(artifacts.get(&ARTIFACT, &format!("{path}.pattern"))?),
+        };
+        Ok((Arc::new(MInference { plan, queries }), json!(params)))
+    },
+    artifacts: &[ARTIFACT],
+};
+
+const ARTIFACT: ArtifactKind =
+    ArtifactKind { file: "minference.toml", made_by: "taper train minference", read: read_table };
+
+/// Which pattern heads follow, and how much they read.
+#[derive(Debug, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+struct Params {
+    /// The pattern of every head.
+    pattern: PatternName,
+    /// vertical_slash: keys that all rows read, at least 30.
+    #[schemars(range(min = 1, max = 1_048_576))]
+    vertical: usize,
+    /// vertical_slash: diagonals, at least 100.
+    #[schemars(range(min = 1, max = 1_048_576))]
+    slash: usize,
+    /// block_sparse: blocks of 64 tokens that a row reads, its own included.
+    #[schemars(range(min = 1, max = 16_384))]
+    blocks: usize,
+    /// a_shape: tokens at the start of the sequence.
+    #[schemars(range(min = 0, max = 1_048_576))]
+    init: usize,
+    /// a_shape: most recent tokens, the query's own included.
+    #[schemars(range(min = 1, max = 1_048_576))]
+    local: usize,
+    /// Last rows of the prompt that keys and diagonals are chosen by.
+    #[schemars(range(min = 1, max = 1024))]
+    queries: usize,
+}
+
+impl Default for Params {
+    fn default() -> Self {
+        let (vertical, slash, blocks, init, local) = (1000, 6096, 100, 128, 3968);
+        Self { pattern: PatternName::Auto, vertical, slash, blocks, init, local, queries: 64 }
+    }
+}
+
+/// The pattern of every head.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+#[schemars(inline)]
+enum PatternName {
+    /// The one that keeps most of the last rows' probability, with as many keys as vertical_slash reads.
+    Auto,
+    /// The first and the last tokens.
+    AShape,
+    /// The heaviest keys and diagonals.
+    VerticalSlash,
+    /// The best blocks by their means.
+    BlockSparse,
+    /// Each layer's and head's from the artefact minference.toml.
+    File,
+}
+
+/// What a head reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(tag = "pattern", rename_all = "snake_case", deny_unknown_fields)]
+enum Pattern {
+    AShape { init: usize, local: usize },
+    VerticalSlash { vertical: usize, slash: usize },
+    BlockSparse { blocks: usize },
+}
+
+/// How a head comes to its pattern.
+#[derive(Debug)]
+enum Plan {
+    One(Pattern),
+    Auto { init: usize, vertical: usize, slash: usize },
+    Table(Arc<Table>),
+}
+
+/// The artefact: patterns `[layers][q_heads]`.
+#[derive(Debug)]
+struct Table(Vec<Vec<Pattern>>);
+
+/// The artefact's content besides its header.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Heads {
+    default: Option<Pattern>,
+    #[serde(default)]
+    heads: Vec<Head>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Head {
+    layer: usize,
+    head: usize,
+    reads: Pattern,
+}
+
+fn read_table(file: &ArtifactFile) -> std::result::Result<Loaded, String> {
+    let Heads { default, heads } = file.toml("minference")?;
+    let shape = &file.model.shape;
+    let mut table = vec![vec![None; shape.q_heads]; shape.layers];
+    for Head { layer, head, reads } in heads {
+        let Some(place) = table.get_mut(layer).and_then(|heads| heads.get_mut(head)) else {
+            return Err(format!(
+                "lists layer {layer}, head {head}; the model has {} layers of {} heads",
+                shape.layers, shape.q_heads
+            ));
+        };
+        if place.replace(reads).is_some() {
+            return Err(format!("lists layer {layer}, head {head} twice"));
+        }
+    }
+    let of = |(layer, heads): (usize, Vec<Option<Pattern>>)| {
+        let of = |(head, own): (usize, Option<Pattern>)| {
+            let pattern = own.or(default).ok_or_else(|| format!("lacks layer {layer}, head {head}, and a default"))?;
+            let zero = matches!(pattern, Pattern::AShape { local: 0, .. } | Pattern::BlockSparse { blocks: 0 });
+            if zero { Err(format!("holds {pattern:?}; `local` and `blocks` are at least 1")) } else { Ok(pattern) }
+        };
+        heads.into_iter().enumerate().map(of).collect::<std::result::Result<Vec<_>, String>>()
+    };
+    let table: Vec<_> = table.into_iter().enumerate().map(of).collect::<std::result::Result<_, _>>()?;
+    Ok(Arc::new(Table(table)))
+}
+
+/// Keys at the start and diagonals next to the query that vertical_slash always reads.
+const FORCED: (usize, usize) = (30, 100);
+
+#[derive(Debug)]
+struct MInference {
+    plan: Plan,
+    queries: usize,
+}
+
+impl PrefillMethod for MInference {
+    fn attend(&self, layer: &PrefillLayer, _: &mut Carry) -> Result<PrefillOutput> {
+        let (rows, q_heads) = (layer.rows(), layer.q.dims()[1]);
+        let mut patterns = match &self.plan {
+            Plan::One(pattern) => vec![*pattern; q_heads],
+            Plan::Auto { vertical, slash, .. } => {
+                vec![Pattern::VerticalSlash { vertical: *vertical, slash: *slash }; q_heads]
+            }
+            Plan::Table(table) => table.0[layer.layer].clone(),
+        };
+        let positions = layer.positions();
+        // The last rows, whose probabilities columns and diagonals are chosen by.
+        let sampled = self.queries.min(rows);
+        let first = rows - sampled;
+        let q = layer.q.narrow(0, first, sampled)?;
+        let stripes = patterns.iter().any(|p| matches!(p, Pattern::VerticalSlash { .. }));
+        let sums = if stripes { Some(sums(&layer.select(&q, &positions[first..]))?) } else { None };
+        let runs = query_blocks(layer.start..layer.start + rows, BLOCK_TOKENS);
+        if let (Plan::Auto { init, .. }, Some(sums)) = (&self.plan, &sums) {
+            let last = &runs[runs.partition_point(|run| run.end <= layer.start + first)..];
+            patterns = best(layer, &patterns, *init, last, sums, first)?;
+        }
+        let heads = reads(layer, &patterns, &runs, sums.as_ref())?;
+        let selection = Selection::new(runs, heads)?;
+        let (mut output, lse) = layer.attend_lse(&layer.q, &positions, (&selection).into())?;
+        if let Some(sums) = sums {
+            output.kept = kept(&lse.narrow(0, first, sampled)?, &sums.lse)?;
+        }
+        Ok(output)
+    }
+
+    fn cut(&self, start: usize, prompt: usize, max: usize) -> usize {
+        let all = |is: fn(&Pattern) -> bool| match &self.plan {
+            Plan::One(pattern) => is(pattern),
+            Plan::Auto { .. } => false,
+            Plan::Table(table) => table.0.iter().flatten().all(is),
+        };
+        if all(|p| matches!(p, Pattern::AShape { .. })) {
+            prompt.min(start.saturating_add(max))
+        } else if all(|p| !matches!(p, Pattern::VerticalSlash { .. })) {
+            cut_at_blocks(BLOCK_TOKENS, start, prompt, max)
+        } else {
+            prompt
+        }
+    }
+}
+
+/// What the heads read by their patterns, in runs of rows.
+fn reads(
+    layer: &PrefillLayer,
+    patterns: &[Pattern],
+    runs: &[Range<usize>],
+    sums: Option<&Sums>,
+) -> Result<Vec<HeadReads>> {
+    let positions = layer.positions();
+    let wanted = |(head, pattern): (usize, &Pattern)| match pattern {
+        Pattern::BlockSparse { blocks } => Some((head, *blocks)),
+        _ => None,
+    };
+    let wanted: Vec<_> = patterns.iter().enumerate().filter_map(wanted).collect();
+    let mut blocks = if wanted.is_empty() {
+        Vec::new().into_iter()
+    } else {
+        pooled(&layer.select(&layer.q, &positions), runs, &wanted)?.into_iter()
+    };
+    let of = |(head, pattern): (usize, &Pattern)| match (*pattern, sums) {
+        (Pattern::AShape { init, local }, _) => Ok(Mask::SinkWindow { sink: init, window: local }.into()),
+        (Pattern::VerticalSlash { vertical, slash }, Some(sums)) => {
+            let (forced_columns, forced_slashes) = FORCED;
+            let counts = Counts { columns: vertical, slashes: slash, forced_columns, forced_slashes };
+            Ok(by_count(sums, head, &counts)?.reads(runs))
+        }
+        // Sums are there wherever a head wants them.
+        (Pattern::VerticalSlash { .. }, None) => Ok(Mask::Causal.into()),
+        (Pattern::BlockSparse { .. }, _) => Ok(blocks.next().map_or(Mask::Causal.into(), HeadReads::blocks)),
+    };
+    patterns.iter().enumerate().map(of).collect()
+}
+
+/// For each head the pattern that keeps most of the last rows' probability, with as many keys as its vertical_slash
+/// reads for the last row; of equals the first.
+fn best(
+    layer: &PrefillLayer,
+    stripes: &[Pattern],
+    init: usize,
+    runs: &[Range<usize>],
+    sums: &Sums,
+    first: usize,
+) -> Result<Vec<Pattern>> {
+    let positions = &layer.positions()[first..];
+    let q = layer.q.narrow(0, first, positions.len())?;
+    let vertical_slash = Selection::new(runs.to_vec(), reads(layer, stripes, runs, Some(sums))?)?;
+    let keys = vertical_slash.counts(&positions[positions.len() - 1..], layer.window);
+    let a_shape = |&keys: &usize| Pattern::AShape { init, local: keys.saturating_sub(init).max(1) };
+    let block_sparse = |&keys: &usize| Pattern::BlockSparse { blocks: keys.div_ceil(BLOCK_TOKENS) };
+    let candidates = [keys.iter().map(a_shape).collect(), stripes.to_vec(), keys.iter().map(block_sparse).collect()];
+    let mut best = vec![(f32::NEG_INFINITY, stripes[0]); stripes.len()];
+    for patterns in candidates {
+        let selection = Selection::new(runs.to_vec(), reads(layer, &patterns, runs, Some(sums))?)?;
+        let (_, lse) = layer.attend_lse(&q, positions, (&selection).into())?;
+        let shares = kept(&lse, &sums.lse)?;
+        for (head, (best, pattern)) in best.iter_mut().zip(patterns).enumerate() {
+            let share: f32 = shares.iter().skip(head).step_by(stripes.len()).sum();
+            if share > best.0 || best.0 == f32::NEG_INFINITY {
+                *best = (share, pattern);
+            }
+        }
+    }
+    Ok(best.into_iter().map(|(_, pattern)| pattern).collect())
+}

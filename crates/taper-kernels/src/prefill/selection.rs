@@ -1,0 +1,211 @@
+//! What rows of a prefill read, where it is not one rule for all of them.
+
+use super::Mask;
+use crate::kv::BLOCK_TOKENS;
+use candle_core::{Result, bail};
+use std::ops::Range;
+
+/// Lists of ascending ids, one after the other.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Lists {
+    ends: Vec<usize>,
+    ids: Vec<u32>,
+}
+
+impl Lists {
+    /// Appends a list; its ids must ascend.
+    pub fn push(&mut self, ids: impl IntoIterator<Item = u32>) {
+        self.ids.extend(ids);
+        self.ends.push(self.ids.len());
+    }
+
+    /// How many lists there are.
+    pub fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// Whether there is no list.
+    pub fn is_empty(&self) -> bool {
+        self.ends.is_empty()
+    }
+
+    /// List `i`, which there must be.
+    pub fn get(&self, i: usize) -> &[u32] {
+        &self.ids[if i == 0 { 0 } else { self.ends[i - 1] }..self.ends[i]]
+    }
+}
+
+impl<I: IntoIterator<Item = u32>> FromIterator<I> for Lists {
+    fn from_iter<L: IntoIterator<Item = I>>(lists: L) -> Self {
+        let mut all = Self::default();
+        lists.into_iter().for_each(|list| all.push(list));
+        all
+    }
+}
+
+/// What one list of heads reads: the keys that the mask gives a row and that stand in a listed block or are listed
+/// themselves.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HeadReads {
+    /// The outermost bound.
+    pub mask: Mask,
+    /// Blocks of 64 tokens for each run of rows `[runs]`; absent, all of them.
+    pub blocks: Option<Lists>,
+    /// Single tokens for each run `[runs]`, or one list for all runs `[1]`, or none `[0]`; those in a listed block count
+    /// once.
+    pub tokens: Lists,
+}
+
+impl From<Mask> for HeadReads {
+    fn from(mask: Mask) -> Self {
+        Self { mask, blocks: None, tokens: Lists::default() }
+    }
+}
+
+impl HeadReads {
+    /// Blocks, causally, and nothing else.
+    pub fn blocks(blocks: Lists) -> Self {
+        Self { mask: Mask::Causal, blocks: Some(blocks), tokens: Lists::default() }
+    }
+
+    /// The blocks and tokens that a run reads.
+    pub(super) fn lists(&self, run: usize) -> (Option<&[u32]>, &[u32]) {
+        let tokens = match self.tokens.len() {
+            0 => &[][..],
+            1 => self.tokens.get(0),
+            _ => self.tokens.get(run),
+        };
+        (self.blocks.as_ref().map(|blocks| blocks.get(run)), tokens)
+    }
+}
+
+/// What the rows of a prefill read: runs of neighbouring rows, and lists of keys for each run and head.
+///
+/// With as many lists of heads as KV heads, each serves its whole group of query heads; with as many as query heads,
+/// each serves one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Selection {
+    runs: Vec<Range<usize>>,
+    heads: Vec<HeadReads>,
+}
+
+impl Selection {
+    /// Reads of every run of absolute positions, and list of heads.
+    ///
+    /// # Errors
+    /// Runs that do not ascend, a number of lists that is not that of the runs, ids that do not ascend.
+    pub fn new(runs: Vec<Range<usize>>, heads: Vec<HeadReads>) -> Result<Self> {
+        let apart = runs.windows(2).all(|pair| pair[0].end <= pair[1].start);
+        if !apart || runs.iter().any(|run| run.start >= run.end) {
+            bail!("selection: runs of rows do not ascend");
+        }
+        for reads in &heads {
+            let (blocks, tokens) = (reads.blocks.as_ref(), &reads.tokens);
+            if blocks.is_some_and(|b| b.len() != runs.len()) || (tokens.len() > 1 && tokens.len() != runs.len()) {
+                bail!(
+                    "selection: {:?} lists of blocks and {} of tokens for {} runs",
+                    blocks.map(Lists::len),
+                    tokens.len(),
+                    runs.len()
+                );
+            }
+            let ascends = |lists: &Lists| (0..lists.len()).all(|i| lists.get(i).is_sorted_by(|a, b| a < b));
+            if !blocks.is_none_or(ascends) || !ascends(tokens) {
+                bail!("selection: ids do not ascend");
+            }
+        }
+        Ok(Self { runs, heads })
+    }
+
+    /// The runs of rows.
+    pub fn runs(&self) -> &[Range<usize>] {
+        &self.runs
+    }
+
+    /// What each list of heads reads.
+    pub fn heads(&self) -> &[HeadReads] {
+        &self.heads
+    }
+
+    /// Keys that each row reads `[T, lists of heads]`; 0 for a row without a run.
+    pub fn counts(&self, positions: &[u32], window: Option<usize>) -> Vec<usize> {
+        let mut counts = vec![0; positions.len() * self.heads.len()];
+        for (run, rows) in self.runs.iter().enumerate() {
+            let first = positions.partition_point(|&p| (p as usize) < rows.start);
+            let last = positions.partition_point(|&p| (p as usize) < rows.end);
+            for (head, reads) in self.heads.iter().enumerate().filter(|_| first < last) {
+                let counter = Counter::new(reads, run, rows.clone(), window);
+                for row in first..last {
+                    counts[row * self.heads.len() + head] = counter.count(positions[row] as usize, window);
+                }
+            }
+        }
+        counts
+    }
+}
+
+/// Counts the keys of one run's rows and one head: most blocks are read whole by every row, or by none.
+struct Counter {
+    mask: Mask,
+    all: bool,
+    whole: usize,
+    /// Blocks that some rows read in part.
+    edges: Vec<Range<usize>>,
+    tokens: Vec<u32>,
+}
+
+impl Counter {
+    fn new(reads: &HeadReads, run: usize, rows: Range<usize>, window: Option<usize>) -> Self {
+        let (blocks, tokens) = reads.lists(run);
+        let mut outside = Vec::new();
+        let Some(blocks) = blocks else {
+            return Self { mask: reads.mask, all: true, whole: 0, edges: Vec::new(), tokens: outside };
+        };
+        self::outside(tokens, blocks, &mut outside);
+        let spans = blocks.iter().map(|&b| b as usize * BLOCK_TOKENS..(b as usize + 1) * BLOCK_TOKENS);
+        // Without an inner mask, what the first row sees and the last one has not lost is seen by all.
+        let lowest = rows.end.saturating_sub(window.unwrap_or(rows.end));
+        let whole =
+            |span: &Range<usize>| reads.mask == Mask::Causal && span.end <= rows.start + 1 && span.start >= lowest;
+        let (inside, edges): (Vec<_>, Vec<_>) = spans.partition(whole);
+        Self { mask: reads.mask, all: false, whole: inside.len() * BLOCK_TOKENS, edges, tokens: outside }
+    }
+
+    fn count(&self, position: usize, window: Option<usize>) -> usize {
+        if self.all {
+            return self.mask.count(position, window);
+        }
+        let keys = self.mask.keys(position, window);
+        let within = |span: &Range<usize>| -> usize {
+            keys.iter().map(|k| k.end.min(span.end).saturating_sub(k.start.max(span.start))).sum()
+        };
+        let upto = |limit: usize| self.tokens.partition_point(|&t| (t as usize) < limit);
+        let tokens: usize = keys.iter().map(|k| upto(k.end) - upto(k.start)).sum();
+        self.whole + self.edges.iter().map(within).sum::<usize>() + tokens
+    }
+}
+
+/// Replaces `to` by the tokens that stand in none of the blocks. Both ascend.
+pub(super) fn outside(tokens: &[u32], blocks: &[u32], to: &mut Vec<u32>) {
+    to.clear();
+    let mut blocks = blocks.iter().copied().peekable();
+    for &token in tokens {
+        let block = token / BLOCK_TOKENS as u32;
+        while blocks.next_if(|&b| b < block).is_some() {}
+        if blocks.peek() != Some(&block) {
+            to.push(token);
+        }
+    }
+}
+
+/// Cuts rows at the absolute multiples of `step`.
+pub fn query_blocks(rows: Range<usize>, step: usize) -> Vec<Range<usize>> {
+    let mut runs = Vec::with_capacity(rows.len().div_ceil(step) + 1);
+    let mut start = rows.start;
+    while start < rows.end {
+        let end = ((start / step + 1) * step).min(rows.end);
+        runs.push(start..end);
+        start = end;
+    }
+    runs
+}

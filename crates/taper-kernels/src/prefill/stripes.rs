@@ -1,0 +1,288 @@
+//! From sums of probabilities to what is read: columns (keys that many rows read) and slashes (diagonals).
+
+use super::selection::{HeadReads, Lists};
+use super::{Mask, Sums};
+use crate::kv::BLOCK_TOKENS;
+use candle_core::{Result, bail};
+use std::ops::Range;
+
+/// What one list of heads keeps. The rows of query block `b` read the key blocks `b - distance` for all distances, the
+/// listed blocks and the single tokens, causally, and always their own block.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Stripes {
+    /// Key blocks, ascending.
+    pub blocks: Vec<u32>,
+    /// Key tokens, ascending.
+    pub tokens: Vec<u32>,
+    /// Blocks between a row's own and one that it reads, ascending.
+    pub distances: Vec<u32>,
+    /// Tokens of a block of `blocks` and `distances`, a multiple of 64.
+    pub block_tokens: usize,
+}
+
+impl Stripes {
+    /// The stripes as lists for runs of rows, each within one block of `block_tokens`.
+    pub fn reads(&self, runs: &[Range<usize>]) -> HeadReads {
+        let each = (self.block_tokens / BLOCK_TOKENS) as u32;
+        let whole = |block: u32| block * each..(block + 1) * each;
+        let mut blocks = Lists::default();
+        for run in runs {
+            let own = (run.start / self.block_tokens) as u32;
+            let near = self.distances.iter().rev().filter_map(|&distance| own.checked_sub(distance));
+            let listed = self.blocks.iter().copied().take_while(|&block| block < own);
+            blocks.push(merge(near, listed).chain((!self.distances.contains(&0)).then_some(own)).flat_map(whole));
+        }
+        HeadReads {
+            mask: Mask::Causal,
+            blocks: Some(blocks),
+            tokens: [self.tokens.iter().copied()].into_iter().collect(),
+        }
+    }
+}
+
+/// Two ascending sequences as one, each number once.
+fn merge(a: impl Iterator<Item = u32>, b: impl Iterator<Item = u32>) -> impl Iterator<Item = u32> {
+    let (mut a, mut b) = (a.peekable(), b.peekable());
+    std::iter::from_fn(move || {
+        let next = match (a.peek(), b.peek()) {
+            (Some(&a), Some(&b)) => a.min(b),
+            (Some(&one), None) | (None, Some(&one)) => one,
+            (None, None) => return None,
+        };
+        a.next_if_eq(&next);
+        b.next_if_eq(&next);
+        Some(next)
+    })
+}
+
+/// The fewest entries of `mass` whose sum reaches the share `alpha` of all, the one that reaches it included, ascending;
+/// of equals the first. None for `alpha <= 0`, all for `alpha >= 1` and where the sums are no numbers.
+///
+/// # Source
+/// SampleAttention, `find_k`.
+pub fn find_k(mass: &[f32], alpha: f64) -> Vec<u32> {
+    if alpha <= 0.0 {
+        return Vec::new();
+    }
+    let total: f64 = mass.iter().map(|&m| f64::from(m)).sum();
+    let order = heaviest_first(mass);
+    let mut sum = 0.0;
+    let reached = order.iter().position(|&i| {
+        sum += f64::from(mass[i as usize]);
+        sum >= alpha * total
+    });
+    let kept = if alpha < 1.0 { reached.map_or(mass.len(), |last| last + 1) } else { mass.len() };
+    ascending(order, kept)
+}
+
+/// The first `forced` entries of `mass` and the heaviest others, `keep` in all if that is more, ascending; of equals the
+/// first.
+///
+/// # Source
+/// MInference, the vertical-slash pattern.
+pub fn top(mass: &[f32], keep: usize, forced: usize) -> Vec<u32> {
+    let forced = forced.min(mass.len());
+    let others = heaviest_first(&mass[forced..]).into_iter().map(|i| i + forced as u32);
+    let order: Vec<u32> = (0..forced as u32).chain(others).collect();
+    ascending(order, keep.clamp(forced, mass.len()))
+}
+
+/// Indices by falling mass, NaN first; of equals the first.
+fn heaviest_first(mass: &[f32]) -> Vec<u32> {
+    let mut order: Vec<u32> = (0..mass.len() as u32).collect();
+    order.sort_by(|&a, &b| mass[b as usize].abs().total_cmp(&mass[a as usize].abs()));
+    order
+}
+
+fn ascending(mut order: Vec<u32>, kept: usize) -> Vec<u32> {
+    order.truncate(kept);
+    order.sort_unstable();
+    order
+}
+
+/// What share of the mass columns and slashes keep, and in blocks of how many tokens.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Shares {
+    /// Of the columns.
+    pub columns: f64,
+    /// Of the slashes.
+    pub slashes: f64,
+    /// Tokens of a block, a multiple of 64.
+    pub block_tokens: usize,
+}
+
+/// SampleAttention's choice for each KV head: the sums of its group, added up by blocks of keys and by blocks of
+/// diagonals, each cut to the fewest that reach their share. A slash `b` stands for the diagonals `b` blocks down to the
+/// next, which cross two key blocks of a query block; block 0 is always kept.
+///
+/// # Errors
+/// A device error, query heads that are not a multiple of the KV heads, a block that is not a multiple of 64.
+///
+/// # Source
+/// SampleAttention, Algorithm 1: `find_k` and `merge_index`.
+pub fn by_share(sums: &Sums, kv_heads: usize, shares: &Shares) -> Result<Vec<Stripes>> {
+    let Shares { columns: alpha_c, slashes: alpha_s, block_tokens } = *shares;
+    if block_tokens == 0 || !block_tokens.is_multiple_of(BLOCK_TOKENS) {
+        bail!("stripes: blocks of {block_tokens} tokens; expected a multiple of {BLOCK_TOKENS}");
+    }
+    let (columns, slashes) = (Table::of(&sums.columns)?, Table::of(&sums.diagonals)?);
+    let mut all = Vec::with_capacity(kv_heads);
+    for heads in columns.groups(kv_heads)? {
+        let columns = find_k(&columns.by_block(heads.clone(), block_tokens), alpha_c);
+        let slashes = find_k(&slashes.by_block(heads, block_tokens), alpha_s);
+        let blocks = merge(std::iter::once(0), columns.into_iter()).collect();
+        let distances = merge(slashes.clone().into_iter(), slashes.into_iter().map(|b| b + 1)).collect();
+        all.push(Stripes { blocks, tokens: Vec::new(), distances, block_tokens });
+    }
+    Ok(all)
+}
+
+/// How many columns and slashes a head keeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Counts {
+    /// Keys, of which the first `forced_columns`.
+    pub columns: usize,
+    /// Diagonals, of which the first `forced_slashes`.
+    pub slashes: usize,
+    /// Keys at the start of the sequence that are always kept.
+    pub forced_columns: usize,
+    /// Diagonals next to the query that are always kept.
+    pub forced_slashes: usize,
+}
+
+/// MInference's vertical-slash choice for one query head: the heaviest keys, and every block that one of the heaviest
+/// diagonals touches.
+///
+/// # Errors
+/// A device error, a head that is not there.
+///
+/// # Source
+/// MInference, Algorithm 2.
+pub fn by_count(sums: &Sums, head: usize, counts: &Counts) -> Result<Stripes> {
+    let columns = Table::of(&sums.columns.narrow(0, head, 1)?)?;
+    let slashes = Table::of(&sums.diagonals.narrow(0, head, 1)?)?;
+    let offsets = top(&slashes.mass, counts.slashes, counts.forced_slashes);
+    // Diagonal o of a query block of 64 rows crosses the blocks o / 64 back and, unless they line up, one more.
+    let block = BLOCK_TOKENS as u32;
+    let (mut near, mut far): (Vec<u32>, Vec<u32>) = offsets.iter().map(|o| (o / block, o.div_ceil(block))).unzip();
+    near.dedup();
+    far.dedup();
+    Ok(Stripes {
+        blocks: Vec::new(),
+        tokens: top(&columns.mass, counts.columns, counts.forced_columns),
+        distances: merge(near.into_iter(), far.into_iter()).collect(),
+        block_tokens: BLOCK_TOKENS,
+    })
+}
+
+/// Sums `[heads, n]` on the host.
+struct Table {
+    mass: Vec<f32>,
+    heads: usize,
+    n: usize,
+}
+
+impl Table {
+    fn of(sums: &candle_core::Tensor) -> Result<Self> {
+        let (heads, n) = sums.dims2()?;
+        Ok(Self { mass: sums.flatten_all()?.to_vec1()?, heads, n })
+    }
+
+    /// The query heads of each KV head.
+    fn groups(&self, kv_heads: usize) -> Result<impl Iterator<Item = Range<usize>> + use<>> {
+        if kv_heads == 0 || !self.heads.is_multiple_of(kv_heads) {
+            bail!("stripes: sums of {} heads for {kv_heads} KV heads", self.heads);
+        }
+        let group = self.heads / kv_heads;
+        Ok((0..kv_heads).map(move |head| head * group..(head + 1) * group))
+    }
+
+    /// The mass of each block, over some heads.
+    fn by_block(&self, heads: Range<usize>, block_tokens: usize) -> Vec<f32> {
+        let mut blocks = vec![0f64; self.n.div_ceil(block_tokens)];
+        for head in heads {
+            for (at, &mass) in self.mass[head * self.n..][..self.n].iter().enumerate() {
+                blocks[at / block_tokens] += f64::from(mass);
+            }
+        }
+        blocks.into_iter().map(|mass| mass as f32).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// What stripes say, key by key.
+    fn read(stripes: &Stripes, row: usize, key: usize) -> bool {
+        let (own, block) = (row / stripes.block_tokens, key / stripes.block_tokens);
+        let listed = stripes.blocks.contains(&(block as u32)) || stripes.tokens.contains(&(key as u32));
+        let near = own >= block && stripes.distances.contains(&((own - block) as u32));
+        key <= row && (listed || near || own == block)
+    }
+
+    proptest! {
+        #[test]
+        fn find_k_takes_the_fewest_that_reach_the_share(
+            mass in prop::collection::vec(0u8..20, 1..40), alpha in 0.01f64..0.99
+        ) {
+            let mass: Vec<f32> = mass.into_iter().map(f32::from).collect();
+            let total: f32 = mass.iter().sum();
+            let kept = find_k(&mass, alpha);
+            let sum: f32 = kept.iter().map(|&i| mass[i as usize]).sum();
+            prop_assert!(f64::from(sum) >= alpha * f64::from(total) - 1e-6);
+            let least = kept.iter().map(|&i| mass[i as usize]).fold(f32::INFINITY, f32::min);
+            prop_assert!(total == 0.0 || f64::from(sum - least) < alpha * f64::from(total) + 1e-6);
+            // Nothing heavier is left out, and of equals the first are kept.
+            for i in (0..mass.len() as u32).filter(|i| !kept.contains(i)) {
+                prop_assert!(kept.iter().all(|&k| mass[k as usize] > mass[i as usize]
+                    || mass[k as usize] == mass[i as usize] && k < i));
+            }
+            prop_assert!(kept.is_sorted());
+            prop_assert_eq!(find_k(&mass, 0.0).len(), 0);
+            prop_assert_eq!(find_k(&mass, 1.0).len(), mass.len());
+        }
+
+        #[test]
+        fn top_keeps_the_forced_and_the_heaviest(
+            mass in prop::collection::vec(0u8..20, 1..40), keep in 0usize..50, forced in 0usize..50
+        ) {
+            let mass: Vec<f32> = mass.into_iter().map(f32::from).collect();
+            let kept = top(&mass, keep, forced);
+            prop_assert_eq!(kept.len(), keep.max(forced).min(mass.len()));
+            prop_assert!((0..forced.min(mass.len()) as u32).all(|i| kept.contains(&i)));
+            let lightest = kept.iter().filter(|&&i| i as usize >= forced).map(|&i| mass[i as usize]).fold(f32::INFINITY, f32::min);
+            prop_assert!((0..mass.len() as u32).filter(|i| !kept.contains(i)).all(|i| mass[i as usize] <= lightest));
+        }
+
+        #[test]
+        fn lists_are_what_stripes_say(
+            blocks in prop::collection::btree_set(0u32..8, 0..5),
+            tokens in prop::collection::btree_set(0u32..500, 0..20),
+            distances in prop::collection::btree_set(0u32..8, 0..5),
+            each in 1usize..3, start in 0usize..200, rows in 1usize..300
+        ) {
+            let stripes = Stripes {
+                blocks: blocks.into_iter().collect(),
+                tokens: tokens.into_iter().collect(),
+                distances: distances.into_iter().collect(),
+                block_tokens: each * BLOCK_TOKENS,
+            };
+            let runs = super::super::query_blocks(start..start + rows, stripes.block_tokens);
+            let reads = stripes.reads(&runs);
+            let selection = super::super::Selection::new(runs, vec![reads]).unwrap();
+            let positions: Vec<u32> = (start as u32..(start + rows) as u32).collect();
+            let counts = selection.counts(&positions, None);
+            for (row, count) in (start..start + rows).zip(counts) {
+                prop_assert_eq!(count, (0..=row).filter(|&key| read(&stripes, row, key)).count(), "row {}", row);
+            }
+        }
+    }
+
+    #[test]
+    fn sums_that_are_no_numbers_keep_everything() {
+        assert_eq!(find_k(&[1.0, f32::NAN, 2.0], 0.5), [0, 1, 2]);
+        assert_eq!(top(&[1.0, f32::NAN, 2.0], 1, 0), [1]);
+    }
+}
