@@ -18,13 +18,13 @@ pub enum EvalError {
         known: String,
     },
     /// A length too short for what the task has to say.
-    #[error("length {length}: {task} takes at least {least} tokens, prompt and answer together")]
+    #[error("length {length}: {task} takes some {least} tokens at least, prompt and answer together")]
     Length {
         /// The length asked for, in tokens.
         length: usize,
         /// The task's name.
         task: &'static str,
-        /// The least length, in tokens.
+        /// About the least length, in tokens: it differs a little from question to question.
         least: usize,
     },
     /// A length beyond what the model or its cache holds.
