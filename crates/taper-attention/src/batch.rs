@@ -1,15 +1,19 @@
 //! One forward pass over a flat batch: stores keys and values, runs each sequence's method, reports.
 
 use crate::audit;
-use crate::layer::{AttentionShape, LayerAttention};
-use crate::method::{Carry, DecodeStep, PrefillLayer};
+use crate::layer::{AttentionShape, LayerAttention, Rotary};
+use crate::method::{Carry, Choice, DecodeMethod, DecodeStep, PrefillLayer, PrefillOutput};
 use crate::report::{AttentionUsage, PhaseReport, Report};
-use crate::spec::AttentionSpec;
+use crate::spec::{AttentionSpec, Question};
 use candle_core::{Result, Tensor, bail};
+use std::ops::Range;
 use std::sync::Arc;
-use taper_kernels::decode::{Decode, DecodeRow, attend};
+use taper_kernels::decode::{Decode, DecodeRow, Selection, attend};
+use taper_kernels::index::Part as IndexPart;
+use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 use taper_kernels::philox::Stream;
 use taper_kernels::prefill::Mask;
+use taper_kernels::rotary::Rotation;
 use taper_kv_cache::{BlockTable, KvError, KvPool};
 
 /// The attention state of one sequence: its spec, its blocks, its report.
@@ -18,6 +22,8 @@ pub struct Sequence {
     spec: Arc<AttentionSpec>,
     seed: u64,
     prompt: usize,
+    /// Tokens of the prompt before the question; all where the question is nothing special.
+    context: usize,
     len: usize,
     table: BlockTable,
     /// What the prefill method keeps between chunks `[layers]`; empty before the first and after the last.
@@ -33,11 +39,21 @@ impl Sequence {
             spec,
             seed,
             prompt: prompt_tokens,
+            context: prompt_tokens,
             len: 0,
             table: BlockTable::default(),
             carries: Vec::new(),
             report: Report::default(),
         }
+    }
+
+    /// Takes the last `tokens` tokens of the prompt as the question, which the spec may want attended otherwise.
+    #[must_use]
+    pub fn with_question(mut self, tokens: usize) -> Self {
+        if self.spec.question != Question::Prefill {
+            self.context = self.prompt.saturating_sub(tokens);
+        }
+        self
     }
 
     /// Tokens whose keys and values are cached.
@@ -55,9 +71,23 @@ impl Sequence {
         self.prompt
     }
 
-    /// Prompt tokens that the next prefill chunk takes: at most `max_tokens`. 0 once the prompt is done.
+    /// Prompt tokens that the next step takes: at most `max_tokens`, unless the prefill method must see more at once. 0
+    /// once the prompt is done.
     pub fn chunk(&self, max_tokens: usize) -> usize {
-        self.prompt.saturating_sub(self.len).min(max_tokens)
+        match self.phase() {
+            Phase::Context => self.spec.prefill.method.cut(self.len, self.context, max_tokens) - self.len,
+            Phase::Question => (self.prompt - self.len).min(max_tokens),
+            Phase::Answer => 0,
+        }
+    }
+
+    /// What the next token belongs to.
+    fn phase(&self) -> Phase {
+        match self.len {
+            len if len < self.context => Phase::Context,
+            len if len < self.prompt => Phase::Question,
+            _ => Phase::Answer,
+        }
     }
 
     /// The blocks, for the pool to grow or release.
@@ -80,10 +110,35 @@ impl Sequence {
         Ok(Self { spec, seed, table, carries, report, ..*self })
     }
 
+    /// From here on tokens are attended by the decode method of `spec`, and audited as often as it says.
+    pub fn decode_by(&mut self, spec: &AttentionSpec) {
+        let (decode, audit) = (spec.decode.clone(), spec.audit);
+        self.spec = Arc::new(AttentionSpec { decode, audit, ..(*self.spec).clone() });
+    }
+
+    /// Lets the tokens after the first `tokens` go, as if they had never come. Those of the prompt stay.
+    ///
+    /// # Errors
+    /// [`KvError::OutOfBlocks`] if a shared block must be copied and there is none.
+    pub fn truncate(&mut self, pool: &mut KvPool, tokens: usize) -> std::result::Result<(), KvError> {
+        let tokens = tokens.clamp(self.prompt.min(self.len), self.len);
+        pool.truncate(&mut self.table, tokens)?;
+        self.len = tokens;
+        Ok(())
+    }
+
     /// What attention came to so far.
     pub fn usage(&self) -> AttentionUsage {
         self.report.usage(&self.spec, self.seed)
     }
+}
+
+/// The parts of a sequence, each attended in its own way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Context,
+    Question,
+    Answer,
 }
 
 /// A sequence's share of a flat batch.
@@ -91,13 +146,14 @@ impl Sequence {
 pub struct Span<'a> {
     /// The sequence.
     pub sequence: &'a mut Sequence,
-    /// Its next tokens; either all of the prompt or all after it.
+    /// Its next tokens; all of the context, all of the question, or all after the prompt.
     pub tokens: usize,
 }
 
 /// Attention for one forward pass. Tokens of the batch are those of the spans, in order.
 pub struct AttentionBatch<'a> {
     shape: AttentionShape,
+    rotary: &'a dyn Rotary,
     pool: &'a mut KvPool,
     spans: Vec<Span<'a>>,
     slots: Vec<u32>,
@@ -109,9 +165,10 @@ impl<'a> AttentionBatch<'a> {
     ///
     /// # Errors
     /// [`KvError::OutOfBlocks`], with room made for the spans before the one that failed; [`KvError::Device`] for a
-    /// span that straddles the end of its prompt.
+    /// span that straddles the end of its prompt, or the beginning of the question.
     pub fn new(
         shape: AttentionShape,
+        rotary: &'a dyn Rotary,
         pool: &'a mut KvPool,
         spans: Vec<Span<'a>>,
     ) -> std::result::Result<Self, KvError> {
@@ -119,17 +176,20 @@ impl<'a> AttentionBatch<'a> {
         let mut spans = spans;
         for Span { sequence, tokens } in &mut spans {
             let end = sequence.len + *tokens;
-            if sequence.len < sequence.prompt && end > sequence.prompt {
-                let prompt = sequence.prompt;
-                return Err(
-                    candle_core::Error::Msg(format!("a span ends at {end}, beyond a prompt of {prompt}")).into()
-                );
+            let limit = match sequence.phase() {
+                Phase::Context => sequence.context,
+                Phase::Question => sequence.prompt,
+                Phase::Answer => end,
+            };
+            if end > limit {
+                let message = format!("a span ends at {end}, beyond a part of the prompt that ends at {limit}");
+                return Err(candle_core::Error::Msg(message).into());
             }
             pool.grow(&mut sequence.table, end)?;
             slots.extend((sequence.len..end).map(|token| sequence.table.slot(token)));
             lengths.extend((sequence.len..end).map(|token| sequence.prompt.max(token + 1) as u32));
         }
-        Ok(Self { shape, pool, spans, slots, lengths })
+        Ok(Self { shape, rotary, pool, spans, slots, lengths })
     }
 
     /// Absolute positions of the batch's tokens, in order.
@@ -141,7 +201,7 @@ impl<'a> AttentionBatch<'a> {
     pub fn finish(self) {
         for Span { sequence, tokens } in self.spans {
             sequence.len += tokens;
-            if sequence.len >= sequence.prompt {
+            if sequence.len >= sequence.context {
                 sequence.carries.clear();
             }
         }
@@ -164,67 +224,128 @@ impl LayerAttention for AttentionBatch<'_> {
         for Span { sequence, tokens } in &mut self.spans {
             let q = q.narrow(0, at, *tokens)?;
             at += *tokens;
-            let part = Part { shape: self.shape, pool: self.pool, layer };
-            outs.push(if sequence.len < sequence.prompt {
-                part.prefill(sequence, q)?
-            } else {
-                part.decode(sequence, &q)?
+            let mut part = Part { shape: self.shape, rotary: self.rotary, pool: self.pool, layer };
+            outs.push(match (sequence.phase(), sequence.spec.question) {
+                (Phase::Context, _) => part.prefill(sequence, q, PrefillBy::Method)?,
+                (Phase::Question, Question::Prefill | Question::Dense) => {
+                    part.prefill(sequence, q, PrefillBy::Dense)?
+                }
+                (Phase::Question, Question::Decode) | (Phase::Answer, _) => part.decode(sequence, &q)?,
             });
         }
         if outs.len() == 1 { Ok(outs.swap_remove(0)) } else { Tensor::cat(&outs, 0) }
     }
 }
 
+/// What attends for a part of a prompt.
+#[derive(Debug, Clone, Copy)]
+enum PrefillBy {
+    Method,
+    Dense,
+}
+
 /// One span in one layer.
 struct Part<'a> {
     shape: AttentionShape,
-    pool: &'a KvPool,
+    rotary: &'a dyn Rotary,
+    pool: &'a mut KvPool,
     layer: usize,
 }
+
+/// Rows after the prompt that are planned together; what a method scores for each takes memory.
+const DECODE_ROWS: usize = 16;
 
 impl Part<'_> {
     fn stream(&self, seed: u64, position: usize) -> Stream {
         Stream { seed, layer: self.layer as u32, head: 0, position: position as u32 }
     }
 
-    fn prefill(&self, sequence: &mut Sequence, q: Tensor) -> Result<Tensor> {
-        let (rows, heads) = (q.dims()[0], self.shape.kv_heads as u64);
+    fn prefill(&self, sequence: &mut Sequence, q: Tensor, by: PrefillBy) -> Result<Tensor> {
+        let rows = q.dims()[0];
         let layer = PrefillLayer {
             q,
             kv: self.pool.layer(self.layer),
             table: sequence.table.blocks(),
             start: sequence.len,
-            prompt: sequence.prompt,
+            prompt: sequence.context,
             window: self.shape.window,
         };
-        sequence.carries.resize(self.shape.layers, Carry::default());
-        let output = sequence.spec.prefill.method.attend(&layer, &mut sequence.carries[self.layer])?;
+        let output = match by {
+            PrefillBy::Dense => layer.attend(Mask::Causal)?,
+            PrefillBy::Method => {
+                sequence.carries.resize(self.shape.layers, Carry::default());
+                sequence.spec.prefill.method.attend(&layer, &mut sequence.carries[self.layer])?
+            }
+        };
         let there: usize = (layer.start..layer.start + rows).map(|p| Mask::Causal.count(p, self.shape.window)).sum();
         let report = &mut sequence.report.prefill;
-        let (read, most) = (output.keys.iter().sum::<u64>(), output.keys.iter().copied().max().unwrap_or(0));
-        report.add(rows as u64 * heads, read * heads, there as u64 * heads, most);
+        let PrefillOutput { out, keys, kept } = output;
+        let (read, most) = (keys.iter().map(|k| k.read).sum(), keys.iter().map(|k| k.most).max().unwrap_or(0));
+        let heads = self.shape.q_heads as u64;
+        report.add(rows as u64 * heads, read, there as u64 * heads, most);
+        report.add_kept(&kept);
         let audited: Vec<usize> = (0..rows)
             .filter(|row| audit::wanted(&self.stream(sequence.seed, layer.start + row), sequence.spec.audit))
             .collect();
         if !audited.is_empty() {
-            report.add_errors(&audit::prefill(&layer, &output.out, &audited)?, None);
+            report.add_errors(&audit::prefill(&layer, &out, &audited)?, None);
         }
-        Ok(output.out)
+        Ok(out)
     }
 
-    fn decode(&self, sequence: &mut Sequence, q: &Tensor) -> Result<Tensor> {
-        let (tokens, kv_heads) = (q.dims()[0], self.shape.kv_heads);
-        let positions = sequence.len..sequence.len + tokens;
+    fn decode(&mut self, sequence: &mut Sequence, q: &Tensor) -> Result<Tensor> {
+        let tokens = q.dims()[0];
+        let method = sequence.spec.decode.method.clone();
+        let indices = if self.layer < method.dense_layers() { Vec::new() } else { method.indices() };
+        let shapes: Vec<_> = indices.iter().map(|i| i.shape(&self.shape, self.pool.dtype())).collect();
+        // Where an index sums tokens up, a row must not see those of the rows after it.
+        let together = if shapes.iter().all(|s| s.rows == BLOCK_TOKENS) { DECODE_ROWS } else { 1 };
+        let mut outs = Vec::new();
+        for first in (0..tokens).step_by(together) {
+            let count = together.min(tokens - first);
+            let positions = sequence.len + first..sequence.len + first + count;
+            let mut tensors = Vec::with_capacity(indices.len());
+            for (index, shape) in indices.iter().zip(&shapes) {
+                let (name, upto) = (index.name(), (&sequence.table, positions.end));
+                let rotation = |position: usize| rotation(self.rotary, sequence.prompt, position);
+                let extend = |to: &Tensor, kv: PagedKv<'_>, parts: &[IndexPart]| {
+                    index.extend(self.layer, to, kv, parts, &rotation)
+                };
+                let tensor = self.pool.index((&name, *shape), self.layer, upto, extend);
+                tensors.push((name, tensor.map_err(candle_core::Error::wrap)?));
+            }
+            outs.push(self.decode_rows(sequence, &*method, &q.narrow(0, first, count)?, positions, &tensors)?);
+        }
+        if outs.len() == 1 { Ok(outs.swap_remove(0)) } else { Tensor::cat(&outs, 0) }
+    }
+
+    fn decode_rows(
+        &self,
+        sequence: &mut Sequence,
+        method: &dyn DecodeMethod,
+        q: &Tensor,
+        positions: Range<usize>,
+        indices: &[(String, Tensor)],
+    ) -> Result<Tensor> {
+        let kv_heads = self.shape.kv_heads;
         let visible = |end: usize| end.saturating_sub(self.shape.window.unwrap_or(end))..end;
         let rows: Vec<DecodeRow> =
             positions.clone().map(|p| DecodeRow { table: sequence.table.blocks(), visible: visible(p + 1) }).collect();
         let streams: Vec<Stream> = positions.map(|p| self.stream(sequence.seed, p)).collect();
+        let prompt = sequence.prompt;
         let step = DecodeStep {
             batch: Decode { q, kv: self.pool.layer(self.layer), rows: &rows },
+            layer: self.layer,
             kv_heads,
             streams: &streams,
+            indices,
+            rotation: &|position| rotation(self.rotary, prompt, position),
         };
-        let choice = sequence.spec.decode.method.select(&step)?;
+        let choice = if self.layer < method.dense_layers() {
+            Choice::from(Selection::dense(rows.len(), kv_heads))
+        } else {
+            method.select(&step)?
+        };
         let out = attend(&step.batch, &choice.selection, choice.scores.as_ref())?;
         let counts = choice.selection.counts(&rows);
         let report: &mut PhaseReport = &mut sequence.report.decode;
@@ -236,12 +357,18 @@ impl Part<'_> {
             report.add_budgets(budgets);
         }
         let audited: Vec<usize> =
-            (0..tokens).filter(|&row| audit::wanted(&streams[row], sequence.spec.audit)).collect();
+            (0..rows.len()).filter(|&row| audit::wanted(&streams[row], sequence.spec.audit)).collect();
         if !audited.is_empty() {
-            report.add_errors(&audit::decode(&step, &out, &audited)?, sequence.spec.decode.method.epsilon());
+            report.add_errors(&audit::decode(&step, &out, &audited)?, method.epsilon());
         }
         Ok(out)
     }
+}
+
+/// The rotary embedding of a token, in a sequence whose prompt is so long.
+fn rotation(rotary: &dyn Rotary, prompt: usize, position: usize) -> Rotation {
+    let length = if rotary.heeds_length() { prompt.max(position + 1) } else { 0 };
+    Rotation::new(position, &rotary.frequencies(length), rotary.factor())
 }
 
 #[cfg(test)]

@@ -42,3 +42,15 @@ pub trait LayerAttention {
     /// A shape or dtype that differs from these, or a device error.
     fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor>;
 }
+
+/// The model's rotary embedding, for methods that look at queries and keys as they were before it.
+pub trait Rotary: Send + Sync {
+    /// The angle per position of each pair of dimensions `[head_dim / 2]`, in a sequence of `length` tokens.
+    fn frequencies(&self, length: usize) -> Vec<f32>;
+
+    /// What cosines and sines are multiplied by.
+    fn factor(&self) -> f32;
+
+    /// Whether the frequencies depend on the length.
+    fn heeds_length(&self) -> bool;
+}

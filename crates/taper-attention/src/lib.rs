@@ -5,6 +5,7 @@
 //! all of it through [`LayerAttention`] and never names a method.
 
 mod amount;
+mod artifacts;
 mod audit;
 mod batch;
 mod layer;
@@ -14,9 +15,10 @@ mod report;
 mod schema;
 mod spec;
 
+pub use artifacts::{ArtifactError, Artifacts, ModelKey};
 pub use batch::{AttentionBatch, Sequence, Span};
-pub use layer::{AttentionShape, LayerAttention};
+pub use layer::{AttentionShape, LayerAttention, Rotary};
 pub use methods::{MethodInfo, catalogue};
-pub use report::{AttentionUsage, AuditUsage, PhaseUsage};
+pub use report::{AttentionUsage, AuditUsage, CraUsage, PhaseUsage};
 pub use schema::nearest;
-pub use spec::{AttentionSpec, SpecError, Wire};
+pub use spec::{AttentionSpec, Question, SpecError, Wire};

@@ -1,10 +1,14 @@
 //! The two seams that a method implements. A method decides what is read; the operations of taper-kernels read it.
 
-use candle_core::{Result, Tensor};
+use crate::layer::AttentionShape;
+use candle_core::{DType, Result, Tensor, bail};
 use taper_kernels::decode::{Budget, Decode, DecodeRow, Scores, Selection};
+use taper_kernels::index::Part;
 use taper_kernels::kv::PagedKv;
 use taper_kernels::philox::Stream;
 use taper_kernels::prefill::{self, Mask, Prefill};
+use taper_kernels::rotary::Rotation;
+use taper_kv_cache::IndexShape;
 
 /// How a prompt's rows attend.
 pub trait PrefillMethod: std::fmt::Debug + Send + Sync {
@@ -13,6 +17,11 @@ pub trait PrefillMethod: std::fmt::Debug + Send + Sync {
     /// # Errors
     /// A device error.
     fn attend(&self, layer: &PrefillLayer, carry: &mut Carry) -> Result<PrefillOutput>;
+
+    /// Where the chunk of a prompt that begins at `start` ends: `max` tokens on, unless the method must see more at once.
+    fn cut(&self, start: usize, prompt: usize, max: usize) -> usize {
+        prompt.min(start.saturating_add(max))
+    }
 }
 
 /// What a prefill method keeps of one layer from one chunk of a prompt to the next, so that the cuts do not show.
@@ -51,8 +60,19 @@ pub struct PrefillLayer<'a> {
 pub struct PrefillOutput {
     /// `[T, q_heads, head_dim]`, f32.
     pub out: Tensor,
-    /// Keys that each row read `[T]`, per KV head.
-    pub keys: Vec<u64>,
+    /// Keys that each row read `[T]`.
+    pub keys: Vec<RowKeys>,
+    /// Shares of the attention mass that the keys read hold, where a method measured any: one a (row, query head).
+    pub kept: Vec<f32>,
+}
+
+/// How many keys a row read.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RowKeys {
+    /// Over all query heads.
+    pub read: u64,
+    /// The query head that read most.
+    pub most: u64,
 }
 
 impl PrefillLayer<'_> {
@@ -76,16 +96,16 @@ impl PrefillLayer<'_> {
     /// A device error.
     pub fn attend_rows(&self, q: &Tensor, positions: &[u32], mask: Mask) -> Result<PrefillOutput> {
         let args = Prefill { q, kv: self.kv, table: self.table, positions, window: self.window, mask };
-        let keys = positions.iter().map(|&p| mask.count(p as usize, self.window) as u64).collect();
-        Ok(PrefillOutput { out: prefill::prefill(&args)?, keys })
-    }
-
-    /// The first `rows` rows.
-    ///
-    /// # Errors
-    /// A device error.
-    pub fn first(&self, rows: usize) -> Result<Self> {
-        Ok(Self { q: self.q.narrow(0, 0, rows)?, ..self.clone() })
+        let heads = q.dims()[1] as u64;
+        let count = |&p: &u32| {
+            let most = mask.count(p as usize, self.window) as u64;
+            RowKeys { read: most * heads, most }
+        };
+        Ok(PrefillOutput {
+            out: prefill::prefill(&args)?,
+            keys: positions.iter().map(count).collect(),
+            kept: Vec::new(),
+        })
     }
 }
 
@@ -101,22 +121,83 @@ pub trait DecodeMethod: std::fmt::Debug + Send + Sync {
     fn epsilon(&self) -> Option<f64> {
         None
     }
+
+    /// What must be known of the keys before [`select`](Self::select).
+    fn indices(&self) -> Vec<&dyn KeyIndex> {
+        Vec::new()
+    }
+
+    /// So many of the first layers are dense.
+    fn dense_layers(&self) -> usize {
+        0
+    }
 }
+
+/// What a method keeps of every key, beside the cache: a function of the cached keys and their positions alone, so that
+/// it may be built at any time, shared with its blocks and thrown away.
+pub trait KeyIndex: std::fmt::Debug + Send + Sync {
+    /// Equal names stand for equal content.
+    fn name(&self) -> String;
+
+    /// What is stored for each block and KV head, over a cache of the dtype given.
+    fn shape(&self, shape: &AttentionShape, cache: DType) -> IndexShape;
+
+    /// Takes in rows of one layer's cache. `rotation` is the rotary embedding of a position.
+    ///
+    /// # Errors
+    /// A device error.
+    fn extend(&self, layer: usize, index: &Tensor, kv: PagedKv, parts: &[Part], rotation: &Rotations) -> Result<()>;
+}
+
+/// The rotary embedding of each position of a sequence.
+pub type Rotations<'a> = dyn Fn(usize) -> Rotation + 'a;
 
 /// Query rows of one layer that share a method.
 pub struct DecodeStep<'a> {
     /// The rows; their keys and values are in the cache.
     pub batch: Decode<'a>,
+    /// The layer.
+    pub layer: usize,
     /// KV heads of the layer.
     pub kv_heads: usize,
     /// Keys of the rows' random draws `[R]`; `head` is left to the operation.
     pub streams: &'a [Stream],
+    /// The method's indices by name, up to date.
+    pub indices: &'a [(String, Tensor)],
+    /// The rotary embedding of the rows' sequence.
+    pub rotation: &'a Rotations<'a>,
 }
 
 impl DecodeStep<'_> {
     /// What holds of a row, for each of its KV heads `[R, kv_heads]`.
     pub fn per_head<T: Clone>(&self, of: impl Fn(&DecodeRow) -> T) -> Vec<T> {
         self.batch.rows.iter().flat_map(|row| std::iter::repeat_n(of(row), self.kv_heads)).collect()
+    }
+
+    /// An index that the method declared.
+    ///
+    /// # Errors
+    /// One that it did not.
+    pub fn index(&self, index: &dyn KeyIndex) -> Result<&Tensor> {
+        let name = index.name();
+        match self.indices.iter().find(|(known, _)| *known == name) {
+            Some((_, tensor)) => Ok(tensor),
+            None => bail!("the method did not declare the index {name}"),
+        }
+    }
+
+    /// The queries `[R, q_heads, head_dim]` as they were before the rotary embedding, row by row.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn unrotated(&self) -> Result<Vec<f32>> {
+        let (_, q_heads, d) = self.batch.q.dims3()?;
+        let mut q = self.batch.q.flatten_all()?.to_vec1::<f32>()?;
+        for (row, q) in self.batch.rows.iter().zip(q.chunks_exact_mut(q_heads * d)) {
+            let rotation = (self.rotation)(row.visible.end - 1);
+            q.chunks_exact_mut(d).for_each(|q| rotation.undo(q));
+        }
+        Ok(q)
     }
 }
 
@@ -144,4 +225,9 @@ pub trait Predictor: std::fmt::Debug + Send + Sync {
     /// # Errors
     /// A device error.
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice>;
+
+    /// As of a [`DecodeMethod`].
+    fn indices(&self) -> Vec<&dyn KeyIndex> {
+        Vec::new()
+    }
 }

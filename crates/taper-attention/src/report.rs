@@ -18,7 +18,17 @@ pub(crate) struct PhaseReport {
     dense_heads: Option<u64>,
     /// (query, key) pairs scored to choose what is read.
     scored: u64,
+    /// Shares of the attention mass that were kept, where a method measured them.
+    kept: Kept,
     errors: Errors,
+}
+
+/// Sum, number and least of some shares.
+#[derive(Debug, Clone, Copy, Default)]
+struct Kept {
+    sum: f64,
+    count: u64,
+    min: f32,
 }
 
 impl PhaseReport {
@@ -40,6 +50,16 @@ impl PhaseReport {
         self.scored += pairs;
     }
 
+    /// Adds measured shares of the attention mass.
+    pub fn add_kept(&mut self, shares: &[f32]) {
+        let kept = &mut self.kept;
+        for &share in shares {
+            kept.min = if kept.count == 0 { share } else { kept.min.min(share) };
+            kept.sum += f64::from(share);
+            kept.count += 1;
+        }
+    }
+
     /// Adds relative errors of audited heads, under a promise of `epsilon` if there is one.
     pub fn add_errors(&mut self, errors: &[f32], epsilon: Option<f64>) {
         errors.iter().for_each(|&error| self.errors.add(error, epsilon));
@@ -55,6 +75,8 @@ impl PhaseReport {
             scored: (self.scored > 0).then(|| share(self.scored, self.there)),
             seed: seed as i64,
             dense_heads: self.dense_heads,
+            cra: (self.kept.count > 0)
+                .then(|| CraUsage { mean: self.kept.sum / self.kept.count as f64, min: f64::from(self.kept.min) }),
             audit: self.errors.usage(),
         }
     }
@@ -95,9 +117,21 @@ pub struct PhaseUsage {
     /// Query heads (per layer and token) that read everything to keep a promise; absent where none is made.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dense_heads: Option<u64>,
+    /// Attention mass kept, as the method measured it on the queries it sampled; absent where it measures none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cra: Option<CraUsage>,
     /// Errors against dense attention; absent if nothing was audited.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub audit: Option<AuditUsage>,
+}
+
+/// Cumulative residual attention: the share of a query's attention mass that the keys read hold.
+#[derive(Debug, Clone, Serialize)]
+pub struct CraUsage {
+    /// Over sampled queries, heads and layers.
+    pub mean: f64,
+    /// The least of them.
+    pub min: f64,
 }
 
 /// Relative errors ‖o − o_dense‖₂ / ‖o_dense‖₂ of audited heads.

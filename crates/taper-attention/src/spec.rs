@@ -1,5 +1,6 @@
 //! What a request says of its attention, and the errors when it says something else.
 
+use crate::artifacts::Artifacts;
 use crate::method::{DecodeMethod, PrefillMethod};
 use crate::methods;
 use serde::Serialize;
@@ -31,7 +32,22 @@ impl SpecError {
 pub struct AttentionSpec {
     pub(crate) prefill: Chosen<dyn PrefillMethod>,
     pub(crate) decode: Chosen<dyn DecodeMethod>,
+    pub(crate) question: Question,
+    pub(crate) question_tokens: Option<usize>,
     pub(crate) audit: f64,
+}
+
+/// How the prompt's last part, the question, is attended.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Question {
+    /// As the rest of the prompt.
+    #[default]
+    Prefill,
+    /// Densely.
+    Dense,
+    /// By the decode method, every row as a step of its own.
+    Decode,
 }
 
 /// A method of the registry with its parameters.
@@ -52,13 +68,22 @@ impl<M: ?Sized> Clone for Chosen<M> {
 impl Default for AttentionSpec {
     /// Dense for both phases, no audit.
     fn default() -> Self {
-        Self::from_json(&json!({}), "attention").expect("the default is valid")
+        Self::from_json(&json!({}), "attention", &Artifacts::default()).expect("the default is valid")
     }
 }
 
 impl From<AttentionSpec> for Value {
     fn from(spec: AttentionSpec) -> Self {
-        json!({ "prefill": spec.prefill.json, "decode": spec.decode.json, "audit": spec.audit })
+        let mut json = json!({
+            "prefill": spec.prefill.json,
+            "decode": spec.decode.json,
+            "question": spec.question,
+            "audit": spec.audit,
+        });
+        if let Some(tokens) = spec.question_tokens {
+            json["question_tokens"] = json!(tokens);
+        }
+        json
     }
 }
 
@@ -76,16 +101,21 @@ pub struct Wire<'a> {
 }
 
 impl AttentionSpec {
-    /// Reads `{ "prefill": {…}, "decode": {…}, "audit": 0.01 }`; what is absent is dense, and no audit.
+    /// Reads `{ "prefill": {…}, "decode": {…}, "question": "decode", "audit": 0.01 }`; what is absent is dense, nothing
+    /// special, and no audit.
     ///
     /// # Errors
-    /// An unknown field or method, or a value out of range; `path` is where the object stands in the request.
-    pub fn from_json(value: &Value, path: &str) -> Result<Self, SpecError> {
+    /// An unknown field or method, a value out of range, or an artefact that is not here; `path` is where the object
+    /// stands in the request.
+    pub fn from_json(value: &Value, path: &str, artifacts: &Artifacts) -> Result<Self, SpecError> {
         let fields = fields(value, path)?;
         let dense = json!({ "method": "dense" });
+        let (prefill, decode) = (format!("{path}.prefill"), format!("{path}.decode"));
         Ok(Self {
-            prefill: methods::prefill(fields.get("prefill").unwrap_or(&dense), &format!("{path}.prefill"))?,
-            decode: methods::decode(fields.get("decode").unwrap_or(&dense), &format!("{path}.decode"))?,
+            prefill: methods::prefill(fields.get("prefill").unwrap_or(&dense), &prefill, artifacts)?,
+            decode: methods::decode(fields.get("decode").unwrap_or(&dense), &decode, artifacts)?,
+            question: fields.get("question").map_or(Ok(Question::default()), |q| question(q, path))?,
+            question_tokens: fields.get("question_tokens").map(|tokens| question_tokens(tokens, path)).transpose()?,
             audit: fields.get("audit").map_or(Ok(0.0), |audit| audit_rate(audit, &format!("{path}.audit")))?,
         })
     }
@@ -97,17 +127,24 @@ impl AttentionSpec {
     ///
     /// # Errors
     /// As [`from_json`](Self::from_json), and a short form that contradicts the object.
-    pub fn resolve(preset: &Self, wire: &Wire) -> Result<Self, SpecError> {
+    pub fn resolve(preset: &Self, wire: &Wire, artifacts: &Artifacts) -> Result<Self, SpecError> {
         let mut spec = preset.clone();
         let empty = Map::new();
         let object = wire.attention.map_or(Ok(&empty), |value| fields(value, "attention"))?;
         if let Some(audit) = object.get("audit") {
             spec.audit = audit_rate(audit, "attention.audit")?;
         }
+        if let Some(value) = object.get("question") {
+            spec.question = question(value, "attention")?;
+        }
+        if let Some(tokens) = object.get("question_tokens") {
+            spec.question_tokens = Some(question_tokens(tokens, "attention")?);
+        }
         let short = [("epsilon", wire.epsilon), ("delta", wire.delta)];
         let decode = merge("vattention", "decode", object.get("decode"), &spec.decode.json, &short, |_| json!({}))?;
         if let Some(decode) = decode {
-            spec.decode = methods::decode(&decode.0, &decode.1).map_err(|e| to_short_form(e, &short, &decode.1))?;
+            spec.decode =
+                methods::decode(&decode.0, &decode.1, artifacts).map_err(|e| to_short_form(e, &short, &decode.1))?;
         }
         let short = [("gamma", wire.gamma)];
         let over = |preset: &Value| match preset["method"].as_str() {
@@ -116,10 +153,15 @@ impl AttentionSpec {
         };
         let prefill = merge("delta", "prefill", object.get("prefill"), &spec.prefill.json, &short, over)?;
         if let Some(prefill) = prefill {
-            spec.prefill =
-                methods::prefill(&prefill.0, &prefill.1).map_err(|e| to_short_form(e, &short, &prefill.1))?;
+            spec.prefill = methods::prefill(&prefill.0, &prefill.1, artifacts)
+                .map_err(|e| to_short_form(e, &short, &prefill.1))?;
         }
         Ok(spec)
+    }
+
+    /// How the question is attended, and of how many tokens it is if the request says so.
+    pub fn question(&self) -> (Question, Option<usize>) {
+        (self.question, self.question_tokens)
     }
 
     /// (prefill, decode): the names of the methods.
@@ -130,13 +172,35 @@ impl AttentionSpec {
 
 /// The fields of an `attention` object.
 fn fields<'a>(value: &'a Value, path: &str) -> Result<&'a Map<String, Value>, SpecError> {
-    let known = ["prefill", "decode", "audit"];
+    let known = ["prefill", "decode", "question", "question_tokens", "audit"];
     let Value::Object(fields) = value else {
-        return Err(SpecError::new(path, "must be an object with any of prefill, decode, audit"));
+        return Err(SpecError::new(path, format!("must be an object with any of {}", known.join(", "))));
     };
     match fields.keys().find(|key| !known.contains(&key.as_str())) {
         Some(key) => Err(crate::schema::unknown_field(path, key, "attention", &known)),
         None => Ok(fields),
+    }
+}
+
+fn question(value: &Value, path: &str) -> Result<Question, SpecError> {
+    match value.as_str() {
+        Some("prefill") => Ok(Question::Prefill),
+        Some("dense") => Ok(Question::Dense),
+        Some("decode") => Ok(Question::Decode),
+        _ => {
+            let message = format!("must be one of \"prefill\", \"dense\", \"decode\"; got {value}");
+            Err(SpecError::new(format!("{path}.question"), message))
+        }
+    }
+}
+
+fn question_tokens(value: &Value, path: &str) -> Result<usize, SpecError> {
+    match value.as_f64() {
+        Some(x) if x.fract() == 0.0 && (1.0..=1_048_576.0).contains(&x) => Ok(x as usize),
+        _ => {
+            let message = format!("must be a whole number at least 1 and at most 1048576; got {value}");
+            Err(SpecError::new(format!("{path}.question_tokens"), message))
+        }
     }
 }
 

@@ -38,7 +38,7 @@ pub trait Backend: Send + 'static {
     /// How much fits.
     fn limits(&self) -> Limits;
 
-    /// Begins an empty sequence for a prompt of `prompt_tokens` tokens.
+    /// Begins an empty sequence for a prompt of `prompt_tokens` tokens, the last `question_tokens` of which are the question.
     ///
     /// # Errors
     /// A spec that does not fit the model.
@@ -47,6 +47,7 @@ pub trait Backend: Send + 'static {
         attention: &Arc<AttentionSpec>,
         seed: u64,
         prompt_tokens: usize,
+        question_tokens: usize,
     ) -> Result<Self::Sequence, BackendError>;
 
     /// A second sequence that continues from the same tokens with its own seed.

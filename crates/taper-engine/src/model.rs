@@ -119,7 +119,8 @@ impl ModelBackend {
             spans.push(Span { sequence: input.sequence, tokens: input.tokens.len() });
         }
         let shape = self.model.attention_shape();
-        let mut batch = AttentionBatch::new(shape, &mut self.pool, spans).map_err(|e| BackendError(e.to_string()))?;
+        let mut batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans)
+            .map_err(|e| BackendError(e.to_string()))?;
         let hidden = self.model.forward(&tokens, &batch.positions(), &mut batch)?;
         batch.finish();
         let rows: Vec<u32> = wanted.iter().flatten().copied().collect();
@@ -150,8 +151,9 @@ impl Backend for ModelBackend {
         attention: &Arc<AttentionSpec>,
         seed: u64,
         prompt_tokens: usize,
+        question_tokens: usize,
     ) -> Result<Sequence, BackendError> {
-        Ok(Sequence::new(Arc::clone(attention), seed, prompt_tokens))
+        Ok(Sequence::new(Arc::clone(attention), seed, prompt_tokens).with_question(question_tokens))
     }
 
     fn fork(&mut self, sequence: &Sequence, seed: u64) -> Result<Sequence, BackendError> {

@@ -29,6 +29,8 @@ pub struct Request {
     pub continues: bool,
     /// How it is attended to.
     pub attention: Arc<AttentionSpec>,
+    /// How many tokens of the prompt's end are the question; of use where the attention treats it in a way of its own.
+    pub question_tokens: usize,
     /// How tokens are chosen.
     pub sampling: SamplingParams,
     /// When to end.

@@ -111,7 +111,9 @@ impl<S> Run<S> {
         let total = request.prompt.len();
         let sequence = match &mut self.prompt {
             Some(sequence) => sequence,
-            none => none.insert(backend.open(&request.attention, request.sampling.seed, total)?),
+            none => {
+                none.insert(backend.open(&request.attention, request.sampling.seed, total, request.question_tokens)?)
+            }
         };
         // A method that cannot cut so short may take more than asked for.
         let take = backend.chunk(sequence, chunk_tokens).clamp(1, total - self.prefilled);

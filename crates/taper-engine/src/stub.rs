@@ -95,19 +95,20 @@ impl Backend for StubBackend {
         attention: &Arc<AttentionSpec>,
         seed: u64,
         prompt_tokens: usize,
+        question_tokens: usize,
     ) -> Result<StubSequence, BackendError> {
         self.probe.open.fetch_add(1, Ordering::SeqCst);
         *self.probe.attention.lock().unwrap_or_else(PoisonError::into_inner) = Some(AttentionSpec::clone(attention));
         Ok(StubSequence {
             spec: Arc::clone(attention),
-            report: Sequence::new(Arc::clone(attention), seed, prompt_tokens),
+            report: Sequence::new(Arc::clone(attention), seed, prompt_tokens).with_question(question_tokens),
             prompt_tokens,
             tokens: Vec::new(),
         })
     }
 
     fn fork(&mut self, sequence: &StubSequence, seed: u64) -> Result<StubSequence, BackendError> {
-        let mut fork = self.open(&sequence.spec, seed, sequence.prompt_tokens)?;
+        let mut fork = self.open(&sequence.spec, seed, sequence.prompt_tokens, 0)?;
         fork.tokens.clone_from(&sequence.tokens);
         Ok(fork)
     }

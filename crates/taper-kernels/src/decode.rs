@@ -4,12 +4,15 @@
 //! what was chosen.
 
 mod attend;
+mod choose;
 mod sample;
 mod scores;
 
 pub use attend::attend;
+pub use choose::{Importance, importance, top_k, top_p};
 pub use sample::{Budget, Sampling, foresee, sample};
-pub use scores::{Scores, scores, top_k};
+pub use scores::{Scores, scores};
+pub(crate) use {attend::dots, scores::pass};
 
 use crate::kv::{BLOCK_TOKENS, KvElement, PagedKv};
 use crate::prefill::Mask;
@@ -124,7 +127,7 @@ pub(crate) fn sink_window(visible: &Range<usize>, sink: usize, window: usize) ->
 const UNIT_TOKENS: usize = 512;
 
 /// The CPU's view of a batch.
-struct View<'a, T> {
+pub(crate) struct View<'a, T> {
     q: &'a [f32],
     k: &'a [T],
     v: &'a [T],
@@ -156,7 +159,7 @@ impl<'a, T: KvElement> View<'a, T> {
 
 impl<'a> Decode<'a> {
     /// (rows, q_heads, kv_heads, head_dim), all checked against each other and the cache.
-    fn dims(&self) -> Result<(usize, usize, usize, usize)> {
+    pub(crate) fn dims(&self) -> Result<(usize, usize, usize, usize)> {
         let (rows, q_heads, head_dim) = self.q.dims3()?;
         let (blocks, kv_heads, kv_dim) = self.kv.dims()?;
         if head_dim != kv_dim || kv_heads == 0 || !q_heads.is_multiple_of(kv_heads) || rows != self.rows.len() {
@@ -199,7 +202,7 @@ macro_rules! with_view {
         })
     }};
 }
-use with_view;
+pub(crate) use with_view;
 
 #[cfg(test)]
 mod tests;

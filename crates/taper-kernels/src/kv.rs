@@ -107,8 +107,8 @@ macro_rules! with_kv_element {
 }
 pub(crate) use with_kv_element;
 
-/// A pool of zeros, f32, f16 or bf16. On the CPU the memory comes from the system untouched, page by page as it is
-/// written.
+/// A pool of zeros, f32, f16, bf16, u32 or i16. On the CPU the memory comes from the system untouched, page by page as
+/// it is written.
 ///
 /// # Errors
 /// Another dtype, or a device without the memory.
@@ -117,7 +117,11 @@ pub fn zeros(dims: (usize, usize, usize, usize), dtype: DType, device: &Device) 
     if !device.is_cpu() {
         return Tensor::zeros(dims, dtype, device);
     }
-    with_kv_element!(dtype, T => Tensor::from_vec(bytemuck::zeroed_vec::<T>(len), dims, device))
+    match dtype {
+        DType::U32 => Tensor::from_vec(bytemuck::zeroed_vec::<u32>(len), dims, device),
+        DType::I16 => Tensor::from_vec(bytemuck::zeroed_vec::<i16>(len), dims, device),
+        _ => with_kv_element!(dtype, T => Tensor::from_vec(bytemuck::zeroed_vec::<T>(len), dims, device)),
+    }
 }
 
 /// Writes rows `[T, kv_heads, head_dim]` (f32) into a pool `[blocks, kv_heads, 64, head_dim]` at `slots`
@@ -197,7 +201,11 @@ impl InplaceOp1 for CopyBlock {
     fn cpu_fwd(&self, pool: &mut CpuStorage, _: &Layout) -> Result<()> {
         let from = self.from * self.stride..(self.from + 1) * self.stride;
         let to = self.to * self.stride;
-        with_kv_element!(pool.dtype(), T => T::slice_mut(pool).expect("dtype matched").copy_within(from, to));
+        match pool {
+            CpuStorage::U32(pool) => pool.copy_within(from, to),
+            CpuStorage::I16(pool) => pool.copy_within(from, to),
+            _ => with_kv_element!(pool.dtype(), T => T::slice_mut(pool).expect("dtype matched").copy_within(from, to)),
+        }
         Ok(())
     }
 }

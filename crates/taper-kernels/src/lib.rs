@@ -5,12 +5,15 @@ pub mod budget;
 pub mod correct;
 pub mod decode;
 mod gemm;
+pub mod index;
 pub mod kv;
 pub mod linear;
+pub mod mlp;
 pub mod packed;
 pub mod parallel;
 pub mod philox;
 pub mod prefill;
+pub mod rotary;
 #[allow(missing_docs)] // The lane operations of `Simd` are their names.
 mod simd;
 mod softmax;

@@ -91,6 +91,19 @@ pub unsafe fn exp<V: Simd>(x: V) -> V {
     }
 }
 
+/// The dot product of two slices of one length.
+#[inline(always)]
+pub unsafe fn dot<V: Simd>(a: &[f32], b: &[f32]) -> f32 {
+    let whole = a.len() - a.len() % V::LANES;
+    unsafe {
+        let mut acc = V::splat(0.0);
+        for c in (0..whole).step_by(V::LANES) {
+            acc = V::load(a.as_ptr().add(c)).mul_add(V::load(b.as_ptr().add(c)), acc);
+        }
+        acc.sum() + (whole..a.len()).map(|c| a[c] * b[c]).sum::<f32>()
+    }
+}
+
 /// Eight lanes of plain Rust.
 #[derive(Clone, Copy)]
 pub struct Portable8([f32; 8]);

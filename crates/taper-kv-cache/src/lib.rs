@@ -3,9 +3,11 @@
 //! Knows nothing of attention methods. Per layer, K and V are each `[blocks, kv_heads, 64, head_dim]`, so that one
 //! block of one head is contiguous.
 
+mod index;
 mod pool;
 mod table;
 
+pub use index::IndexShape;
 pub use pool::{KvError, KvPool, KvShape};
 pub use table::BlockTable;
 pub use taper_kernels::kv::BLOCK_TOKENS;

@@ -1,7 +1,10 @@
 //! The block pool: storage, reference counts, the free list.
 
 use crate::BlockTable;
+use crate::index::{Index, IndexShape};
 use candle_core::{DType, Device, Tensor};
+use std::collections::HashMap;
+use taper_kernels::index::Part;
 use taper_kernels::kv::{self, BLOCK_TOKENS, PagedKv};
 
 /// What a pool stores for each token.
@@ -40,11 +43,13 @@ pub enum KvError {
     Device(#[from] candle_core::Error),
 }
 
-/// Blocks of keys and values with reference counts.
+/// Blocks of keys and values with reference counts, and the indices over them.
 #[derive(Debug)]
 pub struct KvPool {
     shape: KvShape,
     dtype: DType,
+    device: Device,
+    indices: HashMap<String, Index>,
     keys: Vec<Tensor>,
     values: Vec<Tensor>,
     references: Vec<u32>,
@@ -64,6 +69,8 @@ impl KvPool {
         Ok(Self {
             shape,
             dtype,
+            device: device.clone(),
+            indices: HashMap::new(),
             keys: make()?,
             values: make()?,
             references: vec![0; blocks],
@@ -103,6 +110,7 @@ impl KvPool {
         for _ in 0..wanted {
             let block = self.free.pop().expect("counted above");
             self.references[block as usize] = 1;
+            self.indices.values_mut().for_each(|index| index.keep(block, 0));
             table.blocks.push(block);
         }
         Ok(())
@@ -132,7 +140,10 @@ impl KvPool {
         if !tokens.is_multiple_of(BLOCK_TOKENS) {
             let copied = self.grow(&mut fork, tokens).and_then(|()| {
                 let (from, to) = (table.blocks[whole], fork.blocks[whole]);
-                Ok(self.keys.iter().chain(&self.values).try_for_each(|t| kv::copy_block(t, from, to))?)
+                self.copy_block(from, to)?;
+                // The copy ends at `tokens`, however many the original has.
+                self.indices.values_mut().for_each(|index| index.keep(to, tokens % BLOCK_TOKENS));
+                Ok(())
             });
             if let Err(error) = copied {
                 self.release(&mut fork);
@@ -140,6 +151,68 @@ impl KvPool {
             }
         }
         Ok(fork)
+    }
+
+    /// Lets all tokens but the first `tokens` go, as if they had never been appended. A started block that another table
+    /// shares is copied first.
+    ///
+    /// # Errors
+    /// [`KvError::OutOfBlocks`] if there is no block for the copy; the table is as before then.
+    pub fn truncate(&mut self, table: &mut BlockTable, tokens: usize) -> Result<(), KvError> {
+        let (keep, started) = (tokens.div_ceil(BLOCK_TOKENS).min(table.blocks.len()), tokens % BLOCK_TOKENS);
+        if started > 0 && keep * BLOCK_TOKENS > tokens {
+            let block = table.blocks[keep - 1];
+            if self.references[block as usize] > 1 {
+                let mut own = BlockTable::default();
+                self.grow(&mut own, 1)?;
+                self.copy_block(block, own.blocks[0])?;
+                std::mem::swap(&mut table.blocks[keep - 1], &mut own.blocks[0]);
+                self.release(&mut own);
+            }
+            let block = table.blocks[keep - 1];
+            self.indices.values_mut().for_each(|index| index.keep(block, started));
+        }
+        let mut rest = BlockTable { blocks: table.blocks.split_off(keep) };
+        self.release(&mut rest);
+        Ok(())
+    }
+
+    fn copy_block(&mut self, from: u32, to: u32) -> Result<(), KvError> {
+        self.keys.iter().chain(&self.values).try_for_each(|t| kv::copy_block(t, from, to))?;
+        self.indices.values_mut().try_for_each(|index| index.copy(from, to))
+    }
+
+    /// One layer of an index `[blocks, kv_heads, rows, width]` that has taken in the first `tokens` tokens of a table.
+    ///
+    /// Equal names share one index, made when it is first asked for. `extend` takes in what is missing: it gets the
+    /// index's tensor, the layer's cache and the rows.
+    ///
+    /// # Errors
+    /// What `extend` says, a name whose shape was another before, or a device without the memory.
+    pub fn index(
+        &mut self,
+        (name, shape): (&str, IndexShape),
+        layer: usize,
+        (table, tokens): (&BlockTable, usize),
+        extend: impl FnOnce(&Tensor, PagedKv, &[Part]) -> candle_core::Result<()>,
+    ) -> Result<Tensor, KvError> {
+        if !self.indices.contains_key(name) {
+            self.indices.insert(name.to_owned(), Index::new(shape, self.shape.layers));
+        }
+        let index = self.indices.get_mut(name).expect("inserted above");
+        if index.shape != shape {
+            let message = format!("index {name}: {shape:?} asked for, {:?} kept", index.shape);
+            return Err(candle_core::Error::Msg(message).into());
+        }
+        let of_layer = &mut index.layers[layer];
+        of_layer.make(shape, (self.references.len(), self.shape.kv_heads), &self.device)?;
+        let tensor = of_layer.tensor.clone().expect("made above");
+        let parts = of_layer.missing(&table.blocks, tokens);
+        if !parts.is_empty() {
+            extend(&tensor, PagedKv { k: &self.keys[layer], v: &self.values[layer] }, &parts)?;
+            of_layer.taken(&parts);
+        }
+        Ok(tensor)
     }
 
     /// Stores one layer's keys and values `[T, kv_heads, head_dim]` (f32) of the tokens at `slots` (`block * 64 + row`).

@@ -12,7 +12,7 @@ use crate::weights::{self, Embedding, Role, Weights};
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
 use candle_nn::ops::rms_norm;
 use candle_nn::rotary_emb::rope_thd;
-use taper_attention::{AttentionShape, LayerAttention};
+use taper_attention::{AttentionShape, LayerAttention, Rotary};
 use taper_kernels::linear::Linear;
 
 /// A loaded model. Shapes below: T tokens of a batch, R rows of it.
@@ -69,6 +69,11 @@ impl Model {
     /// What attention needs to know.
     pub fn attention_shape(&self) -> AttentionShape {
         self.config.attention_shape()
+    }
+
+    /// The rotary embedding.
+    pub fn rotary(&self) -> &dyn Rotary {
+        &self.config.rope
     }
 
     /// The device that holds the weights.

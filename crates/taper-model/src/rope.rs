@@ -179,3 +179,17 @@ impl Rope {
         if low == high { (low, high + 0.001) } else { (low, high) }
     }
 }
+
+impl taper_attention::Rotary for Rope {
+    fn frequencies(&self, length: usize) -> Vec<f32> {
+        self.frequencies(length)
+    }
+
+    fn factor(&self) -> f32 {
+        self.attention_factor() as f32
+    }
+
+    fn heeds_length(&self) -> bool {
+        matches!(self.scaling, RopeScaling::Dynamic { .. })
+    }
+}

@@ -109,7 +109,7 @@ fn logits_through_the_paged_cache_equal_those_of_transformers() {
             while sequence.len() < tokens.len() {
                 let (start, count) = (sequence.len(), sequence.chunk(chunk).max(1));
                 let spans = vec![Span { sequence: &mut sequence, tokens: count }];
-                let mut batch = AttentionBatch::new(shape, &mut pool, spans).unwrap();
+                let mut batch = AttentionBatch::new(shape, model.rotary(), &mut pool, spans).unwrap();
                 let hidden = model.forward(&tokens[start..start + count], &batch.positions(), &mut batch).unwrap();
                 batch.finish();
                 got.extend(model.logits(&hidden).unwrap().to_vec2().unwrap());

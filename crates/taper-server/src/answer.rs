@@ -29,6 +29,8 @@ pub(crate) enum Kind {
 #[derive(Debug)]
 pub(crate) struct Prompt {
     pub(crate) tokens: Vec<u32>,
+    /// How many at its end are the question.
+    pub(crate) question_tokens: usize,
     pub(crate) echo: Option<String>,
 }
 
@@ -106,6 +108,7 @@ impl Call {
                 prompt: std::mem::take(&mut prompt.tokens),
                 continues: self.kind == Kind::Text,
                 attention: Arc::clone(&self.attention),
+                question_tokens: prompt.question_tokens,
                 sampling: self.common.sampling.clone(),
                 stop: self.common.stop.clone(),
                 choices: self.common.choices,

@@ -4,7 +4,7 @@ use crate::error::ApiError;
 use crate::fields::{Fields, brief};
 use crate::knobs::near_miss;
 use serde_json::{Map, Value};
-use taper_attention::{AttentionSpec, Wire};
+use taper_attention::{Artifacts, AttentionSpec, Question, Wire};
 
 /// What the request says of attention, in one shape whatever the spelling.
 #[derive(Debug, Default)]
@@ -37,7 +37,7 @@ pub(crate) fn read(fields: &mut Fields<'_>, preset: &AttentionSpec) -> Result<(A
         delta: knobs.delta.as_ref(),
         gamma: knobs.gamma.as_ref(),
     };
-    match AttentionSpec::resolve(preset, &wire) {
+    match AttentionSpec::resolve(preset, &wire, &Artifacts::default()) {
         Ok(spec) => Ok((spec, knobs.ignored)),
         Err(error) => {
             let origin = knobs.origin.iter().find(|(path, _)| *path == error.path);
@@ -45,6 +45,27 @@ pub(crate) fn read(fields: &mut Fields<'_>, preset: &AttentionSpec) -> Result<(A
             let message = format!("{path}: {}", error.message);
             Err(ApiError::invalid(path, message))
         }
+    }
+}
+
+/// Tokens of a prompt's end that are the question; `found` says where it begins if the request does not.
+pub(crate) fn question(
+    spec: &AttentionSpec,
+    prompt: usize,
+    found: impl FnOnce() -> Option<usize>,
+) -> Result<usize, ApiError> {
+    let path = "attention.question_tokens";
+    match spec.question() {
+        (Question::Prefill, _) => Ok(0),
+        (_, Some(tokens)) if tokens > prompt => {
+            Err(ApiError::invalid(path, format!("{path} is {tokens}, but the prompt has {prompt} tokens")))
+        }
+        (_, Some(tokens)) => Ok(tokens),
+        (_, None) => found().ok_or_else(|| {
+            let message =
+                format!("{path} is missing: here attention.question needs it, since no message marks the question");
+            ApiError::invalid(path, message)
+        }),
     }
 }
 

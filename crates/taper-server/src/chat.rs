@@ -23,15 +23,26 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     let (attention, mut ignored) = attention::read(&mut fields, &app.config.attention)?;
     ignored.extend(knobs::unknown(map, fields.unread())?);
     let tokens = app.engine.text().chat(&messages).map_err(|e| error::text(&e, "messages"))?;
+    let question_tokens = attention::question(&attention, tokens.len(), || question(app, &messages, &tokens))?;
     Ok(Call {
         kind: Kind::Chat,
-        prompts: vec![Prompt { tokens, echo: None }],
+        prompts: vec![Prompt { tokens, question_tokens, echo: None }],
         prompt_field: "messages",
         common,
         logprobs: logprobs.then(|| top.unwrap_or(0) as usize),
         attention: Arc::new(attention),
         ignored,
     })
+}
+
+/// Tokens from where the last user message begins: where the prompt parts from that of the messages before it.
+fn question(app: &App, messages: &[Message], tokens: &[u32]) -> Option<usize> {
+    let last = messages.iter().rposition(|m| m.role == "user")?;
+    if last == 0 {
+        return Some(tokens.len());
+    }
+    let before = app.engine.text().chat(&messages[..last]).ok()?;
+    Some(tokens.len() - tokens.iter().zip(&before).take_while(|(a, b)| a == b).count())
 }
 
 fn messages(fields: &mut Fields<'_>) -> Result<Vec<Message>, ApiError> {

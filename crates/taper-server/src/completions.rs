@@ -24,12 +24,15 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     }
     let (attention, mut ignored) = attention::read(&mut fields, &app.config.attention)?;
     ignored.extend(knobs::unknown(map, fields.unread())?);
-    let prompts = read_prompts(app, prompts, echo)?;
+    let mut prompts = read_prompts(app, prompts, echo)?;
     if common.stop.max_tokens.is_none() {
         // A default never makes a request too long.
         let longest = prompts.iter().map(|p| p.tokens.len()).max().unwrap_or(0);
         let room = app.engine.room(longest, common.choices);
         common.stop.max_tokens = Some(DEFAULT_TOKENS.min(room.max(1)));
+    }
+    for prompt in &mut prompts {
+        prompt.question_tokens = attention::question(&attention, prompt.tokens.len(), || None)?;
     }
     Ok(Call {
         kind: Kind::Text,
@@ -55,12 +58,12 @@ fn read_prompts(app: &App, value: Option<&Value>, echo: bool) -> Result<Vec<Prom
             let tokens = app.engine.text().encode(text);
             let tokens = tokens.map_err(|e| error::text(&e, "prompt"))?;
             let echo = echo.then(|| text.clone());
-            Ok(Prompt { tokens, echo })
+            Ok(Prompt { tokens, question_tokens: 0, echo })
         }
         Value::Array(list) => {
             let tokens = sampling::ids(list).ok_or_else(wrong)?;
             let echo = echo.then(|| app.engine.text().decode(&tokens));
-            Ok(Prompt { tokens, echo })
+            Ok(Prompt { tokens, question_tokens: 0, echo })
         }
         _ => Err(wrong()),
     };

@@ -5,7 +5,7 @@ mod support;
 use boon::{Compiler, SchemaIndex, Schemas};
 use serde_json::{Value, json};
 use support::server;
-use taper_attention::AttentionSpec;
+use taper_attention::{Artifacts, AttentionSpec};
 
 const GOOD: &[&str] = &[
     r#"{}"#,
@@ -89,7 +89,7 @@ async fn schema_and_parser_take_the_same() {
         for text in texts {
             let value: Value = serde_json::from_str(text).expect("JSON");
             assert_eq!(checker.takes(&value), good, "the schema on {text}");
-            let parsed = AttentionSpec::from_json(&value, "attention");
+            let parsed = AttentionSpec::from_json(&value, "attention", &Artifacts::default());
             assert_eq!(parsed.is_ok(), good, "the parser on {text}: {parsed:?}");
         }
     }
@@ -112,7 +112,9 @@ async fn every_methods_schema_names_it_and_takes_its_defaults() {
         if let Some(phase) = method["phase"].as_str().filter(|p| *p != "predictor") {
             let spec = json!({ phase: object });
             assert!(whole.takes(&spec), "{spec}");
-            let filled = json!(AttentionSpec::from_json(&spec, "attention").expect("its defaults are valid"));
+            let filled = json!(
+                AttentionSpec::from_json(&spec, "attention", &Artifacts::default()).expect("its defaults are valid")
+            );
             assert!(whole.takes(&filled), "what the server says it does is what it takes: {filled}");
         }
         object["method"] = json!("another");

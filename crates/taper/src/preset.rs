@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, anyhow, bail};
 use include_dir::{Dir, include_dir};
 use serde_json::Value;
-use taper_attention::{AttentionSpec, nearest};
+use taper_attention::{Artifacts, AttentionSpec, nearest};
 
 static PRESETS: Dir = include_dir!("$CARGO_MANIFEST_DIR/../../configs/attention");
 
@@ -42,7 +42,7 @@ pub fn read(text: &str) -> Result<AttentionSpec> {
 /// # Errors
 /// The field at fault and what is valid.
 pub fn spec(value: &Value) -> Result<AttentionSpec> {
-    AttentionSpec::from_json(value, "attention").map_err(|e| anyhow!("{}: {e}", e.path))
+    AttentionSpec::from_json(value, "attention", &Artifacts::default()).map_err(|e| anyhow!("{}: {e}", e.path))
 }
 
 #[cfg(test)]

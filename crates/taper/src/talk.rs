@@ -20,11 +20,13 @@ pub fn run(
     mut show: impl FnMut(&str) -> std::io::Result<()>,
 ) -> Result<(String, Usage)> {
     // The longest answer that fits is what a person means by a number that is too large.
-    let room = engine.room(prompt.len(), 1);
+    let prompt_tokens = prompt.len();
+    let room = engine.room(prompt_tokens, 1);
     let request = Request {
         id: "terminal".into(),
         prompt,
         continues,
+        question_tokens: attention.question().1.unwrap_or(0).min(prompt_tokens),
         attention,
         sampling: SamplingParams {
             temperature: args.temperature,

@@ -20,9 +20,9 @@ pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
     summary: "A sparse prefill corrected by the difference to dense attention at every gamma-th row.",
     source: "Willette et al. 2025, Delta Attention: Algorithm 1 and Equation 5; rows are counted from 0",
     schema: schema_of::<Params>,
-    build: |value, path| {
+    build: |value, path, artifacts| {
         let params: Params = parse("delta", value, path)?;
-        let base = prefill(&params.base, &format!("{path}.base"))?;
+        let base = prefill(&params.base, &format!("{path}.base"), artifacts)?;
         if base.name == PREFILL.name {
             return Err(SpecError::new(
                 format!("{path}.base.method"),
@@ -32,6 +32,7 @@ pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
         let json = json!(Params { base: base.json.clone(), ..params });
         Ok((Arc::new(Delta { gamma: params.gamma, mode: params.mode, base }), json))
     },
+    artifacts: &[],
 };
 
 /// How the prompt is corrected.
@@ -99,31 +100,37 @@ impl PrefillMethod for Delta {
         let positions: Vec<u32> = dense_rows.iter().map(|r| start as u32 + r).collect();
         let q = layer.q.index_select(&Tensor::new(dense_rows.as_slice(), layer.q.device())?, 0)?;
         let dense = layer.attend_rows(&q, &positions, Mask::Causal)?;
-        let base = self.base.method.attend(&layer.first(sparse)?, carry.base())?;
+        // The base sees the tail's rows too: it may go by the prompt's last queries.
+        let base = self.base.method.attend(layer, carry.base())?;
         let correction = match self.mode {
             Mode::Delta => Correction::Propagate,
             Mode::Recompute => Correction::Replace,
         };
-        let (out, last) = correct(&base.out, &dense.out, anchors, carry.rows.as_ref(), correction)?;
+        let (out, last) =
+            correct(&base.out.narrow(0, 0, sparse)?, &dense.out, anchors, carry.rows.as_ref(), correction)?;
         carry.rows = last;
         // A dense row reads all that its sparse one does.
         let mut keys = base.keys;
-        keys.resize(rows, 0);
         dense_rows.iter().zip(dense.keys).for_each(|(&row, read)| keys[row as usize] = read);
-        Ok(PrefillOutput { out, keys })
+        Ok(PrefillOutput { out, keys, kept: base.kept })
+    }
+
+    fn cut(&self, start: usize, prompt: usize, max: usize) -> usize {
+        self.base.method.cut(start, prompt, max)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Artifacts;
 
     #[test]
     fn the_tail_starts_at_a_multiple_of_gamma_and_holds_at_least_128_rows() {
         let delta = |gamma| Delta {
             gamma,
             mode: Mode::Delta,
-            base: prefill(&json!({ "method": "dense" }), "base").expect("dense"),
+            base: prefill(&json!({ "method": "dense" }), "base", &Artifacts::default()).expect("dense"),
         };
         for (gamma, prompt, tail) in
             [(64, 100, 0), (64, 128, 0), (64, 191, 0), (64, 192, 64), (64, 1000, 832), (200, 1000, 800), (1, 130, 2)]

@@ -6,6 +6,7 @@ mod oracle_top_k;
 mod streaming_llm;
 mod vattention;
 
+use crate::artifacts::{ArtifactKind, Artifacts};
 use crate::method::{DecodeMethod, Predictor, PrefillMethod};
 use crate::schema::nearest;
 use crate::spec::{Chosen, SpecError};
@@ -20,8 +21,8 @@ static DECODE: &[&Entry<dyn DecodeMethod>] =
 
 static PREDICTORS: &[&Entry<dyn Predictor>] = &[&oracle_top_k::PREDICTOR];
 
-/// From parameters and their path to a method and its parameters with defaults.
-type Build<M> = fn(&Value, &str) -> Result<(Arc<M>, Value), SpecError>;
+/// From parameters, their path and the artefacts at hand to a method and its parameters with defaults.
+type Build<M> = fn(&Value, &str, &Artifacts) -> Result<(Arc<M>, Value), SpecError>;
 
 /// A method as the registry knows it.
 struct Entry<M: ?Sized + 'static> {
@@ -33,6 +34,8 @@ struct Entry<M: ?Sized + 'static> {
     schema: fn() -> Value,
     /// Reads the parameters; returns the method and its parameters with every default filled in.
     build: Build<M>,
+    /// What it must have learnt offline.
+    artifacts: &'static [ArtifactKind],
 }
 
 /// What `GET /v1/attention/methods` says of a method.
@@ -65,19 +68,30 @@ pub fn catalogue() -> Vec<MethodInfo> {
     [infos("prefill", PREFILL), infos("decode", DECODE), infos("predictor", PREDICTORS)].concat()
 }
 
-pub(crate) fn prefill(value: &Value, path: &str) -> Result<Chosen<dyn PrefillMethod>, SpecError> {
-    choose("prefill method", PREFILL, value, path)
+type Choice<M> = Result<Chosen<M>, SpecError>;
+
+pub(crate) fn prefill(value: &Value, path: &str, artifacts: &Artifacts) -> Choice<dyn PrefillMethod> {
+    choose("prefill method", PREFILL, value, path, artifacts)
 }
 
-pub(crate) fn decode(value: &Value, path: &str) -> Result<Chosen<dyn DecodeMethod>, SpecError> {
-    choose("decode method", DECODE, value, path)
+pub(crate) fn decode(value: &Value, path: &str, artifacts: &Artifacts) -> Choice<dyn DecodeMethod> {
+    choose("decode method", DECODE, value, path, artifacts)
 }
 
-fn predictor(value: &Value, path: &str) -> Result<Chosen<dyn Predictor>, SpecError> {
-    choose("predictor", PREDICTORS, value, path)
+fn predictor(value: &Value, path: &str, artifacts: &Artifacts) -> Choice<dyn Predictor> {
+    choose("predictor", PREDICTORS, value, path, artifacts)
 }
 
-fn choose<M: ?Sized>(kind: &str, entries: &[&Entry<M>], value: &Value, path: &str) -> Result<Chosen<M>, SpecError> {
+/// Every kind of artefact that some method needs.
+pub(crate) fn artifacts() -> Vec<ArtifactKind> {
+    let all = PREFILL.iter().flat_map(|e| e.artifacts).chain(DECODE.iter().flat_map(|e| e.artifacts));
+    let mut kinds: Vec<ArtifactKind> = all.chain(PREDICTORS.iter().flat_map(|e| e.artifacts)).copied().collect();
+    kinds.sort_by_key(|kind| kind.file);
+    kinds.dedup_by_key(|kind| kind.file);
+    kinds
+}
+
+fn choose<M: ?Sized>(kind: &str, entries: &[&Entry<M>], value: &Value, path: &str, artifacts: &Artifacts) -> Choice<M> {
     let known = || entries.iter().map(|e| e.name).collect::<Vec<_>>();
     let example = || format!("an object such as {{\"method\": \"{}\"}}", entries[0].name);
     let Value::Object(fields) = value else {
@@ -92,10 +106,10 @@ fn choose<M: ?Sized>(kind: &str, entries: &[&Entry<M>], value: &Value, path: &st
         let message = format!("unknown {kind} {name}{hint}; {kind}s: {}", known().join(", "));
         return Err(SpecError::new(format!("{path}.method"), message));
     };
-    let (method, mut json) = (entry.build)(value, path)?;
+    let (method, mut json) = (entry.build)(value, path, artifacts)?;
     json["method"] = Value::from(entry.name);
     Ok(Chosen { name: entry.name, json, method })
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -9,18 +9,19 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::sync::Arc;
-use taper_kernels::decode::{scores, top_k};
+use taper_kernels::decode::{importance, scores, top_k};
 
 pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     name: "oracle_top_k",
     summary: "Sinks, a window, and of the rest the k keys with the largest true weight.",
     source: "the upper bound that vAttention (section 5) and others compare with; weights summed over the GQA group",
     schema: schema_of::<OracleTopK>,
-    build: |value, path| {
+    build: |value, path, _| {
         let method: OracleTopK = parse("oracle_top_k", value, path)?;
         let json = json!(method);
         Ok((Arc::new(method), json))
     },
+    artifacts: &[],
 };
 
 pub(super) static PREDICTOR: Entry<dyn Predictor> = Entry {
@@ -28,7 +29,8 @@ pub(super) static PREDICTOR: Entry<dyn Predictor> = Entry {
     summary: "The true weights: reads every key.",
     source: DECODE.source,
     schema: schema_of::<Oracle>,
-    build: |value, path| Ok((Arc::new(parse::<Oracle>("oracle", value, path)?), json!({}))),
+    build: |value, path, _| Ok((Arc::new(parse::<Oracle>("oracle", value, path)?), json!({}))),
+    artifacts: &[],
 };
 
 /// How many keys are read.
@@ -66,7 +68,7 @@ impl Predictor for Oracle {
         let visible = step.per_head(|row| row.visible.len());
         let wanted: Vec<bool> = k.iter().zip(visible).map(|(&k, visible)| k < visible).collect();
         let scores = scores(&step.batch, &wanted)?;
-        let selection = top_k(&step.batch, &scores, sink, window, k);
+        let selection = top_k(step.batch.rows, &importance(&scores), sink, window, k);
         Ok(Choice { selection, scores: Some(scores), budgets: None })
     }
 }

@@ -17,7 +17,8 @@ pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
     summary: "The first tokens (attention sinks) and a sliding window.",
     source: "Xiao et al. 2023, arXiv:2309.17453, section 3; nothing is evicted and positions stay true",
     schema: schema_of::<StreamingLlm>,
-    build: |value, path| read(value, path).map(|(method, json)| (method as _, json)),
+    build: |value, path, _| read(value, path).map(|(method, json)| (method as _, json)),
+    artifacts: &[],
 };
 
 pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
@@ -25,7 +26,8 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     summary: PREFILL.summary,
     source: PREFILL.source,
     schema: schema_of::<StreamingLlm>,
-    build: |value, path| read(value, path).map(|(method, json)| (method as _, json)),
+    build: |value, path, _| read(value, path).map(|(method, json)| (method as _, json)),
+    artifacts: &[],
 };
 
 fn read(value: &Value, path: &str) -> std::result::Result<(Arc<StreamingLlm>, Value), SpecError> {

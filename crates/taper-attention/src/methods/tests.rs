@@ -1,7 +1,7 @@
 //! Every method at its limit equals dense, through the same batch that the engine uses.
 
 use super::*;
-use crate::{AttentionBatch, AttentionShape, AttentionSpec, LayerAttention, Sequence, Span};
+use crate::{AttentionBatch, AttentionShape, AttentionSpec, LayerAttention, Rotary, Sequence, Span};
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 use taper_kv_cache::{KvPool, KvShape};
@@ -22,6 +22,23 @@ fn limit(name: &str, phase: &str) -> Option<Value> {
     })
 }
 
+/// The plain rotary embedding with base 10,000.
+pub(crate) struct PlainRotary;
+
+impl Rotary for PlainRotary {
+    fn frequencies(&self, _: usize) -> Vec<f32> {
+        (0..32).map(|i| 10_000f32.powf(-(i as f32) / 32.0)).collect()
+    }
+
+    fn factor(&self) -> f32 {
+        1.0
+    }
+
+    fn heeds_length(&self) -> bool {
+        false
+    }
+}
+
 fn random(shape: (usize, usize, usize), seed: u64) -> Tensor {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {
@@ -36,7 +53,7 @@ fn random(shape: (usize, usize, usize), seed: u64) -> Tensor {
 
 /// A sequence of `n` tokens, of which the last `decoded` come one by one; returns all outputs.
 fn run(spec: &Value, shape: AttentionShape, (n, decoded): (usize, usize), chunk: usize) -> (Vec<f32>, Sequence) {
-    let spec = Arc::new(AttentionSpec::from_json(spec, "attention").unwrap());
+    let spec = Arc::new(AttentionSpec::from_json(spec, "attention", &Artifacts::default()).unwrap());
     let kv = KvShape { layers: 1, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
     let mut pool = KvPool::new(kv, DType::F32, n.div_ceil(64), &Device::Cpu).unwrap();
     let q = random((n, shape.q_heads, shape.head_dim), 1);
@@ -49,7 +66,7 @@ fn run(spec: &Value, shape: AttentionShape, (n, decoded): (usize, usize), chunk:
         let start = sequence.len();
         let part = |t: &Tensor| t.narrow(0, start, tokens).unwrap();
         let spans = vec![Span { sequence: &mut sequence, tokens }];
-        let mut batch = AttentionBatch::new(shape, &mut pool, spans).unwrap();
+        let mut batch = AttentionBatch::new(shape, &PlainRotary, &mut pool, spans).unwrap();
         let out = batch.attend(0, &part(&q), &part(&k), &part(&v)).unwrap();
         batch.finish();
         outs.extend(out.flatten_all().unwrap().to_vec1::<f32>().unwrap());

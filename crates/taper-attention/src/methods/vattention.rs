@@ -21,9 +21,9 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     source: "vAttention, Algorithm 1, Lemma 4.2, Theorem 4.3; the rules ratio and chi2 are sharper forms of the same \
              bound, with the noise of the pilot taken off",
     schema: schema_of::<Params>,
-    build: |value, path| {
+    build: |value, path, artifacts| {
         let params: Params = parse("vattention", value, path)?;
-        let top = predictor(&params.top, &format!("{path}.top"))?;
+        let top = predictor(&params.top, &format!("{path}.top"), artifacts)?;
         let json = json!(Params { top: top.json.clone(), ..params });
         let promise = |epsilon| Promise::new(params.rule.into(), epsilon, params.delta);
         let sampling = Sampling {
@@ -36,6 +36,7 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
         let Params { epsilon, sink, window, top_k, .. } = params;
         Ok((Arc::new(VAttention { epsilon, sink, window, top_k, top, sampling }), json))
     },
+    artifacts: &[],
 };
 
 /// A head is given up before its keys are ranked if even so many times epsilon seems out of reach.

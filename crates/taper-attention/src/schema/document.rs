@@ -31,6 +31,16 @@ fn attention_schema(methods: &[MethodInfo]) -> Value {
         "properties": {
             "prefill": { "description": "The prompt.", "oneOf": one_of("prefill", methods, &[]) },
             "decode": { "description": "The generated tokens.", "oneOf": one_of("decode", methods, &[]) },
+            "question": {
+                "description": "How the question, the prompt's last part, is attended: as the rest of the prompt, densely, \
+                                or by the decode method.",
+                "enum": ["prefill", "dense", "decode"],
+            },
+            "question_tokens": {
+                "description": "How many tokens of the prompt's end the question is; absent, it begins with the last \
+                                user message.",
+                "type": "integer", "minimum": 1, "maximum": 1_048_576,
+            },
             "audit": {
                 "description": "The share of heads that are compared with dense attention; true for all of them.",
                 "oneOf": [{ "type": "boolean" }, { "type": "number", "minimum": 0, "maximum": 1 }],

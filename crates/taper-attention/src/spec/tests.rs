@@ -1,14 +1,18 @@
 use super::*;
 
 fn error(attention: Value) -> (String, String) {
-    let error = AttentionSpec::from_json(&attention, "attention").unwrap_err();
+    let error = AttentionSpec::from_json(&attention, "attention", &Artifacts::default()).unwrap_err();
     (error.path, error.message)
 }
 
 #[test]
 fn defaults_are_filled_in() {
-    let spec =
-        AttentionSpec::from_json(&json!({ "prefill": { "method": "delta", "gamma": 32 } }), "attention").unwrap();
+    let spec = AttentionSpec::from_json(
+        &json!({ "prefill": { "method": "delta", "gamma": 32 } }),
+        "attention",
+        &Artifacts::default(),
+    )
+    .unwrap();
     assert_eq!(
         json!(spec),
         json!({
@@ -17,10 +21,11 @@ fn defaults_are_filled_in() {
                 "base": { "method": "streaming_llm", "sink": 4, "window": 2048 }
             },
             "decode": { "method": "dense" },
+            "question": "prefill",
             "audit": 0.0
         })
     );
-    assert_eq!(json!(AttentionSpec::from_json(&json!(spec), "attention").unwrap()), json!(spec));
+    assert_eq!(json!(AttentionSpec::from_json(&json!(spec), "attention", &Artifacts::default()).unwrap()), json!(spec));
 }
 
 #[test]
@@ -98,20 +103,20 @@ fn every_error_names_its_path_and_what_is_valid() {
         (
             error(json!({ "decoed": {} })),
             "attention.decoed",
-            "unknown field `decoed`, did you mean `decode`?; attention takes prefill, decode, audit",
+            "unknown field `decoed`, did you mean `decode`?; attention takes prefill, decode, question, question_tokens, audit",
         ),
-        (error(json!([])), "attention", "must be an object with any of prefill, decode, audit"),
+        (error(json!([])), "attention", "must be an object with any of prefill, decode, question, question_tokens, audit"),
     ] {
         assert_eq!((found.0.as_str(), found.1.as_str()), (path, message));
     }
 }
 
 fn resolve(preset: Value, attention: Option<Value>, short: [Option<Value>; 3]) -> Result<Value, SpecError> {
-    let preset = AttentionSpec::from_json(&preset, "preset").unwrap();
+    let preset = AttentionSpec::from_json(&preset, "preset", &Artifacts::default()).unwrap();
     let [epsilon, delta, gamma] = &short;
     let wire =
         Wire { attention: attention.as_ref(), epsilon: epsilon.as_ref(), delta: delta.as_ref(), gamma: gamma.as_ref() };
-    AttentionSpec::resolve(&preset, &wire).map(|spec| json!(spec))
+    AttentionSpec::resolve(&preset, &wire, &Artifacts::default()).map(|spec| json!(spec))
 }
 
 #[test]

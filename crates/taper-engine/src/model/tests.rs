@@ -49,8 +49,14 @@ impl Backend for Watched {
         self.inner.limits()
     }
 
-    fn open(&mut self, spec: &Arc<AttentionSpec>, seed: u64, prompt: usize) -> Result<Sequence, BackendError> {
-        self.inner.open(spec, seed, prompt)
+    fn open(
+        &mut self,
+        spec: &Arc<AttentionSpec>,
+        seed: u64,
+        prompt: usize,
+        question: usize,
+    ) -> Result<Sequence, BackendError> {
+        self.inner.open(spec, seed, prompt, question)
     }
 
     fn fork(&mut self, sequence: &Sequence, seed: u64) -> Result<Sequence, BackendError> {
@@ -97,6 +103,7 @@ fn request() -> Request {
         prompt: (1..=20).collect(),
         continues: true,
         attention: Arc::default(),
+        question_tokens: 0,
         sampling: SamplingParams { temperature: 1.0, seed: 1, ..SamplingParams::default() },
         stop: StopRules { ignore_eos: true, ..StopRules::default() },
         choices: 3,
@@ -141,7 +148,7 @@ fn a_failing_step_gives_its_blocks_back() {
 #[test]
 fn a_step_that_the_model_refuses_leaves_a_sequence_that_can_be_closed() {
     let mut backend = backend();
-    let mut sequence = backend.open(&Arc::default(), 1, 3).unwrap();
+    let mut sequence = backend.open(&Arc::default(), 1, 3, 0).unwrap();
     let tokens = [1, 2, 1_000_000];
     backend.forward(vec![Input { sequence: &mut sequence, tokens: &tokens, logits: true }]).unwrap_err();
     backend.close(sequence);
@@ -153,7 +160,7 @@ fn a_step_that_the_model_refuses_leaves_a_sequence_that_can_be_closed() {
 #[should_panic = "reference counts differ"]
 fn blocks_that_nobody_holds_are_found() {
     let mut backend = backend();
-    let mut sequence = backend.open(&Arc::default(), 1, 3).unwrap();
+    let mut sequence = backend.open(&Arc::default(), 1, 3, 0).unwrap();
     backend.forward(vec![Input { sequence: &mut sequence, tokens: &[1, 2, 3], logits: true }]).unwrap();
     backend.check_idle();
 }

@@ -226,7 +226,7 @@ pub(super) unsafe fn score_keys<V: Simd, T: KvElement>(
 /// # Safety
 /// Keys cover `d` elements each; every line of `out` covers the keys; `V`'s instruction set exists.
 #[inline(always)]
-unsafe fn dots<V: Simd, T: KvElement>(
+pub(crate) unsafe fn dots<V: Simd, T: KvElement>(
     q: &[f32],
     d: usize,
     keys: &[*const T],

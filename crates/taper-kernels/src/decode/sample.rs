@@ -11,7 +11,7 @@ use crate::budget::{Moments, Promise, Verdict};
 use crate::kv::{BLOCK_TOKENS, KvElement};
 use crate::parallel::{self, SharedMut};
 use crate::philox::{Permutation, Stream};
-use crate::simd::{Isa, Simd, dispatch, exp, prefetch};
+use crate::simd::{Isa, Simd, dispatch, dot, exp, prefetch};
 use candle_core::{Result, bail};
 
 /// How a sample starts and when it gives up.
@@ -400,18 +400,6 @@ unsafe fn squared_dots<V: Simd>(rows: &mut [f32], d: usize, own: &mut f64, mixed
         for j in 0..if i < COVARIANCE_KEYS { i } else { 0 } {
             *mixed += 2.0 * f64::from(unsafe { dot::<V>(row(i), row(j)) }).powi(2);
         }
-    }
-}
-
-#[inline(always)]
-unsafe fn dot<V: Simd>(a: &[f32], b: &[f32]) -> f32 {
-    let whole = a.len() - a.len() % V::LANES;
-    unsafe {
-        let mut acc = V::splat(0.0);
-        for c in (0..whole).step_by(V::LANES) {
-            acc = V::load(a.as_ptr().add(c)).mul_add(V::load(b.as_ptr().add(c)), acc);
-        }
-        acc.sum() + (whole..a.len()).map(|c| a[c] * b[c]).sum::<f32>()
     }
 }
 

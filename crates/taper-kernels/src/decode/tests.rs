@@ -60,7 +60,13 @@ fn agrees_with_f64_for_every_group_dtype_selection_and_instruction_set() {
                 let mut selections = vec![
                     Selection::dense(2, kv_heads),
                     Selection::sink_window(&rows, kv_heads, 4, 100),
-                    top_k(&batch, &all_scores(&batch), 4, 16, &[vec![20; kv_heads], vec![7; kv_heads]].concat()),
+                    top_k(
+                        batch.rows,
+                        &importance(&all_scores(&batch)),
+                        4,
+                        16,
+                        &[vec![20; kv_heads], vec![7; kv_heads]].concat(),
+                    ),
                 ];
                 if n >= 1000 {
                     let mut mixed = vec![sampled(n, group); kv_heads];
@@ -110,7 +116,7 @@ fn top_k_keeps_the_keys_of_largest_mass_over_the_group() {
         let sum: f64 = scores.iter().map(|s| s.exp()).sum();
         mass.iter_mut().zip(scores).for_each(|(m, s)| *m += s.exp() / sum);
     }
-    let Selection(heads) = top_k(&batch, &all_scores(&batch), 4, 32, &[25]);
+    let Selection(heads) = top_k(batch.rows, &importance(&all_scores(&batch)), 4, 32, &[25]);
     let HeadSelection::Keys(keys) = &heads[0] else { panic!("dense") };
     assert_eq!(keys.ranges, [0..4, n - 32..n]);
     let mut order: Vec<usize> = (4..n - 32).collect();

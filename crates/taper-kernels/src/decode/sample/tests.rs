@@ -3,7 +3,7 @@
 use super::*;
 use crate::budget::Rule;
 use crate::decode::tests::all_scores;
-use crate::decode::{DecodeRow, attend, top_k};
+use crate::decode::{DecodeRow, attend, importance, top_k};
 use crate::kv::PagedKv;
 use crate::testing::{Cache, Numbers, relative_error};
 use candle_core::{DType, Tensor};
@@ -42,7 +42,7 @@ fn draw(cache: &Cache, q: &Tensor, how: &Sampling, runs: u32) -> (Vec<f64>, f64,
     let rows = [DecodeRow { table: &cache.table, visible: 0..n }];
     let batch = Decode { q, kv: cache.kv(), rows: &rows };
     let known = all_scores(&batch);
-    let fixed = top_k(&batch, &known, 16, 64, &[n / 50]);
+    let fixed = top_k(batch.rows, &importance(&known), 16, 64, &[n / 50]);
     let query = q.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     let exact = cache.attend(&query, 0, (0..n).map(|i| (i, 0.0)));
     let (mut errors, mut share, mut dense) = (Vec::new(), 0.0, 0);
@@ -101,7 +101,7 @@ fn every_rule_for_the_output_keeps_its_promise_for_every_head_of_a_group() {
         let rows = [DecodeRow { table: &cache.table, visible: 0..6000 }];
         let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
         let known = all_scores(&batch);
-        let fixed = top_k(&batch, &known, 16, 64, &[120]);
+        let fixed = top_k(batch.rows, &importance(&known), 16, 64, &[120]);
         let queries = &q.to_vec3::<f32>().unwrap()[0];
         let exact: Vec<Vec<f64>> = queries.iter().map(|q| cache.attend(q, 0, (0..6000).map(|i| (i, 0.0)))).collect();
         for rule in [Rule::Chi2, Rule::Ratio, Rule::Tight, Rule::Lemma] {

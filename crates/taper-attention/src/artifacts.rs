@@ -1,0 +1,191 @@
+//! What methods learned offline: files of a folder, read at the start, each made for one model.
+
+use crate::layer::AttentionShape;
+use crate::methods;
+use crate::spec::SpecError;
+use safetensors::{Dtype, SafeTensors, tensor::Metadata};
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Which model artefacts must have been made for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModelKey {
+    /// Its heads and layers.
+    pub shape: AttentionShape,
+    /// A hash of its configuration; equal for the same model from different files.
+    pub fingerprint: String,
+}
+
+/// An artefact that cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[error("artefact {}: {message}", file.display())]
+pub struct ArtifactError {
+    /// The file.
+    pub file: PathBuf,
+    /// What is wrong with it and what is valid.
+    pub message: String,
+}
+
+/// The artefacts at hand.
+#[derive(Debug, Clone, Default)]
+pub struct Artifacts {
+    folder: Option<PathBuf>,
+    loaded: BTreeMap<&'static str, Loaded>,
+}
+
+/// What a file was read into.
+pub(crate) type Loaded = Arc<dyn Any + Send + Sync>;
+
+/// A kind of artefact, as its method declares it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ArtifactKind {
+    /// The file's name in the folder.
+    pub file: &'static str,
+    /// What makes one.
+    pub made_by: &'static str,
+    /// Reads it; the message says what is wrong.
+    pub read: fn(&ArtifactFile) -> Result<Loaded, String>,
+}
+
+/// A file being read.
+pub(crate) struct ArtifactFile<'a> {
+    /// Its bytes.
+    pub bytes: &'a [u8],
+    /// The model that it must fit.
+    pub model: &'a ModelKey,
+}
+
+impl Artifacts {
+    /// Reads every artefact that a folder has.
+    ///
+    /// # Errors
+    /// [`ArtifactError`] with the file that is unreadable, malformed, or made for another model; a folder without any.
+    pub fn open(folder: &Path, model: &ModelKey) -> Result<Self, ArtifactError> {
+        let fail = |file: &Path, message: String| ArtifactError { file: file.to_owned(), message };
+        let mut loaded = BTreeMap::new();
+        let kinds = methods::artifacts();
+        for kind in &kinds {
+            let path = folder.join(kind.file);
+            let bytes = match std::fs::read(&path) {
+                Ok(bytes) => bytes,
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
+                Err(error) => return Err(fail(&path, error.to_string())),
+            };
+            let file = ArtifactFile { bytes: &bytes, model };
+            loaded.insert(kind.file, (kind.read)(&file).map_err(|message| fail(&path, message))?);
+        }
+        if loaded.is_empty() {
+            let known: Vec<&str> = kinds.iter().map(|kind| kind.file).collect();
+            return Err(fail(folder, format!("holds none of {}", known.join(", "))));
+        }
+        Ok(Self { folder: Some(folder.to_owned()), loaded })
+    }
+
+    /// The names of those that are loaded.
+    pub fn names(&self) -> Vec<&'static str> {
+        self.loaded.keys().copied().collect()
+    }
+
+    /// One artefact, as the method at `path` of a request needs it.
+    pub(crate) fn get<T: Any + Send + Sync>(&self, kind: &ArtifactKind, path: &str) -> Result<Arc<T>, SpecError> {
+        let missing = || {
+            let place = match &self.folder {
+                Some(folder) => format!("is not in {}", folder.display()),
+                None => "is not here: the server was started without --artifacts DIR".to_owned(),
+            };
+            SpecError::new(
+                path,
+                format!("needs the artefact {}, which {place}; `{}` makes it", kind.file, kind.made_by),
+            )
+        };
+        let loaded = self.loaded.get(kind.file).ok_or_else(missing)?;
+        Ok(loaded.clone().downcast().expect("a kind is read into one type"))
+    }
+
+    /// Takes in the content of a file that is not in a folder.
+    #[cfg(test)]
+    pub(crate) fn with(mut self, kind: &ArtifactKind, bytes: &[u8], model: &ModelKey) -> Result<Self, String> {
+        self.loaded.insert(kind.file, (kind.read)(&ArtifactFile { bytes, model })?);
+        Ok(self)
+    }
+}
+
+/// The tensors of a safetensors artefact whose header names its method and model.
+pub(crate) struct Tensors<'a>(SafeTensors<'a>);
+
+/// The header's fields: the format, the method, and the fingerprint of the model.
+const FORMAT: (&str, &str) = ("format", "taper-artefact-1");
+
+impl<'a> ArtifactFile<'a> {
+    /// The tensors, once the header agrees with the method and the model.
+    pub fn tensors(&self, method: &str) -> Result<(Tensors<'a>, Metadata), String> {
+        let (_, metadata) =
+            SafeTensors::read_metadata(self.bytes).map_err(|e| format!("is no safetensors file: {e}"))?;
+        let header = |key: &str| {
+            let fields = metadata.metadata().as_ref();
+            fields.and_then(|m| m.get(key)).map(String::as_str).ok_or_else(|| format!("the header lacks `{key}`"))
+        };
+        for (key, wanted) in [FORMAT, ("method", method)] {
+            let found = header(key)?;
+            if found != wanted {
+                return Err(format!("the header's `{key}` is {found:?}; expected {wanted:?}"));
+            }
+        }
+        let (found, own) = (header("model")?, &self.model.fingerprint);
+        if found != own {
+            return Err(format!("was made for another model ({found}); this one is {own}"));
+        }
+        let tensors = SafeTensors::deserialize(self.bytes).map_err(|e| format!("is no safetensors file: {e}"))?;
+        Ok((Tensors(tensors), metadata))
+    }
+}
+
+impl Tensors<'_> {
+    /// Shape of a tensor, if there is one of the name.
+    pub fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        self.0.tensor(name).ok().map(|t| t.shape().to_vec())
+    }
+
+    /// A tensor of finite f32 (or f16, or bf16) numbers of a shape; `0` in it stands for any size but none.
+    pub fn numbers(&self, name: &str, shape: &[usize]) -> Result<(Vec<usize>, Vec<f32>), String> {
+        let tensor = self.0.tensor(name).map_err(|_| format!("lacks the tensor `{name}`"))?;
+        let data = tensor.data();
+        let numbers: Vec<f32> = match tensor.dtype() {
+            Dtype::F32 => data.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
+            Dtype::F16 => data.as_chunks().0.iter().map(|b| half::f16::from_le_bytes(*b).to_f32()).collect(),
+            Dtype::BF16 => data.as_chunks().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32()).collect(),
+            other => return Err(format!("`{name}` is {other:?}; expected F32, F16 or BF16")),
+        };
+        check_shape(name, tensor.shape(), shape)?;
+        if !numbers.iter().all(|x| x.is_finite()) {
+            return Err(format!("`{name}` holds NaN or infinity"));
+        }
+        Ok((tensor.shape().to_vec(), numbers))
+    }
+
+    /// A tensor of whole numbers below `limit` (u32 or i64) of a shape as in [`numbers`](Self::numbers).
+    pub fn indices(&self, name: &str, shape: &[usize], limit: usize) -> Result<(Vec<usize>, Vec<u32>), String> {
+        let tensor = self.0.tensor(name).map_err(|_| format!("lacks the tensor `{name}`"))?;
+        let data = tensor.data();
+        let numbers: Vec<i64> = match tensor.dtype() {
+            Dtype::U32 => data.as_chunks().0.iter().map(|b| i64::from(u32::from_le_bytes(*b))).collect(),
+            Dtype::I64 => data.as_chunks().0.iter().map(|b| i64::from_le_bytes(*b)).collect(),
+            other => return Err(format!("`{name}` is {other:?}; expected U32 or I64")),
+        };
+        check_shape(name, tensor.shape(), shape)?;
+        if let Some(bad) = numbers.iter().find(|&&x| x < 0 || x >= limit as i64) {
+            return Err(format!("`{name}` holds {bad}; valid are 0 to {}", limit - 1));
+        }
+        Ok((tensor.shape().to_vec(), numbers.into_iter().map(|x| x as u32).collect()))
+    }
+}
+
+fn check_shape(name: &str, found: &[usize], wanted: &[usize]) -> Result<(), String> {
+    let fits =
+        found.len() == wanted.len() && found.iter().zip(wanted).all(|(f, w)| if *w == 0 { *f > 0 } else { f == w });
+    let spelt =
+        || wanted.iter().map(|w| if *w == 0 { "any".into() } else { w.to_string() }).collect::<Vec<_>>().join(", ");
+    if fits { Ok(()) } else { Err(format!("`{name}` is {found:?}; expected [{}]", spelt())) }
+}

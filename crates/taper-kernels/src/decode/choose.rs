@@ -1,0 +1,174 @@
+//! Choosing keys by what they should matter.
+
+use super::{DecodeRow, HeadSelection, Keys, Scores, Selection, sink_window};
+use crate::parallel::{self, SharedMut};
+use std::ops::Range;
+
+/// What tokens, or pages of them, should matter to each row and KV head; larger is more, none is negative.
+#[derive(Debug)]
+pub struct Importance {
+    /// Tokens of a page; pages start at multiples of it.
+    page: usize,
+    /// `[R, kv_heads]`, by page from that of the first visible token on; none where it was not wanted.
+    heads: Vec<Option<Vec<f32>>>,
+}
+
+impl Importance {
+    /// Of every page that a row sees, `[R, kv_heads]`.
+    pub(crate) fn new(page: usize, heads: Vec<Option<Vec<f32>>>) -> Self {
+        Self { page, heads }
+    }
+}
+
+/// The share of the attention mass that each key holds, summed over the group.
+pub fn importance(scores: &Scores) -> Importance {
+    let mut heads = vec![None; scores.0.len()];
+    let shared = SharedMut::new(&mut heads);
+    parallel::for_each(
+        scores.0.len(),
+        || (),
+        |(), i| {
+            // SAFETY: one element each.
+            unsafe { shared.slice(i, 1)[0] = scores.of(i).map(|head| head.importance()) };
+        },
+    );
+    Importance::new(1, heads)
+}
+
+/// The sinks, the window, and of the rest the `k` `[R, kv_heads]` keys that matter most; by whole pages, as many as hold
+/// `k` keys.
+///
+/// Ties go to the earlier key. A head whose choice would be everything, or of whose keys nothing is known, is dense.
+pub fn top_k(rows: &[DecodeRow], importance: &Importance, sink: usize, window: usize, k: &[usize]) -> Selection {
+    choose(rows, importance, (sink, window), |i, between, _, rest| {
+        if k[i] >= between.len() { None } else { Some(largest(rest, k[i].div_ceil(importance.page).min(rest.len()))) }
+    })
+}
+
+/// The sinks, the window, and of the rest the fewest keys with which the whole choice holds the share `p` of the
+/// attention mass, summed over the group of `group` query heads.
+///
+/// Ties and heads of which nothing is known: as [`top_k`].
+pub fn top_p(
+    rows: &[DecodeRow],
+    importance: &Importance,
+    sink: usize,
+    window: usize,
+    p: f32,
+    group: usize,
+) -> Selection {
+    choose(rows, importance, (sink, window), |_, _, all, rest| {
+        // What the rest may lack: exact at p = 1, where it is nothing.
+        let spare = f64::from(1.0 - p) * group as f64;
+        if spare <= 0.0 || all.iter().any(|x| x.is_nan()) {
+            return None;
+        }
+        let mut order: Vec<u32> = (0..rest.len() as u32).collect();
+        order.sort_unstable_by(|&a, &b| rest[b as usize].total_cmp(&rest[a as usize]).then(a.cmp(&b)));
+        let mut left: f64 = rest.iter().map(|&x| f64::from(x)).sum();
+        let mut count = 0;
+        while left > spare && count < order.len() {
+            left -= f64::from(rest[order[count] as usize]);
+            count += 1;
+        }
+        let mut ids = order[..count].to_vec();
+        ids.sort_unstable();
+        Some(ids)
+    })
+}
+
+/// Asks `pick(head, between, all, rest)` which pages of the rest to read, ascending; none for everything. `rest` is the
+/// part of `all` that holds keys `between` sinks and window.
+fn choose(
+    rows: &[DecodeRow],
+    importance: &Importance,
+    (sink, window): (usize, usize),
+    pick: impl Fn(usize, &Range<usize>, &[f32], &[f32]) -> Option<Vec<u32>> + Sync,
+) -> Selection {
+    let kv_heads = importance.heads.len() / rows.len().max(1);
+    let mut heads = vec![HeadSelection::Dense; importance.heads.len()];
+    let shared = SharedMut::new(&mut heads);
+    let head = |i: usize| {
+        let (visible, page) = (&rows[i / kv_heads].visible, importance.page);
+        let (all, ranges) = (importance.heads[i].as_ref()?, sink_window(visible, sink, window)?);
+        let between = ranges[0].end..ranges[1].start;
+        let first = between.start / page;
+        let local = first - visible.start / page..(between.end - 1) / page + 1 - visible.start / page;
+        let picked = pick(i, &between, all, &all[local])?;
+        let ids: Vec<u32> = if page == 1 {
+            picked.into_iter().map(|at| between.start as u32 + at).collect()
+        } else {
+            let tokens = |at: u32| {
+                let start = (first + at as usize) * page;
+                (start.max(between.start)..(start + page).min(between.end)).map(|token| token as u32)
+            };
+            picked.into_iter().flat_map(tokens).collect()
+        };
+        let all_of_it = ids.len() == between.len();
+        (!all_of_it).then(|| HeadSelection::Keys(Keys { ranges: ranges.to_vec(), ids, sample: None }))
+    };
+    parallel::for_each(
+        importance.heads.len(),
+        || (),
+        |(), i| {
+            // SAFETY: one element each.
+            unsafe { shared.slice(i, 1)[0] = head(i).unwrap_or(HeadSelection::Dense) };
+        },
+    );
+    Selection(heads)
+}
+
+/// Every so many values one is looked at to guess the threshold.
+const GUESS_STEP: usize = 16;
+/// Values that are passed over together.
+const SKIP_STEP: usize = 8;
+
+/// Indices of the `k` largest values, ascending; ties go to the lower index. `k <= values.len()`; values are not
+/// negative, and NaN counts as largest.
+fn largest(values: &[f32], k: usize) -> Vec<u32> {
+    if k == 0 {
+        return Vec::new();
+    }
+    // The bits of non-negative floats order as the floats do, with NaN above all.
+    let mut guess: Vec<u32> = values.iter().step_by(GUESS_STEP).map(|v| v.to_bits()).collect();
+    let rank = k / GUESS_STEP + k / GUESS_STEP / 4 + 4;
+    let floor = if rank < guess.len() { *guess.select_nth_unstable_by(rank, |a, b| b.cmp(a)).1 } else { 0 };
+    let above = |floor: u32| {
+        let mut found = Vec::with_capacity(2 * k);
+        for (chunk, at) in values.chunks(SKIP_STEP).zip((0..).step_by(SKIP_STEP)) {
+            // Most chunks hold none; the maximum takes a few instructions.
+            if chunk.iter().fold(0, |max, v| max.max(v.to_bits())) >= floor {
+                found.extend((at..).zip(chunk).map(|(i, v)| (v.to_bits(), i)).filter(|(bits, _)| *bits >= floor));
+            }
+        }
+        found
+    };
+    let mut candidates = above(floor);
+    if candidates.len() < k {
+        candidates = above(0);
+    }
+    // Larger values first, then lower indices: an order without ties.
+    candidates.select_nth_unstable_by(k - 1, |a, b| (b.0, a.1).cmp(&(a.0, b.1)));
+    let mut ids: Vec<u32> = candidates[..k].iter().map(|&(_, i)| i).collect();
+    ids.sort_unstable();
+    ids
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn the_largest_are_those_of_a_stable_sort(values in prop::collection::vec(0u8..200, 1..900), k in 0usize..900) {
+            let values: Vec<f32> = values.into_iter().map(f32::from).collect();
+            let k = k.min(values.len());
+            let mut order: Vec<u32> = (0..values.len() as u32).collect();
+            order.sort_by(|&a, &b| values[b as usize].total_cmp(&values[a as usize]));
+            let mut expected = order[..k].to_vec();
+            expected.sort_unstable();
+            prop_assert_eq!(largest(&values, k), expected);
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! Indices over the paged cache: what stands for keys when a method chooses among them.
+//!
+//! An index is one tensor a layer, `[blocks, kv_heads, rows, width]`, a function of the cached keys alone. Each module has
+//! an `extend`, which takes in rows of the cache, and a way to look keys up.
+
+pub mod bounds;
+pub mod clusters;
+pub mod codes;
+pub mod labels;
+
+use crate::decode::Decode;
+use crate::kv::{BLOCK_TOKENS, KvElement};
+use crate::parallel::{self, SharedMut};
+use candle_core::{CpuStorage, InplaceOp2, Layout, Result, Tensor, bail};
+use std::ops::Range;
+
+/// Rows of one block of the cache that an index takes in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// The block.
+    pub block: u32,
+    /// Its rows; those before were taken in earlier.
+    pub rows: Range<usize>,
+    /// Absolute position of its row 0.
+    pub start: usize,
+}
+
+/// An in-place operation on an index that reads the layer's keys.
+struct Extend<F>(F);
+
+impl<F: Fn(&mut CpuStorage, &CpuStorage) -> Result<()>> InplaceOp2 for Extend<F> {
+    fn name(&self) -> &'static str {
+        "index-extend"
+    }
+
+    fn cpu_fwd(&self, index: &mut CpuStorage, _: &Layout, keys: &CpuStorage, _: &Layout) -> Result<()> {
+        (self.0)(index, keys)
+    }
+}
+
+/// Shape of the keys and the index, checked: (kv_heads, head_dim, elements of one block and head of the index).
+fn dims(index: &Tensor, k: &Tensor, parts: &[Part]) -> Result<(usize, usize, usize)> {
+    let (blocks, kv_heads, rows, head_dim) = k.dims4()?;
+    let (index_blocks, index_heads, ..) = index.dims4()?;
+    let inside = |p: &Part| (p.block as usize) < blocks && p.rows.end <= BLOCK_TOKENS && p.rows.start < p.rows.end;
+    if rows != BLOCK_TOKENS || (index_blocks, index_heads) != (blocks, kv_heads) || !parts.iter().all(inside) {
+        bail!("index {:?} over keys {:?}: {} parts, or one of them beyond", index.shape(), k.shape(), parts.len());
+    }
+    Ok((kv_heads, head_dim, index.elem_count() / (blocks * kv_heads).max(1)))
+}
+
+/// Runs `fill(part, head, keys, rows of the index)` for every part and KV head: `keys` `[64, head_dim]`.
+fn for_each_part<T: KvElement, U: Send>(
+    (kv_heads, head_dim, width): (usize, usize, usize),
+    keys: &[T],
+    index: &mut [U],
+    parts: &[Part],
+    fill: impl Fn(&Part, usize, &[T], &mut [U]) + Sync,
+) {
+    let shared = SharedMut::new(index);
+    parallel::for_each(
+        parts.len() * kv_heads,
+        || (),
+        |(), i| {
+            let (part, head) = (&parts[i / kv_heads], i % kv_heads);
+            let at = part.block as usize * kv_heads + head;
+            let keys = &keys[at * BLOCK_TOKENS * head_dim..][..BLOCK_TOKENS * head_dim];
+            // SAFETY: each block and head has its own rows.
+            fill(part, head, keys, unsafe { shared.slice(at * width, width) });
+        },
+    );
+}
+
+/// Where one block and head of an index lies for a row of a batch.
+struct Lookup<'a, T> {
+    data: &'a [T],
+    kv_heads: usize,
+    width: usize,
+}
+
+impl<'a, T> Lookup<'a, T> {
+    fn new(data: &'a [T], index: &Tensor, kv_heads: usize) -> Result<Self> {
+        let (blocks, heads, ..) = index.dims4()?;
+        if heads != kv_heads {
+            bail!("index {:?} for {kv_heads} heads", index.shape());
+        }
+        Ok(Self { data, kv_heads, width: data.len() / (blocks * heads).max(1) })
+    }
+
+    /// The rows `[rows, width]` that belong to a token's block.
+    #[inline(always)]
+    fn block(&self, table: &[u32], head: usize, token: usize) -> &'a [T] {
+        let at = table[token / BLOCK_TOKENS] as usize * self.kv_heads + head;
+        &self.data[at * self.width..(at + 1) * self.width]
+    }
+}
+
+/// The queries `[R, q_heads, head_dim]` of a batch as they lie in memory.
+fn queries(batch: &Decode) -> Result<Vec<f32>> {
+    batch.q.flatten_all()?.to_vec1()
+}
+
+#[cfg(test)]
+mod tests;

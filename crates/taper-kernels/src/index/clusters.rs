@@ -1,0 +1,217 @@
+//! Which cluster every key belongs to: the one whose centroid has the largest dot product with it.
+//!
+//! Source: SAAP (Mazaré et al. 2025, arXiv:2502.08213), section 4; with queries that choose by the centroids themselves
+//! it is an inverted file over k-means.
+
+use super::{Extend, Lookup, Part, dims, for_each_part};
+use crate::decode::{Decode, HeadSelection, Keys, Selection, sink_window};
+use crate::gemm::{Gemm, gemm};
+use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
+use crate::parallel::{self, SharedMut};
+use crate::rotary::Rotation;
+use crate::simd::{Isa, Simd, dispatch};
+use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
+
+/// The centroids of one KV head.
+#[derive(Debug, Clone)]
+pub struct Centroids {
+    clusters: usize,
+    d: usize,
+    /// `[d, padded]`: transposed for the product, zero beyond the clusters.
+    transposed: Vec<f32>,
+}
+
+impl Centroids {
+    /// From rows `[clusters, d]`.
+    ///
+    /// # Errors
+    /// No cluster, more than 65,536, or rows that are not whole.
+    pub fn new(rows: &[f32], d: usize) -> Result<Self> {
+        let clusters = rows.len() / d.max(1);
+        if clusters == 0 || clusters > 1 << 16 || rows.len() != clusters * d {
+            bail!("centroids: {} numbers for rows of {d}; expected 1 to 65536 rows", rows.len());
+        }
+        let padded = clusters.next_multiple_of(32);
+        let mut transposed = vec![0.0; d * padded];
+        for (c, row) in rows.chunks_exact(d).enumerate() {
+            row.iter().enumerate().for_each(|(i, &x)| transposed[i * padded + c] = x);
+        }
+        Ok(Self { clusters, d, transposed })
+    }
+
+    /// How many there are.
+    pub fn clusters(&self) -> usize {
+        self.clusters
+    }
+
+    /// Width of a centroid.
+    pub fn dim(&self) -> usize {
+        self.d
+    }
+
+    /// Dot products `[rows, clusters]` of rows `x` `[rows, d]`.
+    pub fn scores(&self, x: &[f32]) -> Vec<f32> {
+        let (rows, padded) = (x.len() / self.d, self.transposed.len() / self.d);
+        let mut out = vec![0f32; rows * padded];
+        let product = &Gemm {
+            a: x.as_ptr(),
+            lda: self.d,
+            b: self.transposed.as_ptr(),
+            ldb: padded,
+            c: out.as_mut_ptr(),
+            ldc: padded,
+            m: rows,
+            n: padded,
+            k: self.d,
+        };
+        let isa = Isa::best();
+        dispatch!(isa, multiply::<_>(product: &Gemm));
+        out.chunks_exact(padded).flat_map(|line| line[..self.clusters].iter().copied()).collect()
+    }
+
+    /// The cluster of each of rows `x` `[rows, d]`: that of the largest dot product, the first of equals.
+    pub fn assign(&self, x: &[f32]) -> Vec<u16> {
+        let first_largest = |line: &[f32]| {
+            let best = |best: (usize, f32), (i, &x): (usize, &f32)| if x > best.1 { (i, x) } else { best };
+            line.iter().enumerate().fold((0, f32::NEG_INFINITY), best).0 as u16
+        };
+        self.scores(x).chunks_exact(self.clusters).map(first_largest).collect()
+    }
+}
+
+#[inline(always)]
+unsafe fn multiply<V: Simd>(product: &Gemm) {
+    unsafe { gemm::<V, false>(product) };
+}
+
+/// Takes in rows of the keys `[blocks, kv_heads, 64, head_dim]`; the index is `[blocks, kv_heads, 64, 1]`, i16, the bits of
+/// a u16. `unrotate` gives the rotary embedding that is taken off a key first, by position.
+///
+/// # Errors
+/// Shapes or dtypes that differ.
+pub fn extend(
+    index: &Tensor,
+    k: &Tensor,
+    parts: &[Part],
+    centroids: &[Centroids],
+    unrotate: Option<&dyn Fn(usize) -> Rotation>,
+) -> Result<()> {
+    let dims = dims(index, k, parts)?;
+    let (kv_heads, d, _) = dims;
+    if index.dims()[2..] != [BLOCK_TOKENS, 1] || centroids.len() != kv_heads || centroids.iter().any(|c| c.d != d) {
+        bail!("clusters: index {:?}, centroids of {} heads for keys {:?}", index.shape(), centroids.len(), k.shape());
+    }
+    let (first, last) = (parts.iter().map(|p| p.start).min(), parts.iter().map(|p| p.start + BLOCK_TOKENS).max());
+    let first = first.unwrap_or(0);
+    let wanted =
+        |position: usize| parts.iter().any(|p| p.rows.contains(&position.wrapping_sub(p.start))).then_some(position);
+    let rotations: Option<Vec<Option<Rotation>>> =
+        unrotate.map(|of| (first..last.unwrap_or(0)).map(|position| wanted(position).map(of)).collect());
+    index.inplace_op2(
+        k,
+        &Extend(|index: &mut _, keys: &_| {
+            let CpuStorage::I16(index) = index else { bail!("clusters: an index of another dtype than i16") };
+            with_kv_element!(k.dtype(), T => {
+                let keys = T::slice(keys).expect("dtype matched");
+                for_each_part(dims, keys, index, parts, |part, head, keys, rows| {
+                    let new = part.rows.start * d..part.rows.end * d;
+                    let mut keys: Vec<f32> = keys[new].iter().map(|x| x.to_f32()).collect();
+                    for (row, key) in part.rows.clone().zip(keys.chunks_exact_mut(d)) {
+                        if let Some(rotation) = rotations.as_ref().and_then(|r| r[part.start + row - first].as_ref()) {
+                            rotation.undo(key);
+                        }
+                    }
+                    let clusters = centroids[head].assign(&keys);
+                    rows[part.rows.clone()].iter_mut().zip(clusters).for_each(|(to, c)| *to = c as i16);
+                });
+            });
+            Ok(())
+        }),
+    )
+}
+
+/// How many of the clusters are read.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Probes<'a> {
+    /// So many, less where they would hold more than so many keys in all.
+    Clusters(usize, usize),
+    /// As many as hold about so many keys `[R, kv_heads]`: never fewer than one, and no further one that would pass the
+    /// number. All there are: everything is read.
+    Keys(&'a [usize]),
+}
+
+/// The sinks, the window, and of the rest the keys of the clusters that come first by `preference`
+/// `[R, kv_heads][clusters]`; ties go to the earlier cluster.
+///
+/// # Errors
+/// Shapes or dtypes that differ.
+pub fn select(
+    batch: &Decode,
+    index: &Tensor,
+    preference: &[Vec<f32>],
+    (sink, window): (usize, usize),
+    probes: Probes,
+) -> Result<Selection> {
+    let (rows, _, kv_heads, _) = batch.dims()?;
+    if preference.len() != rows * kv_heads || matches!(probes, Probes::Keys(k) if k.len() != rows * kv_heads) {
+        bail!("clusters: preferences of {} heads for {rows} rows of {kv_heads}", preference.len());
+    }
+    let (storage, _) = index.storage_and_layout();
+    let Storage::Cpu(CpuStorage::I16(data)) = &*storage else {
+        bail!("clusters: index {:?}; expected i16", index.dtype())
+    };
+    let lookup = &Lookup::new(data, index, kv_heads)?;
+    let mut heads = vec![HeadSelection::Dense; rows * kv_heads];
+    let shared = SharedMut::new(&mut heads);
+    let head = |i: usize| {
+        let (row, head) = (&batch.rows[i / kv_heads], i % kv_heads);
+        let ranges = sink_window(&row.visible, sink, window)?;
+        let between = ranges[0].end..ranges[1].start;
+        if matches!(probes, Probes::Keys(k) if k[i] >= between.len()) {
+            return None;
+        }
+        let mut clusters = Vec::with_capacity(between.len());
+        let mut from = between.start;
+        while from < between.end {
+            let end = between.end.min((from / BLOCK_TOKENS + 1) * BLOCK_TOKENS);
+            let block = lookup.block(row.table, head, from);
+            clusters.extend(block[from % BLOCK_TOKENS..][..end - from].iter().map(|&c| c as u16));
+            from = end;
+        }
+        let chosen = probed(&preference[i], &clusters, probes, i);
+        let ids: Vec<u32> =
+            (between.start as u32..).zip(&clusters).filter(|(_, c)| chosen[**c as usize]).map(|(id, _)| id).collect();
+        (ids.len() < between.len()).then(|| HeadSelection::Keys(Keys { ranges: ranges.to_vec(), ids, sample: None }))
+    };
+    parallel::for_each(
+        rows * kv_heads,
+        || (),
+        |(), i| {
+            // SAFETY: one element each.
+            unsafe { shared.slice(i, 1)[0] = head(i).unwrap_or(HeadSelection::Dense) };
+        },
+    );
+    Ok(Selection(heads))
+}
+
+/// Which clusters are read, given the cluster of every key between sinks and window.
+fn probed(preference: &[f32], keys: &[u16], probes: Probes, head: usize) -> Vec<bool> {
+    let mut sizes = vec![0usize; preference.len()];
+    keys.iter().for_each(|&c| sizes[c as usize] += 1);
+    let mut order: Vec<usize> = (0..preference.len()).collect();
+    order.sort_by(|&a, &b| preference[b].total_cmp(&preference[a]));
+    let (most, limit) = match probes {
+        Probes::Clusters(probes, limit) => (probes, limit),
+        Probes::Keys(k) => (usize::MAX, k[head]),
+    };
+    let mut chosen = vec![false; preference.len()];
+    let mut held = 0;
+    for (at, &cluster) in order.iter().take(most).enumerate() {
+        held += sizes[cluster];
+        if held > limit && !(at == 0 && matches!(probes, Probes::Keys(_))) {
+            break;
+        }
+        chosen[cluster] = true;
+    }
+    chosen
+}

@@ -1,0 +1,119 @@
+//! Binary codes of keys: their Hamming distance to a query's code stands for the dot product.
+//!
+//! Source: HashAttention (Desai et al. 2024, arXiv:2412.14468), section 4.
+
+use super::{Extend, Lookup, Part, dims, for_each_part};
+use crate::decode::{Decode, Importance};
+use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
+use crate::mlp::Mlp;
+use crate::parallel::{self, SharedMut};
+use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
+
+/// Bits of a code.
+pub const BITS: usize = 32;
+
+/// Takes in rows of the keys `[blocks, kv_heads, 64, head_dim]`; the index is `[blocks, kv_heads, 64, codes]`, u32: a
+/// code for each KV head, or one for each query head of its group, as there are `maps`.
+///
+/// # Errors
+/// Shapes or dtypes that differ.
+pub fn extend(index: &Tensor, k: &Tensor, parts: &[Part], maps: &[Mlp]) -> Result<()> {
+    let dims = dims(index, k, parts)?;
+    let (kv_heads, d, _) = dims;
+    let codes = codes(index, maps, d, kv_heads)?;
+    index.inplace_op2(
+        k,
+        &Extend(|index: &mut _, keys: &_| {
+            let CpuStorage::U32(index) = index else { bail!("codes: index {:?}; expected u32", index_dtype(index)) };
+            with_kv_element!(k.dtype(), T => {
+                let keys = T::slice(keys).expect("dtype matched");
+                for_each_part(dims, keys, index, parts, |part, head, keys, rows| {
+                    let new = part.rows.start * d..part.rows.end * d;
+                    let keys: Vec<f32> = keys[new].iter().map(|x| x.to_f32()).collect();
+                    for i in 0..codes {
+                        let to = rows[part.rows.start * codes + i..].iter_mut().step_by(codes);
+                        to.zip(signs(&maps[head * codes + i], &keys)).for_each(|(to, code)| *to = code);
+                    }
+                });
+            });
+            Ok(())
+        }),
+    )
+}
+
+fn index_dtype(storage: &CpuStorage) -> candle_core::DType {
+    candle_core::backend::BackendStorage::dtype(storage)
+}
+
+/// Codes of a key, where the maps fit the index.
+fn codes(index: &Tensor, maps: &[Mlp], d: usize, kv_heads: usize) -> Result<usize> {
+    let (_, _, rows, codes) = index.dims4()?;
+    let fits = |m: &Mlp| m.inputs() == d && m.outputs() == BITS;
+    if rows != BLOCK_TOKENS || codes == 0 || maps.len() != kv_heads * codes || !maps.iter().all(fits) {
+        bail!(
+            "codes: index {:?} with {} maps; expected {kv_heads} or one a query head, {d} to 32",
+            index.shape(),
+            maps.len()
+        );
+    }
+    Ok(codes)
+}
+
+/// The codes of rows `[rows, inputs]`: a bit for each output that is at least 0.
+fn signs(map: &Mlp, x: &[f32]) -> Vec<u32> {
+    let code = |y: &[f32]| y.iter().enumerate().fold(0, |code, (bit, &y)| code | u32::from(y >= 0.0) << bit);
+    map.forward(x).chunks_exact(BITS).map(code).collect()
+}
+
+/// How many bits of a key's code equal the query's, summed over the group, for the rows and KV heads `wanted`
+/// `[R, kv_heads]`. `queries` has one map a query head.
+///
+/// # Errors
+/// Shapes or dtypes that differ.
+pub fn importance(batch: &Decode, index: &Tensor, queries: &[Mlp], wanted: &[bool]) -> Result<Importance> {
+    let (rows, q_heads, kv_heads, d) = batch.dims()?;
+    let (group, codes) = (q_heads / kv_heads, index.dim(3)?);
+    let fits = queries.len() == q_heads && queries.iter().all(|m| m.inputs() == d && m.outputs() == BITS);
+    if wanted.len() != rows * kv_heads || !fits || (codes != 1 && codes != group) {
+        bail!("codes: {} maps, {} heads wanted of {rows} rows of {kv_heads}", queries.len(), wanted.len());
+    }
+    let q = super::queries(batch)?;
+    let (storage, _) = index.storage_and_layout();
+    let Storage::Cpu(CpuStorage::U32(data)) = &*storage else {
+        bail!("codes: index {:?}; expected u32", index.dtype())
+    };
+    let lookup = &Lookup::new(data, index, kv_heads)?;
+    let mut heads: Vec<Option<Vec<f32>>> = vec![None; rows * kv_heads];
+    let shared = SharedMut::new(&mut heads);
+    parallel::for_each(
+        rows * kv_heads,
+        || (),
+        |(), i| {
+            let (row, head) = (i / kv_heads, i % kv_heads);
+            if !wanted[i] {
+                return;
+            }
+            let of = |g: usize| {
+                let at = head * group + g;
+                signs(&queries[at], &q[(row * q_heads + at) * d..][..d])[0]
+            };
+            let own: Vec<u32> = (0..group).map(of).collect();
+            let row = &batch.rows[row];
+            let mut importance = Vec::with_capacity(row.visible.len());
+            let mut from = row.visible.start;
+            while from < row.visible.end {
+                let end = row.visible.end.min((from / BLOCK_TOKENS + 1) * BLOCK_TOKENS);
+                let block = lookup.block(row.table, head, from);
+                let keys = block.chunks_exact(codes).skip(from % BLOCK_TOKENS).take(end - from);
+                importance.extend(keys.map(|key| {
+                    let equal = |(g, own): (usize, &u32)| BITS as u32 - (own ^ key[g % codes]).count_ones();
+                    own.iter().enumerate().map(equal).sum::<u32>() as f32
+                }));
+                from = end;
+            }
+            // SAFETY: one element each.
+            unsafe { shared.slice(i, 1)[0] = Some(importance) };
+        },
+    );
+    Ok(Importance::new(1, heads))
+}

@@ -1,0 +1,92 @@
+//! What methods keep of every key beside it: one tensor a layer, cut into the same blocks as the cache, so that it is
+//! shared, copied and freed with them. An index is a function of the cached keys alone and is filled in when a step
+//! first asks for it.
+
+use crate::pool::KvError;
+use candle_core::{DType, Device, Tensor};
+use std::ops::Range;
+use taper_kernels::index::Part;
+use taper_kernels::kv::{self, BLOCK_TOKENS};
+
+/// What an index stores for each block and KV head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct IndexShape {
+    /// Rows of a block: 64 for one a token, fewer where tokens share one.
+    pub rows: usize,
+    /// Elements of a row.
+    pub width: usize,
+    /// f32, f16, bf16, u32 or i16.
+    pub dtype: DType,
+}
+
+/// One index over the whole pool.
+#[derive(Debug)]
+pub(crate) struct Index {
+    pub shape: IndexShape,
+    pub layers: Vec<IndexLayer>,
+}
+
+/// One layer of an index.
+#[derive(Debug, Default)]
+pub(crate) struct IndexLayer {
+    /// `[blocks, kv_heads, rows, width]`; none until it is asked for.
+    pub tensor: Option<Tensor>,
+    /// Tokens of each block that are taken in.
+    filled: Vec<u8>,
+}
+
+impl Index {
+    pub fn new(shape: IndexShape, layers: usize) -> Self {
+        Self { shape, layers: (0..layers).map(|_| IndexLayer::default()).collect() }
+    }
+
+    /// Lets all but the first `tokens` tokens of a block go.
+    pub fn keep(&mut self, block: u32, tokens: usize) {
+        for layer in &mut self.layers {
+            if let Some(filled) = layer.filled.get_mut(block as usize).filter(|filled| **filled as usize > tokens) {
+                // Rows that sum up several tokens cannot be undone: such a block is taken in anew.
+                *filled = if self.shape.rows == BLOCK_TOKENS { tokens as u8 } else { 0 };
+            }
+        }
+    }
+
+    pub fn copy(&mut self, from: u32, to: u32) -> Result<(), KvError> {
+        for layer in &mut self.layers {
+            if let Some(tensor) = &layer.tensor {
+                kv::copy_block(tensor, from, to)?;
+                layer.filled[to as usize] = layer.filled[from as usize];
+            }
+        }
+        Ok(())
+    }
+}
+
+impl IndexLayer {
+    pub fn make(
+        &mut self,
+        shape: IndexShape,
+        (blocks, kv_heads): (usize, usize),
+        device: &Device,
+    ) -> Result<(), KvError> {
+        if self.tensor.is_none() {
+            self.tensor = Some(kv::zeros((blocks, kv_heads, shape.rows, shape.width), shape.dtype, device)?);
+            self.filled = vec![0; blocks];
+        }
+        Ok(())
+    }
+
+    /// What the first `tokens` tokens of a table have that is not taken in.
+    pub fn missing(&self, blocks: &[u32], tokens: usize) -> Vec<Part> {
+        let part = |(i, &block): (usize, &u32)| {
+            let rows = usize::from(self.filled[block as usize])..BLOCK_TOKENS.min(tokens - i * BLOCK_TOKENS);
+            (!Range::is_empty(&rows)).then_some(Part { block, rows, start: i * BLOCK_TOKENS })
+        };
+        blocks[..tokens.div_ceil(BLOCK_TOKENS)].iter().enumerate().filter_map(part).collect()
+    }
+
+    pub fn taken(&mut self, parts: &[Part]) {
+        for part in parts {
+            self.filled[part.block as usize] = part.rows.end as u8;
+        }
+    }
+}
