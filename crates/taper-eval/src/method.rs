@@ -4,7 +4,7 @@ use crate::error::EvalError;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::sync::Arc;
-use taper_attention::AttentionSpec;
+use taper_attention::{Artifacts, AttentionSpec};
 
 /// The half of a request that a method attends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,8 +39,8 @@ impl Method {
     ///
     /// # Errors
     /// [`EvalError::Method`] with the parameter at fault and what is valid.
-    pub fn read(phase: Phase, value: &Value) -> Result<Self, EvalError> {
-        let spec = attention(&json!({ phase.name(): value }))?;
+    pub fn read(phase: Phase, value: &Value, artifacts: &Artifacts) -> Result<Self, EvalError> {
+        let spec = attention(&json!({ phase.name(): value }), artifacts)?;
         let Value::Object(mut whole) = Value::from(spec) else {
             return Err(EvalError::Method { path: phase.name().into(), message: "is no object".into() });
         };
@@ -48,17 +48,25 @@ impl Method {
         Ok(Self { label: label(value), spec })
     }
 
-    /// The spec of a sequence.
+    /// The spec of a sequence; `rest` holds the fields of a request's `attention` beside the methods.
     ///
     /// # Errors
-    /// [`EvalError::Method`], for a method that was not [read](Self::read) or an audit outside [0, 1].
-    pub fn pair(prefill: &Self, decode: &Self, audit: f64) -> Result<Arc<AttentionSpec>, EvalError> {
-        attention(&json!({ "prefill": prefill.spec, "decode": decode.spec, "audit": audit })).map(Arc::new)
+    /// [`EvalError::Method`], for a method that was not [read](Self::read) or a field of the rest.
+    pub fn pair(
+        prefill: &Self,
+        decode: &Self,
+        rest: &Value,
+        artifacts: &Artifacts,
+    ) -> Result<Arc<AttentionSpec>, EvalError> {
+        let mut value = rest.clone();
+        value["prefill"] = prefill.spec.clone();
+        value["decode"] = decode.spec.clone();
+        attention(&value, artifacts).map(Arc::new)
     }
 }
 
-fn attention(value: &Value) -> Result<AttentionSpec, EvalError> {
-    AttentionSpec::from_json(value, "attention").map_err(|error| EvalError::Method {
+fn attention(value: &Value, artifacts: &Artifacts) -> Result<AttentionSpec, EvalError> {
+    AttentionSpec::from_json(value, "attention", artifacts).map_err(|error| EvalError::Method {
         path: error.path.trim_start_matches("attention.").to_owned(),
         message: error.message,
     })
@@ -80,22 +88,27 @@ fn label(value: &Value) -> String {
 mod tests {
     use super::*;
 
+    fn read(phase: Phase, value: Value) -> Result<Method, EvalError> {
+        Method::read(phase, &value, &Artifacts::default())
+    }
+
     #[test]
     fn a_method_keeps_its_defaults_and_shows_what_was_given() {
         let value = json!({ "method": "delta", "gamma": 32, "base": { "method": "streaming_llm", "window": 512 } });
-        let method = Method::read(Phase::Prefill, &value).unwrap();
+        let method = read(Phase::Prefill, value).unwrap();
         assert_eq!(method.label, "delta gamma=32 base=(streaming_llm window=512)");
         assert_eq!(method.spec["base"]["sink"], 4);
         let given =
             json!({ "method": "delta", "gamma": 32, "base": { "method": "streaming_llm", "window": 512, "sink": 4 } });
-        assert_eq!(Method::read(Phase::Prefill, &given).unwrap().spec, method.spec);
-        let dense = Method::read(Phase::Decode, &json!({ "method": "dense" })).unwrap();
-        assert_eq!(Method::pair(&method, &dense, 0.5).unwrap().names(), ("delta", "dense"));
+        assert_eq!(read(Phase::Prefill, given).unwrap().spec, method.spec);
+        let dense = read(Phase::Decode, json!({ "method": "dense" })).unwrap();
+        let pair = Method::pair(&method, &dense, &json!({ "audit": 0.5 }), &Artifacts::default()).unwrap();
+        assert_eq!(pair.names(), ("delta", "dense"));
     }
 
     #[test]
     fn mistakes_name_the_parameter() {
-        let error = |phase, value| Method::read(phase, &value).unwrap_err().to_string();
+        let error = |phase, value| read(phase, value).unwrap_err().to_string();
         let bad = error(Phase::Decode, json!({ "method": "streaming_llm", "window": 0 }));
         assert!(bad.starts_with("decode.window: "), "{bad}");
         assert!(error(Phase::Prefill, json!({ "method": "vattention" })).starts_with("prefill.method: "));

@@ -19,8 +19,18 @@ pub struct Header {
     pub model: String,
     /// How it was loaded, in words: types of weights and cache.
     pub loaded: String,
+    /// How the question after the context is attended: `prefill`, `dense` or `decode`.
+    pub question: String,
     /// Seed of the questions and of the methods' draws.
     pub seed: u64,
+}
+
+impl Header {
+    fn fields(&self) -> [(&'static str, String); 4] {
+        let text = [("model", &self.model), ("loaded", &self.loaded), ("question", &self.question)];
+        let [model, loaded, question] = text.map(|(name, value)| (name, value.clone()));
+        [model, loaded, question, ("seed", self.seed.to_string())]
+    }
 }
 
 /// One answer.
@@ -143,9 +153,7 @@ impl Results {
         if results.format != FORMAT {
             return Err(bad(format!("format is {}; this program reads {FORMAT}", results.format)));
         }
-        let fields =
-            |h: &Header| [("model", h.model.clone()), ("loaded", h.loaded.clone()), ("seed", h.seed.to_string())];
-        for ((name, theirs), (_, ours)) in fields(&results.header).into_iter().zip(fields(header)) {
+        for ((name, theirs), (_, ours)) in results.header.fields().into_iter().zip(header.fields()) {
             if theirs != ours {
                 return Err(bad(format!("{name} is {theirs}; this run's is {ours}")));
             }

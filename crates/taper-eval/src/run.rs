@@ -6,9 +6,10 @@ use crate::results::{Audited, Record, Results};
 use crate::score::share_found;
 use crate::tasks::{Sample, Task};
 use crate::text::PromptText;
+use serde_json::json;
 use std::sync::Arc;
 use std::time::Instant;
-use taper_attention::{AttentionSpec, PhaseUsage};
+use taper_attention::{Artifacts, AttentionSpec, PhaseUsage, Question};
 use taper_engine::{Backend, BackendError, Input};
 
 /// Makes a sequence that continues from another one's tokens and attends by a spec of its own.
@@ -30,8 +31,13 @@ pub struct Plan {
     pub prefills: Vec<Method>,
     /// Decode methods.
     pub decodes: Vec<Method>,
+    /// How the question after the context is attended. By the decode method, only the context is prefilled once for
+    /// all of them.
+    pub question: Question,
     /// Share of (layer, token) pairs compared with dense attention, 0 to 1.
     pub audit: f64,
+    /// What methods learned offline.
+    pub artifacts: Artifacts,
     /// Most prompt tokens of one forward pass.
     pub chunk_tokens: usize,
 }
@@ -174,10 +180,14 @@ impl<B: Backend> Runner<'_, B> {
         watch: &dyn Watch,
     ) -> Result<Option<Vec<Record>>, EvalError> {
         let step = |source| EvalError::Step { task: at.task.name(), length: at.length, sample: at.sample, source };
-        let spec = |&(place, decode): &(usize, &Method)| Ok((place, Method::pair(prefill, decode, self.plan.audit)?));
+        let rest = json!({ "question": self.plan.question, "audit": self.plan.audit });
+        let spec = |&(place, decode): &(usize, &Method)| {
+            Ok((place, Method::pair(prefill, decode, &rest, &self.plan.artifacts)?))
+        };
         let specs = decodes.iter().map(spec).collect::<Result<Vec<_>, EvalError>>()?;
         let [(_, first), ..] = &specs[..] else { return Ok(Some(Vec::new())) };
-        let mut prompt = self.backend.open(first, at.draws(), question.tokens.len()).map_err(step)?;
+        let mut prompt =
+            self.backend.open(first, at.draws(), question.tokens.len(), question.question_tokens).map_err(step)?;
         let records = self.records(at, question, &mut prompt, &specs, watch);
         self.backend.close(prompt);
         records.map_err(step)
@@ -192,13 +202,16 @@ impl<B: Backend> Runner<'_, B> {
         watch: &dyn Watch,
     ) -> Result<Option<Vec<Record>>, BackendError> {
         let started = Instant::now();
-        let Some(first) = self.prefill(prompt, &question.tokens, watch)? else { return Ok(None) };
+        // What the decode methods share: all of the prompt, or what comes before the question.
+        let own = if self.plan.question == Question::Decode { question.question_tokens } else { 0 };
+        let (shared, own) = question.tokens.split_at(question.tokens.len() - own);
+        let Some(first) = self.prefill(prompt, shared, watch)? else { return Ok(None) };
         let prefill_s = started.elapsed().as_secs_f64();
         let mut records = Vec::new();
         for (decode, spec) in specs {
             let mut sequence = (self.fork)(self.backend, prompt, spec, at.draws())?;
             let started = Instant::now();
-            let tokens = self.answer(&mut sequence, first, at.task.answer_tokens(), watch);
+            let tokens = self.question_and_answer(&mut sequence, own, first, at.task.answer_tokens(), watch);
             let decode_s = started.elapsed().as_secs_f64();
             let usage = self.backend.usage(&sequence);
             self.backend.close(sequence);
@@ -226,7 +239,19 @@ impl<B: Backend> Runner<'_, B> {
         Ok(Some(records))
     }
 
-    /// Prefills and returns the first token of the answer; `None` if the watch said stop.
+    fn question_and_answer(
+        &mut self,
+        sequence: &mut B::Sequence,
+        own: &[u32],
+        first: u32,
+        most: usize,
+        watch: &dyn Watch,
+    ) -> Result<Option<Vec<u32>>, BackendError> {
+        let first = if own.is_empty() { Some(first) } else { self.prefill(sequence, own, watch)? };
+        first.map_or(Ok(None), |first| self.answer(sequence, first, most, watch))
+    }
+
+    /// Takes in the prompt's next tokens, and returns the likeliest one after them; `None` if the watch said stop.
     fn prefill(
         &mut self,
         sequence: &mut B::Sequence,

@@ -1,6 +1,6 @@
 //! The command line.
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 
 /// An LLM inference server whose attention is a request parameter.
@@ -183,6 +183,9 @@ pub struct NeedleArgs {
     /// How answers are attended: a method's name, or JSON as in a request; may be repeated
     #[arg(long, value_name = "NAME|JSON", default_values_t = ["dense".to_owned()])]
     pub decode: Vec<String>,
+    /// How the question after the context is attended: as the prompt is, densely, or by the decode method
+    #[arg(long, value_name = "WAY", default_value_t = Question::Prefill, value_enum)]
+    pub question: Question,
     /// Seed of questions and methods
     #[arg(long, default_value_t = 1, allow_negative_numbers = true, value_parser = seed)]
     pub seed: u64,
@@ -198,6 +201,23 @@ pub struct NeedleArgs {
     /// Go on with the answers of an earlier run's --json file, and write to it unless --json names another
     #[arg(long, value_name = "FILE")]
     pub resume: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum Question {
+    Prefill,
+    Dense,
+    Decode,
+}
+
+impl std::fmt::Display for Question {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Prefill => "prefill",
+            Self::Dense => "dense",
+            Self::Decode => "decode",
+        })
+    }
 }
 
 #[derive(Debug, Args)]

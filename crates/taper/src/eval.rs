@@ -1,6 +1,6 @@
 //! `taper eval needle`: long-context tasks over pairs of methods.
 
-use crate::args::NeedleArgs;
+use crate::args::{self, NeedleArgs};
 use crate::{config, load, talk};
 use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
-use taper_engine::ModelBackend;
+use taper_attention::{Artifacts, Question};
+use taper_engine::{Backend, ModelBackend};
 use taper_eval::{
     EvalError, Fork, Header, Method, ModelText, Outcome, Phase, Plan, Results, Style, Task, Watch, accuracies, details,
 };
@@ -28,7 +29,13 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
         samples: args.samples,
         prefills: methods(Phase::Prefill, &args.prefill)?,
         decodes: methods(Phase::Decode, &args.decode)?,
+        question: match args.question {
+            args::Question::Prefill => Question::Prefill,
+            args::Question::Dense => Question::Dense,
+            args::Question::Decode => Question::Decode,
+        },
         audit: args.audit,
+        artifacts: Artifacts::default(),
         chunk_tokens: 512,
     };
     let loaded = format!(
@@ -41,7 +48,7 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
     let config = config::model(args.model)?;
     let (model, mut backend, _) = load::backend(&config)?;
     let text = ModelText::load(&model)?;
-    let header = Header { model: model.name.clone(), loaded, seed: args.seed };
+    let header = Header { model: model.name.clone(), loaded, question: args.question.to_string(), seed: args.seed };
     let mut results = match &args.resume {
         Some(file) => Results::load(file, &header)?,
         None => Results::new(header),
@@ -63,7 +70,11 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
 }
 
 /// Every decode method goes on from the same prefill.
-const FORK: Fork<ModelBackend> = |backend, sequence, _, seed| taper_engine::Backend::fork(backend, sequence, seed);
+const FORK: Fork<ModelBackend> = |backend, sequence, spec, seed| {
+    let mut fork = backend.fork(sequence, seed)?;
+    fork.decode_by(spec);
+    Ok(fork)
+};
 
 /// Prints the tables and writes the files.
 fn report(results: &mut Results, json: Option<&Path>, markdown: Option<&Path>) -> Result<()> {
@@ -115,9 +126,9 @@ fn methods(phase: Phase, texts: &[String]) -> Result<Vec<Method>> {
 fn method(phase: Phase, text: &str) -> Result<Method> {
     if text.trim_start().starts_with('{') {
         let value: Value = serde_json::from_str(text).context("the method is not valid JSON")?;
-        return Ok(Method::read(phase, &value)?);
+        return Ok(Method::read(phase, &value, &Artifacts::default())?);
     }
-    Ok(Method::read(phase, &json!({ "method": text }))?)
+    Ok(Method::read(phase, &json!({ "method": text }), &Artifacts::default())?)
 }
 
 /// Set by the first Ctrl-C; a second one ends the process at once.

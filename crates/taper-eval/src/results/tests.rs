@@ -2,11 +2,11 @@ use super::*;
 use serde_json::json;
 
 fn header() -> Header {
-    Header { model: "tiny".into(), loaded: "f32, cache f16".into(), seed: 1 }
+    Header { model: "tiny".into(), loaded: "f32, cache f16".into(), question: "prefill".into(), seed: 1 }
 }
 
 fn method(name: &str) -> Method {
-    Method::read(Phase::Prefill, &json!({ "method": name })).unwrap()
+    Method::read(Phase::Prefill, &json!({ "method": name }), &Default::default()).unwrap()
 }
 
 fn record(sample: usize, score: f64) -> Record {

@@ -4,6 +4,7 @@ use serde_json::json;
 use std::cell::Cell;
 use std::path::Path;
 use std::sync::atomic::Ordering;
+use taper_attention::Sequence;
 use taper_engine::stub::{EOS, Probe, StubBackend, StubText};
 use taper_engine::{CacheDType, CacheOptions, Limits, ModelBackend, Text};
 use taper_model::{LoadOptions, ModelFiles, ResolvedModel};
@@ -69,7 +70,7 @@ fn same_spec<B: Backend>(
 }
 
 fn method(phase: Phase, value: serde_json::Value) -> Method {
-    Method::read(phase, &value).unwrap()
+    Method::read(phase, &value, &Artifacts::default()).unwrap()
 }
 
 fn plan(samples: usize) -> Plan {
@@ -82,13 +83,15 @@ fn plan(samples: usize) -> Plan {
             method(Phase::Decode, json!({ "method": "dense" })),
             method(Phase::Decode, json!({ "method": "streaming_llm" })),
         ],
+        question: Question::Prefill,
         audit: 0.0,
+        artifacts: Artifacts::default(),
         chunk_tokens: 512,
     }
 }
 
 fn results() -> Results {
-    Results::new(Header { model: "stub".into(), loaded: String::new(), seed: 3 })
+    Results::new(Header { model: "stub".into(), loaded: String::new(), question: "prefill".into(), seed: 3 })
 }
 
 /// A stub that always answers what the first question wants.
@@ -174,6 +177,18 @@ fn logits_that_are_no_numbers_are_an_error() {
     assert_eq!(likeliest(&[f32::NEG_INFINITY; 2]).unwrap(), 0);
 }
 
+/// What the program does: a fork goes on by its own decode method.
+fn own_spec(
+    backend: &mut ModelBackend,
+    sequence: &Sequence,
+    spec: &Arc<AttentionSpec>,
+    seed: u64,
+) -> Result<Sequence, BackendError> {
+    let mut fork = backend.fork(sequence, seed)?;
+    fork.decode_by(spec);
+    Ok(fork)
+}
+
 /// A random model of two layers with a context of 4,096 tokens.
 fn tiny(folder: &Path) -> ModelBackend {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../taper-model/tests/golden");
@@ -204,11 +219,13 @@ fn a_real_model_reports_density_and_error() {
         samples: 1,
         prefills: [json!({ "method": "dense" }), streaming, delta].map(|m| method(Phase::Prefill, m)).to_vec(),
         decodes: vec![method(Phase::Decode, json!({ "method": "streaming_llm", "window": 256 }))],
+        question: Question::Prefill,
         audit: 0.5,
+        artifacts: Artifacts::default(),
         chunk_tokens: 512,
     };
     let (mut results, mut watch) = (results(), Follow::new(usize::MAX));
-    run(&mut backend, same_spec, &text, &plan, &mut results, &mut watch).unwrap();
+    run(&mut backend, own_spec, &text, &plan, &mut results, &mut watch).unwrap();
     let cells = results.cells();
     let [dense, streaming, delta] = &cells[..] else { panic!("{cells:?}") };
     assert_eq!((dense.prefill_density, dense.prefill_error), (1.0, Some(0.0)));
@@ -220,7 +237,45 @@ fn a_real_model_reports_density_and_error() {
     }
     backend.check_idle();
     let mut again = super::tests::results();
-    run(&mut backend, same_spec, &text, &plan, &mut again, &mut Follow::new(usize::MAX)).unwrap();
+    run(&mut backend, own_spec, &text, &plan, &mut again, &mut Follow::new(usize::MAX)).unwrap();
     let scores = |r: &Results| r.records.iter().map(|r| (r.answer.clone(), r.decode_error)).collect::<Vec<_>>();
     assert_eq!(scores(&again), scores(&results), "equal runs give equal answers");
+}
+
+#[test]
+fn answers_from_a_shared_prefill_are_those_of_their_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut backend = tiny(folder.path());
+    let text = Bytes { vocabulary: 64, end: u32::MAX };
+    let streaming = |window: usize| json!({ "method": "streaming_llm", "window": window });
+    let top = json!({ "method": "oracle_top_k", "k": 16 });
+    let decodes = [json!({ "method": "dense" }), streaming(64), top].map(|m| method(Phase::Decode, m));
+    for question in [Question::Prefill, Question::Dense, Question::Decode] {
+        let all = Plan {
+            tasks: vec![Task::VariableTracking],
+            lengths: vec![1500],
+            samples: 1,
+            prefills: vec![method(Phase::Prefill, streaming(128))],
+            decodes: decodes.to_vec(),
+            question,
+            audit: 0.0,
+            artifacts: Artifacts::default(),
+            chunk_tokens: 512,
+        };
+        let mut shared = results();
+        run(&mut backend, own_spec, &text, &all, &mut shared, &mut Follow::new(usize::MAX)).unwrap();
+        let mut each = results();
+        for decode in &decodes {
+            let one = Plan { decodes: vec![decode.clone()], ..all.clone() };
+            run(&mut backend, own_spec, &text, &one, &mut each, &mut Follow::new(usize::MAX)).unwrap();
+        }
+        let what = |r: &Results| {
+            let of = |r: &Record| (r.decode, r.answer.clone(), r.prefill_density, r.decode_density);
+            r.records.iter().map(of).collect::<Vec<_>>()
+        };
+        assert_eq!(what(&shared), what(&each), "{question:?}");
+        let densities: Vec<f64> = shared.records.iter().map(|r| r.decode_density.unwrap()).collect();
+        assert!(densities[0] == 1.0 && densities[1] < 0.2 && densities[2] != densities[1], "{densities:?}");
+        backend.check_idle();
+    }
 }

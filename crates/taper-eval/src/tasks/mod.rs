@@ -57,11 +57,16 @@ pub struct Sample {
     pub wanted: Vec<String>,
     /// Tokens of the prompt: both turns in the model's chat template.
     pub tokens: Vec<u32>,
+    /// How many of them come after the context: the question and what follows it.
+    pub question_tokens: usize,
 }
 
 /// A question before it is tokenized.
 struct Draft {
-    user: String,
+    /// The instructions and the haystack.
+    context: String,
+    /// The question, from its line break.
+    question: String,
     prefix: String,
     wanted: Vec<String>,
 }
@@ -118,18 +123,20 @@ impl Task {
         let limit = length.saturating_sub(self.answer_tokens());
         let least = self.least_units();
         let build = |units: usize| {
-            let Draft { user, prefix, wanted } = self.draft(units, length, self.rng(length, seed, index));
-            let tokens = text.prompt(&user, &prefix)?;
-            Ok(Sample { user, prefix, wanted, tokens })
+            let draft = self.draft(units, length, self.rng(length, seed, index));
+            let user = draft.context.clone() + &draft.question;
+            Ok((text.prompt(&user, &draft.prefix)?, user, draft))
         };
-        let found = largest(least, limit, |sample: &Sample| sample.tokens.len(), build)?;
-        match found {
-            Some(sample) => Ok(sample),
-            None => {
-                let least = build(least)?.tokens.len() + self.answer_tokens();
-                Err(EvalError::Length { length, task: self.name(), least })
-            }
-        }
+        let Some((tokens, user, draft)) = largest(least, limit, |(tokens, ..): &(Vec<u32>, _, _)| tokens.len(), build)?
+        else {
+            let least = build(least)?.0.len() + self.answer_tokens();
+            return Err(EvalError::Length { length, task: self.name(), least });
+        };
+        // The question begins where the prompt parts from one that ends with the context.
+        let bare = text.prompt(&draft.context, "")?;
+        let shared = tokens.iter().zip(&bare).take_while(|(a, b)| a == b).count();
+        let question_tokens = tokens.len() - shared;
+        Ok(Sample { user, prefix: draft.prefix, wanted: draft.wanted, tokens, question_tokens })
     }
 
     /// Draws that no other question shares.

@@ -120,8 +120,8 @@ pub fn draft(kind: Kind, units: usize, rng: ChaCha8Rng) -> Draft {
 
     let names: Vec<&str> = asked.iter().map(|&i| keys[i].0.as_str()).collect();
     let wanted: Vec<String> = asked.iter().flat_map(|&i| keys[i].1.clone()).collect();
-    let (user, prefix) = words(kind, &context, &listed(&names), wanted.len() == 1);
-    Draft { user, prefix, wanted }
+    let draft = words(kind, &context, &listed(&names), wanted.len() == 1);
+    Draft { wanted, ..draft }
 }
 
 /// Puts `needles[i]` before the line at the share `depths[i]` of the lines; depths ascend.
@@ -148,22 +148,29 @@ fn listed(names: &[&str]) -> String {
     }
 }
 
-/// RULER's wording: (user's turn, answer prefix).
-fn words(kind: Kind, context: &str, query: &str, one: bool) -> (String, String) {
+/// RULER's wording, for one value that is wanted or for several.
+fn words(kind: Kind, context: &str, query: &str, one: bool) -> Draft {
     let values = plural(kind.value);
+    let value = values.trim_end_matches('s');
+    let wanted = Vec::new();
     if one {
-        let value = values.trim_end_matches('s');
-        let user = format!(
-            "A special magic {value} is hidden within the following text. Make sure to memorize it. I will quiz you \
-             about the {value} afterwards.\n{context}\nWhat is the special magic {value} for {query} mentioned in the \
-             provided text?"
-        );
-        return (user, format!(" The special magic {value} for {query} mentioned in the provided text is"));
+        return Draft {
+            context: format!(
+                "A special magic {value} is hidden within the following text. Make sure to memorize it. I will quiz \
+                 you about the {value} afterwards.\n{context}"
+            ),
+            question: format!("\nWhat is the special magic {value} for {query} mentioned in the provided text?"),
+            prefix: format!(" The special magic {value} for {query} mentioned in the provided text is"),
+            wanted,
+        };
     }
-    let user = format!(
-        "Some special magic {values} are hidden within the following text. Make sure to memorize it. I will quiz you \
-         about the {values} afterwards.\n{context}\nWhat are all the special magic {values} for {query} mentioned in \
-         the provided text?"
-    );
-    (user, format!(" The special magic {values} for {query} mentioned in the provided text are"))
+    Draft {
+        context: format!(
+            "Some special magic {values} are hidden within the following text. Make sure to memorize it. I will quiz \
+             you about the {values} afterwards.\n{context}"
+        ),
+        question: format!("\nWhat are all the special magic {values} for {query} mentioned in the provided text?"),
+        prefix: format!(" The special magic {values} for {query} mentioned in the provided text are"),
+        wanted,
+    }
 }

@@ -36,6 +36,8 @@ proptest! {
         let (tokens, limit) = (made.tokens.len(), length - task.answer_tokens());
         // A line of two UUIDs is 45 tokens here; one more common word is three entries of the list.
         let line = 46;
+        let question = made.user.len() - made.user.rfind("\n").unwrap() + made.prefix.len();
+        prop_assert!(made.question_tokens.abs_diff(question / 3) <= 2, "{} of {question}", made.question_tokens);
         prop_assert!(tokens <= limit && tokens + line.max(limit / 100) >= limit, "{tokens} of {limit}");
     }
 

@@ -27,10 +27,10 @@ pub fn draft(units: usize, mut rng: ChaCha8Rng) -> Draft {
     let lines = insert(vec![format!("{NOISE}\n"); units], &chain, &depths);
     let context = lines.join(" ").replace(". \n", ".\n");
     Draft {
-        user: format!(
-            "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n\
-             Question: Find all variables that are assigned the value {value} in the text above."
+        context: format!(
+            "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}"
         ),
+        question: format!("\nQuestion: Find all variables that are assigned the value {value} in the text above."),
         prefix: format!(
             " Answer: According to the chain(s) of variable assignment in the text above, {} variables are assigned \
              the value {value}, they are: ",

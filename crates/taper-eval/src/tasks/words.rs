@@ -26,11 +26,12 @@ pub fn common(units: usize, length: usize, mut rng: ChaCha8Rng) -> Draft {
     list.shuffle(&mut rng);
     let numbered: Vec<String> = list.iter().enumerate().map(|(i, word)| format!("{}. {word}", i + 1)).collect();
     Draft {
-        user: format!(
+        context: format!(
             "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones \
-             that appear most often.\n{}\nQuestion: What are the 10 most common words in the above list?",
+             that appear most often.\n{}",
             numbered.join(" ")
         ),
+        question: "\nQuestion: What are the 10 most common words in the above list?".into(),
         prefix: " Answer: The top 10 words that appear most often in the list are:".into(),
         wanted: common,
     }
@@ -59,12 +60,14 @@ pub fn frequent(units: usize, length: usize, mut rng: ChaCha8Rng) -> Draft {
         vocabulary.iter().enumerate().flat_map(|(i, word)| vec![word.as_str(); count(i + 1)]).collect();
     text.shuffle(&mut rng);
     Draft {
-        user: format!(
+        context: format!(
             "Read the following coded text and track the frequency of each coded word. Find the three most frequently \
-             appeared coded words. {}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What \
-             are the three most frequently appeared words in the above coded text?",
+             appeared coded words. {}",
             text.join(" ")
         ),
+        question: "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most \
+                   frequently appeared words in the above coded text?"
+            .into(),
         prefix: " Answer: According to the coded text above, the three most frequently appeared words are:".into(),
         wanted: vocabulary[1..4].to_vec(),
     }
