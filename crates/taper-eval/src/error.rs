@@ -52,7 +52,7 @@ pub enum EvalError {
     #[error(transparent)]
     Model(#[from] ModelError),
     /// A forward pass.
-    #[error("{task}, {length} tokens, sample {sample}: {source}")]
+    #[error("{task}, {length} tokens, sample {sample}: {reason}")]
     Step {
         /// The task's name.
         task: &'static str,
@@ -61,15 +61,15 @@ pub enum EvalError {
         /// The sample's number, from 0.
         sample: usize,
         /// What the backend said.
-        source: BackendError,
+        reason: BackendError,
     },
     /// A result file that could not be read or written.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {reason}", path.display())]
     Io {
         /// The file.
         path: PathBuf,
         /// What the system said.
-        source: std::io::Error,
+        reason: std::io::Error,
     },
     /// A result file that is not one, or is another run's.
     #[error("{}: {reason}", path.display())]

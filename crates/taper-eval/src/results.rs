@@ -148,7 +148,7 @@ impl Results {
     /// [`EvalError::Io`]; [`EvalError::File`] for a file of another form, or whose header differs.
     pub fn load(path: &Path, header: &Header) -> Result<Self, EvalError> {
         let bad = |reason: String| EvalError::File { path: path.to_owned(), reason };
-        let text = fs::read(path).map_err(|source| EvalError::Io { path: path.to_owned(), source })?;
+        let text = fs::read(path).map_err(|reason| EvalError::Io { path: path.to_owned(), reason })?;
         let results: Self = serde_json::from_slice(&text).map_err(|e| bad(format!("is no result file: {e}")))?;
         if results.format != FORMAT {
             return Err(bad(format!("format is {}; this program reads {FORMAT}", results.format)));
@@ -181,7 +181,7 @@ impl Results {
             file.into_inner()?.sync_all()?;
             fs::rename(&part, path)
         };
-        write().map_err(|source| EvalError::Io { path: path.to_owned(), source })
+        write().map_err(|reason| EvalError::Io { path: path.to_owned(), reason })
     }
 
     /// The place of a method, which is added if it is new.

@@ -179,7 +179,7 @@ impl<B: Backend> Runner<'_, B> {
         decodes: &[(usize, &Method)],
         watch: &dyn Watch,
     ) -> Result<Option<Vec<Record>>, EvalError> {
-        let step = |source| EvalError::Step { task: at.task.name(), length: at.length, sample: at.sample, source };
+        let step = |reason| EvalError::Step { task: at.task.name(), length: at.length, sample: at.sample, reason };
         let rest = json!({ "question": self.plan.question, "audit": self.plan.audit });
         let spec = |&(place, decode): &(usize, &Method)| {
             Ok((place, Method::pair(prefill, decode, &rest, &self.plan.artifacts)?))

@@ -190,6 +190,7 @@ impl Watch for Terminal {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use clap::Parser;
 
     #[test]
     fn a_method_is_a_name_or_json() {
@@ -201,6 +202,25 @@ mod tests {
         assert!(error(Phase::Prefill, "dens").contains("dense"));
         assert!(error(Phase::Decode, "{").contains("not valid JSON"));
         assert!(error(Phase::Decode, r#"{"method": "streaming_llm", "window": 0}"#).starts_with("decode.window"));
+    }
+
+    #[test]
+    fn results_go_where_they_are_told_and_never_over_others() {
+        let folder = tempfile::tempdir().unwrap();
+        let (old, new) = (folder.path().join("old.json"), folder.path().join("new.json"));
+        std::fs::write(&old, "").unwrap();
+        let (old, new) = (old.to_str().unwrap(), new.to_str().unwrap());
+        let file = |line: &[&str]| {
+            let cli = args::Cli::try_parse_from([&["taper", "eval", "needle"][..], line].concat()).unwrap();
+            let args::Command::Eval(args::EvalArgs { what: args::Eval::Needle(args) }) = cli.command else { panic!() };
+            json_file(&args).map(|path| path.map(|p| p.to_str().unwrap().to_owned()))
+        };
+        assert_eq!(file(&[]).unwrap(), None);
+        assert_eq!(file(&["--json", new]).unwrap().as_deref(), Some(new));
+        assert_eq!(file(&["--resume", old]).unwrap().as_deref(), Some(old));
+        assert_eq!(file(&["--resume", old, "--json", old]).unwrap().as_deref(), Some(old));
+        assert_eq!(file(&["--resume", old, "--json", new]).unwrap().as_deref(), Some(new));
+        assert!(file(&["--json", old]).unwrap_err().to_string().contains("--resume"));
     }
 
     #[test]
