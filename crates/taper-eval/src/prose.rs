@@ -117,7 +117,7 @@ const SLOTS: &[(&str, &[&str])] = &[
             "a travelling clockmaker",
             "Benedikt",
             "the widow from the mill",
-            "two students",
+            "one student",
             "the ferryman",
             "Oona",
             "the new doctor",
