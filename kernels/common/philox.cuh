@@ -18,8 +18,9 @@ __device__ __forceinline__ void philox_round(uint2& key, uint4& c) {
   key.x += 0x9E3779B9u;
   key.y += 0xBB67AE85u;
 }
+// Loops stay loops here: a cold launch waits for its instructions longer than for arithmetic.
 __device__ __forceinline__ uint4 philox(uint2 key, uint4 c) {
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < 10; ++i) philox_round(key, c);
   return c;
 }
@@ -34,34 +35,47 @@ struct Stream {
   }
 };
 
-// The permutation of 0..n-1 of a stream, point by point.
+// The permutation of 0..n-1 of a stream, point by point. A warp shares one: lane r keeps the
+// key of round r.
 struct Permutation {
   static constexpr uint32_t kDraws = 0x50450000u;  // and the next: words of the round keys
-  uint32_t keys[6], half_bits, n;
+  uint32_t key, half_bits, n;
 
-  // The keys are left to the caller.
   __device__ __forceinline__ explicit Permutation(uint32_t n) : n(n) {
     const uint32_t bits = 32 - __clz((int)(n - 1));
     half_bits = max((bits + 1) / 2, 1u);
   }
   __device__ __forceinline__ Permutation(uint32_t n, const Stream& s) : Permutation(n) {
-    const uint4 a = s.words(kDraws), b = s.words(kDraws + 1);
-    keys[0] = a.x, keys[1] = a.y, keys[2] = a.z, keys[3] = a.w, keys[4] = b.x, keys[5] = b.y;
+    const uint4 w = s.words(kDraws + (threadIdx.x / 4 & 1));
+    const uint32_t low = threadIdx.x & 1 ? w.y : w.x, high = threadIdx.x & 1 ? w.w : w.z;
+    key = threadIdx.x & 2 ? high : low;
   }
   __device__ __forceinline__ uint32_t domain() const { return 1u << (2 * half_bits); }
-  // Where i goes; n or more means nowhere.
-  __device__ __forceinline__ uint32_t point(uint32_t i) const {
+  // By all lanes: where first, first + step, ... go; n or more means nowhere. Round by round for
+  // all of them, since one point is a chain of some fifty dependent instructions.
+  template <int K>
+  __device__ __forceinline__ void points(uint32_t first, uint32_t step, uint32_t (&to)[K]) const {
     const uint32_t mask = (1u << half_bits) - 1;
-    uint32_t left = i >> half_bits, right = i & mask;
+    uint32_t left[K];
 #pragma unroll
-    for (int r = 0; r < 6; ++r) {
-      uint32_t x = (right + keys[r]) * 0x9E3779B1u;
-      x = (x ^ (x >> 15)) * 0x85EBCA77u;
-      const uint32_t next = left ^ ((x ^ (x >> 13)) & mask);
-      left = right;
-      right = next;
+    for (int k = 0; k < K; ++k) {
+      const uint32_t i = first + k * step;
+      left[k] = i >> half_bits, to[k] = i & mask;
     }
-    return (left << half_bits) | right;
+#pragma unroll 1
+    for (int r = 0; r < 6; ++r) {
+      const uint32_t own = __shfl_sync(~0u, key, r);
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        uint32_t x = (to[k] + own) * 0x9E3779B1u;
+        x = (x ^ (x >> 15)) * 0x85EBCA77u;
+        const uint32_t next = left[k] ^ ((x ^ (x >> 13)) & mask);
+        left[k] = to[k];
+        to[k] = next;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < K; ++k) to[k] |= left[k] << half_bits;
   }
 };
 

@@ -69,10 +69,11 @@ __global__ void __cluster_dims__(kSampleCluster, 1, 1) __launch_bounds__(kSample
     for (uint32_t at = 0, turn = 0; at < domain && drawn < want;
          at += kShare * kSampleCluster, turn ^= 1) {
       uint32_t x[kSamplePoints], mine = 0;
+      const uint32_t first = at + rank * kShare + tid * kSamplePoints;
+      permutation.points(first, 1, x);
 #pragma unroll
       for (int k = 0; k < kSamplePoints; ++k) {
-        const uint32_t i = at + rank * kShare + tid * kSamplePoints + k;
-        x[k] = i < domain ? permutation.point(i) : n;
+        if (first + k >= domain) x[k] = n;
         if (x[k] < n && (chosen[x[k] / 32] >> (x[k] % 32) & 1)) x[k] = n;
         mine += x[k] < n;
       }

@@ -1,7 +1,8 @@
 //! `taper eval needle`: long-context tasks over pairs of methods.
 
 use crate::args::{self, NeedleArgs};
-use crate::{config, load, talk};
+use crate::load::{self, Ready};
+use crate::{config, talk};
 use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
@@ -23,12 +24,12 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
     if args.model.attention.is_some() {
         bail!("--attention: give --prefill and --decode instead");
     }
-    let plan = Plan {
+    let mut plan = Plan {
         tasks: tasks(&args.tasks)?,
         lengths: args.length.clone(),
         samples: args.samples,
-        prefills: methods(Phase::Prefill, &args.prefill)?,
-        decodes: methods(Phase::Decode, &args.decode)?,
+        prefills: Vec::new(),
+        decodes: Vec::new(),
         question: match args.question {
             args::Question::Prefill => Question::Prefill,
             args::Question::Dense => Question::Dense,
@@ -46,7 +47,17 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
     );
     let json = json_file(&args)?;
     let config = config::model(args.model)?;
-    let (model, mut backend, _) = load::backend(&config)?;
+    let methods = |artifacts: &Artifacts| -> Result<_> {
+        let prefills = methods(Phase::Prefill, &args.prefill, artifacts)?;
+        Ok((prefills, methods(Phase::Decode, &args.decode, artifacts)?))
+    };
+    // A mistake should be known before a large model has loaded, unless only its artefacts can tell.
+    if config.artifacts.is_none() {
+        methods(&Artifacts::default())?;
+    }
+    let Ready { model, mut backend, artifacts, .. } = load::backend(&config)?;
+    (plan.prefills, plan.decodes) = methods(&artifacts)?;
+    plan.artifacts = artifacts;
     let text = ModelText::load(&model)?;
     let header = Header { model: model.name.clone(), loaded, question: args.question.to_string(), seed: args.seed };
     let mut results = match &args.resume {
@@ -117,18 +128,18 @@ fn json_file(args: &NeedleArgs) -> Result<Option<PathBuf>> {
     }
 }
 
-fn methods(phase: Phase, texts: &[String]) -> Result<Vec<Method>> {
-    let read = |text: &String| method(phase, text).with_context(|| format!("--{}", phase.name()));
+fn methods(phase: Phase, texts: &[String], artifacts: &Artifacts) -> Result<Vec<Method>> {
+    let read = |text: &String| method(phase, text, artifacts).with_context(|| format!("--{}", phase.name()));
     texts.iter().map(read).collect()
 }
 
 /// JSON, or a method's name. No presets: one of them may be called as a method of the other phase is.
-fn method(phase: Phase, text: &str) -> Result<Method> {
+fn method(phase: Phase, text: &str, artifacts: &Artifacts) -> Result<Method> {
     if text.trim_start().starts_with('{') {
         let value: Value = serde_json::from_str(text).context("the method is not valid JSON")?;
-        return Ok(Method::read(phase, &value, &Artifacts::default())?);
+        return Ok(Method::read(phase, &value, artifacts)?);
     }
-    Ok(Method::read(phase, &json!({ "method": text }), &Artifacts::default())?)
+    Ok(Method::read(phase, &json!({ "method": text }), artifacts)?)
 }
 
 /// Set by the first Ctrl-C; a second one ends the process at once.
@@ -194,10 +205,10 @@ mod tests {
 
     #[test]
     fn a_method_is_a_name_or_json() {
-        let label = |phase, text| method(phase, text).unwrap().label;
+        let label = |phase, text| method(phase, text, &Artifacts::default()).unwrap().label;
         assert_eq!(label(Phase::Decode, "vattention"), "vattention");
         assert_eq!(label(Phase::Prefill, r#"{"method": "streaming_llm", "window": 512}"#), "streaming_llm window=512");
-        let error = |phase, text| format!("{:#}", method(phase, text).unwrap_err());
+        let error = |phase, text| format!("{:#}", method(phase, text, &Artifacts::default()).unwrap_err());
         assert!(error(Phase::Prefill, "vattention").starts_with("prefill.method: "));
         assert!(error(Phase::Prefill, "dens").contains("dense"));
         assert!(error(Phase::Decode, "{").contains("not valid JSON"));
