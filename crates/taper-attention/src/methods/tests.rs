@@ -4,6 +4,7 @@ use super::*;
 use crate::{AttentionBatch, AttentionShape, AttentionSpec, LayerAttention, ModelKey, Rotary, Sequence, Span};
 
 mod golden;
+mod properties;
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 use std::collections::HashMap;

@@ -1,1 +1,290 @@
+//! Indices against the plainest computation of what they stand for.
 
+use super::clusters::{Centroids, Probes};
+use super::*;
+use crate::decode::{DecodeRow, HeadSelection, Keys, top_k};
+use crate::kv;
+use crate::mlp::{Activation, Mlp};
+use crate::rotary::Rotation;
+use crate::testing::{Cache, Numbers};
+use candle_core::{DType, Device};
+
+const D: usize = 24;
+
+/// The parts of a sequence's first `to` tokens that come after the first `from`.
+fn parts(table: &[u32], from: usize, to: usize) -> Vec<Part> {
+    (from / BLOCK_TOKENS..to.div_ceil(BLOCK_TOKENS))
+        .map(|i| Part {
+            block: table[i],
+            rows: from.saturating_sub(i * BLOCK_TOKENS)..BLOCK_TOKENS.min(to - i * BLOCK_TOKENS),
+            start: i * BLOCK_TOKENS,
+        })
+        .collect()
+}
+
+fn index(cache: &Cache, rows: usize, width: usize, dtype: DType) -> Tensor {
+    let (blocks, heads, ..) = cache.k.dims4().unwrap();
+    kv::zeros((blocks, heads, rows, width), dtype, &Device::Cpu).unwrap()
+}
+
+/// Elements of an index as numbers, of the blocks of a table.
+fn content(index: &Tensor, table: &[u32]) -> Vec<f64> {
+    let table = Tensor::new(table, &Device::Cpu).unwrap();
+    let numbers = index.index_select(&table, 0).unwrap().to_dtype(DType::F64).unwrap();
+    numbers.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+}
+
+/// Importance by the book: softmax of each query head's scores, summed over the group.
+fn shares(scores: &[Vec<f64>]) -> Vec<f64> {
+    let mut total = vec![0.0; scores[0].len()];
+    for scores in scores {
+        let max = scores.iter().copied().fold(f64::MIN, f64::max);
+        let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+        total.iter_mut().zip(scores).for_each(|(t, s)| *t += (s - max).exp() / sum);
+    }
+    total
+}
+
+/// The `count` largest of the places given, ascending.
+fn best(importance: &[f64], places: std::ops::Range<usize>, count: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = places.collect();
+    order.sort_by(|&a, &b| importance[b].total_cmp(&importance[a]));
+    order.truncate(count);
+    order.sort_unstable();
+    order
+}
+
+fn keys(head: &HeadSelection) -> &Keys {
+    match head {
+        HeadSelection::Keys(keys) => keys,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn an_index_taken_in_piece_by_piece_equals_one_taken_in_at_once() {
+    let mut numbers = Numbers(51);
+    let cache = Cache::new(&mut numbers, 300, 2, D, DType::F16);
+    let maps: Vec<Mlp> = (0..4).map(|_| mlp(&mut numbers)).collect();
+    let channels = vec![vec![1, 5, 20], vec![0, 2, 23]];
+    let centroids: Vec<Centroids> = (0..2).map(|_| centroids(&mut numbers, 7)).collect();
+    let rotation = |position: usize| Rotation::new(position, &[0.5; D / 2], 1.0);
+    type Extend<'a> = &'a dyn Fn(&Tensor, &[Part]) -> Result<()>;
+    let (k, page) = (&cache.k, 16);
+    let (rows, width) = bounds::shape(page, D);
+    let all: [(Tensor, Extend); 4] = [
+        (index(&cache, rows, width, DType::F16), &|to, parts| bounds::extend(to, k, parts)),
+        (index(&cache, 64, 3, DType::F16), &|to, parts| labels::extend(to, k, parts, &channels)),
+        (index(&cache, 64, 2, DType::U32), &|to, parts| codes::extend(to, k, parts, &maps)),
+        (index(&cache, 64, 1, DType::I16), &|to, parts| clusters::extend(to, k, parts, &centroids, Some(&rotation))),
+    ];
+    for (to, extend) in all {
+        extend(&to, &parts(&cache.table, 0, 300)).unwrap();
+        let at_once = content(&to, &cache.table);
+        assert!(at_once.iter().any(|&x| x != 0.0));
+        let again = to.zeros_like().unwrap().contiguous().unwrap();
+        for (from, end) in [(0, 1), (1, 63), (63, 64), (64, 200), (200, 201), (201, 300)] {
+            extend(&again, &parts(&cache.table, from, end)).unwrap();
+        }
+        assert_eq!(content(&again, &cache.table), at_once);
+        assert!(extend(&to, &[Part { block: 999, rows: 0..1, start: 0 }]).is_err());
+        assert!(extend(&to.narrow(1, 0, 1).unwrap(), &parts(&cache.table, 0, 1)).is_err());
+    }
+}
+
+#[test]
+fn bounds_hold_every_score_and_rank_pages_by_it() {
+    let mut numbers = Numbers(52);
+    for (n, page, group) in [(333usize, 16usize, 3usize), (200, 64, 1), (130, 4, 2)] {
+        let cache = Cache::new(&mut numbers, n, 2, D, DType::F16);
+        let q = numbers.tensor(&[1, 2 * group, D]);
+        let (rows, width) = bounds::shape(page, D);
+        let to = index(&cache, rows, width, DType::F16);
+        bounds::extend(&to, &cache.k, &parts(&cache.table, 0, n)).unwrap();
+        // A model's own window: the first page is seen in part.
+        for start in [0, 37] {
+            let row = [DecodeRow { table: &cache.table, visible: start..n }];
+            let batch = Decode { q: &q, kv: cache.kv(), rows: &row };
+            let importance = bounds::importance(&batch, &to, &[true, true]).unwrap();
+            let chosen = top_k(&row, &importance, 5, 9, &[40, 40]);
+            let queries = &q.to_vec3::<f32>().unwrap()[0];
+            for head in 0..2 {
+                let pages: Vec<usize> = (start / page..n.div_ceil(page)).collect();
+                let bound = |q: &[f32], p: usize| -> f64 {
+                    let keys = &cache.keys[p * page..n.min((p + 1) * page)];
+                    let over = |c: usize| keys.iter().map(|k| f64::from(k[head][c] * q[c])).fold(f64::MIN, f64::max);
+                    let sum: f64 = (0..D).map(over).sum();
+                    assert!(keys.iter().all(|k| dot(q, &k[head]) <= sum + 1e-4));
+                    sum / (D as f64).sqrt()
+                };
+                let scores: Vec<Vec<f64>> =
+                    (0..group).map(|g| pages.iter().map(|&p| bound(&queries[head * group + g], p)).collect()).collect();
+                // Sinks are the sequence's first tokens, seen or not.
+                let (low, high) = (start.max(5), n - 9);
+                let places = low / page - start / page..(high - 1) / page + 1 - start / page;
+                let expected: Vec<u32> = best(&shares(&scores), places, 40usize.div_ceil(page))
+                    .into_iter()
+                    .flat_map(|at| {
+                        let first = pages[at] * page;
+                        (first.max(low)..(first + page).min(high)).map(|t| t as u32)
+                    })
+                    .collect();
+                assert_eq!(keys(&chosen.0[head]).ids, expected, "{n} tokens from {start}, pages of {page}");
+            }
+        }
+    }
+}
+
+#[test]
+fn labels_of_all_channels_rank_as_true_scores_and_few_by_their_own() {
+    let mut numbers = Numbers(53);
+    let (n, group) = (300, 3);
+    let cache = Cache::new(&mut numbers, n, 2, D, DType::F32);
+    let q = numbers.tensor(&[2, 2 * group, D]);
+    let rows = [0, 50].map(|start| DecodeRow { table: &cache.table, visible: start..n - start });
+    let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
+    let queries = q.to_vec3::<f32>().unwrap();
+    for channels in [vec![(0..D as u32).collect::<Vec<_>>(); 2], vec![vec![3, 9, 17, 22], vec![0, 1, 2, 5]]] {
+        let to = index(&cache, 64, channels[0].len(), DType::F32);
+        labels::extend(&to, &cache.k, &parts(&cache.table, 0, n), &channels).unwrap();
+        let importance = labels::importance(&batch, &to, &channels, &[true; 4]).unwrap();
+        let chosen = top_k(&rows, &importance, 4, 10, &[25; 4]);
+        for (i, head) in chosen.0.iter().enumerate() {
+            let (row, head_index) = (i / 2, i % 2);
+            let visible = rows[row].visible.clone();
+            let score = |g: usize, t: usize| {
+                let (q, k) = (&queries[row][head_index * group + g], &cache.keys[t][head_index]);
+                let of = |c: &u32| f64::from(q[*c as usize]) * f64::from(k[*c as usize]);
+                channels[head_index].iter().map(of).sum::<f64>() / (D as f64).sqrt()
+            };
+            let scores: Vec<Vec<f64>> = (0..group).map(|g| visible.clone().map(|t| score(g, t)).collect()).collect();
+            let expected: Vec<u32> =
+                best(&shares(&scores), 4usize.saturating_sub(visible.start)..visible.len() - 10, 25)
+                    .into_iter()
+                    .map(|at| (visible.start + at) as u32)
+                    .collect();
+            assert_eq!(keys(head).ids, expected, "row {row}, head {head_index}");
+        }
+    }
+    let to = index(&cache, 64, 2, DType::F32);
+    for bad in [vec![vec![0, 24]; 2], vec![vec![0]; 2], vec![vec![0, 1]]] {
+        assert!(labels::extend(&to, &cache.k, &parts(&cache.table, 0, n), &bad).is_err(), "{bad:?}");
+    }
+}
+
+fn mlp(numbers: &mut Numbers) -> Mlp {
+    let mut layer = |inputs: usize, outputs: usize| {
+        let mut some = |n: usize| (0..n).map(|_| numbers.normal()).collect::<Vec<f32>>();
+        (some(inputs * outputs), some(outputs))
+    };
+    Mlp::new(vec![layer(D, 8), layer(8, 32)], Activation::Silu).unwrap()
+}
+
+#[test]
+fn codes_rank_by_equal_bits_and_ties_go_to_the_earlier_key() {
+    let mut numbers = Numbers(54);
+    let (n, group) = (200, 2);
+    let cache = Cache::new(&mut numbers, n, 2, D, DType::F32);
+    let q = numbers.tensor(&[1, 2 * group, D]);
+    let rows = [DecodeRow { table: &cache.table, visible: 0..n }];
+    let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
+    let queries: Vec<Mlp> = (0..2 * group).map(|_| mlp(&mut numbers)).collect();
+    let signs = |m: &Mlp, x: &[f32]| m.forward(x).into_iter().map(|y| y >= 0.0).collect::<Vec<bool>>();
+    for codes in [1, group] {
+        let maps: Vec<Mlp> = (0..2 * codes).map(|_| mlp(&mut numbers)).collect();
+        let to = index(&cache, 64, codes, DType::U32);
+        codes::extend(&to, &cache.k, &parts(&cache.table, 0, n), &maps).unwrap();
+        let importance = codes::importance(&batch, &to, &queries, &[true, true]).unwrap();
+        let chosen = top_k(&rows, &importance, 3, 8, &[30, 30]);
+        for head in 0..2 {
+            let score = |t: usize| -> f64 {
+                let equal = |g: usize| {
+                    let query = signs(&queries[head * group + g], &q.to_vec3::<f32>().unwrap()[0][head * group + g]);
+                    let key = signs(&maps[head * codes + g % codes], &cache.keys[t][head]);
+                    query.iter().zip(&key).filter(|(a, b)| a == b).count()
+                };
+                (0..group).map(equal).sum::<usize>() as f64
+            };
+            let scores: Vec<f64> = (0..n).map(score).collect();
+            let expected: Vec<u32> = best(&scores, 3..n - 8, 30).into_iter().map(|t| t as u32).collect();
+            assert_eq!(keys(&chosen.0[head]).ids, expected, "{codes} codes, head {head}");
+        }
+    }
+}
+
+fn centroids(numbers: &mut Numbers, clusters: usize) -> Centroids {
+    let rows: Vec<f32> = (0..clusters * D).map(|_| numbers.normal()).collect();
+    Centroids::new(&rows, D).unwrap()
+}
+
+#[test]
+fn clusters_are_read_by_preference_until_the_probes_or_the_keys_run_out() {
+    let mut numbers = Numbers(55);
+    let n = 400;
+    let cache = Cache::new(&mut numbers, n, 1, D, DType::F32);
+    let q = numbers.tensor(&[1, 2, D]);
+    let rows = [DecodeRow { table: &cache.table, visible: 0..n }];
+    let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
+    let of = centroids(&mut numbers, 9);
+    let to = index(&cache, 64, 1, DType::I16);
+    clusters::extend(&to, &cache.k, &parts(&cache.table, 0, n), std::slice::from_ref(&of), None).unwrap();
+    let cluster: Vec<u16> = cache.keys.iter().map(|k| of.assign(&k[0])[0]).collect();
+    let preference = vec![(0..9).map(|c| ((c * 5) % 9) as f32).collect::<Vec<_>>()];
+    let order: Vec<u16> = (0..9).rev().map(|rank| (0..9u16).find(|c| (c * 5) % 9 == rank).unwrap()).collect();
+    let members = |count: usize| -> Vec<u32> {
+        (2..n - 20).filter(|&t| order[..count].contains(&cluster[t])).map(|t| t as u32).collect()
+    };
+    let read = |probes: Probes| {
+        let selection = clusters::select(&batch, &to, &preference, (2, 20), probes).unwrap();
+        match &selection.0[0] {
+            HeadSelection::Keys(keys) => Some(keys.ids.clone()),
+            _ => None,
+        }
+    };
+    for count in 0..9 {
+        assert_eq!(read(Probes::Clusters(count, n)), Some(members(count)), "{count} probes");
+        // As many keys as these clusters hold: exactly these; one fewer: one cluster fewer, but never none.
+        let size = members(count).len();
+        if count > 0 {
+            assert_eq!(read(Probes::Keys(&[size])), Some(members(count)));
+            assert_eq!(read(Probes::Keys(&[size - 1])), Some(members((count - 1).max(1))));
+            assert_eq!(read(Probes::Clusters(count, size - 1)), Some(members(count - 1)), "the cap");
+        }
+    }
+    assert_eq!(read(Probes::Clusters(9, n)), None, "all clusters are everything");
+    assert_eq!(read(Probes::Keys(&[n])), None);
+    assert!(clusters::select(&batch, &to, &[], (2, 20), Probes::Clusters(1, n)).is_err());
+    assert!(Centroids::new(&[], D).is_err() && Centroids::new(&[0.0; D + 1], D).is_err());
+}
+
+/// Queries and keys are compared as they were before the rotary embedding.
+#[test]
+fn keys_are_assigned_as_they_were_before_they_were_turned() {
+    let mut numbers = Numbers(56);
+    let n = 150;
+    let frequencies: Vec<f32> = (0..D / 2).map(|i| 1.0 / (i + 1) as f32).collect();
+    let plain = numbers.tensor(&[n, 1, D]);
+    let mut turned = plain.to_vec3::<f32>().unwrap();
+    for (position, key) in turned.iter_mut().enumerate() {
+        for (i, f) in frequencies.iter().enumerate() {
+            let (sin, cos) = (position as f32 * f).sin_cos();
+            let (a, b) = (key[0][i], key[0][i + D / 2]);
+            (key[0][i], key[0][i + D / 2]) = (a * cos - b * sin, b * cos + a * sin);
+        }
+    }
+    let flat: Vec<f32> = turned.into_iter().flatten().flatten().collect();
+    let turned = Tensor::from_vec(flat, (n, 1, D), &Device::Cpu).unwrap();
+    let cache = Cache::from_rows(&turned, &plain, DType::F32);
+    let of = centroids(&mut numbers, 5);
+    let to = index(&cache, 64, 1, DType::I16);
+    let rotation = |position: usize| Rotation::new(position, &frequencies, 1.0);
+    clusters::extend(&to, &cache.k, &parts(&cache.table, 0, n), std::slice::from_ref(&of), Some(&rotation)).unwrap();
+    let assigned = content(&to, &cache.table);
+    for (t, key) in plain.to_vec3::<f32>().unwrap().iter().enumerate() {
+        assert_eq!(assigned[t] as u16, of.assign(&key[0])[0], "token {t}");
+    }
+}

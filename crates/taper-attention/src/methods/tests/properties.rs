@@ -1,0 +1,267 @@
+//! What every decode method must prove, whatever it does: a row of [`typical`] settings each.
+
+use super::*;
+
+/// Settings at which a decode method leaves much out at some hundred tokens: one row a method.
+fn typical(name: &str) -> Option<Value> {
+    Some(match name {
+        "dense" => json!({ "method": name }),
+        "streaming_llm" => json!({ "method": name, "sink": 2, "window": 20 }),
+        "oracle_top_k" | "quest" | "double_sparsity" | "hash_attention" => {
+            json!({ "method": name, "k": 40, "sink": 2, "window": 20, "dense_layers": 0 })
+        }
+        "oracle_top_p" => json!({ "method": name, "p": 0.5, "sink": 2, "window": 20 }),
+        "random_sample" => json!({ "method": name, "rate": 50, "sink": 2, "window": 20 }),
+        "saap" | "kmeans" => json!({ "method": name, "probes": 2, "sink": 2, "window": 20, "dense_layers": 0 }),
+        "santa" => json!({ "method": name, "samples": 16 }),
+        "vattention" => json!({
+            "method": name, "epsilon": 0.9, "delta": 0.4, "sink": 2, "window": 20, "pilot_tokens": 16, "dense_share": 1,
+            "top": { "method": "quest" }
+        }),
+        _ => return None,
+    })
+}
+
+/// The settings of every decode method, and vAttention over every predictor.
+fn all_typical() -> Vec<Value> {
+    let decode = catalogue().into_iter().filter(|m| m.phase == "decode");
+    let mut all: Vec<Value> =
+        decode.map(|m| typical(m.name).unwrap_or_else(|| panic!("no typical row for {}", m.name))).collect();
+    let vattention = typical("vattention").unwrap();
+    for predictor in catalogue().into_iter().filter(|m| m.phase == "predictor") {
+        let mut over = vattention.clone();
+        over["top"] = json!({ "method": predictor.name });
+        all.push(over);
+    }
+    all.push(json!({ "method": "kmeans", "rope": true, "probes": 2, "window": 20, "dense_layers": 0 }));
+    all.push(json!({ "method": "santa", "samples": 16, "within": typical("oracle_top_k") }));
+    all.push(json!({ "method": "santa", "samples": 16, "scores": "bernoulli", "mean_query": true }));
+    all
+}
+
+/// A pool and a sequence that grow step by step over fixed random inputs.
+struct Growing {
+    shape: AttentionShape,
+    pool: KvPool,
+    sequence: Sequence,
+    inputs: [Tensor; 3],
+}
+
+impl Growing {
+    fn new(decode: &Value, shape: AttentionShape, prompt: usize) -> Self {
+        let spec = json!({ "prefill": { "method": "streaming_llm", "window": 8 }, "decode": decode });
+        let spec = AttentionSpec::from_json(&spec, "attention", &random_artifacts(shape)).unwrap();
+        let kv = KvShape { layers: 1, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
+        let tokens = 5000;
+        Self {
+            shape,
+            pool: KvPool::new(kv, DType::F32, tokens / 64 + 1, &Device::Cpu).unwrap(),
+            sequence: Sequence::new(Arc::new(spec), 5, prompt),
+            inputs: [shape.q_heads, shape.kv_heads, shape.kv_heads]
+                .map(|heads| random((tokens, heads, shape.head_dim), heads as u64 + 11)),
+        }
+    }
+
+    /// Goes on to `n` tokens in steps of at most `step` after the prompt; returns the outputs of those.
+    fn to(&mut self, n: usize, step: usize) -> Vec<f32> {
+        let mut outs = Vec::new();
+        while self.sequence.len() < n {
+            let (start, prompt) = (self.sequence.len(), self.sequence.chunk(usize::MAX));
+            let tokens = if prompt > 0 { prompt } else { step.min(n - start) };
+            let [q, k, v] = [0, 1, 2].map(|i| self.inputs[i].narrow(0, start, tokens).unwrap());
+            let rotary = PlainRotary(self.shape.head_dim);
+            let spans = vec![Span { sequence: &mut self.sequence, tokens }];
+            let mut batch = AttentionBatch::new(self.shape, &rotary, &mut self.pool, spans).unwrap();
+            let out = batch.attend(0, &q, &k, &v).unwrap();
+            batch.finish();
+            if prompt == 0 {
+                outs.extend(out.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+            }
+        }
+        outs
+    }
+}
+
+/// What was decoded after a prompt equals what an index built at once would give, and so does a step of several rows.
+#[test]
+fn growth_equals_building_anew() {
+    let shape = shape(3, 64, None);
+    for decode in all_typical() {
+        let width = shape.q_heads * shape.head_dim;
+        let grown = Growing::new(&decode, shape, 300).to(370, 1);
+        let together = Growing::new(&decode, shape, 300).to(370, 35);
+        assert_eq!(grown, together, "{decode}: rows together");
+        let late = Growing::new(&decode, shape, 369).to(370, 1);
+        assert_eq!(grown[69 * width..], late, "{decode}: the index built at once");
+    }
+}
+
+#[test]
+fn truncating_equals_never_having_appended() {
+    let shape = shape(3, 64, None);
+    for decode in all_typical() {
+        let expected = Growing::new(&decode, shape, 300).to(345, 1);
+        let mut growing = Growing::new(&decode, shape, 300);
+        let first = growing.to(325, 1);
+        // Other tokens that are taken back: across a block's end, and within it.
+        for beyond in [410, 330] {
+            let inputs = growing.inputs.clone();
+            growing.inputs = inputs.clone().map(|t| (t * -2.0).unwrap());
+            growing.to(beyond, 1);
+            growing.sequence.truncate(&mut growing.pool, 325).unwrap();
+            growing.inputs = inputs;
+        }
+        let rest = growing.to(345, 1);
+        assert_eq!([first, rest].concat(), expected, "{decode}");
+        growing.pool.check_integrity([growing.sequence.table()]);
+    }
+}
+
+/// A fork's tokens must not touch what it shares with the original, in the cache or in an index.
+#[test]
+fn forks_do_not_disturb_each_other() {
+    let shape = shape(3, 64, None);
+    for decode in all_typical() {
+        let expected = Growing::new(&decode, shape, 300).to(345, 1);
+        let mut growing = Growing::new(&decode, shape, 300);
+        let first = growing.to(325, 1);
+        let fork = growing.sequence.fork(&mut growing.pool, 5).unwrap();
+        let original = std::mem::replace(&mut growing.sequence, fork);
+        let inputs = growing.inputs.clone();
+        growing.inputs = inputs.clone().map(|t| (t * -2.0).unwrap());
+        growing.to(400, 1);
+        (growing.sequence, growing.inputs) = (original, inputs);
+        assert_eq!([first, growing.to(345, 1)].concat(), expected, "{decode}");
+    }
+}
+
+/// The limit settings at the lengths where blocks begin and end, sequences of all of them in one batch.
+#[test]
+fn decode_methods_at_their_limit_equal_dense_in_a_mixed_batch() {
+    let lengths = [1usize, 2, 63, 64, 65, 1000, 4097];
+    for (group, head_dim) in [(1, 64), (3, 64), (4, 128), (8, 64)] {
+        let shape = shape(group, head_dim, None);
+        let (q, k, v) = (
+            random((lengths.len(), shape.q_heads, head_dim), 21),
+            random((4097 + lengths.len(), 2, head_dim), 22),
+            random((4097 + lengths.len(), 2, head_dim), 23),
+        );
+        let run = |spec: &Value| {
+            let spec = Arc::new(AttentionSpec::from_json(spec, "attention", &random_artifacts(shape)).unwrap());
+            let kv = KvShape { layers: 1, kv_heads: 2, head_dim };
+            let mut pool = KvPool::new(kv, DType::F32, 100, &Device::Cpu).unwrap();
+            let rotary = PlainRotary(head_dim);
+            let mut sequences = Vec::new();
+            // All but the last token come as a prompt whose output nobody looks at.
+            for (i, &n) in lengths.iter().enumerate() {
+                let mut sequence = Sequence::new(spec.clone(), 3, n - 1);
+                if n > 1 {
+                    let part = |t: &Tensor| t.narrow(0, i, n - 1).unwrap();
+                    let spans = vec![Span { sequence: &mut sequence, tokens: n - 1 }];
+                    let mut batch = AttentionBatch::new(shape, &rotary, &mut pool, spans).unwrap();
+                    let queries = Tensor::zeros((n - 1, shape.q_heads, head_dim), DType::F32, &Device::Cpu).unwrap();
+                    batch.attend(0, &queries, &part(&k), &part(&v)).unwrap();
+                    batch.finish();
+                }
+                sequences.push(sequence);
+            }
+            let last = |t: &Tensor| {
+                let rows: Vec<Tensor> =
+                    lengths.iter().enumerate().map(|(i, n)| t.narrow(0, i + n - 1, 1).unwrap()).collect();
+                Tensor::cat(&rows, 0).unwrap()
+            };
+            let spans = sequences.iter_mut().map(|sequence| Span { sequence, tokens: 1 }).collect();
+            let mut batch = AttentionBatch::new(shape, &rotary, &mut pool, spans).unwrap();
+            batch.attend(0, &q, &last(&k), &last(&v)).unwrap().to_vec3::<f32>().unwrap()
+        };
+        let cheap = json!({ "method": "streaming_llm", "sink": 0, "window": 1 });
+        let dense = run(&json!({ "prefill": cheap }));
+        for method in catalogue().into_iter().filter(|m| m.phase == "decode") {
+            let settings = limit(method.name, "decode").unwrap();
+            let out = run(&json!({ "prefill": cheap, "decode": settings }));
+            for ((out, dense), n) in out.iter().zip(&dense).zip(lengths) {
+                let error = relative(&out.concat(), &dense.concat());
+                assert!(error < 1e-5, "{} at {n} tokens, group {group}, head_dim {head_dim}: {error}", method.name);
+            }
+        }
+    }
+}
+
+/// NaN and infinity go through to the output or not, as they would with dense attention, but nothing panics or hangs.
+#[test]
+fn values_that_are_not_finite_are_no_reason_to_panic() {
+    let shape = shape(3, 64, None);
+    for decode in all_typical() {
+        for which in 0..3 {
+            for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let mut growing = Growing::new(&decode, shape, 200);
+                let dims = growing.inputs[which].dims().to_vec();
+                let mut values = growing.inputs[which].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                let at = 150 * dims[1] * dims[2];
+                values[at..at + 3].fill(bad);
+                values[203 * dims[1] * dims[2]] = bad;
+                growing.inputs[which] = Tensor::from_vec(values, dims.as_slice(), &Device::Cpu).unwrap();
+                growing.to(206, 1);
+            }
+        }
+    }
+}
+
+/// Numbers beyond what the schema says are refused by a message that names the field and the range; the bounds are taken.
+#[test]
+fn every_number_is_held_to_its_range() {
+    let artifacts = random_artifacts(shape(1, 64, None));
+    let mut checked = 0;
+    for method in catalogue() {
+        let parse = |name: &str, value: f64| {
+            let object = json!({ "method": method.name, name: value });
+            let spec = match method.phase {
+                "predictor" => json!({ "decode": { "method": "vattention", "top": object } }),
+                phase => json!({ phase: object }),
+            };
+            AttentionSpec::from_json(&spec, "attention", &artifacts)
+        };
+        for (name, property) in method.parameters["properties"].as_object().unwrap() {
+            for (key, beyond, within) in [
+                ("minimum", -1.0, true),
+                ("maximum", 1.0, true),
+                ("exclusiveMinimum", 0.0, false),
+                ("exclusiveMaximum", 0.0, false),
+            ] {
+                // A list of what is valid goes before any range.
+                let Some(bound) = property[key].as_f64().filter(|_| property["enum"].is_null()) else { continue };
+                let error = parse(name, bound + beyond).map(|_| ()).unwrap_err();
+                assert!(error.path.ends_with(&format!(".{name}")), "{}: {error:?}", method.name);
+                assert!(error.message.contains("must be") && error.message.contains("got"), "{error}");
+                if within {
+                    parse(name, bound).unwrap_or_else(|e| panic!("{}.{name} = {bound}: {e}", method.name));
+                }
+                checked += 1;
+            }
+        }
+    }
+    assert!(checked > 40, "{checked} bounds");
+}
+
+/// A question is attended by the decode method row by row, as if its tokens had come one by one.
+#[test]
+fn a_question_by_the_decode_method_equals_tokens_one_by_one() {
+    let shape = shape(3, 64, None);
+    for decode in all_typical() {
+        let mut asked = Growing::new(&decode, shape, 300);
+        let spec =
+            json!({ "prefill": { "method": "streaming_llm", "window": 8 }, "decode": decode, "question": "decode" });
+        let spec = AttentionSpec::from_json(&spec, "attention", &random_artifacts(shape)).unwrap();
+        asked.sequence = Sequence::new(Arc::new(spec), 5, 340).with_question(40);
+        assert_eq!((asked.sequence.chunk(1000), asked.sequence.chunk(70)), (300, 70));
+        asked.to(300, 1);
+        assert_eq!(asked.sequence.chunk(1000), 40);
+        let [q, k, v] = [0, 1, 2].map(|i| asked.inputs[i].narrow(0, 300, 40).unwrap());
+        let rotary = PlainRotary(shape.head_dim);
+        let spans = vec![Span { sequence: &mut asked.sequence, tokens: 40 }];
+        let mut batch = AttentionBatch::new(shape, &rotary, &mut asked.pool, spans).unwrap();
+        let out = batch.attend(0, &q, &k, &v).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        batch.finish();
+        assert_eq!(out, Growing::new(&decode, shape, 300).to(340, 1), "{decode}");
+    }
+}
