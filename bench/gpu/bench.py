@@ -1,6 +1,6 @@
 """Times the kernels beside their peers on one GPU: cold L2, medians of CUDA events.
 
-bench.py [decode] [prefill] [delta] [sparse] [values] [shapes] [pinned] [long]; writes
+bench.py [decode] [prefill] [delta] [sparse] [sampled] [values] [shapes] [pinned] [long]; writes
 bench.json into $OUT (or the current folder). FlashInfer is timed if it is installed,
 cuDNN through PyTorch.
 Llama-3.1-8B attention shape: 32 query heads, 8 KV heads, head_dim 128, bf16.
@@ -283,6 +283,44 @@ def sparse():
         torch.cuda.empty_cache()
 
 
+def sampled():
+    """vAttention over Quest's blocks on five inputs, and the blocks alone. The list that needs
+    the largest sample sets a step's time, and random inputs differ in that."""
+    for n, eps in ((32768, 0.15), (131072, 0.055), (524288, 0.025)):
+        key, nb, rows = f"sampled b1 {n}", n // 64, []
+        try:
+            put(f"{key} flashinfer graph us", median_ms(graphed(flashinfer_decode(n, 1))) * 1e3)
+        except ImportError:
+            pass
+        for seed in range(5):
+            torch.manual_seed(seed)
+            cache = t.Cache([n], HK, D, DT, poison=False)
+            cache.v += 0.5
+            q = torch.randn(1, HQ, D, device=DEV, dtype=DT)
+            hi, lo = (f(2, keepdim=True).contiguous() for f in (cache.k.amax, cache.k.amin))
+            fixed = torch.tensor([t.work_list((0, n - 128), (128, n), length=n)] * HK,
+                                 dtype=torch.int32, device=DEV)
+            ends = lambda x: torch.full((HK,), x, dtype=torch.int32, device=DEV)
+            pick = Pick(cache, q, hi, lo, nb // 20, ends(2), ends(nb - 2), work=fixed)
+            pick()
+            make = lambda rule: t.VAttention(cache, q, fixed, [7], eps, 0.05, rule, block_ids=pick.ids)
+            v, listed = make("chi2"), make("listed")
+
+            def step(attend):
+                pick()
+                attend()
+            times = [median_ms(graphed(f)) * 1e3 for f in (v, lambda: step(v), listed, lambda: step(listed))]
+            rows.append(times + [v.keys_read() / (n * HK), v.counts.max().item() / n])
+            del cache, hi, lo, pick, v, listed, make
+        for i, name in enumerate(("vattention us", "vattention with predictor us", "blocks alone us",
+                                  "blocks alone with predictor us", "density", "largest sample")):
+            x = sorted(r[i] for r in rows)
+            put(f"{key} {name} mean", sum(x) / len(x))
+            put(f"{key} {name} least", x[0])
+            put(f"{key} {name} most", x[-1])
+        torch.cuda.empty_cache()
+
+
 def values():
     """All keys, 128 values a head (S2ANTA), beside FlashInfer's dense step."""
     for n in (32768, 131072, 524288):
@@ -341,7 +379,8 @@ def pinned():
     put("host to device copy GB/s", x.numel() / median_ms(lambda: y.copy_(x, non_blocking=True), 5) / 1e6)
 
 
-PARTS = {"decode": decode, "prefill": prefill, "delta": delta, "sparse": sparse, "values": values, "shapes": shapes, "pinned": pinned,
+PARTS = {"decode": decode, "prefill": prefill, "delta": delta, "sparse": sparse, "sampled": sampled,
+         "values": values, "shapes": shapes, "pinned": pinned,
          "long": long}
 # Modules beside this one that bring their own bench(put, time).
 PARTS |= {m: lambda m=m: __import__(m).bench(

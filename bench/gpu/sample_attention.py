@@ -24,6 +24,9 @@ StripesParams = struct("StripesParams", [
     ("tiles", P), ("list_begin", P), ("bitmaps", P), ("blocks", P), ("counts", P), ("slices", I32),
     ("heads", I32), ("tile_count", I32), ("words", I32), ("column_stride", I32),
     ("slash_stride", I32), ("overlap", I32), ("reserved", I32)])
+ColumnsParams = struct("ColumnsParams", [(n, P) for n in (
+    "columns counts tiles list_begin list_counts blocks column_begin column_ids column_counts").split()] + [
+    (n, I32) for n in "heads list_heads tile_count column_stride overlap reserved".split()])
 SparsePrefillParams = struct("SparsePrefillParams", [
     ("base", PrefillParams), ("csr_counts", P), ("column_begin", P), ("column_counts", P),
     ("column_ids", P), ("column_heads", I32), ("splits", I32), ("head_major", I32),
@@ -116,6 +119,25 @@ class Stripes:
 
     def __call__(self):
         call("taper_stripes", self.p)
+
+
+class DropColumns:
+    """Columns [heads, stride] of each head that a tile's blocks do not hold: ids at begin."""
+
+    def __init__(self, columns, counts, tiles, list_begin, list_counts, blocks, overlap=True):
+        heads, stride = columns.shape
+        i32 = lambda x: torch.as_tensor(x, dtype=torch.int32).to(DEV)
+        self.begin = i32(torch.arange(heads * len(tiles)) * stride)
+        self.ids = torch.full((heads * len(tiles), stride), -1, dtype=torch.int32, device=DEV)
+        self.counts = torch.full((heads, len(tiles)), -1, dtype=torch.int32, device=DEV)
+        self.keep = (columns, counts, i32(tiles), list_begin, list_counts, blocks)
+        self.p = ColumnsParams(
+            ptr(columns), ptr(counts), ptr(self.keep[2]), ptr(list_begin), ptr(list_counts), ptr(blocks),
+            ptr(self.begin), ptr(self.ids), ptr(self.counts), heads, list_counts.shape[0], len(tiles), stride,
+            int(overlap), 0)
+
+    def __call__(self):
+        call("taper_drop_columns", self.p)
 
 
 class SampleAttention:
@@ -350,7 +372,36 @@ def check_whole(report, small):
     report(f"sample attention keeps {kept:.4f} of 0.9", 0.0 if kept > 0.9 - 1e-4 else 1.0)
 
 
+def check_drop(report, small):
+    for n, heads, list_heads in ((1000, 4, 2), (5000 if small else 100000, 6, 6)):
+        tiles = t.tiles_for(torch.arange(n), 0, n)
+        nb, stride = (n + 63) // 64, 200
+        i32 = lambda x: torch.as_tensor(x, dtype=torch.int32).to(DEV)
+        counts = torch.randint(0, stride + 1, (heads,))
+        columns = torch.stack([torch.randperm(n)[:stride].sort().values for _ in range(heads)])
+        begin, blocks, held = [], [], torch.zeros(list_heads, len(tiles), dtype=torch.int64)
+        for h in range(list_heads):
+            for tile in range(len(tiles)):
+                begin.append(len(blocks))
+                b = torch.randperm(nb)[:int(torch.randint(0, nb // 2, ()))].sort().values.tolist()
+                held[h, tile] = len(b)
+                blocks += b
+        f = DropColumns(i32(columns), i32(counts), tiles, i32(begin), i32(held), i32(blocks))
+        f()
+        bad = 0
+        for h in range(heads):
+            for tile in tiles:
+                at = (h * list_heads // heads) * len(tiles) + tile[6]
+                own = set(blocks[begin[at]:begin[at] + held.flatten()[at]])
+                want = [c for c in columns[h, :counts[h]].tolist() if c <= tile[5] and c // 64 not in own]
+                m = f.counts[h, tile[6]].item()
+                row = f.ids[h * len(tiles) + tile[6]].tolist()
+                bad += row[:m] != want or any(x != -1 for x in row[m:])
+        report(f"columns beside blocks {n} {heads}/{list_heads}", float(bad), 0.5)
+
+
 def check(report, small):
+    check_drop(report, small)
     check_reduce(report, small)
     check_stripes(report, small)
     check_columns(report, small)

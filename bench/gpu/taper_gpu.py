@@ -439,7 +439,7 @@ class VAttention:
         return torch.where(self.state == 1, exact + self.counts, self.fixed[:, 12]).sum().item()
 
 
-TARGETS = {"systematic": 0, "stratified": 1, "independent": 2}
+TARGETS = {"systematic": 0, "stratified": 1, "independent": 2, "per tile": 3}
 
 
 class Values:

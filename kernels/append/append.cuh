@@ -10,33 +10,9 @@
 
 namespace taper {
 
-struct AppendSpan {
-  uint32_t table, begin, end, reserved;  // tokens begin .. end - 1 are new; end are visible
-};
-
-struct AppendParams {
-  const void* k;                // [blocks, kv_heads, 64, head_dim]
-  const uint32_t* block_table;  // [tables, table_stride]
-  const AppendSpan* spans;      // [span_count]
-  const uint32_t* channels;     // [kv_heads, width], which elements are labels
-  void* upper;                  // [blocks, kv_heads, head_dim], or null; likewise lower, mean
-  void* lower;
-  void* mean;
-  void* labels;                 // [blocks, kv_heads, 64, width], or null
-  int32_t span_count, kv_heads, head_dim, dtype, table_stride;
-  int32_t max_blocks;  // that one span touches
-  int32_t width, overlap;
-};
-
-// Signs of activations as bits: bit i of word w is set where element 32 w + i is not negative.
-struct CodeParams {
-  const void* x;                // [tokens, heads, 32 * words]
-  const uint32_t* positions;    // [tokens], or null: codes are [tokens, heads, words]
-  const uint32_t* token_table;  // [tokens]
-  const uint32_t* block_table;  // [tables, table_stride]
-  uint32_t* codes;              // [blocks, kv_heads, 64, heads / kv_heads * words]
-  int32_t tokens, heads, kv_heads, words, dtype, table_stride, overlap, reserved;
-};
+using AppendSpan = TaperAppendSpan;
+using AppendParams = TaperAppendParams;
+using CodeParams = TaperCodeParams;
 
 // A thread block a cache block and head: 128 threads are 128 / (D / 8) rows of 16-byte pieces.
 template <class T, int D>

@@ -28,6 +28,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     Decision decision{kDense, 0};
     Phase phase = o.dense ? kAll : kExact;
     uint32_t pos = 0, parts = 0, round = 0;
+    typename Judge<T, D, N>::Ahead ahead;
     this->clear();
 #pragma unroll
     for (int c = 0; c < C; ++c) limit[c] = ~0u, this->ln_weight[c] = 0.f;
@@ -37,7 +38,10 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       const Segment g = segments[round];
       uint32_t n = ~0u;  // kRest: as many as were fetched
       if (phase == kExact) n = share_of(list_tiles(o.w), o.rank, o.team);
-      if (phase == kPilot) n = share_of(g.cut, g.first(o), o.team);
+      if (phase == kPilot) {
+        n = share_of(g.cut, g.first(o), o.team);
+        judge.look_up(segments[0], g.pilot, ahead);
+      }
       if (phase == kAll)
         n = share_of(o.listed ? list_tiles(o.w) : range_tiles(0, o.w.len), o.rank, o.team);
       float* scores = p.scores + (int64_t)o.list * p.capacity * group;
@@ -46,7 +50,10 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       for (uint32_t i = (wg ^ pos) & 1; i < n; i += 2) {
         const uint32_t stage = (pos + i) % L::kStages;
         mbar_wait(smem_u32(&st.full[stage]), (pos + i) / L::kStages & 1);
-        const uint32_t sampled = st.meta[stage].sampled, lo = st.meta[stage].lo;
+        // Read by the lane that releases the stage, since a stage may be passed over.
+        uint32_t sampled = 0, lo = 0;
+        if (lane == 0) sampled = st.meta[stage].sampled, lo = st.meta[stage].lo;
+        sampled = __shfl_sync(~0u, sampled, 0), lo = __shfl_sync(~0u, lo, 0);
         const uint32_t last = phase == kPilot ? g.pilot : 0;
         if (phase != kRest || (decision.state == kSampled && sampled < decision.count))
           this->template tile<true>(stage, q_s, [=](int row, int head, float score) {
@@ -78,10 +85,9 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       }
       // Either the team meets to judge, or its last block merges.
       const bool judging = phase == kPilot;
-      typename Judge<T, D, N>::Ahead ahead;
       if (judging) {
         judge.tell();
-        judge.prepare(segments[0], g.pilot, ahead);
+        judge.prepare(segments[0], ahead);
         judge.hear();
       } else {
         mbar_wait(smem_u32(&st.drawing_done), 0);

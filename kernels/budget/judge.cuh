@@ -219,10 +219,10 @@ struct Judge {
     s.id = s.start < s.stop ? drawn_id<D, N>(p, sh, min(s.start + (lane & 15), s.stop - 1)) : 0;
     return s;
   }
-  __device__ __forceinline__ void fetch(Strip& s) const {
+  // `mine`: the row of the lane's draw.
+  __device__ __forceinline__ void fetch(Strip& s, uint32_t mine) const {
     const int quad = lane & 3;
     if (s.start >= s.stop) return;
-    const uint32_t mine = row_of(s.id);
     const uint4* lo = reinterpret_cast<const uint4*>(
         values() + (int64_t)__shfl_sync(~0u, mine, lane / 4) * D) + quad;
     const uint4* hi = reinterpret_cast<const uint4*>(
@@ -312,9 +312,8 @@ struct Judge {
   __device__ __forceinline__ uint32_t pair_id(int tile, uint32_t few) const {
     return drawn_id<D, N>(p, sh, min(lane < 16 ? pair_row(tile) + lane : pair_col(tile) + (lane & 7), few - 1));
   }
-  __device__ __forceinline__ void gram(uint32_t id, float (&dot)[4]) const {
+  __device__ __forceinline__ void gram(uint32_t mine, float (&dot)[4]) const {
     const int quad = lane & 3;
-    const uint32_t mine = row_of(id);
     const T* rows[3];
 #pragma unroll
     for (int j = 0; j < 3; ++j)
@@ -349,21 +348,30 @@ struct Judge {
   // What of the judging does not depend on the team's parts.
   struct Ahead {
     Strip strip;
+    uint32_t row, pair_row;  // of the lane's draw, and of its draw among the first few
     float dot[4];
   };
   __device__ __forceinline__ uint32_t jobs(const Segment& g) const {
     const bool mixes = p.rule == kChi2 && first_pair_tile(g) < kPairTiles;
     return strips(g) + (mixes ? 3 : 0);
   }
-  __device__ __forceinline__ void prepare(const Segment& g, uint32_t b, Ahead& a) const {
-    a.strip.start = a.strip.stop = 0;
+  __device__ __forceinline__ bool takes_pairs(const Segment& g) const {
+    return warp < group && jobs(g) != strips(g);
+  }
+  // Where the values lie, while the pilot's tiles are on their way,
+  __device__ __forceinline__ void look_up(const Segment& g, uint32_t b, Ahead& a) const {
     Draws<D, N>{sh}.await(b);
-    // All look-ups come before what depends on them.
-    const bool pairs = warp < group && jobs(g) != strips(g);
-    if (warp < jobs(g)) static_cast<Place&>(a.strip) = find(g, warp, b);
-    const uint32_t id = pairs ? pair_id(first_pair_tile(g), min(b, (uint32_t)kCovarianceKeys)) : 0;
-    fetch(a.strip);
-    if (pairs) gram(id, a.dot);
+    Place place{0, 0, 0, false};
+    if (warp < jobs(g)) place = find(g, warp, b);
+    const uint32_t few = min(b, (uint32_t)kCovarianceKeys);
+    const uint32_t id = takes_pairs(g) ? pair_id(first_pair_tile(g), few) : 0;
+    static_cast<Place&>(a.strip) = place;
+    a.row = row_of(place.id), a.pair_row = row_of(id);
+  }
+  // and they themselves, while the team meets.
+  __device__ __forceinline__ void prepare(const Segment& g, Ahead& a) const {
+    fetch(a.strip, a.row);
+    if (takes_pairs(g)) gram(a.pair_row, a.dot);
   }
 
   // All consumers of the team, once the parts are combined. All return the same.
@@ -382,7 +390,7 @@ struct Judge {
       look(a.strip, share, sum);
       if (r > rounds) break;
       static_cast<Place&>(a.strip) = next;
-      fetch(a.strip);
+      fetch(a.strip, row_of(a.strip.id));
       fetch_scores(a.strip);
     }
 #pragma unroll
@@ -413,7 +421,7 @@ struct Judge {
 #pragma unroll 1
         for (int t = first_pair_tile(segments[0]) + o.team; t < kPairTiles; t += o.team) {
           float dot[4];
-          gram(pair_id(t, few), dot);
+          gram(row_of(pair_id(t, few)), dot);
           more += mix(t, few, g, share, dot);
         }
         if ((lane & 3) == 3) own += more * stands;

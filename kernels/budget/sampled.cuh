@@ -21,37 +21,24 @@
 namespace taper {
 
 // kListed: no sample; the lists are all that is read.
-enum BudgetRule : int32_t { kDenominator = 0, kLemma, kTight, kRatio, kChi2, kListed };
+enum BudgetRule : int32_t {
+  kDenominator = TAPER_DENOMINATOR,
+  kLemma = TAPER_LEMMA,
+  kTight = TAPER_TIGHT,
+  kRatio = TAPER_RATIO,
+  kChi2 = TAPER_CHI2,
+  kListed = TAPER_LISTED
+};
 // Everything is read: where no sample keeps the promise, or where there is too little to
 // sample from.
-enum ListState : uint32_t { kSampled = 1, kDense = 2, kWhole = 3, kAsListed = 4 };
-
-struct SampledParams {
-  // What is read exactly: `lists` with ascending, disjoint blocks and tokens and no
-  // sample. part_o, part_lse: [lists, 2, team, group(, head_dim)], scratch. No units;
-  // unit_capacity is set by the entry point.
-  DecodeParams d;
-  const uint64_t* seeds;      // [rows]
-  const uint32_t* positions;  // [rows], absolute position of the query
-  void* out;                  // [rows, q_heads, head_dim]
-  float* lse;                 // [rows, q_heads], of the estimate; or null
-  uint32_t* sync;             // [(1 + lists) * 32], zero before and after
-  // From here to `sums`: not used by kListed.
-  uint32_t* draws;            // [lists, draw_stride], scratch
-  uint32_t* draw_counts;      // [lists, 4, team * 4], zero before and after
-  float* scores;              // [lists, capacity, group], scratch: of the pilot
-  uint64_t* sums;             // [lists, team, group, 4], zero before and after
-  uint32_t* state;            // [lists], ListState
-  uint32_t* residual;         // [lists], keys that the sample stands for
-  uint32_t* counts;           // [lists], sampled keys read; 0 where everything is read
-  // Quantiles, from the host: of the whole delta, of 0.9 delta for a vector and one-sided,
-  // of 0.1 delta, and of six splits of delta.
-  float epsilon, whole, most, upper, rest, split_vector[6], split_scalar[6];
-  float reserved;
-  double pilot_share, dense_share;
-  int64_t draw_stride;  // at least sampled_draws(max_len)
-  int32_t pilot_tokens, rule, capacity, layer;
+enum ListState : uint32_t {
+  kSampled = TAPER_SAMPLED,
+  kDense = TAPER_DENSE,
+  kWhole = TAPER_WHOLE,
+  kAsListed = TAPER_AS_LISTED
 };
+
+using SampledParams = TaperSampledParams;
 
 constexpr int kGrowthRounds = 4;
 constexpr int kCovarianceKeys = 40;    // sampled keys whose products are taken

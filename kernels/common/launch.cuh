@@ -6,9 +6,11 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include "../taper_gpu.h"
+
 namespace taper {
 
-enum Dtype : int32_t { kBf16 = 0, kF16 = 1 };
+enum Dtype : int32_t { kBf16 = TAPER_BF16, kF16 = TAPER_F16 };
 constexpr int kBlock = 64;  // Tokens of one cache block, everywhere.
 
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,

@@ -8,18 +8,8 @@
 
 namespace taper {
 
-// Ids are logical positions in the sequence.
-struct WorkList {
-  uint32_t begin[2], end[2];          // token ranges; empty where end <= begin
-  uint32_t block_first, block_count;  // slice of block_ids
-  uint32_t token_first, token_count;  // slice of token_ids
-  // Slice of token_ids in drawing order, of which every query head reads a prefix of its
-  // own length with its own log weight.
-  uint32_t sample_first, sample_count;
-  float block_ln_weight, token_ln_weight;
-  uint32_t len;  // visible tokens of the sequence, bounds its last block
-  uint32_t reserved[3];
-};
+using WorkList = TaperWorkList;
+
 static_assert(sizeof(WorkList) == 64, "shared with the caller");
 
 // An exclusive sum over a thread block of up to 1024 threads; returns this thread's

@@ -8,38 +8,9 @@
 
 namespace taper {
 
-// Keys and values of a step's tokens into the cache, keys and queries rotated.
-struct RopeParams {
-  const void* qkv;              // [tokens, row_stride]: q heads, k heads, v heads side by side
-  const float* angles;          // [positions, head_dim]: cosines of the halves' pairs, then sines
-  const uint32_t* positions;    // [tokens]
-  const uint32_t* token_table;  // [tokens], the block table of each token's sequence
-  const uint32_t* block_table;  // [tables, table_stride]
-  void* q;                      // [tokens, q_heads, head_dim]
-  void* q_plain;                // as q, before the rotation; or null
-  void* k_plain;                // [tokens, kv_heads, head_dim] before the rotation; or null
-  void* k;                      // cache, [blocks, kv_heads, 64, head_dim]
-  void* v;
-  int64_t row_stride;
-  int32_t tokens, q_heads, kv_heads, head_dim, dtype, table_stride, interleaved, overlap;
-};
-
-struct NormParams {
-  const void* x;       // [rows, width], what the block before put out
-  const void* weight;  // [width]
-  void* residual;      // [rows, width]: becomes residual + x; null: x alone is normalised
-  void* out;           // [rows, width]
-  int32_t rows, width, dtype, overlap;
-  float epsilon;
-  int32_t reserved;
-};
-
-struct SiluParams {
-  const void* gate_up;  // [rows, 2 * width]: gate, then up
-  void* out;            // [rows, width]: silu(gate) * up
-  int64_t rows;
-  int32_t width, dtype, overlap, reserved;
-};
+using RopeParams = TaperRopeParams;
+using NormParams = TaperNormParams;
+using SiluParams = TaperSiluParams;
 
 template <class T>
 struct Eight {

@@ -13,17 +13,7 @@
 
 namespace taper {
 
-struct MergeParams {
-  const float* part_o;         // [units, group, head_dim]
-  const float* part_lse;       // [units, group]
-  const uint32_t* list_units;  // [lists + 1]
-  void* out;                   // [rows, q_heads, head_dim], dtype or f32
-  float* lse;                  // [rows, q_heads] or null
-  const float* base_o;         // [rows, q_heads, head_dim], one more partial; or null
-  const float* base_lse;       // [rows, q_heads]
-  int32_t rows, q_heads, list_heads, head_dim, dtype;
-  int32_t out_f32, overlap, reserved;
-};
+using MergeParams = TaperMergeParams;
 
 template <int D, int W, class Out>
 __global__ void __launch_bounds__(W * 32) merge_kernel(const MergeParams p) {

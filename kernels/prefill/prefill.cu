@@ -23,8 +23,9 @@ cudaError_t go(const SparsePrefillParams& p, cudaStream_t stream) {
 }  // namespace
 }  // namespace taper
 
-extern "C" int taper_prefill_sparse(const taper::SparsePrefillParams* p, cudaStream_t stream) {
+extern "C" int taper_prefill_sparse(const TaperSparsePrefillParams* params, cudaStream_t stream) {
   using namespace taper;
+  const auto* p = reinterpret_cast<const SparsePrefillParams*>(params);
   const bool ok = p->tile_count > 0 && p->kv_heads > 0 && p->q_heads % p->kv_heads == 0 &&
                   (p->dtype == kBf16 || p->dtype == kF16) &&
                   (int64_t)p->tile_count * p->q_heads <= INT32_MAX / 2 &&
@@ -44,5 +45,5 @@ extern "C" int taper_prefill_sparse(const taper::SparsePrefillParams* p, cudaStr
 extern "C" int taper_prefill(const taper::PrefillParams* p, cudaStream_t stream) {
   taper::SparsePrefillParams sparse{};
   static_cast<taper::PrefillParams&>(sparse) = *p;
-  return taper_prefill_sparse(&sparse, stream);
+  return taper_prefill_sparse(reinterpret_cast<const TaperSparsePrefillParams*>(&sparse), stream);
 }

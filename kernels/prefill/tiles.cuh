@@ -6,40 +6,13 @@
 
 namespace taper {
 
-struct PrefillTile {
-  uint32_t row_begin, rows;   // at most 128 rows of the launch
-  uint32_t table;             // block table of the sequence
-  uint32_t kv_len;            // tokens of the sequence that the cache holds
-  uint32_t pos_min, pos_max;  // over the tile's rows
-  uint32_t id;                // index into csr_begin
-  uint32_t part;              // of the tile's keys, where `splits` asks for parts
-};
+using PrefillTile = TaperPrefillTile;
+
 static_assert(sizeof(PrefillTile) == 32, "shared with the caller");
 
-struct PrefillParams {
-  const void* q;                // [tokens, q_heads, head_dim]
-  const void* k;                // [blocks, kv_heads, 64, head_dim]
-  const void* v;                // as k
-  const uint32_t* block_table;  // [tables, table_stride]
-  const uint32_t* q_rows;       // [rows], the row of q (and of out) per row; null: itself
-  const uint32_t* positions;    // [rows], absolute
-  const PrefillTile* tiles;     // [tile_count], longest first
-  const uint32_t* csr_begin;    // [csr_heads * tile_count + 1], or null
-  const uint32_t* csr_blocks;   // ascending logical blocks of each (head, tile)
-  void* out;                    // [rows, q_heads, head_dim], dtype or f32; by launch row if f32
-  float* lse;                   // [rows, q_heads] by launch row, or null
-  float* anchor_out;            // [.., q_heads, head_dim]: rows at multiples of anchor_stride
-  int64_t blocks;               // of the cache
-  int32_t tile_count, q_heads, kv_heads, head_dim, dtype, table_stride;
-  int32_t csr_heads;      // 1, kv_heads or q_heads
-  int32_t sink, window;   // window 0: no window
-  int32_t anchor_stride;  // 0: no anchor output
-  int32_t out_f32, overlap;
-  float scale;
-  int32_t reserved;
-};
+using PrefillParams = TaperPrefillParams;
 
-// What a sparse prefill adds.
+// What a sparse prefill adds. TaperSparsePrefillParams, but derived instead of nested.
 struct SparsePrefillParams : PrefillParams {
   const uint32_t* csr_counts;    // [csr_heads * tile_count]; null: a list ends where the next begins
   const uint32_t* column_begin;  // [column_heads * tile_count] by tile id, into column_ids; or null
@@ -53,7 +26,7 @@ struct SparsePrefillParams : PrefillParams {
   // otherwise not stay in L2. Else all heads of a tile side by side.
   int32_t head_major, reserved_sparse;
 };
-static_assert(sizeof(SparsePrefillParams) == sizeof(PrefillParams) + 48, "shared with the caller");
+static_assert(sizeof(SparsePrefillParams) == sizeof(TaperSparsePrefillParams), "the same layout");
 
 constexpr int kTileRows = 128, kTileKeys = 128;
 constexpr uint32_t kNoBlock = 0x1FFFFFF;  // its keys lie just below 2^31, beyond every position

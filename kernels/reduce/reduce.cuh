@@ -14,32 +14,11 @@
 
 namespace taper {
 
-struct Slice {
-  uint32_t q_row;     // its first row in q
-  uint32_t rows;      // at most 64
-  uint32_t position;  // absolute, of the first row
-  uint32_t table;     // block table of the sequence
-};
+using Slice = TaperSlice;
+
 static_assert(sizeof(Slice) == 16, "shared with the caller");
 
-struct ReduceParams {
-  const void* q;                // [tokens, q_heads, head_dim]
-  const void* k;                // [blocks, kv_heads, 64, head_dim]
-  const uint32_t* block_table;  // [tables, table_stride]
-  const Slice* slices;          // [slice_count]
-  float2* parts;                // [slice_count, q_heads, splits, 64]: maximum and sum
-  float* tile_diagonals;        // [slice_count, q_heads, max_blocks, 128], scratch
-  float* block_columns;         // [slice_count, q_heads, max_blocks], or null
-  float* block_diagonals;       // [slice_count, q_heads, max_blocks], or null: by (row - key) / 64
-  float* columns;               // [slice_count, q_heads, 64 * max_blocks] a token each, or null
-  float* diagonals;             // as columns, by row - key; or null
-  float* lse;                   // [slice_count, q_heads, 64], or null
-  int32_t slice_count, q_heads, kv_heads, head_dim, dtype, table_stride;
-  int32_t max_blocks;  // of the longest slice's keys
-  int32_t splits;      // at least max_blocks / 32, rounded up
-  int32_t overlap;
-  float scale;
-};
+using ReduceParams = TaperReduceParams;
 
 constexpr int kSliceRows = 64, kSplitBlocks = 32, kProbStride = 72;
 
@@ -147,7 +126,7 @@ __global__ void __launch_bounds__(128) slice_lse_kernel(const ReduceParams p) {
       top[r] = now;
     }
     if ((lane & 3) == 0)
-      p.parts[(((int64_t)blockIdx.z * p.q_heads + head) * p.splits + blockIdx.x) * kSliceRows +
+      reinterpret_cast<float2*>(p.parts)[(((int64_t)blockIdx.z * p.q_heads + head) * p.splits + blockIdx.x) * kSliceRows +
               scores.row + 8 * r] = make_float2(top[r], sum[r]);
   }
 }
@@ -171,7 +150,7 @@ __global__ void __launch_bounds__(128) slice_mass_kernel(const ReduceParams p) {
   const uint32_t end = min(begin + kSplitBlocks, nb), splits = (nb + kSplitBlocks - 1) / kSplitBlocks;
   const int64_t at = (int64_t)blockIdx.z * p.q_heads + head;
   if (tid < kSliceRows) {
-    const float2* part = p.parts + at * p.splits * kSliceRows + tid;
+    const float2* part = reinterpret_cast<const float2*>(p.parts) + at * p.splits * kSliceRows + tid;
     float top = -INFINITY, sum = 0.f;
 #pragma unroll 8
     for (uint32_t i = 0; i < splits; ++i) {

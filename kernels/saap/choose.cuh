@@ -12,26 +12,8 @@
 
 namespace taper {
 
-struct LinearParams {
-  const void* x;       // [rows, q_heads, inputs]
-  const void* weight;  // [kv_heads, outputs, inputs]
-  const float* bias;   // [kv_heads, outputs]
-  void* out;           // [rows, q_heads, outputs]: dtype after max(., 0) if `relu`, else f32
-  int32_t rows, q_heads, kv_heads, inputs, outputs, dtype, relu, overlap;
-};
-
-struct ChooseParams {
-  const float* logits;      // [rows, q_heads, clusters]
-  const uint32_t* offsets;  // [sequences, kv_heads, clusters + 1]
-  const uint32_t* tokens;   // [sequences, kv_heads, index_capacity]
-  const uint32_t* sequences;  // [rows], which index each row reads; null: row r reads r
-  const uint32_t* lens;       // [rows], visible tokens
-  const uint32_t* indexed;    // [rows], the first token after the index, read as a range from there
-  WorkList* work;             // [rows, kv_heads]
-  uint32_t* token_ids;        // [rows, kv_heads, capacity]
-  int32_t rows, q_heads, kv_heads, clusters, take, sink;
-  int32_t index_capacity, capacity, overlap, reserved;
-};
+using LinearParams = TaperLinearParams;
+using ChooseParams = TaperChooseParams;
 
 // K inputs a warp, SPLIT warps to one row of outputs.
 template <class T, int K, int SPLIT>

@@ -11,29 +11,9 @@
 
 namespace taper {
 
-struct AssignParams {
-  const void* k;                // [tokens, kv_heads, head_dim], before the rotation
-  const void* centroids;        // [kv_heads, clusters, head_dim], unit length
-  const uint32_t* positions;    // [tokens]
-  const uint32_t* token_table;  // [tokens]
-  const uint32_t* block_table;  // [tables, table_stride]
-  uint16_t* ids;                // [blocks, kv_heads, 64]
-  int32_t tokens, kv_heads, head_dim, clusters, dtype, table_stride, overlap, reserved;
-};
-
-struct IndexSpan {
-  uint32_t table, begin, end, reserved;  // tokens to index
-};
-
-struct IndexParams {
-  const uint16_t* ids;          // [blocks, kv_heads, 64]
-  const uint32_t* block_table;  // [tables, table_stride]
-  const IndexSpan* spans;       // [sequences]
-  uint32_t* counts;             // [sequences * kv_heads, segments, clusters], scratch
-  uint32_t* offsets;            // [sequences * kv_heads, clusters + 1]
-  uint32_t* tokens;             // [sequences * kv_heads, capacity], by cluster, ascending
-  int32_t sequences, kv_heads, clusters, segments, capacity, table_stride, overlap, reserved;
-};
+using AssignParams = TaperAssignParams;
+using IndexSpan = TaperIndexSpan;
+using IndexParams = TaperIndexParams;
 
 constexpr int kAssignTokens = 32, kAssignWarps = 8, kSegment = 2048, kClustersMost = 4096;
 

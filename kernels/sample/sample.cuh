@@ -15,20 +15,7 @@
 
 namespace taper {
 
-struct SampleParams {
-  const WorkList* work;       // [rows, list_heads]; what they read is never drawn
-  const uint32_t* block_ids;  // pools that the lists slice
-  const uint32_t* token_ids;
-  const uint64_t* seeds;      // [rows]
-  const uint32_t* positions;  // [rows], absolute position of the query
-  const uint32_t* wants;      // [rows, list_heads] draws; null: `want`
-  const uint32_t* states;     // [rows, list_heads]: draw only where it is `state`; or null
-  uint32_t* ids;              // [rows, list_heads, capacity], in drawing order
-  uint32_t* counts;           // [rows, list_heads] drawn
-  uint32_t layer;
-  int32_t rows, list_heads, capacity, want, max_len, overlap;
-  uint32_t state;
-};
+using SampleParams = TaperSampleParams;
 
 constexpr int kSampleThreads = 1024, kSamplePoints = 8;  // consecutive points a thread
 constexpr int kSampleCluster = 8;

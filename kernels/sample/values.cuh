@@ -9,7 +9,8 @@
 // unbiased, whether targets are one uniform number and its translates (systematic), one
 // number in each of the equal intervals (stratified) or all independent.
 //
-// Source: S2ANTA's estimators, with one offset for all tiles of a head.
+// Source: S2ANTA's estimators, with one offset for all tiles of a head; kPerTile is its single
+// pass, with an offset for each tile.
 #pragma once
 
 #include "../common/philox.cuh"
@@ -19,29 +20,15 @@
 
 namespace taper {
 
-enum TargetRule : int32_t { kSystematic = 0, kStratified = 1, kIndependent = 2 };
-
-struct ValuesParams {
-  const void* q;                // [rows, q_heads, head_dim]
-  const void* k;                // [blocks, kv_heads, 64, head_dim]
-  const void* v;                // as k
-  const uint32_t* block_table;  // [tables, table_stride]
-  const uint32_t* row_table;    // [rows] or null
-  const uint32_t* lens;         // [rows], visible tokens, at least 1
-  const uint64_t* seeds;        // [rows]
-  const uint32_t* positions;    // [rows], absolute position of the query
-  void* out;                    // [rows, q_heads, head_dim]
-  float* lse;                   // [rows, q_heads] or null; exact
-  uint32_t* sync;               // [(1 + lists) * 32], zero before and after
-  __half* weights;              // [lists, max_len rounded up to 64, group], scratch
-  float* part_lse;              // [lists, team, group], scratch, in units of log2(e)
-  float* parts;                 // [lists, team, group, head_dim], scratch
-  int64_t blocks;               // of the cache
-  int32_t rows, q_heads, kv_heads, head_dim, dtype, table_stride;
-  int32_t max_len, samples, rule, layer;
-  float scale;
-  int32_t overlap, in_order, reserved;
+// kPerTile: every tile gives samples / tiles values, at least one, weighted by its mass.
+enum TargetRule : int32_t {
+  kSystematic = TAPER_SYSTEMATIC,
+  kStratified = TAPER_STRATIFIED,
+  kIndependent = TAPER_INDEPENDENT,
+  kPerTile = TAPER_PER_TILE
 };
+
+using ValuesParams = TaperValuesParams;
 
 constexpr int kValueGroups = 4, kValueWarps = 4 * kValueGroups, kValueThreads = 32 * kValueWarps;
 constexpr uint32_t kTargetDraws = 0x53320000u;  // words of a head's targets, and on
@@ -49,7 +36,9 @@ constexpr uint32_t kTargetDraws = 0x53320000u;  // words of a head's targets, an
 template <int D, int N>
 struct ValuesLayout {
   static constexpr int kPanel = kBlock * 128, kStage = kPanel * (D / 64);  // keys of a tile
-  static constexpr int kStages = 128 * 1024 / kStage;  // a multiple of the warpgroups
+  // A multiple of the warpgroups. Twice as many would be no faster below 524,288 tokens: what is
+  // asked for and not there yet delays all else.
+  static constexpr int kStages = 64 * 1024 / kStage;
   static constexpr int kQuery = N * 128 * (D / 64);
   static constexpr int kBytes = kStages * kStage + kQuery + 1024;  // and masses after them
 };
@@ -118,7 +107,7 @@ struct ValuesBlock {
 
   __device__ __forceinline__ __half* weight_of(uint32_t token) const {
     const int64_t padded = (int64_t)(p.max_len + kBlock - 1) / kBlock * kBlock;
-    return p.weights + (list * padded + token) * group;
+    return static_cast<__half*>(p.weights) + (list * padded + token) * group;
   }
 
   // One warpgroup's tiles: every fourth.
@@ -248,43 +237,55 @@ struct ValuesBlock {
     const auto [begin, end, scale, total] = reach(h);
     const float u0 = p.rule == kSystematic ? uniform(h, 0) : 0.f, inverse = 1.f / p.samples;
     const T* values = static_cast<const T*>(p.v);
-    for (uint32_t k0 = sub; k0 < p.samples; k0 += 32 * step) {
+    const uint32_t all = (len + kBlock - 1) / kBlock, each = max(p.samples / all, 1u);
+    const bool per_tile = p.rule == kPerTile;
+    const uint32_t draws = per_tile ? tiles * each : p.samples;
+    for (uint32_t k0 = sub; k0 < draws; k0 += 32 * step) {
       const uint32_t k = k0 + lane * step;
-      float x = u0;
-      if (p.rule != kSystematic && k < p.samples) x = uniform(h, k);
-      x = p.rule == kIndependent ? x : (k + x) * inverse;
-      x *= total;
-      const bool mine = k < p.samples && x >= begin && x < end;
+      float x = u0, left = 0, weight = 1;
       uint32_t lo = 0;
-      float left = 0;
-      if (mine) {
-        // The first tile whose running sum passes the target, or the last.
-        const float y = (x - begin) * scale;
-        uint32_t hi = tiles - 1;
-        while (lo < hi) {
-          const uint32_t mid = (lo + hi) / 2;
-          if (m[mid] > y) hi = mid;
-          else lo = mid + 1;
+      bool mine = k < draws;
+      if (per_tile) {
+        if (mine) {
+          lo = k / each;
+          left = (k % each + uniform(h, first + lo)) / each;
+          const float own = m[lo] - (lo ? m[lo - 1] : 0.f);
+          weight = own / (scale * total) * p.samples / each;
+          mine = weight > 0.f;
         }
-        const float before = lo ? m[lo - 1] : 0.f;
-        left = fminf(fmaxf((y - before) / (m[lo] - before), 0.f), 1.f);
+      } else {
+        if (p.rule != kSystematic && k < p.samples) x = uniform(h, k);
+        x = p.rule == kIndependent ? x : (k + x) * inverse;
+        x *= total;
+        mine = mine && x >= begin && x < end;
+        if (mine) {
+          // The first tile whose running sum passes the target, or the last.
+          const float y = (x - begin) * scale;
+          uint32_t hi = tiles - 1;
+          while (lo < hi) {
+            const uint32_t mid = (lo + hi) / 2;
+            if (m[mid] > y) hi = mid;
+            else lo = mid + 1;
+          }
+          const float before = lo ? m[lo - 1] : 0.f;
+          left = fminf(fmaxf((y - before) / (m[lo] - before), 0.f), 1.f);
+        }
       }
-      uint32_t todo = __ballot_sync(~0u, mine);
+      // Tile by tile: all draws that fall on one are found in its running sums together.
+      uint32_t todo = __ballot_sync(~0u, mine), at = 0;
+      const uint32_t block = mine ? table[first + lo] : 0;
+#pragma unroll 1
       while (todo) {
-        constexpr int kAhead = 4;
-        uint32_t at[kAhead], block[kAhead];
-        float w[kAhead][2], z[kAhead];
-        bool any[kAhead];
+        constexpr int kAhead = 2;
+        uint32_t tile[kAhead];
+        float w[kAhead][2];
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-          any[i] = todo != 0;
-          const int from = any[i] ? __ffs(todo) - 1 : 0;
-          todo &= todo - 1;
-          const uint32_t t = first + __shfl_sync(~0u, lo, from), token = t * kBlock + 2 * lane;
-          z[i] = __shfl_sync(~0u, left, from);
-          w[i][0] = any[i] && token < len ? __half2float(__ldcg(weight_of(token) + h)) : 0.f;
-          w[i][1] = any[i] && token + 1 < len ? __half2float(__ldcg(weight_of(token + 1) + h)) : 0.f;
-          block[i] = any[i] ? table[t] : 0;
+          tile[i] = __shfl_sync(~0u, lo, todo ? __ffs(todo) - 1 : 0);  // Any, where none is left.
+          todo &= ~__ballot_sync(~0u, lo == tile[i]);
+          const uint32_t token = (first + tile[i]) * kBlock + 2 * lane;
+          w[i][0] = token < len ? __half2float(__ldcg(weight_of(token) + h)) : 0.f;
+          w[i][1] = token + 1 < len ? __half2float(__ldcg(weight_of(token + 1) + h)) : 0.f;
         }
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
@@ -294,24 +295,47 @@ struct ValuesBlock {
             const float y = __shfl_up_sync(~0u, upto, d);
             if (lane >= d) upto += y;
           }
-          const float goal = z[i] * __shfl_sync(~0u, upto, 31);
           // The first token whose running sum passes the goal, or the last with a weight.
-          const uint32_t odd = __ballot_sync(~0u, upto > goal), live = __ballot_sync(~0u, w[i][0] + w[i][1] > 0.f);
-          const uint32_t even = __ballot_sync(~0u, upto - w[i][1] > goal && w[i][0] > 0.f);
-          const int l = odd ? __ffs(odd) - 1 : live ? 31 - __clz(live) : 0;
-          const bool second = __shfl_sync(~0u, w[i][1] > 0.f, l) && !(even >> l & 1);
-          at[i] = 2 * l + second;
+          const float goal = left * __shfl_sync(~0u, upto, 31);
+          uint32_t l = 0;
+#pragma unroll
+          for (int step = 16; step; step /= 2)
+            if (!(__shfl_sync(~0u, upto, l + step - 1) > goal)) l += step;
+          const uint32_t live = __ballot_sync(~0u, w[i][0] + w[i][1] > 0.f);
+          l = min(l, live ? 31 - __clz(live) : 0);
+          const float even = __shfl_sync(~0u, w[i][0], l), odd = __shfl_sync(~0u, w[i][1], l);
+          const float both = __shfl_sync(~0u, upto, l);  // Of all lanes: not behind a condition.
+          const bool second = odd > 0.f && !(both - odd > goal && even > 0.f);
+          if (lo == tile[i]) at = 2 * l + second;
         }
+      }
+      // A token that was drawn several times is read once.
+      const uint32_t peers = __match_any_sync(~0u, mine ? lo * kBlock + at : ~0u);
+      const uint32_t row = (block * p.kv_heads + kv_head) * kBlock + at;
+      const float times = weight * __popc(peers);
+      todo = __ballot_sync(~0u, mine && (peers & ((1u << lane) - 1)) == 0);
+#pragma unroll 1
+      while (todo) {
+        constexpr int kAhead = 4;
+        T x[kAhead][V];
+        float share[kAhead];
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-          if (!any[i]) continue;
-          const T* v = values + ((int64_t)(block[i] * p.kv_heads + kv_head) * kBlock + at[i]) * D + lane * V;
-          T x[V];
-          if constexpr (V == 4) *reinterpret_cast<uint2*>(x) = *reinterpret_cast<const uint2*>(v);
-          else *reinterpret_cast<uint32_t*>(x) = *reinterpret_cast<const uint32_t*>(v);
-#pragma unroll
-          for (int j = 0; j < V; ++j) acc[j] += to_float(x[j]);
+          const bool any = todo != 0;
+          const int from = any ? __ffs(todo) - 1 : 0;
+          todo &= todo - 1;
+          const float own = __shfl_sync(~0u, times, from);
+          share[i] = any ? own : 0.f;
+          const T* v = values + (int64_t)__shfl_sync(~0u, row, from) * D + lane * V;
+          for (int j = 0; j < V; ++j) x[i][j] = static_cast<T>(0.f);
+          if (!any) continue;
+          if constexpr (V == 4) *reinterpret_cast<uint2*>(x[i]) = *reinterpret_cast<const uint2*>(v);
+          else *reinterpret_cast<uint32_t*>(x[i]) = *reinterpret_cast<const uint32_t*>(v);
         }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+#pragma unroll
+          for (int j = 0; j < V; ++j) acc[j] += share[i] * to_float(x[i][j]);
       }
     }
   }

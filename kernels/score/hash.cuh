@@ -12,18 +12,13 @@
 
 namespace taper {
 
-enum HashReduce : int32_t { kHashPerHead = 0, kHashMax = 1, kHashSum = 2 };
-
-struct HashScoreParams {
-  const uint32_t* q;            // [rows, q_heads, words]
-  const uint32_t* codes;        // [blocks, kv_heads, 64, per_head ? group * words : words]
-  const uint32_t* block_table;  // [tables, table_stride]
-  const uint32_t* row_table;    // [rows] or null
-  const uint32_t* lens;         // [rows], visible tokens
-  float* out;                   // [rows, q_heads or kv_heads, stride]
-  int32_t rows, q_heads, kv_heads, words, per_head, table_stride;
-  int32_t max_len, stride, reduce, overlap;
+enum HashReduce : int32_t {
+  kHashPerHead = TAPER_PER_HEAD,
+  kHashMax = TAPER_GROUP_MAX,
+  kHashSum = TAPER_GROUP_MASS
 };
+
+using HashScoreParams = TaperHashScoreParams;
 
 constexpr int kHashThreads = 256, kHashTokens = 4;  // tokens a thread
 constexpr int kHashWordsMost = 64;                  // words of all codes of a token

@@ -11,25 +11,13 @@
 
 namespace taper {
 
-enum ScoreReduce : int32_t { kPerHead = 0, kGroupMax = 1, kGroupMass = 2 };
-
-struct ScoreParams {
-  const void* q;                // [rows, q_heads, width]
-  const void* view;             // [blocks, kv_heads, per_block, width]; upper bounds if `lower`
-  const void* lower;            // lower bounds, or null
-  const uint32_t* block_table;  // [tables, table_stride]
-  const uint32_t* row_table;    // [rows] or null
-  const uint32_t* lens;         // [rows], visible tokens
-  const float* lse;             // [rows, q_heads], for kGroupMass
-  float* out;       // [rows, q_heads or kv_heads, stride]: scaled scores, or the group's
-  float* tile_max;  // [rows, q_heads, tile_stride]: of 64 entries each, or null
-  float* tile_sum;  // as tile_max: sum of exp(score - max)
-  int32_t rows, q_heads, kv_heads, width, dtype, table_stride;
-  int32_t per_block, max_entries, stride, tile_stride;
-  int32_t reduce, overlap;
-  float scale;
-  int32_t reserved;
+enum ScoreReduce : int32_t {
+  kPerHead = TAPER_PER_HEAD,
+  kGroupMax = TAPER_GROUP_MAX,
+  kGroupMass = TAPER_GROUP_MASS
 };
+
+using ScoreParams = TaperScoreParams;
 
 constexpr int kScoreWarps = 8;
 

@@ -14,25 +14,7 @@
 
 namespace taper {
 
-struct PickParams {
-  const void* q;                // [rows, q_heads, width]
-  const void* view;             // [blocks, kv_heads, width]: means, or upper bounds if `lower`
-  const void* lower;            // lower bounds, or null
-  const uint32_t* block_table;  // [tables, table_stride]
-  const uint32_t* row_table;    // [rows] or null
-  const uint32_t* lens;         // [rows], visible tokens
-  const uint32_t* begins;       // [lists], first candidate; null: 0
-  const uint32_t* ends;         // [lists], one past the last candidate; null: all blocks
-  const uint32_t* ks;           // [lists]; null: `k`
-  uint32_t* keys;               // [lists, stride], scratch
-  uint32_t* ids;                // [lists, capacity], ascending
-  uint32_t* counts;             // [lists], or null
-  WorkList* work;               // [lists], given the slice of ids; or null
-  uint32_t* sync;               // [lists * 32], zero before and after
-  int32_t rows, q_heads, kv_heads, width, dtype, table_stride;
-  int32_t stride;  // most candidates of a list, at most kPickMost
-  int32_t capacity, k, overlap;
-};
+using PickParams = TaperPickParams;
 
 constexpr int kPickThreads = 512, kPickWarps = kPickThreads / 32, kPickBins = 2 * kPickThreads;
 constexpr int kPickMost = 32768;

@@ -20,34 +20,13 @@
 
 namespace taper {
 
-enum SelectTarget : int32_t { kNoTarget = 0, kBlocks = 1, kTokens = 2 };
-enum SelectReduce : int32_t { kMaxOfGroup = 0, kSumOfGroup = 1 };
+enum SelectTarget : int32_t { kNoTarget = TAPER_NO_TARGET, kBlocks = TAPER_BLOCKS, kTokens = TAPER_TOKENS };
+enum SelectReduce : int32_t { kMaxOfGroup = TAPER_MAX_OF_GROUP, kSumOfGroup = TAPER_SUM_OF_GROUP };
 // What an entry weighs: nothing (the count decides), exp(score), or the score itself.
-enum SelectMass : int32_t { kByCount = 0, kByExp = 1, kByScore = 2 };
+enum SelectMass : int32_t { kByCount = TAPER_BY_COUNT, kByExp = TAPER_BY_EXP, kByScore = TAPER_BY_SCORE };
 
-struct SelectParams {
-  const float* scores;     // [lists, stride]
-  const uint32_t* begins;  // [lists], first candidate; null: 0
-  const uint32_t* ends;    // [lists], one past the last candidate; null: `entries`
-  const uint32_t* ks;      // [lists]; null: `k`
-  uint32_t* ids;           // [lists, capacity], ascending
-  uint32_t* counts;        // [lists], or null
-  WorkList* work;          // [lists], patched as `target` says; or null
-  int32_t lists, stride, capacity, entries, k, target, overlap;
-  int32_t blocks_most;  // thread blocks a list at most, 0: as many as help; for measurements
-};
-
-struct GroupSelectParams {
-  SelectParams base;    // its scores are [lists * group, stride]
-  const float* lse;     // [lists * group]: scores become exp(score - lse) first; or null
-  const float* shares;  // [lists]; null: `share`
-  int32_t group;        // rows of scores that one list reduces
-  int32_t reduce;       // SelectReduce
-  int32_t mass;         // SelectMass; by mass, `k` is the least number to take
-  int32_t ties;         // by mass: also take all entries equal to the last
-  float share;
-  int32_t reserved;
-};
+using SelectParams = TaperSelectParams;
+using GroupSelectParams = TaperGroupSelectParams;
 
 constexpr int kSelectThreads = 1024, kSelectBins = 256;
 constexpr int kClusterMost = 16, kSelectSmem = 220 * 1024;

@@ -1,4 +1,4 @@
-// Entry point: columns and slashes to lists of key blocks.
+// Entry points: columns and slashes to lists of key blocks, and columns beside such lists.
 #include "stripes.cuh"
 
 extern "C" int taper_stripes(const taper::StripesParams* p, cudaStream_t stream) {
@@ -12,4 +12,13 @@ extern "C" int taper_stripes(const taper::StripesParams* p, cudaStream_t stream)
   const int64_t items = (int64_t)p->heads * p->tile_count;
   return launch(stripe_lists_kernel, (unsigned)((items + 3) / 4), 128, 0, stream,
                 p->overlap != 0, *p);
+}
+
+extern "C" int taper_drop_columns(const taper::ColumnsParams* p, cudaStream_t stream) {
+  using namespace taper;
+  const bool ok = p->heads > 0 && p->tile_count > 0 && p->column_stride > 0 && p->list_heads > 0 &&
+                  p->heads % p->list_heads == 0;
+  if (!ok) return cudaErrorInvalidValue;
+  const int64_t items = (int64_t)p->heads * p->tile_count;
+  return launch(drop_columns_kernel, (unsigned)((items + 3) / 4), 128, 0, stream, p->overlap != 0, *p);
 }

@@ -13,20 +13,7 @@
 
 namespace taper {
 
-struct StripesParams {
-  const uint32_t* columns;        // [slices, heads, column_stride] block numbers
-  const uint32_t* column_counts;  // [slices, heads]
-  const uint32_t* slashes;        // [slices, heads, slash_stride]
-  const uint32_t* slash_counts;   // [slices, heads]
-  const uint32_t* slice_ends;     // [slices] ascending: rows below it follow that slice
-  const PrefillTile* tiles;       // [tile_count]
-  const uint32_t* list_begin;     // [heads, tile_count] by tile id: room for pos_max / 64 + 1
-  uint32_t* bitmaps;              // [slices, heads, 2, words], scratch
-  uint32_t* blocks;               // what list_begin points into; ascending
-  uint32_t* counts;               // [heads, tile_count]
-  int32_t slices, heads, tile_count, words;  // words: blocks of the sequence / 32, rounded up
-  int32_t column_stride, slash_stride, overlap, reserved;
-};
+using StripesParams = TaperStripesParams;
 
 // Bits of the chosen columns, and of the slashes b and b + 1 for every chosen slash b.
 __global__ void __launch_bounds__(256) stripe_bits_kernel(const StripesParams p) {
@@ -96,6 +83,42 @@ __global__ void __launch_bounds__(128) stripe_lists_kernel(const StripesParams p
     count += __shfl_sync(~0u, sum, 31);
   }
   if (lane == 0) p.counts[at] = count;
+}
+
+using ColumnsParams = TaperColumnsParams;
+
+// One warp a head and tile.
+__global__ void __launch_bounds__(128) drop_columns_kernel(const ColumnsParams p) {
+  const int lane = threadIdx.x & 31;
+  const int64_t item = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5);
+  wait_for_predecessor();
+  launch_dependents();
+  if (item >= (int64_t)p.heads * p.tile_count) return;
+  const int head = (int)(item % p.heads);
+  const PrefillTile t = p.tiles[item / p.heads];
+  const int64_t at = (int64_t)head * p.tile_count + t.id;
+  const int64_t list = (int64_t)(head * p.list_heads / p.heads) * p.tile_count + t.id;
+  const uint32_t* blocks = p.blocks + p.list_begin[list];
+  const uint32_t held = p.list_counts[list], n = min(p.counts[head], (uint32_t)p.column_stride);
+  uint32_t* out = p.column_ids + p.column_begin[at];
+  uint32_t count = 0;
+  for (uint32_t i = 0; i < n; i += 32) {
+    const uint32_t id = i + lane < n ? p.columns[(int64_t)head * p.column_stride + i + lane] : UINT32_MAX;
+    bool keep = id <= t.pos_max;
+    if (keep) {
+      uint32_t lo = 0, hi = held;  // the first block not before the column's
+      while (lo < hi) {
+        const uint32_t mid = (lo + hi) / 2;
+        if (blocks[mid] < id / kBlock) lo = mid + 1;
+        else hi = mid;
+      }
+      keep = lo == held || blocks[lo] != id / kBlock;
+    }
+    const uint32_t kept = __ballot_sync(~0u, keep);
+    if (keep) out[count + __popc(kept & ((1u << lane) - 1))] = id;
+    count += __popc(kept);
+  }
+  if (lane == 0) p.column_counts[at] = count;
 }
 
 }  // namespace taper

@@ -1,0 +1,269 @@
+"""Checks of what draws: samples of keys, vAttention's budgets, sampled values.
+
+Expected: the CPU's draws, its budgets in float64, and exact attention over what was read.
+"""
+import math
+
+import torch
+
+import taper_gpu as t
+from oracle import DEV, attend64, fixed_list, permuted, philox, rel
+
+
+def check_sample(report, small):
+    assert philox((0, 0), (0, 0, 0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    lens = [1, 200, 777] if small else [1, 200, 5000, 131072]
+    heads, want, layer = 2, 1500, 3
+    lists, bid, tid, kept = [], [], [], []
+    for n in lens:
+        for h in range(heads):
+            read = torch.zeros(n, dtype=torch.bool)
+            sink, win = min(4, n), max(n - 50, 0)
+            read[:sink], read[win:] = True, True
+            blocks = [b for b in torch.randperm((n + 63) // 64)[:3].tolist()]
+            ids = torch.randperm(n)[:n // 10].tolist()
+            for b in blocks:
+                read[b * 64:b * 64 + 64] = True
+            read[ids] = True
+            lists.append(t.work_list((0, win), (sink, n), (len(bid), len(blocks)),
+                                     (len(tid), len(ids)), 0.0, 0.0, n))
+            bid += blocks
+            tid += ids
+            kept.append(read)
+    as_i32 = lambda x: torch.tensor(x or [0], dtype=torch.int32, device=DEV)
+    seeds = torch.randint(0, 2**62, (len(lens),)).tolist()
+    f = t.Sample(as_i32(lists), heads, seeds, [n - 1 for n in lens], want, max(lens), layer,
+                 as_i32(bid), as_i32(tid))
+    f()
+    bad = 0
+    for i, n in enumerate(lens):
+        for h in range(heads):
+            order = permuted(n, seeds[i], layer, h, n - 1)
+            order = order[~kept[i * heads + h][order]][:want].to(torch.int32)
+            got = f.ids[i * heads + h].cpu()
+            m = f.counts[i * heads + h].item()
+            bad += int(m != len(order) or not torch.equal(got[:m], order))
+    report("sample draws the points of the CPU's permutation", float(bad))
+
+
+def moments64(s, v, lse_f, o_f, residual):
+    """vAttention's moments of a sample: scores s [b], values v [b, d], in float64."""
+    b = len(s)
+    top = max(lse_f.item(), s.max().item())
+    e = torch.exp(s - top)
+    known = math.exp(lse_f.item() - top)
+    ev, e2v = (e[:, None] * v).sum(0), (e[:, None]**2 * v).sum(0)
+    scale = residual / b
+    den = known + scale * e.sum().item()
+    o = (o_f * known + scale * ev) / den
+    r = e[:, None] * (v - o)
+    c = r - r.mean(0)
+    few = min(b, 40)
+    dots = (c[:few] @ c[:few].T)**2
+    mixed = (dots.sum() - dots.diagonal().sum()).item() * b * (b - 1) / (few * (few - 1))
+    return {"b": b, "den": den, "o2": (o @ o).item(), "var_d": e.var().item(),
+            "tr_n": (e[:, None] * v).var(0).sum().item(), "tr_r": r.var(0).sum().item(),
+            "tr2": ((c * c).sum(1)**2).sum().item() / (b - 1)**2 + mixed / (b - 1)**2}
+
+
+def budget64(rule, eps, delta, m, n, limit):
+    """(verdict, draws) of one head."""
+    whole, most, upper, rest, vector, scalar = t.quantiles(delta)
+    sc = n * math.sqrt(m["var_d"]) / m["den"]
+    draws = lambda r: math.ceil(r * r / (1 + r * r / n))
+    if rule == "denominator":
+        return "sample", draws(whole * sc / eps)
+
+    def quantile(trace, trace2):
+        sp = 2 * trace2 / (9 * trace**2)
+        return math.sqrt(max(1 - sp + upper * math.sqrt(sp), 0)**3)
+
+    if rule in ("ratio", "chi2"):
+        norm2, trace, unit = m["o2"], m["tr_r"], m["den"]
+        least = most if rule == "ratio" else min(quantile(1, 1), 1.0)
+        bound = lambda norm, c=least: draws(c * n * math.sqrt(trace) / (eps * unit * norm) + rest * sc)
+    else:
+        norm2, trace, unit = m["o2"] * m["den"]**2, m["tr_n"], 1.0
+        mul, add = (2 / eps, 2 / eps) if rule == "lemma" else (1 / eps, (1 + eps) / eps)
+        bound = lambda norm: draws(min(a * n * math.sqrt(trace) / norm * mul + z * sc * add
+                                       for a, z in zip(vector, scalar)))
+    if bound(math.sqrt(norm2)) > limit:
+        return "dense", 0
+    left = norm2 - n * n * trace * (1 / m["b"] - 1 / n) / unit**2
+    if left < 0.25 * norm2:
+        return "noisy", 0
+    norm = math.sqrt(left)
+    b = bound(norm)
+    if rule == "chi2" and b <= limit:
+        b = bound(norm, quantile(trace, m["tr2"]))
+    return "sample", b
+
+
+def judge64(q, k, v, lse_f, o_f, order, res, n, fixed, rule, eps, delta):
+    """The CPU's rules for one group: (state, draws)."""
+    want = max(64, math.ceil(0.01 * res))
+    limit = 0.5 * n - fixed
+    if res <= want or want >= limit:
+        return "whole", 0
+    for r in range(5):
+        draws = order[:want]
+        verdicts = []
+        for j in range(len(q)):
+            sc = k[draws] @ q[j] * k.shape[1]**-0.5
+            verdicts.append(budget64(rule, eps, delta,
+                                     moments64(sc, v[draws], lse_f[j], o_f[j], res), res, limit))
+        bad = next((x for x in verdicts if x[0] != "sample" or x[1] >= limit), None)
+        if bad is None:
+            return "sampled", min(max(max(x[1] for x in verdicts), want), res)
+        if bad[0] != "noisy" or r == 4 or 4 * want >= limit:
+            return "dense", 0
+        want *= 4
+    return "dense", 0
+
+
+def vattention_case(report, dtype, d, kv, g, rule, eps, shift, lens, blocks=0, tokens=0):
+    layer, sink, win = 5, 16, 64
+    cache = t.Cache(lens, kv, d, dtype)
+    cache.v += shift  # An output of zero mean makes every pilot too noisy.
+    q = torch.randn(len(lens), kv * g, d, device=DEV, dtype=dtype)
+    bid, tid, made = [], [], []
+    for n in lens:
+        made += [fixed_list(n, h, sink, win, blocks, tokens, bid, tid) for h in range(kv)]
+    as_i32 = lambda x: torch.tensor(x or [0], dtype=torch.int32, device=DEV)
+    seeds = torch.randint(0, 2**62, (len(lens),)).tolist()
+    ids = dict(block_ids=as_i32(bid), token_ids=as_i32(tid))
+    f = t.VAttention(cache, q, [m[0] for m in made], seeds, eps, 0.1, rule, layer=layer, **ids)
+    f()
+    gap = err = errors = 0.0
+    states, moved = [], 0
+    for i, n in enumerate(lens):
+        k, v = (x.double() for x in cache.dense(i))
+        read = torch.zeros(kv * g, 1, n, dtype=torch.bool, device=DEV)
+        w = torch.zeros(kv * g, 1, n, device=DEV, dtype=torch.float64)
+        for h in range(kv):
+            seen = made[i * kv + h][1].to(DEV)
+            hs = slice(h * g, (h + 1) * g)
+            o_f, lse_f = attend64(q[i:i + 1, hs], k[h:h + 1], v[h:h + 1], seen[None])
+            order = permuted(n, seeds[i], layer, h, n - 1).to(DEV)
+            order = order[~seen[order]]
+            res = len(order)
+            state, asked = judge64(q[i, hs].double(), k[h], v[h], lse_f[0], o_f[0], order, res, n,
+                                   n - res, rule, eps, 0.1)
+            got = f.state[i * kv + h].item()
+            states.append(state)
+            moved += got != {"sampled": 1, "dense": 2, "whole": 3}[state]
+            gap = max(gap, float(f.residual[i * kv + h].item() != res))
+            count = f.counts[i * kv + h].item()
+            if got != 1:
+                read[hs] = True
+                gap = max(gap, float(count != 0))
+                continue
+            if state == "sampled":
+                gap = max(gap, max(abs(count - asked) - 2, 0) / asked)
+            read[hs, 0] = seen
+            read[hs, 0, order[:count]] = True
+            w[hs, 0, order[:count]] = math.log(res / count)
+        o, lse = attend64(q[i:i + 1], k, v, read, w)
+        err = max(err, rel(f.out[i], o[0]), (f.lse[i] - lse[0]).abs().max().item())
+        exact, _ = attend64(q[i:i + 1], k, v, torch.ones(1, n, dtype=torch.bool, device=DEV))
+        errors = max(errors, ((f.out[i].double() - exact[0]).norm(dim=-1) /
+                              exact[0].norm(dim=-1)).max().item())
+    report(f"vattention {rule} {dtype} d{d} kv {kv} group {g} blocks {blocks} tokens {tokens} (error "
+           f"against dense {errors:.3f}, {len(states) - states.count('sampled')} of {len(states)} lists dense)", err)
+    # A budget near the limit may fall on its other side by rounding.
+    report(f"vattention {rule} {dtype} d{d} kv {kv} group {g} budgets", gap + (moved > 1), 0.02)
+    return f, cache, q, [m[0] for m in made], seeds, layer, ids
+
+
+def check_vattention(report, small):
+    b16, f16 = torch.bfloat16, torch.float16
+    lens = [700, 2000] if small else [700, 9000, 40000]
+    cases = [(b16, 128, 2, 4, "chi2", 0.1, 0.5, lens, 5, 0), (f16, 64, 2, 4, "ratio", 0.1, 0.5, lens)]
+    if small:
+        cases.append((b16, 128, 1, 12, "chi2", 0.2, 0.1, lens, 3, 40))
+    else:
+        cases += [(b16, 128, 2, 4, "lemma", 0.3, 0.5, lens, 0, 300),
+                  (b16, 64, 2, 4, "tight", 0.3, 0.5, lens), (f16, 128, 2, 4, "denominator", 0.1, 0.5, lens),
+                  (b16, 128, 8, 4, "chi2", 0.06, 0.5, [131072], 100, 0),
+                  (b16, 128, 8, 4, "chi2", 0.06, 0.5, [1, 70, 5003, 130000], 20, 500),
+                  (b16, 128, 2, 1, "chi2", 0.2, 0.2, [60000]), (f16, 128, 3, 3, "chi2", 0.2, 0.2, lens, 9, 9),
+                  (b16, 128, 1, 16, "chi2", 0.2, 0.2, lens, 9, 100), (f16, 64, 4, 8, "chi2", 0.2, 0.2, lens),
+                  (b16, 64, 2, 12, "chi2", 0.3, 0.1, [50000, 3000], 20, 0),
+                  # Noisy pilots: they grow, and some lists go dense.
+                  (b16, 128, 4, 4, "chi2", 0.5, 0.03, [100000], 20, 0),
+                  (b16, 128, 4, 2, "chi2", 0.5, 0.01, [100000, 20000], 0, 100)]
+    for case in cases:
+        f, cache, q, lists, seeds, layer, ids = vattention_case(report, *case)
+        if case[0] is b16 and case[3] in (4, 12):
+            first, moved = f.out.clone(), 0.0
+            for _ in range(3 if small else 100):
+                f.out.fill_(float("nan"))
+                f()
+                moved += float((f.out != first).any())
+            report("vattention repeats itself", moved)
+            i = len(cache.lens) - 1
+            alone = t.VAttention(cache, q[i:i + 1].contiguous(), lists[i * cache.kv_heads:], seeds[i:],
+                                 case[5], 0.1, case[4], layer=layer, positions=[cache.lens[i] - 1],
+                                 row_table=torch.tensor([i], device=DEV, dtype=torch.int32), **ids)
+            alone()
+            report("vattention independent of the batch", float((alone.out[0] != first[i]).any()))
+
+
+def check_values(report, small):
+    lens = [1, 65, 700] if small else [1, 63, 65, 1000, 20001]
+    shapes = [(torch.bfloat16, 128, 2, 4), (torch.float16, 64, 1, 3)]
+    if not small:
+        shapes += [(torch.bfloat16, 128, 8, 4), (torch.float16, 128, 2, 1), (torch.bfloat16, 64, 4, 8),
+                   (torch.bfloat16, 128, 1, 16), (torch.float16, 128, 2, 12), (torch.bfloat16, 128, 3, 5)]
+    for dtype, d, kv, g in shapes:
+        cache = t.Cache(lens, kv, d, dtype)
+        q = torch.randn(len(lens), kv * g, d, device=DEV, dtype=dtype)
+        exact = [attend64(q[i:i + 1], *cache.dense(i), torch.ones(1, n, dtype=torch.bool, device=DEV))
+                 for i, n in enumerate(lens)]
+        # Values that name one of d runs of tokens: the output counts the draws of each.
+        names = t.Cache(lens, kv, d, dtype)
+        names.k, names.table = cache.k, cache.table
+        want = torch.zeros(len(lens), kv * g, d, device=DEV, dtype=torch.float64)
+        for i, n in enumerate(lens):
+            run = torch.arange(n, device=DEV) * d // n
+            hot = torch.nn.functional.one_hot(run, d).to(dtype)
+            for b in range((n + 63) // 64):
+                part = hot[b * 64:b * 64 + 64]
+                names.v[cache.table[i, b], :, :len(part)] = part
+            k = cache.dense(i)[0].double().repeat_interleave(g, 0)
+            p = torch.softmax(torch.einsum("hd,hnd->hn", q[i].double(), k) * d**-0.5, -1)
+            want[i] = p @ hot.double()
+        seeds = torch.randint(0, 2**62, (len(lens),)).tolist()
+        for rule, slack in (("systematic", 1.02), ("stratified", 2.02), ("independent", None)):
+            f = t.Values(names, q, seeds, 128, rule)
+            f()
+            counts = f.out.double() * 128
+            bad = float((counts.sum(-1) != 128).any()) + float((counts != counts.round()).any())
+            off = (counts - want * 128).abs()
+            bad += float((off > (slack or 8 * (want * 128).sqrt() + 8)).any())
+            report(f"values {rule} {dtype} d{d} kv {kv} group {g} counts", bad)
+            lse = max((f.lse[i].double() - x[1][0]).abs().max().item() for i, x in enumerate(exact))
+            report(f"values {rule} {dtype} d{d} kv {kv} group {g} lse", lse)
+        first, moved = f.out.clone(), 0.0
+        for _ in range(3 if small else 50):
+            f.out.fill_(float("nan"))
+            f()
+            moved += float((f.out != first).any())
+        i = len(lens) - 1
+        alone = t.Values(names, q[i:].contiguous(), seeds[i:], 128, "independent", lens=lens[i:],
+                         row_table=torch.tensor([i], device=DEV, dtype=torch.int32))
+        alone()
+        report(f"values {dtype} d{d} kv {kv} group {g} repeats itself, alone and in a batch",
+               moved + float((alone.out[0] != first[i]).any()))
+        # Over many seeds the mean goes to the exact output, by its own standard error.
+        runs = 8 if small else 512
+        table = torch.full((runs,), i, device=DEV, dtype=torch.int32)
+        many = q[i:].expand(runs, -1, -1).contiguous()
+        for rule in t.TARGETS:
+            f = t.Values(cache, many, torch.randint(0, 2**62, (runs,)).tolist(), 16, rule,
+                         row_table=table, lens=[lens[i]] * runs)
+            f()
+            x = f.out.double()
+            z = (x.mean(0) - exact[i][0][0]) / (x.std(0) / runs**0.5).clamp_min(1e-3)
+            report(f"values {rule} {dtype} d{d} kv {kv} group {g} unbiased (z)", z.square().mean().sqrt().item(),
+                   2.0 if small else 1.3)

@@ -1,0 +1,526 @@
+// The C interface of the GPU kernels: every entry point and its parameters.
+//
+// All pointers are device addresses (or pinned host memory that the device can read) unless
+// said otherwise. An entry point queues its launches on `stream` and returns a cudaError_t: 0,
+// cudaErrorInvalidValue for shapes it does not take, or what the launch said. It keeps
+// nothing from call to call, allocates nothing and never waits, so calls may be captured in a
+// graph; the parameters are read before it returns. Fields called `reserved` are 0. "Zero before and
+// after" is scratch that the caller zeroes once and a launch leaves zeroed; it must not be
+// shared by launches that may run at the same time.
+//
+// `overlap` 1 lets a launch start before its predecessor in the stream has ended; it waits
+// itself before it reads what that one wrote. A predecessor that is not of this library is
+// safe too: the launch then starts when that one has ended.
+//
+// Caches are [blocks, kv_heads, 64, head_dim], blocks of 64 tokens named by block tables.
+// head_dim is 64 or 128; a group, the query heads that share a list, has at most 16.
+#ifndef TAPER_GPU_H
+#define TAPER_GPU_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct CUstream_st* TaperStream;  // cudaStream_t
+
+enum { TAPER_BF16 = 0, TAPER_F16 = 1 };  // dtype
+enum { TAPER_PER_HEAD = 0, TAPER_GROUP_MAX = 1, TAPER_GROUP_MASS = 2 };  // ScoreParams, HashScoreParams: reduce
+enum { TAPER_NO_TARGET = 0, TAPER_BLOCKS = 1, TAPER_TOKENS = 2 };        // SelectParams: target
+enum { TAPER_MAX_OF_GROUP = 0, TAPER_SUM_OF_GROUP = 1 };                 // GroupSelectParams: reduce
+enum { TAPER_BY_COUNT = 0, TAPER_BY_EXP = 1, TAPER_BY_SCORE = 2 };       // GroupSelectParams: mass
+enum { TAPER_DENOMINATOR = 0, TAPER_LEMMA, TAPER_TIGHT, TAPER_RATIO, TAPER_CHI2, TAPER_LISTED };  // SampledParams: rule
+enum { TAPER_SAMPLED = 1, TAPER_DENSE = 2, TAPER_WHOLE = 3, TAPER_AS_LISTED = 4 };                // SampledParams: state
+enum { TAPER_SYSTEMATIC = 0, TAPER_STRATIFIED = 1, TAPER_INDEPENDENT = 2, TAPER_PER_TILE = 3 };   // ValuesParams: rule
+
+// Thread blocks that share a list (`team` below): 128 / list_heads, within 1 and 32.
+static inline int32_t taper_team(int32_t list_heads) {
+  const int32_t n = 128 / list_heads;
+  return n < 1 ? 1 : n > 32 ? 32 : n;
+}
+
+// --- Work lists and decode attention (K1), merge (K2) --------------------------
+
+// Ids are logical positions in the sequence.
+typedef struct TaperWorkList {
+  uint32_t begin[2], end[2];          // token ranges; empty where end <= begin
+  uint32_t block_first, block_count;  // slice of block_ids
+  uint32_t token_first, token_count;  // slice of token_ids
+  // Slice of token_ids in drawing order, of which every query head reads a prefix of its
+  // own length with its own log weight.
+  uint32_t sample_first, sample_count;
+  float block_ln_weight, token_ln_weight;
+  uint32_t len;  // visible tokens of the sequence, bounds its last block
+  uint32_t reserved[3];
+} TaperWorkList;
+
+// A run of tiles of one list, with a copy of the list: one load tells a producer all.
+typedef struct TaperUnit {
+  uint32_t list, tile_begin, tile_end, table;
+  TaperWorkList work;
+} TaperUnit;
+
+typedef struct TaperDecodeParams {
+  const void* q;                 // [rows, q_heads, head_dim]
+  const void* k;                 // [blocks, kv_heads, 64, head_dim]
+  const void* v;                 // as k
+  const uint32_t* block_table;   // [tables, table_stride]
+  const uint32_t* row_table;     // [rows], the table of each row; null: row r uses table r
+  const TaperWorkList* lists;    // [rows, list_heads]
+  const uint32_t* block_ids;     // pool that the lists slice
+  const uint32_t* token_ids;     // pool that the lists slice
+  const float* token_ln_weight;  // beside token_ids, added to the list's own; may be null
+  const uint32_t* head_counts;   // [rows, q_heads], sampled tokens that each head reads
+  const float* head_ln_weight;   // [rows, q_heads], their log weight
+  TaperUnit* units;              // [unit_capacity]
+  uint32_t* list_units;          // [lists + 1], first unit of each list; the last is the total
+  float* part_o;                 // [unit_capacity, group, head_dim]
+  float* part_lse;               // [unit_capacity, group]
+  int64_t blocks;                // of the cache
+  int32_t rows, q_heads, kv_heads, list_heads, head_dim, dtype;
+  int32_t table_stride, unit_capacity;
+  float scale;
+  int32_t gather;   // 0 promises that no list names single tokens
+  int32_t overlap;  // allow the launch to overlap its predecessor's tail
+} TaperDecodeParams;
+
+typedef struct TaperMergeParams {
+  const float* part_o;         // [units, group, head_dim]
+  const float* part_lse;       // [units, group]
+  const uint32_t* list_units;  // [lists + 1]
+  void* out;                   // [rows, q_heads, head_dim], dtype or f32
+  float* lse;                  // [rows, q_heads] or null
+  const float* base_o;         // [rows, q_heads, head_dim], one more partial; or null
+  const float* base_lse;       // [rows, q_heads]
+  int32_t rows, q_heads, list_heads, head_dim, dtype;
+  int32_t out_f32, overlap, reserved;
+} TaperMergeParams;
+
+// Cuts lists into units: once for each change of the lists, not for each layer.
+int taper_decode_plan(const TaperDecodeParams* p, TaperStream stream);
+// Partial results of all units. With a scale of 0 the log weights alone decide: attention with
+// given weights.
+int taper_decode(const TaperDecodeParams* p, TaperStream stream);
+// Partial results to outputs.
+int taper_merge(const TaperMergeParams* p, TaperStream stream);
+
+// --- A decode step in one launch: sampled (vAttention), or of the lists alone ---
+
+typedef struct TaperSampledParams {
+  // What is read exactly: `lists` with ascending, disjoint blocks and tokens and no
+  // sample. part_o, part_lse: [lists, 2, team, group(, head_dim)], scratch. No units;
+  // unit_capacity is set by the entry point.
+  TaperDecodeParams d;
+  const uint64_t* seeds;      // [rows]
+  const uint32_t* positions;  // [rows], absolute position of the query
+  void* out;                  // [rows, q_heads, head_dim]
+  float* lse;                 // [rows, q_heads], of the estimate; or null
+  uint32_t* sync;             // [(1 + lists) * 32], zero before and after
+  // From here to `sums`: not used by TAPER_LISTED.
+  uint32_t* draws;            // [lists, draw_stride], scratch
+  uint32_t* draw_counts;      // [lists, 4, team * 4], zero before and after
+  float* scores;              // [lists, capacity, group], scratch: of the pilot
+  uint64_t* sums;             // [lists, team, group, 4], zero before and after
+  uint32_t* state;            // [lists], TAPER_SAMPLED and so on
+  uint32_t* residual;         // [lists], keys that the sample stands for
+  uint32_t* counts;           // [lists], sampled keys read; 0 where everything is read
+  // Quantiles, from the host: of the whole delta, of 0.9 delta for a vector and one-sided,
+  // of 0.1 delta, and of six splits of delta.
+  float epsilon, whole, most, upper, rest, split_vector[6], split_scalar[6];
+  float reserved;
+  double pilot_share, dense_share;
+  int64_t draw_stride;  // at least taper_sampled_draws(max_len)
+  int32_t pilot_tokens, rule, capacity, layer;
+} TaperSampledParams;
+
+int taper_sampled(const TaperSampledParams* p, TaperStream stream);
+// Elements of `draws` for each list, for sequences of up to `len` tokens.
+int64_t taper_sampled_draws(int64_t len);
+
+// --- Samples of keys (K4) and of values (S2ANTA) -------------------------------
+
+typedef struct TaperSampleParams {
+  const TaperWorkList* work;  // [rows, list_heads]; what they read is never drawn
+  const uint32_t* block_ids;  // pools that the lists slice
+  const uint32_t* token_ids;
+  const uint64_t* seeds;      // [rows]
+  const uint32_t* positions;  // [rows], absolute position of the query
+  const uint32_t* wants;      // [rows, list_heads] draws; null: `want`
+  const uint32_t* states;     // [rows, list_heads]: draw only where it is `state`; or null
+  uint32_t* ids;              // [rows, list_heads, capacity], in drawing order
+  uint32_t* counts;           // [rows, list_heads] drawn
+  uint32_t layer;
+  int32_t rows, list_heads, capacity, want, max_len, overlap;
+  uint32_t state;
+} TaperSampleParams;
+
+typedef struct TaperValuesParams {
+  const void* q;                // [rows, q_heads, head_dim]
+  const void* k;                // [blocks, kv_heads, 64, head_dim]
+  const void* v;                // as k
+  const uint32_t* block_table;  // [tables, table_stride]
+  const uint32_t* row_table;    // [rows] or null
+  const uint32_t* lens;         // [rows], visible tokens, at least 1
+  const uint64_t* seeds;        // [rows]
+  const uint32_t* positions;    // [rows], absolute position of the query
+  void* out;                    // [rows, q_heads, head_dim]
+  float* lse;                   // [rows, q_heads] or null; exact
+  uint32_t* sync;               // [(1 + lists) * 32], zero before and after
+  void* weights;                // [lists, max_len rounded up to 64, group], scratch
+  float* part_lse;              // [lists, team, group], scratch, in units of log2(e)
+  float* parts;                 // [lists, team, group, head_dim], scratch
+  int64_t blocks;               // of the cache
+  int32_t rows, q_heads, kv_heads, head_dim, dtype, table_stride;
+  int32_t max_len, samples, rule, layer;
+  float scale;
+  int32_t overlap, in_order, reserved;
+} TaperValuesParams;
+
+// Draws without replacement from what lists leave out.
+int taper_sample(const TaperSampleParams* p, TaperStream stream);
+// Reads all keys and some values.
+int taper_values(const TaperValuesParams* p, TaperStream stream);
+
+// --- Prefill attention (K5), Delta Attention -----------------------------------
+
+typedef struct TaperPrefillTile {
+  uint32_t row_begin, rows;   // at most 128 rows of the launch
+  uint32_t table;             // block table of the sequence
+  uint32_t kv_len;            // tokens of the sequence that the cache holds
+  uint32_t pos_min, pos_max;  // over the tile's rows
+  uint32_t id;                // index into csr_begin
+  uint32_t part;              // of the tile's keys, where `splits` asks for parts
+} TaperPrefillTile;
+
+typedef struct TaperPrefillParams {
+  const void* q;                  // [tokens, q_heads, head_dim]
+  const void* k;                  // [blocks, kv_heads, 64, head_dim]
+  const void* v;                  // as k
+  const uint32_t* block_table;    // [tables, table_stride]
+  const uint32_t* q_rows;         // [rows], the row of q (and of out) per row; null: itself
+  const uint32_t* positions;      // [rows], absolute
+  const TaperPrefillTile* tiles;  // [tile_count], longest first
+  const uint32_t* csr_begin;      // [csr_heads * tile_count + 1], or null
+  const uint32_t* csr_blocks;     // ascending logical blocks of each (head, tile)
+  void* out;                      // [rows, q_heads, head_dim], dtype or f32; by launch row if f32
+  float* lse;                     // [rows, q_heads] by launch row, or null
+  float* anchor_out;              // [.., q_heads, head_dim]: rows at multiples of anchor_stride
+  int64_t blocks;                 // of the cache
+  int32_t tile_count, q_heads, kv_heads, head_dim, dtype, table_stride;
+  int32_t csr_heads;      // 1, kv_heads or q_heads
+  int32_t sink, window;   // window 0: no window
+  int32_t anchor_stride;  // 0: no anchor output
+  int32_t out_f32, overlap;
+  float scale;
+  int32_t reserved;
+} TaperPrefillParams;
+
+// What a sparse prefill adds.
+typedef struct TaperSparsePrefillParams {
+  TaperPrefillParams base;
+  const uint32_t* csr_counts;    // [csr_heads * tile_count]; null: a list ends where the next begins
+  const uint32_t* column_begin;  // [column_heads * tile_count] by tile id, into column_ids; or null
+  const uint32_t* column_counts;
+  const uint32_t* column_ids;    // tokens that the tile's rows see besides its blocks
+  int32_t column_heads;          // 1, kv_heads or q_heads
+  // Above 0: a tile stands in `tiles` once for every part of its keys, and the launch writes
+  // partial results, f32 `out` [rows, q_heads, splits, head_dim] and `lse` [rows, q_heads, splits].
+  int32_t splits;
+  // All tiles of a head before the next head: for lists of each head's own, whose keys would
+  // otherwise not stay in L2. Else all heads of a tile side by side.
+  int32_t head_major, reserved_sparse;
+} TaperSparsePrefillParams;
+
+typedef struct TaperDeltaParams {
+  void* out;                  // [tokens, q_heads, head_dim]: sparse rows in, corrected rows out
+  const float* anchor_base;   // [anchors, q_heads, head_dim], sparse output of the anchors
+  const float* anchor_dense;  // [anchors + tail rows, q_heads, head_dim]
+  int64_t position;           // absolute position of row 0
+  int64_t tail_begin;         // absolute position from which rows are dense
+  int64_t anchor_first;       // anchors before it are not in the arrays
+  int64_t anchors;            // dense tail rows start at this row of anchor_dense
+  int32_t tokens, q_heads, head_dim, dtype;
+  int32_t gamma;
+  int32_t propagate;  // 0: only anchors and tail change (the recompute mode)
+  int32_t overlap, reserved;
+} TaperDeltaParams;
+
+int taper_prefill(const TaperPrefillParams* p, TaperStream stream);
+int taper_prefill_sparse(const TaperSparsePrefillParams* p, TaperStream stream);
+int taper_delta(const TaperDeltaParams* p, TaperStream stream);
+
+// --- Scores of views (K8), selection (K3) --------------------------------------
+
+typedef struct TaperScoreParams {
+  const void* q;                // [rows, q_heads, width]
+  const void* view;             // [blocks, kv_heads, per_block, width]; upper bounds if `lower`
+  const void* lower;            // lower bounds, or null
+  const uint32_t* block_table;  // [tables, table_stride]
+  const uint32_t* row_table;    // [rows] or null
+  const uint32_t* lens;         // [rows], visible tokens
+  const float* lse;             // [rows, q_heads], for TAPER_GROUP_MASS
+  float* out;       // [rows, q_heads or kv_heads, stride]: scaled scores, or the group's
+  float* tile_max;  // [rows, q_heads, tile_stride]: of 64 entries each, or null
+  float* tile_sum;  // as tile_max: sum of exp(score - max)
+  int32_t rows, q_heads, kv_heads, width, dtype, table_stride;
+  int32_t per_block, max_entries, stride, tile_stride;
+  int32_t reduce, overlap;
+  float scale;
+  int32_t reserved;
+} TaperScoreParams;
+
+typedef struct TaperHashScoreParams {
+  const uint32_t* q;            // [rows, q_heads, words]
+  const uint32_t* codes;        // [blocks, kv_heads, 64, per_head ? group * words : words]
+  const uint32_t* block_table;  // [tables, table_stride]
+  const uint32_t* row_table;    // [rows] or null
+  const uint32_t* lens;         // [rows], visible tokens
+  float* out;                   // [rows, q_heads or kv_heads, stride]
+  int32_t rows, q_heads, kv_heads, words, per_head, table_stride;
+  int32_t max_len, stride, reduce, overlap;
+} TaperHashScoreParams;
+
+typedef struct TaperSelectParams {
+  const float* scores;     // [lists, stride]
+  const uint32_t* begins;  // [lists], first candidate; null: 0
+  const uint32_t* ends;    // [lists], one past the last candidate; null: `entries`
+  const uint32_t* ks;      // [lists]; null: `k`
+  uint32_t* ids;           // [lists, capacity], ascending
+  uint32_t* counts;        // [lists], or null
+  TaperWorkList* work;     // [lists], patched as `target` says; or null
+  int32_t lists, stride, capacity, entries, k, target, overlap;
+  int32_t blocks_most;  // thread blocks a list at most, 0: as many as help; for measurements
+} TaperSelectParams;
+
+typedef struct TaperGroupSelectParams {
+  TaperSelectParams base;  // its scores are [lists * group, stride]
+  const float* lse;        // [lists * group]: scores become exp(score - lse) first; or null
+  const float* shares;     // [lists]; null: `share`
+  int32_t group;           // rows of scores that one list reduces
+  int32_t reduce;          // TAPER_MAX_OF_GROUP or TAPER_SUM_OF_GROUP
+  int32_t mass;            // TAPER_BY_COUNT and so on; by mass, `k` is the least number to take
+  int32_t ties;            // by mass: also take all entries equal to the last
+  float share;
+  int32_t reserved;
+} TaperGroupSelectParams;
+
+typedef struct TaperPickParams {
+  const void* q;                // [rows, q_heads, width]
+  const void* view;             // [blocks, kv_heads, width]: means, or upper bounds if `lower`
+  const void* lower;            // lower bounds, or null
+  const uint32_t* block_table;  // [tables, table_stride]
+  const uint32_t* row_table;    // [rows] or null
+  const uint32_t* lens;         // [rows], visible tokens
+  const uint32_t* begins;       // [lists], first candidate; null: 0
+  const uint32_t* ends;         // [lists], one past the last candidate; null: all blocks
+  const uint32_t* ks;           // [lists]; null: `k`
+  uint32_t* keys;               // [lists, stride], scratch
+  uint32_t* ids;                // [lists, capacity], ascending
+  uint32_t* counts;             // [lists], or null
+  TaperWorkList* work;          // [lists], given the slice of ids; or null
+  uint32_t* sync;               // [lists * 32], zero before and after
+  int32_t rows, q_heads, kv_heads, width, dtype, table_stride;
+  int32_t stride;  // most candidates of a list, at most 32768
+  int32_t capacity, k, overlap;
+} TaperPickParams;
+
+int taper_score(const TaperScoreParams* p, TaperStream stream);
+int taper_hash_score(const TaperHashScoreParams* p, TaperStream stream);
+int taper_select(const TaperSelectParams* p, TaperStream stream);
+int taper_select_group(const TaperGroupSelectParams* p, TaperStream stream);
+// Scores and chooses blocks in one launch.
+int taper_pick_blocks(const TaperPickParams* p, TaperStream stream);
+
+// --- Probability sums (K6) and lists for prefill -------------------------------
+
+typedef struct TaperSlice {
+  uint32_t q_row;     // its first row in q
+  uint32_t rows;      // at most 64
+  uint32_t position;  // absolute, of the first row
+  uint32_t table;     // block table of the sequence
+} TaperSlice;
+
+typedef struct TaperReduceParams {
+  const void* q;                // [tokens, q_heads, head_dim]
+  const void* k;                // [blocks, kv_heads, 64, head_dim]
+  const uint32_t* block_table;  // [tables, table_stride]
+  const TaperSlice* slices;     // [slice_count]
+  float* parts;                 // [slice_count, q_heads, splits, 64]: maximum and sum
+  float* tile_diagonals;        // [slice_count, q_heads, max_blocks, 128], scratch
+  float* block_columns;         // [slice_count, q_heads, max_blocks], or null
+  float* block_diagonals;       // [slice_count, q_heads, max_blocks], or null: by (row - key) / 64
+  float* columns;               // [slice_count, q_heads, 64 * max_blocks] a token each, or null
+  float* diagonals;             // as columns, by row - key; or null
+  float* lse;                   // [slice_count, q_heads, 64], or null
+  int32_t slice_count, q_heads, kv_heads, head_dim, dtype, table_stride;
+  int32_t max_blocks;  // of the longest slice's keys
+  int32_t splits;      // at least max_blocks / 32, rounded up
+  int32_t overlap;
+  float scale;
+} TaperReduceParams;
+
+typedef struct TaperStripesParams {
+  const uint32_t* columns;                   // [slices, heads, column_stride] block numbers
+  const uint32_t* column_counts;             // [slices, heads]
+  const uint32_t* slashes;                   // [slices, heads, slash_stride]
+  const uint32_t* slash_counts;              // [slices, heads]
+  const uint32_t* slice_ends;                // [slices] ascending: rows below it follow that slice
+  const TaperPrefillTile* tiles;             // [tile_count]
+  const uint32_t* list_begin;                // [heads, tile_count] by tile id: room for pos_max / 64 + 1
+  uint32_t* bitmaps;                         // [slices, heads, 2, words], scratch
+  uint32_t* blocks;                          // what list_begin points into; ascending
+  uint32_t* counts;                          // [heads, tile_count]
+  int32_t slices, heads, tile_count, words;  // words: blocks of the sequence / 32, rounded up
+  int32_t column_stride, slash_stride, overlap, reserved;
+} TaperStripesParams;
+
+// Single columns of each head, less those that a tile's blocks hold already or that lie beyond
+// its rows: vertical lines beside slashes, each key once.
+typedef struct TaperColumnsParams {
+  const uint32_t* columns;        // [heads, column_stride] tokens, ascending
+  const uint32_t* counts;         // [heads]
+  const TaperPrefillTile* tiles;  // [tile_count]
+  const uint32_t* list_begin;     // [list_heads * tile_count] by tile id, into blocks
+  const uint32_t* list_counts;    // [list_heads * tile_count]
+  const uint32_t* blocks;         // ascending in each list
+  const uint32_t* column_begin;   // [heads * tile_count] by tile id: room for counts[head]
+  uint32_t* column_ids;           // what column_begin points into; ascending
+  uint32_t* column_counts;        // [heads * tile_count]
+  int32_t heads, list_heads, tile_count, column_stride, overlap, reserved;
+} TaperColumnsParams;
+
+int taper_reduce(const TaperReduceParams* p, TaperStream stream);
+int taper_stripes(const TaperStripesParams* p, TaperStream stream);
+int taper_drop_columns(const TaperColumnsParams* p, TaperStream stream);
+
+// --- Appended metadata (K7) ----------------------------------------------------
+
+typedef struct TaperAppendSpan {
+  uint32_t table, begin, end, reserved;  // tokens begin .. end - 1 are new; end are visible
+} TaperAppendSpan;
+
+typedef struct TaperAppendParams {
+  const void* k;                 // [blocks, kv_heads, 64, head_dim]
+  const uint32_t* block_table;   // [tables, table_stride]
+  const TaperAppendSpan* spans;  // [span_count]
+  const uint32_t* channels;      // [kv_heads, width], which elements are labels
+  void* upper;                   // [blocks, kv_heads, head_dim], or null; likewise lower, mean
+  void* lower;
+  void* mean;
+  void* labels;                 // [blocks, kv_heads, 64, width], or null
+  int32_t span_count, kv_heads, head_dim, dtype, table_stride;
+  int32_t max_blocks;  // that one span touches
+  int32_t width, overlap;
+} TaperAppendParams;
+
+// Signs of activations as bits: bit i of word w is set where element 32 w + i is not negative.
+typedef struct TaperCodeParams {
+  const void* x;                // [tokens, heads, 32 * words]
+  const uint32_t* positions;    // [tokens], or null: codes are [tokens, heads, words]
+  const uint32_t* token_table;  // [tokens]
+  const uint32_t* block_table;  // [tables, table_stride]
+  uint32_t* codes;              // [blocks, kv_heads, 64, heads / kv_heads * words]
+  int32_t tokens, heads, kv_heads, words, dtype, table_stride, overlap, reserved;
+} TaperCodeParams;
+
+int taper_append(const TaperAppendParams* p, TaperStream stream);
+int taper_codes(const TaperCodeParams* p, TaperStream stream);
+
+// --- SAAP ----------------------------------------------------------------------
+
+typedef struct TaperAssignParams {
+  const void* k;                // [tokens, kv_heads, head_dim], before the rotation
+  const void* centroids;        // [kv_heads, clusters, head_dim], unit length
+  const uint32_t* positions;    // [tokens]
+  const uint32_t* token_table;  // [tokens]
+  const uint32_t* block_table;  // [tables, table_stride]
+  uint16_t* ids;                // [blocks, kv_heads, 64]
+  int32_t tokens, kv_heads, head_dim, clusters, dtype, table_stride, overlap, reserved;
+} TaperAssignParams;
+
+typedef struct TaperIndexSpan {
+  uint32_t table, begin, end, reserved;  // tokens to index
+} TaperIndexSpan;
+
+typedef struct TaperIndexParams {
+  const uint16_t* ids;          // [blocks, kv_heads, 64]
+  const uint32_t* block_table;  // [tables, table_stride]
+  const TaperIndexSpan* spans;  // [sequences]
+  uint32_t* counts;             // [sequences * kv_heads, segments, clusters], scratch
+  uint32_t* offsets;            // [sequences * kv_heads, clusters + 1]
+  uint32_t* tokens;             // [sequences * kv_heads, capacity], by cluster, ascending
+  int32_t sequences, kv_heads, clusters, segments, capacity, table_stride, overlap, reserved;
+} TaperIndexParams;
+
+typedef struct TaperLinearParams {
+  const void* x;       // [rows, q_heads, inputs]
+  const void* weight;  // [kv_heads, outputs, inputs]
+  const float* bias;   // [kv_heads, outputs]
+  void* out;           // [rows, q_heads, outputs]: dtype after max(., 0) if `relu`, else f32
+  int32_t rows, q_heads, kv_heads, inputs, outputs, dtype, relu, overlap;
+} TaperLinearParams;
+
+typedef struct TaperChooseParams {
+  const float* logits;        // [rows, q_heads, clusters]
+  const uint32_t* offsets;    // [sequences, kv_heads, clusters + 1]
+  const uint32_t* tokens;     // [sequences, kv_heads, index_capacity]
+  const uint32_t* sequences;  // [rows], which index each row reads; null: row r reads r
+  const uint32_t* lens;       // [rows], visible tokens
+  const uint32_t* indexed;    // [rows], the first token after the index, read as a range from there
+  TaperWorkList* work;        // [rows, kv_heads]
+  uint32_t* token_ids;        // [rows, kv_heads, capacity]
+  int32_t rows, q_heads, kv_heads, clusters, take, sink;
+  int32_t index_capacity, capacity, overlap, reserved;
+} TaperChooseParams;
+
+int taper_saap_assign(const TaperAssignParams* p, TaperStream stream);
+int taper_saap_index(const TaperIndexParams* p, TaperStream stream);
+int taper_saap_linear(const TaperLinearParams* p, TaperStream stream);
+int taper_saap_choose(const TaperChooseParams* p, TaperStream stream);
+
+// --- Between matrix products ---------------------------------------------------
+
+// Keys and values of a step's tokens into the cache, keys and queries rotated.
+typedef struct TaperRopeParams {
+  const void* qkv;              // [tokens, row_stride]: q heads, k heads, v heads side by side
+  const float* angles;          // [positions, head_dim]: cosines of the halves' pairs, then sines
+  const uint32_t* positions;    // [tokens]
+  const uint32_t* token_table;  // [tokens], the block table of each token's sequence
+  const uint32_t* block_table;  // [tables, table_stride]
+  void* q;                      // [tokens, q_heads, head_dim]
+  void* q_plain;                // as q, before the rotation; or null
+  void* k_plain;                // [tokens, kv_heads, head_dim] before the rotation; or null
+  void* k;                      // cache, [blocks, kv_heads, 64, head_dim]
+  void* v;
+  int64_t row_stride;
+  int32_t tokens, q_heads, kv_heads, head_dim, dtype, table_stride, interleaved, overlap;
+} TaperRopeParams;
+
+typedef struct TaperNormParams {
+  const void* x;       // [rows, width], what the block before put out
+  const void* weight;  // [width]
+  void* residual;      // [rows, width]: becomes residual + x; null: x alone is normalised
+  void* out;           // [rows, width]
+  int32_t rows, width, dtype, overlap;
+  float epsilon;
+  int32_t reserved;
+} TaperNormParams;
+
+typedef struct TaperSiluParams {
+  const void* gate_up;  // [rows, 2 * width]: gate, then up
+  void* out;            // [rows, width]: silu(gate) * up
+  int64_t rows;
+  int32_t width, dtype, overlap, reserved;
+} TaperSiluParams;
+
+// Rotation, and keys and values to the cache.
+int taper_rope(const TaperRopeParams* p, TaperStream stream);
+int taper_norm(const TaperNormParams* p, TaperStream stream);
+int taper_silu(const TaperSiluParams* p, TaperStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // TAPER_GPU_H
