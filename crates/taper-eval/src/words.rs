@@ -43,11 +43,12 @@ impl Keys {
 }
 
 /// Draws `common` words and then `others`, all different; no common word is a part of any other word, so that finding
-/// it in an answer means what it says.
+/// it in an answer means what it says; nor is any word a part of `wording`.
 ///
 /// The stock has some two thousand words; past it come joined ones such as `quiet-lake`.
-pub fn distinct(rng: &mut impl Rng, common: usize, others: usize) -> (Vec<String>, Vec<String>) {
+pub fn distinct(rng: &mut impl Rng, common: usize, others: usize, wording: &str) -> (Vec<String>, Vec<String>) {
     let mut stock: Vec<&str> = [NOUNS, ADJECTIVES, VERBS].into_iter().flat_map(split).collect();
+    stock.retain(|word| !wording.contains(word));
     stock.shuffle(rng);
     let inside = |a: &str, b: &str| a.contains(b) || b.contains(a);
     let mut chosen: Vec<&str> = Vec::new();
@@ -109,8 +110,9 @@ mod tests {
     fn no_word_hides_a_common_one() {
         for seed in 0..20 {
             let mut rng = ChaCha8Rng::seed_from_u64(seed);
-            let (common, others) = distinct(&mut rng, 10, 4000);
+            let (common, others) = distinct(&mut rng, 10, 4000, "the most common");
             assert_eq!((common.len(), others.len()), (10, 4000));
+            assert!(!common.contains(&"common".to_owned()) && !others.contains(&"common".to_owned()));
             for (i, a) in common.iter().enumerate() {
                 assert!(!common[..i].iter().chain(&others).any(|b| b.contains(a.as_str()) || a.contains(b.as_str())));
             }

@@ -14,6 +14,11 @@ const OTHER_REPEATS: usize = 3;
 const SHORT_COMMON_REPEATS: usize = 6;
 const SHORT_OTHER_REPEATS: usize = 1;
 
+const COMMON_CONTEXT: &str = "Below is a numbered list of words. In these words, some appear more often than others. \
+                              Memorize the ones that appear most often.\n";
+const COMMON_QUESTION: &str = "\nQuestion: What are the 10 most common words in the above list?";
+const COMMON_PREFIX: &str = " Answer: The top 10 words that appear most often in the list are:";
+
 /// Fewest different words of a list.
 pub const LEAST_WORDS: usize = COMMON + 5;
 
@@ -21,18 +26,15 @@ pub const LEAST_WORDS: usize = COMMON + 5;
 pub fn common(units: usize, length: usize, mut rng: ChaCha8Rng) -> Draft {
     let (often, seldom) =
         if length < 4096 { (SHORT_COMMON_REPEATS, SHORT_OTHER_REPEATS) } else { (COMMON_REPEATS, OTHER_REPEATS) };
-    let (common, others) = distinct(&mut rng, COMMON, units - COMMON);
+    let wording = [COMMON_CONTEXT, COMMON_QUESTION, COMMON_PREFIX].concat();
+    let (common, others) = distinct(&mut rng, COMMON, units - COMMON, &wording);
     let mut list: Vec<&String> = [vec![&common; often], vec![&others; seldom]].concat().into_iter().flatten().collect();
     list.shuffle(&mut rng);
     let numbered: Vec<String> = list.iter().enumerate().map(|(i, word)| format!("{}. {word}", i + 1)).collect();
     Draft {
-        context: format!(
-            "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones \
-             that appear most often.\n{}",
-            numbered.join(" ")
-        ),
-        question: "\nQuestion: What are the 10 most common words in the above list?".into(),
-        prefix: " Answer: The top 10 words that appear most often in the list are:".into(),
+        context: COMMON_CONTEXT.to_owned() + &numbered.join(" "),
+        question: COMMON_QUESTION.into(),
+        prefix: COMMON_PREFIX.into(),
         wanted: common,
     }
 }
