@@ -1,6 +1,6 @@
 //! The command line.
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 
 /// An LLM inference server whose attention is a request parameter.
@@ -19,6 +19,8 @@ pub enum Command {
     Chat(ChatArgs),
     /// Continue one prompt and print the result
     Generate(GenerateArgs),
+    /// Measure what attention methods cost in answers
+    Eval(EvalArgs),
     /// List attention methods, their parameters and the presets
     Methods(MethodsArgs),
 }
@@ -139,6 +141,89 @@ pub struct ChatArgs {
 }
 
 #[derive(Debug, Args)]
+pub struct EvalArgs {
+    #[command(subcommand)]
+    pub what: Eval,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Eval {
+    /// Ask for what is hidden in long contexts: RULER's tasks
+    Needle(NeedleArgs),
+}
+
+#[derive(Debug, Args)]
+#[command(
+    mut_arg("attention", |a| a.hide(true)),
+    after_help = "Tasks: single_1, single_2, single_3, multikey_1, multikey_2, multikey_3, multivalue, multiquery,
+variable_tracking, common_words, frequent_words.
+
+Every prompt is prefilled once by each prefill method and answered from there by each decode method.
+Ctrl-C ends the run; what was measured is in the JSON file.
+
+Examples:
+  taper eval needle --model ./needle --length 4096 --tasks multikey_1,multikey_3 --samples 20
+  taper eval needle --model ./needle --length 8192 --length 16384 --json grid.json \\
+    --prefill dense --prefill '{\"method\": \"streaming_llm\", \"window\": 512}' --prefill delta \\
+    --decode dense --decode vattention --audit 0.01
+  taper eval needle --model ./needle --resume grid.json --length 8192 --samples 100"
+)]
+pub struct NeedleArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Tokens of prompt and answer together; may be repeated
+    #[arg(long, value_name = "TOKENS", default_values_t = [4096], value_parser = positive)]
+    pub length: Vec<usize>,
+    /// Tasks, with commas between them, or all
+    #[arg(long, value_name = "TASKS", default_value = "all")]
+    pub tasks: String,
+    /// Questions of each task and length
+    #[arg(long, value_name = "N", default_value_t = 50, value_parser = positive)]
+    pub samples: usize,
+    /// How prompts are attended: a method's name, or JSON as in a request; may be repeated
+    #[arg(long, value_name = "NAME|JSON", default_values_t = ["dense".to_owned()])]
+    pub prefill: Vec<String>,
+    /// How answers are attended: a method's name, or JSON as in a request; may be repeated
+    #[arg(long, value_name = "NAME|JSON", default_values_t = ["dense".to_owned()])]
+    pub decode: Vec<String>,
+    /// How the question after the context is attended: as the prompt is, densely, or by the decode method
+    #[arg(long, value_name = "WAY", default_value_t = Question::Prefill, value_enum)]
+    pub question: Question,
+    /// Seed of questions and methods
+    #[arg(long, default_value_t = 1, allow_negative_numbers = true, value_parser = seed)]
+    pub seed: u64,
+    /// Share of (layer, token) pairs compared with dense attention
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = audit)]
+    pub audit: f64,
+    /// Write every answer and the table, as they come
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+    /// Write the tables at the end
+    #[arg(long, value_name = "FILE")]
+    pub markdown: Option<PathBuf>,
+    /// Go on with the answers of an earlier run's --json file, and write to it unless --json names another
+    #[arg(long, value_name = "FILE")]
+    pub resume: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum Question {
+    Prefill,
+    Dense,
+    Decode,
+}
+
+impl std::fmt::Display for Question {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Prefill => "prefill",
+            Self::Dense => "dense",
+            Self::Decode => "decode",
+        })
+    }
+}
+
+#[derive(Debug, Args)]
 pub struct MethodsArgs {
     /// Print what GET /v1/attention/methods of a server without settings answers
     #[arg(long)]
@@ -157,6 +242,10 @@ fn seed(text: &str) -> Result<u64, String> {
 
 fn temperature(text: &str) -> Result<f32, String> {
     text.parse().ok().filter(|t| (0.0..=2.0).contains(t)).ok_or_else(|| "must be a number in [0, 2]".into())
+}
+
+fn audit(text: &str) -> Result<f64, String> {
+    text.parse().ok().filter(|p| (0.0..=1.0).contains(p)).ok_or_else(|| "must be a number in [0, 1]".into())
 }
 
 fn share(text: &str) -> Result<f32, String> {
@@ -187,12 +276,13 @@ mod tests {
 
     #[test]
     fn every_command_with_a_model_takes_the_same_options() {
-        for command in [&["serve"][..], &["chat"], &["generate", "--prompt", "x"]] {
+        for command in [&["serve"][..], &["chat"], &["generate", "--prompt", "x"], &["eval", "needle"]] {
             let line = [&["taper"][..], command, &["--dtype", "f16", "--dequantize"]].concat();
             let model = match Cli::try_parse_from(line).expect("taken").command {
                 Command::Serve(args) => args.model,
                 Command::Chat(args) => args.model,
                 Command::Generate(args) => args.model,
+                Command::Eval(EvalArgs { what: Eval::Needle(args) }) => args.model,
                 Command::Methods(_) => unreachable!("not asked for"),
             };
             assert_eq!((model.dtype.as_deref(), model.dequantize), (Some("f16"), true));

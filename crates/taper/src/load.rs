@@ -5,8 +5,8 @@ use anyhow::{Context, Result};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 use taper_attention::{Artifacts, AttentionSpec};
-use taper_engine::{Engine, ModelInfo};
-use taper_model::{Progress, default_cache, resolve};
+use taper_engine::{Engine, ModelBackend, ModelInfo, ModelText};
+use taper_model::{Progress, ResolvedModel, default_cache, resolve};
 
 /// A model at work.
 pub struct Loaded {
@@ -17,11 +17,33 @@ pub struct Loaded {
     pub attention: AttentionSpec,
 }
 
+/// A model that waits for somebody to make its steps.
+pub struct Ready {
+    pub model: ResolvedModel,
+    pub backend: ModelBackend,
+    pub text: ModelText,
+    /// What methods learned offline for it.
+    pub artifacts: Artifacts,
+}
+
 /// Finds, loads and starts the model.
 ///
 /// # Errors
 /// The file and field at fault, or a machine that cannot hold the model.
 pub fn engine(config: &ModelConfig) -> Result<Loaded> {
+    let Ready { model, backend, text, artifacts } = backend(config)?;
+    let attention = config.attention.as_ref().map_or(Ok(AttentionSpec::default()), |a| a.resolve(&artifacts))?;
+    let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    let info = ModelInfo { id: model.name.clone(), created };
+    let engine = Engine::start(backend, Arc::new(text), info, config.engine).context("starting the engine")?;
+    Ok(Loaded { engine, artifacts: Arc::new(artifacts), attention })
+}
+
+/// Finds and loads the model.
+///
+/// # Errors
+/// As [`engine`].
+pub fn backend(config: &ModelConfig) -> Result<Ready> {
     if let Some(threads) = config.threads {
         rayon::ThreadPoolBuilder::new().num_threads(threads.into()).build_global().context("threads")?;
     }
@@ -31,9 +53,5 @@ pub fn engine(config: &ModelConfig) -> Result<Loaded> {
         Some(folder) => Artifacts::open(folder, &backend.key())?,
         None => Artifacts::default(),
     };
-    let attention = config.attention.as_ref().map_or(Ok(AttentionSpec::default()), |a| a.resolve(&artifacts))?;
-    let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let info = ModelInfo { id: model.name.clone(), created };
-    let engine = Engine::start(backend, Arc::new(text), info, config.engine).context("starting the engine")?;
-    Ok(Loaded { engine, artifacts: Arc::new(artifacts), attention })
+    Ok(Ready { model, backend, text, artifacts })
 }

@@ -1,8 +1,9 @@
-//! The `taper` program: serve, chat, generate, methods.
+//! The `taper` program: serve, chat, generate, eval, methods.
 
 mod args;
 mod chat;
 mod config;
+mod eval;
 mod generate;
 mod load;
 mod methods;
@@ -10,7 +11,7 @@ mod preset;
 mod serve;
 mod talk;
 
-use args::{Cli, Command};
+use args::{Cli, Command, Eval, EvalArgs};
 use clap::Parser;
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
@@ -23,6 +24,7 @@ fn main() -> ExitCode {
         Command::Serve(args) => serve::run(args),
         Command::Chat(args) => chat::run(args),
         Command::Generate(args) => generate::run(args),
+        Command::Eval(EvalArgs { what: Eval::Needle(args) }) => eval::needle(args),
         Command::Methods(args) => methods::run(&args),
     };
     match done {

@@ -1,0 +1,26 @@
+//! Long-context tasks over any pair of attention methods: what a method costs in answers, beside what it reads.
+//!
+//! The tasks are those of RULER (Hsieh et al. 2024, arXiv:2404.06654) with its wording, from generators of our own;
+//! [`run`] prefills each prompt once per prefill method and decodes it with every decode method from there. Knows the
+//! engine's backend, no HTTP and no terminal.
+
+mod error;
+mod fit;
+mod method;
+mod prose;
+mod results;
+mod run;
+mod score;
+mod table;
+mod tasks;
+mod text;
+mod words;
+
+pub use error::EvalError;
+pub use method::{Method, Phase};
+pub use results::{Cell, Header, Record, Results};
+pub use run::{Fork, Outcome, Plan, Watch, run};
+pub use score::share_found;
+pub use table::{Style, accuracies, details};
+pub use tasks::{Sample, Task};
+pub use text::{ModelText, PromptText};

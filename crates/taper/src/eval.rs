@@ -1,0 +1,243 @@
+//! `taper eval needle`: long-context tasks over pairs of methods.
+
+use crate::args::{self, NeedleArgs};
+use crate::load::{self, Ready};
+use crate::{config, talk};
+use anyhow::{Context, Result, bail};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+use taper_attention::{Artifacts, Question};
+use taper_engine::{Backend, ModelBackend};
+use taper_eval::{
+    EvalError, Fork, Header, Method, ModelText, Outcome, Phase, Plan, Results, Style, Task, Watch, accuracies, details,
+};
+
+/// Runs the grid and prints its tables.
+///
+/// # Errors
+/// The argument or file at fault, or a step that failed; what was measured is in the JSON file then.
+pub fn needle(args: NeedleArgs) -> Result<()> {
+    if args.model.attention.is_some() {
+        bail!("--attention: give --prefill and --decode instead");
+    }
+    let mut plan = Plan {
+        tasks: tasks(&args.tasks)?,
+        lengths: args.length.clone(),
+        samples: args.samples,
+        prefills: Vec::new(),
+        decodes: Vec::new(),
+        question: match args.question {
+            args::Question::Prefill => Question::Prefill,
+            args::Question::Dense => Question::Dense,
+            args::Question::Decode => Question::Decode,
+        },
+        audit: args.audit,
+        artifacts: Artifacts::default(),
+        chunk_tokens: 512,
+    };
+    let loaded = format!(
+        "weights {}{}, cache {}",
+        args.model.dtype.as_deref().unwrap_or("auto"),
+        if args.model.dequantize { " dequantized" } else { "" },
+        args.model.kv_dtype.as_deref().unwrap_or("f16"),
+    );
+    let json = json_file(&args)?;
+    let config = config::model(args.model)?;
+    let methods = |artifacts: &Artifacts| -> Result<_> {
+        let prefills = methods(Phase::Prefill, &args.prefill, artifacts)?;
+        Ok((prefills, methods(Phase::Decode, &args.decode, artifacts)?))
+    };
+    // A mistake should be known before a large model has loaded, unless only its artefacts can tell.
+    if config.artifacts.is_none() {
+        methods(&Artifacts::default())?;
+    }
+    let Ready { model, mut backend, artifacts, .. } = load::backend(&config)?;
+    (plan.prefills, plan.decodes) = methods(&artifacts)?;
+    plan.artifacts = artifacts;
+    let text = ModelText::load(&model)?;
+    let header = Header { model: model.name.clone(), loaded, question: args.question.to_string(), seed: args.seed };
+    let mut results = match &args.resume {
+        Some(file) => Results::load(file, &header)?,
+        None => Results::new(header),
+    };
+    let started = Instant::now();
+    let mut terminal = Terminal::new(plan.answers(), json, stop_at_signal()?);
+    let outcome = taper_eval::run(&mut backend, FORK, &text, &plan, &mut results, &mut terminal);
+    terminal.bar.finish_and_clear();
+    report(&mut results, terminal.json.as_deref(), args.markdown.as_deref())?;
+    let seconds = started.elapsed().as_secs_f64();
+    match outcome? {
+        Outcome::Complete => eprintln!("{} answers in {seconds:.0} s", results.records.len()),
+        Outcome::Stopped => {
+            let kept = terminal.json.as_deref().map(|file| format!("; --resume {} goes on", file.display()));
+            eprintln!("stopped after {} answers, {seconds:.0} s{}", results.records.len(), kept.unwrap_or_default());
+        }
+    }
+    Ok(())
+}
+
+/// Every decode method goes on from the same prefill.
+const FORK: Fork<ModelBackend> = |backend, sequence, spec, seed| {
+    let mut fork = backend.fork(sequence, seed)?;
+    fork.decode_by(spec);
+    Ok(fork)
+};
+
+/// Prints the tables and writes the files.
+fn report(results: &mut Results, json: Option<&Path>, markdown: Option<&Path>) -> Result<()> {
+    if let Some(file) = json {
+        results.save(file)?;
+    }
+    let cells = results.cells();
+    if cells.is_empty() {
+        return Ok(());
+    }
+    let both = |style| format!("{}\n{}", accuracies(&cells, style), details(&cells, style));
+    talk::print(&both(Style::Text))?;
+    if let Some(file) = markdown {
+        std::fs::write(file, both(Style::Markdown)).with_context(|| file.display().to_string())?;
+    }
+    Ok(())
+}
+
+fn tasks(names: &str) -> Result<Vec<Task>> {
+    if names == "all" {
+        return Ok(Task::ALL.to_vec());
+    }
+    let mut tasks = Vec::new();
+    for name in names.split(',') {
+        let task: Task = name.trim().parse().context("--tasks")?;
+        if !tasks.contains(&task) {
+            tasks.push(task);
+        }
+    }
+    Ok(tasks)
+}
+
+/// Where results are kept; refuses to write over another run's.
+fn json_file(args: &NeedleArgs) -> Result<Option<PathBuf>> {
+    match (&args.json, &args.resume) {
+        (Some(json), resume) if json.exists() && resume.as_ref() != Some(json) => {
+            bail!("--json: {} exists; --resume {0} goes on with it", json.display())
+        }
+        (json, resume) => Ok(json.clone().or(resume.clone())),
+    }
+}
+
+fn methods(phase: Phase, texts: &[String], artifacts: &Artifacts) -> Result<Vec<Method>> {
+    let read = |text: &String| method(phase, text, artifacts).with_context(|| format!("--{}", phase.name()));
+    texts.iter().map(read).collect()
+}
+
+/// JSON, or a method's name. No presets: one of them may be called as a method of the other phase is.
+fn method(phase: Phase, text: &str, artifacts: &Artifacts) -> Result<Method> {
+    if text.trim_start().starts_with('{') {
+        let value: Value = serde_json::from_str(text).context("the method is not valid JSON")?;
+        return Ok(Method::read(phase, &value, artifacts)?);
+    }
+    Ok(Method::read(phase, &json!({ "method": text }), artifacts)?)
+}
+
+/// Set by the first Ctrl-C; a second one ends the process at once.
+fn stop_at_signal() -> Result<Arc<AtomicBool>> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&stop);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build().context("signals")?;
+    std::thread::Builder::new().name("signals".into()).spawn(move || {
+        runtime.block_on(async {
+            interrupt().await;
+            eprintln!("stopping; press Ctrl-C again to stop at once");
+            seen.store(true, Ordering::SeqCst);
+            interrupt().await;
+            std::process::exit(130);
+        });
+    })?;
+    Ok(stop)
+}
+
+async fn interrupt() {
+    // An error means that no signal can come: wait for none.
+    if tokio::signal::ctrl_c().await.is_err() {
+        std::future::pending::<()>().await;
+    }
+}
+
+/// Shows progress and keeps results.
+struct Terminal {
+    bar: ProgressBar,
+    json: Option<PathBuf>,
+    stop: Arc<AtomicBool>,
+}
+
+impl Terminal {
+    fn new(answers: usize, json: Option<PathBuf>, stop: Arc<AtomicBool>) -> Self {
+        let bar = ProgressBar::new(answers as u64);
+        let style = ProgressStyle::with_template("{bar:24} {pos}/{len} answers, {elapsed} of {eta} left  {msg}");
+        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        Self { bar, json, stop }
+    }
+}
+
+impl Watch for Terminal {
+    fn stopped(&self) -> bool {
+        self.bar.tick();
+        self.stop.load(Ordering::SeqCst)
+    }
+
+    fn begins(&mut self, task: Task, length: usize, prefill: &Method) {
+        self.bar.set_message(format!("{task} {length} {}", prefill.label));
+    }
+
+    fn done(&mut self, answers: usize, results: &mut Results) -> Result<(), EvalError> {
+        self.bar.inc(answers as u64);
+        self.json.as_deref().map_or(Ok(()), |file| results.save(file))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[test]
+    fn a_method_is_a_name_or_json() {
+        let label = |phase, text| method(phase, text, &Artifacts::default()).unwrap().label;
+        assert_eq!(label(Phase::Decode, "vattention"), "vattention");
+        assert_eq!(label(Phase::Prefill, r#"{"method": "streaming_llm", "window": 512}"#), "streaming_llm window=512");
+        let error = |phase, text| format!("{:#}", method(phase, text, &Artifacts::default()).unwrap_err());
+        assert!(error(Phase::Prefill, "vattention").starts_with("prefill.method: "));
+        assert!(error(Phase::Prefill, "dens").contains("dense"));
+        assert!(error(Phase::Decode, "{").contains("not valid JSON"));
+        assert!(error(Phase::Decode, r#"{"method": "streaming_llm", "window": 0}"#).starts_with("decode.window"));
+    }
+
+    #[test]
+    fn results_go_where_they_are_told_and_never_over_others() {
+        let folder = tempfile::tempdir().unwrap();
+        let (old, new) = (folder.path().join("old.json"), folder.path().join("new.json"));
+        std::fs::write(&old, "").unwrap();
+        let (old, new) = (old.to_str().unwrap(), new.to_str().unwrap());
+        let file = |line: &[&str]| {
+            let cli = args::Cli::try_parse_from([&["taper", "eval", "needle"][..], line].concat()).unwrap();
+            let args::Command::Eval(args::EvalArgs { what: args::Eval::Needle(args) }) = cli.command else { panic!() };
+            json_file(&args).map(|path| path.map(|p| p.to_str().unwrap().to_owned()))
+        };
+        assert_eq!(file(&[]).unwrap(), None);
+        assert_eq!(file(&["--json", new]).unwrap().as_deref(), Some(new));
+        assert_eq!(file(&["--resume", old]).unwrap().as_deref(), Some(old));
+        assert_eq!(file(&["--resume", old, "--json", old]).unwrap().as_deref(), Some(old));
+        assert_eq!(file(&["--resume", old, "--json", new]).unwrap().as_deref(), Some(new));
+        assert!(file(&["--json", old]).unwrap_err().to_string().contains("--resume"));
+    }
+
+    #[test]
+    fn tasks_are_named() {
+        assert_eq!(tasks("all").unwrap().len(), 11);
+        assert_eq!(tasks("multikey_3, single_1,multikey_3").unwrap(), [Task::MultiKey3, Task::Single1]);
+        assert!(format!("{:#}", tasks("multikey3").unwrap_err()).contains("did you mean multikey_3?"));
+    }
+}
