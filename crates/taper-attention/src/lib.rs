@@ -11,9 +11,11 @@ mod batch;
 mod layer;
 pub mod method;
 mod methods;
+mod partition;
 mod report;
 mod schema;
 mod spec;
+mod top_k;
 
 pub use artifacts::{ArtifactError, Artifacts, ModelKey};
 pub use batch::{AttentionBatch, Sequence, Span};

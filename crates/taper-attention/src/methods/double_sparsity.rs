@@ -1,12 +1,12 @@
 //! Double Sparsity: keys ranked by their scores over a few channels, chosen offline.
 
 use super::Entry;
-use super::top_k::{self, Ranked, TopK, wanted};
 use crate::artifacts::{ArtifactFile, ArtifactKind, Artifacts, Loaded};
 use crate::layer::AttentionShape;
 use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor, Rotations};
 use crate::schema::schema_of;
 use crate::spec::SpecResult;
+use crate::top_k::{self, Ranked, TopK, wanted};
 use candle_core::{DType, Result, Tensor};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -1,12 +1,12 @@
 //! HashAttention: keys ranked by the Hamming distance of learned binary codes.
 
 use super::Entry;
-use super::top_k::{self, Ranked, TopK, wanted};
 use crate::artifacts::{ArtifactFile, ArtifactKind, Artifacts, Loaded, Tensors};
 use crate::layer::AttentionShape;
 use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor, Rotations};
 use crate::schema::schema_of;
 use crate::spec::SpecResult;
+use crate::top_k::{self, Ranked, TopK, wanted};
 use candle_core::{DType, Result, Tensor};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

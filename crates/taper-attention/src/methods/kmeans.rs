@@ -1,10 +1,10 @@
 //! k-means: keys in clusters, and the clusters whose centroids the query is nearest to are read.
 
 use super::Entry;
-use super::partition::Partition;
 use super::saap::{self, Probing};
 use crate::artifacts::{ArtifactFile, ArtifactKind, Artifacts, Loaded};
 use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor};
+use crate::partition::Partition;
 use crate::schema::{parse, schema_of};
 use crate::spec::SpecResult;
 use candle_core::Result;

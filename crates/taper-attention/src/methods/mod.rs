@@ -9,14 +9,12 @@ mod kmeans;
 mod minference;
 mod oracle_top_k;
 mod oracle_top_p;
-mod partition;
 mod quest;
 mod random_sample;
 mod saap;
 mod sample_attention;
 mod santa;
 mod streaming_llm;
-mod top_k;
 mod vattention;
 
 use crate::artifacts::{ArtifactKind, Artifacts};

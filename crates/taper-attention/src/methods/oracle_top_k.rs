@@ -1,11 +1,11 @@
 //! Oracle top-k: the keys of largest true weight. Reads every key, so it is a yardstick and no way to go faster.
 
 use super::Entry;
-use super::top_k::{self, Ranked, TopK, wanted};
 use crate::artifacts::Artifacts;
 use crate::method::{Choice, DecodeMethod, DecodeStep, Predictor};
 use crate::schema::schema_of;
 use crate::spec::SpecResult;
+use crate::top_k::{self, Ranked, TopK, wanted};
 use candle_core::Result;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -1,9 +1,9 @@
 //! SAAP: keys in clusters learned offline, and a classifier that says which clusters hold a query's attention mass.
 
 use super::Entry;
-use super::partition::Partition;
 use crate::artifacts::{ArtifactFile, ArtifactKind, Loaded};
 use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor};
+use crate::partition::Partition;
 use crate::schema::{parse, schema_of};
 use candle_core::Result;
 use schemars::JsonSchema;

@@ -75,12 +75,12 @@ pub fn sample_values(
             let lines = lines::<T>(isa, view, (row, head), &selection.0[i], &tokens, scores.and_then(|s| s.of(i)));
             let mut weights = vec![0f32; group * tokens.len()];
             let drawn = lines.chunks_exact(tokens.len()).zip(weights.chunks_exact_mut(tokens.len())).enumerate();
-            let finite = drawn.map(|(g, (line, weights))| {
+            let mut finite = drawn.map(|(g, (line, weights))| {
                 let stream = Stream { head: (head * group + g) as u32, ..streams[row] };
                 draw(line, &stream, samples, spread, weights)
             });
             // A head without finite probabilities is left as it was, for its error to show.
-            if finite.fold(true, |all, one| all && one) {
+            if finite.all(|finite| finite) {
                 // SAFETY: one element each.
                 unsafe { shared.slice(i, 1)[0] = HeadSelection::Values(drawn_only(&tokens, &weights, group)) };
             }

@@ -73,7 +73,7 @@ pub fn sample_certain(
             let HeadSelection::Keys(keys) = &*to else { return };
             let stream = Stream { head: head as u32, ..streams[row] };
             let mut work = Work::new(isa, view, row, head, scores.and_then(|s| s.of(i)));
-            *to = run(&mut work, keys, &pages.of(i), &stream, how, budgets);
+            *to = run(&mut work, keys, pages.of(i), &stream, how, budgets);
         });
     });
     Ok((out, budgets))

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 
 /// Parameters of a predictor that is a decode method of its own as well.
-pub(super) trait Ranked: JsonSchema + Serialize + DeserializeOwned + Default {
+pub(crate) trait Ranked: JsonSchema + Serialize + DeserializeOwned + Default {
     /// Defaults of the decode method: sinks, window, and how many of the first layers are dense.
     const DEFAULTS: (usize, usize, usize);
 
@@ -25,7 +25,7 @@ pub(super) trait Ranked: JsonSchema + Serialize + DeserializeOwned + Default {
 #[derive(Debug, Serialize, Deserialize, JsonSchema)]
 #[serde(default, bound = "P: Ranked")]
 #[schemars(bound = "P: Ranked")]
-pub(super) struct TopK<P> {
+pub(crate) struct TopK<P> {
     /// Keys chosen by prediction: a whole number, or a share of the context below 1.
     k: Amount,
     /// Tokens at the start of the sequence, always read.
@@ -49,7 +49,7 @@ impl<P: Ranked> Default for TopK<P> {
 }
 
 /// Builds the decode method of the name given.
-pub(super) fn decode<P: Ranked>(
+pub(crate) fn decode<P: Ranked>(
     name: &str,
     value: &Value,
     path: &str,
@@ -63,7 +63,7 @@ pub(super) fn decode<P: Ranked>(
 }
 
 /// Builds the predictor of the name given.
-pub(super) fn predictor<P: Ranked>(
+pub(crate) fn predictor<P: Ranked>(
     name: &str,
     value: &Value,
     path: &str,
@@ -97,6 +97,6 @@ impl DecodeMethod for Method {
 }
 
 /// Which heads `[R, kv_heads]` do not read everything anyway, for `k` `[R, kv_heads]` keys.
-pub(super) fn wanted(step: &DecodeStep, k: &[usize]) -> Vec<bool> {
+pub(crate) fn wanted(step: &DecodeStep, k: &[usize]) -> Vec<bool> {
     k.iter().zip(step.per_head(|row| row.visible.len())).map(|(&k, visible)| k < visible).collect()
 }

@@ -13,7 +13,7 @@ use taper_kv_cache::IndexShape;
 /// Centroids of every layer and KV head: `layers.l.centroids` `[kv_heads, clusters, head_dim]` for each layer `l` that has
 /// them.
 #[derive(Debug)]
-pub(super) struct Partition {
+pub(crate) struct Partition {
     /// Name of the index.
     name: &'static str,
     layers: Vec<Option<Vec<Centroids>>>,
