@@ -105,10 +105,10 @@ fn run<T: KvElement>(
         return HeadSelection::Dense;
     }
     budgets.fill(Budget { residual, sampled: residual, dense: true });
-    let known = known(work, &HeadSelection::Keys(keys.clone()));
-    let Some((keys, reach)) = promote(keys, pages, &known, how, limit) else { return HeadSelection::Dense };
+    let (keys, guesses) = guess(work, keys, &mut Draws::new(keys, &visible, stream), visible.len());
+    let Some((keys, reach)) = promote(&keys, pages, &guesses, how, limit) else { return HeadSelection::Dense };
+    // The same order of drawing: what was drawn and what was promoted is passed over.
     let mut draws = Draws::new(&keys, &visible, stream);
-    let (keys, centres) = guess(work, keys, &mut draws, visible.len());
     let residual = visible.len() - keys.fixed();
     let fixed = HeadSelection::Keys(keys.clone());
     let partial = attend_head::<T>(work.isa, view, work.row, work.head, &fixed, work.scores);
@@ -122,7 +122,7 @@ fn run<T: KvElement>(
         work.score_new();
         let sure = (0..view.group).all(|g| {
             let part = &partial[g * Partial::width(view.head_dim)..];
-            Head::new(work, g, part, residual).is_sure(&centres[g], &reach[g], how)
+            Head::new(work, g, part, residual).is_sure(&guesses[g].output, &reach[g], how)
         });
         if sure {
             budgets.fill(Budget { residual, sampled: wanted, dense: false });
@@ -136,35 +136,37 @@ fn run<T: KvElement>(
     HeadSelection::Dense
 }
 
-/// Draws a few keys, guesses each query head's output from them, and takes them to those read exactly: what is drawn later
-/// is a sample of the others, whatever these were.
-fn guess<T: KvElement>(work: &mut Work<T>, mut keys: Keys, draws: &mut Draws, visible: usize) -> (Keys, Vec<Vec<f32>>) {
-    let view: &View<T> = work.view;
-    let partial =
-        attend_head::<T>(work.isa, view, work.row, work.head, &HeadSelection::Keys(keys.clone()), work.scores);
-    work.draw(draws, GUESS_KEYS);
-    work.score_new();
-    let width = Partial::width(view.head_dim);
-    let centre = |g: usize| Head::new(work, g, &partial[g * width..], visible - keys.fixed()).output;
-    let centres = (0..view.group).map(centre).collect();
-    keys.ids.append(&mut work.ids);
-    keys.ids.sort_unstable();
-    work.sampled.iter_mut().for_each(Vec::clear);
-    (keys, centres)
-}
-
-/// What one query head knows of the keys read exactly: largest score, sum of exp(score − largest), norm of the output.
-struct Known {
+/// What a few keys suggest of one query head.
+struct Guess {
+    /// Largest score of the keys looked at.
     max: f64,
+    /// Sum of exp(score − max) over all keys.
     sum: f64,
+    output: Vec<f32>,
     norm: f64,
 }
 
-fn known<T: KvElement>(work: &Work<T>, fixed: &HeadSelection) -> Vec<Known> {
-    let partial = attend_head::<T>(work.isa, work.view, work.row, work.head, fixed, work.scores);
-    let heads = partial.chunks_exact(Partial::width(work.view.head_dim));
-    let norm = |part: &[f32]| part[2..].iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
-    heads.map(|p| Known { max: p[0].into(), sum: p[1].into(), norm: norm(p) / f64::from(p[1]) }).collect()
+/// Draws a few keys, guesses each query head's output from them, and takes them to those read exactly: what is drawn later
+/// is a sample of the others, whatever these were.
+fn guess<T: KvElement>(work: &mut Work<T>, keys: &Keys, draws: &mut Draws, visible: usize) -> (Keys, Vec<Guess>) {
+    let view: &View<T> = work.view;
+    let fixed = HeadSelection::Keys(keys.clone());
+    let partial = attend_head::<T>(work.isa, view, work.row, work.head, &fixed, work.scores);
+    work.draw(draws, GUESS_KEYS);
+    work.score_new();
+    let width = Partial::width(view.head_dim);
+    let guess = |g: usize| {
+        let head = Head::new(work, g, &partial[g * width..], visible - keys.fixed());
+        let norm = head.output.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+        let sum = head.known_sum + head.residual / head.weights.len() as f64 * head.sums.e;
+        Guess { max: head.max, sum, output: head.output, norm }
+    };
+    let guesses = (0..view.group).map(guess).collect();
+    let mut keys = keys.clone();
+    keys.ids.append(&mut work.ids);
+    keys.ids.sort_unstable();
+    work.sampled.iter_mut().for_each(Vec::clear);
+    (keys, guesses)
 }
 
 /// The most that an unread key can weigh for a query head: in score, and in the norm of its value.
@@ -175,10 +177,10 @@ struct Reach {
 
 /// Adds the pages to read whatever is sampled: as many of the heaviest as make the whole cheapest. Gives what is left to
 /// the unread for each query head; none if all that is too much.
-fn promote(keys: &Keys, pages: &[Page], known: &[Known], how: &Certainty, limit: f64) -> Option<(Keys, Vec<Reach>)> {
+fn promote(keys: &Keys, pages: &[Page], known: &[Guess], how: &Certainty, limit: f64) -> Option<(Keys, Vec<Reach>)> {
     let left: Vec<Vec<u32>> = pages.iter().map(|page| unread(keys, page)).collect();
     let weight = |page: &Page| {
-        let of = |(score, k): (&f32, &Known)| {
+        let of = |(score, k): (&f32, &Guess)| {
             (f64::from(*score) - k.max).exp() * (f64::from(page.norm) + k.norm)
                 / (k.sum * k.norm.max(f64::MIN_POSITIVE))
         };

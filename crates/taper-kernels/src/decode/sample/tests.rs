@@ -125,7 +125,7 @@ fn every_rule_for_the_output_keeps_its_promise_for_every_head_of_a_group() {
     }
 }
 
-/// Keys that score 0 but for one, which holds half of the mass and has a value of its own, and which no predictor found:
+/// Keys that score 0 but for one, which holds a share of the mass and has a value of its own, and which no predictor found:
 /// only sinks and a window are chosen.
 fn missed(n: usize, share: f32) -> (Cache, Tensor) {
     let mut numbers = Numbers(22);
@@ -177,7 +177,7 @@ fn violations(cache: &Cache, q: &Tensor, (epsilon, delta): (f64, f64)) -> [(usiz
 /// and still sample.
 #[test]
 fn a_heavy_key_that_the_predictor_missed_breaks_the_promise_but_not_the_certain_one() {
-    for share in [0.3, 0.05] {
+    for share in [0.1, 0.05] {
         let (cache, q) = missed(16_384, share);
         let [clt, hard] = violations(&cache, &q, (0.09, 0.1));
         assert!(clt.0 > 80, "{} of 100: has a rule learnt of keys that it never saw?", clt.0);
