@@ -120,11 +120,20 @@ def check_lists(small):
                 seen_all.append(seen)
                 w_all.append(w)
         as_i32 = lambda x: torch.tensor(x or [0], dtype=torch.int32, device=DEV)
-        f = t.Decode(cache, q, lists, list_heads=heads, block_ids=as_i32(bid),
-                     token_ids=as_i32(tid), token_ln_weight=torch.tensor(tw or [0.0], device=DEV))
+        what = dict(list_heads=heads, block_ids=as_i32(bid), token_ids=as_i32(tid),
+                    token_ln_weight=torch.tensor(tw or [0.0], device=DEV))
+        f = t.Decode(cache, q, lists, **what)
         f.plan()
         f()
-        err = 0.0
+        one = t.VAttention(cache, q, lists, [0] * len(lens), 1.0, 0.05, "listed", **what)
+        one()
+        first, moved = one.out.clone(), 0.0
+        for _ in range(3 if small else 50):
+            one.out.fill_(float("nan"))
+            one()
+            moved += float((one.out != first).any())
+        report("lists in one launch repeat themselves", moved)
+        err = err_one = 0.0
         for i, n in enumerate(lens):
             rep = kv * g // heads
             sl = slice(i * heads, (i + 1) * heads)
@@ -132,7 +141,9 @@ def check_lists(small):
             w = torch.stack(w_all[sl]).to(DEV).repeat_interleave(rep, 0)[:, None]
             o, lse = attend64(q[i:i + 1], *cache.dense(i), seen, w)
             err = max(err, rel(f.out[i], o[0]), (f.lse[i] - lse[0]).abs().max().item())
+            err_one = max(err_one, rel(one.out[i], o[0]), (one.lse[i] - lse[0]).abs().max().item())
         report(f"decode lists {dtype} d{d} group {g} {'per query head' if per_q else ''}", err)
+        report(f"lists in one launch {dtype} d{d} group {g} {'per query head' if per_q else ''}", err_one)
 
 
 def check_pinned(small):
@@ -634,7 +645,7 @@ CHECKS = {"score": check_score, "select": check_select, "sample": check_sample,
 
 # Modules beside this one that bring their own check(report, small).
 CHECKS |= {m: lambda small, m=m: __import__(m).check(report, small) for m in (
-    "layer", "append", "selection", "sample_attention", "saap", "narrow")}
+    "layer", "append", "selection", "sample_attention", "saap", "narrow", "pick")}
 
 
 def main():

@@ -362,7 +362,7 @@ class Sample:
         return self.ids
 
 
-RULES = {"denominator": 0, "lemma": 1, "tight": 2, "ratio": 3, "chi2": 4}
+RULES = {"denominator": 0, "lemma": 1, "tight": 2, "ratio": 3, "chi2": 4, "listed": 5}
 
 
 def quantiles(delta):
@@ -382,20 +382,23 @@ def team_size(list_heads):
 
 
 class VAttention:
-    """Exact attention over `fixed` lists plus a sample of the rest, sized on the device."""
+    """Exact attention over `fixed` lists plus a sample of the rest, sized on the device; rule
+    "listed": over the lists alone."""
 
     def __init__(self, cache, q, fixed, seeds, epsilon, delta, rule="chi2", block_ids=None,
                  token_ids=None, pilot_tokens=64, pilot_share=0.01, dense_share=0.5, layer=0,
-                 row_table=None, positions=None, overlap=True):
+                 row_table=None, positions=None, list_heads=None, token_ln_weight=None, overlap=True):
         rows, q_heads, d = q.shape
         dev = q.device
-        kv = cache.kv_heads
+        kv = list_heads or cache.kv_heads
         lists, group, team = rows * kv, q_heads // kv, team_size(kv)
         if not torch.is_tensor(fixed):
             fixed = torch.tensor(fixed, dtype=torch.int32, device=dev)
         lib().taper_sampled_draws.restype = I64
         stride = lib().taper_sampled_draws(I64(max(cache.lens)))
         self.capacity = max(cache.lens) // 2 + 64
+        if rule == "listed":
+            stride = self.capacity = 1
         i32 = lambda *shape: torch.full(shape, -1, dtype=torch.int32, device=dev)
         f32 = lambda *shape: torch.full(shape, float("nan"), device=dev)
         self.fixed = fixed
@@ -407,15 +410,16 @@ class VAttention:
         self.lse = f32(rows, q_heads)
         self.sync = torch.zeros(1 + lists, 32, dtype=torch.int32, device=dev)
         self.draws = i32(lists, stride)
-        self.draw_counts = torch.zeros(lists, 4, team * 8, dtype=torch.int32, device=dev)
+        self.draw_counts = torch.zeros(lists, 4, team * 4, dtype=torch.int32, device=dev)
         self.scores = f32(lists, self.capacity, group)
-        self.sums = f32(lists, team, group, 4)
+        self.sums = torch.zeros(lists, team, group, 4, dtype=torch.int64, device=dev)
         self.state, self.residual, self.counts = i32(lists), i32(lists), i32(lists)
-        self.keep = (cache, q, block_ids, token_ids, row_table)
+        self.keep = (cache, q, block_ids, token_ids, row_table, token_ln_weight)
         decode = DecodeParams(
             ptr(q), ptr(cache.k), ptr(cache.v), ptr(cache.table), ptr(row_table), ptr(fixed),
-            ptr(block_ids), ptr(token_ids), None, None, None, None, None, ptr(self.part_o),
-            ptr(self.part_lse), cache.blocks, rows, q_heads, kv, kv, d, DTYPE[q.dtype],
+            ptr(block_ids), ptr(token_ids), ptr(token_ln_weight), None, None, None, None,
+            ptr(self.part_o), ptr(self.part_lse), cache.blocks, rows, q_heads, cache.kv_heads, kv, d,
+            DTYPE[q.dtype],
             cache.table.stride(0), 0, d**-0.5, 1, int(overlap))
         self.p = SampledParams(
             decode, *[ptr(x) for x in (

@@ -14,7 +14,7 @@ cudaError_t go(SampledParams p, cudaStream_t stream) {
   if (e != cudaSuccess) return e;
   const int grid = p.d.rows * p.d.list_heads * team_size(p.d.list_heads);
   p.d.unit_capacity = grid > sm_count();  // Tells the kernel to form teams in order.
-  return launch(sampled_kernel<T, D, N>, grid, 384, kSampledBytes<D, N>, stream, p.d.overlap != 0, maps, p);
+  return launch(sampled_kernel<T, D, N>, grid, 512, kSampledBytes<D, N>, stream, p.d.overlap != 0, maps, p);
 }
 template <class T, int D>
 cudaError_t pick_group(const SampledParams& p, cudaStream_t s) {
@@ -30,8 +30,8 @@ bool valid(const SampledParams& p) {
   return (d.head_dim == 64 || d.head_dim == 128) && d.rows > 0 && d.kv_heads > 0 &&
          d.list_heads > 0 && d.list_heads % d.kv_heads == 0 && d.q_heads % d.list_heads == 0 &&
          d.q_heads / d.list_heads <= 16 && (d.dtype == kBf16 || d.dtype == kF16) &&
-         d.blocks * d.kv_heads * kBlock <= INT32_MAX && p.capacity > 0 && p.epsilon > 0 &&
-         p.draw_stride <= INT32_MAX;
+         d.blocks * d.kv_heads * kBlock <= INT32_MAX &&
+         (p.rule == kListed || (p.capacity > 0 && p.epsilon > 0 && p.draw_stride <= INT32_MAX));
 }
 
 }  // namespace

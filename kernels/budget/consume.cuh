@@ -25,17 +25,12 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     const int tid = judge.tid;
     Segment segments[kGrowthRounds + 1] = {{0, o.pilot, list_tiles(o.w)}, {0, 0, 0}, {0, 0, 0},
                                            {0, 0, 0}, {0, 0, 0}};
-    Drawer<D, N> drawer{p, st, o, gate, tid, judge.warp, lane};
     Decision decision{kDense, 0};
     Phase phase = o.dense ? kAll : kExact;
     uint32_t pos = 0, parts = 0, round = 0;
     this->clear();
 #pragma unroll
     for (int c = 0; c < C; ++c) limit[c] = ~0u, this->ln_weight[c] = 0.f;
-    if (!o.dense) {
-      drawer.mark_blocks();
-      drawer.draw(o.pilot, (uint32_t)min((uint64_t)o.pilot * 12, (uint64_t)o.residual));
-    }
     mbar_wait(smem_u32(&st.q_full[0]), 0);
 #pragma unroll 1
     for (;;) {
@@ -43,7 +38,8 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       uint32_t n = ~0u;  // kRest: as many as were fetched
       if (phase == kExact) n = share_of(list_tiles(o.w), o.rank, o.team);
       if (phase == kPilot) n = share_of(g.cut, g.first(o), o.team);
-      if (phase == kAll) n = share_of(range_tiles(0, o.w.len), o.rank, o.team);
+      if (phase == kAll)
+        n = share_of(o.listed ? list_tiles(o.w) : range_tiles(0, o.w.len), o.rank, o.team);
       float* scores = p.scores + (int64_t)o.list * p.capacity * group;
       // Each warpgroup takes every other tile.
 #pragma unroll 1
@@ -84,9 +80,11 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       const bool judging = phase == kPilot;
       typename Judge<T, D, N>::Ahead ahead;
       if (judging) {
+        judge.tell();
         judge.prepare(segments[0], g.pilot, ahead);
-        judge.meet();
+        judge.hear();
       } else {
+        mbar_wait(smem_u32(&st.drawing_done), 0);
         gate.meet();
         if (tid == 0) st.last = add_acq_rel(judge.counter() + 16, 1) == o.team - 1;
         gate.meet();
@@ -96,15 +94,15 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       const bool sampled = judging || decision.state == kSampled;
       judge.combine(sampled ? over((float)o.residual, (float)count) : 1.f, sampled);
       if (!judging) {
-        finish(decision, drawer.turn);
+        finish(decision, st.turns);
         return;
       }
       decision = judge.decide(segments, round, ahead);
       if (tid == 0) {
+        if (round > 0) mbar_wait(smem_u32(&st.heeded), (round - 1) & 1);
         st.decision = decision;
-        mbar_arrive(smem_u32(&st.decided));  // Tells the producers.
+        mbar_arrive(smem_u32(&st.decided));  // Tells producers and drawing warps.
       }
-      if (decision.state != kDense) drawer.draw(decision.count, decision.count + decision.count / 16 + 64);
       if (decision.state == 0) segments[++round] = Segment(g.pilot, decision.count, g.offset + g.cut);
 #pragma unroll
       for (int c = 0; c < C; ++c) limit[c] = decision.state == kSampled ? decision.count : ~0u;
@@ -124,8 +122,10 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
 #pragma unroll 1
     for (uint32_t i = tid; i < turns * segments; i += 256)
       p.draw_counts[(int64_t)o.list * kDrawTurns * segments + i] = 0;
+    const uint32_t words = o.dense ? 0 : o.team * group * 4;
+    for (uint32_t i = tid; i < words; i += 256) p.sums[(int64_t)o.list * words + i] = 0;
     if (tid == 0) {
-      p.state[o.list] = o.dense ? (uint32_t)kWhole : d.state;
+      p.state[o.list] = o.listed ? (uint32_t)kAsListed : o.dense ? (uint32_t)kWhole : d.state;
       p.residual[o.list] = o.residual;
       p.counts[o.list] = d.count;
       judge.counter()[0] = judge.counter()[16] = 0;  // All have left.
@@ -160,11 +160,13 @@ __device__ __forceinline__ void set_outline(const SampledParams& p, uint32_t pla
   const uint32_t pilot = max(max((uint32_t)p.pilot_tokens, 2u), (uint32_t)ceil(p.pilot_share * residual));
   const double limit = fmin(p.dense_share * w.len, (double)w.len) - fixed;
   o.fixed = fixed, o.residual = residual, o.pilot = pilot, o.limit = limit;
-  o.dense = residual <= pilot || pilot >= limit || pilot > (uint32_t)p.capacity;
+  o.aim = (uint32_t)min((uint64_t)pilot * 12, (uint64_t)residual);
+  o.listed = p.rule == kListed;
+  o.dense = o.listed || residual <= pilot || pilot >= limit || pilot > (uint32_t)p.capacity;
 }
 
 template <class T, int D, int N>
-__global__ void __launch_bounds__(384, 1)
+__global__ void __launch_bounds__(512, 1)
     sampled_kernel(const __grid_constant__ DecodeMaps maps, const __grid_constant__ SampledParams p) {
   constexpr int S = kSampledStages<D, N>;
   using L = DecodeLayout<D, N, S>;
@@ -180,8 +182,11 @@ __global__ void __launch_bounds__(384, 1)
     mbar_init(smem_u32(&sh.q_full[0]), 1);
     mbar_init(smem_u32(&sh.join_full), 128);
     mbar_init(smem_u32(&sh.join_empty), 128);
-    for (int i = 0; i < kDrawTurns; ++i) mbar_init(smem_u32(&sh.drew[i]), 256);
+    for (int i = 0; i < kDrawTurns; ++i) mbar_init(smem_u32(&sh.drew[i]), kDrawThreads);
     mbar_init(smem_u32(&sh.decided), 1);
+    mbar_init(smem_u32(&sh.heeded), kDrawThreads);
+    mbar_init(smem_u32(&sh.drawing_done), kDrawThreads);
+    mbar_init(smem_u32(&sh.draw_gate), kDrawThreads);
     mbar_init(smem_u32(&sh.gate), 256);
     mbar_init_fence();
     tma_prefetch_map(&maps.q);
@@ -196,12 +201,18 @@ __global__ void __launch_bounds__(384, 1)
   __syncthreads();
   const Outline& o = sh.outline;
   const int lane = threadIdx.x % 32, group = p.d.q_heads / p.d.list_heads;
-  if (threadIdx.x >= 256) {
+  if (threadIdx.x >= 384) {
     regs_shrink<72>();
-    SampledFeed<T, D, N>{maps, p, sh, o, stages, q_at, lane, (int)threadIdx.x / 32 - 8}.run();
+    Gate gate{smem_u32(&sh.draw_gate), 0};
+    Drawer<D, N>{p, sh, o, gate, (int)threadIdx.x - 384, (int)threadIdx.x / 32 - 12, lane}.run();
     return;
   }
-  regs_grow<216>();
+  if (threadIdx.x >= 256) {
+    regs_shrink<64>();
+    SampledFeed<T, D, N>{maps, p, sh, o, stages, q_at, lane, (int)threadIdx.x / 32 - 8, {sh}}.run();
+    return;
+  }
+  regs_grow<184>();
   const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), tid = threadIdx.x % 128;
   Gate gate{smem_u32(&sh.gate), 0};
   SampledConsumer<T, D, N> c{

@@ -2,10 +2,11 @@
 // permutation in order, less the keys that the list reads already. The first b of them
 // are the sample of size b.
 //
-// Every consumer warp of the team takes a run of points and keeps those that pass in a
-// segment of its own; one meeting later all know how many each kept, and a draw's number
-// is looked up in those counts instead of being packed. The last turn takes whatever is
-// left of the permutation.
+// Four warps of a thread block do nothing else, so that drawing goes on beside the exact part.
+// The pilot's points every block of the team takes for itself. Of later turns every drawing
+// warp of the team takes a run of points and keeps those that pass in a segment of its own;
+// once all have told how many they kept, a draw's number is looked up in those counts instead
+// of being packed. The last turn takes whatever is left of the permutation.
 #pragma once
 
 #include "sampled.cuh"
@@ -29,7 +30,7 @@ __device__ __forceinline__ uint32_t drawn_id(const SampledParams& p, const Sampl
   const Outline& o = sh.outline;
   int turn = 0;
   while (turn + 1 < kDrawTurns && i >= sh.drawn[turn]) ++turn;
-  uint32_t lo = 0, hi = o.team * kDrawWarps;  // before[lo] <= i, and i < before[hi]
+  uint32_t lo = 0, hi = turn ? o.team * kDrawWarps : kDrawWarps;  // before[lo] <= i, and i < before[hi]
   while (hi - lo > 1) {
     const uint32_t mid = (lo + hi) / 2;
     if (sh.before[turn][mid] <= i) lo = mid;
@@ -39,6 +40,22 @@ __device__ __forceinline__ uint32_t drawn_id(const SampledParams& p, const Sampl
                 (i - sh.before[turn][lo]));
 }
 
+// Waits for draws; all threads that ask keep their own count of turns.
+template <int D, int N>
+struct Draws {
+  SampledShared<D, N>& sh;
+  uint32_t turns = 0;
+  __device__ __forceinline__ uint32_t next() {
+    mbar_wait(smem_u32(&sh.drew[turns]), 0);
+    return sh.drawn[turns++];
+  }
+  // How many there are once there are `until`, or all.
+  __device__ __forceinline__ uint32_t await(uint32_t until) {
+    while (turns == 0 || (sh.drawn[turns - 1] < until && turns < kDrawTurns)) next();
+    return sh.drawn[turns - 1];
+  }
+};
+
 constexpr uint32_t kChosenTokens = 512 * 32 * kBlock;  // that the bitmap covers
 
 template <int D, int N>
@@ -47,13 +64,13 @@ struct Drawer {
   SampledShared<D, N>& sh;
   const Outline& o;
   Gate& gate;
-  const int tid, warp, lane;  // of the consumers
+  const int tid, warp, lane;  // of the drawing warps
   uint32_t turn = 0, drawn = 0;
 
   __device__ __forceinline__ void mark_blocks() {
-    for (int i = tid; i < 512; i += 256) sh.chosen[i] = 0;
+    for (int i = tid; i < 512; i += kDrawThreads) sh.chosen[i] = 0;
     gate.meet();
-    for (uint32_t i = tid; i < o.w.block_count; i += 256) {
+    for (uint32_t i = tid; i < o.w.block_count; i += kDrawThreads) {
       const uint32_t b = p.d.block_ids[(uint64_t)o.w.block_first + i];
       if (b < 512 * 32) atomicOr(&sh.chosen[b / 32], 1u << (b % 32));
     }
@@ -79,88 +96,133 @@ struct Drawer {
     return x;
   }
 
-  // Draws on until `until` are drawn, at first about `aim`; all consumers of the team call
-  // this alike.
-  __device__ __forceinline__ void draw(uint32_t until, uint32_t aim) {
-    if (drawn >= until || turn >= kDrawTurns) return;
-    const uint32_t segments = o.team * kDrawWarps;
+  // This warp's points of the permutation, from `first` on: those that pass go to the list's
+  // scratch where they fall. Returns how many passed.
+  __device__ __forceinline__ uint32_t walk(uint32_t first, uint32_t points) const {
     const Permutation permutation = this->permutation();
     const uint32_t domain = permutation.domain(), len = o.w.len;
     const uint32_t begin0 = o.w.begin[0], end0 = o.w.end[0], begin1 = o.w.begin[1], end1 = o.w.end[1];
     const bool searches = o.w.token_count > 0 || (o.w.block_count > 0 && len > kChosenTokens);
-    do {
-      const uint32_t at = turn == 0 ? 0 : sh.turn_at[turn - 1] + segments * sh.turn_points[turn - 1];
-      uint32_t points;  // a warp's
-      const uint32_t more = max(aim, until) - drawn;
-      if (turn + 1 < kDrawTurns) points = (uint32_t)((float)more * domain / o.residual / segments) + 1;
-      else points = domain > at ? (domain - at + segments - 1) / segments : 0;
-      points = at < domain ? (points + 31) / 32 * 32 : 0;
-
-      const uint32_t segment = o.rank * kDrawWarps + warp, first = at + segment * points;
-      uint32_t* ids = p.draws + o.list * p.draw_stride + first;
-      uint32_t kept = 0;
-      // Without branches: the points of a round are worked on side by side.
-      constexpr int kAhead = 4;
-      const uint32_t last = first < domain ? min(points, domain - first) : 0;
+    uint32_t* ids = p.draws + o.list * p.draw_stride + first;
+    uint32_t kept = 0;
+    // Without branches: the points of a round are worked on side by side.
+    constexpr int kAhead = 4;
+    const uint32_t last = first < domain ? min(points, domain - first) : 0;
 #pragma unroll 1
-      for (uint32_t j = lane; j < last + lane; j += 32 * kAhead) {
-        uint32_t x[kAhead];
-        bool pass[kAhead];
+    for (uint32_t j = lane; j < last + lane; j += 32 * kAhead) {
+      uint32_t x[kAhead];
+      bool pass[kAhead];
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
-          const uint32_t i = j + 32 * k;
-          x[k] = permutation.point(first + i);
-          const uint32_t bits = sh.chosen[min(x[k] / (32 * kBlock), 511u)];
-          const bool block = x[k] < kChosenTokens && (bits >> (x[k] / kBlock % 32) & 1);
-          pass[k] = (i < last) & (x[k] < len) & !block & !((x[k] >= begin0) & (x[k] < end0)) &
-                    !((x[k] >= begin1) & (x[k] < end1));
-        }
-        if (searches) {
-#pragma unroll
-          for (int k = 0; k < kAhead; ++k)
-            if (pass[k] && is_listed(x[k])) pass[k] = false;
-        }
-#pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
-          const uint32_t all = __ballot_sync(~0u, pass[k]);
-          if (pass[k]) ids[kept + __popc(all & ((1u << lane) - 1))] = x[k];
-          kept += __popc(all);
-        }
+      for (int k = 0; k < kAhead; ++k) {
+        const uint32_t i = j + 32 * k;
+        x[k] = permutation.point(first + i);
+        const uint32_t bits = sh.chosen[min(x[k] / (32 * kBlock), 511u)];
+        const bool block = x[k] < kChosenTokens && (bits >> (x[k] / kBlock % 32) & 1);
+        pass[k] = (i < last) & (x[k] < len) & !block & !((x[k] >= begin0) & (x[k] < end0)) &
+                  !((x[k] >= begin1) & (x[k] < end1));
       }
-      // A count and one more is published in place of a flag.
+      if (searches) {
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k)
+          if (pass[k] && is_listed(x[k])) pass[k] = false;
+      }
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        const uint32_t all = __ballot_sync(~0u, pass[k]);
+        if (pass[k]) ids[kept + __popc(all & ((1u << lane) - 1))] = x[k];
+        kept += __popc(all);
+      }
+    }
+    __syncwarp();
+    return kept;
+  }
+  // Writes down where each segment's draws begin; thread t < segments brings segment t's count.
+  // Tells the producers.
+  __device__ __forceinline__ void number(uint32_t mine, uint32_t segments) {
+    uint32_t upto = mine;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const uint32_t x = __shfl_up_sync(~0u, upto, d);
+      if (lane >= d) upto += x;
+    }
+    if (lane == 31) sh.warp_kept[warp] = upto;
+    gate.meet();
+    uint32_t sum = drawn, all = drawn;
+#pragma unroll
+    for (int w = 0; w < kDrawWarps; ++w) {
+      const uint32_t x = sh.warp_kept[w];
+      sum += w < warp ? x : 0;
+      all += x;
+    }
+    if (tid < segments) sh.before[turn][tid] = sum + upto - mine;
+    if (tid == 0) sh.drawn[turn] = all;
+    gate.meet();
+    drawn = all;
+    mbar_arrive(smem_u32(&sh.drew[turn]));
+    ++turn;
+  }
+
+  __device__ __forceinline__ uint32_t* counts() const {
+    return p.draw_counts + ((int64_t)o.list * kDrawTurns + turn) * (o.team * kDrawWarps);
+  }
+  // Takes the next turn. Turn 0, the pilot, is each block's own: to hear from the others would
+  // cost more, while the first tiles are on their way. Later turns are shared out, until about
+  // `aim` are drawn.
+  __device__ __forceinline__ void take(uint32_t aim) {
+    const bool own = turn == 0;
+    const uint32_t n = Permutation(o.w.len).domain(), segments = own ? kDrawWarps : o.team * kDrawWarps;
+    const uint32_t at = own ? 0 : sh.turn_at[turn - 1] + sh.turn_points[turn - 1] *
+                                      (turn == 1 ? kDrawWarps : segments);
+    uint32_t points = n > at ? (n - at + segments - 1) / segments : 0;  // a warp's
+    if (turn + 1 < kDrawTurns) {
+      const float want = own ? o.pilot + 4.f * sqrtf(o.pilot) + 8.f : (float)(aim - drawn);
+      points = min(points, (uint32_t)(want * n / o.residual / segments) + 1);
+    }
+    points = (points + 31) / 32 * 32;
+    const uint32_t segment = (own ? 0 : o.rank * kDrawWarps) + warp;
+    const uint32_t kept = walk(at + segment * points, points);
+    if (tid == 0) sh.turn_at[turn] = at, sh.turn_points[turn] = points;
+    uint32_t mine = 0;
+    if (own) {
+      if (lane == 0) sh.own_kept[warp] = kept;
+      gate.meet();
+      if (tid < kDrawWarps) mine = sh.own_kept[tid];
+    } else {
+      // A count and one more in place of a flag; one thread waits for a segment's.
       uint32_t* counts = p.draw_counts + ((int64_t)o.list * kDrawTurns + turn) * segments;
-      __syncwarp();
       if (lane == 0) store_release(counts + segment, kept + 1);
-      if (tid == 0) sh.turn_at[turn] = at, sh.turn_points[turn] = points;
-      // One thread a segment.
-      uint32_t mine = 0;
       if (tid < segments) {
         while (mine == 0) mine = load_acquire(counts + tid);
         --mine;
       }
       __syncwarp();
-      uint32_t upto = mine;
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        const uint32_t x = __shfl_up_sync(~0u, upto, d);
-        if (lane >= d) upto += x;
+    }
+    number(mine, segments);
+  }
+  __device__ __forceinline__ void run() {
+    if (!o.dense) {
+      mark_blocks();
+      uint32_t until = o.pilot, aim = o.aim, round = 0;
+      bool last = false;
+#pragma unroll 1
+      for (;;) {
+        // Once the pilot is there, one turn more for what is fetched while that is judged.
+        const bool ahead = round == 0 && turn == 1 && drawn < o.aim;
+        if (turn < kDrawTurns && (drawn < until || ahead)) {
+          take(max(aim, until));
+          continue;
+        }
+        if (last) break;
+        mbar_wait(smem_u32(&sh.decided), round++ & 1);
+        const Decision d = sh.decision;
+        mbar_arrive(smem_u32(&sh.heeded));
+        if (d.state == kDense) break;
+        last = d.state == kSampled;
+        until = d.count, aim = d.count + d.count / 16 + 64;
       }
-      if (lane == 31) sh.warp_kept[warp] = upto;
-      gate.meet();
-      uint32_t sum = drawn, all = drawn;
-#pragma unroll
-      for (int w = 0; w < kDrawWarps; ++w) {
-        const uint32_t x = sh.warp_kept[w];
-        sum += w < warp ? x : 0;
-        all += x;
-      }
-      if (tid < segments) sh.before[turn][tid] = sum + upto - mine;
-      if (tid == 0) sh.drawn[turn] = all;
-      gate.meet();
-      drawn = sh.drawn[turn];
-      mbar_arrive(smem_u32(&sh.drew[turn]));  // Tells the producers.
-      ++turn;
-    } while (drawn < until && turn < kDrawTurns);
+    }
+    if (tid == 0) sh.turns = turn;
+    mbar_arrive(smem_u32(&sh.drawing_done));
   }
 };
 

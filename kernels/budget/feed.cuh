@@ -16,7 +16,8 @@ struct SampledFeed {
   const Outline& o;
   const uint32_t stages, q_at;
   const int lane, warp;
-  uint32_t count = 0, turns = 0;
+  Draws<D, N> draws;
+  uint32_t count = 0;
 
   __device__ __forceinline__ uint32_t place(uint32_t pos) const {
     return (o.table[pos / kBlock] * p.d.kv_heads + o.kv_head) * kBlock + pos % kBlock;
@@ -119,15 +120,9 @@ struct SampledFeed {
     r.odd ^= 1;
   }
 
-  __device__ __forceinline__ uint32_t await_draws(uint32_t until) {
-    while (turns == 0 || (sh.drawn[turns - 1] < until && turns < kDrawTurns))
-      mbar_wait(smem_u32(&sh.drew[turns++]), 0);
-    return sh.drawn[turns - 1];
-  }
-
   // The pilot's tiles and those after it, until the judge has spoken.
   __device__ __forceinline__ Decision sample(const Segment& g, uint32_t round) {
-    uint32_t drawn = await_draws(g.pilot), s = g.first(o), upto = g.pilot;
+    uint32_t drawn = draws.await(g.pilot), s = g.first(o), upto = g.pilot;
     bool decided = false;
     Decision d{0, 0};
     auto id = [&](uint32_t s) {
@@ -138,6 +133,10 @@ struct SampledFeed {
     for (;; s += o.team) {
       const uint32_t start = g.start(s);
       if (s >= g.cut && !decided) {
+        if (draws.turns == 1 && drawn < o.aim) {
+          drawn = draws.next();
+          rows = look_up(s, id);
+        }
         const bool room = start + kBlock <= drawn;
         if (room) mbar_wait(smem_u32(&sh.empty[count % L::kStages]), (count / L::kStages & 1) ^ 1);
         else mbar_wait(smem_u32(&sh.decided), round & 1);
@@ -153,7 +152,7 @@ struct SampledFeed {
         const uint32_t before = drawn;
         upto = d.count;
         if (start >= upto && s >= g.cut) break;
-        drawn = await_draws(upto);
+        drawn = draws.await(upto);
         if (before != drawn) rows = look_up(s, id);
       }
       const uint32_t stop = s < g.cut ? g.pilot : upto;
@@ -173,8 +172,8 @@ struct SampledFeed {
     }
     __syncwarp();
     bool dense = o.dense;
+    if (!dense || o.listed) exact();
     if (!dense) {
-      exact();
       Segment g(0, o.pilot, list_tiles(o.w));
       for (uint32_t round = 0;; ++round) {
         const Decision d = sample(g, round);
@@ -183,7 +182,7 @@ struct SampledFeed {
         g = Segment(g.pilot, d.count, g.offset + g.cut);
       }
     }
-    if (dense) {
+    if (dense && !o.listed) {
       WorkList all{};
       all.len = all.end[0] = o.w.len;
       blocks(all, list_tiles(all));

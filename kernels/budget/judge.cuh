@@ -107,10 +107,16 @@ struct Judge {
   uint32_t met = 0;                  // meetings so far
 
   __device__ __forceinline__ uint32_t* counter() const { return p.sync + (1 + o.list) * kTeamLine; }
-  __device__ __forceinline__ void meet() {
+  // The team meets in two halves, so that there is work to do in between.
+  __device__ __forceinline__ void tell() {
     gate.meet();
     ++met;
-    if (tid == 0) team_meet(counter(), met * o.team);
+    if (tid == 0) add_release(counter(), 1);
+  }
+  __device__ __forceinline__ void hear() {
+    if (tid == 0)
+      while (load_acquire(counter()) < met * o.team) {
+      }
     gate.meet();
   }
   __device__ __forceinline__ int64_t part(int kind, uint32_t rank, int g) const {
@@ -131,16 +137,18 @@ struct Judge {
       }
       const float* src = p.d.part_o + part(kind, 0, g) * D + lane * V;
       const float lse = lane < o.team ? __ldcg(p.d.part_lse + part(kind, lane, g)) : -INFINITY;
-      const float top = warp_max(lse);
-      const float weight = lse == -INFINITY ? 0.f : exp2_fast((lse - top) * kLog2e);
-      const float sum = warp_sum(weight);
-      float acc[V] = {};
+      float acc[V] = {}, weight = 0.f, sum = 0.f, top = -INFINITY;
 #pragma unroll 1
       for (uint32_t r0 = 0; r0 < o.team; r0 += 16) {
         Vec x[16];
 #pragma unroll
         for (int k = 0; k < 16; ++k)
           x[k] = __ldcg(reinterpret_cast<const Vec*>(src + (int64_t)min(r0 + k, o.team - 1) * group * D));
+        if (r0 == 0) {  // While the parts are on their way.
+          top = warp_max(lse);
+          weight = lse == -INFINITY ? 0.f : exp2_fast((lse - top) * kLog2e);
+          sum = warp_sum(weight);
+        }
 #pragma unroll
         for (int k = 0; k < 16; ++k) {
           const float w = __shfl_sync(~0u, weight, (r0 + k) & 31);  // 0 beyond the team
@@ -189,10 +197,13 @@ struct Judge {
     return (o.table[id / kBlock] * p.d.kv_heads + o.kv_head) * kBlock + id % kBlock;
   }
 
-  // Sixteen draws for one warp: values and scores.
-  struct Strip {
+  // Sixteen draws for one warp: which, their values and scores.
+  struct Place {
     uint32_t start, stop;  // draws; none where start >= stop
+    uint32_t row;          // of draw start + lane % 16 in the cache
     bool pairs;            // of the first few draws, for their products
+  };
+  struct Strip : Place {
     uint4 x[kLoads], y[kLoads];
     float score[NT][4];
   };
@@ -200,14 +211,19 @@ struct Judge {
   __device__ __forceinline__ uint32_t strips(const Segment& g) const {
     return share_of(g.cut, g.first(o), o.team) * 4;
   }
-  __device__ __forceinline__ void fetch(const Segment& g, uint32_t strip, uint32_t b, Strip& s) const {
-    const int quad = lane & 3;
+  __device__ __forceinline__ Place find(const Segment& g, uint32_t strip, uint32_t b) const {
     const uint32_t own = strips(g);
+    Place s;
     s.pairs = strip >= own;
     s.start = s.pairs ? (strip - own) * 16 : g.start(g.first(o) + strip / 4 * o.team) + strip % 4 * 16;
     s.stop = s.pairs ? min(b, (uint32_t)kCovarianceKeys) : g.pilot;
+    s.row = s.start < s.stop ? row_of(min(s.start + (lane & 15), s.stop - 1)) : 0;
+    return s;
+  }
+  __device__ __forceinline__ void fetch(Strip& s) const {
+    const int quad = lane & 3;
     if (s.start >= s.stop) return;
-    const uint32_t mine = row_of(min(s.start + (lane & 15), s.stop - 1));
+    const uint32_t mine = s.row;
     const uint4* lo = reinterpret_cast<const uint4*>(
         values() + (int64_t)__shfl_sync(~0u, mine, lane / 4) * D) + quad;
     const uint4* hi = reinterpret_cast<const uint4*>(
@@ -339,8 +355,13 @@ struct Judge {
   }
   __device__ __forceinline__ void prepare(const Segment& g, uint32_t b, Ahead& a) const {
     a.strip.start = a.strip.stop = 0;
-    if (warp < jobs(g)) fetch(g, warp, b, a.strip);
-    if (warp == 0 && jobs(g) != strips(g)) gram(first_pair_tile(g), min(b, (uint32_t)kCovarianceKeys), a.dot);
+    Draws<D, N>{sh}.await(b);
+    if (warp < jobs(g)) {
+      static_cast<Place&>(a.strip) = find(g, warp, b);
+      fetch(a.strip);
+    }
+    if (warp < group && jobs(g) != strips(g))
+      gram(first_pair_tile(g), min(b, (uint32_t)kCovarianceKeys), a.dot);
   }
 
   // All consumers of the team, once the parts are combined. All return the same.
@@ -348,18 +369,19 @@ struct Judge {
     const uint32_t b = segments[rounds].pilot, few = min(b, (uint32_t)kCovarianceKeys);
     const float share = over(1.f, (float)b);
     float sum[NT][2][4] = {};
+    // The first strip's values are there; where the next one's lie is looked up beside each.
+    uint32_t r = 0, k = warp;
     fetch_scores(a.strip);
-    look(a.strip, share, sum);
 #pragma unroll 1
-    for (uint32_t r = 0; r <= rounds; ++r) {
-      const Segment g = segments[r];
-      const uint32_t n = r == 0 ? jobs(g) : strips(g);
-#pragma unroll 1
-      for (uint32_t k = r == 0 ? warp + 8 : warp; k < n; k += 8) {
-        fetch(g, k, b, a.strip);
-        fetch_scores(a.strip);
-        look(a.strip, share, sum);
-      }
+    for (;;) {
+      for (k += 8; r <= rounds && k >= (r == 0 ? jobs(segments[0]) : strips(segments[r])); k = warp) ++r;
+      Place next{0, 0, 0, false};
+      if (r <= rounds) next = find(segments[r], k, b);
+      look(a.strip, share, sum);
+      if (r > rounds) break;
+      static_cast<Place&>(a.strip) = next;
+      fetch(a.strip);
+      fetch_scores(a.strip);
     }
 #pragma unroll
     for (int t = 0; t < NT; ++t)
@@ -373,39 +395,41 @@ struct Judge {
           if (lane < 4) sh.sums[warp][t * 8 + lane * 2 + i][k] = x;
         }
     gate.meet();
-    float* sums = p.sums + (int64_t)o.list * o.team * group * 4;
-    ++met;
-    if (warp == 0) {
-      const bool mixes = jobs(segments[0]) != strips(segments[0]);
-      // Products of few keys stand for those of all.
-      const float stands = over((float)b * (b - 1), (float)few * (few - 1));
-#pragma unroll 1
-      for (int h = 0; h < group; ++h) {
-        float x = 0;
-#pragma unroll
-        for (int w = 0; w < 8; ++w) x += sh.sums[w][h][lane & 3];
-        if (mixes) {
-          float more = 0;
-#pragma unroll 1
-          for (int t = first_pair_tile(segments[0]); t < kPairTiles; t += o.team) {
-            if (o.team < kPairTiles) gram(t, few, a.dot);
-            more += mix(t, few, h, share, a.dot);
-          }
-          if ((lane & 3) == 3) x += more * stands;
-        }
-        if (lane < 4) sums[((int64_t)o.rank * group + h) * 4 + lane] = x;
-      }
-      __syncwarp();
-      if (lane == 0) team_meet(counter(), met * o.team);
-      __syncwarp();
-    }
-    gate.meet();
+    // A sum travels with the number of its round in place of a flag. One warp a head.
+    uint64_t* sums = p.sums + (int64_t)o.list * o.team * group * 4;
+    const uint32_t epoch = rounds + 1;
+    const bool mixes = jobs(segments[0]) != strips(segments[0]);
+    // Products of few keys stand for those of all.
+    const float stands = over((float)b * (b - 1), (float)few * (few - 1));
 #pragma unroll 1
     for (int g = warp; g < group; g += 8) {
-      const float4 none = make_float4(0, 0, 0, 0);
-      const float4* of = reinterpret_cast<const float4*>(sums) + g;
-      const float4 x = lane < o.team ? __ldcg(of + (int64_t)lane * group) : none;
-      const float e2 = warp_sum(x.x), away = warp_sum(x.y), e2v2 = warp_sum(x.z), off = warp_sum(x.w);
+      float own = 0;
+#pragma unroll
+      for (int w = 0; w < 8; ++w) own += sh.sums[w][g][lane & 3];
+      if (mixes) {
+        float more = mix(first_pair_tile(segments[0]), few, g, share, a.dot);
+#pragma unroll 1
+        for (int t = first_pair_tile(segments[0]) + o.team; t < kPairTiles; t += o.team) {
+          float dot[4];
+          gram(t, few, dot);
+          more += mix(t, few, g, share, dot);
+        }
+        if ((lane & 3) == 3) own += more * stands;
+      }
+      if (lane < 4)
+        store_relaxed(sums + ((int64_t)o.rank * group + g) * 4 + lane,
+                      (uint64_t)__float_as_uint(own) << 32 | epoch);
+      const uint64_t* of = sums + ((int64_t)min((uint32_t)lane, o.team - 1) * group + g) * 4;
+      ulonglong2 lo, hi;
+      do {
+        lo = load_relaxed(of), hi = load_relaxed(of + 2);
+      } while ((uint32_t)lo.x != epoch || (uint32_t)lo.y != epoch || (uint32_t)hi.x != epoch ||
+               (uint32_t)hi.y != epoch);
+      __syncwarp();
+      auto total = [&](uint64_t word) {
+        return warp_sum(lane < o.team ? __uint_as_float((uint32_t)(word >> 32)) : 0.f);
+      };
+      const float e2 = total(lo.x), away = total(lo.y), e2v2 = total(hi.x), off = total(hi.y);
       const HeadStat& s = sh.stat[g];
       const float d = b, free = over(1.f, d - 1);
       Moments m;

@@ -3,8 +3,8 @@
 //
 // A team of thread blocks works on each list. Producer warps fill the ring of the decode
 // attention: the list's own tiles, then a pilot sample, then, while the pilot is judged,
-// further draws as far as the ring holds them. Consumers draw while the first tiles are
-// on their way, sum up exact part and pilot, and judge. Sampled keys weigh 1 until the
+// further draws as far as the ring holds them. Four warps draw. Consumers sum up exact part and
+// pilot, and judge. Sampled keys weigh 1 until the
 // end, where a head's sum is scaled by what its sample stands for, so nothing is read
 // twice but the pilot's values (from L2, for the variance). The team's last thread block
 // merges the parts in rank order.
@@ -20,10 +20,11 @@
 
 namespace taper {
 
-enum BudgetRule : int32_t { kDenominator = 0, kLemma, kTight, kRatio, kChi2 };
+// kListed: no sample; the lists are all that is read.
+enum BudgetRule : int32_t { kDenominator = 0, kLemma, kTight, kRatio, kChi2, kListed };
 // Everything is read: where no sample keeps the promise, or where there is too little to
 // sample from.
-enum ListState : uint32_t { kSampled = 1, kDense = 2, kWhole = 3 };
+enum ListState : uint32_t { kSampled = 1, kDense = 2, kWhole = 3, kAsListed = 4 };
 
 struct SampledParams {
   // What is read exactly: `lists` with ascending, disjoint blocks and tokens and no
@@ -35,10 +36,11 @@ struct SampledParams {
   void* out;                  // [rows, q_heads, head_dim]
   float* lse;                 // [rows, q_heads], of the estimate; or null
   uint32_t* sync;             // [(1 + lists) * 32], zero before and after
+  // From here to `sums`: not used by kListed.
   uint32_t* draws;            // [lists, draw_stride], scratch
-  uint32_t* draw_counts;      // [lists, 4, team * 8], zero before and after
+  uint32_t* draw_counts;      // [lists, 4, team * 4], zero before and after
   float* scores;              // [lists, capacity, group], scratch: of the pilot
-  float* sums;                // [lists, team, group, 4], scratch
+  uint64_t* sums;             // [lists, team, group, 4], zero before and after
   uint32_t* state;            // [lists], ListState
   uint32_t* residual;         // [lists], keys that the sample stands for
   uint32_t* counts;           // [lists], sampled keys read; 0 where everything is read
@@ -54,7 +56,7 @@ struct SampledParams {
 constexpr int kGrowthRounds = 4;
 constexpr int kCovarianceKeys = 40;    // sampled keys whose products are taken
 constexpr float kLeastSignal = 0.25f;  // of a squared norm, its noise taken off
-constexpr int kDrawTurns = 4, kDrawWarps = 8;
+constexpr int kDrawTurns = 4, kDrawWarps = 4, kDrawThreads = 32 * kDrawWarps;
 
 // Points of the permutation that its domain may have for `len` tokens.
 __host__ __device__ inline int64_t sampled_draws(int64_t len) {
@@ -67,11 +69,13 @@ __host__ __device__ inline int64_t sampled_draws(int64_t len) {
 struct Outline {
   WorkList w;
   uint32_t list, rank, team, fixed, residual, pilot;
+  uint32_t aim;  // draws that are made before the pilot is judged
   uint32_t row, head, kv_head, position;
   uint64_t seed;
   const uint32_t* table;
   double limit;  // draws from which reading everything is the better bargain
   bool dense;    // from the start: no sample can help
+  bool listed;   // and the list is what is read
 };
 
 struct Decision {
@@ -110,9 +114,9 @@ struct HeadStat {
 
 template <int D, int N>
 struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
-  uint64_t drew[kDrawTurns], decided, gate;
+  uint64_t drew[kDrawTurns], decided, heeded, drawing_done, gate, draw_gate;
   Outline outline;
-  uint32_t warp_kept[kDrawWarps], last;
+  uint32_t warp_kept[kDrawWarps], own_kept[kDrawWarps], turns, last;
   Decision decision;
   uint32_t drawn[kDrawTurns];  // after each turn
   uint32_t turn_at[kDrawTurns], turn_points[kDrawTurns];

@@ -29,6 +29,16 @@ __device__ __forceinline__ uint32_t add_acq_rel(uint32_t* p, uint32_t x) {
   return v;
 }
 
+// Words that carry their own flag: they order nothing else.
+__device__ __forceinline__ void store_relaxed(uint64_t* p, uint64_t x) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(x) : "memory");
+}
+__device__ __forceinline__ ulonglong2 load_relaxed(const uint64_t* p) {
+  ulonglong2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
+  return v;
+}
+
 // A barrier of some threads of a block, in shared memory: racecheck does not follow a named
 // barrier of fewer threads than the block has, nor one thread that arrives for its warp.
 struct Gate {

@@ -95,6 +95,8 @@ struct ValuesBlock {
         tma_load_2d(q_at + h * (N * 128), &maps.q, smem_u32(&sh.q_full), h * 64,
                     row * p.q_heads + kv_head * group);
     }
+    // Keys leave L2 first, so that the weights stay there until they are drawn from.
+    const uint64_t policy = evict_first();
     for (uint32_t t0 = 0; t0 < tiles; t0 += 32) {
       uint32_t y = 0;
       if (t0 + lane < tiles) y = (table[first + t0 + lane] * p.kv_heads + kv_head) * kBlock;
@@ -106,7 +108,8 @@ struct ValuesBlock {
           mbar_expect_tx(full, L::kStage);
 #pragma unroll
           for (int h = 0; h < D / 64; ++h)
-            tma_load_2d(stages + stage * L::kStage + h * L::kPanel, &maps.k, full, h * 64, from);
+            tma_load_2d(stages + stage * L::kStage + h * L::kPanel, &maps.k, full, h * 64, from,
+                        policy);
         }
         __syncwarp();
       }

@@ -4,12 +4,10 @@
 // (per_block 64), block means (1), label channels (64, narrow), or a pair of upper and
 // lower bounds, whose score sum_j max(q_j hi_j, q_j lo_j) is the product of q's positive
 // part with hi plus that of its negative part with lo. One warp scores 64 entries for
-// all heads of a group; the products' inner dimension is permuted so that every lane
-// reads 16 consecutive bytes straight into its matrix fragment.
+// all heads of a group.
 #pragma once
 
-#include "../common/launch.cuh"
-#include "../common/ptx.cuh"
+#include "view.cuh"
 
 namespace taper {
 
@@ -35,88 +33,27 @@ struct ScoreParams {
 
 constexpr int kScoreWarps = 8;
 
-__device__ __forceinline__ uint32_t positive2(uint32_t x, bool keep_positive) {
-  // Two 16-bit floats: zero those of the other sign.
-  const uint32_t neg = (x >> 15) & 0x00010001u;
-  const uint32_t mask = neg * 0xFFFFu;
-  return keep_positive ? x & ~mask : x & mask;
-}
-
 template <class T, int W, int NT, bool BOUNDS>
 __global__ void __launch_bounds__(kScoreWarps * 32) score_kernel(const ScoreParams p) {
-  // A lane reads 16 consecutive bytes a load; of 16 labels only 8, and half a fragment.
-  constexpr int kLoads = W < 32 ? 1 : W / 32;
-  constexpr bool kHalf = W == 16;
+  using View = ViewRows<T, W, NT, BOUNDS>;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane & 3;
   const int kv_head = blockIdx.y, row = blockIdx.z, group = p.q_heads / p.kv_heads;
   wait_for_predecessor();
   launch_dependents();
   const uint32_t len = p.lens[row], span = kBlock / p.per_block;
   const uint32_t entries = (len + span - 1) / span;
-  const uint32_t* table =
-      p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
+  View view{p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride, entries,
+            (uint32_t)kv_head, (uint32_t)p.kv_heads, (uint32_t)p.per_block, lane};
+  view.load_queries(static_cast<const T*>(p.q) + ((int64_t)row * p.q_heads + kv_head * group) * W, group);
 
-  auto piece = [](const T* line, int i) {
-    if constexpr (kHalf) {
-      const uint2 x = reinterpret_cast<const uint2*>(line)[i];
-      return make_uint4(x.x, x.y, 0, 0);
-    } else {
-      return reinterpret_cast<const uint4*>(line)[i];
-    }
-  };
-  uint4 q[NT][kLoads];
-#pragma unroll
-  for (int t = 0; t < NT; ++t) {
-    const int h = t * 8 + lane / 4;
-    const T* src = static_cast<const T*>(p.q) +
-                   ((int64_t)row * p.q_heads + kv_head * group + (h < group ? h : 0)) * W;
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i)
-      q[t][i] = h < group ? piece(src, quad + 4 * i) : make_uint4(0, 0, 0, 0);
-  }
-  auto line = [&](const void* view, uint32_t e) {
-    e = min(e, entries - 1);
-    const uint64_t at =
-        ((uint64_t)table[e / p.per_block] * p.kv_heads + kv_head) * p.per_block + e % p.per_block;
-    return static_cast<const T*>(view) + at * W;
-  };
-  // 16 entries' rows; as many of the four such tiles as registers allow are in flight.
-  constexpr int kFull = kLoads * (BOUNDS ? 2 : 1), kAhead = kFull <= 2 ? 4 : kFull == 4 ? 2 : 1;
-  struct Rows {
-    uint4 x[kLoads], y[kLoads];
-  };
-  auto fetch = [&](Rows& to, const void* view, uint32_t e) {
-    const T* lo = line(view, e);
-    const T* hi = line(view, e + 8);
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      to.x[i] = piece(lo, quad + 4 * i);
-      to.y[i] = piece(hi, quad + 4 * i);
-    }
-  };
-  auto multiply = [&](float(&c)[NT][4], const Rows& rows, bool part) {
-    const auto& x = rows.x;
-    const auto& y = rows.y;
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i)
-#pragma unroll
-      for (int t = 0; t < NT; ++t) {
-        uint4 b = q[t][i];
-        if (BOUNDS) {
-          b = make_uint4(positive2(b.x, part), positive2(b.y, part), positive2(b.z, part),
-                         positive2(b.w, part));
-        }
-        mma_16x8x16<T>(c[t], x[i].x, y[i].x, x[i].y, y[i].y, b.x, b.y);
-        if constexpr (!kHalf) mma_16x8x16<T>(c[t], x[i].z, y[i].z, x[i].w, y[i].w, b.z, b.w);
-      }
-  };
-
-  Rows rows[kAhead], lower[BOUNDS ? kAhead : 1];
+  // As many of the four tiles of 16 entries as registers allow are in flight.
+  constexpr int kFull = View::kLoads * (BOUNDS ? 2 : 1), kAhead = kFull <= 2 ? 4 : kFull == 4 ? 2 : 1;
+  typename View::Rows rows[kAhead], lower[BOUNDS ? kAhead : 1];
   auto fetch_tiles = [&](uint32_t from) {
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
-      fetch(rows[a], p.view, from + a * 16 + lane / 4);
-      if (BOUNDS) fetch(lower[a], p.lower, from + a * 16 + lane / 4);
+      view.fetch(rows[a], p.view, from + a * 16);
+      if (BOUNDS) view.fetch(lower[a], p.lower, from + a * 16);
     }
   };
   if (blockIdx.x * kScoreWarps * 64 + warp * 64 < entries)
@@ -135,8 +72,8 @@ __global__ void __launch_bounds__(kScoreWarps * 32) score_kernel(const ScorePara
         for (int t = 0; t < NT; ++t)
 #pragma unroll
           for (int i = 0; i < 4; ++i) c[r][t][i] = 0.f;
-        multiply(c[r], rows[a], true);
-        if (BOUNDS) multiply(c[r], lower[a], false);
+        view.multiply(c[r], rows[a], true);
+        if (BOUNDS) view.multiply(c[r], lower[a], false);
 #pragma unroll
         for (int t = 0; t < NT; ++t)
 #pragma unroll
@@ -147,7 +84,6 @@ __global__ void __launch_bounds__(kScoreWarps * 32) score_kernel(const ScorePara
     if (first + gridDim.x * kScoreWarps * 64 < entries)
       fetch_tiles(first + gridDim.x * kScoreWarps * 64);
 
-    // Accumulator i of tile t belongs to head t * 8 + 2 * quad + (i & 1), entry + 8 * (i / 2).
     auto head_of = [&](int t, int i) { return t * 8 + 2 * quad + (i & 1); };
 #pragma unroll
     for (int r = 0; r < 4; ++r) {

@@ -106,7 +106,8 @@ impl Artifacts {
 
     /// Takes in the content of a file that is not in a folder.
     #[cfg(test)]
-    pub(crate) fn with(mut self, kind: &ArtifactKind, bytes: &[u8], model: &ModelKey) -> Result<Self, String> {
+    pub(crate) fn with(mut self, file: &str, bytes: &[u8], model: &ModelKey) -> Result<Self, String> {
+        let kind = methods::artifacts().into_iter().find(|kind| kind.file == file).expect("a kind of artefact");
         self.loaded.insert(kind.file, (kind.read)(&ArtifactFile { bytes, model })?);
         Ok(self)
     }

@@ -174,6 +174,29 @@ impl DecodeStep<'_> {
         self.batch.rows.iter().flat_map(|row| std::iter::repeat_n(of(row), self.kv_heads)).collect()
     }
 
+    /// Query heads that share a KV head.
+    ///
+    /// # Errors
+    /// Queries of another shape.
+    pub fn group(&self) -> Result<usize> {
+        Ok(self.batch.q.dims3()?.1 / self.kv_heads)
+    }
+
+    /// Everything, for all rows.
+    pub fn dense(&self) -> Choice {
+        Selection::dense(self.batch.rows.len(), self.kv_heads).into()
+    }
+
+    /// The step of one of the rows alone.
+    ///
+    /// # Errors
+    /// What `run` says.
+    pub fn row<T>(&self, row: usize, run: impl FnOnce(&DecodeStep) -> Result<T>) -> Result<T> {
+        let q = self.batch.q.narrow(0, row, 1)?;
+        let batch = Decode { q: &q, kv: self.batch.kv, rows: &self.batch.rows[row..=row] };
+        run(&DecodeStep { batch, streams: &self.streams[row..=row], ..*self })
+    }
+
     /// An index that the method declared.
     ///
     /// # Errors

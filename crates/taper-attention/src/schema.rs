@@ -75,6 +75,11 @@ fn check(value: &Value, schema: &Value, path: &str) -> Result<(), SpecError> {
         let known = value.as_str().is_some_and(|v| choices.contains(&v));
         return if known { Ok(()) } else { fail(format!("one of {}", listed())) };
     }
+    if let Some(numbers) = schema["enum"].as_array() {
+        let known = numbers.iter().any(|n| n.as_f64() == value.as_f64());
+        let listed: Vec<String> = numbers.iter().map(Value::to_string).collect();
+        return if known { Ok(()) } else { fail(format!("one of {}", listed.join(", "))) };
+    }
     if schema[AMOUNT] == true && !value.as_f64().is_some_and(Amount::is_valid) {
         return fail("a whole number of tokens up to 1048576, or a share of the context below 1".to_owned());
     }

@@ -23,6 +23,9 @@ impl SpecError {
     }
 }
 
+/// What reading a spec gives.
+pub(crate) type SpecResult<T> = Result<T, SpecError>;
+
 /// How a request is attended: a method for its prompt, a method for its generated tokens, and how much of both is
 /// audited against dense attention.
 ///

@@ -4,7 +4,7 @@ use crate::backend::{Backend, BackendError, Input, Limits};
 use crate::text::{Message, Text, TextError, TokenStream};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
-use taper_attention::{AttentionBatch, AttentionSpec, AttentionUsage, Sequence, Span};
+use taper_attention::{AttentionBatch, AttentionSpec, AttentionUsage, ModelKey, Sequence, Span};
 use taper_kernels::parallel;
 use taper_kv_cache::{BLOCK_TOKENS, KvPool, KvShape};
 use taper_model::{
@@ -107,6 +107,11 @@ impl From<candle_core::Error> for BackendError {
 }
 
 impl ModelBackend {
+    /// What artefacts must have been made for.
+    pub fn key(&self) -> ModelKey {
+        self.model.config().key()
+    }
+
     /// One forward pass.
     fn step(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
         let mut tokens = Vec::new();

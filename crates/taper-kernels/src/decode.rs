@@ -7,11 +7,13 @@ mod attend;
 mod choose;
 mod sample;
 mod scores;
+mod values;
 
 pub use attend::attend;
 pub use choose::{Importance, importance, top_k, top_p};
-pub use sample::{Budget, Sampling, foresee, sample};
+pub use sample::{Budget, Sampling, foresee, sample, sample_some};
 pub use scores::{Scores, scores};
+pub use values::{Spread, Targets, bernoulli_queries, sample_values};
 pub(crate) use {attend::dots, scores::pass};
 
 use crate::kv::{BLOCK_TOKENS, KvElement, PagedKv};
@@ -50,6 +52,17 @@ pub enum HeadSelection {
     Dense,
     /// Some keys.
     Keys(Keys),
+    /// A mean of some values, whatever their keys.
+    Values(Values),
+}
+
+/// Values with given weights.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Values {
+    /// Tokens, each once.
+    pub ids: Vec<u32>,
+    /// Each query head's weights `[group, ids]`; a head's add up to 1, or are scaled to.
+    pub weights: Vec<f32>,
 }
 
 /// Chosen keys: ranges and ids with weight 1, and a sample that stands for what was not chosen.
@@ -112,6 +125,7 @@ impl Selection {
         let count = |(i, head): (usize, &HeadSelection)| match head {
             HeadSelection::Dense => rows[i / kv_heads].visible.len(),
             HeadSelection::Keys(keys) => keys.len(),
+            HeadSelection::Values(values) => values.ids.len(),
         };
         self.0.iter().enumerate().map(count).collect()
     }

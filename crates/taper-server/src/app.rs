@@ -13,7 +13,7 @@ use axum::{Json, Router};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Duration;
-use taper_attention::AttentionSpec;
+use taper_attention::{Artifacts, AttentionSpec};
 use taper_engine::Engine;
 
 /// What the server adds to the engine.
@@ -21,6 +21,8 @@ use taper_engine::Engine;
 pub struct ServerConfig {
     /// Attention of requests that say nothing of it.
     pub attention: AttentionSpec,
+    /// What methods learned offline for the model.
+    pub artifacts: Arc<Artifacts>,
     /// Largest request body.
     pub body_bytes: usize,
     /// Most prompts of one text completion.
@@ -33,6 +35,7 @@ impl Default for ServerConfig {
     fn default() -> Self {
         Self {
             attention: AttentionSpec::default(),
+            artifacts: Arc::default(),
             body_bytes: 16 << 20,
             prompts: 64,
             keep_alive: Duration::from_secs(10),

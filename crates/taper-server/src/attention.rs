@@ -1,10 +1,11 @@
 //! From a request's knobs to its attention: the `attention` object, the short forms, and vLLM's `vllm_xargs`.
 
+use crate::app::ServerConfig;
 use crate::error::ApiError;
 use crate::fields::{Fields, brief};
 use crate::knobs::near_miss;
 use serde_json::{Map, Value};
-use taper_attention::{Artifacts, AttentionSpec, Question, Wire};
+use taper_attention::{AttentionSpec, Question, Wire};
 
 /// What the request says of attention, in one shape whatever the spelling.
 #[derive(Debug, Default)]
@@ -20,7 +21,7 @@ struct Knobs {
 }
 
 /// Reads all knobs and resolves them over the server's preset; returns the ignored keys of `vllm_xargs` too.
-pub(crate) fn read(fields: &mut Fields<'_>, preset: &AttentionSpec) -> Result<(AttentionSpec, Vec<String>), ApiError> {
+pub(crate) fn read(fields: &mut Fields<'_>, config: &ServerConfig) -> Result<(AttentionSpec, Vec<String>), ApiError> {
     let mut knobs = Knobs {
         attention: fields.get("attention").cloned(),
         epsilon: fields.get("epsilon").cloned(),
@@ -37,7 +38,7 @@ pub(crate) fn read(fields: &mut Fields<'_>, preset: &AttentionSpec) -> Result<(A
         delta: knobs.delta.as_ref(),
         gamma: knobs.gamma.as_ref(),
     };
-    match AttentionSpec::resolve(preset, &wire, &Artifacts::default()) {
+    match AttentionSpec::resolve(&config.attention, &wire, &config.artifacts) {
         Ok(spec) => Ok((spec, knobs.ignored)),
         Err(error) => {
             let origin = knobs.origin.iter().find(|(path, _)| *path == error.path);

@@ -20,7 +20,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     if top.is_some_and(|n| n > 0) && !logprobs {
         return Err(ApiError::invalid("top_logprobs", "top_logprobs needs logprobs: true"));
     }
-    let (attention, mut ignored) = attention::read(&mut fields, &app.config.attention)?;
+    let (attention, mut ignored) = attention::read(&mut fields, &app.config)?;
     ignored.extend(knobs::unknown(map, fields.unread())?);
     let tokens = app.engine.text().chat(&messages).map_err(|e| error::text(&e, "messages"))?;
     let question_tokens = attention::question(&attention, tokens.len(), || question(app, &messages, &tokens))?;

@@ -22,7 +22,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     if echo && logprobs.is_some() {
         return Err(ApiError::invalid("echo", "echo together with logprobs is not supported"));
     }
-    let (attention, mut ignored) = attention::read(&mut fields, &app.config.attention)?;
+    let (attention, mut ignored) = attention::read(&mut fields, &app.config)?;
     ignored.extend(knobs::unknown(map, fields.unread())?);
     let mut prompts = read_prompts(app, prompts, echo)?;
     if common.stop.max_tokens.is_none() {

@@ -35,6 +35,9 @@ pub struct ModelArgs {
     /// '{"decode": {"method": "vattention", "epsilon": 0.1}}'
     #[arg(long, value_name = "PRESET|JSON")]
     pub attention: Option<String>,
+    /// Folder of what methods learned offline (see `taper train`)
+    #[arg(long, value_name = "DIR")]
+    pub artifacts: Option<PathBuf>,
     /// Threads for arithmetic [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub threads: Option<u16>,

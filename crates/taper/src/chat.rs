@@ -1,7 +1,8 @@
 //! `taper chat`: a conversation in the terminal.
 
 use crate::args::ChatArgs;
-use crate::{config, load, preset, talk};
+use crate::load::{self, Loaded};
+use crate::{config, preset, talk};
 use anyhow::Result;
 use std::io::{BufRead, IsTerminal};
 use std::sync::Arc;
@@ -13,8 +14,8 @@ use taper_engine::Message;
 /// A model that cannot be loaded or a terminal that is gone; a refused line is only reported.
 pub fn run(args: ChatArgs) -> Result<()> {
     let config = config::model(args.model)?;
-    let engine = load::engine(&config)?;
-    let mut attention = Arc::new(config.attention);
+    let Loaded { engine, artifacts, attention } = load::engine(&config)?;
+    let mut attention = Arc::new(attention);
     let system = args.system.map(|content| Message { role: "system".into(), content });
     let mut messages: Vec<Message> = system.iter().cloned().collect();
     let prompt = std::io::stdin().is_terminal();
@@ -32,7 +33,7 @@ pub fn run(args: ChatArgs) -> Result<()> {
             ("", _) => continue,
             ("/quit", _) => break,
             ("/reset", _) => messages = system.iter().cloned().collect(),
-            ("/attention", text) => match preset::read(text.trim()) {
+            ("/attention", text) => match preset::read(text.trim(), &artifacts) {
                 Ok(spec) => attention = Arc::new(spec),
                 Err(error) => eprintln!("{error:#}"),
             },

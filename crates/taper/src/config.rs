@@ -4,8 +4,8 @@ use crate::args::{ModelArgs, ServeArgs};
 use crate::preset;
 use anyhow::{Context, Result, anyhow, bail};
 use serde::Deserialize;
-use std::path::Path;
-use taper_attention::AttentionSpec;
+use std::path::{Path, PathBuf};
+use taper_attention::{Artifacts, AttentionSpec};
 use taper_engine::{CacheDType, CacheOptions, EngineConfig};
 use taper_model::{DEFAULT_MODEL, LoadOptions, WeightDType};
 use taper_server::ServerConfig;
@@ -27,13 +27,39 @@ struct File {
     dtype: Option<String>,
     dequantize: Option<bool>,
     context: Option<usize>,
+    artifacts: Option<PathBuf>,
+}
+
+/// The attention of requests that say nothing of it, as it was written: what it needs may be known only once the model
+/// is loaded.
+#[derive(Debug, Clone)]
+pub enum Wanted {
+    /// A preset's name, or JSON.
+    Text(String),
+    /// The object of a settings file.
+    Object(serde_json::Value),
+}
+
+impl Wanted {
+    /// The spec.
+    ///
+    /// # Errors
+    /// The field at fault, or an artefact that is not there.
+    pub fn resolve(&self, artifacts: &Artifacts) -> Result<AttentionSpec> {
+        match self {
+            Self::Text(text) => preset::read(text, artifacts),
+            Self::Object(value) => preset::spec(value, artifacts),
+        }
+    }
 }
 
 /// What every command needs to load a model, checked.
 #[derive(Debug)]
 pub struct ModelConfig {
     pub model: String,
-    pub attention: AttentionSpec,
+    pub attention: Option<Wanted>,
+    /// Folder of what methods learned offline.
+    pub artifacts: Option<PathBuf>,
     pub threads: Option<u16>,
     pub cache: CacheOptions,
     pub load: LoadOptions,
@@ -74,7 +100,7 @@ pub fn serve(args: ServeArgs) -> Result<ServeConfig> {
     if let Some(tokens) = at_least_one("chunk_tokens", file.chunk_tokens)? {
         model.engine.chunk_tokens = tokens;
     }
-    let mut server = ServerConfig { attention: model.attention.clone(), ..ServerConfig::default() };
+    let mut server = ServerConfig::default();
     if let Some(mib) = at_least_one("body_mib", file.body_mib)? {
         server.body_bytes = mib.saturating_mul(1 << 20);
     }
@@ -99,12 +125,17 @@ fn read(path: &Path) -> Result<File> {
 }
 
 fn check_model(args: ModelArgs, file: &File) -> Result<ModelConfig> {
-    let attention = match (&args.attention, &file.attention) {
-        (Some(text), _) => preset::read(text).context("--attention")?,
-        (None, Some(serde_json::Value::String(name))) => preset::read(name)?,
-        (None, Some(value)) => preset::spec(value)?,
-        (None, None) => AttentionSpec::default(),
+    let artifacts = args.artifacts.or_else(|| file.artifacts.clone());
+    let attention = match (args.attention, &file.attention) {
+        (Some(text), _) => Some(Wanted::Text(text)),
+        (None, Some(serde_json::Value::String(name))) => Some(Wanted::Text(name.clone())),
+        (None, Some(value)) => Some(Wanted::Object(value.clone())),
+        (None, None) => None,
     };
+    // A mistake should be known before a large model has loaded, unless only its artefacts can tell.
+    if let (Some(wanted), None) = (&attention, &artifacts) {
+        wanted.resolve(&Artifacts::default()).context("attention")?;
+    }
     let memory = args.kv_memory.or_else(|| file.kv_memory.clone());
     let kv_dtype = args.kv_dtype.or_else(|| file.kv_dtype.clone());
     let dtype = args.dtype.or_else(|| file.dtype.clone());
@@ -115,6 +146,7 @@ fn check_model(args: ModelArgs, file: &File) -> Result<ModelConfig> {
     Ok(ModelConfig {
         model: args.model.or_else(|| file.model.clone()).unwrap_or_else(|| DEFAULT_MODEL.into()),
         attention,
+        artifacts,
         threads,
         cache: CacheOptions {
             bytes: memory.as_deref().map(size).transpose().context("kv memory")?,
@@ -201,7 +233,8 @@ mod tests {
         let (_folder, path) = file("port = 1\nqueue = 3\n[attention.decode]\nmethod = 'vattention'\n");
         let config = serve(args(Some(&path))).unwrap();
         assert_eq!((config.port, config.model.engine.queue, config.server.prompts), (1, 3, 3));
-        assert_eq!(config.server.attention.names().1, "vattention");
+        let attention = config.model.attention.unwrap().resolve(&Artifacts::default()).unwrap();
+        assert_eq!(attention.names().1, "vattention");
         let config = serve(ServeArgs { port: Some(2), ..args(Some(&path)) }).unwrap();
         assert_eq!(config.port, 2);
     }

@@ -1,7 +1,8 @@
 //! `taper generate`.
 
 use crate::args::GenerateArgs;
-use crate::{config, load, talk};
+use crate::load::{self, Loaded};
+use crate::{config, talk};
 use anyhow::Result;
 use std::sync::Arc;
 use taper_engine::Message;
@@ -12,14 +13,14 @@ use taper_engine::Message;
 /// What the model, the prompt or the attention lacks.
 pub fn run(args: GenerateArgs) -> Result<()> {
     let config = config::model(args.model)?;
-    let engine = load::engine(&config)?;
+    let Loaded { engine, attention, .. } = load::engine(&config)?;
     let prompt = if args.chat {
         engine.text().chat(&[Message { role: "user".into(), content: args.prompt }])?
     } else {
         engine.text().encode(&args.prompt)?
     };
     let show = |text: &str| if args.stream { talk::print(text) } else { Ok(()) };
-    let (text, _) = talk::run(&engine, prompt, !args.chat, Arc::new(config.attention), &args.sampling, show)?;
+    let (text, _) = talk::run(&engine, prompt, !args.chat, Arc::new(attention), &args.sampling, show)?;
     if !args.stream {
         talk::print(&text)?;
     }

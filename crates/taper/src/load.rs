@@ -4,18 +4,34 @@ use crate::config::ModelConfig;
 use anyhow::{Context, Result};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
+use taper_attention::{Artifacts, AttentionSpec};
 use taper_engine::{Engine, ModelBackend, ModelInfo, ModelText};
 use taper_model::{Progress, ResolvedModel, default_cache, resolve};
+
+/// A model at work.
+pub struct Loaded {
+    pub engine: Engine,
+    /// What methods learned offline for it.
+    pub artifacts: Arc<Artifacts>,
+    /// Attention where a request says nothing of it.
+    pub attention: AttentionSpec,
+}
 
 /// Finds, loads and starts the model.
 ///
 /// # Errors
 /// The file and field at fault, or a machine that cannot hold the model.
-pub fn engine(config: &ModelConfig) -> Result<Engine> {
+pub fn engine(config: &ModelConfig) -> Result<Loaded> {
     let (model, backend, text) = backend(config)?;
+    let artifacts = match &config.artifacts {
+        Some(folder) => Artifacts::open(folder, &backend.key())?,
+        None => Artifacts::default(),
+    };
+    let attention = config.attention.as_ref().map_or(Ok(AttentionSpec::default()), |a| a.resolve(&artifacts))?;
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let info = ModelInfo { id: model.name.clone(), created };
-    Engine::start(backend, Arc::new(text), info, config.engine).context("starting the engine")
+    let engine = Engine::start(backend, Arc::new(text), info, config.engine).context("starting the engine")?;
+    Ok(Loaded { engine, artifacts: Arc::new(artifacts), attention })
 }
 
 /// Finds and loads the model, for a caller that makes the steps itself.

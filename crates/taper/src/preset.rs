@@ -22,15 +22,15 @@ pub fn all() -> Vec<(&'static str, &'static str)> {
 ///
 /// # Errors
 /// JSON that is no valid spec, or a name that no preset has.
-pub fn read(text: &str) -> Result<AttentionSpec> {
+pub fn read(text: &str, artifacts: &Artifacts) -> Result<AttentionSpec> {
     if text.trim_start().starts_with('{') {
         let value: Value = serde_json::from_str(text).context("the attention is not valid JSON")?;
-        return spec(&value);
+        return spec(&value, artifacts);
     }
     let presets = all();
     if let Some((name, toml)) = presets.iter().find(|(name, _)| *name == text) {
         let value: Value = toml::from_str(toml).with_context(|| format!("preset {name}"))?;
-        return spec(&value).with_context(|| format!("preset {name}"));
+        return spec(&value, artifacts).with_context(|| format!("preset {name}"));
     }
     let names: Vec<&str> = presets.iter().map(|(name, _)| *name).collect();
     let hint = nearest(text, &names).map_or(String::new(), |name| format!(", did you mean {name}?"));
@@ -41,13 +41,17 @@ pub fn read(text: &str) -> Result<AttentionSpec> {
 ///
 /// # Errors
 /// The field at fault and what is valid.
-pub fn spec(value: &Value) -> Result<AttentionSpec> {
-    AttentionSpec::from_json(value, "attention", &Artifacts::default()).map_err(|e| anyhow!("{}: {e}", e.path))
+pub fn spec(value: &Value, artifacts: &Artifacts) -> Result<AttentionSpec> {
+    AttentionSpec::from_json(value, "attention", artifacts).map_err(|e| anyhow!("{}: {e}", e.path))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn read(text: &str) -> Result<AttentionSpec> {
+        super::read(text, &Artifacts::default())
+    }
 
     #[test]
     fn every_preset_loads_and_dense_is_the_default() {

@@ -2,7 +2,8 @@
 
 use crate::args::ServeArgs;
 use crate::config::{self, ServeConfig};
-use crate::{load, talk};
+use crate::load::{self, Loaded};
+use crate::talk;
 use anyhow::{Context, Result};
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -24,14 +25,15 @@ async fn serve(config: ServeConfig) -> Result<()> {
     let at = format!("{}:{}", config.host, config.port);
     let listener = TcpListener::bind((config.host.as_str(), config.port)).await.with_context(|| at)?;
     let address = listener.local_addr()?;
-    let model = config.model;
-    let (engine, model) = tokio::task::spawn_blocking(move || (load::engine(&model), model)).await?;
-    let engine = Arc::new(engine?);
-    talk::print(&greeting(&engine, address, model.attention.names()))?;
+    let (model, mut server) = (config.model, config.server);
+    let Loaded { engine, artifacts, attention } = tokio::task::spawn_blocking(move || load::engine(&model)).await??;
+    let engine = Arc::new(engine);
+    talk::print(&greeting(&engine, address, attention.names()))?;
+    (server.attention, server.artifacts) = (attention, artifacts);
     if !address.ip().is_loopback() {
         eprintln!("warning: anyone who reaches {address} may use this server; it asks for no key");
     }
-    taper_server::serve(listener, engine, config.server, stopped()).await.context("serving")
+    taper_server::serve(listener, engine, server, stopped()).await.context("serving")
 }
 
 fn greeting(engine: &Engine, address: SocketAddr, (prefill, decode): (&str, &str)) -> String {

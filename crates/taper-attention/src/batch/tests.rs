@@ -25,7 +25,7 @@ fn chunks_take_what_is_left_and_lengths_are_those_of_whole_prompts() {
     (a.len, b.len) = (40, 3);
     assert_eq!((a.chunk(50), b.chunk(50)), (30, 0));
     let spans = vec![Span { sequence: &mut a, tokens: 2 }, Span { sequence: &mut b, tokens: 2 }];
-    let batch = AttentionBatch::new(SHAPE, &PlainRotary, &mut pool, spans).unwrap();
+    let batch = AttentionBatch::new(SHAPE, &PlainRotary(8), &mut pool, spans).unwrap();
     assert_eq!(batch.positions(), [40, 41, 3, 4]);
     assert_eq!([0, 1, 2, 3].map(|token| batch.length(token)), [70, 70, 4, 5]);
 }
@@ -41,7 +41,7 @@ fn a_batch_of_sequences_gives_each_what_it_gets_alone() {
         let mut pool = pool(4);
         let mut sequence = sequence(tokens, json!({ "method": "dense" }));
         let mut batch =
-            AttentionBatch::new(SHAPE, &PlainRotary, &mut pool, vec![Span { sequence: &mut sequence, tokens }])
+            AttentionBatch::new(SHAPE, &PlainRotary(8), &mut pool, vec![Span { sequence: &mut sequence, tokens }])
                 .unwrap();
         let part = |t: &Tensor| t.narrow(0, start, tokens).unwrap();
         batch.attend(0, &part(&q), &part(&k), &part(&v)).unwrap().to_vec3::<f32>().unwrap()
@@ -49,7 +49,7 @@ fn a_batch_of_sequences_gives_each_what_it_gets_alone() {
     let mut pool = pool(4);
     let (mut a, mut b) = (sequence(70, json!({ "method": "dense" })), sequence(10, json!({ "method": "dense" })));
     let spans = vec![Span { sequence: &mut a, tokens: 70 }, Span { sequence: &mut b, tokens: 10 }];
-    let mut batch = AttentionBatch::new(SHAPE, &PlainRotary, &mut pool, spans).unwrap();
+    let mut batch = AttentionBatch::new(SHAPE, &PlainRotary(8), &mut pool, spans).unwrap();
     assert_eq!(batch.positions(), (0..70).chain(0..10).collect::<Vec<u32>>());
     let out = batch.attend(0, &q, &k, &v).unwrap().to_vec3::<f32>().unwrap();
     batch.finish();
@@ -62,9 +62,9 @@ fn spans_that_cannot_be_are_errors() {
     let mut pool = pool(1);
     let mut straddling = sequence(5, json!({ "method": "dense" }));
     let spans = vec![Span { sequence: &mut straddling, tokens: 6 }];
-    assert!(matches!(AttentionBatch::new(SHAPE, &PlainRotary, &mut pool, spans), Err(KvError::Device(_))));
+    assert!(matches!(AttentionBatch::new(SHAPE, &PlainRotary(8), &mut pool, spans), Err(KvError::Device(_))));
     let mut long = sequence(65, json!({ "method": "dense" }));
     let spans = vec![Span { sequence: &mut long, tokens: 65 }];
-    assert!(matches!(AttentionBatch::new(SHAPE, &PlainRotary, &mut pool, spans), Err(KvError::OutOfBlocks { .. })));
+    assert!(matches!(AttentionBatch::new(SHAPE, &PlainRotary(8), &mut pool, spans), Err(KvError::OutOfBlocks { .. })));
     pool.check_integrity([long.table()]);
 }

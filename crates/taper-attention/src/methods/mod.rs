@@ -2,27 +2,56 @@
 
 mod delta;
 mod dense;
+mod double_sparsity;
+mod hash_attention;
+mod kmeans;
 mod oracle_top_k;
+mod oracle_top_p;
+mod partition;
+mod quest;
+mod random_sample;
+mod saap;
+mod santa;
 mod streaming_llm;
+mod top_k;
 mod vattention;
 
 use crate::artifacts::{ArtifactKind, Artifacts};
 use crate::method::{DecodeMethod, Predictor, PrefillMethod};
 use crate::schema::nearest;
-use crate::spec::{Chosen, SpecError};
+use crate::spec::{Chosen, SpecError, SpecResult};
 use serde::Serialize;
 use serde_json::Value;
 use std::sync::Arc;
 
 static PREFILL: &[&Entry<dyn PrefillMethod>] = &[&delta::PREFILL, &dense::PREFILL, &streaming_llm::PREFILL];
 
-static DECODE: &[&Entry<dyn DecodeMethod>] =
-    &[&dense::DECODE, &oracle_top_k::DECODE, &streaming_llm::DECODE, &vattention::DECODE];
+static DECODE: &[&Entry<dyn DecodeMethod>] = &[
+    &dense::DECODE,
+    &double_sparsity::DECODE,
+    &hash_attention::DECODE,
+    &kmeans::DECODE,
+    &oracle_top_k::DECODE,
+    &oracle_top_p::DECODE,
+    &quest::DECODE,
+    &random_sample::DECODE,
+    &saap::DECODE,
+    &santa::DECODE,
+    &streaming_llm::DECODE,
+    &vattention::DECODE,
+];
 
-static PREDICTORS: &[&Entry<dyn Predictor>] = &[&oracle_top_k::PREDICTOR];
+static PREDICTORS: &[&Entry<dyn Predictor>] = &[
+    &double_sparsity::PREDICTOR,
+    &hash_attention::PREDICTOR,
+    &kmeans::PREDICTOR,
+    &oracle_top_k::PREDICTOR,
+    &quest::PREDICTOR,
+    &saap::PREDICTOR,
+];
 
 /// From parameters, their path and the artefacts at hand to a method and its parameters with defaults.
-type Build<M> = fn(&Value, &str, &Artifacts) -> Result<(Arc<M>, Value), SpecError>;
+type Build<M> = fn(&Value, &str, &Artifacts) -> SpecResult<(Arc<M>, Value)>;
 
 /// A method as the registry knows it.
 struct Entry<M: ?Sized + 'static> {
@@ -68,17 +97,15 @@ pub fn catalogue() -> Vec<MethodInfo> {
     [infos("prefill", PREFILL), infos("decode", DECODE), infos("predictor", PREDICTORS)].concat()
 }
 
-type Choice<M> = Result<Chosen<M>, SpecError>;
-
-pub(crate) fn prefill(value: &Value, path: &str, artifacts: &Artifacts) -> Choice<dyn PrefillMethod> {
+pub(crate) fn prefill(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Chosen<dyn PrefillMethod>> {
     choose("prefill method", PREFILL, value, path, artifacts)
 }
 
-pub(crate) fn decode(value: &Value, path: &str, artifacts: &Artifacts) -> Choice<dyn DecodeMethod> {
+pub(crate) fn decode(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Chosen<dyn DecodeMethod>> {
     choose("decode method", DECODE, value, path, artifacts)
 }
 
-fn predictor(value: &Value, path: &str, artifacts: &Artifacts) -> Choice<dyn Predictor> {
+fn predictor(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Chosen<dyn Predictor>> {
     choose("predictor", PREDICTORS, value, path, artifacts)
 }
 
@@ -91,7 +118,13 @@ pub(crate) fn artifacts() -> Vec<ArtifactKind> {
     kinds
 }
 
-fn choose<M: ?Sized>(kind: &str, entries: &[&Entry<M>], value: &Value, path: &str, artifacts: &Artifacts) -> Choice<M> {
+fn choose<M: ?Sized>(
+    kind: &str,
+    entries: &[&Entry<M>],
+    value: &Value,
+    path: &str,
+    artifacts: &Artifacts,
+) -> SpecResult<Chosen<M>> {
     let known = || entries.iter().map(|e| e.name).collect::<Vec<_>>();
     let example = || format!("an object such as {{\"method\": \"{}\"}}", entries[0].name);
     let Value::Object(fields) = value else {

@@ -1,20 +1,31 @@
 //! Every method at its limit equals dense, through the same batch that the engine uses.
 
 use super::*;
-use crate::{AttentionBatch, AttentionShape, AttentionSpec, LayerAttention, Rotary, Sequence, Span};
+use crate::{AttentionBatch, AttentionShape, AttentionSpec, LayerAttention, ModelKey, Rotary, Sequence, Span};
+
+mod golden;
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
+use std::collections::HashMap;
 use taper_kv_cache::{KvPool, KvShape};
 
 /// Settings at which a method reads everything: one row a method; a method without a row fails.
-fn limit(name: &str, phase: &str) -> Option<Value> {
+pub(crate) fn limit(name: &str, phase: &str) -> Option<Value> {
     Some(match (phase, name) {
         (_, "dense") => json!({ "method": "dense" }),
         (_, "streaming_llm") => json!({ "method": "streaming_llm", "sink": 2, "window": 5000 }),
         ("prefill", "delta") => {
             json!({ "method": "delta", "gamma": 1, "base": { "method": "streaming_llm", "sink": 1, "window": 8 } })
         }
-        ("decode", "oracle_top_k") => json!({ "method": "oracle_top_k", "k": 5000 }),
+        ("decode", "oracle_top_k" | "quest" | "double_sparsity" | "hash_attention") => {
+            json!({ "method": name, "k": 5000, "dense_layers": 0 })
+        }
+        ("decode", "oracle_top_p") => json!({ "method": "oracle_top_p", "p": 1, "sink": 1, "window": 1 }),
+        ("decode", "random_sample") => json!({ "method": "random_sample", "rate": 5000, "sink": 1, "window": 1 }),
+        ("decode", "santa") => json!({ "method": "santa", "samples": 5000 }),
+        ("decode", "saap" | "kmeans") => {
+            json!({ "method": name, "probes": 8, "sink": 1, "window": 1, "dense_layers": 0 })
+        }
         ("decode", "vattention") => {
             json!({ "method": "vattention", "epsilon": 1e-9, "delta": 0.01, "sink": 2, "window": 3 })
         }
@@ -22,12 +33,12 @@ fn limit(name: &str, phase: &str) -> Option<Value> {
     })
 }
 
-/// The plain rotary embedding with base 10,000.
-pub(crate) struct PlainRotary;
+/// The plain rotary embedding with base 10,000, for heads of a width.
+pub(crate) struct PlainRotary(pub usize);
 
 impl Rotary for PlainRotary {
     fn frequencies(&self, _: usize) -> Vec<f32> {
-        (0..32).map(|i| 10_000f32.powf(-(i as f32) / 32.0)).collect()
+        (0..self.0 / 2).map(|i| 10_000f64.powf(-2.0 * i as f64 / self.0 as f64) as f32).collect()
     }
 
     fn factor(&self) -> f32 {
@@ -51,22 +62,69 @@ fn random(shape: (usize, usize, usize), seed: u64) -> Tensor {
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
 }
 
+/// A safetensors artefact for a method and the model `test`.
+pub(crate) fn artifact(method: &str, tensors: &[(String, Tensor)]) -> Vec<u8> {
+    let header = [("format", "taper-artefact-1"), ("method", method), ("model", "test")];
+    let header: HashMap<String, String> = header.map(|(k, v)| (k.to_owned(), v.to_owned())).into();
+    safetensors::serialize(tensors.iter().map(|(name, tensor)| (name, tensor)), Some(header)).unwrap()
+}
+
+pub(crate) fn key(shape: AttentionShape) -> ModelKey {
+    ModelKey { shape, fingerprint: "test".to_owned() }
+}
+
+/// Artefacts of every kind for a model of one layer, with random content: 8 clusters, 8 channels, maps of 16.
+pub(crate) fn random_artifacts(shape: AttentionShape) -> Artifacts {
+    let (q, kv, d) = (shape.q_heads, shape.kv_heads, shape.head_dim);
+    let named = |name: String, dims: (usize, usize, usize)| (format!("layers.0.{name}"), random(dims, dims.1 as u64));
+    let flat = |name: String, dims: (usize, usize)| {
+        (format!("layers.0.{name}"), random((dims.0, dims.1, 1), 7).squeeze(2).unwrap())
+    };
+    let layers = |of: &str, heads: usize, widths: &[usize]| -> Vec<(String, Tensor)> {
+        let pairs = widths.windows(2).enumerate();
+        pairs
+            .flat_map(|(i, w)| {
+                [named(format!("{of}.{i}.weight"), (heads, w[1], w[0])), flat(format!("{of}.{i}.bias"), (heads, w[1]))]
+            })
+            .collect()
+    };
+    let channels: Vec<u32> = (0..kv).flat_map(|head| (0..8).map(move |c| (c * 5 + head) as u32)).collect();
+    let channels = Tensor::from_vec(channels, (1, kv, 8), &Device::Cpu).unwrap();
+    let centroids = || named("centroids".to_owned(), (kv, 8, d));
+    let files = [
+        ("double_sparsity.safetensors", "double_sparsity", vec![("channels".to_owned(), channels)]),
+        (
+            "hash_attention.safetensors",
+            "hash_attention",
+            [layers("query", q, &[d, 16, 16, 32]), layers("key", kv, &[d, 16, 16, 32])].concat(),
+        ),
+        ("kmeans.safetensors", "kmeans", vec![centroids()]),
+        ("kmeans-rope.safetensors", "kmeans-rope", vec![centroids()]),
+        ("saap.safetensors", "saap", [vec![centroids()], layers("classifier", kv, &[d, 16, 8])].concat()),
+    ];
+    let key = key(shape);
+    files.iter().fold(Artifacts::default(), |all, (file, method, tensors)| {
+        all.with(file, &artifact(method, tensors), &key).unwrap()
+    })
+}
+
 /// A sequence of `n` tokens, of which the last `decoded` come one by one; returns all outputs.
 fn run(spec: &Value, shape: AttentionShape, (n, decoded): (usize, usize), chunk: usize) -> (Vec<f32>, Sequence) {
-    let spec = Arc::new(AttentionSpec::from_json(spec, "attention", &Artifacts::default()).unwrap());
+    let spec = Arc::new(AttentionSpec::from_json(spec, "attention", &random_artifacts(shape)).unwrap());
     let kv = KvShape { layers: 1, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
     let mut pool = KvPool::new(kv, DType::F32, n.div_ceil(64), &Device::Cpu).unwrap();
     let q = random((n, shape.q_heads, shape.head_dim), 1);
     let k = random((n, shape.kv_heads, shape.head_dim), 2);
     let v = random((n, shape.kv_heads, shape.head_dim), 3);
     let mut sequence = Sequence::new(spec, 5, n - decoded);
+    let rotary = PlainRotary(shape.head_dim);
     let mut outs = Vec::new();
     while sequence.len() < n {
         let tokens = sequence.chunk(chunk).max(1);
         let start = sequence.len();
         let part = |t: &Tensor| t.narrow(0, start, tokens).unwrap();
         let spans = vec![Span { sequence: &mut sequence, tokens }];
-        let mut batch = AttentionBatch::new(shape, &PlainRotary, &mut pool, spans).unwrap();
+        let mut batch = AttentionBatch::new(shape, &rotary, &mut pool, spans).unwrap();
         let out = batch.attend(0, &part(&q), &part(&k), &part(&v)).unwrap();
         batch.finish();
         outs.extend(out.flatten_all().unwrap().to_vec1::<f32>().unwrap());

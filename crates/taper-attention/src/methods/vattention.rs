@@ -3,7 +3,7 @@
 
 use super::{Entry, predictor};
 use crate::amount::Amount;
-use crate::method::{Choice, DecodeMethod, DecodeStep, Predictor};
+use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor};
 use crate::schema::{parse, schema_of};
 use crate::spec::Chosen;
 use candle_core::Result;
@@ -150,6 +150,10 @@ impl DecodeMethod for VAttention {
             budgets.fill(Budget { residual, sampled: residual, dense: true });
         }
         Ok(Choice { selection, scores: exact.scores, budgets: Some(budgets) })
+    }
+
+    fn indices(&self) -> Vec<&dyn KeyIndex> {
+        self.top.method.indices()
     }
 
     fn epsilon(&self) -> Option<f64> {

@@ -1,4 +1,5 @@
 use super::*;
+use crate::methods::catalogue;
 
 fn error(attention: Value) -> (String, String) {
     let error = AttentionSpec::from_json(&attention, "attention", &Artifacts::default()).unwrap_err();
@@ -31,6 +32,10 @@ fn defaults_are_filled_in() {
 #[test]
 fn every_error_names_its_path_and_what_is_valid() {
     let decode = |decode: Value| error(json!({ "decode": decode }));
+    let names = |phase: &str| {
+        let of_phase = catalogue().into_iter().filter(|m| m.phase == phase).map(|m| m.name);
+        of_phase.collect::<Vec<_>>().join(", ")
+    };
     for (found, path, message) in [
         (
             decode(json!({ "method": "vattention", "epsilon": 1.5 })),
@@ -51,18 +56,20 @@ fn every_error_names_its_path_and_what_is_valid() {
         (
             decode(json!({ "method": "vattention", "top": { "method": "oracel" } })),
             "attention.decode.top.method",
-            "unknown predictor \"oracel\", did you mean `oracle`?; predictors: oracle",
+            &format!("unknown predictor \"oracel\", did you mean `oracle`?; predictors: {}", names("predictor")),
         ),
         (
             decode(json!({ "method": "vatention" })),
             "attention.decode.method",
-            "unknown decode method \"vatention\", did you mean `vattention`?; decode methods: dense, oracle_top_k, \
-             streaming_llm, vattention",
+            &format!(
+                "unknown decode method \"vatention\", did you mean `vattention`?; decode methods: {}",
+                names("decode")
+            ),
         ),
         (
             decode(json!({ "epsilon": 0.1 })),
             "attention.decode.method",
-            "is missing; decode methods: dense, oracle_top_k, streaming_llm, vattention",
+            &format!("is missing; decode methods: {}", names("decode")),
         ),
         (
             error(json!({ "prefill": { "method": "delta", "base": { "method": "delta" } } })),

@@ -1,7 +1,7 @@
 //! Weighted attention over a [`Selection`].
 
 use super::scores::HeadScores;
-use super::{Decode, HeadSelection, Keys, Sample, Scores, Selection, UNIT_TOKENS, View, with_view};
+use super::{Decode, HeadSelection, Keys, Sample, Scores, Selection, UNIT_TOKENS, Values, View, with_view};
 use crate::kv::{BLOCK_TOKENS, KvElement};
 use crate::parallel::{self, SharedMut};
 use crate::simd::{Isa, Simd, dispatch, prefetch};
@@ -48,8 +48,18 @@ fn check(batch: &Decode, selection: &Selection, kv_heads: usize, group: usize) -
         bail!("decode: a selection of {} for {} rows of {kv_heads} heads", selection.0.len(), batch.rows.len());
     }
     for (i, head) in selection.0.iter().enumerate() {
-        let HeadSelection::Keys(keys) = head else { continue };
         let visible = &batch.rows[i / kv_heads].visible;
+        let keys = match head {
+            HeadSelection::Dense => continue,
+            HeadSelection::Keys(keys) => keys,
+            HeadSelection::Values(Values { ids, weights }) => {
+                let inside = ids.iter().all(|&id| visible.contains(&(id as usize)));
+                if ids.is_empty() || weights.len() != group * ids.len() || !inside {
+                    bail!("decode: selection {i} has no values, reads beyond tokens {visible:?} or has other weights");
+                }
+                continue;
+            }
+        };
         let sampled = keys.sample.iter().flat_map(|s| &s.ids);
         let inside = keys.ranges.iter().all(|r| r.start >= visible.start && r.end <= visible.end)
             && keys.ids.iter().chain(sampled).all(|&id| visible.contains(&(id as usize)));
@@ -78,6 +88,7 @@ fn units(rows: &[super::DecodeRow], heads: &[HeadSelection], kv_heads: usize) ->
         let len = match head {
             HeadSelection::Dense => rows[row].visible.len(),
             HeadSelection::Keys(keys) => keys.len(),
+            HeadSelection::Values(values) => values.ids.len(),
         };
         let cut = |start| Unit { row, head: head_index, span: start..(start + UNIT_TOKENS).min(len) };
         units.extend((0..len).step_by(UNIT_TOKENS).map(cut));
@@ -98,6 +109,11 @@ fn chunk(visible: &Range<usize>, head: &HeadSelection, mut start: usize, end: us
     let keys = match head {
         HeadSelection::Dense => return fill(visible.start + start, visible.len() - start),
         HeadSelection::Keys(keys) => keys,
+        HeadSelection::Values(values) => {
+            let count = limit.min(values.ids.len() - start);
+            ids[..count].copy_from_slice(&values.ids[start..start + count]);
+            return (count, false);
+        }
     };
     for range in &keys.ranges {
         if start < range.len() {
@@ -145,14 +161,15 @@ fn run_unit<T: KvElement>(
     while at < unit.span.end {
         let (count, sampled) = chunk(&row.visible, head, at, unit.span.end, &mut ids);
         let ids = &ids[..count];
-        let sample = match head {
+        let given = match head {
             HeadSelection::Keys(Keys { sample, ranges, ids }) if sampled => {
                 let first = at - ranges.iter().map(Range::len).sum::<usize>() - ids.len();
-                sample.as_ref().map(|s| (s, first))
+                sample.as_ref().map_or(Given::Nothing, |s| Given::Sample(s, first))
             }
-            _ => None,
+            HeadSelection::Values(values) => Given::Weights(values, at),
+            _ => Given::Nothing,
         };
-        let tokens = &mut Tokens { view, row: unit.row, head: unit.head, ids, sample, weights, partial };
+        let tokens = &mut Tokens { view, row: unit.row, head: unit.head, ids, given, weights, partial };
         dispatch!(isa, attend_tokens::<_, T: KvElement>(tokens: &mut Tokens<T>, scores: Option<&HeadScores>));
         at += count;
     }
@@ -164,32 +181,51 @@ struct Tokens<'a, T> {
     row: usize,
     head: usize,
     ids: &'a [u32],
-    /// The sample that the tokens are part of, and the place of the first in it.
-    sample: Option<(&'a Sample, usize)>,
+    /// What is known of the tokens.
+    given: Given<'a>,
     /// Weights `[group, 64]`, 0 beyond the tokens.
     weights: &'a mut [f32],
     /// Partials `[group, 2 + head_dim]`.
     partial: &'a mut [f32],
 }
 
+/// What is known of some tokens.
+#[derive(Clone, Copy)]
+enum Given<'a> {
+    Nothing,
+    /// The sample that they are part of, and the place of the first in it.
+    Sample(&'a Sample, usize),
+    /// Their weights, and the place of the first among them.
+    Weights(&'a Values, usize),
+}
+
 /// Scores the tokens, unless they were scored before; folds them into the running maximum and sum; adds their values.
 #[inline(always)]
 unsafe fn attend_tokens<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, scores: Option<&HeadScores>) {
-    let Tokens { view, row, head, ids, sample, weights, partial } = tokens;
+    let Tokens { view, row, head, ids, given, weights, partial } = tokens;
     let d = view.head_dim;
-    let mut values = [std::ptr::null(); BLOCK_TOKENS];
-    for (value, &id) in values.iter_mut().zip(ids.iter()) {
+    let mut rows = [std::ptr::null(); BLOCK_TOKENS];
+    for (value, &id) in rows.iter_mut().zip(ids.iter()) {
         *value = view.v[view.offset(*row, *head, id as usize)..][..d].as_ptr();
         prefetch(*value, d);
+    }
+    let width = Partial::width(d);
+    if let Given::Weights(values, first) = *given {
+        for (g, line) in weights.chunks_exact_mut(BLOCK_TOKENS).enumerate() {
+            line[..ids.len()].copy_from_slice(&values.weights[g * values.ids.len() + first..][..ids.len()]);
+            let part = &mut partial[g * width..][..2];
+            part[0] = 0.0;
+            part[1] += line[..ids.len()].iter().sum::<f32>();
+        }
+        return unsafe { add_values::<V, T>(weights, &rows[..ids.len()], d, partial) };
     }
     match scores {
         Some(scores) => scores.copy(ids, weights),
         None => unsafe { score_keys::<V, T>(view, *row, *head, ids, weights.as_mut_ptr(), BLOCK_TOKENS) },
     }
-    let width = Partial::width(d);
     for (g, line) in weights.chunks_exact_mut(BLOCK_TOKENS).enumerate() {
         let mut read = ids.len();
-        if let Some((sample, first)) = *sample {
+        if let Given::Sample(sample, first) = *given {
             read = sample.counts[g].saturating_sub(first).min(read);
             line[..read].iter_mut().for_each(|s| *s += sample.log_weights[g]);
         }
@@ -198,7 +234,7 @@ unsafe fn attend_tokens<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, scores: O
         let [max, sum] = head else { unreachable!("split at 2") };
         unsafe { softmax_line::<V>(line, max, sum, values) };
     }
-    unsafe { add_values::<V, T>(weights, &values[..ids.len()], d, partial) };
+    unsafe { add_values::<V, T>(weights, &rows[..ids.len()], d, partial) };
 }
 
 /// Scores at most a block of tokens for every query of the group, into lines `stride` apart.
@@ -383,6 +419,7 @@ pub(super) fn attend_head<T: KvElement>(
     let len = match selection {
         HeadSelection::Dense => view.rows[row].visible.len(),
         HeadSelection::Keys(keys) => keys.len(),
+        HeadSelection::Values(values) => values.ids.len(),
     };
     let mut weights = vec![0f32; view.group * BLOCK_TOKENS];
     let mut partial = vec![0f32; view.group * Partial::width(view.head_dim)];

@@ -73,8 +73,7 @@ pub fn sample(
     sampling: &Sampling,
 ) -> Result<(Selection, Vec<Budget>)> {
     let (rows, q_heads, kv_heads, _) = batch.dims()?;
-    let sampled = |h: &HeadSelection| matches!(h, HeadSelection::Keys(k) if k.sample.is_some());
-    if selection.0.len() != rows * kv_heads || streams.len() != rows || selection.0.iter().any(sampled) {
+    if selection.0.len() != rows * kv_heads || streams.len() != rows || selection.0.iter().any(is_sampled) {
         bail!("sample: a selection of {} heads for {rows} rows of {kv_heads}, or one with a sample", selection.0.len());
     }
     let group = q_heads / kv_heads;
@@ -94,6 +93,43 @@ pub fn sample(
         });
     });
     Ok((out, budgets))
+}
+
+fn is_sampled(head: &HeadSelection) -> bool {
+    match head {
+        HeadSelection::Dense => false,
+        HeadSelection::Keys(keys) => keys.sample.is_some(),
+        HeadSelection::Values(_) => true,
+    }
+}
+
+/// Adds to a selection, per row and KV head, a sample of `sizes` `[R, kv_heads]` of the keys it leaves out, without
+/// replacement; a head that would read everything does.
+///
+/// # Errors
+/// As [`sample`].
+pub fn sample_some(batch: &Decode, selection: &Selection, sizes: &[usize], streams: &[Stream]) -> Result<Selection> {
+    let (rows, q_heads, kv_heads, _) = batch.dims()?;
+    let heads = selection.0.len();
+    if heads != rows * kv_heads || streams.len() != rows || sizes.len() != heads || selection.0.iter().any(is_sampled) {
+        bail!("sample: a selection of {heads} heads for {rows} rows of {kv_heads}, or one with a sample");
+    }
+    let group = q_heads / kv_heads;
+    let draw = |(i, head): (usize, &HeadSelection)| {
+        let HeadSelection::Keys(keys) = head else { return HeadSelection::Dense };
+        let (visible, size) = (&batch.rows[i / kv_heads].visible, sizes[i]);
+        let residual = visible.len() - keys.fixed();
+        if size >= residual {
+            return HeadSelection::Dense;
+        }
+        let stream = Stream { head: (i % kv_heads) as u32, ..streams[i / kv_heads] };
+        let ids: Vec<u32> = Draws::new(keys, visible, &stream).take(size).collect();
+        let log_weight = (residual as f32 / size.max(1) as f32).ln();
+        let (counts, log_weights) = (vec![size; group], vec![log_weight; group]);
+        let sample = (size > 0).then_some(Sample { ids, counts, log_weights });
+        HeadSelection::Keys(Keys { sample, ..keys.clone() })
+    };
+    Ok(Selection(selection.0.iter().enumerate().map(draw).collect()))
 }
 
 /// One row and KV head at work.
@@ -343,7 +379,7 @@ impl<'a, T: KvElement> Head<'a, T> {
 
 /// exp(score − max), in place.
 #[inline(always)]
-unsafe fn exp_line<V: Simd>(line: &mut [f32], max: f32) {
+pub(super) unsafe fn exp_line<V: Simd>(line: &mut [f32], max: f32) {
     let mut chunks = line.chunks_exact_mut(V::LANES);
     for chunk in &mut chunks {
         unsafe { exp(V::load(chunk.as_ptr()).sub(V::splat(max))).store(chunk.as_mut_ptr()) };

@@ -17,6 +17,7 @@ fn keys_of(row: &DecodeRow, head: &HeadSelection, g: usize) -> Vec<(usize, f64)>
     let keys = match head {
         HeadSelection::Dense => return row.visible.clone().map(|i| (i, 0.0)).collect(),
         HeadSelection::Keys(keys) => keys,
+        HeadSelection::Values(_) => panic!("values"),
     };
     let fixed = keys.ranges.iter().flat_map(Clone::clone).chain(keys.ids.iter().map(|&i| i as usize)).map(|i| (i, 0.0));
     let sampled = keys

@@ -8,7 +8,8 @@ use crate::error::ModelError;
 pub use crate::rope::{Rope, RopeScaling};
 
 use crate::source::{ModelFiles, ResolvedModel};
-use taper_attention::AttentionShape;
+use sha2::{Digest, Sha256};
+use taper_attention::{AttentionShape, ModelKey};
 
 /// The families that the forward pass knows; they differ only in the sliding window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -102,6 +103,17 @@ impl ModelConfig {
             head_dim: self.head_dim,
             window: self.sliding_window,
         }
+    }
+
+    /// What artefacts made for this model are known by: its shape, and a hash of the sizes and the rotary base that a
+    /// folder and a GGUF file of one model agree on.
+    pub fn key(&self) -> ModelKey {
+        let Self { layers, q_heads, kv_heads, head_dim, hidden_size, intermediate_size, vocab_size, .. } = self;
+        let theta = self.rope.theta;
+        let text =
+            format!("{layers} {q_heads} {kv_heads} {head_dim} {hidden_size} {intermediate_size} {vocab_size} {theta}");
+        let fingerprint = Sha256::digest(text.as_bytes()).iter().take(8).map(|byte| format!("{byte:02x}")).collect();
+        ModelKey { shape: self.attention_shape(), fingerprint }
     }
 
     /// Lowers the context length to a caller's limit.

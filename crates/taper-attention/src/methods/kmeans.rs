@@ -1,0 +1,116 @@
+//! k-means: keys in clusters, and the clusters whose centroids the query is nearest to are read.
+
+use super::Entry;
+use super::partition::Partition;
+use super::saap::{self, Probing};
+use crate::artifacts::{ArtifactFile, ArtifactKind, Artifacts, Loaded};
+use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor};
+use crate::schema::{parse, schema_of};
+use crate::spec::SpecResult;
+use candle_core::Result;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::sync::Arc;
+use taper_kernels::index::clusters::Probes;
+
+pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
+    name: "kmeans",
+    summary: "Sinks, a window, and of the rest the clusters whose centroids fit the query best.",
+    source: "the k-means baselines of SAAP (Mazaré et al. 2025, arXiv:2502.08213, section 6), with and without rotary \
+             embedding; softmax over the centroids' scores summed over the GQA group",
+    schema: schema_of::<Decode>,
+    build: |value, path, artifacts| {
+        let params: Decode = parse("kmeans", value, path)?;
+        let json = json!(params);
+        let predictor = params.kmeans.load(path, artifacts)?;
+        Ok((Arc::new(Probing::new(&params.probing, predictor)), json))
+    },
+    artifacts: &[ROTATED, UNROTATED],
+};
+
+pub(super) static PREDICTOR: Entry<dyn Predictor> = Entry {
+    name: DECODE.name,
+    summary: "Centroids of clusters of keys.",
+    source: DECODE.source,
+    schema: schema_of::<KMeans>,
+    build: |value, path, artifacts| {
+        let params: KMeans = parse("kmeans", value, path)?;
+        Ok((params.load(path, artifacts)?, json!(params)))
+    },
+    artifacts: &[ROTATED, UNROTATED],
+};
+
+const ROTATED: ArtifactKind = ArtifactKind {
+    file: "kmeans-rope.safetensors",
+    made_by: "taper train kmeans --rope",
+    read: |file| Ok(Arc::new(Clusters::read(file, "kmeans-rope", false)?) as Loaded),
+};
+
+const UNROTATED: ArtifactKind = ArtifactKind {
+    file: "kmeans.safetensors",
+    made_by: "taper train kmeans",
+    read: |file| Ok(Arc::new(Clusters::read(file, "kmeans", true)?) as Loaded),
+};
+
+#[derive(Debug, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+struct Decode {
+    #[serde(flatten)]
+    probing: saap::Params,
+    #[serde(flatten)]
+    kmeans: KMeans,
+}
+
+/// What is clustered.
+#[derive(Debug, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+struct KMeans {
+    /// Whether keys and queries are compared after the rotary embedding; before it they cluster better.
+    rope: bool,
+}
+
+impl KMeans {
+    fn load(&self, path: &str, artifacts: &Artifacts) -> SpecResult<Arc<Clusters>> {
+        artifacts.get(if self.rope { &ROTATED } else { &UNROTATED }, path)
+    }
+}
+
+/// The artefact: a partition.
+#[derive(Debug)]
+struct Clusters(Partition);
+
+impl Clusters {
+    fn read(file: &ArtifactFile, method: &'static str, unrotated: bool) -> std::result::Result<Self, String> {
+        let (tensors, _) = file.tensors(method)?;
+        Partition::read(method, &tensors, &file.model.shape, unrotated).map(Self)
+    }
+}
+
+impl saap::Prober for Clusters {
+    fn probe(&self, step: &DecodeStep, fixed: (usize, usize), probes: Probes) -> Result<Choice> {
+        let centroids = self.0.layer(step.layer);
+        let share = |head: usize, queries: &[f32]| {
+            let centroids = &centroids.expect("asked only where there are any")[head];
+            let scale = 1.0 / (centroids.dim() as f32).sqrt();
+            let mut scores = centroids.scores(queries);
+            scores.iter_mut().for_each(|x| *x *= scale);
+            scores
+        };
+        Ok(self.0.select(step, fixed, probes, share)?.into())
+    }
+
+    fn partition(&self) -> &Partition {
+        &self.0
+    }
+}
+
+impl Predictor for Clusters {
+    fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
+        saap::Prober::probe(self, step, (sink, window), Probes::Keys(k))
+    }
+
+    fn indices(&self) -> Vec<&dyn KeyIndex> {
+        vec![&self.0]
+    }
+}

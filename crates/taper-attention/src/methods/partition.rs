@@ -1,0 +1,107 @@
+//! Keys in clusters learned offline: what SAAP and k-means share.
+
+use crate::artifacts::Tensors;
+use crate::layer::AttentionShape;
+use crate::method::{DecodeStep, KeyIndex, Rotations};
+use candle_core::{DType, Result, Tensor};
+use taper_kernels::decode::Selection;
+use taper_kernels::index::Part;
+use taper_kernels::index::clusters::{self, Centroids, Probes};
+use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
+use taper_kv_cache::IndexShape;
+
+/// Centroids of every layer and KV head: `layers.l.centroids` `[kv_heads, clusters, head_dim]` for each layer `l` that has
+/// them.
+#[derive(Debug)]
+pub(super) struct Partition {
+    /// Name of the index.
+    name: &'static str,
+    layers: Vec<Option<Vec<Centroids>>>,
+    /// Whether keys are clustered as they were before the rotary embedding.
+    unrotated: bool,
+}
+
+impl Partition {
+    pub fn read(
+        name: &'static str,
+        tensors: &Tensors,
+        shape: &AttentionShape,
+        unrotated: bool,
+    ) -> std::result::Result<Self, String> {
+        let mut layers = Vec::new();
+        for layer in 0..shape.layers {
+            let tensor = format!("layers.{layer}.centroids");
+            if tensors.shape(&tensor).is_none() {
+                layers.push(None);
+                continue;
+            }
+            let (found, rows) = tensors.numbers(&tensor, &[shape.kv_heads, 0, shape.head_dim])?;
+            let heads = rows.chunks_exact(found[1] * shape.head_dim).map(|rows| Centroids::new(rows, shape.head_dim));
+            let heads = heads.collect::<Result<Vec<_>>>().map_err(|e| format!("`{tensor}`: {e}"))?;
+            layers.push(Some(heads));
+        }
+        if layers.iter().all(Option::is_none) {
+            return Err("holds no layer: `layers.0.centroids` and the like are missing".to_owned());
+        }
+        Ok(Self { name, layers, unrotated })
+    }
+
+    /// The centroids of a layer `[kv_heads]`, if it has any.
+    pub fn layer(&self, layer: usize) -> Option<&[Centroids]> {
+        self.layers[layer].as_deref()
+    }
+
+    /// The queries as keys were clustered, row by row `[R, q_heads, head_dim]`.
+    pub fn queries(&self, step: &DecodeStep) -> Result<Vec<f32>> {
+        if self.unrotated { step.unrotated() } else { step.batch.q.flatten_all()?.to_vec1() }
+    }
+
+    /// Sinks, window, and the clusters that come first by the sum over each group of `share(kv head, queries)`, which
+    /// gives one line of shares `[clusters]` a query `[group, head_dim]`.
+    pub fn select(
+        &self,
+        step: &DecodeStep,
+        (sink, window): (usize, usize),
+        probes: Probes,
+        share: impl Fn(usize, &[f32]) -> Vec<f32>,
+    ) -> Result<Selection> {
+        let (rows, q_heads, d) = step.batch.q.dims3()?;
+        let Some(centroids) = self.layer(step.layer) else { return Ok(Selection::dense(rows, step.kv_heads)) };
+        let group = q_heads / step.kv_heads;
+        let q = self.queries(step)?;
+        let preference: Vec<Vec<f32>> = (q.chunks_exact(group * d).enumerate())
+            .map(|(i, queries)| {
+                let (head, clusters) = (i % step.kv_heads, centroids[i % step.kv_heads].clusters());
+                let mut sum = vec![0f32; clusters];
+                for line in share(head, queries).chunks_exact_mut(clusters) {
+                    softmax(line);
+                    sum.iter_mut().zip(line).for_each(|(sum, x)| *sum += *x);
+                }
+                sum
+            })
+            .collect();
+        clusters::select(&step.batch, step.index(self)?, &preference, (sink, window), probes)
+    }
+}
+
+fn softmax(line: &mut [f32]) {
+    let max = line.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    line.iter_mut().for_each(|x| *x = (*x - max).exp());
+    let sum: f32 = line.iter().sum();
+    line.iter_mut().for_each(|x| *x /= sum);
+}
+
+impl KeyIndex for Partition {
+    fn name(&self) -> String {
+        self.name.to_owned()
+    }
+
+    fn shape(&self, _: &AttentionShape, _: DType) -> IndexShape {
+        IndexShape { rows: BLOCK_TOKENS, width: 1, dtype: DType::I16 }
+    }
+
+    fn extend(&self, layer: usize, index: &Tensor, kv: PagedKv, parts: &[Part], rotation: &Rotations) -> Result<()> {
+        let Some(centroids) = self.layer(layer) else { return Ok(()) };
+        clusters::extend(index, kv.k, parts, centroids, self.unrotated.then_some(&|position| rotation(position)))
+    }
+}

@@ -1,0 +1,85 @@
+//! Quest: pages of keys ranked by the largest score that their channel-wise bounds allow.
+
+use super::Entry;
+use super::top_k::{self, Ranked, TopK, wanted};
+use crate::artifacts::Artifacts;
+use crate::layer::AttentionShape;
+use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor, Rotations};
+use crate::schema::schema_of;
+use crate::spec::SpecResult;
+use candle_core::{DType, Result, Tensor};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use taper_kernels::decode::top_k;
+use taper_kernels::index::{Part, bounds};
+use taper_kernels::kv::PagedKv;
+use taper_kv_cache::IndexShape;
+
+pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
+    name: "quest",
+    summary: "Sinks, a window, and of the rest the pages whose keys could score highest.",
+    source: "Tang et al. 2024, arXiv:2406.10774, section 3; pages ranked by the softmax of their bounds, summed over the \
+             GQA group; sinks and window in place of the first and the current page",
+    schema: schema_of::<TopK<Quest>>,
+    build: |value, path, artifacts| top_k::decode::<Quest>("quest", value, path, artifacts),
+    artifacts: &[],
+};
+
+pub(super) static PREDICTOR: Entry<dyn Predictor> = Entry {
+    name: DECODE.name,
+    summary: "Bounds of pages of keys.",
+    source: DECODE.source,
+    schema: schema_of::<Quest>,
+    build: |value, path, artifacts| top_k::predictor::<Quest>("quest", value, path, artifacts),
+    artifacts: &[],
+};
+
+/// The pages.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub(super) struct Quest {
+    /// Tokens of a page.
+    #[schemars(extend("enum" = [4, 8, 16, 32, 64]))]
+    page: usize,
+}
+
+impl Default for Quest {
+    fn default() -> Self {
+        Self { page: 16 }
+    }
+}
+
+impl Ranked for Quest {
+    const DEFAULTS: (usize, usize, usize) = (4, 64, 2);
+
+    fn predictor(&self, _: &str, _: &Artifacts) -> SpecResult<Arc<dyn Predictor>> {
+        Ok(Arc::new(self.clone()))
+    }
+}
+
+impl Predictor for Quest {
+    fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
+        let importance = bounds::importance(&step.batch, step.index(self)?, &wanted(step, k))?;
+        Ok(top_k(step.batch.rows, &importance, sink, window, k).into())
+    }
+
+    fn indices(&self) -> Vec<&dyn KeyIndex> {
+        vec![self]
+    }
+}
+
+impl KeyIndex for Quest {
+    fn name(&self) -> String {
+        format!("bounds of pages of {}", self.page)
+    }
+
+    fn shape(&self, shape: &AttentionShape, cache: DType) -> IndexShape {
+        let (rows, width) = bounds::shape(self.page, shape.head_dim);
+        IndexShape { rows, width, dtype: cache }
+    }
+
+    fn extend(&self, _: usize, index: &Tensor, kv: PagedKv, parts: &[Part], _: &Rotations) -> Result<()> {
+        bounds::extend(index, kv.k, parts)
+    }
+}

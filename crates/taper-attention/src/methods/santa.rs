@@ -1,0 +1,170 @@
+//! S²ANTA: exact probabilities from all keys, and a few values drawn from them.
+
+use super::{Entry, decode};
+use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex};
+use crate::schema::{parse, schema_of};
+use crate::spec::{Chosen, SpecError};
+use candle_core::Result;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::sync::Arc;
+use taper_kernels::decode::{Decode, Spread, Targets, bernoulli_queries, sample_values, scores};
+
+pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
+    name: "santa",
+    summary: "Reads every key and a few values, drawn by their probabilities; unbiased.",
+    source: "S²ANTA, section 3: SANTA (iid) and its stratified and systematic variants; `prop` draws with one offset over \
+             the whole head, `prop_lr` and `flash` as the authors' kernels share draws out",
+    schema: schema_of::<Params>,
+    build: |value, path, artifacts| {
+        let params: Params = parse("santa", value, path)?;
+        let within = decode(&params.within, &format!("{path}.within"), artifacts)?;
+        if within.name == DECODE.name {
+            let message = "santa does not sample its own sample; within must be another method";
+            return Err(SpecError::new(format!("{path}.within.method"), message));
+        }
+        let json = json!(Params { within: within.json.clone(), ..params });
+        Ok((Arc::new(Santa { params, within }), json))
+    },
+    artifacts: &[],
+};
+
+/// How many values are drawn, and how.
+#[derive(Debug, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+struct Params {
+    /// Values drawn for each query head.
+    #[schemars(range(min = 1, max = 65_536))]
+    samples: usize,
+    /// Where the draws fall, under the kernel `prop`.
+    variant: Variant,
+    /// How draws are shared out along the keys.
+    kernel: Kernel,
+    /// Keys of a tile, under the kernels `prop_lr` and `flash`.
+    #[schemars(range(min = 1, max = 65_536))]
+    tile: usize,
+    /// How the probabilities come about.
+    scores: Scoring,
+    /// Draws of the query's features, under the scores `bernoulli`.
+    #[schemars(range(min = 1, max = 64))]
+    draws: usize,
+    /// Whether the query heads that share a KV head keep one set of features, under the scores `bernoulli`.
+    mean_query: bool,
+    /// The keys to draw from: those that another decode method reads.
+    #[schemars(schema_with = "within_schema")]
+    within: Value,
+}
+
+fn within_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+    schemars::json_schema!({
+        "type": "object",
+        "description": "The keys to draw from: those that another decode method reads.",
+        "x-method-of": "decode",
+    })
+}
+
+impl Default for Params {
+    fn default() -> Self {
+        Self {
+            samples: 128,
+            variant: Variant::Systematic,
+            kernel: Kernel::Prop,
+            tile: 256,
+            scores: Scoring::Exact,
+            draws: 4,
+            mean_query: false,
+            within: json!({ "method": "dense" }),
+        }
+    }
+}
+
+/// Where the draws fall.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+#[schemars(inline)]
+enum Variant {
+    /// Anywhere, independently.
+    Iid,
+    /// One anywhere in each of as many equal parts of the mass.
+    Stratified,
+    /// At the same place in each part.
+    Systematic,
+}
+
+/// How draws are shared out along the keys.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+#[schemars(inline)]
+enum Kernel {
+    /// Over all keys at once; exactly unbiased.
+    Prop,
+    /// To each tile by largest remainder, as the authors' two-pass kernel; slightly biased.
+    PropLr,
+    /// As many to every tile, as the authors' one-pass kernel; unbiased, wants more samples.
+    Flash,
+}
+
+/// How the probabilities come about.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+#[schemars(inline)]
+enum Scoring {
+    /// From whole queries.
+    Exact,
+    /// From queries of which only randomly kept features are left: unbiased scores, biased probabilities.
+    Bernoulli,
+}
+
+#[derive(Debug)]
+struct Santa {
+    params: Params,
+    within: Chosen<dyn DecodeMethod>,
+}
+
+impl Santa {
+    fn spread(&self) -> Spread {
+        match (self.params.kernel, self.params.variant) {
+            (Kernel::PropLr, _) => Spread::LargestRemainder(self.params.tile),
+            (Kernel::Flash, _) => Spread::EachTile(self.params.tile),
+            (Kernel::Prop, Variant::Iid) => Spread::Whole(Targets::Independent),
+            (Kernel::Prop, Variant::Stratified) => Spread::Whole(Targets::Stratified),
+            (Kernel::Prop, Variant::Systematic) => Spread::Whole(Targets::Systematic),
+        }
+    }
+
+    /// The values to read of what `within` chose.
+    fn draw(&self, step: &DecodeStep, chosen: Choice) -> Result<Choice> {
+        let Choice { selection, scores: known, budgets } = chosen;
+        let (samples, streams) = (self.params.samples, step.streams);
+        if self.params.scores == Scoring::Bernoulli {
+            let q = bernoulli_queries(&step.batch, streams, self.params.draws, self.params.mean_query)?;
+            let batch = Decode { q: &q, ..step.batch };
+            let selection = sample_values(&batch, &selection, None, streams, samples, self.spread())?;
+            return Ok(Choice { selection, scores: None, budgets });
+        }
+        // Keys that are all read are scored by all threads together.
+        let known = match known {
+            None if self.within.name == "dense" => {
+                Some(scores(&step.batch, &step.per_head(|row| row.visible.len() > samples))?)
+            }
+            known => known,
+        };
+        let selection = sample_values(&step.batch, &selection, known.as_ref(), streams, samples, self.spread())?;
+        Ok(Choice { selection, scores: known, budgets })
+    }
+}
+
+impl DecodeMethod for Santa {
+    fn select(&self, step: &DecodeStep) -> Result<Choice> {
+        self.draw(step, self.within.method.select(step)?)
+    }
+
+    fn indices(&self) -> Vec<&dyn KeyIndex> {
+        self.within.method.indices()
+    }
+
+    fn dense_layers(&self) -> usize {
+        self.within.method.dense_layers()
+    }
+}

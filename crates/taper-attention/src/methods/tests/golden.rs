@@ -1,0 +1,100 @@
+//! Methods against independent float64 implementations: what scripts/golden/attention wrote.
+
+use super::*;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+/// One golden file.
+struct Golden {
+    tensors: HashMap<String, Tensor>,
+    header: HashMap<String, String>,
+}
+
+impl Golden {
+    fn read(path: &Path) -> Self {
+        let bytes = std::fs::read(path).unwrap();
+        let (_, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+        let tensors = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).unwrap();
+        Self { tensors, header: metadata.metadata().clone().unwrap() }
+    }
+
+    fn tensor(&self, name: &str) -> Tensor {
+        self.tensors[name].to_dtype(DType::F32).unwrap()
+    }
+
+    fn spec(&self) -> Value {
+        serde_json::from_str(&self.header["attention"]).unwrap()
+    }
+
+    /// The learned part that the file brings for its method.
+    fn artifacts(&self, shape: AttentionShape) -> Artifacts {
+        let spec = self.spec();
+        let method = &spec["decode"]["method"];
+        let Some(method) = method.as_str() else { return Artifacts::default() };
+        let of_method =
+            |(name, tensor): (&String, &Tensor)| Some((name.strip_prefix("artefact.")?.to_owned(), tensor.clone()));
+        let tensors: Vec<_> = self.tensors.iter().filter_map(of_method).collect();
+        if tensors.is_empty() {
+            return Artifacts::default();
+        }
+        let name = if spec["decode"]["rope"] == true { format!("{method}-rope") } else { method.to_owned() };
+        Artifacts::default().with(&format!("{name}.safetensors"), &artifact(&name, &tensors), &key(shape)).unwrap()
+    }
+}
+
+fn files() -> Vec<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    let mut files: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    files
+}
+
+#[test]
+fn methods_equal_independent_implementations() {
+    let mut count = 0;
+    for path in files() {
+        let name = path.file_stem().unwrap().to_str().unwrap();
+        let golden = Golden::read(&path);
+        let method = golden.spec()[&golden.header["phase"]]["method"].as_str().unwrap().to_owned();
+        if !catalogue().iter().any(|m| m.name == method) {
+            continue;
+        }
+        let (k, v, q) = (golden.tensor("k"), golden.tensor("v"), golden.tensor("q"));
+        let ((n, kv_heads, head_dim), (rows, q_heads, _)) = (k.dims3().unwrap(), q.dims3().unwrap());
+        let shape = AttentionShape { layers: 1, q_heads, kv_heads, head_dim, window: None };
+        let spec = AttentionSpec::from_json(&golden.spec(), "attention", &golden.artifacts(shape)).unwrap();
+        let seed = golden.header.get("seed").map_or(1, |seed| seed.parse().unwrap());
+        let decode = golden.header["phase"] == "decode";
+        let mut sequence = Sequence::new(Arc::new(spec), seed, if decode { n - rows } else { n });
+        let kv = KvShape { layers: 1, kv_heads, head_dim };
+        let mut pool = KvPool::new(kv, DType::F32, n.div_ceil(64), &Device::Cpu).unwrap();
+        let rotary = PlainRotary(head_dim);
+        let mut out = Vec::new();
+        while sequence.len() < n {
+            let (start, tokens) = (sequence.len(), sequence.chunk(usize::MAX).max(1));
+            // The prompt of a decode file has no queries: any do.
+            let queries = match decode && start < n - rows {
+                true => Tensor::zeros((tokens, q_heads, head_dim), DType::F32, &Device::Cpu).unwrap(),
+                false => q.narrow(0, start + rows - n, tokens).unwrap(),
+            };
+            let spans = vec![Span { sequence: &mut sequence, tokens }];
+            let mut batch = AttentionBatch::new(shape, &rotary, &mut pool, spans).unwrap();
+            let part = |t: &Tensor| t.narrow(0, start, tokens).unwrap();
+            let rows = batch.attend(0, &queries, &part(&k), &part(&v)).unwrap();
+            batch.finish();
+            if !decode || start >= n - q.dims()[0] {
+                out.extend(rows.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+            }
+        }
+        let expected = golden.tensor("out").flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(out.len(), expected.len(), "{name}");
+        // The weakest misreading that the scripts tried changes some row by 5e-3.
+        let width = q_heads * head_dim;
+        for (row, (got, wanted)) in out.chunks_exact(width).zip(expected.chunks_exact(width)).enumerate() {
+            let error = relative(got, wanted);
+            assert!(error < 1e-4, "{name}: row {row} differs by {error}");
+        }
+        count += 1;
+    }
+    assert!(count >= 19, "only {count} files");
+}

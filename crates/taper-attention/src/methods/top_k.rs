@@ -1,0 +1,102 @@
+//! The plainest use of a predictor: sinks, a window, and of the rest the keys predicted to matter most.
+
+use crate::amount::Amount;
+use crate::artifacts::Artifacts;
+use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor};
+use crate::schema::parse;
+use crate::spec::SpecResult;
+use candle_core::Result;
+use schemars::JsonSchema;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// Parameters of a predictor that is a decode method of its own as well.
+pub(super) trait Ranked: JsonSchema + Serialize + DeserializeOwned + Default {
+    /// Defaults of the decode method: sinks, window, and how many of the first layers are dense.
+    const DEFAULTS: (usize, usize, usize);
+
+    /// The predictor; `path` is where the parameters stand in the request.
+    fn predictor(&self, path: &str, artifacts: &Artifacts) -> SpecResult<Arc<dyn Predictor>>;
+}
+
+/// How many keys are read, and by whose prediction.
+#[derive(Debug, Serialize, Deserialize, JsonSchema)]
+#[serde(default, bound = "P: Ranked")]
+#[schemars(bound = "P: Ranked")]
+pub(super) struct TopK<P> {
+    /// Keys chosen by prediction: a whole number, or a share of the context below 1.
+    k: Amount,
+    /// Tokens at the start of the sequence, always read.
+    #[schemars(range(min = 0, max = 1_048_576))]
+    sink: usize,
+    /// Most recent tokens, always read, the query's own included.
+    #[schemars(range(min = 1, max = 1_048_576))]
+    window: usize,
+    /// So many of the first layers read everything.
+    #[schemars(range(min = 0, max = 1000))]
+    dense_layers: usize,
+    #[serde(flatten)]
+    predictor: P,
+}
+
+impl<P: Ranked> Default for TopK<P> {
+    fn default() -> Self {
+        let (sink, window, dense_layers) = P::DEFAULTS;
+        Self { k: Amount::Share(0.05), sink, window, dense_layers, predictor: P::default() }
+    }
+}
+
+/// Builds the decode method of the name given.
+pub(super) fn decode<P: Ranked>(
+    name: &str,
+    value: &Value,
+    path: &str,
+    artifacts: &Artifacts,
+) -> SpecResult<(Arc<dyn DecodeMethod>, Value)> {
+    let params: TopK<P> = parse(name, value, path)?;
+    let json = json!(params);
+    let predictor = params.predictor.predictor(path, artifacts)?;
+    let TopK { k, sink, window, dense_layers, .. } = params;
+    Ok((Arc::new(Method { k, sink, window, dense_layers, predictor }), json))
+}
+
+/// Builds the predictor of the name given.
+pub(super) fn predictor<P: Ranked>(
+    name: &str,
+    value: &Value,
+    path: &str,
+    artifacts: &Artifacts,
+) -> SpecResult<(Arc<dyn Predictor>, Value)> {
+    let params: P = parse(name, value, path)?;
+    Ok((params.predictor(path, artifacts)?, json!(params)))
+}
+
+#[derive(Debug)]
+struct Method {
+    k: Amount,
+    sink: usize,
+    window: usize,
+    dense_layers: usize,
+    predictor: Arc<dyn Predictor>,
+}
+
+impl DecodeMethod for Method {
+    fn select(&self, step: &DecodeStep) -> Result<Choice> {
+        self.predictor.select(step, self.sink, self.window, &step.per_head(|row| self.k.of(row.visible.len())))
+    }
+
+    fn indices(&self) -> Vec<&dyn KeyIndex> {
+        self.predictor.indices()
+    }
+
+    fn dense_layers(&self) -> usize {
+        self.dense_layers
+    }
+}
+
+/// Which heads `[R, kv_heads]` do not read everything anyway, for `k` `[R, kv_heads]` keys.
+pub(super) fn wanted(step: &DecodeStep, k: &[usize]) -> Vec<bool> {
+    k.iter().zip(step.per_head(|row| row.visible.len())).map(|(&k, visible)| k < visible).collect()
+}
