@@ -78,6 +78,7 @@ fn read(args: &NetworkArgs) -> Network {
 
 struct Terminal {
     bar: ProgressBar,
+    started: Instant,
     stop: Arc<AtomicBool>,
 }
 
@@ -86,7 +87,7 @@ impl Terminal {
         let bar = ProgressBar::new(1);
         let style = ProgressStyle::with_template("{bar:24} {pos}/{len}, {elapsed} of {eta} left  {msg}");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        Self { bar, stop }
+        Self { bar, started: Instant::now(), stop }
     }
 }
 
@@ -96,6 +97,9 @@ impl Progress for Terminal {
     }
 
     fn begins(&mut self, part: &str, steps: usize) {
+        if self.bar.is_hidden() {
+            eprintln!("{:>6.0} s  {part}", self.started.elapsed().as_secs_f64());
+        }
         self.bar.reset();
         self.bar.set_length(steps as u64);
         self.bar.set_message(part.to_owned());

@@ -114,6 +114,8 @@ impl Classifier {
         let bias = net::constant(0.0, &[1, clusters])?;
         let vars = [&first, &gain, &shift, &second, &bias].map(Clone::clone).to_vec();
         let mut descent = Descent::new(vars, schedule)?;
+        let entropy = |target: &[f32]| target.iter().filter(|p| **p > 0.0).map(|p| -p * p.ln()).sum();
+        let entropies: Vec<f32> = samples.targets.chunks_exact(clusters).map(entropy).collect();
         let (mut divergence, recent) = (0.0, 0.05f32);
         let batch = schedule.batch.min(n);
         for iteration in 0..schedule.iterations {
@@ -128,12 +130,7 @@ impl Classifier {
             let fit = (log_softmax(&out, 1)? * &target)?.sum_all()?;
             let loss = (fit / -(batch as f64))?;
             descent.step(&loss)?;
-            let entropy = target
-                .to_vec2::<f32>()?
-                .iter()
-                .flatten()
-                .map(|p| if *p > 0.0 { -p * p.ln() } else { 0.0 })
-                .sum::<f32>();
+            let entropy: f32 = drawn.iter().map(|&i| entropies[i]).sum();
             let now = loss.to_scalar::<f32>()? - entropy / batch as f32;
             divergence = if iteration == 0 { now } else { divergence + recent * (now - divergence) };
             if !step() {
