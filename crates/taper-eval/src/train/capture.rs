@@ -8,7 +8,6 @@ use super::head::Far;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
-use std::ops::Range;
 use std::sync::Arc;
 use taper_attention::{AttentionBatch, AttentionShape, AttentionSpec, LayerAttention, Sequence, Span};
 use taper_kernels::rotary::Rotation;
@@ -95,21 +94,21 @@ impl<'a> Capture<'a> {
         Ok(Self { model, pool, spec: Arc::default() })
     }
 
-    /// Runs a sequence through the first layers, to the last one of `layers`, and shows those to `see`.
+    /// Runs a sequence through the first layers, to the last one of `layers`, ascending, and shows those to `see`.
     ///
     /// # Errors
     /// [`TrainError::Stopped`], or what a step says.
     pub fn run(
         &mut self,
         tokens: &[u32],
-        layers: Range<usize>,
+        layers: &[usize],
         see: See,
         stopped: &dyn Fn() -> bool,
     ) -> std::result::Result<(), TrainError> {
         let mut sequence = Sequence::new(self.spec.clone(), 0, tokens.len());
         let mut done = Ok(());
         for chunk in tokens.chunks(CHUNK_TOKENS) {
-            done = if stopped() { Err(TrainError::Stopped) } else { self.step(&mut sequence, chunk, &layers, see) };
+            done = if stopped() { Err(TrainError::Stopped) } else { self.step(&mut sequence, chunk, layers, see) };
             if done.is_err() {
                 break;
             }
@@ -122,17 +121,17 @@ impl<'a> Capture<'a> {
         &mut self,
         sequence: &mut Sequence,
         tokens: &[u32],
-        layers: &Range<usize>,
+        layers: &[usize],
         see: See,
     ) -> std::result::Result<(), TrainError> {
-        let failed = TrainError::compute(layers.end.saturating_sub(1));
+        let failed = TrainError::compute(layers.last().copied().unwrap_or(0));
         let start = sequence.len();
         let span = Span { sequence, tokens: tokens.len() };
         let shape = self.model.attention_shape();
         let batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, vec![span])
             .map_err(|e| failed(candle_core::Error::wrap(e)))?;
         let positions = batch.positions();
-        let mut tap = Tap { inner: batch, layers: layers.clone(), start, see, seen_all: false };
+        let mut tap = Tap { inner: batch, layers, start, see, seen_all: false };
         let ended = self.model.forward(tokens, &positions, &mut tap);
         // Layers after the last one wanted are not computed: the tap ended the pass.
         if !tap.seen_all {
@@ -142,22 +141,22 @@ impl<'a> Capture<'a> {
         Ok(())
     }
 
-    /// Captures layers of a sequence, those of `layers`.
+    /// Captures layers of a sequence, ascending `[layers]`.
     ///
     /// # Errors
     /// As [`run`](Self::run).
     pub fn keep(
         &mut self,
         tokens: &[u32],
-        layers: Range<usize>,
+        layers: &[usize],
         wanted: &Wanted,
         stopped: &dyn Fn() -> bool,
     ) -> std::result::Result<Vec<Captured>, TrainError> {
         let shape = self.model.attention_shape();
-        let first = layers.start;
         let mut kept = vec![blank(self.model, tokens.len(), wanted); layers.len()];
         let mut see = |layer: usize, start: usize, q: &[f32], k: &[f32]| {
-            kept[layer - first].add(&shape, wanted.keys, start, q, k);
+            let place = layers.iter().position(|&wanted| wanted == layer).expect("only wanted layers are shown");
+            kept[place].add(&shape, wanted.keys, start, q, k);
         };
         self.run(tokens, layers, &mut see, stopped)?;
         Ok(kept)
@@ -200,7 +199,7 @@ impl Captured {
 /// Dense attention that shows what it is given.
 struct Tap<'a, 'b> {
     inner: AttentionBatch<'a>,
-    layers: Range<usize>,
+    layers: &'b [usize],
     start: usize,
     see: See<'b>,
     /// Whether the last layer wanted has been seen.
@@ -217,7 +216,7 @@ impl LayerAttention for Tap<'_, '_> {
             let flat = |x: &Tensor| x.flatten_all()?.to_vec1::<f32>();
             (self.see)(layer, self.start, &flat(q)?, &flat(k)?);
         }
-        if layer + 1 >= self.layers.end {
+        if self.layers.last().is_none_or(|&last| layer >= last) {
             self.seen_all = true;
             bail!("no layer after {layer} is wanted");
         }

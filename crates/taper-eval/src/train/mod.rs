@@ -35,7 +35,6 @@ use plan::Checked;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use saap::{Chooser, Classifier, Samples, Way};
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use taper_attention::AttentionShape;
 use taper_kernels::index::clusters::Centroids;
@@ -132,10 +131,10 @@ impl Trainer<'_> {
         let queries = !matches!(self.plan.method, Method::KMeans { .. });
         for group in self.groups(&left, queries) {
             let captured = self.capture(&group, |held_out| held_out || queries, |_| true)?;
-            for &index in &group {
+            for (place, &index) in group.iter().enumerate() {
                 let of = |held_out: bool| {
                     let sequences = captured.iter().enumerate().filter(|(i, _)| self.corpus.held_out(*i) == held_out);
-                    sequences.map(|(_, layers)| &layers[index - group[0]]).collect()
+                    sequences.map(|(_, layers)| &layers[place]).collect()
                 };
                 let layer = Layer { index, training: of(false), held_out: of(true) };
                 let (tensors, recalls) = match &self.plan.method {
@@ -150,21 +149,14 @@ impl Trainer<'_> {
         Ok(kept)
     }
 
-    /// Runs of consecutive layers that fit the memory together.
+    /// Layers that fit the memory together.
     fn groups(&self, layers: &[usize], queries: bool) -> Vec<Vec<usize>> {
         let sequences = self.corpus.sequences().iter().enumerate();
         let bytes: u64 = sequences
             .map(|(i, s)| self.wanted(i, queries || self.corpus.held_out(i)).bytes(s.len(), &self.shape))
             .sum();
         let most = (self.plan.memory_bytes / bytes.max(1)).max(1) as usize;
-        let mut groups: Vec<Vec<usize>> = Vec::new();
-        for &layer in layers {
-            match groups.last_mut() {
-                Some(group) if group.len() < most && group.last() == Some(&(layer - 1)) => group.push(layer),
-                _ => groups.push(vec![layer]),
-            }
-        }
-        groups
+        layers.chunks(most).map(<[usize]>::to_vec).collect()
     }
 
     fn wanted(&self, sequence: usize, queries: bool) -> Wanted {
@@ -173,15 +165,14 @@ impl Trainer<'_> {
         Wanted::sample(tokens, &self.checked.far, if queries { self.plan.queries } else { 0 }, seed)
     }
 
-    /// Captures consecutive layers of the sequences `of(held out)` `[sequences][layers]`.
+    /// Captures layers, ascending, of the sequences `of(held out)` `[sequences][layers]`.
     fn capture(
         &mut self,
         layers: &[usize],
         queries: impl Fn(bool) -> bool,
         of: impl Fn(bool) -> bool,
     ) -> Result<Vec<Vec<Captured>>, TrainError> {
-        let range: Range<usize> = layers[0]..layers[layers.len() - 1] + 1;
-        let name = format!("capturing layers {} to {}", range.start, range.end - 1);
+        let name = format!("capturing {}", described(layers));
         let sequences: Vec<usize> =
             (0..self.corpus.sequences().len()).filter(|&i| of(self.corpus.held_out(i))).collect();
         self.progress.begins(&name, sequences.len());
@@ -190,7 +181,7 @@ impl Trainer<'_> {
         for i in sequences {
             let wanted = self.wanted(i, queries(self.corpus.held_out(i)));
             let progress = &*self.progress;
-            all.push(capture.keep(&self.corpus.sequences()[i], range.clone(), &wanted, &|| progress.stopped())?);
+            all.push(capture.keep(&self.corpus.sequences()[i], layers, &wanted, &|| progress.stopped())?);
             self.progress.advance();
         }
         Ok(all)
@@ -308,18 +299,19 @@ impl Trainer<'_> {
         for i in training {
             let mut see = |layer: usize, _: usize, q: &[f32], k: &[f32]| sums[layer].add(&self.shape, q, k);
             let progress = &*self.progress;
-            capture.run(&sequences[i], 0..self.shape.layers, &mut see, &|| progress.stopped())?;
+            capture
+                .run(&sequences[i], &(0..self.shape.layers).collect::<Vec<_>>(), &mut see, &|| progress.stopped())?;
             self.progress.advance();
         }
         drop(capture);
         let best: Vec<Vec<Vec<u32>>> = sums.iter().map(|sums| sums.best(&self.shape, self.checked.count)).collect();
         for group in self.groups(&self.checked.layers, false) {
             let captured = self.capture(&group, |_| true, |held_out| held_out)?;
-            for &layer in &group {
+            for (place, &layer) in group.iter().enumerate() {
                 let mut recalls = Vec::new();
                 for kv_head in 0..self.shape.kv_heads {
                     let channels = best[layer][kv_head].as_slice();
-                    let heads = captured.iter().map(|layers| Head::new(&layers[layer - group[0]], kv_head));
+                    let heads = captured.iter().map(|layers| Head::new(&layers[place], kv_head));
                     let heads: Vec<_> = heads.map(|head| (head, channels)).collect();
                     let found = double_sparsity::recalls(&heads, &self.checked.far);
                     merge(&mut recalls, found.map_err(TrainError::compute(layer))?);
@@ -336,6 +328,15 @@ impl Trainer<'_> {
     fn advance(&mut self) -> Result<(), TrainError> {
         self.progress.advance();
         if self.progress.stopped() { Err(TrainError::Stopped) } else { Ok(()) }
+    }
+}
+
+/// `layer 3`, or `layers 3 to 9`.
+fn described(layers: &[usize]) -> String {
+    match layers {
+        [only] => format!("layer {only}"),
+        [first, .., last] => format!("layers {first} to {last}"),
+        [] => "no layer".to_owned(),
     }
 }
 

@@ -12,7 +12,6 @@ use super::head::{Far, Head, softmax};
 use super::net::{self, Columns, Descent, Linear, Schedule};
 use super::recall::{Recall, Tally, descending};
 use candle_core::{Device, Result, Tensor};
-use candle_nn::ops::log_softmax;
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use taper_kernels::index::clusters::Centroids;
@@ -127,8 +126,9 @@ impl Classifier {
             let (x, target) = (rows(&inputs, d)?, rows(&samples.targets, clusters)?);
             let h = net::batch_norm(&x.matmul(&first.t()?)?, &gain, &shift)?.relu()?;
             let out = h.matmul(&second.t()?)?.broadcast_add(&bias)?;
-            let fit = (log_softmax(&out, 1)? * &target)?.sum_all()?;
-            let loss = (fit / -(batch as f64))?;
+            // The cross entropy; targets add up to 1.
+            let fit = (&out * &target)?.sum_all()?;
+            let loss = ((out.log_sum_exp(1)?.sum_all()? - fit)? / batch as f64)?;
             descent.step(&loss)?;
             let entropy: f32 = drawn.iter().map(|&i| entropies[i]).sum();
             let now = loss.to_scalar::<f32>()? - entropy / batch as f32;

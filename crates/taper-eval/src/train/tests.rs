@@ -250,7 +250,7 @@ fn only_some_layers_and_only_some_queries() {
     let mut follow = Follow::new(usize::MAX);
     let trained = train(&model, &corpus(60), &wanted, folder.path(), &mut follow).unwrap();
     assert_eq!(trained.reports.iter().map(|r| r.layer).collect::<Vec<_>>(), [1]);
-    assert_eq!(follow.parts[0], "capturing layers 1 to 1");
+    assert_eq!(follow.parts[0], "capturing layer 1");
     assert!(trained.reports[0].recalls.iter().all(|recall| recall.queries <= 5 * 4));
     assert!(Artifacts::open(folder.path(), &model.config().key()).is_ok());
 }
@@ -261,7 +261,7 @@ fn chunks_do_not_show_in_what_is_captured() {
     let tokens: Vec<u32> = (0..60).map(|i| 3 + (i * 7) % 60).collect();
     let shape = model.attention_shape();
     let mut capture = Capture::new(&model, 60).unwrap();
-    let mut keep = |wanted: &Wanted| capture.keep(&tokens, 0..2, wanted, &|| false).unwrap();
+    let mut keep = |wanted: &Wanted| capture.keep(&tokens, &[0, 1], wanted, &|| false).unwrap();
     let all = Wanted { keys: true, rows: (0..60).collect() };
     let (whole, some) = (keep(&all), keep(&Wanted { keys: false, rows: vec![3, 59] }));
     for (whole, some) in whole.iter().zip(&some) {
@@ -274,7 +274,7 @@ fn chunks_do_not_show_in_what_is_captured() {
     assert_eq!(all.bytes(60, &shape), 4 * (60 * 16 * (2 + 4)));
     // The first layer's keys before the rotary embedding depend on the token alone: 0 and 60 are the same one.
     let long: Vec<u32> = tokens.iter().take(30).chain(tokens.iter().take(30)).copied().collect();
-    let kept = capture.keep(&long, 0..1, &all, &|| false).unwrap().remove(0);
+    let kept = capture.keep(&long, &[0], &all, &|| false).unwrap().remove(0);
     let keys = Head::new(&kept, 1).keys(false);
     for (a, b) in keys[..30 * 16].iter().zip(&keys[30 * 16..]) {
         assert!((a - b).abs() < 1e-4, "{a} {b}");
