@@ -2,7 +2,7 @@
 //!
 //! The tasks are those of RULER (Hsieh et al. 2024, arXiv:2404.06654) with its wording, from generators of our own;
 //! [`run`] prefills each prompt once per prefill method and decodes it with every decode method from there. Knows the
-//! engine's backend, no HTTP and no terminal.
+//! engine's backend, no HTTP and no terminal. [`train`] makes what some methods learn offline.
 
 mod error;
 mod fit;
@@ -14,6 +14,7 @@ mod score;
 mod table;
 mod tasks;
 mod text;
+pub mod train;
 mod words;
 
 pub use error::EvalError;

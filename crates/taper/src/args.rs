@@ -21,6 +21,8 @@ pub enum Command {
     Generate(GenerateArgs),
     /// Measure what attention methods cost in answers
     Eval(EvalArgs),
+    /// Train what some attention methods learn offline
+    Train(TrainArgs),
     /// List attention methods, their parameters and the presets
     Methods(MethodsArgs),
 }
@@ -224,6 +226,134 @@ impl std::fmt::Display for Question {
 }
 
 #[derive(Debug, Args)]
+pub struct TrainArgs {
+    #[command(subcommand)]
+    pub what: Train,
+}
+
+#[derive(Debug, Subcommand)]
+#[command(after_help = "The model runs densely over text; every eighth sequence is held out, and a table says how much
+of its far attention mass the keys that the method would read hold. Without --text the text is generated prose, which
+has little to say about the model's use. Ctrl-C ends the run; finished layers are in the file, and --resume keeps them.
+
+Examples:
+  taper train saap --model ./model --text book.txt --out artefacts --layers 1-29
+  taper train kmeans --rope --out artefacts --clusters 512
+  taper train double_sparsity --text texts/ --out artefacts
+  taper serve --model ./model --artifacts artefacts --attention '{\"decode\": {\"method\": \"saap\"}}'")]
+pub enum Train {
+    /// The channels by which Double Sparsity ranks keys
+    #[command(name = "double_sparsity")]
+    DoubleSparsity {
+        #[command(flatten)]
+        common: TrainCommon,
+        /// Channels of a KV head [default: a quarter of its width]
+        #[arg(long, value_name = "N")]
+        channels: Option<usize>,
+    },
+    /// Clusters of keys
+    #[command(name = "kmeans")]
+    KMeans {
+        #[command(flatten)]
+        common: TrainCommon,
+        /// Cluster keys after the rotary embedding
+        #[arg(long)]
+        rope: bool,
+        /// Clusters of a KV head [default: four times the root of --length, as a power of two]
+        #[arg(long, value_name = "N")]
+        clusters: Option<usize>,
+    },
+    /// SAAP's clusters of keys and its classifier of queries
+    #[command(name = "saap")]
+    Saap {
+        #[command(flatten)]
+        common: TrainCommon,
+        /// Clusters of a KV head [default: four times the root of --length, as a power of two]
+        #[arg(long, value_name = "N")]
+        clusters: Option<usize>,
+        #[command(flatten)]
+        network: NetworkArgs,
+    },
+    /// HashAttention's maps from queries and keys to codes
+    #[command(name = "hash_attention")]
+    HashAttention {
+        #[command(flatten)]
+        common: TrainCommon,
+        #[command(flatten)]
+        network: NetworkArgs,
+    },
+}
+
+#[derive(Debug, Args)]
+#[command(
+    mut_arg("attention", |a| a.hide(true)),
+    mut_arg("artifacts", |a| a.hide(true)),
+    mut_arg("kv_memory", |a| a.hide(true)),
+    mut_arg("kv_dtype", |a| a.hide(true))
+)]
+pub struct TrainCommon {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Text to learn from: a file, or a folder of .txt and .md files; may be repeated [default: generated prose]
+    #[arg(long, value_name = "FILE|FOLDER")]
+    pub text: Vec<PathBuf>,
+    /// Folder that the artefact is written to
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
+    /// Layers, such as 3,7-9 [default: all]
+    #[arg(long, value_name = "LAYERS", value_parser = layers)]
+    pub layers: Option<Layers>,
+    /// Tokens of a sequence
+    #[arg(long, value_name = "TOKENS", default_value_t = 4096, value_parser = positive)]
+    pub length: usize,
+    /// Most sequences
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = positive)]
+    pub sequences: usize,
+    /// Most queries of a sequence and head
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = positive)]
+    pub queries: usize,
+    /// Tokens at the start that are read whatever is learned [default: 1 of kmeans and saap; 4; 128 of hash_attention]
+    #[arg(long, value_name = "TOKENS")]
+    pub sink: Option<usize>,
+    /// Recent tokens that are read whatever is learned [default: 2047 of kmeans and saap, at most a quarter of --length;
+    /// 64 and 128, at most a sixteenth]
+    #[arg(long, value_name = "TOKENS")]
+    pub window: Option<usize>,
+    /// Seed of generated text, clusters and networks
+    #[arg(long, default_value_t = 1, allow_negative_numbers = true, value_parser = seed)]
+    pub seed: u64,
+    /// Memory for captured queries and keys; the more, the fewer passes over the text
+    #[arg(long, value_name = "SIZE", default_value = "2GiB")]
+    pub memory: String,
+    /// Keep the finished layers of the file that is there
+    #[arg(long)]
+    pub resume: bool,
+    /// Write the table of what was measured
+    #[arg(long, value_name = "FILE")]
+    pub markdown: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Args)]
+pub struct NetworkArgs {
+    /// Width of hidden layers [default: 256 of saap, 128 of hash_attention]
+    #[arg(long, value_name = "N")]
+    pub hidden: Option<usize>,
+    /// Steps of training [default: 2000 of saap, 1500 of hash_attention]
+    #[arg(long, value_name = "N")]
+    pub iterations: Option<usize>,
+    /// Queries of a step of saap [default: 1000], rows of one of hash_attention [default: 64]
+    #[arg(long, value_name = "N")]
+    pub batch: Option<usize>,
+    /// Learning rate at the start [default: 2e-3 of saap, 1e-3 of hash_attention]
+    #[arg(long, value_name = "RATE")]
+    pub learning_rate: Option<f64>,
+}
+
+/// Layers of a model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layers(pub Vec<usize>);
+
+#[derive(Debug, Args)]
 pub struct MethodsArgs {
     /// Print what GET /v1/attention/methods of a server without settings answers
     #[arg(long)]
@@ -238,6 +368,22 @@ fn positive(text: &str) -> Result<usize, String> {
 fn seed(text: &str) -> Result<u64, String> {
     let parsed = text.parse::<u64>().or_else(|_| text.parse::<i64>().map(|seed| seed as u64));
     parsed.map_err(|_| "must be a whole number of 64 bits".into())
+}
+
+/// Numbers and ranges with commas between them. No model has more layers than a range may span.
+fn layers(text: &str) -> Result<Layers, String> {
+    let invalid = || format!("{text:?} must be layers such as 3 or 3,7-9");
+    let mut layers = Vec::new();
+    for part in text.split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let number = |text: &str| text.trim().parse::<usize>().ok().filter(|&n| n < 4096).ok_or_else(invalid);
+        let (first, last) = (number(first)?, number(last)?);
+        if first > last {
+            return Err(invalid());
+        }
+        layers.extend(first..=last);
+    }
+    Ok(Layers(layers))
 }
 
 fn temperature(text: &str) -> Result<f32, String> {
@@ -275,15 +421,25 @@ mod tests {
     }
 
     #[test]
+    fn layers_are_numbers_and_ranges() {
+        assert_eq!(layers("3, 7-9,0").unwrap().0, [3, 7, 8, 9, 0]);
+        for text in ["", "3,", "9-7", "-3", "x", "1-99999999999"] {
+            assert!(layers(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
     fn every_command_with_a_model_takes_the_same_options() {
-        for command in [&["serve"][..], &["chat"], &["generate", "--prompt", "x"], &["eval", "needle"]] {
+        let train = ["train", "kmeans", "--out", "x"];
+        for command in [&["serve"][..], &["chat"], &["generate", "--prompt", "x"], &["eval", "needle"], &train] {
             let line = [&["taper"][..], command, &["--dtype", "f16", "--dequantize"]].concat();
             let model = match Cli::try_parse_from(line).expect("taken").command {
                 Command::Serve(args) => args.model,
                 Command::Chat(args) => args.model,
                 Command::Generate(args) => args.model,
                 Command::Eval(EvalArgs { what: Eval::Needle(args) }) => args.model,
-                Command::Methods(_) => unreachable!("not asked for"),
+                Command::Train(TrainArgs { what: Train::KMeans { common, .. } }) => common.model,
+                Command::Train(_) | Command::Methods(_) => unreachable!("not asked for"),
             };
             assert_eq!((model.dtype.as_deref(), model.dequantize), (Some("f16"), true));
         }

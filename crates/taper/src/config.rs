@@ -181,7 +181,7 @@ fn weight_dtype(name: &str) -> Result<WeightDType> {
 }
 
 /// Bytes from `512MiB`, `2GiB`, `1.5G` or a plain number.
-fn size(text: &str) -> Result<u64> {
+pub fn size(text: &str) -> Result<u64> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit = match text[digits.len()..].to_ascii_lowercase().as_str() {
         "" | "b" => 1u64,

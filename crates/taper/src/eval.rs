@@ -143,7 +143,7 @@ fn method(phase: Phase, text: &str, artifacts: &Artifacts) -> Result<Method> {
 }
 
 /// Set by the first Ctrl-C; a second one ends the process at once.
-fn stop_at_signal() -> Result<Arc<AtomicBool>> {
+pub fn stop_at_signal() -> Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let seen = Arc::clone(&stop);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build().context("signals")?;

@@ -2,11 +2,12 @@
 
 use crate::config::ModelConfig;
 use anyhow::{Context, Result};
+use candle_core::Device;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 use taper_attention::{Artifacts, AttentionSpec};
 use taper_engine::{Engine, ModelBackend, ModelInfo, ModelText};
-use taper_model::{Progress, ResolvedModel, default_cache, resolve};
+use taper_model::{Model, Progress, ResolvedModel, Tokenizer, default_cache, resolve};
 
 /// A model at work.
 pub struct Loaded {
@@ -44,9 +45,7 @@ pub fn engine(config: &ModelConfig) -> Result<Loaded> {
 /// # Errors
 /// As [`engine`].
 pub fn backend(config: &ModelConfig) -> Result<Ready> {
-    if let Some(threads) = config.threads {
-        rayon::ThreadPoolBuilder::new().num_threads(threads.into()).build_global().context("threads")?;
-    }
+    start_threads(config)?;
     let model = resolve(&config.model, &default_cache(), Progress::Shown)?;
     let (backend, text) = taper_engine::load(&model, &config.load, config.cache)?;
     let artifacts = match &config.artifacts {
@@ -54,4 +53,19 @@ pub fn backend(config: &ModelConfig) -> Result<Ready> {
         None => Artifacts::default(),
     };
     Ok(Ready { model, backend, text, artifacts })
+}
+
+/// Finds and loads the model alone, for a caller that looks into it.
+///
+/// # Errors
+/// As [`engine`].
+pub fn model(config: &ModelConfig) -> Result<(Model, Tokenizer)> {
+    start_threads(config)?;
+    let model = resolve(&config.model, &default_cache(), Progress::Shown)?;
+    Ok((Model::load(&model, &config.load, &Device::Cpu)?, Tokenizer::load(&model)?))
+}
+
+fn start_threads(config: &ModelConfig) -> Result<()> {
+    let Some(threads) = config.threads else { return Ok(()) };
+    rayon::ThreadPoolBuilder::new().num_threads(threads.into()).build_global().context("threads")
 }

@@ -1,4 +1,4 @@
-//! The `taper` program: serve, chat, generate, eval, methods.
+//! The `taper` program: serve, chat, generate, eval, train, methods.
 
 mod args;
 mod chat;
@@ -10,8 +10,9 @@ mod methods;
 mod preset;
 mod serve;
 mod talk;
+mod train;
 
-use args::{Cli, Command, Eval, EvalArgs};
+use args::{Cli, Command, Eval, EvalArgs, TrainArgs};
 use clap::Parser;
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
@@ -25,6 +26,7 @@ fn main() -> ExitCode {
         Command::Chat(args) => chat::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Eval(EvalArgs { what: Eval::Needle(args) }) => eval::needle(args),
+        Command::Train(TrainArgs { what }) => train::run(what),
         Command::Methods(args) => methods::run(&args),
     };
     match done {

@@ -48,6 +48,18 @@ fn arguments_that_mean_nothing() {
 }
 
 #[test]
+fn training_that_cannot_be() {
+    let train = |rest: &[&'static str]| [&["train", "kmeans", "--out", "nowhere"][..], rest].concat();
+    fails_in_one_line(&train(&["--memory", "many"]), "--memory");
+    fails_in_one_line(&train(&["--kv-dtype", "f16"]), "--kv-dtype");
+    fails_in_one_line(&train(&["--model", "no-such-model"]), "no-such-model");
+    fails(&train(&["--layers", "9-7"]), "3,7-9");
+    fails(&train(&["--hidden", "8"]), "--hidden");
+    fails(&["train", "saap"], "--out");
+    fails(&["train", "santa"], "santa");
+}
+
+#[test]
 fn methods_are_listed_with_their_parameters_and_presets() {
     let run = |args: &[&str]| {
         let output = Command::new(env!("CARGO_BIN_EXE_taper")).args(args).output().expect("the program starts");

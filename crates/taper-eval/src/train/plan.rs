@@ -1,0 +1,176 @@
+//! What to train, checked against the model and the text.
+
+use super::corpus::Corpus;
+use super::error::TrainError;
+use super::head::Far;
+use super::net::Schedule;
+use taper_attention::AttentionShape;
+
+/// A method that has something to learn, with what can be set of it. `None` is the default.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Method {
+    /// The channels by which keys are ranked.
+    DoubleSparsity {
+        /// Channels of a KV head [a quarter of its width].
+        channels: Option<usize>,
+    },
+    /// Clusters of keys.
+    KMeans {
+        /// Whether keys are clustered after the rotary embedding.
+        rope: bool,
+        /// Clusters of a KV head [four times the root of the sequences' length, as a power of two].
+        clusters: Option<usize>,
+    },
+    /// Clusters of keys, and a classifier of queries.
+    Saap {
+        /// As of k-means.
+        clusters: Option<usize>,
+        /// The classifier [256 hidden; 2000 iterations of 1000 queries from 2e-3].
+        network: Network,
+    },
+    /// Maps from queries and keys to codes.
+    HashAttention {
+        /// The maps [128 hidden; 1500 iterations of 64 rows from 1e-3].
+        network: Network,
+    },
+}
+
+/// Size and training of a network. `None` is the method's default.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Network {
+    /// Width of the hidden layers.
+    pub hidden: Option<usize>,
+    /// Steps of training.
+    pub iterations: Option<usize>,
+    /// Queries, or rows, of a step.
+    pub batch: Option<usize>,
+    /// Learning rate at the start.
+    pub learning_rate: Option<f64>,
+}
+
+/// What to train.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// The method.
+    pub method: Method,
+    /// Layers; `None` is all.
+    pub layers: Option<Vec<usize>>,
+    /// Most rows of a sequence whose queries are kept, drawn at random.
+    pub queries: usize,
+    /// Tokens at the start that count as sinks: read whatever is learned [1; 4 of double_sparsity; of hash_attention 128,
+    /// or a sixteenth of the sequences' length if that is less].
+    pub sink: Option<usize>,
+    /// Most recent tokens, read whatever is learned [2047, or a quarter of the length if that is less; 64 of
+    /// double_sparsity and 128 of hash_attention, or a sixteenth].
+    pub window: Option<usize>,
+    /// Seed of all draws.
+    pub seed: u64,
+    /// Bytes that the captured queries and keys may take; at least one layer is captured at a time.
+    pub memory_bytes: u64,
+    /// Whether finished layers of a file that is there are kept.
+    pub resume: bool,
+}
+
+/// A plan with every default filled in.
+#[derive(Debug, Clone)]
+pub(super) struct Checked {
+    /// The name of the method, which is that of the file.
+    pub name: &'static str,
+    pub layers: Vec<usize>,
+    pub far: Far,
+    /// Channels or clusters.
+    pub count: usize,
+    pub hidden: usize,
+    pub schedule: Schedule,
+    /// All options in words, by which runs are told apart.
+    pub options: String,
+}
+
+/// Limits of what an option may be.
+const HIDDEN_MAX: usize = 1 << 16;
+
+impl Plan {
+    pub(super) fn check(&self, shape: &AttentionShape, corpus: &Corpus) -> Result<Checked, TrainError> {
+        let length = corpus.length();
+        let within = |option: &'static str, value: usize, least: usize, most: usize| {
+            let message = || format!("{value} is not valid; valid are {least} to {most}");
+            if (least..=most).contains(&value) { Ok(value) } else { Err(TrainError::option(option, message())) }
+        };
+        within("queries", self.queries, 1, usize::MAX)?;
+        let layers = self.layers(shape)?;
+        let (sink, window) = match self.method {
+            Method::DoubleSparsity { .. } => (4.min(length / 16), 64.min(length / 16)),
+            Method::HashAttention { .. } => (128.min(length / 16), 128.min(length / 16)),
+            Method::KMeans { .. } | Method::Saap { .. } => (1, 2047.min(length / 4)),
+        };
+        let sink = self.sink.unwrap_or(sink);
+        let most = length.min(shape.window.unwrap_or(length)).saturating_sub(sink + 1);
+        let window = within("window", self.window.unwrap_or(window.max(1)), 1, most)?;
+        let far = Far { sink, window, visible: shape.window };
+
+        let training = (0..corpus.sequences().len()).filter(|&i| !corpus.held_out(i));
+        let keys: usize = training.map(|i| corpus.sequences()[i].len()).sum();
+        let clusters = |wanted: Option<usize>| {
+            let usual = 4 * ((length as f64).sqrt() as usize).next_power_of_two();
+            within("clusters", wanted.unwrap_or(usual.min(keys)), 1, keys.min(1 << 16))
+        };
+        let (name, count, network, defaults) = match &self.method {
+            Method::DoubleSparsity { channels } => {
+                let channels = within("channels", channels.unwrap_or((shape.head_dim / 4).max(1)), 1, shape.head_dim)?;
+                if layers.len() != shape.layers {
+                    return Err(TrainError::option(
+                        "layers",
+                        "double_sparsity takes all layers: its file has no other form",
+                    ));
+                }
+                ("double_sparsity", channels, Network::default(), (1, 1, 1, 1.0))
+            }
+            Method::KMeans { rope, clusters: wanted } => {
+                let name = if *rope { "kmeans-rope" } else { "kmeans" };
+                (name, clusters(*wanted)?, Network::default(), (1, 1, 1, 1.0))
+            }
+            Method::Saap { clusters: wanted, network } => {
+                ("saap", clusters(*wanted)?, *network, (256, 2000, 1000, 2e-3))
+            }
+            Method::HashAttention { network } => ("hash_attention", 0, *network, (128, 1500, 64, 1e-3)),
+        };
+        let hidden = within("hidden", network.hidden.unwrap_or(defaults.0), 1, HIDDEN_MAX)?;
+        let learning_rate = network.learning_rate.unwrap_or(defaults.3);
+        if !(learning_rate > 0.0 && learning_rate <= 1.0) {
+            let message = format!("{learning_rate} is not valid; valid are numbers above 0, up to 1");
+            return Err(TrainError::option("learning-rate", message));
+        }
+        let schedule = Schedule {
+            iterations: within("iterations", network.iterations.unwrap_or(defaults.1), 1, 1 << 30)?,
+            batch: within("batch", network.batch.unwrap_or(defaults.2), 2.min(defaults.2), 1 << 20)?,
+            learning_rate,
+        };
+        let mut options = format!("length {length}, queries {}, sink {sink}, window {window}", self.queries);
+        options += &match &self.method {
+            Method::DoubleSparsity { .. } => format!(", channels {count}"),
+            Method::KMeans { .. } => format!(", clusters {count}"),
+            Method::Saap { .. } | Method::HashAttention { .. } => {
+                let Schedule { iterations, batch, .. } = schedule;
+                let clusters = if count > 0 { format!(", clusters {count}") } else { String::new() };
+                format!(
+                    "{clusters}, hidden {hidden}, iterations {iterations}, batch {batch}, learning rate {learning_rate}"
+                )
+            }
+        };
+        Ok(Checked { name, layers, far, count, hidden, schedule, options })
+    }
+
+    fn layers(&self, shape: &AttentionShape) -> Result<Vec<usize>, TrainError> {
+        let mut layers = self.layers.clone().unwrap_or_else(|| (0..shape.layers).collect());
+        layers.sort_unstable();
+        layers.dedup();
+        match layers.iter().find(|&&layer| layer >= shape.layers) {
+            Some(layer) => {
+                let message = format!("the model has no layer {layer}; valid are 0 to {}", shape.layers - 1);
+                Err(TrainError::option("layers", message))
+            }
+            None if layers.is_empty() => Err(TrainError::option("layers", "names no layer")),
+            None => Ok(layers),
+        }
+    }
+}

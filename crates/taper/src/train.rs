@@ -1,0 +1,111 @@
+//! `taper train`: what attention methods learn offline.
+
+use crate::args::{NetworkArgs, Train, TrainCommon};
+use crate::{config, eval, load, talk};
+use anyhow::{Context, Result, bail};
+use indicatif::{ProgressBar, ProgressStyle};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+use taper_eval::train::{Corpus, CorpusSize, Method, Network, Plan, Progress, TrainError, table, train};
+
+/// Trains and prints what held-out text says of it.
+///
+/// # Errors
+/// The argument or file at fault, or a step that failed; layers finished by then are in the artefact.
+pub fn run(what: Train) -> Result<()> {
+    let (method, common) = match what {
+        Train::DoubleSparsity { common, channels } => (Method::DoubleSparsity { channels }, common),
+        Train::KMeans { common, rope, clusters } => (Method::KMeans { rope, clusters }, common),
+        Train::Saap { common, clusters, network } => (Method::Saap { clusters, network: read(&network) }, common),
+        Train::HashAttention { common, network } => (Method::HashAttention { network: read(&network) }, common),
+    };
+    refuse(&common)?;
+    let plan = Plan {
+        method,
+        layers: common.layers.map(|layers| layers.0),
+        queries: common.queries,
+        sink: common.sink,
+        window: common.window,
+        seed: common.seed,
+        memory_bytes: config::size(&common.memory).context("--memory")?,
+        resume: common.resume,
+    };
+    let size = CorpusSize { length: common.length, sequences: common.sequences };
+    let started = Instant::now();
+    let (model, tokenizer) = load::model(&config::model(common.model)?)?;
+    let corpus = match &common.text[..] {
+        [] => Corpus::prose(&tokenizer, common.seed, size)?,
+        paths => Corpus::read(&tokenizer, paths, size)?,
+    };
+    let mut terminal = Terminal::new(eval::stop_at_signal()?);
+    let trained = train(&model, &corpus, &plan, &common.out, &mut terminal);
+    terminal.bar.finish_and_clear();
+    let trained = trained.map_err(|error| match error {
+        TrainError::Stopped => anyhow::anyhow!("stopped; --resume goes on with what is in {}", common.out.display()),
+        error => error.into(),
+    })?;
+    talk::print(&table(&trained.reports, false))?;
+    if let Some(file) = &common.markdown {
+        std::fs::write(file, table(&trained.reports, true)).with_context(|| file.display().to_string())?;
+    }
+    let kept = if trained.kept > 0 { format!(", {} layers kept", trained.kept) } else { String::new() };
+    let seconds = started.elapsed().as_secs_f64();
+    eprintln!("{} from {} tokens in {seconds:.0} s{kept}", trained.file.display(), corpus.tokens());
+    Ok(())
+}
+
+/// Options of a model that training has no use for.
+fn refuse(common: &TrainCommon) -> Result<()> {
+    let model = &common.model;
+    for (name, given) in [
+        ("attention", model.attention.is_some()),
+        ("artifacts", model.artifacts.is_some()),
+        ("kv-memory", model.kv_memory.is_some()),
+        ("kv-dtype", model.kv_dtype.is_some()),
+    ] {
+        if given {
+            bail!("--{name}: training attends densely, over a cache of its own");
+        }
+    }
+    Ok(())
+}
+
+fn read(args: &NetworkArgs) -> Network {
+    let NetworkArgs { hidden, iterations, batch, learning_rate } = *args;
+    Network { hidden, iterations, batch, learning_rate }
+}
+
+struct Terminal {
+    bar: ProgressBar,
+    started: Instant,
+    stop: Arc<AtomicBool>,
+}
+
+impl Terminal {
+    fn new(stop: Arc<AtomicBool>) -> Self {
+        let bar = ProgressBar::new(1);
+        let style = ProgressStyle::with_template("{bar:24} {pos}/{len}, {elapsed} of {eta} left  {msg}");
+        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        Self { bar, started: Instant::now(), stop }
+    }
+}
+
+impl Progress for Terminal {
+    fn stopped(&self) -> bool {
+        self.stop.load(Ordering::SeqCst)
+    }
+
+    fn begins(&mut self, part: &str, steps: usize) {
+        if self.bar.is_hidden() {
+            eprintln!("{:>6.0} s  {part}", self.started.elapsed().as_secs_f64());
+        }
+        self.bar.reset();
+        self.bar.set_length(steps as u64);
+        self.bar.set_message(part.to_owned());
+    }
+
+    fn advance(&mut self) {
+        self.bar.inc(1);
+    }
+}
