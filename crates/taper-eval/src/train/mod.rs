@@ -309,10 +309,9 @@ impl Trainer<'_> {
             let captured = self.capture(&group, |_| true, |held_out| held_out)?;
             for (place, &layer) in group.iter().enumerate() {
                 let mut recalls = Vec::new();
-                for kv_head in 0..self.shape.kv_heads {
-                    let channels = best[layer][kv_head].as_slice();
+                for (kv_head, channels) in best[layer].iter().enumerate() {
                     let heads = captured.iter().map(|layers| Head::new(&layers[place], kv_head));
-                    let heads: Vec<_> = heads.map(|head| (head, channels)).collect();
+                    let heads: Vec<_> = heads.map(|head| (head, channels.as_slice())).collect();
                     let found = double_sparsity::recalls(&heads, &self.checked.far);
                     merge(&mut recalls, found.map_err(TrainError::compute(layer))?);
                 }
