@@ -242,7 +242,8 @@ impl Trainer<'_> {
                 progress.advance();
                 !progress.stopped()
             };
-            let trained = Classifier::train(&samples, d, *hidden, *schedule, &mut rng, &mut step).map_err(&failed)?;
+            let trained =
+                Classifier::train(&samples, &rows, d, *hidden, *schedule, &mut rng, &mut step).map_err(&failed)?;
             let classifier = trained.ok_or(TrainError::Stopped)?;
             let mlp = classifier.mlp().map_err(&failed)?;
             let ways = [
