@@ -335,16 +335,16 @@ pub struct TrainCommon {
 
 #[derive(Debug, Clone, Args)]
 pub struct NetworkArgs {
-    /// Width of hidden layers [default: 256 of saap, 128 of hash_attention]
+    /// Width of hidden layers [default: four times a head's of saap, 128 of hash_attention]
     #[arg(long, value_name = "N")]
     pub hidden: Option<usize>,
-    /// Steps of training [default: 2000 of saap, 1500 of hash_attention]
+    /// Steps of training [default: 1000 of saap, 1500 of hash_attention]
     #[arg(long, value_name = "N")]
     pub iterations: Option<usize>,
     /// Queries of a step of saap [default: 1000], rows of one of hash_attention [default: 64]
     #[arg(long, value_name = "N")]
     pub batch: Option<usize>,
-    /// Learning rate at the start [default: 2e-3 of saap, 1e-3 of hash_attention]
+    /// Learning rate at the start [default: 1e-3]
     #[arg(long, value_name = "RATE")]
     pub learning_rate: Option<f64>,
 }

@@ -242,7 +242,8 @@ impl Trainer<'_> {
                 progress.advance();
                 !progress.stopped()
             };
-            let trained = Classifier::train(&samples, d, *hidden, *schedule, &mut rng, &mut step).map_err(&failed)?;
+            let trained =
+                Classifier::train(&samples, &rows, d, *hidden, *schedule, &mut rng, &mut step).map_err(&failed)?;
             let classifier = trained.ok_or(TrainError::Stopped)?;
             let mlp = classifier.mlp().map_err(&failed)?;
             let ways = [
@@ -310,9 +311,8 @@ impl Trainer<'_> {
             for (place, &layer) in group.iter().enumerate() {
                 let mut recalls = Vec::new();
                 for (kv_head, channels) in best[layer].iter().enumerate() {
-                    let channels = channels.as_slice();
                     let heads = captured.iter().map(|layers| Head::new(&layers[place], kv_head));
-                    let heads: Vec<_> = heads.map(|head| (head, channels)).collect();
+                    let heads: Vec<_> = heads.map(|head| (head, channels.as_slice())).collect();
                     let found = double_sparsity::recalls(&heads, &self.checked.far);
                     merge(&mut recalls, found.map_err(TrainError::compute(layer))?);
                 }

@@ -25,7 +25,7 @@ pub enum Method {
     Saap {
         /// As of k-means.
         clusters: Option<usize>,
-        /// The classifier [256 hidden; 2000 iterations of 1000 queries from 2e-3].
+        /// The classifier [four times a head's width hidden; 1000 iterations of 1000 queries from 1e-3].
         network: Network,
     },
     /// Maps from queries and keys to codes.
@@ -130,7 +130,7 @@ impl Plan {
                 (name, clusters(*wanted)?, Network::default(), (1, 1, 1, 1.0))
             }
             Method::Saap { clusters: wanted, network } => {
-                ("saap", clusters(*wanted)?, *network, (256, 2000, 1000, 2e-3))
+                ("saap", clusters(*wanted)?, *network, (4 * shape.head_dim, 1000, 1000, 1e-3))
             }
             Method::HashAttention { network } => ("hash_attention", 0, *network, (128, 1500, 64, 1e-3)),
         };

@@ -5,13 +5,13 @@
 //! rounds from random rows; two linear layers with batch normalisation and ReLU between and a softmax; the KL divergence
 //! from the mass of each cluster; only queries whose best key is far. Ours: one classifier serves the query heads of a
 //! group; far is what sinks and window leave, for the mass and for the choice of queries alike; a minibatch is drawn from
-//! all sequences instead of one; Adam begins at 2e-3 and falls, for some thousands of iterations instead of 40,000 at
-//! 1e-5; batch normalisation uses, in the artefact, the statistics of all training queries.
+//! all sequences instead of one; the classifier begins as the centroids' own scores, and Adam at 1e-3 and falling, for a
+//! thousand iterations instead of 40,000 at 1e-5; batch normalisation uses, in the artefact, the statistics of all training queries.
 
 use super::head::{Far, Head, softmax};
 use super::net::{self, Columns, Descent, Linear, Schedule};
 use super::recall::{Recall, Tally, descending};
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Device, Result, Tensor, Var};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use taper_kernels::index::clusters::Centroids;
@@ -87,13 +87,14 @@ pub(super) struct Classifier {
 }
 
 impl Classifier {
-    /// Learns to predict the samples' targets. `step` is called after every iteration; false ends training early, with
+    /// Learns to predict the samples' targets, from where the centroids `[clusters, d]` stand. `step` is called after every iteration; false ends training early, with
     /// `None`.
     ///
     /// # Errors
     /// candle's.
     pub fn train(
         samples: &Samples,
+        centroids: &[f32],
         d: usize,
         hidden: usize,
         schedule: Schedule,
@@ -105,12 +106,13 @@ impl Classifier {
         let columns = Columns::of(&samples.queries, d);
         let mut inputs = samples.queries.clone();
         columns.standardise(&mut inputs);
-        let spread = |inputs: usize| (3.0 / inputs as f64).sqrt();
+        let (first, second, bias) = start(centroids, &columns, hidden, rng);
+        let var =
+            |values: Vec<f32>, shape: (usize, usize)| Var::from_tensor(&Tensor::from_vec(values, shape, &Device::Cpu)?);
         // Normalisation takes any bias of the first layer off again, so it has none.
-        let first = net::uniform(rng, &[hidden, d], spread(d))?;
+        let (first, second, bias) =
+            (var(first, (hidden, d))?, var(second, (clusters, hidden))?, var(bias, (1, clusters))?);
         let (gain, shift) = (net::constant(1.0, &[1, hidden])?, net::constant(0.0, &[1, hidden])?);
-        let second = net::uniform(rng, &[clusters, hidden], 0.1 * spread(hidden))?;
-        let bias = net::constant(0.0, &[1, clusters])?;
         let vars = [&first, &gain, &shift, &second, &bias].map(Clone::clone).to_vec();
         let mut descent = Descent::new(vars, schedule)?;
         let entropy = |target: &[f32]| target.iter().filter(|p| **p > 0.0).map(|p| -p * p.ln()).sum();
@@ -153,6 +155,35 @@ impl Classifier {
     pub fn mlp(&self) -> Result<Mlp> {
         Mlp::new(self.layers.to_vec(), Activation::Relu)
     }
+}
+
+/// Weights to begin with, for standardised queries: first layer `[hidden, d]`, second layer `[clusters, hidden]` and its
+/// bias. Two units for each dimension, one for either sign, carry the query through, and the second layer scores it by
+/// the centroids, so that training begins with what k-means would choose. Further units are drawn at random and have no
+/// say yet. Without units enough for that, all are drawn.
+fn start(centroids: &[f32], columns: &Columns, hidden: usize, rng: &mut ChaCha8Rng) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
+    let d = columns.mean.len();
+    let clusters = centroids.len() / d;
+    let spread = (3.0 / d as f64).sqrt();
+    let mut first: Vec<f32> = (0..hidden * d).map(|_| rng.random_range(-spread..=spread) as f32).collect();
+    let mut second = vec![0f32; clusters * hidden];
+    if hidden < 2 * d {
+        let spread = 0.1 * (3.0 / hidden as f64).sqrt();
+        second.iter_mut().for_each(|w| *w = rng.random_range(-spread..=spread) as f32);
+        return (first, second, vec![0.0; clusters]);
+    }
+    let scale = 1.0 / (d as f32).sqrt();
+    for i in 0..d {
+        for (unit, sign) in [(i, 1.0), (d + i, -1.0)] {
+            first[unit * d..(unit + 1) * d].fill(0.0);
+            first[unit * d + i] = sign;
+            (0..clusters).for_each(|c| {
+                second[c * hidden + unit] = sign * scale * centroids[c * d + i] * columns.deviation[i];
+            });
+        }
+    }
+    let score = |c: &[f32]| scale * c.iter().zip(&columns.mean).map(|(c, m)| c * m).sum::<f32>();
+    (first, second, centroids.chunks_exact(d).map(score).collect())
 }
 
 /// What a way of choosing clusters makes of queries: a line of scores over the clusters for each.

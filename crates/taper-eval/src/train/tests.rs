@@ -73,12 +73,12 @@ fn a_trained_classifier_beats_the_centroids_at_equal_selectivity() {
     // Every target is a distribution.
     assert!(samples.targets.chunks_exact(24).all(|t| (t.iter().sum::<f32>() - 1.0).abs() < 1e-4));
     let schedule = Schedule { iterations: 150, batch: 300, learning_rate: 5e-3 };
-    let train = |iterations| {
+    let train = |iterations, hidden| {
         let schedule = Schedule { iterations, ..schedule };
-        Classifier::train(&samples, 16, 64, schedule, &mut rng(), &mut || true).unwrap().unwrap()
+        Classifier::train(&samples, &rows, 16, hidden, schedule, &mut rng(), &mut || true).unwrap().unwrap()
     };
-    let trained = train(150);
-    assert!(trained.divergence < 0.5 * train(1).divergence, "{}", trained.divergence);
+    let trained = train(150, 64);
+    assert!(trained.divergence < 0.5 * train(1, 64).divergence, "{}", trained.divergence);
     let mlp = &trained.mlp().unwrap();
     let way = |name, chooser| Way { name, rotated: false, centroids, chooser };
     let ways = [way("classifier", Chooser::Classifier(mlp)), way("centroids", Chooser::Centroids)];
@@ -87,6 +87,23 @@ fn a_trained_classifier_beats_the_centroids_at_equal_selectivity() {
     for (i, share) in SHARES.iter().enumerate() {
         assert!(classifier.mass[i] > plain.mass[i] + 0.04, "{share}: {found:?}");
         assert!(oracle.mass[i] >= classifier.mass[i] && plain.mass[i] > *share, "{share}: {found:?}");
+    }
+}
+
+#[test]
+fn a_classifier_begins_as_the_centroids_scores() {
+    let captured = planted(1);
+    let head = Head::new(&captured, 0);
+    let rows = cluster(head.keys(false), 16, 24, &mut ChaCha8Rng::seed_from_u64(5)).unwrap().centroids;
+    let centroids = &Centroids::new(&rows, 16).unwrap();
+    let samples = Samples::of(&[Head::new(&captured, 0)], &FAR, centroids).unwrap();
+    // A step so small that it changes nothing.
+    let schedule = Schedule { iterations: 1, batch: 300, learning_rate: 1e-9 };
+    let mut rng = ChaCha8Rng::seed_from_u64(5);
+    let trained = Classifier::train(&samples, &rows, 16, 40, schedule, &mut rng, &mut || true).unwrap().unwrap();
+    let (own, plain) = (trained.mlp().unwrap().forward(&samples.queries), centroids.scores(&samples.queries));
+    for (a, b) in own.iter().zip(plain) {
+        assert!((a - b / 4.0).abs() < 1e-3, "{a} {}", b / 4.0);
     }
 }
 
