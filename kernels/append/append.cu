@@ -19,11 +19,9 @@ extern "C" int taper_append(const taper::AppendParams* p, cudaStream_t stream) {
                   p->kv_heads <= 65535 && p->span_count <= 65535 &&
                   (!p->labels || (p->channels && p->width > 0));
   if (!ok) return cudaErrorInvalidValue;
-  if (p->head_dim == 128)
-    return p->dtype == kBf16 ? go<__nv_bfloat16, 128>(*p, stream) : go<__half, 128>(*p, stream);
-  if (p->head_dim == 64)
-    return p->dtype == kBf16 ? go<__nv_bfloat16, 64>(*p, stream) : go<__half, 64>(*p, stream);
-  return cudaErrorInvalidValue;
+  return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {
+    return go<decltype(t), decltype(d)::value>(*p, stream);
+  });
 }
 
 extern "C" int taper_codes(const taper::CodeParams* p, cudaStream_t stream) {

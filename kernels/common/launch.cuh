@@ -3,8 +3,13 @@
 #pragma once
 
 #include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
+
+#include <type_traits>
+#include <utility>
 
 #include "../taper_gpu.h"
 
@@ -61,27 +66,60 @@ inline int sm_count() {
   return n;
 }
 
-// Launches with `overlap`: the kernel may start before its predecessor ends and
-// must call wait_for_predecessor() before it reads what that one wrote.
+// Launches in clusters of `cluster` thread blocks along x, 0: in none; sizes above 8 are not portable, so
+// cluster_fits() is asked first. With `overlap` the kernel may start before
+// its predecessor ends and must call wait_for_predecessor() before it reads what that one wrote.
 template <class... KArgs, class... Args>
-cudaError_t launch(void (*kernel)(KArgs...), dim3 grid, dim3 block, size_t smem,
-                   cudaStream_t stream, bool overlap, Args&&... args) {
-  if (smem > 48 * 1024) {
-    cudaError_t e = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                         cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
-    if (e != cudaSuccess) return e;
+cudaError_t launch_cluster(void (*kernel)(KArgs...), dim3 grid, dim3 block, size_t smem, int cluster,
+                           cudaStream_t stream, bool overlap, Args&&... args) {
+  const void* function = reinterpret_cast<const void*>(kernel);
+  cudaError_t e = cudaSuccess;
+  if (smem > 48 * 1024)
+    e = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
+  if (e == cudaSuccess && cluster > 8)
+    e = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (e != cudaSuccess) return e;
+  cudaLaunchAttribute attr[2];
+  int count = 0;
+  if (overlap) {
+    attr[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attr[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 0) {
+    attr[count].id = cudaLaunchAttributeClusterDimension;
+    attr[count++].val.clusterDim = {(unsigned)cluster, 1, 1};
   }
   cudaLaunchConfig_t cfg = {};
   cfg.gridDim = grid;
   cfg.blockDim = block;
   cfg.dynamicSmemBytes = smem;
   cfg.stream = stream;
-  cudaLaunchAttribute attr[1];
-  attr[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attr[0].val.programmaticStreamSerializationAllowed = 1;
   cfg.attrs = attr;
-  cfg.numAttrs = overlap ? 1 : 0;
+  cfg.numAttrs = count;
   return cudaLaunchKernelEx(&cfg, kernel, static_cast<KArgs>(args)...);
+}
+template <class... KArgs, class... Args>
+cudaError_t launch(void (*kernel)(KArgs...), dim3 grid, dim3 block, size_t smem, cudaStream_t stream,
+                   bool overlap, Args&&... args) {
+  return launch_cluster(kernel, grid, block, smem, 0, stream, overlap, std::forward<Args>(args)...);
+}
+
+// f(element, size) for an element type and a head size, which are compiled in: `decltype(element)`,
+// `decltype(size)::value`.
+template <class F>
+cudaError_t for_shape(int dtype, int head_dim, F f) {
+  auto typed = [&](auto size) {
+    return dtype == kBf16 ? f(__nv_bfloat16{}, size) : f(__half{}, size);
+  };
+  if (head_dim == 128) return typed(std::integral_constant<int, 128>{});
+  if (head_dim == 64) return typed(std::integral_constant<int, 64>{});
+  return cudaErrorInvalidValue;
+}
+// f(heads) for a group of up to 16 query heads: the 8 or 16 columns that matrix instructions give it.
+template <class F>
+cudaError_t for_group(int group, F f) {
+  if (group <= 8) return f(std::integral_constant<int, 8>{});
+  return f(std::integral_constant<int, 16>{});
 }
 
 }  // namespace taper

@@ -18,19 +18,6 @@ cudaError_t go(const DecodeParams& p, cudaStream_t stream) {
   return launch(decode_kernel<T, D, N, GATHER>, grid, GATHER ? 384 : 288,
                 DecodeLayout<D, N>::kBytes, stream, p.overlap != 0, maps, p);
 }
-template <class T, int D, int N>
-cudaError_t pick_gather(const DecodeParams& p, cudaStream_t s) {
-  return p.gather ? go<T, D, N, true>(p, s) : go<T, D, N, false>(p, s);
-}
-template <class T, int D>
-cudaError_t pick_group(const DecodeParams& p, cudaStream_t s) {
-  return p.q_heads / p.list_heads <= 8 ? pick_gather<T, D, 8>(p, s) : pick_gather<T, D, 16>(p, s);
-}
-template <class T>
-cudaError_t pick_dim(const DecodeParams& p, cudaStream_t s) {
-  return p.head_dim == 128 ? pick_group<T, 128>(p, s) : pick_group<T, 64>(p, s);
-}
-
 bool valid(const DecodeParams& p) {
   return (p.head_dim == 64 || p.head_dim == 128) && p.list_heads > 0 && p.kv_heads > 0 &&
          p.list_heads % p.kv_heads == 0 && p.q_heads % p.list_heads == 0 &&
@@ -50,5 +37,11 @@ extern "C" int taper_decode_plan(const taper::DecodeParams* p, cudaStream_t stre
 extern "C" int taper_decode(const taper::DecodeParams* p, cudaStream_t stream) {
   using namespace taper;
   if (!valid(*p)) return cudaErrorInvalidValue;
-  return p->dtype == kBf16 ? pick_dim<__nv_bfloat16>(*p, stream) : pick_dim<__half>(*p, stream);
+  return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {
+    return for_group(p->q_heads / p->list_heads, [&](auto n) {
+      using T = decltype(t);
+      constexpr int D = decltype(d)::value, N = decltype(n)::value;
+      return p->gather ? go<T, D, N, true>(*p, stream) : go<T, D, N, false>(*p, stream);
+    });
+  });
 }

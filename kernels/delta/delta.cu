@@ -16,9 +16,7 @@ cudaError_t go(const DeltaParams& p, cudaStream_t s) {
 extern "C" int taper_delta(const taper::DeltaParams* p, cudaStream_t stream) {
   using namespace taper;
   if (p->tokens <= 0 || p->gamma <= 0 || p->position < 0) return cudaErrorInvalidValue;
-  if (p->head_dim == 128)
-    return p->dtype == kBf16 ? go<__nv_bfloat16, 128>(*p, stream) : go<__half, 128>(*p, stream);
-  if (p->head_dim == 64)
-    return p->dtype == kBf16 ? go<__nv_bfloat16, 64>(*p, stream) : go<__half, 64>(*p, stream);
-  return cudaErrorInvalidValue;
+  return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {
+    return go<decltype(t), decltype(d)::value>(*p, stream);
+  });
 }

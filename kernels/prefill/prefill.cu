@@ -35,11 +35,9 @@ extern "C" int taper_prefill_sparse(const TaperSparsePrefillParams* params, cuda
                    (p->column_heads > 0 && p->q_heads % p->column_heads == 0)) &&
                   (p->splits <= 0 || (p->out_f32 && p->lse));
   if (!ok) return cudaErrorInvalidValue;
-  if (p->head_dim == 128)
-    return p->dtype == kBf16 ? go<__nv_bfloat16, 128>(*p, stream) : go<__half, 128>(*p, stream);
-  if (p->head_dim == 64)
-    return p->dtype == kBf16 ? go<__nv_bfloat16, 64>(*p, stream) : go<__half, 64>(*p, stream);
-  return cudaErrorInvalidValue;
+  return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {
+    return go<decltype(t), decltype(d)::value>(*p, stream);
+  });
 }
 
 extern "C" int taper_prefill(const taper::PrefillParams* p, cudaStream_t stream) {

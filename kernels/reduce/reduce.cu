@@ -23,9 +23,7 @@ extern "C" int taper_reduce(const taper::ReduceParams* p, cudaStream_t stream) {
                   p->max_blocks > 0 && p->splits * kSplitBlocks >= p->max_blocks &&
                   p->q_heads <= 65535 && p->slice_count <= 65535;
   if (!ok) return cudaErrorInvalidValue;
-  if (p->head_dim == 128)
-    return p->dtype == kBf16 ? go<__nv_bfloat16, 128>(*p, stream) : go<__half, 128>(*p, stream);
-  if (p->head_dim == 64)
-    return p->dtype == kBf16 ? go<__nv_bfloat16, 64>(*p, stream) : go<__half, 64>(*p, stream);
-  return cudaErrorInvalidValue;
+  return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {
+    return go<decltype(t), decltype(d)::value>(*p, stream);
+  });
 }

@@ -18,14 +18,6 @@ cudaError_t go(ValuesParams p, cudaStream_t stream) {
   return launch(values_kernel<T, D, N>, grid, kValueThreads + 32, ValuesLayout<D, N>::kBytes + masses, stream,
                 p.overlap != 0, maps, p);
 }
-template <class T, int D>
-cudaError_t pick_group(const ValuesParams& p, cudaStream_t s) {
-  return p.q_heads / p.kv_heads <= 8 ? go<T, D, 8>(p, s) : go<T, D, 16>(p, s);
-}
-template <class T>
-cudaError_t pick_dim(const ValuesParams& p, cudaStream_t s) {
-  return p.head_dim == 128 ? pick_group<T, 128>(p, s) : pick_group<T, 64>(p, s);
-}
 
 }  // namespace
 }  // namespace taper
@@ -38,5 +30,9 @@ extern "C" int taper_values(const taper::ValuesParams* p, cudaStream_t stream) {
                   p->rule >= kSystematic && p->rule <= kPerTile &&
                   p->blocks * p->kv_heads * kBlock <= INT32_MAX;
   if (!ok) return cudaErrorInvalidValue;
-  return p->dtype == kBf16 ? pick_dim<__nv_bfloat16>(*p, stream) : pick_dim<__half>(*p, stream);
+  return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {
+    return for_group(p->q_heads / p->kv_heads, [&](auto n) {
+      return go<decltype(t), decltype(d)::value, decltype(n)::value>(*p, stream);
+    });
+  });
 }

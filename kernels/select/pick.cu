@@ -11,14 +11,6 @@ cudaError_t go(const PickParams& p, cudaStream_t s) {
   if (p.lower) return launch(pick_kernel<T, W, NT, true>, grid, kPickThreads, smem, s, p.overlap != 0, p);
   return launch(pick_kernel<T, W, NT, false>, grid, kPickThreads, smem, s, p.overlap != 0, p);
 }
-template <class T, int W>
-cudaError_t pick_group(const PickParams& p, cudaStream_t s) {
-  return p.q_heads / p.kv_heads <= 8 ? go<T, W, 1>(p, s) : go<T, W, 2>(p, s);
-}
-template <class T>
-cudaError_t pick_width(const PickParams& p, cudaStream_t s) {
-  return p.width == 128 ? pick_group<T, 128>(p, s) : pick_group<T, 64>(p, s);
-}
 
 }  // namespace
 }  // namespace taper
@@ -30,5 +22,9 @@ extern "C" int taper_pick_blocks(const taper::PickParams* p, cudaStream_t stream
                   (p->dtype == kBf16 || p->dtype == kF16) && p->capacity > 0 && p->stride > 0 &&
                   p->stride <= kPickMost && (int64_t)p->rows * p->kv_heads * p->capacity <= UINT32_MAX;
   if (!ok) return cudaErrorInvalidValue;
-  return p->dtype == kBf16 ? pick_width<__nv_bfloat16>(*p, stream) : pick_width<__half>(*p, stream);
+  return for_shape(p->dtype, p->width, [&](auto t, auto d) {
+    return for_group(p->q_heads / p->kv_heads, [&](auto n) {
+      return go<decltype(t), decltype(d)::value, (decltype(n)::value / 8)>(*p, stream);
+    });
+  });
 }
