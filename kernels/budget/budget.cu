@@ -14,15 +14,11 @@ cudaError_t go(SampledParams p, cudaStream_t stream) {
   if (e != cudaSuccess) return e;
   const int grid = p.d.rows * p.d.list_heads * team_size(p.d.list_heads);
   p.d.unit_capacity = grid > sm_count();  // Tells the kernel to form teams in order.
-  return launch(sampled_kernel<T, D, N>, grid, 512, kSampledBytes<D, N>, stream, p.d.overlap != 0, maps, p);
-}
-template <class T, int D>
-cudaError_t pick_group(const SampledParams& p, cudaStream_t s) {
-  return p.d.q_heads / p.d.list_heads <= 8 ? go<T, D, 8>(p, s) : go<T, D, 16>(p, s);
-}
-template <class T>
-cudaError_t pick_dim(const SampledParams& p, cudaStream_t s) {
-  return p.d.head_dim == 128 ? pick_group<T, 128>(p, s) : pick_group<T, 64>(p, s);
+  if (p.rule == kListed)
+    return launch(sampled_kernel<T, D, N, true>, grid, kSampledThreads<true>, kSampledBytes<D, N>, stream,
+                  p.d.overlap != 0, maps, p);
+  return launch(sampled_kernel<T, D, N, false>, grid, kSampledThreads<false>, kSampledBytes<D, N>, stream,
+                p.d.overlap != 0, maps, p);
 }
 
 bool valid(const SampledParams& p) {
@@ -42,5 +38,9 @@ extern "C" int64_t taper_sampled_draws(int64_t len) { return taper::sampled_draw
 extern "C" int taper_sampled(const taper::SampledParams* p, cudaStream_t stream) {
   using namespace taper;
   if (!valid(*p)) return cudaErrorInvalidValue;
-  return p->d.dtype == kBf16 ? pick_dim<__nv_bfloat16>(*p, stream) : pick_dim<__half>(*p, stream);
+  return for_shape(p->d.dtype, p->d.head_dim, [&](auto t, auto d) {
+    return for_group(p->d.q_heads / p->d.list_heads, [&](auto n) {
+      return go<decltype(t), decltype(d)::value, decltype(n)::value>(*p, stream);
+    });
+  });
 }

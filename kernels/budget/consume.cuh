@@ -6,6 +6,18 @@
 
 namespace taper {
 
+// Keys that a list reads exactly. Its blocks are ascending, its parts disjoint.
+__device__ __forceinline__ uint32_t fixed_keys(const WorkList& w, const uint32_t* block_ids) {
+  uint32_t n = w.token_count + w.block_count * kBlock;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) n += w.end[r] > w.begin[r] ? w.end[r] - w.begin[r] : 0;
+  if (w.block_count > 0) {
+    const uint32_t end = (block_ids[(uint64_t)w.block_first + w.block_count - 1] + 1) * kBlock;
+    if (end > w.len) n -= end - w.len;
+  }
+  return n;
+}
+
 template <class T, int D, int N>
 struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
   using Sums = TileSums<T, D, N, kSampledStages<D, N>>;
@@ -42,8 +54,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
         n = share_of(g.cut, g.first(o), o.team);
         judge.look_up(segments[0], g.pilot, ahead);
       }
-      if (phase == kAll)
-        n = share_of(o.listed ? list_tiles(o.w) : range_tiles(0, o.w.len), o.rank, o.team);
+      if (phase == kAll) n = share_of(range_tiles(0, o.w.len), o.rank, o.team);
       float* scores = p.scores + (int64_t)o.list * p.capacity * group;
       // Each warpgroup takes every other tile.
 #pragma unroll 1
@@ -116,6 +127,45 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     }
   }
 
+  // The lists alone: no sample, and nothing to judge.
+  __device__ __forceinline__ void run_listed() {
+    this->clear();
+#pragma unroll
+    for (int c = 0; c < C; ++c) limit[c] = ~0u, this->ln_weight[c] = 0.f;
+    const uint32_t n = share_of(list_tiles(o.w), o.rank, o.team);
+    mbar_wait(smem_u32(&st.q_full[0]), 0);
+#pragma unroll 1
+    for (uint32_t i = wg; i < n; i += 2) {
+      const uint32_t stage = i % L::kStages;
+      mbar_wait(smem_u32(&st.full[stage]), i / L::kStages & 1);
+      this->template tile<true>(stage, q_s, [](int, int, float) {});
+      __syncwarp();
+      if (lane == 0) mbar_arrive(smem_u32(&st.empty[stage]));
+    }
+    const int64_t at = judge.part(1, o.rank, 0);
+    this->store(p.d.part_o + at * D, p.d.part_lse + at, 0);
+    gate.meet();
+    if (judge.tid == 0) st.last = add_acq_rel(judge.counter() + 16, 1) == o.team - 1;
+    gate.meet();
+    if (!st.last) return;
+    const int64_t head = (int64_t)o.list * group;
+#pragma unroll 1
+    for (int g = judge.warp; g < group; g += 8) {
+      float mean[Judge<T, D, N>::V];
+      const float lse = judge.gather(1, g, mean);
+#pragma unroll
+      for (int v = 0; v < Judge<T, D, N>::V; ++v)
+        static_cast<T*>(p.out)[(head + g) * D + lane * Judge<T, D, N>::V + v] = static_cast<T>(mean[v]);
+      if (p.lse && lane == 0) p.lse[head + g] = lse;
+    }
+    if (judge.tid == 0) {
+      p.state[o.list] = kAsListed;
+      p.residual[o.list] = o.w.len - fixed_keys(o.w, p.d.block_ids);
+      p.counts[o.list] = 0;
+      judge.counter()[16] = 0;  // All have left.
+    }
+  }
+
   // The team's last thread block, once the parts are combined.
   __device__ __forceinline__ void finish(const Decision& d, uint32_t turns) {
     const int tid = judge.tid;
@@ -131,7 +181,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     const uint32_t words = o.dense ? 0 : o.team * group * 4;
     for (uint32_t i = tid; i < words; i += 256) p.sums[(int64_t)o.list * words + i] = 0;
     if (tid == 0) {
-      p.state[o.list] = o.listed ? (uint32_t)kAsListed : o.dense ? (uint32_t)kWhole : d.state;
+      p.state[o.list] = o.dense ? (uint32_t)kWhole : d.state;
       p.residual[o.list] = o.residual;
       p.counts[o.list] = d.count;
       judge.counter()[0] = judge.counter()[16] = 0;  // All have left.
@@ -139,40 +189,33 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
   }
 };
 
-// Keys that a list reads exactly. Its blocks are ascending, its parts disjoint.
-__device__ __forceinline__ uint32_t fixed_keys(const WorkList& w, const uint32_t* block_ids) {
-  uint32_t n = w.token_count + w.block_count * kBlock;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) n += w.end[r] > w.begin[r] ? w.end[r] - w.begin[r] : 0;
-  if (w.block_count > 0) {
-    const uint32_t end = (block_ids[(uint64_t)w.block_first + w.block_count - 1] + 1) * kBlock;
-    if (end > w.len) n -= end - w.len;
-  }
-  return n;
-}
-
 // One thread writes it for all.
+template <bool LISTED>
 __device__ __forceinline__ void set_outline(const SampledParams& p, uint32_t place, Outline& o) {
   const uint32_t team = team_size(p.d.list_heads), list = place / team, row = list / p.d.list_heads;
   const WorkList w = p.d.lists[list];
   o.w = w;
   o.w.sample_count = 0;
   o.team = team, o.list = list, o.rank = place % team;
-  o.seed = p.seeds[row], o.position = p.positions[row];
   o.row = row, o.head = list % p.d.list_heads;
   o.kv_head = o.head * p.d.kv_heads / p.d.list_heads;
   o.table = p.d.block_table + (uint64_t)(p.d.row_table ? p.d.row_table[row] : row) * p.d.table_stride;
+  if constexpr (LISTED) return;
+  o.seed = p.seeds[row], o.position = p.positions[row];
   const uint32_t fixed = fixed_keys(w, p.d.block_ids), residual = w.len - fixed;
   const uint32_t pilot = max(max((uint32_t)p.pilot_tokens, 2u), (uint32_t)ceil(p.pilot_share * residual));
   const double limit = fmin(p.dense_share * w.len, (double)w.len) - fixed;
   o.fixed = fixed, o.residual = residual, o.pilot = pilot, o.limit = limit;
   o.aim = (uint32_t)min((uint64_t)pilot * 12, (uint64_t)residual);
-  o.listed = p.rule == kListed;
-  o.dense = o.listed || residual <= pilot || pilot >= limit || pilot > (uint32_t)p.capacity;
+  o.dense = residual <= pilot || pilot >= limit || pilot > (uint32_t)p.capacity;
 }
 
-template <class T, int D, int N>
-__global__ void __launch_bounds__(512, 1)
+// Two warpgroups of consumers, one of producers, and one that draws unless the lists are all.
+template <bool LISTED>
+inline constexpr int kSampledThreads = LISTED ? 384 : 512;
+
+template <class T, int D, int N, bool LISTED>
+__global__ void __launch_bounds__(kSampledThreads<LISTED>, 1)
     sampled_kernel(const __grid_constant__ DecodeMaps maps, const __grid_constant__ SampledParams p) {
   constexpr int S = kSampledStages<D, N>;
   using L = DecodeLayout<D, N, S>;
@@ -203,19 +246,22 @@ __global__ void __launch_bounds__(512, 1)
   launch_dependents();
   // Teams that may not all be on the device at once form in the order of starting.
   if (threadIdx.x == 0)
-    set_outline(p, p.d.unit_capacity ? team_place(p.sync) : blockIdx.x, sh.outline);
+    set_outline<LISTED>(p, p.d.unit_capacity ? team_place(p.sync) : blockIdx.x, sh.outline);
   __syncthreads();
   const Outline& o = sh.outline;
   const int lane = threadIdx.x % 32, group = p.d.q_heads / p.d.list_heads;
-  if (threadIdx.x >= 384) {
-    regs_shrink<80>();
-    Gate gate{smem_u32(&sh.draw_gate), 0};
-    Drawer<D, N>{p, sh, o, gate, (int)threadIdx.x - 384, (int)threadIdx.x / 32 - 12, lane}.run();
-    return;
+  if constexpr (!LISTED) {
+    if (threadIdx.x >= 384) {
+      regs_shrink<80>();
+      Gate gate{smem_u32(&sh.draw_gate), 0};
+      Drawer<D, N>{p, sh, o, gate, (int)threadIdx.x - 384, (int)threadIdx.x / 32 - 12, lane}.run();
+      return;
+    }
   }
   if (threadIdx.x >= 256) {
     regs_shrink<56>();
-    SampledFeed<T, D, N>{maps, p, sh, o, stages, q_at, lane, (int)threadIdx.x / 32 - 8, {sh}}.run();
+    SampledFeed<T, D, N>{maps, p, sh, o, stages, q_at, lane, (int)threadIdx.x / 32 - 8, {sh}}
+        .template run<LISTED>();
     return;
   }
   regs_grow<184>();
@@ -224,7 +270,8 @@ __global__ void __launch_bounds__(512, 1)
   SampledConsumer<T, D, N> c{
       {sh, p.d.scale * kLog2e, stages, q_at + L::kQuery + wg * L::kProb, wg, tid, tid / 32, lane, group},
       p, sh, o, q_at, gate, {p, sh, o, gate, (int)threadIdx.x, (int)threadIdx.x / 32, lane, group}};
-  c.run();
+  if constexpr (LISTED) c.run_listed();
+  else c.run();
 }
 
 }  // namespace taper

@@ -166,6 +166,7 @@ struct SampledFeed {
     return d;
   }
 
+  template <bool LISTED>
   __device__ __forceinline__ void run() {
     if (warp == 0 && lane == 0) {
       mbar_expect_tx(smem_u32(&sh.q_full[0]), L::kQuery);
@@ -174,8 +175,13 @@ struct SampledFeed {
                     o.list * (p.d.q_heads / p.d.list_heads));
     }
     __syncwarp();
+    if constexpr (LISTED) {
+      exact();
+      cp_async_wait_all();
+      return;
+    }
     bool dense = o.dense;
-    if (!dense || o.listed) exact();
+    if (!dense) exact();
     if (!dense) {
       Segment g(0, o.pilot, list_tiles(o.w));
       for (uint32_t round = 0;; ++round) {
@@ -185,7 +191,7 @@ struct SampledFeed {
         g = Segment(g.pilot, d.count, g.offset + g.cut);
       }
     }
-    if (dense && !o.listed) {
+    if (dense) {
       WorkList all{};
       all.len = all.end[0] = o.w.len;
       blocks(all, list_tiles(all));

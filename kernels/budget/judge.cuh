@@ -135,43 +135,48 @@ struct Judge {
     return ((o.list * 2ll + kind) * o.team + rank) * group + g;
   }
 
-  // Merges the team's exact parts and samples, in rank order, and estimates the output
+  // One head's parts of the team, in rank order: this lane's share of their mean, and its log-sum-exp.
+  __device__ __forceinline__ float gather(int kind, int g, float (&mean)[V]) const {
+    const float* src = p.d.part_o + part(kind, 0, g) * D + lane * V;
+    const float lse = lane < o.team ? __ldcg(p.d.part_lse + part(kind, lane, g)) : -INFINITY;
+    float weight = 0.f, sum = 0.f, top = -INFINITY;
+#pragma unroll
+    for (int v = 0; v < V; ++v) mean[v] = 0.f;
+#pragma unroll 1
+    for (uint32_t r0 = 0; r0 < o.team; r0 += 16) {
+      Vec x[16];
+#pragma unroll
+      for (int k = 0; k < 16; ++k)
+        x[k] = __ldcg(reinterpret_cast<const Vec*>(src + (int64_t)min(r0 + k, o.team - 1) * group * D));
+      if (r0 == 0) {  // While the parts are on their way.
+        top = warp_max(lse);
+        weight = lse == -INFINITY ? 0.f : exp2_fast((lse - top) * kLog2e);
+        sum = warp_sum(weight);
+      }
+#pragma unroll
+      for (int k = 0; k < 16; ++k) {
+        const float w = __shfl_sync(~0u, weight, (r0 + k) & 31);  // 0 beyond the team
+#pragma unroll
+        for (int v = 0; v < V; ++v) mean[v] += w * reinterpret_cast<const float*>(&x[k])[v];
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < V; ++v) mean[v] = sum > 0.f ? __fdividef(mean[v], sum) : 0.f;
+    return sum > 0.f ? top + __logf(sum) : -INFINITY;
+  }
+
+  // Merges the team's exact parts and samples, and estimates the output
   // where a sampled key stands for `scale` keys: it is left in join_o, its log-sum-exp in
   // `budget`.
   __device__ __forceinline__ void combine(float scale, bool exact) {
 #pragma unroll 1
     for (int item = warp; item < 2 * group; item += 8) {
       const int kind = item & 1, g = item / 2;
-      if (kind == 0 && !exact) {
-        if (lane == 0) sh.merged_lse[0][g] = -INFINITY;
-        for (int d = lane; d < D; d += 32) sh.merged[0][g][d] = 0.f;
-        continue;
-      }
-      const float* src = p.d.part_o + part(kind, 0, g) * D + lane * V;
-      const float lse = lane < o.team ? __ldcg(p.d.part_lse + part(kind, lane, g)) : -INFINITY;
-      float acc[V] = {}, weight = 0.f, sum = 0.f, top = -INFINITY;
-#pragma unroll 1
-      for (uint32_t r0 = 0; r0 < o.team; r0 += 16) {
-        Vec x[16];
+      float mean[V] = {}, lse = -INFINITY;
+      if (kind == 1 || exact) lse = gather(kind, g, mean);
 #pragma unroll
-        for (int k = 0; k < 16; ++k)
-          x[k] = __ldcg(reinterpret_cast<const Vec*>(src + (int64_t)min(r0 + k, o.team - 1) * group * D));
-        if (r0 == 0) {  // While the parts are on their way.
-          top = warp_max(lse);
-          weight = lse == -INFINITY ? 0.f : exp2_fast((lse - top) * kLog2e);
-          sum = warp_sum(weight);
-        }
-#pragma unroll
-        for (int k = 0; k < 16; ++k) {
-          const float w = __shfl_sync(~0u, weight, (r0 + k) & 31);  // 0 beyond the team
-#pragma unroll
-          for (int v = 0; v < V; ++v) acc[v] += w * reinterpret_cast<const float*>(&x[k])[v];
-        }
-      }
-#pragma unroll
-      for (int v = 0; v < V; ++v)
-        sh.merged[kind][g][lane * V + v] = sum > 0.f ? __fdividef(acc[v], sum) : 0.f;
-      if (lane == 0) sh.merged_lse[kind][g] = sum > 0.f ? top + __logf(sum) : -INFINITY;
+      for (int v = 0; v < V; ++v) sh.merged[kind][g][lane * V + v] = mean[v];
+      if (lane == 0) sh.merged_lse[kind][g] = lse;
     }
     gate.meet();
 #pragma unroll 1

@@ -62,7 +62,6 @@ struct Outline {
   const uint32_t* table;
   double limit;  // draws from which reading everything is the better bargain
   bool dense;    // from the start: no sample can help
-  bool listed;   // and the list is what is read
 };
 
 struct Decision {
