@@ -32,7 +32,8 @@ enum { TAPER_MAX_OF_GROUP = 0, TAPER_SUM_OF_GROUP = 1 };                 // Grou
 enum { TAPER_BY_COUNT = 0, TAPER_BY_EXP = 1, TAPER_BY_SCORE = 2 };       // GroupSelectParams: mass
 enum { TAPER_DENOMINATOR = 0, TAPER_LEMMA, TAPER_TIGHT, TAPER_RATIO, TAPER_CHI2, TAPER_LISTED };  // SampledParams: rule
 enum { TAPER_SAMPLED = 1, TAPER_DENSE = 2, TAPER_WHOLE = 3, TAPER_AS_LISTED = 4 };                // SampledParams: state
-enum { TAPER_SYSTEMATIC = 0, TAPER_STRATIFIED = 1, TAPER_INDEPENDENT = 2, TAPER_PER_TILE = 3 };   // ValuesParams: rule
+enum { TAPER_SYSTEMATIC = 0, TAPER_STRATIFIED = 1, TAPER_INDEPENDENT = 2, TAPER_PER_TILE = 3,
+       TAPER_LARGEST_REMAINDER = 4 };  // ValuesParams: rule, but for the last; SpreadParams: spread
 
 // Thread blocks that share a list (`team` below): 128 / list_heads, within 1 and 32.
 static inline int32_t taper_team(int32_t list_heads) {
@@ -177,10 +178,32 @@ typedef struct TaperValuesParams {
   int32_t overlap, in_order, reserved;
 } TaperValuesParams;
 
+// Values that stand for all of a head's, drawn from its scores, as token lists with log weights that
+// decode attention takes with a scale of 0. A head that sees no more than `samples` keys gets all, by
+// their probabilities.
+typedef struct TaperSpreadParams {
+  const float* scores;        // [rows, q_heads, stride]
+  const float* tile_max;      // [rows, q_heads, tile_stride]: of 64 scores each
+  const float* tile_sum;      // as tile_max: sum of exp(score - max)
+  const uint32_t* lens;       // [rows], visible tokens, at least 1
+  const uint64_t* seeds;      // [rows]
+  const uint32_t* positions;  // [rows], absolute position of the query
+  TaperWorkList* work;        // [rows, q_heads]
+  uint32_t* ids;              // [rows, q_heads, capacity]
+  float* ln_weights;          // as ids
+  int32_t rows, q_heads, stride, tile_stride;
+  int32_t capacity;     // at least `samples`, and by tile at least most_tiles
+  int32_t samples, spread, layer;
+  int32_t tile_tokens;  // of the tiles that get draws of their own, a multiple of 64
+  int32_t most_tiles;   // of the longest row
+  int32_t overlap, reserved;
+} TaperSpreadParams;
+
 // Draws without replacement from what lists leave out.
 int taper_sample(const TaperSampleParams* p, TaperStream stream);
 // Reads all keys and some values.
 int taper_values(const TaperValuesParams* p, TaperStream stream);
+int taper_spread(const TaperSpreadParams* p, TaperStream stream);
 
 // --- Prefill attention (K5), Delta Attention -----------------------------------
 
@@ -497,6 +520,14 @@ typedef struct TaperRopeParams {
   int32_t tokens, q_heads, kv_heads, head_dim, dtype, table_stride, interleaved, overlap;
 } TaperRopeParams;
 
+// Rows into one pool of the cache as they are, at slots: block * 64 + row.
+typedef struct TaperWriteParams {
+  const void* rows;       // [tokens, kv_heads, head_dim], f32 or the pool's dtype
+  const uint32_t* slots;  // [tokens]
+  void* pool;             // [blocks, kv_heads, 64, head_dim]
+  int32_t tokens, kv_heads, head_dim, dtype, rows_f32, overlap;
+} TaperWriteParams;
+
 typedef struct TaperNormParams {
   const void* x;       // [rows, width], what the block before put out
   const void* weight;  // [width]
@@ -516,6 +547,7 @@ typedef struct TaperSiluParams {
 
 // Rotation, and keys and values to the cache.
 int taper_rope(const TaperRopeParams* p, TaperStream stream);
+int taper_write(const TaperWriteParams* p, TaperStream stream);
 int taper_norm(const TaperNormParams* p, TaperStream stream);
 int taper_silu(const TaperSiluParams* p, TaperStream stream);
 

@@ -26,8 +26,8 @@ def build(out):
     def one(src):
         obj = out.parent / (src.stem + ".o")
         subprocess.run(
-            ["nvcc", "-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-lineinfo",
-             "-Xcompiler", "-fPIC", "-c", str(src), "-o", str(obj)], check=True)
+            ["nvcc", "--options-file", str(ROOT / "kernels" / "nvcc.flags"), "-lineinfo", "-c", str(src),
+             "-o", str(obj)], check=True)
         return str(obj)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:

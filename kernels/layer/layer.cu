@@ -10,6 +10,13 @@ cudaError_t rope(const RopeParams& p, cudaStream_t s) {
   return launch(rope_kernel<T, D>, (unsigned)((items + 255) / 256), 256, 0, s, p.overlap != 0, p);
 }
 
+template <class T>
+cudaError_t write(const WriteParams& p, cudaStream_t s) {
+  const int64_t grid = ((int64_t)p.tokens * p.kv_heads * (p.head_dim / 8) + 255) / 256;
+  auto kernel = p.rows_f32 ? write_kernel<T, float> : write_kernel<T, T>;
+  return launch(kernel, (unsigned)grid, 256, 0, s, p.overlap != 0, p);
+}
+
 // How many threads share a row depends on its width alone.
 template <class T>
 cudaError_t norm(const NormParams& p, cudaStream_t s) {
@@ -30,11 +37,16 @@ cudaError_t norm(const NormParams& p, cudaStream_t s) {
 extern "C" int taper_rope(const taper::RopeParams* p, cudaStream_t stream) {
   using namespace taper;
   if (p->tokens <= 0 || p->kv_heads <= 0 || p->q_heads <= 0) return cudaErrorInvalidValue;
-  if (p->head_dim == 128)
-    return p->dtype == kBf16 ? rope<__nv_bfloat16, 128>(*p, stream) : rope<__half, 128>(*p, stream);
-  if (p->head_dim == 64)
-    return p->dtype == kBf16 ? rope<__nv_bfloat16, 64>(*p, stream) : rope<__half, 64>(*p, stream);
-  return cudaErrorInvalidValue;
+  return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {
+    return rope<decltype(t), decltype(d)::value>(*p, stream);
+  });
+}
+
+extern "C" int taper_write(const taper::WriteParams* p, cudaStream_t stream) {
+  using namespace taper;
+  if (p->tokens <= 0 || p->kv_heads <= 0 || p->head_dim <= 0 || p->head_dim % 8)
+    return cudaErrorInvalidValue;
+  return p->dtype == kBf16 ? write<__nv_bfloat16>(*p, stream) : write<__half>(*p, stream);
 }
 
 extern "C" int taper_norm(const taper::NormParams* p, cudaStream_t stream) {

@@ -9,6 +9,7 @@
 namespace taper {
 
 using RopeParams = TaperRopeParams;
+using WriteParams = TaperWriteParams;
 using NormParams = TaperNormParams;
 using SiluParams = TaperSiluParams;
 
@@ -97,6 +98,30 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams p) {
     at[lo] = raw_a;
     at[hi] = raw_b;
   }
+}
+
+// A thread takes eight elements of a row.
+template <class T, class In>
+__global__ void __launch_bounds__(256) write_kernel(const WriteParams p) {
+  wait_for_predecessor();
+  launch_dependents();
+  const int pieces = p.head_dim / 8;
+  const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
+  if (i >= (int64_t)p.tokens * p.kv_heads * pieces) return;
+  const int piece = (int)(i % pieces), head = (int)(i / pieces % p.kv_heads);
+  const uint32_t slot = p.slots[i / pieces / p.kv_heads];
+  const int64_t row = ((int64_t)(slot / kBlock) * p.kv_heads + head) * kBlock + slot % kBlock;
+  uint4 raw;
+  if constexpr (sizeof(In) == 4) {
+    const float4* from = static_cast<const float4*>(p.rows) + 2 * i;
+    Eight<T> x;
+    *reinterpret_cast<float4*>(x.x) = from[0];
+    *reinterpret_cast<float4*>(x.x + 4) = from[1];
+    raw = x.pack();
+  } else {
+    raw = static_cast<const uint4*>(p.rows)[i];
+  }
+  static_cast<uint4*>(p.pool)[row * pieces + piece] = raw;
 }
 
 constexpr int kNormPieces = 4;  // of eight elements a thread keeps at most

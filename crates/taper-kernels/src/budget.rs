@@ -23,18 +23,18 @@ pub enum Rule {
 /// Relative error at most `epsilon` with probability at least 1 − `delta`, per head and query.
 #[derive(Debug, Clone)]
 pub struct Promise {
-    rule: Rule,
-    epsilon: f64,
+    pub(crate) rule: Rule,
+    pub(crate) epsilon: f64,
     /// Ways to split delta between numerator and denominator: (vector quantile, scalar quantile).
-    splits: Vec<(f64, f64)>,
+    pub(crate) splits: Vec<(f64, f64)>,
     /// Scalar quantile of the whole delta.
-    whole: f64,
+    pub(crate) whole: f64,
     /// Vector quantile of 0.9 delta.
-    most: f64,
+    pub(crate) most: f64,
     /// One-sided quantile of 0.9 delta, for the squared norm.
-    upper: f64,
+    pub(crate) upper: f64,
     /// One-sided quantile of 0.1 delta, for the denominator's share.
-    rest: f64,
+    pub(crate) rest: f64,
     /// What the norm's quantile is at least, whatever the covariance.
     least: f64,
 }

@@ -53,11 +53,10 @@ pub fn correct(
     }
     let starts: Vec<usize> = anchors.below(rows).collect();
     let lead = first.min(rows);
-    let carried = carry.map(|t| t.flatten_all()?.to_vec1::<f32>()).transpose()?;
     let leads = correction == Correction::Propagate && lead > 0;
     if (dense_heads, dense_d) != (heads, d)
         || dense_rows < starts.len()
-        || (leads && carried.as_ref().is_none_or(|c| c.len() != width))
+        || (leads && carry.is_none_or(|c| c.elem_count() != width))
     {
         bail!(
             "correct: sparse {:?}, dense {:?}, {anchors:?}, carry {}",
@@ -66,6 +65,11 @@ pub fn correct(
             carry.is_some()
         );
     }
+    #[cfg(feature = "cuda")]
+    if sparse.device().is_cuda() {
+        return crate::cuda::correct(sparse, dense, anchors, carry, correction);
+    }
+    let carried = carry.map(|t| t.flatten_all()?.to_vec1::<f32>()).transpose()?;
     let mut out = sparse.flatten_all()?.to_vec1::<f32>()?;
     let dense = dense.flatten_all()?.to_vec1::<f32>()?;
     if let (true, Some(carried)) = (leads, &carried) {

@@ -10,6 +10,8 @@ mod scores;
 mod values;
 
 pub use attend::attend;
+#[cfg(feature = "cuda")]
+pub(crate) use attend::check;
 pub use choose::{Importance, importance, top_k, top_p};
 pub(crate) use sample::Page;
 pub use sample::{Budget, Certainty, Sampling, foresee, sample, sample_certain, sample_some};

@@ -138,6 +138,10 @@ pub fn append(pool: &Tensor, rows: &Tensor, slots: &[u32]) -> Result<()> {
     if let Some(slot) = slots.iter().find(|&&s| s as usize >= blocks * BLOCK_TOKENS) {
         bail!("append: slot {slot} in a pool of {blocks} blocks");
     }
+    #[cfg(feature = "cuda")]
+    if pool.device().is_cuda() {
+        return Ok(crate::cuda::append(pool, &rows.contiguous()?, slots)?);
+    }
     pool.inplace_op2(&rows.contiguous()?, &Append { kv_heads, head_dim, slots })
 }
 
@@ -182,6 +186,10 @@ pub fn copy_block(pool: &Tensor, from: u32, to: u32) -> Result<()> {
     let blocks = pool.dim(0)?;
     if from.max(to) as usize >= blocks {
         bail!("copy_block: {from} to {to} in a pool of {blocks} blocks");
+    }
+    #[cfg(feature = "cuda")]
+    if pool.device().is_cuda() {
+        return Ok(crate::cuda::copy_block(pool, from, to)?);
     }
     let stride = pool.elem_count() / blocks;
     pool.inplace_op1(&CopyBlock { stride, from: from as usize, to: to as usize })

@@ -3,6 +3,8 @@
 
 pub mod budget;
 pub mod correct;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod decode;
 mod gemm;
 pub mod index;

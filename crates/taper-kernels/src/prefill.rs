@@ -17,6 +17,8 @@ mod tile;
 
 pub use pooled::pooled;
 pub use probe::{Hierarchy, Stage, probe};
+#[cfg(feature = "cuda")]
+pub(crate) use selection::outside;
 pub use selection::{HeadReads, Lists, Selection, query_blocks};
 pub use sums::{Sums, sums};
 
@@ -110,6 +112,11 @@ impl<'a> From<&'a Selection> for Reads<'a> {
 /// # Source
 /// Online softmax over tiles: Dao et al. 2022, arXiv:2205.14135.
 pub fn prefill(rows: &Rows, reads: Reads) -> Result<(Tensor, Tensor)> {
+    #[cfg(feature = "cuda")]
+    if rows.q.device().is_cuda() {
+        rows.dims()?;
+        return Ok(crate::cuda::prefill(rows, reads)?);
+    }
     prefill_with(Isa::best(), rows, reads)
 }
 

@@ -17,6 +17,10 @@ use std::ops::Range;
 /// # Errors
 /// Shapes that differ, or a token outside the visible range.
 pub fn attend(batch: &Decode, selection: &Selection, scores: Option<&Scores>) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if batch.q.device().is_cuda() {
+        return Ok(crate::cuda::attend(batch, selection)?);
+    }
     attend_with(Isa::best(), batch, selection, scores)
 }
 
@@ -43,7 +47,7 @@ pub(super) fn attend_with(isa: Isa, batch: &Decode, selection: &Selection, score
     Tensor::from_vec(out, (rows, q_heads, head_dim), batch.q.device())
 }
 
-fn check(batch: &Decode, selection: &Selection, kv_heads: usize, group: usize) -> Result<()> {
+pub(crate) fn check(batch: &Decode, selection: &Selection, kv_heads: usize, group: usize) -> Result<()> {
     if selection.0.len() != batch.rows.len() * kv_heads {
         bail!("decode: a selection of {} for {} rows of {kv_heads} heads", selection.0.len(), batch.rows.len());
     }

@@ -69,7 +69,7 @@ impl HeadReads {
     }
 
     /// The blocks and tokens that a run reads.
-    pub(super) fn lists(&self, run: usize) -> (Option<&[u32]>, &[u32]) {
+    pub(crate) fn lists(&self, run: usize) -> (Option<&[u32]>, &[u32]) {
         let tokens = match self.tokens.len() {
             0 => &[][..],
             1 => self.tokens.get(0),
@@ -186,7 +186,7 @@ impl Counter {
 }
 
 /// Replaces `to` by the tokens that stand in none of the blocks. Both ascend.
-pub(super) fn outside(tokens: &[u32], blocks: &[u32], to: &mut Vec<u32>) {
+pub(crate) fn outside(tokens: &[u32], blocks: &[u32], to: &mut Vec<u32>) {
     to.clear();
     let mut blocks = blocks.iter().copied().peekable();
     for &token in tokens {

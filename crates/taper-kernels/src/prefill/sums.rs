@@ -31,6 +31,11 @@ const SPLIT_BLOCKS: usize = 32;
 /// # Errors
 /// As [`prefill`](super::prefill).
 pub fn sums(rows: &Rows) -> Result<Sums> {
+    #[cfg(feature = "cuda")]
+    if rows.q.device().is_cuda() {
+        rows.dims()?;
+        return Ok(crate::cuda::sums(rows)?);
+    }
     sums_with(Isa::best(), rows)
 }
 

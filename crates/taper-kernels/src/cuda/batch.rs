@@ -1,0 +1,309 @@
+//! Query rows of a batch on the device, and what each of their heads reads.
+
+use super::error::Result;
+use super::op::Op;
+use crate::decode::{Decode, DecodeRow, HeadSelection, Keys, Selection, Values};
+use crate::kv::{BLOCK_TOKENS, PagedKv};
+use candle_core::{DType, Tensor};
+
+/// Query rows, each of any sequence: [`Decode`] with everything on the device.
+///
+/// What tables and lengths say is not read on the host: blocks must lie within the cache, and a row's table must cover its
+/// length.
+#[derive(Clone, Copy)]
+pub struct Batch<'a> {
+    /// Queries `[R, q_heads, head_dim]`, in the cache's dtype, bf16 or f16; head_dim is 64 or 128.
+    pub q: &'a Tensor,
+    /// The layer's cache.
+    pub kv: PagedKv<'a>,
+    /// Block tables `[tables, stride]`, u32.
+    pub tables: &'a Tensor,
+    /// Which table each row uses `[R]`, u32; absent, row r uses table r.
+    pub row_tables: Option<&'a Tensor>,
+    /// Visible tokens of each row `[R]`, u32, at least 1.
+    pub lens: &'a Tensor,
+    /// The most of them, at least.
+    pub max_len: usize,
+}
+
+/// Sizes of a batch, checked against each other.
+#[derive(Clone, Copy)]
+pub(super) struct Dims {
+    pub rows: usize,
+    pub q_heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub blocks: usize,
+    pub tables: usize,
+    pub stride: usize,
+    pub dtype: DType,
+}
+
+/// Most query heads that share a KV head.
+const GROUP_MAX: usize = 16;
+
+impl Batch<'_> {
+    pub(super) fn dims(&self, op: &Op) -> Result<Dims> {
+        let (rows, q_heads, head_dim) = self.q.dims3()?;
+        let (blocks, kv_heads, kv_dim) = self.kv.dims()?;
+        let (tables, stride) = self.tables.dims2()?;
+        let group = q_heads / kv_heads.max(1);
+        let fits =
+            head_dim == kv_dim && kv_heads > 0 && group * kv_heads == q_heads && (1..=GROUP_MAX).contains(&group);
+        op.check(
+            fits && matches!(head_dim, 64 | 128) && rows > 0,
+            "q",
+            format!("{:?}", self.q.dims()),
+            format!("[rows, 1 to {GROUP_MAX} times {kv_heads}, {kv_dim}], head_dim 64 or 128"),
+        )?;
+        let limit = stride * BLOCK_TOKENS;
+        op.check(self.max_len > 0 && self.max_len <= limit, "max_len", self.max_len, format!("1 to {limit}"))?;
+        op.check(self.row_tables.is_some() || tables >= rows, "tables", tables, format!("{rows}, or row_tables"))?;
+        Ok(Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype: self.kv.k.dtype() })
+    }
+}
+
+/// A [`Decode`] copied to the device.
+pub(super) struct Upload {
+    q: Tensor,
+    tables: Tensor,
+    lens: Tensor,
+    max_len: usize,
+}
+
+impl Upload {
+    pub fn new(op: &Op, decode: &Decode) -> Result<Self> {
+        let blocks = |row: &DecodeRow| row.visible.end.div_ceil(BLOCK_TOKENS);
+        let stride = decode.rows.iter().map(blocks).max().unwrap_or(1);
+        let mut tables = vec![0u32; decode.rows.len() * stride];
+        for (row, to) in decode.rows.iter().zip(tables.chunks_exact_mut(stride)) {
+            to[..blocks(row)].copy_from_slice(&row.table[..blocks(row)]);
+        }
+        let lens: Vec<u32> = decode.rows.iter().map(|row| row.visible.end as u32).collect();
+        Ok(Self {
+            q: decode.q.to_dtype(decode.kv.k.dtype())?.contiguous()?,
+            tables: op.upload(&tables, [decode.rows.len(), stride])?,
+            max_len: lens.iter().copied().max().unwrap_or(1) as usize,
+            lens: op.upload(&lens, [lens.len()])?,
+        })
+    }
+
+    pub fn batch<'a>(&'a self, kv: PagedKv<'a>) -> Batch<'a> {
+        Batch { q: &self.q, kv, tables: &self.tables, row_tables: None, lens: &self.lens, max_len: self.max_len }
+    }
+}
+
+/// Words of a work list of the interface.
+pub(super) const WORDS: usize = 16;
+
+/// What each row and list of heads reads, on the device: two ranges, blocks of 64 tokens, single tokens, and a sample of
+/// which each query head reads a prefix with its own weight. With as many lists as KV heads each serves its group.
+#[derive(Debug)]
+pub struct Lists {
+    pub(super) work: Tensor,
+    pub(super) block_ids: Option<Tensor>,
+    pub(super) token_ids: Option<Tensor>,
+    /// Natural log weights beside `token_ids`.
+    pub(super) token_ln_weights: Option<Tensor>,
+    /// Sampled tokens that each query head reads, and their natural log weight `[rows, q_heads]`.
+    pub(super) heads_sampled: Option<(Tensor, Tensor)>,
+    pub(super) rows: usize,
+    pub(super) heads: usize,
+}
+
+impl Lists {
+    /// Reads two ranges of tokens for each row, the same for every list of heads: (begin, end) pairs, empty where end is
+    /// not beyond begin. `lens` are the visible tokens.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn ranges(like: &Tensor, heads: usize, rows: &[([(u32, u32); 2], u32)]) -> Result<Self> {
+        let op = Op::new("lists", "like", like)?;
+        let mut made = Draft::default();
+        for &(ranges, len) in rows {
+            for _ in 0..heads {
+                made.begin(len);
+                ranges.iter().for_each(|&(begin, end)| made.range(begin, end));
+            }
+        }
+        made.finish(&op, rows.len(), heads)
+    }
+
+    /// How many rows they are for.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Lists of a row.
+    pub fn heads(&self) -> usize {
+        self.heads
+    }
+
+    /// The tokens that each list reads whatever its sample `[rows, heads]`, ascending. Waits for the device: for tests and
+    /// reports.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn read_back(&self) -> Result<Vec<Vec<u32>>> {
+        let work = self.work.to_vec2::<u32>()?;
+        let pool =
+            |ids: &Option<Tensor>| ids.as_ref().map_or(Ok(Vec::new()), |ids| ids.flatten_all()?.to_vec1::<u32>());
+        let (blocks, tokens) = (pool(&self.block_ids)?, pool(&self.token_ids)?);
+        let one = |w: &Vec<u32>| {
+            let slice = |ids: &[u32], first: usize| ids[w[first] as usize..][..w[first + 1] as usize].to_vec();
+            let whole = |block: u32| block * BLOCK_TOKENS as u32..((block + 1) * BLOCK_TOKENS as u32).min(w[LEN]);
+            let mut read: Vec<u32> = (w[BEGIN]..w[END]).chain(w[BEGIN + 1]..w[END + 1]).collect();
+            if w[BLOCK_COUNT] > 0 {
+                read.extend(slice(&blocks, BLOCK_FIRST).into_iter().flat_map(whole));
+            }
+            if w[TOKEN_COUNT] > 0 {
+                read.extend(slice(&tokens, TOKEN_FIRST));
+            }
+            read.sort_unstable();
+            read
+        };
+        Ok(work.iter().map(one).collect())
+    }
+
+    /// The lists of a host selection, which the caller has checked; heads with given weights read nothing.
+    pub(super) fn upload(op: &Op, rows: &[DecodeRow], selection: &Selection, group: usize) -> Result<Self> {
+        let heads = selection.0.len() / rows.len().max(1);
+        let mut made = Draft::default();
+        let (mut counts, mut ln_weights) = (Vec::new(), Vec::new());
+        for (i, head) in selection.0.iter().enumerate() {
+            let visible = &rows[i / heads].visible;
+            made.begin(visible.end as u32);
+            let sampled = match head {
+                HeadSelection::Dense => {
+                    made.range(visible.start as u32, visible.end as u32);
+                    None
+                }
+                HeadSelection::Keys(keys) => {
+                    made.keys(keys);
+                    keys.sample.as_ref()
+                }
+                HeadSelection::Values(_) => None,
+            };
+            match sampled {
+                Some(sample) => {
+                    made.sample(&sample.ids);
+                    counts.extend(sample.counts.iter().map(|&count| count as u32));
+                    ln_weights.extend(&sample.log_weights);
+                }
+                None => {
+                    counts.extend(std::iter::repeat_n(0, group));
+                    ln_weights.extend(std::iter::repeat_n(0f32, group));
+                }
+            }
+        }
+        let mut lists = made.finish(op, rows.len(), heads)?;
+        if counts.iter().any(|&count| count > 0) {
+            let shape = [rows.len(), heads * group];
+            lists.heads_sampled = Some((op.upload(&counts, shape)?, op.upload(&ln_weights, shape)?));
+        }
+        Ok(lists)
+    }
+
+    /// A list for each query head, of the values with given weights in a host selection; none if it has none. All other
+    /// heads read nothing.
+    pub(super) fn upload_values(
+        op: &Op,
+        rows: &[DecodeRow],
+        selection: &Selection,
+        group: usize,
+    ) -> Result<Option<Self>> {
+        let heads = selection.0.len() / rows.len().max(1);
+        let mut made = Draft::default();
+        let mut weights = Vec::new();
+        for (i, head) in selection.0.iter().enumerate() {
+            for g in 0..group {
+                made.begin(rows[i / heads].visible.end as u32);
+                let HeadSelection::Values(Values { ids, weights: given }) = head else { continue };
+                let own = ids.iter().zip(&given[g * ids.len()..]).filter(|(_, w)| **w > 0.0);
+                made.tokens(own.clone().map(|(&id, _)| id));
+                weights.extend(own.map(|(_, w)| w.ln()));
+            }
+        }
+        if weights.is_empty() {
+            return Ok(None);
+        }
+        let mut lists = made.finish(op, rows.len(), heads * group)?;
+        lists.token_ln_weights = Some(op.upload(&weights, [weights.len()])?);
+        Ok(Some(lists))
+    }
+}
+
+/// Lists in the making, on the host.
+#[derive(Default)]
+struct Draft {
+    work: Vec<[u32; WORDS]>,
+    tokens: Vec<u32>,
+    ranges: usize,
+}
+
+// Places of a work list's words.
+const BEGIN: usize = 0;
+const END: usize = 2;
+const BLOCK_FIRST: usize = 4;
+const BLOCK_COUNT: usize = 5;
+const TOKEN_FIRST: usize = 6;
+const TOKEN_COUNT: usize = 7;
+const SAMPLE_FIRST: usize = 8;
+const SAMPLE_COUNT: usize = 9;
+const LEN: usize = 12;
+
+impl Draft {
+    fn begin(&mut self, len: u32) {
+        let mut list = [0; WORDS];
+        list[LEN] = len;
+        self.work.push(list);
+        self.ranges = 0;
+    }
+
+    fn last(&mut self) -> &mut [u32; WORDS] {
+        self.work.last_mut().expect("a list was begun")
+    }
+
+    fn range(&mut self, begin: u32, end: u32) {
+        let at = self.ranges;
+        let list = self.last();
+        (list[BEGIN + at], list[END + at]) = (begin, end);
+        self.ranges += 1;
+    }
+
+    /// Two ranges as they are, further ones by their tokens, and the single tokens.
+    fn keys(&mut self, keys: &Keys) {
+        let (whole, rest) = keys.ranges.split_at(keys.ranges.len().min(2));
+        whole.iter().for_each(|r| self.range(r.start as u32, r.end as u32));
+        let more = rest.iter().flat_map(|r| r.start as u32..r.end as u32);
+        self.tokens(more.chain(keys.ids.iter().copied()));
+    }
+
+    fn tokens(&mut self, ids: impl Iterator<Item = u32>) {
+        let first = self.tokens.len();
+        self.tokens.extend(ids);
+        let count = self.tokens.len() - first;
+        let list = self.last();
+        (list[TOKEN_FIRST], list[TOKEN_COUNT]) = (first as u32, count as u32);
+    }
+
+    fn sample(&mut self, ids: &[u32]) {
+        let first = self.tokens.len();
+        self.tokens.extend(ids);
+        let list = self.last();
+        (list[SAMPLE_FIRST], list[SAMPLE_COUNT]) = (first as u32, ids.len() as u32);
+    }
+
+    fn finish(self, op: &Op, rows: usize, heads: usize) -> Result<Lists> {
+        let token_ids = (!self.tokens.is_empty()).then(|| op.upload(&self.tokens, [self.tokens.len()])).transpose()?;
+        Ok(Lists {
+            work: op.upload(self.work.as_flattened(), [rows * heads, WORDS])?,
+            block_ids: None,
+            token_ids,
+            token_ln_weights: None,
+            heads_sampled: None,
+            rows,
+            heads,
+        })
+    }
+}

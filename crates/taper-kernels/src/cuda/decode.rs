@@ -1,0 +1,188 @@
+//! Attention of single query rows over lists: [`crate::decode::attend`] on a CUDA device, and its parts.
+
+use super::batch::{Batch, Dims, Lists, Upload, WORDS};
+use super::error::Result;
+use super::ffi::{TaperDecodeParams, TaperMergeParams, taper_decode, taper_decode_plan, taper_merge};
+use super::op::Op;
+use crate::decode::{Decode, Selection, check};
+use crate::kv::BLOCK_TOKENS;
+use bytemuck::Zeroable;
+use candle_core::{DType, Tensor};
+
+/// Units that a row is cut into at most, and words of one.
+const UNITS_PER_ROW: usize = 264;
+const UNIT_WORDS: usize = 20;
+
+/// Lists cut into units of work: made once for each change of the lists, for all layers of one shape.
+#[derive(Debug)]
+pub struct Plan {
+    lists: Lists,
+    units: Tensor,
+    list_units: Tensor,
+    capacity: usize,
+}
+
+impl Batch<'_> {
+    /// The interface's view of a batch over lists.
+    pub(super) fn params(&self, op: &Op, dims: &Dims, lists: &Lists) -> Result<TaperDecodeParams> {
+        let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = *dims;
+        let heads = lists.heads;
+        let fits = lists.rows == rows && heads.is_multiple_of(kv_heads) && q_heads.is_multiple_of(heads.max(1));
+        op.check(
+            fits && heads > 0,
+            "lists",
+            format!("{} rows of {heads}", lists.rows),
+            format!("{rows} rows of a multiple of {kv_heads} that divides {q_heads}"),
+        )?;
+        let pool = [blocks, kv_heads, BLOCK_TOKENS, head_dim];
+        let tokens = lists.token_ids.as_ref().map_or(0, Tensor::elem_count);
+        let sampled = lists.heads_sampled.as_ref();
+        let per_head = [rows, q_heads];
+        Ok(TaperDecodeParams {
+            q: op.at("q", self.q, dtype, [rows, q_heads, head_dim])?,
+            k: op.at("kv.k", self.kv.k, dtype, pool)?,
+            v: op.at("kv.v", self.kv.v, dtype, pool)?,
+            block_table: op.at("tables", self.tables, DType::U32, [tables, stride])?,
+            row_table: op.maybe("row_tables", self.row_tables, DType::U32, [rows])?,
+            lists: op.at("lists", &lists.work, DType::U32, [rows * heads, WORDS])?,
+            block_ids: match &lists.block_ids {
+                Some(ids) => op.at("lists", ids, DType::U32, ids.dims())?,
+                None => std::ptr::null(),
+            },
+            token_ids: match &lists.token_ids {
+                Some(ids) => op.at("lists", ids, DType::U32, ids.dims())?,
+                None => std::ptr::null(),
+            },
+            token_ln_weight: op.maybe("lists", lists.token_ln_weights.as_ref(), DType::F32, [tokens])?,
+            head_counts: op.maybe("lists", sampled.map(|s| &s.0), DType::U32, per_head)?,
+            head_ln_weight: op.maybe("lists", sampled.map(|s| &s.1), DType::F32, per_head)?,
+            blocks: blocks as i64,
+            rows: op.int("q", rows)?,
+            q_heads: op.int("q", q_heads)?,
+            kv_heads: op.int("kv", kv_heads)?,
+            list_heads: op.int("lists", heads)?,
+            head_dim: op.int("kv", head_dim)?,
+            dtype: op.dtype("kv", dtype)?,
+            table_stride: op.int("tables", stride)?,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            gather: lists.token_ids.is_some().into(),
+            overlap: 1,
+            ..TaperDecodeParams::zeroed()
+        })
+    }
+}
+
+impl Plan {
+    /// Cuts lists into units, for batches of the shape given.
+    ///
+    /// # Errors
+    /// Shapes or dtypes that differ.
+    pub fn new(lists: Lists, batch: &Batch) -> Result<Self> {
+        let op = Op::new("decode-plan", "q", batch.q)?;
+        let dims = batch.dims(&op)?;
+        let capacity = lists.rows * lists.heads * (UNITS_PER_ROW / lists.heads.max(1)).max(1);
+        let units = op.empty((capacity, UNIT_WORDS), DType::U32)?;
+        let list_units = op.empty(lists.rows * lists.heads + 1, DType::U32)?;
+        let plan = Self { lists, units, list_units, capacity };
+        let p = plan.params(&op, &dims, batch)?;
+        // SAFETY: every address was checked against the shapes given beside it.
+        op.launched(unsafe { taper_decode_plan(&p, op.stream()) })?;
+        Ok(plan)
+    }
+
+    fn params(&self, op: &Op, dims: &Dims, batch: &Batch) -> Result<TaperDecodeParams> {
+        let lists = self.lists.rows * self.lists.heads;
+        Ok(TaperDecodeParams {
+            units: op.at("units", &self.units, DType::U32, [self.capacity, UNIT_WORDS])?,
+            list_units: op.at("list_units", &self.list_units, DType::U32, [lists + 1])?,
+            unit_capacity: op.int("lists", self.capacity)?,
+            ..batch.params(op, dims, &self.lists)?
+        })
+    }
+
+    pub(super) fn into_lists(self) -> Lists {
+        self.lists
+    }
+
+    /// Attends: outputs `[R, q_heads, head_dim]` of the dtype asked for, f32 or the cache's, and the natural logarithm of
+    /// each head's sum of exponentials `[R, q_heads]`, f32; a head that reads nothing gives 0 and -inf.
+    ///
+    /// `base` is one more partial result, output and logarithm in f32, over keys that the lists do not name.
+    ///
+    /// # Errors
+    /// Shapes or dtypes that differ from these or from the plan's.
+    pub fn attend(&self, batch: &Batch, base: Option<(&Tensor, &Tensor)>, out: DType) -> Result<(Tensor, Tensor)> {
+        self.attend_scaled(batch, base, out, None)
+    }
+
+    /// As [`Plan::attend`], by the lists' log weights alone: a mean of values with given weights, and the logarithm of
+    /// their sum.
+    ///
+    /// # Errors
+    /// Shapes or dtypes that differ.
+    pub fn attend_given(&self, batch: &Batch, out: DType) -> Result<(Tensor, Tensor)> {
+        self.attend_scaled(batch, None, out, Some(0.0))
+    }
+
+    /// With `scale` 0 the lists' log weights alone decide.
+    fn attend_scaled(
+        &self,
+        batch: &Batch,
+        base: Option<(&Tensor, &Tensor)>,
+        out_dtype: DType,
+        scale: Option<f32>,
+    ) -> Result<(Tensor, Tensor)> {
+        let op = Op::new("decode", "q", batch.q)?;
+        let dims = batch.dims(&op)?;
+        let Dims { rows, q_heads, head_dim, dtype, .. } = dims;
+        let expected = format!("F32 or {dtype:?}");
+        op.check(out_dtype == DType::F32 || out_dtype == dtype, "out", format!("{out_dtype:?}"), expected)?;
+        let group = q_heads / self.lists.heads;
+        let part_o = op.empty((self.capacity, group, head_dim), DType::F32)?;
+        let part_lse = op.empty((self.capacity, group), DType::F32)?;
+        let out = op.empty((rows, q_heads, head_dim), out_dtype)?;
+        let lse = op.empty((rows, q_heads), DType::F32)?;
+        let mut p = self.params(&op, &dims, batch)?;
+        p.part_o = op.at("part_o", &part_o, DType::F32, [self.capacity, group, head_dim])?;
+        p.part_lse = op.at("part_lse", &part_lse, DType::F32, [self.capacity, group])?;
+        p.scale = scale.unwrap_or(p.scale);
+        let m = TaperMergeParams {
+            part_o: p.part_o,
+            part_lse: p.part_lse,
+            list_units: p.list_units,
+            out: op.at("out", &out, out_dtype, [rows, q_heads, head_dim])?,
+            lse: op.at("lse", &lse, DType::F32, [rows, q_heads])?,
+            base_o: op.maybe("base", base.map(|b| b.0), DType::F32, [rows, q_heads, head_dim])?,
+            base_lse: op.maybe("base", base.map(|b| b.1), DType::F32, [rows, q_heads])?,
+            rows: p.rows,
+            q_heads: p.q_heads,
+            list_heads: p.list_heads,
+            head_dim: p.head_dim,
+            dtype: p.dtype,
+            out_f32: (out_dtype == DType::F32).into(),
+            overlap: 1,
+            ..TaperMergeParams::zeroed()
+        };
+        // SAFETY: every address was checked against the shapes given beside it.
+        op.launched(unsafe { taper_decode(&p, op.stream()) })?;
+        // SAFETY: likewise.
+        op.launched(unsafe { taper_merge(&m, op.stream()) })?;
+        Ok((out, lse))
+    }
+}
+
+/// [`crate::decode::attend`]: queries in f32 are rounded to the cache's dtype; returns `[R, q_heads, head_dim]`, f32.
+pub(crate) fn attend(batch: &Decode, selection: &Selection) -> Result<Tensor> {
+    let op = Op::new("attend", "q", batch.q)?;
+    let (_, q_heads, kv_heads, _) = batch.dims()?;
+    let group = q_heads / kv_heads;
+    check(batch, selection, kv_heads, group)?;
+    let upload = Upload::new(&op, batch)?;
+    let on_device = upload.batch(batch.kv);
+    let base = match Lists::upload_values(&op, batch.rows, selection, group)? {
+        None => None,
+        Some(values) => Some(Plan::new(values, &on_device)?.attend_scaled(&on_device, None, DType::F32, Some(0.0))?),
+    };
+    let plan = Plan::new(Lists::upload(&op, batch.rows, selection, group)?, &on_device)?;
+    Ok(plan.attend(&on_device, base.as_ref().map(|b| (&b.0, &b.1)), DType::F32)?.0)
+}

@@ -1,0 +1,338 @@
+//! Indices beside the cache: bounds, means and channels of keys, binary codes, clusters; what [`crate::index`] keeps, on a
+//! CUDA device.
+
+use super::batch::{Batch, Dims, Lists, WORDS};
+use super::error::Result;
+use super::ffi::{self, TaperAppendParams, TaperAssignParams, TaperChooseParams, TaperCodeParams, TaperIndexParams};
+use super::ffi::{TaperHashScoreParams, TaperLinearParams};
+use super::op::Op;
+use crate::kv::BLOCK_TOKENS;
+use bytemuck::Zeroable;
+use candle_core::{DType, Tensor};
+
+/// New tokens of one sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    /// The sequence's block table.
+    pub table: u32,
+    /// First new token, and one past the last; that many are visible.
+    pub tokens: (u32, u32),
+}
+
+/// What [`extend`] writes, each where wanted; all of the keys' dtype.
+#[derive(Clone, Copy, Default)]
+pub struct Metadata<'a> {
+    /// Channel-wise maxima and minima of each block's visible keys, `[blocks, kv_heads, head_dim]` each.
+    pub bounds: Option<(&'a Tensor, &'a Tensor)>,
+    /// Their mean, of that shape.
+    pub mean: Option<&'a Tensor>,
+    /// Channels of every key `[blocks, kv_heads, 64, width]`, and which `[kv_heads, width]`, u32.
+    pub labels: Option<(&'a Tensor, &'a Tensor)>,
+}
+
+/// Takes new keys `[blocks, kv_heads, 64, head_dim]` into what stands for them.
+///
+/// # Errors
+/// Shapes or dtypes that differ, a span that is empty.
+pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], to: &Metadata) -> Result<()> {
+    let op = Op::new("index-extend", "k", k)?;
+    let ((blocks, kv_heads, _, head_dim), dtype) = (k.dims4()?, k.dtype());
+    let (table_count, stride) = tables.dims2()?;
+    let mut words = Vec::with_capacity(4 * spans.len());
+    let mut most = 0;
+    for &Span { table, tokens: (begin, end) } in spans {
+        let limit = stride * BLOCK_TOKENS;
+        let fits = begin < end && end as usize <= limit && (table as usize) < table_count;
+        op.check(fits, "spans", format!("{begin} to {end} of table {table}"), format!("tokens below {limit}"))?;
+        words.extend([table, begin, end, 0]);
+        most = most.max((end - 1) / BLOCK_TOKENS as u32 - begin / BLOCK_TOKENS as u32 + 1);
+    }
+    if spans.is_empty() {
+        return Ok(());
+    }
+    let at = op.upload(&words, [spans.len(), 4])?;
+    let block = [blocks, kv_heads, head_dim];
+    let width = to.labels.map_or(Ok(0), |(labels, _)| labels.dim(3))?;
+    let p = TaperAppendParams {
+        k: op.at("k", k, dtype, [blocks, kv_heads, BLOCK_TOKENS, head_dim])?,
+        block_table: op.at("tables", tables, DType::U32, [table_count, stride])?,
+        spans: op.at("spans", &at, DType::U32, [spans.len(), 4])?,
+        channels: op.maybe("labels", to.labels.map(|l| l.1), DType::U32, [kv_heads, width])?,
+        upper: op.maybe("bounds", to.bounds.map(|b| b.0), dtype, block)?,
+        lower: op.maybe("bounds", to.bounds.map(|b| b.1), dtype, block)?,
+        mean: op.maybe("mean", to.mean, dtype, block)?,
+        labels: op.maybe("labels", to.labels.map(|l| l.0), dtype, [blocks, kv_heads, BLOCK_TOKENS, width])?,
+        span_count: op.int("spans", spans.len())?,
+        kv_heads: op.int("k", kv_heads)?,
+        head_dim: op.int("k", head_dim)?,
+        dtype: op.dtype("k", dtype)?,
+        table_stride: op.int("tables", stride)?,
+        max_blocks: most as i32,
+        width: op.int("labels", width)?,
+        overlap: 1,
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_append(&p, op.stream()) })
+}
+
+/// Where each of a step's tokens stands.
+#[derive(Clone, Copy)]
+pub struct Tokens<'a> {
+    /// Absolute positions `[T]`, u32.
+    pub positions: &'a Tensor,
+    /// The block table of each token's sequence `[T]`, u32.
+    pub tables_of: &'a Tensor,
+    /// Block tables `[tables, stride]`, u32.
+    pub tables: &'a Tensor,
+}
+
+/// Codes of new keys into the index `[blocks, kv_heads, 64, heads / kv_heads · words]`, u32: bit i of word w is set where
+/// element 32 w + i of `x` `[T, heads, 32 words]` is not negative.
+///
+/// # Errors
+/// Shapes or dtypes that differ.
+pub fn codes(x: &Tensor, at: &Tokens, index: &Tensor) -> Result<()> {
+    let op = Op::new("codes", "x", x)?;
+    let ((tokens, heads, width), dtype) = (x.dims3()?, x.dtype());
+    let (blocks, kv_heads, _, wide) = index.dims4()?;
+    let (tables, stride) = at.tables.dims2()?;
+    let words = width / 32;
+    let fits = width > 0 && width.is_multiple_of(32) && kv_heads > 0 && heads.is_multiple_of(kv_heads);
+    op.check(fits && wide * kv_heads == heads * words, "index", format!("{wide} words"), "one code a head of x")?;
+    let p = TaperCodeParams {
+        x: op.at("x", x, dtype, [tokens, heads, width])?,
+        positions: op.at("positions", at.positions, DType::U32, [tokens])?,
+        token_table: op.at("tables_of", at.tables_of, DType::U32, [tokens])?,
+        block_table: op.at("tables", at.tables, DType::U32, [tables, stride])?,
+        codes: op.at("index", index, DType::U32, [blocks, kv_heads, BLOCK_TOKENS, wide])?,
+        tokens: op.int("x", tokens)?,
+        heads: op.int("x", heads)?,
+        kv_heads: op.int("index", kv_heads)?,
+        words: op.int("x", words)?,
+        dtype: op.dtype("x", dtype)?,
+        table_stride: op.int("tables", stride)?,
+        overlap: 1,
+        ..TaperCodeParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_codes(&p, op.stream()) })
+}
+
+/// How many bits of each key's code equal the query's less those that differ, summed over the group
+/// `[R, kv_heads, entries]`, f32; `q` are codes `[R, q_heads, words]`, u32.
+///
+/// # Errors
+/// Shapes that differ.
+pub fn agreement(batch: &Batch, q: &Tensor, index: &Tensor) -> Result<Tensor> {
+    let op = Op::new("agreement", "index", index)?;
+    let Dims { rows, q_heads, kv_heads, blocks, tables, stride, .. } = batch.dims(&op)?;
+    let (words, wide) = (q.dim(2)?, index.dim(3)?);
+    let group = q_heads / kv_heads;
+    let expected = format!("{words} or {}", group * words);
+    op.check(wide == words || wide == group * words, "index", format!("{wide} words"), expected)?;
+    let entries = batch.max_len.next_multiple_of(BLOCK_TOKENS);
+    let out = op.empty((rows, kv_heads, entries), DType::F32)?;
+    let p = TaperHashScoreParams {
+        q: op.at("q", q, DType::U32, [rows, q_heads, words])?,
+        codes: op.at("index", index, DType::U32, [blocks, kv_heads, BLOCK_TOKENS, wide])?,
+        block_table: op.at("tables", batch.tables, DType::U32, [tables, stride])?,
+        row_table: op.maybe("row_tables", batch.row_tables, DType::U32, [rows])?,
+        lens: op.at("lens", batch.lens, DType::U32, [rows])?,
+        out: op.at("out", &out, DType::F32, [rows, kv_heads, entries])?,
+        rows: op.int("q", rows)?,
+        q_heads: op.int("q", q_heads)?,
+        kv_heads: op.int("kv", kv_heads)?,
+        words: op.int("q", words)?,
+        per_head: (wide != words).into(),
+        table_stride: op.int("tables", stride)?,
+        max_len: op.int("max_len", batch.max_len)?,
+        stride: op.int("max_len", entries)?,
+        reduce: ffi::TAPER_GROUP_MASS,
+        overlap: 1,
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_hash_score(&p, op.stream()) })?;
+    Ok(out)
+}
+
+/// The cluster of each new key into the index `[blocks, kv_heads, 64]`, i16 of the same bits: that of the largest product
+/// with its centroid, the first of equals. Keys `[T, kv_heads, head_dim]` as before the rotary embedding, centroids
+/// `[kv_heads, clusters, head_dim]` of their dtype.
+///
+/// # Errors
+/// Shapes or dtypes that differ, clusters that are not 8 to 4,096 in eights.
+pub fn assign(k: &Tensor, centroids: &Tensor, at: &Tokens, index: &Tensor) -> Result<()> {
+    let op = Op::new("assign", "k", k)?;
+    let ((tokens, kv_heads, head_dim), dtype) = (k.dims3()?, k.dtype());
+    let clusters = centroids.dim(1)?;
+    let (tables, stride) = at.tables.dims2()?;
+    let blocks = index.dim(0)?;
+    let p = TaperAssignParams {
+        k: op.at("k", k, dtype, [tokens, kv_heads, head_dim])?,
+        centroids: op.at("centroids", centroids, dtype, [kv_heads, clusters, head_dim])?,
+        positions: op.at("positions", at.positions, DType::U32, [tokens])?,
+        token_table: op.at("tables_of", at.tables_of, DType::U32, [tokens])?,
+        block_table: op.at("tables", at.tables, DType::U32, [tables, stride])?,
+        ids: op.at("index", index, DType::I16, [blocks, kv_heads, BLOCK_TOKENS])?,
+        tokens: op.int("k", tokens)?,
+        kv_heads: op.int("k", kv_heads)?,
+        head_dim: op.int("k", head_dim)?,
+        clusters: op.int("centroids", clusters)?,
+        dtype: op.dtype("k", dtype)?,
+        table_stride: op.int("tables", stride)?,
+        overlap: 1,
+        ..TaperAssignParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_saap_assign(&p, op.stream()) })
+}
+
+/// Tokens of each sequence and KV head in the order of their clusters.
+#[derive(Debug)]
+pub struct Inverted {
+    offsets: Tensor,
+    tokens: Tensor,
+    sequences: usize,
+    clusters: usize,
+    capacity: usize,
+}
+
+/// Tokens of a segment that one warp counts.
+const SEGMENT: usize = 2048;
+
+/// Inverts the clusters `[blocks, kv_heads, 64]` of the tokens in each span; `clusters` is their number.
+///
+/// # Errors
+/// Shapes or dtypes that differ, an empty span.
+pub fn invert(ids: &Tensor, tables: &Tensor, spans: &[Span], clusters: usize) -> Result<Inverted> {
+    let op = Op::new("invert", "ids", ids)?;
+    let (blocks, kv_heads, _) = ids.dims3()?;
+    let (table_count, stride) = tables.dims2()?;
+    let mut words = Vec::with_capacity(4 * spans.len());
+    for &Span { table, tokens: (begin, end) } in spans {
+        let limit = stride * BLOCK_TOKENS;
+        let fits = begin < end && end as usize <= limit && (table as usize) < table_count;
+        op.check(fits, "spans", format!("{begin} to {end} of table {table}"), format!("tokens below {limit}"))?;
+        words.extend([table, begin, end, 0]);
+    }
+    let capacity = spans.iter().map(|s| s.tokens.1 - s.tokens.0).max().unwrap_or(1) as usize;
+    let (lists, segments) = (spans.len() * kv_heads, capacity.div_ceil(SEGMENT));
+    let counts = op.empty((lists, segments, clusters), DType::U32)?;
+    let of = Inverted {
+        offsets: op.empty((lists, clusters + 1), DType::U32)?,
+        tokens: op.empty((lists, capacity), DType::U32)?,
+        sequences: spans.len(),
+        clusters,
+        capacity,
+    };
+    let at = op.upload(&words, [spans.len(), 4])?;
+    let p = TaperIndexParams {
+        ids: op.at("ids", ids, DType::I16, [blocks, kv_heads, BLOCK_TOKENS])?,
+        block_table: op.at("tables", tables, DType::U32, [table_count, stride])?,
+        spans: op.at("spans", &at, DType::U32, [spans.len(), 4])?,
+        counts: op.at("counts", &counts, DType::U32, [lists, segments, clusters])?,
+        offsets: op.at("offsets", &of.offsets, DType::U32, [lists, clusters + 1])?,
+        tokens: op.at("tokens", &of.tokens, DType::U32, [lists, capacity])?,
+        sequences: op.int("spans", spans.len())?,
+        kv_heads: op.int("ids", kv_heads)?,
+        clusters: op.int("clusters", clusters)?,
+        segments: op.int("spans", segments)?,
+        capacity: op.int("spans", capacity)?,
+        table_stride: op.int("tables", stride)?,
+        overlap: 1,
+        ..TaperIndexParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_saap_index(&p, op.stream()) })?;
+    Ok(of)
+}
+
+/// One layer of a perceptron a KV head: `x` `[R, q_heads, inputs]` times `weight` `[kv_heads, outputs, inputs]` plus `bias`
+/// `[kv_heads, outputs]`, f32. With `relu`, max(·, 0) in the dtype of `x`; else f32. Inputs are 64, 128, 256, 512 or 1,024,
+/// outputs a multiple of 64.
+///
+/// # Errors
+/// Shapes or dtypes that differ.
+pub fn linear(x: &Tensor, weight: &Tensor, bias: &Tensor, relu: bool) -> Result<Tensor> {
+    let op = Op::new("linear", "x", x)?;
+    let ((rows, q_heads, inputs), dtype) = (x.dims3()?, x.dtype());
+    let (kv_heads, outputs, _) = weight.dims3()?;
+    let out_dtype = if relu { dtype } else { DType::F32 };
+    let out = op.empty((rows, q_heads, outputs), out_dtype)?;
+    let p = TaperLinearParams {
+        x: op.at("x", x, dtype, [rows, q_heads, inputs])?,
+        weight: op.at("weight", weight, dtype, [kv_heads, outputs, inputs])?,
+        bias: op.at("bias", bias, DType::F32, [kv_heads, outputs])?,
+        out: op.at("out", &out, out_dtype, [rows, q_heads, outputs])?,
+        rows: op.int("x", rows)?,
+        q_heads: op.int("x", q_heads)?,
+        kv_heads: op.int("weight", kv_heads)?,
+        inputs: op.int("x", inputs)?,
+        outputs: op.int("weight", outputs)?,
+        dtype: op.dtype("x", dtype)?,
+        relu: relu.into(),
+        overlap: 1,
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_saap_linear(&p, op.stream()) })?;
+    Ok(out)
+}
+
+/// What a choice of clusters reads besides them.
+#[derive(Clone, Copy)]
+pub struct Choice<'a> {
+    /// Logits of every cluster `[R, q_heads, clusters]`, f32; a group's probabilities are added.
+    pub logits: &'a Tensor,
+    /// Clusters taken.
+    pub take: usize,
+    /// First tokens that are always read.
+    pub sink: usize,
+    /// The first token of each row that the index does not hold `[R]`, u32: from there on all is read.
+    pub indexed: &'a Tensor,
+    /// Tokens of the taken clusters that a list holds at most; one with more reads everything.
+    pub capacity: usize,
+}
+
+/// The sinks, the tokens of the likeliest clusters, and all that is not yet indexed.
+///
+/// # Errors
+/// Shapes or dtypes that differ.
+pub fn choose(batch: &Batch, of: &Choice, index: &Inverted) -> Result<Lists> {
+    let op = Op::new("choose", "logits", of.logits)?;
+    let Dims { rows, q_heads, kv_heads, .. } = batch.dims(&op)?;
+    let expected = format!("{rows} sequences");
+    op.check(index.sequences == rows && of.take > 0, "index", format!("{} sequences", index.sequences), expected)?;
+    let lists = rows * kv_heads;
+    let work = op.empty((lists, WORDS), DType::U32)?;
+    let token_ids = op.empty((lists, of.capacity), DType::U32)?;
+    let p = TaperChooseParams {
+        logits: op.at("logits", of.logits, DType::F32, [rows, q_heads, index.clusters])?,
+        offsets: op.at("index", &index.offsets, DType::U32, [lists, index.clusters + 1])?,
+        tokens: op.at("index", &index.tokens, DType::U32, [lists, index.capacity])?,
+        lens: op.at("lens", batch.lens, DType::U32, [rows])?,
+        indexed: op.at("indexed", of.indexed, DType::U32, [rows])?,
+        work: op.at("work", &work, DType::U32, [lists, WORDS])?,
+        token_ids: op.at("token_ids", &token_ids, DType::U32, [lists, of.capacity])?,
+        rows: op.int("logits", rows)?,
+        q_heads: op.int("logits", q_heads)?,
+        kv_heads: op.int("index", kv_heads)?,
+        clusters: op.int("index", index.clusters)?,
+        take: op.int("take", of.take)?,
+        sink: op.int("sink", of.sink)?,
+        index_capacity: op.int("index", index.capacity)?,
+        capacity: op.int("capacity", of.capacity)?,
+        overlap: 1,
+        ..TaperChooseParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_saap_choose(&p, op.stream()) })?;
+    Ok(Lists {
+        work,
+        block_ids: None,
+        token_ids: Some(token_ids),
+        token_ln_weights: None,
+        heads_sampled: None,
+        rows,
+        heads: kv_heads,
+    })
+}

@@ -1,0 +1,39 @@
+//! The operations on a CUDA device: safe functions over the kernels of kernels/, for the H100 and H200 (sm_90a).
+//!
+//! Where the CPU's operation takes tensors and small host slices, the same function runs on either device and comes here by
+//! itself: [`crate::kv::append`], [`crate::kv::copy_block`], [`crate::prefill::prefill`],
+//! [`crate::prefill::sums`], [`crate::decode::attend`], [`crate::correct::correct`]. What this module offers besides keeps tables, lists and budgets on the device, so that a step
+//! needs no host in between: [`Batch`] for [`crate::decode::Decode`], [`Lists`] for [`crate::decode::Selection`].
+//!
+//! Every function queues its launches on candle's stream of the device and returns; none waits for the device. Caches are
+//! bf16 or f16, head_dim 64 or 128, at most 16 query heads a KV head. Errors name the operation and the parameter. What
+//! tensors of tables, lengths and ids say is not looked at on the host and must be true.
+
+mod batch;
+mod decode;
+mod delta;
+mod error;
+mod ffi;
+pub mod index;
+mod kv;
+mod layer;
+mod op;
+mod prefill;
+mod sample;
+mod score;
+mod sums;
+
+pub use batch::{Batch, Lists};
+pub use decode::Plan;
+pub use delta::{Delta, delta};
+pub use error::{Error, Result};
+pub use layer::{Rotate, Rotated, norm, rotate_append, silu_mul};
+pub use prefill::{KeyLists, Sparse, TILE_ROWS, Tile, Tiles, prefill_tiles};
+pub use sample::{Sampled, Scratch, Streams, ValueDraws, draw, listed, sampled, spread_values, values};
+pub use score::{Between, Scores, View, pick_blocks, scores, top_k, top_k_by, top_p};
+
+pub(crate) use decode::attend;
+pub(crate) use delta::correct;
+pub(crate) use kv::{append, copy_block};
+pub(crate) use prefill::prefill;
+pub(crate) use sums::sums;

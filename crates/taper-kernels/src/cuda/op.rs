@@ -1,0 +1,146 @@
+//! What every operation does before it launches: find the device's stream, check tensors, take their addresses.
+
+use super::error::{Error, Result};
+use super::ffi;
+use candle_core::cuda_backend::CudaDType;
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr};
+use candle_core::{CudaStorage, DType, Device, Storage, Tensor, WithDType};
+use half::{bf16, f16};
+use std::ffi::c_void;
+use std::fmt::Display;
+use std::sync::Arc;
+
+/// One call of one operation.
+///
+/// Addresses are taken while the caller holds the tensors, and candle frees their memory in the order of the stream that
+/// the launch goes to; so a launch never outlives what it reads.
+pub(super) struct Op {
+    pub name: &'static str,
+    pub device: Device,
+    stream: Arc<CudaStream>,
+}
+
+impl Op {
+    /// On the device of a tensor.
+    pub fn new(name: &'static str, parameter: &'static str, tensor: &Tensor) -> Result<Self> {
+        let Device::Cuda(cuda) = tensor.device() else {
+            return Err(Error::parameter(name, parameter, "not on a CUDA device", "a CUDA tensor"));
+        };
+        let stream = cuda.cuda_stream();
+        // The CUDA runtime, which the kernels launch through, works in the thread's current context.
+        stream.context().bind_to_thread().map_err(candle_core::Error::wrap)?;
+        Ok(Self { name, device: tensor.device().clone(), stream })
+    }
+
+    pub fn stream(&self) -> *mut c_void {
+        self.stream.cu_stream().cast()
+    }
+
+    pub fn error(&self, parameter: &'static str, got: impl Display, expected: impl Display) -> Error {
+        Error::parameter(self.name, parameter, got, expected)
+    }
+
+    /// Fails unless a condition on a parameter holds.
+    pub fn check(&self, holds: bool, parameter: &'static str, got: impl Display, expected: impl Display) -> Result<()> {
+        if holds { Ok(()) } else { Err(self.error(parameter, got, expected)) }
+    }
+
+    /// The address of a tensor of this dtype and shape, contiguous and on 16 bytes.
+    pub fn at<T>(
+        &self,
+        parameter: &'static str,
+        tensor: &Tensor,
+        dtype: DType,
+        shape: impl AsRef<[usize]>,
+    ) -> Result<*mut T> {
+        let shape = shape.as_ref();
+        if tensor.dtype() != dtype || tensor.dims() != shape {
+            let got = format!("{:?} {:?}", tensor.dtype(), tensor.dims());
+            return Err(self.error(parameter, got, format!("{dtype:?} {shape:?}")));
+        }
+        let (storage, layout) = tensor.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else {
+            return Err(self.error(parameter, "not on the device", "a tensor of the other's device"));
+        };
+        self.check(tensor.device().same_device(&self.device), parameter, "of another device", "the other's device")?;
+        let Some((start, _)) = layout.contiguous_offsets() else {
+            return Err(self.error(parameter, format!("strided {:?}", layout.stride()), "a contiguous tensor"));
+        };
+        let base = match dtype {
+            DType::BF16 => self.base::<bf16>(storage),
+            DType::F16 => self.base::<f16>(storage),
+            DType::F32 => self.base::<f32>(storage),
+            DType::U32 => self.base::<u32>(storage),
+            DType::I16 => self.base::<i16>(storage),
+            DType::I64 => self.base::<i64>(storage),
+            other => return Err(self.error(parameter, format!("{other:?}"), "bf16, f16, f32, u32, i16 or i64")),
+        }?;
+        let address = base + (start * dtype.size_in_bytes()) as u64;
+        self.check(
+            address.is_multiple_of(16),
+            parameter,
+            "a view between 16 bytes",
+            "a tensor that begins on 16 bytes",
+        )?;
+        Ok(address as *mut T)
+    }
+
+    fn base<T: CudaDType>(&self, storage: &CudaStorage) -> Result<u64> {
+        Ok(storage.as_cuda_slice::<T>()?.device_ptr(&self.stream).0)
+    }
+
+    /// [`Op::at`], or null.
+    pub fn maybe<T>(
+        &self,
+        parameter: &'static str,
+        tensor: Option<&Tensor>,
+        dtype: DType,
+        shape: impl AsRef<[usize]>,
+    ) -> Result<*mut T> {
+        tensor.map_or(Ok(std::ptr::null_mut()), |tensor| self.at(parameter, tensor, dtype, shape))
+    }
+
+    /// A tensor to be written by the launch.
+    pub fn empty(&self, shape: impl Into<candle_core::Shape>, dtype: DType) -> Result<Tensor> {
+        let shape = shape.into();
+        // SAFETY: any bits are a number of these types; the launch writes them before anything reads.
+        Ok(unsafe { Tensor::empty(if shape.elem_count() == 0 { (1,).into() } else { shape }, dtype, &self.device)? })
+    }
+
+    /// A tensor of zeros, for what a launch finds and leaves at zero.
+    pub fn zeros(&self, shape: impl Into<candle_core::Shape>, dtype: DType) -> Result<Tensor> {
+        Ok(Tensor::zeros(shape.into(), dtype, &self.device)?)
+    }
+
+    /// Copies host data to the device; an empty slice becomes one zero.
+    pub fn upload<T: WithDType>(&self, data: &[T], shape: impl AsRef<[usize]>) -> Result<Tensor> {
+        if data.is_empty() {
+            return Ok(Tensor::zeros((1,), T::DTYPE, &self.device)?);
+        }
+        Ok(Tensor::from_slice(data, shape.as_ref(), &self.device)?)
+    }
+
+    /// A number as the interface takes it.
+    pub fn int(&self, parameter: &'static str, x: usize) -> Result<i32> {
+        i32::try_from(x).map_err(|_| self.error(parameter, x, "less than 2³¹"))
+    }
+
+    /// The interface's number of a dtype.
+    pub fn dtype(&self, parameter: &'static str, dtype: DType) -> Result<i32> {
+        match dtype {
+            DType::BF16 => Ok(ffi::TAPER_BF16),
+            DType::F16 => Ok(ffi::TAPER_F16),
+            other => Err(self.error(parameter, format!("{other:?}"), "bf16 or f16")),
+        }
+    }
+
+    /// What a launch returned.
+    pub fn launched(&self, status: i32) -> Result<()> {
+        if status == 0 { Ok(()) } else { Err(Error::Launch { op: self.name, status }) }
+    }
+}
+
+/// Thread blocks that share a list in launches that form teams: `taper_team` of the interface.
+pub(super) fn team(list_heads: usize) -> usize {
+    (128 / list_heads).clamp(1, 32)
+}

@@ -1,0 +1,356 @@
+//! Steps that read a sample: [`crate::decode::sample`] with its attention in one launch, draws alone, and a mean of drawn
+//! values, all on a CUDA device and by the draws of the CPU.
+
+use super::batch::{Batch, Dims, Lists, WORDS};
+use super::error::Result;
+use super::ffi::{self, TaperSampleParams, TaperSampledParams, TaperSpreadParams, TaperValuesParams};
+use super::op::{Op, team};
+use super::score::Scores;
+use crate::budget::Rule;
+use crate::decode::{Sampling, Spread, Targets};
+use crate::kv::BLOCK_TOKENS;
+use bytemuck::Zeroable;
+use candle_core::{DType, Tensor};
+
+/// Names each row's draws; `layer` is the decoder layer, the head is the KV head, or for values the query head.
+#[derive(Clone, Copy)]
+pub struct Streams<'a> {
+    /// The requests' seeds `[R]`, i64 of the same bits.
+    pub seeds: &'a Tensor,
+    /// Absolute positions of the queries `[R]`, u32.
+    pub positions: &'a Tensor,
+    /// Decoder layer.
+    pub layer: u32,
+}
+
+/// Counters and scratch of launches whose thread blocks meet: made once for a shape, for all layers of a step one after the
+/// other.
+#[derive(Debug)]
+pub struct Scratch {
+    sync: Tensor,
+    draw_counts: Tensor,
+    sums: Tensor,
+    lists: usize,
+    team: usize,
+    group: usize,
+}
+
+impl Scratch {
+    /// For batches of `rows` and so many heads.
+    ///
+    /// # Errors
+    /// Heads that do not fit each other, or a device error.
+    pub fn new(like: &Tensor, rows: usize, q_heads: usize, list_heads: usize) -> Result<Self> {
+        let op = Op::new("scratch", "like", like)?;
+        let fits = list_heads > 0 && q_heads.is_multiple_of(list_heads);
+        op.check(fits, "list_heads", list_heads, format!("a divisor of {q_heads}"))?;
+        let (lists, team, group) = (rows * list_heads, team(list_heads), q_heads / list_heads);
+        Ok(Self {
+            sync: op.zeros((1 + lists, 32), DType::U32)?,
+            draw_counts: op.zeros((lists, 4, team * 4), DType::U32)?,
+            sums: op.zeros((lists, team, group, 4), DType::I64)?,
+            lists,
+            team,
+            group,
+        })
+    }
+
+    fn check(&self, op: &Op, lists: usize, group: usize) -> Result<()> {
+        let got = format!("for {} lists of groups of {}", self.lists, self.group);
+        op.check((self.lists, self.group) == (lists, group), "scratch", got, format!("{lists} lists of {group}"))
+    }
+}
+
+/// What a sampled step did, beside its output; all on the device.
+#[derive(Debug)]
+pub struct Sampled {
+    /// `[R, q_heads, head_dim]`, of the cache's dtype.
+    pub out: Tensor,
+    /// Natural logarithm of each head's estimated sum of exponentials `[R, q_heads]`, f32.
+    pub lse: Tensor,
+    /// What each list came to `[R * kv_heads]`, u32: 1 sampled, 2 dense since no sample keeps the promise, 3 dense since
+    /// there is too little to sample from.
+    pub state: Tensor,
+    /// Keys that the sample stands for `[R * kv_heads]`, u32.
+    pub residual: Tensor,
+    /// Sampled keys that were read `[R * kv_heads]`, u32; 0 where everything was.
+    pub counts: Tensor,
+}
+
+/// Attends to what lists name exactly and to a sample of the rest, without replacement, of the least size for which every
+/// head of the group keeps the promise. Lists name ascending, disjoint blocks and tokens, and no sample.
+///
+/// # Errors
+/// Shapes or dtypes that differ.
+///
+/// # Source
+/// As [`crate::decode::sample`], whose draws these are.
+pub fn sampled(batch: &Batch, lists: &Lists, streams: Streams, how: &Sampling, scratch: &Scratch) -> Result<Sampled> {
+    let op = Op::new("sampled", "q", batch.q)?;
+    let rule = match how.promise.rule {
+        Rule::Denominator => ffi::TAPER_DENOMINATOR,
+        Rule::Lemma => ffi::TAPER_LEMMA,
+        Rule::Tight => ffi::TAPER_TIGHT,
+        Rule::Ratio => ffi::TAPER_RATIO,
+        Rule::Chi2 => ffi::TAPER_CHI2,
+    };
+    run(&op, batch, lists, streams, Some((how, rule)), scratch)
+}
+
+/// Attends to lists in one launch, without plan and merge: for few rows.
+///
+/// # Errors
+/// Shapes or dtypes that differ.
+pub fn listed(batch: &Batch, lists: &Lists, streams: Streams, scratch: &Scratch) -> Result<(Tensor, Tensor)> {
+    let op = Op::new("listed", "q", batch.q)?;
+    let Sampled { out, lse, .. } = run(&op, batch, lists, streams, None, scratch)?;
+    Ok((out, lse))
+}
+
+fn run(
+    op: &Op,
+    batch: &Batch,
+    lists: &Lists,
+    streams: Streams,
+    how: Option<(&Sampling, i32)>,
+    scratch: &Scratch,
+) -> Result<Sampled> {
+    let dims = batch.dims(op)?;
+    let Dims { rows, q_heads, head_dim, dtype, .. } = dims;
+    let (count, group) = (rows * lists.heads, q_heads / lists.heads.max(1));
+    scratch.check(op, count, group)?;
+    op.check(lists.heads_sampled.is_none(), "lists", "lists with a sample", "lists without one")?;
+    let mut d = batch.params(op, &dims, lists)?;
+    let team = scratch.team;
+    // SAFETY: a function of a number.
+    let draws_each = how.map_or(1, |_| unsafe { ffi::taper_sampled_draws(batch.max_len as i64) } as usize);
+    let capacity = how.map_or(1, |_| batch.max_len / 2 + BLOCK_TOKENS);
+    let part_o = op.empty((count, 2, team, group, head_dim), DType::F32)?;
+    let part_lse = op.empty((count, 2, team, group), DType::F32)?;
+    let draws = op.empty((count, draws_each), DType::U32)?;
+    let scores = op.empty((count, capacity, group), DType::F32)?;
+    let of_lists = || op.empty(count, DType::U32);
+    let of = Sampled {
+        out: op.empty((rows, q_heads, head_dim), dtype)?,
+        lse: op.empty((rows, q_heads), DType::F32)?,
+        state: of_lists()?,
+        residual: of_lists()?,
+        counts: of_lists()?,
+    };
+    d.part_o = op.at("part_o", &part_o, DType::F32, part_o.dims())?;
+    d.part_lse = op.at("part_lse", &part_lse, DType::F32, part_lse.dims())?;
+    d.gather = 1;
+    let mut p = TaperSampledParams {
+        d,
+        seeds: op.at("seeds", streams.seeds, DType::I64, [rows])?,
+        positions: op.at("positions", streams.positions, DType::U32, [rows])?,
+        out: op.at("out", &of.out, dtype, [rows, q_heads, head_dim])?,
+        lse: op.at("lse", &of.lse, DType::F32, [rows, q_heads])?,
+        sync: op.at("scratch", &scratch.sync, DType::U32, [1 + count, 32])?,
+        draws: op.at("draws", &draws, DType::U32, [count, draws_each])?,
+        draw_counts: op.at("scratch", &scratch.draw_counts, DType::U32, [count, 4, team * 4])?,
+        scores: op.at("scores", &scores, DType::F32, [count, capacity, group])?,
+        sums: op.at("scratch", &scratch.sums, DType::I64, [count, team, group, 4])?,
+        state: op.at("state", &of.state, DType::U32, [count])?,
+        residual: op.at("residual", &of.residual, DType::U32, [count])?,
+        counts: op.at("counts", &of.counts, DType::U32, [count])?,
+        draw_stride: draws_each as i64,
+        capacity: op.int("max_len", capacity)?,
+        rule: ffi::TAPER_LISTED,
+        layer: streams.layer as i32,
+        ..TaperSampledParams::zeroed()
+    };
+    if let Some((how, rule)) = how {
+        let q = &how.promise;
+        p.epsilon = q.epsilon as f32;
+        (p.whole, p.most, p.upper, p.rest) = (q.whole as f32, q.most as f32, q.upper as f32, q.rest as f32);
+        for (i, &(vector, scalar)) in q.splits.iter().enumerate().take(p.split_vector.len()) {
+            (p.split_vector[i], p.split_scalar[i]) = (vector as f32, scalar as f32);
+        }
+        (p.pilot_share, p.dense_share) = (how.pilot_share, how.dense_share);
+        p.pilot_tokens = op.int("pilot_tokens", how.pilot_tokens)?;
+        p.rule = rule;
+    }
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_sampled(&p, op.stream()) })?;
+    Ok(of)
+}
+
+/// The first `want` keys of each list's permutation that the list leaves out `[R * heads, want]`, u32, and how many there
+/// are `[R * heads]`: a larger sample begins with the smaller.
+///
+/// # Errors
+/// Shapes or dtypes that differ, rows of more than 1.8 million tokens.
+pub fn draw(lists: &Lists, streams: Streams, max_len: usize, want: usize) -> Result<(Tensor, Tensor)> {
+    let op = Op::new("draw", "lists", &lists.work)?;
+    let count = lists.rows * lists.heads;
+    op.check(want > 0 && max_len > 0, "want", want, "at least 1")?;
+    let (ids, counts) = (op.empty((count, want), DType::U32)?, op.empty(count, DType::U32)?);
+    let pool = |ids: &Option<Tensor>| -> Result<*const u32> {
+        match ids {
+            Some(ids) => Ok(op.at::<u32>("lists", ids, DType::U32, ids.dims())?.cast_const()),
+            None => Ok(std::ptr::null()),
+        }
+    };
+    let p = TaperSampleParams {
+        work: op.at("lists", &lists.work, DType::U32, [count, WORDS])?,
+        block_ids: pool(&lists.block_ids)?,
+        token_ids: pool(&lists.token_ids)?,
+        seeds: op.at("seeds", streams.seeds, DType::I64, [lists.rows])?,
+        positions: op.at("positions", streams.positions, DType::U32, [lists.rows])?,
+        ids: op.at("ids", &ids, DType::U32, [count, want])?,
+        counts: op.at("counts", &counts, DType::U32, [count])?,
+        layer: streams.layer,
+        rows: op.int("lists", lists.rows)?,
+        list_heads: op.int("lists", lists.heads)?,
+        capacity: op.int("want", want)?,
+        want: op.int("want", want)?,
+        max_len: op.int("max_len", max_len)?,
+        overlap: 1,
+        ..TaperSampleParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_sample(&p, op.stream()) })?;
+    Ok((ids, counts))
+}
+
+/// How values are drawn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ValueDraws {
+    /// Over all keys at once, as the CPU's `Spread::Whole`.
+    Whole(Targets),
+    /// In every tile of 64 keys, as the CPU's `Spread::EachTile(64)`.
+    EachTile,
+}
+
+/// Attends with exact probabilities over all visible keys and the mean of `samples` values drawn by them for each query
+/// head; outputs `[R, q_heads, head_dim]` of the cache's dtype, and the exact log-sum-exp `[R, q_heads]`, f32.
+///
+/// # Errors
+/// Shapes or dtypes that differ, rows too long for the masses that a thread block keeps.
+///
+/// # Source
+/// As [`crate::decode::sample_values`], whose targets these are; probabilities are kept in 16 bits.
+pub fn values(
+    batch: &Batch,
+    streams: Streams,
+    samples: usize,
+    draws: ValueDraws,
+    scratch: &Scratch,
+) -> Result<(Tensor, Tensor)> {
+    let op = Op::new("values", "q", batch.q)?;
+    let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(&op)?;
+    let (lists, group, team) = (rows * kv_heads, q_heads / kv_heads, team(kv_heads));
+    scratch.check(&op, lists, group)?;
+    op.check(samples > 0, "samples", samples, "at least 1")?;
+    let padded = batch.max_len.next_multiple_of(BLOCK_TOKENS);
+    let weights = op.empty((lists, padded, group), DType::F16)?;
+    let part_lse = op.empty((lists, team, group), DType::F32)?;
+    let parts = op.empty((lists, team, group, head_dim), DType::F32)?;
+    let out = op.empty((rows, q_heads, head_dim), dtype)?;
+    let lse = op.empty((rows, q_heads), DType::F32)?;
+    let pool = [blocks, kv_heads, BLOCK_TOKENS, head_dim];
+    let p = TaperValuesParams {
+        q: op.at("q", batch.q, dtype, [rows, q_heads, head_dim])?,
+        k: op.at("kv.k", batch.kv.k, dtype, pool)?,
+        v: op.at("kv.v", batch.kv.v, dtype, pool)?,
+        block_table: op.at("tables", batch.tables, DType::U32, [tables, stride])?,
+        row_table: op.maybe("row_tables", batch.row_tables, DType::U32, [rows])?,
+        lens: op.at("lens", batch.lens, DType::U32, [rows])?,
+        seeds: op.at("seeds", streams.seeds, DType::I64, [rows])?,
+        positions: op.at("positions", streams.positions, DType::U32, [rows])?,
+        out: op.at("out", &out, dtype, [rows, q_heads, head_dim])?,
+        lse: op.at("lse", &lse, DType::F32, [rows, q_heads])?,
+        sync: op.at("scratch", &scratch.sync, DType::U32, [1 + lists, 32])?,
+        weights: op.at("weights", &weights, DType::F16, [lists, padded, group])?,
+        part_lse: op.at("part_lse", &part_lse, DType::F32, [lists, team, group])?,
+        parts: op.at("parts", &parts, DType::F32, [lists, team, group, head_dim])?,
+        blocks: blocks as i64,
+        rows: op.int("q", rows)?,
+        q_heads: op.int("q", q_heads)?,
+        kv_heads: op.int("kv", kv_heads)?,
+        head_dim: op.int("kv", head_dim)?,
+        dtype: op.dtype("kv", dtype)?,
+        table_stride: op.int("tables", stride)?,
+        max_len: op.int("max_len", batch.max_len)?,
+        samples: op.int("samples", samples)?,
+        rule: match draws {
+            ValueDraws::Whole(Targets::Systematic) => ffi::TAPER_SYSTEMATIC,
+            ValueDraws::Whole(Targets::Stratified) => ffi::TAPER_STRATIFIED,
+            ValueDraws::Whole(Targets::Independent) => ffi::TAPER_INDEPENDENT,
+            ValueDraws::EachTile => ffi::TAPER_PER_TILE,
+        },
+        layer: streams.layer as i32,
+        scale: 1.0 / (head_dim as f32).sqrt(),
+        overlap: 1,
+        ..TaperValuesParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_values(&p, op.stream()) })?;
+    Ok((out, lse))
+}
+
+/// Token lists of each query head, for [`Plan::attend_given`](super::Plan::attend_given): the values that
+/// [`crate::decode::sample_values`] draws from a dense selection, by scores of all tokens. A row that sees no more than
+/// `samples` tokens keeps them all, by their probabilities.
+///
+/// # Errors
+/// Shapes or dtypes that differ, scores of pages, tiles that are not a multiple of 64 tokens.
+///
+/// # Source
+/// As [`crate::decode::sample_values`].
+pub fn spread_values(
+    batch: &Batch,
+    scores: &Scores,
+    streams: Streams,
+    samples: usize,
+    spread: Spread,
+) -> Result<Lists> {
+    let op = Op::new("spread_values", "q", batch.q)?;
+    let Dims { rows, q_heads, .. } = batch.dims(&op)?;
+    let (rule, tile) = match spread {
+        Spread::Whole(Targets::Systematic) => (ffi::TAPER_SYSTEMATIC, BLOCK_TOKENS),
+        Spread::Whole(Targets::Stratified) => (ffi::TAPER_STRATIFIED, BLOCK_TOKENS),
+        Spread::Whole(Targets::Independent) => (ffi::TAPER_INDEPENDENT, BLOCK_TOKENS),
+        Spread::LargestRemainder(tile) => (ffi::TAPER_LARGEST_REMAINDER, tile),
+        Spread::EachTile(tile) => (ffi::TAPER_PER_TILE, tile),
+    };
+    let fits = tile > 0 && tile.is_multiple_of(BLOCK_TOKENS);
+    op.check(fits, "spread", format!("tiles of {tile}"), "a multiple of 64 tokens")?;
+    op.check(samples > 0, "samples", samples, "at least 1")?;
+    op.check(scores.page == 1, "scores", format!("of pages of {}", scores.page), "of tokens")?;
+    let (lists, most) = (rows * q_heads, batch.max_len.div_ceil(tile));
+    let capacity = samples.max(if matches!(spread, Spread::EachTile(_)) { most } else { 0 });
+    let (entries, tiles) = (scores.scores.dim(2)?, scores.tiles.0.dim(2)?);
+    let work = op.empty((lists, WORDS), DType::U32)?;
+    let ids = op.empty((lists, capacity), DType::U32)?;
+    let ln_weights = op.empty((lists, capacity), DType::F32)?;
+    let p = TaperSpreadParams {
+        scores: op.at("scores", &scores.scores, DType::F32, [rows, q_heads, entries])?,
+        tile_max: op.at("scores", &scores.tiles.0, DType::F32, [rows, q_heads, tiles])?,
+        tile_sum: op.at("scores", &scores.tiles.1, DType::F32, [rows, q_heads, tiles])?,
+        lens: op.at("lens", batch.lens, DType::U32, [rows])?,
+        seeds: op.at("seeds", streams.seeds, DType::I64, [rows])?,
+        positions: op.at("positions", streams.positions, DType::U32, [rows])?,
+        work: op.at("work", &work, DType::U32, [lists, WORDS])?,
+        ids: op.at("ids", &ids, DType::U32, [lists, capacity])?,
+        ln_weights: op.at("ln_weights", &ln_weights, DType::F32, [lists, capacity])?,
+        rows: op.int("q", rows)?,
+        q_heads: op.int("q", q_heads)?,
+        stride: op.int("scores", entries)?,
+        tile_stride: op.int("scores", tiles)?,
+        capacity: op.int("samples", capacity)?,
+        samples: op.int("samples", samples)?,
+        spread: rule,
+        layer: streams.layer as i32,
+        tile_tokens: op.int("spread", tile)?,
+        most_tiles: op.int("max_len", most)?,
+        overlap: 1,
+        ..TaperSpreadParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_spread(&p, op.stream()) })?;
+    let ids = Some(ids.flatten_all()?);
+    let token_ln_weights = Some(ln_weights.flatten_all()?);
+    Ok(Lists { work, block_ids: None, token_ids: ids, token_ln_weights, heads_sampled: None, rows, heads: q_heads })
+}

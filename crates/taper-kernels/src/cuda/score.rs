@@ -1,0 +1,306 @@
+//! Scores of what stands for keys, and lists chosen by them: what [`crate::decode::scores`], [`crate::decode::top_k`] and
+//! [`crate::decode::top_p`] do, on a CUDA device and without the host.
+
+use super::batch::{Batch, Dims, Lists};
+use super::decode::Plan;
+use super::error::Result;
+use super::ffi::{self, TaperGroupSelectParams, TaperPickParams, TaperScoreParams, TaperSelectParams};
+use super::op::Op;
+use crate::kv::BLOCK_TOKENS;
+use bytemuck::Zeroable;
+use candle_core::{D, DType, Tensor};
+
+/// What is scored in place of keys.
+#[derive(Clone, Copy)]
+pub enum View<'a> {
+    /// Keys, or some channels of them, or means of pages `[blocks, kv_heads, entries of a block, width]`; width 16, 32, 64
+    /// or 128 is that of the queries.
+    Rows(&'a Tensor),
+    /// Channel-wise bounds of pages, upper and lower, each as `Rows`: the largest score that they allow.
+    Bounds(&'a Tensor, &'a Tensor),
+}
+
+/// Scaled scores of every entry of each row and query head, and their log-sum-exp.
+#[derive(Debug)]
+pub struct Scores {
+    /// `[R, q_heads, entries]`, f32; what lies beyond a row's entries is unwritten.
+    pub(super) scores: Tensor,
+    /// Of every 64 of them the largest, and the sum of exp(score - largest) `[R, q_heads, entries / 64]`, f32.
+    pub(super) tiles: (Tensor, Tensor),
+    /// `[R, q_heads]`, f32.
+    pub(super) lse: Tensor,
+    /// Tokens of an entry.
+    pub(super) page: usize,
+}
+
+impl Scores {
+    /// Natural logarithm of each head's sum of exponentials `[R, q_heads]`, f32.
+    pub fn lse(&self) -> &Tensor {
+        &self.lse
+    }
+
+    fn of(&self) -> (&Tensor, Option<&Tensor>, usize) {
+        (&self.scores, Some(&self.lse), self.page)
+    }
+
+    /// Scaled scores `[R, q_heads, entries]`, f32; what lies beyond a row's entries is not defined.
+    pub fn values(&self) -> &Tensor {
+        &self.scores
+    }
+}
+
+/// Scores every entry of a view that rows see. `q` are the batch's queries, or their channels where the view has fewer
+/// `[R, q_heads, width]`; scores are multiplied by `scale`.
+///
+/// # Errors
+/// Shapes or dtypes that differ.
+pub fn scores(batch: &Batch, q: &Tensor, view: View, scale: f32) -> Result<Scores> {
+    let op = Op::new("scores", "q", q)?;
+    let dims = batch.dims(&op)?;
+    let Dims { rows, q_heads, kv_heads, blocks, tables, stride, .. } = dims;
+    let (upper, lower) = match view {
+        View::Rows(rows) => (rows, None),
+        View::Bounds(upper, lower) => (upper, Some(lower)),
+    };
+    let (_, _, per_block, width) = upper.dims4()?;
+    let widths = if lower.is_some() { &[64, 128][..] } else { &[16, 32, 64, 128][..] };
+    op.check(widths.contains(&width), "view", format!("{width} wide"), format!("{widths:?}"))?;
+    let fits = per_block > 0 && BLOCK_TOKENS.is_multiple_of(per_block);
+    op.check(fits, "view", format!("{per_block} entries a block"), "a divisor of 64")?;
+    let dtype = upper.dtype();
+    let page = BLOCK_TOKENS / per_block;
+    let entries = batch.max_len.div_ceil(page).next_multiple_of(64);
+    let tiles = entries / 64;
+    let scores = op.empty((rows, q_heads, entries), DType::F32)?;
+    let low = Tensor::full(f32::NEG_INFINITY, (rows, q_heads, tiles), &op.device)?;
+    let (top, sum) = (low.contiguous()?, op.zeros((rows, q_heads, tiles), DType::F32)?);
+    let shape = [blocks, kv_heads, per_block, width];
+    let p = TaperScoreParams {
+        q: op.at("q", q, dtype, [rows, q_heads, width])?,
+        view: op.at("view", upper, dtype, shape)?,
+        lower: op.maybe("view", lower, dtype, shape)?,
+        block_table: op.at("tables", batch.tables, DType::U32, [tables, stride])?,
+        row_table: op.maybe("row_tables", batch.row_tables, DType::U32, [rows])?,
+        lens: op.at("lens", batch.lens, DType::U32, [rows])?,
+        out: op.at("out", &scores, DType::F32, [rows, q_heads, entries])?,
+        tile_max: op.at("tiles", &top, DType::F32, [rows, q_heads, tiles])?,
+        tile_sum: op.at("tiles", &sum, DType::F32, [rows, q_heads, tiles])?,
+        rows: op.int("q", rows)?,
+        q_heads: op.int("q", q_heads)?,
+        kv_heads: op.int("kv", kv_heads)?,
+        width: op.int("view", width)?,
+        dtype: op.dtype("view", dtype)?,
+        table_stride: op.int("tables", stride)?,
+        per_block: op.int("view", per_block)?,
+        max_entries: op.int("max_len", batch.max_len.div_ceil(page))?,
+        stride: op.int("max_len", entries)?,
+        tile_stride: op.int("max_len", tiles)?,
+        reduce: ffi::TAPER_PER_HEAD,
+        overlap: 1,
+        scale,
+        ..TaperScoreParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_score(&p, op.stream()) })?;
+    let most = top.max_keepdim(D::Minus1)?;
+    let total = (top.broadcast_sub(&most)?.exp()? * &sum)?.sum(D::Minus1)?;
+    let lse = (total.log()? + most.squeeze(D::Minus1)?)?;
+    Ok(Scores { scores, tiles: (top, sum), lse, page })
+}
+
+/// The sinks and the window of each row, as [`Lists`]; candidates lie between them.
+#[derive(Debug)]
+pub struct Between {
+    lists: Lists,
+    /// First candidate entry, and one past the last, of each list `[lists]`, u32.
+    begins: Tensor,
+    ends: Tensor,
+}
+
+impl Between {
+    /// The first `sink` and the last `window` (at least 1) of each row's visible tokens `[R]`; a row that has no more reads
+    /// everything and has no candidates. With pages of more than a token sinks grow and the window grows to whole pages.
+    ///
+    /// # Errors
+    /// A page that does not divide 64.
+    pub fn new(like: &Tensor, heads: usize, lens: &[u32], sink: u32, window: u32, page: u32) -> Result<Self> {
+        let op = Op::new("sink_window", "like", like)?;
+        op.check(page > 0 && BLOCK_TOKENS as u32 % page == 0, "page", page, "a divisor of 64")?;
+        let (mut rows, mut begins, mut ends) = (Vec::new(), Vec::new(), Vec::new());
+        for &len in lens {
+            let sinks = sink.next_multiple_of(page).min(len);
+            let start = len.saturating_sub(window.max(1)) / page * page;
+            let apart = sinks < start;
+            rows.push(if apart { ([(0, sinks), (start, len)], len) } else { ([(0, len), (0, 0)], len) });
+            begins.extend(vec![if apart { sinks / page } else { 0 }; heads]);
+            ends.extend(vec![if apart { start / page } else { 0 }; heads]);
+        }
+        Ok(Self {
+            lists: Lists::ranges(like, heads, &rows)?,
+            begins: op.upload(&begins, [begins.len()])?,
+            ends: op.upload(&ends, [ends.len()])?,
+        })
+    }
+}
+
+/// The sinks, the window, and of the entries between them the `k` that hold the largest share of the attention mass, summed
+/// over the group; ties go to the earlier. Entries are tokens or blocks of 64.
+///
+/// # Errors
+/// Shapes that differ; pages of other sizes.
+pub fn top_k(batch: &Batch, scores: &Scores, between: Between, k: usize) -> Result<Lists> {
+    let op = Op::new("top_k", "q", batch.q)?;
+    let capacity = k.clamp(1, scores.scores.dim(2)?);
+    let how = How { capacity, k: op.int("k", k)?, mass: ffi::TAPER_BY_COUNT, shares: None };
+    select(&op, batch, scores.of(), between, &how)
+}
+
+/// The sinks, the window, and of the tokens between them the fewest with which the whole choice holds the share `p` of the
+/// attention mass, summed over the group; ties go to the earlier. A list that would be longer than `capacity` reads
+/// everything.
+///
+/// # Errors
+/// Shapes that differ; scores of pages.
+pub fn top_p(batch: &Batch, scores: &Scores, between: Between, p: f32, capacity: usize) -> Result<Lists> {
+    let op = Op::new("top_p", "q", batch.q)?;
+    let Dims { rows, q_heads, kv_heads, .. } = batch.dims(&op)?;
+    op.check(scores.page == 1, "scores", format!("of pages of {}", scores.page), "of tokens")?;
+    // What sinks and window hold already, from attention over them alone.
+    let Between { lists, begins, ends } = between;
+    let plan = Plan::new(lists, batch)?;
+    let held = plan.attend(batch, None, DType::F32)?.1;
+    let group = q_heads / kv_heads;
+    let held = (held - &scores.lse)?.exp()?.reshape((rows, kv_heads, group))?.sum(2)?;
+    let rest = (held.affine(-1.0, group as f64)?).clamp(1e-30, group as f64)?;
+    let spare = f64::from(1.0 - p) * group as f64;
+    let shares = rest.recip()?.affine(-spare, 1.0)?.clamp(0.0, 1.0)?.flatten_all()?;
+    let how = How { capacity, k: 0, mass: ffi::TAPER_BY_SCORE, shares: Some(&shares) };
+    select(&op, batch, scores.of(), Between { lists: plan.into_lists(), begins, ends }, &how)
+}
+
+/// The sinks, the window, and of the tokens between them the `k` that matter most by `importance` `[R, kv_heads, entries]`,
+/// f32, whatever it is; ties go to the earlier.
+///
+/// # Errors
+/// Shapes that differ.
+pub fn top_k_by(batch: &Batch, importance: &Tensor, between: Between, k: usize) -> Result<Lists> {
+    let op = Op::new("top_k_by", "importance", importance)?;
+    let capacity = k.clamp(1, importance.dim(2)?);
+    let how = How { capacity, k: op.int("k", k)?, mass: ffi::TAPER_BY_COUNT, shares: None };
+    select(&op, batch, (importance, None, 1), between, &how)
+}
+
+struct How<'a> {
+    capacity: usize,
+    k: i32,
+    mass: i32,
+    shares: Option<&'a Tensor>,
+}
+
+/// Chooses by scores and their log-sum-exp, with which a group's shares are added, or by what is a group's already.
+fn select(
+    op: &Op,
+    batch: &Batch,
+    (scores, lse, page): (&Tensor, Option<&Tensor>, usize),
+    between: Between,
+    how: &How,
+) -> Result<Lists> {
+    let Dims { rows, q_heads, kv_heads, .. } = batch.dims(op)?;
+    let heads = if lse.is_some() { q_heads } else { kv_heads };
+    let Between { mut lists, begins, ends } = between;
+    let (count, entries) = (rows * kv_heads, scores.dim(2)?);
+    let expected = format!("{rows} rows of {kv_heads}");
+    op.check(lists.rows == rows && lists.heads == kv_heads, "between", format!("{} rows", lists.rows), expected)?;
+    let target = match page {
+        1 => ffi::TAPER_TOKENS,
+        BLOCK_TOKENS => ffi::TAPER_BLOCKS,
+        page => return Err(op.error("scores", format!("of pages of {page}"), "of tokens or of blocks of 64")),
+    };
+    let ids = op.empty((count, how.capacity), DType::U32)?;
+    let base = TaperSelectParams {
+        scores: op.at("scores", scores, DType::F32, [rows, heads, entries])?,
+        begins: op.at("between", &begins, DType::U32, [count])?,
+        ends: op.at("between", &ends, DType::U32, [count])?,
+        ids: op.at("ids", &ids, DType::U32, [count, how.capacity])?,
+        work: op.at("between", &lists.work, DType::U32, lists.work.dims())?,
+        lists: op.int("scores", count)?,
+        stride: op.int("scores", entries)?,
+        capacity: op.int("capacity", how.capacity)?,
+        entries: op.int("scores", entries)?,
+        k: how.k,
+        target,
+        overlap: 1,
+        ..TaperSelectParams::zeroed()
+    };
+    let p = TaperGroupSelectParams {
+        base,
+        lse: op.maybe("scores", lse, DType::F32, [rows, heads])?,
+        shares: op.maybe("shares", how.shares, DType::F32, [count])?,
+        group: op.int("q", heads / kv_heads)?,
+        reduce: ffi::TAPER_SUM_OF_GROUP,
+        mass: how.mass,
+        ..TaperGroupSelectParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_select_group(&p, op.stream()) })?;
+    match page {
+        1 => lists.token_ids = Some(ids),
+        _ => lists.block_ids = Some(ids),
+    }
+    Ok(lists)
+}
+
+/// The sinks, the window, and of the blocks between them the `k` whose score is largest for some head of the group, scored
+/// and chosen in one launch. `view` has one entry a block and the queries' width.
+///
+/// # Errors
+/// Shapes or dtypes that differ, rows of more than 32,768 blocks.
+pub fn pick_blocks(batch: &Batch, view: View, between: Between, k: usize) -> Result<Lists> {
+    let op = Op::new("pick_blocks", "q", batch.q)?;
+    let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(&op)?;
+    let (upper, lower) = match view {
+        View::Rows(rows) => (rows, None),
+        View::Bounds(upper, lower) => (upper, Some(lower)),
+    };
+    let Between { mut lists, begins, ends } = between;
+    let expected = format!("{rows} rows of {kv_heads}");
+    op.check(lists.rows == rows && lists.heads == kv_heads, "between", format!("{} rows", lists.rows), expected)?;
+    let (count, most) = (rows * kv_heads, batch.max_len.div_ceil(BLOCK_TOKENS));
+    let capacity = k.clamp(1, most);
+    let (keys, ids) = (op.empty((count, most), DType::U32)?, op.empty((count, capacity), DType::U32)?);
+    let sync = op.zeros((count, 32), DType::U32)?;
+    let shape = upper.dims().to_vec();
+    let fits = matches!(shape[..], [b, h, .., d] if b == blocks && h == kv_heads && d == head_dim)
+        && upper.elem_count() == blocks * kv_heads * head_dim;
+    let expected = format!("[{blocks}, {kv_heads}, 1, {head_dim}]");
+    op.check(fits, "view", format!("{shape:?}"), expected)?;
+    let p = TaperPickParams {
+        q: op.at("q", batch.q, dtype, [rows, q_heads, head_dim])?,
+        view: op.at("view", upper, dtype, &shape)?,
+        lower: op.maybe("view", lower, dtype, &shape)?,
+        block_table: op.at("tables", batch.tables, DType::U32, [tables, stride])?,
+        row_table: op.maybe("row_tables", batch.row_tables, DType::U32, [rows])?,
+        lens: op.at("lens", batch.lens, DType::U32, [rows])?,
+        begins: op.at("between", &begins, DType::U32, [count])?,
+        ends: op.at("between", &ends, DType::U32, [count])?,
+        keys: op.at("keys", &keys, DType::U32, [count, most])?,
+        ids: op.at("ids", &ids, DType::U32, [count, capacity])?,
+        work: op.at("between", &lists.work, DType::U32, lists.work.dims())?,
+        sync: op.at("sync", &sync, DType::U32, [count, 32])?,
+        rows: op.int("q", rows)?,
+        q_heads: op.int("q", q_heads)?,
+        kv_heads: op.int("kv", kv_heads)?,
+        width: op.int("kv", head_dim)?,
+        dtype: op.dtype("kv", dtype)?,
+        table_stride: op.int("tables", stride)?,
+        stride: op.int("max_len", most)?,
+        capacity: op.int("k", capacity)?,
+        k: op.int("k", k)?,
+        overlap: 1,
+        ..TaperPickParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_pick_blocks(&p, op.stream()) })?;
+    lists.block_ids = Some(ids);
+    Ok(lists)
+}

@@ -1,0 +1,207 @@
+//! What the tests share: the device, numbers, caches on both sides, errors.
+
+use candle_core::{DType, Device, Tensor};
+use taper_kernels::cuda::Batch;
+use taper_kernels::decode::{Decode, DecodeRow};
+use taper_kernels::kv::{self, BLOCK_TOKENS, PagedKv};
+
+/// bf16 keeps 8 bits of a number; an output's relative error stays below this.
+pub const LIMIT: f64 = 1e-2;
+/// Dtypes, head sizes and (KV heads, group) that operations are tried with.
+pub const GRID: [(DType, usize, usize, usize); 8] = [
+    (DType::BF16, 128, 2, 4),
+    (DType::BF16, 128, 1, 3),
+    (DType::BF16, 64, 2, 8),
+    (DType::BF16, 64, 3, 1),
+    (DType::F16, 128, 2, 1),
+    (DType::F16, 128, 1, 8),
+    (DType::F16, 64, 2, 4),
+    (DType::F16, 64, 2, 3),
+];
+
+/// The first CUDA device. There must be one: a build with the feature has no other way to pass.
+pub fn device() -> Device {
+    // candle's stream is the thread's, so each test, which has a thread, has a device of its own.
+    thread_local!(static DEVICE: Device =
+        Device::new_cuda(0).expect("the tests of the feature `cuda` need a CUDA device"));
+    DEVICE.with(Clone::clone)
+}
+
+/// A repeatable stream of numbers: splitmix64.
+pub struct Numbers(pub u64);
+
+impl Numbers {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+
+    /// Standard normal.
+    pub fn normal(&mut self) -> f32 {
+        let uniform = |x: u64| ((x >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
+        let (a, b) = (uniform(self.next()), uniform(self.next()));
+        ((-2.0 * a.ln()).sqrt() * (std::f64::consts::TAU * b).cos()) as f32
+    }
+
+    /// f32, on the CPU, of values that the dtype holds exactly.
+    pub fn tensor(&mut self, shape: &[usize], dtype: DType) -> Tensor {
+        let values: Vec<f32> = (0..shape.iter().product()).map(|_| self.normal()).collect();
+        let exact = Tensor::from_vec(values, shape, &Device::Cpu).unwrap();
+        exact.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap()
+    }
+
+    /// So many of `0..n`, ascending.
+    pub fn some(&mut self, n: usize, of: usize) -> Vec<u32> {
+        let mut ids: Vec<u32> = (0..n as u32).filter(|_| self.below(of) == 0).collect();
+        ids.dedup();
+        ids
+    }
+}
+
+/// Sequences in one pool on both sides; its blocks are shuffled and its unused rows NaN.
+pub struct Caches {
+    pub cpu: (Tensor, Tensor),
+    pub cuda: (Tensor, Tensor),
+    pub tables: Vec<Vec<u32>>,
+    pub lens: Vec<usize>,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub dtype: DType,
+}
+
+impl Caches {
+    /// Values have the mean given, so that outputs are not all noise.
+    pub fn new(
+        numbers: &mut Numbers,
+        lens: &[usize],
+        kv_heads: usize,
+        head_dim: usize,
+        dtype: DType,
+        mean: f64,
+    ) -> Self {
+        let needed: usize = lens.iter().map(|n| n.div_ceil(BLOCK_TOKENS)).sum();
+        let blocks = needed + 3;
+        let mut order: Vec<u32> = (0..blocks as u32).collect();
+        for i in (1..blocks).rev() {
+            order.swap(i, numbers.below(i + 1));
+        }
+        let mut tables = Vec::new();
+        for n in lens {
+            tables.push(order.split_off(order.len() - n.div_ceil(BLOCK_TOKENS)));
+        }
+        let device = device();
+        let pool = |device: &Device| {
+            let shape = (blocks, kv_heads, BLOCK_TOKENS, head_dim);
+            Tensor::full(f32::NAN, shape, device).unwrap().to_dtype(dtype).unwrap().contiguous().unwrap()
+        };
+        let pools = |device: &Device| (pool(device), pool(device));
+        let (cpu, cuda) = (pools(&Device::Cpu), pools(&device));
+        for (table, &n) in tables.iter().zip(lens) {
+            let slot = |t: usize| table[t / BLOCK_TOKENS] * BLOCK_TOKENS as u32 + (t % BLOCK_TOKENS) as u32;
+            let slots: Vec<u32> = (0..n).map(slot).collect();
+            let k = numbers.tensor(&[n, kv_heads, head_dim], dtype);
+            let v = (numbers.tensor(&[n, kv_heads, head_dim], dtype) + mean).unwrap();
+            for (rows, cpu, cuda) in [(k, &cpu.0, &cuda.0), (v, &cpu.1, &cuda.1)] {
+                kv::append(cpu, &rows, &slots).unwrap();
+                kv::append(cuda, &rows.to_device(&device).unwrap(), &slots).unwrap();
+            }
+        }
+        Self { cpu, cuda, tables, lens: lens.to_vec(), kv_heads, head_dim, dtype }
+    }
+
+    pub fn on_cpu(&self) -> PagedKv<'_> {
+        PagedKv { k: &self.cpu.0, v: &self.cpu.1 }
+    }
+
+    pub fn on_cuda(&self) -> PagedKv<'_> {
+        PagedKv { k: &self.cuda.0, v: &self.cuda.1 }
+    }
+
+    /// One row a sequence, which sees all of it.
+    pub fn rows(&self) -> Vec<DecodeRow<'_>> {
+        self.tables.iter().zip(&self.lens).map(|(table, &n)| DecodeRow { table, visible: 0..n }).collect()
+    }
+
+    /// Block tables `[sequences, stride]`.
+    pub fn device_tables(&self) -> Tensor {
+        let stride = self.tables.iter().map(Vec::len).max().unwrap();
+        let padded = |table: &Vec<u32>| [table.clone(), vec![0; stride - table.len()]].concat();
+        let all: Vec<u32> = self.tables.iter().flat_map(padded).collect();
+        Tensor::from_vec(all, (self.tables.len(), stride), &device()).unwrap()
+    }
+
+    /// The lengths as the device reads them.
+    pub fn device_lens(&self) -> Tensor {
+        u32s(self.lens.iter().map(|&n| n as u32).collect())
+    }
+}
+
+/// Queries on both sides: f32 on the CPU, the cache's dtype on the device; and the batch's tables and lengths.
+pub struct Queries {
+    pub cpu: Tensor,
+    pub cuda: Tensor,
+    pub tables: Tensor,
+    pub lens: Tensor,
+    pub max_len: usize,
+}
+
+impl Queries {
+    pub fn new(numbers: &mut Numbers, caches: &Caches, group: usize) -> Self {
+        let cpu = numbers.tensor(&[caches.lens.len(), caches.kv_heads * group, caches.head_dim], caches.dtype);
+        let cuda = cpu.to_device(&device()).unwrap().to_dtype(caches.dtype).unwrap();
+        let max_len = *caches.lens.iter().max().unwrap();
+        Self { cpu, cuda, tables: caches.device_tables(), lens: caches.device_lens(), max_len }
+    }
+
+    pub fn batch<'a>(&'a self, caches: &'a Caches) -> Batch<'a> {
+        let (q, kv) = (&self.cuda, caches.on_cuda());
+        Batch { q, kv, tables: &self.tables, row_tables: None, lens: &self.lens, max_len: self.max_len }
+    }
+
+    pub fn decode<'a>(&'a self, caches: &'a Caches, rows: &'a [DecodeRow<'a>]) -> Decode<'a> {
+        Decode { q: &self.cpu, kv: caches.on_cpu(), rows }
+    }
+}
+
+pub fn u32s(values: Vec<u32>) -> Tensor {
+    let n = values.len();
+    Tensor::from_vec(values, n, &device()).unwrap()
+}
+
+/// All elements, in f64.
+pub fn elements(t: &Tensor) -> Vec<f64> {
+    let t = t.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
+    t.to_vec1::<f32>().unwrap().into_iter().map(f64::from).collect()
+}
+
+/// ‖a − b‖ / ‖b‖ over all elements; NaN anywhere gives NaN, which no bound admits.
+pub fn relative(a: &Tensor, b: &Tensor) -> f64 {
+    assert_eq!(a.dims(), b.dims());
+    relative_of(&elements(a), &elements(b))
+}
+
+pub fn relative_of(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let difference: f64 = a.iter().zip(b).map(|(a, b)| (a - b).powi(2)).sum();
+    difference.sqrt() / b.iter().map(|b| b * b).sum::<f64>().sqrt().max(1e-30)
+}
+
+/// The largest difference; equal infinities do not differ.
+pub fn furthest(a: &Tensor, b: &Tensor) -> f64 {
+    assert_eq!(a.dims(), b.dims());
+    let apart = |(a, b): (f64, f64)| if a == b { 0.0 } else { (a - b).abs() };
+    let worst = |worst: f64, x: f64| if x.is_nan() || x > worst { x } else { worst };
+    elements(a).into_iter().zip(elements(b)).map(apart).fold(0.0, worst)
+}
+
+/// Fails where `error` is not below `limit`; NaN never is.
+#[track_caller]
+pub fn below(error: f64, limit: f64, what: &str) {
+    assert!(error < limit, "{what}: {error:.3e}, limit {limit:.1e}");
+}

@@ -1,0 +1,9 @@
+//! Every CUDA operation against the CPU's: it takes a machine with an H100 or H200, and fails without one.
+
+mod cache;
+mod decode;
+mod index;
+mod layer;
+mod prefill;
+mod sample;
+mod select;

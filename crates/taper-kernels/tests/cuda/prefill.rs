@@ -1,0 +1,174 @@
+//! Attention of many rows, and Delta's correction.
+
+use crate::cache::{Caches, GRID, LIMIT, Numbers, below, device, furthest, relative};
+use candle_core::{DType, Device, Tensor};
+use taper_kernels::correct::{Anchors, Correction, correct};
+use taper_kernels::cuda::{Delta, Sparse, Tiles, delta, prefill_tiles};
+use taper_kernels::kv::BLOCK_TOKENS;
+use taper_kernels::prefill::{HeadReads, Lists, Mask, Reads, Rows, Selection, prefill, query_blocks, sums};
+
+/// Both sides of one call on sequence `i`.
+fn compare(caches: &Caches, i: usize, q: &Tensor, positions: &[u32], window: Option<usize>, reads: Reads, what: &str) {
+    let on = device();
+    let table = &caches.tables[i];
+    let cpu = Rows { q, kv: caches.on_cpu(), table, positions, window };
+    let (out, lse) = prefill(&cpu, reads).unwrap();
+    let q = q.to_device(&on).unwrap();
+    let (out_cuda, lse_cuda) = prefill(&Rows { q: &q, kv: caches.on_cuda(), table, positions, window }, reads).unwrap();
+    below(relative(&out_cuda, &out), LIMIT, what);
+    below(furthest(&lse_cuda, &lse), LIMIT, what);
+}
+
+#[test]
+fn masks_agree_with_the_cpu() {
+    let mut numbers = Numbers(11);
+    for (dtype, d, kv_heads, group) in GRID {
+        let lens = [1, 63, 65, 700];
+        let caches = Caches::new(&mut numbers, &lens, kv_heads, d, dtype, 0.0);
+        for (i, &n) in lens.iter().enumerate() {
+            let strided: Vec<u32> = (0..n as u32).filter(|p| p % 7 == 0 || *p as usize + 40 > n).collect();
+            let whole: Vec<u32> = (0..n as u32).collect();
+            for positions in [&whole[..], &whole[n / 3..], &strided[..]] {
+                let q = numbers.tensor(&[positions.len(), kv_heads * group, d], dtype);
+                for window in [None, Some(90)] {
+                    for mask in [
+                        Mask::Causal,
+                        Mask::SinkWindow { sink: 4, window: 50 },
+                        Mask::SinkWindow { sink: 70, window: 64 },
+                        Mask::SinkWindow { sink: 0, window: 1 },
+                        Mask::SinkWindow { sink: 3, window: 5000 },
+                    ] {
+                        let what = format!("{dtype:?} {d} {kv_heads}x{group} {n} {mask:?} within {window:?}");
+                        compare(&caches, i, &q, positions, window, mask.into(), &what);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn selections_of_blocks_and_tokens_agree_with_the_cpu() {
+    let mut numbers = Numbers(12);
+    for (at, (dtype, d, kv_heads, group)) in GRID.into_iter().enumerate() {
+        let n = 650;
+        let caches = Caches::new(&mut numbers, &[70, n], kv_heads, d, dtype, 0.0);
+        let positions: Vec<u32> = (40..n as u32).collect();
+        let q = numbers.tensor(&[positions.len(), kv_heads * group, d], dtype);
+        // Runs that are cut within a block, and longer than a tile.
+        let mut runs = query_blocks(40..400, 64);
+        runs.extend([400..500, 500..510, 510..n]);
+        let heads = if at % 2 == 0 { kv_heads } else { kv_heads * group };
+        let masks = [Mask::Causal, Mask::SinkWindow { sink: 5, window: 200 }];
+        let mut reads = |h: usize| {
+            let blocks: Lists = runs.iter().map(|_| numbers.some(n.div_ceil(BLOCK_TOKENS), 3)).collect();
+            let tokens: Lists = runs.iter().map(|_| numbers.some(n, 40)).collect();
+            match (at + h) % 4 {
+                0 => HeadReads::blocks(blocks),
+                1 => HeadReads { mask: Mask::Causal, blocks: Some(blocks), tokens },
+                2 => HeadReads { mask: masks[1], blocks: Some(blocks), tokens },
+                _ => HeadReads::from(masks[h % 2]),
+            }
+        };
+        let reads: Vec<HeadReads> = (0..heads).map(&mut reads).collect();
+        let selection = Selection::new(runs, reads).unwrap();
+        for window in [None, Some(150)] {
+            let what = format!("{dtype:?} {d} {kv_heads}x{group} selection within {window:?}");
+            compare(&caches, 1, &q, &positions, window, (&selection).into(), &what);
+        }
+    }
+}
+
+#[test]
+fn scores_that_rise_late_agree_with_the_cpu() {
+    let mut numbers = Numbers(13);
+    let caches = Caches::new(&mut numbers, &[400], 2, 128, DType::BF16, 0.0);
+    let positions: Vec<u32> = (0..400).collect();
+    let q = (numbers.tensor(&[400, 8, 128], DType::BF16) * 8.0).unwrap();
+    compare(&caches, 0, &q, &positions, None, Mask::Causal.into(), "large scores");
+}
+
+#[test]
+fn tiles_of_many_sequences_in_one_launch() {
+    let mut numbers = Numbers(14);
+    for (dtype, d, kv_heads, group) in GRID {
+        let lens = [130, 300];
+        let caches = Caches::new(&mut numbers, &lens, kv_heads, d, dtype, 0.0);
+        for (i, &n) in lens.iter().enumerate() {
+            let q = numbers.tensor(&[n, kv_heads * group, d], dtype);
+            let on = q.to_dtype(dtype).unwrap().to_device(&device()).unwrap();
+            let tiles = Tiles::span(&on, 0..n as u32, i as u32).unwrap();
+            let reads = Sparse::default();
+            let tables = caches.device_tables();
+            let (out, lse) = prefill_tiles(&on, caches.on_cuda(), &tables, &tiles, &reads, dtype).unwrap();
+            let positions: Vec<u32> = (0..n as u32).collect();
+            let (q, kv, table) = (&q, caches.on_cpu(), &caches.tables[i][..]);
+            let rows = Rows { q, kv, table, positions: &positions, window: None };
+            let (want, want_lse) = prefill(&rows, Mask::Causal.into()).unwrap();
+            below(relative(&out, &want), LIMIT, "out in the cache's dtype");
+            below(furthest(&lse, &want_lse), LIMIT, "lse");
+        }
+    }
+}
+
+#[test]
+fn delta_agrees_with_the_cpu() {
+    let mut numbers = Numbers(15);
+    let on = device();
+    for d in [64, 128] {
+        let (rows, heads, gamma) = (200, 6, 16);
+        let sparse = numbers.tensor(&[rows, heads, d], DType::BF16);
+        for first in [0, 5] {
+            let anchors = Anchors { first, gamma };
+            let count = anchors.below(rows).count();
+            for tail in [0, 30] {
+                let dense = numbers.tensor(&[count + tail, heads, d], DType::F32);
+                let carry = numbers.tensor(&[heads, d], DType::F32);
+                for correction in [Correction::Propagate, Correction::Replace] {
+                    let there = |t: &Tensor| t.to_device(&on).unwrap();
+                    let (out, next) = correct(&sparse, &dense, anchors, Some(&carry), correction).unwrap();
+                    let (cuda, cuda_next) =
+                        correct(&there(&sparse), &there(&dense), anchors, Some(&there(&carry)), correction).unwrap();
+                    below(relative(&cuda, &out), 1e-6, "correct");
+                    below(relative(&cuda_next.unwrap(), &next.unwrap()), 1e-6, "carry");
+                    if first > 0 || tail > 0 {
+                        continue;
+                    }
+                    let pick: Vec<u32> = anchors.below(rows).map(|row| row as u32).collect();
+                    let at = Tensor::from_vec(pick, count, &Device::Cpu).unwrap();
+                    let base = sparse.index_select(&at, 0).unwrap();
+                    let in_place = there(&sparse.to_dtype(DType::BF16).unwrap());
+                    let (base, dense) = (&there(&base), &there(&dense));
+                    let rows = &in_place;
+                    let of = Delta { rows, position: 0, base, dense, first_anchor: 0, tail: 200, gamma, correction };
+                    delta(&of).unwrap();
+                    below(relative(&in_place, &out), LIMIT, "delta in place");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn sums_of_probabilities_agree_with_the_cpu() {
+    let mut numbers = Numbers(16);
+    for (dtype, d, kv_heads, group) in GRID {
+        let lens = [70, 3000];
+        let caches = Caches::new(&mut numbers, &lens, kv_heads, d, dtype, 0.0);
+        for (i, n) in [(0, 70u32), (1, 3000)] {
+            let last: Vec<u32> = (n - 64..n).collect();
+            let apart: Vec<u32> = (0..n).filter(|p| p % 500 < 20).collect();
+            for positions in [&last, &apart] {
+                let q = numbers.tensor(&[positions.len(), kv_heads * group, d], dtype);
+                let (kv, table) = (caches.on_cpu(), &caches.tables[i][..]);
+                let want = sums(&Rows { q: &q, kv, table, positions, window: None }).unwrap();
+                let (q, kv) = (q.to_device(&device()).unwrap(), caches.on_cuda());
+                let got = sums(&Rows { q: &q, kv, table, positions, window: None }).unwrap();
+                let what = format!("{dtype:?} {d} {kv_heads}x{group} {n}");
+                below(relative(&got.columns, &want.columns), LIMIT, &what);
+                below(relative(&got.diagonals, &want.diagonals), LIMIT, &what);
+                below(furthest(&got.lse, &want.lse), LIMIT, &what);
+            }
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! Draws, and steps that read them.
+
+use crate::cache::{Caches, GRID, LIMIT, Numbers, Queries, below, device, elements, furthest, relative, relative_of};
+use candle_core::{DType, Tensor};
+use taper_kernels::budget::{Promise, Rule};
+use taper_kernels::cuda::{Lists, Plan, Scratch, Streams, ValueDraws, View, draw, sampled, scores, spread_values, values};
+use taper_kernels::decode::{HeadSelection, Sampling, Selection, Spread, Targets, attend, sample_some, sample_values};
+use taper_kernels::philox::Stream;
+
+const LAYER: u32 = 5;
+
+/// The rows' streams on both sides.
+struct Seeds {
+    cpu: Vec<Stream>,
+    seeds: Tensor,
+    positions: Tensor,
+}
+
+impl Seeds {
+    fn new(numbers: &mut Numbers, positions: &[usize]) -> Self {
+        let one = |&p: &usize| Stream { seed: numbers.next(), layer: LAYER, head: 0, position: p as u32 };
+        let cpu: Vec<Stream> = positions.iter().map(one).collect();
+        let seeds: Vec<i64> = cpu.iter().map(|s| s.seed as i64).collect();
+        let at: Vec<u32> = cpu.iter().map(|s| s.position).collect();
+        let n = cpu.len();
+        let (seeds, positions) = (Tensor::from_vec(seeds, n, &device()), Tensor::from_vec(at, n, &device()));
+        Self { cpu, seeds: seeds.unwrap(), positions: positions.unwrap() }
+    }
+
+    fn streams(&self) -> Streams<'_> {
+        Streams { seeds: &self.seeds, positions: &self.positions, layer: LAYER }
+    }
+}
+
+/// Sinks and window of rows of `lens`, on both sides; rows that have no more are dense.
+fn fixed(caches: &Caches, like: &Tensor) -> (Selection, Lists) {
+    let rows = caches.rows();
+    let selection = Selection::sink_window(&rows, caches.kv_heads, 16, 64);
+    let ranges: Vec<_> = (selection.0.iter().step_by(caches.kv_heads).zip(&caches.lens))
+        .map(|(head, &n)| match head {
+            HeadSelection::Keys(keys) => {
+                let range = |i: usize| (keys.ranges[i].start as u32, keys.ranges[i].end as u32);
+                ([range(0), range(1)], n as u32)
+            }
+            _ => ([(0, n as u32), (0, 0)], n as u32),
+        })
+        .collect();
+    let lists = Lists::ranges(like, caches.kv_heads, &ranges).unwrap();
+    (selection, lists)
+}
+
+#[test]
+fn draws_are_those_of_the_cpu() {
+    let mut numbers = Numbers(41);
+    for (dtype, d, kv_heads, group) in GRID {
+        let caches = Caches::new(&mut numbers, &[300, 4000, 1025], kv_heads, d, dtype, 0.0);
+        let queries = Queries::new(&mut numbers, &caches, group);
+        let seeds = Seeds::new(&mut numbers, &[299, 3999, 1024]);
+        let (selection, lists) = fixed(&caches, &queries.cuda);
+        let want = 150;
+        let (ids, counts) = draw(&lists, seeds.streams(), queries.max_len, want).unwrap();
+        let (ids, counts) = (ids.to_vec2::<u32>().unwrap(), counts.to_vec1::<u32>().unwrap());
+        let rows = caches.rows();
+        let batch = queries.decode(&caches, &rows);
+        let cpu = sample_some(&batch, &selection, &vec![want; 3 * kv_heads], &seeds.cpu).unwrap();
+        for (i, head) in cpu.0.iter().enumerate() {
+            let HeadSelection::Keys(keys) = head else { panic!("dense") };
+            assert_eq!(counts[i] as usize, want);
+            assert_eq!(ids[i], keys.sample.as_ref().unwrap().ids, "list {i}");
+        }
+    }
+}
+
+#[test]
+fn a_sampled_step_reads_the_draws_of_the_cpu_and_keeps_its_promise() {
+    let mut numbers = Numbers(42);
+    for (at, (dtype, d, kv_heads, group)) in GRID.into_iter().enumerate() {
+        let rule = [Rule::Chi2, Rule::Ratio, Rule::Lemma, Rule::Tight][at % 4];
+        let epsilon = if matches!(rule, Rule::Lemma | Rule::Tight) { 0.3 } else { 0.15 };
+        let lens = [100, 9000, 20000];
+        let caches = Caches::new(&mut numbers, &lens, kv_heads, d, dtype, 0.5);
+        let queries = Queries::new(&mut numbers, &caches, group);
+        let (batch, rows) = (queries.batch(&caches), caches.rows());
+        let seeds = Seeds::new(&mut numbers, &lens.map(|n| n - 1));
+        let (selection, lists) = fixed(&caches, &queries.cuda);
+        let how = Sampling {
+            promise: Promise::new(rule, epsilon, 0.1),
+            hopeless: Promise::new(rule, 1.5 * epsilon, 0.1),
+            pilot_tokens: 64,
+            pilot_share: 0.01,
+            dense_share: 0.5,
+        };
+        let scratch = Scratch::new(batch.q, 3, kv_heads * group, kv_heads).unwrap();
+        let of = sampled(&batch, &lists, seeds.streams(), &how, &scratch).unwrap();
+        let state = of.state.to_vec1::<u32>().unwrap();
+        let counts: Vec<usize> = of.counts.to_vec1::<u32>().unwrap().iter().map(|&c| c as usize).collect();
+        let residual = of.residual.to_vec1::<u32>().unwrap();
+        let what = format!("{rule:?} {dtype:?} {d} {kv_heads}x{group}, states {state:?}, counts {counts:?}");
+        assert!(state.contains(&1), "{what}");
+        // What the CPU reads with as many draws.
+        let sizes: Vec<usize> = (0..state.len()).map(|i| if state[i] == 1 { counts[i] } else { usize::MAX }).collect();
+        let decode = queries.decode(&caches, &rows);
+        let same = sample_some(&decode, &selection, &sizes, &seeds.cpu).unwrap();
+        below(relative(&of.out, &attend(&decode, &same, None).unwrap()), LIMIT, &what);
+        let dense = attend(&decode, &Selection::dense(3, kv_heads), None).unwrap();
+        let (out, dense) = (elements(&of.out), elements(&dense));
+        let errors = out.chunks_exact(d).zip(dense.chunks_exact(d)).map(|(a, b)| relative_of(a, b));
+        // One head in ten may miss it; none by much.
+        below(errors.fold(0.0, f64::max), 2.0 * epsilon, &what);
+        for (i, &n) in residual.iter().enumerate() {
+            let HeadSelection::Keys(keys) = &selection.0[i] else { continue };
+            assert_eq!(n as usize, lens[i / kv_heads] - keys.fixed(), "{what}");
+        }
+        let again = sampled(&batch, &lists, seeds.streams(), &how, &scratch).unwrap();
+        assert_eq!(furthest(&again.out, &of.out), 0.0, "the same launch gives the same bits: {what}");
+    }
+}
+
+/// The mean over 256 seeds against dense attention. A mean of 128 values has the standard error that the probabilities give,
+/// that of 256 of them a sixteenth; outputs of all heads together stay within twice that but for one run in 10^9 or so,
+/// since their squares average over hundreds of elements.
+#[test]
+fn drawn_values_are_right_on_average_and_their_sums_exact() {
+    let mut numbers = Numbers(43);
+    for (at, (dtype, d, kv_heads, group)) in GRID.into_iter().enumerate() {
+        let n = 1500;
+        let caches = Caches::new(&mut numbers, &[n], kv_heads, d, dtype, 0.0);
+        let queries = Queries::new(&mut numbers, &caches, group);
+        let seeds = Seeds::new(&mut numbers, &vec![n - 1; 256]);
+        let many = |t: &Tensor| t.repeat((256, 1, 1)).unwrap();
+        let (q, tables) = (many(&queries.cuda), caches.device_tables());
+        let (row_tables, lens) = (u32s(0), u32s(n as u32));
+        let (kv, rows) = (caches.on_cuda(), Some(&row_tables));
+        let batch =
+            taper_kernels::cuda::Batch { q: &q, kv, tables: &tables, row_tables: rows, lens: &lens, max_len: n };
+        let scratch = Scratch::new(&q, 256, kv_heads * group, kv_heads).unwrap();
+        let targets = [Targets::Systematic, Targets::Stratified, Targets::Independent][at % 3];
+        let draws = if at == 7 { ValueDraws::EachTile } else { ValueDraws::Whole(targets) };
+        let (out, lse) = values(&batch, seeds.streams(), 128, draws, &scratch).unwrap();
+        let lists = Lists::ranges(&queries.cuda, kv_heads, &[([(0, n as u32), (0, 0)], n as u32)]).unwrap();
+        let one = queries.batch(&caches);
+        let (dense, exact) = Plan::new(lists, &one).unwrap().attend(&one, None, DType::F32).unwrap();
+        let what = format!("{dtype:?} {d} {kv_heads}x{group} {draws:?}");
+        below(furthest(&lse.narrow(0, 0, 1).unwrap(), &exact), 1e-2, &what);
+        below(furthest(&lse.narrow(0, 255, 1).unwrap(), &exact), 1e-2, &what);
+        let mean = out.to_dtype(DType::F32).unwrap().mean_keepdim(0).unwrap();
+        // Values are standard normal: one draw is off by about 1 in each element.
+        let off: f64 = elements(&mean).iter().zip(elements(&dense)).map(|(a, b)| (a - b).powi(2)).sum();
+        let per_element = (off / elements(&mean).len() as f64).sqrt();
+        below(per_element, 2.0 / (256.0f64 * 128.0).sqrt(), &what);
+    }
+}
+
+#[test]
+fn values_drawn_from_scores_are_those_of_the_cpu() {
+    let mut numbers = Numbers(44);
+    let lens = [40, 1000, 5003];
+    for (dtype, d, kv_heads, group) in GRID {
+        let caches = Caches::new(&mut numbers, &lens, kv_heads, d, dtype, 0.0);
+        let queries = Queries::new(&mut numbers, &caches, group);
+        let (batch, rows) = (queries.batch(&caches), caches.rows());
+        let seeds = Seeds::new(&mut numbers, &lens.map(|n| n - 1));
+        let found = scores(&batch, batch.q, View::Rows(&caches.cuda.0), 1.0 / (d as f32).sqrt()).unwrap();
+        let all = Selection::dense(3, kv_heads);
+        for spread in [
+            Spread::Whole(Targets::Systematic),
+            Spread::Whole(Targets::Stratified),
+            Spread::Whole(Targets::Independent),
+            Spread::LargestRemainder(64),
+            Spread::LargestRemainder(256),
+            Spread::EachTile(128),
+        ] {
+            let what = format!("{dtype:?} {d} {kv_heads}x{group} {spread:?}");
+            let decode = queries.decode(&caches, &rows);
+            let cpu = sample_values(&decode, &all, None, &seeds.cpu, 64, spread).unwrap();
+            let lists = spread_values(&batch, &found, seeds.streams(), 64, spread).unwrap();
+            let read = lists.read_back().unwrap();
+            let (mut missed, mut drawn) = (0, 0);
+            for (i, head) in cpu.0.iter().enumerate() {
+                let HeadSelection::Values(values) = head else { continue };
+                for g in 0..group {
+                    let own = &values.weights[g * values.ids.len()..][..values.ids.len()];
+                    let mut expected: Vec<u32> = Vec::new();
+                    expected.extend(values.ids.iter().zip(own).filter(|(_, w)| **w > 0.0).map(|(id, _)| *id));
+                    let mut got = read[i * group + g].clone();
+                    got.dedup();
+                    missed += expected.iter().filter(|id| got.binary_search(id).is_err()).count();
+                    drawn += expected.len();
+                }
+            }
+            // A target within rounding of the edge between two keys may fall on the other.
+            assert!(drawn > 0 && missed * 500 <= drawn, "{what}: {missed} of {drawn}");
+            let (out, sum) = Plan::new(lists, &batch).unwrap().attend_given(&batch, DType::F32).unwrap();
+            below(furthest(&sum, &sum.zeros_like().unwrap()), 2e-3, &what);
+            let want = attend(&decode, &cpu, None).unwrap();
+            // One draw of 64 on another key moves an output of one head by some tenth.
+            below(relative(&out, &want), if missed > 0 { 0.1 } else { LIMIT }, &what);
+        }
+    }
+}
+
+/// 256 times the same number.
+fn u32s(x: u32) -> Tensor {
+    crate::cache::u32s(vec![x; 256])
+}
