@@ -11,6 +11,7 @@ step() {
 step cargo fmt --all --check
 step cargo clippy --workspace --all-targets -- -D warnings
 step cargo xtask tidy
+step scripts/kernels.sh --if-possible
 if cargo nextest --version >/dev/null 2>&1; then
     step cargo nextest run --workspace --no-fail-fast
 else
