@@ -57,70 +57,40 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk) {
                  "+f"(d[6]), "+f"(d[7])\
                : "l"(a), "l"(b), "r"(acc))
 
+// Accumulators d[i] and on as operands, and their names.
+#define TAPER_D8(i)\
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),\
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define TAPER_D32(i) TAPER_D8(i), TAPER_D8(i + 8), TAPER_D8(i + 16), TAPER_D8(i + 24)
+#define TAPER_NAMES_32\
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "\
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define TAPER_NAMES_64\
+  TAPER_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "\
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
 // D[64 x 128] (+)= A (shared) * B (shared); TA, TB: the operand is stored transposed.
 #define TAPER_WGMMA_SS_128(TYPE, TA, TB)\
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"\
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {"\
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "\
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "\
-               "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "\
-               "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, "\
-               "%58, %59, %60, %61, %62, %63"\
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" TAPER_NAMES_64\
                "}, %64, %65, p, 1, 1, " #TA ", " #TB ";\n}"\
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),\
-                 "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),\
-                 "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),\
-                 "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),\
-                 "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]),\
-                 "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),\
-                 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]),\
-                 "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),\
-                 "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]),\
-                 "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]),\
-                 "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),\
-                 "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]),\
-                 "+f"(d[62]), "+f"(d[63])\
+               : TAPER_D32(0), TAPER_D32(32)\
                : "l"(a), "l"(b), "r"(acc))
 
 // D[64 x 64] (+)= A (registers) * B (shared, stored transposed).
 #define TAPER_WGMMA_RS_64(TYPE)\
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"\
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {"\
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "\
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "\
-               "%30, %31"\
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" TAPER_NAMES_32\
                "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}"\
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),\
-                 "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),\
-                 "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),\
-                 "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),\
-                 "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]),\
-                 "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])\
+               : TAPER_D32(0)\
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(acc))
 
 // D[64 x 128] (+)= A (registers) * B (shared, stored transposed).
 #define TAPER_WGMMA_RS_128(TYPE)\
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"\
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {"\
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "\
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "\
-               "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "\
-               "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, "\
-               "%58, %59, %60, %61, %62, %63"\
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" TAPER_NAMES_64\
                "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"\
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),\
-                 "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),\
-                 "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),\
-                 "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),\
-                 "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]),\
-                 "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),\
-                 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]),\
-                 "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),\
-                 "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]),\
-                 "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]),\
-                 "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),\
-                 "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]),\
-                 "+f"(d[62]), "+f"(d[63])\
+               : TAPER_D32(0), TAPER_D32(32)\
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(acc))
 
 template <class T>
@@ -166,6 +136,22 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[
     if constexpr (kIsBf16<T>) TAPER_WGMMA_RS_128("bf16");
     else TAPER_WGMMA_RS_128("f16");
   }
+}
+
+// Scores of 64 keys for N queries, both [.., D] in shared memory as tensor copies leave them, in panels of 64
+// elements. Done when it returns.
+template <class T, int D, int N>
+__device__ __forceinline__ void score_tile(float (&s)[N / 2], uint32_t keys, uint32_t queries) {
+  const uint64_t k_desc = smem_desc(keys), q_desc = smem_desc(queries);
+  __syncwarp();  // Lanes may have left a wait one by one; the products want whole warps.
+  wgmma_fence();
+#pragma unroll
+  for (int kk = 0; kk < D / 16; ++kk)
+    wgmma_ss<T, N, false>(s, k_desc + (((kk / 4) * 64 * 128 + (kk % 4) * 32) >> 4),
+                          q_desc + (((kk / 4) * (N * 128) + (kk % 4) * 32) >> 4), kk > 0);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(s);
 }
 
 }  // namespace taper

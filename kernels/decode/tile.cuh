@@ -75,16 +75,7 @@ struct TileSums {
       fence_async_smem();
     }
     float s[N / 2];
-    const uint64_t k_desc = smem_desc(k_s), q_desc = smem_desc(q_s);
-    __syncwarp();  // Lanes may have left a wait one by one; the products want whole warps.
-    wgmma_fence();
-#pragma unroll
-    for (int kk = 0; kk < D / 16; ++kk)
-      wgmma_ss<T, N, false>(s, k_desc + (((kk / 4) * L::kPanel + (kk % 4) * 32) >> 4),
-                            q_desc + (((kk / 4) * (N * 128) + (kk % 4) * 32) >> 4), kk > 0);
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(s);
+    score_tile<T, D, N>(s, k_s, q_s);
 
     float bias0 = meta.ln_weight, bias1 = meta.ln_weight;
     if (GATHER && meta.gathered) {

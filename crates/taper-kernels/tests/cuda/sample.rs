@@ -3,7 +3,9 @@
 use crate::cache::{Caches, GRID, LIMIT, Numbers, Queries, below, device, elements, furthest, relative, relative_of};
 use candle_core::{DType, Tensor};
 use taper_kernels::budget::{Promise, Rule};
-use taper_kernels::cuda::{Lists, Plan, Scratch, Streams, ValueDraws, View, draw, sampled, scores, spread_values, values};
+use taper_kernels::cuda::{
+    Lists, Plan, Scratch, Streams, ValueDraws, View, draw, sampled, scores, spread_values, values,
+};
 use taper_kernels::decode::{HeadSelection, Sampling, Selection, Spread, Targets, attend, sample_some, sample_values};
 use taper_kernels::philox::Stream;
 
