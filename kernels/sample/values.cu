@@ -15,7 +15,8 @@ cudaError_t go(ValuesParams p, cudaStream_t stream) {
                         rank_tiles((p.max_len + kBlock - 1) / kBlock, team);
   if (masses > 80 * 1024) return cudaErrorInvalidValue;
   p.in_order = grid > sm_count();
-  return launch(values_kernel<T, D, N>, grid, kValueThreads + 32, ValuesLayout<D, N>::kBytes + masses, stream,
+  const auto kernel = p.rule == kPerTile ? values_kernel<T, D, N, true> : values_kernel<T, D, N, false>;
+  return launch(kernel, grid, kValueThreads + 32, ValuesLayout<D, N>::kBytes + masses, stream,
                 p.overlap != 0, maps, p);
 }
 

@@ -60,7 +60,7 @@ struct ValuesMaps {
   CUtensorMap q, k;
 };
 
-template <class T, int D, int N>
+template <class T, int D, int N, bool PER_TILE>
 struct ValuesBlock {
   using L = ValuesLayout<D, N>;
   static constexpr int C = N / 4, V = D / 32;
@@ -119,16 +119,7 @@ struct ValuesBlock {
       const uint32_t stage = t % L::kStages;
       mbar_wait(smem_u32(&sh.full[stage]), t / L::kStages & 1);
       float s[N / 2];
-      const uint64_t k_desc = smem_desc(stages + stage * L::kStage), q_desc = smem_desc(q_at);
-      __syncwarp();  // Lanes may have left the wait one by one; the products want whole warps.
-      wgmma_fence();
-#pragma unroll
-      for (int kk = 0; kk < D / 16; ++kk)
-        wgmma_ss<T, N, false>(s, k_desc + (((kk / 4) * L::kPanel + (kk % 4) * 32) >> 4),
-                              q_desc + (((kk / 4) * (N * 128) + (kk % 4) * 32) >> 4), kk > 0);
-      wgmma_commit();
-      wgmma_wait<0>();
-      pin(s);
+      score_tile<T, D, N>(s, stages + stage * L::kStage, q_at);
       __syncwarp();
       if (lane == 0) mbar_arrive(smem_u32(&sh.empty[stage]));
 
@@ -232,20 +223,19 @@ struct ValuesBlock {
 
   // One warp: adds up the values of those of a head's targets k = sub, sub + step, ...
   // that fall on this rank.
-  __device__ __forceinline__ void draw(int h, uint32_t sub, uint32_t step, float (&acc)[V]) {
+  __device__ __forceinline__ void draw(int h, uint32_t sub, uint32_t step, float u0, float (&acc)[V]) {
     const float* m = mass + h * mass_stride;
     const auto [begin, end, scale, total] = reach(h);
-    const float u0 = p.rule == kSystematic ? uniform(h, 0) : 0.f, inverse = 1.f / p.samples;
+    const float inverse = 1.f / p.samples;
     const T* values = static_cast<const T*>(p.v);
     const uint32_t all = (len + kBlock - 1) / kBlock, each = max(p.samples / all, 1u);
-    const bool per_tile = p.rule == kPerTile;
-    const uint32_t draws = per_tile ? tiles * each : p.samples;
+    const uint32_t draws = PER_TILE ? tiles * each : p.samples;
     for (uint32_t k0 = sub; k0 < draws; k0 += 32 * step) {
       const uint32_t k = k0 + lane * step;
       float x = u0, left = 0, weight = 1;
       uint32_t lo = 0;
       bool mine = k < draws;
-      if (per_tile) {
+      if constexpr (PER_TILE) {
         if (mine) {
           lo = k / each;
           left = (k % each + uniform(h, first + lo)) / each;
@@ -348,14 +338,15 @@ struct ValuesBlock {
     uint32_t* sync = p.sync + (1 + list) * kTeamLine;
     gate.meet();
     if (tid == 0) add_release(sync, 1);
+    // Small groups: several warps a head. Its one offset is known before the team has met.
+    const int step = kValueWarps / group, sub = warp / group;
+    const float u0 = !PER_TILE && p.rule == kSystematic ? uniform(warp % group, 0) : 0.f;
     if (lane == 0)
       while (load_acquire(sync) < team) {
       }
     __syncwarp();
-    // Small groups: several warps a head.
-    const int step = kValueWarps / group, sub = warp / group;
     float acc[V] = {};
-    if (sub < step) draw(warp % group, sub, step, acc);
+    if (sub < step) draw(warp % group, sub, step, u0, acc);
 #pragma unroll
     for (int j = 0; j < V; ++j) sh.join[warp][lane * V + j] = acc[j];
     gate.meet();
@@ -381,7 +372,7 @@ struct ValuesBlock {
   }
 };
 
-template <class T, int D, int N>
+template <class T, int D, int N, bool PER_TILE>
 __global__ void __launch_bounds__(kValueThreads + 32, 1)
     values_kernel(const __grid_constant__ ValuesMaps maps, const __grid_constant__ ValuesParams p) {
   using L = ValuesLayout<D, N>;
@@ -408,7 +399,7 @@ __global__ void __launch_bounds__(kValueThreads + 32, 1)
   const uint32_t per = rank_tiles(all, team), first = min(rank * per, all);
   const uint32_t* table = p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
   float* mass = reinterpret_cast<float*>(raw + (q_at + L::kQuery - smem_u32(raw)));
-  ValuesBlock<T, D, N> block{maps, p, sh, stages, q_at, mass,
+  ValuesBlock<T, D, N, PER_TILE> block{maps, p, sh, stages, q_at, mass,
                              rank_tiles((p.max_len + kBlock - 1) / kBlock, team), list, rank, team, row,
                              list % p.kv_heads, len, first, min(per, all - first), table,
                              p.seeds[row], p.positions[row],
