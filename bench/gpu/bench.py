@@ -137,20 +137,26 @@ def check_lists_speed(cache, q, n):
     put(f"decode b1 {n} 10% tokens taper graph us", median_ms(graphed(f)) * 1e3)
 
 
+def put_peers(n, names, runs, warm):
+    """PyTorch's causal prefill by the peers named."""
+    q = torch.randn(1, HQ, n, D, device=DEV, dtype=DT)
+    k = torch.randn(1, HK, n, D, device=DEV, dtype=DT)
+    v = torch.randn_like(k)
+    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
+    for name in names:
+        with sdpa_kernel(backends[name]):
+            f = lambda: torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True)
+            ms = median_ms(f, runs, warm, cold=False)
+        put(f"prefill {n} {name} ms", ms)
+        put(f"prefill {n} {name} TFLOP/s", 2.0 * n * n * D * HQ / ms / 1e9)
+
+
 def prefill():
     for n in (8192, 32768, 131072):
         flops = 2.0 * n * n * D * HQ
-        q = torch.randn(1, HQ, n, D, device=DEV, dtype=DT)
-        k = torch.randn(1, HK, n, D, device=DEV, dtype=DT)
-        v = torch.randn_like(k)
         iters = 5 if n < 100000 else 3
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            f = lambda: torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=True)
-            ms = median_ms(f, iters, 1, cold=False)
-        put(f"prefill {n} cudnn ms", ms)
-        put(f"prefill {n} cudnn TFLOP/s", flops / ms / 1e9)
-        del q, k, v
+        put_peers(n, ["cudnn"], iters, 1)
         cache = t.Cache([n], HK, D, DT, poison=False)
         q = torch.randn(n, HQ, D, device=DEV, dtype=DT)
         pos = torch.arange(n)
@@ -188,14 +194,7 @@ def csr_speed(cache, q, n):
 
 def delta():
     for n in (32768, 131072):
-        q = torch.randn(1, HQ, n, D, device=DEV, dtype=DT)
-        k = torch.randn(1, HK, n, D, device=DEV, dtype=DT)
-        v = torch.randn_like(k)
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            f = lambda: torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=True)
-            put(f"prefill {n} fa2 ms", median_ms(f, 3, 1, cold=False))
-        del q, k, v
+        put_peers(n, ["fa2"], 3, 1)
         cache = t.Cache([n], HK, D, DT, poison=False)
         q = torch.randn(n, HQ, D, device=DEV, dtype=DT)
         f = t.Delta(cache, q, 64, 4, 2048)
@@ -210,16 +209,7 @@ def long():
     """One run each at 524,288 and 1,048,576 tokens; minutes, mostly FlashAttention-2's."""
     for n in (524288, 1048576):
         flops = 2.0 * n * n * D * HQ
-        q = torch.randn(1, HQ, n, D, device=DEV, dtype=DT)
-        k = torch.randn(1, HK, n, D, device=DEV, dtype=DT)
-        v = torch.randn_like(k)
-        for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION),
-                              ("fa2", SDPBackend.FLASH_ATTENTION)):
-            with sdpa_kernel(backend):
-                f = lambda: torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=True, enable_gqa=True)
-                put(f"prefill {n} {name} ms", median_ms(f, 1, 0, cold=False))
-        del q, k, v
+        put_peers(n, ["cudnn", "fa2"], 1, 0)
         cache = t.Cache([n], HK, D, DT, poison=False)
         q = torch.randn(n, HQ, D, device=DEV, dtype=DT)
         pos = torch.arange(n)
