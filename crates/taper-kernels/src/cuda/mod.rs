@@ -1,13 +1,16 @@
 //! The operations on a CUDA device: safe functions over the kernels of kernels/, for the H100 and H200 (sm_90a).
 //!
 //! Where the CPU's operation takes tensors and small host slices, the same function runs on either device and comes here by
-//! itself: [`crate::kv::append`], [`crate::kv::copy_block`], [`crate::prefill::prefill`],
-//! [`crate::prefill::sums`], [`crate::decode::attend`], [`crate::correct::correct`]. What this module offers besides keeps tables, lists and budgets on the device, so that a step
-//! needs no host in between: [`Batch`] for [`crate::decode::Decode`], [`Lists`] for [`crate::decode::Selection`].
+//! itself: [`crate::kv::append`], [`crate::kv::copy_block`], [`crate::prefill::prefill`], [`crate::prefill::sums`],
+//! [`crate::decode::attend`], [`crate::correct::correct`]. What this module offers besides keeps tables, lists and budgets on
+//! the device, so that a step needs no host in between: [`Batch`] for [`crate::decode::Decode`], [`Lists`] for
+//! [`crate::decode::Selection`].
 //!
-//! Every function queues its launches on candle's stream of the device and returns; none waits for the device. Caches are
-//! bf16 or f16, head_dim 64 or 128, at most 16 query heads a KV head. Errors name the operation and the parameter. What
-//! tensors of tables, lengths and ids say is not looked at on the host and must be true.
+//! Every function queues its work on candle's stream of the device and returns; none waits for a launch to end, but for
+//! [`Lists::read_back`]. Host slices are copied on the same stream, and from pageable memory: large ones may hold the caller
+//! up, so what serves many layers ([`Tiles`], [`Plan`], tables) is made once a step. Caches are bf16 or f16, head_dim 64 or
+//! 128, at most 16 query heads a KV head. Errors name the operation and the parameter. What tensors of tables, lengths and
+//! ids say is not looked at on the host and must be true.
 
 mod batch;
 mod decode;
