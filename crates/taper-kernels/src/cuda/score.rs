@@ -125,7 +125,7 @@ impl Between {
     /// A page that does not divide 64.
     pub fn new(like: &Tensor, heads: usize, lens: &[u32], sink: u32, window: u32, page: u32) -> Result<Self> {
         let op = Op::new("sink_window", "like", like)?;
-        op.check(page > 0 && BLOCK_TOKENS as u32 % page == 0, "page", page, "a divisor of 64")?;
+        op.check(page > 0 && (BLOCK_TOKENS as u32).is_multiple_of(page), "page", page, "a divisor of 64")?;
         let (mut rows, mut begins, mut ends) = (Vec::new(), Vec::new(), Vec::new());
         for &len in lens {
             let sinks = sink.next_multiple_of(page).min(len);

@@ -1,4 +1,5 @@
 //! Attention of single rows over selections and lists.
+#![allow(clippy::single_range_in_vec_init)] // One range is what these tests mean.
 
 use crate::cache::{Caches, GRID, LIMIT, Numbers, Queries, below, device, furthest, relative};
 use candle_core::{DType, Tensor};

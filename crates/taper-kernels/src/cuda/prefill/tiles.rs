@@ -37,7 +37,7 @@ impl Drawn {
         let (runs, heads) = match reads {
             Reads::Mask(mask) => {
                 whole = [HeadReads::from(*mask)];
-                (vec![0..rows.positions.len()], &whole[..])
+                (std::iter::once(0..rows.positions.len()).collect::<Vec<_>>(), &whole[..])
             }
             Reads::Selection(selection) => {
                 let n = selection.heads().len();
