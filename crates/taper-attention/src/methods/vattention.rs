@@ -24,7 +24,7 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     summary: "Relative output error at most epsilon with probability at least 1 - delta, per head and token, for as \
               few keys as that takes; a head that cannot keep it reads everything.",
     source: "vAttention, Algorithm 1, Lemma 4.2, Theorem 4.3; the rules ratio and chi2 are sharper forms of the same \
-             bound, with the noise of the pilot taken off",
+             bound, with the noise of the pilot taken off, and a sample is measured anew as it grows",
     schema: schema_of::<Params>,
     build: |value, path, artifacts| {
         let params: Params = parse("vattention", value, path)?;
@@ -214,7 +214,7 @@ impl DecodeMethod for VAttention {
         let residual = step.per_head(|row| row.visible.len().saturating_sub(self.sink + self.window));
         let group = budgets.len() / hopeless.len();
         for ((budgets, residual), _) in budgets.chunks_mut(group).zip(residual).zip(&hopeless).filter(|(_, h)| **h) {
-            budgets.fill(Budget { residual, sampled: residual, dense: true });
+            budgets.fill(Budget { residual, sampled: residual, dense: true, ..Budget::default() });
         }
         Ok(Choice { selection, scores: exact.scores, budgets: Some(budgets) })
     }
@@ -227,7 +227,7 @@ impl DecodeMethod for VAttention {
         indices
     }
 
-    fn epsilon(&self) -> Option<f64> {
-        Some(self.epsilon)
+    fn promise(&self) -> Option<(f64, f64)> {
+        Some((self.epsilon, self.delta))
     }
 }

@@ -47,13 +47,20 @@ pub struct Budget {
     pub residual: usize,
     /// Sampled keys that the head reads; the residual if all are read.
     pub sampled: usize,
+    /// Sampled keys that were looked at first; 0 where none were.
+    pub pilot: usize,
     /// Whether the head reads everything because no sample worth while keeps the promise. Where there is too little to
     /// sample from, everything is read and this is false.
     pub dense: bool,
 }
 
-/// Rounds in which a noisy pilot grows, fourfold each.
-const GROWTH_ROUNDS: usize = 4;
+/// How far a sample grows between two looks: the most where its budget is beyond it, and where it is too noisy to tell.
+const GROWTH: (f64, usize) = (1.5, 4);
+/// Looks at samples too noisy to tell, after which the head goes dense.
+const NOISY_LOOKS: usize = 5;
+/// A first look may err upwards: while a sample is below a quarter of the limit, a budget sends the head dense only if it
+/// is so many times the limit.
+const BENEFIT_OF_DOUBT: f64 = 2.0;
 /// Sampled keys whose products with one another are taken.
 const COVARIANCE_KEYS: usize = 40;
 
@@ -145,11 +152,14 @@ struct Work<'a, T> {
     ids: Vec<u32>,
     /// Scores of the sampled keys `[group][keys]`.
     sampled: Vec<Vec<f32>>,
+    /// What the looks so far have added up `[group]`.
+    running: Vec<Running>,
 }
 
 impl<'a, T: KvElement> Work<'a, T> {
     fn new(isa: Isa, view: &'a View<'a, T>, row: usize, head: usize, scores: Option<&'a HeadScores>) -> Self {
-        Self { isa, view, row, head, scores, ids: Vec::new(), sampled: vec![Vec::new(); view.group] }
+        let running = vec![Running::default(); view.group];
+        Self { isa, view, row, head, scores, ids: Vec::new(), sampled: vec![Vec::new(); view.group], running }
     }
 
     fn run(&mut self, fixed: &HeadSelection, stream: &Stream, how: &Sampling, budgets: &mut [Budget]) -> HeadSelection {
@@ -157,36 +167,40 @@ impl<'a, T: KvElement> Work<'a, T> {
         let n = visible.len();
         let HeadSelection::Keys(keys) = fixed else { return HeadSelection::Dense };
         let residual = n - keys.fixed();
-        budgets.fill(Budget { residual, sampled: residual, dense: false });
+        budgets.fill(Budget { residual, sampled: residual, ..Budget::default() });
         let (pilot, limit) = how.bounds(n, keys.fixed());
         if residual <= pilot || pilot as f64 >= limit {
             return HeadSelection::Dense;
         }
         let known = attend_head::<T>(self.isa, self.view, self.row, self.head, fixed, self.scores);
         let mut draws = Draws::new(keys, &visible, stream);
-        let mut wanted = pilot;
-        for round in 0..=GROWTH_ROUNDS {
-            self.draw(&mut draws, wanted);
-            match self.judge(&known, residual, how, limit) {
-                Judgement::Budget(b) => {
-                    // The group reads what its neediest head needs: the others may as well use it.
-                    let sampled = (b as usize).clamp(wanted, residual);
-                    if sampled as f64 >= limit {
-                        break;
-                    }
-                    self.draw(&mut draws, sampled);
-                    budgets.fill(Budget { residual, sampled, dense: false });
-                    let log_weight = (residual as f64 / sampled as f64).ln() as f32;
-                    let (counts, log_weights) = (vec![sampled; self.view.group], vec![log_weight; self.view.group]);
-                    let sample = Some(Sample { ids: std::mem::take(&mut self.ids), counts, log_weights });
-                    return HeadSelection::Keys(Keys { sample, ..keys.clone() });
+        let (mut drawn, mut noisy) = (pilot, 0);
+        let sampled = loop {
+            self.draw(&mut draws, drawn);
+            let doubt = if ((4 * drawn) as f64) < limit { BENEFIT_OF_DOUBT } else { 1.0 };
+            // What a sample says of its own size is checked by what the larger sample says, until it is enough: the
+            // pilot alone misses the rare heavy keys that its own spread depends on.
+            let wanted = match self.judge(&known, residual, how, doubt * limit) {
+                Judgement::Budget(b) if b <= drawn as f64 => break drawn,
+                Judgement::Budget(b) => b.min((GROWTH.0 * drawn as f64).ceil()) as usize,
+                Judgement::Noisy if noisy < NOISY_LOOKS - 1 => {
+                    noisy += 1;
+                    GROWTH.1 * drawn
                 }
-                Judgement::Noisy if round < GROWTH_ROUNDS && ((4 * wanted) as f64) < limit => wanted *= 4,
-                _ => break,
+                Judgement::Noisy | Judgement::Dense => residual,
+            };
+            if wanted >= residual || wanted as f64 >= limit {
+                budgets.fill(Budget { residual, sampled: residual, pilot, dense: true });
+                return HeadSelection::Dense;
             }
-        }
-        budgets.fill(Budget { residual, sampled: residual, dense: true });
-        HeadSelection::Dense
+            drawn = wanted;
+        };
+        // The group reads what its neediest head needs: the others may as well use it.
+        budgets.fill(Budget { residual, sampled, pilot, dense: false });
+        let log_weight = (residual as f64 / sampled as f64).ln() as f32;
+        let (counts, log_weights) = (vec![sampled; self.view.group], vec![log_weight; self.view.group]);
+        let sample = Some(Sample { ids: std::mem::take(&mut self.ids), counts, log_weights });
+        HeadSelection::Keys(Keys { sample, ..keys.clone() })
     }
 
     /// Draws on until `wanted` keys are drawn.
@@ -208,7 +222,9 @@ impl<'a, T: KvElement> Work<'a, T> {
         self.score_new();
         let mut most = 0f64;
         for g in 0..group {
-            let head = Head::new(self, g, &known[g * Partial::width(self.view.head_dim)..], residual);
+            let known = &known[g * Partial::width(self.view.head_dim)..];
+            self.add_up(g, known[0]);
+            let head = Head::new(self, g, known, residual);
             let moments = head.moments();
             match how.promise.verdict(&moments, limit, || head.covariance_trace2()) {
                 Verdict::Sample(b) if b < limit => most = most.max(b),
@@ -238,6 +254,29 @@ impl<'a, T: KvElement> Work<'a, T> {
                 sampled.extend_from_slice(&line[..ids.len()]);
             }
         }
+    }
+
+    /// Adds up one head's keys scored since the last time. `least` is a score that the reference is at least.
+    fn add_up(&mut self, g: usize, least: f32) {
+        let mut running = std::mem::take(&mut self.running[g]);
+        let new = &self.sampled[g][running.keys..];
+        let heaviest = new.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        running.heaviest = if running.keys == 0 { heaviest } else { running.heaviest.max(heaviest) };
+        running.rise(heaviest.max(least), self.view.head_dim);
+        let mut weights = new.to_vec();
+        let (line, max) = (weights.as_mut_slice(), running.max);
+        dispatch!(self.isa, exp_line::<_>(line: &mut [f32], max: f32));
+        let (work, first, sums, weights) = (&*self, running.keys, &mut running.sums, weights.as_slice());
+        dispatch!(self.isa, sum_up::<_, T: KvElement>(
+            work: &Work<T>, first: usize, weights: &[f32], sums: &mut Sums
+        ));
+        running.keys += weights.len();
+        self.running[g] = running;
+    }
+
+    fn value(&self, key: usize) -> &'a [T] {
+        let at = self.view.offset(self.row, self.head, self.ids[key] as usize);
+        &self.view.v[at..at + self.view.head_dim]
     }
 }
 
@@ -283,25 +322,20 @@ impl Iterator for Draws {
     }
 }
 
-/// One query head's sample against what is known exactly.
-struct Head<'a, T> {
-    work: &'a Work<'a, T>,
-    residual: f64,
-    /// Largest score of known and sampled keys.
-    max: f64,
-    /// exp(score − max) of the sampled keys.
-    weights: Vec<f32>,
-    /// Sum of the weights of the known keys.
-    known_sum: f64,
-    /// Weighted values of the known keys.
-    known_values: Vec<f32>,
-    /// The estimated output.
-    output: Vec<f32>,
+/// What is added up of one query head's sampled keys.
+#[derive(Debug, Clone, Default)]
+struct Running {
+    /// Keys so far.
+    keys: usize,
+    /// What scores are measured against: at least the largest of known and sampled keys.
+    max: f32,
+    /// Largest score of the sampled keys.
+    heaviest: f32,
     sums: Sums,
 }
 
-/// Sums over the sampled keys: e, e², e v, e² v, e²‖v‖².
-#[derive(Default)]
+/// Sums over the sampled keys, with e = exp(score − max): e, e², e v, e² v, e²‖v‖².
+#[derive(Debug, Clone, Default)]
 struct Sums {
     e: f64,
     e2: f64,
@@ -310,43 +344,58 @@ struct Sums {
     e2v2: f64,
 }
 
-impl<'a, T: KvElement> Head<'a, T> {
-    fn new(work: &'a Work<'a, T>, g: usize, known: &[f32], residual: usize) -> Self {
-        let d = work.view.head_dim;
-        let mut weights = work.sampled[g].clone();
-        let max = weights.iter().copied().fold(known[0], f32::max);
-        let line = weights.as_mut_slice();
-        dispatch!(work.isa, exp_line::<_>(line: &mut [f32], max: f32));
-        let rescale = (known[0] - max).exp();
-        let mut head = Self {
-            work,
-            residual: residual as f64,
-            max: max.into(),
-            weights,
-            known_sum: f64::from(known[1] * rescale),
-            known_values: known[2..2 + d].iter().map(|v| v * rescale).collect(),
-            output: vec![0.0; d],
-            sums: Sums { ev: vec![0.0; d], e2v: vec![0.0; d], ..Sums::default() },
-        };
-        let h = &mut head;
-        dispatch!(work.isa, sum_up::<_, T: KvElement>(h: &mut Head<T>));
-        let scale = residual as f64 / head.weights.len() as f64;
-        let total = head.known_sum + scale * head.sums.e;
-        for ((o, known), ev) in head.output.iter_mut().zip(&head.known_values).zip(&head.sums.ev) {
-            *o = ((f64::from(*known) + scale * f64::from(*ev)) / total) as f32;
+impl Running {
+    /// Measures scores against `max` from now on, if it is larger.
+    fn rise(&mut self, max: f32, d: usize) {
+        if self.keys == 0 {
+            self.sums = Sums { ev: vec![0.0; d], e2v: vec![0.0; d], ..Sums::default() };
+            self.max = max;
         }
-        head
+        if max <= self.max {
+            return;
+        }
+        let (once, s) = ((self.max - max).exp(), &mut self.sums);
+        let twice = once * once;
+        s.e *= f64::from(once);
+        s.e2 *= f64::from(twice);
+        s.e2v2 *= f64::from(twice);
+        s.ev.iter_mut().for_each(|x| *x *= once);
+        s.e2v.iter_mut().for_each(|x| *x *= twice);
+        self.max = max;
     }
+}
 
-    fn value(&self, key: usize) -> &'a [T] {
-        let view = self.work.view;
-        let at = view.offset(self.work.row, self.work.head, self.work.ids[key] as usize);
-        &view.v[at..at + view.head_dim]
+/// One query head's sample against what is known exactly.
+struct Head<'a, 'b, T> {
+    work: &'b Work<'a, T>,
+    /// Of the query heads of the group.
+    g: usize,
+    residual: f64,
+    running: &'b Running,
+    /// Sum of the weights of the known keys.
+    known_sum: f64,
+    /// The estimated output.
+    output: Vec<f32>,
+}
+
+impl<'a, 'b, T: KvElement> Head<'a, 'b, T> {
+    /// `known`: largest score, sum and weighted values of the known keys.
+    fn new(work: &'b Work<'a, T>, g: usize, known: &[f32], residual: usize) -> Self {
+        let running = &work.running[g];
+        let sums = &running.sums;
+        let rescale = f64::from((known[0] - running.max).exp());
+        let known_sum = f64::from(known[1]) * rescale;
+        let scale = residual as f64 / running.keys as f64;
+        let total = known_sum + scale * sums.e;
+        let output =
+            |(known, ev): (&f32, &f32)| ((f64::from(*known) * rescale + scale * f64::from(*ev)) / total) as f32;
+        let output = known[2..2 + work.view.head_dim].iter().zip(&sums.ev).map(output).collect();
+        Self { work, g, residual: residual as f64, running, known_sum, output }
     }
 
     fn moments(&self) -> Moments {
-        let s = &self.sums;
-        let b = self.weights.len() as f64;
+        let s = &self.running.sums;
+        let b = self.running.keys as f64;
         let scale = self.residual / b;
         let dot = |x: &[f32], y: &[f32]| x.iter().zip(y).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum::<f64>();
         let denominator = self.known_sum + scale * s.e;
@@ -361,6 +410,7 @@ impl<'a, T: KvElement> Head<'a, T> {
             output_norm2: o2,
             variance_d: (s.e2 - s.e * s.e / b) / (b - 1.0),
             trace_n: (s.e2v2 - dot(&s.ev, &s.ev) / b) / (b - 1.0),
+            heaviest: f64::from((2.0 * (self.running.heaviest - self.running.max)).exp()) / s.e2.max(f64::MIN_POSITIVE),
             trace_r: (s.e2v2 - 2.0 * dot(&self.output, &s.e2v) + o2 * s.e2 - centred / b) / (b - 1.0),
         }
     }
@@ -368,11 +418,12 @@ impl<'a, T: KvElement> Head<'a, T> {
     /// Trace of the squared sample covariance of e (v − o). Its diagonal part, which heavy tails raise, takes every
     /// key; the products of different keys are estimated from the first few.
     fn covariance_trace2(&self) -> f64 {
-        let (keys, d) = (self.weights.len(), self.output.len());
+        let (keys, d) = (self.running.keys, self.output.len());
         let mut rows = vec![0f32; keys * d];
-        for (i, row) in rows.chunks_exact_mut(d).enumerate() {
-            for ((r, v), o) in row.iter_mut().zip(self.value(i)).zip(&self.output) {
-                *r = self.weights[i] * (v.to_f32() - o);
+        for ((i, row), score) in rows.chunks_exact_mut(d).enumerate().zip(&self.work.sampled[self.g]) {
+            let weight = (score - self.running.max).exp();
+            for ((r, v), o) in row.iter_mut().zip(self.work.value(i)).zip(&self.output) {
+                *r = weight * (v.to_f32() - o);
             }
         }
         let (mut own, mut mixed) = (0.0, 0.0);
@@ -393,13 +444,13 @@ pub(super) unsafe fn exp_line<V: Simd>(line: &mut [f32], max: f32) {
     chunks.into_remainder().iter_mut().for_each(|score| *score = (*score - max).exp());
 }
 
+/// Adds keys from the `first` sampled one on, of the given weights.
 #[inline(always)]
-unsafe fn sum_up<V: Simd, T: KvElement>(head: &mut Head<T>) {
-    let mut sums = std::mem::take(&mut head.sums);
+unsafe fn sum_up<V: Simd, T: KvElement>(work: &Work<T>, first: usize, weights: &[f32], sums: &mut Sums) {
     let d = sums.ev.len();
     let whole = d - d % V::LANES;
-    for (i, &e) in head.weights.iter().enumerate() {
-        let value = head.value(i);
+    for (i, &e) in weights.iter().enumerate() {
+        let value = work.value(first + i);
         let mut v2 = 0f32;
         unsafe {
             let (once, twice, mut norm) = (V::splat(e), V::splat(e * e), V::splat(0.0));
@@ -423,7 +474,6 @@ unsafe fn sum_up<V: Simd, T: KvElement>(head: &mut Head<T>) {
         sums.e2 += e * e;
         sums.e2v2 += e * e * f64::from(v2);
     }
-    head.sums = sums;
 }
 
 /// Centres rows `[keys, d]`; adds up the squared dot products of every row with itself, and of every ordered pair of

@@ -8,7 +8,7 @@
 //! and Y that of e, the output's error is at most (‖X‖ + ‖o − c‖ |Y|) / (D − |Y|), where o and D are the estimates. Both
 //! errors are bounded from what was drawn since and from the largest that the pages allow.
 
-use super::{Budget, Draws, Head, Work, is_sampled};
+use super::{Budget, Draws, Head, Running, Work, is_sampled};
 use crate::decode::attend::{Partial, attend_head};
 use crate::decode::{Decode, HeadSelection, Keys, Sample, Scores, Selection, View, with_view};
 use crate::index::bounds::PageBounds;
@@ -100,11 +100,12 @@ fn run<T: KvElement>(
     let visible = view.rows[work.row].visible.clone();
     let limit = how.dense_share.min(1.0) * visible.len() as f64;
     let residual = visible.len() - keys.fixed();
-    budgets.fill(Budget { residual, sampled: residual, dense: false });
+    budgets.fill(Budget { residual, sampled: residual, ..Budget::default() });
     if residual <= how.pilot_tokens + GUESS_KEYS {
         return HeadSelection::Dense;
     }
-    budgets.fill(Budget { residual, sampled: residual, dense: true });
+    let pilot = how.pilot_tokens.max(2);
+    budgets.fill(Budget { residual, sampled: residual, pilot, dense: true });
     let (keys, guesses) = guess(work, keys, &mut Draws::new(keys, &visible, stream), visible.len());
     let Some((keys, reach)) = promote(&keys, pages, &guesses, how, limit) else { return HeadSelection::Dense };
     // The same order of drawing: what was drawn and what was promoted is passed over.
@@ -112,7 +113,7 @@ fn run<T: KvElement>(
     let residual = visible.len() - keys.fixed();
     let fixed = HeadSelection::Keys(keys.clone());
     let partial = attend_head::<T>(work.isa, view, work.row, work.head, &fixed, work.scores);
-    let mut wanted = how.pilot_tokens.max(2);
+    let mut wanted = pilot;
     for _ in 0..LOOKS {
         wanted = wanted.min(residual);
         if (wanted + keys.fixed()) as f64 >= limit {
@@ -122,10 +123,11 @@ fn run<T: KvElement>(
         work.score_new();
         let sure = (0..view.group).all(|g| {
             let part = &partial[g * Partial::width(view.head_dim)..];
+            work.add_up(g, part[0]);
             Head::new(work, g, part, residual).is_sure(&guesses[g].output, &reach[g], how)
         });
         if sure {
-            budgets.fill(Budget { residual, sampled: wanted, dense: false });
+            budgets.fill(Budget { residual, sampled: wanted, pilot, dense: false });
             let log_weight = (residual as f64 / wanted as f64).ln() as f32;
             let (counts, log_weights) = (vec![wanted; view.group], vec![log_weight; view.group]);
             let sample = Some(Sample { ids: std::mem::take(&mut work.ids), counts, log_weights });
@@ -156,16 +158,19 @@ fn guess<T: KvElement>(work: &mut Work<T>, keys: &Keys, draws: &mut Draws, visib
     work.score_new();
     let width = Partial::width(view.head_dim);
     let guess = |g: usize| {
-        let head = Head::new(work, g, &partial[g * width..], visible - keys.fixed());
+        let part = &partial[g * width..];
+        work.add_up(g, part[0]);
+        let head = Head::new(work, g, part, visible - keys.fixed());
         let norm = head.output.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
-        let sum = head.known_sum + head.residual / head.weights.len() as f64 * head.sums.e;
-        Guess { max: head.max, sum, output: head.output, norm }
+        let sum = head.known_sum + head.residual / head.running.keys as f64 * head.running.sums.e;
+        Guess { max: head.running.max.into(), sum, output: head.output, norm }
     };
     let guesses = (0..view.group).map(guess).collect();
     let mut keys = keys.clone();
     keys.ids.append(&mut work.ids);
     keys.ids.sort_unstable();
     work.sampled.iter_mut().for_each(Vec::clear);
+    work.running.fill_with(Running::default);
     (keys, guesses)
 }
 
@@ -227,19 +232,19 @@ fn unread(keys: &Keys, page: &Page) -> Vec<u32> {
     (page.start..page.end).filter(free).map(|token| token as u32).collect()
 }
 
-impl<T: KvElement> Head<'_, T> {
+impl<T: KvElement> Head<'_, '_, T> {
     /// Whether the sample is large enough for the promise; `centre` is a guess at the output from before it was drawn.
     fn is_sure(&self, centre: &[f32], reach: &Reach, how: &Certainty) -> bool {
-        let (b, n) = (self.weights.len() as f64, self.residual);
+        let (b, n) = (self.running.keys as f64, self.residual);
         let log = (2.0 * BOUNDS * LOOKS as f64 / how.delta).ln();
         // Everything is relative to the largest score of keys read and drawn, as the head's sums are.
-        let max = self.max;
+        let max = f64::from(self.running.max);
         let weight = (reach.score - max).exp();
         let centre: Vec<f64> = centre.iter().map(|x| f64::from(*x)).collect();
         let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
         let centre_norm = norm(&mut centre.iter().copied());
         // Means of e² and of e² ‖v − c‖² over the sample.
-        let s = &self.sums;
+        let s = &self.running.sums;
         let cross: f64 = centre.iter().zip(&s.e2v).map(|(c, x)| c * f64::from(*x)).sum();
         let y2 = s.e2 / b;
         let x2 = ((s.e2v2 - 2.0 * cross + centre_norm * centre_norm * s.e2) / b).max(0.0);

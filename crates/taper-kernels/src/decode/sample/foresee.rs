@@ -80,7 +80,9 @@ fn is_hopeless<T: KvElement>(
     });
     let known = attend_head::<T>(work.isa, view, work.row, work.head, &HeadSelection::Keys(keys), None);
     (0..view.group).any(|g| {
-        let head = Head::new(work, g, &known[g * Partial::width(view.head_dim)..], between - k);
+        let known = &known[g * Partial::width(view.head_dim)..];
+        work.add_up(g, known[0]);
+        let head = Head::new(work, g, known, between - k);
         match sampling.hopeless.verdict(&head.moments(), limit, || 0.0) {
             Verdict::Sample(b) => b >= limit,
             Verdict::Dense => true,
