@@ -37,7 +37,7 @@ fn select(t: &Tensor, rows: &[usize]) -> Result<Tensor> {
 }
 
 /// ‖a − b‖ / ‖b‖ of every row and head of `[R, heads, d]`; 0 where both are 0.
-fn errors(a: &Tensor, b: &Tensor) -> Result<Vec<f32>> {
+pub fn errors(a: &Tensor, b: &Tensor) -> Result<Vec<f32>> {
     let (difference, norm) = (norms(&(a - b)?)?, norms(b)?);
     Ok(difference.into_iter().zip(norm).map(|(d, n)| if d == 0.0 { 0.0 } else { d / n }).collect())
 }

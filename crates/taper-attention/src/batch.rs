@@ -1,14 +1,18 @@
 //! One forward pass over a flat batch: stores keys and values, runs each sequence's method, reports.
 
+mod replay;
+
+pub use replay::{Replay, replay};
+
 use crate::audit;
 use crate::layer::{AttentionShape, LayerAttention, Rotary};
-use crate::method::{Carry, Choice, DecodeMethod, DecodeStep, PrefillLayer, PrefillOutput};
+use crate::method::{Carry, DecodeMethod, DecodeStep, KeyIndex, PrefillLayer, PrefillOutput};
 use crate::report::{AttentionUsage, PhaseReport, Report};
 use crate::spec::{AttentionSpec, Question};
 use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
 use std::sync::Arc;
-use taper_kernels::decode::{Decode, DecodeRow, Selection, attend};
+use taper_kernels::decode::{Decode, DecodeRow};
 use taper_kernels::index::Part as IndexPart;
 use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 use taper_kernels::philox::Stream;
@@ -297,27 +301,36 @@ impl Part<'_> {
     fn decode(&mut self, sequence: &mut Sequence, q: &Tensor) -> Result<Tensor> {
         let tokens = q.dims()[0];
         let method = sequence.spec.decode.method.clone();
-        let indices = if self.layer < method.dense_layers() { Vec::new() } else { method.indices() };
-        let shapes: Vec<_> = indices.iter().map(|i| i.shape(&self.shape, self.pool.dtype())).collect();
         // Where an index sums tokens up, a row must not see those of the rows after it.
-        let together = if shapes.iter().all(|s| s.rows == BLOCK_TOKENS) { DECODE_ROWS } else { 1 };
+        let whole = |index: &&dyn KeyIndex| index.shape(&self.shape, self.pool.dtype()).rows == BLOCK_TOKENS;
+        let together = if self.wanted(&*method).iter().all(whole) { DECODE_ROWS } else { 1 };
         let mut outs = Vec::new();
         for first in (0..tokens).step_by(together) {
             let count = together.min(tokens - first);
             let positions = sequence.len + first..sequence.len + first + count;
-            let mut tensors = Vec::with_capacity(indices.len());
-            for (index, shape) in indices.iter().zip(&shapes) {
-                let (name, upto) = (index.name(), (&sequence.table, positions.end));
-                let rotation = |position: usize| rotation(self.rotary, sequence.prompt, position);
-                let extend = |to: &Tensor, kv: PagedKv<'_>, parts: &[IndexPart]| {
-                    index.extend(self.layer, to, kv, parts, &rotation)
-                };
-                let tensor = self.pool.index((&name, *shape), self.layer, upto, extend);
-                tensors.push((name, tensor.map_err(candle_core::Error::wrap)?));
-            }
-            outs.push(self.decode_rows(sequence, &*method, &q.narrow(0, first, count)?, positions, &tensors)?);
+            let indices = self.indices(sequence, &*method, positions.end)?;
+            outs.push(self.decode_rows(sequence, &*method, &q.narrow(0, first, count)?, positions, &indices)?);
         }
         if outs.len() == 1 { Ok(outs.swap_remove(0)) } else { Tensor::cat(&outs, 0) }
+    }
+
+    /// The indices that a method wants in this layer.
+    fn wanted<'m>(&self, method: &'m dyn DecodeMethod) -> Vec<&'m dyn KeyIndex> {
+        if self.layer < method.dense_layers() { Vec::new() } else { method.indices() }
+    }
+
+    /// They and their names, over the first `end` tokens of a sequence.
+    fn indices(&mut self, sequence: &Sequence, method: &dyn DecodeMethod, end: usize) -> Result<Vec<(String, Tensor)>> {
+        let mut tensors = Vec::new();
+        for index in self.wanted(method) {
+            let (name, shape) = (index.name(), index.shape(&self.shape, self.pool.dtype()));
+            let rotation = |position: usize| rotation(self.rotary, sequence.prompt, position);
+            let extend =
+                |to: &Tensor, kv: PagedKv<'_>, parts: &[IndexPart]| index.extend(self.layer, to, kv, parts, &rotation);
+            let tensor = self.pool.index((&name, shape), self.layer, (&sequence.table, end), extend);
+            tensors.push((name, tensor.map_err(candle_core::Error::wrap)?));
+        }
+        Ok(tensors)
     }
 
     fn decode_rows(
@@ -328,30 +341,24 @@ impl Part<'_> {
         positions: Range<usize>,
         indices: &[(String, Tensor)],
     ) -> Result<Tensor> {
-        let kv_heads = self.shape.kv_heads;
         let visible = |end: usize| end.saturating_sub(self.shape.window.unwrap_or(end))..end;
-        let rows: Vec<DecodeRow> =
-            positions.clone().map(|p| DecodeRow { table: sequence.table.blocks(), visible: visible(p + 1) }).collect();
+        let row = |p: usize| DecodeRow { table: sequence.table.blocks(), visible: visible(p + 1) };
+        let rows: Vec<DecodeRow> = positions.clone().map(row).collect();
         let streams: Vec<Stream> = positions.map(|p| self.stream(sequence.seed, p)).collect();
         let prompt = sequence.prompt;
         let step = DecodeStep {
             batch: Decode { q, kv: self.pool.layer(self.layer), rows: &rows },
             layer: self.layer,
-            kv_heads,
+            kv_heads: self.shape.kv_heads,
             streams: &streams,
             indices,
             rotation: &|position| rotation(self.rotary, prompt, position),
         };
-        let choice = if self.layer < method.dense_layers() {
-            Choice::from(Selection::dense(rows.len(), kv_heads))
-        } else {
-            method.select(&step)?
-        };
-        let out = attend(&step.batch, &choice.selection, choice.scores.as_ref())?;
+        let (choice, out) = step.run(method)?;
         let counts = choice.selection.counts(&rows);
         let report: &mut PhaseReport = &mut sequence.report.decode;
         let read = counts.iter().sum::<usize>() as u64;
-        let there = rows.iter().map(|row| row.visible.len() * kv_heads).sum::<usize>() as u64;
+        let there = rows.iter().map(|row| row.visible.len() * self.shape.kv_heads).sum::<usize>() as u64;
         report.add(counts.len() as u64, read, there, counts.iter().copied().max().unwrap_or(0) as u64);
         report.add_scored(choice.scores.as_ref().map_or(0, |scores| scores.keys() as u64));
         if let Some(budgets) = &choice.budgets {
@@ -360,7 +367,8 @@ impl Part<'_> {
         let audited: Vec<usize> =
             (0..rows.len()).filter(|&row| audit::wanted(&streams[row], sequence.spec.audit)).collect();
         if !audited.is_empty() {
-            report.add_errors(&audit::decode(&step, &out, &audited)?, method.epsilon());
+            let epsilon = method.promise().map(|(epsilon, _)| epsilon);
+            report.add_errors(&audit::decode(&step, &out, &audited)?, epsilon);
         }
         Ok(out)
     }

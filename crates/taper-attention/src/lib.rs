@@ -18,7 +18,7 @@ mod spec;
 mod top_k;
 
 pub use artifacts::{ArtifactError, Artifacts, ModelKey};
-pub use batch::{AttentionBatch, Sequence, Span};
+pub use batch::{AttentionBatch, Replay, Sequence, Span, replay};
 pub use layer::{AttentionShape, LayerAttention, Rotary};
 pub use methods::{MethodInfo, catalogue};
 pub use report::{AttentionUsage, AuditUsage, CraUsage, PhaseUsage};

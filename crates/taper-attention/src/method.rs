@@ -2,7 +2,7 @@
 
 use crate::layer::AttentionShape;
 use candle_core::{DType, Result, Tensor, bail};
-use taper_kernels::decode::{Budget, Decode, DecodeRow, Scores, Selection};
+use taper_kernels::decode::{Budget, Decode, DecodeRow, Scores, Selection, attend};
 use taper_kernels::index::Part;
 use taper_kernels::kv::PagedKv;
 use taper_kernels::philox::Stream;
@@ -157,8 +157,9 @@ pub trait DecodeMethod: std::fmt::Debug + Send + Sync {
     /// A device error.
     fn select(&self, step: &DecodeStep) -> Result<Choice>;
 
-    /// The relative error that the method promises to keep, if it promises one.
-    fn epsilon(&self) -> Option<f64> {
+    /// What the method promises, if anything: (epsilon, delta), a relative error of at most epsilon with probability at
+    /// least 1 - delta, for each query head.
+    fn promise(&self) -> Option<(f64, f64)> {
         None
     }
 
@@ -235,6 +236,16 @@ impl DecodeStep<'_> {
         let q = self.batch.q.narrow(0, row, 1)?;
         let batch = Decode { q: &q, kv: self.batch.kv, rows: &self.batch.rows[row..=row] };
         run(&DecodeStep { batch, streams: &self.streams[row..=row], ..*self })
+    }
+
+    /// Runs a method: what it chose, and the outputs `[R, q_heads, head_dim]`.
+    ///
+    /// # Errors
+    /// A device error.
+    pub(crate) fn run(&self, method: &dyn DecodeMethod) -> Result<(Choice, Tensor)> {
+        let choice = if self.layer < method.dense_layers() { self.dense() } else { method.select(self)? };
+        let out = attend(&self.batch, &choice.selection, choice.scores.as_ref())?;
+        Ok((choice, out))
     }
 
     /// An index that the method declared.

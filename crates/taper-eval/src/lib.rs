@@ -2,15 +2,18 @@
 //!
 //! The tasks are those of RULER (Hsieh et al. 2024, arXiv:2404.06654) with its wording, from generators of our own;
 //! [`run`] prefills each prompt once per prefill method and decodes it with every decode method from there. Knows the
-//! engine's backend, no HTTP and no terminal. [`train`] makes what some methods learn offline.
+//! engine's backend, no HTTP and no terminal. [`heads()`] measures a method's error and promise head by head, [`speed()`] its time. [`train`]
+//! makes what some methods learn offline.
 
 mod error;
 mod fit;
+mod heads;
 mod method;
 mod prose;
 mod results;
 mod run;
 mod score;
+mod speed;
 mod table;
 mod tasks;
 mod text;
@@ -18,10 +21,12 @@ pub mod train;
 mod words;
 
 pub use error::EvalError;
+pub use heads::{HeadsPlan, HeadsRow, Promised, heads, heads_table, with_promises};
 pub use method::{Method, Phase};
 pub use results::{Cell, Header, Record, Results};
 pub use run::{Fork, Outcome, Plan, Watch, run};
 pub use score::share_found;
+pub use speed::{SpeedPlan, Timed, speed, speed_table};
 pub use table::{Style, accuracies, details};
 pub use tasks::{Sample, Task};
 pub use text::{ModelText, PromptText};

@@ -77,7 +77,7 @@ fn accuracy(cell: &Cell) -> String {
 }
 
 /// The first line is the head.
-fn draw(lines: &[Vec<String>], style: Style) -> String {
+pub(crate) fn draw(lines: &[Vec<String>], style: Style) -> String {
     let mut out = String::new();
     match style {
         Style::Markdown => {

@@ -21,6 +21,8 @@ pub enum Command {
     Generate(GenerateArgs),
     /// Measure what attention methods cost in answers
     Eval(EvalArgs),
+    /// Measure what attention methods save in time
+    Bench(BenchArgs),
     /// Train what some attention methods learn offline
     Train(TrainArgs),
     /// List attention methods, their parameters and the presets
@@ -152,6 +154,60 @@ pub struct EvalArgs {
 pub enum Eval {
     /// Ask for what is hidden in long contexts: RULER's tasks
     Needle(NeedleArgs),
+    /// Hold a method's choices, head by head, against dense attention: errors, and whether a promise is kept
+    Heads(HeadsArgs),
+}
+
+#[derive(Debug, Args)]
+#[command(
+    mut_arg("attention", |a| a.hide(true)),
+    mut_arg("kv_memory", |a| a.hide(true)),
+    mut_arg("kv_dtype", |a| a.hide(true)),
+    after_help = "The model runs densely over a text. The last token's query heads then attend by each method, once for each draw,
+and errors are relative to dense attention. A head breaks a promise of delta if it is over epsilon more often than the
+99.9 % quantile of the binomial distribution of (draws, delta). \"decided\" are draws whose size the promise decided:
+neither the first look's nor everything.
+
+Examples:
+  taper eval heads --length 1024 --length 4096 --layers 1,14,28 --epsilon 0.05,0.1 --delta 0.05,0.2
+  taper eval heads --text book.txt --draws 500 --decode '{\"method\": \"santa\", \"variant\": \"iid\"}' --decode santa"
+)]
+pub struct HeadsArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Text to run over: a file, or a folder of .txt and .md files; may be repeated [default: generated prose]
+    #[arg(long, value_name = "FILE|FOLDER")]
+    pub text: Vec<PathBuf>,
+    /// Tokens of the context; may be repeated
+    #[arg(long, value_name = "TOKENS", default_values_t = [4096], value_parser = positive)]
+    pub length: Vec<usize>,
+    /// Texts of each length
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = positive)]
+    pub texts: usize,
+    /// Layers, such as 3,7-9 [default: an early one, the middle one and a late one]
+    #[arg(long, value_name = "LAYERS", value_parser = layers)]
+    pub layers: Option<Layers>,
+    /// The method: a name, or JSON as in a request; may be repeated
+    #[arg(long, value_name = "NAME|JSON", default_values_t = ["vattention".to_owned()])]
+    pub decode: Vec<String>,
+    /// Hold methods that make a promise to these instead of their own, with commas between them
+    #[arg(long, value_name = "EPSILON", value_delimiter = ',', allow_negative_numbers = true)]
+    pub epsilon: Vec<f64>,
+    /// Likewise; every pair is measured
+    #[arg(long, value_name = "DELTA", value_delimiter = ',', allow_negative_numbers = true)]
+    pub delta: Vec<f64>,
+    /// Draws of every head and method
+    #[arg(long, value_name = "N", default_value_t = 200, value_parser = positive)]
+    pub draws: usize,
+    /// Let every query head choose alone, rather than with those that share its KV head
+    #[arg(long)]
+    pub alone: bool,
+    /// Seed of generated text and draws
+    #[arg(long, default_value_t = 1, allow_negative_numbers = true, value_parser = seed)]
+    pub seed: u64,
+    /// Write the table
+    #[arg(long, value_name = "FILE")]
+    pub markdown: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -223,6 +279,57 @@ impl std::fmt::Display for Question {
             Self::Decode => "decode",
         })
     }
+}
+
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    #[command(subcommand)]
+    pub what: Bench,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Bench {
+    /// Time attention methods side by side, in this process
+    Methods(BenchMethodsArgs),
+}
+
+#[derive(Debug, Args)]
+#[command(
+    mut_arg("attention", |a| a.hide(true)),
+    after_help = "Rounds go through all methods in turn and medians are compared. \"next to none\" is a window of one token: what
+remains is not attention. \"allowed\" is the speed-up if attention took its density's share of dense attention's time.
+
+Examples:
+  taper bench methods --length 16384 --tokens 0 --prefill streaming_llm --prefill delta --prefill sample_attention
+  taper bench methods --length 32768 --no-prefill --prefill streaming_llm --decode vattention --decode quest"
+)]
+pub struct BenchMethodsArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Text of the prompt: a file, or a folder of .txt and .md files; may be repeated [default: generated prose]
+    #[arg(long, value_name = "FILE|FOLDER")]
+    pub text: Vec<PathBuf>,
+    /// Tokens of the prompt
+    #[arg(long, value_name = "TOKENS", default_value_t = 8192, value_parser = positive)]
+    pub length: usize,
+    /// How prompts are attended; may be repeated; the first makes the prompt that tokens are generated from
+    #[arg(long, value_name = "NAME|JSON", default_values_t = ["dense".to_owned()])]
+    pub prefill: Vec<String>,
+    /// Do not time prompts
+    #[arg(long)]
+    pub no_prefill: bool,
+    /// How generated tokens are attended; may be repeated
+    #[arg(long, value_name = "NAME|JSON")]
+    pub decode: Vec<String>,
+    /// Tokens generated by each method in each round; 0 for prompts alone
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    pub tokens: usize,
+    /// Rounds through all methods
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = positive)]
+    pub rounds: usize,
+    /// Write the table
+    #[arg(long, value_name = "FILE")]
+    pub markdown: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -431,13 +538,17 @@ mod tests {
     #[test]
     fn every_command_with_a_model_takes_the_same_options() {
         let train = ["train", "kmeans", "--out", "x"];
-        for command in [&["serve"][..], &["chat"], &["generate", "--prompt", "x"], &["eval", "needle"], &train] {
+        let (eval, heads) = (["eval", "needle"], ["eval", "heads"]);
+        let generate = ["generate", "--prompt", "x"];
+        for command in [&["serve"][..], &["chat"], &generate, &eval, &heads, &["bench", "methods"], &train] {
             let line = [&["taper"][..], command, &["--dtype", "f16", "--dequantize"]].concat();
             let model = match Cli::try_parse_from(line).expect("taken").command {
                 Command::Serve(args) => args.model,
                 Command::Chat(args) => args.model,
                 Command::Generate(args) => args.model,
                 Command::Eval(EvalArgs { what: Eval::Needle(args) }) => args.model,
+                Command::Eval(EvalArgs { what: Eval::Heads(args) }) => args.model,
+                Command::Bench(BenchArgs { what: Bench::Methods(args) }) => args.model,
                 Command::Train(TrainArgs { what: Train::KMeans { common, .. } }) => common.model,
                 Command::Train(_) | Command::Methods(_) => unreachable!("not asked for"),
             };

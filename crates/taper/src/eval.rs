@@ -81,7 +81,7 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
 }
 
 /// Every decode method goes on from the same prefill.
-const FORK: Fork<ModelBackend> = |backend, sequence, spec, seed| {
+pub const FORK: Fork<ModelBackend> = |backend, sequence, spec, seed| {
     let mut fork = backend.fork(sequence, seed)?;
     fork.decode_by(spec);
     Ok(fork)
@@ -128,7 +128,11 @@ fn json_file(args: &NeedleArgs) -> Result<Option<PathBuf>> {
     }
 }
 
-fn methods(phase: Phase, texts: &[String], artifacts: &Artifacts) -> Result<Vec<Method>> {
+/// The methods of an option that may be repeated.
+///
+/// # Errors
+/// The option and the parameter at fault.
+pub fn methods(phase: Phase, texts: &[String], artifacts: &Artifacts) -> Result<Vec<Method>> {
     let read = |text: &String| method(phase, text, artifacts).with_context(|| format!("--{}", phase.name()));
     texts.iter().map(read).collect()
 }

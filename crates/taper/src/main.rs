@@ -1,10 +1,12 @@
-//! The `taper` program: serve, chat, generate, eval, train, methods.
+//! The `taper` program: serve, chat, generate, eval, bench, train, methods.
 
 mod args;
+mod bench;
 mod chat;
 mod config;
 mod eval;
 mod generate;
+mod heads;
 mod load;
 mod methods;
 mod preset;
@@ -12,7 +14,7 @@ mod serve;
 mod talk;
 mod train;
 
-use args::{Cli, Command, Eval, EvalArgs, TrainArgs};
+use args::{Bench, BenchArgs, Cli, Command, Eval, EvalArgs, TrainArgs};
 use clap::Parser;
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
@@ -26,6 +28,8 @@ fn main() -> ExitCode {
         Command::Chat(args) => chat::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Eval(EvalArgs { what: Eval::Needle(args) }) => eval::needle(args),
+        Command::Eval(EvalArgs { what: Eval::Heads(args) }) => heads::run(args),
+        Command::Bench(BenchArgs { what: Bench::Methods(args) }) => bench::methods(args),
         Command::Train(TrainArgs { what }) => train::run(what),
         Command::Methods(args) => methods::run(&args),
     };

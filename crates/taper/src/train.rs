@@ -40,7 +40,7 @@ pub fn run(what: Train) -> Result<()> {
     };
     let mut terminal = Terminal::new(eval::stop_at_signal()?);
     let trained = train(&model, &corpus, &plan, &common.out, &mut terminal);
-    terminal.bar.finish_and_clear();
+    terminal.done();
     let trained = trained.map_err(|error| match error {
         TrainError::Stopped => anyhow::anyhow!("stopped; --resume goes on with what is in {}", common.out.display()),
         error => error.into(),
@@ -76,18 +76,25 @@ fn read(args: &NetworkArgs) -> Network {
     Network { hidden, iterations, batch, learning_rate }
 }
 
-struct Terminal {
+/// Shows the progress of long work.
+pub struct Terminal {
     bar: ProgressBar,
     started: Instant,
     stop: Arc<AtomicBool>,
 }
 
 impl Terminal {
-    fn new(stop: Arc<AtomicBool>) -> Self {
+    /// `stop` is set when the work is to end.
+    pub fn new(stop: Arc<AtomicBool>) -> Self {
         let bar = ProgressBar::new(1);
         let style = ProgressStyle::with_template("{bar:24} {pos}/{len}, {elapsed} of {eta} left  {msg}");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         Self { bar, started: Instant::now(), stop }
+    }
+
+    /// Takes the bar away.
+    pub fn done(&self) {
+        self.bar.finish_and_clear();
     }
 }
 

@@ -19,7 +19,7 @@ const CHUNK_TOKENS: usize = 512;
 
 /// One layer of one sequence.
 #[derive(Debug, Clone)]
-pub(super) struct Captured {
+pub(crate) struct Captured {
     /// Tokens of the sequence.
     pub tokens: usize,
     /// Width of a head.
@@ -45,7 +45,7 @@ impl Captured {
 
 /// What is wanted of a sequence.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Wanted {
+pub(crate) struct Wanted {
     /// Whether keys are kept.
     pub keys: bool,
     /// Positions whose queries are kept, ascending.
@@ -71,7 +71,7 @@ impl Wanted {
 }
 
 /// Runs sequences through a model.
-pub(super) struct Capture<'a> {
+pub(crate) struct Capture<'a> {
     model: &'a Model,
     pool: KvPool,
     spec: Arc<AttentionSpec>,
@@ -79,7 +79,7 @@ pub(super) struct Capture<'a> {
 
 /// Sees one layer's queries `[T, q_heads, head_dim]` and keys `[T, kv_heads, head_dim]` of a chunk: (layer, position of
 /// the first token, queries, keys).
-pub(super) type See<'a> = &'a mut dyn FnMut(usize, usize, &[f32], &[f32]);
+pub(crate) type See<'a> = &'a mut dyn FnMut(usize, usize, &[f32], &[f32]);
 
 impl<'a> Capture<'a> {
     /// For sequences of at most `length` tokens.
@@ -105,16 +105,51 @@ impl<'a> Capture<'a> {
         see: See,
         stopped: &dyn Fn() -> bool,
     ) -> std::result::Result<(), TrainError> {
+        let mut sequence = self.pass(tokens, layers, (see, false), stopped)?;
+        self.pool.release(sequence.table_mut());
+        Ok(())
+    }
+
+    /// The same, and keeps the sequence, with those layers in the cache, for [`pool`](Self::pool) to release.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub fn hold(
+        &mut self,
+        tokens: &[u32],
+        layers: &[usize],
+        see: See,
+        stopped: &dyn Fn() -> bool,
+    ) -> std::result::Result<Sequence, TrainError> {
+        self.pass(tokens, layers, (see, true), stopped)
+    }
+
+    /// The cache.
+    pub fn pool(&mut self) -> &mut KvPool {
+        &mut self.pool
+    }
+
+    /// `cache_last`: whether the last layer is to be cached as those before it are.
+    fn pass(
+        &mut self,
+        tokens: &[u32],
+        layers: &[usize],
+        (see, cache_last): (See, bool),
+        stopped: &dyn Fn() -> bool,
+    ) -> std::result::Result<Sequence, TrainError> {
         let mut sequence = Sequence::new(self.spec.clone(), 0, tokens.len());
-        let mut done = Ok(());
         for chunk in tokens.chunks(CHUNK_TOKENS) {
-            done = if stopped() { Err(TrainError::Stopped) } else { self.step(&mut sequence, chunk, layers, see) };
-            if done.is_err() {
-                break;
+            let done = if stopped() {
+                Err(TrainError::Stopped)
+            } else {
+                self.step(&mut sequence, chunk, layers, (&mut *see, cache_last))
+            };
+            if let Err(error) = done {
+                self.pool.release(sequence.table_mut());
+                return Err(error);
             }
         }
-        self.pool.release(sequence.table_mut());
-        done
+        Ok(sequence)
     }
 
     fn step(
@@ -122,7 +157,7 @@ impl<'a> Capture<'a> {
         sequence: &mut Sequence,
         tokens: &[u32],
         layers: &[usize],
-        see: See,
+        (see, cache_last): (See, bool),
     ) -> std::result::Result<(), TrainError> {
         let failed = TrainError::compute(layers.last().copied().unwrap_or(0));
         let start = sequence.len();
@@ -131,7 +166,7 @@ impl<'a> Capture<'a> {
         let batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, vec![span])
             .map_err(|e| failed(candle_core::Error::wrap(e)))?;
         let positions = batch.positions();
-        let mut tap = Tap { inner: batch, layers, start, see, seen_all: false };
+        let mut tap = Tap { inner: batch, layers, start, see, cache_last, seen_all: false };
         let ended = self.model.forward(tokens, &positions, &mut tap);
         // Layers after the last one wanted are not computed: the tap ended the pass.
         if !tap.seen_all {
@@ -202,6 +237,8 @@ struct Tap<'a, 'b> {
     layers: &'b [usize],
     start: usize,
     see: See<'b>,
+    /// Whether the last layer wanted is cached as well.
+    cache_last: bool,
     /// Whether the last layer wanted has been seen.
     seen_all: bool,
 }
@@ -217,6 +254,9 @@ impl LayerAttention for Tap<'_, '_> {
             (self.see)(layer, self.start, &flat(q)?, &flat(k)?);
         }
         if self.layers.last().is_none_or(|&last| layer >= last) {
+            if self.cache_last {
+                self.inner.attend(layer, q, k, v)?;
+            }
             self.seen_all = true;
             bail!("no layer after {layer} is wanted");
         }

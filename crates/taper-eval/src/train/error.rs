@@ -39,7 +39,7 @@ pub enum TrainError {
 }
 
 impl TrainError {
-    pub(super) fn option(option: &'static str, message: impl Into<String>) -> Self {
+    pub(crate) fn option(option: &'static str, message: impl Into<String>) -> Self {
         Self::Option { option, message: message.into() }
     }
 
@@ -48,7 +48,7 @@ impl TrainError {
     }
 
     /// For `map_err`, in a layer.
-    pub(super) fn compute(layer: usize) -> impl Fn(candle_core::Error) -> Self {
+    pub(crate) fn compute(layer: usize) -> impl Fn(candle_core::Error) -> Self {
         move |reason| Self::Compute { layer, reason }
     }
 }

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 /// Which keys are far from a query: neither sinks nor within the window, which are read whatever they are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Far {
+pub(crate) struct Far {
     /// Tokens at the start.
     pub sink: usize,
     /// Most recent tokens, the query's own included.

@@ -8,7 +8,7 @@
 //! 4·head_dim·(T·kv_heads + R·q_heads) bytes.
 
 mod artefact;
-mod capture;
+pub(crate) mod capture;
 mod clustering;
 mod corpus;
 mod double_sparsity;

@@ -1,0 +1,64 @@
+//! One query over and over: what a decode method's draws come to.
+
+use super::{Part, Sequence, rotation};
+use crate::audit;
+use crate::layer::{AttentionShape, Rotary};
+use crate::method::DecodeStep;
+use candle_core::{Result, Tensor, bail};
+use taper_kernels::decode::{Budget, Decode, DecodeRow, Selection, attend};
+use taper_kernels::philox::Stream;
+use taper_kv_cache::KvPool;
+
+/// What came of some draws.
+pub struct Replay {
+    /// Relative errors ‖o − o_dense‖₂ / ‖o_dense‖₂ `[draws, q_heads]`; 0 where both norms are.
+    pub errors: Vec<f32>,
+    /// Keys read `[draws, kv_heads]`.
+    pub keys: Vec<usize>,
+    /// Keys that there are.
+    pub visible: usize,
+    /// Budgets `[draws, q_heads]` of a method that samples to keep a promise.
+    pub budgets: Option<Vec<Budget>>,
+    /// What the method promises: (epsilon, delta).
+    pub promise: Option<(f64, f64)>,
+}
+
+/// Attends by the sequence's decode method for its last cached token in one layer, with queries `q`
+/// `[1, q_heads, head_dim]`, f32, after the rotary embedding, once for each seed. The sequence is left as it is.
+///
+/// # Errors
+/// An empty sequence, queries of another shape, a layer that is not there; a device error.
+pub fn replay(
+    (shape, rotary, pool): (AttentionShape, &dyn Rotary, &mut KvPool),
+    sequence: &Sequence,
+    layer: usize,
+    q: &Tensor,
+    seeds: &[u64],
+) -> Result<Replay> {
+    let end = sequence.len;
+    if end == 0 || layer >= shape.layers || q.dims() != [1, shape.q_heads, shape.head_dim] {
+        bail!("replay: queries {:?} in layer {layer} of a sequence of {end} tokens; the model has {shape:?}", q.dims());
+    }
+    let mut part = Part { shape, rotary, pool, layer };
+    let method = sequence.spec.decode.method.clone();
+    let indices = part.indices(sequence, &*method, end)?;
+    let visible = end.saturating_sub(shape.window.unwrap_or(end))..end;
+    let row = DecodeRow { table: sequence.table.blocks(), visible };
+    let kv = part.pool.layer(layer);
+    let dense = Decode { q, kv, rows: std::slice::from_ref(&row) };
+    let dense = attend(&dense, &Selection::dense(1, shape.kv_heads), None)?;
+    let (rows, streams): (Vec<DecodeRow>, Vec<Stream>) =
+        seeds.iter().map(|&seed| (row.clone(), part.stream(seed, end - 1))).unzip();
+    let step = DecodeStep {
+        batch: Decode { q: &q.repeat((seeds.len(), 1, 1))?, kv, rows: &rows },
+        layer,
+        kv_heads: shape.kv_heads,
+        streams: &streams,
+        indices: &indices,
+        rotation: &|position| rotation(rotary, sequence.prompt, position),
+    };
+    let (choice, out) = step.run(&*method)?;
+    let errors = audit::errors(&out, &dense.repeat((seeds.len(), 1, 1))?)?;
+    let keys = choice.selection.counts(&rows);
+    Ok(Replay { errors, keys, visible: row.visible.len(), budgets: choice.budgets, promise: method.promise() })
+}

@@ -1,0 +1,285 @@
+//! What a decode method's choice costs head by head: its error against dense attention on a model's own queries, keys and
+//! values, over many draws.
+//!
+//! The model runs densely over a text; the last token's queries of some layers are then attended again and again by the
+//! method, with another seed each time. Where a method promises an error of at most epsilon with probability at least
+//! 1 − delta, every head is held to it: in n draws it may be over epsilon as often as the 99.9 % quantile of the binomial
+//! distribution of (n, delta), which a promise kept exactly would pass 999 times in 1,000.
+
+use crate::error::EvalError;
+use crate::method::{Method, Phase};
+use crate::table::{Style, draw};
+use crate::train::capture::Capture;
+use crate::train::{Corpus, Progress, TrainError};
+use candle_core::{Device, Result, Tensor};
+use serde_json::{Value, json};
+use statrs::distribution::{Binomial, DiscreteCDF};
+use std::sync::Arc;
+use taper_attention::{Artifacts, AttentionShape, AttentionSpec, Replay, replay};
+use taper_model::Model;
+
+/// What is measured.
+#[derive(Debug, Clone)]
+pub struct HeadsPlan {
+    /// Layers, ascending.
+    pub layers: Vec<usize>,
+    /// Decode methods.
+    pub methods: Vec<Method>,
+    /// Draws of each head and method.
+    pub draws: usize,
+    /// Whether every query head chooses for itself, rather than with those that share its KV head.
+    pub alone: bool,
+    /// Seed of the first draw.
+    pub seed: u64,
+    /// Texts, of those of the corpus.
+    pub texts: usize,
+    /// What methods learned offline.
+    pub artifacts: Artifacts,
+}
+
+/// What one method came to over all heads of the wanted layers.
+#[derive(Debug, Clone, PartialEq)]
+pub struct HeadsRow {
+    /// Tokens of the context.
+    pub length: usize,
+    /// The method's label.
+    pub method: String,
+    /// Query heads measured, over all texts and layers.
+    pub heads: usize,
+    /// Keys read over keys there.
+    pub density: f64,
+    /// Root of the mean over heads of the mean squared relative error.
+    pub rms: f64,
+    /// 99th percentile of the relative error, over heads and draws.
+    pub p99: f64,
+    /// Of a method that makes a promise.
+    pub promise: Option<Promised>,
+}
+
+/// How a promise was kept.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Promised {
+    /// Share of draws over epsilon, the mean over heads.
+    pub over: f64,
+    /// That of the head with the most.
+    pub most: f64,
+    /// Heads over the quantile.
+    pub broken: usize,
+    /// Share of draws whose size the promise decided: neither the first look's nor everything.
+    pub decided: f64,
+    /// Share over epsilon among those; 0 where there are none.
+    pub decided_over: f64,
+    /// Share of draws that read everything to keep the promise.
+    pub dense: f64,
+}
+
+/// Quantile at which a head's violations count as a promise broken.
+const CONFIDENCE: f64 = 0.999;
+/// Draws made together.
+const TOGETHER: usize = 16;
+
+/// The methods, each that promises something with every pair of epsilon and delta in place of its own.
+///
+/// # Errors
+/// A value out of range, by the parameter's name.
+pub fn with_promises(
+    methods: &[Value],
+    epsilons: &[f64],
+    deltas: &[f64],
+    artifacts: &Artifacts,
+) -> std::result::Result<Vec<Method>, EvalError> {
+    let mut all = Vec::new();
+    for value in methods {
+        let method = Method::read(Phase::Decode, value, artifacts)?;
+        if method.spec.get("epsilon").is_none() || (epsilons.is_empty() && deltas.is_empty()) {
+            all.push(method);
+            continue;
+        }
+        let own = |name: &str| vec![method.spec[name].as_f64().unwrap_or_default()];
+        let or_own = |given: &[f64], name| if given.is_empty() { own(name) } else { given.to_vec() };
+        for epsilon in or_own(epsilons, "epsilon") {
+            for delta in or_own(deltas, "delta") {
+                let mut value = value.clone();
+                (value["epsilon"], value["delta"]) = (json!(epsilon), json!(delta));
+                all.push(Method::read(Phase::Decode, &value, artifacts)?);
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// Measures; a row for each method. `corpus` holds texts of the length wanted.
+///
+/// # Errors
+/// An option that does not fit the model, or a step that failed.
+pub fn heads(
+    model: &Model,
+    corpus: &Corpus,
+    plan: &HeadsPlan,
+    progress: &mut dyn Progress,
+) -> std::result::Result<Vec<HeadsRow>, TrainError> {
+    let shape = model.attention_shape();
+    if let Some(layer) = plan.layers.iter().find(|&&layer| layer >= shape.layers) {
+        return Err(TrainError::option("layers", format!("{layer} is none of the model's {}", shape.layers)));
+    }
+    let length = corpus.length();
+    if length > model.config().context_length {
+        let most = model.config().context_length;
+        return Err(TrainError::option("length", format!("{length} is beyond the model's context of {most}")));
+    }
+    let specs = plan.methods.iter().map(|m| spec(m, &plan.artifacts)).collect::<std::result::Result<Vec<_>, _>>()?;
+    let mut all: Vec<Vec<Tally>> = vec![Vec::new(); specs.len()];
+    let mut capture = Capture::new(model, length)?;
+    for (index, tokens) in corpus.sequences().iter().take(plan.texts).enumerate() {
+        progress.begins(&format!("text {index}"), plan.layers.len() * specs.len());
+        let mut queries = vec![Vec::new(); plan.layers.len()];
+        let (last, width) = (tokens.len() - 1, shape.q_heads * shape.head_dim);
+        let mut see = |layer: usize, start: usize, q: &[f32], _: &[f32]| {
+            let place = plan.layers.iter().position(|&wanted| wanted == layer).expect("only wanted layers are shown");
+            if (start..start + q.len() / width).contains(&last) {
+                queries[place] = q[(last - start) * width..][..width].to_vec();
+            }
+        };
+        let mut sequence = capture.hold(tokens, &plan.layers, &mut see, &|| progress.stopped())?;
+        for (&layer, q) in plan.layers.iter().zip(&queries) {
+            for (spec, tallies) in specs.iter().zip(&mut all) {
+                if progress.stopped() {
+                    return Err(TrainError::Stopped);
+                }
+                sequence.decode_by(spec);
+                let mut attend = |q: &Tensor, seeds: &[u64]| {
+                    replay((shape, model.rotary(), capture.pool()), &sequence, layer, q, seeds)
+                };
+                tallies.extend(head_by_head(&shape, plan, q, &mut attend).map_err(TrainError::compute(layer))?);
+                progress.advance();
+            }
+        }
+        capture.pool().release(sequence.table_mut());
+    }
+    let rows = plan.methods.iter().zip(&all).map(|(method, tallies)| summed(length, method.label.clone(), tallies));
+    Ok(rows.collect())
+}
+
+fn spec(method: &Method, artifacts: &Artifacts) -> std::result::Result<Arc<AttentionSpec>, TrainError> {
+    let dense = Method { label: "dense".into(), spec: json!({ "method": "dense" }) };
+    Method::pair(&dense, method, &json!({}), artifacts).map_err(|e| TrainError::option("decode", e.to_string()))
+}
+
+/// The draws of one query head.
+#[derive(Debug, Clone, Default)]
+struct Tally {
+    errors: Vec<f32>,
+    read: u64,
+    there: u64,
+    /// Epsilon and delta of a method that promises something.
+    promise: Option<(f64, f64)>,
+    over: u64,
+    dense: u64,
+    decided: u64,
+    decided_over: u64,
+}
+
+/// The draws of every query head of one layer.
+fn head_by_head(
+    shape: &AttentionShape,
+    plan: &HeadsPlan,
+    q: &[f32],
+    attend: &mut dyn FnMut(&Tensor, &[u64]) -> Result<Replay>,
+) -> Result<Vec<Tally>> {
+    let AttentionShape { q_heads, kv_heads, head_dim: d, .. } = *shape;
+    let group = q_heads / kv_heads;
+    let mut tallies = vec![Tally::default(); q_heads];
+    // Alone, a query head stands in the place of every other that shares its KV head.
+    for turn in 0..if plan.alone { group } else { 1 } {
+        let source = |head: usize| if plan.alone { head / group * group + turn } else { head };
+        let rows: Vec<f32> = (0..q_heads).flat_map(|head| &q[source(head) * d..][..d]).copied().collect();
+        let q = Tensor::from_vec(rows, (1, q_heads, d), &Device::Cpu)?;
+        let seeds: Vec<u64> = (0..plan.draws as u64).map(|draw| plan.seed.wrapping_add(draw)).collect();
+        for seeds in seeds.chunks(TOGETHER) {
+            let drawn = attend(&q, seeds)?;
+            for draw in 0..seeds.len() {
+                for head in (0..q_heads).filter(|head| !plan.alone || head % group == 0) {
+                    tallies[source(head)].add(&drawn, draw * q_heads + head, draw * kv_heads + head / group);
+                }
+            }
+            let first = &drawn.errors[..q_heads];
+            if drawn.budgets.is_none() && drawn.errors.chunks(q_heads).all(|errors| errors == first) {
+                break; // Nothing was drawn: the method has no use for a seed.
+            }
+        }
+    }
+    Ok(tallies)
+}
+
+impl Tally {
+    /// Takes in a draw, at its places among errors and budgets, and among the keys.
+    fn add(&mut self, drawn: &Replay, head: usize, kv_head: usize) {
+        let error = drawn.errors[head];
+        self.errors.push(error);
+        self.read += drawn.keys[kv_head] as u64;
+        self.there += drawn.visible as u64;
+        self.promise = drawn.promise;
+        let Some((epsilon, _)) = drawn.promise else { return };
+        let over = u64::from(error.is_nan() || f64::from(error) > epsilon);
+        self.over += over;
+        if let Some(budget) = drawn.budgets.as_ref().map(|budgets| budgets[head]) {
+            self.dense += u64::from(budget.dense);
+            if budget.pilot > 0 && !budget.dense && budget.sampled > budget.pilot {
+                self.decided += 1;
+                self.decided_over += over;
+            }
+        }
+    }
+}
+
+fn summed(length: usize, method: String, tallies: &[Tally]) -> HeadsRow {
+    let sum = |of: fn(&Tally) -> u64| tallies.iter().map(of).sum::<u64>();
+    let share = |a: u64, b: u64| if b == 0 { 0.0 } else { a as f64 / b as f64 };
+    let draws = sum(|t| t.errors.len() as u64);
+    let mean_square = |t: &Tally| t.errors.iter().map(|e| f64::from(*e).powi(2)).sum::<f64>() / t.errors.len() as f64;
+    let rms = (tallies.iter().map(mean_square).sum::<f64>() / tallies.len().max(1) as f64).sqrt();
+    let mut errors: Vec<f32> = tallies.iter().flat_map(|t| t.errors.iter().copied()).collect();
+    errors.sort_by(f32::total_cmp);
+    let p99 = errors.get((errors.len() * 99).div_ceil(100).saturating_sub(1)).copied().unwrap_or(0.0);
+    let rate = |t: &Tally| share(t.over, t.errors.len() as u64);
+    let promise = tallies.first().and_then(|t| t.promise).map(|(_, delta)| Promised {
+        over: tallies.iter().map(rate).sum::<f64>() / tallies.len().max(1) as f64,
+        most: tallies.iter().map(rate).fold(0.0, f64::max),
+        broken: tallies.iter().filter(|t| t.over > most_violations(t.errors.len() as u64, delta)).count(),
+        decided: share(sum(|t| t.decided), draws),
+        decided_over: share(sum(|t| t.decided_over), sum(|t| t.decided)),
+        dense: share(sum(|t| t.dense), draws),
+    });
+    let density = share(sum(|t| t.read), sum(|t| t.there));
+    HeadsRow { length, method, heads: tallies.len(), density, rms, p99: p99.into(), promise }
+}
+
+/// Violations in `draws` that a promise of `delta` kept exactly has at most, with probability [`CONFIDENCE`].
+fn most_violations(draws: u64, delta: f64) -> u64 {
+    Binomial::new(delta, draws).map_or(draws, |binomial| binomial.inverse_cdf(CONFIDENCE))
+}
+
+/// One row a method and length.
+pub fn heads_table(rows: &[HeadsRow], style: Style) -> String {
+    let names = ["length", "decode", "heads", "density", "error rms", "error p99"];
+    let promised = ["over epsilon", "most", "broken", "decided", "over, decided", "dense"];
+    let any = rows.iter().any(|row| row.promise.is_some());
+    let head = names.into_iter().chain(if any { &promised[..] } else { &[] }.iter().copied());
+    let mut lines = vec![head.map(str::to_owned).collect::<Vec<_>>()];
+    for row in rows {
+        let mut line = vec![row.length.to_string(), row.method.clone(), row.heads.to_string()];
+        line.extend([row.density, row.rms, row.p99].map(|x| format!("{x:.4}")));
+        if let Some(p) = &row.promise {
+            let percent = |share: f64| format!("{:.2} %", 100.0 * share);
+            line.extend([percent(p.over), percent(p.most), p.broken.to_string()]);
+            line.extend([p.decided, p.decided_over, p.dense].map(percent));
+        } else if any {
+            line.extend(vec![String::new(); promised.len()]);
+        }
+        lines.push(line);
+    }
+    draw(&lines, style)
+}
+
+#[cfg(test)]
+mod tests;

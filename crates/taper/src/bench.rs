@@ -1,0 +1,71 @@
+//! `taper bench`: times of methods side by side.
+
+use crate::args::BenchMethodsArgs;
+use crate::load::{self, Ready};
+use crate::train::Terminal;
+use crate::{config, eval, talk};
+use anyhow::{Context, Result, bail};
+use std::sync::Arc;
+use taper_attention::Artifacts;
+use taper_engine::Backend;
+use taper_eval::train::{Corpus, CorpusSize};
+use taper_eval::{Phase, SpeedPlan, Style, speed, speed_table};
+use taper_model::Tokenizer;
+
+/// Times and prints the table.
+///
+/// # Errors
+/// The argument or file at fault, or a step that failed.
+pub fn methods(args: BenchMethodsArgs) -> Result<()> {
+    if args.model.attention.is_some() {
+        bail!("--attention: give --prefill and --decode instead");
+    }
+    let config = config::model(args.model)?;
+    let read = |artifacts: &Artifacts| -> Result<_> {
+        let prefills = eval::methods(Phase::Prefill, &args.prefill, artifacts)?;
+        Ok((prefills, eval::methods(Phase::Decode, &args.decode, artifacts)?))
+    };
+    // A mistake should be known before a large model has loaded, unless only its artefacts can tell.
+    if config.artifacts.is_none() {
+        read(&Artifacts::default())?;
+    }
+    let Ready { model, mut backend, artifacts, .. } = load::backend(&config)?;
+    let (prefills, decodes) = read(&artifacts)?;
+    let limits = backend.limits();
+    // Every method's own tokens follow the prompt, in blocks of its own.
+    let tokens = if args.tokens == 0 { 0 } else { args.rounds * args.tokens + 2 };
+    let all = args.length + (decodes.len() + 2) * (tokens + 128);
+    if args.length + tokens > limits.context_tokens || all > limits.cache_tokens {
+        bail!(
+            "--length: {} tokens and {tokens} more of each method do not fit; the model's context is {}, the cache holds {}",
+            args.length,
+            limits.context_tokens,
+            limits.cache_tokens
+        );
+    }
+    let tokenizer = Tokenizer::load(&model)?;
+    let size = CorpusSize { length: args.length, sequences: 2 };
+    let corpus = match &args.text[..] {
+        [] => Corpus::prose(&tokenizer, 1, size)?,
+        paths => Corpus::read(&tokenizer, paths, size)?,
+    };
+    let plan = SpeedPlan {
+        prefills,
+        time_prefill: !args.no_prefill,
+        decodes,
+        tokens: args.tokens,
+        rounds: args.rounds,
+        chunk_tokens: 512,
+        artifacts,
+    };
+    // Ctrl-C ends the process: there is nothing to keep.
+    let mut terminal = Terminal::new(Arc::default());
+    let timed = speed(&mut backend, eval::FORK, &corpus.sequences()[0], &plan, &mut terminal);
+    terminal.done();
+    let timed = timed?;
+    talk::print(&speed_table(&timed, Style::Text))?;
+    if let Some(file) = &args.markdown {
+        std::fs::write(file, speed_table(&timed, Style::Markdown)).with_context(|| file.display().to_string())?;
+    }
+    Ok(())
+}

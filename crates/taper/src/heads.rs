@@ -1,0 +1,75 @@
+//! `taper eval heads`: a method's errors and promise, head by head.
+
+use crate::args::HeadsArgs;
+use crate::train::Terminal;
+use crate::{config, eval, load, talk};
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+use taper_attention::Artifacts;
+use taper_eval::train::{Corpus, CorpusSize};
+use taper_eval::{HeadsPlan, Style, heads, heads_table, with_promises};
+
+/// Measures and prints the table.
+///
+/// # Errors
+/// The argument or file at fault, or a step that failed.
+pub fn run(args: HeadsArgs) -> Result<()> {
+    let given = [("attention", args.model.attention.is_some()), ("kv-memory", args.model.kv_memory.is_some())];
+    if let Some((name, _)) = given.iter().find(|(_, given)| *given) {
+        bail!("--{name}: heads are measured by --decode, over a cache of their own");
+    }
+    let methods = args.decode.iter().map(|text| method(text)).collect::<Result<Vec<Value>>>()?;
+    let config = config::model(args.model)?;
+    let read =
+        |artifacts: &Artifacts| with_promises(&methods, &args.epsilon, &args.delta, artifacts).context("--decode");
+    // A mistake should be known before a large model has loaded, unless only its artefacts can tell.
+    if config.artifacts.is_none() {
+        read(&Artifacts::default())?;
+    }
+    let (model, tokenizer) = load::model(&config)?;
+    let artifacts = match &config.artifacts {
+        Some(folder) => Artifacts::open(folder, &model.config().key())?,
+        None => Artifacts::default(),
+    };
+    let last = model.attention_shape().layers - 1;
+    let some = || {
+        let mut some = vec![1.min(last), last / 2, last.saturating_sub(1)];
+        some.dedup();
+        some
+    };
+    let mut layers = args.layers.map_or_else(some, |layers| layers.0);
+    layers.sort_unstable();
+    layers.dedup();
+    let plan = HeadsPlan {
+        layers,
+        methods: read(&artifacts)?,
+        draws: args.draws,
+        alone: args.alone,
+        seed: args.seed,
+        texts: args.texts,
+        artifacts,
+    };
+    let mut terminal = Terminal::new(eval::stop_at_signal()?);
+    let mut rows = Vec::new();
+    for &length in &args.length {
+        let size = CorpusSize { length, sequences: args.texts.max(2) };
+        let corpus = match &args.text[..] {
+            [] => Corpus::prose(&tokenizer, args.seed, size)?,
+            paths => Corpus::read(&tokenizer, paths, size)?,
+        };
+        rows.extend(heads(&model, &corpus, &plan, &mut terminal)?);
+    }
+    terminal.done();
+    talk::print(&heads_table(&rows, Style::Text))?;
+    if let Some(file) = &args.markdown {
+        std::fs::write(file, heads_table(&rows, Style::Markdown)).with_context(|| file.display().to_string())?;
+    }
+    Ok(())
+}
+
+fn method(text: &str) -> Result<Value> {
+    if text.trim_start().starts_with('{') {
+        return serde_json::from_str(text).context("--decode is not valid JSON");
+    }
+    Ok(json!({ "method": text }))
+}
