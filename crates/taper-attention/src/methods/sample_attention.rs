@@ -27,6 +27,7 @@
 //! alpha_c = 0.95
 //! alpha_s = 0.95
 //! chunks = 2
+//! [trained]           # what made it; optional
 //! ```
 
 use super::Entry;
