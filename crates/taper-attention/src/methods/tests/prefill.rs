@@ -125,20 +125,36 @@ fn later_tokens_reach_earlier_rows_through_the_choice_alone() {
     let keys = Input { q: one.q.clone(), k: other(&one.k, 2), v: other(&one.v, 2) };
     let all = Input { q: other(&one.q, 6), k: other(&one.k, 2), v: other(&one.v, 2) };
     let values = Input { q: one.q.clone(), k: one.k.clone(), v: other(&one.v, 2) };
-    for settings in every_sparse() {
-        let run = |input| run_on(&prefill(&settings), &Artifacts::default(), shape, input, 0, WHOLE).0;
+    // The same with later numbers that are none.
+    let spoilt = |bad: f32, places: [bool; 3]| {
+        let spoil = |t: &Tensor, heads: usize, place: usize| {
+            let late = Tensor::full(bad, (n - kept, heads, 64), &Device::Cpu).unwrap();
+            if places[place] { Tensor::cat(&[t.narrow(0, 0, kept).unwrap(), late], 0).unwrap() } else { t.clone() }
+        };
+        Input { q: spoil(&one.q, 6, 0), k: spoil(&one.k, 2, 1), v: spoil(&one.v, 2, 2) }
+    };
+    for settings in every_sparse().into_iter().chain([json!({ "method": "dense" })]) {
+        let run = |input: &Input| run_on(&prefill(&settings), &Artifacts::default(), shape, input, 0, WHOLE).0;
         let head = |rows: usize, x: &[f32]| x[..rows * 6 * 64].to_vec();
         let before = run(&one);
         let (method, pattern) = (settings["method"].as_str().unwrap(), settings["pattern"].as_str());
         // Rows that no later query chooses for, and what of the later tokens may change without a choice changing.
         let (free, changed) = match (method, pattern) {
-            ("streaming_llm" | "delta", _) | ("minference", Some("a_shape")) => (kept, &all),
+            ("dense" | "streaming_llm" | "delta", _) | ("minference", Some("a_shape")) => (kept, &all),
             ("minference", Some("block_sparse")) => (kept / 64 * 64, &all),
             ("hip", _) => (kept / 128 * 128, &all),
             ("sample_attention", _) if settings["chunks"] == 3 => (466, &all),
             _ => (kept, &values),
         };
         assert!(head(free, &before) == head(free, &run(changed)), "{settings}");
+        // Where later queries choose, values alone are changed, as above.
+        let places = if std::ptr::eq(changed, &values) { [false, false, true] } else { [true; 3] };
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let after = run(&spoilt(bad, places));
+            assert!(head(free, &before) == head(free, &after), "{settings}: {bad} later");
+            let last = &after[(n - 1) * 6 * 64..];
+            assert!(last.iter().all(|x| !x.is_finite()), "{settings}: {bad} goes through to the rows that read it");
+        }
         assert!(before != run(&keys), "{settings}: or this says nothing");
     }
 }
