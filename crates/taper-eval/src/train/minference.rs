@@ -128,7 +128,7 @@ impl<'a> Search<'a> {
                     lse: sums.lse.clone(),
                 };
                 let none = prompt.queries(&[])?;
-                let heads = reads(&prompt.rows(&none), &[pattern], &prompt.measured, Some(&own))?;
+                let (heads, _) = reads(&prompt.rows(&none), &[pattern], &prompt.measured, Some(&own))?;
                 let selection = Selection::new(prompt.measured.clone(), heads)?;
                 read += selection.counts(&prompt.positions(), prompt.window()).iter().sum::<usize>();
             }
@@ -158,7 +158,7 @@ impl<'a> Search<'a> {
         let mut all = vec![Tally::default(); patterns.len()];
         for (prompt, sums) in &self.prompts {
             let queries = prompt.queries(&prompt.measured)?;
-            let heads = reads(&prompt.rows(&queries), patterns, &prompt.measured, Some(sums))?;
+            let (heads, _) = reads(&prompt.rows(&queries), patterns, &prompt.measured, Some(sums))?;
             let selection = Selection::new(prompt.measured.clone(), heads)?;
             let kept = prompt.kept(&[selection])?;
             all.iter_mut().zip(&kept[0]).for_each(|(all, kept)| all.add(kept));

@@ -103,7 +103,12 @@ fn the_engines_chunks_do_not_show() {
                 let (whole, sequence) = run(&prefill(settings), shape, (700, 0), WHOLE);
                 for chunk in [100, 64, 7] {
                     let (chunked, cut) = run(&prefill(settings), shape, (700, 0), chunk);
-                    assert_eq!(json!(cut.usage()), json!(sequence.usage()), "{settings} in chunks of {chunk}");
+                    let [mut cut, mut uncut] = [&cut, &sequence].map(|s| json!(s.usage()));
+                    if settings["method"] == "delta" {
+                        // A chunk that is all tail is dense: its base chooses nothing.
+                        [&mut cut, &mut uncut].map(|usage| usage["prefill"]["scored"].take());
+                    }
+                    assert_eq!(cut, uncut, "{settings} in chunks of {chunk}");
                     assert!(relative(&chunked, &whole) < 1e-6, "{settings} in chunks of {chunk}");
                 }
             }
@@ -352,6 +357,48 @@ fn auto_takes_the_pattern_that_keeps_most() {
     assert!(!same(3, &vertical_slash), "a stretch of keys is a matter of blocks");
     let cra = sequence.usage().prefill.cra.unwrap();
     assert!(cra.mean > 0.9, "{cra:?}");
+}
+
+#[test]
+fn what_choosing_scores_is_reported() {
+    let (n, shape) = (1000usize, shape(3, 64, None));
+    let scored = |settings: Value| {
+        let (_, sequence) = run(&prefill(&settings), shape, (n, 0), WHOLE);
+        sequence.usage().prefill.scored
+    };
+    let pairs = |rows: std::ops::Range<usize>| rows.map(|p| p + 1).sum::<usize>() as f64;
+    let share = |products: f64| Some(products / pairs(0..n));
+    let close = |a: Option<f64>, b: Option<f64>| (a.unwrap() - b.unwrap()).abs() < 1e-12;
+    for settings in [
+        json!({ "method": "dense" }),
+        json!({ "method": "streaming_llm", "window": 100 }),
+        json!({ "method": "delta", "gamma": 24, "base": { "method": "streaming_llm", "window": 100 } }),
+        json!({ "method": "minference", "pattern": "a_shape", "local": 100 }),
+        json!({ "method": "sample_attention", "min_tokens": 5000 }),
+        json!({ "method": "hip" }),
+    ] {
+        assert_eq!(scored(settings.clone()), None, "{settings}");
+    }
+    let sampled = pairs(936..1000);
+    let sample = json!({ "method": "sample_attention", "min_tokens": 0 });
+    assert!(close(scored(sample.clone()), share(sampled)));
+    assert!(close(scored(over_delta(&sample)), share(sampled)), "delta chooses by its base");
+    let two = json!({ "method": "sample_attention", "min_tokens": 0, "chunks": 2 });
+    assert!(close(scored(two), share(sampled + pairs(436..500))));
+    let stripes = json!({ "method": "minference", "pattern": "vertical_slash", "queries": 30 });
+    assert!(close(scored(stripes), share(pairs(970..1000))));
+    // Query block b ranks b key blocks where it cannot have all: one product of means each.
+    let blocks = json!({ "method": "minference", "pattern": "block_sparse", "blocks": 3 });
+    assert!(close(scored(blocks), share((3..16).sum::<usize>() as f64)));
+    // The last rows' sums, and then each pattern over these rows.
+    let auto = scored(json!({ "method": "minference", "vertical": 40, "slash": 100 }));
+    assert!(auto > share(sampled) && auto < share(4.0 * sampled), "{auto:?}");
+    // Sixteen mean queries of a block; every chunk of 16 tokens before it takes four halvings, two looks each.
+    let hip = json!({
+        "method": "hip", "sink": 0, "window": 0, "full_at": 0, "dense_layers": 0, "stages": [{ "chunk": 16, "keep": 64 }]
+    });
+    let looks: usize = (2..16).map(|block| (if block < 15 { 16 } else { 10 }) * (block * 4) * 8).sum();
+    assert!(close(scored(hip), share(looks as f64)));
 }
 
 #[test]
