@@ -4,7 +4,7 @@
 //! with the best recall. Ours: the cost is the keys that rows read on average, as measured, at most those of an a_shape;
 //! and recall is that of query blocks all over long texts, while the last rows alone choose keys and diagonals.
 
-use super::kept::Tally;
+use super::kept::{Kept, Tally};
 use super::prompt::Prompt;
 use candle_core::Result;
 use std::ops::Range;
@@ -29,6 +29,9 @@ pub(super) struct Search<'a> {
     /// Keys that a row may read.
     keys: usize,
 }
+
+/// Stands where a head has no pattern of a kind.
+const NOBODYS: Pattern = Pattern::AShape { init: 0, local: 1 };
 
 /// The kinds of patterns.
 const KINDS: [&str; 3] = ["a_shape", "vertical_slash", "block_sparse"];
@@ -68,11 +71,11 @@ impl<'a> Search<'a> {
     pub fn run(&self) -> Result<Assigned> {
         let q_heads = self.prompts.first().map_or(0, |(prompt, _)| prompt.heads().0);
         let mut best = vec![[None::<(f64, Pattern)>; 3]; q_heads];
-        for candidates in self.candidates(q_heads)? {
-            // A head without a candidate is measured by an a_shape that nobody looks at.
-            let any = Pattern::AShape { init: 0, local: 1 };
-            let patterns: Vec<Pattern> = candidates.iter().map(|c| c.unwrap_or(any)).collect();
-            let tallies = self.measure(&patterns)?;
+        let candidates = self.candidates(q_heads)?;
+        // A head without a candidate is measured by an a_shape that nobody looks at.
+        let ways: Vec<Vec<Pattern>> =
+            candidates.iter().map(|heads| heads.iter().map(|p| p.unwrap_or(NOBODYS)).collect()).collect();
+        for (candidates, tallies) in candidates.into_iter().zip(self.measure(&ways)?) {
             for (head, (pattern, tally)) in candidates.into_iter().zip(tallies).enumerate() {
                 let Some(pattern) = pattern else { continue };
                 let place = &mut best[head][kind(&pattern)];
@@ -150,18 +153,21 @@ impl<'a> Search<'a> {
         Ok(Some(Pattern::VerticalSlash { vertical, slash: least }))
     }
 
-    /// What the heads' patterns keep of all sequences `[q_heads]`.
+    /// What the heads' patterns keep of all sequences, for each way of assigning them `[ways][q_heads]`.
     ///
     /// # Errors
     /// candle's.
-    pub fn measure(&self, patterns: &[Pattern]) -> Result<Vec<Tally>> {
-        let mut all = vec![Tally::default(); patterns.len()];
+    pub fn measure(&self, ways: &[Vec<Pattern>]) -> Result<Vec<Vec<Tally>>> {
+        let mut all: Vec<Vec<Tally>> = ways.iter().map(|patterns| vec![Tally::default(); patterns.len()]).collect();
         for (prompt, sums) in &self.prompts {
             let queries = prompt.queries(&prompt.measured)?;
-            let (heads, _) = reads(&prompt.rows(&queries), patterns, &prompt.measured, Some(sums))?;
-            let selection = Selection::new(prompt.measured.clone(), heads)?;
-            let kept = prompt.kept(&[selection])?;
-            all.iter_mut().zip(&kept[0]).for_each(|(all, kept)| all.add(kept));
+            let selection = |patterns: &Vec<Pattern>| {
+                let (heads, _) = reads(&prompt.rows(&queries), patterns, &prompt.measured, Some(sums))?;
+                Selection::new(prompt.measured.clone(), heads)
+            };
+            let kept = prompt.kept(&ways.iter().map(selection).collect::<Result<Vec<_>>>()?)?;
+            let pairs = all.iter_mut().flatten().zip(kept.iter().flatten());
+            pairs.for_each(|(all, kept)| all.add(kept));
         }
         Ok(all)
     }
@@ -170,25 +176,22 @@ impl<'a> Search<'a> {
     ///
     /// # Errors
     /// candle's.
-    pub fn report(&self, assigned: &Assigned) -> Result<Vec<super::Kept>> {
-        let sum = |tallies: &mut dyn Iterator<Item = Tally>| {
-            tallies.fold(Tally::default(), |mut sum, tally| {
-                sum.add(&tally);
+    pub fn report(&self, assigned: &Assigned) -> Result<Vec<Kept>> {
+        let own: Vec<_> = assigned.best.iter().copied().map(Some).collect();
+        let of_kind = |kind: usize| assigned.of_kind.iter().map(|found| found[kind]).collect::<Vec<_>>();
+        let named = KINDS.iter().enumerate().map(|(kind, name)| (*name, of_kind(kind)));
+        let ways = std::iter::once(("as assigned", own)).chain(named);
+        let ways: Vec<_> = ways.filter(|(_, patterns)| patterns.iter().any(Option::is_some)).collect();
+        let patterns: Vec<Vec<Pattern>> =
+            ways.iter().map(|(_, heads)| heads.iter().map(|p| p.unwrap_or(NOBODYS)).collect()).collect();
+        let of = |((name, patterns), tallies): (&(&str, Vec<Option<Pattern>>), Vec<Tally>)| {
+            let there = tallies.iter().zip(patterns).filter(|(_, pattern)| pattern.is_some());
+            let sum = there.fold(Tally::default(), |mut sum, (tally, _)| {
+                sum.add(tally);
                 sum
-            })
+            });
+            sum.named(name)
         };
-        let own = self.measure(&assigned.best)?;
-        let mut kept = vec![sum(&mut own.into_iter()).named("as assigned")];
-        for (kind, name) in KINDS.iter().enumerate() {
-            let patterns: Vec<Option<Pattern>> = assigned.of_kind.iter().map(|found| found[kind]).collect();
-            if patterns.iter().any(Option::is_some) {
-                let all: Vec<Pattern> =
-                    patterns.iter().map(|p| p.unwrap_or(Pattern::AShape { init: 0, local: 1 })).collect();
-                let tallies = self.measure(&all)?;
-                let mut there = tallies.into_iter().zip(&patterns).filter(|(_, p)| p.is_some()).map(|(tally, _)| tally);
-                kept.push(sum(&mut there).named(name));
-            }
-        }
-        Ok(kept)
+        Ok(ways.iter().zip(self.measure(&patterns)?).map(of).collect())
     }
 }

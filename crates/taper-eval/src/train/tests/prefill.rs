@@ -118,7 +118,7 @@ fn minference_is_measured_as_it_runs() {
         ] {
             let measure = |rows: Vec<Range<usize>>| {
                 let prompt = Prompt::new(&captured, window, rows).unwrap();
-                all(&Search::new(vec![prompt], 1).unwrap().measure(&[pattern; 8]).unwrap())
+                all(&Search::new(vec![prompt], 1).unwrap().measure(&[vec![pattern; 8]]).unwrap()[0])
             };
             let ran = usage(&captured, window, &prefill);
             let found = measure(rows.clone());
@@ -148,7 +148,7 @@ fn minference_finds_each_heads_pattern_at_equal_cost() {
         assert_eq!(assigned.best[head], Pattern::BlockSparse { blocks: 4 }, "a stretch of keys");
     }
     // No pattern costs more than an a_shape of 256 keys, and none of one kind for all keeps as much.
-    let a_shape = all(&search.measure(&[Pattern::AShape { init: 0, local: 256 }; 8]).unwrap());
+    let a_shape = all(&search.measure(&[vec![Pattern::AShape { init: 0, local: 256 }; 8]]).unwrap()[0]);
     for search in [&search, &Search::new(prompts(2, 3), 256).unwrap()] {
         let report = search.report(&assigned).unwrap();
         let names: Vec<&str> = report.iter().map(|kept| kept.name.as_str()).collect();
