@@ -146,7 +146,7 @@ impl<'a> ArtifactFile<'a> {
 
 impl ArtifactFile<'_> {
     /// The content of a TOML artefact, once its fields `format`, `method` and `model` agree with the method and the
-    /// model; the other fields are `T`'s.
+    /// model; the other fields are `T`'s, but for the table `trained`, which says what made it.
     pub fn toml<T: DeserializeOwned>(&self, method: &str) -> Result<T, String> {
         let text = std::str::from_utf8(self.bytes).map_err(|e| format!("is no TOML file: {e}"))?;
         let mut table: toml::Table = text.parse().map_err(|e| format!("is no TOML file: {e}"))?;
@@ -165,6 +165,7 @@ impl ArtifactFile<'_> {
         if found != *own {
             return Err(format!("was made for another model ({found}); this one is {own}"));
         }
+        table.remove("trained");
         table.try_into().map_err(|e: toml::de::Error| e.message().to_owned())
     }
 }

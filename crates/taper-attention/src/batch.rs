@@ -284,11 +284,12 @@ impl Part<'_> {
         };
         let there: usize = (layer.start..layer.start + rows).map(|p| Mask::Causal.count(p, self.shape.window)).sum();
         let report = &mut sequence.report.prefill;
-        let PrefillOutput { out, keys, kept } = output;
+        let PrefillOutput { out, keys, kept, scored } = output;
         let (read, most) = (keys.iter().map(|k| k.read).sum(), keys.iter().map(|k| k.most).max().unwrap_or(0));
         let heads = self.shape.q_heads as u64;
         report.add(rows as u64 * heads, read, there as u64 * heads, most);
         report.add_kept(&kept);
+        report.add_scored(scored);
         let audited: Vec<usize> = (0..rows)
             .filter(|row| audit::wanted(&self.stream(sequence.seed, layer.start + row), sequence.spec.audit))
             .collect();

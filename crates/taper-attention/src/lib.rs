@@ -21,6 +21,10 @@ pub use artifacts::{ArtifactError, Artifacts, ModelKey};
 pub use batch::{AttentionBatch, Replay, Sequence, Span, replay};
 pub use layer::{AttentionShape, LayerAttention, Rotary};
 pub use methods::{MethodInfo, catalogue};
+/// MInference's patterns, for what assigns them offline.
+pub mod minference {
+    pub use crate::methods::minference::{Pattern, reads};
+}
 pub use report::{AttentionUsage, AuditUsage, CraUsage, PhaseUsage};
 pub use schema::nearest;
 pub use spec::{AttentionSpec, Question, SpecError, Wire};

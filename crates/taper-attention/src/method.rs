@@ -72,6 +72,8 @@ pub struct PrefillOutput {
     pub keys: Vec<RowKeys>,
     /// Shares of the attention mass that the keys read hold, where a method measured any: one a (row, query head).
     pub kept: Vec<f32>,
+    /// Products of a query, or a mean of some, with a key, or a mean of some, that choosing took over all query heads.
+    pub scored: u64,
 }
 
 /// How many keys a row read.
@@ -121,12 +123,18 @@ impl PrefillLayer<'_> {
                 counts.chunks(selection.heads().len()).map(|counts| RowKeys::of(counts, heads)).collect()
             }
         };
-        Ok((PrefillOutput { out, keys, kept: Vec::new() }, lse))
+        Ok((PrefillOutput { out, keys, kept: Vec::new(), scored: 0 }, lse))
     }
 
     /// Queries at positions, as the operations of taper-kernels take them.
     pub fn select<'a>(&'a self, q: &'a Tensor, positions: &'a [u32]) -> Rows<'a> {
         Rows { q, kv: self.kv, table: self.table, positions, window: self.window }
+    }
+
+    /// Pairs of a query head's row at these positions and a key that it sees.
+    pub fn pairs(&self, positions: &[u32]) -> u64 {
+        let keys: usize = positions.iter().map(|&p| Mask::Causal.count(p as usize, self.window)).sum();
+        (keys * self.q.dims()[1]) as u64
     }
 
     /// Absolute positions of the chunk's rows.

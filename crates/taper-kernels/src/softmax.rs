@@ -4,7 +4,7 @@ use crate::kv::BLOCK_TOKENS;
 use crate::simd::{Simd, exp};
 
 /// Turns a line of 64 scores into weights relative to the running maximum; rescales the sum and the output so far when
-/// the maximum rises. A line of -inf alone becomes zeros.
+/// the maximum rises. A line of -inf alone becomes zeros; so does one of NaN, and the sum NaN.
 ///
 /// # Safety
 /// `V`'s instruction set exists.
@@ -18,6 +18,10 @@ pub unsafe fn softmax_line<V: Simd>(scores: &mut [f32], max: &mut f32, sum: &mut
         }
         let top = top.max_lane().max(*max);
         if top == f32::NEG_INFINITY {
+            // No maximum shows what is NaN.
+            if scores.iter().any(|score| score.is_nan()) {
+                *sum = f32::NAN;
+            }
             scores.fill(0.0);
             return;
         }

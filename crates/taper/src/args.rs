@@ -340,13 +340,14 @@ pub struct TrainArgs {
 
 #[derive(Debug, Subcommand)]
 #[command(after_help = "The model runs densely over text; every eighth sequence is held out, and a table says how much
-of its far attention mass the keys that the method would read hold. Without --text the text is generated prose, which
+of its attention mass the keys that the method would read hold (of decode methods: of that on far keys). Without --text the text is generated prose, which
 has little to say about the model's use. Ctrl-C ends the run; finished layers are in the file, and --resume keeps them.
 
 Examples:
   taper train saap --model ./model --text book.txt --out artefacts --layers 1-29
   taper train kmeans --rope --out artefacts --clusters 512
   taper train double_sparsity --text texts/ --out artefacts
+  taper train sample_attention --text texts/ --out artefacts --length 8192 --queries 512 --cra 0.97
   taper serve --model ./model --artifacts artefacts --attention '{\"decode\": {\"method\": \"saap\"}}'")]
 pub enum Train {
     /// The channels by which Double Sparsity ranks keys
@@ -389,6 +390,24 @@ pub enum Train {
         #[command(flatten)]
         network: NetworkArgs,
     },
+    /// A pattern of MInference for every query head
+    #[command(name = "minference")]
+    MInference {
+        #[command(flatten)]
+        common: TrainCommon,
+        /// Keys that a row reads on average, whatever the pattern [default: an eighth of --length, at least 512]
+        #[arg(long, value_name = "N")]
+        keys: Option<usize>,
+    },
+    /// SampleAttention's thresholds, for prompts of --length and of each half of it
+    #[command(name = "sample_attention")]
+    SampleAttention {
+        #[command(flatten)]
+        common: TrainCommon,
+        /// Share of the attention mass that rows keep on average
+        #[arg(long, value_name = "SHARE", default_value_t = 0.95, value_parser = share_kept)]
+        cra: f64,
+    },
 }
 
 #[derive(Debug, Args)]
@@ -416,13 +435,13 @@ pub struct TrainCommon {
     /// Most sequences
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = positive)]
     pub sequences: usize,
-    /// Most queries of a sequence and head
+    /// Most queries of a sequence and head; of minference and sample_attention in whole blocks of 64
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = positive)]
     pub queries: usize,
-    /// Tokens at the start that are read whatever is learned [default: 1 of kmeans and saap; 4; 128 of hash_attention]
+    /// Decode methods: tokens at the start that are read whatever is learned [default: 1 of kmeans and saap; 4; 128 of hash_attention]
     #[arg(long, value_name = "TOKENS")]
     pub sink: Option<usize>,
-    /// Recent tokens that are read whatever is learned [default: 2047 of kmeans and saap, at most a quarter of --length;
+    /// Decode methods: recent tokens that are read whatever is learned [default: 2047 of kmeans and saap, at most a quarter of --length;
     /// 64 and 128, at most a sixteenth]
     #[arg(long, value_name = "TOKENS")]
     pub window: Option<usize>,
@@ -502,6 +521,10 @@ fn audit(text: &str) -> Result<f64, String> {
 }
 
 fn share(text: &str) -> Result<f32, String> {
+    text.parse().ok().filter(|&p| p > 0.0 && p <= 1.0).ok_or_else(|| "must be a number in (0, 1]".into())
+}
+
+fn share_kept(text: &str) -> Result<f64, String> {
     text.parse().ok().filter(|&p| p > 0.0 && p <= 1.0).ok_or_else(|| "must be a number in (0, 1]".into())
 }
 

@@ -19,6 +19,8 @@ pub fn run(what: Train) -> Result<()> {
         Train::KMeans { common, rope, clusters } => (Method::KMeans { rope, clusters }, common),
         Train::Saap { common, clusters, network } => (Method::Saap { clusters, network: read(&network) }, common),
         Train::HashAttention { common, network } => (Method::HashAttention { network: read(&network) }, common),
+        Train::MInference { common, keys } => (Method::MInference { keys }, common),
+        Train::SampleAttention { common, cra } => (Method::SampleAttention { cra }, common),
     };
     refuse(&common)?;
     let plan = Plan {

@@ -56,6 +56,8 @@ fn training_that_cannot_be() {
     fails(&train(&["--layers", "9-7"]), "3,7-9");
     fails(&train(&["--hidden", "8"]), "--hidden");
     fails(&["train", "saap"], "--out");
+    fails(&["train", "sample_attention", "--out", "nowhere", "--cra", "1.5"], "--cra");
+    fails(&["train", "minference", "--out", "nowhere", "--keys", "many"], "--keys");
     fails(&["train", "santa"], "santa");
 }
 

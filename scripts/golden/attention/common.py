@@ -219,6 +219,39 @@ assert philox([0xA4093822, 0x299F31D0], [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x0
 ]
 
 
+def permutation(n: int, key: list[int], stream: list[int]) -> list[int]:
+    """0..n in the order of a keyed permutation: six Feistel rounds over the next even power of two, points beyond n left
+    out. The rounds' keys are the words of Philox for the numbers 0x50450000 and 0x50450001 of the stream."""
+    keys = philox(key, stream + [0x50450000]) + philox(key, stream + [0x50450001])[:2]
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    points = []
+    for i in range(1 << 2 * half):
+        left, right = i >> half, i & mask
+        for k in keys:
+            x = (right + k) * 0x9E3779B1 & 0xFFFFFFFF
+            x = (x ^ x >> 15) * 0x85EBCA77 & 0xFFFFFFFF
+            left, right = right, left ^ ((x ^ x >> 13) & mask)
+        points.append(left << half | right)
+    assert sorted(points) == list(range(1 << 2 * half))
+    return [point for point in points if point < n]
+
+
+def drawn(fixed: Array, seed: int, head: int) -> Array:
+    """Keys that are not fixed [m], in the order of drawing, for the last of the m positions in layer 0."""
+    order = permutation(len(fixed), [seed & 0xFFFFFFFF, seed >> 32], [0, head, len(fixed) - 1])
+    return np.array([key for key in order if not fixed[key]])
+
+
+def weighed(q: Array, k: Array, v: Array, weights: Array) -> Array:
+    """Attention [rows, q_heads, d] in which a key counts as often as its weight [rows, kv_heads, n] says."""
+    weights = np.repeat(weights, q.shape[1] // weights.shape[1], axis=1)
+    s = scores(q, k)
+    e = weights * np.exp(s - s.max(axis=-1, keepdims=True))
+    p = e / e.sum(axis=-1, keepdims=True)
+    return np.einsum("rhn,nhd->rhd", p, np.repeat(v, q.shape[1] // v.shape[1], axis=1))
+
+
 # Files
 
 

@@ -112,7 +112,7 @@ impl PrefillMethod for Delta {
         // A dense row reads all that its sparse one does.
         let mut keys = base.keys;
         dense_rows.iter().zip(dense.keys).for_each(|(&row, read)| keys[row as usize] = read);
-        Ok(PrefillOutput { out, keys, kept: base.kept })
+        Ok(PrefillOutput { out, keys, kept: base.kept, scored: base.scored })
     }
 
     fn cut(&self, start: usize, prompt: usize, max: usize) -> usize {

@@ -120,9 +120,9 @@ impl PrefillMethod for Hip {
         }
         let positions = layer.positions();
         let runs = query_blocks(layer.start..layer.start + layer.rows(), self.block_q);
-        let heads = probe(&layer.select(&layer.q, &positions), &runs, &self.hierarchy)?;
+        let (heads, scored) = probe(&layer.select(&layer.q, &positions), &runs, &self.hierarchy)?;
         let selection = Selection::new(runs, heads)?;
-        layer.attend_rows(&layer.q, &positions, &selection)
+        Ok(PrefillOutput { scored, ..layer.attend_rows(&layer.q, &positions, &selection)? })
     }
 
     fn cut(&self, start: usize, prompt: usize, max: usize) -> usize {

@@ -28,6 +28,7 @@
 //! layer = 0
 //! head = 4
 //! reads = { pattern = "block_sparse", blocks = 100 }
+//! [trained]                # what made it; optional
 //! ```
 
 use super::Entry;
@@ -43,7 +44,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use taper_kernels::kv::BLOCK_TOKENS;
 use taper_kernels::prefill::stripes::{Counts, by_count};
-use taper_kernels::prefill::{HeadReads, Mask, Selection, Sums, pooled, query_blocks, sums};
+use taper_kernels::prefill::{HeadReads, Mask, Rows, Selection, Sums, pooled, query_blocks, sums};
 
 pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
     name: "minference",
@@ -121,12 +122,28 @@ enum PatternName {
 }
 
 /// What a head reads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "pattern", rename_all = "snake_case", deny_unknown_fields)]
-enum Pattern {
-    AShape { init: usize, local: usize },
-    VerticalSlash { vertical: usize, slash: usize },
-    BlockSparse { blocks: usize },
+pub enum Pattern {
+    /// The first and the last tokens.
+    AShape {
+        /// Tokens at the start of the sequence.
+        init: usize,
+        /// Most recent tokens, the query's own included, at least 1.
+        local: usize,
+    },
+    /// The keys and diagonals in which most of some rows' probability lies.
+    VerticalSlash {
+        /// Keys, at least 30.
+        vertical: usize,
+        /// Diagonals, at least 100.
+        slash: usize,
+    },
+    /// The best blocks by mean query · mean key.
+    BlockSparse {
+        /// Blocks of 64 tokens, a row's own included, at least 1.
+        blocks: usize,
+    },
 }
 
 /// How a head comes to its pattern.
@@ -211,14 +228,18 @@ impl PrefillMethod for MInference {
         let q = layer.q.narrow(0, first, sampled)?;
         let stripes = patterns.iter().any(|p| matches!(p, Pattern::VerticalSlash { .. }));
         let sums = if stripes { Some(sums(&layer.select(&q, &positions[first..]))?) } else { None };
+        let mut scored = if stripes { layer.pairs(&positions[first..]) } else { 0 };
         let runs = query_blocks(layer.start..layer.start + rows, BLOCK_TOKENS);
         if let (Plan::Auto { init, .. }, Some(sums)) = (&self.plan, &sums) {
             let last = &runs[runs.partition_point(|run| run.end <= layer.start + first)..];
-            patterns = best(layer, &patterns, *init, last, sums, first)?;
+            let looked_at;
+            (patterns, looked_at) = best(layer, &patterns, *init, last, sums, first)?;
+            scored += looked_at;
         }
-        let heads = reads(layer, &patterns, &runs, sums.as_ref())?;
+        let (heads, products) = reads(&layer.select(&layer.q, &positions), &patterns, &runs, sums.as_ref())?;
         let selection = Selection::new(runs, heads)?;
         let (mut output, lse) = layer.attend_lse(&layer.q, &positions, (&selection).into())?;
+        output.scored = scored + products;
         if let Some(sums) = sums {
             output.kept = kept(&lse.narrow(0, first, sampled)?, &sums.lse)?;
         }
@@ -241,24 +262,25 @@ impl PrefillMethod for MInference {
     }
 }
 
-/// What the heads read by their patterns, in runs of rows.
-fn reads(
-    layer: &PrefillLayer,
+/// What the query heads read by their patterns, in runs of rows; block_sparse takes all of a run's rows. `sums` are those
+/// of the rows that vertical_slash chooses by: without them it reads everything. Returns how many products of means
+/// block_sparse took, too.
+///
+/// # Errors
+/// A device error, a run without rows.
+pub fn reads(
+    rows: &Rows,
     patterns: &[Pattern],
     runs: &[Range<usize>],
     sums: Option<&Sums>,
-) -> Result<Vec<HeadReads>> {
-    let positions = layer.positions();
+) -> Result<(Vec<HeadReads>, u64)> {
     let wanted = |(head, pattern): (usize, &Pattern)| match pattern {
         Pattern::BlockSparse { blocks } => Some((head, *blocks)),
         _ => None,
     };
     let wanted: Vec<_> = patterns.iter().enumerate().filter_map(wanted).collect();
-    let mut blocks = if wanted.is_empty() {
-        Vec::new().into_iter()
-    } else {
-        pooled(&layer.select(&layer.q, &positions), runs, &wanted)?.into_iter()
-    };
+    let (blocks, products) = if wanted.is_empty() { Default::default() } else { pooled(rows, runs, &wanted)? };
+    let mut blocks = blocks.into_iter();
     let of = |(head, pattern): (usize, &Pattern)| match (*pattern, sums) {
         (Pattern::AShape { init, local }, _) => Ok(Mask::SinkWindow { sink: init, window: local }.into()),
         (Pattern::VerticalSlash { vertical, slash }, Some(sums)) => {
@@ -266,15 +288,15 @@ fn reads(
             let counts = Counts { columns: vertical, slashes: slash, forced_columns, forced_slashes };
             Ok(by_count(sums, head, &counts)?.reads(runs))
         }
-        // Sums are there wherever a head wants them.
         (Pattern::VerticalSlash { .. }, None) => Ok(Mask::Causal.into()),
         (Pattern::BlockSparse { .. }, _) => Ok(blocks.next().map_or(Mask::Causal.into(), HeadReads::blocks)),
     };
-    patterns.iter().enumerate().map(of).collect()
+    let heads = patterns.iter().enumerate().map(of).collect::<Result<_>>()?;
+    Ok((heads, products))
 }
 
 /// For each head the pattern that keeps most of the last rows' probability, with as many keys as its vertical_slash
-/// reads for the last row; of equals the first.
+/// reads for the last row; of equals the first. Returns how many products it took, too.
 fn best(
     layer: &PrefillLayer,
     stripes: &[Pattern],
@@ -282,18 +304,22 @@ fn best(
     runs: &[Range<usize>],
     sums: &Sums,
     first: usize,
-) -> Result<Vec<Pattern>> {
-    let positions = &layer.positions()[first..];
+) -> Result<(Vec<Pattern>, u64)> {
+    let all = layer.positions();
+    let (rows, positions) = (layer.select(&layer.q, &all), &all[first..]);
     let q = layer.q.narrow(0, first, positions.len())?;
-    let vertical_slash = Selection::new(runs.to_vec(), reads(layer, stripes, runs, Some(sums))?)?;
+    let vertical_slash = Selection::new(runs.to_vec(), reads(&rows, stripes, runs, Some(sums))?.0)?;
     let keys = vertical_slash.counts(&positions[positions.len() - 1..], layer.window);
     let a_shape = |&keys: &usize| Pattern::AShape { init, local: keys.saturating_sub(init).max(1) };
     let block_sparse = |&keys: &usize| Pattern::BlockSparse { blocks: keys.div_ceil(BLOCK_TOKENS) };
     let candidates = [keys.iter().map(a_shape).collect(), stripes.to_vec(), keys.iter().map(block_sparse).collect()];
+    let mut scored = 0;
     let mut best = vec![(f32::NEG_INFINITY, stripes[0]); stripes.len()];
     for patterns in candidates {
-        let selection = Selection::new(runs.to_vec(), reads(layer, &patterns, runs, Some(sums))?)?;
-        let (_, lse) = layer.attend_lse(&q, positions, (&selection).into())?;
+        let (heads, products) = reads(&rows, &patterns, runs, Some(sums))?;
+        let selection = Selection::new(runs.to_vec(), heads)?;
+        let (output, lse) = layer.attend_lse(&q, positions, (&selection).into())?;
+        scored += products + output.keys.iter().map(|keys| keys.read).sum::<u64>();
         let shares = kept(&lse, &sums.lse)?;
         for (head, (best, pattern)) in best.iter_mut().zip(patterns).enumerate() {
             let share: f32 = shares.iter().skip(head).step_by(stripes.len()).sum();
@@ -302,5 +328,5 @@ fn best(
             }
         }
     }
-    Ok(best.into_iter().map(|(_, pattern)| pattern).collect())
+    Ok((best.into_iter().map(|(_, pattern)| pattern).collect(), scored))
 }

@@ -6,7 +6,7 @@ mod double_sparsity;
 mod hash_attention;
 mod hip;
 mod kmeans;
-mod minference;
+pub(crate) mod minference;
 mod oracle_top_k;
 mod oracle_top_p;
 mod quest;

@@ -27,6 +27,7 @@
 //! alpha_c = 0.95
 //! alpha_s = 0.95
 //! chunks = 2
+//! [trained]           # what made it; optional
 //! ```
 
 use super::Entry;
@@ -215,6 +216,7 @@ impl PrefillMethod for SampleAttention {
         let heads = stripes.iter().map(|stripes| stripes.reads(&runs)).collect();
         let selection = Selection::new(runs, heads)?;
         let (mut output, lse) = layer.attend_lse(&layer.q, &positions, (&selection).into())?;
+        output.scored = layer.pairs(&positions[first..]);
         output.kept = kept(&lse.narrow(0, first, sampled)?, &sums.lse)?;
         Ok(output)
     }

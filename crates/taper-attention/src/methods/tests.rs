@@ -179,25 +179,51 @@ pub(crate) fn relative(a: &[f32], b: &[f32]) -> f32 {
     norm(&mut a.iter().zip(b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())
 }
 
+/// Those of decode methods are in `properties`.
 #[test]
-fn every_method_at_its_limit_equals_dense() {
-    for method in catalogue().into_iter().filter(|m| m.phase != "predictor") {
-        let settings = limit(method.name, method.phase).unwrap_or_else(|| panic!("no limit row for {}", method.name));
-        let spec = json!({ method.phase: settings });
-        for (group, head_dim) in [(1, 64), (3, 64), (4, 128), (8, 64)] {
-            for n in [1, 2, 63, 64, 65, 1000] {
-                let lengths = (n, if n > 2 { 2 } else { 0 });
-                let shape = shape(group, head_dim, None);
-                let (out, _) = run(&spec, shape, lengths, 4096);
-                let (dense, _) = run(&json!({}), shape, lengths, 4096);
-                let error = relative(&out, &dense);
-                assert!(error < 1e-5, "{} {} at {n} tokens, group {group}: {error}", method.phase, method.name);
+fn prefill_methods_at_their_limit_equal_dense_in_a_mixed_batch() {
+    for (group, head_dim, lengths) in [
+        (1, 64, &[1usize, 2, 63, 64, 65, 1000][..]),
+        (3, 64, &[1, 2, 63, 64, 65, 1000, 4097]),
+        (4, 128, &[1, 2, 63, 64, 65, 1000]),
+        (8, 64, &[1, 2, 63, 64, 65, 1000]),
+    ] {
+        let shape = shape(group, head_dim, None);
+        // Prompts of all lengths in one step.
+        let inputs: Vec<Input> = lengths.iter().map(|&n| Input::random(shape, n)).collect();
+        let all = |of: fn(&Input) -> &Tensor| Tensor::cat(&inputs.iter().map(of).collect::<Vec<_>>(), 0).unwrap();
+        let (q, k, v) = (all(|i| &i.q), all(|i| &i.k), all(|i| &i.v));
+        let run = |spec: &Value| {
+            let spec = Arc::new(AttentionSpec::from_json(spec, "attention", &random_artifacts(shape)).unwrap());
+            let kv = KvShape { layers: 1, kv_heads: 2, head_dim };
+            let mut pool = KvPool::new(kv, DType::F32, 100, &Device::Cpu).unwrap();
+            let mut sequences: Vec<Sequence> = lengths.iter().map(|&n| Sequence::new(spec.clone(), 5, n)).collect();
+            let spans =
+                sequences.iter_mut().zip(lengths).map(|(sequence, &tokens)| Span { sequence, tokens }).collect();
+            let rotary = PlainRotary(head_dim);
+            let mut batch = AttentionBatch::new(shape, &rotary, &mut pool, spans).unwrap();
+            batch.attend(0, &q, &k, &v).unwrap()
+        };
+        let dense = run(&json!({}));
+        for method in catalogue().into_iter().filter(|m| m.phase == "prefill") {
+            let settings = limit(method.name, "prefill").unwrap_or_else(|| panic!("no limit row for {}", method.name));
+            let out = run(&json!({ "prefill": settings }));
+            let mut start = 0;
+            for &n in lengths {
+                let part = |x: &Tensor| x.narrow(0, start, n).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                let error = relative(&part(&out), &part(&dense));
+                assert!(error < 1e-5, "{} at {n} tokens, group {group}, head_dim {head_dim}: {error}", method.name);
+                start += n;
             }
         }
     }
+}
+
+#[test]
+fn a_promise_out_of_reach_equals_dense_within_a_models_own_window() {
     let (out, _) = run(&json!({ "decode": limit("vattention", "decode") }), shape(3, 64, Some(300)), (900, 3), 4096);
     let (dense, _) = run(&json!({}), shape(3, 64, Some(300)), (900, 3), 4096);
-    assert!(relative(&out, &dense) < 1e-5, "within a model's own window");
+    assert!(relative(&out, &dense) < 1e-5);
 }
 
 #[test]

@@ -2,7 +2,8 @@
 //!
 //! The model runs densely over text; queries and keys of its layers are captured, as many layers at a time as memory
 //! allows, and each layer is learned from and written before the next. Every eighth sequence is held out, and what was
-//! learned is measured on it: the share of far attention mass in the keys that the method would read.
+//! learned is measured on it: the share of far attention mass in the keys that a decode method would read, or what the
+//! rows of prompts keep by a prefill method and for how many keys.
 //!
 //! All that is captured is f32, so that the memory for a layer of T tokens and R rows of queries is
 //! 4·head_dim·(T·kv_heads + R·q_heads) bytes.
@@ -15,13 +16,19 @@ mod double_sparsity;
 mod error;
 mod hash_attention;
 mod head;
+mod kept;
+mod minference;
 mod net;
 mod plan;
+mod prefill;
+mod prompt;
 mod recall;
 mod saap;
+mod sample_attention;
 
 pub use corpus::{Corpus, CorpusSize};
 pub use error::TrainError;
+pub use kept::Kept;
 pub use plan::{Method, Network, Plan};
 pub use recall::{LayerReport, Recall, SHARES, mean, table};
 
@@ -95,6 +102,8 @@ pub fn train(
     let mut trainer = Trainer { model, shape: model.attention_shape(), corpus, plan, checked, file, progress };
     let kept = match plan.method {
         Method::DoubleSparsity { .. } => trainer.channels()?,
+        Method::MInference { .. } => trainer.patterns()?,
+        Method::SampleAttention { .. } => trainer.thresholds()?,
         _ => trainer.layers()?,
     };
     Ok(Trained { file: trainer.file.path().to_owned(), reports: trainer.file.reports(), kept })
@@ -142,7 +151,7 @@ impl Trainer<'_> {
                     Method::KMeans { rope, .. } => self.kmeans(&layer, *rope)?,
                     _ => self.saap(&layer)?,
                 };
-                self.file.add(tensors, [LayerReport { layer: index, recalls }]);
+                self.file.add(tensors, [LayerReport { layer: index, recalls, ..LayerReport::default() }]);
                 self.file.save()?;
             }
         }
@@ -160,6 +169,9 @@ impl Trainer<'_> {
     }
 
     fn wanted(&self, sequence: usize, queries: bool) -> Wanted {
+        if self.plan.method.is_prefill() {
+            return self.wanted_of_prompt(sequence);
+        }
         let tokens = self.corpus.sequences()[sequence].len();
         let seed = self.plan.seed.wrapping_add(sequence as u64);
         Wanted::sample(tokens, &self.checked.far, if queries { self.plan.queries } else { 0 }, seed)
@@ -316,7 +328,7 @@ impl Trainer<'_> {
                     let found = double_sparsity::recalls(&heads, &self.checked.far);
                     merge(&mut recalls, found.map_err(TrainError::compute(layer))?);
                 }
-                self.file.add(Vec::new(), [LayerReport { layer, recalls }]);
+                self.file.add(Vec::new(), [LayerReport { layer, recalls, ..LayerReport::default() }]);
             }
         }
         let shape = vec![self.shape.layers, self.shape.kv_heads, self.checked.count];
@@ -342,8 +354,8 @@ fn described(layers: &[usize]) -> String {
 
 /// Adds one KV head's recalls to those of the layer.
 fn merge(all: &mut Vec<Recall>, more: Vec<Recall>) {
-    let both = [LayerReport { layer: 0, recalls: std::mem::take(all) }, LayerReport { layer: 0, recalls: more }];
-    *all = mean(&both);
+    let report = |recalls| LayerReport { recalls, ..LayerReport::default() };
+    *all = mean(&[report(std::mem::take(all)), report(more)]);
 }
 
 /// `<prefix>.<depth>.weight` `[maps, outputs, inputs]` and `.bias` `[maps, outputs]` of equal networks.

@@ -33,6 +33,23 @@ pub enum Method {
         /// The maps [128 hidden; 1500 iterations of 64 rows from 1e-3].
         network: Network,
     },
+    /// A pattern for every query head of prompts.
+    MInference {
+        /// Keys that a row reads on average, whatever the pattern [an eighth of the sequences' length, at least 512].
+        keys: Option<usize>,
+    },
+    /// Thresholds of the share of columns and diagonals that prompts read, by their length.
+    SampleAttention {
+        /// Mean share of the attention mass that prompts' rows keep, above 0, up to 1.
+        cra: f64,
+    },
+}
+
+impl Method {
+    /// Whether it attends for prompts, whose rows have neither sinks nor a window apart.
+    pub(super) fn is_prefill(&self) -> bool {
+        matches!(self, Self::MInference { .. } | Self::SampleAttention { .. })
+    }
 }
 
 /// Size and training of a network. `None` is the method's default.
@@ -55,12 +72,13 @@ pub struct Plan {
     pub method: Method,
     /// Layers; `None` is all.
     pub layers: Option<Vec<usize>>,
-    /// Most rows of a sequence whose queries are kept, drawn at random.
+    /// Most rows of a sequence whose queries are kept, drawn at random; of prefill methods whole query blocks of 64, evenly
+    /// apart.
     pub queries: usize,
-    /// Tokens at the start that count as sinks: read whatever is learned [1; 4 of double_sparsity; of hash_attention 128,
+    /// Of decode methods: tokens at the start that count as sinks: read whatever is learned [1; 4 of double_sparsity; of hash_attention 128,
     /// or a sixteenth of the sequences' length if that is less].
     pub sink: Option<usize>,
-    /// Most recent tokens, read whatever is learned [2047, or a quarter of the length if that is less; 64 of
+    /// Of decode methods: most recent tokens, read whatever is learned [2047, or a quarter of the length if that is less; 64 of
     /// double_sparsity and 128 of hash_attention, or a sixteenth].
     pub window: Option<usize>,
     /// Seed of all draws.
@@ -78,8 +96,10 @@ pub(super) struct Checked {
     pub name: &'static str,
     pub layers: Vec<usize>,
     pub far: Far,
-    /// Channels or clusters.
+    /// Channels, clusters or keys.
     pub count: usize,
+    /// Share of the attention mass to be kept.
+    pub cra: f64,
     pub hidden: usize,
     pub schedule: Schedule,
     /// All options in words, by which runs are told apart.
@@ -102,10 +122,21 @@ impl Plan {
             Method::DoubleSparsity { .. } => (4.min(length / 16), 64.min(length / 16)),
             Method::HashAttention { .. } => (128.min(length / 16), 128.min(length / 16)),
             Method::KMeans { .. } | Method::Saap { .. } => (1, 2047.min(length / 4)),
+            Method::MInference { .. } | Method::SampleAttention { .. } => (0, 0),
         };
+        if self.method.is_prefill() {
+            for (option, given) in [("sink", self.sink), ("window", self.window)] {
+                if given.is_some() {
+                    return Err(TrainError::option(option, "is of decode methods; this one attends for prompts"));
+                }
+            }
+        }
         let sink = self.sink.unwrap_or(sink);
         let most = length.min(shape.window.unwrap_or(length)).saturating_sub(sink + 1);
-        let window = within("window", self.window.unwrap_or(window.max(1)), 1, most)?;
+        let window = match self.method.is_prefill() {
+            true => window,
+            false => within("window", self.window.unwrap_or(window.max(1)), 1, most)?,
+        };
         let far = Far { sink, window, visible: shape.window };
 
         let training = (0..corpus.sequences().len()).filter(|&i| !corpus.held_out(i));
@@ -133,6 +164,19 @@ impl Plan {
                 ("saap", clusters(*wanted)?, *network, (4 * shape.head_dim, 1000, 1000, 1e-3))
             }
             Method::HashAttention { network } => ("hash_attention", 0, *network, (128, 1500, 64, 1e-3)),
+            Method::MInference { keys } => {
+                let usual = (length / 8).max(512).min(length);
+                ("minference", within("keys", keys.unwrap_or(usual), 1, length)?, Network::default(), (1, 1, 1, 1.0))
+            }
+            Method::SampleAttention { .. } => ("sample_attention", 0, Network::default(), (1, 1, 1, 1.0)),
+        };
+        let cra = match self.method {
+            Method::SampleAttention { cra } if cra > 0.0 && cra <= 1.0 => cra,
+            Method::SampleAttention { cra } => {
+                let message = format!("{cra} is not valid; valid are numbers above 0, up to 1");
+                return Err(TrainError::option("cra", message));
+            }
+            _ => 1.0,
         };
         let hidden = within("hidden", network.hidden.unwrap_or(defaults.0), 1, HIDDEN_MAX)?;
         let learning_rate = network.learning_rate.unwrap_or(defaults.3);
@@ -145,8 +189,13 @@ impl Plan {
             batch: within("batch", network.batch.unwrap_or(defaults.2), 2.min(defaults.2), 1 << 20)?,
             learning_rate,
         };
-        let mut options = format!("length {length}, queries {}, sink {sink}, window {window}", self.queries);
+        let mut options = format!("length {length}, queries {}", self.queries);
+        if !self.method.is_prefill() {
+            options += &format!(", sink {sink}, window {window}");
+        }
         options += &match &self.method {
+            Method::MInference { .. } => format!(", keys {count}"),
+            Method::SampleAttention { cra } => format!(", cra {cra}, layers {layers:?}"),
             Method::DoubleSparsity { .. } => format!(", channels {count}"),
             Method::KMeans { .. } => format!(", clusters {count}"),
             Method::Saap { .. } | Method::HashAttention { .. } => {
@@ -157,7 +206,7 @@ impl Plan {
                 )
             }
         };
-        Ok(Checked { name, layers, far, count, hidden, schedule, options })
+        Ok(Checked { name, layers, far, count, cra, hidden, schedule, options })
     }
 
     fn layers(&self, shape: &AttentionShape) -> Result<Vec<usize>, TrainError> {

@@ -1,8 +1,10 @@
-//! How much of the attention mass a way of choosing keys finds, at equal numbers of keys read.
+//! What is measured on held-out text: how much of the attention mass a way of choosing keys finds, at equal numbers of
+//! keys read.
 //!
 //! Measured on queries that look far, over their far keys alone: what sinks and window hold is read by every method.
 
 use super::head::Row;
+use super::kept::{self, Kept};
 use serde::{Deserialize, Serialize};
 
 /// Shares of the far keys that are read.
@@ -20,12 +22,16 @@ pub struct Recall {
 }
 
 /// What was measured of a layer on held-out text.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct LayerReport {
     /// The layer.
     pub layer: usize,
-    /// The ways of choosing.
+    /// Of a decode method: the ways of choosing.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub recalls: Vec<Recall>,
+    /// Of a prefill method: the ways of reading.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub kept: Vec<Kept>,
 }
 
 /// Sums of one way of choosing.
@@ -116,19 +122,8 @@ pub fn mean(reports: &[LayerReport]) -> Vec<Recall> {
 
 /// A table for a terminal, or in Markdown: a row for each layer and way, and for the mean of all layers.
 pub fn table(reports: &[LayerReport], markdown: bool) -> String {
-    let mut lines = vec![vec!["layer".to_owned(), "chosen by".into(), "queries".into()]];
-    lines[0].extend(SHARES.iter().map(|share| format!("1/{:.0} of keys", 1.0 / share)));
-    let mut add = |layer: &str, recall: &Recall| {
-        let mut line = vec![layer.to_owned(), recall.name.clone(), recall.queries.to_string()];
-        line.extend(recall.mass.iter().map(|mass| format!("{:.1} %", mass * 100.0)));
-        lines.push(line);
-    };
-    for report in reports {
-        report.recalls.iter().for_each(|recall| add(&report.layer.to_string(), recall));
-    }
-    if reports.len() > 1 {
-        mean(reports).iter().for_each(|recall| add("all", recall));
-    }
+    let lines =
+        if reports.iter().any(|report| !report.kept.is_empty()) { of_kept(reports) } else { of_recalls(reports) };
     let width = |i: usize| lines.iter().map(|line| line[i].chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..lines[0].len()).map(width).collect();
     let mut text = String::new();
@@ -145,6 +140,38 @@ pub fn table(reports: &[LayerReport], markdown: bool) -> String {
         }
     }
     text
+}
+
+fn of_recalls(reports: &[LayerReport]) -> Vec<Vec<String>> {
+    let mut lines = vec![vec!["layer".to_owned(), "chosen by".into(), "queries".into()]];
+    lines[0].extend(SHARES.iter().map(|share| format!("1/{:.0} of keys", 1.0 / share)));
+    let mut add = |layer: &str, recall: &Recall| {
+        let mut line = vec![layer.to_owned(), recall.name.clone(), recall.queries.to_string()];
+        line.extend(recall.mass.iter().map(|mass| format!("{:.1} %", mass * 100.0)));
+        lines.push(line);
+    };
+    for report in reports {
+        report.recalls.iter().for_each(|recall| add(&report.layer.to_string(), recall));
+    }
+    if reports.len() > 1 {
+        mean(reports).iter().for_each(|recall| add("all", recall));
+    }
+    lines
+}
+
+fn of_kept(reports: &[LayerReport]) -> Vec<Vec<String>> {
+    let mut lines = vec![["layer", "read", "queries", "density", "mass kept", "least"].map(str::to_owned).to_vec()];
+    let mut add = |layer: &str, kept: &Kept| {
+        let shares = [kept.density, kept.mean, kept.min].map(|share| format!("{:.1} %", share * 100.0));
+        lines.push([vec![layer.to_owned(), kept.name.clone(), kept.queries.to_string()], shares.to_vec()].concat());
+    };
+    for report in reports {
+        report.kept.iter().for_each(|kept| add(&report.layer.to_string(), kept));
+    }
+    if reports.len() > 1 {
+        kept::mean(reports.iter().flat_map(|report| &report.kept)).iter().for_each(|kept| add("all", kept));
+    }
+    lines
 }
 
 #[cfg(test)]
@@ -180,11 +207,18 @@ mod tests {
     #[test]
     fn tables_end_with_the_mean() {
         let recall = |queries, mass| Recall { name: "oracle".into(), queries, mass: [mass; 4] };
-        let report = |layer, queries, mass| LayerReport { layer, recalls: vec![recall(queries, mass)] };
+        let report = |layer, queries, mass| {
+            let recalls = vec![recall(queries, mass)];
+            LayerReport { layer, recalls, ..LayerReport::default() }
+        };
         let reports = [report(3, 10, 0.5), report(4, 30, 0.9)];
         assert!((mean(&reports)[0].mass[0] - 0.8).abs() < 1e-12);
         let text = table(&reports, false);
         assert!(text.starts_with("layer  chosen by  queries  1/32 of keys") && text.contains("all"), "{text}");
         assert!(table(&reports, true).lines().nth(1).unwrap().starts_with("| --- |"));
+        let kept = |min| Kept { name: "a_shape".into(), queries: 5, density: 0.25, mean: 0.75, min };
+        let report = |layer, min| LayerReport { layer, kept: vec![kept(min)], ..LayerReport::default() };
+        let text = table(&[report(0, 0.5), report(1, 0.25)], false);
+        assert!(text.ends_with("all    a_shape  10       25.0 %   75.0 %     25.0 %\n"), "{text}");
     }
 }

@@ -8,21 +8,23 @@ use crate::parallel::{self, SharedMut};
 use crate::simd::{Isa, Simd, dispatch, dot};
 use candle_core::{CpuStorage, Result, bail};
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// For each query head asked for `(head, keep)`, the blocks that the rows of each run read: their own and the best
 /// `keep - 1` of those before it by mean query · mean key; of equals the first. A run lies within one block of 64
-/// positions; its mean is that of its rows, and a block's that of its keys up to the last row.
+/// positions; its mean is that of its rows, and a block's that of its keys up to the last row. Returns how many products
+/// of means it took, too.
 ///
 /// # Errors
 /// As [`prefill`](super::prefill); a head that is not there, a run without rows or over several blocks.
 ///
 /// # Source
 /// MInference, Algorithm 3 (block-sparse), with a row's own block always kept.
-pub fn pooled(rows: &Rows, runs: &[Range<usize>], heads: &[(usize, usize)]) -> Result<Vec<Lists>> {
+pub fn pooled(rows: &Rows, runs: &[Range<usize>], heads: &[(usize, usize)]) -> Result<(Vec<Lists>, u64)> {
     pooled_with(Isa::best(), rows, runs, heads)
 }
 
-fn pooled_with(isa: Isa, rows: &Rows, runs: &[Range<usize>], heads: &[(usize, usize)]) -> Result<Vec<Lists>> {
+fn pooled_with(isa: Isa, rows: &Rows, runs: &[Range<usize>], heads: &[(usize, usize)]) -> Result<(Vec<Lists>, u64)> {
     let dims = rows.dims()?;
     if let Some((head, _)) = heads.iter().find(|(head, _)| *head >= dims.q_heads) {
         bail!("pooled: head {head} of {}", dims.q_heads);
@@ -36,6 +38,7 @@ fn pooled_with(isa: Isa, rows: &Rows, runs: &[Range<usize>], heads: &[(usize, us
     }
     let blocks = rows.tokens().div_ceil(BLOCK_TOKENS);
     let d = dims.head_dim;
+    let products = AtomicU64::new(0);
     let mut chosen: Vec<Vec<u32>> = vec![Vec::new(); heads.len() * runs.len()];
     rows.with_storage(|q, k, v| {
         let mut keys = vec![0f32; dims.kv_heads * blocks * d];
@@ -60,6 +63,7 @@ fn pooled_with(isa: Isa, rows: &Rows, runs: &[Range<usize>], heads: &[(usize, us
                 // Where all are kept there is nothing to rank.
                 if keep <= earlier.len() {
                     let (mean, scores) = (mean.as_slice(), scores.as_mut_slice());
+                    products.fetch_add(scores.len() as u64, Ordering::Relaxed);
                     dispatch!(isa, rank::<_>(mean: &[f32], keys: &[f32], scores: &mut [f32]));
                 }
                 let mut order: Vec<u32> = earlier.clone().map(|block| block as u32).collect();
@@ -76,7 +80,8 @@ fn pooled_with(isa: Isa, rows: &Rows, runs: &[Range<usize>], heads: &[(usize, us
         );
         Ok(())
     })?;
-    Ok(chosen.chunks(runs.len().max(1)).map(|lists| lists.iter().map(|list| list.iter().copied()).collect()).collect())
+    let lists = chosen.chunks(runs.len().max(1)).map(|lists| lists.iter().map(|list| list.iter().copied()).collect());
+    Ok((lists.collect(), products.into_inner()))
 }
 
 /// Means of keys `[kv_heads, blocks, head_dim]`; the last block's are of the tokens that there are.
@@ -137,12 +142,13 @@ mod tests {
                 let rows = Rows { q: &q, kv: cache.kv(), table: &cache.table, positions: &positions, window };
                 let runs = query_blocks(start..n, BLOCK_TOKENS);
                 let asked = [(3, 3), (0, 1), (1, 100), (2, 4)];
-                let lists = pooled_with(isa, &rows, &runs, &asked).unwrap();
+                let (lists, products) = pooled_with(isa, &rows, &runs, &asked).unwrap();
                 let q = q.to_vec3::<f32>().unwrap();
                 let mean = |all: Vec<&Vec<f32>>| -> Vec<f64> {
                     let sum = |c: usize| all.iter().map(|x| f64::from(x[c])).sum::<f64>() / all.len() as f64;
                     (0..d).map(sum).collect()
                 };
+                let mut expected_products = 0;
                 for ((head, keep), lists) in asked.into_iter().zip(lists) {
                     for (at, run) in runs.iter().enumerate() {
                         let query = mean(run.clone().map(|p| &q[p - start][head]).collect());
@@ -153,6 +159,7 @@ mod tests {
                             query.iter().zip(mean(keys)).map(|(a, b)| a * b).sum()
                         };
                         let mut earlier: Vec<usize> = (lowest..own).collect();
+                        expected_products += if keep <= earlier.len() { earlier.len() as u64 } else { 0 };
                         earlier.sort_by(|&a, &b| score(b).total_cmp(&score(a)));
                         let mut expected: Vec<u32> = earlier.iter().take(keep - 1).map(|&b| b as u32).collect();
                         expected.push(own as u32);
@@ -160,6 +167,7 @@ mod tests {
                         assert_eq!(lists.get(at), expected, "{isa:?} head {head} rows {run:?}");
                     }
                 }
+                assert_eq!(products, expected_products);
                 assert!(pooled(&rows, &runs, &[(4, 1)]).is_err());
                 assert!(pooled(&rows, &query_blocks(0..65, 128), &[(0, 1)]).is_err());
             }

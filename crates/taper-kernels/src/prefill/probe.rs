@@ -36,14 +36,15 @@ pub struct Hierarchy {
 
 /// For each KV head, what the rows of each run read: sinks, window, and the tokens between that the stages keep. A chunk's
 /// score is the largest product of a mean query of the run, over the query heads of the KV head, with a key that was
-/// looked at; of equals the first is kept. What a run reads depends on its own rows and their positions alone.
+/// looked at; of equals the first is kept. What a run reads depends on its own rows and their positions alone. Returns
+/// how many products it took, too.
 ///
 /// # Errors
 /// As [`prefill`](super::prefill); a run without rows, stages that cannot be.
 ///
 /// # Source
 /// HiP Attention (Lee et al. 2024, arXiv:2406.09827 and arXiv:2502.08910): mask selection by representative keys.
-pub fn probe(rows: &Rows, runs: &[Range<usize>], hierarchy: &Hierarchy) -> Result<Vec<HeadReads>> {
+pub fn probe(rows: &Rows, runs: &[Range<usize>], hierarchy: &Hierarchy) -> Result<(Vec<HeadReads>, u64)> {
     probe_with(Isa::best(), rows, runs, hierarchy)
 }
 
@@ -52,9 +53,11 @@ pub fn probe(rows: &Rows, runs: &[Range<usize>], hierarchy: &Hierarchy) -> Resul
 struct Found {
     blocks: Vec<u32>,
     tokens: Vec<u32>,
+    /// Products of a mean query and a key.
+    products: u64,
 }
 
-fn probe_with(isa: Isa, rows: &Rows, runs: &[Range<usize>], hierarchy: &Hierarchy) -> Result<Vec<HeadReads>> {
+fn probe_with(isa: Isa, rows: &Rows, runs: &[Range<usize>], hierarchy: &Hierarchy) -> Result<(Vec<HeadReads>, u64)> {
     let dims = rows.dims()?;
     let possible = |stage: &Stage| stage.chunk.is_power_of_two() && (2..=4096).contains(&stage.chunk);
     let falling = hierarchy.stages.windows(2).all(|pair| pair[1].chunk < pair[0].chunk);
@@ -90,7 +93,8 @@ fn probe_with(isa: Isa, rows: &Rows, runs: &[Range<usize>], hierarchy: &Hierarch
         blocks: Some(found.iter().map(|f| f.blocks.iter().copied()).collect()),
         tokens: found.iter().map(|f| f.tokens.iter().copied()).collect::<Lists>(),
     };
-    Ok(found.chunks(runs.len().max(1)).map(of_head).collect())
+    let products = found.iter().map(|found| found.products).sum();
+    Ok((found.chunks(runs.len().max(1)).map(of_head).collect(), products))
 }
 
 /// Buffers of one thread.
@@ -104,6 +108,7 @@ struct Scratch {
     /// Keys to look at, and their scores.
     probes: Vec<u32>,
     values: Vec<f32>,
+    products: u64,
     found: Found,
 }
 
@@ -156,6 +161,7 @@ unsafe fn search_run<V: Simd, T: KvElement>(search: &Search<T>, s: &mut Scratch)
     let seen = Mask::Causal.keys(run.start, with.rows.window)[1].start / BLOCK_TOKENS * BLOCK_TOKENS;
     let far = whole(hierarchy.sink).max(seen).min(near);
     let candidates = near - far;
+    s.products = 0;
     let mut kept = Vec::new();
     if candidates > 0 {
         kept.push(far..near);
@@ -182,7 +188,7 @@ unsafe fn search_run<V: Simd, T: KvElement>(search: &Search<T>, s: &mut Scratch)
         tokens = kept.iter().map(Range::len).sum();
     }
     let found = &mut s.found;
-    *found = Found::default();
+    *found = Found { products: s.products, ..Found::default() };
     let sinks = whole(hierarchy.sink).min(near) / BLOCK_TOKENS;
     found.blocks.extend(0..sinks as u32);
     for range in joined(kept) {
@@ -252,6 +258,7 @@ unsafe fn look<V: Simd, T: KvElement>(search: &Search<T>, s: &mut Scratch) {
     s.scores.resize(s.lines * BLOCK_TOKENS, 0.0);
     s.values.clear();
     let probes = std::mem::take(&mut s.probes);
+    s.products += (probes.len() * s.lines) as u64;
     for probes in probes.chunks(BLOCK_TOKENS) {
         unsafe {
             unpack_keys::<V, T>(search.with, search.kv_head, &Columns::Tokens(probes), probes.len(), &mut s.keys);
@@ -284,6 +291,7 @@ mod tests {
     use crate::prefill::{Selection, query_blocks};
     use crate::testing::{Cache, Numbers};
     use candle_core::DType;
+    use std::cell::Cell;
 
     /// The same search, key by key in f64: the tokens that one run reads.
     fn plain(
@@ -292,9 +300,10 @@ mod tests {
         q: &[Vec<f64>],
         run: &Range<usize>,
         h: &Hierarchy,
-        window: Option<usize>,
+        (window, looked): (Option<usize>, &Cell<u64>),
     ) -> Vec<usize> {
         let score = |key: usize| -> f64 {
+            looked.set(looked.get() + q.len() as u64);
             let dot =
                 |q: &Vec<f64>| q.iter().zip(&cache.keys[key][kv_head]).map(|(a, b)| a * f64::from(*b)).sum::<f64>();
             q.iter().map(dot).fold(f64::NEG_INFINITY, f64::max)
@@ -360,7 +369,8 @@ mod tests {
                 let q = numbers.tensor(&[positions.len(), 2 * group, d]);
                 let rows = Rows { q: &q, kv: cache.kv(), table: &cache.table, positions: &positions, window };
                 let runs = query_blocks(start..n, 64);
-                let heads = probe_with(isa, &rows, &runs, hierarchy).unwrap();
+                let (heads, products) = probe_with(isa, &rows, &runs, hierarchy).unwrap();
+                let looked = Cell::new(0);
                 Selection::new(runs.clone(), heads.clone()).expect("ids ascend");
                 let q = q.to_vec3::<f32>().unwrap();
                 for (kv_head, reads) in heads.iter().enumerate() {
@@ -381,11 +391,12 @@ mod tests {
                         read.sort_unstable();
                         assert_eq!(
                             read,
-                            plain(&cache, kv_head, &means, run, hierarchy, window),
+                            plain(&cache, kv_head, &means, run, hierarchy, (window, &looked)),
                             "{isa:?} {run:?} {hierarchy:?}"
                         );
                     }
                 }
+                assert_eq!(products, looked.get());
             }
         }
     }

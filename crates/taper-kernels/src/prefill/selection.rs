@@ -142,6 +142,26 @@ impl Selection {
         }
         counts
     }
+
+    /// The share of a row's probability that one list of heads reads; `None` for a row without a run. `sums` are the sums
+    /// of the probabilities before each key, and of all: `[position + 2]`.
+    pub fn held(&self, list: usize, position: usize, window: Option<usize>, sums: &[f64]) -> Option<f64> {
+        let run = self.runs.partition_point(|run| run.end <= position);
+        self.runs.get(run).filter(|run| run.contains(&position))?;
+        let reads = &self.heads[list];
+        let keys = reads.mask.keys(position, window);
+        let within = |span: Range<usize>| -> f64 {
+            let parts = keys.iter().map(|k| (k.start.max(span.start), k.end.min(span.end)));
+            parts.filter(|(start, end)| start < end).map(|(start, end)| sums[end] - sums[start]).sum()
+        };
+        let (blocks, tokens) = reads.lists(run);
+        let Some(blocks) = blocks else { return Some(within(0..position + 1)) };
+        let mut singles = Vec::new();
+        outside(&tokens[..tokens.partition_point(|&t| t as usize <= position)], blocks, &mut singles);
+        let in_blocks: f64 =
+            blocks.iter().map(|&b| b as usize * BLOCK_TOKENS).map(|b| within(b..b + BLOCK_TOKENS)).sum();
+        Some(in_blocks + singles.iter().map(|&t| within(t as usize..t as usize + 1)).sum::<f64>())
+    }
 }
 
 /// Counts the keys of one run's rows and one head: most blocks are read whole by every row, or by none.

@@ -1,6 +1,6 @@
 use super::*;
 use crate::testing::{Cache, Numbers, plain, relative_error};
-use candle_core::DType;
+use candle_core::{DType, Device};
 use proptest::prelude::*;
 
 fn check(
@@ -266,6 +266,50 @@ proptest! {
                     Mask::SinkWindow { sink, window } => key < sink || key + window > position,
                 };
                 prop_assert_eq!(read, a.contains(&key) || b.contains(&key), "key {}", key);
+            }
+        }
+    }
+}
+
+#[test]
+fn numbers_that_are_none_stay_with_the_rows_that_read_them() {
+    // The same rows over a cache whose later keys and values are other numbers, or none at all.
+    let (n, from) = (200usize, 145usize);
+    for isa in Isa::available() {
+        for (dtype, window) in [(DType::F32, None), (DType::F16, None), (DType::F16, Some(70))] {
+            let with = |late: Option<(f32, bool)>| {
+                let mut numbers = Numbers(9);
+                let [q, k, v] = [6, 2, 2].map(|heads| numbers.tensor(&[n, heads, 40]));
+                let spoil = |x: &Tensor, late: f32| {
+                    let late = Tensor::full(late, (n - from, 2, 40), &Device::Cpu).unwrap();
+                    Tensor::cat(&[x.narrow(0, 0, from).unwrap(), late], 0).unwrap()
+                };
+                let (k, v) = match late {
+                    None => (k, v),
+                    Some((late, keys)) => (if keys { spoil(&k, late) } else { k }, spoil(&v, late)),
+                };
+                let cache = Cache::from_rows(&k, &v, dtype);
+                let positions: Vec<u32> = (0..n as u32).collect();
+                let rows = Rows { q: &q, kv: cache.kv(), table: &cache.table, positions: &positions, window };
+                let selection = random_selection(&mut Numbers(4), &positions, 2);
+                let reads = [Mask::Causal.into(), Mask::SinkWindow { sink: 3, window: 50 }.into(), (&selection).into()];
+                reads.map(|reads| {
+                    let (out, lse) = prefill_with(isa, &rows, reads).unwrap();
+                    [out, lse].map(|x| x.flatten_all().unwrap().to_vec1::<f32>().unwrap())
+                })
+            };
+            let finite = with(None);
+            let all = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY].map(|x| [(x, false), (x, true)]).concat();
+            for late in all {
+                for ([out, lse], [other, other_lse]) in finite.iter().zip(&with(Some(late))) {
+                    let bits =
+                        |x: &[f32], each: usize| x[..from * each].iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                    assert!(bits(out, 6 * 40) == bits(other, 6 * 40), "{isa:?} {dtype:?} {late:?}");
+                    assert!(bits(lse, 6) == bits(other_lse, 6), "{isa:?} {dtype:?} {late:?}");
+                    // Nor are they swallowed.
+                    let after = &other[from * 6 * 40..(from + 1) * 6 * 40];
+                    assert!(after.iter().all(|x| !x.is_finite()), "{isa:?} {dtype:?} {late:?}");
+                }
             }
         }
     }

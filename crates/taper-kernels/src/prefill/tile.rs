@@ -125,6 +125,14 @@ struct Scratch {
     max: Vec<f32>,
     sum: Vec<f32>,
     tokens: Vec<u32>,
+    spoilt: Vec<Spoilt>,
+}
+
+/// A value that is NaN or infinite.
+struct Spoilt {
+    column: usize,
+    dim: usize,
+    value: f32,
 }
 
 /// Attends for all tiles; `out` `[T, q_heads, head_dim]` and `lse` `[T, q_heads]`.
@@ -147,6 +155,7 @@ pub(super) fn attend<T: KvElement>(
         max: vec![0.0; lines],
         sum: vec![0.0; lines],
         tokens: Vec::new(),
+        spoilt: Vec::new(),
     };
     parallel::for_each(tiles.len(), scratch, |s, unit| {
         let tile = &tiles[unit];
@@ -259,6 +268,10 @@ unsafe fn run_tile<V: Simd, T: KvElement>(
         unsafe {
             unpack_keys::<V, T>(with, kv_head, &columns, active.keys, &mut s.keys);
             unpack_values::<V, T>(with, kv_head, &columns, active.keys, &mut s.values);
+            s.spoilt.clear();
+            if !all_read(&keys[active.rows.clone()], &columns, active.keys) {
+                take_out_spoilt(&mut s.values[..active.keys * padded], padded, &mut s.spoilt);
+            }
             run_columns::<V>(&keys, heads, &columns, &active, with.dims, s);
         }
     }
@@ -358,6 +371,25 @@ unsafe fn unpack_values<V: Simd, T: KvElement>(
     }
 }
 
+/// Whether every row reads all of the first `count` columns.
+#[inline(always)]
+fn all_read(keys: &[[Range<usize>; 2]], columns: &Columns, count: usize) -> bool {
+    keys.iter().all(|k| k.iter().any(|range| columns.local(range) == (0..count)))
+}
+
+/// Puts 0 in the place of values that are NaN or infinite. The product with the weights would carry them into rows that
+/// do not read them, since 0 · NaN is NaN; rows that do are given them afterwards.
+#[inline(always)]
+fn take_out_spoilt(values: &mut [f32], padded: usize, to: &mut Vec<Spoilt>) {
+    const EXPONENT: u32 = 0x7F80_0000;
+    if values.iter().map(|v| v.to_bits() & EXPONENT).max() != Some(EXPONENT) {
+        return;
+    }
+    for (at, value) in values.iter_mut().enumerate().filter(|(_, value)| !value.is_finite()) {
+        to.push(Spoilt { column: at / padded, dim: at % padded, value: std::mem::take(value) });
+    }
+}
+
 /// One step's keys: scores, online softmax, weighted values.
 #[inline(always)]
 unsafe fn run_columns<V: Simd>(
@@ -401,6 +433,14 @@ unsafe fn run_columns<V: Simd>(
             n: padded,
             k: active.keys,
         });
+    }
+    for &Spoilt { column, dim, value } in &s.spoilt {
+        for line in 0..lines {
+            let reads = &keys[active.rows.start + line / heads];
+            if reads.iter().any(|range| columns.local(range).contains(&column)) {
+                s.out[(first + line) * padded + dim] += s.scores[line * BLOCK_TOKENS + column] * value;
+            }
+        }
     }
 }
 

@@ -103,7 +103,12 @@ fn the_engines_chunks_do_not_show() {
                 let (whole, sequence) = run(&prefill(settings), shape, (700, 0), WHOLE);
                 for chunk in [100, 64, 7] {
                     let (chunked, cut) = run(&prefill(settings), shape, (700, 0), chunk);
-                    assert_eq!(json!(cut.usage()), json!(sequence.usage()), "{settings} in chunks of {chunk}");
+                    let [mut cut, mut uncut] = [&cut, &sequence].map(|s| json!(s.usage()));
+                    if settings["method"] == "delta" {
+                        // A chunk that is all tail is dense: its base chooses nothing.
+                        [&mut cut, &mut uncut].into_iter().for_each(|usage| usage["prefill"]["scored"] = json!(null));
+                    }
+                    assert_eq!(cut, uncut, "{settings} in chunks of {chunk}");
                     assert!(relative(&chunked, &whole) < 1e-6, "{settings} in chunks of {chunk}");
                 }
             }
@@ -125,20 +130,36 @@ fn later_tokens_reach_earlier_rows_through_the_choice_alone() {
     let keys = Input { q: one.q.clone(), k: other(&one.k, 2), v: other(&one.v, 2) };
     let all = Input { q: other(&one.q, 6), k: other(&one.k, 2), v: other(&one.v, 2) };
     let values = Input { q: one.q.clone(), k: one.k.clone(), v: other(&one.v, 2) };
-    for settings in every_sparse() {
-        let run = |input| run_on(&prefill(&settings), &Artifacts::default(), shape, input, 0, WHOLE).0;
+    // The same with later numbers that are none.
+    let spoilt = |bad: f32, places: [bool; 3]| {
+        let spoil = |t: &Tensor, heads: usize, place: usize| {
+            let late = Tensor::full(bad, (n - kept, heads, 64), &Device::Cpu).unwrap();
+            if places[place] { Tensor::cat(&[t.narrow(0, 0, kept).unwrap(), late], 0).unwrap() } else { t.clone() }
+        };
+        Input { q: spoil(&one.q, 6, 0), k: spoil(&one.k, 2, 1), v: spoil(&one.v, 2, 2) }
+    };
+    for settings in every_sparse().into_iter().chain([json!({ "method": "dense" })]) {
+        let run = |input: &Input| run_on(&prefill(&settings), &Artifacts::default(), shape, input, 0, WHOLE).0;
         let head = |rows: usize, x: &[f32]| x[..rows * 6 * 64].to_vec();
         let before = run(&one);
         let (method, pattern) = (settings["method"].as_str().unwrap(), settings["pattern"].as_str());
         // Rows that no later query chooses for, and what of the later tokens may change without a choice changing.
         let (free, changed) = match (method, pattern) {
-            ("streaming_llm" | "delta", _) | ("minference", Some("a_shape")) => (kept, &all),
+            ("dense" | "streaming_llm" | "delta", _) | ("minference", Some("a_shape")) => (kept, &all),
             ("minference", Some("block_sparse")) => (kept / 64 * 64, &all),
             ("hip", _) => (kept / 128 * 128, &all),
             ("sample_attention", _) if settings["chunks"] == 3 => (466, &all),
             _ => (kept, &values),
         };
         assert!(head(free, &before) == head(free, &run(changed)), "{settings}");
+        // Where later queries choose, values alone are changed, as above.
+        let places = if std::ptr::eq(changed, &values) { [false, false, true] } else { [true; 3] };
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let after = run(&spoilt(bad, places));
+            assert!(head(free, &before) == head(free, &after), "{settings}: {bad} later");
+            let last = &after[(n - 1) * 6 * 64..];
+            assert!(last.iter().all(|x| !x.is_finite()), "{settings}: {bad} goes through to the rows that read it");
+        }
         assert!(before != run(&keys), "{settings}: or this says nothing");
     }
 }
@@ -336,6 +357,48 @@ fn auto_takes_the_pattern_that_keeps_most() {
     assert!(!same(3, &vertical_slash), "a stretch of keys is a matter of blocks");
     let cra = sequence.usage().prefill.cra.unwrap();
     assert!(cra.mean > 0.9, "{cra:?}");
+}
+
+#[test]
+fn what_choosing_scores_is_reported() {
+    let (n, shape) = (1000usize, shape(3, 64, None));
+    let scored = |settings: Value| {
+        let (_, sequence) = run(&prefill(&settings), shape, (n, 0), WHOLE);
+        sequence.usage().prefill.scored
+    };
+    let pairs = |rows: std::ops::Range<usize>| rows.map(|p| p + 1).sum::<usize>() as f64;
+    let share = |products: f64| Some(products / pairs(0..n));
+    let close = |a: Option<f64>, b: Option<f64>| (a.unwrap() - b.unwrap()).abs() < 1e-12;
+    for settings in [
+        json!({ "method": "dense" }),
+        json!({ "method": "streaming_llm", "window": 100 }),
+        json!({ "method": "delta", "gamma": 24, "base": { "method": "streaming_llm", "window": 100 } }),
+        json!({ "method": "minference", "pattern": "a_shape", "local": 100 }),
+        json!({ "method": "sample_attention", "min_tokens": 5000 }),
+        json!({ "method": "hip" }),
+    ] {
+        assert_eq!(scored(settings.clone()), None, "{settings}");
+    }
+    let sampled = pairs(936..1000);
+    let sample = json!({ "method": "sample_attention", "min_tokens": 0 });
+    assert!(close(scored(sample.clone()), share(sampled)));
+    assert!(close(scored(over_delta(&sample)), share(sampled)), "delta chooses by its base");
+    let two = json!({ "method": "sample_attention", "min_tokens": 0, "chunks": 2 });
+    assert!(close(scored(two), share(sampled + pairs(436..500))));
+    let stripes = json!({ "method": "minference", "pattern": "vertical_slash", "queries": 30 });
+    assert!(close(scored(stripes), share(pairs(970..1000))));
+    // Query block b ranks b key blocks where it cannot have all: one product of means each.
+    let blocks = json!({ "method": "minference", "pattern": "block_sparse", "blocks": 3 });
+    assert!(close(scored(blocks), share((3..16).sum::<usize>() as f64)));
+    // The last rows' sums, and then each pattern over these rows.
+    let auto = scored(json!({ "method": "minference", "vertical": 40, "slash": 100 }));
+    assert!(auto > share(sampled) && auto < share(4.0 * sampled), "{auto:?}");
+    // Sixteen mean queries of a block; every chunk of 16 tokens before it takes four halvings, two looks each.
+    let hip = json!({
+        "method": "hip", "sink": 0, "window": 0, "full_at": 0, "dense_layers": 0, "stages": [{ "chunk": 16, "keep": 64 }]
+    });
+    let looks: usize = (2..16).map(|block| (if block < 15 { 16 } else { 10 }) * (block * 4) * 8).sum();
+    assert!(close(scored(hip), share(looks as f64)));
 }
 
 #[test]

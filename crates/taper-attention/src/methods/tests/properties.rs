@@ -180,7 +180,7 @@ fn decode_methods_at_their_limit_equal_dense_in_a_mixed_batch() {
         let cheap = json!({ "method": "streaming_llm", "sink": 0, "window": 1 });
         let dense = run(&json!({ "prefill": cheap }));
         for method in catalogue().into_iter().filter(|m| m.phase == "decode") {
-            let settings = limit(method.name, "decode").unwrap();
+            let settings = limit(method.name, "decode").unwrap_or_else(|| panic!("no limit row for {}", method.name));
             let out = run(&json!({ "prefill": cheap, "decode": settings }));
             for ((out, dense), n) in out.iter().zip(&dense).zip(lengths) {
                 let error = relative(&out.concat(), &dense.concat());
