@@ -121,15 +121,15 @@ typedef struct TaperSampledParams {
   // From here to `sums`: not used by TAPER_LISTED.
   uint32_t* draws;            // [lists, draw_stride], scratch
   uint32_t* draw_counts;      // [lists, 4, team * 4], zero before and after
-  float* scores;              // [lists, capacity, group], scratch: of the pilot
+  float* scores;              // [lists, capacity, group], scratch: of the sample
   uint64_t* sums;             // [lists, team, group, 4], zero before and after
   uint32_t* state;            // [lists], TAPER_SAMPLED and so on
   uint32_t* residual;         // [lists], keys that the sample stands for
   uint32_t* counts;           // [lists], sampled keys read; 0 where everything is read
-  // Quantiles, from the host: of the whole delta, of 0.9 delta for a vector and one-sided,
-  // of 0.1 delta, and of six splits of delta.
+  // Quantiles, from the host: of the whole delta, of 0.9 delta for a vector, of the whole
+  // one-sided, of 0.1 delta, and of six splits of delta.
   float epsilon, whole, most, upper, rest, split_vector[6], split_scalar[6];
-  float reserved;
+  float unseen;  // what chi2 adds to a sample's variance, in units of its heaviest key's share
   double pilot_share, dense_share;
   int64_t draw_stride;  // at least taper_sampled_draws(max_len)
   int32_t pilot_tokens, rule, capacity, layer;

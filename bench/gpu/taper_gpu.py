@@ -115,7 +115,7 @@ SampledParams = struct("SampledParams", [("d", DecodeParams)] + [(n, P) for n in
     "seeds positions out lse sync draws draw_counts scores sums state residual counts"
     ).split()] + [
     ("epsilon", F32), ("whole", F32), ("most", F32), ("upper", F32), ("rest", F32),
-    ("split_vector", F32 * 6), ("split_scalar", F32 * 6), ("reserved", F32), ("pilot_share", F64),
+    ("split_vector", F32 * 6), ("split_scalar", F32 * 6), ("unseen", F32), ("pilot_share", F64),
     ("dense_share", F64), ("draw_stride", I64), ("pilot_tokens", I32), ("rule", I32),
     ("capacity", I32), ("layer", I32)])
 
@@ -366,15 +366,21 @@ RULES = {"denominator": 0, "lemma": 1, "tight": 2, "ratio": 3, "chi2": 4, "liste
 
 
 def quantiles(delta):
-    """The normal quantiles that the rules need, as BudgetParams orders them."""
+    """The normal quantiles that the rules need, as SampledParams orders them."""
     from statistics import NormalDist
     z = NormalDist().inv_cdf
     two = lambda d: z(1 - d / 2)
     vector = lambda d: max(two(d), 1.24)
     shares = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
-    return (two(delta), vector(0.9 * delta), z(1 - 0.9 * delta), z(1 - 0.1 * delta),
+    return (two(delta), vector(0.9 * delta), z(1 - delta), z(1 - 0.1 * delta),
             (F32 * 6)(*[vector(delta * (1 - s)) for s in shares]),
             (F32 * 6)(*[two(delta * s) for s in shares]))
+
+
+def unseen(delta):
+    """What chi2 adds to a sample's variance, in units of its heaviest key's share."""
+    from math import log
+    return 0.4 * log(1 / delta)
 
 
 def team_size(list_heads):
@@ -396,7 +402,7 @@ class VAttention:
             fixed = torch.tensor(fixed, dtype=torch.int32, device=dev)
         lib().taper_sampled_draws.restype = I64
         stride = lib().taper_sampled_draws(I64(max(cache.lens)))
-        self.capacity = max(cache.lens) // 2 + 64
+        self.capacity = int(dense_share * max(cache.lens)) + 64
         if rule == "listed":
             stride = self.capacity = 1
         i32 = lambda *shape: torch.full(shape, -1, dtype=torch.int32, device=dev)
@@ -426,7 +432,7 @@ class VAttention:
                 self.seeds, self.positions, self.out, self.lse, self.sync, self.draws,
                 self.draw_counts, self.scores, self.sums, self.state, self.residual,
                 self.counts)],
-            epsilon, *quantiles(delta), 0, pilot_share, dense_share, stride, pilot_tokens, RULES[rule],
+            epsilon, *quantiles(delta), unseen(delta), pilot_share, dense_share, stride, pilot_tokens, RULES[rule],
             self.capacity, layer)
 
     def __call__(self):
@@ -434,7 +440,7 @@ class VAttention:
         return self.out
 
     def keys_read(self):
-        """Keys and values read, over all KV heads; the pilot's look ahead not counted."""
+        """Keys and values read, over all KV heads."""
         exact = self.fixed[:, 12] - self.residual
         return torch.where(self.state == 1, exact + self.counts, self.fixed[:, 12]).sum().item()
 

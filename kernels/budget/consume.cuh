@@ -31,15 +31,13 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
   Judge<T, D, N> judge;
 
   // The steps in their order; a loop over them keeps one copy of the code of a tile.
-  enum Phase { kExact, kPilot, kRest, kAll };
+  enum Phase { kExact, kSample, kAll };
 
   __device__ __forceinline__ void run() {
     const int tid = judge.tid;
-    Segment segments[kGrowthRounds + 1] = {{0, o.pilot, list_tiles(o.w)}, {0, 0, 0}, {0, 0, 0},
-                                           {0, 0, 0}, {0, 0, 0}};
     Decision decision{kDense, 0};
     Phase phase = o.dense ? kAll : kExact;
-    uint32_t pos = 0, parts = 0, round = 0;
+    uint32_t pos = 0, parts = 0, looks = 0, noisy = 0, from = 0, to = o.pilot;
     typename Judge<T, D, N>::Ahead ahead;
     this->clear();
 #pragma unroll
@@ -47,41 +45,31 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     mbar_wait(smem_u32(&st.q_full[0]), 0);
 #pragma unroll 1
     for (;;) {
-      const Segment g = segments[round];
-      uint32_t n = ~0u;  // kRest: as many as were fetched
-      if (phase == kExact) n = share_of(list_tiles(o.w), o.rank, o.team);
-      if (phase == kPilot) {
-        n = share_of(g.cut, g.first(o), o.team);
-        judge.look_up(segments[0], g.pilot, ahead);
+      const bool judging = phase == kSample;
+      const uint32_t last = judging ? to : 0;
+      uint32_t n;
+      if (judging) {
+        n = Run(o, from, to).tiles();
+        judge.look_up(to, ahead);
+      } else {
+        n = share_of(phase == kExact ? list_tiles(o.w) : range_tiles(0, o.w.len), o.rank, o.team);
       }
-      if (phase == kAll) n = share_of(range_tiles(0, o.w.len), o.rank, o.team);
       float* scores = p.scores + (int64_t)o.list * p.capacity * group;
       // Each warpgroup takes every other tile.
 #pragma unroll 1
       for (uint32_t i = (wg ^ pos) & 1; i < n; i += 2) {
         const uint32_t stage = (pos + i) % L::kStages;
         mbar_wait(smem_u32(&st.full[stage]), (pos + i) / L::kStages & 1);
-        // Read by the lane that releases the stage, since a stage may be passed over.
-        uint32_t sampled = 0, lo = 0;
-        if (lane == 0) sampled = st.meta[stage].sampled, lo = st.meta[stage].lo;
-        sampled = __shfl_sync(~0u, sampled, 0), lo = __shfl_sync(~0u, lo, 0);
-        const uint32_t last = phase == kPilot ? g.pilot : 0;
-        if (phase != kRest || (decision.state == kSampled && sampled < decision.count))
-          this->template tile<true>(stage, q_s, [=](int row, int head, float score) {
-            if (last && sampled + row < last && head < group)
-              scores[(int64_t)(sampled + row) * group + head] = score;
-          });
+        const uint32_t sampled = st.meta[stage].sampled;
+        this->template tile<true>(stage, q_s, [=](int row, int head, float score) {
+          const uint32_t draw = sampled + row;
+          if (draw >= from && draw < last && head < group) scores[(int64_t)draw * group + head] = score;
+        });
         __syncwarp();
         if (lane == 0) mbar_arrive(smem_u32(&st.empty[stage]));
-        if (sampled == kEndOfRun) n = i - lo + 2;  // One stage without data each.
       }
       pos += n;
-      if (phase == kRest && decision.state != kSampled) {
-        if (decision.state == kDense) this->clear();
-        phase = decision.state == kDense ? kAll : kPilot;
-        continue;
-      }
-      // The pilot's sums go on to be the sample's.
+      // A sample's sums go on to be the larger sample's.
       float keep[C];
 #pragma unroll
       for (int c = 0; c < C; ++c) keep[c] = l[c];
@@ -91,40 +79,50 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       for (int c = 0; c < C; ++c) l[c] = keep[c];
       if (phase == kExact) {
         this->clear();
-        phase = kPilot;
+        phase = kSample;
         continue;
       }
       // Either the team meets to judge, or its last block merges.
-      const bool judging = phase == kPilot;
       if (judging) {
         judge.tell();
-        judge.prepare(segments[0], ahead);
+        judge.prepare(to, ahead);
         judge.hear();
-      } else {
-        mbar_wait(smem_u32(&st.drawing_done), 0);
-        gate.meet();
-        if (tid == 0) st.last = add_acq_rel(judge.counter() + 16, 1) == o.team - 1;
-        gate.meet();
-        if (!st.last) return;
-      }
-      const uint32_t count = judging ? g.pilot : decision.count;
-      const bool sampled = judging || decision.state == kSampled;
-      judge.combine(sampled ? over((float)o.residual, (float)count) : 1.f, sampled);
-      if (!judging) {
-        finish(decision, st.turns);
+      } else if (!leave()) {
         return;
       }
-      decision = judge.decide(segments, round, ahead);
-      if (tid == 0) {
-        if (round > 0) mbar_wait(smem_u32(&st.heeded), (round - 1) & 1);
-        st.decision = decision;
-        mbar_arrive(smem_u32(&st.decided));  // Tells producers and drawing warps.
+      judge.combine(judging ? over((float)o.residual, (float)to) : 1.f, judging);
+      if (judging) {
+        decision = judge.decide(to, looks, noisy, ahead);
+        if (tid == 0) {
+          if (looks > 0) mbar_wait(smem_u32(&st.heeded), (looks - 1) & 1);
+          st.decision = decision;
+          mbar_arrive(smem_u32(&st.decided));  // Tells producers and drawing warps.
+        }
+        ++looks;
+        if (decision.state == 0) {
+          from = to, to = decision.count;
+          continue;
+        }
+        if (decision.state == kDense) {
+          this->clear();
+          phase = kAll;
+          continue;
+        }
       }
-      if (decision.state == 0) segments[++round] = Segment(g.pilot, decision.count, g.offset + g.cut);
-#pragma unroll
-      for (int c = 0; c < C; ++c) limit[c] = decision.state == kSampled ? decision.count : ~0u;
-      phase = kRest;
+      // Of a sample that is large enough every block has the output.
+      if (!judging || o.rank == 0) write(decision);
+      if (!judging || leave()) clean(st.turns);
+      return;
     }
+  }
+
+  // All consumers, when the block needs nothing more of the team: whether it is the last.
+  __device__ __forceinline__ bool leave() {
+    mbar_wait(smem_u32(&st.drawing_done), 0);
+    gate.meet();
+    if (judge.tid == 0) st.last = add_acq_rel(judge.counter() + 16, 1) == o.team - 1;
+    gate.meet();
+    return st.last;
   }
 
   // The lists alone: no sample, and nothing to judge.
@@ -166,26 +164,30 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     }
   }
 
-  // The team's last thread block, once the parts are combined.
-  __device__ __forceinline__ void finish(const Decision& d, uint32_t turns) {
+  // What the parts came to, once they are combined.
+  __device__ __forceinline__ void write(const Decision& d) const {
     const int tid = judge.tid;
     const int64_t head = (int64_t)o.list * group;
 #pragma unroll 1
     for (int i = tid; i < group * D; i += 256)
       static_cast<T*>(p.out)[head * D + i] = static_cast<T>((&st.join_o[0][0])[i]);
-    if (p.lse && tid < group) p.lse[head + tid] = st.budget[tid];
+    if (p.lse && tid < group) p.lse[head + tid] = st.stat[tid].all;
+    if (tid == 0) {
+      p.state[o.list] = o.dense ? (uint32_t)kWhole : d.state;
+      p.residual[o.list] = o.residual;
+      p.counts[o.list] = d.count;
+    }
+  }
+  // The team's last thread block: all have left.
+  __device__ __forceinline__ void clean(uint32_t turns) const {
+    const int tid = judge.tid;
     const uint32_t segments = o.team * kDrawWarps;
 #pragma unroll 1
     for (uint32_t i = tid; i < turns * segments; i += 256)
       p.draw_counts[(int64_t)o.list * kDrawTurns * segments + i] = 0;
     const uint32_t words = o.dense ? 0 : o.team * group * 4;
     for (uint32_t i = tid; i < words; i += 256) p.sums[(int64_t)o.list * words + i] = 0;
-    if (tid == 0) {
-      p.state[o.list] = o.dense ? (uint32_t)kWhole : d.state;
-      p.residual[o.list] = o.residual;
-      p.counts[o.list] = d.count;
-      judge.counter()[0] = judge.counter()[16] = 0;  // All have left.
-    }
+    if (tid == 0) judge.counter()[0] = judge.counter()[16] = 0;
   }
 };
 
@@ -205,8 +207,10 @@ __device__ __forceinline__ void set_outline(const SampledParams& p, uint32_t pla
   const uint32_t fixed = fixed_keys(w, p.d.block_ids), residual = w.len - fixed;
   const uint32_t pilot = max(max((uint32_t)p.pilot_tokens, 2u), (uint32_t)ceil(p.pilot_share * residual));
   const double limit = fmin(p.dense_share * w.len, (double)w.len) - fixed;
-  o.fixed = fixed, o.residual = residual, o.pilot = pilot, o.limit = limit;
+  o.fixed = fixed, o.residual = residual, o.pilot = pilot, o.limit = limit, o.most = limit > 0 ? ceil(limit) : 0;
   o.aim = (uint32_t)min((uint64_t)pilot * 12, (uint64_t)residual);
+  // The sample's tiles are dealt out from where the list's own end.
+  o.first = (o.rank + team - list_tiles(o.w) % team) % team;
   o.dense = residual <= pilot || pilot >= limit || pilot > (uint32_t)p.capacity;
 }
 
@@ -233,7 +237,7 @@ __global__ void __launch_bounds__(kSampledThreads<LISTED>, 1)
     mbar_init(smem_u32(&sh.join_empty), 128);
     for (int i = 0; i < kDrawTurns; ++i) mbar_init(smem_u32(&sh.drew[i]), kDrawThreads);
     mbar_init(smem_u32(&sh.decided), 1);
-    mbar_init(smem_u32(&sh.heeded), kDrawThreads);
+    mbar_init(smem_u32(&sh.heeded), kDrawThreads + 128);
     mbar_init(smem_u32(&sh.drawing_done), kDrawThreads);
     mbar_init(smem_u32(&sh.draw_gate), kDrawThreads);
     mbar_init(smem_u32(&sh.gate), 256);

@@ -183,23 +183,19 @@ struct Drawer {
       if (tid * 32 < told) prefetch_l2(p.draw_counts + o.list * told + tid * 32);
       if (tid * 16 < sums) prefetch_l2(p.sums + (int64_t)o.list * sums + tid * 16);
       mark_blocks();
-      uint32_t until = o.pilot, aim = o.aim, round = 0;
-      bool last = false;
+      uint32_t until = o.pilot, look = 0;
 #pragma unroll 1
       for (;;) {
-        // Once the pilot is there, one turn more for what is fetched while that is judged.
-        const bool ahead = round == 0 && turn == 1 && drawn < o.aim;
-        if (turn < kDrawTurns && (drawn < until || ahead)) {
-          take(turn == 0 ? until : max(aim, until));
+        // Once the pilot is there, one turn more beside its tiles and the first look.
+        if (turn < kDrawTurns && (drawn < until || (turn == 1 && drawn < o.aim))) {
+          take(turn == 0 ? until : turn == 1 ? max(o.aim, until) : min(4 * until, o.residual));
           continue;
         }
-        if (last) break;
-        mbar_wait(smem_u32(&sh.decided), round++ & 1);
+        mbar_wait(smem_u32(&sh.decided), look++ & 1);
         const Decision d = sh.decision;
         mbar_arrive(smem_u32(&sh.heeded));
-        if (d.state == kDense) break;
-        last = d.state == kSampled;
-        until = d.count, aim = d.count + d.count / 16 + 64;
+        if (d.state != 0) break;
+        until = d.count;
       }
     }
     if (tid == 0) sh.turns = turn;

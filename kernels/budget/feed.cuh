@@ -44,9 +44,10 @@ struct SampledFeed {
     if (lane == 0) mbar_arrive(full);
   }
   // Lane i < 16 holds the place and weight of the warp's i-th row.
-  __device__ __forceinline__ void tokens(uint32_t at, float weight, uint32_t hi, uint32_t sampled) {
+  __device__ __forceinline__ void tokens(uint32_t at, float weight, uint32_t lo, uint32_t hi,
+                                         uint32_t sampled) {
     const uint32_t stage = claim(), full = smem_u32(&sh.full[stage]);
-    if (warp == 0 && lane == 0) sh.meta[stage] = {0, hi, 0.f, 1, sampled};
+    if (warp == 0 && lane == 0) sh.meta[stage] = {lo, hi, 0.f, 1, sampled};
     if (lane < 16) sh.weight[stage][warp * 16 + lane] = weight;
     copy_rows<T, D>(stages + stage * L::kStage, static_cast<const T*>(p.d.k),
                     static_cast<const T*>(p.d.v), at);
@@ -54,19 +55,6 @@ struct SampledFeed {
     __syncwarp();
     if (lane == 0) mbar_arrive(full);
   }
-  // Two stages without data, one for each warpgroup; before them one more if the run's stages
-  // are odd in number, since how many there are must not decide who takes the next run's first.
-  __device__ __forceinline__ void end_run(bool odd) {
-#pragma unroll 1
-    for (uint32_t i = odd ? 0 : 1; i < 3; ++i) {
-      const uint32_t stage = claim(), full = smem_u32(&sh.full[stage]);
-      if (warp == 0 && lane == 0) sh.meta[stage] = {i - 1, 0, 0.f, 0, i ? kEndOfRun : kNotSampled};
-      mbar_arrive(full);
-      __syncwarp();
-      if (lane == 0) mbar_arrive(full);
-    }
-  }
-
   // Tiles of ranges and blocks: every lane looks one up, then all are issued.
   __device__ __forceinline__ void blocks(const WorkList& w, uint32_t tiles) {
     for (uint32_t t0 = o.rank; t0 < tiles; t0 += 32 * o.team) {
@@ -97,7 +85,7 @@ struct SampledFeed {
     Rows rows = look_up(t, id);
     for (; t < tiles; t += o.team) {
       const float weight = w.token_ln_weight + (p.d.token_ln_weight ? p.d.token_ln_weight[at(t)] : 0.f);
-      tokens(take(rows), weight, min(w.token_count - (t - block_tiles) * kBlock, (uint32_t)kBlock),
+      tokens(take(rows), weight, 0, min(w.token_count - (t - block_tiles) * kBlock, (uint32_t)kBlock),
              kNotSampled);
       advance(rows, t, id);
     }
@@ -122,49 +110,23 @@ struct SampledFeed {
     r.odd ^= 1;
   }
 
-  // The pilot's tiles and those after it, until the judge has spoken.
-  __device__ __forceinline__ Decision sample(const Segment& g, uint32_t round) {
-    uint32_t drawn = draws.await(g.pilot), s = g.first(o), upto = g.pilot;
-    const uint32_t rest = count + share_of(g.cut, s, o.team);  // the first stage beyond the pilot
-    bool decided = false;
-    Decision d{0, 0};
+  // A run of the sample.
+  __device__ __forceinline__ void sample(const Run& g) {
+    draws.await(g.to);
+    uint32_t s = g.first + g.skipped() * o.team;
+    if (s >= g.end()) return;
     auto id = [&](uint32_t s) {
-      return drawn_id<D, N>(p, sh, min(g.start(lane < 16 ? s : s + o.team) + warp * 16 + (lane & 15),
-                                       drawn - 1));
+      return drawn_id<D, N>(p, sh, min((lane < 16 ? s : s + o.team) * kBlock + warp * 16 + (lane & 15),
+                                       g.to - 1));
     };
     Rows rows = look_up(s, id);
-    for (;; s += o.team) {
-      const uint32_t start = g.start(s);
-      if (s >= g.cut && !decided) {
-        if (draws.turns == 1 && drawn < o.aim) {
-          drawn = draws.next();
-          rows = look_up(s, id);
-        }
-        const bool room = start + kBlock <= drawn;
-        if (room) mbar_wait(smem_u32(&sh.empty[count % L::kStages]), (count / L::kStages & 1) ^ 1);
-        else mbar_wait(smem_u32(&sh.decided), round & 1);
-        // One thread asks and tells, so that all four warps act alike.
-        decided = bar_any(kAllProducers, 128,
-                          warp == 0 && lane == 0 && mbar_done(smem_u32(&sh.decided), round & 1));
-        upto = start + kBlock;
-      }
-      if (decided) {
-        mbar_wait(smem_u32(&sh.decided), round & 1);
-        d = sh.decision;
-        if (d.state != kSampled) break;
-        const uint32_t before = drawn;
-        upto = d.count;
-        if (start >= upto && s >= g.cut) break;
-        drawn = draws.await(upto);
-        if (before != drawn) rows = look_up(s, id);
-      }
-      const uint32_t stop = s < g.cut ? g.pilot : upto;
-      tokens(take(rows), 0.f, min(stop - start, (uint32_t)kBlock), start);
+    for (; s < g.end(); s += o.team) {
+      const uint32_t start = s * kBlock;
+      tokens(take(rows), 0.f, max(g.from, start) - start, min(g.to - start, (uint32_t)kBlock), start);
       advance(rows, s, id);
     }
-    end_run((count - rest) & 1);
-    return d;
   }
+
 
   template <bool LISTED>
   __device__ __forceinline__ void run() {
@@ -183,13 +145,17 @@ struct SampledFeed {
     bool dense = o.dense;
     if (!dense) exact();
     if (!dense) {
-      Segment g(0, o.pilot, list_tiles(o.w));
-      for (uint32_t round = 0;; ++round) {
-        const Decision d = sample(g, round);
-        dense = d.state == kDense;
-        if (d.state != 0) break;
-        g = Segment(g.pilot, d.count, g.offset + g.cut);
+      Decision d{0, o.pilot};
+#pragma unroll 1
+      for (uint32_t look = 0, from = 0; d.state == 0; ++look) {
+        const uint32_t to = d.count;
+        sample(Run(o, from, to));
+        from = to;
+        mbar_wait(smem_u32(&sh.decided), look & 1);
+        d = sh.decision;
+        mbar_arrive(smem_u32(&sh.heeded));
       }
+      dense = d.state == kDense;
     }
     if (dense) {
       WorkList all{};

@@ -1,10 +1,12 @@
-// Judging a pilot sample: moments, budgets and the group's decision.
+// A look at a sample: moments, budgets and the group's decision.
 //
 // With e a sampled key's weight, v its value and o the estimated output, the error is
 // that of a sum of r = e (v - o). The parts of all ranks give o and the mean of r; each
 // rank then looks once more at its own sampled values, where one product of values with
 // o and with that mean gives every key's |r|^2 and its distance from the mean.
 #pragma once
+
+#include <float.h>
 
 #include "draw.cuh"
 
@@ -30,9 +32,10 @@ __device__ __forceinline__ float root(float x) {
 // x / y to two units in the last place, for y below 2^126.
 __device__ __forceinline__ float over(float x, float y) { return __fdividef(x, y); }
 
-// Of a head and its sample; e sums to 1, so `inverse` is 1 over the denominator.
+// Of a head and its sample; e sums to 1, so `inverse` is 1 over the denominator. `heaviest` is
+// chi2's alone, trace_n of the rules that it is not.
 struct Moments {
-  float n, b, inverse, o2, variance_d, trace_n, trace_r, trace_r2;
+  float n, b, inverse, o2, variance_d, trace_n, trace_r, trace_r2, heaviest;
 };
 
 // One head's verdict; `limit` draws and more are not worth while.
@@ -46,7 +49,7 @@ struct Promise {
     const float b = r * r;
     return isinf(b) ? m.n : ceilf(over(b, 1.f + over(b, m.n)));
   }
-  // The 1 - 0.9 delta quantile of the error's norm: Satterthwaite's gamma, by Wilson and
+  // The 1 - delta quantile of the error's norm: Satterthwaite's gamma, by Wilson and
   // Hilferty.
   __device__ __forceinline__ float quantile(float trace, float trace2) const {
     if (trace <= 0) return 1.f;
@@ -57,8 +60,11 @@ struct Promise {
   // A rule's bound for the norm that errors are measured against; c is chi2's quantile.
   __device__ __forceinline__ float bound(float norm, float c, float scalar) const {
     if (p.rule == kRatio || p.rule == kChi2) {
-      const float deviation = m.n * root(m.trace_r) * m.inverse;
-      return draws(c * over(deviation, p.epsilon * norm) + p.rest * scalar);
+      // The denominator's own error changes the output's to second order only: chi2 leaves it out.
+      const bool chi2 = p.rule == kChi2;
+      const float trace = m.trace_r * (1.f + (chi2 ? p.unseen * m.heaviest : 0.f));
+      const float deviation = m.n * root(trace) * m.inverse;
+      return draws(c * over(deviation, p.epsilon * norm) + (chi2 ? 0.f : p.rest * scalar));
     }
     const float deviation = over(m.n * root(m.trace_n) * m.inverse, norm);
     float r = INFINITY;
@@ -166,8 +172,7 @@ struct Judge {
   }
 
   // Merges the team's exact parts and samples, and estimates the output
-  // where a sampled key stands for `scale` keys: it is left in join_o, its log-sum-exp in
-  // `budget`.
+  // where a sampled key stands for `scale` keys: it is left in join_o.
   __device__ __forceinline__ void combine(float scale, bool exact) {
 #pragma unroll 1
     for (int item = warp; item < 2 * group; item += 8) {
@@ -201,8 +206,7 @@ struct Judge {
       }
       o2 = warp_sum(o2), ow = warp_sum(ow), w2 = warp_sum(w2), a2 = warp_sum(a2);
       if (lane == 0) {
-        sh.stat[g] = {own, __fdividef(c, all * scale), o2, ow, w2, a2};
-        sh.budget[g] = top + __logf(all);
+        sh.stat[g] = {own, __fdividef(c, all * scale), o2, ow, w2, a2, top + __logf(all)};
       }
     }
     gate.meet();
@@ -223,16 +227,14 @@ struct Judge {
     uint4 x[kLoads], y[kLoads];
     float score[NT][4];
   };
-  // The rank's strips of a segment, and after them those of the first few draws.
-  __device__ __forceinline__ uint32_t strips(const Segment& g) const {
-    return share_of(g.cut, g.first(o), o.team) * 4;
-  }
-  __device__ __forceinline__ Place find(const Segment& g, uint32_t strip, uint32_t b) const {
-    const uint32_t own = strips(g);
+  // The rank's strips of a sample of b, and after them those of the first few draws.
+  __device__ __forceinline__ uint32_t strips(uint32_t b) const { return Run(o, 0, b).tiles() * 4; }
+  __device__ __forceinline__ Place find(uint32_t strip, uint32_t b) const {
+    const uint32_t own = strips(b);
     Place s;
     s.pairs = strip >= own;
-    s.start = s.pairs ? (strip - own) * 16 : g.start(g.first(o) + strip / 4 * o.team) + strip % 4 * 16;
-    s.stop = s.pairs ? min(b, (uint32_t)kCovarianceKeys) : g.pilot;
+    s.start = s.pairs ? (strip - own) * 16 : (o.first + strip / 4 * o.team) * kBlock + strip % 4 * 16;
+    s.stop = s.pairs ? min(b, (uint32_t)kCovarianceKeys) : b;
     s.id = s.start < s.stop ? drawn_id<D, N>(p, sh, min(s.start + (lane & 15), s.stop - 1)) : 0;
     return s;
   }
@@ -261,7 +263,7 @@ struct Judge {
       }
   }
 
-  // Adds a strip's e^2, |r|^2, e^2 |v|^2 and |r - mean|^4.
+  // Adds a strip's e^2, |r|^2, e^2 |v|^2 and |r - mean|^4; of chi2 the largest e^2 for the third.
   __device__ __forceinline__ void look(const Strip& s, float share, float (&sum)[NT][2][4]) {
     const int quad = lane & 3;
     if (s.start >= s.stop) return;
@@ -311,7 +313,8 @@ struct Judge {
           pair[0] = e, pair[1] = vo[t][i], pair[2] = along;
         } else {
           float* to = sum[t][i & 1];
-          to[0] += e * e, to[1] += away, to[2] += e * e * norm[i / 2], to[3] += off * off;
+          to[0] += e * e, to[1] += away, to[3] += off * off;
+          to[2] = p.rule == kChi2 ? fmaxf(to[2], e * e) : to[2] + e * e * norm[i / 2];
         }
       }
   }
@@ -323,8 +326,8 @@ struct Judge {
   static __device__ __forceinline__ int pair_col(int tile) {
     return 8 * (tile < 2 ? tile : tile < 6 ? tile - 2 : tile - 6);
   }
-  __device__ __forceinline__ int first_pair_tile(const Segment& g) const {
-    return (o.rank + o.team - (g.offset + g.cut) % o.team) % o.team;
+  __device__ __forceinline__ int first_pair_tile(uint32_t b) const {
+    return (o.first + o.team - Run(o, 0, b).end() % o.team) % o.team;
   }
   __device__ __forceinline__ uint32_t pair_id(int tile, uint32_t few) const {
     return drawn_id<D, N>(p, sh, min(lane < 16 ? pair_row(tile) + lane : pair_col(tile) + (lane & 7), few - 1));
@@ -368,44 +371,43 @@ struct Judge {
     uint32_t row, pair_row;  // of the lane's draw, and of its draw among the first few
     float dot[4];
   };
-  __device__ __forceinline__ uint32_t jobs(const Segment& g) const {
-    const bool mixes = p.rule == kChi2 && first_pair_tile(g) < kPairTiles;
-    return strips(g) + (mixes ? 3 : 0);
+  __device__ __forceinline__ uint32_t jobs(uint32_t b) const {
+    const bool mixes = p.rule == kChi2 && first_pair_tile(b) < kPairTiles;
+    return strips(b) + (mixes ? 3 : 0);
   }
-  __device__ __forceinline__ bool takes_pairs(const Segment& g) const {
-    return warp < group && jobs(g) != strips(g);
-  }
-  // Where the values lie, while the pilot's tiles are on their way,
-  __device__ __forceinline__ void look_up(const Segment& g, uint32_t b, Ahead& a) const {
+  __device__ __forceinline__ bool takes_pairs(uint32_t b) const { return warp < group && jobs(b) != strips(b); }
+  // Where the values lie, while the sample's tiles are on their way,
+  __device__ __forceinline__ void look_up(uint32_t b, Ahead& a) const {
     Draws<D, N>{sh}.await(b);
     Place place{0, 0, 0, false};
-    if (warp < jobs(g)) place = find(g, warp, b);
+    if (warp < jobs(b)) place = find(warp, b);
     const uint32_t few = min(b, (uint32_t)kCovarianceKeys);
-    const uint32_t id = takes_pairs(g) ? pair_id(first_pair_tile(g), few) : 0;
+    const uint32_t id = takes_pairs(b) ? pair_id(first_pair_tile(b), few) : 0;
     static_cast<Place&>(a.strip) = place;
     a.row = row_of(place.id), a.pair_row = row_of(id);
   }
   // and they themselves, while the team meets.
-  __device__ __forceinline__ void prepare(const Segment& g, Ahead& a) const {
+  __device__ __forceinline__ void prepare(uint32_t b, Ahead& a) const {
     fetch(a.strip, a.row);
-    if (takes_pairs(g)) gram(a.pair_row, a.dot);
+    if (takes_pairs(b)) gram(a.pair_row, a.dot);
   }
 
-  // All consumers of the team, once the parts are combined. All return the same.
-  __device__ __forceinline__ Decision decide(const Segment* segments, uint32_t rounds, Ahead& a) {
-    const uint32_t b = segments[rounds].pilot, few = min(b, (uint32_t)kCovarianceKeys);
+  // All consumers of the team, once the parts are combined. All return the same. `look` numbers
+  // the looks from 0, `noisy` counts those that could not tell.
+  __device__ __forceinline__ Decision decide(uint32_t b, uint32_t look, uint32_t& noisy, Ahead& a) {
+    const uint32_t few = min(b, (uint32_t)kCovarianceKeys), all = jobs(b), first_tile = first_pair_tile(b);
     const float share = over(1.f, (float)b);
+    // A first look may err upwards.
+    const float limit = 4 * b < o.most ? kDoubt * o.limit : o.limit;
     float sum[NT][2][4] = {};
     // The first strip's values are there; where the next one's lie is looked up beside each.
-    uint32_t r = 0, k = warp;
     fetch_scores(a.strip);
 #pragma unroll 1
-    for (;;) {
-      for (k += 8; r <= rounds && k >= (r == 0 ? jobs(segments[0]) : strips(segments[r])); k = warp) ++r;
+    for (uint32_t k = warp + 8;; k += 8) {
       Place next{0, 0, 0, false};
-      if (r <= rounds) next = find(segments[r], k, b);
-      look(a.strip, share, sum);
-      if (r > rounds) break;
+      if (k < all) next = find(k, b);
+      this->look(a.strip, share, sum);
+      if (k >= all) break;
       static_cast<Place&>(a.strip) = next;
       fetch(a.strip, row_of(a.strip.id));
       fetch_scores(a.strip);
@@ -418,25 +420,25 @@ struct Judge {
         for (int k = 0; k < 4; ++k) {
           float x = sum[t][i][k];
 #pragma unroll
-          for (int d = 4; d < 32; d *= 2) x += __shfl_xor_sync(~0u, x, d);
+          for (int d = 4; d < 32; d *= 2) x = join(k, x, __shfl_xor_sync(~0u, x, d));
           if (lane < 4) sh.sums[warp][t * 8 + lane * 2 + i][k] = x;
         }
     gate.meet();
-    // A sum travels with the number of its round in place of a flag. One warp a head.
+    // A sum travels with the number of its look in place of a flag. One warp a head.
     uint64_t* sums = p.sums + (int64_t)o.list * o.team * group * 4;
-    const uint32_t epoch = rounds + 1;
-    const bool mixes = jobs(segments[0]) != strips(segments[0]);
+    const uint32_t epoch = look + 1;
+    const bool mixes = all != strips(b);
     // Products of few keys stand for those of all.
     const float stands = over((float)b * (b - 1), (float)few * (few - 1));
 #pragma unroll 1
     for (int g = warp; g < group; g += 8) {
       float own = 0;
 #pragma unroll
-      for (int w = 0; w < 8; ++w) own += sh.sums[w][g][lane & 3];
+      for (int w = 0; w < 8; ++w) own = join(lane & 3, own, sh.sums[w][g][lane & 3]);
       if (mixes) {
-        float more = mix(first_pair_tile(segments[0]), few, g, share, a.dot);
+        float more = mix(first_tile, few, g, share, a.dot);
 #pragma unroll 1
-        for (int t = first_pair_tile(segments[0]) + o.team; t < kPairTiles; t += o.team) {
+        for (int t = first_tile + o.team; t < kPairTiles; t += o.team) {
           float dot[4];
           gram(row_of(pair_id(t, few)), dot);
           more += mix(t, few, g, share, dot);
@@ -453,40 +455,52 @@ struct Judge {
       } while ((uint32_t)lo.x != epoch || (uint32_t)lo.y != epoch || (uint32_t)hi.x != epoch ||
                (uint32_t)hi.y != epoch);
       __syncwarp();
-      auto total = [&](uint64_t word) {
-        return warp_sum(lane < o.team ? __uint_as_float((uint32_t)(word >> 32)) : 0.f);
+      auto of_rank = [&](uint64_t word) {
+        return lane < o.team ? __uint_as_float((uint32_t)(word >> 32)) : 0.f;
       };
-      const float e2 = total(lo.x), away = total(lo.y), e2v2 = total(hi.x), off = total(hi.y);
+      const float e2 = warp_sum(of_rank(lo.x)), away = warp_sum(of_rank(lo.y)), off = warp_sum(of_rank(hi.y));
+      const float third = p.rule == kChi2 ? warp_max(of_rank(hi.x)) : warp_sum(of_rank(hi.x));
       const HeadStat& s = sh.stat[g];
       const float d = b, free = over(1.f, d - 1);
       Moments m;
       m.n = o.residual, m.b = d, m.inverse = s.inverse, m.o2 = s.o2;
       m.variance_d = (e2 - over(1.f, d)) * free;
       m.trace_r = (away - over(s.w2, d)) * free;
-      m.trace_n = (e2v2 - over(s.a2, d)) * free;
+      m.trace_n = (third - over(s.a2, d)) * free;
+      m.heaviest = over(third, fmaxf(e2, FLT_MIN));
       m.trace_r2 = off * free * free;
       float budget = 0.f;
-      const Verdict v = Promise{p, m, (float)o.limit}.verdict(budget);
+      const Verdict v = Promise{p, m, limit}.verdict(budget);
       if (lane == 0) sh.verdict[g] = v, sh.budget[g] = budget;
     }
     gate.meet();
-    return settle(b, rounds);
+    return settle(b, limit, noisy);
   }
 
-  // The group reads what its neediest head needs.
-  __device__ __forceinline__ Decision settle(uint32_t b, uint32_t round) const {
+  // Sums over lanes, warps and ranks, but for the largest e^2.
+  __device__ __forceinline__ float join(int k, float x, float y) const {
+    return k == 2 && p.rule == kChi2 ? fmaxf(x, y) : x + y;
+  }
+
+  // The group reads what its neediest head needs. What a sample says of its own size is checked
+  // by what the larger sample says, until it is enough.
+  __device__ __forceinline__ Decision settle(uint32_t b, float limit, uint32_t& noisy) const {
     uint32_t verdict = kSample;
     float most = 0;
 #pragma unroll 1
     for (int g = 0; g < group && verdict == kSample; ++g) {
       verdict = sh.verdict[g];
-      if (verdict == kSample && !(sh.budget[g] < o.limit)) verdict = kGoDense;
+      if (verdict == kSample && !(sh.budget[g] < limit)) verdict = kGoDense;
       most = fmaxf(most, sh.budget[g]);
     }
-    const uint32_t count = min(max((uint32_t)most, b), o.residual);
-    if (verdict == kSample && count < o.limit) return {kSampled, count};
-    const bool grows = verdict == kNoisy && round < kGrowthRounds && 4.f * b < o.limit;
-    return grows && 4 * b <= (uint32_t)p.capacity ? Decision{0, 4 * b} : Decision{kDense, 0};
+    uint32_t wanted = o.residual;
+    if (verdict == kSample) {
+      if (most <= b) return {kSampled, b};
+      wanted = min((uint32_t)most, b + (b + 1) / 2);
+    } else if (verdict == kNoisy && ++noisy < kNoisyLooks) {
+      wanted = 4 * b;
+    }
+    return wanted < min(o.residual, o.most) && wanted <= p.capacity ? Decision{0, wanted} : Decision{kDense, 0};
   }
 };
 

@@ -2,16 +2,16 @@
 // over a sample of the rest whose size is judged on the way.
 //
 // A team of thread blocks works on each list. Producer warps fill the ring of the decode
-// attention: the list's own tiles, then a pilot sample, then, while the pilot is judged,
-// further draws as far as the ring holds them. Four warps draw. Consumers sum up exact part and
-// pilot, and judge. Sampled keys weigh 1 until the
-// end, where a head's sum is scaled by what its sample stands for, so nothing is read
-// twice but the pilot's values (from L2, for the variance). The team's last thread block
-// merges the parts in rank order.
+// attention: the list's own tiles, then a pilot sample, then what each look at the sample adds to
+// it. Four warps draw. Consumers sum up exact part and sample, and judge. Sampled keys weigh 1,
+// and a head's sum is scaled by what its sample stands for, so sums go on from look to look and
+// nothing is read twice but the sample's values (from L2, for the variance). A look merges the
+// parts in rank order, so the last one leaves the output in every thread block.
 //
-// The rules are those of the CPU: a pilot too noisy to tell grows fourfold at most four
-// times; a head that would read `dense_share` of the context, or cannot tell, makes its
-// group read everything.
+// The rules are those of the CPU: the sample grows to what its budget asks, at most 1.5 times
+// from one look to the next, until its own budget is no larger than it is; one too noisy to tell
+// grows fourfold at most four times; a head that would read `dense_share` of the context, or
+// cannot tell, makes its group read everything.
 #pragma once
 
 #include "../common/philox.cuh"
@@ -40,7 +40,8 @@ enum ListState : uint32_t {
 
 using SampledParams = TaperSampledParams;
 
-constexpr int kGrowthRounds = 4;
+constexpr int kNoisyLooks = 5;         // after which a list is read whole
+constexpr float kDoubt = 2.f;          // times the limit that a sample below a quarter of it may ask for
 constexpr int kCovarianceKeys = 40;    // sampled keys whose products are taken
 constexpr float kLeastSignal = 0.25f;  // of a squared norm, its noise taken off
 constexpr int kDrawTurns = 4, kDrawWarps = 4, kDrawThreads = 32 * kDrawWarps;
@@ -56,36 +57,34 @@ __host__ __device__ inline int64_t sampled_draws(int64_t len) {
 struct Outline {
   WorkList w;
   uint32_t list, rank, team, fixed, residual, pilot;
-  uint32_t aim;  // draws that are made before the pilot is judged
+  uint32_t aim;    // draws that are made beside the first look
+  uint32_t first;  // tile of the sample that this rank reads, and then every team-th
   uint32_t row, head, kv_head, position;
   uint64_t seed;
   const uint32_t* table;
-  double limit;  // draws from which reading everything is the better bargain
-  bool dense;    // from the start: no sample can help
+  float limit;    // draws from which reading everything is the better bargain
+  uint32_t most;  // the least whole number of draws that reaches it
+  bool dense;     // from the start: no sample can help
 };
 
 struct Decision {
-  uint32_t state;  // 0: the pilot grows
-  uint32_t count;  // draws to read, or the next pilot
+  uint32_t state;  // 0: the sample grows
+  uint32_t count;  // draws to read, or to look at next
 };
 
-// Where a segment's tiles lie: sample tiles [0, cut) cover draws [from, pilot), later ones
-// go on from `pilot`. Tile s is read by rank (offset + s) % team.
-struct Segment {
-  uint32_t from, pilot, offset, cut;
-  __device__ __forceinline__ Segment(uint32_t from, uint32_t pilot, uint32_t offset)
-      : from(from), pilot(pilot), offset(offset), cut((pilot - from + kBlock - 1) / kBlock) {}
-  __device__ __forceinline__ uint32_t first(const Outline& o) const {
-    return (o.rank + o.team - offset % o.team) % o.team;
-  }
-  __device__ __forceinline__ uint32_t start(uint32_t s) const {
-    return s < cut ? from + s * kBlock : pilot + (s - cut) * kBlock;
-  }
-};
 __device__ __forceinline__ uint32_t share_of(uint32_t tiles, uint32_t first, uint32_t team) {
   return tiles > first ? (tiles - first + team - 1) / team : 0;
 }
-constexpr uint32_t kEndOfRun = ~0u - 1;  // of StageMeta::sampled: a stage without data
+// Draws [from, to) as tiles of 64: those of a number that `from` or `to` cuts are read in part,
+// and again in part by the next run. One rank reads every part of a tile.
+struct Run {
+  uint32_t from, to, first, team;
+  __device__ __forceinline__ Run(const Outline& o, uint32_t from, uint32_t to)
+      : from(from), to(to), first(o.first), team(o.team) {}
+  __device__ __forceinline__ uint32_t end() const { return (to + kBlock - 1) / kBlock; }
+  __device__ __forceinline__ uint32_t skipped() const { return share_of(from / kBlock, first, team); }
+  __device__ __forceinline__ uint32_t tiles() const { return share_of(end(), first, team) - skipped(); }
+};
 
 template <int D, int N>
 inline constexpr int kSampledStages = N == 16 ? kDecodeStages<D> - kDecodeStages<D> / 3
@@ -93,9 +92,9 @@ inline constexpr int kSampledStages = N == 16 ? kDecodeStages<D> - kDecodeStages
 
 // What the parts say of a head, with the sampled weights e = exp(score - lse) in units of
 // their sum: squares and products of the estimated output o and of the sample's mean less
-// it, the square of that mean, and the inverse of the denominator.
+// it, the square of that mean, the inverse of the denominator, and the estimate's log-sum-exp.
 struct HeadStat {
-  float lse, inverse, o2, ow, w2, a2;
+  float lse, inverse, o2, ow, w2, a2, all;
 };
 
 template <int D, int N>
@@ -123,7 +122,5 @@ struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
 template <int D, int N>
 inline constexpr int kSampledBytes =
     DecodeLayout<D, N, kSampledStages<D, N>>::kBytes - DecodeLayout<D, N>::kQuery;
-
-constexpr int kAllProducers = 3;  // a named barrier
 
 }  // namespace taper

@@ -38,7 +38,7 @@ pub struct Promise {
     /// What the norm's quantile is at least, whatever the covariance.
     least: f64,
     /// What the heaviest key's share of the variance counts for once more.
-    unseen: f64,
+    pub(crate) unseen: f64,
 }
 
 /// Moments of `drawn` sampled keys that stand for `residual` unread ones, and the estimates they give.

@@ -124,7 +124,9 @@ fn run(
     let team = scratch.team;
     // SAFETY: a function of a number.
     let draws_each = how.map_or(1, |_| unsafe { ffi::taper_sampled_draws(batch.max_len as i64) } as usize);
-    let capacity = how.map_or(1, |_| batch.max_len / 2 + BLOCK_TOKENS);
+    // A sample reaches no further than to where reading everything is the better bargain.
+    let most = |how: &Sampling| (how.dense_share.min(1.0) * batch.max_len as f64).ceil() as usize + BLOCK_TOKENS;
+    let capacity = how.map_or(1, |(how, _)| most(how));
     let part_o = op.empty((count, 2, team, group, head_dim), DType::F32)?;
     let part_lse = op.empty((count, 2, team, group), DType::F32)?;
     let draws = op.empty((count, draws_each), DType::U32)?;
@@ -164,6 +166,7 @@ fn run(
         let q = &how.promise;
         p.epsilon = q.epsilon as f32;
         (p.whole, p.most, p.upper, p.rest) = (q.whole as f32, q.most as f32, q.upper as f32, q.rest as f32);
+        p.unseen = q.unseen as f32;
         for (i, &(vector, scalar)) in q.splits.iter().enumerate().take(p.split_vector.len()) {
             (p.split_vector[i], p.split_scalar[i]) = (vector as f32, scalar as f32);
         }
