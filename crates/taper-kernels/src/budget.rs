@@ -271,7 +271,7 @@ mod tests {
         assert_eq!(Promise::new(Rule::Chi2, 0.5, 0.05).verdict(&noisy, 500.0, || 1.0), Verdict::Noisy);
         assert_eq!(promise.verdict(&noisy, 500.0, || 1.0), Verdict::Dense);
         assert_eq!(promise.verdict(&Moments { output_norm2: f64::NAN, ..m }, 500.0, || 1.0), Verdict::Dense);
-        let sound = Moments { output_norm2: 1.0, variance_d: f64::NAN, ..m };
+        let sound = Moments { output_norm2: 1.0, trace_r: f64::NAN, ..m };
         assert_eq!(promise.verdict(&sound, 500.0, || 1.0), Verdict::Dense);
     }
 

@@ -6,7 +6,8 @@ summed over the group. r keys are left. A pilot of the first b0 = `pilot_tokens`
 of all visible keys that `seed` keys, estimates for each head D = sum e over all keys and the variance s2 of e among the
 r, e = exp(score - max). With replacement b = (z r s / (epsilon D))^2 draws bound D's relative error by epsilon, z the
 1 - delta / 2 quantile of the normal distribution; without it b / (1 + b / r), rounded up. The group reads what its
-neediest head needs, at least the pilot, and each sampled key counts for r / b.
+neediest head needs. Needed are more keys than were drawn: the sample grows to as many, but to at most one and a half
+times its size, rounded up, and is looked at again, until no head needs more. Each sampled key counts for r / b.
 """
 
 from statistics import NormalDist
@@ -31,6 +32,7 @@ def make(name: str, settings: dict, shape: dict, data: int) -> None:
         replaced=False,
         first_head=False,
         over_all=False,
+        one_look=False,
         unit=False,
         seed=SEED,
         true=False,
@@ -46,17 +48,23 @@ def make(name: str, settings: dict, shape: dict, data: int) -> None:
                 fixed[top(importance(s), np.flatnonzero(candidates), top_k)] = True
                 sample = drawn(fixed, seed, h)
                 rest = len(sample)
-                needed = [float(pilot)]
-                for g in range(1 if first_head else group):
-                    e = np.exp(s[g] - s[g].max())
-                    seen = e[sample[:pilot]]
-                    total = (0 if over_all else e[fixed].sum()) + rest * seen.mean()
-                    b = (z * rest * seen.std(ddof=1) / (epsilon * total)) ** 2
-                    needed.append(b if replaced else b / (1 + b / rest))
-                b = max(needed)
-                if true and (abs(b - round(b)) < 0.01 and b > pilot or not 1.3 * pilot < b < 0.6 * rest):
-                    raise Unclear(f"a budget of {b} of {rest}")
-                size = min(math.ceil(b), rest)
+                size, looks = pilot, 0
+                while not (one_look and looks):
+                    needed = []
+                    for g in range(1 if first_head else group):
+                        e = np.exp(s[g] - s[g].max())
+                        seen = e[sample[:size]]
+                        total = (0 if over_all else e[fixed].sum()) + rest * seen.mean()
+                        b = (z * rest * seen.std(ddof=1) / (epsilon * total)) ** 2
+                        needed.append(b if replaced else b / (1 + b / rest))
+                    b, looks = max(needed), looks + 1
+                    if true and abs(b - round(b)) < 0.01:
+                        raise Unclear(f"a budget of {b}")
+                    if b <= size or size == rest:
+                        break
+                    size = min(math.ceil(b), rest) if one_look else min(math.ceil(b), math.ceil(1.5 * size), rest)
+                if true and (looks < 3 or not 1.3 * pilot < size < 0.6 * rest):
+                    raise Unclear(f"{size} of {rest} after {looks} looks")
                 if true:
                     sizes[r, h] = size
                 chosen[r, h, :m] = fixed
@@ -73,6 +81,7 @@ def make(name: str, settings: dict, shape: dict, data: int) -> None:
         "one top key more": weights(top_k=settings["top_k"] + 1),
         "no top keys": weights(top_k=0),
         "the pilot alone": weights(epsilon=100),
+        "one look": weights(one_look=True),
         "another seed": weights(seed=SEED >> 32),
     }
     out = weighed(q, k, v, chosen)

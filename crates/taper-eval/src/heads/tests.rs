@@ -39,12 +39,12 @@ fn dense_errs_nowhere_and_a_narrow_window_does() {
     let model = model();
     let methods = [
         json!({ "method": "dense" }),
-        json!({ "method": "streaming_llm", "sink": 1, "window": 8 }),
-        json!({ "method": "random_sample", "sink": 1, "window": 8, "budget": 8 }),
+        json!({ "method": "streaming_llm", "sink": 1, "window": 5 }),
+        json!({ "method": "random_sample", "sink": 1, "window": 5, "rate": 0.1 }),
     ];
-    let rows = heads(&model, &corpus(90), &plan(&methods, false), &mut Silent).unwrap();
+    let rows = heads(&model, &corpus(60), &plan(&methods, false), &mut Silent).unwrap();
     let q_heads = model.attention_shape().q_heads;
-    assert!(rows.iter().all(|row| row.length == 90 && row.heads == 4 * q_heads && row.promise.is_none()));
+    assert!(rows.iter().all(|row| row.length == 60 && row.heads == 4 * q_heads && row.promise.is_none()));
     assert_eq!((rows[0].density, rows[0].rms, rows[0].p99), (1.0, 0.0, 0.0));
     assert_eq!(rows[1].density, 0.1);
     assert!(rows[1].rms > 1e-3 && rows[1].p99 >= rows[1].rms as f32 as f64 / 2.0);
@@ -58,7 +58,7 @@ fn a_promise_is_counted_and_alone_no_head_reads_more() {
     let method = json!({ "method": "vattention", "epsilon": 0.5, "delta": 0.3, "sink": 1, "window": 4, "top_k": 4,
                          "pilot_tokens": 4, "dense_share": 0.9, "top": top });
     let [shared, alone] = [false, true]
-        .map(|alone| heads(&model, &corpus(200), &plan(std::slice::from_ref(&method), alone), &mut Silent).unwrap());
+        .map(|alone| heads(&model, &corpus(60), &plan(std::slice::from_ref(&method), alone), &mut Silent).unwrap());
     let promise = |rows: &[HeadsRow]| rows[0].promise.clone().unwrap();
     assert_eq!(shared[0].heads, alone[0].heads);
     for rows in [&shared, &alone] {
