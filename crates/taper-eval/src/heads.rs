@@ -122,11 +122,8 @@ pub fn heads(
     if let Some(layer) = plan.layers.iter().find(|&&layer| layer >= shape.layers) {
         return Err(TrainError::option("layers", format!("{layer} is none of the model's {}", shape.layers)));
     }
+    corpus.check_fits(model)?;
     let length = corpus.length();
-    if length > model.config().context_length {
-        let most = model.config().context_length;
-        return Err(TrainError::option("length", format!("{length} is beyond the model's context of {most}")));
-    }
     let specs = plan.methods.iter().map(|m| spec(m, &plan.artifacts)).collect::<std::result::Result<Vec<_>, _>>()?;
     let mut all: Vec<Vec<Tally>> = vec![Vec::new(); specs.len()];
     let mut capture = Capture::new(model, length)?;

@@ -258,20 +258,8 @@ impl<B: Backend> Runner<'_, B> {
         tokens: &[u32],
         watch: &dyn Watch,
     ) -> Result<Option<u32>, BackendError> {
-        let mut at = 0;
-        loop {
-            if watch.stopped() {
-                return Ok(None);
-            }
-            // A method that cannot cut so short may take more than asked for.
-            let take = self.backend.chunk(sequence, self.plan.chunk_tokens).clamp(1, tokens.len() - at);
-            let end = at + take;
-            let logits = self.step(sequence, &tokens[at..end], end == tokens.len())?;
-            if let Some(logits) = logits {
-                return likeliest(&logits).map(Some);
-            }
-            at = end;
-        }
+        let logits = feed(self.backend, sequence, tokens, self.plan.chunk_tokens, &|| watch.stopped())?;
+        logits.map(|logits| likeliest(&logits)).transpose()
     }
 
     /// Decodes greedily to the end token, which is left out, or to `most` tokens; `None` if the watch said stop.
@@ -291,25 +279,50 @@ impl<B: Backend> Runner<'_, B> {
             if watch.stopped() {
                 return Ok(None);
             }
-            let logits = self.step(sequence, &[next], true)?.unwrap_or_default();
+            let logits = step(self.backend, sequence, &[next], true)?.unwrap_or_default();
             next = likeliest(&logits)?;
         }
         Ok(Some(tokens))
     }
+}
 
-    fn step(
-        &mut self,
-        sequence: &mut B::Sequence,
-        tokens: &[u32],
-        logits: bool,
-    ) -> Result<Option<Vec<f32>>, BackendError> {
-        let rows = self.backend.forward(vec![Input { sequence, tokens, logits }])?;
-        let row = rows.into_iter().next().flatten();
-        if logits && row.is_none() {
-            return Err(BackendError("the step returned no logits".into()));
+/// Takes in a prompt's next tokens, at most so many a step, and returns the logits after the last; `None` if told to stop.
+pub(crate) fn feed<B: Backend>(
+    backend: &mut B,
+    sequence: &mut B::Sequence,
+    tokens: &[u32],
+    chunk_tokens: usize,
+    stopped: &dyn Fn() -> bool,
+) -> Result<Option<Vec<f32>>, BackendError> {
+    let mut at = 0;
+    loop {
+        if stopped() {
+            return Ok(None);
         }
-        Ok(row)
+        // A method that cannot cut so short may take more than asked for.
+        let take = backend.chunk(sequence, chunk_tokens).clamp(1, tokens.len() - at);
+        let end = at + take;
+        let logits = step(backend, sequence, &tokens[at..end], end == tokens.len())?;
+        if logits.is_some() {
+            return Ok(logits);
+        }
+        at = end;
     }
+}
+
+/// One step of one sequence; its logits if they are wanted.
+pub(crate) fn step<B: Backend>(
+    backend: &mut B,
+    sequence: &mut B::Sequence,
+    tokens: &[u32],
+    logits: bool,
+) -> Result<Option<Vec<f32>>, BackendError> {
+    let rows = backend.forward(vec![Input { sequence, tokens, logits }])?;
+    let row = rows.into_iter().next().flatten();
+    if logits && row.is_none() {
+        return Err(BackendError("the step returned no logits".into()));
+    }
+    Ok(row)
 }
 
 /// The token of the largest logit; of equal ones the first.

@@ -7,14 +7,14 @@
 
 use crate::error::EvalError;
 use crate::method::{Method, Phase};
-use crate::run::Fork;
+use crate::run::{Fork, feed, step};
 use crate::table::{Style, draw};
 use crate::train::Progress;
 use serde_json::json;
 use std::sync::Arc;
 use std::time::Instant;
 use taper_attention::{Artifacts, AttentionSpec, PhaseUsage};
-use taper_engine::{Backend, BackendError, Input};
+use taper_engine::Backend;
 
 /// What is timed.
 #[derive(Debug, Clone)]
@@ -62,7 +62,7 @@ pub fn speed<B: Backend>(
     progress: &mut dyn Progress,
 ) -> Result<Vec<Timed>, EvalError> {
     let length = prompt.len();
-    let step = |reason| EvalError::Step { task: "speed", length, sample: 0, reason };
+    let failed = |reason| EvalError::Step { task: "speed", length, sample: 0, reason };
     let method = |phase, value| Method::read(phase, &value, &plan.artifacts);
     let dense = |phase| method(phase, json!({ "method": "dense" }));
     let least = |phase| {
@@ -82,13 +82,13 @@ pub fn speed<B: Backend>(
         for _ in 0..plan.rounds {
             for (method, (seconds, usage)) in prefills.iter().zip(&mut runs) {
                 let spec = Method::pair(method, &no_more[0], &json!({}), &plan.artifacts)?;
-                let mut sequence = backend.open(&spec, 1, length, 0).map_err(step)?;
+                let mut sequence = backend.open(&spec, 1, length, 0).map_err(failed)?;
                 let started = Instant::now();
-                let done = prefill(backend, &mut sequence, prompt, plan.chunk_tokens);
+                let done = feed(backend, &mut sequence, prompt, plan.chunk_tokens, &|| false);
                 seconds.push(started.elapsed().as_secs_f64());
                 *usage = Some(backend.usage(&sequence).prefill);
                 backend.close(sequence);
-                done.map_err(step)?;
+                done.map_err(failed)?;
                 progress.advance();
             }
         }
@@ -104,11 +104,11 @@ pub fn speed<B: Backend>(
     let specs = decodes.iter().map(|decode| Method::pair(&first, decode, &json!({}), &plan.artifacts));
     let specs: Vec<Arc<AttentionSpec>> = specs.collect::<Result<_, _>>()?;
     progress.begins("generated tokens", plan.rounds * decodes.len());
-    let mut shared = backend.open(&specs[0], 1, length, 0).map_err(step)?;
-    prefill(backend, &mut shared, prompt, plan.chunk_tokens).map_err(step)?;
+    let mut shared = backend.open(&specs[0], 1, length, 0).map_err(failed)?;
+    feed(backend, &mut shared, prompt, plan.chunk_tokens, &|| false).map_err(failed)?;
     let mut runs = Vec::new();
     for spec in &specs {
-        runs.push((fork(backend, &shared, spec, 1).map_err(step)?, Vec::new()));
+        runs.push((fork(backend, &shared, spec, 1).map_err(failed)?, Vec::new()));
     }
     for round in 0..=plan.rounds {
         for (sequence, seconds) in &mut runs {
@@ -116,7 +116,7 @@ pub fn speed<B: Backend>(
             for token in 0..if round == 0 { 2 } else { plan.tokens } {
                 let next = prompt[(7 * token + round) % length];
                 let started = Instant::now();
-                backend.forward(vec![Input { sequence, tokens: &[next], logits: true }]).map_err(step)?;
+                step(backend, sequence, &[next], true).map_err(failed)?;
                 if round > 0 {
                     seconds.push(started.elapsed().as_secs_f64());
                 }
@@ -133,22 +133,6 @@ pub fn speed<B: Backend>(
     }
     backend.close(shared);
     Ok(timed)
-}
-
-fn prefill<B: Backend>(
-    backend: &mut B,
-    sequence: &mut B::Sequence,
-    prompt: &[u32],
-    chunk_tokens: usize,
-) -> Result<(), BackendError> {
-    let mut at = 0;
-    while at < prompt.len() {
-        let take = backend.chunk(sequence, chunk_tokens).clamp(1, prompt.len() - at);
-        let tokens = &prompt[at..at + take];
-        at += take;
-        backend.forward(vec![Input { sequence, tokens, logits: at == prompt.len() }])?;
-    }
-    Ok(())
 }
 
 impl Timed {

@@ -3,21 +3,9 @@
 use candle_core::Device;
 use serde_json::json;
 use taper_attention::Artifacts;
-use taper_eval::train::{Corpus, CorpusSize, Progress};
+use taper_eval::train::{Corpus, CorpusSize};
 use taper_eval::{HeadsPlan, HeadsRow, Method, heads, with_promises};
 use taper_model::{LoadOptions, Model, Tokenizer, default_cache, resolve};
-
-struct Silent;
-
-impl Progress for Silent {
-    fn stopped(&self) -> bool {
-        false
-    }
-
-    fn begins(&mut self, _: &str, _: usize) {}
-
-    fn advance(&mut self) {}
-}
 
 const LAYERS: [usize; 3] = [1, 14, 28];
 
@@ -29,7 +17,7 @@ fn measure(methods: Vec<Method>, draws: usize) -> Vec<HeadsRow> {
     let corpus = Corpus::prose(&tokenizer, 1, CorpusSize { length: 1024, sequences: 2 }).unwrap();
     let (layers, artifacts) = (LAYERS.to_vec(), Artifacts::default());
     let plan = HeadsPlan { layers, methods, draws, alone: true, seed: 1, texts: 1, artifacts };
-    heads(&model, &corpus, &plan, &mut Silent).unwrap()
+    heads(&model, &corpus, &plan, &mut ()).unwrap()
 }
 
 /// 12 promises, 27 heads, 2,000 draws each. A promise kept exactly by every head would fail the test in a third of all

@@ -3,13 +3,13 @@
 use crate::args::BenchMethodsArgs;
 use crate::load::{self, Ready};
 use crate::train::Terminal;
-use crate::{config, eval, talk};
-use anyhow::{Context, Result, bail};
+use crate::{config, eval};
+use anyhow::{Result, bail};
 use std::sync::Arc;
 use taper_attention::Artifacts;
 use taper_engine::Backend;
 use taper_eval::train::{Corpus, CorpusSize};
-use taper_eval::{Phase, SpeedPlan, Style, speed, speed_table};
+use taper_eval::{Phase, SpeedPlan, speed, speed_table};
 use taper_model::Tokenizer;
 
 /// Times and prints the table.
@@ -45,10 +45,7 @@ pub fn methods(args: BenchMethodsArgs) -> Result<()> {
     }
     let tokenizer = Tokenizer::load(&model)?;
     let size = CorpusSize { length: args.length, sequences: 2 };
-    let corpus = match &args.text[..] {
-        [] => Corpus::prose(&tokenizer, 1, size)?,
-        paths => Corpus::read(&tokenizer, paths, size)?,
-    };
+    let corpus = Corpus::open(&tokenizer, &args.text, 1, size)?;
     let plan = SpeedPlan {
         prefills,
         time_prefill: !args.no_prefill,
@@ -63,9 +60,5 @@ pub fn methods(args: BenchMethodsArgs) -> Result<()> {
     let timed = speed(&mut backend, eval::FORK, &corpus.sequences()[0], &plan, &mut terminal);
     terminal.done();
     let timed = timed?;
-    talk::print(&speed_table(&timed, Style::Text))?;
-    if let Some(file) = &args.markdown {
-        std::fs::write(file, speed_table(&timed, Style::Markdown)).with_context(|| file.display().to_string())?;
-    }
-    Ok(())
+    eval::show(args.markdown.as_deref(), |style| speed_table(&timed, style))
 }

@@ -97,9 +97,17 @@ fn report(results: &mut Results, json: Option<&Path>, markdown: Option<&Path>) -
         return Ok(());
     }
     let both = |style| format!("{}\n{}", accuracies(&cells, style), details(&cells, style));
-    talk::print(&both(Style::Text))?;
+    show(markdown, both)
+}
+
+/// Prints a table, and writes it to a file in Markdown.
+///
+/// # Errors
+/// A terminal that is gone, or the file that could not be written.
+pub fn show(markdown: Option<&Path>, table: impl Fn(Style) -> String) -> Result<()> {
+    talk::print(&table(Style::Text))?;
     if let Some(file) = markdown {
-        std::fs::write(file, both(Style::Markdown)).with_context(|| file.display().to_string())?;
+        std::fs::write(file, table(Style::Markdown)).with_context(|| file.display().to_string())?;
     }
     Ok(())
 }
@@ -137,13 +145,19 @@ pub fn methods(phase: Phase, texts: &[String], artifacts: &Artifacts) -> Result<
     texts.iter().map(read).collect()
 }
 
-/// JSON, or a method's name. No presets: one of them may be called as a method of the other phase is.
 fn method(phase: Phase, text: &str, artifacts: &Artifacts) -> Result<Method> {
+    Ok(Method::read(phase, &value(text)?, artifacts)?)
+}
+
+/// A method's object from JSON, or from its name. No presets: one of them may be called as a method of the other phase is.
+///
+/// # Errors
+/// JSON that is none.
+pub fn value(text: &str) -> Result<Value> {
     if text.trim_start().starts_with('{') {
-        let value: Value = serde_json::from_str(text).context("the method is not valid JSON")?;
-        return Ok(Method::read(phase, &value, artifacts)?);
+        return serde_json::from_str(text).context("the method is not valid JSON");
     }
-    Ok(Method::read(phase, &json!({ "method": text }), artifacts)?)
+    Ok(json!({ "method": text }))
 }
 
 /// Set by the first Ctrl-C; a second one ends the process at once.

@@ -2,12 +2,11 @@
 
 use crate::args::HeadsArgs;
 use crate::train::Terminal;
-use crate::{config, eval, load, talk};
+use crate::{config, eval, load};
 use anyhow::{Context, Result, bail};
-use serde_json::{Value, json};
 use taper_attention::Artifacts;
 use taper_eval::train::{Corpus, CorpusSize};
-use taper_eval::{HeadsPlan, Style, heads, heads_table, with_promises};
+use taper_eval::{HeadsPlan, heads, heads_table, with_promises};
 
 /// Measures and prints the table.
 ///
@@ -18,7 +17,7 @@ pub fn run(args: HeadsArgs) -> Result<()> {
     if let Some((name, _)) = given.iter().find(|(_, given)| *given) {
         bail!("--{name}: heads are measured by --decode, over a cache of their own");
     }
-    let methods = args.decode.iter().map(|text| method(text)).collect::<Result<Vec<Value>>>()?;
+    let methods = args.decode.iter().map(|text| eval::value(text)).collect::<Result<Vec<_>>>().context("--decode")?;
     let config = config::model(args.model)?;
     let read =
         |artifacts: &Artifacts| with_promises(&methods, &args.epsilon, &args.delta, artifacts).context("--decode");
@@ -27,10 +26,7 @@ pub fn run(args: HeadsArgs) -> Result<()> {
         read(&Artifacts::default())?;
     }
     let (model, tokenizer) = load::model(&config)?;
-    let artifacts = match &config.artifacts {
-        Some(folder) => Artifacts::open(folder, &model.config().key())?,
-        None => Artifacts::default(),
-    };
+    let artifacts = load::artifacts(&config, &model.config().key())?;
     let last = model.attention_shape().layers - 1;
     let some = || {
         let mut some = vec![1.min(last), last / 2, last.saturating_sub(1)];
@@ -53,23 +49,9 @@ pub fn run(args: HeadsArgs) -> Result<()> {
     let mut rows = Vec::new();
     for &length in &args.length {
         let size = CorpusSize { length, sequences: args.texts.max(2) };
-        let corpus = match &args.text[..] {
-            [] => Corpus::prose(&tokenizer, args.seed, size)?,
-            paths => Corpus::read(&tokenizer, paths, size)?,
-        };
+        let corpus = Corpus::open(&tokenizer, &args.text, args.seed, size)?;
         rows.extend(heads(&model, &corpus, &plan, &mut terminal)?);
     }
     terminal.done();
-    talk::print(&heads_table(&rows, Style::Text))?;
-    if let Some(file) = &args.markdown {
-        std::fs::write(file, heads_table(&rows, Style::Markdown)).with_context(|| file.display().to_string())?;
-    }
-    Ok(())
-}
-
-fn method(text: &str) -> Result<Value> {
-    if text.trim_start().starts_with('{') {
-        return serde_json::from_str(text).context("--decode is not valid JSON");
-    }
-    Ok(json!({ "method": text }))
+    eval::show(args.markdown.as_deref(), |style| heads_table(&rows, style))
 }

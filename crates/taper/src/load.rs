@@ -5,7 +5,7 @@ use anyhow::{Context, Result};
 use candle_core::Device;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
-use taper_attention::{Artifacts, AttentionSpec};
+use taper_attention::{Artifacts, AttentionSpec, ModelKey};
 use taper_engine::{Engine, ModelBackend, ModelInfo, ModelText};
 use taper_model::{Model, Progress, ResolvedModel, Tokenizer, default_cache, resolve};
 
@@ -48,10 +48,7 @@ pub fn backend(config: &ModelConfig) -> Result<Ready> {
     start_threads(config)?;
     let model = resolve(&config.model, &default_cache(), Progress::Shown)?;
     let (backend, text) = taper_engine::load(&model, &config.load, config.cache)?;
-    let artifacts = match &config.artifacts {
-        Some(folder) => Artifacts::open(folder, &backend.key())?,
-        None => Artifacts::default(),
-    };
+    let artifacts = artifacts(config, &backend.key())?;
     Ok(Ready { model, backend, text, artifacts })
 }
 
@@ -63,6 +60,17 @@ pub fn model(config: &ModelConfig) -> Result<(Model, Tokenizer)> {
     start_threads(config)?;
     let model = resolve(&config.model, &default_cache(), Progress::Shown)?;
     Ok((Model::load(&model, &config.load, &Device::Cpu)?, Tokenizer::load(&model)?))
+}
+
+/// What methods learned offline for a model.
+///
+/// # Errors
+/// The file at fault, or one that was made for another model.
+pub fn artifacts(config: &ModelConfig, key: &ModelKey) -> Result<Artifacts> {
+    Ok(match &config.artifacts {
+        Some(folder) => Artifacts::open(folder, key)?,
+        None => Artifacts::default(),
+    })
 }
 
 fn start_threads(config: &ModelConfig) -> Result<()> {

@@ -1,7 +1,7 @@
 //! `taper train`: what attention methods learn offline.
 
 use crate::args::{NetworkArgs, Train, TrainCommon};
-use crate::{config, eval, load, talk};
+use crate::{config, eval, load};
 use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::sync::Arc;
@@ -36,10 +36,7 @@ pub fn run(what: Train) -> Result<()> {
     let size = CorpusSize { length: common.length, sequences: common.sequences };
     let started = Instant::now();
     let (model, tokenizer) = load::model(&config::model(common.model)?)?;
-    let corpus = match &common.text[..] {
-        [] => Corpus::prose(&tokenizer, common.seed, size)?,
-        paths => Corpus::read(&tokenizer, paths, size)?,
-    };
+    let corpus = Corpus::open(&tokenizer, &common.text, common.seed, size)?;
     let mut terminal = Terminal::new(eval::stop_at_signal()?);
     let trained = train(&model, &corpus, &plan, &common.out, &mut terminal);
     terminal.done();
@@ -47,10 +44,7 @@ pub fn run(what: Train) -> Result<()> {
         TrainError::Stopped => anyhow::anyhow!("stopped; --resume goes on with what is in {}", common.out.display()),
         error => error.into(),
     })?;
-    talk::print(&table(&trained.reports, false))?;
-    if let Some(file) = &common.markdown {
-        std::fs::write(file, table(&trained.reports, true)).with_context(|| file.display().to_string())?;
-    }
+    eval::show(common.markdown.as_deref(), |style| table(&trained.reports, style))?;
     let kept = if trained.kept > 0 { format!(", {} layers kept", trained.kept) } else { String::new() };
     let seconds = started.elapsed().as_secs_f64();
     eprintln!("{} from {} tokens in {seconds:.0} s{kept}", trained.file.display(), corpus.tokens());

@@ -4,18 +4,6 @@ use std::path::Path;
 use taper_kernels::decode::Budget;
 use taper_model::{LoadOptions, ModelFiles, ResolvedModel};
 
-struct Silent;
-
-impl Progress for Silent {
-    fn stopped(&self) -> bool {
-        false
-    }
-
-    fn begins(&mut self, _: &str, _: usize) {}
-
-    fn advance(&mut self) {}
-}
-
 /// A random model of two layers.
 fn model() -> Model {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../taper-model/tests/golden/smollm2");
@@ -42,7 +30,7 @@ fn dense_errs_nowhere_and_a_narrow_window_does() {
         json!({ "method": "streaming_llm", "sink": 1, "window": 5 }),
         json!({ "method": "random_sample", "sink": 1, "window": 5, "rate": 0.1 }),
     ];
-    let rows = heads(&model, &corpus(60), &plan(&methods, false), &mut Silent).unwrap();
+    let rows = heads(&model, &corpus(60), &plan(&methods, false), &mut ()).unwrap();
     let q_heads = model.attention_shape().q_heads;
     assert!(rows.iter().all(|row| row.length == 60 && row.heads == 4 * q_heads && row.promise.is_none()));
     assert_eq!((rows[0].density, rows[0].rms, rows[0].p99), (1.0, 0.0, 0.0));
@@ -58,7 +46,7 @@ fn a_promise_is_counted_and_alone_no_head_reads_more() {
     let method = json!({ "method": "vattention", "epsilon": 0.5, "delta": 0.3, "sink": 1, "window": 4, "top_k": 4,
                          "pilot_tokens": 4, "dense_share": 0.9, "top": top });
     let [shared, alone] = [false, true]
-        .map(|alone| heads(&model, &corpus(60), &plan(std::slice::from_ref(&method), alone), &mut Silent).unwrap());
+        .map(|alone| heads(&model, &corpus(60), &plan(std::slice::from_ref(&method), alone), &mut ()).unwrap());
     let promise = |rows: &[HeadsRow]| rows[0].promise.clone().unwrap();
     assert_eq!(shared[0].heads, alone[0].heads);
     for rows in [&shared, &alone] {
@@ -105,10 +93,9 @@ fn promises_are_crossed_and_others_left_alone() {
 fn layers_and_lengths_that_are_not_there_are_named() {
     let model = model();
     let wrong = HeadsPlan { layers: vec![7], ..plan(&[json!({ "method": "dense" })], false) };
-    let error = heads(&model, &corpus(50), &wrong, &mut Silent).unwrap_err().to_string();
+    let error = heads(&model, &corpus(50), &wrong, &mut ()).unwrap_err().to_string();
     assert!(error.contains("--layers") && error.contains('7'), "{error}");
     let long = corpus(model.config().context_length + 1);
-    let error =
-        heads(&model, &long, &plan(&[json!({ "method": "dense" })], false), &mut Silent).unwrap_err().to_string();
+    let error = heads(&model, &long, &plan(&[json!({ "method": "dense" })], false), &mut ()).unwrap_err().to_string();
     assert!(error.contains("--length"), "{error}");
 }

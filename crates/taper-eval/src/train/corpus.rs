@@ -7,7 +7,7 @@ use rand_chacha::ChaCha8Rng;
 use sha2::{Digest, Sha256};
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use taper_model::Tokenizer;
+use taper_model::{Model, Tokenizer};
 
 /// Sequences of one length. Every eighth is held out from training and measured on; of fewer than eight the last.
 #[derive(Debug, Clone)]
@@ -32,6 +32,14 @@ const HELD_OUT: usize = 8;
 const TOKEN_BYTES: usize = 16;
 
 impl Corpus {
+    /// The text of files and folders, or where none are given prose of a seed.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn open(tokenizer: &Tokenizer, paths: &[PathBuf], seed: u64, size: CorpusSize) -> Result<Self, TrainError> {
+        if paths.is_empty() { Self::prose(tokenizer, seed, size) } else { Self::read(tokenizer, paths, size) }
+    }
+
     /// Reads UTF-8 files, and those of folders (`.txt` and `.md`, folders within them too) in the order of their names,
     /// until there is enough. The tokens of all files make one stream, which is cut into sequences; each begins with what
     /// the tokenizer puts at the start of a text.
@@ -108,6 +116,18 @@ impl Corpus {
     /// Tokens in all.
     pub fn tokens(&self) -> usize {
         self.sequences.iter().map(Vec::len).sum()
+    }
+
+    /// Checks that a model's context holds every sequence.
+    ///
+    /// # Errors
+    /// A sequence that is longer.
+    pub(crate) fn check_fits(&self, model: &Model) -> Result<(), TrainError> {
+        let (length, most) = (self.length(), model.config().context_length);
+        if length > most {
+            return Err(TrainError::option("length", format!("{length} is beyond the model's context of {most}")));
+        }
+        Ok(())
     }
 
     /// Tokens of the longest sequence.

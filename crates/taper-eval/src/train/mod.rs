@@ -59,6 +59,17 @@ pub trait Progress {
     fn advance(&mut self);
 }
 
+/// Nobody follows.
+impl Progress for () {
+    fn stopped(&self) -> bool {
+        false
+    }
+
+    fn begins(&mut self, _: &str, _: usize) {}
+
+    fn advance(&mut self) {}
+}
+
 /// What came of it.
 #[derive(Debug, Clone)]
 pub struct Trained {
@@ -82,13 +93,7 @@ pub fn train(
     folder: &Path,
     progress: &mut dyn Progress,
 ) -> Result<Trained, TrainError> {
-    let most = model.config().context_length;
-    if corpus.length() > most {
-        return Err(TrainError::option(
-            "length",
-            format!("{} is beyond the model's context of {most}", corpus.length()),
-        ));
-    }
+    corpus.check_fits(model)?;
     let checked = plan.check(&model.attention_shape(), corpus)?;
     let origin = Origin {
         method: checked.name,

@@ -5,6 +5,7 @@
 
 use super::head::Row;
 use super::kept::{self, Kept};
+use crate::table::{Style, draw};
 use serde::{Deserialize, Serialize};
 
 /// Shares of the far keys that are read.
@@ -120,26 +121,11 @@ pub fn mean(reports: &[LayerReport]) -> Vec<Recall> {
     all.into_iter().map(|(name, tally)| tally.named(&name)).collect()
 }
 
-/// A table for a terminal, or in Markdown: a row for each layer and way, and for the mean of all layers.
-pub fn table(reports: &[LayerReport], markdown: bool) -> String {
+/// A row for each layer and way, and for the mean of all layers.
+pub fn table(reports: &[LayerReport], style: Style) -> String {
     let lines =
         if reports.iter().any(|report| !report.kept.is_empty()) { of_kept(reports) } else { of_recalls(reports) };
-    let width = |i: usize| lines.iter().map(|line| line[i].chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..lines[0].len()).map(width).collect();
-    let mut text = String::new();
-    for (n, line) in lines.iter().enumerate() {
-        let cells: Vec<String> = line.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
-        if markdown {
-            text += &format!("| {} |\n", cells.join(" | "));
-            if n == 0 {
-                text += &format!("|{}\n", " --- |".repeat(widths.len()));
-            }
-        } else {
-            text += cells.join("  ").trim_end();
-            text.push('\n');
-        }
-    }
-    text
+    draw(&lines, style)
 }
 
 fn of_recalls(reports: &[LayerReport]) -> Vec<Vec<String>> {
@@ -213,12 +199,12 @@ mod tests {
         };
         let reports = [report(3, 10, 0.5), report(4, 30, 0.9)];
         assert!((mean(&reports)[0].mass[0] - 0.8).abs() < 1e-12);
-        let text = table(&reports, false);
+        let text = table(&reports, Style::Text);
         assert!(text.starts_with("layer  chosen by  queries  1/32 of keys") && text.contains("all"), "{text}");
-        assert!(table(&reports, true).lines().nth(1).unwrap().starts_with("| --- |"));
+        assert!(table(&reports, Style::Markdown).lines().nth(1).unwrap().starts_with("| --- |"));
         let kept = |min| Kept { name: "a_shape".into(), queries: 5, density: 0.25, mean: 0.75, min };
         let report = |layer, min| LayerReport { layer, kept: vec![kept(min)], ..LayerReport::default() };
-        let text = table(&[report(0, 0.5), report(1, 0.25)], false);
+        let text = table(&[report(0, 0.5), report(1, 0.25)], Style::Text);
         assert!(text.ends_with("all    a_shape  10       25.0 %   75.0 %     25.0 %\n"), "{text}");
     }
 }
