@@ -37,6 +37,8 @@ pub struct Promise {
     pub(crate) rest: f64,
     /// What the norm's quantile is at least, whatever the covariance.
     least: f64,
+    /// And at most.
+    greatest: f64,
     /// What the heaviest key's share of the variance counts for once more.
     pub(crate) unseen: f64,
 }
@@ -107,16 +109,20 @@ impl Promise {
             upper: normal.inverse_cdf(1.0 - delta),
             rest: normal.inverse_cdf(1.0 - 0.1 * delta),
             least: 1.0,
+            greatest: 1.0,
             unseen: UNSEEN * (1.0 / delta).ln(),
         };
         // As a function of the spread's root the quantile is concave, so its least value is at an end.
         promise.least = promise.norm_quantile(1.0, 1.0).min(1.0);
+        // The cube of 1 − s + z √s is largest at √s = z / 2, and at 0 for negative z.
+        promise.greatest = (1.0 + promise.upper.max(0.0).powi(2) / 4.0).powf(1.5);
         promise
     }
 
-    /// The budget. `trace_r2` gives the trace of the squared covariance of R and is asked only where it matters:
-    /// not if more than `limit` keys are needed whatever it is.
-    pub fn verdict(&self, m: &Moments, limit: f64, trace_r2: impl FnOnce() -> f64) -> Verdict {
+    /// The budget. `trace_r2` gives the trace of the squared covariance of R and is asked only where it matters: not if
+    /// more than `limit` keys are needed whatever it is, nor if more than `enough` are and no more than `limit`. Budgets
+    /// between these two are all one to the caller, and may be given too low.
+    pub fn verdict(&self, m: &Moments, (enough, limit): (f64, f64), trace_r2: impl FnOnce() -> f64) -> Verdict {
         let n = m.residual;
         let scalar = n * root(m.variance_d) / m.denominator;
         // Each rule gives the root of the budget with replacement from the norm that errors are measured against.
@@ -148,8 +154,14 @@ impl Promise {
                     self.norm(m.output_norm2, m.trace_r, m, m.denominator, |norm| bound(least, norm).over(limit));
                 match norm {
                     Err(verdict) => verdict,
-                    Ok(norm) if self.rule == Rule::Ratio || bound(least, norm).over(limit) => bound(least, norm),
-                    Ok(norm) => bound(self.norm_quantile(m.trace_r, trace_r2()), norm),
+                    Ok(norm) => {
+                        let at_least = bound(least, norm);
+                        let all_one = at_least.over(enough) && bound(self.greatest, norm).below(limit);
+                        if self.rule == Rule::Ratio || at_least.over(limit) || all_one {
+                            return at_least;
+                        }
+                        bound(self.norm_quantile(m.trace_r, trace_r2()), norm)
+                    }
                 }
             }
         }
@@ -198,6 +210,11 @@ fn sample_of(root: f64, n: f64) -> Verdict {
 }
 
 impl Verdict {
+    /// Whether fewer keys than `limit` are needed.
+    fn below(self, limit: f64) -> bool {
+        matches!(self, Self::Sample(b) if b < limit)
+    }
+
     /// Whether more keys than `limit` are needed.
     fn over(self, limit: f64) -> bool {
         matches!(self, Self::Sample(b) if b > limit)
@@ -247,7 +264,11 @@ mod tests {
             heaviest: 0.0,
         };
         for rule in [Rule::Denominator, Rule::Lemma, Rule::Tight, Rule::Ratio, Rule::Chi2] {
-            assert_eq!(Promise::new(rule, 0.05, 0.05).verdict(&m, 500.0, || 0.0), Verdict::Sample(0.0), "{rule:?}");
+            assert_eq!(
+                Promise::new(rule, 0.05, 0.05).verdict(&m, (500.0, 500.0), || 0.0),
+                Verdict::Sample(0.0),
+                "{rule:?}"
+            );
         }
     }
 
@@ -265,14 +286,14 @@ mod tests {
             heaviest: 0.0,
         };
         let promise = Promise::new(Rule::Chi2, 0.05, 0.05);
-        assert_eq!(promise.verdict(&m, 500.0, || 1.0), Verdict::Dense);
+        assert_eq!(promise.verdict(&m, (500.0, 500.0), || 1.0), Verdict::Dense);
         // Three quarters of the squared norm are noise: tell later, unless even with the noise no sample would do.
         let noisy = Moments { trace_r: 52.0, output_norm2: 1.0, variance_d: 0.0, ..m };
-        assert_eq!(Promise::new(Rule::Chi2, 0.5, 0.05).verdict(&noisy, 500.0, || 1.0), Verdict::Noisy);
-        assert_eq!(promise.verdict(&noisy, 500.0, || 1.0), Verdict::Dense);
-        assert_eq!(promise.verdict(&Moments { output_norm2: f64::NAN, ..m }, 500.0, || 1.0), Verdict::Dense);
+        assert_eq!(Promise::new(Rule::Chi2, 0.5, 0.05).verdict(&noisy, (500.0, 500.0), || 1.0), Verdict::Noisy);
+        assert_eq!(promise.verdict(&noisy, (500.0, 500.0), || 1.0), Verdict::Dense);
+        assert_eq!(promise.verdict(&Moments { output_norm2: f64::NAN, ..m }, (500.0, 500.0), || 1.0), Verdict::Dense);
         let sound = Moments { output_norm2: 1.0, trace_r: f64::NAN, ..m };
-        assert_eq!(promise.verdict(&sound, 500.0, || 1.0), Verdict::Dense);
+        assert_eq!(promise.verdict(&sound, (500.0, 500.0), || 1.0), Verdict::Dense);
     }
 
     proptest! {
@@ -280,7 +301,7 @@ mod tests {
         fn budgets_stay_below_the_residual_and_fall_with_epsilon_and_delta(m in moments()) {
             for rule in [Rule::Denominator, Rule::Lemma, Rule::Tight, Rule::Ratio, Rule::Chi2] {
                 let budget = |epsilon, delta| {
-                    match Promise::new(rule, epsilon, delta).verdict(&m, f64::INFINITY, || m.trace_r.powi(2) / 8.0) {
+                    match Promise::new(rule, epsilon, delta).verdict(&m, (f64::INFINITY, f64::INFINITY), || m.trace_r.powi(2) / 8.0) {
                         Verdict::Sample(b) => b,
                         Verdict::Noisy | Verdict::Dense => m.residual,
                     }
@@ -293,10 +314,25 @@ mod tests {
 
         #[test]
         fn the_tight_rule_never_asks_for_more_than_the_lemma(m in moments()) {
-            let budget = |rule| Promise::new(rule, 0.1, 0.1).verdict(&m, f64::INFINITY, || 0.0);
+            let budget = |rule| Promise::new(rule, 0.1, 0.1).verdict(&m, (f64::INFINITY, f64::INFINITY), || 0.0);
             if let (Verdict::Sample(lemma), Verdict::Sample(tight)) = (budget(Rule::Lemma), budget(Rule::Tight)) {
                 prop_assert!(tight <= lemma);
             }
+        }
+
+        #[test]
+        fn a_trace_that_is_not_asked_for_changes_no_decision(
+            m in moments(), share in 0f64..1.0, enough in 60f64..300.0, limit in 60f64..1e6, delta in 0.01f64..0.9,
+        ) {
+            let promise = Promise::new(Rule::Chi2, 0.1, delta);
+            // The trace of a squared covariance is at most the trace's square.
+            let of = |enough| match promise.verdict(&m, (enough, limit), || share * m.trace_r.powi(2)) {
+                Verdict::Sample(b) if b < limit => Some(b.min(enough)),
+                Verdict::Sample(_) | Verdict::Dense => None,
+                Verdict::Noisy => Some(0.0),
+            };
+            let whole = of(f64::INFINITY).map(|b| b.min(enough));
+            prop_assert_eq!(of(enough), whole);
         }
     }
 }

@@ -82,10 +82,32 @@ pub fn sample(
     streams: &[Stream],
     sampling: &Sampling,
 ) -> Result<(Selection, Vec<Budget>)> {
+    check(batch, selection, streams)?;
+    head_by_head(batch, selection, scores, streams, sampling)
+}
+
+/// How the keys of one row and KV head are sampled.
+trait Sampler: Sync {
+    /// What the `place`-th row and KV head reads, with a sample; `budgets` are those of its query heads.
+    fn sample<T: KvElement>(
+        &self,
+        place: usize,
+        work: &mut Work<T>,
+        fixed: &HeadSelection,
+        stream: &Stream,
+        budgets: &mut [Budget],
+    ) -> HeadSelection;
+}
+
+/// Samples for every row and KV head of what was checked.
+fn head_by_head(
+    batch: &Decode,
+    selection: &Selection,
+    scores: Option<&Scores>,
+    streams: &[Stream],
+    sampler: &impl Sampler,
+) -> Result<(Selection, Vec<Budget>)> {
     let (rows, q_heads, kv_heads, _) = batch.dims()?;
-    if selection.0.len() != rows * kv_heads || streams.len() != rows || selection.0.iter().any(is_sampled) {
-        bail!("sample: a selection of {} heads for {rows} rows of {kv_heads}, or one with a sample", selection.0.len());
-    }
     let group = q_heads / kv_heads;
     let mut out = selection.clone();
     let mut budgets = vec![Budget::default(); rows * q_heads];
@@ -97,12 +119,20 @@ pub fn sample(
             // SAFETY: one selection and one group of budgets each.
             let (to, budgets) = unsafe { (&mut heads.slice(i, 1)[0], budgets.slice(i * group, group)) };
             let stream = Stream { head: head as u32, ..streams[row] };
-            let scores = scores.and_then(|s| s.of(i));
-            let mut work = Work::new(isa, view, row, head, scores);
-            *to = work.run(to, &stream, sampling, budgets);
+            let mut work = Work::new(isa, view, row, head, scores.and_then(|s| s.of(i)));
+            *to = sampler.sample(i, &mut work, to, &stream, budgets);
         });
     });
     Ok((out, budgets))
+}
+
+fn check(batch: &Decode, selection: &Selection, streams: &[Stream]) -> Result<()> {
+    let (rows, _, kv_heads, _) = batch.dims()?;
+    let heads = selection.0.len();
+    if heads != rows * kv_heads || streams.len() != rows || selection.0.iter().any(is_sampled) {
+        bail!("sample: a selection of {heads} heads for {rows} rows of {kv_heads}, or one with a sample");
+    }
+    Ok(())
 }
 
 fn is_sampled(head: &HeadSelection) -> bool {
@@ -120,9 +150,9 @@ fn is_sampled(head: &HeadSelection) -> bool {
 /// As [`sample`].
 pub fn sample_some(batch: &Decode, selection: &Selection, sizes: &[usize], streams: &[Stream]) -> Result<Selection> {
     let (rows, q_heads, kv_heads, _) = batch.dims()?;
-    let heads = selection.0.len();
-    if heads != rows * kv_heads || streams.len() != rows || sizes.len() != heads || selection.0.iter().any(is_sampled) {
-        bail!("sample: a selection of {heads} heads for {rows} rows of {kv_heads}, or one with a sample");
+    check(batch, selection, streams)?;
+    if sizes.len() != rows * kv_heads {
+        bail!("sample: {} sizes for {rows} rows of {kv_heads} heads", sizes.len());
     }
     let group = q_heads / kv_heads;
     let draw = |(i, head): (usize, &HeadSelection)| {
@@ -140,6 +170,57 @@ pub fn sample_some(batch: &Decode, selection: &Selection, sizes: &[usize], strea
         HeadSelection::Keys(Keys { sample, ..keys.clone() })
     };
     Ok(Selection(selection.0.iter().enumerate().map(draw).collect()))
+}
+
+impl Sampler for Sampling {
+    fn sample<T: KvElement>(
+        &self,
+        _: usize,
+        work: &mut Work<T>,
+        fixed: &HeadSelection,
+        stream: &Stream,
+        budgets: &mut [Budget],
+    ) -> HeadSelection {
+        let view: &View<T> = work.view;
+        let visible = view.rows[work.row].visible.clone();
+        let n = visible.len();
+        let HeadSelection::Keys(keys) = fixed else { return HeadSelection::Dense };
+        let residual = n - keys.fixed();
+        budgets.fill(Budget { residual, sampled: residual, ..Budget::default() });
+        let (pilot, limit) = self.bounds(n, keys.fixed());
+        if residual <= pilot || pilot as f64 >= limit {
+            return HeadSelection::Dense;
+        }
+        let known = attend_head::<T>(work.isa, view, work.row, work.head, fixed, work.scores);
+        let mut draws = Draws::new(keys, &visible, stream);
+        let (mut drawn, mut noisy) = (pilot, 0);
+        let sampled = loop {
+            work.draw(&mut draws, drawn);
+            let doubt = if ((4 * drawn) as f64) < limit { BENEFIT_OF_DOUBT } else { 1.0 };
+            // What a sample says of its own size is checked by what the larger sample says, until it is enough: the
+            // pilot alone misses the rare heavy keys that its own spread depends on.
+            let wanted = match work.judge(&known, residual, self, doubt * limit) {
+                Judgement::Budget(b) if b <= drawn as f64 => break drawn,
+                Judgement::Budget(b) => b.min((GROWTH.0 * drawn as f64).ceil()) as usize,
+                Judgement::Noisy if noisy < NOISY_LOOKS - 1 => {
+                    noisy += 1;
+                    GROWTH.1 * drawn
+                }
+                Judgement::Noisy | Judgement::Dense => residual,
+            };
+            if wanted >= residual || wanted as f64 >= limit {
+                budgets.fill(Budget { residual, sampled: residual, pilot, dense: true });
+                return HeadSelection::Dense;
+            }
+            drawn = wanted;
+        };
+        // The group reads what its neediest head needs: the others may as well use it.
+        budgets.fill(Budget { residual, sampled, pilot, dense: false });
+        let log_weight = (residual as f64 / sampled as f64).ln() as f32;
+        let (counts, log_weights) = (vec![sampled; view.group], vec![log_weight; view.group]);
+        let sample = Some(Sample { ids: std::mem::take(&mut work.ids), counts, log_weights });
+        HeadSelection::Keys(Keys { sample, ..keys.clone() })
+    }
 }
 
 /// One row and KV head at work.
@@ -160,47 +241,6 @@ impl<'a, T: KvElement> Work<'a, T> {
     fn new(isa: Isa, view: &'a View<'a, T>, row: usize, head: usize, scores: Option<&'a HeadScores>) -> Self {
         let running = vec![Running::default(); view.group];
         Self { isa, view, row, head, scores, ids: Vec::new(), sampled: vec![Vec::new(); view.group], running }
-    }
-
-    fn run(&mut self, fixed: &HeadSelection, stream: &Stream, how: &Sampling, budgets: &mut [Budget]) -> HeadSelection {
-        let visible = self.view.rows[self.row].visible.clone();
-        let n = visible.len();
-        let HeadSelection::Keys(keys) = fixed else { return HeadSelection::Dense };
-        let residual = n - keys.fixed();
-        budgets.fill(Budget { residual, sampled: residual, ..Budget::default() });
-        let (pilot, limit) = how.bounds(n, keys.fixed());
-        if residual <= pilot || pilot as f64 >= limit {
-            return HeadSelection::Dense;
-        }
-        let known = attend_head::<T>(self.isa, self.view, self.row, self.head, fixed, self.scores);
-        let mut draws = Draws::new(keys, &visible, stream);
-        let (mut drawn, mut noisy) = (pilot, 0);
-        let sampled = loop {
-            self.draw(&mut draws, drawn);
-            let doubt = if ((4 * drawn) as f64) < limit { BENEFIT_OF_DOUBT } else { 1.0 };
-            // What a sample says of its own size is checked by what the larger sample says, until it is enough: the
-            // pilot alone misses the rare heavy keys that its own spread depends on.
-            let wanted = match self.judge(&known, residual, how, doubt * limit) {
-                Judgement::Budget(b) if b <= drawn as f64 => break drawn,
-                Judgement::Budget(b) => b.min((GROWTH.0 * drawn as f64).ceil()) as usize,
-                Judgement::Noisy if noisy < NOISY_LOOKS - 1 => {
-                    noisy += 1;
-                    GROWTH.1 * drawn
-                }
-                Judgement::Noisy | Judgement::Dense => residual,
-            };
-            if wanted >= residual || wanted as f64 >= limit {
-                budgets.fill(Budget { residual, sampled: residual, pilot, dense: true });
-                return HeadSelection::Dense;
-            }
-            drawn = wanted;
-        };
-        // The group reads what its neediest head needs: the others may as well use it.
-        budgets.fill(Budget { residual, sampled, pilot, dense: false });
-        let log_weight = (residual as f64 / sampled as f64).ln() as f32;
-        let (counts, log_weights) = (vec![sampled; self.view.group], vec![log_weight; self.view.group]);
-        let sample = Some(Sample { ids: std::mem::take(&mut self.ids), counts, log_weights });
-        HeadSelection::Keys(Keys { sample, ..keys.clone() })
     }
 
     /// Draws on until `wanted` keys are drawn.
@@ -226,7 +266,9 @@ impl<'a, T: KvElement> Work<'a, T> {
             self.add_up(g, known[0]);
             let head = Head::new(self, g, known, residual);
             let moments = head.moments();
-            match how.promise.verdict(&moments, limit, || head.covariance_trace2()) {
+            // The sample grows to no more than this, however far the budget is beyond it.
+            let next = (GROWTH.0 * self.ids.len() as f64).ceil();
+            match how.promise.verdict(&moments, (next, limit), || head.covariance_trace2()) {
                 Verdict::Sample(b) if b < limit => most = most.max(b),
                 Verdict::Noisy => return Judgement::Noisy,
                 Verdict::Sample(_) | Verdict::Dense => return Judgement::Dense,

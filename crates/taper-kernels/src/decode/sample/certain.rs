@@ -8,15 +8,13 @@
 //! and Y that of e, the output's error is at most (‖X‖ + ‖o − c‖ |Y|) / (D − |Y|), where o and D are the estimates. Both
 //! errors are bounded from what was drawn since and from the largest that the pages allow.
 
-use super::{Budget, Draws, Head, Running, Work, is_sampled};
+use super::{Budget, Draws, Head, Running, Sampler, Work, check, head_by_head};
 use crate::decode::attend::{Partial, attend_head};
-use crate::decode::{Decode, HeadSelection, Keys, Sample, Scores, Selection, View, with_view};
+use crate::decode::{Decode, HeadSelection, Keys, Sample, Scores, Selection, View};
 use crate::index::bounds::PageBounds;
 use crate::kv::KvElement;
-use crate::parallel::{self, SharedMut};
 use crate::philox::Stream;
-use crate::simd::Isa;
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, Tensor};
 
 /// A promise that holds without a central limit theorem.
 #[derive(Debug, Clone, Copy)]
@@ -54,29 +52,70 @@ pub fn sample_certain(
     (bounds, norms): (&Tensor, &Tensor),
     how: &Certainty,
 ) -> Result<(Selection, Vec<Budget>)> {
-    let (rows, q_heads, kv_heads, _) = batch.dims()?;
-    if selection.0.len() != rows * kv_heads || streams.len() != rows || selection.0.iter().any(is_sampled) {
-        bail!("sample: a selection of {} heads for {rows} rows of {kv_heads}, or one with a sample", selection.0.len());
-    }
+    check(batch, selection, streams)?;
     let wanted: Vec<bool> = selection.0.iter().map(|head| matches!(head, HeadSelection::Keys(_))).collect();
     let pages = PageBounds::new(batch, bounds, norms, &wanted)?;
-    let group = q_heads / kv_heads;
-    let mut out = selection.clone();
-    let mut budgets = vec![Budget::default(); rows * q_heads];
-    let isa = Isa::best();
-    with_view!(batch, view: T => {
-        let (heads, budgets) = (SharedMut::new(&mut out.0), SharedMut::new(&mut budgets));
-        parallel::for_each(rows * kv_heads, || (), |(), i| {
-            let (row, head) = (i / kv_heads, i % kv_heads);
-            // SAFETY: one selection and one group of budgets each.
-            let (to, budgets) = unsafe { (&mut heads.slice(i, 1)[0], budgets.slice(i * group, group)) };
-            let HeadSelection::Keys(keys) = &*to else { return };
-            let stream = Stream { head: head as u32, ..streams[row] };
-            let mut work = Work::new(isa, view, row, head, scores.and_then(|s| s.of(i)));
-            *to = run(&mut work, keys, pages.of(i), &stream, how, budgets);
-        });
-    });
-    Ok((out, budgets))
+    head_by_head(batch, selection, scores, streams, &Certain { pages, how })
+}
+
+/// A promise and the bounds that it rests on.
+struct Certain<'a> {
+    pages: PageBounds,
+    how: &'a Certainty,
+}
+
+impl Sampler for Certain<'_> {
+    fn sample<T: KvElement>(
+        &self,
+        place: usize,
+        work: &mut Work<T>,
+        fixed: &HeadSelection,
+        stream: &Stream,
+        budgets: &mut [Budget],
+    ) -> HeadSelection {
+        let HeadSelection::Keys(keys) = fixed else { return HeadSelection::Dense };
+        let (pages, how) = (self.pages.of(place), self.how);
+        let view: &View<T> = work.view;
+        let visible = view.rows[work.row].visible.clone();
+        let limit = how.dense_share.min(1.0) * visible.len() as f64;
+        let residual = visible.len() - keys.fixed();
+        budgets.fill(Budget { residual, sampled: residual, ..Budget::default() });
+        if residual <= how.pilot_tokens + GUESS_KEYS {
+            return HeadSelection::Dense;
+        }
+        let pilot = how.pilot_tokens.max(2);
+        budgets.fill(Budget { residual, sampled: residual, pilot, dense: true });
+        let (keys, guesses) = guess(work, keys, &mut Draws::new(keys, &visible, stream), visible.len());
+        let Some((keys, reach)) = promote(&keys, pages, &guesses, how, limit) else { return HeadSelection::Dense };
+        // The same order of drawing: what was drawn and what was promoted is passed over.
+        let mut draws = Draws::new(&keys, &visible, stream);
+        let residual = visible.len() - keys.fixed();
+        let fixed = HeadSelection::Keys(keys.clone());
+        let partial = attend_head::<T>(work.isa, view, work.row, work.head, &fixed, work.scores);
+        let mut wanted = pilot;
+        for _ in 0..LOOKS {
+            wanted = wanted.min(residual);
+            if (wanted + keys.fixed()) as f64 >= limit {
+                break;
+            }
+            work.draw(&mut draws, wanted);
+            work.score_new();
+            let sure = (0..view.group).all(|g| {
+                let part = &partial[g * Partial::width(view.head_dim)..];
+                work.add_up(g, part[0]);
+                Head::new(work, g, part, residual).is_sure(&guesses[g].output, &reach[g], how)
+            });
+            if sure {
+                budgets.fill(Budget { residual, sampled: wanted, pilot, dense: false });
+                let log_weight = (residual as f64 / wanted as f64).ln() as f32;
+                let (counts, log_weights) = (vec![wanted; view.group], vec![log_weight; view.group]);
+                let sample = Some(Sample { ids: std::mem::take(&mut work.ids), counts, log_weights });
+                return HeadSelection::Keys(Keys { sample, ..keys });
+            }
+            wanted *= 2;
+        }
+        HeadSelection::Dense
+    }
 }
 
 /// The pages of one row and KV head: first token, and for each query head the largest score, and the largest norm.
@@ -86,56 +125,6 @@ pub(crate) struct Page {
     /// `[group]`.
     pub scores: Vec<f32>,
     pub norm: f32,
-}
-
-fn run<T: KvElement>(
-    work: &mut Work<T>,
-    keys: &Keys,
-    pages: &[Page],
-    stream: &Stream,
-    how: &Certainty,
-    budgets: &mut [Budget],
-) -> HeadSelection {
-    let view: &View<T> = work.view;
-    let visible = view.rows[work.row].visible.clone();
-    let limit = how.dense_share.min(1.0) * visible.len() as f64;
-    let residual = visible.len() - keys.fixed();
-    budgets.fill(Budget { residual, sampled: residual, ..Budget::default() });
-    if residual <= how.pilot_tokens + GUESS_KEYS {
-        return HeadSelection::Dense;
-    }
-    let pilot = how.pilot_tokens.max(2);
-    budgets.fill(Budget { residual, sampled: residual, pilot, dense: true });
-    let (keys, guesses) = guess(work, keys, &mut Draws::new(keys, &visible, stream), visible.len());
-    let Some((keys, reach)) = promote(&keys, pages, &guesses, how, limit) else { return HeadSelection::Dense };
-    // The same order of drawing: what was drawn and what was promoted is passed over.
-    let mut draws = Draws::new(&keys, &visible, stream);
-    let residual = visible.len() - keys.fixed();
-    let fixed = HeadSelection::Keys(keys.clone());
-    let partial = attend_head::<T>(work.isa, view, work.row, work.head, &fixed, work.scores);
-    let mut wanted = pilot;
-    for _ in 0..LOOKS {
-        wanted = wanted.min(residual);
-        if (wanted + keys.fixed()) as f64 >= limit {
-            break;
-        }
-        work.draw(&mut draws, wanted);
-        work.score_new();
-        let sure = (0..view.group).all(|g| {
-            let part = &partial[g * Partial::width(view.head_dim)..];
-            work.add_up(g, part[0]);
-            Head::new(work, g, part, residual).is_sure(&guesses[g].output, &reach[g], how)
-        });
-        if sure {
-            budgets.fill(Budget { residual, sampled: wanted, pilot, dense: false });
-            let log_weight = (residual as f64 / wanted as f64).ln() as f32;
-            let (counts, log_weights) = (vec![wanted; view.group], vec![log_weight; view.group]);
-            let sample = Some(Sample { ids: std::mem::take(&mut work.ids), counts, log_weights });
-            return HeadSelection::Keys(Keys { sample, ..keys });
-        }
-        wanted *= 2;
-    }
-    HeadSelection::Dense
 }
 
 /// What a few keys suggest of one query head.

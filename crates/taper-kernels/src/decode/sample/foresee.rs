@@ -83,7 +83,7 @@ fn is_hopeless<T: KvElement>(
         let known = &known[g * Partial::width(view.head_dim)..];
         work.add_up(g, known[0]);
         let head = Head::new(work, g, known, between - k);
-        match sampling.hopeless.verdict(&head.moments(), limit, || 0.0) {
+        match sampling.hopeless.verdict(&head.moments(), (limit, limit), || 0.0) {
             Verdict::Sample(b) => b >= limit,
             Verdict::Dense => true,
             Verdict::Noisy => false,
