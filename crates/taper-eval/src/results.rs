@@ -165,6 +165,21 @@ impl Results {
         Ok(results)
     }
 
+    /// Takes in the answers of another run that are not here yet.
+    pub fn absorb(&mut self, other: Self) {
+        let place = |to: &mut Self, phase, methods: &[Method]| -> Vec<usize> {
+            methods.iter().map(|method| to.place(phase, method)).collect()
+        };
+        let prefills = place(self, Phase::Prefill, &other.prefills);
+        let decodes = place(self, Phase::Decode, &other.decodes);
+        for mut record in other.records {
+            (record.prefill, record.decode) = (prefills[record.prefill], decodes[record.decode]);
+            if !self.has(record.task, record.length, record.sample, record.prefill, record.decode) {
+                self.records.push(record);
+            }
+        }
+    }
+
     /// Writes the file, with cells; whoever reads it meanwhile sees the old one or the new one.
     ///
     /// # Errors

@@ -7,6 +7,7 @@ use crate::score::share_found;
 use crate::tasks::{Sample, Task};
 use crate::text::PromptText;
 use serde_json::json;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 use taper_attention::{Artifacts, AttentionSpec, PhaseUsage, Question};
@@ -25,8 +26,8 @@ pub struct Plan {
     pub tasks: Vec<Task>,
     /// Lengths of prompt and answer together, in tokens.
     pub lengths: Vec<usize>,
-    /// Questions of each task and length.
-    pub samples: usize,
+    /// Numbers of the questions of each task and length.
+    pub samples: Range<usize>,
     /// Prefill methods.
     pub prefills: Vec<Method>,
     /// Decode methods.
@@ -69,14 +70,14 @@ pub enum Outcome {
 impl Plan {
     /// Answers of the whole plan.
     pub fn answers(&self) -> usize {
-        self.tasks.len() * self.lengths.len() * self.samples * self.prefills.len() * self.decodes.len()
+        self.tasks.len() * self.lengths.len() * self.samples.len() * self.prefills.len() * self.decodes.len()
     }
 
     fn check(&self, limits: taper_engine::Limits) -> Result<(), EvalError> {
         let counts = [
             ("tasks", self.tasks.len()),
             ("lengths", self.lengths.len()),
-            ("samples", self.samples),
+            ("samples", self.samples.len()),
             ("prefill methods", self.prefills.len()),
             ("decode methods", self.decodes.len()),
             ("tokens of a chunk", self.chunk_tokens),
@@ -110,7 +111,7 @@ pub fn run<B: Backend>(
     plan.check(backend.limits())?;
     let mut runner = Runner { backend, fork, text, plan };
     for &length in &plan.lengths {
-        for sample in 0..plan.samples {
+        for sample in plan.samples.clone() {
             for &task in &plan.tasks {
                 let mut question = None;
                 for prefill in &plan.prefills {

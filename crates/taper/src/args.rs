@@ -238,6 +238,9 @@ pub struct NeedleArgs {
     /// Questions of each task and length
     #[arg(long, value_name = "N", default_value_t = 50, value_parser = positive)]
     pub samples: usize,
+    /// Number of the first question, to cut a grid over processes or machines
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub first: usize,
     /// How prompts are attended: a method's name, or JSON as in a request; may be repeated
     #[arg(long, value_name = "NAME|JSON", default_values_t = ["dense".to_owned()])]
     pub prefill: Vec<String>,
@@ -259,9 +262,10 @@ pub struct NeedleArgs {
     /// Write the tables at the end
     #[arg(long, value_name = "FILE")]
     pub markdown: Option<PathBuf>,
-    /// Go on with the answers of an earlier run's --json file, and write to it unless --json names another
+    /// Go on with the answers of an earlier run's --json file, and write to it unless --json names another; repeated,
+    /// the files are put together
     #[arg(long, value_name = "FILE")]
-    pub resume: Option<PathBuf>,
+    pub resume: Vec<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]

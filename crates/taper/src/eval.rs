@@ -27,7 +27,7 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
     let mut plan = Plan {
         tasks: tasks(&args.tasks)?,
         lengths: args.length.clone(),
-        samples: args.samples,
+        samples: args.first..args.first.saturating_add(args.samples),
         prefills: Vec::new(),
         decodes: Vec::new(),
         question: match args.question {
@@ -60,10 +60,10 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
     plan.artifacts = artifacts;
     let text = ModelText::load(&model)?;
     let header = Header { model: model.name.clone(), loaded, question: args.question.to_string(), seed: args.seed };
-    let mut results = match &args.resume {
-        Some(file) => Results::load(file, &header)?,
-        None => Results::new(header),
-    };
+    let mut results = Results::new(header);
+    for file in &args.resume {
+        results.absorb(Results::load(file, &results.header)?);
+    }
     let started = Instant::now();
     let mut terminal = Terminal::new(plan.answers(), json, stop_at_signal()?);
     let outcome = taper_eval::run(&mut backend, FORK, &text, &plan, &mut results, &mut terminal);
@@ -128,11 +128,11 @@ fn tasks(names: &str) -> Result<Vec<Task>> {
 
 /// Where results are kept; refuses to write over another run's.
 fn json_file(args: &NeedleArgs) -> Result<Option<PathBuf>> {
-    match (&args.json, &args.resume) {
-        (Some(json), resume) if json.exists() && resume.as_ref() != Some(json) => {
+    match &args.json {
+        Some(json) if json.exists() && !args.resume.contains(json) => {
             bail!("--json: {} exists; --resume {0} goes on with it", json.display())
         }
-        (json, resume) => Ok(json.clone().or(resume.clone())),
+        json => Ok(json.as_ref().or(args.resume.first()).cloned()),
     }
 }
 

@@ -99,3 +99,20 @@ fn an_error_that_is_no_number_survives() {
     let loaded = Results::load(&path, &header()).unwrap();
     assert!(loaded.records[0].prefill_error.unwrap().mean.is_nan());
 }
+
+#[test]
+fn runs_of_other_questions_and_methods_are_put_together() {
+    let mut whole = results(&[1.0, 0.0]);
+    let mut other = Results::new(header());
+    other.place(Phase::Prefill, &method("dense"));
+    other.place(Phase::Prefill, &method("streaming_llm"));
+    other.place(Phase::Decode, &method("dense"));
+    let by = |sample, score, prefill| Record { prefill, ..record(sample, score) };
+    // Known already, though with another score; a new question of a known method; a known question of a new method.
+    other.records = vec![by(1, 0.5, 1), by(2, 1.0, 1), by(0, 0.25, 0)];
+    whole.absorb(other);
+    let methods: Vec<_> = whole.prefills.iter().map(|m| m.label.as_str()).collect();
+    assert_eq!(methods, ["streaming_llm", "dense"]);
+    let records: Vec<_> = whole.records.iter().map(|r| (r.sample, r.score, r.prefill)).collect();
+    assert_eq!(records, [(0, 1.0, 0), (1, 0.0, 0), (2, 1.0, 0), (0, 0.25, 1)]);
+}

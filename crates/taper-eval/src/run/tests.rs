@@ -77,7 +77,7 @@ fn plan(samples: usize) -> Plan {
     Plan {
         tasks: vec![Task::Single2, Task::MultiKey2],
         lengths: vec![3000],
-        samples,
+        samples: 0..samples,
         prefills: vec![method(Phase::Prefill, json!({ "method": "dense" }))],
         decodes: vec![
             method(Phase::Decode, json!({ "method": "dense" })),
@@ -142,6 +142,12 @@ fn what_is_there_is_not_run_again() {
         all
     };
     assert_eq!(answers(&once), answers(&twice));
+    let (mut first, mut last) = (results(), results());
+    run_stub(&plan(2), &mut first, &mut Follow::new(usize::MAX)).0.unwrap();
+    let rest = Plan { samples: 2..3, ..plan(1) };
+    run_stub(&rest, &mut last, &mut Follow::new(usize::MAX)).0.unwrap();
+    first.absorb(last);
+    assert_eq!(answers(&once), answers(&first), "a grid cut in two gives the same answers");
     let (_, probe) = run_stub(&plan(3), &mut twice, &mut Follow::new(usize::MAX));
     assert_eq!(probe.steps.load(Ordering::SeqCst), 0);
 }
@@ -165,7 +171,7 @@ fn a_plan_that_cannot_run_says_why() {
     };
     assert_eq!(error(|p| p.lengths = vec![4097]), "length 4097: the model's context holds 4096 tokens");
     assert!(error(|p| p.lengths = vec![200]).contains("single_2 takes some"));
-    assert_eq!(error(|p| p.samples = 0), "nothing to run: samples must be at least 1");
+    assert_eq!(error(|p| p.samples = 2..2), "nothing to run: samples must be at least 1");
     assert_eq!(error(|p| p.decodes.clear()), "nothing to run: decode methods must be at least 1");
     assert!(error(|p| p.audit = 7.0).starts_with("audit: "));
 }
@@ -216,7 +222,7 @@ fn a_real_model_reports_density_and_error() {
     let plan = Plan {
         tasks: vec![Task::MultiKey3],
         lengths: vec![2048],
-        samples: 1,
+        samples: 0..1,
         prefills: [json!({ "method": "dense" }), streaming, delta].map(|m| method(Phase::Prefill, m)).to_vec(),
         decodes: vec![method(Phase::Decode, json!({ "method": "streaming_llm", "window": 256 }))],
         question: Question::Prefill,
@@ -254,7 +260,7 @@ fn answers_from_a_shared_prefill_are_those_of_their_own() {
         let all = Plan {
             tasks: vec![Task::VariableTracking],
             lengths: vec![1500],
-            samples: 1,
+            samples: 0..1,
             prefills: vec![method(Phase::Prefill, streaming(128))],
             decodes: decodes.to_vec(),
             question,
