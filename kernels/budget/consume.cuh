@@ -85,14 +85,14 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       // Either the team meets to judge, or its last block merges.
       if (judging) {
         judge.tell();
-        judge.prepare(to, ahead);
+        judge.prepare(to, pos, ahead);
         judge.hear();
       } else if (!leave()) {
         return;
       }
       judge.combine(judging ? over((float)o.residual, (float)to) : 1.f, judging);
       if (judging) {
-        decision = judge.decide(to, looks, noisy, ahead);
+        decision = judge.decide(to, looks, noisy, ahead, pos);
         if (tid == 0) {
           if (looks > 0) mbar_wait(smem_u32(&st.heeded), (looks - 1) & 1);
           st.decision = decision;
@@ -169,8 +169,8 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     const int tid = judge.tid;
     const int64_t head = (int64_t)o.list * group;
 #pragma unroll 1
-    for (int i = tid; i < group * D; i += 256)
-      static_cast<T*>(p.out)[head * D + i] = static_cast<T>((&st.join_o[0][0])[i]);
+    for (int i = 2 * tid; i < group * D; i += 512)
+      static_cast<uint32_t*>(p.out)[(head * D + i) / 2] = ld_shared_u32(judge.split + split_at<D>(4 * N, i / D, i % D));
     if (p.lse && tid < group) p.lse[head + tid] = st.stat[tid].all;
     if (tid == 0) {
       p.state[o.list] = o.dense ? (uint32_t)kWhole : d.state;
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kSampledThreads<LISTED>, 1)
     if (threadIdx.x >= 384) {
       regs_shrink<80>();
       Gate gate{smem_u32(&sh.draw_gate), 0};
-      Drawer<D, N>{p, sh, o, gate, (int)threadIdx.x - 384, (int)threadIdx.x / 32 - 12, lane}.run();
+      Drawer<SampledShared<D, N>>{p, sh, o, gate, (int)threadIdx.x - 384, (int)threadIdx.x / 32 - 12, lane}.run();
       return;
     }
   }
@@ -273,7 +273,9 @@ __global__ void __launch_bounds__(kSampledThreads<LISTED>, 1)
   Gate gate{smem_u32(&sh.gate), 0};
   SampledConsumer<T, D, N> c{
       {sh, p.d.scale * kLog2e, stages, q_at + L::kQuery + wg * L::kProb, wg, tid, tid / 32, lane, group},
-      p, sh, o, q_at, gate, {p, sh, o, gate, (int)threadIdx.x, (int)threadIdx.x / 32, lane, group}};
+      p, sh, o, q_at, gate,
+      {{{p, o, gate, (int)threadIdx.x, (int)threadIdx.x / 32, lane, group}, sh, stages,
+        q_at + L::kQuery + 2 * L::kProb}}};
   if constexpr (LISTED) c.run_listed();
   else c.run();
 }

@@ -23,9 +23,8 @@ static __device__ __noinline__ bool holds(const uint32_t* ids, uint32_t count, u
 }
 
 // The list's i-th draw; i is below what was drawn.
-template <int D, int N>
-__device__ __forceinline__ uint32_t drawn_id(const SampledParams& p, const SampledShared<D, N>& sh,
-                                             uint32_t i) {
+template <class Shared>
+__device__ __forceinline__ uint32_t drawn_id(const SampledParams& p, const Shared& sh, uint32_t i) {
   const Outline& o = sh.outline;
   int turn = 0;
   while (turn + 1 < kDrawTurns && i >= sh.drawn[turn]) ++turn;
@@ -40,13 +39,19 @@ __device__ __forceinline__ uint32_t drawn_id(const SampledParams& p, const Sampl
 }
 
 // Waits for draws; all threads that ask keep their own count of turns.
-template <int D, int N>
+template <class Shared>
 struct Draws {
-  SampledShared<D, N>& sh;
+  Shared& sh;
   uint32_t turns = 0;
   __device__ __forceinline__ uint32_t next() {
     mbar_wait(smem_u32(&sh.drew[turns]), 0);
     return sh.drawn[turns++];
+  }
+  // By a whole warp: how many there are by now, the first turn's at least.
+  __device__ __forceinline__ uint32_t so_far() {
+    if (turns == 0) next();
+    while (turns < kDrawTurns && __any_sync(~0u, mbar_done(smem_u32(&sh.drew[turns]), 0))) next();
+    return sh.drawn[turns - 1];
   }
   // How many there are once there are `until`, or all.
   __device__ __forceinline__ uint32_t await(uint32_t until) {
@@ -57,10 +62,10 @@ struct Draws {
 
 constexpr uint32_t kChosenTokens = 512 * 32 * kBlock;  // that the bitmap covers
 
-template <int D, int N>
+template <class Shared>
 struct Drawer {
   const SampledParams& p;
-  SampledShared<D, N>& sh;
+  Shared& sh;
   const Outline& o;
   Gate& gate;
   const int tid, warp, lane;  // of the drawing warps

@@ -16,7 +16,7 @@ struct SampledFeed {
   const Outline& o;
   const uint32_t stages, q_at;
   const int lane, warp;
-  Draws<D, N> draws;
+  Draws<SampledShared<D, N>> draws;
   uint32_t count = 0;
 
   __device__ __forceinline__ uint32_t place(uint32_t pos) const {
@@ -110,23 +110,58 @@ struct SampledFeed {
     r.odd ^= 1;
   }
 
+  // The lane's row of the sample's tile s, or of this rank's tile after it.
+  __device__ __forceinline__ uint32_t sampled_id(uint32_t s, uint32_t count) const {
+    return drawn_id(p, sh, min((lane < 16 ? s : s + o.team) * kBlock + warp * 16 + (lane & 15), count - 1));
+  }
+  // Rows of the sample's tiles from `ahead_at` on, looked up when `known` were drawn.
+  Rows ahead;
+  uint32_t ahead_at = ~0u, known = 0;
+  // Makes them those of tile s and on, which draws up to `until` are asked of.
+  __device__ __forceinline__ void seek(uint32_t s, uint32_t until, uint32_t drawn) {
+    if (s == ahead_at && until <= known) return;
+    ahead_at = s, known = drawn;
+    ahead = look_up(s, [&](uint32_t s) { return sampled_id(s, known); });
+  }
+  __device__ __forceinline__ uint32_t first_tile(uint32_t from) const {
+    return o.first + share_of(from / kBlock, o.first, o.team) * o.team;
+  }
+  // While a look at `from` draws is decided: where the next rows lie.
+  __device__ __forceinline__ void foresee(uint32_t from) {
+    const uint32_t drawn = draws.so_far(), s = first_tile(from);
+    if (s * kBlock < drawn) seek(s, min(grown(from), drawn), drawn);
+  }
   // A run of the sample.
   __device__ __forceinline__ void sample(const Run& g) {
-    draws.await(g.to);
-    uint32_t s = g.first + g.skipped() * o.team;
+    const uint32_t drawn = draws.await(g.to), s = first_tile(g.from);
     if (s >= g.end()) return;
-    auto id = [&](uint32_t s) {
-      return drawn_id<D, N>(p, sh, min((lane < 16 ? s : s + o.team) * kBlock + warp * 16 + (lane & 15),
-                                       g.to - 1));
-    };
-    Rows rows = look_up(s, id);
-    for (; s < g.end(); s += o.team) {
-      const uint32_t start = s * kBlock;
-      tokens(take(rows), 0.f, max(g.from, start) - start, min(g.to - start, (uint32_t)kBlock), start);
-      advance(rows, s, id);
+    seek(s, g.to, drawn);
+    while (ahead_at < g.end()) {
+      const uint32_t start = ahead_at * kBlock;
+      tokens(take(ahead), 0.f, max(g.from, start) - start, min(g.to - start, (uint32_t)kBlock), start);
+      if (start + kBlock > g.to) return;  // The rest of the tile is the next run's.
+      advance(ahead, ahead_at, [&](uint32_t s) { return sampled_id(s, known); });
+      ahead_at += o.team;
     }
   }
-
+  // The values of a whole sample, two tiles a stage.
+  __device__ __forceinline__ void values(uint32_t count) {
+    const Run g(o, 0, count);
+    uint32_t s = g.first;
+    if (s >= g.end()) return;
+    const uint32_t step = 2 * o.team;
+    const T* v = static_cast<const T*>(p.d.v);
+    uint32_t now = place(sampled_id(s, count)), next = sampled_id(s + step, count);
+    for (; s < g.end(); s += step) {
+      const uint32_t later = sampled_id(s + 2 * step, count), at = place(next);
+      const uint32_t stage = claim(), full = smem_u32(&sh.full[stage]);
+      copy_rows<T, D>(stages + stage * L::kStage, v, v, now, 16);
+      cp_async_arrive(full);
+      __syncwarp();
+      if (lane == 0) mbar_arrive(full);
+      now = at, next = later;
+    }
+  }
 
   template <bool LISTED>
   __device__ __forceinline__ void run() {
@@ -150,6 +185,8 @@ struct SampledFeed {
       for (uint32_t look = 0, from = 0; d.state == 0; ++look) {
         const uint32_t to = d.count;
         sample(Run(o, from, to));
+        values(to);
+        foresee(to);
         from = to;
         mbar_wait(smem_u32(&sh.decided), look & 1);
         d = sh.decision;

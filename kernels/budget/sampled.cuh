@@ -3,10 +3,10 @@
 //
 // A team of thread blocks works on each list. Producer warps fill the ring of the decode
 // attention: the list's own tiles, then a pilot sample, then what each look at the sample adds to
-// it. Four warps draw. Consumers sum up exact part and sample, and judge. Sampled keys weigh 1,
-// and a head's sum is scaled by what its sample stands for, so sums go on from look to look and
-// nothing is read twice but the sample's values (from L2, for the variance). A look merges the
-// parts in rank order, so the last one leaves the output in every thread block.
+// it, and at each look the sample's values once more, for the variance. Four warps draw.
+// Consumers sum up exact part and sample, and judge. Sampled keys weigh 1, and a head's sum is
+// scaled by what its sample stands for, so sums go on from look to look. A look merges the parts
+// in rank order, so the last one leaves the output in every thread block.
 //
 // The rules are those of the CPU: the sample grows to what its budget asks, at most 1.5 times
 // from one look to the next, until its own budget is no larger than it is; one too noisy to tell
@@ -67,6 +67,9 @@ struct Outline {
   bool dense;     // from the start: no sample can help
 };
 
+// The most that a sample of b grows to at once.
+__device__ __forceinline__ uint32_t grown(uint32_t b) { return b + (b + 1) / 2; }
+
 struct Decision {
   uint32_t state;  // 0: the sample grows
   uint32_t count;  // draws to read, or to look at next
@@ -93,8 +96,8 @@ inline constexpr int kSampledStages = N == 16 ? kDecodeStages<D> - kDecodeStages
 // What the parts say of a head, with the sampled weights e = exp(score - lse) in units of
 // their sum: squares and products of the estimated output o and of the sample's mean less
 // it, the square of that mean, the inverse of the denominator, and the estimate's log-sum-exp.
-struct HeadStat {
-  float lse, inverse, o2, ow, w2, a2, all;
+struct alignas(16) HeadStat {
+  float lse, o2, ow, w2, inverse, a2, all;
 };
 
 template <int D, int N>
@@ -113,14 +116,22 @@ struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
   };
   float merged_lse[2][N];
   HeadStat stat[N];
-  alignas(16) uint16_t split[4][N][D];  // it and the sample's mean less it, each as value and remainder
   float sums[8][N][4];
   float budget[N];
   uint32_t verdict[N];
 };
 
+// The estimated outputs and the samples' means less them, each as value and remainder, as the
+// other side of a product with values: rows kind * N + head.
+template <int D, int N>
+inline constexpr int kSplitBytes = 4 * N * D * 2;
+template <int D>
+__device__ __forceinline__ uint32_t split_at(int rows, int row, int d) {
+  return d / 64 * (rows * 128) + swizzled(row, d % 64 / 8) + d % 8 * 2;
+}
+// One query buffer instead of two, and the products' other side.
 template <int D, int N>
 inline constexpr int kSampledBytes =
-    DecodeLayout<D, N, kSampledStages<D, N>>::kBytes - DecodeLayout<D, N>::kQuery;
+    DecodeLayout<D, N, kSampledStages<D, N>>::kBytes - DecodeLayout<D, N>::kQuery + kSplitBytes<D, N>;
 
 }  // namespace taper

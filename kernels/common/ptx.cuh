@@ -100,10 +100,21 @@ __device__ __forceinline__ void st_shared_v4(uint32_t dst, uint4 v) {
                "r"(v.w)
                : "memory");
 }
+__device__ __forceinline__ uint4 ld_shared_v4(uint32_t src) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(src)
+               : "memory");
+  return v;
+}
 __device__ __forceinline__ uint32_t ld_shared_u32(uint32_t src) {
   uint32_t v;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(src) : "memory");
   return v;
+}
+__device__ __forceinline__ void st_shared_u32(uint32_t dst, uint32_t v) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(dst), "r"(v) : "memory");
 }
 __device__ __forceinline__ void st_shared_u16(uint32_t dst, uint16_t v) {
   asm volatile("st.shared.b16 [%0], %1;" ::"r"(dst), "h"(v) : "memory");

@@ -62,12 +62,26 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk) {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),\
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define TAPER_D32(i) TAPER_D8(i), TAPER_D8(i + 8), TAPER_D8(i + 16), TAPER_D8(i + 24)
+#define TAPER_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define TAPER_NAMES_32\
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "\
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+  TAPER_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define TAPER_NAMES_64\
   TAPER_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "\
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// D[64 x 32] and D[64 x 64] (+)= A (shared) * B (shared), as stored.
+#define TAPER_WGMMA_SS_32(TYPE)\
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"\
+               "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" TAPER_NAMES_16\
+               "}, %16, %17, p, 1, 1, 0, 0;\n}"\
+               : TAPER_D8(0), TAPER_D8(8)\
+               : "l"(a), "l"(b), "r"(acc))
+#define TAPER_WGMMA_SS_64(TYPE)\
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"\
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" TAPER_NAMES_32\
+               "}, %32, %33, p, 1, 1, 0, 0;\n}"\
+               : TAPER_D32(0)\
+               : "l"(a), "l"(b), "r"(acc))
 
 // D[64 x 128] (+)= A (shared) * B (shared); TA, TB: the operand is stored transposed.
 #define TAPER_WGMMA_SS_128(TYPE, TA, TB)\
@@ -117,6 +131,12 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t
       if constexpr (TA) TAPER_WGMMA_SS_16("f16", 1, 0);
       else TAPER_WGMMA_SS_16("f16", 0, 0);
     }
+  } else if constexpr (N == 32 && !TA) {
+    if constexpr (kIsBf16<T>) TAPER_WGMMA_SS_32("bf16");
+    else TAPER_WGMMA_SS_32("f16");
+  } else if constexpr (N == 64 && !TA) {
+    if constexpr (kIsBf16<T>) TAPER_WGMMA_SS_64("bf16");
+    else TAPER_WGMMA_SS_64("f16");
   } else {
     static_assert(N == 128 && !TA, "shape not in use");
     if constexpr (kIsBf16<T>) TAPER_WGMMA_SS_128("bf16", 0, 0);
@@ -138,7 +158,7 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[
   }
 }
 
-// Scores of 64 keys for N queries, both [.., D] in shared memory as tensor copies leave them, in panels of 64
+// Products of 64 rows with N others, such as keys with queries, both [.., D] in shared memory as tensor copies leave them, in panels of 64
 // elements. Done when it returns.
 template <class T, int D, int N>
 __device__ __forceinline__ void score_tile(float (&s)[N / 2], uint32_t keys, uint32_t queries) {

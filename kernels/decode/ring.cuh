@@ -109,10 +109,11 @@ __device__ __forceinline__ void load_block(const DecodeMaps& maps, uint32_t dst,
     tma_load_2d(dst + L::kTile + h * L::kPanel, &maps.v, full, h * 64, row);
 }
 
-// One of four warps copies its 16 rows of a token tile; lane i holds row i's place.
+// One of four warps copies its 16 rows of two halves of a stage: a token tile's K and V, or two
+// tiles' V. Lane i holds the place of the first half's row i, lane `second` + i that of the other's.
 template <class T, int D>
-__device__ __forceinline__ void copy_rows(uint32_t dst, const T* k_base, const T* v_base,
-                                          uint32_t at) {
+__device__ __forceinline__ void copy_rows(uint32_t dst, const T* base, const T* second_base,
+                                          uint32_t at, int second = 0) {
   constexpr int kChunks = D / 8, kRows = 32 / kChunks;  // rows per warp-wide copy
   constexpr int kPanel = kBlock * 128, kTile = kPanel * (D / 64);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
@@ -120,9 +121,10 @@ __device__ __forceinline__ void copy_rows(uint32_t dst, const T* k_base, const T
   for (int i = 0; i < 16 / kRows; ++i) {
     const int r = i * kRows + lane / kChunks, chunk = lane % kChunks;
     const int64_t src = (int64_t)__shfl_sync(~0u, at, r) * D + chunk * 8;
+    const int64_t second_src = (int64_t)__shfl_sync(~0u, at, second + r) * D + chunk * 8;
     const uint32_t to = dst + (chunk / 8) * kPanel + swizzled(warp * 16 + r, chunk % 8);
-    cp_async16(to, k_base + src);
-    cp_async16(to + kTile, v_base + src);
+    cp_async16(to, base + src);
+    cp_async16(to + kTile, second_base + second_src);
   }
 }
 
