@@ -1,0 +1,78 @@
+// A thread block's place in its team: meetings, and what the team's blocks hand each other.
+#pragma once
+
+#include "sampled.cuh"
+
+namespace taper {
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int d = 16; d; d /= 2) x += __shfl_xor_sync(~0u, x, d);
+  return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int d = 16; d; d /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
+  return x;
+}
+
+template <int D>
+struct Member {
+  static constexpr int V = D / 32;
+  using Vec = typename std::conditional<V == 4, float4, float2>::type;
+  const SampledParams& p;
+  const Outline& o;
+  Gate& gate;
+  const int tid, warp, lane, group;  // of the consumers
+  uint32_t met = 0;                  // meetings so far
+
+  __device__ __forceinline__ uint32_t* counter() const { return p.sync + (1 + o.list) * kTeamLine; }
+  // The team meets in two halves, so that there is work to do in between.
+  __device__ __forceinline__ void tell() {
+    gate.meet();
+    ++met;
+    if (tid == 0) add_release(counter(), 1);
+  }
+  __device__ __forceinline__ void hear() {
+    if (tid == 0)
+      while (load_acquire(counter()) < met * o.team) {
+      }
+    gate.meet();
+  }
+  // Part 0 is exact, part 1 the sample, or all that a list reads.
+  __device__ __forceinline__ int64_t part(int kind, uint32_t rank, int g) const {
+    return ((o.list * 2ll + kind) * o.team + rank) * group + g;
+  }
+
+  // One head's parts of the team, in rank order: this lane's share of their mean, and its log-sum-exp.
+  __device__ __forceinline__ float gather(int kind, int g, float (&mean)[V]) const {
+    const float* src = p.d.part_o + part(kind, 0, g) * D + lane * V;
+    const float lse = lane < o.team ? __ldcg(p.d.part_lse + part(kind, lane, g)) : -INFINITY;
+    float weight = 0.f, sum = 0.f, top = -INFINITY;
+#pragma unroll
+    for (int v = 0; v < V; ++v) mean[v] = 0.f;
+#pragma unroll 1
+    for (uint32_t r0 = 0; r0 < o.team; r0 += 16) {
+      Vec x[16];
+#pragma unroll
+      for (int k = 0; k < 16; ++k)
+        x[k] = __ldcg(reinterpret_cast<const Vec*>(src + (int64_t)min(r0 + k, o.team - 1) * group * D));
+      if (r0 == 0) {  // While the parts are on their way.
+        top = warp_max(lse);
+        weight = lse == -INFINITY ? 0.f : exp2_fast((lse - top) * kLog2e);
+        sum = warp_sum(weight);
+      }
+#pragma unroll
+      for (int k = 0; k < 16; ++k) {
+        const float w = __shfl_sync(~0u, weight, (r0 + k) & 31);  // 0 beyond the team
+#pragma unroll
+        for (int v = 0; v < V; ++v) mean[v] += w * reinterpret_cast<const float*>(&x[k])[v];
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < V; ++v) mean[v] = sum > 0.f ? __fdividef(mean[v], sum) : 0.f;
+    return sum > 0.f ? top + __logf(sum) : -INFINITY;
+  }
+};
+
+}  // namespace taper

@@ -1,0 +1,229 @@
+// What a rank adds up of its own sampled values once the estimated outputs are known.
+//
+// With e a sampled key's weight, v its value and o the estimated output, the error is that of a
+// sum of r = e (v - o). One product of values with o and with the mean of r gives every key's
+// |r|^2 and its distance from the mean. Products of different keys are taken of the first few.
+#pragma once
+
+#include "draw.cuh"
+#include "parts.cuh"
+
+namespace taper {
+
+template <class T, int D, int N>
+struct Tally : Member<D> {
+  using Shared = SampledShared<D, N>;
+  using L = DecodeLayout<D, N, kSampledStages<D, N>>;
+  using Member<D>::p, Member<D>::o, Member<D>::warp, Member<D>::lane, Member<D>::group;
+  static constexpr int NT = N / 8, C = N / 4, kLoads = D / 32;
+  Shared& sh;
+  const uint32_t stages, split;  // in shared memory
+
+  // The head of a thread's c-th pair of accumulators.
+  __device__ __forceinline__ int head(int c) const { return c / 2 * 8 + (lane & 3) * 2 + (c & 1); }
+  __device__ __forceinline__ const T* values() const { return static_cast<const T*>(p.d.v); }
+  __device__ __forceinline__ uint32_t row_of(uint32_t id) const {
+    return (o.table[id / kBlock] * p.d.kv_heads + o.kv_head) * kBlock + id % kBlock;
+  }
+  __device__ __forceinline__ float score_of(uint32_t draw, int h) const {
+    return h < group ? __ldcg(p.scores + ((int64_t)o.list * p.capacity + draw) * group + h) : -INFINITY;
+  }
+  // Of a rank's own draws: sums of e^2, |r|^2, e^2 |v|^2 (of chi2 the largest e^2) and |r - mean|^4.
+  using Sums = float[C][4];
+
+  // One tile of values at v_s; `score` of the thread's rows and heads.
+  __device__ __forceinline__ void tile(uint32_t v_s, const float (&score)[C][2], float share, Sums& sum) const {
+    float x[2 * N];
+    score_tile<T, D, 4 * N>(x, v_s, split);
+    // Half a row a lane.
+    const int row = warp % 4 * 16 + lane / 2, half = lane & 1;
+    float norm = 0.f;
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i) {
+      const uint32_t at = D == 128 ? half * (kBlock * 128) + swizzled(row, i ^ (half * 4))
+                                   : swizzled(row, half * 4 + i);
+      const uint4 y = ld_shared_v4(v_s + at);
+      const T* v = reinterpret_cast<const T*>(&y);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) norm += to_float(v[k]) * to_float(v[k]);
+    }
+    norm += __shfl_xor_sync(~0u, norm, 1);
+    float v2[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) v2[i] = __shfl_sync(~0u, norm, lane / 4 * 2 + 16 * i);
+#pragma unroll
+    for (int c = 0; c < C; ++c) {
+      const float4 stat = *reinterpret_cast<const float4*>(&sh.stat[head(c)]);  // lse, o2, ow, w2
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int at = c / 2 * 4 + (c & 1) + 2 * i;
+        const bool is = score[c][i] > -INFINITY;
+        const float vo = x[at] + x[N / 2 + at], vl = x[N + at] + x[3 * N / 2 + at];
+        const float e = exp2_fast(score[c][i] - stat.x * kLog2e), e2 = e * e;
+        const float away = e2 * (v2[i] - 2.f * vo + stat.y);
+        const float off = away - 2.f * e * share * (vl - stat.z) + share * share * stat.w;
+        const float third = p.rule == kChi2 ? e2 : e2 * v2[i];
+        sum[c][0] += is ? e2 : 0.f, sum[c][1] += is ? away : 0.f, sum[c][3] += is ? off * off : 0.f;
+        sum[c][2] = join(2, sum[c][2], is ? third : 0.f);
+      }
+    }
+  }
+  // Sums, but for the largest e^2.
+  __device__ __forceinline__ float join(int k, float x, float y) const {
+    return k == 2 && p.rule == kChi2 ? fmaxf(x, y) : x + y;
+  }
+  // The values of all of the rank's draws of b, from the ring, two tiles a stage. `pos` counts stages.
+  __device__ __forceinline__ void look(uint32_t b, uint32_t& pos, Sums& sum) const {
+    const uint32_t tiles = Run(o, 0, b).tiles(), n = (tiles + 1) / 2;
+    const int r0 = warp % 4 * 16 + lane / 4;
+    const float share = __fdividef(1.f, (float)b);
+#pragma unroll 1
+    for (uint32_t i = (warp / 4 ^ pos) & 1; i < n; i += 2) {
+      const uint32_t stage = (pos + i) % L::kStages;
+      float score[2][C][2];
+#pragma unroll
+      for (int t = 0; t < 2; ++t)
+#pragma unroll
+        for (int c = 0; c < C; ++c)
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            const uint32_t draw = (o.first + (2 * i + t) * o.team) * kBlock + r0 + 8 * k;
+            score[t][c][k] = draw < b ? score_of(draw, head(c)) : -INFINITY;
+          }
+      mbar_wait(smem_u32(&sh.full[stage]), (pos + i) / L::kStages & 1);
+      fence_async_smem();
+#pragma unroll 1
+      for (uint32_t t = 0; t < 2 && 2 * i + t < tiles; ++t) {
+        tile(stages + stage * L::kStage + t * L::kTile, score[0], share, sum);
+#pragma unroll
+        for (int c = 0; c < C; ++c) score[0][c][0] = score[1][c][0], score[0][c][1] = score[1][c][1];
+      }
+      __syncwarp();
+      if (lane == 0) mbar_arrive(smem_u32(&sh.empty[stage]));
+    }
+    pos += n;
+  }
+
+  // Of the first few draws, sixteen a warp: their values, and their row. The warpgroup that has
+  // fewer stages to look at takes them.
+  struct Few {
+    uint4 x[kLoads], y[kLoads];
+    uint32_t row;
+  };
+  static __device__ __forceinline__ uint32_t few_of(uint32_t b) { return min(b, (uint32_t)kCovarianceKeys); }
+  __device__ __forceinline__ bool takes_few(uint32_t b, uint32_t pos) const {
+    return mixes(b) && ((warp / 4 ^ pos) & 1) && warp % 4 * 16 < few_of(b);
+  }
+  __device__ __forceinline__ void fetch(Few& f) const {
+    const T* lo = values() + (int64_t)__shfl_sync(~0u, f.row, lane / 4) * D;
+    const T* hi = values() + (int64_t)__shfl_sync(~0u, f.row, lane / 4 + 8) * D;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      f.x[i] = reinterpret_cast<const uint4*>(lo)[(lane & 3) + 4 * i];
+      f.y[i] = reinterpret_cast<const uint4*>(hi)[(lane & 3) + 4 * i];
+    }
+  }
+  // Their e, v . o and r . mean, for products with one another.
+  __device__ __forceinline__ void look_at_few(const Few& f, uint32_t b) const {
+    const int quad = lane & 3;
+    const float share = __fdividef(1.f, (float)b);
+    float vo[NT][4] = {}, vl[NT][4] = {};
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i)
+#pragma unroll
+      for (int t = 0; t < NT; ++t)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          float(&to)[4] = k < 2 ? vo[t] : vl[t];
+          const uint4 x = f.x[i], y = f.y[i];
+          const uint4 z = ld_shared_v4(split + split_at<D>(4 * N, k * N + t * 8 + lane / 4, (quad + 4 * i) * 8));
+          mma_16x8x16<T>(to, x.x, y.x, x.y, y.y, z.x, z.y);
+          mma_16x8x16<T>(to, x.z, y.z, x.w, y.w, z.z, z.w);
+        }
+#pragma unroll
+    for (int t = 0; t < NT; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int h = t * 8 + quad * 2 + (i & 1);
+        const uint32_t draw = warp % 4 * 16 + lane / 4 + 8 * (i / 2);
+        if (draw >= few_of(b) || h >= group) continue;
+        const HeadStat& stat = sh.stat[h];
+        const float e = exp2_fast(score_of(draw, h) - stat.lse * kLog2e);
+        float* pair = sh.pair[draw][h];
+        pair[0] = e, pair[1] = vo[t][i], pair[2] = e * share * (vl[t][i] - stat.ow);
+      }
+  }
+
+  // The first few draws' r, centred, multiplied with one another: pairs (i, j) with i > j
+  // lie in eleven tiles of 16 by 8, which the ranks share from the least busy one on.
+  static constexpr int kPairTiles = 11;
+  static __device__ __forceinline__ int pair_row(int tile) { return tile < 2 ? 0 : tile < 6 ? 16 : 32; }
+  static __device__ __forceinline__ int pair_col(int tile) {
+    return 8 * (tile < 2 ? tile : tile < 6 ? tile - 2 : tile - 6);
+  }
+  __device__ __forceinline__ int first_pair_tile(uint32_t b) const {
+    return (o.first + o.team - Run(o, 0, b).end() % o.team) % o.team;
+  }
+  __device__ __forceinline__ bool mixes(uint32_t b) const {
+    return p.rule == kChi2 && first_pair_tile(b) < kPairTiles;
+  }
+  __device__ __forceinline__ uint32_t pair_id(int tile, uint32_t few) const {
+    return drawn_id(p, sh, min(lane < 16 ? pair_row(tile) + lane : pair_col(tile) + (lane & 7), few - 1));
+  }
+  __device__ __forceinline__ void gram(uint32_t mine, float (&dot)[4]) const {
+    const int quad = lane & 3;
+    const T* rows[3];
+#pragma unroll
+    for (int j = 0; j < 3; ++j)
+      rows[j] = values() + (int64_t)__shfl_sync(~0u, mine, j * 8 + lane / 4) * D + quad * 8;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) dot[i] = 0.f;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const uint4 x = *reinterpret_cast<const uint4*>(rows[0] + 32 * i);
+      const uint4 y = *reinterpret_cast<const uint4*>(rows[1] + 32 * i);
+      const uint4 z = *reinterpret_cast<const uint4*>(rows[2] + 32 * i);
+      mma_16x8x16<T>(dot, x.x, y.x, x.y, y.y, z.x, z.y);
+      mma_16x8x16<T>(dot, x.z, y.z, x.w, y.w, z.z, z.w);
+    }
+  }
+  // The sum of a head's squared products in a tile, both orders.
+  __device__ __forceinline__ float mix(int tile, uint32_t b, int h, const float (&dot)[4]) const {
+    const HeadStat& s = sh.stat[h];
+    const uint32_t few = few_of(b);
+    const float share = __fdividef(1.f, (float)b), add = share * share * s.w2;
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = pair_row(tile) + lane / 4 + 8 * (i / 2);
+      const int col = pair_col(tile) + (lane & 3) * 2 + (i & 1);
+      // Beyond the few is room that nothing was written to.
+      const float *a = sh.pair[min(row, kCovarianceKeys - 1)][h], *c = sh.pair[col][h];
+      const float x = a[0] * c[0] * (dot[i] - a[1] - c[1] + s.o2) - a[2] - c[2] + add;
+      sum += row < few && col < row ? 2.f * x * x : 0.f;
+    }
+    return warp_sum(sum);
+  }
+
+  // What of this does not depend on the team's parts.
+  struct Ahead {
+    Few few;
+    uint32_t row;  // of the lane's draw in the rank's tile of pairs
+    float dot[4];
+  };
+  // Where the first few values lie, while the sample's tiles are on their way,
+  __device__ __forceinline__ void look_up(uint32_t b, Ahead& a) const {
+    if (!mixes(b)) return;
+    Draws<Shared>{sh}.await(b);
+    const uint32_t few = few_of(b);
+    a.few.row = row_of(drawn_id(p, sh, min(warp % 4 * 16 + (lane & 15), few - 1)));
+    a.row = row_of(pair_id(first_pair_tile(b), few));
+  }
+  // and they themselves, while the team meets.
+  __device__ __forceinline__ void prepare(uint32_t b, uint32_t pos, Ahead& a) const {
+    if (takes_few(b, pos)) fetch(a.few);
+    if (mixes(b) && warp < group) gram(a.row, a.dot);
+  }
+};
+
+}  // namespace taper
