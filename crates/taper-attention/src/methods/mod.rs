@@ -1,5 +1,6 @@
 //! The registry: a method is a file and a line here.
 
+mod bigbird;
 mod delta;
 mod dense;
 mod double_sparsity;
@@ -26,6 +27,7 @@ use serde_json::Value;
 use std::sync::Arc;
 
 static PREFILL: &[&Entry<dyn PrefillMethod>] = &[
+    &bigbird::PREFILL,
     &delta::PREFILL,
     &dense::PREFILL,
     &hip::PREFILL,

@@ -16,6 +16,7 @@ pub(crate) fn limit(name: &str, phase: &str) -> Option<Value> {
     Some(match (phase, name) {
         (_, "dense") => json!({ "method": "dense" }),
         (_, "streaming_llm") => json!({ "method": "streaming_llm", "sink": 2, "window": 5000 }),
+        ("prefill", "bigbird") => json!({ "method": "bigbird", "window": 5000 }),
         ("prefill", "delta") => {
             json!({ "method": "delta", "gamma": 1, "base": { "method": "streaming_llm", "sink": 1, "window": 8 } })
         }

@@ -9,6 +9,10 @@ fn sparse(name: &str) -> Vec<Value> {
     match name {
         // Reads everything, always.
         "dense" => vec![],
+        "bigbird" => vec![
+            json!({ "method": "bigbird" }),
+            json!({ "method": "bigbird", "global": 64, "window": 100, "random": 2 }),
+        ],
         "delta" => vec![json!({ "method": "delta", "gamma": 24, "base": { "method": "streaming_llm", "window": 30 } })],
         "streaming_llm" => vec![json!({ "method": "streaming_llm", "sink": 4, "window": 100 })],
         "hip" => vec![
@@ -145,7 +149,7 @@ fn later_tokens_reach_earlier_rows_through_the_choice_alone() {
         let (method, pattern) = (settings["method"].as_str().unwrap(), settings["pattern"].as_str());
         // Rows that no later query chooses for, and what of the later tokens may change without a choice changing.
         let (free, changed) = match (method, pattern) {
-            ("dense" | "streaming_llm" | "delta", _) | ("minference", Some("a_shape")) => (kept, &all),
+            ("dense" | "streaming_llm" | "delta" | "bigbird", _) | ("minference", Some("a_shape")) => (kept, &all),
             ("minference", Some("block_sparse")) => (kept / 64 * 64, &all),
             ("hip", _) => (kept / 128 * 128, &all),
             ("sample_attention", _) if settings["chunks"] == 3 => (466, &all),
@@ -236,6 +240,8 @@ fn budgets_beyond_the_context_and_contexts_shorter_than_everything_are_dense() {
 #[test]
 fn bad_parameters_are_refused_where_they_stand() {
     for (settings, path, message) in [
+        (json!({ "method": "bigbird", "random": -1 }), ".random", "at least 0"),
+        (json!({ "method": "bigbird", "global": 1.5 }), ".global", "whole number"),
         (json!({ "method": "sample_attention", "alpha_c": 1.5 }), ".alpha_c", "at most 1"),
         (json!({ "method": "sample_attention", "alpha_s": -0.1 }), ".alpha_s", "at least 0"),
         (json!({ "method": "sample_attention", "chunks": 0 }), ".chunks", "at least 1"),

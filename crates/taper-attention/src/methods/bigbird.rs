@@ -1,0 +1,81 @@
+//! BigBird, causally: the first blocks, a band of blocks, and a few random blocks for every block of queries.
+//!
+//! Rows of queries that see everything, which the paper has too, mean nothing for a causal model and are left out. The
+//! random blocks depend on layer, KV head and place alone: equal tokens have equal keys whatever request they stand in.
+
+use super::Entry;
+use crate::amount::Amount;
+use crate::method::{Carry, PrefillLayer, PrefillMethod, PrefillOutput};
+use crate::schema::{parse, schema_of};
+use candle_core::Result;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::sync::Arc;
+use taper_kernels::kv::BLOCK_TOKENS;
+use taper_kernels::philox::{Permutation, Stream};
+use taper_kernels::prefill::{HeadReads, Lists, Mask, Selection, query_blocks};
+
+pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
+    name: "bigbird",
+    summary: "The first blocks, a band of blocks, and a few random blocks for every block of queries.",
+    source: "Zaheer et al. 2020, arXiv:2007.14062, section 2; causal, so no query sees later keys and none is global; \
+             shares of the prompt as in SampleAttention's comparison",
+    schema: schema_of::<BigBird>,
+    build: |value, path, _| {
+        let method: BigBird = parse(PREFILL.name, value, path)?;
+        let json = json!(method);
+        Ok((Arc::new(method), json))
+    },
+    artifacts: &[],
+};
+
+/// Which blocks of 64 keys a block of 64 queries reads.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+struct BigBird {
+    /// Tokens at the start of the prompt, or a share of it below 1, rounded up to blocks.
+    global: Amount,
+    /// Tokens up to a row's own block, or a share of the prompt below 1, rounded up to blocks; its own is always read.
+    window: Amount,
+    /// Random blocks between these; all where there are no more.
+    #[schemars(range(min = 0, max = 16_384))]
+    random: usize,
+}
+
+impl Default for BigBird {
+    fn default() -> Self {
+        Self { global: Amount::Share(0.08), window: Amount::Share(0.08), random: 3 }
+    }
+}
+
+impl PrefillMethod for BigBird {
+    fn attend(&self, layer: &PrefillLayer, _: &mut Carry) -> Result<PrefillOutput> {
+        let blocks_of = |amount: Amount| amount.of(layer.prompt).div_ceil(BLOCK_TOKENS);
+        let (global, window) = (blocks_of(self.global), blocks_of(self.window).max(1));
+        let runs = query_blocks(layer.start..layer.start + layer.rows(), BLOCK_TOKENS);
+        let reads = |head: usize| {
+            let lists = runs.iter().map(|run| {
+                let own = run.start / BLOCK_TOKENS;
+                let band = (own + 1).saturating_sub(window);
+                let seen = Mask::Causal.keys(run.start, layer.window)[1].start / BLOCK_TOKENS;
+                let between = global.max(seen).min(band)..band;
+                let place = Stream { seed: 0, layer: layer.layer as u32, head: head as u32, position: own as u32 };
+                let mut blocks: Vec<u32> = (0..global.min(band) as u32).collect();
+                let fixed = blocks.len();
+                if !between.is_empty() {
+                    let order = Permutation::new(between.len() as u32, &place);
+                    let drawn = (0..order.domain()).filter_map(|i| order.point(i)).take(self.random);
+                    blocks.extend(drawn.map(|block| between.start as u32 + block));
+                    blocks[fixed..].sort_unstable();
+                }
+                blocks.extend(band as u32..=own as u32);
+                blocks
+            });
+            HeadReads::blocks(lists.collect::<Lists>())
+        };
+        let heads = layer.kv_heads();
+        let selection = Selection::new(runs.clone(), (0..heads).map(reads).collect())?;
+        layer.attend_rows(&layer.q, &layer.positions(), &selection)
+    }
+}
