@@ -497,10 +497,19 @@ typedef struct TaperChooseParams {
   int32_t index_capacity, capacity, overlap, reserved;
 } TaperChooseParams;
 
+// Choice and attention in one launch. `s` as for TAPER_LISTED, `lists` not read; of `c` not read: work,
+// token_ids and capacity; take at most 1024. Queries, tables and cache are read while the launch before is
+// still going on, which must be the classifier's last layer.
+typedef struct TaperClusteredParams {
+  TaperSampledParams s;
+  TaperChooseParams c;
+} TaperClusteredParams;
+
 int taper_saap_assign(const TaperAssignParams* p, TaperStream stream);
 int taper_saap_index(const TaperIndexParams* p, TaperStream stream);
 int taper_saap_linear(const TaperLinearParams* p, TaperStream stream);
 int taper_saap_choose(const TaperChooseParams* p, TaperStream stream);
+int taper_saap_attend(const TaperClusteredParams* p, TaperStream stream);
 
 // --- Between matrix products ---------------------------------------------------
 

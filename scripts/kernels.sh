@@ -7,6 +7,8 @@
 # Python packages on first use. With --if-possible a machine on which that fails is not an error; kernels that do not
 # compile always are. bench/gpu/check.py runs what this makes, on a machine with a GPU:
 # TAPER_GPU_LIB=target/kernels/libtaper_gpu.so. The same nvcc builds the feature `cuda` of taper-kernels.
+# TAPER_NVCC_FLAGS=-DTAPER_RACECHECK makes a library for compute-sanitizer's racecheck, which does not follow a
+# named barrier of part of a thread block (kernels/common/team.cuh); give it a folder of its own.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 optional=
@@ -48,7 +50,7 @@ mkdir -p "$out"
 compile() {
   local object
   object=$1/$(basename "$2" .cu).o
-  nvcc --options-file kernels/nvcc.flags -c "$2" -o "$object"
+  nvcc --options-file kernels/nvcc.flags ${TAPER_NVCC_FLAGS:-} -c "$2" -o "$object"
   echo "$2"
 }
 export -f compile

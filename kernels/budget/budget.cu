@@ -1,11 +1,12 @@
-// Entry point of the sampled decode step.
+// Entry points of decode steps in one launch: sampled, over lists, over clusters.
 #include "consume.cuh"
+#include "listed.cuh"
 
 namespace taper {
 namespace {
 
 template <class T, int D, int N>
-cudaError_t go(SampledParams p, cudaStream_t stream) {
+cudaError_t go(SampledParams p, const ChooseParams* c, cudaStream_t stream) {
   DecodeMaps maps;
   const int64_t rows = p.d.blocks * p.d.kv_heads * kBlock;
   cudaError_t e = row_map(&maps.k, p.d.k, p.d.dtype, rows, D, kBlock);
@@ -14,11 +15,14 @@ cudaError_t go(SampledParams p, cudaStream_t stream) {
   if (e != cudaSuccess) return e;
   const int grid = p.d.rows * p.d.list_heads * team_size(p.d.list_heads);
   p.d.unit_capacity = grid > sm_count();  // Tells the kernel to form teams in order.
+  const bool overlap = p.d.overlap != 0;
+  if (c && c->clusters <= 1024)
+    return launch(clustered_kernel<T, D, N, 4>, grid, kListedThreads, kListedBytes<D, N>, stream, overlap, maps, p, *c);
+  if (c)
+    return launch(clustered_kernel<T, D, N, 16>, grid, kListedThreads, kListedBytes<D, N>, stream, overlap, maps, p, *c);
   if (p.rule == kListed)
-    return launch(sampled_kernel<T, D, N, true>, grid, kSampledThreads<true>, kSampledBytes<D, N>, stream,
-                  p.d.overlap != 0, maps, p);
-  return launch(sampled_kernel<T, D, N, false>, grid, kSampledThreads<false>, kSampledBytes<D, N>, stream,
-                p.d.overlap != 0, maps, p);
+    return launch(listed_kernel<T, D, N>, grid, kListedThreads, kListedBytes<D, N>, stream, overlap, maps, p);
+  return launch(sampled_kernel<T, D, N>, grid, kSampledThreads, kSampledBytes<D, N>, stream, overlap, maps, p);
 }
 
 bool valid(const SampledParams& p) {
@@ -30,6 +34,14 @@ bool valid(const SampledParams& p) {
          (p.rule == kListed || (p.capacity > 0 && p.epsilon > 0 && p.draw_stride <= INT32_MAX));
 }
 
+cudaError_t start(const SampledParams& p, const ChooseParams* c, cudaStream_t stream) {
+  return for_shape(p.d.dtype, p.d.head_dim, [&](auto t, auto d) {
+    return for_group(p.d.q_heads / p.d.list_heads, [&](auto n) {
+      return go<decltype(t), decltype(d)::value, decltype(n)::value>(p, c, stream);
+    });
+  });
+}
+
 }  // namespace
 }  // namespace taper
 
@@ -38,9 +50,16 @@ extern "C" int64_t taper_sampled_draws(int64_t len) { return taper::sampled_draw
 extern "C" int taper_sampled(const taper::SampledParams* p, cudaStream_t stream) {
   using namespace taper;
   if (!valid(*p)) return cudaErrorInvalidValue;
-  return for_shape(p->d.dtype, p->d.head_dim, [&](auto t, auto d) {
-    return for_group(p->d.q_heads / p->d.list_heads, [&](auto n) {
-      return go<decltype(t), decltype(d)::value, decltype(n)::value>(*p, stream);
-    });
-  });
+  return start(*p, nullptr, stream);
+}
+
+extern "C" int taper_saap_attend(const TaperClusteredParams* p, cudaStream_t stream) {
+  using namespace taper;
+  const ChooseParams& c = p->c;
+  const DecodeParams& d = p->s.d;
+  const bool ok = c.rows == d.rows && c.q_heads == d.q_heads && c.kv_heads == d.kv_heads &&
+                  d.list_heads == d.kv_heads && c.clusters > 0 && c.clusters <= kClustersMost && c.take > 0 &&
+                  c.take <= 1024;
+  if (!ok || p->s.rule != kListed || !valid(p->s)) return cudaErrorInvalidValue;
+  return start(p->s, &c, stream);
 }

@@ -6,18 +6,6 @@
 
 namespace taper {
 
-// Keys that a list reads exactly. Its blocks are ascending, its parts disjoint.
-__device__ __forceinline__ uint32_t fixed_keys(const WorkList& w, const uint32_t* block_ids) {
-  uint32_t n = w.token_count + w.block_count * kBlock;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) n += w.end[r] > w.begin[r] ? w.end[r] - w.begin[r] : 0;
-  if (w.block_count > 0) {
-    const uint32_t end = (block_ids[(uint64_t)w.block_first + w.block_count - 1] + 1) * kBlock;
-    if (end > w.len) n -= end - w.len;
-  }
-  return n;
-}
-
 template <class T, int D, int N>
 struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
   using Sums = TileSums<T, D, N, kSampledStages<D, N>>;
@@ -52,7 +40,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
         n = Run(o, from, to).tiles();
         judge.look_up(to, ahead);
       } else {
-        n = share_of(phase == kExact ? list_tiles(o.w) : range_tiles(0, o.w.len), o.rank, o.team);
+        n = o.share_of(phase == kExact ? list_tiles(o.w) : range_tiles(0, o.w.len), o.rank);
       }
       float* scores = p.scores + (int64_t)o.list * p.capacity * group;
       // Each warpgroup takes every other tile.
@@ -125,45 +113,6 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     return st.last;
   }
 
-  // The lists alone: no sample, and nothing to judge.
-  __device__ __forceinline__ void run_listed() {
-    this->clear();
-#pragma unroll
-    for (int c = 0; c < C; ++c) limit[c] = ~0u, this->ln_weight[c] = 0.f;
-    const uint32_t n = share_of(list_tiles(o.w), o.rank, o.team);
-    mbar_wait(smem_u32(&st.q_full[0]), 0);
-#pragma unroll 1
-    for (uint32_t i = wg; i < n; i += 2) {
-      const uint32_t stage = i % L::kStages;
-      mbar_wait(smem_u32(&st.full[stage]), i / L::kStages & 1);
-      this->template tile<true>(stage, q_s, [](int, int, float) {});
-      __syncwarp();
-      if (lane == 0) mbar_arrive(smem_u32(&st.empty[stage]));
-    }
-    const int64_t at = judge.part(1, o.rank, 0);
-    this->store(p.d.part_o + at * D, p.d.part_lse + at, 0);
-    gate.meet();
-    if (judge.tid == 0) st.last = add_acq_rel(judge.counter() + 16, 1) == o.team - 1;
-    gate.meet();
-    if (!st.last) return;
-    const int64_t head = (int64_t)o.list * group;
-#pragma unroll 1
-    for (int g = judge.warp; g < group; g += 8) {
-      float mean[Judge<T, D, N>::V];
-      const float lse = judge.gather(1, g, mean);
-#pragma unroll
-      for (int v = 0; v < Judge<T, D, N>::V; ++v)
-        static_cast<T*>(p.out)[(head + g) * D + lane * Judge<T, D, N>::V + v] = static_cast<T>(mean[v]);
-      if (p.lse && lane == 0) p.lse[head + g] = lse;
-    }
-    if (judge.tid == 0) {
-      p.state[o.list] = kAsListed;
-      p.residual[o.list] = o.w.len - fixed_keys(o.w, p.d.block_ids);
-      p.counts[o.list] = 0;
-      judge.counter()[16] = 0;  // All have left.
-    }
-  }
-
   // What the parts came to, once they are combined.
   __device__ __forceinline__ void write(const Decision& d) const {
     const int tid = judge.tid;
@@ -192,34 +141,26 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
 };
 
 // One thread writes it for all.
-template <bool LISTED>
-__device__ __forceinline__ void set_outline(const SampledParams& p, uint32_t place, Outline& o) {
-  const uint32_t team = team_size(p.d.list_heads), list = place / team, row = list / p.d.list_heads;
-  const WorkList w = p.d.lists[list];
-  o.w = w;
+__device__ __forceinline__ void set_sampled_outline(const SampledParams& p, uint32_t place, Outline& o) {
+  set_outline(p.d, p.d.lists[place / team_size(p.d.list_heads)], place, o);
   o.w.sample_count = 0;
-  o.team = team, o.list = list, o.rank = place % team;
-  o.row = row, o.head = list % p.d.list_heads;
-  o.kv_head = o.head * p.d.kv_heads / p.d.list_heads;
-  o.table = p.d.block_table + (uint64_t)(p.d.row_table ? p.d.row_table[row] : row) * p.d.table_stride;
-  if constexpr (LISTED) return;
-  o.seed = p.seeds[row], o.position = p.positions[row];
+  o.seed = p.seeds[o.row], o.position = p.positions[o.row];
+  const WorkList& w = o.w;
   const uint32_t fixed = fixed_keys(w, p.d.block_ids), residual = w.len - fixed;
   const uint32_t pilot = max(max((uint32_t)p.pilot_tokens, 2u), (uint32_t)ceil(p.pilot_share * residual));
   const double limit = fmin(p.dense_share * w.len, (double)w.len) - fixed;
   o.fixed = fixed, o.residual = residual, o.pilot = pilot, o.limit = limit, o.most = limit > 0 ? ceil(limit) : 0;
   o.aim = (uint32_t)min((uint64_t)pilot * 12, (uint64_t)residual);
   // The sample's tiles are dealt out from where the list's own end.
-  o.first = (o.rank + team - list_tiles(o.w) % team) % team;
+  o.first = (o.rank + o.team - list_tiles(w) % o.team) % o.team;
   o.dense = residual <= pilot || pilot >= limit || pilot > (uint32_t)p.capacity;
 }
 
-// Two warpgroups of consumers, one of producers, and one that draws unless the lists are all.
-template <bool LISTED>
-inline constexpr int kSampledThreads = LISTED ? 384 : 512;
+// Two warpgroups of consumers, one of producers, and one that draws.
+constexpr int kSampledThreads = 512;
 
-template <class T, int D, int N, bool LISTED>
-__global__ void __launch_bounds__(kSampledThreads<LISTED>, 1)
+template <class T, int D, int N>
+__global__ void __launch_bounds__(kSampledThreads, 1)
     sampled_kernel(const __grid_constant__ DecodeMaps maps, const __grid_constant__ SampledParams p) {
   constexpr int S = kSampledStages<D, N>;
   using L = DecodeLayout<D, N, S>;
@@ -228,11 +169,7 @@ __global__ void __launch_bounds__(kSampledThreads<LISTED>, 1)
   const uint32_t stages = (smem_u32(raw) + 1023) & ~1023u;
   const uint32_t q_at = stages + S * L::kStage;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S; ++i) {
-      mbar_init(smem_u32(&sh.full[i]), 132);
-      mbar_init(smem_u32(&sh.empty[i]), 4);
-    }
-    mbar_init(smem_u32(&sh.q_full[0]), 1);
+    init_ring(sh, maps);
     mbar_init(smem_u32(&sh.join_full), 128);
     mbar_init(smem_u32(&sh.join_empty), 128);
     for (int i = 0; i < kDrawTurns; ++i) mbar_init(smem_u32(&sh.drew[i]), kDrawThreads);
@@ -242,42 +179,34 @@ __global__ void __launch_bounds__(kSampledThreads<LISTED>, 1)
     mbar_init(smem_u32(&sh.draw_gate), kDrawThreads);
     mbar_init(smem_u32(&sh.gate), 256);
     mbar_init_fence();
-    tma_prefetch_map(&maps.q);
-    tma_prefetch_map(&maps.k);
-    tma_prefetch_map(&maps.v);
   }
   wait_for_predecessor();
   launch_dependents();
   // Teams that may not all be on the device at once form in the order of starting.
   if (threadIdx.x == 0)
-    set_outline<LISTED>(p, p.d.unit_capacity ? team_place(p.sync) : blockIdx.x, sh.outline);
+    set_sampled_outline(p, p.d.unit_capacity ? team_place(p.sync) : blockIdx.x, sh.outline);
   __syncthreads();
   const Outline& o = sh.outline;
-  const int lane = threadIdx.x % 32, group = p.d.q_heads / p.d.list_heads;
-  if constexpr (!LISTED) {
-    if (threadIdx.x >= 384) {
-      regs_shrink<80>();
-      Gate gate{smem_u32(&sh.draw_gate), 0};
-      Drawer<SampledShared<D, N>>{p, sh, o, gate, (int)threadIdx.x - 384, (int)threadIdx.x / 32 - 12, lane}.run();
-      return;
-    }
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = p.d.q_heads / p.d.list_heads;
+  if (warp >= 12) {
+    regs_shrink<80>();
+    Gate gate{smem_u32(&sh.draw_gate), kDrawersGate, kDrawThreads};
+    Drawer<SampledShared<D, N>>{p, sh, o, gate, (int)threadIdx.x - 384, warp - 12, lane}.run();
+    return;
   }
-  if (threadIdx.x >= 256) {
+  if (warp >= 8) {
     regs_shrink<56>();
-    SampledFeed<T, D, N>{maps, p, sh, o, stages, q_at, lane, (int)threadIdx.x / 32 - 8, {sh}}
-        .template run<LISTED>();
+    SampledFeed<T, D, N>{{maps, p.d, sh, o, stages, q_at, lane, warp - 8}, p, {sh}}.run();
     return;
   }
   regs_grow<184>();
   const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), tid = threadIdx.x % 128;
-  Gate gate{smem_u32(&sh.gate), 0};
+  Gate gate{smem_u32(&sh.gate), kConsumersGate, 256};
   SampledConsumer<T, D, N> c{
       {sh, p.d.scale * kLog2e, stages, q_at + L::kQuery + wg * L::kProb, wg, tid, tid / 32, lane, group},
       p, sh, o, q_at, gate,
-      {{{p, o, gate, (int)threadIdx.x, (int)threadIdx.x / 32, lane, group}, sh, stages,
-        q_at + L::kQuery + 2 * L::kProb}}};
-  if constexpr (LISTED) c.run_listed();
-  else c.run();
+      {{{p, o, gate, (int)threadIdx.x, warp, lane, group}, sh, stages, q_at + L::kQuery + 2 * L::kProb}}};
+  c.run();
 }
 
 }  // namespace taper

@@ -1,4 +1,4 @@
-// The producers of a sampled decode step: four warps that fill the ring.
+// The producers of a decode step in one launch: four warps that fill the ring.
 #pragma once
 
 #include "draw.cuh"
@@ -7,20 +7,20 @@ namespace taper {
 
 constexpr uint32_t kOnTheirWay = 4;  // tiles that are asked for and not there yet
 
-template <class T, int D, int N>
-struct SampledFeed {
+// What lists name.
+template <class T, int D, int N, class Shared>
+struct ListFeed {
   using L = DecodeLayout<D, N, kSampledStages<D, N>>;
   const DecodeMaps& maps;
-  const SampledParams& p;
-  SampledShared<D, N>& sh;
+  const DecodeParams& d;
+  Shared& sh;
   const Outline& o;
   const uint32_t stages, q_at;
   const int lane, warp;
-  Draws<SampledShared<D, N>> draws;
   uint32_t count = 0;
 
   __device__ __forceinline__ uint32_t place(uint32_t pos) const {
-    return (o.table[pos / kBlock] * p.d.kv_heads + o.kv_head) * kBlock + pos % kBlock;
+    return (o.table[pos / kBlock] * d.kv_heads + o.kv_head) * kBlock + pos % kBlock;
   }
   // Few tiles are on their way at a time: more would not come faster, and what the team
   // says to itself queues behind them.
@@ -49,8 +49,7 @@ struct SampledFeed {
     const uint32_t stage = claim(), full = smem_u32(&sh.full[stage]);
     if (warp == 0 && lane == 0) sh.meta[stage] = {lo, hi, 0.f, 1, sampled};
     if (lane < 16) sh.weight[stage][warp * 16 + lane] = weight;
-    copy_rows<T, D>(stages + stage * L::kStage, static_cast<const T*>(p.d.k),
-                    static_cast<const T*>(p.d.v), at);
+    copy_rows<T, D>(stages + stage * L::kStage, static_cast<const T*>(d.k), static_cast<const T*>(d.v), at);
     cp_async_arrive(full);
     __syncwarp();
     if (lane == 0) mbar_arrive(full);
@@ -61,32 +60,50 @@ struct SampledFeed {
       BlockTile mine{0, 0, 0, 0.f};
       uint32_t row = 0;
       if (t0 + lane * o.team < tiles) {
-        mine = block_tile(w, p.d.block_ids, t0 + lane * o.team);
+        mine = block_tile(w, d.block_ids, t0 + lane * o.team);
         row = place(mine.block * kBlock);
       }
-      const uint32_t n = min(32u, share_of(tiles, t0, o.team));
+      const uint32_t n = min(32u, o.share_of(tiles, t0));
       for (uint32_t i = 0; i < n; ++i)
         block(__shfl_sync(~0u, row, i), __shfl_sync(~0u, mine.lo, i), __shfl_sync(~0u, mine.hi, i),
               __shfl_sync(~0u, mine.ln_weight, i));
     }
   }
+  // The queries of the block's list.
+  __device__ __forceinline__ void queries() {
+    if (warp == 0 && lane == 0) {
+      mbar_expect_tx(smem_u32(&sh.q_full[0]), L::kQuery);
+      for (int h = 0; h < D / 64; ++h)
+        tma_load_2d(q_at + h * (N * 128), &maps.q, smem_u32(&sh.q_full[0]), h * 64,
+                    o.list * (d.q_heads / d.list_heads));
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ uint32_t block_tiles() const {
+    return list_tiles(o.w) - (o.w.token_count + kBlock - 1) / kBlock;
+  }
+  // The list's ranges, blocks and tokens.
   __device__ __forceinline__ void exact() {
     const WorkList& w = o.w;
-    const uint32_t tiles = list_tiles(w), block_tiles = tiles - (w.token_count + kBlock - 1) / kBlock;
-    blocks(w, block_tiles);
+    blocks(w, block_tiles());
+    auto at = [&](uint32_t i) { return (uint64_t)w.token_first + i; };
+    tokens_of([&](uint32_t i) { return d.token_ids[at(i)]; },
+              [&](uint32_t i) { return w.token_ln_weight + (d.token_ln_weight ? d.token_ln_weight[at(i)] : 0.f); });
+  }
+  // The list's tokens, the i-th of which are of(i), of log weight weight(i).
+  template <class Of, class Weight>
+  __device__ __forceinline__ void tokens_of(Of of, Weight weight) {
+    const WorkList& w = o.w;
+    const uint32_t tiles = list_tiles(w), first = block_tiles();
     uint32_t t = o.rank;
-    if (t < block_tiles) t += (block_tiles - t + o.team - 1) / o.team * o.team;
+    t += o.share_of(first, t) * o.team;
     if (t >= tiles) return;
-    auto at = [&](uint32_t t) {
-      return (uint64_t)w.token_first +
-             min((t - block_tiles) * kBlock + warp * 16 + (lane & 15), w.token_count - 1);
-    };
-    auto id = [&](uint32_t t) { return p.d.token_ids[at(lane < 16 ? t : t + o.team)]; };
+    auto index = [&](uint32_t t) { return min((t - first) * kBlock + warp * 16 + (lane & 15), w.token_count - 1); };
+    auto id = [&](uint32_t t) { return of(index(lane < 16 ? t : t + o.team)); };
     Rows rows = look_up(t, id);
     for (; t < tiles; t += o.team) {
-      const float weight = w.token_ln_weight + (p.d.token_ln_weight ? p.d.token_ln_weight[at(t)] : 0.f);
-      tokens(take(rows), weight, 0, min(w.token_count - (t - block_tiles) * kBlock, (uint32_t)kBlock),
-             kNotSampled);
+      const float ln_weight = weight(index(t));
+      tokens(take(rows), ln_weight, 0, min(w.token_count - (t - first) * kBlock, (uint32_t)kBlock), kNotSampled);
       advance(rows, t, id);
     }
   }
@@ -109,6 +126,16 @@ struct SampledFeed {
     if (r.odd) r.now = r.next, r.next = place(r.later), r.later = id(t + 5 * o.team);
     r.odd ^= 1;
   }
+};
+
+// And a sample of the rest.
+template <class T, int D, int N>
+struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
+  using Base = ListFeed<T, D, N, SampledShared<D, N>>;
+  using typename Base::L, typename Base::Rows;
+  using Base::lane, Base::o, Base::sh, Base::stages, Base::warp;
+  const SampledParams& p;
+  Draws<SampledShared<D, N>> draws;
 
   // The lane's row of the sample's tile s, or of this rank's tile after it.
   __device__ __forceinline__ uint32_t sampled_id(uint32_t s, uint32_t count) const {
@@ -121,40 +148,37 @@ struct SampledFeed {
   __device__ __forceinline__ void seek(uint32_t s, uint32_t until, uint32_t drawn) {
     if (s == ahead_at && until <= known) return;
     ahead_at = s, known = drawn;
-    ahead = look_up(s, [&](uint32_t s) { return sampled_id(s, known); });
-  }
-  __device__ __forceinline__ uint32_t first_tile(uint32_t from) const {
-    return o.first + share_of(from / kBlock, o.first, o.team) * o.team;
+    ahead = this->look_up(s, [&](uint32_t s) { return sampled_id(s, known); });
   }
   // While a look at `from` draws is decided: where the next rows lie.
   __device__ __forceinline__ void foresee(uint32_t from) {
-    const uint32_t drawn = draws.so_far(), s = first_tile(from);
+    const uint32_t drawn = draws.so_far(), s = Run(o, from, from).first();
     if (s * kBlock < drawn) seek(s, min(grown(from), drawn), drawn);
   }
   // A run of the sample.
   __device__ __forceinline__ void sample(const Run& g) {
-    const uint32_t drawn = draws.await(g.to), s = first_tile(g.from);
+    const uint32_t drawn = draws.await(g.to), s = g.first();
     if (s >= g.end()) return;
     seek(s, g.to, drawn);
     while (ahead_at < g.end()) {
       const uint32_t start = ahead_at * kBlock;
-      tokens(take(ahead), 0.f, max(g.from, start) - start, min(g.to - start, (uint32_t)kBlock), start);
+      this->tokens(this->take(ahead), 0.f, max(g.from, start) - start, min(g.to - start, (uint32_t)kBlock), start);
       if (start + kBlock > g.to) return;  // The rest of the tile is the next run's.
-      advance(ahead, ahead_at, [&](uint32_t s) { return sampled_id(s, known); });
+      this->advance(ahead, ahead_at, [&](uint32_t s) { return sampled_id(s, known); });
       ahead_at += o.team;
     }
   }
   // The values of a whole sample, two tiles a stage.
   __device__ __forceinline__ void values(uint32_t count) {
     const Run g(o, 0, count);
-    uint32_t s = g.first;
+    uint32_t s = o.first;
     if (s >= g.end()) return;
     const uint32_t step = 2 * o.team;
     const T* v = static_cast<const T*>(p.d.v);
-    uint32_t now = place(sampled_id(s, count)), next = sampled_id(s + step, count);
+    uint32_t now = this->place(sampled_id(s, count)), next = sampled_id(s + step, count);
     for (; s < g.end(); s += step) {
-      const uint32_t later = sampled_id(s + 2 * step, count), at = place(next);
-      const uint32_t stage = claim(), full = smem_u32(&sh.full[stage]);
+      const uint32_t later = sampled_id(s + 2 * step, count), at = this->place(next);
+      const uint32_t stage = this->claim(), full = smem_u32(&sh.full[stage]);
       copy_rows<T, D>(stages + stage * L::kStage, v, v, now, 16);
       cp_async_arrive(full);
       __syncwarp();
@@ -163,23 +187,11 @@ struct SampledFeed {
     }
   }
 
-  template <bool LISTED>
   __device__ __forceinline__ void run() {
-    if (warp == 0 && lane == 0) {
-      mbar_expect_tx(smem_u32(&sh.q_full[0]), L::kQuery);
-      for (int h = 0; h < D / 64; ++h)
-        tma_load_2d(q_at + h * (N * 128), &maps.q, smem_u32(&sh.q_full[0]), h * 64,
-                    o.list * (p.d.q_heads / p.d.list_heads));
-    }
-    __syncwarp();
-    if constexpr (LISTED) {
-      exact();
-      cp_async_wait_all();
-      return;
-    }
+    this->queries();
     bool dense = o.dense;
-    if (!dense) exact();
     if (!dense) {
+      this->exact();
       Decision d{0, o.pilot};
 #pragma unroll 1
       for (uint32_t look = 0, from = 0; d.state == 0; ++look) {
@@ -197,7 +209,7 @@ struct SampledFeed {
     if (dense) {
       WorkList all{};
       all.len = all.end[0] = o.w.len;
-      blocks(all, list_tiles(all));
+      this->blocks(all, list_tiles(all));
     }
     cp_async_wait_all();
   }

@@ -16,6 +16,50 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
+// Keys that a list reads exactly. Its blocks are ascending, its parts disjoint.
+__device__ __forceinline__ uint32_t fixed_keys(const WorkList& w, const uint32_t* block_ids) {
+  uint32_t n = w.token_count + w.block_count * kBlock;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) n += w.end[r] > w.begin[r] ? w.end[r] - w.begin[r] : 0;
+  if (w.block_count > 0) {
+    const uint32_t end = (block_ids[(uint64_t)w.block_first + w.block_count - 1] + 1) * kBlock;
+    if (end > w.len) n -= end - w.len;
+  }
+  return n;
+}
+
+// What all of a team know, but for the sample; one thread writes it for a block.
+__device__ __forceinline__ void set_outline(const DecodeParams& d, const WorkList& w, uint32_t place, Outline& o) {
+  const uint32_t team = team_size(d.list_heads), list = place / team, row = list / d.list_heads;
+  o.w = w;
+  o.set_team(team);
+  o.list = list, o.rank = place % team;
+  o.row = row, o.head = list % d.list_heads;
+  o.kv_head = o.head * d.kv_heads / d.list_heads;
+  o.table = d.block_table + (uint64_t)(d.row_table ? d.row_table[row] : row) * d.table_stride;
+}
+
+// Single tokens may lie anywhere: all lines of the block table to L2, shared out over the team.
+__device__ __forceinline__ void warm_table(const Outline& o, int tid, int threads) {
+  constexpr uint32_t kLine = 32;
+  const uint32_t entries = (o.w.len + kBlock - 1) / kBlock;
+  for (uint32_t i = (o.rank + tid * o.team) * kLine; i < entries; i += threads * o.team * kLine)
+    prefetch_l2(o.table + i);
+}
+
+// The ring's barriers; one thread calls this.
+template <class Shared>
+__device__ __forceinline__ void init_ring(Shared& sh, const DecodeMaps& maps) {
+  for (int i = 0; i < Shared::kStages; ++i) {
+    mbar_init(smem_u32(&sh.full[i]), 132);
+    mbar_init(smem_u32(&sh.empty[i]), 4);
+  }
+  mbar_init(smem_u32(&sh.q_full[0]), 1);
+  tma_prefetch_map(&maps.q);
+  tma_prefetch_map(&maps.k);
+  tma_prefetch_map(&maps.v);
+}
+
 template <int D>
 struct Member {
   static constexpr int V = D / 32;

@@ -56,7 +56,7 @@ __host__ __device__ inline int64_t sampled_draws(int64_t len) {
 // What every thread of a team knows of its list.
 struct Outline {
   WorkList w;
-  uint32_t list, rank, team, fixed, residual, pilot;
+  uint32_t list, rank, team, inverse, fixed, residual, pilot;
   uint32_t aim;    // draws that are made beside the first look
   uint32_t first;  // tile of the sample that this rank reads, and then every team-th
   uint32_t row, head, kv_head, position;
@@ -65,6 +65,14 @@ struct Outline {
   float limit;    // draws from which reading everything is the better bargain
   uint32_t most;  // the least whole number of draws that reaches it
   bool dense;     // from the start: no sample can help
+
+  // x / team for x below 2^27: a division costs as much as a look-up in memory, and looks have many.
+  __device__ __forceinline__ void set_team(uint32_t n) { team = n, inverse = 0xFFFFFFFFu / n + 1; }
+  __device__ __forceinline__ uint32_t over_team(uint32_t x) const { return team == 1 ? x : __umulhi(x, inverse); }
+  // How many of `tiles` are dealt to who takes the `from`-th and then every team-th.
+  __device__ __forceinline__ uint32_t share_of(uint32_t tiles, uint32_t from) const {
+    return tiles > from ? over_team(tiles - from + team - 1) : 0;
+  }
 };
 
 // The most that a sample of b grows to at once.
@@ -75,18 +83,17 @@ struct Decision {
   uint32_t count;  // draws to read, or to look at next
 };
 
-__device__ __forceinline__ uint32_t share_of(uint32_t tiles, uint32_t first, uint32_t team) {
-  return tiles > first ? (tiles - first + team - 1) / team : 0;
-}
 // Draws [from, to) as tiles of 64: those of a number that `from` or `to` cuts are read in part,
 // and again in part by the next run. One rank reads every part of a tile.
 struct Run {
-  uint32_t from, to, first, team;
-  __device__ __forceinline__ Run(const Outline& o, uint32_t from, uint32_t to)
-      : from(from), to(to), first(o.first), team(o.team) {}
+  const Outline& o;
+  uint32_t from, to;
+  __device__ __forceinline__ Run(const Outline& o, uint32_t from, uint32_t to) : o(o), from(from), to(to) {}
   __device__ __forceinline__ uint32_t end() const { return (to + kBlock - 1) / kBlock; }
-  __device__ __forceinline__ uint32_t skipped() const { return share_of(from / kBlock, first, team); }
-  __device__ __forceinline__ uint32_t tiles() const { return share_of(end(), first, team) - skipped(); }
+  __device__ __forceinline__ uint32_t skipped() const { return o.share_of(from / kBlock, o.first); }
+  __device__ __forceinline__ uint32_t tiles() const { return o.share_of(end(), o.first) - skipped(); }
+  // The rank's first tile.
+  __device__ __forceinline__ uint32_t first() const { return o.first + skipped() * o.team; }
 };
 
 template <int D, int N>

@@ -162,7 +162,8 @@ struct Tally : Member<D> {
     return 8 * (tile < 2 ? tile : tile < 6 ? tile - 2 : tile - 6);
   }
   __device__ __forceinline__ int first_pair_tile(uint32_t b) const {
-    return (o.first + o.team - Run(o, 0, b).end() % o.team) % o.team;
+    const uint32_t end = Run(o, 0, b).end(), at = o.first + o.team - (end - o.over_team(end) * o.team);
+    return at < o.team ? at : at - o.team;
   }
   __device__ __forceinline__ bool mixes(uint32_t b) const {
     return p.rule == kChi2 && first_pair_tile(b) < kPairTiles;

@@ -78,6 +78,7 @@ __global__ void __launch_bounds__(128) linear_kernel(const LinearParams p) {
   }
 }
 
+constexpr int kClustersMost = 4096;
 constexpr int kChooseThreads = 256, kChooseShare = 8;  // thread blocks a list
 constexpr int kChooseHeads = 4;                         // whose softmax is computed side by side
 
@@ -100,19 +101,22 @@ __device__ __forceinline__ float eight_sum(float x) {
   return x;
 }
 
-// Every block of a list makes the same choice and copies its share of the clusters. Few
-// threads with several clusters each, since most of the time goes into barriers. The
-// index was complete two launches ago, so its offsets are read ahead of the wait.
-template <int PER>
-__global__ void __launch_bounds__(kChooseThreads) choose_kernel(const ChooseParams p) {
-  __shared__ ChooseShared sh;
+// Which of the index's lists a list reads.
+__device__ __forceinline__ int64_t index_of(const ChooseParams& p, int list) {
+  const int row = list / p.kv_heads;
+  return (int64_t)(p.sequences ? (int)p.sequences[row] : row) * p.kv_heads + list % p.kv_heads;
+}
+
+// The choice of a list, by the first kChooseThreads threads of a thread block: sh.chosen, place and from of
+// `slots` clusters with `rows` tokens. Few threads with several clusters each, since most of the time goes
+// into barriers. The index was complete two launches ago, so its offsets are read before `ready` says
+// that the logits are there.
+template <int PER, class Ready, class Meet>
+__device__ __forceinline__ void choose(const ChooseParams& p, int list, ChooseShared& sh, uint32_t& slots,
+                                       uint32_t& rows, Ready ready, Meet meet) {
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const int list = blockIdx.y, row = list / p.kv_heads, kv_head = list % p.kv_heads;
-  const int group = p.q_heads / p.kv_heads;
-  const int sequence = p.sequences ? (int)p.sequences[row] : row;
-  const uint32_t* offsets = p.offsets + ((int64_t)sequence * p.kv_heads + kv_head) * (p.clusters + 1);
-  const uint32_t* tokens =
-      p.tokens + ((int64_t)sequence * p.kv_heads + kv_head) * p.index_capacity;
+  const int row = list / p.kv_heads, kv_head = list % p.kv_heads, group = p.q_heads / p.kv_heads;
+  const uint32_t* offsets = p.offsets + index_of(p, list) * (p.clusters + 1);
   // The group's mass of a cluster: its softmax probabilities, summed. Thread t owns the
   // clusters PER t .. PER t + PER - 1.
   const int first = tid * PER;
@@ -122,11 +126,9 @@ __global__ void __launch_bounds__(kChooseThreads) choose_kernel(const ChoosePara
   for (int j = 0; j <= PER; ++j) begin[j] = offsets[min(first + j, p.clusters)];
 #pragma unroll
   for (int j = 0; j < PER; ++j) mass[j] = 0.f;
-  const uint32_t len = p.lens[row], indexed = p.indexed[row];
 #pragma unroll
   for (int i = 0; i < 4; ++i) sh.hist[i][tid] = 0;
-  wait_for_predecessor();
-  launch_dependents();
+  ready();
 #pragma unroll 1
   for (int g0 = 0; g0 < group; g0 += kChooseHeads) {
     const float* logits =
@@ -148,7 +150,7 @@ __global__ void __launch_bounds__(kChooseThreads) choose_kernel(const ChoosePara
       for (int d = 1; d < 32; d *= 2) top[g] = fmaxf(top[g], __shfl_xor_sync(~0u, top[g], d));
       if (lane == 0) sh.warp_top[g][warp] = top[g];
     }
-    __syncthreads();
+    meet();
 #pragma unroll
     for (int g = 0; g < kChooseHeads; ++g) {
       top[g] = eight_max(sh.warp_top[g][lane & 7]);
@@ -159,7 +161,7 @@ __global__ void __launch_bounds__(kChooseThreads) choose_kernel(const ChoosePara
       for (int d = 1; d < 32; d *= 2) sum[g] += __shfl_xor_sync(~0u, sum[g], d);
       if (lane == 0) sh.warp_sum[g][warp] = sum[g];
     }
-    __syncthreads();
+    meet();
 #pragma unroll
     for (int g = 0; g < kChooseHeads; ++g) {
       const float inv = g0 + g < group ? 1.f / eight_sum(sh.warp_sum[g][lane & 7]) : 0.f;
@@ -180,7 +182,7 @@ __global__ void __launch_bounds__(kChooseThreads) choose_kernel(const ChoosePara
       if (first + j < p.clusters && (uint64_t)u >> (shift + 8) == prefix)
         atomicAdd(&hist[u >> shift & 255], 1u);
     }
-    __syncthreads();
+    meet();
     const uint4 hi = *reinterpret_cast<const uint4*>(&hist[252 - 8 * lane]);
     const uint4 lo = *reinterpret_cast<const uint4*>(&hist[248 - 8 * lane]);
     const uint32_t c[8] = {hi.w, hi.z, hi.y, hi.x, lo.w, lo.z, lo.y, lo.x};
@@ -213,7 +215,7 @@ __global__ void __launch_bounds__(kChooseThreads) choose_kernel(const ChoosePara
 #pragma unroll
     for (int j = 0; j < PER; ++j)
       equal += first + j < p.clusters && __float_as_uint(mass[j]) == prefix;
-    rank = block_exclusive_sum(equal, sh.scratch, total);
+    rank = block_exclusive_sum(equal, sh.scratch, total, kChooseThreads / 32, meet);
   }
   uint32_t take = 0, held = 0;
 #pragma unroll
@@ -225,9 +227,8 @@ __global__ void __launch_bounds__(kChooseThreads) choose_kernel(const ChoosePara
     }
     rank += ties && u == prefix;
   }
-  uint32_t slots, rows;
-  uint32_t slot = block_exclusive_sum(__popc(take), sh.scratch, slots);
-  uint32_t at = block_exclusive_sum(held, sh.scratch, rows);
+  uint32_t slot = block_exclusive_sum(__popc(take), sh.scratch, slots, kChooseThreads / 32, meet);
+  uint32_t at = block_exclusive_sum(held, sh.scratch, rows, kChooseThreads / 32, meet);
 #pragma unroll
   for (int j = 0; j < PER; ++j)
     if (take >> j & 1) {
@@ -236,24 +237,45 @@ __global__ void __launch_bounds__(kChooseThreads) choose_kernel(const ChoosePara
       ++slot;
       at += n;
     }
-  __syncthreads();
+  meet();
+}
+
+// What a list reads besides clusters: the sinks, and all from the index on.
+__device__ __forceinline__ WorkList unclustered(const ChooseParams& p, int list) {
+  WorkList w{};
+  w.len = p.lens[list / p.kv_heads];
+  w.end[0] = min((uint32_t)p.sink, w.len);
+  w.begin[1] = min(max(p.indexed[list / p.kv_heads], w.end[0]), w.len);
+  w.end[1] = w.len;
+  return w;
+}
+
+// Every block of a list makes the same choice and copies its share of the clusters.
+template <int PER>
+__global__ void __launch_bounds__(kChooseThreads) choose_kernel(const ChooseParams p) {
+  __shared__ ChooseShared sh;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, list = blockIdx.y;
+  WorkList w = unclustered(p, list);
+  uint32_t slots, rows;
+  auto ready = [] {
+    wait_for_predecessor();
+    launch_dependents();
+  };
+  choose<PER>(p, list, sh, slots, rows, ready, [] { __syncthreads(); });
   const bool fits = rows <= (uint32_t)p.capacity && slots <= 1024;
-  if (tid == 0 && blockIdx.x == 0) {
-    WorkList w{};
-    w.len = len;
+  if (threadIdx.x == 0 && blockIdx.x == 0) {
     if (fits) {
-      w.end[0] = min((uint32_t)p.sink, len);
-      w.begin[1] = min(max(indexed, w.end[0]), len);
-      w.end[1] = len;
       w.token_first = list * p.capacity;
       w.token_count = rows;
-    } else {
-      w.end[0] = len;  // Too much was chosen: read everything.
+    } else {  // Too much was chosen: read everything.
+      w.end[0] = w.len;
+      w.begin[1] = w.end[1] = 0;
     }
     p.work[list] = w;
   }
   if (!fits) return;
   uint32_t* out = p.token_ids + (int64_t)list * p.capacity;
+  const uint32_t* tokens = p.tokens + index_of(p, list) * p.index_capacity;
   for (uint32_t s = warp * gridDim.x + blockIdx.x; s < slots; s += 8 * gridDim.x) {
     const uint32_t n = sh.chosen[s], to = sh.place[s];
     const uint32_t* src = tokens + sh.from[s];

@@ -15,7 +15,7 @@ using AssignParams = TaperAssignParams;
 using IndexSpan = TaperIndexSpan;
 using IndexParams = TaperIndexParams;
 
-constexpr int kAssignTokens = 32, kAssignWarps = 8, kSegment = 2048, kClustersMost = 4096;
+constexpr int kAssignTokens = 32, kAssignWarps = 8, kSegment = 2048;
 
 // Warp w takes every 8th run of 8 centroids for the same 32 keys.
 template <class T, int D>

@@ -403,7 +403,7 @@ __global__ void __launch_bounds__(kValueThreads + 32, 1)
                              rank_tiles((p.max_len + kBlock - 1) / kBlock, team), list, rank, team, row,
                              list % p.kv_heads, len, first, min(per, all - first), table,
                              p.seeds[row], p.positions[row],
-                             p.q_heads / p.kv_heads, (int)threadIdx.x % 32, Gate{smem_u32(&sh.gate), 0}};
+                             p.q_heads / p.kv_heads, (int)threadIdx.x % 32, Gate{smem_u32(&sh.gate), 1 + kValueGroups, kValueThreads}};
   if (threadIdx.x >= kValueThreads) block.produce();
   else block.consume();
 }
