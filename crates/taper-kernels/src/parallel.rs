@@ -94,8 +94,11 @@ impl Team {
         let _close = Defer(|| {
             self.job.store(std::ptr::null_mut(), SeqCst);
             let mut looks = 0;
+            // A helper may share out a unit's own loop.
             while self.helpers.load(SeqCst) > 0 {
-                pause(&mut looks);
+                if rayon::yield_now() != Some(rayon::Yield::Executed) {
+                    pause(&mut looks);
+                }
             }
         });
         self.job.store((&raw const job).cast::<Job<'static>>().cast_mut(), SeqCst);
@@ -108,6 +111,8 @@ impl Team {
         while !self.ended.load(Acquire) {
             if !self.job.load(Relaxed).is_null() {
                 self.join();
+                // What is left of it may share out its own loops.
+                rayon::yield_now();
                 looks = 0;
             } else if looks % POOL_LOOKS == 0 && rayon::yield_now() == Some(rayon::Yield::Executed) {
                 looks = 0;

@@ -16,6 +16,7 @@ use crate::parallel::{self, SharedMut};
 use crate::philox::{Permutation, Stream};
 use crate::simd::{Isa, Simd, dispatch, dot, exp, prefetch};
 use candle_core::{Result, bail};
+use std::ops::Range;
 
 /// How a sample starts and when it gives up.
 #[derive(Debug, Clone)]
@@ -61,6 +62,8 @@ const NOISY_LOOKS: usize = 5;
 /// A first look may err upwards: while a sample is below a quarter of the limit, a budget sends the head dense only if it
 /// is so many times the limit.
 const BENEFIT_OF_DOUBT: f64 = 2.0;
+/// Sampled keys that one thread works on at a time, whole blocks: fewer are not worth another thread.
+const CHUNK_KEYS: usize = 1024;
 /// Sampled keys whose products with one another are taken.
 const COVARIANCE_KEYS: usize = 40;
 
@@ -260,10 +263,10 @@ impl<'a, T: KvElement> Work<'a, T> {
     fn judge(&mut self, known: &[f32], residual: usize, how: &Sampling, limit: f64) -> Judgement {
         let group = self.view.group;
         self.score_new();
+        self.add_up(known);
         let mut most = 0f64;
         for g in 0..group {
             let known = &known[g * Partial::width(self.view.head_dim)..];
-            self.add_up(g, known[0]);
             let head = Head::new(self, g, known, residual);
             let moments = head.moments();
             // The sample grows to no more than this, however far the budget is beyond it.
@@ -279,41 +282,69 @@ impl<'a, T: KvElement> Work<'a, T> {
 
     /// Scores the keys drawn since the last time.
     fn score_new(&mut self) {
-        let group = self.view.group;
-        let mut lines = vec![0f32; group * BLOCK_TOKENS];
-        for ids in self.ids[self.sampled[0].len()..].chunks(BLOCK_TOKENS) {
-            match self.scores {
-                Some(scores) => scores.copy(ids, &mut lines),
-                None => {
-                    let (view, row, head) = (self.view, self.row, self.head);
-                    let (out, stride) = (lines.as_mut_ptr(), BLOCK_TOKENS);
-                    dispatch!(self.isa, score_keys::<_, T: KvElement>(
-                        view: &View<T>, row: usize, head: usize, ids: &[u32], out: *mut f32, stride: usize
-                    ));
+        let Self { isa, view, row, head, scores, ids, sampled, .. } = self;
+        let (isa, view, row, head, scores, first) = (*isa, *view, *row, *head, *scores, sampled[0].len());
+        sampled.iter_mut().for_each(|scores| scores.resize(ids.len(), 0.0));
+        let to: Vec<_> = sampled.iter_mut().map(|scores| SharedMut::new(scores)).collect();
+        let lines = || vec![0f32; view.group * BLOCK_TOKENS];
+        parallel::for_each((ids.len() - first).div_ceil(CHUNK_KEYS), lines, |lines, chunk| {
+            let start = first + chunk * CHUNK_KEYS;
+            let chunk = &ids[start..ids.len().min(start + CHUNK_KEYS)];
+            for (ids, at) in chunk.chunks(BLOCK_TOKENS).zip((start..).step_by(BLOCK_TOKENS)) {
+                match scores {
+                    Some(scores) => scores.copy(ids, lines),
+                    None => {
+                        let (out, stride) = (lines.as_mut_ptr(), BLOCK_TOKENS);
+                        dispatch!(isa, score_keys::<_, T: KvElement>(
+                            view: &View<T>, row: usize, head: usize, ids: &[u32], out: *mut f32, stride: usize
+                        ));
+                    }
+                }
+                for (to, line) in to.iter().zip(lines.chunks_exact(BLOCK_TOKENS)) {
+                    // SAFETY: every block of keys has its own part.
+                    unsafe { to.slice(at, ids.len()) }.copy_from_slice(&line[..ids.len()]);
                 }
             }
-            for (sampled, line) in self.sampled.iter_mut().zip(lines.chunks_exact(BLOCK_TOKENS)) {
-                sampled.extend_from_slice(&line[..ids.len()]);
+        });
+    }
+
+    /// Adds up the keys scored since the last time; `known` are the partials `[group, 2 + head_dim]` of those read
+    /// exactly.
+    fn add_up(&mut self, known: &[f32]) {
+        let (d, group, first) = (self.view.head_dim, self.view.group, self.running[0].keys);
+        let known = known.chunks_exact(Partial::width(d)).map(|known| known[0]);
+        for ((running, scores), known) in self.running.iter_mut().zip(&self.sampled).zip(known) {
+            let heaviest = scores[first..].iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            running.heaviest = if first == 0 { heaviest } else { running.heaviest.max(heaviest) };
+            running.rise(heaviest.max(known), d);
+            running.keys = scores.len();
+        }
+        let keys = self.sampled[0].len();
+        let mut parts = vec![Sums::new(d); (keys - first).div_ceil(CHUNK_KEYS) * group];
+        let shared = SharedMut::new(&mut parts);
+        parallel::for_each((keys - first).div_ceil(CHUNK_KEYS), Vec::new, |weights: &mut Vec<f32>, chunk| {
+            let start = first + chunk * CHUNK_KEYS;
+            for (g, running) in self.running.iter().enumerate() {
+                self.weights(g, start..keys.min(start + CHUNK_KEYS), running.max, weights);
+                // SAFETY: every chunk and query head has its own sums.
+                let sums = unsafe { &mut shared.slice(chunk * group + g, 1)[0] };
+                let (work, weights) = (&*self, weights.as_slice());
+                dispatch!(self.isa, sum_up::<_, T: KvElement>(
+                    work: &Work<T>, start: usize, weights: &[f32], sums: &mut Sums
+                ));
             }
+        });
+        for (i, part) in parts.iter().enumerate() {
+            self.running[i % group].sums.add(part);
         }
     }
 
-    /// Adds up one head's keys scored since the last time. `least` is a score that the reference is at least.
-    fn add_up(&mut self, g: usize, least: f32) {
-        let mut running = std::mem::take(&mut self.running[g]);
-        let new = &self.sampled[g][running.keys..];
-        let heaviest = new.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        running.heaviest = if running.keys == 0 { heaviest } else { running.heaviest.max(heaviest) };
-        running.rise(heaviest.max(least), self.view.head_dim);
-        let mut weights = new.to_vec();
-        let (line, max) = (weights.as_mut_slice(), running.max);
+    /// exp(score − max) of some sampled keys of one query head.
+    fn weights(&self, g: usize, keys: Range<usize>, max: f32, to: &mut Vec<f32>) {
+        to.clear();
+        to.extend_from_slice(&self.sampled[g][keys]);
+        let line = to.as_mut_slice();
         dispatch!(self.isa, exp_line::<_>(line: &mut [f32], max: f32));
-        let (work, first, sums, weights) = (&*self, running.keys, &mut running.sums, weights.as_slice());
-        dispatch!(self.isa, sum_up::<_, T: KvElement>(
-            work: &Work<T>, first: usize, weights: &[f32], sums: &mut Sums
-        ));
-        running.keys += weights.len();
-        self.running[g] = running;
     }
 
     fn value(&self, key: usize) -> &'a [T] {
@@ -337,7 +368,7 @@ struct Draws {
 }
 
 impl Draws {
-    fn new(keys: &Keys, visible: &std::ops::Range<usize>, stream: &Stream) -> Self {
+    fn new(keys: &Keys, visible: &Range<usize>, stream: &Stream) -> Self {
         let mut chosen = vec![0u64; visible.len().div_ceil(64)];
         let ids = keys.ranges.iter().flat_map(Clone::clone).chain(keys.ids.iter().map(|&i| i as usize));
         for id in ids {
@@ -386,11 +417,25 @@ struct Sums {
     e2v2: f64,
 }
 
+impl Sums {
+    fn new(d: usize) -> Self {
+        Self { ev: vec![0.0; d], e2v: vec![0.0; d], ..Self::default() }
+    }
+
+    fn add(&mut self, more: &Self) {
+        self.e += more.e;
+        self.e2 += more.e2;
+        self.e2v2 += more.e2v2;
+        self.ev.iter_mut().zip(&more.ev).for_each(|(x, more)| *x += more);
+        self.e2v.iter_mut().zip(&more.e2v).for_each(|(x, more)| *x += more);
+    }
+}
+
 impl Running {
     /// Measures scores against `max` from now on, if it is larger.
     fn rise(&mut self, max: f32, d: usize) {
         if self.keys == 0 {
-            self.sums = Sums { ev: vec![0.0; d], e2v: vec![0.0; d], ..Sums::default() };
+            self.sums = Sums::new(d);
             self.max = max;
         }
         if max <= self.max {
@@ -460,18 +505,25 @@ impl<'a, 'b, T: KvElement> Head<'a, 'b, T> {
     /// Trace of the squared sample covariance of e (v − o). Its diagonal part, which heavy tails raise, takes every
     /// key; the products of different keys are estimated from the first few.
     fn covariance_trace2(&self) -> f64 {
-        let (keys, d) = (self.running.keys, self.output.len());
-        let mut rows = vec![0f32; keys * d];
-        for ((i, row), score) in rows.chunks_exact_mut(d).enumerate().zip(&self.work.sampled[self.g]) {
-            let weight = (score - self.running.max).exp();
-            for ((r, v), o) in row.iter_mut().zip(self.work.value(i)).zip(&self.output) {
-                *r = weight * (v.to_f32() - o);
-            }
-        }
-        let (mut own, mut mixed) = (0.0, 0.0);
-        let (rows, own_out, mixed_out) = (rows.as_mut_slice(), &mut own, &mut mixed);
-        dispatch!(self.work.isa, squared_dots::<_>(rows: &mut [f32], d: usize, own_out: &mut f64, mixed_out: &mut f64));
-        let (keys, few) = (keys as f64, keys.min(COVARIANCE_KEYS) as f64);
+        let (keys, few) = (self.running.keys, self.running.keys.min(COVARIANCE_KEYS));
+        let sums = &self.running.sums;
+        let mean = |(ev, o): (&f32, &f32)| ((f64::from(*ev) - f64::from(*o) * sums.e) / keys as f64) as f32;
+        let mean: Vec<f32> = sums.ev.iter().zip(&self.output).map(mean).collect();
+        let mut products = vec![(0.0, 0.0); keys.div_ceil(CHUNK_KEYS)];
+        let shared = SharedMut::new(&mut products);
+        parallel::for_each(keys.div_ceil(CHUNK_KEYS), Vec::new, |weights: &mut Vec<f32>, chunk| {
+            let start = chunk * CHUNK_KEYS;
+            self.work.weights(self.g, start..keys.min(start + CHUNK_KEYS), self.running.max, weights);
+            let few = few * usize::from(chunk == 0);
+            // SAFETY: one element each.
+            let to = unsafe { &mut shared.slice(chunk, 1)[0] };
+            let (head, mean, weights) = (self, mean.as_slice(), weights.as_slice());
+            dispatch!(self.work.isa, squared_dots::<_, T: KvElement>(
+                head: &Head<T>, mean: &[f32], start: usize, weights: &[f32], few: usize, to: &mut (f64, f64)
+            ));
+        });
+        let (own, mixed) = (products.iter().map(|p| p.0).sum::<f64>(), products[0].1);
+        let (keys, few) = (keys as f64, few as f64);
         (own + mixed * (keys * (keys - 1.0)) / (few * (few - 1.0))) / (keys - 1.0).powi(2)
     }
 }
@@ -518,21 +570,38 @@ unsafe fn sum_up<V: Simd, T: KvElement>(work: &Work<T>, first: usize, weights: &
     }
 }
 
-/// Centres rows `[keys, d]`; adds up the squared dot products of every row with itself, and of every ordered pair of
-/// different rows among the first few.
+/// Of the sampled keys from `start` on, of the given weights, the rows e (v − o) less their mean: adds up the squared dot
+/// products of every row with itself, and of every ordered pair of different rows among the first `few`.
 #[inline(always)]
-unsafe fn squared_dots<V: Simd>(rows: &mut [f32], d: usize, own: &mut f64, mixed: &mut f64) {
-    let keys = rows.len() / d;
-    let mut mean = vec![0f32; d];
-    for row in rows.chunks_exact(d) {
-        mean.iter_mut().zip(row).for_each(|(m, r)| *m += r / keys as f32);
-    }
-    rows.chunks_exact_mut(d).for_each(|row| row.iter_mut().zip(&mean).for_each(|(r, m)| *r -= m));
-    let row = |i: usize| &rows[i * d..][..d];
-    for i in 0..keys {
-        *own += f64::from(unsafe { dot::<V>(row(i), row(i)) }).powi(2);
-        for j in 0..if i < COVARIANCE_KEYS { i } else { 0 } {
-            *mixed += 2.0 * f64::from(unsafe { dot::<V>(row(i), row(j)) }).powi(2);
+unsafe fn squared_dots<V: Simd, T: KvElement>(
+    head: &Head<T>,
+    mean: &[f32],
+    start: usize,
+    weights: &[f32],
+    few: usize,
+    (own, mixed): &mut (f64, f64),
+) {
+    let d = mean.len();
+    let whole = d - d % V::LANES;
+    // The first few, and a place for one more.
+    let mut rows = vec![0f32; (few + 1) * d];
+    for (i, &e) in weights.iter().enumerate() {
+        let (before, row) = rows.split_at_mut(i.min(few) * d);
+        let (row, value) = (&mut row[..d], head.work.value(start + i));
+        unsafe {
+            let weight = V::splat(e);
+            for c in (0..whole).step_by(V::LANES) {
+                let v = T::load::<V>(value.as_ptr().add(c)).sub(V::load(head.output.as_ptr().add(c)));
+                weight.mul(v).sub(V::load(mean.as_ptr().add(c))).store(row.as_mut_ptr().add(c));
+            }
+        }
+        for c in whole..d {
+            row[c] = e * (value[c].to_f32() - head.output[c]) - mean[c];
+        }
+        let squared = |other: &[f32]| f64::from(unsafe { dot::<V>(row, other) }).powi(2);
+        *own += squared(row);
+        if i < few {
+            *mixed += before.chunks_exact(d).map(|other| 2.0 * squared(other)).sum::<f64>();
         }
     }
 }

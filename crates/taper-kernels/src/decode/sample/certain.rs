@@ -100,9 +100,9 @@ impl Sampler for Certain<'_> {
             }
             work.draw(&mut draws, wanted);
             work.score_new();
+            work.add_up(&partial);
             let sure = (0..view.group).all(|g| {
                 let part = &partial[g * Partial::width(view.head_dim)..];
-                work.add_up(g, part[0]);
                 Head::new(work, g, part, residual).is_sure(&guesses[g].output, &reach[g], how)
             });
             if sure {
@@ -145,10 +145,10 @@ fn guess<T: KvElement>(work: &mut Work<T>, keys: &Keys, draws: &mut Draws, visib
     let partial = attend_head::<T>(work.isa, view, work.row, work.head, &fixed, work.scores);
     work.draw(draws, GUESS_KEYS);
     work.score_new();
+    work.add_up(&partial);
     let width = Partial::width(view.head_dim);
     let guess = |g: usize| {
         let part = &partial[g * width..];
-        work.add_up(g, part[0]);
         let head = Head::new(work, g, part, visible - keys.fixed());
         let norm = head.output.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
         let sum = head.known_sum + head.residual / head.running.keys as f64 * head.running.sums.e;

@@ -79,9 +79,9 @@ fn is_hopeless<T: KvElement>(
         log_weights: vec![log_weight; view.group],
     });
     let known = attend_head::<T>(work.isa, view, work.row, work.head, &HeadSelection::Keys(keys), None);
+    work.add_up(&known);
     (0..view.group).any(|g| {
         let known = &known[g * Partial::width(view.head_dim)..];
-        work.add_up(g, known[0]);
         let head = Head::new(work, g, known, between - k);
         match sampling.hopeless.verdict(&head.moments(), (limit, limit), || 0.0) {
             Verdict::Sample(b) => b >= limit,

@@ -271,7 +271,7 @@ fn estimates_from_a_fixed_sample_are_unbiased() {
             let mut draws = Draws::new(keys, &(0..2000), &stream);
             work.draw(&mut draws, 100);
             work.score_new();
-            work.add_up(0, known[0]);
+            work.add_up(&known);
             let head = Head::new(&work, 0, &known, 2000 - keys.fixed());
             // Heads measure relative to their own maximum; the exact sums to the maximum of all.
             let m = head.moments();
