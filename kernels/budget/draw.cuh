@@ -187,7 +187,6 @@ struct Drawer {
       const uint32_t told = kDrawTurns * o.team * kDrawWarps, sums = o.team * (p.d.q_heads / p.d.list_heads) * 4;
       if (tid * 32 < told) prefetch_l2(p.draw_counts + o.list * told + tid * 32);
       if (tid * 16 < sums) prefetch_l2(p.sums + (int64_t)o.list * sums + tid * 16);
-      warm_table(o, tid, kDrawThreads);
       mark_blocks();
       uint32_t until = o.pilot, look = 0;
 #pragma unroll 1

@@ -111,7 +111,6 @@ __device__ __forceinline__ void attend_listed(const DecodeMaps& maps, const Samp
     ListFeed<T, D, N, Shared> feed{maps, p.d, sh, o, stages, q_at, lane, warp - 8};
     feed.queries();
     if constexpr (CLUSTERS > 0) {
-      warm_table(o, (int)threadIdx.x - 256, 128);
       // The ranges need no choice, which will say how many tokens there are besides.
       const WorkList& w = o.w;
       feed.blocks(w, range_tiles(w.begin[0], w.end[0]) + range_tiles(w.begin[1], w.end[1]));

@@ -39,14 +39,6 @@ __device__ __forceinline__ void set_outline(const DecodeParams& d, const WorkLis
   o.table = d.block_table + (uint64_t)(d.row_table ? d.row_table[row] : row) * d.table_stride;
 }
 
-// Single tokens may lie anywhere: all lines of the block table to L2, shared out over the team.
-__device__ __forceinline__ void warm_table(const Outline& o, int tid, int threads) {
-  constexpr uint32_t kLine = 32;
-  const uint32_t entries = (o.w.len + kBlock - 1) / kBlock;
-  for (uint32_t i = (o.rank + tid * o.team) * kLine; i < entries; i += threads * o.team * kLine)
-    prefetch_l2(o.table + i);
-}
-
 // The ring's barriers; one thread calls this.
 template <class Shared>
 __device__ __forceinline__ void init_ring(Shared& sh, const DecodeMaps& maps) {
