@@ -4,8 +4,9 @@
 use super::batch::{Batch, Dims, Lists, WORDS};
 use super::error::Result;
 use super::ffi::{self, TaperAppendParams, TaperAssignParams, TaperChooseParams, TaperCodeParams, TaperIndexParams};
-use super::ffi::{TaperHashScoreParams, TaperLinearParams};
+use super::ffi::{TaperClusteredParams, TaperHashScoreParams, TaperLinearParams};
 use super::op::Op;
+use super::sample::{Scratch, prepare};
 use crate::kv::BLOCK_TOKENS;
 use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
@@ -293,36 +294,47 @@ pub struct Choice<'a> {
     pub capacity: usize,
 }
 
+impl Inverted {
+    /// A choice of its clusters as the interface takes it, but for where lists go.
+    fn choice(&self, op: &Op, batch: &Batch, of: &Choice) -> Result<TaperChooseParams> {
+        let Dims { rows, q_heads, kv_heads, .. } = batch.dims(op)?;
+        let expected = format!("{rows} sequences");
+        op.check(self.sequences == rows && of.take > 0, "index", format!("{} sequences", self.sequences), expected)?;
+        let lists = rows * kv_heads;
+        Ok(TaperChooseParams {
+            logits: op.at("logits", of.logits, DType::F32, [rows, q_heads, self.clusters])?,
+            offsets: op.at("index", &self.offsets, DType::U32, [lists, self.clusters + 1])?,
+            tokens: op.at("index", &self.tokens, DType::U32, [lists, self.capacity])?,
+            lens: op.at("lens", batch.lens, DType::U32, [rows])?,
+            indexed: op.at("indexed", of.indexed, DType::U32, [rows])?,
+            rows: op.int("logits", rows)?,
+            q_heads: op.int("logits", q_heads)?,
+            kv_heads: op.int("index", kv_heads)?,
+            clusters: op.int("index", self.clusters)?,
+            take: op.int("take", of.take)?,
+            sink: op.int("sink", of.sink)?,
+            index_capacity: op.int("index", self.capacity)?,
+            capacity: op.int("capacity", of.capacity)?,
+            overlap: 1,
+            ..TaperChooseParams::zeroed()
+        })
+    }
+}
+
 /// The sinks, the tokens of the likeliest clusters, and all that is not yet indexed.
 ///
 /// # Errors
 /// Shapes or dtypes that differ.
 pub fn choose(batch: &Batch, of: &Choice, index: &Inverted) -> Result<Lists> {
     let op = Op::new("choose", "logits", of.logits)?;
-    let Dims { rows, q_heads, kv_heads, .. } = batch.dims(&op)?;
-    let expected = format!("{rows} sequences");
-    op.check(index.sequences == rows && of.take > 0, "index", format!("{} sequences", index.sequences), expected)?;
+    let Dims { rows, kv_heads, .. } = batch.dims(&op)?;
     let lists = rows * kv_heads;
     let work = op.empty((lists, WORDS), DType::U32)?;
     let token_ids = op.empty((lists, of.capacity), DType::U32)?;
     let p = TaperChooseParams {
-        logits: op.at("logits", of.logits, DType::F32, [rows, q_heads, index.clusters])?,
-        offsets: op.at("index", &index.offsets, DType::U32, [lists, index.clusters + 1])?,
-        tokens: op.at("index", &index.tokens, DType::U32, [lists, index.capacity])?,
-        lens: op.at("lens", batch.lens, DType::U32, [rows])?,
-        indexed: op.at("indexed", of.indexed, DType::U32, [rows])?,
         work: op.at("work", &work, DType::U32, [lists, WORDS])?,
         token_ids: op.at("token_ids", &token_ids, DType::U32, [lists, of.capacity])?,
-        rows: op.int("logits", rows)?,
-        q_heads: op.int("logits", q_heads)?,
-        kv_heads: op.int("index", kv_heads)?,
-        clusters: op.int("index", index.clusters)?,
-        take: op.int("take", of.take)?,
-        sink: op.int("sink", of.sink)?,
-        index_capacity: op.int("index", index.capacity)?,
-        capacity: op.int("capacity", of.capacity)?,
-        overlap: 1,
-        ..TaperChooseParams::zeroed()
+        ..index.choice(&op, batch, of)?
     };
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { ffi::taper_saap_choose(&p, op.stream()) })?;
@@ -335,4 +347,62 @@ pub fn choose(batch: &Batch, of: &Choice, index: &Inverted) -> Result<Lists> {
         rows,
         heads: kv_heads,
     })
+}
+
+/// Clusters by a classifier of two layers a KV head, as [`linear`] has them, and what is read besides.
+#[derive(Clone, Copy)]
+pub struct Classified<'a> {
+    /// Queries before the rotary embedding `[R, q_heads, head_dim]`.
+    pub plain: &'a Tensor,
+    /// Weight and bias of the first layer, whose outputs below 0 are cut off.
+    pub hidden: (&'a Tensor, &'a Tensor),
+    /// And of the second: a logit a cluster.
+    pub logits: (&'a Tensor, &'a Tensor),
+    /// Clusters taken, at most 1,024.
+    pub take: usize,
+    /// First tokens that are always read.
+    pub sink: usize,
+    /// The first token of each row that the index does not hold `[R]`, u32: from there on all is read.
+    pub indexed: &'a Tensor,
+}
+
+/// SAAP's step: classifies, and attends to the sinks, the likeliest clusters and all that is not yet indexed, in three
+/// launches, the last of which chooses. Outputs `[R, q_heads, head_dim]` of the cache's dtype, and each head's log-sum-exp
+/// `[R, q_heads]`, f32.
+///
+/// # Errors
+/// Shapes or dtypes that differ.
+///
+/// # Source
+/// SAAP, as [`crate::index::clusters`].
+pub fn attend_classified(
+    batch: &Batch,
+    of: &Classified,
+    index: &Inverted,
+    scratch: &Scratch,
+) -> Result<(Tensor, Tensor)> {
+    let op = Op::new("attend_classified", "q", batch.q)?;
+    let Dims { rows, kv_heads, .. } = batch.dims(&op)?;
+    op.check(of.take <= 1024, "take", of.take, "at most 1024")?;
+    // Of the lists that the launch makes nothing is written.
+    let lists = Lists {
+        work: op.empty((rows * kv_heads, WORDS), DType::U32)?,
+        block_ids: None,
+        token_ids: None,
+        token_ln_weights: None,
+        heads_sampled: None,
+        rows,
+        heads: kv_heads,
+    };
+    let prepared = prepare(&op, batch, &lists, None, None, scratch)?;
+    // The attention reads cache and queries while the second layer is still at work: the first, which waits for
+    // whatever came before it, has to be launched right here.
+    let hidden = linear(of.plain, of.hidden.0, of.hidden.1, true)?;
+    let logits = linear(&hidden, of.logits.0, of.logits.1, false)?;
+    let Classified { take, sink, indexed, .. } = *of;
+    let choice = Choice { logits: &logits, take, sink, indexed, capacity: index.capacity };
+    let p = TaperClusteredParams { s: prepared.p, c: index.choice(&op, batch, &choice)? };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_saap_attend(&p, op.stream()) })?;
+    Ok((prepared.of.out, prepared.of.lse))
 }

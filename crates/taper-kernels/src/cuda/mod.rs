@@ -24,6 +24,7 @@ mod op;
 mod prefill;
 mod sample;
 mod score;
+mod stripes;
 mod sums;
 
 pub use batch::{Batch, Lists};
@@ -34,6 +35,7 @@ pub use layer::{Rotate, Rotated, norm, rotate_append, silu_mul};
 pub use prefill::{KeyLists, Sparse, TILE_ROWS, Tile, Tiles, prefill_tiles};
 pub use sample::{Sampled, Scratch, Streams, ValueDraws, draw, listed, sampled, spread_values, values};
 pub use score::{Between, Scores, View, pick_blocks, scores, top_k, top_k_by, top_p};
+pub use stripes::{Chosen, block_lists, drop_columns};
 
 pub(crate) use decode::attend;
 pub(crate) use delta::correct;

@@ -12,7 +12,7 @@ use candle_core::{DType, Tensor};
 use tiles::{Drawn, Key};
 
 /// Words of a tile of the interface.
-const TILE_WORDS: usize = 8;
+pub(super) const TILE_WORDS: usize = 8;
 /// Rows that a tile has at most.
 pub const TILE_ROWS: usize = 128;
 
@@ -34,8 +34,10 @@ pub struct Tile {
 /// Rows on the device, cut into tiles: made once a step, for all layers.
 #[derive(Debug)]
 pub struct Tiles {
-    tiles: Tensor,
-    count: usize,
+    pub(super) tiles: Tensor,
+    pub(super) count: usize,
+    /// Of each tile as it was given, the last position of its rows.
+    pub(super) last: Vec<u32>,
     positions: Tensor,
     rows: usize,
     /// Which row of the queries each row is; absent, itself.
@@ -65,6 +67,7 @@ impl Tiles {
         Ok(Self {
             tiles: op.upload(&words, [tiles.len(), TILE_WORDS])?,
             count: tiles.len(),
+            last: tiles.iter().map(|tile| tile.positions.1).collect(),
             positions: op.upload(positions, [positions.len()])?,
             rows: positions.len(),
             q_rows: q_rows.map(|rows| op.upload(rows, [rows.len()])).transpose()?,

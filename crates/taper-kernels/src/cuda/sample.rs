@@ -62,7 +62,7 @@ impl Scratch {
 }
 
 /// What a sampled step did, beside its output; all on the device.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Sampled {
     /// `[R, q_heads, head_dim]`, of the cache's dtype.
     pub out: Tensor,
@@ -115,6 +115,28 @@ fn run(
     how: Option<(&Sampling, i32)>,
     scratch: &Scratch,
 ) -> Result<Sampled> {
+    let Prepared { p, of, .. } = &prepare(op, batch, lists, Some(streams), how, scratch)?;
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_sampled(p, op.stream()) })?;
+    Ok(of.clone())
+}
+
+/// What a step in one launch is given, what it fills, and what it works with.
+pub(super) struct Prepared {
+    pub p: TaperSampledParams,
+    pub of: Sampled,
+    _scratch: [Tensor; 4],
+}
+
+/// For [`run`]; lists alone need no streams.
+pub(super) fn prepare(
+    op: &Op,
+    batch: &Batch,
+    lists: &Lists,
+    streams: Option<Streams>,
+    how: Option<(&Sampling, i32)>,
+    scratch: &Scratch,
+) -> Result<Prepared> {
     let dims = batch.dims(op)?;
     let Dims { rows, q_heads, head_dim, dtype, .. } = dims;
     let (count, group) = (rows * lists.heads, q_heads / lists.heads.max(1));
@@ -144,8 +166,8 @@ fn run(
     d.gather = 1;
     let mut p = TaperSampledParams {
         d,
-        seeds: op.at("seeds", streams.seeds, DType::I64, [rows])?,
-        positions: op.at("positions", streams.positions, DType::U32, [rows])?,
+        seeds: op.maybe("seeds", streams.map(|s| s.seeds), DType::I64, [rows])?,
+        positions: op.maybe("positions", streams.map(|s| s.positions), DType::U32, [rows])?,
         out: op.at("out", &of.out, dtype, [rows, q_heads, head_dim])?,
         lse: op.at("lse", &of.lse, DType::F32, [rows, q_heads])?,
         sync: op.at("scratch", &scratch.sync, DType::U32, [1 + count, 32])?,
@@ -159,7 +181,7 @@ fn run(
         draw_stride: draws_each as i64,
         capacity: op.int("max_len", capacity)?,
         rule: ffi::TAPER_LISTED,
-        layer: streams.layer as i32,
+        layer: streams.map_or(0, |s| s.layer as i32),
         ..TaperSampledParams::zeroed()
     };
     if let Some((how, rule)) = how {
@@ -174,9 +196,7 @@ fn run(
         p.pilot_tokens = op.int("pilot_tokens", how.pilot_tokens)?;
         p.rule = rule;
     }
-    // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_sampled(&p, op.stream()) })?;
-    Ok(of)
+    Ok(Prepared { p, of, _scratch: [part_o, part_lse, draws, scores] })
 }
 
 /// The first `want` keys of each list's permutation that the list leaves out `[R * heads, want]`, u32, and how many there

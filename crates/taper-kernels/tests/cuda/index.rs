@@ -1,11 +1,14 @@
 //! Indices beside the cache.
 
-use crate::cache::{Caches, GRID, LIMIT, Numbers, Queries, below, device, elements, relative_of, u32s};
+use crate::cache::{
+    Caches, GRID, LIMIT, Numbers, Queries, below, device, elements, furthest, relative, relative_of, u32s,
+};
 use candle_core::{DType, Device, Tensor};
 use taper_kernels::cuda::index::{
-    Choice, Metadata, Span, Tokens, agreement, assign, choose, codes, extend, invert, linear,
+    Choice, Classified, Metadata, Span, Tokens, agreement, assign, attend_classified, choose, codes, extend, invert,
+    linear,
 };
-use taper_kernels::cuda::{Between, top_k_by};
+use taper_kernels::cuda::{Between, Plan, Scratch, top_k_by};
 use taper_kernels::decode::HeadSelection;
 use taper_kernels::index::{Part, bounds, clusters, labels};
 use taper_kernels::kv::BLOCK_TOKENS;
@@ -185,6 +188,32 @@ fn clusters_and_lists_of_them_are_those_of_the_cpu() {
             capacity: 700,
         };
         let read = choose(&batch, &of, &inverted).unwrap().read_back().unwrap();
+
+        // The launch that chooses and attends, by the same lists; classified by random layers.
+        let random = |numbers: &mut Numbers, shape: &[usize]| there(&(numbers.tensor(shape, dtype) * 0.2).unwrap());
+        let plain = random(&mut numbers, &[2, kv_heads * group, d]);
+        let layer = |numbers: &mut Numbers, outputs: usize, inputs: usize| {
+            let bias = numbers.tensor(&[kv_heads, outputs], DType::F32).to_device(&on).unwrap();
+            (random(numbers, &[kv_heads, outputs, inputs]), bias)
+        };
+        let (hidden, last) = (layer(&mut numbers, 128, d), layer(&mut numbers, count, 128));
+        let classified = Classified {
+            plain: &plain,
+            hidden: (&hidden.0, &hidden.1),
+            logits: (&last.0, &last.1),
+            take,
+            sink: sink as usize,
+            indexed: of.indexed,
+        };
+        let scratch = Scratch::new(&q, 2, kv_heads * group, kv_heads).unwrap();
+        let found = linear(&linear(&plain, &hidden.0, &hidden.1, true).unwrap(), &last.0, &last.1, false).unwrap();
+        let lists = choose(&batch, &Choice { logits: &found, ..of }, &inverted).unwrap();
+        let (want, want_lse) = Plan::new(lists, &batch).unwrap().attend(&batch, None, DType::F32).unwrap();
+        for _ in 0..3 {
+            let (out, lse) = attend_classified(&batch, &classified, &inverted, &scratch).unwrap();
+            below(relative(&out, &want), LIMIT, "clusters chosen by the attention");
+            below(furthest(&lse, &want_lse), LIMIT, "clusters chosen by the attention, lse");
+        }
         let lines: Vec<Vec<Vec<f32>>> = logits.to_vec3().unwrap();
         let softmax = |line: &[f32]| -> Vec<f32> {
             let sum: f32 = line.iter().map(|x| x.exp()).sum();

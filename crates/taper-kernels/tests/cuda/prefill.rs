@@ -3,8 +3,11 @@
 use crate::cache::{Caches, GRID, LIMIT, Numbers, below, device, furthest, relative};
 use candle_core::{DType, Device, Tensor};
 use taper_kernels::correct::{Anchors, Correction, correct};
-use taper_kernels::cuda::{Delta, Sparse, Tiles, delta, prefill_tiles};
+use taper_kernels::cuda::{
+    Chosen, Delta, KeyLists, Sparse, Tile, Tiles, block_lists, delta, drop_columns, prefill_tiles,
+};
 use taper_kernels::kv::BLOCK_TOKENS;
+use taper_kernels::prefill::stripes::Stripes;
 use taper_kernels::prefill::{HeadReads, Lists, Mask, Reads, Rows, Selection, prefill, query_blocks, sums};
 
 /// Both sides of one call on sequence `i`.
@@ -169,6 +172,81 @@ fn sums_of_probabilities_agree_with_the_cpu() {
                 below(relative(&got.diagonals, &want.diagonals), LIMIT, &what);
                 below(furthest(&got.lse, &want.lse), LIMIT, &what);
             }
+        }
+    }
+}
+
+/// What lists of keys hold, by head and tile.
+fn read_back(lists: &KeyLists) -> Vec<Vec<Vec<u32>>> {
+    let (begins, counts) = (lists.begins.to_vec2::<u32>().unwrap(), lists.counts.to_vec2::<u32>().unwrap());
+    let ids = lists.ids.to_vec1::<u32>().unwrap();
+    let one = |(&begin, &count): (&u32, &u32)| ids[begin as usize..][..count as usize].to_vec();
+    begins.iter().zip(&counts).map(|(begins, counts)| begins.iter().zip(counts).map(one).collect()).collect()
+}
+
+#[test]
+fn lists_of_columns_and_slashes_are_those_of_the_cpu() {
+    let mut numbers = Numbers(17);
+    let on = device();
+    let (heads, start, n) = (3, 40usize, 1500usize);
+    let (blocks, runs) = (n.div_ceil(BLOCK_TOKENS), query_blocks(start..n, BLOCK_TOKENS));
+    let positions: Vec<u32> = (start as u32..n as u32).collect();
+    let tile = |run: &std::ops::Range<usize>| Tile {
+        row: (run.start - start) as u32,
+        rows: run.len() as u32,
+        table: 0,
+        tokens: n as u32,
+        positions: (run.start as u32, run.end as u32 - 1),
+    };
+    let like = Tensor::zeros(1, DType::F32, &on).unwrap();
+    let tiles: Vec<Tile> = runs.iter().map(tile).collect();
+    let tiles = Tiles::new(&like, &positions, &tiles, None).unwrap();
+    // Two slices, whose border lies between two blocks.
+    let ends = [640, n as u32];
+    let choose = |numbers: &mut Numbers, most: usize, of: usize| -> (Vec<Vec<u32>>, Tensor, Tensor) {
+        let all: Vec<Vec<u32>> = (0..2 * heads).map(|_| numbers.some(most, of)).collect();
+        let mut flat = vec![u32::MAX; 2 * heads * most];
+        for (to, ids) in flat.chunks_exact_mut(most).zip(&all) {
+            to[..ids.len()].copy_from_slice(ids);
+        }
+        let counts: Vec<u32> = all.iter().map(|ids| ids.len() as u32).collect();
+        let ids = Tensor::from_vec(flat, (2, heads, most), &on).unwrap();
+        (all, ids, Tensor::from_vec(counts, (2, heads), &on).unwrap())
+    };
+    let (columns, column_ids, column_counts) = choose(&mut numbers, blocks, 5);
+    let (slashes, slash_ids, slash_counts) = choose(&mut numbers, blocks, 8);
+    let of = |ids, counts| Chosen { ids, counts };
+    let lists = block_lists(&tiles, of(&column_ids, &column_counts), of(&slash_ids, &slash_counts), &ends, n).unwrap();
+    let got = read_back(&lists);
+    let sorted = |ids: &mut Vec<u32>| {
+        ids.sort_unstable();
+        ids.dedup();
+    };
+    for head in 0..heads {
+        for (at, run) in runs.iter().enumerate() {
+            let slice = usize::from(run.start as u32 >= ends[0]) * heads + head;
+            let mut listed = columns[slice].clone();
+            listed.push(0);
+            let mut distances: Vec<u32> = slashes[slice].iter().flat_map(|s| [*s, s + 1]).collect();
+            sorted(&mut listed);
+            sorted(&mut distances);
+            let stripes = Stripes { blocks: listed, tokens: Vec::new(), distances, block_tokens: BLOCK_TOKENS };
+            let reads = stripes.reads(std::slice::from_ref(run));
+            assert_eq!(got[head][at], reads.blocks.unwrap().get(0), "head {head}, rows {run:?}");
+        }
+    }
+    // Two heads to a list of blocks.
+    let each: Vec<Vec<u32>> = (0..2 * heads).map(|_| numbers.some(n, 70)).collect();
+    let room = each.iter().map(Vec::len).max().unwrap();
+    let padded: Vec<u32> = each.iter().flat_map(|ids| (0..room).map(|i| ids.get(i).copied().unwrap_or(0))).collect();
+    let tokens = Tensor::from_vec(padded, (2 * heads, room), &on).unwrap();
+    let counts = Tensor::from_vec(each.iter().map(|ids| ids.len() as u32).collect(), 2 * heads, &on).unwrap();
+    let left = read_back(&drop_columns(&tiles, &tokens, &counts, &lists).unwrap());
+    for (head, ids) in each.iter().enumerate() {
+        for (at, run) in runs.iter().enumerate() {
+            let held = |id: &u32| got[head / 2][at].contains(&(id / BLOCK_TOKENS as u32));
+            let expected: Vec<u32> = ids.iter().copied().filter(|id| (*id as usize) < run.end && !held(id)).collect();
+            assert_eq!(left[head][at], expected, "head {head}, rows {run:?}");
         }
     }
 }
