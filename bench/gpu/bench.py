@@ -293,22 +293,25 @@ def sampled():
             ends = lambda x: torch.full((HK,), x, dtype=torch.int32, device=DEV)
             pick = Pick(cache, q, hi, lo, nb // 20, ends(2), ends(nb - 2), work=fixed)
             pick()
-            make = lambda rule, eps=eps: t.VAttention(cache, q, fixed, [7], eps, 0.05, rule, block_ids=pick.ids)
-            # At the larger epsilon one look is enough, or two.
-            v, loose, listed = make("chi2"), make("chi2", 3.5 * eps), make("listed")
+            make = lambda rule, eps=eps, pilot=0.01: t.VAttention(
+                cache, q, fixed, [7], eps, 0.05, rule, block_ids=pick.ids, pilot_share=pilot)
+            # At the larger epsilon one look is enough, or two; from a first sample of 5% two or three.
+            v, loose, large, listed = make("chi2"), make("chi2", 3.5 * eps), make("chi2", pilot=0.05), make("listed")
 
             def step(attend):
                 pick()
                 attend()
             times = [median_ms(graphed(f)) * 1e3 for f in (
-                v, lambda: step(v), loose, lambda: step(loose), listed, lambda: step(listed))]
-            rows.append(times + [x for f in (v, loose) for x in (
+                v, lambda: step(v), loose, lambda: step(loose), large, lambda: step(large), listed,
+                lambda: step(listed))]
+            rows.append(times + [x for f in (v, loose, large) for x in (
                 f.keys_read() / (n * HK), f.counts.max().item() / n, f.counts.min().item() / n)])
-            del cache, hi, lo, pick, v, loose, listed, make
+            del cache, hi, lo, pick, v, loose, large, listed, make
         for i, name in enumerate((
                 "vattention us", "vattention with predictor us", "loose us", "loose with predictor us",
-                "blocks alone us", "blocks alone with predictor us", "density", "largest sample",
-                "smallest sample", "loose density", "loose largest sample", "loose smallest sample")):
+                "large pilot us", "large pilot with predictor us", "blocks alone us", "blocks alone with predictor us", "density", "largest sample",
+                "smallest sample", "loose density", "loose largest sample", "loose smallest sample",
+                "large pilot density", "large pilot largest sample", "large pilot smallest sample")):
             x = sorted(r[i] for r in rows)
             put(f"{key} {name} mean", sum(x) / len(x))
             put(f"{key} {name} least", x[0])
