@@ -28,11 +28,14 @@ pub fn for_each<S>(units: usize, scratch: impl Fn() -> S + Sync, unit: impl Fn(&
         }
     };
     // A helper that comes late finds nothing left: no thread waits for another to wake up.
-    match TEAM.take() {
-        Some(team) => {
-            // SAFETY: `awake`, which this thread runs in, keeps the team.
-            unsafe { &*team }.share(&work);
-            TEAM.set(Some(team));
+    match PLACE.take() {
+        Some(place) => {
+            // SAFETY: `awake`, which this thread runs in or helps, keeps the team.
+            match place {
+                Place::Leading(team) => unsafe { &*team }.share(&work),
+                Place::Working(team) => unsafe { &*team }.share_within(&work),
+            }
+            PLACE.set(Some(place));
         }
         None => rayon::scope(|scope| {
             for _ in 1..rayon::current_num_threads().min(units) {
@@ -44,13 +47,23 @@ pub fn for_each<S>(units: usize, scratch: impl Fn() -> S + Sync, unit: impl Fn(&
 }
 
 thread_local! {
-    /// The team that this thread leads, unless it is at work already.
-    static TEAM: Cell<Option<*const Team>> = const { Cell::new(None) };
+    /// What this thread is to a team, unless it is at work on the innermost loop.
+    static PLACE: Cell<Option<Place>> = const { Cell::new(None) };
+}
+
+/// What a thread is to a team.
+#[derive(Clone, Copy)]
+enum Place {
+    /// It runs the step.
+    Leading(*const Team),
+    /// It runs a unit of one of the step's loops.
+    Working(*const Team),
 }
 
 /// Runs `step` in the pool with the pool's other threads awake: until it returns they look for work, so that loops of a
 /// few microseconds are shared out too. A thread that has to be woken comes 50 µs late.
 ///
+/// A unit's own loop is shared out as well, one such at a time, among threads that have no unit left.
 /// An idle thread offers its core to whoever else wants it, but does not sleep.
 pub fn awake<T: Send>(step: impl FnOnce() -> T + Send) -> T {
     let team = Team::default();
@@ -58,10 +71,10 @@ pub fn awake<T: Send>(step: impl FnOnce() -> T + Send) -> T {
         for _ in 1..rayon::current_num_threads() {
             scope.spawn(|_| team.watch());
         }
-        let before = TEAM.replace(Some(&raw const team));
+        let before = PLACE.replace(Some(Place::Leading(&raw const team)));
         // Also when the step panics.
         let _end = Defer(|| {
-            TEAM.set(before);
+            PLACE.set(before);
             team.ended.store(true, Release);
         });
         step()
@@ -71,10 +84,12 @@ pub fn awake<T: Send>(step: impl FnOnce() -> T + Send) -> T {
 /// What a leader and its helpers share.
 #[derive(Default)]
 struct Team {
-    /// The work at hand, or null.
-    job: AtomicPtr<Job<'static>>,
-    /// Helpers that may be at it.
-    helpers: AtomicUsize,
+    /// The step's loop at hand.
+    loops: Slot,
+    /// The loop at hand of one of its units.
+    within: Slot,
+    /// Whether `within` is in use.
+    taken: AtomicBool,
     ended: AtomicBool,
 }
 
@@ -87,21 +102,26 @@ const IDLE_LOOKS: u32 = 2000;
 const POOL_LOOKS: u32 = 16;
 
 impl Team {
-    /// Does the work together with the helpers that come; returns when all are done.
+    /// Shares out a loop of the step. While it waits for the last units, it helps with their own loops; never with the
+    /// pool's work, among which are helpers' lives, which end with the step alone.
     fn share(&self, work: &(dyn Fn() + Sync)) {
-        let job = Job(work);
-        // Closed before `job` ends, also when the work panics.
-        let _close = Defer(|| {
-            self.job.store(std::ptr::null_mut(), SeqCst);
-            let mut looks = 0;
-            // A helper may share out a unit's own loop.
-            while self.helpers.load(SeqCst) > 0 {
-                if rayon::yield_now() != Some(rayon::Yield::Executed) {
-                    pause(&mut looks);
-                }
-            }
-        });
-        self.job.store((&raw const job).cast::<Job<'static>>().cast_mut(), SeqCst);
+        self.loops.share(&|| self.unit(work), || self.within.join());
+    }
+
+    /// Shares out a loop of a unit, unless another unit's is at hand.
+    fn share_within(&self, work: &(dyn Fn() + Sync)) {
+        if self.taken.swap(true, SeqCst) {
+            return self.unit(work);
+        }
+        let _free = Defer(|| self.taken.store(false, SeqCst));
+        self.within.share(&|| self.unit(work), || false);
+    }
+
+    /// Runs units, whose own loops are then shared out within the team.
+    fn unit(&self, work: &(dyn Fn() + Sync)) {
+        let before = PLACE.replace(Some(Place::Working(self)));
+        // Also when one panics: the team does not outlive its step.
+        let _back = Defer(|| PLACE.set(before));
         work();
     }
 
@@ -109,28 +129,66 @@ impl Team {
     fn watch(&self) {
         let mut looks = 0;
         while !self.ended.load(Acquire) {
-            if !self.job.load(Relaxed).is_null() {
-                self.join();
-                // What is left of it may share out its own loops.
-                rayon::yield_now();
-                looks = 0;
-            } else if looks % POOL_LOOKS == 0 && rayon::yield_now() == Some(rayon::Yield::Executed) {
+            // A loop that has no unit left is joined in vain until its last unit is done.
+            let joined = [self.loops.join(), self.within.join()];
+            if joined.contains(&true) || looks % POOL_LOOKS == 0 && rayon::yield_now() == Some(rayon::Yield::Executed) {
                 looks = 0;
             } else {
                 pause(&mut looks);
             }
         }
     }
+}
 
-    fn join(&self) {
+/// A place for one job at a time.
+#[derive(Default)]
+struct Slot {
+    /// The work at hand, or null.
+    job: AtomicPtr<Job<'static>>,
+    /// Helpers that may be at it.
+    helpers: AtomicUsize,
+}
+
+impl Slot {
+    /// Does the work together with the helpers that come; returns when all are done. While it waits it calls `meanwhile`,
+    /// which says whether it did anything.
+    fn share(&self, work: &(dyn Fn() + Sync), meanwhile: impl Fn() -> bool) {
+        let job = Job(work);
+        let close = |meanwhile: &dyn Fn() -> bool| {
+            self.job.store(std::ptr::null_mut(), SeqCst);
+            let mut looks = 0;
+            while self.helpers.load(SeqCst) > 0 {
+                if !meanwhile() {
+                    pause(&mut looks);
+                }
+            }
+        };
+        // Closed before `job` ends, also when some work panics.
+        let _closed = Defer(|| close(&|| false));
+        self.job.store((&raw const job).cast::<Job<'static>>().cast_mut(), SeqCst);
+        work();
+        close(&meanwhile);
+    }
+
+    fn is_open(&self) -> bool {
+        !self.job.load(Relaxed).is_null()
+    }
+
+    /// Helps with the work at hand; whether there was any.
+    fn join(&self) -> bool {
+        if !self.is_open() {
+            return false;
+        }
         self.helpers.fetch_add(1, SeqCst);
         let _leave = Defer(|| _ = self.helpers.fetch_sub(1, SeqCst));
         let job = self.job.load(SeqCst);
-        if !job.is_null() {
-            // SAFETY: a job seen after the helper was counted stays until the helper has left: in the one order of these
-            // operations, the leader's null comes after the load here, so its look at the count sees this helper.
-            unsafe { ((*job).0)() };
+        if job.is_null() {
+            return false;
         }
+        // SAFETY: a job seen after the helper was counted stays until the helper has left: in the one order of these
+        // operations, the leader's null comes after the load here, so its look at the count sees this helper.
+        unsafe { ((*job).0)() };
+        true
     }
 }
 
@@ -212,6 +270,34 @@ mod tests {
                 check();
                 awake(check);
                 awake(|| awake(check));
+            });
+        }
+    }
+
+    #[test]
+    fn loops_within_uneven_units_end_whoever_helps() {
+        for threads in [2, 3, 8] {
+            in_pool(threads, || {
+                for round in 0..300 {
+                    let total = AtomicUsize::new(0);
+                    awake(|| {
+                        for units in [2, threads, 3 * threads] {
+                            for_each(
+                                units,
+                                || (),
+                                |(), i| {
+                                    // The first unit of the first loop outlasts the time in which threads wake up.
+                                    for _ in 0..if i == round % units { 40 } else { 1 } {
+                                        total.fetch_add(sum(9), Relaxed);
+                                    }
+                                    for_each(4, || (), |(), _| _ = total.fetch_add(sum(3), Relaxed));
+                                },
+                            );
+                        }
+                    });
+                    let units = 2 + 4 * threads;
+                    assert_eq!(total.into_inner(), 45 * (units + 3 * 39) + 4 * 6 * units);
+                }
             });
         }
     }

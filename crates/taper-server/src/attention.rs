@@ -122,8 +122,8 @@ impl Knobs {
 }
 
 /// The keys of `vllm_xargs` that speak of attention.
-const KEYS: &str = "attention_epsilon, attention_delta, attention_gamma, attention_audit, attention_prefill_<field>, \
-                    attention_decode_<field>";
+const KEYS: &str = "attention_epsilon, attention_delta, attention_gamma, attention_audit, attention_question, \
+                    attention_question_tokens, attention_prefill_<field>, attention_decode_<field>";
 
 /// The keys of `vllm_xargs` that an unknown one most likely means.
 fn meant(key: &str) -> Option<&'static str> {
@@ -141,7 +141,7 @@ fn meant(key: &str) -> Option<&'static str> {
 
 /// Where `prefill_method` and the like belong in the `attention` object.
 fn place(name: &str) -> Option<Vec<&str>> {
-    if name == "audit" {
+    if matches!(name, "audit" | "question" | "question_tokens") {
         return Some(vec![name]);
     }
     let (phase, field) = name.split_once('_')?;
@@ -190,11 +190,16 @@ mod tests {
         let k = knobs(
             None,
             json!({"attention_epsilon": "0.05", "attention_prefill_method": "streaming_llm",
-                   "attention_prefill_window": 512, "attention_audit": 0.01, "other": "x"}),
+                   "attention_prefill_window": 512, "attention_audit": 0.01, "attention_question": "decode",
+                   "attention_question_tokens": "40", "other": "x"}),
         )
         .unwrap();
         assert_eq!(k.epsilon, Some(json!(0.05)));
-        assert_eq!(k.attention, Some(json!({"prefill": {"method": "streaming_llm", "window": 512}, "audit": 0.01})));
+        assert_eq!(
+            k.attention,
+            Some(json!({"prefill": {"method": "streaming_llm", "window": 512}, "audit": 0.01, "question": "decode",
+                        "question_tokens": 40}))
+        );
         assert_eq!(k.ignored, ["vllm_xargs.other"]);
     }
 

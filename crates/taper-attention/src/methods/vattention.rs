@@ -39,8 +39,10 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
             dense_share: params.dense_share,
         };
         let Params { epsilon, sink, window, top_k, .. } = params;
-        let tail = params.tail;
-        Ok((Arc::new(VAttention { epsilon, delta: params.delta, tail, sink, window, top_k, top, sampling }), json))
+        let Params { delta, tail, .. } = params;
+        let on_output = tail == Tail::Hard || !matches!(params.rule, RuleName::Denominator);
+        let method = VAttention { epsilon, delta, tail, on_output, sink, window, top_k, top, sampling };
+        Ok((Arc::new(method), json))
     },
     artifacts: &[],
 };
@@ -175,6 +177,8 @@ struct VAttention {
     epsilon: f64,
     delta: f64,
     tail: Tail,
+    /// Whether the promise is on the output, not on the normaliser alone.
+    on_output: bool,
     sink: usize,
     window: usize,
     top_k: Amount,
@@ -228,6 +232,6 @@ impl DecodeMethod for VAttention {
     }
 
     fn promise(&self) -> Option<(f64, f64)> {
-        Some((self.epsilon, self.delta))
+        self.on_output.then_some((self.epsilon, self.delta))
     }
 }

@@ -36,7 +36,7 @@ pub struct Sampling {
 impl Sampling {
     /// The pilot's size, and how many sampled keys are too many, for `n` visible keys of which `fixed` are chosen.
     fn bounds(&self, n: usize, fixed: usize) -> (usize, f64) {
-        let pilot = (self.pilot_share * (n - fixed) as f64).ceil() as usize;
+        let pilot = (self.pilot_share * n.saturating_sub(fixed) as f64).ceil() as usize;
         (pilot.max(self.pilot_tokens).max(2), self.dense_share.min(1.0) * n as f64 - fixed as f64)
     }
 }
