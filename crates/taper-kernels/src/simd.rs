@@ -91,6 +91,16 @@ pub unsafe fn exp<V: Simd>(x: V) -> V {
     }
 }
 
+/// exp(score − max), in place.
+#[inline(always)]
+pub(crate) unsafe fn exp_line<V: Simd>(line: &mut [f32], max: f32) {
+    let mut chunks = line.chunks_exact_mut(V::LANES);
+    for chunk in &mut chunks {
+        unsafe { exp(V::load(chunk.as_ptr()).sub(V::splat(max))).store(chunk.as_mut_ptr()) };
+    }
+    chunks.into_remainder().iter_mut().for_each(|score| *score = (*score - max).exp());
+}
+
 /// The dot product of two slices of one length.
 #[inline(always)]
 pub unsafe fn dot<V: Simd>(a: &[f32], b: &[f32]) -> f32 {

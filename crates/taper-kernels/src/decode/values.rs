@@ -4,13 +4,12 @@
 //! default draws over the whole head with one offset, which is exactly unbiased.
 
 use super::attend::score_keys;
-use super::sample::exp_line;
 use super::scores::HeadScores;
 use super::{Decode, HeadSelection, Keys, Scores, Selection, Values, View, with_view};
 use crate::kv::{BLOCK_TOKENS, KvElement};
 use crate::parallel::{self, SharedMut};
 use crate::philox::Stream;
-use crate::simd::{Isa, dispatch};
+use crate::simd::{Isa, dispatch, exp_line};
 use candle_core::{Result, Tensor, bail};
 
 /// Where the targets of `samples` draws lie in [0, 1).
