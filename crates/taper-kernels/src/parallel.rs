@@ -170,13 +170,9 @@ impl Slot {
         close(&meanwhile);
     }
 
-    fn is_open(&self) -> bool {
-        !self.job.load(Relaxed).is_null()
-    }
-
     /// Helps with the work at hand; whether there was any.
     fn join(&self) -> bool {
-        if !self.is_open() {
+        if self.job.load(Relaxed).is_null() {
             return false;
         }
         self.helpers.fetch_add(1, SeqCst);
@@ -286,7 +282,7 @@ mod tests {
                                 units,
                                 || (),
                                 |(), i| {
-                                    // The first unit of the first loop outlasts the time in which threads wake up.
+                                    // One unit outlasts the others, so that the rest of the team waits for it.
                                     for _ in 0..if i == round % units { 40 } else { 1 } {
                                         total.fetch_add(sum(9), Relaxed);
                                     }

@@ -61,15 +61,13 @@ impl PrefillMethod for BigBird {
                 let seen = Mask::Causal.keys(run.start, layer.window)[1].start / BLOCK_TOKENS;
                 let between = global.max(seen).min(band)..band;
                 let place = Stream { seed: 0, layer: layer.layer as u32, head: head as u32, position: own as u32 };
-                let mut blocks: Vec<u32> = (0..global.min(band) as u32).collect();
-                let fixed = blocks.len();
+                let mut blocks: Vec<u32> = (0..global.min(band) as u32).chain(band as u32..=own as u32).collect();
                 if !between.is_empty() {
                     let order = Permutation::new(between.len() as u32, &place);
                     let drawn = (0..order.domain()).filter_map(|i| order.point(i)).take(self.random);
                     blocks.extend(drawn.map(|block| between.start as u32 + block));
-                    blocks[fixed..].sort_unstable();
+                    blocks.sort_unstable();
                 }
-                blocks.extend(band as u32..=own as u32);
                 blocks
             });
             HeadReads::blocks(lists.collect::<Lists>())

@@ -288,6 +288,18 @@ fn delta_is_dense_at_its_anchors_and_its_tail_and_moves_the_difference_on_betwee
 }
 
 #[test]
+fn rows_before_a_cut_are_those_of_one_shot_bit_for_bit() {
+    for prefill in [json!({ "method": "dense" }), json!({ "method": "streaming_llm", "sink": 4, "window": 100 })] {
+        let spec = json!({ "prefill": prefill });
+        let shape = shape(3, 64, None);
+        let (long, _) = run(&spec, shape, (700, 0), 4096);
+        let (chunked, _) = run(&spec, shape, (700, 0), 500);
+        let width = 500 * shape.q_heads * shape.head_dim;
+        assert_eq!(long[..width], chunked[..width], "{prefill}");
+    }
+}
+
+#[test]
 fn choices_beyond_the_context_read_everything_of_it() {
     for top_k in [json!(5000), json!(0.9), json!(0.999)] {
         for tail in ["clt", "hard"] {

@@ -67,6 +67,11 @@ const BENEFIT_OF_DOUBT: f64 = 2.0;
 /// Sampled keys that one thread works on at a time, whole blocks: fewer are not worth another thread.
 const CHUNK_KEYS: usize = 1024;
 
+/// The most that a sample of `drawn` keys grows to where its budget is beyond that.
+fn grown(drawn: usize) -> f64 {
+    (GROWTH.0 * drawn as f64).ceil()
+}
+
 /// Adds to a selection, per row and KV head, a sample of the keys it leaves out: without replacement, of the least size
 /// for which every head of the group keeps the promise, or everything.
 ///
@@ -204,7 +209,7 @@ impl Sampler for Sampling {
             // pilot alone misses the rare heavy keys that its own spread depends on.
             let wanted = match work.judge(&known, residual, self, doubt * limit) {
                 Judgement::Budget(b) if b <= drawn as f64 => break drawn,
-                Judgement::Budget(b) => b.min((GROWTH.0 * drawn as f64).ceil()) as usize,
+                Judgement::Budget(b) => b.min(grown(drawn)) as usize,
                 Judgement::Noisy if noisy < NOISY_LOOKS - 1 => {
                     noisy += 1;
                     GROWTH.1 * drawn
@@ -219,10 +224,7 @@ impl Sampler for Sampling {
         };
         // The group reads what its neediest head needs: the others may as well use it.
         budgets.fill(Budget { residual, sampled, pilot, dense: false });
-        let log_weight = (residual as f64 / sampled as f64).ln() as f32;
-        let (counts, log_weights) = (vec![sampled; view.group], vec![log_weight; view.group]);
-        let sample = Some(Sample { ids: std::mem::take(&mut work.ids), counts, log_weights });
-        HeadSelection::Keys(Keys { sample, ..keys.clone() })
+        work.beside(keys.clone(), residual)
     }
 }
 
@@ -269,9 +271,7 @@ impl<'a, T: KvElement> Work<'a, T> {
             let known = &known[g * Partial::width(self.view.head_dim)..];
             let head = Head::new(self, g, known, residual);
             let moments = head.moments();
-            // The sample grows to no more than this, however far the budget is beyond it.
-            let next = (GROWTH.0 * self.ids.len() as f64).ceil();
-            match how.promise.verdict(&moments, (next, limit), || head.covariance_trace2()) {
+            match how.promise.verdict(&moments, (grown(self.ids.len()), limit), || head.covariance_trace2()) {
                 Verdict::Sample(b) if b < limit => most = most.max(b),
                 Verdict::Noisy => return Judgement::Noisy,
                 Verdict::Sample(_) | Verdict::Dense => return Judgement::Dense,
@@ -320,12 +320,13 @@ impl<'a, T: KvElement> Work<'a, T> {
             running.keys = scores.len();
         }
         let keys = self.sampled[0].len();
-        let mut parts = vec![Sums::new(d); (keys - first).div_ceil(CHUNK_KEYS) * group];
+        let chunks = (keys - first).div_ceil(CHUNK_KEYS);
+        let mut parts = vec![Sums::new(d); chunks * group];
         let shared = SharedMut::new(&mut parts);
-        parallel::for_each((keys - first).div_ceil(CHUNK_KEYS), Vec::new, |weights: &mut Vec<f32>, chunk| {
+        parallel::for_each(chunks, Vec::new, |weights: &mut Vec<f32>, chunk| {
             let start = first + chunk * CHUNK_KEYS;
-            for (g, running) in self.running.iter().enumerate() {
-                self.weights(g, start..keys.min(start + CHUNK_KEYS), running.max, weights);
+            for g in 0..group {
+                self.weights(g, start..keys.min(start + CHUNK_KEYS), weights);
                 // SAFETY: every chunk and query head has its own sums.
                 let sums = unsafe { &mut shared.slice(chunk * group + g, 1)[0] };
                 let (work, weights) = (&*self, weights.as_slice());
@@ -339,12 +340,21 @@ impl<'a, T: KvElement> Work<'a, T> {
         }
     }
 
-    /// exp(score − max) of some sampled keys of one query head.
-    fn weights(&self, g: usize, keys: Range<usize>, max: f32, to: &mut Vec<f32>) {
+    /// exp(score − max) of some sampled keys of one query head, with the maximum that its sums have.
+    fn weights(&self, g: usize, keys: Range<usize>, to: &mut Vec<f32>) {
         to.clear();
         to.extend_from_slice(&self.sampled[g][keys]);
-        let line = to.as_mut_slice();
+        let (line, max) = (to.as_mut_slice(), self.running[g].max);
         dispatch!(self.isa, exp_line::<_>(line: &mut [f32], max: f32));
+    }
+
+    /// The keys read exactly, and beside them all that was drawn as a sample of the `residual` others, the same for every
+    /// query head of the group.
+    fn beside(&mut self, keys: Keys, residual: usize) -> HeadSelection {
+        let (ids, group) = (std::mem::take(&mut self.ids), self.view.group);
+        let log_weight = (residual as f64 / ids.len() as f64).ln() as f32;
+        let (counts, log_weights) = (vec![ids.len(); group], vec![log_weight; group]);
+        HeadSelection::Keys(Keys { sample: Some(Sample { ids, counts, log_weights }), ..keys })
     }
 
     fn value(&self, key: usize) -> &'a [T] {

@@ -10,7 +10,7 @@
 
 use super::{Budget, Draws, Head, Running, Sampler, Work, check, head_by_head};
 use crate::decode::attend::{Partial, attend_head};
-use crate::decode::{Decode, HeadSelection, Keys, Sample, Scores, Selection, View};
+use crate::decode::{Decode, HeadSelection, Keys, Scores, Selection, View};
 use crate::index::bounds::PageBounds;
 use crate::kv::KvElement;
 use crate::philox::Stream;
@@ -107,10 +107,7 @@ impl Sampler for Certain<'_> {
             });
             if sure {
                 budgets.fill(Budget { residual, sampled: wanted, pilot, dense: false });
-                let log_weight = (residual as f64 / wanted as f64).ln() as f32;
-                let (counts, log_weights) = (vec![wanted; view.group], vec![log_weight; view.group]);
-                let sample = Some(Sample { ids: std::mem::take(&mut work.ids), counts, log_weights });
-                return HeadSelection::Keys(Keys { sample, ..keys });
+                return work.beside(keys, residual);
             }
             wanted *= 2;
         }

@@ -123,11 +123,12 @@ impl<'a, 'b, T: KvElement> Head<'a, 'b, T> {
         let sums = &self.running.sums;
         let mean = |(ev, o): (&f32, &f32)| ((f64::from(*ev) - f64::from(*o) * sums.e) / keys as f64) as f32;
         let mean: Vec<f32> = sums.ev.iter().zip(&self.output).map(mean).collect();
-        let mut products = vec![(0.0, 0.0); keys.div_ceil(CHUNK_KEYS)];
+        let chunks = keys.div_ceil(CHUNK_KEYS);
+        let mut products = vec![(0.0, 0.0); chunks];
         let shared = SharedMut::new(&mut products);
-        parallel::for_each(keys.div_ceil(CHUNK_KEYS), Vec::new, |weights: &mut Vec<f32>, chunk| {
+        parallel::for_each(chunks, Vec::new, |weights: &mut Vec<f32>, chunk| {
             let start = chunk * CHUNK_KEYS;
-            self.work.weights(self.g, start..keys.min(start + CHUNK_KEYS), self.running.max, weights);
+            self.work.weights(self.g, start..keys.min(start + CHUNK_KEYS), weights);
             let few = few * usize::from(chunk == 0);
             // SAFETY: one element each.
             let to = unsafe { &mut shared.slice(chunk, 1)[0] };
