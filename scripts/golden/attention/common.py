@@ -260,9 +260,9 @@ def difference(a: Array, b: Array) -> float:
     return float((np.linalg.norm(a - b, axis=-1) / np.linalg.norm(b, axis=-1)).max())
 
 
-def check(out: Array, full: Array, wrong: dict[str, Array]) -> None:
+def check(out: Array, full: Array, wrong: dict[str, Array], far: float = FAR) -> None:
     """Refuses heads on which the method is dense attention or one of its misreadings, by name, is the method."""
-    if np.linalg.norm(out - full) < FAR * np.linalg.norm(full):
+    if np.linalg.norm(out - full) < far * np.linalg.norm(full):
         raise Unclear("the output is nearly dense attention's")
     for name, other in wrong.items():
         if difference(other, out) < WRONG:

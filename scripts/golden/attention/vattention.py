@@ -1,44 +1,136 @@
 #!/usr/bin/env python3
-"""vAttention's decoding with the rule `denominator` (see common.py): sinks, a window, the top keys, and a sample.
+"""vAttention's decoding (see common.py): sinks, a window, the top keys, and a sample that stands for the rest.
 
 Read exactly are the first `sink` keys, the last `window`, and of the others the `top_k` of the largest probability,
 summed over the group. r keys are left. A pilot of the first b0 = `pilot_tokens` of them, in the order of a permutation
-of all visible keys that `seed` keys, estimates for each head D = sum e over all keys and the variance s2 of e among the
-r, e = exp(score - max). With replacement b = (z r s / (epsilon D))^2 draws bound D's relative error by epsilon, z the
-1 - delta / 2 quantile of the normal distribution; without it b / (1 + b / r), rounded up. The group reads what its
-neediest head needs. Needed are more keys than were drawn: the sample grows to as many, but to at most one and a half
-times its size, rounded up, and is looked at again, until no head needs more. Each sampled key counts for r / b.
+of all visible keys that `seed` keys, says for each head how many keys the promise takes: relative error at most
+epsilon with probability at least 1 - delta. The group reads what its neediest head needs. Needed are more keys than
+were drawn: the sample grows to as many, but to at most one and a half times its size, rounded up, and is looked at
+again, until no head needs more. Where a head's sample is too noisy to tell, it grows fourfold. Each sampled key counts
+for r / b.
+
+With e = exp(score - max), D = sum e, N = sum e v and o = N / D estimated from what is read, sample variances s2 of e,
+T of e v and R of e (v - o) (traces of covariances), z(p) the normal distribution's p quantile, c(p) = max(z(1 - p / 2),
+1.24), each rule gives the root of b, the draws with replacement:
+
+- denominator: z(1 - delta / 2) r s / (epsilon D).
+- lemma: least of (a1 + a2) / (epsilon / 2) over the splits delta2 / delta in .02, .05, .1, .2, .3, .5, with
+  a1 = c(delta1) r sqrt(T) / |N| and a2 = z(1 - delta2 / 2) r s / D.  tight: (a1 + (1 + epsilon) a2) / epsilon.
+- ratio: c(0.9 delta) r sqrt(R) / (epsilon D |o|) + z(1 - 0.1 delta) r s / D.
+- chi2: C r sqrt(R (1 + u)) / (epsilon D |o|), where C^2 R is the 1 - delta quantile of a gamma variable of mean R and
+  variance 2 Tr(S^2), S the covariance of e (v - o), by Wilson and Hilferty. Tr(S^2) = sum over pairs of keys of their
+  squared products, over (b - 1)^2; pairs of different keys are those of the first 40 drawn, scaled up. For keys
+  heavier than all that were drawn, u = 0.4 ln(1 / delta) times the heaviest's share of the sum of e^2.
+
+|N| and |o| are less the sample's noise: of |N|^2 the part r^2 T (1 / b - 1 / r), of |o|^2 r^2 R (1 / b - 1 / r) / D^2
+is taken off; less than a quarter left is too noisy to tell. Without replacement it takes b / (1 + b / r), rounded up.
 """
 
+from collections.abc import Callable
 from statistics import NormalDist
 
-from common import Array, Unclear, between, check, dense, drawn, first_clear, heads, importance, math, np
+from common import Array, Unclear, between, check, dense, drawn, f16, first_clear, heads, importance, math, np
 from common import scores, top, weighed, write
 
 SEED = 0x0123456789ABCDEF
+SPLITS = [0.02, 0.05, 0.1, 0.2, 0.3, 0.5]
+PAIRS = 40
+UNSEEN = 0.4
+
+z = NormalDist().inv_cdf
 
 
-def make(name: str, settings: dict, shape: dict, data: int) -> None:
+def quantile(share: float, least: float = 1.24) -> float:
+    """Of a vector's norm, in units of the root of its covariance's trace."""
+    return max(z(1 - share / 2), least)
+
+
+def needed(
+    settings: dict,
+    known: tuple[float, Array],
+    e: Array,
+    v: Array,
+    rest: int,
+    least: float = 1.24,
+    noise: bool = True,
+    pairs: int = PAIRS,
+    unseen: float = UNSEEN,
+    one_sided: bool = False,
+    replaced: bool = False,
+) -> float | None:
+    """Keys that one head needs by a sample e [b], v [b, d] of `rest` keys, with sums of those known; None: too noisy."""
+    rule, epsilon, delta = settings["rule"], settings["epsilon"], settings["delta"]
+    b = len(e)
+    total = known[0] + rest * e.mean()
+    ev = e[:, None] * v
+    numerator = known[1] + rest * ev.mean(axis=0)
+    deviation = rest * e.std(ddof=1) / total
+    left = rest**2 * (1 / b - 1 / rest)
+
+    def spread(x: Array) -> float:
+        return float(x.var(axis=0, ddof=1).sum())
+
+    def size(vector: Array, off: float) -> float | None:
+        square = float(vector @ vector)
+        left = square - (off if noise else 0)
+        if abs(left - square / 4) < 0.01 * square:
+            raise Unclear("the noise is nearly three quarters")
+        return None if left < square / 4 else math.sqrt(left)
+
+    if rule == "denominator":
+        root = z(1 - delta / (1 if one_sided else 2)) * deviation / epsilon
+    elif rule in ["lemma", "tight"]:
+        norm = size(numerator, left * spread(ev))
+        if norm is None:
+            return None
+        roots = []
+        for share in SPLITS:
+            a1 = quantile(delta * (1 - share), least) * rest * math.sqrt(spread(ev)) / norm
+            a2 = z(1 - delta * share / 2) * deviation
+            roots.append((a1 + a2) / (epsilon / 2) if rule == "lemma" else (a1 + (1 + epsilon) * a2) / epsilon)
+        root = min(roots)
+    else:
+        output = numerator / total
+        x = e[:, None] * (v - output)
+        norm = size(output, left * spread(x) / total**2)
+        if norm is None:
+            return None
+        scale = rest * math.sqrt(spread(x)) / (epsilon * total * norm)
+        if rule == "ratio":
+            root = quantile(0.9 * delta, least) * scale + z(1 - 0.1 * delta) * deviation
+        else:
+            x = x - x.mean(axis=0)
+            few = x[:pairs] @ x[:pairs].T
+            different = ((few**2).sum() - (np.diag(few) ** 2).sum()) / (len(few) * (len(few) - 1))
+            trace2 = (((x**2).sum(axis=1) ** 2).sum() + different * b * (b - 1)) / (b - 1) ** 2
+            part = 2 * trace2 / (9 * spread(x) ** 2)
+            factor = (1 - part + z(1 - delta) * math.sqrt(part)) ** 1.5
+            heavier = unseen * math.log(1 / delta) * e.max() ** 2 / (e**2).sum()
+            root = factor * scale * math.sqrt(1 + heavier)
+    return root**2 if replaced else root**2 / (1 + root**2 / rest)
+
+
+def make(name: str, settings: dict, shape: dict, data: int, lean: float = 0.0, noisy: bool = False) -> None:
     q, k, v = heads(data, **shape)
+    v = f16(v + lean)
     rows, n, kv_heads, group = len(q), len(k), k.shape[1], shape["group"]
-    sink, window, pilot = settings["sink"], settings["window"], settings["pilot_tokens"]
+    sink, window, pilot, rule = settings["sink"], settings["window"], settings["pilot_tokens"], settings["rule"]
     all_scores = scores(q, k)
     sizes = np.zeros((rows, kv_heads), int)
 
     def weights(
         top_k=settings["top_k"],
-        epsilon=settings["epsilon"],
-        one_sided=False,
-        replaced=False,
         first_head=False,
         over_all=False,
         one_look=False,
         unit=False,
         seed=SEED,
         true=False,
+        other: dict | None = None,
+        **how: float | bool,
     ) -> Array:
-        z = NormalDist().inv_cdf(1 - settings["delta"] / (1 if one_sided else 2))
         chosen = np.zeros((rows, kv_heads, n))
+        too_noisy = 0
         for r in range(rows):
             m = n - rows + r + 1
             for h in range(kv_heads):
@@ -49,41 +141,56 @@ def make(name: str, settings: dict, shape: dict, data: int) -> None:
                 sample = drawn(fixed, seed, h)
                 rest = len(sample)
                 size, looks = pilot, 0
-                while not (one_look and looks):
-                    needed = []
+                while size < rest and not (one_look and looks):
+                    budgets = []
                     for g in range(1 if first_head else group):
                         e = np.exp(s[g] - s[g].max())
-                        seen = e[sample[:size]]
-                        total = (0 if over_all else e[fixed].sum()) + rest * seen.mean()
-                        b = (z * rest * seen.std(ddof=1) / (epsilon * total)) ** 2
-                        needed.append(b if replaced else b / (1 + b / rest))
-                    b, looks = max(needed), looks + 1
+                        known = (0 if over_all else e[fixed].sum(), e[fixed] @ v[:m, h][fixed])
+                        at = sample[:size]
+                        budgets.append(needed(settings | (other or {}), known, e[at], v[at, h], rest, **how))
+                    looks += 1
+                    if None in budgets:
+                        too_noisy += 1
+                        size = min(4 * size, rest)
+                        continue
+                    b = max(budgets)
                     if true and abs(b - round(b)) < 0.01:
                         raise Unclear(f"a budget of {b}")
-                    if b <= size or size == rest:
+                    if b <= size:
                         break
                     size = min(math.ceil(b), rest) if one_look else min(math.ceil(b), math.ceil(1.5 * size), rest)
-                if true and (looks < 3 or not 1.3 * pilot < size < 0.6 * rest):
+                if true and (looks < 3 and not noisy or not 1.3 * pilot < size < 0.6 * rest):
                     raise Unclear(f"{size} of {rest} after {looks} looks")
                 if true:
                     sizes[r, h] = size
                 chosen[r, h, :m] = fixed
                 chosen[r, h, sample[:size]] = 1 if unit else rest / size
+        if true and noisy != (too_noisy > 0):
+            raise Unclear(f"{too_noisy} looks are too noisy")
         return chosen
 
     chosen = weights(true=True)
     wrong = {
         "weights of one": weights(unit=True),
-        "one-sided": weights(one_sided=True),
         "draws with replacement": weights(replaced=True),
         "the first head's budget": weights(first_head=True),
         "the rest's sum alone": weights(over_all=True),
         "one top key more": weights(top_k=settings["top_k"] + 1),
         "no top keys": weights(top_k=0),
-        "the pilot alone": weights(epsilon=100),
+        "the pilot alone": weights(other={"epsilon": 100}),
         "one look": weights(one_look=True),
         "another seed": weights(seed=SEED >> 32),
     }
+    if rule == "denominator":
+        wrong["one-sided"] = weights(one_sided=True)
+    else:
+        rules = [other for other in ["denominator", "lemma", "tight", "ratio", "chi2"] if other != rule]
+        wrong |= {f"the rule {other}": weights(other={"rule": other}) for other in rules}
+        wrong["noise and all"] = weights(noise=False)
+    if rule in ["tight", "ratio"]:
+        wrong["a scalar's quantile"] = weights(least=0.0)
+    if rule == "chi2":
+        wrong |= {"nothing unseen": weights(unseen=0.0), "all pairs": weights(pairs=n)}
     out = weighed(q, k, v, chosen)
     check(out, dense(q, k, v), {key: weighed(q, k, v, other) for key, other in wrong.items()})
     arrays = {"q": q, "k": k, "v": v, "out": out, "selected": chosen > 0, "sizes": sizes}
@@ -95,6 +202,18 @@ def main() -> None:
     settings |= {"top_k": 20, "top": {"method": "oracle"}, "pilot_tokens": 24, "pilot_share": 0, "dense_share": 1}
     shape = {"n": 801, "kv_heads": 2, "group": 2, "d": 16, "rows": 3}
     first_clear(lambda data: make("vattention", settings, shape, data))
+    shape |= {"n": 601, "rows": 2}
+    # The quantile of a vector is another one where delta is large.
+    for rule, epsilon, delta, lean in [
+        ("lemma", 0.9, 0.2, 3.0),
+        ("tight", 0.4, 0.5, 2.0),
+        ("ratio", 0.15, 0.5, 1.5),
+        ("chi2", 0.1, 0.1, 1.5),
+    ]:
+        own = settings | {"rule": rule, "epsilon": epsilon, "delta": delta}
+        first_clear(lambda data: make(f"vattention-{rule}", own, shape, data, lean))
+    own = settings | {"rule": "chi2", "epsilon": 0.4, "delta": 0.2, "pilot_tokens": 12}
+    first_clear(lambda data: make("vattention-noisy", own, shape, data, 0.2, noisy=True))
 
 
 if __name__ == "__main__":
