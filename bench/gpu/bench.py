@@ -276,6 +276,10 @@ def sparse():
 def sampled():
     """vAttention over Quest's blocks on five inputs, and the blocks alone. The list that needs
     the largest sample sets a step's time, and random inputs differ in that."""
+    # Share of the blocks, epsilon in units of that at which 5% of the blocks and as large a sample keep the promise,
+    # first sample. One look is enough, or two, where epsilon is larger.
+    settings = {"vattention": (0.05, 1, 0.01), "loose": (0.05, 3.5, 0.01), "large pilot": (0.05, 1, 0.05),
+                "one look of 5%": (0.05, 1.25, 0.05), "9% of the blocks": (0.09, 4.5, 0.01)}
     for n, eps in ((32768, 0.15), (131072, 0.055), (524288, 0.025)):
         key, nb, rows = f"sampled b1 {n}", n // 64, []
         try:
@@ -288,31 +292,29 @@ def sampled():
             cache.v += 0.5
             q = torch.randn(1, HQ, D, device=DEV, dtype=DT)
             hi, lo = (f(2, keepdim=True).contiguous() for f in (cache.k.amax, cache.k.amin))
-            fixed = torch.tensor([t.work_list((0, n - 128), (128, n), length=n)] * HK,
-                                 dtype=torch.int32, device=DEV)
             ends = lambda x: torch.full((HK,), x, dtype=torch.int32, device=DEV)
-            pick = Pick(cache, q, hi, lo, nb // 20, ends(2), ends(nb - 2), work=fixed)
-            pick()
-            make = lambda rule, eps=eps, pilot=0.01: t.VAttention(
-                cache, q, fixed, [7], eps, 0.05, rule, block_ids=pick.ids, pilot_share=pilot)
-            # At the larger epsilon one look is enough, or two; from a first sample of 5% two or three.
-            v, loose, large, listed = make("chi2"), make("chi2", 3.5 * eps), make("chi2", pilot=0.05), make("listed")
-
-            def step(attend):
+            row = {}
+            for name, (share, loose, pilot) in [*settings.items(), ("blocks alone", (0.05, 1, 0.01))]:
+                fixed = torch.tensor([t.work_list((0, n - 128), (128, n), length=n)] * HK,
+                                     dtype=torch.int32, device=DEV)
+                pick = Pick(cache, q, hi, lo, int(nb * share), ends(2), ends(nb - 2), work=fixed)
                 pick()
-                attend()
-            times = [median_ms(graphed(f)) * 1e3 for f in (
-                v, lambda: step(v), loose, lambda: step(loose), large, lambda: step(large), listed,
-                lambda: step(listed))]
-            rows.append(times + [x for f in (v, loose, large) for x in (
-                f.keys_read() / (n * HK), f.counts.max().item() / n, f.counts.min().item() / n)])
-            del cache, hi, lo, pick, v, loose, large, listed, make
-        for i, name in enumerate((
-                "vattention us", "vattention with predictor us", "loose us", "loose with predictor us",
-                "large pilot us", "large pilot with predictor us", "blocks alone us", "blocks alone with predictor us", "density", "largest sample",
-                "smallest sample", "loose density", "loose largest sample", "loose smallest sample",
-                "large pilot density", "large pilot largest sample", "large pilot smallest sample")):
-            x = sorted(r[i] for r in rows)
+                f = t.VAttention(cache, q, fixed, [7], loose * eps, 0.05, "listed" if "alone" in name else "chi2",
+                                 block_ids=pick.ids, pilot_share=pilot)
+
+                def step():
+                    pick()
+                    f()
+                row[f"{name} us"] = median_ms(graphed(f)) * 1e3
+                row[f"{name} with predictor us"] = median_ms(graphed(step)) * 1e3
+                if name in settings:
+                    row |= {f"{name} density": f.keys_read() / (n * HK),
+                            f"{name} largest sample": f.counts.max().item() / n,
+                            f"{name} smallest sample": f.counts.min().item() / n}
+            rows.append(row)
+            del cache, hi, lo, pick, f, step
+        for name in rows[0]:
+            x = sorted(r[name] for r in rows)
             put(f"{key} {name} mean", sum(x) / len(x))
             put(f"{key} {name} least", x[0])
             put(f"{key} {name} most", x[-1])

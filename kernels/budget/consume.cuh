@@ -75,6 +75,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
         judge.tell();
         judge.prepare(to, pos, ahead);
         judge.hear();
+        if (judge.takes_few(to, pos)) judge.fetch_scores(ahead.few, judge.few_of(to));
       } else if (!leave()) {
         return;
       }
@@ -150,7 +151,9 @@ __device__ __forceinline__ void set_sampled_outline(const SampledParams& p, uint
   const uint32_t pilot = max(max((uint32_t)p.pilot_tokens, 2u), (uint32_t)ceil(p.pilot_share * residual));
   const double limit = fmin(p.dense_share * w.len, (double)w.len) - fixed;
   o.fixed = fixed, o.residual = residual, o.pilot = pilot, o.limit = limit, o.most = limit > 0 ? ceil(limit) : 0;
-  o.aim = (uint32_t)min((uint64_t)pilot * 12, (uint64_t)residual);
+  // A small sample often grows to several times its first size, a large one to its next look's; a turn's draws
+  // are waited for until all of them are made.
+  o.aim = min(max(min(12 * pilot, residual / 8), grown(pilot) + pilot / 8), residual);
   // The sample's tiles are dealt out from where the list's own end.
   o.first = (o.rank + o.team - list_tiles(w) % o.team) % o.team;
   o.dense = residual <= pilot || pilot >= limit || pilot > (uint32_t)p.capacity;

@@ -193,7 +193,7 @@ struct Drawer {
       for (;;) {
         // Once the pilot is there, one turn more beside its tiles and the first look.
         if (turn < kDrawTurns && (drawn < until || (turn == 1 && drawn < o.aim))) {
-          take(turn == 0 ? until : turn == 1 ? max(o.aim, until) : min(4 * until, o.residual));
+          take(turn == 0 ? until : turn == 1 ? max(o.aim, until) : min(2 * until, o.residual));
           continue;
         }
         mbar_wait(smem_u32(&sh.decided), look++ & 1);

@@ -52,8 +52,9 @@ struct Judge : Tally<T, D, N> {
           st_shared_u32(split + split_at<D>(4 * N, row, d), pack2<T>(x, y));
           st_shared_u32(split + split_at<D>(4 * N, row + N, d), pack2<T>(x - x_high, y - y_high));
         }
-      o2 = warp_sum(o2), ow = warp_sum(ow), w2 = warp_sum(w2), a2 = warp_sum(a2);
-      if (lane == 0) sh.stat[g] = {own, o2, ow, w2, __fdividef(c, all * scale), a2, top + __logf(all)};
+      float x[4] = {o2, ow, w2, a2};
+      warp_sums(x);
+      if (lane == 0) sh.stat[g] = {own, x[0], x[1], x[2], __fdividef(c, all * scale), x[3], top + __logf(all)};
     }
     fence_async_smem();
     gate.meet();
@@ -69,14 +70,15 @@ struct Judge : Tally<T, D, N> {
     Sums sum = {};
     Base::look(b, pos, sum);
 #pragma unroll
+    for (int d = 4; d < 32; d *= 2)
+#pragma unroll
+      for (int c = 0; c < C; ++c)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) sum[c][k] = this->join(k, sum[c][k], __shfl_xor_sync(~0u, sum[c][k], d));
+#pragma unroll
     for (int c = 0; c < C; ++c)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        float x = sum[c][k];
-#pragma unroll
-        for (int d = 4; d < 32; d *= 2) x = this->join(k, x, __shfl_xor_sync(~0u, x, d));
-        if (lane < 4) sh.sums[warp][this->head(c)][k] = x;
-      }
+      if (lane < 4)
+        *reinterpret_cast<float4*>(sh.sums[warp][this->head(c)]) = make_float4(sum[c][0], sum[c][1], sum[c][2], sum[c][3]);
     gate.meet();
     // A sum travels with the number of its look in place of a flag. One warp a head.
     uint64_t* sums = p.sums + (int64_t)o.list * o.team * group * 4;
@@ -112,7 +114,9 @@ struct Judge : Tally<T, D, N> {
       auto of_rank = [&](uint64_t word) {
         return lane < o.team ? __uint_as_float((uint32_t)(word >> 32)) : 0.f;
       };
-      const float e2 = warp_sum(of_rank(lo.x)), away = warp_sum(of_rank(lo.y)), off = warp_sum(of_rank(hi.y));
+      float x[3] = {of_rank(lo.x), of_rank(lo.y), of_rank(hi.y)};
+      warp_sums(x);
+      const float e2 = x[0], away = x[1], off = x[2];
       const float third = p.rule == kChi2 ? warp_max(of_rank(hi.x)) : warp_sum(of_rank(hi.x));
       const HeadStat& s = sh.stat[g];
       const float d = b, free = over(1.f, d - 1);

@@ -10,10 +10,18 @@ __device__ __forceinline__ float warp_sum(float x) {
   for (int d = 16; d; d /= 2) x += __shfl_xor_sync(~0u, x, d);
   return x;
 }
-__device__ __forceinline__ float warp_max(float x) {
+// Several side by side: shuffles are issued in their order, so that one sum after another would wait for each.
+template <int K>
+__device__ __forceinline__ void warp_sums(float (&x)[K]) {
 #pragma unroll
-  for (int d = 16; d; d /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
-  return x;
+  for (int d = 16; d; d /= 2)
+#pragma unroll
+    for (int k = 0; k < K; ++k) x[k] += __shfl_xor_sync(~0u, x[k], d);
+}
+// Of numbers that are none of them NaN, as integers of the same order.
+__device__ __forceinline__ float warp_max(float x) {
+  const int i = __float_as_int(x), top = __reduce_max_sync(~0u, i < 0 ? i ^ 0x7FFFFFFF : i);
+  return __int_as_float(top < 0 ? top ^ 0x7FFFFFFF : top);
 }
 
 // Keys that a list reads exactly. Its blocks are ascending, its parts disjoint.

@@ -123,7 +123,7 @@ struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
   };
   float merged_lse[2][N];
   HeadStat stat[N];
-  float sums[8][N][4];
+  alignas(16) float sums[8][N][4];
   float budget[N];
   uint32_t verdict[N];
 };

@@ -108,6 +108,7 @@ struct Tally : Member<D> {
   // fewer stages to look at takes them.
   struct Few {
     uint4 x[kLoads], y[kLoads];
+    float score[NT][4];
     uint32_t row;
   };
   static __device__ __forceinline__ uint32_t few_of(uint32_t b) { return min(b, (uint32_t)kCovarianceKeys); }
@@ -122,6 +123,18 @@ struct Tally : Member<D> {
       f.x[i] = reinterpret_cast<const uint4*>(lo)[(lane & 3) + 4 * i];
       f.y[i] = reinterpret_cast<const uint4*>(hi)[(lane & 3) + 4 * i];
     }
+  }
+  // The thread's scores of them, once the team has met: all on their way before the first is used.
+  __device__ __forceinline__ void fetch_scores(Few& f, uint32_t few) const {
+#pragma unroll
+    for (int t = 0; t < NT; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t draw = warp % 4 * 16 + lane / 4 + 8 * (i / 2);
+        const int h = t * 8 + (lane & 3) * 2 + (i & 1);
+        const float score = score_of(min(draw, few - 1), min(h, group - 1));
+        f.score[t][i] = draw < few && h < group ? score : -INFINITY;
+      }
   }
   // Their e, v . o and r . mean, for products with one another.
   __device__ __forceinline__ void look_at_few(const Few& f, uint32_t b) const {
@@ -146,9 +159,9 @@ struct Tally : Member<D> {
       for (int i = 0; i < 4; ++i) {
         const int h = t * 8 + quad * 2 + (i & 1);
         const uint32_t draw = warp % 4 * 16 + lane / 4 + 8 * (i / 2);
-        if (draw >= few_of(b) || h >= group) continue;
+        if (draw >= kCovarianceKeys) continue;
         const HeadStat& stat = sh.stat[h];
-        const float e = exp2_fast(score_of(draw, h) - stat.lse * kLog2e);
+        const float e = exp2_fast(f.score[t][i] - stat.lse * kLog2e);
         float* pair = sh.pair[draw][h];
         pair[0] = e, pair[1] = vo[t][i], pair[2] = e * share * (vl[t][i] - stat.ow);
       }

@@ -7,7 +7,7 @@ namespace {
 template <class T, int W, int NT>
 cudaError_t go(const PickParams& p, cudaStream_t s) {
   const int grid = p.rows * p.kv_heads * team_size(p.kv_heads);
-  const size_t smem = (size_t)p.stride * 4;
+  const size_t smem = ((size_t)p.stride + 3) / 4 * 16;
   if (p.lower) return launch(pick_kernel<T, W, NT, true>, grid, kPickThreads, smem, s, p.overlap != 0, p);
   return launch(pick_kernel<T, W, NT, false>, grid, kPickThreads, smem, s, p.overlap != 0, p);
 }

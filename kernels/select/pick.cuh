@@ -22,7 +22,7 @@ constexpr int kPickMost = 32768;
 template <class T, int W, int NT, bool BOUNDS>
 __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams p) {
   using View = ViewRows<T, W, NT, BOUNDS>;
-  extern __shared__ uint32_t keys[];
+  extern __shared__ __align__(16) uint32_t keys[];
   __shared__ uint32_t bins[kPickBins], scratch[33], least, most, found_bin, found_need, found_size, last;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = lane & 3;
   const uint32_t team = team_size(p.kv_heads), list = blockIdx.x / team, rank = blockIdx.x % team;
@@ -67,12 +67,26 @@ __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams 
   __syncthreads();
   if (!last) return;
 
+  // Four keys at a time wherever keys are walked; beyond the end they rank below all.
   uint32_t lo = ~0u, hi = 0;
-#pragma unroll 8
-  for (uint32_t i = tid; i < n; i += kPickThreads) {
-    const uint32_t u = __ldcg(out + i);
-    keys[i] = u;
-    lo = min(lo, u), hi = max(hi, u);
+  const uint32_t fours = (n + 3) / 4;
+  const bool aligned = p.stride % 4 == 0;
+#pragma unroll 4
+  for (uint32_t i = tid; i < fours; i += kPickThreads) {
+    uint4 u;
+    if (aligned) {
+      u = __ldcg(reinterpret_cast<const uint4*>(out) + i);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) (&u.x)[k] = __ldcg(out + min(4 * i + k, n - 1));
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      uint32_t& x = (&u.x)[k];
+      if (4 * i + k < n) lo = min(lo, x), hi = max(hi, x);
+      else x = 0;
+    }
+    reinterpret_cast<uint4*>(keys)[i] = u;
   }
   lo = __reduce_min_sync(~0u, lo), hi = __reduce_max_sync(~0u, hi);
   if (lane == 0) atomicMin(&least, lo), atomicMax(&most, hi);
@@ -85,10 +99,14 @@ __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams 
 #pragma unroll 1
   while (need > 0 && need < n && lo < hi) {
     const int bits = 32 - __clz(hi - lo), shift = max(bits - 10, 0);
-#pragma unroll 4
-    for (uint32_t i = tid; i < n; i += kPickThreads) {
-      const uint32_t u = keys[i];
-      if (u >= lo && u <= hi) atomicAdd(&bins[(u - lo) >> shift], 1u);
+#pragma unroll 2
+    for (uint32_t i = tid; i < fours; i += kPickThreads) {
+      const uint4 u = reinterpret_cast<const uint4*>(keys)[i];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const uint32_t x = (&u.x)[k];
+        if (x >= lo && x <= hi && 4 * i + k < n) atomicAdd(&bins[(x - lo) >> shift], 1u);
+      }
     }
     __syncthreads();
     // From the top: thread t has bins 1023 - 2t and 1022 - 2t.
@@ -109,26 +127,31 @@ __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams 
     hi = min(hi, lo + ((1u << shift) - 1));
     if (need == found_size) break;  // All of them.
   }
-  // All above the range, and the first `need` of those in it. A warp owns a run of keys.
-  const uint32_t share = (n + kPickThreads - 1) / kPickThreads * 32, first = min(warp * share, n);
-  const uint32_t stop = min(first + share, n);
+  // All above the range, and the first `need` of those in it. A thread owns a run of keys.
+  const uint32_t share = (fours + kPickThreads - 1) / kPickThreads, first = tid * share;
+  const uint32_t stop = min(first + share, fours);
   uint32_t mine = 0;  // of the former, and of the latter in the upper half
 #pragma unroll 4
-  for (uint32_t i = first + lane; i < stop; i += 32)
-    mine += keys[i] > hi ? 1 : keys[i] >= lo ? 1 << 16 : 0;
-  mine = __reduce_add_sync(~0u, mine);
+  for (uint32_t i = first; i < stop; ++i) {
+    const uint4 u = reinterpret_cast<const uint4*>(keys)[i];
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      if (4 * i + k < n) mine += (&u.x)[k] > hi ? 1 : (&u.x)[k] >= lo ? 1 << 16 : 0;
+  }
   uint32_t all;
-  const uint32_t before = __shfl_sync(~0u, block_exclusive_sum(lane == 0 ? mine : 0, scratch, all), 0);
+  const uint32_t before = block_exclusive_sum(mine, scratch, all);
   uint32_t gt = before & 0xFFFF, eq = before >> 16;
-#pragma unroll 2
-  for (uint32_t i = first + lane; i - lane < stop; i += 32) {
-    const uint32_t u = i < stop ? keys[i] : 0, below = (1u << lane) - 1;
-    const uint32_t over = __ballot_sync(~0u, i < stop && u > hi);
-    const uint32_t equal = __ballot_sync(~0u, i < stop && u <= hi && u >= lo);
-    const uint32_t to_gt = gt + __popc(over & below), to_eq = eq + __popc(equal & below);
-    if ((over >> lane & 1) || ((equal >> lane & 1) && to_eq < need))
-      p.ids[(int64_t)list * p.capacity + to_gt + min(to_eq, need)] = begin + i;
-    gt += __popc(over), eq += __popc(equal);
+  uint32_t* ids = p.ids + (int64_t)list * p.capacity;
+#pragma unroll 1
+  for (uint32_t i = first; i < stop && mine > 0; ++i) {
+    const uint4 u = reinterpret_cast<const uint4*>(keys)[i];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint32_t at = 4 * i + k, x = (&u.x)[k];
+      const bool over = at < n && x > hi, equal = at < n && x <= hi && x >= lo;
+      if (over || (equal && eq < need)) ids[gt + min(eq, need)] = begin + at;
+      gt += over, eq += equal;
+    }
   }
   if (tid == 0) {
     if (p.counts) p.counts[list] = k;
