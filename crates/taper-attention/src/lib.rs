@@ -8,6 +8,7 @@ mod amount;
 mod artifacts;
 mod audit;
 mod batch;
+mod kept;
 mod layer;
 pub mod method;
 mod methods;

@@ -32,8 +32,8 @@
 //! ```
 
 use super::Entry;
-use super::sample_attention::kept;
 use crate::artifacts::{ArtifactFile, ArtifactKind, Loaded};
+use crate::kept::kept;
 use crate::method::{Carry, PrefillLayer, PrefillMethod, PrefillOutput, cut_at_blocks};
 use crate::schema::{parse, schema_of};
 use candle_core::Result;
@@ -71,28 +71,28 @@ pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
 const ARTIFACT: ArtifactKind =
     ArtifactKind { file: "minference.toml", made_by: "taper train minference", read: read_table };
 
-/// Which pattern heads follow, and how much they read.
+/// Which pattern heads follow, and how much they read. What is not of the pattern chosen is ignored.
 #[derive(Debug, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 struct Params {
     /// The pattern of every head.
     pattern: PatternName,
-    /// vertical_slash: keys that all rows read, at least 30.
+    /// vertical_slash, auto: keys that all rows read, at least 30.
     #[schemars(range(min = 1, max = 1_048_576))]
     vertical: usize,
-    /// vertical_slash: diagonals, at least 100.
+    /// vertical_slash, auto: diagonals, at least 100.
     #[schemars(range(min = 1, max = 1_048_576))]
     slash: usize,
     /// block_sparse: blocks of 64 tokens that a row reads, its own included.
     #[schemars(range(min = 1, max = 16_384))]
     blocks: usize,
-    /// a_shape: tokens at the start of the sequence.
+    /// a_shape, auto: tokens at the start of the sequence.
     #[schemars(range(min = 0, max = 1_048_576))]
     init: usize,
     /// a_shape: most recent tokens, the query's own included.
     #[schemars(range(min = 1, max = 1_048_576))]
     local: usize,
-    /// Last rows of the prompt that keys and diagonals are chosen by.
+    /// Last rows of the prompt that keys and diagonals are chosen by, and patterns by auto.
     #[schemars(range(min = 1, max = 1024))]
     queries: usize,
 }

@@ -31,10 +31,12 @@
 //! ```
 
 use super::Entry;
-use crate::artifacts::{ArtifactFile, ArtifactKind, Loaded};
+use crate::artifacts::{ArtifactFile, ArtifactKind, Artifacts, Loaded};
+use crate::kept::kept;
 use crate::method::{Carry, PrefillLayer, PrefillMethod, PrefillOutput};
 use crate::schema::{parse, schema_of};
-use candle_core::{Result, Tensor};
+use crate::spec::SpecResult;
+use candle_core::Result;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -51,21 +53,8 @@ pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
     schema: schema_of::<Params>,
     build: |value, path, artifacts| {
         let params: Params = parse(PREFILL.name, value, path)?;
-        let bands: Cow<'static, [Band]> = match params.tuning {
-            Tuning::None => {
-                let Params { alpha_c, alpha_s, chunks, .. } = params;
-                vec![Band { below: usize::MAX, alpha_c, alpha_s, chunks }].into()
-            }
-            Tuning::Glm49b => GLM4[0][..].into(),
-            Tuning::Glm49bSpeed => GLM4[1][..].into(),
-            Tuning::Internlm27b => INTERNLM2[0][..].into(),
-            Tuning::Internlm27bSpeed => INTERNLM2[1][..].into(),
-            Tuning::File => {
-                artifacts.get::<Vec<Band>>(&ARTIFACT, &format!("{path}.tuning"))?.as_slice().to_vec().into()
-            }
-        };
         let json = json!(params);
-        Ok((Arc::new(SampleAttention { bands, block: params.block, min_tokens: params.min_tokens }), json))
+        Ok((Arc::new(SampleAttention::new(&params, path, artifacts)?), json))
     },
     artifacts: &[ARTIFACT],
 };
@@ -196,6 +185,21 @@ struct SampleAttention {
 }
 
 impl SampleAttention {
+    fn new(params: &Params, path: &str, artifacts: &Artifacts) -> SpecResult<Self> {
+        let &Params { alpha_c, alpha_s, chunks, block, min_tokens, tuning } = params;
+        let bands: Cow<'static, [Band]> = match tuning {
+            Tuning::None => vec![Band { below: usize::MAX, alpha_c, alpha_s, chunks }].into(),
+            Tuning::Glm49b => GLM4[0][..].into(),
+            Tuning::Glm49bSpeed => GLM4[1][..].into(),
+            Tuning::Internlm27b => INTERNLM2[0][..].into(),
+            Tuning::Internlm27bSpeed => INTERNLM2[1][..].into(),
+            Tuning::File => {
+                artifacts.get::<Vec<Band>>(&ARTIFACT, &format!("{path}.tuning"))?.as_slice().to_vec().into()
+            }
+        };
+        Ok(Self { bands, block, min_tokens })
+    }
+
     /// The thresholds for a prompt, or none for one that is dense.
     fn band(&self, prompt: usize) -> Option<&Band> {
         if prompt < self.min_tokens { None } else { self.bands.iter().find(|band| prompt < band.below) }
@@ -233,18 +237,11 @@ impl PrefillMethod for SampleAttention {
     }
 }
 
-/// Shares of the dense probability that rows keep, from the logarithms of what is read and of all `[R, q_heads]`.
-pub(super) fn kept(read: &Tensor, all: &Tensor) -> Result<Vec<f32>> {
-    let shares: Vec<f32> = (read - all)?.exp()?.flatten_all()?.to_vec1()?;
-    // Rounding alone would make more than everything of it.
-    Ok(shares.into_iter().map(|share| if share > 1.0 { 1.0 } else { share }).collect())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::SpecError;
-    use crate::artifacts::{Artifacts, ModelKey};
+    use crate::artifacts::ModelKey;
     use crate::layer::AttentionShape;
     use crate::methods::prefill;
     use serde_json::Value;
@@ -271,24 +268,45 @@ mod tests {
         assert_eq!(dense.cut(5, 1000, 10), 15, "a prompt below min_tokens is cut as any other");
     }
 
+    /// Table 6 as the paper prints it, a line a model: by length accuracy|speed of alpha_c; alpha_s; chunks.
+    const TABLE_6: [(&str, &str); 2] = [
+        (
+            "glm4-9b",
+            "<16K .98|.85; .90|.85; 1|1 - 16-48K .95|.85; .95|.80; 1|1 - 48-80K .95|.80; .95|.80; 1|1 - \
+             80-112K .90|.80; .90|.80; 2|1 - >=112K .95|.80; .85|.80; 1|1",
+        ),
+        (
+            "internlm2-7b",
+            "<16K .98|.85; .95|.85; 1|1 - 16-48K .95|.80; .90|.80; 1|1 - 48-80K .92|.80; .92|.80; 1|1 - \
+             80-112K .92|.80; .90|.80; 2|1 - >=112K .95|.80; .90|.80; 2|1",
+        ),
+    ];
+
     #[test]
     fn a_tuning_follows_the_prompts_length() {
-        for (name, prompt, wanted) in [
-            ("glm4-9b", 16_383, (0.98, 0.9, 1)),
-            ("glm4-9b", 100_000, (0.9, 0.9, 2)),
-            ("glm4-9b-speed", 16_384, (0.85, 0.8, 1)),
-            ("internlm2-7b", 1_000_000, (0.95, 0.9, 2)),
-        ] {
-            let table = if name.starts_with("glm") { &GLM4 } else { &INTERNLM2 };
-            let bands = &table[usize::from(name.ends_with("speed"))];
-            let band = bands.iter().find(|band| prompt < band.below).unwrap();
-            assert_eq!((band.alpha_c, band.alpha_s, band.chunks), wanted, "{name} at {prompt}");
-            let chunks =
-                method(json!({ "method": "sample_attention", "tuning": name }), &Artifacts::default()).unwrap();
-            if prompt >= 16_384 {
-                assert_eq!(chunks.cut(0, prompt, 10), prompt / wanted.2, "{name} at {prompt}");
+        let mut checked = 0;
+        for ((model, table), speed) in TABLE_6.into_iter().flat_map(|row| [(row, false), (row, true)]) {
+            let name = if speed { format!("{model}-speed") } else { model.to_owned() };
+            let params: Params = parse("sample_attention", &json!({ "tuning": name }), "attention.prefill").unwrap();
+            let tuned = SampleAttention::new(&Params { min_tokens: 0, ..params }, "", &Artifacts::default()).unwrap();
+            let lengths = [0, 16, 48, 80, 112, 10_000].map(|k| k * 1024);
+            for (cell, ends) in table.split(" - ").zip(lengths.windows(2)) {
+                let numbers = cell.split_once(' ').unwrap().1.split("; ").map(|both| {
+                    let (accurate, fast) = both.split_once('|').unwrap();
+                    if speed { fast } else { accurate }.parse::<f64>().unwrap()
+                });
+                for prompt in [ends[0], ends[1] - 1] {
+                    let band = tuned.band(prompt).unwrap();
+                    let found = [band.alpha_c, band.alpha_s, band.chunks as f64];
+                    assert_eq!(found.to_vec(), numbers.clone().collect::<Vec<_>>(), "{name}: {cell} at {prompt}");
+                }
+                checked += 1;
             }
         }
+        assert_eq!(checked, 20);
+        let chunks =
+            method(json!({ "method": "sample_attention", "tuning": "glm4-9b" }), &Artifacts::default()).unwrap();
+        assert_eq!((chunks.cut(0, 100_000, 10), chunks.cut(0, 20_000, 10)), (50_000, 20_000));
     }
 
     #[test]
