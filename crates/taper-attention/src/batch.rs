@@ -361,7 +361,7 @@ impl Part<'_> {
         let read = counts.iter().sum::<usize>() as u64;
         let there = rows.iter().map(|row| row.visible.len() * self.shape.kv_heads).sum::<usize>() as u64;
         report.add(counts.len() as u64, read, there, counts.iter().copied().max().unwrap_or(0) as u64);
-        report.add_scored(choice.scores.as_ref().map_or(0, |scores| scores.keys() as u64));
+        report.add_scored(choice.keys_scored() as u64);
         if let Some(budgets) = &choice.budgets {
             report.add_budgets(budgets);
         }

@@ -13,6 +13,7 @@ mod layer;
 pub mod method;
 mod methods;
 mod partition;
+mod probing;
 mod report;
 mod schema;
 mod spec;

@@ -236,11 +236,28 @@ impl DecodeStep<'_> {
         Selection::dense(self.batch.rows.len(), self.kv_heads).into()
     }
 
-    /// The step of one of the rows alone.
+    /// Chooses for all rows together if `of` gives the same for each, and for each alone if not: for what is a share of
+    /// a row's context.
     ///
     /// # Errors
-    /// What `run` says.
-    pub fn row<T>(&self, row: usize, run: impl FnOnce(&DecodeStep) -> Result<T>) -> Result<T> {
+    /// What `choose` says.
+    pub fn by_share<T: PartialEq>(
+        &self,
+        of: impl Fn(&DecodeRow) -> T,
+        choose: impl Fn(&DecodeStep, T) -> Result<Choice>,
+    ) -> Result<Choice> {
+        let mut each: Vec<T> = self.batch.rows.iter().map(of).collect();
+        match each.iter().all(|share| *share == each[0]) {
+            true => choose(self, each.swap_remove(0)),
+            false => {
+                let alone = |(row, share)| self.row(row, |step| choose(step, share));
+                Ok(Choice::join(each.into_iter().enumerate().map(alone).collect::<Result<_>>()?))
+            }
+        }
+    }
+
+    /// The step of one of the rows alone.
+    fn row<T>(&self, row: usize, run: impl FnOnce(&DecodeStep) -> Result<T>) -> Result<T> {
         let q = self.batch.q.narrow(0, row, 1)?;
         let batch = Decode { q: &q, kv: self.batch.kv, rows: &self.batch.rows[row..=row] };
         run(&DecodeStep { batch, streams: &self.streams[row..=row], ..*self })
@@ -289,13 +306,38 @@ pub struct Choice {
     pub selection: Selection,
     /// The scores of keys, where choosing took them.
     pub scores: Option<Scores>,
+    /// Keys scored to choose besides, over all rows and KV heads.
+    pub scored: usize,
     /// Budgets `[R, q_heads]` of a method that samples.
     pub budgets: Option<Vec<Budget>>,
 }
 
 impl From<Selection> for Choice {
     fn from(selection: Selection) -> Self {
-        Self { selection, scores: None, budgets: None }
+        Self { selection, scores: None, scored: 0, budgets: None }
+    }
+}
+
+impl Choice {
+    /// Keys scored to choose, over all rows and KV heads.
+    pub fn keys_scored(&self) -> usize {
+        self.scored + self.scores.as_ref().map_or(0, Scores::keys)
+    }
+
+    /// The choices of rows that were made apart, as one.
+    fn join(parts: Vec<Self>) -> Self {
+        let mut all = Self::from(Selection(Vec::new()));
+        let (mut scores, mut budgets) = (Vec::new(), Vec::new());
+        let rows = parts.len();
+        for part in parts {
+            all.selection.0.extend(part.selection.0);
+            all.scored += part.scored;
+            scores.extend(part.scores);
+            budgets.extend(part.budgets);
+        }
+        all.scores = (scores.len() == rows).then(|| Scores::join(scores));
+        all.budgets = (budgets.len() == rows).then(|| budgets.concat());
+        all
     }
 }
 

@@ -1,10 +1,10 @@
 //! k-means: keys in clusters, and the clusters whose centroids the query is nearest to are read.
 
 use super::Entry;
-use super::saap::{self, Probing};
 use crate::artifacts::{ArtifactFile, ArtifactKind, Artifacts, Loaded};
 use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor};
 use crate::partition::Partition;
+use crate::probing::{self, Prober, Probing};
 use crate::schema::{parse, schema_of};
 use crate::spec::SpecResult;
 use candle_core::Result;
@@ -57,7 +57,7 @@ const UNROTATED: ArtifactKind = ArtifactKind {
 #[serde(default)]
 struct Decode {
     #[serde(flatten)]
-    probing: saap::Params,
+    probing: probing::Params,
     #[serde(flatten)]
     kmeans: KMeans,
 }
@@ -87,7 +87,7 @@ impl Clusters {
     }
 }
 
-impl saap::Prober for Clusters {
+impl Prober for Clusters {
     fn probe(&self, step: &DecodeStep, fixed: (usize, usize), probes: Probes) -> Result<Choice> {
         let centroids = self.0.layer(step.layer);
         let share = |head: usize, queries: &[f32]| {
@@ -107,7 +107,7 @@ impl saap::Prober for Clusters {
 
 impl Predictor for Clusters {
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
-        saap::Prober::probe(self, step, (sink, window), Probes::Keys(k))
+        self.probe(step, (sink, window), Probes::Keys(k))
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {

@@ -50,6 +50,6 @@ impl DecodeMethod for OracleTopP {
         let scores = scores(&step.batch, &step.per_head(|_| self.p < 1.0))?;
         let group = step.group()?;
         let selection = top_p(step.batch.rows, &importance(&scores), self.sink, self.window, self.p as f32, group);
-        Ok(Choice { selection, scores: Some(scores), budgets: None })
+        Ok(Choice { scores: Some(scores), ..selection.into() })
     }
 }

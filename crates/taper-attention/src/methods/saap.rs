@@ -4,13 +4,13 @@ use super::Entry;
 use crate::artifacts::{ArtifactFile, ArtifactKind, Loaded};
 use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor};
 use crate::partition::Partition;
+use crate::probing::{Params, Prober, Probing};
 use crate::schema::{parse, schema_of};
 use candle_core::Result;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::sync::Arc;
-use taper_kernels::decode::Selection;
 use taper_kernels::index::clusters::Probes;
 use taper_kernels::mlp::{Activation, Mlp};
 
@@ -49,87 +49,6 @@ const ARTIFACT: ArtifactKind = ArtifactKind {
 /// Takes no parameters.
 #[derive(Debug, Serialize, Deserialize, JsonSchema)]
 struct Nothing {}
-
-/// How many clusters are read, and what is read whatever they are.
-#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
-#[serde(default)]
-pub(super) struct Params {
-    /// Clusters that are read; as many as there are is dense.
-    #[schemars(range(min = 0, max = 65_536))]
-    probes: usize,
-    /// Tokens at the start of the sequence, always read.
-    #[schemars(range(min = 0, max = 1_048_576))]
-    sink: usize,
-    /// Most recent tokens, always read, the query's own included.
-    #[schemars(range(min = 1, max = 1_048_576))]
-    window: usize,
-    /// Fewer clusters are read where they would hold more than this share of the context.
-    #[schemars(range(min = 0, max = 1))]
-    max_selectivity: f64,
-    /// So many of the first layers read everything.
-    #[schemars(range(min = 0, max = 1000))]
-    dense_layers: usize,
-}
-
-impl Default for Params {
-    fn default() -> Self {
-        Self { probes: 32, sink: 1, window: 2047, max_selectivity: 1.0, dense_layers: 1 }
-    }
-}
-
-/// What reads clusters.
-pub(super) trait Prober: Predictor {
-    /// Reads sinks, window, and the clusters it prefers.
-    fn probe(&self, step: &DecodeStep, fixed: (usize, usize), probes: Probes) -> Result<Choice>;
-
-    /// The clusters.
-    fn partition(&self) -> &Partition;
-}
-
-/// The decode method of a [`Prober`].
-#[derive(Debug)]
-pub(super) struct Probing<P> {
-    params: Params,
-    prober: Arc<P>,
-}
-
-impl<P: Prober> Probing<P> {
-    pub fn new(params: &Params, prober: Arc<P>) -> Self {
-        Self { params: params.clone(), prober }
-    }
-}
-
-impl<P: Prober> DecodeMethod for Probing<P> {
-    fn select(&self, step: &DecodeStep) -> Result<Choice> {
-        let Params { probes, sink, window, max_selectivity, .. } = self.params;
-        let all = self.prober.partition().layer(step.layer).and_then(|heads| heads.iter().map(|h| h.clusters()).max());
-        if all.is_none_or(|all| probes >= all && max_selectivity >= 1.0) {
-            return Ok(step.dense());
-        }
-        // The cap is a share of each row's context, so rows of different lengths go one by one.
-        let limit = |visible: usize| (max_selectivity * visible as f64) as usize;
-        let visible = step.batch.rows[0].visible.len();
-        if step.batch.rows.iter().all(|row| limit(row.visible.len()) == limit(visible)) {
-            return self.prober.probe(step, (sink, window), Probes::Clusters(probes, limit(visible)));
-        }
-        let mut selection = Vec::new();
-        for row in 0..step.batch.rows.len() {
-            let visible = step.batch.rows[row].visible.len();
-            let probes = Probes::Clusters(probes, limit(visible));
-            let choice = step.row(row, |step| self.prober.probe(step, (sink, window), probes))?;
-            selection.extend(choice.selection.0);
-        }
-        Ok(Selection(selection).into())
-    }
-
-    fn indices(&self) -> Vec<&dyn KeyIndex> {
-        self.prober.indices()
-    }
-
-    fn dense_layers(&self) -> usize {
-        self.params.dense_layers
-    }
-}
 
 /// The artefact: a partition of the keys before the rotary embedding, and for each layer `l` that has one
 /// `layers.l.classifier.{0,1}.weight` `[kv_heads, out, in]` and `.bias` `[kv_heads, out]`, ReLU between, as many classes

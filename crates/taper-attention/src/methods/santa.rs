@@ -37,19 +37,19 @@ struct Params {
     /// Values drawn for each query head.
     #[schemars(range(min = 1, max = 65_536))]
     samples: usize,
-    /// Where the draws fall, under the kernel `prop`.
+    /// Where the draws fall, under the kernel `prop`; ignored under the others.
     variant: Variant,
     /// How draws are shared out along the keys.
     kernel: Kernel,
-    /// Keys of a tile, under the kernels `prop_lr` and `flash`.
+    /// Keys of a tile, under the kernels `prop_lr` and `flash`; ignored under `prop`.
     #[schemars(range(min = 1, max = 65_536))]
     tile: usize,
     /// How the probabilities come about.
     scores: Scoring,
-    /// Draws of the query's features, under the scores `bernoulli`.
+    /// Draws of the query's features, under the scores `bernoulli`; ignored under `exact`.
     #[schemars(range(min = 1, max = 64))]
     draws: usize,
-    /// Whether the query heads that share a KV head keep one set of features, under the scores `bernoulli`.
+    /// Whether a KV head's query heads keep one set of features, under the scores `bernoulli`; ignored under `exact`.
     mean_query: bool,
     /// The keys to draw from: those that another decode method reads.
     #[schemars(schema_with = "within_schema")]
@@ -134,24 +134,26 @@ impl Santa {
     }
 
     /// The values to read of what `within` chose.
-    fn draw(&self, step: &DecodeStep, chosen: Choice) -> Result<Choice> {
-        let Choice { selection, scores: known, budgets } = chosen;
+    fn draw(&self, step: &DecodeStep, mut chosen: Choice) -> Result<Choice> {
         let (samples, streams) = (self.params.samples, step.streams);
-        if self.params.scores == Scoring::Bernoulli {
-            let q = bernoulli_queries(&step.batch, streams, self.params.draws, self.params.mean_query)?;
-            let batch = Decode { q: &q, ..step.batch };
-            let selection = sample_values(&batch, &selection, None, streams, samples, self.spread())?;
-            return Ok(Choice { selection, scores: None, budgets });
-        }
+        let bernoulli = self.params.scores == Scoring::Bernoulli;
         // Keys that are all read are scored by all threads together.
-        let known = match known {
-            None if self.within.name == "dense" => {
-                Some(scores(&step.batch, &step.per_head(|row| row.visible.len() > samples))?)
-            }
-            known => known,
+        if !bernoulli && chosen.scores.is_none() && self.within.name == "dense" {
+            chosen.scores = Some(scores(&step.batch, &step.per_head(|row| row.visible.len() > samples))?);
+        }
+        let q;
+        let (batch, known) = if bernoulli {
+            q = bernoulli_queries(&step.batch, streams, self.params.draws, self.params.mean_query)?;
+            (Decode { q: &q, ..step.batch }, None)
+        } else {
+            (step.batch, chosen.scores.as_ref())
         };
-        let selection = sample_values(&step.batch, &selection, known.as_ref(), streams, samples, self.spread())?;
-        Ok(Choice { selection, scores: known, budgets })
+        // Heads that draw score their keys for it, unless they are known.
+        let heads = chosen.selection.counts(step.batch.rows).into_iter().enumerate();
+        let new = heads.filter(|&(head, keys)| keys > samples && known.is_none_or(|known| !known.has(head)));
+        let scored = chosen.scored + new.map(|(_, keys)| keys).sum::<usize>();
+        let selection = sample_values(&batch, &chosen.selection, known, streams, samples, self.spread())?;
+        Ok(Choice { selection, scored, ..chosen })
     }
 }
 

@@ -200,7 +200,7 @@ impl VAttention {
         let pages = (step.index(&BOUNDS)?, step.index(&ValueNorms)?);
         let (selection, budgets) =
             sample_certain(&step.batch, &exact.selection, exact.scores.as_ref(), step.streams, pages, &how)?;
-        Ok(Choice { selection, scores: exact.scores, budgets: Some(budgets) })
+        Ok(Choice { selection, scores: exact.scores, scored: exact.scored, budgets: Some(budgets) })
     }
 }
 
@@ -220,7 +220,7 @@ impl DecodeMethod for VAttention {
         for ((budgets, residual), _) in budgets.chunks_mut(group).zip(residual).zip(&hopeless).filter(|(_, h)| **h) {
             budgets.fill(Budget { residual, sampled: residual, dense: true, ..Budget::default() });
         }
-        Ok(Choice { selection, scores: exact.scores, budgets: Some(budgets) })
+        Ok(Choice { selection, scores: exact.scores, scored: exact.scored, budgets: Some(budgets) })
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {

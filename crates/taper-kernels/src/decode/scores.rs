@@ -18,6 +18,16 @@ impl Scores {
         self.0.iter().flatten().map(|head| head.scores.len() / head.group).sum()
     }
 
+    /// Whether those of a row and KV head are here.
+    pub fn has(&self, head: usize) -> bool {
+        self.of(head).is_some()
+    }
+
+    /// The scores of rows that were scored apart, as one.
+    pub fn join(parts: impl IntoIterator<Item = Self>) -> Self {
+        Self(parts.into_iter().flat_map(|part| part.0).collect())
+    }
+
     pub(super) fn of(&self, head: usize) -> Option<&HeadScores> {
         self.0[head].as_ref()
     }

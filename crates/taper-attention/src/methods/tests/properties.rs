@@ -268,3 +268,70 @@ fn a_question_by_the_decode_method_equals_tokens_one_by_one() {
         assert_eq!(out, Growing::new(&decode, shape, 300).to(340, 1), "{decode}");
     }
 }
+
+/// One step after `n - 1` tokens: its output, and the keys that it read, of one KV head.
+fn one_step(decode: &Value, n: usize) -> (Vec<f32>, u64) {
+    let shape = AttentionShape { layers: 1, q_heads: 3, kv_heads: 1, head_dim: 64, window: None };
+    let mut growing = Growing::new(decode, shape, n - 1);
+    let out = growing.to(n, 1);
+    (out, growing.sequence.usage().decode.budget_max)
+}
+
+/// A cap takes the clusters that come last by preference away, whole, until what is left is within it.
+#[test]
+fn a_cap_on_selectivity_takes_whole_clusters_away() {
+    for name in ["saap", "kmeans"] {
+        let settings = |probes: usize, cap: f64| {
+            json!({
+                "method": name, "probes": probes, "sink": 2, "window": 20, "max_selectivity": cap, "dense_layers": 0
+            })
+        };
+        for n in [300, 347] {
+            // By the number of clusters read; the eighth makes it dense.
+            let uncapped: Vec<(Vec<f32>, u64)> = (0..=8).map(|probes| one_step(&settings(probes, 1.0), n)).collect();
+            assert!(uncapped.is_sorted_by(|a, b| a.1 <= b.1) && (uncapped[0].1, uncapped[8].1) == (22, n as u64));
+            let mut seen = std::collections::BTreeSet::new();
+            for percent in (0..=100).step_by(5) {
+                let cap = f64::from(percent) / 100.0;
+                let most = (cap * n as f64) as u64;
+                let probes = (0..=8).take_while(|&probes| uncapped[probes].1 - 22 <= most).last().unwrap();
+                for wanted in [3, 8] {
+                    let expected = &uncapped[probes.min(wanted)];
+                    assert_eq!(one_step(&settings(wanted, cap), n), *expected, "{name}: {wanted} clusters, cap {cap}");
+                }
+                seen.insert(probes);
+            }
+            assert!(seen.len() > 4, "{name}: caps leave {seen:?} clusters");
+        }
+        // Rows of one step have caps of their own: a tenth of 299 tokens is less than one of 300.
+        let shape = AttentionShape { layers: 1, q_heads: 3, kv_heads: 1, head_dim: 64, window: None };
+        let capped = settings(8, 0.1);
+        let apart = Growing::new(&capped, shape, 290).to(310, 1);
+        assert_eq!(Growing::new(&capped, shape, 290).to(310, 20), apart, "{name}");
+    }
+}
+
+/// What choosing scores is reported, whoever scores it and by whichever query.
+#[test]
+fn keys_that_santa_scores_are_reported() {
+    let n = 300;
+    let share = |settings: Value| {
+        let mut all = json!({ "method": "santa", "samples": 16 });
+        all.as_object_mut().unwrap().extend(settings.as_object().unwrap().clone());
+        let shape = shape(3, 64, None);
+        let mut growing = Growing::new(&all, shape, n - 1);
+        growing.to(n, 1);
+        growing.sequence.usage().decode.scored.map(|share| (share * n as f64).round())
+    };
+    let bernoulli = |within: Value| share(json!({ "scores": "bernoulli", "within": within }));
+    let few = json!({ "method": "oracle_top_k", "k": 40, "sink": 2, "window": 20 });
+    let near = json!({ "method": "streaming_llm", "sink": 2, "window": 20 });
+    assert_eq!(share(json!({})), Some(300.0));
+    assert_eq!(bernoulli(json!({ "method": "dense" })), Some(300.0));
+    assert_eq!((share(json!({ "within": few })), bernoulli(few)), (Some(300.0), Some(300.0 + 62.0)));
+    assert_eq!((share(json!({ "within": near })), bernoulli(near)), (Some(22.0), Some(22.0)));
+    // Nothing is drawn where there is no more than the samples.
+    let fewer = json!({ "method": "streaming_llm", "sink": 2, "window": 14 });
+    assert_eq!((share(json!({ "within": fewer })), bernoulli(fewer)), (None, None));
+    assert_eq!(share(json!({ "samples": 300, "scores": "bernoulli" })), None);
+}
