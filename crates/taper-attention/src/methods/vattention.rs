@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use taper_kernels::budget::{Promise, Rule};
-use taper_kernels::decode::{Budget, Certainty, Sampling, foresee, sample, sample_certain};
+use taper_kernels::decode::{Budget, Certainty, DecodeRow, Sampling, foresee, sample, sample_certain};
 use taper_kernels::index::{Part, norms};
 use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 use taper_kv_cache::IndexShape;
@@ -60,16 +60,15 @@ struct Params {
     /// Largest probability of a larger error.
     #[schemars(extend("exclusiveMinimum" = 0, "exclusiveMaximum" = 1))]
     delta: f64,
-    /// Which bound turns the pilot sample into a budget, where the tail is `clt`.
+    /// Which bound turns the pilot sample into a budget, where the tail is `clt`; ignored where not.
     rule: RuleName,
     /// What the promise rests on.
     tail: Tail,
-    /// Tokens at the start of the sequence, always read.
-    #[schemars(range(min = 0, max = 1_048_576))]
-    sink: usize,
-    /// Most recent tokens, always read, the query's own included.
-    #[schemars(range(min = 1, max = 1_048_576))]
-    window: usize,
+    /// Tokens at the start of the sequence, always read: a whole number, or a share of the context below 1.
+    sink: Amount,
+    /// Most recent tokens, always read, the query's own included: a whole number, or a share of the context below 1.
+    #[schemars(extend("exclusiveMinimum" = 0))]
+    window: Amount,
     /// Predicted keys read exactly: a whole number, or a share of the context below 1.
     top_k: Amount,
     /// What predicts them.
@@ -78,7 +77,7 @@ struct Params {
     /// Least size of the pilot sample.
     #[schemars(range(min = 2, max = 1_048_576))]
     pilot_tokens: usize,
-    /// Least size of the pilot sample as a share of what it stands for.
+    /// Least size of the pilot sample as a share of what it stands for, where the tail is `clt`; ignored where not.
     #[schemars(range(min = 0, max = 1))]
     pilot_share: f64,
     /// A head that would read this share of the context reads all of it.
@@ -97,8 +96,8 @@ impl Default for Params {
             delta: 0.1,
             rule: RuleName::Chi2,
             tail: Tail::Clt,
-            sink: 128,
-            window: 128,
+            sink: Amount::Tokens(128),
+            window: Amount::Tokens(128),
             top_k: Amount::Share(0.02),
             top: json!({ "method": "oracle" }),
             pilot_tokens: 64,
@@ -179,18 +178,34 @@ struct VAttention {
     tail: Tail,
     /// Whether the promise is on the output, not on the normaliser alone.
     on_output: bool,
-    sink: usize,
-    window: usize,
+    sink: Amount,
+    window: Amount,
     top_k: Amount,
     top: Chosen<dyn Predictor>,
     sampling: Sampling,
 }
 
 impl VAttention {
-    /// What the predictor chose, and a sample that does not rely on its having missed nothing.
-    fn select_certain(&self, step: &DecodeStep) -> Result<Choice> {
+    /// What the predictor chose beside sinks and window, and a sample that relies on its having missed nothing heavy.
+    fn sample(&self, step: &DecodeStep, (sink, window): (usize, usize)) -> Result<Choice> {
         let k = step.per_head(|row| self.top_k.of(row.visible.len()));
-        let exact = self.top.method.select(step, self.sink, self.window, &k)?;
+        let hopeless = foresee(&step.batch, (sink, window), &k, step.streams, &self.sampling)?;
+        let k: Vec<usize> = k.iter().zip(&hopeless).map(|(&k, &dense)| if dense { usize::MAX } else { k }).collect();
+        let exact = self.top.method.select(step, sink, window, &k)?;
+        let (selection, mut budgets) =
+            sample(&step.batch, &exact.selection, exact.scores.as_ref(), step.streams, &self.sampling)?;
+        let residual = step.per_head(|row| row.visible.len().saturating_sub(sink + window));
+        let group = budgets.len() / hopeless.len();
+        for ((budgets, residual), _) in budgets.chunks_mut(group).zip(residual).zip(&hopeless).filter(|(_, h)| **h) {
+            budgets.fill(Budget { residual, sampled: residual, dense: true, ..Budget::default() });
+        }
+        Ok(Choice { selection, budgets: Some(budgets), ..exact })
+    }
+
+    /// The same, and a sample that does not rely on it.
+    fn sample_certain(&self, step: &DecodeStep, (sink, window): (usize, usize)) -> Result<Choice> {
+        let k = step.per_head(|row| self.top_k.of(row.visible.len()));
+        let exact = self.top.method.select(step, sink, window, &k)?;
         let how = Certainty {
             epsilon: self.epsilon,
             delta: self.delta,
@@ -200,27 +215,17 @@ impl VAttention {
         let pages = (step.index(&BOUNDS)?, step.index(&ValueNorms)?);
         let (selection, budgets) =
             sample_certain(&step.batch, &exact.selection, exact.scores.as_ref(), step.streams, pages, &how)?;
-        Ok(Choice { selection, scores: exact.scores, scored: exact.scored, budgets: Some(budgets) })
+        Ok(Choice { selection, budgets: Some(budgets), ..exact })
     }
 }
 
 impl DecodeMethod for VAttention {
     fn select(&self, step: &DecodeStep) -> Result<Choice> {
-        if self.tail == Tail::Hard {
-            return self.select_certain(step);
-        }
-        let k = step.per_head(|row| self.top_k.of(row.visible.len()));
-        let hopeless = foresee(&step.batch, (self.sink, self.window), &k, step.streams, &self.sampling)?;
-        let k: Vec<usize> = k.iter().zip(&hopeless).map(|(&k, &dense)| if dense { usize::MAX } else { k }).collect();
-        let exact = self.top.method.select(step, self.sink, self.window, &k)?;
-        let (selection, mut budgets) =
-            sample(&step.batch, &exact.selection, exact.scores.as_ref(), step.streams, &self.sampling)?;
-        let residual = step.per_head(|row| row.visible.len().saturating_sub(self.sink + self.window));
-        let group = budgets.len() / hopeless.len();
-        for ((budgets, residual), _) in budgets.chunks_mut(group).zip(residual).zip(&hopeless).filter(|(_, h)| **h) {
-            budgets.fill(Budget { residual, sampled: residual, dense: true, ..Budget::default() });
-        }
-        Ok(Choice { selection, scores: exact.scores, scored: exact.scored, budgets: Some(budgets) })
+        let fixed = |row: &DecodeRow| (self.sink.of(row.visible.len()), self.window.of(row.visible.len()));
+        step.by_share(fixed, |step, fixed| match self.tail {
+            Tail::Clt => self.sample(step, fixed),
+            Tail::Hard => self.sample_certain(step, fixed),
+        })
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {

@@ -22,8 +22,7 @@ fn typical(name: &str) -> Option<Value> {
     })
 }
 
-/// The settings of every decode method, and vAttention over every predictor.
-fn all_typical() -> Vec<Value> {
+n all_typical() -> Vec<Value> {
     let decode = catalogue().into_iter().filter(|m| m.phase == "decode");
     let mut all: Vec<Value> =
         decode.map(|m| typical(m.name).unwrap_or_else(|| panic!("no typical row for {}", m.name))).collect();
@@ -35,7 +34,9 @@ fn all_typical() -> Vec<Value> {
     }
     let mut hard = vattention.clone();
     hard["tail"] = json!("hard");
-    all.push(hard);
+    let mut shares = vattention.clone();
+    (shares["sink"], shares["window"]) = (json!(0.02), json!(0.05));
+    all.extend([hard, shares]);
     all.push(json!({ "method": "kmeans", "rope": true, "probes": 2, "window": 20, "dense_layers": 0 }));
     all.push(json!({ "method": "santa", "samples": 16, "within": typical("oracle_top_k") }));
     all.push(json!({ "method": "santa", "samples": 16, "scores": "bernoulli", "mean_query": true }));
@@ -334,4 +335,82 @@ fn keys_that_santa_scores_are_reported() {
     let fewer = json!({ "method": "streaming_llm", "sink": 2, "window": 14 });
     assert_eq!((share(json!({ "within": fewer })), bernoulli(fewer)), (None, None));
     assert_eq!(share(json!({ "samples": 300, "scores": "bernoulli" })), None);
+}
+
+/// Shares of a context are rounded up, and hold for every row of a step by its own context.
+#[test]
+fn sinks_and_window_of_vattention_may_be_shares_of_the_context() {
+    let shape = shape(3, 64, None);
+    let settings = |sink: Value, window: Value| {
+        json!({
+            "method": "vattention", "epsilon": 0.9, "delta": 0.4, "sink": sink, "window": window, "pilot_tokens": 16,
+            "dense_share": 1, "top": { "method": "oracle" }, "top_k": 8
+        })
+    };
+    // At 340 to 349 tokens a twentieth is 17 or 18, a hundredth 4.
+    let shares = settings(json!(0.01), json!(0.05));
+    let together = Growing::new(&shares, shape, 339).to(349, 10);
+    let width = shape.q_heads * shape.head_dim;
+    for (row, n) in (340..350).enumerate() {
+        let counts = settings(json!(4), json!(if n <= 340 { 17 } else { 18 }));
+        let counted = Growing::new(&counts, shape, n - 1).to(n, 1);
+        assert_eq!(together[row * width..(row + 1) * width], counted, "{n} tokens");
+        let one_more = Growing::new(&settings(json!(4), json!(19)), shape, n - 1).to(n, 1);
+        assert!(one_more != counted, "or this says nothing");
+    }
+    let artifacts = Artifacts::default();
+    let parse = |sink: Value, window: Value| {
+        AttentionSpec::from_json(&json!({ "decode": settings(sink, window) }), "attention", &artifacts)
+            .map(|spec| json!(spec))
+    };
+    let spec = parse(json!(0.01), json!(200)).unwrap();
+    assert_eq!((&spec["decode"]["sink"], &spec["decode"]["window"]), (&json!(0.01), &json!(200)));
+    for (sink, window, path, message) in [
+        (
+            json!(1.5),
+            json!(1),
+            "attention.decode.sink",
+            "must be a whole number of tokens up to 1048576, or a share of the context below 1; got 1.5",
+        ),
+        (
+            json!(-1),
+            json!(1),
+            "attention.decode.sink",
+            "must be a whole number of tokens up to 1048576, or a share of the context below 1; got -1",
+        ),
+        (
+            json!(0),
+            json!(2.5),
+            "attention.decode.window",
+            "must be a whole number of tokens up to 1048576, or a share of the context below 1; got 2.5",
+        ),
+        (json!(0), json!(0), "attention.decode.window", "must be a number greater than 0; got 0"),
+    ] {
+        let error = parse(sink, window).unwrap_err();
+        assert_eq!((error.path.as_str(), error.message.as_str()), (path, message));
+    }
+    assert!(parse(json!(0), json!(0.5)).is_ok());
+}
+
+/// What a parameter's description says is ignored changes nothing.
+#[test]
+fn parameters_without_a_say_are_documented_and_have_none() {
+    let shape = shape(3, 64, None);
+    let hard = typical("vattention").map(|mut all| (all["tail"] = json!("hard"), all).1).unwrap();
+    for (mut settings, knob, other, says) in [
+        (json!({ "method": "santa", "samples": 16, "kernel": "flash" }), "variant", json!("iid"), "ignored under"),
+        (json!({ "method": "santa", "samples": 16, "kernel": "prop_lr" }), "variant", json!("iid"), "ignored under"),
+        (json!({ "method": "santa", "samples": 16 }), "tile", json!(32), "ignored under `prop`"),
+        (json!({ "method": "santa", "samples": 16 }), "draws", json!(9), "ignored under `exact`"),
+        (json!({ "method": "santa", "samples": 16 }), "mean_query", json!(true), "ignored under `exact`"),
+        (hard.clone(), "rule", json!("lemma"), "ignored where not"),
+        (hard, "pilot_share", json!(0.5), "ignored where not"),
+    ] {
+        let without = Growing::new(&settings, shape, 300).to(303, 1);
+        settings[knob] = other;
+        assert_eq!(Growing::new(&settings, shape, 300).to(303, 1), without, "{settings}");
+        let method = catalogue().into_iter().find(|m| m.phase == "decode" && settings["method"] == m.name).unwrap();
+        let description = method.parameters["properties"][knob]["description"].as_str().unwrap();
+        assert!(description.contains(says), "{}.{knob}: {description}", method.name);
+    }
 }
