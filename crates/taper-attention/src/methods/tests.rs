@@ -4,6 +4,7 @@ use super::*;
 use crate::{AttentionBatch, AttentionShape, AttentionSpec, LayerAttention, ModelKey, Rotary, Sequence, Span};
 
 mod golden;
+mod limits;
 mod prefill;
 mod properties;
 use candle_core::{DType, Device, Tensor};
@@ -11,45 +12,29 @@ use serde_json::json;
 use std::collections::HashMap;
 use taper_kv_cache::{KvPool, KvShape};
 
-/// Settings at which a method reads everything: one row a method; a method without a row fails.
-pub(crate) fn limit(name: &str, phase: &str) -> Option<Value> {
-    Some(match (phase, name) {
-        (_, "dense") => json!({ "method": "dense" }),
-        (_, "streaming_llm") => json!({ "method": "streaming_llm", "sink": 2, "window": 5000 }),
-        ("prefill", "bigbird") => json!({ "method": "bigbird", "window": 5000 }),
-        ("prefill", "delta") => {
-            json!({ "method": "delta", "gamma": 1, "base": { "method": "streaming_llm", "sink": 1, "window": 8 } })
-        }
-        ("prefill", "hip") => json!({
-            "method": "hip", "sink": 1, "window": 1, "stages": [{ "chunk": 8, "keep": 5000 }], "full_at": 0,
-            "dense_layers": 0
-        }),
-        ("prefill", "minference") => json!({ "method": "minference", "vertical": 5000, "slash": 5000 }),
-        ("prefill", "sample_attention") => {
-            json!({ "method": "sample_attention", "alpha_c": 1, "alpha_s": 0, "chunks": 3, "min_tokens": 0 })
-        }
-        ("decode", "oracle_top_k" | "quest" | "double_sparsity" | "hash_attention") => {
-            json!({ "method": name, "k": 5000, "dense_layers": 0 })
-        }
-        ("decode", "oracle_top_p") => json!({ "method": "oracle_top_p", "p": 1, "sink": 1, "window": 1 }),
-        ("decode", "random_sample") => json!({ "method": "random_sample", "rate": 5000, "sink": 1, "window": 1 }),
-        ("decode", "santa") => json!({ "method": "santa", "samples": 5000 }),
-        ("decode", "saap" | "kmeans") => {
-            json!({ "method": name, "probes": 8, "sink": 1, "window": 1, "dense_layers": 0 })
-        }
-        ("decode", "vattention") => {
-            json!({ "method": "vattention", "epsilon": 1e-9, "delta": 0.01, "sink": 2, "window": 3 })
-        }
-        _ => return None,
-    })
-}
-
 /// The plain rotary embedding with base 10,000, for heads of a width.
 pub(crate) struct PlainRotary(pub usize);
 
 impl Rotary for PlainRotary {
     fn frequencies(&self, _: usize) -> Vec<f32> {
         (0..self.0 / 2).map(|i| 10_000f64.powf(-2.0 * i as f64 / self.0 as f64) as f32).collect()
+    }
+
+    fn factor(&self) -> f32 {
+        1.0
+    }
+
+    fn heeds_length(&self) -> bool {
+        false
+    }
+}
+
+/// No rotary embedding: what methods that look behind one choose is made of plain vectors.
+pub(crate) struct Still(pub usize);
+
+impl Rotary for Still {
+    fn frequencies(&self, _: usize) -> Vec<f32> {
+        vec![0.0; self.0 / 2]
     }
 
     fn factor(&self) -> f32 {
@@ -180,49 +165,10 @@ pub(crate) fn relative(a: &[f32], b: &[f32]) -> f32 {
     norm(&mut a.iter().zip(b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())
 }
 
-/// Those of decode methods are in `properties`.
-#[test]
-fn prefill_methods_at_their_limit_equal_dense_in_a_mixed_batch() {
-    for (group, head_dim, lengths) in [
-        (1, 64, &[1usize, 2, 63, 64, 65, 1000][..]),
-        (3, 64, &[1, 2, 63, 64, 65, 1000, 4097]),
-        (4, 128, &[1, 2, 63, 64, 65, 1000]),
-        (8, 64, &[1, 2, 63, 64, 65, 1000]),
-    ] {
-        let shape = shape(group, head_dim, None);
-        // Prompts of all lengths in one step.
-        let inputs: Vec<Input> = lengths.iter().map(|&n| Input::random(shape, n)).collect();
-        let all = |of: fn(&Input) -> &Tensor| Tensor::cat(&inputs.iter().map(of).collect::<Vec<_>>(), 0).unwrap();
-        let (q, k, v) = (all(|i| &i.q), all(|i| &i.k), all(|i| &i.v));
-        let run = |spec: &Value| {
-            let spec = Arc::new(AttentionSpec::from_json(spec, "attention", &random_artifacts(shape)).unwrap());
-            let kv = KvShape { layers: 1, kv_heads: 2, head_dim };
-            let mut pool = KvPool::new(kv, DType::F32, 100, &Device::Cpu).unwrap();
-            let mut sequences: Vec<Sequence> = lengths.iter().map(|&n| Sequence::new(spec.clone(), 5, n)).collect();
-            let spans =
-                sequences.iter_mut().zip(lengths).map(|(sequence, &tokens)| Span { sequence, tokens }).collect();
-            let rotary = PlainRotary(head_dim);
-            let mut batch = AttentionBatch::new(shape, &rotary, &mut pool, spans).unwrap();
-            batch.attend(0, &q, &k, &v).unwrap()
-        };
-        let dense = run(&json!({}));
-        for method in catalogue().into_iter().filter(|m| m.phase == "prefill") {
-            let settings = limit(method.name, "prefill").unwrap_or_else(|| panic!("no limit row for {}", method.name));
-            let out = run(&json!({ "prefill": settings }));
-            let mut start = 0;
-            for &n in lengths {
-                let part = |x: &Tensor| x.narrow(0, start, n).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-                let error = relative(&part(&out), &part(&dense));
-                assert!(error < 1e-5, "{} at {n} tokens, group {group}, head_dim {head_dim}: {error}", method.name);
-                start += n;
-            }
-        }
-    }
-}
-
 #[test]
 fn a_promise_out_of_reach_equals_dense_within_a_models_own_window() {
-    let (out, _) = run(&json!({ "decode": limit("vattention", "decode") }), shape(3, 64, Some(300)), (900, 3), 4096);
+    let (out, _) =
+        run(&json!({ "decode": limits::limit("vattention", "decode") }), shape(3, 64, Some(300)), (900, 3), 4096);
     let (dense, _) = run(&json!({}), shape(3, 64, Some(300)), (900, 3), 4096);
     assert!(relative(&out, &dense) < 1e-5);
 }

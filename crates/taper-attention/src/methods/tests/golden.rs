@@ -51,7 +51,7 @@ pub(super) fn files() -> Vec<PathBuf> {
 
 #[test]
 fn methods_equal_independent_implementations() {
-    let mut seen = Vec::new();
+    let (mut seen, mut chosen) = (Vec::new(), Vec::new());
     for path in files() {
         let name = path.file_stem().unwrap().to_str().unwrap();
         let golden = Golden::read(&path);
@@ -61,6 +61,7 @@ fn methods_equal_independent_implementations() {
         let ((n, kv_heads, head_dim), (rows, q_heads, _)) = (k.dims3().unwrap(), q.dims3().unwrap());
         let shape = AttentionShape { layers: 1, q_heads, kv_heads, head_dim, window: None };
         let spec = AttentionSpec::from_json(&golden.spec(), "attention", &golden.artifacts(shape)).unwrap();
+        chosen.push((golden.header["phase"].clone(), json!(spec)[&golden.header["phase"]].clone()));
         let seed = golden.header.get("seed").map_or(1, |seed| seed.parse().unwrap());
         let decode = golden.header["phase"] == "decode";
         let mut sequence = Sequence::new(Arc::new(spec), seed, if decode { n - rows } else { n });
@@ -98,5 +99,24 @@ fn methods_equal_independent_implementations() {
     for method in catalogue().into_iter().filter(|method| method.phase != "predictor") {
         let own = (method.phase.to_owned(), method.name.to_owned());
         assert!(seen.contains(&own), "no golden file has the {} method {}", method.phase, method.name);
+        for (name, property) in method.parameters["properties"].as_object().unwrap() {
+            for choice in choices(property) {
+                let has = |(phase, of): &(String, Value)| {
+                    *phase == method.phase && of["method"] == method.name && of[name] == choice
+                };
+                // What a file says is one of the others; what the paper tuned is a table of numbers.
+                let elsewhere = choice == "file" || name == "tuning";
+                assert!(elsewhere || chosen.iter().any(has), "no golden file has {} with {name} {choice}", method.name);
+            }
+        }
+    }
+}
+
+/// The values that a parameter may have, where these are few words, or true and false.
+fn choices(property: &Value) -> Vec<Value> {
+    match property["oneOf"].as_array() {
+        Some(values) => values.iter().map(|value| value["const"].clone()).collect(),
+        None if property["type"] == "boolean" => vec![json!(false), json!(true)],
+        None => Vec::new(),
     }
 }

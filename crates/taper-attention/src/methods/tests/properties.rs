@@ -139,58 +139,6 @@ fn forks_do_not_disturb_each_other() {
     }
 }
 
-/// The limit settings at the lengths where blocks begin and end, sequences of all of them in one batch.
-#[test]
-fn decode_methods_at_their_limit_equal_dense_in_a_mixed_batch() {
-    let lengths = [1usize, 2, 63, 64, 65, 1000, 4097];
-    for (group, head_dim) in [(1, 64), (3, 64), (4, 128), (8, 64)] {
-        let shape = shape(group, head_dim, None);
-        let (q, k, v) = (
-            random((lengths.len(), shape.q_heads, head_dim), 21),
-            random((4097 + lengths.len(), 2, head_dim), 22),
-            random((4097 + lengths.len(), 2, head_dim), 23),
-        );
-        let run = |spec: &Value| {
-            let spec = Arc::new(AttentionSpec::from_json(spec, "attention", &random_artifacts(shape)).unwrap());
-            let kv = KvShape { layers: 1, kv_heads: 2, head_dim };
-            let mut pool = KvPool::new(kv, DType::F32, 100, &Device::Cpu).unwrap();
-            let rotary = PlainRotary(head_dim);
-            let mut sequences = Vec::new();
-            // All but the last token come as a prompt whose output nobody looks at.
-            for (i, &n) in lengths.iter().enumerate() {
-                let mut sequence = Sequence::new(spec.clone(), 3, n - 1);
-                if n > 1 {
-                    let part = |t: &Tensor| t.narrow(0, i, n - 1).unwrap();
-                    let spans = vec![Span { sequence: &mut sequence, tokens: n - 1 }];
-                    let mut batch = AttentionBatch::new(shape, &rotary, &mut pool, spans).unwrap();
-                    let queries = Tensor::zeros((n - 1, shape.q_heads, head_dim), DType::F32, &Device::Cpu).unwrap();
-                    batch.attend(0, &queries, &part(&k), &part(&v)).unwrap();
-                    batch.finish();
-                }
-                sequences.push(sequence);
-            }
-            let last = |t: &Tensor| {
-                let rows: Vec<Tensor> =
-                    lengths.iter().enumerate().map(|(i, n)| t.narrow(0, i + n - 1, 1).unwrap()).collect();
-                Tensor::cat(&rows, 0).unwrap()
-            };
-            let spans = sequences.iter_mut().map(|sequence| Span { sequence, tokens: 1 }).collect();
-            let mut batch = AttentionBatch::new(shape, &rotary, &mut pool, spans).unwrap();
-            batch.attend(0, &q, &last(&k), &last(&v)).unwrap().to_vec3::<f32>().unwrap()
-        };
-        let cheap = json!({ "method": "streaming_llm", "sink": 0, "window": 1 });
-        let dense = run(&json!({ "prefill": cheap }));
-        for method in catalogue().into_iter().filter(|m| m.phase == "decode") {
-            let settings = limit(method.name, "decode").unwrap_or_else(|| panic!("no limit row for {}", method.name));
-            let out = run(&json!({ "prefill": cheap, "decode": settings }));
-            for ((out, dense), n) in out.iter().zip(&dense).zip(lengths) {
-                let error = relative(&out.concat(), &dense.concat());
-                assert!(error < 1e-5, "{} at {n} tokens, group {group}, head_dim {head_dim}: {error}", method.name);
-            }
-        }
-    }
-}
-
 /// NaN and infinity go through to the output or not, as they would with dense attention, but nothing panics or hangs.
 #[test]
 fn values_that_are_not_finite_are_no_reason_to_panic() {
