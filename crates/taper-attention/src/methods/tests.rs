@@ -7,6 +7,7 @@ mod golden;
 mod limits;
 mod prefill;
 mod properties;
+mod together;
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 use std::collections::HashMap;

@@ -5,7 +5,7 @@ use super::*;
 
 /// Settings under which each sparse method reads a part of some 1,000 tokens: one row or more a method; a method without
 /// a row fails.
-fn sparse(name: &str) -> Vec<Value> {
+pub(super) fn sparse(name: &str) -> Vec<Value> {
     match name {
         // Reads everything, always.
         "dense" => vec![],
