@@ -258,7 +258,8 @@ pub fn bernoulli_queries(batch: &Decode, streams: &[Stream], draws: usize, share
         let size: Vec<f32> =
             (0..d).map(|c| heads.iter().skip(c).step_by(d).map(|x| x.abs()).sum::<f32>() / group as f32).collect();
         let most = size.iter().copied().fold(0.0, f32::max);
-        if most.is_nan() || most <= 0.0 || !most.is_finite() {
+        // A query that is no number is left as it was, for its error to show; so is one of zeros.
+        if most <= 0.0 || size.iter().any(|size| !size.is_finite()) {
             continue;
         }
         for (c, size) in size.iter().enumerate() {

@@ -22,7 +22,8 @@ fn typical(name: &str) -> Option<Value> {
     })
 }
 
-n all_typical() -> Vec<Value> {
+/// The settings of every decode method, and vAttention over every predictor.
+pub(super) fn all_typical() -> Vec<Value> {
     let decode = catalogue().into_iter().filter(|m| m.phase == "decode");
     let mut all: Vec<Value> =
         decode.map(|m| typical(m.name).unwrap_or_else(|| panic!("no typical row for {}", m.name))).collect();
@@ -56,7 +57,7 @@ impl Growing {
         let spec = json!({ "prefill": { "method": "streaming_llm", "window": 8 }, "decode": decode });
         let spec = AttentionSpec::from_json(&spec, "attention", &random_artifacts(shape)).unwrap();
         let kv = KvShape { layers: 1, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
-        let tokens = 5000;
+        let tokens = 448;
         Self {
             shape,
             pool: KvPool::new(kv, DType::F32, tokens / 64 + 1, &Device::Cpu).unwrap(),
@@ -139,21 +140,42 @@ fn forks_do_not_disturb_each_other() {
     }
 }
 
-/// NaN and infinity go through to the output or not, as they would with dense attention, but nothing panics or hangs.
+/// Outputs of six steps after 200 tokens, of which some numbers of one of q, k and v, of the first head's, are bad.
+fn spoilt(decode: &Value, shape: AttentionShape, which: usize, token: usize, bad: f32) -> Vec<f32> {
+    let mut growing = Growing::new(decode, shape, 200);
+    let dims = growing.inputs[which].dims().to_vec();
+    let mut values = growing.inputs[which].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let at = token * dims[1] * dims[2];
+    values[at..at + 3].fill(bad);
+    growing.inputs[which] = Tensor::from_vec(values, dims.as_slice(), &Device::Cpu).unwrap();
+    growing.to(206, 1)
+}
+
+/// An output is a number, or it is none as dense attention's is none: what has no part in a row and KV head is untouched
+/// bit for bit, and what every method must read shows as it does densely.
 #[test]
-fn values_that_are_not_finite_are_no_reason_to_panic() {
+fn numbers_that_are_none_spread_no_further_than_densely() {
     let shape = shape(3, 64, None);
-    for decode in all_typical() {
-        for which in 0..3 {
-            for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-                let mut growing = Growing::new(&decode, shape, 200);
-                let dims = growing.inputs[which].dims().to_vec();
-                let mut values = growing.inputs[which].flatten_all().unwrap().to_vec1::<f32>().unwrap();
-                let at = 150 * dims[1] * dims[2];
-                values[at..at + 3].fill(bad);
-                values[203 * dims[1] * dims[2]] = bad;
-                growing.inputs[which] = Tensor::from_vec(values, dims.as_slice(), &Device::Cpu).unwrap();
-                growing.to(206, 1);
+    let (width, group) = (shape.q_heads * shape.head_dim, 3 * shape.head_dim);
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        // A token of the prompt that a method may read or not, and one that is decoded.
+        for (which, token) in [(0, 203), (1, 150), (1, 203), (2, 150), (2, 203)] {
+            let dense = spoilt(&json!({ "method": "dense" }), shape, which, token, bad);
+            for decode in all_typical() {
+                let clean = Growing::new(&decode, shape, 200).to(206, 1);
+                let out = spoilt(&decode, shape, which, token, bad);
+                let what = format!("{decode}: {bad} in {} of token {token}", ["q", "k", "v"][which]);
+                assert_eq!(out.len(), clean.len(), "{what}");
+                // Every method reads the query, and every one but santa the last tokens whole.
+                let must = which == 0 || token == 203 && (which == 1 || decode["method"] != "santa");
+                for (i, ((x, clean), dense)) in out.iter().zip(&clean).zip(&dense).enumerate() {
+                    let (row, place) = (200 + i / width, i % width);
+                    if row < token || place >= group || which == 0 && row != token {
+                        assert_eq!(x, clean, "{what}: row {row}, number {place}");
+                    }
+                    assert!(x.is_finite() || !dense.is_finite(), "{what}: row {row}, number {place}");
+                    assert!(!must || x.is_finite() == dense.is_finite(), "{what}: row {row}, number {place} is {x}");
+                }
             }
         }
     }
@@ -216,6 +238,61 @@ fn a_question_by_the_decode_method_equals_tokens_one_by_one() {
         batch.finish();
         assert_eq!(out, Growing::new(&decode, shape, 300).to(340, 1), "{decode}");
     }
+}
+
+/// Shares of a context are rounded up, and hold for every row of a step by its own context.
+#[test]
+fn sinks_and_window_of_vattention_may_be_shares_of_the_context() {
+    let shape = shape(3, 64, None);
+    let settings = |sink: Value, window: Value| {
+        json!({
+            "method": "vattention", "epsilon": 0.9, "delta": 0.4, "sink": sink, "window": window, "pilot_tokens": 16,
+            "dense_share": 1, "top": { "method": "oracle" }, "top_k": 8
+        })
+    };
+    // At 340 to 349 tokens a twentieth is 17 or 18, a hundredth 4.
+    let shares = settings(json!(0.01), json!(0.05));
+    let together = Growing::new(&shares, shape, 339).to(349, 10);
+    let width = shape.q_heads * shape.head_dim;
+    for (row, n) in (340..350).enumerate() {
+        let counts = settings(json!(4), json!(if n <= 340 { 17 } else { 18 }));
+        let counted = Growing::new(&counts, shape, n - 1).to(n, 1);
+        assert_eq!(together[row * width..(row + 1) * width], counted, "{n} tokens");
+        let one_more = Growing::new(&settings(json!(4), json!(19)), shape, n - 1).to(n, 1);
+        assert!(one_more != counted, "or this says nothing");
+    }
+    let artifacts = Artifacts::default();
+    let parse = |sink: Value, window: Value| {
+        AttentionSpec::from_json(&json!({ "decode": settings(sink, window) }), "attention", &artifacts)
+            .map(|spec| json!(spec))
+    };
+    let spec = parse(json!(0.01), json!(200)).unwrap();
+    assert_eq!((&spec["decode"]["sink"], &spec["decode"]["window"]), (&json!(0.01), &json!(200)));
+    for (sink, window, path, message) in [
+        (
+            json!(1.5),
+            json!(1),
+            "attention.decode.sink",
+            "must be a whole number of tokens up to 1048576, or a share of the context below 1; got 1.5",
+        ),
+        (
+            json!(-1),
+            json!(1),
+            "attention.decode.sink",
+            "must be a whole number of tokens up to 1048576, or a share of the context below 1; got -1",
+        ),
+        (
+            json!(0),
+            json!(2.5),
+            "attention.decode.window",
+            "must be a whole number of tokens up to 1048576, or a share of the context below 1; got 2.5",
+        ),
+        (json!(0), json!(0), "attention.decode.window", "must be a number greater than 0; got 0"),
+    ] {
+        let error = parse(sink, window).unwrap_err();
+        assert_eq!((error.path.as_str(), error.message.as_str()), (path, message));
+    }
+    assert!(parse(json!(0), json!(0.5)).is_ok());
 }
 
 /// One step after `n - 1` tokens: its output, and the keys that it read, of one KV head.
@@ -283,61 +360,6 @@ fn keys_that_santa_scores_are_reported() {
     let fewer = json!({ "method": "streaming_llm", "sink": 2, "window": 14 });
     assert_eq!((share(json!({ "within": fewer })), bernoulli(fewer)), (None, None));
     assert_eq!(share(json!({ "samples": 300, "scores": "bernoulli" })), None);
-}
-
-/// Shares of a context are rounded up, and hold for every row of a step by its own context.
-#[test]
-fn sinks_and_window_of_vattention_may_be_shares_of_the_context() {
-    let shape = shape(3, 64, None);
-    let settings = |sink: Value, window: Value| {
-        json!({
-            "method": "vattention", "epsilon": 0.9, "delta": 0.4, "sink": sink, "window": window, "pilot_tokens": 16,
-            "dense_share": 1, "top": { "method": "oracle" }, "top_k": 8
-        })
-    };
-    // At 340 to 349 tokens a twentieth is 17 or 18, a hundredth 4.
-    let shares = settings(json!(0.01), json!(0.05));
-    let together = Growing::new(&shares, shape, 339).to(349, 10);
-    let width = shape.q_heads * shape.head_dim;
-    for (row, n) in (340..350).enumerate() {
-        let counts = settings(json!(4), json!(if n <= 340 { 17 } else { 18 }));
-        let counted = Growing::new(&counts, shape, n - 1).to(n, 1);
-        assert_eq!(together[row * width..(row + 1) * width], counted, "{n} tokens");
-        let one_more = Growing::new(&settings(json!(4), json!(19)), shape, n - 1).to(n, 1);
-        assert!(one_more != counted, "or this says nothing");
-    }
-    let artifacts = Artifacts::default();
-    let parse = |sink: Value, window: Value| {
-        AttentionSpec::from_json(&json!({ "decode": settings(sink, window) }), "attention", &artifacts)
-            .map(|spec| json!(spec))
-    };
-    let spec = parse(json!(0.01), json!(200)).unwrap();
-    assert_eq!((&spec["decode"]["sink"], &spec["decode"]["window"]), (&json!(0.01), &json!(200)));
-    for (sink, window, path, message) in [
-        (
-            json!(1.5),
-            json!(1),
-            "attention.decode.sink",
-            "must be a whole number of tokens up to 1048576, or a share of the context below 1; got 1.5",
-        ),
-        (
-            json!(-1),
-            json!(1),
-            "attention.decode.sink",
-            "must be a whole number of tokens up to 1048576, or a share of the context below 1; got -1",
-        ),
-        (
-            json!(0),
-            json!(2.5),
-            "attention.decode.window",
-            "must be a whole number of tokens up to 1048576, or a share of the context below 1; got 2.5",
-        ),
-        (json!(0), json!(0), "attention.decode.window", "must be a number greater than 0; got 0"),
-    ] {
-        let error = parse(sink, window).unwrap_err();
-        assert_eq!((error.path.as_str(), error.message.as_str()), (path, message));
-    }
-    assert!(parse(json!(0), json!(0.5)).is_ok());
 }
 
 /// What a parameter's description says is ignored changes nothing.

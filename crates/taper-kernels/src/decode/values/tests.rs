@@ -179,4 +179,11 @@ fn bernoulli_queries_are_unbiased_and_mostly_empty() {
     let batch = Decode { q: &zero, ..batch };
     let none = bernoulli_queries(&batch, &[stream(1)], 4, true).unwrap().flatten_all().unwrap().to_vec1::<f32>();
     assert_eq!(none.unwrap(), [0f32; 96]);
+    // One number that is none is not taken for one that was not drawn.
+    for (bad, shared) in [f32::NAN, f32::INFINITY].into_iter().flat_map(|bad| [(bad, false), (bad, true)]) {
+        let spoilt: Vec<f32> = (0..96).map(|i| if i == 7 { bad } else { exact[i] }).collect();
+        let q = Tensor::from_vec(spoilt, (1, 3, 32), q.device()).unwrap();
+        let kept = bernoulli_queries(&Decode { q: &q, ..batch }, &[stream(1)], 1, shared).unwrap();
+        assert!(!kept.flatten_all().unwrap().to_vec1::<f32>().unwrap()[7].is_finite(), "{bad}, shared {shared}");
+    }
 }
