@@ -175,27 +175,6 @@ fn a_promise_out_of_reach_equals_dense_within_a_models_own_window() {
 }
 
 #[test]
-fn chunked_prefill_equals_one_shot() {
-    for prefill in [
-        json!({ "method": "dense" }),
-        json!({ "method": "streaming_llm", "sink": 4, "window": 100 }),
-        json!({ "method": "delta", "gamma": 24, "base": { "method": "streaming_llm", "sink": 4, "window": 30 } }),
-        json!({ "method": "delta", "gamma": 200, "mode": "recompute", "base": { "method": "streaming_llm", "window": 30 } }),
-    ] {
-        let spec = json!({ "prefill": prefill });
-        for window in [None, Some(70)] {
-            let (whole, sequence) = run(&spec, shape(3, 64, window), (700, 0), 4096);
-            for chunk in [100, 64, 7] {
-                let (chunked, cut) = run(&spec, shape(3, 64, window), (700, 0), chunk);
-                let usage = |s: &Sequence| json!(s.usage());
-                assert_eq!(usage(&cut), usage(&sequence), "{prefill} in chunks of {chunk}");
-                assert!(relative(&chunked, &whole) < 1e-6, "{prefill} in chunks of {chunk}");
-            }
-        }
-    }
-}
-
-#[test]
 fn delta_is_dense_at_its_anchors_and_its_tail_and_moves_the_difference_on_between() {
     let base = json!({ "method": "streaming_llm", "sink": 4, "window": 32 });
     let shape = shape(2, 64, None);

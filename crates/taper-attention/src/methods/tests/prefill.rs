@@ -13,7 +13,13 @@ pub(super) fn sparse(name: &str) -> Vec<Value> {
             json!({ "method": "bigbird" }),
             json!({ "method": "bigbird", "global": 64, "window": 100, "random": 2 }),
         ],
-        "delta" => vec![json!({ "method": "delta", "gamma": 24, "base": { "method": "streaming_llm", "window": 30 } })],
+        "delta" => {
+            let base = json!({ "method": "streaming_llm", "window": 30 });
+            vec![
+                json!({ "method": "delta", "gamma": 24, "base": base }),
+                json!({ "method": "delta", "gamma": 200, "mode": "recompute", "base": base }),
+            ]
+        }
         "streaming_llm" => vec![json!({ "method": "streaming_llm", "sink": 4, "window": 100 })],
         "hip" => vec![
             json!({
@@ -100,9 +106,9 @@ fn every_pattern_at_its_limit_equals_dense() {
 
 #[test]
 fn the_engines_chunks_do_not_show() {
-    for settings in every_sparse() {
+    for settings in every_sparse().into_iter().chain([json!({ "method": "dense" })]) {
         for settings in [settings.clone(), over_delta(&settings)].iter().filter(|s| s["base"]["method"] != "delta") {
-            for window in [None, Some(170)] {
+            for window in [None, Some(70), Some(170)] {
                 let shape = shape(3, 64, window);
                 let (whole, sequence) = run(&prefill(settings), shape, (700, 0), WHOLE);
                 for chunk in [100, 64, 7] {
@@ -314,7 +320,8 @@ fn a_file_gives_each_head_its_pattern() {
 
 #[test]
 fn auto_takes_the_pattern_that_keeps_most() {
-    // Head 0 attends to its neighbours, heads 1 and 2 to a few keys far apart, head 3 to one stretch of keys.
+    // Head 0 attends to the first four keys and to its neighbours, heads 1 and 2 to a few keys far apart, head 3 to one
+    // stretch of keys.
     let (n, d) = (1000, 64);
     let shape = AttentionShape { layers: 1, q_heads: 4, kv_heads: 4, head_dim: d, window: None };
     let noise = Input::random(shape, n);
@@ -322,45 +329,44 @@ fn auto_takes_the_pattern_that_keeps_most() {
     let (mut q, mut k) = (of(&noise.q), of(&noise.k));
     for t in 0..n {
         for head in 0..4 {
-            let at = (t * 4 + head) * d;
-            let row = |x: &mut [f32], to: f32| x[at..at + 2].iter_mut().for_each(|x| *x = to);
-            q[at..at + d].iter_mut().chain(&mut k[at..at + d]).for_each(|x| *x *= 0.1);
-            row(&mut q, 12.0);
-            row(
-                &mut k,
-                match head {
-                    0 => t as f32 * 0.05,
-                    1 | 2 => {
-                        if t % 97 == 50 {
-                            8.0
-                        } else {
-                            0.0
-                        }
-                    }
-                    _ => {
-                        if (256..384).contains(&t) {
-                            8.0
-                        } else {
-                            0.0
-                        }
-                    }
-                },
-            );
+            let own = (t * 4 + head) * d..(t * 4 + head + 1) * d;
+            let (q, k) = (&mut q[own.clone()], &mut k[own]);
+            q.iter_mut().chain(&mut *k).for_each(|x| *x *= 0.1);
+            let if_so = |yes: bool, x: f32| if yes { x } else { 0.0 };
+            let turn = [(t as f32 * 0.0031).cos(), (t as f32 * 0.0031).sin()];
+            let (query, key) = match head {
+                0 => ([turn[0] * 14.0, turn[1] * 14.0, 16.0], [turn[0] * 8.0, turn[1] * 8.0, if_so(t < 4, 8.0)]),
+                1 | 2 => ([12.0, 12.0, 0.0], [if_so(t % 97 == 50, 8.0); 3]),
+                _ => ([12.0, 12.0, 0.0], [if_so((256..384).contains(&t), 8.0); 3]),
+            };
+            q[..3].copy_from_slice(&query);
+            k[..3].copy_from_slice(&key);
+            if head == 0 && t < 4 {
+                k[..2].fill(0.0);
+            }
         }
     }
     let tensor = |x: Vec<f32>| Tensor::from_vec(x, (n, 4, d), &Device::Cpu).unwrap();
     let input = Input { q: tensor(q), k: tensor(k), v: noise.v.clone() };
     let run = |settings: Value| run_on(&prefill(&settings), &Artifacts::default(), shape, &input, 0, WHOLE);
-    let settings =
-        |pattern: &str| json!({ "method": "minference", "pattern": pattern, "vertical": 40, "slash": 100, "init": 0 });
-    let (auto, sequence) = run(settings("auto"));
-    let (vertical_slash, _) = run(settings("vertical_slash"));
-    let same = |head: usize, other: &[f32]| {
+    let (auto, sequence) = run(json!({ "method": "minference", "vertical": 40, "slash": 100, "init": 4 }));
+    let same = |head: usize, other: Value| {
+        let mut settings = json!({ "method": "minference" });
+        settings.as_object_mut().unwrap().extend(other.as_object().unwrap().clone());
+        let (other, _) = run(settings);
         let rows = auto.chunks_exact(4 * d).zip(other.chunks_exact(4 * d));
         rows.map(|(a, b)| (&a[head * d..(head + 1) * d], &b[head * d..(head + 1) * d])).all(|(a, b)| a == b)
     };
-    assert!(same(1, &vertical_slash) && same(2, &vertical_slash), "few keys far apart are columns");
-    assert!(!same(3, &vertical_slash), "a stretch of keys is a matter of blocks");
+    // The last row's vertical_slash: its block of 40 keys, the two before it, and what else the columns are: the first 30
+    // keys and, but for head 0, whose heaviest are near, the ten heaviest.
+    let near = 40 + 2 * 64 + 30;
+    assert!(same(0, json!({ "pattern": "a_shape", "init": 4, "local": near - 4 })), "the first keys and neighbours");
+    for head in [1, 2] {
+        let stripes = json!({ "pattern": "vertical_slash", "vertical": 40, "slash": 100 });
+        assert!(same(head, stripes), "few keys far apart are columns");
+    }
+    let blocks = (near + 10usize).div_ceil(64);
+    assert!(same(3, json!({ "pattern": "block_sparse", "blocks": blocks })), "a stretch of keys is a matter of blocks");
     let cra = sequence.usage().prefill.cra.unwrap();
     assert!(cra.mean > 0.9, "{cra:?}");
 }
