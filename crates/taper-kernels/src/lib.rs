@@ -6,6 +6,7 @@ pub mod correct;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod decode;
+mod dense;
 mod gemm;
 pub mod index;
 pub mod kv;

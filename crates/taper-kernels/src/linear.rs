@@ -1,7 +1,8 @@
 //! Matrix products of activations with a layer's weights, plain or quantised.
 //!
-//! A quantised weight stays quantised: no step dequantises it.
+//! A weight stays as it is: no step dequantises or widens it.
 
+use crate::dense::Panels;
 use crate::packed::Packed;
 use candle_core::quantized::{QMatMul, QTensor};
 use candle_core::{CpuStorage, Module, Result, Storage, Tensor, bail};
@@ -10,7 +11,9 @@ use std::sync::Arc;
 /// The weight of a linear layer without bias, `y = x Wᵀ`.
 #[derive(Debug, Clone)]
 pub enum Linear {
-    /// A float weight, `[out, in]`; activations must have its dtype.
+    /// A float weight on the CPU, rearranged for this project's kernel; activations are f32.
+    Panels(Arc<Panels>),
+    /// A float weight on another device, `[out, in]`; activations must have its dtype.
     Dense(Tensor),
     /// A Q4_0, Q4_1 or Q8_0 weight on the CPU, rearranged for this project's kernel.
     Packed(Arc<Packed>),
@@ -20,8 +23,11 @@ pub enum Linear {
 
 impl Linear {
     /// Wraps a float weight `[out, in]` (f32, f16 or bf16).
-    pub fn dense(weight: Tensor) -> Self {
-        Self::Dense(weight)
+    ///
+    /// # Errors
+    /// A tensor that is no matrix, or on the CPU of another type.
+    pub fn dense(weight: Tensor) -> Result<Self> {
+        Ok(if weight.device().is_cpu() { Self::Panels(Arc::new(Panels::new(&weight)?)) } else { Self::Dense(weight) })
     }
 
     /// Wraps a quantised weight `[out, in]` without dequantising it.
@@ -38,21 +44,21 @@ impl Linear {
         Ok(Self::Quantized(QMatMul::from_arc(weight)?))
     }
 
-    /// Multiplies: `x` `[T, in]` → `[T, out]`; f32 in and out where the weight is quantised.
+    /// Multiplies: `x` `[T, in]` → `[T, out]`; f32 in and out where the weight is quantised or on the CPU.
     ///
     /// # Errors
     /// candle's shape and dtype errors.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::Dense(w) => x.matmul(&w.t()?),
-            Self::Packed(w) => packed(w, x),
+            Self::Panels(w) => on_cpu(w.dims(), x, |x, out| w.multiply(x, out)),
+            Self::Packed(w) => on_cpu(w.dims(), x, |x, out| w.multiply(x, out)),
             Self::Quantized(m) => m.forward(x),
         }
     }
 }
 
-fn packed(weight: &Packed, x: &Tensor) -> Result<Tensor> {
-    let (outputs, inputs) = weight.dims();
+fn on_cpu((outputs, inputs): (usize, usize), x: &Tensor, multiply: impl FnOnce(&[f32], &mut [f32])) -> Result<Tensor> {
     let (tokens, width) = x.dims2()?;
     let (storage, layout) = x.storage_and_layout();
     let (Storage::Cpu(CpuStorage::F32(data)), Some((from, to))) = (&*storage, layout.contiguous_offsets()) else {
@@ -62,6 +68,6 @@ fn packed(weight: &Packed, x: &Tensor) -> Result<Tensor> {
         bail!("linear: activations {:?} with a weight of {inputs} inputs", x.shape());
     }
     let mut out = vec![0f32; tokens * outputs];
-    weight.multiply(&data[from..to], &mut out);
+    multiply(&data[from..to], &mut out);
     Tensor::from_vec(out, (tokens, outputs), x.device())
 }

@@ -23,7 +23,7 @@ pub enum Architecture {
 /// The dtype that a float checkpoint's weights are kept in.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum WeightDType {
-    /// f32 on the CPU, which multiplies it fastest; the checkpoint's own dtype on other devices.
+    /// The checkpoint's own dtype.
     #[default]
     Auto,
     /// 32-bit floats.

@@ -3,7 +3,7 @@
 //! llama.cpp interleaves the rows of each query and key head, so that its rotary embedding turns neighbours. Rows
 //! are whole quantised blocks, so the usual order (halves) is restored exactly, by moving bytes.
 
-use super::{Embedding, Role, Weights, expected_shape, float_dtype};
+use super::{Embedding, Role, Weights, activation_dtype, expected_shape, float_dtype};
 use crate::config::{LoadOptions, ModelConfig};
 use crate::error::ModelError;
 use crate::gguf::{Gguf, TensorInfo};
@@ -82,13 +82,23 @@ impl<'a> GgufWeights<'a> {
         Ok(QTensor::new(storage(&bytes, dtype, self.device)?, shape)?)
     }
 
+    /// Of weights that were quantised: f32 on the CPU unless told otherwise, for it is there to compare with.
+    fn dequantized_dtype(&self) -> DType {
+        float_dtype(&self.options, if self.device.is_cpu() { DType::F32 } else { DType::F16 })
+    }
+
     fn linear(&self, weight: QTensor) -> Result<Linear, ModelError> {
         let float = is_float(weight.dtype());
         if !float && !self.options.dequantize {
             return Ok(Linear::quantized(Arc::new(weight))?);
         }
-        let dtype = if self.options.dequantize { self.activation_dtype() } else { DType::F32 };
-        Ok(Linear::dense(weight.dequantize(self.device)?.to_dtype(dtype)?))
+        let dtype = match weight.dtype() {
+            _ if self.options.dequantize => self.dequantized_dtype(),
+            GgmlDType::F16 if self.device.is_cpu() => DType::F16,
+            GgmlDType::BF16 if self.device.is_cpu() => DType::BF16,
+            _ => DType::F32,
+        };
+        Ok(Linear::dense(weight.dequantize(self.device)?.to_dtype(dtype)?)?)
     }
 }
 
@@ -128,7 +138,7 @@ impl Weights for GgufWeights<'_> {
 
     /// candle's quantised products take f32; only a dequantised model may meet another dtype.
     fn activation_dtype(&self) -> DType {
-        if self.options.dequantize { float_dtype(&self.options, DType::F16, self.device) } else { DType::F32 }
+        if self.options.dequantize { activation_dtype(self.dequantized_dtype(), self.device) } else { DType::F32 }
     }
 }
 

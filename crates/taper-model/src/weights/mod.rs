@@ -61,10 +61,14 @@ pub(crate) fn open<'a>(
     })
 }
 
+/// The dtype of activations that meet float weights of a dtype: on the CPU products take f32, whatever the weights are.
+fn activation_dtype(weights: DType, device: &Device) -> DType {
+    if device.is_cpu() { DType::F32 } else { weights }
+}
+
 /// The dtype that a float weight stored as `stored` is kept in.
-fn float_dtype(options: &LoadOptions, stored: DType, device: &Device) -> DType {
+fn float_dtype(options: &LoadOptions, stored: DType) -> DType {
     match options.dtype {
-        WeightDType::Auto if device.is_cpu() => DType::F32,
         WeightDType::Auto => stored,
         WeightDType::F32 => DType::F32,
         WeightDType::F16 => DType::F16,

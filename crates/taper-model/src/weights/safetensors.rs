@@ -1,6 +1,6 @@
 //! Float weights from safetensors: one file, or shards with an index.
 
-use super::{Embedding, Role, Weights, expected_shape, float_dtype};
+use super::{Embedding, Role, Weights, activation_dtype, expected_shape, float_dtype};
 use crate::config::{LoadOptions, ModelConfig};
 use crate::error::ModelError;
 use crate::mapped::MappedFile;
@@ -105,6 +105,12 @@ impl<'a> Safetensors<'a> {
         Ok(entry)
     }
 
+    /// One dtype for the whole network, after the first layer's query projection.
+    fn weight_dtype(&self) -> DType {
+        let stored = self.entries.get(&name(Role::Query, 0)).map_or(DType::F32, |entry| entry.dtype);
+        float_dtype(&self.options, stored)
+    }
+
     /// A tensor as it is stored, on the device.
     fn load(&self, role: Role, layer: usize, dtype: DType) -> Result<Tensor, ModelError> {
         let entry = self.find(role, layer)?;
@@ -138,22 +144,20 @@ impl Weights for Safetensors<'_> {
     }
 
     fn projections(&self, roles: &[Role], layer: usize) -> Result<Vec<Linear>, ModelError> {
-        let dtype = self.activation_dtype();
+        let dtype = self.weight_dtype();
         let weights: Vec<Tensor> =
             roles.iter().map(|role| self.load(*role, layer, dtype)).collect::<Result<_, ModelError>>()?;
         let joint = if weights.len() == 1 { weights[0].clone() } else { Tensor::cat(&weights, 0)? };
-        Ok(vec![Linear::dense(joint)])
+        Ok(vec![Linear::dense(joint)?])
     }
 
     fn head(&self) -> Result<Linear, ModelError> {
         let role = if self.config.tie_embeddings { Role::Embedding } else { Role::Head };
-        Ok(Linear::dense(self.load(role, 0, self.activation_dtype())?))
+        Ok(Linear::dense(self.load(role, 0, self.weight_dtype())?)?)
     }
 
-    /// One dtype for the whole network, after the first layer's query projection.
     fn activation_dtype(&self) -> DType {
-        let stored = self.entries.get(&name(Role::Query, 0)).map_or(DType::F32, |entry| entry.dtype);
-        float_dtype(&self.options, stored, self.device)
+        activation_dtype(self.weight_dtype(), self.device)
     }
 }
 
