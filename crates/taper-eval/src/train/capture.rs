@@ -1,11 +1,12 @@
 //! Runs a model densely over sequences and keeps queries and keys of some layers.
 //!
 //! What is kept of a sequence and layer, in f32 after the rotary embedding: the key of every token, and the queries of a
-//! seeded sample of its rows. The cache that attention reads meanwhile is f32.
+//! seeded sample of its rows. The cache that attention reads meanwhile is f32, on a
+//! CUDA device f16.
 
 use super::error::TrainError;
 use super::head::Far;
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use std::sync::Arc;
@@ -89,7 +90,9 @@ impl<'a> Capture<'a> {
     pub fn new(model: &'a Model, length: usize) -> std::result::Result<Self, TrainError> {
         let AttentionShape { layers, kv_heads, head_dim, .. } = model.attention_shape();
         let shape = KvShape { layers, kv_heads, head_dim };
-        let pool = KvPool::new(shape, DType::F32, length.div_ceil(BLOCK_TOKENS), &Device::Cpu)
+        // The CUDA operations know no f32 cache.
+        let dtype = if model.device().is_cpu() { DType::F32 } else { DType::F16 };
+        let pool = KvPool::new(shape, dtype, length.div_ceil(BLOCK_TOKENS), model.device())
             .map_err(|e| TrainError::option("length", e.to_string()))?;
         Ok(Self { model, pool, spec: Arc::default() })
     }

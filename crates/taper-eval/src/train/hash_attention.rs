@@ -7,12 +7,11 @@
 //! sharpens tenfold and the learning rate falls over training.
 
 use super::head::{Far, Head, Row};
-use super::net::{self, Columns, Descent, Linear, Schedule};
-use super::recall::{Recall, Tally, descending, rank};
-use candle_core::{Device, Result, Tensor, Var};
+use super::net::{self, Columns, Course, Descent, Linear};
+use super::recall::{Recall, Tally, descending, greatest, rank};
+use candle_core::{Result, Tensor, Var};
 use candle_nn::ops::silu;
 use rand::Rng;
-use rand_chacha::ChaCha8Rng;
 use taper_kernels::index::codes::BITS;
 use taper_kernels::mlp::{Activation, Mlp};
 
@@ -52,10 +51,11 @@ struct Lesson {
 struct Perceptrons(Vec<(Var, Var)>);
 
 impl Perceptrons {
-    fn new(rng: &mut ChaCha8Rng, maps: usize, d: usize, hidden: usize) -> Result<Self> {
+    fn new(course: &mut Course, maps: usize, d: usize) -> Result<Self> {
+        let hidden = course.hidden;
         let layer = |(inputs, outputs): (usize, usize)| {
-            let weight = net::uniform(rng, &[maps, outputs, inputs], (3.0 / inputs as f64).sqrt())?;
-            Ok((weight, net::constant(0.0, &[maps, 1, outputs])?))
+            let weight = net::uniform(course, &[maps, outputs, inputs], (3.0 / inputs as f64).sqrt())?;
+            Ok((weight, net::constant(0.0, &[maps, 1, outputs], course.device)?))
         };
         Ok(Self([(d, hidden), (hidden, hidden), (hidden, BITS)].into_iter().map(layer).collect::<Result<_>>()?))
     }
@@ -88,19 +88,12 @@ impl Perceptrons {
 }
 
 impl Maps {
-    /// Learns from the sequences of one KV head. `step` is called after every iteration; false ends training early, with
-    /// `None`.
+    /// Learns from the sequences of one KV head; `None` if it was told to end early.
     ///
     /// # Errors
     /// candle's.
-    pub fn train(
-        heads: &[Head],
-        far: &Far,
-        hidden: usize,
-        schedule: Schedule,
-        rng: &mut ChaCha8Rng,
-        step: &mut dyn FnMut() -> bool,
-    ) -> Result<Option<Self>> {
+    pub fn train(heads: &[Head], far: &Far, course: &mut Course) -> Result<Option<Self>> {
+        let schedule = course.schedule;
         let (d, group) = (heads[0].head_dim(), heads[0].group);
         let all = |of: &dyn Fn(&Head) -> Vec<f32>| Columns::of(&heads.iter().flat_map(of).collect::<Vec<_>>(), d);
         let key_columns = all(&|head| head.keys(true));
@@ -108,19 +101,19 @@ impl Maps {
         let lessons = heads.iter().map(|head| Lesson::new(head, far, &query_columns, &key_columns));
         let lessons = lessons.collect::<Result<Vec<_>>>()?;
         let lessons: Vec<&Lesson> = lessons.iter().filter(|lesson| !lesson.rows.is_empty()).collect();
-        let (query, key) = (Perceptrons::new(rng, group, d, hidden)?, Perceptrons::new(rng, 1, d, hidden)?);
+        let (query, key) = (Perceptrons::new(course, group, d)?, Perceptrons::new(course, 1, d)?);
         let mut descent = Descent::new(query.vars().chain(key.vars()).collect(), schedule)?;
         for iteration in 0..schedule.iterations {
-            let lesson = lessons[rng.random_range(0..lessons.len())];
+            let lesson = lessons[course.rng.random_range(0..lessons.len())];
             let sharp = SHARPENED.powf(iteration as f64 / schedule.iterations as f64);
-            let batch = lesson.batch(schedule.batch, rng)?;
+            let batch = lesson.batch(course)?;
             let code = |maps: &Perceptrons, x: &Tensor| (maps.forward(x)? * sharp)?.tanh();
             let (q, k) = (code(&query, &batch.queries)?, code(&key, &batch.keys)?);
             let logits = (q.flatten(0, 1)?.matmul(&k.squeeze(0)?.t()?)? / SCALE)?;
             // The cross entropy: softplus(x) − x where the key is a best one, softplus(x) where it is not.
             let entropy = ((net::softplus(&logits)? - (&logits * &batch.labels)?)? * &batch.weights)?;
             descent.step(&entropy.sum_all()?)?;
-            if !step() {
+            if !(course.step)() {
                 return Ok(None);
             }
         }
@@ -155,8 +148,8 @@ impl Lesson {
         };
         let rows = head.map(far, |row| {
             let best = |g: usize| {
-                let order = descending(row.far_scores(g)).into_iter().take(TOP);
-                order.map(|i| (row.far.start + i) as u32).collect::<Vec<_>>()
+                let best = greatest(row.far_scores(g), TOP).into_iter();
+                best.map(|i| (row.far.start + i) as u32).collect::<Vec<_>>()
             };
             (row.far.clone(), (0..row.heads()).map(best).collect())
         })?;
@@ -168,8 +161,8 @@ impl Lesson {
         })
     }
 
-    fn batch(&self, count: usize, rng: &mut ChaCha8Rng) -> Result<Batch> {
-        let d = self.head_dim;
+    fn batch(&self, course: &mut Course) -> Result<Batch> {
+        let (d, count, rng) = (self.head_dim, course.schedule.batch, &mut *course.rng);
         let rows: Vec<usize> = (0..count).map(|_| rng.random_range(0..self.rows.len())).collect();
         let end = rows.iter().map(|&row| self.rows[row].0.end).max().unwrap_or(1).max(1);
         let mut best: Vec<u32> = rows.iter().flat_map(|&row| self.rows[row].1.concat()).collect();
@@ -199,10 +192,10 @@ impl Lesson {
         let taken: Vec<f32> = keys.iter().flat_map(|&key| take(&self.keys, key as usize)).collect();
         let pairs = (group * count, keys.len());
         Ok(Batch {
-            queries: Tensor::from_vec(queries, (group, count, d), &Device::Cpu)?,
-            keys: Tensor::from_vec(taken, (1, keys.len(), d), &Device::Cpu)?,
-            labels: Tensor::from_vec(labels, pairs, &Device::Cpu)?,
-            weights: Tensor::from_vec(weights, pairs, &Device::Cpu)?,
+            queries: Tensor::from_vec(queries, (group, count, d), course.device)?,
+            keys: Tensor::from_vec(taken, (1, keys.len(), d), course.device)?,
+            labels: Tensor::from_vec(labels, pairs, course.device)?,
+            weights: Tensor::from_vec(weights, pairs, course.device)?,
         })
     }
 }
@@ -229,7 +222,7 @@ pub(super) fn recalls(heads: &[(Head, &Maps)], far: &Far) -> Result<Vec<Recall>>
             for g in (0..row.heads()).filter(|&g| row.looks_far(g)) {
                 let mut best = vec![0f32; row.far.len()];
                 let count = TOP.min(best.len());
-                descending(row.far_scores(g))[..count].iter().for_each(|&i| best[i] = 1.0 / count as f32);
+                greatest(row.far_scores(g), count).into_iter().for_each(|i| best[i] = 1.0 / count as f32);
                 top.add_keys(&order, &best);
             }
             (rank(row, importance), top)

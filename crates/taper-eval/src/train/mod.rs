@@ -36,8 +36,9 @@ use artefact::{Artefact, Named, Origin, Values};
 use capture::{Capture, Captured, Wanted};
 use clustering::cluster;
 use double_sparsity::Channels;
+use hash_attention::Maps;
 use head::Head;
-use net::Linear;
+use net::{Course, Linear};
 use plan::Checked;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
@@ -247,21 +248,16 @@ impl Trainer<'_> {
         let (d, far) = (self.shape.head_dim, self.checked.far);
         let (mut all, mut maps, mut recalls) = (Vec::new(), Vec::new(), Vec::new());
         for kv_head in 0..self.shape.kv_heads {
-            let name = format!("layer {} KV head {kv_head}: classifier", layer.index);
-            self.progress.begins(&name, self.checked.schedule.iterations);
-            let (rows, turned) = (self.centroids(layer, kv_head, false)?, self.centroids(layer, kv_head, true)?);
+            self.progress.begins(&format!("layer {} KV head {kv_head}: clusters", layer.index), 2);
+            let rows = self.centroids(layer, kv_head, false)?;
+            self.advance()?;
+            let turned = self.centroids(layer, kv_head, true)?;
+            self.advance()?;
             let centroids = &Centroids::new(&rows, d).map_err(&failed)?;
             let turned = &Centroids::new(&turned, d).map_err(&failed)?;
             let samples = Samples::of(&Layer::heads(&layer.training, kv_head), &far, centroids).map_err(&failed)?;
-            let (Checked { hidden, schedule, .. }, mut rng) = (&self.checked, self.rng(layer.index, kv_head));
-            let progress = &mut *self.progress;
-            let mut step = || {
-                progress.advance();
-                !progress.stopped()
-            };
-            let trained =
-                Classifier::train(&samples, &rows, d, *hidden, *schedule, &mut rng, &mut step).map_err(&failed)?;
-            let classifier = trained.ok_or(TrainError::Stopped)?;
+            let classifier = self
+                .taught(layer.index, kv_head, "classifier", |course| Classifier::train(&samples, &rows, d, course))?;
             let mlp = classifier.mlp().map_err(&failed)?;
             let ways = [
                 Way { name: "classifier", rotated: false, centroids, chooser: Chooser::Classifier(&mlp) },
@@ -283,17 +279,8 @@ impl Trainer<'_> {
         let far = self.checked.far;
         let (mut queries, mut keys, mut recalls) = (Vec::new(), Vec::new(), Vec::new());
         for kv_head in 0..self.shape.kv_heads {
-            let name = format!("layer {} KV head {kv_head}: codes", layer.index);
-            self.progress.begins(&name, self.checked.schedule.iterations);
-            let (Checked { hidden, schedule, .. }, mut rng) = (&self.checked, self.rng(layer.index, kv_head));
-            let progress = &mut *self.progress;
-            let mut step = || {
-                progress.advance();
-                !progress.stopped()
-            };
             let heads = Layer::heads(&layer.training, kv_head);
-            let trained = hash_attention::Maps::train(&heads, &far, *hidden, *schedule, &mut rng, &mut step);
-            let maps = trained.map_err(&failed)?.ok_or(TrainError::Stopped)?;
+            let maps = self.taught(layer.index, kv_head, "codes", |course| Maps::train(&heads, &far, course))?;
             let heads: Vec<_> = Layer::heads(&layer.held_out, kv_head).into_iter().map(|head| (head, &maps)).collect();
             merge(&mut recalls, hash_attention::recalls(&heads, &far).map_err(&failed)?);
             queries.extend(maps.query);
@@ -302,6 +289,26 @@ impl Trainer<'_> {
         let mut tensors = linear_tensors(&format!("layers.{}.query", layer.index), &queries);
         tensors.extend(linear_tensors(&format!("layers.{}.key", layer.index), &keys));
         Ok((tensors, recalls))
+    }
+
+    /// A network of one KV head, on the model's device.
+    fn taught<T>(
+        &mut self,
+        layer: usize,
+        kv_head: usize,
+        what: &str,
+        train: impl FnOnce(&mut Course) -> candle_core::Result<Option<T>>,
+    ) -> Result<T, TrainError> {
+        let mut rng = self.rng(layer, kv_head);
+        let Checked { hidden, schedule, .. } = self.checked;
+        let (progress, device) = (&mut *self.progress, self.model.device());
+        progress.begins(&format!("layer {layer} KV head {kv_head}: {what}"), schedule.iterations);
+        let mut step = || {
+            progress.advance();
+            !progress.stopped()
+        };
+        let mut course = Course { hidden, schedule, device, rng: &mut rng, step: &mut step };
+        train(&mut course).map_err(TrainError::compute(layer))?.ok_or(TrainError::Stopped)
     }
 
     /// Double Sparsity's channels: sums over the training text in one pass for all layers, then held-out text.

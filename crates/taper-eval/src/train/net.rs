@@ -18,6 +18,18 @@ pub(super) struct Schedule {
     pub learning_rate: f64,
 }
 
+/// How a network is trained.
+pub(super) struct Course<'a> {
+    /// Width of the hidden layers.
+    pub hidden: usize,
+    pub schedule: Schedule,
+    /// What computes.
+    pub device: &'a Device,
+    pub rng: &'a mut ChaCha8Rng,
+    /// Called after every iteration; false ends training early.
+    pub step: &'a mut dyn FnMut() -> bool,
+}
+
 /// AdamW without decay over the schedule, which is Adam.
 pub(super) struct Descent {
     adam: AdamW,
@@ -41,15 +53,15 @@ impl Descent {
 }
 
 /// A variable drawn evenly from ±`bound`. candle's own draws cannot be seeded on the CPU.
-pub(super) fn uniform(rng: &mut ChaCha8Rng, shape: &[usize], bound: f64) -> Result<Var> {
-    let draw = |_| rng.random_range(-bound..=bound) as f32;
+pub(super) fn uniform(course: &mut Course, shape: &[usize], bound: f64) -> Result<Var> {
+    let draw = |_| course.rng.random_range(-bound..=bound) as f32;
     let values: Vec<f32> = (0..shape.iter().product()).map(draw).collect();
-    Var::from_tensor(&Tensor::from_vec(values, shape, &Device::Cpu)?)
+    Var::from_tensor(&Tensor::from_vec(values, shape, course.device)?)
 }
 
 /// A variable of equal values.
-pub(super) fn constant(value: f32, shape: &[usize]) -> Result<Var> {
-    Var::from_tensor(&Tensor::full(value, shape, &Device::Cpu)?)
+pub(super) fn constant(value: f32, shape: &[usize], device: &Device) -> Result<Var> {
+    Var::from_tensor(&Tensor::full(value, shape, device)?)
 }
 
 /// Mean and standard deviation of each column.

@@ -91,6 +91,16 @@ pub(super) fn descending(line: &[f32]) -> Vec<usize> {
     order
 }
 
+/// The places of a line's greatest values, in any order; of equal ones the first are taken.
+pub(super) fn greatest(line: &[f32], count: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..line.len()).collect();
+    if count > 0 && count < order.len() {
+        order.select_nth_unstable_by(count - 1, |&a, &b| line[b].total_cmp(&line[a]).then(a.cmp(&b)));
+    }
+    order.truncate(count);
+    order
+}
+
 /// What a ranking of a row's far keys finds, and the best ranking that serves all heads of the group.
 pub(super) fn rank(row: &Row, importance: impl Fn(&Row) -> Vec<f32>) -> (Tally, Tally) {
     let (mut own, mut oracle) = (Tally::default(), Tally::default());
@@ -187,7 +197,15 @@ mod tests {
         let recall = tally.named("x");
         // 1.5, 3, … keys.
         assert!((recall.mass[0] - 0.8).abs() < 1e-6 && (recall.mass[1] - 1.0).abs() < 1e-6, "{recall:?}");
-        assert_eq!(descending(&[1.0, 3.0, 3.0, 2.0]), [1, 2, 3, 0]);
+        let line = [1.0, 3.0, 3.0, 2.0, 3.0];
+        assert_eq!(descending(&line), [1, 2, 4, 3, 0]);
+        for count in 0..7 {
+            let (mut some, mut first) = (greatest(&line, count), descending(&line));
+            first.truncate(count);
+            some.sort_unstable();
+            first.sort_unstable();
+            assert_eq!(some, first, "{count}");
+        }
     }
 
     #[test]

@@ -9,9 +9,9 @@
 //! thousand iterations instead of 40,000 at 1e-5; batch normalisation uses, in the artefact, the statistics of all training queries.
 
 use super::head::{Far, Head, softmax};
-use super::net::{self, Columns, Descent, Linear, Schedule};
+use super::net::{self, Columns, Course, Descent, Linear};
 use super::recall::{Recall, Tally, descending};
-use candle_core::{Device, Result, Tensor, Var};
+use candle_core::{Result, Tensor, Var};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use taper_kernels::index::clusters::Centroids;
@@ -87,32 +87,24 @@ pub(super) struct Classifier {
 }
 
 impl Classifier {
-    /// Learns to predict the samples' targets, from where the centroids `[clusters, d]` stand. `step` is called after every iteration; false ends training early, with
-    /// `None`.
+    /// Learns to predict the samples' targets, from where the centroids `[clusters, d]` stand; `None` if it was told to end
+    /// early.
     ///
     /// # Errors
     /// candle's.
-    pub fn train(
-        samples: &Samples,
-        centroids: &[f32],
-        d: usize,
-        hidden: usize,
-        schedule: Schedule,
-        rng: &mut ChaCha8Rng,
-        step: &mut dyn FnMut() -> bool,
-    ) -> Result<Option<Self>> {
+    pub fn train(samples: &Samples, centroids: &[f32], d: usize, course: &mut Course) -> Result<Option<Self>> {
+        let Course { hidden, schedule, device, .. } = *course;
         let n = samples.queries.len() / d;
         let clusters = samples.targets.len() / n.max(1);
         let columns = Columns::of(&samples.queries, d);
         let mut inputs = samples.queries.clone();
         columns.standardise(&mut inputs);
-        let (first, second, bias) = start(centroids, &columns, hidden, rng);
-        let var =
-            |values: Vec<f32>, shape: (usize, usize)| Var::from_tensor(&Tensor::from_vec(values, shape, &Device::Cpu)?);
+        let (first, second, bias) = start(centroids, &columns, hidden, course.rng);
+        let var = |values: Vec<f32>, shape: (usize, usize)| Var::from_tensor(&Tensor::from_vec(values, shape, device)?);
         // Normalisation takes any bias of the first layer off again, so it has none.
         let (first, second, bias) =
             (var(first, (hidden, d))?, var(second, (clusters, hidden))?, var(bias, (1, clusters))?);
-        let (gain, shift) = (net::constant(1.0, &[1, hidden])?, net::constant(0.0, &[1, hidden])?);
+        let (gain, shift) = (net::constant(1.0, &[1, hidden], device)?, net::constant(0.0, &[1, hidden], device)?);
         let vars = [&first, &gain, &shift, &second, &bias].map(Clone::clone).to_vec();
         let mut descent = Descent::new(vars, schedule)?;
         let entropy = |target: &[f32]| target.iter().filter(|p| **p > 0.0).map(|p| -p * p.ln()).sum();
@@ -120,10 +112,10 @@ impl Classifier {
         let (mut divergence, recent) = (0.0, 0.05f32);
         let batch = schedule.batch.min(n);
         for iteration in 0..schedule.iterations {
-            let drawn: Vec<usize> = (0..batch).map(|_| rng.random_range(0..n)).collect();
+            let drawn: Vec<usize> = (0..batch).map(|_| course.rng.random_range(0..n)).collect();
             let rows = |from: &[f32], width: usize| {
                 let rows: Vec<f32> = drawn.iter().flat_map(|i| &from[i * width..(i + 1) * width]).copied().collect();
-                Tensor::from_vec(rows, (batch, width), &Device::Cpu)
+                Tensor::from_vec(rows, (batch, width), device)
             };
             let (x, target) = (rows(&inputs, d)?, rows(&samples.targets, clusters)?);
             let h = net::batch_norm(&x.matmul(&first.t()?)?, &gain, &shift)?.relu()?;
@@ -135,12 +127,12 @@ impl Classifier {
             let entropy: f32 = drawn.iter().map(|&i| entropies[i]).sum();
             let now = loss.to_scalar::<f32>()? - entropy / batch as f32;
             divergence = if iteration == 0 { now } else { divergence + recent * (now - divergence) };
-            if !step() {
+            if !(course.step)() {
                 return Ok(None);
             }
         }
         let mut layer = (net::numbers(&first)?, vec![0.0; hidden]);
-        let h = Tensor::from_vec(inputs, (n, d), &Device::Cpu)?.matmul(&first.t()?)?;
+        let h = Tensor::from_vec(inputs, (n, d), device)?.matmul(&first.t()?)?;
         let statistics = Columns::of(&net::numbers(&h)?, hidden);
         net::fold_norm(&mut layer, &statistics, &net::numbers(&gain)?, &net::numbers(&shift)?);
         columns.fold_into(&mut layer);

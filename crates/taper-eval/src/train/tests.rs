@@ -63,6 +63,11 @@ fn planted(seed: u64) -> Captured {
     Captured { tokens, head_dim: d, k: vec![k], q: q.collect(), rows, rotary: (vec![0.0; d / 2], 1.0) }
 }
 
+fn course(hidden: usize, schedule: Schedule, rng: &mut ChaCha8Rng) -> Course<'_> {
+    // A closure that holds nothing is leaked for nothing.
+    Course { hidden, schedule, device: &candle_core::Device::Cpu, rng, step: Box::leak(Box::new(|| true)) }
+}
+
 #[test]
 fn a_trained_classifier_beats_the_centroids_at_equal_selectivity() {
     let (training, held_out) = ([planted(1), planted(2), planted(3)], planted(4));
@@ -77,7 +82,7 @@ fn a_trained_classifier_beats_the_centroids_at_equal_selectivity() {
     let schedule = Schedule { iterations: 150, batch: 300, learning_rate: 5e-3 };
     let train = |iterations, hidden| {
         let schedule = Schedule { iterations, ..schedule };
-        Classifier::train(&samples, &rows, 16, hidden, schedule, &mut rng(), &mut || true).unwrap().unwrap()
+        Classifier::train(&samples, &rows, 16, &mut course(hidden, schedule, &mut rng())).unwrap().unwrap()
     };
     let trained = train(150, 64);
     assert!(trained.divergence < 0.5 * train(1, 64).divergence, "{}", trained.divergence);
@@ -102,7 +107,7 @@ fn a_classifier_begins_as_the_centroids_scores() {
     // A step so small that it changes nothing.
     let schedule = Schedule { iterations: 1, batch: 300, learning_rate: 1e-9 };
     let mut rng = ChaCha8Rng::seed_from_u64(5);
-    let trained = Classifier::train(&samples, &rows, 16, 40, schedule, &mut rng, &mut || true).unwrap().unwrap();
+    let trained = Classifier::train(&samples, &rows, 16, &mut course(40, schedule, &mut rng)).unwrap().unwrap();
     let (own, plain) = (trained.mlp().unwrap().forward(&samples.queries), centroids.scores(&samples.queries));
     for (a, b) in own.iter().zip(plain) {
         assert!((a - b / 4.0).abs() < 1e-3, "{a} {}", b / 4.0);
@@ -116,7 +121,7 @@ fn trained_codes_find_the_best_keys() {
     let train = |iterations| {
         let schedule = Schedule { iterations, batch: 24, learning_rate: 3e-3 };
         let mut rng = ChaCha8Rng::seed_from_u64(5);
-        let maps = hash_attention::Maps::train(&heads, &FAR, 32, schedule, &mut rng, &mut || true).unwrap().unwrap();
+        let maps = hash_attention::Maps::train(&heads, &FAR, &mut course(32, schedule, &mut rng)).unwrap().unwrap();
         hash_attention::recalls(&[(Head::new(&held_out, 0), &maps)], &FAR).unwrap()
     };
     let (before, after) = (train(1), train(120));
@@ -209,7 +214,9 @@ fn what_is_trained_loads_for_its_model_alone_and_serves_requests() {
         let error = Artifacts::open(folder.path(), &other).unwrap_err().to_string();
         assert!(error.contains("was made for another model"), "{error}");
         let cache = CacheOptions { bytes: None, dtype: CacheDType::F32 };
-        let (mut backend, _) = taper_engine::load(&with_tokenizer(name).1, &LoadOptions::default(), cache).unwrap();
+        let (mut backend, _) =
+            taper_engine::load(&with_tokenizer(name).1, &LoadOptions::default(), cache, &candle_core::Device::Cpu)
+                .unwrap();
         for (method, request) in methods() {
             let density = density(&mut backend, &artifacts, &request);
             // SampleAttention reads whole blocks, and there is but one.
