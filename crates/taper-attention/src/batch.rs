@@ -114,6 +114,19 @@ impl Sequence {
         Ok(Self { spec, seed, table, carries, report, ..*self })
     }
 
+    /// A copy in another pool, which may be on another device.
+    ///
+    /// # Errors
+    /// [`KvError::OutOfBlocks`], a pool for another model, or a prompt that is not all cached.
+    pub fn move_to(&self, from: &KvPool, to: &mut KvPool, seed: u64) -> std::result::Result<Self, KvError> {
+        if self.len < self.context {
+            let message = format!("{} of {} prompt tokens are cached; the rest comes first", self.len, self.context);
+            return Err(candle_core::Error::Msg(message).into());
+        }
+        let table = to.adopt(from, &self.table, self.len)?;
+        Ok(Self { spec: self.spec.clone(), seed, table, carries: Vec::new(), report: self.report.clone(), ..*self })
+    }
+
     /// From here on tokens are attended by the decode method of `spec`, and audited as often as it says.
     pub fn decode_by(&mut self, spec: &AttentionSpec) {
         let (decode, audit) = (spec.decode.clone(), spec.audit);

@@ -5,6 +5,7 @@
 mod backend;
 mod emit;
 mod engine;
+mod handover;
 mod model;
 mod queue;
 mod request;
@@ -18,7 +19,8 @@ pub mod stub;
 
 pub use backend::{Backend, BackendError, Input, Limits};
 pub use engine::{Engine, EngineConfig, Load, ModelInfo};
-pub use model::{CacheDType, CacheOptions, LoadError, ModelBackend, ModelText, load};
+pub use handover::{Handover, Held};
+pub use model::{CacheDType, CacheOptions, DeviceChoice, LoadError, ModelBackend, ModelText, load};
 pub use request::{
     Delta, Event, Events, Finish, Request, RequestError, StopRules, SubmitError, TokenLogprob, TokenRecord, Usage,
 };

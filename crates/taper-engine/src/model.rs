@@ -23,6 +23,34 @@ pub enum CacheDType {
     BF16,
 }
 
+/// What computes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// The CPU.
+    #[default]
+    Cpu,
+    /// A CUDA device, by number.
+    Cuda(usize),
+}
+
+impl DeviceChoice {
+    /// Opens it.
+    ///
+    /// # Errors
+    /// [`LoadError::Device`]: it is not there, or not in this build.
+    pub fn open(self) -> Result<Device, LoadError> {
+        match self {
+            Self::Cpu => Ok(Device::Cpu),
+            Self::Cuda(_) if !cfg!(feature = "cuda") => {
+                Err(LoadError::Device("this build knows only the CPU; build with --features cuda".into()))
+            }
+            Self::Cuda(number) => {
+                Device::new_cuda(number).map_err(|e| LoadError::Device(format!("CUDA device {number}: {e}")))
+            }
+        }
+    }
+}
+
 /// The KV cache's size and type.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct CacheOptions {
@@ -38,6 +66,9 @@ pub enum LoadError {
     /// The checkpoint.
     #[error(transparent)]
     Model(#[from] ModelError),
+    /// What should compute.
+    #[error("{0}")]
+    Device(String),
     /// The KV cache.
     #[error("the KV cache: {0}")]
     Cache(String),
@@ -55,7 +86,7 @@ pub struct ModelText {
     template: Option<ChatTemplate>,
 }
 
-/// Loads a model for the CPU: what computes, and what reads and writes its text.
+/// Loads a model onto a device: what computes, and what reads and writes its text.
 ///
 /// # Errors
 /// [`LoadError`] naming the file and field, or a cache that cannot be had.
@@ -63,9 +94,10 @@ pub fn load(
     model: &ResolvedModel,
     options: &LoadOptions,
     cache: CacheOptions,
+    device: &Device,
 ) -> Result<(ModelBackend, ModelText), LoadError> {
     let text = ModelText { tokenizer: Tokenizer::load(model)?, template: ChatTemplate::load(model)? };
-    let model = Model::load(model, options, &Device::Cpu)?;
+    let model = Model::load(model, options, device)?;
     let shape = model.attention_shape();
     let shape = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
     let dtype = match cache.dtype {
@@ -74,17 +106,17 @@ pub fn load(
         CacheDType::BF16 => DType::BF16,
     };
     let context = model.config().context_length.div_ceil(BLOCK_TOKENS);
-    let blocks = blocks(cache.bytes, shape.block_bytes(dtype), context)?;
-    let pool = KvPool::new(shape, dtype, blocks, &Device::Cpu).map_err(|e| LoadError::Cache(e.to_string()))?;
+    let blocks = blocks(cache.bytes, shape.block_bytes(dtype), context, device)?;
+    let pool = KvPool::new(shape, dtype, blocks, device).map_err(|e| LoadError::Cache(e.to_string()))?;
     Ok((ModelBackend { model, pool }, text))
 }
 
 /// Blocks of the cache; `context` is what one sequence of full length takes.
-fn blocks(bytes: Option<u64>, block_bytes: usize, context: usize) -> Result<usize, LoadError> {
+fn blocks(bytes: Option<u64>, block_bytes: usize, context: usize, device: &Device) -> Result<usize, LoadError> {
     let fit = |bytes: u64| usize::try_from(bytes / block_bytes as u64).unwrap_or(usize::MAX);
     let blocks = match bytes {
         Some(bytes) => fit(bytes),
-        None => free_memory().map_or(context, |free| fit(free / 4)).min(2 * context),
+        None => free_memory(device).map_or(context, |free| fit(free / 4)).min(2 * context),
     };
     if blocks == 0 {
         return Err(LoadError::Cache(format!("one block of {BLOCK_TOKENS} tokens takes {block_bytes} bytes")));
@@ -92,8 +124,16 @@ fn blocks(bytes: Option<u64>, block_bytes: usize, context: usize) -> Result<usiz
     Ok(blocks)
 }
 
-/// Bytes that the system could give now, where it says so.
-fn free_memory() -> Option<u64> {
+/// Bytes that the device could give now, where it says so.
+fn free_memory(device: &Device) -> Option<u64> {
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() {
+        let (free, _) = candle_core::cuda_backend::cudarc::driver::result::mem_get_info().ok()?;
+        return Some(free as u64);
+    }
+    if !device.is_cpu() {
+        return None;
+    }
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
@@ -107,6 +147,14 @@ impl From<candle_core::Error> for BackendError {
 }
 
 impl ModelBackend {
+    /// A sequence that goes on here from where another backend of the same model has brought it.
+    ///
+    /// # Errors
+    /// No room in the cache, or a prompt that is not all there.
+    pub fn adopt(&mut self, from: &Self, sequence: &Sequence, seed: u64) -> Result<Sequence, BackendError> {
+        sequence.move_to(&from.pool, &mut self.pool, seed).map_err(|e| BackendError(e.to_string()))
+    }
+
     /// What artefacts must have been made for.
     pub fn key(&self) -> ModelKey {
         self.model.config().key()

@@ -153,6 +153,39 @@ impl KvPool {
         Ok(fork)
     }
 
+    /// A table of this pool over a copy of the first `tokens` tokens that `table` has in another pool, on any device.
+    ///
+    /// # Errors
+    /// A pool for another model, or [`KvError::OutOfBlocks`]; nothing is held then.
+    pub fn adopt(&mut self, other: &KvPool, table: &BlockTable, tokens: usize) -> Result<BlockTable, KvError> {
+        if self.shape != other.shape {
+            let message = format!("a cache of {:?} cannot take over from one of {:?}", self.shape, other.shape);
+            return Err(candle_core::Error::Msg(message).into());
+        }
+        let mut own = BlockTable::default();
+        self.grow(&mut own, tokens)?;
+        let blocks = &table.blocks[..tokens.div_ceil(BLOCK_TOKENS)];
+        let slots: Vec<u32> = (0..tokens).map(|token| own.slot(token)).collect();
+        let copy = || {
+            let blocks = Tensor::from_slice(blocks, blocks.len(), &other.device)?;
+            let rows = |of: &Tensor| {
+                let blocks = of.index_select(&blocks, 0)?.to_device(&self.device)?.to_dtype(DType::F32)?;
+                let rows = blocks.transpose(1, 2)?.flatten_to(1)?;
+                rows.narrow(0, 0, tokens)?.contiguous()
+            };
+            (0..self.shape.layers).try_for_each(|layer| {
+                kv::append(&self.keys[layer], &rows(&other.keys[layer])?, &slots)?;
+                kv::append(&self.values[layer], &rows(&other.values[layer])?, &slots)
+            })
+        };
+        let copied: candle_core::Result<()> = if tokens == 0 { Ok(()) } else { copy() };
+        if let Err(error) = copied {
+            self.release(&mut own);
+            return Err(error.into());
+        }
+        Ok(own)
+    }
+
     /// Lets all tokens but the first `tokens` go, as if they had never been appended. A started block that another table
     /// shares is copied first.
     ///
@@ -284,6 +317,45 @@ mod tests {
         let k = pool.layer(0).k.to_vec4_rows();
         assert_eq!(k[fork.slot(69) as usize], k[first.slot(69) as usize]);
         pool.check_integrity([&first, &fork]);
+    }
+
+    #[test]
+    fn an_adopted_table_holds_the_same_tokens_in_a_pool_of_another_type() {
+        let shape = KvShape { layers: 2, kv_heads: 3, head_dim: 4 };
+        let mut from = KvPool::new(shape, DType::F32, 5, &Device::Cpu).unwrap();
+        let mut table = BlockTable::default();
+        // Blocks out of order, and one that is not full.
+        let mut other = BlockTable::default();
+        from.grow(&mut other, 100).unwrap();
+        from.grow(&mut table, 64).unwrap();
+        from.release(&mut other);
+        from.grow(&mut table, 150).unwrap();
+        let slots: Vec<u32> = (0..150).map(|t| table.slot(t)).collect();
+        let rows = |first: f32| {
+            let rows = Tensor::arange(first, first + 1800., &Device::Cpu).unwrap();
+            rows.reshape((150, 3, 4)).unwrap()
+        };
+        (0..2).for_each(|layer| from.append(layer, &rows(layer as f32), &rows(-1800. * layer as f32), &slots).unwrap());
+
+        let mut to = KvPool::new(shape, DType::F16, 4, &Device::Cpu).unwrap();
+        let own = to.adopt(&from, &table, 149).unwrap();
+        assert_eq!(own.blocks().len(), 3);
+        let read = |pool: &KvPool, table: &BlockTable, layer: usize| -> Vec<Vec<f32>> {
+            let PagedKv { k, v } = pool.layer(layer);
+            let row = |t: &Tensor, token: usize| {
+                let block = t.get(table.slot(token) as usize / 64).unwrap().to_dtype(DType::F16).unwrap();
+                let row = block.narrow(1, token % 64, 1).unwrap().to_dtype(DType::F32).unwrap();
+                row.flatten_all().unwrap().to_vec1().unwrap()
+            };
+            (0..149).flat_map(|token| [row(k, token), row(v, token)]).collect()
+        };
+        (0..2).for_each(|layer| assert_eq!(read(&to, &own, layer), read(&from, &table, layer), "layer {layer}"));
+        to.check_integrity([&own]);
+
+        assert!(to.adopt(&from, &table, 100).is_err(), "one block is left");
+        to.check_integrity([&own]);
+        let wrong = KvPool::new(KvShape { layers: 1, ..shape }, DType::F16, 4, &Device::Cpu).unwrap();
+        assert!(to.adopt(&wrong, &BlockTable::default(), 0).unwrap_err().to_string().contains("take over"));
     }
 
     trait Rows {

@@ -42,6 +42,9 @@ pub struct ModelArgs {
     /// Folder of what methods learned offline (see `taper train`)
     #[arg(long, value_name = "DIR")]
     pub artifacts: Option<PathBuf>,
+    /// What computes: cpu, cuda or cuda:N, of a build with that feature [default: cpu]
+    #[arg(long, value_name = "DEVICE")]
+    pub device: Option<String>,
     /// Threads for arithmetic [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub threads: Option<u16>,
@@ -51,7 +54,7 @@ pub struct ModelArgs {
     /// Type of cached keys and values: f16, bf16 or f32 [default: f16]
     #[arg(long, value_name = "TYPE")]
     pub kv_dtype: Option<String>,
-    /// Type that float weights are kept in: auto, f32, f16 or bf16 [default: auto, which is f32 on the CPU]
+    /// Type that float weights are kept in: auto, f32, f16 or bf16 [default: auto, which is the file's own]
     #[arg(long, value_name = "TYPE")]
     pub dtype: Option<String>,
     /// Turn a GGUF file's quantised weights into floats when loading: more memory, slower, for comparison
@@ -247,6 +250,10 @@ pub struct NeedleArgs {
     /// How answers are attended: a method's name, or JSON as in a request; may be repeated
     #[arg(long, value_name = "NAME|JSON", default_values_t = ["dense".to_owned()])]
     pub decode: Vec<String>,
+    /// What attends prompts, and questions that are not attended by the decode method: cpu, cuda or cuda:N; answers are
+    /// decoded on --device [default: the same]
+    #[arg(long, value_name = "DEVICE")]
+    pub prefill_device: Option<String>,
     /// How the question after the context is attended: as the prompt is, densely, or by the decode method
     #[arg(long, value_name = "WAY", default_value_t = Question::Prefill, value_enum)]
     pub question: Question,

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 use taper_attention::{Artifacts, AttentionSpec};
-use taper_engine::{CacheDType, CacheOptions, EngineConfig};
+use taper_engine::{CacheDType, CacheOptions, DeviceChoice, EngineConfig};
 use taper_model::{DEFAULT_MODEL, LoadOptions, WeightDType};
 use taper_server::ServerConfig;
 
@@ -21,6 +21,7 @@ struct File {
     queue: Option<usize>,
     chunk_tokens: Option<usize>,
     body_mib: Option<usize>,
+    device: Option<String>,
     threads: Option<u16>,
     kv_memory: Option<String>,
     kv_dtype: Option<String>,
@@ -60,6 +61,7 @@ pub struct ModelConfig {
     pub attention: Option<Wanted>,
     /// Folder of what methods learned offline.
     pub artifacts: Option<PathBuf>,
+    pub device: DeviceChoice,
     pub threads: Option<u16>,
     pub cache: CacheOptions,
     pub load: LoadOptions,
@@ -139,6 +141,7 @@ fn check_model(args: ModelArgs, file: &File) -> Result<ModelConfig> {
     let memory = args.kv_memory.or_else(|| file.kv_memory.clone());
     let kv_dtype = args.kv_dtype.or_else(|| file.kv_dtype.clone());
     let dtype = args.dtype.or_else(|| file.dtype.clone());
+    let device = args.device.or_else(|| file.device.clone());
     let threads = args.threads.or(file.threads);
     if threads == Some(0) {
         bail!("threads must be at least 1");
@@ -147,6 +150,7 @@ fn check_model(args: ModelArgs, file: &File) -> Result<ModelConfig> {
         model: args.model.or_else(|| file.model.clone()).unwrap_or_else(|| DEFAULT_MODEL.into()),
         attention,
         artifacts,
+        device: device.as_deref().map_or(Ok(DeviceChoice::default()), self::device)?,
         threads,
         cache: CacheOptions {
             bytes: memory.as_deref().map(size).transpose().context("kv memory")?,
@@ -159,6 +163,17 @@ fn check_model(args: ModelArgs, file: &File) -> Result<ModelConfig> {
         },
         engine: EngineConfig::default(),
     })
+}
+
+/// A device by its name.
+pub fn device(name: &str) -> Result<DeviceChoice> {
+    let number = match name.split_once(':') {
+        Some(("cuda", number)) => number.parse().ok(),
+        None if name == "cuda" => Some(0),
+        None if name == "cpu" => return Ok(DeviceChoice::Cpu),
+        _ => None,
+    };
+    number.map(DeviceChoice::Cuda).with_context(|| format!("device {name:?}: must be cpu, cuda or cuda:N"))
 }
 
 fn cache_dtype(name: &str) -> Result<CacheDType> {
@@ -264,6 +279,8 @@ mod tests {
             ("kv_memory = '2 parsecs'\n", "unknown unit"),
             ("kv_dtype = 'f8'\n", "must be f16"),
             ("dtype = 'int4'\n", "must be auto, f32"),
+            ("device = 'gpu'\n", "must be cpu, cuda or cuda:N"),
+            ("device = 'cuda:x'\n", "must be cpu, cuda or cuda:N"),
             ("dequantize = 'yes'\n", ":1: invalid type"),
             ("queue = 0\n", "queue must be"),
         ] {

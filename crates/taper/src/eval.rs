@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 use taper_attention::{Artifacts, Question};
-use taper_engine::{Backend, ModelBackend};
+use taper_engine::{Backend, Handover, ModelBackend};
 use taper_eval::{
     EvalError, Fork, Header, Method, ModelText, Outcome, Phase, Plan, Results, Style, Task, Watch, accuracies, details,
 };
@@ -40,11 +40,13 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
         chunk_tokens: 512,
     };
     let loaded = format!(
-        "weights {}{}, cache {}",
+        "weights {}{}, cache {}{}",
         args.model.dtype.as_deref().unwrap_or("auto"),
         if args.model.dequantize { " dequantized" } else { "" },
         args.model.kv_dtype.as_deref().unwrap_or("f16"),
+        args.prefill_device.as_ref().map(|device| format!(", prompts on {device}")).unwrap_or_default(),
     );
+    let prompts_on = args.prefill_device.as_deref().map(config::device).transpose().context("--prefill-device")?;
     let json = json_file(&args)?;
     let config = config::model(args.model)?;
     let methods = |artifacts: &Artifacts| -> Result<_> {
@@ -66,7 +68,15 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
     }
     let started = Instant::now();
     let mut terminal = Terminal::new(plan.answers(), json, stop_at_signal()?);
-    let outcome = taper_eval::run(&mut backend, FORK, &text, &plan, &mut results, &mut terminal);
+    let outcome = match prompts_on {
+        None => taper_eval::run(&mut backend, FORK, &text, &plan, &mut results, &mut terminal),
+        Some(device) => {
+            let (prompts, _) = taper_engine::load(&model, &config.load, config.cache, &device.open()?)?;
+            let mut backend = Handover::new(prompts, backend);
+            let fork: Fork<Handover> = |backend, held, spec, seed| backend.hand_over(held, spec, seed);
+            taper_eval::run(&mut backend, fork, &text, &plan, &mut results, &mut terminal)
+        }
+    };
     terminal.bar.finish_and_clear();
     report(&mut results, terminal.json.as_deref(), args.markdown.as_deref())?;
     let seconds = started.elapsed().as_secs_f64();

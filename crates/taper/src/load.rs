@@ -2,7 +2,6 @@
 
 use crate::config::ModelConfig;
 use anyhow::{Context, Result};
-use candle_core::Device;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 use taper_attention::{Artifacts, AttentionSpec, ModelKey};
@@ -47,7 +46,7 @@ pub fn engine(config: &ModelConfig) -> Result<Loaded> {
 pub fn backend(config: &ModelConfig) -> Result<Ready> {
     start_threads(config)?;
     let model = resolve(&config.model, &default_cache(), Progress::Shown)?;
-    let (backend, text) = taper_engine::load(&model, &config.load, config.cache)?;
+    let (backend, text) = taper_engine::load(&model, &config.load, config.cache, &config.device.open()?)?;
     let artifacts = artifacts(config, &backend.key())?;
     Ok(Ready { model, backend, text, artifacts })
 }
@@ -59,7 +58,7 @@ pub fn backend(config: &ModelConfig) -> Result<Ready> {
 pub fn model(config: &ModelConfig) -> Result<(Model, Tokenizer)> {
     start_threads(config)?;
     let model = resolve(&config.model, &default_cache(), Progress::Shown)?;
-    Ok((Model::load(&model, &config.load, &Device::Cpu)?, Tokenizer::load(&model)?))
+    Ok((Model::load(&model, &config.load, &config.device.open()?)?, Tokenizer::load(&model)?))
 }
 
 /// What methods learned offline for a model.

@@ -1,6 +1,6 @@
 use super::*;
 use crate::stub::StubText;
-use crate::{Engine, EngineConfig, Event, ModelInfo, Request, RequestError, SamplingParams, StopRules};
+use crate::{Engine, EngineConfig, Event, Handover, Held, ModelInfo, Request, RequestError, SamplingParams, StopRules};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -8,9 +8,9 @@ use taper_model::ModelFiles;
 
 #[test]
 fn the_cache_takes_what_it_is_given_and_never_more_than_two_contexts() {
-    assert_eq!(blocks(Some(1000), 100, 4).unwrap(), 10);
-    assert!((1..=8).contains(&blocks(None, 100, 4).unwrap()));
-    let error = blocks(Some(99), 100, 4).unwrap_err().to_string();
+    assert_eq!(blocks(Some(1000), 100, 4, &Device::Cpu).unwrap(), 10);
+    assert!((1..=8).contains(&blocks(None, 100, 4, &Device::Cpu).unwrap()));
+    let error = blocks(Some(99), 100, 4, &Device::Cpu).unwrap_err().to_string();
     assert_eq!(error, "the KV cache: one block of 64 tokens takes 100 bytes");
 }
 
@@ -25,6 +25,37 @@ fn backend() -> ModelBackend {
     let shape = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
     let pool = KvPool::new(shape, DType::F32, BLOCKS, &Device::Cpu).unwrap();
     ModelBackend { model, pool }
+}
+
+#[test]
+fn a_sequence_handed_over_goes_on_as_it_would_have_where_it_was() {
+    fn logits<B: Backend>(backend: &mut B, sequences: &mut [&mut B::Sequence], tokens: &[u32]) -> Vec<Vec<f32>> {
+        let input = |sequence| Input { sequence, tokens, logits: true };
+        let rows = backend.forward(sequences.iter_mut().map(|s| input(&mut **s)).collect()).unwrap();
+        rows.into_iter().map(Option::unwrap).collect()
+    }
+    let (spec, prompt): (_, Vec<u32>) = (Arc::new(AttentionSpec::default()), (10..30).collect());
+    let mut alone = backend();
+    let mut own = alone.open(&spec, 1, 20, 0).unwrap();
+    let mut expected = vec![logits(&mut alone, &mut [&mut own], &prompt)];
+    expected.extend([5, 6, 7].map(|token| logits(&mut alone, &mut [&mut own], &[token])));
+
+    let mut both = Handover::new(backend(), backend());
+    let mut first = both.open(&spec, 1, 20, 0).unwrap();
+    logits(&mut both, &mut [&mut first], &prompt[..8]);
+    assert!(both.hand_over(&first, &spec, 1).unwrap_err().0.contains("8 of 20 prompt tokens"));
+    logits(&mut both, &mut [&mut first], &prompt[8..]);
+    let mut second = both.hand_over(&first, &spec, 1).unwrap();
+    let mut third = both.fork(&second, 2).unwrap();
+    assert!(matches!((&first, &second, &third), (Held::Prompts(_), Held::Answers(_), Held::Answers(_))));
+    for (step, token) in [5, 6, 7].into_iter().enumerate() {
+        // Sequences of both, out of order, in one step.
+        let rows = logits(&mut both, &mut [&mut second, &mut first, &mut third], &[token]);
+        assert!(rows.iter().all(|row| *row == expected[step + 1][0]), "step {step}");
+    }
+    assert_eq!(both.usage(&second).prefill.density, both.usage(&first).prefill.density);
+    [first, second, third].into_iter().for_each(|held| both.close(held));
+    both.check_idle();
 }
 
 /// What a test sees of a [`Watched`] backend.

@@ -209,7 +209,7 @@ fn tiny(folder: &Path) -> ModelBackend {
     std::fs::write(folder.join("tokenizer.json"), tokenizer).unwrap();
     let model = ResolvedModel { name: "tiny".into(), files: ModelFiles::Folder(folder.to_owned()) };
     let cache = CacheOptions { bytes: None, dtype: CacheDType::F32 };
-    taper_engine::load(&model, &LoadOptions::default(), cache).unwrap().0
+    taper_engine::load(&model, &LoadOptions::default(), cache, &candle_core::Device::Cpu).unwrap().0
 }
 
 #[test]

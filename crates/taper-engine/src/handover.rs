@@ -1,0 +1,109 @@
+//! Prompts on one device, answers on another: two backends of one model as one.
+
+use crate::backend::{Backend, BackendError, Input, Limits};
+use crate::model::ModelBackend;
+use std::sync::Arc;
+use taper_attention::{AttentionSpec, AttentionUsage, Sequence};
+
+/// Two backends of one model. A sequence begins in the first, and [`Handover::hand_over`] copies it to the second.
+pub struct Handover {
+    prompts: ModelBackend,
+    answers: ModelBackend,
+}
+
+/// A sequence, by the backend that has it.
+#[derive(Debug)]
+pub enum Held {
+    /// The one for prompts.
+    Prompts(Sequence),
+    /// The one for answers.
+    Answers(Sequence),
+}
+
+impl Handover {
+    /// Of two backends of one model.
+    pub fn new(prompts: ModelBackend, answers: ModelBackend) -> Self {
+        Self { prompts, answers }
+    }
+
+    /// A copy of a sequence for answers, with draws of its own, that is attended by the decode method of `spec` from here
+    /// on.
+    ///
+    /// # Errors
+    /// No room in the cache, or a prompt that is not all there.
+    pub fn hand_over(&mut self, held: &Held, spec: &AttentionSpec, seed: u64) -> Result<Held, BackendError> {
+        let mut sequence = match held {
+            Held::Prompts(sequence) => self.answers.adopt(&self.prompts, sequence, seed)?,
+            Held::Answers(sequence) => self.answers.fork(sequence, seed)?,
+        };
+        sequence.decode_by(spec);
+        Ok(Held::Answers(sequence))
+    }
+}
+
+impl Backend for Handover {
+    type Sequence = Held;
+
+    fn limits(&self) -> Limits {
+        let (prompts, answers) = (self.prompts.limits(), self.answers.limits());
+        Limits { cache_tokens: prompts.cache_tokens.min(answers.cache_tokens), ..prompts }
+    }
+
+    fn open(
+        &mut self,
+        attention: &Arc<AttentionSpec>,
+        seed: u64,
+        prompt_tokens: usize,
+        question_tokens: usize,
+    ) -> Result<Held, BackendError> {
+        self.prompts.open(attention, seed, prompt_tokens, question_tokens).map(Held::Prompts)
+    }
+
+    fn fork(&mut self, held: &Held, seed: u64) -> Result<Held, BackendError> {
+        match held {
+            Held::Prompts(sequence) => self.prompts.fork(sequence, seed).map(Held::Prompts),
+            Held::Answers(sequence) => self.answers.fork(sequence, seed).map(Held::Answers),
+        }
+    }
+
+    fn chunk(&self, held: &Held, max: usize) -> usize {
+        match held {
+            Held::Prompts(sequence) | Held::Answers(sequence) => sequence.chunk(max),
+        }
+    }
+
+    fn forward(&mut self, inputs: Vec<Input<'_, Held>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
+        let (mut prompts, mut answers, mut first) = (Vec::new(), Vec::new(), Vec::new());
+        for Input { sequence, tokens, logits } in inputs {
+            first.push(matches!(sequence, Held::Prompts(_)));
+            match sequence {
+                Held::Prompts(sequence) => prompts.push(Input { sequence, tokens, logits }),
+                Held::Answers(sequence) => answers.push(Input { sequence, tokens, logits }),
+            }
+        }
+        let of = |backend: &mut ModelBackend, inputs: Vec<Input<'_, Sequence>>| {
+            if inputs.is_empty() { Ok(Vec::new()) } else { backend.forward(inputs) }
+        };
+        let mut prompts = of(&mut self.prompts, prompts)?.into_iter();
+        let mut answers = of(&mut self.answers, answers)?.into_iter();
+        Ok(first.into_iter().map(|first| if first { prompts.next() } else { answers.next() }.flatten()).collect())
+    }
+
+    fn usage(&self, held: &Held) -> AttentionUsage {
+        match held {
+            Held::Prompts(sequence) | Held::Answers(sequence) => sequence.usage(),
+        }
+    }
+
+    fn close(&mut self, held: Held) {
+        match held {
+            Held::Prompts(sequence) => self.prompts.close(sequence),
+            Held::Answers(sequence) => self.answers.close(sequence),
+        }
+    }
+
+    fn check_idle(&self) {
+        self.prompts.check_idle();
+        self.answers.check_idle();
+    }
+}
