@@ -28,7 +28,7 @@ if [ ! -e "$venv/ready" ]; then
     touch "$venv/ready"
 fi
 # The binary that the tests above built: dev profile, optimised arithmetic.
-step cargo build --package taper
+step cargo build --workspace --bins
 TAPER=${CARGO_TARGET_DIR:-target}/debug/taper
 export TAPER
 step "$venv/bin/python" -m pytest -q -p no:cacheprovider scripts/clients

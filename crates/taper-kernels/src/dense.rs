@@ -155,10 +155,10 @@ unsafe fn products<V: Simd, T: Element>(unit: &Unit<T>, tokens: Range<usize>) {
     unsafe {
         tiles::<V, T, TILE_TOKENS, 2>(unit, tokens.start..rest);
         let rest = rest..tokens.end;
-        // The fewer the tokens, the more outputs at once: one chain of multiply-adds is slow, eight are not.
+        // With fewer tokens more outputs at once: one chain of multiply-adds is slow, several are not.
         match rest.len() {
             0 => {}
-            1 => tiles::<V, T, 1, 8>(unit, rest),
+            1 => tiles::<V, T, 1, 4>(unit, rest),
             2 => tiles::<V, T, 2, 4>(unit, rest),
             3 => tiles::<V, T, 3, 2>(unit, rest),
             4 => tiles::<V, T, 4, 2>(unit, rest),
