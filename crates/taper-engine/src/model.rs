@@ -97,18 +97,7 @@ pub fn load(
     device: &Device,
 ) -> Result<(ModelBackend, ModelText), LoadError> {
     let text = ModelText { tokenizer: Tokenizer::load(model)?, template: ChatTemplate::load(model)? };
-    let model = Model::load(model, options, device)?;
-    let shape = model.attention_shape();
-    let shape = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
-    let dtype = match cache.dtype {
-        CacheDType::F16 => DType::F16,
-        CacheDType::F32 => DType::F32,
-        CacheDType::BF16 => DType::BF16,
-    };
-    let context = model.config().context_length.div_ceil(BLOCK_TOKENS);
-    let blocks = blocks(cache.bytes, shape.block_bytes(dtype), context, device)?;
-    let pool = KvPool::new(shape, dtype, blocks, device).map_err(|e| LoadError::Cache(e.to_string()))?;
-    Ok((ModelBackend { model, pool }, text))
+    Ok((ModelBackend::load(model, options, cache, device)?, text))
 }
 
 /// Blocks of the cache; `context` is what one sequence of full length takes.
@@ -147,6 +136,30 @@ impl From<candle_core::Error> for BackendError {
 }
 
 impl ModelBackend {
+    /// Loads a model onto a device.
+    ///
+    /// # Errors
+    /// As [`load`].
+    pub fn load(
+        model: &ResolvedModel,
+        options: &LoadOptions,
+        cache: CacheOptions,
+        device: &Device,
+    ) -> Result<Self, LoadError> {
+        let model = Model::load(model, options, device)?;
+        let shape = model.attention_shape();
+        let shape = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
+        let dtype = match cache.dtype {
+            CacheDType::F16 => DType::F16,
+            CacheDType::F32 => DType::F32,
+            CacheDType::BF16 => DType::BF16,
+        };
+        let context = model.config().context_length.div_ceil(BLOCK_TOKENS);
+        let blocks = blocks(cache.bytes, shape.block_bytes(dtype), context, device)?;
+        let pool = KvPool::new(shape, dtype, blocks, device).map_err(|e| LoadError::Cache(e.to_string()))?;
+        Ok(Self { model, pool })
+    }
+
     /// A sequence that goes on here from where another backend of the same model has brought it.
     ///
     /// # Errors

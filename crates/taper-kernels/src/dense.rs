@@ -4,10 +4,10 @@
 //! Every product of a token and an output is one chain of multiply-adds along the inputs, whatever else is computed beside
 //! it, so that it depends neither on the batch nor on the number of threads.
 
-use crate::kv::{KvElement, with_kv_element};
+use crate::kv::KvElement;
 use crate::parallel::{self, SharedMut};
 use crate::simd::{Isa, Simd, dispatch};
-use candle_core::{CpuStorage, DType, Result, Storage, Tensor, bail};
+use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
 use std::ops::Range;
 
 /// Outputs of a panel.
@@ -35,24 +35,6 @@ enum Data {
     BF16(Vec<half::bf16>),
 }
 
-/// An element type of weights.
-trait Element: KvElement + bytemuck::Zeroable {
-    fn wrap(data: Vec<Self>) -> Data;
-}
-
-macro_rules! element {
-    ($type:ty, $variant:ident) => {
-        impl Element for $type {
-            fn wrap(data: Vec<Self>) -> Data {
-                Data::$variant(data)
-            }
-        }
-    };
-}
-element!(f32, F32);
-element!(half::f16, F16);
-element!(half::bf16, BF16);
-
 impl Panels {
     /// Packs a weight `[out, in]`, f32, f16 or bf16, of the CPU.
     ///
@@ -65,9 +47,12 @@ impl Panels {
         let (Storage::Cpu(storage), Some((from, to))) = (&*storage, layout.contiguous_offsets()) else {
             bail!("linear: a weight {:?} that is not on the CPU", weight.shape())
         };
-        let data = with_kv_element!(storage_dtype(storage), T => {
-            pack(&T::slice(storage).expect("of this type")[from..to], outputs, inputs)
-        });
+        let data = match storage {
+            CpuStorage::F32(weight) => Data::F32(pack(&weight[from..to], outputs, inputs)),
+            CpuStorage::F16(weight) => Data::F16(pack(&weight[from..to], outputs, inputs)),
+            CpuStorage::BF16(weight) => Data::BF16(pack(&weight[from..to], outputs, inputs)),
+            _ => bail!("linear: a weight of {:?}; expected f32, f16 or bf16", weight.dtype()),
+        };
         Ok(Self { outputs, inputs, data })
     }
 
@@ -89,34 +74,21 @@ impl Panels {
         }
     }
 
-    fn multiply_by<T: Element>(&self, isa: Isa, data: &[T], x: &[f32], out: &mut [f32]) {
+    fn multiply_by<T: KvElement>(&self, isa: Isa, data: &[T], x: &[f32], out: &mut [f32]) {
         let (outputs, inputs) = (self.outputs, self.inputs);
         let (tokens, panels) = (out.len() / outputs.max(1), outputs.div_ceil(PANEL));
         assert_eq!((x.len(), out.len()), (tokens * inputs, tokens * outputs), "activations of another width");
         let unit_panels = (UNIT_BYTES / (inputs * PANEL * size_of::<T>()).max(1)).next_power_of_two().clamp(2, 8);
-        let (row_units, token_units) = (panels.div_ceil(unit_panels), tokens.div_ceil(UNIT_TOKENS));
         let out = SharedMut::new(out);
-        parallel::for_each(
-            row_units * token_units,
-            || (),
-            |(), unit| {
-                // Neighbouring units share a stretch of weights, not of tokens: the weights are the larger.
-                let (row_unit, token_unit) = (unit / token_units, unit % token_units);
-                let panels = row_unit * unit_panels..((row_unit + 1) * unit_panels).min(panels);
-                let tokens = token_unit * UNIT_TOKENS..((token_unit + 1) * UNIT_TOKENS).min(tokens);
-                let u = &Unit { data, x, out: &out, outputs, inputs, panels };
-                dispatch!(isa, products::<_, T: Element>(u: &Unit<T>, tokens: Range<usize>));
-            },
-        );
+        // Neighbouring units share a stretch of weights, not of tokens: the weights are the larger.
+        parallel::for_each_block((panels, unit_panels), (tokens, UNIT_TOKENS), |panels, tokens| {
+            let unit = &Unit { data, x, out, outputs, inputs, panels };
+            dispatch!(isa, products::<_, T: KvElement>(unit: &Unit<T>, tokens: Range<usize>));
+        });
     }
 }
 
-fn storage_dtype(storage: &CpuStorage) -> DType {
-    use candle_core::backend::BackendStorage;
-    storage.dtype()
-}
-
-fn pack<T: Element>(weight: &[T], outputs: usize, inputs: usize) -> Data {
+fn pack<T: KvElement + bytemuck::Zeroable>(weight: &[T], outputs: usize, inputs: usize) -> Vec<T> {
     let panels = outputs.div_ceil(PANEL);
     let mut data = bytemuck::zeroed_vec::<T>(panels * inputs * PANEL);
     let to = SharedMut::new(&mut data);
@@ -132,14 +104,14 @@ fn pack<T: Element>(weight: &[T], outputs: usize, inputs: usize) -> Data {
             }
         },
     );
-    T::wrap(data)
+    data
 }
 
 /// Some panels against all tokens.
 struct Unit<'a, T> {
     data: &'a [T],
     x: &'a [f32],
-    out: &'a SharedMut<f32>,
+    out: SharedMut<f32>,
     outputs: usize,
     inputs: usize,
     panels: Range<usize>,
@@ -150,7 +122,7 @@ struct Unit<'a, T> {
 /// # Safety
 /// `V`'s instruction set exists, panels and tokens lie within the matrices, and nobody else writes their products.
 #[inline(always)]
-unsafe fn products<V: Simd, T: Element>(unit: &Unit<T>, tokens: Range<usize>) {
+unsafe fn products<V: Simd, T: KvElement>(unit: &Unit<T>, tokens: Range<usize>) {
     let rest = tokens.end - tokens.len() % TILE_TOKENS;
     unsafe {
         tiles::<V, T, TILE_TOKENS, 2>(unit, tokens.start..rest);
@@ -169,7 +141,7 @@ unsafe fn products<V: Simd, T: Element>(unit: &Unit<T>, tokens: Range<usize>) {
 
 /// The same, `R` tokens by `N` vectors of outputs at a time; `tokens` is a multiple of `R`.
 #[inline(always)]
-unsafe fn tiles<V: Simd, T: Element, const R: usize, const N: usize>(unit: &Unit<T>, tokens: Range<usize>) {
+unsafe fn tiles<V: Simd, T: KvElement, const R: usize, const N: usize>(unit: &Unit<T>, tokens: Range<usize>) {
     let Unit { inputs, outputs, .. } = *unit;
     let in_panel = PANEL / V::LANES;
     let vectors = unit.panels.len() * in_panel;
@@ -226,7 +198,7 @@ unsafe fn tiles<V: Simd, T: Element, const R: usize, const N: usize>(unit: &Unit
 mod tests {
     use super::*;
     use crate::testing::{Numbers, relative_error};
-    use candle_core::Device;
+    use candle_core::{DType, Device};
 
     fn product(panels: &Panels, isa: Isa, x: &[f32]) -> Vec<f32> {
         let (outputs, inputs) = panels.dims();

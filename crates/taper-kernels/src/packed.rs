@@ -89,33 +89,25 @@ impl Packed {
         let tokens = x.len() / self.inputs;
         let activations = Activations::round(isa, x, self.inputs);
         let panels = self.outputs.div_ceil(ROWS);
-        let (row_units, token_units) = (panels.div_ceil(UNIT_PANELS), tokens.div_ceil(UNIT_TOKENS));
         let out = SharedMut::new(out);
-        parallel::for_each(
-            row_units * token_units,
-            || (),
-            |(), unit| {
-                // Neighbouring units share a stretch of weights, not of tokens: the weights are the larger.
-                let (row_unit, token_unit) = (unit / token_units, unit % token_units);
-                let panels = row_unit * UNIT_PANELS..((row_unit + 1) * UNIT_PANELS).min(panels);
-                let tokens = token_unit * UNIT_TOKENS..((token_unit + 1) * UNIT_TOKENS).min(tokens);
-                for panel in panels {
-                    let mut token = tokens.start;
-                    while token < tokens.end {
-                        let count = (tokens.end - token).min(TILE_TOKENS);
-                        let mut tile = [[0f32; ROWS]; TILE_TOKENS];
-                        self.tile(isa, &activations, panel, token, &mut tile[..count]);
-                        let rows = ROWS.min(self.outputs - panel * ROWS);
-                        for (i, values) in tile[..count].iter().enumerate() {
-                            // SAFETY: each token and panel belongs to one unit.
-                            let to = unsafe { out.slice((token + i) * self.outputs + panel * ROWS, rows) };
-                            to.copy_from_slice(&values[..rows]);
-                        }
-                        token += count;
+        // Neighbouring units share a stretch of weights, not of tokens: the weights are the larger.
+        parallel::for_each_block((panels, UNIT_PANELS), (tokens, UNIT_TOKENS), |panels, tokens| {
+            for panel in panels {
+                let mut token = tokens.start;
+                while token < tokens.end {
+                    let count = (tokens.end - token).min(TILE_TOKENS);
+                    let mut tile = [[0f32; ROWS]; TILE_TOKENS];
+                    self.tile(isa, &activations, panel, token, &mut tile[..count]);
+                    let rows = ROWS.min(self.outputs - panel * ROWS);
+                    for (i, values) in tile[..count].iter().enumerate() {
+                        // SAFETY: each token and panel belongs to one unit.
+                        let to = unsafe { out.slice((token + i) * self.outputs + panel * ROWS, rows) };
+                        to.copy_from_slice(&values[..rows]);
                     }
+                    token += count;
                 }
-            },
-        );
+            }
+        });
     }
 
     /// The products of one panel with consecutive tokens.

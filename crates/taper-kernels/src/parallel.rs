@@ -1,6 +1,7 @@
 //! Work shared out among the threads of the pool that the caller runs in.
 
 use std::cell::Cell;
+use std::ops::Range;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize};
 
@@ -44,6 +45,22 @@ pub fn for_each<S>(units: usize, scratch: impl Fn() -> S + Sync, unit: impl Fn(&
             work();
         }),
     }
+}
+
+/// Runs `unit(rows, columns)` for blocks of at most so many rows and columns of a grid; each pair is (all, of a block).
+/// Blocks that follow one another share their rows.
+pub(crate) fn for_each_block(
+    (rows, block_rows): (usize, usize),
+    (columns, block_columns): (usize, usize),
+    unit: impl Fn(Range<usize>, Range<usize>) + Sync,
+) {
+    let across = columns.div_ceil(block_columns);
+    let block = |i: usize, size: usize, all: usize| i * size..((i + 1) * size).min(all);
+    for_each(
+        rows.div_ceil(block_rows) * across,
+        || (),
+        |(), i| unit(block(i / across, block_rows, rows), block(i % across, block_columns, columns)),
+    );
 }
 
 thread_local! {

@@ -1,8 +1,8 @@
 //! Runs a model densely over sequences and keeps queries and keys of some layers.
 //!
 //! What is kept of a sequence and layer, in f32 after the rotary embedding: the key of every token, and the queries of a
-//! seeded sample of its rows. The cache that attention reads meanwhile is f32, on a
-//! CUDA device f16.
+//! seeded sample of its rows. The cache that attention reads meanwhile is f32, on a CUDA
+//! device f16.
 
 use super::error::TrainError;
 use super::head::Far;
