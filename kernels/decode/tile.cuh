@@ -176,7 +176,7 @@ struct TileSums {
       const float f1 = m1 == -INFINITY ? 0.f : exp2_fast(m1 - top);
       const float sum = mix(l[c], f0, sh.join_l[hd], f1);
       if (hd >= group) continue;
-      const float inv = sum > 0.f ? 1.f / sum : 0.f;
+      const float inv = sum > 0.f ? __fdividef(1.f, sum) : 0.f;
       float* out = part_o + hd * D + dim;
 #pragma unroll
       for (int h = 0; h < D / 64; ++h) {

@@ -81,13 +81,25 @@ __global__ void __launch_bounds__(128) linear_kernel(const LinearParams p) {
 constexpr int kClustersMost = 4096;
 constexpr int kChooseThreads = 256, kChooseShare = 8;  // thread blocks a list
 constexpr int kChooseHeads = 4;                         // whose softmax is computed side by side
+constexpr int kChooseBins = 512, kChooseFew = 32;
 
 struct ChooseShared {
-  alignas(16) uint32_t hist[4][256];
-  uint32_t scratch[33];
-  float warp_top[kChooseHeads][8], warp_sum[kChooseHeads][8];
+  alignas(16) uint32_t bins[kChooseBins];
+  uint64_t few[kChooseFew];
+  uint32_t scratch[33], few_count;
+  float warp_top[2][kChooseHeads][8], warp_sum[2][kChooseHeads][8];
   uint32_t chosen[1024], place[1024], from[1024];
 };
+
+// Bins of sixteen to a power of two, for masses of up to 32; below 2^-27 all fall on the first.
+__device__ __forceinline__ uint32_t mass_bin(float mass) {
+  const int bin = (int)(__float_as_uint(mass) >> 19) - ((127 + 5 - 32) << 4);
+  return min(max(bin, 0), kChooseBins - 1);
+}
+// Masses in their order, the lower of equal clusters first: no two are equal.
+__device__ __forceinline__ uint64_t ranked_mass(float mass, uint32_t cluster) {
+  return (uint64_t)__float_as_uint(mass) << 32 | (~cluster);
+}
 
 // Over the eight lanes of a group; all of them get the result.
 __device__ __forceinline__ float eight_max(float x) {
@@ -105,6 +117,31 @@ __device__ __forceinline__ float eight_sum(float x) {
 __device__ __forceinline__ int64_t index_of(const ChooseParams& p, int list) {
   const int row = list / p.kv_heads;
   return (int64_t)(p.sequences ? (int)p.sequences[row] : row) * p.kv_heads + list % p.kv_heads;
+}
+
+// The `need`-th of a bin's masses, as ranked, where they are many: from the top bit by bit.
+template <int PER, class Meet>
+__device__ __forceinline__ uint64_t least_of_bin(const ChooseParams& p, ChooseShared& sh, const float (&mass)[PER],
+                                                 int first, uint32_t bin, uint32_t need, Meet meet) {
+  uint64_t least = 0;
+  int n;
+#pragma unroll 1
+  for (int bit = 63; bit >= 0; --bit) {
+    const uint64_t with = least | (uint64_t)1 << bit;
+    meet();
+    if (threadIdx.x == 0) sh.few_count = 0;
+    meet();
+    n = 0;
+#pragma unroll
+    for (int j = 0; j < PER; ++j)
+      n += first + j < p.clusters && mass_bin(mass[j]) == bin && ranked_mass(mass[j], first + j) >= with;
+    n = __reduce_add_sync(~0u, n);
+    if (threadIdx.x % 32 == 0) atomicAdd(&sh.few_count, n);
+    meet();
+    if (sh.few_count >= need) least = with;
+  }
+  meet();
+  return least;
 }
 
 // The choice of a list, by the first kChooseThreads threads of a thread block: sh.chosen, place and from of
@@ -126,8 +163,8 @@ __device__ __forceinline__ void choose(const ChooseParams& p, int list, ChooseSh
   for (int j = 0; j <= PER; ++j) begin[j] = offsets[min(first + j, p.clusters)];
 #pragma unroll
   for (int j = 0; j < PER; ++j) mass[j] = 0.f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) sh.hist[i][tid] = 0;
+  reinterpret_cast<uint2*>(sh.bins)[tid] = make_uint2(0, 0);
+  if (tid == 0) sh.few_count = 0;
   ready();
 #pragma unroll 1
   for (int g0 = 0; g0 < group; g0 += kChooseHeads) {
@@ -140,55 +177,58 @@ __device__ __forceinline__ void choose(const ChooseParams& p, int list, ChooseSh
       for (int j = 0; j < PER; ++j)
         x[g][j] = g0 + g < group && first + j < p.clusters ? logits[(int64_t)g * p.clusters + j]
                                                            : -1e30f;
+    // A warp's probabilities by its own maximum; the warps' maxima and sums meet once. So equal logits of clusters
+    // in different warps may differ in their masses' last place, always alike.
+    const int turn = g0 / kChooseHeads & 1;
     float top[kChooseHeads], sum[kChooseHeads];
 #pragma unroll
     for (int g = 0; g < kChooseHeads; ++g) {
       top[g] = x[g][0];
 #pragma unroll
       for (int j = 1; j < PER; ++j) top[g] = fmaxf(top[g], x[g][j]);
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) top[g] = fmaxf(top[g], __shfl_xor_sync(~0u, top[g], d));
-      if (lane == 0) sh.warp_top[g][warp] = top[g];
-    }
-    meet();
-#pragma unroll
-    for (int g = 0; g < kChooseHeads; ++g) {
-      top[g] = eight_max(sh.warp_top[g][lane & 7]);
+      const int i = __float_as_int(top[g]), most = __reduce_max_sync(~0u, i < 0 ? i ^ 0x7FFFFFFF : i);
+      top[g] = __int_as_float(most < 0 ? most ^ 0x7FFFFFFF : most);
       sum[g] = 0.f;
 #pragma unroll
       for (int j = 0; j < PER; ++j) sum[g] += x[g][j] = exp2_fast((x[g][j] - top[g]) * kLog2e);
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) sum[g] += __shfl_xor_sync(~0u, sum[g], d);
-      if (lane == 0) sh.warp_sum[g][warp] = sum[g];
     }
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2)
+#pragma unroll
+      for (int g = 0; g < kChooseHeads; ++g) sum[g] += __shfl_xor_sync(~0u, sum[g], d);
+#pragma unroll
+    for (int g = 0; g < kChooseHeads; ++g)
+      if (lane == g) sh.warp_top[turn][g][warp] = top[g], sh.warp_sum[turn][g][warp] = sum[g];
     meet();
+    // Lane 8 g + w: head g, warp w.
+    const float own = (&sh.warp_top[turn][0][0])[lane], most = eight_max(own);
+    const float share = exp2_fast((own - most) * kLog2e);
+    const float all = eight_sum(share * (&sh.warp_sum[turn][0][0])[lane]);
+    const float factor = g0 + lane / 8 < group ? share / all : 0.f;
 #pragma unroll
     for (int g = 0; g < kChooseHeads; ++g) {
-      const float inv = g0 + g < group ? 1.f / eight_sum(sh.warp_sum[g][lane & 7]) : 0.f;
+      const float f = __shfl_sync(~0u, factor, 8 * g + warp);
 #pragma unroll
-      for (int j = 0; j < PER; ++j) mass[j] += x[g][j] * inv;
+      for (int j = 0; j < PER; ++j) mass[j] += x[g][j] * f;
     }
   }
-  // Masses are not negative: their bits order them. Every warp reads the counts of a pass
-  // from the top on its own; lane l owns bins 255 - 8l - j.
-  uint32_t prefix = 0, need = min(p.take, p.clusters), bin_size = 0;
-#pragma unroll 1
-  for (int pass = 0; pass < 4; ++pass) {
-    const int shift = 24 - 8 * pass;
-    uint32_t* hist = sh.hist[pass];
+  // The masses are counted in bins, and those of the bin that holds the last one to take are compared
+  // with one another, or looked at bit by bit where they are many.
 #pragma unroll
-    for (int j = 0; j < PER; ++j) {
-      const uint32_t u = __float_as_uint(mass[j]);
-      if (first + j < p.clusters && (uint64_t)u >> (shift + 8) == prefix)
-        atomicAdd(&hist[u >> shift & 255], 1u);
+  for (int j = 0; j < PER; ++j)
+    if (first + j < p.clusters) atomicAdd(&sh.bins[mass_bin(mass[j])], 1u);
+  meet();
+  uint32_t need = min(p.take, p.clusters), bin = 0, bin_size = 0;
+  {
+    // Every warp reads the counts from the top on its own; lane l owns bins 511 - 16 l - j.
+    uint32_t c[16], mine = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 x = *reinterpret_cast<const uint4*>(&sh.bins[kChooseBins - 4 - 16 * lane - 4 * i]);
+      c[4 * i] = x.w, c[4 * i + 1] = x.z, c[4 * i + 2] = x.y, c[4 * i + 3] = x.x;
     }
-    meet();
-    const uint4 hi = *reinterpret_cast<const uint4*>(&hist[252 - 8 * lane]);
-    const uint4 lo = *reinterpret_cast<const uint4*>(&hist[248 - 8 * lane]);
-    const uint32_t c[8] = {hi.w, hi.z, hi.y, hi.x, lo.w, lo.z, lo.y, lo.x};
-    uint32_t mine = 0;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) mine += c[j];
+    for (int j = 0; j < 16; ++j) mine += c[j];
     uint32_t above = mine;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
@@ -196,36 +236,41 @@ __device__ __forceinline__ void choose(const ChooseParams& p, int list, ChooseSh
       if (lane >= d) above += o;
     }
     above -= mine;
-    uint32_t bin = 0, left = 0, in_bin = 0;
+    uint32_t left = 0;
     const uint32_t owner = __ffs(__ballot_sync(~0u, above < need && need <= above + mine)) - 1;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < 16; ++j) {
       if (above < need && need <= above + c[j])
-        bin = 255 - 8 * lane - j, left = need - above, in_bin = c[j];
+        bin = kChooseBins - 1 - 16 * lane - j, left = need - above, bin_size = c[j];
       above += c[j];
     }
-    prefix = prefix << 8 | __shfl_sync(~0u, bin, owner);
+    bin = __shfl_sync(~0u, bin, owner);
     need = __shfl_sync(~0u, left, owner);
-    bin_size = __shfl_sync(~0u, in_bin, owner);
+    bin_size = __shfl_sync(~0u, bin_size, owner);
   }
-  uint32_t total, rank = 0;
-  const bool ties = bin_size > need;  // The lower cluster first.
-  if (ties) {
-    uint32_t equal = 0;
+  uint64_t least = 0;  // of those to take in the bin
+  if (bin_size > need && bin_size <= kChooseFew) {
 #pragma unroll
     for (int j = 0; j < PER; ++j)
-      equal += first + j < p.clusters && __float_as_uint(mass[j]) == prefix;
-    rank = block_exclusive_sum(equal, sh.scratch, total, kChooseThreads / 32, meet);
+      if (first + j < p.clusters && mass_bin(mass[j]) == bin)
+        sh.few[atomicAdd(&sh.few_count, 1u)] = ranked_mass(mass[j], first + j);
+    meet();
+    const uint64_t mine = lane < bin_size ? sh.few[lane] : 0;
+    uint32_t better = 0;
+#pragma unroll 1
+    for (uint32_t i = 0; i < bin_size; ++i) better += sh.few[i] > mine;
+    least = __shfl_sync(~0u, mine, __ffs(__ballot_sync(~0u, lane < bin_size && better == need - 1)) - 1);
+  } else if (bin_size > need) {
+    least = least_of_bin<PER>(p, sh, mass, first, bin, need, meet);
   }
   uint32_t take = 0, held = 0;
 #pragma unroll
   for (int j = 0; j < PER; ++j) {
-    const uint32_t u = __float_as_uint(mass[j]);
-    if (first + j < p.clusters && (u > prefix || (u == prefix && rank < need))) {
+    const uint32_t in = mass_bin(mass[j]);
+    if (first + j < p.clusters && (in > bin || (in == bin && ranked_mass(mass[j], first + j) >= least))) {
       take |= 1u << j;
       held += begin[j + 1] - begin[j];
     }
-    rank += ties && u == prefix;
   }
   uint32_t slot = block_exclusive_sum(__popc(take), sh.scratch, slots, kChooseThreads / 32, meet);
   uint32_t at = block_exclusive_sum(held, sh.scratch, rows, kChooseThreads / 32, meet);
