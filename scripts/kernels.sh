@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Compiles every CUDA kernel for sm_90a (H100, H200) and links them into one library. Needs no GPU.
+# Compiles every CUDA kernel for sm_90a (H100, H200), those that need nothing of it for sm_80 (A100) too, and links them
+# into one library. Needs no GPU.
 #
 #   scripts/kernels.sh [--if-possible] [OUT]     OUT: a folder for the objects, default target/kernels
 #
@@ -47,10 +48,13 @@ fi
 mkdir -p "$out"
 # The interface is C, for callers in any language.
 "${CC:-cc}" -std=c11 -Wall -Wextra -Werror -fsyntax-only -x c kernels/taper_gpu.h
+# Without clusters, tensor copies and warpgroup products.
+export TAPER_PORTABLE=" append delta hash layer merge pick reduce saap score spread stripes "
 compile() {
-  local object
-  object=$1/$(basename "$2" .cu).o
-  nvcc --options-file kernels/nvcc.flags ${TAPER_NVCC_FLAGS:-} -c "$2" -o "$object"
+  local name older=
+  name=$(basename "$2" .cu)
+  case $TAPER_PORTABLE in *" $name "*) older=-gencode=arch=compute_80,code=sm_80 ;; esac
+  nvcc --options-file kernels/nvcc.flags $older ${TAPER_NVCC_FLAGS:-} -c "$2" -o "$1/$name.o"
   echo "$2"
 }
 export -f compile

@@ -66,6 +66,17 @@ inline int sm_count() {
   return n;
 }
 
+// Whether the device lets a launch start before its predecessor ends: from sm_90 on.
+inline bool launches_depend() {
+  static const bool is = [] {
+    int dev = 0, major = 0;
+    cudaGetDevice(&dev);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, dev);
+    return major >= 9;
+  }();
+  return is;
+}
+
 // Launches in clusters of `cluster` thread blocks along x, 0: in none; sizes above 8 are not portable, so
 // cluster_fits() is asked first. With `overlap` the kernel may start before
 // its predecessor ends and must call wait_for_predecessor() before it reads what that one wrote.
@@ -81,7 +92,7 @@ cudaError_t launch_cluster(void (*kernel)(KArgs...), dim3 grid, dim3 block, size
   if (e != cudaSuccess) return e;
   cudaLaunchAttribute attr[2];
   int count = 0;
-  if (overlap) {
+  if (overlap && launches_depend()) {
     attr[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attr[count++].val.programmaticStreamSerializationAllowed = 1;
   }

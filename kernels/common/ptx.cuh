@@ -152,12 +152,16 @@ template <int N>
 __device__ __forceinline__ void regs_shrink() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
-// Dependent launch: the next kernel may start early, and waits before it reads.
+// Dependent launch: the next kernel may start early, and waits before it reads. Before sm_90 none does.
 __device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 __device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // --- arithmetic ------------------------------------------------------------
