@@ -249,8 +249,29 @@ def check_step(report, small):
     report("saap overflow is dense", float((dense.out != f.out).any()), 0.5)
 
 
+def check_ties(report, small):
+    """Of clusters with equal masses, more than a warp compares with one another, the lower ones are taken."""
+    n, kv = (300 if small else 9000), 2
+    for clusters, take in ((64, 40), (1024, 100), (4096, 7)):
+        cache = t.Cache([n], kv, 64, torch.float16)
+        ids = torch.randint(0, clusters, (cache.blocks, kv, 64), device=DEV).to(torch.int16)
+        index = Index(cache, ids, clusters, [(1, n - 64)])
+        index()
+        f = Choose(torch.zeros(1, 4 * kv, clusters, device=DEV), index, [n], [n - 64], kv, take, n)
+        f()
+        of = ids[cache.table[0].long()].permute(1, 0, 2).reshape(kv, -1)[:, :n].long()
+        bad = 0
+        for h in range(kv):
+            read = of[h] < take
+            read[:1] = read[n - 64:] = False
+            got = f.token_ids[h, :f.work[h, 7].item()].long()
+            bad += not torch.equal(got.sort().values, read.nonzero().flatten())
+        report(f"saap takes the lower of equal clusters, {take} of {clusters}", float(bad), 0.5)
+
+
 def check(report, small):
     check_index(report, small)
+    check_ties(report, small)
     check_linear(report, small)
     check_step(report, small)
 
