@@ -7,7 +7,7 @@ use taper_kernels::index::Part;
 use taper_kernels::kv::PagedKv;
 use taper_kernels::philox::Stream;
 use taper_kernels::prefill::{self, Mask, Reads, Rows};
-use taper_kernels::rotary::Rotation;
+use taper_kernels::rotary::{self, Rotation};
 use taper_kv_cache::IndexShape;
 
 /// How a prompt's rows attend.
@@ -285,18 +285,13 @@ impl DecodeStep<'_> {
         }
     }
 
-    /// The queries `[R, q_heads, head_dim]` as they were before the rotary embedding, row by row.
+    /// The queries `[R, q_heads, head_dim]` as they were before the rotary embedding.
     ///
     /// # Errors
     /// A device error.
-    pub fn unrotated(&self) -> Result<Vec<f32>> {
-        let (_, q_heads, d) = self.batch.q.dims3()?;
-        let mut q = self.batch.q.flatten_all()?.to_vec1::<f32>()?;
-        for (row, q) in self.batch.rows.iter().zip(q.chunks_exact_mut(q_heads * d)) {
-            let rotation = (self.rotation)(row.visible.end - 1);
-            q.chunks_exact_mut(d).for_each(|q| rotation.undo(q));
-        }
-        Ok(q)
+    pub fn unrotated(&self) -> Result<Tensor> {
+        let turns: Vec<_> = self.batch.rows.iter().map(|row| (self.rotation)(row.visible.end - 1)).collect();
+        rotary::undo(self.batch.q, &turns)
     }
 }
 
@@ -306,7 +301,8 @@ pub struct Choice {
     pub selection: Selection,
     /// The scores of keys, where choosing took them.
     pub scores: Option<Scores>,
-    /// Keys scored to choose besides, over all rows and KV heads.
+    /// Keys, or what stands for some (bounds of a page, a code, a centroid), that were scored to choose besides, over all
+    /// rows and KV heads.
     pub scored: usize,
     /// Budgets `[R, q_heads]` of a method that samples.
     pub budgets: Option<Vec<Budget>>,
@@ -326,18 +322,20 @@ impl Choice {
 
     /// The choices of rows that were made apart, as one.
     fn join(parts: Vec<Self>) -> Self {
-        let mut all = Self::from(Selection(Vec::new()));
-        let (mut scores, mut budgets) = (Vec::new(), Vec::new());
         let rows = parts.len();
+        let (mut selections, mut scores, mut budgets, mut scored) = (Vec::new(), Vec::new(), Vec::new(), 0);
         for part in parts {
-            all.selection.0.extend(part.selection.0);
-            all.scored += part.scored;
+            selections.push(part.selection);
             scores.extend(part.scores);
             budgets.extend(part.budgets);
+            scored += part.scored;
         }
-        all.scores = (scores.len() == rows).then(|| Scores::join(scores));
-        all.budgets = (budgets.len() == rows).then(|| budgets.concat());
-        all
+        Self {
+            selection: Selection::join(selections),
+            scores: (scores.len() == rows).then(|| Scores::join(scores)),
+            scored,
+            budgets: (budgets.len() == rows).then(|| budgets.concat()),
+        }
     }
 }
 

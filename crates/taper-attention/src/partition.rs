@@ -2,9 +2,8 @@
 
 use crate::artifacts::Tensors;
 use crate::layer::AttentionShape;
-use crate::method::{DecodeStep, KeyIndex, Rotations};
+use crate::method::{Choice, DecodeStep, KeyIndex, Rotations};
 use candle_core::{DType, Result, Tensor};
-use taper_kernels::decode::Selection;
 use taper_kernels::index::Part;
 use taper_kernels::index::clusters::{self, Centroids, Probes};
 use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
@@ -51,44 +50,16 @@ impl Partition {
         self.layers[layer].as_deref()
     }
 
-    /// The queries as keys were clustered, row by row `[R, q_heads, head_dim]`.
-    pub fn queries(&self, step: &DecodeStep) -> Result<Vec<f32>> {
-        if self.unrotated { step.unrotated() } else { step.batch.q.flatten_all()?.to_vec1() }
+    /// The queries `[R, q_heads, head_dim]` as keys were clustered.
+    pub fn queries(&self, step: &DecodeStep) -> Result<Tensor> {
+        if self.unrotated { step.unrotated() } else { Ok(step.batch.q.clone()) }
     }
 
-    /// Sinks, window, and the clusters that come first by the sum over each group of `share(kv head, queries)`, which
-    /// gives one line of shares `[clusters]` a query `[group, head_dim]`.
-    pub fn select(
-        &self,
-        step: &DecodeStep,
-        (sink, window): (usize, usize),
-        probes: Probes,
-        share: impl Fn(usize, &[f32]) -> Vec<f32>,
-    ) -> Result<Selection> {
-        let (rows, q_heads, d) = step.batch.q.dims3()?;
-        let Some(centroids) = self.layer(step.layer) else { return Ok(Selection::dense(rows, step.kv_heads)) };
-        let group = q_heads / step.kv_heads;
-        let q = self.queries(step)?;
-        let preference: Vec<Vec<f32>> = (q.chunks_exact(group * d).enumerate())
-            .map(|(i, queries)| {
-                let (head, clusters) = (i % step.kv_heads, centroids[i % step.kv_heads].clusters());
-                let mut sum = vec![0f32; clusters];
-                for line in share(head, queries).chunks_exact_mut(clusters) {
-                    softmax(line);
-                    sum.iter_mut().zip(line).for_each(|(sum, x)| *sum += *x);
-                }
-                sum
-            })
-            .collect();
-        clusters::select(&step.batch, step.index(self)?, &preference, (sink, window), probes)
+    /// Sinks, window, and the clusters that come first by `logits` `[R, q_heads, clusters]`.
+    pub fn select(&self, step: &DecodeStep, fixed: (usize, usize), probes: Probes, logits: &Tensor) -> Result<Choice> {
+        let selection = clusters::select(&step.batch, step.index(self)?, logits, fixed, probes)?;
+        Ok(Choice { scored: logits.elem_count() / step.group()?, ..selection.into() })
     }
-}
-
-fn softmax(line: &mut [f32]) {
-    let max = line.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    line.iter_mut().for_each(|x| *x = (*x - max).exp());
-    let sum: f32 = line.iter().sum();
-    line.iter_mut().for_each(|x| *x /= sum);
 }
 
 impl KeyIndex for Partition {

@@ -16,7 +16,7 @@ pub(crate) struct PhaseReport {
     most: u64,
     /// Query heads that went dense to keep a promise.
     dense_heads: Option<u64>,
-    /// Products of a query and a key, or of means of some, computed to choose what is read.
+    /// Keys, or what stands for some, that were scored to choose what is read.
     scored: u64,
     /// Shares of the attention mass that were kept, where a method measured them.
     kept: Kept,
@@ -45,7 +45,7 @@ impl PhaseReport {
         *self.dense_heads.get_or_insert(0) += budgets.iter().filter(|b| b.dense).count() as u64;
     }
 
-    /// Adds products that were computed to choose.
+    /// Adds keys that were scored to choose.
     pub fn add_scored(&mut self, pairs: u64) {
         self.scored += pairs;
     }
@@ -105,7 +105,7 @@ pub struct PhaseUsage {
     pub method: &'static str,
     /// Share of (query, key) pairs attended to, the causal pairs within the model's window as the whole; 1 if there were none.
     pub density: f64,
-    /// Products of a query and a key (of means of some, where a method takes those) that were computed to choose what is
+    /// Keys, or what stands for some of them (a mean, a page's bounds, a code, a centroid), that were scored to choose what is
     /// read, as a share of the (query, key) pairs; absent where none was. Above 1 where pairs were scored more than once.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scored: Option<f64>,

@@ -85,7 +85,7 @@ const LEAST_VECTOR_QUANTILE: f64 = 1.24;
 /// each factor of e that delta is below 1. By exchangeability the share of such keys among those left is exponential with
 /// mean 1 / (drawn + 1), and its 1 − delta quantile goes with ln(1 / delta). The factor is calibrated on real heads
 /// (bench/promise.md): without it single heads break their promise.
-const UNSEEN: f64 = 0.4;
+const UNSEEN: f64 = 0.6;
 /// Share of a squared norm that must remain once its noise is taken off.
 const LEAST_SIGNAL: f64 = 0.25;
 

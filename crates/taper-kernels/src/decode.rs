@@ -14,10 +14,10 @@ pub use attend::attend;
 pub(crate) use attend::check;
 pub use choose::{Importance, importance, top_k, top_p};
 pub(crate) use sample::Page;
-pub use sample::{Budget, Certainty, Sampling, foresee, sample, sample_certain, sample_some};
+pub use sample::{Budget, Certainty, Foreseen, Sampling, foresee, sample, sample_certain, sample_some};
 pub use scores::{Scores, scores};
 pub use values::{Spread, Targets, bernoulli_queries, sample_values};
-pub(crate) use {attend::dots, scores::HeadScores, scores::pass};
+pub(crate) use {attend::Keyed, attend::dots, scores::HeadScores, scores::pass};
 
 use crate::kv::{BLOCK_TOKENS, KvElement, PagedKv};
 use crate::prefill::Mask;
@@ -122,6 +122,11 @@ impl Selection {
         Self(rows.iter().flat_map(|row| vec![head(row); kv_heads]).collect())
     }
 
+    /// The selections of rows that were made apart, as one.
+    pub fn join(parts: impl IntoIterator<Item = Self>) -> Self {
+        Self(parts.into_iter().flat_map(|part| part.0).collect())
+    }
+
     /// Keys that each row and KV head reads `[R, kv_heads]`.
     pub fn counts(&self, rows: &[DecodeRow]) -> Vec<usize> {
         let kv_heads = self.0.len() / rows.len().max(1);
@@ -161,6 +166,18 @@ impl<'a, T: KvElement> View<'a, T> {
     fn offset(&self, row: usize, head: usize, token: usize) -> usize {
         let block = self.rows[row].table[token / BLOCK_TOKENS] as usize;
         ((block * self.kv_heads + head) * BLOCK_TOKENS + token % BLOCK_TOKENS) * self.head_dim
+    }
+
+    /// Where a token's key lies: `head_dim` elements.
+    #[inline(always)]
+    fn key(&self, row: usize, head: usize, token: u32) -> *const T {
+        self.k[self.offset(row, head, token as usize)..][..self.head_dim].as_ptr()
+    }
+
+    /// Where a token's value lies: `head_dim` elements.
+    #[inline(always)]
+    fn value(&self, row: usize, head: usize, token: u32) -> *const T {
+        self.v[self.offset(row, head, token as usize)..][..self.head_dim].as_ptr()
     }
 
     /// The queries `[group, head_dim]` of one row and KV head.

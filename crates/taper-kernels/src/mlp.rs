@@ -1,7 +1,8 @@
 //! A small perceptron: what learned predictors are made of.
 
-use crate::simd::{Isa, Simd, dispatch, dot};
-use candle_core::{Result, bail};
+use crate::parallel::{self, SharedMut};
+use crate::simd::{Isa, Simd, dispatch, dot, exp_line};
+use candle_core::{Result, Tensor, bail};
 
 /// What stands between two layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,7 +61,11 @@ impl Mlp {
         let mut x = x.to_vec();
         for (i, layer) in self.layers.iter().enumerate() {
             if i > 0 {
-                x.iter_mut().for_each(|x| *x = self.activation.of(*x));
+                let x = x.as_mut_slice();
+                match self.activation {
+                    Activation::Relu => x.iter_mut().for_each(|x| *x = x.max(0.0)),
+                    Activation::Silu => dispatch!(isa, silu::<_>(x: &mut [f32])),
+                }
             }
             let mut out = vec![0f32; rows * layer.bias.len()];
             let (from, to) = (x.as_slice(), out.as_mut_slice());
@@ -71,29 +76,79 @@ impl Mlp {
     }
 }
 
-/// One layer; every weight is read once for all rows.
+/// Runs the queries `[R, q_heads, inputs]`, f32, of each KV head through its own of `mlps` `[kv_heads]`: `[R, q_heads,
+/// outputs]`.
+///
+/// # Errors
+/// Shapes that differ.
+pub fn per_head(mlps: &[Mlp], q: &Tensor) -> Result<Tensor> {
+    for_kv_heads(q, mlps, Mlp::inputs, Mlp::outputs, Mlp::forward)
+}
+
+/// Maps the queries `[R, q_heads, d]` of each KV head by its own of `maps`; widths must be equal.
+pub(crate) fn for_kv_heads<M: Sync>(
+    q: &Tensor,
+    maps: &[M],
+    inputs: impl Fn(&M) -> usize,
+    outputs: impl Fn(&M) -> usize,
+    map: impl Fn(&M, &[f32]) -> Vec<f32> + Sync,
+) -> Result<Tensor> {
+    let (rows, q_heads, d) = q.dims3()?;
+    let width = maps.first().map_or(0, &outputs);
+    if width == 0 || !q_heads.is_multiple_of(maps.len()) || maps.iter().any(|m| inputs(m) != d || outputs(m) != width) {
+        bail!("queries {:?} for {} maps, or maps of other widths", q.shape(), maps.len());
+    }
+    let each = q_heads / maps.len() * d;
+    let q = q.flatten_all()?.to_vec1::<f32>()?;
+    let mut parts = vec![Vec::new(); rows * maps.len()];
+    let shared = SharedMut::new(&mut parts);
+    let one = |i: usize| map(&maps[i % maps.len()], &q[i * each..][..each]);
+    // SAFETY: one element each.
+    parallel::for_each(rows * maps.len(), || (), |(), i| unsafe { shared.slice(i, 1)[0] = one(i) });
+    Tensor::from_vec(parts.concat(), (rows, q_heads, width), &candle_core::Device::Cpu)
+}
+
+/// One layer; every weight is read once for all rows. Four outputs are summed beside each other.
 #[inline(always)]
 unsafe fn apply<V: Simd>(layer: &Dense, from: &[f32], to: &mut [f32]) {
     let (inputs, outputs) = (layer.inputs(), layer.bias.len());
-    for (o, (weight, bias)) in layer.weight.chunks_exact(inputs).zip(&layer.bias).enumerate() {
+    let whole = inputs - inputs % V::LANES;
+    for (o, (weights, biases)) in layer.weight.chunks(4 * inputs).zip(layer.bias.chunks(4)).enumerate() {
         for (row, x) in from.chunks_exact(inputs).enumerate() {
-            to[row * outputs + o] = unsafe { dot::<V>(weight, x) } + bias;
+            let to = &mut to[row * outputs + 4 * o..][..biases.len()];
+            if biases.len() < 4 {
+                let rows = weights.chunks_exact(inputs).zip(biases);
+                to.iter_mut().zip(rows).for_each(|(to, (w, bias))| *to = unsafe { dot::<V>(w, x) } + bias);
+                continue;
+            }
+            let mut sums = [unsafe { V::splat(0.0) }; 4];
+            for c in (0..whole).step_by(V::LANES) {
+                unsafe {
+                    let x = V::load(x.as_ptr().add(c));
+                    for (i, sum) in sums.iter_mut().enumerate() {
+                        *sum = V::load(weights.as_ptr().add(i * inputs + c)).mul_add(x, *sum);
+                    }
+                }
+            }
+            let sums = unsafe { V::sum4(sums) };
+            for (i, (to, sum)) in to.iter_mut().zip(sums).enumerate() {
+                *to = sum + (whole..inputs).map(|c| weights[i * inputs + c] * x[c]).sum::<f32>() + biases[i];
+            }
         }
     }
+}
+
+/// x / (1 + exp(−x)), from exponentials of what is not positive.
+#[inline(always)]
+unsafe fn silu<V: Simd>(x: &mut [f32]) {
+    let mut below: Vec<f32> = x.iter().map(|x| -x.abs()).collect();
+    unsafe { exp_line::<V>(&mut below, 0.0) };
+    x.iter_mut().zip(below).for_each(|(x, e)| *x = *x * if *x < 0.0 { e } else { 1.0 } / (1.0 + e));
 }
 
 impl Dense {
     fn inputs(&self) -> usize {
         self.weight.len() / self.bias.len()
-    }
-}
-
-impl Activation {
-    fn of(self, x: f32) -> f32 {
-        match self {
-            Self::Relu => x.max(0.0),
-            Self::Silu => x / (1.0 + (-x).exp()),
-        }
     }
 }
 
@@ -112,6 +167,12 @@ mod tests {
         let silu = Mlp::new(layers(), Activation::Silu).unwrap().forward(&[1., -1.])[0];
         let of = |x: f32| x / (1.0 + (-x).exp());
         assert!((silu - (1.0 + 2.0 * of(-0.5) + 10.0 * of(-8.0))).abs() < 1e-5, "{silu}");
+        let q = Tensor::new(&[[[1f32, 1.], [1., -1.], [2., 0.], [0., 2.]]], &candle_core::Device::Cpu).unwrap();
+        let other = Mlp::new(vec![(vec![1., 0.], vec![0.])], Activation::Relu).unwrap();
+        let both = per_head(&[mlp.clone(), other], &q).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(both, [mlp.forward(&[1., 1., 1., -1.]), vec![2.0, 0.0]].concat());
+        let three = || vec![mlp.clone(), mlp.clone(), mlp.clone()];
+        assert!(per_head(&[], &q).is_err() && per_head(&three(), &q).is_err());
         for bad in [vec![], vec![(vec![1.0; 3], vec![0.0; 2])], vec![layers().remove(0), (vec![1.0; 3], vec![0.0])]] {
             assert!(Mlp::new(bad, Activation::Relu).is_err());
         }

@@ -3,6 +3,8 @@
 //!
 //! Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox4x32-10).
 
+use crate::simd::{Isa, Simd, dispatch};
+
 /// Four random words for a 64-bit key and a 128-bit counter.
 pub fn philox(key: [u32; 2], counter: [u32; 4]) -> [u32; 4] {
     let [mut k0, mut k1] = key;
@@ -67,6 +69,23 @@ impl Permutation {
     /// Where `i` in `0..domain()` goes: `None` for points that land at or beyond `n`.
     #[inline]
     pub fn point(&self, i: u32) -> Option<u32> {
+        let point = self.land(i);
+        (point < self.n).then_some(point)
+    }
+
+    /// Where 256 points from `first` on go, in their order and without those that land at or beyond `n`, appended to `to`.
+    pub(crate) fn points(&self, first: u32, to: &mut Vec<u32>) {
+        let mut landed = [0u32; Self::TOGETHER];
+        let (of, all, isa) = (self, &mut landed, Isa::best());
+        dispatch!(isa, land_all::<_>(of: &Permutation, first: u32, all: &mut [u32; 256]));
+        to.extend(landed.iter().take((self.domain() - first) as usize).filter(|&&point| point < self.n));
+    }
+
+    /// Points that [`points`](Self::points) evaluates.
+    pub(crate) const TOGETHER: usize = 256;
+
+    #[inline(always)]
+    fn land(&self, i: u32) -> u32 {
         let mask = (1u32 << self.half_bits) - 1;
         let (mut left, mut right) = (i >> self.half_bits, i & mask);
         for key in self.keys {
@@ -74,14 +93,19 @@ impl Permutation {
             x = (x ^ (x >> 15)).wrapping_mul(0x85EB_CA77);
             (left, right) = (right, left ^ ((x ^ (x >> 13)) & mask));
         }
-        let point = (left << self.half_bits) | right;
-        (point < self.n).then_some(point)
+        (left << self.half_bits) | right
     }
 
     /// Points to evaluate to meet every one of `0..n` once.
     pub fn domain(&self) -> u32 {
         1 << (2 * self.half_bits)
     }
+}
+
+/// What the compiler makes vectors of, where they can multiply.
+#[inline(always)]
+unsafe fn land_all<V: Simd>(of: &Permutation, first: u32, all: &mut [u32; 256]) {
+    all.iter_mut().zip(first..).for_each(|(to, i)| *to = of.land(i));
 }
 
 #[cfg(test)]
@@ -107,6 +131,9 @@ mod tests {
         for n in [1, 2, 3, 5, 64, 65, 1000, 4097] {
             let p = Permutation::new(n, &stream(n));
             let mut points: Vec<u32> = (0..p.domain()).filter_map(|i| p.point(i)).collect();
+            let mut together = Vec::new();
+            (0..p.domain()).step_by(Permutation::TOGETHER).for_each(|first| p.points(first, &mut together));
+            assert_eq!(together, points);
             points.sort_unstable();
             assert_eq!(points, (0..n).collect::<Vec<_>>());
         }

@@ -1,5 +1,7 @@
 //! Taking the rotary embedding off queries and keys again, for methods that look at them as they were before it.
 
+use candle_core::{Result, Tensor, bail};
+
 /// The turn of one position: cosines and sines of its angles, `[head_dim / 2]`.
 #[derive(Debug, Clone)]
 pub struct Rotation(Vec<(f32, f32)>);
@@ -24,6 +26,22 @@ impl Rotation {
     }
 }
 
+/// Queries `[R, heads, head_dim]`, f32, as they were before the rotary embedding, whose turn of each row is given `[R]`.
+///
+/// # Errors
+/// Another number of rows or dimensions.
+pub fn undo(x: &Tensor, turns: &[Rotation]) -> Result<Tensor> {
+    let (rows, heads, d) = x.dims3()?;
+    if turns.len() != rows || turns.iter().any(|turn| 2 * turn.0.len() != d) {
+        bail!("rotary: {} turns for rows of shape {:?}", turns.len(), x.shape());
+    }
+    let mut data = x.flatten_all()?.to_vec1::<f32>()?;
+    for (row, turn) in data.chunks_exact_mut(heads * d).zip(turns) {
+        row.chunks_exact_mut(d).for_each(|x| turn.undo(x));
+    }
+    Tensor::from_vec(data, (rows, heads, d), x.device())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -38,9 +56,13 @@ mod tests {
             turned[i] = factor * (x[i] * cos - x[i + 3] * sin);
             turned[i + 3] = factor * (x[i + 3] * cos + x[i] * sin);
         }
-        Rotation::new(77, &frequencies, factor).undo(&mut turned);
-        for (a, b) in turned.iter().zip(x) {
-            assert!((a - b).abs() < 1e-5, "{turned:?}");
+        let rows = Tensor::new(&[[turned, turned], [x, x]], &candle_core::Device::Cpu).unwrap();
+        let turns = [Rotation::new(77, &frequencies, factor), Rotation::new(0, &frequencies, 1.0)];
+        let rows = undo(&rows, &turns).unwrap().to_vec3::<f32>().unwrap();
+        for row in rows.iter().flatten() {
+            assert!(row.iter().zip(x).all(|(a, b)| (a - b).abs() < 1e-5), "{row:?}");
         }
+        let other = Tensor::zeros((2, 1, 4), candle_core::DType::F32, &candle_core::Device::Cpu).unwrap();
+        assert!(undo(&other, &turns).is_err() && undo(&other.narrow(0, 0, 1).unwrap(), &turns).is_err());
     }
 }

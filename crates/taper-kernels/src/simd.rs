@@ -48,6 +48,8 @@ impl Isa {
 pub trait Simd: Copy {
     /// Elements of a vector.
     const LANES: usize;
+    /// Vectors that the instruction set names.
+    const REGISTERS: usize;
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(p: *const f32) -> Self;
     unsafe fn store(self, p: *mut f32);
@@ -127,6 +129,7 @@ impl Portable8 {
 
 impl Simd for Portable8 {
     const LANES: usize = 8;
+    const REGISTERS: usize = 16;
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
         Self([x; 8])
@@ -197,11 +200,13 @@ impl Simd for Portable8 {
 /// Implements [`Simd`] for an x86 vector type from its intrinsics.
 #[cfg(target_arch = "x86_64")]
 macro_rules! simd_x86 {
-    ($type:ty, $lanes:literal, $splat:ident, $load:ident, $store:ident, $f16:expr, $bf16:expr, $fma:ident, $add:ident,
+    ($type:ty, $lanes:literal, $registers:literal, $splat:ident, $load:ident, $store:ident, $f16:expr, $bf16:expr,
+     $fma:ident, $add:ident,
      $sub:ident, $mul:ident, $max:ident, $round:expr, $scale:expr, $zero_below:expr, $sum:expr, $sum4:expr,
      $max_lane:expr) => {
         impl Simd for $type {
             const LANES: usize = $lanes;
+            const REGISTERS: usize = $registers;
             #[inline(always)]
             unsafe fn splat(x: f32) -> Self {
                 unsafe { $splat(x) }
@@ -274,6 +279,7 @@ macro_rules! simd_x86 {
 simd_x86!(
     __m256,
     8,
+    16,
     _mm256_set1_ps,
     _mm256_loadu_ps,
     _mm256_storeu_ps,
@@ -307,6 +313,7 @@ simd_x86!(
 simd_x86!(
     __m512,
     16,
+    32,
     _mm512_set1_ps,
     _mm512_loadu_ps,
     _mm512_storeu_ps,

@@ -35,7 +35,7 @@ from common import scores, top, weighed, write
 SEED = 0x0123456789ABCDEF
 SPLITS = [0.02, 0.05, 0.1, 0.2, 0.3, 0.5]
 PAIRS = 40
-UNSEEN = 0.4
+UNSEEN = 0.6
 
 z = NormalDist().inv_cdf
 

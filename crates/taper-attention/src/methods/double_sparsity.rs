@@ -76,7 +76,8 @@ impl Predictor for Channels {
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
         let channels = &self.layers[step.layer];
         let importance = labels::importance(&step.batch, step.index(self)?, channels, &wanted(step, k))?;
-        Ok(top_k(step.batch.rows, &importance, sink, window, k).into())
+        let selection = top_k(step.batch.rows, &importance, sink, window, k);
+        Ok(Choice { scored: importance.entries(), ..selection.into() })
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {

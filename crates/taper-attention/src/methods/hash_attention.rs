@@ -116,7 +116,8 @@ impl Predictor for Maps {
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
         let Some(maps) = &self.layers[step.layer] else { return Ok(step.dense()) };
         let importance = codes::importance(&step.batch, step.index(self)?, &maps.query, &wanted(step, k))?;
-        Ok(top_k(step.batch.rows, &importance, sink, window, k).into())
+        let selection = top_k(step.batch.rows, &importance, sink, window, k);
+        Ok(Choice { scored: importance.entries(), ..selection.into() })
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {

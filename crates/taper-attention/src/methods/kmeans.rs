@@ -12,7 +12,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::sync::Arc;
-use taper_kernels::index::clusters::Probes;
+use taper_kernels::index::clusters::{self, Probes};
 
 pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     name: "kmeans",
@@ -89,15 +89,9 @@ impl Clusters {
 
 impl Prober for Clusters {
     fn probe(&self, step: &DecodeStep, fixed: (usize, usize), probes: Probes) -> Result<Choice> {
-        let centroids = self.0.layer(step.layer);
-        let share = |head: usize, queries: &[f32]| {
-            let centroids = &centroids.expect("asked only where there are any")[head];
-            let scale = 1.0 / (centroids.dim() as f32).sqrt();
-            let mut scores = centroids.scores(queries);
-            scores.iter_mut().for_each(|x| *x *= scale);
-            scores
-        };
-        Ok(self.0.select(step, fixed, probes, share)?.into())
+        let Some(centroids) = self.0.layer(step.layer) else { return Ok(step.dense()) };
+        let logits = clusters::products(centroids, &self.0.queries(step)?)?;
+        self.0.select(step, fixed, probes, &logits)
     }
 
     fn partition(&self) -> &Partition {

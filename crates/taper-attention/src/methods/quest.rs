@@ -61,7 +61,8 @@ impl Ranked for Quest {
 impl Predictor for Quest {
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
         let importance = bounds::importance(&step.batch, step.index(self)?, &wanted(step, k))?;
-        Ok(top_k(step.batch.rows, &importance, sink, window, k).into())
+        let selection = top_k(step.batch.rows, &importance, sink, window, k);
+        Ok(Choice { scored: importance.entries(), ..selection.into() })
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {

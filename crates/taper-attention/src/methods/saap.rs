@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::sync::Arc;
 use taper_kernels::index::clusters::Probes;
-use taper_kernels::mlp::{Activation, Mlp};
+use taper_kernels::mlp::{self, Activation, Mlp};
 
 pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     name: "saap",
@@ -95,10 +95,9 @@ impl Saap {
 
 impl Prober for Saap {
     fn probe(&self, step: &DecodeStep, fixed: (usize, usize), probes: Probes) -> Result<Choice> {
-        let classifiers = self.classifiers[step.layer].as_deref();
-        let share =
-            |head: usize, queries: &[f32]| classifiers.expect("asked only where there are any")[head].forward(queries);
-        Ok(self.partition.select(step, fixed, probes, share)?.into())
+        let Some(classifiers) = &self.classifiers[step.layer] else { return Ok(step.dense()) };
+        let logits = mlp::per_head(classifiers, &self.partition.queries(step)?)?;
+        self.partition.select(step, fixed, probes, &logits)
     }
 
     fn partition(&self) -> &Partition {

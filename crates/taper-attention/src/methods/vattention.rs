@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use taper_kernels::budget::{Promise, Rule};
-use taper_kernels::decode::{Budget, Certainty, DecodeRow, Sampling, foresee, sample, sample_certain};
+use taper_kernels::decode::{Certainty, DecodeRow, Sampling, foresee, sample, sample_certain};
 use taper_kernels::index::{Part, norms};
 use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 use taper_kv_cache::IndexShape;
@@ -189,16 +189,10 @@ impl VAttention {
     /// What the predictor chose beside sinks and window, and a sample that relies on its having missed nothing heavy.
     fn sample(&self, step: &DecodeStep, (sink, window): (usize, usize)) -> Result<Choice> {
         let k = step.per_head(|row| self.top_k.of(row.visible.len()));
-        let hopeless = foresee(&step.batch, (sink, window), &k, step.streams, &self.sampling)?;
-        let k: Vec<usize> = k.iter().zip(&hopeless).map(|(&k, &dense)| if dense { usize::MAX } else { k }).collect();
-        let exact = self.top.method.select(step, sink, window, &k)?;
-        let (selection, mut budgets) =
-            sample(&step.batch, &exact.selection, exact.scores.as_ref(), step.streams, &self.sampling)?;
-        let residual = step.per_head(|row| row.visible.len().saturating_sub(sink + window));
-        let group = budgets.len() / hopeless.len();
-        for ((budgets, residual), _) in budgets.chunks_mut(group).zip(residual).zip(&hopeless).filter(|(_, h)| **h) {
-            budgets.fill(Budget { residual, sampled: residual, dense: true, ..Budget::default() });
-        }
+        let foreseen = foresee(&step.batch, (sink, window), &k, step.streams, &self.sampling)?;
+        let exact = self.top.method.select(step, sink, window, &foreseen.keys(k))?;
+        let (selection, budgets) =
+            sample(&step.batch, &exact.selection, &foreseen, exact.scores.as_ref(), step.streams, &self.sampling)?;
         Ok(Choice { selection, budgets: Some(budgets), ..exact })
     }
 

@@ -160,11 +160,16 @@ fn run_unit<T: KvElement>(
         part.fill(0.0);
         part[0] = f32::NEG_INFINITY;
     }
-    let mut ids = [0u32; BLOCK_TOKENS];
+    let mut buffers = [[0u32; BLOCK_TOKENS]; 2];
     let mut at = unit.span.start;
-    while at < unit.span.end {
-        let (count, sampled) = chunk(&row.visible, head, at, unit.span.end, &mut ids);
-        let ids = &ids[..count];
+    let (mut count, mut sampled) = chunk(&row.visible, head, at, unit.span.end, &mut buffers[0]);
+    while count > 0 {
+        let [ids, next] = &mut buffers;
+        let after = match at + count {
+            end if end == unit.span.end => (0, false),
+            start => chunk(&row.visible, head, start, unit.span.end, next),
+        };
+        let (ids, next) = (&ids[..count], &next[..after.0]);
         let given = match head {
             HeadSelection::Keys(Keys { sample, ranges, ids }) if sampled => {
                 let first = at - ranges.iter().map(Range::len).sum::<usize>() - ids.len();
@@ -173,9 +178,11 @@ fn run_unit<T: KvElement>(
             HeadSelection::Values(values) => Given::Weights(values, at),
             _ => Given::Nothing,
         };
-        let tokens = &mut Tokens { view, row: unit.row, head: unit.head, ids, given, weights, partial };
+        let tokens = &mut Tokens { view, row: unit.row, head: unit.head, ids, next, given, weights, partial };
         dispatch!(isa, attend_tokens::<_, T: KvElement>(tokens: &mut Tokens<T>, scores: Option<&HeadScores>));
         at += count;
+        (count, sampled) = after;
+        buffers.swap(0, 1);
     }
 }
 
@@ -185,6 +192,8 @@ struct Tokens<'a, T> {
     row: usize,
     head: usize,
     ids: &'a [u32],
+    /// The tokens that come next.
+    next: &'a [u32],
     /// What is known of the tokens.
     given: Given<'a>,
     /// Weights `[group, 64]`, 0 beyond the tokens.
@@ -206,26 +215,39 @@ enum Given<'a> {
 /// Scores the tokens, unless they were scored before; folds them into the running maximum and sum; adds their values.
 #[inline(always)]
 unsafe fn attend_tokens<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, scores: Option<&HeadScores>) {
-    let Tokens { view, row, head, ids, given, weights, partial } = tokens;
+    let Tokens { view, row, head, ids, next, given, weights, partial } = tokens;
     let d = view.head_dim;
-    let mut rows = [std::ptr::null(); BLOCK_TOKENS];
-    for (value, &id) in rows.iter_mut().zip(ids.iter()) {
-        *value = view.v[view.offset(*row, *head, id as usize)..][..d].as_ptr();
-        prefetch(*value, d);
-    }
+    // The tokens' values, and the keys that come next: what memory brings while the tokens' keys are scored.
+    let mut ahead = [std::ptr::null(); 2 * BLOCK_TOKENS];
+    let values = ids.iter().map(|&id| view.value(*row, *head, id));
+    ahead
+        .iter_mut()
+        .zip(values.chain(next.iter().map(|&id| view.key(*row, *head, id))))
+        .for_each(|(to, row)| *to = row);
+    let ahead = &ahead[..ids.len() + next.len()];
+    let values = &ahead[..ids.len()];
     let width = Partial::width(d);
-    if let Given::Weights(values, first) = *given {
+    if scores.is_some() || matches!(given, Given::Weights(..)) {
+        values.iter().for_each(|&value| prefetch(value, d));
+    }
+    if let Given::Weights(given, first) = *given {
         for (g, line) in weights.chunks_exact_mut(BLOCK_TOKENS).enumerate() {
-            line[..ids.len()].copy_from_slice(&values.weights[g * values.ids.len() + first..][..ids.len()]);
+            line[..ids.len()].copy_from_slice(&given.weights[g * given.ids.len() + first..][..ids.len()]);
             let part = &mut partial[g * width..][..2];
             part[0] = 0.0;
             part[1] += line[..ids.len()].iter().sum::<f32>();
         }
-        return unsafe { add_values::<V, T>(weights, &rows[..ids.len()], d, partial) };
+        return unsafe { add_values::<V, T>(weights, values, d, partial) };
     }
     match scores {
         Some(scores) => scores.copy(ids, weights),
-        None => unsafe { score_keys::<V, T>(view, *row, *head, ids, weights.as_mut_ptr(), BLOCK_TOKENS) },
+        None => {
+            let mut keys = [std::ptr::null(); BLOCK_TOKENS];
+            keys.iter_mut().zip(*ids).for_each(|(key, &id)| *key = view.key(*row, *head, id));
+            let keys = Keyed { keys: &keys[..ids.len()], ahead };
+            let q = view.queries(*row, *head);
+            unsafe { dots::<V, T>(q, d, keys, view.scale(), weights.as_mut_ptr(), BLOCK_TOKENS) };
+        }
     }
     for (g, line) in weights.chunks_exact_mut(BLOCK_TOKENS).enumerate() {
         let mut read = ids.len();
@@ -238,27 +260,34 @@ unsafe fn attend_tokens<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, scores: O
         let [max, sum] = head else { unreachable!("split at 2") };
         unsafe { softmax_line::<V>(line, max, sum, values) };
     }
-    unsafe { add_values::<V, T>(weights, &rows[..ids.len()], d, partial) };
+    unsafe { add_values::<V, T>(weights, values, d, partial) };
 }
 
-/// Scores at most a block of tokens for every query of the group, into lines `stride` apart.
+/// Scores at most a block of tokens of one (row, KV head) for every query of the group, into lines `stride` apart; `next`
+/// are at most a block of tokens that are scored after them.
 ///
 /// # Safety
 /// Every line of `out` covers the tokens; `V`'s instruction set exists.
 #[inline(always)]
 pub(super) unsafe fn score_keys<V: Simd, T: KvElement>(
     view: &View<T>,
-    row: usize,
-    head: usize,
-    ids: &[u32],
+    (row, head): (usize, usize),
+    (ids, next): (&[u32], &[u32]),
     out: *mut f32,
     stride: usize,
 ) {
-    let mut keys = [std::ptr::null(); BLOCK_TOKENS];
-    for (key, &id) in keys.iter_mut().zip(ids) {
-        *key = view.k[view.offset(row, head, id as usize)..][..view.head_dim].as_ptr();
-    }
-    unsafe { dots::<V, T>(view.queries(row, head), view.head_dim, &keys[..ids.len()], view.scale(), out, stride) };
+    let mut keys = [std::ptr::null(); 2 * BLOCK_TOKENS];
+    keys.iter_mut().zip(ids.iter().chain(next)).for_each(|(key, &id)| *key = view.key(row, head, id));
+    let (keys, ahead) = keys[..ids.len() + next.len()].split_at(ids.len());
+    unsafe { dots::<V, T>(view.queries(row, head), view.head_dim, Keyed { keys, ahead }, view.scale(), out, stride) };
+}
+
+/// Rows of keys.
+#[derive(Clone, Copy)]
+pub(crate) struct Keyed<'a, T> {
+    pub keys: &'a [*const T],
+    /// Rows to be read after them: asked for a few at a time, since memory brings only so many at once.
+    pub ahead: &'a [*const T],
 }
 
 /// Scaled dot products of every query `[group, d]` with every key, into lines `stride` apart.
@@ -269,20 +298,21 @@ pub(super) unsafe fn score_keys<V: Simd, T: KvElement>(
 pub(crate) unsafe fn dots<V: Simd, T: KvElement>(
     q: &[f32],
     d: usize,
-    keys: &[*const T],
+    keys: Keyed<T>,
     scale: f32,
     mut out: *mut f32,
     stride: usize,
 ) {
-    // At most three queries by four keys: as many sums as registers hold.
+    // At most three queries by as many keys as leave registers for what is multiplied.
     let group = q.len() / d;
     let queries = group.div_ceil(group.div_ceil(3));
     for q in q.chunks(queries * d) {
         unsafe {
             match q.len() / d {
-                3 => dots_of::<V, T, 3>(q, d, keys, scale, out, stride),
-                2 => dots_of::<V, T, 2>(q, d, keys, scale, out, stride),
-                _ => dots_of::<V, T, 1>(q, d, keys, scale, out, stride),
+                3 if V::REGISTERS < 32 => dots_of::<V, T, 3, 3>(q, d, keys, scale, out, stride),
+                3 => dots_of::<V, T, 3, 4>(q, d, keys, scale, out, stride),
+                2 => dots_of::<V, T, 2, 4>(q, d, keys, scale, out, stride),
+                _ => dots_of::<V, T, 1, 4>(q, d, keys, scale, out, stride),
             }
             // May pass the end after the last lines; never read there.
             out = out.wrapping_add(queries * stride);
@@ -290,40 +320,43 @@ pub(crate) unsafe fn dots<V: Simd, T: KvElement>(
     }
 }
 
+/// `G` queries by all keys, `K` (at most 4) of them at a time.
 #[inline(always)]
-unsafe fn dots_of<V: Simd, T: KvElement, const G: usize>(
+unsafe fn dots_of<V: Simd, T: KvElement, const G: usize, const K: usize>(
     q: &[f32],
     d: usize,
-    keys: &[*const T],
+    Keyed { keys, ahead }: Keyed<T>,
     scale: f32,
     out: *mut f32,
     stride: usize,
 ) {
     let whole = d - d % V::LANES;
-    // Four keys at a time, the last repeated: a key's score does not depend on its neighbours.
-    for (t, keys) in keys.chunks(4).enumerate() {
-        let key = |i: usize| keys[i.min(keys.len() - 1)];
+    let asked = ahead.len().div_ceil(keys.len().div_ceil(K).max(1));
+    // The last key repeated: a key's score does not depend on its neighbours.
+    for (t, keys) in keys.chunks(K).enumerate() {
+        ahead.iter().skip(t * asked).take(asked).for_each(|&row| prefetch(row, d));
+        let key: [*const T; K] = std::array::from_fn(|i| keys[i.min(keys.len() - 1)]);
         unsafe {
-            let mut acc = [[V::splat(0.0); 4]; G];
+            let mut acc = [[V::splat(0.0); K]; G];
             for c in (0..whole).step_by(V::LANES) {
                 let q: [V; G] = std::array::from_fn(|g| V::load(q.as_ptr().add(g * d + c)));
-                for i in 0..4 {
-                    let k = T::load::<V>(key(i).add(c));
+                for (i, key) in key.iter().enumerate() {
+                    let k = T::load::<V>(key.add(c));
                     for (acc, q) in acc.iter_mut().zip(q) {
                         acc[i] = k.mul_add(q, acc[i]);
                     }
                 }
             }
-            for (g, acc) in acc.into_iter().enumerate() {
-                let mut scores = V::sum4(acc);
-                for (i, score) in scores.iter_mut().enumerate() {
-                    let rest: f32 = (whole..d).map(|c| (*key(i).add(c)).to_f32() * q[g * d + c]).sum();
+            for (g, acc) in acc.iter().enumerate() {
+                let mut scores = V::sum4(std::array::from_fn(|i| acc[i.min(K - 1)]));
+                for (i, score) in scores[..K].iter_mut().enumerate() {
+                    let rest: f32 = (whole..d).map(|c| (*key[i].add(c)).to_f32() * q[g * d + c]).sum();
                     *score = (*score + rest) * scale;
                 }
-                let out = out.add(g * stride + 4 * t);
-                match keys.len() {
-                    4 => out.cast::<[f32; 4]>().write_unaligned(scores),
-                    some => scores[..some].iter().enumerate().for_each(|(i, &score)| out.add(i).write(score)),
+                let out = out.add(g * stride + K * t);
+                match <&[f32; K]>::try_from(&scores[..keys.len()]) {
+                    Ok(scores) => out.cast::<[f32; K]>().write_unaligned(*scores),
+                    Err(_) => scores[..keys.len()].iter().enumerate().for_each(|(i, &score)| out.add(i).write(score)),
                 }
             }
         }
@@ -360,9 +393,12 @@ unsafe fn add_values_of<V: Simd, T: KvElement, const G: usize>(
         while c < whole {
             match (whole - c) / V::LANES {
                 1 => add_columns::<V, T, G, 1>(weights, values, &mut c, width, partial),
-                2 | 3 => add_columns::<V, T, G, 2>(weights, values, &mut c, width, partial),
+                2 => add_columns::<V, T, G, 2>(weights, values, &mut c, width, partial),
                 _ if G == 4 => add_columns::<V, T, G, 2>(weights, values, &mut c, width, partial),
-                _ => add_columns::<V, T, G, 4>(weights, values, &mut c, width, partial),
+                4.. if V::REGISTERS >= 32 || G < 3 => {
+                    add_columns::<V, T, G, 4>(weights, values, &mut c, width, partial)
+                }
+                _ => add_columns::<V, T, G, 3>(weights, values, &mut c, width, partial),
             }
         }
         for (t, &value) in values.iter().enumerate() {

@@ -18,6 +18,11 @@ impl Importance {
     pub(crate) fn new(page: usize, heads: Vec<Option<Vec<f32>>>) -> Self {
         Self { page, heads }
     }
+
+    /// Tokens, or pages of them, that were looked at, over all rows and KV heads.
+    pub fn entries(&self) -> usize {
+        self.heads.iter().flatten().map(Vec::len).sum()
+    }
 }
 
 /// The share of the attention mass that each key holds, summed over the group.
@@ -147,11 +152,16 @@ fn largest(values: &[f32], k: usize) -> Vec<u32> {
     if candidates.len() < k {
         candidates = above(0);
     }
-    // Larger values first, then lower indices: an order without ties.
-    candidates.select_nth_unstable_by(k - 1, |a, b| (b.0, a.1).cmp(&(a.0, b.1)));
-    let mut ids: Vec<u32> = candidates[..k].iter().map(|&(_, i)| i).collect();
-    ids.sort_unstable();
-    ids
+    let mut bits: Vec<u32> = candidates.iter().map(|&(bits, _)| bits).collect();
+    let least = *bits.select_nth_unstable_by(k - 1, |a, b| b.cmp(a)).1;
+    // Those that equal the k-th largest are taken from the lowest index on, as far as they are needed.
+    let mut equal = k - candidates.iter().filter(|(bits, _)| *bits > least).count();
+    let mut taken = |bits: u32| {
+        let tie = bits == least && equal > 0;
+        equal -= usize::from(tie);
+        tie || bits > least
+    };
+    candidates.into_iter().filter(|&(bits, _)| taken(bits)).map(|(_, i)| i).collect()
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ mod moments;
 
 pub(crate) use certain::Page;
 pub use certain::{Certainty, sample_certain};
-pub use foresee::foresee;
+pub use foresee::{Foreseen, foresee};
 
 use super::attend::{Partial, attend_head, score_keys};
 use super::scores::HeadScores;
@@ -46,7 +46,7 @@ impl Sampling {
 /// What sampling came to for one row and query head.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Budget {
-    /// Keys that were not chosen.
+    /// Keys that were not chosen; all where none was asked for.
     pub residual: usize,
     /// Sampled keys that the head reads; the residual if all are read.
     pub sampled: usize,
@@ -75,8 +75,8 @@ fn grown(drawn: usize) -> f64 {
 /// Adds to a selection, per row and KV head, a sample of the keys it leaves out: without replacement, of the least size
 /// for which every head of the group keeps the promise, or everything.
 ///
-/// `streams` `[R]` key the draws; their `head` is set here. Budgets are `[R, q_heads]`. A key that `scores`
-/// of the same batch hold is not read again.
+/// Heads that were `foreseen` to read everything do. `streams` `[R]` key the draws; their `head` is set here. Budgets are
+/// `[R, q_heads]`. A key that `scores` of the same batch hold is not read again.
 ///
 /// # Errors
 /// Shapes that differ; a selection that has a sample already.
@@ -86,12 +86,21 @@ fn grown(drawn: usize) -> f64 {
 pub fn sample(
     batch: &Decode,
     selection: &Selection,
+    foreseen: &Foreseen,
     scores: Option<&Scores>,
     streams: &[Stream],
     sampling: &Sampling,
 ) -> Result<(Selection, Vec<Budget>)> {
     check(batch, selection, streams)?;
-    head_by_head(batch, selection, scores, streams, sampling)
+    let (mut selection, mut budgets) = head_by_head(batch, selection, scores, streams, sampling)?;
+    let (heads, kv_heads) = (selection.0.len(), selection.0.len() / batch.rows.len().max(1));
+    let group = budgets.len() / heads.max(1);
+    for i in (0..heads).filter(|&i| foreseen.is_hopeless(i)) {
+        let n = batch.rows[i / kv_heads].visible.len();
+        selection.0[i] = HeadSelection::Dense;
+        budgets[i * group..][..group].fill(Budget { residual: n, sampled: n, pilot: 0, dense: true });
+    }
+    Ok((selection, budgets))
 }
 
 /// How the keys of one row and KV head are sampled.
@@ -163,8 +172,8 @@ pub fn sample_some(batch: &Decode, selection: &Selection, sizes: &[usize], strea
         bail!("sample: {} sizes for {rows} rows of {kv_heads} heads", sizes.len());
     }
     let group = q_heads / kv_heads;
-    let draw = |(i, head): (usize, &HeadSelection)| {
-        let HeadSelection::Keys(keys) = head else { return HeadSelection::Dense };
+    let draw = |i: usize| {
+        let HeadSelection::Keys(keys) = &selection.0[i] else { return HeadSelection::Dense };
         let (visible, size) = (&batch.rows[i / kv_heads].visible, sizes[i]);
         let residual = visible.len() - keys.fixed();
         if size >= residual {
@@ -177,7 +186,11 @@ pub fn sample_some(batch: &Decode, selection: &Selection, sizes: &[usize], strea
         let sample = (size > 0).then_some(Sample { ids, counts, log_weights });
         HeadSelection::Keys(Keys { sample, ..keys.clone() })
     };
-    Ok(Selection(selection.0.iter().enumerate().map(draw).collect()))
+    let mut heads = vec![HeadSelection::Dense; selection.0.len()];
+    let shared = SharedMut::new(&mut heads);
+    // SAFETY: one element each.
+    parallel::for_each(selection.0.len(), || (), |(), i| unsafe { shared.slice(i, 1)[0] = draw(i) });
+    Ok(Selection(heads))
 }
 
 impl Sampler for Sampling {
@@ -290,13 +303,16 @@ impl<'a, T: KvElement> Work<'a, T> {
         parallel::for_each((ids.len() - first).div_ceil(CHUNK_KEYS), lines, |lines, chunk| {
             let start = first + chunk * CHUNK_KEYS;
             let chunk = &ids[start..ids.len().min(start + CHUNK_KEYS)];
-            for (ids, at) in chunk.chunks(BLOCK_TOKENS).zip((start..).step_by(BLOCK_TOKENS)) {
+            let mut blocks = chunk.chunks(BLOCK_TOKENS).peekable();
+            let mut at = start;
+            while let Some(ids) = blocks.next() {
                 match scores {
                     Some(scores) => scores.copy(ids, lines),
                     None => {
+                        let (of, keys) = ((row, head), (ids, blocks.peek().copied().unwrap_or_default()));
                         let (out, stride) = (lines.as_mut_ptr(), BLOCK_TOKENS);
                         dispatch!(isa, score_keys::<_, T: KvElement>(
-                            view: &View<T>, row: usize, head: usize, ids: &[u32], out: *mut f32, stride: usize
+                            view: &View<T>, of: (usize, usize), keys: (&[u32], &[u32]), out: *mut f32, stride: usize
                         ));
                     }
                 }
@@ -304,6 +320,7 @@ impl<'a, T: KvElement> Work<'a, T> {
                     // SAFETY: every block of keys has its own part.
                     unsafe { to.slice(at, ids.len()) }.copy_from_slice(&line[..ids.len()]);
                 }
+                at += ids.len();
             }
         });
     }
@@ -372,9 +389,14 @@ enum Judgement {
 /// Keys in drawing order: a permutation of the visible ones, less those chosen.
 struct Draws {
     permutation: Permutation,
-    next: u32,
     start: u32,
+    /// A bit for each visible key.
     chosen: Vec<u64>,
+    /// Points of the permutation that were evaluated.
+    evaluated: u32,
+    /// Keys drawn from the last of them, and how many were given out.
+    drawn: Vec<u32>,
+    next: usize,
 }
 
 impl Draws {
@@ -386,7 +408,20 @@ impl Draws {
             chosen[at / 64] |= 1 << (at % 64);
         }
         let permutation = Permutation::new(visible.len() as u32, stream);
-        Self { permutation, next: 0, start: visible.start as u32, chosen }
+        Self { permutation, start: visible.start as u32, chosen, evaluated: 0, drawn: Vec::new(), next: 0 }
+    }
+
+    /// Evaluates further points until some key is drawn; false if there are none.
+    fn draw_on(&mut self) -> bool {
+        self.next = 0;
+        self.drawn.clear();
+        while self.drawn.is_empty() && self.evaluated < self.permutation.domain() {
+            self.permutation.points(self.evaluated, &mut self.drawn);
+            self.evaluated += Permutation::TOGETHER as u32;
+            self.drawn.retain(|&p| self.chosen[p as usize / 64] >> (p % 64) & 1 == 0);
+            self.drawn.iter_mut().for_each(|p| *p += self.start);
+        }
+        !self.drawn.is_empty()
     }
 }
 
@@ -394,14 +429,11 @@ impl Iterator for Draws {
     type Item = u32;
 
     fn next(&mut self) -> Option<u32> {
-        while self.next < self.permutation.domain() {
-            let point = self.permutation.point(self.next);
-            self.next += 1;
-            if let Some(p) = point.filter(|&p| self.chosen[p as usize / 64] >> (p % 64) & 1 == 0) {
-                return Some(self.start + p);
-            }
+        if self.next == self.drawn.len() && !self.draw_on() {
+            return None;
         }
-        None
+        self.next += 1;
+        Some(self.drawn[self.next - 1])
     }
 }
 

@@ -198,11 +198,12 @@ unsafe fn score_run<V: Simd, T: KvElement>(
     out: *mut f32,
     stride: usize,
 ) {
-    let mut ids = [0u32; BLOCK_TOKENS];
+    let mut ids = [0u32; 2 * BLOCK_TOKENS];
     for from in tokens.clone().step_by(BLOCK_TOKENS) {
-        let count = BLOCK_TOKENS.min(tokens.end - from);
+        let (count, known) = (BLOCK_TOKENS.min(tokens.end - from), ids.len().min(tokens.end - from));
         ids.iter_mut().zip(from..).for_each(|(id, token)| *id = token as u32);
-        unsafe { score_keys::<V, T>(view, row, head, &ids[..count], out.add(from - tokens.start), stride) };
+        let ids = ids[..known].split_at(count);
+        unsafe { score_keys::<V, T>(view, (row, head), ids, out.add(from - tokens.start), stride) };
     }
 }
 

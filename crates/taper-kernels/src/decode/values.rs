@@ -123,9 +123,9 @@ fn lines<T: KvElement>(
         }
         None => {
             for (ids, at) in tokens.chunks(BLOCK_TOKENS).zip((0..).step_by(BLOCK_TOKENS)) {
-                let out = lines[at..].as_mut_ptr();
+                let (of, ids, out) = ((row, head), (ids, &[][..]), lines[at..].as_mut_ptr());
                 dispatch!(isa, score_keys::<_, T: KvElement>(
-                    view: &View<T>, row: usize, head: usize, ids: &[u32], out: *mut f32, n: usize
+                    view: &View<T>, of: (usize, usize), ids: (&[u32], &[u32]), out: *mut f32, n: usize
                 ));
             }
         }

@@ -84,16 +84,17 @@ fn scores(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<(usize, Vec
         pass(isa, &spans, wanted, group, |i: usize, pages: Range<usize>, out: *mut f32, stride: usize| {
             let (row, head) = (i / kv_heads, i % kv_heads);
             let queries = &q[(row * q_heads + head * group) * d..][..group * d];
-            for (at, p) in pages.enumerate() {
-                let block = lookup.block(batch.rows[row].table, head, p * page);
-                let bounds = &block[p % (BLOCK_TOKENS / page) * 2 * d..][..2 * d];
-                for (g, q) in queries.chunks_exact(d).enumerate() {
-                    let mut score = 0f32;
-                    let to = &mut score;
-                    dispatch!(isa, bound::<_, T: KvElement>(q: &[f32], bounds: &[T], to: &mut f32));
-                    // SAFETY: the pass gives each run its part of every line.
-                    unsafe { out.add(g * stride + at).write(score * scale) };
-                }
+            let each = BLOCK_TOKENS / page;
+            let mut from = pages.start;
+            while from < pages.end {
+                let end = pages.end.min((from / each + 1) * each);
+                let block = lookup.block(batch.rows[row].table, head, from * page);
+                let bounds = &block[from % each * 2 * d..][..(end - from) * 2 * d];
+                let line = out.wrapping_add(from - pages.start);
+                dispatch!(isa, highest::<_, T: KvElement>(
+                    queries: &[f32], d: usize, bounds: &[T], scale: f32, line: *mut f32, stride: usize
+                ));
+                from = end;
             }
         })
     });
@@ -144,19 +145,34 @@ impl PageBounds {
     }
 }
 
-/// The largest dot product that a key within the bounds can have with `q`.
+/// The largest scaled dot product that a key within the bounds of each page `[pages, 2 d]` can have with each query
+/// `[group, d]`, into lines `stride` apart.
+///
+/// # Safety
+/// Every line of `out` covers the pages; `V`'s instruction set exists.
 #[inline(always)]
-unsafe fn bound<V: Simd, T: KvElement>(q: &[f32], bounds: &[T], to: &mut f32) {
-    let d = q.len();
-    let (low, high) = bounds.split_at(d);
+unsafe fn highest<V: Simd, T: KvElement>(
+    queries: &[f32],
+    d: usize,
+    bounds: &[T],
+    scale: f32,
+    out: *mut f32,
+    stride: usize,
+) {
     let whole = d - d % V::LANES;
-    unsafe {
-        let mut acc = V::splat(0.0);
-        for c in (0..whole).step_by(V::LANES) {
-            let q = V::load(q.as_ptr().add(c));
-            let (low, high) = (T::load::<V>(low.as_ptr().add(c)), T::load::<V>(high.as_ptr().add(c)));
-            acc = acc.add(q.mul(low).max(q.mul(high)));
+    for (at, bounds) in bounds.chunks_exact(2 * d).enumerate() {
+        let (low, high) = bounds.split_at(d);
+        for (g, q) in queries.chunks_exact(d).enumerate() {
+            unsafe {
+                let mut acc = V::splat(0.0);
+                for c in (0..whole).step_by(V::LANES) {
+                    let q = V::load(q.as_ptr().add(c));
+                    let (low, high) = (T::load::<V>(low.as_ptr().add(c)), T::load::<V>(high.as_ptr().add(c)));
+                    acc = acc.add(q.mul(low).max(q.mul(high)));
+                }
+                let rest: f32 = (whole..d).map(|c| (q[c] * low[c].to_f32()).max(q[c] * high[c].to_f32())).sum();
+                out.add(g * stride + at).write((acc.sum() + rest) * scale);
+            }
         }
-        *to = acc.sum() + (whole..d).map(|c| (q[c] * low[c].to_f32()).max(q[c] * high[c].to_f32())).sum::<f32>();
     }
 }

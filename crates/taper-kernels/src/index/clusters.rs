@@ -7,10 +7,12 @@ use super::{Extend, Lookup, Part, dims, for_each_part};
 use crate::decode::{Decode, HeadSelection, Keys, Selection, sink_window};
 use crate::gemm::{Gemm, gemm};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
+use crate::mlp::for_kv_heads;
 use crate::parallel::{self, SharedMut};
 use crate::rotary::Rotation;
-use crate::simd::{Isa, Simd, dispatch};
+use crate::simd::{Isa, Simd, dispatch, exp_line};
 use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
+use std::ops::Range;
 
 /// The centroids of one KV head.
 #[derive(Debug, Clone)]
@@ -130,6 +132,18 @@ pub fn extend(
     )
 }
 
+/// Scaled products of every query of `q` `[R, q_heads, d]` with the centroids of its KV head: `[R, q_heads, clusters]`.
+///
+/// # Errors
+/// Shapes that differ.
+pub fn products(centroids: &[Centroids], q: &Tensor) -> Result<Tensor> {
+    let scaled = |centroids: &Centroids, q: &[f32]| {
+        let scale = 1.0 / (centroids.d as f32).sqrt();
+        centroids.scores(q).into_iter().map(|x| x * scale).collect()
+    };
+    for_kv_heads(q, centroids, Centroids::dim, Centroids::clusters, scaled)
+}
+
 /// How many of the clusters are read.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Probes<'a> {
@@ -140,22 +154,27 @@ pub enum Probes<'a> {
     Keys(&'a [usize]),
 }
 
-/// The sinks, the window, and of the rest the keys of the clusters that come first by `preference`
-/// `[R, kv_heads][clusters]`; ties go to the earlier cluster.
+/// The sinks, the window, and of the rest the keys of the clusters that come first by the softmax of `logits`
+/// `[R, q_heads, clusters]`, summed over the group; ties go to the earlier cluster.
 ///
 /// # Errors
 /// Shapes or dtypes that differ.
 pub fn select(
     batch: &Decode,
     index: &Tensor,
-    preference: &[Vec<f32>],
+    logits: &Tensor,
     (sink, window): (usize, usize),
     probes: Probes,
 ) -> Result<Selection> {
-    let (rows, _, kv_heads, _) = batch.dims()?;
-    if preference.len() != rows * kv_heads || matches!(probes, Probes::Keys(k) if k.len() != rows * kv_heads) {
-        bail!("clusters: preferences of {} heads for {rows} rows of {kv_heads}", preference.len());
+    let (rows, q_heads, kv_heads, _) = batch.dims()?;
+    let (logit_rows, logit_heads, clusters) = logits.dims3()?;
+    let fits = (logit_rows, logit_heads) == (rows, q_heads) && clusters > 0;
+    if !fits || matches!(probes, Probes::Keys(k) if k.len() != rows * kv_heads) {
+        bail!("clusters: logits {:?} for {rows} rows of {q_heads} heads", logits.shape());
     }
+    let logits = logits.flatten_all()?.to_vec1::<f32>()?;
+    let group = clusters * (q_heads / kv_heads);
+    let preference: Vec<Vec<f32>> = logits.chunks_exact(group).map(|group| shares(group, clusters)).collect();
     let (storage, _) = index.storage_and_layout();
     let Storage::Cpu(CpuStorage::I16(data)) = &*storage else {
         bail!("clusters: index {:?}; expected i16", index.dtype())
@@ -170,17 +189,9 @@ pub fn select(
         if matches!(probes, Probes::Keys(k) if k[i] >= between.len()) {
             return None;
         }
-        let mut clusters = Vec::with_capacity(between.len());
-        let mut from = between.start;
-        while from < between.end {
-            let end = between.end.min((from / BLOCK_TOKENS + 1) * BLOCK_TOKENS);
-            let block = lookup.block(row.table, head, from);
-            clusters.extend(block[from % BLOCK_TOKENS..][..end - from].iter().map(|&c| c as u16));
-            from = end;
-        }
-        let chosen = probed(&preference[i], &clusters, probes, i);
-        let ids: Vec<u32> =
-            (between.start as u32..).zip(&clusters).filter(|(_, c)| chosen[**c as usize]).map(|(id, _)| id).collect();
+        let keys = Keyed { lookup, table: row.table, head, between: between.clone() };
+        let chosen = probed(&preference[i], &keys.sizes(clusters), probes, i);
+        let ids = keys.of(&chosen);
         (ids.len() < between.len()).then(|| HeadSelection::Keys(Keys { ranges: ranges.to_vec(), ids, sample: None }))
     };
     parallel::for_each(
@@ -194,10 +205,82 @@ pub fn select(
     Ok(Selection(heads))
 }
 
-/// Which clusters are read, given the cluster of every key between sinks and window.
-fn probed(preference: &[f32], keys: &[u16], probes: Probes, head: usize) -> Vec<bool> {
-    let mut sizes = vec![0usize; preference.len()];
-    keys.iter().for_each(|&c| sizes[c as usize] += 1);
+/// The softmax of each line of `clusters` logits, summed.
+fn shares(lines: &[f32], clusters: usize) -> Vec<f32> {
+    let (mut sum, mut line, isa) = (vec![0f32; clusters], vec![0f32; clusters], Isa::best());
+    for logits in lines.chunks_exact(clusters) {
+        line.copy_from_slice(logits);
+        let (line, max) = (line.as_mut_slice(), logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+        dispatch!(isa, exp_line::<_>(line: &mut [f32], max: f32));
+        let total: f32 = line.iter().sum();
+        sum.iter_mut().zip(line).for_each(|(sum, x)| *sum += *x / total);
+    }
+    sum
+}
+
+/// Keys between the sinks and the window of one row and KV head, by cluster.
+struct Keyed<'a> {
+    lookup: &'a Lookup<'a, i16>,
+    table: &'a [u32],
+    head: usize,
+    between: Range<usize>,
+}
+
+/// Keys that one thread goes through at a time, whole blocks.
+const SPAN_TOKENS: usize = 4096;
+
+impl Keyed<'_> {
+    /// Runs `part` for every span of keys; what it says of each, in their order.
+    fn spans<T: Default + Clone + Send>(&self, part: impl Fn(&mut T, Range<usize>) + Sync) -> Vec<T> {
+        let mut parts = vec![T::default(); self.between.len().div_ceil(SPAN_TOKENS)];
+        let shared = SharedMut::new(&mut parts);
+        let span = |i: usize| {
+            let start = self.between.start + i * SPAN_TOKENS;
+            // SAFETY: one element each.
+            part(unsafe { &mut shared.slice(i, 1)[0] }, start..self.between.end.min(start + SPAN_TOKENS));
+        };
+        parallel::for_each(self.between.len().div_ceil(SPAN_TOKENS), || (), |(), i| span(i));
+        parts
+    }
+
+    /// The clusters of some keys, and the first of these keys, block by block.
+    fn blocks(&self, keys: Range<usize>) -> impl Iterator<Item = (usize, &[i16])> {
+        let first = keys.start / BLOCK_TOKENS;
+        (first..keys.end.div_ceil(BLOCK_TOKENS)).map(move |block| {
+            let (start, end) = (keys.start.max(block * BLOCK_TOKENS), keys.end.min((block + 1) * BLOCK_TOKENS));
+            let clusters = self.lookup.block(self.table, self.head, start);
+            (start, &clusters[start - block * BLOCK_TOKENS..end - block * BLOCK_TOKENS])
+        })
+    }
+
+    /// Keys of each cluster.
+    fn sizes(&self, clusters: usize) -> Vec<usize> {
+        let parts = self.spans(|sizes: &mut Vec<usize>, keys| {
+            sizes.resize(clusters, 0);
+            self.blocks(keys).flat_map(|(_, of)| of).for_each(|&c| sizes[c as u16 as usize] += 1);
+        });
+        (0..clusters).map(|c| parts.iter().map(|sizes| sizes[c]).sum()).collect()
+    }
+
+    /// The keys of the clusters chosen, ascending.
+    fn of(&self, chosen: &[bool]) -> Vec<u32> {
+        let parts = self.spans(|ids: &mut Vec<u32>, keys| {
+            for (start, clusters) in self.blocks(keys) {
+                // Without a branch that is mostly not taken, and sometimes is.
+                let (mut some, mut count) = ([0u32; BLOCK_TOKENS], 0);
+                for (id, &c) in (start as u32..).zip(clusters) {
+                    some[count] = id;
+                    count += usize::from(chosen[c as u16 as usize]);
+                }
+                ids.extend_from_slice(&some[..count]);
+            }
+        });
+        parts.concat()
+    }
+}
+
+/// Which clusters are read, given how many keys each has.
+fn probed(preference: &[f32], sizes: &[usize], probes: Probes, head: usize) -> Vec<bool> {
     let mut order: Vec<usize> = (0..preference.len()).collect();
     order.sort_by(|&a, &b| preference[b].total_cmp(&preference[a]));
     let (most, limit) = match probes {

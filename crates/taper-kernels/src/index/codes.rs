@@ -7,6 +7,7 @@ use crate::decode::{Decode, Importance};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
 use crate::mlp::Mlp;
 use crate::parallel::{self, SharedMut};
+use crate::simd::{Isa, Simd, dispatch};
 use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
 
 /// Bits of a code.
@@ -83,6 +84,7 @@ pub fn importance(batch: &Decode, index: &Tensor, queries: &[Mlp], wanted: &[boo
         bail!("codes: index {:?}; expected u32", index.dtype())
     };
     let lookup = &Lookup::new(data, index, kv_heads)?;
+    let isa = Isa::best();
     let mut heads: Vec<Option<Vec<f32>>> = vec![None; rows * kv_heads];
     let shared = SharedMut::new(&mut heads);
     parallel::for_each(
@@ -99,21 +101,48 @@ pub fn importance(batch: &Decode, index: &Tensor, queries: &[Mlp], wanted: &[boo
             };
             let own: Vec<u32> = (0..group).map(of).collect();
             let row = &batch.rows[row];
-            let mut importance = Vec::with_capacity(row.visible.len());
-            let mut from = row.visible.start;
-            while from < row.visible.end {
-                let end = row.visible.end.min((from / BLOCK_TOKENS + 1) * BLOCK_TOKENS);
-                let block = lookup.block(row.table, head, from);
-                let keys = block.chunks_exact(codes).skip(from % BLOCK_TOKENS).take(end - from);
-                importance.extend(keys.map(|key| {
-                    let equal = |(g, own): (usize, &u32)| BITS as u32 - (own ^ key[g % codes]).count_ones();
-                    own.iter().enumerate().map(equal).sum::<u32>() as f32
-                }));
-                from = end;
-            }
+            let mut importance = vec![0f32; row.visible.len()];
+            let parts = SharedMut::new(&mut importance);
+            let spans = row.visible.len().div_ceil(SPAN_TOKENS);
+            let span = |i: usize| {
+                let mut from = row.visible.start + i * SPAN_TOKENS;
+                let last = row.visible.end.min(from + SPAN_TOKENS);
+                while from < last {
+                    let end = last.min((from / BLOCK_TOKENS + 1) * BLOCK_TOKENS);
+                    let block = lookup.block(row.table, head, from);
+                    let keys = &block[from % BLOCK_TOKENS * codes..][..(end - from) * codes];
+                    // SAFETY: every span has its own part.
+                    let (own, to) = (own.as_slice(), unsafe { parts.slice(from - row.visible.start, end - from) });
+                    dispatch!(isa, equal_bits::<_>(own: &[u32], keys: &[u32], to: &mut [f32]));
+                    from = end;
+                }
+            };
+            parallel::for_each(spans, || (), |(), i| span(i));
             // SAFETY: one element each.
             unsafe { shared.slice(i, 1)[0] = Some(importance) };
         },
     );
     Ok(Importance::new(1, heads))
+}
+
+/// Tokens that one thread compares at a time.
+const SPAN_TOKENS: usize = 4096;
+
+/// For each of at most a block of keys, the bits that are equal in its code, or in its code for each query head, and in
+/// the query heads' `own`, summed.
+#[inline(always)]
+unsafe fn equal_bits<V: Simd>(own: &[u32], keys: &[u32], to: &mut [f32]) {
+    let mut apart = [0u32; BLOCK_TOKENS];
+    let apart = &mut apart[..to.len()];
+    if keys.len() == to.len() {
+        for own in own {
+            apart.iter_mut().zip(keys).for_each(|(apart, key)| *apart += (own ^ key).count_ones());
+        }
+    } else {
+        for (apart, keys) in apart.iter_mut().zip(keys.chunks_exact(own.len())) {
+            *apart = own.iter().zip(keys).map(|(own, key)| (own ^ key).count_ones()).sum();
+        }
+    }
+    let all = (own.len() * BITS) as u32;
+    to.iter_mut().zip(apart).for_each(|(to, apart)| *to = (all - *apart) as f32);
 }

@@ -3,7 +3,7 @@
 //! Source: Double Sparsity (Yang et al. 2024, arXiv:2408.07092), section 3.
 
 use super::{Extend, Lookup, Part, dims, for_each_part};
-use crate::decode::{Decode, Importance, dots, pass};
+use crate::decode::{Decode, Importance, Keyed, dots, pass};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
 use crate::simd::{Isa, dispatch};
 use candle_core::{Result, Storage, Tensor, bail};
@@ -84,9 +84,10 @@ pub fn importance(batch: &Decode, index: &Tensor, channels: &[Vec<u32>], wanted:
                 let labels = lookup.block(batch.rows[row].table, head, from);
                 let mut keys = [std::ptr::null::<T>(); BLOCK_TOKENS];
                 (from..end).zip(&mut keys).for_each(|(token, key)| *key = labels[token % BLOCK_TOKENS * r..].as_ptr());
-                let (keys, line) = (&keys[..end - from], out.wrapping_add(from - tokens.start));
+                let keys = Keyed { keys: &keys[..end - from], ahead: &[] };
+                let line = out.wrapping_add(from - tokens.start);
                 dispatch!(isa, dots::<_, T: KvElement>(
-                    q: &[f32], r: usize, keys: &[*const T], scale: f32, line: *mut f32, stride: usize
+                    q: &[f32], r: usize, keys: Keyed<T>, scale: f32, line: *mut f32, stride: usize
                 ));
                 from = end;
             }

@@ -233,13 +233,15 @@ fn clusters_are_read_by_preference_until_the_probes_or_the_keys_run_out() {
     let to = index(&cache, 64, 1, DType::I16);
     clusters::extend(&to, &cache.k, &parts(&cache.table, 0, n), std::slice::from_ref(&of), None).unwrap();
     let cluster: Vec<u16> = cache.keys.iter().map(|k| of.assign(&k[0])[0]).collect();
-    let preference = vec![(0..9).map(|c| ((c * 5) % 9) as f32).collect::<Vec<_>>()];
+    // One head of the group prefers them in this order, the other has no preference.
+    let logits: Vec<f32> = (0..18).map(|i| if i < 9 { ((i * 5) % 9) as f32 } else { -7.0 }).collect();
+    let logits = candle_core::Tensor::from_vec(logits, (1, 2, 9), &candle_core::Device::Cpu).unwrap();
     let order: Vec<u16> = (0..9).rev().map(|rank| (0..9u16).find(|c| (c * 5) % 9 == rank).unwrap()).collect();
     let members = |count: usize| -> Vec<u32> {
         (2..n - 20).filter(|&t| order[..count].contains(&cluster[t])).map(|t| t as u32).collect()
     };
     let read = |probes: Probes| {
-        let selection = clusters::select(&batch, &to, &preference, (2, 20), probes).unwrap();
+        let selection = clusters::select(&batch, &to, &logits, (2, 20), probes).unwrap();
         match &selection.0[0] {
             HeadSelection::Keys(keys) => Some(keys.ids.clone()),
             _ => None,
@@ -257,7 +259,9 @@ fn clusters_are_read_by_preference_until_the_probes_or_the_keys_run_out() {
     }
     assert_eq!(read(Probes::Clusters(9, n)), None, "all clusters are everything");
     assert_eq!(read(Probes::Keys(&[n])), None);
-    assert!(clusters::select(&batch, &to, &[], (2, 20), Probes::Clusters(1, n)).is_err());
+    let one = logits.narrow(1, 0, 1).unwrap();
+    assert!(clusters::select(&batch, &to, &one, (2, 20), Probes::Clusters(1, n)).is_err());
+    assert!(clusters::select(&batch, &to, &logits, (2, 20), Probes::Keys(&[1, 1])).is_err());
     assert!(Centroids::new(&[], D).is_err() && Centroids::new(&[0.0; D + 1], D).is_err());
 }
 

@@ -214,23 +214,12 @@ fn clusters_and_lists_of_them_are_those_of_the_cpu() {
             below(relative(&out, &want), LIMIT, "clusters chosen by the attention");
             below(furthest(&lse, &want_lse), LIMIT, "clusters chosen by the attention, lse");
         }
-        let lines: Vec<Vec<Vec<f32>>> = logits.to_vec3().unwrap();
-        let softmax = |line: &[f32]| -> Vec<f32> {
-            let sum: f32 = line.iter().map(|x| x.exp()).sum();
-            line.iter().map(|x| x.exp() / sum).collect()
-        };
-        let preference: Vec<Vec<f32>> = (0..2 * kv_heads)
-            .map(|i| {
-                let of = |g: usize| softmax(&lines[i / kv_heads][i % kv_heads * group + g]);
-                let all: Vec<Vec<f32>> = (0..group).map(of).collect();
-                (0..count).map(|c| all.iter().map(|line| line[c]).sum()).collect()
-            })
-            .collect();
+        let logits = logits.to_device(&candle_core::Device::Cpu).unwrap();
         let all_rows = caches.rows();
         let cpu_q = queries.cpu.narrow(0, 1, 2).unwrap();
         let decode = taper_kernels::decode::Decode { q: &cpu_q, kv: caches.on_cpu(), rows: &all_rows[1..] };
         let probes = clusters::Probes::Clusters(take, usize::MAX);
-        let cpu = clusters::select(&decode, &on_cpu, &preference, (sink as usize, window), probes).unwrap();
+        let cpu = clusters::select(&decode, &on_cpu, &logits, (sink as usize, window), probes).unwrap();
         for (i, (head, read)) in cpu.0.iter().zip(&read).enumerate() {
             let HeadSelection::Keys(keys) = head else { panic!("dense") };
             let ranges = keys.ranges.iter().flat_map(|r| r.start as u32..r.end as u32);

@@ -7,7 +7,7 @@ use taper_kernels::cuda::{
     Lists, Plan, Scratch, Streams, ValueDraws, View, draw, sampled, scores, spread_values, values,
 };
 use taper_kernels::decode::{
-    HeadSelection, Sampling, Selection, Spread, Targets, attend, sample, sample_some, sample_values,
+    Foreseen, HeadSelection, Sampling, Selection, Spread, Targets, attend, sample, sample_some, sample_values,
 };
 use taper_kernels::philox::Stream;
 
@@ -106,7 +106,7 @@ fn a_sampled_step_reads_the_draws_of_the_cpu_and_keeps_its_promise() {
         let decode = queries.decode(&caches, &rows);
         // The CPU's budgets, but where rounding moves one to the other side of what is drawn: then one look more is
         // made, at a sample a little larger, or up to half as large again.
-        let (_, budgets) = sample(&decode, &selection, None, &seeds.cpu, &how).unwrap();
+        let (_, budgets) = sample(&decode, &selection, &Foreseen::default(), None, &seeds.cpu, &how).unwrap();
         let apart = |i: &usize| {
             let cpu = &budgets[i * group];
             let read = if state[*i] == 1 { counts[*i] } else { cpu.residual };

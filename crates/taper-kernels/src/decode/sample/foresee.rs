@@ -16,7 +16,24 @@ const KEYS: usize = 32;
 /// Sets the look's draws apart from the sample's: a decision must not lean on what it decides about.
 const LAYER_BIT: u32 = 1 << 31;
 
-/// For each row and KV head `[R, kv_heads]` whether it is beyond the promise `sampling.hopeless`: then reading everything
+/// Which rows and KV heads are given up before their keys are ranked; none by default.
+#[derive(Debug, Clone, Default)]
+pub struct Foreseen(Vec<bool>);
+
+impl Foreseen {
+    /// How many keys `[R, kv_heads]` a predictor is to choose: `k`, or everything for a head that was given up.
+    pub fn keys(&self, mut k: Vec<usize>) -> Vec<usize> {
+        k.iter_mut().zip(&self.0).filter(|(_, hopeless)| **hopeless).for_each(|(k, _)| *k = usize::MAX);
+        k
+    }
+
+    /// Whether a row and KV head was given up.
+    pub(super) fn is_hopeless(&self, head: usize) -> bool {
+        self.0.get(head).is_some_and(|hopeless| *hopeless)
+    }
+}
+
+/// Gives up the rows and KV heads that are beyond the promise `sampling.hopeless`: reading everything
 /// at once is the better bargain. `k` `[R, kv_heads]` is how many keys a predictor would choose beside the sinks and the
 /// window. The heaviest of a few sampled keys stand for all that would be chosen, which flatters the choice; going dense
 /// breaks no promise, so a look may err.
@@ -29,7 +46,7 @@ pub fn foresee(
     k: &[usize],
     streams: &[Stream],
     sampling: &Sampling,
-) -> Result<Vec<bool>> {
+) -> Result<Foreseen> {
     let (rows, _, kv_heads, _) = batch.dims()?;
     if k.len() != rows * kv_heads || streams.len() != rows {
         bail!("foresee: {} budgets and {} streams for {rows} rows of {kv_heads}", k.len(), streams.len());
@@ -46,7 +63,7 @@ pub fn foresee(
             unsafe { hopeless.slice(i, 1)[0] = is_hopeless(&mut work, (sink, window, k[i]), &stream, sampling) };
         });
     });
-    Ok(hopeless)
+    Ok(Foreseen(hopeless))
 }
 
 fn is_hopeless<T: KvElement>(

@@ -55,7 +55,7 @@ fn draw(cache: &Cache, q: &Tensor, how: &Sampling, runs: u32) -> (Vec<f64>, f64,
     let (mut errors, mut share, mut dense) = (Vec::new(), 0.0, 0);
     for seed in 0..runs {
         let stream = Stream { seed: u64::from(seed), layer: 0, head: 0, position: n as u32 - 1 };
-        let (selection, budgets) = sample(&batch, &fixed, Some(&known), &[stream], how).unwrap();
+        let (selection, budgets) = sample(&batch, &fixed, &Foreseen::default(), Some(&known), &[stream], how).unwrap();
         let out = attend(&batch, &selection, Some(&known)).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
         errors.push(relative_error(&out, &exact));
         share += budgets[0].sampled as f64 / budgets[0].residual as f64 / f64::from(runs);
@@ -160,7 +160,8 @@ fn every_rule_for_the_output_keeps_its_promise_for_every_head_of_a_group() {
                 let stream = Stream { seed, layer: 0, head: 0, position: 5999 };
                 // Every other draw scores the sample itself.
                 let given = (seed % 2 == 0).then_some(&known);
-                let (selection, budgets) = sample(&batch, &fixed, given, &[stream], &sampling(rule, 0.2, 0.1)).unwrap();
+                let (selection, budgets) =
+                    sample(&batch, &fixed, &Foreseen::default(), given, &[stream], &sampling(rule, 0.2, 0.1)).unwrap();
                 let out = attend(&batch, &selection, given).unwrap().to_vec3::<f32>().unwrap();
                 for (g, exact) in exact.iter().enumerate() {
                     let error = relative_error(&out[0][g], exact);
@@ -209,7 +210,8 @@ fn violations(cache: &Cache, q: &Tensor, (epsilon, delta): (f64, f64)) -> [(usiz
     let mut found = [(0, 0); 2];
     for seed in 0..100 {
         let stream = Stream { seed, layer: 0, head: 0, position: n as u32 - 1 };
-        let clt = sample(&batch, &fixed, None, &[stream], &sampling(Rule::Chi2, epsilon, delta)).unwrap();
+        let clt = sample(&batch, &fixed, &Foreseen::default(), None, &[stream], &sampling(Rule::Chi2, epsilon, delta))
+            .unwrap();
         let hard = sample_certain(&batch, &fixed, None, &[stream], (&bounds, &norms), &certainty).unwrap();
         for ((selection, budgets), found) in [clt, hard].into_iter().zip(&mut found) {
             let out = attend(&batch, &selection, None).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
@@ -310,7 +312,7 @@ fn the_same_seed_draws_the_same_and_another_request_layer_head_or_position_anoth
     let fixed = Selection::sink_window(&rows, 1, 16, 64);
     let ids = |stream| {
         let how = sampling(Rule::Chi2, 0.2, 0.2);
-        let (selection, _) = sample(&batch, &fixed, None, &[stream], &how).unwrap();
+        let (selection, _) = sample(&batch, &fixed, &Foreseen::default(), None, &[stream], &how).unwrap();
         let HeadSelection::Keys(keys) = &selection.0[0] else { panic!("dense") };
         keys.sample.clone().unwrap()
     };
@@ -328,7 +330,8 @@ fn the_same_seed_draws_the_same_and_another_request_layer_head_or_position_anoth
     let (k, v) = (twice(&cache.kv().k.clone()), twice(&cache.kv().v.clone()));
     let both = Decode { q: &twice(&q), kv: PagedKv { k: &k, v: &v }, rows: &rows };
     let fixed = Selection::sink_window(&rows, 2, 16, 64);
-    let (selection, _) = sample(&both, &fixed, None, &[stream], &sampling(Rule::Chi2, 0.2, 0.2)).unwrap();
+    let (selection, _) =
+        sample(&both, &fixed, &Foreseen::default(), None, &[stream], &sampling(Rule::Chi2, 0.2, 0.2)).unwrap();
     let drawn = |head: usize| match &selection.0[head] {
         HeadSelection::Keys(keys) => keys.sample.clone().unwrap().ids[..64].to_vec(),
         _ => panic!("not keys"),
@@ -348,7 +351,7 @@ fn a_look_ahead_gives_up_what_is_hopeless_and_nothing_that_pays() {
         let how = sampling(Rule::Chi2, epsilon, 0.1);
         let look = |seed| {
             let stream = Stream { seed, layer: 0, head: 0, position: 4095 };
-            foresee(&batch, (16, 64), &[80], &[stream], &how).unwrap()[0]
+            foresee(&batch, (16, 64), &[80], &[stream], &how).unwrap().is_hopeless(0)
         };
         let found = (0..200).filter(|&seed| look(seed)).count();
         // What a look says of a few keys may err, but not often.
@@ -363,7 +366,8 @@ fn short_contexts_go_dense() {
     let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
     let fixed = Selection::sink_window(&rows, 1, 16, 64);
     let stream = Stream { seed: 1, layer: 0, head: 0, position: 149 };
-    let (selection, budgets) = sample(&batch, &fixed, None, &[stream], &sampling(Rule::Chi2, 0.2, 0.2)).unwrap();
+    let (selection, budgets) =
+        sample(&batch, &fixed, &Foreseen::default(), None, &[stream], &sampling(Rule::Chi2, 0.2, 0.2)).unwrap();
     assert_eq!(selection.0, [HeadSelection::Dense]);
     assert_eq!(budgets, [Budget { residual: 70, sampled: 70, pilot: 0, dense: false }]);
 }
