@@ -96,6 +96,46 @@ impl<'a, T> Lookup<'a, T> {
     }
 }
 
+impl<'a, T> Lookup<'a, T> {
+    /// The rows of some tokens, or pages of them of which a block holds `each`: block by block, with the first of each.
+    fn blocks(
+        &self,
+        table: &'a [u32],
+        head: usize,
+        each: usize,
+        entries: Range<usize>,
+    ) -> impl Iterator<Item = (usize, &'a [T])> {
+        let (width, page) = (self.width / each, BLOCK_TOKENS / each);
+        (entries.start / each..entries.end.div_ceil(each)).map(move |block| {
+            let (start, end) = (entries.start.max(block * each), entries.end.min((block + 1) * each));
+            (
+                start,
+                &self.block(table, head, start * page)[(start - block * each) * width..(end - block * each) * width],
+            )
+        })
+    }
+}
+
+/// Tokens that one thread looks up at a time.
+const SPAN_TOKENS: usize = 4096;
+
+/// Runs `part` for every span of some tokens, shared out among threads; what it says of each, in their order.
+fn for_each_span<T: Default + Clone + Send>(
+    tokens: Range<usize>,
+    part: impl Fn(&mut T, Range<usize>) + Sync,
+) -> Vec<T> {
+    let spans = tokens.len().div_ceil(SPAN_TOKENS);
+    let mut parts = vec![T::default(); spans];
+    let shared = SharedMut::new(&mut parts);
+    let span = |i: usize| {
+        let start = tokens.start + i * SPAN_TOKENS;
+        // SAFETY: one element each.
+        part(unsafe { &mut shared.slice(i, 1)[0] }, start..tokens.end.min(start + SPAN_TOKENS));
+    };
+    parallel::for_each(spans, || (), |(), i| span(i));
+    parts
+}
+
 /// The queries `[R, q_heads, head_dim]` of a batch as they lie in memory.
 fn queries(batch: &Decode) -> Result<Vec<f32>> {
     batch.q.flatten_all()?.to_vec1()

@@ -99,13 +99,17 @@ pub(crate) fn for_kv_heads<M: Sync>(
         bail!("queries {:?} for {} maps, or maps of other widths", q.shape(), maps.len());
     }
     let each = q_heads / maps.len() * d;
-    let q = q.flatten_all()?.to_vec1::<f32>()?;
+    let queries = q.flatten_all()?.to_vec1::<f32>()?;
     let mut parts = vec![Vec::new(); rows * maps.len()];
     let shared = SharedMut::new(&mut parts);
-    let one = |i: usize| map(&maps[i % maps.len()], &q[i * each..][..each]);
-    // SAFETY: one element each.
-    parallel::for_each(rows * maps.len(), || (), |(), i| unsafe { shared.slice(i, 1)[0] = one(i) });
-    Tensor::from_vec(parts.concat(), (rows, q_heads, width), &candle_core::Device::Cpu)
+    let one = |i: usize| map(&maps[i % maps.len()], &queries[i * each..][..each]);
+    let write = |i: usize| {
+        let part = one(i);
+        // SAFETY: one element each.
+        unsafe { shared.slice(i, 1)[0] = part };
+    };
+    parallel::for_each(rows * maps.len(), || (), |(), i| write(i));
+    Tensor::from_vec(parts.concat(), (rows, q_heads, width), q.device())
 }
 
 /// One layer; every weight is read once for all rows. Four outputs are summed beside each other.

@@ -73,15 +73,15 @@ impl Permutation {
         (point < self.n).then_some(point)
     }
 
-    /// Where 256 points from `first` on go, in their order and without those that land at or beyond `n`, appended to `to`.
+    /// Where [`TOGETHER`](Self::TOGETHER) points from `first` on go, in their order and without those that land at or beyond `n`, appended to `to`.
     pub(crate) fn points(&self, first: u32, to: &mut Vec<u32>) {
         let mut landed = [0u32; Self::TOGETHER];
-        let (of, all, isa) = (self, &mut landed, Isa::best());
-        dispatch!(isa, land_all::<_>(of: &Permutation, first: u32, all: &mut [u32; 256]));
+        let (of, all, isa) = (self, &mut landed[..], Isa::best());
+        dispatch!(isa, land_all::<_>(of: &Permutation, first: u32, all: &mut [u32]));
         to.extend(landed.iter().take((self.domain() - first) as usize).filter(|&&point| point < self.n));
     }
 
-    /// Points that [`points`](Self::points) evaluates.
+    /// Points that are evaluated together.
     pub(crate) const TOGETHER: usize = 256;
 
     #[inline(always)]
@@ -104,7 +104,7 @@ impl Permutation {
 
 /// What the compiler makes vectors of, where they can multiply.
 #[inline(always)]
-unsafe fn land_all<V: Simd>(of: &Permutation, first: u32, all: &mut [u32; 256]) {
+unsafe fn land_all<V: Simd>(of: &Permutation, first: u32, all: &mut [u32]) {
     all.iter_mut().zip(first..).for_each(|(to, i)| *to = of.land(i));
 }
 

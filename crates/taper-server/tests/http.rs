@@ -7,8 +7,8 @@ use axum::http::{Request, StatusCode};
 use serde_json::{Value, json};
 use std::time::Duration;
 use support::{custom, server, wait};
-use taper_engine::EngineConfig;
 use taper_engine::stub::StubBackend;
+use taper_engine::{EngineConfig, Load};
 use taper_server::ServerConfig;
 
 fn chat(extra: Value) -> Value {
@@ -456,7 +456,9 @@ async fn a_full_queue_is_a_503_with_retry_after() {
     let server = custom(StubBackend::new("abc"), engine, ServerConfig::default());
     let slow = || server.complete(complete(json!({"prompt": "SLOW"})));
     let third = async {
-        wait("one runs, one waits", || server.engine.load().waiting == 1).await;
+        // The first one waits for a moment too.
+        let load = || server.engine.load();
+        wait("one runs, one waits", || matches!(load(), Load { running: 1, waiting: 1, .. })).await;
         server.complete(complete(json!({}))).await
     };
     let second = async {

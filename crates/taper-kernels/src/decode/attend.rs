@@ -102,6 +102,9 @@ fn units(rows: &[super::DecodeRow], heads: &[HeadSelection], kv_heads: usize) ->
 
 /// The tokens of a list from `start` on, at most a block of them, and whether they belong to the sample.
 fn chunk(visible: &Range<usize>, head: &HeadSelection, mut start: usize, end: usize, ids: &mut [u32]) -> (usize, bool) {
+    if start == end {
+        return (0, false);
+    }
     let limit = ids.len().min(end - start);
     let mut fill = |from: usize, count: usize| {
         let count = count.min(limit);
@@ -165,10 +168,7 @@ fn run_unit<T: KvElement>(
     let (mut count, mut sampled) = chunk(&row.visible, head, at, unit.span.end, &mut buffers[0]);
     while count > 0 {
         let [ids, next] = &mut buffers;
-        let after = match at + count {
-            end if end == unit.span.end => (0, false),
-            start => chunk(&row.visible, head, start, unit.span.end, next),
-        };
+        let after = chunk(&row.visible, head, at + count, unit.span.end, next);
         let (ids, next) = (&ids[..count], &next[..after.0]);
         let given = match head {
             HeadSelection::Keys(Keys { sample, ranges, ids }) if sampled => {
@@ -217,7 +217,9 @@ enum Given<'a> {
 unsafe fn attend_tokens<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, scores: Option<&HeadScores>) {
     let Tokens { view, row, head, ids, next, given, weights, partial } = tokens;
     let d = view.head_dim;
+    let scored = scores.is_some() || matches!(given, Given::Weights(..));
     // The tokens' values, and the keys that come next: what memory brings while the tokens' keys are scored.
+    let next = if scored { &[][..] } else { next };
     let mut ahead = [std::ptr::null(); 2 * BLOCK_TOKENS];
     let values = ids.iter().map(|&id| view.value(*row, *head, id));
     ahead
@@ -227,7 +229,7 @@ unsafe fn attend_tokens<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, scores: O
     let ahead = &ahead[..ids.len() + next.len()];
     let values = &ahead[..ids.len()];
     let width = Partial::width(d);
-    if scores.is_some() || matches!(given, Given::Weights(..)) {
+    if scored {
         values.iter().for_each(|&value| prefetch(value, d));
     }
     if let Given::Weights(given, first) = *given {
@@ -244,7 +246,7 @@ unsafe fn attend_tokens<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, scores: O
         None => {
             let mut keys = [std::ptr::null(); BLOCK_TOKENS];
             keys.iter_mut().zip(*ids).for_each(|(key, &id)| *key = view.key(*row, *head, id));
-            let keys = Keyed { keys: &keys[..ids.len()], ahead };
+            let keys = KeyRows { keys: &keys[..ids.len()], ahead };
             let q = view.queries(*row, *head);
             unsafe { dots::<V, T>(q, d, keys, view.scale(), weights.as_mut_ptr(), BLOCK_TOKENS) };
         }
@@ -279,12 +281,12 @@ pub(super) unsafe fn score_keys<V: Simd, T: KvElement>(
     let mut keys = [std::ptr::null(); 2 * BLOCK_TOKENS];
     keys.iter_mut().zip(ids.iter().chain(next)).for_each(|(key, &id)| *key = view.key(row, head, id));
     let (keys, ahead) = keys[..ids.len() + next.len()].split_at(ids.len());
-    unsafe { dots::<V, T>(view.queries(row, head), view.head_dim, Keyed { keys, ahead }, view.scale(), out, stride) };
+    unsafe { dots::<V, T>(view.queries(row, head), view.head_dim, KeyRows { keys, ahead }, view.scale(), out, stride) };
 }
 
 /// Rows of keys.
 #[derive(Clone, Copy)]
-pub(crate) struct Keyed<'a, T> {
+pub(crate) struct KeyRows<'a, T> {
     pub keys: &'a [*const T],
     /// Rows to be read after them: asked for a few at a time, since memory brings only so many at once.
     pub ahead: &'a [*const T],
@@ -298,7 +300,7 @@ pub(crate) struct Keyed<'a, T> {
 pub(crate) unsafe fn dots<V: Simd, T: KvElement>(
     q: &[f32],
     d: usize,
-    keys: Keyed<T>,
+    mut keys: KeyRows<T>,
     scale: f32,
     mut out: *mut f32,
     stride: usize,
@@ -316,6 +318,7 @@ pub(crate) unsafe fn dots<V: Simd, T: KvElement>(
             }
             // May pass the end after the last lines; never read there.
             out = out.wrapping_add(queries * stride);
+            keys.ahead = &[];
         }
     }
 }
@@ -325,7 +328,7 @@ pub(crate) unsafe fn dots<V: Simd, T: KvElement>(
 unsafe fn dots_of<V: Simd, T: KvElement, const G: usize, const K: usize>(
     q: &[f32],
     d: usize,
-    Keyed { keys, ahead }: Keyed<T>,
+    KeyRows { keys, ahead }: KeyRows<T>,
     scale: f32,
     out: *mut f32,
     stride: usize,

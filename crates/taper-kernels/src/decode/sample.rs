@@ -92,6 +92,9 @@ pub fn sample(
     sampling: &Sampling,
 ) -> Result<(Selection, Vec<Budget>)> {
     check(batch, selection, streams)?;
+    if !foreseen.fits(selection.0.len()) {
+        bail!("sample: heads foreseen for another batch than one of {}", selection.0.len());
+    }
     let (mut selection, mut budgets) = head_by_head(batch, selection, scores, streams, sampling)?;
     let (heads, kv_heads) = (selection.0.len(), selection.0.len() / batch.rows.len().max(1));
     let group = budgets.len() / heads.max(1);
@@ -188,8 +191,12 @@ pub fn sample_some(batch: &Decode, selection: &Selection, sizes: &[usize], strea
     };
     let mut heads = vec![HeadSelection::Dense; selection.0.len()];
     let shared = SharedMut::new(&mut heads);
-    // SAFETY: one element each.
-    parallel::for_each(selection.0.len(), || (), |(), i| unsafe { shared.slice(i, 1)[0] = draw(i) });
+    let write = |i: usize| {
+        let head = draw(i);
+        // SAFETY: one element each.
+        unsafe { shared.slice(i, 1)[0] = head };
+    };
+    parallel::for_each(selection.0.len(), || (), |(), i| write(i));
     Ok(Selection(heads))
 }
 

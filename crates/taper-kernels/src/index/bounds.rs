@@ -84,17 +84,13 @@ fn scores(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<(usize, Vec
         pass(isa, &spans, wanted, group, |i: usize, pages: Range<usize>, out: *mut f32, stride: usize| {
             let (row, head) = (i / kv_heads, i % kv_heads);
             let queries = &q[(row * q_heads + head * group) * d..][..group * d];
-            let each = BLOCK_TOKENS / page;
-            let mut from = pages.start;
-            while from < pages.end {
-                let end = pages.end.min((from / each + 1) * each);
-                let block = lookup.block(batch.rows[row].table, head, from * page);
-                let bounds = &block[from % each * 2 * d..][..(end - from) * 2 * d];
-                let line = out.wrapping_add(from - pages.start);
+            let first = pages.start;
+            for (start, bounds) in lookup.blocks(batch.rows[row].table, head, BLOCK_TOKENS / page, pages) {
+                // The pass gives each run its part of every line.
+                let line = out.wrapping_add(start - first);
                 dispatch!(isa, highest::<_, T: KvElement>(
                     queries: &[f32], d: usize, bounds: &[T], scale: f32, line: *mut f32, stride: usize
                 ));
-                from = end;
             }
         })
     });

@@ -3,7 +3,7 @@
 //! Source: SAAP (Mazaré et al. 2025, arXiv:2502.08213), section 4; with queries that choose by the centroids themselves
 //! it is an inverted file over k-means.
 
-use super::{Extend, Lookup, Part, dims, for_each_part};
+use super::{Extend, Lookup, Part, dims, for_each_part, for_each_span};
 use crate::decode::{Decode, HeadSelection, Keys, Selection, sink_window};
 use crate::gemm::{Gemm, gemm};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
@@ -189,7 +189,7 @@ pub fn select(
         if matches!(probes, Probes::Keys(k) if k[i] >= between.len()) {
             return None;
         }
-        let keys = Keyed { lookup, table: row.table, head, between: between.clone() };
+        let keys = ClusteredKeys { lookup, table: row.table, head, between: between.clone() };
         let chosen = probed(&preference[i], &keys.sizes(clusters), probes, i);
         let ids = keys.of(&chosen);
         (ids.len() < between.len()).then(|| HeadSelection::Keys(Keys { ranges: ranges.to_vec(), ids, sample: None }))
@@ -219,43 +219,22 @@ fn shares(lines: &[f32], clusters: usize) -> Vec<f32> {
 }
 
 /// Keys between the sinks and the window of one row and KV head, by cluster.
-struct Keyed<'a> {
+struct ClusteredKeys<'a> {
     lookup: &'a Lookup<'a, i16>,
     table: &'a [u32],
     head: usize,
     between: Range<usize>,
 }
 
-/// Keys that one thread goes through at a time, whole blocks.
-const SPAN_TOKENS: usize = 4096;
-
-impl Keyed<'_> {
-    /// Runs `part` for every span of keys; what it says of each, in their order.
-    fn spans<T: Default + Clone + Send>(&self, part: impl Fn(&mut T, Range<usize>) + Sync) -> Vec<T> {
-        let mut parts = vec![T::default(); self.between.len().div_ceil(SPAN_TOKENS)];
-        let shared = SharedMut::new(&mut parts);
-        let span = |i: usize| {
-            let start = self.between.start + i * SPAN_TOKENS;
-            // SAFETY: one element each.
-            part(unsafe { &mut shared.slice(i, 1)[0] }, start..self.between.end.min(start + SPAN_TOKENS));
-        };
-        parallel::for_each(self.between.len().div_ceil(SPAN_TOKENS), || (), |(), i| span(i));
-        parts
-    }
-
-    /// The clusters of some keys, and the first of these keys, block by block.
+impl ClusteredKeys<'_> {
+    /// The clusters of some of the keys, block by block, with the first key of each.
     fn blocks(&self, keys: Range<usize>) -> impl Iterator<Item = (usize, &[i16])> {
-        let first = keys.start / BLOCK_TOKENS;
-        (first..keys.end.div_ceil(BLOCK_TOKENS)).map(move |block| {
-            let (start, end) = (keys.start.max(block * BLOCK_TOKENS), keys.end.min((block + 1) * BLOCK_TOKENS));
-            let clusters = self.lookup.block(self.table, self.head, start);
-            (start, &clusters[start - block * BLOCK_TOKENS..end - block * BLOCK_TOKENS])
-        })
+        self.lookup.blocks(self.table, self.head, BLOCK_TOKENS, keys)
     }
 
     /// Keys of each cluster.
     fn sizes(&self, clusters: usize) -> Vec<usize> {
-        let parts = self.spans(|sizes: &mut Vec<usize>, keys| {
+        let parts = for_each_span(self.between.clone(), |sizes: &mut Vec<usize>, keys| {
             sizes.resize(clusters, 0);
             self.blocks(keys).flat_map(|(_, of)| of).for_each(|&c| sizes[c as u16 as usize] += 1);
         });
@@ -264,7 +243,7 @@ impl Keyed<'_> {
 
     /// The keys of the clusters chosen, ascending.
     fn of(&self, chosen: &[bool]) -> Vec<u32> {
-        let parts = self.spans(|ids: &mut Vec<u32>, keys| {
+        let parts = for_each_span(self.between.clone(), |ids: &mut Vec<u32>, keys| {
             for (start, clusters) in self.blocks(keys) {
                 // Without a branch that is mostly not taken, and sometimes is.
                 let (mut some, mut count) = ([0u32; BLOCK_TOKENS], 0);

@@ -2,7 +2,7 @@
 //!
 //! Source: HashAttention (Desai et al. 2024, arXiv:2412.14468), section 4.
 
-use super::{Extend, Lookup, Part, dims, for_each_part};
+use super::{Extend, Lookup, Part, dims, for_each_part, for_each_span};
 use crate::decode::{Decode, Importance};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
 use crate::mlp::Mlp;
@@ -103,21 +103,14 @@ pub fn importance(batch: &Decode, index: &Tensor, queries: &[Mlp], wanted: &[boo
             let row = &batch.rows[row];
             let mut importance = vec![0f32; row.visible.len()];
             let parts = SharedMut::new(&mut importance);
-            let spans = row.visible.len().div_ceil(SPAN_TOKENS);
-            let span = |i: usize| {
-                let mut from = row.visible.start + i * SPAN_TOKENS;
-                let last = row.visible.end.min(from + SPAN_TOKENS);
-                while from < last {
-                    let end = last.min((from / BLOCK_TOKENS + 1) * BLOCK_TOKENS);
-                    let block = lookup.block(row.table, head, from);
-                    let keys = &block[from % BLOCK_TOKENS * codes..][..(end - from) * codes];
-                    // SAFETY: every span has its own part.
-                    let (own, to) = (own.as_slice(), unsafe { parts.slice(from - row.visible.start, end - from) });
+            for_each_span(row.visible.clone(), |(): &mut (), tokens| {
+                for (start, keys) in lookup.blocks(row.table, head, BLOCK_TOKENS, tokens) {
+                    // SAFETY: every token has its own element.
+                    let to = unsafe { parts.slice(start - row.visible.start, keys.len() / codes) };
+                    let own = own.as_slice();
                     dispatch!(isa, equal_bits::<_>(own: &[u32], keys: &[u32], to: &mut [f32]));
-                    from = end;
                 }
-            };
-            parallel::for_each(spans, || (), |(), i| span(i));
+            });
             // SAFETY: one element each.
             unsafe { shared.slice(i, 1)[0] = Some(importance) };
         },
@@ -125,11 +118,8 @@ pub fn importance(batch: &Decode, index: &Tensor, queries: &[Mlp], wanted: &[boo
     Ok(Importance::new(1, heads))
 }
 
-/// Tokens that one thread compares at a time.
-const SPAN_TOKENS: usize = 4096;
-
-/// For each of at most a block of keys, the bits that are equal in its code, or in its code for each query head, and in
-/// the query heads' `own`, summed.
+/// How many bits of the query heads' codes `own` equal those of each key, summed over the heads. A key has one code, or
+/// one for each head; there are at most a block of keys.
 #[inline(always)]
 unsafe fn equal_bits<V: Simd>(own: &[u32], keys: &[u32], to: &mut [f32]) {
     let mut apart = [0u32; BLOCK_TOKENS];

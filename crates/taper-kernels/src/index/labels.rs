@@ -3,7 +3,7 @@
 //! Source: Double Sparsity (Yang et al. 2024, arXiv:2408.07092), section 3.
 
 use super::{Extend, Lookup, Part, dims, for_each_part};
-use crate::decode::{Decode, Importance, Keyed, dots, pass};
+use crate::decode::{Decode, Importance, KeyRows, dots, pass};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
 use crate::simd::{Isa, dispatch};
 use candle_core::{Result, Storage, Tensor, bail};
@@ -78,18 +78,14 @@ pub fn importance(batch: &Decode, index: &Tensor, channels: &[Vec<u32>], wanted:
         pass(isa, &spans, wanted, group, |i: usize, tokens: Range<usize>, out: *mut f32, stride: usize| {
             let (row, head) = (i / kv_heads, i % kv_heads);
             let q = &picked[(row * q_heads + head * group) * r..][..group * r];
-            let mut from = tokens.start;
-            while from < tokens.end {
-                let end = tokens.end.min((from / BLOCK_TOKENS + 1) * BLOCK_TOKENS);
-                let labels = lookup.block(batch.rows[row].table, head, from);
+            let first = tokens.start;
+            for (start, labels) in lookup.blocks(batch.rows[row].table, head, BLOCK_TOKENS, tokens) {
                 let mut keys = [std::ptr::null::<T>(); BLOCK_TOKENS];
-                (from..end).zip(&mut keys).for_each(|(token, key)| *key = labels[token % BLOCK_TOKENS * r..].as_ptr());
-                let keys = Keyed { keys: &keys[..end - from], ahead: &[] };
-                let line = out.wrapping_add(from - tokens.start);
+                labels.chunks_exact(r).zip(&mut keys).for_each(|(label, key)| *key = label.as_ptr());
+                let (keys, line) = (KeyRows { keys: &keys[..labels.len() / r], ahead: &[] }, out.wrapping_add(start - first));
                 dispatch!(isa, dots::<_, T: KvElement>(
-                    q: &[f32], r: usize, keys: Keyed<T>, scale: f32, line: *mut f32, stride: usize
+                    q: &[f32], r: usize, keys: KeyRows<T>, scale: f32, line: *mut f32, stride: usize
                 ));
-                from = end;
             }
         })
     });

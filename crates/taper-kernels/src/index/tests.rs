@@ -184,34 +184,40 @@ fn mlp(numbers: &mut Numbers) -> Mlp {
     Mlp::new(vec![layer(D, 8), layer(8, 32)], Activation::Silu).unwrap()
 }
 
+/// Tokens and first visible token: few, and more than one thread takes at once, from within a block on.
+const SPANS: [(usize, usize); 2] = [(200, 0), (8997, 37)];
+
 #[test]
 fn codes_rank_by_equal_bits_and_ties_go_to_the_earlier_key() {
     let mut numbers = Numbers(54);
-    let (n, group) = (200, 2);
-    let cache = Cache::new(&mut numbers, n, 2, D, DType::F32);
-    let q = numbers.tensor(&[1, 2 * group, D]);
-    let rows = [DecodeRow { table: &cache.table, visible: 0..n }];
-    let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
-    let queries: Vec<Mlp> = (0..2 * group).map(|_| mlp(&mut numbers)).collect();
-    let signs = |m: &Mlp, x: &[f32]| m.forward(x).into_iter().map(|y| y >= 0.0).collect::<Vec<bool>>();
-    for codes in [1, group] {
-        let maps: Vec<Mlp> = (0..2 * codes).map(|_| mlp(&mut numbers)).collect();
-        let to = index(&cache, 64, codes, DType::U32);
-        codes::extend(&to, &cache.k, &parts(&cache.table, 0, n), &maps).unwrap();
-        let importance = codes::importance(&batch, &to, &queries, &[true, true]).unwrap();
-        let chosen = top_k(&rows, &importance, 3, 8, &[30, 30]);
-        for head in 0..2 {
-            let score = |t: usize| -> f64 {
-                let equal = |g: usize| {
-                    let query = signs(&queries[head * group + g], &q.to_vec3::<f32>().unwrap()[0][head * group + g]);
-                    let key = signs(&maps[head * codes + g % codes], &cache.keys[t][head]);
-                    query.iter().zip(&key).filter(|(a, b)| a == b).count()
+    let group = 2;
+    for (n, start) in SPANS {
+        let cache = Cache::new(&mut numbers, n, 2, D, DType::F32);
+        let q = numbers.tensor(&[1, 2 * group, D]);
+        let rows = [DecodeRow { table: &cache.table, visible: start..n }];
+        let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
+        let queries: Vec<Mlp> = (0..2 * group).map(|_| mlp(&mut numbers)).collect();
+        let signs = |m: &Mlp, x: &[f32]| m.forward(x).into_iter().map(|y| y >= 0.0).collect::<Vec<bool>>();
+        let asked: Vec<Vec<bool>> =
+            q.to_vec3::<f32>().unwrap()[0].iter().zip(&queries).map(|(q, m)| signs(m, q)).collect();
+        for codes in [1, group] {
+            let maps: Vec<Mlp> = (0..2 * codes).map(|_| mlp(&mut numbers)).collect();
+            let to = index(&cache, 64, codes, DType::U32);
+            codes::extend(&to, &cache.k, &parts(&cache.table, 0, n), &maps).unwrap();
+            let importance = codes::importance(&batch, &to, &queries, &[true, true]).unwrap();
+            let chosen = top_k(&rows, &importance, 41, 8, &[30, 30]);
+            for head in 0..2 {
+                let score = |t: usize| -> f64 {
+                    let equal = |g: usize| {
+                        let key = signs(&maps[head * codes + g % codes], &cache.keys[t][head]);
+                        asked[head * group + g].iter().zip(&key).filter(|(a, b)| a == b).count()
+                    };
+                    (0..group).map(equal).sum::<usize>() as f64
                 };
-                (0..group).map(equal).sum::<usize>() as f64
-            };
-            let scores: Vec<f64> = (0..n).map(score).collect();
-            let expected: Vec<u32> = best(&scores, 3..n - 8, 30).into_iter().map(|t| t as u32).collect();
-            assert_eq!(keys(&chosen.0[head]).ids, expected, "{codes} codes, head {head}");
+                let scores: Vec<f64> = (0..n).map(score).collect();
+                let expected: Vec<u32> = best(&scores, 41..n - 8, 30).into_iter().map(|t| t as u32).collect();
+                assert_eq!(keys(&chosen.0[head]).ids, expected, "{n} tokens, {codes} codes, head {head}");
+            }
         }
     }
 }
@@ -224,44 +230,45 @@ fn centroids(numbers: &mut Numbers, clusters: usize) -> Centroids {
 #[test]
 fn clusters_are_read_by_preference_until_the_probes_or_the_keys_run_out() {
     let mut numbers = Numbers(55);
-    let n = 400;
-    let cache = Cache::new(&mut numbers, n, 1, D, DType::F32);
-    let q = numbers.tensor(&[1, 2, D]);
-    let rows = [DecodeRow { table: &cache.table, visible: 0..n }];
-    let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
-    let of = centroids(&mut numbers, 9);
-    let to = index(&cache, 64, 1, DType::I16);
-    clusters::extend(&to, &cache.k, &parts(&cache.table, 0, n), std::slice::from_ref(&of), None).unwrap();
-    let cluster: Vec<u16> = cache.keys.iter().map(|k| of.assign(&k[0])[0]).collect();
-    // One head of the group prefers them in this order, the other has no preference.
-    let logits: Vec<f32> = (0..18).map(|i| if i < 9 { ((i * 5) % 9) as f32 } else { -7.0 }).collect();
-    let logits = candle_core::Tensor::from_vec(logits, (1, 2, 9), &candle_core::Device::Cpu).unwrap();
-    let order: Vec<u16> = (0..9).rev().map(|rank| (0..9u16).find(|c| (c * 5) % 9 == rank).unwrap()).collect();
-    let members = |count: usize| -> Vec<u32> {
-        (2..n - 20).filter(|&t| order[..count].contains(&cluster[t])).map(|t| t as u32).collect()
-    };
-    let read = |probes: Probes| {
-        let selection = clusters::select(&batch, &to, &logits, (2, 20), probes).unwrap();
-        match &selection.0[0] {
-            HeadSelection::Keys(keys) => Some(keys.ids.clone()),
-            _ => None,
+    for (n, start) in SPANS {
+        let cache = Cache::new(&mut numbers, n, 1, D, DType::F32);
+        let q = numbers.tensor(&[1, 2, D]);
+        let rows = [DecodeRow { table: &cache.table, visible: start..n }];
+        let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
+        let of = centroids(&mut numbers, 9);
+        let to = index(&cache, 64, 1, DType::I16);
+        clusters::extend(&to, &cache.k, &parts(&cache.table, 0, n), std::slice::from_ref(&of), None).unwrap();
+        let cluster: Vec<u16> = cache.keys.iter().map(|k| of.assign(&k[0])[0]).collect();
+        // One head of the group prefers them in this order, the other has no preference.
+        let logits: Vec<f32> = (0..18).map(|i| if i < 9 { ((i * 5) % 9) as f32 } else { -7.0 }).collect();
+        let logits = candle_core::Tensor::from_vec(logits, (1, 2, 9), &candle_core::Device::Cpu).unwrap();
+        let order: Vec<u16> = (0..9).rev().map(|rank| (0..9u16).find(|c| (c * 5) % 9 == rank).unwrap()).collect();
+        let members = |count: usize| -> Vec<u32> {
+            (41..n - 20).filter(|&t| order[..count].contains(&cluster[t])).map(|t| t as u32).collect()
+        };
+        let read = |probes: Probes| {
+            let selection = clusters::select(&batch, &to, &logits, (41, 20), probes).unwrap();
+            match &selection.0[0] {
+                HeadSelection::Keys(keys) => Some(keys.ids.clone()),
+                _ => None,
+            }
+        };
+        for count in 0..9 {
+            assert_eq!(read(Probes::Clusters(count, n)), Some(members(count)), "{count} probes of {n} tokens");
+            // As many keys as these clusters hold: exactly these; one fewer: one cluster fewer, but never none.
+            let size = members(count).len();
+            if count > 0 {
+                assert_eq!(read(Probes::Keys(&[size])), Some(members(count)));
+                assert_eq!(read(Probes::Keys(&[size - 1])), Some(members((count - 1).max(1))));
+                assert_eq!(read(Probes::Clusters(count, size - 1)), Some(members(count - 1)), "the cap");
+            }
         }
-    };
-    for count in 0..9 {
-        assert_eq!(read(Probes::Clusters(count, n)), Some(members(count)), "{count} probes");
-        // As many keys as these clusters hold: exactly these; one fewer: one cluster fewer, but never none.
-        let size = members(count).len();
-        if count > 0 {
-            assert_eq!(read(Probes::Keys(&[size])), Some(members(count)));
-            assert_eq!(read(Probes::Keys(&[size - 1])), Some(members((count - 1).max(1))));
-            assert_eq!(read(Probes::Clusters(count, size - 1)), Some(members(count - 1)), "the cap");
-        }
+        assert_eq!(read(Probes::Clusters(9, n)), None, "all clusters are everything");
+        assert_eq!(read(Probes::Keys(&[n])), None);
+        let one = logits.narrow(1, 0, 1).unwrap();
+        assert!(clusters::select(&batch, &to, &one, (41, 20), Probes::Clusters(1, n)).is_err());
+        assert!(clusters::select(&batch, &to, &logits, (41, 20), Probes::Keys(&[1, 1])).is_err());
     }
-    assert_eq!(read(Probes::Clusters(9, n)), None, "all clusters are everything");
-    assert_eq!(read(Probes::Keys(&[n])), None);
-    let one = logits.narrow(1, 0, 1).unwrap();
-    assert!(clusters::select(&batch, &to, &one, (2, 20), Probes::Clusters(1, n)).is_err());
-    assert!(clusters::select(&batch, &to, &logits, (2, 20), Probes::Keys(&[1, 1])).is_err());
     assert!(Centroids::new(&[], D).is_err() && Centroids::new(&[0.0; D + 1], D).is_err());
 }
 

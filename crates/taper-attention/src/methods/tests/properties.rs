@@ -339,15 +339,30 @@ fn a_cap_on_selectivity_takes_whole_clusters_away() {
 
 /// What choosing scores is reported, whoever scores it and by whichever query.
 #[test]
-fn keys_that_santa_scores_are_reported() {
+fn keys_that_are_scored_are_reported() {
     let n = 300;
+    let scored = |settings: &Value| {
+        let mut growing = Growing::new(settings, shape(3, 64, None), n - 1);
+        growing.to(n, 1);
+        growing.sequence.usage().decode.scored.map(|share| (share * n as f64).round())
+    };
+    // Pages of 16, labels, codes, 8 clusters, keys; nothing by what looks at none.
+    for (name, expected) in [
+        ("quest", Some(19.0)),
+        ("double_sparsity", Some(300.0)),
+        ("hash_attention", Some(300.0)),
+        ("saap", Some(8.0)),
+        ("kmeans", Some(8.0)),
+        ("oracle_top_k", Some(300.0)),
+        ("random_sample", None),
+        ("streaming_llm", None),
+    ] {
+        assert_eq!(scored(&typical(name).unwrap()), expected, "{name}");
+    }
     let share = |settings: Value| {
         let mut all = json!({ "method": "santa", "samples": 16 });
         all.as_object_mut().unwrap().extend(settings.as_object().unwrap().clone());
-        let shape = shape(3, 64, None);
-        let mut growing = Growing::new(&all, shape, n - 1);
-        growing.to(n, 1);
-        growing.sequence.usage().decode.scored.map(|share| (share * n as f64).round())
+        scored(&all)
     };
     let bernoulli = |within: Value| share(json!({ "scores": "bernoulli", "within": within }));
     let few = json!({ "method": "oracle_top_k", "k": 40, "sink": 2, "window": 20 });

@@ -27,6 +27,11 @@ impl Foreseen {
         k
     }
 
+    /// Whether it is for so many rows and KV heads.
+    pub(super) fn fits(&self, heads: usize) -> bool {
+        self.0.is_empty() || self.0.len() == heads
+    }
+
     /// Whether a row and KV head was given up.
     pub(super) fn is_hopeless(&self, head: usize) -> bool {
         self.0.get(head).is_some_and(|hopeless| *hopeless)

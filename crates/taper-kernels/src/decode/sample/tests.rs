@@ -354,6 +354,20 @@ fn a_look_ahead_gives_up_what_is_hopeless_and_nothing_that_pays() {
             foresee(&batch, (16, 64), &[80], &[stream], &how).unwrap().is_hopeless(0)
         };
         let found = (0..200).filter(|&seed| look(seed)).count();
+        // A head that was given up reads everything, whatever was chosen for it.
+        let stream = Stream { seed: 1, layer: 0, head: 0, position: 4095 };
+        let foreseen = foresee(&batch, (16, 64), &[80], &[stream], &how).unwrap();
+        let fixed = Selection::sink_window(&rows, 1, 16, 64);
+        let (selection, budgets) = sample(&batch, &fixed, &foreseen, None, &[stream], &how).unwrap();
+        assert_eq!(foreseen.keys(vec![80]), [if look(1) { usize::MAX } else { 80 }]);
+        if look(1) {
+            assert_eq!(selection.0, [HeadSelection::Dense]);
+            assert_eq!(budgets, [Budget { residual: 4096, sampled: 4096, pilot: 0, dense: true }]);
+        }
+        let both = [rows[0].clone(), rows[0].clone()];
+        let two = Decode { q: &Tensor::cat(&[&q, &q], 0).unwrap(), kv: cache.kv(), rows: &both };
+        let fixed = Selection::sink_window(&both, 1, 16, 64);
+        assert!(sample(&two, &fixed, &foreseen, None, &[stream; 2], &how).is_err(), "foreseen for another batch");
         // What a look says of a few keys may err, but not often.
         assert!(found.abs_diff(hopeless) <= 10, "{deviation} {bias} {epsilon}: {found} of 200 given up");
     }
