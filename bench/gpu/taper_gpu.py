@@ -380,7 +380,7 @@ def quantiles(delta):
 def unseen(delta):
     """What chi2 adds to a sample's variance, in units of its heaviest key's share."""
     from math import log
-    return 0.4 * log(1 / delta)
+    return 0.6 * log(1 / delta)
 
 
 def team_size(list_heads):
