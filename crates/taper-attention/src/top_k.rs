@@ -11,6 +11,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::sync::Arc;
+use taper_kernels::decode::{self, Importance};
 
 /// Parameters of a predictor that is a decode method of its own as well.
 pub(crate) trait Ranked: JsonSchema + Serialize + DeserializeOwned + Default {
@@ -94,6 +95,17 @@ impl DecodeMethod for Method {
     fn dense_layers(&self) -> usize {
         self.dense_layers
     }
+}
+
+/// The sinks, the window, and of the rest the `k` `[R, kv_heads]` keys that matter most.
+pub(crate) fn most_important(
+    step: &DecodeStep,
+    importance: &Importance,
+    (sink, window): (usize, usize),
+    k: &[usize],
+) -> Choice {
+    let selection = decode::top_k(step.batch.rows, importance, sink, window, k);
+    Choice { scored: importance.entries(), ..selection.into() }
 }
 
 /// Which heads `[R, kv_heads]` do not read everything anyway, for `k` `[R, kv_heads]` keys.

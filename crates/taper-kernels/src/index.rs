@@ -119,21 +119,12 @@ impl<'a, T> Lookup<'a, T> {
 /// Tokens that one thread looks up at a time.
 const SPAN_TOKENS: usize = 4096;
 
-/// Runs `part` for every span of some tokens, shared out among threads; what it says of each, in their order.
-fn for_each_span<T: Default + Clone + Send>(
-    tokens: Range<usize>,
-    part: impl Fn(&mut T, Range<usize>) + Sync,
-) -> Vec<T> {
-    let spans = tokens.len().div_ceil(SPAN_TOKENS);
-    let mut parts = vec![T::default(); spans];
-    let shared = SharedMut::new(&mut parts);
-    let span = |i: usize| {
+/// What `part` says of every span of some tokens, in their order, shared out among threads.
+fn map_spans<T: Send>(tokens: Range<usize>, part: impl Fn(Range<usize>) -> T + Sync) -> Vec<T> {
+    parallel::map(tokens.len().div_ceil(SPAN_TOKENS), |i| {
         let start = tokens.start + i * SPAN_TOKENS;
-        // SAFETY: one element each.
-        part(unsafe { &mut shared.slice(i, 1)[0] }, start..tokens.end.min(start + SPAN_TOKENS));
-    };
-    parallel::for_each(spans, || (), |(), i| span(i));
-    parts
+        part(start..tokens.end.min(start + SPAN_TOKENS))
+    })
 }
 
 /// The queries `[R, q_heads, head_dim]` of a batch as they lie in memory.

@@ -1,6 +1,6 @@
 //! A small perceptron: what learned predictors are made of.
 
-use crate::parallel::{self, SharedMut};
+use crate::parallel;
 use crate::simd::{Isa, Simd, dispatch, dot, exp_line};
 use candle_core::{Result, Tensor, bail};
 
@@ -100,15 +100,7 @@ pub(crate) fn for_kv_heads<M: Sync>(
     }
     let each = q_heads / maps.len() * d;
     let queries = q.flatten_all()?.to_vec1::<f32>()?;
-    let mut parts = vec![Vec::new(); rows * maps.len()];
-    let shared = SharedMut::new(&mut parts);
-    let one = |i: usize| map(&maps[i % maps.len()], &queries[i * each..][..each]);
-    let write = |i: usize| {
-        let part = one(i);
-        // SAFETY: one element each.
-        unsafe { shared.slice(i, 1)[0] = part };
-    };
-    parallel::for_each(rows * maps.len(), || (), |(), i| write(i));
+    let parts = parallel::map(rows * maps.len(), |i| map(&maps[i % maps.len()], &queries[i * each..][..each]));
     Tensor::from_vec(parts.concat(), (rows, q_heads, width), q.device())
 }
 

@@ -47,6 +47,22 @@ pub fn for_each<S>(units: usize, scratch: impl Fn() -> S + Sync, unit: impl Fn(&
     }
 }
 
+/// What `unit(i)` gives for each `i` in `0..units`, in order of `i`; shared out as in [`for_each`].
+pub(crate) fn map<T: Send>(units: usize, unit: impl Fn(usize) -> T + Sync) -> Vec<T> {
+    let mut all: Vec<Option<T>> = (0..units).map(|_| None).collect();
+    let shared = SharedMut::new(&mut all);
+    for_each(
+        units,
+        || (),
+        |(), i| {
+            let one = unit(i);
+            // SAFETY: one element each.
+            unsafe { shared.slice(i, 1)[0] = Some(one) };
+        },
+    );
+    all.into_iter().map(|one| one.expect("every unit ran")).collect()
+}
+
 /// Runs `unit(rows, columns)` for blocks of at most so many rows and columns of a grid; each pair is (all, of a block).
 /// Blocks that follow one another share their rows.
 pub(crate) fn for_each_block(

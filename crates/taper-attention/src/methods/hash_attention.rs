@@ -6,12 +6,11 @@ use crate::layer::AttentionShape;
 use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor, Rotations};
 use crate::schema::schema_of;
 use crate::spec::SpecResult;
-use crate::top_k::{self, Ranked, TopK, wanted};
+use crate::top_k::{self, Ranked, TopK, most_important, wanted};
 use candle_core::{DType, Result, Tensor};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
-use taper_kernels::decode::top_k;
 use taper_kernels::index::{Part, codes};
 use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 use taper_kernels::mlp::{Activation, Mlp};
@@ -116,8 +115,7 @@ impl Predictor for Maps {
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
         let Some(maps) = &self.layers[step.layer] else { return Ok(step.dense()) };
         let importance = codes::importance(&step.batch, step.index(self)?, &maps.query, &wanted(step, k))?;
-        let selection = top_k(step.batch.rows, &importance, sink, window, k);
-        Ok(Choice { scored: importance.entries(), ..selection.into() })
+        Ok(most_important(step, &importance, (sink, window), k))
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {

@@ -6,12 +6,11 @@ use crate::layer::AttentionShape;
 use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor, Rotations};
 use crate::schema::schema_of;
 use crate::spec::SpecResult;
-use crate::top_k::{self, Ranked, TopK, wanted};
+use crate::top_k::{self, Ranked, TopK, most_important, wanted};
 use candle_core::{DType, Result, Tensor};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
-use taper_kernels::decode::top_k;
 use taper_kernels::index::{Part, bounds};
 use taper_kernels::kv::PagedKv;
 use taper_kv_cache::IndexShape;
@@ -61,8 +60,7 @@ impl Ranked for Quest {
 impl Predictor for Quest {
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
         let importance = bounds::importance(&step.batch, step.index(self)?, &wanted(step, k))?;
-        let selection = top_k(step.batch.rows, &importance, sink, window, k);
-        Ok(Choice { scored: importance.entries(), ..selection.into() })
+        Ok(most_important(step, &importance, (sink, window), k))
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {

@@ -1,7 +1,7 @@
 //! Choosing keys by what they should matter.
 
-use super::{DecodeRow, HeadSelection, Keys, Scores, Selection, sink_window};
-use crate::parallel::{self, SharedMut};
+use super::{DecodeRow, HeadScores, HeadSelection, Keys, Scores, Selection, sink_window};
+use crate::parallel;
 use std::ops::Range;
 
 /// What tokens, or pages of them, should matter to each row and KV head; larger is more, none is negative.
@@ -27,17 +27,7 @@ impl Importance {
 
 /// The share of the attention mass that each key holds, summed over the group.
 pub fn importance(scores: &Scores) -> Importance {
-    let mut heads = vec![None; scores.0.len()];
-    let shared = SharedMut::new(&mut heads);
-    parallel::for_each(
-        scores.0.len(),
-        || (),
-        |(), i| {
-            // SAFETY: one element each.
-            unsafe { shared.slice(i, 1)[0] = scores.of(i).map(|head| head.importance()) };
-        },
-    );
-    Importance::new(1, heads)
+    Importance::new(1, parallel::map(scores.0.len(), |i| scores.of(i).map(HeadScores::importance)))
 }
 
 /// The sinks, the window, and of the rest the `k` `[R, kv_heads]` keys that matter most; by whole pages, as many as hold
@@ -91,8 +81,6 @@ fn choose(
     pick: impl Fn(usize, &Range<usize>, &[f32], &[f32]) -> Option<Vec<u32>> + Sync,
 ) -> Selection {
     let kv_heads = importance.heads.len() / rows.len().max(1);
-    let mut heads = vec![HeadSelection::Dense; importance.heads.len()];
-    let shared = SharedMut::new(&mut heads);
     let head = |i: usize| {
         let (visible, page) = (&rows[i / kv_heads].visible, importance.page);
         let (all, ranges) = (importance.heads[i].as_ref()?, sink_window(visible, sink, window)?);
@@ -112,15 +100,7 @@ fn choose(
         let all_of_it = ids.len() == between.len();
         (!all_of_it).then(|| HeadSelection::Keys(Keys { ranges: ranges.to_vec(), ids, sample: None }))
     };
-    parallel::for_each(
-        importance.heads.len(),
-        || (),
-        |(), i| {
-            // SAFETY: one element each.
-            unsafe { shared.slice(i, 1)[0] = head(i).unwrap_or(HeadSelection::Dense) };
-        },
-    );
-    Selection(heads)
+    Selection(parallel::map(importance.heads.len(), |i| head(i).unwrap_or(HeadSelection::Dense)))
 }
 
 /// Every so many values one is looked at to guess the threshold.

@@ -189,15 +189,7 @@ pub fn sample_some(batch: &Decode, selection: &Selection, sizes: &[usize], strea
         let sample = (size > 0).then_some(Sample { ids, counts, log_weights });
         HeadSelection::Keys(Keys { sample, ..keys.clone() })
     };
-    let mut heads = vec![HeadSelection::Dense; selection.0.len()];
-    let shared = SharedMut::new(&mut heads);
-    let write = |i: usize| {
-        let head = draw(i);
-        // SAFETY: one element each.
-        unsafe { shared.slice(i, 1)[0] = head };
-    };
-    parallel::for_each(selection.0.len(), || (), |(), i| write(i));
-    Ok(Selection(heads))
+    Ok(Selection(parallel::map(selection.0.len(), draw)))
 }
 
 impl Sampler for Sampling {

@@ -7,7 +7,7 @@ use super::attend::score_keys;
 use super::scores::HeadScores;
 use super::{Decode, HeadSelection, Keys, Scores, Selection, Values, View, with_view};
 use crate::kv::{BLOCK_TOKENS, KvElement};
-use crate::parallel::{self, SharedMut};
+use crate::parallel;
 use crate::philox::Stream;
 use crate::simd::{Isa, dispatch, exp_line};
 use candle_core::{Result, Tensor, bail};
@@ -61,15 +61,13 @@ pub fn sample_values(
         bail!("sample_values: {samples} of {} heads for {rows} rows of {kv_heads}", selection.0.len());
     }
     let group = q_heads / kv_heads;
-    let mut out = selection.0.clone();
     let isa = Isa::best();
     with_view!(batch, view: T => {
-        let shared = SharedMut::new(&mut out);
-        parallel::for_each(rows * kv_heads, || (), |(), i| {
+        Ok(Selection(parallel::map(rows * kv_heads, |i| {
             let (row, head) = (i / kv_heads, i % kv_heads);
             let tokens = tokens(&view.rows[row].visible, &selection.0[i]);
             if tokens.len() <= samples {
-                return;
+                return selection.0[i].clone();
             }
             let lines = lines::<T>(isa, view, (row, head), &selection.0[i], &tokens, scores.and_then(|s| s.of(i)));
             let mut weights = vec![0f32; group * tokens.len()];
@@ -79,13 +77,12 @@ pub fn sample_values(
                 draw(line, &stream, samples, spread, weights)
             });
             // A head without finite probabilities is left as it was, for its error to show.
-            if finite.all(|finite| finite) {
-                // SAFETY: one element each.
-                unsafe { shared.slice(i, 1)[0] = HeadSelection::Values(drawn_only(&tokens, &weights, group)) };
+            match finite.all(|finite| finite) {
+                true => HeadSelection::Values(drawn_only(&tokens, &weights, group)),
+                false => selection.0[i].clone(),
             }
-        });
-    });
-    Ok(Selection(out))
+        })))
+    })
 }
 
 /// The tokens of a selection in its order.

@@ -3,12 +3,12 @@
 //! Source: SAAP (Mazaré et al. 2025, arXiv:2502.08213), section 4; with queries that choose by the centroids themselves
 //! it is an inverted file over k-means.
 
-use super::{Extend, Lookup, Part, dims, for_each_part, for_each_span};
+use super::{Extend, Lookup, Part, dims, for_each_part, map_spans};
 use crate::decode::{Decode, HeadSelection, Keys, Selection, sink_window};
 use crate::gemm::{Gemm, gemm};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
 use crate::mlp::for_kv_heads;
-use crate::parallel::{self, SharedMut};
+use crate::parallel;
 use crate::rotary::Rotation;
 use crate::simd::{Isa, Simd, dispatch, exp_line};
 use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
@@ -180,8 +180,6 @@ pub fn select(
         bail!("clusters: index {:?}; expected i16", index.dtype())
     };
     let lookup = &Lookup::new(data, index, kv_heads)?;
-    let mut heads = vec![HeadSelection::Dense; rows * kv_heads];
-    let shared = SharedMut::new(&mut heads);
     let head = |i: usize| {
         let (row, head) = (&batch.rows[i / kv_heads], i % kv_heads);
         let ranges = sink_window(&row.visible, sink, window)?;
@@ -194,15 +192,7 @@ pub fn select(
         let ids = keys.of(&chosen);
         (ids.len() < between.len()).then(|| HeadSelection::Keys(Keys { ranges: ranges.to_vec(), ids, sample: None }))
     };
-    parallel::for_each(
-        rows * kv_heads,
-        || (),
-        |(), i| {
-            // SAFETY: one element each.
-            unsafe { shared.slice(i, 1)[0] = head(i).unwrap_or(HeadSelection::Dense) };
-        },
-    );
-    Ok(Selection(heads))
+    Ok(Selection(parallel::map(rows * kv_heads, |i| head(i).unwrap_or(HeadSelection::Dense))))
 }
 
 /// The softmax of each line of `clusters` logits, summed.
@@ -234,16 +224,18 @@ impl ClusteredKeys<'_> {
 
     /// Keys of each cluster.
     fn sizes(&self, clusters: usize) -> Vec<usize> {
-        let parts = for_each_span(self.between.clone(), |sizes: &mut Vec<usize>, keys| {
-            sizes.resize(clusters, 0);
+        let parts = map_spans(self.between.clone(), |keys| {
+            let mut sizes = vec![0; clusters];
             self.blocks(keys).flat_map(|(_, of)| of).for_each(|&c| sizes[c as u16 as usize] += 1);
+            sizes
         });
         (0..clusters).map(|c| parts.iter().map(|sizes| sizes[c]).sum()).collect()
     }
 
     /// The keys of the clusters chosen, ascending.
     fn of(&self, chosen: &[bool]) -> Vec<u32> {
-        let parts = for_each_span(self.between.clone(), |ids: &mut Vec<u32>, keys| {
+        let parts = map_spans(self.between.clone(), |keys| {
+            let mut ids = Vec::new();
             for (start, clusters) in self.blocks(keys) {
                 // Without a branch that is mostly not taken, and sometimes is.
                 let (mut some, mut count) = ([0u32; BLOCK_TOKENS], 0);
@@ -253,6 +245,7 @@ impl ClusteredKeys<'_> {
                 }
                 ids.extend_from_slice(&some[..count]);
             }
+            ids
         });
         parts.concat()
     }

@@ -2,7 +2,7 @@
 //!
 //! Source: HashAttention (Desai et al. 2024, arXiv:2412.14468), section 4.
 
-use super::{Extend, Lookup, Part, dims, for_each_part, for_each_span};
+use super::{Extend, Lookup, Part, dims, for_each_part, map_spans};
 use crate::decode::{Decode, Importance};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
 use crate::mlp::Mlp;
@@ -85,37 +85,27 @@ pub fn importance(batch: &Decode, index: &Tensor, queries: &[Mlp], wanted: &[boo
     };
     let lookup = &Lookup::new(data, index, kv_heads)?;
     let isa = Isa::best();
-    let mut heads: Vec<Option<Vec<f32>>> = vec![None; rows * kv_heads];
-    let shared = SharedMut::new(&mut heads);
-    parallel::for_each(
-        rows * kv_heads,
-        || (),
-        |(), i| {
-            let (row, head) = (i / kv_heads, i % kv_heads);
-            if !wanted[i] {
-                return;
+    let head = |i: usize| {
+        let (row, head) = (i / kv_heads, i % kv_heads);
+        let of = |g: usize| {
+            let at = head * group + g;
+            signs(&queries[at], &q[(row * q_heads + at) * d..][..d])[0]
+        };
+        let own: Vec<u32> = (0..group).map(of).collect();
+        let row = &batch.rows[row];
+        let mut importance = vec![0f32; row.visible.len()];
+        let parts = SharedMut::new(&mut importance);
+        map_spans(row.visible.clone(), |tokens| {
+            for (start, keys) in lookup.blocks(row.table, head, BLOCK_TOKENS, tokens) {
+                // SAFETY: every token has its own element.
+                let to = unsafe { parts.slice(start - row.visible.start, keys.len() / codes) };
+                let own = own.as_slice();
+                dispatch!(isa, equal_bits::<_>(own: &[u32], keys: &[u32], to: &mut [f32]));
             }
-            let of = |g: usize| {
-                let at = head * group + g;
-                signs(&queries[at], &q[(row * q_heads + at) * d..][..d])[0]
-            };
-            let own: Vec<u32> = (0..group).map(of).collect();
-            let row = &batch.rows[row];
-            let mut importance = vec![0f32; row.visible.len()];
-            let parts = SharedMut::new(&mut importance);
-            for_each_span(row.visible.clone(), |(): &mut (), tokens| {
-                for (start, keys) in lookup.blocks(row.table, head, BLOCK_TOKENS, tokens) {
-                    // SAFETY: every token has its own element.
-                    let to = unsafe { parts.slice(start - row.visible.start, keys.len() / codes) };
-                    let own = own.as_slice();
-                    dispatch!(isa, equal_bits::<_>(own: &[u32], keys: &[u32], to: &mut [f32]));
-                }
-            });
-            // SAFETY: one element each.
-            unsafe { shared.slice(i, 1)[0] = Some(importance) };
-        },
-    );
-    Ok(Importance::new(1, heads))
+        });
+        importance
+    };
+    Ok(Importance::new(1, parallel::map(rows * kv_heads, |i| wanted[i].then(|| head(i)))))
 }
 
 /// How many bits of the query heads' codes `own` equal those of each key, summed over the heads. A key has one code, or

@@ -5,7 +5,7 @@ use crate::budget::Verdict;
 use crate::decode::attend::{Partial, attend_head};
 use crate::decode::{Decode, HeadSelection, Keys, Sample, View, sink_window, with_view};
 use crate::kv::KvElement;
-use crate::parallel::{self, SharedMut};
+use crate::parallel;
 use crate::philox::Stream;
 use crate::simd::Isa;
 use candle_core::{Result, bail};
@@ -56,19 +56,14 @@ pub fn foresee(
     if k.len() != rows * kv_heads || streams.len() != rows {
         bail!("foresee: {} budgets and {} streams for {rows} rows of {kv_heads}", k.len(), streams.len());
     }
-    let mut hopeless = vec![false; rows * kv_heads];
     let isa = Isa::best();
     with_view!(batch, view: T => {
-        let hopeless = SharedMut::new(&mut hopeless);
-        parallel::for_each(rows * kv_heads, || (), |(), i| {
+        Ok(Foreseen(parallel::map(rows * kv_heads, |i| {
             let (row, head) = (i / kv_heads, i % kv_heads);
             let stream = Stream { layer: streams[row].layer | LAYER_BIT, head: head as u32, ..streams[row] };
-            let mut work = Work::new(isa, view, row, head, None);
-            // SAFETY: one element each.
-            unsafe { hopeless.slice(i, 1)[0] = is_hopeless(&mut work, (sink, window, k[i]), &stream, sampling) };
-        });
-    });
-    Ok(Foreseen(hopeless))
+            is_hopeless(&mut Work::new(isa, view, row, head, None), (sink, window, k[i]), &stream, sampling)
+        })))
+    })
 }
 
 fn is_hopeless<T: KvElement>(

@@ -3,7 +3,7 @@
 use super::{CHUNK_KEYS, Work};
 use crate::budget::Moments;
 use crate::kv::KvElement;
-use crate::parallel::{self, SharedMut};
+use crate::parallel;
 use crate::simd::{Simd, dispatch, dot};
 
 /// Sampled keys whose products with one another are taken.
@@ -124,18 +124,15 @@ impl<'a, 'b, T: KvElement> Head<'a, 'b, T> {
         let mean = |(ev, o): (&f32, &f32)| ((f64::from(*ev) - f64::from(*o) * sums.e) / keys as f64) as f32;
         let mean: Vec<f32> = sums.ev.iter().zip(&self.output).map(mean).collect();
         let chunks = keys.div_ceil(CHUNK_KEYS);
-        let mut products = vec![(0.0, 0.0); chunks];
-        let shared = SharedMut::new(&mut products);
-        parallel::for_each(chunks, Vec::new, |weights: &mut Vec<f32>, chunk| {
-            let start = chunk * CHUNK_KEYS;
-            self.work.weights(self.g, start..keys.min(start + CHUNK_KEYS), weights);
-            let few = few * usize::from(chunk == 0);
-            // SAFETY: one element each.
-            let to = unsafe { &mut shared.slice(chunk, 1)[0] };
+        let products = parallel::map(chunks, |chunk| {
+            let (start, mut weights, mut products) = (chunk * CHUNK_KEYS, Vec::new(), (0.0, 0.0));
+            self.work.weights(self.g, start..keys.min(start + CHUNK_KEYS), &mut weights);
+            let (few, to) = (few * usize::from(chunk == 0), &mut products);
             let (head, mean, weights) = (self, mean.as_slice(), weights.as_slice());
             dispatch!(self.work.isa, squared_dots::<_, T: KvElement>(
                 head: &Head<T>, mean: &[f32], start: usize, weights: &[f32], few: usize, to: &mut (f64, f64)
             ));
+            products
         });
         let (own, mixed) = (products.iter().map(|p| p.0).sum::<f64>(), products[0].1);
         let (keys, few) = (keys as f64, few as f64);
