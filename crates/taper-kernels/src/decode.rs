@@ -5,6 +5,7 @@
 
 mod attend;
 mod choose;
+mod rows;
 mod sample;
 mod scores;
 mod values;
@@ -17,7 +18,7 @@ pub(crate) use sample::Page;
 pub use sample::{Budget, Certainty, Foreseen, Sampling, foresee, sample, sample_certain, sample_some};
 pub use scores::{Scores, scores};
 pub use values::{Spread, Targets, bernoulli_queries, sample_values};
-pub(crate) use {attend::KeyRows, attend::dots, scores::HeadScores, scores::pass};
+pub(crate) use {rows::Gathered, rows::dots, scores::HeadScores, scores::pass};
 
 use crate::kv::{BLOCK_TOKENS, KvElement, PagedKv};
 use crate::prefill::Mask;

@@ -5,6 +5,7 @@
 //! it, so that it depends neither on the batch nor on the number of threads.
 
 use crate::kv::KvElement;
+use crate::memory;
 use crate::parallel::{self, SharedMut};
 use crate::simd::{Isa, Simd, dispatch};
 use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
@@ -90,7 +91,7 @@ impl Panels {
 
 fn pack<T: KvElement + bytemuck::Zeroable>(weight: &[T], outputs: usize, inputs: usize) -> Vec<T> {
     let panels = outputs.div_ceil(PANEL);
-    let mut data = bytemuck::zeroed_vec::<T>(panels * inputs * PANEL);
+    let mut data = memory::zeros::<T>(panels * inputs * PANEL);
     let to = SharedMut::new(&mut data);
     parallel::for_each(
         panels,

@@ -1,5 +1,6 @@
 //! The paged KV cache's layout, and writing to it.
 
+use crate::memory;
 use crate::simd::Simd;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, InplaceOp2, Layout, Result, Tensor, bail};
@@ -118,9 +119,9 @@ pub fn zeros(dims: (usize, usize, usize, usize), dtype: DType, device: &Device) 
         return Tensor::zeros(dims, dtype, device);
     }
     match dtype {
-        DType::U32 => Tensor::from_vec(bytemuck::zeroed_vec::<u32>(len), dims, device),
-        DType::I16 => Tensor::from_vec(bytemuck::zeroed_vec::<i16>(len), dims, device),
-        _ => with_kv_element!(dtype, T => Tensor::from_vec(bytemuck::zeroed_vec::<T>(len), dims, device)),
+        DType::U32 => Tensor::from_vec(memory::zeros::<u32>(len), dims, device),
+        DType::I16 => Tensor::from_vec(memory::zeros::<i16>(len), dims, device),
+        _ => with_kv_element!(dtype, T => Tensor::from_vec(memory::zeros::<T>(len), dims, device)),
     }
 }
 

@@ -11,6 +11,7 @@ mod gemm;
 pub mod index;
 pub mod kv;
 pub mod linear;
+mod memory;
 pub mod mlp;
 pub mod packed;
 pub mod parallel;

@@ -4,6 +4,7 @@
 //! The numbers are those of the GGUF types: a Q4 weight is `d q + m` (Q4_0 has `m = -8 d`), a Q8 weight `d q`. The
 //! rounding of activations costs a relative error of about 0.5 % of a product's norm, as in llama.cpp.
 
+use crate::memory;
 use crate::parallel::{self, SharedMut};
 use crate::simd::Isa;
 use candle_core::quantized::GgmlDType;
@@ -65,7 +66,7 @@ impl Packed {
             return None;
         }
         let panels = outputs.div_ceil(ROWS);
-        let mut packed = vec![0u8; panels * blocks * bits.block()];
+        let mut packed = memory::zeros::<u8>(panels * blocks * bits.block());
         for (row, source) in data.chunks_exact(blocks * size).enumerate() {
             for (block, source) in source.chunks_exact(size).enumerate() {
                 let to = &mut packed[((row / ROWS) * blocks + block) * bits.block()..][..bits.block()];

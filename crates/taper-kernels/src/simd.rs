@@ -30,7 +30,8 @@ impl Isa {
         let mut all = vec![Isa::Portable];
         #[cfg(target_arch = "x86_64")]
         {
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c") {
+            let beside = is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+            if is_x86_feature_detected!("avx2") && beside && is_x86_feature_detected!("popcnt") {
                 all.push(Isa::Avx2);
                 if is_x86_feature_detected!("avx512f") {
                     all.push(Isa::Avx512);
@@ -363,13 +364,13 @@ pub fn prefetch<T>(p: *const T, len: usize) {
 macro_rules! dispatch {
     ($isa:expr, $kernel:ident :: <_ $(, $g:ident : $bound:path)*> ($($arg:ident : $type:ty),* $(,)?)) => {{
         #[cfg(target_arch = "x86_64")]
-        #[target_feature(enable = "avx2,fma,f16c")]
+        #[target_feature(enable = "avx2,fma,f16c,popcnt")]
         #[allow(clippy::too_many_arguments)]
         unsafe fn avx2<$($g: $bound),*>($($arg: $type),*) {
             unsafe { $kernel::<core::arch::x86_64::__m256 $(, $g)*>($($arg),*) }
         }
         #[cfg(target_arch = "x86_64")]
-        #[target_feature(enable = "avx512f,avx2,fma,f16c")]
+        #[target_feature(enable = "avx512f,avx2,fma,f16c,popcnt")]
         #[allow(clippy::too_many_arguments)]
         unsafe fn avx512<$($g: $bound),*>($($arg: $type),*) {
             unsafe { $kernel::<core::arch::x86_64::__m512 $(, $g)*>($($arg),*) }

@@ -1,5 +1,6 @@
 //! Weighted attention over a [`Selection`].
 
+use super::rows::{Gathered, Partial, add_values, dots};
 use super::scores::HeadScores;
 use super::{Decode, HeadSelection, Keys, Sample, Scores, Selection, UNIT_TOKENS, Values, View, with_view};
 use crate::kv::{BLOCK_TOKENS, KvElement};
@@ -138,15 +139,6 @@ fn chunk(visible: &Range<usize>, head: &HeadSelection, mut start: usize, end: us
     (count, sampled)
 }
 
-/// Running maximum, sum and weighted values of one query head, as they lie in a buffer: `[max, sum, values…]`.
-pub(super) struct Partial;
-
-impl Partial {
-    pub const fn width(head_dim: usize) -> usize {
-        2 + head_dim
-    }
-}
-
 /// One unit: chunk after chunk of scores (or given weights), softmax weights, values.
 fn run_unit<T: KvElement>(
     isa: Isa,
@@ -246,7 +238,7 @@ unsafe fn attend_tokens<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, scores: O
         None => {
             let mut keys = [std::ptr::null(); BLOCK_TOKENS];
             keys.iter_mut().zip(*ids).for_each(|(key, &id)| *key = view.key(*row, *head, id));
-            let keys = KeyRows { keys: &keys[..ids.len()], ahead };
+            let keys = Gathered { rows: &keys[..ids.len()], ahead };
             let q = view.queries(*row, *head);
             unsafe { dots::<V, T>(q, d, keys, view.scale(), weights.as_mut_ptr(), BLOCK_TOKENS) };
         }
@@ -281,173 +273,9 @@ pub(super) unsafe fn score_keys<V: Simd, T: KvElement>(
     let mut keys = [std::ptr::null(); 2 * BLOCK_TOKENS];
     keys.iter_mut().zip(ids.iter().chain(next)).for_each(|(key, &id)| *key = view.key(row, head, id));
     let (keys, ahead) = keys[..ids.len() + next.len()].split_at(ids.len());
-    unsafe { dots::<V, T>(view.queries(row, head), view.head_dim, KeyRows { keys, ahead }, view.scale(), out, stride) };
-}
-
-/// Rows of keys.
-#[derive(Clone, Copy)]
-pub(crate) struct KeyRows<'a, T> {
-    pub keys: &'a [*const T],
-    /// Rows to be read after them: asked for a few at a time, since memory brings only so many at once.
-    pub ahead: &'a [*const T],
-}
-
-/// Scaled dot products of every query `[group, d]` with every key, into lines `stride` apart.
-///
-/// # Safety
-/// Keys cover `d` elements each; every line of `out` covers the keys; `V`'s instruction set exists.
-#[inline(always)]
-pub(crate) unsafe fn dots<V: Simd, T: KvElement>(
-    q: &[f32],
-    d: usize,
-    mut keys: KeyRows<T>,
-    scale: f32,
-    mut out: *mut f32,
-    stride: usize,
-) {
-    // At most three queries by as many keys as leave registers for what is multiplied.
-    let group = q.len() / d;
-    let queries = group.div_ceil(group.div_ceil(3));
-    for q in q.chunks(queries * d) {
-        unsafe {
-            match q.len() / d {
-                3 if V::REGISTERS < 32 => dots_of::<V, T, 3, 3>(q, d, keys, scale, out, stride),
-                3 => dots_of::<V, T, 3, 4>(q, d, keys, scale, out, stride),
-                2 => dots_of::<V, T, 2, 4>(q, d, keys, scale, out, stride),
-                _ => dots_of::<V, T, 1, 4>(q, d, keys, scale, out, stride),
-            }
-            // May pass the end after the last lines; never read there.
-            out = out.wrapping_add(queries * stride);
-            keys.ahead = &[];
-        }
-    }
-}
-
-/// `G` queries by all keys, `K` (at most 4) of them at a time.
-#[inline(always)]
-unsafe fn dots_of<V: Simd, T: KvElement, const G: usize, const K: usize>(
-    q: &[f32],
-    d: usize,
-    KeyRows { keys, ahead }: KeyRows<T>,
-    scale: f32,
-    out: *mut f32,
-    stride: usize,
-) {
-    let whole = d - d % V::LANES;
-    let asked = ahead.len().div_ceil(keys.len().div_ceil(K).max(1));
-    // The last key repeated: a key's score does not depend on its neighbours.
-    for (t, keys) in keys.chunks(K).enumerate() {
-        ahead.iter().skip(t * asked).take(asked).for_each(|&row| prefetch(row, d));
-        let key: [*const T; K] = std::array::from_fn(|i| keys[i.min(keys.len() - 1)]);
-        unsafe {
-            let mut acc = [[V::splat(0.0); K]; G];
-            for c in (0..whole).step_by(V::LANES) {
-                let q: [V; G] = std::array::from_fn(|g| V::load(q.as_ptr().add(g * d + c)));
-                for (i, key) in key.iter().enumerate() {
-                    let k = T::load::<V>(key.add(c));
-                    for (acc, q) in acc.iter_mut().zip(q) {
-                        acc[i] = k.mul_add(q, acc[i]);
-                    }
-                }
-            }
-            for (g, acc) in acc.iter().enumerate() {
-                let mut scores = V::sum4(std::array::from_fn(|i| acc[i.min(K - 1)]));
-                for (i, score) in scores[..K].iter_mut().enumerate() {
-                    let rest: f32 = (whole..d).map(|c| (*key[i].add(c)).to_f32() * q[g * d + c]).sum();
-                    *score = (*score + rest) * scale;
-                }
-                let out = out.add(g * stride + K * t);
-                match <&[f32; K]>::try_from(&scores[..keys.len()]) {
-                    Ok(scores) => out.cast::<[f32; K]>().write_unaligned(*scores),
-                    Err(_) => scores[..keys.len()].iter().enumerate().for_each(|(i, &score)| out.add(i).write(score)),
-                }
-            }
-        }
-    }
-}
-
-/// Adds the tokens' values, weighted.
-#[inline(always)]
-unsafe fn add_values<V: Simd, T: KvElement>(weights: &[f32], values: &[*const T], d: usize, partial: &mut [f32]) {
-    let width = Partial::width(d);
-    for (weights, partial) in weights.chunks(4 * BLOCK_TOKENS).zip(partial.chunks_mut(4 * width)) {
-        unsafe {
-            match weights.len() / BLOCK_TOKENS {
-                4 => add_values_of::<V, T, 4>(weights, values, d, partial),
-                3 => add_values_of::<V, T, 3>(weights, values, d, partial),
-                2 => add_values_of::<V, T, 2>(weights, values, d, partial),
-                _ => add_values_of::<V, T, 1>(weights, values, d, partial),
-            }
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn add_values_of<V: Simd, T: KvElement, const G: usize>(
-    weights: &[f32],
-    values: &[*const T],
-    d: usize,
-    partial: &mut [f32],
-) {
-    let whole = d - d % V::LANES;
-    let width = Partial::width(d);
     unsafe {
-        let mut c = 0;
-        while c < whole {
-            match (whole - c) / V::LANES {
-                1 => add_columns::<V, T, G, 1>(weights, values, &mut c, width, partial),
-                2 => add_columns::<V, T, G, 2>(weights, values, &mut c, width, partial),
-                _ if G == 4 => add_columns::<V, T, G, 2>(weights, values, &mut c, width, partial),
-                4.. if V::REGISTERS >= 32 || G < 3 => {
-                    add_columns::<V, T, G, 4>(weights, values, &mut c, width, partial)
-                }
-                _ => add_columns::<V, T, G, 3>(weights, values, &mut c, width, partial),
-            }
-        }
-        for (t, &value) in values.iter().enumerate() {
-            for c in whole..d {
-                for g in 0..G {
-                    partial[g * width + 2 + c] += weights[g * BLOCK_TOKENS + t] * (*value.add(c)).to_f32();
-                }
-            }
-        }
-    }
-}
-
-/// `C` vectors of columns from `column` on, which moves past them, of `G` heads, accumulated in registers.
-#[inline(always)]
-unsafe fn add_columns<V: Simd, T: KvElement, const G: usize, const C: usize>(
-    weights: &[f32],
-    values: &[*const T],
-    column: &mut usize,
-    width: usize,
-    partial: &mut [f32],
-) {
-    let c = *column;
-    *column += C * V::LANES;
-    unsafe {
-        let at = |g: usize, i: usize| g * width + 2 + c + i * V::LANES;
-        let mut acc = [[V::splat(0.0); C]; G];
-        for (g, acc) in acc.iter_mut().enumerate() {
-            for (i, acc) in acc.iter_mut().enumerate() {
-                *acc = V::load(partial.as_ptr().add(at(g, i)));
-            }
-        }
-        for (t, &value) in values.iter().enumerate() {
-            let weight: [V; G] = std::array::from_fn(|g| V::splat(*weights.get_unchecked(g * BLOCK_TOKENS + t)));
-            for i in 0..C {
-                let v = T::load::<V>(value.add(c + i * V::LANES));
-                for (acc, weight) in acc.iter_mut().zip(weight) {
-                    acc[i] = weight.mul_add(v, acc[i]);
-                }
-            }
-        }
-        for (g, acc) in acc.iter().enumerate() {
-            for (i, acc) in acc.iter().enumerate() {
-                acc.store(partial.as_mut_ptr().add(at(g, i)));
-            }
-        }
-    }
+        dots::<V, T>(view.queries(row, head), view.head_dim, Gathered { rows: keys, ahead }, view.scale(), out, stride)
+    };
 }
 
 /// The partial `[group, 2 + head_dim]` of one row and head over a selection, not normalised.

@@ -8,14 +8,15 @@ pub(crate) use certain::Page;
 pub use certain::{Certainty, sample_certain};
 pub use foresee::{Foreseen, foresee};
 
-use super::attend::{Partial, attend_head, score_keys};
+use super::attend::{attend_head, score_keys};
+use super::rows::Partial;
 use super::scores::HeadScores;
 use super::{Decode, HeadSelection, Keys, Sample, Scores, Selection, View, with_view};
 use crate::budget::{Promise, Verdict};
 use crate::kv::{BLOCK_TOKENS, KvElement};
 use crate::parallel::{self, SharedMut};
 use crate::philox::{Permutation, Stream};
-use crate::simd::{Isa, dispatch, exp_line, prefetch};
+use crate::simd::{Isa, dispatch, prefetch};
 use candle_core::{Result, bail};
 use moments::{Head, Running, Sums, sum_up};
 use std::ops::Range;
@@ -250,6 +251,8 @@ struct Work<'a, T> {
     ids: Vec<u32>,
     /// Scores of the sampled keys `[group][keys]`.
     sampled: Vec<Vec<f32>>,
+    /// Squared norms of their values, as far as they are added up.
+    norms: Vec<f32>,
     /// What the looks so far have added up `[group]`.
     running: Vec<Running>,
 }
@@ -257,7 +260,8 @@ struct Work<'a, T> {
 impl<'a, T: KvElement> Work<'a, T> {
     fn new(isa: Isa, view: &'a View<'a, T>, row: usize, head: usize, scores: Option<&'a HeadScores>) -> Self {
         let running = vec![Running::default(); view.group];
-        Self { isa, view, row, head, scores, ids: Vec::new(), sampled: vec![Vec::new(); view.group], running }
+        let (ids, sampled, norms) = (Vec::new(), vec![Vec::new(); view.group], Vec::new());
+        Self { isa, view, row, head, scores, ids, sampled, norms, running }
     }
 
     /// Draws on until `wanted` keys are drawn.
@@ -336,32 +340,23 @@ impl<'a, T: KvElement> Work<'a, T> {
             running.keys = scores.len();
         }
         let keys = self.sampled[0].len();
-        let chunks = (keys - first).div_ceil(CHUNK_KEYS);
-        let mut parts = vec![Sums::new(d); chunks * group];
-        let shared = SharedMut::new(&mut parts);
-        parallel::for_each(chunks, Vec::new, |weights: &mut Vec<f32>, chunk| {
+        self.norms.resize(keys, 0.0);
+        let mut norms = std::mem::take(&mut self.norms);
+        let shared = SharedMut::new(&mut norms);
+        let parts = parallel::map((keys - first).div_ceil(CHUNK_KEYS), |chunk| {
             let start = first + chunk * CHUNK_KEYS;
-            for g in 0..group {
-                self.weights(g, start..keys.min(start + CHUNK_KEYS), weights);
-                // SAFETY: every chunk and query head has its own sums.
-                let sums = unsafe { &mut shared.slice(chunk * group + g, 1)[0] };
-                let (work, weights) = (&*self, weights.as_slice());
-                dispatch!(self.isa, sum_up::<_, T: KvElement>(
-                    work: &Work<T>, start: usize, weights: &[f32], sums: &mut Sums
-                ));
-            }
+            let (work, keys, mut parts) = (&*self, start..keys.min(start + CHUNK_KEYS), vec![Sums::new(d); group]);
+            // SAFETY: every chunk has its own keys.
+            let (norms, sums) = (unsafe { shared.slice(start, keys.len()) }, parts.as_mut_slice());
+            dispatch!(self.isa, sum_up::<_, T: KvElement>(
+                work: &Work<T>, keys: Range<usize>, norms: &mut [f32], sums: &mut [Sums]
+            ));
+            parts
         });
-        for (i, part) in parts.iter().enumerate() {
+        self.norms = norms;
+        for (i, part) in parts.iter().flatten().enumerate() {
             self.running[i % group].sums.add(part);
         }
-    }
-
-    /// exp(score − max) of some sampled keys of one query head, with the maximum that its sums have.
-    fn weights(&self, g: usize, keys: Range<usize>, to: &mut Vec<f32>) {
-        to.clear();
-        to.extend_from_slice(&self.sampled[g][keys]);
-        let (line, max) = (to.as_mut_slice(), self.running[g].max);
-        dispatch!(self.isa, exp_line::<_>(line: &mut [f32], max: f32));
     }
 
     /// The keys read exactly, and beside them all that was drawn as a sample of the `residual` others, the same for every
@@ -373,9 +368,16 @@ impl<'a, T: KvElement> Work<'a, T> {
         HeadSelection::Keys(Keys { sample: Some(Sample { ids, counts, log_weights }), ..keys })
     }
 
-    fn value(&self, key: usize) -> &'a [T] {
-        let at = self.view.offset(self.row, self.head, self.ids[key] as usize);
-        &self.view.v[at..at + self.view.head_dim]
+    /// Where the values of some sampled keys, at most a block, lie.
+    fn values<'b>(&self, keys: Range<usize>, to: &'b mut [*const T; BLOCK_TOKENS]) -> &'b [*const T] {
+        let to = &mut to[..keys.len()];
+        to.iter_mut().zip(keys).for_each(|(to, key)| *to = self.value(key));
+        to
+    }
+
+    /// Where the value of a sampled key lies.
+    fn value(&self, key: usize) -> *const T {
+        self.view.value(self.row, self.head, self.ids[key])
     }
 }
 

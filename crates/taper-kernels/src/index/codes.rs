@@ -112,17 +112,37 @@ pub fn importance(batch: &Decode, index: &Tensor, queries: &[Mlp], wanted: &[boo
 /// one for each head; there are at most a block of keys.
 #[inline(always)]
 unsafe fn equal_bits<V: Simd>(own: &[u32], keys: &[u32], to: &mut [f32]) {
-    let mut apart = [0u32; BLOCK_TOKENS];
-    let apart = &mut apart[..to.len()];
     if keys.len() == to.len() {
+        let mut apart = [0u32; BLOCK_TOKENS];
         for own in own {
             apart.iter_mut().zip(keys).for_each(|(apart, key)| *apart += (own ^ key).count_ones());
         }
-    } else {
-        for (apart, keys) in apart.iter_mut().zip(keys.chunks_exact(own.len())) {
-            *apart = own.iter().zip(keys).map(|(own, key)| (own ^ key).count_ones()).sum();
+        let all = (own.len() * BITS) as u32;
+        to.iter_mut().zip(apart).for_each(|(to, apart)| *to = (all - apart) as f32);
+        return;
+    }
+    match own.len() {
+        2 => equal_bits_of::<2>(own, keys, to),
+        3 => equal_bits_of::<3>(own, keys, to),
+        4 => equal_bits_of::<4>(own, keys, to),
+        group => {
+            for (to, keys) in to.iter_mut().zip(keys.chunks_exact(group)) {
+                let apart: u32 = own.iter().zip(keys).map(|(own, key)| (own ^ key).count_ones()).sum();
+                *to = ((group * BITS) as u32 - apart) as f32;
+            }
         }
     }
-    let all = (own.len() * BITS) as u32;
-    to.iter_mut().zip(apart).for_each(|(to, apart)| *to = (all - *apart) as f32);
+}
+
+/// The same for groups that are usual, without a loop over the group.
+#[inline(always)]
+fn equal_bits_of<const G: usize>(own: &[u32], keys: &[u32], to: &mut [f32]) {
+    let (keys, _) = keys.as_chunks::<G>();
+    for (to, key) in to.iter_mut().zip(keys) {
+        let mut apart = 0;
+        for g in 0..G {
+            apart += (own[g] ^ key[g]).count_ones();
+        }
+        *to = ((G * BITS) as u32 - apart) as f32;
+    }
 }

@@ -3,7 +3,7 @@
 //! Source: Double Sparsity (Yang et al. 2024, arXiv:2408.07092), section 3.
 
 use super::{Extend, Lookup, Part, dims, for_each_part};
-use crate::decode::{Decode, Importance, KeyRows, dots, pass};
+use crate::decode::{Decode, Gathered, Importance, dots, pass};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
 use crate::simd::{Isa, dispatch};
 use candle_core::{Result, Storage, Tensor, bail};
@@ -79,12 +79,15 @@ pub fn importance(batch: &Decode, index: &Tensor, channels: &[Vec<u32>], wanted:
             let (row, head) = (i / kv_heads, i % kv_heads);
             let q = &picked[(row * q_heads + head * group) * r..][..group * r];
             let first = tokens.start;
-            for (start, labels) in lookup.blocks(batch.rows[row].table, head, BLOCK_TOKENS, tokens) {
-                let mut keys = [std::ptr::null::<T>(); BLOCK_TOKENS];
-                labels.chunks_exact(r).zip(&mut keys).for_each(|(label, key)| *key = label.as_ptr());
-                let (keys, line) = (KeyRows { keys: &keys[..labels.len() / r], ahead: &[] }, out.wrapping_add(start - first));
+            let mut blocks = lookup.blocks(batch.rows[row].table, head, BLOCK_TOKENS, tokens).peekable();
+            let mut keys = [std::ptr::null::<T>(); 2 * BLOCK_TOKENS];
+            while let Some((start, labels)) = blocks.next() {
+                let next = blocks.peek().map_or(&[][..], |(_, next)| next);
+                labels.chunks_exact(r).chain(next.chunks_exact(r)).zip(&mut keys).for_each(|(l, key)| *key = l.as_ptr());
+                let (rows, ahead) = keys[..(labels.len() + next.len()) / r].split_at(labels.len() / r);
+                let (keys, line) = (Gathered { rows, ahead }, out.wrapping_add(start - first));
                 dispatch!(isa, dots::<_, T: KvElement>(
-                    q: &[f32], r: usize, keys: KeyRows<T>, scale: f32, line: *mut f32, stride: usize
+                    q: &[f32], r: usize, keys: Gathered<T>, scale: f32, line: *mut f32, stride: usize
                 ));
             }
         })

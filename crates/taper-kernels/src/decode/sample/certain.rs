@@ -9,7 +9,8 @@
 //! errors are bounded from what was drawn since and from the largest that the pages allow.
 
 use super::{Budget, Draws, Head, Running, Sampler, Work, check, head_by_head};
-use crate::decode::attend::{Partial, attend_head};
+use crate::decode::attend::attend_head;
+use crate::decode::rows::Partial;
 use crate::decode::{Decode, HeadSelection, Keys, Scores, Selection, View};
 use crate::index::bounds::PageBounds;
 use crate::kv::KvElement;

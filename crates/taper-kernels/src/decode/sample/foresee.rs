@@ -2,7 +2,8 @@
 
 use super::{Draws, Head, Sampling, Work};
 use crate::budget::Verdict;
-use crate::decode::attend::{Partial, attend_head};
+use crate::decode::attend::attend_head;
+use crate::decode::rows::Partial;
 use crate::decode::{Decode, HeadSelection, Keys, Sample, View, sink_window, with_view};
 use crate::kv::KvElement;
 use crate::parallel;

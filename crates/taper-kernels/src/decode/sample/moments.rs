@@ -2,10 +2,15 @@
 
 use super::{CHUNK_KEYS, Work};
 use crate::budget::Moments;
-use crate::kv::KvElement;
+use crate::decode::rows::{Gathered, Partial, add_values, dots};
+use crate::kv::{BLOCK_TOKENS, KvElement};
 use crate::parallel;
-use crate::simd::{Simd, dispatch, dot};
+use crate::simd::{Simd, dispatch, dot, exp_line};
+use std::ops::Range;
 
+/// Below this share of the heaviest sampled key's weight a key's own part in the squared covariance, which goes with the
+/// weight's fourth power, is left out: a million such keys make up for one.
+const LIGHT: f32 = 1.0 / 32.0;
 /// Sampled keys whose products with one another are taken.
 const COVARIANCE_KEYS: usize = 40;
 
@@ -123,87 +128,142 @@ impl<'a, 'b, T: KvElement> Head<'a, 'b, T> {
         let sums = &self.running.sums;
         let mean = |(ev, o): (&f32, &f32)| ((f64::from(*ev) - f64::from(*o) * sums.e) / keys as f64) as f32;
         let mean: Vec<f32> = sums.ev.iter().zip(&self.output).map(mean).collect();
-        let chunks = keys.div_ceil(CHUNK_KEYS);
-        let products = parallel::map(chunks, |chunk| {
-            let (start, mut weights, mut products) = (chunk * CHUNK_KEYS, Vec::new(), (0.0, 0.0));
-            self.work.weights(self.g, start..keys.min(start + CHUNK_KEYS), &mut weights);
-            let (few, to) = (few * usize::from(chunk == 0), &mut products);
-            let (head, mean, weights) = (self, mean.as_slice(), weights.as_slice());
-            dispatch!(self.work.isa, squared_dots::<_, T: KvElement>(
-                head: &Head<T>, mean: &[f32], start: usize, weights: &[f32], few: usize, to: &mut (f64, f64)
+        let own = parallel::map(keys.div_ceil(CHUNK_KEYS), |chunk| {
+            let keys = chunk * CHUNK_KEYS..keys.min((chunk + 1) * CHUNK_KEYS);
+            let (head, mean, mut own) = (self, mean.as_slice(), 0.0);
+            let to = &mut own;
+            dispatch!(self.work.isa, squared_norms::<_, T: KvElement>(
+                head: &Head<T>, mean: &[f32], keys: Range<usize>, to: &mut f64
             ));
-            products
+            own
         });
-        let (own, mixed) = (products.iter().map(|p| p.0).sum::<f64>(), products[0].1);
+        let (head, mean, mut mixed) = (self, mean.as_slice(), 0.0);
+        let to = &mut mixed;
+        dispatch!(self.work.isa, squared_products::<_, T: KvElement>(
+            head: &Head<T>, mean: &[f32], few: usize, to: &mut f64
+        ));
         let (keys, few) = (keys as f64, few as f64);
+        let own: f64 = own.iter().sum();
         (own + mixed * (keys * (keys - 1.0)) / (few * (few - 1.0))) / (keys - 1.0).powi(2)
     }
 }
 
-/// Adds keys from the `first` sampled one on, of the given weights.
+/// Adds up some of the sampled keys for every query head of the group; writes each value's squared norm.
 #[inline(always)]
-pub(super) unsafe fn sum_up<V: Simd, T: KvElement>(work: &Work<T>, first: usize, weights: &[f32], sums: &mut Sums) {
-    let d = sums.ev.len();
-    let whole = d - d % V::LANES;
-    for (i, &e) in weights.iter().enumerate() {
-        let value = work.value(first + i);
-        let mut v2 = 0f32;
+pub(super) unsafe fn sum_up<V: Simd, T: KvElement>(
+    work: &Work<T>,
+    keys: Range<usize>,
+    norms: &mut [f32],
+    sums: &mut [Sums],
+) {
+    let (d, group) = (work.view.head_dim, work.view.group);
+    let width = Partial::width(d);
+    // Weights e and e² `[group, 64]`, and what they add up to `[group, 2 + d]`.
+    let (mut once, mut twice) = (vec![0f32; group * BLOCK_TOKENS], vec![0f32; group * BLOCK_TOKENS]);
+    let (mut ev, mut e2v) = (vec![0f32; group * width], vec![0f32; group * width]);
+    for (start, norms) in keys.clone().step_by(BLOCK_TOKENS).zip(norms.chunks_mut(BLOCK_TOKENS)) {
+        let mut values = [std::ptr::null(); BLOCK_TOKENS];
+        let values = work.values(start..keys.end.min(start + BLOCK_TOKENS), &mut values);
+        let ones = [1.0; BLOCK_TOKENS];
+        unsafe { squares::<V, T>(values, d, norms) };
+        let lines = once.chunks_exact_mut(BLOCK_TOKENS).zip(twice.chunks_exact_mut(BLOCK_TOKENS));
+        for (g, ((once, twice), sums)) in lines.zip(&mut *sums).enumerate() {
+            let (once, twice) = (&mut once[..values.len()], &mut twice[..values.len()]);
+            once.copy_from_slice(&work.sampled[g][start..start + values.len()]);
+            unsafe { exp_line::<V>(once, work.running[g].max) };
+            twice.iter_mut().zip(&*once).for_each(|(twice, e)| *twice = e * e);
+            let total =
+                |line: &[f32], by: &[f32]| line.iter().zip(by).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum::<f64>();
+            sums.e += total(once, &ones);
+            sums.e2 += total(once, once);
+            sums.e2v2 += total(twice, norms);
+        }
         unsafe {
-            let (once, twice, mut norm) = (V::splat(e), V::splat(e * e), V::splat(0.0));
-            for c in (0..whole).step_by(V::LANES) {
-                let v = T::load::<V>(value.as_ptr().add(c));
-                let (ev, e2v) = (sums.ev.as_mut_ptr().add(c), sums.e2v.as_mut_ptr().add(c));
-                norm = v.mul_add(v, norm);
-                once.mul_add(v, V::load(ev)).store(ev);
-                twice.mul_add(v, V::load(e2v)).store(e2v);
-            }
-            v2 += norm.sum();
+            add_values::<V, T>(&once, values, d, &mut ev);
+            add_values::<V, T>(&twice, values, d, &mut e2v);
         }
-        for (c, v) in value.iter().enumerate().skip(whole) {
-            let v = v.to_f32();
-            v2 += v * v;
-            sums.ev[c] += e * v;
-            sums.e2v[c] += e * e * v;
-        }
-        let e = f64::from(e);
-        sums.e += e;
-        sums.e2 += e * e;
-        sums.e2v2 += e * e * f64::from(v2);
+    }
+    for (sums, (ev, e2v)) in sums.iter_mut().zip(ev.chunks_exact(width).zip(e2v.chunks_exact(width))) {
+        sums.ev.copy_from_slice(&ev[2..]);
+        sums.e2v.copy_from_slice(&e2v[2..]);
     }
 }
 
-/// Of the sampled keys from `start` on, of the given weights, the rows e (v − o) less their mean: adds up the squared dot
-/// products of every row with itself, and of every ordered pair of different rows among the first `few`.
+/// The squared norm of each row.
 #[inline(always)]
-unsafe fn squared_dots<V: Simd, T: KvElement>(
-    head: &Head<T>,
-    mean: &[f32],
-    start: usize,
-    weights: &[f32],
-    few: usize,
-    (own, mixed): &mut (f64, f64),
-) {
-    let d = mean.len();
+unsafe fn squares<V: Simd, T: KvElement>(rows: &[*const T], d: usize, norms: &mut [f32]) {
     let whole = d - d % V::LANES;
-    // The first few, and a place for one more.
-    let mut rows = vec![0f32; (few + 1) * d];
-    for (i, &e) in weights.iter().enumerate() {
-        let (before, row) = rows.split_at_mut(i.min(few) * d);
-        let (row, value) = (&mut row[..d], head.work.value(start + i));
+    for (norm, &row) in norms.iter_mut().zip(rows) {
         unsafe {
-            let weight = V::splat(e);
+            let mut sum = V::splat(0.0);
             for c in (0..whole).step_by(V::LANES) {
-                let v = T::load::<V>(value.as_ptr().add(c)).sub(V::load(head.output.as_ptr().add(c)));
-                weight.mul(v).sub(V::load(mean.as_ptr().add(c))).store(row.as_mut_ptr().add(c));
+                let x = T::load::<V>(row.add(c));
+                sum = x.mul_add(x, sum);
+            }
+            *norm = sum.sum() + (whole..d).map(|c| (*row.add(c)).to_f32().powi(2)).sum::<f32>();
+        }
+    }
+}
+
+/// Of some sampled keys the rows e (v − o) less their mean: adds up the squares of their squared norms.
+#[inline(always)]
+unsafe fn squared_norms<V: Simd, T: KvElement>(head: &Head<T>, mean: &[f32], keys: Range<usize>, own: &mut f64) {
+    let (work, d) = (head.work, mean.len());
+    // Norms follow from each value's products with the output and the mean.
+    let onto = [&head.output, mean].concat();
+    let product = |x: &[f32], y: &[f32]| f64::from(unsafe { dot::<V>(x, y) });
+    let (oo, om, mm) = (product(&head.output, &head.output), product(&head.output, mean), product(mean, mean));
+    let max = head.running.max;
+    let least = head.running.heaviest + LIGHT.ln();
+    let scores = &work.sampled[head.g];
+    let mut heavy = keys.filter(|&key| scores[key] >= least).peekable();
+    let mut lines = [0f32; 2 * BLOCK_TOKENS];
+    while heavy.peek().is_some() {
+        let (mut places, mut count) = ([0usize; BLOCK_TOKENS], 0);
+        let mut values = [std::ptr::null(); BLOCK_TOKENS];
+        for key in heavy.by_ref().take(BLOCK_TOKENS) {
+            (places[count], values[count]) = (key, work.value(key));
+            count += 1;
+        }
+        let values = Gathered { rows: &values[..count], ahead: &[] };
+        unsafe { dots::<V, T>(&onto, d, values, 1.0, lines.as_mut_ptr(), BLOCK_TOKENS) };
+        let (vo, vm) = lines.split_at(BLOCK_TOKENS);
+        for ((key, vo), vm) in places[..count].iter().zip(vo).zip(vm) {
+            let e = f64::from((scores[*key] - max).exp());
+            let apart = f64::from(work.norms[*key]) - 2.0 * f64::from(*vo) + oo;
+            *own += (e * (e * apart - 2.0 * (f64::from(*vm) - om)) + mm).powi(2);
+        }
+    }
+}
+
+/// Of the first `few` sampled keys (at most a block) the rows e (v − o) less their mean: the sum of the squared dot products
+/// of all ordered pairs of different rows.
+#[inline(always)]
+unsafe fn squared_products<V: Simd, T: KvElement>(head: &Head<T>, mean: &[f32], few: usize, mixed: &mut f64) {
+    let d = mean.len();
+    let mut values = [std::ptr::null(); BLOCK_TOKENS];
+    let values = head.work.values(0..few, &mut values);
+    let whole = d - d % V::LANES;
+    let mut rows = vec![0f32; few * d];
+    for ((row, &value), score) in rows.chunks_exact_mut(d).zip(values).zip(&head.work.sampled[head.g]) {
+        let e = (score - head.running.max).exp();
+        unsafe {
+            for c in (0..whole).step_by(V::LANES) {
+                let apart = T::load::<V>(value.add(c)).sub(V::load(head.output.as_ptr().add(c)));
+                V::splat(e).mul(apart).sub(V::load(mean.as_ptr().add(c))).store(row.as_mut_ptr().add(c));
+            }
+            for c in whole..d {
+                row[c] = e * ((*value.add(c)).to_f32() - head.output[c]) - mean[c];
             }
         }
-        for c in whole..d {
-            row[c] = e * (value[c].to_f32() - head.output[c]) - mean[c];
-        }
-        let squared = |other: &[f32]| f64::from(unsafe { dot::<V>(row, other) }).powi(2);
-        *own += squared(row);
-        if i < few {
-            *mixed += before.chunks_exact(d).map(|other| 2.0 * squared(other)).sum::<f64>();
-        }
+    }
+    let mut pointers = [std::ptr::null(); BLOCK_TOKENS];
+    pointers.iter_mut().zip(rows.chunks_exact(d)).for_each(|(to, row)| *to = row.as_ptr());
+    let mut products = vec![0f32; few * BLOCK_TOKENS];
+    let gathered = Gathered { rows: &pointers[..few], ahead: &[] };
+    unsafe { dots::<V, f32>(&rows, d, gathered, 1.0, products.as_mut_ptr(), BLOCK_TOKENS) };
+    for (i, line) in products.chunks_exact(BLOCK_TOKENS).enumerate() {
+        let others = line[..few].iter().enumerate().filter(|(j, _)| *j != i);
+        *mixed += others.map(|(_, x)| f64::from(*x).powi(2)).sum::<f64>();
     }
 }
