@@ -290,7 +290,7 @@ typedef struct TaperScoreParams {
   int32_t per_block, max_entries, stride, tile_stride;
   int32_t reduce, overlap;
   float scale;
-  int32_t reserved;
+  int32_t pitch;  // elements from an entry of the view to the next; 0: width
 } TaperScoreParams;
 
 typedef struct TaperHashScoreParams {
@@ -348,12 +348,22 @@ typedef struct TaperPickParams {
   int32_t capacity, k, overlap;
 } TaperPickParams;
 
+// Pages that were chosen, as the tokens of each that lie between the two ranges of its list.
+typedef struct TaperPagesParams {
+  const uint32_t* pages;   // [lists, capacity], ascending, all of them between the ranges or over their ends
+  const uint32_t* counts;  // [lists]
+  uint32_t* ids;           // [lists, capacity * page]
+  TaperWorkList* work;     // [lists], given the slice of ids; ranges that meet leave none
+  int32_t lists, capacity, page, overlap;
+} TaperPagesParams;
+
 int taper_score(const TaperScoreParams* p, TaperStream stream);
 int taper_hash_score(const TaperHashScoreParams* p, TaperStream stream);
 int taper_select(const TaperSelectParams* p, TaperStream stream);
 int taper_select_group(const TaperGroupSelectParams* p, TaperStream stream);
 // Scores and chooses blocks in one launch.
 int taper_pick_blocks(const TaperPickParams* p, TaperStream stream);
+int taper_pages(const TaperPagesParams* p, TaperStream stream);
 
 // --- Probability sums (K6) and lists for prefill -------------------------------
 
@@ -432,9 +442,11 @@ typedef struct TaperAppendParams {
   void* lower;
   void* mean;
   void* labels;                 // [blocks, kv_heads, 64, width], or null
+  void* pages;                  // [blocks, kv_heads, 64 / page, 2 * head_dim]: minima, then maxima; or null
   int32_t span_count, kv_heads, head_dim, dtype, table_stride;
   int32_t max_blocks;  // that one span touches
   int32_t width, overlap;
+  int32_t page, reserved;
 } TaperAppendParams;
 
 // Signs of activations as bits: bit i of word w is set where element 32 w + i is not negative.
@@ -461,6 +473,16 @@ typedef struct TaperAssignParams {
   uint16_t* ids;                // [blocks, kv_heads, 64]
   int32_t tokens, kv_heads, head_dim, clusters, dtype, table_stride, overlap, reserved;
 } TaperAssignParams;
+
+// The same of products that are there: the first of the largest of each token's.
+typedef struct TaperNearestParams {
+  const float* products;        // [kv_heads, tokens, clusters]
+  const uint32_t* positions;    // [tokens]
+  const uint32_t* token_table;  // [tokens]
+  const uint32_t* block_table;  // [tables, table_stride]
+  uint16_t* ids;                // [blocks, kv_heads, 64]
+  int32_t tokens, kv_heads, clusters, table_stride, overlap, reserved;
+} TaperNearestParams;
 
 typedef struct TaperIndexSpan {
   uint32_t table, begin, end, reserved;  // tokens to index
@@ -497,6 +519,23 @@ typedef struct TaperChooseParams {
   int32_t index_capacity, capacity, overlap, reserved;
 } TaperChooseParams;
 
+// Whole clusters by the group's probabilities, the likeliest first and of equals the first, until one would be too
+// much: tokens between the two ranges of each list, ascending.
+typedef struct TaperProbeParams {
+  const float* logits;          // [rows, q_heads, clusters]
+  const uint16_t* ids;          // [blocks, kv_heads, 64]
+  const uint32_t* block_table;  // [tables, table_stride]
+  const uint32_t* row_table;    // [rows] or null
+  const uint32_t* limits;       // [rows, kv_heads], tokens taken at most
+  TaperWorkList* work;          // [rows, kv_heads], given the slice of token_ids; ranges that meet leave none
+  uint32_t* token_ids;          // [rows, kv_heads, capacity]
+  int32_t rows, q_heads, kv_heads, clusters, table_stride;
+  int32_t most;      // clusters taken at most
+  int32_t first;     // 1: the likeliest is taken whatever it holds
+  int32_t capacity;  // at least the tokens of any row
+  int32_t overlap, reserved;
+} TaperProbeParams;
+
 // Choice and attention in one launch. `s` as for TAPER_LISTED, `lists` not read; of `c` not read: work,
 // token_ids and capacity; take at most 1024. Queries, tables and cache are read while the launch before is
 // still going on, which must be the classifier's last layer.
@@ -506,9 +545,11 @@ typedef struct TaperClusteredParams {
 } TaperClusteredParams;
 
 int taper_saap_assign(const TaperAssignParams* p, TaperStream stream);
+int taper_saap_nearest(const TaperNearestParams* p, TaperStream stream);
 int taper_saap_index(const TaperIndexParams* p, TaperStream stream);
 int taper_saap_linear(const TaperLinearParams* p, TaperStream stream);
 int taper_saap_choose(const TaperChooseParams* p, TaperStream stream);
+int taper_saap_probe(const TaperProbeParams* p, TaperStream stream);
 int taper_saap_attend(const TaperClusteredParams* p, TaperStream stream);
 
 // --- Between matrix products ---------------------------------------------------

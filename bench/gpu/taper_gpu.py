@@ -102,7 +102,7 @@ ScoreParams = struct("ScoreParams", [
     ("lse", P), ("out", P), ("tile_max", P), ("tile_sum", P), ("rows", I32), ("q_heads", I32),
     ("kv_heads", I32), ("width", I32), ("dtype", I32), ("table_stride", I32), ("per_block", I32),
     ("max_entries", I32), ("stride", I32), ("tile_stride", I32), ("reduce", I32), ("overlap", I32),
-    ("scale", F32), ("reserved", I32)])
+    ("scale", F32), ("pitch", I32)])
 SelectParams = struct("SelectParams", [
     ("scores", P), ("begins", P), ("ends", P), ("ks", P), ("ids", P), ("counts", P), ("work", P),
     ("lists", I32), ("stride", I32), ("capacity", I32), ("entries", I32), ("k", I32),

@@ -66,8 +66,25 @@ __global__ void __launch_bounds__(128) append_kernel(const AppendParams p) {
       if (p.mean) static_cast<T*>(p.mean)[at * D + e] = T(s / rows);
     }
   }
+  const uint32_t from = span.begin > b * kBlock ? span.begin - b * kBlock : 0;
+  if (p.pages) {
+    // Of every page with a new row, from its first row on; NaN once is NaN from then on.
+    const uint32_t page = p.page;
+    T* bounds = static_cast<T*>(p.pages) + at * (kBlock / page) * 2 * D;
+    for (uint32_t i = from / page; i * page < rows; ++i)
+      for (int e = tid; e < D; e += 128) {
+        T lo = k[i * page * D + e], hi = lo;
+        for (uint32_t r = i * page + 1; r < min((i + 1) * page, rows); ++r) {
+          const T x = k[r * D + e];
+          const float y = to_float(x);
+          if (y < to_float(lo) || y != y) lo = x;
+          if (y > to_float(hi) || y != y) hi = x;
+        }
+        bounds[(2 * i) * D + e] = lo;
+        bounds[(2 * i + 1) * D + e] = hi;
+      }
+  }
   if (p.labels) {
-    const uint32_t from = span.begin > b * kBlock ? span.begin - b * kBlock : 0;
     for (uint32_t i = from * p.width + tid; i < rows * p.width; i += 128) {
       const uint32_t channel = p.channels[kv_head * p.width + i % p.width];
       static_cast<T*>(p.labels)[at * kBlock * p.width + i] = k[(i / p.width) * D + channel];

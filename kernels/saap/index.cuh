@@ -93,6 +93,32 @@ __global__ void __launch_bounds__(kAssignWarps * 32) assign_kernel(const AssignP
   p.ids[(block * p.kv_heads + kv_head) * kBlock + pos % kBlock] = (uint16_t)c;
 }
 
+using NearestParams = TaperNearestParams;
+
+// A warp a token and head.
+__global__ void __launch_bounds__(256) nearest_kernel(const NearestParams p) {
+  wait_for_predecessor();
+  launch_dependents();
+  const int lane = threadIdx.x & 31, kv_head = blockIdx.y;
+  const int token = blockIdx.x * 8 + (threadIdx.x >> 5);
+  if (token >= p.tokens) return;
+  const float* products = p.products + ((int64_t)kv_head * p.tokens + token) * p.clusters;
+  float best = -INFINITY;
+  uint32_t id = 0;
+  for (uint32_t c = lane; c < (uint32_t)p.clusters; c += 32)
+    if (products[c] > best) best = products[c], id = c;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const float o = __shfl_xor_sync(~0u, best, d);
+    const uint32_t oi = __shfl_xor_sync(~0u, id, d);
+    if (o > best || (o == best && oi < id)) best = o, id = oi;
+  }
+  if (lane > 0) return;
+  const uint32_t pos = p.positions[token];
+  const uint64_t block = p.block_table[(uint64_t)p.token_table[token] * p.table_stride + pos / kBlock];
+  p.ids[(block * p.kv_heads + kv_head) * kBlock + pos % kBlock] = (uint16_t)id;
+}
+
 // One warp a segment of 2,048 tokens; FILL: writes ids at the offsets, else counts.
 template <bool FILL>
 __global__ void __launch_bounds__(32) index_kernel(const IndexParams p) {

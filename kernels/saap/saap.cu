@@ -1,6 +1,7 @@
 // Entry points of SAAP: assignment, index, classifier, choice.
 #include "choose.cuh"
 #include "index.cuh"
+#include "probe.cuh"
 
 namespace taper {
 namespace {
@@ -39,6 +40,13 @@ extern "C" int taper_saap_assign(const taper::AssignParams* p, cudaStream_t stre
   return p->dtype == kBf16 ? assign<__nv_bfloat16>(*p, stream) : assign<__half>(*p, stream);
 }
 
+extern "C" int taper_saap_nearest(const taper::NearestParams* p, cudaStream_t stream) {
+  using namespace taper;
+  if (p->tokens <= 0 || p->kv_heads <= 0 || p->kv_heads > 65535 || p->clusters <= 0 || p->clusters > 65536)
+    return cudaErrorInvalidValue;
+  return launch(nearest_kernel, dim3((p->tokens + 7) / 8, p->kv_heads), 256, 0, stream, p->overlap != 0, *p);
+}
+
 extern "C" int taper_saap_index(const taper::IndexParams* p, cudaStream_t stream) {
   using namespace taper;
   const bool ok = p->sequences > 0 && p->kv_heads > 0 && p->segments > 0 && p->clusters > 0 &&
@@ -72,4 +80,14 @@ extern "C" int taper_saap_choose(const taper::ChooseParams* p, cudaStream_t stre
   if (p->clusters <= 1024)
     return launch(choose_kernel<4>, grid, kChooseThreads, 0, stream, p->overlap != 0, *p);
   return launch(choose_kernel<16>, grid, kChooseThreads, 0, stream, p->overlap != 0, *p);
+}
+
+extern "C" int taper_saap_probe(const taper::ProbeParams* p, cudaStream_t stream) {
+  using namespace taper;
+  const bool ok = p->rows > 0 && p->kv_heads > 0 && p->q_heads % p->kv_heads == 0 && p->clusters > 0 &&
+                  p->clusters <= kProbeMost && p->most > 0 && p->capacity > 0 &&
+                  (int64_t)p->rows * p->kv_heads * p->capacity <= UINT32_MAX;
+  if (!ok) return cudaErrorInvalidValue;
+  return launch(probe_kernel, p->rows * p->kv_heads, kProbeThreads, sizeof(ProbeShared), stream, p->overlap != 0,
+                *p);
 }

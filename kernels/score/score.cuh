@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kScoreWarps * 32) score_kernel(const ScorePara
   const uint32_t len = p.lens[row], span = kBlock / p.per_block;
   const uint32_t entries = (len + span - 1) / span;
   View view{p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride, entries,
-            (uint32_t)kv_head, (uint32_t)p.kv_heads, (uint32_t)p.per_block, lane};
+            (uint32_t)kv_head, (uint32_t)p.kv_heads, (uint32_t)p.per_block, (uint32_t)(p.pitch ? p.pitch : W), lane};
   view.load_queries(static_cast<const T*>(p.q) + ((int64_t)row * p.q_heads + kv_head * group) * W, group);
 
   // As many of the four tiles of 16 entries as registers allow are in flight.

@@ -22,7 +22,7 @@ struct ViewRows {
   static constexpr int kLoads = W < 32 ? 1 : W / 32;
   static constexpr bool kHalf = W == 16;
   const uint32_t* table;
-  uint32_t entries, kv_head, kv_heads, per_block;
+  uint32_t entries, kv_head, kv_heads, per_block, pitch;
   int lane;
   uint4 q[NT][kLoads];
 
@@ -52,7 +52,7 @@ struct ViewRows {
   __device__ __forceinline__ const T* line(const void* view, uint32_t e) const {
     e = min(e, entries - 1);
     const uint64_t at = ((uint64_t)table[e / per_block] * kv_heads + kv_head) * per_block + e % per_block;
-    return static_cast<const T*>(view) + at * W;
+    return static_cast<const T*>(view) + at * pitch;
   }
   // The tile that begins at entry `first`.
   __device__ __forceinline__ void fetch(Rows& to, const void* view, uint32_t first) const {

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams 
   uint32_t* out = p.keys + (int64_t)list * p.stride;
   if (n > 0) {
     View view{p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride, end,
-              kv_head, (uint32_t)p.kv_heads, 1, lane};
+              kv_head, (uint32_t)p.kv_heads, 1, W, lane};
     view.load_queries(static_cast<const T*>(p.q) + ((int64_t)row * p.q_heads + kv_head * group) * W, group);
 #pragma unroll 1
     for (uint32_t at = (rank + warp * team) * 16; at < n; at += kPickWarps * team * 16) {

@@ -43,3 +43,13 @@ extern "C" int taper_select(const taper::SelectParams* p, cudaStream_t stream) {
   g.group = 1;
   return taper_select_group(&g, stream);
 }
+
+extern "C" int taper_pages(const taper::PagesParams* p, cudaStream_t stream) {
+  using namespace taper;
+  const bool ok = p->lists > 0 && p->lists <= 65535 && p->capacity > 0 && p->page > 0 &&
+                  (int64_t)p->lists * p->capacity * p->page <= UINT32_MAX;
+  if (!ok) return cudaErrorInvalidValue;
+  const int64_t blocks = ((int64_t)p->capacity * p->page + 255) / 256;
+  return launch(pages_kernel, dim3((unsigned)(blocks < 64 ? blocks : 64), p->lists), 256, 0, stream,
+                p->overlap != 0, *p);
+}

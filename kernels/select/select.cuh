@@ -327,4 +327,30 @@ __global__ void __launch_bounds__(kSelectThreads)
   }
 }
 
+using PagesParams = TaperPagesParams;
+
+// Thread blocks of a list side by side, a thread a token. What the first and the last page have beyond the ranges
+// lies at the ends of the list, so that the slice leaves it out.
+__global__ void __launch_bounds__(256) pages_kernel(const PagesParams p) {
+  wait_for_predecessor();
+  launch_dependents();
+  const uint32_t list = blockIdx.y, page = p.page, capacity = p.capacity;
+  const uint32_t count = min(p.counts[list], capacity);
+  const uint32_t* pages = p.pages + (uint64_t)list * capacity;
+  uint32_t* ids = p.ids + (uint64_t)list * capacity * page;
+  for (uint32_t i = blockIdx.x * 256 + threadIdx.x; i < count * page; i += gridDim.x * 256)
+    ids[i] = pages[i / page] * page + i % page;
+  if (blockIdx.x > 0 || threadIdx.x > 0) return;
+  WorkList& w = p.work[list];
+  const uint32_t from = w.end[0], to = w.begin[1];
+  uint32_t front = 0, back = 0;
+  if (count > 0) {
+    const uint32_t first = pages[0] * page, last = (pages[count - 1] + 1) * page;
+    front = from > first ? from - first : 0;
+    back = last > to ? last - to : 0;
+  }
+  w.token_first = list * capacity * page + front;
+  w.token_count = count > 0 && from < to ? count * page - front - back : 0;
+}
+
 }  // namespace taper

@@ -12,7 +12,7 @@ use crate::spec::{AttentionSpec, Question};
 use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
 use std::sync::Arc;
-use taper_kernels::decode::{Decode, DecodeRow};
+use taper_kernels::decode::{Decode, DecodeRow, Selection};
 use taper_kernels::index::Part as IndexPart;
 use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 use taper_kernels::philox::Stream;
@@ -30,6 +30,8 @@ pub struct Sequence {
     context: usize,
     len: usize,
     table: BlockTable,
+    /// Choices of the step's layers so far whose sizes a device has yet to tell, and what their rows saw.
+    unread: Vec<(Selection, Vec<Range<usize>>)>,
     /// What the prefill method keeps between chunks `[layers]`; empty before the first and after the last.
     carries: Vec<Carry>,
     report: Report,
@@ -46,6 +48,7 @@ impl Sequence {
             context: prompt_tokens,
             len: 0,
             table: BlockTable::default(),
+            unread: Vec::new(),
             carries: Vec::new(),
             report: Report::default(),
         }
@@ -111,7 +114,7 @@ impl Sequence {
     pub fn fork(&self, pool: &mut KvPool, seed: u64) -> std::result::Result<Self, KvError> {
         let table = pool.fork(&self.table, self.len)?;
         let (spec, carries, report) = (self.spec.clone(), self.carries.clone(), self.report.clone());
-        Ok(Self { spec, seed, table, carries, report, ..*self })
+        Ok(Self { spec, seed, table, unread: Vec::new(), carries, report, ..*self })
     }
 
     /// A copy in another pool, which may be on another device.
@@ -124,7 +127,8 @@ impl Sequence {
             return Err(candle_core::Error::Msg(message).into());
         }
         let table = to.adopt(from, &self.table, self.len)?;
-        Ok(Self { spec: self.spec.clone(), seed, table, carries: Vec::new(), report: self.report.clone(), ..*self })
+        let (spec, report) = (self.spec.clone(), self.report.clone());
+        Ok(Self { spec, seed, table, unread: Vec::new(), carries: Vec::new(), report, ..*self })
     }
 
     /// From here on tokens are attended by the decode method of `spec`, and audited as often as it says.
@@ -141,6 +145,15 @@ impl Sequence {
         let tokens = tokens.clamp(self.prompt.min(self.len), self.len);
         pool.truncate(&mut self.table, tokens)?;
         self.len = tokens;
+        Ok(())
+    }
+
+    /// Takes in what was put off: the device is waited for once a step.
+    fn settle(&mut self) -> Result<()> {
+        for (selection, visible) in std::mem::take(&mut self.unread) {
+            let row = |visible: &Range<usize>| DecodeRow { table: &[], visible: visible.clone() };
+            add_read(&mut self.report.decode, &selection, &visible.iter().map(row).collect::<Vec<_>>())?;
+        }
         Ok(())
     }
 
@@ -249,6 +262,9 @@ impl LayerAttention for AttentionBatch<'_> {
                 }
                 (Phase::Question, Question::Decode) | (Phase::Answer, _) => part.decode(sequence, &q)?,
             });
+        }
+        if layer + 1 == self.shape.layers {
+            self.spans.iter_mut().try_for_each(|span| span.sequence.settle())?;
         }
         if outs.len() == 1 { Ok(outs.swap_remove(0)) } else { Tensor::cat(&outs, 0) }
     }
@@ -369,23 +385,33 @@ impl Part<'_> {
             rotation: &|position| rotation(self.rotary, prompt, position),
         };
         let (choice, out) = step.run(method)?;
-        let counts = choice.selection.counts(&rows);
         let report: &mut PhaseReport = &mut sequence.report.decode;
-        let read = counts.iter().sum::<usize>() as u64;
-        let there = rows.iter().map(|row| row.visible.len() * self.shape.kv_heads).sum::<usize>() as u64;
-        report.add(counts.len() as u64, read, there, counts.iter().copied().max().unwrap_or(0) as u64);
         report.add_scored(choice.keys_scored() as u64);
         if let Some(budgets) = &choice.budgets {
             report.add_budgets(budgets);
+        }
+        match choice.selection.counts_wait() {
+            true => sequence.unread.push((choice.selection, rows.iter().map(|row| row.visible.clone()).collect())),
+            false => add_read(report, &choice.selection, &rows)?,
         }
         let audited: Vec<usize> =
             (0..rows.len()).filter(|&row| audit::wanted(&streams[row], sequence.spec.audit)).collect();
         if !audited.is_empty() {
             let epsilon = method.promise().map(|(epsilon, _)| epsilon);
-            report.add_errors(&audit::decode(&step, &out, &audited)?, epsilon);
+            sequence.report.decode.add_errors(&audit::decode(&step, &out, &audited)?, epsilon);
         }
         Ok(out)
     }
+}
+
+/// Takes what rows read in one layer into a report.
+fn add_read(report: &mut PhaseReport, selection: &Selection, rows: &[DecodeRow]) -> Result<()> {
+    let counts = selection.counts(rows)?;
+    let kv_heads = counts.len() / rows.len().max(1);
+    let read = counts.iter().sum::<usize>() as u64;
+    let there = rows.iter().map(|row| row.visible.len() * kv_heads).sum::<usize>() as u64;
+    report.add(counts.len() as u64, read, there, counts.iter().copied().max().unwrap_or(0) as u64);
+    Ok(())
 }
 
 /// The rotary embedding of a token, in a sequence whose prompt is so long.

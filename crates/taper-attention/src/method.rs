@@ -22,6 +22,27 @@ pub trait PrefillMethod: std::fmt::Debug + Send + Sync {
     fn cut(&self, start: usize, prompt: usize, max: usize) -> usize {
         prompt.min(start.saturating_add(max))
     }
+
+    /// What of it only the operations in host memory can do; nothing, for most.
+    fn host_only(&self) -> Option<HostOnly> {
+        None
+    }
+}
+
+/// A part of a method whose operations run in host memory alone.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HostOnly {
+    /// The parameter that asks for it, such as `tail`; `method` for all of the method.
+    pub field: &'static str,
+    /// What it is, and what may stand in its place.
+    pub what: String,
+}
+
+impl HostOnly {
+    /// All of a method.
+    pub(crate) fn method(name: &str) -> Option<Self> {
+        Some(Self { field: "method", what: format!("`{name}`") })
+    }
 }
 
 /// A [cut](PrefillMethod::cut) for methods that choose by all rows of a block: no block is cut apart.
@@ -179,6 +200,11 @@ pub trait DecodeMethod: std::fmt::Debug + Send + Sync {
     /// So many of the first layers are dense.
     fn dense_layers(&self) -> usize {
         0
+    }
+
+    /// As of a [`PrefillMethod`].
+    fn host_only(&self) -> Option<HostOnly> {
+        None
     }
 }
 
@@ -351,5 +377,10 @@ pub trait Predictor: std::fmt::Debug + Send + Sync {
     /// As of a [`DecodeMethod`].
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         Vec::new()
+    }
+
+    /// As of a [`PrefillMethod`].
+    fn host_only(&self) -> Option<HostOnly> {
+        None
     }
 }

@@ -2,11 +2,12 @@
 
 use crate::artifacts::Tensors;
 use crate::layer::AttentionShape;
-use crate::method::{Choice, DecodeStep, KeyIndex, Rotations};
+use crate::method::{Choice, DecodeStep, HostOnly, KeyIndex, Rotations};
 use candle_core::{DType, Result, Tensor};
 use taper_kernels::index::Part;
 use taper_kernels::index::clusters::{self, Centroids, Probes};
 use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
+use taper_kernels::mlp::PerHead;
 use taper_kv_cache::IndexShape;
 
 /// Centroids of every layer and KV head: `layers.l.centroids` `[kv_heads, clusters, head_dim]` for each layer `l` that has
@@ -15,7 +16,7 @@ use taper_kv_cache::IndexShape;
 pub(crate) struct Partition {
     /// Name of the index.
     name: &'static str,
-    layers: Vec<Option<Vec<Centroids>>>,
+    layers: Vec<Option<PerHead<Centroids>>>,
     /// Whether keys are clustered as they were before the rotary embedding.
     unrotated: bool,
 }
@@ -36,7 +37,7 @@ impl Partition {
             }
             let (found, rows) = tensors.numbers(&tensor, &[shape.kv_heads, 0, shape.head_dim])?;
             let heads = rows.chunks_exact(found[1] * shape.head_dim).map(|rows| Centroids::new(rows, shape.head_dim));
-            let heads = heads.collect::<Result<Vec<_>>>().map_err(|e| format!("`{tensor}`: {e}"))?;
+            let heads = heads.collect::<Result<PerHead<_>>>().map_err(|e| format!("`{tensor}`: {e}"))?;
             layers.push(Some(heads));
         }
         if layers.iter().all(Option::is_none) {
@@ -46,8 +47,15 @@ impl Partition {
     }
 
     /// The centroids of a layer `[kv_heads]`, if it has any.
-    pub fn layer(&self, layer: usize) -> Option<&[Centroids]> {
-        self.layers[layer].as_deref()
+    pub fn layer(&self, layer: usize) -> Option<&PerHead<Centroids>> {
+        self.layers[layer].as_ref()
+    }
+
+    /// More clusters than a device ranks at once.
+    pub fn host_only(&self) -> Option<HostOnly> {
+        let most = self.layers.iter().flatten().flat_map(|heads| heads.iter()).map(Centroids::clusters).max()?;
+        let what = || format!("an artefact of {most} clusters, more than {},", clusters::MOST_ON_DEVICE);
+        (most > clusters::MOST_ON_DEVICE).then(|| HostOnly { field: "method", what: what() })
     }
 
     /// The queries `[R, q_heads, head_dim]` as keys were clustered.

@@ -1,6 +1,6 @@
 //! Reading whole clusters: the decode method that SAAP and k-means share, whichever way they rank clusters.
 
-use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor};
+use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex, Predictor};
 use crate::partition::Partition;
 use candle_core::Result;
 use schemars::JsonSchema;
@@ -77,5 +77,9 @@ impl<P: Prober> DecodeMethod for Probing<P> {
 
     fn dense_layers(&self) -> usize {
         self.params.dense_layers
+    }
+
+    fn host_only(&self) -> Option<HostOnly> {
+        self.prober.host_only()
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::amount::Amount;
 use crate::artifacts::Artifacts;
-use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor};
+use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex, Predictor};
 use crate::schema::parse;
 use crate::spec::SpecResult;
 use candle_core::Result;
@@ -95,6 +95,10 @@ impl DecodeMethod for Method {
     fn dense_layers(&self) -> usize {
         self.dense_layers
     }
+
+    fn host_only(&self) -> Option<HostOnly> {
+        self.predictor.host_only()
+    }
 }
 
 /// The sinks, the window, and of the rest the `k` `[R, kv_heads]` keys that matter most.
@@ -103,9 +107,9 @@ pub(crate) fn most_important(
     importance: &Importance,
     (sink, window): (usize, usize),
     k: &[usize],
-) -> Choice {
-    let selection = decode::top_k(step.batch.rows, importance, sink, window, k);
-    Choice { scored: importance.entries(), ..selection.into() }
+) -> Result<Choice> {
+    let selection = decode::top_k(step.batch.rows, importance, sink, window, k)?;
+    Ok(Choice { scored: importance.entries(), ..selection.into() })
 }
 
 /// Which heads `[R, kv_heads]` do not read everything anyway, for `k` `[R, kv_heads]` keys.

@@ -8,6 +8,7 @@ mod choose;
 mod rows;
 mod sample;
 mod scores;
+mod selection;
 mod values;
 
 pub use attend::attend;
@@ -15,13 +16,18 @@ pub use attend::attend;
 pub(crate) use attend::check;
 pub use choose::{Importance, importance, top_k, top_p};
 pub(crate) use sample::Page;
+#[cfg(feature = "cuda")]
+pub(crate) use sample::check as sample_check;
 pub use sample::{Budget, Certainty, Foreseen, Sampling, foresee, sample, sample_certain, sample_some};
 pub use scores::{Scores, scores};
+pub(crate) use selection::sink_window;
+pub use selection::{HeadSelection, Keys, Sample, Selection, Values};
+#[cfg(feature = "cuda")]
+pub(crate) use selection::{counts, tokens};
 pub use values::{Spread, Targets, bernoulli_queries, sample_values};
 pub(crate) use {rows::Gathered, rows::dots, scores::HeadScores, scores::pass};
 
 use crate::kv::{BLOCK_TOKENS, KvElement, PagedKv};
-use crate::prefill::Mask;
 use candle_core::{CpuStorage, Layout, Result, Storage, Tensor, bail};
 use std::ops::Range;
 
@@ -43,107 +49,6 @@ pub struct DecodeRow<'a> {
     pub table: &'a [u32],
     /// Visible tokens; the last is the query's own. Not empty.
     pub visible: Range<usize>,
-}
-
-/// The keys that each row and KV head reads: `[R, kv_heads]`.
-#[derive(Debug, Clone)]
-pub struct Selection(pub Vec<HeadSelection>);
-
-/// The keys that one row and KV head reads.
-#[derive(Debug, Clone, PartialEq)]
-pub enum HeadSelection {
-    /// Every visible key.
-    Dense,
-    /// Some keys.
-    Keys(Keys),
-    /// A mean of some values, whatever their keys.
-    Values(Values),
-}
-
-/// Values with given weights.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Values {
-    /// Tokens, each once.
-    pub ids: Vec<u32>,
-    /// Each query head's weights `[group, ids]`; a head's add up to 1, or are scaled to.
-    pub weights: Vec<f32>,
-}
-
-/// Chosen keys: ranges and ids with weight 1, and a sample that stands for what was not chosen.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Keys {
-    /// Disjoint ranges of tokens, ascending.
-    pub ranges: Vec<Range<usize>>,
-    /// Tokens outside the ranges, ascending.
-    pub ids: Vec<u32>,
-    /// Sampled tokens, outside ranges and ids.
-    pub sample: Option<Sample>,
-}
-
-/// A sample shared by a group of query heads, of which each reads a prefix.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Sample {
-    /// Tokens in drawing order.
-    pub ids: Vec<u32>,
-    /// How many of them each query head reads `[group]`.
-    pub counts: Vec<usize>,
-    /// Natural log of each query head's importance weight `[group]`.
-    pub log_weights: Vec<f32>,
-}
-
-impl Keys {
-    /// Keys read, the longest prefix of the sample included.
-    pub fn len(&self) -> usize {
-        self.fixed() + self.sample.as_ref().map_or(0, |s| s.counts.iter().copied().max().unwrap_or(0))
-    }
-
-    /// Whether nothing is read.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Keys with weight 1.
-    pub fn fixed(&self) -> usize {
-        self.ranges.iter().map(Range::len).sum::<usize>() + self.ids.len()
-    }
-}
-
-impl Selection {
-    /// Every visible key of every row.
-    pub fn dense(rows: usize, kv_heads: usize) -> Self {
-        Self(vec![HeadSelection::Dense; rows * kv_heads])
-    }
-
-    /// The first `sink` and last `window` visible keys of each row; a row that has no more is dense.
-    pub fn sink_window(rows: &[DecodeRow], kv_heads: usize, sink: usize, window: usize) -> Self {
-        let head = |row: &DecodeRow| match sink_window(&row.visible, sink, window) {
-            None => HeadSelection::Dense,
-            Some(ranges) => HeadSelection::Keys(Keys { ranges: ranges.to_vec(), ..Keys::default() }),
-        };
-        Self(rows.iter().flat_map(|row| vec![head(row); kv_heads]).collect())
-    }
-
-    /// The selections of rows that were made apart, as one.
-    pub fn join(parts: impl IntoIterator<Item = Self>) -> Self {
-        Self(parts.into_iter().flat_map(|part| part.0).collect())
-    }
-
-    /// Keys that each row and KV head reads `[R, kv_heads]`.
-    pub fn counts(&self, rows: &[DecodeRow]) -> Vec<usize> {
-        let kv_heads = self.0.len() / rows.len().max(1);
-        let count = |(i, head): (usize, &HeadSelection)| match head {
-            HeadSelection::Dense => rows[i / kv_heads].visible.len(),
-            HeadSelection::Keys(keys) => keys.len(),
-            HeadSelection::Values(values) => values.ids.len(),
-        };
-        self.0.iter().enumerate().map(count).collect()
-    }
-}
-
-/// The sinks that are visible and the last `window` (at least 1) keys: disjoint, or `None` where that is everything.
-pub(crate) fn sink_window(visible: &Range<usize>, sink: usize, window: usize) -> Option<[Range<usize>; 2]> {
-    let ranges = Mask::SinkWindow { sink, window }.keys(visible.end - 1, Some(visible.len()));
-    (ranges[0].end < ranges[1].start).then_some(ranges)
 }
 
 /// Tokens of a work unit. A list is cut into units by its length alone, so that results do not depend on the machine.

@@ -13,18 +13,51 @@ pub enum Activation {
     Silu,
 }
 
+/// What a layer has for each of its heads, KV or query heads.
+#[derive(Debug)]
+pub struct PerHead<M> {
+    each: Vec<M>,
+    /// A copy of all of them, side by side, on the device that first asked.
+    #[cfg(feature = "cuda")]
+    pub(crate) kept: crate::cuda::step::Kept,
+}
+
+impl<M> From<Vec<M>> for PerHead<M> {
+    fn from(each: Vec<M>) -> Self {
+        Self {
+            each,
+            #[cfg(feature = "cuda")]
+            kept: Default::default(),
+        }
+    }
+}
+
+impl<M> FromIterator<M> for PerHead<M> {
+    fn from_iter<I: IntoIterator<Item = M>>(each: I) -> Self {
+        each.into_iter().collect::<Vec<_>>().into()
+    }
+}
+
+impl<M> std::ops::Deref for PerHead<M> {
+    type Target = [M];
+
+    fn deref(&self) -> &[M] {
+        &self.each
+    }
+}
+
 /// Linear layers with an activation between them and none at the end.
 #[derive(Debug, Clone)]
 pub struct Mlp {
-    layers: Vec<Dense>,
-    activation: Activation,
+    pub(crate) layers: Vec<Dense>,
+    pub(crate) activation: Activation,
 }
 
 #[derive(Debug, Clone)]
-struct Dense {
+pub(crate) struct Dense {
     /// `[outputs, inputs]`.
-    weight: Vec<f32>,
-    bias: Vec<f32>,
+    pub weight: Vec<f32>,
+    pub bias: Vec<f32>,
 }
 
 impl Mlp {
@@ -81,7 +114,11 @@ impl Mlp {
 ///
 /// # Errors
 /// Shapes that differ.
-pub fn per_head(mlps: &[Mlp], q: &Tensor) -> Result<Tensor> {
+pub fn per_head(mlps: &PerHead<Mlp>, q: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if q.device().is_cuda() {
+        return Ok(crate::cuda::step::per_head(mlps, q)?);
+    }
     for_kv_heads(q, mlps, Mlp::inputs, Mlp::outputs, Mlp::forward)
 }
 
@@ -165,10 +202,11 @@ mod tests {
         assert!((silu - (1.0 + 2.0 * of(-0.5) + 10.0 * of(-8.0))).abs() < 1e-5, "{silu}");
         let q = Tensor::new(&[[[1f32, 1.], [1., -1.], [2., 0.], [0., 2.]]], &candle_core::Device::Cpu).unwrap();
         let other = Mlp::new(vec![(vec![1., 0.], vec![0.])], Activation::Relu).unwrap();
-        let both = per_head(&[mlp.clone(), other], &q).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let both =
+            per_head(&vec![mlp.clone(), other].into(), &q).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
         assert_eq!(both, [mlp.forward(&[1., 1., 1., -1.]), vec![2.0, 0.0]].concat());
-        let three = || vec![mlp.clone(), mlp.clone(), mlp.clone()];
-        assert!(per_head(&[], &q).is_err() && per_head(&three(), &q).is_err());
+        let three = vec![mlp.clone(), mlp.clone(), mlp.clone()];
+        assert!(per_head(&Vec::new().into(), &q).is_err() && per_head(&three.into(), &q).is_err());
         for bad in [vec![], vec![(vec![1.0; 3], vec![0.0; 2])], vec![layers().remove(0), (vec![1.0; 3], vec![0.0])]] {
             assert!(Mlp::new(bad, Activation::Relu).is_err());
         }

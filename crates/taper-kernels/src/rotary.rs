@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor, bail};
 
 /// The turn of one position: cosines and sines of its angles, `[head_dim / 2]`.
 #[derive(Debug, Clone)]
-pub struct Rotation(Vec<(f32, f32)>);
+pub struct Rotation(pub(crate) Vec<(f32, f32)>);
 
 impl Rotation {
     /// That of a position, from the angle per position of each pair of dimensions `[head_dim / 2]`; `factor` is what the
@@ -34,6 +34,10 @@ pub fn undo(x: &Tensor, turns: &[Rotation]) -> Result<Tensor> {
     let (rows, heads, d) = x.dims3()?;
     if turns.len() != rows || turns.iter().any(|turn| 2 * turn.0.len() != d) {
         bail!("rotary: {} turns for rows of shape {:?}", turns.len(), x.shape());
+    }
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return Ok(crate::cuda::step::undo(x, turns)?);
     }
     let mut data = x.flatten_all()?.to_vec1::<f32>()?;
     for (row, turn) in data.chunks_exact_mut(heads * d).zip(turns) {

@@ -3,7 +3,7 @@
 use super::Entry;
 use crate::artifacts::{ArtifactFile, ArtifactKind, Artifacts, Loaded};
 use crate::layer::AttentionShape;
-use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor, Rotations};
+use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex, Predictor, Rotations};
 use crate::schema::schema_of;
 use crate::spec::SpecResult;
 use crate::top_k::{self, Ranked, TopK, most_important, wanted};
@@ -75,11 +75,16 @@ impl Predictor for Channels {
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
         let channels = &self.layers[step.layer];
         let importance = labels::importance(&step.batch, step.index(self)?, channels, &wanted(step, k))?;
-        Ok(most_important(step, &importance, (sink, window), k))
+        most_important(step, &importance, (sink, window), k)
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         vec![self]
+    }
+
+    fn host_only(&self) -> Option<HostOnly> {
+        let what = || format!("an artefact of {} channels, not {:?},", self.width, labels::ON_DEVICE);
+        (!labels::ON_DEVICE.contains(&self.width)).then(|| HostOnly { field: "method", what: what() })
     }
 }
 

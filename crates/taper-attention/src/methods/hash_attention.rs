@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use taper_kernels::index::{Part, codes};
 use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
-use taper_kernels::mlp::{Activation, Mlp};
+use taper_kernels::mlp::{Activation, Mlp, PerHead};
 use taper_kv_cache::IndexShape;
 
 pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
@@ -64,8 +64,8 @@ struct Maps {
 
 #[derive(Debug)]
 struct LayerMaps {
-    query: Vec<Mlp>,
-    key: Vec<Mlp>,
+    query: PerHead<Mlp>,
+    key: PerHead<Mlp>,
 }
 
 impl Maps {
@@ -95,7 +95,12 @@ impl Maps {
 }
 
 /// `maps` perceptrons of three layers from `inputs` numbers to a code.
-fn perceptrons(tensors: &Tensors, prefix: &str, maps: usize, inputs: usize) -> std::result::Result<Vec<Mlp>, String> {
+fn perceptrons(
+    tensors: &Tensors,
+    prefix: &str,
+    maps: usize,
+    inputs: usize,
+) -> std::result::Result<PerHead<Mlp>, String> {
     let mut layers = vec![Vec::new(); maps];
     let mut width = inputs;
     for depth in 0..3 {
@@ -115,7 +120,7 @@ impl Predictor for Maps {
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
         let Some(maps) = &self.layers[step.layer] else { return Ok(step.dense()) };
         let importance = codes::importance(&step.batch, step.index(self)?, &maps.query, &wanted(step, k))?;
-        Ok(most_important(step, &importance, (sink, window), k))
+        most_important(step, &importance, (sink, window), k)
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {

@@ -2,7 +2,7 @@
 
 use super::Entry;
 use crate::artifacts::{ArtifactFile, ArtifactKind, Artifacts, Loaded};
-use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor};
+use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex, Predictor};
 use crate::partition::Partition;
 use crate::probing::{self, Prober, Probing};
 use crate::schema::{parse, schema_of};
@@ -106,5 +106,9 @@ impl Predictor for Clusters {
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         vec![&self.0]
+    }
+
+    fn host_only(&self) -> Option<HostOnly> {
+        self.0.host_only()
     }
 }

@@ -34,7 +34,7 @@
 use super::Entry;
 use crate::artifacts::{ArtifactFile, ArtifactKind, Loaded};
 use crate::kept::kept;
-use crate::method::{Carry, PrefillLayer, PrefillMethod, PrefillOutput, cut_at_blocks};
+use crate::method::{Carry, HostOnly, PrefillLayer, PrefillMethod, PrefillOutput, cut_at_blocks};
 use crate::schema::{parse, schema_of};
 use candle_core::Result;
 use schemars::JsonSchema;
@@ -259,6 +259,10 @@ impl PrefillMethod for MInference {
         } else {
             prompt
         }
+    }
+
+    fn host_only(&self) -> Option<HostOnly> {
+        HostOnly::method("minference")
     }
 }
 

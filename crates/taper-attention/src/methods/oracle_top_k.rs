@@ -45,7 +45,7 @@ impl Ranked for Oracle {
 impl Predictor for Oracle {
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
         let scores = scores(&step.batch, &wanted(step, k))?;
-        let selection = top_k(step.batch.rows, &importance(&scores), sink, window, k);
+        let selection = top_k(step.batch.rows, &importance(&scores), sink, window, k)?;
         Ok(Choice { scores: Some(scores), ..selection.into() })
     }
 }

@@ -49,7 +49,7 @@ impl DecodeMethod for OracleTopP {
     fn select(&self, step: &DecodeStep) -> Result<Choice> {
         let scores = scores(&step.batch, &step.per_head(|_| self.p < 1.0))?;
         let group = step.group()?;
-        let selection = top_p(step.batch.rows, &importance(&scores), self.sink, self.window, self.p as f32, group);
+        let selection = top_p(step.batch.rows, &importance(&scores), self.sink, self.window, self.p as f32, group)?;
         Ok(Choice { scores: Some(scores), ..selection.into() })
     }
 }

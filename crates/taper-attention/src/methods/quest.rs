@@ -60,7 +60,7 @@ impl Ranked for Quest {
 impl Predictor for Quest {
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
         let importance = bounds::importance(&step.batch, step.index(self)?, &wanted(step, k))?;
-        Ok(most_important(step, &importance, (sink, window), k))
+        most_important(step, &importance, (sink, window), k)
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {

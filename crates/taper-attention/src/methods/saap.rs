@@ -2,7 +2,7 @@
 
 use super::Entry;
 use crate::artifacts::{ArtifactFile, ArtifactKind, Loaded};
-use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor};
+use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex, Predictor};
 use crate::partition::Partition;
 use crate::probing::{Params, Prober, Probing};
 use crate::schema::{parse, schema_of};
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::sync::Arc;
 use taper_kernels::index::clusters::Probes;
-use taper_kernels::mlp::{self, Activation, Mlp};
+use taper_kernels::mlp::{self, Activation, Mlp, PerHead};
 
 pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     name: "saap",
@@ -57,7 +57,7 @@ struct Nothing {}
 struct Saap {
     partition: Partition,
     /// `[layers][kv_heads]`.
-    classifiers: Vec<Option<Vec<Mlp>>>,
+    classifiers: Vec<Option<PerHead<Mlp>>>,
 }
 
 impl Saap {
@@ -87,7 +87,7 @@ impl Saap {
                     vec![(of(&first, head), of(&first_bias, head)), (of(&second, head), of(&second_bias, head))];
                 Mlp::new(layers, Activation::Relu).map_err(|e| e.to_string())
             };
-            classifiers.push(Some((0..heads).map(mlp).collect::<std::result::Result<Vec<_>, _>>()?));
+            classifiers.push(Some((0..heads).map(mlp).collect::<std::result::Result<PerHead<_>, _>>()?));
         }
         Ok(Self { partition, classifiers })
     }
@@ -112,5 +112,9 @@ impl Predictor for Saap {
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         vec![&self.partition]
+    }
+
+    fn host_only(&self) -> Option<HostOnly> {
+        self.partition.host_only()
     }
 }

@@ -1,7 +1,7 @@
 //! S²ANTA: exact probabilities from all keys, and a few values drawn from them.
 
 use super::{Entry, decode};
-use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex};
+use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex};
 use crate::schema::{parse, schema_of};
 use crate::spec::{Chosen, SpecError};
 use candle_core::Result;
@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use taper_kernels::decode::{Decode, Spread, Targets, bernoulli_queries, sample_values, scores};
+use taper_kernels::kv::BLOCK_TOKENS;
 
 pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     name: "santa",
@@ -149,7 +150,7 @@ impl Santa {
             (step.batch, chosen.scores.as_ref())
         };
         // Heads that draw score their keys for it, unless they are known.
-        let heads = chosen.selection.counts(step.batch.rows).into_iter().enumerate();
+        let heads = chosen.selection.counts(step.batch.rows)?.into_iter().enumerate();
         let new = heads.filter(|&(head, keys)| keys > samples && known.is_none_or(|known| !known.has(head)));
         let scored = chosen.scored + new.map(|(_, keys)| keys).sum::<usize>();
         let selection = sample_values(&batch, &chosen.selection, known, streams, samples, self.spread())?;
@@ -168,5 +169,15 @@ impl DecodeMethod for Santa {
 
     fn dense_layers(&self) -> usize {
         self.within.method.dense_layers()
+    }
+
+    fn host_only(&self) -> Option<HostOnly> {
+        if self.within.name != "dense" {
+            let what = format!("drawing from what `{}` reads, not from all,", self.within.name);
+            return Some(HostOnly { field: "within.method", what });
+        }
+        let tiled = !matches!(self.params.kernel, Kernel::Prop) && !self.params.tile.is_multiple_of(BLOCK_TOKENS);
+        let what = || format!("a tile of {}, not a multiple of {BLOCK_TOKENS},", self.params.tile);
+        tiled.then(|| HostOnly { field: "tile", what: what() })
     }
 }

@@ -2,7 +2,7 @@
 
 use super::error::Result;
 use super::op::Op;
-use crate::decode::{Decode, DecodeRow, HeadSelection, Keys, Selection, Values};
+use crate::decode::{Decode, DecodeRow, HeadSelection, Keys, Values};
 use crate::kv::{BLOCK_TOKENS, PagedKv};
 use candle_core::{DType, Tensor};
 
@@ -64,6 +64,7 @@ impl Batch<'_> {
 }
 
 /// A [`Decode`] copied to the device.
+#[derive(Debug)]
 pub(super) struct Upload {
     q: Tensor,
     tables: Tensor,
@@ -98,7 +99,7 @@ pub(super) const WORDS: usize = 16;
 
 /// What each row and list of heads reads, on the device: two ranges, blocks of 64 tokens, single tokens, and a sample of
 /// which each query head reads a prefix with its own weight. With as many lists as KV heads each serves its group.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Lists {
     pub(super) work: Tensor,
     pub(super) block_ids: Option<Tensor>,
@@ -165,12 +166,21 @@ impl Lists {
         Ok(work.iter().map(one).collect())
     }
 
+    /// Keys that each list reads `[rows * heads]`, but for samples. Waits for the device.
+    pub(super) fn counts(&self) -> Result<Vec<usize>> {
+        let one = |w: &Vec<u32>| {
+            let ranges = [0, 1].map(|i| w[END + i].saturating_sub(w[BEGIN + i])).iter().sum::<u32>();
+            (ranges + w[TOKEN_COUNT]) as usize + w[BLOCK_COUNT] as usize * BLOCK_TOKENS
+        };
+        Ok(self.work.to_vec2::<u32>()?.iter().map(one).collect())
+    }
+
     /// The lists of a host selection, which the caller has checked; heads with given weights read nothing.
-    pub(super) fn upload(op: &Op, rows: &[DecodeRow], selection: &Selection, group: usize) -> Result<Self> {
-        let heads = selection.0.len() / rows.len().max(1);
+    pub(super) fn upload(op: &Op, rows: &[DecodeRow], selection: &[HeadSelection], group: usize) -> Result<Self> {
+        let heads = selection.len() / rows.len().max(1);
         let mut made = Draft::default();
         let (mut counts, mut ln_weights) = (Vec::new(), Vec::new());
-        for (i, head) in selection.0.iter().enumerate() {
+        for (i, head) in selection.iter().enumerate() {
             let visible = &rows[i / heads].visible;
             made.begin(visible.end as u32);
             let sampled = match head {
@@ -209,13 +219,13 @@ impl Lists {
     pub(super) fn upload_values(
         op: &Op,
         rows: &[DecodeRow],
-        selection: &Selection,
+        selection: &[HeadSelection],
         group: usize,
     ) -> Result<Option<Self>> {
-        let heads = selection.0.len() / rows.len().max(1);
+        let heads = selection.len() / rows.len().max(1);
         let mut made = Draft::default();
         let mut weights = Vec::new();
-        for (i, head) in selection.0.iter().enumerate() {
+        for (i, head) in selection.iter().enumerate() {
             for g in 0..group {
                 made.begin(rows[i / heads].visible.end as u32);
                 let HeadSelection::Values(Values { ids, weights: given }) = head else { continue };
@@ -235,7 +245,7 @@ impl Lists {
 
 /// Lists in the making, on the host.
 #[derive(Default)]
-struct Draft {
+pub(super) struct Draft {
     work: Vec<[u32; WORDS]>,
     tokens: Vec<u32>,
     ranges: usize,
@@ -253,7 +263,7 @@ const SAMPLE_COUNT: usize = 9;
 const LEN: usize = 12;
 
 impl Draft {
-    fn begin(&mut self, len: u32) {
+    pub fn begin(&mut self, len: u32) {
         let mut list = [0; WORDS];
         list[LEN] = len;
         self.work.push(list);
@@ -264,7 +274,7 @@ impl Draft {
         self.work.last_mut().expect("a list was begun")
     }
 
-    fn range(&mut self, begin: u32, end: u32) {
+    pub fn range(&mut self, begin: u32, end: u32) {
         let at = self.ranges;
         let list = self.last();
         (list[BEGIN + at], list[END + at]) = (begin, end);
@@ -272,7 +282,7 @@ impl Draft {
     }
 
     /// Two ranges as they are, further ones by their tokens, and the single tokens.
-    fn keys(&mut self, keys: &Keys) {
+    pub fn keys(&mut self, keys: &Keys) {
         let (whole, rest) = keys.ranges.split_at(keys.ranges.len().min(2));
         whole.iter().for_each(|r| self.range(r.start as u32, r.end as u32));
         let more = rest.iter().flat_map(|r| r.start as u32..r.end as u32);
@@ -294,7 +304,15 @@ impl Draft {
         (list[SAMPLE_FIRST], list[SAMPLE_COUNT]) = (first as u32, ids.len() as u32);
     }
 
-    fn finish(self, op: &Op, rows: usize, heads: usize) -> Result<Lists> {
+    /// Gives list `i` a sample of `counts[i]` tokens, which will stand behind the tokens so far, `stride` apart.
+    pub fn samples(&mut self, counts: &[usize], stride: usize) {
+        let behind = self.tokens.len();
+        for (i, (list, &count)) in self.work.iter_mut().zip(counts).enumerate() {
+            (list[SAMPLE_FIRST], list[SAMPLE_COUNT]) = ((behind + i * stride) as u32, count as u32);
+        }
+    }
+
+    pub fn finish(self, op: &Op, rows: usize, heads: usize) -> Result<Lists> {
         let token_ids = (!self.tokens.is_empty()).then(|| op.upload(&self.tokens, [self.tokens.len()])).transpose()?;
         Ok(Lists {
             work: op.upload(self.work.as_flattened(), [rows * heads, WORDS])?,

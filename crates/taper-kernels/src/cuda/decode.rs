@@ -1,10 +1,10 @@
-//! Attention of single query rows over lists: [`crate::decode::attend`] on a CUDA device, and its parts.
+//! Attention of single query rows over lists, and over selections in host memory.
 
 use super::batch::{Batch, Dims, Lists, Upload, WORDS};
 use super::error::Result;
 use super::ffi::{TaperDecodeParams, TaperMergeParams, taper_decode, taper_decode_plan, taper_merge};
 use super::op::Op;
-use crate::decode::{Decode, Selection, check};
+use crate::decode::{Decode, HeadSelection, check};
 use crate::kv::BLOCK_TOKENS;
 use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
@@ -171,8 +171,9 @@ impl Plan {
     }
 }
 
-/// [`crate::decode::attend`]: queries in f32 are rounded to the cache's dtype; returns `[R, q_heads, head_dim]`, f32.
-pub(crate) fn attend(batch: &Decode, selection: &Selection) -> Result<Tensor> {
+/// [`crate::decode::attend`] over a selection in host memory: queries in f32 are rounded to the cache's dtype; returns
+/// `[R, q_heads, head_dim]`, f32.
+pub(super) fn attend_host(batch: &Decode, selection: &[HeadSelection]) -> Result<Tensor> {
     let op = Op::new("attend", "q", batch.q)?;
     let (_, q_heads, kv_heads, _) = batch.dims()?;
     let group = q_heads / kv_heads;

@@ -4,9 +4,10 @@
 use super::batch::{Batch, Dims, Lists, WORDS};
 use super::error::Result;
 use super::ffi::{self, TaperAppendParams, TaperAssignParams, TaperChooseParams, TaperCodeParams, TaperIndexParams};
-use super::ffi::{TaperClusteredParams, TaperHashScoreParams, TaperLinearParams};
+use super::ffi::{TaperClusteredParams, TaperHashScoreParams, TaperLinearParams, TaperNearestParams, TaperProbeParams};
 use super::op::Op;
 use super::sample::{Scratch, prepare};
+use crate::index::clusters::MOST_ON_DEVICE;
 use crate::kv::BLOCK_TOKENS;
 use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
@@ -29,6 +30,8 @@ pub struct Metadata<'a> {
     pub mean: Option<&'a Tensor>,
     /// Channels of every key `[blocks, kv_heads, 64, width]`, and which `[kv_heads, width]`, u32.
     pub labels: Option<(&'a Tensor, &'a Tensor)>,
+    /// Channel-wise minima, then maxima, of each page's visible keys `[blocks, kv_heads, pages of a block, 2 head_dim]`.
+    pub pages: Option<&'a Tensor>,
 }
 
 /// Takes new keys `[blocks, kv_heads, 64, head_dim]` into what stands for them.
@@ -54,6 +57,8 @@ pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], to: &Metadata) -> Res
     let at = op.upload(&words, [spans.len(), 4])?;
     let block = [blocks, kv_heads, head_dim];
     let width = to.labels.map_or(Ok(0), |(labels, _)| labels.dim(3))?;
+    let pages = to.pages.map_or(Ok(1), |pages| pages.dim(2))?;
+    op.check(pages > 0 && BLOCK_TOKENS.is_multiple_of(pages), "pages", pages, "a divisor of 64")?;
     let p = TaperAppendParams {
         k: op.at("k", k, dtype, [blocks, kv_heads, BLOCK_TOKENS, head_dim])?,
         block_table: op.at("tables", tables, DType::U32, [table_count, stride])?,
@@ -63,6 +68,8 @@ pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], to: &Metadata) -> Res
         lower: op.maybe("bounds", to.bounds.map(|b| b.1), dtype, block)?,
         mean: op.maybe("mean", to.mean, dtype, block)?,
         labels: op.maybe("labels", to.labels.map(|l| l.0), dtype, [blocks, kv_heads, BLOCK_TOKENS, width])?,
+        pages: op.maybe("pages", to.pages, dtype, [blocks, kv_heads, pages, 2 * head_dim])?,
+        page: op.int("pages", BLOCK_TOKENS / pages)?,
         span_count: op.int("spans", spans.len())?,
         kv_heads: op.int("k", kv_heads)?,
         head_dim: op.int("k", head_dim)?,
@@ -71,6 +78,7 @@ pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], to: &Metadata) -> Res
         max_blocks: most as i32,
         width: op.int("labels", width)?,
         overlap: 1,
+        ..TaperAppendParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { ffi::taper_append(&p, op.stream()) })
@@ -117,6 +125,31 @@ pub fn codes(x: &Tensor, at: &Tokens, index: &Tensor) -> Result<()> {
     };
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { ffi::taper_codes(&p, op.stream()) })
+}
+
+/// The same, not into an index: codes `[T, heads, words]`, u32, of `x` `[T, heads, 32 words]`.
+///
+/// # Errors
+/// A dtype other than bf16 and f16, a width that is not a multiple of 32.
+pub fn signs(x: &Tensor) -> Result<Tensor> {
+    let op = Op::new("signs", "x", x)?;
+    let ((tokens, heads, width), dtype) = (x.dims3()?, x.dtype());
+    op.check(width > 0 && width.is_multiple_of(32), "x", format!("{width} wide"), "a multiple of 32")?;
+    let out = op.empty((tokens, heads, width / 32), DType::U32)?;
+    let p = TaperCodeParams {
+        x: op.at("x", x, dtype, [tokens, heads, width])?,
+        codes: op.at("out", &out, DType::U32, [tokens, heads, width / 32])?,
+        tokens: op.int("x", tokens)?,
+        heads: op.int("x", heads)?,
+        kv_heads: op.int("x", heads)?,
+        words: op.int("x", width / 32)?,
+        dtype: op.dtype("x", dtype)?,
+        overlap: 1,
+        ..TaperCodeParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_codes(&p, op.stream()) })?;
+    Ok(out)
 }
 
 /// How many bits of each key's code equal the query's less those that differ, summed over the group
@@ -186,6 +219,86 @@ pub fn assign(k: &Tensor, centroids: &Tensor, at: &Tokens, index: &Tensor) -> Re
     };
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { ffi::taper_saap_assign(&p, op.stream()) })
+}
+
+/// As [`assign`], by products `[kv_heads, T, clusters]`, f32, of the keys with all centroids.
+///
+/// # Errors
+/// Shapes or dtypes that differ.
+pub fn nearest(products: &Tensor, at: &Tokens, index: &Tensor) -> Result<()> {
+    let op = Op::new("nearest", "products", products)?;
+    let (kv_heads, tokens, clusters) = products.dims3()?;
+    let (tables, stride) = at.tables.dims2()?;
+    let p = TaperNearestParams {
+        products: op.at("products", products, DType::F32, [kv_heads, tokens, clusters])?,
+        positions: op.at("positions", at.positions, DType::U32, [tokens])?,
+        token_table: op.at("tables_of", at.tables_of, DType::U32, [tokens])?,
+        block_table: op.at("tables", at.tables, DType::U32, [tables, stride])?,
+        ids: op.at("index", index, DType::I16, [index.dim(0)?, kv_heads, BLOCK_TOKENS])?,
+        tokens: op.int("products", tokens)?,
+        kv_heads: op.int("products", kv_heads)?,
+        clusters: op.int("products", clusters)?,
+        table_stride: op.int("tables", stride)?,
+        overlap: 1,
+        ..TaperNearestParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_saap_nearest(&p, op.stream()) })
+}
+
+/// How many clusters [`probe`] takes.
+#[derive(Clone, Copy)]
+pub struct Limits<'a> {
+    /// Clusters at most.
+    pub clusters: usize,
+    /// Tokens at most, of each list `[R * kv_heads]`, u32.
+    pub tokens: &'a Tensor,
+    /// Whether the likeliest is taken whatever it holds.
+    pub first: bool,
+}
+
+/// Adds to lists of two ranges the tokens between them that belong to the likeliest clusters: by the softmax of `logits`
+/// `[R, q_heads, clusters]`, f32, summed over the group, ties going to the earlier, until one would pass a limit. `index`
+/// `[blocks, kv_heads, 64]`, i16 of the same bits. At most 4,096 clusters.
+///
+/// # Errors
+/// Shapes or dtypes that differ.
+///
+/// # Source
+/// As [`crate::index::clusters::select`].
+pub fn probe(batch: &Batch, logits: &Tensor, index: &Tensor, mut lists: Lists, limits: Limits) -> Result<Lists> {
+    let op = Op::new("probe", "logits", logits)?;
+    let Dims { rows, q_heads, kv_heads, blocks, tables, stride, .. } = batch.dims(&op)?;
+    let clusters = logits.dim(2)?;
+    let most = MOST_ON_DEVICE;
+    op.check((1..=most).contains(&clusters), "logits", format!("of {clusters} clusters"), format!("1 to {most}"))?;
+    let (count, capacity) = (rows * kv_heads, batch.max_len);
+    let expected = format!("{rows} rows of {kv_heads}");
+    op.check((lists.rows, lists.heads) == (rows, kv_heads), "lists", format!("{} rows", lists.rows), expected)?;
+    let ids = op.empty(count * capacity, DType::U32)?;
+    let p = TaperProbeParams {
+        logits: op.at("logits", logits, DType::F32, [rows, q_heads, clusters])?,
+        ids: op.at("index", index, DType::I16, [blocks, kv_heads, BLOCK_TOKENS])?,
+        block_table: op.at("tables", batch.tables, DType::U32, [tables, stride])?,
+        row_table: op.maybe("row_tables", batch.row_tables, DType::U32, [rows])?,
+        limits: op.at("limits", limits.tokens, DType::U32, [count])?,
+        work: op.at("lists", &lists.work, DType::U32, [count, WORDS])?,
+        token_ids: op.at("ids", &ids, DType::U32, [count * capacity])?,
+        rows: op.int("q", rows)?,
+        q_heads: op.int("q", q_heads)?,
+        kv_heads: op.int("kv", kv_heads)?,
+        clusters: op.int("logits", clusters)?,
+        table_stride: op.int("tables", stride)?,
+        most: op.int("limits", limits.clusters.min(clusters))?,
+        first: limits.first.into(),
+        capacity: op.int("max_len", capacity)?,
+        overlap: 1,
+        ..TaperProbeParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_saap_probe(&p, op.stream()) })?;
+    lists.token_ids = Some(ids);
+    Ok(lists)
 }
 
 /// Tokens of each sequence and KV head in the order of their clusters.

@@ -1,13 +1,14 @@
 //! The operations on a CUDA device: safe functions over the kernels of kernels/, for the H100 and H200 (sm_90a).
 //!
-//! Where the CPU's operation takes tensors and small host slices, the same function runs on either device and comes here by
-//! itself: [`crate::kv::append`], [`crate::kv::copy_block`], [`crate::prefill::prefill`], [`crate::prefill::sums`],
-//! [`crate::decode::attend`], [`crate::correct::correct`]. What this module offers besides keeps tables, lists and budgets on
-//! the device, so that a step needs no host in between: [`Batch`] for [`crate::decode::Decode`], [`Lists`] for
-//! [`crate::decode::Selection`].
+//! The same functions as the CPU's run on either device and come here by themselves: [`crate::kv::append`],
+//! [`crate::kv::copy_block`], [`crate::prefill::prefill`], [`crate::prefill::sums`], [`crate::correct::correct`],
+//! [`crate::mlp::per_head`], [`crate::rotary::undo`], and all of [`crate::decode`] and [`crate::index`] that decode methods
+//! call but for what only a hard tail wants ([`crate::decode::sample_certain`], [`crate::index::norms`]): selections,
+//! scores and importance then stay on the device (`step`). What this module offers besides are the parts of that, by
+//! which a step needs no host at all: [`Batch`] for [`crate::decode::Decode`], [`Lists`] for [`crate::decode::Selection`].
 //!
 //! Every function queues its work on candle's stream of the device and returns; none waits for a launch to end, but for
-//! [`Lists::read_back`]. Host slices are copied on the same stream, and from pageable memory: large ones may hold the caller
+//! [`Lists::read_back`] and those of `step` that say so. Host slices are copied on the same stream, and from pageable memory: large ones may hold the caller
 //! up, so what serves many layers ([`Tiles`], [`Plan`], tables) is made once a step. Caches are bf16 or f16, head_dim 64 or
 //! 128, at most 16 query heads a KV head. Errors name the operation and the parameter. What tensors of tables, lengths and
 //! ids say is not looked at on the host and must be true.
@@ -24,6 +25,7 @@ mod op;
 mod prefill;
 mod sample;
 mod score;
+pub(crate) mod step;
 mod stripes;
 mod sums;
 
@@ -37,7 +39,6 @@ pub use sample::{Sampled, Scratch, Streams, ValueDraws, draw, listed, sampled, s
 pub use score::{Between, Scores, View, pick_blocks, scores, top_k, top_k_by, top_p};
 pub use stripes::{Chosen, block_lists, drop_columns};
 
-pub(crate) use decode::attend;
 pub(crate) use delta::correct;
 pub(crate) use kv::{append, copy_block};
 pub(crate) use prefill::prefill;

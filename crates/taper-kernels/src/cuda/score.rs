@@ -1,14 +1,18 @@
 //! Scores of what stands for keys, and lists chosen by them: what [`crate::decode::scores`], [`crate::decode::top_k`] and
 //! [`crate::decode::top_p`] do, on a CUDA device and without the host.
 
-use super::batch::{Batch, Dims, Lists};
+use super::batch::{Batch, Dims, Draft, Lists};
 use super::decode::Plan;
 use super::error::Result;
-use super::ffi::{self, TaperGroupSelectParams, TaperPickParams, TaperScoreParams, TaperSelectParams};
+use super::ffi::{
+    self, TaperGroupSelectParams, TaperPagesParams, TaperPickParams, TaperScoreParams, TaperSelectParams,
+};
 use super::op::Op;
+use crate::index::labels::ON_DEVICE;
 use crate::kv::BLOCK_TOKENS;
 use bytemuck::Zeroable;
 use candle_core::{D, DType, Tensor};
+use std::ops::Range;
 
 /// What is scored in place of keys.
 #[derive(Clone, Copy)]
@@ -18,6 +22,8 @@ pub enum View<'a> {
     Rows(&'a Tensor),
     /// Channel-wise bounds of pages, upper and lower, each as `Rows`: the largest score that they allow.
     Bounds(&'a Tensor, &'a Tensor),
+    /// The same beside each other, `[blocks, kv_heads, pages of a block, 2 width]`: minima, then maxima.
+    Pages(&'a Tensor),
 }
 
 /// Scaled scores of every entry of each row and query head, and their log-sum-exp.
@@ -39,7 +45,7 @@ impl Scores {
         &self.lse
     }
 
-    fn of(&self) -> (&Tensor, Option<&Tensor>, usize) {
+    pub(super) fn of(&self) -> (&Tensor, Option<&Tensor>, usize) {
         (&self.scores, Some(&self.lse), self.page)
     }
 
@@ -56,29 +62,33 @@ impl Scores {
 /// Shapes or dtypes that differ.
 pub fn scores(batch: &Batch, q: &Tensor, view: View, scale: f32) -> Result<Scores> {
     let op = Op::new("scores", "q", q)?;
-    let dims = batch.dims(&op)?;
-    let Dims { rows, q_heads, kv_heads, blocks, tables, stride, .. } = dims;
-    let (upper, lower) = match view {
-        View::Rows(rows) => (rows, None),
+    let Dims { rows, q_heads, kv_heads, blocks, tables, stride, .. } = batch.dims(&op)?;
+    let pages = matches!(view, View::Pages(_));
+    let (view, lower) = match view {
+        View::Rows(view) | View::Pages(view) => (view, None),
         View::Bounds(upper, lower) => (upper, Some(lower)),
     };
-    let (_, _, per_block, width) = upper.dims4()?;
-    let widths = if lower.is_some() { &[64, 128][..] } else { &[16, 32, 64, 128][..] };
+    let (_, _, per_block, pitch) = view.dims4()?;
+    let width = if pages { pitch / 2 } else { pitch };
+    let widths = if pages || lower.is_some() { &[64, 128][..] } else { &ON_DEVICE[..] };
     op.check(widths.contains(&width), "view", format!("{width} wide"), format!("{widths:?}"))?;
     let fits = per_block > 0 && BLOCK_TOKENS.is_multiple_of(per_block);
     op.check(fits, "view", format!("{per_block} entries a block"), "a divisor of 64")?;
-    let dtype = upper.dtype();
+    let dtype = view.dtype();
     let page = BLOCK_TOKENS / per_block;
     let entries = batch.max_len.div_ceil(page).next_multiple_of(64);
     let tiles = entries / 64;
     let scores = op.empty((rows, q_heads, entries), DType::F32)?;
     let low = Tensor::full(f32::NEG_INFINITY, (rows, q_heads, tiles), &op.device)?;
     let (top, sum) = (low.contiguous()?, op.zeros((rows, q_heads, tiles), DType::F32)?);
-    let shape = [blocks, kv_heads, per_block, width];
+    let shape = [blocks, kv_heads, per_block, pitch];
+    let first = op.at::<u16>("view", view, dtype, shape)?;
     let p = TaperScoreParams {
         q: op.at("q", q, dtype, [rows, q_heads, width])?,
-        view: op.at("view", upper, dtype, shape)?,
-        lower: op.maybe("view", lower, dtype, shape)?,
+        // Of minima and maxima beside each other the upper bounds come second.
+        view: if pages { first.wrapping_add(width) } else { first }.cast(),
+        lower: if pages { first.cast() } else { op.maybe("view", lower, dtype, shape)? },
+        pitch: op.int("view", pitch)?,
         block_table: op.at("tables", batch.tables, DType::U32, [tables, stride])?,
         row_table: op.maybe("row_tables", batch.row_tables, DType::U32, [rows])?,
         lens: op.at("lens", batch.lens, DType::U32, [rows])?,
@@ -115,6 +125,8 @@ pub struct Between {
     /// First candidate entry, and one past the last, of each list `[lists]`, u32.
     begins: Tensor,
     ends: Tensor,
+    /// Whether ranges end where pages do.
+    whole: bool,
 }
 
 impl Between {
@@ -139,19 +151,47 @@ impl Between {
             lists: Lists::ranges(like, heads, &rows)?,
             begins: op.upload(&begins, [begins.len()])?,
             ends: op.upload(&ends, [ends.len()])?,
+            whole: true,
         })
+    }
+
+    /// Of each list `[R * heads]` the two ranges that its candidates lie between, token by token, or none for a list that
+    /// reads all of its `lens` `[R]` tokens.
+    pub(super) fn of(op: &Op, lens: &[usize], fixed: &[Option<[Range<usize>; 2]>], page: usize) -> Result<Self> {
+        let heads = fixed.len() / lens.len().max(1);
+        let (mut made, mut begins, mut ends) = (Draft::default(), Vec::new(), Vec::new());
+        for (i, fixed) in fixed.iter().enumerate() {
+            made.begin(lens[i / heads] as u32);
+            match fixed {
+                None => made.range(0, lens[i / heads] as u32),
+                Some(ranges) => ranges.iter().for_each(|r| made.range(r.start as u32, r.end as u32)),
+            }
+            let between = fixed.as_ref().map_or(0..0, |ranges| ranges[0].end..ranges[1].start);
+            begins.push((between.start / page) as u32);
+            ends.push(between.end.div_ceil(page) as u32);
+        }
+        Ok(Self {
+            lists: made.finish(op, lens.len(), heads)?,
+            begins: op.upload(&begins, [begins.len()])?,
+            ends: op.upload(&ends, [ends.len()])?,
+            whole: page == 1,
+        })
+    }
+
+    /// The lists, before anything is chosen for them.
+    pub(super) fn into_lists(self) -> Lists {
+        self.lists
     }
 }
 
 /// The sinks, the window, and of the entries between them the `k` that hold the largest share of the attention mass, summed
-/// over the group; ties go to the earlier. Entries are tokens or blocks of 64.
+/// over the group; ties go to the earlier.
 ///
 /// # Errors
-/// Shapes that differ; pages of other sizes.
+/// Shapes that differ.
 pub fn top_k(batch: &Batch, scores: &Scores, between: Between, k: usize) -> Result<Lists> {
     let op = Op::new("top_k", "q", batch.q)?;
-    let capacity = k.clamp(1, scores.scores.dim(2)?);
-    let how = How { capacity, k: op.int("k", k)?, mass: ffi::TAPER_BY_COUNT, shares: None };
+    let how = How::by_count(&op, k, None, scores.scores.dim(2)?)?;
     select(&op, batch, scores.of(), between, &how)
 }
 
@@ -166,7 +206,7 @@ pub fn top_p(batch: &Batch, scores: &Scores, between: Between, p: f32, capacity:
     let Dims { rows, q_heads, kv_heads, .. } = batch.dims(&op)?;
     op.check(scores.page == 1, "scores", format!("of pages of {}", scores.page), "of tokens")?;
     // What sinks and window hold already, from attention over them alone.
-    let Between { lists, begins, ends } = between;
+    let Between { lists, begins, ends, whole } = between;
     let plan = Plan::new(lists, batch)?;
     let held = plan.attend(batch, None, DType::F32)?.1;
     let group = q_heads / kv_heads;
@@ -174,8 +214,8 @@ pub fn top_p(batch: &Batch, scores: &Scores, between: Between, p: f32, capacity:
     let rest = (held.affine(-1.0, group as f64)?).clamp(1e-30, group as f64)?;
     let spare = f64::from(1.0 - p) * group as f64;
     let shares = rest.recip()?.affine(-spare, 1.0)?.clamp(0.0, 1.0)?.flatten_all()?;
-    let how = How { capacity, k: 0, mass: ffi::TAPER_BY_SCORE, shares: Some(&shares) };
-    select(&op, batch, scores.of(), Between { lists: plan.into_lists(), begins, ends }, &how)
+    let how = How { capacity, k: 0, ks: None, mass: ffi::TAPER_BY_SCORE, shares: Some(&shares) };
+    select(&op, batch, scores.of(), Between { lists: plan.into_lists(), begins, ends, whole }, &how)
 }
 
 /// The sinks, the window, and of the tokens between them the `k` that matter most by `importance` `[R, kv_heads, entries]`,
@@ -185,20 +225,29 @@ pub fn top_p(batch: &Batch, scores: &Scores, between: Between, p: f32, capacity:
 /// Shapes that differ.
 pub fn top_k_by(batch: &Batch, importance: &Tensor, between: Between, k: usize) -> Result<Lists> {
     let op = Op::new("top_k_by", "importance", importance)?;
-    let capacity = k.clamp(1, importance.dim(2)?);
-    let how = How { capacity, k: op.int("k", k)?, mass: ffi::TAPER_BY_COUNT, shares: None };
+    let how = How::by_count(&op, k, None, importance.dim(2)?)?;
     select(&op, batch, (importance, None, 1), between, &how)
 }
 
-struct How<'a> {
+/// What decides how many entries a list takes.
+pub(super) struct How<'a> {
     capacity: usize,
     k: i32,
+    ks: Option<&'a Tensor>,
     mass: i32,
     shares: Option<&'a Tensor>,
 }
 
+impl<'a> How<'a> {
+    /// At most `k` of so many entries; of each list as many as `ks` `[lists]`, u32, says, which are no more.
+    pub fn by_count(op: &Op, k: usize, ks: Option<&'a Tensor>, entries: usize) -> Result<Self> {
+        let capacity = k.clamp(1, entries);
+        Ok(Self { capacity, k: op.int("k", k)?, ks, mass: ffi::TAPER_BY_COUNT, shares: None })
+    }
+}
+
 /// Chooses by scores and their log-sum-exp, with which a group's shares are added, or by what is a group's already.
-fn select(
+pub(super) fn select(
     op: &Op,
     batch: &Batch,
     (scores, lse, page): (&Tensor, Option<&Tensor>, usize),
@@ -207,21 +256,24 @@ fn select(
 ) -> Result<Lists> {
     let Dims { rows, q_heads, kv_heads, .. } = batch.dims(op)?;
     let heads = if lse.is_some() { q_heads } else { kv_heads };
-    let Between { mut lists, begins, ends } = between;
+    let Between { mut lists, begins, ends, whole } = between;
     let (count, entries) = (rows * kv_heads, scores.dim(2)?);
     let expected = format!("{rows} rows of {kv_heads}");
     op.check(lists.rows == rows && lists.heads == kv_heads, "between", format!("{} rows", lists.rows), expected)?;
     let target = match page {
         1 => ffi::TAPER_TOKENS,
-        BLOCK_TOKENS => ffi::TAPER_BLOCKS,
-        page => return Err(op.error("scores", format!("of pages of {page}"), "of tokens or of blocks of 64")),
+        BLOCK_TOKENS if whole => ffi::TAPER_BLOCKS,
+        _ => ffi::TAPER_NO_TARGET,
     };
+    let chosen = op.empty(count, DType::U32)?;
     let ids = op.empty((count, how.capacity), DType::U32)?;
     let base = TaperSelectParams {
         scores: op.at("scores", scores, DType::F32, [rows, heads, entries])?,
         begins: op.at("between", &begins, DType::U32, [count])?,
         ends: op.at("between", &ends, DType::U32, [count])?,
         ids: op.at("ids", &ids, DType::U32, [count, how.capacity])?,
+        ks: op.maybe("k", how.ks, DType::U32, [count])?,
+        counts: op.at("counts", &chosen, DType::U32, [count])?,
         work: op.at("between", &lists.work, DType::U32, lists.work.dims())?,
         lists: op.int("scores", count)?,
         stride: op.int("scores", entries)?,
@@ -243,11 +295,31 @@ fn select(
     };
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { ffi::taper_select_group(&p, op.stream()) })?;
-    match page {
-        1 => lists.token_ids = Some(ids),
-        _ => lists.block_ids = Some(ids),
+    match target {
+        ffi::TAPER_TOKENS => lists.token_ids = Some(ids.flatten_all()?),
+        ffi::TAPER_BLOCKS => lists.block_ids = Some(ids),
+        _ => lists.token_ids = Some(pages(op, &lists, &ids, &chosen, page)?),
     }
     Ok(lists)
+}
+
+/// The tokens of the pages chosen that lie between the lists' ranges, which the lists are made to name.
+fn pages(op: &Op, lists: &Lists, chosen: &Tensor, counts: &Tensor, page: usize) -> Result<Tensor> {
+    let (count, capacity) = chosen.dims2()?;
+    let ids = op.empty(count * capacity * page, DType::U32)?;
+    let p = TaperPagesParams {
+        pages: op.at("pages", chosen, DType::U32, [count, capacity])?,
+        counts: op.at("counts", counts, DType::U32, [count])?,
+        ids: op.at("ids", &ids, DType::U32, [count * capacity * page])?,
+        work: op.at("between", &lists.work, DType::U32, lists.work.dims())?,
+        lists: op.int("scores", count)?,
+        capacity: op.int("capacity", capacity)?,
+        page: op.int("page", page)?,
+        overlap: 1,
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_pages(&p, op.stream()) })?;
+    Ok(ids)
 }
 
 /// The sinks, the window, and of the blocks between them the `k` whose score is largest for some head of the group, scored
@@ -261,8 +333,9 @@ pub fn pick_blocks(batch: &Batch, view: View, between: Between, k: usize) -> Res
     let (upper, lower) = match view {
         View::Rows(rows) => (rows, None),
         View::Bounds(upper, lower) => (upper, Some(lower)),
+        View::Pages(_) => return Err(op.error("view", "bounds beside each other", "means, or bounds in two tensors")),
     };
-    let Between { mut lists, begins, ends } = between;
+    let Between { mut lists, begins, ends, .. } = between;
     let expected = format!("{rows} rows of {kv_heads}");
     op.check(lists.rows == rows && lists.heads == kv_heads, "between", format!("{} rows", lists.rows), expected)?;
     let (count, most) = (rows * kv_heads, batch.max_len.div_ceil(BLOCK_TOKENS));

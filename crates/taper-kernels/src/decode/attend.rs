@@ -20,17 +20,18 @@ use std::ops::Range;
 pub fn attend(batch: &Decode, selection: &Selection, scores: Option<&Scores>) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if batch.q.device().is_cuda() {
-        return Ok(crate::cuda::attend(batch, selection)?);
+        return Ok(crate::cuda::step::attend(batch, selection)?);
     }
     attend_with(Isa::best(), batch, selection, scores)
 }
 
 pub(super) fn attend_with(isa: Isa, batch: &Decode, selection: &Selection, scores: Option<&Scores>) -> Result<Tensor> {
     let (rows, q_heads, kv_heads, head_dim) = batch.dims()?;
+    let selection = selection.heads()?;
     check(batch, selection, kv_heads, q_heads / kv_heads)?;
     let mut out = vec![0f32; rows * q_heads * head_dim];
     with_view!(batch, view: T => {
-        let units = units(view.rows, &selection.0, kv_heads);
+        let units = units(view.rows, selection, kv_heads);
         let mut partials = vec![0f32; units.len() * view.group * Partial::width(head_dim)];
         {
             let shared = SharedMut::new(&mut partials);
@@ -39,7 +40,7 @@ pub(super) fn attend_with(isa: Isa, batch: &Decode, selection: &Selection, score
                 // SAFETY: each unit has its own part.
                 let (unit, partial) = (&units[i], unsafe { shared.slice(i * size, size) });
                 let scores = scores.and_then(|s| s.of(unit.row * kv_heads + unit.head));
-                let head = &selection.0[unit.row * kv_heads + unit.head];
+                let head = &selection[unit.row * kv_heads + unit.head];
                 run_unit::<T>(isa, view, unit, head, scores, weights, partial);
             });
         }
@@ -48,11 +49,11 @@ pub(super) fn attend_with(isa: Isa, batch: &Decode, selection: &Selection, score
     Tensor::from_vec(out, (rows, q_heads, head_dim), batch.q.device())
 }
 
-pub(crate) fn check(batch: &Decode, selection: &Selection, kv_heads: usize, group: usize) -> Result<()> {
-    if selection.0.len() != batch.rows.len() * kv_heads {
-        bail!("decode: a selection of {} for {} rows of {kv_heads} heads", selection.0.len(), batch.rows.len());
+pub(crate) fn check(batch: &Decode, selection: &[HeadSelection], kv_heads: usize, group: usize) -> Result<()> {
+    if selection.len() != batch.rows.len() * kv_heads {
+        bail!("decode: a selection of {} for {} rows of {kv_heads} heads", selection.len(), batch.rows.len());
     }
-    for (i, head) in selection.0.iter().enumerate() {
+    for (i, head) in selection.iter().enumerate() {
         let visible = &batch.rows[i / kv_heads].visible;
         let keys = match head {
             HeadSelection::Dense => continue,

@@ -1,49 +1,102 @@
 //! Choosing keys by what they should matter.
 
 use super::{DecodeRow, HeadScores, HeadSelection, Keys, Scores, Selection, sink_window};
+#[cfg(feature = "cuda")]
+use crate::cuda::step::{self, Scored};
 use crate::parallel;
+use candle_core::Result;
 use std::ops::Range;
 
 /// What tokens, or pages of them, should matter to each row and KV head; larger is more, none is negative.
 #[derive(Debug)]
-pub struct Importance {
+pub struct Importance(Held);
+
+#[derive(Debug)]
+enum Held {
+    Host(HostImportance),
+    #[cfg(feature = "cuda")]
+    Device(Scored),
+}
+
+#[derive(Debug)]
+struct HostImportance {
     /// Tokens of a page; pages start at multiples of it.
     page: usize,
     /// `[R, kv_heads]`, by page from that of the first visible token on; none where it was not wanted.
     heads: Vec<Option<Vec<f32>>>,
 }
 
+#[cfg(feature = "cuda")]
+impl From<Scored> for Importance {
+    fn from(scored: Scored) -> Self {
+        Self(Held::Device(scored))
+    }
+}
+
 impl Importance {
     /// Of every page that a row sees, `[R, kv_heads]`.
     pub(crate) fn new(page: usize, heads: Vec<Option<Vec<f32>>>) -> Self {
-        Self { page, heads }
+        Self(Held::Host(HostImportance { page, heads }))
+    }
+
+    fn host(&self) -> Result<&HostImportance> {
+        match &self.0 {
+            Held::Host(importance) => Ok(importance),
+            #[cfg(feature = "cuda")]
+            Held::Device(_) => candle_core::bail!("importance: on a CUDA device; expected that of host memory"),
+        }
     }
 
     /// Tokens, or pages of them, that were looked at, over all rows and KV heads.
     pub fn entries(&self) -> usize {
-        self.heads.iter().flatten().map(Vec::len).sum()
+        match &self.0 {
+            Held::Host(importance) => importance.heads.iter().flatten().map(Vec::len).sum(),
+            #[cfg(feature = "cuda")]
+            Held::Device(scored) => scored.entries(),
+        }
     }
 }
 
 /// The share of the attention mass that each key holds, summed over the group.
 pub fn importance(scores: &Scores) -> Importance {
-    Importance::new(1, parallel::map(scores.0.len(), |i| scores.of(i).map(HeadScores::importance)))
+    #[cfg(feature = "cuda")]
+    if let Some(scored) = scores.on_device() {
+        return scored.clone().into();
+    }
+    Importance::new(1, parallel::map(scores.heads(), |i| scores.of(i).map(HeadScores::importance)))
 }
 
 /// The sinks, the window, and of the rest the `k` `[R, kv_heads]` keys that matter most; by whole pages, as many as hold
 /// `k` keys.
 ///
 /// Ties go to the earlier key. A head whose choice would be everything, or of whose keys nothing is known, is dense.
-pub fn top_k(rows: &[DecodeRow], importance: &Importance, sink: usize, window: usize, k: &[usize]) -> Selection {
-    choose(rows, importance, (sink, window), |i, between, _, rest| {
+///
+/// # Errors
+/// A device error.
+pub fn top_k(
+    rows: &[DecodeRow],
+    importance: &Importance,
+    sink: usize,
+    window: usize,
+    k: &[usize],
+) -> Result<Selection> {
+    #[cfg(feature = "cuda")]
+    if let Held::Device(scored) = &importance.0 {
+        return Ok(step::top_k(rows, scored, (sink, window), k)?);
+    }
+    let importance = importance.host()?;
+    Ok(choose(rows, importance, (sink, window), |i, between, _, rest| {
         if k[i] >= between.len() { None } else { Some(largest(rest, k[i].div_ceil(importance.page).min(rest.len()))) }
-    })
+    }))
 }
 
 /// The sinks, the window, and of the rest the fewest keys with which the whole choice holds the share `p` of the
 /// attention mass, summed over the group of `group` query heads.
 ///
 /// Ties and heads of which nothing is known: as [`top_k`].
+///
+/// # Errors
+/// A device error.
 pub fn top_p(
     rows: &[DecodeRow],
     importance: &Importance,
@@ -51,8 +104,13 @@ pub fn top_p(
     window: usize,
     p: f32,
     group: usize,
-) -> Selection {
-    choose(rows, importance, (sink, window), |_, _, all, rest| {
+) -> Result<Selection> {
+    #[cfg(feature = "cuda")]
+    if let Held::Device(scored) = &importance.0 {
+        return Ok(step::top_p(rows, scored, (sink, window), p)?);
+    }
+    let importance = importance.host()?;
+    Ok(choose(rows, importance, (sink, window), |_, _, all, rest| {
         // What the rest may lack: exact at p = 1, where it is nothing.
         let spare = f64::from(1.0 - p) * group as f64;
         if spare <= 0.0 || all.iter().any(|x| x.is_nan()) {
@@ -69,14 +127,14 @@ pub fn top_p(
         let mut ids = order[..count].to_vec();
         ids.sort_unstable();
         Some(ids)
-    })
+    }))
 }
 
 /// Asks `pick(head, between, all, rest)` which pages of the rest to read, ascending; none for everything. `rest` is the
 /// part of `all` that holds keys `between` sinks and window.
 fn choose(
     rows: &[DecodeRow],
-    importance: &Importance,
+    importance: &HostImportance,
     (sink, window): (usize, usize),
     pick: impl Fn(usize, &Range<usize>, &[f32], &[f32]) -> Option<Vec<u32>> + Sync,
 ) -> Selection {
@@ -100,7 +158,7 @@ fn choose(
         let all_of_it = ids.len() == between.len();
         (!all_of_it).then(|| HeadSelection::Keys(Keys { ranges: ranges.to_vec(), ids, sample: None }))
     };
-    Selection(parallel::map(importance.heads.len(), |i| head(i).unwrap_or(HeadSelection::Dense)))
+    parallel::map(importance.heads.len(), |i| head(i).unwrap_or(HeadSelection::Dense)).into()
 }
 
 /// Every so many values one is looked at to guess the threshold.

@@ -38,7 +38,7 @@ pub struct Sampling {
 
 impl Sampling {
     /// The pilot's size, and how many sampled keys are too many, for `n` visible keys of which `fixed` are chosen.
-    fn bounds(&self, n: usize, fixed: usize) -> (usize, f64) {
+    pub(crate) fn bounds(&self, n: usize, fixed: usize) -> (usize, f64) {
         let pilot = (self.pilot_share * n.saturating_sub(fixed) as f64).ceil() as usize;
         (pilot.max(self.pilot_tokens).max(2), self.dense_share.min(1.0) * n as f64 - fixed as f64)
     }
@@ -92,19 +92,23 @@ pub fn sample(
     streams: &[Stream],
     sampling: &Sampling,
 ) -> Result<(Selection, Vec<Budget>)> {
-    check(batch, selection, streams)?;
-    if !foreseen.fits(selection.0.len()) {
-        bail!("sample: heads foreseen for another batch than one of {}", selection.0.len());
+    #[cfg(feature = "cuda")]
+    if batch.q.device().is_cuda() {
+        return Ok(crate::cuda::step::sample(batch, selection, streams, sampling)?);
     }
-    let (mut selection, mut budgets) = head_by_head(batch, selection, scores, streams, sampling)?;
-    let (heads, kv_heads) = (selection.0.len(), selection.0.len() / batch.rows.len().max(1));
+    let fixed = check(batch, selection, streams)?;
+    if !foreseen.fits(fixed.len()) {
+        bail!("sample: heads foreseen for another batch than one of {}", fixed.len());
+    }
+    let (mut selection, mut budgets) = head_by_head(batch, fixed, scores, streams, sampling)?;
+    let (heads, kv_heads) = (selection.len(), selection.len() / batch.rows.len().max(1));
     let group = budgets.len() / heads.max(1);
     for i in (0..heads).filter(|&i| foreseen.is_hopeless(i)) {
         let n = batch.rows[i / kv_heads].visible.len();
-        selection.0[i] = HeadSelection::Dense;
+        selection[i] = HeadSelection::Dense;
         budgets[i * group..][..group].fill(Budget { residual: n, sampled: n, pilot: 0, dense: true });
     }
-    Ok((selection, budgets))
+    Ok((selection.into(), budgets))
 }
 
 /// How the keys of one row and KV head are sampled.
@@ -123,18 +127,18 @@ trait Sampler: Sync {
 /// Samples for every row and KV head of what was checked.
 fn head_by_head(
     batch: &Decode,
-    selection: &Selection,
+    selection: &[HeadSelection],
     scores: Option<&Scores>,
     streams: &[Stream],
     sampler: &impl Sampler,
-) -> Result<(Selection, Vec<Budget>)> {
+) -> Result<(Vec<HeadSelection>, Vec<Budget>)> {
     let (rows, q_heads, kv_heads, _) = batch.dims()?;
     let group = q_heads / kv_heads;
-    let mut out = selection.clone();
+    let mut out = selection.to_vec();
     let mut budgets = vec![Budget::default(); rows * q_heads];
     let isa = Isa::best();
     with_view!(batch, view: T => {
-        let (heads, budgets) = (SharedMut::new(&mut out.0), SharedMut::new(&mut budgets));
+        let (heads, budgets) = (SharedMut::new(&mut out), SharedMut::new(&mut budgets));
         parallel::for_each(rows * kv_heads, || (), |(), i| {
             let (row, head) = (i / kv_heads, i % kv_heads);
             // SAFETY: one selection and one group of budgets each.
@@ -147,13 +151,14 @@ fn head_by_head(
     Ok((out, budgets))
 }
 
-fn check(batch: &Decode, selection: &Selection, streams: &[Stream]) -> Result<()> {
+/// What each row and KV head reads already, without a sample.
+pub(crate) fn check<'a>(batch: &Decode, selection: &'a Selection, streams: &[Stream]) -> Result<&'a [HeadSelection]> {
     let (rows, _, kv_heads, _) = batch.dims()?;
-    let heads = selection.0.len();
-    if heads != rows * kv_heads || streams.len() != rows || selection.0.iter().any(is_sampled) {
-        bail!("sample: a selection of {heads} heads for {rows} rows of {kv_heads}, or one with a sample");
+    let heads = selection.heads()?;
+    if heads.len() != rows * kv_heads || streams.len() != rows || heads.iter().any(is_sampled) {
+        bail!("sample: a selection of {} heads for {rows} rows of {kv_heads}, or one with a sample", heads.len());
     }
-    Ok(())
+    Ok(heads)
 }
 
 fn is_sampled(head: &HeadSelection) -> bool {
@@ -171,13 +176,17 @@ fn is_sampled(head: &HeadSelection) -> bool {
 /// As [`sample`].
 pub fn sample_some(batch: &Decode, selection: &Selection, sizes: &[usize], streams: &[Stream]) -> Result<Selection> {
     let (rows, q_heads, kv_heads, _) = batch.dims()?;
-    check(batch, selection, streams)?;
+    let heads = check(batch, selection, streams)?;
     if sizes.len() != rows * kv_heads {
         bail!("sample: {} sizes for {rows} rows of {kv_heads} heads", sizes.len());
     }
+    #[cfg(feature = "cuda")]
+    if batch.q.device().is_cuda() {
+        return Ok(crate::cuda::step::sample_some(batch, heads, sizes, streams)?);
+    }
     let group = q_heads / kv_heads;
     let draw = |i: usize| {
-        let HeadSelection::Keys(keys) = &selection.0[i] else { return HeadSelection::Dense };
+        let HeadSelection::Keys(keys) = &heads[i] else { return HeadSelection::Dense };
         let (visible, size) = (&batch.rows[i / kv_heads].visible, sizes[i]);
         let residual = visible.len() - keys.fixed();
         if size >= residual {
@@ -190,7 +199,7 @@ pub fn sample_some(batch: &Decode, selection: &Selection, sizes: &[usize], strea
         let sample = (size > 0).then_some(Sample { ids, counts, log_weights });
         HeadSelection::Keys(Keys { sample, ..keys.clone() })
     };
-    Ok(Selection(parallel::map(selection.0.len(), draw)))
+    Ok(parallel::map(heads.len(), draw).into())
 }
 
 impl Sampler for Sampling {

@@ -2,6 +2,8 @@
 
 use super::attend::score_keys;
 use super::{Decode, UNIT_TOKENS, View, with_view};
+#[cfg(feature = "cuda")]
+use crate::cuda::step::Scored;
 use crate::kv::{BLOCK_TOKENS, KvElement};
 use crate::parallel::{self, SharedMut};
 use crate::simd::{Isa, Simd, dispatch, exp};
@@ -10,17 +12,51 @@ use std::ops::Range;
 
 /// Scores of every visible key `[R, kv_heads]`, where they were wanted.
 #[derive(Debug)]
-pub struct Scores(pub(super) Vec<Option<HeadScores>>);
+pub struct Scores(Vec<Held>);
+
+/// Those of some rows.
+#[derive(Debug)]
+enum Held {
+    Host(Vec<Option<HeadScores>>),
+    #[cfg(feature = "cuda")]
+    Device(Scored),
+}
+
+impl Held {
+    fn heads(&self) -> usize {
+        match self {
+            Self::Host(heads) => heads.len(),
+            #[cfg(feature = "cuda")]
+            Self::Device(scored) => scored.wanted().len(),
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl From<Scored> for Scores {
+    fn from(scored: Scored) -> Self {
+        Self(vec![Held::Device(scored)])
+    }
+}
 
 impl Scores {
     /// Keys scored, over all rows and KV heads.
     pub fn keys(&self) -> usize {
-        self.0.iter().flatten().map(|head| head.scores.len() / head.group).sum()
+        let keys = |part: &Held| match part {
+            Held::Host(heads) => heads.iter().flatten().map(|head| head.scores.len() / head.group).sum::<usize>(),
+            #[cfg(feature = "cuda")]
+            Held::Device(scored) => scored.entries(),
+        };
+        self.0.iter().map(keys).sum()
     }
 
     /// Whether those of a row and KV head are here.
     pub fn has(&self, head: usize) -> bool {
-        self.of(head).is_some()
+        match self.part(head) {
+            (Held::Host(heads), at) => heads[at].is_some(),
+            #[cfg(feature = "cuda")]
+            (Held::Device(scored), at) => scored.wanted()[at],
+        }
     }
 
     /// The scores of rows that were scored apart, as one.
@@ -28,8 +64,38 @@ impl Scores {
         Self(parts.into_iter().flat_map(|part| part.0).collect())
     }
 
+    /// Rows and KV heads, wanted or not.
+    pub(super) fn heads(&self) -> usize {
+        self.0.iter().map(Held::heads).sum()
+    }
+
+    /// Those of a row and KV head, if they are in host memory.
     pub(super) fn of(&self, head: usize) -> Option<&HeadScores> {
-        self.0[head].as_ref()
+        match self.part(head) {
+            (Held::Host(heads), at) => heads[at].as_ref(),
+            #[cfg(feature = "cuda")]
+            (Held::Device(_), _) => None,
+        }
+    }
+
+    /// Which part a row and KV head belongs to, and its place there.
+    fn part(&self, mut head: usize) -> (&Held, usize) {
+        for part in &self.0 {
+            if head < part.heads() {
+                return (part, head);
+            }
+            head -= part.heads();
+        }
+        panic!("scores of fewer heads than are asked for");
+    }
+
+    /// All of them, where they are on a device and were scored together.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on_device(&self) -> Option<&Scored> {
+        match &self.0[..] {
+            [Held::Device(scored)] => Some(scored),
+            _ => None,
+        }
     }
 }
 
@@ -102,6 +168,11 @@ pub fn scores(batch: &Decode, wanted: &[bool]) -> Result<Scores> {
     if wanted.len() != rows * kv_heads {
         bail!("scores: {} heads wanted of {rows} rows of {kv_heads}", wanted.len());
     }
+    #[cfg(feature = "cuda")]
+    if batch.q.device().is_cuda() {
+        let nothing = || Scores(vec![Held::Host(wanted.iter().map(|_| None).collect())]);
+        return Ok(crate::cuda::step::scores(batch, wanted)?.map_or_else(nothing, Scores::from));
+    }
     let spans: Vec<_> = batch.rows.iter().flat_map(|row| std::iter::repeat_n(row.visible.clone(), kv_heads)).collect();
     let isa = Isa::best();
     with_view!(batch, view: T => {
@@ -111,7 +182,7 @@ pub fn scores(batch: &Decode, wanted: &[bool]) -> Result<Scores> {
                 view: &View<T>, row: usize, head: usize, tokens: Range<usize>, out: *mut f32, stride: usize
             ));
         };
-        Ok(Scores(pass(isa, &spans, wanted, q_heads / kv_heads, score)))
+        Ok(Scores(vec![Held::Host(pass(isa, &spans, wanted, q_heads / kv_heads, score))]))
     })
 }
 

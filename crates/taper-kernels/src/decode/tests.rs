@@ -67,12 +67,13 @@ fn agrees_with_f64_for_every_group_dtype_selection_and_instruction_set() {
                         4,
                         16,
                         &[vec![20; kv_heads], vec![7; kv_heads]].concat(),
-                    ),
+                    )
+                    .unwrap(),
                 ];
                 if n >= 1000 {
                     let mut mixed = vec![sampled(n, group); kv_heads];
                     mixed.resize(2 * kv_heads, HeadSelection::Dense);
-                    selections.push(Selection(mixed));
+                    selections.push(mixed.into());
                 }
                 for selection in &selections {
                     let partly: Vec<bool> = (0..2 * kv_heads).map(|head| head % 2 == 1).collect();
@@ -88,8 +89,9 @@ fn agrees_with_f64_for_every_group_dtype_selection_and_instruction_set() {
 
 fn compare(cache: &Cache, rows: &[DecodeRow], selection: &Selection, q: &Tensor, out: &Tensor, group: usize) {
     let (q, out) = (q.to_vec3::<f32>().unwrap(), out.to_vec3::<f32>().unwrap());
-    let kv_heads = selection.0.len() / rows.len();
-    for (i, head) in selection.0.iter().enumerate() {
+    let heads = selection.heads().unwrap();
+    let kv_heads = heads.len() / rows.len();
+    for (i, head) in heads.iter().enumerate() {
         let (row, kv_head) = (i / kv_heads, i % kv_heads);
         for g in 0..group {
             let keys = keys_of(&rows[row], head, g);
@@ -117,8 +119,8 @@ fn top_k_keeps_the_keys_of_largest_mass_over_the_group() {
         let sum: f64 = scores.iter().map(|s| s.exp()).sum();
         mass.iter_mut().zip(scores).for_each(|(m, s)| *m += s.exp() / sum);
     }
-    let Selection(heads) = top_k(batch.rows, &importance(&all_scores(&batch)), 4, 32, &[25]);
-    let HeadSelection::Keys(keys) = &heads[0] else { panic!("dense") };
+    let chosen = top_k(batch.rows, &importance(&all_scores(&batch)), 4, 32, &[25]).unwrap();
+    let HeadSelection::Keys(keys) = &chosen.heads().unwrap()[0] else { panic!("dense") };
     assert_eq!(keys.ranges, [0..4, n - 32..n]);
     let mut order: Vec<usize> = (4..n - 32).collect();
     order.sort_by(|&a, &b| mass[b].total_cmp(&mass[a]));
@@ -151,10 +153,10 @@ fn selections_that_reach_beyond_what_is_visible_are_errors() {
     let rows = [DecodeRow { table: &cache.table, visible: 10..90 }];
     let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
     let keys = |ranges: &[std::ops::Range<usize>], ids: &[u32]| {
-        Selection(vec![HeadSelection::Keys(Keys { ranges: ranges.to_vec(), ids: ids.to_vec(), sample: None })])
+        Selection::from(vec![HeadSelection::Keys(Keys { ranges: ranges.to_vec(), ids: ids.to_vec(), sample: None })])
     };
     assert!(attend(&batch, &keys(&[10..12], &[89]), None).is_ok());
-    for bad in [keys(&[], &[]), keys(&[9..12], &[]), keys(&[80..91], &[]), keys(&[], &[90]), Selection(Vec::new())] {
+    for bad in [keys(&[], &[]), keys(&[9..12], &[]), keys(&[80..91], &[]), keys(&[], &[90]), Vec::new().into()] {
         assert!(attend(&batch, &bad, None).is_err(), "{bad:?}");
     }
     let rows = [DecodeRow { table: &cache.table[..1], visible: 0..65 }];

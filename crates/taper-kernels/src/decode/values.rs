@@ -56,20 +56,25 @@ pub fn sample_values(
     spread: Spread,
 ) -> Result<Selection> {
     let (rows, q_heads, kv_heads, _) = batch.dims()?;
+    let heads = selection.heads()?;
     let values = |h: &HeadSelection| matches!(h, HeadSelection::Values(_));
-    if selection.0.len() != rows * kv_heads || streams.len() != rows || selection.0.iter().any(values) || samples == 0 {
-        bail!("sample_values: {samples} of {} heads for {rows} rows of {kv_heads}", selection.0.len());
+    if heads.len() != rows * kv_heads || streams.len() != rows || heads.iter().any(values) || samples == 0 {
+        bail!("sample_values: {samples} of {} heads for {rows} rows of {kv_heads}", heads.len());
+    }
+    #[cfg(feature = "cuda")]
+    if batch.q.device().is_cuda() {
+        return Ok(crate::cuda::step::sample_values(batch, heads, scores, streams, (samples, spread))?);
     }
     let group = q_heads / kv_heads;
     let isa = Isa::best();
     with_view!(batch, view: T => {
-        Ok(Selection(parallel::map(rows * kv_heads, |i| {
+        let drawn = parallel::map(rows * kv_heads, |i| {
             let (row, head) = (i / kv_heads, i % kv_heads);
-            let tokens = tokens(&view.rows[row].visible, &selection.0[i]);
+            let tokens = tokens(&view.rows[row].visible, &heads[i]);
             if tokens.len() <= samples {
-                return selection.0[i].clone();
+                return heads[i].clone();
             }
-            let lines = lines::<T>(isa, view, (row, head), &selection.0[i], &tokens, scores.and_then(|s| s.of(i)));
+            let lines = lines::<T>(isa, view, (row, head), &heads[i], &tokens, scores.and_then(|s| s.of(i)));
             let mut weights = vec![0f32; group * tokens.len()];
             let drawn = lines.chunks_exact(tokens.len()).zip(weights.chunks_exact_mut(tokens.len())).enumerate();
             let mut finite = drawn.map(|(g, (line, weights))| {
@@ -79,9 +84,10 @@ pub fn sample_values(
             // A head without finite probabilities is left as it was, for its error to show.
             match finite.all(|finite| finite) {
                 true => HeadSelection::Values(drawn_only(&tokens, &weights, group)),
-                false => selection.0[i].clone(),
+                false => heads[i].clone(),
             }
-        })))
+        });
+        Ok(drawn.into())
     })
 }
 

@@ -25,6 +25,10 @@ pub fn extend(index: &Tensor, k: &Tensor, parts: &[Part]) -> Result<()> {
         bail!("bounds: index {:?} {:?} for keys {:?} {:?}", index.shape(), index.dtype(), k.shape(), k.dtype());
     }
     let (d, page) = (dims.1, BLOCK_TOKENS / pages);
+    #[cfg(feature = "cuda")]
+    if k.device().is_cuda() {
+        return Ok(crate::cuda::step::extend_bounds(index, k, parts)?);
+    }
     index.inplace_op2(
         k,
         &Extend(|index: &mut _, keys: &_| {
@@ -62,17 +66,28 @@ pub fn extend(index: &Tensor, k: &Tensor, parts: &[Part]) -> Result<()> {
 /// # Errors
 /// Shapes or dtypes that differ.
 pub fn importance(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<Importance> {
+    #[cfg(feature = "cuda")]
+    if batch.q.device().is_cuda() {
+        check(batch, index, wanted)?;
+        return Ok(crate::cuda::step::bounds(batch, index, wanted)?.into());
+    }
     let (page, heads) = scores(batch, index, wanted)?;
     Ok(Importance::new(page, heads.into_iter().map(|head| head.map(|head| head.importance())).collect()))
 }
 
-/// The page's size, and the largest scores that the bounds allow.
-fn scores(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<(usize, Vec<Option<HeadScores>>)> {
-    let (rows, q_heads, kv_heads, d) = batch.dims()?;
-    let (page, group) = (BLOCK_TOKENS / index.dim(2)?, q_heads / kv_heads);
+fn check(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<()> {
+    let (rows, _, kv_heads, d) = batch.dims()?;
     if wanted.len() != rows * kv_heads || index.dim(3)? != 2 * d {
         bail!("bounds: index {:?}, {} heads wanted of {rows} rows of {kv_heads}", index.shape(), wanted.len());
     }
+    Ok(())
+}
+
+/// The page's size, and the largest scores that the bounds allow.
+fn scores(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<(usize, Vec<Option<HeadScores>>)> {
+    let (_, q_heads, kv_heads, d) = batch.dims()?;
+    let (page, group) = (BLOCK_TOKENS / index.dim(2)?, q_heads / kv_heads);
+    check(batch, index, wanted)?;
     let q = super::queries(batch)?;
     let (storage, _) = index.storage_and_layout();
     let Storage::Cpu(storage) = &*storage else { bail!("bounds: only the CPU is built in") };

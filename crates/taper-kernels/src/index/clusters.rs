@@ -7,12 +7,15 @@ use super::{Extend, Lookup, Part, dims, for_each_part, map_spans};
 use crate::decode::{Decode, HeadSelection, Keys, Selection, sink_window};
 use crate::gemm::{Gemm, gemm};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
-use crate::mlp::for_kv_heads;
+use crate::mlp::{PerHead, for_kv_heads};
 use crate::parallel;
 use crate::rotary::Rotation;
 use crate::simd::{Isa, Simd, dispatch, exp_line};
 use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
 use std::ops::Range;
+
+/// Clusters of a head that are ranked on a device, at most.
+pub const MOST_ON_DEVICE: usize = 4096;
 
 /// The centroids of one KV head.
 #[derive(Debug, Clone)]
@@ -20,7 +23,7 @@ pub struct Centroids {
     clusters: usize,
     d: usize,
     /// `[d, padded]`: transposed for the product, zero beyond the clusters.
-    transposed: Vec<f32>,
+    pub(crate) transposed: Vec<f32>,
 }
 
 impl Centroids {
@@ -95,13 +98,17 @@ pub fn extend(
     index: &Tensor,
     k: &Tensor,
     parts: &[Part],
-    centroids: &[Centroids],
+    centroids: &PerHead<Centroids>,
     unrotate: Option<&dyn Fn(usize) -> Rotation>,
 ) -> Result<()> {
     let dims = dims(index, k, parts)?;
     let (kv_heads, d, _) = dims;
     if index.dims()[2..] != [BLOCK_TOKENS, 1] || centroids.len() != kv_heads || centroids.iter().any(|c| c.d != d) {
         bail!("clusters: index {:?}, centroids of {} heads for keys {:?}", index.shape(), centroids.len(), k.shape());
+    }
+    #[cfg(feature = "cuda")]
+    if k.device().is_cuda() {
+        return Ok(crate::cuda::step::extend_clusters(index, k, parts, centroids, unrotate)?);
     }
     let (first, last) = (parts.iter().map(|p| p.start).min(), parts.iter().map(|p| p.start + BLOCK_TOKENS).max());
     let first = first.unwrap_or(0);
@@ -136,7 +143,11 @@ pub fn extend(
 ///
 /// # Errors
 /// Shapes that differ.
-pub fn products(centroids: &[Centroids], q: &Tensor) -> Result<Tensor> {
+pub fn products(centroids: &PerHead<Centroids>, q: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if q.device().is_cuda() {
+        return Ok(crate::cuda::step::products(centroids, q)?);
+    }
     let scaled = |centroids: &Centroids, q: &[f32]| {
         let scale = 1.0 / (centroids.d as f32).sqrt();
         centroids.scores(q).into_iter().map(|x| x * scale).collect()
@@ -172,6 +183,10 @@ pub fn select(
     if !fits || matches!(probes, Probes::Keys(k) if k.len() != rows * kv_heads) {
         bail!("clusters: logits {:?} for {rows} rows of {q_heads} heads", logits.shape());
     }
+    #[cfg(feature = "cuda")]
+    if batch.q.device().is_cuda() {
+        return Ok(crate::cuda::step::probe(batch, index, logits, (sink, window), probes)?.into());
+    }
     let logits = logits.flatten_all()?.to_vec1::<f32>()?;
     let group = clusters * (q_heads / kv_heads);
     let preference: Vec<Vec<f32>> = logits.chunks_exact(group).map(|group| shares(group, clusters)).collect();
@@ -192,7 +207,7 @@ pub fn select(
         let ids = keys.of(&chosen);
         (ids.len() < between.len()).then(|| HeadSelection::Keys(Keys { ranges: ranges.to_vec(), ids, sample: None }))
     };
-    Ok(Selection(parallel::map(rows * kv_heads, |i| head(i).unwrap_or(HeadSelection::Dense))))
+    Ok(parallel::map(rows * kv_heads, |i| head(i).unwrap_or(HeadSelection::Dense)).into())
 }
 
 /// The softmax of each line of `clusters` logits, summed.

@@ -5,7 +5,7 @@
 use super::{Extend, Lookup, Part, dims, for_each_part, map_spans};
 use crate::decode::{Decode, Importance};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
-use crate::mlp::Mlp;
+use crate::mlp::{Mlp, PerHead};
 use crate::parallel::{self, SharedMut};
 use crate::simd::{Isa, Simd, dispatch};
 use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
@@ -18,10 +18,14 @@ pub const BITS: usize = 32;
 ///
 /// # Errors
 /// Shapes or dtypes that differ.
-pub fn extend(index: &Tensor, k: &Tensor, parts: &[Part], maps: &[Mlp]) -> Result<()> {
+pub fn extend(index: &Tensor, k: &Tensor, parts: &[Part], maps: &PerHead<Mlp>) -> Result<()> {
     let dims = dims(index, k, parts)?;
     let (kv_heads, d, _) = dims;
     let codes = codes(index, maps, d, kv_heads)?;
+    #[cfg(feature = "cuda")]
+    if k.device().is_cuda() {
+        return Ok(crate::cuda::step::extend_codes(index, k, parts, maps)?);
+    }
     index.inplace_op2(
         k,
         &Extend(|index: &mut _, keys: &_| {
@@ -71,12 +75,16 @@ fn signs(map: &Mlp, x: &[f32]) -> Vec<u32> {
 ///
 /// # Errors
 /// Shapes or dtypes that differ.
-pub fn importance(batch: &Decode, index: &Tensor, queries: &[Mlp], wanted: &[bool]) -> Result<Importance> {
+pub fn importance(batch: &Decode, index: &Tensor, queries: &PerHead<Mlp>, wanted: &[bool]) -> Result<Importance> {
     let (rows, q_heads, kv_heads, d) = batch.dims()?;
     let (group, codes) = (q_heads / kv_heads, index.dim(3)?);
     let fits = queries.len() == q_heads && queries.iter().all(|m| m.inputs() == d && m.outputs() == BITS);
     if wanted.len() != rows * kv_heads || !fits || (codes != 1 && codes != group) {
         bail!("codes: {} maps, {} heads wanted of {rows} rows of {kv_heads}", queries.len(), wanted.len());
+    }
+    #[cfg(feature = "cuda")]
+    if batch.q.device().is_cuda() {
+        return Ok(crate::cuda::step::equal_bits(batch, index, queries, wanted)?.into());
     }
     let q = super::queries(batch)?;
     let (storage, _) = index.storage_and_layout();

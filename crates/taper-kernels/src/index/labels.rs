@@ -9,6 +9,9 @@ use crate::simd::{Isa, dispatch};
 use candle_core::{Result, Storage, Tensor, bail};
 use std::ops::Range;
 
+/// Channels of a key that are scored on a device.
+pub const ON_DEVICE: [usize; 4] = [16, 32, 64, 128];
+
 /// Takes in rows of the keys `[blocks, kv_heads, 64, head_dim]`: of each KV head the channels given, in the keys' dtype.
 /// The index is `[blocks, kv_heads, 64, channels]`.
 ///
@@ -19,6 +22,10 @@ pub fn extend(index: &Tensor, k: &Tensor, parts: &[Part], channels: &[Vec<u32>])
     check(index, channels, dims.1, dims.0)?;
     if index.dtype() != k.dtype() {
         bail!("labels: index {:?} for keys {:?}", index.dtype(), k.dtype());
+    }
+    #[cfg(feature = "cuda")]
+    if k.device().is_cuda() {
+        return Ok(crate::cuda::step::extend_labels(index, k, parts, channels)?);
     }
     let (d, r) = (dims.1, index.dim(3)?);
     index.inplace_op2(
@@ -61,6 +68,10 @@ pub fn importance(batch: &Decode, index: &Tensor, channels: &[Vec<u32>], wanted:
     check(index, channels, d, kv_heads)?;
     if wanted.len() != rows * kv_heads {
         bail!("labels: {} heads wanted of {rows} rows of {kv_heads}", wanted.len());
+    }
+    #[cfg(feature = "cuda")]
+    if batch.q.device().is_cuda() {
+        return Ok(crate::cuda::step::labels(batch, index, channels, wanted)?.into());
     }
     let (group, r) = (q_heads / kv_heads, index.dim(3)?);
     let q = super::queries(batch)?;

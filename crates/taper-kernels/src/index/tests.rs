@@ -4,7 +4,7 @@ use super::clusters::{Centroids, Probes};
 use super::*;
 use crate::decode::{DecodeRow, HeadSelection, Keys, top_k};
 use crate::kv;
-use crate::mlp::{Activation, Mlp};
+use crate::mlp::{Activation, Mlp, PerHead};
 use crate::rotary::Rotation;
 use crate::testing::{Cache, Numbers};
 use candle_core::{DType, Device};
@@ -69,9 +69,9 @@ fn keys(head: &HeadSelection) -> &Keys {
 fn an_index_taken_in_piece_by_piece_equals_one_taken_in_at_once() {
     let mut numbers = Numbers(51);
     let cache = Cache::new(&mut numbers, 300, 2, D, DType::F16);
-    let maps: Vec<Mlp> = (0..4).map(|_| mlp(&mut numbers)).collect();
+    let maps: PerHead<Mlp> = (0..4).map(|_| mlp(&mut numbers)).collect();
     let channels = vec![vec![1, 5, 20], vec![0, 2, 23]];
-    let centroids: Vec<Centroids> = (0..2).map(|_| centroids(&mut numbers, 7)).collect();
+    let centroids: PerHead<Centroids> = (0..2).map(|_| centroids(&mut numbers, 7)).collect();
     let rotation = |position: usize| Rotation::new(position, &[0.5; D / 2], 1.0);
     type Extend<'a> = &'a dyn Fn(&Tensor, &[Part]) -> Result<()>;
     let (k, page) = (&cache.k, 16);
@@ -110,7 +110,7 @@ fn bounds_hold_every_score_and_rank_pages_by_it() {
             let row = [DecodeRow { table: &cache.table, visible: start..n }];
             let batch = Decode { q: &q, kv: cache.kv(), rows: &row };
             let importance = bounds::importance(&batch, &to, &[true, true]).unwrap();
-            let chosen = top_k(&row, &importance, 5, 9, &[40, 40]);
+            let chosen = top_k(&row, &importance, 5, 9, &[40, 40]).unwrap();
             let queries = &q.to_vec3::<f32>().unwrap()[0];
             for head in 0..2 {
                 let pages: Vec<usize> = (start / page..n.div_ceil(page)).collect();
@@ -133,7 +133,11 @@ fn bounds_hold_every_score_and_rank_pages_by_it() {
                         (first.max(low)..(first + page).min(high)).map(|t| t as u32)
                     })
                     .collect();
-                assert_eq!(keys(&chosen.0[head]).ids, expected, "{n} tokens from {start}, pages of {page}");
+                assert_eq!(
+                    keys(&chosen.heads().unwrap()[head]).ids,
+                    expected,
+                    "{n} tokens from {start}, pages of {page}"
+                );
             }
         }
     }
@@ -152,8 +156,8 @@ fn labels_of_all_channels_rank_as_true_scores_and_few_by_their_own() {
         let to = index(&cache, 64, channels[0].len(), DType::F32);
         labels::extend(&to, &cache.k, &parts(&cache.table, 0, n), &channels).unwrap();
         let importance = labels::importance(&batch, &to, &channels, &[true; 4]).unwrap();
-        let chosen = top_k(&rows, &importance, 4, 10, &[25; 4]);
-        for (i, head) in chosen.0.iter().enumerate() {
+        let chosen = top_k(&rows, &importance, 4, 10, &[25; 4]).unwrap();
+        for (i, head) in chosen.heads().unwrap().iter().enumerate() {
             let (row, head_index) = (i / 2, i % 2);
             let visible = rows[row].visible.clone();
             let score = |g: usize, t: usize| {
@@ -196,16 +200,16 @@ fn codes_rank_by_equal_bits_and_ties_go_to_the_earlier_key() {
         let q = numbers.tensor(&[1, 2 * group, D]);
         let rows = [DecodeRow { table: &cache.table, visible: start..n }];
         let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
-        let queries: Vec<Mlp> = (0..2 * group).map(|_| mlp(&mut numbers)).collect();
+        let queries: PerHead<Mlp> = (0..2 * group).map(|_| mlp(&mut numbers)).collect();
         let signs = |m: &Mlp, x: &[f32]| m.forward(x).into_iter().map(|y| y >= 0.0).collect::<Vec<bool>>();
         let asked: Vec<Vec<bool>> =
-            q.to_vec3::<f32>().unwrap()[0].iter().zip(&queries).map(|(q, m)| signs(m, q)).collect();
+            q.to_vec3::<f32>().unwrap()[0].iter().zip(queries.iter()).map(|(q, m)| signs(m, q)).collect();
         for codes in [1, group] {
-            let maps: Vec<Mlp> = (0..2 * codes).map(|_| mlp(&mut numbers)).collect();
+            let maps: PerHead<Mlp> = (0..2 * codes).map(|_| mlp(&mut numbers)).collect();
             let to = index(&cache, 64, codes, DType::U32);
             codes::extend(&to, &cache.k, &parts(&cache.table, 0, n), &maps).unwrap();
             let importance = codes::importance(&batch, &to, &queries, &[true, true]).unwrap();
-            let chosen = top_k(&rows, &importance, 41, 8, &[30, 30]);
+            let chosen = top_k(&rows, &importance, 41, 8, &[30, 30]).unwrap();
             for head in 0..2 {
                 let score = |t: usize| -> f64 {
                     let equal = |g: usize| {
@@ -216,7 +220,11 @@ fn codes_rank_by_equal_bits_and_ties_go_to_the_earlier_key() {
                 };
                 let scores: Vec<f64> = (0..n).map(score).collect();
                 let expected: Vec<u32> = best(&scores, 41..n - 8, 30).into_iter().map(|t| t as u32).collect();
-                assert_eq!(keys(&chosen.0[head]).ids, expected, "{n} tokens, {codes} codes, head {head}");
+                assert_eq!(
+                    keys(&chosen.heads().unwrap()[head]).ids,
+                    expected,
+                    "{n} tokens, {codes} codes, head {head}"
+                );
             }
         }
     }
@@ -237,7 +245,7 @@ fn clusters_are_read_by_preference_until_the_probes_or_the_keys_run_out() {
         let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
         let of = centroids(&mut numbers, 9);
         let to = index(&cache, 64, 1, DType::I16);
-        clusters::extend(&to, &cache.k, &parts(&cache.table, 0, n), std::slice::from_ref(&of), None).unwrap();
+        clusters::extend(&to, &cache.k, &parts(&cache.table, 0, n), &vec![of.clone()].into(), None).unwrap();
         let cluster: Vec<u16> = cache.keys.iter().map(|k| of.assign(&k[0])[0]).collect();
         // One head of the group prefers them in this order, the other has no preference.
         let logits: Vec<f32> = (0..18).map(|i| if i < 9 { ((i * 5) % 9) as f32 } else { -7.0 }).collect();
@@ -248,7 +256,7 @@ fn clusters_are_read_by_preference_until_the_probes_or_the_keys_run_out() {
         };
         let read = |probes: Probes| {
             let selection = clusters::select(&batch, &to, &logits, (41, 20), probes).unwrap();
-            match &selection.0[0] {
+            match &selection.heads().unwrap()[0] {
                 HeadSelection::Keys(keys) => Some(keys.ids.clone()),
                 _ => None,
             }
@@ -293,7 +301,7 @@ fn keys_are_assigned_as_they_were_before_they_were_turned() {
     let of = centroids(&mut numbers, 5);
     let to = index(&cache, 64, 1, DType::I16);
     let rotation = |position: usize| Rotation::new(position, &frequencies, 1.0);
-    clusters::extend(&to, &cache.k, &parts(&cache.table, 0, n), std::slice::from_ref(&of), Some(&rotation)).unwrap();
+    clusters::extend(&to, &cache.k, &parts(&cache.table, 0, n), &vec![of.clone()].into(), Some(&rotation)).unwrap();
     let assigned = content(&to, &cache.table);
     for (t, key) in plain.to_vec3::<f32>().unwrap().iter().enumerate() {
         assert_eq!(assigned[t] as u16, of.assign(&key[0])[0], "token {t}");

@@ -54,17 +54,18 @@ fn selections_agree_with_the_cpu() {
         compare(&caches, &queries, &rows, &Selection::sink_window(&rows, kv_heads, 4, 100), &what);
         let batch = queries.decode(&caches, &rows);
         let wanted = vec![true; rows.len() * kv_heads];
-        let chosen = top_k(&rows, &importance(&scores(&batch, &wanted).unwrap()), 4, 16, &vec![40; wanted.len()]);
+        let chosen =
+            top_k(&rows, &importance(&scores(&batch, &wanted).unwrap()), 4, 16, &vec![40; wanted.len()]).unwrap();
         compare(&caches, &queries, &rows, &chosen, &what);
         // Each head otherwise, values with given weights among them.
-        let mut heads = Selection::dense(rows.len(), kv_heads).0;
+        let mut heads = Selection::dense(rows.len(), kv_heads).heads().unwrap().to_vec();
         for h in 0..kv_heads {
             heads[4 * kv_heads + h] = mixed(&mut numbers, 3000, group, 2 + h % 2);
         }
-        compare(&caches, &queries, &rows, &Selection(heads.clone()), &what);
+        compare(&caches, &queries, &rows, &heads.clone().into(), &what);
         heads[3 * kv_heads] = HeadSelection::Keys(Keys { ranges: vec![300..310], ids: vec![450], sample: None });
         heads[4 * kv_heads] = given(&mut numbers, 3000, group);
-        compare(&caches, &queries, &rows, &Selection(heads), &what);
+        compare(&caches, &queries, &rows, &heads.into(), &what);
     }
 }
 
@@ -75,10 +76,10 @@ fn what_the_cpu_refuses_is_refused() {
     let queries = Queries::new(&mut numbers, &caches, 1);
     let rows = caches.rows();
     let batch = Decode { q: &queries.cuda, kv: caches.on_cuda(), rows: &rows };
-    let keys = |ids: &[u32]| Selection(vec![HeadSelection::Keys(Keys { ids: ids.to_vec(), ..Keys::default() })]);
+    let keys = |ids: &[u32]| Selection::from(vec![HeadSelection::Keys(Keys { ids: ids.to_vec(), ..Keys::default() })]);
     assert!(attend(&batch, &keys(&[99]), None).is_ok());
     assert!(attend(&batch, &keys(&[100]), None).is_err());
-    assert!(attend(&batch, &Selection(Vec::new()), None).is_err());
+    assert!(attend(&batch, &Vec::new().into(), None).is_err());
     let odd = Tensor::zeros((1, 1, 64), DType::F32, &device()).unwrap();
     let strange = queries.batch(&caches);
     let error = Plan::new(Lists::ranges(&odd, 1, &[([(0, 100), (0, 0)], 100)]).unwrap(), &strange)

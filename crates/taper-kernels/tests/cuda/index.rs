@@ -49,7 +49,12 @@ fn bounds_means_and_channels_are_those_of_the_cpu() {
         let (upper, lower, mean) = (zeros(&block, &on), zeros(&block, &on), zeros(&block, &on));
         let cuda_label = zeros(&[blocks, kv_heads, BLOCK_TOKENS, width as usize], &on);
         let which = Tensor::from_vec(channels.concat(), (kv_heads, width as usize), &on).unwrap();
-        let to = Metadata { bounds: Some((&upper, &lower)), mean: Some(&mean), labels: Some((&cuda_label, &which)) };
+        let to = Metadata {
+            bounds: Some((&upper, &lower)),
+            mean: Some(&mean),
+            labels: Some((&cuda_label, &which)),
+            pages: None,
+        };
         // In two steps, the second within a block.
         let tables = caches.device_tables();
         let cut = |s: &Span| (s.tokens.1 / 2).max(1);
@@ -220,7 +225,7 @@ fn clusters_and_lists_of_them_are_those_of_the_cpu() {
         let decode = taper_kernels::decode::Decode { q: &cpu_q, kv: caches.on_cpu(), rows: &all_rows[1..] };
         let probes = clusters::Probes::Clusters(take, usize::MAX);
         let cpu = clusters::select(&decode, &on_cpu, &logits, (sink as usize, window), probes).unwrap();
-        for (i, (head, read)) in cpu.0.iter().zip(&read).enumerate() {
+        for (i, (head, read)) in cpu.heads().unwrap().iter().zip(&read).enumerate() {
             let HeadSelection::Keys(keys) = head else { panic!("dense") };
             let ranges = keys.ranges.iter().flat_map(|r| r.start as u32..r.end as u32);
             let mut expected: Vec<u32> = ranges.chain(keys.ids.iter().copied()).collect();

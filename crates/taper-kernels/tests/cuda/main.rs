@@ -7,3 +7,4 @@ mod layer;
 mod prefill;
 mod sample;
 mod select;
+mod step;

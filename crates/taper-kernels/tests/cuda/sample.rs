@@ -40,7 +40,7 @@ impl Seeds {
 fn fixed(caches: &Caches, like: &Tensor) -> (Selection, Lists) {
     let rows = caches.rows();
     let selection = Selection::sink_window(&rows, caches.kv_heads, 16, 64);
-    let ranges: Vec<_> = (selection.0.iter().step_by(caches.kv_heads).zip(&caches.lens))
+    let ranges: Vec<_> = (selection.heads().unwrap().iter().step_by(caches.kv_heads).zip(&caches.lens))
         .map(|(head, &n)| match head {
             HeadSelection::Keys(keys) => {
                 let range = |i: usize| (keys.ranges[i].start as u32, keys.ranges[i].end as u32);
@@ -67,7 +67,7 @@ fn draws_are_those_of_the_cpu() {
         let rows = caches.rows();
         let batch = queries.decode(&caches, &rows);
         let cpu = sample_some(&batch, &selection, &vec![want; 3 * kv_heads], &seeds.cpu).unwrap();
-        for (i, head) in cpu.0.iter().enumerate() {
+        for (i, head) in cpu.heads().unwrap().iter().enumerate() {
             let HeadSelection::Keys(keys) = head else { panic!("dense") };
             assert_eq!(counts[i] as usize, want);
             assert_eq!(ids[i], keys.sample.as_ref().unwrap().ids, "list {i}");
@@ -122,7 +122,7 @@ fn a_sampled_step_reads_the_draws_of_the_cpu_and_keeps_its_promise() {
         // One head in ten may miss it; none by much.
         below(errors.fold(0.0, f64::max), 2.0 * epsilon, &what);
         for (i, &n) in residual.iter().enumerate() {
-            let HeadSelection::Keys(keys) = &selection.0[i] else { continue };
+            let HeadSelection::Keys(keys) = &selection.heads().unwrap()[i] else { continue };
             assert_eq!(n as usize, lens[i / kv_heads] - keys.fixed(), "{what}");
         }
         let again = sampled(&batch, &lists, seeds.streams(), &how, &scratch).unwrap();
@@ -190,7 +190,7 @@ fn values_drawn_from_scores_are_those_of_the_cpu() {
             let lists = spread_values(&batch, &found, seeds.streams(), 64, spread).unwrap();
             let read = lists.read_back().unwrap();
             let (mut missed, mut drawn) = (0, 0);
-            for (i, head) in cpu.0.iter().enumerate() {
+            for (i, head) in cpu.heads().unwrap().iter().enumerate() {
                 let HeadSelection::Values(values) = head else { continue };
                 for g in 0..group {
                     let own = &values.weights[g * values.ids.len()..][..values.ids.len()];

@@ -42,9 +42,9 @@ fn the_largest_shares_and_the_fewest_that_hold_one_are_those_of_the_cpu() {
         let on_cuda = all_scores(&caches, &queries);
         let between = || Between::new(batch.q, kv_heads, &lens, 4, 30, 1).unwrap();
         for k in [1, 50, 1000] {
-            let cpu = decode::top_k(&rows, &on_cpu, 4, 30, &vec![k; wanted.len()]);
+            let cpu = decode::top_k(&rows, &on_cpu, 4, 30, &vec![k; wanted.len()]).unwrap();
             let cuda = top_k(&batch, &on_cuda, between(), k).unwrap().read_back().unwrap();
-            for (i, (head, read)) in cpu.0.iter().zip(&cuda).enumerate() {
+            for (i, (head, read)) in cpu.heads().unwrap().iter().zip(&cuda).enumerate() {
                 let expected = tokens(head, LENS[i / kv_heads]);
                 assert_eq!(expected.len(), read.len(), "{k} of row {}", i / kv_heads);
                 swapped.0 += apart(&expected, read);
@@ -52,9 +52,9 @@ fn the_largest_shares_and_the_fewest_that_hold_one_are_those_of_the_cpu() {
             }
         }
         for p in [0.3, 0.9, 1.0] {
-            let cpu = decode::top_p(&rows, &on_cpu, 4, 30, p, group);
+            let cpu = decode::top_p(&rows, &on_cpu, 4, 30, p, group).unwrap();
             let cuda = top_p(&batch, &on_cuda, between(), p, 2500).unwrap().read_back().unwrap();
-            for (i, (head, read)) in cpu.0.iter().zip(&cuda).enumerate() {
+            for (i, (head, read)) in cpu.heads().unwrap().iter().zip(&cuda).enumerate() {
                 let expected = tokens(head, LENS[i / kv_heads]);
                 // Sums in another order: a token more or less where the share is all but reached.
                 let more = apart(&expected, read);

@@ -15,7 +15,7 @@ use crate::decode::{Decode, HeadSelection, Keys, Scores, Selection, View};
 use crate::index::bounds::PageBounds;
 use crate::kv::KvElement;
 use crate::philox::Stream;
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 
 /// A promise that holds without a central limit theorem.
 #[derive(Debug, Clone, Copy)]
@@ -53,10 +53,14 @@ pub fn sample_certain(
     (bounds, norms): (&Tensor, &Tensor),
     how: &Certainty,
 ) -> Result<(Selection, Vec<Budget>)> {
-    check(batch, selection, streams)?;
-    let wanted: Vec<bool> = selection.0.iter().map(|head| matches!(head, HeadSelection::Keys(_))).collect();
+    if !batch.q.device().is_cpu() {
+        bail!("sample_certain: tensors on a device; runs on the CPU only");
+    }
+    let fixed = check(batch, selection, streams)?;
+    let wanted: Vec<bool> = fixed.iter().map(|head| matches!(head, HeadSelection::Keys(_))).collect();
     let pages = PageBounds::new(batch, bounds, norms, &wanted)?;
-    head_by_head(batch, selection, scores, streams, &Certain { pages, how })
+    let (selection, budgets) = head_by_head(batch, fixed, scores, streams, &Certain { pages, how })?;
+    Ok((selection.into(), budgets))
 }
 
 /// A promise and the bounds that it rests on.

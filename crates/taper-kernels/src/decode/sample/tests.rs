@@ -49,7 +49,7 @@ fn draw(cache: &Cache, q: &Tensor, how: &Sampling, runs: u32) -> (Vec<f64>, f64,
     let rows = [DecodeRow { table: &cache.table, visible: 0..n }];
     let batch = Decode { q, kv: cache.kv(), rows: &rows };
     let known = all_scores(&batch);
-    let fixed = top_k(batch.rows, &importance(&known), 16, 64, &[n / 50]);
+    let fixed = top_k(batch.rows, &importance(&known), 16, 64, &[n / 50]).unwrap();
     let query = q.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     let exact = cache.attend(&query, 0, (0..n).map(|i| (i, 0.0)));
     let (mut errors, mut share, mut dense) = (Vec::new(), 0.0, 0);
@@ -151,7 +151,7 @@ fn every_rule_for_the_output_keeps_its_promise_for_every_head_of_a_group() {
         let rows = [DecodeRow { table: &cache.table, visible: 0..6000 }];
         let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
         let known = all_scores(&batch);
-        let fixed = top_k(batch.rows, &importance(&known), 16, 64, &[120]);
+        let fixed = top_k(batch.rows, &importance(&known), 16, 64, &[120]).unwrap();
         let queries = &q.to_vec3::<f32>().unwrap()[0];
         let exact: Vec<Vec<f64>> = queries.iter().map(|q| cache.attend(q, 0, (0..6000).map(|i| (i, 0.0)))).collect();
         for rule in [Rule::Chi2, Rule::Ratio, Rule::Tight, Rule::Lemma] {
@@ -256,7 +256,7 @@ fn estimates_from_a_fixed_sample_are_unbiased() {
     let rows = [DecodeRow { table: &cache.table, visible: 0..2000 }];
     let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
     let fixed = Selection::sink_window(&rows, 1, 16, 64);
-    let HeadSelection::Keys(keys) = &fixed.0[0] else { panic!("dense") };
+    let HeadSelection::Keys(keys) = &fixed.heads().unwrap()[0] else { panic!("dense") };
     let runs = 4000;
     let scored = all_scores(&batch);
     let (top, exact_d) = scored.of(0).unwrap().mass(0);
@@ -268,7 +268,7 @@ fn estimates_from_a_fixed_sample_are_unbiased() {
     with_view_of(&batch, |view| {
         for seed in 0..runs {
             let stream = Stream { seed, layer: 0, head: 0, position: 1999 };
-            let known = attend_head(Isa::best(), view, 0, 0, &fixed.0[0], None);
+            let known = attend_head(Isa::best(), view, 0, 0, &fixed.heads().unwrap()[0], None);
             let mut work = Work::new(Isa::best(), view, 0, 0, None);
             let mut draws = Draws::new(keys, &(0..2000), &stream);
             work.draw(&mut draws, 100);
@@ -313,7 +313,7 @@ fn the_same_seed_draws_the_same_and_another_request_layer_head_or_position_anoth
     let ids = |stream| {
         let how = sampling(Rule::Chi2, 0.2, 0.2);
         let (selection, _) = sample(&batch, &fixed, &Foreseen::default(), None, &[stream], &how).unwrap();
-        let HeadSelection::Keys(keys) = &selection.0[0] else { panic!("dense") };
+        let HeadSelection::Keys(keys) = &selection.heads().unwrap()[0] else { panic!("dense") };
         keys.sample.clone().unwrap()
     };
     let stream = Stream { seed: 1, layer: 2, head: 0, position: 4095 };
@@ -332,7 +332,7 @@ fn the_same_seed_draws_the_same_and_another_request_layer_head_or_position_anoth
     let fixed = Selection::sink_window(&rows, 2, 16, 64);
     let (selection, _) =
         sample(&both, &fixed, &Foreseen::default(), None, &[stream], &sampling(Rule::Chi2, 0.2, 0.2)).unwrap();
-    let drawn = |head: usize| match &selection.0[head] {
+    let drawn = |head: usize| match &selection.heads().unwrap()[head] {
         HeadSelection::Keys(keys) => keys.sample.clone().unwrap().ids[..64].to_vec(),
         _ => panic!("not keys"),
     };
@@ -361,7 +361,7 @@ fn a_look_ahead_gives_up_what_is_hopeless_and_nothing_that_pays() {
         let (selection, budgets) = sample(&batch, &fixed, &foreseen, None, &[stream], &how).unwrap();
         assert_eq!(foreseen.keys(vec![80]), [if look(1) { usize::MAX } else { 80 }]);
         if look(1) {
-            assert_eq!(selection.0, [HeadSelection::Dense]);
+            assert_eq!(selection.heads().unwrap(), [HeadSelection::Dense]);
             assert_eq!(budgets, [Budget { residual: 4096, sampled: 4096, pilot: 0, dense: true }]);
         }
         let both = [rows[0].clone(), rows[0].clone()];
@@ -382,6 +382,6 @@ fn short_contexts_go_dense() {
     let stream = Stream { seed: 1, layer: 0, head: 0, position: 149 };
     let (selection, budgets) =
         sample(&batch, &fixed, &Foreseen::default(), None, &[stream], &sampling(Rule::Chi2, 0.2, 0.2)).unwrap();
-    assert_eq!(selection.0, [HeadSelection::Dense]);
+    assert_eq!(selection.heads().unwrap(), [HeadSelection::Dense]);
     assert_eq!(budgets, [Budget { residual: 70, sampled: 70, pilot: 0, dense: false }]);
 }

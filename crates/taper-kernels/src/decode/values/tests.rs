@@ -66,8 +66,8 @@ fn outputs_are_unbiased() {
     let known = all_scores(&batch);
     let query = q.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     let whole = Selection::dense(1, 1);
-    let some = top_k(&rows, &importance(&known), 3, 20, &[80]);
-    let HeadSelection::Keys(keys) = &some.0[0] else { panic!("dense") };
+    let some = top_k(&rows, &importance(&known), 3, 20, &[80]).unwrap();
+    let HeadSelection::Keys(keys) = &some.heads().unwrap()[0] else { panic!("dense") };
     let chosen: Vec<usize> =
         keys.ranges.iter().flat_map(Clone::clone).chain(keys.ids.iter().map(|&i| i as usize)).collect();
     for (selection, tokens) in [(&whole, (0..n).collect::<Vec<_>>()), (&some, chosen)] {
@@ -131,16 +131,19 @@ fn few_keys_are_read_as_they_are_and_nan_shows() {
     let rows = [DecodeRow { table: &cache.table, visible: 0..50 }];
     let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
     let sampled = |batch: &Decode, samples: usize, keys: Keys| {
-        let selection = Selection(vec![HeadSelection::Keys(keys)]);
+        let selection = Selection::from(vec![HeadSelection::Keys(keys)]);
         sample_values(batch, &selection, None, &[stream(1)], samples, Spread::Whole(Targets::Systematic)).unwrap()
     };
     let keys = |range| Keys { ranges: vec![range], ..Keys::default() };
-    assert!(matches!(sampled(&batch, 16, keys(0..16)).0[0], HeadSelection::Keys(_)));
-    assert!(matches!(sampled(&batch, 16, keys(0..17)).0[0], HeadSelection::Values(_)));
+    assert!(matches!(sampled(&batch, 16, keys(0..16)).heads().unwrap()[0], HeadSelection::Keys(_)));
+    assert!(matches!(sampled(&batch, 16, keys(0..17)).heads().unwrap()[0], HeadSelection::Values(_)));
     let nan = (&q * f64::NAN).unwrap();
     let batch = Decode { q: &nan, ..batch };
     let kept = sampled(&batch, 16, keys(0..17));
-    assert!(matches!(kept.0[0], HeadSelection::Keys(_)), "the error shows in the output, as it does densely");
+    assert!(
+        matches!(kept.heads().unwrap()[0], HeadSelection::Keys(_)),
+        "the error shows in the output, as it does densely"
+    );
     let dense = Selection::dense(1, 1);
     for (streams, samples) in [(vec![], 16), (vec![stream(1)], 0)] {
         assert!(sample_values(&batch, &dense, None, &streams, samples, Spread::EachTile(8)).is_err());

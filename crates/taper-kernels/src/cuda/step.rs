@@ -1,0 +1,229 @@
+//! What decode methods ask for, on a CUDA device: the operations of [`crate::decode`] and [`crate::index`] over the same
+//! arguments, whose scores and choices stay on the device.
+//!
+//! Rows see their sequence from its first token on. What a choice came to is read back where the host must know it, for
+//! reports: [`sample`] waits for the device, once a layer, and [`Chosen::counts`] does, which callers put off.
+
+mod choose;
+mod index;
+mod project;
+mod sample;
+
+pub(crate) use choose::{Scored, scores, top_k, top_p};
+pub(crate) use index::{
+    bounds, equal_bits, extend_bounds, extend_clusters, extend_codes, extend_labels, labels, probe,
+};
+pub(crate) use project::{Kept, per_head, products, undo};
+pub(crate) use sample::{sample, sample_some, sample_values};
+
+use super::batch::{Batch, Lists, Upload};
+use super::decode::{Plan, attend_host};
+use super::error::Result;
+use super::op::Op;
+use super::sample::Streams;
+use crate::decode::{self, Decode, DecodeRow, HeadSelection, Selection};
+use crate::kv::PagedKv;
+use crate::philox::Stream;
+use candle_core::{DType, Tensor, TensorId};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Query rows copied to the device, for the operations of one layer that follow one another.
+#[derive(Debug)]
+pub(crate) struct Step {
+    upload: Upload,
+    k: Tensor,
+    v: Tensor,
+    /// Of the queries that were copied.
+    q: TensorId,
+    /// Visible tokens `[R]`.
+    lens: Vec<usize>,
+    q_heads: usize,
+    kv_heads: usize,
+}
+
+impl Step {
+    fn new(op: &Op, batch: &Decode) -> Result<Arc<Self>> {
+        let (_, q_heads, kv_heads, _) = batch.dims()?;
+        if let Some(row) = batch.rows.iter().find(|row| row.visible.start > 0) {
+            return Err(op.error(
+                "rows",
+                format!("tokens {:?}", row.visible),
+                "rows that see their sequence from its start",
+            ));
+        }
+        Ok(Arc::new(Self {
+            upload: Upload::new(op, batch)?,
+            k: batch.kv.k.clone(),
+            v: batch.kv.v.clone(),
+            q: batch.q.id(),
+            lens: batch.rows.iter().map(|row| row.visible.end).collect(),
+            q_heads,
+            kv_heads,
+        }))
+    }
+
+    fn batch(&self) -> Batch<'_> {
+        self.upload.batch(PagedKv { k: &self.k, v: &self.v })
+    }
+
+    /// Visible tokens of each row and KV head.
+    fn visible(&self, head: usize) -> usize {
+        self.lens[head / self.kv_heads]
+    }
+
+    /// Whether a batch has the same rows.
+    fn fits(&self, batch: &Decode) -> bool {
+        self.lens.iter().copied().eq(batch.rows.iter().map(|row| row.visible.end))
+    }
+}
+
+/// What some rows read, or their outputs where choosing and reading are one launch.
+#[derive(Debug, Clone)]
+pub(crate) enum Chosen {
+    /// In host memory `[R, kv_heads]`.
+    Host(Vec<HeadSelection>),
+    /// Keys of each KV head, and how many where the host knows.
+    Keys(Arc<Step>, Lists, Option<Vec<usize>>),
+    /// Values of each query head, with given weights.
+    Values(Arc<Step>, Lists),
+    /// Keys and a sample: what attending to them gave, and how many there were.
+    Sampled(Arc<Step>, Tensor, Vec<usize>),
+}
+
+impl Chosen {
+    fn step(&self) -> Option<&Arc<Step>> {
+        match self {
+            Self::Host(_) => None,
+            Self::Keys(step, ..) | Self::Values(step, _) | Self::Sampled(step, ..) => Some(step),
+        }
+    }
+
+    /// Each part's share of the rows.
+    fn spans(parts: &[Self]) -> Vec<Range<usize>> {
+        let kv_heads = parts.iter().find_map(Self::step).map_or(1, |step| step.kv_heads);
+        let mut end = 0;
+        let mut span = |part: &Self| {
+            let start = end;
+            end += match part {
+                Self::Host(heads) => heads.len() / kv_heads,
+                Self::Keys(step, ..) | Self::Values(step, _) | Self::Sampled(step, ..) => step.lens.len(),
+            };
+            start..end
+        };
+        parts.iter().map(&mut span).collect()
+    }
+
+    /// Whether only the device knows how many keys are read.
+    pub fn counts_wait(&self) -> bool {
+        matches!(self, Self::Keys(_, _, None) | Self::Values(..))
+    }
+
+    /// Keys that each row and KV head reads `[R, kv_heads]`; of values, those that any head of the group reads. Waits for
+    /// the device where the host does not know.
+    pub fn counts(parts: &[Self], rows: &[DecodeRow]) -> Result<Vec<usize>> {
+        let mut all = Vec::new();
+        for (part, span) in parts.iter().zip(Self::spans(parts)) {
+            match part {
+                Self::Host(heads) => all.extend(decode::counts(heads, &rows[span])),
+                Self::Keys(_, _, Some(counts)) | Self::Sampled(_, _, counts) => all.extend(counts),
+                Self::Keys(_, lists, None) => all.extend(lists.counts()?),
+                Self::Values(step, lists) => all.extend(distinct(step, lists)?.iter().map(Vec::len)),
+            }
+        }
+        Ok(all)
+    }
+
+    /// The tokens that each row and KV head reads `[R, kv_heads]`, ascending, but for samples. Waits for the device.
+    pub fn tokens(parts: &[Self], rows: &[DecodeRow]) -> Result<Vec<Vec<u32>>> {
+        let mut all = Vec::new();
+        for (part, span) in parts.iter().zip(Self::spans(parts)) {
+            match part {
+                Self::Host(heads) => all.extend(decode::tokens(heads, &rows[span])),
+                Self::Keys(_, lists, _) => all.extend(lists.read_back()?),
+                Self::Values(step, lists) => all.extend(distinct(step, lists)?),
+                Self::Sampled(_, out, _) => {
+                    let op = Op::new("tokens", "selection", out)?;
+                    return Err(op.error("selection", "read by the launch that sampled", "one that is yet to be read"));
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    /// Attends for the part's own rows: `[R, q_heads, head_dim]`, f32.
+    fn attend(&self, op: &Op, batch: &Decode) -> Result<Tensor> {
+        let fits = self.step().is_none_or(|step| step.fits(batch));
+        op.check(fits, "selection", "of rows that see more or less", "one made for these rows")?;
+        let (step, lists) = match self {
+            Self::Host(heads) => return attend_host(batch, heads),
+            Self::Sampled(_, out, _) => return Ok(out.to_dtype(DType::F32)?),
+            Self::Keys(step, lists, _) | Self::Values(step, lists) => (step, lists),
+        };
+        // What was chosen by other queries, such as some that few features are left of, is read by these.
+        let q = match batch.q.id() == step.q {
+            true => None,
+            false => Some(batch.q.to_dtype(batch.kv.k.dtype())?.contiguous()?),
+        };
+        let own = step.batch();
+        let own = Batch { q: q.as_ref().unwrap_or(own.q), ..own };
+        let plan = Plan::new(lists.clone(), &own)?;
+        Ok(match self {
+            Self::Values(..) => plan.attend_given(&own, DType::F32)?.0,
+            _ => plan.attend(&own, None, DType::F32)?.0,
+        })
+    }
+}
+
+/// The tokens that any query head of each KV head's group reads, by lists of query heads.
+fn distinct(step: &Step, lists: &Lists) -> Result<Vec<Vec<u32>>> {
+    let distinct = |heads: &[Vec<u32>]| {
+        let mut ids = heads.concat();
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    };
+    Ok(lists.read_back()?.chunks(step.q_heads / step.kv_heads).map(distinct).collect())
+}
+
+/// [`crate::decode::attend`]: queries in f32 are rounded to the cache's dtype; returns `[R, q_heads, head_dim]`, f32.
+pub(crate) fn attend(batch: &Decode, selection: &Selection) -> Result<Tensor> {
+    let Some(parts) = selection.on_device() else { return attend_host(batch, selection.heads()?) };
+    let op = Op::new("attend", "q", batch.q)?;
+    let (rows, ..) = batch.dims()?;
+    let spans = Chosen::spans(parts);
+    let chosen = spans.last().map_or(0, |span| span.end);
+    op.check(chosen == rows, "selection", format!("of {chosen} rows"), format!("one of {rows}"))?;
+    if let [part] = parts {
+        return part.attend(&op, batch);
+    }
+    let one = |(part, span): (&Chosen, Range<usize>)| {
+        let q = batch.q.narrow(0, span.start, span.len())?;
+        part.attend(&op, &Decode { q: &q, kv: batch.kv, rows: &batch.rows[span] })
+    };
+    let outs = parts.iter().zip(spans).map(one).collect::<Result<Vec<_>>>()?;
+    Ok(Tensor::cat(&outs, 0)?)
+}
+
+/// The streams of some rows, on the device.
+struct Seeds {
+    seeds: Tensor,
+    positions: Tensor,
+    layer: u32,
+}
+
+impl Seeds {
+    fn new(op: &Op, streams: &[Stream]) -> Result<Self> {
+        let layer = streams.first().map_or(0, |stream| stream.layer);
+        let together = streams.iter().all(|stream| stream.layer == layer);
+        op.check(together, "streams", "of several layers", "streams of one layer")?;
+        let seeds: Vec<i64> = streams.iter().map(|stream| stream.seed as i64).collect();
+        let positions: Vec<u32> = streams.iter().map(|stream| stream.position).collect();
+        let n = [streams.len()];
+        Ok(Self { seeds: op.upload(&seeds, n)?, positions: op.upload(&positions, n)?, layer })
+    }
+
+    fn streams(&self) -> Streams<'_> {
+        Streams { seeds: &self.seeds, positions: &self.positions, layer: self.layer }
+    }
+}

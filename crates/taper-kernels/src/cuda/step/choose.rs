@@ -1,0 +1,156 @@
+//! Scores of keys or of what stands for them, and choices by them: [`crate::decode::scores`], [`crate::decode::top_k`],
+//! [`crate::decode::top_p`] without the host.
+
+use super::{Chosen, Step};
+use crate::cuda::error::Result;
+use crate::cuda::op::Op;
+use crate::cuda::score::{self, Between, How, Scores, View, select};
+use crate::decode::{Decode, DecodeRow, Selection, sink_window};
+use candle_core::Tensor;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// What keys or pages of them matter to each row and KV head, on the device.
+#[derive(Debug, Clone)]
+pub(crate) struct Scored {
+    step: Arc<Step>,
+    by: By,
+    /// Which rows and KV heads it was wanted for `[R, kv_heads]`.
+    wanted: Vec<bool>,
+}
+
+#[derive(Debug, Clone)]
+enum By {
+    /// Shares of the attention mass, by every query head's scores.
+    Shares(Arc<Scores>),
+    /// What each KV head makes of tokens, `[R, kv_heads, tokens]`, f32.
+    Groups(Tensor),
+}
+
+impl Scored {
+    /// By scores of a view of the keys; `q` as [`score::scores`] has it, none for the batch's own queries.
+    pub(super) fn by_view(step: Arc<Step>, q: Option<&Tensor>, view: View, wanted: &[bool]) -> Result<Self> {
+        let batch = step.batch();
+        let scale = 1.0 / (batch.q.dims()[2] as f32).sqrt();
+        let scores = score::scores(&batch, q.unwrap_or(batch.q), view, scale)?;
+        Ok(Self { by: By::Shares(Arc::new(scores)), wanted: wanted.to_vec(), step })
+    }
+
+    /// By what each KV head makes of its tokens.
+    pub(super) fn by_group(step: Arc<Step>, importance: Tensor, wanted: &[bool]) -> Self {
+        Self { step, by: By::Groups(importance), wanted: wanted.to_vec() }
+    }
+
+    pub fn wanted(&self) -> &[bool] {
+        &self.wanted
+    }
+
+    /// Tokens, or pages of them, that were looked at, over all rows and KV heads.
+    pub fn entries(&self) -> usize {
+        let heads = self.wanted.iter().enumerate().filter(|(_, wanted)| **wanted);
+        heads.map(|(i, _)| self.step.visible(i).div_ceil(self.page())).sum()
+    }
+
+    /// The scores of all tokens of the batch's own queries, if that is what it is.
+    pub(super) fn of_tokens(&self, batch: &Decode) -> Option<(&Arc<Step>, &Scores)> {
+        match &self.by {
+            By::Shares(scores) if scores.page == 1 && self.step.q == batch.q.id() => Some((&self.step, scores)),
+            _ => None,
+        }
+    }
+
+    fn page(&self) -> usize {
+        match &self.by {
+            By::Shares(scores) => scores.page,
+            By::Groups(_) => 1,
+        }
+    }
+
+    /// What the selection kernel reads.
+    fn numbers(&self) -> (&Tensor, Option<&Tensor>, usize) {
+        match &self.by {
+            By::Shares(scores) => scores.of(),
+            By::Groups(importance) => (importance, None, 1),
+        }
+    }
+
+    /// The ranges that each row and KV head reads whatever is chosen; none where it reads everything: where nothing is
+    /// known of its keys, or `all(head, keys between)` says so.
+    fn fixed(
+        &self,
+        rows: &[DecodeRow],
+        (sink, window): (usize, usize),
+        all: impl Fn(usize, usize) -> bool,
+    ) -> Vec<Option<[Range<usize>; 2]>> {
+        let kv_heads = self.step.kv_heads;
+        let head = |(i, wanted): (usize, &bool)| {
+            let ranges = sink_window(&rows[i / kv_heads].visible, sink, window).filter(|_| *wanted)?;
+            (!all(i, ranges[1].start - ranges[0].end)).then_some(ranges)
+        };
+        self.wanted.iter().enumerate().map(head).collect()
+    }
+
+    fn check(&self, op: &Op, rows: &[DecodeRow]) -> Result<()> {
+        let fits = self.step.lens.iter().copied().eq(rows.iter().map(|row| row.visible.end));
+        op.check(fits, "importance", format!("of rows that see {:?} tokens", self.step.lens), "that of these rows")
+    }
+}
+
+/// [`crate::decode::scores`]; none where none is wanted.
+pub(crate) fn scores(batch: &Decode, wanted: &[bool]) -> Result<Option<Scored>> {
+    if !wanted.contains(&true) {
+        return Ok(None);
+    }
+    let op = Op::new("scores", "q", batch.q)?;
+    Scored::by_view(Step::new(&op, batch)?, None, View::Rows(batch.kv.k), wanted).map(Some)
+}
+
+/// [`crate::decode::top_k`].
+pub(crate) fn top_k(rows: &[DecodeRow], importance: &Scored, fixed: (usize, usize), k: &[usize]) -> Result<Selection> {
+    let (step, page) = (&importance.step, importance.page());
+    let batch = step.batch();
+    let op = Op::new("top_k", "q", batch.q)?;
+    importance.check(&op, rows)?;
+    op.check(k.len() == importance.wanted.len(), "k", k.len(), format!("{} numbers", importance.wanted.len()))?;
+    let fixed = importance.fixed(rows, fixed, |i, between| k[i] >= between);
+    if fixed.iter().all(Option::is_none) {
+        return Ok(Selection::dense(rows.len(), step.kv_heads));
+    }
+    // Entries that each list takes: no more than there are between its ranges.
+    let take = |(fixed, k): (&Option<[Range<usize>; 2]>, &usize)| {
+        let Some([before, after]) = fixed else { return 0 };
+        k.div_ceil(page).min(after.start.div_ceil(page) - before.end / page)
+    };
+    let take: Vec<usize> = fixed.iter().zip(k).map(take).collect();
+    let ks: Vec<u32> = take.iter().map(|&k| k as u32).collect();
+    let most = take.iter().copied().max().unwrap_or(0);
+    let between = Between::of(&op, &step.lens, &fixed, page)?;
+    let numbers = importance.numbers();
+    let ks = op.upload(&ks, [ks.len()])?;
+    let lists = select(&op, &batch, numbers, between, &How::by_count(&op, most, Some(&ks), numbers.0.dim(2)?)?)?;
+    // Pages over the ends of what lies between count for what of them does: only the choice knows.
+    let count = |(i, fixed): (usize, &Option<[Range<usize>; 2]>)| match fixed {
+        None => step.visible(i),
+        Some(ranges) => ranges.iter().map(Range::len).sum::<usize>() + take[i],
+    };
+    let counts = (page == 1).then(|| fixed.iter().enumerate().map(count).collect());
+    Ok(Chosen::Keys(step.clone(), lists, counts).into())
+}
+
+/// [`crate::decode::top_p`].
+pub(crate) fn top_p(rows: &[DecodeRow], importance: &Scored, fixed: (usize, usize), p: f32) -> Result<Selection> {
+    let step = &importance.step;
+    let batch = step.batch();
+    let op = Op::new("top_p", "q", batch.q)?;
+    importance.check(&op, rows)?;
+    let By::Shares(scores) = &importance.by else {
+        return Err(op.error("importance", "not a share of the attention mass", "one by scores"));
+    };
+    let fixed = importance.fixed(rows, fixed, |_, _| p >= 1.0);
+    if fixed.iter().all(Option::is_none) {
+        return Ok(Selection::dense(rows.len(), step.kv_heads));
+    }
+    let between = Between::of(&op, &step.lens, &fixed, 1)?;
+    let lists = score::top_p(&batch, scores, between, p, batch.max_len)?;
+    Ok(Chosen::Keys(step.clone(), lists, None).into())
+}

@@ -1,0 +1,175 @@
+//! The indices of [`crate::index`] on the device: rows taken in, and keys looked up. They lie as the CPU's do.
+
+use super::project::{centroids, forward, turn_back};
+use super::{Chosen, Scored, Step};
+use crate::cuda::error::Result;
+use crate::cuda::index::{self as kernels, Limits, Metadata, Span, Tokens};
+use crate::cuda::op::Op;
+use crate::cuda::score::{Between, View};
+use crate::decode::{Decode, sink_window};
+use crate::index::Part;
+use crate::index::clusters::{Centroids, Probes};
+use crate::kv::BLOCK_TOKENS;
+use crate::mlp::{Mlp, PerHead};
+use crate::rotary::Rotation;
+use candle_core::{DType, Tensor};
+
+/// Parts as sequences of one block each.
+fn spans(op: &Op, parts: &[Part]) -> Result<(Tensor, Vec<Span>)> {
+    let blocks: Vec<u32> = parts.iter().map(|part| part.block).collect();
+    let span =
+        |(i, part): (usize, &Part)| Span { table: i as u32, tokens: (part.rows.start as u32, part.rows.end as u32) };
+    Ok((op.upload(&blocks, [blocks.len(), 1])?, parts.iter().enumerate().map(span).collect()))
+}
+
+/// [`crate::index::bounds::extend`], whose checks the caller has made.
+pub(crate) fn extend_bounds(index: &Tensor, k: &Tensor, parts: &[Part]) -> Result<()> {
+    let (tables, spans) = spans(&Op::new("bounds", "k", k)?, parts)?;
+    kernels::extend(k, &tables, &spans, &Metadata { pages: Some(index), ..Metadata::default() })
+}
+
+/// [`crate::index::labels::extend`], whose checks the caller has made.
+pub(crate) fn extend_labels(index: &Tensor, k: &Tensor, parts: &[Part], channels: &[Vec<u32>]) -> Result<()> {
+    let op = Op::new("labels", "k", k)?;
+    let (tables, spans) = spans(&op, parts)?;
+    let channels = op.upload(&channels.concat(), [channels.len(), index.dim(3)?])?;
+    kernels::extend(k, &tables, &spans, &Metadata { labels: Some((index, &channels)), ..Metadata::default() })
+}
+
+/// Tokens that are projected at a time: what that takes of memory does not grow with the sequence.
+const TOKENS_AT_ONCE: usize = 8192;
+
+/// New keys of some parts, on their way into an index of something for each.
+struct Rows {
+    /// `[kv_heads, T, head_dim]`, f32.
+    keys: Tensor,
+    /// Their rows in blocks `[T]`, and the block of each: tables of one block.
+    rows: Tensor,
+    table_of: Tensor,
+    tables: Tensor,
+    positions: Vec<usize>,
+}
+
+impl Rows {
+    /// Runs `take` for the parts, some at a time.
+    fn each(op: &Op, k: &Tensor, parts: &[Part], take: impl Fn(&Self) -> Result<()>) -> Result<()> {
+        parts.chunks(TOKENS_AT_ONCE / BLOCK_TOKENS).try_for_each(|parts| take(&Self::of(op, k, parts)?))
+    }
+
+    fn of(op: &Op, k: &Tensor, parts: &[Part]) -> Result<Self> {
+        let (blocks, kv_heads, _, d) = k.dims4()?;
+        let tokens = || parts.iter().enumerate().flat_map(|(i, part)| part.rows.clone().map(move |row| (i, part, row)));
+        let at = |head: usize| {
+            tokens().map(move |(_, part, row)| ((part.block as usize * kv_heads + head) * BLOCK_TOKENS + row) as u32)
+        };
+        let at: Vec<u32> = (0..kv_heads).flat_map(at).collect();
+        let count = at.len() / kv_heads;
+        let keys = k.reshape((blocks * kv_heads * BLOCK_TOKENS, d))?.index_select(&op.upload(&at, [at.len()])?, 0)?;
+        let rows: Vec<u32> = tokens().map(|(.., row)| row as u32).collect();
+        let table_of: Vec<u32> = tokens().map(|(i, ..)| i as u32).collect();
+        Ok(Self {
+            keys: keys.to_dtype(DType::F32)?.reshape((kv_heads, count, d))?,
+            rows: op.upload(&rows, [count])?,
+            table_of: op.upload(&table_of, [count])?,
+            tables: spans(op, parts)?.0,
+            positions: tokens().map(|(_, part, row)| part.start + row).collect(),
+        })
+    }
+
+    fn tokens(&self) -> Tokens<'_> {
+        Tokens { positions: &self.rows, tables_of: &self.table_of, tables: &self.tables }
+    }
+}
+
+/// [`crate::index::codes::extend`], whose checks the caller has made.
+pub(crate) fn extend_codes(index: &Tensor, k: &Tensor, parts: &[Part], maps: &PerHead<Mlp>) -> Result<()> {
+    let op = Op::new("codes", "k", k)?;
+    Rows::each(&op, k, parts, |rows| {
+        let (kv_heads, count, d) = rows.keys.dims3()?;
+        let each = maps.len() / kv_heads;
+        let keys = rows.keys.unsqueeze(1)?.expand((kv_heads, each, count, d))?.contiguous()?;
+        let codes = forward(&op, maps, &keys.reshape((maps.len(), count, d))?)?;
+        // Rounding keeps the sign, which is all that a code keeps.
+        kernels::codes(&codes.transpose(0, 1)?.contiguous()?.to_dtype(DType::BF16)?, &rows.tokens(), index)
+    })
+}
+
+/// [`crate::index::clusters::extend`], whose checks the caller has made.
+pub(crate) fn extend_clusters(
+    index: &Tensor,
+    k: &Tensor,
+    parts: &[Part],
+    of: &PerHead<Centroids>,
+    unrotate: Option<&dyn Fn(usize) -> Rotation>,
+) -> Result<()> {
+    let op = Op::new("clusters", "k", k)?;
+    let (centroids, ids) = (centroids(&op, of)?, index.squeeze(3)?);
+    Rows::each(&op, k, parts, |rows| {
+        let keys = match unrotate {
+            Some(turn) => turn_back(&op, &rows.keys, &rows.positions.iter().map(|&at| turn(at)).collect::<Vec<_>>())?,
+            None => rows.keys.clone(),
+        };
+        kernels::nearest(&keys.matmul(&centroids)?, &rows.tokens(), &ids)
+    })
+}
+
+/// [`crate::index::bounds::importance`], whose checks the caller has made.
+pub(crate) fn bounds(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<Scored> {
+    let op = Op::new("bounds", "q", batch.q)?;
+    Scored::by_view(Step::new(&op, batch)?, None, View::Pages(index), wanted)
+}
+
+/// [`crate::index::labels::importance`], whose checks the caller has made.
+pub(crate) fn labels(batch: &Decode, index: &Tensor, channels: &[Vec<u32>], wanted: &[bool]) -> Result<Scored> {
+    let op = Op::new("labels", "q", batch.q)?;
+    let step = Step::new(&op, batch)?;
+    let (q_heads, group) = (step.q_heads, step.q_heads / step.kv_heads);
+    let own = step.batch();
+    let (rows, width) = (own.q.dim(0)?, index.dim(3)?);
+    let at: Vec<u32> = (0..q_heads).flat_map(|head| channels[head / group].iter().copied()).collect();
+    let at = op.upload(&at, [1, q_heads, width])?.expand((rows, q_heads, width))?.contiguous()?;
+    let q = own.q.gather(&at, 2)?;
+    Scored::by_view(step.clone(), Some(&q), View::Rows(index), wanted)
+}
+
+/// [`crate::index::codes::importance`], whose checks the caller has made.
+pub(crate) fn equal_bits(batch: &Decode, index: &Tensor, maps: &PerHead<Mlp>, wanted: &[bool]) -> Result<Scored> {
+    let op = Op::new("codes", "q", batch.q)?;
+    let step = Step::new(&op, batch)?;
+    let codes = forward(&op, maps, &batch.q.transpose(0, 1)?.contiguous()?)?;
+    let codes = kernels::signs(&codes.transpose(0, 1)?.contiguous()?.to_dtype(DType::BF16)?)?;
+    let importance = kernels::agreement(&step.batch(), &codes, index)?;
+    Ok(Scored::by_group(step, importance, wanted))
+}
+
+/// [`crate::index::clusters::select`], whose checks the caller has made.
+pub(crate) fn probe(
+    batch: &Decode,
+    index: &Tensor,
+    logits: &Tensor,
+    (sink, window): (usize, usize),
+    probes: Probes,
+) -> Result<Chosen> {
+    let op = Op::new("clusters", "q", batch.q)?;
+    let step = Step::new(&op, batch)?;
+    let heads = step.lens.len() * step.kv_heads;
+    let fixed = |i: usize| {
+        let ranges = sink_window(&batch.rows[i / step.kv_heads].visible, sink, window)?;
+        let all = matches!(probes, Probes::Keys(k) if k[i] >= ranges[1].start - ranges[0].end);
+        (!all).then_some(ranges)
+    };
+    let fixed: Vec<_> = (0..heads).map(fixed).collect();
+    let limit = |i: usize| match probes {
+        Probes::Clusters(_, most) => most.min(u32::MAX as usize) as u32,
+        Probes::Keys(k) => k[i].min(u32::MAX as usize) as u32,
+    };
+    let (clusters, first) = match probes {
+        Probes::Clusters(clusters, _) => (clusters, false),
+        Probes::Keys(_) => (usize::MAX, true),
+    };
+    let tokens = op.upload(&(0..heads).map(limit).collect::<Vec<_>>(), [heads])?;
+    let lists = Between::of(&op, &step.lens, &fixed, 1)?.into_lists();
+    let limits = Limits { clusters, tokens: &tokens, first };
+    let lists = kernels::probe(&step.batch(), logits, &index.squeeze(3)?, lists, limits)?;
+    Ok(Chosen::Keys(step.clone(), lists, None))
+}

@@ -1,0 +1,149 @@
+//! Samples beside what was chosen: [`crate::decode::sample`], whose attention is part of the launch,
+//! [`crate::decode::sample_some`] and [`crate::decode::sample_values`], all by the draws of the CPU.
+
+use super::{Chosen, Seeds, Step};
+use crate::cuda::batch::{Draft, Lists};
+use crate::cuda::error::Result;
+use crate::cuda::op::Op;
+use crate::cuda::sample::{Sampled, Scratch, draw, sampled, spread_values};
+use crate::cuda::score::{View, scores};
+use crate::decode::{self, Budget, Decode, HeadSelection, Sampling, Scores, Selection, Spread};
+use crate::philox::Stream;
+use candle_core::Tensor;
+use std::sync::Arc;
+
+/// States of a sampled list, as the interface names them.
+const SAMPLED: u32 = crate::cuda::ffi::TAPER_SAMPLED as u32;
+const DENSE: u32 = crate::cuda::ffi::TAPER_DENSE as u32;
+
+/// [`crate::decode::sample`]. Waits for the device: budgets go into reports.
+pub(crate) fn sample(
+    batch: &Decode,
+    selection: &Selection,
+    streams: &[Stream],
+    how: &Sampling,
+) -> Result<(Selection, Vec<Budget>)> {
+    let op = Op::new("sample", "q", batch.q)?;
+    let (rows, q_heads, kv_heads, _) = batch.dims()?;
+    op.check(streams.len() == rows, "streams", streams.len(), format!("{rows}, one a row"))?;
+    let group = q_heads / kv_heads;
+    let (step, lists) = match selection.on_device() {
+        Some([Chosen::Keys(step, lists, _)]) => (step.clone(), lists.clone()),
+        Some(_) => return Err(op.error("selection", "sampled already, or of rows chosen apart", "one of keys")),
+        None => {
+            let heads = decode::sample_check(batch, selection, streams)?;
+            if heads.iter().all(|head| matches!(head, HeadSelection::Dense)) {
+                return Ok((selection.clone(), vec![Budget::default(); rows * q_heads]));
+            }
+            decode::check(batch, heads, kv_heads, group)?;
+            (Step::new(&op, batch)?, Lists::upload(&op, batch.rows, heads, group)?)
+        }
+    };
+    let fits = step.fits(batch) && lists.heads_sampled.is_none();
+    op.check(fits, "selection", "of other rows, or with a sample", "one of these rows without a sample")?;
+    let seeds = Seeds::new(&op, streams)?;
+    let scratch = Scratch::new(batch.q, rows, q_heads, kv_heads)?;
+    let of = sampled(&step.batch(), &lists, seeds.streams(), how, &scratch)?;
+    let each = read_back(&of)?;
+    let budget = |(i, &[state, residual, sampled]): (usize, &[usize; 3])| {
+        let pilot = how.bounds(step.visible(i), step.visible(i) - residual).0;
+        match state as u32 {
+            SAMPLED => Budget { residual, sampled, pilot, dense: false },
+            DENSE => Budget { residual, sampled: residual, pilot, dense: true },
+            _ => Budget { residual, sampled: residual, pilot: 0, dense: false },
+        }
+    };
+    let budgets = each.iter().enumerate().map(budget).flat_map(|b| std::iter::repeat_n(b, group)).collect();
+    let count = |(i, &[state, residual, sampled]): (usize, &[usize; 3])| match state as u32 {
+        SAMPLED => step.visible(i) - residual + sampled,
+        _ => step.visible(i),
+    };
+    let counts = each.iter().enumerate().map(count).collect();
+    Ok((Chosen::Sampled(step, of.out, counts).into(), budgets))
+}
+
+/// State, residual and sampled keys of each list.
+fn read_back(of: &Sampled) -> Result<Vec<[usize; 3]>> {
+    let all = Tensor::stack(&[&of.state, &of.residual, &of.counts], 1)?.to_vec2::<u32>()?;
+    Ok(all.iter().map(|list| [list[0], list[1], list[2]].map(|x| x as usize)).collect())
+}
+
+/// [`crate::decode::sample_some`] beside `fixed` `[R, kv_heads]`, which the caller has checked.
+pub(crate) fn sample_some(
+    batch: &Decode,
+    fixed: &[HeadSelection],
+    sizes: &[usize],
+    streams: &[Stream],
+) -> Result<Selection> {
+    let op = Op::new("sample_some", "q", batch.q)?;
+    let (rows, q_heads, kv_heads, _) = batch.dims()?;
+    let group = q_heads / kv_heads;
+    decode::check(batch, fixed, kv_heads, group)?;
+    let step = Step::new(&op, batch)?;
+    let mut made = Draft::default();
+    let (mut draws, mut counts, mut ln_weights) = (Vec::new(), Vec::new(), Vec::new());
+    for (i, head) in fixed.iter().enumerate() {
+        let visible = step.visible(i);
+        made.begin(visible as u32);
+        let residual = |keys: &decode::Keys| visible - keys.fixed();
+        let (size, ln_weight) = match head {
+            HeadSelection::Keys(keys) if sizes[i] < residual(keys) => {
+                made.keys(keys);
+                counts.push(keys.fixed() + sizes[i]);
+                (sizes[i], (residual(keys) as f32 / sizes[i].max(1) as f32).ln())
+            }
+            _ => {
+                made.range(0, visible as u32);
+                counts.push(visible);
+                (0, 0.0)
+            }
+        };
+        draws.push(size);
+        ln_weights.extend(std::iter::repeat_n(ln_weight, group));
+    }
+    let most = draws.iter().copied().max().unwrap_or(0);
+    made.samples(&draws, most);
+    let mut lists = made.finish(&op, rows, kv_heads)?;
+    if most > 0 {
+        let seeds = Seeds::new(&op, streams)?;
+        // A smaller sample is the beginning of a larger.
+        let drawn = draw(&lists, seeds.streams(), step.batch().max_len, most)?.0.flatten_all()?;
+        lists.token_ids = Some(match lists.token_ids.take() {
+            Some(ids) => Tensor::cat(&[&ids, &drawn], 0)?,
+            None => drawn,
+        });
+        let each: Vec<u32> = draws.iter().flat_map(|&size| std::iter::repeat_n(size as u32, group)).collect();
+        let shape = [rows, q_heads];
+        lists.heads_sampled = Some((op.upload(&each, shape)?, op.upload(&ln_weights, shape)?));
+    }
+    Ok(Chosen::Keys(step, lists, Some(counts)).into())
+}
+
+/// [`crate::decode::sample_values`] of everything that rows see, which `heads` `[R, kv_heads]` must be.
+pub(crate) fn sample_values(
+    batch: &Decode,
+    heads: &[HeadSelection],
+    known: Option<&Scores>,
+    streams: &[Stream],
+    (samples, spread): (usize, Spread),
+) -> Result<Selection> {
+    let op = Op::new("sample_values", "q", batch.q)?;
+    let all = heads.iter().all(|head| matches!(head, HeadSelection::Dense));
+    op.check(all, "selection", "of some keys", "one of all keys: on a CUDA device values are drawn from all")?;
+    if batch.rows.iter().all(|row| row.visible.len() <= samples) {
+        return Ok(heads.to_vec().into());
+    }
+    let seeds = Seeds::new(&op, streams)?;
+    let found;
+    let (step, scores): (Arc<Step>, _) = match known.and_then(Scores::on_device).and_then(|s| s.of_tokens(batch)) {
+        Some((step, scores)) => (step.clone(), scores),
+        None => {
+            let step = Step::new(&op, batch)?;
+            let own = step.batch();
+            found = scores(&own, own.q, View::Rows(batch.kv.k), 1.0 / (batch.q.dim(2)? as f32).sqrt())?;
+            (step, &found)
+        }
+    };
+    let lists = spread_values(&step.batch(), scores, seeds.streams(), samples, spread)?;
+    Ok(Chosen::Values(step, lists).into())
+}
