@@ -29,11 +29,31 @@ pub struct ArtifactError {
     pub message: String,
 }
 
-/// The artefacts at hand.
+/// What methods find where they run: the artefacts at hand, and the place.
 #[derive(Debug, Clone, Default)]
 pub struct Artifacts {
     folder: Option<PathBuf>,
     loaded: BTreeMap<&'static str, Loaded>,
+    places: Places,
+}
+
+/// Where the cache is that a method attends over.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Place {
+    /// In host memory: every method runs.
+    #[default]
+    Host,
+    /// On a device of its own: methods and settings that only run in host memory are refused.
+    Device,
+}
+
+/// That of prompts, and of generated tokens.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Places {
+    /// Where prompts are attended.
+    pub prefill: Place,
+    /// Where generated tokens are.
+    pub decode: Place,
 }
 
 /// What a file was read into.
@@ -81,7 +101,17 @@ impl Artifacts {
             let known: Vec<&str> = kinds.iter().map(|kind| kind.file).collect();
             return Err(fail(folder, format!("holds none of {}", known.join(", "))));
         }
-        Ok(Self { folder: Some(folder.to_owned()), loaded })
+        Ok(Self { folder: Some(folder.to_owned()), loaded, places: Places::default() })
+    }
+
+    /// The same, for methods that run in these places.
+    #[must_use]
+    pub fn at(self, places: Places) -> Self {
+        Self { places, ..self }
+    }
+
+    pub(crate) fn place(&self) -> Places {
+        self.places
     }
 
     /// The names of those that are loaded.

@@ -19,7 +19,7 @@ mod schema;
 mod spec;
 mod top_k;
 
-pub use artifacts::{ArtifactError, Artifacts, ModelKey};
+pub use artifacts::{ArtifactError, Artifacts, ModelKey, Place, Places};
 pub use batch::{AttentionBatch, Replay, Sequence, Span, replay};
 pub use layer::{AttentionShape, LayerAttention, Rotary};
 pub use methods::{MethodInfo, catalogue};

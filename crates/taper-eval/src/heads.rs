@@ -145,7 +145,8 @@ pub fn heads(
                 }
                 sequence.decode_by(spec);
                 let mut attend = |q: &Tensor, seeds: &[u64]| {
-                    replay((shape, model.rotary(), capture.pool()), &sequence, layer, q, seeds)
+                    let q = q.to_device(model.device())?;
+                    replay((shape, model.rotary(), capture.pool()), &sequence, layer, &q, seeds)
                 };
                 tallies.extend(head_by_head(&shape, plan, q, &mut attend).map_err(TrainError::compute(layer))?);
                 progress.advance();

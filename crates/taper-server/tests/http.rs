@@ -5,8 +5,10 @@ mod support;
 use axum::body::Body;
 use axum::http::{Request, StatusCode};
 use serde_json::{Value, json};
+use std::sync::Arc;
 use std::time::Duration;
 use support::{custom, server, wait};
+use taper_attention::{Artifacts, Place, Places};
 use taper_engine::stub::StubBackend;
 use taper_engine::{EngineConfig, Load};
 use taper_server::ServerConfig;
@@ -371,6 +373,29 @@ async fn unknown_fields_are_named_and_near_misses_refused() {
     let (message, param) = server.chat(chat(json!({"extra_body": {"epsilon": 0.1}}))).await.error();
     assert_eq!(param, "extra_body");
     assert!(message.contains("top level"), "{message}");
+}
+
+#[tokio::test]
+async fn attention_that_the_models_device_lacks_is_refused_with_what_there_is() {
+    let places = Places { prefill: Place::Device, decode: Place::Device };
+    let config = ServerConfig { artifacts: Arc::new(Artifacts::default().at(places)), ..Default::default() };
+    let server = custom(StubBackend::new("abc"), EngineConfig::default(), config);
+    let hard = json!({ "decode": { "method": "vattention", "tail": "hard" } });
+    for (extra, field) in [
+        (json!({ "attention": hard }), "attention.decode.tail"),
+        (json!({ "attention": { "prefill": { "method": "hip" } } }), "attention.prefill.method"),
+        (
+            json!({ "vllm_xargs": { "attention_decode_method": "vattention", "attention_decode_tail": "hard" } }),
+            "vllm_xargs.attention_decode_tail",
+        ),
+    ] {
+        let answer = server.chat(chat(extra)).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST);
+        let (message, param) = answer.error();
+        assert_eq!(param, field, "{message}");
+        assert!(message.contains("dense, ") && message.contains("streaming_llm"), "{message}");
+    }
+    assert_eq!(server.chat(chat(json!({ "epsilon": 0.1 }))).await.status, StatusCode::OK);
 }
 
 #[tokio::test]

@@ -4,8 +4,8 @@ use crate::config::ModelConfig;
 use anyhow::{Context, Result};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
-use taper_attention::{Artifacts, AttentionSpec, ModelKey};
-use taper_engine::{Engine, ModelBackend, ModelInfo, ModelText};
+use taper_attention::{Artifacts, AttentionSpec, ModelKey, Place, Places};
+use taper_engine::{DeviceChoice, Engine, ModelBackend, ModelInfo, ModelText};
 use taper_model::{Model, Progress, ResolvedModel, Tokenizer, default_cache, resolve};
 
 /// A model at work.
@@ -66,10 +66,17 @@ pub fn model(config: &ModelConfig) -> Result<(Model, Tokenizer)> {
 /// # Errors
 /// The file at fault, or one that was made for another model.
 pub fn artifacts(config: &ModelConfig, key: &ModelKey) -> Result<Artifacts> {
-    Ok(match &config.artifacts {
+    let artifacts = match &config.artifacts {
         Some(folder) => Artifacts::open(folder, key)?,
         None => Artifacts::default(),
-    })
+    };
+    Ok(artifacts.at(places(config.device, config.device)))
+}
+
+/// Where methods run, by the devices that prompts and answers are computed on.
+pub fn places(prompts: DeviceChoice, answers: DeviceChoice) -> Places {
+    let place = |device: DeviceChoice| if device == DeviceChoice::Cpu { Place::Host } else { Place::Device };
+    Places { prefill: place(prompts), decode: place(answers) }
 }
 
 fn start_threads(config: &ModelConfig) -> Result<()> {

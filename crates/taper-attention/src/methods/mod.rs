@@ -18,12 +18,12 @@ mod santa;
 mod streaming_llm;
 mod vattention;
 
-use crate::artifacts::{ArtifactKind, Artifacts};
-use crate::method::{DecodeMethod, Predictor, PrefillMethod};
+use crate::artifacts::{ArtifactKind, Artifacts, Place};
+use crate::method::{DecodeMethod, HostOnly, Predictor, PrefillMethod};
 use crate::schema::nearest;
 use crate::spec::{Chosen, SpecError, SpecResult};
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::sync::Arc;
 
 static PREFILL: &[&Entry<dyn PrefillMethod>] = &[
@@ -108,15 +108,21 @@ pub fn catalogue() -> Vec<MethodInfo> {
 }
 
 pub(crate) fn prefill(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Chosen<dyn PrefillMethod>> {
-    choose("prefill method", PREFILL, value, path, artifacts)
+    choose(("prefill method", PREFILL), value, path, artifacts, |m| {
+        m.host_only().filter(|_| artifacts.place().prefill == Place::Device)
+    })
 }
 
 pub(crate) fn decode(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Chosen<dyn DecodeMethod>> {
-    choose("decode method", DECODE, value, path, artifacts)
+    choose(("decode method", DECODE), value, path, artifacts, |m| {
+        m.host_only().filter(|_| artifacts.place().decode == Place::Device)
+    })
 }
 
 fn predictor(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Chosen<dyn Predictor>> {
-    choose("predictor", PREDICTORS, value, path, artifacts)
+    choose(("predictor", PREDICTORS), value, path, artifacts, |m| {
+        m.host_only().filter(|_| artifacts.place().decode == Place::Device)
+    })
 }
 
 /// Every kind of artefact that some method needs.
@@ -128,12 +134,13 @@ pub(crate) fn artifacts() -> Vec<ArtifactKind> {
     kinds
 }
 
+/// The method that `value` names; `stuck` says what of one cannot be done where it would run.
 fn choose<M: ?Sized>(
-    kind: &str,
-    entries: &[&Entry<M>],
+    (kind, entries): (&str, &[&Entry<M>]),
     value: &Value,
     path: &str,
     artifacts: &Artifacts,
+    stuck: impl Fn(&M) -> Option<HostOnly>,
 ) -> SpecResult<Chosen<M>> {
     let known = || entries.iter().map(|e| e.name).collect::<Vec<_>>();
     let example = || format!("an object such as {{\"method\": \"{}\"}}", entries[0].name);
@@ -150,6 +157,14 @@ fn choose<M: ?Sized>(
         return Err(SpecError::new(format!("{path}.method"), message));
     };
     let (method, mut json) = (entry.build)(value, path, artifacts)?;
+    if let Some(HostOnly { field, what }) = stuck(&method) {
+        let plain = |e: &&&Entry<M>| (e.build)(&json!({ "method": e.name }), path, artifacts);
+        let able = entries.iter().filter(|e| plain(e).is_ok_and(|(method, _)| stuck(&method).is_none()));
+        let able: Vec<&str> = able.map(|e| e.name).collect();
+        let message =
+            format!("{what} runs on the CPU only, and this model does not; {kind}s here: {}", able.join(", "));
+        return Err(SpecError::new(format!("{path}.{field}"), message));
+    }
     json["method"] = Value::from(entry.name);
     Ok(Chosen { name: entry.name, json, method })
 }

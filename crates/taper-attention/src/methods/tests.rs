@@ -3,6 +3,8 @@
 use super::*;
 use crate::{AttentionBatch, AttentionShape, AttentionSpec, LayerAttention, ModelKey, Rotary, Sequence, Span};
 
+#[cfg(feature = "cuda")]
+mod cuda;
 mod golden;
 mod limits;
 mod prefill;

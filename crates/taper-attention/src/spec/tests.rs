@@ -1,4 +1,5 @@
 use super::*;
+use crate::artifacts::{Place, Places};
 use crate::methods::catalogue;
 
 fn error(attention: Value) -> (String, String) {
@@ -174,4 +175,51 @@ fn an_error_in_a_short_form_names_the_short_form() {
     ] {
         assert_eq!(resolve(json!({}), None, short).unwrap_err().path, path);
     }
+}
+
+#[test]
+fn what_runs_in_host_memory_alone_is_refused_elsewhere_with_what_is_not() {
+    let device = Artifacts::default().at(Places { prefill: Place::Device, decode: Place::Device });
+    let error = |attention: Value, artifacts: &Artifacts| {
+        let error = AttentionSpec::from_json(&attention, "attention", artifacts).unwrap_err();
+        (error.path, error.message)
+    };
+    let here = "runs on the CPU only, and this model does not; decode methods here: dense, oracle_top_k, oracle_top_p, \
+                quest, random_sample, santa, streaming_llm, vattention";
+    for (attention, path, message) in [
+        (
+            json!({ "decode": { "method": "vattention", "tail": "hard" } }),
+            "attention.decode.tail",
+            format!("\"hard\", unlike \"clt\", {here}"),
+        ),
+        (
+            json!({ "decode": { "method": "santa", "within": { "method": "quest" } } }),
+            "attention.decode.within.method",
+            format!("drawing from what `quest` reads, not from all, {here}"),
+        ),
+        (
+            json!({ "decode": { "method": "santa", "kernel": "flash", "tile": 100 } }),
+            "attention.decode.tile",
+            format!("a tile of 100, not a multiple of 64, {here}"),
+        ),
+        (
+            json!({ "prefill": { "method": "delta", "base": { "method": "hip" } } }),
+            "attention.prefill.base.method",
+            "`hip` runs on the CPU only, and this model does not; prefill methods here: bigbird, delta, dense, \
+             sample_attention, streaming_llm"
+                .to_owned(),
+        ),
+    ] {
+        assert_eq!(error(attention.clone(), &device), (path.to_owned(), message), "{attention}");
+        assert!(AttentionSpec::from_json(&attention, "attention", &Artifacts::default()).is_ok(), "{attention}");
+    }
+    // A prompt attended elsewhere is refused nothing that its answer would be.
+    let prompts = Artifacts::default().at(Places { prefill: Place::Device, decode: Place::Host });
+    let hard = json!({ "decode": { "method": "vattention", "tail": "hard" } });
+    assert!(AttentionSpec::from_json(&hard, "attention", &prompts).is_ok());
+    assert!(AttentionSpec::from_json(&json!({ "prefill": { "method": "hip" } }), "attention", &prompts).is_err());
+    // A request over a preset says so too.
+    let wire = Wire { attention: Some(&hard), ..Wire::default() };
+    let error = AttentionSpec::resolve(&AttentionSpec::default(), &wire, &device).unwrap_err();
+    assert_eq!(error.path, "attention.decode.tail");
 }

@@ -1,0 +1,114 @@
+//! Every decode method on a CUDA device against the CPU: there must be one, a build with the feature has no other way to pass.
+
+use super::properties::all_typical;
+use super::*;
+use crate::artifacts::{Place, Places};
+use crate::batch::Replay;
+use crate::replay;
+
+const SHAPE: AttentionShape = AttentionShape { layers: 1, q_heads: 6, kv_heads: 2, head_dim: 64, window: None };
+const PROMPT: usize = 700;
+const STEPS: usize = 6;
+
+/// Artefacts at which every method runs on a device: 16 channels, where others have 8.
+fn artifacts(device: &Device) -> Artifacts {
+    let channels: Vec<u32> = (0..SHAPE.kv_heads).flat_map(|head| (0..16).map(move |c| (c * 3 + head) as u32)).collect();
+    let channels = Tensor::from_vec(channels, (1, SHAPE.kv_heads, 16), &Device::Cpu).unwrap();
+    let file = artifact("double_sparsity", &[("channels".to_owned(), channels)]);
+    let all = random_artifacts(SHAPE).with("double_sparsity.safetensors", &file, &key(SHAPE)).unwrap();
+    let place = if device.is_cpu() { Place::Host } else { Place::Device };
+    all.at(Places { prefill: place, decode: place })
+}
+
+/// Outputs of all rows and what they came to, attended on a device over a cache of bf16.
+fn attended(spec: &Value, input: &Input, device: &Device) -> (Vec<f32>, Value) {
+    let spec = Arc::new(AttentionSpec::from_json(spec, "attention", &artifacts(device)).unwrap());
+    let kv = KvShape { layers: 1, kv_heads: SHAPE.kv_heads, head_dim: SHAPE.head_dim };
+    let mut pool = KvPool::new(kv, DType::BF16, (PROMPT + STEPS).div_ceil(64), device).unwrap();
+    let mut sequence = Sequence::new(spec, 5, PROMPT);
+    let rotary = PlainRotary(SHAPE.head_dim);
+    let mut outs = Vec::new();
+    while sequence.len() < PROMPT + STEPS {
+        // The last four rows come together.
+        let tokens = match sequence.chunk(usize::MAX) {
+            0 if sequence.len() >= PROMPT + STEPS - 4 => 4,
+            tokens => tokens.max(1),
+        };
+        let start = sequence.len();
+        let part = |t: &Tensor| t.narrow(0, start, tokens).unwrap().to_device(device).unwrap();
+        let spans = vec![Span { sequence: &mut sequence, tokens }];
+        let mut batch = AttentionBatch::new(SHAPE, &rotary, &mut pool, spans).unwrap();
+        let out = batch.attend(0, &part(&input.q), &part(&input.k), &part(&input.v)).unwrap();
+        batch.finish();
+        outs.extend(out.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+    }
+    (outs, json!(sequence.usage()))
+}
+
+/// Inputs that bf16 holds exactly, so that both devices see the same.
+fn input() -> Input {
+    let Input { q, k, v } = Input::random(SHAPE, PROMPT + STEPS);
+    let exact = |t: Tensor| t.to_dtype(DType::BF16).unwrap().to_dtype(DType::F32).unwrap();
+    Input { q: exact(q), k: exact(k), v: exact(v) }
+}
+
+#[test]
+fn every_decode_method_does_on_a_device_what_it_does_on_the_cpu() {
+    let (device, input) = (Device::new_cuda(0).expect("the feature `cuda` needs a CUDA device"), input());
+    let mut refused = Vec::new();
+    for decode in all_typical() {
+        let spec = json!({ "decode": decode, "audit": true });
+        if let Err(error) = AttentionSpec::from_json(&spec, "attention", &artifacts(&device)) {
+            refused.push(error.path);
+            continue;
+        }
+        let (out, usage) = attended(&spec, &input, &Device::Cpu);
+        let (cuda, on_cuda) = attended(&spec, &input, &device);
+        let steps = PROMPT * SHAPE.q_heads * SHAPE.head_dim;
+        let error = relative(&cuda[steps..], &out[steps..]);
+        // Draws of values, or a budget at an edge, may fall otherwise by rounding alone; all others choose the same.
+        let draws = matches!(decode["method"].as_str(), Some("santa" | "vattention"));
+        assert!(error < if draws { 0.3 } else { 0.05 }, "{decode}: outputs differ by {error}");
+        let field = |usage: &Value, name: &str| usage["decode"][name].as_f64().unwrap_or(0.0);
+        for (name, part) in [("density", 0.05), ("scored", 1e-9), ("budget_max", 0.25)] {
+            let (a, b) = (field(&usage, name), field(&on_cuda, name));
+            assert!((a - b).abs() <= part * a.max(b), "{decode}: {name} {a} and {b}");
+        }
+        let (a, b) = (&usage["decode"]["audit"], &on_cuda["decode"]["audit"]);
+        assert_eq!(a["heads"], b["heads"], "{decode}");
+        let (a, b) = (a["error_mean"].as_f64().unwrap(), b["error_mean"].as_f64().unwrap());
+        assert!((a - b).abs() <= 0.01 + 0.15 * a, "{decode}: errors {a} and {b}");
+    }
+    assert_eq!(refused, ["attention.decode.tail", "attention.decode.within.method"]);
+}
+
+#[test]
+fn a_prompt_by_random_blocks_runs_on_a_device() {
+    let (device, input) = (Device::new_cuda(0).expect("the feature `cuda` needs a CUDA device"), input());
+    let spec = json!({ "prefill": { "method": "bigbird" } });
+    let (out, _) = attended(&spec, &input, &Device::Cpu);
+    let (cuda, _) = attended(&spec, &input, &device);
+    assert!(relative(&cuda, &out) < 0.02);
+}
+
+#[test]
+fn draws_are_replayed_on_a_device() {
+    let (device, input) = (Device::new_cuda(0).expect("the feature `cuda` needs a CUDA device"), input());
+    let spec =
+        json!({ "decode": { "method": "vattention", "epsilon": 0.5, "sink": 2, "window": 20, "pilot_tokens": 16 } });
+    let spec = Arc::new(AttentionSpec::from_json(&spec, "attention", &artifacts(&device)).unwrap());
+    let kv = KvShape { layers: 1, kv_heads: SHAPE.kv_heads, head_dim: SHAPE.head_dim };
+    let mut pool = KvPool::new(kv, DType::BF16, PROMPT.div_ceil(64), &device).unwrap();
+    let mut sequence = Sequence::new(spec, 5, PROMPT);
+    let rotary = PlainRotary(SHAPE.head_dim);
+    let part = |t: &Tensor, start: usize, n: usize| t.narrow(0, start, n).unwrap().to_device(&device).unwrap();
+    let spans = vec![Span { sequence: &mut sequence, tokens: PROMPT }];
+    let mut batch = AttentionBatch::new(SHAPE, &rotary, &mut pool, spans).unwrap();
+    batch.attend(0, &part(&input.q, 0, PROMPT), &part(&input.k, 0, PROMPT), &part(&input.v, 0, PROMPT)).unwrap();
+    batch.finish();
+    let q = part(&input.q, PROMPT - 1, 1);
+    let Replay { errors, keys, budgets, .. } =
+        replay((SHAPE, &rotary, &mut pool), &sequence, 0, &q, &[1, 2, 3]).unwrap();
+    assert_eq!((errors.len(), keys.len(), budgets.unwrap().len()), (18, 6, 18));
+    assert!(errors.iter().all(|error| *error < 1.0), "{errors:?}");
+}
