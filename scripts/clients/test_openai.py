@@ -152,3 +152,51 @@ def test_the_async_client_and_a_queue(address, model):
 
     texts = {answer.choices[0].message.content for answer in asyncio.run(run())}
     assert len(texts) == 1
+
+
+def test_many_at_once_get_what_each_gets_alone(client, address, model):
+    """Streams with attention of their own, prompts of every length: the tokens do not depend on who else is there."""
+    methods = [
+        {},
+        {"epsilon": 0.2, "delta": 0.2},
+        {"gamma": 16},
+        {"attention": {"decode": {"method": "quest", "k": 64}}},
+        {"attention": {"prefill": {"method": "streaming_llm", "window": 64}, "decode": {"method": "santa"}}},
+    ]
+    asked = [
+        {
+            "model": model,
+            "messages": [{"role": "user", "content": f"Tell me about the number {n}. " + "And then? " * (n * 17 % 120)}],
+            "max_tokens": 8 + n % 5 * 6,
+            "temperature": 0.8,
+            "seed": n,
+            "extra_body": methods[n % len(methods)],
+        }
+        for n in range(20)
+    ]
+    alone = [client.chat.completions.create(**request).choices[0].message.content for request in asked]
+
+    async def together():
+        many = openai.AsyncOpenAI(base_url=address + "/v1", api_key="none", max_retries=0, timeout=120)
+
+        async def stream(request):
+            text = ""
+            async for chunk in await many.chat.completions.create(**request, stream=True):
+                text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+            return text
+
+        return await asyncio.gather(*map(stream, asked))
+
+    assert asyncio.run(together()) == alone
+
+
+def test_a_conversation_reuses_what_was_said(client, model):
+    history = [{"role": "user", "content": "Count to a hundred in words. " * 60}]
+    ask = {"model": model, "max_tokens": 4, "temperature": 0}
+    first = client.chat.completions.create(messages=history, **ask)
+    history += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "Go on."}]
+    second = client.chat.completions.create(messages=history, **ask)
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached >= first.usage.prompt_tokens - 64 - 16 and cached % 64 == 0
+    sparse = client.chat.completions.create(messages=history, **ask, extra_body={"gamma": 64})
+    assert sparse.usage.prompt_tokens_details.cached_tokens == 0, "another way to attend has other keys"

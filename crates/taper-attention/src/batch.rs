@@ -6,170 +6,18 @@ pub use replay::{Replay, replay};
 
 use crate::audit;
 use crate::layer::{AttentionShape, LayerAttention, Rotary};
-use crate::method::{Carry, DecodeMethod, DecodeStep, KeyIndex, PrefillLayer, PrefillOutput};
-use crate::report::{AttentionUsage, PhaseReport, Report};
-use crate::spec::{AttentionSpec, Question};
+use crate::method::{Carry, Choice, DecodeMethod, DecodeStep, KeyIndex, PrefillLayer, PrefillOutput};
+use crate::report::{PhaseReport, Report};
+use crate::sequence::{By, Phase, Sequence, add_read};
 use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
-use std::sync::Arc;
-use taper_kernels::decode::{Decode, DecodeRow, Selection};
+use taper_kernels::decode::{Decode, DecodeRow, attend};
 use taper_kernels::index::Part as IndexPart;
 use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 use taper_kernels::philox::Stream;
 use taper_kernels::prefill::Mask;
 use taper_kernels::rotary::Rotation;
-use taper_kv_cache::{BlockTable, KvError, KvPool};
-
-/// The attention state of one sequence: its spec, its blocks, its report.
-#[derive(Debug)]
-pub struct Sequence {
-    spec: Arc<AttentionSpec>,
-    seed: u64,
-    prompt: usize,
-    /// Tokens of the prompt before the question; all where the question is nothing special.
-    context: usize,
-    len: usize,
-    table: BlockTable,
-    /// Choices of the step's layers so far whose sizes a device has yet to tell, and what their rows saw.
-    unread: Vec<(Selection, Vec<Range<usize>>)>,
-    /// What the prefill method keeps between chunks `[layers]`; empty before the first and after the last.
-    carries: Vec<Carry>,
-    report: Report,
-}
-
-impl Sequence {
-    /// An empty sequence whose first `prompt_tokens` tokens are attended by the spec's prefill method and the others by
-    /// its decode method. `seed` keys its random draws.
-    pub fn new(spec: Arc<AttentionSpec>, seed: u64, prompt_tokens: usize) -> Self {
-        Self {
-            spec,
-            seed,
-            prompt: prompt_tokens,
-            context: prompt_tokens,
-            len: 0,
-            table: BlockTable::default(),
-            unread: Vec::new(),
-            carries: Vec::new(),
-            report: Report::default(),
-        }
-    }
-
-    /// Takes the last `tokens` tokens of the prompt as the question, which the spec may want attended otherwise.
-    #[must_use]
-    pub fn with_question(mut self, tokens: usize) -> Self {
-        if self.spec.question != Question::Prefill {
-            self.context = self.prompt.saturating_sub(tokens);
-        }
-        self
-    }
-
-    /// Tokens whose keys and values are cached.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether nothing is cached.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Tokens of the prompt.
-    pub fn prompt_tokens(&self) -> usize {
-        self.prompt
-    }
-
-    /// Prompt tokens that the next step takes: at most `max_tokens`, unless the prefill method must see more at once. 0
-    /// once the prompt is done.
-    pub fn chunk(&self, max_tokens: usize) -> usize {
-        match self.phase() {
-            Phase::Context => self.spec.prefill.method.cut(self.len, self.context, max_tokens) - self.len,
-            Phase::Question => (self.prompt - self.len).min(max_tokens),
-            Phase::Answer => 0,
-        }
-    }
-
-    /// What the next token belongs to.
-    fn phase(&self) -> Phase {
-        match self.len {
-            len if len < self.context => Phase::Context,
-            len if len < self.prompt => Phase::Question,
-            _ => Phase::Answer,
-        }
-    }
-
-    /// The blocks, for the pool to grow or release.
-    pub fn table_mut(&mut self) -> &mut BlockTable {
-        &mut self.table
-    }
-
-    /// The blocks.
-    pub fn table(&self) -> &BlockTable {
-        &self.table
-    }
-
-    /// A copy that shares the whole blocks so far, with draws of its own.
-    ///
-    /// # Errors
-    /// [`KvError::OutOfBlocks`].
-    pub fn fork(&self, pool: &mut KvPool, seed: u64) -> std::result::Result<Self, KvError> {
-        let table = pool.fork(&self.table, self.len)?;
-        let (spec, carries, report) = (self.spec.clone(), self.carries.clone(), self.report.clone());
-        Ok(Self { spec, seed, table, unread: Vec::new(), carries, report, ..*self })
-    }
-
-    /// A copy in another pool, which may be on another device.
-    ///
-    /// # Errors
-    /// [`KvError::OutOfBlocks`], a pool for another model, or a prompt that is not all cached.
-    pub fn move_to(&self, from: &KvPool, to: &mut KvPool, seed: u64) -> std::result::Result<Self, KvError> {
-        if self.len < self.context {
-            let message = format!("{} of {} prompt tokens are cached; the rest comes first", self.len, self.context);
-            return Err(candle_core::Error::Msg(message).into());
-        }
-        let table = to.adopt(from, &self.table, self.len)?;
-        let (spec, report) = (self.spec.clone(), self.report.clone());
-        Ok(Self { spec, seed, table, unread: Vec::new(), carries: Vec::new(), report, ..*self })
-    }
-
-    /// From here on tokens are attended by the decode method of `spec`, and audited as often as it says.
-    pub fn decode_by(&mut self, spec: &AttentionSpec) {
-        let (decode, audit) = (spec.decode.clone(), spec.audit);
-        self.spec = Arc::new(AttentionSpec { decode, audit, ..(*self.spec).clone() });
-    }
-
-    /// Lets the tokens after the first `tokens` go, as if they had never come. Those of the prompt stay.
-    ///
-    /// # Errors
-    /// [`KvError::OutOfBlocks`] if a shared block must be copied and there is none.
-    pub fn truncate(&mut self, pool: &mut KvPool, tokens: usize) -> std::result::Result<(), KvError> {
-        let tokens = tokens.clamp(self.prompt.min(self.len), self.len);
-        pool.truncate(&mut self.table, tokens)?;
-        self.len = tokens;
-        Ok(())
-    }
-
-    /// Takes in what was put off: the device is waited for once a step.
-    fn settle(&mut self) -> Result<()> {
-        for (selection, visible) in std::mem::take(&mut self.unread) {
-            let row = |visible: &Range<usize>| DecodeRow { table: &[], visible: visible.clone() };
-            add_read(&mut self.report.decode, &selection, &visible.iter().map(row).collect::<Vec<_>>())?;
-        }
-        Ok(())
-    }
-
-    /// What attention came to so far.
-    pub fn usage(&self) -> AttentionUsage {
-        self.report.usage(&self.spec, self.seed)
-    }
-}
-
-/// The parts of a sequence, each attended in its own way.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Phase {
-    Context,
-    Question,
-    Answer,
-}
+use taper_kv_cache::{KvError, KvPool};
 
 /// A sequence's share of a flat batch.
 #[derive(Debug)]
@@ -181,13 +29,23 @@ pub struct Span<'a> {
 }
 
 /// Attention for one forward pass. Tokens of the batch are those of the spans, in order.
+///
+/// A batch that is dropped before [`finish`](Self::finish) leaves its sequences as they were, but for room in the cache.
 pub struct AttentionBatch<'a> {
     shape: AttentionShape,
     rotary: &'a dyn Rotary,
     pool: &'a mut KvPool,
-    spans: Vec<Span<'a>>,
+    spans: Vec<Started<'a>>,
     slots: Vec<u32>,
     lengths: Vec<u32>,
+}
+
+/// A span, and what of its sequence the step changes, as it was before.
+struct Started<'a> {
+    sequence: &'a mut Sequence,
+    tokens: usize,
+    report: Report,
+    carries: Vec<Carry>,
 }
 
 impl<'a> AttentionBatch<'a> {
@@ -203,9 +61,9 @@ impl<'a> AttentionBatch<'a> {
         spans: Vec<Span<'a>>,
     ) -> std::result::Result<Self, KvError> {
         let (mut slots, mut lengths) = (Vec::new(), Vec::new());
-        let mut spans = spans;
-        for Span { sequence, tokens } in &mut spans {
-            let end = sequence.len + *tokens;
+        let mut started = Vec::with_capacity(spans.len());
+        for Span { sequence, tokens } in spans {
+            let end = sequence.len + tokens;
             let limit = match sequence.phase() {
                 Phase::Context => sequence.context,
                 Phase::Question => sequence.prompt,
@@ -218,8 +76,10 @@ impl<'a> AttentionBatch<'a> {
             pool.grow(&mut sequence.table, end)?;
             slots.extend((sequence.len..end).map(|token| sequence.table.slot(token)));
             lengths.extend((sequence.len..end).map(|token| sequence.prompt.max(token + 1) as u32));
+            let (report, carries) = (sequence.report.clone(), sequence.carries.clone());
+            started.push(Started { sequence, tokens, report, carries });
         }
-        Ok(Self { shape, rotary, pool, spans, slots, lengths })
+        Ok(Self { shape, rotary, pool, spans: started, slots, lengths })
     }
 
     /// Absolute positions of the batch's tokens, in order.
@@ -228,12 +88,32 @@ impl<'a> AttentionBatch<'a> {
     }
 
     /// Takes the tokens as cached. Call once every layer has attended.
-    pub fn finish(self) {
-        for Span { sequence, tokens } in self.spans {
+    pub fn finish(mut self) {
+        for Started { sequence, tokens, report, .. } in std::mem::take(&mut self.spans) {
             sequence.len += tokens;
+            if sequence.len <= sequence.reported {
+                sequence.report = report;
+            }
+            let whole = sequence.len.min(sequence.context) / BLOCK_TOKENS;
+            self.pool.remember(&sequence.table, &sequence.prefix[..whole.min(sequence.prefix.len())]);
             if sequence.len >= sequence.context {
                 sequence.carries.clear();
             }
+        }
+    }
+
+    /// One layer's share of the batch for a sequence.
+    fn part(&mut self, layer: usize) -> (Part<'_>, &mut [Started<'a>]) {
+        (Part { shape: self.shape, rotary: self.rotary, pool: self.pool, layer }, &mut self.spans)
+    }
+}
+
+impl Drop for AttentionBatch<'_> {
+    fn drop(&mut self) {
+        for Started { sequence, report, carries, .. } in self.spans.drain(..) {
+            sequence.report = report;
+            sequence.carries = carries;
+            sequence.unread.clear();
         }
     }
 }
@@ -249,32 +129,32 @@ impl LayerAttention for AttentionBatch<'_> {
             bail!("attention: {tokens} tokens in layer {layer}; expected {} in {:?}", self.slots.len(), self.shape);
         }
         self.pool.append(layer, k, v, &self.slots).map_err(candle_core::Error::wrap)?;
-        let mut outs = Vec::with_capacity(self.spans.len());
+        let last = layer + 1 == self.shape.layers;
+        let (mut part, mut spans) = self.part(layer);
+        let mut outs = Vec::new();
         let mut at = 0;
-        for Span { sequence, tokens } in &mut self.spans {
-            let q = q.narrow(0, at, *tokens)?;
-            at += *tokens;
-            let mut part = Part { shape: self.shape, rotary: self.rotary, pool: self.pool, layer };
-            outs.push(match (sequence.phase(), sequence.spec.question) {
-                (Phase::Context, _) => part.prefill(sequence, q, PrefillBy::Method)?,
-                (Phase::Question, Question::Prefill | Question::Dense) => {
-                    part.prefill(sequence, q, PrefillBy::Dense)?
-                }
-                (Phase::Question, Question::Decode) | (Phase::Answer, _) => part.decode(sequence, &q)?,
+        while let [first, ..] = &*spans {
+            let by = first.sequence.attended_by();
+            // Neighbours that generate a token by the same method are attended together.
+            let one = |span: &Started| span.tokens == 1 && span.sequence.attended_by() == By::DecodeMethod;
+            let alike = |span: &&Started| one(first) && one(span) && first.sequence.decodes_as(span.sequence);
+            let count = spans.iter().take_while(alike).count().max(1);
+            let (here, rest) = spans.split_at_mut(count);
+            let tokens = here.iter().map(|span| span.tokens).sum();
+            let q = q.narrow(0, at, tokens)?;
+            outs.push(match here {
+                [span] if by == By::DecodeMethod => part.decode(span.sequence, &q)?,
+                [span] => part.prefill(span.sequence, q, by)?,
+                spans => part.decode_alike(spans, &q)?,
             });
+            at += tokens;
+            spans = rest;
         }
-        if layer + 1 == self.shape.layers {
+        if last {
             self.spans.iter_mut().try_for_each(|span| span.sequence.settle())?;
         }
         if outs.len() == 1 { Ok(outs.swap_remove(0)) } else { Tensor::cat(&outs, 0) }
     }
-}
-
-/// What attends for a part of a prompt.
-#[derive(Debug, Clone, Copy)]
-enum PrefillBy {
-    Method,
-    Dense,
 }
 
 /// One span in one layer.
@@ -293,7 +173,7 @@ impl Part<'_> {
         Stream { seed, layer: self.layer as u32, head: 0, position: position as u32 }
     }
 
-    fn prefill(&self, sequence: &mut Sequence, q: Tensor, by: PrefillBy) -> Result<Tensor> {
+    fn prefill(&self, sequence: &mut Sequence, q: Tensor, by: By) -> Result<Tensor> {
         let rows = q.dims()[0];
         let layer = PrefillLayer {
             q,
@@ -305,8 +185,8 @@ impl Part<'_> {
             window: self.shape.window,
         };
         let output = match by {
-            PrefillBy::Dense => layer.attend(Mask::Causal)?,
-            PrefillBy::Method => {
+            By::Dense | By::DecodeMethod => layer.attend(Mask::Causal)?,
+            By::PrefillMethod => {
                 sequence.carries.resize(self.shape.layers, Carry::default());
                 sequence.spec.prefill.method.attend(&layer, &mut sequence.carries[self.layer])?
             }
@@ -371,47 +251,103 @@ impl Part<'_> {
         positions: Range<usize>,
         indices: &[(String, Tensor)],
     ) -> Result<Tensor> {
+        let rows = self.rows(sequence, positions);
+        let (choice, out) = self.with_step(sequence, q, &rows, indices, |step| step.run(method))?;
+        let rows: Vec<Range<usize>> = rows.iter().map(|row| row.visible.clone()).collect();
+        self.report(sequence, &choice, &rows)?;
+        self.audit(sequence, method, (q, &out), &rows, indices)?;
+        Ok(out)
+    }
+
+    /// One token of each sequence: chosen for one by one, read together. `q` `[spans, q_heads, head_dim]`.
+    fn decode_alike(&mut self, spans: &mut [Started], q: &Tensor) -> Result<Tensor> {
+        let mut choices = Vec::with_capacity(spans.len());
+        let mut known = Vec::with_capacity(spans.len());
+        for (i, Started { sequence, .. }) in spans.iter_mut().enumerate() {
+            let method = sequence.spec.decode.method.clone();
+            let indices = self.indices(sequence, &*method, sequence.len + 1)?;
+            let rows = self.rows(sequence, sequence.len..sequence.len + 1);
+            let choice =
+                self.with_step(sequence, &q.narrow(0, i, 1)?, &rows, &indices, |step| step.choose(&*method))?;
+            let rows = vec![rows[0].visible.clone()];
+            self.report(sequence, &choice, &rows)?;
+            choices.push(choice);
+            known.push((method, indices, rows));
+        }
+        let choice = Choice::join(choices);
+        let rows: Vec<DecodeRow> =
+            spans.iter().flat_map(|s| self.rows(s.sequence, s.sequence.len..s.sequence.len + 1)).collect();
+        let batch = Decode { q, kv: self.pool.layer(self.layer), rows: &rows };
+        let out = attend(&batch, &choice.selection, choice.scores.as_ref())?;
+        for (i, (span, (method, indices, rows))) in spans.iter_mut().zip(known).enumerate() {
+            self.audit(span.sequence, &*method, (&q.narrow(0, i, 1)?, &out.narrow(0, i, 1)?), &rows, &indices)?;
+        }
+        Ok(out)
+    }
+
+    /// What the tokens at `positions` see.
+    fn rows<'s>(&self, sequence: &'s Sequence, positions: Range<usize>) -> Vec<DecodeRow<'s>> {
         let visible = |end: usize| end.saturating_sub(self.shape.window.unwrap_or(end))..end;
-        let row = |p: usize| DecodeRow { table: sequence.table.blocks(), visible: visible(p + 1) };
-        let rows: Vec<DecodeRow> = positions.clone().map(row).collect();
-        let streams: Vec<Stream> = positions.map(|p| self.stream(sequence.seed, p)).collect();
-        let prompt = sequence.prompt;
-        let step = DecodeStep {
-            batch: Decode { q, kv: self.pool.layer(self.layer), rows: &rows },
+        positions.map(|p| DecodeRow { table: sequence.table.blocks(), visible: visible(p + 1) }).collect()
+    }
+
+    /// Runs something on rows of one sequence.
+    fn with_step<T>(
+        &self,
+        sequence: &Sequence,
+        q: &Tensor,
+        rows: &[DecodeRow],
+        indices: &[(String, Tensor)],
+        run: impl FnOnce(&DecodeStep) -> Result<T>,
+    ) -> Result<T> {
+        let streams: Vec<Stream> = rows.iter().map(|row| self.stream(sequence.seed, row.visible.end - 1)).collect();
+        run(&DecodeStep {
+            batch: Decode { q, kv: self.pool.layer(self.layer), rows },
             layer: self.layer,
             kv_heads: self.shape.kv_heads,
             streams: &streams,
             indices,
-            rotation: &|position| rotation(self.rotary, prompt, position),
-        };
-        let (choice, out) = step.run(method)?;
+            rotation: &|position| rotation(self.rotary, sequence.prompt, position),
+        })
+    }
+
+    /// Takes a choice for rows that see so many keys into the report.
+    fn report(&self, sequence: &mut Sequence, choice: &Choice, visible: &[Range<usize>]) -> Result<()> {
         let report: &mut PhaseReport = &mut sequence.report.decode;
         report.add_scored(choice.keys_scored() as u64);
         if let Some(budgets) = &choice.budgets {
             report.add_budgets(budgets);
         }
-        match choice.selection.counts_wait() {
-            true => sequence.unread.push((choice.selection, rows.iter().map(|row| row.visible.clone()).collect())),
-            false => add_read(report, &choice.selection, &rows)?,
+        if choice.selection.counts_wait() {
+            sequence.unread.push((choice.selection.clone(), visible.to_vec()));
+            return Ok(());
         }
-        let audited: Vec<usize> =
-            (0..rows.len()).filter(|&row| audit::wanted(&streams[row], sequence.spec.audit)).collect();
-        if !audited.is_empty() {
-            let epsilon = method.promise().map(|(epsilon, _)| epsilon);
-            sequence.report.decode.add_errors(&audit::decode(&step, &out, &audited)?, epsilon);
-        }
-        Ok(out)
+        add_read(report, &choice.selection, visible)
     }
-}
 
-/// Takes what rows read in one layer into a report.
-fn add_read(report: &mut PhaseReport, selection: &Selection, rows: &[DecodeRow]) -> Result<()> {
-    let counts = selection.counts(rows)?;
-    let kv_heads = counts.len() / rows.len().max(1);
-    let read = counts.iter().sum::<usize>() as u64;
-    let there = rows.iter().map(|row| row.visible.len() * kv_heads).sum::<usize>() as u64;
-    report.add(counts.len() as u64, read, there, counts.iter().copied().max().unwrap_or(0) as u64);
-    Ok(())
+    /// Compares with dense attention what of some rows' outputs the request wants compared.
+    fn audit(
+        &self,
+        sequence: &mut Sequence,
+        method: &dyn DecodeMethod,
+        (q, out): (&Tensor, &Tensor),
+        visible: &[Range<usize>],
+        indices: &[(String, Tensor)],
+    ) -> Result<()> {
+        let wanted =
+            |keys: &Range<usize>| audit::wanted(&self.stream(sequence.seed, keys.end - 1), sequence.spec.audit);
+        let audited: Vec<usize> = (0..visible.len()).filter(|&row| wanted(&visible[row])).collect();
+        if audited.is_empty() {
+            return Ok(());
+        }
+        let rows: Vec<DecodeRow> = visible
+            .iter()
+            .map(|visible| DecodeRow { table: sequence.table.blocks(), visible: visible.clone() })
+            .collect();
+        let errors = self.with_step(sequence, q, &rows, indices, |step| audit::decode(step, out, &audited))?;
+        sequence.report.decode.add_errors(&errors, method.promise().map(|(epsilon, _)| epsilon));
+        Ok(())
+    }
 }
 
 /// The rotary embedding of a token, in a sequence whose prompt is so long.

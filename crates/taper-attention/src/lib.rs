@@ -16,11 +16,12 @@ mod partition;
 mod probing;
 mod report;
 mod schema;
+mod sequence;
 mod spec;
 mod top_k;
 
 pub use artifacts::{ArtifactError, Artifacts, ModelKey, Place, Places};
-pub use batch::{AttentionBatch, Replay, Sequence, Span, replay};
+pub use batch::{AttentionBatch, Replay, Span, replay};
 pub use layer::{AttentionShape, LayerAttention, Rotary};
 pub use methods::{MethodInfo, catalogue};
 /// MInference's patterns, for what assigns them offline.
@@ -29,4 +30,5 @@ pub mod minference {
 }
 pub use report::{AttentionUsage, AuditUsage, CraUsage, PhaseUsage};
 pub use schema::nearest;
+pub use sequence::Sequence;
 pub use spec::{AttentionSpec, Question, SpecError, Wire};

@@ -23,6 +23,13 @@ pub trait PrefillMethod: std::fmt::Debug + Send + Sync {
         prompt.min(start.saturating_add(max))
     }
 
+    /// How many of the first `cached` tokens a prompt may take over from another prompt of the method: those whose rows
+    /// attend alike however long the prompt is, and after which the method can go on without a [`Carry`]. Both are
+    /// multiples of 64. None, unless a method knows better.
+    fn reuse(&self, _prompt: usize, _cached: usize) -> usize {
+        0
+    }
+
     /// What of it only the operations in host memory can do; nothing, for most.
     fn host_only(&self) -> Option<HostOnly> {
         None
@@ -294,9 +301,17 @@ impl DecodeStep<'_> {
     /// # Errors
     /// A device error.
     pub(crate) fn run(&self, method: &dyn DecodeMethod) -> Result<(Choice, Tensor)> {
-        let choice = if self.layer < method.dense_layers() { self.dense() } else { method.select(self)? };
+        let choice = self.choose(method)?;
         let out = attend(&self.batch, &choice.selection, choice.scores.as_ref())?;
         Ok((choice, out))
+    }
+
+    /// What a method chooses.
+    ///
+    /// # Errors
+    /// A device error.
+    pub(crate) fn choose(&self, method: &dyn DecodeMethod) -> Result<Choice> {
+        if self.layer < method.dense_layers() { Ok(self.dense()) } else { method.select(self) }
     }
 
     /// An index that the method declared.
@@ -347,7 +362,7 @@ impl Choice {
     }
 
     /// The choices of rows that were made apart, as one.
-    fn join(parts: Vec<Self>) -> Self {
+    pub(crate) fn join(parts: Vec<Self>) -> Self {
         let rows = parts.len();
         let (mut selections, mut scores, mut budgets, mut scored) = (Vec::new(), Vec::new(), Vec::new(), 0);
         for part in parts {

@@ -38,7 +38,8 @@ pub trait Backend: Send + 'static {
     /// How much fits.
     fn limits(&self) -> Limits;
 
-    /// Begins an empty sequence for a prompt of `prompt_tokens` tokens, the last `question_tokens` of which are the question.
+    /// Begins a sequence for a prompt, the last `question_tokens` tokens of which are the question. Some of its first tokens
+    /// may be [cached](Self::cached) at once, since an earlier prompt began with them; never all.
     ///
     /// # Errors
     /// A spec that does not fit the model.
@@ -46,9 +47,25 @@ pub trait Backend: Send + 'static {
         &mut self,
         attention: &Arc<AttentionSpec>,
         seed: u64,
-        prompt_tokens: usize,
+        prompt: &[u32],
         question_tokens: usize,
     ) -> Result<Self::Sequence, BackendError>;
+
+    /// Tokens of the sequence that are in the cache.
+    fn cached(&self, sequence: &Self::Sequence) -> usize;
+
+    /// Blocks of the cache that no sequence holds.
+    fn free_blocks(&self) -> usize;
+
+    /// Takes the cache's blocks from a sequence whose prompt is in; it keeps what it has reported.
+    fn retract(&mut self, sequence: &mut Self::Sequence);
+
+    /// Lets sequences that were retracted go on from a new one of the same prompt, all of which is in. The tokens after the
+    /// prompt come once more, and not in one step with new ones.
+    ///
+    /// # Errors
+    /// No room in the cache.
+    fn rejoin(&mut self, sequences: Vec<&mut Self::Sequence>, prompt: Self::Sequence) -> Result<(), BackendError>;
 
     /// A second sequence that continues from the same tokens with its own seed.
     ///
@@ -59,10 +76,11 @@ pub trait Backend: Send + 'static {
     /// How many prompt tokens the sequence takes in its next step: at most `max`, unless its method cannot cut so short.
     fn chunk(&self, sequence: &Self::Sequence, max: usize) -> usize;
 
-    /// One forward pass over all inputs; logits `[vocab]` for each input that wants them, in order.
+    /// One forward pass over all inputs; logits `[vocab]` for each input that wants them, in order. If it fails, panics
+    /// included, the sequences are as they were, but for room in the cache.
     ///
     /// # Errors
-    /// No room in the cache, or a device error; the sequences are of no more use then, but may be closed.
+    /// No room in the cache, or a device error.
     fn forward(&mut self, inputs: Vec<Input<'_, Self::Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError>;
 
     /// What the sequence's attention did so far.

@@ -2,11 +2,10 @@
 
 use crate::backend::{Backend, Limits};
 use crate::queue::Queue;
-use crate::request::{Events, Request, RequestError, SubmitError};
-use crate::run::{Job, Run};
+use crate::request::{Events, Request, SubmitError};
+use crate::run::Job;
 use crate::text::Text;
-use std::any::Any;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use crate::worker::Worker;
 use std::sync::Arc;
 use std::time::Duration;
 use taper_kv_cache::BLOCK_TOKENS;
@@ -19,11 +18,15 @@ pub struct EngineConfig {
     pub queue: usize,
     /// Most prompt tokens of one step: a cancelled request ends after at most so many.
     pub chunk_tokens: usize,
+    /// Most answers that are generated together.
+    pub sequences: usize,
+    /// How many times as long as without prompts a step may take that takes some of one beside generated tokens.
+    pub stretch: f64,
 }
 
 impl Default for EngineConfig {
     fn default() -> Self {
-        Self { queue: 256, chunk_tokens: 512 }
+        Self { queue: 256, chunk_tokens: 512, sequences: 64, stretch: 2.0 }
     }
 }
 
@@ -43,6 +46,8 @@ pub struct Load {
     pub waiting: usize,
     /// Requests running.
     pub running: usize,
+    /// How often so far a request gave its place in the KV cache up, to be computed again later.
+    pub preemptions: u64,
     /// Whether new requests are refused because the engine shuts down.
     pub draining: bool,
     /// Whether the engine's thread has ended.
@@ -70,13 +75,10 @@ impl Engine {
     ) -> std::io::Result<Self> {
         let queue = Arc::new(Queue::new(config.queue.max(1)));
         let limits = backend.limits();
-        let worker = Worker {
-            backend,
-            queue: Arc::clone(&queue),
-            text: Arc::clone(&text),
-            chunk_tokens: config.chunk_tokens.max(1),
-        };
-        std::thread::Builder::new().name("taper-engine".into()).spawn(move || worker.work())?;
+        let (own_queue, own_text) = (Arc::clone(&queue), Arc::clone(&text));
+        // Running requests never leave the thread, so their state need not be able to.
+        let work = move || Worker::new(backend, own_queue, own_text, config).work();
+        std::thread::Builder::new().name("taper-engine".into()).spawn(work)?;
         Ok(Self { queue, text, model, limits })
     }
 
@@ -98,7 +100,7 @@ impl Engine {
     /// How busy the engine is.
     pub fn load(&self) -> Load {
         let (waiting, running, draining, dead) = self.queue.load();
-        Load { waiting, running, draining, dead }
+        Load { waiting, running, preemptions: self.queue.preemptions(), draining, dead }
     }
 
     /// Checks that a request can fit and queues it.
@@ -174,82 +176,4 @@ impl Drop for Engine {
     fn drop(&mut self) {
         self.queue.drain();
     }
-}
-
-struct Worker<B> {
-    backend: B,
-    queue: Arc<Queue<Job>>,
-    text: Arc<dyn Text>,
-    chunk_tokens: usize,
-}
-
-impl<B: Backend> Worker<B> {
-    fn work(mut self) {
-        // Whatever ends this thread, callers must learn of it.
-        struct Last(Arc<Queue<Job>>);
-        impl Drop for Last {
-            fn drop(&mut self) {
-                self.0.die();
-            }
-        }
-        let _last = Last(Arc::clone(&self.queue));
-        while let Some(job) = self.queue.pop() {
-            self.serve(job);
-            if self.queue.load().0 == 0 {
-                self.check();
-            }
-            self.queue.finished();
-        }
-    }
-
-    /// Nothing waits, so there is time to look for what an ended request may have left behind.
-    fn check(&mut self) {
-        let checked = guard(|| {
-            self.backend.check_idle();
-            Ok(())
-        });
-        if let Err(error) = checked {
-            tracing::error!(%error, "the idle engine is not sound: a bug");
-        }
-    }
-
-    fn serve(&mut self, job: Job) {
-        let mut run = Run::new(job, &*self.text);
-        loop {
-            if run.abandoned() {
-                tracing::info!(id = run.id(), "cancelled: the client is gone");
-                break;
-            }
-            match guard(|| run.step(&mut self.backend, self.chunk_tokens)) {
-                Ok(false) => {}
-                Ok(true) => break,
-                Err(error) => {
-                    tracing::error!(id = run.id(), %error, "request failed");
-                    run.fail(error);
-                    break;
-                }
-            }
-        }
-        // Freeing may panic too after a step that did; the engine goes on all the same.
-        let closed = guard(|| {
-            run.close(&mut self.backend);
-            Ok(())
-        });
-        if let Err(error) = closed {
-            tracing::error!(%error, "closing a request failed");
-        }
-    }
-}
-
-/// Turns a panic into an error of the one request. Its sequences are closed afterwards, so no half-made state is used.
-fn guard<T>(step: impl FnOnce() -> Result<T, RequestError>) -> Result<T, RequestError> {
-    catch_unwind(AssertUnwindSafe(step)).unwrap_or_else(|panic| Err(RequestError::Panic(message(&*panic))))
-}
-
-fn message(panic: &(dyn Any + Send)) -> String {
-    panic
-        .downcast_ref::<&str>()
-        .map(|s| (*s).to_string())
-        .or_else(|| panic.downcast_ref::<String>().cloned())
-        .unwrap_or_else(|| "a value that is no text".into())
 }

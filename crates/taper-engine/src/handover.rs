@@ -20,6 +20,14 @@ pub enum Held {
     Answers(Sequence),
 }
 
+impl Held {
+    fn sequence(&self) -> &Sequence {
+        match self {
+            Self::Prompts(sequence) | Self::Answers(sequence) => sequence,
+        }
+    }
+}
+
 impl Handover {
     /// Of two backends of one model.
     pub fn new(prompts: ModelBackend, answers: ModelBackend) -> Self {
@@ -53,10 +61,35 @@ impl Backend for Handover {
         &mut self,
         attention: &Arc<AttentionSpec>,
         seed: u64,
-        prompt_tokens: usize,
+        prompt: &[u32],
         question_tokens: usize,
     ) -> Result<Held, BackendError> {
-        self.prompts.open(attention, seed, prompt_tokens, question_tokens).map(Held::Prompts)
+        self.prompts.open(attention, seed, prompt, question_tokens).map(Held::Prompts)
+    }
+
+    fn cached(&self, held: &Held) -> usize {
+        held.sequence().len()
+    }
+
+    fn free_blocks(&self) -> usize {
+        self.prompts.free_blocks().min(self.answers.free_blocks())
+    }
+
+    fn retract(&mut self, held: &mut Held) {
+        match held {
+            Held::Prompts(sequence) => self.prompts.retract(sequence),
+            Held::Answers(sequence) => self.answers.retract(sequence),
+        }
+    }
+
+    fn rejoin(&mut self, sequences: Vec<&mut Held>, prompt: Held) -> Result<(), BackendError> {
+        let Held::Prompts(prompt) = prompt else {
+            return Err(BackendError("a sequence that was handed over cannot be computed again".into()));
+        };
+        let sequences = sequences.into_iter().map(|held| match held {
+            Held::Prompts(sequence) | Held::Answers(sequence) => sequence,
+        });
+        self.prompts.rejoin(sequences.collect(), prompt)
     }
 
     fn fork(&mut self, held: &Held, seed: u64) -> Result<Held, BackendError> {
@@ -67,9 +100,7 @@ impl Backend for Handover {
     }
 
     fn chunk(&self, held: &Held, max: usize) -> usize {
-        match held {
-            Held::Prompts(sequence) | Held::Answers(sequence) => sequence.chunk(max),
-        }
+        held.sequence().chunk(max)
     }
 
     fn forward(&mut self, inputs: Vec<Input<'_, Held>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
@@ -90,9 +121,7 @@ impl Backend for Handover {
     }
 
     fn usage(&self, held: &Held) -> AttentionUsage {
-        match held {
-            Held::Prompts(sequence) | Held::Answers(sequence) => sequence.usage(),
-        }
+        held.sequence().usage()
     }
 
     fn close(&mut self, held: Held) {

@@ -1,4 +1,4 @@
-//! Requests to tokens: a bounded queue, the step loop on the engine's one thread, the sampler.
+//! Requests to tokens: a bounded queue, the scheduler, the step loop on the engine's one thread, the sampler.
 //!
 //! Only that thread touches the device; callers reach it through [`Engine`]. Knows nothing of HTTP.
 
@@ -7,12 +7,15 @@ mod emit;
 mod engine;
 mod handover;
 mod model;
+mod pace;
 mod queue;
 mod request;
 mod run;
 mod sampler;
+mod schedule;
 mod stop;
 mod text;
+mod worker;
 
 #[cfg(any(test, feature = "stub"))]
 pub mod stub;

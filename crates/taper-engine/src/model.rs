@@ -54,10 +54,12 @@ impl DeviceChoice {
 /// The KV cache's size and type.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct CacheOptions {
-    /// Bytes; `None`: a quarter of the free memory, for at most two contexts.
+    /// Bytes; `None`: a quarter of the free memory, for at most sixteen contexts.
     pub bytes: Option<u64>,
     /// Type of keys and values.
     pub dtype: CacheDType,
+    /// Whether prompts that begin alike share what they begin with.
+    pub prefix: bool,
 }
 
 /// Why a model could not be made ready.
@@ -78,6 +80,8 @@ pub enum LoadError {
 pub struct ModelBackend {
     model: Model,
     pool: KvPool,
+    /// Whether prompts share their beginnings.
+    prefix: bool,
 }
 
 /// A model's tokenizer and template.
@@ -105,7 +109,7 @@ fn blocks(bytes: Option<u64>, block_bytes: usize, context: usize, device: &Devic
     let fit = |bytes: u64| usize::try_from(bytes / block_bytes as u64).unwrap_or(usize::MAX);
     let blocks = match bytes {
         Some(bytes) => fit(bytes),
-        None => free_memory(device).map_or(context, |free| fit(free / 4)).min(2 * context),
+        None => free_memory(device).map_or(context, |free| fit(free / 4)).min(16 * context),
     };
     if blocks == 0 {
         return Err(LoadError::Cache(format!("one block of {BLOCK_TOKENS} tokens takes {block_bytes} bytes")));
@@ -157,7 +161,7 @@ impl ModelBackend {
         let context = model.config().context_length.div_ceil(BLOCK_TOKENS);
         let blocks = blocks(cache.bytes, shape.block_bytes(dtype), context, device)?;
         let pool = KvPool::new(shape, dtype, blocks, device).map_err(|e| LoadError::Cache(e.to_string()))?;
-        Ok(Self { model, pool })
+        Ok(Self { model, pool, prefix: cache.prefix })
     }
 
     /// A sequence that goes on here from where another backend of the same model has brought it.
@@ -216,10 +220,30 @@ impl Backend for ModelBackend {
         &mut self,
         attention: &Arc<AttentionSpec>,
         seed: u64,
-        prompt_tokens: usize,
+        prompt: &[u32],
         question_tokens: usize,
     ) -> Result<Sequence, BackendError> {
-        Ok(Sequence::new(Arc::clone(attention), seed, prompt_tokens).with_question(question_tokens))
+        let sequence = Sequence::new(Arc::clone(attention), seed, prompt.len()).with_question(question_tokens);
+        Ok(match self.prefix {
+            true => sequence.with_prefix(&mut self.pool, prompt, self.model.rotary()),
+            false => sequence,
+        })
+    }
+
+    fn cached(&self, sequence: &Sequence) -> usize {
+        sequence.len()
+    }
+
+    fn free_blocks(&self) -> usize {
+        self.pool.free_blocks()
+    }
+
+    fn retract(&mut self, sequence: &mut Sequence) {
+        sequence.retract(&mut self.pool);
+    }
+
+    fn rejoin(&mut self, sequences: Vec<&mut Sequence>, prompt: Sequence) -> Result<(), BackendError> {
+        Sequence::rejoin(sequences, &mut self.pool, prompt).map_err(|e| BackendError(e.to_string()))
     }
 
     fn fork(&mut self, sequence: &Sequence, seed: u64) -> Result<Sequence, BackendError> {

@@ -17,13 +17,22 @@ pub(crate) struct Queue<T> {
 struct State<T> {
     waiting: VecDeque<T>,
     running: usize,
+    preemptions: u64,
     draining: bool,
     dead: bool,
 }
 
+impl<T> State<T> {
+    fn take(&mut self) -> Option<T> {
+        let job = self.waiting.pop_front()?;
+        self.running += 1;
+        Some(job)
+    }
+}
+
 impl<T> Queue<T> {
     pub(crate) fn new(limit: usize) -> Self {
-        let state = State { waiting: VecDeque::new(), running: 0, draining: false, dead: false };
+        let state = State { waiting: VecDeque::new(), running: 0, preemptions: 0, draining: false, dead: false };
         Self { limit, state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -56,21 +65,42 @@ impl<T> Queue<T> {
     /// [`Queue::finished`].
     pub(crate) fn pop(&self) -> Option<T> {
         let mut state = self.lock();
-        loop {
-            if let Some(job) = state.waiting.pop_front() {
-                state.running += 1;
-                return Some(job);
-            }
-            if state.draining {
-                return None;
-            }
+        while state.waiting.is_empty() && !state.draining {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+        state.take()
+    }
+
+    /// The next job if there is one and `fits` says so.
+    pub(crate) fn pop_if(&self, fits: impl FnOnce(&T) -> bool) -> Option<T> {
+        let mut state = self.lock();
+        if state.waiting.front().is_some_and(fits) { state.take() } else { None }
+    }
+
+    /// Takes out the waiting jobs that `ended` picks.
+    pub(crate) fn remove(&self, mut ended: impl FnMut(&mut T) -> bool) -> Vec<T> {
+        let mut state = self.lock();
+        let (mut out, mut stay) = (Vec::new(), VecDeque::new());
+        for mut job in state.waiting.drain(..) {
+            if ended(&mut job) { out.push(job) } else { stay.push_back(job) }
+        }
+        state.waiting = stay;
+        out
     }
 
     /// A popped job has ended.
     pub(crate) fn finished(&self) {
         self.lock().running -= 1;
+    }
+
+    /// A running job gave its place in the cache up for a while.
+    pub(crate) fn preempted(&self) {
+        self.lock().preemptions += 1;
+    }
+
+    /// Jobs that did so far.
+    pub(crate) fn preemptions(&self) -> u64 {
+        self.lock().preemptions
     }
 
     /// From now on nothing is taken; what waits is still run.

@@ -2,6 +2,7 @@
 
 use crate::SamplingParams;
 use std::sync::Arc;
+use std::time::Instant;
 use taper_attention::{AttentionSpec, AttentionUsage};
 use tokio::sync::mpsc;
 
@@ -39,6 +40,8 @@ pub struct Request {
     pub choices: usize,
     /// Log probabilities wanted: of each token, and of this many alternatives.
     pub logprobs: Option<usize>,
+    /// When the request ends whether or not it is done.
+    pub deadline: Option<Instant>,
 }
 
 /// A token and its log probability before any penalty, bias or temperature.
@@ -125,6 +128,9 @@ pub enum RequestError {
     /// A step panicked.
     #[error("the step panicked: {0}")]
     Panic(String),
+    /// Its deadline passed.
+    #[error("the request was not done by its deadline")]
+    Deadline,
     /// The logits held NaN or infinity.
     #[error("the model produced logits that are not finite")]
     NonFinite,

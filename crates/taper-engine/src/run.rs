@@ -1,12 +1,13 @@
-//! One request from its first prompt token to its last event, one step at a time.
+//! One request from its first prompt token to its last event: what it knows, what of it is cached, what it sends.
 //!
-//! A step is one prefill chunk or one token of every live choice. The engine's loop calls [`Run::step`] and may stop
-//! between any two.
+//! A request may lose its place in the cache at any time between two steps ([`Run::retract`]) and be computed again from
+//! the tokens that it knows; what it sends does not show it.
 
 use crate::backend::{Backend, BackendError, Input};
 use crate::emit::Output;
 use crate::request::{Event, Request, RequestError, Usage};
 use crate::sampler::Sampler;
+use crate::schedule::{Place, Share, Standing};
 use crate::text::Text;
 use std::time::Instant;
 use taper_attention::AttentionUsage;
@@ -20,13 +21,31 @@ pub(crate) struct Job {
     pub(crate) events: mpsc::Sender<Event>,
 }
 
+impl Job {
+    /// Whether nobody waits for the answer any more.
+    pub(crate) fn abandoned(&self) -> bool {
+        self.events.is_closed()
+    }
+
+    /// Whether it should have been done by now.
+    pub(crate) fn late(&self) -> bool {
+        self.request.deadline.is_some_and(|deadline| deadline <= Instant::now())
+    }
+
+    /// Sends the last event of a request that failed.
+    pub(crate) fn fail(&self, error: RequestError) {
+        send(&self.events, Event::Failed(error));
+    }
+}
+
 /// A request that is being worked on.
 pub(crate) struct Run<S> {
     job: Job,
-    /// The prompt's sequence until the choices take over.
+    /// The prompt's sequence until the choices go on from it, the first time or again.
     prompt: Option<S>,
-    prefilled: usize,
     choices: Vec<Choice<S>>,
+    /// Prompt tokens that another prompt had left in the cache when this one came; none until it has.
+    reused: Option<usize>,
     started: Instant,
 }
 
@@ -34,7 +53,7 @@ struct Choice<S> {
     sequence: Option<S>,
     sampler: Sampler,
     output: Output,
-    next: u32,
+    tokens: Vec<u32>,
     usage: Option<AttentionUsage>,
 }
 
@@ -58,16 +77,15 @@ impl<S> Run<S> {
                 sequence: None,
                 sampler: Sampler::new(request.sampling.clone(), index, &request.prompt),
                 output: Output::new(index, text, request, job.max_tokens),
-                next: 0,
+                tokens: Vec::new(),
                 usage: None,
             })
             .collect();
-        Self { job, prompt: None, prefilled: 0, choices, started: Instant::now() }
+        Self { job, prompt: None, choices, reused: None, started: Instant::now() }
     }
 
-    /// Whether nobody waits for the answer any more.
-    pub(crate) fn abandoned(&self) -> bool {
-        self.job.events.is_closed()
+    pub(crate) fn job(&self) -> &Job {
+        &self.job
     }
 
     /// The name in the log.
@@ -75,21 +93,116 @@ impl<S> Run<S> {
         &self.job.request.id
     }
 
-    /// Sends the last event of a request that failed.
-    pub(crate) fn fail(&self, error: RequestError) {
-        send(&self.job.events, Event::Failed(error));
+    /// Tokens of the prompt and of the longest choice, and sequences that it takes to go on.
+    pub(crate) fn wants(&self) -> (usize, usize) {
+        let live = || self.choices.iter().filter(|choice| choice.live());
+        let longest = live().map(|choice| choice.tokens.len()).max().unwrap_or(0);
+        (self.job.request.prompt.len() + longest, live().count())
     }
 
-    /// Works one step; true once the last event is sent.
-    pub(crate) fn step<B: Backend<Sequence = S>>(
+    /// Whether the choices have their first tokens.
+    fn begun(&self) -> bool {
+        self.choices.iter().any(|choice| !choice.tokens.is_empty())
+    }
+
+    /// Takes its place in the cache, for the first time or after [`retract`](Self::retract).
+    pub(crate) fn open<B: Backend<Sequence = S>>(&mut self, backend: &mut B) -> Result<(), RequestError> {
+        let request = &self.job.request;
+        let prompt =
+            backend.open(&request.attention, request.sampling.seed, &request.prompt, request.question_tokens)?;
+        self.reused.get_or_insert(backend.cached(&prompt));
+        self.prompt = Some(prompt);
+        Ok(())
+    }
+
+    /// Gives its place in the cache up.
+    pub(crate) fn retract<B: Backend<Sequence = S>>(&mut self, backend: &mut B) {
+        if let Some(prompt) = self.prompt.take() {
+            backend.close(prompt);
+            return;
+        }
+        self.choices.iter_mut().filter_map(|choice| choice.sequence.as_mut()).for_each(|s| backend.retract(s));
+    }
+
+    /// The sequences that steps go over: of the prompt, or of each choice that goes on.
+    fn sequences(&self) -> impl Iterator<Item = (&S, &[u32])> {
+        let choices = self.prompt.is_none().then_some(&self.choices);
+        let choices = choices.into_iter().flatten().filter_map(|c| Some((c.sequence.as_ref()?, &c.tokens[..])));
+        self.prompt.iter().map(|prompt| (prompt, &[][..])).chain(choices)
+    }
+
+    /// Where it stands.
+    pub(crate) fn standing<B: Backend<Sequence = S>>(&self, backend: &B) -> Standing {
+        let prompt = self.job.request.prompt.len();
+        let place =
+            |(sequence, tokens): (&S, &[u32])| Place { cached: backend.cached(sequence), known: prompt + tokens.len() };
+        let forks = if self.prompt.is_some() { self.choices.iter().filter(|c| c.live()).count() } else { 0 };
+        Standing { sequences: self.sequences().map(place).collect(), forks }
+    }
+
+    /// How many tokens of the prompt it takes if it should take at most `max`; its method may want more.
+    pub(crate) fn cut<B: Backend<Sequence = S>>(&self, backend: &B, max: usize) -> usize {
+        self.prompt.as_ref().map_or(0, |prompt| backend.chunk(prompt, max))
+    }
+
+    /// What a step takes of it, by sequence: the shares given, which are in order.
+    pub(crate) fn inputs<B: Backend<Sequence = S>>(&mut self, backend: &B, shares: &[Share]) -> Vec<Input<'_, S>> {
+        let begun = self.begun();
+        let prompt = &self.job.request.prompt[..];
+        // Each sequence with the tokens that it knows from some place on.
+        let all: Vec<(&mut S, &[u32], usize)> = match &mut self.prompt {
+            Some(sequence) => vec![(sequence, prompt, 0)],
+            None => {
+                let choices = self.choices.iter_mut();
+                choices.filter_map(|c| Some((c.sequence.as_mut()?, &c.tokens[..], prompt.len()))).collect()
+            }
+        };
+        let mut inputs = Vec::with_capacity(shares.len());
+        let mut shares = shares.iter().peekable();
+        for (place, (sequence, known, from)) in all.into_iter().enumerate() {
+            let Some(share) = shares.next_if(|share| share.sequence == place) else { continue };
+            let start = backend.cached(sequence) - from;
+            let end = start + share.tokens;
+            // A prompt that comes again has been sampled from already.
+            let logits = end == known.len() && (from > 0 || !begun);
+            inputs.push(Input { sequence, tokens: &known[start..end], logits });
+        }
+        inputs
+    }
+
+    /// Goes on after a step with the rows of its inputs; true once the last event is sent.
+    pub(crate) fn advance<B: Backend<Sequence = S>>(
         &mut self,
         backend: &mut B,
-        chunk_tokens: usize,
+        shares: &[Share],
+        mut rows: impl Iterator<Item = Option<Vec<f32>>>,
     ) -> Result<bool, RequestError> {
-        if self.prefilled < self.job.request.prompt.len() {
-            self.prefill(backend, chunk_tokens)?;
+        let total = self.job.request.prompt.len();
+        if let Some(prompt) = &self.prompt {
+            let logits = rows.next().flatten();
+            if backend.cached(prompt) < total {
+                return Ok(false);
+            }
+            match self.begun() {
+                true => self.rejoin(backend)?,
+                false => self.begin(backend, &logits.ok_or_else(no_logits)?)?,
+            }
         } else {
-            self.decode(backend)?;
+            let running: Vec<&mut Choice<S>> = self.choices.iter_mut().filter(|c| c.sequence.is_some()).collect();
+            let mut shares = shares.iter().peekable();
+            for (place, choice) in running.into_iter().enumerate() {
+                if shares.next_if(|share| share.sequence == place).is_none() {
+                    continue;
+                }
+                // No logits: tokens that came again, with more to come.
+                let Some(logits) = rows.next().flatten() else { continue };
+                if choice.take(&logits, &self.job.events)?
+                    && let Some(sequence) = choice.sequence.take()
+                {
+                    choice.usage = Some(backend.usage(&sequence));
+                    backend.close(sequence);
+                }
+            }
         }
         if self.choices.iter().any(Choice::live) {
             return Ok(false);
@@ -98,6 +211,7 @@ impl<S> Run<S> {
         tracing::info!(
             id = self.id(),
             prompt_tokens = usage.prompt_tokens,
+            cached_tokens = usage.cached_tokens,
             completion_tokens = usage.completion_tokens,
             seconds = self.started.elapsed().as_secs_f64(),
             "done"
@@ -106,32 +220,10 @@ impl<S> Run<S> {
         Ok(true)
     }
 
-    fn prefill<B: Backend<Sequence = S>>(&mut self, backend: &mut B, chunk_tokens: usize) -> Result<(), RequestError> {
-        let request = &self.job.request;
-        let total = request.prompt.len();
-        let sequence = match &mut self.prompt {
-            Some(sequence) => sequence,
-            none => {
-                none.insert(backend.open(&request.attention, request.sampling.seed, total, request.question_tokens)?)
-            }
-        };
-        // A method that cannot cut so short may take more than asked for.
-        let take = backend.chunk(sequence, chunk_tokens).clamp(1, total - self.prefilled);
-        let end = self.prefilled + take;
-        let input = Input { sequence, tokens: &request.prompt[self.prefilled..end], logits: end == total };
-        let logits = backend.forward(vec![input])?.pop().flatten();
-        self.prefilled = end;
-        if end == total {
-            let logits = logits.ok_or_else(no_logits)?;
-            self.begin(backend, &logits)?;
-        }
-        Ok(())
-    }
-
     /// The prompt is in: every choice samples its first token from the same logits, those that go on get a sequence.
     fn begin<B: Backend<Sequence = S>>(&mut self, backend: &mut B, logits: &[f32]) -> Result<(), RequestError> {
         send(&self.job.events, Event::Prefilled);
-        let prompt = self.prompt.as_ref().expect("prefill has just used it");
+        let prompt = self.prompt.as_ref().expect("a step has just used it");
         for (index, choice) in self.choices.iter_mut().enumerate() {
             if choice.take(logits, &self.job.events)? {
                 choice.usage = Some(backend.usage(prompt));
@@ -149,24 +241,10 @@ impl<S> Run<S> {
         Ok(())
     }
 
-    fn decode<B: Backend<Sequence = S>>(&mut self, backend: &mut B) -> Result<(), RequestError> {
-        let live: Vec<&mut Choice<S>> = self.choices.iter_mut().filter(|c| c.live()).collect();
-        let inputs = live.into_iter().filter_map(|choice| {
-            Some(Input {
-                sequence: choice.sequence.as_mut()?,
-                tokens: std::slice::from_ref(&choice.next),
-                logits: true,
-            })
-        });
-        let rows = backend.forward(inputs.collect())?;
-        let live = self.choices.iter_mut().filter(|c| c.live());
-        for (choice, row) in live.zip(rows) {
-            if choice.take(&row.ok_or_else(no_logits)?, &self.job.events)?
-                && let Some(sequence) = choice.sequence.take()
-            {
-                choice.usage = Some(backend.usage(&sequence));
-                backend.close(sequence);
-            }
+    /// The prompt is in again: the choices that had begun go on from it.
+    fn rejoin<B: Backend<Sequence = S>>(&mut self, backend: &mut B) -> Result<(), RequestError> {
+        if let Some(prompt) = self.prompt.take() {
+            backend.rejoin(self.choices.iter_mut().filter_map(|choice| choice.sequence.as_mut()).collect(), prompt)?;
         }
         Ok(())
     }
@@ -174,7 +252,7 @@ impl<S> Run<S> {
     fn usage(&self) -> Usage {
         Usage {
             prompt_tokens: self.job.request.prompt.len(),
-            cached_tokens: 0,
+            cached_tokens: self.reused.unwrap_or(0),
             completion_tokens: self.choices.iter().map(|c| c.output.generated()).sum(),
             attention: self.choices.iter().filter_map(|c| c.usage.clone()).collect(),
         }
@@ -192,8 +270,9 @@ impl<S> Run<S> {
 impl<S> Choice<S> {
     /// Samples from the logits and sends what became final; true at the choice's end.
     fn take(&mut self, logits: &[f32], events: &mpsc::Sender<Event>) -> Result<bool, RequestError> {
-        self.next = self.sampler.sample(logits).map_err(|_| RequestError::NonFinite)?;
-        let Some(delta) = self.output.push(self.next, logits) else {
+        let token = self.sampler.sample(logits).map_err(|_| RequestError::NonFinite)?;
+        self.tokens.push(token);
+        let Some(delta) = self.output.push(token, logits) else {
             return Ok(false);
         };
         let end = delta.finish.is_some();

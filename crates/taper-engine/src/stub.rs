@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use taper_attention::{AttentionSpec, AttentionUsage, Sequence};
+use taper_kv_cache::BLOCK_TOKENS;
 
 /// The token that ends an answer.
 pub const EOS: u32 = 256;
@@ -23,8 +24,12 @@ pub struct Probe {
     pub steps: AtomicUsize,
     /// Sequences open now.
     pub open: AtomicUsize,
-    /// Most prompt tokens of one step so far.
+    /// Most tokens that one sequence took in one step so far.
     pub longest: AtomicUsize,
+    /// Most sequences of one step so far.
+    pub widest: AtomicUsize,
+    /// How often a sequence lost its place in the cache.
+    pub retracted: AtomicUsize,
     /// How often the idle engine had the stub checked.
     pub checks: AtomicUsize,
     /// The attention of the latest request.
@@ -39,6 +44,8 @@ pub struct StubBackend {
     pub limits: Limits,
     /// Prompts are cut at multiples of this.
     pub chunk_multiple: usize,
+    /// Blocks of the cache that sequences hold; none is shared.
+    pub held_blocks: usize,
     /// What tests watch.
     pub probe: Arc<Probe>,
 }
@@ -47,15 +54,27 @@ pub struct StubBackend {
 pub struct StubSequence {
     spec: Arc<AttentionSpec>,
     report: Sequence,
-    prompt_tokens: usize,
+    prompt: Vec<u32>,
     tokens: Vec<u32>,
+}
+
+impl StubSequence {
+    fn blocks(&self) -> usize {
+        self.tokens.len().div_ceil(BLOCK_TOKENS)
+    }
+
+    /// Whether the prompt holds a word.
+    fn says(&self, word: &str) -> bool {
+        let bytes: Vec<u8> = self.prompt.iter().map(|&t| t as u8).collect();
+        String::from_utf8_lossy(&bytes).contains(word)
+    }
 }
 
 impl StubBackend {
     /// A stub that answers `script`, with a context of 512 tokens and a cache of 1024.
     pub fn new(script: &str) -> Self {
         let limits = Limits { context_tokens: 512, cache_tokens: 1024, vocab: VOCAB };
-        Self { script: script.into(), limits, chunk_multiple: 1, probe: Arc::default() }
+        Self { script: script.into(), limits, chunk_multiple: 1, held_blocks: 0, probe: Arc::default() }
     }
 
     /// An engine over this stub, named `stub`.
@@ -65,22 +84,17 @@ impl StubBackend {
     }
 
     fn logits(&self, sequence: &StubSequence) -> Vec<f32> {
-        let answered = sequence.tokens.len() - sequence.prompt_tokens;
+        let answered = sequence.tokens.len() - sequence.prompt.len();
         let mut logits = vec![0.0; VOCAB];
         // The answer repeats after its end, for requests that ignore the end token.
         let place = answered % (self.script.len() + 1);
         let next = self.script.get(place).map_or(EOS, |&b| u32::from(b));
         logits[next as usize] = 12.0;
-        if answered == 2 && says(sequence, "NAN") {
+        if answered == 2 && sequence.says("NAN") {
             logits[7] = f32::NAN;
         }
         logits
     }
-}
-
-fn says(sequence: &StubSequence, word: &str) -> bool {
-    let bytes: Vec<u8> = sequence.tokens.iter().map(|&t| t as u8).collect();
-    String::from_utf8_lossy(&bytes[..sequence.prompt_tokens.min(bytes.len())]).contains(word)
 }
 
 impl Backend for StubBackend {
@@ -94,22 +108,46 @@ impl Backend for StubBackend {
         &mut self,
         attention: &Arc<AttentionSpec>,
         seed: u64,
-        prompt_tokens: usize,
+        prompt: &[u32],
         question_tokens: usize,
     ) -> Result<StubSequence, BackendError> {
         self.probe.open.fetch_add(1, Ordering::SeqCst);
         *self.probe.attention.lock().unwrap_or_else(PoisonError::into_inner) = Some(AttentionSpec::clone(attention));
         Ok(StubSequence {
             spec: Arc::clone(attention),
-            report: Sequence::new(Arc::clone(attention), seed, prompt_tokens).with_question(question_tokens),
-            prompt_tokens,
+            report: Sequence::new(Arc::clone(attention), seed, prompt.len()).with_question(question_tokens),
+            prompt: prompt.to_vec(),
             tokens: Vec::new(),
         })
     }
 
+    fn cached(&self, sequence: &StubSequence) -> usize {
+        sequence.tokens.len()
+    }
+
+    fn free_blocks(&self) -> usize {
+        self.limits.cache_tokens / BLOCK_TOKENS - self.held_blocks
+    }
+
+    fn retract(&mut self, sequence: &mut StubSequence) {
+        self.probe.retracted.fetch_add(1, Ordering::SeqCst);
+        self.held_blocks -= sequence.blocks();
+        sequence.tokens.clear();
+    }
+
+    fn rejoin(&mut self, sequences: Vec<&mut StubSequence>, prompt: StubSequence) -> Result<(), BackendError> {
+        for sequence in sequences {
+            sequence.tokens.clone_from(&prompt.tokens);
+            self.held_blocks += sequence.blocks();
+        }
+        self.close(prompt);
+        Ok(())
+    }
+
     fn fork(&mut self, sequence: &StubSequence, seed: u64) -> Result<StubSequence, BackendError> {
-        let mut fork = self.open(&sequence.spec, seed, sequence.prompt_tokens, 0)?;
+        let mut fork = self.open(&sequence.spec, seed, &sequence.prompt, 0)?;
         fork.tokens.clone_from(&sequence.tokens);
+        self.held_blocks += fork.blocks();
         Ok(fork)
     }
 
@@ -119,21 +157,30 @@ impl Backend for StubBackend {
 
     fn forward(&mut self, inputs: Vec<Input<'_, StubSequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
         self.probe.steps.fetch_add(1, Ordering::SeqCst);
-        let mut rows = Vec::new();
-        for input in inputs {
-            let sequence = input.sequence;
-            sequence.tokens.extend_from_slice(input.tokens);
-            self.probe.longest.fetch_max(input.tokens.len(), Ordering::SeqCst);
-            if says(sequence, "SLOW") {
+        self.probe.widest.fetch_max(inputs.len(), Ordering::SeqCst);
+        for Input { sequence, tokens, .. } in &inputs {
+            self.probe.longest.fetch_max(tokens.len(), Ordering::SeqCst);
+            if sequence.says("SLOW") {
                 std::thread::sleep(Duration::from_millis(20));
             }
-            if says(sequence, "FAIL") {
+            if sequence.says("FAIL") {
                 return Err(BackendError("the prompt asked for it".into()));
             }
-            if says(sequence, "PANIC") && sequence.tokens.len() == sequence.prompt_tokens + 2 {
+            if sequence.says("PANIC") && sequence.tokens.len() == sequence.prompt.len() + 1 {
                 panic!("the prompt asked for a panic");
             }
-            rows.push(input.logits.then(|| self.logits(sequence)));
+        }
+        let mut rows = Vec::new();
+        for Input { sequence, tokens, logits } in inputs {
+            let before = sequence.blocks();
+            let rest = &sequence.prompt[sequence.tokens.len().min(sequence.prompt.len())..];
+            assert!(rest.iter().zip(tokens).all(|(a, b)| a == b), "a prompt's tokens in their order");
+            sequence.tokens.extend_from_slice(tokens);
+            self.held_blocks += sequence.blocks() - before;
+            rows.push(logits.then(|| self.logits(sequence)));
+        }
+        if self.held_blocks > self.limits.cache_tokens / BLOCK_TOKENS {
+            return Err(BackendError("the KV cache is full".into()));
         }
         Ok(rows)
     }
@@ -142,13 +189,15 @@ impl Backend for StubBackend {
         sequence.report.usage()
     }
 
-    fn close(&mut self, _: StubSequence) {
+    fn close(&mut self, sequence: StubSequence) {
+        self.held_blocks -= sequence.blocks();
         self.probe.open.fetch_sub(1, Ordering::SeqCst);
     }
 
     fn check_idle(&self) {
         self.probe.checks.fetch_add(1, Ordering::SeqCst);
         assert_eq!(self.probe.open.load(Ordering::SeqCst), 0, "sequences are open");
+        assert_eq!(self.held_blocks, 0, "blocks are held");
     }
 }
 

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use taper_attention::AttentionSpec;
-use taper_engine::stub::{EOS, Probe, StubBackend};
+use taper_engine::stub::{EOS, Probe, StubBackend, VOCAB};
 use taper_engine::{
-    Engine, EngineConfig, Event, Events, Finish, Request, RequestError, SamplingParams, StopRules, SubmitError,
+    Engine, EngineConfig, Event, Events, Finish, Limits, Request, RequestError, SamplingParams, StopRules, SubmitError,
     TokenRecord, Usage,
 };
 
@@ -21,6 +21,7 @@ fn request(prompt: &str) -> Request {
         stop: StopRules::default(),
         choices: 1,
         logprobs: None,
+        deadline: None,
     }
 }
 
@@ -285,6 +286,54 @@ fn faults_end_their_request_and_no_other() {
 }
 
 #[test]
+fn a_fault_in_one_request_is_not_seen_by_those_beside_it() {
+    let engine = StubBackend::new("long enough").engine(EngineConfig::default());
+    let prompts = ["SLOW", "PANIC", "SLOW and steady", "NAN", "FAIL", "hi"];
+    let running: Vec<Events> = prompts.iter().map(|prompt| engine.submit(request(prompt)).unwrap()).collect();
+    let mut ends = running.into_iter().map(collect);
+    let mut next = || ends.next().expect("one for each");
+    assert_eq!(next().texts, ["long enough"]);
+    assert_eq!(next().end.unwrap().unwrap_err(), RequestError::Panic("the prompt asked for a panic".into()));
+    assert_eq!(next().texts, ["long enough"]);
+    assert_eq!(next().end.unwrap().unwrap_err(), RequestError::NonFinite);
+    assert_eq!(next().end.unwrap().unwrap_err(), RequestError::Step("the prompt asked for it".into()));
+    assert_eq!(next().texts, ["long enough"]);
+}
+
+#[test]
+fn requests_run_together_and_keep_running_beside_a_long_prompt() {
+    let limits = Limits { context_tokens: 512, cache_tokens: 4096, vocab: VOCAB };
+    let backend = StubBackend { limits, ..StubBackend::new("some words that take a while") };
+    let probe = Arc::clone(&backend.probe);
+    let engine = backend.engine(EngineConfig::default());
+    let first: Vec<Events> = (0..6).map(|_| engine.submit(request("SLOW")).unwrap()).collect();
+    wait("all run", || engine.load().running == 6);
+    let long = engine.submit(request(&"p".repeat(400))).unwrap();
+    for events in first.into_iter().chain([long]) {
+        assert_eq!(collect(events).texts, ["some words that take a while"]);
+    }
+    assert_eq!(probe.widest.load(Ordering::SeqCst), 7, "the prompt goes in beside them");
+}
+
+#[test]
+fn a_request_that_loses_its_place_answers_as_if_it_had_not() {
+    // Eight blocks; each request takes one to begin with and five in the end.
+    let limits = Limits { context_tokens: 512, cache_tokens: 8 * 64, vocab: VOCAB };
+    let script = "0123456789".repeat(30);
+    let backend = StubBackend { limits, ..StubBackend::new(&script) };
+    let probe = Arc::clone(&backend.probe);
+    let engine = backend.engine(EngineConfig::default());
+    let events: Vec<Events> = (0..4).map(|_| engine.submit(request(&"p".repeat(20))).unwrap()).collect();
+    for events in events {
+        let answer = collect(events);
+        assert_eq!(answer.texts, [script.clone()]);
+        assert_eq!(answer.end.unwrap().unwrap().completion_tokens, 301);
+    }
+    assert!(probe.retracted.load(Ordering::SeqCst) > 0 && engine.load().preemptions > 0);
+    wait("all are closed", || probe.open.load(Ordering::SeqCst) == 0);
+}
+
+#[test]
 fn an_idle_engine_is_checked() {
     let (engine, probe) = stub("abc");
     let waiting: Vec<Events> = ["SLOW", "FAIL", "hi"].map(|p| engine.submit(request(p)).unwrap()).into();
@@ -310,7 +359,7 @@ fn requests_queue_in_order_and_none_is_lost() {
 
 #[test]
 fn a_full_queue_refuses_and_draining_finishes_what_was_taken() {
-    let engine = StubBackend::new("abc").engine(EngineConfig { queue: 1, ..Default::default() });
+    let engine = StubBackend::new("abc").engine(EngineConfig { queue: 1, sequences: 1, ..Default::default() });
     let running = engine.submit(request("SLOW one")).unwrap();
     wait("the first runs", || engine.load().running == 1);
     let waiting = engine.submit(request("two")).unwrap();

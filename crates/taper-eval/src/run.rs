@@ -188,7 +188,7 @@ impl<B: Backend> Runner<'_, B> {
         let specs = decodes.iter().map(spec).collect::<Result<Vec<_>, EvalError>>()?;
         let [(_, first), ..] = &specs[..] else { return Ok(Some(Vec::new())) };
         let mut prompt =
-            self.backend.open(first, at.draws(), question.tokens.len(), question.question_tokens).map_err(step)?;
+            self.backend.open(first, at.draws(), &question.tokens, question.question_tokens).map_err(step)?;
         let records = self.records(at, question, &mut prompt, &specs, watch);
         self.backend.close(prompt);
         records.map_err(step)

@@ -82,7 +82,7 @@ pub fn speed<B: Backend>(
         for _ in 0..plan.rounds {
             for (method, (seconds, usage)) in prefills.iter().zip(&mut runs) {
                 let spec = Method::pair(method, &no_more[0], &json!({}), &plan.artifacts)?;
-                let mut sequence = backend.open(&spec, 1, length, 0).map_err(failed)?;
+                let mut sequence = backend.open(&spec, 1, prompt, 0).map_err(failed)?;
                 let started = Instant::now();
                 let done = feed(backend, &mut sequence, prompt, plan.chunk_tokens, &|| false);
                 seconds.push(started.elapsed().as_secs_f64());
@@ -104,7 +104,7 @@ pub fn speed<B: Backend>(
     let specs = decodes.iter().map(|decode| Method::pair(&first, decode, &json!({}), &plan.artifacts));
     let specs: Vec<Arc<AttentionSpec>> = specs.collect::<Result<_, _>>()?;
     progress.begins("generated tokens", plan.rounds * decodes.len());
-    let mut shared = backend.open(&specs[0], 1, length, 0).map_err(failed)?;
+    let mut shared = backend.open(&specs[0], 1, prompt, 0).map_err(failed)?;
     feed(backend, &mut shared, prompt, plan.chunk_tokens, &|| false).map_err(failed)?;
     let mut runs = Vec::new();
     for spec in &specs {

@@ -5,9 +5,11 @@
 
 mod index;
 mod pool;
+mod prefix;
 mod table;
 
 pub use index::IndexShape;
 pub use pool::{KvError, KvPool, KvShape};
+pub use prefix::PrefixKey;
 pub use table::BlockTable;
 pub use taper_kernels::kv::BLOCK_TOKENS;

@@ -2,6 +2,7 @@
 
 use crate::BlockTable;
 use crate::index::{Index, IndexShape};
+use crate::prefix::{PrefixKey, Prefixes};
 use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
 use taper_kernels::index::Part;
@@ -54,6 +55,7 @@ pub struct KvPool {
     values: Vec<Tensor>,
     references: Vec<u32>,
     free: Vec<u32>,
+    prefixes: Prefixes,
 }
 
 impl KvPool {
@@ -75,6 +77,7 @@ impl KvPool {
             values: make()?,
             references: vec![0; blocks],
             free: (0..blocks as u32).rev().collect(),
+            prefixes: Prefixes::new(blocks),
         })
     }
 
@@ -93,9 +96,14 @@ impl KvPool {
         self.references.len()
     }
 
-    /// Blocks that no table holds.
+    /// Blocks that no table holds, those that are remembered for later prompts included.
     pub fn free_blocks(&self) -> usize {
-        self.free.len()
+        self.free.len() + self.prefixes.idle()
+    }
+
+    /// Blocks that are remembered for later prompts and that no table holds.
+    pub fn remembered_blocks(&self) -> usize {
+        self.prefixes.idle()
     }
 
     /// Makes room for `tokens` tokens in all; a no-op if the table has it. All or nothing.
@@ -104,11 +112,12 @@ impl KvPool {
     /// [`KvError::OutOfBlocks`].
     pub fn grow(&mut self, table: &mut BlockTable, tokens: usize) -> Result<(), KvError> {
         let wanted = tokens.div_ceil(BLOCK_TOKENS).saturating_sub(table.blocks.len());
-        if wanted > self.free.len() {
-            return Err(KvError::OutOfBlocks { wanted, free: self.free.len(), total: self.blocks() });
+        let free = self.free_blocks();
+        if wanted > free {
+            return Err(KvError::OutOfBlocks { wanted, free, total: self.blocks() });
         }
         for _ in 0..wanted {
-            let block = self.free.pop().expect("counted above");
+            let block = self.free.pop().or_else(|| self.prefixes.evict()).expect("counted above");
             self.references[block as usize] = 1;
             self.indices.values_mut().for_each(|index| index.keep(block, 0));
             table.blocks.push(block);
@@ -116,15 +125,39 @@ impl KvPool {
         Ok(())
     }
 
-    /// Gives the table's blocks back; a block is free once no table holds it.
+    /// Gives the table's blocks back; a block is free once no table holds it. Remembered ones keep what they hold until
+    /// the room is needed; a prompt's end goes before its beginning.
     pub fn release(&mut self, table: &mut BlockTable) {
-        for block in table.blocks.drain(..) {
+        for block in table.blocks.drain(..).rev() {
             let count = &mut self.references[block as usize];
             *count -= 1;
-            if *count == 0 {
+            if *count == 0 && !self.prefixes.keep(block) {
                 self.free.push(block);
             }
         }
+    }
+
+    /// How many of a prompt's first blocks are remembered.
+    pub fn remembered(&self, keys: &[PrefixKey]) -> usize {
+        keys.iter().take_while(|key| self.prefixes.find(key).is_some()).count()
+    }
+
+    /// A table over a prompt's first blocks, as many as are [remembered](Self::remembered).
+    pub fn recall(&mut self, keys: &[PrefixKey]) -> BlockTable {
+        let blocks: Vec<u32> = keys.iter().map_while(|key| self.prefixes.find(key)).collect();
+        for &block in &blocks {
+            let count = &mut self.references[block as usize];
+            *count += 1;
+            if *count == 1 {
+                self.prefixes.hold(block);
+            }
+        }
+        BlockTable { blocks }
+    }
+
+    /// Remembers the first blocks of a table, which are full, for later prompts.
+    pub fn remember(&mut self, table: &BlockTable, keys: &[PrefixKey]) {
+        table.blocks.iter().zip(keys).for_each(|(&block, &key)| self.prefixes.remember(key, block));
     }
 
     /// A second table over the first `tokens` tokens: whole blocks are shared, a started block is copied.
@@ -203,6 +236,7 @@ impl KvPool {
                 self.release(&mut own);
             }
             let block = table.blocks[keep - 1];
+            self.prefixes.forget(block);
             self.indices.values_mut().for_each(|index| index.keep(block, started));
         }
         let mut rest = BlockTable { blocks: table.blocks.split_off(keep) };
@@ -275,7 +309,7 @@ impl KvPool {
             }
         }
         assert_eq!(held, self.references, "reference counts differ from the tables");
-        let mut free = self.free.clone();
+        let mut free: Vec<u32> = self.free.iter().copied().chain(self.prefixes.idle_blocks()).collect();
         free.sort_unstable();
         let idle: Vec<u32> = (0..self.blocks() as u32).filter(|&b| held[b as usize] == 0).collect();
         assert_eq!(free, idle, "the free list differs from the unheld blocks");
@@ -358,6 +392,61 @@ mod tests {
         assert!(to.adopt(&wrong, &BlockTable::default(), 0).unwrap_err().to_string().contains("take over"));
     }
 
+    #[test]
+    fn a_prompt_finds_its_blocks_again_until_the_room_is_needed() {
+        let mut pool = pool(4);
+        let tokens: Vec<u32> = (0..200).collect();
+        let keys = PrefixKey::chain(b"dense", &tokens);
+        assert_eq!(keys.len(), 3);
+        let mut first = BlockTable::default();
+        pool.grow(&mut first, 200).unwrap();
+        pool.remember(&first, &keys);
+        let blocks = first.blocks()[..3].to_vec();
+        let mut second = pool.recall(&keys[..2]);
+        assert_eq!(second.blocks(), &blocks[..2]);
+        pool.check_integrity([&first, &second]);
+        pool.release(&mut first);
+        pool.release(&mut second);
+        assert_eq!((pool.free_blocks(), pool.remembered_blocks()), (4, 3));
+
+        // Another way of making them, or another first token, is another prompt.
+        let mut others = tokens.clone();
+        others[0] = 7;
+        for other in [PrefixKey::chain(b"delta", &tokens), PrefixKey::chain(b"dense", &others)] {
+            assert_eq!(pool.remembered(&other), 0);
+        }
+        // Two blocks for something else: the free one, then the prompt's last.
+        let mut third = BlockTable::default();
+        pool.grow(&mut third, 128).unwrap();
+        assert_eq!(pool.remembered(&keys), 2);
+        let mut again = pool.recall(&keys);
+        assert_eq!(again.blocks(), &blocks[..2]);
+        assert!(pool.grow(&mut third, 129).is_err(), "what is held is not given up");
+        pool.check_integrity([&third, &again]);
+        // What is cut back is no longer what the key says.
+        pool.truncate(&mut again, 100).unwrap();
+        assert_eq!(pool.remembered(&keys), 1);
+        pool.release(&mut again);
+        pool.release(&mut third);
+        pool.check_integrity([]);
+    }
+
+    #[test]
+    fn a_block_is_remembered_once_for_a_key_and_for_one_key() {
+        let mut pool = pool(4);
+        let keys = PrefixKey::chain(b"", &[1; 128]);
+        let (mut a, mut b) = (BlockTable::default(), BlockTable::default());
+        pool.grow(&mut a, 128).unwrap();
+        pool.grow(&mut b, 128).unwrap();
+        pool.remember(&a, &keys);
+        pool.remember(&b, &keys);
+        let mut found = pool.recall(&keys);
+        assert_eq!(found.blocks(), a.blocks());
+        [&mut a, &mut b, &mut found].into_iter().for_each(|table| pool.release(table));
+        assert_eq!((pool.free_blocks(), pool.remembered_blocks()), (4, 2));
+        pool.check_integrity([]);
+    }
+
     trait Rows {
         fn to_vec4_rows(&self) -> Vec<Vec<f32>>;
     }
@@ -369,8 +458,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_history_leaks_or_double_frees(steps in prop::collection::vec((0u8..4, 0usize..5, 1usize..400), 1..120)) {
+        fn no_history_leaks_or_double_frees(steps in prop::collection::vec((0u8..6, 0usize..5, 1usize..400), 1..120)) {
             let mut pool = pool(12);
+            // Tokens that count up are one prompt, of which every table is a beginning.
+            let keys = PrefixKey::chain(b"", &(0..12 * 64).collect::<Vec<u32>>());
             let mut tables: Vec<(BlockTable, usize)> = Vec::new();
             for (action, which, tokens) in steps {
                 match action {
@@ -391,6 +482,15 @@ mod tests {
                     3 if which < tables.len() => {
                         let (mut table, _) = tables.swap_remove(which);
                         pool.release(&mut table);
+                    }
+                    4 if which < tables.len() => {
+                        let (table, len) = &tables[which];
+                        pool.remember(table, &keys[..*len / 64]);
+                    }
+                    5 => {
+                        let table = pool.recall(&keys[..(tokens / 64).min(keys.len())]);
+                        let len = table.capacity();
+                        tables.push((table, len));
                     }
                     _ => {}
                 }

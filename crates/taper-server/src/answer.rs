@@ -113,6 +113,7 @@ impl Call {
                 stop: self.common.stop.clone(),
                 choices: self.common.choices,
                 logprobs: self.logprobs,
+                deadline: None,
             };
             let mut events =
                 app.engine.submit(request).map_err(|e| error::refused(&e, self.prompt_field, self.common.max_field))?;

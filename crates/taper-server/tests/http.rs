@@ -477,7 +477,7 @@ async fn faults_of_the_engine_are_a_500_and_the_server_goes_on() {
 
 #[tokio::test]
 async fn a_full_queue_is_a_503_with_retry_after() {
-    let engine = EngineConfig { queue: 1, ..Default::default() };
+    let engine = EngineConfig { queue: 1, sequences: 1, ..Default::default() };
     let server = custom(StubBackend::new("abc"), engine, ServerConfig::default());
     let slow = || server.complete(complete(json!({"prompt": "SLOW"})));
     let third = async {

@@ -1,5 +1,6 @@
 //! The command line.
 
+use crate::load_test::BenchServeArgs;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 
@@ -48,7 +49,7 @@ pub struct ModelArgs {
     /// Threads for arithmetic [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub threads: Option<u16>,
-    /// Memory for keys and values, such as 512MiB or 2GiB [default: a quarter of what is free, at most two contexts]
+    /// Memory for keys and values, such as 512MiB or 2GiB [default: a quarter of what is free, at most sixteen contexts]
     #[arg(long, value_name = "SIZE")]
     pub kv_memory: Option<String>,
     /// Type of cached keys and values: f16, bf16 or f32 [default: f16]
@@ -80,6 +81,9 @@ pub struct ServeArgs {
     /// Port; 0 takes a free one [default: 8080]
     #[arg(long)]
     pub port: Option<u16>,
+    /// Do not let prompts that begin alike share what they begin with
+    #[arg(long)]
+    pub no_prefix_cache: bool,
     /// Settings in TOML; what the command line says goes before them
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
@@ -302,6 +306,8 @@ pub struct BenchArgs {
 pub enum Bench {
     /// Time attention methods side by side, in this process
     Methods(BenchMethodsArgs),
+    /// Send load to a server, this one or any that speaks OpenAI's protocol, and report what clients see
+    Serve(BenchServeArgs),
 }
 
 #[derive(Debug, Args)]
@@ -497,7 +503,7 @@ pub struct MethodsArgs {
     pub json: bool,
 }
 
-fn positive(text: &str) -> Result<usize, String> {
+pub(crate) fn positive(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "must be a whole number of at least 1".into())
 }
 
@@ -584,7 +590,7 @@ mod tests {
                 Command::Eval(EvalArgs { what: Eval::Heads(args) }) => args.model,
                 Command::Bench(BenchArgs { what: Bench::Methods(args) }) => args.model,
                 Command::Train(TrainArgs { what: Train::KMeans { common, .. } }) => common.model,
-                Command::Train(_) | Command::Methods(_) => unreachable!("not asked for"),
+                Command::Bench(_) | Command::Train(_) | Command::Methods(_) => unreachable!("not asked for"),
             };
             assert_eq!((model.dtype.as_deref(), model.dequantize), (Some("f16"), true));
         }

@@ -13,7 +13,9 @@ use taper_engine::Message;
 /// # Errors
 /// A model that cannot be loaded or a terminal that is gone; a refused line is only reported.
 pub fn run(args: ChatArgs) -> Result<()> {
-    let config = config::model(args.model)?;
+    let mut config = config::model(args.model)?;
+    // Every turn's prompt begins with the turns before it.
+    config.cache.prefix = true;
     let Loaded { engine, artifacts, attention } = load::engine(&config)?;
     let mut attention = Arc::new(attention);
     let system = args.system.map(|content| Message { role: "system".into(), content });

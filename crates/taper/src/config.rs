@@ -20,6 +20,9 @@ struct File {
     attention: Option<serde_json::Value>,
     queue: Option<usize>,
     chunk_tokens: Option<usize>,
+    sequences: Option<usize>,
+    stretch: Option<f64>,
+    prefix_cache: Option<bool>,
     body_mib: Option<usize>,
     device: Option<String>,
     threads: Option<u16>,
@@ -102,6 +105,16 @@ pub fn serve(args: ServeArgs) -> Result<ServeConfig> {
     if let Some(tokens) = at_least_one("chunk_tokens", file.chunk_tokens)? {
         model.engine.chunk_tokens = tokens;
     }
+    if let Some(sequences) = at_least_one("sequences", file.sequences)? {
+        model.engine.sequences = sequences;
+    }
+    if let Some(stretch) = file.stretch {
+        if !(1.0..=1000.0).contains(&stretch) {
+            bail!("stretch is {stretch}; must be from 1 to 1000");
+        }
+        model.engine.stretch = stretch;
+    }
+    model.cache.prefix = !args.no_prefix_cache && file.prefix_cache.unwrap_or(true);
     let mut server = ServerConfig::default();
     if let Some(mib) = at_least_one("body_mib", file.body_mib)? {
         server.body_bytes = mib.saturating_mul(1 << 20);
@@ -155,6 +168,7 @@ fn check_model(args: ModelArgs, file: &File) -> Result<ModelConfig> {
         cache: CacheOptions {
             bytes: memory.as_deref().map(size).transpose().context("kv memory")?,
             dtype: kv_dtype.as_deref().map_or(Ok(CacheDType::default()), cache_dtype)?,
+            prefix: false,
         },
         load: LoadOptions {
             dtype: dtype.as_deref().map_or(Ok(WeightDType::default()), weight_dtype)?,
@@ -221,7 +235,13 @@ mod tests {
     use super::*;
 
     fn args(config: Option<&Path>) -> ServeArgs {
-        ServeArgs { model: ModelArgs::default(), host: None, port: None, config: config.map(Into::into) }
+        ServeArgs {
+            model: ModelArgs::default(),
+            host: None,
+            port: None,
+            no_prefix_cache: false,
+            config: config.map(Into::into),
+        }
     }
 
     fn file(text: &str) -> (tempfile::TempDir, std::path::PathBuf) {

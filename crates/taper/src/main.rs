@@ -8,6 +8,7 @@ mod eval;
 mod generate;
 mod heads;
 mod load;
+mod load_test;
 mod methods;
 mod preset;
 mod serve;
@@ -36,6 +37,7 @@ fn main() -> ExitCode {
         Command::Eval(EvalArgs { what: Eval::Needle(args) }) => eval::needle(args),
         Command::Eval(EvalArgs { what: Eval::Heads(args) }) => heads::run(args),
         Command::Bench(BenchArgs { what: Bench::Methods(args) }) => bench::methods(args),
+        Command::Bench(BenchArgs { what: Bench::Serve(args) }) => load_test::run(args),
         Command::Train(TrainArgs { what }) => train::run(what),
         Command::Methods(args) => methods::run(&args),
     };

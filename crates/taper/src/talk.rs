@@ -38,6 +38,7 @@ pub fn run(
         stop: StopRules { max_tokens: Some(args.max_tokens.min(room.max(1))), ..StopRules::default() },
         choices: 1,
         logprobs: None,
+        deadline: None,
     };
     let mut events = engine.submit(request)?;
     let mut text = String::new();

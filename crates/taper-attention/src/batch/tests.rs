@@ -1,8 +1,9 @@
 use super::*;
-use crate::Artifacts;
 use crate::methods::tests::PlainRotary;
+use crate::{Artifacts, AttentionSpec};
 use candle_core::{DType, Device};
 use serde_json::json;
+use std::sync::Arc;
 use taper_kv_cache::KvShape;
 
 const SHAPE: AttentionShape = AttentionShape { layers: 1, q_heads: 2, kv_heads: 1, head_dim: 8, window: None };

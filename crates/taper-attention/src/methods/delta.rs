@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use taper_kernels::correct::{Anchors, Correction, correct};
+use taper_kernels::kv::BLOCK_TOKENS;
 use taper_kernels::prefill::Mask;
 
 pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
@@ -118,12 +119,50 @@ impl PrefillMethod for Delta {
     fn cut(&self, start: usize, prompt: usize, max: usize) -> usize {
         self.base.method.cut(start, prompt, max)
     }
+
+    fn reuse(&self, prompt: usize, cached: usize) -> usize {
+        if self.gamma == 1 || self.base.name == "dense" {
+            return cached;
+        }
+        // Where the next row is an anchor, what the anchor before it found is not needed; rows of the tail are dense.
+        let mut tokens = self.base.method.reuse(prompt, cached).min(self.tail(prompt)) / BLOCK_TOKENS * BLOCK_TOKENS;
+        while !tokens.is_multiple_of(self.gamma) {
+            tokens = self.base.method.reuse(prompt, tokens - BLOCK_TOKENS);
+        }
+        tokens
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::Artifacts;
+
+    #[test]
+    fn what_a_prompt_takes_over_ends_before_its_tail_and_before_an_anchor() {
+        let delta = |gamma, base: &str| Delta {
+            gamma,
+            mode: Mode::Delta,
+            base: prefill(&json!({ "method": base }), "base", &Artifacts::default()).expect("a method"),
+        };
+        for (gamma, prompt, cached, taken) in [
+            (64, 1000, 960, 832),
+            (64, 1000, 512, 512),
+            (64, 150, 128, 0),
+            (48, 2000, 1920, 1728),
+            (100, 4000, 3968, 3200),
+            (100, 4000, 1536, 0),
+            (1, 1000, 960, 960),
+        ] {
+            assert_eq!(
+                delta(gamma, "streaming_llm").reuse(prompt, cached),
+                taken,
+                "gamma {gamma}, {cached} of {prompt}"
+            );
+        }
+        assert_eq!(delta(64, "dense").reuse(1000, 960), 960, "dense all over");
+        assert_eq!(delta(64, "hip").reuse(1000, 960), 0, "as its base");
+    }
 
     #[test]
     fn the_tail_starts_at_a_multiple_of_gamma_and_holds_at_least_128_rows() {

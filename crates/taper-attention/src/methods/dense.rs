@@ -37,6 +37,10 @@ impl PrefillMethod for Dense {
     fn attend(&self, layer: &PrefillLayer, _: &mut Carry) -> Result<PrefillOutput> {
         layer.attend(Mask::Causal)
     }
+
+    fn reuse(&self, _: usize, cached: usize) -> usize {
+        cached
+    }
 }
 
 impl DecodeMethod for Dense {

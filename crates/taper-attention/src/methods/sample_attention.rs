@@ -225,6 +225,11 @@ impl PrefillMethod for SampleAttention {
         Ok(output)
     }
 
+    fn reuse(&self, prompt: usize, cached: usize) -> usize {
+        // A prompt that is cut into chunks of its own length attends by them; others densely.
+        if self.band(prompt).is_some() { 0 } else { cached }
+    }
+
     fn cut(&self, start: usize, prompt: usize, max: usize) -> usize {
         match self.band(prompt) {
             // The end of the chunk that `start` is in: (i + 1) S / chunks, rounded down.

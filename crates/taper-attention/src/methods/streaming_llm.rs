@@ -58,6 +58,10 @@ impl PrefillMethod for StreamingLlm {
     fn attend(&self, layer: &PrefillLayer, _: &mut Carry) -> Result<PrefillOutput> {
         layer.attend(Mask::SinkWindow { sink: self.sink, window: self.window })
     }
+
+    fn reuse(&self, _: usize, cached: usize) -> usize {
+        cached
+    }
 }
 
 impl DecodeMethod for StreamingLlm {

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use taper_model::ModelFiles;
 
 #[test]
-fn the_cache_takes_what_it_is_given_and_never_more_than_two_contexts() {
+fn the_cache_takes_what_it_is_given_and_never_more_than_sixteen_contexts() {
     assert_eq!(blocks(Some(1000), 100, 4, &Device::Cpu).unwrap(), 10);
-    assert!((1..=8).contains(&blocks(None, 100, 4, &Device::Cpu).unwrap()));
+    assert!((1..=64).contains(&blocks(None, 100, 4, &Device::Cpu).unwrap()));
     let error = blocks(Some(99), 100, 4, &Device::Cpu).unwrap_err().to_string();
     assert_eq!(error, "the KV cache: one block of 64 tokens takes 100 bytes");
 }
@@ -24,7 +24,7 @@ fn backend() -> ModelBackend {
     let shape = model.attention_shape();
     let shape = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
     let pool = KvPool::new(shape, DType::F32, BLOCKS, &Device::Cpu).unwrap();
-    ModelBackend { model, pool }
+    ModelBackend { model, pool, prefix: false }
 }
 
 #[test]
@@ -36,12 +36,12 @@ fn a_sequence_handed_over_goes_on_as_it_would_have_where_it_was() {
     }
     let (spec, prompt): (_, Vec<u32>) = (Arc::new(AttentionSpec::default()), (10..30).collect());
     let mut alone = backend();
-    let mut own = alone.open(&spec, 1, 20, 0).unwrap();
+    let mut own = alone.open(&spec, 1, &prompt, 0).unwrap();
     let mut expected = vec![logits(&mut alone, &mut [&mut own], &prompt)];
     expected.extend([5, 6, 7].map(|token| logits(&mut alone, &mut [&mut own], &[token])));
 
     let mut both = Handover::new(backend(), backend());
-    let mut first = both.open(&spec, 1, 20, 0).unwrap();
+    let mut first = both.open(&spec, 1, &prompt, 0).unwrap();
     logits(&mut both, &mut [&mut first], &prompt[..8]);
     assert!(both.hand_over(&first, &spec, 1).unwrap_err().0.contains("8 of 20 prompt tokens"));
     logits(&mut both, &mut [&mut first], &prompt[8..]);
@@ -84,10 +84,26 @@ impl Backend for Watched {
         &mut self,
         spec: &Arc<AttentionSpec>,
         seed: u64,
-        prompt: usize,
+        prompt: &[u32],
         question: usize,
     ) -> Result<Sequence, BackendError> {
         self.inner.open(spec, seed, prompt, question)
+    }
+
+    fn cached(&self, sequence: &Sequence) -> usize {
+        self.inner.cached(sequence)
+    }
+
+    fn free_blocks(&self) -> usize {
+        self.inner.free_blocks()
+    }
+
+    fn retract(&mut self, sequence: &mut Sequence) {
+        self.inner.retract(sequence);
+    }
+
+    fn rejoin(&mut self, sequences: Vec<&mut Sequence>, prompt: Sequence) -> Result<(), BackendError> {
+        self.inner.rejoin(sequences, prompt)
     }
 
     fn fork(&mut self, sequence: &Sequence, seed: u64) -> Result<Sequence, BackendError> {
@@ -139,6 +155,7 @@ fn request() -> Request {
         stop: StopRules { ignore_eos: true, ..StopRules::default() },
         choices: 3,
         logprobs: None,
+        deadline: None,
     }
 }
 
@@ -179,7 +196,7 @@ fn a_failing_step_gives_its_blocks_back() {
 #[test]
 fn a_step_that_the_model_refuses_leaves_a_sequence_that_can_be_closed() {
     let mut backend = backend();
-    let mut sequence = backend.open(&Arc::default(), 1, 3, 0).unwrap();
+    let mut sequence = backend.open(&Arc::default(), 1, &[1, 2, 3], 0).unwrap();
     let tokens = [1, 2, 1_000_000];
     backend.forward(vec![Input { sequence: &mut sequence, tokens: &tokens, logits: true }]).unwrap_err();
     backend.close(sequence);
@@ -191,7 +208,7 @@ fn a_step_that_the_model_refuses_leaves_a_sequence_that_can_be_closed() {
 #[should_panic = "reference counts differ"]
 fn blocks_that_nobody_holds_are_found() {
     let mut backend = backend();
-    let mut sequence = backend.open(&Arc::default(), 1, 3, 0).unwrap();
+    let mut sequence = backend.open(&Arc::default(), 1, &[1, 2, 3], 0).unwrap();
     backend.forward(vec![Input { sequence: &mut sequence, tokens: &[1, 2, 3], logits: true }]).unwrap();
     backend.check_idle();
 }

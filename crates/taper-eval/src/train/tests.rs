@@ -180,7 +180,7 @@ fn methods() -> [(Method, serde_json::Value); 7] {
 /// The density of a method, for some tokens of a prompt and some generated.
 fn density(backend: &mut ModelBackend, artifacts: &Artifacts, request: &serde_json::Value) -> f64 {
     let spec = AttentionSpec::from_json(request, "attention", artifacts).unwrap();
-    let mut sequence = backend.open(&Arc::new(spec), 1, 40, 0).unwrap();
+    let mut sequence = backend.open(&Arc::new(spec), 1, &[0; 40], 0).unwrap();
     let mut step = |sequence: &mut _, tokens: &[u32]| {
         let logits = backend.forward(vec![Input { sequence, tokens, logits: true }]).unwrap().remove(0).unwrap();
         assert!(logits.iter().all(|x| x.is_finite()));
@@ -213,7 +213,7 @@ fn what_is_trained_loads_for_its_model_alone_and_serves_requests() {
         let other = ModelKey { fingerprint: "another".into(), ..key };
         let error = Artifacts::open(folder.path(), &other).unwrap_err().to_string();
         assert!(error.contains("was made for another model"), "{error}");
-        let cache = CacheOptions { bytes: None, dtype: CacheDType::F32 };
+        let cache = CacheOptions { dtype: CacheDType::F32, ..CacheOptions::default() };
         let (mut backend, _) =
             taper_engine::load(&with_tokenizer(name).1, &LoadOptions::default(), cache, &candle_core::Device::Cpu)
                 .unwrap();

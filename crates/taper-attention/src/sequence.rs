@@ -1,0 +1,255 @@
+//! One sequence's attention: its spec, how far it is, its blocks, its report.
+
+use crate::layer::Rotary;
+use crate::method::Carry;
+use crate::report::{AttentionUsage, PhaseReport, Report};
+use crate::spec::{AttentionSpec, Chosen, Question};
+use candle_core::Result;
+use std::ops::Range;
+use std::sync::Arc;
+use taper_kernels::decode::{DecodeRow, Selection};
+use taper_kernels::kv::BLOCK_TOKENS;
+use taper_kv_cache::{BlockTable, KvError, KvPool, PrefixKey};
+
+/// The attention state of one sequence: its spec, its blocks, its report.
+#[derive(Debug)]
+pub struct Sequence {
+    pub(crate) spec: Arc<AttentionSpec>,
+    pub(crate) seed: u64,
+    pub(crate) prompt: usize,
+    /// Tokens of the prompt before the question; all where the question is nothing special.
+    pub(crate) context: usize,
+    pub(crate) len: usize,
+    /// Tokens that the report has: those that were cached before the blocks were given back count once.
+    pub(crate) reported: usize,
+    pub(crate) table: BlockTable,
+    /// What stands for the blocks of the context that other prompts may take over.
+    pub(crate) prefix: Vec<PrefixKey>,
+    /// Choices of the step's layers so far whose sizes a device has yet to tell, and what their rows saw.
+    pub(crate) unread: Vec<(Selection, Vec<Range<usize>>)>,
+    /// What the prefill method keeps between chunks `[layers]`; empty before the first and after the last.
+    pub(crate) carries: Vec<Carry>,
+    pub(crate) report: Report,
+}
+
+impl Sequence {
+    /// An empty sequence whose first `prompt_tokens` tokens are attended by the spec's prefill method and the others by
+    /// its decode method. `seed` keys its random draws.
+    pub fn new(spec: Arc<AttentionSpec>, seed: u64, prompt_tokens: usize) -> Self {
+        Self {
+            spec,
+            seed,
+            prompt: prompt_tokens,
+            context: prompt_tokens,
+            len: 0,
+            reported: 0,
+            table: BlockTable::default(),
+            prefix: Vec::new(),
+            unread: Vec::new(),
+            carries: Vec::new(),
+            report: Report::default(),
+        }
+    }
+
+    /// Takes the last `tokens` tokens of the prompt as the question, which the spec may want attended otherwise.
+    #[must_use]
+    pub fn with_question(mut self, tokens: usize) -> Self {
+        if self.spec.question != Question::Prefill {
+            self.context = self.prompt.saturating_sub(tokens);
+        }
+        self
+    }
+
+    /// Takes over what the pool remembers of the prompt's first tokens, as far as the prefill method lets it, and has the
+    /// pool remember the others as they come. For an empty sequence; afterwards [`len`](Self::len) tokens are cached.
+    ///
+    /// A prompt's last token is never taken over, since its logits are wanted.
+    #[must_use]
+    pub fn with_prefix(mut self, pool: &mut KvPool, prompt: &[u32], rotary: &dyn Rotary) -> Self {
+        let Chosen { name, json, method } = &self.spec.prefill;
+        let length = if rotary.heeds_length() { self.prompt } else { 0 };
+        let mut keys = PrefixKey::chain(format!("{name} {json} {length}").as_bytes(), &prompt[..self.context]);
+        let shared = |blocks: usize| method.reuse(self.context, blocks * BLOCK_TOKENS) / BLOCK_TOKENS;
+        keys.truncate(shared(keys.len()));
+        let most = keys.len().min(self.prompt.saturating_sub(1) / BLOCK_TOKENS);
+        let taken = shared(pool.remembered(&keys[..most]));
+        self.table = pool.recall(&keys[..taken]);
+        self.len = taken * BLOCK_TOKENS;
+        self.prefix = keys;
+        self
+    }
+
+    /// Tokens whose keys and values are cached.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether nothing is cached.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Tokens of the prompt.
+    pub fn prompt_tokens(&self) -> usize {
+        self.prompt
+    }
+
+    /// Prompt tokens that the next step takes: at most `max_tokens`, unless the prefill method must see more at once. 0
+    /// once the prompt is done.
+    pub fn chunk(&self, max_tokens: usize) -> usize {
+        match self.phase() {
+            Phase::Context => self.spec.prefill.method.cut(self.len, self.context, max_tokens) - self.len,
+            Phase::Question => (self.prompt - self.len).min(max_tokens),
+            Phase::Answer => 0,
+        }
+    }
+
+    /// What attends for the next tokens.
+    pub(crate) fn attended_by(&self) -> By {
+        match (self.phase(), self.spec.question) {
+            (Phase::Context, _) => By::PrefillMethod,
+            (Phase::Question, Question::Prefill | Question::Dense) => By::Dense,
+            (Phase::Question, Question::Decode) | (Phase::Answer, _) => By::DecodeMethod,
+        }
+    }
+
+    /// Whether the decode methods are the same.
+    pub(crate) fn decodes_as(&self, other: &Self) -> bool {
+        let (a, b) = (&self.spec.decode, &other.spec.decode);
+        Arc::ptr_eq(&a.method, &b.method) || a.name == b.name && a.json == b.json
+    }
+
+    /// What the next token belongs to.
+    pub(crate) fn phase(&self) -> Phase {
+        match self.len {
+            len if len < self.context => Phase::Context,
+            len if len < self.prompt => Phase::Question,
+            _ => Phase::Answer,
+        }
+    }
+
+    /// The blocks, for the pool to grow or release.
+    pub fn table_mut(&mut self) -> &mut BlockTable {
+        &mut self.table
+    }
+
+    /// The blocks.
+    pub fn table(&self) -> &BlockTable {
+        &self.table
+    }
+
+    /// A copy that shares the whole blocks so far, with draws of its own.
+    ///
+    /// # Errors
+    /// [`KvError::OutOfBlocks`].
+    pub fn fork(&self, pool: &mut KvPool, seed: u64) -> std::result::Result<Self, KvError> {
+        let table = pool.fork(&self.table, self.len)?;
+        let (spec, carries, report) = (self.spec.clone(), self.carries.clone(), self.report.clone());
+        Ok(Self { spec, seed, table, prefix: Vec::new(), unread: Vec::new(), carries, report, ..*self })
+    }
+
+    /// Gives the blocks back, to [rejoin](Self::rejoin) its prompt later. For a sequence whose prompt is cached.
+    pub fn retract(&mut self, pool: &mut KvPool) {
+        self.reported = self.reported.max(self.len);
+        pool.release(&mut self.table);
+        self.len = 0;
+    }
+
+    /// Lets sequences go on from `prompt`, which holds the same prompt, after [`retract`](Self::retract). Tokens that come
+    /// a second time are reported once; no step may take some of those together with new ones.
+    ///
+    /// # Errors
+    /// [`KvError::OutOfBlocks`]: each but the last copies a started block.
+    pub fn rejoin(sequences: Vec<&mut Self>, pool: &mut KvPool, mut prompt: Self) -> std::result::Result<(), KvError> {
+        let count = sequences.len();
+        for (i, sequence) in sequences.into_iter().enumerate() {
+            sequence.table = match i + 1 == count {
+                true => std::mem::take(&mut prompt.table),
+                false => match pool.fork(&prompt.table, prompt.len) {
+                    Ok(table) => table,
+                    Err(error) => {
+                        pool.release(&mut prompt.table);
+                        return Err(error);
+                    }
+                },
+            };
+            sequence.len = prompt.len;
+        }
+        pool.release(&mut prompt.table);
+        Ok(())
+    }
+
+    /// A copy in another pool, which may be on another device.
+    ///
+    /// # Errors
+    /// [`KvError::OutOfBlocks`], a pool for another model, or a prompt that is not all cached.
+    pub fn move_to(&self, from: &KvPool, to: &mut KvPool, seed: u64) -> std::result::Result<Self, KvError> {
+        if self.len < self.context {
+            let message = format!("{} of {} prompt tokens are cached; the rest comes first", self.len, self.context);
+            return Err(candle_core::Error::Msg(message).into());
+        }
+        let table = to.adopt(from, &self.table, self.len)?;
+        let (spec, report) = (self.spec.clone(), self.report.clone());
+        let (prefix, unread, carries) = Default::default();
+        Ok(Self { spec, seed, table, prefix, unread, carries, report, ..*self })
+    }
+
+    /// From here on tokens are attended by the decode method of `spec`, and audited as often as it says.
+    pub fn decode_by(&mut self, spec: &AttentionSpec) {
+        let (decode, audit) = (spec.decode.clone(), spec.audit);
+        self.spec = Arc::new(AttentionSpec { decode, audit, ..(*self.spec).clone() });
+    }
+
+    /// Lets the tokens after the first `tokens` go, as if they had never come. Those of the prompt stay.
+    ///
+    /// # Errors
+    /// [`KvError::OutOfBlocks`] if a shared block must be copied and there is none.
+    pub fn truncate(&mut self, pool: &mut KvPool, tokens: usize) -> std::result::Result<(), KvError> {
+        let tokens = tokens.clamp(self.prompt.min(self.len), self.len);
+        pool.truncate(&mut self.table, tokens)?;
+        self.len = tokens;
+        Ok(())
+    }
+
+    /// Takes in what was put off: the device is waited for once a step.
+    pub(crate) fn settle(&mut self) -> Result<()> {
+        let Self { unread, report, .. } = self;
+        unread.drain(..).try_for_each(|(selection, visible)| add_read(&mut report.decode, &selection, &visible))
+    }
+
+    /// What attention came to so far.
+    pub fn usage(&self) -> AttentionUsage {
+        self.report.usage(&self.spec, self.seed)
+    }
+}
+
+/// The parts of a sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Phase {
+    Context,
+    Question,
+    Answer,
+}
+
+/// What attends for tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum By {
+    /// The spec's prefill method.
+    PrefillMethod,
+    /// Dense attention of a prompt.
+    Dense,
+    /// The spec's decode method.
+    DecodeMethod,
+}
+
+/// Takes what rows read in one layer, which see so many keys, into a report.
+pub(crate) fn add_read(report: &mut PhaseReport, selection: &Selection, visible: &[Range<usize>]) -> Result<()> {
+    let rows: Vec<DecodeRow> =
+        visible.iter().map(|visible| DecodeRow { table: &[], visible: visible.clone() }).collect();
+    let counts = selection.counts(&rows)?;
+    let kv_heads = counts.len() / rows.len().max(1);
+    let read = counts.iter().sum::<usize>() as u64;
+    let there = visible.iter().map(|visible| visible.len() * kv_heads).sum::<usize>() as u64;
+    report.add(counts.len() as u64, read, there, counts.iter().copied().max().unwrap_or(0) as u64);
+    Ok(())
+}

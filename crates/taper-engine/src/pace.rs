@@ -1,0 +1,58 @@
+//! How many prompt tokens a step takes without making those who wait for their next token wait too long.
+
+/// What steps took so far: moving averages.
+#[derive(Debug, Default)]
+pub(crate) struct Pace {
+    /// Seconds a row of a step that only generates.
+    row: Option<f64>,
+    /// Seconds a prompt token, beside rows or not.
+    prompt: Option<f64>,
+}
+
+/// Weight of the latest step.
+const LATEST: f64 = 0.2;
+/// Prompt tokens of a step, beside answers, while their time is not known, and the least of any step.
+const LEAST: usize = 16;
+
+impl Pace {
+    /// Learns from a step of `rows` generated tokens and `prompt` tokens of prompts.
+    pub fn note(&mut self, rows: usize, prompt: usize, seconds: f64) {
+        let mix = |old: &mut Option<f64>, new: f64| *old = Some(old.map_or(new, |old| old + LATEST * (new - old)));
+        if prompt == 0 {
+            mix(&mut self.row, seconds / rows.max(1) as f64);
+        } else {
+            let rows = self.row.unwrap_or(0.0) * rows as f64;
+            // Rows that took longer than thought must not make prompts look free.
+            mix(&mut self.prompt, (seconds - rows).max(seconds / 4.0) / prompt as f64);
+        }
+    }
+
+    /// Prompt tokens that make a step of `rows` generated tokens at most `stretch` times as long.
+    pub fn prompt_tokens(&self, rows: usize, stretch: f64, most: usize) -> usize {
+        let (Some(row), Some(prompt)) = (self.row, self.prompt) else { return LEAST.min(most) };
+        let tokens = (stretch - 1.0) * row * rows as f64 / prompt.max(f64::MIN_POSITIVE);
+        (tokens as usize).clamp(LEAST.min(most), most)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prompts_take_what_is_left_of_a_steps_time() {
+        let mut pace = Pace::default();
+        assert_eq!(pace.prompt_tokens(8, 2.0, 512), 16, "nothing is known");
+        // 10 ms a row, 2 ms a prompt token.
+        pace.note(0, 100, 0.2);
+        pace.note(8, 0, 0.08);
+        assert_eq!(pace.prompt_tokens(8, 2.0, 512), 40);
+        assert_eq!(pace.prompt_tokens(8, 1.5, 512), 20);
+        assert_eq!(pace.prompt_tokens(1, 1.0, 512), 16, "prompts never stand still");
+        assert_eq!(pace.prompt_tokens(8, 100.0, 512), 512);
+        for _ in 0..50 {
+            pace.note(8, 40, 0.24);
+        }
+        assert_eq!(pace.prompt_tokens(8, 2.0, 512), 20, "4 ms a token by now");
+    }
+}

@@ -1,0 +1,245 @@
+use super::*;
+use proptest::prelude::*;
+use std::collections::VecDeque;
+
+fn prompt(cached: usize, known: usize, choices: usize) -> Standing {
+    Standing { sequences: vec![Place { cached, known }], forks: choices }
+}
+
+fn answer(cached: &[usize]) -> Standing {
+    Standing { sequences: cached.iter().map(|&cached| Place { cached, known: cached + 1 }).collect(), forks: 0 }
+}
+
+fn budget(blocks: usize) -> Budget {
+    Budget { alone: 512, beside: 32, blocks }
+}
+
+fn share(request: usize, sequence: usize, tokens: usize) -> Share {
+    Share { request, sequence, tokens }
+}
+
+#[test]
+fn answers_go_first_and_prompts_share_what_is_left() {
+    let running = [answer(&[70, 80]), prompt(0, 20, 1), prompt(0, 600, 1), answer(&[5])];
+    let step = plan(&running, budget(100), |_, max| max);
+    let expected = [share(0, 0, 1), share(0, 1, 1), share(1, 0, 20), share(2, 0, 12), share(3, 0, 1)];
+    assert_eq!(step, Decision::Step(expected.into()));
+    let step = plan(&running[1..3], budget(100), |_, max| max);
+    assert_eq!(step, Decision::Step(vec![share(0, 0, 20), share(1, 0, 492)]), "nobody waits for a token");
+}
+
+#[test]
+fn a_prompt_that_cannot_be_cut_short_goes_alone() {
+    let running = [prompt(0, 600, 1), prompt(0, 600, 1)];
+    let step = plan(&running, Budget { alone: 100, ..budget(100) }, |_, _| 600);
+    assert_eq!(step, Decision::Step(vec![share(0, 0, 600)]));
+    let step = plan(&[prompt(0, 10, 1), prompt(0, 600, 1)], Budget { alone: 100, ..budget(100) }, |_, _| 600);
+    assert_eq!(step, Decision::Step(vec![share(0, 0, 10)]));
+}
+
+#[test]
+fn what_comes_again_stops_before_the_last_known_token() {
+    let again = Standing { sequences: vec![Place { cached: 100, known: 150 }], forks: 0 };
+    assert_eq!(plan(&[again], budget(100), |_, max| max), Decision::Step(vec![share(0, 0, 49)]));
+    let last = Standing { sequences: vec![Place { cached: 149, known: 150 }], forks: 0 };
+    assert_eq!(plan(&[last], budget(100), |_, max| max), Decision::Step(vec![share(0, 0, 1)]));
+}
+
+#[test]
+fn the_youngest_makes_room_and_nobody_else_waits_for_it() {
+    // A full block wants another one.
+    assert_eq!(plan(&[answer(&[64]), answer(&[10])], budget(0), |_, max| max), Decision::Preempt);
+    assert_eq!(plan(&[answer(&[10]), answer(&[64])], budget(0), |_, max| max), Decision::Preempt);
+    // The youngest one's prompt waits while others get on; an older one's does not.
+    let step = plan(&[answer(&[10]), prompt(64, 200, 1)], budget(0), |_, max| max);
+    assert_eq!(step, Decision::Step(vec![share(0, 0, 1)]));
+    assert_eq!(plan(&[prompt(64, 200, 1), answer(&[10])], budget(0), |_, max| max), Decision::Preempt);
+    // The last chunk needs room for the other choices' copies of the started block.
+    assert_eq!(plan(&[prompt(64, 70, 3)], budget(2), |_, max| max), Decision::Preempt);
+    assert_eq!(plan(&[prompt(64, 70, 3)], budget(3), |_, max| max), Decision::Step(vec![share(0, 0, 6)]));
+}
+
+#[test]
+fn a_request_starts_when_prompts_and_next_blocks_have_room() {
+    assert!(admits(&[], 0, 1, (5000, 2)), "alone it has all there is");
+    let running = [prompt(0, 640, 1), answer(&[10])];
+    // Ten blocks of the prompt still to come, one more for each, five and two for the new one.
+    assert!(admits(&running, 19, 8, (320, 1)));
+    assert!(!admits(&running, 18, 8, (320, 1)));
+    assert!(!admits(&running, 1000, 2, (320, 1)));
+}
+
+/// A request of a simulated history.
+#[derive(Debug, Clone)]
+struct Simulated {
+    arrival: usize,
+    prompt: usize,
+    answer: usize,
+    /// The method takes prompts by so many tokens.
+    chunk: usize,
+    /// Tokens cached of the prompt's sequence, while it goes in.
+    prefilled: Option<usize>,
+    /// Of each choice: tokens generated, tokens cached.
+    choices_at: Vec<(usize, usize)>,
+}
+
+impl Simulated {
+    fn standing(&self) -> Standing {
+        match self.prefilled {
+            Some(cached) => prompt(cached, self.prompt, self.live().count()),
+            None => Standing {
+                sequences: self
+                    .live()
+                    .map(|&(generated, cached)| Place { cached, known: self.prompt + generated })
+                    .collect(),
+                forks: 0,
+            },
+        }
+    }
+
+    fn live(&self) -> impl Iterator<Item = &(usize, usize)> {
+        self.choices_at.iter().filter(|(generated, _)| *generated < self.answer)
+    }
+
+    fn held(&self) -> usize {
+        let held = |tokens: usize| tokens.div_ceil(BLOCK_TOKENS);
+        match self.prefilled {
+            Some(cached) => held(cached),
+            // Whole blocks of the prompt are shared.
+            None if self.live().count() == 0 => 0,
+            None => {
+                let shared = self.prompt / BLOCK_TOKENS;
+                shared + self.live().map(|(_, cached)| held(*cached) - shared).sum::<usize>()
+            }
+        }
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Happens {
+    Arrives { prompt: usize, answer: usize, choices: usize, chunk: usize },
+    Leaves(usize),
+    Steps(usize),
+}
+
+fn happens() -> impl Strategy<Value = Happens> {
+    prop_oneof![
+        3 => (1usize..900, 1usize..200, 1usize..4, prop_oneof![Just(1usize), Just(64), Just(2000)])
+            .prop_map(|(prompt, answer, choices, chunk)| Happens::Arrives { prompt, answer, choices, chunk }),
+        1 => (0usize..20).prop_map(Happens::Leaves),
+        3 => (1usize..60).prop_map(Happens::Steps),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    /// Blocks never run out under a step, no request is lost, and all that stay come to their end: in every history.
+    #[test]
+    fn every_history_ends_well(
+        blocks in 20usize..80,
+        most in 1usize..12,
+        history in prop::collection::vec(happens(), 1..40),
+    ) {
+        let mut waiting: VecDeque<Simulated> = VecDeque::new();
+        let mut running: Vec<Simulated> = Vec::new();
+        let mut arrivals = 0;
+        let (mut left, mut ended) = (0, 0);
+        let mut steps = 0;
+        let limit = 200_000;
+        let mut history = history.into_iter().chain([Happens::Steps(limit)]);
+        while let Some(event) = history.next() {
+            let count = match event {
+                Happens::Arrives { prompt, answer, choices, chunk } => {
+                    // What can never fit is not taken.
+                    if (prompt + answer).div_ceil(BLOCK_TOKENS) * choices <= blocks {
+                        let choices_at = vec![(0, 0); choices];
+                        let prefilled = Some(0);
+                        waiting.push_back(Simulated { arrival: arrivals, prompt, answer, chunk, prefilled, choices_at });
+                        arrivals += 1;
+                    }
+                    0
+                }
+                Happens::Leaves(which) => {
+                    if which < running.len() {
+                        running.remove(which);
+                        left += 1;
+                    }
+                    0
+                }
+                Happens::Steps(count) => count,
+            };
+            for _ in 0..count {
+                let free = |running: &[Simulated]| blocks - running.iter().map(Simulated::held).sum::<usize>();
+                while let Some(next) = waiting.front() {
+                    let standing: Vec<Standing> = running.iter().map(Simulated::standing).collect();
+                    let longest = next.live().map(|(generated, _)| *generated).max().unwrap_or(0);
+                    if !admits(&standing, free(&running), most, (next.prompt + longest, next.live().count())) {
+                        break;
+                    }
+                    running.extend(waiting.pop_front());
+                }
+                if running.is_empty() {
+                    break;
+                }
+                steps += 1;
+                prop_assert!(steps < limit, "it does not end");
+                let shares = loop {
+                    let standing: Vec<Standing> = running.iter().map(Simulated::standing).collect();
+                    let budget = Budget { alone: 256, beside: 48, blocks: free(&running) };
+                    let cut = |request: usize, max: usize| {
+                        let run = &running[request];
+                        max.max(run.chunk).min(run.prompt - run.prefilled.unwrap_or(0))
+                    };
+                    match plan(&standing, budget, cut) {
+                        Decision::Step(shares) => break shares,
+                        Decision::Preempt => {
+                            prop_assert!(running.len() > 1, "a request that fits alone is never sent away alone");
+                            let mut run = running.pop().expect("it runs");
+                            run.prefilled = Some(0);
+                            run.choices_at.iter_mut().for_each(|(_, cached)| *cached = 0);
+                            waiting.push_front(run);
+                        }
+                    }
+                };
+                prop_assert!(!shares.is_empty(), "a step that does nothing");
+                let prompts: usize = shares.iter().filter(|share| share.tokens > 1).count();
+                let tokens: usize = shares.iter().filter(|share| share.tokens > 1).map(|share| share.tokens).sum();
+                prop_assert!(tokens <= 256 || prompts == 1, "only what cannot be cut short exceeds the budget");
+                let oldest = running[0].arrival;
+                prop_assert!(running.iter().chain(&waiting).all(|run| run.arrival >= oldest), "the oldest runs");
+                // Places are those before the step, which may be a choice's last.
+                let live = |run: &Simulated| -> Vec<usize> {
+                    let places = run.choices_at.iter().enumerate();
+                    places.filter(|(_, (generated, _))| *generated < run.answer).map(|(place, _)| place).collect()
+                };
+                let places: Vec<Vec<usize>> = running.iter().map(live).collect();
+                for share in shares {
+                    let run = &mut running[share.request];
+                    if let Some(cached) = run.prefilled {
+                        run.prefilled = Some(cached + share.tokens);
+                        if cached + share.tokens == run.prompt {
+                            run.prefilled = None;
+                            for (generated, cached) in &mut run.choices_at {
+                                *generated = (*generated).max(1);
+                                *cached = run.prompt;
+                            }
+                        }
+                    } else {
+                        let (generated, cached) = &mut run.choices_at[places[share.request][share.sequence]];
+                        *cached += share.tokens;
+                        prop_assert!(*cached <= run.prompt + *generated);
+                        // The row of the last known token gives the next one.
+                        *generated += usize::from(*cached == run.prompt + *generated);
+                    }
+                }
+                let before = running.len();
+                running.retain(|run| run.prefilled.is_some() || run.live().count() > 0);
+                ended += before - running.len();
+                prop_assert!(running.iter().map(Simulated::held).sum::<usize>() <= blocks, "blocks ran out");
+                prop_assert_eq!(left + ended + running.len() + waiting.len(), arrivals, "a request was lost");
+            }
+        }
+        prop_assert_eq!(left + ended, arrivals, "all come to an end");
+    }
+}

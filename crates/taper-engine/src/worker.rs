@@ -1,0 +1,264 @@
+//! The step loop: who runs, what the next step does, who gets its rows.
+//!
+//! One turn of [`Worker::turn`] lets go of requests that nobody waits for, starts those that there is room for, asks
+//! [`schedule::plan`] what to do, and does it. A step that fails is tried again one request at a time, so that only the
+//! request at fault ends.
+
+use crate::backend::{Backend, Input};
+use crate::engine::EngineConfig;
+use crate::pace::Pace;
+use crate::queue::Queue;
+use crate::request::RequestError;
+use crate::run::{Job, Run};
+use crate::schedule::{self, Budget, Decision, Share, Standing};
+use crate::text::Text;
+use std::any::Any;
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// The thread's state.
+pub(crate) struct Worker<B: Backend> {
+    backend: B,
+    queue: Arc<Queue<Job>>,
+    text: Arc<dyn Text>,
+    config: EngineConfig,
+    pace: Pace,
+    /// Requests that run, oldest first.
+    running: Vec<Run<B::Sequence>>,
+    /// Requests that ran and gave their place up, oldest first. All are older than what waits in the queue.
+    preempted: VecDeque<Run<B::Sequence>>,
+    /// Requests that ended in this turn.
+    ended: usize,
+}
+
+/// The rows that a step's inputs wanted, in order.
+type Rows = Vec<Option<Vec<f32>>>;
+
+impl<B: Backend> Worker<B> {
+    pub(crate) fn new(backend: B, queue: Arc<Queue<Job>>, text: Arc<dyn Text>, config: EngineConfig) -> Self {
+        let (pace, running, preempted, ended) = Default::default();
+        Self { backend, queue, text, config, pace, running, preempted, ended }
+    }
+
+    /// Works until the queue drains and all is done.
+    pub(crate) fn work(mut self) {
+        // Whatever ends this thread, callers must learn of it.
+        struct Last(Arc<Queue<Job>>);
+        impl Drop for Last {
+            fn drop(&mut self) {
+                self.0.die();
+            }
+        }
+        let _last = Last(Arc::clone(&self.queue));
+        loop {
+            if self.running.is_empty() && self.preempted.is_empty() {
+                let Some(job) = self.queue.pop() else { return };
+                self.start(Run::new(job, &*self.text));
+            }
+            self.turn();
+        }
+    }
+
+    /// One turn of the loop, with at least one request at hand.
+    fn turn(&mut self) {
+        self.let_go();
+        self.admit();
+        if let Some(shares) = self.decide() {
+            self.step(&shares);
+        }
+        if self.running.is_empty() && self.preempted.is_empty() && self.queue.load().0 == 0 {
+            self.check();
+        }
+        (0..std::mem::take(&mut self.ended)).for_each(|_| self.queue.finished());
+    }
+
+    /// Ends requests that nobody waits for any more, or that are late.
+    fn let_go(&mut self) {
+        let over = |job: &Job| job.abandoned() || job.late();
+        for job in self.queue.remove(|job| over(job)) {
+            end(&job);
+        }
+        let mut at = 0;
+        while at < self.running.len() {
+            if over(self.running[at].job()) {
+                let run = self.running.remove(at);
+                end(run.job());
+                self.close(run);
+            } else {
+                at += 1;
+            }
+        }
+        let (gone, stay) = self.preempted.drain(..).partition(|run| over(run.job()));
+        self.preempted = stay;
+        for run in Vec::from(gone) {
+            end(run.job());
+            self.close(run);
+        }
+    }
+
+    /// Starts what there is room for, oldest first: those that ran before, then the queue.
+    fn admit(&mut self) {
+        loop {
+            let standing = self.standing();
+            let fits = |wants| schedule::admits(&standing, self.backend.free_blocks(), self.config.sequences, wants);
+            let next = match self.preempted.front() {
+                Some(run) if fits(run.wants()) => self.preempted.pop_front(),
+                Some(_) => None,
+                None => {
+                    let job = self.queue.pop_if(|job| fits((job.request.prompt.len(), job.request.choices)));
+                    job.map(|job| Run::new(job, &*self.text))
+                }
+            };
+            let Some(run) = next else { return };
+            self.start(run);
+        }
+    }
+
+    fn start(&mut self, mut run: Run<B::Sequence>) {
+        match guard(|| run.open(&mut self.backend)) {
+            Ok(()) => self.running.push(run),
+            Err(error) => self.fail(run, error),
+        }
+    }
+
+    fn standing(&self) -> Vec<Standing> {
+        self.running.iter().map(|run| run.standing(&self.backend)).collect()
+    }
+
+    /// What the next step does, once there is room for it; none if nothing runs.
+    fn decide(&mut self) -> Option<Vec<Share>> {
+        while !self.running.is_empty() {
+            let standing = self.standing();
+            let rows = standing.iter().filter(|s| s.forks == 0).map(|s| s.sequences.len()).sum();
+            let most = self.config.chunk_tokens.max(1);
+            let budget = Budget {
+                alone: most,
+                beside: self.pace.prompt_tokens(rows, self.config.stretch, most),
+                blocks: self.backend.free_blocks(),
+            };
+            let cut = |request: usize, max| self.running[request].cut(&self.backend, max);
+            match schedule::plan(&standing, budget, cut) {
+                Decision::Step(shares) => return Some(shares),
+                Decision::Preempt => {
+                    let mut run = self.running.pop()?;
+                    if self.running.is_empty() {
+                        let error = RequestError::Step("the KV cache has no room for the request alone: a bug".into());
+                        self.fail(run, error);
+                        return None;
+                    }
+                    tracing::info!(id = run.id(), "preempted: its place in the KV cache is needed");
+                    self.queue.preempted();
+                    run.retract(&mut self.backend);
+                    self.preempted.push_front(run);
+                }
+            }
+        }
+        None
+    }
+
+    /// One forward pass, and what follows from it for each request.
+    fn step(&mut self, shares: &[Share]) {
+        let of = |request: usize| shares.iter().filter(move |s| s.request == request).copied().collect::<Vec<_>>();
+        let mut shares: Vec<Vec<Share>> = (0..self.running.len()).map(of).collect();
+        let started = Instant::now();
+        let rows = match self.forward(&shares, None) {
+            Ok(rows) => {
+                let generated = |share: &&Share| share.tokens == 1;
+                let all = || shares.iter().flatten();
+                let prompt = all().filter(|s| !generated(s)).map(|s| s.tokens).sum();
+                self.pace.note(all().filter(generated).count(), prompt, started.elapsed().as_secs_f64());
+                let mut rows = rows.into_iter();
+                shares.iter().map(|shares| Ok(rows.by_ref().take(shares.len()).collect())).collect()
+            }
+            Err(error) if shares.iter().filter(|shares| !shares.is_empty()).count() > 1 => {
+                tracing::warn!(%error, "a step failed and is tried again request by request");
+                (0..self.running.len()).map(|request| self.forward(&shares, Some(request))).collect::<Vec<_>>()
+            }
+            Err(error) => {
+                shares.iter().map(|s| if s.is_empty() { Ok(Vec::new()) } else { Err(error.clone()) }).collect()
+            }
+        };
+        let runs = std::mem::take(&mut self.running);
+        for ((mut run, rows), shares) in runs.into_iter().zip(rows).zip(shares.drain(..)) {
+            let done = rows.and_then(|rows: Rows| match shares.is_empty() {
+                true => Ok(false),
+                false => guard(|| run.advance(&mut self.backend, &shares, rows.into_iter())),
+            });
+            match done {
+                Ok(false) => self.running.push(run),
+                Ok(true) => self.close(run),
+                Err(error) => self.fail(run, error),
+            }
+        }
+    }
+
+    /// The forward pass over all requests' shares, or over those of one.
+    fn forward(&mut self, shares: &[Vec<Share>], only: Option<usize>) -> Result<Rows, RequestError> {
+        let Self { backend, running, .. } = self;
+        let wanted = |&(request, ..): &(usize, &mut Run<B::Sequence>)| only.is_none_or(|only| only == request);
+        let inputs: Vec<Input<'_, B::Sequence>> = running
+            .iter_mut()
+            .enumerate()
+            .filter(wanted)
+            .flat_map(|(request, run)| run.inputs(backend, &shares[request]))
+            .collect();
+        if inputs.is_empty() {
+            return Ok(Vec::new());
+        }
+        guard(|| Ok(backend.forward(inputs)?))
+    }
+
+    fn fail(&mut self, run: Run<B::Sequence>, error: RequestError) {
+        tracing::error!(id = run.id(), %error, "request failed");
+        run.job().fail(error);
+        self.close(run);
+    }
+
+    /// Frees what a request holds. Freeing may panic too after a step that did; the engine goes on all the same.
+    fn close(&mut self, run: Run<B::Sequence>) {
+        let closed = guard(|| {
+            run.close(&mut self.backend);
+            Ok(())
+        });
+        if let Err(error) = closed {
+            tracing::error!(%error, "closing a request failed");
+        }
+        self.ended += 1;
+    }
+
+    /// Nothing waits, so there is time to look for what an ended request may have left behind.
+    fn check(&mut self) {
+        let checked = guard(|| {
+            self.backend.check_idle();
+            Ok(())
+        });
+        if let Err(error) = checked {
+            tracing::error!(%error, "the idle engine is not sound: a bug");
+        }
+    }
+}
+
+/// The end of a request that is over before it is done.
+fn end(job: &Job) {
+    if job.abandoned() {
+        tracing::info!(id = job.request.id, "cancelled: the client is gone");
+    } else {
+        tracing::info!(id = job.request.id, "late: its deadline has passed");
+        job.fail(RequestError::Deadline);
+    }
+}
+
+/// Turns a panic into an error. What a step leaves half done, the backend undoes.
+fn guard<T>(step: impl FnOnce() -> Result<T, RequestError>) -> Result<T, RequestError> {
+    catch_unwind(AssertUnwindSafe(step)).unwrap_or_else(|panic| Err(RequestError::Panic(message(&*panic))))
+}
+
+fn message(panic: &(dyn Any + Send)) -> String {
+    panic
+        .downcast_ref::<&str>()
+        .map(|s| (*s).to_string())
+        .or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "a value that is no text".into())
+}

@@ -1,0 +1,206 @@
+//! What a load came to: latencies, rates, goodput, errors.
+
+use super::args::BenchServeArgs;
+use super::client::Seen;
+use anyhow::{Result, bail};
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::time::Duration;
+
+/// Milliseconds that a good request stays under.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Target {
+    pub ttft: Option<f64>,
+    pub itl: Option<f64>,
+    pub tpot: Option<f64>,
+    pub e2e: Option<f64>,
+}
+
+impl Target {
+    /// From `ttft=2000,tpot=100`.
+    pub fn parse(text: &str) -> Result<Self> {
+        let mut target = Self::default();
+        for part in text.split(',') {
+            let (name, limit) = part.split_once('=').unwrap_or((part, ""));
+            let place = match name.trim() {
+                "ttft" => &mut target.ttft,
+                "itl" => &mut target.itl,
+                "tpot" => &mut target.tpot,
+                "e2e" => &mut target.e2e,
+                other => bail!("--goodput: {other:?} must be ttft, itl, tpot or e2e"),
+            };
+            match limit.trim().parse::<f64>() {
+                Ok(limit) if limit.is_finite() && limit > 0.0 => *place = Some(limit),
+                _ => bail!("--goodput: {part:?} needs milliseconds, as in ttft=2000"),
+            }
+        }
+        Ok(target)
+    }
+}
+
+/// Milliseconds by rank, of some times.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Times {
+    pub mean: f64,
+    pub p50: f64,
+    pub p95: f64,
+    pub p99: f64,
+    pub max: f64,
+    /// All, ascending, for the plot.
+    #[serde(skip)]
+    pub all: Vec<f64>,
+}
+
+impl Times {
+    fn new(mut all: Vec<f64>) -> Self {
+        all.sort_by(f64::total_cmp);
+        let at = |share: f64| percentile(&all, share);
+        let mean = if all.is_empty() { 0.0 } else { all.iter().sum::<f64>() / all.len() as f64 };
+        Self { mean, p50: at(0.5), p95: at(0.95), p99: at(0.99), max: at(1.0), all }
+    }
+}
+
+/// The value at a rank of sorted values, between two of them by interpolation; 0 of none.
+pub fn percentile(sorted: &[f64], share: f64) -> f64 {
+    let Some(last) = sorted.len().checked_sub(1) else { return 0.0 };
+    let at = last as f64 * share;
+    let (low, high) = (at.floor() as usize, at.ceil() as usize);
+    sorted[low] + (sorted[high] - sorted[low]) * (at - low as f64)
+}
+
+/// All figures of a load.
+#[derive(Debug, Clone, Serialize)]
+pub struct Figures {
+    pub seconds: f64,
+    pub completed: usize,
+    pub cancelled: usize,
+    /// Messages, and how many requests ended with each.
+    pub errors: BTreeMap<String, usize>,
+    pub prompt_tokens: u64,
+    pub cached_tokens: u64,
+    pub completion_tokens: u64,
+    /// Completed requests, tokens of their answers, and tokens of both kinds, a second.
+    pub requests_per_s: f64,
+    pub output_per_s: f64,
+    pub total_per_s: f64,
+    pub ttft: Times,
+    pub itl: Times,
+    pub tpot: Times,
+    pub e2e: Times,
+    pub target: Option<Target>,
+    /// Completed requests a second that met the target, and their share of all that were not cancelled.
+    pub goodput_per_s: Option<f64>,
+    pub good: Option<f64>,
+}
+
+const MS: f64 = 1000.0;
+
+/// Milliseconds of one completed request.
+struct Request {
+    ttft: f64,
+    itl: Vec<f64>,
+    tpot: Option<f64>,
+    e2e: f64,
+}
+
+impl Request {
+    fn new(seen: &Seen) -> Option<Self> {
+        let (first, last) = (*seen.texts.first()?, *seen.texts.last()?);
+        let tokens = seen.completion_tokens.unwrap_or(seen.texts.len() as u64);
+        Some(Self {
+            ttft: (first - seen.sent) * MS,
+            itl: seen.texts.windows(2).map(|pair| (pair[1] - pair[0]) * MS).collect(),
+            tpot: (tokens > 1).then(|| (last - first) * MS / (tokens - 1) as f64),
+            e2e: (seen.ended - seen.sent) * MS,
+        })
+    }
+
+    fn meets(&self, target: &Target) -> bool {
+        let under = |value: f64, limit: Option<f64>| limit.is_none_or(|limit| value <= limit);
+        under(self.ttft, target.ttft)
+            && under(self.e2e, target.e2e)
+            && under(self.tpot.unwrap_or(0.0), target.tpot)
+            && self.itl.iter().all(|&gap| under(gap, target.itl))
+    }
+}
+
+impl Figures {
+    pub fn new(seen: &[Seen], elapsed: Duration, target: Option<Target>) -> Self {
+        let seconds = elapsed.as_secs_f64().max(f64::MIN_POSITIVE);
+        let mut errors = BTreeMap::new();
+        seen.iter().filter_map(|s| s.error.clone()).for_each(|error| *errors.entry(error).or_insert(0) += 1);
+        let cancelled = seen.iter().filter(|s| s.left).count();
+        let done: Vec<&Seen> = seen.iter().filter(|s| s.error.is_none() && !s.left).collect();
+        let requests: Vec<Request> = done.iter().filter_map(|s| Request::new(s)).collect();
+        let sum = |of: fn(&Seen) -> Option<u64>| done.iter().filter_map(|s| of(s)).sum::<u64>();
+        let prompt_tokens = sum(|s| s.prompt_tokens);
+        let completion_tokens = sum(|s| Some(s.completion_tokens.unwrap_or(s.texts.len() as u64)));
+        let good = target.map(|target| requests.iter().filter(|r| r.meets(&target)).count() as f64);
+        Self {
+            seconds,
+            completed: done.len(),
+            cancelled,
+            errors,
+            prompt_tokens,
+            cached_tokens: sum(|s| s.cached_tokens),
+            completion_tokens,
+            requests_per_s: done.len() as f64 / seconds,
+            output_per_s: completion_tokens as f64 / seconds,
+            total_per_s: (prompt_tokens + completion_tokens) as f64 / seconds,
+            ttft: Times::new(requests.iter().map(|r| r.ttft).collect()),
+            itl: Times::new(requests.iter().flat_map(|r| r.itl.clone()).collect()),
+            tpot: Times::new(requests.iter().filter_map(|r| r.tpot).collect()),
+            e2e: Times::new(requests.iter().map(|r| r.e2e).collect()),
+            target,
+            goodput_per_s: good.map(|good| good / seconds),
+            good: good.map(|good| good / (seen.len() - cancelled).max(1) as f64),
+        }
+    }
+
+    /// For a terminal.
+    pub fn table(&self) -> String {
+        let mut out = String::new();
+        let mut line = |text: String| _ = writeln!(out, "{text}");
+        line(format!(
+            "{} completed, {} cancelled, {} failed in {:.2} s",
+            self.completed,
+            self.cancelled,
+            self.errors.values().sum::<usize>(),
+            self.seconds
+        ));
+        self.errors.iter().for_each(|(error, count)| line(format!("  {count} x {error}")));
+        line(format!(
+            "{} prompt tokens ({} cached), {} answer tokens: {:.2} requests/s, {:.1} answer tokens/s, {:.1} tokens/s",
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.completion_tokens,
+            self.requests_per_s,
+            self.output_per_s,
+            self.total_per_s
+        ));
+        if let (Some(rate), Some(share)) = (self.goodput_per_s, self.good) {
+            line(format!("goodput {rate:.2} requests/s, {:.1} % of those not cancelled", share * 100.0));
+        }
+        line(format!("{:>10} {:>10} {:>10} {:>10} {:>10} {:>10}", "ms", "mean", "p50", "p95", "p99", "max"));
+        for (name, times) in [("TTFT", &self.ttft), ("ITL", &self.itl), ("TPOT", &self.tpot), ("end", &self.e2e)] {
+            let Times { mean, p50, p95, p99, max, .. } = times;
+            line(format!("{name:>10} {mean:>10.1} {p50:>10.1} {p95:>10.1} {p99:>10.1} {max:>10.1}"));
+        }
+        out
+    }
+
+    /// Figures, settings and every request.
+    pub fn json(&self, args: &BenchServeArgs, seen: &[Seen]) -> Value {
+        json!({
+            "settings": {
+                "url": args.url, "requests": args.requests, "clients": args.rate.is_none().then_some(args.clients),
+                "rate": args.rate, "prompt": args.prompt, "output": args.output, "shared_prefix": args.shared_prefix,
+                "cancel": args.cancel, "extra": args.extra, "seed": args.seed,
+            },
+            "figures": self,
+            "requests": seen,
+        })
+    }
+}
