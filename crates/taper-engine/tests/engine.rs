@@ -326,7 +326,7 @@ fn a_request_that_loses_its_place_answers_as_if_it_had_not() {
     let events: Vec<Events> = (0..4).map(|_| engine.submit(request(&"p".repeat(20))).unwrap()).collect();
     for events in events {
         let answer = collect(events);
-        assert_eq!(answer.texts, [script.clone()]);
+        assert_eq!(answer.texts, [&*script]);
         assert_eq!(answer.end.unwrap().unwrap().completion_tokens, 301);
     }
     assert!(probe.retracted.load(Ordering::SeqCst) > 0 && engine.load().preemptions > 0);

@@ -147,8 +147,7 @@ proptest! {
         let (mut left, mut ended) = (0, 0);
         let mut steps = 0;
         let limit = 200_000;
-        let mut history = history.into_iter().chain([Happens::Steps(limit)]);
-        while let Some(event) = history.next() {
+        for event in history.into_iter().chain([Happens::Steps(limit)]) {
             let count = match event {
                 Happens::Arrives { prompt, answer, choices, chunk } => {
                     // What can never fit is not taken.

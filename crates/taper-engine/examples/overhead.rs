@@ -1,0 +1,119 @@
+//! What the engine itself takes of a step: a model that computes nothing gives 32 answers at once over a vocabulary of
+//! 49,152 tokens.
+//!
+//!     cargo run --release --example overhead --features stub [SEQUENCES [VOCABULARY]]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+use taper_attention::{AttentionSpec, AttentionUsage, Sequence};
+use taper_engine::stub::StubText;
+use taper_engine::{
+    Backend, BackendError, Engine, EngineConfig, Event, Input, Limits, ModelInfo, Request, SamplingParams, StopRules,
+};
+
+/// Steps, and nanoseconds spent in them.
+#[derive(Default)]
+struct Spent {
+    steps: AtomicU64,
+    nanoseconds: AtomicU64,
+}
+
+struct Nothing {
+    logits: Vec<f32>,
+    spent: Arc<Spent>,
+}
+
+impl Backend for Nothing {
+    /// Tokens cached, and the report.
+    type Sequence = (usize, Sequence);
+
+    fn limits(&self) -> Limits {
+        Limits { context_tokens: 1 << 20, cache_tokens: 1 << 24, vocab: self.logits.len() }
+    }
+
+    fn open(
+        &mut self,
+        attention: &Arc<AttentionSpec>,
+        seed: u64,
+        prompt: &[u32],
+        _: usize,
+    ) -> Result<Self::Sequence, BackendError> {
+        Ok((0, Sequence::new(Arc::clone(attention), seed, prompt.len())))
+    }
+
+    fn cached(&self, sequence: &Self::Sequence) -> usize {
+        sequence.0
+    }
+
+    fn free_blocks(&self) -> usize {
+        1 << 18
+    }
+
+    fn retract(&mut self, _: &mut Self::Sequence) {
+        unreachable!("there is room for all")
+    }
+
+    fn rejoin(&mut self, _: Vec<&mut Self::Sequence>, _: Self::Sequence) -> Result<(), BackendError> {
+        unreachable!("there is room for all")
+    }
+
+    fn fork(&mut self, _: &Self::Sequence, _: u64) -> Result<Self::Sequence, BackendError> {
+        unreachable!("one choice each")
+    }
+
+    fn chunk(&self, _: &Self::Sequence, max: usize) -> usize {
+        max
+    }
+
+    fn forward(&mut self, inputs: Vec<Input<'_, Self::Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
+        let started = Instant::now();
+        let mut row = |input: Input<'_, Self::Sequence>| {
+            input.sequence.0 += input.tokens.len();
+            input.logits.then(|| self.logits.clone())
+        };
+        let rows = inputs.into_iter().map(&mut row).collect();
+        self.spent.steps.fetch_add(1, Ordering::Relaxed);
+        self.spent.nanoseconds.fetch_add(started.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        Ok(rows)
+    }
+
+    fn usage(&self, sequence: &Self::Sequence) -> AttentionUsage {
+        sequence.1.usage()
+    }
+
+    fn close(&mut self, _: Self::Sequence) {}
+}
+
+fn main() {
+    let mut arguments = std::env::args().skip(1).map(|argument| argument.parse().expect("a number"));
+    let (sequences, vocab) = (arguments.next().unwrap_or(32usize), arguments.next().unwrap_or(49_152));
+    for (name, temperature, top_p) in [("greedy", 0.0, 1.0), ("temperature 1", 1.0, 1.0), ("temperature 1, top_p 0.9", 1.0, 0.9)] {
+        let spent = Arc::new(Spent::default());
+        // A few likely tokens among many.
+        let logits = (0..vocab).map(|i| -((i * 7919 % vocab) as f32 / vocab as f32) * 12.0).collect();
+        let backend = Nothing { logits, spent: Arc::clone(&spent) };
+        let model = ModelInfo { id: "nothing".into(), created: 0 };
+        let engine = Engine::start(backend, Arc::new(StubText), model, EngineConfig::default()).expect("a thread");
+        let request = |seed| Request {
+            id: "overhead".into(),
+            prompt: vec![1; 16],
+            continues: true,
+            attention: Arc::default(),
+            question_tokens: 0,
+            sampling: SamplingParams { temperature, top_p, seed, ..SamplingParams::default() },
+            stop: StopRules { ignore_eos: true, max_tokens: Some(300), ..StopRules::default() },
+            choices: 1,
+            logprobs: None,
+            deadline: None,
+        };
+        let started = Instant::now();
+        let events: Vec<_> = (0..sequences as u64).map(|seed| engine.submit(request(seed)).expect("taken")).collect();
+        for mut events in events {
+            while !matches!(events.blocking_recv(), None | Some(Event::Done(_) | Event::Failed(_))) {}
+        }
+        let (all, steps) = (started.elapsed().as_nanos() as u64, spent.steps.load(Ordering::Relaxed));
+        let own = (all - spent.nanoseconds.load(Ordering::Relaxed)) as f64 / steps as f64 / 1e3;
+        println!("{sequences} answers, {vocab} tokens, {name}: {own:.0} µs a step over {steps} steps");
+    }
+}
