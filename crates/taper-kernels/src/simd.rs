@@ -329,10 +329,7 @@ simd_x86!(
     |x, n| _mm512_scalef_ps(x, n),
     |y, x, limit| _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask::<_CMP_LT_OQ>(x, limit), _mm512_setzero_ps()),
     |x| _mm512_reduce_add_ps(x),
-    |x: [__m512; 4]| sum4_avx2(x.map(|x| {
-        let high = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(x)));
-        _mm256_add_ps(_mm512_castps512_ps256(x), high)
-    })),
+    sum4_avx512,
     |x| _mm512_reduce_max_ps(x)
 );
 
@@ -345,6 +342,28 @@ unsafe fn sum4_avx2([a, b, c, d]: [__m256; 4]) -> [f32; 4] {
         let x = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
         let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
         std::mem::transmute::<__m128, [f32; 4]>(x)
+    }
+}
+
+/// # Safety
+/// AVX-512 F exists.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn sum4_avx512([a, b, c, d]: [__m512; 4]) -> [f32; 4] {
+    // Written out: what `map` is given is not always compiled for the instruction set.
+    unsafe { sum4_avx2([halves_avx512(a), halves_avx512(b), halves_avx512(c), halves_avx512(d)]) }
+}
+
+/// The sums of a lane of the lower half and its like of the upper half.
+///
+/// # Safety
+/// AVX-512 F exists.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn halves_avx512(x: __m512) -> __m256 {
+    unsafe {
+        let high = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(x)));
+        _mm256_add_ps(_mm512_castps512_ps256(x), high)
     }
 }
 
