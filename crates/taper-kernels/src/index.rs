@@ -12,6 +12,7 @@ pub mod norms;
 use crate::decode::Decode;
 use crate::kv::{BLOCK_TOKENS, KvElement};
 use crate::parallel::{self, SharedMut};
+use crate::simd::prefetch;
 use candle_core::{CpuStorage, InplaceOp2, Layout, Result, Tensor, bail};
 use std::ops::Range;
 
@@ -97,7 +98,8 @@ impl<'a, T> Lookup<'a, T> {
 }
 
 impl<'a, T> Lookup<'a, T> {
-    /// The rows of some tokens, or pages of them of which a block holds `each`: block by block, with the first of each.
+    /// The rows of some tokens, or pages of them of which a block holds `each`: block by block, with the first of each. Rows
+    /// are asked for some blocks ahead.
     fn blocks(
         &self,
         table: &'a [u32],
@@ -105,22 +107,27 @@ impl<'a, T> Lookup<'a, T> {
         each: usize,
         entries: Range<usize>,
     ) -> impl Iterator<Item = (usize, &'a [T])> {
-        let (width, page) = (self.width / each, BLOCK_TOKENS / each);
-        (entries.start / each..entries.end.div_ceil(each)).map(move |block| {
+        let (width, blocks) = (self.width / each, entries.start / each..entries.end.div_ceil(each));
+        blocks.clone().map(move |block| {
+            if block + AHEAD_BLOCKS < blocks.end {
+                let later = self.block(table, head, (block + AHEAD_BLOCKS) * BLOCK_TOKENS);
+                prefetch(later.as_ptr(), later.len());
+            }
             let (start, end) = (entries.start.max(block * each), entries.end.min((block + 1) * each));
-            (
-                start,
-                &self.block(table, head, start * page)[(start - block * each) * width..(end - block * each) * width],
-            )
+            let rows = self.block(table, head, block * BLOCK_TOKENS);
+            (start, &rows[(start - block * each) * width..(end - block * each) * width])
         })
     }
 }
+
+/// How many blocks ahead an index is asked for: its blocks are read faster than memory brings the next one.
+const AHEAD_BLOCKS: usize = 4;
 
 /// Tokens that one thread looks up at a time.
 const SPAN_TOKENS: usize = 4096;
 
 /// What `part` says of every span of some tokens, in their order, shared out among threads.
-fn map_spans<T: Send>(tokens: Range<usize>, part: impl Fn(Range<usize>) -> T + Sync) -> Vec<T> {
+pub(crate) fn map_spans<T: Send>(tokens: Range<usize>, part: impl Fn(Range<usize>) -> T + Sync) -> Vec<T> {
     parallel::map(tokens.len().div_ceil(SPAN_TOKENS), |i| {
         let start = tokens.start + i * SPAN_TOKENS;
         part(start..tokens.end.min(start + SPAN_TOKENS))

@@ -1,8 +1,9 @@
 //! A small perceptron: what learned predictors are made of.
 
-use crate::parallel;
-use crate::simd::{Isa, Simd, dispatch, dot, exp_line};
+use crate::parallel::{self, SharedMut};
+use crate::simd::{Isa, Simd, dispatch, dot, exp_line, prefetch};
 use candle_core::{Result, Tensor, bail};
+use std::ops::Range;
 
 /// What stands between two layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -101,8 +102,16 @@ impl Mlp {
                 }
             }
             let mut out = vec![0f32; rows * layer.bias.len()];
-            let (from, to) = (x.as_slice(), out.as_mut_slice());
-            dispatch!(isa, apply::<_>(layer: &Dense, from: &[f32], to: &mut [f32]));
+            let (from, to) = (x.as_slice(), SharedMut::new(&mut out));
+            let span = (SPAN_WEIGHTS / layer.inputs()).max(1).next_multiple_of(4);
+            parallel::for_each(
+                layer.bias.len().div_ceil(span),
+                || (),
+                |(), i| {
+                    let outputs = i * span..layer.bias.len().min((i + 1) * span);
+                    dispatch!(isa, apply::<_>(layer: &Dense, outputs: Range<usize>, from: &[f32], to: SharedMut<f32>));
+                },
+            );
             x = out;
         }
         x
@@ -141,14 +150,26 @@ pub(crate) fn for_kv_heads<M: Sync>(
     Tensor::from_vec(parts.concat(), (rows, q_heads, width), q.device())
 }
 
-/// One layer; every weight is read once for all rows. Four outputs are summed beside each other.
+/// Weights of one layer that one thread works on at a time: fewer are not worth another thread.
+const SPAN_WEIGHTS: usize = 16 << 10;
+/// Weights that are asked for ahead: what is read once comes no faster than it is asked for.
+const AHEAD_WEIGHTS: usize = 1 << 10;
+
+/// Some outputs of one layer, the first a multiple of four; every weight is read once for all rows. Four outputs are summed
+/// beside each other.
+///
+/// # Safety
+/// `V`'s instruction set exists; `to` covers `[rows, outputs]`, and nobody else writes these outputs.
 #[inline(always)]
-unsafe fn apply<V: Simd>(layer: &Dense, from: &[f32], to: &mut [f32]) {
+unsafe fn apply<V: Simd>(layer: &Dense, some: Range<usize>, from: &[f32], to: SharedMut<f32>) {
     let (inputs, outputs) = (layer.inputs(), layer.bias.len());
     let whole = inputs - inputs % V::LANES;
-    for (o, (weights, biases)) in layer.weight.chunks(4 * inputs).zip(layer.bias.chunks(4)).enumerate() {
+    let of = some.start * inputs..some.end * inputs;
+    let fours = layer.weight[of].chunks(4 * inputs).zip(layer.bias[some.clone()].chunks(4));
+    for (o, (weights, biases)) in some.step_by(4).zip(fours) {
+        prefetch(weights.as_ptr().wrapping_add(AHEAD_WEIGHTS), weights.len());
         for (row, x) in from.chunks_exact(inputs).enumerate() {
-            let to = &mut to[row * outputs + 4 * o..][..biases.len()];
+            let to = unsafe { to.slice(row * outputs + o, biases.len()) };
             if biases.len() < 4 {
                 let rows = weights.chunks_exact(inputs).zip(biases);
                 to.iter_mut().zip(rows).for_each(|(to, (w, bias))| *to = unsafe { dot::<V>(w, x) } + bias);

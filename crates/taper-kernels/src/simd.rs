@@ -6,6 +6,7 @@
 #[cfg(target_arch = "x86_64")]
 use core::arch::x86_64::*;
 use half::{bf16, f16};
+use std::cmp::Ordering;
 
 /// The instruction sets that kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,6 +69,8 @@ pub trait Simd: Copy {
     unsafe fn scale_by_power(self, n: Self) -> Self;
     /// `self` where `x >= limit` or either is NaN, else 0.
     unsafe fn zero_below(self, x: Self, limit: Self) -> Self;
+    /// A bit for each lane that is not below `limit`: NaN is not.
+    unsafe fn not_below(self, limit: Self) -> u32;
     unsafe fn sum(self) -> f32;
     /// The sum of each of four vectors.
     unsafe fn sum4(x: [Self; 4]) -> [f32; 4];
@@ -184,6 +187,10 @@ impl Simd for Portable8 {
         Self(std::array::from_fn(|i| if x.0[i] < limit.0[i] { 0.0 } else { self.0[i] }))
     }
     #[inline(always)]
+    unsafe fn not_below(self, limit: Self) -> u32 {
+        (0..8).fold(0, |bits, i| bits | u32::from(self.0[i].partial_cmp(&limit.0[i]) != Some(Ordering::Less)) << i)
+    }
+    #[inline(always)]
     unsafe fn sum(self) -> f32 {
         let [a, b, c, d, e, f, g, h] = self.0;
         ((a + e) + (c + g)) + ((b + f) + (d + h))
@@ -203,7 +210,7 @@ impl Simd for Portable8 {
 macro_rules! simd_x86 {
     ($type:ty, $lanes:literal, $registers:literal, $splat:ident, $load:ident, $store:ident, $f16:expr, $bf16:expr,
      $fma:ident, $add:ident,
-     $sub:ident, $mul:ident, $max:ident, $round:expr, $scale:expr, $zero_below:expr, $sum:expr, $sum4:expr,
+     $sub:ident, $mul:ident, $max:ident, $round:expr, $scale:expr, $zero_below:expr, $not_below:expr, $sum:expr, $sum4:expr,
      $max_lane:expr) => {
         impl Simd for $type {
             const LANES: usize = $lanes;
@@ -261,6 +268,10 @@ macro_rules! simd_x86 {
                 unsafe { $zero_below(self, x, limit) }
             }
             #[inline(always)]
+            unsafe fn not_below(self, limit: Self) -> u32 {
+                unsafe { $not_below(self, limit) }
+            }
+            #[inline(always)]
             unsafe fn sum(self) -> f32 {
                 unsafe { $sum(self) }
             }
@@ -297,6 +308,7 @@ simd_x86!(
         _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127))))
     ),
     |y, x, limit| _mm256_andnot_ps(_mm256_cmp_ps::<_CMP_LT_OQ>(x, limit), y),
+    |x, limit| _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_NLT_UQ>(x, limit)) as u32,
     |x| {
         let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
         let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
@@ -328,11 +340,9 @@ simd_x86!(
     |x| _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x),
     |x, n| _mm512_scalef_ps(x, n),
     |y, x, limit| _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask::<_CMP_LT_OQ>(x, limit), _mm512_setzero_ps()),
+    |x, limit| u32::from(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, limit)),
     |x| _mm512_reduce_add_ps(x),
-    |x: [__m512; 4]| sum4_avx2(x.map(|x| {
-        let high = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(x)));
-        _mm256_add_ps(_mm512_castps512_ps256(x), high)
-    })),
+    sum4_avx512,
     |x| _mm512_reduce_max_ps(x)
 );
 
@@ -345,6 +355,28 @@ unsafe fn sum4_avx2([a, b, c, d]: [__m256; 4]) -> [f32; 4] {
         let x = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
         let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
         std::mem::transmute::<__m128, [f32; 4]>(x)
+    }
+}
+
+/// # Safety
+/// AVX-512 F exists.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn sum4_avx512([a, b, c, d]: [__m512; 4]) -> [f32; 4] {
+    // Written out: what `map` is given is not always compiled for the instruction set.
+    unsafe { sum4_avx2([halves_avx512(a), halves_avx512(b), halves_avx512(c), halves_avx512(d)]) }
+}
+
+/// The sums of a lane of the lower half and its like of the upper half.
+///
+/// # Safety
+/// AVX-512 F exists.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn halves_avx512(x: __m512) -> __m256 {
+    unsafe {
+        let high = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(x)));
+        _mm256_add_ps(_mm512_castps512_ps256(x), high)
     }
 }
 

@@ -159,6 +159,10 @@ fn run_unit<T: KvElement>(
     let mut buffers = [[0u32; BLOCK_TOKENS]; 2];
     let mut at = unit.span.start;
     let (mut count, mut sampled) = chunk(&row.visible, head, at, unit.span.end, &mut buffers[0]);
+    let scored = scores.is_some() || matches!(head, HeadSelection::Values(_));
+    for &id in &buffers[0][..count] {
+        prefetch(first_read(view, (unit.row, unit.head), id, scored), view.head_dim);
+    }
     while count > 0 {
         let [ids, next] = &mut buffers;
         let after = chunk(&row.visible, head, at + count, unit.span.end, next);
@@ -205,26 +209,25 @@ enum Given<'a> {
     Weights(&'a Values, usize),
 }
 
+/// What is read first of a token: its key, or its value if it was scored before.
+#[inline(always)]
+fn first_read<T: KvElement>(view: &View<T>, (row, head): (usize, usize), token: u32, scored: bool) -> *const T {
+    if scored { view.value(row, head, token) } else { view.key(row, head, token) }
+}
+
 /// Scores the tokens, unless they were scored before; folds them into the running maximum and sum; adds their values.
 #[inline(always)]
 unsafe fn attend_tokens<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, scores: Option<&HeadScores>) {
     let Tokens { view, row, head, ids, next, given, weights, partial } = tokens;
     let d = view.head_dim;
     let scored = scores.is_some() || matches!(given, Given::Weights(..));
-    // The tokens' values, and the keys that come next: what memory brings while the tokens' keys are scored.
-    let next = if scored { &[][..] } else { next };
-    let mut ahead = [std::ptr::null(); 2 * BLOCK_TOKENS];
-    let values = ids.iter().map(|&id| view.value(*row, *head, id));
-    ahead
-        .iter_mut()
-        .zip(values.chain(next.iter().map(|&id| view.key(*row, *head, id))))
-        .for_each(|(to, row)| *to = row);
-    let ahead = &ahead[..ids.len() + next.len()];
-    let values = &ahead[..ids.len()];
+    let mut pointers = [[std::ptr::null(); BLOCK_TOKENS]; 2];
+    let [values, next_rows] = &mut pointers;
+    values.iter_mut().zip(*ids).for_each(|(to, &id)| *to = view.value(*row, *head, id));
+    next_rows.iter_mut().zip(*next).for_each(|(to, &id)| *to = first_read(view, (*row, *head), id, scored));
+    // What memory brings while the values are added up: the rows that are read first of the tokens that come next.
+    let values = Gathered { rows: &values[..ids.len()], ahead: &next_rows[..next.len()] };
     let width = Partial::width(d);
-    if scored {
-        values.iter().for_each(|&value| prefetch(value, d));
-    }
     if let Given::Weights(given, first) = *given {
         for (g, line) in weights.chunks_exact_mut(BLOCK_TOKENS).enumerate() {
             line[..ids.len()].copy_from_slice(&given.weights[g * given.ids.len() + first..][..ids.len()]);
@@ -239,7 +242,8 @@ unsafe fn attend_tokens<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, scores: O
         None => {
             let mut keys = [std::ptr::null(); BLOCK_TOKENS];
             keys.iter_mut().zip(*ids).for_each(|(key, &id)| *key = view.key(*row, *head, id));
-            let keys = Gathered { rows: &keys[..ids.len()], ahead };
+            // And while keys are scored their values.
+            let keys = Gathered { rows: &keys[..ids.len()], ahead: values.rows };
             let q = view.queries(*row, *head);
             unsafe { dots::<V, T>(q, d, keys, view.scale(), weights.as_mut_ptr(), BLOCK_TOKENS) };
         }

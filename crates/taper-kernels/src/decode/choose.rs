@@ -3,8 +3,11 @@
 use super::{DecodeRow, HeadScores, HeadSelection, Keys, Scores, Selection, sink_window};
 #[cfg(feature = "cuda")]
 use crate::cuda::step::{self, Scored};
+use crate::index::map_spans;
 use crate::parallel;
+use crate::simd::{Isa, Simd, dispatch};
 use candle_core::Result;
+use std::cmp::Ordering;
 use std::ops::Range;
 
 /// What tokens, or pages of them, should matter to each row and KV head; larger is more, none is negative.
@@ -39,6 +42,15 @@ impl Importance {
         Self(Held::Host(HostImportance { page, heads }))
     }
 
+    /// The share of the attention mass that each page, or key, holds by its scores, summed over the group.
+    pub(crate) fn of_scores<'a>(
+        page: usize,
+        heads: usize,
+        of: impl Fn(usize) -> Option<&'a HeadScores> + Sync,
+    ) -> Self {
+        Self::new(page, parallel::map(heads, |i| of(i).map(HeadScores::importance)))
+    }
+
     fn host(&self) -> Result<&HostImportance> {
         match &self.0 {
             Held::Host(importance) => Ok(importance),
@@ -63,7 +75,7 @@ pub fn importance(scores: &Scores) -> Importance {
     if let Some(scored) = scores.on_device() {
         return scored.clone().into();
     }
-    Importance::new(1, parallel::map(scores.heads(), |i| scores.of(i).map(HeadScores::importance)))
+    Importance::of_scores(1, scores.heads(), |i| scores.of(i))
 }
 
 /// The sinks, the window, and of the rest the `k` `[R, kv_heads]` keys that matter most; by whole pages, as many as hold
@@ -163,8 +175,8 @@ fn choose(
 
 /// Every so many values one is looked at to guess the threshold.
 const GUESS_STEP: usize = 16;
-/// Values that are passed over together.
-const SKIP_STEP: usize = 8;
+/// Values whose comparisons make a word.
+const WORD: usize = 64;
 
 /// Indices of the `k` largest values, ascending; ties go to the lower index. `k <= values.len()`; values are not
 /// negative, and NaN counts as largest.
@@ -176,30 +188,57 @@ fn largest(values: &[f32], k: usize) -> Vec<u32> {
     let mut guess: Vec<u32> = values.iter().step_by(GUESS_STEP).map(|v| v.to_bits()).collect();
     let rank = k / GUESS_STEP + k / GUESS_STEP / 4 + 4;
     let floor = if rank < guess.len() { *guess.select_nth_unstable_by(rank, |a, b| b.cmp(a)).1 } else { 0 };
+    let isa = Isa::best();
     let above = |floor: u32| {
-        let mut found = Vec::with_capacity(2 * k);
-        for (chunk, at) in values.chunks(SKIP_STEP).zip((0..).step_by(SKIP_STEP)) {
-            // Most chunks hold none; the maximum takes a few instructions.
-            if chunk.iter().fold(0, |max, v| max.max(v.to_bits())) >= floor {
-                found.extend((at..).zip(chunk).map(|(i, v)| (v.to_bits(), i)).filter(|(bits, _)| *bits >= floor));
-            }
-        }
-        found
+        let floor = f32::from_bits(floor);
+        let parts = map_spans(0..values.len(), |span| {
+            let mut found = Vec::with_capacity(2 * k.min(span.len()));
+            let (values, first, to) = (&values[span.clone()], span.start as u32, &mut found);
+            dispatch!(isa, find::<_>(values: &[f32], floor: f32, first: u32, to: &mut Vec<u32>));
+            found
+        });
+        parts.concat()
     };
     let mut candidates = above(floor);
     if candidates.len() < k {
         candidates = above(0);
     }
-    let mut bits: Vec<u32> = candidates.iter().map(|&(bits, _)| bits).collect();
-    let least = *bits.select_nth_unstable_by(k - 1, |a, b| b.cmp(a)).1;
+    let bits = |i: u32| values[i as usize].to_bits();
+    let mut order: Vec<u32> = candidates.iter().map(|&i| bits(i)).collect();
+    let (above, least, _) = order.select_nth_unstable_by(k - 1, |a, b| b.cmp(a));
     // Those that equal the k-th largest are taken from the lowest index on, as far as they are needed.
-    let mut equal = k - candidates.iter().filter(|(bits, _)| *bits > least).count();
-    let mut taken = |bits: u32| {
-        let tie = bits == least && equal > 0;
+    let least = *least;
+    let mut equal = k - above.iter().filter(|bits| **bits > least).count();
+    let mut count = 0;
+    for at in 0..candidates.len() {
+        // Without a branch that nobody can foresee.
+        let i = candidates[at];
+        let tie = bits(i) == least && equal > 0;
         equal -= usize::from(tie);
-        tie || bits > least
-    };
-    candidates.into_iter().filter(|&(bits, _)| taken(bits)).map(|(_, i)| i).collect()
+        candidates[count] = i;
+        count += usize::from(tie | (bits(i) > least));
+    }
+    candidates.truncate(count);
+    candidates
+}
+
+/// Appends the indices, counted from `first`, of the values that are not below `floor`.
+#[inline(always)]
+unsafe fn find<V: Simd>(values: &[f32], floor: f32, first: u32, to: &mut Vec<u32>) {
+    let (words, rest) = values.as_chunks::<WORD>();
+    for (word, at) in words.iter().zip((first..).step_by(WORD)) {
+        let mut bits = 0u64;
+        for lane in (0..WORD).step_by(V::LANES) {
+            bits |= u64::from(unsafe { V::load(word.as_ptr().add(lane)).not_below(V::splat(floor)) }) << lane;
+        }
+        while bits != 0 {
+            to.push(at + bits.trailing_zeros());
+            bits &= bits - 1;
+        }
+    }
+    let at = first + (values.len() - rest.len()) as u32;
+    let not_below = |value: &f32| value.partial_cmp(&floor) != Some(Ordering::Less);
+    to.extend((at..).zip(rest).filter(|(_, value)| not_below(value)).map(|(i, _)| i));
 }
 
 #[cfg(test)]
@@ -217,6 +256,14 @@ mod tests {
             let mut expected = order[..k].to_vec();
             expected.sort_unstable();
             prop_assert_eq!(largest(&values, k), expected);
+        }
+
+        #[test]
+        fn nan_counts_as_largest(at in 0usize..700, other in 0usize..700, k in 2usize..100) {
+            let mut values: Vec<f32> = (0..700).map(|i| (i * 37 % 101) as f32).collect();
+            (values[at], values[other]) = (f32::NAN, f32::NAN);
+            let found = largest(&values, k);
+            prop_assert!(found.len() == k && found.contains(&(at as u32)) && found.contains(&(other as u32)));
         }
     }
 }

@@ -51,7 +51,7 @@ pub(crate) unsafe fn dots<V: Simd, T: KvElement>(
     }
 }
 
-/// `G` queries by all keys, `K` (at most 4) of them at a time.
+/// `G` (at most 3) queries by all keys, `K` (at most 4) of them at a time.
 #[inline(always)]
 unsafe fn dots_of<V: Simd, T: KvElement, const G: usize, const K: usize>(
     q: &[f32],
@@ -94,18 +94,36 @@ unsafe fn tile<V: Simd, T: KvElement, const G: usize, const K: usize>(
                 }
             }
         }
-        for (g, acc) in acc.iter().enumerate() {
-            let sums = V::sum4(std::array::from_fn(|i| acc[i.min(K - 1)]));
-            let mut scores = [0f32; K];
-            for (i, score) in scores.iter_mut().enumerate() {
-                *score = sums[i];
-                for c in whole..d {
-                    *score += (*keys[i].add(c)).to_f32() * q[g * d + c];
-                }
-                *score *= scale;
-            }
-            out.add(g * stride).cast::<[f32; K]>().write_unaligned(scores);
+        // Not a loop: it would keep the sums in memory.
+        let line = |g: usize| (acc[g], &q[g * d..(g + 1) * d], out.wrapping_add(g * stride));
+        finish::<V, T, K>(line(0), keys, scale);
+        if G > 1 {
+            finish::<V, T, K>(line(1), keys, scale);
         }
+        if G > 2 {
+            finish::<V, T, K>(line(2), keys, scale);
+        }
+    }
+}
+
+/// Adds up the lanes of a query's sums with its keys, and what is no whole vector of them, and writes the scores.
+#[inline(always)]
+unsafe fn finish<V: Simd, T: KvElement, const K: usize>(
+    (acc, q, out): ([V; K], &[f32], *mut f32),
+    keys: &[*const T; K],
+    scale: f32,
+) {
+    unsafe {
+        let mut scores = V::sum4([acc[0], acc[1 % K], acc[2 % K], acc[3 % K]]);
+        let whole = q.len() - q.len() % V::LANES;
+        for (c, q) in q.iter().enumerate().skip(whole) {
+            for (score, key) in scores.iter_mut().zip(keys) {
+                *score += (*key.add(c)).to_f32() * q;
+            }
+        }
+        let mut scaled = [0f32; K];
+        scaled.iter_mut().zip(scores).for_each(|(scaled, score)| *scaled = score * scale);
+        out.cast::<[f32; K]>().write_unaligned(scaled);
     }
 }
 
@@ -116,7 +134,7 @@ unsafe fn tile<V: Simd, T: KvElement, const G: usize, const K: usize>(
 #[inline(always)]
 pub(super) unsafe fn add_values<V: Simd, T: KvElement>(
     weights: &[f32],
-    values: &[*const T],
+    mut values: Gathered<T>,
     d: usize,
     partial: &mut [f32],
 ) {
@@ -130,13 +148,14 @@ pub(super) unsafe fn add_values<V: Simd, T: KvElement>(
                 _ => add_values_of::<V, T, 1>(weights, values, d, partial),
             }
         }
+        values.ahead = &[];
     }
 }
 
 #[inline(always)]
 unsafe fn add_values_of<V: Simd, T: KvElement, const G: usize>(
     weights: &[f32],
-    values: &[*const T],
+    mut values: Gathered<T>,
     d: usize,
     partial: &mut [f32],
 ) {
@@ -154,8 +173,9 @@ unsafe fn add_values_of<V: Simd, T: KvElement, const G: usize>(
                 }
                 _ => add_columns::<V, T, G, 3>(weights, values, &mut c, width, partial),
             }
+            values.ahead = &[];
         }
-        for (t, &value) in values.iter().enumerate() {
+        for (t, &value) in values.rows.iter().enumerate() {
             for c in whole..d {
                 for g in 0..G {
                     partial[g * width + 2 + c] += weights[g * BLOCK_TOKENS + t] * (*value.add(c)).to_f32();
@@ -169,12 +189,12 @@ unsafe fn add_values_of<V: Simd, T: KvElement, const G: usize>(
 #[inline(always)]
 unsafe fn add_columns<V: Simd, T: KvElement, const G: usize, const C: usize>(
     weights: &[f32],
-    values: &[*const T],
+    Gathered { rows: values, ahead }: Gathered<T>,
     column: &mut usize,
     width: usize,
     partial: &mut [f32],
 ) {
-    let c = *column;
+    let (c, d) = (*column, width - Partial::width(0));
     *column += C * V::LANES;
     unsafe {
         let at = |g: usize, i: usize| g * width + 2 + c + i * V::LANES;
@@ -185,6 +205,9 @@ unsafe fn add_columns<V: Simd, T: KvElement, const G: usize, const C: usize>(
             }
         }
         for (t, &value) in values.iter().enumerate() {
+            if let Some(&row) = ahead.get(t) {
+                prefetch(row, d);
+            }
             let weight: [V; G] = std::array::from_fn(|g| V::splat(*weights.get_unchecked(g * BLOCK_TOKENS + t)));
             for i in 0..C {
                 let v = T::load::<V>(value.add(c + i * V::LANES));

@@ -196,17 +196,16 @@ pub(crate) fn pass(
     group: usize,
     score: impl Fn(usize, Range<usize>, *mut f32, usize) + Sync,
 ) -> Vec<Option<HeadScores>> {
-    let mut all: Vec<Option<HeadScores>> = (spans.iter().zip(wanted))
-        .map(|(span, wanted)| {
-            wanted.then(|| HeadScores {
-                start: span.start,
-                scores: vec![0.0; group * span.len()],
-                weights: vec![0.0; group * span.len()],
-                units: vec![(0.0, 0.0); span.len().div_ceil(UNIT_TOKENS) * group],
-                group,
-            })
+    let mut all: Vec<Option<HeadScores>> = parallel::map(spans.len(), |i| {
+        let (span, units) = (&spans[i], spans[i].len().div_ceil(UNIT_TOKENS));
+        wanted[i].then(|| HeadScores {
+            start: span.start,
+            scores: vec![0.0; group * span.len()],
+            weights: vec![0.0; group * span.len()],
+            units: vec![(0.0, 0.0); units * group],
+            group,
         })
-        .collect();
+    });
     let mut units = Vec::new();
     for (i, span) in spans.iter().enumerate().filter(|(i, _)| wanted[*i]) {
         units.extend((0..span.len().div_ceil(UNIT_TOKENS)).map(|unit| (i, unit)));

@@ -72,7 +72,7 @@ pub fn importance(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<Imp
         return Ok(crate::cuda::step::bounds(batch, index, wanted)?.into());
     }
     let (page, heads) = scores(batch, index, wanted)?;
-    Ok(Importance::new(page, heads.into_iter().map(|head| head.map(|head| head.importance())).collect()))
+    Ok(Importance::of_scores(page, heads.len(), |i| heads[i].as_ref()))
 }
 
 fn check(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<()> {
@@ -167,22 +167,58 @@ unsafe fn highest<V: Simd, T: KvElement>(
     d: usize,
     bounds: &[T],
     scale: f32,
+    mut out: *mut f32,
+    stride: usize,
+) {
+    let together = 3;
+    for queries in queries.chunks(together * d) {
+        unsafe {
+            match queries.len() / d {
+                3 => highest_of::<V, T, 3>(queries, d, bounds, scale, out, stride),
+                2 => highest_of::<V, T, 2>(queries, d, bounds, scale, out, stride),
+                _ => highest_of::<V, T, 1>(queries, d, bounds, scale, out, stride),
+            }
+        }
+        // May pass the end after the last lines; never read there.
+        out = out.wrapping_add(together * stride);
+    }
+}
+
+/// `G` (at most 3) queries.
+#[inline(always)]
+unsafe fn highest_of<V: Simd, T: KvElement, const G: usize>(
+    queries: &[f32],
+    d: usize,
+    bounds: &[T],
+    scale: f32,
     out: *mut f32,
     stride: usize,
 ) {
     let whole = d - d % V::LANES;
     for (at, bounds) in bounds.chunks_exact(2 * d).enumerate() {
         let (low, high) = bounds.split_at(d);
-        for (g, q) in queries.chunks_exact(d).enumerate() {
-            unsafe {
-                let mut acc = V::splat(0.0);
-                for c in (0..whole).step_by(V::LANES) {
-                    let q = V::load(q.as_ptr().add(c));
-                    let (low, high) = (T::load::<V>(low.as_ptr().add(c)), T::load::<V>(high.as_ptr().add(c)));
-                    acc = acc.add(q.mul(low).max(q.mul(high)));
+        unsafe {
+            let mut acc = [V::splat(0.0); G];
+            for c in (0..whole).step_by(V::LANES) {
+                let (low, high) = (T::load::<V>(low.as_ptr().add(c)), T::load::<V>(high.as_ptr().add(c)));
+                for (g, acc) in acc.iter_mut().enumerate() {
+                    let q = V::load(queries.as_ptr().add(g * d + c));
+                    *acc = acc.add(q.mul(low).max(q.mul(high)));
                 }
-                let rest: f32 = (whole..d).map(|c| (q[c] * low[c].to_f32()).max(q[c] * high[c].to_f32())).sum();
-                out.add(g * stride + at).write((acc.sum() + rest) * scale);
+            }
+            let mut sums = V::sum4([acc[0], acc[1 % G], acc[2 % G], acc[3 % G]]);
+            if whole < d {
+                for (sum, q) in sums.iter_mut().zip(queries.chunks_exact(d)) {
+                    *sum += (whole..d).map(|c| (q[c] * low[c].to_f32()).max(q[c] * high[c].to_f32())).sum::<f32>();
+                }
+            }
+            // Not a loop: it would keep the sums in memory.
+            out.add(at).write(sums[0] * scale);
+            if G > 1 {
+                out.add(stride + at).write(sums[1] * scale);
+            }
+            if G > 2 {
+                out.add(2 * stride + at).write(sums[2] * scale);
             }
         }
     }

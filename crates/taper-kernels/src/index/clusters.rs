@@ -203,8 +203,14 @@ pub fn select(
             return None;
         }
         let keys = ClusteredKeys { lookup, table: row.table, head, between: between.clone() };
-        let chosen = probed(&preference[i], &keys.sizes(clusters), probes, i);
-        let ids = keys.of(&chosen);
+        let (most, limit) = match probes {
+            Probes::Clusters(most, limit) => (most, limit),
+            Probes::Keys(k) => (usize::MAX, k[i]),
+        };
+        let order = ranked(&preference[i]);
+        let parts = keys.of(&order[..most.min(clusters)], clusters);
+        let count = probed(&parts, clusters, limit, matches!(probes, Probes::Keys(_)));
+        let ids = first(&parts, count);
         (ids.len() < between.len()).then(|| HeadSelection::Keys(Keys { ranges: ranges.to_vec(), ids, sample: None }))
     };
     Ok(parallel::map(rows * kv_heads, |i| head(i).unwrap_or(HeadSelection::Dense)).into())
@@ -237,51 +243,63 @@ impl ClusteredKeys<'_> {
         self.lookup.blocks(self.table, self.head, BLOCK_TOKENS, keys)
     }
 
-    /// Keys of each cluster.
-    fn sizes(&self, clusters: usize) -> Vec<usize> {
-        let parts = map_spans(self.between.clone(), |keys| {
-            let mut sizes = vec![0; clusters];
-            self.blocks(keys).flat_map(|(_, of)| of).for_each(|&c| sizes[c as u16 as usize] += 1);
-            sizes
-        });
-        (0..clusters).map(|c| parts.iter().map(|sizes| sizes[c]).sum()).collect()
-    }
-
-    /// The keys of the clusters chosen, ascending.
-    fn of(&self, chosen: &[bool]) -> Vec<u32> {
-        let parts = map_spans(self.between.clone(), |keys| {
-            let mut ids = Vec::new();
+    /// The keys of some of the clusters, of which there are `all`, by spans.
+    fn of(&self, some: &[u16], all: usize) -> Vec<RankedKeys> {
+        // Those of other clusters rank behind.
+        let mut rank = vec![some.len() as u32; all];
+        (0..).zip(some).for_each(|(place, &cluster)| rank[cluster as usize] = place);
+        map_spans(self.between.clone(), |keys| {
+            let mut found = RankedKeys::default();
             for (start, clusters) in self.blocks(keys) {
                 // Without a branch that is mostly not taken, and sometimes is.
-                let (mut some, mut count) = ([0u32; BLOCK_TOKENS], 0);
+                let (mut ids, mut ranks, mut count) = ([0u32; BLOCK_TOKENS], [0u32; BLOCK_TOKENS], 0);
                 for (id, &c) in (start as u32..).zip(clusters) {
-                    some[count] = id;
-                    count += usize::from(chosen[c as u16 as usize]);
+                    let rank = rank[c as u16 as usize];
+                    (ids[count % BLOCK_TOKENS], ranks[count % BLOCK_TOKENS]) = (id, rank);
+                    count += usize::from(rank < some.len() as u32);
                 }
-                ids.extend_from_slice(&some[..count]);
+                found.ids.extend_from_slice(&ids[..count]);
+                found.ranks.extend_from_slice(&ranks[..count]);
             }
-            ids
-        });
-        parts.concat()
+            found
+        })
     }
 }
 
-/// Which clusters are read, given how many keys each has.
-fn probed(preference: &[f32], sizes: &[usize], probes: Probes, head: usize) -> Vec<bool> {
-    let mut order: Vec<usize> = (0..preference.len()).collect();
-    order.sort_by(|&a, &b| preference[b].total_cmp(&preference[a]));
-    let (most, limit) = match probes {
-        Probes::Clusters(probes, limit) => (probes, limit),
-        Probes::Keys(k) => (usize::MAX, k[head]),
-    };
-    let mut chosen = vec![false; preference.len()];
-    let mut held = 0;
-    for (at, &cluster) in order.iter().take(most).enumerate() {
-        held += sizes[cluster];
-        if held > limit && !(at == 0 && matches!(probes, Probes::Keys(_))) {
-            break;
-        }
-        chosen[cluster] = true;
+/// Keys, ascending, and the places of their clusters among those that were looked for.
+#[derive(Default)]
+struct RankedKeys {
+    ids: Vec<u32>,
+    ranks: Vec<u32>,
+}
+
+/// The clusters by preference; ties go to the earlier one.
+fn ranked(preference: &[f32]) -> Vec<u16> {
+    let mut order: Vec<u16> = (0..preference.len()).map(|c| c as u16).collect();
+    order.sort_by(|&a, &b| preference[b as usize].total_cmp(&preference[a as usize]));
+    order
+}
+
+/// How many of the `clusters` looked for are read: those that hold at most `limit` keys in all, and the first of them even
+/// if it alone holds more where `at_least_one`.
+fn probed(keys: &[RankedKeys], clusters: usize, limit: usize, at_least_one: bool) -> usize {
+    let mut sizes = vec![0usize; clusters];
+    keys.iter().flat_map(|part| &part.ranks).for_each(|&rank| sizes[rank as usize] += 1);
+    let fit = sizes.iter().scan(0, |held, size| {
+        *held += size;
+        Some(*held)
+    });
+    fit.take_while(|held| *held <= limit).count().max(usize::from(at_least_one))
+}
+
+/// The keys of the first `count` clusters, ascending.
+fn first(keys: &[RankedKeys], count: usize) -> Vec<u32> {
+    let mut ids = vec![0; keys.iter().map(|part| part.ids.len()).sum()];
+    let mut read = 0;
+    for (id, rank) in keys.iter().flat_map(|part| &part.ids).zip(keys.iter().flat_map(|part| &part.ranks)) {
+        ids[read] = *id;
+        read += usize::from((*rank as usize) < count);
     }
-    chosen
+    ids.truncate(read);
+    ids
 }

@@ -93,21 +93,18 @@ pub fn importance(batch: &Decode, index: &Tensor, queries: &PerHead<Mlp>, wanted
     };
     let lookup = &Lookup::new(data, index, kv_heads)?;
     let isa = Isa::best();
+    let own = parallel::map(rows * q_heads, |at| match wanted[at / group] {
+        true => signs(&queries[at % q_heads], &q[at * d..][..d])[0],
+        false => 0,
+    });
     let head = |i: usize| {
-        let (row, head) = (i / kv_heads, i % kv_heads);
-        let of = |g: usize| {
-            let at = head * group + g;
-            signs(&queries[at], &q[(row * q_heads + at) * d..][..d])[0]
-        };
-        let own: Vec<u32> = (0..group).map(of).collect();
-        let row = &batch.rows[row];
+        let (row, head, own) = (&batch.rows[i / kv_heads], i % kv_heads, &own[i * group..][..group]);
         let mut importance = vec![0f32; row.visible.len()];
         let parts = SharedMut::new(&mut importance);
         map_spans(row.visible.clone(), |tokens| {
             for (start, keys) in lookup.blocks(row.table, head, BLOCK_TOKENS, tokens) {
                 // SAFETY: every token has its own element.
                 let to = unsafe { parts.slice(start - row.visible.start, keys.len() / codes) };
-                let own = own.as_slice();
                 dispatch!(isa, equal_bits::<_>(own: &[u32], keys: &[u32], to: &mut [f32]));
             }
         });
@@ -121,12 +118,14 @@ pub fn importance(batch: &Decode, index: &Tensor, queries: &PerHead<Mlp>, wanted
 #[inline(always)]
 unsafe fn equal_bits<V: Simd>(own: &[u32], keys: &[u32], to: &mut [f32]) {
     if keys.len() == to.len() {
-        let mut apart = [0u32; BLOCK_TOKENS];
-        for own in own {
-            apart.iter_mut().zip(keys).for_each(|(apart, key)| *apart += (own ^ key).count_ones());
+        // As long as a block, so that loops over it are vectors.
+        let (mut all, mut apart) = ([0u32; BLOCK_TOKENS], [0u32; BLOCK_TOKENS]);
+        all[..keys.len()].copy_from_slice(keys);
+        for own in own.chunks(CODES_TOGETHER) {
+            add_apart(own, &all, &mut apart);
         }
-        let all = (own.len() * BITS) as u32;
-        to.iter_mut().zip(apart).for_each(|(to, apart)| *to = (all - apart) as f32);
+        let bits = (own.len() * BITS) as u32;
+        to.iter_mut().zip(apart).for_each(|(to, apart)| *to = (bits - apart) as f32);
         return;
     }
     match own.len() {
@@ -139,6 +138,28 @@ unsafe fn equal_bits<V: Simd>(own: &[u32], keys: &[u32], to: &mut [f32]) {
                 *to = ((group * BITS) as u32 - apart) as f32;
             }
         }
+    }
+}
+
+/// Codes whose differing bits are counted by bytes, without one that overflows.
+const CODES_TOGETHER: usize = 31;
+
+/// Adds up in how many bits the codes `own` differ from each key's. Bits are counted by pairs, fours and bytes: vectors have
+/// no instruction for it.
+#[inline(always)]
+fn add_apart(own: &[u32], keys: &[u32; BLOCK_TOKENS], apart: &mut [u32; BLOCK_TOKENS]) {
+    let mut bytes = [0u32; BLOCK_TOKENS];
+    for own in own {
+        for (bytes, key) in bytes.iter_mut().zip(keys) {
+            let x = own ^ key;
+            let pairs = x.wrapping_sub((x >> 1) & 0x5555_5555);
+            let fours = (pairs & 0x3333_3333).wrapping_add((pairs >> 2) & 0x3333_3333);
+            *bytes = bytes.wrapping_add(fours.wrapping_add(fours >> 4) & 0x0f0f_0f0f);
+        }
+    }
+    for (apart, bytes) in apart.iter_mut().zip(bytes) {
+        let halves = (bytes & 0x00ff_00ff).wrapping_add((bytes >> 8) & 0x00ff_00ff);
+        *apart = apart.wrapping_add((halves & 0xffff).wrapping_add(halves >> 16));
     }
 }
 

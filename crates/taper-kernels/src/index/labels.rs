@@ -90,18 +90,16 @@ pub fn importance(batch: &Decode, index: &Tensor, channels: &[Vec<u32>], wanted:
             let (row, head) = (i / kv_heads, i % kv_heads);
             let q = &picked[(row * q_heads + head * group) * r..][..group * r];
             let first = tokens.start;
-            let mut blocks = lookup.blocks(batch.rows[row].table, head, BLOCK_TOKENS, tokens).peekable();
-            let mut keys = [std::ptr::null::<T>(); 2 * BLOCK_TOKENS];
-            while let Some((start, labels)) = blocks.next() {
-                let next = blocks.peek().map_or(&[][..], |(_, next)| next);
-                labels.chunks_exact(r).chain(next.chunks_exact(r)).zip(&mut keys).for_each(|(l, key)| *key = l.as_ptr());
-                let (rows, ahead) = keys[..(labels.len() + next.len()) / r].split_at(labels.len() / r);
-                let (keys, line) = (Gathered { rows, ahead }, out.wrapping_add(start - first));
+            for (start, labels) in lookup.blocks(batch.rows[row].table, head, BLOCK_TOKENS, tokens) {
+                let mut keys = [std::ptr::null::<T>(); BLOCK_TOKENS];
+                keys.iter_mut().zip(labels.chunks_exact(r)).for_each(|(key, label)| *key = label.as_ptr());
+                let keys = Gathered { rows: &keys[..labels.len() / r], ahead: &[] };
+                let line = out.wrapping_add(start - first);
                 dispatch!(isa, dots::<_, T: KvElement>(
                     q: &[f32], r: usize, keys: Gathered<T>, scale: f32, line: *mut f32, stride: usize
                 ));
             }
         })
     });
-    Ok(Importance::new(1, heads.into_iter().map(|head| head.map(|head| head.importance())).collect()))
+    Ok(Importance::of_scores(1, heads.len(), |i| heads[i].as_ref()))
 }

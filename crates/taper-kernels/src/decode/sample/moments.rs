@@ -164,8 +164,8 @@ pub(super) unsafe fn sum_up<V: Simd, T: KvElement>(
     for (start, norms) in keys.clone().step_by(BLOCK_TOKENS).zip(norms.chunks_mut(BLOCK_TOKENS)) {
         let mut values = [std::ptr::null(); BLOCK_TOKENS];
         let values = work.values(start..keys.end.min(start + BLOCK_TOKENS), &mut values);
-        let ones = [1.0; BLOCK_TOKENS];
         unsafe { squares::<V, T>(values, d, norms) };
+        let gathered = Gathered { rows: values, ahead: &[] };
         let lines = once.chunks_exact_mut(BLOCK_TOKENS).zip(twice.chunks_exact_mut(BLOCK_TOKENS));
         for (g, ((once, twice), sums)) in lines.zip(&mut *sums).enumerate() {
             let (once, twice) = (&mut once[..values.len()], &mut twice[..values.len()]);
@@ -174,13 +174,13 @@ pub(super) unsafe fn sum_up<V: Simd, T: KvElement>(
             twice.iter_mut().zip(&*once).for_each(|(twice, e)| *twice = e * e);
             let total =
                 |line: &[f32], by: &[f32]| line.iter().zip(by).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum::<f64>();
-            sums.e += total(once, &ones);
+            sums.e += once.iter().map(|e| f64::from(*e)).sum::<f64>();
             sums.e2 += total(once, once);
             sums.e2v2 += total(twice, norms);
         }
         unsafe {
-            add_values::<V, T>(&once, values, d, &mut ev);
-            add_values::<V, T>(&twice, values, d, &mut e2v);
+            add_values::<V, T>(&once, gathered, d, &mut ev);
+            add_values::<V, T>(&twice, gathered, d, &mut e2v);
         }
     }
     for (sums, (ev, e2v)) in sums.iter_mut().zip(ev.chunks_exact(width).zip(e2v.chunks_exact(width))) {
