@@ -88,7 +88,9 @@ impl Backend for Nothing {
 fn main() {
     let mut arguments = std::env::args().skip(1).map(|argument| argument.parse().expect("a number"));
     let (sequences, vocab) = (arguments.next().unwrap_or(32usize), arguments.next().unwrap_or(49_152));
-    for (name, temperature, top_p) in [("greedy", 0.0, 1.0), ("temperature 1", 1.0, 1.0), ("temperature 1, top_p 0.9", 1.0, 0.9)] {
+    for (name, temperature, top_p) in
+        [("greedy", 0.0, 1.0), ("temperature 1", 1.0, 1.0), ("temperature 1, top_p 0.9", 1.0, 0.9)]
+    {
         let spent = Arc::new(Spent::default());
         // A few likely tokens among many.
         let logits = (0..vocab).map(|i| -((i * 7919 % vocab) as f32 / vocab as f32) * 12.0).collect();
