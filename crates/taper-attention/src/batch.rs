@@ -94,8 +94,10 @@ impl<'a> AttentionBatch<'a> {
             if sequence.len <= sequence.reported {
                 sequence.report = report;
             }
-            let whole = sequence.len.min(sequence.context) / BLOCK_TOKENS;
-            self.pool.remember(&sequence.table, &sequence.prefix[..whole.min(sequence.prefix.len())]);
+            if sequence.len - tokens < sequence.context {
+                let whole = sequence.len.min(sequence.context) / BLOCK_TOKENS;
+                self.pool.remember(&sequence.table, &sequence.prefix[..whole.min(sequence.prefix.len())]);
+            }
             if sequence.len >= sequence.context {
                 sequence.carries.clear();
             }
@@ -114,6 +116,7 @@ impl Drop for AttentionBatch<'_> {
             sequence.report = report;
             sequence.carries = carries;
             sequence.unread.clear();
+            self.pool.unindex(&sequence.table, sequence.len);
         }
     }
 }

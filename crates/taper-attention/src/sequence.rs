@@ -208,6 +208,7 @@ impl Sequence {
         let tokens = tokens.clamp(self.prompt.min(self.len), self.len);
         pool.truncate(&mut self.table, tokens)?;
         self.len = tokens;
+        self.reported = self.reported.min(tokens);
         Ok(())
     }
 

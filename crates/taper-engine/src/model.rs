@@ -192,13 +192,16 @@ impl ModelBackend {
         let mut batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans)
             .map_err(|e| BackendError(e.to_string()))?;
         let hidden = self.model.forward(&tokens, &batch.positions(), &mut batch)?;
-        batch.finish();
         let rows: Vec<u32> = wanted.iter().flatten().copied().collect();
-        if rows.is_empty() {
-            return Ok(wanted.iter().map(|_| None).collect());
-        }
-        let rows = Tensor::from_slice(&rows, rows.len(), self.model.device())?;
-        let logits = self.model.logits(&hidden.index_select(&rows, 0)?)?.to_vec2::<f32>()?;
+        let logits = match rows.is_empty() {
+            true => Vec::new(),
+            false => {
+                let rows = Tensor::from_slice(&rows, rows.len(), self.model.device())?;
+                self.model.logits(&hidden.index_select(&rows, 0)?)?.to_vec2::<f32>()?
+            }
+        };
+        // Last: a step that fails has not been.
+        batch.finish();
         let mut logits = logits.into_iter();
         Ok(wanted.into_iter().map(|row| row.and_then(|_| logits.next())).collect())
     }

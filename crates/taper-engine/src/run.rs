@@ -7,7 +7,7 @@ use crate::backend::{Backend, BackendError, Input};
 use crate::emit::Output;
 use crate::request::{Event, Request, RequestError, Usage};
 use crate::sampler::Sampler;
-use crate::schedule::{Place, Share, Standing};
+use crate::schedule::{self, Place, Share, Standing};
 use crate::text::Text;
 use std::time::Instant;
 use taper_attention::AttentionUsage;
@@ -30,6 +30,12 @@ impl Job {
     /// Whether it should have been done by now.
     pub(crate) fn late(&self) -> bool {
         self.request.deadline.is_some_and(|deadline| deadline <= Instant::now())
+    }
+
+    /// Blocks for the prompt, and sequences.
+    pub(crate) fn wants(&self) -> (usize, usize) {
+        let choices = self.request.choices;
+        (schedule::wanted(self.request.prompt.len(), std::iter::repeat_n(0, choices)), choices)
     }
 
     /// Sends the last event of a request that failed.
@@ -93,11 +99,11 @@ impl<S> Run<S> {
         &self.job.request.id
     }
 
-    /// Tokens of the prompt and of the longest choice, and sequences that it takes to go on.
+    /// Blocks for what it knows, and sequences.
     pub(crate) fn wants(&self) -> (usize, usize) {
         let live = || self.choices.iter().filter(|choice| choice.live());
-        let longest = live().map(|choice| choice.tokens.len()).max().unwrap_or(0);
-        (self.job.request.prompt.len() + longest, live().count())
+        let tokens = live().map(|choice| choice.tokens.len());
+        (schedule::wanted(self.job.request.prompt.len(), tokens), live().count())
     }
 
     /// Whether the choices have their first tokens.
@@ -136,8 +142,10 @@ impl<S> Run<S> {
         let prompt = self.job.request.prompt.len();
         let place =
             |(sequence, tokens): (&S, &[u32])| Place { cached: backend.cached(sequence), known: prompt + tokens.len() };
-        let forks = if self.prompt.is_some() { self.choices.iter().filter(|c| c.live()).count() } else { 0 };
-        Standing { sequences: self.sequences().map(place).collect(), forks }
+        let live = || self.choices.iter().filter(|choice| choice.live() && self.prompt.is_some());
+        let answers =
+            live().map(|choice| schedule::wanted(prompt + choice.tokens.len(), []) - schedule::wanted(prompt, []));
+        Standing { sequences: self.sequences().map(place).collect(), forks: live().count(), again: answers.sum() }
     }
 
     /// How many tokens of the prompt it takes if it should take at most `max`; its method may want more.

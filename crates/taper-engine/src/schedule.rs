@@ -13,6 +13,8 @@ pub(crate) struct Standing {
     pub sequences: Vec<Place>,
     /// Choices that will go on from the prompt's sequence; 0 once they have.
     pub forks: usize,
+    /// Blocks that these take for what they have generated already, where the prompt comes again.
+    pub again: usize,
 }
 
 /// Where a sequence stands.
@@ -85,12 +87,20 @@ impl Standing {
     /// Blocks that are still to come before the first answer token has its place.
     fn to_come(&self) -> usize {
         let prompt: usize = self.sequences.iter().map(|place| place.growth(place.left())).sum();
-        prompt + self.fork_blocks()
+        prompt + self.fork_blocks() + self.again
     }
 }
 
-/// Whether a waiting request may start beside those that run: `known` tokens of its prompt, or of its longest choice if
-/// it has run before; of `sequences` sequences beside the running ones' at most `most`.
+/// Blocks of a prompt whose choices have generated so many tokens each: the prompt's whole blocks are shared. Of none,
+/// those of the prompt alone.
+pub(crate) fn wanted(prompt: usize, choices: impl IntoIterator<Item = usize>) -> usize {
+    let shared = prompt / BLOCK_TOKENS;
+    let own: Vec<usize> = choices.into_iter().map(|tokens| blocks(prompt + tokens) - shared).collect();
+    if own.is_empty() { blocks(prompt) } else { shared + own.iter().sum::<usize>() }
+}
+
+/// Whether a waiting request may start beside those that run: `known` [blocks](wanted) for what it knows; of `sequences`
+/// sequences beside the running ones' at most `most`.
 pub(crate) fn admits(
     running: &[Standing],
     free_blocks: usize,
@@ -106,7 +116,7 @@ pub(crate) fn admits(
     }
     // Every sequence may want its next block soon.
     let reserved: usize = running.iter().map(|standing| standing.to_come() + live(standing)).sum();
-    blocks(known) + 2 * sequences + reserved <= free_blocks
+    known + 2 * sequences + reserved <= free_blocks
 }
 
 /// What the running requests, oldest first, do next. `cut(request, max)` says how many tokens of its prompt a request

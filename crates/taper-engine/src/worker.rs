@@ -57,7 +57,16 @@ impl<B: Backend> Worker<B> {
                 let Some(job) = self.queue.pop() else { return };
                 self.start(Run::new(job, &*self.text));
             }
-            self.turn();
+            let turned = guard(|| {
+                self.turn();
+                Ok(())
+            });
+            // What is not one request's fault ends those that run; the engine goes on.
+            if let Err(error) = turned {
+                tracing::error!(%error, "a turn of the engine failed: a bug");
+                let runs: Vec<_> = self.running.drain(..).chain(self.preempted.drain(..)).collect();
+                runs.into_iter().for_each(|run| self.fail(run, error.clone()));
+            }
         }
     }
 
@@ -107,7 +116,7 @@ impl<B: Backend> Worker<B> {
                 Some(run) if fits(run.wants()) => self.preempted.pop_front(),
                 Some(_) => None,
                 None => {
-                    let job = self.queue.pop_if(|job| fits((job.request.prompt.len(), job.request.choices)));
+                    let job = self.queue.pop_if(|job| fits(job.wants()));
                     job.map(|job| Run::new(job, &*self.text))
                 }
             };
@@ -198,16 +207,15 @@ impl<B: Backend> Worker<B> {
     fn forward(&mut self, shares: &[Vec<Share>], only: Option<usize>) -> Result<Rows, RequestError> {
         let Self { backend, running, .. } = self;
         let wanted = |&(request, ..): &(usize, &mut Run<B::Sequence>)| only.is_none_or(|only| only == request);
-        let inputs: Vec<Input<'_, B::Sequence>> = running
-            .iter_mut()
-            .enumerate()
-            .filter(wanted)
-            .flat_map(|(request, run)| run.inputs(backend, &shares[request]))
-            .collect();
-        if inputs.is_empty() {
-            return Ok(Vec::new());
-        }
-        guard(|| Ok(backend.forward(inputs)?))
+        guard(|| {
+            let inputs: Vec<Input<'_, B::Sequence>> = running
+                .iter_mut()
+                .enumerate()
+                .filter(wanted)
+                .flat_map(|(request, run)| run.inputs(backend, &shares[request]))
+                .collect();
+            if inputs.is_empty() { Ok(Vec::new()) } else { Ok(backend.forward(inputs)?) }
+        })
     }
 
     fn fail(&mut self, run: Run<B::Sequence>, error: RequestError) {

@@ -11,7 +11,7 @@ use taper_attention::{Artifacts, AttentionSpec};
 use taper_engine::stub::StubText;
 use taper_engine::{
     CacheDType, CacheOptions, Engine, EngineConfig, Event, Events, ModelBackend, ModelInfo, Request, RequestError,
-    SamplingParams, StopRules, Usage,
+    SamplingParams, StopRules, TokenRecord, Usage,
 };
 use taper_model::{LoadOptions, ModelFiles, ResolvedModel};
 
@@ -85,15 +85,21 @@ fn pairs() -> Vec<Value> {
         .collect()
 }
 
-/// Tokens and usage.
-fn collect(mut events: Events) -> Result<(Vec<(usize, u32)>, Usage), RequestError> {
+/// A choice, its token, and the bits of the token's log probability.
+type Token = (usize, u32, u32);
+
+/// Tokens by choice, and usage.
+fn collect(mut events: Events) -> Result<(Vec<Token>, Usage), RequestError> {
     let mut tokens = Vec::new();
     loop {
         match events.blocking_recv().expect("a last event") {
             Event::Prefilled => {}
-            Event::Delta(delta) => tokens.extend(delta.tokens.iter().map(|t| (delta.choice, t.chosen.token))),
+            Event::Delta(delta) => {
+                let token = |t: &TokenRecord| (delta.choice, t.chosen.token, t.chosen.logprob.to_bits());
+                tokens.extend(delta.tokens.iter().map(token));
+            }
             Event::Done(usage) => {
-                tokens.sort_by_key(|(choice, _)| *choice);
+                tokens.sort_by_key(|(choice, ..)| *choice);
                 return Ok((tokens, usage));
             }
             Event::Failed(error) => return Err(error),
@@ -101,7 +107,7 @@ fn collect(mut events: Events) -> Result<(Vec<(usize, u32)>, Usage), RequestErro
     }
 }
 
-type Answer = (Vec<(usize, u32)>, Value);
+type Answer = (Vec<Token>, Value);
 
 fn answer(events: Events) -> Answer {
     let (tokens, usage) = collect(events).unwrap();
@@ -140,6 +146,18 @@ fn together(busy: &Engine, requests: &[Request], alone: &[Answer]) {
         assert_eq!(usage, expected.1, "{pair}");
     }
     idle(busy);
+}
+
+#[test]
+fn answers_by_one_method_are_read_together_and_do_not_show_it() {
+    // Neighbours of very different lengths, of which the shortest read everything and score nothing.
+    for pair in pairs().iter().take(8) {
+        let same = |i: usize| Request { choices: 1, ..request(i * 5, pair) };
+        let requests: Vec<Request> = (0..8).map(same).collect();
+        let quiet = engine(64, false, EngineConfig::default());
+        let alone: Vec<Answer> = requests.iter().map(|r| answer(quiet.submit(r.clone()).unwrap())).collect();
+        together(&engine(1000, false, EngineConfig::default()), &requests, &alone);
+    }
 }
 
 #[test]

@@ -244,6 +244,15 @@ impl KvPool {
         Ok(())
     }
 
+    /// Lets the indices forget what they have taken in after the first `tokens` tokens of a table, which were appended but
+    /// are not kept.
+    pub fn unindex(&mut self, table: &BlockTable, tokens: usize) {
+        for (i, &block) in table.blocks.iter().enumerate().skip(tokens / BLOCK_TOKENS) {
+            let keep = tokens.saturating_sub(i * BLOCK_TOKENS);
+            self.indices.values_mut().for_each(|index| index.keep(block, keep));
+        }
+    }
+
     fn copy_block(&mut self, from: u32, to: u32) -> Result<(), KvError> {
         self.keys.iter().chain(&self.values).try_for_each(|t| kv::copy_block(t, from, to))?;
         self.indices.values_mut().try_for_each(|index| index.copy(from, to))

@@ -11,7 +11,7 @@ use axum::response::{IntoResponse, Response};
 use futures_util::stream::{BoxStream, SelectAll, StreamExt, poll_fn, select_all};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use taper_attention::AttentionSpec;
 use taper_engine::{Delta, Event, Finish, Request, Text, TokenLogprob, TokenRecord, Usage};
 
@@ -102,6 +102,7 @@ impl Call {
     fn submit(&mut self, app: &App, id: &str) -> Result<Merged, ApiError> {
         self.check_tokens(app.engine.limits().vocab)?;
         let mut streams: Vec<Numbered> = Vec::new();
+        let deadline = app.config.request_timeout.map(|timeout| Instant::now() + timeout);
         for (index, prompt) in self.prompts.iter_mut().enumerate() {
             let request = Request {
                 id: id.to_string(),
@@ -113,7 +114,7 @@ impl Call {
                 stop: self.common.stop.clone(),
                 choices: self.common.choices,
                 logprobs: self.logprobs,
-                deadline: None,
+                deadline,
             };
             let mut events =
                 app.engine.submit(request).map_err(|e| error::refused(&e, self.prompt_field, self.common.max_field))?;

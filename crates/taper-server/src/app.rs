@@ -27,6 +27,8 @@ pub struct ServerConfig {
     pub body_bytes: usize,
     /// Most prompts of one text completion.
     pub prompts: usize,
+    /// How long a request may take, waiting included; `None`: as long as it does.
+    pub request_timeout: Option<Duration>,
     /// Silence in a stream after which a comment keeps proxies from closing it.
     pub keep_alive: Duration,
 }
@@ -38,6 +40,7 @@ impl Default for ServerConfig {
             artifacts: Arc::default(),
             body_bytes: 16 << 20,
             prompts: 64,
+            request_timeout: None,
             keep_alive: Duration::from_secs(10),
         }
     }

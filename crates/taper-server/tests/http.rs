@@ -498,6 +498,17 @@ async fn a_full_queue_is_a_503_with_retry_after() {
 }
 
 #[tokio::test]
+async fn a_request_that_takes_too_long_is_a_504_and_frees_its_place() {
+    let config = ServerConfig { request_timeout: Some(Duration::from_millis(50)), ..ServerConfig::default() };
+    let server = custom(StubBackend::new("a long answer"), EngineConfig::default(), config);
+    let slow = server.complete(complete(json!({"prompt": "SLOW"}))).await;
+    assert_eq!(slow.status, StatusCode::GATEWAY_TIMEOUT);
+    assert!(slow.error().0.contains("deadline"));
+    wait("it is idle", || server.engine.load().running == 0).await;
+    assert_eq!(server.complete(complete(json!({}))).await.status, StatusCode::OK);
+}
+
+#[tokio::test]
 async fn draining_refuses_new_requests_and_finishes_old_ones() {
     let server = server("abc");
     let running = server.complete(complete(json!({"prompt": "SLOW"})));

@@ -5,6 +5,7 @@ use crate::preset;
 use anyhow::{Context, Result, anyhow, bail};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use taper_attention::{Artifacts, AttentionSpec};
 use taper_engine::{CacheDType, CacheOptions, DeviceChoice, EngineConfig};
 use taper_model::{DEFAULT_MODEL, LoadOptions, WeightDType};
@@ -23,6 +24,7 @@ struct File {
     sequences: Option<usize>,
     stretch: Option<f64>,
     prefix_cache: Option<bool>,
+    request_seconds: Option<u32>,
     body_mib: Option<usize>,
     device: Option<String>,
     threads: Option<u16>,
@@ -119,6 +121,10 @@ pub fn serve(args: ServeArgs) -> Result<ServeConfig> {
     if let Some(mib) = at_least_one("body_mib", file.body_mib)? {
         server.body_bytes = mib.saturating_mul(1 << 20);
     }
+    if file.request_seconds == Some(0) {
+        bail!("request_seconds must be at least 1");
+    }
+    server.request_timeout = file.request_seconds.map(|seconds| Duration::from_secs(seconds.into()));
     // More prompts than may wait could never be taken together.
     server.prompts = server.prompts.min(model.engine.queue);
     Ok(ServeConfig {
@@ -272,6 +278,26 @@ mod tests {
         assert_eq!(attention.names().1, "vattention");
         let config = serve(ServeArgs { port: Some(2), ..args(Some(&path)) }).unwrap();
         assert_eq!(config.port, 2);
+    }
+
+    #[test]
+    fn the_engine_is_set_by_the_file() {
+        let (_folder, path) = file("sequences = 3\nstretch = 1.5\nrequest_seconds = 9");
+        let config = serve(args(Some(&path))).unwrap();
+        assert_eq!((config.model.engine.sequences, config.model.engine.stretch), (3, 1.5));
+        assert_eq!(config.server.request_timeout, Some(Duration::from_secs(9)));
+        assert!(config.model.cache.prefix);
+        assert!(!serve(ServeArgs { no_prefix_cache: true, ..args(Some(&path)) }).unwrap().model.cache.prefix);
+        for (text, said) in [
+            ("stretch = 0.5", "stretch is 0.5; must be from 1 to 1000"),
+            ("sequences = 0", "sequences must be at least 1"),
+            ("request_seconds = 0", "request_seconds must be at least 1"),
+        ] {
+            let (_folder, path) = file(text);
+            assert_eq!(serve(args(Some(&path))).unwrap_err().to_string(), said);
+        }
+        let (_folder, path) = file("prefix_cache = false");
+        assert!(!serve(args(Some(&path))).unwrap().model.cache.prefix);
     }
 
     #[test]

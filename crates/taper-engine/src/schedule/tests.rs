@@ -3,11 +3,15 @@ use proptest::prelude::*;
 use std::collections::VecDeque;
 
 fn prompt(cached: usize, known: usize, choices: usize) -> Standing {
-    Standing { sequences: vec![Place { cached, known }], forks: choices }
+    Standing { sequences: vec![Place { cached, known }], forks: choices, again: 0 }
 }
 
 fn answer(cached: &[usize]) -> Standing {
-    Standing { sequences: cached.iter().map(|&cached| Place { cached, known: cached + 1 }).collect(), forks: 0 }
+    Standing {
+        sequences: cached.iter().map(|&cached| Place { cached, known: cached + 1 }).collect(),
+        forks: 0,
+        again: 0,
+    }
 }
 
 fn budget(blocks: usize) -> Budget {
@@ -39,9 +43,9 @@ fn a_prompt_that_cannot_be_cut_short_goes_alone() {
 
 #[test]
 fn what_comes_again_stops_before_the_last_known_token() {
-    let again = Standing { sequences: vec![Place { cached: 100, known: 150 }], forks: 0 };
+    let again = Standing { sequences: vec![Place { cached: 100, known: 150 }], forks: 0, again: 0 };
     assert_eq!(plan(&[again], budget(100), |_, max| max), Decision::Step(vec![share(0, 0, 49)]));
-    let last = Standing { sequences: vec![Place { cached: 149, known: 150 }], forks: 0 };
+    let last = Standing { sequences: vec![Place { cached: 149, known: 150 }], forks: 0, again: 0 };
     assert_eq!(plan(&[last], budget(100), |_, max| max), Decision::Step(vec![share(0, 0, 1)]));
 }
 
@@ -60,13 +64,21 @@ fn the_youngest_makes_room_and_nobody_else_waits_for_it() {
 }
 
 #[test]
+fn choices_share_the_whole_blocks_of_their_prompt() {
+    assert_eq!((wanted(100, []), wanted(100, [0]), wanted(128, [0])), (2, 2, 2));
+    assert_eq!(wanted(100, [0; 4]), 1 + 4);
+    assert_eq!(wanted(128, [0; 4]), 2);
+    assert_eq!(wanted(100, [500, 20]), 1 + 9 + 1);
+}
+
+#[test]
 fn a_request_starts_when_prompts_and_next_blocks_have_room() {
-    assert!(admits(&[], 0, 1, (5000, 2)), "alone it has all there is");
+    assert!(admits(&[], 0, 1, (80, 2)), "alone it has all there is");
     let running = [prompt(0, 640, 1), answer(&[10])];
     // Ten blocks of the prompt still to come, one more for each, five and two for the new one.
-    assert!(admits(&running, 19, 8, (320, 1)));
-    assert!(!admits(&running, 18, 8, (320, 1)));
-    assert!(!admits(&running, 1000, 2, (320, 1)));
+    assert!(admits(&running, 19, 8, (5, 1)));
+    assert!(!admits(&running, 18, 8, (5, 1)));
+    assert!(!admits(&running, 1000, 2, (5, 1)));
 }
 
 /// A request of a simulated history.
@@ -86,13 +98,17 @@ struct Simulated {
 impl Simulated {
     fn standing(&self) -> Standing {
         match self.prefilled {
-            Some(cached) => prompt(cached, self.prompt, self.live().count()),
+            Some(cached) => {
+                let again = self.live().map(|(tokens, _)| blocks(self.prompt + tokens) - blocks(self.prompt)).sum();
+                Standing { again, ..prompt(cached, self.prompt, self.live().count()) }
+            }
             None => Standing {
                 sequences: self
                     .live()
                     .map(|&(generated, cached)| Place { cached, known: self.prompt + generated })
                     .collect(),
                 forks: 0,
+                again: 0,
             },
         }
     }
@@ -172,8 +188,8 @@ proptest! {
                 let free = |running: &[Simulated]| blocks - running.iter().map(Simulated::held).sum::<usize>();
                 while let Some(next) = waiting.front() {
                     let standing: Vec<Standing> = running.iter().map(Simulated::standing).collect();
-                    let longest = next.live().map(|(generated, _)| *generated).max().unwrap_or(0);
-                    if !admits(&standing, free(&running), most, (next.prompt + longest, next.live().count())) {
+                    let known = wanted(next.prompt, next.live().map(|(generated, _)| *generated));
+                    if !admits(&standing, free(&running), most, (known, next.live().count())) {
                         break;
                     }
                     running.extend(waiting.pop_front());

@@ -51,8 +51,8 @@ impl Plan {
         }
         let arrivals = match args.rate {
             None => Arrivals::Closed(args.clients),
-            Some(rate) if rate.is_finite() && rate > 0.0 => Arrivals::Open(rate),
-            Some(rate) => bail!("--rate is {rate}; must be greater than 0"),
+            Some(rate) if (1e-3..=1e6).contains(&rate) => Arrivals::Open(rate),
+            Some(rate) => bail!("--rate is {rate}; must be from 0.001 to 1000000"),
         };
         let mut rng = StdRng::seed_from_u64(args.seed);
         let shared = words(&mut rng, args.shared_prefix);

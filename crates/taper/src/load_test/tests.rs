@@ -108,6 +108,7 @@ fn mistakes_name_the_argument() {
         ("--cancel 1.5", "--cancel"),
         ("--rate -1", "--rate"),
         ("--rate nan", "--rate"),
+        ("--rate 1e-30", "--rate"),
         ("--extra [1]", "--extra"),
     ] {
         let line = line.replace("--rate -", "--rate=-");
