@@ -63,9 +63,9 @@ impl StubSequence {
         self.tokens.len().div_ceil(BLOCK_TOKENS)
     }
 
-    /// Whether the prompt holds a word.
-    fn says(&self, word: &str) -> bool {
-        let bytes: Vec<u8> = self.prompt.iter().map(|&t| t as u8).collect();
+    /// Whether the prompt says a word within its first `tokens` tokens.
+    fn says(&self, word: &str, tokens: usize) -> bool {
+        let bytes: Vec<u8> = self.prompt.iter().take(tokens).map(|&t| t as u8).collect();
         String::from_utf8_lossy(&bytes).contains(word)
     }
 }
@@ -90,7 +90,7 @@ impl StubBackend {
         let place = answered % (self.script.len() + 1);
         let next = self.script.get(place).map_or(EOS, |&b| u32::from(b));
         logits[next as usize] = 12.0;
-        if answered == 2 && sequence.says("NAN") {
+        if answered == 2 && sequence.says("NAN", sequence.tokens.len()) {
             logits[7] = f32::NAN;
         }
         logits
@@ -160,13 +160,14 @@ impl Backend for StubBackend {
         self.probe.widest.fetch_max(inputs.len(), Ordering::SeqCst);
         for Input { sequence, tokens, .. } in &inputs {
             self.probe.longest.fetch_max(tokens.len(), Ordering::SeqCst);
-            if sequence.says("SLOW") {
+            let known = sequence.tokens.len() + tokens.len();
+            if sequence.says("SLOW", known) {
                 std::thread::sleep(Duration::from_millis(20));
             }
-            if sequence.says("FAIL") {
+            if sequence.says("FAIL", known) {
                 return Err(BackendError("the prompt asked for it".into()));
             }
-            if sequence.says("PANIC") && sequence.tokens.len() == sequence.prompt.len() + 1 {
+            if sequence.says("PANIC", known) && sequence.tokens.len() == sequence.prompt.len() + 1 {
                 panic!("the prompt asked for a panic");
             }
         }

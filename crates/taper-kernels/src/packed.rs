@@ -300,6 +300,7 @@ mod avx2 {
     }
 
     #[inline(always)]
+    #[expect(clippy::needless_range_loop, reason = "see below")]
     unsafe fn four<const T: usize>(tile: &Tile, out: &mut [[f32; ROWS]]) {
         unsafe {
             let mut acc = [_mm256_setzero_ps(); T];
@@ -319,8 +320,9 @@ mod avx2 {
                     let x = tile.x.q.as_ptr().add(at * BLOCK);
                     // Sixteen products of at most 15 · 127 in each 16-bit lane: 30,480, no overflow.
                     let mut dots = _mm256_maddubs_epi16(q[0], four_of(x));
-                    for (j, q) in q.iter().enumerate().skip(1) {
-                        dots = _mm256_add_epi16(dots, _mm256_maddubs_epi16(*q, four_of(x.add(4 * j))));
+                    // By number: adapters of iterators are not always built into a function of this instruction set.
+                    for j in 1..8 {
+                        dots = _mm256_add_epi16(dots, _mm256_maddubs_epi16(q[j], four_of(x.add(4 * j))));
                     }
                     let dots = _mm256_cvtepi32_ps(_mm256_madd_epi16(dots, ones));
                     let scale = _mm256_mul_ps(d, _mm256_set1_ps(*tile.x.scale.get_unchecked(at)));
