@@ -27,8 +27,9 @@ if [ ! -e "$venv/ready" ]; then
     step "$venv/bin/pip" install --quiet --disable-pip-version-check -r scripts/clients/requirements.txt
     touch "$venv/ready"
 fi
-# The binary that the tests above built: dev profile, optimised arithmetic.
-step cargo build --workspace --bins
+# The binary that the tests above built: dev profile, optimised arithmetic. With the tests, whose features it has; without them
+# half of the world would be built again.
+step cargo build --workspace --bins --tests
 TAPER=${CARGO_TARGET_DIR:-target}/debug/taper
 export TAPER
 step "$venv/bin/python" -m pytest -q -p no:cacheprovider scripts/clients

@@ -300,7 +300,7 @@ mod avx2 {
     }
 
     #[inline(always)]
-    #[expect(clippy::needless_range_loop, reason = "see below")]
+    #[expect(clippy::needless_range_loop, reason = "adapters are not inlined here")]
     unsafe fn four<const T: usize>(tile: &Tile, out: &mut [[f32; ROWS]]) {
         unsafe {
             let mut acc = [_mm256_setzero_ps(); T];
