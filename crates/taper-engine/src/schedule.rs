@@ -1,8 +1,9 @@
 //! What the next step does: pure functions of where every request stands, so that they can be read and tested alone.
 //!
-//! Requests run in order of arrival. Every step takes one token of each answer, and as much of the oldest prompts as the
-//! rest of its tokens allows. A request that lacks room in the cache takes it from the youngest one, which is put back
-//! to wait and computed again later; the oldest one therefore always goes on, and everyone ends.
+//! Requests start in order of arrival. Every step takes one token of each answer, and prompts with the rest of its tokens:
+//! half of them go to the oldest prompt, the other half to those that have the fewest left. A request that lacks room in
+//! the cache takes it from the youngest one, which is put back to wait and computed again later. The oldest one therefore
+//! always goes on, and everyone ends.
 
 use taper_kv_cache::BLOCK_TOKENS;
 
@@ -46,6 +47,8 @@ pub(crate) struct Share {
     pub sequence: usize,
     /// Tokens.
     pub tokens: usize,
+    /// Whether it is one token of an answer, after which the next one is drawn.
+    pub generates: bool,
 }
 
 /// What to do next.
@@ -76,6 +79,11 @@ impl Place {
 impl Standing {
     fn in_prompt(&self) -> bool {
         self.forks > 0
+    }
+
+    /// Sequences whose next token is drawn after the next step.
+    pub(crate) fn rows(&self) -> usize {
+        if self.in_prompt() { 0 } else { self.sequences.iter().filter(|place| place.left() == 1).count() }
     }
 
     /// Blocks that the choices take when they go on from the prompt: all but one copy a started block.
@@ -119,51 +127,80 @@ pub(crate) fn admits(
     known + 2 * sequences + reserved <= free_blocks
 }
 
+/// Tokens of a sequence that come before it generates: those of a prompt, or of an answer that is computed again.
+#[derive(Debug, Clone, Copy)]
+struct Rest {
+    request: usize,
+    sequence: usize,
+    tokens: usize,
+}
+
 /// What the running requests, oldest first, do next. `cut(request, max)` says how many tokens of its prompt a request
 /// takes if it should take at most `max`; its method may want more.
+///
+/// Let a step take `b` prompt tokens, and methods that can be cut anywhere. The oldest prompt takes at least `b / 2` of
+/// them, rounded up, so a prompt is in after at most the sum of `n / (b / 2)` steps over it and the prompts before it,
+/// whatever comes later. The others share at least `b / 2`, rounded down, those first that have the fewest tokens left:
+/// a prompt of `n` tokens is in after `m / (b / 2)` steps, where `m` is `n` and what is left of prompts that have less
+/// left than it.
 pub(crate) fn plan(running: &[Standing], budget: Budget, cut: impl Fn(usize, usize) -> usize) -> Decision {
     let mut free = budget.blocks;
     let youngest = running.len().saturating_sub(1);
     let mut shares = Vec::new();
-    // Answers: one token each.
-    for (request, standing) in running.iter().enumerate().filter(|(_, standing)| !standing.in_prompt()) {
-        for (sequence, place) in standing.sequences.iter().enumerate().filter(|(_, place)| place.left() == 1) {
+    let mut rests = Vec::new();
+    for (request, standing) in running.iter().enumerate() {
+        for (sequence, place) in standing.sequences.iter().enumerate() {
+            if standing.in_prompt() || place.left() > 1 {
+                let tokens = if standing.in_prompt() { place.left() } else { place.left() - 1 };
+                rests.push(Rest { request, sequence, tokens });
+                continue;
+            }
             let growth = place.growth(1);
             if growth > free {
                 return Decision::Preempt;
             }
             free -= growth;
-            shares.push(Share { request, sequence, tokens: 1 });
+            shares.push(Share { request, sequence, tokens: 1, generates: true });
         }
     }
-    // Prompts, and answers that are computed again but for their last token.
-    let mut most = if shares.is_empty() { budget.alone } else { budget.beside };
-    let mut first = true;
-    for (request, standing) in running.iter().enumerate() {
-        for (sequence, place) in standing.sequences.iter().enumerate() {
-            let again = if standing.in_prompt() { place.left() } else { place.left() - 1 };
-            if again == 0 || most == 0 {
-                continue;
-            }
-            let take = if standing.in_prompt() { cut(request, most).clamp(1, again) } else { most.min(again) };
-            // What cannot be cut short goes alone.
-            if take > most && !first {
-                continue;
-            }
-            let ends = standing.in_prompt() && take == again;
-            let growth = place.growth(take) + if ends { standing.fork_blocks() } else { 0 };
-            if growth > free {
-                if request < youngest || shares.is_empty() {
-                    return Decision::Preempt;
-                }
-                continue;
-            }
-            free -= growth;
-            most = most.saturating_sub(take);
-            first = false;
-            shares.push(Share { request, sequence, tokens: take });
+    let most = if shares.is_empty() { budget.alone } else { budget.beside };
+    let Some((&mut oldest, others)) = rests.split_first_mut().filter(|_| most > 0) else { return Decision::Step(shares) };
+    let take = |rest: Rest, max: usize| match running[rest.request].in_prompt() {
+        true => cut(rest.request, max).clamp(1, rest.tokens),
+        false => max.min(rest.tokens),
+    };
+    let growth = |rest: Rest, tokens: usize| {
+        let standing = &running[rest.request];
+        let ends = standing.in_prompt() && tokens == rest.tokens;
+        standing.sequences[rest.sequence].growth(tokens) + if ends { standing.fork_blocks() } else { 0 }
+    };
+    let share = |rest: Rest, tokens| Share { request: rest.request, sequence: rest.sequence, tokens, generates: false };
+    // Room for all that the oldest may take is set aside before the others take theirs.
+    let whole = take(oldest, most);
+    let Some(mut free) = free.checked_sub(growth(oldest, whole)) else {
+        return if oldest.request < youngest || shares.is_empty() { Decision::Preempt } else { Decision::Step(shares) };
+    };
+    let half = most.div_ceil(2);
+    // What cannot be cut into steps at all goes alone.
+    let mut left = if whole > budget.alone { 0 } else { most - whole.min(half) };
+    let (mut taken, mut first) = (0, true);
+    others.sort_by_key(|rest| rest.tokens);
+    for &rest in &*others {
+        let tokens = if left > 0 { take(rest, left) } else { break };
+        // What cannot be cut as short as that takes what it must if it is the first, but no more than a step of prompts.
+        if tokens > left && (!first || tokens > budget.alone) {
+            continue;
         }
+        let Some(after) = free.checked_sub(growth(rest, tokens)) else {
+            if rest.request < youngest {
+                return Decision::Preempt;
+            }
+            continue;
+        };
+        (free, left, taken, first) = (after, left.saturating_sub(tokens), taken + tokens, false);
+        shares.push(share(rest, tokens));
     }
+    shares.push(share(oldest, take(oldest, most.saturating_sub(taken).max(half))));
     shares.sort_by_key(|share| (share.request, share.sequence));
     Decision::Step(shares)
 }

@@ -28,6 +28,8 @@ pub struct Probe {
     pub longest: AtomicUsize,
     /// Most sequences of one step so far.
     pub widest: AtomicUsize,
+    /// Lengths of prompts, in the order in which they were all in.
+    pub prefilled: Mutex<Vec<usize>>,
     /// How often a sequence lost its place in the cache.
     pub retracted: AtomicUsize,
     /// How often the idle engine had the stub checked.
@@ -178,6 +180,10 @@ impl Backend for StubBackend {
             assert!(rest.iter().zip(tokens).all(|(a, b)| a == b), "a prompt's tokens in their order");
             sequence.tokens.extend_from_slice(tokens);
             self.held_blocks += sequence.blocks() - before;
+            if sequence.tokens.len() == sequence.prompt.len() {
+                let mut prefilled = self.probe.prefilled.lock().unwrap_or_else(PoisonError::into_inner);
+                prefilled.push(sequence.prompt.len());
+            }
             rows.push(logits.then(|| self.logits(sequence)));
         }
         if self.held_blocks > self.limits.cache_tokens / BLOCK_TOKENS {

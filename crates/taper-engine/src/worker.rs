@@ -140,7 +140,7 @@ impl<B: Backend> Worker<B> {
     fn decide(&mut self) -> Option<Vec<Share>> {
         while !self.running.is_empty() {
             let standing = self.standing();
-            let rows = standing.iter().filter(|s| s.forks == 0).map(|s| s.sequences.len()).sum();
+            let rows = standing.iter().map(Standing::rows).sum();
             let most = self.config.chunk_tokens.max(1);
             let budget = Budget {
                 alone: most,
@@ -174,10 +174,10 @@ impl<B: Backend> Worker<B> {
         let started = Instant::now();
         let rows = match self.forward(&shares, None) {
             Ok(rows) => {
-                let generated = |share: &&Share| share.tokens == 1;
                 let all = || shares.iter().flatten();
-                let prompt = all().filter(|s| !generated(s)).map(|s| s.tokens).sum();
-                self.pace.note(all().filter(generated).count(), prompt, started.elapsed().as_secs_f64());
+                let prompt = all().filter(|share| !share.generates).map(|share| share.tokens).sum();
+                let generated = all().filter(|share| share.generates).count();
+                self.pace.note(generated, prompt, started.elapsed().as_secs_f64());
                 let mut rows = rows.into_iter();
                 shares.iter().map(|shares| Ok(rows.by_ref().take(shares.len()).collect())).collect()
             }

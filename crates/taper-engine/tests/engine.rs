@@ -316,6 +316,22 @@ fn requests_run_together_and_keep_running_beside_a_long_prompt() {
 }
 
 #[test]
+fn short_prompts_do_not_wait_for_a_long_one() {
+    let limits = Limits { context_tokens: 20_000, cache_tokens: 40_960, vocab: VOCAB };
+    let backend = StubBackend { limits, ..StubBackend::new("abc") };
+    let probe = Arc::clone(&backend.probe);
+    let engine = backend.engine(EngineConfig { chunk_tokens: 1024, ..Default::default() });
+    let long = engine.submit(request(&format!("SLOW{}", "p".repeat(16_380)))).unwrap();
+    wait("its first steps", || probe.steps.load(Ordering::SeqCst) > 0);
+    let shorts: Vec<Events> = (0..8).map(|i| engine.submit(request(&"p".repeat(500 - i))).unwrap()).collect();
+    for events in shorts.into_iter().chain([long]) {
+        assert_eq!(collect(events).texts, ["abc"]);
+    }
+    let prefilled = probe.prefilled.lock().unwrap();
+    assert_eq!((prefilled.len(), prefilled.last()), (9, Some(&16_384)), "{prefilled:?}");
+}
+
+#[test]
 fn a_request_that_loses_its_place_answers_as_if_it_had_not() {
     // Eight blocks; each request takes one to begin with and five in the end.
     let limits = Limits { context_tokens: 512, cache_tokens: 8 * 64, vocab: VOCAB };

@@ -19,15 +19,19 @@ fn budget(blocks: usize) -> Budget {
 }
 
 fn share(request: usize, sequence: usize, tokens: usize) -> Share {
-    Share { request, sequence, tokens }
+    Share { request, sequence, tokens, generates: false }
+}
+
+fn row(request: usize, sequence: usize) -> Share {
+    Share { generates: true, ..share(request, sequence, 1) }
 }
 
 #[test]
 fn answers_go_first_and_prompts_share_what_is_left() {
     let running = [answer(&[70, 80]), prompt(0, 20, 1), prompt(0, 600, 1), answer(&[5])];
     let step = plan(&running, budget(100), |_, max| max);
-    let expected = [share(0, 0, 1), share(0, 1, 1), share(1, 0, 20), share(2, 0, 12), share(3, 0, 1)];
-    assert_eq!(step, Decision::Step(expected.into()));
+    let expected = [row(0, 0), row(0, 1), share(1, 0, 16), share(2, 0, 16), row(3, 0)];
+    assert_eq!(step, Decision::Step(expected.into()), "a half each");
     let step = plan(&running[1..3], budget(100), |_, max| max);
     assert_eq!(step, Decision::Step(vec![share(0, 0, 20), share(1, 0, 492)]), "nobody waits for a token");
 }
@@ -46,7 +50,41 @@ fn what_comes_again_stops_before_the_last_known_token() {
     let again = Standing { sequences: vec![Place { cached: 100, known: 150 }], forks: 0, again: 0 };
     assert_eq!(plan(&[again], budget(100), |_, max| max), Decision::Step(vec![share(0, 0, 49)]));
     let last = Standing { sequences: vec![Place { cached: 149, known: 150 }], forks: 0, again: 0 };
-    assert_eq!(plan(&[last], budget(100), |_, max| max), Decision::Step(vec![share(0, 0, 1)]));
+    assert_eq!(plan(&[last], budget(100), |_, max| max), Decision::Step(vec![row(0, 0)]));
+}
+
+#[test]
+fn prompts_with_little_left_pass_those_with_much() {
+    let running = [prompt(0, 16000, 1), prompt(100, 900, 1), prompt(0, 100, 1), prompt(500, 750, 1)];
+    let step = plan(&running, budget(1000), |_, max| max);
+    assert_eq!(step, Decision::Step(vec![share(0, 0, 256), share(2, 0, 100), share(3, 0, 156)]));
+    // What the others leave of their half the oldest takes.
+    let step = plan(&running[..1], budget(1000), |_, max| max);
+    assert_eq!(step, Decision::Step(vec![share(0, 0, 512)]));
+    let step = plan(&[prompt(0, 16000, 1), prompt(0, 100, 1)], budget(1000), |_, max| max);
+    assert_eq!(step, Decision::Step(vec![share(0, 0, 412), share(1, 0, 100)]));
+    // Those that are cut at 64 tokens take them where 16 are left; the first of each half.
+    let step =
+        plan(&[answer(&[9]), running[0].clone(), running[2].clone(), running[3].clone()], budget(1000), |_, max| {
+            max.next_multiple_of(64)
+        });
+    assert_eq!(step, Decision::Step(vec![row(0, 0), share(1, 0, 64), share(2, 0, 64)]));
+    // One that cannot be cut at all passes if a step of prompts could hold it.
+    let uncut = |length: usize| {
+        let running = [answer(&[9]), prompt(0, 16000, 1), prompt(0, length, 1)];
+        plan(&running, budget(1000), |request, max| if request == 2 { length } else { max })
+    };
+    assert_eq!(uncut(512), Decision::Step(vec![row(0, 0), share(1, 0, 16), share(2, 0, 512)]));
+    assert_eq!(uncut(513), Decision::Step(vec![row(0, 0), share(1, 0, 32)]));
+}
+
+#[test]
+fn a_prompts_last_token_is_no_row_of_an_answer() {
+    let step = plan(&[answer(&[9]), prompt(99, 100, 1)], budget(1000), |_, max| max);
+    assert_eq!(step, Decision::Step(vec![row(0, 0), share(1, 0, 1)]));
+    let again = Standing { sequences: vec![Place { cached: 100, known: 102 }], forks: 0, again: 0 };
+    assert_eq!((again.rows(), answer(&[9, 10]).rows(), prompt(99, 100, 2).rows()), (0, 2, 0));
+    assert_eq!(plan(&[again], budget(100), |_, max| max), Decision::Step(vec![share(0, 0, 1)]));
 }
 
 #[test]
@@ -56,7 +94,7 @@ fn the_youngest_makes_room_and_nobody_else_waits_for_it() {
     assert_eq!(plan(&[answer(&[10]), answer(&[64])], budget(0), |_, max| max), Decision::Preempt);
     // The youngest one's prompt waits while others get on; an older one's does not.
     let step = plan(&[answer(&[10]), prompt(64, 200, 1)], budget(0), |_, max| max);
-    assert_eq!(step, Decision::Step(vec![share(0, 0, 1)]));
+    assert_eq!(step, Decision::Step(vec![row(0, 0)]));
     assert_eq!(plan(&[prompt(64, 200, 1), answer(&[10])], budget(0), |_, max| max), Decision::Preempt);
     // The last chunk needs room for the other choices' copies of the started block.
     assert_eq!(plan(&[prompt(64, 70, 3)], budget(2), |_, max| max), Decision::Preempt);
@@ -218,9 +256,13 @@ proptest! {
                     }
                 };
                 prop_assert!(!shares.is_empty(), "a step that does nothing");
-                let prompts: usize = shares.iter().filter(|share| share.tokens > 1).count();
-                let tokens: usize = shares.iter().filter(|share| share.tokens > 1).map(|share| share.tokens).sum();
-                prop_assert!(tokens <= 256 || prompts == 1, "only what cannot be cut short exceeds the budget");
+                let prompts: Vec<&Share> = shares.iter().filter(|share| !share.generates).collect();
+                let most = if prompts.len() < shares.len() { 48 } else { 256 };
+                let tokens: usize = prompts.iter().map(|share| share.tokens).sum();
+                let uncut = |share: &&&Share| share.tokens > most / 2 && running[share.request].chunk > 1;
+                let others = tokens - prompts.iter().filter(uncut).map(|share| share.tokens).sum::<usize>();
+                prop_assert!(tokens <= most || others <= most, "only what cannot be cut short exceeds the budget");
+                prop_assert!(tokens <= 512 || prompts.len() == 1, "what takes more than a step goes alone");
                 let oldest = running[0].arrival;
                 prop_assert!(running.iter().chain(&waiting).all(|run| run.arrival >= oldest), "the oldest runs");
                 // Places are those before the step, which may be a choice's last.
@@ -256,5 +298,70 @@ proptest! {
             }
         }
         prop_assert_eq!(left + ended, arrivals, "all come to an end");
+    }
+}
+
+/// Prompts of so many tokens that arrive before the steps given, in that order; the steps that each was in after, counted
+/// from its arrival. Steps take `most` prompt tokens.
+fn prompt_steps(arrivals: &[(usize, usize)], most: usize) -> Vec<usize> {
+    let mut done = vec![0; arrivals.len()];
+    let mut running: Vec<(usize, Standing)> = Vec::new();
+    let mut coming = arrivals.iter().copied().enumerate().peekable();
+    for step in 0.. {
+        while let Some((number, (_, tokens))) = coming.next_if(|(_, (arrival, _))| *arrival <= step) {
+            running.push((number, prompt(0, tokens, 1)));
+        }
+        let standing: Vec<Standing> = running.iter().map(|(_, standing)| standing.clone()).collect();
+        let budget = Budget { alone: most, beside: 0, blocks: usize::MAX };
+        let Decision::Step(shares) = plan(&standing, budget, |_, max| max) else { panic!("there is room for all") };
+        assert!(shares.iter().map(|share| share.tokens).sum::<usize>() <= most);
+        for share in shares {
+            running[share.request].1.sequences[0].cached += share.tokens;
+        }
+        running.retain(|(number, standing)| {
+            let in_prompt = standing.sequences[0].left() > 0;
+            if !in_prompt {
+                done[*number] = step + 1 - arrivals[*number].0;
+            }
+            in_prompt
+        });
+        if running.is_empty() && coming.peek().is_none() {
+            break;
+        }
+    }
+    done
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(500))]
+
+    /// A prompt's wait is bounded by those before it, whatever comes after.
+    #[test]
+    fn no_prompt_starves(
+        mut arrivals in prop::collection::vec((0usize..40, prop_oneof![1usize..60, 1usize..3000]), 1..30),
+        most in 1usize..300,
+    ) {
+        arrivals.sort_by_key(|(step, _)| *step);
+        let half = most.div_ceil(2);
+        let mut bound = 0;
+        for (&(_, tokens), steps) in arrivals.iter().zip(prompt_steps(&arrivals, most)) {
+            bound += tokens.div_ceil(half);
+            prop_assert!(steps <= bound, "{steps} steps for {tokens} tokens, bound {bound}");
+        }
+    }
+
+    /// Behind a long prompt the others wait for those with less left than they have, and not for it.
+    #[test]
+    fn a_short_prompt_waits_for_shorter_ones_alone(
+        shorts in prop::collection::vec(1usize..1000, 1..20),
+        most in 2usize..300,
+    ) {
+        let arrivals: Vec<_> = std::iter::once(16384).chain(shorts).map(|tokens| (0, tokens)).collect();
+        let steps = prompt_steps(&arrivals, most);
+        for (i, &(_, tokens)) in arrivals.iter().enumerate().skip(1) {
+            let before = |(j, (_, other)): &(usize, &(usize, usize))| *other < tokens || *other == tokens && *j <= i;
+            let sum: usize = arrivals.iter().enumerate().filter(before).map(|(_, (_, tokens))| tokens).sum();
+            prop_assert!(steps[i] <= sum.div_ceil(most / 2), "{} steps for {tokens} after {sum}", steps[i]);
+        }
     }
 }
