@@ -95,8 +95,9 @@ impl Sequence {
     }
 
     /// Prompt tokens that the next step takes: at most `max_tokens`, unless the prefill method must see more at once. 0
-    /// once the prompt is done.
+    /// once the prompt is done. Tokens that come a second time are not taken together with new ones.
     pub fn chunk(&self, max_tokens: usize) -> usize {
+        let max_tokens = if self.len < self.reported { max_tokens.min(self.reported - self.len) } else { max_tokens };
         match self.phase() {
             Phase::Context => self.spec.prefill.method.cut(self.len, self.context, max_tokens) - self.len,
             Phase::Question => (self.prompt - self.len).min(max_tokens),
@@ -148,15 +149,17 @@ impl Sequence {
         Ok(Self { spec, seed, table, prefix: Vec::new(), unread: Vec::new(), carries, report, ..*self })
     }
 
-    /// Gives the blocks back, to [rejoin](Self::rejoin) its prompt later. For a sequence whose prompt is cached.
+    /// Gives the blocks back, to [rejoin](Self::rejoin) its prompt later.
     pub fn retract(&mut self, pool: &mut KvPool) {
         self.reported = self.reported.max(self.len);
         pool.release(&mut self.table);
+        self.carries.clear();
         self.len = 0;
     }
 
-    /// Lets sequences go on from `prompt`, which holds the same prompt, after [`retract`](Self::retract). Tokens that come
-    /// a second time are reported once; no step may take some of those together with new ones.
+    /// Lets sequences go on from `prompt`, which holds the same prompt or its beginning, after
+    /// [`retract`](Self::retract). Tokens that come a second time are reported once; no step may take some of those together
+    /// with new ones.
     ///
     /// # Errors
     /// [`KvError::OutOfBlocks`]: each but the last copies a started block.

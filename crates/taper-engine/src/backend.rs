@@ -57,11 +57,11 @@ pub trait Backend: Send + 'static {
     /// Blocks of the cache that no sequence holds.
     fn free_blocks(&self) -> usize;
 
-    /// Takes the cache's blocks from a sequence whose prompt is in; it keeps what it has reported.
+    /// Takes the cache's blocks from a sequence; it keeps what it has reported.
     fn retract(&mut self, sequence: &mut Self::Sequence);
 
-    /// Lets sequences that were retracted go on from a new one of the same prompt, all of which is in. The tokens after the
-    /// prompt come once more, and not in one step with new ones.
+    /// Lets sequences that were retracted go on from a new one of the same prompt: one from as much of it as is in, several
+    /// once all is. What they had beyond comes once more, and tokens after the prompt not in one step with new ones.
     ///
     /// # Errors
     /// No room in the cache.

@@ -50,8 +50,10 @@ pub(crate) struct Run<S> {
     /// The prompt's sequence until the choices go on from it, the first time or again.
     prompt: Option<S>,
     choices: Vec<Choice<S>>,
-    /// Prompt tokens that another prompt had left in the cache when this one came; none until it has.
-    reused: Option<usize>,
+    /// Prompt tokens that came from the cache, where other prompts had left them.
+    reused: usize,
+    /// Prompt tokens that were in the cache before it lost its place, from wherever.
+    known: usize,
     started: Instant,
 }
 
@@ -87,7 +89,7 @@ impl<S> Run<S> {
                 usage: None,
             })
             .collect();
-        Self { job, prompt: None, choices, reused: None, started: Instant::now() }
+        Self { job, prompt: None, choices, reused: 0, known: 0, started: Instant::now() }
     }
 
     pub(crate) fn job(&self) -> &Job {
@@ -114,20 +116,32 @@ impl<S> Run<S> {
     /// Takes its place in the cache, for the first time or after [`retract`](Self::retract).
     pub(crate) fn open<B: Backend<Sequence = S>>(&mut self, backend: &mut B) -> Result<(), RequestError> {
         let request = &self.job.request;
-        let prompt =
+        let fresh =
             backend.open(&request.attention, request.sampling.seed, &request.prompt, request.question_tokens)?;
-        self.reused.get_or_insert(backend.cached(&prompt));
-        self.prompt = Some(prompt);
+        let cached = backend.cached(&fresh);
+        self.reused += cached.saturating_sub(self.known);
+        self.known = self.known.max(cached);
+        match &mut self.prompt {
+            Some(prompt) => backend.rejoin(vec![prompt], fresh)?,
+            None => self.prompt = Some(fresh),
+        }
         Ok(())
     }
 
     /// Gives its place in the cache up.
     pub(crate) fn retract<B: Backend<Sequence = S>>(&mut self, backend: &mut B) {
-        if let Some(prompt) = self.prompt.take() {
+        if self.begun()
+            && let Some(prompt) = self.prompt.take()
+        {
+            // The prompt came again for the choices, which are retracted already.
             backend.close(prompt);
             return;
         }
-        self.choices.iter_mut().filter_map(|choice| choice.sequence.as_mut()).for_each(|s| backend.retract(s));
+        let choices = self.choices.iter_mut().filter_map(|choice| choice.sequence.as_mut());
+        for sequence in self.prompt.iter_mut().chain(choices) {
+            self.known = self.known.max(backend.cached(sequence).min(self.job.request.prompt.len()));
+            backend.retract(sequence);
+        }
     }
 
     /// The sequences that steps go over: of the prompt, or of each choice that goes on.
@@ -260,7 +274,7 @@ impl<S> Run<S> {
     fn usage(&self) -> Usage {
         Usage {
             prompt_tokens: self.job.request.prompt.len(),
-            cached_tokens: self.reused.unwrap_or(0),
+            cached_tokens: self.reused,
             completion_tokens: self.choices.iter().map(|c| c.output.generated()).sum(),
             attention: self.choices.iter().filter_map(|c| c.usage.clone()).collect(),
         }

@@ -140,10 +140,11 @@ fn a_request_gets_the_same_tokens_alone_and_among_others() {
 fn together(busy: &Engine, requests: &[Request], alone: &[Answer]) {
     let events: Vec<Events> = requests.iter().map(|r| busy.submit(r.clone()).unwrap()).collect();
     for ((events, expected), request) in events.into_iter().zip(alone).zip(requests) {
-        let (tokens, usage) = answer(events);
+        let (tokens, usage) = collect(events).unwrap();
         let pair = Value::from((*request.attention).clone());
         assert_eq!(tokens, expected.0, "{pair}");
-        assert_eq!(usage, expected.1, "{pair}");
+        assert_eq!(serde_json::to_value(&usage.attention).unwrap(), expected.1, "{pair}");
+        assert_eq!(usage.cached_tokens, 0, "what is its own does not come from another prompt: {pair}");
     }
     idle(busy);
 }
@@ -177,6 +178,39 @@ fn a_request_that_loses_its_place_in_the_cache_gets_the_same_tokens() {
         let busy = engine(18, prefix, EngineConfig { chunk_tokens: 100, ..EngineConfig::default() });
         together(&busy, &requests, &alone);
         assert!(busy.load().preemptions > 1, "{:?}", busy.load());
+    }
+}
+
+#[test]
+fn a_prompt_that_loses_its_place_on_its_way_in_is_counted_once() {
+    let window = json!({ "method": "streaming_llm", "sink": 4, "window": 50 });
+    let prefill = [
+        json!({ "method": "dense" }),
+        json!({ "method": "delta", "gamma": 16, "base": window.clone() }),
+        window,
+    ];
+    // Six answers that grow from two blocks to five, and beside them a prompt of thirty that takes 119 steps.
+    let with = |tokens: usize, length: usize| {
+        move |request: Request| Request {
+            prompt: (0..length).map(|i| ((i * i + 7 * i + length) % 64) as u32).collect(),
+            stop: StopRules { ignore_eos: true, max_tokens: Some(tokens), ..StopRules::default() },
+            choices: 1,
+            ..request
+        }
+    };
+    for prefill in prefill {
+        let pair = json!({ "prefill": prefill, "decode": { "method": "quest", "k": 24 }, "audit": 0.1 });
+        let mut requests: Vec<Request> =
+            (0..6).map(|i| with(200, 95 + i)(request(i, &json!({ "audit": 0.1 })))).collect();
+        requests.push(with(9, 1900)(request(6, &pair)));
+        let quiet = engine(64, false, EngineConfig::default());
+        let alone: Vec<Answer> = requests.iter().map(|r| answer(quiet.submit(r.clone()).unwrap())).collect();
+        for prefix in [false, true] {
+            // The prompt is never in before an answer wants a block that it has.
+            let busy = engine(50, prefix, EngineConfig { stretch: 1.0, ..EngineConfig::default() });
+            together(&busy, &requests, &alone);
+            assert_eq!(busy.load().preemptions, 1, "{pair}");
+        }
     }
 }
 

@@ -32,6 +32,27 @@ fn chunks_take_what_is_left_and_lengths_are_those_of_whole_prompts() {
 }
 
 #[test]
+fn tokens_that_come_again_are_not_taken_together_with_new_ones() {
+    let mut pool = pool(8);
+    let hip = || json!({ "method": "hip" });
+    for (mut sequence, before, again) in
+        [(sequence(500, json!({ "method": "dense" })), 100, 37), (sequence(500, hip()), 128, 64)]
+    {
+        pool.grow(sequence.table_mut(), before).unwrap();
+        sequence.len = before;
+        sequence.retract(&mut pool);
+        assert_eq!((sequence.len(), sequence.chunk(again), sequence.chunk(1000)), (0, again, before));
+        let mut fresh = Sequence::new(sequence.spec.clone(), 1, 500);
+        fresh.len = again;
+        Sequence::rejoin(vec![&mut sequence], &mut pool, fresh).unwrap();
+        assert_eq!(sequence.chunk(1000), before - again);
+        sequence.len = before;
+        assert!(sequence.chunk(1000) > 300, "then as much as it likes");
+    }
+    pool.check_integrity([]);
+}
+
+#[test]
 fn a_batch_of_sequences_gives_each_what_it_gets_alone() {
     let tensor = |rows: usize, heads: usize, salt: usize| {
         let values: Vec<f32> = (0..rows * heads * 8).map(|i| ((i * 7 + salt) % 23) as f32 / 11.0 - 1.0).collect();
