@@ -66,6 +66,21 @@ impl Sequence {
     /// A prompt's last token is never taken over, since its logits are wanted.
     #[must_use]
     pub fn with_prefix(mut self, pool: &mut KvPool, prompt: &[u32], rotary: &dyn Rotary) -> Self {
+        let (keys, taken) = self.prefix_keys(pool, prompt, rotary);
+        self.table = pool.recall(&keys[..taken]);
+        self.len = taken * BLOCK_TOKENS;
+        self.prefix = keys;
+        self
+    }
+
+    /// Blocks that [`with_prefix`](Self::with_prefix) would take over and that other sequences hold.
+    pub fn shared_blocks(&self, pool: &KvPool, prompt: &[u32], rotary: &dyn Rotary) -> usize {
+        let (keys, taken) = self.prefix_keys(pool, prompt, rotary);
+        pool.held(&keys[..taken])
+    }
+
+    /// What stands for the blocks that prompts of this spec share, and how many of them may be taken over now.
+    fn prefix_keys(&self, pool: &KvPool, prompt: &[u32], rotary: &dyn Rotary) -> (Vec<PrefixKey>, usize) {
         let Chosen { name, json, method } = &self.spec.prefill;
         let length = if rotary.heeds_length() { self.prompt } else { 0 };
         let mut keys = PrefixKey::chain(format!("{name} {json} {length}").as_bytes(), &prompt[..self.context]);
@@ -73,10 +88,7 @@ impl Sequence {
         keys.truncate(shared(keys.len()));
         let most = keys.len().min(self.prompt.saturating_sub(1) / BLOCK_TOKENS);
         let taken = shared(pool.remembered(&keys[..most]));
-        self.table = pool.recall(&keys[..taken]);
-        self.len = taken * BLOCK_TOKENS;
-        self.prefix = keys;
-        self
+        (keys, taken)
     }
 
     /// Tokens whose keys and values are cached.

@@ -57,6 +57,11 @@ pub trait Backend: Send + 'static {
     /// Blocks of the cache that no sequence holds.
     fn free_blocks(&self) -> usize;
 
+    /// Blocks that such a sequence would share with others from the start, so that it takes none of the free ones for them.
+    fn shared_blocks(&self, _attention: &Arc<AttentionSpec>, _prompt: &[u32], _question_tokens: usize) -> usize {
+        0
+    }
+
     /// Takes the cache's blocks from a sequence; it keeps what it has reported.
     fn retract(&mut self, sequence: &mut Self::Sequence);
 

@@ -75,6 +75,10 @@ impl Backend for Handover {
         self.prompts.free_blocks().min(self.answers.free_blocks())
     }
 
+    fn shared_blocks(&self, attention: &Arc<AttentionSpec>, prompt: &[u32], question_tokens: usize) -> usize {
+        self.prompts.shared_blocks(attention, prompt, question_tokens)
+    }
+
     fn retract(&mut self, held: &mut Held) {
         match held {
             Held::Prompts(sequence) => self.prompts.retract(sequence),

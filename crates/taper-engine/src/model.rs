@@ -241,6 +241,11 @@ impl Backend for ModelBackend {
         self.pool.free_blocks()
     }
 
+    fn shared_blocks(&self, attention: &Arc<AttentionSpec>, prompt: &[u32], question_tokens: usize) -> usize {
+        let sequence = Sequence::new(Arc::clone(attention), 0, prompt.len()).with_question(question_tokens);
+        if self.prefix { sequence.shared_blocks(&self.pool, prompt, self.model.rotary()) } else { 0 }
+    }
+
     fn retract(&mut self, sequence: &mut Sequence) {
         sequence.retract(&mut self.pool);
     }

@@ -77,15 +77,15 @@ impl<T> Queue<T> {
         if state.waiting.front().is_some_and(fits) { state.take() } else { None }
     }
 
-    /// Takes out the waiting jobs that `ended` picks.
-    pub(crate) fn remove(&self, mut ended: impl FnMut(&mut T) -> bool) -> Vec<T> {
+    /// Takes out the waiting jobs that `ended` picks; most often there are none.
+    pub(crate) fn remove(&self, ended: impl Fn(&T) -> bool) -> Vec<T> {
         let mut state = self.lock();
-        let (mut out, mut stay) = (Vec::new(), VecDeque::new());
-        for mut job in state.waiting.drain(..) {
-            if ended(&mut job) { out.push(job) } else { stay.push_back(job) }
+        if !state.waiting.iter().any(&ended) {
+            return Vec::new();
         }
+        let (out, stay): (VecDeque<T>, VecDeque<T>) = state.waiting.drain(..).partition(ended);
         state.waiting = stay;
-        out
+        out.into()
     }
 
     /// A popped job has ended.
@@ -137,6 +137,15 @@ mod tests {
         queue.push(3, |&job| job == 1).unwrap();
         assert_eq!((queue.pop(), queue.pop()), (Some(2), Some(3)));
         assert_eq!(queue.load(), (0, 2, false, false));
+    }
+
+    #[test]
+    fn those_that_end_leave_and_the_others_keep_their_order() {
+        let queue = Queue::new(9);
+        (1..=5).for_each(|job| queue.push(job, |_| false).unwrap());
+        assert!(queue.remove(|job| *job > 5).is_empty());
+        assert_eq!(queue.remove(|job| job % 2 == 0), [2, 4]);
+        assert_eq!([queue.pop(), queue.pop(), queue.pop()], [Some(1), Some(3), Some(5)]);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use crate::backend::{Backend, Input};
 use crate::engine::EngineConfig;
 use crate::pace::Pace;
 use crate::queue::Queue;
-use crate::request::RequestError;
+use crate::request::{Request, RequestError};
 use crate::run::{Job, Run};
 use crate::schedule::{self, Budget, Decision, Share, Standing};
 use crate::text::Text;
@@ -73,8 +73,9 @@ impl<B: Backend> Worker<B> {
     /// One turn of the loop, with at least one request at hand.
     fn turn(&mut self) {
         self.let_go();
-        self.admit();
-        if let Some(shares) = self.decide() {
+        let mut standing = self.running.iter().map(|run| run.standing(&self.backend)).collect();
+        self.admit(&mut standing);
+        if let Some(shares) = self.decide(standing) {
             self.step(&shares);
         }
         if self.running.is_empty() && self.preempted.is_empty() && self.queue.load().0 == 0 {
@@ -107,21 +108,28 @@ impl<B: Backend> Worker<B> {
         }
     }
 
-    /// Starts what there is room for, oldest first: those that ran before, then the queue.
-    fn admit(&mut self) {
+    /// Starts what there is room for beside those that run, oldest first: those that ran before, then the queue.
+    fn admit(&mut self, standing: &mut Vec<Standing>) {
         loop {
-            let standing = self.standing();
-            let fits = |wants| schedule::admits(&standing, self.backend.free_blocks(), self.config.sequences, wants);
+            let fits = |(blocks, sequences), request: &Request| {
+                let free = self.backend.free_blocks();
+                let admits = |blocks| schedule::admits(standing, free, self.config.sequences, (blocks, sequences));
+                // What others hold already takes no room. To look for it takes time.
+                let shared =
+                    || self.backend.shared_blocks(&request.attention, &request.prompt, request.question_tokens);
+                admits(blocks) || admits(0) && admits(blocks.saturating_sub(shared()))
+            };
             let next = match self.preempted.front() {
-                Some(run) if fits(run.wants()) => self.preempted.pop_front(),
+                Some(run) if fits(run.wants(), &run.job().request) => self.preempted.pop_front(),
                 Some(_) => None,
                 None => {
-                    let job = self.queue.pop_if(|job| fits(job.wants()));
+                    let job = self.queue.pop_if(|job| fits(job.wants(), &job.request));
                     job.map(|job| Run::new(job, &*self.text))
                 }
             };
             let Some(run) = next else { return };
             self.start(run);
+            standing.extend(self.running.get(standing.len()).map(|run| run.standing(&self.backend)));
         }
     }
 
@@ -132,14 +140,9 @@ impl<B: Backend> Worker<B> {
         }
     }
 
-    fn standing(&self) -> Vec<Standing> {
-        self.running.iter().map(|run| run.standing(&self.backend)).collect()
-    }
-
-    /// What the next step does, once there is room for it; none if nothing runs.
-    fn decide(&mut self) -> Option<Vec<Share>> {
+    /// What the next step does with those that run, once there is room for it; none if nothing runs.
+    fn decide(&mut self, mut standing: Vec<Standing>) -> Option<Vec<Share>> {
         while !self.running.is_empty() {
-            let standing = self.standing();
             let rows = standing.iter().map(Standing::rows).sum();
             let most = self.config.chunk_tokens.max(1);
             let budget = Budget {
@@ -151,6 +154,7 @@ impl<B: Backend> Worker<B> {
             match schedule::plan(&standing, budget, cut) {
                 Decision::Step(shares) => return Some(shares),
                 Decision::Preempt => {
+                    standing.pop();
                     let mut run = self.running.pop()?;
                     if self.running.is_empty() {
                         let error = RequestError::Step("the KV cache has no room for the request alone: a bug".into());

@@ -142,6 +142,12 @@ impl KvPool {
         keys.iter().take_while(|key| self.prefixes.find(key).is_some()).count()
     }
 
+    /// How many of the blocks that the keys stand for some table holds.
+    pub fn held(&self, keys: &[PrefixKey]) -> usize {
+        let held = |key: &&PrefixKey| self.prefixes.find(key).is_some_and(|block| self.references[block as usize] > 0);
+        keys.iter().filter(held).count()
+    }
+
     /// A table over a prompt's first blocks, as many as are [remembered](Self::remembered).
     pub fn recall(&mut self, keys: &[PrefixKey]) -> BlockTable {
         let blocks: Vec<u32> = keys.iter().map_while(|key| self.prefixes.find(key)).collect();
@@ -414,9 +420,11 @@ mod tests {
         let mut second = pool.recall(&keys[..2]);
         assert_eq!(second.blocks(), &blocks[..2]);
         pool.check_integrity([&first, &second]);
+        assert_eq!((pool.held(&keys), pool.free_blocks()), (3, 0));
         pool.release(&mut first);
+        assert_eq!((pool.held(&keys), pool.free_blocks()), (2, 2), "the third is remembered, and free");
         pool.release(&mut second);
-        assert_eq!((pool.free_blocks(), pool.remembered_blocks()), (4, 3));
+        assert_eq!((pool.held(&keys), pool.free_blocks(), pool.remembered_blocks()), (0, 4, 3));
 
         // Another way of making them, or another first token, is another prompt.
         let mut others = tokens.clone();
