@@ -28,6 +28,26 @@ pub struct Span<'a> {
     pub tokens: usize,
 }
 
+/// For each span, of a sequence and so many tokens, the first one that it is read together with: itself, or one before it.
+/// Those that are sorted by it, in a stable way, are neighbours, as an [`AttentionBatch`] wants them.
+pub fn leaders<'a>(spans: impl IntoIterator<Item = (&'a Sequence, usize)>) -> Vec<usize> {
+    let mut leaders: Vec<(usize, (&Sequence, usize))> = Vec::new();
+    let leader = |(place, span)| match leaders.iter().find(|(_, leader)| alike(*leader, span)) {
+        Some((leader, _)) => *leader,
+        None => {
+            leaders.push((place, span));
+            place
+        }
+    };
+    spans.into_iter().enumerate().map(leader).collect()
+}
+
+/// Whether both are one row, by the same decode method.
+fn alike(a: (&Sequence, usize), b: (&Sequence, usize)) -> bool {
+    let row = |(sequence, tokens): (&Sequence, usize)| tokens == 1 && sequence.attended_by() == By::DecodeMethod;
+    row(a) && row(b) && a.0.decodes_as(b.0)
+}
+
 /// Attention for one forward pass. Tokens of the batch are those of the spans, in order.
 ///
 /// A batch that is dropped before [`finish`](Self::finish) leaves its sequences as they were, but for room in the cache.
@@ -139,9 +159,8 @@ impl LayerAttention for AttentionBatch<'_> {
         while let [first, ..] = &*spans {
             let by = first.sequence.attended_by();
             // Neighbours that generate a token by the same method are attended together.
-            let one = |span: &Started| span.tokens == 1 && span.sequence.attended_by() == By::DecodeMethod;
-            let alike = |span: &&Started| one(first) && one(span) && first.sequence.decodes_as(span.sequence);
-            let count = spans.iter().take_while(alike).count().max(1);
+            let with_first = |span: &&Started| alike((&*first.sequence, first.tokens), (&*span.sequence, span.tokens));
+            let count = spans.iter().take_while(with_first).count().max(1);
             let (here, rest) = spans.split_at_mut(count);
             let tokens = here.iter().map(|span| span.tokens).sum();
             let q = q.narrow(0, at, tokens)?;

@@ -4,7 +4,7 @@ use crate::backend::{Backend, BackendError, Input, Limits};
 use crate::text::{Message, Text, TextError, TokenStream};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
-use taper_attention::{AttentionBatch, AttentionSpec, AttentionUsage, ModelKey, Sequence, Span};
+use taper_attention::{AttentionBatch, AttentionSpec, AttentionUsage, ModelKey, Sequence, Span, leaders};
 use taper_kernels::parallel;
 use taper_kv_cache::{BLOCK_TOKENS, KvPool, KvShape};
 use taper_model::{
@@ -179,20 +179,26 @@ impl ModelBackend {
 
     /// One forward pass.
     fn step(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
+        // Answers by one method stand together.
+        let leaders = leaders(inputs.iter().map(|input| (&*input.sequence, input.tokens.len())));
+        let mut inputs: Vec<_> = inputs.into_iter().enumerate().collect();
+        inputs.sort_by_key(|(place, _)| leaders[*place]);
         let mut tokens = Vec::new();
-        // Row of the batch whose logits each input wants.
-        let mut wanted = Vec::new();
+        // Rows of the batch whose logits are wanted, and the places of the inputs that want them.
+        let (mut rows, mut places) = (Vec::new(), Vec::new());
         let mut spans = Vec::new();
-        for input in inputs {
+        for (place, input) in inputs {
             tokens.extend_from_slice(input.tokens);
-            wanted.push(input.logits.then_some(tokens.len() as u32 - 1));
+            if input.logits {
+                rows.push(tokens.len() as u32 - 1);
+                places.push(place);
+            }
             spans.push(Span { sequence: input.sequence, tokens: input.tokens.len() });
         }
         let shape = self.model.attention_shape();
         let mut batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans)
             .map_err(|e| BackendError(e.to_string()))?;
         let hidden = self.model.forward(&tokens, &batch.positions(), &mut batch)?;
-        let rows: Vec<u32> = wanted.iter().flatten().copied().collect();
         let logits = match rows.is_empty() {
             true => Vec::new(),
             false => {
@@ -202,8 +208,9 @@ impl ModelBackend {
         };
         // Last: a step that fails has not been.
         batch.finish();
-        let mut logits = logits.into_iter();
-        Ok(wanted.into_iter().map(|row| row.and_then(|_| logits.next())).collect())
+        let mut out = vec![None; leaders.len()];
+        places.into_iter().zip(logits).for_each(|(place, row)| out[place] = Some(row));
+        Ok(out)
     }
 }
 

@@ -151,10 +151,11 @@ fn together(busy: &Engine, requests: &[Request], alone: &[Answer]) {
 
 #[test]
 fn answers_by_one_method_are_read_together_and_do_not_show_it() {
-    // Neighbours of very different lengths, of which the shortest read everything and score nothing.
-    for pair in pairs().iter().take(8) {
-        let same = |i: usize| Request { choices: 1, ..request(i * 5, pair) };
-        let requests: Vec<Request> = (0..8).map(same).collect();
+    // Of very different lengths, of which the shortest read everything and score nothing; in turns by two methods.
+    let pairs = pairs();
+    for two in pairs[..8].chunks(2) {
+        let requests: Vec<Request> =
+            (0..8).map(|i| Request { choices: 1, ..request(i * 5, &two[i % 2]) }).collect();
         let quiet = engine(64, false, EngineConfig::default());
         let alone: Vec<Answer> = requests.iter().map(|r| answer(quiet.submit(r.clone()).unwrap())).collect();
         together(&engine(1000, false, EngineConfig::default()), &requests, &alone);
@@ -262,6 +263,28 @@ fn prompts_share_what_they_begin_with_where_their_methods_allow_it() {
     };
     assert_eq!((ask(600), ask(600), ask(128)), (576, 576, 128));
     idle(&shared);
+}
+
+#[test]
+fn what_others_hold_of_a_prompt_takes_no_room() {
+    // Sixteen blocks of a prompt, two for each answer: both fit if fifteen are shared.
+    let engine = engine(23, true, EngineConfig::default());
+    let make = |number: usize| Request {
+        prompt: (0..1000u32).map(|i| (i * i + 3 * i) % 64).collect(),
+        stop: StopRules { ignore_eos: true, max_tokens: Some(150), ..StopRules::default() },
+        choices: 1,
+        ..request(number, &json!({}))
+    };
+    let mut first = engine.submit(make(0)).unwrap();
+    assert!(matches!(first.blocking_recv(), Some(Event::Prefilled)));
+    let second = engine.submit(make(1)).unwrap();
+    while engine.load().running < 2 {
+        assert!(!matches!(first.try_recv(), Ok(Event::Done(_))), "the second waits for the first");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(collect(second).unwrap().1.cached_tokens, 960);
+    drop(first);
+    idle(&engine);
 }
 
 #[test]

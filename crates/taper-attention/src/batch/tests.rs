@@ -90,3 +90,23 @@ fn spans_that_cannot_be_are_errors() {
     assert!(matches!(AttentionBatch::new(SHAPE, &PlainRotary(8), &mut pool, spans), Err(KvError::OutOfBlocks { .. })));
     pool.check_integrity([long.table()]);
 }
+
+#[test]
+fn rows_of_one_method_are_brought_together() {
+    let decode = |prompt: usize, len: usize, decode: serde_json::Value| {
+        let spec = AttentionSpec::from_json(&json!({ "decode": decode }), "attention", &Artifacts::default()).unwrap();
+        Sequence { len, ..Sequence::new(Arc::new(spec), 1, prompt) }
+    };
+    let quest = |k: usize| json!({ "method": "quest", "k": k });
+    let sequences = [
+        (decode(9, 9, quest(4)), 1),
+        (decode(9, 9, quest(8)), 1),
+        (decode(5, 7, quest(4)), 1),
+        // Rows of prompts, and several rows, are read alone.
+        (decode(9, 8, quest(4)), 1),
+        (decode(9, 9, quest(4)), 2),
+        (decode(2, 90, quest(8)), 1),
+        (decode(9, 9, quest(4)), 1),
+    ];
+    assert_eq!(leaders(sequences.iter().map(|(sequence, tokens)| (sequence, *tokens))), [0, 1, 0, 3, 4, 1, 0]);
+}
