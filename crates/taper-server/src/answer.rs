@@ -102,7 +102,7 @@ impl Call {
     fn submit(&mut self, app: &App, id: &str) -> Result<Merged, ApiError> {
         self.check_tokens(app.engine.limits().vocab)?;
         let mut streams: Vec<Numbered> = Vec::new();
-        let deadline = app.config.request_timeout.map(|timeout| Instant::now() + timeout);
+        let deadline = self.common.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         for (index, prompt) in self.prompts.iter_mut().enumerate() {
             let request = Request {
                 id: id.to_string(),

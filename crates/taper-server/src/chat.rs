@@ -14,7 +14,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     let mut fields = Fields::new(map, "");
     app.check_model(fields.text("model")?)?;
     let messages = messages(&mut fields)?;
-    let common = sampling::read(&mut fields)?;
+    let common = sampling::read(&mut fields, app.config.request_timeout)?;
     let top = fields.int("top_logprobs", 0..=20)?;
     let logprobs = fields.bool("logprobs")?.unwrap_or(false);
     if top.is_some_and(|n| n > 0) && !logprobs {

@@ -16,7 +16,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     let mut fields = Fields::new(map, "");
     app.check_model(fields.text("model")?)?;
     let prompts = fields.get("prompt");
-    let mut common = sampling::read(&mut fields)?;
+    let mut common = sampling::read(&mut fields, app.config.request_timeout)?;
     let logprobs = fields.int("logprobs", 0..=20)?.map(|n| n as usize);
     let echo = fields.bool("echo")?.unwrap_or(false);
     if echo && logprobs.is_some() {

@@ -3,6 +3,7 @@
 use crate::error::ApiError;
 use crate::fields::Fields;
 use serde_json::Value;
+use std::time::Duration;
 use taper_engine::{SamplingParams, StopRules};
 
 /// Most answers of one request.
@@ -19,14 +20,16 @@ pub(crate) struct Common {
     pub(crate) stop: StopRules,
     pub(crate) choices: usize,
     pub(crate) stream: bool,
+    /// How long it may take, waiting included.
+    pub(crate) timeout: Option<Duration>,
     /// Whether the stream ends with a usage chunk.
     pub(crate) include_usage: bool,
     /// The field that set the length, if one did; for errors.
     pub(crate) max_field: Option<&'static str>,
 }
 
-/// Reads them.
-pub(crate) fn read(fields: &mut Fields<'_>) -> Result<Common> {
+/// Reads them. No request may take longer than `longest`, where the server says so.
+pub(crate) fn read(fields: &mut Fields<'_>, longest: Option<Duration>) -> Result<Common> {
     let sampling = sampling(fields)?;
     let (max_tokens, max_field) = max_tokens(fields)?;
     let stop = StopRules {
@@ -39,6 +42,7 @@ pub(crate) fn read(fields: &mut Fields<'_>) -> Result<Common> {
     if fields.int("best_of", 1..=MAX_CHOICES)?.is_some_and(|best_of| best_of != choices) {
         return Err(ApiError::invalid("best_of", "best_of is only supported where it equals n"));
     }
+    let timeout = timeout(fields, longest)?;
     let stream = fields.bool("stream")?.unwrap_or(false);
     let mut include_usage = false;
     if let Some(options) = fields.object("stream_options")? {
@@ -48,7 +52,7 @@ pub(crate) fn read(fields: &mut Fields<'_>) -> Result<Common> {
         let mut options = Fields::new(options, "stream_options.");
         include_usage = options.bool("include_usage")?.unwrap_or(false);
     }
-    Ok(Common { sampling, stop, choices: choices as usize, stream, include_usage, max_field })
+    Ok(Common { sampling, stop, choices: choices as usize, stream, timeout, include_usage, max_field })
 }
 
 fn sampling(fields: &mut Fields<'_>) -> Result<SamplingParams> {
@@ -75,6 +79,14 @@ fn sampling(fields: &mut Fields<'_>) -> Result<SamplingParams> {
         repetition_penalty: repetition.unwrap_or(1.0),
         logit_bias: logit_bias(fields)?,
     })
+}
+
+/// Seconds; at most, and without the field, what the server allows.
+fn timeout(fields: &mut Fields<'_>, longest: Option<Duration>) -> Result<Option<Duration>> {
+    let most = longest.map_or(f64::INFINITY, |longest| longest.as_secs_f64());
+    let range = longest.map_or("(0, ∞), of seconds".into(), |_| format!("(0, {most}], of seconds"));
+    let seconds = fields.number("timeout", &range, |seconds| seconds > 0.0 && seconds <= most)?;
+    Ok(seconds.map(|seconds| Duration::try_from_secs_f32(seconds).unwrap_or(Duration::MAX)).or(longest))
 }
 
 fn logit_bias(fields: &mut Fields<'_>) -> Result<Vec<(u32, f32)>> {

@@ -506,6 +506,25 @@ async fn a_request_that_takes_too_long_is_a_504_and_frees_its_place() {
     assert!(slow.error().0.contains("deadline"));
     wait("it is idle", || server.engine.load().running == 0).await;
     assert_eq!(server.complete(complete(json!({}))).await.status, StatusCode::OK);
+    let over = server.complete(complete(json!({"timeout": 0.06}))).await.error();
+    assert_eq!(over.0, "timeout must be a number in (0, 0.05], of seconds, not 0.06");
+}
+
+#[tokio::test]
+async fn a_request_may_say_how_long_it_may_take() {
+    let server = server("a long answer");
+    let with = |timeout: Value| server.complete(complete(json!({"prompt": "SLOW", "timeout": timeout})));
+    let late = with(json!(0.05)).await;
+    assert_eq!(late.status, StatusCode::GATEWAY_TIMEOUT);
+    assert!(late.error().0.contains("deadline"));
+    for timeout in [json!(60), json!(1e300), json!(null)] {
+        assert_eq!(with(timeout).await.status, StatusCode::OK);
+    }
+    for wrong in [json!(0), json!(-1), json!("5")] {
+        let wrong = with(wrong).await;
+        assert_eq!(wrong.status, StatusCode::BAD_REQUEST);
+        assert!(wrong.error().0.starts_with("timeout must be a number in (0, ∞), of seconds, not "));
+    }
 }
 
 #[tokio::test]
