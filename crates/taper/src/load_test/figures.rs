@@ -204,3 +204,70 @@ impl Figures {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two with texts, one whose answer was empty, one who left, one who was refused.
+    fn seen() -> Vec<Seen> {
+        let (first, last) = (vec![0.5, 0.75, 1.25], vec![2.0]);
+        let tokens = |prompt, cached, completion| Seen {
+            prompt_tokens: prompt,
+            cached_tokens: cached,
+            completion_tokens: completion,
+            ..Seen::default()
+        };
+        vec![
+            Seen { texts: first, ended: 1.5, ..tokens(Some(10), Some(4), Some(5)) },
+            Seen { sent: 1.0, texts: last, ended: 2.25, ..tokens(Some(20), None, None) },
+            Seen { sent: 2.0, ended: 2.5, ..tokens(Some(5), None, Some(1)) },
+            Seen { texts: vec![1.0], left: true, ..tokens(Some(1000), Some(1000), Some(1000)) },
+            Seen { error: Some("HTTP 503: full".into()), ..Seen::default() },
+        ]
+    }
+
+    #[test]
+    fn figures_are_those_worked_out_by_hand() {
+        let figures = Figures::new(&seen(), Duration::from_secs(4), Some(Target::parse("ttft=600").unwrap()));
+        let expected = "\
+3 completed, 1 cancelled, 1 failed in 4.00 s
+  1 x HTTP 503: full
+35 prompt tokens (4 cached), 7 answer tokens: 0.75 requests/s, 1.8 answer tokens/s, 10.5 tokens/s
+goodput 0.25 requests/s, 25.0 % of those not cancelled
+        ms       mean        p50        p95        p99        max
+      TTFT      750.0      750.0      975.0      995.0     1000.0
+       ITL      375.0      375.0      487.5      497.5      500.0
+      TPOT      187.5      187.5      187.5      187.5      187.5
+       end     1375.0     1375.0     1487.5     1497.5     1500.0
+";
+        assert_eq!(figures.table(), expected);
+        assert_eq!((figures.output_per_s, figures.requests_per_s), (1.75, 0.75));
+    }
+
+    #[test]
+    fn a_good_request_meets_every_target() {
+        for (target, good) in [
+            ("ttft=499", 0.0),
+            ("ttft=500", 1.0),
+            ("ttft=1000", 2.0),
+            // One text has no gaps, and one token no time after it.
+            ("itl=499", 1.0),
+            ("itl=500", 2.0),
+            ("tpot=187", 1.0),
+            ("tpot=187.5", 2.0),
+            ("e2e=1250", 1.0),
+            ("ttft=500,e2e=1500", 1.0),
+            ("ttft=500,e2e=1250", 0.0),
+        ] {
+            let figures = Figures::new(&seen(), Duration::from_secs(4), Some(Target::parse(target).unwrap()));
+            assert_eq!((figures.good, figures.goodput_per_s), (Some(good / 4.0), Some(good / 4.0)), "{target}");
+        }
+    }
+
+    #[test]
+    fn nothing_seen_gives_zeros() {
+        let figures = Figures::new(&[], Duration::from_secs(1), None);
+        assert_eq!((figures.completed, figures.good, figures.ttft.max, figures.total_per_s), (0, None, 0.0, 0.0));
+    }
+}
