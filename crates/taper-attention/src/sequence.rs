@@ -1,7 +1,7 @@
 //! One sequence's attention: its spec, how far it is, its blocks, its report.
 
 use crate::layer::Rotary;
-use crate::method::Carry;
+use crate::method::{Carry, DecodeMethod};
 use crate::report::{AttentionUsage, PhaseReport, Report};
 use crate::spec::{AttentionSpec, Chosen, Question};
 use candle_core::Result;
@@ -213,6 +213,12 @@ impl Sequence {
     pub fn decode_by(&mut self, spec: &AttentionSpec) {
         let (decode, audit) = (spec.decode.clone(), spec.audit);
         self.spec = Arc::new(AttentionSpec { decode, audit, ..(*self.spec).clone() });
+    }
+
+    /// From here on tokens are attended by a decode method that is in no registry, and goes by a name of its own.
+    pub fn decode_by_own(&mut self, name: &'static str, method: Arc<dyn DecodeMethod>) {
+        let decode = Chosen { name, json: serde_json::json!({ "method": name }), method };
+        self.spec = Arc::new(AttentionSpec { decode, ..(*self.spec).clone() });
     }
 
     /// Lets the tokens after the first `tokens` go, as if they had never come. Those of the prompt stay.

@@ -1,0 +1,164 @@
+//! What prompts begin with in common.
+
+use crate::{Watched, answer, backend, collect, engine, idle, request, sound, spec, start};
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::time::Duration;
+use taper_engine::{CacheOptions, EngineConfig, Event, Events, Request, StopRules};
+
+#[test]
+fn prompts_share_what_they_begin_with_where_their_methods_allow_it() {
+    let window = json!({ "method": "streaming_llm", "sink": 4, "window": 50 });
+    let delta = |gamma: usize| json!({ "method": "delta", "gamma": gamma, "base": window });
+    let prompt: Vec<u32> = (0..700u32).map(|i| (i * i + 3 * i) % 64).collect();
+    let make = |prompt: &[u32], prefill: &Value| Request {
+        prompt: prompt.to_vec(),
+        choices: 1,
+        ..request(1, &json!({ "prefill": prefill, "decode": { "method": "quest", "k": 24, "sink": 8, "window": 16 } }))
+    };
+    let shared = engine(200, true, EngineConfig::default());
+    let lone = engine(200, false, EngineConfig::default());
+    let run = |prompt: &[u32], prefill: &Value, cached: usize| {
+        let (tokens, usage) = collect(shared.submit(make(prompt, prefill)).unwrap()).unwrap();
+        assert_eq!(usage.cached_tokens, cached, "{} tokens by {prefill}", prompt.len());
+        let (expected, usage) = collect(lone.submit(make(prompt, prefill)).unwrap()).unwrap();
+        assert_eq!((tokens, usage.cached_tokens), (expected, 0), "{} tokens by {prefill}", prompt.len());
+    };
+    let dense = json!({ "method": "dense" });
+    run(&prompt, &dense, 0);
+    run(&prompt, &dense, 640);
+    run(&prompt[..640], &dense, 576);
+    run(&prompt[..100], &dense, 64);
+    // Other ways to attend, or the same with other knobs, have keys of their own.
+    run(&prompt, &window, 0);
+    run(&prompt, &delta(64), 0);
+    run(&prompt, &delta(16), 0);
+    run(&prompt, &dense, 640);
+    // The dense tail of a longer prompt is not that of a shorter one: 700 - 128 = 572, and 512 of whole blocks.
+    run(&prompt, &delta(64), 512);
+    run(&prompt[..512], &delta(64), 384);
+    // Where a method looks at all of a prompt nothing is shared, unless the prompt is so short that it is dense.
+    let sampled = json!({ "method": "sample_attention", "min_tokens": 0 });
+    run(&prompt, &sampled, 0);
+    run(&prompt, &sampled, 0);
+    // Another first token is another prompt.
+    let mut other = prompt.clone();
+    other[0] += 1;
+    run(&other, &dense, 0);
+    // What was computed densely for a question attended otherwise is not shared; what comes before it is.
+    let ask = |context: usize| {
+        let mut request = make(&prompt, &dense);
+        request.attention = spec(&json!({ "question": "decode", "decode": { "method": "oracle_top_k", "k": 24 } }));
+        request.question_tokens = 700 - context;
+        collect(shared.submit(request).unwrap()).unwrap().1.cached_tokens
+    };
+    assert_eq!((ask(600), ask(600), ask(128)), (576, 576, 128));
+    idle(&shared);
+}
+
+#[test]
+fn what_others_hold_of_a_prompt_takes_no_room() {
+    // Sixteen blocks of a prompt, two for each answer: both fit if fifteen are shared.
+    let engine = engine(23, true, EngineConfig::default());
+    let make = |number: usize| Request {
+        prompt: (0..1000u32).map(|i| (i * i + 3 * i) % 64).collect(),
+        stop: StopRules { ignore_eos: true, max_tokens: Some(150), ..StopRules::default() },
+        choices: 1,
+        ..request(number, &json!({}))
+    };
+    let mut first = engine.submit(make(0)).unwrap();
+    assert!(matches!(first.blocking_recv(), Some(Event::Prefilled)));
+    let second = engine.submit(make(1)).unwrap();
+    while engine.load().running < 2 {
+        assert!(!matches!(first.try_recv(), Ok(Event::Done(_))), "the second waits for the first");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(collect(second).unwrap().1.cached_tokens, 960);
+    drop(first);
+    idle(&engine);
+}
+
+#[test]
+fn what_is_shared_is_given_up_before_anyone_waits() {
+    let engine = engine(12, true, EngineConfig::default());
+    let prompts: Vec<Vec<u32>> = (0..6u32).map(|p| (0..300).map(|i| (i * i + p * 5 + i) % 64).collect()).collect();
+    for prompt in prompts.iter().chain(&prompts) {
+        let request = Request { prompt: prompt.clone(), choices: 1, ..request(3, &json!({})) };
+        collect(engine.submit(request).unwrap()).unwrap();
+    }
+    assert_eq!(engine.load().preemptions, 0);
+    let last = Request { prompt: prompts[5].clone(), choices: 1, ..request(3, &json!({})) };
+    assert_eq!(collect(engine.submit(last).unwrap()).unwrap().1.cached_tokens, 256);
+    idle(&engine);
+}
+
+/// A prompt of 1,000 tokens that many have, and an answer by one of several methods.
+fn sharer(number: usize, tokens: usize) -> Request {
+    let decode = [json!({ "method": "dense" }), json!({ "method": "quest", "k": 24 })];
+    Request {
+        prompt: (0..1000u32).map(|i| (i * i + 5 * i) % 64).collect(),
+        stop: StopRules { ignore_eos: true, max_tokens: Some(tokens), ..StopRules::default() },
+        choices: 1,
+        ..request(number, &json!({ "decode": decode[number % 2] }))
+    }
+}
+
+fn with_prefix(blocks: u64) -> Watched {
+    Watched::new(backend(blocks, CacheOptions { prefix: true, ..CacheOptions::default() }).unwrap())
+}
+
+/// Takes events up to the first text.
+fn first_text(events: &mut Events) {
+    while !matches!(events.blocking_recv().expect("an answer"), Event::Delta(_)) {}
+}
+
+#[test]
+fn sharers_come_and_go_and_lose_their_places_together() {
+    let quiet = engine(64, false, EngineConfig::default());
+    let requests: Vec<Request> = (0..6).map(|number| sharer(number, 300)).collect();
+    let alone: Vec<_> = requests.iter().map(|r| answer(quiet.submit(r.clone()).unwrap()).0).collect();
+    // Fifteen blocks that all have, and fifteen for six own ones each.
+    let watched = with_prefix(30);
+    let seen = Arc::clone(&watched.seen);
+    let busy = start(watched, EngineConfig::default());
+    let mut events: Vec<Events> = requests.iter().map(|r| busy.submit(r.clone()).unwrap()).collect();
+    first_text(&mut events[1]);
+    drop(events.remove(1));
+    let mut shared = 0;
+    for (events, expected) in events.into_iter().zip([0, 2, 3, 4, 5].map(|i| &alone[i])) {
+        let (tokens, usage) = collect(events).unwrap();
+        assert_eq!(tokens, *expected);
+        shared += usage.cached_tokens;
+    }
+    assert!(busy.load().preemptions > 0 && shared >= 3 * 960, "{:?}, {shared} tokens", busy.load());
+    sound(&busy, &seen, 30);
+}
+
+#[test]
+fn what_is_held_is_not_given_up_and_what_is_not_is_computed_again() {
+    let quiet = engine(64, false, EngineConfig::default());
+    let alone = answer(quiet.submit(sharer(1, 20)).unwrap()).0;
+    let watched = with_prefix(40);
+    let seen = Arc::clone(&watched.seen);
+    let busy = start(watched, EngineConfig::default());
+    let other = |number: u32| {
+        let prompt = (0..300).map(|i| (i * i + number * 7 + 1) % 64).collect();
+        let stop = StopRules { ignore_eos: true, max_tokens: Some(2), ..StopRules::default() };
+        collect(busy.submit(Request { prompt, stop, choices: 1, ..request(3, &json!({})) }).unwrap()).unwrap();
+    };
+    let mut holder = busy.submit(sharer(0, 1000)).unwrap();
+    first_text(&mut holder);
+    // Blocks of eight other prompts, of which four find room beside the holder's.
+    (0..8).for_each(other);
+    while let Ok(event) = holder.try_recv() {
+        assert!(!matches!(event, Event::Done(_)), "the holder still runs");
+    }
+    let (tokens, usage) = collect(busy.submit(sharer(1, 20)).unwrap()).unwrap();
+    assert_eq!((&tokens, usage.cached_tokens), (&alone, 960));
+    drop(holder);
+    idle(&busy);
+    (8..20).for_each(other);
+    let (tokens, usage) = collect(busy.submit(sharer(1, 20)).unwrap()).unwrap();
+    assert_eq!((&tokens, usage.cached_tokens), (&alone, 0));
+    sound(&busy, &seen, 40);
+}
