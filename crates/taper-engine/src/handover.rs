@@ -54,7 +54,10 @@ impl Backend for Handover {
 
     fn limits(&self) -> Limits {
         let (prompts, answers) = (self.prompts.limits(), self.answers.limits());
-        Limits { cache_tokens: prompts.cache_tokens.min(answers.cache_tokens), ..prompts }
+        match answers.cache_tokens < prompts.cache_tokens {
+            true => answers,
+            false => prompts,
+        }
     }
 
     fn open(

@@ -23,9 +23,10 @@ pub mod stub;
 pub use backend::{Backend, BackendError, Input, Limits};
 pub use engine::{Engine, EngineConfig, Load, ModelInfo};
 pub use handover::{Handover, Held};
-pub use model::{CacheDType, CacheOptions, DeviceChoice, LoadError, ModelBackend, ModelText, load};
+pub use model::{CacheDType, CacheOptions, DeviceChoice, LoadError, ModelBackend, ModelText, Offload, load};
 pub use request::{
     Delta, Event, Events, Finish, Request, RequestError, StopRules, SubmitError, TokenLogprob, TokenRecord, Usage,
+    of_them_in_file,
 };
 pub use sampler::{NonFinite, Sampler, SamplingParams};
 pub use stop::StopMatcher;

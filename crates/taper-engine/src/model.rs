@@ -3,6 +3,7 @@
 use crate::backend::{Backend, BackendError, Input, Limits};
 use crate::text::{Message, Text, TextError, TokenStream};
 use candle_core::{DType, Device, Tensor};
+use std::path::PathBuf;
 use std::sync::Arc;
 use taper_attention::{AttentionBatch, AttentionSpec, AttentionUsage, ModelKey, Sequence, Span, leaders};
 use taper_kernels::parallel;
@@ -52,14 +53,25 @@ impl DeviceChoice {
 }
 
 /// The KV cache's size and type.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct CacheOptions {
-    /// Bytes; `None`: a quarter of the free memory, for at most sixteen contexts.
+    /// Bytes in memory; `None`: a quarter of the free memory, for at most sixteen contexts.
     pub bytes: Option<u64>,
+    /// What lies in a file beyond them, on the CPU.
+    pub offload: Option<Offload>,
     /// Type of keys and values.
     pub dtype: CacheDType,
     /// Whether prompts that begin alike share what they begin with.
     pub prefix: bool,
+}
+
+/// A part of the KV cache that lies in a file.
+#[derive(Debug, Clone)]
+pub struct Offload {
+    /// Its bytes.
+    pub bytes: u64,
+    /// The folder that the file is made in.
+    pub folder: PathBuf,
 }
 
 /// Why a model could not be made ready.
@@ -106,15 +118,22 @@ pub fn load(
 
 /// Blocks of the cache; `context` is what one sequence of full length takes.
 fn blocks(bytes: Option<u64>, block_bytes: usize, context: usize, device: &Device) -> Result<usize, LoadError> {
-    let fit = |bytes: u64| usize::try_from(bytes / block_bytes as u64).unwrap_or(usize::MAX);
-    let blocks = match bytes {
-        Some(bytes) => fit(bytes),
-        None => free_memory(device).map_or(context, |free| fit(free / 4)).min(16 * context),
-    };
-    if blocks == 0 {
-        return Err(LoadError::Cache(format!("one block of {BLOCK_TOKENS} tokens takes {block_bytes} bytes")));
+    match bytes {
+        Some(bytes) => fit(bytes, block_bytes),
+        None => {
+            let most = 16 * context;
+            fit(free_memory(device).map_or((context * block_bytes) as u64, |free| free / 4), block_bytes)
+                .map(|n| n.min(most))
+        }
     }
-    Ok(blocks)
+}
+
+/// Blocks that fit into so many bytes.
+fn fit(bytes: u64, block_bytes: usize) -> Result<usize, LoadError> {
+    match usize::try_from(bytes / block_bytes as u64).unwrap_or(usize::MAX) {
+        0 => Err(LoadError::Cache(format!("one block of {BLOCK_TOKENS} tokens takes {block_bytes} bytes"))),
+        blocks => Ok(blocks),
+    }
 }
 
 /// Bytes that the device could give now, where it says so.
@@ -159,8 +178,18 @@ impl ModelBackend {
             CacheDType::BF16 => DType::BF16,
         };
         let context = model.config().context_length.div_ceil(BLOCK_TOKENS);
-        let blocks = blocks(cache.bytes, shape.block_bytes(dtype), context, device)?;
-        let pool = KvPool::new(shape, dtype, blocks, device).map_err(|e| LoadError::Cache(e.to_string()))?;
+        let memory = blocks(cache.bytes, shape.block_bytes(dtype), context, device)?;
+        let pool = match &cache.offload {
+            None => KvPool::new(shape, dtype, memory, device),
+            Some(_) if !device.is_cpu() => {
+                return Err(LoadError::Cache("a part in a file goes with the device cpu alone".into()));
+            }
+            Some(Offload { bytes, folder }) => {
+                let file = fit(*bytes, shape.block_bytes(dtype))?;
+                KvPool::with_file(shape, dtype, (memory, file), folder)
+            }
+        };
+        let pool = pool.map_err(|e| LoadError::Cache(e.to_string()))?;
         Ok(Self { model, pool, prefix: cache.prefix })
     }
 
@@ -170,6 +199,15 @@ impl ModelBackend {
     /// No room in the cache, or a prompt that is not all there.
     pub fn adopt(&mut self, from: &Self, sequence: &Sequence, seed: u64) -> Result<Sequence, BackendError> {
         sequence.move_to(&from.pool, &mut self.pool, seed).map_err(|e| BackendError(e.to_string()))
+    }
+
+    /// Has the file of the [offloaded](Offload) part take what it holds, and gives its memory back, as the system does for
+    /// want of memory.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn page_out(&self) -> Result<(), BackendError> {
+        self.pool.page_out().map_err(|e| BackendError(e.to_string()))
     }
 
     /// What artefacts must have been made for.
@@ -222,6 +260,7 @@ impl Backend for ModelBackend {
         Limits {
             context_tokens: config.context_length,
             cache_tokens: self.pool.blocks() * BLOCK_TOKENS,
+            file_tokens: self.pool.file_blocks() * BLOCK_TOKENS,
             vocab: config.vocab_size,
         }
     }

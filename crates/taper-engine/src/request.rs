@@ -136,6 +136,11 @@ pub enum RequestError {
     NonFinite,
 }
 
+/// What a message about the cache's tokens says of those in a file, if there are any.
+pub fn of_them_in_file(tokens: usize) -> String {
+    if tokens == 0 { String::new() } else { format!(", {tokens} of them in a file") }
+}
+
 /// Why a request was not taken.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
@@ -162,8 +167,8 @@ pub enum SubmitError {
     },
     /// Prompt and answers do not fit the KV cache even when it is empty.
     #[error(
-        "the KV cache holds {limit} tokens; the request needs {needed}, in blocks of 64, for a prompt of {prompt}, an \
-         answer of {wanted}, and that {choices} times"
+        "the KV cache holds {limit} tokens{}; the request needs {needed}, in blocks of 64, for a prompt of {prompt}, an \
+         answer of {wanted}, and that {choices} times", of_them_in_file(*.in_file)
     )]
     Cache {
         /// Tokens of the prompt.
@@ -178,6 +183,8 @@ pub enum SubmitError {
         least: usize,
         /// Tokens that the cache holds.
         limit: usize,
+        /// Those of them that a file holds.
+        in_file: usize,
     },
     /// The queue is full.
     #[error("{queued} requests are waiting, which is the limit; try again later")]

@@ -164,7 +164,9 @@ pub(crate) fn plan(running: &[Standing], budget: Budget, cut: impl Fn(usize, usi
         }
     }
     let most = if shares.is_empty() { budget.alone } else { budget.beside };
-    let Some((&mut oldest, others)) = rests.split_first_mut().filter(|_| most > 0) else { return Decision::Step(shares) };
+    let Some((&mut oldest, others)) = rests.split_first_mut().filter(|_| most > 0) else {
+        return Decision::Step(shares);
+    };
     let take = |rest: Rest, max: usize| match running[rest.request].in_prompt() {
         true => cut(rest.request, max).clamp(1, rest.tokens),
         false => max.min(rest.tokens),

@@ -13,6 +13,7 @@ pub mod kv;
 pub mod linear;
 mod memory;
 pub mod mlp;
+pub mod offload;
 pub mod packed;
 pub mod parallel;
 pub mod philox;

@@ -4,9 +4,14 @@ use crate::BlockTable;
 use crate::index::{Index, IndexShape};
 use crate::prefix::{PrefixKey, Prefixes};
 use candle_core::{DType, Device, Tensor};
-use std::collections::HashMap;
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use taper_kernels::index::Part;
 use taper_kernels::kv::{self, BLOCK_TOKENS, PagedKv};
+use taper_kernels::offload::{self, FileTail};
 
 /// What a pool stores for each token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,6 +44,16 @@ pub enum KvError {
         /// Blocks of the pool.
         total: usize,
     },
+    /// The file of the blocks beyond memory cannot be had.
+    #[error("{}: no file of {bytes} bytes for the KV cache: {reason}", .folder.display())]
+    File {
+        /// The folder that it should be in.
+        folder: PathBuf,
+        /// Its size.
+        bytes: u64,
+        /// What is in the way.
+        reason: String,
+    },
     /// The device refused.
     #[error("KV cache: {0}")]
     Device(#[from] candle_core::Error),
@@ -54,8 +69,12 @@ pub struct KvPool {
     keys: Vec<Tensor>,
     values: Vec<Tensor>,
     references: Vec<u32>,
-    free: Vec<u32>,
+    /// The lowest first, so that blocks in memory go before those in the file.
+    free: BinaryHeap<Reverse<u32>>,
     prefixes: Prefixes,
+    /// What of keys and values lies in a file: the last blocks, so many.
+    tails: Vec<FileTail>,
+    file_blocks: usize,
 }
 
 impl KvPool {
@@ -76,9 +95,38 @@ impl KvPool {
             keys: make()?,
             values: make()?,
             references: vec![0; blocks],
-            free: (0..blocks as u32).rev().collect(),
+            free: (0..blocks as u32).map(Reverse).collect(),
             prefixes: Prefixes::new(blocks),
+            tails: Vec::new(),
+            file_blocks: 0,
         })
+    }
+
+    /// Makes a pool on the CPU of `memory` blocks in memory and `file` more in a file in a folder, whose room is taken at
+    /// once. The file has no name and goes with the pool. Blocks in memory are taken first; none moves afterwards. Indices
+    /// stay in memory.
+    ///
+    /// # Errors
+    /// [`KvError::File`] if the folder cannot have the file; else as [`new`](Self::new).
+    pub fn with_file(
+        shape: KvShape,
+        dtype: DType,
+        (memory, file): (usize, usize),
+        folder: &Path,
+    ) -> Result<Self, KvError> {
+        let tensors = 2 * shape.layers;
+        let each = offload::file_bytes(file * shape.block_bytes(dtype) / tensors.max(1));
+        let bytes = each * tensors as u64;
+        let refused = |reason: &dyn Display| KvError::File { folder: folder.into(), bytes, reason: reason.to_string() };
+        let handle = tempfile::tempfile_in(folder).and_then(|handle| offload::reserve(&handle, bytes).map(|()| handle));
+        let handle = Arc::new(handle.map_err(|error| refused(&error))?);
+        let mut pool = Self::new(shape, dtype, memory + file, &Device::Cpu)?;
+        for (tensor, place) in pool.keys.iter().chain(&pool.values).zip(0..) {
+            let tail = FileTail::new(tensor, memory, Arc::clone(&handle), place * each);
+            pool.tails.push(tail.map_err(|error| refused(&error))?);
+        }
+        pool.file_blocks = file;
+        Ok(pool)
     }
 
     /// What the pool stores for each token.
@@ -94,6 +142,19 @@ impl KvPool {
     /// Blocks of the pool.
     pub fn blocks(&self) -> usize {
         self.references.len()
+    }
+
+    /// Blocks of these that lie in a file.
+    pub fn file_blocks(&self) -> usize {
+        self.file_blocks
+    }
+
+    /// Has the file take what its blocks hold, and gives their memory back, as the system does for want of memory.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn page_out(&self) -> Result<(), KvError> {
+        Ok(self.tails.iter().try_for_each(FileTail::page_out)?)
     }
 
     /// Blocks that no table holds, those that are remembered for later prompts included.
@@ -117,7 +178,8 @@ impl KvPool {
             return Err(KvError::OutOfBlocks { wanted, free, total: self.blocks() });
         }
         for _ in 0..wanted {
-            let block = self.free.pop().or_else(|| self.prefixes.evict()).expect("counted above");
+            let block =
+                self.free.pop().map(|Reverse(block)| block).or_else(|| self.prefixes.evict()).expect("counted above");
             self.references[block as usize] = 1;
             self.indices.values_mut().for_each(|index| index.keep(block, 0));
             table.blocks.push(block);
@@ -132,7 +194,7 @@ impl KvPool {
             let count = &mut self.references[block as usize];
             *count -= 1;
             if *count == 0 && !self.prefixes.keep(block) {
-                self.free.push(block);
+                self.free.push(Reverse(block));
             }
         }
     }
@@ -324,7 +386,8 @@ impl KvPool {
             }
         }
         assert_eq!(held, self.references, "reference counts differ from the tables");
-        let mut free: Vec<u32> = self.free.iter().copied().chain(self.prefixes.idle_blocks()).collect();
+        let mut free: Vec<u32> =
+            self.free.iter().map(|Reverse(block)| *block).chain(self.prefixes.idle_blocks()).collect();
         free.sort_unstable();
         let idle: Vec<u32> = (0..self.blocks() as u32).filter(|&b| held[b as usize] == 0).collect();
         assert_eq!(free, idle, "the free list differs from the unheld blocks");
@@ -332,187 +395,4 @@ impl KvPool {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    fn pool(blocks: usize) -> KvPool {
-        let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 4 };
-        KvPool::new(shape, DType::F32, blocks, &Device::Cpu).unwrap()
-    }
-
-    #[test]
-    fn a_full_pool_says_what_is_missing_and_keeps_what_the_table_had() {
-        let mut pool = pool(3);
-        let mut table = BlockTable::default();
-        pool.grow(&mut table, 65).unwrap();
-        let error = pool.grow(&mut table, 64 * 4 + 1).unwrap_err();
-        assert_eq!(error.to_string(), "the KV cache is full: 3 more blocks of 64 tokens wanted, 1 of 3 free");
-        assert_eq!(table.capacity(), 128);
-        pool.check_integrity([&table]);
-    }
-
-    #[test]
-    fn a_fork_shares_whole_blocks_and_copies_the_started_one() {
-        let mut pool = pool(8);
-        let mut first = BlockTable::default();
-        pool.grow(&mut first, 70).unwrap();
-        let rows = Tensor::arange(0f32, 280., &Device::Cpu).unwrap().reshape((70, 1, 4)).unwrap();
-        let slots: Vec<u32> = (0..70).map(|t| first.slot(t)).collect();
-        pool.append(0, &rows, &rows, &slots).unwrap();
-        let fork = pool.fork(&first, 70).unwrap();
-        assert_eq!(fork.blocks()[0], first.blocks()[0]);
-        assert_ne!(fork.blocks()[1], first.blocks()[1]);
-        let k = pool.layer(0).k.to_vec4_rows();
-        assert_eq!(k[fork.slot(69) as usize], k[first.slot(69) as usize]);
-        pool.check_integrity([&first, &fork]);
-    }
-
-    #[test]
-    fn an_adopted_table_holds_the_same_tokens_in_a_pool_of_another_type() {
-        let shape = KvShape { layers: 2, kv_heads: 3, head_dim: 4 };
-        let mut from = KvPool::new(shape, DType::F32, 5, &Device::Cpu).unwrap();
-        let mut table = BlockTable::default();
-        // Blocks out of order, and one that is not full.
-        let mut other = BlockTable::default();
-        from.grow(&mut other, 100).unwrap();
-        from.grow(&mut table, 64).unwrap();
-        from.release(&mut other);
-        from.grow(&mut table, 150).unwrap();
-        let slots: Vec<u32> = (0..150).map(|t| table.slot(t)).collect();
-        let rows = |first: f32| {
-            let rows = Tensor::arange(first, first + 1800., &Device::Cpu).unwrap();
-            rows.reshape((150, 3, 4)).unwrap()
-        };
-        (0..2).for_each(|layer| from.append(layer, &rows(layer as f32), &rows(-1800. * layer as f32), &slots).unwrap());
-
-        let mut to = KvPool::new(shape, DType::F16, 4, &Device::Cpu).unwrap();
-        let own = to.adopt(&from, &table, 149).unwrap();
-        assert_eq!(own.blocks().len(), 3);
-        let read = |pool: &KvPool, table: &BlockTable, layer: usize| -> Vec<Vec<f32>> {
-            let PagedKv { k, v } = pool.layer(layer);
-            let row = |t: &Tensor, token: usize| {
-                let block = t.get(table.slot(token) as usize / 64).unwrap().to_dtype(DType::F16).unwrap();
-                let row = block.narrow(1, token % 64, 1).unwrap().to_dtype(DType::F32).unwrap();
-                row.flatten_all().unwrap().to_vec1().unwrap()
-            };
-            (0..149).flat_map(|token| [row(k, token), row(v, token)]).collect()
-        };
-        (0..2).for_each(|layer| assert_eq!(read(&to, &own, layer), read(&from, &table, layer), "layer {layer}"));
-        to.check_integrity([&own]);
-
-        assert!(to.adopt(&from, &table, 100).is_err(), "one block is left");
-        to.check_integrity([&own]);
-        let wrong = KvPool::new(KvShape { layers: 1, ..shape }, DType::F16, 4, &Device::Cpu).unwrap();
-        assert!(to.adopt(&wrong, &BlockTable::default(), 0).unwrap_err().to_string().contains("take over"));
-    }
-
-    #[test]
-    fn a_prompt_finds_its_blocks_again_until_the_room_is_needed() {
-        let mut pool = pool(4);
-        let tokens: Vec<u32> = (0..200).collect();
-        let keys = PrefixKey::chain(b"dense", &tokens);
-        assert_eq!(keys.len(), 3);
-        let mut first = BlockTable::default();
-        pool.grow(&mut first, 200).unwrap();
-        pool.remember(&first, &keys);
-        let blocks = first.blocks()[..3].to_vec();
-        let mut second = pool.recall(&keys[..2]);
-        assert_eq!(second.blocks(), &blocks[..2]);
-        pool.check_integrity([&first, &second]);
-        assert_eq!((pool.held(&keys), pool.free_blocks()), (3, 0));
-        pool.release(&mut first);
-        assert_eq!((pool.held(&keys), pool.free_blocks()), (2, 2), "the third is remembered, and free");
-        pool.release(&mut second);
-        assert_eq!((pool.held(&keys), pool.free_blocks(), pool.remembered_blocks()), (0, 4, 3));
-
-        // Another way of making them, or another first token, is another prompt.
-        let mut others = tokens.clone();
-        others[0] = 7;
-        for other in [PrefixKey::chain(b"delta", &tokens), PrefixKey::chain(b"dense", &others)] {
-            assert_eq!(pool.remembered(&other), 0);
-        }
-        // Two blocks for something else: the free one, then the prompt's last.
-        let mut third = BlockTable::default();
-        pool.grow(&mut third, 128).unwrap();
-        assert_eq!(pool.remembered(&keys), 2);
-        let mut again = pool.recall(&keys);
-        assert_eq!(again.blocks(), &blocks[..2]);
-        assert!(pool.grow(&mut third, 129).is_err(), "what is held is not given up");
-        pool.check_integrity([&third, &again]);
-        // What is cut back is no longer what the key says.
-        pool.truncate(&mut again, 100).unwrap();
-        assert_eq!(pool.remembered(&keys), 1);
-        pool.release(&mut again);
-        pool.release(&mut third);
-        pool.check_integrity([]);
-    }
-
-    #[test]
-    fn a_block_is_remembered_once_for_a_key_and_for_one_key() {
-        let mut pool = pool(4);
-        let keys = PrefixKey::chain(b"", &[1; 128]);
-        let (mut a, mut b) = (BlockTable::default(), BlockTable::default());
-        pool.grow(&mut a, 128).unwrap();
-        pool.grow(&mut b, 128).unwrap();
-        pool.remember(&a, &keys);
-        pool.remember(&b, &keys);
-        let mut found = pool.recall(&keys);
-        assert_eq!(found.blocks(), a.blocks());
-        [&mut a, &mut b, &mut found].into_iter().for_each(|table| pool.release(table));
-        assert_eq!((pool.free_blocks(), pool.remembered_blocks()), (4, 2));
-        pool.check_integrity([]);
-    }
-
-    trait Rows {
-        fn to_vec4_rows(&self) -> Vec<Vec<f32>>;
-    }
-    impl Rows for Tensor {
-        fn to_vec4_rows(&self) -> Vec<Vec<f32>> {
-            self.flatten(0, 2).unwrap().to_vec2().unwrap()
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn no_history_leaks_or_double_frees(steps in prop::collection::vec((0u8..6, 0usize..5, 1usize..400), 1..120)) {
-            let mut pool = pool(12);
-            // Tokens that count up are one prompt, of which every table is a beginning.
-            let keys = PrefixKey::chain(b"", &(0..12 * 64).collect::<Vec<u32>>());
-            let mut tables: Vec<(BlockTable, usize)> = Vec::new();
-            for (action, which, tokens) in steps {
-                match action {
-                    0 => tables.push((BlockTable::default(), 0)),
-                    1 if which < tables.len() => {
-                        let (table, len) = &mut tables[which];
-                        if pool.grow(table, *len + tokens).is_ok() {
-                            *len += tokens;
-                        }
-                    }
-                    2 if which < tables.len() => {
-                        let (table, len) = &tables[which];
-                        if let Ok(fork) = pool.fork(table, *len) {
-                            let len = *len;
-                            tables.push((fork, len));
-                        }
-                    }
-                    3 if which < tables.len() => {
-                        let (mut table, _) = tables.swap_remove(which);
-                        pool.release(&mut table);
-                    }
-                    4 if which < tables.len() => {
-                        let (table, len) = &tables[which];
-                        pool.remember(table, &keys[..*len / 64]);
-                    }
-                    5 => {
-                        let table = pool.recall(&keys[..(tokens / 64).min(keys.len())]);
-                        let len = table.capacity();
-                        tables.push((table, len));
-                    }
-                    _ => {}
-                }
-                pool.check_integrity(tables.iter().map(|(t, _)| t));
-            }
-        }
-    }
-}
+mod tests;

@@ -90,7 +90,14 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
     if load.draining || load.dead {
         return ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the server is shutting down").into_response();
     }
-    Json(json!({"waiting": load.waiting, "running": load.running})).into_response()
+    let limits = app.engine.limits();
+    Json(json!({
+        "waiting": load.waiting,
+        "running": load.running,
+        "cache_tokens": limits.cache_tokens,
+        "file_tokens": limits.file_tokens,
+    }))
+    .into_response()
 }
 
 async fn version() -> Json<Value> {

@@ -52,6 +52,12 @@ pub struct ModelArgs {
     /// Memory for keys and values, such as 512MiB or 2GiB [default: a quarter of what is free, at most sixteen contexts]
     #[arg(long, value_name = "SIZE")]
     pub kv_memory: Option<String>,
+    /// Room for keys and values beyond that memory, in a file, such as 20GiB [default: none]
+    #[arg(long, value_name = "SIZE")]
+    pub kv_offload: Option<String>,
+    /// Folder of that file, on a disk
+    #[arg(long, value_name = "DIR")]
+    pub kv_offload_dir: Option<PathBuf>,
     /// Type of cached keys and values: f16, bf16 or f32 [default: f16]
     #[arg(long, value_name = "TYPE")]
     pub kv_dtype: Option<String>,
@@ -169,6 +175,8 @@ pub enum Eval {
 #[command(
     mut_arg("attention", |a| a.hide(true)),
     mut_arg("kv_memory", |a| a.hide(true)),
+    mut_arg("kv_offload", |a| a.hide(true)),
+    mut_arg("kv_offload_dir", |a| a.hide(true)),
     mut_arg("kv_dtype", |a| a.hide(true)),
     after_help = "The model runs densely over a text. The last token's query heads then attend by each method, once for each draw,
 and errors are relative to dense attention. A head breaks a promise of delta if it is over epsilon more often than the
@@ -432,6 +440,8 @@ pub enum Train {
     mut_arg("attention", |a| a.hide(true)),
     mut_arg("artifacts", |a| a.hide(true)),
     mut_arg("kv_memory", |a| a.hide(true)),
+    mut_arg("kv_offload", |a| a.hide(true)),
+    mut_arg("kv_offload_dir", |a| a.hide(true)),
     mut_arg("kv_dtype", |a| a.hide(true))
 )]
 pub struct TrainCommon {

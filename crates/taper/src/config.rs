@@ -7,7 +7,7 @@ use serde::Deserialize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use taper_attention::{Artifacts, AttentionSpec};
-use taper_engine::{CacheDType, CacheOptions, DeviceChoice, EngineConfig};
+use taper_engine::{CacheDType, CacheOptions, DeviceChoice, EngineConfig, Offload};
 use taper_model::{DEFAULT_MODEL, LoadOptions, WeightDType};
 use taper_server::ServerConfig;
 
@@ -29,6 +29,8 @@ struct File {
     device: Option<String>,
     threads: Option<u16>,
     kv_memory: Option<String>,
+    kv_offload: Option<String>,
+    kv_offload_dir: Option<PathBuf>,
     kv_dtype: Option<String>,
     dtype: Option<String>,
     dequantize: Option<bool>,
@@ -158,6 +160,13 @@ fn check_model(args: ModelArgs, file: &File) -> Result<ModelConfig> {
         wanted.resolve(&Artifacts::default()).context("attention")?;
     }
     let memory = args.kv_memory.or_else(|| file.kv_memory.clone());
+    let offload = args.kv_offload.or_else(|| file.kv_offload.clone());
+    let offload = match (offload, args.kv_offload_dir.or_else(|| file.kv_offload_dir.clone())) {
+        (Some(bytes), Some(folder)) => Some(Offload { bytes: size(&bytes).context("kv offload")?, folder }),
+        (Some(_), None) => bail!("kv offload needs kv_offload_dir, the folder of the file"),
+        (None, Some(_)) => bail!("kv_offload_dir needs kv offload, the size of the file"),
+        (None, None) => None,
+    };
     let kv_dtype = args.kv_dtype.or_else(|| file.kv_dtype.clone());
     let dtype = args.dtype.or_else(|| file.dtype.clone());
     let device = args.device.or_else(|| file.device.clone());
@@ -173,6 +182,7 @@ fn check_model(args: ModelArgs, file: &File) -> Result<ModelConfig> {
         threads,
         cache: CacheOptions {
             bytes: memory.as_deref().map(size).transpose().context("kv memory")?,
+            offload,
             dtype: kv_dtype.as_deref().map_or(Ok(CacheDType::default()), cache_dtype)?,
             prefix: false,
         },
@@ -296,6 +306,10 @@ mod tests {
             let (_folder, path) = file(text);
             assert_eq!(serve(args(Some(&path))).unwrap_err().to_string(), said);
         }
+        let (_folder, path) = file("kv_offload = '3GiB'\nkv_offload_dir = '/tmp'");
+        let model = ModelArgs { kv_offload: Some("5GiB".into()), ..ModelArgs::default() };
+        let offload = serve(ServeArgs { model, ..args(Some(&path)) }).unwrap().model.cache.offload.unwrap();
+        assert_eq!((offload.bytes, offload.folder), (5 << 30, "/tmp".into()));
         let (_folder, path) = file("prefix_cache = false");
         assert!(!serve(args(Some(&path))).unwrap().model.cache.prefix);
     }
@@ -323,6 +337,9 @@ mod tests {
             ("attention = 'nope'\n", "no attention preset"),
             ("[attention.decode]\nmethod = 'nope'\n", "attention.decode.method"),
             ("kv_memory = '2 parsecs'\n", "unknown unit"),
+            ("kv_offload = '2GiB'\n", "kv offload needs kv_offload_dir"),
+            ("kv_offload_dir = '/tmp'\n", "kv_offload_dir needs kv offload"),
+            ("kv_offload = '2 parsecs'\nkv_offload_dir = '/tmp'\n", "kv offload: unknown unit"),
             ("kv_dtype = 'f8'\n", "must be f16"),
             ("dtype = 'int4'\n", "must be auto, f32"),
             ("device = 'gpu'\n", "must be cpu, cuda or cuda:N"),

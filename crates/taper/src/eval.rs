@@ -73,7 +73,7 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
     let outcome = match prompts_on {
         None => taper_eval::run(&mut backend, FORK, &text, &plan, &mut results, &mut terminal),
         Some(device) => {
-            let prompts = ModelBackend::load(&model, &config.load, config.cache, &device.open()?)?;
+            let prompts = ModelBackend::load(&model, &config.load, config.cache.clone(), &device.open()?)?;
             let mut backend = Handover::new(prompts, backend);
             let fork: Fork<Handover> = |backend, held, spec, seed| backend.hand_over(held, spec, seed);
             taper_eval::run(&mut backend, fork, &text, &plan, &mut results, &mut terminal)

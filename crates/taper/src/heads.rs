@@ -13,7 +13,11 @@ use taper_eval::{HeadsPlan, heads, heads_table, with_promises};
 /// # Errors
 /// The argument or file at fault, or a step that failed.
 pub fn run(args: HeadsArgs) -> Result<()> {
-    let given = [("attention", args.model.attention.is_some()), ("kv-memory", args.model.kv_memory.is_some())];
+    let given = [
+        ("attention", args.model.attention.is_some()),
+        ("kv-memory", args.model.kv_memory.is_some()),
+        ("kv-offload", args.model.kv_offload.is_some()),
+    ];
     if let Some((name, _)) = given.iter().find(|(_, given)| *given) {
         bail!("--{name}: heads are measured by --decode, over a cache of their own");
     }

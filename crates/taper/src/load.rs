@@ -46,7 +46,7 @@ pub fn engine(config: &ModelConfig) -> Result<Loaded> {
 pub fn backend(config: &ModelConfig) -> Result<Ready> {
     start_threads(config)?;
     let model = resolve(&config.model, &default_cache(), Progress::Shown)?;
-    let (backend, text) = taper_engine::load(&model, &config.load, config.cache, &config.device.open()?)?;
+    let (backend, text) = taper_engine::load(&model, &config.load, config.cache.clone(), &config.device.open()?)?;
     let artifacts = artifacts(config, &backend.key())?;
     Ok(Ready { model, backend, text, artifacts })
 }

@@ -7,7 +7,7 @@ use crate::talk;
 use anyhow::{Context, Result};
 use std::net::SocketAddr;
 use std::sync::Arc;
-use taper_engine::Engine;
+use taper_engine::{Engine, of_them_in_file};
 use tokio::net::TcpListener;
 
 /// Loads the model and serves until Ctrl-C or SIGTERM.
@@ -40,12 +40,14 @@ fn greeting(engine: &Engine, address: SocketAddr, (prefill, decode): (&str, &str
     let (id, limits) = (&engine.model().id, engine.limits());
     format!(
         r#"taper serves {id} at http://{address}
-context {} tokens, KV cache {} tokens, attention {prefill} / {decode} unless a request says otherwise
+context {} tokens, KV cache {} tokens{}, attention {prefill} / {decode} unless a request says otherwise
 
 curl http://{address}/v1/chat/completions -H 'Content-Type: application/json' -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "epsilon": 0.1}}'
 
 "#,
-        limits.context_tokens, limits.cache_tokens
+        limits.context_tokens,
+        limits.cache_tokens,
+        of_them_in_file(limits.file_tokens)
     )
 }
 

@@ -58,6 +58,7 @@ fn refuse(common: &TrainCommon) -> Result<()> {
         ("attention", model.attention.is_some()),
         ("artifacts", model.artifacts.is_some()),
         ("kv-memory", model.kv_memory.is_some()),
+        ("kv-offload", model.kv_offload.is_some()),
         ("kv-dtype", model.kv_dtype.is_some()),
     ] {
         if given {

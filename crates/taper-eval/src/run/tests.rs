@@ -98,7 +98,7 @@ fn results() -> Results {
 fn stub() -> (StubBackend, Arc<Probe>) {
     let wanted = Task::Single2.sample(3000, 3, 0, &STUB).unwrap().wanted;
     let mut stub = StubBackend::new(&format!("It is {}.", wanted[0]));
-    stub.limits = Limits { context_tokens: 4096, cache_tokens: 8192, vocab: stub.limits.vocab };
+    stub.limits = Limits { context_tokens: 4096, cache_tokens: 8192, ..stub.limits };
     let probe = Arc::clone(&stub.probe);
     (stub, probe)
 }

@@ -1,0 +1,46 @@
+//! A KV cache of which a part lies in a file gives the answers of one in memory.
+
+use crate::{Answer, Watched, answer, backend, engine, pairs, request, sound, start, together};
+use std::path::Path;
+use std::sync::Arc;
+use taper_engine::{Backend, CacheOptions, EngineConfig, Offload, Request, StopRules};
+
+fn offloaded(memory: u64, bytes: u64, folder: &Path) -> Result<Watched, taper_engine::LoadError> {
+    let offload = Some(Offload { bytes, folder: folder.into() });
+    backend(memory, CacheOptions { offload, prefix: true, ..CacheOptions::default() }).map(Watched::new)
+}
+
+#[test]
+fn answers_do_not_show_that_their_cache_was_in_a_file() {
+    // Every method of both phases, with answers that go on over many steps.
+    let long = |(i, pair): (usize, &serde_json::Value)| Request {
+        stop: StopRules { ignore_eos: true, max_tokens: Some(60), ..StopRules::default() },
+        choices: 1,
+        ..request(i, pair)
+    };
+    let pairs: Vec<_> = pairs().into_iter().step_by(3).collect();
+    let requests: Vec<Request> = pairs.iter().enumerate().map(long).collect();
+    let quiet = engine(64, false, EngineConfig::default());
+    let alone: Vec<Answer> = requests.iter().map(|r| answer(quiet.submit(r.clone()).unwrap())).collect();
+    let folder = tempfile::tempdir().unwrap();
+    let mut watched = offloaded(3, 197 * crate::BLOCK_BYTES, folder.path()).unwrap();
+    let limits = watched.limits();
+    assert_eq!((limits.cache_tokens, limits.file_tokens), (200 * 64, 197 * 64));
+    // Nothing of the file stays in memory from one step to the next.
+    watched.before = Box::new(|backend| backend.page_out().unwrap());
+    let seen = Arc::clone(&watched.seen);
+    let busy = start(watched, EngineConfig { chunk_tokens: 100, ..EngineConfig::default() });
+    together(&busy, &requests, &alone);
+    sound(&busy, &seen, 200);
+}
+
+#[test]
+fn a_file_that_the_disk_cannot_hold_is_an_error_that_says_where_and_how_large() {
+    let folder = tempfile::tempdir().unwrap();
+    let error = offloaded(3, 1 << 60, folder.path()).err().expect("no disk is so large").to_string();
+    let expected =
+        format!("the KV cache: {}: no file of {} bytes for the KV cache: ", folder.path().display(), 1u64 << 60);
+    assert!(error.starts_with(&expected) && error.contains("No space left"), "{error}");
+    let error = offloaded(3, 9, folder.path()).err().expect("no block fits").to_string();
+    assert_eq!(error, format!("the KV cache: one block of 64 tokens takes {} bytes", crate::BLOCK_BYTES));
+}
