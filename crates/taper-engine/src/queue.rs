@@ -36,7 +36,7 @@ impl<T> Queue<T> {
         Self { limit, state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    // No code that can panic runs under the lock, so its state is sound even if poisoned.
+    // What can panic under the lock, such as `fits`, runs before the state changes, so it is sound even if poisoned.
     fn lock(&self) -> MutexGuard<'_, State<T>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -58,10 +58,13 @@ struct Seen {
     free: AtomicUsize,
 }
 
+/// What is done to a sequence of a prompt.
+type Opened = Box<dyn Fn(&mut Sequence, &[u32]) + Send>;
+
 /// The real backend, with something done to what is opened and before each step.
 struct Watched {
     inner: ModelBackend,
-    opened: Box<dyn Fn(&mut Sequence, &[u32]) + Send>,
+    opened: Opened,
     before: Box<dyn Fn(&ModelBackend) + Send>,
     seen: Arc<Seen>,
 }
