@@ -4,11 +4,17 @@
 //! The numbers are those of the GGUF types: a Q4 weight is `d q + m` (Q4_0 has `m = -8 d`), a Q8 weight `d q`. The
 //! rounding of activations costs a relative error of about 0.5 % of a product's norm, as in llama.cpp.
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+
 use crate::memory;
 use crate::parallel::{self, SharedMut};
 use crate::simd::Isa;
 use candle_core::quantized::GgmlDType;
 use half::f16;
+use std::ops::Range;
 
 /// Weights and activations of a block, along the input.
 const BLOCK: usize = 32;
@@ -91,31 +97,46 @@ impl Packed {
         let activations = Activations::round(isa, x, self.inputs);
         let panels = self.outputs.div_ceil(ROWS);
         let out = SharedMut::new(out);
+        let pairs = pairs(isa);
         // Neighbouring units share a stretch of weights, not of tokens: the weights are the larger.
-        parallel::for_each_block((panels, UNIT_PANELS), (tokens, UNIT_TOKENS), |panels, tokens| {
-            for panel in panels {
+        parallel::for_each_block((panels, UNIT_PANELS), (tokens, UNIT_TOKENS), |mut panels, tokens| {
+            while !panels.is_empty() {
+                let wide = if pairs && panels.len() > 1 { 2 } else { 1 };
                 let mut token = tokens.start;
                 while token < tokens.end {
-                    let count = (tokens.end - token).min(TILE_TOKENS);
-                    let mut tile = [[0f32; ROWS]; TILE_TOKENS];
-                    self.tile(isa, &activations, panel, token, &mut tile[..count]);
-                    let rows = ROWS.min(self.outputs - panel * ROWS);
-                    for (i, values) in tile[..count].iter().enumerate() {
-                        // SAFETY: each token and panel belongs to one unit.
-                        let to = unsafe { out.slice((token + i) * self.outputs + panel * ROWS, rows) };
-                        to.copy_from_slice(&values[..rows]);
+                    let left = tokens.end - token;
+                    // Half of what it might be until it fits: one of few sizes.
+                    let count =
+                        if wide == 1 { left.min(TILE_TOKENS) } else { (2 * TILE_TOKENS).min(1 << left.ilog2()) };
+                    let mut tile = [[0f32; ROWS]; 4 * TILE_TOKENS];
+                    let tile = &mut tile[..wide * count];
+                    self.tile(isa, &activations, panels.start..panels.start + wide, token, tile);
+                    for (panel, tile) in (panels.start..).zip(tile.chunks_exact(count)) {
+                        let rows = ROWS.min(self.outputs - panel * ROWS);
+                        for (token, values) in (token..).zip(tile) {
+                            // SAFETY: each token and panel belongs to one unit.
+                            let to = unsafe { out.slice(token * self.outputs + panel * ROWS, rows) };
+                            to.copy_from_slice(&values[..rows]);
+                        }
                     }
                     token += count;
                 }
+                panels.start += wide;
             }
         });
     }
 
-    /// The products of one panel with consecutive tokens.
-    fn tile(&self, isa: Isa, x: &Activations, panel: usize, token: usize, out: &mut [[f32; ROWS]]) {
+    /// The products of a panel, or of two if the instruction set takes [`pairs`], with consecutive tokens
+    /// `[panels, tokens]`.
+    fn tile(&self, isa: Isa, x: &Activations, panels: Range<usize>, token: usize, out: &mut [[f32; ROWS]]) {
         let blocks = self.inputs / BLOCK;
         let size = blocks * self.bits.block();
-        let tile = Tile { weights: &self.data[panel * size..][..size], x, token, blocks };
+        let tile = Tile { weights: &self.data[panels.start * size..panels.end * size], x, token, blocks };
+        #[cfg(target_arch = "x86_64")]
+        if panels.len() == 2 {
+            // SAFETY: two panels are taken where its instructions exist.
+            return unsafe { avx512::tile(self.bits, &tile, out) };
+        }
         #[cfg(target_arch = "x86_64")]
         if isa != Isa::Portable {
             // SAFETY: the other instruction sets include AVX2, FMA and F16C.
@@ -133,8 +154,16 @@ impl Packed {
 const UNIT_PANELS: usize = 8;
 /// Tokens of a work unit: their activations stay in the first-level cache.
 const UNIT_TOKENS: usize = 64;
-/// Tokens of a register tile.
+/// Tokens of a register tile of one panel, and half of those of a tile of two.
 const TILE_TOKENS: usize = 4;
+
+/// Whether two panels are taken at once.
+fn pairs(isa: Isa) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return isa == Isa::Avx512 && avx512::exists();
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
+}
 
 /// Puts one row's block in its place: weight `k` of row `r` at byte `4 r + k % 4` of vector `k / 4`; of two 4-bit
 /// vectors `j` and `j + 4`, one takes the low half of the bytes and the other the high.
@@ -163,7 +192,8 @@ struct Activations {
     q: Vec<i8>,
     /// `[T, blocks]`: what a step is worth.
     scale: Vec<f32>,
-    /// `[T, blocks]`: the sum of the rounded activations.
+    /// `[T, blocks]`: the sum of the rounded activations, in steps and in units.
+    total: Vec<i32>,
     sum: Vec<f32>,
 }
 
@@ -173,8 +203,10 @@ impl Activations {
         let blocks = inputs / BLOCK;
         let mut q = vec![0i8; x.len()];
         let (mut scale, mut sum) = (vec![0f32; tokens * blocks], vec![0f32; tokens * blocks]);
+        let mut total = vec![0i32; tokens * blocks];
         let (q_out, scale_out, sum_out) =
             (SharedMut::new(&mut q), SharedMut::new(&mut scale), SharedMut::new(&mut sum));
+        let total_out = SharedMut::new(&mut total);
         parallel::for_each(
             tokens.div_ceil(UNIT_TOKENS),
             || (),
@@ -182,30 +214,39 @@ impl Activations {
                 let first = unit * UNIT_TOKENS;
                 let count = UNIT_TOKENS.min(tokens - first);
                 // SAFETY: each unit has its own tokens.
-                let (q, scale, sum) = unsafe {
-                    (
-                        q_out.slice(first * inputs, count * inputs),
-                        scale_out.slice(first * blocks, count * blocks),
-                        sum_out.slice(first * blocks, count * blocks),
-                    )
+                let to = unsafe {
+                    Rounded {
+                        q: q_out.slice(first * inputs, count * inputs),
+                        scale: scale_out.slice(first * blocks, count * blocks),
+                        total: total_out.slice(first * blocks, count * blocks),
+                        sum: sum_out.slice(first * blocks, count * blocks),
+                    }
                 };
                 let x = &x[first * inputs..][..count * inputs];
                 #[cfg(target_arch = "x86_64")]
                 if isa != Isa::Portable {
                     // SAFETY: the other instruction sets include AVX2.
-                    return unsafe { avx2::round(x, q, scale, sum) };
+                    return unsafe { avx2::round(x, to) };
                 }
                 let _ = isa;
-                round(x, q, scale, sum);
+                round(x, to);
             },
         );
-        Self { blocks, q, scale, sum }
+        Self { blocks, q, scale, total, sum }
     }
 }
 
+/// Where some activations go: see [`Activations`].
+struct Rounded<'a> {
+    q: &'a mut [i8],
+    scale: &'a mut [f32],
+    total: &'a mut [i32],
+    sum: &'a mut [f32],
+}
+
 #[inline(always)]
-fn round(x: &[f32], q: &mut [i8], scale: &mut [f32], sum: &mut [f32]) {
-    for (i, (x, q)) in x.chunks_exact(BLOCK).zip(q.chunks_exact_mut(BLOCK)).enumerate() {
+fn round(x: &[f32], to: Rounded) {
+    for (i, (x, q)) in x.chunks_exact(BLOCK).zip(to.q.chunks_exact_mut(BLOCK)).enumerate() {
         let largest = x.iter().fold(0f32, |a, x| a.max(x.abs()));
         // A block with NaN or infinity makes its products NaN, as floats would.
         let step = if x.iter().all(|x| x.is_finite()) { largest / 127.0 } else { f32::NAN };
@@ -216,11 +257,11 @@ fn round(x: &[f32], q: &mut [i8], scale: &mut [f32], sum: &mut [f32]) {
             total += value;
             *q = value as i8;
         }
-        (scale[i], sum[i]) = (step, total as f32 * step);
+        (to.scale[i], to.total[i], to.sum[i]) = (step, total, total as f32 * step);
     }
 }
 
-/// One panel against consecutive tokens.
+/// One panel, or two that follow each other, against consecutive tokens.
 struct Tile<'a> {
     weights: &'a [u8],
     x: &'a Activations,
@@ -251,120 +292,6 @@ impl Tile<'_> {
                         *out += half(w, ROWS + row) * sum;
                     }
                 }
-            }
-        }
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-mod avx2 {
-    //! The same with AVX2.
-
-    use super::{BLOCK, Bits, ROWS, Tile};
-    use core::arch::x86_64::*;
-
-    /// # Safety
-    /// AVX2 exists.
-    #[target_feature(enable = "avx2,fma")]
-    pub unsafe fn round(x: &[f32], q: &mut [i8], scale: &mut [f32], sum: &mut [f32]) {
-        super::round(x, q, scale, sum);
-    }
-
-    /// # Safety
-    /// AVX2, FMA and F16C exist.
-    #[target_feature(enable = "avx2,fma,f16c")]
-    pub unsafe fn tile(bits: Bits, tile: &Tile, out: &mut [[f32; ROWS]]) {
-        unsafe {
-            match (bits, out.len()) {
-                (Bits::Four, 4) => four::<4>(tile, out),
-                (Bits::Four, 3) => four::<3>(tile, out),
-                (Bits::Four, 2) => four::<2>(tile, out),
-                (Bits::Four, _) => four::<1>(tile, out),
-                (Bits::Eight, 4) => eight::<4>(tile, out),
-                (Bits::Eight, 3) => eight::<3>(tile, out),
-                (Bits::Eight, 2) => eight::<2>(tile, out),
-                (Bits::Eight, _) => eight::<1>(tile, out),
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn halves(p: *const u8) -> __m256 {
-        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
-    }
-
-    /// Four consecutive activations in every lane.
-    #[inline(always)]
-    unsafe fn four_of(x: *const i8) -> __m256i {
-        unsafe { _mm256_set1_epi32(x.cast::<i32>().read_unaligned()) }
-    }
-
-    #[inline(always)]
-    #[expect(clippy::needless_range_loop, reason = "adapters are not inlined here")]
-    unsafe fn four<const T: usize>(tile: &Tile, out: &mut [[f32; ROWS]]) {
-        unsafe {
-            let mut acc = [_mm256_setzero_ps(); T];
-            let (low, ones) = (_mm256_set1_epi8(15), _mm256_set1_epi16(1));
-            for block in 0..tile.blocks {
-                let w = tile.weights.as_ptr().add(block * Bits::Four.block());
-                let (d, m) = (halves(w), halves(w.add(2 * ROWS)));
-                let w = w.add(Bits::Four.scales());
-                let mut q = [_mm256_setzero_si256(); 8];
-                for j in 0..4 {
-                    let pair = _mm256_loadu_si256(w.add(j * BLOCK).cast());
-                    q[j] = _mm256_and_si256(pair, low);
-                    q[j + 4] = _mm256_and_si256(_mm256_srli_epi16::<4>(pair), low);
-                }
-                for (t, acc) in acc.iter_mut().enumerate() {
-                    let at = (tile.token + t) * tile.x.blocks + block;
-                    let x = tile.x.q.as_ptr().add(at * BLOCK);
-                    // Sixteen products of at most 15 · 127 in each 16-bit lane: 30,480, no overflow.
-                    let mut dots = _mm256_maddubs_epi16(q[0], four_of(x));
-                    // By number: adapters of iterators are not always built into a function of this instruction set.
-                    for j in 1..8 {
-                        dots = _mm256_add_epi16(dots, _mm256_maddubs_epi16(q[j], four_of(x.add(4 * j))));
-                    }
-                    let dots = _mm256_cvtepi32_ps(_mm256_madd_epi16(dots, ones));
-                    let scale = _mm256_mul_ps(d, _mm256_set1_ps(*tile.x.scale.get_unchecked(at)));
-                    *acc = _mm256_fmadd_ps(dots, scale, *acc);
-                    *acc = _mm256_fmadd_ps(m, _mm256_set1_ps(*tile.x.sum.get_unchecked(at)), *acc);
-                }
-            }
-            for (out, acc) in out.iter_mut().zip(acc) {
-                _mm256_storeu_ps(out.as_mut_ptr(), acc);
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn eight<const T: usize>(tile: &Tile, out: &mut [[f32; ROWS]]) {
-        unsafe {
-            let mut acc = [_mm256_setzero_ps(); T];
-            let ones = _mm256_set1_epi16(1);
-            for block in 0..tile.blocks {
-                let w = tile.weights.as_ptr().add(block * Bits::Eight.block());
-                let d = halves(w);
-                let w = w.add(Bits::Eight.scales());
-                let mut dots = [_mm256_setzero_si256(); T];
-                for j in 0..8 {
-                    let q = _mm256_loadu_si256(w.add(j * BLOCK).cast());
-                    let size = _mm256_sign_epi8(q, q);
-                    for (t, dots) in dots.iter_mut().enumerate() {
-                        let at = (tile.token + t) * tile.x.blocks + block;
-                        let x = four_of(tile.x.q.as_ptr().add(at * BLOCK + 4 * j));
-                        // |w| x sign(w): two products of at most 128 · 127, no overflow.
-                        let pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(x, q));
-                        *dots = _mm256_add_epi32(*dots, _mm256_madd_epi16(pairs, ones));
-                    }
-                }
-                for (t, (acc, dots)) in acc.iter_mut().zip(dots).enumerate() {
-                    let at = (tile.token + t) * tile.x.blocks + block;
-                    let scale = _mm256_mul_ps(d, _mm256_set1_ps(*tile.x.scale.get_unchecked(at)));
-                    *acc = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots), scale, *acc);
-                }
-            }
-            for (out, acc) in out.iter_mut().zip(acc) {
-                _mm256_storeu_ps(out.as_mut_ptr(), acc);
             }
         }
     }

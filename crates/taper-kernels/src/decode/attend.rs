@@ -13,7 +13,8 @@ use std::ops::Range;
 /// Attends to what was selected; returns `[R, q_heads, head_dim]`, f32.
 ///
 /// A key's weight is exp(score + log weight). Partial results of one row and head merge in token order, so a row's
-/// result does not depend on the batch. A key that `scores` of the same batch hold is not read again.
+/// result does not depend on the batch. A key that `scores` of the same batch hold is not read again, nor a row and head
+/// whose output is known of making its sample.
 ///
 /// # Errors
 /// Shapes that differ, or a token outside the visible range.
@@ -46,10 +47,15 @@ pub(super) fn attend_with(isa: Isa, batch: &Decode, selection: &Selection, score
         }
         merge(&units, &partials, view, &mut out);
     });
+    let size = q_heads / kv_heads * head_dim;
+    for (to, head) in out.chunks_exact_mut(size).zip(selection) {
+        known(head).iter().for_each(|known| to.copy_from_slice(known));
+    }
     Tensor::from_vec(out, (rows, q_heads, head_dim), batch.q.device())
 }
 
 pub(crate) fn check(batch: &Decode, selection: &[HeadSelection], kv_heads: usize, group: usize) -> Result<()> {
+    let output = group * batch.dims()?.3;
     if selection.len() != batch.rows.len() * kv_heads {
         bail!("decode: a selection of {} for {} rows of {kv_heads} heads", selection.len(), batch.rows.len());
     }
@@ -70,13 +76,23 @@ pub(crate) fn check(batch: &Decode, selection: &[HeadSelection], kv_heads: usize
         let inside = keys.ranges.iter().all(|r| r.start >= visible.start && r.end <= visible.end)
             && keys.ids.iter().chain(sampled).all(|&id| visible.contains(&(id as usize)));
         let consistent = keys.sample.as_ref().is_none_or(|s| {
-            s.counts.len() == group && s.log_weights.len() == group && s.counts.iter().all(|&c| c <= s.ids.len())
+            let known = s.output.is_empty() || s.output.len() == output;
+            s.counts.len() == group
+                && s.log_weights.len() == group
+                && s.counts.iter().all(|&c| c <= s.ids.len())
+                && known
         });
         if keys.is_empty() || !inside || !consistent {
             bail!("decode: selection {i} is empty, reads beyond tokens {visible:?} or has a malformed sample");
         }
     }
     Ok(())
+}
+
+/// A group's output, where it is known of making the head's sample.
+fn known(head: &HeadSelection) -> Option<&[f32]> {
+    let HeadSelection::Keys(Keys { sample: Some(sample), .. }) = head else { return None };
+    Some(sample.output.as_slice()).filter(|output| !output.is_empty())
 }
 
 /// Tokens `span` of the list of one row and head.
@@ -86,12 +102,13 @@ struct Unit {
     span: Range<usize>,
 }
 
-/// Cuts every list into units, in order of row, head and token.
+/// Cuts every list that is to be read into units, in order of row, head and token.
 fn units(rows: &[super::DecodeRow], heads: &[HeadSelection], kv_heads: usize) -> Vec<Unit> {
     let mut units = Vec::new();
     for (i, head) in heads.iter().enumerate() {
         let (row, head_index) = (i / kv_heads, i % kv_heads);
         let len = match head {
+            _ if known(head).is_some() => 0,
             HeadSelection::Dense => rows[row].visible.len(),
             HeadSelection::Keys(keys) => keys.len(),
             HeadSelection::Values(values) => values.ids.len(),

@@ -196,7 +196,7 @@ pub fn sample_some(batch: &Decode, selection: &Selection, sizes: &[usize], strea
         let ids: Vec<u32> = Draws::new(keys, visible, &stream).take(size).collect();
         let log_weight = (residual as f32 / size.max(1) as f32).ln();
         let (counts, log_weights) = (vec![size; group], vec![log_weight; group]);
-        let sample = (size > 0).then_some(Sample { ids, counts, log_weights });
+        let sample = (size > 0).then_some(Sample { ids, counts, log_weights, output: Vec::new() });
         HeadSelection::Keys(Keys { sample, ..keys.clone() })
     };
     Ok(parallel::map(heads.len(), draw).into())
@@ -246,7 +246,7 @@ impl Sampler for Sampling {
         };
         // The group reads what its neediest head needs: the others may as well use it.
         budgets.fill(Budget { residual, sampled, pilot, dense: false });
-        work.beside(keys.clone(), residual)
+        work.beside(keys.clone(), &known, residual)
     }
 }
 
@@ -368,13 +368,15 @@ impl<'a, T: KvElement> Work<'a, T> {
         }
     }
 
-    /// The keys read exactly, and beside them all that was drawn as a sample of the `residual` others, the same for every
-    /// query head of the group.
-    fn beside(&mut self, keys: Keys, residual: usize) -> HeadSelection {
+    /// The keys read exactly, of which `known` are the partials, and beside them all that was drawn as a sample of the
+    /// `residual` others, the same for every query head of the group; with what they come to.
+    fn beside(&mut self, keys: Keys, known: &[f32], residual: usize) -> HeadSelection {
+        let known = known.chunks_exact(Partial::width(self.view.head_dim)).enumerate();
+        let output = known.flat_map(|(g, known)| Head::new(self, g, known, residual).output).collect();
         let (ids, group) = (std::mem::take(&mut self.ids), self.view.group);
         let log_weight = (residual as f64 / ids.len() as f64).ln() as f32;
         let (counts, log_weights) = (vec![ids.len(); group], vec![log_weight; group]);
-        HeadSelection::Keys(Keys { sample: Some(Sample { ids, counts, log_weights }), ..keys })
+        HeadSelection::Keys(Keys { sample: Some(Sample { ids, counts, log_weights, output }), ..keys })
     }
 
     /// Where the values of some sampled keys, at most a block, lie.

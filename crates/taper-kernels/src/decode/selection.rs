@@ -61,6 +61,9 @@ pub struct Sample {
     pub counts: Vec<usize>,
     /// Natural log of each query head's importance weight `[group]`.
     pub log_weights: Vec<f32>,
+    /// Each query head's output over keys and sample `[group, head_dim]`, where it is known of making the sample; else
+    /// empty.
+    pub output: Vec<f32>,
 }
 
 impl Keys {

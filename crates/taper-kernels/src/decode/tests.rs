@@ -35,6 +35,7 @@ fn sampled(n: usize, group: usize) -> HeadSelection {
             ids: (11..n as u32 - 50).step_by(14).rev().collect(),
             counts: (0..group).map(|g| 3 + 5 * g).collect(),
             log_weights: (0..group).map(|g| 1.5 + g as f32).collect(),
+            output: Vec::new(),
         }),
     })
 }

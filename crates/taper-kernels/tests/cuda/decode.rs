@@ -25,7 +25,12 @@ fn mixed(numbers: &mut Numbers, n: usize, group: usize, ranges: usize) -> HeadSe
     HeadSelection::Keys(Keys {
         ranges: [0..3, 10..30, n - 40..n][3 - ranges..].to_vec(),
         ids,
-        sample: Some(Sample { ids: sample, counts, log_weights: (0..group).map(|g| 1.5 - g as f32 / 2.0).collect() }),
+        sample: Some(Sample {
+            ids: sample,
+            counts,
+            log_weights: (0..group).map(|g| 1.5 - g as f32 / 2.0).collect(),
+            output: Vec::new(),
+        }),
     })
 }
 

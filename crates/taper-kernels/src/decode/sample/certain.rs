@@ -112,7 +112,7 @@ impl Sampler for Certain<'_> {
             });
             if sure {
                 budgets.fill(Budget { residual, sampled: wanted, pilot, dense: false });
-                return work.beside(keys, residual);
+                return work.beside(keys, &partial, residual);
             }
             wanted *= 2;
         }

@@ -99,6 +99,7 @@ fn is_hopeless<T: KvElement>(
         ids: chosen,
         counts: vec![heaviest; view.group],
         log_weights: vec![log_weight; view.group],
+        output: Vec::new(),
     });
     let known = attend_head::<T>(work.isa, view, work.row, work.head, &HeadSelection::Keys(keys), None);
     work.add_up(&known);

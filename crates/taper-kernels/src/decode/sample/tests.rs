@@ -175,6 +175,34 @@ fn every_rule_for_the_output_keeps_its_promise_for_every_head_of_a_group() {
     }
 }
 
+#[test]
+fn what_a_sample_is_known_to_come_to_is_what_its_keys_come_to() {
+    let mut numbers = Numbers(22);
+    for (group, n) in [(1, 700), (3, 6000), (8, 4097)] {
+        let (cache, q) = group_cache(&mut numbers, n, group, 0.5);
+        let rows = [DecodeRow { table: &cache.table, visible: 0..n }];
+        let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
+        let known = all_scores(&batch);
+        let fixed = top_k(batch.rows, &importance(&known), 16, 64, &[100]).unwrap();
+        let stream = Stream { seed: 3, layer: 0, head: 0, position: n as u32 - 1 };
+        for (scores, epsilon) in [(Some(&known), 0.5), (None, 0.5), (None, 0.2)] {
+            let how = sampling(Rule::Chi2, epsilon, 0.4);
+            let (selection, _) = sample(&batch, &fixed, &Foreseen::default(), scores, &[stream], &how).unwrap();
+            let HeadSelection::Keys(keys) = &selection.heads().unwrap()[0] else { panic!("dense: {n}, {epsilon}") };
+            let known = keys.sample.clone().unwrap();
+            assert_eq!(known.output.len(), group * D);
+            let sample = Some(Sample { output: Vec::new(), ..known });
+            let read = Selection::from(vec![HeadSelection::Keys(Keys { sample, ..keys.clone() })]);
+            let [a, b] = [&selection, &read].map(|s| attend(&batch, s, scores).unwrap().to_vec3::<f32>().unwrap());
+            for (a, b) in a[0].iter().zip(&b[0]) {
+                let b: Vec<f64> = b.iter().map(|&x| x.into()).collect();
+                let error = relative_error(a, &b);
+                assert!(error < 1e-5, "group {group}, {n} keys, epsilon {epsilon}: {error}");
+            }
+        }
+    }
+}
+
 /// Keys that score 0 but for one, which holds a share of the mass and has a value of its own, and which no predictor found:
 /// only sinks and a window are chosen.
 fn missed(n: usize, share: f32) -> (Cache, Tensor) {
