@@ -200,6 +200,25 @@ unsafe fn silu<V: Simd>(x: &mut [f32]) {
     x.iter_mut().zip(below).for_each(|(x, e)| *x = *x * if *x < 0.0 { e } else { 1.0 } / (1.0 + e));
 }
 
+/// silu(gate) · up, element by element, where silu(x) = x / (1 + exp(−x)).
+pub fn silu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    dispatch!(Isa::best(), gated::<_>(gate: &[f32], up: &[f32], out: &mut [f32]));
+}
+
+#[inline(always)]
+unsafe fn gated<V: Simd>(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    let n = out.len();
+    let (gate, up) = (&gate[..n], &up[..n]);
+    for i in 0..n {
+        out[i] = -gate[i].abs();
+    }
+    unsafe { exp_line::<V>(out, 0.0) };
+    for i in 0..n {
+        let share = if gate[i] < 0.0 { out[i] } else { 1.0 };
+        out[i] = gate[i] * share / (1.0 + out[i]) * up[i];
+    }
+}
+
 impl Dense {
     fn inputs(&self) -> usize {
         self.weight.len() / self.bias.len()

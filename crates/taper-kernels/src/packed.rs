@@ -154,8 +154,10 @@ impl Packed {
 const UNIT_PANELS: usize = 8;
 /// Tokens of a work unit: their activations stay in the first-level cache.
 const UNIT_TOKENS: usize = 64;
-/// Tokens of a register tile of one panel, and half of those of a tile of two.
+/// Tokens of a register tile of one panel.
 const TILE_TOKENS: usize = 4;
+/// Tokens of a register tile of two panels, and of a group of activations.
+const TOGETHER: usize = 8;
 
 /// Whether two panels are taken at once.
 fn pairs(isa: Isa) -> bool {
@@ -185,80 +187,84 @@ fn pack_block(bits: Bits, row: usize, source: &[u8], head: usize, offset: bool, 
     }
 }
 
-/// Activations `[T, inputs]` rounded to 8 bits in blocks of 32.
+/// Activations `[T, inputs]` rounded to 8 bits in blocks of 32. Eight tokens lie side by side, `[T / 8, blocks, 8]`, so that
+/// those of a tile are at fixed distances; the last group is filled up with zeros.
 struct Activations {
     blocks: usize,
-    /// `[T, inputs]`.
+    /// 32 a block.
     q: Vec<i8>,
-    /// `[T, blocks]`: what a step is worth.
+    /// What a step is worth.
     scale: Vec<f32>,
-    /// `[T, blocks]`: the sum of the rounded activations, in steps and in units.
+    /// The sum of the rounded activations in steps.
     total: Vec<i32>,
+    /// The same in units.
     sum: Vec<f32>,
 }
 
 impl Activations {
     fn round(isa: Isa, x: &[f32], inputs: usize) -> Self {
-        let tokens = x.len() / inputs;
-        let blocks = inputs / BLOCK;
-        let mut q = vec![0i8; x.len()];
-        let (mut scale, mut sum) = (vec![0f32; tokens * blocks], vec![0f32; tokens * blocks]);
-        let mut total = vec![0i32; tokens * blocks];
-        let (q_out, scale_out, sum_out) =
-            (SharedMut::new(&mut q), SharedMut::new(&mut scale), SharedMut::new(&mut sum));
-        let total_out = SharedMut::new(&mut total);
+        let (tokens, blocks) = (x.len() / inputs, inputs / BLOCK);
+        let size = blocks * TOGETHER;
+        let groups = tokens.div_ceil(TOGETHER);
+        let mut q = vec![0i8; groups * size * BLOCK];
+        let (mut scale, mut sum) = (vec![0f32; groups * size], vec![0f32; groups * size]);
+        let mut total = vec![0i32; groups * size];
+        let (q_out, scale_out) = (SharedMut::new(&mut q), SharedMut::new(&mut scale));
+        let (total_out, sum_out) = (SharedMut::new(&mut total), SharedMut::new(&mut sum));
         parallel::for_each(
-            tokens.div_ceil(UNIT_TOKENS),
+            groups,
             || (),
-            |(), unit| {
-                let first = unit * UNIT_TOKENS;
-                let count = UNIT_TOKENS.min(tokens - first);
-                // SAFETY: each unit has its own tokens.
-                let to = unsafe {
-                    Rounded {
-                        q: q_out.slice(first * inputs, count * inputs),
-                        scale: scale_out.slice(first * blocks, count * blocks),
-                        total: total_out.slice(first * blocks, count * blocks),
-                        sum: sum_out.slice(first * blocks, count * blocks),
-                    }
+            |(), group| {
+                // SAFETY: each group has its own part.
+                let (q, scale, total, sum) = unsafe {
+                    (
+                        q_out.slice(group * size * BLOCK, size * BLOCK),
+                        scale_out.slice(group * size, size),
+                        total_out.slice(group * size, size),
+                        sum_out.slice(group * size, size),
+                    )
                 };
-                let x = &x[first * inputs..][..count * inputs];
-                #[cfg(target_arch = "x86_64")]
-                if isa != Isa::Portable {
-                    // SAFETY: the other instruction sets include AVX2.
-                    return unsafe { avx2::round(x, to) };
+                let (q, _) = q.as_chunks_mut::<BLOCK>();
+                let tokens = x[group * TOGETHER * inputs..].chunks_exact(inputs).take(TOGETHER);
+                for (t, x) in tokens.enumerate() {
+                    for (block, x) in x.as_chunks::<BLOCK>().0.iter().enumerate() {
+                        let at = block * TOGETHER + t;
+                        (scale[at], total[at]) = round(isa, x, &mut q[at]);
+                        sum[at] = total[at] as f32 * scale[at];
+                    }
                 }
-                let _ = isa;
-                round(x, to);
             },
         );
         Self { blocks, q, scale, total, sum }
     }
-}
 
-/// Where some activations go: see [`Activations`].
-struct Rounded<'a> {
-    q: &'a mut [i8],
-    scale: &'a mut [f32],
-    total: &'a mut [i32],
-    sum: &'a mut [f32],
-}
-
-#[inline(always)]
-fn round(x: &[f32], to: Rounded) {
-    for (i, (x, q)) in x.chunks_exact(BLOCK).zip(to.q.chunks_exact_mut(BLOCK)).enumerate() {
-        let largest = x.iter().fold(0f32, |a, x| a.max(x.abs()));
-        // A block with NaN or infinity makes its products NaN, as floats would.
-        let step = if x.iter().all(|x| x.is_finite()) { largest / 127.0 } else { f32::NAN };
-        let inverse = if step > 0.0 { 1.0 / step } else { 0.0 };
-        let mut total = 0i32;
-        for (q, x) in q.iter_mut().zip(x) {
-            let value = (x * inverse).round_ties_even() as i32;
-            total += value;
-            *q = value as i8;
-        }
-        (to.scale[i], to.total[i], to.sum[i]) = (step, total, total as f32 * step);
+    /// The place of a token's block.
+    fn at(&self, token: usize, block: usize) -> usize {
+        (token / TOGETHER * self.blocks + block) * TOGETHER + token % TOGETHER
     }
+}
+
+/// Rounds a block: what a step is worth, and the sum of the steps.
+fn round(isa: Isa, x: &[f32; BLOCK], q: &mut [i8; BLOCK]) -> (f32, i32) {
+    #[cfg(target_arch = "x86_64")]
+    if isa != Isa::Portable {
+        // SAFETY: the other instruction sets include AVX2.
+        return unsafe { avx2::round(x, q) };
+    }
+    let _ = isa;
+    let largest = x.iter().fold(0f32, |a, x| a.max(x.abs()));
+    let (step, inverse) = step(largest, x.iter().all(|x| x.is_finite()));
+    for (q, x) in q.iter_mut().zip(x) {
+        *q = (x * inverse).round_ties_even() as i8;
+    }
+    (step, q.iter().map(|q| i32::from(*q)).sum())
+}
+
+/// What a step of a block is worth, and steps in a unit. A block with NaN or infinity makes its products NaN, as floats would.
+#[inline(always)]
+fn step(largest: f32, finite: bool) -> (f32, f32) {
+    let step = if finite { largest / 127.0 } else { f32::NAN };
+    (step, if step > 0.0 { 1.0 / step } else { 0.0 })
 }
 
 /// One panel, or two that follow each other, against consecutive tokens.
@@ -276,7 +282,7 @@ impl Tile<'_> {
             let token = self.token + t;
             for block in 0..self.blocks {
                 let w = &self.weights[block * bits.block()..][..bits.block()];
-                let at = token * self.x.blocks + block;
+                let at = self.x.at(token, block);
                 let x = &self.x.q[at * BLOCK..][..BLOCK];
                 let (scale, sum) = (self.x.scale[at], self.x.sum[at]);
                 for (row, out) in out.iter_mut().enumerate() {

@@ -2,6 +2,7 @@
 
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType};
 use rayon::prelude::*;
+use taper_kernels::mlp::silu_mul;
 
 /// Elements that one task handles; below this a second thread costs more than it saves.
 const CHUNK: usize = 16 * 1024;
@@ -34,9 +35,7 @@ impl CustomOp1 for Swiglu {
         let mut out = vec![0f32; rows * half];
         let row = |(x, out): (&[f32], &mut [f32])| {
             let (gate, up) = x.split_at(half);
-            for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
-                *out = gate / (1.0 + (-gate).exp()) * up;
-            }
+            silu_mul(gate, up, out);
         };
         let rows_per_task = (CHUNK / width.max(1)).max(1);
         if rows <= rows_per_task {

@@ -46,16 +46,15 @@ unsafe fn halves(p: *const u8, apart: usize) -> __m512 {
     }
 }
 
-/// Adds the products of weights, `q[j]` four of every row, with the activations of `T` tokens.
+/// Adds the products of weights, `q[j]` four of every row, with the activations `x` of `T` tokens, 32 each.
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "adapters are not inlined here")]
-unsafe fn add<const T: usize>(dots: &mut [__m512i; T], q: &[__m512i; 8], tile: &Tile, block: usize) {
+unsafe fn add<const T: usize>(dots: &mut [__m512i; T], q: &[__m512i; 8], x: *const i8) {
     unsafe {
-        let x = tile.x.q.as_ptr().add((tile.token * tile.x.blocks + block) * BLOCK);
         for j in 0..8 {
             for t in 0..T {
-                let four = x.add(t * tile.x.blocks * BLOCK + 4 * j).cast::<i32>();
-                dots[t] = _mm512_dpbusd_epi32(dots[t], q[j], _mm512_set1_epi32(four.read_unaligned()));
+                let four = x.add(t * BLOCK + 4 * j).cast::<i32>().read_unaligned();
+                dots[t] = _mm512_dpbusd_epi32(dots[t], q[j], _mm512_set1_epi32(four));
             }
         }
     }
@@ -90,12 +89,13 @@ unsafe fn four<const T: usize>(tile: &Tile, out: &mut [[f32; ROWS]]) {
                 q[j + 4] = _mm512_and_si512(_mm512_srli_epi16::<4>(pair), low);
             }
             let mut dots = [_mm512_setzero_si512(); T];
-            add(&mut dots, &q, tile, block);
+            let at = tile.x.at(tile.token, block);
+            add(&mut dots, &q, tile.x.q.as_ptr().add(at * BLOCK));
+            let (scale, sum) = (tile.x.scale.as_ptr().add(at), tile.x.sum.as_ptr().add(at));
             for t in 0..T {
-                let at = (tile.token + t) * tile.x.blocks + block;
-                let scale = _mm512_mul_ps(d, _mm512_set1_ps(*tile.x.scale.get_unchecked(at)));
+                let scale = _mm512_mul_ps(d, _mm512_set1_ps(*scale.add(t)));
                 acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[t]), scale, acc[t]);
-                acc[t] = _mm512_fmadd_ps(m, _mm512_set1_ps(*tile.x.sum.get_unchecked(at)), acc[t]);
+                acc[t] = _mm512_fmadd_ps(m, _mm512_set1_ps(*sum.add(t)), acc[t]);
             }
         }
         store(acc, out);
@@ -118,14 +118,14 @@ unsafe fn eight<const T: usize>(tile: &Tile, out: &mut [[f32; ROWS]]) {
                 q[j] = _mm512_xor_si512(both(w.add(j * BLOCK), apart), sign);
             }
             let mut dots = [_mm512_setzero_si512(); T];
+            let at = tile.x.at(tile.token, block);
+            let (scale, total) = (tile.x.scale.as_ptr().add(at), tile.x.total.as_ptr().add(at));
             for t in 0..T {
-                let at = (tile.token + t) * tile.x.blocks + block;
-                dots[t] = _mm512_set1_epi32(-128 * *tile.x.total.get_unchecked(at));
+                dots[t] = _mm512_slli_epi32::<7>(_mm512_set1_epi32(-*total.add(t)));
             }
-            add(&mut dots, &q, tile, block);
+            add(&mut dots, &q, tile.x.q.as_ptr().add(at * BLOCK));
             for t in 0..T {
-                let at = (tile.token + t) * tile.x.blocks + block;
-                let scale = _mm512_mul_ps(d, _mm512_set1_ps(*tile.x.scale.get_unchecked(at)));
+                let scale = _mm512_mul_ps(d, _mm512_set1_ps(*scale.add(t)));
                 acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[t]), scale, acc[t]);
             }
         }
