@@ -2,12 +2,13 @@
 //! its bytes could take.
 //!
 //! The cache is filled with random rows instead of by a prompt, and sequences begin where their context ends, so that long
-//! contexts cost no prefill. A step is what the engine makes of it: from token ids to the logits in host memory.
+//! contexts cost no prefill. A step is what the engine makes of it, from token ids to the logits in host memory; or, to tell
+//! what that copy takes, to the likeliest tokens, found on the device.
 
 use crate::error::EvalError;
 use crate::method::{Method, Phase};
 use crate::table::{Style, draw};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{D, DType, Result, Tensor};
 use serde_json::json;
 use std::sync::Arc;
 use std::time::Instant;
@@ -31,6 +32,8 @@ pub struct StepPlan {
     pub chunk_tokens: usize,
     /// Steps timed.
     pub tokens: usize,
+    /// Whether a step ends with the likeliest tokens instead of the logits.
+    pub greedy: bool,
     /// Type of the model's weights.
     pub weights: DType,
     /// Type of cached keys and values.
@@ -134,13 +137,18 @@ impl<'a> Bench<'a> {
             _ => hidden.index_select(&Tensor::from_slice(&last, count, self.model.device())?, 0)?,
         };
         let logits = self.model.logits(&hidden)?;
+        let best = if self.plan.greedy { Some(logits.argmax(D::Minus1)?) } else { None };
         let queued = started.elapsed().as_secs_f64();
-        let logits = logits.to_vec2::<f32>()?;
+        let read = match best {
+            Some(best) => best.to_vec1::<u32>()?.into_iter().map(|token| vec![token as f32]).collect(),
+            None => logits.to_vec2::<f32>()?,
+        };
         batch.finish();
-        if let Some(bad) = logits.iter().flatten().find(|x| !x.is_finite()) {
+        let seconds = started.elapsed().as_secs_f64();
+        if let Some(bad) = read.iter().flatten().find(|x| !x.is_finite()) {
             candle_core::bail!("a logit is {bad}");
         }
-        Ok((queued, started.elapsed().as_secs_f64()))
+        Ok((queued, seconds))
     }
 
     fn token(&self, i: usize) -> u32 {
@@ -247,6 +255,7 @@ mod tests {
             prefills: vec![method(Phase::Prefill, json!({ "method": "dense" }))],
             chunk_tokens: 64,
             tokens: 1,
+            greedy: false,
             weights: DType::F32,
             cache: DType::F16,
             bandwidth: 1e9,

@@ -51,6 +51,9 @@ pub struct BenchModelArgs {
     /// Steps timed
     #[arg(long, value_name = "N", default_value_t = 32)]
     pub tokens: usize,
+    /// End a step with the likeliest tokens, found on the device, instead of the logits in host memory
+    #[arg(long)]
+    pub greedy: bool,
     /// What the device's memory moves, in TB/s, for the floor
     #[arg(long, value_name = "TB/S", default_value_t = 4.27)]
     pub bandwidth: f64,
@@ -80,6 +83,7 @@ pub fn run(args: &BenchModelArgs) -> Result<()> {
         prefills: eval::methods(Phase::Prefill, &args.prefill, &artifacts)?,
         chunk_tokens: args.chunk,
         tokens: args.tokens,
+        greedy: args.greedy,
         weights,
         cache,
         bandwidth: args.bandwidth * 1e12,

@@ -134,7 +134,9 @@ fn products_agree_with_f64_and_a_row_does_not_depend_on_the_others() {
     let device = device();
     for dtype in [DType::BF16, DType::F16] {
         // Few rows and many; widths of less than a warp's pieces, of a small model and of a large one's feed-forward layer.
-        for (rows, inputs, outputs) in [(1, 64, 16), (2, 576, 960), (3, 576, 3072), (4, 14336, 64), (33, 576, 1536)] {
+        for (rows, inputs, outputs) in
+            [(1, 64, 16), (1, 14336, 64), (2, 576, 960), (2, 4096, 320), (3, 576, 3072), (33, 576, 1536)]
+        {
             let what = format!("{dtype:?} {rows} x {inputs} -> {outputs}");
             let on = |t: &Tensor| t.to_device(&device).unwrap();
             let (x, weight) = (numbers.tensor(&[rows, inputs], dtype), numbers.tensor(&[outputs, inputs], dtype));
@@ -164,7 +166,7 @@ fn products_agree_with_f64_and_a_row_does_not_depend_on_the_others() {
             let rounded = product(normed, &on_weight, dtype).unwrap();
             assert_eq!(rounded.dtype(), dtype);
             below(relative_of(&elements(&rounded), &normal), LIMIT, &what);
-            if rows <= 4 {
+            if rows <= 2 {
                 let last = on_x.narrow(0, rows - 1, 1).unwrap();
                 let last = product(Inputs { x: &last, norm: None }, &on_weight, DType::F32).unwrap();
                 assert_eq!(bits(&last), bits(&out.narrow(0, rows - 1, 1).unwrap()), "{what}");
@@ -188,7 +190,7 @@ fn products_agree_with_f64_and_a_row_does_not_depend_on_the_others() {
     }
     let odd = Tensor::zeros((2, 12), DType::BF16, &device).unwrap();
     let error = product(Inputs { x: &odd, norm: None }, &odd, DType::F32).unwrap_err();
-    assert!(error.to_string().starts_with("product: weight"), "{error}");
+    assert!(error.to_string().contains("weight is [2, 12]"), "{error}");
 }
 
 #[test]
