@@ -293,6 +293,15 @@ typedef struct TaperScoreParams {
   int32_t pitch;  // elements from an entry of the view to the next; 0: width
 } TaperScoreParams;
 
+// The log-sum-exp of each row and head from what a score pass says of its tiles.
+typedef struct TaperLseParams {
+  const float* tile_max;  // as the score pass has them
+  const float* tile_sum;
+  const uint32_t* lens;   // [rows], visible tokens
+  float* lse;             // [rows, q_heads]
+  int32_t rows, q_heads, tile_stride, page, overlap, reserved;
+} TaperLseParams;
+
 typedef struct TaperHashScoreParams {
   const uint32_t* q;            // [rows, q_heads, words]
   const uint32_t* codes;        // [blocks, kv_heads, 64, per_head ? group * words : words]
@@ -358,6 +367,7 @@ typedef struct TaperPagesParams {
 } TaperPagesParams;
 
 int taper_score(const TaperScoreParams* p, TaperStream stream);
+int taper_lse(const TaperLseParams* p, TaperStream stream);
 int taper_hash_score(const TaperHashScoreParams* p, TaperStream stream);
 int taper_select(const TaperSelectParams* p, TaperStream stream);
 int taper_select_group(const TaperGroupSelectParams* p, TaperStream stream);
@@ -568,6 +578,9 @@ typedef struct TaperRopeParams {
   void* v;
   int64_t row_stride;
   int32_t tokens, q_heads, kv_heads, head_dim, dtype, table_stride, interleaved, overlap;
+  const uint32_t* slots;  // [tokens], block * 64 + row; the angles are then each token's own, and neither
+                          // positions nor tables are read; or null
+  int32_t qkv_dtype, reserved;  // dtype is that of all else
 } TaperRopeParams;
 
 // Rows into one pool of the cache as they are, at slots: block * 64 + row.
@@ -585,7 +598,7 @@ typedef struct TaperNormParams {
   void* out;           // [rows, width]
   int32_t rows, width, dtype, overlap;
   float epsilon;
-  int32_t reserved;
+  int32_t x_f32;  // x and weight are f32, and there is no residual; dtype is that of out
 } TaperNormParams;
 
 typedef struct TaperSiluParams {
@@ -594,6 +607,23 @@ typedef struct TaperSiluParams {
   int64_t rows;
   int32_t width, dtype, overlap, reserved;
 } TaperSiluParams;
+
+// Where a product goes: to a tensor of the weight's dtype or in f32, added to one in f32, or, of a
+// gate's outputs and as many others behind them, silu(gate) * other in the weight's dtype.
+enum { TAPER_PRODUCT_SAME, TAPER_PRODUCT_F32, TAPER_PRODUCT_ADD, TAPER_PRODUCT_GATED };
+
+// A few rows times a weight matrix.
+typedef struct TaperProductParams {
+  const void* x;       // [rows, inputs], f32 or the weight's dtype
+  const void* weight;  // [outputs, inputs]
+  const float* norm;   // [inputs]: x is normalised by its root mean square and multiplied by this; or null
+  void* out;           // [rows, outputs], or half as many where gated
+  int32_t rows, inputs, outputs, dtype, x_f32, to, overlap;
+  float epsilon;
+} TaperProductParams;
+
+// At most 4 rows; inputs a multiple of 8, outputs of 2.
+int taper_product(const TaperProductParams* p, TaperStream stream);
 
 // Rotation, and keys and values to the cache.
 int taper_rope(const TaperRopeParams* p, TaperStream stream);

@@ -7,7 +7,8 @@ namespace {
 template <class T, int D>
 cudaError_t rope(const RopeParams& p, cudaStream_t s) {
   const int64_t items = (int64_t)p.tokens * (p.q_heads + 2 * p.kv_heads) * (D / 16);
-  return launch(rope_kernel<T, D>, (unsigned)((items + 255) / 256), 256, 0, s, p.overlap != 0, p);
+  auto kernel = p.qkv_dtype == kBf16 ? rope_kernel<__nv_bfloat16, T, D> : rope_kernel<__half, T, D>;
+  return launch(kernel, (unsigned)((items + 255) / 256), 256, 0, s, p.overlap != 0, p);
 }
 
 template <class T>
@@ -21,6 +22,10 @@ cudaError_t write(const WriteParams& p, cudaStream_t s) {
 template <class T>
 cudaError_t norm(const NormParams& p, cudaStream_t s) {
   const int pieces = p.width / 8;
+  if (p.x_f32) {
+    const int room = 4 * sm_count();
+    return launch(norm_f32_kernel<T>, p.rows < room ? p.rows : room, 512, 0, s, p.overlap != 0, p);
+  }
   auto go = [&](auto kernel, int per, int resident) {
     const int threads = ((pieces + per - 1) / per + 31) / 32 * 32;
     const int room = sm_count() * (resident / threads > 0 ? resident / threads : 1);
@@ -52,7 +57,8 @@ extern "C" int taper_write(const taper::WriteParams* p, cudaStream_t stream) {
 extern "C" int taper_norm(const taper::NormParams* p, cudaStream_t stream) {
   using namespace taper;
   const int pieces = p->width / 8;
-  if (p->rows <= 0 || pieces <= 0 || p->width % 8 || pieces > 1024 * kNormPieces)
+  const bool fits = p->x_f32 ? !p->residual : pieces <= 1024 * kNormPieces;
+  if (p->rows <= 0 || pieces <= 0 || p->width % 8 || !fits)
     return cudaErrorInvalidValue;
   return p->dtype == kBf16 ? norm<__nv_bfloat16>(*p, stream) : norm<__half>(*p, stream);
 }

@@ -28,28 +28,40 @@ struct Eight {
   }
 };
 
+// The same eight elements as another type.
+template <class T, class In>
+__device__ __forceinline__ uint4 as(const Eight<In>& from) {
+  Eight<T> to;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) to.x[i] = from.x[i];
+  return to.pack();
+}
+
 // A thread takes two pieces of eight elements that rotate into one another: the same
 // place in both halves of a head, or neighbours where pairs are interleaved.
-template <class T, int D>
+template <class In, class T, int D>
 __global__ void __launch_bounds__(256) rope_kernel(const RopeParams p) {
   constexpr int kPairs = D / 16;  // pairs of pieces a head
-  wait_for_predecessor();
+  // No kernel reads, before it waits, what this one's predecessors write.
   launch_dependents();
+  wait_for_predecessor();
   const int heads = p.q_heads + 2 * p.kv_heads;
   const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
   if (i >= (int64_t)p.tokens * heads * kPairs) return;
   const int pair = (int)(i % kPairs), head = (int)(i / kPairs % heads);
   const int64_t token = i / kPairs / heads;
   const int lo = p.interleaved ? 2 * pair : pair, hi = p.interleaved ? lo + 1 : pair + kPairs;
-  const uint4* src = reinterpret_cast<const uint4*>(static_cast<const T*>(p.qkv) +
+  const uint4* src = reinterpret_cast<const uint4*>(static_cast<const In*>(p.qkv) +
                                                     token * p.row_stride + (int64_t)head * D);
-  const uint4 raw_a = src[lo], raw_b = src[hi];
-  const uint32_t pos = p.positions[token];
+  const Eight<In> a(src[lo]), b(src[hi]);
+  const uint4 raw_a = as<T>(a), raw_b = as<T>(b);
+  const uint32_t pos = p.slots ? (uint32_t)token : p.positions[token];
   auto cache_row = [&](void* base, int kv_head) {
-    const uint32_t* table = p.block_table + (uint64_t)p.token_table[token] * p.table_stride;
+    const uint32_t* table = p.block_table + (uint64_t)(p.slots ? 0 : p.token_table[token]) * p.table_stride;
+    const uint32_t block = p.slots ? p.slots[token] / kBlock : table[pos / kBlock];
+    const uint32_t row = (p.slots ? p.slots[token] : pos) % kBlock;
     return reinterpret_cast<uint4*>(
-        static_cast<T*>(base) +
-        (((uint64_t)table[pos / kBlock] * p.kv_heads + kv_head) * kBlock + pos % kBlock) * D);
+        static_cast<T*>(base) + (((uint64_t)block * p.kv_heads + kv_head) * kBlock + row) * D);
   };
   if (head >= p.q_heads + p.kv_heads) {
     uint4* to = cache_row(p.v, head - p.q_heads - p.kv_heads);
@@ -65,7 +77,6 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams p) {
     *reinterpret_cast<float4*>(c + j) = *reinterpret_cast<const float4*>(angle + j);
     *reinterpret_cast<float4*>(s + j) = *reinterpret_cast<const float4*>(angle + D / 2 + j);
   }
-  const Eight<T> a(raw_a), b(raw_b);
   Eight<T> x, y;
   if (p.interleaved) {
     // Elements 2j, 2j + 1 of the 16 are pair j.
@@ -190,6 +201,42 @@ __global__ void __launch_bounds__(PIECES == 4 ? 1024 : 512) norm_kernel(const No
 #pragma unroll
       for (int j = 0; j < 8; ++j) a.x[j] *= inv * g.x[j];
       static_cast<uint4*>(p.out)[to + at] = a.pack();
+    }
+  }
+}
+
+// Rows in f32 by a weight in f32: a thread block walks rows, each of which it reads twice.
+template <class T>
+__global__ void __launch_bounds__(512) norm_f32_kernel(const NormParams p) {
+  __shared__ float sums[2][16];
+  wait_for_predecessor();
+  launch_dependents();
+  const int tid = threadIdx.x, pieces = p.width / 8;
+  const float4* w = static_cast<const float4*>(p.weight);
+  for (int row = blockIdx.x, turn = 0; row < p.rows; row += gridDim.x, turn ^= 1) {
+    const float4* x = static_cast<const float4*>(p.x) + (int64_t)row * 2 * pieces;
+    float sum = 0.f;
+    for (int at = tid; at < 2 * pieces; at += 512) {
+      const float4 y = x[at];
+      sum += y.x * y.x + y.y * y.y + y.z * y.z + y.w * y.w;
+    }
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    if ((tid & 31) == 0) sums[turn][tid / 32] = sum;
+    __syncthreads();
+    sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) sum += sums[turn][i];
+    const float inv = rsqrtf(sum / p.width + p.epsilon);
+    for (int at = tid; at < pieces; at += 512) {
+      Eight<T> y;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float4 a = x[2 * at + half], g = w[2 * at + half];
+        y.x[4 * half] = a.x * inv * g.x, y.x[4 * half + 1] = a.y * inv * g.y;
+        y.x[4 * half + 2] = a.z * inv * g.z, y.x[4 * half + 3] = a.w * inv * g.w;
+      }
+      static_cast<uint4*>(p.out)[(int64_t)row * pieces + at] = y.pack();
     }
   }
 }

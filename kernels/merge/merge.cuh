@@ -29,8 +29,9 @@ __global__ void __launch_bounds__(W * 32) merge_kernel(const MergeParams p) {
   // The plan was complete before the attention let this kernel start, so the unit
   // ranges may be read ahead of the wait; the partials may not.
   const uint32_t first = p.list_units[list], n = p.list_units[list + 1] - first;
-  wait_for_predecessor();
+  // No kernel reads, before it waits, what this one's predecessors write.
   launch_dependents();
+  wait_for_predecessor();
   const float* lse = p.part_lse + (int64_t)first * group + g;
   const float* o = p.part_o + ((int64_t)first * group + g) * D + lane * V;
 

@@ -27,8 +27,33 @@ cudaError_t pick_width(const ScoreParams& p, cudaStream_t s) {
   return cudaErrorInvalidValue;
 }
 
+// A warp a row and head: the logarithm of its tiles' sums of exponentials.
+__global__ void __launch_bounds__(128) lse_kernel(const TaperLseParams p) {
+  wait_for_predecessor();
+  launch_dependents();
+  const int i = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x & 31;
+  if (i >= p.rows * p.q_heads) return;
+  const uint32_t per_tile = 64 * p.page, tiles = (p.lens[i / p.q_heads] + per_tile - 1) / per_tile;
+  const float* top = p.tile_max + (int64_t)i * p.tile_stride;
+  const float* sum = p.tile_sum + (int64_t)i * p.tile_stride;
+  float most = -INFINITY, total = 0.f;
+  for (uint32_t t = lane; t < tiles; t += 32) most = fmaxf(most, top[t]);
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
+  for (uint32_t t = lane; t < tiles; t += 32) total += sum[t] * exp2_fast((top[t] - most) * kLog2e);
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) total += __shfl_xor_sync(~0u, total, d);
+  if (lane == 0) p.lse[i] = most + logf(total);
+}
+
 }  // namespace
 }  // namespace taper
+
+extern "C" int taper_lse(const TaperLseParams* p, cudaStream_t stream) {
+  using namespace taper;
+  if (p->rows <= 0 || p->q_heads <= 0 || p->page <= 0) return cudaErrorInvalidValue;
+  return launch(lse_kernel, (p->rows * p->q_heads + 3) / 4, 128, 0, stream, p->overlap != 0, *p);
+}
 
 extern "C" int taper_score(const taper::ScoreParams* p, cudaStream_t stream) {
   using namespace taper;

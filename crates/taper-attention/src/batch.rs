@@ -9,7 +9,7 @@ use crate::layer::{AttentionShape, LayerAttention, Rotary};
 use crate::method::{Carry, Choice, DecodeMethod, DecodeStep, KeyIndex, PrefillLayer, PrefillOutput};
 use crate::report::{PhaseReport, Report};
 use crate::sequence::{By, Phase, Sequence, add_read};
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use std::ops::Range;
 use taper_kernels::decode::{Decode, DecodeRow, attend};
 use taper_kernels::index::Part as IndexPart;
@@ -107,8 +107,13 @@ impl<'a> AttentionBatch<'a> {
         self.spans.iter().flat_map(|s| s.sequence.len..s.sequence.len + s.tokens).map(|p| p as u32).collect()
     }
 
-    /// Takes the tokens as cached. Call once every layer has attended.
+    /// Takes the tokens as cached. Call once every layer has attended, and best once the step's results are there: what only
+    /// a device knows of the choices is read here.
     pub fn finish(mut self) {
+        for span in &mut self.spans {
+            // A device that fails here fails the next step too; all that is lost is what the report would have said.
+            span.sequence.settle().unwrap_or_default();
+        }
         for Started { sequence, tokens, report, .. } in std::mem::take(&mut self.spans) {
             sequence.len += tokens;
             if sequence.len <= sequence.reported {
@@ -152,7 +157,26 @@ impl LayerAttention for AttentionBatch<'_> {
             bail!("attention: {tokens} tokens in layer {layer}; expected {} in {:?}", self.slots.len(), self.shape);
         }
         self.pool.append(layer, k, v, &self.slots).map_err(candle_core::Error::wrap)?;
-        let last = layer + 1 == self.shape.layers;
+        self.attend_stored(layer, q)
+    }
+
+    fn attend_joint(&mut self, layer: usize, qkv: &Tensor, angles: &Tensor) -> Result<Option<Tensor>> {
+        let tokens = qkv.dim(0)?;
+        if tokens != self.slots.len() || layer >= self.shape.layers {
+            bail!("attention: {tokens} tokens in layer {layer}; expected {} in {:?}", self.slots.len(), self.shape);
+        }
+        let stored = self.pool.append_joint(layer, qkv, angles, &self.slots).map_err(candle_core::Error::wrap)?;
+        let Some(q) = stored else { return Ok(None) };
+        // Methods that choose for prompts take queries in f32.
+        let decode = self.spans.iter().all(|span| span.sequence.attended_by() == By::DecodeMethod);
+        let q = if decode { q } else { q.to_dtype(DType::F32)? };
+        self.attend_stored(layer, &q).map(Some)
+    }
+}
+
+impl AttentionBatch<'_> {
+    /// Attends in a layer whose keys and values are stored.
+    fn attend_stored(&mut self, layer: usize, q: &Tensor) -> Result<Tensor> {
         let (mut part, mut spans) = self.part(layer);
         let mut outs = Vec::new();
         let mut at = 0;
@@ -171,9 +195,6 @@ impl LayerAttention for AttentionBatch<'_> {
             });
             at += tokens;
             spans = rest;
-        }
-        if last {
-            self.spans.iter_mut().try_for_each(|span| span.sequence.settle())?;
         }
         if outs.len() == 1 { Ok(outs.swap_remove(0)) } else { Tensor::cat(&outs, 0) }
     }

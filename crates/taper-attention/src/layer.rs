@@ -41,6 +41,19 @@ pub trait LayerAttention {
     /// # Errors
     /// A shape or dtype that differs from these, or a device error.
     fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor>;
+
+    /// The same from joint projections before the rotary embedding, where cache and device have an operation that rotates
+    /// and stores in one; none, and nothing is done, where they have not.
+    ///
+    /// # Shapes (T tokens of the batch; contiguous)
+    /// - `qkv` `[T, (q_heads + 2 kv_heads) head_dim]`, queries first
+    /// - `angles` `[T, head_dim]`, each token's cosines, then its sines; f32
+    ///
+    /// # Errors
+    /// As [`attend`](Self::attend).
+    fn attend_joint(&mut self, _layer: usize, _qkv: &Tensor, _angles: &Tensor) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
 }
 
 /// The model's rotary embedding, for methods that look at queries and keys as they were before it.

@@ -233,7 +233,7 @@ impl Sequence {
         Ok(())
     }
 
-    /// Takes in what was put off: the device is waited for once a step.
+    /// Takes in what was put off: the device is waited for once a step, at its end.
     pub(crate) fn settle(&mut self) -> Result<()> {
         let Self { unread, report, .. } = self;
         unread.drain(..).try_for_each(|(selection, visible)| add_read(&mut report.decode, &selection, &visible))
@@ -273,5 +273,8 @@ pub(crate) fn add_read(report: &mut PhaseReport, selection: &Selection, visible:
     let read = counts.iter().sum::<usize>() as u64;
     let there = visible.iter().map(|visible| visible.len() * kv_heads).sum::<usize>() as u64;
     report.add(counts.len() as u64, read, there, counts.iter().copied().max().unwrap_or(0) as u64);
+    if let Some(budgets) = selection.budgets()? {
+        report.add_budgets(&budgets);
+    }
     Ok(())
 }

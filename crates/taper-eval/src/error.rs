@@ -63,6 +63,14 @@ pub enum EvalError {
         /// What the backend said.
         reason: BackendError,
     },
+    /// A device, while steps were timed.
+    #[error("{length} tokens: {reason}")]
+    Device {
+        /// Tokens of the context.
+        length: usize,
+        /// What it said.
+        reason: String,
+    },
     /// A result file that could not be read or written.
     #[error("{}: {reason}", path.display())]
     Io {

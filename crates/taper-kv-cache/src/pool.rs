@@ -369,6 +369,20 @@ impl KvPool {
         Ok(())
     }
 
+    /// Stores one layer's keys and values from joint projections, rotated on their way: see [`kv::append_joint`].
+    ///
+    /// # Errors
+    /// A shape or dtype that differs.
+    pub fn append_joint(
+        &self,
+        layer: usize,
+        qkv: &Tensor,
+        angles: &Tensor,
+        slots: &[u32],
+    ) -> Result<Option<Tensor>, KvError> {
+        Ok(kv::append_joint(self.layer(layer), qkv, angles, slots)?)
+    }
+
     /// One layer's keys and values.
     pub fn layer(&self, layer: usize) -> PagedKv<'_> {
         PagedKv { k: &self.keys[layer], v: &self.values[layer] }

@@ -6,6 +6,8 @@
 mod config;
 mod error;
 mod gguf;
+#[cfg(feature = "cuda")]
+mod joint;
 mod json;
 mod mapped;
 mod model;

@@ -8,7 +8,7 @@ use crate::error::ModelError;
 use crate::rope::RopeTable;
 use crate::source::ResolvedModel;
 use crate::swiglu::swiglu;
-use crate::weights::{self, Embedding, Role, Weights};
+use crate::weights::{self, Embedding, Random, Role, Weights};
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
 use candle_nn::ops::rms_norm;
 use candle_nn::rotary_emb::rope_thd;
@@ -21,7 +21,7 @@ pub struct Model {
     config: ModelConfig,
     device: Device,
     embedding: Embedding,
-    layers: Vec<Layer>,
+    pub(crate) layers: Vec<Layer>,
     norm: Tensor,
     head: Linear,
     /// What activations are turned into before a projection; the residual stream and the norms stay f32.
@@ -29,15 +29,15 @@ pub struct Model {
 }
 
 #[derive(Debug)]
-struct Layer {
-    attention_norm: Tensor,
+pub(crate) struct Layer {
+    pub(crate) attention_norm: Tensor,
     /// Query, key and value: one joint projection, or three.
-    qkv: Vec<Linear>,
-    output: Linear,
-    feed_forward_norm: Tensor,
+    pub(crate) qkv: Vec<Linear>,
+    pub(crate) output: Linear,
+    pub(crate) feed_forward_norm: Tensor,
     /// Gate and up: one joint projection, or two.
-    gate_up: Vec<Linear>,
-    down: Linear,
+    pub(crate) gate_up: Vec<Linear>,
+    pub(crate) down: Linear,
 }
 
 impl Model {
@@ -53,12 +53,27 @@ impl Model {
     ) -> std::result::Result<Self, ModelError> {
         let mut config = ModelConfig::read(model)?;
         let weights = weights::open(model, &config, options, device)?;
-        let layers = (0..config.layers).map(|i| Layer::load(&*weights, i)).collect::<std::result::Result<_, _>>()?;
-        let (embedding, norm) = (weights.embedding()?, weights.norm(Role::FinalNorm, 0)?);
-        let (head, activation) = (weights.head()?, weights.activation_dtype());
+        let made = Self::of(&config, &*weights, device)?;
         drop(weights);
         config.limit_context(options.context_limit)?;
-        Ok(Self { config, device: device.clone(), embedding, layers, norm, head, activation })
+        Ok(Self { config, ..made })
+    }
+
+    /// A model of random weights of a dtype, f32, f16 or bf16, made on the device: for measurements of speed.
+    ///
+    /// # Errors
+    /// A device without the memory.
+    pub fn random(config: &ModelConfig, dtype: DType, device: &Device) -> std::result::Result<Self, ModelError> {
+        Self::of(config, &Random { config, dtype, device }, device)
+    }
+
+    fn of(config: &ModelConfig, weights: &dyn Weights, device: &Device) -> std::result::Result<Self, ModelError> {
+        #[cfg(feature = "cuda")]
+        taper_kernels::cuda::prepare(device)?;
+        let layers = (0..config.layers).map(|i| Layer::load(weights, i)).collect::<std::result::Result<_, _>>()?;
+        let (embedding, norm) = (weights.embedding()?, weights.norm(Role::FinalNorm, 0)?);
+        let (head, activation) = (weights.head()?, weights.activation_dtype());
+        Ok(Self { config: config.clone(), device: device.clone(), embedding, layers, norm, head, activation })
     }
 
     /// The checkpoint's hyperparameters.
@@ -102,8 +117,13 @@ impl Model {
         if let Some(position) = positions.iter().find(|p| **p as usize >= self.config.context_length) {
             candle_core::bail!("position {position} is past the context of {} tokens", self.config.context_length);
         }
-        let table = self.config.rope.table(positions, |token| attention.length(token), &self.device)?;
+        let turns = self.config.rope.turns(positions, |token| attention.length(token));
         let mut x = self.embedding.lookup(tokens)?;
+        #[cfg(feature = "cuda")]
+        if self.device.is_cuda() && crate::joint::run(self, &x, &turns.angles(&self.device)?, attention)? {
+            return self.normed(&x, &self.norm);
+        }
+        let table = turns.table(&self.device)?;
         for (index, layer) in self.layers.iter().enumerate() {
             x = self.layer(index, layer, &x, &table, attention)?;
         }
@@ -119,6 +139,10 @@ impl Model {
     /// # Errors
     /// candle's shape and device errors.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(head) = crate::joint::matrix(&self.head) {
+            return crate::joint::logits(head, &hidden.contiguous()?);
+        }
         self.project(&self.head, &hidden.contiguous()?.to_dtype(self.activation)?)
     }
 

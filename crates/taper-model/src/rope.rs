@@ -72,6 +72,39 @@ pub(crate) struct RopeTable {
     pub(crate) sin: Tensor,
 }
 
+/// The same in host memory.
+#[derive(Debug)]
+pub(crate) struct Turns {
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+    half: usize,
+}
+
+impl Turns {
+    /// On a device, cosines and sines apart.
+    ///
+    /// # Errors
+    /// A device error.
+    pub(crate) fn table(self, device: &Device) -> Result<RopeTable> {
+        let shape = (self.cos.len() / self.half, self.half);
+        Ok(RopeTable {
+            cos: Tensor::from_vec(self.cos, shape, device)?,
+            sin: Tensor::from_vec(self.sin, shape, device)?,
+        })
+    }
+
+    /// On a device, each token's cosines and then its sines: `[T, head_dim]`, f32.
+    ///
+    /// # Errors
+    /// A device error.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn angles(&self, device: &Device) -> Result<Tensor> {
+        let rows = self.cos.chunks_exact(self.half).zip(self.sin.chunks_exact(self.half));
+        let angles: Vec<f32> = rows.flat_map(|(cos, sin)| cos.iter().chain(sin).copied()).collect();
+        Tensor::from_vec(angles, (self.cos.len() / self.half, 2 * self.half), device)
+    }
+}
+
 impl Rope {
     /// The angle per position of each pair of dimensions, `head_dim / 2` of them, for a sequence of `length` tokens.
     ///
@@ -131,10 +164,7 @@ impl Rope {
     ///
     /// Under the dynamic rule a token is rotated by the frequencies of its sequence's length, as in transformers, where a
     /// whole prompt is one step.
-    ///
-    /// # Errors
-    /// A device error.
-    pub(crate) fn table(&self, positions: &[u32], length: impl Fn(usize) -> u32, device: &Device) -> Result<RopeTable> {
+    pub(crate) fn turns(&self, positions: &[u32], length: impl Fn(usize) -> u32) -> Turns {
         let half = self.head_dim / 2;
         let scale = self.attention_factor() as f32;
         let mut cos = Vec::with_capacity(positions.len() * half);
@@ -153,10 +183,7 @@ impl Rope {
                 sin.push(s * scale);
             }
         }
-        Ok(RopeTable {
-            cos: Tensor::from_vec(cos, (positions.len(), half), device)?,
-            sin: Tensor::from_vec(sin, (positions.len(), half), device)?,
-        })
+        Turns { cos, sin, half }
     }
 
     fn geometric(&self, theta: f64) -> Vec<f32> {

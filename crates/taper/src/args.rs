@@ -1,5 +1,6 @@
 //! The command line.
 
+use crate::bench_model::BenchModelArgs;
 use crate::load_test::BenchServeArgs;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
@@ -314,6 +315,8 @@ pub struct BenchArgs {
 pub enum Bench {
     /// Time attention methods side by side, in this process
     Methods(BenchMethodsArgs),
+    /// Time the steps of a well-known shape with random weights, beside the least time that their bytes could take
+    Model(BenchModelArgs),
     /// Send load to a server, this one or any that speaks OpenAI's protocol, and report what clients see
     Serve(BenchServeArgs),
 }

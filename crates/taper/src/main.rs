@@ -2,6 +2,7 @@
 
 mod args;
 mod bench;
+mod bench_model;
 mod chat;
 mod config;
 mod eval;
@@ -37,6 +38,7 @@ fn main() -> ExitCode {
         Command::Eval(EvalArgs { what: Eval::Needle(args) }) => eval::needle(args),
         Command::Eval(EvalArgs { what: Eval::Heads(args) }) => heads::run(args),
         Command::Bench(BenchArgs { what: Bench::Methods(args) }) => bench::methods(args),
+        Command::Bench(BenchArgs { what: Bench::Model(args) }) => bench_model::run(&args),
         Command::Bench(BenchArgs { what: Bench::Serve(args) }) => load_test::run(args),
         Command::Train(TrainArgs { what }) => train::run(what),
         Command::Methods(args) => methods::run(&args),

@@ -60,5 +60,9 @@ pub fn replay(
     let (choice, out) = step.run(&*method)?;
     let errors = audit::errors(&out, &dense.repeat((seeds.len(), 1, 1))?)?;
     let keys = choice.selection.counts(&rows)?;
-    Ok(Replay { errors, keys, visible: row.visible.len(), budgets: choice.budgets, promise: method.promise() })
+    let budgets = match choice.selection.budgets()? {
+        Some(budgets) => Some(budgets),
+        None => choice.budgets,
+    };
+    Ok(Replay { errors, keys, visible: row.visible.len(), budgets, promise: method.promise() })
 }

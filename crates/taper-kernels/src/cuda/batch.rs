@@ -83,9 +83,9 @@ impl Upload {
         let lens: Vec<u32> = decode.rows.iter().map(|row| row.visible.end as u32).collect();
         Ok(Self {
             q: decode.q.to_dtype(decode.kv.k.dtype())?.contiguous()?,
-            tables: op.upload(&tables, [decode.rows.len(), stride])?,
+            tables: op.kept(&tables, [decode.rows.len(), stride])?,
             max_len: lens.iter().copied().max().unwrap_or(1) as usize,
-            lens: op.upload(&lens, [lens.len()])?,
+            lens: op.kept(&lens, [lens.len()])?,
         })
     }
 
@@ -128,6 +128,11 @@ impl Lists {
             }
         }
         made.finish(&op, rows.len(), heads)
+    }
+
+    /// The same in memory of their own, for an operation that writes what it chooses into them.
+    pub(super) fn to_write(self) -> Result<Self> {
+        Ok(Self { work: self.work.copy()?, ..self })
     }
 
     /// How many rows they are for.
@@ -209,7 +214,7 @@ impl Lists {
         let mut lists = made.finish(op, rows.len(), heads)?;
         if counts.iter().any(|&count| count > 0) {
             let shape = [rows.len(), heads * group];
-            lists.heads_sampled = Some((op.upload(&counts, shape)?, op.upload(&ln_weights, shape)?));
+            lists.heads_sampled = Some((op.kept(&counts, shape)?, op.kept(&ln_weights, shape)?));
         }
         Ok(lists)
     }
@@ -312,10 +317,11 @@ impl Draft {
         }
     }
 
+    /// The lists, which nothing may write to: see [`Lists::to_write`].
     pub fn finish(self, op: &Op, rows: usize, heads: usize) -> Result<Lists> {
-        let token_ids = (!self.tokens.is_empty()).then(|| op.upload(&self.tokens, [self.tokens.len()])).transpose()?;
+        let token_ids = (!self.tokens.is_empty()).then(|| op.kept(&self.tokens, [self.tokens.len()])).transpose()?;
         Ok(Lists {
-            work: op.upload(self.work.as_flattened(), [rows * heads, WORDS])?,
+            work: op.kept(self.work.as_flattened(), [rows * heads, WORDS])?,
             block_ids: None,
             token_ids,
             token_ln_weights: None,

@@ -8,18 +8,33 @@ use crate::decode::{Decode, HeadSelection, check};
 use crate::kv::BLOCK_TOKENS;
 use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
+use std::cell::RefCell;
+use std::collections::VecDeque;
 
 /// Units that a row is cut into at most, and words of one.
 const UNITS_PER_ROW: usize = 264;
 const UNIT_WORDS: usize = 20;
 
 /// Lists cut into units of work: made once for each change of the lists, for all layers of one shape.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Plan {
     lists: Lists,
     units: Tensor,
     list_units: Tensor,
     capacity: usize,
+}
+
+/// Room for the partial results of a launch, which the merge behind it has read before another launch writes there: each
+/// thread keeps the last.
+fn partials(op: &Op, shape: (usize, usize, usize)) -> Result<(Tensor, Tensor)> {
+    let fits =
+        |(o, _): &&(Tensor, Tensor)| o.dims() == [shape.0, shape.1, shape.2] && o.device().same_device(&op.device);
+    if let Some(known) = PARTIALS.with_borrow(|kept| kept.as_ref().filter(fits).cloned()) {
+        return Ok(known);
+    }
+    let made = (op.empty(shape, DType::F32)?, op.empty((shape.0, shape.1), DType::F32)?);
+    PARTIALS.set(Some(made.clone()));
+    Ok(made)
 }
 
 impl Batch<'_> {
@@ -72,7 +87,32 @@ impl Batch<'_> {
     }
 }
 
+/// Plans that a thread keeps.
+const PLANS: usize = 8;
+
+thread_local! {
+    /// Plans for lists that are equal in all layers of a step.
+    static KEPT: RefCell<VecDeque<Plan>> = RefCell::default();
+    static PARTIALS: RefCell<Option<(Tensor, Tensor)>> = RefCell::default();
+}
+
 impl Plan {
+    /// As [`Plan::new`], for lists that nothing writes to: lists of the same tensors are not cut again.
+    fn kept(lists: Lists, batch: &Batch) -> Result<Self> {
+        let ids = |lists: &Lists| (lists.work.id(), lists.token_ids.as_ref().map(Tensor::id), lists.rows, lists.heads);
+        let found = KEPT.with_borrow(|kept| kept.iter().find(|plan| ids(&plan.lists) == ids(&lists)).cloned());
+        if let Some(plan) = found {
+            // Weights may be others: they are no part of the cut.
+            return Ok(Self { lists, ..plan });
+        }
+        let plan = Self::new(lists, batch)?;
+        KEPT.with_borrow_mut(|kept| {
+            kept.push_front(plan.clone());
+            kept.truncate(PLANS);
+        });
+        Ok(plan)
+    }
+
     /// Cuts lists into units, for batches of the shape given.
     ///
     /// # Errors
@@ -138,8 +178,7 @@ impl Plan {
         let expected = format!("F32 or {dtype:?}");
         op.check(out_dtype == DType::F32 || out_dtype == dtype, "out", format!("{out_dtype:?}"), expected)?;
         let group = q_heads / self.lists.heads;
-        let part_o = op.empty((self.capacity, group, head_dim), DType::F32)?;
-        let part_lse = op.empty((self.capacity, group), DType::F32)?;
+        let (part_o, part_lse) = partials(&op, (self.capacity, group, head_dim))?;
         let out = op.empty((rows, q_heads, head_dim), out_dtype)?;
         let lse = op.empty((rows, q_heads), DType::F32)?;
         let mut p = self.params(&op, &dims, batch)?;
@@ -184,6 +223,6 @@ pub(super) fn attend_host(batch: &Decode, selection: &[HeadSelection]) -> Result
         None => None,
         Some(values) => Some(Plan::new(values, &on_device)?.attend_scaled(&on_device, None, DType::F32, Some(0.0))?),
     };
-    let plan = Plan::new(Lists::upload(&op, batch.rows, selection, group)?, &on_device)?;
+    let plan = Plan::kept(Lists::upload(&op, batch.rows, selection, group)?, &on_device)?;
     Ok(plan.attend(&on_device, base.as_ref().map(|b| (&b.0, &b.1)), DType::F32)?.0)
 }

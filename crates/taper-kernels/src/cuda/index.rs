@@ -54,7 +54,7 @@ pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], to: &Metadata) -> Res
     if spans.is_empty() {
         return Ok(());
     }
-    let at = op.upload(&words, [spans.len(), 4])?;
+    let at = op.kept(&words, [spans.len(), 4])?;
     let block = [blocks, kv_heads, head_dim];
     let width = to.labels.map_or(Ok(0), |(labels, _)| labels.dim(3))?;
     let pages = to.pages.map_or(Ok(1), |pages| pages.dim(2))?;
@@ -339,7 +339,7 @@ pub fn invert(ids: &Tensor, tables: &Tensor, spans: &[Span], clusters: usize) ->
         clusters,
         capacity,
     };
-    let at = op.upload(&words, [spans.len(), 4])?;
+    let at = op.kept(&words, [spans.len(), 4])?;
     let p = TaperIndexParams {
         ids: op.at("ids", ids, DType::I16, [blocks, kv_heads, BLOCK_TOKENS])?,
         block_table: op.at("tables", tables, DType::U32, [table_count, stride])?,

@@ -18,7 +18,7 @@ pub(crate) fn append(pool: &Tensor, rows: &Tensor, slots: &[u32]) -> Result<()> 
     let tokens = slots.len();
     op.check(head_dim.is_multiple_of(8), "pool", format!("head_dim {head_dim}"), "a multiple of 8")?;
     let rows_f32 = rows.dtype() == DType::F32;
-    let at = op.upload(slots, [tokens])?;
+    let at = op.kept(slots, [tokens])?;
     let p = TaperWriteParams {
         rows: op.at("rows", rows, if rows_f32 { DType::F32 } else { pool.dtype() }, [tokens, kv_heads, head_dim])?,
         slots: op.at("slots", &at, DType::U32, [tokens])?,

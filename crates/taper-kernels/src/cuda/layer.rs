@@ -83,10 +83,52 @@ pub fn rotate_append(of: &Rotate, kv: PagedKv) -> Result<Rotated> {
         table_stride: op.int("tables", stride)?,
         interleaved: of.interleaved.into(),
         overlap: 1,
+        slots: std::ptr::null(),
+        qkv_dtype: op.dtype("kv", dtype)?,
+        reserved: 0,
     };
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { taper_rope(&p, op.stream()) })?;
     Ok(Rotated { q, q_plain, k_plain })
+}
+
+/// Rotates queries and keys of `qkv` `[T, (q_heads + 2 kv_heads) head_dim]`, bf16 or f16, by each token's own `angles`
+/// `[T, head_dim]`, cosines then sines, f32; writes keys and values into the cache at `slots` (`block * 64 + row`), which
+/// the caller has checked; returns queries `[T, q_heads, head_dim]` of the cache's dtype.
+///
+/// # Errors
+/// Shapes or dtypes that differ; head_dim other than 64 and 128.
+pub(crate) fn append_joint(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots: &[u32]) -> Result<Tensor> {
+    let op = Op::new("append_joint", "qkv", qkv)?;
+    let (blocks, kv_heads, head_dim) = kv.dims()?;
+    let (tokens, width) = qkv.dims2()?;
+    let q_heads = (width / head_dim).saturating_sub(2 * kv_heads);
+    let fits = q_heads > 0 && width == (q_heads + 2 * kv_heads) * head_dim && q_heads.is_multiple_of(kv_heads);
+    op.check(fits, "qkv", format!("{width} wide"), format!("q heads and twice {kv_heads} KV heads of {head_dim}"))?;
+    op.check(slots.len() == tokens, "slots", slots.len(), tokens)?;
+    let (dtype, pool) = (kv.k.dtype(), [blocks, kv_heads, BLOCK_TOKENS, head_dim]);
+    let q = op.empty((tokens, q_heads, head_dim), dtype)?;
+    let at = op.kept(slots, [tokens])?;
+    let p = TaperRopeParams {
+        qkv: op.at("qkv", qkv, qkv.dtype(), [tokens, width])?,
+        angles: op.at("angles", angles, DType::F32, [tokens, head_dim])?,
+        q: op.at("q", &q, dtype, [tokens, q_heads, head_dim])?,
+        k: op.at("kv.k", kv.k, dtype, pool)?,
+        v: op.at("kv.v", kv.v, dtype, pool)?,
+        row_stride: width as i64,
+        tokens: op.int("qkv", tokens)?,
+        q_heads: op.int("qkv", q_heads)?,
+        kv_heads: op.int("kv", kv_heads)?,
+        head_dim: op.int("kv", head_dim)?,
+        dtype: op.dtype("kv", dtype)?,
+        overlap: 1,
+        slots: op.at("slots", &at, DType::U32, [tokens])?,
+        qkv_dtype: op.dtype("qkv", qkv.dtype())?,
+        ..TaperRopeParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it, and slots lie within the cache.
+    op.launched(unsafe { taper_rope(&p, op.stream()) })?;
+    Ok(q)
 }
 
 /// `residual`, if given, becomes `residual + x` in place; returns the root-mean-square normalisation of it, or of `x`, times
@@ -110,6 +152,32 @@ pub fn norm(x: &Tensor, weight: &Tensor, residual: Option<&Tensor>, epsilon: f32
         overlap: 1,
         epsilon,
         ..TaperNormParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { taper_norm(&p, op.stream()) })?;
+    Ok(out)
+}
+
+/// The root-mean-square normalisation of `x` `[T, width]` times `weight` `[width]`, both f32, as bf16 or f16.
+///
+/// # Errors
+/// As [`norm`].
+pub fn norm_f32(x: &Tensor, weight: &Tensor, epsilon: f32, dtype: DType) -> Result<Tensor> {
+    let op = Op::new("norm_f32", "x", x)?;
+    let (rows, width) = x.dims2()?;
+    op.check(width > 0 && width.is_multiple_of(8), "x", format!("{width} wide"), "a multiple of 8")?;
+    let out = op.empty((rows, width), dtype)?;
+    let p = TaperNormParams {
+        x: op.at("x", x, DType::F32, [rows, width])?,
+        weight: op.at("weight", weight, DType::F32, [width])?,
+        residual: std::ptr::null_mut(),
+        out: op.at("out", &out, dtype, [rows, width])?,
+        rows: op.int("x", rows)?,
+        width: op.int("x", width)?,
+        dtype: op.dtype("out", dtype)?,
+        overlap: 1,
+        epsilon,
+        x_f32: 1,
     };
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { taper_norm(&p, op.stream()) })?;

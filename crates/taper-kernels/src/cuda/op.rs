@@ -3,12 +3,23 @@
 use super::error::{Error, Result};
 use super::ffi;
 use candle_core::cuda_backend::CudaDType;
-use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr};
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, result as driver, sys};
 use candle_core::{CudaStorage, DType, Device, Storage, Tensor, WithDType};
 use half::{bf16, f16};
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt::Display;
 use std::sync::Arc;
+
+/// Host data whose copies are looked for first, in bytes at most, and how many copies a thread keeps.
+const KEPT_BYTES: usize = 256 * 1024;
+const KEPT_COPIES: usize = 512;
+
+thread_local! {
+    /// Copies of tables, lengths and lists on the device. All layers of a step upload the same: the first one does.
+    static KEPT: RefCell<HashMap<(DType, usize, u64), (Box<[u8]>, Tensor)>> = RefCell::default();
+}
 
 /// One call of one operation.
 ///
@@ -120,6 +131,38 @@ impl Op {
         Ok(Tensor::from_slice(data, shape.as_ref(), &self.device)?)
     }
 
+    /// As [`Op::upload`], for what nothing writes to: equal data that this thread has copied lately is not copied again.
+    pub fn kept<T: WithDType>(&self, data: &[T], shape: impl AsRef<[usize]>) -> Result<Tensor> {
+        // SAFETY: numbers without padding.
+        let bytes = unsafe { std::slice::from_raw_parts(data.as_ptr().cast::<u8>(), size_of_val(data)) };
+        if bytes.is_empty() || bytes.len() > KEPT_BYTES {
+            return self.upload(data, shape);
+        }
+        // Some of the bytes tell nearly all data apart; all of them are compared.
+        let mix = |sum: u64, byte: &u8| (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+        let some = bytes.iter().step_by(bytes.len().div_ceil(64)).chain(&bytes[bytes.len().saturating_sub(8)..]);
+        let key = (T::DTYPE, bytes.len(), some.fold(0xcbf2_9ce4_8422_2325, mix));
+        let found = KEPT.with_borrow(|kept| {
+            let (known, tensor) = kept.get(&key)?;
+            (**known == *bytes && tensor.device().same_device(&self.device)).then(|| tensor.clone())
+        });
+        let shape = shape.as_ref();
+        let tensor = match found {
+            Some(tensor) => tensor,
+            None => {
+                let tensor = Tensor::from_slice(data, shape, &self.device)?;
+                KEPT.with_borrow_mut(|kept| {
+                    if kept.len() >= KEPT_COPIES {
+                        kept.clear();
+                    }
+                    kept.insert(key, (bytes.into(), tensor.clone()));
+                });
+                tensor
+            }
+        };
+        Ok(if tensor.dims() == shape { tensor } else { tensor.reshape(shape)? })
+    }
+
     /// A number as the interface takes it.
     pub fn int(&self, parameter: &'static str, x: usize) -> Result<i32> {
         i32::try_from(x).map_err(|_| self.error(parameter, x, "less than 2³¹"))
@@ -138,6 +181,36 @@ impl Op {
     pub fn launched(&self, status: i32) -> Result<()> {
         if status == 0 { Ok(()) } else { Err(Error::Launch { op: self.name, status }) }
     }
+}
+
+/// Makes a device ready for steps: memory that a step gave back stays with the process instead of going back to the system
+/// at every wait, and no events are made for every tensor. To be called before tensors are made, by the one thread that
+/// will use the device, or by one that ends its use before another begins. Anything but a CUDA device is left as it is.
+///
+/// # Errors
+/// The driver's.
+pub fn prepare(device: &Device) -> candle_core::Result<()> {
+    let Device::Cuda(cuda) = device else { return Ok(()) };
+    let stream = cuda.cuda_stream();
+    stream.context().bind_to_thread().map_err(candle_core::Error::wrap)?;
+    // SAFETY: all work of a device goes to candle's one stream of it, so no tensor is used by two streams at a time.
+    unsafe { cuda.disable_event_tracking() };
+    let mut pool = std::ptr::null_mut();
+    let mut keep = u64::MAX;
+    let number = stream.context().ordinal() as i32;
+    let handle = driver::device::get(number).map_err(candle_core::Error::wrap)?;
+    // SAFETY: plain calls on addresses of locals of the types that this attribute takes.
+    let status = unsafe {
+        match sys::cuDeviceGetDefaultMemPool(&raw mut pool, handle) {
+            sys::CUresult::CUDA_SUCCESS => sys::cuMemPoolSetAttribute(
+                pool,
+                sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+                (&raw mut keep).cast(),
+            ),
+            failed => failed,
+        }
+    };
+    status.result().map_err(candle_core::Error::wrap)
 }
 
 /// Thread blocks that share a list in launches that form teams: `taper_team` of the interface.

@@ -65,12 +65,12 @@ impl Tiles {
             op.check(q_rows.len() == positions.len(), "q_rows", q_rows.len(), positions.len())?;
         }
         Ok(Self {
-            tiles: op.upload(&words, [tiles.len(), TILE_WORDS])?,
+            tiles: op.kept(&words, [tiles.len(), TILE_WORDS])?,
             count: tiles.len(),
             last: tiles.iter().map(|tile| tile.positions.1).collect(),
-            positions: op.upload(positions, [positions.len()])?,
+            positions: op.kept(positions, [positions.len()])?,
             rows: positions.len(),
-            q_rows: q_rows.map(|rows| op.upload(rows, [rows.len()])).transpose()?,
+            q_rows: q_rows.map(|rows| op.kept(rows, [rows.len()])).transpose()?,
         })
     }
 
@@ -231,7 +231,7 @@ pub(crate) fn prefill(rows: &Rows, reads: Reads) -> Result<(Tensor, Tensor)> {
     let drawn = Drawn::new(&op, rows, &reads, kv_heads, q_heads)?;
     let q = rows.q.to_dtype(rows.kv.k.dtype())?.contiguous()?;
     let needed = rows.positions[count - 1] as usize / BLOCK_TOKENS + 1;
-    let tables = op.upload(&rows.table[..needed], [1, needed])?;
+    let tables = op.kept(&rows.table[..needed], [1, needed])?;
     let tiles = Tiles::new(&q, rows.positions, &drawn.tiles, None)?;
     let mut total: Option<(Tensor, Tensor)> = None;
     for &key in &drawn.keys {

@@ -11,6 +11,9 @@ use crate::decode::{Sampling, Spread, Targets};
 use crate::kv::BLOCK_TOKENS;
 use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::sync::Arc;
 
 /// Names each row's draws; `layer` is the decoder layer, the head is the KV head, or for values the query head.
 #[derive(Clone, Copy)]
@@ -21,6 +24,13 @@ pub struct Streams<'a> {
     pub positions: &'a Tensor,
     /// Decoder layer.
     pub layer: u32,
+}
+
+/// Shapes whose scratch a thread keeps.
+const SCRATCHES: usize = 8;
+
+thread_local! {
+    static KEPT: RefCell<VecDeque<((usize, usize, usize), Arc<Scratch>)>> = RefCell::default();
 }
 
 /// Counters and scratch of launches whose thread blocks meet: made once for a shape, for all layers of a step one after the
@@ -55,6 +65,23 @@ impl Scratch {
         })
     }
 
+    /// The same for launches of this thread one after the other, made once for a shape: they leave it as they found it.
+    pub(super) fn kept(like: &Tensor, rows: usize, q_heads: usize, list_heads: usize) -> Result<Arc<Self>> {
+        let key = (rows, q_heads, list_heads);
+        let same = |(known, of): &&((usize, usize, usize), Arc<Self>)| {
+            *known == key && of.sync.device().same_device(like.device())
+        };
+        if let Some((_, found)) = KEPT.with_borrow(|kept| kept.iter().find(same).cloned()) {
+            return Ok(found);
+        }
+        let made = Arc::new(Self::new(like, rows, q_heads, list_heads)?);
+        KEPT.with_borrow_mut(|kept| {
+            kept.push_front((key, made.clone()));
+            kept.truncate(SCRATCHES);
+        });
+        Ok(made)
+    }
+
     fn check(&self, op: &Op, lists: usize, group: usize) -> Result<()> {
         let got = format!("for {} lists of groups of {}", self.lists, self.group);
         op.check((self.lists, self.group) == (lists, group), "scratch", got, format!("{lists} lists of {group}"))
@@ -68,13 +95,42 @@ pub struct Sampled {
     pub out: Tensor,
     /// Natural logarithm of each head's estimated sum of exponentials `[R, q_heads]`, f32.
     pub lse: Tensor,
+    /// Of each list, u32 `[3, lists or a few more]`: what it came to (1 sampled, 2 dense since no sample keeps the promise, 3
+    /// dense since there is too little to sample from), the keys that the sample stands for, and the sampled keys that were
+    /// read; 0 where everything was.
+    pub(super) numbers: Tensor,
+    pub(super) lists: usize,
+}
+
+impl Sampled {
+    fn number(&self, row: usize) -> Result<Tensor> {
+        Ok(self.numbers.get(row)?.narrow(0, 0, self.lists)?)
+    }
+
     /// What each list came to `[R * kv_heads]`, u32: 1 sampled, 2 dense since no sample keeps the promise, 3 dense since
     /// there is too little to sample from.
-    pub state: Tensor,
+    ///
+    /// # Errors
+    /// None that are known.
+    pub fn state(&self) -> Result<Tensor> {
+        self.number(0)
+    }
+
     /// Keys that the sample stands for `[R * kv_heads]`, u32.
-    pub residual: Tensor,
+    ///
+    /// # Errors
+    /// None that are known.
+    pub fn residual(&self) -> Result<Tensor> {
+        self.number(1)
+    }
+
     /// Sampled keys that were read `[R * kv_heads]`, u32; 0 where everything was.
-    pub counts: Tensor,
+    ///
+    /// # Errors
+    /// None that are known.
+    pub fn counts(&self) -> Result<Tensor> {
+        self.number(2)
+    }
 }
 
 /// Attends to what lists name exactly and to a sample of the rest, without replacement, of the least size for which every
@@ -153,13 +209,12 @@ pub(super) fn prepare(
     let part_lse = op.empty((count, 2, team, group), DType::F32)?;
     let draws = op.empty((count, draws_each), DType::U32)?;
     let scores = op.empty((count, capacity, group), DType::F32)?;
-    let of_lists = || op.empty(count, DType::U32);
     let of = Sampled {
         out: op.empty((rows, q_heads, head_dim), dtype)?,
         lse: op.empty((rows, q_heads), DType::F32)?,
-        state: of_lists()?,
-        residual: of_lists()?,
-        counts: of_lists()?,
+        // Each row begins on 16 bytes.
+        numbers: op.empty((3, count.next_multiple_of(4)), DType::U32)?,
+        lists: count,
     };
     d.part_o = op.at("part_o", &part_o, DType::F32, part_o.dims())?;
     d.part_lse = op.at("part_lse", &part_lse, DType::F32, part_lse.dims())?;
@@ -175,9 +230,9 @@ pub(super) fn prepare(
         draw_counts: op.at("scratch", &scratch.draw_counts, DType::U32, [count, 4, team * 4])?,
         scores: op.at("scores", &scores, DType::F32, [count, capacity, group])?,
         sums: op.at("scratch", &scratch.sums, DType::I64, [count, team, group, 4])?,
-        state: op.at("state", &of.state, DType::U32, [count])?,
-        residual: op.at("residual", &of.residual, DType::U32, [count])?,
-        counts: op.at("counts", &of.counts, DType::U32, [count])?,
+        state: op.at("state", &of.state()?, DType::U32, [count])?,
+        residual: op.at("residual", &of.residual()?, DType::U32, [count])?,
+        counts: op.at("counts", &of.counts()?, DType::U32, [count])?,
         draw_stride: draws_each as i64,
         capacity: op.int("max_len", capacity)?,
         rule: ffi::TAPER_LISTED,

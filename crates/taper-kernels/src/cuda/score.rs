@@ -5,13 +5,14 @@ use super::batch::{Batch, Dims, Draft, Lists};
 use super::decode::Plan;
 use super::error::Result;
 use super::ffi::{
-    self, TaperGroupSelectParams, TaperPagesParams, TaperPickParams, TaperScoreParams, TaperSelectParams,
+    self, TaperGroupSelectParams, TaperLseParams, TaperPagesParams, TaperPickParams, TaperScoreParams,
+    TaperSelectParams,
 };
 use super::op::Op;
 use crate::index::labels::ON_DEVICE;
 use crate::kv::BLOCK_TOKENS;
 use bytemuck::Zeroable;
-use candle_core::{D, DType, Tensor};
+use candle_core::{DType, Tensor};
 use std::ops::Range;
 
 /// What is scored in place of keys.
@@ -31,7 +32,8 @@ pub enum View<'a> {
 pub struct Scores {
     /// `[R, q_heads, entries]`, f32; what lies beyond a row's entries is unwritten.
     pub(super) scores: Tensor,
-    /// Of every 64 of them the largest, and the sum of exp(score - largest) `[R, q_heads, entries / 64]`, f32.
+    /// Of every 64 of them the largest, and the sum of exp(score - largest) `[R, q_heads, entries / 64]`, f32; beyond a row's
+    /// entries unwritten.
     pub(super) tiles: (Tensor, Tensor),
     /// `[R, q_heads]`, f32.
     pub(super) lse: Tensor,
@@ -79,8 +81,7 @@ pub fn scores(batch: &Batch, q: &Tensor, view: View, scale: f32) -> Result<Score
     let entries = batch.max_len.div_ceil(page).next_multiple_of(64);
     let tiles = entries / 64;
     let scores = op.empty((rows, q_heads, entries), DType::F32)?;
-    let low = Tensor::full(f32::NEG_INFINITY, (rows, q_heads, tiles), &op.device)?;
-    let (top, sum) = (low.contiguous()?, op.zeros((rows, q_heads, tiles), DType::F32)?);
+    let (top, sum) = (op.empty((rows, q_heads, tiles), DType::F32)?, op.empty((rows, q_heads, tiles), DType::F32)?);
     let shape = [blocks, kv_heads, per_block, pitch];
     let first = op.at::<u16>("view", view, dtype, shape)?;
     let p = TaperScoreParams {
@@ -112,9 +113,21 @@ pub fn scores(batch: &Batch, q: &Tensor, view: View, scale: f32) -> Result<Score
     };
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { ffi::taper_score(&p, op.stream()) })?;
-    let most = top.max_keepdim(D::Minus1)?;
-    let total = (top.broadcast_sub(&most)?.exp()? * &sum)?.sum(D::Minus1)?;
-    let lse = (total.log()? + most.squeeze(D::Minus1)?)?;
+    let lse = op.empty((rows, q_heads), DType::F32)?;
+    let p = TaperLseParams {
+        tile_max: p.tile_max,
+        tile_sum: p.tile_sum,
+        lens: p.lens,
+        lse: op.at("lse", &lse, DType::F32, [rows, q_heads])?,
+        rows: p.rows,
+        q_heads: p.q_heads,
+        tile_stride: p.tile_stride,
+        page: op.int("view", page)?,
+        overlap: 1,
+        reserved: 0,
+    };
+    // SAFETY: likewise.
+    op.launched(unsafe { ffi::taper_lse(&p, op.stream()) })?;
     Ok(Scores { scores, tiles: (top, sum), lse, page })
 }
 
@@ -148,9 +161,9 @@ impl Between {
             ends.extend(vec![if apart { start / page } else { 0 }; heads]);
         }
         Ok(Self {
-            lists: Lists::ranges(like, heads, &rows)?,
-            begins: op.upload(&begins, [begins.len()])?,
-            ends: op.upload(&ends, [ends.len()])?,
+            lists: Lists::ranges(like, heads, &rows)?.to_write()?,
+            begins: op.kept(&begins, [begins.len()])?,
+            ends: op.kept(&ends, [ends.len()])?,
             whole: true,
         })
     }
@@ -171,9 +184,9 @@ impl Between {
             ends.push(between.end.div_ceil(page) as u32);
         }
         Ok(Self {
-            lists: made.finish(op, lens.len(), heads)?,
-            begins: op.upload(&begins, [begins.len()])?,
-            ends: op.upload(&ends, [ends.len()])?,
+            lists: made.finish(op, lens.len(), heads)?.to_write()?,
+            begins: op.kept(&begins, [begins.len()])?,
+            ends: op.kept(&ends, [ends.len()])?,
             whole: page == 1,
         })
     }

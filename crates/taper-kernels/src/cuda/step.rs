@@ -1,8 +1,9 @@
 //! What decode methods ask for, on a CUDA device: the operations of [`crate::decode`] and [`crate::index`] over the same
 //! arguments, whose scores and choices stay on the device.
 //!
-//! Rows see their sequence from its first token on. What a choice came to is read back where the host must know it, for
-//! reports: [`sample`] waits for the device, once a layer, and [`Chosen::counts`] does, which callers put off.
+//! Operations choose for rows that see their sequence from its first token on. Rows of a model with a window of its own, once
+//! it has left the first token behind, read everything that they see: they count as not [`wanted`]. What a choice came to is read back where the host must know it, for
+//! reports: [`Chosen::counts`] and [`Chosen::budgets`] wait for the device, which callers put off to the end of a step.
 
 mod choose;
 mod index;
@@ -21,12 +22,24 @@ use super::decode::{Plan, attend_host};
 use super::error::Result;
 use super::op::Op;
 use super::sample::Streams;
-use crate::decode::{self, Decode, DecodeRow, HeadSelection, Selection};
+use crate::decode::{self, Budget, Decode, DecodeRow, HeadSelection, Selection};
 use crate::kv::PagedKv;
 use crate::philox::Stream;
 use candle_core::{DType, Tensor, TensorId};
+use sample::Outcome;
 use std::ops::Range;
 use std::sync::Arc;
+
+/// Whether rows are such as something can be chosen for.
+fn choosable(rows: &[DecodeRow]) -> bool {
+    rows.iter().all(|row| row.visible.start == 0)
+}
+
+/// Which heads something is chosen for, of those that it is wanted for.
+fn wanted(rows: &[DecodeRow], wanted: &[bool]) -> Vec<bool> {
+    let choosable = choosable(rows);
+    wanted.iter().map(|wanted| *wanted && choosable).collect()
+}
 
 /// Query rows copied to the device, for the operations of one layer that follow one another.
 #[derive(Debug)]
@@ -45,13 +58,6 @@ pub(crate) struct Step {
 impl Step {
     fn new(op: &Op, batch: &Decode) -> Result<Arc<Self>> {
         let (_, q_heads, kv_heads, _) = batch.dims()?;
-        if let Some(row) = batch.rows.iter().find(|row| row.visible.start > 0) {
-            return Err(op.error(
-                "rows",
-                format!("tokens {:?}", row.visible),
-                "rows that see their sequence from its start",
-            ));
-        }
         Ok(Arc::new(Self {
             upload: Upload::new(op, batch)?,
             k: batch.kv.k.clone(),
@@ -72,9 +78,9 @@ impl Step {
         self.lens[head / self.kv_heads]
     }
 
-    /// Whether a batch has the same rows.
-    fn fits(&self, batch: &Decode) -> bool {
-        self.lens.iter().copied().eq(batch.rows.iter().map(|row| row.visible.end))
+    /// Whether it is for rows that see as much.
+    fn fits(&self, rows: &[DecodeRow]) -> bool {
+        self.lens.iter().copied().eq(rows.iter().map(|row| row.visible.end))
     }
 }
 
@@ -87,8 +93,8 @@ pub(crate) enum Chosen {
     Keys(Arc<Step>, Lists, Option<Vec<usize>>),
     /// Values of each query head, with given weights.
     Values(Arc<Step>, Lists),
-    /// Keys and a sample: what attending to them gave, and how many there were.
-    Sampled(Arc<Step>, Tensor, Vec<usize>),
+    /// Keys and a sample, which the launch that sampled has read.
+    Sampled(Arc<Step>, Arc<Outcome>),
 }
 
 impl Chosen {
@@ -116,7 +122,7 @@ impl Chosen {
 
     /// Whether only the device knows how many keys are read.
     pub fn counts_wait(&self) -> bool {
-        matches!(self, Self::Keys(_, _, None) | Self::Values(..))
+        matches!(self, Self::Keys(_, _, None) | Self::Values(..) | Self::Sampled(..))
     }
 
     /// Keys that each row and KV head reads `[R, kv_heads]`; of values, those that any head of the group reads. Waits for
@@ -126,12 +132,23 @@ impl Chosen {
         for (part, span) in parts.iter().zip(Self::spans(parts)) {
             match part {
                 Self::Host(heads) => all.extend(decode::counts(heads, &rows[span])),
-                Self::Keys(_, _, Some(counts)) | Self::Sampled(_, _, counts) => all.extend(counts),
+                Self::Keys(_, _, Some(counts)) => all.extend(counts),
+                Self::Sampled(step, outcome) => all.extend(outcome.counts(step)?),
                 Self::Keys(_, lists, None) => all.extend(lists.counts()?),
                 Self::Values(step, lists) => all.extend(distinct(step, lists)?.iter().map(Vec::len)),
             }
         }
         Ok(all)
+    }
+
+    /// The budgets `[R, q_heads]` of parts that sampled to keep a promise; none where none did. Waits for the device.
+    pub fn budgets(parts: &[Self]) -> Result<Option<Vec<Budget>>> {
+        let sampled = parts.iter().filter_map(|part| match part {
+            Self::Sampled(step, outcome) => Some(outcome.budgets(step)),
+            _ => None,
+        });
+        let each = sampled.collect::<Result<Vec<_>>>()?;
+        Ok((!each.is_empty()).then(|| each.concat()))
     }
 
     /// The tokens that each row and KV head reads `[R, kv_heads]`, ascending, but for samples. Waits for the device.
@@ -142,8 +159,8 @@ impl Chosen {
                 Self::Host(heads) => all.extend(decode::tokens(heads, &rows[span])),
                 Self::Keys(_, lists, _) => all.extend(lists.read_back()?),
                 Self::Values(step, lists) => all.extend(distinct(step, lists)?),
-                Self::Sampled(_, out, _) => {
-                    let op = Op::new("tokens", "selection", out)?;
+                Self::Sampled(_, outcome) => {
+                    let op = Op::new("tokens", "selection", outcome.out())?;
                     return Err(op.error("selection", "read by the launch that sampled", "one that is yet to be read"));
                 }
             }
@@ -153,11 +170,11 @@ impl Chosen {
 
     /// Attends for the part's own rows: `[R, q_heads, head_dim]`, f32.
     fn attend(&self, op: &Op, batch: &Decode) -> Result<Tensor> {
-        let fits = self.step().is_none_or(|step| step.fits(batch));
+        let fits = self.step().is_none_or(|step| step.fits(batch.rows));
         op.check(fits, "selection", "of rows that see more or less", "one made for these rows")?;
         let (step, lists) = match self {
             Self::Host(heads) => return attend_host(batch, heads),
-            Self::Sampled(_, out, _) => return Ok(out.to_dtype(DType::F32)?),
+            Self::Sampled(_, outcome) => return Ok(outcome.out().to_dtype(DType::F32)?),
             Self::Keys(step, lists, _) | Self::Values(step, lists) => (step, lists),
         };
         // What was chosen by other queries, such as some that few features are left of, is read by these.
@@ -220,7 +237,7 @@ impl Seeds {
         let seeds: Vec<i64> = streams.iter().map(|stream| stream.seed as i64).collect();
         let positions: Vec<u32> = streams.iter().map(|stream| stream.position).collect();
         let n = [streams.len()];
-        Ok(Self { seeds: op.upload(&seeds, n)?, positions: op.upload(&positions, n)?, layer })
+        Ok(Self { seeds: op.kept(&seeds, n)?, positions: op.kept(&positions, n)?, layer })
     }
 
     fn streams(&self) -> Streams<'_> {

@@ -24,9 +24,9 @@ pub(crate) fn sums(rows: &Rows) -> Result<Sums> {
     let (key_blocks, dtype) = (n.div_ceil(BLOCK_TOKENS), rows.kv.k.dtype());
     let splits = key_blocks.div_ceil(SPLIT_BLOCKS);
     let q = rows.q.to_dtype(dtype)?.contiguous()?;
-    let table = op.upload(&rows.table[..key_blocks], [1, key_blocks])?;
+    let table = op.kept(&rows.table[..key_blocks], [1, key_blocks])?;
     let words: Vec<u32> = slices.iter().flat_map(|&(row, rows, position)| [row, rows, position, 0]).collect();
-    let (words, m) = (op.upload(&words, [slices.len(), 4])?, slices.len());
+    let (words, m) = (op.kept(&words, [slices.len(), 4])?, slices.len());
     let keys = key_blocks * BLOCK_TOKENS;
     let parts = op.empty((m, q_heads, splits, SLICE_ROWS, 2), DType::F32)?;
     let tiles = op.empty((m, q_heads, key_blocks, 128), DType::F32)?;

@@ -77,7 +77,8 @@ fn grown(drawn: usize) -> f64 {
 /// for which every head of the group keeps the promise, or everything.
 ///
 /// Heads that were `foreseen` to read everything do. `streams` `[R]` key the draws; their `head` is set here. Budgets are
-/// `[R, q_heads]`. A key that `scores` of the same batch hold is not read again.
+/// `[R, q_heads]`; none, on a device, where it is the [selection](Selection::budgets) that tells. A key that `scores` of
+/// the same batch hold is not read again.
 ///
 /// # Errors
 /// Shapes that differ; a selection that has a sample already.

@@ -1,6 +1,6 @@
 //! What query rows read: the answer of every decode method.
 
-use super::DecodeRow;
+use super::{Budget, DecodeRow};
 #[cfg(feature = "cuda")]
 use crate::cuda::step::Chosen;
 use crate::prefill::Mask;
@@ -154,6 +154,18 @@ impl Selection {
             Held::Host(heads) => Ok(counts(heads, rows)),
             #[cfg(feature = "cuda")]
             Held::Device(parts) => Ok(Chosen::counts(parts, rows)?),
+        }
+    }
+
+    /// The budgets `[R, q_heads]` that only the device knows of a sample that keeps a promise; waits for them.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn budgets(&self) -> Result<Option<Vec<Budget>>> {
+        match &self.0 {
+            Held::Host(_) => Ok(None),
+            #[cfg(feature = "cuda")]
+            Held::Device(parts) => Ok(Chosen::budgets(parts)?),
         }
     }
 

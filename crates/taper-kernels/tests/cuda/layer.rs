@@ -2,7 +2,7 @@
 
 use crate::cache::{Caches, GRID, LIMIT, Numbers, below, device, elements, relative, relative_of, u32s};
 use candle_core::{DType, Device, Tensor};
-use taper_kernels::cuda::{Rotate, norm, rotate_append, silu_mul};
+use taper_kernels::cuda::{Inputs, Rotate, norm, product, product_add, product_gated, rotate_append, silu_mul};
 use taper_kernels::kv::{self, BLOCK_TOKENS};
 
 /// Bits of a pool: NaN equals itself.
@@ -126,4 +126,115 @@ fn normalisation_and_activation_agree_with_f64() {
     let odd = Tensor::zeros((2, 12), DType::BF16, &device).unwrap();
     assert!(silu_mul(&odd).unwrap_err().to_string().starts_with("silu_mul: gate_up"));
     assert!(silu_mul(&odd.to_device(&Device::Cpu).unwrap()).is_err());
+}
+
+#[test]
+fn products_agree_with_f64_and_a_row_does_not_depend_on_the_others() {
+    let mut numbers = Numbers(4);
+    let device = device();
+    for dtype in [DType::BF16, DType::F16] {
+        // Few rows and many; widths of less than a warp's pieces, of a small model and of a large one's feed-forward layer.
+        for (rows, inputs, outputs) in
+            [(1, 64, 16), (1, 14336, 64), (2, 576, 960), (2, 4096, 320), (3, 576, 3072), (33, 576, 1536)]
+        {
+            let what = format!("{dtype:?} {rows} x {inputs} -> {outputs}");
+            let on = |t: &Tensor| t.to_device(&device).unwrap();
+            let (x, weight) = (numbers.tensor(&[rows, inputs], dtype), numbers.tensor(&[outputs, inputs], dtype));
+            let (x, weight) = (x, weight.affine(1.0 / (inputs as f64).sqrt(), 0.0).unwrap().to_dtype(dtype).unwrap());
+            let scale = numbers.tensor(&[inputs], DType::F32);
+            let (on_x, on_weight, on_scale) = (on(&x), on(&weight), on(&scale));
+            let (given, scale) = (elements(&weight), elements(&scale));
+            let times = |x: &[f64]| -> Vec<f64> {
+                let dot = |x: &[f64], w: &[f64]| x.iter().zip(w).map(|(x, w)| x * w).sum::<f64>();
+                x.chunks_exact(inputs).flat_map(|x| given.chunks_exact(inputs).map(move |w| dot(x, w))).collect()
+            };
+            let plain = times(&elements(&x));
+            let normal: Vec<f64> = elements(&x)
+                .chunks_exact(inputs)
+                .flat_map(|line| {
+                    let mean = line.iter().map(|x| x * x).sum::<f64>() / inputs as f64;
+                    line.iter().zip(&scale).map(move |(x, w)| x / (mean + 1e-5).sqrt() * w)
+                })
+                .collect();
+            let normal = times(&normal);
+            // Activations in f32 and in the weight's type.
+            let same = on_x.to_dtype(dtype).unwrap();
+            let (alone, normed) = (Inputs { x: &same, norm: None }, Inputs { x: &on_x, norm: Some((&on_scale, 1e-5)) });
+
+            let out = product(alone, &on_weight, DType::F32).unwrap();
+            below(relative_of(&elements(&out), &plain), LIMIT, &what);
+            let rounded = product(normed, &on_weight, dtype).unwrap();
+            assert_eq!(rounded.dtype(), dtype);
+            below(relative_of(&elements(&rounded), &normal), LIMIT, &what);
+            if rows <= 2 {
+                let last = on_x.narrow(0, rows - 1, 1).unwrap();
+                let last = product(Inputs { x: &last, norm: None }, &on_weight, DType::F32).unwrap();
+                assert_eq!(bits(&last), bits(&out.narrow(0, rows - 1, 1).unwrap()), "{what}");
+            }
+
+            let before = numbers.tensor(&[rows, outputs], DType::F32);
+            let sum = on(&before);
+            product_add(normed, &on_weight, &sum).unwrap();
+            let both: Vec<f64> = elements(&before).iter().zip(&normal).map(|(a, b)| a + b).collect();
+            below(relative_of(&elements(&sum), &both), LIMIT, &what);
+
+            let gated: Vec<f64> = plain
+                .chunks_exact(outputs)
+                .flat_map(|line| {
+                    let (gate, up) = line.split_at(outputs / 2);
+                    gate.iter().zip(up).map(|(g, u)| g / (1.0 + (-g).exp()) * u)
+                })
+                .collect();
+            below(relative_of(&elements(&product_gated(alone, &on_weight).unwrap()), &gated), LIMIT, &what);
+        }
+    }
+    let odd = Tensor::zeros((2, 12), DType::BF16, &device).unwrap();
+    let error = product(Inputs { x: &odd, norm: None }, &odd, DType::F32).unwrap_err();
+    assert!(error.to_string().contains("weight is [2, 12]"), "{error}");
+}
+
+#[test]
+fn joint_projections_are_rotated_and_stored_as_the_cpu_does_it_one_by_one() {
+    let mut numbers = Numbers(5);
+    let device = device();
+    for (cache, d, kv_heads, group) in GRID {
+        // Projections of the cache's type, and of the other.
+        for from in [DType::BF16, DType::F16] {
+            let (q_heads, tokens) = (kv_heads * group, 70);
+            let caches = Caches::new(&mut numbers, &[tokens], kv_heads, d, cache, 0.0);
+            let x = numbers.tensor(&[tokens, q_heads + 2 * kv_heads, d], from);
+            let angle = |t: usize, i: usize| (3 * t) as f64 * 10000f64.powf(-2.0 * i as f64 / d as f64);
+            let part = |of: fn(f64) -> f64, t: usize| (0..d / 2).map(move |i| of(angle(t, i)) as f32);
+            let angles: Vec<f32> = (0..tokens).flat_map(|t| part(f64::cos, t).chain(part(f64::sin, t))).collect();
+            let slots: Vec<u32> =
+                (0..tokens).map(|t| caches.tables[0][t / BLOCK_TOKENS] * 64 + (t % BLOCK_TOKENS) as u32).collect();
+            let joint = x.reshape((tokens, (q_heads + 2 * kv_heads) * d)).unwrap();
+            let on = |t: &Tensor, dtype| t.to_dtype(dtype).unwrap().to_device(&device).unwrap();
+            let angles = Tensor::from_vec(angles, (tokens, d), &Device::Cpu).unwrap();
+            let q = kv::append_joint(caches.on_cuda(), &on(&joint, from), &on(&angles, DType::F32), &slots);
+            let q = q.unwrap().expect("an operation for 16 bits on the device");
+            assert_eq!(q.dtype(), cache);
+            let turned = |heads: std::ops::Range<usize>| {
+                let part = x.narrow(1, heads.start, heads.len()).unwrap().to_dtype(DType::F32).unwrap();
+                let (cos, sin) = (angles.narrow(1, 0, d / 2).unwrap(), angles.narrow(1, d / 2, d / 2).unwrap());
+                let (cos, sin) = (cos.unsqueeze(1).unwrap(), sin.unsqueeze(1).unwrap());
+                let (a, b) = (part.narrow(2, 0, d / 2).unwrap(), part.narrow(2, d / 2, d / 2).unwrap());
+                let times = |x: &Tensor, y: &Tensor| x.broadcast_mul(y).unwrap();
+                let first = (times(&a, &cos) - times(&b, &sin)).unwrap();
+                let second = (times(&b, &cos) + times(&a, &sin)).unwrap();
+                Tensor::cat(&[first, second], 2).unwrap()
+            };
+            let what = format!("{from:?} -> {cache:?} {d} {kv_heads}x{group}");
+            below(relative(&q, &turned(0..q_heads)), LIMIT, &what);
+            kv::append(&caches.cpu.0, &turned(q_heads..q_heads + kv_heads), &slots).unwrap();
+            let values = x.narrow(1, q_heads + kv_heads, kv_heads).unwrap().to_dtype(DType::F32).unwrap();
+            kv::append(&caches.cpu.1, &values, &slots).unwrap();
+            assert_eq!(bits(&caches.cpu.1), bits(&caches.cuda.1), "{what}");
+            let known = |t: &Tensor| -> Vec<f64> { elements(t).into_iter().filter(|x| !x.is_nan()).collect() };
+            below(relative_of(&known(&caches.cuda.0), &known(&caches.cpu.0)), LIMIT, &what);
+            assert!(
+                kv::append_joint(caches.on_cuda(), &on(&joint, from), &on(&angles, DType::F32), &slots[1..]).is_err()
+            );
+        }
+    }
 }

@@ -96,9 +96,9 @@ fn a_sampled_step_reads_the_draws_of_the_cpu_and_keeps_its_promise() {
         };
         let scratch = Scratch::new(batch.q, 3, kv_heads * group, kv_heads).unwrap();
         let of = sampled(&batch, &lists, seeds.streams(), &how, &scratch).unwrap();
-        let state = of.state.to_vec1::<u32>().unwrap();
-        let counts: Vec<usize> = of.counts.to_vec1::<u32>().unwrap().iter().map(|&c| c as usize).collect();
-        let residual = of.residual.to_vec1::<u32>().unwrap();
+        let state = of.state().unwrap().to_vec1::<u32>().unwrap();
+        let counts: Vec<usize> = of.counts().unwrap().to_vec1::<u32>().unwrap().iter().map(|&c| c as usize).collect();
+        let residual = of.residual().unwrap().to_vec1::<u32>().unwrap();
         let what = format!("{rule:?} {dtype:?} {d} {kv_heads}x{group}, states {state:?}, counts {counts:?}");
         assert!(state.contains(&1), "{what}");
         // What the CPU reads with as many draws.

@@ -216,6 +216,8 @@ fn samples_of_a_size_that_keeps_a_promise_are_those_of_the_cpu() {
             sample(batch, &fixed, &foreseen, Some(&found), &streams, &how).unwrap()
         });
         let what = format!("{grid:?}");
+        assert!(cuda.1.is_empty() && cuda.0.counts_wait(), "budgets wait until they are asked for");
+        let cuda = (cuda.0.clone(), cuda.0.budgets().unwrap().expect("a sample's budgets"));
         assert_eq!(cuda.1.len(), cpu.1.len(), "{what}");
         let counts = cpu.0.counts(&rows).unwrap().into_iter().zip(cuda.0.counts(&rows).unwrap());
         let budgets = cpu.1.chunks(both.group).zip(cuda.1.chunks(both.group)).zip(counts);
@@ -372,7 +374,7 @@ fn clusters_and_classifiers_choose_what_they_choose_on_the_cpu() {
 fn what_the_device_cannot_do_is_an_error_that_says_so() {
     let mut numbers = Numbers(77);
     let both = Both::new(&mut numbers, GRID[0], &[900]);
-    let (mut rows, heads, streams) = (both.caches.rows(), both.heads(), both.streams(&mut numbers));
+    let (rows, heads, streams) = (both.caches.rows(), both.heads(), both.streams(&mut numbers));
     let refused = |rows: &[DecodeRow], run: &dyn Fn(&Decode) -> candle_core::Result<()>, of: &str| {
         let batch = Decode { q: &both.cuda_q, kv: both.caches.on_cuda(), rows };
         let error = run(&batch).unwrap_err().to_string();
@@ -393,6 +395,34 @@ fn what_the_device_cannot_do_is_an_error_that_says_so() {
     let blocks = both.caches.cpu.0.dim(0).unwrap();
     let index = Tensor::zeros((blocks, heads, 64, 7), GRID[0].0, &device()).unwrap();
     refused(&rows, &|b| labels::importance(b, &index, &seven, &vec![true; heads]).map(drop), "7 wide");
+}
+
+#[test]
+fn rows_that_have_left_the_first_token_behind_read_all_that_they_see() {
+    let mut numbers = Numbers(78);
+    let both = Both::new(&mut numbers, GRID[0], &[900]);
+    let (mut rows, heads, streams) = (both.caches.rows(), both.heads(), both.streams(&mut numbers));
     rows[0].visible = 100..900;
-    refused(&rows, &|b| scores(b, &vec![true; heads]).map(drop), "from its start");
+    let batch = Decode { q: &both.cuda_q, kv: both.caches.on_cuda(), rows: &rows };
+    let (wanted, k) = (vec![true; heads], vec![50; heads]);
+    let how = Sampling {
+        promise: Promise::new(Rule::Chi2, 0.2, 0.1),
+        hopeless: Promise::new(Rule::Chi2, 0.3, 0.1),
+        pilot_tokens: 64,
+        pilot_share: 0.01,
+        dense_share: 0.5,
+    };
+    let found = scores(&batch, &wanted).unwrap();
+    let by_scores = top_k(&rows, &importance(&found), 4, 64, &k).unwrap();
+    let (sampled, _) = sample(&batch, &by_scores, &Foreseen::default(), Some(&found), &streams, &how).unwrap();
+    let (pages, width) = bounds::shape(16, GRID[0].1);
+    let (_, index) =
+        both.index((pages, width, GRID[0].0), 3000, |index, k, parts| bounds::extend(index, k, parts).unwrap());
+    let by_pages = top_k(&rows, &bounds::importance(&batch, &index, &wanted).unwrap(), 4, 64, &k).unwrap();
+    let dense = Selection::dense(1, heads);
+    let values = sample_values(&batch, &dense, None, &streams, 16, Spread::Whole(Targets::Systematic)).unwrap();
+    for selection in [by_scores, sampled, by_pages, values] {
+        assert_eq!(selection.counts(&rows).unwrap(), vec![800; heads]);
+        outputs(&both, &rows, (&dense, &selection), LIMIT, "a window");
+    }
 }

@@ -3,6 +3,7 @@
 mod checked;
 pub(crate) mod gguf;
 mod hf;
+mod shapes;
 
 use crate::error::ModelError;
 pub use crate::rope::{Rope, RopeScaling};

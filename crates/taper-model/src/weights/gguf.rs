@@ -3,7 +3,7 @@
 //! llama.cpp interleaves the rows of each query and key head, so that its rotary embedding turns neighbours. Rows
 //! are whole quantised blocks, so the usual order (halves) is restored exactly, by moving bytes.
 
-use super::{Embedding, Role, Weights, activation_dtype, expected_shape, float_dtype};
+use super::{Embedding, FileRows, Role, Weights, activation_dtype, expected_shape, float_dtype};
 use crate::config::{LoadOptions, ModelConfig};
 use crate::error::ModelError;
 use crate::gguf::{Gguf, TensorInfo};
@@ -105,14 +105,14 @@ impl<'a> GgufWeights<'a> {
 impl Weights for GgufWeights<'_> {
     fn embedding(&self) -> Result<Embedding, ModelError> {
         let (_, tensor) = self.find(Role::Embedding, 0)?;
-        Ok(Embedding {
+        Ok(Embedding::File(FileRows {
             file: self.gguf.file().clone(),
             start: tensor.range.start,
             rows: self.config.vocab_size,
             columns: self.config.hidden_size,
             dtype: tensor.dtype,
             device: self.device.clone(),
-        })
+        }))
     }
 
     fn norm(&self, role: Role, layer: usize) -> Result<Tensor, ModelError> {

@@ -2,9 +2,11 @@
 
 mod embedding;
 mod gguf;
+mod random;
 mod safetensors;
 
-pub(crate) use embedding::Embedding;
+pub(crate) use embedding::{Embedding, FileRows};
+pub(crate) use random::Random;
 
 use crate::config::{LoadOptions, ModelConfig, WeightDType};
 use crate::error::ModelError;

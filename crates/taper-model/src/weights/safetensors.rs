@@ -1,6 +1,6 @@
 //! Float weights from safetensors: one file, or shards with an index.
 
-use super::{Embedding, Role, Weights, activation_dtype, expected_shape, float_dtype};
+use super::{Embedding, FileRows, Role, Weights, activation_dtype, expected_shape, float_dtype};
 use crate::config::{LoadOptions, ModelConfig};
 use crate::error::ModelError;
 use crate::mapped::MappedFile;
@@ -125,7 +125,7 @@ impl<'a> Safetensors<'a> {
 impl Weights for Safetensors<'_> {
     fn embedding(&self) -> Result<Embedding, ModelError> {
         let entry = self.find(Role::Embedding, 0)?;
-        Ok(Embedding {
+        Ok(Embedding::File(FileRows {
             file: self.files[entry.file].clone(),
             start: entry.range.start,
             rows: self.config.vocab_size,
@@ -136,7 +136,7 @@ impl Weights for Safetensors<'_> {
                 _ => GgmlDType::F32,
             },
             device: self.device.clone(),
-        })
+        }))
     }
 
     fn norm(&self, role: Role, layer: usize) -> Result<Tensor, ModelError> {

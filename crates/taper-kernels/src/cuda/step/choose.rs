@@ -91,18 +91,23 @@ impl Scored {
     }
 
     fn check(&self, op: &Op, rows: &[DecodeRow]) -> Result<()> {
-        let fits = self.step.lens.iter().copied().eq(rows.iter().map(|row| row.visible.end));
-        op.check(fits, "importance", format!("of rows that see {:?} tokens", self.step.lens), "that of these rows")
+        op.check(
+            self.step.fits(rows),
+            "importance",
+            format!("of rows that see {:?} tokens", self.step.lens),
+            "that of these rows",
+        )
     }
 }
 
 /// [`crate::decode::scores`]; none where none is wanted.
 pub(crate) fn scores(batch: &Decode, wanted: &[bool]) -> Result<Option<Scored>> {
+    let wanted = super::wanted(batch.rows, wanted);
     if !wanted.contains(&true) {
         return Ok(None);
     }
     let op = Op::new("scores", "q", batch.q)?;
-    Scored::by_view(Step::new(&op, batch)?, None, View::Rows(batch.kv.k), wanted).map(Some)
+    Scored::by_view(Step::new(&op, batch)?, None, View::Rows(batch.kv.k), &wanted).map(Some)
 }
 
 /// [`crate::decode::top_k`].
@@ -126,7 +131,7 @@ pub(crate) fn top_k(rows: &[DecodeRow], importance: &Scored, fixed: (usize, usiz
     let most = take.iter().copied().max().unwrap_or(0);
     let between = Between::of(&op, &step.lens, &fixed, page)?;
     let numbers = importance.numbers();
-    let ks = op.upload(&ks, [ks.len()])?;
+    let ks = op.kept(&ks, [ks.len()])?;
     let lists = select(&op, &batch, numbers, between, &How::by_count(&op, most, Some(&ks), numbers.0.dim(2)?)?)?;
     // Pages over the ends of what lies between count for what of them does: only the choice knows.
     let count = |(i, fixed): (usize, &Option<[Range<usize>; 2]>)| match fixed {

@@ -6,7 +6,7 @@ use crate::cuda::error::Result;
 use crate::cuda::index::{self as kernels, Limits, Metadata, Span, Tokens};
 use crate::cuda::op::Op;
 use crate::cuda::score::{Between, View};
-use crate::decode::{Decode, sink_window};
+use crate::decode::{Decode, HeadSelection, sink_window};
 use crate::index::Part;
 use crate::index::clusters::{Centroids, Probes};
 use crate::kv::BLOCK_TOKENS;
@@ -19,7 +19,7 @@ fn spans(op: &Op, parts: &[Part]) -> Result<(Tensor, Vec<Span>)> {
     let blocks: Vec<u32> = parts.iter().map(|part| part.block).collect();
     let span =
         |(i, part): (usize, &Part)| Span { table: i as u32, tokens: (part.rows.start as u32, part.rows.end as u32) };
-    Ok((op.upload(&blocks, [blocks.len(), 1])?, parts.iter().enumerate().map(span).collect()))
+    Ok((op.kept(&blocks, [blocks.len(), 1])?, parts.iter().enumerate().map(span).collect()))
 }
 
 /// [`crate::index::bounds::extend`], whose checks the caller has made.
@@ -32,7 +32,7 @@ pub(crate) fn extend_bounds(index: &Tensor, k: &Tensor, parts: &[Part]) -> Resul
 pub(crate) fn extend_labels(index: &Tensor, k: &Tensor, parts: &[Part], channels: &[Vec<u32>]) -> Result<()> {
     let op = Op::new("labels", "k", k)?;
     let (tables, spans) = spans(&op, parts)?;
-    let channels = op.upload(&channels.concat(), [channels.len(), index.dim(3)?])?;
+    let channels = op.kept(&channels.concat(), [channels.len(), index.dim(3)?])?;
     kernels::extend(k, &tables, &spans, &Metadata { labels: Some((index, &channels)), ..Metadata::default() })
 }
 
@@ -64,13 +64,13 @@ impl Rows {
         };
         let at: Vec<u32> = (0..kv_heads).flat_map(at).collect();
         let count = at.len() / kv_heads;
-        let keys = k.reshape((blocks * kv_heads * BLOCK_TOKENS, d))?.index_select(&op.upload(&at, [at.len()])?, 0)?;
+        let keys = k.reshape((blocks * kv_heads * BLOCK_TOKENS, d))?.index_select(&op.kept(&at, [at.len()])?, 0)?;
         let rows: Vec<u32> = tokens().map(|(.., row)| row as u32).collect();
         let table_of: Vec<u32> = tokens().map(|(i, ..)| i as u32).collect();
         Ok(Self {
             keys: keys.to_dtype(DType::F32)?.reshape((kv_heads, count, d))?,
-            rows: op.upload(&rows, [count])?,
-            table_of: op.upload(&table_of, [count])?,
+            rows: op.kept(&rows, [count])?,
+            table_of: op.kept(&table_of, [count])?,
             tables: spans(op, parts)?.0,
             positions: tokens().map(|(_, part, row)| part.start + row).collect(),
         })
@@ -116,7 +116,7 @@ pub(crate) fn extend_clusters(
 /// [`crate::index::bounds::importance`], whose checks the caller has made.
 pub(crate) fn bounds(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<Scored> {
     let op = Op::new("bounds", "q", batch.q)?;
-    Scored::by_view(Step::new(&op, batch)?, None, View::Pages(index), wanted)
+    Scored::by_view(Step::new(&op, batch)?, None, View::Pages(index), &super::wanted(batch.rows, wanted))
 }
 
 /// [`crate::index::labels::importance`], whose checks the caller has made.
@@ -127,19 +127,19 @@ pub(crate) fn labels(batch: &Decode, index: &Tensor, channels: &[Vec<u32>], want
     let own = step.batch();
     let (rows, width) = (own.q.dim(0)?, index.dim(3)?);
     let at: Vec<u32> = (0..q_heads).flat_map(|head| channels[head / group].iter().copied()).collect();
-    let at = op.upload(&at, [1, q_heads, width])?.expand((rows, q_heads, width))?.contiguous()?;
+    let at = op.kept(&at, [1, q_heads, width])?.expand((rows, q_heads, width))?.contiguous()?;
     let q = own.q.gather(&at, 2)?;
-    Scored::by_view(step.clone(), Some(&q), View::Rows(index), wanted)
+    Scored::by_view(step.clone(), Some(&q), View::Rows(index), &super::wanted(batch.rows, wanted))
 }
 
 /// [`crate::index::codes::importance`], whose checks the caller has made.
 pub(crate) fn equal_bits(batch: &Decode, index: &Tensor, maps: &PerHead<Mlp>, wanted: &[bool]) -> Result<Scored> {
     let op = Op::new("codes", "q", batch.q)?;
     let step = Step::new(&op, batch)?;
-    let codes = forward(&op, maps, &batch.q.transpose(0, 1)?.contiguous()?)?;
+    let codes = forward(&op, maps, &batch.q.to_dtype(DType::F32)?.transpose(0, 1)?.contiguous()?)?;
     let codes = kernels::signs(&codes.transpose(0, 1)?.contiguous()?.to_dtype(DType::BF16)?)?;
     let importance = kernels::agreement(&step.batch(), &codes, index)?;
-    Ok(Scored::by_group(step, importance, wanted))
+    Ok(Scored::by_group(step, importance, &super::wanted(batch.rows, wanted)))
 }
 
 /// [`crate::index::clusters::select`], whose checks the caller has made.
@@ -153,6 +153,9 @@ pub(crate) fn probe(
     let op = Op::new("clusters", "q", batch.q)?;
     let step = Step::new(&op, batch)?;
     let heads = step.lens.len() * step.kv_heads;
+    if !super::choosable(batch.rows) {
+        return Ok(Chosen::Host(vec![HeadSelection::Dense; heads]));
+    }
     let fixed = |i: usize| {
         let ranges = sink_window(&batch.rows[i / step.kv_heads].visible, sink, window)?;
         let all = matches!(probes, Probes::Keys(k) if k[i] >= ranges[1].start - ranges[0].end);
@@ -167,7 +170,7 @@ pub(crate) fn probe(
         Probes::Clusters(clusters, _) => (clusters, false),
         Probes::Keys(_) => (usize::MAX, true),
     };
-    let tokens = op.upload(&(0..heads).map(limit).collect::<Vec<_>>(), [heads])?;
+    let tokens = op.kept(&(0..heads).map(limit).collect::<Vec<_>>(), [heads])?;
     let lists = Between::of(&op, &step.lens, &fixed, 1)?.into_lists();
     let limits = Limits { clusters, tokens: &tokens, first };
     let lists = kernels::probe(&step.batch(), logits, &index.squeeze(3)?, lists, limits)?;

@@ -6,7 +6,7 @@ use crate::cuda::op::Op;
 use crate::index::clusters::Centroids;
 use crate::mlp::{Activation, Mlp, PerHead};
 use crate::rotary::Rotation;
-use candle_core::{D, Device, Tensor};
+use candle_core::{D, DType, Device, Tensor};
 use std::sync::OnceLock;
 
 /// Tensors on the device that first asked for them.
@@ -64,6 +64,7 @@ pub(super) fn forward(op: &Op, maps: &PerHead<Mlp>, x: &Tensor) -> Result<Tensor
 fn by_head(q: &Tensor, maps: usize) -> Result<Tensor> {
     let (rows, q_heads, d) = q.dims3()?;
     let group = q_heads / maps;
+    let q = q.to_dtype(DType::F32)?;
     Ok(q.reshape((rows, maps, group, d))?.transpose(0, 1)?.contiguous()?.reshape((maps, rows * group, d))?)
 }
 
@@ -116,7 +117,7 @@ pub(super) fn turn_back(op: &Op, x: &Tensor, turns: &[Rotation]) -> Result<Tenso
     op.check(fits && x.dim(D::Minus2)? == turns.len(), "turns", turns.len(), format!("turns of {:?}", x.dims()))?;
     let part = |of: fn(&(f32, f32)) -> f32| {
         let all: Vec<f32> = turns.iter().flat_map(|turn| turn.0.iter().map(of)).collect();
-        op.upload(&all, [turns.len(), half])
+        op.kept(&all, [turns.len(), half])
     };
     let (cos, sin) = (part(|t| t.0)?, part(|t| t.1)?);
     let (a, b) = (x.narrow(D::Minus1, 0, half)?, x.narrow(D::Minus1, half, half)?);
@@ -128,5 +129,6 @@ pub(super) fn turn_back(op: &Op, x: &Tensor, turns: &[Rotation]) -> Result<Tenso
 /// [`crate::rotary::undo`], whose checks the caller has made.
 pub(crate) fn undo(x: &Tensor, turns: &[Rotation]) -> Result<Tensor> {
     let op = Op::new("undo", "x", x)?;
+    let x = x.to_dtype(DType::F32)?;
     Ok(turn_back(&op, &x.transpose(0, 1)?, turns)?.transpose(0, 1)?.contiguous()?)
 }

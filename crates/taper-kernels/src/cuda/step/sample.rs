@@ -1,7 +1,7 @@
 //! Samples beside what was chosen: [`crate::decode::sample`], whose attention is part of the launch,
 //! [`crate::decode::sample_some`] and [`crate::decode::sample_values`], all by the draws of the CPU.
 
-use super::{Chosen, Seeds, Step};
+use super::{Chosen, Seeds, Step, choosable};
 use crate::cuda::batch::{Draft, Lists};
 use crate::cuda::error::Result;
 use crate::cuda::op::Op;
@@ -10,13 +10,63 @@ use crate::cuda::score::{View, scores};
 use crate::decode::{self, Budget, Decode, HeadSelection, Sampling, Scores, Selection, Spread};
 use crate::philox::Stream;
 use candle_core::Tensor;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// States of a sampled list, as the interface names them.
 const SAMPLED: u32 = crate::cuda::ffi::TAPER_SAMPLED as u32;
 const DENSE: u32 = crate::cuda::ffi::TAPER_DENSE as u32;
 
-/// [`crate::decode::sample`]. Waits for the device: budgets go into reports.
+/// What sampling came to, which the host reads when it must.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    of: Sampled,
+    how: Sampling,
+    /// State, residual and sampled keys of each list, once they have been read.
+    read: OnceLock<Vec<[usize; 3]>>,
+}
+
+impl Outcome {
+    /// Waits for the device, the first time.
+    fn lists(&self) -> Result<&[[usize; 3]]> {
+        if let Some(lists) = self.read.get() {
+            return Ok(lists);
+        }
+        let all = self.of.numbers.to_vec2::<u32>()?;
+        let lists = (0..self.of.lists).map(|i| [all[0][i], all[1][i], all[2][i]].map(|x| x as usize)).collect();
+        Ok(self.read.get_or_init(|| lists))
+    }
+
+    /// What attending gave `[R, q_heads, head_dim]`.
+    pub fn out(&self) -> &Tensor {
+        &self.of.out
+    }
+
+    /// Keys that each list reads.
+    pub fn counts(&self, step: &Step) -> Result<Vec<usize>> {
+        let count = |(i, &[state, residual, sampled]): (usize, &[usize; 3])| match state as u32 {
+            SAMPLED => step.visible(i) - residual + sampled,
+            _ => step.visible(i),
+        };
+        Ok(self.lists()?.iter().enumerate().map(count).collect())
+    }
+
+    /// The budget of each query head `[R, q_heads]`.
+    pub fn budgets(&self, step: &Step) -> Result<Vec<Budget>> {
+        let group = step.q_heads / step.kv_heads;
+        let budget = |(i, &[state, residual, sampled]): (usize, &[usize; 3])| {
+            let pilot = self.how.bounds(step.visible(i), step.visible(i) - residual).0;
+            match state as u32 {
+                SAMPLED => Budget { residual, sampled, pilot, dense: false },
+                DENSE => Budget { residual, sampled: residual, pilot, dense: true },
+                _ => Budget { residual, sampled: residual, pilot: 0, dense: false },
+            }
+        };
+        let lists = self.lists()?.iter().enumerate().map(budget);
+        Ok(lists.flat_map(|budget| std::iter::repeat_n(budget, group)).collect())
+    }
+}
+
+/// [`crate::decode::sample`]. Budgets are left to the selection, but where nothing is sampled.
 pub(crate) fn sample(
     batch: &Decode,
     selection: &Selection,
@@ -32,40 +82,21 @@ pub(crate) fn sample(
         Some(_) => return Err(op.error("selection", "sampled already, or of rows chosen apart", "one of keys")),
         None => {
             let heads = decode::sample_check(batch, selection, streams)?;
-            if heads.iter().all(|head| matches!(head, HeadSelection::Dense)) {
-                return Ok((selection.clone(), vec![Budget::default(); rows * q_heads]));
+            let dense = heads.iter().all(|head| matches!(head, HeadSelection::Dense));
+            if dense || !choosable(batch.rows) {
+                return Ok((Selection::dense(rows, kv_heads), vec![Budget::default(); rows * q_heads]));
             }
             decode::check(batch, heads, kv_heads, group)?;
             (Step::new(&op, batch)?, Lists::upload(&op, batch.rows, heads, group)?)
         }
     };
-    let fits = step.fits(batch) && lists.heads_sampled.is_none();
+    let fits = step.fits(batch.rows) && lists.heads_sampled.is_none();
     op.check(fits, "selection", "of other rows, or with a sample", "one of these rows without a sample")?;
     let seeds = Seeds::new(&op, streams)?;
-    let scratch = Scratch::new(batch.q, rows, q_heads, kv_heads)?;
+    let scratch = Scratch::kept(batch.q, rows, q_heads, kv_heads)?;
     let of = sampled(&step.batch(), &lists, seeds.streams(), how, &scratch)?;
-    let each = read_back(&of)?;
-    let budget = |(i, &[state, residual, sampled]): (usize, &[usize; 3])| {
-        let pilot = how.bounds(step.visible(i), step.visible(i) - residual).0;
-        match state as u32 {
-            SAMPLED => Budget { residual, sampled, pilot, dense: false },
-            DENSE => Budget { residual, sampled: residual, pilot, dense: true },
-            _ => Budget { residual, sampled: residual, pilot: 0, dense: false },
-        }
-    };
-    let budgets = each.iter().enumerate().map(budget).flat_map(|b| std::iter::repeat_n(b, group)).collect();
-    let count = |(i, &[state, residual, sampled]): (usize, &[usize; 3])| match state as u32 {
-        SAMPLED => step.visible(i) - residual + sampled,
-        _ => step.visible(i),
-    };
-    let counts = each.iter().enumerate().map(count).collect();
-    Ok((Chosen::Sampled(step, of.out, counts).into(), budgets))
-}
-
-/// State, residual and sampled keys of each list.
-fn read_back(of: &Sampled) -> Result<Vec<[usize; 3]>> {
-    let all = Tensor::stack(&[&of.state, &of.residual, &of.counts], 1)?.to_vec2::<u32>()?;
-    Ok(all.iter().map(|list| [list[0], list[1], list[2]].map(|x| x as usize)).collect())
+    let outcome = Outcome { of, how: how.clone(), read: OnceLock::new() };
+    Ok((Chosen::Sampled(step, Arc::new(outcome)).into(), Vec::new()))
 }
 
 /// [`crate::decode::sample_some`] beside `fixed` `[R, kv_heads]`, which the caller has checked.
@@ -79,6 +110,9 @@ pub(crate) fn sample_some(
     let (rows, q_heads, kv_heads, _) = batch.dims()?;
     let group = q_heads / kv_heads;
     decode::check(batch, fixed, kv_heads, group)?;
+    if !choosable(batch.rows) {
+        return Ok(Selection::dense(rows, kv_heads));
+    }
     let step = Step::new(&op, batch)?;
     let mut made = Draft::default();
     let (mut draws, mut counts, mut ln_weights) = (Vec::new(), Vec::new(), Vec::new());
@@ -114,7 +148,7 @@ pub(crate) fn sample_some(
         });
         let each: Vec<u32> = draws.iter().flat_map(|&size| std::iter::repeat_n(size as u32, group)).collect();
         let shape = [rows, q_heads];
-        lists.heads_sampled = Some((op.upload(&each, shape)?, op.upload(&ln_weights, shape)?));
+        lists.heads_sampled = Some((op.kept(&each, shape)?, op.kept(&ln_weights, shape)?));
     }
     Ok(Chosen::Keys(step, lists, Some(counts)).into())
 }
@@ -130,7 +164,7 @@ pub(crate) fn sample_values(
     let op = Op::new("sample_values", "q", batch.q)?;
     let all = heads.iter().all(|head| matches!(head, HeadSelection::Dense));
     op.check(all, "selection", "of some keys", "one of all keys: on a CUDA device values are drawn from all")?;
-    if batch.rows.iter().all(|row| row.visible.len() <= samples) {
+    if !choosable(batch.rows) || batch.rows.iter().all(|row| row.visible.len() <= samples) {
         return Ok(heads.to_vec().into());
     }
     let seeds = Seeds::new(&op, streams)?;

@@ -1,0 +1,272 @@
+//! How long a step of a model takes: one more token of sequences whose cache is full already, beside the least time that
+//! its bytes could take.
+//!
+//! The cache is filled with random rows instead of by a prompt, and sequences begin where their context ends, so that long
+//! contexts cost no prefill. A step is what the engine makes of it, from token ids to the logits in host memory; or, to tell
+//! what that copy takes, to the likeliest tokens, found on the device.
+
+use crate::error::EvalError;
+use crate::method::{Method, Phase};
+use crate::table::{Style, draw};
+use candle_core::{D, DType, Result, Tensor};
+use serde_json::json;
+use std::sync::Arc;
+use std::time::Instant;
+use taper_attention::{Artifacts, AttentionBatch, AttentionSpec, Sequence, Span};
+use taper_kernels::parallel;
+use taper_kv_cache::{BLOCK_TOKENS, KvPool, KvShape};
+use taper_model::Model;
+
+/// What is timed.
+#[derive(Debug, Clone)]
+pub struct StepPlan {
+    /// Tokens of each sequence's context.
+    pub contexts: Vec<usize>,
+    /// Sequences of a step.
+    pub batch: usize,
+    /// Decode methods. Dense attention is timed as well, first.
+    pub decodes: Vec<Method>,
+    /// Prefill methods, whose prompt of each context is timed once.
+    pub prefills: Vec<Method>,
+    /// Most prompt tokens of a step.
+    pub chunk_tokens: usize,
+    /// Steps timed.
+    pub tokens: usize,
+    /// Whether a step ends with the likeliest tokens instead of the logits.
+    pub greedy: bool,
+    /// Type of the model's weights.
+    pub weights: DType,
+    /// Type of cached keys and values.
+    pub cache: DType,
+    /// Bytes that the device's memory moves in a second.
+    pub bandwidth: f64,
+    /// What methods learned offline.
+    pub artifacts: Artifacts,
+}
+
+/// What one method took.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepRow {
+    /// Prompts or steps.
+    pub phase: Phase,
+    /// Tokens of the context.
+    pub context: usize,
+    /// The method's label.
+    pub method: String,
+    /// Keys read over keys there.
+    pub density: f64,
+    /// Median seconds of a step, or seconds until a prompt's first logits.
+    pub seconds: f64,
+    /// Of them, the median seconds until all work of the step was given to the device.
+    pub queued: Option<f64>,
+    /// Bytes of weights, and of the keys and values that were read, over the bandwidth.
+    pub floor: Option<f64>,
+}
+
+/// Steps before those that are timed: indices are built, buffers are made, clocks wake up.
+const WARM_UP: usize = 4;
+/// Tokens whose random rows are made at a time.
+const FILL_TOKENS: usize = 4096;
+
+/// Times everything.
+///
+/// # Errors
+/// A method, a device error, a device without the memory.
+pub fn steps(model: &Model, plan: &StepPlan) -> std::result::Result<Vec<StepRow>, EvalError> {
+    let method = |phase, value| Method::read(phase, &value, &plan.artifacts);
+    let dense = |phase| method(phase, json!({ "method": "dense" }));
+    let mut decodes = plan.decodes.clone();
+    decodes.retain(|m| m.spec["method"] != "dense");
+    decodes.insert(0, dense(Phase::Decode)?);
+    let mut rows = Vec::new();
+    for &context in &plan.contexts {
+        let failed = |e: candle_core::Error| EvalError::Device { length: context, reason: e.to_string() };
+        let mut bench = Bench::new(model, plan, context).map_err(failed)?;
+        for prefill in &plan.prefills {
+            let spec = Method::pair(prefill, &decodes[0], &json!({}), &plan.artifacts)?;
+            rows.push(bench.prompt(prefill, &spec).map_err(failed)?);
+        }
+        for decode in &decodes {
+            let spec = Method::pair(&dense(Phase::Prefill)?, decode, &json!({}), &plan.artifacts)?;
+            rows.push(bench.decode(decode, &spec).map_err(failed)?);
+        }
+    }
+    Ok(rows)
+}
+
+/// A model and a cache of random rows.
+struct Bench<'a> {
+    model: &'a Model,
+    plan: &'a StepPlan,
+    pool: KvPool,
+    context: usize,
+}
+
+impl<'a> Bench<'a> {
+    fn new(model: &'a Model, plan: &'a StepPlan, context: usize) -> Result<Self> {
+        let shape = model.attention_shape();
+        let kv = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
+        let each = (context + WARM_UP + plan.tokens).div_ceil(BLOCK_TOKENS);
+        let blocks = plan.batch * each;
+        let pool = KvPool::new(kv, plan.cache, blocks, model.device()).map_err(candle_core::Error::wrap)?;
+        let slots: Vec<u32> = (0..(blocks * BLOCK_TOKENS) as u32).collect();
+        for slots in slots.chunks(FILL_TOKENS) {
+            let rows = |mean| Tensor::randn(mean, 1f32, (slots.len(), shape.kv_heads, shape.head_dim), model.device());
+            // Values have a mean, as those of models have: without one an output would be noise that no sample estimates.
+            let (k, v) = (rows(0.0)?, rows(1.0)?);
+            for layer in 0..shape.layers {
+                pool.append(layer, &k, &v, slots).map_err(candle_core::Error::wrap)?;
+            }
+        }
+        model.device().synchronize()?;
+        Ok(Self { model, plan, pool, context })
+    }
+
+    /// One step of the tokens given of each sequence: seconds until all was queued, and until the logits were there.
+    fn step(&mut self, sequences: &mut [Sequence], tokens: &[u32]) -> Result<(f64, f64)> {
+        let started = Instant::now();
+        let shape = self.model.attention_shape();
+        let (each, count) = (tokens.len() / sequences.len(), sequences.len());
+        let spans = sequences.iter_mut().map(|sequence| Span { sequence, tokens: each }).collect();
+        let mut batch =
+            AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans).map_err(candle_core::Error::wrap)?;
+        let hidden = self.model.forward(tokens, &batch.positions(), &mut batch)?;
+        let last: Vec<u32> = (1..=count).map(|i| (i * each) as u32 - 1).collect();
+        let hidden = match each {
+            1 => hidden,
+            _ => hidden.index_select(&Tensor::from_slice(&last, count, self.model.device())?, 0)?,
+        };
+        let logits = self.model.logits(&hidden)?;
+        let best = if self.plan.greedy { Some(logits.argmax(D::Minus1)?) } else { None };
+        let queued = started.elapsed().as_secs_f64();
+        let read = match best {
+            Some(best) => best.to_vec1::<u32>()?.into_iter().map(|token| vec![token as f32]).collect(),
+            None => logits.to_vec2::<f32>()?,
+        };
+        batch.finish();
+        let seconds = started.elapsed().as_secs_f64();
+        if let Some(bad) = read.iter().flatten().find(|x| !x.is_finite()) {
+            candle_core::bail!("a logit is {bad}");
+        }
+        Ok((queued, seconds))
+    }
+
+    fn token(&self, i: usize) -> u32 {
+        (i * 7919 % self.model.config().vocab_size) as u32
+    }
+
+    fn prompt(&mut self, method: &Method, spec: &Arc<AttentionSpec>) -> Result<StepRow> {
+        let mut sequence = Sequence::new(Arc::clone(spec), 1, self.context);
+        let started = Instant::now();
+        while sequence.len() < self.context {
+            let count = sequence.chunk(self.plan.chunk_tokens);
+            let tokens: Vec<u32> = (sequence.len()..sequence.len() + count).map(|i| self.token(i)).collect();
+            parallel::awake(|| self.step(std::slice::from_mut(&mut sequence), &tokens))?;
+        }
+        let (seconds, density) = (started.elapsed().as_secs_f64(), sequence.usage().prefill.density);
+        self.pool.release(sequence.table_mut());
+        let (method, context) = (method.label.clone(), self.context);
+        Ok(StepRow { phase: Phase::Prefill, context, method, density, seconds, queued: None, floor: None })
+    }
+
+    fn decode(&mut self, method: &Method, spec: &Arc<AttentionSpec>) -> Result<StepRow> {
+        let batch = self.plan.batch;
+        let mut sequences: Vec<Sequence> =
+            (0..batch).map(|i| Sequence::new(Arc::clone(spec), i as u64, self.context)).collect();
+        // The context is taken as cached without a forward pass: its rows are random ones.
+        let shape = self.model.attention_shape();
+        let spans = sequences.iter_mut().map(|sequence| Span { sequence, tokens: self.context }).collect();
+        AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans)
+            .map_err(candle_core::Error::wrap)?
+            .finish();
+        let (mut queued, mut seconds) = (Vec::new(), Vec::new());
+        for i in 0..WARM_UP + self.plan.tokens {
+            let tokens: Vec<u32> = (0..batch).map(|row| self.token(i * batch + row)).collect();
+            let (host, all) = parallel::awake(|| self.step(&mut sequences, &tokens))?;
+            if i >= WARM_UP {
+                queued.push(host);
+                seconds.push(all);
+            }
+        }
+        let density = sequences.iter().map(|s| s.usage().decode.density).sum::<f64>() / batch as f64;
+        sequences.iter_mut().for_each(|sequence| self.pool.release(sequence.table_mut()));
+        Ok(StepRow {
+            phase: Phase::Decode,
+            context: self.context,
+            method: method.label.clone(),
+            density,
+            seconds: median(seconds),
+            queued: Some(median(queued)),
+            floor: Some(self.bytes(density) / self.plan.bandwidth),
+        })
+    }
+
+    /// Bytes that a step must read: every weight once, and of every sequence the share of its keys and values that it reads.
+    fn bytes(&self, density: f64) -> f64 {
+        let weights = self.model.config().multiplied_weights() * self.plan.weights.size_in_bytes();
+        let cached = self.pool.shape().block_bytes(self.plan.cache) / BLOCK_TOKENS;
+        let shape = self.model.attention_shape();
+        let visible = shape.window.map_or(self.context, |window| window.min(self.context));
+        weights as f64 + density * (self.plan.batch * visible * cached) as f64
+    }
+}
+
+fn median(mut of: Vec<f64>) -> f64 {
+    of.sort_by(f64::total_cmp);
+    of.get(of.len() / 2).copied().unwrap_or(0.0)
+}
+
+/// A row for each method and context: the median, the host's share of it, the floor, and how far from it the step is.
+pub fn step_table(rows: &[StepRow], style: Style) -> String {
+    let head = ["phase", "context", "method", "density", "time", "queued after", "floor", "time over floor"];
+    let mut lines = vec![head.map(str::to_owned).to_vec()];
+    let ms = |seconds: f64| format!("{:.3} ms", 1e3 * seconds);
+    for row in rows {
+        lines.push(vec![
+            row.phase.name().to_owned(),
+            row.context.to_string(),
+            row.method.clone(),
+            format!("{:.4}", row.density),
+            ms(row.seconds),
+            row.queued.map_or(String::new(), ms),
+            row.floor.map_or(String::new(), ms),
+            row.floor.map_or(String::new(), |floor| format!("{:.2}", row.seconds / floor)),
+        ]);
+    }
+    draw(&lines, style)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+    use taper_model::ModelConfig;
+
+    #[test]
+    fn a_small_model_of_random_weights_is_timed_and_its_bytes_are_counted() {
+        let config = ModelConfig { layers: 2, vocab_size: 300, ..ModelConfig::of_shape("smollm2-135m").unwrap() };
+        let model = Model::random(&config, DType::F32, &Device::Cpu).unwrap();
+        let artifacts = Artifacts::default();
+        let method = |phase, value| Method::read(phase, &value, &artifacts).unwrap();
+        let plan = StepPlan {
+            contexts: vec![100, 200],
+            batch: 2,
+            decodes: vec![method(Phase::Decode, json!({ "method": "streaming_llm", "sink": 1, "window": 9 }))],
+            prefills: vec![method(Phase::Prefill, json!({ "method": "dense" }))],
+            chunk_tokens: 64,
+            tokens: 1,
+            greedy: false,
+            weights: DType::F32,
+            cache: DType::F16,
+            bandwidth: 1e9,
+            artifacts: artifacts.clone(),
+        };
+        let rows = steps(&model, &plan).unwrap();
+        assert_eq!(rows.iter().map(|r| r.context).collect::<Vec<_>>(), [100, 100, 100, 200, 200, 200]);
+        // Two layers of (960 + 576) · 576 + 3 · 576 · 1536, and the head, f32; 100 tokens of 2 · 2 · 3 · 64 halves.
+        let weights = 4 * (2 * (1536 * 576 + 3 * 576 * 1536) + 300 * 576);
+        assert_eq!(rows[1].floor, Some((weights + 2 * 100 * 1536) as f64 / 1e9));
+        assert!(rows[2].density < 0.11 && rows[2].floor < rows[1].floor);
+        assert_eq!(step_table(&rows, Style::Markdown).lines().count(), 8);
+    }
+}

@@ -1,0 +1,107 @@
+//! `taper bench model`: how long a model's steps take, with random weights made on the spot.
+
+use crate::load;
+use crate::{config, eval};
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use std::path::PathBuf;
+use taper_attention::Artifacts;
+use taper_eval::{DType, Phase, StepPlan, step_table, steps};
+use taper_model::{Model, ModelConfig};
+
+/// Which shape, and which steps.
+#[derive(Debug, Args)]
+#[command(after_help = "A step is timed from token ids to logits in host memory; its cache is filled with random rows.
+The floor is the bytes of the weights, and of the keys and values that were read, over the bandwidth.
+
+Examples:
+  taper bench model --shape smollm2-135m --random --context 2048
+  taper bench model --shape llama-3.1-8b --random --device cuda --context 2048,32768,131072 --decode vattention")]
+pub struct BenchModelArgs {
+    /// The shape: llama-3.1-8b, mistral-7b or smollm2-135m
+    #[arg(long, value_name = "NAME")]
+    pub shape: String,
+    /// Random weights; a shape has no others
+    #[arg(long)]
+    pub random: bool,
+    /// What computes: cpu, cuda or cuda:N, of a build with that feature
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    pub device: String,
+    /// Type of the weights: f32, f16 or bf16
+    #[arg(long, value_name = "TYPE", default_value = "bf16")]
+    pub dtype: String,
+    /// Type of cached keys and values: f32, f16 or bf16
+    #[arg(long, value_name = "TYPE", default_value = "bf16")]
+    pub kv_dtype: String,
+    /// Tokens of the contexts
+    #[arg(long, value_name = "TOKENS", value_delimiter = ',', default_value = "2048")]
+    pub context: Vec<usize>,
+    /// Sequences of a step
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    pub batch: u16,
+    /// How generated tokens are attended, besides densely; may be repeated
+    #[arg(long, value_name = "NAME|JSON")]
+    pub decode: Vec<String>,
+    /// Time a prompt of each context as well, attended like this; may be repeated
+    #[arg(long, value_name = "NAME|JSON")]
+    pub prefill: Vec<String>,
+    /// Most prompt tokens of a step
+    #[arg(long, value_name = "TOKENS", default_value_t = 8192)]
+    pub chunk: usize,
+    /// Steps timed
+    #[arg(long, value_name = "N", default_value_t = 32)]
+    pub tokens: usize,
+    /// End a step with the likeliest tokens, found on the device, instead of the logits in host memory
+    #[arg(long)]
+    pub greedy: bool,
+    /// What the device's memory moves, in TB/s, for the floor
+    #[arg(long, value_name = "TB/S", default_value_t = 4.27)]
+    pub bandwidth: f64,
+    /// Write the table
+    #[arg(long, value_name = "FILE")]
+    pub markdown: Option<PathBuf>,
+}
+
+/// Times and prints the table.
+///
+/// # Errors
+/// The argument at fault, or a device that cannot hold the model.
+pub fn run(args: &BenchModelArgs) -> Result<()> {
+    let Some(mut shape) = ModelConfig::of_shape(&args.shape) else {
+        bail!("--shape: {:?} is none of {}", args.shape, ModelConfig::SHAPES.join(", "));
+    };
+    if args.context.contains(&0) || args.chunk == 0 || args.tokens == 0 {
+        bail!("--context, --chunk and --tokens must be at least 1");
+    }
+    let device = config::device(&args.device)?;
+    let artifacts = Artifacts::default().at(load::places(device, device));
+    let (weights, cache) = (float("--dtype", &args.dtype)?, float("--kv-dtype", &args.kv_dtype)?);
+    let plan = StepPlan {
+        contexts: args.context.clone(),
+        batch: args.batch.into(),
+        decodes: eval::methods(Phase::Decode, &args.decode, &artifacts)?,
+        prefills: eval::methods(Phase::Prefill, &args.prefill, &artifacts)?,
+        chunk_tokens: args.chunk,
+        tokens: args.tokens,
+        greedy: args.greedy,
+        weights,
+        cache,
+        bandwidth: args.bandwidth * 1e12,
+        artifacts,
+    };
+    // Weights are random: nothing forbids positions past the context that the shape was trained for.
+    let longest = args.context.iter().max().copied().unwrap_or(0) + args.tokens + 64;
+    shape.context_length = shape.context_length.max(longest);
+    let model = Model::random(&shape, weights, &device.open()?).context("random weights")?;
+    let rows = steps(&model, &plan)?;
+    eval::show(args.markdown.as_deref(), |style| step_table(&rows, style))
+}
+
+fn float(option: &str, name: &str) -> Result<DType> {
+    Ok(match name {
+        "f32" => DType::F32,
+        "f16" => DType::F16,
+        "bf16" => DType::BF16,
+        other => bail!("{option}: {other:?} must be f32, f16 or bf16"),
+    })
+}
