@@ -73,7 +73,6 @@ unsafe fn store<const T: usize>(acc: [__m512; T], out: &mut [[f32; ROWS]]) {
 }
 
 #[inline(always)]
-#[expect(clippy::needless_range_loop, reason = "adapters are not inlined here")]
 unsafe fn four<const T: usize>(tile: &Tile, out: &mut [[f32; ROWS]]) {
     unsafe {
         let (apart, low) = (tile.blocks * Bits::Four.block(), _mm512_set1_epi8(15));
