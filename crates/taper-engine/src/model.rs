@@ -3,7 +3,7 @@
 use crate::backend::{Backend, BackendError, Input, Limits};
 use crate::text::{Message, Text, TextError, TokenStream};
 use candle_core::{DType, Device, Tensor};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use taper_attention::{AttentionBatch, AttentionSpec, AttentionUsage, ModelKey, Sequence, Span, leaders};
 use taper_kernels::parallel;
@@ -149,7 +149,17 @@ fn free_memory(device: &Device) -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib * 1024)
+    Some((kib * 1024).min(within_group(Path::new("/sys/fs/cgroup")).unwrap_or(u64::MAX)))
+}
+
+/// What the limit of the control group (a container's, version 2) leaves, files that it may forget included; none without a
+/// limit.
+fn within_group(folder: &Path) -> Option<u64> {
+    let read = |name: &str| std::fs::read_to_string(folder.join(name)).ok();
+    let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
+    let stat = read("memory.stat")?;
+    let forgettable: u64 = stat.lines().find_map(|line| line.strip_prefix("inactive_file "))?.trim().parse().ok()?;
+    Some(number("memory.max")?.saturating_sub(number("memory.current")?.saturating_sub(forgettable)))
 }
 
 impl From<candle_core::Error> for BackendError {

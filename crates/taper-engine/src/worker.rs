@@ -55,7 +55,7 @@ impl<B: Backend> Worker<B> {
         loop {
             if self.running.is_empty() && self.preempted.is_empty() {
                 let Some(job) = self.queue.pop() else { return };
-                self.start(Run::new(job, &*self.text));
+                self.begin(job);
             }
             let turned = guard(|| {
                 self.turn();
@@ -66,6 +66,7 @@ impl<B: Backend> Worker<B> {
                 tracing::error!(%error, "a turn of the engine failed: a bug");
                 let runs: Vec<_> = self.running.drain(..).chain(self.preempted.drain(..)).collect();
                 runs.into_iter().for_each(|run| self.fail(run, error.clone()));
+                self.count_ended();
             }
         }
     }
@@ -81,6 +82,11 @@ impl<B: Backend> Worker<B> {
         if self.running.is_empty() && self.preempted.is_empty() && self.queue.load().0 == 0 {
             self.check();
         }
+        self.count_ended();
+    }
+
+    /// Tells the queue of those that ended.
+    fn count_ended(&mut self) {
         (0..std::mem::take(&mut self.ended)).for_each(|_| self.queue.finished());
     }
 
@@ -115,21 +121,34 @@ impl<B: Backend> Worker<B> {
                 let free = self.backend.free_blocks();
                 let admits = |blocks| schedule::admits(standing, free, self.config.sequences, (blocks, sequences));
                 // What others hold already takes no room. To look for it takes time.
-                let shared =
-                    || self.backend.shared_blocks(&request.attention, &request.prompt, request.question_tokens);
-                admits(blocks) || admits(0) && admits(blocks.saturating_sub(shared()))
+                let Request { attention, prompt, question_tokens, .. } = request;
+                let shared = || guard(|| Ok(self.backend.shared_blocks(attention, prompt, *question_tokens)));
+                admits(blocks) || admits(0) && admits(blocks.saturating_sub(shared().unwrap_or(0)))
             };
-            let next = match self.preempted.front() {
-                Some(run) if fits(run.wants(), &run.job().request) => self.preempted.pop_front(),
-                Some(_) => None,
-                None => {
-                    let job = self.queue.pop_if(|job| fits(job.wants(), &job.request));
-                    job.map(|job| Run::new(job, &*self.text))
+            match self.preempted.front() {
+                Some(run) if fits(run.wants(), &run.job().request) => {
+                    let Some(run) = self.preempted.pop_front() else { return };
+                    self.start(run);
                 }
-            };
-            let Some(run) = next else { return };
-            self.start(run);
+                Some(_) => return,
+                None => {
+                    let Some(job) = self.queue.pop_if(|job| fits(job.wants(), &job.request)) else { return };
+                    self.begin(job);
+                }
+            }
             standing.extend(self.running.get(standing.len()).map(|run| run.standing(&self.backend)));
+        }
+    }
+
+    /// Starts what comes from the queue.
+    fn begin(&mut self, job: Job) {
+        match guard(|| Ok(Run::new(job, &*self.text))) {
+            Ok(run) => self.start(run),
+            // Its caller sees the channel closed, which is an error.
+            Err(error) => {
+                tracing::error!(%error, "a request could not begin: a bug");
+                self.ended += 1;
+            }
         }
     }
 
@@ -150,7 +169,8 @@ impl<B: Backend> Worker<B> {
                 beside: self.pace.prompt_tokens(rows, self.config.stretch, most),
                 blocks: self.backend.free_blocks(),
             };
-            let cut = |request: usize, max| self.running[request].cut(&self.backend, max);
+            // A method that panics here fails in the step, where its request alone is at fault.
+            let cut = |request: usize, max| guard(|| Ok(self.running[request].cut(&self.backend, max))).unwrap_or(max);
             match schedule::plan(&standing, budget, cut) {
                 Decision::Step(shares) => return Some(shares),
                 Decision::Preempt => {

@@ -26,9 +26,18 @@ impl FileTail {
     /// file, from `offset` on, where [`file_bytes`] of zeros are [reserved](reserve). Parts of pages stay in memory.
     ///
     /// # Errors
-    /// The system's, or a pool of another type.
+    /// The system's, a pool of another type or of fewer blocks, or a file that ends before the tail does.
     pub fn new(pool: &Tensor, memory: usize, file: Arc<File>, offset: u64) -> Result<Self> {
-        let first = memory * (pool.elem_count() / pool.dim(0)?.max(1));
+        let (blocks, block) = (pool.dim(0)?, pool.elem_count() / pool.dim(0)?.max(1));
+        let (first, length) = (memory * block, file.metadata()?.len());
+        // Beyond its end there would be no memory at all.
+        let room = length.checked_sub(offset).is_some_and(|room| {
+            let tail = blocks.saturating_sub(memory) * block * pool.dtype().size_in_bytes();
+            file_bytes(tail) <= room
+        });
+        if memory > blocks || !room {
+            bail!("offload: {memory} of {blocks} blocks in memory, a file of {length} bytes from {offset} on");
+        }
         let tail = std::mem::ManuallyDrop::new(Self { pool: pool.clone(), first, file, offset });
         // If it fails nobody knows what is mapped there, and the memory must not be used again: it is kept for good.
         tail.act(Act::Map)?;

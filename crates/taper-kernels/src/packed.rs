@@ -345,6 +345,28 @@ mod tests {
     }
 
     #[test]
+    fn a_tokens_bits_depend_neither_on_the_batch_nor_on_the_width_of_vectors() {
+        let mut numbers = Numbers(6);
+        for dtype in [GgmlDType::Q4_0, GgmlDType::Q4_1, GgmlDType::Q8_0] {
+            // Nine panels: the last one goes alone.
+            let (packed, _) = weights(&mut numbers, dtype, 70, 96);
+            let x = numbers.tensor(&[93, 96]).to_vec2::<f32>().unwrap();
+            let mut vectors: Vec<Vec<f32>> = Vec::new();
+            for isa in Isa::available() {
+                let mut all = vec![f32::NAN; 93 * 70];
+                packed.multiply_with(isa, &x.concat(), &mut all);
+                for (x, together) in x.iter().zip(all.chunks_exact(70)) {
+                    let mut alone = vec![f32::NAN; 70];
+                    packed.multiply_with(isa, x, &mut alone);
+                    assert_eq!(alone, together, "{isa:?} {dtype:?}");
+                }
+                vectors.extend((isa != Isa::Portable).then_some(all));
+            }
+            assert!(vectors.windows(2).all(|two| two[0] == two[1]), "{dtype:?}");
+        }
+    }
+
+    #[test]
     fn activations_that_fit_8_bits_give_the_exact_product() {
         let mut numbers = Numbers(4);
         let (packed, exact) = weights(&mut numbers, GgmlDType::Q4_1, 24, 64);

@@ -180,11 +180,13 @@ struct Slot {
     job: AtomicPtr<Job<'static>>,
     /// Helpers that may be at it.
     helpers: AtomicUsize,
+    /// Whether some work panicked on a helper.
+    panicked: AtomicBool,
 }
 
 impl Slot {
-    /// Does the work together with the helpers that come; returns when all are done. While it waits it calls `meanwhile`,
-    /// which says whether it did anything.
+    /// Does the work together with the helpers that come; returns when all are done, and panics if some work did on any of
+    /// them. While it waits it calls `meanwhile`, which says whether it did anything.
     fn share(&self, work: &(dyn Fn() + Sync), meanwhile: impl Fn() -> bool) {
         let job = Job(work);
         let close = |meanwhile: &dyn Fn() -> bool| {
@@ -198,9 +200,12 @@ impl Slot {
         };
         // Closed before `job` ends, also when some work panics.
         let _closed = Defer(|| close(&|| false));
+        self.panicked.store(false, SeqCst);
         self.job.store((&raw const job).cast::<Job<'static>>().cast_mut(), SeqCst);
         work();
         close(&meanwhile);
+        // A helper's own panic is known to the pool alone, until the whole step has ended.
+        assert!(!self.panicked.load(SeqCst), "a unit of a loop panicked on another thread");
     }
 
     /// Helps with the work at hand; whether there was any.
@@ -209,7 +214,12 @@ impl Slot {
             return false;
         }
         self.helpers.fetch_add(1, SeqCst);
-        let _leave = Defer(|| _ = self.helpers.fetch_sub(1, SeqCst));
+        let _leave = Defer(|| {
+            if std::thread::panicking() {
+                self.panicked.store(true, SeqCst);
+            }
+            self.helpers.fetch_sub(1, SeqCst);
+        });
         let job = self.job.load(SeqCst);
         if job.is_null() {
             return false;
@@ -336,6 +346,43 @@ mod tests {
         in_pool(3, || {
             let (a, b) = awake(|| rayon::join(|| sum(50), || sum(60)));
             assert_eq!((a, b), (1275, 1830));
+        });
+    }
+
+    #[test]
+    fn a_panic_on_another_thread_ends_the_step_at_the_loop_it_was_in() {
+        in_pool(2, || {
+            for within in [false, true] {
+                let (came, after) = (AtomicBool::new(false), AtomicBool::new(false));
+                let leader = std::thread::current().id();
+                let bad = || {
+                    let unit = |(): &mut (), _| {
+                        if std::thread::current().id() != leader {
+                            came.store(true, SeqCst);
+                            panic!("on a helper");
+                        }
+                        // The leader stays in its unit until the other thread has come.
+                        while !came.load(SeqCst) {
+                            std::thread::yield_now();
+                        }
+                    };
+                    for_each(2, || (), unit);
+                };
+                let step = || {
+                    awake(|| {
+                        // One unit has the leader alone, so that its own loop is shared out.
+                        if within {
+                            for_each(1, || (), |(), _| bad())
+                        } else {
+                            bad()
+                        }
+                        after.store(true, SeqCst);
+                    });
+                };
+                assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(step)).is_err());
+                assert!(!after.load(SeqCst), "the step went on behind the loop, within: {within}");
+                assert_eq!(awake(|| sum(100)), 5050);
+            }
         });
     }
 

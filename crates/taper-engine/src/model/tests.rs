@@ -14,6 +14,19 @@ fn the_cache_takes_what_it_is_given_and_never_more_than_sixteen_contexts() {
     assert_eq!(error, "the KV cache: one block of 64 tokens takes 100 bytes");
 }
 
+#[test]
+fn a_control_groups_limit_counts_files_that_it_may_forget_as_free() {
+    let folder = tempfile::tempdir().unwrap();
+    assert_eq!(within_group(folder.path()), None, "no control group");
+    let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+    write("memory.stat", "anon 2000\nfile 1500\ninactive_file 1000\n");
+    write("memory.current", "3500\n");
+    for (most, left) in [("max\n", None), ("4000\n", Some(1500)), ("2000\n", Some(0))] {
+        write("memory.max", most);
+        assert_eq!(within_group(folder.path()), left, "{most}");
+    }
+}
+
 const BLOCKS: usize = 5;
 
 /// A real model, if a small one, with a context of one block and a cache of five.
