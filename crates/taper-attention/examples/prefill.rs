@@ -104,7 +104,7 @@ fn time(settings: &Value, q: &Tensor, k: &Tensor, v: &Tensor) -> (f64, f64) {
         let begin = Instant::now();
         batch.attend(0, &part(q), &part(k), &part(v)).expect("attention");
         seconds += begin.elapsed().as_secs_f64();
-        batch.finish();
+        batch.finish().unwrap();
     }
     (seconds, sequence.usage().prefill.density)
 }

@@ -109,10 +109,12 @@ impl<'a> AttentionBatch<'a> {
 
     /// Takes the tokens as cached. Call once every layer has attended, and best once the step's results are there: what only
     /// a device knows of the choices is read here.
-    pub fn finish(mut self) {
+    ///
+    /// # Errors
+    /// The device's; then the step has not been.
+    pub fn finish(mut self) -> Result<()> {
         for span in &mut self.spans {
-            // A device that fails here fails the next step too; all that is lost is what the report would have said.
-            span.sequence.settle().unwrap_or_default();
+            span.sequence.settle()?;
         }
         for Started { sequence, tokens, report, .. } in std::mem::take(&mut self.spans) {
             sequence.len += tokens;
@@ -127,6 +129,7 @@ impl<'a> AttentionBatch<'a> {
                 sequence.carries.clear();
             }
         }
+        Ok(())
     }
 
     /// One layer's share of the batch for a sequence.

@@ -45,9 +45,9 @@ impl DeviceChoice {
             Self::Cuda(_) if !cfg!(feature = "cuda") => {
                 Err(LoadError::Device("this build knows only the CPU; build with --features cuda".into()))
             }
-            Self::Cuda(number) => {
-                Device::new_cuda(number).map_err(|e| LoadError::Device(format!("CUDA device {number}: {e}")))
-            }
+            // With a stream of its own: candle's default is one for each thread that asks, and nothing orders those.
+            Self::Cuda(number) => Device::new_cuda_with_stream(number)
+                .map_err(|e| LoadError::Device(format!("CUDA device {number}: {e}"))),
         }
     }
 }
@@ -255,7 +255,7 @@ impl ModelBackend {
             }
         };
         // Last: a step that fails has not been.
-        batch.finish();
+        batch.finish()?;
         let mut out = vec![None; leaders.len()];
         places.into_iter().zip(logits).for_each(|(place, row)| out[place] = Some(row));
         Ok(out)
@@ -319,6 +319,10 @@ impl Backend for ModelBackend {
     }
 
     fn forward(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
+        // A device has what it needs of this thread alone (uploads and plans that are kept).
+        if !self.model.device().is_cpu() {
+            return self.step(inputs);
+        }
         // The pool stays awake from the first layer to the last.
         parallel::awake(|| self.step(inputs))
     }

@@ -143,7 +143,7 @@ impl<'a> Bench<'a> {
             Some(best) => best.to_vec1::<u32>()?.into_iter().map(|token| vec![token as f32]).collect(),
             None => logits.to_vec2::<f32>()?,
         };
-        batch.finish();
+        batch.finish()?;
         let seconds = started.elapsed().as_secs_f64();
         if let Some(bad) = read.iter().flatten().find(|x| !x.is_finite()) {
             candle_core::bail!("a logit is {bad}");
@@ -178,7 +178,7 @@ impl<'a> Bench<'a> {
         let spans = sequences.iter_mut().map(|sequence| Span { sequence, tokens: self.context }).collect();
         AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans)
             .map_err(candle_core::Error::wrap)?
-            .finish();
+            .finish()?;
         let (mut queued, mut seconds) = (Vec::new(), Vec::new());
         for i in 0..WARM_UP + self.plan.tokens {
             let tokens: Vec<u32> = (0..batch).map(|row| self.token(i * batch + row)).collect();

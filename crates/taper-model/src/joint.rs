@@ -15,10 +15,12 @@ struct Matrices<'a> {
     down: &'a Tensor,
 }
 
-/// A product's weight, where it is one 16-bit matrix on a CUDA device.
+/// A product's weight, where it is one 16-bit matrix on a CUDA device whose sides are multiples of 8.
 pub(crate) fn matrix(linear: &Linear) -> Option<&Tensor> {
     match linear {
-        Linear::Dense(weight) if weight.device().is_cuda() && weight.dtype().size_in_bytes() == 2 => Some(weight),
+        Linear::Dense(weight) if weight.device().is_cuda() && weight.dtype().size_in_bytes() == 2 => {
+            weight.dims().iter().all(|side| side.is_multiple_of(8)).then_some(weight)
+        }
         _ => None,
     }
 }

@@ -111,7 +111,7 @@ fn logits_through_the_paged_cache_equal_those_of_transformers() {
                 let spans = vec![Span { sequence: &mut sequence, tokens: count }];
                 let mut batch = AttentionBatch::new(shape, model.rotary(), &mut pool, spans).unwrap();
                 let hidden = model.forward(&tokens[start..start + count], &batch.positions(), &mut batch).unwrap();
-                batch.finish();
+                batch.finish().unwrap();
                 got.extend(model.logits(&hidden).unwrap().to_vec2().unwrap());
             }
             let difference = difference(&got, &logits);

@@ -74,7 +74,7 @@ fn a_batch_of_sequences_gives_each_what_it_gets_alone() {
     let mut batch = AttentionBatch::new(SHAPE, &PlainRotary(8), &mut pool, spans).unwrap();
     assert_eq!(batch.positions(), (0..70).chain(0..10).collect::<Vec<u32>>());
     let out = batch.attend(0, &q, &k, &v).unwrap().to_vec3::<f32>().unwrap();
-    batch.finish();
+    batch.finish().unwrap();
     assert_eq!((a.len(), b.len()), (70, 10));
     assert_eq!(out, [alone(0, 70), alone(70, 10)].concat());
 }

@@ -153,7 +153,7 @@ pub(crate) fn run_on(
         let spans = vec![Span { sequence: &mut sequence, tokens }];
         let mut batch = AttentionBatch::new(shape, &rotary, &mut pool, spans).unwrap();
         let out = batch.attend(0, &part(q), &part(k), &part(v)).unwrap();
-        batch.finish();
+        batch.finish().unwrap();
         outs.extend(out.flatten_all().unwrap().to_vec1::<f32>().unwrap());
     }
     (outs, sequence)

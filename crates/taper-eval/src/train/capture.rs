@@ -175,8 +175,7 @@ impl<'a> Capture<'a> {
         if !tap.seen_all {
             ended.map_err(failed)?;
         }
-        tap.inner.finish();
-        Ok(())
+        tap.inner.finish().map_err(TrainError::compute(layers.last().copied().unwrap_or(0)))
     }
 
     /// Captures layers of a sequence, ascending `[layers]`.

@@ -184,8 +184,9 @@ impl Op {
 }
 
 /// Makes a device ready for steps: memory that a step gave back stays with the process instead of going back to the system
-/// at every wait, and no events are made for every tensor. To be called before tensors are made, by the one thread that
-/// will use the device, or by one that ends its use before another begins. Anything but a CUDA device is left as it is.
+/// at every wait, and no events are made for every tensor. To be called before tensors are made, of a device with a stream of
+/// its own (`Device::new_cuda_with_stream`), by the one thread that will use it, or by one that ends its use before another
+/// begins. Anything but a CUDA device is left as it is.
 ///
 /// # Errors
 /// The driver's.

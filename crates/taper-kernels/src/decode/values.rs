@@ -255,7 +255,7 @@ pub fn bernoulli_queries(batch: &Decode, streams: &[Stream], draws: usize, share
         bail!("bernoulli_queries: {} streams for {rows} rows, {draws} draws of at most 64", streams.len());
     }
     let group = if shared { q_heads / kv_heads } else { 1 };
-    let mut q = batch.q.flatten_all()?.to_vec1::<f32>()?;
+    let mut q = batch.q.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
     for (i, heads) in q.chunks_exact_mut(group * d).enumerate() {
         let stream = Stream { head: (i * group % q_heads) as u32, ..streams[i * group / q_heads] };
         let size: Vec<f32> =

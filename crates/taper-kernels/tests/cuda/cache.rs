@@ -23,7 +23,7 @@ pub const GRID: [(DType, usize, usize, usize); 8] = [
 pub fn device() -> Device {
     // candle's stream is the thread's, so each test, which has a thread, has a device of its own.
     thread_local!(static DEVICE: Device =
-        Device::new_cuda(0).expect("the tests of the feature `cuda` need a CUDA device"));
+        Device::new_cuda_with_stream(0).expect("the tests of the feature `cuda` need a CUDA device"));
     DEVICE.with(Clone::clone)
 }
 

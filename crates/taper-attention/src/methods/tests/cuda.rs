@@ -39,7 +39,7 @@ fn attended(spec: &Value, input: &Input, device: &Device) -> (Vec<f32>, Value) {
         let spans = vec![Span { sequence: &mut sequence, tokens }];
         let mut batch = AttentionBatch::new(SHAPE, &rotary, &mut pool, spans).unwrap();
         let out = batch.attend(0, &part(&input.q), &part(&input.k), &part(&input.v)).unwrap();
-        batch.finish();
+        batch.finish().unwrap();
         outs.extend(out.flatten_all().unwrap().to_vec1::<f32>().unwrap());
     }
     (outs, json!(sequence.usage()))
@@ -54,7 +54,7 @@ fn input() -> Input {
 
 #[test]
 fn every_decode_method_does_on_a_device_what_it_does_on_the_cpu() {
-    let (device, input) = (Device::new_cuda(0).expect("the feature `cuda` needs a CUDA device"), input());
+    let (device, input) = (Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device"), input());
     let mut refused = Vec::new();
     for decode in all_typical() {
         let spec = json!({ "decode": decode, "audit": true });
@@ -84,7 +84,7 @@ fn every_decode_method_does_on_a_device_what_it_does_on_the_cpu() {
 
 #[test]
 fn a_prompt_by_random_blocks_runs_on_a_device() {
-    let (device, input) = (Device::new_cuda(0).expect("the feature `cuda` needs a CUDA device"), input());
+    let (device, input) = (Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device"), input());
     let spec = json!({ "prefill": { "method": "bigbird" } });
     let (out, _) = attended(&spec, &input, &Device::Cpu);
     let (cuda, _) = attended(&spec, &input, &device);
@@ -93,7 +93,7 @@ fn a_prompt_by_random_blocks_runs_on_a_device() {
 
 #[test]
 fn draws_are_replayed_on_a_device() {
-    let (device, input) = (Device::new_cuda(0).expect("the feature `cuda` needs a CUDA device"), input());
+    let (device, input) = (Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device"), input());
     let spec =
         json!({ "decode": { "method": "vattention", "epsilon": 0.5, "sink": 2, "window": 20, "pilot_tokens": 16 } });
     let spec = Arc::new(AttentionSpec::from_json(&spec, "attention", &artifacts(&device)).unwrap());
@@ -105,7 +105,7 @@ fn draws_are_replayed_on_a_device() {
     let spans = vec![Span { sequence: &mut sequence, tokens: PROMPT }];
     let mut batch = AttentionBatch::new(SHAPE, &rotary, &mut pool, spans).unwrap();
     batch.attend(0, &part(&input.q, 0, PROMPT), &part(&input.k, 0, PROMPT), &part(&input.v, 0, PROMPT)).unwrap();
-    batch.finish();
+    batch.finish().unwrap();
     let q = part(&input.q, PROMPT - 1, 1);
     let Replay { errors, keys, budgets, .. } =
         replay((SHAPE, &rotary, &mut pool), &sequence, 0, &q, &[1, 2, 3]).unwrap();

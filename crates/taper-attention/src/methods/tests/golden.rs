@@ -80,7 +80,7 @@ fn methods_equal_independent_implementations() {
             let mut batch = AttentionBatch::new(shape, &rotary, &mut pool, spans).unwrap();
             let part = |t: &Tensor| t.narrow(0, start, tokens).unwrap();
             let rows = batch.attend(0, &queries, &part(&k), &part(&v)).unwrap();
-            batch.finish();
+            batch.finish().unwrap();
             if !decode || start >= n - q.dims()[0] {
                 out.extend(rows.flatten_all().unwrap().to_vec1::<f32>().unwrap());
             }

@@ -299,7 +299,7 @@ fn step((shape, pool): (AttentionShape, &mut KvPool), sequences: &mut [Sequence]
     let mut batch = AttentionBatch::new(shape, &rotary, pool, spans).unwrap();
     let all = |of: fn(&Input) -> &Tensor| cat(inputs.iter().map(|input| of(input).clone()));
     let out = batch.attend(0, &all(|i| &i.q), &all(|i| &i.k), &all(|i| &i.v)).unwrap();
-    batch.finish();
+    batch.finish().unwrap();
     let width = shape.q_heads * shape.head_dim;
     let mut out = out.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     tokens.iter().map(|tokens| out.drain(..tokens * width).collect()).collect()

@@ -78,7 +78,7 @@ impl Growing {
             let spans = vec![Span { sequence: &mut self.sequence, tokens }];
             let mut batch = AttentionBatch::new(self.shape, &rotary, &mut self.pool, spans).unwrap();
             let out = batch.attend(0, &q, &k, &v).unwrap();
-            batch.finish();
+            batch.finish().unwrap();
             if prompt == 0 {
                 outs.extend(out.flatten_all().unwrap().to_vec1::<f32>().unwrap());
             }
@@ -235,7 +235,7 @@ fn a_question_by_the_decode_method_equals_tokens_one_by_one() {
         let spans = vec![Span { sequence: &mut asked.sequence, tokens: 40 }];
         let mut batch = AttentionBatch::new(shape, &rotary, &mut asked.pool, spans).unwrap();
         let out = batch.attend(0, &q, &k, &v).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        batch.finish();
+        batch.finish().unwrap();
         assert_eq!(out, Growing::new(&decode, shape, 300).to(340, 1), "{decode}");
     }
 }

@@ -78,7 +78,7 @@ fn methods_in_one_batch_do_not_disturb_one_another() {
         let spans = sequences.into_iter().map(|(sequence, tokens)| Span { sequence, tokens }).collect();
         let mut batch = AttentionBatch::new(SHAPE, &rotary, &mut pool, spans).unwrap();
         let out = batch.attend(0, &cat(&input.q), &cat(&input.k), &cat(&input.v)).unwrap();
-        batch.finish();
+        batch.finish().unwrap();
         out.flatten_all().unwrap().to_vec1::<f32>().unwrap()
     };
     let new = |(spec, ..): &(Value, usize, usize)| {
@@ -172,7 +172,7 @@ impl Clustered {
         let spans = vec![Span { sequence: &mut sequence, tokens: n }];
         let mut batch = AttentionBatch::new(self.shape, &rotary, &mut pool, spans).unwrap();
         batch.attend(0, &self.input.q, &self.input.k, &self.input.v).unwrap();
-        batch.finish();
+        batch.finish().unwrap();
         let q = self.input.q.narrow(0, n - 1, 1).unwrap();
         replay((self.shape, &rotary, &mut pool), &sequence, 0, &q, seeds).unwrap()
     }

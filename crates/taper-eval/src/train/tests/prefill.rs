@@ -73,7 +73,7 @@ fn usage(captured: &Captured, window: Option<usize>, prefill: &serde_json::Value
         let spans = vec![Span { sequence: &mut sequence, tokens }];
         let mut batch = AttentionBatch::new(AttentionShape { window, ..SHAPE }, &NoRotary, &mut pool, spans).unwrap();
         batch.attend(0, &part(&q), &part(&k), &part(&k)).unwrap();
-        batch.finish();
+        batch.finish().unwrap();
     }
     sequence.usage().prefill
 }
