@@ -138,7 +138,8 @@ def test_a_cancelled_stream_frees_the_server(client, model, address):
     start = time.monotonic()
     while True:
         with urllib.request.urlopen(address + "/ready") as answer:
-            if json.load(answer) == {"waiting": 0, "running": 0}:
+            ready = json.load(answer)
+            if (ready["waiting"], ready["running"]) == (0, 0):
                 break
         assert time.monotonic() - start < 5, "the abandoned request still runs"
         time.sleep(0.05)
