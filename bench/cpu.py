@@ -93,12 +93,18 @@ class Server:
         return prefill, decode, usage["prompt_tokens"], density
 
 
-def main():
-    args = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(text):
+    """What a comparison of the two servers is told, described by the first line of a text."""
+    args = argparse.ArgumentParser(description=text.splitlines()[0])
     args.add_argument("--taper", required=True)
     args.add_argument("--llama-server", required=True)
     args.add_argument("--gguf", required=True)
     args.add_argument("--threads", default="2")
+    return args
+
+
+def main():
+    args = arguments(__doc__)
     args.add_argument("--lengths", default="128,1024,4096,8000")
     args.add_argument("--tokens", type=int, default=64)
     args.add_argument("--repeats", type=int, default=3)

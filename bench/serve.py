@@ -7,13 +7,12 @@ Each number of clients sends as many requests at once, random prompts that no ca
 the other one idle. The load and its figures are those of `taper bench serve`. Python's standard library only.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
 import tempfile
 
-from cpu import Server, free_port
+from cpu import Server, arguments, free_port
 
 
 def load(taper, port, clients, prompt, output, seed):
@@ -29,11 +28,7 @@ def load(taper, port, clients, prompt, output, seed):
 
 
 def main():
-    args = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    args.add_argument("--taper", required=True)
-    args.add_argument("--llama-server", required=True)
-    args.add_argument("--gguf", required=True)
-    args.add_argument("--threads", default="2")
+    args = arguments(__doc__)
     args.add_argument("--clients", default="8,32")
     args.add_argument("--prompt", type=int, default=512)
     args.add_argument("--output", type=int, default=64)

@@ -155,19 +155,13 @@ impl LayerAttention for AttentionBatch<'_> {
     }
 
     fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-        let (tokens, ..) = q.dims3()?;
-        if tokens != self.slots.len() || layer >= self.shape.layers {
-            bail!("attention: {tokens} tokens in layer {layer}; expected {} in {:?}", self.slots.len(), self.shape);
-        }
+        self.check(layer, q.dims3()?.0)?;
         self.pool.append(layer, k, v, &self.slots).map_err(candle_core::Error::wrap)?;
         self.attend_stored(layer, q)
     }
 
     fn attend_joint(&mut self, layer: usize, qkv: &Tensor, angles: &Tensor) -> Result<Option<Tensor>> {
-        let tokens = qkv.dim(0)?;
-        if tokens != self.slots.len() || layer >= self.shape.layers {
-            bail!("attention: {tokens} tokens in layer {layer}; expected {} in {:?}", self.slots.len(), self.shape);
-        }
+        self.check(layer, qkv.dim(0)?)?;
         let stored = self.pool.append_joint(layer, qkv, angles, &self.slots).map_err(candle_core::Error::wrap)?;
         let Some(q) = stored else { return Ok(None) };
         // Methods that choose for prompts take queries in f32.
@@ -178,6 +172,14 @@ impl LayerAttention for AttentionBatch<'_> {
 }
 
 impl AttentionBatch<'_> {
+    /// Whether so many tokens of a layer are those of the batch.
+    fn check(&self, layer: usize, tokens: usize) -> Result<()> {
+        if tokens != self.slots.len() || layer >= self.shape.layers {
+            bail!("attention: {tokens} tokens in layer {layer}; expected {} in {:?}", self.slots.len(), self.shape);
+        }
+        Ok(())
+    }
+
     /// Attends in a layer whose keys and values are stored.
     fn attend_stored(&mut self, layer: usize, q: &Tensor) -> Result<Tensor> {
         let (mut part, mut spans) = self.part(layer);

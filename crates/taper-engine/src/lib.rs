@@ -19,6 +19,8 @@ mod worker;
 
 #[cfg(any(test, feature = "stub"))]
 pub mod stub;
+#[cfg(any(test, feature = "stub"))]
+pub mod watched;
 
 pub use backend::{Backend, BackendError, Input, Limits};
 pub use engine::{Engine, EngineConfig, Load, ModelInfo};

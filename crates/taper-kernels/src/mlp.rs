@@ -197,7 +197,13 @@ unsafe fn apply<V: Simd>(layer: &Dense, some: Range<usize>, from: &[f32], to: Sh
 unsafe fn silu<V: Simd>(x: &mut [f32]) {
     let mut below: Vec<f32> = x.iter().map(|x| -x.abs()).collect();
     unsafe { exp_line::<V>(&mut below, 0.0) };
-    x.iter_mut().zip(below).for_each(|(x, e)| *x = *x * if *x < 0.0 { e } else { 1.0 } / (1.0 + e));
+    x.iter_mut().zip(below).for_each(|(x, e)| *x = silu_by(*x, e));
+}
+
+/// silu(x) by e = exp(−|x|).
+#[inline(always)]
+fn silu_by(x: f32, e: f32) -> f32 {
+    x * if x < 0.0 { e } else { 1.0 } / (1.0 + e)
 }
 
 /// silu(gate) · up, element by element, where silu(x) = x / (1 + exp(−x)).
@@ -214,8 +220,7 @@ unsafe fn gated<V: Simd>(gate: &[f32], up: &[f32], out: &mut [f32]) {
     }
     unsafe { exp_line::<V>(out, 0.0) };
     for i in 0..n {
-        let share = if gate[i] < 0.0 { out[i] } else { 1.0 };
-        out[i] = gate[i] * share / (1.0 + out[i]) * up[i];
+        out[i] = silu_by(gate[i], out[i]) * up[i];
     }
 }
 

@@ -96,38 +96,45 @@ impl Packed {
         let tokens = x.len() / self.inputs;
         let activations = Activations::round(isa, x, self.inputs);
         let panels = self.outputs.div_ceil(ROWS);
-        let out = SharedMut::new(out);
-        let pairs = pairs(isa);
+        let (out, pairs) = (SharedMut::new(out), pairs(isa));
         // Neighbouring units share a stretch of weights, not of tokens: the weights are the larger.
         parallel::for_each_block((panels, UNIT_PANELS), (tokens, UNIT_TOKENS), |mut panels, tokens| {
             while !panels.is_empty() {
                 let wide = if pairs && panels.len() > 1 { 2 } else { 1 };
-                let mut token = tokens.start;
-                while token < tokens.end {
-                    let left = tokens.end - token;
-                    // Half of what it might be until it fits: one of few sizes.
-                    let count =
-                        if wide == 1 { left.min(TILE_TOKENS) } else { (2 * TILE_TOKENS).min(1 << left.ilog2()) };
-                    let mut tile = [[0f32; ROWS]; 4 * TILE_TOKENS];
-                    let tile = &mut tile[..wide * count];
-                    self.tile(isa, &activations, panels.start..panels.start + wide, token, tile);
-                    for (panel, tile) in (panels.start..).zip(tile.chunks_exact(count)) {
-                        let rows = ROWS.min(self.outputs - panel * ROWS);
-                        for (token, values) in (token..).zip(tile) {
-                            // SAFETY: each token and panel belongs to one unit.
-                            let to = unsafe { out.slice(token * self.outputs + panel * ROWS, rows) };
-                            to.copy_from_slice(&values[..rows]);
-                        }
-                    }
-                    token += count;
-                }
+                // SAFETY: each panel and token belongs to one unit.
+                unsafe { self.strip(isa, &activations, panels.start..panels.start + wide, tokens.clone(), out) };
                 panels.start += wide;
             }
         });
     }
 
-    /// The products of a panel, or of two if the instruction set takes [`pairs`], with consecutive tokens
-    /// `[panels, tokens]`.
+    /// The products of a panel, or of two if the instruction set takes [`pairs`], with some tokens.
+    ///
+    /// # Safety
+    /// Nobody else holds their part of `out` meanwhile.
+    unsafe fn strip(&self, isa: Isa, x: &Activations, panels: Range<usize>, tokens: Range<usize>, out: SharedMut<f32>) {
+        let wide = panels.len();
+        let mut token = tokens.start;
+        while token < tokens.end {
+            let left = tokens.end - token;
+            // Tiles of two panels come in powers of two, so that few sizes are compiled; none leaves its group.
+            let count = if wide == 1 { left.min(TILE_TOKENS) } else { TOGETHER.min(1 << left.ilog2()) };
+            let mut tile = [[0f32; ROWS]; 2 * TOGETHER];
+            let tile = &mut tile[..wide * count];
+            self.tile(isa, x, panels.clone(), token, tile);
+            for (panel, tile) in panels.clone().zip(tile.chunks_exact(count)) {
+                let rows = ROWS.min(self.outputs - panel * ROWS);
+                for (token, values) in (token..).zip(tile) {
+                    // SAFETY: as the caller says.
+                    let to = unsafe { out.slice(token * self.outputs + panel * ROWS, rows) };
+                    to.copy_from_slice(&values[..rows]);
+                }
+            }
+            token += count;
+        }
+    }
+
+    /// The same with consecutive tokens of one tile, `[panels, tokens]`.
     fn tile(&self, isa: Isa, x: &Activations, panels: Range<usize>, token: usize, out: &mut [[f32; ROWS]]) {
         let blocks = self.inputs / BLOCK;
         let size = blocks * self.bits.block();

@@ -1,5 +1,6 @@
 use super::*;
 use crate::stub::StubText;
+use crate::watched::{Seen, Watched};
 use crate::{Engine, EngineConfig, Event, Handover, Held, ModelInfo, Request, RequestError, SamplingParams, StopRules};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -71,89 +72,19 @@ fn a_sequence_handed_over_goes_on_as_it_would_have_where_it_was() {
     both.check_idle();
 }
 
-/// What a test sees of a [`Watched`] backend.
-#[derive(Default)]
-struct Seen {
-    steps: AtomicUsize,
-    /// Free blocks at the engine's latest idle check, which passed.
-    free: AtomicUsize,
-}
-
-/// The real backend, slow enough to be cancelled, failing after the step asked for has written its keys.
-struct Watched {
-    inner: ModelBackend,
-    fails_at: usize,
-    seen: Arc<Seen>,
-}
-
-impl Backend for Watched {
-    type Sequence = Sequence;
-
-    fn limits(&self) -> Limits {
-        self.inner.limits()
-    }
-
-    fn open(
-        &mut self,
-        spec: &Arc<AttentionSpec>,
-        seed: u64,
-        prompt: &[u32],
-        question: usize,
-    ) -> Result<Sequence, BackendError> {
-        self.inner.open(spec, seed, prompt, question)
-    }
-
-    fn cached(&self, sequence: &Sequence) -> usize {
-        self.inner.cached(sequence)
-    }
-
-    fn free_blocks(&self) -> usize {
-        self.inner.free_blocks()
-    }
-
-    fn retract(&mut self, sequence: &mut Sequence) {
-        self.inner.retract(sequence);
-    }
-
-    fn rejoin(&mut self, sequences: Vec<&mut Sequence>, prompt: Sequence) -> Result<(), BackendError> {
-        self.inner.rejoin(sequences, prompt)
-    }
-
-    fn fork(&mut self, sequence: &Sequence, seed: u64) -> Result<Sequence, BackendError> {
-        self.inner.fork(sequence, seed)
-    }
-
-    fn chunk(&self, sequence: &Sequence, max: usize) -> usize {
-        self.inner.chunk(sequence, max)
-    }
-
-    fn forward(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
-        std::thread::sleep(Duration::from_millis(5));
-        let rows = self.inner.forward(inputs)?;
-        assert!(self.inner.pool.free_blocks() < BLOCKS, "a running request holds blocks");
-        let step = self.seen.steps.fetch_add(1, Ordering::SeqCst) + 1;
-        if step == self.fails_at { Err(BackendError("it was asked for".into())) } else { Ok(rows) }
-    }
-
-    fn usage(&self, sequence: &Sequence) -> AttentionUsage {
-        self.inner.usage(sequence)
-    }
-
-    fn close(&mut self, sequence: Sequence) {
-        self.inner.close(sequence);
-    }
-
-    fn check_idle(&self) {
-        self.inner.check_idle();
-        self.seen.free.store(self.inner.pool.free_blocks(), Ordering::SeqCst);
-    }
-}
-
-fn engine(fails_at: usize) -> (Engine, Arc<Seen>) {
-    let seen = Arc::new(Seen::default());
-    let backend = Watched { inner: backend(), fails_at, seen: Arc::clone(&seen) };
+/// The engine over the real backend, slow enough to be cancelled, failing after the step asked for has written its keys;
+/// with what is seen of it, and its steps.
+fn engine(fails_at: usize) -> (Engine, Arc<Seen>, Arc<AtomicUsize>) {
+    let (mut backend, steps) = (Watched::new(backend()), Arc::new(AtomicUsize::new(0)));
+    let (seen, count) = (Arc::clone(&backend.seen), Arc::clone(&steps));
+    backend.before = Box::new(|_| std::thread::sleep(Duration::from_millis(5)));
+    backend.after = Box::new(move |inner| {
+        assert!(inner.free_blocks() < BLOCKS, "a running request holds blocks");
+        let step = count.fetch_add(1, Ordering::SeqCst) + 1;
+        if step == fails_at { Err(BackendError("it was asked for".into())) } else { Ok(()) }
+    });
     let model = ModelInfo { id: "tiny".into(), created: 0 };
-    (Engine::start(backend, Arc::new(StubText), model, EngineConfig::default()).unwrap(), seen)
+    (Engine::start(backend, Arc::new(StubText), model, EngineConfig::default()).unwrap(), seen, steps)
 }
 
 /// Three answers of 44 tokens.
@@ -184,18 +115,18 @@ fn free_when_idle(engine: &Engine, seen: &Seen) -> usize {
 
 #[test]
 fn a_cancelled_request_gives_its_blocks_back() {
-    let (engine, seen) = engine(usize::MAX);
+    let (engine, seen, steps) = engine(usize::MAX);
     let mut events = engine.submit(request()).unwrap();
     while !matches!(events.blocking_recv(), Some(Event::Delta(_))) {}
     drop(events);
     assert_eq!(free_when_idle(&engine, &seen), BLOCKS);
-    assert!(seen.steps.load(Ordering::SeqCst) < 44, "it was cancelled, not finished");
+    assert!(steps.load(Ordering::SeqCst) < 44, "it was cancelled, not finished");
 }
 
 #[test]
 fn a_failing_step_gives_its_blocks_back() {
     for fails_at in [1, 7] {
-        let (engine, seen) = engine(fails_at);
+        let (engine, seen, _) = engine(fails_at);
         let mut events = engine.submit(request()).unwrap();
         let mut last = None;
         while let Some(event) = events.blocking_recv() {

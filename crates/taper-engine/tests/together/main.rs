@@ -11,13 +11,14 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use taper_attention::{Artifacts, AttentionSpec, AttentionUsage, Sequence};
+use taper_attention::{Artifacts, AttentionSpec};
 use taper_engine::stub::StubText;
+use taper_engine::watched::{self, Seen};
 use taper_engine::{
-    Backend, BackendError, CacheDType, CacheOptions, Engine, EngineConfig, Event, Events, Input, Limits, ModelBackend,
-    ModelInfo, Request, RequestError, SamplingParams, StopRules, TokenRecord, Usage,
+    Backend, CacheDType, CacheOptions, Engine, EngineConfig, Event, Events, ModelBackend, ModelInfo, Request,
+    RequestError, SamplingParams, StopRules, TokenRecord, Usage,
 };
 use taper_model::{LoadOptions, ModelFiles, ResolvedModel};
 
@@ -49,98 +50,8 @@ fn engine(blocks: u64, prefix: bool, config: EngineConfig) -> Engine {
     start(backend(blocks, CacheOptions { prefix, ..CacheOptions::default() }).unwrap(), config)
 }
 
-/// What a test sees of a [`Watched`] backend.
-#[derive(Default)]
-struct Seen {
-    /// Idle checks that passed.
-    checks: AtomicUsize,
-    /// Free blocks at the latest of them.
-    free: AtomicUsize,
-}
-
-/// What is done to a sequence of a prompt.
-type Opened = Box<dyn Fn(&mut Sequence, &[u32]) + Send>;
-
-/// The real backend, with something done to what is opened and before each step.
-struct Watched {
-    inner: ModelBackend,
-    opened: Opened,
-    before: Box<dyn Fn(&ModelBackend) + Send>,
-    seen: Arc<Seen>,
-}
-
-impl Watched {
-    fn new(inner: ModelBackend) -> Self {
-        Self { inner, opened: Box::new(|_, _| ()), before: Box::new(|_| ()), seen: Arc::default() }
-    }
-}
-
-impl Backend for Watched {
-    type Sequence = Sequence;
-
-    fn limits(&self) -> Limits {
-        self.inner.limits()
-    }
-
-    fn open(
-        &mut self,
-        spec: &Arc<AttentionSpec>,
-        seed: u64,
-        prompt: &[u32],
-        question: usize,
-    ) -> Result<Sequence, BackendError> {
-        let mut sequence = self.inner.open(spec, seed, prompt, question)?;
-        (self.opened)(&mut sequence, prompt);
-        Ok(sequence)
-    }
-
-    fn cached(&self, sequence: &Sequence) -> usize {
-        self.inner.cached(sequence)
-    }
-
-    fn free_blocks(&self) -> usize {
-        self.inner.free_blocks()
-    }
-
-    fn shared_blocks(&self, spec: &Arc<AttentionSpec>, prompt: &[u32], question: usize) -> usize {
-        self.inner.shared_blocks(spec, prompt, question)
-    }
-
-    fn retract(&mut self, sequence: &mut Sequence) {
-        self.inner.retract(sequence);
-    }
-
-    fn rejoin(&mut self, sequences: Vec<&mut Sequence>, prompt: Sequence) -> Result<(), BackendError> {
-        self.inner.rejoin(sequences, prompt)
-    }
-
-    fn fork(&mut self, sequence: &Sequence, seed: u64) -> Result<Sequence, BackendError> {
-        self.inner.fork(sequence, seed)
-    }
-
-    fn chunk(&self, sequence: &Sequence, max: usize) -> usize {
-        self.inner.chunk(sequence, max)
-    }
-
-    fn forward(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
-        (self.before)(&self.inner);
-        self.inner.forward(inputs)
-    }
-
-    fn usage(&self, sequence: &Sequence) -> AttentionUsage {
-        self.inner.usage(sequence)
-    }
-
-    fn close(&mut self, sequence: Sequence) {
-        self.inner.close(sequence);
-    }
-
-    fn check_idle(&self) {
-        self.inner.check_idle();
-        self.seen.free.store(self.inner.free_blocks(), Ordering::SeqCst);
-        self.seen.checks.fetch_add(1, Ordering::SeqCst);
-    }
-}
+/// The real backend, looked at.
+type Watched = watched::Watched<ModelBackend>;
 
 /// Prompt and answer of a length of their own, drawn by the number.
 fn request(number: usize, attention: &Value) -> Request {
