@@ -1,7 +1,6 @@
 //! One choice's way from tokens to final text: decoding, stop rules, log probabilities, the end.
 
-use crate::request::{Delta, Finish, Request, StopRules, TokenRecord};
-use crate::sampler::logprobs;
+use crate::request::{Delta, Finish, Request, StopRules, TokenLogprob, TokenRecord};
 use crate::stop::StopMatcher;
 use crate::text::{Text, TokenStream};
 use std::collections::VecDeque;
@@ -23,6 +22,12 @@ pub(crate) struct Output {
     /// Bytes passed on.
     emitted: usize,
     generated: usize,
+}
+
+/// A token just drawn, and its and the most probable ones' log probabilities where they are wanted.
+pub(crate) struct Drawn {
+    pub(crate) token: u32,
+    pub(crate) logprobs: Option<(TokenLogprob, Vec<TokenLogprob>)>,
 }
 
 /// A token, and the bytes of the choice's text that are its own.
@@ -55,15 +60,19 @@ impl Output {
         self.generated
     }
 
-    /// Takes the token just sampled from `logits`; returns what became final, if anything did.
-    pub(crate) fn push(&mut self, token: u32, logits: &[f32]) -> Option<Delta> {
+    /// How many of the most probable tokens go with each token's log probability, where these are wanted.
+    pub(crate) fn logprobs(&self) -> Option<usize> {
+        self.logprobs
+    }
+
+    /// Takes the token just drawn; returns what became final, if anything did.
+    pub(crate) fn push(&mut self, Drawn { token, logprobs }: Drawn) -> Option<Delta> {
         self.generated += 1;
         if let Some(finish) = self.stop_token(token) {
             return Some(self.end(String::new(), finish));
         }
         let piece = self.stream.push(token);
-        if let Some(top) = self.logprobs {
-            let (chosen, top) = logprobs(logits, token, top);
+        if let Some((chosen, top)) = logprobs {
             let record = TokenRecord { chosen, top, text_offset: self.characters };
             self.pending.push_back(Pending { record, start: self.decoded, end: self.decoded + piece.len() });
         }

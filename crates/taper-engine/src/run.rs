@@ -4,11 +4,12 @@
 //! the tokens that it knows; what it sends does not show it.
 
 use crate::backend::{Backend, BackendError, Input};
-use crate::emit::Output;
+use crate::emit::{Drawn, Output};
 use crate::request::{Event, Request, RequestError, Usage};
-use crate::sampler::Sampler;
+use crate::sampler::{Sampler, logprobs};
 use crate::schedule::{self, Place, Share, Standing};
 use crate::text::Text;
+use crate::worker::guard;
 use std::time::Instant;
 use taper_attention::AttentionUsage;
 use tokio::sync::mpsc;
@@ -62,7 +63,28 @@ struct Choice<S> {
     sampler: Sampler,
     output: Output,
     tokens: Vec<u32>,
+    /// What was drawn after the latest step.
+    drawn: Option<Result<Drawn, RequestError>>,
     usage: Option<AttentionUsage>,
+}
+
+/// A token to draw for a choice.
+pub(crate) struct Draw<'a> {
+    sampler: &'a mut Sampler,
+    logits: &'a [f32],
+    logprobs: Option<usize>,
+    drawn: &'a mut Option<Result<Drawn, RequestError>>,
+}
+
+impl Draw<'_> {
+    /// Draws it. Draws know nothing of one another.
+    pub(crate) fn draw(&mut self) {
+        let mut draw = || {
+            let token = self.sampler.sample(self.logits).map_err(|_| RequestError::NonFinite)?;
+            Ok(Drawn { token, logprobs: self.logprobs.map(|top| logprobs(self.logits, token, top)) })
+        };
+        *self.drawn = Some(guard(&mut draw));
+    }
 }
 
 impl<S> Choice<S> {
@@ -86,6 +108,7 @@ impl<S> Run<S> {
                 sampler: Sampler::new(request.sampling.clone(), index, &request.prompt),
                 output: Output::new(index, text, request, job.max_tokens),
                 tokens: Vec::new(),
+                drawn: None,
                 usage: None,
             })
             .collect();
@@ -192,33 +215,44 @@ impl<S> Run<S> {
         inputs
     }
 
-    /// Goes on after a step with the rows of its inputs; true once the last event is sent.
-    pub(crate) fn advance<B: Backend<Sequence = S>>(
-        &mut self,
-        backend: &mut B,
+    /// What is to be drawn after a step from the rows of its inputs.
+    pub(crate) fn draws<'a, B: Backend<Sequence = S>>(
+        &'a mut self,
+        backend: &B,
         shares: &[Share],
-        mut rows: impl Iterator<Item = Option<Vec<f32>>>,
-    ) -> Result<bool, RequestError> {
-        let total = self.job.request.prompt.len();
+        rows: &'a [Option<Vec<f32>>],
+    ) -> Vec<Draw<'a>> {
+        let begun = self.begun();
+        let draw = |choice: &'a mut Choice<S>, logits: &'a [f32]| {
+            let Choice { sampler, output, drawn, .. } = choice;
+            Draw { sampler, logits, logprobs: output.logprobs(), drawn }
+        };
         if let Some(prompt) = &self.prompt {
-            let logits = rows.next().flatten();
-            if backend.cached(prompt) < total {
+            // Once it is in, every choice draws its first token from the same logits.
+            let whole = !begun && backend.cached(prompt) == self.job.request.prompt.len();
+            let Some(logits) = rows.first().and_then(Option::as_deref).filter(|_| whole) else { return Vec::new() };
+            return self.choices.iter_mut().map(|choice| draw(choice, logits)).collect();
+        }
+        let running = self.choices.iter_mut().filter(|choice| choice.sequence.is_some());
+        let mut rows = shares.iter().zip(rows).peekable();
+        let own = |(place, choice)| {
+            let (_, row) = rows.next_if(|(share, _)| share.sequence == place)?;
+            // No logits: tokens that came again, with more to come.
+            Some(draw(choice, row.as_deref()?))
+        };
+        running.enumerate().filter_map(own).collect()
+    }
+
+    /// Goes on after a step with what was drawn; true once the last event is sent.
+    pub(crate) fn advance<B: Backend<Sequence = S>>(&mut self, backend: &mut B) -> Result<bool, RequestError> {
+        if let Some(prompt) = &self.prompt {
+            if backend.cached(prompt) < self.job.request.prompt.len() {
                 return Ok(false);
             }
-            match self.begun() {
-                true => self.rejoin(backend)?,
-                false => self.begin(backend, &logits.ok_or_else(no_logits)?)?,
-            }
+            if self.begun() { self.rejoin(backend)? } else { self.begin(backend)? }
         } else {
-            let running: Vec<&mut Choice<S>> = self.choices.iter_mut().filter(|c| c.sequence.is_some()).collect();
-            let mut shares = shares.iter().peekable();
-            for (place, choice) in running.into_iter().enumerate() {
-                if shares.next_if(|share| share.sequence == place).is_none() {
-                    continue;
-                }
-                // No logits: tokens that came again, with more to come.
-                let Some(logits) = rows.next().flatten() else { continue };
-                if choice.take(&logits, &self.job.events)?
+            for choice in self.choices.iter_mut().filter(|choice| choice.drawn.is_some()) {
+                if choice.take(&self.job.events)?
                     && let Some(sequence) = choice.sequence.take()
                 {
                     choice.usage = Some(backend.usage(&sequence));
@@ -242,12 +276,12 @@ impl<S> Run<S> {
         Ok(true)
     }
 
-    /// The prompt is in: every choice samples its first token from the same logits, those that go on get a sequence.
-    fn begin<B: Backend<Sequence = S>>(&mut self, backend: &mut B, logits: &[f32]) -> Result<(), RequestError> {
+    /// The prompt is in: every choice takes its first token, those that go on get a sequence.
+    fn begin<B: Backend<Sequence = S>>(&mut self, backend: &mut B) -> Result<(), RequestError> {
         send(&self.job.events, Event::Prefilled);
         let prompt = self.prompt.as_ref().expect("a step has just used it");
         for (index, choice) in self.choices.iter_mut().enumerate() {
-            if choice.take(logits, &self.job.events)? {
+            if choice.take(&self.job.events)? {
                 choice.usage = Some(backend.usage(prompt));
             } else if index > 0 {
                 let seed = self.job.request.sampling.seed.wrapping_add(index as u64);
@@ -290,21 +324,18 @@ impl<S> Run<S> {
 }
 
 impl<S> Choice<S> {
-    /// Samples from the logits and sends what became final; true at the choice's end.
-    fn take(&mut self, logits: &[f32], events: &mpsc::Sender<Event>) -> Result<bool, RequestError> {
-        let token = self.sampler.sample(logits).map_err(|_| RequestError::NonFinite)?;
-        self.tokens.push(token);
-        let Some(delta) = self.output.push(token, logits) else {
+    /// Takes what was drawn and sends what became final; true at the choice's end.
+    fn take(&mut self, events: &mpsc::Sender<Event>) -> Result<bool, RequestError> {
+        let nothing = || RequestError::Step("the forward pass returned no logits".into());
+        let drawn = self.drawn.take().ok_or_else(nothing)??;
+        self.tokens.push(drawn.token);
+        let Some(delta) = self.output.push(drawn) else {
             return Ok(false);
         };
         let end = delta.finish.is_some();
         send(events, Event::Delta(delta));
         Ok(end)
     }
-}
-
-fn no_logits() -> RequestError {
-    RequestError::Step("the forward pass returned no logits".into())
 }
 
 /// The channel has room for all that a request may send, so it is never full; a closed one is seen before the next

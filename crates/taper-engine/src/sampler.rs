@@ -6,8 +6,10 @@
 use crate::request::TokenLogprob;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use std::borrow::Cow;
 use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet};
+use taper_kernels::logits;
 
 /// How a request's tokens are chosen. Ranges are the server's to check.
 #[derive(Debug, Clone, PartialEq)]
@@ -77,18 +79,23 @@ impl Sampler {
     /// # Errors
     /// [`NonFinite`].
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32, NonFinite> {
-        check(logits)?;
-        let mut logits = logits.to_vec();
-        self.bias(&mut logits);
-        let best = argmax(&logits).ok_or(NonFinite)?;
-        let token = if self.params.temperature == 0.0 {
-            best
-        } else {
-            let candidates = self.candidates(&logits, logits[best as usize]);
-            self.draw(&candidates)
+        let mut logits = Cow::from(logits);
+        if self.biases() {
+            self.bias(logits.to_mut());
+        }
+        let (best, max) = logits::peak(&logits).ok_or(NonFinite)?;
+        let token = match self.params.temperature {
+            0.0 => best as u32,
+            temperature => self.draw_from(logits::weights(&logits, max, temperature), best as u32),
         };
         *self.counts.entry(token).or_default() += 1;
         Ok(token)
+    }
+
+    /// Whether [`bias`](Self::bias) may change anything.
+    fn biases(&self) -> bool {
+        let p = &self.params;
+        !p.logit_bias.is_empty() || (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
     }
 
     fn bias(&self, logits: &mut [f32]) {
@@ -118,39 +125,56 @@ impl Sampler {
         }
     }
 
-    /// The tokens still in the running with their weights; the most probable one weighs 1.
-    fn candidates(&self, logits: &[f32], max: f32) -> Vec<(u32, f32)> {
+    /// Draws among the tokens by their weights; the most probable one weighs 1.
+    fn draw_from(&mut self, weights: Vec<f32>, best: u32) -> u32 {
         let p = &self.params;
-        let floor = p.min_p.max(f32::MIN_POSITIVE);
-        let mut kept: Vec<(u32, f32)> = (0u32..)
-            .zip(logits)
-            .map(|(token, &logit)| (token, ((logit - max) / p.temperature).exp()))
-            .filter(|&(_, weight)| weight >= floor)
-            .collect();
-        if let Some(k) = p.top_k.filter(|&k| k > 0 && k < kept.len()) {
-            kept.select_nth_unstable_by(k - 1, heavier);
-            kept.truncate(k);
+        let top_k = p.top_k.filter(|&k| k > 0 && k < weights.len());
+        if top_k.is_none() && p.min_p == 0.0 && p.top_p >= 1.0 {
+            return self.draw(&weights).map_or(best, |place| place as u32);
         }
+        let (mut kept, mass) = match top_k {
+            Some(k) => (logits::largest(&weights, k), None),
+            // If all below this went, less would go than top_p lets go.
+            None if p.min_p == 0.0 => {
+                let mass = sum(&weights);
+                let spare = (1.0 - f64::from(p.top_p)) * mass / weights.len() as f64;
+                (logits::at_least(&weights, spare as f32), Some(mass))
+            }
+            None => (logits::at_least(&weights, p.min_p), None),
+        };
+        kept.retain(|&(_, weight)| weight >= p.min_p);
         if p.top_p < 1.0 {
-            keep_mass(&mut kept, p.top_p);
+            let mass = mass.unwrap_or_else(|| kept.iter().map(|&(_, w)| f64::from(w)).sum());
+            keep_mass(&mut kept, mass * f64::from(p.top_p));
         }
         // One fixed order, so that the same draw gives the same token whichever filters ran.
         kept.sort_unstable_by_key(|&(token, _)| token);
-        kept
+        let weights: Vec<f32> = kept.iter().map(|&(_, weight)| weight).collect();
+        self.draw(&weights).map_or(best, |place| kept[place].0)
     }
 
-    fn draw(&mut self, candidates: &[(u32, f32)]) -> u32 {
-        let total: f64 = candidates.iter().map(|&(_, w)| f64::from(w)).sum();
-        let mut left = self.rng.random::<f64>() * total;
-        for &(token, weight) in candidates {
-            left -= f64::from(weight);
-            if left < 0.0 {
-                return token;
+    /// A place drawn by weight; none where rounding leaves a hair.
+    fn draw(&mut self, weights: &[f32]) -> Option<usize> {
+        let sums = logits::sums(weights);
+        let mut left = self.rng.random::<f64>() * sums.iter().map(|&sum| f64::from(sum)).sum::<f64>();
+        for (start, sum) in (0..).step_by(logits::BLOCK).zip(sums) {
+            if left >= f64::from(sum) {
+                left -= f64::from(sum);
+                continue;
+            }
+            for (place, &weight) in weights.iter().enumerate().skip(start).take(logits::BLOCK) {
+                left -= f64::from(weight);
+                if left < 0.0 {
+                    return Some(place);
+                }
             }
         }
-        // Rounding may leave a hair; the most probable token is always among the candidates.
-        candidates.iter().copied().min_by(heavier).expect("the best token is kept").0
+        None
     }
+}
+
+fn sum(weights: &[f32]) -> f64 {
+    logits::sums(weights).iter().map(|&sum| f64::from(sum)).sum()
 }
 
 /// Heaviest first, then the smallest token.
@@ -158,59 +182,37 @@ fn heavier(a: &(u32, f32), b: &(u32, f32)) -> Ordering {
     b.1.total_cmp(&a.1).then(a.0.cmp(&b.0))
 }
 
-/// Keeps the fewest heaviest candidates that hold the share `p` of the weight.
-fn keep_mass(kept: &mut Vec<(u32, f32)>, p: f32) {
-    let goal = kept.iter().map(|&(_, w)| f64::from(w)).sum::<f64>() * f64::from(p);
-    // Sorting a whole vocabulary costs more than the rest of the sampler: sort its heaviest part first.
-    let mut part = 256.min(kept.len());
-    loop {
-        if part < kept.len() {
-            kept.select_nth_unstable_by(part - 1, heavier);
+/// Keeps the fewest heaviest candidates whose weights reach the sum `goal`; all, if they do not.
+fn keep_mass(kept: &mut Vec<(u32, f32)>, goal: f64) {
+    // The last one to keep is in `low..high`, and what comes before is heavier and weighs `before`.
+    let (mut low, mut high, mut before) = (0, kept.len(), 0.0);
+    while high - low > 32 {
+        let middle = (high - low) / 2;
+        let part = &mut kept[low..high];
+        part.select_nth_unstable_by(middle, heavier);
+        let heavy = before + part[..middle].iter().map(|&(_, w)| f64::from(w)).sum::<f64>();
+        if heavy >= goal {
+            high = low + middle;
+        } else {
+            (low, before) = (low + middle, heavy);
         }
-        kept[..part].sort_unstable_by(heavier);
-        let mut sum = 0.0;
-        for (index, &(_, weight)) in kept[..part].iter().enumerate() {
-            sum += f64::from(weight);
-            if sum >= goal {
-                kept.truncate(index + 1);
-                return;
-            }
-        }
-        if part == kept.len() {
-            return;
-        }
-        part = (part * 8).min(kept.len());
     }
-}
-
-fn check(logits: &[f32]) -> Result<(), NonFinite> {
-    let bad = |l: &f32| l.is_nan() || *l == f32::INFINITY;
-    if logits.iter().any(bad) {
-        return Err(NonFinite);
+    kept[low..high].sort_unstable_by(heavier);
+    let reach = |&(_, weight): &(u32, f32)| {
+        before += f64::from(weight);
+        before >= goal
+    };
+    if let Some(last) = kept[low..high].iter().position(reach) {
+        kept.truncate(low + last + 1);
     }
-    Ok(())
-}
-
-fn argmax(logits: &[f32]) -> Option<u32> {
-    let best = (0u32..).zip(logits.iter().copied()).min_by(heavier)?;
-    best.1.is_finite().then_some(best.0)
 }
 
 /// Log probabilities of one token and of the `top` most probable ones, best first, from unchanged logits.
-pub(crate) fn logprobs(logits: &[f32], token: u32, top: usize) -> (TokenLogprob, Vec<TokenLogprob>) {
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
-    let norm = max + sum.ln() as f32;
-    let of = |token: u32, logit: f32| TokenLogprob { token, logprob: logit - norm };
-    let mut all: Vec<(u32, f32)> = (0u32..).zip(logits.iter().copied()).collect();
-    let top = top.min(all.len());
-    if top > 0 && top < all.len() {
-        all.select_nth_unstable_by(top - 1, heavier);
-    }
-    all.truncate(top);
-    all.sort_unstable_by(heavier);
-    let best = all.into_iter().map(|(t, l)| of(t, l)).collect();
-    (of(token, logits[token as usize]), best)
+pub(crate) fn logprobs(row: &[f32], token: u32, top: usize) -> (TokenLogprob, Vec<TokenLogprob>) {
+    let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let norm = max + sum(&logits::weights(row, max, 1.0)).ln() as f32;
+    let of = |(token, logit): (u32, f32)| TokenLogprob { token, logprob: logit - norm };
+    (of((token, row[token as usize])), logits::largest(row, top).into_iter().map(of).collect())
 }
 
 #[cfg(test)]

@@ -46,7 +46,7 @@ pub struct StubBackend {
     pub limits: Limits,
     /// Prompts are cut at multiples of this.
     pub chunk_multiple: usize,
-    /// Blocks of the cache that sequences hold; none is shared.
+    /// Blocks of the cache that sequences hold.
     pub held_blocks: usize,
     /// What tests watch.
     pub probe: Arc<Probe>,
@@ -58,11 +58,20 @@ pub struct StubSequence {
     report: Sequence,
     prompt: Vec<u32>,
     tokens: Vec<u32>,
+    /// Blocks that it shares with forks of the same prompt.
+    shared: Arc<AtomicUsize>,
 }
 
 impl StubSequence {
+    /// Blocks that it has for itself.
     fn blocks(&self) -> usize {
-        self.tokens.len().div_ceil(BLOCK_TOKENS)
+        self.tokens.len().div_ceil(BLOCK_TOKENS) - self.shared.load(Ordering::SeqCst)
+    }
+
+    /// What another one of the same prompt shares from now on.
+    fn share(&self) -> Arc<AtomicUsize> {
+        self.shared.store(self.tokens.len() / BLOCK_TOKENS, Ordering::SeqCst);
+        Arc::clone(&self.shared)
     }
 
     /// Whether the prompt says a word within its first `tokens` tokens.
@@ -83,6 +92,13 @@ impl StubBackend {
     pub fn engine(self, config: EngineConfig) -> Engine {
         let model = ModelInfo { id: "stub".into(), created: 1_700_000_000 };
         Engine::start(self, Arc::new(StubText), model, config).expect("a thread starts")
+    }
+
+    /// Takes a sequence's blocks from it.
+    fn release(&mut self, sequence: &mut StubSequence) {
+        self.held_blocks -= sequence.blocks();
+        self.held_blocks -= Arc::into_inner(std::mem::take(&mut sequence.shared)).map_or(0, AtomicUsize::into_inner);
+        sequence.tokens.clear();
     }
 
     fn logits(&self, sequence: &StubSequence) -> Vec<f32> {
@@ -120,6 +136,7 @@ impl Backend for StubBackend {
             report: Sequence::new(Arc::clone(attention), seed, prompt.len()).with_question(question_tokens),
             prompt: prompt.to_vec(),
             tokens: Vec::new(),
+            shared: Arc::default(),
         })
     }
 
@@ -133,13 +150,12 @@ impl Backend for StubBackend {
 
     fn retract(&mut self, sequence: &mut StubSequence) {
         self.probe.retracted.fetch_add(1, Ordering::SeqCst);
-        self.held_blocks -= sequence.blocks();
-        sequence.tokens.clear();
+        self.release(sequence);
     }
 
     fn rejoin(&mut self, sequences: Vec<&mut StubSequence>, prompt: StubSequence) -> Result<(), BackendError> {
         for sequence in sequences {
-            sequence.tokens.clone_from(&prompt.tokens);
+            (sequence.tokens, sequence.shared) = (prompt.tokens.clone(), prompt.share());
             self.held_blocks += sequence.blocks();
         }
         self.close(prompt);
@@ -148,7 +164,7 @@ impl Backend for StubBackend {
 
     fn fork(&mut self, sequence: &StubSequence, seed: u64) -> Result<StubSequence, BackendError> {
         let mut fork = self.open(&sequence.spec, seed, &sequence.prompt, 0)?;
-        fork.tokens.clone_from(&sequence.tokens);
+        (fork.tokens, fork.shared) = (sequence.tokens.clone(), sequence.share());
         self.held_blocks += fork.blocks();
         Ok(fork)
     }
@@ -196,8 +212,8 @@ impl Backend for StubBackend {
         sequence.report.usage()
     }
 
-    fn close(&mut self, sequence: StubSequence) {
-        self.held_blocks -= sequence.blocks();
+    fn close(&mut self, mut sequence: StubSequence) {
+        self.release(&mut sequence);
         self.probe.open.fetch_sub(1, Ordering::SeqCst);
     }
 

@@ -9,9 +9,10 @@ use crate::engine::EngineConfig;
 use crate::pace::Pace;
 use crate::queue::Queue;
 use crate::request::{Request, RequestError};
-use crate::run::{Job, Run};
+use crate::run::{Draw, Job, Run};
 use crate::schedule::{self, Budget, Decision, Share, Standing};
 use crate::text::Text;
+use rayon::prelude::*;
 use std::any::Any;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -194,7 +195,7 @@ impl<B: Backend> Worker<B> {
     /// One forward pass, and what follows from it for each request.
     fn step(&mut self, shares: &[Share]) {
         let of = |request: usize| shares.iter().filter(move |s| s.request == request).copied().collect::<Vec<_>>();
-        let mut shares: Vec<Vec<Share>> = (0..self.running.len()).map(of).collect();
+        let shares: Vec<Vec<Share>> = (0..self.running.len()).map(of).collect();
         let started = Instant::now();
         let rows = match self.forward(&shares, None) {
             Ok(rows) => {
@@ -203,27 +204,40 @@ impl<B: Backend> Worker<B> {
                 let generated = all().filter(|share| share.generates).count();
                 self.pace.note(generated, prompt, started.elapsed().as_secs_f64());
                 let mut rows = rows.into_iter();
-                shares.iter().map(|shares| Ok(rows.by_ref().take(shares.len()).collect())).collect()
+                shares.iter().map(|shares| Ok(rows.by_ref().take(shares.len()).collect())).collect::<Vec<_>>()
             }
             Err(error) if shares.iter().filter(|shares| !shares.is_empty()).count() > 1 => {
                 tracing::warn!(%error, "a step failed and is tried again request by request");
-                (0..self.running.len()).map(|request| self.forward(&shares, Some(request))).collect::<Vec<_>>()
+                (0..self.running.len()).map(|request| self.forward(&shares, Some(request))).collect()
             }
             Err(error) => {
                 shares.iter().map(|s| if s.is_empty() { Ok(Vec::new()) } else { Err(error.clone()) }).collect()
             }
         };
+        self.draw(&shares, &rows);
         let runs = std::mem::take(&mut self.running);
-        for ((mut run, rows), shares) in runs.into_iter().zip(rows).zip(shares.drain(..)) {
-            let done = rows.and_then(|rows: Rows| match shares.is_empty() {
+        for ((mut run, rows), shares) in runs.into_iter().zip(rows).zip(&shares) {
+            let done = rows.and_then(|_| match shares.is_empty() {
                 true => Ok(false),
-                false => guard(|| run.advance(&mut self.backend, &shares, rows.into_iter())),
+                false => guard(|| run.advance(&mut self.backend)),
             });
             match done {
                 Ok(false) => self.running.push(run),
                 Ok(true) => self.close(run),
                 Err(error) => self.fail(run, error),
             }
+        }
+    }
+
+    /// Draws the next tokens of all requests' answers, on all threads.
+    fn draw(&mut self, shares: &[Vec<Share>], rows: &[Result<Rows, RequestError>]) {
+        let Self { backend, running, .. } = self;
+        let each = running.iter_mut().zip(shares).zip(rows);
+        let draws = each.filter_map(|((run, shares), rows)| Some(run.draws(backend, shares, rows.as_ref().ok()?)));
+        let mut draws: Vec<Draw> = draws.flatten().collect();
+        match &mut draws[..] {
+            [alone] => alone.draw(),
+            draws => draws.par_iter_mut().for_each(Draw::draw),
         }
     }
 
@@ -283,7 +297,7 @@ fn end(job: &Job) {
 }
 
 /// Turns a panic into an error. What a step leaves half done, the backend undoes.
-fn guard<T>(step: impl FnOnce() -> Result<T, RequestError>) -> Result<T, RequestError> {
+pub(crate) fn guard<T>(step: impl FnOnce() -> Result<T, RequestError>) -> Result<T, RequestError> {
     catch_unwind(AssertUnwindSafe(step)).unwrap_or_else(|panic| Err(RequestError::Panic(message(&*panic))))
 }
 

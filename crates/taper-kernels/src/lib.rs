@@ -11,6 +11,7 @@ mod gemm;
 pub mod index;
 pub mod kv;
 pub mod linear;
+pub mod logits;
 mod memory;
 pub mod mlp;
 pub mod offload;

@@ -2,6 +2,7 @@
 
 use crate::body::Body;
 use crate::error::ApiError;
+use crate::keys::{self, Keys};
 use crate::request_id::{self, RequestId};
 use crate::{chat, completions};
 use axum::extract::{DefaultBodyLimit, Extension, Path, State};
@@ -23,6 +24,8 @@ pub struct ServerConfig {
     pub attention: AttentionSpec,
     /// What methods learned offline for the model.
     pub artifacts: Arc<Artifacts>,
+    /// Keys that are taken; with none, nobody is asked for one.
+    pub keys: Arc<Keys>,
     /// Largest request body.
     pub body_bytes: usize,
     /// Most prompts of one text completion.
@@ -38,6 +41,7 @@ impl Default for ServerConfig {
         Self {
             attention: AttentionSpec::default(),
             artifacts: Arc::default(),
+            keys: Arc::default(),
             body_bytes: 16 << 20,
             prompts: 64,
             request_timeout: None,
@@ -55,6 +59,7 @@ pub(crate) struct App {
 /// All routes.
 pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
     let limit = DefaultBodyLimit::max(config.body_bytes);
+    let keys = Arc::clone(&config.keys);
     let app = Arc::new(App { engine, config });
     Router::new()
         .route("/health", get(health))
@@ -71,6 +76,7 @@ pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, message)
         })
         .layer(limit)
+        .layer(middleware::from_fn_with_state(keys, keys::check))
         .layer(middleware::from_fn(request_id::name))
         .with_state(app)
 }

@@ -11,6 +11,7 @@ mod chat;
 mod completions;
 mod error;
 mod fields;
+mod keys;
 mod knobs;
 mod request_id;
 mod sampling;
@@ -19,4 +20,5 @@ mod stream;
 
 pub use app::{ServerConfig, router};
 pub use error::ApiError;
+pub use keys::Keys;
 pub use serve::serve;

@@ -91,6 +91,9 @@ pub struct ServeArgs {
     /// Do not let prompts that begin alike share what they begin with
     #[arg(long)]
     pub no_prefix_cache: bool,
+    /// API keys in TOML, with their limits; the environment's TAPER_API_KEY is another one
+    #[arg(long, value_name = "FILE")]
+    pub api_keys: Option<PathBuf>,
     /// Settings in TOML; what the command line says goes before them
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,

@@ -9,7 +9,7 @@ use std::time::Duration;
 use taper_attention::{Artifacts, AttentionSpec};
 use taper_engine::{CacheDType, CacheOptions, DeviceChoice, EngineConfig, Offload};
 use taper_model::{DEFAULT_MODEL, LoadOptions, WeightDType};
-use taper_server::ServerConfig;
+use taper_server::{Keys, ServerConfig};
 
 /// The file as it is written.
 #[derive(Debug, Default, Deserialize)]
@@ -36,6 +36,7 @@ struct File {
     dequantize: Option<bool>,
     context: Option<usize>,
     artifacts: Option<PathBuf>,
+    api_keys: Option<PathBuf>,
 }
 
 /// The attention of requests that say nothing of it, as it was written: what it needs may be known only once the model
@@ -126,6 +127,7 @@ pub fn serve(args: ServeArgs) -> Result<ServeConfig> {
     if file.request_seconds == Some(0) {
         bail!("request_seconds must be at least 1");
     }
+    server.keys = keys(args.api_keys.or(file.api_keys).as_deref(), std::env::var(KEY_VARIABLE).ok())?.into();
     server.request_timeout = file.request_seconds.map(|seconds| Duration::from_secs(seconds.into()));
     // More prompts than may wait could never be taken together.
     server.prompts = server.prompts.min(model.engine.queue);
@@ -135,6 +137,27 @@ pub fn serve(args: ServeArgs) -> Result<ServeConfig> {
         port: args.port.or(file.port).unwrap_or(8080),
         server,
     })
+}
+
+/// The environment variable that holds a key of the server.
+const KEY_VARIABLE: &str = "TAPER_API_KEY";
+
+/// The keys of a file and of the environment.
+fn keys(file: Option<&Path>, variable: Option<String>) -> Result<Keys> {
+    let mut keys = match file {
+        None => Keys::default(),
+        Some(path) => {
+            let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+            Keys::parse(&text).map_err(|e| anyhow!("{}: {e}", path.display()))?
+        }
+    };
+    if file.is_some() && keys.is_empty() {
+        bail!("{}: holds no keys", file.unwrap_or(Path::new("")).display());
+    }
+    if let Some(key) = variable {
+        keys.add(KEY_VARIABLE, &key).map_err(|e| anyhow!("{e}"))?;
+    }
+    Ok(keys)
 }
 
 fn read(path: &Path) -> Result<File> {
@@ -256,6 +279,7 @@ mod tests {
             host: None,
             port: None,
             no_prefix_cache: false,
+            api_keys: None,
             config: config.map(Into::into),
         }
     }
@@ -312,6 +336,27 @@ mod tests {
         assert_eq!((offload.bytes, offload.folder), (5 << 30, "/tmp".into()));
         let (_folder, path) = file("prefix_cache = false");
         assert!(!serve(args(Some(&path))).unwrap().model.cache.prefix);
+    }
+
+    #[test]
+    fn keys_come_from_a_file_and_the_environment() {
+        let (_folder, path) = file("[[keys]]\nname = 'a'\nkey = 'secret'\n");
+        assert!(keys(None, None).unwrap().is_empty());
+        assert!(!keys(None, Some("k".into())).unwrap().is_empty());
+        assert!(!keys(Some(&path), Some("k".into())).unwrap().is_empty());
+        let said = |path: &Path, variable: Option<&str>| {
+            format!("{:#}", keys(Some(path), variable.map(String::from)).unwrap_err())
+        };
+        assert_eq!(said(&path, Some("secret")), "TAPER_API_KEY: has the key of a");
+        assert_eq!(said(&path, Some("")), "TAPER_API_KEY: the key is empty");
+        let (_folder, empty) = file("keys = []");
+        assert_eq!(said(&empty, None), format!("{}: holds no keys", empty.display()));
+        let (_folder, wrong) = file("[[keys]]\nname = 3\n");
+        assert!(said(&wrong, None).starts_with(&format!("{}: line 2: invalid type", wrong.display())));
+        // What names the file may stand in the settings, too.
+        let (_folder, settings) = file("api_keys = '/does/not/exist'");
+        assert!(format!("{:#}", serve(args(Some(&settings))).unwrap_err()).starts_with("/does/not/exist: "));
+        assert!(!serve(ServeArgs { api_keys: Some(path), ..args(None) }).unwrap().server.keys.is_empty());
     }
 
     #[test]

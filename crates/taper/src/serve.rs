@@ -30,8 +30,8 @@ async fn serve(config: ServeConfig) -> Result<()> {
     let engine = Arc::new(engine);
     talk::print(&greeting(&engine, address, attention.names()))?;
     (server.attention, server.artifacts) = (attention, artifacts);
-    if !address.ip().is_loopback() {
-        eprintln!("warning: anyone who reaches {address} may use this server; it asks for no key");
+    if !address.ip().is_loopback() && server.keys.is_empty() {
+        eprintln!("warning: anyone who reaches {address} may use this server: it asks for no key (--api-keys)");
     }
     taper_server::serve(listener, engine, server, stopped()).await.context("serving")
 }

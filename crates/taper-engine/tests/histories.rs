@@ -1,0 +1,219 @@
+//! Random histories of a small engine: requests come, are read, dropped and late; some ask for trouble. Whatever happens
+//! to the others, each that was taken ends once, with the answer that it gets alone, and nothing stays behind.
+
+use proptest::prelude::*;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+use taper_attention::AttentionSpec;
+use taper_engine::stub::{StubBackend, StubText};
+use taper_engine::watched::{Seen, Watched};
+use taper_engine::{
+    Engine, EngineConfig, Event, Events, Finish, Limits, ModelInfo, Request, RequestError, SamplingParams, StopRules,
+    SubmitError, Usage,
+};
+
+/// Something that happens.
+#[derive(Debug, Clone)]
+enum Act {
+    Submit(Wish),
+    /// The client of one of those taken, by number, reads so many events.
+    Read(usize, usize),
+    /// The client of one goes away.
+    Drop(usize),
+    /// So many microseconds pass.
+    Wait(u64),
+}
+
+/// A request.
+#[derive(Debug, Clone)]
+struct Wish {
+    prompt: usize,
+    max_tokens: usize,
+    choices: usize,
+    temperature: f32,
+    seed: u64,
+    ignore_eos: bool,
+    /// What the [stub](StubBackend) does at its sight.
+    trouble: Option<&'static str>,
+    /// Microseconds until its deadline.
+    deadline: Option<u64>,
+}
+
+impl Wish {
+    fn request(&self) -> Request {
+        // The word first, so that it is seen in the first chunk.
+        let word = self.trouble.unwrap_or_default();
+        let prompt = word.bytes().chain(std::iter::repeat_n(b'x', self.prompt)).map(u32::from).collect();
+        Request {
+            id: "history".into(),
+            prompt,
+            continues: false,
+            attention: Arc::new(AttentionSpec::default()),
+            question_tokens: 0,
+            sampling: SamplingParams {
+                temperature: self.temperature,
+                top_p: 0.95,
+                seed: self.seed,
+                ..Default::default()
+            },
+            stop: StopRules { ignore_eos: self.ignore_eos, max_tokens: Some(self.max_tokens), ..StopRules::default() },
+            choices: self.choices,
+            logprobs: Some(0),
+            deadline: self.deadline.map(|micros| Instant::now() + Duration::from_micros(micros)),
+        }
+    }
+}
+
+/// What has come of a request so far.
+#[derive(Debug, Default, Clone)]
+struct Answer {
+    /// By choice: tokens, text, how it ended.
+    choices: Vec<(Vec<u32>, String, Option<Finish>)>,
+    end: Option<Result<Usage, RequestError>>,
+}
+
+impl Answer {
+    fn take(&mut self, event: Event) {
+        assert!(self.end.is_none(), "nothing follows the last event");
+        match event {
+            Event::Prefilled => assert!(self.choices.is_empty(), "the prompt is in before the first token, and once"),
+            Event::Delta(delta) => {
+                self.choices.resize_with(self.choices.len().max(delta.choice + 1), Default::default);
+                let (tokens, text, finish) = &mut self.choices[delta.choice];
+                assert_eq!(*finish, None, "nothing follows a choice's end");
+                tokens.extend(delta.tokens.iter().map(|record| record.chosen.token));
+                text.push_str(&delta.text);
+                *finish = delta.finish;
+            }
+            Event::Done(usage) => self.end = Some(Ok(usage)),
+            Event::Failed(error) => self.end = Some(Err(error)),
+        }
+    }
+
+    fn finish(mut self, mut events: Events) -> Self {
+        while let Some(event) = events.blocking_recv() {
+            self.take(event);
+        }
+        self
+    }
+}
+
+const CONTEXT: usize = 640;
+
+/// An engine over the stub with so many blocks, and its idle checks that passed.
+fn engine(blocks: usize, multiple: usize, config: EngineConfig) -> (Engine, Arc<Seen>) {
+    let mut stub = StubBackend::new("an answer of some length, which repeats");
+    stub.limits = Limits { context_tokens: CONTEXT, cache_tokens: blocks * 64, ..stub.limits };
+    stub.chunk_multiple = multiple;
+    let watched = Watched::new(stub);
+    let seen = Arc::clone(&watched.seen);
+    let model = ModelInfo { id: "stub".into(), created: 0 };
+    (Engine::start(watched, Arc::new(StubText), model, config).unwrap(), seen)
+}
+
+fn wish() -> impl Strategy<Value = Wish> {
+    let trouble =
+        prop_oneof![12 => Just(None), 1 => Just(Some("FAIL")), 1 => Just(Some("PANIC")), 1 => Just(Some("NAN"))];
+    let deadline = prop_oneof![6 => Just(None), 1 => (0u64..3000).prop_map(Some)];
+    let sampling = (prop_oneof![Just(0f32), Just(4f32)], any::<u64>(), any::<bool>());
+    (1usize..300, 1usize..60, 1usize..4, sampling, trouble, deadline).prop_map(
+        |(prompt, max_tokens, choices, (temperature, seed, ignore_eos), trouble, deadline)| Wish {
+            prompt,
+            max_tokens,
+            choices,
+            temperature,
+            seed,
+            ignore_eos,
+            trouble,
+            deadline,
+        },
+    )
+}
+
+fn act() -> impl Strategy<Value = Act> {
+    prop_oneof![
+        8 => wish().prop_map(Act::Submit),
+        3 => (any::<usize>(), 1usize..30).prop_map(|(who, events)| Act::Read(who, events)),
+        1 => any::<usize>().prop_map(Act::Drop),
+        2 => (0u64..500).prop_map(Act::Wait),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_history_ends_well(
+        acts in prop::collection::vec(act(), 1..40),
+        (blocks, multiple, queue) in (6usize..24, prop_oneof![Just(1usize), Just(16), Just(200)], 1usize..40),
+        (chunk_tokens, sequences) in (prop_oneof![Just(1usize), Just(7), Just(64), Just(512)], 1usize..12),
+        last in wish(),
+    ) {
+        let config = EngineConfig { queue, chunk_tokens, sequences, stretch: 2.0 };
+        let (small, seen) = engine(blocks, multiple, config);
+        let (mut taken, mut dropped) = (Vec::new(), 0);
+        for act in acts {
+            match act {
+                Act::Submit(wish) => match small.submit(wish.request()) {
+                    Ok(events) => taken.push((wish, events, Answer::default())),
+                    Err(SubmitError::Busy { queued }) => prop_assert!(queued >= queue),
+                    Err(SubmitError::Cache { needed, limit, .. }) => prop_assert!(needed > limit),
+                    Err(error) => prop_assert!(false, "{error}"),
+                },
+                Act::Read(who, count) if !taken.is_empty() => {
+                    let at = who % taken.len();
+                    let (_, events, answer) = &mut taken[at];
+                    (0..count).map_while(|_| events.try_recv().ok()).for_each(|event| answer.take(event));
+                }
+                Act::Drop(who) if !taken.is_empty() => {
+                    taken.swap_remove(who % taken.len());
+                    dropped += 1;
+                }
+                Act::Wait(micros) => std::thread::sleep(Duration::from_micros(micros)),
+                _ => {}
+            }
+        }
+        let (alone, _) = engine(64, 1, EngineConfig::default());
+        for (wish, events, answer) in taken {
+            let answer = answer.finish(events);
+            let expected = Wish { deadline: None, ..wish.clone() };
+            let expected = Answer::default().finish(alone.submit(expected.request()).unwrap());
+            match (&answer.end, &expected.end) {
+                (Some(Err(RequestError::Deadline)), _) => {
+                    prop_assert!(wish.deadline.is_some());
+                    for (own, all) in answer.choices.iter().zip(&expected.choices) {
+                        prop_assert!(all.0.starts_with(&own.0), "{wish:?}");
+                    }
+                }
+                (Some(Ok(usage)), Some(Ok(other))) => {
+                    prop_assert_eq!(&answer.choices, &expected.choices, "{:?}", wish);
+                    prop_assert_eq!(usage.prompt_tokens, other.prompt_tokens);
+                    prop_assert_eq!(usage.completion_tokens, other.completion_tokens);
+                    prop_assert_eq!(usage.attention.len(), wish.choices);
+                    prop_assert!(answer.choices.iter().all(|(.., finish)| finish.is_some()));
+                }
+                (Some(Err(error)), Some(Err(other))) => {
+                    prop_assert!(wish.trouble.is_some());
+                    prop_assert_eq!(error, other);
+                }
+                (end, other) => prop_assert!(false, "{wish:?} ended {end:?}, alone {other:?}"),
+            }
+        }
+        // Those that were dropped leave too, and the engine that has nothing to do finds nothing left.
+        let started = Instant::now();
+        while small.load().waiting + small.load().running > 0 {
+            prop_assert!(started.elapsed() < Duration::from_secs(10), "{:?} after {dropped} went away", small.load());
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        let checks = seen.checks.load(Ordering::SeqCst);
+        let last = Wish { prompt: 1, max_tokens: 1, choices: 1, trouble: None, deadline: None, ..last };
+        let last = Answer::default().finish(small.submit(last.request()).unwrap());
+        prop_assert!(matches!(last.end, Some(Ok(_))));
+        while seen.checks.load(Ordering::SeqCst) == checks {
+            prop_assert!(started.elapsed() < Duration::from_secs(10), "the idle engine is not sound");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        prop_assert_eq!(seen.free.load(Ordering::SeqCst), blocks);
+    }
+}

@@ -1,0 +1,290 @@
+//! API keys: who may ask, and how much at once.
+//!
+//! ```toml
+//! [[keys]]
+//! name = "alice"             # in the log and in messages
+//! key = "a long random text" # or `sha256`, its digest in hex
+//! requests = 8               # most at once, waiting ones included; optional
+//! requests_per_minute = 120  # optional
+//! ```
+
+use crate::error::ApiError;
+use axum::body::{Body, Bytes, HttpBody};
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use http_body::{Frame, SizeHint};
+use serde::Deserialize;
+use sha2::{Digest, Sha256};
+use std::fmt;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+/// The keys that are taken. With none, nobody is asked for one.
+#[derive(Debug, Default)]
+pub struct Keys(Vec<Holder>);
+
+/// Whom a key belongs to.
+struct Holder {
+    name: String,
+    digest: [u8; 32],
+    /// A permit for each request that it may have at once, and how many these are.
+    at_once: Option<(Arc<Semaphore>, usize)>,
+    rate: Option<Rate>,
+}
+
+// What stands for the key is nobody's business either.
+impl fmt::Debug for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Holder").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+/// Requests that may come: a full minute's at once, then as time gives them.
+struct Rate {
+    per_minute: usize,
+    /// How many may come, and when that was so.
+    left: Mutex<(f64, Instant)>,
+}
+
+impl Rate {
+    /// Takes one request, or says how long there is none.
+    fn take(&self, now: Instant) -> Result<(), Duration> {
+        let mut state = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        let each = 60.0 / self.per_minute as f64;
+        let left = (state.0 + now.saturating_duration_since(state.1).as_secs_f64() / each).min(self.per_minute as f64);
+        *state = (left, now);
+        if left < 1.0 {
+            return Err(Duration::from_secs_f64((1.0 - left) * each));
+        }
+        state.0 -= 1.0;
+        Ok(())
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    keys: Vec<Entry>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Entry {
+    name: String,
+    key: Option<String>,
+    sha256: Option<String>,
+    requests: Option<usize>,
+    requests_per_minute: Option<usize>,
+}
+
+impl Keys {
+    /// Reads the text of a file of keys.
+    ///
+    /// # Errors
+    /// The line or the key's name, and what is wrong with it; never the key.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let file: File = toml::from_str(text).map_err(|e| {
+            let line = e.span().map_or(1, |span| text[..span.start].matches('\n').count() + 1);
+            format!("line {line}: {}", e.message())
+        })?;
+        let mut keys = Self::default();
+        for Entry { name, key, sha256, requests, requests_per_minute } in file.keys {
+            let digest = match (key, sha256) {
+                (Some(key), None) if !key.is_empty() => digest(&key),
+                (None, Some(text)) => hex(&text).ok_or_else(|| format!("{name}: `sha256` must be 64 hex digits"))?,
+                _ => return Err(format!("{name}: needs a `key` that is not empty, or its `sha256`")),
+            };
+            if requests == Some(0) || requests_per_minute == Some(0) {
+                return Err(format!("{name}: `requests` and `requests_per_minute` must be at least 1"));
+            }
+            keys.insert(Holder {
+                name,
+                digest,
+                at_once: requests.map(|most| (Arc::new(Semaphore::new(most.min(Semaphore::MAX_PERMITS))), most)),
+                rate: requests_per_minute
+                    .map(|per_minute| Rate { per_minute, left: Mutex::new((per_minute as f64, Instant::now())) }),
+            })?;
+        }
+        Ok(keys)
+    }
+
+    /// Takes a key without limits, too.
+    ///
+    /// # Errors
+    /// A name or key that is there already, or an empty key.
+    pub fn add(&mut self, name: &str, key: &str) -> Result<(), String> {
+        if key.is_empty() {
+            return Err(format!("{name}: the key is empty"));
+        }
+        self.insert(Holder { name: name.into(), digest: digest(key), at_once: None, rate: None })
+    }
+
+    fn insert(&mut self, new: Holder) -> Result<(), String> {
+        match self.0.iter().find(|old| old.name == new.name || old.digest == new.digest) {
+            Some(old) if old.name == new.name => Err(format!("{}: the name is there twice", new.name)),
+            Some(old) => Err(format!("{}: has the key of {}", new.name, old.name)),
+            None => {
+                self.0.push(new);
+                Ok(())
+            }
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    fn holder(&self, headers: &HeaderMap) -> Result<&Holder, ApiError> {
+        let refused = |message: &str| ApiError::new(StatusCode::UNAUTHORIZED, message);
+        let Some(value) = headers.get(header::AUTHORIZATION) else {
+            return Err(refused("this server wants an API key: `Authorization: Bearer KEY`"));
+        };
+        let key = value.to_str().ok().and_then(|text| text.split_once(' '));
+        let Some((_, key)) = key.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer")) else {
+            return Err(refused("the header Authorization is not `Bearer KEY`"));
+        };
+        // Digests are compared: how long that takes says nothing of the keys.
+        let digest = digest(key.trim());
+        self.0.iter().find(|holder| holder.digest == digest).ok_or_else(|| refused("the API key is not known here"))
+    }
+}
+
+impl Holder {
+    /// Room for one more request, held until this is dropped.
+    fn take(&self) -> Result<Option<OwnedSemaphorePermit>, Response> {
+        let refused = |message: String, seconds: f64| {
+            let mut response = ApiError::new(StatusCode::TOO_MANY_REQUESTS, message).into_response();
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds.ceil().max(1.0) as u64));
+            response
+        };
+        let permit = match &self.at_once {
+            None => None,
+            Some((permits, most)) => Some(Arc::clone(permits).try_acquire_owned().map_err(|_| {
+                let message = format!("too many requests of {}'s key at once: the limit is {most}", self.name);
+                refused(message, 1.0)
+            })?),
+        };
+        if let Some(rate) = &self.rate {
+            rate.take(Instant::now()).map_err(|wait| {
+                let message =
+                    format!("too many requests of {}'s key in a minute: the limit is {}", self.name, rate.per_minute);
+                refused(message, wait.as_secs_f64())
+            })?;
+        }
+        Ok(permit)
+    }
+}
+
+fn digest(key: &str) -> [u8; 32] {
+    Sha256::digest(key.as_bytes()).into()
+}
+
+fn hex(text: &str) -> Option<[u8; 32]> {
+    let digits: Vec<u8> = text.chars().map(|c| c.to_digit(16).map(|d| d as u8)).collect::<Option<_>>()?;
+    let bytes: Vec<u8> = digits.chunks(2).map(|pair| pair.iter().fold(0, |byte, digit| byte << 4 | digit)).collect();
+    bytes.try_into().ok().filter(|_| digits.len() == 64)
+}
+
+/// Lets nothing under `/v1` through without a key, if there are any; what is asked of the model counts against the key's
+/// limits until its answer is sent.
+pub(crate) async fn check(State(keys): State<Arc<Keys>>, request: Request, next: Next) -> Response {
+    if keys.is_empty() || !request.uri().path().starts_with("/v1/") {
+        return next.run(request).await;
+    }
+    let holder = match keys.holder(request.headers()) {
+        Ok(holder) => holder,
+        Err(error) => {
+            let mut response = error.into_response();
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+            return response;
+        }
+    };
+    if request.method() != Method::POST {
+        return next.run(request).await;
+    }
+    match holder.take() {
+        Ok(None) => next.run(request).await,
+        Ok(Some(permit)) => next.run(request).await.map(|body| Body::new(Held { body, _permit: permit })),
+        Err(refused) => refused,
+    }
+}
+
+/// An answer that takes one of a key's places until it is sent, or nobody wants it any more.
+struct Held {
+    body: Body,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl HttpBody for Held {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_says_who_may_come() {
+        let of_b = Sha256::digest(b"b").iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let text = format!("[[keys]]\nname = \"a\"\nkey = \"secret\"\n[[keys]]\nname = \"b\"\nsha256 = \"{of_b}\"");
+        let keys = Keys::parse(&text).unwrap();
+        let holder = |value: &str| {
+            let headers = HeaderMap::from_iter([(header::AUTHORIZATION, HeaderValue::from_str(value).unwrap())]);
+            keys.holder(&headers).map(|holder| holder.name.clone()).map_err(|e| (e.status, e.message))
+        };
+        assert_eq!(holder("Bearer secret"), Ok("a".into()));
+        assert_eq!(holder("bearer  b "), Ok("b".into()));
+        assert_eq!(holder("Bearer c"), Err((401, "the API key is not known here".into())));
+        assert_eq!(holder("secret"), Err((401, "the header Authorization is not `Bearer KEY`".into())));
+        assert!(keys.holder(&HeaderMap::new()).is_err());
+        assert_eq!(format!("{keys:?}"), "Keys([Holder { name: \"a\", .. }, Holder { name: \"b\", .. }])");
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_used_says_why() {
+        let entry = |rest: &str| Keys::parse(&format!("[[keys]]\nname = \"a\"\nkey = \"k\"\n{rest}")).unwrap_err();
+        assert_eq!(entry("requests = 0"), "a: `requests` and `requests_per_minute` must be at least 1");
+        assert_eq!(entry("[[keys]]\nname = \"a\"\nkey = \"l\""), "a: the name is there twice");
+        assert_eq!(entry("[[keys]]\nname = \"b\"\nkey = \"k\""), "b: has the key of a");
+        assert_eq!(entry("[[keys]]\nname = \"b\"\nsha256 = \"12\""), "b: `sha256` must be 64 hex digits");
+        let neither = "b: needs a `key` that is not empty, or its `sha256`";
+        assert_eq!(entry("[[keys]]\nname = \"b\""), neither);
+        assert_eq!(entry("[[keys]]\nname = \"b\"\nkey = \"\""), neither);
+        assert!(entry("request = 1").starts_with("line 4: unknown field `request`"), "{}", entry("request = 1"));
+    }
+
+    #[test]
+    fn a_rate_gives_a_minute_at_once_and_then_as_time_passes() {
+        let start = Instant::now();
+        let rate = Rate { per_minute: 30, left: Mutex::new((30.0, start)) };
+        assert_eq!((0..40).filter(|_| rate.take(start).is_ok()).count(), 30);
+        let wait = rate.take(start).unwrap_err();
+        assert!((wait.as_secs_f64() - 2.0).abs() < 1e-6, "{wait:?}");
+        assert!(rate.take(start + Duration::from_secs(1)).is_err());
+        assert!(rate.take(start + Duration::from_millis(2001)).is_ok());
+        let later = start + Duration::from_secs(1000);
+        assert_eq!((0..40).filter(|_| rate.take(later).is_ok()).count(), 30, "no more than a minute's");
+    }
+}
