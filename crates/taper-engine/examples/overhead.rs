@@ -12,6 +12,10 @@ use taper_engine::{
     Backend, BackendError, Engine, EngineConfig, Event, Input, Limits, ModelInfo, Request, SamplingParams, StopRules,
 };
 
+/// As in the server.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// Steps, and nanoseconds spent in them.
 #[derive(Default)]
 struct Spent {

@@ -7,7 +7,6 @@ use crate::request::TokenLogprob;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::borrow::Cow;
-use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet};
 use taper_kernels::logits;
 
@@ -128,29 +127,36 @@ impl Sampler {
     /// Draws among the tokens by their weights; the most probable one weighs 1.
     fn draw_from(&mut self, weights: Vec<f32>, best: u32) -> u32 {
         let p = &self.params;
-        let top_k = p.top_k.filter(|&k| k > 0 && k < weights.len());
-        if top_k.is_none() && p.min_p == 0.0 && p.top_p >= 1.0 {
-            return self.draw(&weights).map_or(best, |place| place as u32);
-        }
-        let (mut kept, mass) = match top_k {
-            Some(k) => (logits::largest(&weights, k), None),
-            // If all below this went, less would go than top_p lets go.
-            None if p.min_p == 0.0 => {
-                let mass = sum(&weights);
-                let spare = (1.0 - f64::from(p.top_p)) * mass / weights.len() as f64;
-                (logits::at_least(&weights, spare as f32), Some(mass))
+        // What is kept is in the order of tokens, so that the same draw gives the same one whichever filters ran.
+        let mut kept = match p.top_k {
+            Some(k) if (1..weights.len()).contains(&k) => {
+                let mut kept = logits::largest(&weights, k);
+                kept.retain(|&(_, weight)| weight >= p.min_p);
+                kept.sort_unstable_by_key(|&(token, _)| token);
+                Some(kept)
             }
-            None => (logits::at_least(&weights, p.min_p), None),
+            _ if p.min_p > 0.0 => Some(logits::at_least(&weights, p.min_p)),
+            _ => None,
         };
-        kept.retain(|&(_, weight)| weight >= p.min_p);
         if p.top_p < 1.0 {
-            let mass = mass.unwrap_or_else(|| kept.iter().map(|&(_, w)| f64::from(w)).sum());
-            keep_mass(&mut kept, mass * f64::from(p.top_p));
+            let share = |weights: &[f32]| sum(weights) * f64::from(p.top_p);
+            kept = Some(match kept {
+                None => logits::fewest(&weights, share(&weights)),
+                Some(kept) => {
+                    let weights: Vec<f32> = kept.iter().map(|&(_, weight)| weight).collect();
+                    let places = logits::fewest(&weights, share(&weights));
+                    places.into_iter().map(|(place, _)| kept[place as usize]).collect()
+                }
+            });
         }
-        // One fixed order, so that the same draw gives the same token whichever filters ran.
-        kept.sort_unstable_by_key(|&(token, _)| token);
-        let weights: Vec<f32> = kept.iter().map(|&(_, weight)| weight).collect();
-        self.draw(&weights).map_or(best, |place| kept[place].0)
+        let drawn = match kept {
+            None => self.draw(&weights).map(|token| token as u32),
+            Some(kept) => {
+                let weights: Vec<f32> = kept.iter().map(|&(_, weight)| weight).collect();
+                self.draw(&weights).map(|place| kept[place].0)
+            }
+        };
+        drawn.unwrap_or(best)
     }
 
     /// A place drawn by weight; none where rounding leaves a hair.
@@ -175,36 +181,6 @@ impl Sampler {
 
 fn sum(weights: &[f32]) -> f64 {
     logits::sums(weights).iter().map(|&sum| f64::from(sum)).sum()
-}
-
-/// Heaviest first, then the smallest token.
-fn heavier(a: &(u32, f32), b: &(u32, f32)) -> Ordering {
-    b.1.total_cmp(&a.1).then(a.0.cmp(&b.0))
-}
-
-/// Keeps the fewest heaviest candidates whose weights reach the sum `goal`; all, if they do not.
-fn keep_mass(kept: &mut Vec<(u32, f32)>, goal: f64) {
-    // The last one to keep is in `low..high`, and what comes before is heavier and weighs `before`.
-    let (mut low, mut high, mut before) = (0, kept.len(), 0.0);
-    while high - low > 32 {
-        let middle = (high - low) / 2;
-        let part = &mut kept[low..high];
-        part.select_nth_unstable_by(middle, heavier);
-        let heavy = before + part[..middle].iter().map(|&(_, w)| f64::from(w)).sum::<f64>();
-        if heavy >= goal {
-            high = low + middle;
-        } else {
-            (low, before) = (low + middle, heavy);
-        }
-    }
-    kept[low..high].sort_unstable_by(heavier);
-    let reach = |&(_, weight): &(u32, f32)| {
-        before += f64::from(weight);
-        before >= goal
-    };
-    if let Some(last) = kept[low..high].iter().position(reach) {
-        kept.truncate(low + last + 1);
-    }
 }
 
 /// Log probabilities of one token and of the `top` most probable ones, best first, from unchanged logits.

@@ -13,7 +13,7 @@ fn draws(params: SamplingParams, logits: &[f32], count: usize) -> Vec<u32> {
 /// Tokens by falling logit, ties by token.
 fn order(logits: &[f32]) -> Vec<u32> {
     let mut all: Vec<(u32, f32)> = (0u32..).zip(logits.iter().copied()).collect();
-    all.sort_by(heavier);
+    all.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
     all.into_iter().map(|(t, _)| t).collect()
 }
 
