@@ -1,5 +1,5 @@
 //! What decode methods read from the file of a KV cache that hardly lies in memory: a prompt goes in, the file takes all
-//! that it may hold out of memory, and the tokens after it bring back what they read.
+//! that it may hold out of memory, and the tokens after it bring back what they read, which then stays.
 //!
 //!     cargo run --release --example offload -- [MODEL [PROMPT [TOKENS]]]
 
@@ -35,7 +35,7 @@ fn main() -> Result<(), Failed> {
     let mut backend = ModelBackend::load(&model, &LoadOptions::default(), cache, &candle_core::Device::Cpu)?;
     let vocab = backend.limits().vocab;
     let prompt: Vec<u32> = (0..prompt).map(|i| (i * 7919 % vocab) as u32).collect();
-    println!("| decode | read a token | seconds a token |\n| --- | --- | --- |");
+    println!("| decode | read for {tokens} tokens | seconds a token |\n| --- | --- | --- |");
     for decode in [
         json!({ "method": "dense" }),
         json!({ "method": "streaming_llm" }),
@@ -58,8 +58,8 @@ fn main() -> Result<(), Failed> {
         for _ in 0..tokens {
             backend.forward(vec![Input { sequence: &mut sequence, tokens: &[1], logits: false }])?;
         }
-        let each = (read_bytes()? - before) as f64 / tokens as f64 / 1e6;
-        println!("| `{decode}` | {each:.1} MB | {:.3} |", started.elapsed().as_secs_f64() / tokens as f64);
+        let read = (read_bytes()? - before) as f64 / 1e6;
+        println!("| `{decode}` | {read:.0} MB | {:.3} |", started.elapsed().as_secs_f64() / tokens as f64);
         backend.close(sequence);
     }
     Ok(())

@@ -14,7 +14,7 @@ pub(crate) struct Pace {
 /// Weight of the latest step.
 const LATEST: f64 = 0.2;
 /// Prompt tokens of a step, beside answers, while their time is not known, and the least of any step that takes some.
-const LEAST: usize = 16;
+const LEAST: usize = 4;
 /// After so many steps with prompts one goes without, to see how long rows take by now.
 const PROBE: usize = 32;
 
@@ -53,11 +53,11 @@ mod tests {
         // 10 ms a row, 2 ms a prompt token.
         assert_eq!(pace.prompt_tokens(8, 2.0, 512), 0, "nothing is known: rows alone, to see");
         pace.note(8, 0, 0.08);
-        assert_eq!(pace.prompt_tokens(8, 2.0, 512), 16, "prompts are not known");
+        assert_eq!(pace.prompt_tokens(8, 2.0, 512), 4, "prompts are not known");
         pace.note(0, 100, 0.2);
         assert_eq!(pace.prompt_tokens(8, 2.0, 512), 40);
         assert_eq!(pace.prompt_tokens(8, 1.5, 512), 20);
-        assert_eq!(pace.prompt_tokens(1, 1.0, 512), 16, "prompts never stand still");
+        assert_eq!(pace.prompt_tokens(1, 1.0, 512), 4, "prompts never stand still");
         assert_eq!(pace.prompt_tokens(8, 100.0, 512), 512);
         // Rows take 30 ms by now, which a step with prompts does not tell from prompts that take longer.
         let mut without = 0;
