@@ -9,6 +9,7 @@ use crate::layer::{AttentionShape, LayerAttention, Rotary};
 use crate::method::{Carry, Choice, DecodeMethod, DecodeStep, KeyIndex, PrefillLayer, PrefillOutput};
 use crate::report::{PhaseReport, Report};
 use crate::sequence::{By, Phase, Sequence, add_read};
+use crate::spec::AttentionSpec;
 use candle_core::{DType, Result, Tensor, bail};
 use std::ops::Range;
 use taper_kernels::decode::{Decode, DecodeRow, attend};
@@ -94,6 +95,7 @@ impl<'a> AttentionBatch<'a> {
                 return Err(candle_core::Error::Msg(message).into());
             }
             pool.grow(&mut sequence.table, end)?;
+            sequence.underway = None;
             slots.extend((sequence.len..end).map(|token| sequence.table.slot(token)));
             lengths.extend((sequence.len..end).map(|token| sequence.prompt.max(token + 1) as u32));
             let (report, carries) = (sequence.report.clone(), sequence.carries.clone());
@@ -117,19 +119,15 @@ impl<'a> AttentionBatch<'a> {
             span.sequence.settle()?;
         }
         for Started { sequence, tokens, report, .. } in std::mem::take(&mut self.spans) {
-            sequence.len += tokens;
-            if sequence.len <= sequence.reported {
-                sequence.report = report;
-            }
-            if sequence.len - tokens < sequence.context {
-                let whole = sequence.len.min(sequence.context) / BLOCK_TOKENS;
-                self.pool.remember(&sequence.table, &sequence.prefix[..whole.min(sequence.prefix.len())]);
-            }
-            if sequence.len >= sequence.context {
-                sequence.carries.clear();
-            }
+            let report = std::mem::replace(&mut sequence.report, report);
+            sequence.advance(self.pool, tokens, report);
         }
         Ok(())
+    }
+
+    /// The cache, for other work of the same step.
+    pub fn pool(&mut self) -> &mut KvPool {
+        self.pool
     }
 
     /// One layer's share of the batch for a sequence.
@@ -218,41 +216,26 @@ const DECODE_ROWS: usize = 16;
 
 impl Part<'_> {
     fn stream(&self, seed: u64, position: usize) -> Stream {
-        Stream { seed, layer: self.layer as u32, head: 0, position: position as u32 }
+        stream(seed, self.layer, position)
     }
 
     fn prefill(&self, sequence: &mut Sequence, q: Tensor, by: By) -> Result<Tensor> {
-        let rows = q.dims()[0];
-        let layer = PrefillLayer {
-            q,
-            kv: self.pool.layer(self.layer),
-            table: sequence.table.blocks(),
-            layer: self.layer,
-            start: sequence.len,
-            prompt: sequence.context,
-            window: self.shape.window,
-        };
+        sequence.carries.resize(self.shape.layers, Carry::default());
+        // Taken out while the rest of the sequence is read; a step that fails puts both back.
+        let mut carry = std::mem::take(&mut sequence.carries[self.layer]);
+        let mut report = std::mem::take(&mut sequence.report.prefill);
+        let rows = sequence.prompt_layer(&self.shape, self.pool, self.layer, (q, 0));
         let output = match by {
-            By::Dense | By::DecodeMethod => layer.attend(Mask::Causal)?,
+            By::Dense | By::DecodeMethod => rows.attend(Mask::Causal)?,
             By::PrefillMethod => {
-                sequence.carries.resize(self.shape.layers, Carry::default());
-                sequence.spec.prefill.method.attend(&layer, &mut sequence.carries[self.layer])?
+                let method = &sequence.spec.prefill.method;
+                let choice = method.choose(&rows)?;
+                report.add_scored(choice.scored);
+                method.attend(&rows, &choice, &mut carry)?
             }
         };
-        let there: usize = (layer.start..layer.start + rows).map(|p| Mask::Causal.count(p, self.shape.window)).sum();
-        let report = &mut sequence.report.prefill;
-        let PrefillOutput { out, keys, kept, scored } = output;
-        let (read, most) = (keys.iter().map(|k| k.read).sum(), keys.iter().map(|k| k.most).max().unwrap_or(0));
-        let heads = self.shape.q_heads as u64;
-        report.add(rows as u64 * heads, read, there as u64 * heads, most);
-        report.add_kept(&kept);
-        report.add_scored(scored);
-        let audited: Vec<usize> = (0..rows)
-            .filter(|row| audit::wanted(&self.stream(sequence.seed, layer.start + row), sequence.spec.audit))
-            .collect();
-        if !audited.is_empty() {
-            report.add_errors(&audit::prefill(&layer, &out, &audited)?, None);
-        }
+        let out = report_prompt(&self.shape, &rows, (&sequence.spec, sequence.seed), output, &mut report)?;
+        (sequence.carries[self.layer], sequence.report.prefill) = (carry, report);
         Ok(out)
     }
 
@@ -396,6 +379,35 @@ impl Part<'_> {
         sequence.report.decode.add_errors(&errors, method.promise().map(|(epsilon, _)| epsilon));
         Ok(())
     }
+}
+
+/// What keys a row's random draws in a layer.
+fn stream(seed: u64, layer: usize, position: usize) -> Stream {
+    Stream { seed, layer: layer as u32, head: 0, position: position as u32 }
+}
+
+/// Takes what rows of a prompt read into a report, and compares with dense attention those that the spec wants compared;
+/// returns their outputs.
+pub(crate) fn report_prompt(
+    shape: &AttentionShape,
+    rows: &PrefillLayer,
+    (spec, seed): (&AttentionSpec, u64),
+    output: PrefillOutput,
+    report: &mut PhaseReport,
+) -> Result<Tensor> {
+    let positions = rows.start..rows.start + rows.rows();
+    let there: usize = positions.clone().map(|p| Mask::Causal.count(p, shape.window)).sum();
+    let PrefillOutput { out, keys, kept } = output;
+    let (read, most) = (keys.iter().map(|k| k.read).sum(), keys.iter().map(|k| k.most).max().unwrap_or(0));
+    let heads = shape.q_heads as u64;
+    report.add(positions.len() as u64 * heads, read, there as u64 * heads, most);
+    report.add_kept(&kept);
+    let wanted = |row: &usize| audit::wanted(&stream(seed, rows.layer, rows.start + row), spec.audit);
+    let audited: Vec<usize> = (0..positions.len()).filter(wanted).collect();
+    if !audited.is_empty() {
+        report.add_errors(&audit::prefill(rows, &out, &audited)?, None);
+    }
+    Ok(out)
 }
 
 /// The rotary embedding of a token, in a sequence whose prompt is so long.

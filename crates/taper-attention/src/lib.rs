@@ -8,6 +8,7 @@ mod amount;
 mod artifacts;
 mod audit;
 mod batch;
+mod chunk;
 mod kept;
 mod layer;
 pub mod method;
@@ -22,6 +23,7 @@ mod top_k;
 
 pub use artifacts::{ArtifactError, Artifacts, ModelKey, Place, Places};
 pub use batch::{AttentionBatch, Replay, Span, leaders, replay};
+pub use chunk::{Chunk, Slice};
 pub use layer::{AttentionShape, LayerAttention, Rotary};
 pub use methods::{MethodInfo, catalogue};
 /// MInference's patterns, for what assigns them offline.

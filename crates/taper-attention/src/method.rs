@@ -1,22 +1,35 @@
 //! The two seams that a method implements. A method decides what is read; the operations of taper-kernels read it.
 
+use crate::kept::kept;
 use crate::layer::AttentionShape;
 use candle_core::{DType, Result, Tensor, bail};
 use taper_kernels::decode::{Budget, Decode, DecodeRow, Scores, Selection, attend};
 use taper_kernels::index::Part;
 use taper_kernels::kv::PagedKv;
 use taper_kernels::philox::Stream;
-use taper_kernels::prefill::{self, Mask, Reads, Rows};
+use taper_kernels::prefill::{self, Mask, Reads, Rows, Selection as PrefillSelection};
 use taper_kernels::rotary::{self, Rotation};
 use taper_kv_cache::IndexShape;
 
-/// How a prompt's rows attend.
+/// How a prompt's rows attend. In each layer a chunk of a prompt is chosen for at once, and attended at once or slice by
+/// slice of its rows: that does not show.
 pub trait PrefillMethod: std::fmt::Debug + Send + Sync {
-    /// Attends for a chunk of a prompt in one layer. `carry` is what the method kept from the chunk before.
+    /// Chooses for all rows of a chunk in one layer. Unless a method knows better, they read everything.
     ///
     /// # Errors
     /// A device error.
-    fn attend(&self, layer: &PrefillLayer, carry: &mut Carry) -> Result<PrefillOutput>;
+    fn choose(&self, _chunk: &PrefillLayer) -> Result<PrefillChoice> {
+        Ok(PrefillChoice::default())
+    }
+
+    /// Attends for the chunk's next rows, by what was chosen for it. `carry` is what the method kept from the rows before,
+    /// of this chunk or the one before.
+    ///
+    /// # Errors
+    /// A device error.
+    fn attend(&self, rows: &PrefillLayer, choice: &PrefillChoice, _carry: &mut Carry) -> Result<PrefillOutput> {
+        rows.attend_choice(choice)
+    }
 
     /// Where the chunk of a prompt that begins at `start` ends: `max` tokens on, unless the method must see more at once.
     fn cut(&self, start: usize, prompt: usize, max: usize) -> usize {
@@ -58,7 +71,7 @@ pub(crate) fn cut_at_blocks(block: usize, start: usize, prompt: usize, max: usiz
     end.max((start / block + 1) * block).min(prompt)
 }
 
-/// What a prefill method keeps of one layer from one chunk of a prompt to the next, so that the cuts do not show.
+/// What a prefill method keeps of one layer from some rows of a prompt to the next, so that the cuts do not show.
 #[derive(Debug, Clone, Default)]
 pub struct Carry {
     /// The method's own.
@@ -73,7 +86,20 @@ impl Carry {
     }
 }
 
-/// A chunk of one sequence's prompt in one layer; its keys and values are in the cache.
+/// What a prefill method chose for a chunk in one layer.
+#[derive(Debug, Default)]
+pub struct PrefillChoice {
+    /// What its rows read; absent, everything.
+    pub selection: Option<PrefillSelection>,
+    /// The chunk's last rows, whose attention mass was measured: the first one's absolute position, and the natural
+    /// logarithm of each row's sum of exponentials over all keys `[R, q_heads]`, f32.
+    pub measured: Option<(usize, Tensor)>,
+    /// Products of a query, or a mean of some, with a key, or a mean of some, that choosing took over all query heads.
+    pub scored: u64,
+}
+
+/// Consecutive rows of one sequence's prompt in one layer, a chunk or a slice of one; the chunk's keys and values are in
+/// the cache.
 #[derive(Clone)]
 pub struct PrefillLayer<'a> {
     /// Queries `[T, q_heads, head_dim]`, f32, after rotary embedding.
@@ -100,8 +126,6 @@ pub struct PrefillOutput {
     pub keys: Vec<RowKeys>,
     /// Shares of the attention mass that the keys read hold, where a method measured any: one a (row, query head).
     pub kept: Vec<f32>,
-    /// Products of a query, or a mean of some, with a key, or a mean of some, that choosing took over all query heads.
-    pub scored: u64,
 }
 
 /// How many keys a row read.
@@ -114,7 +138,7 @@ pub struct RowKeys {
 }
 
 impl PrefillLayer<'_> {
-    /// Rows of the chunk.
+    /// How many rows there are.
     pub fn rows(&self) -> usize {
         self.q.dims()[0]
     }
@@ -151,7 +175,26 @@ impl PrefillLayer<'_> {
                 counts.chunks(selection.heads().len()).map(|counts| RowKeys::of(counts, heads)).collect()
             }
         };
-        Ok((PrefillOutput { out, keys, kept: Vec::new(), scored: 0 }, lse))
+        Ok((PrefillOutput { out, keys, kept: Vec::new() }, lse))
+    }
+
+    /// Attends for all rows by what was chosen for their chunk, and measures what the measured ones among them keep.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn attend_choice(&self, choice: &PrefillChoice) -> Result<PrefillOutput> {
+        let reads = choice.selection.as_ref().map_or(Mask::Causal.into(), Reads::from);
+        let (mut output, lse) = self.attend_lse(&self.q, &self.positions(), reads)?;
+        if let Some((first, all)) = &choice.measured {
+            let end = self.start + self.rows();
+            let from = (*first).clamp(self.start, end);
+            if from < end {
+                let (read, all) =
+                    (lse.narrow(0, from - self.start, end - from)?, all.narrow(0, from - first, end - from)?);
+                output.kept = kept(&read, &all)?;
+            }
+        }
+        Ok(output)
     }
 
     /// Queries at positions, as the operations of taper-kernels take them.
@@ -165,7 +208,7 @@ impl PrefillLayer<'_> {
         (keys * self.q.dims()[1]) as u64
     }
 
-    /// Absolute positions of the chunk's rows.
+    /// Absolute positions of the rows.
     pub fn positions(&self) -> Vec<u32> {
         (self.start..self.start + self.rows()).map(|p| p as u32).collect()
     }

@@ -1,10 +1,11 @@
 //! One sequence's attention: its spec, how far it is, its blocks, its report.
 
-use crate::layer::Rotary;
-use crate::method::{Carry, DecodeMethod};
+use crate::chunk::Underway;
+use crate::layer::{AttentionShape, Rotary};
+use crate::method::{Carry, DecodeMethod, PrefillLayer, PrefillMethod};
 use crate::report::{AttentionUsage, PhaseReport, Report};
 use crate::spec::{AttentionSpec, Chosen, Question};
-use candle_core::Result;
+use candle_core::{Result, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
 use taper_kernels::decode::{DecodeRow, Selection};
@@ -30,6 +31,8 @@ pub struct Sequence {
     /// What the prefill method keeps between chunks `[layers]`; empty before the first and after the last.
     pub(crate) carries: Vec<Carry>,
     pub(crate) report: Report,
+    /// A chunk that is not through the layers yet.
+    pub(crate) underway: Option<Underway>,
 }
 
 impl Sequence {
@@ -48,6 +51,7 @@ impl Sequence {
             unread: Vec::new(),
             carries: Vec::new(),
             report: Report::default(),
+            underway: None,
         }
     }
 
@@ -107,14 +111,24 @@ impl Sequence {
     }
 
     /// Prompt tokens that the next step takes: at most `max_tokens`, unless the prefill method must see more at once. 0
-    /// once the prompt is done. Tokens that come a second time are not taken together with new ones.
+    /// once the prompt is done. Tokens that come a second time are not taken together with new ones. A chunk that is
+    /// [underway](Self::underway) goes on.
     pub fn chunk(&self, max_tokens: usize) -> usize {
+        if let Some(chunk) = &self.underway {
+            return chunk.progress().0;
+        }
         let max_tokens = if self.len < self.reported { max_tokens.min(self.reported - self.len) } else { max_tokens };
         match self.phase() {
             Phase::Context => self.spec.prefill.method.cut(self.len, self.context, max_tokens) - self.len,
             Phase::Question => (self.prompt - self.len).min(max_tokens),
             Phase::Answer => 0,
         }
+    }
+
+    /// Tokens of a [chunk](crate::Chunk) that is not through the layers yet, and how many of them through all layers its
+    /// work so far amounts to; zeros without one.
+    pub fn underway(&self) -> (usize, usize) {
+        self.underway.as_ref().map_or((0, 0), Underway::progress)
     }
 
     /// What attends for the next tokens.
@@ -158,7 +172,8 @@ impl Sequence {
     pub fn fork(&self, pool: &mut KvPool, seed: u64) -> std::result::Result<Self, KvError> {
         let table = pool.fork(&self.table, self.len)?;
         let (spec, carries, report) = (self.spec.clone(), self.carries.clone(), self.report.clone());
-        Ok(Self { spec, seed, table, prefix: Vec::new(), unread: Vec::new(), carries, report, ..*self })
+        let (prefix, unread, underway) = Default::default();
+        Ok(Self { spec, seed, table, prefix, unread, carries, report, underway, ..*self })
     }
 
     /// Gives the blocks back, to [rejoin](Self::rejoin) its prompt later.
@@ -166,6 +181,7 @@ impl Sequence {
         self.reported = self.reported.max(self.len);
         pool.release(&mut self.table);
         self.carries.clear();
+        self.underway = None;
         self.len = 0;
     }
 
@@ -188,7 +204,7 @@ impl Sequence {
                     }
                 },
             };
-            sequence.len = prompt.len;
+            (sequence.len, sequence.underway) = (prompt.len, None);
         }
         pool.release(&mut prompt.table);
         Ok(())
@@ -205,8 +221,8 @@ impl Sequence {
         }
         let table = to.adopt(from, &self.table, self.len)?;
         let (spec, report) = (self.spec.clone(), self.report.clone());
-        let (prefix, unread, carries) = Default::default();
-        Ok(Self { spec, seed, table, prefix, unread, carries, report, ..*self })
+        let (prefix, unread, carries, underway) = Default::default();
+        Ok(Self { spec, seed, table, prefix, unread, carries, report, underway, ..*self })
     }
 
     /// From here on tokens are attended by the decode method of `spec`, and audited as often as it says.
@@ -221,6 +237,12 @@ impl Sequence {
         self.spec = Arc::new(AttentionSpec { decode, ..(*self.spec).clone() });
     }
 
+    /// The same of a prompt's prefill method.
+    pub fn prefill_by_own(&mut self, name: &'static str, method: Arc<dyn PrefillMethod>) {
+        let prefill = Chosen { name, json: serde_json::json!({ "method": name }), method };
+        self.spec = Arc::new(AttentionSpec { prefill, ..(*self.spec).clone() });
+    }
+
     /// Lets the tokens after the first `tokens` go, as if they had never come. Those of the prompt stay.
     ///
     /// # Errors
@@ -228,9 +250,44 @@ impl Sequence {
     pub fn truncate(&mut self, pool: &mut KvPool, tokens: usize) -> std::result::Result<(), KvError> {
         let tokens = tokens.clamp(self.prompt.min(self.len), self.len);
         pool.truncate(&mut self.table, tokens)?;
-        self.len = tokens;
+        (self.len, self.underway) = (tokens, None);
         self.reported = self.reported.min(tokens);
         Ok(())
+    }
+
+    /// One layer of a prompt's rows with queries `[T, q_heads, head_dim]`, the first `row` tokens after those cached.
+    pub(crate) fn prompt_layer<'s>(
+        &'s self,
+        shape: &AttentionShape,
+        pool: &'s KvPool,
+        layer: usize,
+        (q, row): (Tensor, usize),
+    ) -> PrefillLayer<'s> {
+        PrefillLayer {
+            q,
+            kv: pool.layer(layer),
+            table: self.table.blocks(),
+            layer,
+            start: self.len + row,
+            prompt: self.context,
+            window: shape.window,
+        }
+    }
+
+    /// Takes the next tokens as cached, and the report with them unless they come a second time.
+    pub(crate) fn advance(&mut self, pool: &mut KvPool, tokens: usize, report: Report) {
+        let before = self.len;
+        self.len += tokens;
+        if self.len > self.reported {
+            self.report = report;
+        }
+        if before < self.context {
+            let whole = self.len.min(self.context) / BLOCK_TOKENS;
+            pool.remember(&self.table, &self.prefix[..whole.min(self.prefix.len())]);
+        }
+        if self.len >= self.context {
+            self.carries.clear();
+        }
     }
 
     /// Takes in what was put off: the device is waited for once a step, at its end.

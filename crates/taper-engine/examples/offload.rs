@@ -49,14 +49,14 @@ fn main() -> Result<(), Failed> {
         while backend.cached(&sequence) < prompt.len() {
             let at = backend.cached(&sequence);
             let end = at + backend.chunk(&sequence, 512);
-            backend.forward(vec![Input { sequence: &mut sequence, tokens: &prompt[at..end], logits: false }])?;
+            backend.forward(vec![Input::whole(&mut sequence, &prompt[at..end], false)])?;
         }
         // The first token builds the indices, which stay in memory.
-        backend.forward(vec![Input { sequence: &mut sequence, tokens: &[1], logits: false }])?;
+        backend.forward(vec![Input::whole(&mut sequence, &[1], false)])?;
         backend.page_out()?;
         let (before, started) = (read_bytes()?, Instant::now());
         for _ in 0..tokens {
-            backend.forward(vec![Input { sequence: &mut sequence, tokens: &[1], logits: false }])?;
+            backend.forward(vec![Input::whole(&mut sequence, &[1], false)])?;
         }
         let read = (read_bytes()? - before) as f64 / 1e6;
         println!("| `{decode}` | {read:.0} MB | {:.3} |", started.elapsed().as_secs_f64() / tokens as f64);

@@ -28,8 +28,27 @@ pub struct Input<'a, S> {
     pub sequence: &'a mut S,
     /// Its next tokens.
     pub tokens: &'a [u32],
+    /// How much of a [chunk](Backend::chunk)'s work the step does: as much as so many of its tokens through all layers. With
+    /// less than is left of it the chunk is [underway](Backend::underway) afterwards, with none of its tokens cached.
+    pub effort: usize,
     /// Whether the logits after the last of them are wanted.
     pub logits: bool,
+}
+
+impl<'a, S> Input<'a, S> {
+    /// All of the work at once.
+    pub fn whole(sequence: &'a mut S, tokens: &'a [u32], logits: bool) -> Self {
+        Self { sequence, tokens, effort: tokens.len(), logits }
+    }
+}
+
+/// A chunk of a prompt whose work is not done yet.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Underway {
+    /// Its tokens, which have their room in the cache; 0 without one.
+    pub tokens: usize,
+    /// The work done, as so many tokens through all layers: fewer than `tokens`.
+    pub done: usize,
 }
 
 /// What computes logits. All calls come from the engine's one thread.
@@ -80,11 +99,18 @@ pub trait Backend: Send + 'static {
     /// No room in the cache.
     fn fork(&mut self, sequence: &Self::Sequence, seed: u64) -> Result<Self::Sequence, BackendError>;
 
-    /// How many prompt tokens the sequence takes in its next step: at most `max`, unless its method cannot cut so short.
+    /// How many prompt tokens the sequence's next chunk has: at most `max`, unless its method cannot cut so short. A chunk
+    /// that is [underway](Self::underway) stays as it is.
     fn chunk(&self, sequence: &Self::Sequence, max: usize) -> usize;
 
-    /// One forward pass over all inputs; logits `[vocab]` for each input that wants them, in order. If it fails, panics
-    /// included, the sequences are as they were, but for room in the cache.
+    /// The chunk that is underway.
+    fn underway(&self, _sequence: &Self::Sequence) -> Underway {
+        Underway::default()
+    }
+
+    /// One step over all inputs; logits `[vocab]` for each input that wants them and is through, in order. If it fails,
+    /// panics included, the sequences are as they were, but for room in the cache and chunks underway, which may have to
+    /// begin again.
     ///
     /// # Errors
     /// No room in the cache, or a device error.

@@ -16,8 +16,7 @@ use tokio::sync::mpsc;
 pub struct EngineConfig {
     /// Requests that may wait; more are refused.
     pub queue: usize,
-    /// Most prompt tokens of one step, but where a method cannot be cut so short: a cancelled request ends after at most so
-    /// many.
+    /// Most work on prompts in one step, in tokens through all layers: a cancelled request ends after at most so much.
     pub chunk_tokens: usize,
     /// Most answers that are generated together.
     pub sequences: usize,

@@ -1,6 +1,6 @@
 //! Prompts on one device, answers on another: two backends of one model as one.
 
-use crate::backend::{Backend, BackendError, Input, Limits};
+use crate::backend::{Backend, BackendError, Input, Limits, Underway};
 use crate::model::ModelBackend;
 use std::sync::Arc;
 use taper_attention::{AttentionSpec, AttentionUsage, Sequence};
@@ -110,13 +110,20 @@ impl Backend for Handover {
         held.sequence().chunk(max)
     }
 
+    fn underway(&self, held: &Held) -> Underway {
+        match held {
+            Held::Prompts(sequence) => self.prompts.underway(sequence),
+            Held::Answers(sequence) => self.answers.underway(sequence),
+        }
+    }
+
     fn forward(&mut self, inputs: Vec<Input<'_, Held>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
         let (mut prompts, mut answers, mut first) = (Vec::new(), Vec::new(), Vec::new());
-        for Input { sequence, tokens, logits } in inputs {
+        for Input { sequence, tokens, effort, logits } in inputs {
             first.push(matches!(sequence, Held::Prompts(_)));
             match sequence {
-                Held::Prompts(sequence) => prompts.push(Input { sequence, tokens, logits }),
-                Held::Answers(sequence) => answers.push(Input { sequence, tokens, logits }),
+                Held::Prompts(sequence) => prompts.push(Input { sequence, tokens, effort, logits }),
+                Held::Answers(sequence) => answers.push(Input { sequence, tokens, effort, logits }),
             }
         }
         let of = |backend: &mut ModelBackend, inputs: Vec<Input<'_, Sequence>>| {

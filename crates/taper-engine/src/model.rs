@@ -1,11 +1,11 @@
 //! The real model behind the engine's seams: weights, KV pool, tokenizer and chat template.
 
-use crate::backend::{Backend, BackendError, Input, Limits};
+use crate::backend::{Backend, BackendError, Input, Limits, Underway};
 use crate::text::{Message, Text, TextError, TokenStream};
 use candle_core::{DType, Device, Tensor};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use taper_attention::{AttentionBatch, AttentionSpec, AttentionUsage, ModelKey, Sequence, Span, leaders};
+use taper_attention::{AttentionBatch, AttentionSpec, AttentionUsage, Chunk, ModelKey, Sequence, Span, leaders};
 use taper_kernels::parallel;
 use taper_kv_cache::{BLOCK_TOKENS, KvPool, KvShape};
 use taper_model::{
@@ -225,12 +225,23 @@ impl ModelBackend {
         self.model.config().key()
     }
 
-    /// One forward pass.
+    /// One forward pass, and chunks a part of their way after it.
     fn step(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
         // Answers by one method stand together.
         let leaders = leaders(inputs.iter().map(|input| (&*input.sequence, input.tokens.len())));
-        let mut inputs: Vec<_> = inputs.into_iter().enumerate().collect();
+        let part = |(_, input): &(usize, Input<'_, Sequence>)| {
+            input.effort < input.tokens.len() || input.sequence.underway().0 > 0
+        };
+        let (mut inputs, mut chunks): (Vec<_>, Vec<_>) = {
+            let (chunks, inputs) = inputs.into_iter().enumerate().partition(part);
+            (inputs, chunks)
+        };
+        if !self.model.device().is_cpu() {
+            // A device takes a chunk in one piece, the oldest in this step.
+            inputs.extend(chunks.drain(..).take(1));
+        }
         inputs.sort_by_key(|(place, _)| leaders[*place]);
+        let mut out = vec![None; leaders.len()];
         let mut tokens = Vec::new();
         // Rows of the batch whose logits are wanted, and the places of the inputs that want them.
         let (mut rows, mut places) = (Vec::new(), Vec::new());
@@ -246,18 +257,26 @@ impl ModelBackend {
         let shape = self.model.attention_shape();
         let mut batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans)
             .map_err(|e| BackendError(e.to_string()))?;
-        let hidden = self.model.forward(&tokens, &batch.positions(), &mut batch)?;
-        let logits = match rows.is_empty() {
-            true => Vec::new(),
-            false => {
+        if !tokens.is_empty() {
+            let hidden = self.model.forward(&tokens, &batch.positions(), &mut batch)?;
+            if !rows.is_empty() {
                 let rows = Tensor::from_slice(&rows, rows.len(), self.model.device())?;
-                self.model.logits(&hidden.index_select(&rows, 0)?)?.to_vec2::<f32>()?
+                let logits = self.model.logits(&hidden.index_select(&rows, 0)?)?.to_vec2::<f32>()?;
+                places.into_iter().zip(logits).for_each(|(place, row)| out[place] = Some(row));
             }
-        };
+        }
+        for (place, input) in &mut chunks {
+            let chunk = Chunk::new(shape, batch.pool(), &mut *input.sequence, input.tokens.len());
+            let mut chunk = chunk.map_err(|e| BackendError(e.to_string()))?;
+            let last = self.model.advance(input.tokens, &mut chunk, input.effort)?;
+            chunk.pause();
+            if let Some(last) = last.filter(|_| input.logits) {
+                out[*place] = self.model.logits(&last)?.to_vec2::<f32>()?.pop();
+            }
+        }
         // Last: a step that fails has not been.
         batch.finish()?;
-        let mut out = vec![None; leaders.len()];
-        places.into_iter().zip(logits).for_each(|(place, row)| out[place] = Some(row));
+        chunks.into_iter().for_each(|(_, input)| input.sequence.take_in(&mut self.pool));
         Ok(out)
     }
 }
@@ -316,6 +335,11 @@ impl Backend for ModelBackend {
 
     fn chunk(&self, sequence: &Sequence, max: usize) -> usize {
         sequence.chunk(max)
+    }
+
+    fn underway(&self, sequence: &Sequence) -> Underway {
+        let (tokens, done) = sequence.underway();
+        Underway { tokens, done }
     }
 
     fn forward(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {

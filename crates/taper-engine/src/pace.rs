@@ -1,4 +1,5 @@
-//! How many prompt tokens a step takes without making those who wait for their next token wait too long.
+//! How much work on prompts, in tokens through all layers, a step does without making those who wait for their next token
+//! wait too long.
 
 /// What steps took so far: moving averages.
 #[derive(Debug, Default)]
@@ -19,7 +20,7 @@ const LEAST: usize = 4;
 const PROBE: usize = 32;
 
 impl Pace {
-    /// Learns from a step of `rows` generated tokens and `prompt` tokens of prompts.
+    /// Learns from a step of `rows` generated tokens and `prompt` tokens' work on prompts.
     pub fn note(&mut self, rows: usize, prompt: usize, seconds: f64) {
         let mix = |old: &mut Option<f64>, new: f64| *old = Some(old.map_or(new, |old| old + LATEST * (new - old)));
         if prompt == 0 {

@@ -177,15 +177,18 @@ impl<S> Run<S> {
     /// Where it stands.
     pub(crate) fn standing<B: Backend<Sequence = S>>(&self, backend: &B) -> Standing {
         let prompt = self.job.request.prompt.len();
-        let place =
-            |(sequence, tokens): (&S, &[u32])| Place { cached: backend.cached(sequence), known: prompt + tokens.len() };
+        let place = |(sequence, tokens): (&S, &[u32])| Place {
+            cached: backend.cached(sequence),
+            underway: backend.underway(sequence),
+            known: prompt + tokens.len(),
+        };
         let live = || self.choices.iter().filter(|choice| choice.live() && self.prompt.is_some());
         let answers =
             live().map(|choice| schedule::wanted(prompt + choice.tokens.len(), []) - schedule::wanted(prompt, []));
         Standing { sequences: self.sequences().map(place).collect(), forks: live().count(), again: answers.sum() }
     }
 
-    /// How many tokens of the prompt it takes if it should take at most `max`; its method may want more.
+    /// How many tokens the prompt's next chunk has if it should have at most `max`; its method may want more.
     pub(crate) fn cut<B: Backend<Sequence = S>>(&self, backend: &B, max: usize) -> usize {
         self.prompt.as_ref().map_or(0, |prompt| backend.chunk(prompt, max))
     }
@@ -210,7 +213,7 @@ impl<S> Run<S> {
             let end = start + share.tokens;
             // A prompt that comes again has been sampled from already.
             let logits = end == known.len() && (from > 0 || !begun);
-            inputs.push(Input { sequence, tokens: &known[start..end], logits });
+            inputs.push(Input { sequence, tokens: &known[start..end], effort: share.effort, logits });
         }
         inputs
     }

@@ -1,10 +1,12 @@
 //! What the next step does: pure functions of where every request stands, so that they can be read and tested alone.
 //!
-//! Requests start in order of arrival. Every step takes one token of each answer, and prompts with the rest of its tokens:
-//! half of them go to the oldest prompt, the other half to those that have the fewest left. A request that lacks room in
+//! Requests start in order of arrival. Every step takes one token of each answer, and prompts with the rest of its work:
+//! half of it goes to the oldest prompt, the other half to those that have the least left. Work is counted in tokens through
+//! all layers. What a prefill method wants at once, a chunk, may take the work of many steps. A request that lacks room in
 //! the cache takes it from the youngest one, which is put back to wait and computed again later. The oldest one therefore
 //! always goes on, and everyone ends.
 
+use crate::backend::Underway;
 use taper_kv_cache::BLOCK_TOKENS;
 
 /// Where a running request stands.
@@ -23,6 +25,8 @@ pub(crate) struct Standing {
 pub(crate) struct Place {
     /// Tokens in the cache.
     pub cached: usize,
+    /// Those after them that are on their way.
+    pub underway: Underway,
     /// Tokens that are known: the prompt, and what was generated.
     pub known: usize,
 }
@@ -30,7 +34,7 @@ pub(crate) struct Place {
 /// How much a step may take.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Budget {
-    /// Tokens of prompts, and tokens that are computed again, in a step that generates none.
+    /// Work on prompts, and on tokens that are computed again, in a step that generates none: tokens through all layers.
     pub alone: usize,
     /// The same in a step that does.
     pub beside: usize,
@@ -45,8 +49,10 @@ pub(crate) struct Share {
     pub request: usize,
     /// Place of the sequence among its own.
     pub sequence: usize,
-    /// Tokens.
+    /// Its next tokens.
     pub tokens: usize,
+    /// How much of the work on them the step does.
+    pub effort: usize,
     /// Whether it is one token of an answer, after which the next one is drawn.
     pub generates: bool,
 }
@@ -54,7 +60,7 @@ pub(crate) struct Share {
 /// What to do next.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Decision {
-    /// One forward pass over these, by request and sequence.
+    /// One step over these, by request and sequence.
     Step(Vec<Share>),
     /// The youngest request gives its blocks back and waits; then ask again.
     Preempt,
@@ -65,14 +71,19 @@ fn blocks(tokens: usize) -> usize {
 }
 
 impl Place {
-    /// Blocks that another `tokens` tokens take.
+    /// Blocks that another `tokens` tokens take; those underway have theirs.
     fn growth(self, tokens: usize) -> usize {
-        blocks(self.cached + tokens) - blocks(self.cached)
+        blocks(self.cached + tokens).saturating_sub(blocks(self.cached + self.underway.tokens))
     }
 
     /// Tokens that are known and not cached.
     fn left(self) -> usize {
         self.known - self.cached
+    }
+
+    /// The work done.
+    pub(crate) fn done(self) -> usize {
+        self.cached + self.underway.done
     }
 }
 
@@ -133,16 +144,18 @@ struct Rest {
     request: usize,
     sequence: usize,
     tokens: usize,
+    /// Work that is done on the first of them.
+    done: usize,
 }
 
-/// What the running requests, oldest first, do next. `cut(request, max)` says how many tokens of its prompt a request
-/// takes if it should take at most `max`; its method may want more.
+/// What the running requests, oldest first, do next. `cut(request, max)` says how many tokens the next chunk of a request's
+/// prompt has if it should have at most `max`; its method may want more, and a chunk that is underway has what it has.
 ///
-/// Let a step take `b` prompt tokens, and methods that can be cut anywhere. The oldest prompt takes at least `b / 2` of
-/// them, rounded up, so a prompt is in after at most the sum of `n / (b / 2)` steps over it and the prompts before it,
-/// whatever comes later. The others share at least `b / 2`, rounded down, those first that have the fewest tokens left:
-/// a prompt of `n` tokens is in after `m / (b / 2)` steps, where `m` is `n` and what is left of prompts that have less
-/// left than it.
+/// Let a step do work for `b` prompt tokens, and prompts be of one chunk, or of chunks that can be cut anywhere. The oldest
+/// prompt has at least `b / 2` of it, rounded up, so a prompt is in after at most the sum of `n / (b / 2)` steps over it and
+/// the prompts before it, whatever comes later. The others share at least `b / 2`, rounded down, those first that have the
+/// least left: a prompt of `n` tokens is in after `m / (b / 2)` steps, where `m` is `n` and what is left of prompts that
+/// have less left than it. A chunk that cannot be cut elsewhere adds a step, since the next one does not begin in its last.
 pub(crate) fn plan(running: &[Standing], budget: Budget, cut: impl Fn(usize, usize) -> usize) -> Decision {
     let mut free = budget.blocks;
     let youngest = running.len().saturating_sub(1);
@@ -152,7 +165,7 @@ pub(crate) fn plan(running: &[Standing], budget: Budget, cut: impl Fn(usize, usi
         for (sequence, place) in standing.sequences.iter().enumerate() {
             if standing.in_prompt() || place.left() > 1 {
                 let tokens = if standing.in_prompt() { place.left() } else { place.left() - 1 };
-                rests.push(Rest { request, sequence, tokens });
+                rests.push(Rest { request, sequence, tokens, done: place.underway.done });
                 continue;
             }
             let growth = place.growth(1);
@@ -160,49 +173,50 @@ pub(crate) fn plan(running: &[Standing], budget: Budget, cut: impl Fn(usize, usi
                 return Decision::Preempt;
             }
             free -= growth;
-            shares.push(Share { request, sequence, tokens: 1, generates: true });
+            shares.push(Share { request, sequence, tokens: 1, effort: 1, generates: true });
         }
     }
     let most = if shares.is_empty() { budget.alone } else { budget.beside };
     let Some((&mut oldest, others)) = rests.split_first_mut().filter(|_| most > 0) else {
         return Decision::Step(shares);
     };
-    let take = |rest: Rest, max: usize| match running[rest.request].in_prompt() {
-        true => cut(rest.request, max).clamp(1, rest.tokens),
-        false => max.min(rest.tokens),
+    let share = |rest: Rest, max: usize| {
+        let tokens = match running[rest.request].in_prompt() {
+            true => cut(rest.request, max).clamp(1, rest.tokens),
+            false => max.min(rest.tokens),
+        };
+        let effort = tokens.saturating_sub(rest.done).clamp(1, max);
+        Share { request: rest.request, sequence: rest.sequence, tokens, effort, generates: false }
     };
-    let growth = |rest: Rest, tokens: usize| {
+    // A chunk takes the blocks of all its tokens, and those of forks before its last work, which may end early.
+    let growth = |rest: Rest, share: Share| {
         let standing = &running[rest.request];
-        let ends = standing.in_prompt() && tokens == rest.tokens;
-        standing.sequences[rest.sequence].growth(tokens) + if ends { standing.fork_blocks() } else { 0 }
+        let last = standing.in_prompt() && share.tokens == rest.tokens;
+        standing.sequences[rest.sequence].growth(share.tokens) + if last { standing.fork_blocks() } else { 0 }
     };
-    let share = |rest: Rest, tokens| Share { request: rest.request, sequence: rest.sequence, tokens, generates: false };
     // Room for all that the oldest may take is set aside before the others take theirs.
-    let whole = take(oldest, most);
+    let whole = share(oldest, most);
     let Some(mut free) = free.checked_sub(growth(oldest, whole)) else {
         return if oldest.request < youngest || shares.is_empty() { Decision::Preempt } else { Decision::Step(shares) };
     };
     let half = most.div_ceil(2);
-    // What cannot be cut into steps at all goes alone.
-    let mut left = if whole > budget.alone { 0 } else { most - whole.min(half) };
-    let (mut taken, mut first) = (0, true);
-    others.sort_by_key(|rest| rest.tokens);
+    let (mut left, mut taken) = (most - whole.effort.min(half), 0);
+    others.sort_by_key(|rest| rest.tokens - rest.done);
     for &rest in &*others {
-        let tokens = if left > 0 { take(rest, left) } else { break };
-        // What cannot be cut as short as that takes what it must if it is the first, but no more than a step of prompts.
-        if tokens > left && (!first || tokens > budget.alone) {
-            continue;
+        if left == 0 {
+            break;
         }
-        let Some(after) = free.checked_sub(growth(rest, tokens)) else {
+        let share = share(rest, left);
+        let Some(after) = free.checked_sub(growth(rest, share)) else {
             if rest.request < youngest {
                 return Decision::Preempt;
             }
             continue;
         };
-        (free, left, taken, first) = (after, left.saturating_sub(tokens), taken + tokens, false);
-        shares.push(share(rest, tokens));
+        (free, left, taken) = (after, left - share.effort, taken + share.effort);
+        shares.push(share);
     }
-    shares.push(share(oldest, take(oldest, most.saturating_sub(taken).max(half))));
+    shares.push(share(oldest, (most - taken).max(half)));
     shares.sort_by_key(|share| (share.request, share.sequence));
     Decision::Step(shares)
 }

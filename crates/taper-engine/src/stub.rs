@@ -3,7 +3,7 @@
 //! Words in the prompt ask for trouble: `PANIC` and `NAN` strike at the third token, `FAIL` at the first prefill
 //! chunk, `SLOW` makes each step take 20 ms.
 
-use crate::backend::{Backend, BackendError, Input, Limits};
+use crate::backend::{Backend, BackendError, Input, Limits, Underway};
 use crate::engine::{Engine, EngineConfig, ModelInfo};
 use crate::text::{Message, Text, TextError, TokenStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -24,7 +24,7 @@ pub struct Probe {
     pub steps: AtomicUsize,
     /// Sequences open now.
     pub open: AtomicUsize,
-    /// Most tokens that one sequence took in one step so far.
+    /// Most work that one step did for one sequence so far, in tokens.
     pub longest: AtomicUsize,
     /// Most sequences of one step so far.
     pub widest: AtomicUsize,
@@ -44,7 +44,7 @@ pub struct StubBackend {
     pub script: Vec<u8>,
     /// What fits.
     pub limits: Limits,
-    /// Prompts are cut at multiples of this.
+    /// Prompts are cut into chunks of multiples of this.
     pub chunk_multiple: usize,
     /// Blocks of the cache that sequences hold.
     pub held_blocks: usize,
@@ -60,12 +60,13 @@ pub struct StubSequence {
     tokens: Vec<u32>,
     /// Blocks that it shares with forks of the same prompt.
     shared: Arc<AtomicUsize>,
+    underway: Underway,
 }
 
 impl StubSequence {
     /// Blocks that it has for itself.
     fn blocks(&self) -> usize {
-        self.tokens.len().div_ceil(BLOCK_TOKENS) - self.shared.load(Ordering::SeqCst)
+        (self.tokens.len() + self.underway.tokens).div_ceil(BLOCK_TOKENS) - self.shared.load(Ordering::SeqCst)
     }
 
     /// What another one of the same prompt shares from now on.
@@ -99,6 +100,7 @@ impl StubBackend {
         self.held_blocks -= sequence.blocks();
         self.held_blocks -= Arc::into_inner(std::mem::take(&mut sequence.shared)).map_or(0, AtomicUsize::into_inner);
         sequence.tokens.clear();
+        sequence.underway = Underway::default();
     }
 
     fn logits(&self, sequence: &StubSequence) -> Vec<f32> {
@@ -137,6 +139,7 @@ impl Backend for StubBackend {
             prompt: prompt.to_vec(),
             tokens: Vec::new(),
             shared: Arc::default(),
+            underway: Underway::default(),
         })
     }
 
@@ -169,15 +172,22 @@ impl Backend for StubBackend {
         Ok(fork)
     }
 
-    fn chunk(&self, _: &StubSequence, max: usize) -> usize {
-        (max / self.chunk_multiple).max(1) * self.chunk_multiple
+    fn chunk(&self, sequence: &StubSequence, max: usize) -> usize {
+        match sequence.underway.tokens {
+            0 => (max / self.chunk_multiple).max(1) * self.chunk_multiple,
+            tokens => tokens,
+        }
+    }
+
+    fn underway(&self, sequence: &StubSequence) -> Underway {
+        sequence.underway
     }
 
     fn forward(&mut self, inputs: Vec<Input<'_, StubSequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
         self.probe.steps.fetch_add(1, Ordering::SeqCst);
         self.probe.widest.fetch_max(inputs.len(), Ordering::SeqCst);
-        for Input { sequence, tokens, .. } in &inputs {
-            self.probe.longest.fetch_max(tokens.len(), Ordering::SeqCst);
+        for Input { sequence, tokens, effort, .. } in &inputs {
+            self.probe.longest.fetch_max(*effort, Ordering::SeqCst);
             let known = sequence.tokens.len() + tokens.len();
             if sequence.says("SLOW", known) {
                 std::thread::sleep(Duration::from_millis(20));
@@ -190,10 +200,20 @@ impl Backend for StubBackend {
             }
         }
         let mut rows = Vec::new();
-        for Input { sequence, tokens, logits } in inputs {
+        for Input { sequence, tokens, effort, logits } in inputs {
             let before = sequence.blocks();
             let rest = &sequence.prompt[sequence.tokens.len().min(sequence.prompt.len())..];
             assert!(rest.iter().zip(tokens).all(|(a, b)| a == b), "a prompt's tokens in their order");
+            let Underway { tokens: underway, done } = sequence.underway;
+            assert!(effort > 0 && done + effort <= tokens.len(), "work that there is");
+            assert!(underway == 0 || underway == tokens.len(), "a chunk that is underway stays as it is");
+            if done + effort < tokens.len() {
+                sequence.underway = Underway { tokens: tokens.len(), done: done + effort };
+                self.held_blocks += sequence.blocks() - before;
+                rows.push(None);
+                continue;
+            }
+            sequence.underway = Underway::default();
             sequence.tokens.extend_from_slice(tokens);
             self.held_blocks += sequence.blocks() - before;
             if sequence.tokens.len() == sequence.prompt.len() {

@@ -1,6 +1,6 @@
 //! A backend that tests look at, with something done around what another one does.
 
-use crate::backend::{Backend, BackendError, Input, Limits};
+use crate::backend::{Backend, BackendError, Input, Limits, Underway};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use taper_attention::{AttentionSpec, AttentionUsage};
@@ -88,6 +88,10 @@ impl<B: Backend> Backend for Watched<B> {
 
     fn chunk(&self, sequence: &B::Sequence, max: usize) -> usize {
         self.inner.chunk(sequence, max)
+    }
+
+    fn underway(&self, sequence: &B::Sequence) -> Underway {
+        self.inner.underway(sequence)
     }
 
     fn forward(&mut self, inputs: Vec<Input<'_, B::Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {

@@ -10,7 +10,7 @@ use crate::pace::Pace;
 use crate::queue::Queue;
 use crate::request::{Request, RequestError};
 use crate::run::{Draw, Job, Run};
-use crate::schedule::{self, Budget, Decision, Share, Standing};
+use crate::schedule::{self, Budget, Decision, Place, Share, Standing};
 use crate::text::Text;
 use rayon::prelude::*;
 use std::any::Any;
@@ -192,16 +192,20 @@ impl<B: Backend> Worker<B> {
         None
     }
 
-    /// One forward pass, and what follows from it for each request.
+    /// The work that those that run have had done, in tokens.
+    fn progress(&self) -> usize {
+        self.running.iter().flat_map(|run| run.standing(&self.backend).sequences).map(Place::done).sum()
+    }
+
+    /// One step, and what follows from it for each request.
     fn step(&mut self, shares: &[Share]) {
         let of = |request: usize| shares.iter().filter(move |s| s.request == request).copied().collect::<Vec<_>>();
         let shares: Vec<Vec<Share>> = (0..self.running.len()).map(of).collect();
-        let started = Instant::now();
+        let (started, before) = (Instant::now(), self.progress());
         let rows = match self.forward(&shares, None) {
             Ok(rows) => {
-                let all = || shares.iter().flatten();
-                let prompt = all().filter(|share| !share.generates).map(|share| share.tokens).sum();
-                let generated = all().filter(|share| share.generates).count();
+                let generated = shares.iter().flatten().filter(|share| share.generates).count();
+                let prompt = self.progress().saturating_sub(before + generated);
                 self.pace.note(generated, prompt, started.elapsed().as_secs_f64());
                 let mut rows = rows.into_iter();
                 shares.iter().map(|shares| Ok(rows.by_ref().take(shares.len()).collect())).collect::<Vec<_>>()
@@ -241,7 +245,7 @@ impl<B: Backend> Worker<B> {
         }
     }
 
-    /// The forward pass over all requests' shares, or over those of one.
+    /// The work on all requests' shares, or over those of one.
     fn forward(&mut self, shares: &[Vec<Share>], only: Option<usize>) -> Result<Rows, RequestError> {
         let Self { backend, running, .. } = self;
         let wanted = |&(request, ..): &(usize, &mut Run<B::Sequence>)| only.is_none_or(|only| only == request);

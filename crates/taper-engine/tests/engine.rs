@@ -211,13 +211,14 @@ fn a_prompt_goes_in_by_chunks() {
 }
 
 #[test]
-fn a_method_that_cannot_cut_short_gets_longer_chunks() {
+fn a_chunk_that_cannot_be_cut_goes_in_over_several_steps() {
     let backend = StubBackend { chunk_multiple: 100, ..StubBackend::new("x") };
     let probe = Arc::clone(&backend.probe);
     let engine = backend.engine(EngineConfig { chunk_tokens: 64, ..Default::default() });
     assert_eq!(run(&engine, request(&"p".repeat(250))).texts, ["x"]);
-    assert_eq!(probe.longest.load(Ordering::SeqCst), 100);
-    assert_eq!(probe.steps.load(Ordering::SeqCst), 3 + 1);
+    assert_eq!(probe.longest.load(Ordering::SeqCst), 64);
+    // Two chunks of 100 take two steps each, the rest one.
+    assert_eq!(probe.steps.load(Ordering::SeqCst), 5 + 1);
 }
 
 #[test]
@@ -269,15 +270,19 @@ fn a_client_that_leaves_ends_its_request_within_a_step() {
 }
 
 #[test]
-fn a_client_that_leaves_during_prefill_ends_it_between_chunks() {
-    let backend = StubBackend::new("x");
-    let probe = Arc::clone(&backend.probe);
-    let engine = backend.engine(EngineConfig { chunk_tokens: 8, ..Default::default() });
-    let events = engine.submit(request(&format!("SLOW{}", "p".repeat(400)))).unwrap();
-    wait("the first chunk", || probe.steps.load(Ordering::SeqCst) >= 1);
-    drop(events);
-    wait("cancelled", || probe.open.load(Ordering::SeqCst) == 0);
-    assert!(probe.steps.load(Ordering::SeqCst) < 10, "of 51 chunks");
+fn a_client_that_leaves_during_prefill_ends_it_between_steps() {
+    // Cut anywhere, and not at all.
+    for chunk_multiple in [1, 1000] {
+        let backend = StubBackend { chunk_multiple, ..StubBackend::new("x") };
+        let probe = Arc::clone(&backend.probe);
+        let engine = backend.engine(EngineConfig { chunk_tokens: 8, ..Default::default() });
+        let events = engine.submit(request(&format!("SLOW{}", "p".repeat(400)))).unwrap();
+        wait("the first step", || probe.steps.load(Ordering::SeqCst) >= 1);
+        drop(events);
+        wait("cancelled", || probe.open.load(Ordering::SeqCst) == 0);
+        assert!(probe.steps.load(Ordering::SeqCst) < 10, "of 51 steps");
+        wait("it is idle", || probe.checks.load(Ordering::SeqCst) > 0);
+    }
 }
 
 #[test]
@@ -327,17 +332,19 @@ fn requests_run_together_and_keep_running_beside_a_long_prompt() {
 #[test]
 fn short_prompts_do_not_wait_for_a_long_one() {
     let limits = Limits { context_tokens: 20_000, cache_tokens: 40_960, file_tokens: 0, vocab: VOCAB };
-    let backend = StubBackend { limits, ..StubBackend::new("abc") };
-    let probe = Arc::clone(&backend.probe);
-    let engine = backend.engine(EngineConfig { chunk_tokens: 1024, ..Default::default() });
-    let long = engine.submit(request(&format!("SLOW{}", "p".repeat(16_380)))).unwrap();
-    wait("its first steps", || probe.steps.load(Ordering::SeqCst) > 0);
-    let shorts: Vec<Events> = (0..8).map(|i| engine.submit(request(&"p".repeat(500 - i))).unwrap()).collect();
-    for events in shorts.into_iter().chain([long]) {
-        assert_eq!(collect(events).texts, ["abc"]);
+    for chunk_multiple in [1, 20_000] {
+        let backend = StubBackend { limits, chunk_multiple, ..StubBackend::new("abc") };
+        let probe = Arc::clone(&backend.probe);
+        let engine = backend.engine(EngineConfig { chunk_tokens: 1024, ..Default::default() });
+        let long = engine.submit(request(&format!("SLOW{}", "p".repeat(16_380)))).unwrap();
+        wait("its first steps", || probe.steps.load(Ordering::SeqCst) > 0);
+        let shorts: Vec<Events> = (0..8).map(|i| engine.submit(request(&"p".repeat(500 - i))).unwrap()).collect();
+        for events in shorts.into_iter().chain([long]) {
+            assert_eq!(collect(events).texts, ["abc"]);
+        }
+        let prefilled = probe.prefilled.lock().unwrap();
+        assert_eq!((prefilled.len(), prefilled.last()), (9, Some(&16_384)), "{prefilled:?}");
     }
-    let prefilled = probe.prefilled.lock().unwrap();
-    assert_eq!((prefilled.len(), prefilled.last()), (9, Some(&16_384)), "{prefilled:?}");
 }
 
 #[test]
@@ -345,17 +352,19 @@ fn a_request_that_loses_its_place_answers_as_if_it_had_not() {
     // Eight blocks; each request takes one to begin with and five in the end.
     let limits = Limits { context_tokens: 512, cache_tokens: 8 * 64, file_tokens: 0, vocab: VOCAB };
     let script = "0123456789".repeat(30);
-    let backend = StubBackend { limits, ..StubBackend::new(&script) };
-    let probe = Arc::clone(&backend.probe);
-    let engine = backend.engine(EngineConfig::default());
-    let events: Vec<Events> = (0..4).map(|_| engine.submit(request(&"p".repeat(20))).unwrap()).collect();
-    for events in events {
-        let answer = collect(events);
-        assert_eq!(answer.texts, [&*script]);
-        assert_eq!(answer.end.unwrap().unwrap().completion_tokens, 301);
+    for (chunk_tokens, chunk_multiple) in [(512, 1), (5, 1), (5, 1000)] {
+        let backend = StubBackend { limits, chunk_multiple, ..StubBackend::new(&script) };
+        let probe = Arc::clone(&backend.probe);
+        let engine = backend.engine(EngineConfig { chunk_tokens, ..EngineConfig::default() });
+        let events: Vec<Events> = (0..4).map(|_| engine.submit(request(&"p".repeat(20))).unwrap()).collect();
+        for events in events {
+            let answer = collect(events);
+            assert_eq!(answer.texts, [&*script]);
+            assert_eq!(answer.end.unwrap().unwrap().completion_tokens, 301);
+        }
+        assert!(probe.retracted.load(Ordering::SeqCst) > 0 && engine.load().preemptions > 0);
+        wait("it is idle", || probe.checks.load(Ordering::SeqCst) > 0);
     }
-    assert!(probe.retracted.load(Ordering::SeqCst) > 0 && engine.load().preemptions > 0);
-    wait("all are closed", || probe.open.load(Ordering::SeqCst) == 0);
 }
 
 #[test]

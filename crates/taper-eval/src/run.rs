@@ -318,7 +318,7 @@ pub(crate) fn step<B: Backend>(
     tokens: &[u32],
     logits: bool,
 ) -> Result<Option<Vec<f32>>, BackendError> {
-    let rows = backend.forward(vec![Input { sequence, tokens, logits }])?;
+    let rows = backend.forward(vec![Input::whole(sequence, tokens, logits)])?;
     let row = rows.into_iter().next().flatten();
     if logits && row.is_none() {
         return Err(BackendError("the step returned no logits".into()));

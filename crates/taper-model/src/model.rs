@@ -12,7 +12,7 @@ use crate::weights::{self, Embedding, Random, Role, Weights};
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
 use candle_nn::ops::rms_norm;
 use candle_nn::rotary_emb::rope_thd;
-use taper_attention::{AttentionShape, LayerAttention, Rotary};
+use taper_attention::{AttentionShape, Chunk, LayerAttention, Rotary};
 use taper_kernels::linear::Linear;
 
 /// A loaded model. Shapes below: T tokens of a batch, R rows of it.
@@ -107,6 +107,61 @@ impl Model {
     /// An empty batch, lengths that differ, a token outside the vocabulary, a position past the context, and whatever
     /// `attention` or the device says.
     pub fn forward(&self, tokens: &[u32], positions: &[u32], attention: &mut dyn LayerAttention) -> Result<Tensor> {
+        self.check(tokens, positions)?;
+        let turns = self.config.rope.turns(positions, |token| attention.length(token));
+        let mut x = self.embedding.lookup(tokens)?;
+        #[cfg(feature = "cuda")]
+        if self.device.is_cuda() && crate::joint::run(self, &x, &turns.angles(&self.device)?, attention)? {
+            return self.normed(&x, &self.norm);
+        }
+        let table = turns.table(&self.device)?;
+        for (index, layer) in self.layers.iter().enumerate() {
+            let (q, k, v) = self.begin(layer, &x, &table)?;
+            x = self.end(layer, &x, &attention.attend(index, &q, &k, &v)?)?;
+        }
+        self.normed(&x, &self.norm)
+    }
+
+    /// Takes a chunk of a prompt, its `tokens` from the first one on, further through the layers: by as much work as
+    /// `effort` tokens through all of them, give or take a block of rows in a layer. Every layer gives a row what it gives
+    /// it in [`forward`](Self::forward). Returns the hidden state of the last token after the final norm `[1, hidden]`,
+    /// f32, once the chunk is through.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward); then the chunk must be dropped.
+    pub fn advance(&self, tokens: &[u32], chunk: &mut Chunk, effort: usize) -> Result<Option<Tensor>> {
+        self.check(tokens, &chunk.positions(&(0..tokens.len())))?;
+        // A chunk makes one pass more than there are layers.
+        let mut left = effort.saturating_mul(self.layers.len() + 1);
+        while left > 0 {
+            let Some(slice) = chunk.next(left) else { break };
+            left = left.saturating_sub(slice.rows.len());
+            let x = match slice.ends {
+                None => self.embedding.lookup(&tokens[slice.rows.clone()])?,
+                Some(index) => {
+                    let attended = chunk.attend(&slice)?;
+                    self.end(&self.layers[index], &chunk.hidden(&slice.rows)?, &attended)?
+                }
+            };
+            let qkv = match slice.begins {
+                None => None,
+                Some(index) => {
+                    let positions = chunk.positions(&slice.rows);
+                    let turns = self.config.rope.turns(&positions, |_| chunk.prompt() as u32);
+                    Some(self.begin(&self.layers[index], &x, &turns.table(&self.device)?)?)
+                }
+            };
+            chunk.put(&slice, &x, qkv)?;
+        }
+        if !chunk.is_through() {
+            return Ok(None);
+        }
+        let last = chunk.hidden(&(tokens.len() - 1..tokens.len()))?;
+        self.normed(&last, &self.norm).map(Some)
+    }
+
+    /// Whether tokens can stand at positions.
+    fn check(&self, tokens: &[u32], positions: &[u32]) -> Result<()> {
         if tokens.is_empty() || tokens.len() != positions.len() {
             candle_core::bail!(
                 "a step takes one position a token: got {} tokens, {} positions",
@@ -117,17 +172,7 @@ impl Model {
         if let Some(position) = positions.iter().find(|p| **p as usize >= self.config.context_length) {
             candle_core::bail!("position {position} is past the context of {} tokens", self.config.context_length);
         }
-        let turns = self.config.rope.turns(positions, |token| attention.length(token));
-        let mut x = self.embedding.lookup(tokens)?;
-        #[cfg(feature = "cuda")]
-        if self.device.is_cuda() && crate::joint::run(self, &x, &turns.angles(&self.device)?, attention)? {
-            return self.normed(&x, &self.norm);
-        }
-        let table = turns.table(&self.device)?;
-        for (index, layer) in self.layers.iter().enumerate() {
-            x = self.layer(index, layer, &x, &table, attention)?;
-        }
-        self.normed(&x, &self.norm)
+        Ok(())
     }
 
     /// The scores of every token of the vocabulary.
@@ -146,17 +191,15 @@ impl Model {
         self.project(&self.head, &hidden.contiguous()?.to_dtype(self.activation)?)
     }
 
-    fn layer(
-        &self,
-        index: usize,
-        layer: &Layer,
-        x: &Tensor,
-        table: &RopeTable,
-        attention: &mut dyn LayerAttention,
-    ) -> Result<Tensor> {
+    /// What a layer does before attention: queries, keys and values as [`LayerAttention::attend`] takes them.
+    fn begin(&self, layer: &Layer, x: &Tensor, table: &RopeTable) -> Result<(Tensor, Tensor, Tensor)> {
         let (q, k, v) = self.qkv(layer, &self.normed(x, &layer.attention_norm)?)?;
-        let (q, k) = (self.rotate(&q, table)?, self.rotate(&k, table)?);
-        let attended = attention.attend(index, &q, &k, &v)?.flatten_from(1)?.to_dtype(self.activation)?;
+        Ok((self.rotate(&q, table)?, self.rotate(&k, table)?, v))
+    }
+
+    /// What it does after: from the residual stream before it and what was attended to the residual stream after it.
+    fn end(&self, layer: &Layer, x: &Tensor, attended: &Tensor) -> Result<Tensor> {
+        let attended = attended.flatten_from(1)?.to_dtype(self.activation)?;
         let x = (x + self.project(&layer.output, &attended)?)?;
 
         let normed = self.normed(&x, &layer.feed_forward_norm)?.to_dtype(self.activation)?;

@@ -5,7 +5,7 @@
 
 use super::Entry;
 use crate::amount::Amount;
-use crate::method::{Carry, PrefillLayer, PrefillMethod, PrefillOutput};
+use crate::method::{PrefillChoice, PrefillLayer, PrefillMethod};
 use crate::schema::{parse, schema_of};
 use candle_core::Result;
 use schemars::JsonSchema;
@@ -50,17 +50,17 @@ impl Default for BigBird {
 }
 
 impl PrefillMethod for BigBird {
-    fn attend(&self, layer: &PrefillLayer, _: &mut Carry) -> Result<PrefillOutput> {
-        let blocks_of = |amount: Amount| amount.of(layer.prompt).div_ceil(BLOCK_TOKENS);
+    fn choose(&self, chunk: &PrefillLayer) -> Result<PrefillChoice> {
+        let blocks_of = |amount: Amount| amount.of(chunk.prompt).div_ceil(BLOCK_TOKENS);
         let (global, window) = (blocks_of(self.global), blocks_of(self.window).max(1));
-        let runs = query_blocks(layer.start..layer.start + layer.rows(), BLOCK_TOKENS);
+        let runs = query_blocks(chunk.start..chunk.start + chunk.rows(), BLOCK_TOKENS);
         let reads = |head: usize| {
             let lists = runs.iter().map(|run| {
                 let own = run.start / BLOCK_TOKENS;
                 let band = (own + 1).saturating_sub(window);
-                let seen = Mask::Causal.keys(run.start, layer.window)[1].start / BLOCK_TOKENS;
+                let seen = Mask::Causal.keys(run.start, chunk.window)[1].start / BLOCK_TOKENS;
                 let between = global.max(seen).min(band)..band;
-                let place = Stream { seed: 0, layer: layer.layer as u32, head: head as u32, position: own as u32 };
+                let place = Stream { seed: 0, layer: chunk.layer as u32, head: head as u32, position: own as u32 };
                 let mut blocks: Vec<u32> = (0..global.min(band) as u32).chain(band as u32..=own as u32).collect();
                 if !between.is_empty() {
                     let order = Permutation::new(between.len() as u32, &place);
@@ -72,8 +72,7 @@ impl PrefillMethod for BigBird {
             });
             HeadReads::blocks(lists.collect::<Lists>())
         };
-        let heads = layer.kv_heads();
-        let selection = Selection::new(runs.clone(), (0..heads).map(reads).collect())?;
-        layer.attend_rows(&layer.q, &layer.positions(), &selection)
+        let heads = (0..chunk.kv_heads()).map(reads).collect();
+        Ok(PrefillChoice { selection: Some(Selection::new(runs, heads)?), ..PrefillChoice::default() })
     }
 }

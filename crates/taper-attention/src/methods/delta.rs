@@ -4,7 +4,7 @@
 //! anchor. The last rows are dense: they are part of the method, not a detail.
 
 use super::{Entry, prefill};
-use crate::method::{Carry, PrefillLayer, PrefillMethod, PrefillOutput};
+use crate::method::{Carry, PrefillChoice, PrefillLayer, PrefillMethod, PrefillOutput};
 use crate::schema::{parse, schema_of};
 use crate::spec::{Chosen, SpecError};
 use candle_core::{Result, Tensor};
@@ -86,23 +86,39 @@ impl Delta {
     fn tail(&self, prompt: usize) -> usize {
         prompt.saturating_sub(LEAST_TAIL.max(self.gamma)) / self.gamma * self.gamma
     }
+
+    /// How many of the rows are attended sparsely and corrected: those before the tail.
+    fn sparse(&self, layer: &PrefillLayer) -> usize {
+        match self.gamma == 1 || self.base.name == "dense" {
+            true => 0,
+            false => self.tail(layer.prompt).clamp(layer.start, layer.start + layer.rows()) - layer.start,
+        }
+    }
 }
 
 impl PrefillMethod for Delta {
-    fn attend(&self, layer: &PrefillLayer, carry: &mut Carry) -> Result<PrefillOutput> {
-        let (start, rows) = (layer.start, layer.rows());
-        // Rows of this chunk before the tail: attended sparsely and corrected. Anchors are so by their position.
-        let sparse = self.tail(layer.prompt).clamp(start, start + rows) - start;
-        if sparse == 0 || self.gamma == 1 || self.base.name == "dense" {
-            return layer.attend(Mask::Causal);
+    fn choose(&self, chunk: &PrefillLayer) -> Result<PrefillChoice> {
+        // The base sees the tail's rows too: it may go by the prompt's last queries.
+        if self.sparse(chunk) > 0 { self.base.method.choose(chunk) } else { Ok(PrefillChoice::default()) }
+    }
+
+    fn attend(&self, layer: &PrefillLayer, choice: &PrefillChoice, carry: &mut Carry) -> Result<PrefillOutput> {
+        let (start, rows, sparse) = (layer.start, layer.rows(), self.sparse(layer));
+        if sparse == 0 {
+            let mut dense = layer.attend(Mask::Causal)?;
+            if choice.measured.is_some() {
+                dense.kept = self.base.method.attend(layer, choice, carry.base())?.kept;
+            }
+            return Ok(dense);
         }
+        // Anchors are so by their position.
         let anchors = Anchors { first: start.next_multiple_of(self.gamma) - start, gamma: self.gamma };
         let dense_rows: Vec<u32> = anchors.below(sparse).chain(sparse..rows).map(|r| r as u32).collect();
         let positions: Vec<u32> = dense_rows.iter().map(|r| start as u32 + r).collect();
         let q = layer.q.index_select(&Tensor::new(dense_rows.as_slice(), layer.q.device())?, 0)?;
         let dense = layer.attend_rows(&q, &positions, Mask::Causal)?;
-        // The base sees the tail's rows too: it may go by the prompt's last queries.
-        let base = self.base.method.attend(layer, carry.base())?;
+        // The tail's too: rows that the base measures may be among them.
+        let base = self.base.method.attend(layer, choice, carry.base())?;
         let correction = match self.mode {
             Mode::Delta => Correction::Propagate,
             Mode::Recompute => Correction::Replace,
@@ -113,7 +129,7 @@ impl PrefillMethod for Delta {
         // A dense row reads all that its sparse one does.
         let mut keys = base.keys;
         dense_rows.iter().zip(dense.keys).for_each(|(&row, read)| keys[row as usize] = read);
-        Ok(PrefillOutput { out, keys, kept: base.kept, scored: base.scored })
+        Ok(PrefillOutput { out, keys, kept: base.kept })
     }
 
     fn cut(&self, start: usize, prompt: usize, max: usize) -> usize {

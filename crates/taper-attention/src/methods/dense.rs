@@ -1,7 +1,7 @@
 //! Dense attention: every visible key.
 
 use super::Entry;
-use crate::method::{Carry, Choice, DecodeMethod, DecodeStep, PrefillLayer, PrefillMethod, PrefillOutput};
+use crate::method::{Choice, DecodeMethod, DecodeStep, PrefillMethod};
 use crate::schema::{parse, schema_of};
 use candle_core::Result;
 use schemars::JsonSchema;
@@ -9,7 +9,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::sync::Arc;
 use taper_kernels::decode::Selection;
-use taper_kernels::prefill::Mask;
 
 pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
     name: "dense",
@@ -34,10 +33,6 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
 struct Dense {}
 
 impl PrefillMethod for Dense {
-    fn attend(&self, layer: &PrefillLayer, _: &mut Carry) -> Result<PrefillOutput> {
-        layer.attend(Mask::Causal)
-    }
-
     fn reuse(&self, _: usize, cached: usize) -> usize {
         cached
     }

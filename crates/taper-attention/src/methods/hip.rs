@@ -10,7 +10,7 @@
 //! has a say, and how a prompt is cut does not show: it is cut between blocks.
 
 use super::Entry;
-use crate::method::{Carry, HostOnly, PrefillLayer, PrefillMethod, PrefillOutput, cut_at_blocks};
+use crate::method::{HostOnly, PrefillChoice, PrefillLayer, PrefillMethod, cut_at_blocks};
 use crate::schema::{parse, schema_of};
 use crate::spec::SpecError;
 use candle_core::Result;
@@ -18,7 +18,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::sync::Arc;
-use taper_kernels::prefill::{self, Hierarchy, Mask, Selection, probe, query_blocks};
+use taper_kernels::prefill::{self, Hierarchy, Selection, probe, query_blocks};
 
 pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
     name: "hip",
@@ -114,15 +114,13 @@ struct Hip {
 }
 
 impl PrefillMethod for Hip {
-    fn attend(&self, layer: &PrefillLayer, _: &mut Carry) -> Result<PrefillOutput> {
-        if layer.layer < self.dense_layers {
-            return layer.attend(Mask::Causal);
+    fn choose(&self, chunk: &PrefillLayer) -> Result<PrefillChoice> {
+        if chunk.layer < self.dense_layers {
+            return Ok(PrefillChoice::default());
         }
-        let positions = layer.positions();
-        let runs = query_blocks(layer.start..layer.start + layer.rows(), self.block_q);
-        let (heads, scored) = probe(&layer.select(&layer.q, &positions), &runs, &self.hierarchy)?;
-        let selection = Selection::new(runs, heads)?;
-        Ok(PrefillOutput { scored, ..layer.attend_rows(&layer.q, &positions, &selection)? })
+        let runs = query_blocks(chunk.start..chunk.start + chunk.rows(), self.block_q);
+        let (heads, scored) = probe(&chunk.select(&chunk.q, &chunk.positions()), &runs, &self.hierarchy)?;
+        Ok(PrefillChoice { selection: Some(Selection::new(runs, heads)?), measured: None, scored })
     }
 
     fn cut(&self, start: usize, prompt: usize, max: usize) -> usize {

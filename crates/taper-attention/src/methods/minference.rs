@@ -11,7 +11,7 @@
 //!
 //! # Causality
 //! Every row reads only what stands before it, but where columns and diagonals are wanted, which of it depends on the
-//! prompt's last rows: then the prompt is attended at once. `block_sparse` goes by all rows of a block of 64.
+//! prompt's last rows: then all of the prompt is chosen for at once. `block_sparse` goes by all rows of a block of 64.
 //!
 //! # The artefact `minference.toml`
 //!
@@ -34,7 +34,7 @@
 use super::Entry;
 use crate::artifacts::{ArtifactFile, ArtifactKind, Loaded};
 use crate::kept::kept;
-use crate::method::{Carry, HostOnly, PrefillLayer, PrefillMethod, PrefillOutput, cut_at_blocks};
+use crate::method::{HostOnly, PrefillChoice, PrefillLayer, PrefillMethod, cut_at_blocks};
 use crate::schema::{parse, schema_of};
 use candle_core::Result;
 use schemars::JsonSchema;
@@ -212,7 +212,7 @@ struct MInference {
 }
 
 impl PrefillMethod for MInference {
-    fn attend(&self, layer: &PrefillLayer, _: &mut Carry) -> Result<PrefillOutput> {
+    fn choose(&self, layer: &PrefillLayer) -> Result<PrefillChoice> {
         let (rows, q_heads) = (layer.rows(), layer.q.dims()[1]);
         let mut patterns = match &self.plan {
             Plan::One(pattern) => vec![*pattern; q_heads],
@@ -237,13 +237,11 @@ impl PrefillMethod for MInference {
             scored += looked_at;
         }
         let (heads, products) = reads(&layer.select(&layer.q, &positions), &patterns, &runs, sums.as_ref())?;
-        let selection = Selection::new(runs, heads)?;
-        let (mut output, lse) = layer.attend_lse(&layer.q, &positions, (&selection).into())?;
-        output.scored = scored + products;
-        if let Some(sums) = sums {
-            output.kept = kept(&lse.narrow(0, first, sampled)?, &sums.lse)?;
-        }
-        Ok(output)
+        Ok(PrefillChoice {
+            selection: Some(Selection::new(runs, heads)?),
+            measured: sums.map(|sums| (layer.start + first, sums.lse)),
+            scored: scored + products,
+        })
     }
 
     fn cut(&self, start: usize, prompt: usize, max: usize) -> usize {

@@ -8,7 +8,7 @@
 //! What the sampled rows keep of their probability is measured and reported: its mean and least are the method's CRA.
 //!
 //! # Causality
-//! Every row reads only what stands before it, but which of it depends on the chunk's last rows. A prompt is attended
+//! Every row reads only what stands before it, but which of it depends on the chunk's last rows. A prompt is chosen for
 //! chunk by chunk, each whole, however long the engine's own chunks are.
 //!
 //! # The artefact `sample_attention.toml`
@@ -32,8 +32,7 @@
 
 use super::Entry;
 use crate::artifacts::{ArtifactFile, ArtifactKind, Artifacts, Loaded};
-use crate::kept::kept;
-use crate::method::{Carry, PrefillLayer, PrefillMethod, PrefillOutput};
+use crate::method::{PrefillChoice, PrefillLayer, PrefillMethod};
 use crate::schema::{parse, schema_of};
 use crate::spec::SpecResult;
 use candle_core::Result;
@@ -43,7 +42,7 @@ use serde_json::json;
 use std::borrow::Cow;
 use std::sync::Arc;
 use taper_kernels::prefill::stripes::{Shares, by_share};
-use taper_kernels::prefill::{Mask, Selection, query_blocks, sums};
+use taper_kernels::prefill::{Selection, query_blocks, sums};
 
 pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
     name: "sample_attention",
@@ -207,8 +206,8 @@ impl SampleAttention {
 }
 
 impl PrefillMethod for SampleAttention {
-    fn attend(&self, layer: &PrefillLayer, _: &mut Carry) -> Result<PrefillOutput> {
-        let Some(band) = self.band(layer.prompt) else { return layer.attend(Mask::Causal) };
+    fn choose(&self, layer: &PrefillLayer) -> Result<PrefillChoice> {
+        let Some(band) = self.band(layer.prompt) else { return Ok(PrefillChoice::default()) };
         let (rows, positions) = (layer.rows(), layer.positions());
         let sampled = self.block.min(rows);
         let first = rows - sampled;
@@ -218,11 +217,11 @@ impl PrefillMethod for SampleAttention {
         let stripes = by_share(&sums, layer.kv_heads(), &shares)?;
         let runs = query_blocks(layer.start..layer.start + rows, self.block);
         let heads = stripes.iter().map(|stripes| stripes.reads(&runs)).collect();
-        let selection = Selection::new(runs, heads)?;
-        let (mut output, lse) = layer.attend_lse(&layer.q, &positions, (&selection).into())?;
-        output.scored = layer.pairs(&positions[first..]);
-        output.kept = kept(&lse.narrow(0, first, sampled)?, &sums.lse)?;
-        Ok(output)
+        Ok(PrefillChoice {
+            selection: Some(Selection::new(runs, heads)?),
+            measured: Some((layer.start + first, sums.lse)),
+            scored: layer.pairs(&positions[first..]),
+        })
     }
 
     fn reuse(&self, prompt: usize, cached: usize) -> usize {

@@ -1,7 +1,9 @@
 //! StreamingLLM: the first tokens and the most recent ones, as a mask with true positions.
 
 use super::Entry;
-use crate::method::{Carry, Choice, DecodeMethod, DecodeStep, PrefillLayer, PrefillMethod, PrefillOutput};
+use crate::method::{
+    Carry, Choice, DecodeMethod, DecodeStep, PrefillChoice, PrefillLayer, PrefillMethod, PrefillOutput,
+};
 use crate::schema::{parse, schema_of};
 use crate::spec::SpecError;
 use candle_core::Result;
@@ -55,8 +57,8 @@ impl Default for StreamingLlm {
 }
 
 impl PrefillMethod for StreamingLlm {
-    fn attend(&self, layer: &PrefillLayer, _: &mut Carry) -> Result<PrefillOutput> {
-        layer.attend(Mask::SinkWindow { sink: self.sink, window: self.window })
+    fn attend(&self, rows: &PrefillLayer, _: &PrefillChoice, _: &mut Carry) -> Result<PrefillOutput> {
+        rows.attend(Mask::SinkWindow { sink: self.sink, window: self.window })
     }
 
     fn reuse(&self, _: usize, cached: usize) -> usize {

@@ -44,7 +44,7 @@ fn backend() -> ModelBackend {
 #[test]
 fn a_sequence_handed_over_goes_on_as_it_would_have_where_it_was() {
     fn logits<B: Backend>(backend: &mut B, sequences: &mut [&mut B::Sequence], tokens: &[u32]) -> Vec<Vec<f32>> {
-        let input = |sequence| Input { sequence, tokens, logits: true };
+        let input = |sequence| Input::whole(sequence, tokens, true);
         let rows = backend.forward(sequences.iter_mut().map(|s| input(&mut **s)).collect()).unwrap();
         rows.into_iter().map(Option::unwrap).collect()
     }
@@ -142,7 +142,7 @@ fn a_step_that_the_model_refuses_leaves_a_sequence_that_can_be_closed() {
     let mut backend = backend();
     let mut sequence = backend.open(&Arc::default(), 1, &[1, 2, 3], 0).unwrap();
     let tokens = [1, 2, 1_000_000];
-    backend.forward(vec![Input { sequence: &mut sequence, tokens: &tokens, logits: true }]).unwrap_err();
+    backend.forward(vec![Input::whole(&mut sequence, &tokens, true)]).unwrap_err();
     backend.close(sequence);
     backend.check_idle();
     assert_eq!(backend.pool.free_blocks(), BLOCKS);
@@ -153,6 +153,6 @@ fn a_step_that_the_model_refuses_leaves_a_sequence_that_can_be_closed() {
 fn blocks_that_nobody_holds_are_found() {
     let mut backend = backend();
     let mut sequence = backend.open(&Arc::default(), 1, &[1, 2, 3], 0).unwrap();
-    backend.forward(vec![Input { sequence: &mut sequence, tokens: &[1, 2, 3], logits: true }]).unwrap();
+    backend.forward(vec![Input::whole(&mut sequence, &[1, 2, 3], true)]).unwrap();
     backend.check_idle();
 }

@@ -3,15 +3,21 @@ use proptest::prelude::*;
 use std::collections::VecDeque;
 
 fn prompt(cached: usize, known: usize, choices: usize) -> Standing {
-    Standing { sequences: vec![Place { cached, known }], forks: choices, again: 0 }
+    Standing { sequences: vec![place(cached, known)], forks: choices, again: 0 }
+}
+
+fn place(cached: usize, known: usize) -> Place {
+    Place { cached, known, underway: Underway::default() }
+}
+
+/// A prompt whose chunk of `tokens` tokens is underway.
+fn underway(cached: usize, known: usize, tokens: usize, done: usize) -> Standing {
+    let place = Place { underway: Underway { tokens, done }, ..place(cached, known) };
+    Standing { sequences: vec![place], forks: 1, again: 0 }
 }
 
 fn answer(cached: &[usize]) -> Standing {
-    Standing {
-        sequences: cached.iter().map(|&cached| Place { cached, known: cached + 1 }).collect(),
-        forks: 0,
-        again: 0,
-    }
+    Standing { sequences: cached.iter().map(|&cached| place(cached, cached + 1)).collect(), forks: 0, again: 0 }
 }
 
 fn budget(blocks: usize) -> Budget {
@@ -19,7 +25,12 @@ fn budget(blocks: usize) -> Budget {
 }
 
 fn share(request: usize, sequence: usize, tokens: usize) -> Share {
-    Share { request, sequence, tokens, generates: false }
+    Share { request, sequence, tokens, effort: tokens, generates: false }
+}
+
+/// Some of the work on a chunk.
+fn part(request: usize, tokens: usize, effort: usize) -> Share {
+    Share { effort, ..share(request, 0, tokens) }
 }
 
 fn row(request: usize, sequence: usize) -> Share {
@@ -37,19 +48,44 @@ fn answers_go_first_and_prompts_share_what_is_left() {
 }
 
 #[test]
-fn a_prompt_that_cannot_be_cut_short_goes_alone() {
-    let running = [prompt(0, 600, 1), prompt(0, 600, 1)];
-    let step = plan(&running, Budget { alone: 100, ..budget(100) }, |_, _| 600);
-    assert_eq!(step, Decision::Step(vec![share(0, 0, 600)]));
-    let step = plan(&[prompt(0, 10, 1), prompt(0, 600, 1)], Budget { alone: 100, ..budget(100) }, |_, _| 600);
-    assert_eq!(step, Decision::Step(vec![share(0, 0, 10)]));
+fn a_chunk_that_cannot_be_cut_takes_no_more_of_a_step_than_another() {
+    let running = [answer(&[9]), prompt(0, 600, 1), prompt(0, 600, 1)];
+    let step = plan(&running, budget(100), |_, _| 600);
+    assert_eq!(step, Decision::Step(vec![row(0, 0), part(1, 600, 16), part(2, 600, 16)]));
+    let step = plan(&running[1..], budget(100), |_, _| 600);
+    assert_eq!(step, Decision::Step(vec![part(0, 600, 256), part(1, 600, 256)]));
+    let step = plan(&[prompt(0, 10, 1), prompt(0, 600, 1)], budget(100), |_, _| 600);
+    assert_eq!(step, Decision::Step(vec![share(0, 0, 10), part(1, 600, 502)]));
+    // What is underway ends with the work that is left, and the next chunk does not begin in the same step.
+    let step = plan(&[underway(0, 900, 600, 590)], budget(100), |_, _| 600);
+    assert_eq!(step, Decision::Step(vec![part(0, 600, 10)]));
+    // Of two prompts the one with less work left has it first, however many tokens it has.
+    let running = [prompt(0, 9000, 1), prompt(0, 500, 1), underway(0, 600, 600, 400)];
+    let step = plan(&running, budget(1000), |request, max| if request == 2 { 600 } else { max });
+    assert_eq!(step, Decision::Step(vec![share(0, 0, 256), share(1, 0, 56), part(2, 600, 200)]));
+}
+
+#[test]
+fn a_chunk_has_its_blocks_from_its_beginning() {
+    // Ten blocks, and none later.
+    assert_eq!(plan(&[prompt(0, 600, 1)], budget(9), |_, _| 600), Decision::Preempt);
+    assert_eq!(plan(&[prompt(0, 600, 1)], budget(10), |_, _| 600), Decision::Step(vec![part(0, 600, 512)]));
+    let step = plan(&[underway(0, 600, 600, 512)], budget(0), |_, _| 600);
+    assert_eq!(step, Decision::Step(vec![part(0, 600, 88)]));
+    let running = [Standing { forks: 3, ..underway(0, 600, 600, 512) }, answer(&[10])];
+    // Those of the choices must be there in the chunk's last steps, since its work may end early.
+    assert_eq!(plan(&running, budget(1), |_, _| 600), Decision::Preempt);
+    assert_eq!(plan(&running, budget(2), |_, _| 600), Decision::Step(vec![part(0, 600, 32), row(1, 0)]));
+    // Room that a running chunk has taken is no longer reserved for it.
+    assert!(!admits(&[prompt(0, 600, 1)], 12, 8, (1, 1)));
+    assert!(admits(&[underway(0, 600, 600, 3)], 4, 8, (1, 1)));
 }
 
 #[test]
 fn what_comes_again_stops_before_the_last_known_token() {
-    let again = Standing { sequences: vec![Place { cached: 100, known: 150 }], forks: 0, again: 0 };
+    let again = Standing { sequences: vec![place(100, 150)], forks: 0, again: 0 };
     assert_eq!(plan(&[again], budget(100), |_, max| max), Decision::Step(vec![share(0, 0, 49)]));
-    let last = Standing { sequences: vec![Place { cached: 149, known: 150 }], forks: 0, again: 0 };
+    let last = Standing { sequences: vec![place(149, 150)], forks: 0, again: 0 };
     assert_eq!(plan(&[last], budget(100), |_, max| max), Decision::Step(vec![row(0, 0)]));
 }
 
@@ -63,26 +99,19 @@ fn prompts_with_little_left_pass_those_with_much() {
     assert_eq!(step, Decision::Step(vec![share(0, 0, 512)]));
     let step = plan(&[prompt(0, 16000, 1), prompt(0, 100, 1)], budget(1000), |_, max| max);
     assert_eq!(step, Decision::Step(vec![share(0, 0, 412), share(1, 0, 100)]));
-    // Those that are cut at 64 tokens take them where 16 are left; the first of each half.
+    // Those that are cut at 64 tokens begin them where there is work for 16.
     let step =
         plan(&[answer(&[9]), running[0].clone(), running[2].clone(), running[3].clone()], budget(1000), |_, max| {
             max.next_multiple_of(64)
         });
-    assert_eq!(step, Decision::Step(vec![row(0, 0), share(1, 0, 64), share(2, 0, 64)]));
-    // One that cannot be cut at all passes if a step of prompts could hold it.
-    let uncut = |length: usize| {
-        let running = [answer(&[9]), prompt(0, 16000, 1), prompt(0, length, 1)];
-        plan(&running, budget(1000), |request, max| if request == 2 { length } else { max })
-    };
-    assert_eq!(uncut(512), Decision::Step(vec![row(0, 0), share(1, 0, 16), share(2, 0, 512)]));
-    assert_eq!(uncut(513), Decision::Step(vec![row(0, 0), share(1, 0, 32)]));
+    assert_eq!(step, Decision::Step(vec![row(0, 0), part(1, 64, 16), part(2, 64, 16)]));
 }
 
 #[test]
 fn a_prompts_last_token_is_no_row_of_an_answer() {
     let step = plan(&[answer(&[9]), prompt(99, 100, 1)], budget(1000), |_, max| max);
     assert_eq!(step, Decision::Step(vec![row(0, 0), share(1, 0, 1)]));
-    let again = Standing { sequences: vec![Place { cached: 100, known: 102 }], forks: 0, again: 0 };
+    let again = Standing { sequences: vec![place(100, 102)], forks: 0, again: 0 };
     assert_eq!((again.rows(), answer(&[9, 10]).rows(), prompt(99, 100, 2).rows()), (0, 2, 0));
     assert_eq!(plan(&[again], budget(100), |_, max| max), Decision::Step(vec![share(0, 0, 1)]));
 }
@@ -129,6 +158,8 @@ struct Simulated {
     chunk: usize,
     /// Tokens cached of the prompt's sequence, while it goes in.
     prefilled: Option<usize>,
+    /// What comes after them.
+    underway: Underway,
     /// Of each choice: tokens generated, tokens cached.
     choices_at: Vec<(usize, usize)>,
 }
@@ -138,13 +169,11 @@ impl Simulated {
         match self.prefilled {
             Some(cached) => {
                 let again = self.live().map(|(tokens, _)| blocks(self.prompt + tokens) - blocks(self.prompt)).sum();
-                Standing { again, ..prompt(cached, self.prompt, self.live().count()) }
+                let place = Place { underway: self.underway, ..place(cached, self.prompt) };
+                Standing { sequences: vec![place], forks: self.live().count(), again }
             }
             None => Standing {
-                sequences: self
-                    .live()
-                    .map(|&(generated, cached)| Place { cached, known: self.prompt + generated })
-                    .collect(),
+                sequences: self.live().map(|&(generated, cached)| place(cached, self.prompt + generated)).collect(),
                 forks: 0,
                 again: 0,
             },
@@ -158,7 +187,7 @@ impl Simulated {
     fn held(&self) -> usize {
         let held = |tokens: usize| tokens.div_ceil(BLOCK_TOKENS);
         match self.prefilled {
-            Some(cached) => held(cached),
+            Some(cached) => held(cached + self.underway.tokens),
             // Whole blocks of the prompt are shared.
             None if self.live().count() == 0 => 0,
             None => {
@@ -207,8 +236,9 @@ proptest! {
                     // What can never fit is not taken.
                     if (prompt + answer).div_ceil(BLOCK_TOKENS) * choices <= blocks {
                         let choices_at = vec![(0, 0); choices];
-                        let prefilled = Some(0);
-                        waiting.push_back(Simulated { arrival: arrivals, prompt, answer, chunk, prefilled, choices_at });
+                        let (arrival, prefilled, underway) = (arrivals, Some(0), Underway::default());
+                        let new = Simulated { arrival, prompt, answer, chunk, prefilled, underway, choices_at };
+                        waiting.push_back(new);
                         arrivals += 1;
                     }
                     0
@@ -242,14 +272,17 @@ proptest! {
                     let budget = Budget { alone: 256, beside: 48, blocks: free(&running) };
                     let cut = |request: usize, max: usize| {
                         let run = &running[request];
-                        max.max(run.chunk).min(run.prompt - run.prefilled.unwrap_or(0))
+                        match run.underway.tokens {
+                            0 => max.max(run.chunk).min(run.prompt - run.prefilled.unwrap_or(0)),
+                            tokens => tokens,
+                        }
                     };
                     match plan(&standing, budget, cut) {
                         Decision::Step(shares) => break shares,
                         Decision::Preempt => {
                             prop_assert!(running.len() > 1, "a request that fits alone is never sent away alone");
                             let mut run = running.pop().expect("it runs");
-                            run.prefilled = Some(0);
+                            (run.prefilled, run.underway) = (Some(0), Underway::default());
                             run.choices_at.iter_mut().for_each(|(_, cached)| *cached = 0);
                             waiting.push_front(run);
                         }
@@ -258,11 +291,8 @@ proptest! {
                 prop_assert!(!shares.is_empty(), "a step that does nothing");
                 let prompts: Vec<&Share> = shares.iter().filter(|share| !share.generates).collect();
                 let most = if prompts.len() < shares.len() { 48 } else { 256 };
-                let tokens: usize = prompts.iter().map(|share| share.tokens).sum();
-                let uncut = |share: &&&Share| share.tokens > most / 2 && running[share.request].chunk > 1;
-                let others = tokens - prompts.iter().filter(uncut).map(|share| share.tokens).sum::<usize>();
-                prop_assert!(tokens <= most || others <= most, "only what cannot be cut short exceeds the budget");
-                prop_assert!(tokens <= 512 || prompts.len() == 1, "what takes more than a step goes alone");
+                let work: usize = prompts.iter().map(|share| share.effort).sum();
+                prop_assert!(work <= most, "a step does {work} tokens' work");
                 let oldest = running[0].arrival;
                 prop_assert!(running.iter().chain(&waiting).all(|run| run.arrival >= oldest), "the oldest runs");
                 // Places are those before the step, which may be a choice's last.
@@ -274,6 +304,13 @@ proptest! {
                 for share in shares {
                     let run = &mut running[share.request];
                     if let Some(cached) = run.prefilled {
+                        let done = run.underway.done + share.effort;
+                        prop_assert!(share.effort > 0 && done <= share.tokens, "work that there is");
+                        if done < share.tokens {
+                            run.underway = Underway { tokens: share.tokens, done };
+                            continue;
+                        }
+                        run.underway = Underway::default();
                         run.prefilled = Some(cached + share.tokens);
                         if cached + share.tokens == run.prompt {
                             run.prefilled = None;
@@ -302,8 +339,8 @@ proptest! {
 }
 
 /// Prompts of so many tokens that arrive before the steps given, in that order; the steps that each was in after, counted
-/// from its arrival. Steps take `most` prompt tokens.
-fn prompt_steps(arrivals: &[(usize, usize)], most: usize) -> Vec<usize> {
+/// from its arrival. Steps do the work of `most` prompt tokens; every other prompt is cut nowhere, if `uncut`.
+fn prompt_steps(arrivals: &[(usize, usize)], most: usize, uncut: bool) -> Vec<usize> {
     let mut done = vec![0; arrivals.len()];
     let mut running: Vec<(usize, Standing)> = Vec::new();
     let mut coming = arrivals.iter().copied().enumerate().peekable();
@@ -313,10 +350,18 @@ fn prompt_steps(arrivals: &[(usize, usize)], most: usize) -> Vec<usize> {
         }
         let standing: Vec<Standing> = running.iter().map(|(_, standing)| standing.clone()).collect();
         let budget = Budget { alone: most, beside: 0, blocks: usize::MAX };
-        let Decision::Step(shares) = plan(&standing, budget, |_, max| max) else { panic!("there is room for all") };
-        assert!(shares.iter().map(|share| share.tokens).sum::<usize>() <= most);
+        let cut = |request: usize, max: usize| {
+            let (number, standing) = &running[request];
+            if uncut && number % 2 == 0 { standing.sequences[0].left() } else { max }
+        };
+        let Decision::Step(shares) = plan(&standing, budget, cut) else { panic!("there is room for all") };
+        assert!(shares.iter().map(|share| share.effort).sum::<usize>() <= most);
         for share in shares {
-            running[share.request].1.sequences[0].cached += share.tokens;
+            let place = &mut running[share.request].1.sequences[0];
+            place.underway = Underway { tokens: share.tokens, done: place.underway.done + share.effort };
+            if place.underway.done == share.tokens {
+                (place.cached, place.underway) = (place.cached + share.tokens, Underway::default());
+            }
         }
         running.retain(|(number, standing)| {
             let in_prompt = standing.sequences[0].left() > 0;
@@ -340,11 +385,12 @@ proptest! {
     fn no_prompt_starves(
         mut arrivals in prop::collection::vec((0usize..40, prop_oneof![1usize..60, 1usize..3000]), 1..30),
         most in 1usize..300,
+        uncut in any::<bool>(),
     ) {
         arrivals.sort_by_key(|(step, _)| *step);
         let half = most.div_ceil(2);
         let mut bound = 0;
-        for (&(_, tokens), steps) in arrivals.iter().zip(prompt_steps(&arrivals, most)) {
+        for (&(_, tokens), steps) in arrivals.iter().zip(prompt_steps(&arrivals, most, uncut)) {
             bound += tokens.div_ceil(half);
             prop_assert!(steps <= bound, "{steps} steps for {tokens} tokens, bound {bound}");
         }
@@ -355,9 +401,10 @@ proptest! {
     fn a_short_prompt_waits_for_shorter_ones_alone(
         shorts in prop::collection::vec(1usize..1000, 1..20),
         most in 2usize..300,
+        uncut in any::<bool>(),
     ) {
         let arrivals: Vec<_> = std::iter::once(16384).chain(shorts).map(|tokens| (0, tokens)).collect();
-        let steps = prompt_steps(&arrivals, most);
+        let steps = prompt_steps(&arrivals, most, uncut);
         for (i, &(_, tokens)) in arrivals.iter().enumerate().skip(1) {
             let before = |(j, (_, other)): &(usize, &(usize, usize))| *other < tokens || *other == tokens && *j <= i;
             let sum: usize = arrivals.iter().enumerate().filter(before).map(|(_, (_, tokens))| tokens).sum();

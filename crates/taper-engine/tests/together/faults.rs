@@ -27,7 +27,7 @@ impl Write for Log {
 
 /// Dense attention that panics in the second layer over the row at a position.
 #[derive(Debug)]
-struct Faulty(usize);
+pub(crate) struct Faulty(pub usize);
 
 impl DecodeMethod for Faulty {
     fn select(&self, step: &DecodeStep) -> Result<Choice> {
@@ -84,7 +84,7 @@ fn a_panic_in_a_layer_ends_its_request_and_no_other() {
     }
 }
 
-fn wait(what: &str, done: impl Fn() -> bool) {
+pub(crate) fn wait(what: &str, done: impl Fn() -> bool) {
     let start = Instant::now();
     while !done() {
         assert!(start.elapsed() < Duration::from_secs(60), "waited in vain: {what}");

@@ -4,6 +4,7 @@
 mod faults;
 mod offload;
 mod prefix;
+mod slices;
 mod tokens;
 
 use candle_core::Device;

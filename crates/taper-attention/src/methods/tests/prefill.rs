@@ -2,6 +2,7 @@
 
 use super::golden::{Golden, files};
 use super::*;
+use crate::Chunk;
 
 /// Settings under which each sparse method reads a part of some 1,000 tokens: one row or more a method; a method without
 /// a row fails.
@@ -120,6 +121,62 @@ fn the_engines_chunks_do_not_show() {
                     }
                     assert_eq!(cut, uncut, "{settings} in chunks of {chunk}");
                     assert!(relative(&chunked, &whole) < 1e-6, "{settings} in chunks of {chunk}");
+                }
+            }
+        }
+    }
+}
+
+/// All of a prompt chunk by chunk, each in slices of about so many rows; as [`run_on`] else. With `fails`, some slices are
+/// lost, and their chunk begins again.
+fn in_slices(settings: &Value, shape: AttentionShape, n: usize, most: usize, fails: bool) -> (Vec<f32>, Sequence) {
+    let spec = json!({ "prefill": settings, "audit": 0.2 });
+    let spec = Arc::new(AttentionSpec::from_json(&spec, "attention", &Artifacts::default()).unwrap());
+    let kv = KvShape { layers: 1, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
+    let mut pool = KvPool::new(kv, DType::F32, n.div_ceil(64), &Device::Cpu).unwrap();
+    let mut sequence = Sequence::new(spec, 5, n);
+    let Input { q, k, v } = Input::random(shape, n);
+    let (mut outs, mut slices) = (Vec::new(), 0);
+    while sequence.len() < n {
+        let (start, tokens) = (sequence.len(), sequence.chunk(200));
+        let kept = outs.len();
+        while sequence.len() == start {
+            let mut chunk = Chunk::new(shape, &mut pool, &mut sequence, tokens).unwrap();
+            let slice = chunk.next(most).unwrap();
+            if slice.ends.is_some() {
+                outs.extend(chunk.attend(&slice).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap());
+            }
+            let rows = |t: &Tensor| t.narrow(0, start + slice.rows.start, slice.rows.len()).unwrap();
+            let hidden = Tensor::zeros((slice.rows.len(), 1), DType::F32, &Device::Cpu).unwrap();
+            chunk.put(&slice, &hidden, slice.begins.map(|_| (rows(&q), rows(&k), rows(&v)))).unwrap();
+            slices += 1;
+            if fails && [5, 9, 30].contains(&slices) {
+                drop(chunk);
+                outs.truncate(kept);
+                assert_eq!(sequence.underway(), (0, 0));
+                continue;
+            }
+            chunk.pause();
+            assert_eq!(sequence.chunk(1), tokens, "what is underway stays as it is");
+            sequence.take_in(&mut pool);
+        }
+    }
+    pool.check_integrity([sequence.table()]);
+    (outs, sequence)
+}
+
+#[test]
+fn slices_do_not_show() {
+    for settings in every_sparse().into_iter().chain([json!({ "method": "dense" })]) {
+        for settings in [settings.clone(), over_delta(&settings)].iter().filter(|s| s["base"]["method"] != "delta") {
+            for window in [None, Some(170)] {
+                let shape = shape(3, 64, window);
+                let spec = json!({ "prefill": settings, "audit": 0.2 });
+                let (whole, one) = run(&spec, shape, (700, 0), 200);
+                for (most, fails) in [(64, false), (1, false), (200, false), (64, true)] {
+                    let (out, sequence) = in_slices(settings, shape, 700, most, fails);
+                    assert!(out == whole, "{settings} in slices of {most}");
+                    assert_eq!(json!(sequence.usage()), json!(one.usage()), "{settings} in slices of {most}");
                 }
             }
         }
