@@ -1,5 +1,7 @@
 //! Every decode method on a CUDA device against the CPU: there must be one, a build with the feature has no other way to pass.
 
+mod offload;
+
 use super::properties::all_typical;
 use super::*;
 use crate::artifacts::{Place, Places};
