@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use taper_attention::{Artifacts, AttentionBatch, AttentionSpec, Sequence, Span};
 use taper_kernels::parallel;
+use taper_kernels::token::{Draw, choose};
 use taper_kv_cache::{BLOCK_TOKENS, KvPool, KvShape};
 use taper_model::Model;
 
@@ -146,7 +147,13 @@ impl<'a> Bench<'a> {
             _ => hidden.index_select(&Tensor::from_slice(&last, count, self.model.device())?, 0)?,
         };
         let logits = self.model.logits(&hidden)?;
-        let best = if self.plan.greedy { Some(logits.argmax(D::Minus1)?) } else { None };
+        let best = match self.plan.greedy {
+            true => Some(match choose(&logits, &vec![Draw::LIKELIEST; count])? {
+                Some(tokens) => tokens,
+                None => logits.argmax(D::Minus1)?,
+            }),
+            false => None,
+        };
         let queued = started.elapsed().as_secs_f64();
         let read = match best {
             Some(best) => best.to_vec1::<u32>()?.into_iter().map(|token| vec![token as f32]).collect(),

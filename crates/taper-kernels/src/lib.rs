@@ -25,3 +25,4 @@ mod softmax;
 #[cfg(test)]
 #[allow(missing_docs)]
 mod testing;
+pub mod token;

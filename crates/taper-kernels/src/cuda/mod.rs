@@ -30,6 +30,7 @@ mod score;
 pub(crate) mod step;
 mod stripes;
 mod sums;
+mod token;
 
 pub use batch::{Batch, Lists};
 pub use decode::Plan;
@@ -49,3 +50,4 @@ pub(crate) use kv::{append, copy_block};
 pub(crate) use layer::append_joint;
 pub(crate) use prefill::prefill;
 pub(crate) use sums::sums;
+pub(crate) use token::tokens;
