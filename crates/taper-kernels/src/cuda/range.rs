@@ -116,9 +116,13 @@ impl Range {
         unsafe { sys::cuMemAddressReserve(&raw mut range.start, bytes, 0, 0, 0) }
             .result()
             .map_err(|error| Error::msg(format!("{bytes} bytes of addresses: {error}")))?;
-        range.map(&on_device, head).map_err(|error| Error::msg(format!("{head} bytes of the device's memory: {error}")))?;
+        range
+            .map(&on_device, head)
+            .map_err(|error| Error::msg(format!("{head} bytes of the device's memory: {error}")))?;
         let host = range.host;
-        range.map(&on_host, host).map_err(|error| Error::msg(format!("{host} bytes of pinned host memory: {error}")))?;
+        range
+            .map(&on_host, host)
+            .map_err(|error| Error::msg(format!("{host} bytes of pinned host memory: {error}")))?;
         range.let_the_device_in(&on_device.location).map_err(Error::wrap)?;
         Ok(range)
     }

@@ -72,7 +72,8 @@ fn the_likeliest_token_is_the_first_of_the_largest() {
 #[test]
 fn tokens_are_drawn_from_those_that_the_filters_keep() {
     let mut numbers = Numbers(42);
-    let filters = [(0, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (300, 0.8, 0.001), (1, 0.5, 0.0), (0, 0.0, 0.0)];
+    let filters =
+        [(0, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (300, 0.8, 0.001), (1, 0.5, 0.0), (0, 0.0, 0.0)];
     for vocab in [5, 49_152, 128_256, 200_000] {
         for (top_k, top_p, min_p) in filters {
             let rows = rows(&mut numbers, 9, vocab);
@@ -93,7 +94,10 @@ fn tokens_are_drawn_from_those_that_the_filters_keep() {
                 let at = at.unwrap_or_else(|| panic!("{vocab} {draw:?}: token {got} is not kept"));
                 let before: f64 = kept[..at].iter().map(|k| k.1).sum();
                 let (from, to) = (before / total, (before + kept[at].1) / total);
-                assert!(from - 1e-5 <= draw.uniform && draw.uniform <= to + 1e-5, "{vocab} {draw:?}: {got} of {from}..{to}");
+                assert!(
+                    from - 1e-5 <= draw.uniform && draw.uniform <= to + 1e-5,
+                    "{vocab} {draw:?}: {got} of {from}..{to}"
+                );
             }
             assert_eq!(chosen(&rows, &draws), chosen(&rows, &draws));
         }

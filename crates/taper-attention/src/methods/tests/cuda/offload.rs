@@ -92,8 +92,12 @@ fn memory_of_both_is_given_back_and_too_much_is_refused_with_its_number() {
     assert!(at_first.0 - after.0 < 1.0 && at_first.1 - after.1 < 0.5, "{at_first:?} before, {after:?} after the pool");
     // A tebibyte of keys and values.
     let error = KvPool::with_host(KV, DType::BF16, (131_072, 1 << 25), &device).unwrap_err().to_string();
-    let wanted = "no 1099511627776 bytes of pinned host memory for the KV cache: 549755813888 bytes of pinned host memory: ";
+    let wanted =
+        "no 1099511627776 bytes of pinned host memory for the KV cache: 549755813888 bytes of pinned host memory: ";
     assert!(error.starts_with(wanted), "{error}");
     let after = (device_free(), host_free());
-    assert!(at_first.0 - after.0 < 1.0 && at_first.1 - after.1 < 0.5, "{at_first:?} before, {after:?} after the refusal");
+    assert!(
+        at_first.0 - after.0 < 1.0 && at_first.1 - after.1 < 0.5,
+        "{at_first:?} before, {after:?} after the refusal"
+    );
 }
