@@ -134,6 +134,14 @@ impl<'a> Bench<'a> {
 
     /// One step of the tokens given of each sequence: seconds until all was queued, and until the logits were there.
     fn step(&mut self, sequences: &mut [Sequence], tokens: &[u32]) -> Result<(f64, f64)> {
+        // As the engine does: a device has what it needs of this thread alone.
+        match self.model.device().is_cpu() {
+            true => parallel::awake(|| self.run(sequences, tokens)),
+            false => self.run(sequences, tokens),
+        }
+    }
+
+    fn run(&mut self, sequences: &mut [Sequence], tokens: &[u32]) -> Result<(f64, f64)> {
         let started = Instant::now();
         let shape = self.model.attention_shape();
         let (each, count) = (tokens.len() / sequences.len(), sequences.len());
@@ -177,7 +185,7 @@ impl<'a> Bench<'a> {
         while sequence.len() < self.context {
             let count = sequence.chunk(self.plan.chunk_tokens);
             let tokens: Vec<u32> = (sequence.len()..sequence.len() + count).map(|i| self.token(i)).collect();
-            parallel::awake(|| self.step(std::slice::from_mut(&mut sequence), &tokens))?;
+            self.step(std::slice::from_mut(&mut sequence), &tokens)?;
         }
         let (seconds, density) = (started.elapsed().as_secs_f64(), sequence.usage().prefill.density);
         self.pool.release(sequence.table_mut());
@@ -198,7 +206,7 @@ impl<'a> Bench<'a> {
         let (mut queued, mut seconds) = (Vec::new(), Vec::new());
         for i in 0..WARM_UP + self.plan.tokens {
             let tokens: Vec<u32> = (0..batch).map(|row| self.token(i * batch + row)).collect();
-            let (host, all) = parallel::awake(|| self.step(&mut sequences, &tokens))?;
+            let (host, all) = self.step(&mut sequences, &tokens)?;
             if i >= WARM_UP {
                 queued.push(host);
                 seconds.push(all);

@@ -85,7 +85,7 @@ pub(crate) fn replay(
         let mut plan = None;
         layers_over(model, &layers, &inputs.x, |index, qkv| {
             let kv = step.layers[index];
-            Ok(Some(inputs.attend(kv, &inputs.append(kv, qkv)?, &mut plan)?))
+            Ok(Some(inputs.attend(kv, &inputs.append(kv, qkv)?, &mut plan, of.output.dtype())?))
         })
     })?;
     drop(step);

@@ -1,4 +1,4 @@
-//! A dense step of a few rows as a CUDA graph: all layers' launches, which are the same in every step, are queued by one call.
+//! A dense step of some rows as a CUDA graph: all layers' launches, which are the same in every step, are queued by one call.
 //!
 //! A step's graph is made when a step of its kind comes for the second time: its launches go once as they are, so that all
 //! memory is there, and are captured the second time, into the same memory. What differs from step to step lies in
@@ -9,6 +9,7 @@ use super::decode::{Plan, hold_partials};
 use super::error::Result;
 use super::layer::append_joint_at;
 use super::op::{Op, record, recorded, repeat};
+use super::product::takes_sixteen;
 use crate::decode::DecodeRow;
 use crate::kv::{BLOCK_TOKENS, PagedKv};
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, sys};
@@ -16,12 +17,14 @@ use candle_core::{DType, Tensor, TensorId};
 use std::cell::RefCell;
 use std::collections::VecDeque;
 
-/// Most rows of such a step: of more, products are cuBLAS's, and the host is not what limits.
-const ROWS_MAX: usize = 2;
+/// Most rows of such a step, and most bytes that its launches make between its beginning and its end: where there are more, the
+/// host is not what limits.
+const ROWS_MAX: usize = 32;
+const MADE_BYTES_MAX: usize = 32 << 20;
 /// Tables are as wide as a multiple of so many blocks, so that a sequence's graph lasts.
 const TABLE_BLOCKS: usize = 64;
 /// Graphs that a thread keeps.
-const GRAPHS: usize = 4;
+const GRAPHS: usize = 16;
 
 /// What the launches of a step read that is another in the next, at addresses that stay.
 #[derive(Debug)]
@@ -43,14 +46,15 @@ impl StepInputs {
     fn new(op: &Op, x: &Tensor, angles: &Tensor, (stride, heads): (usize, usize)) -> Result<Self> {
         let rows = x.dim(0)?;
         let (tables, lists) = (rows * stride, rows * heads * WORDS);
-        let words = op.zeros(4 + tables + lists, DType::U32)?;
+        let slots = rows.next_multiple_of(4);
+        let words = op.zeros(slots + tables + lists, DType::U32)?;
         let part = |start: usize, shape: (usize, usize)| words.narrow(0, start, shape.0 * shape.1)?.reshape(shape);
         Ok(Self {
             x: x.copy()?,
             angles: angles.copy()?,
             slots: words.narrow(0, 0, rows)?,
-            tables: part(4, (rows, stride))?,
-            lists: Lists::over(part(4 + tables, (rows * heads, WORDS))?, rows, heads),
+            tables: part(slots, (rows, stride))?,
+            lists: Lists::over(part(slots + tables, (rows * heads, WORDS))?, rows, heads),
             lens: words.narrow(0, 0, rows)?,
             words,
         })
@@ -61,7 +65,7 @@ impl StepInputs {
         self.angles.slice_set(angles, 0, 0)?;
         let stride = self.tables.dim(1)?;
         let mut words = slots.to_vec();
-        words.resize(4, 0);
+        words.resize(slots.len().next_multiple_of(4), 0);
         for row in rows {
             let end = words.len() + stride;
             words.extend(&row.table[..row.visible.end.div_ceil(BLOCK_TOKENS)]);
@@ -82,18 +86,20 @@ impl StepInputs {
         append_joint_at(kv, qkv, &self.angles, &self.slots)
     }
 
-    /// Attends for queries `[R, q_heads, head_dim]`; `plan` is made by the first layer. Returns `[R, q_heads, head_dim]`, f32.
+    /// Attends for queries `[R, q_heads, head_dim]`; `plan` is made by the first layer. Returns `[R, q_heads, head_dim]` as the
+    /// product with a weight of that dtype takes it.
     ///
     /// # Errors
     /// Shapes or dtypes that differ.
-    pub fn attend(&self, kv: PagedKv, q: &Tensor, plan: &mut Option<Plan>) -> Result<Tensor> {
+    pub fn attend(&self, kv: PagedKv, q: &Tensor, plan: &mut Option<Plan>, weight: DType) -> Result<Tensor> {
+        let out = if takes_sixteen(q.dim(0)?) && weight == kv.k.dtype() { weight } else { DType::F32 };
         let max_len = self.tables.dim(1)? * BLOCK_TOKENS;
         let batch = Batch { q, kv, tables: &self.tables, row_tables: None, lens: &self.lens, max_len };
         let plan = match plan {
             Some(plan) => plan,
             None => plan.insert(Plan::new(self.lists.clone(), &batch)?),
         };
-        Ok(plan.attend(&batch, None, DType::F32)?.0)
+        Ok(plan.attend(&batch, None, out)?.0)
     }
 }
 
@@ -175,7 +181,9 @@ pub fn dense_step(
             let memory = recorded();
             ran?;
             let out = inputs.x.copy()?;
-            match capture(&op, &memory, || layers(&inputs)) {
+            let bytes = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
+            let small = memory.iter().map(bytes).sum::<usize>() <= MADE_BYTES_MAX;
+            match small.then(|| capture(&op, &memory, || layers(&inputs))).flatten() {
                 Some(graph) => {
                     let memory = memory.into_iter().chain(partials).collect();
                     (Known::Graph { inputs, graph, _memory: memory }, Some(out))
