@@ -631,6 +631,26 @@ int taper_write(const TaperWriteParams* p, TaperStream stream);
 int taper_norm(const TaperNormParams* p, TaperStream stream);
 int taper_silu(const TaperSiluParams* p, TaperStream stream);
 
+// How a row's token is chosen: weights are exp((logit - largest) / temperature).
+typedef struct TaperTokenRow {
+  float temperature;  // 0: the likeliest token, the first of equals
+  float top_p;        // the fewest heaviest that hold this share of the weight; 1: all
+  float min_p;        // those of at least this weight; the likeliest has 1
+  int32_t top_k;      // so many of the heaviest; 0: all. min_p and top_k come before top_p
+  double uniform;     // in [0, 1): where the token stands in the running weight of those that are kept
+} TaperTokenRow;
+
+// Tokens from logits.
+typedef struct TaperTokenParams {
+  const float* logits;       // [rows, vocab]
+  const TaperTokenRow* how;  // [rows], or null: the likeliest
+  uint32_t* tokens;          // [rows]; 2^32 - 1 where a logit is NaN or +infinity, or none is finite
+  int32_t rows, vocab, overlap, reserved;
+} TaperTokenParams;
+
+// vocab up to 262,144.
+int taper_tokens(const TaperTokenParams* p, TaperStream stream);
+
 #ifdef __cplusplus
 }
 #endif

@@ -5,14 +5,14 @@ mod replay;
 pub use replay::{Replay, replay};
 
 use crate::audit;
-use crate::layer::{AttentionShape, LayerAttention, Rotary};
+use crate::layer::{AttentionShape, DenseStep, LayerAttention, Rotary};
 use crate::method::{Carry, Choice, DecodeMethod, DecodeStep, KeyIndex, PrefillLayer, PrefillOutput};
 use crate::report::{PhaseReport, Report};
 use crate::sequence::{By, Phase, Sequence, add_read};
 use crate::spec::AttentionSpec;
 use candle_core::{DType, Result, Tensor, bail};
 use std::ops::Range;
-use taper_kernels::decode::{Decode, DecodeRow, attend};
+use taper_kernels::decode::{Decode, DecodeRow, Selection, attend};
 use taper_kernels::index::Part as IndexPart;
 use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 use taper_kernels::philox::Stream;
@@ -167,6 +167,35 @@ impl LayerAttention for AttentionBatch<'_> {
         let q = if decode { q } else { q.to_dtype(DType::F32)? };
         self.attend_stored(layer, &q).map(Some)
     }
+
+    fn dense_step(&self) -> Option<DenseStep<'_>> {
+        let plain = |Started { sequence, tokens, .. }: &Started| {
+            let row = *tokens == 1 && sequence.attended_by() == By::DecodeMethod;
+            let stream = |layer| Stream { seed: sequence.seed, layer, head: 0, position: sequence.len as u32 };
+            let audited = || (0..self.shape.layers).any(|l| audit::wanted(&stream(l as u32), sequence.spec.audit));
+            row && sequence.spec.decode.method.reads_all() && !audited()
+        };
+        let row = |Started { sequence, .. }: &Started| visible(self.shape, sequence.len + 1);
+        self.spans.iter().all(plain).then(|| DenseStep {
+            layers: (0..self.shape.layers).map(|layer| self.pool.layer(layer)).collect(),
+            slots: &self.slots,
+            rows: self.spans.iter().map(|s| DecodeRow { table: s.sequence.table.blocks(), visible: row(s) }).collect(),
+        })
+    }
+
+    fn attended(&mut self) -> Result<()> {
+        let dense = Selection::dense(1, self.shape.kv_heads);
+        for Started { sequence, .. } in &mut self.spans {
+            let seen = [visible(self.shape, sequence.len + 1)];
+            (0..self.shape.layers).try_for_each(|_| add_read(&mut sequence.report.decode, &dense, &seen))?;
+        }
+        Ok(())
+    }
+}
+
+/// What the last of so many tokens sees.
+fn visible(shape: AttentionShape, tokens: usize) -> Range<usize> {
+    tokens.saturating_sub(shape.window.unwrap_or(tokens))..tokens
 }
 
 impl AttentionBatch<'_> {
@@ -318,8 +347,7 @@ impl Part<'_> {
 
     /// What the tokens at `positions` see.
     fn rows<'s>(&self, sequence: &'s Sequence, positions: Range<usize>) -> Vec<DecodeRow<'s>> {
-        let visible = |end: usize| end.saturating_sub(self.shape.window.unwrap_or(end))..end;
-        positions.map(|p| DecodeRow { table: sequence.table.blocks(), visible: visible(p + 1) }).collect()
+        positions.map(|p| DecodeRow { table: sequence.table.blocks(), visible: visible(self.shape, p + 1) }).collect()
     }
 
     /// Runs something on rows of one sequence.

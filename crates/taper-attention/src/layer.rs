@@ -2,6 +2,8 @@
 //! batch and gets the attention output back. It never learns which method ran.
 
 use candle_core::{Result, Tensor};
+use taper_kernels::decode::DecodeRow;
+use taper_kernels::kv::PagedKv;
 
 /// What attention needs to know of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,6 +56,30 @@ pub trait LayerAttention {
     fn attend_joint(&mut self, _layer: usize, _qkv: &Tensor, _angles: &Tensor) -> Result<Option<Tensor>> {
         Ok(None)
     }
+
+    /// The whole step's attention, where it is so plain that it can be had without asking layer by layer: every token is a row
+    /// that reads all it sees, and none is audited.
+    fn dense_step(&self) -> Option<DenseStep<'_>> {
+        None
+    }
+
+    /// Takes a [`dense_step`](Self::dense_step) as attended in all layers, and stored.
+    ///
+    /// # Errors
+    /// As [`attend`](Self::attend).
+    fn attended(&mut self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A step of dense rows.
+pub struct DenseStep<'a> {
+    /// Each layer's cache.
+    pub layers: Vec<PagedKv<'a>>,
+    /// Where each token's keys and values go (`block * 64 + row`).
+    pub slots: &'a [u32],
+    /// What each token reads, itself included.
+    pub rows: Vec<DecodeRow<'a>>,
 }
 
 /// The model's rotary embedding, for methods that look at queries and keys as they were before it.

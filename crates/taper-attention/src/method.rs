@@ -252,6 +252,11 @@ pub trait DecodeMethod: std::fmt::Debug + Send + Sync {
         0
     }
 
+    /// Whether everything is read, always.
+    fn reads_all(&self) -> bool {
+        false
+    }
+
     /// As of a [`PrefillMethod`].
     fn host_only(&self) -> Option<HostOnly> {
         None

@@ -57,7 +57,7 @@ impl DeviceChoice {
 pub struct CacheOptions {
     /// Bytes in memory; `None`: a quarter of the free memory, for at most sixteen contexts.
     pub bytes: Option<u64>,
-    /// What lies in a file beyond them, on the CPU.
+    /// What lies elsewhere beyond them.
     pub offload: Option<Offload>,
     /// Type of keys and values.
     pub dtype: CacheDType,
@@ -65,13 +65,21 @@ pub struct CacheOptions {
     pub prefix: bool,
 }
 
-/// A part of the KV cache that lies in a file.
-#[derive(Debug, Clone)]
-pub struct Offload {
-    /// Its bytes.
-    pub bytes: u64,
-    /// The folder that the file is made in.
-    pub folder: PathBuf,
+/// A part of the KV cache that does not lie where the rest does.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Offload {
+    /// In a file, beside a cache in memory.
+    File {
+        /// Its bytes.
+        bytes: u64,
+        /// The folder that the file is made in.
+        folder: PathBuf,
+    },
+    /// In pinned host memory, beside a cache on a CUDA device.
+    Host {
+        /// Its bytes.
+        bytes: u64,
+    },
 }
 
 /// Why a model could not be made ready.
@@ -191,12 +199,23 @@ impl ModelBackend {
         let memory = blocks(cache.bytes, shape.block_bytes(dtype), context, device)?;
         let pool = match &cache.offload {
             None => KvPool::new(shape, dtype, memory, device),
-            Some(_) if !device.is_cpu() => {
-                return Err(LoadError::Cache("a part in a file goes with the device cpu alone".into()));
-            }
-            Some(Offload { bytes, folder }) => {
+            Some(Offload::File { bytes, folder }) if device.is_cpu() => {
                 let file = fit(*bytes, shape.block_bytes(dtype))?;
                 KvPool::with_file(shape, dtype, (memory, file), folder)
+            }
+            Some(Offload::Host { bytes }) if device.is_cuda() => {
+                // Pinned memory is taken at once, and a system that runs out of it ends processes.
+                if let Some(free) = free_memory(&Device::Cpu).filter(|free| free < bytes) {
+                    return Err(LoadError::Cache(format!("{bytes} bytes of pinned host memory wanted, {free} free")));
+                }
+                let host = fit(*bytes, shape.block_bytes(dtype))?;
+                KvPool::with_host(shape, dtype, (memory, host), device)
+            }
+            Some(Offload::File { .. }) => {
+                return Err(LoadError::Cache("a part in a file goes with the device cpu alone".into()));
+            }
+            Some(Offload::Host { .. }) => {
+                return Err(LoadError::Cache("a part in pinned host memory goes with a CUDA device alone".into()));
             }
         };
         let pool = pool.map_err(|e| LoadError::Cache(e.to_string()))?;
@@ -289,7 +308,7 @@ impl Backend for ModelBackend {
         Limits {
             context_tokens: config.context_length,
             cache_tokens: self.pool.blocks() * BLOCK_TOKENS,
-            file_tokens: self.pool.file_blocks() * BLOCK_TOKENS,
+            file_tokens: self.pool.offloaded_blocks() * BLOCK_TOKENS,
             vocab: config.vocab_size,
         }
     }

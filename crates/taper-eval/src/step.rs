@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use taper_attention::{Artifacts, AttentionBatch, AttentionSpec, Sequence, Span};
 use taper_kernels::parallel;
+use taper_kernels::token::{Draw, choose};
 use taper_kv_cache::{BLOCK_TOKENS, KvPool, KvShape};
 use taper_model::Model;
 
@@ -40,6 +41,10 @@ pub struct StepPlan {
     pub cache: DType,
     /// Bytes that the device's memory moves in a second.
     pub bandwidth: f64,
+    /// The share of the cache that lies in the host's memory, beside a CUDA device.
+    pub offloaded: f64,
+    /// Bytes of the host's memory that the device reads in a second.
+    pub bus: f64,
     /// What methods learned offline.
     pub artifacts: Artifacts,
 }
@@ -59,7 +64,7 @@ pub struct StepRow {
     pub seconds: f64,
     /// Of them, the median seconds until all work of the step was given to the device.
     pub queued: Option<f64>,
-    /// Bytes of weights, and of the keys and values that were read, over the bandwidth.
+    /// Bytes of weights, and of the keys and values that were read, over the bandwidth of where they lie.
     pub floor: Option<f64>,
 }
 
@@ -108,7 +113,12 @@ impl<'a> Bench<'a> {
         let kv = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
         let each = (context + WARM_UP + plan.tokens).div_ceil(BLOCK_TOKENS);
         let blocks = plan.batch * each;
-        let pool = KvPool::new(kv, plan.cache, blocks, model.device()).map_err(candle_core::Error::wrap)?;
+        let host = (blocks as f64 * plan.offloaded).round() as usize;
+        let pool = match host {
+            0 => KvPool::new(kv, plan.cache, blocks, model.device()),
+            _ => KvPool::with_host(kv, plan.cache, (blocks - host.min(blocks), host), model.device()),
+        };
+        let pool = pool.map_err(candle_core::Error::wrap)?;
         let slots: Vec<u32> = (0..(blocks * BLOCK_TOKENS) as u32).collect();
         for slots in slots.chunks(FILL_TOKENS) {
             let rows = |mean| Tensor::randn(mean, 1f32, (slots.len(), shape.kv_heads, shape.head_dim), model.device());
@@ -124,6 +134,14 @@ impl<'a> Bench<'a> {
 
     /// One step of the tokens given of each sequence: seconds until all was queued, and until the logits were there.
     fn step(&mut self, sequences: &mut [Sequence], tokens: &[u32]) -> Result<(f64, f64)> {
+        // As the engine does: a device has what it needs of this thread alone.
+        match self.model.device().is_cpu() {
+            true => parallel::awake(|| self.run(sequences, tokens)),
+            false => self.run(sequences, tokens),
+        }
+    }
+
+    fn run(&mut self, sequences: &mut [Sequence], tokens: &[u32]) -> Result<(f64, f64)> {
         let started = Instant::now();
         let shape = self.model.attention_shape();
         let (each, count) = (tokens.len() / sequences.len(), sequences.len());
@@ -137,7 +155,13 @@ impl<'a> Bench<'a> {
             _ => hidden.index_select(&Tensor::from_slice(&last, count, self.model.device())?, 0)?,
         };
         let logits = self.model.logits(&hidden)?;
-        let best = if self.plan.greedy { Some(logits.argmax(D::Minus1)?) } else { None };
+        let best = match self.plan.greedy {
+            true => Some(match choose(&logits, &vec![Draw::LIKELIEST; count])? {
+                Some(tokens) => tokens,
+                None => logits.argmax(D::Minus1)?,
+            }),
+            false => None,
+        };
         let queued = started.elapsed().as_secs_f64();
         let read = match best {
             Some(best) => best.to_vec1::<u32>()?.into_iter().map(|token| vec![token as f32]).collect(),
@@ -161,7 +185,7 @@ impl<'a> Bench<'a> {
         while sequence.len() < self.context {
             let count = sequence.chunk(self.plan.chunk_tokens);
             let tokens: Vec<u32> = (sequence.len()..sequence.len() + count).map(|i| self.token(i)).collect();
-            parallel::awake(|| self.step(std::slice::from_mut(&mut sequence), &tokens))?;
+            self.step(std::slice::from_mut(&mut sequence), &tokens)?;
         }
         let (seconds, density) = (started.elapsed().as_secs_f64(), sequence.usage().prefill.density);
         self.pool.release(sequence.table_mut());
@@ -182,7 +206,7 @@ impl<'a> Bench<'a> {
         let (mut queued, mut seconds) = (Vec::new(), Vec::new());
         for i in 0..WARM_UP + self.plan.tokens {
             let tokens: Vec<u32> = (0..batch).map(|row| self.token(i * batch + row)).collect();
-            let (host, all) = parallel::awake(|| self.step(&mut sequences, &tokens))?;
+            let (host, all) = self.step(&mut sequences, &tokens)?;
             if i >= WARM_UP {
                 queued.push(host);
                 seconds.push(all);
@@ -197,17 +221,20 @@ impl<'a> Bench<'a> {
             density,
             seconds: median(seconds),
             queued: Some(median(queued)),
-            floor: Some(self.bytes(density) / self.plan.bandwidth),
+            floor: Some(self.floor(density)),
         })
     }
 
-    /// Bytes that a step must read: every weight once, and of every sequence the share of its keys and values that it reads.
-    fn bytes(&self, density: f64) -> f64 {
+    /// What the bytes take that a step must read: every weight once, and of every sequence the share of its keys and values
+    /// that it reads, wherever they lie. A layer's weights are multiplied before or after it attends, so the two add up.
+    fn floor(&self, density: f64) -> f64 {
         let weights = self.model.config().multiplied_weights() * self.plan.weights.size_in_bytes();
         let cached = self.pool.shape().block_bytes(self.plan.cache) / BLOCK_TOKENS;
         let shape = self.model.attention_shape();
         let visible = shape.window.map_or(self.context, |window| window.min(self.context));
-        weights as f64 + density * (self.plan.batch * visible * cached) as f64
+        let read = density * (self.plan.batch * visible * cached) as f64;
+        let moved = read * self.pool.offloaded_blocks() as f64 / self.pool.blocks() as f64;
+        (weights as f64 + read - moved) / self.plan.bandwidth + moved / self.plan.bus
     }
 }
 
@@ -259,6 +286,8 @@ mod tests {
             weights: DType::F32,
             cache: DType::F16,
             bandwidth: 1e9,
+            offloaded: 0.0,
+            bus: 1e8,
             artifacts: artifacts.clone(),
         };
         let rows = steps(&model, &plan).unwrap();

@@ -26,3 +26,4 @@ mod softmax;
 #[cfg(test)]
 #[allow(missing_docs)]
 mod testing;
+pub mod token;

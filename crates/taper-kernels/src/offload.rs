@@ -1,7 +1,8 @@
-//! Pools whose tail lies in a file: one range of addresses all the same, so that no operation sees where memory ends.
+//! Pools whose tail lies elsewhere: one range of addresses all the same, so that no operation sees where memory ends.
 //!
-//! The system writes the file's pages back when it wants their memory, and reads them again when they are read: a decode
-//! method that reads few rows has few pages brought back. On Linux alone.
+//! On the CPU it lies in a file. The system writes the file's pages back when it wants their memory, and reads them again when
+//! they are read: a decode method that reads few rows has few pages brought back. On Linux alone. On a CUDA device it lies in
+//! pinned host memory ([`HostTail`]), and rows come over the bus as they are read.
 
 use crate::kv::{KvElement, with_kv_element};
 use candle_core::backend::BackendStorage;
@@ -10,6 +11,35 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
+
+#[cfg(feature = "cuda")]
+pub use crate::cuda::HostTail;
+
+/// The part of a CUDA device's pool that the host's memory holds: in a build without the feature there is none.
+#[cfg(not(feature = "cuda"))]
+#[derive(Debug)]
+pub enum HostTail {}
+
+#[cfg(not(feature = "cuda"))]
+impl HostTail {
+    /// A pool with such a tail.
+    ///
+    /// # Errors
+    /// Always.
+    pub fn zeros(
+        _: (usize, usize, usize, usize),
+        _: candle_core::DType,
+        _: usize,
+        device: &candle_core::Device,
+    ) -> Result<(Tensor, Self)> {
+        bail!("a pool on {device:?} with a part in pinned host memory, in a build without the feature `cuda`")
+    }
+
+    /// Bytes of the host's memory that it holds.
+    pub fn host_bytes(&self) -> usize {
+        match *self {}
+    }
+}
 
 /// The part of a pool that a file holds. It is let go, and what it held forgotten, when this is dropped.
 #[derive(Debug)]

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use taper_kernels::index::Part;
 use taper_kernels::kv::{self, BLOCK_TOKENS, PagedKv};
-use taper_kernels::offload::{self, FileTail};
+use taper_kernels::offload::{self, FileTail, HostTail};
 
 /// What a pool stores for each token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,6 +54,14 @@ pub enum KvError {
         /// What is in the way.
         reason: String,
     },
+    /// The pinned host memory of the blocks beyond the device's cannot be had.
+    #[error("no {bytes} bytes of pinned host memory for the KV cache: {reason}")]
+    Host {
+        /// What the blocks take.
+        bytes: u64,
+        /// What is in the way.
+        reason: String,
+    },
     /// The device refused.
     #[error("KV cache: {0}")]
     Device(#[from] candle_core::Error),
@@ -69,12 +77,13 @@ pub struct KvPool {
     keys: Vec<Tensor>,
     values: Vec<Tensor>,
     references: Vec<u32>,
-    /// The lowest first, so that blocks in memory go before those in the file.
+    /// The lowest first, so that blocks in memory go before the offloaded ones.
     free: BinaryHeap<Reverse<u32>>,
     prefixes: Prefixes,
-    /// What of keys and values lies in a file: the last blocks, so many.
+    /// What of keys and values lies in a file, or in the host's memory beside a device's: the last blocks, so many.
     tails: Vec<FileTail>,
-    file_blocks: usize,
+    host_tails: Vec<HostTail>,
+    offloaded: usize,
 }
 
 impl KvPool {
@@ -87,19 +96,30 @@ impl KvPool {
     pub fn new(shape: KvShape, dtype: DType, blocks: usize, device: &Device) -> Result<Self, KvError> {
         let dims = (blocks, shape.kv_heads, BLOCK_TOKENS, shape.head_dim);
         let make = || (0..shape.layers).map(|_| kv::zeros(dims, dtype, device)).collect::<Result<Vec<_>, _>>();
-        Ok(Self {
+        Ok(Self::over((shape, dtype, device), make()?, make()?, blocks))
+    }
+
+    /// A pool over its tensors.
+    fn over(
+        (shape, dtype, device): (KvShape, DType, &Device),
+        keys: Vec<Tensor>,
+        values: Vec<Tensor>,
+        blocks: usize,
+    ) -> Self {
+        Self {
             shape,
             dtype,
             device: device.clone(),
             indices: HashMap::new(),
-            keys: make()?,
-            values: make()?,
+            keys,
+            values,
             references: vec![0; blocks],
             free: (0..blocks as u32).map(Reverse).collect(),
             prefixes: Prefixes::new(blocks),
             tails: Vec::new(),
-            file_blocks: 0,
-        })
+            host_tails: Vec::new(),
+            offloaded: 0,
+        }
     }
 
     /// Makes a pool on the CPU of `memory` blocks in memory and `file` more in a file in a folder, whose room is taken at
@@ -125,7 +145,36 @@ impl KvPool {
             let tail = FileTail::new(tensor, memory, Arc::clone(&handle), place * each);
             pool.tails.push(tail.map_err(|error| refused(&error))?);
         }
-        pool.file_blocks = file;
+        pool.offloaded = file;
+        Ok(pool)
+    }
+
+    /// Makes a pool on a CUDA device of `memory` blocks there and `host` more in pinned memory of the host's, which is taken
+    /// at once. Blocks of the device are taken first; none moves afterwards. Indices are the device's.
+    ///
+    /// # Errors
+    /// [`KvError::Host`] if one of them cannot have so much; [`KvError::Device`] for a dtype of no cache.
+    pub fn with_host(
+        shape: KvShape,
+        dtype: DType,
+        (memory, host): (usize, usize),
+        device: &Device,
+    ) -> Result<Self, KvError> {
+        let dims = (memory + host, shape.kv_heads, BLOCK_TOKENS, shape.head_dim);
+        let bytes = (host * shape.block_bytes(dtype)) as u64;
+        let mut tails = Vec::new();
+        let mut make = || -> Result<Vec<Tensor>, KvError> {
+            let one = |_| {
+                let made = HostTail::zeros(dims, dtype, memory, device);
+                let (tensor, tail) = made.map_err(|e| KvError::Host { bytes, reason: e.to_string() })?;
+                tails.push(tail);
+                Ok(tensor)
+            };
+            (0..shape.layers).map(one).collect()
+        };
+        let (keys, values) = (make()?, make()?);
+        let mut pool = Self::over((shape, dtype, device), keys, values, memory + host);
+        (pool.host_tails, pool.offloaded) = (tails, host);
         Ok(pool)
     }
 
@@ -144,9 +193,14 @@ impl KvPool {
         self.references.len()
     }
 
-    /// Blocks of these that lie in a file.
-    pub fn file_blocks(&self) -> usize {
-        self.file_blocks
+    /// Blocks of these that lie in a file, or in the host's memory.
+    pub fn offloaded_blocks(&self) -> usize {
+        self.offloaded
+    }
+
+    /// Bytes of pinned host memory that a device's pool holds.
+    pub fn host_bytes(&self) -> usize {
+        self.host_tails.iter().map(HostTail::host_bytes).sum()
     }
 
     /// Has the file take what its blocks hold, and gives their memory back, as the system does for want of memory.

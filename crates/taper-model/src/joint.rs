@@ -4,7 +4,9 @@
 use crate::model::{Layer, Model};
 use candle_core::{DType, Result, Tensor};
 use taper_attention::LayerAttention;
-use taper_kernels::cuda::{Inputs, product, product_add, product_gated, product_into};
+use taper_kernels::cuda::{
+    DenseStep as DenseRows, Inputs, dense_step, product, product_add, product_gated, product_into,
+};
 use taper_kernels::linear::Linear;
 
 /// One layer's matrices `[out, in]`.
@@ -46,7 +48,64 @@ impl<'a> Matrices<'a> {
 /// # Errors
 /// Whatever `attention` or the device says.
 pub(crate) fn run(model: &Model, x: &Tensor, angles: &Tensor, attention: &mut dyn LayerAttention) -> Result<bool> {
-    let Some(layers) = model.layers.iter().map(Matrices::of).collect::<Option<Vec<_>>>() else { return Ok(false) };
+    let Some(layers) = matrices(model) else { return Ok(false) };
+    let mut taken = false;
+    layers_over(model, &layers, x, |index, qkv| {
+        let attended = attention.attend_joint(index, qkv, angles)?;
+        if attended.is_none() && index > 0 {
+            candle_core::bail!("attention took joint projections in layer 0, and not in layer {index}");
+        }
+        taken = attended.is_some();
+        Ok(attended)
+    })?;
+    Ok(taken)
+}
+
+/// The same by one call to the device, where this step's attention is dense rows and such a step has been before: returns
+/// `[T, hidden]`, f32. None, and nothing is done, where not.
+///
+/// # Errors
+/// Whatever `attention` or the device says.
+pub(crate) fn replay(
+    model: &Model,
+    x: &Tensor,
+    angles: &Tensor,
+    attention: &mut dyn LayerAttention,
+) -> Result<Option<Tensor>> {
+    let (Some(layers), Some(step)) = (matrices(model), attention.dense_step()) else { return Ok(None) };
+    let (Some(kv), Some(of)) = (step.layers.first().copied(), layers.first()) else { return Ok(None) };
+    let (q_heads, slots, rows) = (model.config().q_heads, step.slots, &step.rows[..]);
+    // What `append_joint` has an operation for.
+    let sixteen = kv.k.dtype().size_in_bytes() == 2 && matches!(kv.k.dim(3)?, 64 | 128);
+    if !sixteen || rows.len() != x.dim(0)? {
+        return Ok(None);
+    }
+    let dense = DenseRows { x, angles, slots, rows, kv, q_heads, weight: of.qkv };
+    let out = dense_step(&dense, |inputs| {
+        let mut plan = None;
+        layers_over(model, &layers, &inputs.x, |index, qkv| {
+            let kv = step.layers[index];
+            Ok(Some(inputs.attend(kv, &inputs.append(kv, qkv)?, &mut plan, of.output.dtype())?))
+        })
+    })?;
+    drop(step);
+    if out.is_some() {
+        attention.attended()?;
+    }
+    Ok(out)
+}
+
+fn matrices(model: &Model) -> Option<Vec<Matrices<'_>>> {
+    model.layers.iter().map(Matrices::of).collect()
+}
+
+/// Runs all layers over `x` in place. `attend` takes a layer's projections and gives the outputs of its heads; none ends it.
+fn layers_over(
+    model: &Model,
+    layers: &[Matrices],
+    x: &Tensor,
+    mut attend: impl FnMut(usize, &Tensor) -> Result<Option<Tensor>>,
+) -> Result<()> {
     let epsilon = model.config().rms_norm_eps as f32;
     // All layers' projections go to the same memory.
     let mut joint: Option<Tensor> = None;
@@ -59,18 +118,13 @@ pub(crate) fn run(model: &Model, x: &Tensor, angles: &Tensor, attention: &mut dy
                 room
             }
         };
-        let Some(attended) = attention.attend_joint(index, &qkv, angles)? else {
-            if index == 0 {
-                return Ok(false);
-            }
-            candle_core::bail!("attention took joint projections in layer 0, and not in layer {index}");
-        };
+        let Some(attended) = attend(index, &qkv)? else { return Ok(()) };
         product_add(Inputs { x: &attended.flatten_from(1)?, norm: None }, of.output, x)?;
         let inner = product_gated(normed(&layer.feed_forward_norm), of.gate_up)?;
         product_add(Inputs { x: &inner, norm: None }, of.down, x)?;
         joint = Some(qkv);
     }
-    Ok(true)
+    Ok(())
 }
 
 /// The scores of every token of the vocabulary for `hidden` `[R, hidden]`, f32: sums in f32 are not rounded on their way.

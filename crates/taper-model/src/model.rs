@@ -111,8 +111,14 @@ impl Model {
         let turns = self.config.rope.turns(positions, |token| attention.length(token));
         let mut x = self.embedding.lookup(tokens)?;
         #[cfg(feature = "cuda")]
-        if self.device.is_cuda() && crate::joint::run(self, &x, &turns.angles(&self.device)?, attention)? {
-            return self.normed(&x, &self.norm);
+        if self.device.is_cuda() {
+            let angles = turns.angles(&self.device)?;
+            if let Some(x) = crate::joint::replay(self, &x, &angles, attention)? {
+                return self.normed(&x, &self.norm);
+            }
+            if crate::joint::run(self, &x, &angles, attention)? {
+                return self.normed(&x, &self.norm);
+            }
         }
         let table = turns.table(&self.device)?;
         for (index, layer) in self.layers.iter().enumerate() {

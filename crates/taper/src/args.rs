@@ -53,10 +53,10 @@ pub struct ModelArgs {
     /// Memory for keys and values, such as 512MiB or 2GiB [default: a quarter of what is free, at most sixteen contexts]
     #[arg(long, value_name = "SIZE")]
     pub kv_memory: Option<String>,
-    /// Room for keys and values beyond that memory, in a file, such as 20GiB [default: none]
+    /// Room for keys and values beyond that memory, such as 20GiB: in a file; beside cuda in pinned host memory [default: none]
     #[arg(long, value_name = "SIZE")]
     pub kv_offload: Option<String>,
-    /// Folder of that file, on a disk
+    /// Folder of that file, on a disk; the device cpu alone has one
     #[arg(long, value_name = "DIR")]
     pub kv_offload_dir: Option<PathBuf>,
     /// Type of cached keys and values: f16, bf16 or f32 [default: f16]

@@ -6,6 +6,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use std::path::PathBuf;
 use taper_attention::Artifacts;
+use taper_engine::DeviceChoice;
 use taper_eval::{DType, Phase, StepPlan, step_table, steps};
 use taper_model::{Model, ModelConfig};
 
@@ -16,7 +17,8 @@ The floor is the bytes of the weights, and of the keys and values that were read
 
 Examples:
   taper bench model --shape smollm2-135m --random --context 2048
-  taper bench model --shape llama-3.1-8b --random --device cuda --context 2048,32768,131072 --decode vattention")]
+  taper bench model --shape llama-3.1-8b --random --device cuda --context 2048,32768,131072 --decode vattention
+  taper bench model --shape llama-3.1-8b --random --device cuda --context 131072 --offloaded 0.95 --decode vattention")]
 pub struct BenchModelArgs {
     /// The shape: llama-3.1-8b, mistral-7b or smollm2-135m
     #[arg(long, value_name = "NAME")]
@@ -57,6 +59,12 @@ pub struct BenchModelArgs {
     /// What the device's memory moves, in TB/s, for the floor
     #[arg(long, value_name = "TB/S", default_value_t = 4.27)]
     pub bandwidth: f64,
+    /// The share of the cache that lies in pinned host memory beside a CUDA device
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
+    pub offloaded: f64,
+    /// What the device reads of the host's memory, in GB/s, for the floor
+    #[arg(long, value_name = "GB/S", default_value_t = 51.3)]
+    pub bus: f64,
     /// Write the table
     #[arg(long, value_name = "FILE")]
     pub markdown: Option<PathBuf>,
@@ -74,6 +82,9 @@ pub fn run(args: &BenchModelArgs) -> Result<()> {
         bail!("--context, --chunk and --tokens must be at least 1");
     }
     let device = config::device(&args.device)?;
+    if !(0.0..=1.0).contains(&args.offloaded) || args.offloaded > 0.0 && device == DeviceChoice::Cpu {
+        bail!("--offloaded: {} must be a share from 0 to 1, and 0 on the CPU", args.offloaded);
+    }
     let artifacts = Artifacts::default().at(load::places(device, device));
     let (weights, cache) = (float("--dtype", &args.dtype)?, float("--kv-dtype", &args.kv_dtype)?);
     let plan = StepPlan {
@@ -87,6 +98,8 @@ pub fn run(args: &BenchModelArgs) -> Result<()> {
         weights,
         cache,
         bandwidth: args.bandwidth * 1e12,
+        offloaded: args.offloaded,
+        bus: args.bus * 1e9,
         artifacts,
     };
     // Weights are random: nothing forbids positions past the context that the shape was trained for.

@@ -184,15 +184,11 @@ fn check_model(args: ModelArgs, file: &File) -> Result<ModelConfig> {
     }
     let memory = args.kv_memory.or_else(|| file.kv_memory.clone());
     let offload = args.kv_offload.or_else(|| file.kv_offload.clone());
-    let offload = match (offload, args.kv_offload_dir.or_else(|| file.kv_offload_dir.clone())) {
-        (Some(bytes), Some(folder)) => Some(Offload { bytes: size(&bytes).context("kv offload")?, folder }),
-        (Some(_), None) => bail!("kv offload needs kv_offload_dir, the folder of the file"),
-        (None, Some(_)) => bail!("kv_offload_dir needs kv offload, the size of the file"),
-        (None, None) => None,
-    };
+    let offload_dir = args.kv_offload_dir.or_else(|| file.kv_offload_dir.clone());
     let kv_dtype = args.kv_dtype.or_else(|| file.kv_dtype.clone());
     let dtype = args.dtype.or_else(|| file.dtype.clone());
     let device = args.device.or_else(|| file.device.clone());
+    let device = device.as_deref().map_or(Ok(DeviceChoice::default()), self::device)?;
     let threads = args.threads.or(file.threads);
     if threads == Some(0) {
         bail!("threads must be at least 1");
@@ -201,11 +197,11 @@ fn check_model(args: ModelArgs, file: &File) -> Result<ModelConfig> {
         model: args.model.or_else(|| file.model.clone()).unwrap_or_else(|| DEFAULT_MODEL.into()),
         attention,
         artifacts,
-        device: device.as_deref().map_or(Ok(DeviceChoice::default()), self::device)?,
+        device,
         threads,
         cache: CacheOptions {
             bytes: memory.as_deref().map(size).transpose().context("kv memory")?,
-            offload,
+            offload: self::offload(offload.as_deref(), offload_dir, device)?,
             dtype: kv_dtype.as_deref().map_or(Ok(CacheDType::default()), cache_dtype)?,
             prefix: false,
         },
@@ -215,6 +211,21 @@ fn check_model(args: ModelArgs, file: &File) -> Result<ModelConfig> {
             context_limit: args.context.or(file.context),
         },
         engine: EngineConfig::default(),
+    })
+}
+
+/// Where the cache goes on beyond its memory: on the CPU in a file, else in the host's memory.
+fn offload(bytes: Option<&str>, folder: Option<PathBuf>, device: DeviceChoice) -> Result<Option<Offload>> {
+    let bytes = bytes.map(size).transpose().context("kv offload")?;
+    Ok(match (bytes, folder, device) {
+        (None, None, _) => None,
+        (Some(bytes), Some(folder), DeviceChoice::Cpu) => Some(Offload::File { bytes, folder }),
+        (Some(_), None, DeviceChoice::Cpu) => bail!("kv offload needs kv_offload_dir, the folder of the file"),
+        (None, Some(_), DeviceChoice::Cpu) => bail!("kv_offload_dir needs kv offload, the size of the file"),
+        (Some(bytes), None, DeviceChoice::Cuda(_)) => Some(Offload::Host { bytes }),
+        (_, Some(_), DeviceChoice::Cuda(_)) => {
+            bail!("kv_offload_dir goes with the device cpu; beside cuda what is offloaded lies in pinned host memory")
+        }
     })
 }
 
@@ -333,7 +344,10 @@ mod tests {
         let (_folder, path) = file("kv_offload = '3GiB'\nkv_offload_dir = '/tmp'");
         let model = ModelArgs { kv_offload: Some("5GiB".into()), ..ModelArgs::default() };
         let offload = serve(ServeArgs { model, ..args(Some(&path)) }).unwrap().model.cache.offload.unwrap();
-        assert_eq!((offload.bytes, offload.folder), (5 << 30, "/tmp".into()));
+        assert_eq!(offload, Offload::File { bytes: 5 << 30, folder: "/tmp".into() });
+        let (_folder, path) = file("kv_offload = '3GiB'\ndevice = 'cuda'");
+        let offload = serve(args(Some(&path))).unwrap().model.cache.offload.unwrap();
+        assert_eq!(offload, Offload::Host { bytes: 3 << 30 });
         let (_folder, path) = file("prefix_cache = false");
         assert!(!serve(args(Some(&path))).unwrap().model.cache.prefix);
     }
@@ -384,6 +398,7 @@ mod tests {
             ("kv_memory = '2 parsecs'\n", "unknown unit"),
             ("kv_offload = '2GiB'\n", "kv offload needs kv_offload_dir"),
             ("kv_offload_dir = '/tmp'\n", "kv_offload_dir needs kv offload"),
+            ("kv_offload = '2GiB'\nkv_offload_dir = '/tmp'\ndevice = 'cuda:1'\n", "goes with the device cpu"),
             ("kv_offload = '2 parsecs'\nkv_offload_dir = '/tmp'\n", "kv offload: unknown unit"),
             ("kv_dtype = 'f8'\n", "must be f16"),
             ("dtype = 'int4'\n", "must be auto, f32"),

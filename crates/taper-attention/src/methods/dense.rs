@@ -42,4 +42,8 @@ impl DecodeMethod for Dense {
     fn select(&self, step: &DecodeStep) -> Result<Choice> {
         Ok(Selection::dense(step.batch.rows.len(), step.kv_heads).into())
     }
+
+    fn reads_all(&self) -> bool {
+        true
+    }
 }

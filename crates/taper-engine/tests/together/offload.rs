@@ -6,7 +6,7 @@ use std::sync::Arc;
 use taper_engine::{Backend, CacheOptions, EngineConfig, Offload, Request, StopRules};
 
 fn offloaded(memory: u64, bytes: u64, folder: &Path) -> Result<Watched, taper_engine::LoadError> {
-    let offload = Some(Offload { bytes, folder: folder.into() });
+    let offload = Some(Offload::File { bytes, folder: folder.into() });
     backend(memory, CacheOptions { offload, prefix: true, ..CacheOptions::default() }).map(Watched::new)
 }
 

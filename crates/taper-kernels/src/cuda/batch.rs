@@ -5,6 +5,7 @@ use super::op::Op;
 use crate::decode::{Decode, DecodeRow, HeadSelection, Keys, Values};
 use crate::kv::{BLOCK_TOKENS, PagedKv};
 use candle_core::{DType, Tensor};
+use std::ops::Range;
 
 /// Query rows, each of any sequence: [`Decode`] with everything on the device.
 ///
@@ -128,6 +129,20 @@ impl Lists {
             }
         }
         made.finish(&op, rows.len(), heads)
+    }
+
+    /// Lists of ranges alone, whose words are the tensor's `[rows * heads, 16]`.
+    pub(super) fn over(work: Tensor, rows: usize, heads: usize) -> Self {
+        let (block_ids, token_ids, token_ln_weights, heads_sampled) = (None, None, None, None);
+        Self { work, block_ids, token_ids, token_ln_weights, heads_sampled, rows, heads }
+    }
+
+    /// The words of a list that reads all that a row sees.
+    pub(super) fn dense_words(visible: &Range<usize>) -> [u32; WORDS] {
+        let mut made = Draft::default();
+        made.begin(visible.end as u32);
+        made.range(visible.start as u32, visible.end as u32);
+        made.work[0]
     }
 
     /// The same in memory of their own, for an operation that writes what it chooses into them.
@@ -320,14 +335,7 @@ impl Draft {
     /// The lists, which nothing may write to: see [`Lists::to_write`].
     pub fn finish(self, op: &Op, rows: usize, heads: usize) -> Result<Lists> {
         let token_ids = (!self.tokens.is_empty()).then(|| op.kept(&self.tokens, [self.tokens.len()])).transpose()?;
-        Ok(Lists {
-            work: op.kept(self.work.as_flattened(), [rows * heads, WORDS])?,
-            block_ids: None,
-            token_ids,
-            token_ln_weights: None,
-            heads_sampled: None,
-            rows,
-            heads,
-        })
+        let work = op.kept(self.work.as_flattened(), [rows * heads, WORDS])?;
+        Ok(Lists { token_ids, ..Lists::over(work, rows, heads) })
     }
 }

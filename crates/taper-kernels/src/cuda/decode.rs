@@ -37,6 +37,21 @@ fn partials(op: &Op, shape: (usize, usize, usize)) -> Result<(Tensor, Tensor)> {
     Ok(made)
 }
 
+/// Units of lists at most.
+fn unit_capacity(rows: usize, heads: usize) -> usize {
+    rows * heads * (UNITS_PER_ROW / heads.max(1)).max(1)
+}
+
+/// Has the thread's room for partial results be that of such launches, and holds on to it.
+pub(super) fn hold_partials(
+    op: &Op,
+    (rows, heads): (usize, usize),
+    (q_heads, head_dim): (usize, usize),
+) -> Result<[Tensor; 2]> {
+    let (o, lse) = partials(op, (unit_capacity(rows, heads), q_heads / heads, head_dim))?;
+    Ok([o, lse])
+}
+
 impl Batch<'_> {
     /// The interface's view of a batch over lists.
     pub(super) fn params(&self, op: &Op, dims: &Dims, lists: &Lists) -> Result<TaperDecodeParams> {
@@ -120,7 +135,7 @@ impl Plan {
     pub fn new(lists: Lists, batch: &Batch) -> Result<Self> {
         let op = Op::new("decode-plan", "q", batch.q)?;
         let dims = batch.dims(&op)?;
-        let capacity = lists.rows * lists.heads * (UNITS_PER_ROW / lists.heads.max(1)).max(1);
+        let capacity = unit_capacity(lists.rows, lists.heads);
         let units = op.empty((capacity, UNIT_WORDS), DType::U32)?;
         let list_units = op.empty(lists.rows * lists.heads + 1, DType::U32)?;
         let plan = Self { lists, units, list_units, capacity };

@@ -100,15 +100,24 @@ pub fn rotate_append(of: &Rotate, kv: PagedKv) -> Result<Rotated> {
 /// Shapes or dtypes that differ; head_dim other than 64 and 128.
 pub(crate) fn append_joint(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots: &[u32]) -> Result<Tensor> {
     let op = Op::new("append_joint", "qkv", qkv)?;
+    let tokens = qkv.dim(0)?;
+    op.check(slots.len() == tokens, "slots", slots.len(), tokens)?;
+    append_joint_at(kv, qkv, angles, &op.kept(slots, [tokens])?)
+}
+
+/// The same at slots on the device `[T]`, u32.
+///
+/// # Errors
+/// As [`append_joint`].
+pub(super) fn append_joint_at(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots: &Tensor) -> Result<Tensor> {
+    let op = Op::new("append_joint", "qkv", qkv)?;
     let (blocks, kv_heads, head_dim) = kv.dims()?;
     let (tokens, width) = qkv.dims2()?;
     let q_heads = (width / head_dim).saturating_sub(2 * kv_heads);
     let fits = q_heads > 0 && width == (q_heads + 2 * kv_heads) * head_dim && q_heads.is_multiple_of(kv_heads);
     op.check(fits, "qkv", format!("{width} wide"), format!("q heads and twice {kv_heads} KV heads of {head_dim}"))?;
-    op.check(slots.len() == tokens, "slots", slots.len(), tokens)?;
     let (dtype, pool) = (kv.k.dtype(), [blocks, kv_heads, BLOCK_TOKENS, head_dim]);
     let q = op.empty((tokens, q_heads, head_dim), dtype)?;
-    let at = op.kept(slots, [tokens])?;
     let p = TaperRopeParams {
         qkv: op.at("qkv", qkv, qkv.dtype(), [tokens, width])?,
         angles: op.at("angles", angles, DType::F32, [tokens, head_dim])?,
@@ -122,7 +131,7 @@ pub(crate) fn append_joint(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots: &[
         head_dim: op.int("kv", head_dim)?,
         dtype: op.dtype("kv", dtype)?,
         overlap: 1,
-        slots: op.at("slots", &at, DType::U32, [tokens])?,
+        slots: op.at("slots", slots, DType::U32, [tokens])?,
         qkv_dtype: op.dtype("qkv", qkv.dtype())?,
         ..TaperRopeParams::zeroed()
     };

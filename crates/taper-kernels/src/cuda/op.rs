@@ -19,6 +19,36 @@ const KEPT_COPIES: usize = 512;
 thread_local! {
     /// Copies of tables, lengths and lists on the device. All layers of a step upload the same: the first one does.
     static KEPT: RefCell<HashMap<(DType, usize, u64), (Box<[u8]>, Tensor)>> = RefCell::default();
+    /// The tensors that operations make, while somebody wants to know.
+    static MADE: RefCell<Made> = RefCell::default();
+}
+
+#[derive(Default)]
+enum Made {
+    #[default]
+    Unwatched,
+    Recorded(Vec<Tensor>),
+    /// Those to be made again, the next one last.
+    Repeated(Vec<Tensor>),
+}
+
+/// From here to [`recorded`] this thread keeps what [`Op::empty`] makes.
+pub(super) fn record() {
+    MADE.set(Made::Recorded(Vec::new()));
+}
+
+/// From here to [`recorded`] this thread's [`Op::empty`] gives the tensors that were recorded, one after the other.
+pub(super) fn repeat(mut recorded: Vec<Tensor>) {
+    recorded.reverse();
+    MADE.set(Made::Repeated(recorded));
+}
+
+/// What was recorded, or what is left of what was to be repeated.
+pub(super) fn recorded() -> Vec<Tensor> {
+    match MADE.take() {
+        Made::Unwatched => Vec::new(),
+        Made::Recorded(tensors) | Made::Repeated(tensors) => tensors,
+    }
 }
 
 /// One call of one operation.
@@ -45,6 +75,10 @@ impl Op {
 
     pub fn stream(&self) -> *mut c_void {
         self.stream.cu_stream().cast()
+    }
+
+    pub fn cuda_stream(&self) -> &Arc<CudaStream> {
+        &self.stream
     }
 
     pub fn error(&self, parameter: &'static str, got: impl Display, expected: impl Display) -> Error {
@@ -114,8 +148,22 @@ impl Op {
     /// A tensor to be written by the launch.
     pub fn empty(&self, shape: impl Into<candle_core::Shape>, dtype: DType) -> Result<Tensor> {
         let shape = shape.into();
+        let shape = if shape.elem_count() == 0 { (1,).into() } else { shape };
+        let again = MADE.with_borrow_mut(|made| match made {
+            Made::Repeated(left) => left.pop_if(|next| next.shape() == &shape && next.dtype() == dtype),
+            _ => None,
+        });
+        if let Some(tensor) = again {
+            return Ok(tensor);
+        }
         // SAFETY: any bits are a number of these types; the launch writes them before anything reads.
-        Ok(unsafe { Tensor::empty(if shape.elem_count() == 0 { (1,).into() } else { shape }, dtype, &self.device)? })
+        let tensor = unsafe { Tensor::empty(shape, dtype, &self.device)? };
+        MADE.with_borrow_mut(|made| {
+            if let Made::Recorded(tensors) = made {
+                tensors.push(tensor.clone());
+            }
+        });
+        Ok(tensor)
     }
 
     /// A tensor of zeros, for what a launch finds and leaves at zero.
@@ -129,6 +177,14 @@ impl Op {
             return Ok(Tensor::zeros((1,), T::DTYPE, &self.device)?);
         }
         Ok(Tensor::from_slice(data, shape.as_ref(), &self.device)?)
+    }
+
+    /// Writes host data over a tensor of as many words.
+    pub fn write(&self, parameter: &'static str, tensor: &Tensor, words: &[u32]) -> Result<()> {
+        let at = self.at::<u32>(parameter, tensor, DType::U32, [words.len()])?;
+        // SAFETY: there are so many words at the address; memory that is not pinned has been read when the call returns.
+        let copied = unsafe { driver::memcpy_htod_async(at as u64, words, self.stream.cu_stream()) };
+        Ok(copied.map_err(candle_core::Error::wrap)?)
     }
 
     /// As [`Op::upload`], for what nothing writes to: equal data that this thread has copied lately is not copied again.

@@ -68,6 +68,11 @@ pub fn product_gated(of: Inputs, weight: &Tensor) -> Result<Tensor> {
     Ok(made)
 }
 
+/// Whether products of so many rows are cuBLAS's, which takes inputs of the weight's dtype.
+pub(super) fn takes_sixteen(rows: usize) -> bool {
+    rows > ROWS_MAX
+}
+
 /// Whether a product is one for this project's kernel.
 fn few(x: &Tensor, rows: usize) -> Result<bool> {
     Ok(rows <= ROWS_MAX && rows * x.dim(1)? * 2 <= INPUT_BYTES_MAX)

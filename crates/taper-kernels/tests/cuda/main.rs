@@ -8,3 +8,4 @@ mod prefill;
 mod sample;
 mod select;
 mod step;
+mod token;

@@ -234,7 +234,7 @@ fn blocks_in_memory_are_taken_first_and_those_in_the_file_hold_the_same() {
     let mut both = KvPool::with_file(shape, DType::F16, (2, 7), folder.path()).unwrap();
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "the file has no name");
     let mut memory = KvPool::new(shape, DType::F16, 9, &Device::Cpu).unwrap();
-    assert_eq!((both.blocks(), both.file_blocks(), memory.file_blocks()), (9, 7, 0));
+    assert_eq!((both.blocks(), both.offloaded_blocks(), memory.offloaded_blocks()), (9, 7, 0));
     let write = |pool: &mut KvPool| {
         let (mut first, mut second) = (BlockTable::default(), BlockTable::default());
         pool.grow(&mut first, 70).unwrap();

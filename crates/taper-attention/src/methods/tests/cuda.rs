@@ -1,5 +1,7 @@
 //! Every decode method on a CUDA device against the CPU: there must be one, a build with the feature has no other way to pass.
 
+mod offload;
+
 use super::properties::all_typical;
 use super::*;
 use crate::artifacts::{Place, Places};
@@ -20,41 +22,86 @@ fn artifacts(device: &Device) -> Artifacts {
     all.at(Places { prefill: place, decode: place })
 }
 
-/// Outputs of all rows and what they came to, attended on a device over a cache of bf16.
-fn attended(spec: &Value, input: &Input, device: &Device) -> (Vec<f32>, Value) {
+/// Outputs of all rows and what they came to, attended on a device over a cache of bf16; see [`advance`].
+fn attended(spec: &Value, input: &Input, device: &Device, joint: bool) -> (Vec<f32>, Value) {
     let spec = Arc::new(AttentionSpec::from_json(spec, "attention", &artifacts(device)).unwrap());
     let kv = KvShape { layers: 1, kv_heads: SHAPE.kv_heads, head_dim: SHAPE.head_dim };
     let mut pool = KvPool::new(kv, DType::BF16, (PROMPT + STEPS).div_ceil(64), device).unwrap();
     let mut sequence = Sequence::new(spec, 5, PROMPT);
-    let rotary = PlainRotary(SHAPE.head_dim);
+    let outs = advance(&mut sequence, &mut pool, input, device, joint);
+    (outs, json!(sequence.usage()))
+}
+
+/// Attends for the rest of the input's rows and returns their outputs; `joint`: from joint projections, as a model of 16-bit
+/// weights has them, which are rotated on their way.
+fn advance(sequence: &mut Sequence, pool: &mut KvPool, input: &Input, device: &Device, joint: bool) -> Vec<f32> {
+    let (rotary, end) = (PlainRotary(SHAPE.head_dim), input.q.dim(0).unwrap());
     let mut outs = Vec::new();
-    while sequence.len() < PROMPT + STEPS {
+    while sequence.len() < end {
         // The last four rows come together.
         let tokens = match sequence.chunk(usize::MAX) {
-            0 if sequence.len() >= PROMPT + STEPS - 4 => 4,
+            0 if sequence.len() >= end - 4 => end - sequence.len(),
             tokens => tokens.max(1),
         };
         let start = sequence.len();
         let part = |t: &Tensor| t.narrow(0, start, tokens).unwrap().to_device(device).unwrap();
-        let spans = vec![Span { sequence: &mut sequence, tokens }];
-        let mut batch = AttentionBatch::new(SHAPE, &rotary, &mut pool, spans).unwrap();
-        let out = batch.attend(0, &part(&input.q), &part(&input.k), &part(&input.v)).unwrap();
+        let spans = vec![Span { sequence: &mut *sequence, tokens }];
+        let mut batch = AttentionBatch::new(SHAPE, &rotary, pool, spans).unwrap();
+        let [q, k, v] = [&input.q, &input.k, &input.v].map(part);
+        let out = if joint {
+            let qkv = [&q, &k, &v].map(|x| x.flatten_from(1).unwrap().to_dtype(DType::BF16).unwrap());
+            let angles: Vec<f32> = (start..start + tokens).flat_map(|at| angles(at).concat()).collect();
+            let angles = Tensor::from_vec(angles, (tokens, SHAPE.head_dim), device).unwrap();
+            let out = batch.attend_joint(0, &Tensor::cat(&qkv, 1).unwrap(), &angles).unwrap();
+            out.expect("a device with a cache of 16 bits").to_dtype(DType::F32).unwrap()
+        } else {
+            batch.attend(0, &q, &k, &v).unwrap()
+        };
         batch.finish().unwrap();
         outs.extend(out.flatten_all().unwrap().to_vec1::<f32>().unwrap());
     }
-    (outs, json!(sequence.usage()))
+    outs
+}
+
+/// Cosines and sines of a position's angles, by the rotary embedding of these tests.
+fn angles(position: usize) -> [Vec<f32>; 2] {
+    let angles = || PlainRotary(SHAPE.head_dim).frequencies(0).into_iter().map(move |f| position as f32 * f);
+    [angles().map(f32::cos).collect(), angles().map(f32::sin).collect()]
+}
+
+/// Rounded to what bf16 holds.
+fn exact(t: Tensor) -> Tensor {
+    t.to_dtype(DType::BF16).unwrap().to_dtype(DType::F32).unwrap()
 }
 
 /// Inputs that bf16 holds exactly, so that both devices see the same.
 fn input() -> Input {
     let Input { q, k, v } = Input::random(SHAPE, PROMPT + STEPS);
-    let exact = |t: Tensor| t.to_dtype(DType::BF16).unwrap().to_dtype(DType::F32).unwrap();
     Input { q: exact(q), k: exact(k), v: exact(v) }
+}
+
+/// Inputs with queries and keys rotated on the host.
+fn turned(Input { q, k, v }: &Input) -> Input {
+    let turn = |x: &Tensor| {
+        let mut rows = x.to_vec3::<f32>().unwrap();
+        for (position, row) in rows.iter_mut().enumerate() {
+            let [cos, sin] = angles(position);
+            for (a, b) in row.iter_mut().map(|head| head.split_at_mut(SHAPE.head_dim / 2)) {
+                for (i, (a, b)) in a.iter_mut().zip(b).enumerate() {
+                    (*a, *b) = (*a * cos[i] - *b * sin[i], *b * cos[i] + *a * sin[i]);
+                }
+            }
+        }
+        let rows = rows.concat().concat();
+        exact(Tensor::from_vec(rows, x.dims3().unwrap(), &Device::Cpu).unwrap())
+    };
+    Input { q: turn(q), k: turn(k), v: v.clone() }
 }
 
 #[test]
 fn every_decode_method_does_on_a_device_what_it_does_on_the_cpu() {
-    let (device, input) = (Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device"), input());
+    let (device, plain) = (Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device"), input());
+    let input = turned(&plain);
     let mut refused = Vec::new();
     for decode in all_typical() {
         let spec = json!({ "decode": decode, "audit": true });
@@ -62,22 +109,25 @@ fn every_decode_method_does_on_a_device_what_it_does_on_the_cpu() {
             refused.push(error.path);
             continue;
         }
-        let (out, usage) = attended(&spec, &input, &Device::Cpu);
-        let (cuda, on_cuda) = attended(&spec, &input, &device);
-        let steps = PROMPT * SHAPE.q_heads * SHAPE.head_dim;
-        let error = relative(&cuda[steps..], &out[steps..]);
-        // Draws of values, or a budget at an edge, may fall otherwise by rounding alone; all others choose the same.
-        let draws = matches!(decode["method"].as_str(), Some("santa" | "vattention"));
-        assert!(error < if draws { 0.3 } else { 0.05 }, "{decode}: outputs differ by {error}");
-        let field = |usage: &Value, name: &str| usage["decode"][name].as_f64().unwrap_or(0.0);
-        for (name, part) in [("density", 0.05), ("scored", 1e-9), ("budget_max", 0.25)] {
-            let (a, b) = (field(&usage, name), field(&on_cuda, name));
-            assert!((a - b).abs() <= part * a.max(b), "{decode}: {name} {a} and {b}");
+        let (out, usage) = attended(&spec, &input, &Device::Cpu, false);
+        for joint in [false, true] {
+            let (cuda, on_cuda) = attended(&spec, if joint { &plain } else { &input }, &device, joint);
+            let steps = PROMPT * SHAPE.q_heads * SHAPE.head_dim;
+            let error = relative(&cuda[steps..], &out[steps..]);
+            // Draws of values, or a budget at an edge, may fall otherwise by rounding alone; all others choose the same.
+            let draws = matches!(decode["method"].as_str(), Some("santa" | "vattention"));
+            let most = if draws { 0.3 } else { 0.05 };
+            assert!(error < most, "{decode}, joint {joint}: outputs differ by {error}");
+            let field = |usage: &Value, name: &str| usage["decode"][name].as_f64().unwrap_or(0.0);
+            for (name, part) in [("density", 0.05), ("scored", 1e-9), ("budget_max", 0.25)] {
+                let (a, b) = (field(&usage, name), field(&on_cuda, name));
+                assert!((a - b).abs() <= part * a.max(b), "{decode}, joint {joint}: {name} {a} and {b}");
+            }
+            let (a, b) = (&usage["decode"]["audit"], &on_cuda["decode"]["audit"]);
+            assert_eq!(a["heads"], b["heads"], "{decode}");
+            let (a, b) = (a["error_mean"].as_f64().unwrap(), b["error_mean"].as_f64().unwrap());
+            assert!((a - b).abs() <= 0.01 + 0.15 * a, "{decode}, joint {joint}: errors {a} and {b}");
         }
-        let (a, b) = (&usage["decode"]["audit"], &on_cuda["decode"]["audit"]);
-        assert_eq!(a["heads"], b["heads"], "{decode}");
-        let (a, b) = (a["error_mean"].as_f64().unwrap(), b["error_mean"].as_f64().unwrap());
-        assert!((a - b).abs() <= 0.01 + 0.15 * a, "{decode}: errors {a} and {b}");
     }
     assert_eq!(refused, ["attention.decode.tail", "attention.decode.within.method"]);
 }
@@ -86,8 +136,8 @@ fn every_decode_method_does_on_a_device_what_it_does_on_the_cpu() {
 fn a_prompt_by_random_blocks_runs_on_a_device() {
     let (device, input) = (Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device"), input());
     let spec = json!({ "prefill": { "method": "bigbird" } });
-    let (out, _) = attended(&spec, &input, &Device::Cpu);
-    let (cuda, _) = attended(&spec, &input, &device);
+    let (out, _) = attended(&spec, &input, &Device::Cpu, false);
+    let (cuda, _) = attended(&spec, &input, &device, false);
     assert!(relative(&cuda, &out) < 0.02);
 }
 

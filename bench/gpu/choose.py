@@ -1,0 +1,59 @@
+"""Tokens from logits: the likeliest, or drawn among those that top_k, top_p and min_p keep.
+
+check(report, small) compares with PyTorch; bench(put, time) measures.
+"""
+import struct
+
+import torch
+
+from taper_gpu import I32, P, call, ptr
+from taper_gpu import struct as fields
+
+DEV = "cuda"
+
+TokenParams = fields("TokenParams", [("logits", P), ("how", P), ("tokens", P), ("rows", I32), ("vocab", I32),
+                                     ("overlap", I32), ("reserved", I32)])
+
+
+class Choose:
+    """how: (temperature, top_p, min_p, top_k, uniform) of each row, or None."""
+
+    def __init__(self, logits, how=None):
+        rows, vocab = logits.shape
+        self.tokens = torch.full((rows,), -2, dtype=torch.int32, device=DEV)
+        words = b"".join(struct.pack("<fffid", *h) for h in how) if how else b""
+        self.how = torch.frombuffer(bytearray(words), dtype=torch.uint8).to(DEV) if how else None
+        self.keep = logits
+        self.p = TokenParams(ptr(logits), ptr(self.how), ptr(self.tokens), rows, vocab, 1, 0)
+
+    def __call__(self):
+        call("taper_tokens", self.p)
+
+
+def check(report, small):
+    for vocab in (1000, 49_152, 128_256, 200_000):
+        x = torch.randn(16, vocab, device=DEV) * 4
+        f = Choose(x)
+        f()
+        report(f"likeliest of {vocab}", float((f.tokens.long() != x.argmax(1)).any()), 0.5)
+        u = torch.rand(16, dtype=torch.float64).tolist()
+        f = Choose(x, [(0.8, 0.9, 0.0, 0, v) for v in u])
+        f()
+        w, order = (x.double() / 0.8).softmax(1).sort(1, descending=True)
+        kept = w * (w.cumsum(1) - w < 0.9)
+        w = torch.zeros_like(w).scatter_(1, order, kept / kept.sum(1, keepdim=True)).cumsum(1)
+        want = (w > torch.tensor(u, device=DEV)[:, None]).int().argmax(1)
+        report(f"drawn of {vocab}", float((f.tokens.long() != want).sum()), 0.5)
+
+
+def bench(put, time):
+    for rows, vocab in ((1, 128_256), (32, 128_256), (32, 49_152)):
+        x = torch.randn(rows, vocab, device=DEV) * 4
+        name = f"{rows} rows of {vocab} logits"
+        u = [(i + 0.5) / rows for i in range(rows)]
+        put(f"likeliest of {name} us", time(Choose(x)))
+        put(f"temperature of {name} us", time(Choose(x, [(0.8, 1.0, 0.0, 0, v) for v in u])))
+        put(f"top_p of {name} us", time(Choose(x, [(0.8, 0.9, 0.0, 0, v) for v in u])))
+        put(f"top_k and top_p of {name} us", time(Choose(x, [(0.8, 0.9, 0.0, 40, v) for v in u])))
+        put(f"argmax by torch of {name} us", time(lambda: x.argmax(1)))
+        put(f"softmax and sort by torch of {name} us", time(lambda: x.softmax(1).sort(1, descending=True)))

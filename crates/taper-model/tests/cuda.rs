@@ -1,0 +1,65 @@
+//! The model on a CUDA device: there must be one.
+
+use candle_core::{DType, Device};
+use serde_json::{Value, json};
+use std::sync::Arc;
+use taper_attention::{Artifacts, AttentionBatch, AttentionSpec, Sequence, Span};
+use taper_kv_cache::{KvPool, KvShape};
+use taper_model::{Model, ModelConfig};
+
+/// Three sequences, generated one at a time, two together, and one again: all logits, and what was reported.
+fn generated(model: &Model, audit: bool) -> (Vec<Vec<f32>>, Vec<Value>) {
+    let spec = json!({ "decode": { "method": "dense" }, "audit": audit });
+    let spec = Arc::new(AttentionSpec::from_json(&spec, "attention", &Artifacts::default()).unwrap());
+    let shape = model.attention_shape();
+    let kv = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
+    let mut pool = KvPool::new(kv, DType::BF16, 100, model.device()).unwrap();
+    let prompts = [100, 250, 4090];
+    let mut sequences: Vec<Sequence> = prompts.iter().map(|&n| Sequence::new(Arc::clone(&spec), 1, n)).collect();
+    let mut out = Vec::new();
+    let mut step = |sequences: Vec<&mut Sequence>, each: usize| {
+        let count = sequences.len() * each;
+        let tokens: Vec<u32> = (0..count).map(|i| ((i + sequences[0].len()) * 7919 % 300) as u32).collect();
+        let spans = sequences.into_iter().map(|sequence| Span { sequence, tokens: each }).collect();
+        let mut batch = AttentionBatch::new(shape, model.rotary(), &mut pool, spans).unwrap();
+        let hidden = model.forward(&tokens, &batch.positions(), &mut batch).unwrap();
+        let logits = model.logits(&hidden).unwrap().to_vec2::<f32>().unwrap();
+        batch.finish().unwrap();
+        out.extend(logits.into_iter().rev().take(3));
+    };
+    for (sequence, &n) in sequences.iter_mut().zip(&prompts) {
+        step(vec![sequence], n);
+    }
+    let [a, b, c] = &mut sequences[..] else { unreachable!() };
+    for _ in 0..35 {
+        step(vec![&mut *a], 1);
+    }
+    for _ in 0..5 {
+        step(vec![&mut *b], 1);
+        step(vec![&mut *a, &mut *b], 1);
+        // Its tables outgrow what a graph was made for.
+        step(vec![&mut *c, &mut *a], 1);
+        step(vec![&mut *c], 1);
+        // Products of three rows are others.
+        step(vec![&mut *c, &mut *b, &mut *a], 1);
+    }
+    (out, sequences.iter().map(|sequence| json!(sequence.usage())["decode"].clone()).collect())
+}
+
+#[test]
+fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
+    let device = Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device");
+    let config = ModelConfig { layers: 3, vocab_size: 304, ..ModelConfig::of_shape("smollm2-135m").unwrap() };
+    let model = Model::random(&config, DType::BF16, &device).unwrap();
+    // What is audited goes layer by layer.
+    let (plain, reported) = generated(&model, true);
+    let (by_graph, reported_by_graph) = generated(&model, false);
+    for (i, (a, b)) in plain.iter().zip(&by_graph).enumerate() {
+        assert!(a.iter().all(|x| x.is_finite()) && a == b, "row {i}");
+    }
+    assert_eq!(plain.len(), by_graph.len());
+    for (mut a, b) in reported.into_iter().zip(reported_by_graph) {
+        assert!(a.as_object_mut().unwrap().remove("audit").is_some());
+        assert_eq!(a, b);
+    }
+}
