@@ -28,7 +28,7 @@ fn main() -> Result<(), Failed> {
     let folder = std::env::current_dir()?;
     let cache = CacheOptions {
         bytes: Some(8 << 20),
-        offload: Some(Offload { bytes: 2 << 30, folder }),
+        offload: Some(Offload::File { bytes: 2 << 30, folder }),
         prefix: true,
         ..CacheOptions::default()
     };

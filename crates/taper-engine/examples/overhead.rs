@@ -33,7 +33,7 @@ impl Backend for Nothing {
     type Sequence = (usize, Sequence);
 
     fn limits(&self) -> Limits {
-        Limits { context_tokens: 1 << 20, cache_tokens: 1 << 24, file_tokens: 0, vocab: self.logits.len() }
+        Limits { context_tokens: 1 << 20, cache_tokens: 1 << 24, offloaded_tokens: 0, vocab: self.logits.len() }
     }
 
     fn open(

@@ -10,8 +10,8 @@ pub struct Limits {
     pub context_tokens: usize,
     /// Tokens that the KV cache holds, over all sequences.
     pub cache_tokens: usize,
-    /// Those of them that a file holds.
-    pub file_tokens: usize,
+    /// Those of them that a file holds, or the host beside a device.
+    pub offloaded_tokens: usize,
     /// Tokens of the vocabulary.
     pub vocab: usize,
 }

@@ -120,7 +120,7 @@ impl Engine {
 
     /// Tokens that each choice may have.
     fn admit(&self, request: &Request) -> Result<usize, SubmitError> {
-        let Limits { context_tokens, cache_tokens, file_tokens, vocab } = self.limits;
+        let Limits { context_tokens, cache_tokens, offloaded_tokens, vocab } = self.limits;
         let prompt = request.prompt.len();
         if prompt == 0 {
             return Err(SubmitError::EmptyPrompt);
@@ -143,7 +143,7 @@ impl Engine {
                 needed: whole(prompt + wanted).saturating_mul(choices),
                 least: whole(prompt + 1),
                 limit: cache_tokens / BLOCK_TOKENS * BLOCK_TOKENS,
-                in_file: file_tokens,
+                offloaded: offloaded_tokens,
             });
         }
         Ok(request.stop.max_tokens.map_or(self.room(prompt, choices), |_| wanted))

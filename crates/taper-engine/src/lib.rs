@@ -28,7 +28,7 @@ pub use handover::{Handover, Held};
 pub use model::{CacheDType, CacheOptions, DeviceChoice, LoadError, ModelBackend, ModelText, Offload, load};
 pub use request::{
     Delta, Event, Events, Finish, Request, RequestError, StopRules, SubmitError, TokenLogprob, TokenRecord, Usage,
-    of_them_in_file,
+    of_them_offloaded,
 };
 pub use sampler::{NonFinite, Sampler, SamplingParams};
 pub use stop::StopMatcher;

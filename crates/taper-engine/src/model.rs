@@ -308,7 +308,7 @@ impl Backend for ModelBackend {
         Limits {
             context_tokens: config.context_length,
             cache_tokens: self.pool.blocks() * BLOCK_TOKENS,
-            file_tokens: self.pool.offloaded_blocks() * BLOCK_TOKENS,
+            offloaded_tokens: self.pool.offloaded_blocks() * BLOCK_TOKENS,
             vocab: config.vocab_size,
         }
     }

@@ -136,9 +136,9 @@ pub enum RequestError {
     NonFinite,
 }
 
-/// What a message about the cache's tokens says of those in a file, if there are any.
-pub fn of_them_in_file(tokens: usize) -> String {
-    if tokens == 0 { String::new() } else { format!(", {tokens} of them in a file") }
+/// What a message about the cache's tokens says of those that lie elsewhere, if there are any.
+pub fn of_them_offloaded(tokens: usize) -> String {
+    if tokens == 0 { String::new() } else { format!(", {tokens} of them offloaded") }
 }
 
 /// Why a request was not taken.
@@ -168,7 +168,7 @@ pub enum SubmitError {
     /// Prompt and answers do not fit the KV cache even when it is empty.
     #[error(
         "the KV cache holds {limit} tokens{}; the request needs {needed}, in blocks of 64, for a prompt of {prompt}, an \
-         answer of {wanted}, and that {choices} times", of_them_in_file(*.in_file)
+         answer of {wanted}, and that {choices} times", of_them_offloaded(*.offloaded)
     )]
     Cache {
         /// Tokens of the prompt.
@@ -183,8 +183,8 @@ pub enum SubmitError {
         least: usize,
         /// Tokens that the cache holds.
         limit: usize,
-        /// Those of them that a file holds.
-        in_file: usize,
+        /// Those of them that a file holds, or the host beside a device.
+        offloaded: usize,
     },
     /// The queue is full.
     #[error("{queued} requests are waiting, which is the limit; try again later")]

@@ -238,12 +238,12 @@ fn a_request_that_can_never_fit_names_the_limit() {
          and that 3 times"
     );
     let mut backend = StubBackend::new("x");
-    backend.limits.file_tokens = 512;
+    backend.limits.offloaded_tokens = 512;
     let mut r = request("hi");
     (r.stop.max_tokens, r.choices) = (Some(398), 3);
     let error = backend.engine(EngineConfig::default()).submit(r).unwrap_err().to_string();
     assert!(
-        error.starts_with("the KV cache holds 1024 tokens, 512 of them in a file; the request needs 1344"),
+        error.starts_with("the KV cache holds 1024 tokens, 512 of them offloaded; the request needs 1344"),
         "{error}"
     );
     let mut r = request("hi");
@@ -316,7 +316,7 @@ fn a_fault_in_one_request_is_not_seen_by_those_beside_it() {
 
 #[test]
 fn requests_run_together_and_keep_running_beside_a_long_prompt() {
-    let limits = Limits { context_tokens: 512, cache_tokens: 4096, file_tokens: 0, vocab: VOCAB };
+    let limits = Limits { context_tokens: 512, cache_tokens: 4096, offloaded_tokens: 0, vocab: VOCAB };
     let backend = StubBackend { limits, ..StubBackend::new("some words that take a while") };
     let probe = Arc::clone(&backend.probe);
     let engine = backend.engine(EngineConfig::default());
@@ -331,7 +331,7 @@ fn requests_run_together_and_keep_running_beside_a_long_prompt() {
 
 #[test]
 fn short_prompts_do_not_wait_for_a_long_one() {
-    let limits = Limits { context_tokens: 20_000, cache_tokens: 40_960, file_tokens: 0, vocab: VOCAB };
+    let limits = Limits { context_tokens: 20_000, cache_tokens: 40_960, offloaded_tokens: 0, vocab: VOCAB };
     for chunk_multiple in [1, 20_000] {
         let backend = StubBackend { limits, chunk_multiple, ..StubBackend::new("abc") };
         let probe = Arc::clone(&backend.probe);
@@ -350,7 +350,7 @@ fn short_prompts_do_not_wait_for_a_long_one() {
 #[test]
 fn a_request_that_loses_its_place_answers_as_if_it_had_not() {
     // Eight blocks; each request takes one to begin with and five in the end.
-    let limits = Limits { context_tokens: 512, cache_tokens: 8 * 64, file_tokens: 0, vocab: VOCAB };
+    let limits = Limits { context_tokens: 512, cache_tokens: 8 * 64, offloaded_tokens: 0, vocab: VOCAB };
     let script = "0123456789".repeat(30);
     for (chunk_tokens, chunk_multiple) in [(512, 1), (5, 1), (5, 1000)] {
         let backend = StubBackend { limits, chunk_multiple, ..StubBackend::new(&script) };

@@ -101,7 +101,7 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
         "waiting": load.waiting,
         "running": load.running,
         "cache_tokens": limits.cache_tokens,
-        "file_tokens": limits.file_tokens,
+        "offloaded_tokens": limits.offloaded_tokens,
     }))
     .into_response()
 }

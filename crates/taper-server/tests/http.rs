@@ -33,7 +33,7 @@ async fn the_looking_endpoints() {
     assert_eq!((health.status, health.text.as_str()), (StatusCode::OK, ""));
     let ready = server.get("/ready").await;
     assert_eq!(ready.status, StatusCode::OK);
-    assert_eq!(ready.json(), json!({"waiting": 0, "running": 0, "cache_tokens": 1024, "file_tokens": 0}));
+    assert_eq!(ready.json(), json!({"waiting": 0, "running": 0, "cache_tokens": 1024, "offloaded_tokens": 0}));
     assert_eq!(server.get("/version").await.json(), json!({"version": env!("CARGO_PKG_VERSION")}));
     let card =
         json!({"id": "stub", "object": "model", "created": 1_700_000_000, "owned_by": "taper", "max_model_len": 512});

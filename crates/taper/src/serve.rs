@@ -7,7 +7,7 @@ use crate::talk;
 use anyhow::{Context, Result};
 use std::net::SocketAddr;
 use std::sync::Arc;
-use taper_engine::{Engine, of_them_in_file};
+use taper_engine::{Engine, of_them_offloaded};
 use tokio::net::TcpListener;
 
 /// Loads the model and serves until Ctrl-C or SIGTERM.
@@ -47,7 +47,7 @@ curl http://{address}/v1/chat/completions -H 'Content-Type: application/json' -d
 "#,
         limits.context_tokens,
         limits.cache_tokens,
-        of_them_in_file(limits.file_tokens)
+        of_them_offloaded(limits.offloaded_tokens)
     )
 }
 

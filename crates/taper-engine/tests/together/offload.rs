@@ -25,7 +25,7 @@ fn answers_do_not_show_that_their_cache_was_in_a_file() {
     let folder = tempfile::tempdir().unwrap();
     let mut watched = offloaded(3, 197 * crate::BLOCK_BYTES, folder.path()).unwrap();
     let limits = watched.limits();
-    assert_eq!((limits.cache_tokens, limits.file_tokens), (200 * 64, 197 * 64));
+    assert_eq!((limits.cache_tokens, limits.offloaded_tokens), (200 * 64, 197 * 64));
     // Nothing of the file stays in memory from one step to the next.
     watched.before = Box::new(|backend| backend.page_out().unwrap());
     let seen = Arc::clone(&watched.seen);
