@@ -18,6 +18,9 @@ use taper_kv_cache::{KvError, KvPool};
 /// Most rows of a slice: with more, products with weights are no faster.
 const SLICE_ROWS: usize = 512;
 
+/// As many rows' work a choice is taken for: it looks at a few rows of the chunk, more than once.
+const CHOICE_ROWS: usize = 256;
+
 /// What a sequence keeps of a chunk that it has not taken in yet.
 #[derive(Debug)]
 pub(crate) struct Underway {
@@ -47,9 +50,20 @@ impl Underway {
         Self { tokens, layers, layer, row, hidden, queries, choice, carries, report }
     }
 
+    /// The work of choosing once, in rows that make a pass.
+    fn choice_work(&self) -> usize {
+        CHOICE_ROWS.min(self.tokens)
+    }
+
+    /// All of the work.
+    fn work(&self) -> usize {
+        (self.layers + 1) * self.tokens + self.layers * self.choice_work()
+    }
+
     /// Its tokens, and the work done, as so many of them through all layers.
     pub fn progress(&self) -> (usize, usize) {
-        (self.tokens, (self.layer * self.tokens + self.row) / (self.layers + 1))
+        let done = self.layer * self.tokens + self.row + self.layer.min(self.layers) * self.choice_work();
+        (self.tokens, (done as u128 * self.tokens as u128 / self.work() as u128) as usize)
     }
 
     fn through(&self) -> bool {
@@ -66,6 +80,8 @@ pub struct Slice {
     pub ends: Option<usize>,
     /// The rows, counted from the chunk's first.
     pub rows: Range<usize>,
+    /// Its work, in rows that make a pass; the method's choice after a pass counts as some.
+    pub work: usize,
 }
 
 /// A chunk while it is worked on. Until the sequence [takes it in](Sequence::take_in) nothing of it shows. Dropped without
@@ -103,6 +119,11 @@ impl<'a> Chunk<'a> {
         Ok(Self { shape, pool, sequence, work })
     }
 
+    /// The work of so many tokens through all layers, in rows that make a pass.
+    pub fn work(&self, tokens: usize) -> usize {
+        tokens.saturating_mul(self.work.work()).div_ceil(self.work.tokens)
+    }
+
     /// The rows that go on next, so many at most, give or take a block; none once the chunk is through.
     pub fn next(&self, most: usize) -> Option<Slice> {
         let Underway { tokens, layer, row, .. } = self.work;
@@ -112,8 +133,9 @@ impl<'a> Chunk<'a> {
         // They end where blocks do: a method's tiles are not cut.
         let first = self.sequence.len + row;
         let end = (first + most.clamp(1, SLICE_ROWS)).next_multiple_of(BLOCK_TOKENS) - self.sequence.len;
-        let begins = (layer < self.shape.layers).then_some(layer);
-        Some(Slice { begins, ends: layer.checked_sub(1), rows: row..end.min(tokens) })
+        let (rows, begins) = (row..end.min(tokens), (layer < self.shape.layers).then_some(layer));
+        let choice = if rows.end == tokens && begins.is_some() { self.work.choice_work() } else { 0 };
+        Some(Slice { begins, ends: layer.checked_sub(1), work: rows.len() + choice, rows })
     }
 
     /// Absolute positions of rows.

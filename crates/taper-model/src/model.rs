@@ -137,11 +137,10 @@ impl Model {
     /// As [`forward`](Self::forward); then the chunk must be dropped.
     pub fn advance(&self, tokens: &[u32], chunk: &mut Chunk, effort: usize) -> Result<Option<Tensor>> {
         self.check(tokens, &chunk.positions(&(0..tokens.len())))?;
-        // A chunk makes one pass more than there are layers.
-        let mut left = effort.saturating_mul(self.layers.len() + 1);
+        let mut left = chunk.work(effort);
         while left > 0 {
             let Some(slice) = chunk.next(left) else { break };
-            left = left.saturating_sub(slice.rows.len());
+            left = left.saturating_sub(slice.work);
             let x = match slice.ends {
                 None => self.embedding.lookup(&tokens[slice.rows.clone()])?,
                 Some(index) => {
