@@ -156,25 +156,19 @@ impl Keys {
 }
 
 impl Holder {
-    /// Room for one more request, held until this is dropped.
-    fn take(&self) -> Result<Option<OwnedSemaphorePermit>, Response> {
-        let refused = |message: String, seconds: f64| {
-            let mut response = ApiError::new(StatusCode::TOO_MANY_REQUESTS, message).into_response();
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds.ceil().max(1.0) as u64));
-            response
-        };
+    /// Room for one more request, held until this is dropped; or why there is none, and how long.
+    fn take(&self) -> Result<Option<OwnedSemaphorePermit>, (String, Duration)> {
+        let name = &self.name;
         let permit = match &self.at_once {
             None => None,
             Some((permits, most)) => Some(Arc::clone(permits).try_acquire_owned().map_err(|_| {
-                let message = format!("too many requests of {}'s key at once: the limit is {most}", self.name);
-                refused(message, 1.0)
+                (format!("too many requests of {name}'s key at once: the limit is {most}"), Duration::from_secs(1))
             })?),
         };
         if let Some(rate) = &self.rate {
+            let most = rate.per_minute;
             rate.take(Instant::now()).map_err(|wait| {
-                let message =
-                    format!("too many requests of {}'s key in a minute: the limit is {}", self.name, rate.per_minute);
-                refused(message, wait.as_secs_f64())
+                (format!("too many requests of {name}'s key in a minute: the limit is {most}"), wait)
             })?;
         }
         Ok(permit)
@@ -211,7 +205,12 @@ pub(crate) async fn check(State(keys): State<Arc<Keys>>, request: Request, next:
     match holder.take() {
         Ok(None) => next.run(request).await,
         Ok(Some(permit)) => next.run(request).await.map(|body| Body::new(Held { body, _permit: permit })),
-        Err(refused) => refused,
+        Err((message, wait)) => {
+            let mut response = ApiError::new(StatusCode::TOO_MANY_REQUESTS, message).into_response();
+            let seconds = wait.as_secs_f64().ceil().max(1.0) as u64;
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+            response
+        }
     }
 }
 
