@@ -96,7 +96,7 @@ fn main() {
         [("greedy", 0.0, 1.0), ("temperature 1", 1.0, 1.0), ("temperature 1, top_p 0.9", 1.0, 0.9)]
     {
         let spent = Arc::new(Spent::default());
-        // A long tail: the most probable of all tokens has a share of a fifth, and 0.9 of the mass takes hundreds.
+        // A long tail: the most probable of all tokens has a share of a fifth, and 0.9 of the mass takes 2,200 of 49,152.
         let logits = (0..vocab).map(|i| -1.2 * (1.0 + (i * 7919 % vocab) as f32).ln()).collect();
         let backend = Nothing { logits, spent: Arc::clone(&spent) };
         let model = ModelInfo { id: "nothing".into(), created: 0 };

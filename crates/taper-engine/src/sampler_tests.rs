@@ -1,5 +1,6 @@
 use super::*;
 use proptest::prelude::*;
+use rand::Rng;
 
 fn greedy() -> SamplingParams {
     SamplingParams { temperature: 0.0, ..Default::default() }
@@ -93,7 +94,58 @@ fn logprobs_are_a_log_softmax() {
     assert_eq!(logprobs(&[0.0, 1.0], 0, 20).1.len(), 2);
 }
 
+/// What is drawn by going through all tokens that the filters leave, in f64; none where rounding may decide.
+fn by_hand(p: &SamplingParams, logits: &[f32]) -> Option<u32> {
+    let max = logits.iter().copied().fold(f32::MIN, f32::max);
+    let weight = |t: u32| (f64::from(logits[t as usize] - max) / f64::from(p.temperature)).exp();
+    let mut kept = order(logits);
+    kept.truncate(p.top_k.unwrap_or(usize::MAX));
+    let near = |a: f64, b: f64| (a - b).abs() < 1e-5 * b;
+    if kept.iter().any(|&t| near(weight(t), f64::from(p.min_p))) {
+        return None;
+    }
+    kept.retain(|&t| weight(t) >= f64::from(p.min_p));
+    let all: f64 = kept.iter().map(|&t| weight(t)).sum();
+    let mut sum = 0.0;
+    for (i, &token) in kept.iter().enumerate() {
+        sum += weight(token);
+        if p.top_p < 1.0 && near(sum, all * f64::from(p.top_p)) {
+            return None;
+        }
+        if p.top_p < 1.0 && sum >= all * f64::from(p.top_p) {
+            kept.truncate(i + 1);
+            break;
+        }
+    }
+    kept.sort_unstable();
+    let all: f64 = kept.iter().map(|&t| weight(t)).sum();
+    let mut left = ChaCha8Rng::seed_from_u64(p.seed).random::<f64>() * all;
+    for token in kept {
+        if (left - weight(token)).abs() < 1e-5 * all {
+            return None;
+        }
+        left -= weight(token);
+        if left < 0.0 {
+            return Some(token);
+        }
+    }
+    None
+}
+
 proptest! {
+    #[test]
+    fn draws_are_those_by_hand(
+        logits in prop::collection::vec(-6f32..6.0, 1..700),
+        (temperature, top_k) in (0.2f32..3.0, prop::option::of(1usize..400)),
+        (top_p, min_p) in (prop_oneof![Just(1f32), 0.1f32..1.0], prop_oneof![Just(0f32), 0.001f32..0.5]),
+        seed: u64,
+    ) {
+        let params = SamplingParams { temperature, top_k, top_p, min_p, seed, ..Default::default() };
+        if let Some(token) = by_hand(&params, &logits) {
+            prop_assert_eq!(draws(params, &logits, 1), [token]);
+        }
+    }
+
     #[test]
     fn top_k_keeps_the_k_best(logits in prop::collection::vec(-4f32..4.0, 1..700), k in 1usize..20, seed: u64) {
         let params = SamplingParams { top_k: Some(k), temperature: 2.0, seed, ..Default::default() };

@@ -144,7 +144,8 @@ struct Rest {
     request: usize,
     sequence: usize,
     tokens: usize,
-    /// Work that is done on the first of them.
+    /// Whether a chunk of the first of them is underway, and its work so far.
+    begun: bool,
     done: usize,
 }
 
@@ -155,7 +156,8 @@ struct Rest {
 /// prompt has at least `b / 2` of it, rounded up, so a prompt is in after at most the sum of `n / (b / 2)` steps over it and
 /// the prompts before it, whatever comes later. The others share at least `b / 2`, rounded down, those first that have the
 /// least left: a prompt of `n` tokens is in after `m / (b / 2)` steps, where `m` is `n` and what is left of prompts that
-/// have less left than it. A chunk that cannot be cut elsewhere adds a step, since the next one does not begin in its last.
+/// have less left than it. A chunk that cannot be cut elsewhere adds a step, since the next one does not begin in its last;
+/// beside the oldest prompt's one such chunk is underway at a time, and one that has begun ends before another begins.
 pub(crate) fn plan(running: &[Standing], budget: Budget, cut: impl Fn(usize, usize) -> usize) -> Decision {
     let mut free = budget.blocks;
     let youngest = running.len().saturating_sub(1);
@@ -165,7 +167,8 @@ pub(crate) fn plan(running: &[Standing], budget: Budget, cut: impl Fn(usize, usi
         for (sequence, place) in standing.sequences.iter().enumerate() {
             if standing.in_prompt() || place.left() > 1 {
                 let tokens = if standing.in_prompt() { place.left() } else { place.left() - 1 };
-                rests.push(Rest { request, sequence, tokens, done: place.underway.done });
+                let Underway { tokens: chunk, done } = place.underway;
+                rests.push(Rest { request, sequence, tokens, begun: chunk > 0, done });
                 continue;
             }
             let growth = place.growth(1);
@@ -202,11 +205,17 @@ pub(crate) fn plan(running: &[Standing], budget: Budget, cut: impl Fn(usize, usi
     let half = most.div_ceil(2);
     let (mut left, mut taken) = (most - whole.effort.min(half), 0);
     others.sort_by_key(|rest| rest.tokens - rest.done);
+    // A chunk underway takes memory for all its rows: beside the oldest prompt's there is one at a time.
+    let mut underway = others.iter().any(|rest| rest.begun);
     for &rest in &*others {
         if left == 0 {
             break;
         }
         let share = share(rest, left);
+        let stays = rest.done + share.effort < share.tokens;
+        if underway && stays && !rest.begun {
+            continue;
+        }
         let Some(after) = free.checked_sub(growth(rest, share)) else {
             if rest.request < youngest {
                 return Decision::Preempt;
@@ -214,6 +223,7 @@ pub(crate) fn plan(running: &[Standing], budget: Budget, cut: impl Fn(usize, usi
             continue;
         };
         (free, left, taken) = (after, left - share.effort, taken + share.effort);
+        underway = stays || underway && !rest.begun;
         shares.push(share);
     }
     shares.push(share(oldest, (most - taken).max(half)));

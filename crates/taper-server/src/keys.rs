@@ -4,11 +4,12 @@
 //! [[keys]]
 //! name = "alice"             # in the log and in messages
 //! key = "a long random text" # or `sha256`, its digest in hex
-//! requests = 8               # most at once, waiting ones included; optional
+//! requests = 8               # most at once, waiting ones included, of however many prompts and choices; optional
 //! requests_per_minute = 120  # optional
 //! ```
 
 use crate::error::ApiError;
+use crate::request_id::RequestId;
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
@@ -90,14 +91,16 @@ impl Keys {
     pub fn parse(text: &str) -> Result<Self, String> {
         let file: File = toml::from_str(text).map_err(|e| {
             let line = e.span().map_or(1, |span| text[..span.start].matches('\n').count() + 1);
-            format!("line {line}: {}", e.message())
+            // What stands there is not repeated: it may be a key.
+            let quotes = ["invalid type", "invalid value"].iter().any(|start| e.message().starts_with(start));
+            format!("line {line}: {}", if quotes { "a value of another type than it must be" } else { e.message() })
         })?;
         let mut keys = Self::default();
         for Entry { name, key, sha256, requests, requests_per_minute } in file.keys {
             let digest = match (key, sha256) {
-                (Some(key), None) if !key.is_empty() => digest(&key),
+                (Some(key), None) => checked(&name, &key)?,
                 (None, Some(text)) => hex(&text).ok_or_else(|| format!("{name}: `sha256` must be 64 hex digits"))?,
-                _ => return Err(format!("{name}: needs a `key` that is not empty, or its `sha256`")),
+                _ => return Err(format!("{name}: needs a `key`, or its `sha256`")),
             };
             if requests == Some(0) || requests_per_minute == Some(0) {
                 return Err(format!("{name}: `requests` and `requests_per_minute` must be at least 1"));
@@ -116,12 +119,9 @@ impl Keys {
     /// Takes a key without limits, too.
     ///
     /// # Errors
-    /// A name or key that is there already, or an empty key.
+    /// A name or key that is there already, or a key that no header could hold.
     pub fn add(&mut self, name: &str, key: &str) -> Result<(), String> {
-        if key.is_empty() {
-            return Err(format!("{name}: the key is empty"));
-        }
-        self.insert(Holder { name: name.into(), digest: digest(key), at_once: None, rate: None })
+        self.insert(Holder { name: name.into(), digest: checked(name, key)?, at_once: None, rate: None })
     }
 
     fn insert(&mut self, new: Holder) -> Result<(), String> {
@@ -149,9 +149,11 @@ impl Keys {
         let Some((_, key)) = key.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer")) else {
             return Err(refused("the header Authorization is not `Bearer KEY`"));
         };
-        // Digests are compared: how long that takes says nothing of the keys.
+        // Digests, all of them and to their ends: how long that takes says nothing of the keys.
         let digest = digest(key.trim());
-        self.0.iter().find(|holder| holder.digest == digest).ok_or_else(|| refused("the API key is not known here"))
+        let differ = |holder: &Holder| holder.digest.iter().zip(digest).fold(0, |all, (a, b)| all | (a ^ b));
+        let found = self.0.iter().fold(None, |found, holder| if differ(holder) == 0 { Some(holder) } else { found });
+        found.ok_or_else(|| refused("the API key is not known here"))
     }
 }
 
@@ -175,6 +177,14 @@ impl Holder {
     }
 }
 
+/// The digest of a key that a header can hold.
+fn checked(name: &str, key: &str) -> Result<[u8; 32], String> {
+    match !key.is_empty() && key.bytes().all(|byte| byte.is_ascii_graphic()) {
+        true => Ok(digest(key)),
+        false => Err(format!("{name}: a key is at least one visible ASCII character, and no spaces")),
+    }
+}
+
 fn digest(key: &str) -> [u8; 32] {
     Sha256::digest(key.as_bytes()).into()
 }
@@ -191,9 +201,11 @@ pub(crate) async fn check(State(keys): State<Arc<Keys>>, request: Request, next:
     if keys.is_empty() || !request.uri().path().starts_with("/v1/") {
         return next.run(request).await;
     }
+    let id = request.extensions().get().map_or("", |RequestId(id)| id);
     let holder = match keys.holder(request.headers()) {
         Ok(holder) => holder,
         Err(error) => {
+            tracing::warn!(id, %error, "refused");
             let mut response = error.into_response();
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
             return response;
@@ -202,10 +214,12 @@ pub(crate) async fn check(State(keys): State<Arc<Keys>>, request: Request, next:
     if request.method() != Method::POST {
         return next.run(request).await;
     }
+    tracing::info!(id, key = holder.name, "asked");
     match holder.take() {
         Ok(None) => next.run(request).await,
         Ok(Some(permit)) => next.run(request).await.map(|body| Body::new(Held { body, _permit: permit })),
         Err((message, wait)) => {
+            tracing::warn!(key = holder.name, message, "refused");
             let mut response = ApiError::new(StatusCode::TOO_MANY_REQUESTS, message).into_response();
             let seconds = wait.as_secs_f64().ceil().max(1.0) as u64;
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
@@ -268,9 +282,17 @@ mod tests {
         assert_eq!(entry("[[keys]]\nname = \"a\"\nkey = \"l\""), "a: the name is there twice");
         assert_eq!(entry("[[keys]]\nname = \"b\"\nkey = \"k\""), "b: has the key of a");
         assert_eq!(entry("[[keys]]\nname = \"b\"\nsha256 = \"12\""), "b: `sha256` must be 64 hex digits");
-        let neither = "b: needs a `key` that is not empty, or its `sha256`";
-        assert_eq!(entry("[[keys]]\nname = \"b\""), neither);
-        assert_eq!(entry("[[keys]]\nname = \"b\"\nkey = \"\""), neither);
+        assert_eq!(entry("[[keys]]\nname = \"b\""), "b: needs a `key`, or its `sha256`");
+        for key in ["", "two words", "new line\\n", "ü"] {
+            let said = entry(&format!("[[keys]]\nname = \"b\"\nkey = \"{key}\""));
+            assert_eq!(said, "b: a key is at least one visible ASCII character, and no spaces");
+        }
+        for (number, text) in
+            ["key = 12345", "sha256 = 12345", "requests = \"12345\"", "key = [12345"].iter().enumerate()
+        {
+            let said = entry(&format!("[[keys]]\nname = \"b\"\n{text}"));
+            assert!(said.starts_with("line 6: ") && !said.contains("12345"), "{number}: {said}");
+        }
         assert!(entry("request = 1").starts_with("line 4: unknown field `request`"), "{}", entry("request = 1"));
     }
 

@@ -4,6 +4,7 @@ use crate::args::{ModelArgs, ServeArgs};
 use crate::preset;
 use anyhow::{Context, Result, anyhow, bail};
 use serde::Deserialize;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use taper_attention::{Artifacts, AttentionSpec};
@@ -127,7 +128,7 @@ pub fn serve(args: ServeArgs) -> Result<ServeConfig> {
     if file.request_seconds == Some(0) {
         bail!("request_seconds must be at least 1");
     }
-    server.keys = keys(args.api_keys.or(file.api_keys).as_deref(), std::env::var(KEY_VARIABLE).ok())?.into();
+    server.keys = keys(args.api_keys.or(file.api_keys).as_deref(), std::env::var_os(KEY_VARIABLE))?.into();
     server.request_timeout = file.request_seconds.map(|seconds| Duration::from_secs(seconds.into()));
     // More prompts than may wait could never be taken together.
     server.prompts = server.prompts.min(model.engine.queue);
@@ -143,7 +144,7 @@ pub fn serve(args: ServeArgs) -> Result<ServeConfig> {
 const KEY_VARIABLE: &str = "TAPER_API_KEY";
 
 /// The keys of a file and of the environment.
-fn keys(file: Option<&Path>, variable: Option<String>) -> Result<Keys> {
+fn keys(file: Option<&Path>, variable: Option<OsString>) -> Result<Keys> {
     let mut keys = match file {
         None => Keys::default(),
         Some(path) => {
@@ -155,7 +156,8 @@ fn keys(file: Option<&Path>, variable: Option<String>) -> Result<Keys> {
         bail!("{}: holds no keys", file.unwrap_or(Path::new("")).display());
     }
     if let Some(key) = variable {
-        keys.add(KEY_VARIABLE, &key).map_err(|e| anyhow!("{e}"))?;
+        // What is no text holds no key, which must not let everyone in.
+        keys.add(KEY_VARIABLE, &key.to_string_lossy()).map_err(|e| anyhow!("{e}"))?;
     }
     Ok(keys)
 }
@@ -359,14 +361,19 @@ mod tests {
         assert!(!keys(None, Some("k".into())).unwrap().is_empty());
         assert!(!keys(Some(&path), Some("k".into())).unwrap().is_empty());
         let said = |path: &Path, variable: Option<&str>| {
-            format!("{:#}", keys(Some(path), variable.map(String::from)).unwrap_err())
+            format!("{:#}", keys(Some(path), variable.map(OsString::from)).unwrap_err())
         };
         assert_eq!(said(&path, Some("secret")), "TAPER_API_KEY: has the key of a");
-        assert_eq!(said(&path, Some("")), "TAPER_API_KEY: the key is empty");
+        assert!(said(&path, Some("")).starts_with("TAPER_API_KEY: a key is at least one visible"));
+        #[cfg(unix)]
+        {
+            use std::os::unix::ffi::OsStringExt;
+            assert!(keys(None, Some(OsString::from_vec(vec![255, 65]))).is_err());
+        }
         let (_folder, empty) = file("keys = []");
         assert_eq!(said(&empty, None), format!("{}: holds no keys", empty.display()));
         let (_folder, wrong) = file("[[keys]]\nname = 3\n");
-        assert!(said(&wrong, None).starts_with(&format!("{}: line 2: invalid type", wrong.display())));
+        assert!(said(&wrong, None).starts_with(&format!("{}: line 2: a value of another type", wrong.display())));
         // What names the file may stand in the settings, too.
         let (_folder, settings) = file("api_keys = '/does/not/exist'");
         assert!(format!("{:#}", serve(args(Some(&settings))).unwrap_err()).starts_with("/does/not/exist: "));

@@ -247,6 +247,8 @@ proptest! {
                     if which < running.len() {
                         running.remove(which);
                         left += 1;
+                    } else if waiting.remove(which - running.len()).is_some() {
+                        left += 1;
                     }
                     0
                 }
@@ -295,6 +297,8 @@ proptest! {
                 prop_assert!(work <= most, "a step does {work} tokens' work");
                 let oldest = running[0].arrival;
                 prop_assert!(running.iter().chain(&waiting).all(|run| run.arrival >= oldest), "the oldest runs");
+                let underway = running.iter().filter(|run| run.underway.tokens > 0).count();
+                prop_assert!(underway <= 2, "{underway} chunks are underway");
                 // Places are those before the step, which may be a choice's last.
                 let live = |run: &Simulated| -> Vec<usize> {
                     let places = run.choices_at.iter().enumerate();

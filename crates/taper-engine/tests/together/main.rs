@@ -2,6 +2,7 @@
 //! it, whether or not it loses its place in the cache on the way, and whoever else had its beginning before.
 
 mod faults;
+mod histories;
 mod offload;
 mod prefix;
 mod slices;

@@ -11,7 +11,7 @@ use taper_attention::method::{Carry, PrefillChoice, PrefillLayer, PrefillMethod,
 use taper_engine::{CacheOptions, EngineConfig, Request, RequestError, StopRules};
 
 /// Prefill methods that want much of a prompt at once, and Delta over each.
-fn methods() -> Vec<Value> {
+pub fn methods() -> Vec<Value> {
     let plain = [
         json!({ "method": "minference", "vertical": 40, "slash": 100, "init": 16 }),
         json!({ "method": "minference", "pattern": "vertical_slash", "vertical": 60, "slash": 100, "queries": 30 }),

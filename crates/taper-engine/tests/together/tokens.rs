@@ -56,7 +56,7 @@ fn a_prompt_that_loses_its_place_on_its_way_in_is_counted_once() {
     let window = json!({ "method": "streaming_llm", "sink": 4, "window": 50 });
     let prefill =
         [json!({ "method": "dense" }), json!({ "method": "delta", "gamma": 16, "base": window.clone() }), window];
-    // Six answers that grow from two blocks to five, and beside them a prompt of thirty that takes 119 steps.
+    // Six answers that grow from two blocks to eight, and beside them a prompt of thirty that takes 475 steps.
     let with = |tokens: usize, length: usize| {
         move |request: Request| Request {
             prompt: (0..length).map(|i| ((i * i + 7 * i + length) % 64) as u32).collect(),
@@ -68,7 +68,7 @@ fn a_prompt_that_loses_its_place_on_its_way_in_is_counted_once() {
     for prefill in prefill {
         let pair = json!({ "prefill": prefill, "decode": { "method": "quest", "k": 24 }, "audit": 0.1 });
         let mut requests: Vec<Request> =
-            (0..6).map(|i| with(200, 95 + i)(request(i, &json!({ "audit": 0.1 })))).collect();
+            (0..6).map(|i| with(400, 95 + i)(request(i, &json!({ "audit": 0.1 })))).collect();
         requests.push(with(9, 1900)(request(6, &pair)));
         let quiet = engine(64, false, EngineConfig::default());
         let alone: Vec<Answer> = requests.iter().map(|r| answer(quiet.submit(r.clone()).unwrap())).collect();
