@@ -146,7 +146,7 @@ impl Lists {
     }
 
     /// The same in memory of their own, for an operation that writes what it chooses into them.
-    pub(super) fn to_write(self) -> Result<Self> {
+    pub(super) fn writable(self) -> Result<Self> {
         Ok(Self { work: self.work.copy()?, ..self })
     }
 

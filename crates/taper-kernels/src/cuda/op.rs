@@ -16,9 +16,12 @@ use std::sync::Arc;
 const KEPT_BYTES: usize = 256 * 1024;
 const KEPT_COPIES: usize = 512;
 
+/// What host data is found by: type, bytes, a hash of some of them.
+type Content = (DType, usize, u64);
+
 thread_local! {
     /// Copies of tables, lengths and lists on the device. All layers of a step upload the same: the first one does.
-    static KEPT: RefCell<HashMap<(DType, usize, u64), (Box<[u8]>, Tensor)>> = RefCell::default();
+    static KEPT: RefCell<HashMap<Content, (Box<[u8]>, Tensor)>> = RefCell::default();
     /// The tensors that operations make, while somebody wants to know.
     static MADE: RefCell<Made> = RefCell::default();
 }

@@ -29,8 +29,11 @@ pub struct Streams<'a> {
 /// Shapes whose scratch a thread keeps.
 const SCRATCHES: usize = 8;
 
+/// What scratch is found by.
+type Shape = (usize, usize, usize);
+
 thread_local! {
-    static KEPT: RefCell<VecDeque<((usize, usize, usize), Arc<Scratch>)>> = RefCell::default();
+    static KEPT: RefCell<VecDeque<(Shape, Arc<Scratch>)>> = RefCell::default();
 }
 
 /// Counters and scratch of launches whose thread blocks meet: made once for a shape, for all layers of a step one after the

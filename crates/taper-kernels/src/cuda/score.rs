@@ -161,7 +161,7 @@ impl Between {
             ends.extend(vec![if apart { start / page } else { 0 }; heads]);
         }
         Ok(Self {
-            lists: Lists::ranges(like, heads, &rows)?.to_write()?,
+            lists: Lists::ranges(like, heads, &rows)?.writable()?,
             begins: op.kept(&begins, [begins.len()])?,
             ends: op.kept(&ends, [ends.len()])?,
             whole: true,
@@ -184,7 +184,7 @@ impl Between {
             ends.push(between.end.div_ceil(page) as u32);
         }
         Ok(Self {
-            lists: made.finish(op, lens.len(), heads)?.to_write()?,
+            lists: made.finish(op, lens.len(), heads)?.writable()?,
             begins: op.kept(&begins, [begins.len()])?,
             ends: op.kept(&ends, [ends.len()])?,
             whole: page == 1,

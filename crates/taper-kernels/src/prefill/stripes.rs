@@ -4,6 +4,7 @@ use super::selection::{HeadReads, Lists};
 use super::{Mask, Sums};
 use crate::kv::BLOCK_TOKENS;
 use candle_core::{Result, bail};
+use std::cmp::Ordering;
 use std::ops::Range;
 
 /// What one list of heads keeps. The rows of query block `b` read the key blocks `b - distance` for all distances, the
@@ -82,16 +83,26 @@ pub fn find_k(mass: &[f32], alpha: f64) -> Vec<u32> {
 /// MInference, the vertical-slash pattern.
 pub fn top(mass: &[f32], keep: usize, forced: usize) -> Vec<u32> {
     let forced = forced.min(mass.len());
-    let others = heaviest_first(&mass[forced..]).into_iter().map(|i| i + forced as u32);
-    let order: Vec<u32> = (0..forced as u32).chain(others).collect();
-    ascending(order, keep.clamp(forced, mass.len()))
+    let others = keep.clamp(forced, mass.len()) - forced;
+    let mut order: Vec<u32> = (forced as u32..mass.len() as u32).collect();
+    // Which they are matters, their order does not.
+    if (1..order.len()).contains(&others) {
+        order.select_nth_unstable_by(others - 1, |&a, &b| heavier(mass, a, b).then(a.cmp(&b)));
+    }
+    order.truncate(others);
+    order.extend(0..forced as u32);
+    ascending(order, keep.max(forced))
 }
 
 /// Indices by falling mass, NaN first; of equals the first.
 fn heaviest_first(mass: &[f32]) -> Vec<u32> {
     let mut order: Vec<u32> = (0..mass.len() as u32).collect();
-    order.sort_by(|&a, &b| mass[b as usize].abs().total_cmp(&mass[a as usize].abs()));
+    order.sort_by(|&a, &b| heavier(mass, a, b));
     order
+}
+
+fn heavier(mass: &[f32], a: u32, b: u32) -> Ordering {
+    mass[b as usize].abs().total_cmp(&mass[a as usize].abs())
 }
 
 fn ascending(mut order: Vec<u32>, kept: usize) -> Vec<u32> {
