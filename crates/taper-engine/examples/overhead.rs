@@ -9,7 +9,8 @@ use std::time::Instant;
 use taper_attention::{AttentionSpec, AttentionUsage, Sequence};
 use taper_engine::stub::StubText;
 use taper_engine::{
-    Backend, BackendError, Engine, EngineConfig, Event, Input, Limits, ModelInfo, Request, SamplingParams, StopRules,
+    Backend, BackendError, Engine, EngineConfig, Event, Input, Limits, ModelInfo, Request, Row, SamplingParams,
+    StopRules, Wanted,
 };
 
 /// As in the server.
@@ -70,11 +71,11 @@ impl Backend for Nothing {
         max
     }
 
-    fn forward(&mut self, inputs: Vec<Input<'_, Self::Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
+    fn forward(&mut self, inputs: Vec<Input<'_, Self::Sequence>>) -> Result<Vec<Option<Row>>, BackendError> {
         let started = Instant::now();
         let mut row = |input: Input<'_, Self::Sequence>| {
             input.sequence.0 += input.tokens.len();
-            input.logits.then(|| self.logits.clone())
+            (input.wants != Wanted::Nothing).then(|| Row::Logits(self.logits.clone()))
         };
         let rows = inputs.into_iter().map(&mut row).collect();
         self.spent.steps.fetch_add(1, Ordering::Relaxed);

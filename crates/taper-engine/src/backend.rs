@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use taper_attention::{AttentionSpec, AttentionUsage};
+use taper_kernels::token;
 
 /// How much a backend can hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,14 +32,44 @@ pub struct Input<'a, S> {
     /// How much of a [chunk](Backend::chunk)'s work the step does: as much as so many of its tokens through all layers. With
     /// less than is left of it the chunk is [underway](Backend::underway) afterwards, with none of its tokens cached.
     pub effort: usize,
-    /// Whether the logits after the last of them are wanted.
-    pub logits: bool,
+    /// What is wanted once the last of them is through.
+    pub wants: Wanted,
+}
+
+/// What is wanted after an input's last token.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Wanted {
+    /// Nothing.
+    Nothing,
+    /// The logits.
+    Logits,
+    /// The next token, drawn like this; the logits where the backend draws none.
+    Token(token::Draw),
+}
+
+/// What came after an input's last token.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Row {
+    /// Logits `[vocab]`.
+    Logits(Vec<f32>),
+    /// The token drawn; none from logits that hold NaN or plus infinity, or nothing but minus infinity.
+    Token(Option<u32>),
+}
+
+impl Row {
+    /// The logits, if it is these.
+    pub fn logits(self) -> Option<Vec<f32>> {
+        match self {
+            Self::Logits(logits) => Some(logits),
+            Self::Token(_) => None,
+        }
+    }
 }
 
 impl<'a, S> Input<'a, S> {
     /// All of the work at once.
-    pub fn whole(sequence: &'a mut S, tokens: &'a [u32], logits: bool) -> Self {
-        Self { sequence, tokens, effort: tokens.len(), logits }
+    pub fn whole(sequence: &'a mut S, tokens: &'a [u32], wants: Wanted) -> Self {
+        Self { sequence, tokens, effort: tokens.len(), wants }
     }
 }
 
@@ -108,13 +139,12 @@ pub trait Backend: Send + 'static {
         Underway::default()
     }
 
-    /// One step over all inputs; logits `[vocab]` for each input that wants them and is through, in order. If it fails,
-    /// panics included, the sequences are as they were, but for room in the cache and chunks underway, which may have to
-    /// begin again.
+    /// One step over all inputs; in order what each input wants that is through. If it fails, panics included, the sequences
+    /// are as they were, but for room in the cache and chunks underway, which may have to begin again.
     ///
     /// # Errors
     /// No room in the cache, or a device error.
-    fn forward(&mut self, inputs: Vec<Input<'_, Self::Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError>;
+    fn forward(&mut self, inputs: Vec<Input<'_, Self::Sequence>>) -> Result<Vec<Option<Row>>, BackendError>;
 
     /// What the sequence's attention did so far.
     fn usage(&self, sequence: &Self::Sequence) -> AttentionUsage;

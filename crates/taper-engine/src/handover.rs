@@ -1,11 +1,12 @@
 //! Prompts on one device, answers on another: two backends of one model as one.
 
-use crate::backend::{Backend, BackendError, Input, Limits, Underway};
+use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway};
 use crate::model::ModelBackend;
 use std::sync::Arc;
 use taper_attention::{AttentionSpec, AttentionUsage, Sequence};
 
-/// Two backends of one model. A sequence begins in the first, and [`Handover::hand_over`] copies it to the second.
+/// Two backends of one model. A sequence begins in the first, and [`Handover::hand_over`] copies it to the second. A step goes
+/// over sequences of one of them.
 pub struct Handover {
     prompts: ModelBackend,
     answers: ModelBackend,
@@ -117,21 +118,20 @@ impl Backend for Handover {
         }
     }
 
-    fn forward(&mut self, inputs: Vec<Input<'_, Held>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
-        let (mut prompts, mut answers, mut first) = (Vec::new(), Vec::new(), Vec::new());
-        for Input { sequence, tokens, effort, logits } in inputs {
-            first.push(matches!(sequence, Held::Prompts(_)));
+    fn forward(&mut self, inputs: Vec<Input<'_, Held>>) -> Result<Vec<Option<Row>>, BackendError> {
+        let (mut prompts, mut answers) = (Vec::new(), Vec::new());
+        for Input { sequence, tokens, effort, wants } in inputs {
             match sequence {
-                Held::Prompts(sequence) => prompts.push(Input { sequence, tokens, effort, logits }),
-                Held::Answers(sequence) => answers.push(Input { sequence, tokens, effort, logits }),
+                Held::Prompts(sequence) => prompts.push(Input { sequence, tokens, effort, wants }),
+                Held::Answers(sequence) => answers.push(Input { sequence, tokens, effort, wants }),
             }
         }
-        let of = |backend: &mut ModelBackend, inputs: Vec<Input<'_, Sequence>>| {
-            if inputs.is_empty() { Ok(Vec::new()) } else { backend.forward(inputs) }
-        };
-        let mut prompts = of(&mut self.prompts, prompts)?.into_iter();
-        let mut answers = of(&mut self.answers, answers)?.into_iter();
-        Ok(first.into_iter().map(|first| if first { prompts.next() } else { answers.next() }.flatten()).collect())
+        match (prompts.is_empty(), answers.is_empty()) {
+            // The second of two steps could fail after the first was done.
+            (false, false) => Err(BackendError("a step over prompts and over answers on another device".into())),
+            (false, true) => self.prompts.forward(prompts),
+            (true, _) => self.answers.forward(answers),
+        }
     }
 
     fn usage(&self, held: &Held) -> AttentionUsage {

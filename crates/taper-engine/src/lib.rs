@@ -22,7 +22,7 @@ pub mod stub;
 #[cfg(any(test, feature = "stub"))]
 pub mod watched;
 
-pub use backend::{Backend, BackendError, Input, Limits, Underway};
+pub use backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted};
 pub use engine::{Engine, EngineConfig, Load, ModelInfo};
 pub use handover::{Handover, Held};
 pub use model::{CacheDType, CacheOptions, DeviceChoice, LoadError, ModelBackend, ModelText, Offload, load};

@@ -1,12 +1,13 @@
 //! The real model behind the engine's seams: weights, KV pool, tokenizer and chat template.
 
-use crate::backend::{Backend, BackendError, Input, Limits, Underway};
+use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted};
 use crate::text::{Message, Text, TextError, TokenStream};
 use candle_core::{DType, Device, Tensor};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use taper_attention::{AttentionBatch, AttentionSpec, AttentionUsage, Chunk, ModelKey, Sequence, Span, leaders};
 use taper_kernels::parallel;
+use taper_kernels::token::{self, Draw};
 use taper_kv_cache::{BLOCK_TOKENS, KvPool, KvShape};
 use taper_model::{
     ChatMessage, ChatTemplate, LoadOptions, Model, ModelError, ResolvedModel, StreamDecoder, TextStart, Tokenizer,
@@ -245,7 +246,7 @@ impl ModelBackend {
     }
 
     /// One forward pass, and chunks a part of their way after it.
-    fn step(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
+    fn step(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Option<Row>>, BackendError> {
         // Answers by one method stand together.
         let leaders = leaders(inputs.iter().map(|input| (&*input.sequence, input.tokens.len())));
         let part = |(_, input): &(usize, Input<'_, Sequence>)| {
@@ -262,13 +263,14 @@ impl ModelBackend {
         inputs.sort_by_key(|(place, _)| leaders[*place]);
         let mut out = vec![None; leaders.len()];
         let mut tokens = Vec::new();
-        // Rows of the batch whose logits are wanted, and the places of the inputs that want them.
-        let (mut rows, mut places) = (Vec::new(), Vec::new());
+        // Rows of the batch after which something is wanted, and what, and the places of the inputs that want it.
+        let (mut rows, mut wanted, mut places) = (Vec::new(), Vec::new(), Vec::new());
         let mut spans = Vec::new();
         for (place, input) in inputs {
             tokens.extend_from_slice(input.tokens);
-            if input.logits {
+            if input.wants != Wanted::Nothing {
                 rows.push(tokens.len() as u32 - 1);
+                wanted.push(input.wants);
                 places.push(place);
             }
             spans.push(Span { sequence: input.sequence, tokens: input.tokens.len() });
@@ -280,8 +282,8 @@ impl ModelBackend {
             let hidden = self.model.forward(&tokens, &batch.positions(), &mut batch)?;
             if !rows.is_empty() {
                 let rows = Tensor::from_slice(&rows, rows.len(), self.model.device())?;
-                let logits = self.model.logits(&hidden.index_select(&rows, 0)?)?.to_vec2::<f32>()?;
-                places.into_iter().zip(logits).for_each(|(place, row)| out[place] = Some(row));
+                let rows = finish(&self.model.logits(&hidden.index_select(&rows, 0)?)?, &wanted)?;
+                places.into_iter().zip(rows).for_each(|(place, row)| out[place] = Some(row));
             }
         }
         for (place, input) in &mut chunks {
@@ -289,8 +291,8 @@ impl ModelBackend {
             let mut chunk = chunk.map_err(|e| BackendError(e.to_string()))?;
             let last = self.model.advance(input.tokens, &mut chunk, input.effort)?;
             chunk.pause();
-            if let Some(last) = last.filter(|_| input.logits) {
-                out[*place] = self.model.logits(&last)?.to_vec2::<f32>()?.pop();
+            if let Some(last) = last.filter(|_| input.wants != Wanted::Nothing) {
+                out[*place] = finish(&self.model.logits(&last)?, &[input.wants])?.pop();
             }
         }
         // Last: a step that fails has not been.
@@ -298,6 +300,23 @@ impl ModelBackend {
         chunks.into_iter().for_each(|(_, input)| input.sequence.take_in(&mut self.pool));
         Ok(out)
     }
+}
+
+/// What is wanted of each row of logits `[R, vocab]`. A device draws the tokens of those that want no more, and only the
+/// logits of the others come to the host.
+fn finish(logits: &Tensor, wanted: &[Wanted]) -> candle_core::Result<Vec<Row>> {
+    let draw = |wants: &Wanted| if let Wanted::Token(draw) = wants { Some(*draw) } else { None };
+    let draws: Vec<Draw> = wanted.iter().map(|wants| draw(wants).unwrap_or(Draw::LIKELIEST)).collect();
+    let drawn = if wanted.iter().any(|wants| draw(wants).is_some()) { token::choose(logits, &draws)? } else { None };
+    let Some(drawn) = drawn else {
+        return Ok(logits.to_vec2()?.into_iter().map(Row::Logits).collect());
+    };
+    let drawn = drawn.to_vec1::<u32>()?;
+    let row = |(at, wants): (usize, &Wanted)| match wants {
+        Wanted::Token(_) => Ok(Row::Token(Some(drawn[at]).filter(|token| *token != u32::MAX))),
+        _ => logits.get(at)?.to_vec1().map(Row::Logits),
+    };
+    wanted.iter().enumerate().map(row).collect()
 }
 
 impl Backend for ModelBackend {
@@ -361,7 +380,7 @@ impl Backend for ModelBackend {
         Underway { tokens, done }
     }
 
-    fn forward(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
+    fn forward(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Option<Row>>, BackendError> {
         // A device has what it needs of this thread alone (uploads and plans that are kept).
         if !self.model.device().is_cpu() {
             return self.step(inputs);

@@ -3,7 +3,7 @@
 //! A request may lose its place in the cache at any time between two steps ([`Run::retract`]) and be computed again from
 //! the tokens that it knows; what it sends does not show it.
 
-use crate::backend::{Backend, BackendError, Input};
+use crate::backend::{Backend, BackendError, Input, Row, Wanted};
 use crate::emit::{Drawn, Output};
 use crate::request::{Event, Request, RequestError, Usage};
 use crate::sampler::{Sampler, logprobs};
@@ -68,10 +68,10 @@ struct Choice<S> {
     usage: Option<AttentionUsage>,
 }
 
-/// A token to draw for a choice.
+/// A token to draw for a choice, or to take as it was drawn.
 pub(crate) struct Draw<'a> {
     sampler: &'a mut Sampler,
-    logits: &'a [f32],
+    row: &'a Row,
     logprobs: Option<usize>,
     drawn: &'a mut Option<Result<Drawn, RequestError>>,
 }
@@ -79,9 +79,16 @@ pub(crate) struct Draw<'a> {
 impl Draw<'_> {
     /// Draws it. Draws know nothing of one another.
     pub(crate) fn draw(&mut self) {
-        let mut draw = || {
-            let token = self.sampler.sample(self.logits).map_err(|_| RequestError::NonFinite)?;
-            Ok(Drawn { token, logprobs: self.logprobs.map(|top| logprobs(self.logits, token, top)) })
+        let mut draw = || match self.row {
+            Row::Logits(logits) => {
+                let token = self.sampler.sample(logits).map_err(|_| RequestError::NonFinite)?;
+                Ok(Drawn { token, logprobs: self.logprobs.map(|top| logprobs(logits, token, top)) })
+            }
+            Row::Token(token) => {
+                let token = token.ok_or(RequestError::NonFinite)?;
+                self.sampler.take(token);
+                Ok(Drawn { token, logprobs: None })
+            }
         };
         *self.drawn = Some(guard(&mut draw));
     }
@@ -90,6 +97,14 @@ impl Draw<'_> {
 impl<S> Choice<S> {
     fn live(&self) -> bool {
         self.usage.is_none()
+    }
+
+    /// What its next token takes.
+    fn wants(&self) -> Wanted {
+        match (self.sampler.draw(), self.output.logprobs()) {
+            (Some(draw), None) => Wanted::Token(draw),
+            _ => Wanted::Logits,
+        }
     }
 }
 
@@ -194,26 +209,36 @@ impl<S> Run<S> {
     }
 
     /// What a step takes of it, by sequence: the shares given, which are in order.
-    pub(crate) fn inputs<B: Backend<Sequence = S>>(&mut self, backend: &B, shares: &[Share]) -> Vec<Input<'_, S>> {
+    pub(crate) fn inputs<'a, B: Backend<Sequence = S>>(
+        &'a mut self,
+        backend: &B,
+        shares: &[Share],
+    ) -> Vec<Input<'a, S>> {
         let begun = self.begun();
         let prompt = &self.job.request.prompt[..];
-        // Each sequence with the tokens that it knows from some place on.
-        let all: Vec<(&mut S, &[u32], usize)> = match &mut self.prompt {
-            Some(sequence) => vec![(sequence, prompt, 0)],
+        // Several choices draw their first tokens from the same logits.
+        let first = if let [choice] = &self.choices[..] { choice.wants() } else { Wanted::Logits };
+        // Each sequence with the tokens that it knows from some place on, and what it wants after them.
+        let all: Vec<(&mut S, &[u32], usize, Wanted)> = match &mut self.prompt {
+            Some(sequence) => vec![(sequence, prompt, 0, first)],
             None => {
-                let choices = self.choices.iter_mut();
-                choices.filter_map(|c| Some((c.sequence.as_mut()?, &c.tokens[..], prompt.len()))).collect()
+                let of = |choice: &'a mut Choice<S>| {
+                    let wants = choice.wants();
+                    Some((choice.sequence.as_mut()?, &choice.tokens[..], prompt.len(), wants))
+                };
+                self.choices.iter_mut().filter_map(of).collect()
             }
         };
         let mut inputs = Vec::with_capacity(shares.len());
         let mut shares = shares.iter().peekable();
-        for (place, (sequence, known, from)) in all.into_iter().enumerate() {
+        for (place, (sequence, known, from, wants)) in all.into_iter().enumerate() {
             let Some(share) = shares.next_if(|share| share.sequence == place) else { continue };
             let start = backend.cached(sequence) - from;
             let end = start + share.tokens;
             // A prompt that comes again has been sampled from already.
-            let logits = end == known.len() && (from > 0 || !begun);
-            inputs.push(Input { sequence, tokens: &known[start..end], effort: share.effort, logits });
+            let draws = end == known.len() && (from > 0 || !begun);
+            let wants = if draws { wants } else { Wanted::Nothing };
+            inputs.push(Input { sequence, tokens: &known[start..end], effort: share.effort, wants });
         }
         inputs
     }
@@ -223,25 +248,31 @@ impl<S> Run<S> {
         &'a mut self,
         backend: &B,
         shares: &[Share],
-        rows: &'a [Option<Vec<f32>>],
+        rows: &'a [Option<Row>],
     ) -> Vec<Draw<'a>> {
         let begun = self.begun();
-        let draw = |choice: &'a mut Choice<S>, logits: &'a [f32]| {
+        let draw = |choice: &'a mut Choice<S>, row: &'a Row| {
             let Choice { sampler, output, drawn, .. } = choice;
-            Draw { sampler, logits, logprobs: output.logprobs(), drawn }
+            Draw { sampler, row, logprobs: output.logprobs(), drawn }
         };
         if let Some(prompt) = &self.prompt {
             // Once it is in, every choice draws its first token from the same logits.
             let whole = !begun && backend.cached(prompt) == self.job.request.prompt.len();
-            let Some(logits) = rows.first().and_then(Option::as_deref).filter(|_| whole) else { return Vec::new() };
-            return self.choices.iter_mut().map(|choice| draw(choice, logits)).collect();
+            let Some(row) = rows.first().and_then(Option::as_ref).filter(|_| whole) else { return Vec::new() };
+            return self.choices.iter_mut().map(|choice| draw(choice, row)).collect();
         }
         let running = self.choices.iter_mut().filter(|choice| choice.sequence.is_some());
         let mut rows = shares.iter().zip(rows).peekable();
         let own = |(place, choice)| {
-            let (_, row) = rows.next_if(|(share, _)| share.sequence == place)?;
-            // No logits: tokens that came again, with more to come.
-            Some(draw(choice, row.as_deref()?))
+            let (share, row) = rows.next_if(|(share, _)| share.sequence == place)?;
+            match row {
+                Some(row) => Some(draw(choice, row)),
+                // Tokens that came again, with more to come, or a step that did not do what it was asked for.
+                None => {
+                    choice.drawn = share.generates.then(|| Err(nothing()));
+                    None
+                }
+            }
         };
         running.enumerate().filter_map(own).collect()
     }
@@ -329,7 +360,6 @@ impl<S> Run<S> {
 impl<S> Choice<S> {
     /// Takes what was drawn and sends what became final; true at the choice's end.
     fn take(&mut self, events: &mpsc::Sender<Event>) -> Result<bool, RequestError> {
-        let nothing = || RequestError::Step("the forward pass returned no logits".into());
         let drawn = self.drawn.take().ok_or_else(nothing)??;
         self.tokens.push(drawn.token);
         let Some(delta) = self.output.push(drawn) else {
@@ -339,6 +369,10 @@ impl<S> Choice<S> {
         send(events, Event::Delta(delta));
         Ok(end)
     }
+}
+
+fn nothing() -> RequestError {
+    RequestError::Step("the forward pass returned no logits".into())
 }
 
 /// The channel has room for all that a request may send, so it is never full; a closed one is seen before the next

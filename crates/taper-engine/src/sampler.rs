@@ -1,7 +1,7 @@
 //! Chooses the next token from logits.
 //!
 //! Order: logit bias, penalties, temperature, min_p, top_k, top_p, as vLLM applies them. Each choice owns its random
-//! stream, keyed by seed and choice, and draws once per token: other requests cannot change what it picks.
+//! stream, keyed by seed and choice, with one number for each token: other requests cannot change what it picks.
 
 use crate::request::TokenLogprob;
 use rand::{Rng, SeedableRng};
@@ -9,6 +9,7 @@ use rand_chacha::ChaCha8Rng;
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use taper_kernels::logits;
+use taper_kernels::token::{self, Draw};
 
 /// How a request's tokens are chosen. Ranges are the server's to check.
 #[derive(Debug, Clone, PartialEq)]
@@ -59,6 +60,8 @@ pub struct NonFinite;
 pub struct Sampler {
     params: SamplingParams,
     rng: ChaCha8Rng,
+    /// The stream's number for the next token, in [0, 1).
+    uniform: f64,
     prompt: HashSet<u32>,
     counts: HashMap<u32, u32>,
 }
@@ -68,9 +71,10 @@ impl Sampler {
     pub fn new(params: SamplingParams, choice: usize, prompt: &[u32]) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(params.seed);
         rng.set_stream(choice as u64);
+        let uniform = rng.random();
         // Only the repetition penalty asks what the prompt held.
         let prompt = if params.repetition_penalty == 1.0 { HashSet::new() } else { prompt.iter().copied().collect() };
-        Self { params, rng, prompt, counts: HashMap::new() }
+        Self { params, rng, uniform, prompt, counts: HashMap::new() }
     }
 
     /// Picks the next token and remembers it.
@@ -82,13 +86,25 @@ impl Sampler {
         if self.biases() {
             self.bias(logits.to_mut());
         }
-        let (best, max) = logits::peak(&logits).ok_or(NonFinite)?;
-        let token = match self.params.temperature {
-            0.0 => best as u32,
-            temperature => self.draw_from(logits::weights(&logits, max, temperature), best as u32),
-        };
-        *self.counts.entry(token).or_default() += 1;
+        let token = token::pick(&logits, &self.next()).ok_or(NonFinite)?;
+        self.take(token);
         Ok(token)
+    }
+
+    /// How the next token is drawn, where nothing but the logits decides: who has drawn it so says [`take`](Self::take).
+    pub fn draw(&self) -> Option<Draw> {
+        (!self.biases()).then(|| self.next())
+    }
+
+    fn next(&self) -> Draw {
+        let &SamplingParams { temperature, top_k, top_p, min_p, .. } = &self.params;
+        Draw { temperature, top_k: top_k.unwrap_or(0), top_p, min_p, uniform: self.uniform }
+    }
+
+    /// Remembers the next token.
+    pub fn take(&mut self, token: u32) {
+        *self.counts.entry(token).or_default() += 1;
+        self.uniform = self.rng.random();
     }
 
     /// Whether [`bias`](Self::bias) may change anything.
@@ -123,70 +139,13 @@ impl Sampler {
             }
         }
     }
-
-    /// Draws among the tokens by their weights; the most probable one weighs 1.
-    fn draw_from(&mut self, weights: Vec<f32>, best: u32) -> u32 {
-        let p = &self.params;
-        // What is kept is in the order of tokens, so that the same draw gives the same one whichever filters ran.
-        let mut kept = match p.top_k {
-            Some(k) if (1..weights.len()).contains(&k) => {
-                let mut kept = logits::largest(&weights, k);
-                kept.retain(|&(_, weight)| weight >= p.min_p);
-                kept.sort_unstable_by_key(|&(token, _)| token);
-                Some(kept)
-            }
-            _ if p.min_p > 0.0 => Some(logits::at_least(&weights, p.min_p)),
-            _ => None,
-        };
-        if p.top_p < 1.0 {
-            let share = |weights: &[f32]| sum(weights) * f64::from(p.top_p);
-            kept = Some(match kept {
-                None => logits::fewest(&weights, share(&weights)),
-                Some(kept) => {
-                    let weights: Vec<f32> = kept.iter().map(|&(_, weight)| weight).collect();
-                    let places = logits::fewest(&weights, share(&weights));
-                    places.into_iter().map(|(place, _)| kept[place as usize]).collect()
-                }
-            });
-        }
-        let drawn = match kept {
-            None => self.draw(&weights).map(|token| token as u32),
-            Some(kept) => {
-                let weights: Vec<f32> = kept.iter().map(|&(_, weight)| weight).collect();
-                self.draw(&weights).map(|place| kept[place].0)
-            }
-        };
-        drawn.unwrap_or(best)
-    }
-
-    /// A place drawn by weight; none where rounding leaves a hair.
-    fn draw(&mut self, weights: &[f32]) -> Option<usize> {
-        let sums = logits::sums(weights);
-        let mut left = self.rng.random::<f64>() * sums.iter().map(|&sum| f64::from(sum)).sum::<f64>();
-        for (start, sum) in (0..).step_by(logits::BLOCK).zip(sums) {
-            if left >= f64::from(sum) {
-                left -= f64::from(sum);
-                continue;
-            }
-            for (place, &weight) in weights.iter().enumerate().skip(start).take(logits::BLOCK) {
-                left -= f64::from(weight);
-                if left < 0.0 {
-                    return Some(place);
-                }
-            }
-        }
-        None
-    }
-}
-
-fn sum(weights: &[f32]) -> f64 {
-    logits::sums(weights).iter().map(|&sum| f64::from(sum)).sum()
 }
 
 /// Log probabilities of one token and of the `top` most probable ones, best first, from unchanged logits.
 pub(crate) fn logprobs(row: &[f32], token: u32, top: usize) -> (TokenLogprob, Vec<TokenLogprob>) {
     let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let norm = max + sum(&logits::weights(row, max, 1.0)).ln() as f32;
+    let mass: f64 = logits::mass(row, max, 1.0).into_iter().map(f64::from).sum();
+    let norm = max + mass.ln() as f32;
     let of = |(token, logit): (u32, f32)| TokenLogprob { token, logprob: logit - norm };
     (of((token, row[token as usize])), logits::largest(row, top).into_iter().map(of).collect())
 }

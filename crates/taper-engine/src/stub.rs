@@ -3,13 +3,14 @@
 //! Words in the prompt ask for trouble: `PANIC` and `NAN` strike at the third token, `FAIL` at the first prefill
 //! chunk, `SLOW` makes each step take 20 ms.
 
-use crate::backend::{Backend, BackendError, Input, Limits, Underway};
+use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted};
 use crate::engine::{Engine, EngineConfig, ModelInfo};
 use crate::text::{Message, Text, TextError, TokenStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use taper_attention::{AttentionSpec, AttentionUsage, Sequence};
+use taper_kernels::token;
 use taper_kv_cache::BLOCK_TOKENS;
 
 /// The token that ends an answer.
@@ -32,6 +33,8 @@ pub struct Probe {
     pub prefilled: Mutex<Vec<usize>>,
     /// How often a sequence lost its place in the cache.
     pub retracted: AtomicUsize,
+    /// Tokens that it drew itself.
+    pub drawn: AtomicUsize,
     /// How often the idle engine had the stub checked.
     pub checks: AtomicUsize,
     /// The attention of the latest request.
@@ -46,6 +49,8 @@ pub struct StubBackend {
     pub limits: Limits,
     /// Prompts are cut into chunks of multiples of this.
     pub chunk_multiple: usize,
+    /// Whether it draws tokens itself, as a device does.
+    pub draws: bool,
     /// Blocks of the cache that sequences hold.
     pub held_blocks: usize,
     /// What tests watch.
@@ -86,7 +91,7 @@ impl StubBackend {
     /// A stub that answers `script`, with a context of 512 tokens and a cache of 1024.
     pub fn new(script: &str) -> Self {
         let limits = Limits { context_tokens: 512, cache_tokens: 1024, offloaded_tokens: 0, vocab: VOCAB };
-        Self { script: script.into(), limits, chunk_multiple: 1, held_blocks: 0, probe: Arc::default() }
+        Self { script: script.into(), limits, chunk_multiple: 1, draws: false, held_blocks: 0, probe: Arc::default() }
     }
 
     /// An engine over this stub, named `stub`.
@@ -183,7 +188,7 @@ impl Backend for StubBackend {
         sequence.underway
     }
 
-    fn forward(&mut self, inputs: Vec<Input<'_, StubSequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
+    fn forward(&mut self, inputs: Vec<Input<'_, StubSequence>>) -> Result<Vec<Option<Row>>, BackendError> {
         self.probe.steps.fetch_add(1, Ordering::SeqCst);
         self.probe.widest.fetch_max(inputs.len(), Ordering::SeqCst);
         for Input { sequence, tokens, effort, .. } in &inputs {
@@ -200,7 +205,7 @@ impl Backend for StubBackend {
             }
         }
         let mut rows = Vec::new();
-        for Input { sequence, tokens, effort, logits } in inputs {
+        for Input { sequence, tokens, effort, wants } in inputs {
             let before = sequence.blocks();
             let rest = &sequence.prompt[sequence.tokens.len().min(sequence.prompt.len())..];
             assert!(rest.iter().zip(tokens).all(|(a, b)| a == b), "a prompt's tokens in their order");
@@ -220,7 +225,14 @@ impl Backend for StubBackend {
                 let mut prefilled = self.probe.prefilled.lock().unwrap_or_else(PoisonError::into_inner);
                 prefilled.push(sequence.prompt.len());
             }
-            rows.push(logits.then(|| self.logits(sequence)));
+            rows.push(match wants {
+                Wanted::Nothing => None,
+                Wanted::Token(draw) if self.draws => {
+                    self.probe.drawn.fetch_add(1, Ordering::SeqCst);
+                    Some(Row::Token(token::pick(&self.logits(sequence), &draw)))
+                }
+                Wanted::Logits | Wanted::Token(_) => Some(Row::Logits(self.logits(sequence))),
+            });
         }
         if self.held_blocks > self.limits.cache_tokens / BLOCK_TOKENS {
             return Err(BackendError("the KV cache is full".into()));

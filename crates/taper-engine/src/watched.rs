@@ -1,6 +1,6 @@
 //! A backend that tests look at, with something done around what another one does.
 
-use crate::backend::{Backend, BackendError, Input, Limits, Underway};
+use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use taper_attention::{AttentionSpec, AttentionUsage};
@@ -12,6 +12,8 @@ pub struct Seen {
     pub checks: AtomicUsize,
     /// Free blocks at the latest of them.
     pub free: AtomicUsize,
+    /// Chunks underway whose sequence lost its place or was closed.
+    pub dropped: AtomicUsize,
 }
 
 /// What is done to a new sequence of a prompt.
@@ -40,6 +42,10 @@ impl<B: Backend> Watched<B> {
         let (opened, before, after) =
             (Box::new(|_: &mut _, _: &[u32]| ()), Box::new(|_: &B| ()), Box::new(|_: &B| Ok(())));
         Self { inner, opened, before, after, seen: Arc::default() }
+    }
+
+    fn note(&self, sequence: &B::Sequence) {
+        self.seen.dropped.fetch_add(usize::from(self.inner.underway(sequence).tokens > 0), Ordering::SeqCst);
     }
 }
 
@@ -75,6 +81,7 @@ impl<B: Backend> Backend for Watched<B> {
     }
 
     fn retract(&mut self, sequence: &mut B::Sequence) {
+        self.note(sequence);
         self.inner.retract(sequence);
     }
 
@@ -94,7 +101,7 @@ impl<B: Backend> Backend for Watched<B> {
         self.inner.underway(sequence)
     }
 
-    fn forward(&mut self, inputs: Vec<Input<'_, B::Sequence>>) -> Result<Vec<Option<Vec<f32>>>, BackendError> {
+    fn forward(&mut self, inputs: Vec<Input<'_, B::Sequence>>) -> Result<Vec<Option<Row>>, BackendError> {
         (self.before)(&self.inner);
         let rows = self.inner.forward(inputs)?;
         (self.after)(&self.inner)?;
@@ -106,6 +113,7 @@ impl<B: Backend> Backend for Watched<B> {
     }
 
     fn close(&mut self, sequence: B::Sequence) {
+        self.note(&sequence);
         self.inner.close(sequence);
     }
 

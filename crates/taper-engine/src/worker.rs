@@ -4,7 +4,7 @@
 //! [`schedule::plan`] what to do, and does it. A step that fails is tried again one request at a time, so that only the
 //! request at fault ends.
 
-use crate::backend::{Backend, Input};
+use crate::backend::{Backend, Input, Row};
 use crate::engine::EngineConfig;
 use crate::pace::Pace;
 use crate::queue::Queue;
@@ -35,7 +35,7 @@ pub(crate) struct Worker<B: Backend> {
 }
 
 /// The rows that a step's inputs wanted, in order.
-type Rows = Vec<Option<Vec<f32>>>;
+type Rows = Vec<Option<Row>>;
 
 impl<B: Backend> Worker<B> {
     pub(crate) fn new(backend: B, queue: Arc<Queue<Job>>, text: Arc<dyn Text>, config: EngineConfig) -> Self {

@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 use taper_attention::{Artifacts, AttentionSpec, PhaseUsage, Question};
-use taper_engine::{Backend, BackendError, Input};
+use taper_engine::{Backend, BackendError, Input, Row, Wanted};
 
 /// Makes a sequence that continues from another one's tokens and attends by a spec of its own.
 ///
@@ -318,8 +318,9 @@ pub(crate) fn step<B: Backend>(
     tokens: &[u32],
     logits: bool,
 ) -> Result<Option<Vec<f32>>, BackendError> {
-    let rows = backend.forward(vec![Input::whole(sequence, tokens, logits)])?;
-    let row = rows.into_iter().next().flatten();
+    let rows =
+        backend.forward(vec![Input::whole(sequence, tokens, if logits { Wanted::Logits } else { Wanted::Nothing })])?;
+    let row = rows.into_iter().next().flatten().and_then(Row::logits);
     if logits && row.is_none() {
         return Err(BackendError("the step returned no logits".into()));
     }

@@ -42,9 +42,21 @@ unsafe fn look<V: Simd>(row: &[f32], largest: &mut f32, sound: &mut bool) {
 /// is below −87.
 pub fn weights(row: &[f32], max: f32, temperature: f32) -> Vec<f32> {
     let mut out = vec![0.0; row.len()];
-    let (to, scale) = (&mut out[..], temperature.recip().min(f32::MAX));
+    let (to, scale) = (&mut out[..], scale(temperature));
     dispatch!(Isa::best(), exp_all::<_>(row: &[f32], max: f32, scale: f32, to: &mut [f32]));
     out
+}
+
+/// The [sum of each block](sums) of [`weights`], which are not stored.
+pub fn mass(row: &[f32], max: f32, temperature: f32) -> Vec<f32> {
+    let mut out = vec![0.0; row.len().div_ceil(BLOCK)];
+    let (to, scale) = (&mut out[..], scale(temperature));
+    dispatch!(Isa::best(), exp_blocks::<_>(row: &[f32], max: f32, scale: f32, to: &mut [f32]));
+    out
+}
+
+fn scale(temperature: f32) -> f32 {
+    temperature.recip().min(f32::MAX)
 }
 
 #[inline(always)]
@@ -57,6 +69,17 @@ unsafe fn exp_all<V: Simd>(row: &[f32], max: f32, scale: f32, out: &mut [f32]) {
         }
     }
     row[whole..].iter().zip(&mut out[whole..]).for_each(|(x, out)| *out = ((x - max) * scale).exp());
+}
+
+#[inline(always)]
+unsafe fn exp_blocks<V: Simd>(row: &[f32], max: f32, scale: f32, out: &mut [f32]) {
+    let mut weights = [0.0; BLOCK];
+    for (block, out) in row.chunks(BLOCK).zip(out) {
+        unsafe {
+            exp_all::<V>(block, max, scale, &mut weights);
+            *out = sum::<V>(&weights[..block.len()]);
+        }
+    }
 }
 
 /// The sum of each [`BLOCK`] of elements, the last one's rest included.
@@ -79,43 +102,87 @@ fn by_block(row: &[f32], largest: bool) -> Vec<f32> {
 #[inline(always)]
 unsafe fn fold_blocks<V: Simd>(row: &[f32], largest: bool, out: &mut [f32]) {
     for (block, out) in row.chunks(BLOCK).zip(out) {
-        if block.len() < BLOCK {
-            let folded = block.iter().copied().reduce(|a, b| if largest { a.max(b) } else { a + b });
-            *out = folded.unwrap_or_default();
-            continue;
-        }
-        unsafe {
-            let mut all = V::load(block.as_ptr());
-            for at in (V::LANES..BLOCK).step_by(V::LANES) {
-                let x = V::load(block.as_ptr().add(at));
-                all = if largest { all.max(x) } else { all.add(x) };
-            }
-            *out = if largest { all.max_lane() } else { all.sum() };
-        }
+        *out = unsafe { if largest { max::<V>(block) } else { sum::<V>(block) } };
     }
 }
 
-/// The elements that are at least `least`, in order, each with its place.
-pub fn at_least(row: &[f32], least: f32) -> Vec<(u32, f32)> {
-    let mut out = Vec::new();
+#[inline(always)]
+unsafe fn sum<V: Simd>(block: &[f32]) -> f32 {
+    let mut vectors = block.chunks_exact(V::LANES);
+    unsafe {
+        let all = vectors.by_ref().fold(V::splat(0.0), |all, x| all.add(V::load(x.as_ptr())));
+        all.sum() + vectors.remainder().iter().sum::<f32>()
+    }
+}
+
+#[inline(always)]
+unsafe fn max<V: Simd>(block: &[f32]) -> f32 {
+    let mut vectors = block.chunks_exact(V::LANES);
+    unsafe {
+        let all = vectors.by_ref().fold(V::splat(f32::NEG_INFINITY), |all, x| all.max(V::load(x.as_ptr())));
+        vectors.remainder().iter().copied().fold(all.max_lane(), f32::max)
+    }
+}
+
+/// Some of a row's elements, in order, each with its place.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Kept {
+    /// Where they stand in the row.
+    pub places: Vec<u32>,
+    /// What they are.
+    pub values: Vec<f32>,
+}
+
+impl Kept {
+    fn push(&mut self, place: usize, value: f32) {
+        self.places.push(place as u32);
+        self.values.push(value);
+    }
+
+    /// Keeps some of them.
+    pub fn retain(&mut self, mut stays: impl FnMut(f32) -> bool) {
+        let mut end = 0;
+        for at in 0..self.values.len() {
+            (self.places[end], self.values[end]) = (self.places[at], self.values[at]);
+            end += usize::from(stays(self.values[at]));
+        }
+        self.places.truncate(end);
+        self.values.truncate(end);
+    }
+
+    fn pairs(&self) -> impl Iterator<Item = (u32, f32)> {
+        self.places.iter().copied().zip(self.values.iter().copied())
+    }
+}
+
+impl FromIterator<(u32, f32)> for Kept {
+    fn from_iter<I: IntoIterator<Item = (u32, f32)>>(pairs: I) -> Self {
+        let (places, values) = pairs.into_iter().unzip();
+        Self { places, values }
+    }
+}
+
+/// The elements that are at least `least`.
+pub fn at_least(row: &[f32], least: f32) -> Kept {
+    let mut out = Kept::default();
     let to = &mut out;
-    dispatch!(Isa::best(), gather::<_>(row: &[f32], least: f32, to: &mut Vec<(u32, f32)>));
+    dispatch!(Isa::best(), gather::<_>(row: &[f32], least: f32, to: &mut Kept));
     out
 }
 
 #[inline(always)]
-unsafe fn gather<V: Simd>(row: &[f32], least: f32, out: &mut Vec<(u32, f32)>) {
+unsafe fn gather<V: Simd>(row: &[f32], least: f32, out: &mut Kept) {
     let whole = row.len() - row.len() % V::LANES;
     let limit = unsafe { V::splat(least) };
     for at in (0..whole).step_by(V::LANES) {
         let mut lanes = unsafe { V::load(row.as_ptr().add(at)).not_below(limit) };
         while lanes != 0 {
             let place = at + lanes.trailing_zeros() as usize;
-            out.push((place as u32, row[place]));
+            out.push(place, row[place]);
             lanes &= lanes - 1;
         }
     }
-    out.extend((whole..row.len()).filter(|&at| row[at] >= least).map(|at| (at as u32, row[at])));
+    (whole..row.len()).filter(|&at| row[at] >= least).for_each(|at| out.push(at, row[at]));
 }
 
 /// The `k` largest elements with their places, largest first and equal ones by place; all, if there are fewer. None is NaN.
@@ -129,7 +196,7 @@ pub fn largest(row: &[f32], k: usize) -> Vec<(u32, f32)> {
         true => *tops.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a)).1,
         false => f32::NEG_INFINITY,
     };
-    let mut out = at_least(row, least);
+    let mut out: Vec<_> = at_least(row, least).pairs().collect();
     if k < out.len() {
         out.select_nth_unstable_by(k - 1, by_size);
         out.truncate(k);
@@ -138,57 +205,60 @@ pub fn largest(row: &[f32], k: usize) -> Vec<(u32, f32)> {
     out
 }
 
-/// The fewest of the largest elements whose sum reaches `goal`, in order, each with its place: of equal ones the first. All,
-/// if they do not reach it. None is negative, infinite or NaN; sums are good to 1e-6 of their size.
-pub fn fewest(row: &[f32], goal: f64) -> Vec<(u32, f32)> {
-    let sum_from = |least: f32| {
-        let mut sum = 0.0;
-        let to = &mut sum;
-        dispatch!(Isa::best(), sum_at_least::<_>(row: &[f32], least: f32, to: &mut f64));
-        sum
-    };
-    // Elements below this one together do not hold what may be missing: so much is above them.
-    let all = sum_from(0.0);
-    let spare = ((all - goal) / row.len() as f64).max(0.0) as f32;
-    // Between which of 64 steps of a power of two does the sum pass the goal? Numbers of one sign are ordered as their bits.
-    const STEP: u32 = 17;
-    let step = |x: f32| x.to_bits() >> STEP;
-    let number = |step: u32| f32::from_bits(step << STEP);
-    let (mut low, mut high) = (step(spare), step(peak(row).map_or(0.0, |(_, max)| max)) + 1);
+/// The fewest of the largest elements whose sum reaches a share of all: of equal ones the first. All, if they do not reach
+/// it. None is below 0 or over 1; sums are good to 1e-6 of their size.
+pub fn fewest(row: &[f32], share: f64) -> Kept {
+    // The goal lies between the sums of the elements that are at least one of eight limits, and the next.
+    let passed = |sums: [f64; 8], goal: f64| sums.iter().rposition(|sum| *sum >= goal).unwrap_or(0);
+    let limits = [0.0, 4e-6, 6e-5, 5e-4, 2e-3, 8e-3, 0.06, 0.5];
+    let sums = sums_from(row, limits);
+    let goal = share * sums[0];
+    let first = passed(sums, goal);
+    let mut kept = at_least(row, limits[first]);
+    // Down to a single number: those of one sign are ordered as their bits.
+    let mut low = limits[first].to_bits();
+    let mut high = limits.get(first + 1).map_or(1f32.to_bits() + 1, |next| next.to_bits());
     while high - low > 1 {
-        let middle = low.midpoint(high);
-        if sum_from(number(middle)) >= goal { low = middle } else { high = middle }
+        let between: [u32; 8] = std::array::from_fn(|i| low + (u64::from(high - low) * i as u64 / 8) as u32);
+        let at = passed(sums_from(&kept.values, between.map(f32::from_bits)), goal);
+        (low, high) = (between[at], between.get(at + 1).map_or(high, |next| *next));
     }
-    let (least, most) = (number(low), number(high));
-    let mut kept = at_least(row, least);
-    let mut last: Vec<(u32, f32)> = kept.iter().copied().filter(|(_, x)| *x < most).collect();
-    let mut sum = sum_from(most);
-    last.sort_unstable_by(by_size);
-    let reaches = |(_, x): &(u32, f32)| {
-        sum += f64::from(*x);
-        sum >= goal
-    };
-    if let Some(end) = last.iter().position(reaches) {
-        kept.retain(|element| by_size(element, &last[end]).is_le());
-    }
+    // Of those that are equal to it, how many?
+    let (least, above) = (f32::from_bits(low), sums_from(&kept.values, [f32::from_bits(high); 8])[0]);
+    let mut equal = ((goal - above) / f64::from(least)).ceil();
+    kept.retain(|value| {
+        equal -= f64::from(u8::from(value == least));
+        (value > least) | (value == least) & (equal >= 0.0)
+    });
     kept
 }
 
+/// The sums of the elements that are at least as large as each of some limits, in f64 over parts in f32.
+fn sums_from(row: &[f32], limits: [f32; 8]) -> [f64; 8] {
+    let mut out = [0.0; 8];
+    let to = &mut out;
+    dispatch!(Isa::best(), add_from::<_>(row: &[f32], limits: [f32; 8], to: &mut [f64; 8]));
+    out
+}
+
 #[inline(always)]
-unsafe fn sum_at_least<V: Simd>(row: &[f32], least: f32, sum: &mut f64) {
+unsafe fn add_from<V: Simd>(row: &[f32], limits: [f32; 8], out: &mut [f64; 8]) {
     // So many that the rounding of a part stays small.
     for part in row.chunks(1024) {
-        let whole = part.len() - part.len() % V::LANES;
-        let mut rest: f32 = part[whole..].iter().filter(|x| **x >= least).sum();
+        let mut vectors = part.chunks_exact(V::LANES);
         unsafe {
-            let (mut of_lanes, limit) = (V::splat(0.0), V::splat(least));
-            for at in (0..whole).step_by(V::LANES) {
-                let x = V::load(part.as_ptr().add(at));
-                of_lanes = of_lanes.add(x.zero_below(x, limit));
+            let mut of_lanes = [V::splat(0.0); 8];
+            for x in vectors.by_ref() {
+                let x = V::load(x.as_ptr());
+                for i in 0..8 {
+                    of_lanes[i] = of_lanes[i].add_from(x, V::splat(limits[i]));
+                }
             }
-            rest += of_lanes.sum();
+            for i in 0..8 {
+                let rest: f32 = vectors.remainder().iter().filter(|x| **x >= limits[i]).sum();
+                out[i] += f64::from(of_lanes[i].sum() + rest);
+            }
         }
-        *sum += f64::from(rest);
     }
 }
 
@@ -216,12 +286,14 @@ mod tests {
             prop_assert_eq!((place as u32, max), order[0]);
             prop_assert_eq!(largest(&row, k), &order[..k.min(row.len())]);
             let kept: Vec<(u32, f32)> = (0u32..).zip(row.iter().copied()).filter(|(_, x)| *x >= least).collect();
-            prop_assert_eq!(at_least(&row, least), kept);
+            prop_assert_eq!(at_least(&row, least).pairs().collect::<Vec<_>>(), kept);
             for ((block, sum), max) in row.chunks(BLOCK).zip(sums(&row)).zip(maxima(&row)) {
                 prop_assert!((block.iter().sum::<f32>() - sum).abs() < 1e-3);
                 prop_assert_eq!(block.iter().copied().fold(f32::MIN, f32::max), max);
             }
-            for (x, weight) in row.iter().zip(weights(&row, max, 0.7)) {
+            let weights = weights(&row, max, 0.7);
+            prop_assert_eq!(mass(&row, max, 0.7), sums(&weights));
+            for (x, weight) in row.iter().zip(weights) {
                 let expected = (f64::from(x - max) / 0.7).exp();
                 prop_assert!((f64::from(weight) / expected - 1.0).abs() < 1e-5, "{weight} for {expected}");
             }
@@ -232,7 +304,7 @@ mod tests {
             let weights = weights(&row, peak(&row).unwrap().1, temperature);
             let all: f64 = weights.iter().map(|x| f64::from(*x)).sum();
             let goal = share * all;
-            let mut kept = fewest(&weights, goal);
+            let mut kept: Vec<_> = fewest(&weights, share).pairs().collect();
             prop_assert!(kept.is_sorted_by_key(|(place, _)| *place));
             let mut order: Vec<(u32, f32)> = (0u32..).zip(weights.iter().copied()).collect();
             order.sort_by(by_size);

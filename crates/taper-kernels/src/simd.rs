@@ -69,6 +69,8 @@ pub trait Simd: Copy {
     unsafe fn scale_by_power(self, n: Self) -> Self;
     /// `self` where `x >= limit` or either is NaN, else 0.
     unsafe fn zero_below(self, x: Self, limit: Self) -> Self;
+    /// `self + x` where `x` is not below `limit`, else `self`.
+    unsafe fn add_from(self, x: Self, limit: Self) -> Self;
     /// A bit for each lane that is not below `limit`: NaN is not.
     unsafe fn not_below(self, limit: Self) -> u32;
     unsafe fn sum(self) -> f32;
@@ -187,6 +189,10 @@ impl Simd for Portable8 {
         Self(std::array::from_fn(|i| if x.0[i] < limit.0[i] { 0.0 } else { self.0[i] }))
     }
     #[inline(always)]
+    unsafe fn add_from(self, x: Self, limit: Self) -> Self {
+        unsafe { self.add(x.zero_below(x, limit)) }
+    }
+    #[inline(always)]
     unsafe fn not_below(self, limit: Self) -> u32 {
         (0..8).fold(0, |bits, i| bits | u32::from(self.0[i].partial_cmp(&limit.0[i]) != Some(Ordering::Less)) << i)
     }
@@ -210,7 +216,7 @@ impl Simd for Portable8 {
 macro_rules! simd_x86 {
     ($type:ty, $lanes:literal, $registers:literal, $splat:ident, $load:ident, $store:ident, $f16:expr, $bf16:expr,
      $fma:ident, $add:ident,
-     $sub:ident, $mul:ident, $max:ident, $round:expr, $scale:expr, $zero_below:expr, $not_below:expr, $sum:expr, $sum4:expr,
+     $sub:ident, $mul:ident, $max:ident, $round:expr, $scale:expr, $zero_below:expr, $add_from:expr, $not_below:expr, $sum:expr, $sum4:expr,
      $max_lane:expr) => {
         impl Simd for $type {
             const LANES: usize = $lanes;
@@ -268,6 +274,10 @@ macro_rules! simd_x86 {
                 unsafe { $zero_below(self, x, limit) }
             }
             #[inline(always)]
+            unsafe fn add_from(self, x: Self, limit: Self) -> Self {
+                unsafe { $add_from(self, x, limit) }
+            }
+            #[inline(always)]
             unsafe fn not_below(self, limit: Self) -> u32 {
                 unsafe { $not_below(self, limit) }
             }
@@ -308,6 +318,7 @@ simd_x86!(
         _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127))))
     ),
     |y, x, limit| _mm256_andnot_ps(_mm256_cmp_ps::<_CMP_LT_OQ>(x, limit), y),
+    |y, x, limit| _mm256_add_ps(y, _mm256_andnot_ps(_mm256_cmp_ps::<_CMP_LT_OQ>(x, limit), x)),
     |x, limit| _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_NLT_UQ>(x, limit)) as u32,
     |x| {
         let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
@@ -340,6 +351,7 @@ simd_x86!(
     |x| _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x),
     |x, n| _mm512_scalef_ps(x, n),
     |y, x, limit| _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask::<_CMP_LT_OQ>(x, limit), _mm512_setzero_ps()),
+    |y, x, limit| _mm512_mask_add_ps(y, _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, limit), y, x),
     |x, limit| u32::from(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, limit)),
     |x| _mm512_reduce_add_ps(x),
     sum4_avx512,

@@ -1,6 +1,9 @@
-//! The next token of each row of logits, chosen where the logits are: a CUDA device. In host memory whoever has them chooses.
+//! The next token of each row of logits, chosen where the logits are: on a CUDA device for all rows at once, in host memory
+//! row by row.
 
+use crate::logits::{self, Kept};
 use candle_core::{Result, Tensor, bail};
+use std::ops::Range;
 
 /// How a row's token is drawn: weights are exp((logit − largest) / temperature), those that no filter drops stand side by side
 /// in the order of tokens, and the draw says where among them.
@@ -49,6 +52,60 @@ pub fn choose(logits: &Tensor, draws: &[Draw]) -> Result<Option<Tensor>> {
     return Ok(Some(crate::cuda::tokens(logits, draws)?));
     #[cfg(not(feature = "cuda"))]
     bail!("tokens on a CUDA device without the feature")
+}
+
+/// The token of a row of logits in host memory, as [`choose`] finds it but for the rounding of sums; none from NaN or plus
+/// infinity or nothing finite.
+pub fn pick(row: &[f32], draw: &Draw) -> Option<u32> {
+    let (best, max) = logits::peak(row)?;
+    let weights = |at: Range<usize>| logits::weights(&row[at], max, draw.temperature);
+    let picked = if draw.temperature == 0.0 {
+        None
+    } else if let Some(kept) = filter(row.len(), || weights(0..row.len()), draw) {
+        let values = |at: Range<usize>| kept.values[at].to_vec();
+        let at = place(kept.values.len(), &logits::sums(&kept.values), values, draw.uniform);
+        at.map(|at| kept.places[at])
+    } else {
+        let sums = logits::mass(row, max, draw.temperature);
+        place(row.len(), &sums, weights, draw.uniform).map(|at| at as u32)
+    };
+    // The likeliest, too, where rounding leaves a hair.
+    Some(picked.unwrap_or(best as u32))
+}
+
+/// The weights that the filters leave, in the order of tokens; none where there is no filter.
+fn filter(len: usize, weights: impl FnOnce() -> Vec<f32>, draw: &Draw) -> Option<Kept> {
+    let &Draw { top_k, top_p, min_p, .. } = draw;
+    let kept = match ((1..len).contains(&top_k), min_p > 0.0, top_p < 1.0) {
+        (true, ..) => {
+            let mut kept = logits::largest(&weights(), top_k);
+            kept.retain(|&(_, weight)| weight >= min_p);
+            kept.sort_unstable_by_key(|&(token, _)| token);
+            kept.into_iter().collect()
+        }
+        (false, true, _) => logits::at_least(&weights(), min_p),
+        (false, false, true) => return Some(logits::fewest(&weights(), f64::from(top_p))),
+        (false, false, false) => return None,
+    };
+    if top_p >= 1.0 {
+        return Some(kept);
+    }
+    let mut fewest = logits::fewest(&kept.values, f64::from(top_p));
+    fewest.places.iter_mut().for_each(|place| *place = kept.places[*place as usize]);
+    Some(fewest)
+}
+
+/// Where a share of their sum is reached among weights, of which the sums of blocks are known.
+fn place(len: usize, sums: &[f32], weights: impl FnOnce(Range<usize>) -> Vec<f32>, share: f64) -> Option<usize> {
+    let mut left = share * sums.iter().map(|&sum| f64::from(sum)).sum::<f64>();
+    let mut reaches = |weight: f32| {
+        let reaches = left < f64::from(weight);
+        left -= if reaches { 0.0 } else { f64::from(weight) };
+        reaches
+    };
+    let start = sums.iter().copied().position(&mut reaches)? * logits::BLOCK;
+    let block = weights(start..len.min(start + logits::BLOCK));
+    Some(start + block.into_iter().position(reaches)?)
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 
 mod faults;
 mod histories;
+mod learnt;
 mod offload;
 mod prefix;
 mod slices;
@@ -15,7 +16,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use taper_attention::{Artifacts, AttentionSpec};
+use taper_attention::AttentionSpec;
 use taper_engine::stub::StubText;
 use taper_engine::watched::{self, Seen};
 use taper_engine::{
@@ -73,10 +74,10 @@ fn request(number: usize, attention: &Value) -> Request {
 }
 
 fn spec(attention: &Value) -> Arc<AttentionSpec> {
-    Arc::new(AttentionSpec::from_json(attention, "attention", &Artifacts::default()).unwrap())
+    Arc::new(AttentionSpec::from_json(attention, "attention", &learnt::ARTIFACTS).unwrap())
 }
 
-/// Every method that needs no artefact, in pairs; with sizes that leave something out of short prompts.
+/// Every method, in pairs; with sizes that leave something out of short prompts.
 fn pairs() -> Vec<Value> {
     let window = || json!({ "method": "streaming_llm", "sink": 4, "window": 50 });
     let prefill = [
@@ -89,6 +90,7 @@ fn pairs() -> Vec<Value> {
         json!({ "method": "minference" }),
     ];
     let few = |name: &str| json!({ "method": name, "sink": 8, "window": 16, "k": 24 });
+    let clusters = |name: &str| json!({ "method": name, "sink": 4, "window": 8, "probes": 2, "dense_layers": 1 });
     let decode = [
         json!({ "method": "dense" }),
         window(),
@@ -98,6 +100,10 @@ fn pairs() -> Vec<Value> {
         json!({ "method": "oracle_top_p", "p": 0.7 }),
         json!({ "method": "santa", "samples": 16 }),
         json!({ "method": "vattention", "sink": 8, "window": 16, "epsilon": 0.3, "delta": 0.3 }),
+        few("double_sparsity"),
+        few("hash_attention"),
+        clusters("kmeans"),
+        clusters("saap"),
     ];
     (0..prefill.len() * decode.len())
         .map(|i| json!({ "prefill": prefill[i % prefill.len()], "decode": decode[i % decode.len()], "audit": 0.1 }))

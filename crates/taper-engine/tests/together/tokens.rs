@@ -2,8 +2,20 @@
 
 use crate::{Answer, answer, collect, engine, idle, pairs, request, together};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
+use taper_attention::catalogue;
 use taper_engine::{EngineConfig, Request, RequestError, StopRules};
+
+#[test]
+fn every_method_is_tried() {
+    for phase in ["prefill", "decode"] {
+        let tried: BTreeSet<String> =
+            pairs().iter().map(|pair| pair[phase]["method"].as_str().unwrap().into()).collect();
+        let known = catalogue().into_iter().filter(|method| method.phase == phase).map(|method| method.name.to_owned());
+        assert_eq!(tried, known.collect());
+    }
+}
 
 #[test]
 fn a_request_gets_the_same_tokens_alone_and_among_others() {
@@ -23,7 +35,7 @@ fn a_request_gets_the_same_tokens_alone_and_among_others() {
 fn answers_by_one_method_are_read_together_and_do_not_show_it() {
     // Of very different lengths, of which the shortest read everything and score nothing; in turns by two methods.
     let pairs = pairs();
-    for two in pairs[..8].chunks(2) {
+    for two in pairs[..12].chunks(2) {
         let requests: Vec<Request> = (0..8).map(|i| Request { choices: 1, ..request(i * 5, &two[i % 2]) }).collect();
         let quiet = engine(64, false, EngineConfig::default());
         let alone: Vec<Answer> = requests.iter().map(|r| answer(quiet.submit(r.clone()).unwrap())).collect();
@@ -38,8 +50,8 @@ fn a_request_that_loses_its_place_in_the_cache_gets_the_same_tokens() {
         choices: 1 + usize::from(i == 2),
         ..request(i, pair)
     };
-    // Every third pair goes through all methods of both phases.
-    let pairs: Vec<Value> = pairs().into_iter().step_by(3).collect();
+    // Every fifth pair goes through all methods of both phases.
+    let pairs: Vec<Value> = pairs().into_iter().step_by(5).collect();
     let requests: Vec<Request> = pairs.iter().enumerate().map(long).collect();
     let quiet = engine(64, false, EngineConfig::default());
     let alone: Vec<Answer> = requests.iter().map(|r| answer(quiet.submit(r.clone()).unwrap())).collect();

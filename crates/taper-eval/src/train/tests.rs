@@ -182,7 +182,9 @@ fn density(backend: &mut ModelBackend, artifacts: &Artifacts, request: &serde_js
     let spec = AttentionSpec::from_json(request, "attention", artifacts).unwrap();
     let mut sequence = backend.open(&Arc::new(spec), 1, &[0; 40], 0).unwrap();
     let mut step = |sequence: &mut _, tokens: &[u32]| {
-        let logits = backend.forward(vec![Input::whole(sequence, tokens, true)]).unwrap().remove(0).unwrap();
+        let logits =
+            backend.forward(vec![Input::whole(sequence, tokens, taper_engine::Wanted::Logits)]).unwrap().remove(0);
+        let logits = logits.unwrap().logits().unwrap();
         assert!(logits.iter().all(|x| x.is_finite()));
     };
     step(&mut sequence, &(0..40).map(|i| 3 + i % 50).collect::<Vec<_>>());

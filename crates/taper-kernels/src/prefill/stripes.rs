@@ -66,14 +66,17 @@ pub fn find_k(mass: &[f32], alpha: f64) -> Vec<u32> {
         return Vec::new();
     }
     let total: f64 = mass.iter().map(|&m| f64::from(m)).sum();
-    let order = heaviest_first(mass);
+    let mut order = heaviest_first(mass);
     let mut sum = 0.0;
     let reached = order.iter().position(|&i| {
         sum += f64::from(mass[i as usize]);
         sum >= alpha * total
     });
-    let kept = if alpha < 1.0 { reached.map_or(mass.len(), |last| last + 1) } else { mass.len() };
-    ascending(order, kept)
+    if let Some(last) = reached.filter(|_| alpha < 1.0) {
+        order.truncate(last + 1);
+    }
+    order.sort_unstable();
+    order
 }
 
 /// The first `forced` entries of `mass` and the heaviest others, `keep` in all if that is more, ascending; of equals the
@@ -91,7 +94,8 @@ pub fn top(mass: &[f32], keep: usize, forced: usize) -> Vec<u32> {
     }
     order.truncate(others);
     order.extend(0..forced as u32);
-    ascending(order, keep.max(forced))
+    order.sort_unstable();
+    order
 }
 
 /// Indices by falling mass, NaN first; of equals the first.
@@ -103,12 +107,6 @@ fn heaviest_first(mass: &[f32]) -> Vec<u32> {
 
 fn heavier(mass: &[f32], a: u32, b: u32) -> Ordering {
     mass[b as usize].abs().total_cmp(&mass[a as usize].abs())
-}
-
-fn ascending(mut order: Vec<u32>, kept: usize) -> Vec<u32> {
-    order.truncate(kept);
-    order.sort_unstable();
-    order
 }
 
 /// What share of the mass columns and slashes keep, and in blocks of how many tokens.
