@@ -172,8 +172,8 @@ impl LayerAttention for AttentionBatch<'_> {
         let plain = |Started { sequence, tokens, .. }: &Started| {
             let row = *tokens == 1 && sequence.attended_by() == By::DecodeMethod;
             let stream = |layer| Stream { seed: sequence.seed, layer, head: 0, position: sequence.len as u32 };
-            let audited = || (0..self.shape.layers).any(|l| audit::wanted(&stream(l as u32), sequence.spec.audit));
-            row && sequence.spec.decode.method.reads_all() && !audited()
+            let audited = || (0..self.shape.layers).any(|l| audit::wanted(&stream(l as u32), sequence.audit()));
+            row && sequence.decode_method().method.reads_all() && !audited()
         };
         let row = |Started { sequence, .. }: &Started| visible(self.shape, sequence.len + 1);
         self.spans.iter().all(plain).then(|| DenseStep {
@@ -187,7 +187,7 @@ impl LayerAttention for AttentionBatch<'_> {
         let dense = Selection::dense(1, self.shape.kv_heads);
         for Started { sequence, .. } in &mut self.spans {
             let seen = [visible(self.shape, sequence.len + 1)];
-            (0..self.shape.layers).try_for_each(|_| add_read(&mut sequence.report.decode, &dense, &seen))?;
+            (0..self.shape.layers).try_for_each(|_| add_read(sequence.decode_report(), &dense, &seen))?;
         }
         Ok(())
     }
@@ -270,7 +270,7 @@ impl Part<'_> {
 
     fn decode(&mut self, sequence: &mut Sequence, q: &Tensor) -> Result<Tensor> {
         let tokens = q.dims()[0];
-        let method = sequence.spec.decode.method.clone();
+        let method = sequence.decode_method().method.clone();
         // Where an index sums tokens up, a row must not see those of the rows after it.
         let whole = |index: &&dyn KeyIndex| index.shape(&self.shape, self.pool.dtype()).rows == BLOCK_TOKENS;
         let together = if self.wanted(&*method).iter().all(whole) { DECODE_ROWS } else { 1 };
@@ -324,7 +324,7 @@ impl Part<'_> {
         let mut choices = Vec::with_capacity(spans.len());
         let mut known = Vec::with_capacity(spans.len());
         for (i, Started { sequence, .. }) in spans.iter_mut().enumerate() {
-            let method = sequence.spec.decode.method.clone();
+            let method = sequence.decode_method().method.clone();
             let indices = self.indices(sequence, &*method, sequence.len + 1)?;
             let rows = self.rows(sequence, sequence.len..sequence.len + 1);
             let choice =
@@ -372,7 +372,7 @@ impl Part<'_> {
 
     /// Takes a choice for rows that see so many keys into the report.
     fn report(&self, sequence: &mut Sequence, choice: &Choice, visible: &[Range<usize>]) -> Result<()> {
-        let report: &mut PhaseReport = &mut sequence.report.decode;
+        let report = sequence.decode_report();
         report.add_scored(choice.keys_scored() as u64);
         if let Some(budgets) = &choice.budgets {
             report.add_budgets(budgets);
@@ -393,8 +393,7 @@ impl Part<'_> {
         visible: &[Range<usize>],
         indices: &[(String, Tensor)],
     ) -> Result<()> {
-        let wanted =
-            |keys: &Range<usize>| audit::wanted(&self.stream(sequence.seed, keys.end - 1), sequence.spec.audit);
+        let wanted = |keys: &Range<usize>| audit::wanted(&self.stream(sequence.seed, keys.end - 1), sequence.audit());
         let audited: Vec<usize> = (0..visible.len()).filter(|&row| wanted(&visible[row])).collect();
         if audited.is_empty() {
             return Ok(());
@@ -404,7 +403,7 @@ impl Part<'_> {
             .map(|visible| DecodeRow { table: sequence.table.blocks(), visible: visible.clone() })
             .collect();
         let errors = self.with_step(sequence, q, &rows, indices, |step| audit::decode(step, out, &audited))?;
-        sequence.report.decode.add_errors(&errors, method.promise().map(|(epsilon, _)| epsilon));
+        sequence.decode_report().add_errors(&errors, method.promise().map(|(epsilon, _)| epsilon));
         Ok(())
     }
 }

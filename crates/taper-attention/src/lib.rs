@@ -30,7 +30,7 @@ pub use methods::{MethodInfo, catalogue};
 pub mod minference {
     pub use crate::methods::minference::{Pattern, reads};
 }
-pub use report::{AttentionUsage, AuditUsage, CraUsage, PhaseUsage};
+pub use report::{AttentionUsage, AuditUsage, CraUsage, PhaseUsage, SpeculationUsage};
 pub use schema::nearest;
 pub use sequence::Sequence;
 pub use spec::{AttentionSpec, Question, SpecError, Wire};

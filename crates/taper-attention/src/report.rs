@@ -82,11 +82,15 @@ impl PhaseReport {
     }
 }
 
-/// The reports of both phases.
+/// The reports of both phases, and of drafts.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Report {
     pub prefill: PhaseReport,
     pub decode: PhaseReport,
+    pub drafts: PhaseReport,
+    /// Drafts, and those of them that were right.
+    pub drafted: u64,
+    pub accepted: u64,
 }
 
 /// What a request's attention came to: the body of `usage.attention`.
@@ -96,6 +100,22 @@ pub struct AttentionUsage {
     pub prefill: PhaseUsage,
     /// The generated tokens.
     pub decode: PhaseUsage,
+    /// What drafts came to; absent where the request wants none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub speculation: Option<SpeculationUsage>,
+}
+
+/// What speculation came to.
+#[derive(Debug, Clone, Serialize)]
+pub struct SpeculationUsage {
+    /// Tokens drafted.
+    pub drafted: u64,
+    /// Those that the answer has.
+    pub accepted: u64,
+    /// Their share; 0 of none.
+    pub acceptance: f64,
+    /// The drafts' attention.
+    pub draft: PhaseUsage,
 }
 
 /// One phase of [`AttentionUsage`].
@@ -203,6 +223,12 @@ impl Report {
         AttentionUsage {
             prefill: self.prefill.usage(spec.prefill.name, seed),
             decode: self.decode.usage(spec.decode.name, seed),
+            speculation: spec.speculate.as_ref().map(|speculate| SpeculationUsage {
+                drafted: self.drafted,
+                accepted: self.accepted,
+                acceptance: self.accepted as f64 / self.drafted.max(1) as f64,
+                draft: self.drafts.usage(speculate.method.name, seed),
+            }),
         }
     }
 }

@@ -33,6 +33,8 @@ pub struct Sequence {
     pub(crate) report: Report,
     /// A chunk that is not through the layers yet.
     pub(crate) underway: Option<Underway>,
+    /// Whether the next tokens are drafts, which go by a method of their own.
+    pub(crate) drafting: bool,
 }
 
 impl Sequence {
@@ -52,6 +54,7 @@ impl Sequence {
             carries: Vec::new(),
             report: Report::default(),
             underway: None,
+            drafting: false,
         }
     }
 
@@ -142,8 +145,31 @@ impl Sequence {
 
     /// Whether the decode methods are the same.
     pub(crate) fn decodes_as(&self, other: &Self) -> bool {
-        let (a, b) = (&self.spec.decode, &other.spec.decode);
+        let (a, b) = (self.decode_method(), other.decode_method());
         Arc::ptr_eq(&a.method, &b.method) || a.name == b.name && a.json == b.json
+    }
+
+    /// What attends for generated tokens.
+    pub(crate) fn decode_method(&self) -> &Chosen<dyn DecodeMethod> {
+        match &self.spec.speculate {
+            Some(speculate) if self.drafting => &speculate.method,
+            _ => &self.spec.decode,
+        }
+    }
+
+    /// What takes in what that came to.
+    pub(crate) fn decode_report(&mut self) -> &mut PhaseReport {
+        if self.drafting { &mut self.report.drafts } else { &mut self.report.decode }
+    }
+
+    /// How large a share of heads is audited.
+    pub(crate) fn audit(&self) -> f64 {
+        if self.drafting { 0.0 } else { self.spec.audit }
+    }
+
+    /// Whether the next generated tokens are drafts, which the spec's `speculate` attends for, until it is said otherwise.
+    pub fn draft(&mut self, drafts: bool) {
+        self.drafting = drafts;
     }
 
     /// What the next token belongs to.
@@ -172,8 +198,8 @@ impl Sequence {
     pub fn fork(&self, pool: &mut KvPool, seed: u64) -> std::result::Result<Self, KvError> {
         let table = pool.fork(&self.table, self.len)?;
         let (spec, carries, report) = (self.spec.clone(), self.carries.clone(), self.report.clone());
-        let (prefix, unread, underway) = Default::default();
-        Ok(Self { spec, seed, table, prefix, unread, carries, report, underway, ..*self })
+        let (prefix, unread, underway, drafting) = Default::default();
+        Ok(Self { spec, seed, table, prefix, unread, carries, report, underway, drafting, ..*self })
     }
 
     /// Gives the blocks back, to [rejoin](Self::rejoin) its prompt later.
@@ -181,7 +207,7 @@ impl Sequence {
         self.reported = self.reported.max(self.len);
         pool.release(&mut self.table);
         self.carries.clear();
-        self.underway = None;
+        (self.underway, self.drafting) = (None, false);
         self.len = 0;
     }
 
@@ -221,8 +247,8 @@ impl Sequence {
         }
         let table = to.adopt(from, &self.table, self.len)?;
         let (spec, report) = (self.spec.clone(), self.report.clone());
-        let (prefix, unread, carries, underway) = Default::default();
-        Ok(Self { spec, seed, table, prefix, unread, carries, report, underway, ..*self })
+        let (prefix, unread, carries, underway, drafting) = Default::default();
+        Ok(Self { spec, seed, table, prefix, unread, carries, report, underway, drafting, ..*self })
     }
 
     /// From here on tokens are attended by the decode method of `spec`, and audited as often as it says.
@@ -292,8 +318,15 @@ impl Sequence {
 
     /// Takes in what was put off: the device is waited for once a step, at its end.
     pub(crate) fn settle(&mut self) -> Result<()> {
-        let Self { unread, report, .. } = self;
-        unread.drain(..).try_for_each(|(selection, visible)| add_read(&mut report.decode, &selection, &visible))
+        let unread = std::mem::take(&mut self.unread);
+        let report = self.decode_report();
+        unread.into_iter().try_for_each(|(selection, visible)| add_read(report, &selection, &visible))
+    }
+
+    /// Takes so many drafts, of which some were right, into the report.
+    pub fn drafted(&mut self, drafts: u64, right: u64) {
+        self.report.drafted += drafts;
+        self.report.accepted += right;
     }
 
     /// What attention came to so far.

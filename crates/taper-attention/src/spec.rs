@@ -38,6 +38,15 @@ pub struct AttentionSpec {
     pub(crate) question: Question,
     pub(crate) question_tokens: Option<usize>,
     pub(crate) audit: f64,
+    pub(crate) speculate: Option<Speculate>,
+}
+
+/// Drafts by one decode method, which the spec's own takes or leaves: the answer is the same, and may come sooner.
+#[derive(Debug, Clone)]
+pub(crate) struct Speculate {
+    pub method: Chosen<dyn DecodeMethod>,
+    /// Tokens drafted at a time.
+    pub tokens: usize,
 }
 
 /// How the prompt's last part, the question, is attended.
@@ -86,6 +95,9 @@ impl From<AttentionSpec> for Value {
         if let Some(tokens) = spec.question_tokens {
             json["question_tokens"] = json!(tokens);
         }
+        if let Some(Speculate { method, tokens }) = spec.speculate {
+            json["speculate"] = json!({ "method": method.json, "tokens": tokens });
+        }
         json
     }
 }
@@ -104,8 +116,8 @@ pub struct Wire<'a> {
 }
 
 impl AttentionSpec {
-    /// Reads `{ "prefill": {…}, "decode": {…}, "question": "decode", "audit": 0.01 }`; what is absent is dense, nothing
-    /// special, and no audit.
+    /// Reads `{ "prefill": {…}, "decode": {…}, "question": "decode", "audit": 0.01, "speculate": { "method": {…}, "tokens": 4 } }`;
+    /// what is absent is dense, nothing special, no audit, and no drafts.
     ///
     /// # Errors
     /// An unknown field or method, a value out of range, or an artefact that is not here; `path` is where the object
@@ -120,6 +132,7 @@ impl AttentionSpec {
             question: fields.get("question").map_or(Ok(Question::default()), |q| question(q, path))?,
             question_tokens: fields.get("question_tokens").map(|tokens| question_tokens(tokens, path)).transpose()?,
             audit: fields.get("audit").map_or(Ok(0.0), |audit| audit_rate(audit, &format!("{path}.audit")))?,
+            speculate: fields.get("speculate").map_or(Ok(None), |value| speculate(value, path, artifacts))?,
         })
     }
 
@@ -142,6 +155,9 @@ impl AttentionSpec {
         }
         if let Some(tokens) = object.get("question_tokens") {
             spec.question_tokens = Some(question_tokens(tokens, "attention")?);
+        }
+        if let Some(value) = object.get("speculate") {
+            spec.speculate = speculate(value, "attention", artifacts)?;
         }
         let short = [("epsilon", wire.epsilon), ("delta", wire.delta)];
         let decode = merge("vattention", "decode", object.get("decode"), &spec.decode.json, &short, |_| json!({}))?;
@@ -167,6 +183,11 @@ impl AttentionSpec {
         (self.question, self.question_tokens)
     }
 
+    /// How many tokens are drafted at a time; 0 where none are.
+    pub fn drafts(&self) -> usize {
+        self.speculate.as_ref().map_or(0, |speculate| speculate.tokens)
+    }
+
     /// (prefill, decode): the names of the methods.
     pub fn names(&self) -> (&'static str, &'static str) {
         (self.prefill.name, self.decode.name)
@@ -175,7 +196,7 @@ impl AttentionSpec {
 
 /// The fields of an `attention` object.
 fn fields<'a>(value: &'a Value, path: &str) -> Result<&'a Map<String, Value>, SpecError> {
-    let known = ["prefill", "decode", "question", "question_tokens", "audit"];
+    let known = ["prefill", "decode", "question", "question_tokens", "audit", "speculate"];
     let Value::Object(fields) = value else {
         return Err(SpecError::new(path, format!("must be an object with any of {}", known.join(", "))));
     };
@@ -205,6 +226,39 @@ fn question_tokens(value: &Value, path: &str) -> Result<usize, SpecError> {
             Err(SpecError::new(format!("{path}.question_tokens"), message))
         }
     }
+}
+
+/// Most tokens drafted at a time.
+const MOST_DRAFTS: u64 = 15;
+
+fn speculate(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Option<Speculate>> {
+    let path = format!("{path}.speculate");
+    let example = "an object such as {\"method\": {\"method\": \"quest\"}, \"tokens\": 4}, or null";
+    let fields = match value {
+        Value::Null => return Ok(None),
+        Value::Object(fields) => fields,
+        other => return Err(SpecError::new(path, format!("must be {example}; got {other}"))),
+    };
+    if let Some(key) = fields.keys().find(|key| !["method", "tokens"].contains(&key.as_str())) {
+        return Err(crate::schema::unknown_field(&path, key, "speculate", &["method", "tokens"]));
+    }
+    let at = |field: &str| format!("{path}.{field}");
+    let method = match fields.get("method") {
+        Some(Value::String(name)) => methods::decode(&json!({ "method": name }), &at("method"), artifacts)?,
+        Some(method) => methods::decode(method, &at("method"), artifacts)?,
+        None => return Err(SpecError::new(at("method"), format!("is missing; speculate must be {example}"))),
+    };
+    let tokens = match fields.get("tokens") {
+        None => 4,
+        Some(tokens) => match tokens.as_u64().filter(|tokens| (1..=MOST_DRAFTS).contains(tokens)) {
+            Some(tokens) => tokens as usize,
+            None => {
+                let message = format!("must be a whole number at least 1 and at most {MOST_DRAFTS}; got {tokens}");
+                return Err(SpecError::new(at("tokens"), message));
+            }
+        },
+    };
+    Ok(Some(Speculate { method, tokens }))
 }
 
 fn audit_rate(value: &Value, path: &str) -> Result<f64, SpecError> {

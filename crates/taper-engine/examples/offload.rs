@@ -7,7 +7,7 @@ use serde_json::json;
 use std::sync::Arc;
 use std::time::Instant;
 use taper_attention::{Artifacts, AttentionSpec};
-use taper_engine::{Backend, CacheOptions, Input, ModelBackend, Offload, Wanted};
+use taper_engine::{Backend, CacheOptions, Input, ModelBackend, Offload};
 use taper_model::{LoadOptions, Progress, default_cache, resolve};
 
 type Failed = Box<dyn std::error::Error>;
@@ -49,14 +49,14 @@ fn main() -> Result<(), Failed> {
         while backend.cached(&sequence) < prompt.len() {
             let at = backend.cached(&sequence);
             let end = at + backend.chunk(&sequence, 512);
-            backend.forward(vec![Input::whole(&mut sequence, &prompt[at..end], Wanted::Nothing)])?;
+            backend.forward(vec![Input::whole(&mut sequence, &prompt[at..end], None)])?;
         }
         // The first token builds the indices, which stay in memory.
-        backend.forward(vec![Input::whole(&mut sequence, &[1], Wanted::Nothing)])?;
+        backend.forward(vec![Input::whole(&mut sequence, &[1], None)])?;
         backend.page_out()?;
         let (before, started) = (read_bytes()?, Instant::now());
         for _ in 0..tokens {
-            backend.forward(vec![Input::whole(&mut sequence, &[1], Wanted::Nothing)])?;
+            backend.forward(vec![Input::whole(&mut sequence, &[1], None)])?;
         }
         let read = (read_bytes()? - before) as f64 / 1e6;
         println!("| `{decode}` | {read:.0} MB | {:.3} |", started.elapsed().as_secs_f64() / tokens as f64);

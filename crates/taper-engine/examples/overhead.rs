@@ -10,7 +10,7 @@ use taper_attention::{AttentionSpec, AttentionUsage, Sequence};
 use taper_engine::stub::StubText;
 use taper_engine::{
     Backend, BackendError, Engine, EngineConfig, Event, Input, Limits, ModelInfo, Request, Row, SamplingParams,
-    StopRules, Wanted,
+    StopRules,
 };
 
 /// As in the server.
@@ -71,16 +71,20 @@ impl Backend for Nothing {
         max
     }
 
-    fn forward(&mut self, inputs: Vec<Input<'_, Self::Sequence>>) -> Result<Vec<Option<Row>>, BackendError> {
+    fn forward(&mut self, inputs: Vec<Input<'_, Self::Sequence>>) -> Result<Vec<Vec<Row>>, BackendError> {
         let started = Instant::now();
         let mut row = |input: Input<'_, Self::Sequence>| {
             input.sequence.0 += input.tokens.len();
-            (input.wants != Wanted::Nothing).then(|| Row::Logits(self.logits.clone()))
+            input.wants.iter().map(|_| Row::Logits(self.logits.clone())).collect()
         };
         let rows = inputs.into_iter().map(&mut row).collect();
         self.spent.steps.fetch_add(1, Ordering::Relaxed);
         self.spent.nanoseconds.fetch_add(started.elapsed().as_nanos() as u64, Ordering::Relaxed);
         Ok(rows)
+    }
+
+    fn truncate(&mut self, _: &mut Self::Sequence, _: usize) -> Result<(), BackendError> {
+        unreachable!("nothing is drafted")
     }
 
     fn usage(&self, sequence: &Self::Sequence) -> AttentionUsage {

@@ -32,22 +32,20 @@ pub struct Input<'a, S> {
     /// How much of a [chunk](Backend::chunk)'s work the step does: as much as so many of its tokens through all layers. With
     /// less than is left of it the chunk is [underway](Backend::underway) afterwards, with none of its tokens cached.
     pub effort: usize,
-    /// What is wanted once the last of them is through.
-    pub wants: Wanted,
+    /// What is wanted after each of the last so many of them, once they are through.
+    pub wants: Vec<Wanted>,
 }
 
-/// What is wanted after an input's last token.
+/// What is wanted after an input's token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Wanted {
-    /// Nothing.
-    Nothing,
     /// The logits.
     Logits,
     /// The next token, drawn like this; the logits where the backend draws none.
     Token(token::Draw),
 }
 
-/// What came after an input's last token.
+/// What came after an input's token.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Row {
     /// Logits `[vocab]`.
@@ -68,8 +66,8 @@ impl Row {
 
 impl<'a, S> Input<'a, S> {
     /// All of the work at once.
-    pub fn whole(sequence: &'a mut S, tokens: &'a [u32], wants: Wanted) -> Self {
-        Self { sequence, tokens, effort: tokens.len(), wants }
+    pub fn whole(sequence: &'a mut S, tokens: &'a [u32], wants: Option<Wanted>) -> Self {
+        Self { sequence, tokens, effort: tokens.len(), wants: Vec::from_iter(wants) }
     }
 }
 
@@ -139,18 +137,35 @@ pub trait Backend: Send + 'static {
         Underway::default()
     }
 
-    /// One step over all inputs; in order what each input wants that is through. If it fails, panics included, the sequences
-    /// are as they were, but for room in the cache and chunks underway, which may have to begin again.
+    /// One step over all inputs; for each what it wants, or nothing if it is not through. If it fails, panics included, the
+    /// sequences are as they were, but for room in the cache and chunks underway, which may have to begin again.
     ///
     /// # Errors
     /// No room in the cache, or a device error.
-    fn forward(&mut self, inputs: Vec<Input<'_, Self::Sequence>>) -> Result<Vec<Option<Row>>, BackendError>;
+    fn forward(&mut self, inputs: Vec<Input<'_, Self::Sequence>>) -> Result<Vec<Vec<Row>>, BackendError>;
+
+    /// Says whether the tokens of the sequence's next steps are drafts, which its spec's `speculate` attends for.
+    fn draft(&self, _sequence: &mut Self::Sequence, _drafts: bool) {}
+
+    /// Takes so many drafts, of which the first `right` were right, into the sequence's report.
+    fn drafted(&self, _sequence: &mut Self::Sequence, _drafts: usize, _right: usize) {}
+
+    /// Lets all tokens but the first `tokens` of a sequence go, as if they had never come; those of the prompt stay.
+    ///
+    /// # Errors
+    /// No room in the cache for a copy of a block that it shares.
+    fn truncate(&mut self, sequence: &mut Self::Sequence, tokens: usize) -> Result<(), BackendError>;
 
     /// What the sequence's attention did so far.
     fn usage(&self, sequence: &Self::Sequence) -> AttentionUsage;
 
     /// Frees what the sequence holds.
     fn close(&mut self, sequence: Self::Sequence);
+
+    /// The same of a sequence that may hold what it should not: no other prompt goes on from it.
+    fn discard(&mut self, sequence: Self::Sequence) {
+        self.close(sequence);
+    }
 
     /// Called now and then while no sequence is open.
     ///

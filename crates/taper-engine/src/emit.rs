@@ -60,6 +60,11 @@ impl Output {
         self.generated
     }
 
+    /// Tokens that may still come.
+    pub(crate) fn left(&self) -> usize {
+        self.max_tokens.saturating_sub(self.generated)
+    }
+
     /// How many of the most probable tokens go with each token's log probability, where these are wanted.
     pub(crate) fn logprobs(&self) -> Option<usize> {
         self.logprobs

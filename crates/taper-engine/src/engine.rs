@@ -16,7 +16,8 @@ use tokio::sync::mpsc;
 pub struct EngineConfig {
     /// Requests that may wait; more are refused.
     pub queue: usize,
-    /// Most work on prompts in one step, in tokens through all layers: a cancelled request ends after at most so much.
+    /// Most work on prompts in one step, in tokens through all layers, give or take a block and what a prefill method takes to
+    /// choose in a layer: a cancelled request ends after at most so much.
     pub chunk_tokens: usize,
     /// Most answers that are generated together.
     pub sequences: usize,

@@ -118,7 +118,7 @@ impl Backend for Handover {
         }
     }
 
-    fn forward(&mut self, inputs: Vec<Input<'_, Held>>) -> Result<Vec<Option<Row>>, BackendError> {
+    fn forward(&mut self, inputs: Vec<Input<'_, Held>>) -> Result<Vec<Vec<Row>>, BackendError> {
         let (mut prompts, mut answers) = (Vec::new(), Vec::new());
         for Input { sequence, tokens, effort, wants } in inputs {
             match sequence {
@@ -131,6 +131,13 @@ impl Backend for Handover {
             (false, false) => Err(BackendError("a step over prompts and over answers on another device".into())),
             (false, true) => self.prompts.forward(prompts),
             (true, _) => self.answers.forward(answers),
+        }
+    }
+
+    fn truncate(&mut self, held: &mut Held, tokens: usize) -> Result<(), BackendError> {
+        match held {
+            Held::Prompts(sequence) => self.prompts.truncate(sequence, tokens),
+            Held::Answers(sequence) => self.answers.truncate(sequence, tokens),
         }
     }
 

@@ -2,7 +2,8 @@
 
 use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted};
 use crate::text::{Message, Text, TextError, TokenStream};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Storage, Tensor, bail};
+use rayon::prelude::*;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use taper_attention::{AttentionBatch, AttentionSpec, AttentionUsage, Chunk, ModelKey, Sequence, Span, leaders};
@@ -246,7 +247,7 @@ impl ModelBackend {
     }
 
     /// One forward pass, and chunks a part of their way after it.
-    fn step(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Option<Row>>, BackendError> {
+    fn step(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Vec<Row>>, BackendError> {
         // Answers by one method stand together.
         let leaders = leaders(inputs.iter().map(|input| (&*input.sequence, input.tokens.len())));
         let part = |(_, input): &(usize, Input<'_, Sequence>)| {
@@ -261,18 +262,16 @@ impl ModelBackend {
             inputs.extend(chunks.drain(..).take(1));
         }
         inputs.sort_by_key(|(place, _)| leaders[*place]);
-        let mut out = vec![None; leaders.len()];
+        let mut out = vec![Vec::new(); leaders.len()];
         let mut tokens = Vec::new();
         // Rows of the batch after which something is wanted, and what, and the places of the inputs that want it.
         let (mut rows, mut wanted, mut places) = (Vec::new(), Vec::new(), Vec::new());
         let mut spans = Vec::new();
         for (place, input) in inputs {
             tokens.extend_from_slice(input.tokens);
-            if input.wants != Wanted::Nothing {
-                rows.push(tokens.len() as u32 - 1);
-                wanted.push(input.wants);
-                places.push(place);
-            }
+            rows.extend(tokens.len() as u32 - input.wants.len() as u32..tokens.len() as u32);
+            places.extend(input.wants.iter().map(|_| place));
+            wanted.extend(input.wants);
             spans.push(Span { sequence: input.sequence, tokens: input.tokens.len() });
         }
         let shape = self.model.attention_shape();
@@ -283,7 +282,7 @@ impl ModelBackend {
             if !rows.is_empty() {
                 let rows = Tensor::from_slice(&rows, rows.len(), self.model.device())?;
                 let rows = finish(&self.model.logits(&hidden.index_select(&rows, 0)?)?, &wanted)?;
-                places.into_iter().zip(rows).for_each(|(place, row)| out[place] = Some(row));
+                places.into_iter().zip(rows).for_each(|(place, row)| out[place].push(row));
             }
         }
         for (place, input) in &mut chunks {
@@ -291,8 +290,8 @@ impl ModelBackend {
             let mut chunk = chunk.map_err(|e| BackendError(e.to_string()))?;
             let last = self.model.advance(input.tokens, &mut chunk, input.effort)?;
             chunk.pause();
-            if let Some(last) = last.filter(|_| input.wants != Wanted::Nothing) {
-                out[*place] = finish(&self.model.logits(&last)?, &[input.wants])?.pop();
+            if let Some(last) = last.filter(|_| !input.wants.is_empty()) {
+                out[*place] = finish(&self.model.logits(&last)?, &input.wants)?;
             }
         }
         // Last: a step that fails has not been.
@@ -302,9 +301,21 @@ impl ModelBackend {
     }
 }
 
-/// What is wanted of each row of logits `[R, vocab]`. A device draws the tokens of those that want no more, and only the
-/// logits of the others come to the host.
+/// What is wanted of each row of logits `[R, vocab]`, f32. Tokens are drawn where the logits are: on a device for all rows at
+/// once, in host memory on all threads. Only logits that are wanted themselves are copied.
 fn finish(logits: &Tensor, wanted: &[Wanted]) -> candle_core::Result<Vec<Row>> {
+    if logits.device().is_cpu() {
+        let (logits, vocab) = (logits.contiguous()?, logits.dims2()?.1);
+        let (storage, layout) = logits.storage_and_layout();
+        let Storage::Cpu(storage) = &*storage else { bail!("logits that are not in host memory") };
+        let rows = storage.as_slice::<f32>()?[layout.start_offset()..].par_chunks_exact(vocab).zip(wanted);
+        return Ok(rows
+            .map(|(row, wants)| match wants {
+                Wanted::Logits => Row::Logits(row.to_vec()),
+                Wanted::Token(draw) => Row::Token(token::pick(row, draw)),
+            })
+            .collect());
+    }
     let draw = |wants: &Wanted| if let Wanted::Token(draw) = wants { Some(*draw) } else { None };
     let draws: Vec<Draw> = wanted.iter().map(|wants| draw(wants).unwrap_or(Draw::LIKELIEST)).collect();
     let drawn = if wanted.iter().any(|wants| draw(wants).is_some()) { token::choose(logits, &draws)? } else { None };
@@ -314,7 +325,7 @@ fn finish(logits: &Tensor, wanted: &[Wanted]) -> candle_core::Result<Vec<Row>> {
     let drawn = drawn.to_vec1::<u32>()?;
     let row = |(at, wants): (usize, &Wanted)| match wants {
         Wanted::Token(_) => Ok(Row::Token(Some(drawn[at]).filter(|token| *token != u32::MAX))),
-        _ => logits.get(at)?.to_vec1().map(Row::Logits),
+        Wanted::Logits => logits.get(at)?.to_vec1().map(Row::Logits),
     };
     wanted.iter().enumerate().map(row).collect()
 }
@@ -380,7 +391,7 @@ impl Backend for ModelBackend {
         Underway { tokens, done }
     }
 
-    fn forward(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Option<Row>>, BackendError> {
+    fn forward(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Vec<Row>>, BackendError> {
         // A device has what it needs of this thread alone (uploads and plans that are kept).
         if !self.model.device().is_cpu() {
             return self.step(inputs);
@@ -389,12 +400,29 @@ impl Backend for ModelBackend {
         parallel::awake(|| self.step(inputs))
     }
 
+    fn draft(&self, sequence: &mut Sequence, drafts: bool) {
+        sequence.draft(drafts);
+    }
+
+    fn drafted(&self, sequence: &mut Sequence, drafts: usize, right: usize) {
+        sequence.drafted(drafts as u64, right as u64);
+    }
+
+    fn truncate(&mut self, sequence: &mut Sequence, tokens: usize) -> Result<(), BackendError> {
+        sequence.truncate(&mut self.pool, tokens).map_err(|e| BackendError(e.to_string()))
+    }
+
     fn usage(&self, sequence: &Sequence) -> AttentionUsage {
         sequence.usage()
     }
 
     fn close(&mut self, mut sequence: Sequence) {
         self.pool.release(sequence.table_mut());
+    }
+
+    fn discard(&mut self, sequence: Sequence) {
+        self.pool.forget(sequence.table());
+        self.close(sequence);
     }
 
     fn check_idle(&self) {

@@ -1,12 +1,12 @@
 //! How much work on prompts, in tokens through all layers, a step does without making those who wait for their next token
 //! wait too long.
 
-/// What steps took so far: moving averages.
+/// What steps took so far.
 #[derive(Debug, Default)]
 pub(crate) struct Pace {
-    /// Seconds a row of a step that only generates.
-    row: Option<f64>,
-    /// Seconds a prompt token, beside rows or not.
+    /// Rows and seconds of steps that only generated: the latest number of rows, and a moving average over steps of it.
+    alone: Option<(usize, f64)>,
+    /// Seconds a prompt token, beside rows or not: a moving average.
     prompt: Option<f64>,
     /// Steps since the last one that only generated.
     mixed: usize,
@@ -22,24 +22,36 @@ const PROBE: usize = 32;
 impl Pace {
     /// Learns from a step of `rows` generated tokens and `prompt` tokens' work on prompts.
     pub fn note(&mut self, rows: usize, prompt: usize, seconds: f64) {
-        let mix = |old: &mut Option<f64>, new: f64| *old = Some(old.map_or(new, |old| old + LATEST * (new - old)));
+        let mix = |old: f64, new: f64| old + LATEST * (new - old);
         if prompt == 0 {
-            mix(&mut self.row, seconds / rows.max(1) as f64);
+            self.alone = match self.alone {
+                Some((before, old)) if before == rows => Some((rows, mix(old, seconds))),
+                _ => Some((rows, seconds)),
+            };
             self.mixed = 0;
         } else {
             self.mixed += usize::from(rows > 0);
-            let rows = self.row.unwrap_or(0.0) * rows as f64;
-            // Rows that took longer than thought must not make prompts look free.
-            mix(&mut self.prompt, (seconds - rows).max(seconds / 4.0) / prompt as f64);
+            // Rows that take less than thought must not make prompts look free.
+            let new = (seconds - self.alone(rows).unwrap_or(0.0)).max(seconds / 4.0) / prompt as f64;
+            self.prompt = Some(self.prompt.map_or(new, |old| mix(old, new)));
         }
     }
 
-    /// Prompt tokens that make a step of `rows` generated tokens at most `stretch` times as long; none where it is not
-    /// known, or not known any more, how long these take alone.
+    /// Seconds that a step of so many rows takes at least: most of a step is the same for any number of them, so more rows are
+    /// not taken to need more than those that were seen, and fewer no less than their share.
+    fn alone(&self, rows: usize) -> Option<f64> {
+        self.alone.map(|(seen, seconds)| seconds * (rows as f64 / seen.max(1) as f64).min(1.0))
+    }
+
+    /// Prompt tokens that make a step of `rows` generated tokens at most `stretch` times as long; none where it is not known,
+    /// or not known any more, how long these take alone.
     pub fn prompt_tokens(&self, rows: usize, stretch: f64, most: usize) -> usize {
-        let Some(row) = self.row.filter(|_| self.mixed < PROBE) else { return 0 };
+        // Twice as many rows, or half as many, are worth a look of their own.
+        let near = |seen: usize| rows < 2 * seen.max(1) && 2 * rows > seen;
+        let known = self.mixed < PROBE && self.alone.is_some_and(|(seen, _)| near(seen));
+        let Some(alone) = self.alone(rows).filter(|_| known) else { return 0 };
         let Some(prompt) = self.prompt else { return LEAST.min(most) };
-        let tokens = (stretch - 1.0) * row * rows as f64 / prompt.max(f64::MIN_POSITIVE);
+        let tokens = (stretch - 1.0) * alone / prompt.max(f64::MIN_POSITIVE);
         (tokens as usize).clamp(LEAST.min(most), most)
     }
 }
@@ -51,16 +63,19 @@ mod tests {
     #[test]
     fn prompts_take_what_is_left_of_a_steps_time() {
         let mut pace = Pace::default();
-        // 10 ms a row, 2 ms a prompt token.
+        // 80 ms for 8 rows, 2 ms a prompt token.
         assert_eq!(pace.prompt_tokens(8, 2.0, 512), 0, "nothing is known: rows alone, to see");
         pace.note(8, 0, 0.08);
         assert_eq!(pace.prompt_tokens(8, 2.0, 512), 4, "prompts are not known");
         pace.note(0, 100, 0.2);
         assert_eq!(pace.prompt_tokens(8, 2.0, 512), 40);
         assert_eq!(pace.prompt_tokens(8, 1.5, 512), 20);
-        assert_eq!(pace.prompt_tokens(1, 1.0, 512), 4, "prompts never stand still");
+        assert_eq!(pace.prompt_tokens(6, 2.0, 512), 30, "fewer rows may take less time");
+        assert_eq!(pace.prompt_tokens(12, 2.0, 512), 40, "more need not take more");
+        assert_eq!((pace.prompt_tokens(16, 2.0, 512), pace.prompt_tokens(4, 2.0, 512)), (0, 0), "worth a look");
+        assert_eq!(pace.prompt_tokens(8, 1.0, 512), 4, "prompts never stand still");
         assert_eq!(pace.prompt_tokens(8, 100.0, 512), 512);
-        // Rows take 30 ms by now, which a step with prompts does not tell from prompts that take longer.
+        // Rows take 240 ms by now, which a step with prompts does not tell from prompts that take longer.
         let mut without = 0;
         for _ in 0..500 {
             let tokens = pace.prompt_tokens(8, 2.0, 512);
@@ -70,5 +85,25 @@ mod tests {
         assert_eq!(without, 500 / 33);
         let tokens = pace.prompt_tokens(8, 2.0, 512);
         assert!((100..=140).contains(&tokens), "{tokens} of 120");
+    }
+
+    #[test]
+    fn steps_keep_their_stretch_while_answers_come_and_go() {
+        // Milliseconds: weights, rows, prompts.
+        let alone = |rows: usize| 4.2 + 0.9 * rows as f64;
+        let step = |rows: usize, tokens: usize| alone(rows) + 1.66 * tokens as f64;
+        let (mut pace, mut most, mut tokens) = (Pace::default(), 0f64, 0);
+        // One answer at first, then many at once, and some that end.
+        let rows =
+            [1; 40].into_iter().chain([8; 200]).chain([31; 200]).chain((1..31).rev().flat_map(|rows| [rows; 20]));
+        for (at, rows) in rows.enumerate() {
+            let beside = if at < 20 { 0 } else { pace.prompt_tokens(rows, 2.0, 512) };
+            most = most.max(step(rows, beside) / alone(rows));
+            tokens += beside;
+            pace.note(rows, beside, step(rows, beside) / 1e3);
+        }
+        // The four tokens that a step takes anyway are 1.3 times as long as one row.
+        assert!(most < 2.4, "a step took {most} times its time without prompts");
+        assert!(tokens > 1030 * 4, "{tokens} prompt tokens");
     }
 }

@@ -62,24 +62,60 @@ struct Choice<S> {
     sequence: Option<S>,
     sampler: Sampler,
     output: Output,
+    /// The answer's tokens, and after them those drafted.
     tokens: Vec<u32>,
+    drafts: Drafts,
     /// What was drawn after the latest step.
-    drawn: Option<Result<Drawn, RequestError>>,
+    drawn: Vec<Result<Drawn, RequestError>>,
     usage: Option<AttentionUsage>,
 }
 
-/// A token to draw for a choice, or to take as it was drawn.
+/// Tokens guessed ahead of the answer. The step that checks them draws what the answer goes on with as ever, and goes on
+/// drawing as long as that is what was guessed: the answer is what it would have been without.
+#[derive(Default)]
+struct Drafts {
+    /// How many there will be; 0: the next token is drawn without.
+    wanted: usize,
+    /// How many there are.
+    made: usize,
+    /// Draws them with the numbers that the answer's own tokens will be drawn with.
+    sampler: Option<Sampler>,
+}
+
+impl Drafts {
+    /// Whether the next step makes one.
+    fn growing(&self) -> bool {
+        self.made < self.wanted
+    }
+}
+
+/// Tokens to draw for a choice, or to take as they were drawn: one, and more as long as they are what was guessed.
 pub(crate) struct Draw<'a> {
     sampler: &'a mut Sampler,
-    row: &'a Row,
+    rows: &'a [Row],
+    guesses: &'a [u32],
     logprobs: Option<usize>,
-    drawn: &'a mut Option<Result<Drawn, RequestError>>,
+    drawn: &'a mut Vec<Result<Drawn, RequestError>>,
 }
 
 impl Draw<'_> {
-    /// Draws it. Draws know nothing of one another.
+    /// Draws them. Draws of several choices know nothing of one another.
     pub(crate) fn draw(&mut self) {
-        let mut draw = || match self.row {
+        if self.rows.is_empty() {
+            self.drawn.push(Err(RequestError::Step("the forward pass returned no logits".into())));
+        }
+        for (place, row) in self.rows.iter().enumerate() {
+            let drawn = guard(|| self.next(row));
+            let guessed = drawn.as_ref().is_ok_and(|drawn| self.guesses.get(place) == Some(&drawn.token));
+            self.drawn.push(drawn);
+            if !guessed {
+                return;
+            }
+        }
+    }
+
+    fn next(&mut self, row: &Row) -> Result<Drawn, RequestError> {
+        match row {
             Row::Logits(logits) => {
                 let token = self.sampler.sample(logits).map_err(|_| RequestError::NonFinite)?;
                 Ok(Drawn { token, logprobs: self.logprobs.map(|top| logprobs(logits, token, top)) })
@@ -89,8 +125,7 @@ impl Draw<'_> {
                 self.sampler.take(token);
                 Ok(Drawn { token, logprobs: None })
             }
-        };
-        *self.drawn = Some(guard(&mut draw));
+        }
     }
 }
 
@@ -99,12 +134,28 @@ impl<S> Choice<S> {
         self.usage.is_none()
     }
 
-    /// What its next token takes.
-    fn wants(&self) -> Wanted {
-        match (self.sampler.draw(), self.output.logprobs()) {
-            (Some(draw), None) => Wanted::Token(draw),
-            _ => Wanted::Logits,
+    /// What its next tokens take: one, or all that may be drawn where drafts are checked.
+    fn wants(&self) -> Vec<Wanted> {
+        let (sampler, count) = match &self.drafts.sampler {
+            Some(sampler) if self.drafts.growing() => (sampler, 1),
+            _ => (&self.sampler, self.drafts.made + 1),
+        };
+        match (sampler.draws(count), self.output.logprobs()) {
+            (Some(draws), None) => draws.into_iter().map(Wanted::Token).collect(),
+            _ => vec![Wanted::Logits; count],
         }
+    }
+
+    /// Tokens of the answer, without drafts.
+    fn answered(&self) -> usize {
+        self.tokens.len() - self.drafts.made
+    }
+
+    /// Forgets what was drafted; `most` drafts come before the next check, fewer at the answer's end.
+    fn draft(&mut self, most: usize) {
+        self.tokens.truncate(self.answered());
+        let wanted = most.min(self.output.left().saturating_sub(1));
+        self.drafts = Drafts { wanted, made: 0, sampler: (wanted > 0).then(|| self.sampler.clone()) };
     }
 }
 
@@ -123,7 +174,8 @@ impl<S> Run<S> {
                 sampler: Sampler::new(request.sampling.clone(), index, &request.prompt),
                 output: Output::new(index, text, request, job.max_tokens),
                 tokens: Vec::new(),
-                drawn: None,
+                drafts: Drafts::default(),
+                drawn: Vec::new(),
                 usage: None,
             })
             .collect();
@@ -142,7 +194,7 @@ impl<S> Run<S> {
     /// Blocks for what it knows, and sequences.
     pub(crate) fn wants(&self) -> (usize, usize) {
         let live = || self.choices.iter().filter(|choice| choice.live());
-        let tokens = live().map(|choice| choice.tokens.len());
+        let tokens = live().map(Choice::answered);
         (schedule::wanted(self.job.request.prompt.len(), tokens), live().count())
     }
 
@@ -175,6 +227,14 @@ impl<S> Run<S> {
             backend.close(prompt);
             return;
         }
+        let prompt = self.job.request.prompt.len();
+        for choice in self.choices.iter_mut().filter(|choice| choice.live()) {
+            choice.draft(0);
+            let known = prompt + choice.tokens.len();
+            // What was drafted is not what comes again. Without it or not, all blocks go.
+            let drafted = choice.sequence.as_mut().filter(|sequence| backend.cached(sequence) >= known);
+            drafted.map(|sequence| backend.truncate(sequence, known - 1));
+        }
         let choices = self.choices.iter_mut().filter_map(|choice| choice.sequence.as_mut());
         for sequence in self.prompt.iter_mut().chain(choices) {
             self.known = self.known.max(backend.cached(sequence).min(self.job.request.prompt.len()));
@@ -183,19 +243,20 @@ impl<S> Run<S> {
     }
 
     /// The sequences that steps go over: of the prompt, or of each choice that goes on.
-    fn sequences(&self) -> impl Iterator<Item = (&S, &[u32])> {
+    fn sequences(&self) -> impl Iterator<Item = (&S, Option<&Choice<S>>)> {
         let choices = self.prompt.is_none().then_some(&self.choices);
-        let choices = choices.into_iter().flatten().filter_map(|c| Some((c.sequence.as_ref()?, &c.tokens[..])));
-        self.prompt.iter().map(|prompt| (prompt, &[][..])).chain(choices)
+        let choices = choices.into_iter().flatten().filter_map(|c| Some((c.sequence.as_ref()?, Some(c))));
+        self.prompt.iter().map(|prompt| (prompt, None)).chain(choices)
     }
 
     /// Where it stands.
     pub(crate) fn standing<B: Backend<Sequence = S>>(&self, backend: &B) -> Standing {
         let prompt = self.job.request.prompt.len();
-        let place = |(sequence, tokens): (&S, &[u32])| Place {
+        let place = |(sequence, choice): (&S, Option<&Choice<S>>)| Place {
             cached: backend.cached(sequence),
             underway: backend.underway(sequence),
-            known: prompt + tokens.len(),
+            known: prompt + choice.map_or(0, |choice| choice.tokens.len()),
+            takes: choice.filter(|choice| !choice.drafts.growing()).map_or(0, |choice| choice.drafts.made) + 1,
         };
         let live = || self.choices.iter().filter(|choice| choice.live() && self.prompt.is_some());
         let answers =
@@ -214,33 +275,34 @@ impl<S> Run<S> {
         backend: &B,
         shares: &[Share],
     ) -> Vec<Input<'a, S>> {
-        let begun = self.begun();
         let prompt = &self.job.request.prompt[..];
-        // Several choices draw their first tokens from the same logits.
-        let first = if let [choice] = &self.choices[..] { choice.wants() } else { Wanted::Logits };
-        // Each sequence with the tokens that it knows from some place on, and what it wants after them.
-        let all: Vec<(&mut S, &[u32], usize, Wanted)> = match &mut self.prompt {
-            Some(sequence) => vec![(sequence, prompt, 0, first)],
-            None => {
-                let of = |choice: &'a mut Choice<S>| {
-                    let wants = choice.wants();
-                    Some((choice.sequence.as_mut()?, &choice.tokens[..], prompt.len(), wants))
-                };
-                self.choices.iter_mut().filter_map(of).collect()
-            }
+        // What is wanted once all that is known, from some place on, is in.
+        let input =
+            |share: &Share, sequence: &'a mut S, (known, from): (&'a [u32], usize), wants: Vec<Wanted>, drafts| {
+                let start = backend.cached(sequence) - from;
+                let tokens = &known[start..start + share.tokens];
+                let wants = if start + share.tokens == known.len() { wants } else { Vec::new() };
+                backend.draft(sequence, drafts && !wants.is_empty());
+                Input { sequence, tokens, effort: share.effort, wants }
+            };
+        let wants = match &self.choices[..] {
+            // A prompt that comes again has been drawn from already.
+            _ if self.begun() => Vec::new(),
+            [choice] => choice.wants(),
+            // Several choices draw their first tokens from the same logits.
+            _ => vec![Wanted::Logits],
         };
-        let mut inputs = Vec::with_capacity(shares.len());
-        let mut shares = shares.iter().peekable();
-        for (place, (sequence, known, from, wants)) in all.into_iter().enumerate() {
-            let Some(share) = shares.next_if(|share| share.sequence == place) else { continue };
-            let start = backend.cached(sequence) - from;
-            let end = start + share.tokens;
-            // A prompt that comes again has been sampled from already.
-            let draws = end == known.len() && (from > 0 || !begun);
-            let wants = if draws { wants } else { Wanted::Nothing };
-            inputs.push(Input { sequence, tokens: &known[start..end], effort: share.effort, wants });
+        if let Some(sequence) = &mut self.prompt {
+            return shares.first().map(|share| input(share, sequence, (prompt, 0), wants, false)).into_iter().collect();
         }
-        inputs
+        let mut shares = shares.iter().peekable();
+        let running = self.choices.iter_mut().filter(|choice| choice.sequence.is_some()).enumerate();
+        let own = |(place, choice): (usize, &'a mut Choice<S>)| {
+            let share = shares.next_if(|share| share.sequence == place)?;
+            let (wants, drafts) = (choice.wants(), choice.drafts.growing());
+            Some(input(share, choice.sequence.as_mut()?, (&choice.tokens, prompt.len()), wants, drafts))
+        };
+        running.filter_map(own).collect()
     }
 
     /// What is to be drawn after a step from the rows of its inputs.
@@ -248,31 +310,31 @@ impl<S> Run<S> {
         &'a mut self,
         backend: &B,
         shares: &[Share],
-        rows: &'a [Option<Row>],
+        rows: &'a [Vec<Row>],
     ) -> Vec<Draw<'a>> {
         let begun = self.begun();
-        let draw = |choice: &'a mut Choice<S>, row: &'a Row| {
-            let Choice { sampler, output, drawn, .. } = choice;
-            Draw { sampler, row, logprobs: output.logprobs(), drawn }
+        let draw = |choice: &'a mut Choice<S>, rows: &'a [Row]| {
+            let Choice { sampler, output, tokens, drafts, drawn, .. } = choice;
+            let (guesses, logprobs) = (&tokens[tokens.len() - drafts.made..], output.logprobs());
+            match &mut drafts.sampler {
+                Some(sampler) if drafts.made < drafts.wanted => {
+                    Draw { sampler, rows, guesses: &[], logprobs: None, drawn }
+                }
+                _ => Draw { sampler, rows, guesses, logprobs, drawn },
+            }
         };
         if let Some(prompt) = &self.prompt {
             // Once it is in, every choice draws its first token from the same logits.
             let whole = !begun && backend.cached(prompt) == self.job.request.prompt.len();
-            let Some(row) = rows.first().and_then(Option::as_ref).filter(|_| whole) else { return Vec::new() };
-            return self.choices.iter_mut().map(|choice| draw(choice, row)).collect();
+            let Some(rows) = rows.first().filter(|_| whole) else { return Vec::new() };
+            return self.choices.iter_mut().map(|choice| draw(choice, rows)).collect();
         }
         let running = self.choices.iter_mut().filter(|choice| choice.sequence.is_some());
         let mut rows = shares.iter().zip(rows).peekable();
         let own = |(place, choice)| {
-            let (share, row) = rows.next_if(|(share, _)| share.sequence == place)?;
-            match row {
-                Some(row) => Some(draw(choice, row)),
-                // Tokens that came again, with more to come, or a step that did not do what it was asked for.
-                None => {
-                    choice.drawn = share.generates.then(|| Err(nothing()));
-                    None
-                }
-            }
+            let (share, rows) = rows.next_if(|(share, _)| share.sequence == place)?;
+            // Tokens that came again have nothing after them.
+            share.generates.then(|| draw(choice, rows))
         };
         running.enumerate().filter_map(own).collect()
     }
@@ -285,13 +347,9 @@ impl<S> Run<S> {
             }
             if self.begun() { self.rejoin(backend)? } else { self.begin(backend)? }
         } else {
-            for choice in self.choices.iter_mut().filter(|choice| choice.drawn.is_some()) {
-                if choice.take(&self.job.events)?
-                    && let Some(sequence) = choice.sequence.take()
-                {
-                    choice.usage = Some(backend.usage(&sequence));
-                    backend.close(sequence);
-                }
+            let Request { attention, prompt, .. } = &self.job.request;
+            for choice in self.choices.iter_mut().filter(|choice| !choice.drawn.is_empty()) {
+                choice.advance(backend, &self.job.events, (prompt.len(), attention.drafts()))?;
             }
         }
         if self.choices.iter().any(Choice::live) {
@@ -317,7 +375,10 @@ impl<S> Run<S> {
         for (index, choice) in self.choices.iter_mut().enumerate() {
             if choice.take(&self.job.events)? {
                 choice.usage = Some(backend.usage(prompt));
-            } else if index > 0 {
+                continue;
+            }
+            choice.draft(self.job.request.attention.drafts());
+            if index > 0 {
                 let seed = self.job.request.sampling.seed.wrapping_add(index as u64);
                 choice.sequence = Some(backend.fork(prompt, seed)?);
             }
@@ -348,31 +409,72 @@ impl<S> Run<S> {
         }
     }
 
-    /// Frees whatever the request still holds.
-    pub(crate) fn close<B: Backend<Sequence = S>>(mut self, backend: &mut B) {
+    /// Frees whatever the request still holds, which others may go on from if it is `sound`.
+    pub(crate) fn close<B: Backend<Sequence = S>>(mut self, backend: &mut B, sound: bool) {
         let held = self.choices.iter_mut().filter_map(|choice| choice.sequence.take());
         for sequence in self.prompt.take().into_iter().chain(held) {
-            backend.close(sequence);
+            if sound { backend.close(sequence) } else { backend.discard(sequence) }
         }
     }
 }
 
 impl<S> Choice<S> {
-    /// Takes what was drawn and sends what became final; true at the choice's end.
-    fn take(&mut self, events: &mpsc::Sender<Event>) -> Result<bool, RequestError> {
-        let drawn = self.drawn.take().ok_or_else(nothing)??;
-        self.tokens.push(drawn.token);
-        let Some(delta) = self.output.push(drawn) else {
-            return Ok(false);
-        };
-        let end = delta.finish.is_some();
-        send(events, Event::Delta(delta));
-        Ok(end)
+    /// Goes on after a step with what was drawn. The prompt has so many tokens, and so many are drafted at a time.
+    fn advance<B: Backend<Sequence = S>>(
+        &mut self,
+        backend: &mut B,
+        events: &mpsc::Sender<Event>,
+        (prompt, drafts): (usize, usize),
+    ) -> Result<(), RequestError> {
+        let made = self.drafts.made;
+        if self.drafts.growing() {
+            match self.drawn.pop() {
+                Some(Ok(drawn)) => {
+                    self.tokens.push(drawn.token);
+                    self.drafts.made += 1;
+                }
+                // No guess; the check goes without.
+                _ => self.drafts.wanted = made,
+            }
+            if self.drafts.growing() {
+                return Ok(());
+            }
+        } else {
+            let right = self.drawn.len().saturating_sub(1);
+            let end = self.take(events)?;
+            let Some(sequence) = &mut self.sequence else { return Ok(()) };
+            backend.drafted(sequence, made, right);
+            if end {
+                self.usage = Some(backend.usage(sequence));
+                self.sequence.take().into_iter().for_each(|sequence| backend.close(sequence));
+                return Ok(());
+            }
+            self.draft(drafts);
+        }
+        // What goes into the cache next is the answer's last token, whatever was tried after it.
+        let cached = prompt + self.answered() - 1;
+        let Some(sequence) = &mut self.sequence else { return Ok(()) };
+        if backend.cached(sequence) > cached {
+            backend.truncate(sequence, cached)?;
+        }
+        Ok(())
     }
-}
 
-fn nothing() -> RequestError {
-    RequestError::Step("the forward pass returned no logits".into())
+    /// Takes what was drawn in place of what was drafted and sends what became final; true at the choice's end.
+    fn take(&mut self, events: &mpsc::Sender<Event>) -> Result<bool, RequestError> {
+        self.draft(0);
+        for drawn in self.drawn.drain(..) {
+            let drawn = drawn?;
+            self.tokens.push(drawn.token);
+            let Some(delta) = self.output.push(drawn) else { continue };
+            let end = delta.finish.is_some();
+            send(events, Event::Delta(delta));
+            if end {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
 }
 
 /// The channel has room for all that a request may send, so it is never full; a closed one is seen before the next

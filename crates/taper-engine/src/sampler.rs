@@ -91,9 +91,11 @@ impl Sampler {
         Ok(token)
     }
 
-    /// How the next token is drawn, where nothing but the logits decides: who has drawn it so says [`take`](Self::take).
-    pub fn draw(&self) -> Option<Draw> {
-        (!self.biases()).then(|| self.next())
+    /// How the next tokens are drawn, where nothing but the logits decides: who has drawn one so says [`take`](Self::take).
+    pub fn draws(&self, count: usize) -> Option<Vec<Draw>> {
+        let mut ahead = self.rng.clone();
+        let uniforms = std::iter::once(self.uniform).chain(std::iter::from_fn(|| Some(ahead.random()))).take(count);
+        (!self.biases()).then(|| uniforms.map(|uniform| Draw { uniform, ..self.next() }).collect())
     }
 
     fn next(&self) -> Draw {

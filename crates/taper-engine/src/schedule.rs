@@ -27,8 +27,11 @@ pub(crate) struct Place {
     pub cached: usize,
     /// Those after them that are on their way.
     pub underway: Underway,
-    /// Tokens that are known: the prompt, and what was generated.
+    /// Tokens that are known: the prompt, and what was generated or drafted.
     pub known: usize,
+    /// Known tokens that are left when the next ones are drawn, which go into that step together: 1, or drafts and the token
+    /// before them.
+    pub takes: usize,
 }
 
 /// How much a step may take.
@@ -53,7 +56,7 @@ pub(crate) struct Share {
     pub tokens: usize,
     /// How much of the work on them the step does.
     pub effort: usize,
-    /// Whether it is one token of an answer, after which the next one is drawn.
+    /// Whether these are an answer's last tokens, after which the next one is drawn.
     pub generates: bool,
 }
 
@@ -92,9 +95,10 @@ impl Standing {
         self.forks > 0
     }
 
-    /// Sequences whose next token is drawn after the next step.
+    /// Tokens of the next step after which the next one is drawn.
     pub(crate) fn rows(&self) -> usize {
-        if self.in_prompt() { 0 } else { self.sequences.iter().filter(|place| place.left() == 1).count() }
+        let generates = |place: &&Place| !self.in_prompt() && place.left() == place.takes;
+        self.sequences.iter().filter(generates).map(|place| place.takes).sum()
     }
 
     /// Blocks that the choices take when they go on from the prompt: all but one copy a started block.
@@ -165,18 +169,19 @@ pub(crate) fn plan(running: &[Standing], budget: Budget, cut: impl Fn(usize, usi
     let mut rests = Vec::new();
     for (request, standing) in running.iter().enumerate() {
         for (sequence, place) in standing.sequences.iter().enumerate() {
-            if standing.in_prompt() || place.left() > 1 {
-                let tokens = if standing.in_prompt() { place.left() } else { place.left() - 1 };
+            if standing.in_prompt() || place.left() > place.takes {
+                let tokens = if standing.in_prompt() { place.left() } else { place.left() - place.takes };
                 let Underway { tokens: chunk, done } = place.underway;
                 rests.push(Rest { request, sequence, tokens, begun: chunk > 0, done });
                 continue;
             }
-            let growth = place.growth(1);
+            let tokens = place.takes;
+            let growth = place.growth(tokens);
             if growth > free {
                 return Decision::Preempt;
             }
             free -= growth;
-            shares.push(Share { request, sequence, tokens: 1, effort: 1, generates: true });
+            shares.push(Share { request, sequence, tokens, effort: tokens, generates: true });
         }
     }
     let most = if shares.is_empty() { budget.alone } else { budget.beside };

@@ -66,6 +66,7 @@ pub struct StubSequence {
     /// Blocks that it shares with forks of the same prompt.
     shared: Arc<AtomicUsize>,
     underway: Underway,
+    drafting: bool,
 }
 
 impl StubSequence {
@@ -108,13 +109,15 @@ impl StubBackend {
         sequence.underway = Underway::default();
     }
 
-    fn logits(&self, sequence: &StubSequence) -> Vec<f32> {
-        let answered = sequence.tokens.len() - sequence.prompt.len();
+    /// After its first `tokens` tokens. Of three drafts one is wrong.
+    fn logits(&self, sequence: &StubSequence, tokens: usize) -> Vec<f32> {
+        let answered = tokens - sequence.prompt.len();
         let mut logits = vec![0.0; VOCAB];
         // The answer repeats after its end, for requests that ignore the end token.
         let place = answered % (self.script.len() + 1);
         let next = self.script.get(place).map_or(EOS, |&b| u32::from(b));
-        logits[next as usize] = 12.0;
+        let wrong = sequence.drafting && answered.is_multiple_of(3);
+        logits[if wrong { 0 } else { next as usize }] = 12.0;
         if answered == 2 && sequence.says("NAN", sequence.tokens.len()) {
             logits[7] = f32::NAN;
         }
@@ -145,6 +148,7 @@ impl Backend for StubBackend {
             tokens: Vec::new(),
             shared: Arc::default(),
             underway: Underway::default(),
+            drafting: false,
         })
     }
 
@@ -188,7 +192,7 @@ impl Backend for StubBackend {
         sequence.underway
     }
 
-    fn forward(&mut self, inputs: Vec<Input<'_, StubSequence>>) -> Result<Vec<Option<Row>>, BackendError> {
+    fn forward(&mut self, inputs: Vec<Input<'_, StubSequence>>) -> Result<Vec<Vec<Row>>, BackendError> {
         self.probe.steps.fetch_add(1, Ordering::SeqCst);
         self.probe.widest.fetch_max(inputs.len(), Ordering::SeqCst);
         for Input { sequence, tokens, effort, .. } in &inputs {
@@ -200,7 +204,7 @@ impl Backend for StubBackend {
             if sequence.says("FAIL", known) {
                 return Err(BackendError("the prompt asked for it".into()));
             }
-            if sequence.says("PANIC", known) && sequence.tokens.len() == sequence.prompt.len() + 1 {
+            if sequence.says("PANIC", known) && (sequence.tokens.len()..known).contains(&(sequence.prompt.len() + 1)) {
                 panic!("the prompt asked for a panic");
             }
         }
@@ -215,7 +219,7 @@ impl Backend for StubBackend {
             if done + effort < tokens.len() {
                 sequence.underway = Underway { tokens: tokens.len(), done: done + effort };
                 self.held_blocks += sequence.blocks() - before;
-                rows.push(None);
+                rows.push(Vec::new());
                 continue;
             }
             sequence.underway = Underway::default();
@@ -225,19 +229,36 @@ impl Backend for StubBackend {
                 let mut prefilled = self.probe.prefilled.lock().unwrap_or_else(PoisonError::into_inner);
                 prefilled.push(sequence.prompt.len());
             }
-            rows.push(match wants {
-                Wanted::Nothing => None,
-                Wanted::Token(draw) if self.draws => {
+            let first = sequence.tokens.len() - wants.len();
+            let row = |(i, wants): (usize, Wanted)| match (self.logits(sequence, first + i + 1), wants) {
+                (logits, Wanted::Token(draw)) if self.draws => {
                     self.probe.drawn.fetch_add(1, Ordering::SeqCst);
-                    Some(Row::Token(token::pick(&self.logits(sequence), &draw)))
+                    Row::Token(token::pick(&logits, &draw))
                 }
-                Wanted::Logits | Wanted::Token(_) => Some(Row::Logits(self.logits(sequence))),
-            });
+                (logits, _) => Row::Logits(logits),
+            };
+            rows.push(wants.into_iter().enumerate().map(row).collect());
         }
         if self.held_blocks > self.limits.cache_tokens / BLOCK_TOKENS {
             return Err(BackendError("the KV cache is full".into()));
         }
         Ok(rows)
+    }
+
+    fn draft(&self, sequence: &mut StubSequence, drafts: bool) {
+        sequence.drafting = drafts;
+    }
+
+    fn drafted(&self, sequence: &mut StubSequence, drafts: usize, right: usize) {
+        sequence.report.drafted(drafts as u64, right as u64);
+    }
+
+    fn truncate(&mut self, sequence: &mut StubSequence, tokens: usize) -> Result<(), BackendError> {
+        let before = sequence.blocks();
+        assert!(tokens >= sequence.prompt.len(), "a prompt's tokens stay");
+        sequence.tokens.truncate(tokens);
+        self.held_blocks -= before - sequence.blocks();
+        Ok(())
     }
 
     fn usage(&self, sequence: &StubSequence) -> AttentionUsage {

@@ -101,11 +101,23 @@ impl<B: Backend> Backend for Watched<B> {
         self.inner.underway(sequence)
     }
 
-    fn forward(&mut self, inputs: Vec<Input<'_, B::Sequence>>) -> Result<Vec<Option<Row>>, BackendError> {
+    fn forward(&mut self, inputs: Vec<Input<'_, B::Sequence>>) -> Result<Vec<Vec<Row>>, BackendError> {
         (self.before)(&self.inner);
         let rows = self.inner.forward(inputs)?;
         (self.after)(&self.inner)?;
         Ok(rows)
+    }
+
+    fn draft(&self, sequence: &mut B::Sequence, drafts: bool) {
+        self.inner.draft(sequence, drafts);
+    }
+
+    fn drafted(&self, sequence: &mut B::Sequence, drafts: usize, right: usize) {
+        self.inner.drafted(sequence, drafts, right);
+    }
+
+    fn truncate(&mut self, sequence: &mut B::Sequence, tokens: usize) -> Result<(), BackendError> {
+        self.inner.truncate(sequence, tokens)
     }
 
     fn usage(&self, sequence: &B::Sequence) -> AttentionUsage {
@@ -115,6 +127,11 @@ impl<B: Backend> Backend for Watched<B> {
     fn close(&mut self, sequence: B::Sequence) {
         self.note(&sequence);
         self.inner.close(sequence);
+    }
+
+    fn discard(&mut self, sequence: B::Sequence) {
+        self.note(&sequence);
+        self.inner.discard(sequence);
     }
 
     fn check_idle(&self) {

@@ -34,8 +34,8 @@ pub(crate) struct Worker<B: Backend> {
     ended: usize,
 }
 
-/// The rows that a step's inputs wanted, in order.
-type Rows = Vec<Option<Row>>;
+/// What a step's inputs wanted, in order.
+type Rows = Vec<Vec<Row>>;
 
 impl<B: Backend> Worker<B> {
     pub(crate) fn new(backend: B, queue: Arc<Queue<Job>>, text: Arc<dyn Text>, config: EngineConfig) -> Self {
@@ -102,7 +102,7 @@ impl<B: Backend> Worker<B> {
             if over(self.running[at].job()) {
                 let run = self.running.remove(at);
                 end(run.job());
-                self.close(run);
+                self.close(run, true);
             } else {
                 at += 1;
             }
@@ -111,7 +111,7 @@ impl<B: Backend> Worker<B> {
         self.preempted = stay;
         for run in Vec::from(gone) {
             end(run.job());
-            self.close(run);
+            self.close(run, true);
         }
     }
 
@@ -204,7 +204,7 @@ impl<B: Backend> Worker<B> {
         let (started, before) = (Instant::now(), self.progress());
         let rows = match self.forward(&shares, None) {
             Ok(rows) => {
-                let generated = shares.iter().flatten().filter(|share| share.generates).count();
+                let generated = shares.iter().flatten().filter(|share| share.generates).map(|share| share.tokens).sum();
                 let prompt = self.progress().saturating_sub(before + generated);
                 self.pace.note(generated, prompt, started.elapsed().as_secs_f64());
                 let mut rows = rows.into_iter();
@@ -227,7 +227,7 @@ impl<B: Backend> Worker<B> {
             });
             match done {
                 Ok(false) => self.running.push(run),
-                Ok(true) => self.close(run),
+                Ok(true) => self.close(run, true),
                 Err(error) => self.fail(run, error),
             }
         }
@@ -263,13 +263,13 @@ impl<B: Backend> Worker<B> {
     fn fail(&mut self, run: Run<B::Sequence>, error: RequestError) {
         tracing::error!(id = run.id(), %error, "request failed");
         run.job().fail(error);
-        self.close(run);
+        self.close(run, false);
     }
 
     /// Frees what a request holds. Freeing may panic too after a step that did; the engine goes on all the same.
-    fn close(&mut self, run: Run<B::Sequence>) {
+    fn close(&mut self, run: Run<B::Sequence>, sound: bool) {
         let closed = guard(|| {
-            run.close(&mut self.backend);
+            run.close(&mut self.backend, sound);
             Ok(())
         });
         if let Err(error) = closed {

@@ -1,9 +1,10 @@
 //! The engine over the scripted stub: order of events, stops, limits, cancellation, faults, draining.
 
+use serde_json::json;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use taper_attention::AttentionSpec;
+use taper_attention::{Artifacts, AttentionSpec};
 use taper_engine::stub::{EOS, Probe, StubBackend, VOCAB};
 use taper_engine::{
     Engine, EngineConfig, Event, Events, Finish, Limits, Request, RequestError, SamplingParams, StopRules, SubmitError,
@@ -286,15 +287,14 @@ fn a_client_that_leaves_during_prefill_ends_it_between_steps() {
     }
 }
 
-#[test]
-fn tokens_that_the_backend_draws_are_those_that_the_engine_draws() {
-    // Hot, so that the script is one choice among many.
+/// Requests by every way to draw, hot, so that the script is one choice among many.
+fn sampled() -> Vec<Request> {
     let hot = |seed| SamplingParams { temperature: 3.0, seed, ..SamplingParams::default() };
     let with = |sampling, choices, logprobs| {
         let stop = StopRules { ignore_eos: true, max_tokens: Some(30), ..StopRules::default() };
         Request { sampling, choices, logprobs, stop, ..request("hi") }
     };
-    let requests = [
+    vec![
         with(hot(1), 1, None),
         with(hot(2), 3, None),
         with(hot(3), 1, Some(2)),
@@ -303,13 +303,17 @@ fn tokens_that_the_backend_draws_are_those_that_the_engine_draws() {
         with(SamplingParams { presence_penalty: 1.5, ..hot(6) }, 1, None),
         with(SamplingParams { logit_bias: vec![(65, 9.0)], ..hot(7) }, 1, None),
         with(SamplingParams { temperature: 0.0, ..hot(8) }, 1, None),
-    ];
+    ]
+}
+
+#[test]
+fn tokens_that_the_backend_draws_are_those_that_the_engine_draws() {
     let answers = |draws| {
         let backend = StubBackend { draws, ..StubBackend::new("a script") };
         let probe = Arc::clone(&backend.probe);
         let engine = backend.engine(EngineConfig::default());
-        let texts: Vec<_> = requests.iter().map(|r| run(&engine, r.clone()).texts).collect();
-        let failed = run(&engine, Request { sampling: hot(9), ..request("NAN") }).end.unwrap().unwrap_err();
+        let texts: Vec<_> = sampled().into_iter().map(|r| run(&engine, r).texts).collect();
+        let failed = run(&engine, request("NAN")).end.unwrap().unwrap_err();
         assert_eq!(failed, RequestError::NonFinite);
         (texts, probe.drawn.load(Ordering::SeqCst))
     };
@@ -317,6 +321,47 @@ fn tokens_that_the_backend_draws_are_those_that_the_engine_draws() {
     assert_eq!(by_engine.0, by_backend.0);
     // One answer of 30 tokens and 29 of each of another two; then the first alone of two choices, and so on.
     assert_eq!((by_engine.1, by_backend.1), (0, 30 + 3 * 29 + 30 + 2 * 29 + 30 + 3));
+}
+
+#[test]
+fn drafts_do_not_show_in_an_answer() {
+    let plain = StubBackend::new("a script").engine(EngineConfig::default());
+    for (draws, tokens) in [(false, 1), (false, 4), (true, 4), (true, 15)] {
+        let backend = StubBackend { draws, ..StubBackend::new("a script") };
+        let probe = Arc::clone(&backend.probe);
+        let engine = backend.engine(EngineConfig::default());
+        let speculate = json!({ "speculate": { "method": "streaming_llm", "tokens": tokens } });
+        let spec = AttentionSpec::from_json(&speculate, "attention", &Artifacts::default()).unwrap();
+        let drafted = |r: Request| Request { attention: Arc::new(spec.clone()), ..r };
+        for request in sampled() {
+            let (answer, expected) = (run(&engine, drafted(request.clone())), run(&plain, request.clone()));
+            assert_eq!(answer.texts, expected.texts, "{request:?}");
+            assert_eq!(answer.tokens, expected.tokens, "{request:?}");
+        }
+        for end in ["EOS", "stop", "length"] {
+            let stop = StopRules {
+                strings: if end == "stop" { vec!["cri".into()] } else { Vec::new() },
+                max_tokens: Some(if end == "length" { 5 } else { 100 }),
+                ..StopRules::default()
+            };
+            let request = Request { stop, ..request("hi") };
+            let (answer, expected) = (run(&engine, drafted(request.clone())), run(&plain, request));
+            assert_eq!((answer.texts, answer.finishes), (expected.texts, expected.finishes), "{end}");
+        }
+        // Each check gives a token of its own beside the drafts that were right.
+        let greedy = sampled().pop().unwrap();
+        let before = probe.steps.load(Ordering::SeqCst);
+        let usage = run(&engine, drafted(greedy)).end.unwrap().unwrap();
+        let speculation = usage.attention[0].speculation.clone().unwrap();
+        let checks = (probe.steps.load(Ordering::SeqCst) - before) as u64 - 1 - speculation.drafted;
+        assert_eq!((usage.completion_tokens, speculation.accepted + checks), (30, 29));
+        assert!(speculation.accepted > 0 && speculation.accepted < speculation.drafted, "{speculation:?}");
+        assert_eq!(speculation.draft.method, "streaming_llm");
+        let failed = |prompt| run(&engine, drafted(request(prompt))).end.unwrap().unwrap_err();
+        assert_eq!(failed("NAN"), RequestError::NonFinite);
+        assert_eq!(failed("PANIC"), RequestError::Panic("the prompt asked for a panic".into()));
+        wait("all are closed", || probe.open.load(Ordering::SeqCst) == 0);
+    }
 }
 
 #[test]

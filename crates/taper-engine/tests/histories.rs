@@ -1,11 +1,12 @@
 //! Random histories of a small engine: requests come, are read, dropped and late; some ask for trouble. Whatever happens
-//! to the others, each that was taken ends once, with the answer that it gets alone, and nothing stays behind.
+//! to the others, each that was taken ends once, with the answer that it gets alone and without drafts, and nothing stays behind.
 
 use proptest::prelude::*;
+use serde_json::json;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
-use taper_attention::AttentionSpec;
+use taper_attention::{Artifacts, AttentionSpec};
 use taper_engine::stub::{StubBackend, StubText};
 use taper_engine::watched::{Seen, Watched};
 use taper_engine::{
@@ -34,6 +35,9 @@ struct Wish {
     temperature: f32,
     seed: u64,
     ignore_eos: bool,
+    /// Tokens drafted at a time.
+    drafts: usize,
+    logprobs: bool,
     /// What the [stub](StubBackend) does at its sight.
     trouble: Option<&'static str>,
     /// Microseconds until its deadline.
@@ -41,6 +45,14 @@ struct Wish {
 }
 
 impl Wish {
+    fn attention(&self) -> AttentionSpec {
+        let speculate = match self.drafts {
+            0 => json!(null),
+            tokens => json!({ "method": "quest", "tokens": tokens }),
+        };
+        AttentionSpec::from_json(&json!({ "speculate": speculate }), "attention", &Artifacts::default()).unwrap()
+    }
+
     fn request(&self) -> Request {
         // The word first, so that it is seen in the first chunk.
         let word = self.trouble.unwrap_or_default();
@@ -49,7 +61,7 @@ impl Wish {
             id: "history".into(),
             prompt,
             continues: false,
-            attention: Arc::new(AttentionSpec::default()),
+            attention: Arc::new(self.attention()),
             question_tokens: 0,
             sampling: SamplingParams {
                 temperature: self.temperature,
@@ -59,7 +71,7 @@ impl Wish {
             },
             stop: StopRules { ignore_eos: self.ignore_eos, max_tokens: Some(self.max_tokens), ..StopRules::default() },
             choices: self.choices,
-            logprobs: Some(0),
+            logprobs: self.logprobs.then_some(0),
             deadline: self.deadline.map(|micros| Instant::now() + Duration::from_micros(micros)),
         }
     }
@@ -102,8 +114,8 @@ impl Answer {
 const CONTEXT: usize = 640;
 
 /// An engine over the stub with so many blocks, and its idle checks that passed.
-fn engine(blocks: usize, multiple: usize, config: EngineConfig) -> (Engine, Arc<Seen>) {
-    let mut stub = StubBackend::new("an answer of some length, which repeats");
+fn engine(blocks: usize, (multiple, draws): (usize, bool), config: EngineConfig) -> (Engine, Arc<Seen>) {
+    let mut stub = StubBackend { draws, ..StubBackend::new("an answer of some length, which repeats") };
     stub.limits = Limits { context_tokens: CONTEXT, cache_tokens: blocks * 64, ..stub.limits };
     stub.chunk_multiple = multiple;
     let watched = Watched::new(stub);
@@ -117,16 +129,12 @@ fn wish() -> impl Strategy<Value = Wish> {
         prop_oneof![12 => Just(None), 1 => Just(Some("FAIL")), 1 => Just(Some("PANIC")), 1 => Just(Some("NAN"))];
     let deadline = prop_oneof![6 => Just(None), 1 => (0u64..3000).prop_map(Some)];
     let sampling = (prop_oneof![Just(0f32), Just(4f32)], any::<u64>(), any::<bool>());
-    (1usize..300, 1usize..60, 1usize..4, sampling, trouble, deadline).prop_map(
-        |(prompt, max_tokens, choices, (temperature, seed, ignore_eos), trouble, deadline)| Wish {
-            prompt,
-            max_tokens,
-            choices,
-            temperature,
-            seed,
-            ignore_eos,
-            trouble,
-            deadline,
+    let drafts = (prop_oneof![2 => Just(0), 1 => 1usize..16], any::<bool>());
+    let answer = prop_oneof![1 => 1usize..60, 1 => 150usize..350];
+    let prompt = prop_oneof![2 => 1usize..80, 1 => 80usize..280];
+    (prompt, answer, 1usize..4, (sampling, drafts), trouble, deadline).prop_map(
+        |(prompt, max_tokens, choices, ((temperature, seed, ignore_eos), (drafts, logprobs)), trouble, deadline)| {
+            Wish { prompt, max_tokens, choices, temperature, seed, ignore_eos, drafts, logprobs, trouble, deadline }
         },
     )
 }
@@ -140,18 +148,28 @@ fn act() -> impl Strategy<Value = Act> {
     ]
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
+static TRIED: AtomicU32 = AtomicU32::new(0);
+static PREEMPTED: AtomicU32 = AtomicU32::new(0);
 
-    #[test]
-    fn every_history_ends_well(
+#[test]
+fn every_history_ends_well() {
+    any_history_ends_well();
+    let (tried, preempted) = (TRIED.load(Ordering::SeqCst), PREEMPTED.load(Ordering::SeqCst));
+    assert!(preempted > tried / 20, "{preempted} of {tried} histories saw a request lose its place");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
+
+    fn any_history_ends_well(
         acts in prop::collection::vec(act(), 1..40),
         (blocks, multiple, queue) in (6usize..24, prop_oneof![Just(1usize), Just(16), Just(200)], 1usize..40),
         (chunk_tokens, sequences) in (prop_oneof![Just(1usize), Just(7), Just(64), Just(512)], 1usize..12),
+        draws: bool,
         last in wish(),
     ) {
         let config = EngineConfig { queue, chunk_tokens, sequences, stretch: 2.0 };
-        let (small, seen) = engine(blocks, multiple, config);
+        let (small, seen) = engine(blocks, (multiple, draws), config);
         let (mut taken, mut dropped) = (Vec::new(), 0);
         for act in acts {
             match act {
@@ -174,10 +192,10 @@ proptest! {
                 _ => {}
             }
         }
-        let (alone, _) = engine(64, 1, EngineConfig::default());
+        let (alone, _) = engine(64, (1, false), EngineConfig::default());
         for (wish, events, answer) in taken {
             let answer = answer.finish(events);
-            let expected = Wish { deadline: None, ..wish.clone() };
+            let expected = Wish { deadline: None, drafts: 0, ..wish.clone() };
             let expected = Answer::default().finish(alone.submit(expected.request()).unwrap());
             match (&answer.end, &expected.end) {
                 (Some(Err(RequestError::Deadline)), _) => {
@@ -215,5 +233,7 @@ proptest! {
             std::thread::sleep(Duration::from_micros(200));
         }
         prop_assert_eq!(seen.free.load(Ordering::SeqCst), blocks);
+        TRIED.fetch_add(1, Ordering::SeqCst);
+        PREEMPTED.fetch_add(u32::from(small.load().preemptions > 0), Ordering::SeqCst);
     }
 }

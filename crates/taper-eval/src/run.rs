@@ -318,9 +318,8 @@ pub(crate) fn step<B: Backend>(
     tokens: &[u32],
     logits: bool,
 ) -> Result<Option<Vec<f32>>, BackendError> {
-    let rows =
-        backend.forward(vec![Input::whole(sequence, tokens, if logits { Wanted::Logits } else { Wanted::Nothing })])?;
-    let row = rows.into_iter().next().flatten().and_then(Row::logits);
+    let rows = backend.forward(vec![Input::whole(sequence, tokens, logits.then_some(Wanted::Logits))])?;
+    let row = rows.into_iter().flatten().next().and_then(Row::logits);
     if logits && row.is_none() {
         return Err(BackendError("the step returned no logits".into()));
     }

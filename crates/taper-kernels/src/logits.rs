@@ -6,11 +6,19 @@ use std::cmp::Ordering;
 /// Elements that [`sums`] and [`maxima`] take together.
 pub const BLOCK: usize = 64;
 
+#[cfg(not(test))]
+fn isa() -> Isa {
+    Isa::best()
+}
+
+#[cfg(test)]
+use tests::isa;
+
 /// The first of the largest elements, and its place; none where there is NaN or plus infinity, or nothing finite.
 pub fn peak(row: &[f32]) -> Option<(usize, f32)> {
     let (mut largest, mut sound) = (f32::NEG_INFINITY, true);
     let (largest_of, sound_of) = (&mut largest, &mut sound);
-    dispatch!(Isa::best(), look::<_>(row: &[f32], largest_of: &mut f32, sound_of: &mut bool));
+    dispatch!(isa(), look::<_>(row: &[f32], largest_of: &mut f32, sound_of: &mut bool));
     if !sound || largest == f32::NEG_INFINITY {
         return None;
     }
@@ -43,7 +51,7 @@ unsafe fn look<V: Simd>(row: &[f32], largest: &mut f32, sound: &mut bool) {
 pub fn weights(row: &[f32], max: f32, temperature: f32) -> Vec<f32> {
     let mut out = vec![0.0; row.len()];
     let (to, scale) = (&mut out[..], scale(temperature));
-    dispatch!(Isa::best(), exp_all::<_>(row: &[f32], max: f32, scale: f32, to: &mut [f32]));
+    dispatch!(isa(), exp_all::<_>(row: &[f32], max: f32, scale: f32, to: &mut [f32]));
     out
 }
 
@@ -51,7 +59,7 @@ pub fn weights(row: &[f32], max: f32, temperature: f32) -> Vec<f32> {
 pub fn mass(row: &[f32], max: f32, temperature: f32) -> Vec<f32> {
     let mut out = vec![0.0; row.len().div_ceil(BLOCK)];
     let (to, scale) = (&mut out[..], scale(temperature));
-    dispatch!(Isa::best(), exp_blocks::<_>(row: &[f32], max: f32, scale: f32, to: &mut [f32]));
+    dispatch!(isa(), exp_blocks::<_>(row: &[f32], max: f32, scale: f32, to: &mut [f32]));
     out
 }
 
@@ -95,7 +103,7 @@ pub fn maxima(row: &[f32]) -> Vec<f32> {
 fn by_block(row: &[f32], largest: bool) -> Vec<f32> {
     let mut out = vec![0.0; row.len().div_ceil(BLOCK)];
     let to = &mut out[..];
-    dispatch!(Isa::best(), fold_blocks::<_>(row: &[f32], largest: bool, to: &mut [f32]));
+    dispatch!(isa(), fold_blocks::<_>(row: &[f32], largest: bool, to: &mut [f32]));
     out
 }
 
@@ -166,7 +174,7 @@ impl FromIterator<(u32, f32)> for Kept {
 pub fn at_least(row: &[f32], least: f32) -> Kept {
     let mut out = Kept::default();
     let to = &mut out;
-    dispatch!(Isa::best(), gather::<_>(row: &[f32], least: f32, to: &mut Kept));
+    dispatch!(isa(), gather::<_>(row: &[f32], least: f32, to: &mut Kept));
     out
 }
 
@@ -237,7 +245,7 @@ pub fn fewest(row: &[f32], share: f64) -> Kept {
 fn sums_from(row: &[f32], limits: [f32; 8]) -> [f64; 8] {
     let mut out = [0.0; 8];
     let to = &mut out;
-    dispatch!(Isa::best(), add_from::<_>(row: &[f32], limits: [f32; 8], to: &mut [f64; 8]));
+    dispatch!(isa(), add_from::<_>(row: &[f32], limits: [f32; 8], to: &mut [f64; 8]));
     out
 }
 
@@ -271,55 +279,96 @@ fn by_size(a: &(u32, f32), b: &(u32, f32)) -> Ordering {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::cell::Cell;
+
+    thread_local! {
+        static ISA: Cell<Option<Isa>> = const { Cell::new(None) };
+    }
+
+    /// The one that a test tries.
+    pub fn isa() -> Isa {
+        ISA.get().unwrap_or_else(Isa::best)
+    }
 
     fn row() -> impl Strategy<Value = Vec<f32>> {
-        // Few values, so that many are equal.
-        prop::collection::vec((-40i32..40).prop_map(|x| x as f32 / 4.0), 1..700)
+        // Few values, so that many are equal. Sums are taken over parts of 1,024.
+        let lengths = prop_oneof![6 => 1usize..700, 1 => 2000usize..5000];
+        lengths.prop_flat_map(|len| prop::collection::vec((-40i32..40).prop_map(|x| x as f32 / 4.0), len))
+    }
+
+    fn elements(row: &[f32], k: usize, least: f32) {
+        let mut order: Vec<(u32, f32)> = (0u32..).zip(row.iter().copied()).collect();
+        order.sort_by(by_size);
+        let (place, max) = peak(row).unwrap();
+        assert_eq!((place as u32, max), order[0]);
+        assert_eq!(largest(row, k), &order[..k.min(row.len())]);
+        let kept: Vec<(u32, f32)> = (0u32..).zip(row.iter().copied()).filter(|(_, x)| *x >= least).collect();
+        assert_eq!(at_least(row, least).pairs().collect::<Vec<_>>(), kept);
+        for ((block, sum), max) in row.chunks(BLOCK).zip(sums(row)).zip(maxima(row)) {
+            assert!((block.iter().sum::<f32>() - sum).abs() < 1e-3);
+            assert_eq!(block.iter().copied().fold(f32::MIN, f32::max), max);
+        }
+        let weights = weights(row, max, 0.7);
+        assert_eq!(mass(row, max, 0.7), sums(&weights));
+        for (x, weight) in row.iter().zip(weights) {
+            let expected = (f64::from(x - max) / 0.7).exp();
+            assert!((f64::from(weight) / expected - 1.0).abs() < 1e-5, "{weight} for {expected}");
+        }
+    }
+
+    fn reach(weights: &[f32], share: f64) {
+        let all: f64 = weights.iter().map(|x| f64::from(*x)).sum();
+        let goal = share * all;
+        let mut kept: Vec<_> = fewest(weights, share).pairs().collect();
+        assert!(kept.is_sorted_by_key(|(place, _)| *place));
+        let mut order: Vec<(u32, f32)> = (0u32..).zip(weights.iter().copied()).collect();
+        order.sort_by(by_size);
+        kept.sort_by(by_size);
+        assert!(order.starts_with(&kept));
+        let sum: f64 = kept.iter().map(|(_, x)| f64::from(*x)).sum();
+        assert!(sum >= goal - 1e-6 * all || sum >= all * (1.0 - 1e-6), "{sum} of {goal}");
+        let smallest = f64::from(kept.last().map_or(0.0, |(_, x)| *x));
+        assert!(sum - smallest <= goal + 1e-6 * all, "{sum} without {smallest} reaches {goal}");
     }
 
     proptest! {
         #[test]
         fn everything_is_as_element_by_element(row in row(), k in 0usize..90, least in -11f32..11.0) {
-            let mut order: Vec<(u32, f32)> = (0u32..).zip(row.iter().copied()).collect();
-            order.sort_by(by_size);
-            let (place, max) = peak(&row).unwrap();
-            prop_assert_eq!((place as u32, max), order[0]);
-            prop_assert_eq!(largest(&row, k), &order[..k.min(row.len())]);
-            let kept: Vec<(u32, f32)> = (0u32..).zip(row.iter().copied()).filter(|(_, x)| *x >= least).collect();
-            prop_assert_eq!(at_least(&row, least).pairs().collect::<Vec<_>>(), kept);
-            for ((block, sum), max) in row.chunks(BLOCK).zip(sums(&row)).zip(maxima(&row)) {
-                prop_assert!((block.iter().sum::<f32>() - sum).abs() < 1e-3);
-                prop_assert_eq!(block.iter().copied().fold(f32::MIN, f32::max), max);
-            }
-            let weights = weights(&row, max, 0.7);
-            prop_assert_eq!(mass(&row, max, 0.7), sums(&weights));
-            for (x, weight) in row.iter().zip(weights) {
-                let expected = (f64::from(x - max) / 0.7).exp();
-                prop_assert!((f64::from(weight) / expected - 1.0).abs() < 1e-5, "{weight} for {expected}");
+            for isa in Isa::available() {
+                ISA.set(Some(isa));
+                elements(&row, k, least);
             }
         }
 
         #[test]
         fn the_fewest_that_reach_a_sum(row in row(), temperature in 0.05f32..4.0, share in 0f64..1.1) {
-            let weights = weights(&row, peak(&row).unwrap().1, temperature);
-            let all: f64 = weights.iter().map(|x| f64::from(*x)).sum();
-            let goal = share * all;
-            let mut kept: Vec<_> = fewest(&weights, share).pairs().collect();
-            prop_assert!(kept.is_sorted_by_key(|(place, _)| *place));
-            let mut order: Vec<(u32, f32)> = (0u32..).zip(weights.iter().copied()).collect();
-            order.sort_by(by_size);
-            kept.sort_by(by_size);
-            prop_assert!(order.starts_with(&kept));
-            let sum: f64 = kept.iter().map(|(_, x)| f64::from(*x)).sum();
-            prop_assert!(sum >= goal - 1e-6 * all || sum >= all * (1.0 - 1e-6), "{sum} of {goal}");
-            let smallest = f64::from(kept.last().map_or(0.0, |(_, x)| *x));
-            prop_assert!(sum - smallest <= goal + 1e-6 * all, "{sum} without {smallest} reaches {goal}");
+            for isa in Isa::available() {
+                ISA.set(Some(isa));
+                reach(&weights(&row, peak(&row).unwrap().1, temperature), share);
+            }
         }
 
         #[test]
         fn what_is_not_finite_is_seen_wherever_it_is(mut row in row(), at: prop::sample::Index, nan: bool) {
             *at.get_mut(&mut row) = if nan { f32::NAN } else { f32::INFINITY };
             prop_assert_eq!(peak(&row), None);
+        }
+    }
+
+    #[test]
+    fn rows_as_long_as_a_vocabulary() {
+        let long = |of: fn(usize) -> f32| (0..49_157).map(|i| of(i * 7919 % 49_157)).collect::<Vec<f32>>();
+        let rows = [
+            long(|i| -1.2 * (1.0 + i as f32).ln()),
+            long(|i| i as f32 * 2e-5),
+            long(|i| if i == 7 { 9.0 } else { 0.0 }),
+        ];
+        for (isa, row) in Isa::available().into_iter().flat_map(|isa| rows.iter().map(move |row| (isa, row))) {
+            ISA.set(Some(isa));
+            elements(row, 50, -5.0);
+            for share in [0.01, 0.5, 0.9, 0.999] {
+                reach(&weights(row, peak(row).unwrap().1, 1.0), share);
+            }
         }
     }
 

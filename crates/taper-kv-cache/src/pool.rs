@@ -366,6 +366,11 @@ impl KvPool {
         Ok(())
     }
 
+    /// Forgets what was [remembered](Self::remember) of a table's blocks: no other prompt takes them over.
+    pub fn forget(&mut self, table: &BlockTable) {
+        table.blocks.iter().for_each(|&block| self.prefixes.forget(block));
+    }
+
     /// Lets the indices forget what they have taken in after the first `tokens` tokens of a table, which were appended but
     /// are not kept.
     pub fn unindex(&mut self, table: &BlockTable, tokens: usize) {

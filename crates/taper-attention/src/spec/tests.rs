@@ -111,12 +111,12 @@ fn every_error_names_its_path_and_what_is_valid() {
         (
             error(json!({ "decoed": {} })),
             "attention.decoed",
-            "unknown field `decoed`, did you mean `decode`?; attention takes prefill, decode, question, question_tokens, audit",
+            "unknown field `decoed`, did you mean `decode`?; attention takes prefill, decode, question, question_tokens, audit, speculate",
         ),
         (
             error(json!([])),
             "attention",
-            "must be an object with any of prefill, decode, question, question_tokens, audit",
+            "must be an object with any of prefill, decode, question, question_tokens, audit, speculate",
         ),
     ] {
         assert_eq!((found.0.as_str(), found.1.as_str()), (path, message));
@@ -222,4 +222,44 @@ fn what_runs_in_host_memory_alone_is_refused_elsewhere_with_what_is_not() {
     let wire = Wire { attention: Some(&hard), ..Wire::default() };
     let error = AttentionSpec::resolve(&AttentionSpec::default(), &wire, &device).unwrap_err();
     assert_eq!(error.path, "attention.decode.tail");
+}
+
+#[test]
+fn drafts_are_a_decode_method_and_a_number() {
+    let spec = |speculate: Value| {
+        AttentionSpec::from_json(&json!({ "speculate": speculate }), "attention", &Artifacts::default())
+    };
+    let json = |speculate: Value| json!(spec(speculate).unwrap());
+    let window = json!({ "method": "streaming_llm", "sink": 4, "window": 1024 });
+    assert_eq!(json(json!({ "method": window })), json(json!({ "method": window, "tokens": 4 })));
+    assert_eq!(
+        json(json!({ "method": "dense", "tokens": 15 }))["speculate"],
+        json!({ "method": { "method": "dense" }, "tokens": 15 })
+    );
+    assert_eq!(json(json!(null)).get("speculate"), None);
+    for (speculate, path, message) in [
+        (json!("quest"), "", "must be an object such as {\"method\": {\"method\": \"quest\"}, \"tokens\": 4}, or null"),
+        (json!({ "tokens": 4 }), ".method", "is missing"),
+        (
+            json!({ "method": "quest", "tokens": 0 }),
+            ".tokens",
+            "must be a whole number at least 1 and at most 15; got 0",
+        ),
+        (json!({ "method": "quest", "tokens": 16 }), ".tokens", "at most 15; got 16"),
+        (json!({ "method": "quest", "token": 4 }), ".token", "did you mean `tokens`?"),
+        (json!({ "method": "qest" }), ".method.method", "did you mean `quest`?"),
+        (json!({ "method": { "method": "quest", "k": -1 } }), ".method.k", "must be"),
+    ] {
+        let error = spec(speculate).unwrap_err();
+        assert_eq!(error.path, format!("attention.speculate{path}"));
+        assert!(error.message.contains(message), "{}", error.message);
+    }
+    // Over a server's preset, which it takes off, too.
+    let preset = spec(json!({ "method": "dense" })).unwrap();
+    let over = |attention: Value| {
+        let wire = Wire { attention: Some(&attention), ..Wire::default() };
+        AttentionSpec::resolve(&preset, &wire, &Artifacts::default()).unwrap().drafts()
+    };
+    assert_eq!((over(json!({})), over(json!({ "speculate": null }))), (4, 0));
+    assert_eq!(over(json!({ "speculate": { "method": "quest", "tokens": 2 } })), 2);
 }

@@ -44,9 +44,9 @@ fn backend() -> ModelBackend {
 #[test]
 fn a_sequence_handed_over_goes_on_as_it_would_have_where_it_was() {
     fn logits<B: Backend>(backend: &mut B, sequences: &mut [&mut B::Sequence], tokens: &[u32]) -> Vec<Vec<f32>> {
-        let input = |sequence| Input::whole(sequence, tokens, Wanted::Logits);
+        let input = |sequence| Input::whole(sequence, tokens, Some(Wanted::Logits));
         let rows = backend.forward(sequences.iter_mut().map(|s| input(&mut **s)).collect()).unwrap();
-        rows.into_iter().map(|row| row.unwrap().logits().unwrap()).collect()
+        rows.into_iter().map(|mut rows| rows.remove(0).logits().unwrap()).collect()
     }
     let (spec, prompt): (_, Vec<u32>) = (Arc::new(AttentionSpec::default()), (10..30).collect());
     let mut alone = backend();
@@ -68,7 +68,7 @@ fn a_sequence_handed_over_goes_on_as_it_would_have_where_it_was() {
             assert!(rows.iter().all(|row| *row == expected[step + 1][0]), "step {step}");
         }
     }
-    let inputs = [&mut first, &mut second].map(|sequence| Input::whole(sequence, &[8], Wanted::Logits));
+    let inputs = [&mut first, &mut second].map(|sequence| Input::whole(sequence, &[8], Some(Wanted::Logits)));
     assert!(both.forward(inputs.into()).unwrap_err().0.contains("on another device"));
     assert_eq!((both.cached(&first), both.cached(&second)), (23, 23));
     assert_eq!(both.usage(&second).prefill.density, both.usage(&first).prefill.density);
@@ -146,7 +146,7 @@ fn a_step_that_the_model_refuses_leaves_a_sequence_that_can_be_closed() {
     let mut backend = backend();
     let mut sequence = backend.open(&Arc::default(), 1, &[1, 2, 3], 0).unwrap();
     let tokens = [1, 2, 1_000_000];
-    backend.forward(vec![Input::whole(&mut sequence, &tokens, Wanted::Logits)]).unwrap_err();
+    backend.forward(vec![Input::whole(&mut sequence, &tokens, Some(Wanted::Logits))]).unwrap_err();
     backend.close(sequence);
     backend.check_idle();
     assert_eq!(backend.pool.free_blocks(), BLOCKS);
@@ -157,6 +157,6 @@ fn a_step_that_the_model_refuses_leaves_a_sequence_that_can_be_closed() {
 fn blocks_that_nobody_holds_are_found() {
     let mut backend = backend();
     let mut sequence = backend.open(&Arc::default(), 1, &[1, 2, 3], 0).unwrap();
-    backend.forward(vec![Input::whole(&mut sequence, &[1, 2, 3], Wanted::Logits)]).unwrap();
+    backend.forward(vec![Input::whole(&mut sequence, &[1, 2, 3], Some(Wanted::Logits))]).unwrap();
     backend.check_idle();
 }

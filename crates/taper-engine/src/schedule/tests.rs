@@ -7,7 +7,7 @@ fn prompt(cached: usize, known: usize, choices: usize) -> Standing {
 }
 
 fn place(cached: usize, known: usize) -> Place {
-    Place { cached, known, underway: Underway::default() }
+    Place { cached, known, underway: Underway::default(), takes: 1 }
 }
 
 /// A prompt whose chunk of `tokens` tokens is underway.

@@ -1,8 +1,10 @@
 //! What prompts begin with in common.
 
+use crate::faults::Faulty;
 use crate::{Watched, answer, backend, collect, engine, idle, request, sound, spec, start};
 use serde_json::{Value, json};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use taper_engine::{CacheOptions, EngineConfig, Event, Events, Request, StopRules};
 
@@ -161,4 +163,21 @@ fn what_is_held_is_not_given_up_and_what_is_not_is_computed_again() {
     let (tokens, usage) = collect(busy.submit(sharer(1, 20)).unwrap()).unwrap();
     assert_eq!((&tokens, usage.cached_tokens), (&alone, 0));
     sound(&busy, &seen, 40);
+}
+
+#[test]
+fn what_a_failed_request_leaves_is_not_shared() {
+    let prompt: Vec<u32> = (0..700u32).map(|i| (i * i + 3 * i) % 64).collect();
+    let mut watched = Watched::new(backend(100, CacheOptions { prefix: true, ..CacheOptions::default() }).unwrap());
+    let first = AtomicBool::new(true);
+    watched.opened = Box::new(move |sequence, _| {
+        if first.swap(false, Ordering::SeqCst) {
+            sequence.decode_by_own("faulty", Arc::new(Faulty(705)));
+        }
+    });
+    let engine = start(watched, EngineConfig::default());
+    let request = Request { prompt, choices: 1, ..request(1, &json!({})) };
+    collect(engine.submit(request.clone()).unwrap()).unwrap_err();
+    let cached = || collect(engine.submit(request.clone()).unwrap()).unwrap().1.cached_tokens;
+    assert_eq!((cached(), cached()), (0, 640));
 }

@@ -182,9 +182,11 @@ fn density(backend: &mut ModelBackend, artifacts: &Artifacts, request: &serde_js
     let spec = AttentionSpec::from_json(request, "attention", artifacts).unwrap();
     let mut sequence = backend.open(&Arc::new(spec), 1, &[0; 40], 0).unwrap();
     let mut step = |sequence: &mut _, tokens: &[u32]| {
-        let logits =
-            backend.forward(vec![Input::whole(sequence, tokens, taper_engine::Wanted::Logits)]).unwrap().remove(0);
-        let logits = logits.unwrap().logits().unwrap();
+        let mut logits = backend
+            .forward(vec![Input::whole(sequence, tokens, Some(taper_engine::Wanted::Logits))])
+            .unwrap()
+            .remove(0);
+        let logits = logits.remove(0).logits().unwrap();
         assert!(logits.iter().all(|x| x.is_finite()));
     };
     step(&mut sequence, &(0..40).map(|i| 3 + i % 50).collect::<Vec<_>>());

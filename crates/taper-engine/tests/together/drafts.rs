@@ -1,0 +1,64 @@
+//! Drafts that a sparse method makes and the request's own one checks: the answer is the one without.
+
+use crate::{Answer, answer, collect, engine, idle, request};
+use serde_json::{Value, json};
+use taper_engine::{EngineConfig, Request, StopRules};
+
+/// What answers go by, and what drafts.
+fn methods() -> Vec<(Value, Value)> {
+    let few = |name: &str| json!({ "method": name, "sink": 8, "window": 16, "k": 24 });
+    let window = json!({ "method": "streaming_llm", "sink": 4, "window": 50 });
+    let vattention = json!({ "method": "vattention", "sink": 8, "window": 16, "epsilon": 0.3, "delta": 0.3 });
+    let santa = json!({ "method": "santa", "samples": 16 });
+    let clusters = json!({ "method": "saap", "sink": 4, "window": 8, "probes": 2, "dense_layers": 1 });
+    let dense = json!({ "method": "dense" });
+    vec![
+        (dense.clone(), few("quest")),
+        (few("quest"), window.clone()),
+        (vattention.clone(), few("hash_attention")),
+        (santa.clone(), window),
+        (clusters, dense.clone()),
+        (dense, vattention),
+        (few("double_sparsity"), santa),
+    ]
+}
+
+fn requests(speculate: bool) -> Vec<Request> {
+    let with = |(i, (decode, draft)): (usize, (Value, Value))| {
+        let tokens = [4, 1, 9, 15][i % 4];
+        let speculate = speculate.then(|| json!({ "method": draft, "tokens": tokens }));
+        let stop = StopRules { ignore_eos: true, max_tokens: Some(250), ..StopRules::default() };
+        let request = request(i, &json!({ "decode": decode, "speculate": speculate, "audit": 0.1 }));
+        Request { stop, choices: 1 + i % 2, ..request }
+    };
+    methods().into_iter().enumerate().map(with).collect()
+}
+
+#[test]
+fn an_answer_with_drafts_is_the_one_without() {
+    let quiet = engine(64, false, EngineConfig::default());
+    let plain: Vec<Answer> = requests(false).into_iter().map(|r| answer(quiet.submit(r).unwrap())).collect();
+    let alone: Vec<Answer> = requests(true).into_iter().map(|r| answer(quiet.submit(r).unwrap())).collect();
+    for ((drafted, usage), (expected, _)) in alone.iter().zip(&plain) {
+        assert_eq!(drafted, expected, "{usage}");
+        let speculation = &usage[0]["speculation"];
+        assert!(speculation["accepted"].as_u64() > Some(0), "{usage}");
+        assert!(speculation["draft"]["density"].as_f64() <= Some(1.0), "{usage}");
+    }
+    // Drafts by the method that checks them are right; of those that read everything the draft's density says so.
+    let same = json!({ "speculate": { "method": "dense", "tokens": 6 } });
+    let (_, usage) = answer(quiet.submit(Request { choices: 1, ..request(3, &same) }).unwrap());
+    assert_eq!(usage[0]["speculation"]["acceptance"], 1.0, "{usage}");
+    assert_eq!(usage[0]["speculation"]["draft"]["density"], 1.0);
+    // In small and in short of blocks, so that some lose their place among their drafts.
+    for (blocks, chunk_tokens) in [(1000, 48), (16, 512)] {
+        let busy = engine(blocks, false, EngineConfig { chunk_tokens, ..EngineConfig::default() });
+        let events: Vec<_> = requests(true).into_iter().map(|r| busy.submit(r).unwrap()).collect();
+        for (events, (expected, _)) in events.into_iter().zip(&plain) {
+            let (tokens, usage) = collect(events).unwrap();
+            assert_eq!(&tokens, expected, "{:?}", usage.attention);
+        }
+        idle(&busy);
+        assert_eq!(busy.load().preemptions > 0, blocks == 16, "{:?}", busy.load());
+    }
+}
