@@ -97,12 +97,17 @@ impl Backend for Nothing {
 fn main() {
     let mut arguments = std::env::args().skip(1).map(|argument| argument.parse().expect("a number"));
     let (sequences, vocab) = (arguments.next().unwrap_or(32usize), arguments.next().unwrap_or(49_152));
-    for (name, temperature, top_p) in
-        [("greedy", 0.0, 1.0), ("temperature 1", 1.0, 1.0), ("temperature 1, top_p 0.9", 1.0, 0.9)]
-    {
+    for (name, temperature, top_p, tail) in [
+        ("greedy", 0.0, 1.0, 1.2),
+        ("temperature 1", 1.0, 1.0, 1.2),
+        ("temperature 1, top_p 0.9", 1.0, 0.9, 1.2),
+        ("the same of a steeper tail", 1.0, 0.9, 2.0),
+        ("the same of even logits", 1.0, 0.9, 0.0),
+    ] {
         let spent = Arc::new(Spent::default());
-        // A long tail: the most probable of all tokens has a share of a fifth, and 0.9 of the mass takes 2,200 of 49,152.
-        let logits = (0..vocab).map(|i| -1.2 * (1.0 + (i * 7919 % vocab) as f32).ln()).collect();
+        // A long tail: the most probable of all tokens has a share of a fifth, and 0.9 of the mass takes 2,200 of 49,152; a
+        // steeper one: 0.9 takes 6.
+        let logits = (0..vocab).map(|i| -tail * (1.0 + (i * 7919 % vocab) as f32).ln()).collect();
         let backend = Nothing { logits, spent: Arc::clone(&spent) };
         let model = ModelInfo { id: "nothing".into(), created: 0 };
         let engine = Engine::start(backend, Arc::new(StubText), model, EngineConfig::default()).expect("a thread");
