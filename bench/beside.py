@@ -2,9 +2,11 @@
 """How long running streams wait for their tokens while a long prompt goes in.
 
     python3 bench/beside.py --taper target/release/taper --model MODEL [--prompt 16000] [--attention '{"prefill": …}']…
+        [--prompts 1] [-- further arguments of taper serve]
 
-Eight streams run for some seconds alone, eight more for as long beside a prompt that comes once all of them have begun. Every
-gap between two tokens of a stream counts. Python's standard library only; loopback only.
+Eight streams run for some seconds alone, eight more beside prompts, one after the other, the first of which comes once all of
+them have begun: until the last one has its first token, or as long. Every gap between two tokens of a stream counts that was
+beside a prompt. Python's standard library only; loopback only.
 """
 
 import argparse
@@ -45,30 +47,33 @@ def tokens(count):
     return [random.randrange(1000, 20000) for _ in range(count)]
 
 
-def gaps(port, streams, seconds, long=None):
-    """Gaps within `seconds` of all streams, sorted; time to the first token of the long prompt, if it had one."""
+def gaps(port, streams, seconds, length, prompts=()):
+    """Gaps of all streams within `seconds`, or beside prompts, sorted; the prompts' mean time to the first token, if all had one."""
     stop = threading.Event()
-    all_ = [Stream(port, {"prompt": tokens(16), "max_tokens": 4000}, stop) for _ in range(streams)]
+    all_ = [Stream(port, {"prompt": tokens(16), "max_tokens": length}, stop) for _ in range(streams)]
     while not all(len(stream.stamps) > 3 for stream in all_):
         if any(stream.failed for stream in all_):
             raise SystemExit(next(stream.failed for stream in all_ if stream.failed))
         time.sleep(0.05)
-    start = time.perf_counter()
-    prompt = Stream(port, {**long, "max_tokens": 2}, stop) if long else None
-    time.sleep(seconds)
+    start, firsts = time.perf_counter(), []
+    for body in prompts:
+        came, prompt = time.perf_counter(), Stream(port, {**body, "max_tokens": 2}, stop)
+        while not (prompt.stamps or prompt.failed) and time.perf_counter() < start + seconds:
+            time.sleep(0.001)
+        if prompt.failed:
+            raise SystemExit(prompt.failed)
+        firsts += [prompt.stamps[0] - came] if prompt.stamps else []
+    if not prompts:
+        time.sleep(seconds)
     end = time.perf_counter()
     stop.set()
-    first = prompt.stamps[0] - start if prompt and prompt.stamps else None
-    if prompt and prompt.failed:
-        raise SystemExit(prompt.failed)
     found = []
     for stream in all_:
         # A stream that waits still has a gap that lasts.
         stamps = [stamp for stamp in stream.stamps if stamp < end] + [end]
         found += [b - a for a, b in zip(stamps, stamps[1:]) if b > start]
         stream.join(60)
-    if prompt:
-        prompt.join(600)
+    first = sum(firsts) / len(firsts) if firsts and len(firsts) == len(prompts) else None
     return sorted(found), first
 
 
@@ -81,22 +86,29 @@ def main():
     args.add_argument("--prompt", type=int, default=16000)
     args.add_argument("--seconds", type=float, default=30)
     args.add_argument("--attention", action="append", type=json.loads)
+    args.add_argument("--prompts", type=int, default=1)
+    args.add_argument("--tokens", type=int, default=4000, help="most tokens of a stream")
+    args.add_argument("--kv-memory", default="3GiB")
+    args.add_argument("serve", nargs="*")
     args = args.parse_args()
     port = free_port()
-    command = [args.taper, "serve", "--model", args.model, "--port", str(port), "--threads", args.threads, "--kv-memory", "3GiB"]
+    command = [
+        args.taper, "serve", "--model", args.model, "--port", str(port), "--threads", args.threads, "--kv-memory", args.kv_memory,
+        *args.serve,
+    ]
     server = Server(command, port)
     print("| prompt | its TTFT | gaps | ITL p50 | ITL p95 | ITL p99 | longest | p99 ratio |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     base = None
     for attention in [None, *(args.attention or [{}])]:
-        long = None if attention is None else {"prompt": tokens(args.prompt), "attention": attention}
-        found, first = gaps(port, args.streams, args.seconds, long)
+        long = [] if attention is None else [{"prompt": tokens(args.prompt), "attention": attention} for _ in range(args.prompts)]
+        found, first = gaps(port, args.streams, args.seconds, args.tokens, long)
         at = lambda share: 1e3 * found[min(int(share * len(found)), len(found) - 1)]
         base = base or at(0.99)
         name = "none" if attention is None else f"{args.prompt}, `{json.dumps(attention)}`"
-        ttft = "" if attention is None else f"{first:.1f} s" if first else f"over {args.seconds:.0f} s"
+        ttft = "" if attention is None else f"{first:.2f} s" if first else f"over {args.seconds:.0f} s"
         print(
-            f"| {name} | {ttft} | {len(found)} | {at(0.5):.0f} ms | {at(0.95):.0f} ms | {at(0.99):.0f} ms | {1e3 * found[-1]:.0f} ms "
+            f"| {name} | {ttft} | {len(found)} | {at(0.5):.1f} ms | {at(0.95):.1f} ms | {at(0.99):.1f} ms | {1e3 * found[-1]:.1f} ms "
             f"| {at(0.99) / base:.2f} |", flush=True,
         )
     server.stop()

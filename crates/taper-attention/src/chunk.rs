@@ -15,8 +15,9 @@ use std::ops::Range;
 use taper_kernels::kv::BLOCK_TOKENS;
 use taper_kv_cache::{KvError, KvPool};
 
-/// Most rows of a slice: with more, products with weights are no faster.
-const SLICE_ROWS: usize = 512;
+/// Least and most rows of a slice, on the CPU and on a device. With more, products with weights are no faster; a device takes
+/// for fewer as long as for so many.
+const SLICE_ROWS: [(usize, usize); 2] = [(1, 512), (1024, 4096)];
 
 /// As many rows' work a choice is taken for: it looks at a few rows of the chunk, more than once.
 const CHOICE_ROWS: usize = 256;
@@ -33,7 +34,8 @@ pub(crate) struct Underway {
     row: usize,
     /// The residual stream `[tokens, hidden]`, f32.
     hidden: Option<Tensor>,
-    /// Queries `[tokens, q_heads, head_dim]`, f32: of the layer that the pass begins up to `row`, of the one before from there.
+    /// Queries `[tokens, q_heads, head_dim]`, f32 or the cache's dtype: of the layer that the pass begins up to `row`, of the
+    /// one before from there.
     queries: Option<Tensor>,
     /// What the method chose in the layer that the pass ends.
     choice: PrefillChoice,
@@ -132,7 +134,8 @@ impl<'a> Chunk<'a> {
         }
         // They end where blocks do: a method's tiles are not cut.
         let first = self.sequence.len + row;
-        let end = (first + most.clamp(1, SLICE_ROWS)).next_multiple_of(BLOCK_TOKENS) - self.sequence.len;
+        let (least, limit) = SLICE_ROWS[usize::from(!self.pool.layer(0).k.device().is_cpu())];
+        let end = (first + most.clamp(least, limit)).next_multiple_of(BLOCK_TOKENS) - self.sequence.len;
         let (rows, begins) = (row..end.min(tokens), (layer < self.shape.layers).then_some(layer));
         let choice = if rows.end == tokens && begins.is_some() { self.work.choice_work() } else { 0 };
         Some(Slice { begins, ends: layer.checked_sub(1), work: rows.len() + choice, rows })
@@ -154,7 +157,7 @@ impl<'a> Chunk<'a> {
         self.work.through()
     }
 
-    /// The residual stream of rows, as it was [put](Self::put).
+    /// The residual stream of rows `[rows, hidden]`, f32: a view, and what is written to it stays.
     ///
     /// # Errors
     /// Before the first pass.
@@ -163,6 +166,14 @@ impl<'a> Chunk<'a> {
             Some(hidden) => hidden.narrow(0, rows.start, rows.len()),
             None => bail!("a chunk has no hidden states before its first pass"),
         }
+    }
+
+    /// Writes the residual stream of rows `[rows, hidden]`, f32.
+    ///
+    /// # Errors
+    /// Another width than before, a device error.
+    pub fn set_hidden(&mut self, rows: &Range<usize>, hidden: &Tensor) -> Result<()> {
+        set(&mut self.work.hidden, self.work.tokens, hidden, rows.start)
     }
 
     /// Attends for a slice in the layer that it ends; returns `[rows, q_heads, head_dim]`.
@@ -180,22 +191,44 @@ impl<'a> Chunk<'a> {
         report_prompt(&self.shape, &rows, (&spec, self.sequence.seed), output, &mut self.work.report.prefill)
     }
 
-    /// Takes a slice's residual stream `[rows, hidden]`, and for the layer that it begins queries, keys and values as
-    /// [`LayerAttention::attend`](crate::LayerAttention::attend) does.
+    /// Takes a slice as done whose residual stream is as it should be, and for the layer that it begins queries, keys and
+    /// values.
     ///
     /// # Errors
-    /// Shapes that differ from these, a device error; then the chunk must be dropped.
-    pub fn put(&mut self, slice: &Slice, hidden: &Tensor, qkv: Option<(Tensor, Tensor, Tensor)>) -> Result<()> {
-        let Underway { tokens, .. } = self.work;
-        set(&mut self.work.hidden, tokens, hidden, slice.rows.start)?;
+    /// Other shapes than [`LayerAttention::attend`](crate::LayerAttention::attend) takes, a device error; then the chunk must
+    /// be dropped.
+    pub fn put(&mut self, slice: &Slice, qkv: Option<(Tensor, Tensor, Tensor)>) -> Result<()> {
         if let (Some(layer), Some((q, k, v))) = (slice.begins, qkv) {
-            let positions = self.positions(&slice.rows);
-            let slots: Vec<u32> = positions.iter().map(|&p| self.sequence.table.slot(p as usize)).collect();
-            self.pool.append(layer, &k, &v, &slots).map_err(candle_core::Error::wrap)?;
-            set(&mut self.work.queries, tokens, &q, slice.rows.start)?;
+            self.pool.append(layer, &k, &v, &self.slots(slice)).map_err(candle_core::Error::wrap)?;
+            set(&mut self.work.queries, self.work.tokens, &q, slice.rows.start)?;
         }
+        self.done(slice)
+    }
+
+    /// The same with joint projections, as [`LayerAttention::attend_joint`](crate::LayerAttention::attend_joint) takes them;
+    /// false, and nothing is done, where cache and device have no operation for them.
+    ///
+    /// # Errors
+    /// As [`put`](Self::put).
+    pub fn put_joint(&mut self, slice: &Slice, qkv: &Tensor, angles: &Tensor) -> Result<bool> {
+        let Some(layer) = slice.begins else { bail!("a chunk's last pass begins no layer") };
+        let stored = self.pool.append_joint(layer, qkv, angles, &self.slots(slice)).map_err(candle_core::Error::wrap)?;
+        let Some(q) = stored else { return Ok(false) };
+        set(&mut self.work.queries, self.work.tokens, &q, slice.rows.start)?;
+        self.done(slice)?;
+        Ok(true)
+    }
+
+    /// Where keys and values of a slice go (`block * 64 + row`).
+    fn slots(&self, slice: &Slice) -> Vec<u32> {
+        let start = self.sequence.len;
+        (start + slice.rows.start..start + slice.rows.end).map(|token| self.sequence.table.slot(token)).collect()
+    }
+
+    /// Goes on behind a slice.
+    fn done(&mut self, slice: &Slice) -> Result<()> {
         self.work.row = slice.rows.end;
-        if self.work.row == tokens {
+        if self.work.row == self.work.tokens {
             self.work.row = 0;
             self.work.layer += 1;
             self.choose(slice.begins)?;

@@ -128,6 +128,11 @@ impl Sequence {
         }
     }
 
+    /// Whether the next chunk can be worked on [in slices](crate::Chunk): one of the prompt before the question.
+    pub fn takes_slices(&self) -> bool {
+        self.phase() == Phase::Context
+    }
+
     /// Tokens of a [chunk](crate::Chunk) that is not through the layers yet, and how many of them through all layers its
     /// work so far amounts to; zeros without one.
     pub fn underway(&self) -> (usize, usize) {

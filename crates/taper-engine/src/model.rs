@@ -84,6 +84,10 @@ pub enum Offload {
     },
 }
 
+/// Least tokens of a prompt's chunk on a device, where few rows take as long as many: what is more than a step's work goes
+/// through the layers in slices.
+const DEVICE_CHUNK: usize = 2048;
+
 /// Why a model could not be made ready.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
@@ -257,10 +261,6 @@ impl ModelBackend {
             let (chunks, inputs) = inputs.into_iter().enumerate().partition(part);
             (inputs, chunks)
         };
-        if !self.model.device().is_cpu() {
-            // A device takes a chunk in one piece, the oldest in this step.
-            inputs.extend(chunks.drain(..).take(1));
-        }
         inputs.sort_by_key(|(place, _)| leaders[*place]);
         let mut out = vec![Vec::new(); leaders.len()];
         let mut tokens = Vec::new();
@@ -293,6 +293,10 @@ impl ModelBackend {
             if let Some(last) = last.filter(|_| !input.wants.is_empty()) {
                 out[*place] = finish(&self.model.logits(&last)?, &input.wants)?;
             }
+        }
+        // A step is over when its work is done: what the next ones may take is told by the time that it takes.
+        if !chunks.is_empty() || out.iter().all(Option::is_none) {
+            self.model.device().synchronize()?;
         }
         // Last: a step that fails has not been.
         batch.finish()?;
@@ -383,7 +387,8 @@ impl Backend for ModelBackend {
     }
 
     fn chunk(&self, sequence: &Sequence, max: usize) -> usize {
-        sequence.chunk(max)
+        let whole = self.model.device().is_cpu() || !sequence.takes_slices();
+        sequence.chunk(if whole { max } else { max.max(DEVICE_CHUNK) })
     }
 
     fn underway(&self, sequence: &Sequence) -> Underway {

@@ -106,25 +106,57 @@ fn layers_over(
     x: &Tensor,
     mut attend: impl FnMut(usize, &Tensor) -> Result<Option<Tensor>>,
 ) -> Result<()> {
-    let epsilon = model.config().rms_norm_eps as f32;
     // All layers' projections go to the same memory.
     let mut joint: Option<Tensor> = None;
     for (index, (layer, of)) in model.layers.iter().zip(layers).enumerate() {
-        let normed = |weight| Inputs { x, norm: Some((weight, epsilon)) };
-        let qkv = match joint.take() {
-            None => product(normed(&layer.attention_norm), of.qkv, of.qkv.dtype())?,
-            Some(room) => {
-                product_into(normed(&layer.attention_norm), of.qkv, &room)?;
-                room
-            }
-        };
+        let qkv = project(model, layer, of, x, joint.take())?;
         let Some(attended) = attend(index, &qkv)? else { return Ok(()) };
-        product_add(Inputs { x: &attended.flatten_from(1)?, norm: None }, of.output, x)?;
-        let inner = product_gated(normed(&layer.feed_forward_norm), of.gate_up)?;
-        product_add(Inputs { x: &inner, norm: None }, of.down, x)?;
+        finish(model, layer, of, x, &attended)?;
         joint = Some(qkv);
     }
     Ok(())
+}
+
+/// One layer's queries, keys and values side by side, of rows `x` `[T, hidden]`, f32; written over `room`, if there is any.
+fn project(model: &Model, layer: &Layer, of: &Matrices, x: &Tensor, room: Option<Tensor>) -> Result<Tensor> {
+    let normed = normed(model, x, &layer.attention_norm);
+    Ok(match room {
+        None => product(normed, of.qkv, of.qkv.dtype())?,
+        Some(room) => {
+            product_into(normed, of.qkv, &room)?;
+            room
+        }
+    })
+}
+
+/// What a layer does with the outputs of its heads, to `x` in place.
+fn finish(model: &Model, layer: &Layer, of: &Matrices, x: &Tensor, attended: &Tensor) -> Result<()> {
+    product_add(Inputs { x: &attended.flatten_from(1)?, norm: None }, of.output, x)?;
+    let inner = product_gated(normed(model, x, &layer.feed_forward_norm), of.gate_up)?;
+    Ok(product_add(Inputs { x: &inner, norm: None }, of.down, x)?)
+}
+
+fn normed<'a>(model: &Model, x: &'a Tensor, weight: &'a Tensor) -> Inputs<'a> {
+    Inputs { x, norm: Some((weight, model.config().rms_norm_eps as f32)) }
+}
+
+/// Rows' way into one layer: `[T, (q_heads + 2 kv_heads) head_dim]`, or none where the weights are not made for it.
+///
+/// # Errors
+/// The device's.
+pub(crate) fn begin(model: &Model, layer: &Layer, x: &Tensor) -> Result<Option<Tensor>> {
+    Matrices::of(layer).map(|of| project(model, layer, &of, x, None)).transpose()
+}
+
+/// Their way out of it, from the outputs of its heads `[T, q_heads, head_dim]`, in place. False, and nothing is done, as of
+/// [`begin`].
+///
+/// # Errors
+/// The device's.
+pub(crate) fn end(model: &Model, layer: &Layer, x: &Tensor, attended: &Tensor) -> Result<bool> {
+    let Some(of) = Matrices::of(layer) else { return Ok(false) };
+    finish(model, layer, &of, x, attended)?;
+    Ok(true)
 }
 
 /// The scores of every token of the vocabulary for `hidden` `[R, hidden]`, f32: sums in f32 are not rounded on their way.

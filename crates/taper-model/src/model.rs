@@ -12,7 +12,7 @@ use crate::weights::{self, Embedding, Random, Role, Weights};
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
 use candle_nn::ops::rms_norm;
 use candle_nn::rotary_emb::rope_thd;
-use taper_attention::{AttentionShape, Chunk, LayerAttention, Rotary};
+use taper_attention::{AttentionShape, Chunk, LayerAttention, Rotary, Slice};
 use taper_kernels::linear::Linear;
 
 /// A loaded model. Shapes below: T tokens of a batch, R rows of it.
@@ -141,22 +141,19 @@ impl Model {
         while left > 0 {
             let Some(slice) = chunk.next(left) else { break };
             left = left.saturating_sub(slice.work);
-            let x = match slice.ends {
-                None => self.embedding.lookup(&tokens[slice.rows.clone()])?,
+            match slice.ends {
+                None => chunk.set_hidden(&slice.rows, &self.embedding.lookup(&tokens[slice.rows.clone()])?)?,
                 Some(index) => {
-                    let attended = chunk.attend(&slice)?;
-                    self.end(&self.layers[index], &chunk.hidden(&slice.rows)?, &attended)?
+                    let (layer, x, attended) = (&self.layers[index], chunk.hidden(&slice.rows)?, chunk.attend(&slice)?);
+                    if !self.end_in_place(layer, &x, &attended)? {
+                        chunk.set_hidden(&slice.rows, &self.end(layer, &x, &attended)?)?;
+                    }
                 }
-            };
-            let qkv = match slice.begins {
-                None => None,
-                Some(index) => {
-                    let positions = chunk.positions(&slice.rows);
-                    let turns = self.config.rope.turns(&positions, |_| chunk.prompt() as u32);
-                    Some(self.begin(&self.layers[index], &x, &turns.table(&self.device)?)?)
-                }
-            };
-            chunk.put(&slice, &x, qkv)?;
+            }
+            match slice.begins {
+                None => chunk.put(&slice, None)?,
+                Some(index) => self.begin_slice(&self.layers[index], chunk, &slice)?,
+            }
         }
         if !chunk.is_through() {
             return Ok(None);
@@ -216,6 +213,29 @@ impl Model {
             }
         };
         x + self.project(&layer.down, &swiglu(&gate_up)?)?
+    }
+
+    /// [`begin`](Self::begin) for a chunk's slice, whose residual stream is there.
+    fn begin_slice(&self, layer: &Layer, chunk: &mut Chunk, slice: &Slice) -> Result<()> {
+        let x = chunk.hidden(&slice.rows)?;
+        let turns = self.config.rope.turns(&chunk.positions(&slice.rows), |_| chunk.prompt() as u32);
+        #[cfg(feature = "cuda")]
+        if let Some(qkv) = crate::joint::begin(self, layer, &x)?
+            && chunk.put_joint(slice, &qkv, &turns.angles(&self.device)?)?
+        {
+            return Ok(());
+        }
+        let qkv = self.begin(layer, &x, &turns.table(&self.device)?)?;
+        chunk.put(slice, Some(qkv))
+    }
+
+    /// [`end`](Self::end) in the residual stream's own place; false, and nothing is done, where weights or device are not
+    /// made for it.
+    fn end_in_place(&self, _layer: &Layer, _x: &Tensor, _attended: &Tensor) -> Result<bool> {
+        #[cfg(feature = "cuda")]
+        return crate::joint::end(self, _layer, _x, _attended);
+        #[cfg(not(feature = "cuda"))]
+        Ok(false)
     }
 
     /// Queries `[T, q_heads, head_dim]`, keys and values `[T, kv_heads, head_dim]`; f32, contiguous.

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device};
 use serde_json::{Value, json};
 use std::sync::Arc;
-use taper_attention::{Artifacts, AttentionBatch, AttentionSpec, Sequence, Span};
+use taper_attention::{Artifacts, AttentionBatch, AttentionSpec, Chunk, Sequence, Span};
 use taper_kv_cache::{KvPool, KvShape};
 use taper_model::{Model, ModelConfig};
 
@@ -61,5 +61,69 @@ fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
     for (mut a, b) in reported.into_iter().zip(reported_by_graph) {
         assert!(a.as_object_mut().unwrap().remove("audit").is_some());
         assert_eq!(a, b);
+    }
+}
+
+/// The last token's hidden state of a prompt, and of one token after it, and what was reported; in one piece, or by so much
+/// work at a time.
+fn prompted(model: &Model, prefill: &Value, tokens: usize, effort: Option<usize>) -> (Vec<f32>, Value) {
+    let spec = json!({ "prefill": prefill, "decode": { "method": "dense" } });
+    let spec = Arc::new(AttentionSpec::from_json(&spec, "attention", &Artifacts::default()).unwrap());
+    let shape = model.attention_shape();
+    let kv = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
+    let mut pool = KvPool::new(kv, DType::BF16, tokens / 64 + 1, model.device()).unwrap();
+    let mut sequence = Sequence::new(spec, 1, tokens);
+    let words: Vec<u32> = (0..=tokens).map(|i| (i * 7919 % 300) as u32).collect();
+    let mut out = Vec::new();
+    while sequence.len() <= tokens {
+        let start = sequence.len();
+        let count = sequence.chunk(tokens).max(1);
+        let words = &words[start..start + count];
+        let last = match effort.filter(|_| start < tokens) {
+            Some(effort) => {
+                let mut chunk = Chunk::new(shape, &mut pool, &mut sequence, count).unwrap();
+                let last = model.advance(words, &mut chunk, effort).unwrap();
+                chunk.pause();
+                sequence.take_in(&mut pool);
+                last
+            }
+            None => {
+                let spans = vec![Span { sequence: &mut sequence, tokens: count }];
+                let mut batch = AttentionBatch::new(shape, model.rotary(), &mut pool, spans).unwrap();
+                let hidden = model.forward(words, &batch.positions(), &mut batch).unwrap();
+                batch.finish().unwrap();
+                Some(hidden.narrow(0, count - 1, 1).unwrap())
+            }
+        };
+        out.extend(last.map(|last| last.flatten_all().unwrap().to_vec1::<f32>().unwrap()).unwrap_or_default());
+    }
+    (out, json!(sequence.usage()))
+}
+
+#[test]
+fn a_chunk_in_slices_gives_what_it_gives_in_one_piece() {
+    let device = Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device");
+    let config = ModelConfig { layers: 3, vocab_size: 304, ..ModelConfig::of_shape("smollm2-135m").unwrap() };
+    let model = Model::random(&config, DType::BF16, &device).unwrap();
+    let sampled = json!({ "method": "sample_attention", "alpha_c": 0.6, "alpha_s": 0.6, "min_tokens": 0 });
+    let halves = json!({ "method": "sample_attention", "alpha_c": 0.6, "alpha_s": 0.6, "min_tokens": 0, "chunks": 2 });
+    for prefill in [sampled.clone(), halves, json!({ "method": "delta", "base": sampled })] {
+        for tokens in [1_000, 5_003] {
+            let (whole, reported) = prompted(&model, &prefill, tokens, None);
+            for effort in [37, 500, 100_000] {
+                let (sliced, in_slices) = prompted(&model, &prefill, tokens, Some(effort));
+                assert_eq!(sliced.len(), whole.len());
+                let error: f32 = whole.iter().zip(&sliced).map(|(a, b)| (a - b).powi(2)).sum();
+                let error = (error / whole.iter().map(|a| a.powi(2)).sum::<f32>()).sqrt();
+                println!("{prefill}, {tokens} tokens by {effort}: {error}, bits {}", whole == sliced);
+                // Products of another number of rows may add in another order, and what is chosen at an edge with them.
+                assert!(error < 0.03, "{prefill}, {tokens} tokens by {effort}: {error}");
+                for name in ["density", "scored"] {
+                    let of = |usage: &Value| usage["prefill"][name].as_f64().unwrap();
+                    let (a, b) = (of(&reported), of(&in_slices));
+                    assert!((a - b).abs() <= 0.01 * a.max(b), "{prefill}: {name} {a} and {b}");
+                }
+            }
+        }
     }
 }

@@ -147,8 +147,7 @@ fn in_slices(settings: &Value, shape: AttentionShape, n: usize, most: usize, fai
                 outs.extend(chunk.attend(&slice).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap());
             }
             let rows = |t: &Tensor| t.narrow(0, start + slice.rows.start, slice.rows.len()).unwrap();
-            let hidden = Tensor::zeros((slice.rows.len(), 1), DType::F32, &Device::Cpu).unwrap();
-            chunk.put(&slice, &hidden, slice.begins.map(|_| (rows(&q), rows(&k), rows(&v)))).unwrap();
+            chunk.put(&slice, slice.begins.map(|_| (rows(&q), rows(&k), rows(&v)))).unwrap();
             slices += 1;
             if fails && [5, 9, 30].contains(&slices) {
                 drop(chunk);
