@@ -5,12 +5,12 @@ mod replay;
 pub use replay::{Replay, replay};
 
 use crate::audit;
-use crate::layer::{AttentionShape, DenseStep, LayerAttention, Rotary};
+use crate::layer::{AttentionShape, LayerAttention, PlainStep, Rotary};
 use crate::method::{Carry, Choice, DecodeMethod, DecodeStep, KeyIndex, PrefillLayer, PrefillOutput};
 use crate::report::{PhaseReport, Report};
 use crate::sequence::{By, Phase, Sequence, add_read};
 use crate::spec::AttentionSpec;
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
 use taper_kernels::decode::{Decode, DecodeRow, Selection, attend};
 use taper_kernels::index::Part as IndexPart;
@@ -161,36 +161,45 @@ impl LayerAttention for AttentionBatch<'_> {
     fn attend_joint(&mut self, layer: usize, qkv: &Tensor, angles: &Tensor) -> Result<Option<Tensor>> {
         self.check(layer, qkv.dim(0)?)?;
         let stored = self.pool.append_joint(layer, qkv, angles, &self.slots).map_err(candle_core::Error::wrap)?;
-        let Some(q) = stored else { return Ok(None) };
-        // Methods that choose for prompts take queries in f32.
-        let decode = self.spans.iter().all(|span| span.sequence.attended_by() == By::DecodeMethod);
-        let q = if decode { q } else { q.to_dtype(DType::F32)? };
-        self.attend_stored(layer, &q).map(Some)
+        stored.map(|q| self.attend_stored(layer, &q)).transpose()
     }
 
-    fn dense_step(&self) -> Option<DenseStep<'_>> {
-        let plain = |Started { sequence, tokens, .. }: &Started| {
+    fn plain_step(&self) -> Option<PlainStep<'_>> {
+        let row = |Started { sequence, tokens, .. }: &Started| {
             let row = *tokens == 1 && sequence.attended_by() == By::DecodeMethod;
-            let stream = |layer| Stream { seed: sequence.seed, layer, head: 0, position: sequence.len as u32 };
-            let audited = || (0..self.shape.layers).any(|l| audit::wanted(&stream(l as u32), sequence.audit()));
-            row && sequence.decode_method().method.reads_all() && !audited()
+            let stream = |layer| stream(sequence.seed, layer, sequence.len);
+            row && !(0..self.shape.layers).any(|layer| audit::wanted(&stream(layer), sequence.audit()))
         };
-        let row = |Started { sequence, .. }: &Started| visible(self.shape, sequence.len + 1);
-        self.spans.iter().all(plain).then(|| DenseStep {
+        if !self.spans.iter().all(row) {
+            return None;
+        }
+        let selections: Option<Vec<_>> = self.spans.iter().map(|span| plain(self.shape, span.sequence)).collect();
+        Some(PlainStep {
+            selection: Selection::join(selections?),
             layers: (0..self.shape.layers).map(|layer| self.pool.layer(layer)).collect(),
             slots: &self.slots,
-            rows: self.spans.iter().map(|s| DecodeRow { table: s.sequence.table.blocks(), visible: row(s) }).collect(),
+            rows: self.spans.iter().map(|span| next_row(self.shape, span.sequence)).collect(),
         })
     }
 
     fn attended(&mut self) -> Result<()> {
-        let dense = Selection::dense(1, self.shape.kv_heads);
         for Started { sequence, .. } in &mut self.spans {
+            let Some(selection) = plain(self.shape, sequence) else { bail!("attended: a step that is not plain") };
             let seen = [visible(self.shape, sequence.len + 1)];
-            (0..self.shape.layers).try_for_each(|_| add_read(sequence.decode_report(), &dense, &seen))?;
+            (0..self.shape.layers).try_for_each(|_| add_read(sequence.decode_report(), &selection, &seen))?;
         }
         Ok(())
     }
+}
+
+/// A sequence's next token.
+fn next_row(shape: AttentionShape, sequence: &Sequence) -> DecodeRow<'_> {
+    DecodeRow { table: sequence.table.blocks(), visible: visible(shape, sequence.len + 1) }
+}
+
+/// What it reads by its decode method, where that is plain.
+fn plain(shape: AttentionShape, sequence: &Sequence) -> Option<Selection> {
+    sequence.decode_method().method.plain(&[next_row(shape, sequence)], shape.kv_heads)
 }
 
 /// What the last of so many tokens sees.

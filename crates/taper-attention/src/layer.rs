@@ -2,7 +2,7 @@
 //! batch and gets the attention output back. It never learns which method ran.
 
 use candle_core::{Result, Tensor};
-use taper_kernels::decode::DecodeRow;
+use taper_kernels::decode::{DecodeRow, Selection};
 use taper_kernels::kv::PagedKv;
 
 /// What attention needs to know of a model.
@@ -58,12 +58,12 @@ pub trait LayerAttention {
     }
 
     /// The whole step's attention, where it is so plain that it can be had without asking layer by layer: every token is a row
-    /// that reads all it sees, and none is audited.
-    fn dense_step(&self) -> Option<DenseStep<'_>> {
+    /// that reads the same in every layer, and none is audited.
+    fn plain_step(&self) -> Option<PlainStep<'_>> {
         None
     }
 
-    /// Takes a [`dense_step`](Self::dense_step) as attended in all layers, and stored.
+    /// Takes a [`plain_step`](Self::plain_step) as attended in all layers, and stored.
     ///
     /// # Errors
     /// As [`attend`](Self::attend).
@@ -72,14 +72,16 @@ pub trait LayerAttention {
     }
 }
 
-/// A step of dense rows.
-pub struct DenseStep<'a> {
+/// A step of rows that read the same in every layer.
+pub struct PlainStep<'a> {
     /// Each layer's cache.
     pub layers: Vec<PagedKv<'a>>,
     /// Where each token's keys and values go (`block * 64 + row`).
     pub slots: &'a [u32],
-    /// What each token reads, itself included.
+    /// What each token sees, itself included.
     pub rows: Vec<DecodeRow<'a>>,
+    /// What it reads of it.
+    pub selection: Selection,
 }
 
 /// The model's rotary embedding, for methods that look at queries and keys as they were before it.

@@ -24,7 +24,7 @@ mod top_k;
 pub use artifacts::{ArtifactError, Artifacts, ModelKey, Place, Places};
 pub use batch::{AttentionBatch, Replay, Span, leaders, replay};
 pub use chunk::{Chunk, Slice};
-pub use layer::{AttentionShape, DenseStep, LayerAttention, Rotary};
+pub use layer::{AttentionShape, LayerAttention, PlainStep, Rotary};
 pub use methods::{MethodInfo, catalogue};
 /// MInference's patterns, for what assigns them offline.
 pub mod minference {

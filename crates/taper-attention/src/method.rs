@@ -102,7 +102,7 @@ pub struct PrefillChoice {
 /// the cache.
 #[derive(Clone)]
 pub struct PrefillLayer<'a> {
-    /// Queries `[T, q_heads, head_dim]`, f32, after rotary embedding.
+    /// Queries `[T, q_heads, head_dim]`, f32 or, on a device, the cache's dtype, after rotary embedding.
     pub q: Tensor,
     /// The layer's cache.
     pub kv: PagedKv<'a>,
@@ -252,9 +252,9 @@ pub trait DecodeMethod: std::fmt::Debug + Send + Sync {
         0
     }
 
-    /// Whether everything is read, always.
-    fn reads_all(&self) -> bool {
-        false
+    /// What rows read, where that follows from what they see alone and is the same in every layer.
+    fn plain(&self, _rows: &[DecodeRow], _kv_heads: usize) -> Option<Selection> {
+        None
     }
 
     /// As of a [`PrefillMethod`].

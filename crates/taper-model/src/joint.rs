@@ -5,7 +5,7 @@ use crate::model::{Layer, Model};
 use candle_core::{DType, Result, Tensor};
 use taper_attention::LayerAttention;
 use taper_kernels::cuda::{
-    DenseStep as DenseRows, Inputs, dense_step, product, product_add, product_gated, product_into,
+    Inputs, PlainStep as PlainRows, plain_step, product, product_add, product_gated, product_into,
 };
 use taper_kernels::linear::Linear;
 
@@ -61,7 +61,7 @@ pub(crate) fn run(model: &Model, x: &Tensor, angles: &Tensor, attention: &mut dy
     Ok(taken)
 }
 
-/// The same by one call to the device, where this step's attention is dense rows and such a step has been before: returns
+/// The same by one call to the device, where this step's attention is plain and such a step has been before: returns
 /// `[T, hidden]`, f32. None, and nothing is done, where not.
 ///
 /// # Errors
@@ -72,7 +72,7 @@ pub(crate) fn replay(
     angles: &Tensor,
     attention: &mut dyn LayerAttention,
 ) -> Result<Option<Tensor>> {
-    let (Some(layers), Some(step)) = (matrices(model), attention.dense_step()) else { return Ok(None) };
+    let (Some(layers), Some(step)) = (matrices(model), attention.plain_step()) else { return Ok(None) };
     let (Some(kv), Some(of)) = (step.layers.first().copied(), layers.first()) else { return Ok(None) };
     let (q_heads, slots, rows) = (model.config().q_heads, step.slots, &step.rows[..]);
     // What `append_joint` has an operation for.
@@ -80,8 +80,9 @@ pub(crate) fn replay(
     if !sixteen || rows.len() != x.dim(0)? {
         return Ok(None);
     }
-    let dense = DenseRows { x, angles, slots, rows, kv, q_heads, weight: of.qkv };
-    let out = dense_step(&dense, |inputs| {
+    let (selection, weight) = (step.selection.heads()?, of.qkv);
+    let plain = PlainRows { x, angles, slots, rows, selection, kv, q_heads, weight };
+    let out = plain_step(&plain, |inputs| {
         let mut plan = None;
         layers_over(model, &layers, &inputs.x, |index, qkv| {
             let kv = step.layers[index];

@@ -8,8 +8,8 @@ use taper_kv_cache::{KvPool, KvShape};
 use taper_model::{Model, ModelConfig};
 
 /// Three sequences, generated one at a time, two together, and one again: all logits, and what was reported.
-fn generated(model: &Model, audit: bool) -> (Vec<Vec<f32>>, Vec<Value>) {
-    let spec = json!({ "decode": { "method": "dense" }, "audit": audit });
+fn generated(model: &Model, decode: &Value, audit: bool) -> (Vec<Vec<f32>>, Vec<Value>) {
+    let spec = json!({ "decode": decode, "audit": audit });
     let spec = Arc::new(AttentionSpec::from_json(&spec, "attention", &Artifacts::default()).unwrap());
     let shape = model.attention_shape();
     let kv = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
@@ -51,16 +51,18 @@ fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
     let device = Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device");
     let config = ModelConfig { layers: 3, vocab_size: 304, ..ModelConfig::of_shape("smollm2-135m").unwrap() };
     let model = Model::random(&config, DType::BF16, &device).unwrap();
-    // What is audited goes layer by layer.
-    let (plain, reported) = generated(&model, true);
-    let (by_graph, reported_by_graph) = generated(&model, false);
-    for (i, (a, b)) in plain.iter().zip(&by_graph).enumerate() {
-        assert!(a.iter().all(|x| x.is_finite()) && a == b, "row {i}");
-    }
-    assert_eq!(plain.len(), by_graph.len());
-    for (mut a, b) in reported.into_iter().zip(reported_by_graph) {
-        assert!(a.as_object_mut().unwrap().remove("audit").is_some());
-        assert_eq!(a, b);
+    for decode in [json!({ "method": "dense" }), json!({ "method": "streaming_llm", "sink": 3, "window": 130 })] {
+        // What is audited goes layer by layer.
+        let (plain, reported) = generated(&model, &decode, true);
+        let (by_graph, reported_by_graph) = generated(&model, &decode, false);
+        for (i, (a, b)) in plain.iter().zip(&by_graph).enumerate() {
+            assert!(a.iter().all(|x| x.is_finite()) && a == b, "{decode}: row {i}");
+        }
+        assert_eq!(plain.len(), by_graph.len());
+        for (mut a, b) in reported.into_iter().zip(reported_by_graph) {
+            assert!(a.as_object_mut().unwrap().remove("audit").is_some());
+            assert_eq!(a, b);
+        }
     }
 }
 

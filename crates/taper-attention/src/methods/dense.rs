@@ -8,7 +8,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::sync::Arc;
-use taper_kernels::decode::Selection;
+use taper_kernels::decode::{DecodeRow, Selection};
 
 pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
     name: "dense",
@@ -43,7 +43,7 @@ impl DecodeMethod for Dense {
         Ok(Selection::dense(step.batch.rows.len(), step.kv_heads).into())
     }
 
-    fn reads_all(&self) -> bool {
-        true
+    fn plain(&self, rows: &[DecodeRow], kv_heads: usize) -> Option<Selection> {
+        Some(Selection::dense(rows.len(), kv_heads))
     }
 }

@@ -11,7 +11,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::sync::Arc;
-use taper_kernels::decode::Selection;
+use taper_kernels::decode::{DecodeRow, Selection};
 use taper_kernels::prefill::Mask;
 
 pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
@@ -69,5 +69,9 @@ impl PrefillMethod for StreamingLlm {
 impl DecodeMethod for StreamingLlm {
     fn select(&self, step: &DecodeStep) -> Result<Choice> {
         Ok(Selection::sink_window(step.batch.rows, step.kv_heads, self.sink, self.window).into())
+    }
+
+    fn plain(&self, rows: &[DecodeRow], kv_heads: usize) -> Option<Selection> {
+        Some(Selection::sink_window(rows, kv_heads, self.sink, self.window))
     }
 }

@@ -2,10 +2,9 @@
 
 use super::error::Result;
 use super::op::Op;
-use crate::decode::{Decode, DecodeRow, HeadSelection, Keys, Values};
+use crate::decode::{Decode, DecodeRow, HeadSelection, Keys, Sample, Values};
 use crate::kv::{BLOCK_TOKENS, PagedKv};
 use candle_core::{DType, Tensor};
-use std::ops::Range;
 
 /// Query rows, each of any sequence: [`Decode`] with everything on the device.
 ///
@@ -137,12 +136,18 @@ impl Lists {
         Self { work, block_ids, token_ids, token_ln_weights, heads_sampled, rows, heads }
     }
 
-    /// The words of a list that reads all that a row sees.
-    pub(super) fn dense_words(visible: &Range<usize>) -> [u32; WORDS] {
+    /// The words of the lists of a host selection that reads ranges alone, at most two a list; none of another.
+    pub(super) fn range_words(rows: &[DecodeRow], selection: &[HeadSelection]) -> Option<Vec<u32>> {
+        let heads = selection.len() / rows.len().max(1);
         let mut made = Draft::default();
-        made.begin(visible.end as u32);
-        made.range(visible.start as u32, visible.end as u32);
-        made.work[0]
+        for (i, head) in selection.iter().enumerate() {
+            if matches!(head, HeadSelection::Keys(keys) if keys.ranges.len() > 2) {
+                return None;
+            }
+            made.head(&rows[i / heads], head);
+        }
+        let ranges = |list: &[u32; WORDS]| list[TOKEN_COUNT] == 0 && list[SAMPLE_COUNT] == 0 && list[END] > 0;
+        made.work.iter().all(ranges).then(|| made.work.concat())
     }
 
     /// The same in memory of their own, for an operation that writes what it chooses into them.
@@ -201,22 +206,8 @@ impl Lists {
         let mut made = Draft::default();
         let (mut counts, mut ln_weights) = (Vec::new(), Vec::new());
         for (i, head) in selection.iter().enumerate() {
-            let visible = &rows[i / heads].visible;
-            made.begin(visible.end as u32);
-            let sampled = match head {
-                HeadSelection::Dense => {
-                    made.range(visible.start as u32, visible.end as u32);
-                    None
-                }
-                HeadSelection::Keys(keys) => {
-                    made.keys(keys);
-                    keys.sample.as_ref()
-                }
-                HeadSelection::Values(_) => None,
-            };
-            match sampled {
+            match made.head(&rows[i / heads], head) {
                 Some(sample) => {
-                    made.sample(&sample.ids);
                     counts.extend(sample.counts.iter().map(|&count| count as u32));
                     ln_weights.extend(&sample.log_weights);
                 }
@@ -299,6 +290,23 @@ impl Draft {
         let list = self.last();
         (list[BEGIN + at], list[END + at]) = (begin, end);
         self.ranges += 1;
+    }
+
+    /// The list of a row and head, and its sample; one with given weights reads nothing.
+    fn head<'s>(&mut self, row: &DecodeRow, head: &'s HeadSelection) -> Option<&'s Sample> {
+        let visible = &row.visible;
+        self.begin(visible.end as u32);
+        match head {
+            HeadSelection::Dense => {
+                self.range(visible.start as u32, visible.end as u32);
+                None
+            }
+            HeadSelection::Keys(keys) => {
+                self.keys(keys);
+                keys.sample.as_ref().inspect(|sample| self.sample(&sample.ids))
+            }
+            HeadSelection::Values(_) => None,
+        }
     }
 
     /// Two ranges as they are, further ones by their tokens, and the single tokens.

@@ -1,4 +1,5 @@
-//! A dense step of some rows as a CUDA graph: all layers' launches, which are the same in every step, are queued by one call.
+//! A step of some rows that read ranges as a CUDA graph: all layers' launches, which are the same in every step, are queued by
+//! one call.
 //!
 //! A step's graph is made when a step of its kind comes for the second time: its launches go once as they are, so that all
 //! memory is there, and are captured the second time, into the same memory. What differs from step to step lies in
@@ -10,7 +11,7 @@ use super::error::Result;
 use super::layer::append_joint_at;
 use super::op::{Op, record, recorded, repeat};
 use super::product::takes_sixteen;
-use crate::decode::DecodeRow;
+use crate::decode::{DecodeRow, HeadSelection};
 use crate::kv::{BLOCK_TOKENS, PagedKv};
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, sys};
 use candle_core::{DType, Tensor, TensorId};
@@ -20,11 +21,12 @@ use std::collections::VecDeque;
 /// Most rows of such a step, and most bytes that its launches make between its beginning and its end: where there are more, the
 /// host is not what limits.
 const ROWS_MAX: usize = 32;
-const MADE_BYTES_MAX: usize = 32 << 20;
+const MADE_BYTES_MAX: usize = 128 << 20;
 /// Tables are as wide as a multiple of so many blocks, so that a sequence's graph lasts.
 const TABLE_BLOCKS: usize = 64;
-/// Graphs that a thread keeps.
+/// Graphs that a thread keeps, and bytes of what they make.
 const GRAPHS: usize = 16;
+const KEPT_BYTES_MAX: usize = 512 << 20;
 
 /// What the launches of a step read that is another in the next, at addresses that stay.
 #[derive(Debug)]
@@ -60,7 +62,8 @@ impl StepInputs {
         })
     }
 
-    fn write(&self, op: &Op, x: &Tensor, angles: &Tensor, slots: &[u32], rows: &[DecodeRow]) -> Result<()> {
+    fn write(&self, op: &Op, step: &PlainStep, lists: &[u32]) -> Result<()> {
+        let PlainStep { x, angles, slots, rows, .. } = *step;
         self.x.slice_set(x, 0, 0)?;
         self.angles.slice_set(angles, 0, 0)?;
         let stride = self.tables.dim(1)?;
@@ -71,10 +74,7 @@ impl StepInputs {
             words.extend(&row.table[..row.visible.end.div_ceil(BLOCK_TOKENS)]);
             words.resize(end, 0);
         }
-        for row in rows {
-            let list = Lists::dense_words(&row.visible);
-            (0..self.lists.heads()).for_each(|_| words.extend(list));
-        }
+        words.extend(lists);
         op.write("step", &self.words, &words)
     }
 
@@ -114,25 +114,38 @@ enum Known {
     Graph {
         inputs: StepInputs,
         graph: CudaGraph,
-        _memory: Vec<Tensor>,
+        memory: Vec<Tensor>,
     },
+}
+
+impl Known {
+    /// Bytes that it holds for what its launches make.
+    fn bytes(&self) -> usize {
+        if let Self::Graph { memory, .. } = self { bytes(memory) } else { 0 }
+    }
+}
+
+fn bytes(memory: &[Tensor]) -> usize {
+    memory.iter().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum()
 }
 
 thread_local! {
     static KNOWN: RefCell<VecDeque<(Key, Known)>> = RefCell::default();
 }
 
-/// A step whose tokens are rows that each read all that they see.
+/// A step whose tokens are rows that each read ranges, the same in every layer.
 #[derive(Debug, Clone, Copy)]
-pub struct DenseStep<'a> {
+pub struct PlainStep<'a> {
     /// The rows' embeddings `[R, hidden]`, f32.
     pub x: &'a Tensor,
     /// Cosines and sines of each row's position `[R, head_dim]`, f32.
     pub angles: &'a Tensor,
     /// Where each row's keys and values go (`block * 64 + row`).
     pub slots: &'a [u32],
-    /// What each row reads, itself included.
+    /// What each row sees, itself included.
     pub rows: &'a [DecodeRow<'a>],
+    /// What each row and KV head reads of it `[R, kv_heads]`; what is more than two ranges has no graph.
+    pub selection: &'a [HeadSelection],
     /// The first layer's cache.
     pub kv: PagedKv<'a>,
     /// Query heads of a layer.
@@ -147,11 +160,11 @@ pub struct DenseStep<'a> {
 ///
 /// # Errors
 /// A slot or block beyond the cache, and whatever `layers` says.
-pub fn dense_step(
-    step: &DenseStep,
+pub fn plain_step(
+    step: &PlainStep,
     mut layers: impl FnMut(&StepInputs) -> candle_core::Result<()>,
 ) -> Result<Option<Tensor>> {
-    let op = Op::new("dense_step", "x", step.x)?;
+    let op = Op::new("plain_step", "x", step.x)?;
     let (blocks, heads, head_dim) = step.kv.dims()?;
     let rows = step.rows.len();
     if rows == 0 || rows > ROWS_MAX || step.slots.len() != rows {
@@ -161,6 +174,8 @@ pub fn dense_step(
     let within = |row: &DecodeRow| row.table[..wide(row)].iter().all(|&block| (block as usize) < blocks);
     let inside = step.slots.iter().all(|&slot| (slot as usize) < blocks * BLOCK_TOKENS);
     op.check(inside && step.rows.iter().all(within), "rows", "beyond the cache", format!("{blocks} blocks"))?;
+    op.check(step.selection.len() == rows * heads, "selection", step.selection.len(), rows * heads)?;
+    let Some(lists) = Lists::range_words(step.rows, step.selection) else { return Ok(None) };
     let stride = step.rows.iter().map(wide).max().unwrap_or(1).next_multiple_of(TABLE_BLOCKS);
     let key = (step.weight.id(), step.kv.k.id(), rows, stride);
 
@@ -175,32 +190,37 @@ pub fn dense_step(
             let inputs = StepInputs::new(&op, step.x, step.angles, (stride, heads))?;
             let partials = hold_partials(&op, (rows, heads), (step.q_heads, head_dim))?;
             // Once as it is: this is the step.
-            inputs.write(&op, step.x, step.angles, step.slots, step.rows)?;
+            inputs.write(&op, step, &lists)?;
             record();
             let ran = layers(&inputs);
             let memory = recorded();
             ran?;
             let out = inputs.x.copy()?;
-            let bytes = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
-            let small = memory.iter().map(bytes).sum::<usize>() <= MADE_BYTES_MAX;
+            let small = bytes(&memory) <= MADE_BYTES_MAX;
             match small.then(|| capture(&op, &memory, || layers(&inputs))).flatten() {
                 Some(graph) => {
                     let memory = memory.into_iter().chain(partials).collect();
-                    (Known::Graph { inputs, graph, _memory: memory }, Some(out))
+                    (Known::Graph { inputs, graph, memory }, Some(out))
                 }
                 None => (Known::Seen { refused: true }, Some(out)),
             }
         }
-        Some((_, Known::Graph { inputs, graph, _memory })) => {
-            inputs.write(&op, step.x, step.angles, step.slots, step.rows)?;
+        Some((_, Known::Graph { inputs, graph, memory })) => {
+            inputs.write(&op, step, &lists)?;
             graph.launch().map_err(candle_core::Error::wrap)?;
             let out = inputs.x.clone();
-            (Known::Graph { inputs, graph, _memory }, Some(out))
+            (Known::Graph { inputs, graph, memory }, Some(out))
         }
     };
     KNOWN.with_borrow_mut(|known| {
         known.push_front((key, next));
         known.truncate(GRAPHS);
+        // The least lately used go first.
+        let mut held = 0;
+        known.retain(|(_, of)| {
+            held += of.bytes();
+            held <= KEPT_BYTES_MAX
+        });
     });
     Ok(out)
 }

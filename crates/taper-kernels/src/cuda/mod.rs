@@ -37,7 +37,7 @@ pub use batch::{Batch, Lists};
 pub use decode::Plan;
 pub use delta::{Delta, delta};
 pub use error::{Error, Result};
-pub use graph::{DenseStep, StepInputs, dense_step};
+pub use graph::{PlainStep, StepInputs, plain_step};
 pub use layer::{Rotate, Rotated, norm, norm_f32, rotate_append, silu_mul};
 pub use op::prepare;
 pub use prefill::{KeyLists, Sparse, TILE_ROWS, Tile, Tiles, prefill_tiles};
