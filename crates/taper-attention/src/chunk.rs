@@ -37,6 +37,8 @@ pub(crate) struct Underway {
     /// Queries `[tokens, q_heads, head_dim]`, f32 or the cache's dtype: of the layer that the pass begins up to `row`, of the
     /// one before from there.
     queries: Option<Tensor>,
+    /// Cosines and sines `[tokens, head_dim]`, f32, of a model that keeps them on its device.
+    angles: Option<Tensor>,
     /// What the method chose in the layer that the pass ends.
     choice: PrefillChoice,
     /// As the sequence's, with what the chunk added.
@@ -48,8 +50,8 @@ impl Underway {
     fn new(sequence: &Sequence, tokens: usize, layers: usize) -> Self {
         let (mut carries, report) = (sequence.carries.clone(), sequence.report.clone());
         carries.resize(layers, Carry::default());
-        let (layer, row, hidden, queries, choice) = Default::default();
-        Self { tokens, layers, layer, row, hidden, queries, choice, carries, report }
+        let (layer, row, hidden, queries, angles, choice) = Default::default();
+        Self { tokens, layers, layer, row, hidden, queries, angles, choice, carries, report }
     }
 
     /// The work of choosing once, in rows that make a pass.
@@ -176,6 +178,23 @@ impl<'a> Chunk<'a> {
         set(&mut self.work.hidden, self.work.tokens, hidden, rows.start)
     }
 
+    /// Cosines and sines of a slice's positions `[rows, head_dim]`, f32, as they were [set](Self::set_angles) in the first pass.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn angles(&self, slice: &Slice) -> Result<Option<Tensor>> {
+        let of = |angles: &Tensor| angles.narrow(0, slice.rows.start, slice.rows.len());
+        self.work.angles.as_ref().filter(|_| slice.ends.is_some()).map(of).transpose()
+    }
+
+    /// Keeps them for the passes to come.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn set_angles(&mut self, slice: &Slice, angles: &Tensor) -> Result<()> {
+        set(&mut self.work.angles, self.work.tokens, angles, slice.rows.start)
+    }
+
     /// Attends for a slice in the layer that it ends; returns `[rows, q_heads, head_dim]`.
     ///
     /// # Errors
@@ -212,7 +231,8 @@ impl<'a> Chunk<'a> {
     /// As [`put`](Self::put).
     pub fn put_joint(&mut self, slice: &Slice, qkv: &Tensor, angles: &Tensor) -> Result<bool> {
         let Some(layer) = slice.begins else { bail!("a chunk's last pass begins no layer") };
-        let stored = self.pool.append_joint(layer, qkv, angles, &self.slots(slice)).map_err(candle_core::Error::wrap)?;
+        let stored =
+            self.pool.append_joint(layer, qkv, angles, &self.slots(slice)).map_err(candle_core::Error::wrap)?;
         let Some(q) = stored else { return Ok(false) };
         set(&mut self.work.queries, self.work.tokens, &q, slice.rows.start)?;
         self.done(slice)?;

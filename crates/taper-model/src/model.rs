@@ -218,14 +218,22 @@ impl Model {
     /// [`begin`](Self::begin) for a chunk's slice, whose residual stream is there.
     fn begin_slice(&self, layer: &Layer, chunk: &mut Chunk, slice: &Slice) -> Result<()> {
         let x = chunk.hidden(&slice.rows)?;
-        let turns = self.config.rope.turns(&chunk.positions(&slice.rows), |_| chunk.prompt() as u32);
+        let turns = |chunk: &Chunk| self.config.rope.turns(&chunk.positions(&slice.rows), |_| chunk.prompt() as u32);
         #[cfg(feature = "cuda")]
-        if let Some(qkv) = crate::joint::begin(self, layer, &x)?
-            && chunk.put_joint(slice, &qkv, &turns.angles(&self.device)?)?
-        {
-            return Ok(());
+        if let Some(qkv) = crate::joint::begin(self, layer, &x)? {
+            let angles = match chunk.angles(slice)? {
+                Some(angles) => angles,
+                None => {
+                    let angles = turns(chunk).angles(&self.device)?;
+                    chunk.set_angles(slice, &angles)?;
+                    angles
+                }
+            };
+            if chunk.put_joint(slice, &qkv, &angles)? {
+                return Ok(());
+            }
         }
-        let qkv = self.begin(layer, &x, &turns.table(&self.device)?)?;
+        let qkv = self.begin(layer, &x, &turns(chunk).table(&self.device)?)?;
         chunk.put(slice, Some(qkv))
     }
 
