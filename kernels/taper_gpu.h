@@ -25,7 +25,7 @@ extern "C" {
 
 typedef struct CUstream_st* TaperStream;  // cudaStream_t
 
-enum { TAPER_BF16 = 0, TAPER_F16 = 1 };  // dtype
+enum { TAPER_BF16 = 0, TAPER_F16 = 1, TAPER_F32 = 2 };  // dtype; the last where it says so
 enum { TAPER_PER_HEAD = 0, TAPER_GROUP_MAX = 1, TAPER_GROUP_MASS = 2 };  // ScoreParams, HashScoreParams: reduce
 enum { TAPER_NO_TARGET = 0, TAPER_BLOCKS = 1, TAPER_TOKENS = 2 };        // SelectParams: target
 enum { TAPER_MAX_OF_GROUP = 0, TAPER_SUM_OF_GROUP = 1 };                 // GroupSelectParams: reduce
@@ -256,7 +256,7 @@ typedef struct TaperSparsePrefillParams {
 } TaperSparsePrefillParams;
 
 typedef struct TaperDeltaParams {
-  void* out;                  // [tokens, q_heads, head_dim]: sparse rows in, corrected rows out
+  void* out;                  // [tokens, q_heads, head_dim], dtype or TAPER_F32: sparse rows in, corrected out
   const float* anchor_base;   // [anchors, q_heads, head_dim], sparse output of the anchors
   const float* anchor_dense;  // [anchors + tail rows, q_heads, head_dim]
   int64_t position;           // absolute position of row 0

@@ -2,7 +2,8 @@
 //
 // Every row takes the difference between the dense and the sparse output of the last
 // anchor row at or before it (multiples of gamma by absolute position). Anchors and
-// the tail become the dense rows themselves. The difference is taken in fp32.
+// the tail become the dense rows themselves. The difference is taken in fp32; rows are
+// of 16 bits or fp32.
 #pragma once
 
 #include "../common/launch.cuh"
@@ -11,6 +12,30 @@
 namespace taper {
 
 using DeltaParams = TaperDeltaParams;
+
+// Eight numbers of a row.
+template <class T>
+__device__ __forceinline__ void load8(const T* from, float (&x)[8]) {
+  const uint4 raw = *reinterpret_cast<const uint4*>(from);
+  const T* of = reinterpret_cast<const T*>(&raw);
+#pragma unroll
+  for (int k = 0; k < 8; ++k) x[k] = to_float(of[k]);
+}
+template <>
+__device__ __forceinline__ void load8<float>(const float* from, float (&x)[8]) {
+  *reinterpret_cast<float4*>(x) = reinterpret_cast<const float4*>(from)[0];
+  *reinterpret_cast<float4*>(x + 4) = reinterpret_cast<const float4*>(from)[1];
+}
+template <class T>
+__device__ __forceinline__ void store8(T* to, const float (&x)[8]) {
+  *reinterpret_cast<uint4*>(to) = make_uint4(pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]),
+                                             pack2<T>(x[4], x[5]), pack2<T>(x[6], x[7]));
+}
+template <>
+__device__ __forceinline__ void store8<float>(float* to, const float (&x)[8]) {
+  reinterpret_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
+  reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
+}
 
 template <class T, int D>
 __global__ void __launch_bounds__(256) delta_kernel(const DeltaParams p) {
@@ -26,25 +51,17 @@ __global__ void __launch_bounds__(256) delta_kernel(const DeltaParams p) {
   const bool tail = pos >= p.tail_begin, on_anchor = pos % p.gamma == 0;
   const int64_t dense_row = tail ? p.anchors + pos - p.tail_begin : anchor;
   if (!tail && !on_anchor && !p.propagate) return;
-  uint4* out = reinterpret_cast<uint4*>(p.out) + row * per_row + in_row;
-  const float4* dense =
-      reinterpret_cast<const float4*>(p.anchor_dense) + (dense_row * per_row + in_row) * 2;
+  T* out = reinterpret_cast<T*>(p.out) + (row * per_row + in_row) * 8;
   float x[8];
-  *reinterpret_cast<float4*>(x) = dense[0];
-  *reinterpret_cast<float4*>(x + 4) = dense[1];
+  load8(p.anchor_dense + (dense_row * per_row + in_row) * 8, x);
   if (!tail && !on_anchor) {
-    const float4* base =
-        reinterpret_cast<const float4*>(p.anchor_base) + (anchor * per_row + in_row) * 2;
-    float b[8];
-    *reinterpret_cast<float4*>(b) = base[0];
-    *reinterpret_cast<float4*>(b + 4) = base[1];
-    uint4 raw = *out;
-    const T* sparse = reinterpret_cast<const T*>(&raw);
+    float b[8], sparse[8];
+    load8(p.anchor_base + (anchor * per_row + in_row) * 8, b);
+    load8(out, sparse);
 #pragma unroll
-    for (int k = 0; k < 8; ++k) x[k] = to_float(sparse[k]) + (x[k] - b[k]);
+    for (int k = 0; k < 8; ++k) x[k] = sparse[k] + (x[k] - b[k]);
   }
-  *out = make_uint4(pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]), pack2<T>(x[4], x[5]),
-                    pack2<T>(x[6], x[7]));
+  store8(out, x);
 }
 
 }  // namespace taper

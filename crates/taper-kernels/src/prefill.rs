@@ -19,7 +19,7 @@ pub use pooled::pooled;
 pub use probe::{Hierarchy, Stage, probe};
 #[cfg(feature = "cuda")]
 pub(crate) use selection::outside;
-pub use selection::{HeadReads, Lists, Selection, query_blocks};
+pub use selection::{Blocks, HeadReads, Lists, Selection, StripedRun, query_blocks};
 pub use sums::{Sums, sums};
 
 use crate::kv::{BLOCK_TOKENS, PagedKv, with_kv_element};

@@ -123,8 +123,7 @@ impl PrefillMethod for Delta {
             Mode::Delta => Correction::Propagate,
             Mode::Recompute => Correction::Replace,
         };
-        let (out, last) =
-            correct(&base.out.narrow(0, 0, sparse)?, &dense.out, anchors, carry.rows.as_ref(), correction)?;
+        let (out, last) = correct((&base.out, sparse), &dense.out, anchors, carry.rows.as_ref(), correction)?;
         carry.rows = last;
         // A dense row reads all that its sparse one does.
         let mut keys = base.keys;

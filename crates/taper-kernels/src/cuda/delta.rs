@@ -1,7 +1,7 @@
 //! Delta Attention's epilogue: [`crate::correct::correct`] on a CUDA device, and the pass in place.
 
 use super::error::Result;
-use super::ffi::{TaperDeltaParams, taper_delta};
+use super::ffi::{self, TaperDeltaParams, taper_delta};
 use super::op::Op;
 use crate::correct::{Anchors, Correction};
 use bytemuck::Zeroable;
@@ -10,7 +10,7 @@ use candle_core::{DType, Tensor};
 /// Rows of a prompt to correct in place.
 #[derive(Clone, Copy)]
 pub struct Delta<'a> {
-    /// Sparse rows `[T, q_heads, head_dim]`, bf16 or f16, which become the corrected ones.
+    /// Sparse rows `[T, q_heads, head_dim]`, bf16, f16 or f32, which become the corrected ones.
     pub rows: &'a Tensor,
     /// Absolute position of row 0.
     pub position: usize,
@@ -41,9 +41,14 @@ pub fn delta(of: &Delta) -> Result<()> {
     op.check(matches!(head_dim, 64 | 128), "rows", format!("head_dim {head_dim}"), "64 or 128")?;
     let sparse_end = end.min(of.tail);
     if of.position < sparse_end {
-        let (first, last) = (of.position / of.gamma, (sparse_end - 1) / of.gamma);
+        // Without propagation rows before the first anchor need none.
+        let first = match of.correction {
+            Correction::Propagate => of.position / of.gamma,
+            Correction::Replace => of.position.div_ceil(of.gamma),
+        };
+        let last = (sparse_end - 1) / of.gamma;
         let held = of.first_anchor..of.first_anchor + anchors;
-        let fits = held.contains(&first) && held.contains(&last);
+        let fits = first > last || held.contains(&first) && held.contains(&last);
         op.check(fits, "base", format!("anchors {held:?}"), format!("{first} to {last}"))?;
     }
     let tail = end.saturating_sub(of.tail.max(of.position));
@@ -64,7 +69,7 @@ pub fn delta(of: &Delta) -> Result<()> {
         tokens: op.int("rows", tokens)?,
         q_heads: op.int("rows", q_heads)?,
         head_dim: op.int("rows", head_dim)?,
-        dtype: op.dtype("rows", dtype)?,
+        dtype: if dtype == DType::F32 { ffi::TAPER_F32 } else { op.dtype("rows", dtype)? },
         gamma: op.int("gamma", of.gamma)?,
         propagate: (of.correction == Correction::Propagate).into(),
         overlap: 1,
@@ -74,52 +79,49 @@ pub fn delta(of: &Delta) -> Result<()> {
     op.launched(unsafe { taper_delta(&p, op.stream()) })
 }
 
-/// [`crate::correct::correct`], whose shapes the caller has checked, by candle's own operations: all f32.
+/// [`crate::correct::correct`], whose shapes the caller has checked, in place of the rows given.
 pub(crate) fn correct(
-    sparse: &Tensor,
+    (rows, sparse): (&Tensor, usize),
     dense: &Tensor,
     anchors: Anchors,
     carry: Option<&Tensor>,
     correction: Correction,
 ) -> candle_core::Result<(Tensor, Option<Tensor>)> {
-    let (rows, heads, d) = sparse.dims3()?;
-    let starts: Vec<u32> = anchors.below(rows).map(|row| row as u32).collect();
-    let device = sparse.device();
-    let tail = dense.narrow(0, starts.len(), dense.dim(0)? - starts.len())?;
-    let exact = dense.narrow(0, 0, starts.len())?;
-    let carry_row = carry.map(|c| c.reshape((1, heads, d))).transpose()?;
-    // Differences by anchor, that of the anchor before the rows first; carried rows may precede the first anchor.
-    let lead = anchors.first.min(rows);
-    let leads = correction == Correction::Propagate && lead > 0;
-    if starts.is_empty() {
-        let out = match &carry_row {
-            Some(carry) if leads => sparse.broadcast_add(carry)?,
-            _ => sparse.clone(),
-        };
-        return Ok((Tensor::cat(&[&out, &tail], 0)?, carry.cloned()));
-    }
-    let at = Tensor::from_slice(&starts, starts.len(), device)?;
-    let differences = (&exact - sparse.index_select(&at, 0)?)?;
-    let last = differences.narrow(0, starts.len() - 1, 1)?.reshape((heads, d))?;
-    let out = match correction {
-        Correction::Replace => sparse.clone(),
-        Correction::Propagate => {
-            let all = match &carry_row {
-                Some(carry) => Tensor::cat(&[carry, &differences], 0)?,
-                None => differences,
-            };
-            let before = u32::from(carry_row.is_some());
-            let of = |row: usize| match row.checked_sub(anchors.first) {
-                None => 0,
-                Some(past) => before + (past / anchors.gamma) as u32,
-            };
-            let of: Vec<u32> = (0..rows).map(of).collect();
-            (sparse + all.index_select(&Tensor::from_vec(of, rows, device)?, 0)?)?
-        }
+    let op = Op::new("correct", "rows", rows)?;
+    let (count, heads, d) = rows.dims3()?;
+    let starts: Vec<u32> = anchors.below(sparse).map(|row| row as u32).collect();
+    // Positions such that anchors stand at multiples of gamma. The one before the rows is in the arrays where it is carried.
+    let (gamma, position) = match (starts.is_empty(), anchors.first) {
+        (true, _) => (count + 2, 1),
+        (false, 0) => (anchors.gamma, 0),
+        (false, first) => (anchors.gamma, anchors.gamma.saturating_sub(first)),
     };
-    // Anchors become the dense rows themselves.
-    let mut place: Vec<u32> = (0..rows as u32).collect();
-    starts.iter().zip(rows as u32..).for_each(|(&row, dense)| place[row as usize] = dense);
-    let out = Tensor::cat(&[&out, &exact], 0)?.index_select(&Tensor::from_vec(place, rows, device)?, 0)?;
-    Ok((Tensor::cat(&[&out, &tail], 0)?, Some(last)))
+    op.check(position > 0 || anchors.first == 0, "anchors", format!("{anchors:?}"), "the first below gamma")?;
+    let mut base = Vec::new();
+    let mut exact = Vec::new();
+    if let Some(carry) = carry.filter(|_| position > 0) {
+        base.push(carry.zeros_like()?.reshape((1, heads, d))?);
+        exact.push(carry.reshape((1, heads, d))?);
+    }
+    let first_anchor = usize::from(position > 0 && base.is_empty());
+    let mut last = carry.cloned();
+    if !starts.is_empty() {
+        let own = rows.index_select(&op.kept(&starts, [starts.len()])?, 0)?;
+        let of = |t: &Tensor| t.narrow(0, starts.len() - 1, 1)?.reshape((heads, d));
+        last = Some((of(dense)? - of(&own)?)?);
+        base.push(own);
+    }
+    if dense.dim(0)? > 0 {
+        exact.push(dense.clone());
+    }
+    let one = |mut all: Vec<Tensor>| if all.len() == 1 { Ok(all.swap_remove(0)) } else { Tensor::cat(&all, 0) };
+    let tail = position + sparse;
+    if base.is_empty() {
+        // Nothing to add, no anchor: only the tail is another.
+        base.push(op.zeros((1, heads, d), DType::F32)?);
+        exact.insert(0, op.zeros((1, heads, d), DType::F32)?);
+    }
+    let (base, dense) = (&one(base)?, &one(exact)?);
+    delta(&Delta { rows, position, base, dense, first_anchor, tail, gamma, correction })?;
+    Ok((rows.clone(), last))
 }

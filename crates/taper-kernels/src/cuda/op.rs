@@ -270,7 +270,12 @@ pub fn prepare(device: &Device) -> candle_core::Result<()> {
             failed => failed,
         }
     };
-    status.result().map_err(candle_core::Error::wrap)
+    status.result().map_err(candle_core::Error::wrap)?;
+    // The driver compiles candle's kernels where they are first used, which takes seconds on a machine that has not seen them.
+    let x = Tensor::zeros((2, 2), DType::F32, device)?;
+    let ids = Tensor::zeros(2, DType::U32, device)?;
+    let x = (x.index_select(&ids, 0)?.to_dtype(DType::BF16)?.to_dtype(DType::F32)?.sum(1)? + 1.0)?;
+    Tensor::cat(&[&x, &x.sqr()?.maximum(&x)?], 0)?.to_vec1::<f32>().map(|_| ())
 }
 
 /// Thread blocks that share a list in launches that form teams: `taper_team` of the interface.

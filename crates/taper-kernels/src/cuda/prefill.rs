@@ -3,7 +3,7 @@
 mod tiles;
 
 use super::error::Result;
-use super::ffi::{TaperPrefillParams, TaperSparsePrefillParams, taper_prefill_sparse};
+use super::ffi::{TaperMergeParams, TaperPrefillParams, TaperSparsePrefillParams, taper_merge, taper_prefill_sparse};
 use super::op::Op;
 use crate::kv::{BLOCK_TOKENS, PagedKv};
 use crate::prefill::{Reads, Rows};
@@ -15,6 +15,11 @@ use tiles::{Drawn, Key};
 pub(super) const TILE_WORDS: usize = 8;
 /// Rows that a tile has at most.
 pub const TILE_ROWS: usize = 128;
+/// Tiles and heads that keep all multiprocessors busy: where there are fewer, a tile's keys are read in parts, at most so many
+/// and of at least so many blocks each.
+const BUSY: usize = 264;
+const PARTS_MAX: usize = 8;
+const PART_BLOCKS: usize = 16;
 
 /// At most 128 neighbouring rows of a launch that read alike.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,6 +41,8 @@ pub struct Tile {
 pub struct Tiles {
     pub(super) tiles: Tensor,
     pub(super) count: usize,
+    /// Parts that each tile's keys are read in; it stands here once for each.
+    parts: usize,
     /// Of each tile as it was given, the last position of its rows.
     pub(super) last: Vec<u32>,
     positions: Tensor,
@@ -51,22 +58,34 @@ impl Tiles {
     /// # Errors
     /// A tile of no or more than 128 rows, or with rows beyond the positions.
     pub fn new(like: &Tensor, positions: &[u32], tiles: &[Tile], q_rows: Option<&[u32]>) -> Result<Self> {
+        Self::in_parts(like, positions, tiles, q_rows, 1)
+    }
+
+    /// The same, each tile's keys in so many parts: for launches without lists, whose outputs are f32.
+    fn in_parts(
+        like: &Tensor,
+        positions: &[u32],
+        tiles: &[Tile],
+        q_rows: Option<&[u32]>,
+        parts: usize,
+    ) -> Result<Self> {
         let op = Op::new("prefill-tiles", "like", like)?;
         let mut order: Vec<usize> = (0..tiles.len()).collect();
         order.sort_by_key(|&i| std::cmp::Reverse(tiles[i].positions.1));
-        let mut words = Vec::with_capacity(tiles.len() * TILE_WORDS);
+        let mut words = Vec::with_capacity(tiles.len() * parts * TILE_WORDS);
         for i in order {
             let Tile { row, rows, table, tokens, positions: (first, last) } = tiles[i];
             let fits = (1..=TILE_ROWS as u32).contains(&rows) && (row + rows) as usize <= positions.len();
             op.check(fits, "tiles", format!("rows {row} and {rows} on"), format!("1 to 128 of {}", positions.len()))?;
-            words.extend([row, rows, table, tokens, first, last, i as u32, 0]);
+            (0..parts as u32).for_each(|part| words.extend([row, rows, table, tokens, first, last, i as u32, part]));
         }
         if let Some(q_rows) = q_rows {
             op.check(q_rows.len() == positions.len(), "q_rows", q_rows.len(), positions.len())?;
         }
         Ok(Self {
-            tiles: op.kept(&words, [tiles.len(), TILE_WORDS])?,
-            count: tiles.len(),
+            tiles: op.kept(&words, [tiles.len() * parts, TILE_WORDS])?,
+            count: tiles.len() * parts,
+            parts,
             last: tiles.iter().map(|tile| tile.positions.1).collect(),
             positions: op.kept(positions, [positions.len()])?,
             rows: positions.len(),
@@ -152,8 +171,11 @@ pub fn prefill_tiles(
     let by_row = out_dtype == DType::F32;
     op.check(by_row || out_dtype == dtype, "out", format!("{out_dtype:?}"), format!("F32 or {dtype:?}"))?;
     op.check(tiles.q_rows.is_some() || tiles.rows == q_rows, "tiles", tiles.rows, format!("{q_rows} rows"))?;
-    let out = op.empty((if by_row { tiles.rows } else { q_rows }, q_heads, head_dim), out_dtype)?;
-    let lse = op.empty((tiles.rows, q_heads), DType::F32)?;
+    let parts = tiles.parts;
+    let alone = parts == 1 || by_row && reads.blocks.is_none() && reads.columns.is_none();
+    op.check(alone, "tiles", format!("{parts} parts"), "one, of f32 outputs without lists")?;
+    let out = op.empty((if by_row { tiles.rows } else { q_rows }, q_heads * parts, head_dim), out_dtype)?;
+    let lse = op.empty((tiles.rows, q_heads * parts), DType::F32)?;
     if tiles.count == 0 {
         return Ok((out, lse));
     }
@@ -183,7 +205,7 @@ pub fn prefill_tiles(
         csr_begin,
         csr_blocks,
         out: op.at("out", &out, out_dtype, out.dims())?,
-        lse: op.at("lse", &lse, DType::F32, [tiles.rows, q_heads])?,
+        lse: op.at("lse", &lse, DType::F32, [tiles.rows, q_heads * parts])?,
         anchor_out: match reads.anchors {
             Some(anchors) => op.at("anchors", anchors, DType::F32, [anchors.dim(0)?, q_heads, head_dim])?,
             None => std::ptr::null_mut(),
@@ -212,10 +234,39 @@ pub fn prefill_tiles(
         column_ids,
         column_heads: op.int("columns", column_heads)?,
         head_major: reads.head_major.into(),
+        splits: if parts > 1 { op.int("tiles", parts)? } else { 0 },
         ..TaperSparsePrefillParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { taper_prefill_sparse(&p, op.stream()) })?;
+    if parts == 1 { Ok((out, lse)) } else { merge(&op, &out, &lse, parts, p.base.dtype) }
+}
+
+/// Outputs and logarithms from those of parts `[T, q_heads parts, head_dim]` and `[T, q_heads parts]`, all f32.
+fn merge(op: &Op, part_o: &Tensor, part_lse: &Tensor, parts: usize, dtype: i32) -> Result<(Tensor, Tensor)> {
+    let (rows, width, head_dim) = part_o.dims3()?;
+    let q_heads = width / parts;
+    let (out, lse) = (op.empty((rows, q_heads, head_dim), DType::F32)?, op.empty((rows, q_heads), DType::F32)?);
+    let units: Vec<u32> = (0..=rows * q_heads).map(|list| (list * parts) as u32).collect();
+    let units = op.kept(&units, [units.len()])?;
+    let heads = op.int("q", q_heads)?;
+    let m = TaperMergeParams {
+        part_o: op.at("parts", part_o, DType::F32, [rows, width, head_dim])?,
+        part_lse: op.at("parts", part_lse, DType::F32, [rows, width])?,
+        list_units: op.at("units", &units, DType::U32, [rows * q_heads + 1])?,
+        out: op.at("out", &out, DType::F32, [rows, q_heads, head_dim])?,
+        lse: op.at("lse", &lse, DType::F32, [rows, q_heads])?,
+        rows: op.int("q", rows)?,
+        q_heads: heads,
+        list_heads: heads,
+        head_dim: op.int("q", head_dim)?,
+        dtype,
+        out_f32: 1,
+        overlap: 1,
+        ..TaperMergeParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { taper_merge(&m, op.stream()) })?;
     Ok((out, lse))
 }
 
@@ -225,17 +276,25 @@ pub(crate) fn prefill(rows: &Rows, reads: Reads) -> Result<(Tensor, Tensor)> {
     let op = Op::new("prefill", "q", rows.q)?;
     let (count, q_heads, head_dim) = rows.q.dims3()?;
     if count == 0 {
-        return Ok((op.empty((0, q_heads, head_dim), DType::F32)?, op.empty((0, q_heads), DType::F32)?));
+        let none = |width: usize| op.empty((1, width), DType::F32)?.narrow(0, 0, 0);
+        return Ok((none(q_heads * head_dim)?.reshape((0, q_heads, head_dim))?, none(q_heads)?));
     }
     let kv_heads = rows.kv.dims()?.1;
     let drawn = Drawn::new(&op, rows, &reads, kv_heads, q_heads)?;
     let q = rows.q.to_dtype(rows.kv.k.dtype())?.contiguous()?;
     let needed = rows.positions[count - 1] as usize / BLOCK_TOKENS + 1;
     let tables = op.kept(&rows.table[..needed], [1, needed])?;
-    let tiles = Tiles::new(&q, rows.positions, &drawn.tiles, None)?;
+    let parts = match drawn.mask() {
+        Some(Key { sink, window }) => {
+            let blocks = if window == 0 { needed } else { needed.min((sink + window) / BLOCK_TOKENS + 3) };
+            (BUSY / (drawn.tiles.len() * q_heads).max(1)).min(blocks / PART_BLOCKS).clamp(1, PARTS_MAX)
+        }
+        None => 1,
+    };
+    let tiles = Tiles::in_parts(&q, rows.positions, &drawn.tiles, None, parts)?;
     let mut total: Option<(Tensor, Tensor)> = None;
     for &key in &drawn.keys {
-        let (blocks, columns) = drawn.upload(&op, key)?;
+        let (blocks, columns) = drawn.upload(&op, key, &tiles)?;
         let Key { sink, window } = key;
         let reads = Sparse { sink, window, blocks: blocks.as_ref(), columns: columns.as_ref(), ..Sparse::default() };
         let (out, lse) = prefill_tiles(&q, rows.kv, &tables, &tiles, &reads, DType::F32)?;

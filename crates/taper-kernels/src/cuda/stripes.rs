@@ -46,12 +46,12 @@ pub fn block_lists(
     let (begins, total) = places(heads, tiles.last.iter().map(room));
     let of = KeyLists {
         heads,
-        begins: op.upload(&begins, [heads, tiles.count])?,
+        begins: op.kept(&begins, [heads, tiles.count])?,
         counts: op.empty((heads, tiles.count), DType::U32)?,
         ids: op.empty(total, DType::U32)?,
     };
     let bitmaps = op.empty((slices, heads, 2, words), DType::U32)?;
-    let ends = op.upload(slice_ends, [slices])?;
+    let ends = op.kept(slice_ends, [slices])?;
     let p = TaperStripesParams {
         columns: op.at("columns", columns.ids, DType::U32, [slices, heads, column_room])?,
         column_counts: op.at("columns", columns.counts, DType::U32, [slices, heads])?,
@@ -93,7 +93,7 @@ pub fn drop_columns(tiles: &Tiles, tokens: &Tensor, counts: &Tensor, blocks: &Ke
     let (begins, total) = places(heads, tiles.last.iter().map(|_| room));
     let of = KeyLists {
         heads,
-        begins: op.upload(&begins, [heads, tiles.count])?,
+        begins: op.kept(&begins, [heads, tiles.count])?,
         counts: op.empty((heads, tiles.count), DType::U32)?,
         ids: op.empty(total, DType::U32)?,
     };

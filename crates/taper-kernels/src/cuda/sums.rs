@@ -60,9 +60,11 @@ pub(crate) fn sums(rows: &Rows) -> Result<Sums> {
     let own: Vec<Tensor> = (slices.iter().enumerate())
         .map(|(i, &(_, rows, _))| lse.get(i)?.narrow(1, 0, rows as usize)?.t())
         .collect::<candle_core::Result<_>>()?;
+    // candle's sum takes a thread block for each number, which for one slice is all for nothing.
+    let all = |of: Tensor| if m == 1 { of.squeeze(0) } else { of.sum(0) };
     Ok(Sums {
-        columns: columns.sum(0)?.narrow(1, 0, n)?.contiguous()?,
-        diagonals: diagonals.sum(0)?.narrow(1, 0, n)?.contiguous()?,
+        columns: all(columns)?.narrow(1, 0, n)?.contiguous()?,
+        diagonals: all(diagonals)?.narrow(1, 0, n)?.contiguous()?,
         lse: Tensor::cat(&own, 0)?,
     })
 }

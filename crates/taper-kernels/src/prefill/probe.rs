@@ -90,7 +90,7 @@ fn probe_with(isa: Isa, rows: &Rows, runs: &[Range<usize>], hierarchy: &Hierarch
     })?;
     let of_head = |found: &[Found]| HeadReads {
         mask: Mask::Causal,
-        blocks: Some(found.iter().map(|f| f.blocks.iter().copied()).collect()),
+        blocks: Some(found.iter().map(|f| f.blocks.iter().copied()).collect::<Lists>().into()),
         tokens: found.iter().map(|f| f.tokens.iter().copied()).collect::<Lists>(),
     };
     let products = found.iter().map(|found| found.products).sum();

@@ -1,8 +1,10 @@
 //! What rows of a prefill read, where it is not one rule for all of them.
 
 use super::Mask;
+use super::stripes::Stripes;
 use crate::kv::BLOCK_TOKENS;
 use candle_core::{Result, bail};
+use std::borrow::Cow;
 use std::ops::Range;
 
 /// Lists of ascending ids, one after the other.
@@ -43,6 +45,61 @@ impl<I: IntoIterator<Item = u32>> FromIterator<I> for Lists {
     }
 }
 
+/// Key blocks of each run of rows, ascending.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Blocks {
+    /// Lists.
+    Listed(Lists),
+    /// What stripes read, of which no list is kept.
+    Striped {
+        /// The stripes; their single tokens are not looked at.
+        stripes: Stripes,
+        /// The runs.
+        runs: Vec<StripedRun>,
+    },
+}
+
+/// Where a run of rows stands among stripes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StripedRun {
+    /// The block of the stripes that its rows stand in.
+    pub own: u32,
+    /// Blocks of the stripes before that one that they read.
+    pub before: u32,
+}
+
+impl From<Lists> for Blocks {
+    fn from(lists: Lists) -> Self {
+        Self::Listed(lists)
+    }
+}
+
+impl Blocks {
+    /// How many runs there are.
+    fn len(&self) -> usize {
+        match self {
+            Self::Listed(lists) => lists.len(),
+            Self::Striped { runs, .. } => runs.len(),
+        }
+    }
+
+    /// The blocks of run `i`, which there must be.
+    pub fn get(&self, i: usize) -> Cow<'_, [u32]> {
+        match self {
+            Self::Listed(lists) => lists.get(i).into(),
+            Self::Striped { stripes, runs } => stripes.blocks_of(runs[i].own).collect(),
+        }
+    }
+
+    fn ascends(&self) -> bool {
+        let ascends = |ids: &[u32]| ids.is_sorted_by(|a, b| a < b);
+        match self {
+            Self::Listed(lists) => (0..lists.len()).all(|i| ascends(lists.get(i))),
+            Self::Striped { stripes, .. } => ascends(&stripes.blocks) && ascends(&stripes.distances),
+        }
+    }
+}
+
 /// What one list of heads reads: the keys that the mask gives a row and that stand in a listed block or are listed
 /// themselves.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,7 +107,7 @@ pub struct HeadReads {
     /// The outermost bound.
     pub mask: Mask,
     /// Blocks of 64 tokens for each run of rows `[runs]`; absent, all of them.
-    pub blocks: Option<Lists>,
+    pub blocks: Option<Blocks>,
     /// Single tokens for each run `[runs]`, or one list for all runs `[1]`, or none `[0]`; those in a listed block count
     /// once.
     pub tokens: Lists,
@@ -65,17 +122,21 @@ impl From<Mask> for HeadReads {
 impl HeadReads {
     /// Blocks, causally, and nothing else.
     pub fn blocks(blocks: Lists) -> Self {
-        Self { mask: Mask::Causal, blocks: Some(blocks), tokens: Lists::default() }
+        Self { mask: Mask::Causal, blocks: Some(blocks.into()), tokens: Lists::default() }
     }
 
     /// The blocks and tokens that a run reads.
-    pub(crate) fn lists(&self, run: usize) -> (Option<&[u32]>, &[u32]) {
-        let tokens = match self.tokens.len() {
+    pub(crate) fn lists(&self, run: usize) -> (Option<Cow<'_, [u32]>>, &[u32]) {
+        (self.blocks.as_ref().map(|blocks| blocks.get(run)), self.tokens(run))
+    }
+
+    /// The tokens alone.
+    pub(crate) fn tokens(&self, run: usize) -> &[u32] {
+        match self.tokens.len() {
             0 => &[][..],
             1 => self.tokens.get(0),
             _ => self.tokens.get(run),
-        };
-        (self.blocks.as_ref().map(|blocks| blocks.get(run)), tokens)
+        }
     }
 }
 
@@ -104,13 +165,13 @@ impl Selection {
             if blocks.is_some_and(|b| b.len() != runs.len()) || (tokens.len() > 1 && tokens.len() != runs.len()) {
                 bail!(
                     "selection: {:?} lists of blocks and {} of tokens for {} runs",
-                    blocks.map(Lists::len),
+                    blocks.map(Blocks::len),
                     tokens.len(),
                     runs.len()
                 );
             }
             let ascends = |lists: &Lists| (0..lists.len()).all(|i| lists.get(i).is_sorted_by(|a, b| a < b));
-            if !blocks.is_none_or(ascends) || !ascends(tokens) {
+            if !blocks.is_none_or(Blocks::ascends) || !ascends(tokens) {
                 bail!("selection: ids do not ascend");
             }
         }
@@ -157,7 +218,7 @@ impl Selection {
         let (blocks, tokens) = reads.lists(run);
         let Some(blocks) = blocks else { return Some(within(0..position + 1)) };
         let mut singles = Vec::new();
-        outside(&tokens[..tokens.partition_point(|&t| t as usize <= position)], blocks, &mut singles);
+        outside(&tokens[..tokens.partition_point(|&t| t as usize <= position)], &blocks, &mut singles);
         let in_blocks: f64 =
             blocks.iter().map(|&b| b as usize * BLOCK_TOKENS).map(|b| within(b..b + BLOCK_TOKENS)).sum();
         Some(in_blocks + singles.iter().map(|&t| within(t as usize..t as usize + 1)).sum::<f64>())
@@ -176,12 +237,20 @@ struct Counter {
 
 impl Counter {
     fn new(reads: &HeadReads, run: usize, rows: Range<usize>, window: Option<usize>) -> Self {
+        if let (Mask::Causal, Some(Blocks::Striped { stripes, runs }), 0, None) =
+            (reads.mask, &reads.blocks, reads.tokens.ids.len(), window)
+        {
+            let (StripedRun { own, before }, each) = (runs[run], stripes.block_tokens);
+            let own = own as usize * each;
+            let edges = vec![own..own + each];
+            return Self { mask: reads.mask, all: false, whole: before as usize * each, edges, tokens: Vec::new() };
+        }
         let (blocks, tokens) = reads.lists(run);
         let mut outside = Vec::new();
         let Some(blocks) = blocks else {
             return Self { mask: reads.mask, all: true, whole: 0, edges: Vec::new(), tokens: outside };
         };
-        self::outside(tokens, blocks, &mut outside);
+        self::outside(tokens, &blocks, &mut outside);
         let spans = blocks.iter().map(|&b| b as usize * BLOCK_TOKENS..(b as usize + 1) * BLOCK_TOKENS);
         // Without an inner mask, what the first row sees and the last one has not lost is seen by all.
         let lowest = rows.end.saturating_sub(window.unwrap_or(rows.end));

@@ -1,9 +1,9 @@
 //! From sums of probabilities to what is read: columns (keys that many rows read) and slashes (diagonals).
 
-use super::selection::{HeadReads, Lists};
+use super::selection::{Blocks, HeadReads, StripedRun};
 use super::{Mask, Sums};
 use crate::kv::BLOCK_TOKENS;
-use candle_core::{Result, bail};
+use candle_core::{Result, Tensor, bail};
 use std::cmp::Ordering;
 use std::ops::Range;
 
@@ -22,22 +22,51 @@ pub struct Stripes {
 }
 
 impl Stripes {
-    /// The stripes as lists for runs of rows, each within one block of `block_tokens`.
+    /// What runs of rows read, each within one block of `block_tokens`.
     pub fn reads(&self, runs: &[Range<usize>]) -> HeadReads {
-        let each = (self.block_tokens / BLOCK_TOKENS) as u32;
-        let whole = |block: u32| block * each..(block + 1) * each;
-        let mut blocks = Lists::default();
-        for run in runs {
-            let own = (run.start / self.block_tokens) as u32;
-            let near = self.distances.iter().rev().filter_map(|&distance| own.checked_sub(distance));
-            let listed = self.blocks.iter().copied().take_while(|&block| block < own);
-            blocks.push(merge(near, listed).chain((!self.distances.contains(&0)).then_some(own)).flat_map(whole));
-        }
+        let own: Vec<u32> = runs.iter().map(|run| (run.start / self.block_tokens) as u32).collect();
+        let before = self.before(&own);
+        let runs = own.into_iter().zip(before).map(|(own, before)| StripedRun { own, before }).collect();
         HeadReads {
             mask: Mask::Causal,
-            blocks: Some(blocks),
+            blocks: Some(Blocks::Striped { stripes: Self { tokens: Vec::new(), ..self.clone() }, runs }),
             tokens: [self.tokens.iter().copied()].into_iter().collect(),
         }
+    }
+
+    /// The key blocks of 64 tokens, ascending, that the rows of block `own` read.
+    pub(super) fn blocks_of(&self, own: u32) -> impl Iterator<Item = u32> {
+        let each = (self.block_tokens / BLOCK_TOKENS) as u32;
+        let near = self.distances.iter().rev().filter_map(move |&distance| own.checked_sub(distance));
+        let listed = self.blocks.iter().copied().take_while(move |&block| block < own);
+        let own = (!self.distances.contains(&0)).then_some(own);
+        merge(near, listed).chain(own).flat_map(move |block| block * each..(block + 1) * each)
+    }
+
+    /// How many blocks before each of some their rows read: those that are listed or a distance away, by 64 at a time.
+    fn before(&self, own: &[u32]) -> Vec<u32> {
+        let end = own.iter().max().map_or(0, |&last| last as usize + 1);
+        let words = end / 64 + 2;
+        let bits = |ids: &mut dyn Iterator<Item = usize>| {
+            let mut bits = vec![0u64; words];
+            ids.for_each(|id| bits[id / 64] |= 1 << (id % 64));
+            bits
+        };
+        let below = |ids: &[u32]| ids.iter().map(|&id| id as usize).take_while(|&id| id < end).collect::<Vec<_>>();
+        let listed = bits(&mut below(&self.blocks).into_iter());
+        // Turned round: the block a distance before `own` has bit `end - 1 - own + block` here.
+        let near = bits(&mut below(&self.distances).into_iter().map(|distance| end - 1 - distance));
+        let of = |&own: &u32| {
+            let (own, shift) = (own as usize, end - 1 - own as usize);
+            let word = |at: usize| {
+                let (low, high) = (near[at + shift / 64], near.get(at + shift / 64 + 1).copied().unwrap_or(0));
+                let near = if shift.is_multiple_of(64) { low } else { low >> (shift % 64) | high << (64 - shift % 64) };
+                let all = listed[at] | near;
+                if own / 64 == at { all & ((1 << (own % 64)) - 1) } else { all }
+            };
+            (0..=own / 64).map(|at| word(at).count_ones()).sum()
+        };
+        own.iter().map(of).collect()
     }
 }
 
@@ -134,11 +163,14 @@ pub fn by_share(sums: &Sums, kv_heads: usize, shares: &Shares) -> Result<Vec<Str
     if block_tokens == 0 || !block_tokens.is_multiple_of(BLOCK_TOKENS) {
         bail!("stripes: blocks of {block_tokens} tokens; expected a multiple of {BLOCK_TOKENS}");
     }
-    let (columns, slashes) = (Table::of(&sums.columns)?, Table::of(&sums.diagonals)?);
+    // A device adds blocks up itself: what goes to the host is smaller by as much.
+    let each = if sums.columns.device().is_cpu() { 1 } else { block_tokens };
+    let (columns, slashes) =
+        (Table::of(&added_up(&sums.columns, each)?)?, Table::of(&added_up(&sums.diagonals, each)?)?);
     let mut all = Vec::with_capacity(kv_heads);
     for heads in columns.groups(kv_heads)? {
-        let columns = find_k(&columns.by_block(heads.clone(), block_tokens), alpha_c);
-        let slashes = find_k(&slashes.by_block(heads, block_tokens), alpha_s);
+        let columns = find_k(&columns.by_block(heads.clone(), block_tokens / each), alpha_c);
+        let slashes = find_k(&slashes.by_block(heads, block_tokens / each), alpha_s);
         let blocks = merge(std::iter::once(0), columns.into_iter()).collect();
         let distances = merge(slashes.clone().into_iter(), slashes.into_iter().map(|b| b + 1)).collect();
         all.push(Stripes { blocks, tokens: Vec::new(), distances, block_tokens });
@@ -184,6 +216,16 @@ pub fn by_count(sums: &Sums, head: usize, counts: &Counts) -> Result<Stripes> {
     })
 }
 
+/// Sums `[heads, n]` over every `each` neighbours, the last over what there is.
+fn added_up(sums: &Tensor, each: usize) -> Result<Tensor> {
+    let (heads, n) = sums.dims2()?;
+    if each == 1 {
+        return Ok(sums.clone());
+    }
+    let count = n.div_ceil(each);
+    sums.pad_with_zeros(1, 0, count * each - n)?.reshape((heads, count, each))?.sum(2)
+}
+
 /// Sums `[heads, n]` on the host.
 struct Table {
     mass: Vec<f32>,
@@ -192,7 +234,7 @@ struct Table {
 }
 
 impl Table {
-    fn of(sums: &candle_core::Tensor) -> Result<Self> {
+    fn of(sums: &Tensor) -> Result<Self> {
         let (heads, n) = sums.dims2()?;
         Ok(Self { mass: sums.flatten_all()?.to_vec1()?, heads, n })
     }

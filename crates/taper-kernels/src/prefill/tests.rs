@@ -91,7 +91,7 @@ fn random_selection(numbers: &mut Numbers, positions: &[u32], lists: usize) -> S
             blocks.dedup();
             blocks
         });
-        let blocks = (list != 1).then(|| blocks.collect());
+        let blocks = (list != 1).then(|| blocks.collect::<Lists>().into());
         let tokens: Lists = match list % 3 {
             0 => Lists::default(),
             1 => [pick(end + 20, 5)].into_iter().collect(),

@@ -243,6 +243,7 @@ unsafe fn run_tile<V: Simd, T: KvElement>(
             (reads.mask, blocks, tokens)
         }
     };
+    let blocks = blocks.as_deref();
     pack_queries(with.dims, with.q, tile.rows.clone(), tile.heads.clone(), &mut s.q);
     s.out.fill(0.0);
     s.max.fill(f32::NEG_INFINITY);

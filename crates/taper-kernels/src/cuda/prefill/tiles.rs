@@ -2,9 +2,12 @@
 
 use super::super::error::Result;
 use super::super::op::Op;
-use super::{KeyLists, TILE_ROWS, Tile};
+use super::super::stripes::{Chosen, block_lists};
+use super::{KeyLists, TILE_ROWS, Tile, Tiles};
 use crate::kv::BLOCK_TOKENS;
-use crate::prefill::{HeadReads, Mask, Reads, Rows, outside};
+use crate::prefill::stripes::Stripes;
+use crate::prefill::{Blocks, HeadReads, Mask, Reads, Rows, outside};
+use candle_core::Tensor;
 use std::ops::Range;
 
 /// A mask as launches know it.
@@ -23,16 +26,17 @@ struct Read {
 }
 
 /// Tiles, and what each reads.
-pub(super) struct Drawn {
+pub(super) struct Drawn<'a> {
     pub tiles: Vec<Tile>,
     /// The masks that occur.
     pub keys: Vec<Key>,
-    /// `[heads][tiles]`.
+    /// `[heads][tiles]`; none where the device makes them, of stripes.
     reads: Vec<Vec<Read>>,
+    stripes: Option<Vec<&'a Stripes>>,
 }
 
-impl Drawn {
-    pub fn new(op: &Op, rows: &Rows, reads: &Reads, kv_heads: usize, q_heads: usize) -> Result<Self> {
+impl<'a> Drawn<'a> {
+    pub fn new(op: &Op, rows: &Rows, reads: &Reads<'a>, kv_heads: usize, q_heads: usize) -> Result<Self> {
         let whole;
         let (runs, heads) = match reads {
             Reads::Mask(mask) => {
@@ -46,7 +50,15 @@ impl Drawn {
                 (selection.runs().iter().map(|run| at(run.start)..at(run.end)).collect(), selection.heads())
             }
         };
-        let mut drawn = Self { tiles: Vec::new(), keys: Vec::new(), reads: heads.iter().map(|_| Vec::new()).collect() };
+        let stripes = match reads {
+            Reads::Selection(selection) if rows.window.is_none() => selection.heads().iter().map(striped).collect(),
+            _ => None,
+        };
+        let (keys, lists) = match &stripes {
+            Some(_) => (vec![Key { sink: 0, window: 0 }], Vec::new()),
+            None => (Vec::new(), heads.iter().map(|_| Vec::new()).collect()),
+        };
+        let mut drawn = Self { tiles: Vec::new(), keys, reads: lists, stripes };
         let mut next = 0;
         for (run, span) in runs.iter().enumerate() {
             op.check(next >= span.start, "reads", format!("no run for row {next}"), "a run for every row")?;
@@ -67,8 +79,20 @@ impl Drawn {
         Ok(drawn)
     }
 
+    /// The mask, where it says all that is read.
+    pub fn mask(&self) -> Option<Key> {
+        let plain = |read: &Read| read.blocks.is_none() && read.columns.is_empty();
+        match self.keys[..] {
+            [key] if self.stripes.is_none() && self.reads.iter().flatten().all(plain) => Some(key),
+            _ => None,
+        }
+    }
+
     /// Lists of blocks and of single tokens for the launch with one mask; none where the mask says it all.
-    pub fn upload(&self, op: &Op, key: Key) -> Result<(Option<KeyLists>, Option<KeyLists>)> {
+    pub fn upload(&self, op: &Op, key: Key, tiles: &Tiles) -> Result<(Option<KeyLists>, Option<KeyLists>)> {
+        if let Some(stripes) = &self.stripes {
+            return Ok((Some(of_stripes(op, stripes, tiles)?), None));
+        }
         let all = || self.reads.iter().flatten();
         let listed = !all().all(|read| read.key == key && read.blocks.is_none());
         let single = all().any(|read| read.key == key && !read.columns.is_empty());
@@ -98,6 +122,40 @@ impl Drawn {
             single.then(|| lists(&|read: &Read, _: &Tile| read.columns.clone())).transpose()?,
         ))
     }
+}
+
+/// The stripes of a list of heads, where the device can make the lists of them: nothing else is read, block 0 always is, and
+/// distances come from slashes, two neighbours each.
+fn striped(head: &HeadReads) -> Option<&Stripes> {
+    let (Mask::Causal, Some(Blocks::Striped { stripes, .. })) = (head.mask, &head.blocks) else { return None };
+    let none = (0..head.tokens.len()).all(|run| head.tokens.get(run).is_empty());
+    let slashes = slashes(stripes);
+    let of = |slash: u32| slashes.binary_search(&slash).is_ok();
+    let covered = stripes.distances.iter().all(|&d| of(d) || d > 0 && of(d - 1));
+    let plain = none && stripes.block_tokens == BLOCK_TOKENS && stripes.blocks.first() == Some(&0);
+    (plain && covered).then_some(stripes)
+}
+
+/// The distances after which the next is there too.
+fn slashes(stripes: &Stripes) -> Vec<u32> {
+    stripes.distances.windows(2).filter(|pair| pair[1] == pair[0] + 1).map(|pair| pair[0]).collect()
+}
+
+/// Lists of blocks, made on the device.
+fn of_stripes(op: &Op, stripes: &[&Stripes], tiles: &Tiles) -> Result<KeyLists> {
+    let heads = stripes.len();
+    let chosen = |of: Vec<Vec<u32>>| -> Result<(Tensor, Tensor)> {
+        let room = of.iter().map(Vec::len).max().unwrap_or(0).max(1);
+        let counts: Vec<u32> = of.iter().map(|ids| ids.len() as u32).collect();
+        let ids: Vec<u32> =
+            of.into_iter().flat_map(|ids| ids.into_iter().chain(std::iter::repeat(0)).take(room)).collect();
+        Ok((op.upload(&ids, [1, heads, room])?, op.upload(&counts, [1, heads])?))
+    };
+    let (columns, column_counts) = chosen(stripes.iter().map(|stripes| stripes.blocks.clone()).collect())?;
+    let (far, far_counts) = chosen(stripes.iter().map(|stripes| slashes(stripes)).collect())?;
+    let columns = Chosen { ids: &columns, counts: &column_counts };
+    let tokens = tiles.last.iter().max().map_or(0, |&last| last as usize + 1);
+    block_lists(tiles, columns, Chosen { ids: &far, counts: &far_counts }, &[tokens as u32], tokens)
 }
 
 fn tile(rows: &Rows, span: Range<usize>) -> Tile {
@@ -148,7 +206,7 @@ fn cuts(rows: &Rows, heads: &[HeadReads], run: usize, span: Range<usize>) -> Vec
             let at = |row: usize| mask(head.mask, rows.window, rows.positions[row] as usize);
             let (one, two) = (at(a), at(b));
             let alike = one.0 == two.0 && one.1 == two.1;
-            alike && (head.lists(run).1.is_empty() || one.0.window == 0)
+            alike && (one.0.window == 0 || head.tokens(run).is_empty())
         })
     };
     for row in span {
