@@ -70,7 +70,7 @@ typedef struct TaperDecodeParams {
   const uint32_t* row_table;     // [rows], the table of each row; null: row r uses table r
   const TaperWorkList* lists;    // [rows, list_heads]
   const uint32_t* block_ids;     // pool that the lists slice
-  const uint32_t* token_ids;     // pool that the lists slice
+  const uint32_t* token_ids;     // pool that the lists slice; of pages: see token_shift
   const float* token_ln_weight;  // beside token_ids, added to the list's own; may be null
   const uint32_t* head_counts;   // [rows, q_heads], sampled tokens that each head reads
   const float* head_ln_weight;   // [rows, q_heads], their log weight
@@ -84,6 +84,9 @@ typedef struct TaperDecodeParams {
   float scale;
   int32_t gather;   // 0 promises that no list names single tokens
   int32_t overlap;  // allow the launch to overlap its predecessor's tail
+  // Each of token_ids stands for a page of 2^token_shift tokens, at most 64, and slices count tokens. Lists
+  // of pages name no blocks and no sample.
+  int32_t token_shift;
 } TaperDecodeParams;
 
 typedef struct TaperMergeParams {
@@ -115,7 +118,7 @@ typedef struct TaperSampledParams {
   TaperDecodeParams d;
   const uint64_t* seeds;      // [rows]
   const uint32_t* positions;  // [rows], absolute position of the query
-  void* out;                  // [rows, q_heads, head_dim]
+  void* out;                  // [rows, q_heads, head_dim], dtype or f32
   float* lse;                 // [rows, q_heads], of the estimate; or null
   uint32_t* sync;             // [(1 + lists) * 32], zero before and after
   // From here to `sums`: not used by TAPER_LISTED.
@@ -133,6 +136,7 @@ typedef struct TaperSampledParams {
   double pilot_share, dense_share;
   int64_t draw_stride;  // at least taper_sampled_draws(max_len)
   int32_t pilot_tokens, rule, capacity, layer;
+  int32_t out_f32, reserved;
 } TaperSampledParams;
 
 int taper_sampled(const TaperSampledParams* p, TaperStream stream);
@@ -339,22 +343,30 @@ typedef struct TaperGroupSelectParams {
 
 typedef struct TaperPickParams {
   const void* q;                // [rows, q_heads, width]
-  const void* view;             // [blocks, kv_heads, width]: means, or upper bounds if `lower`
+  const void* view;             // [blocks, kv_heads, per_block, pitch]: means, or upper bounds if `lower`
   const void* lower;            // lower bounds, or null
   const uint32_t* block_table;  // [tables, table_stride]
   const uint32_t* row_table;    // [rows] or null
   const uint32_t* lens;         // [rows], visible tokens
-  const uint32_t* begins;       // [lists], first candidate; null: 0
-  const uint32_t* ends;         // [lists], one past the last candidate; null: all blocks
+  const uint32_t* begins;       // [lists], first candidate page; null: 0
+  const uint32_t* ends;         // [lists], one past the last candidate; null: all pages
   const uint32_t* ks;           // [lists]; null: `k`
+  const TaperWorkList* lists;   // [lists], what `work` begins as; null: as it is
   uint32_t* keys;               // [lists, stride], scratch
   uint32_t* ids;                // [lists, capacity], ascending
   uint32_t* counts;             // [lists], or null
   TaperWorkList* work;          // [lists], given the slice of ids; or null
-  uint32_t* sync;               // [lists * 32], zero before and after
+  uint32_t* sync;               // [(1 + lists) * 32], zero before and after
+  uint64_t* masses;             // of TAPER_SUM_OF_GROUP: [lists, team, group, 2], zero before and after
   int32_t rows, q_heads, kv_heads, width, dtype, table_stride;
-  int32_t stride;  // most candidates of a list, at most 32768
-  int32_t capacity, k, overlap;
+  int32_t per_block, pitch;  // pitch 0: `width`
+  int32_t stride;            // most candidates of a list, at most 32768; of the sum, most pages
+  int32_t capacity, k;
+  int32_t reduce;  // TAPER_MAX_OF_GROUP of the products; TAPER_SUM_OF_GROUP of shares of the mass, by bounds
+  int32_t target;  // TAPER_BLOCKS, or TAPER_TOKENS: pages, cut to what lies between the list's ranges
+  int32_t overlap;
+  float scale;       // of the sum's scores
+  int32_t in_order;  // set by the entry point
 } TaperPickParams;
 
 // Pages that were chosen, as the tokens of each that lie between the two ranges of its list.
@@ -371,8 +383,8 @@ int taper_lse(const TaperLseParams* p, TaperStream stream);
 int taper_hash_score(const TaperHashScoreParams* p, TaperStream stream);
 int taper_select(const TaperSelectParams* p, TaperStream stream);
 int taper_select_group(const TaperGroupSelectParams* p, TaperStream stream);
-// Scores and chooses blocks in one launch.
-int taper_pick_blocks(const TaperPickParams* p, TaperStream stream);
+// Scores and chooses pages in one launch.
+int taper_pick(const TaperPickParams* p, TaperStream stream);
 int taper_pages(const TaperPagesParams* p, TaperStream stream);
 
 // --- Probability sums (K6) and lists for prefill -------------------------------

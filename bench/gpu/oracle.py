@@ -74,3 +74,27 @@ def fixed_list(n, h, sink, win, blocks, tokens, bid, tid):
         tid += ids.tolist()
     return t.work_list((0, n - win), (sink, n), (b0, len(bid) - b0), (t0, len(tid) - t0),
                        length=n), seen
+
+
+def paged_list(n, h, sink, win, count, page, pids):
+    """A list of sink, window and some pages between them, cut where they begin or end; and which keys it reads."""
+    seen = torch.zeros(n, dtype=torch.bool)
+    begin, end = min(sink + h, n), max(n - win - h, 0)
+    if begin + 1 >= end:
+        seen[:] = True
+        return t.work_list(end=(n, 0), length=n), seen
+    pages = torch.arange(begin // page, math.ceil(end / page))
+    # The first and the last are among them, now and then.
+    pick = pages[torch.randperm(len(pages))[:count]].tolist() + [pages[0].item(), pages[-1].item()][:h % 3]
+    pick = sorted(set(pick))
+    first = len(pids) * page
+    pids += pick
+    for p in pick:
+        seen[p * page:(p + 1) * page] = True
+    front = max(begin - pick[0] * page, 0) if pick else 0
+    seen[:begin] = False
+    seen[end:] = False
+    tokens = int(seen.sum())
+    seen[:begin] = True
+    seen[end:] = True
+    return t.work_list((0, end), (begin, n), tokens=(first + front, tokens), length=n), seen

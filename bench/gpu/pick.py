@@ -6,37 +6,55 @@ is the median of a graph replay in microseconds.
 import torch
 
 import taper_gpu as t
-from taper_gpu import DTYPE, I32, P, call, ptr, struct
+from oracle import attend64, rel
+from taper_gpu import DTYPE, F32, I32, P, call, ptr, struct
 
 DEV = "cuda"
 
 PickParams = struct("PickParams", [(n, P) for n in (
-    "q view lower block_table row_table lens begins ends ks keys ids counts work sync").split()] + [
-    (n, I32) for n in "rows q_heads kv_heads width dtype table_stride stride capacity k overlap".split()])
+    "q view lower block_table row_table lens begins ends ks lists keys ids counts work sync masses").split()] + [
+    (n, I32) for n in ("rows q_heads kv_heads width dtype table_stride per_block pitch stride capacity k reduce "
+                       "target overlap").split()] + [("scale", F32), ("in_order", I32)])
+BLOCKS, TOKENS = 1, 2
 
 
 class Pick:
-    """The k blocks of each list whose bounds or means score best, best head of a group counting."""
+    """The k pages of each list whose bounds or means score best, best head of a group counting; `shares`: that hold
+    the largest share of the mass by their bounds, all heads of a group counting."""
 
     def __init__(self, cache, q, view, lower=None, k=1, begins=None, ends=None, ks=None, work=None,
-                 capacity=None, row_table=None, lens=None, overlap=True):
+                 capacity=None, row_table=None, lens=None, overlap=True, shares=False, lists=None, target=BLOCKS,
+                 pitch=0):
         rows, q_heads, width = q.shape
-        lists, dev = rows * cache.kv_heads, q.device
-        stride, capacity = (max(cache.lens) + 63) // 64, capacity or k
+        count, dev, per_block = rows * cache.kv_heads, q.device, view.shape[2] if view.dim() == 4 else 1
+        page = 64 // per_block
+        stride, capacity = (max(cache.lens) + page - 1) // page, capacity or k
         i32 = lambda *s: torch.full(s, -1, dtype=torch.int32, device=dev)
         self.lens = torch.tensor(lens or cache.lens, dtype=torch.int32, device=dev)
-        self.keys, self.ids, self.counts = i32(lists, stride), i32(lists, capacity), i32(lists)
-        self.sync = torch.zeros(lists, 32, dtype=torch.int32, device=dev)
-        self.keep = (cache, q, view, lower, begins, ends, ks, work, row_table)
+        self.keys, self.ids, self.counts = i32(count, stride), i32(count, capacity), i32(count)
+        self.sync = torch.zeros(1 + count, 32, dtype=torch.int32, device=dev)
+        group = q_heads // cache.kv_heads
+        self.masses = torch.zeros(count, t.team_size(cache.kv_heads), group, 2, dtype=torch.int64, device=dev)
+        self.work = work
+        self.keep = (cache, q, view, lower, begins, ends, ks, lists, row_table)
         self.p = PickParams(
-            *[ptr(x) for x in (q, view, lower, cache.table, row_table, self.lens, begins, ends, ks,
-                               self.keys, self.ids, self.counts, work, self.sync)],
-            rows, q_heads, cache.kv_heads, width, DTYPE[q.dtype], cache.table.stride(0), stride,
-            capacity, k, int(overlap))
+            *[ptr(x) for x in (q, view, lower, cache.table, row_table, self.lens, begins, ends, ks, lists,
+                               self.keys, self.ids, self.counts, work, self.sync, self.masses)],
+            rows, q_heads, cache.kv_heads, width, DTYPE[q.dtype], cache.table.stride(0), per_block, pitch, stride,
+            capacity, k, int(shares), target, int(overlap), width**-0.5, 0)
 
     def __call__(self):
-        call("taper_pick_blocks", self.p)
+        call("taper_pick", self.p)
         return self.ids
+
+
+def paged_bounds(k, page):
+    """Bounds of pages of keys [blocks, kv_heads, 64, d] beside each other: minima, then maxima; as views of both and
+    the distance of two pages."""
+    blocks, kv, _, d = k.shape
+    pages = k.reshape(blocks, kv, 64 // page, page, d)
+    both = torch.cat([pages.amin(3), pages.amax(3)], -1).contiguous()
+    return both[..., d:], both[..., :d], 2 * d
 
 
 def check(report, small):
@@ -96,6 +114,114 @@ def check(report, small):
                 elif k:  # Rounding may swap what is nearly equal.
                     bad += int(s[got].min() < s[want].min() - 1e-4 * s[want].abs().max())
         report(f"pick {dtype} d{d} kv {kv} group {group} bounds {bounds} ties {coarse}", bad + repeats, 0.5)
+    check_shares(report, small)
+
+
+def check_shares(report, small):
+    """Pages of the largest share of the mass, as lists that attention reads: against float64."""
+    for dtype, d, kv, group, page, lens in (
+            (torch.bfloat16, 128, 2, 4, 16, [700, 5000]), (torch.float16, 64, 3, 3, 4, [300, 2500]),
+            (torch.bfloat16, 128, 1, 16, 64, [4000]), (torch.bfloat16, 64, 2, 12, 8, [1000, 64]),
+            (torch.bfloat16, 128, 8, 4, 16, [2000] * 5), (torch.float16, 128, 8, 1, 32, [5000, 70])):
+        lens = lens if small else [n * 9 for n in lens]
+        cache = t.Cache(lens, kv, d, dtype)
+        q = torch.randn(len(lens), kv * group, d, device=DEV, dtype=dtype)
+        hi, lo, pitch = paged_bounds(cache.k.nan_to_num(), page)
+        i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=DEV)
+        sink, window, k = 70, 133, 40
+        fixed, begins, ends, ks = [], [], [], []
+        for n in lens:
+            for h in range(kv):
+                apart = n > sink + window + 8
+                fixed.append(t.work_list((0, n - window) if apart else (0, 0), (sink, n) if apart else (n, 0), length=n))
+                begins.append(sink // page if apart else 0)
+                ends.append(-(-(n - window) // page) if apart else 0)
+                ks.append(min((k, 1, 7)[h % 3], ends[-1] - begins[-1]))
+        fixed, work = i32(fixed), torch.full((len(fixed), 16), -1, dtype=torch.int32, device=DEV)
+        f = Pick(cache, q, hi, lo, k, i32(begins), i32(ends), i32(ks), work, shares=True, lists=fixed, target=TOKENS,
+                 pitch=pitch)
+        bad = repeats = 0
+        for again in range(2 if small else 20):
+            f.ids.fill_(-1), work.fill_(-1)
+            f()
+            if again:
+                repeats += int(not torch.equal(f.ids, first) or not torch.equal(work, lists))
+            first, lists = f.ids.clone(), work.clone()
+        bad += int(bool(f.sync.any()) or bool(f.masses.any()))
+        seen = torch.zeros(len(lens), kv, max(lens), dtype=torch.bool, device=DEV)
+        for i, n in enumerate(lens):
+            rows = cache.table[i, :(n + 63) // 64].long()
+            flat = lambda x: x[rows].double().permute(1, 0, 2, 3).reshape(kv, -1, d)[:, :-(-n // page)]
+            up, down = flat(hi), flat(lo)
+            for h in range(kv):
+                j, x = i * kv + h, q[i, h * group:(h + 1) * group].double()
+                s = (x.clamp_min(0) @ up[h].T + x.clamp_max(0) @ down[h].T) * d**-0.5
+                mass = torch.softmax(s, -1).sum(0)[begins[j]:ends[j]]
+                got = f.ids[j, :ks[j]].long() - begins[j]
+                bad += int(f.counts[j].item() != ks[j] or bool((got[1:] <= got[:-1]).any()))
+                if ks[j]:  # Rounding may swap what is nearly equal.
+                    bad += int(mass[got].min() < mass.sort(descending=True).values[ks[j] - 1] * (1 - 1e-3))
+                w, want = work[j].tolist(), torch.zeros(max(lens), dtype=torch.bool, device=DEV)
+                bad += int(w[:4] != fixed[j, :4].tolist() or w[12] != n)
+                for p in f.ids[j, :ks[j]].tolist():
+                    want[p * page:(p + 1) * page] = True
+                want[:w[2]] = False
+                want[w[1] if w[3] else 0:] = False
+                at = w[6] + torch.arange(w[7], device=DEV)
+                tokens = f.ids.flatten()[at // page].long() * page + at % page
+                seen[i, h, tokens] = True
+                bad += int(w[7] != want.sum().item() or not torch.equal(seen[i, h], want))
+                seen[i, h, w[0]:w[2]] = True
+                seen[i, h, w[1]:w[3]] = True
+        name = f"{dtype} d{d} kv {kv} group {group} pages of {page}"
+        report(f"pick by shares {name}", bad + repeats, 0.5)
+        shift = page.bit_length() - 1
+        plan = t.Decode(cache, q, work, token_ids=f.ids, token_shift=shift)
+        plan.plan()
+        plan()
+        one = t.VAttention(cache, q, work, [0] * len(lens), 1.0, 0.05, "listed", token_ids=f.ids, token_shift=shift,
+                           out_f32=True)
+        one()
+        err = 0.0
+        for i, n in enumerate(lens):
+            read = seen[i, :, :n].repeat_interleave(group, 0)[:, None]
+            want = attend64(q[i:i + 1], *cache.dense(i), read)[0][0]
+            err = max(err, rel(plan.out[i], want), rel(one.out[i], want))
+        report(f"attention over them {name}", err)
+
+
+def bench_paged(put, time):
+    """A step as the model takes it: pages by their shares of the mass, then vAttention over them; 9% of the keys in
+    pages, and a sample of 1% that is looked at once."""
+    kv, d = 8, 128
+    for n, eps in ((32768, 0.675), (131072, 0.2475), (524288, 0.1125)):
+        for page in (16, 32, 64):
+            if n // page > 32768:
+                continue
+            torch.manual_seed(1)
+            cache = t.Cache([n], kv, d, torch.bfloat16, poison=False)
+            cache.v += 0.5
+            q = torch.randn(1, 32, d, device=DEV, dtype=torch.bfloat16)
+            hi, lo, pitch = paged_bounds(cache.k, page)
+            fixed = torch.tensor([t.work_list((0, n - 100), (128, n), length=n)] * kv, dtype=torch.int32, device=DEV)
+            whole = lambda x: torch.full((kv,), x // page, dtype=torch.int32, device=DEV)
+            k, shift = int(n * 0.09) // page, page.bit_length() - 1
+            pick = Pick(cache, q, hi, lo, k, whole(128), whole(n - 100 + page - 1), work=torch.empty_like(fixed),
+                        shares=True, lists=fixed, target=TOKENS, pitch=pitch)
+            pick()
+            f = t.VAttention(cache, q, pick.work, [7], eps, 0.05, token_ids=pick.ids, token_shift=shift, out_f32=True)
+
+            def step():
+                pick()
+                f()
+            key = f"paged b1 {n} page {page}"
+            put(f"{key} pick us", time(pick))
+            put(f"{key} vattention us", time(f))
+            put(f"{key} density", f.keys_read() / (n * kv))
+            put(f"{key} largest sample", f.counts.max().item() / n)
+            put(f"{key} with predictor us", time(step))
+            del cache, hi, lo, pick, f, step
+            torch.cuda.empty_cache()
 
 
 def bench(put, time):
@@ -117,3 +243,4 @@ def bench(put, time):
         put(f"pick {n} the same by bounds in two launches us", time(both))
         del cache, score, top, hi, lo, both
         torch.cuda.empty_cache()
+    bench_paged(put, time)

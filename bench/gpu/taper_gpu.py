@@ -79,7 +79,7 @@ DecodeParams = struct("DecodeParams", [
     ("part_o", P), ("part_lse", P), ("blocks", I64), ("rows", I32), ("q_heads", I32),
     ("kv_heads", I32), ("list_heads", I32), ("head_dim", I32), ("dtype", I32),
     ("table_stride", I32), ("unit_capacity", I32), ("scale", F32), ("gather", I32),
-    ("overlap", I32)])
+    ("overlap", I32), ("token_shift", I32)])
 MergeParams = struct("MergeParams", [
     ("part_o", P), ("part_lse", P), ("list_units", P), ("out", P), ("lse", P),
     ("base_o", P), ("base_lse", P), ("rows", I32), ("q_heads", I32), ("list_heads", I32),
@@ -117,7 +117,7 @@ SampledParams = struct("SampledParams", [("d", DecodeParams)] + [(n, P) for n in
     ("epsilon", F32), ("whole", F32), ("most", F32), ("upper", F32), ("rest", F32),
     ("split_vector", F32 * 6), ("split_scalar", F32 * 6), ("unseen", F32), ("pilot_share", F64),
     ("dense_share", F64), ("draw_stride", I64), ("pilot_tokens", I32), ("rule", I32),
-    ("capacity", I32), ("layer", I32)])
+    ("capacity", I32), ("layer", I32), ("out_f32", I32), ("reserved", I32)])
 
 
 ValuesParams = struct("ValuesParams", [(n, P) for n in (
@@ -178,7 +178,7 @@ class Decode:
     def __init__(self, cache, q, lists, list_heads=None, block_ids=None, token_ids=None,
                  token_ln_weight=None, row_table=None, overlap=True, unit_capacity=None,
                  out_f32=False, head_counts=None, head_ln_weight=None, base_o=None,
-                 base_lse=None):
+                 base_lse=None, token_shift=0):
         rows, q_heads, d = q.shape
         dev = q.device
         list_heads = list_heads or cache.kv_heads
@@ -202,7 +202,7 @@ class Decode:
             ptr(head_ln_weight), ptr(self.units),
             ptr(self.list_units), ptr(self.part_o), ptr(self.part_lse), cache.blocks, rows, q_heads,
             cache.kv_heads, list_heads, d, DTYPE[q.dtype], cache.table.stride(0), cap, d**-0.5,
-            int(token_ids is not None), int(overlap))
+            int(token_ids is not None), int(overlap), token_shift)
         self.m = MergeParams(ptr(self.part_o), ptr(self.part_lse), ptr(self.list_units),
                              ptr(self.out), ptr(self.lse), ptr(base_o), ptr(base_lse), rows, q_heads,
                              list_heads, d, DTYPE[q.dtype], int(out_f32), int(overlap), 0)
@@ -393,7 +393,8 @@ class VAttention:
 
     def __init__(self, cache, q, fixed, seeds, epsilon, delta, rule="chi2", block_ids=None,
                  token_ids=None, pilot_tokens=64, pilot_share=0.01, dense_share=0.5, layer=0,
-                 row_table=None, positions=None, list_heads=None, token_ln_weight=None, overlap=True):
+                 row_table=None, positions=None, list_heads=None, token_ln_weight=None, overlap=True,
+                 token_shift=0, out_f32=False):
         rows, q_heads, d = q.shape
         dev = q.device
         kv = list_heads or cache.kv_heads
@@ -412,7 +413,7 @@ class VAttention:
         self.seeds = torch.tensor(seeds, dtype=torch.int64, device=dev)
         positions = [n - 1 for n in cache.lens] if positions is None else positions
         self.positions = torch.tensor(positions, dtype=torch.int32, device=dev)
-        self.out = torch.full(q.shape, float("nan"), device=dev, dtype=q.dtype)
+        self.out = torch.full(q.shape, float("nan"), device=dev, dtype=torch.float32 if out_f32 else q.dtype)
         self.lse = f32(rows, q_heads)
         self.sync = torch.zeros(1 + lists, 32, dtype=torch.int32, device=dev)
         self.draws = i32(lists, stride)
@@ -426,14 +427,14 @@ class VAttention:
             ptr(block_ids), ptr(token_ids), ptr(token_ln_weight), None, None, None, None,
             ptr(self.part_o), ptr(self.part_lse), cache.blocks, rows, q_heads, cache.kv_heads, kv, d,
             DTYPE[q.dtype],
-            cache.table.stride(0), 0, d**-0.5, 1, int(overlap))
+            cache.table.stride(0), 0, d**-0.5, 1, int(overlap), token_shift)
         self.p = SampledParams(
             decode, *[ptr(x) for x in (
                 self.seeds, self.positions, self.out, self.lse, self.sync, self.draws,
                 self.draw_counts, self.scores, self.sums, self.state, self.residual,
                 self.counts)],
             epsilon, *quantiles(delta), unseen(delta), pilot_share, dense_share, stride, pilot_tokens, RULES[rule],
-            self.capacity, layer)
+            self.capacity, layer, int(out_f32), 0)
 
     def __call__(self):
         call("taper_sampled", self.p)

@@ -73,12 +73,19 @@ __global__ void __launch_bounds__(128) append_kernel(const AppendParams p) {
     T* bounds = static_cast<T*>(p.pages) + at * (kBlock / page) * 2 * D;
     for (uint32_t i = from / page; i * page < rows; ++i)
       for (int e = tid; e < D; e += 128) {
+        const uint32_t end = min((i + 1) * page, rows);
         T lo = k[i * page * D + e], hi = lo;
-        for (uint32_t r = i * page + 1; r < min((i + 1) * page, rows); ++r) {
-          const T x = k[r * D + e];
-          const float y = to_float(x);
-          if (y < to_float(lo) || y != y) lo = x;
-          if (y > to_float(hi) || y != y) hi = x;
+        // Rows in sixteens, all on their way at once; the last counts for those that are not there.
+        for (uint32_t r0 = i * page; r0 < end; r0 += 16) {
+          T x[16];
+#pragma unroll
+          for (int r = 0; r < 16; ++r) x[r] = k[min(r0 + r, end - 1) * D + e];
+#pragma unroll
+          for (int r = 0; r < 16; ++r) {
+            const float y = to_float(x[r]);
+            if (y < to_float(lo) || y != y) lo = x[r];
+            if (y > to_float(hi) || y != y) hi = x[r];
+          }
         }
         bounds[(2 * i) * D + e] = lo;
         bounds[(2 * i + 1) * D + e] = hi;

@@ -60,8 +60,6 @@ struct Draws {
   }
 };
 
-constexpr uint32_t kChosenTokens = 512 * 32 * kBlock;  // that the bitmap covers
-
 template <class Shared>
 struct Drawer {
   const SampledParams& p;
@@ -70,21 +68,34 @@ struct Drawer {
   Gate& gate;
   const int tid, warp, lane;  // of the drawing warps
   uint32_t turn = 0, drawn = 0;
+  // What the list reads by blocks or by pages of 2^shift tokens: their ids, and tokens that the bitmap covers.
+  const uint32_t* ids = nullptr;
+  uint32_t count = 0, shift = 6, covered = 0;
 
-  __device__ __forceinline__ void mark_blocks() {
-    for (int i = tid; i < 512; i += kDrawThreads) sh.chosen[i] = 0;
+  __device__ __forceinline__ void mark() {
+    const WorkList& w = o.w;
+    if (p.d.token_shift > 0) {
+      shift = p.d.token_shift;
+      const uint32_t first = w.token_first >> shift, front = w.token_first - (first << shift);
+      ids = p.d.token_ids + first, count = (front + w.token_count + (1u << shift) - 1) >> shift;
+    } else {
+      ids = p.d.block_ids + w.block_first, count = w.block_count;
+    }
+    covered = kMarkWords * 32 << shift;
+    for (int i = tid; i < kMarkWords; i += kDrawThreads) sh.chosen[i] = 0;
     gate.meet();
-    for (uint32_t i = tid; i < o.w.block_count; i += kDrawThreads) {
-      const uint32_t b = p.d.block_ids[(uint64_t)o.w.block_first + i];
-      if (b < 512 * 32) atomicOr(&sh.chosen[b / 32], 1u << (b % 32));
+#pragma unroll 4
+    for (uint32_t i = tid; i < count; i += kDrawThreads) {
+      const uint32_t b = ids[i];
+      if (b < kMarkWords * 32) atomicOr(&sh.chosen[b / 32], 1u << (b % 32));
     }
     gate.meet();
   }
   // What the bitmap does not hold.
   __device__ __forceinline__ bool is_listed(uint32_t t) const {
     const WorkList& w = o.w;
-    return (t >= kChosenTokens && holds(p.d.block_ids + w.block_first, w.block_count, t / kBlock)) ||
-           holds(p.d.token_ids + w.token_first, w.token_count, t);
+    return (t >= covered && holds(ids, count, t >> shift)) ||
+           (p.d.token_shift == 0 && holds(p.d.token_ids + w.token_first, w.token_count, t));
   }
   // This warp's points of the permutation, from `first` on: those that pass go to the list's
   // scratch where they fall. Returns how many passed.
@@ -92,8 +103,8 @@ struct Drawer {
     const Permutation permutation(o.w.len, Stream{o.seed, (uint32_t)p.layer, o.head, o.position});
     const uint32_t domain = permutation.domain(), len = o.w.len;
     const uint32_t begin0 = o.w.begin[0], end0 = o.w.end[0], begin1 = o.w.begin[1], end1 = o.w.end[1];
-    const bool searches = o.w.token_count > 0 || (o.w.block_count > 0 && len > kChosenTokens);
-    uint32_t* ids = p.draws + o.list * p.draw_stride + first;
+    const bool searches = (p.d.token_shift == 0 && o.w.token_count > 0) || (count > 0 && len > covered);
+    uint32_t* to = p.draws + o.list * p.draw_stride + first;
     uint32_t kept = 0;
     // Two at a time without branches. More would take longer in a cold launch: these
     // instructions are fetched behind the first tiles.
@@ -107,8 +118,8 @@ struct Drawer {
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
         const uint32_t i = j + 32 * k;
-        const uint32_t bits = sh.chosen[min(x[k] / (32 * kBlock), 511u)];
-        const bool block = x[k] < kChosenTokens && (bits >> (x[k] / kBlock % 32) & 1);
+        const uint32_t bits = sh.chosen[min(x[k] >> (shift + 5), kMarkWords - 1)];
+        const bool block = x[k] < covered && (bits >> (x[k] >> shift & 31) & 1);
         pass[k] = (i < last) & (x[k] < len) & !block & !((x[k] >= begin0) & (x[k] < end0)) &
                   !((x[k] >= begin1) & (x[k] < end1));
       }
@@ -120,7 +131,7 @@ struct Drawer {
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
         const uint32_t all = __ballot_sync(~0u, pass[k]);
-        if (pass[k]) ids[kept + __popc(all & ((1u << lane) - 1))] = x[k];
+        if (pass[k]) to[kept + __popc(all & ((1u << lane) - 1))] = x[k];
         kept += __popc(all);
       }
     }
@@ -187,7 +198,7 @@ struct Drawer {
       const uint32_t told = kDrawTurns * o.team * kDrawWarps, sums = o.team * (p.d.q_heads / p.d.list_heads) * 4;
       if (tid * 32 < told) prefetch_l2(p.draw_counts + o.list * told + tid * 32);
       if (tid * 16 < sums) prefetch_l2(p.sums + (int64_t)o.list * sums + tid * 16);
-      mark_blocks();
+      mark();
       uint32_t until = o.pilot, look = 0;
 #pragma unroll 1
       for (;;) {

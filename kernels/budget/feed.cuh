@@ -87,7 +87,7 @@ struct ListFeed {
     const WorkList& w = o.w;
     blocks(w, block_tiles());
     auto at = [&](uint32_t i) { return (uint64_t)w.token_first + i; };
-    tokens_of([&](uint32_t i) { return d.token_ids[at(i)]; },
+    tokens_of([&](uint32_t i) { return token_at(d.token_ids, d.token_shift, at(i)); },
               [&](uint32_t i) { return w.token_ln_weight + (d.token_ln_weight ? d.token_ln_weight[at(i)] : 0.f); });
   }
   // The list's tokens, the i-th of which are of(i), of log weight weight(i).

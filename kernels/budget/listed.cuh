@@ -64,7 +64,11 @@ struct ListedConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       float mean[V];
       const float lse = member.gather(1, g, mean);
 #pragma unroll
-      for (int v = 0; v < V; ++v) static_cast<T*>(p.out)[(head + g) * D + lane * V + v] = static_cast<T>(mean[v]);
+      for (int v = 0; v < V; ++v) {
+        const int64_t i = (head + g) * D + lane * V + v;
+        if (p.out_f32) static_cast<float*>(p.out)[i] = mean[v];
+        else static_cast<T*>(p.out)[i] = static_cast<T>(mean[v]);
+      }
       if (p.lse && lane == 0) p.lse[head + g] = lse;
     }
     if (member.tid == 0) {

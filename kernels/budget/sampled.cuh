@@ -44,6 +44,7 @@ constexpr int kNoisyLooks = 5;         // after which a list is read whole
 constexpr float kDoubt = 2.f;          // times the limit that a sample below a quarter of it may ask for
 constexpr int kCovarianceKeys = 40;    // sampled keys whose products are taken
 constexpr float kLeastSignal = 0.25f;  // of a squared norm, its noise taken off
+constexpr uint32_t kMarkWords = 1024;
 constexpr int kDrawTurns = 4, kDrawWarps = 4, kDrawThreads = 32 * kDrawWarps;
 
 // Points of the permutation that its domain may have for `len` tokens.
@@ -116,7 +117,7 @@ struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
   uint32_t drawn[kDrawTurns];  // after each turn
   uint32_t turn_at[kDrawTurns], turn_points[kDrawTurns];
   uint32_t before[kDrawTurns][kTeamMax * kDrawWarps];  // draws before each warp's
-  uint32_t chosen[512];                                // bitmap of the first 16,384 blocks
+  uint32_t chosen[kMarkWords];                         // bitmap of the first blocks or pages
   union {
     float merged[2][N][D];  // exact part and sample, over the team
     float pair[kCovarianceKeys][N][3];  // of a key: e, v . o and r . mean

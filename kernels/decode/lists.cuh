@@ -23,6 +23,10 @@ __device__ __forceinline__ uint32_t list_tiles(const WorkList& w) {
   return range_tiles(w.begin[0], w.end[0]) + range_tiles(w.begin[1], w.end[1]) + w.block_count +
          (w.token_count + kBlock - 1) / kBlock + (w.sample_count + kBlock - 1) / kBlock;
 }
+// The pool's i-th token; an id stands for a page of 2^shift.
+__device__ __forceinline__ uint32_t token_at(const uint32_t* ids, int shift, uint64_t i) {
+  return ids[i >> shift] << shift | ((uint32_t)i & ((1u << shift) - 1));
+}
 // Units of a list: even parts, but none too short to be worth a merge.
 __device__ __forceinline__ uint32_t list_unit_count(uint32_t tiles, uint32_t list_heads) {
   return min((tiles + kUnitTilesMin - 1) / kUnitTilesMin, max(kUnitsPerRow / list_heads, 1u));

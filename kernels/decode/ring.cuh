@@ -204,7 +204,7 @@ __device__ __forceinline__ void produce_any(const DecodeMaps& maps, const Decode
       } else if (t < block_tiles + token_tiles) {
         const uint32_t i = (t - block_tiles) * kBlock + warp * 16 + (lane & 15);
         const uint64_t at = (uint64_t)w.token_first + min(i, w.token_count - 1);
-        pos = p.token_ids[at];
+        pos = token_at(p.token_ids, p.token_shift, at);
         if (p.token_ln_weight) weight += p.token_ln_weight[at];
       } else {
         const uint32_t i = (t - block_tiles - token_tiles) * kBlock + warp * 16 + (lane & 15);

@@ -21,6 +21,8 @@ struct ViewRows {
   // A lane reads 16 consecutive bytes a load; of 16 labels only 8, and half a fragment.
   static constexpr int kLoads = W < 32 ? 1 : W / 32;
   static constexpr bool kHalf = W == 16;
+  static constexpr bool kBounds = BOUNDS;
+  static constexpr int kColumns = 8 * NT;  // heads, of which the group's are the first
   const uint32_t* table;
   uint32_t entries, kv_head, kv_heads, per_block, pitch;
   int lane;
@@ -49,15 +51,19 @@ struct ViewRows {
         q[t][i] = h < group ? piece(src, (lane & 3) + 4 * i) : make_uint4(0, 0, 0, 0);
     }
   }
-  __device__ __forceinline__ const T* line(const void* view, uint32_t e) const {
+  // Which line of the view an entry is.
+  __device__ __forceinline__ uint64_t place(uint32_t e) const {
     e = min(e, entries - 1);
-    const uint64_t at = ((uint64_t)table[e / per_block] * kv_heads + kv_head) * per_block + e % per_block;
-    return static_cast<const T*>(view) + at * pitch;
+    return ((uint64_t)table[e / per_block] * kv_heads + kv_head) * per_block + e % per_block;
   }
   // The tile that begins at entry `first`.
   __device__ __forceinline__ void fetch(Rows& to, const void* view, uint32_t first) const {
-    const T* lo = line(view, first + lane / 4);
-    const T* hi = line(view, first + lane / 4 + 8);
+    fetch_lines(to, view, place(first + lane / 4), place(first + lane / 4 + 8));
+  }
+  // The tile whose rows lane / 4 and lane / 4 + 8 are these lines.
+  __device__ __forceinline__ void fetch_lines(Rows& to, const void* view, uint64_t first, uint64_t second) const {
+    const T* lo = static_cast<const T*>(view) + first * pitch;
+    const T* hi = static_cast<const T*>(view) + second * pitch;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       to.x[i] = piece(lo, (lane & 3) + 4 * i);

@@ -1,26 +1,33 @@
-// Entry point of scoring and choosing blocks in one launch.
+// Entry point of scoring and choosing pages in one launch.
 #include "pick.cuh"
 
 namespace taper {
 namespace {
 
 template <class T, int W, int NT>
-cudaError_t go(const PickParams& p, cudaStream_t s) {
-  const int grid = p.rows * p.kv_heads * team_size(p.kv_heads);
-  const size_t smem = ((size_t)p.stride + 3) / 4 * 16;
-  if (p.lower) return launch(pick_kernel<T, W, NT, true>, grid, kPickThreads, smem, s, p.overlap != 0, p);
-  return launch(pick_kernel<T, W, NT, false>, grid, kPickThreads, smem, s, p.overlap != 0, p);
+cudaError_t go(PickParams p, cudaStream_t s) {
+  const int team = team_size(p.kv_heads), group = p.q_heads / p.kv_heads, grid = p.rows * p.kv_heads * team;
+  const bool shares = p.reduce == TAPER_SUM_OF_GROUP;
+  const size_t keys = ((size_t)p.stride + 3) / 4 * 16, scores = (size_t)pick_share(p.stride, team) * group * 4;
+  const size_t smem = shares && scores > keys ? scores : keys;
+  p.in_order = grid > sm_count();
+  auto start = [&](auto kernel) { return launch(kernel, grid, kPickThreads, smem, s, p.overlap != 0, p); };
+  if (shares) return start(pick_kernel<T, W, NT, true, true>);
+  return p.lower ? start(pick_kernel<T, W, NT, true, false>) : start(pick_kernel<T, W, NT, false, false>);
 }
 
 }  // namespace
 }  // namespace taper
 
-extern "C" int taper_pick_blocks(const taper::PickParams* p, cudaStream_t stream) {
+extern "C" int taper_pick(const taper::PickParams* p, cudaStream_t stream) {
   using namespace taper;
+  const bool shares = p->reduce == TAPER_SUM_OF_GROUP;
   const bool ok = p->rows > 0 && p->kv_heads > 0 && p->q_heads % p->kv_heads == 0 &&
                   p->q_heads / p->kv_heads <= 16 && (p->width == 64 || p->width == 128) &&
                   (p->dtype == kBf16 || p->dtype == kF16) && p->capacity > 0 && p->stride > 0 &&
-                  p->stride <= kPickMost && (int64_t)p->rows * p->kv_heads * p->capacity <= UINT32_MAX;
+                  p->stride <= kPickMost && p->per_block > 0 && kBlock % p->per_block == 0 &&
+                  (int64_t)p->rows * p->kv_heads * p->capacity * (kBlock / p->per_block) <= UINT32_MAX &&
+                  (!shares || (p->lower && p->masses)) && (p->target != TAPER_BLOCKS || p->per_block == 1);
   if (!ok) return cudaErrorInvalidValue;
   return for_shape(p->dtype, p->width, [&](auto t, auto d) {
     return for_group(p->q_heads / p->kv_heads, [&](auto n) {

@@ -1,7 +1,8 @@
-// The blocks that a group of query heads wants most, scored and chosen in one launch.
+// The pages that a group of query heads wants most, scored and chosen in one launch.
 //
-// A team of thread blocks scores a list's blocks against their bounds or means, the best
-// of the group's heads counting; whichever block of the team is done last chooses. Keys are
+// A team of thread blocks scores a list's pages against their bounds or means. What counts is the best of the
+// group's heads, or the sum of their shares of the mass, for which the team meets: shares need the logarithm of
+// each head's sum of exponentials over all pages. Whichever block of the team is done last chooses. Keys are
 // counted in bins between the smallest and the largest, then in the bin that holds the last one
 // to take, and so on: two or three rounds, where bits from the top would need four and meet in
 // few bins. Ties go to the lower id, as everywhere.
@@ -19,54 +20,174 @@ using PickParams = TaperPickParams;
 constexpr int kPickThreads = 512, kPickWarps = kPickThreads / 32, kPickBins = 2 * kPickThreads;
 constexpr int kPickMost = 32768;
 
-template <class T, int W, int NT, bool BOUNDS>
-__global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams p) {
-  using View = ViewRows<T, W, NT, BOUNDS>;
-  extern __shared__ __align__(16) uint32_t keys[];
-  __shared__ uint32_t bins[kPickBins], scratch[33], least, most, found_bin, found_need, found_size, last;
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = lane & 3;
-  const uint32_t team = team_size(p.kv_heads), list = blockIdx.x / team, rank = blockIdx.x % team;
-  const uint32_t row = list / p.kv_heads, kv_head = list % p.kv_heads, group = p.q_heads / p.kv_heads;
-  if (tid == 0) least = ~0u, most = 0;
-  bins[2 * tid] = bins[2 * tid + 1] = 0;
-  wait_for_predecessor();
-  launch_dependents();
-  const uint32_t entries = (p.lens[row] + kBlock - 1) / kBlock;
-  const uint32_t begin = p.begins ? p.begins[list] : 0;
-  const uint32_t end = min(p.ends ? p.ends[list] : entries, entries);
-  const uint32_t n = end > begin ? min(end - begin, (uint32_t)p.stride) : 0;
-  uint32_t* out = p.keys + (int64_t)list * p.stride;
-  if (n > 0) {
-    View view{p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride, end,
-              kv_head, (uint32_t)p.kv_heads, 1, W, lane};
-    view.load_queries(static_cast<const T*>(p.q) + ((int64_t)row * p.q_heads + kv_head * group) * W, group);
+// Pages that a thread block scores, of `entries`: every team-th sixteen of them.
+__host__ __device__ inline uint32_t pick_share(uint32_t entries, uint32_t team) {
+  return ((entries + 15) / 16 + team - 1) / team * 16;
+}
+
+struct PickShared {
+  uint32_t bins[kPickBins], scratch[33], least, most, found_bin, found_need, found_size, last, place;
+  uint32_t first_id, last_id;
+  float2 parts[kPickWarps][16];  // of a warp and head: its largest score, and the sum of exp2(score - that)
+  float lse[16];
+};
+
+// A list, and the block's place in its team.
+struct PickPlace {
+  uint32_t team, list, rank, row, kv_head, group;
+  uint32_t entries, begin, end, n;  // pages seen, and the candidates among them
+};
+
+// (largest, sum of exp2(x - largest)) of two sets; neither may be NaN.
+__device__ __forceinline__ float2 join_sums(float2 a, float2 b) {
+  const float top = fmaxf(a.x, b.x), base = top == -INFINITY ? 0.f : top;
+  return make_float2(top, a.y * exp2_fast(a.x - base) + b.y * exp2_fast(b.x - base));
+}
+
+// Scores the block's tiles of 16 pages among the `n` from page `begin` on: f(scores, which of the block's tiles, its first
+// page less `begin`) by a warp. Where the next ones lie is looked up meanwhile.
+template <class View, class F>
+__device__ __forceinline__ void score_tiles(const PickParams& p, const PickPlace& at, const View& view, uint32_t begin,
+                                            uint32_t n, F f) {
+  constexpr int NT = View::kColumns / 8;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  auto first_of = [&](uint32_t tile) { return (at.rank + tile * at.team) * 16; };
+  // Lanes 0 to 15 know the rows of one tile, the others those of the warp's next.
+  auto look_up = [&](uint32_t tile) {
+    const uint32_t mine = first_of(lane < 16 ? tile : tile + kPickWarps);
+    return (uint32_t)view.place(begin + mine + (lane & 15));
+  };
+  if (first_of(warp) >= n) return;
+  uint32_t rows = look_up(warp);
 #pragma unroll 1
-    for (uint32_t at = (rank + warp * team) * 16; at < n; at += kPickWarps * team * 16) {
+  for (uint32_t tile = warp; first_of(tile) < n; tile += 2 * kPickWarps) {
+    const uint32_t next = look_up(tile + 2 * kPickWarps);
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t own = tile + half * kPickWarps, first = first_of(own);
+      if (first >= n) break;
+      const uint32_t a = __shfl_sync(~0u, rows, half * 16 + lane / 4), b = __shfl_sync(~0u, rows, half * 16 + lane / 4 + 8);
       typename View::Rows upper, lower;
-      view.fetch(upper, p.view, begin + at);
-      if (BOUNDS) view.fetch(lower, p.lower, begin + at);
-      float c[NT][4] = {}, best[2] = {-INFINITY, -INFINITY};
+      view.fetch_lines(upper, p.view, a, b);
+      if (View::kBounds) view.fetch_lines(lower, p.lower, a, b);
+      float c[NT][4] = {};
       view.multiply(c, upper, true);
-      if (BOUNDS) view.multiply(c, lower, false);
-#pragma unroll
-      for (int t = 0; t < NT; ++t)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (t * 8 + 2 * quad + (i & 1) < group) best[i / 2] = fmaxf(best[i / 2], c[t][i]);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int d = 1; d < 4; d *= 2) best[h] = fmaxf(best[h], __shfl_xor_sync(~0u, best[h], d));
-        const uint32_t e = at + lane / 4 + 8 * h;
-        if (quad == 0 && e < n) out[e] = ordered(best[h]);
-      }
+      if (View::kBounds) view.multiply(c, lower, false);
+      f(c, own, first);
     }
+    rows = next;
+  }
+}
+
+// Of each of the block's pages the best head's score becomes its key.
+template <class View>
+__device__ __forceinline__ void score_best(const PickParams& p, const PickPlace& at, const View& view, uint32_t* out) {
+  constexpr int NT = View::kColumns / 8;
+  const int lane = threadIdx.x & 31, quad = lane & 3;
+  score_tiles(p, at, view, at.begin, at.n, [&](const float (&c)[NT][4], uint32_t, uint32_t first) {
+    float best[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int t = 0; t < NT; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (t * 8 + 2 * quad + (i & 1) < at.group) best[i / 2] = fmaxf(best[i / 2], c[t][i]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int d = 1; d < 4; d *= 2) best[h] = fmaxf(best[h], __shfl_xor_sync(~0u, best[h], d));
+      const uint32_t e = first + lane / 4 + 8 * h;
+      if (quad == 0 && e < at.n) out[e] = ordered(best[h]);
+    }
+  });
+}
+
+// Of each of the block's pages the heads' shares of the mass, added up, become its key. `scores`
+// holds the block's own, times log2(e).
+template <class View>
+__device__ __forceinline__ void score_shares(const PickParams& p, const PickPlace& at, const View& view, float* scores,
+                                             PickShared& sh, uint32_t* out) {
+  constexpr int NT = View::kColumns / 8;
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = lane & 3;
+  const float scale2 = p.scale * kLog2e;
+  float2 sum[NT][2];
+#pragma unroll
+  for (int t = 0; t < NT; ++t) sum[t][0] = sum[t][1] = make_float2(-INFINITY, 0.f);
+  score_tiles(p, at, view, 0, at.entries, [&](const float (&c)[NT][4], uint32_t tile, uint32_t first) {
+#pragma unroll
+    for (int t = 0; t < NT; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t row = lane / 4 + 8 * (i / 2), h = t * 8 + 2 * quad + (i & 1);
+        const float s = first + row < at.entries ? c[t][i] * scale2 : -INFINITY;
+        if (h < at.group) scores[(tile * 16 + row) * at.group + h] = s;
+        sum[t][i & 1] = join_sums(sum[t][i & 1], make_float2(s, s == -INFINITY ? 0.f : 1.f));
+      }
+  });
+#pragma unroll
+  for (int t = 0; t < NT; ++t)
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2)
+        sum[t][k] = join_sums(sum[t][k], make_float2(__shfl_xor_sync(~0u, sum[t][k].x, d), __shfl_xor_sync(~0u, sum[t][k].y, d)));
+      if (lane < 4) sh.parts[warp][t * 8 + 2 * quad + k] = sum[t][k];
+    }
+  __syncthreads();
+  // A warp a head; lane r speaks with rank r. A logarithm travels with its own flag.
+  if (warp < at.group) {
+    auto all = [](float2 x) {
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) x = join_sums(x, make_float2(__shfl_xor_sync(~0u, x.x, d), __shfl_xor_sync(~0u, x.y, d)));
+      return x.y > 0.f ? x.x + __log2f(x.y) : -INFINITY;
+    };
+    const float own = all(lane < kPickWarps ? sh.parts[lane][warp] : make_float2(-INFINITY, 0.f));
+    uint64_t* words = p.masses + ((uint64_t)at.list * at.team * at.group + warp) * 2;
+    if (lane == 0) store_relaxed(words + at.rank * at.group * 2, (uint64_t)__float_as_uint(own) << 32 | 1);
+    float theirs = -INFINITY;
+    if (lane < at.team) {
+      ulonglong2 word;
+      do word = load_relaxed(words + lane * at.group * 2);
+      while ((uint32_t)word.x == 0);
+      theirs = __uint_as_float((uint32_t)(word.x >> 32));
+    }
+    __syncwarp();
+    const float lse = all(make_float2(theirs, theirs == -INFINITY ? 0.f : 1.f));
+    if (lane == 0) sh.lse[warp] = lse;
   }
   __syncthreads();
-  if (tid == 0) last = add_acq_rel(p.sync + list * kTeamLine, 1) == team - 1;
-  __syncthreads();
-  if (!last) return;
+#pragma unroll 1
+  for (uint32_t i = tid; (at.rank + i / 16 * at.team) * 16 < at.entries; i += kPickThreads) {
+    const uint32_t e = (at.rank + i / 16 * at.team) * 16 + i % 16;
+    float share = 0.f;
+    for (uint32_t h = 0; h < at.group; ++h) share += exp2_fast(scores[i * at.group + h] - sh.lse[h]);
+    if (e >= at.begin && e < at.end && e - at.begin < at.n) out[e - at.begin] = ordered(share);
+  }
+}
 
+// What a list is told of its `k` pages.
+__device__ __forceinline__ void give(const PickParams& p, uint32_t list, uint32_t k, const PickShared& sh) {
+  WorkList& w = p.work[list];
+  if (p.target == TAPER_BLOCKS) {
+    w.block_first = list * p.capacity, w.block_count = k;
+    return;
+  }
+  // What the first and the last page have beyond the ranges lies at the ends of the list.
+  const uint32_t page = kBlock / p.per_block, from = w.end[0], to = w.begin[1];
+  uint32_t front = 0, back = 0;
+  if (k > 0) {
+    const uint32_t first = sh.first_id * page, last = (sh.last_id + 1) * page;
+    front = from > first ? from - first : 0;
+    back = last > to ? last - to : 0;
+  }
+  w.token_first = list * p.capacity * page + front;
+  w.token_count = k > 0 && from < to ? k * page - front - back : 0;
+}
+
+// By the whole thread block: the ids of the largest keys, and the list.
+__device__ __forceinline__ void choose_pages(const PickParams& p, const PickPlace& at, const uint32_t* out,
+                                             uint32_t* keys, PickShared& sh) {
+  const int tid = threadIdx.x, lane = tid & 31;
+  const uint32_t n = at.n, list = at.list;
   // Four keys at a time wherever keys are walked; beyond the end they rank below all.
   uint32_t lo = ~0u, hi = 0;
   const uint32_t fours = (n + 3) / 4;
@@ -89,9 +210,9 @@ __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams 
     reinterpret_cast<uint4*>(keys)[i] = u;
   }
   lo = __reduce_min_sync(~0u, lo), hi = __reduce_max_sync(~0u, hi);
-  if (lane == 0) atomicMin(&least, lo), atomicMax(&most, hi);
+  if (lane == 0) atomicMin(&sh.least, lo), atomicMax(&sh.most, hi);
   __syncthreads();
-  lo = least, hi = most;
+  lo = sh.least, hi = sh.most;
   uint32_t need = min(min(p.ks ? p.ks[list] : (uint32_t)p.k, n), (uint32_t)p.capacity);
   const uint32_t k = need;
   if (need == 0) lo = ~0u, hi = ~0u;  // No key is above, and none equal is needed.
@@ -105,27 +226,27 @@ __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams 
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const uint32_t x = (&u.x)[k];
-        if (x >= lo && x <= hi && 4 * i + k < n) atomicAdd(&bins[(x - lo) >> shift], 1u);
+        if (x >= lo && x <= hi && 4 * i + k < n) atomicAdd(&sh.bins[(x - lo) >> shift], 1u);
       }
     }
     __syncthreads();
     // From the top: thread t has bins 1023 - 2t and 1022 - 2t.
     const int top = kPickBins - 1 - 2 * tid;
-    const uint32_t a = bins[top], b = bins[top - 1];
+    const uint32_t a = sh.bins[top], b = sh.bins[top - 1];
     uint32_t all;
-    const uint32_t above = block_exclusive_sum(a + b, scratch, all);
+    const uint32_t above = block_exclusive_sum(a + b, sh.scratch, all);
     if (above < need && need <= above + a + b) {
       const bool upper = need <= above + a;
-      found_bin = upper ? top : top - 1;
-      found_need = need - (upper ? above : above + a);
-      found_size = upper ? a : b;
+      sh.found_bin = upper ? top : top - 1;
+      sh.found_need = need - (upper ? above : above + a);
+      sh.found_size = upper ? a : b;
     }
-    bins[top] = bins[top - 1] = 0;
+    sh.bins[top] = sh.bins[top - 1] = 0;
     __syncthreads();
-    need = found_need;
-    lo += found_bin << shift;
+    need = sh.found_need;
+    lo += sh.found_bin << shift;
     hi = min(hi, lo + ((1u << shift) - 1));
-    if (need == found_size) break;  // All of them.
+    if (need == sh.found_size) break;  // All of them.
   }
   // All above the range, and the first `need` of those in it. A thread owns a run of keys.
   const uint32_t share = (fours + kPickThreads - 1) / kPickThreads, first = tid * share;
@@ -139,25 +260,71 @@ __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams 
       if (4 * i + k < n) mine += (&u.x)[k] > hi ? 1 : (&u.x)[k] >= lo ? 1 << 16 : 0;
   }
   uint32_t all;
-  const uint32_t before = block_exclusive_sum(mine, scratch, all);
+  const uint32_t before = block_exclusive_sum(mine, sh.scratch, all);
   uint32_t gt = before & 0xFFFF, eq = before >> 16;
   uint32_t* ids = p.ids + (int64_t)list * p.capacity;
 #pragma unroll 1
   for (uint32_t i = first; i < stop && mine > 0; ++i) {
     const uint4 u = reinterpret_cast<const uint4*>(keys)[i];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const uint32_t at = 4 * i + k, x = (&u.x)[k];
-      const bool over = at < n && x > hi, equal = at < n && x <= hi && x >= lo;
-      if (over || (equal && eq < need)) ids[gt + min(eq, need)] = begin + at;
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t e = 4 * i + j, x = (&u.x)[j];
+      const bool over = e < n && x > hi, equal = e < n && x <= hi && x >= lo;
+      if (over || (equal && eq < need)) {
+        const uint32_t to = gt + min(eq, need);
+        ids[to] = at.begin + e;
+        if (to == 0) sh.first_id = at.begin + e;
+        if (to == k - 1) sh.last_id = at.begin + e;
+      }
       gt += over, eq += equal;
     }
   }
+  __syncthreads();
+  if (p.lists && tid < 16)
+    reinterpret_cast<uint32_t*>(p.work + list)[tid] = reinterpret_cast<const uint32_t*>(p.lists + list)[tid];
+  __syncthreads();
   if (tid == 0) {
     if (p.counts) p.counts[list] = k;
-    if (p.work) p.work[list].block_first = list * p.capacity, p.work[list].block_count = k;
-    p.sync[list * kTeamLine] = 0;
+    if (p.work) give(p, list, k, sh);
+    p.sync[(1 + list) * kTeamLine] = 0;
   }
+}
+
+template <class T, int W, int NT, bool BOUNDS, bool SHARES>
+__global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams p) {
+  extern __shared__ __align__(16) uint32_t keys[];  // or scores, before
+  __shared__ PickShared sh;
+  const int tid = threadIdx.x;
+  if (tid == 0) sh.least = ~0u, sh.most = 0;
+  sh.bins[2 * tid] = sh.bins[2 * tid + 1] = 0;
+  wait_for_predecessor();
+  launch_dependents();
+  // Teams that meet, and may not all be on the device at once, form in the order of starting.
+  if (tid == 0) sh.place = p.in_order ? team_place(p.sync) : blockIdx.x;
+  __syncthreads();
+  PickPlace at;
+  at.team = team_size(p.kv_heads), at.list = sh.place / at.team, at.rank = sh.place % at.team;
+  at.row = at.list / p.kv_heads, at.kv_head = at.list % p.kv_heads, at.group = p.q_heads / p.kv_heads;
+  const uint32_t page = kBlock / p.per_block;
+  at.entries = min((p.lens[at.row] + page - 1) / page, (uint32_t)p.stride);
+  at.begin = p.begins ? p.begins[at.list] : 0;
+  at.end = min(p.ends ? p.ends[at.list] : at.entries, at.entries);
+  at.n = at.end > at.begin ? at.end - at.begin : 0;
+  uint32_t* out = p.keys + (int64_t)at.list * p.stride;
+  if (at.n > 0) {
+    ViewRows<T, W, NT, BOUNDS> view{
+        p.block_table + (uint64_t)(p.row_table ? p.row_table[at.row] : at.row) * p.table_stride, at.entries, at.kv_head,
+        (uint32_t)p.kv_heads, (uint32_t)p.per_block, (uint32_t)(p.pitch ? p.pitch : W), tid & 31};
+    view.load_queries(static_cast<const T*>(p.q) + ((int64_t)at.row * p.q_heads + at.kv_head * at.group) * W, at.group);
+    if constexpr (SHARES) score_shares(p, at, view, reinterpret_cast<float*>(keys), sh, out);
+    else score_best(p, at, view, out);
+  }
+  __syncthreads();
+  if (tid == 0) sh.last = add_acq_rel(p.sync + (1 + at.list) * kTeamLine, 1) == at.team - 1;
+  __syncthreads();
+  if (!sh.last) return;
+  if (SHARES && tid < at.team * at.group) p.masses[((uint64_t)at.list * at.team * at.group + tid) * 2] = 0;
+  choose_pages(p, at, out, keys, sh);
 }
 
 }  // namespace taper

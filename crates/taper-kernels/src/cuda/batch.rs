@@ -104,6 +104,8 @@ pub struct Lists {
     pub(super) work: Tensor,
     pub(super) block_ids: Option<Tensor>,
     pub(super) token_ids: Option<Tensor>,
+    /// Each of `token_ids` stands for a page of 2^token_shift tokens, of which a list names a run of tokens.
+    pub(super) token_shift: u32,
     /// Natural log weights beside `token_ids`.
     pub(super) token_ln_weights: Option<Tensor>,
     /// Sampled tokens that each query head reads, and their natural log weight `[rows, q_heads]`.
@@ -133,7 +135,7 @@ impl Lists {
     /// Lists of ranges alone, whose words are the tensor's `[rows * heads, 16]`.
     pub(super) fn over(work: Tensor, rows: usize, heads: usize) -> Self {
         let (block_ids, token_ids, token_ln_weights, heads_sampled) = (None, None, None, None);
-        Self { work, block_ids, token_ids, token_ln_weights, heads_sampled, rows, heads }
+        Self { work, block_ids, token_ids, token_shift: 0, token_ln_weights, heads_sampled, rows, heads }
     }
 
     /// The words of the lists of a host selection that reads ranges alone, at most two a list; none of another.
@@ -183,7 +185,9 @@ impl Lists {
                 read.extend(slice(&blocks, BLOCK_FIRST).into_iter().flat_map(whole));
             }
             if w[TOKEN_COUNT] > 0 {
-                read.extend(slice(&tokens, TOKEN_FIRST));
+                let run = w[TOKEN_FIRST]..w[TOKEN_FIRST] + w[TOKEN_COUNT];
+                let (shift, within) = (self.token_shift, (1 << self.token_shift) - 1);
+                read.extend(run.map(|i| (tokens[(i >> shift) as usize] << shift) + (i & within)));
             }
             read.sort_unstable();
             read

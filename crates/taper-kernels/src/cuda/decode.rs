@@ -97,6 +97,7 @@ impl Batch<'_> {
             scale: 1.0 / (head_dim as f32).sqrt(),
             gather: lists.token_ids.is_some().into(),
             overlap: 1,
+            token_shift: lists.token_shift as i32,
             ..TaperDecodeParams::zeroed()
         })
     }

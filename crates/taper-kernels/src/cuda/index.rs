@@ -451,15 +451,7 @@ pub fn choose(batch: &Batch, of: &Choice, index: &Inverted) -> Result<Lists> {
     };
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { ffi::taper_saap_choose(&p, op.stream()) })?;
-    Ok(Lists {
-        work,
-        block_ids: None,
-        token_ids: Some(token_ids),
-        token_ln_weights: None,
-        heads_sampled: None,
-        rows,
-        heads: kv_heads,
-    })
+    Ok(Lists { token_ids: Some(token_ids), ..Lists::over(work, rows, kv_heads) })
 }
 
 /// Clusters by a classifier of two layers a KV head, as [`linear`] has them, and what is read besides.
@@ -498,15 +490,7 @@ pub fn attend_classified(
     let Dims { rows, kv_heads, .. } = batch.dims(&op)?;
     op.check(of.take <= 1024, "take", of.take, "at most 1024")?;
     // Of the lists that the launch makes nothing is written.
-    let lists = Lists {
-        work: op.empty((rows * kv_heads, WORDS), DType::U32)?,
-        block_ids: None,
-        token_ids: None,
-        token_ln_weights: None,
-        heads_sampled: None,
-        rows,
-        heads: kv_heads,
-    };
+    let lists = Lists::over(op.empty((rows * kv_heads, WORDS), DType::U32)?, rows, kv_heads);
     let prepared = prepare(&op, batch, &lists, None, None, scratch)?;
     // The attention reads cache and queries while the second layer is still at work: the first, which waits for
     // whatever came before it, has to be launched right here.

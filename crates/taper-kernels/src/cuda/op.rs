@@ -19,9 +19,14 @@ const KEPT_COPIES: usize = 512;
 /// What host data is found by: type, bytes, a hash of some of them.
 type Content = (DType, usize, u64);
 
+/// Host data, and its copy.
+type Copied = (Box<[u8]>, Tensor);
+
 thread_local! {
     /// Copies of tables, lengths and lists on the device. All layers of a step upload the same: the first one does.
-    static KEPT: RefCell<HashMap<Content, (Box<[u8]>, Tensor)>> = RefCell::default();
+    static KEPT: RefCell<HashMap<Content, Copied>> = RefCell::default();
+    /// Room for what launches work with, by its use.
+    static ROOM: RefCell<HashMap<&'static str, Tensor>> = RefCell::default();
     /// The tensors that operations make, while somebody wants to know.
     static MADE: RefCell<Made> = RefCell::default();
 }
@@ -167,6 +172,23 @@ impl Op {
             }
         });
         Ok(tensor)
+    }
+
+    /// The address of room for so many numbers, which the thread keeps for its next launch of this use: for what nobody
+    /// reads after that launch has begun.
+    pub fn room<T>(&self, of: &'static str, elements: usize, dtype: DType) -> Result<*mut T> {
+        let fits =
+            |t: &&Tensor| t.elem_count() >= elements && t.dtype() == dtype && t.device().same_device(&self.device);
+        let tensor = match ROOM.with_borrow(|rooms| rooms.get(of).filter(fits).cloned()) {
+            Some(known) => known,
+            None => {
+                // SAFETY: any bits are a number of these types; launches write before they read.
+                let made = unsafe { Tensor::empty(elements.max(1).next_power_of_two(), dtype, &self.device)? };
+                ROOM.with_borrow_mut(|rooms| rooms.insert(of, made.clone()));
+                made
+            }
+        };
+        self.at(of, &tensor, dtype, tensor.dims())
     }
 
     /// A tensor of zeros, for what a launch finds and leaves at zero.

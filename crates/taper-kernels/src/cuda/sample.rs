@@ -40,9 +40,11 @@ thread_local! {
 /// other.
 #[derive(Debug)]
 pub struct Scratch {
-    sync: Tensor,
+    /// `[1 + lists, 32]`, u32.
+    pub(super) sync: Tensor,
     draw_counts: Tensor,
-    sums: Tensor,
+    /// `[lists, team, group, 4]`, i64.
+    pub(super) sums: Tensor,
     lists: usize,
     team: usize,
     group: usize,
@@ -94,7 +96,7 @@ impl Scratch {
 /// What a sampled step did, beside its output; all on the device.
 #[derive(Debug, Clone)]
 pub struct Sampled {
-    /// `[R, q_heads, head_dim]`, of the cache's dtype.
+    /// `[R, q_heads, head_dim]`, f32.
     pub out: Tensor,
     /// Natural logarithm of each head's estimated sum of exponentials `[R, q_heads]`, f32.
     pub lse: Tensor,
@@ -156,7 +158,8 @@ pub fn sampled(batch: &Batch, lists: &Lists, streams: Streams, how: &Sampling, s
     run(&op, batch, lists, streams, Some((how, rule)), scratch)
 }
 
-/// Attends to lists in one launch, without plan and merge: for few rows.
+/// Attends to lists in one launch, without plan and merge: for few rows. Outputs `[R, q_heads, head_dim]` of the cache's
+/// dtype, and log-sum-exp `[R, q_heads]`, f32.
 ///
 /// # Errors
 /// Shapes or dtypes that differ.
@@ -174,17 +177,16 @@ fn run(
     how: Option<(&Sampling, i32)>,
     scratch: &Scratch,
 ) -> Result<Sampled> {
-    let Prepared { p, of, .. } = &prepare(op, batch, lists, Some(streams), how, scratch)?;
+    let Prepared { p, of } = prepare(op, batch, lists, Some(streams), how, scratch)?;
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_sampled(p, op.stream()) })?;
-    Ok(of.clone())
+    op.launched(unsafe { ffi::taper_sampled(&p, op.stream()) })?;
+    Ok(of)
 }
 
 /// What a step in one launch is given, what it fills, and what it works with.
 pub(super) struct Prepared {
     pub p: TaperSampledParams,
     pub of: Sampled,
-    _scratch: [Tensor; 4],
 }
 
 /// For [`run`]; lists alone need no streams.
@@ -208,30 +210,29 @@ pub(super) fn prepare(
     // A sample reaches no further than to where reading everything is the better bargain.
     let most = |how: &Sampling| (how.dense_share.min(1.0) * batch.max_len as f64).ceil() as usize + BLOCK_TOKENS;
     let capacity = how.map_or(1, |(how, _)| most(how));
-    let part_o = op.empty((count, 2, team, group, head_dim), DType::F32)?;
-    let part_lse = op.empty((count, 2, team, group), DType::F32)?;
-    let draws = op.empty((count, draws_each), DType::U32)?;
-    let scores = op.empty((count, capacity, group), DType::F32)?;
+    let out_dtype = if how.is_some() { DType::F32 } else { dtype };
     let of = Sampled {
-        out: op.empty((rows, q_heads, head_dim), dtype)?,
+        out: op.empty((rows, q_heads, head_dim), out_dtype)?,
         lse: op.empty((rows, q_heads), DType::F32)?,
         // Each row begins on 16 bytes.
         numbers: op.empty((3, count.next_multiple_of(4)), DType::U32)?,
         lists: count,
     };
-    d.part_o = op.at("part_o", &part_o, DType::F32, part_o.dims())?;
-    d.part_lse = op.at("part_lse", &part_lse, DType::F32, part_lse.dims())?;
+    let parts = count * 2 * team * group;
+    d.part_o = op.room("sampled-parts", parts * head_dim, DType::F32)?;
+    d.part_lse = op.room("sampled-lse", parts, DType::F32)?;
     d.gather = 1;
     let mut p = TaperSampledParams {
         d,
         seeds: op.maybe("seeds", streams.map(|s| s.seeds), DType::I64, [rows])?,
         positions: op.maybe("positions", streams.map(|s| s.positions), DType::U32, [rows])?,
-        out: op.at("out", &of.out, dtype, [rows, q_heads, head_dim])?,
+        out: op.at("out", &of.out, out_dtype, [rows, q_heads, head_dim])?,
+        out_f32: how.is_some().into(),
         lse: op.at("lse", &of.lse, DType::F32, [rows, q_heads])?,
         sync: op.at("scratch", &scratch.sync, DType::U32, [1 + count, 32])?,
-        draws: op.at("draws", &draws, DType::U32, [count, draws_each])?,
+        draws: op.room("sampled-draws", count * draws_each, DType::U32)?,
         draw_counts: op.at("scratch", &scratch.draw_counts, DType::U32, [count, 4, team * 4])?,
-        scores: op.at("scores", &scores, DType::F32, [count, capacity, group])?,
+        scores: op.room("sampled-scores", count * capacity * group, DType::F32)?,
         sums: op.at("scratch", &scratch.sums, DType::I64, [count, team, group, 4])?,
         state: op.at("state", &of.state()?, DType::U32, [count])?,
         residual: op.at("residual", &of.residual()?, DType::U32, [count])?,
@@ -254,7 +255,7 @@ pub(super) fn prepare(
         p.pilot_tokens = op.int("pilot_tokens", how.pilot_tokens)?;
         p.rule = rule;
     }
-    Ok(Prepared { p, of, _scratch: [part_o, part_lse, draws, scores] })
+    Ok(Prepared { p, of })
 }
 
 /// The first `want` keys of each list's permutation that the list leaves out `[R * heads, want]`, u32, and how many there
@@ -266,6 +267,7 @@ pub fn draw(lists: &Lists, streams: Streams, max_len: usize, want: usize) -> Res
     let op = Op::new("draw", "lists", &lists.work)?;
     let count = lists.rows * lists.heads;
     op.check(want > 0 && max_len > 0, "want", want, "at least 1")?;
+    op.check(lists.token_shift == 0, "lists", "of pages", "lists of blocks and tokens")?;
     let (ids, counts) = (op.empty((count, want), DType::U32)?, op.empty(count, DType::U32)?);
     let pool = |ids: &Option<Tensor>| -> Result<*const u32> {
         match ids {
@@ -433,5 +435,5 @@ pub fn spread_values(
     op.launched(unsafe { ffi::taper_spread(&p, op.stream()) })?;
     let ids = Some(ids.flatten_all()?);
     let token_ln_weights = Some(ln_weights.flatten_all()?);
-    Ok(Lists { work, block_ids: None, token_ids: ids, token_ln_weights, heads_sampled: None, rows, heads: q_heads })
+    Ok(Lists { token_ids: ids, token_ln_weights, ..Lists::over(work, rows, q_heads) })
 }

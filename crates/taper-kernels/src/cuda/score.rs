@@ -1,7 +1,7 @@
 //! Scores of what stands for keys, and lists chosen by them: what [`crate::decode::scores`], [`crate::decode::top_k`] and
 //! [`crate::decode::top_p`] do, on a CUDA device and without the host.
 
-use super::batch::{Batch, Dims, Draft, Lists};
+use super::batch::{Batch, Dims, Draft, Lists, WORDS};
 use super::decode::Plan;
 use super::error::Result;
 use super::ffi::{
@@ -9,6 +9,7 @@ use super::ffi::{
     TaperSelectParams,
 };
 use super::op::Op;
+use super::sample::Scratch;
 use crate::index::labels::ON_DEVICE;
 use crate::kv::BLOCK_TOKENS;
 use bytemuck::Zeroable;
@@ -57,6 +58,42 @@ impl Scores {
     }
 }
 
+/// Where a view lies.
+struct ViewAt {
+    upper: *const u16,
+    /// Null where there is none.
+    lower: *const u16,
+    dtype: DType,
+    width: usize,
+    /// Elements from one entry to the next.
+    pitch: usize,
+    per_block: usize,
+}
+
+impl ViewAt {
+    fn new(op: &Op, view: View, widths: &[usize], (blocks, kv_heads): (usize, usize)) -> Result<Self> {
+        let pages = matches!(view, View::Pages(_));
+        let (view, lower) = match view {
+            View::Rows(view) | View::Pages(view) => (view, None),
+            View::Bounds(upper, lower) => (upper, Some(lower)),
+        };
+        let (_, _, per_block, pitch) = view.dims4()?;
+        let width = if pages { pitch / 2 } else { pitch };
+        let widths = if pages || lower.is_some() { &[64, 128][..] } else { widths };
+        op.check(widths.contains(&width), "view", format!("{width} wide"), format!("{widths:?}"))?;
+        let fits = per_block > 0 && BLOCK_TOKENS.is_multiple_of(per_block);
+        op.check(fits, "view", format!("{per_block} entries a block"), "a divisor of 64")?;
+        let (dtype, shape) = (view.dtype(), [blocks, kv_heads, per_block, pitch]);
+        let first = op.at::<u16>("view", view, dtype, shape)?.cast_const();
+        // Of minima and maxima beside each other the upper bounds come second.
+        let (upper, lower) = match pages {
+            true => (first.wrapping_add(width), first),
+            false => (first, op.maybe::<u16>("view", lower, dtype, shape)?.cast_const()),
+        };
+        Ok(Self { upper, lower, dtype, width, pitch, per_block })
+    }
+}
+
 /// Scores every entry of a view that rows see. `q` are the batch's queries, or their channels where the view has fewer
 /// `[R, q_heads, width]`; scores are multiplied by `scale`.
 ///
@@ -65,31 +102,18 @@ impl Scores {
 pub fn scores(batch: &Batch, q: &Tensor, view: View, scale: f32) -> Result<Scores> {
     let op = Op::new("scores", "q", q)?;
     let Dims { rows, q_heads, kv_heads, blocks, tables, stride, .. } = batch.dims(&op)?;
-    let pages = matches!(view, View::Pages(_));
-    let (view, lower) = match view {
-        View::Rows(view) | View::Pages(view) => (view, None),
-        View::Bounds(upper, lower) => (upper, Some(lower)),
-    };
-    let (_, _, per_block, pitch) = view.dims4()?;
-    let width = if pages { pitch / 2 } else { pitch };
-    let widths = if pages || lower.is_some() { &[64, 128][..] } else { &ON_DEVICE[..] };
-    op.check(widths.contains(&width), "view", format!("{width} wide"), format!("{widths:?}"))?;
-    let fits = per_block > 0 && BLOCK_TOKENS.is_multiple_of(per_block);
-    op.check(fits, "view", format!("{per_block} entries a block"), "a divisor of 64")?;
-    let dtype = view.dtype();
+    let at = ViewAt::new(&op, view, &ON_DEVICE, (blocks, kv_heads))?;
+    let ViewAt { dtype, width, per_block, .. } = at;
     let page = BLOCK_TOKENS / per_block;
     let entries = batch.max_len.div_ceil(page).next_multiple_of(64);
     let tiles = entries / 64;
     let scores = op.empty((rows, q_heads, entries), DType::F32)?;
     let (top, sum) = (op.empty((rows, q_heads, tiles), DType::F32)?, op.empty((rows, q_heads, tiles), DType::F32)?);
-    let shape = [blocks, kv_heads, per_block, pitch];
-    let first = op.at::<u16>("view", view, dtype, shape)?;
     let p = TaperScoreParams {
         q: op.at("q", q, dtype, [rows, q_heads, width])?,
-        // Of minima and maxima beside each other the upper bounds come second.
-        view: if pages { first.wrapping_add(width) } else { first }.cast(),
-        lower: if pages { first.cast() } else { op.maybe("view", lower, dtype, shape)? },
-        pitch: op.int("view", pitch)?,
+        view: at.upper.cast(),
+        lower: at.lower.cast(),
+        pitch: op.int("view", at.pitch)?,
         block_table: op.at("tables", batch.tables, DType::U32, [tables, stride])?,
         row_table: op.maybe("row_tables", batch.row_tables, DType::U32, [rows])?,
         lens: op.at("lens", batch.lens, DType::U32, [rows])?,
@@ -161,7 +185,7 @@ impl Between {
             ends.extend(vec![if apart { start / page } else { 0 }; heads]);
         }
         Ok(Self {
-            lists: Lists::ranges(like, heads, &rows)?.writable()?,
+            lists: Lists::ranges(like, heads, &rows)?,
             begins: op.kept(&begins, [begins.len()])?,
             ends: op.kept(&ends, [ends.len()])?,
             whole: true,
@@ -184,16 +208,16 @@ impl Between {
             ends.push(between.end.div_ceil(page) as u32);
         }
         Ok(Self {
-            lists: made.finish(op, lens.len(), heads)?.writable()?,
+            lists: made.finish(op, lens.len(), heads)?,
             begins: op.kept(&begins, [begins.len()])?,
             ends: op.kept(&ends, [ends.len()])?,
             whole: page == 1,
         })
     }
 
-    /// The lists, before anything is chosen for them.
-    pub(super) fn into_lists(self) -> Lists {
-        self.lists
+    /// The lists, before anything is chosen for them, to be written to.
+    pub(super) fn into_lists(self) -> Result<Lists> {
+        self.lists.writable()
     }
 }
 
@@ -269,7 +293,8 @@ pub(super) fn select(
 ) -> Result<Lists> {
     let Dims { rows, q_heads, kv_heads, .. } = batch.dims(op)?;
     let heads = if lse.is_some() { q_heads } else { kv_heads };
-    let Between { mut lists, begins, ends, whole } = between;
+    let Between { lists, begins, ends, whole } = between;
+    let mut lists = lists.writable()?;
     let (count, entries) = (rows * kv_heads, scores.dim(2)?);
     let expected = format!("{rows} rows of {kv_heads}");
     op.check(lists.rows == rows && lists.heads == kv_heads, "between", format!("{} rows", lists.rows), expected)?;
@@ -342,51 +367,87 @@ fn pages(op: &Op, lists: &Lists, chosen: &Tensor, counts: &Tensor, page: usize) 
 /// Shapes or dtypes that differ, rows of more than 32,768 blocks.
 pub fn pick_blocks(batch: &Batch, view: View, between: Between, k: usize) -> Result<Lists> {
     let op = Op::new("pick_blocks", "q", batch.q)?;
-    let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(&op)?;
-    let (upper, lower) = match view {
-        View::Rows(rows) => (rows, None),
-        View::Bounds(upper, lower) => (upper, Some(lower)),
-        View::Pages(_) => return Err(op.error("view", "bounds beside each other", "means, or bounds in two tensors")),
-    };
-    let Between { mut lists, begins, ends, .. } = between;
+    pick(&op, batch, view, between, (k, None), (ffi::TAPER_MAX_OF_GROUP, ffi::TAPER_BLOCKS))
+}
+
+/// Most pages that [`pick`] chooses among.
+const PICK_MOST: usize = 32_768;
+
+/// Whether [`pick_pages`] chooses among so many pages.
+pub(super) fn picks(max_len: usize, page: usize) -> bool {
+    max_len.div_ceil(page) <= PICK_MOST
+}
+
+/// As [`select`] by the scores of pages, which are scored and chosen in one launch; see [`picks`]. `k` is the most, and how
+/// many of each list `[lists]`, u32.
+pub(super) fn pick_pages(
+    op: &Op,
+    batch: &Batch,
+    bounds: &Tensor,
+    between: Between,
+    (most, k): (usize, &Tensor),
+) -> Result<Lists> {
+    pick(op, batch, View::Pages(bounds), between, (most, Some(k)), (ffi::TAPER_SUM_OF_GROUP, ffi::TAPER_TOKENS))
+}
+
+fn pick(
+    op: &Op,
+    batch: &Batch,
+    view: View,
+    between: Between,
+    (k, ks): (usize, Option<&Tensor>),
+    (reduce, target): (i32, i32),
+) -> Result<Lists> {
+    let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(op)?;
+    let at = ViewAt::new(op, view, &[64, 128], (blocks, kv_heads))?;
+    op.check(at.width == head_dim && at.dtype == dtype, "view", at.width, format!("{head_dim} of {dtype:?}"))?;
+    let Between { lists, begins, ends, .. } = between;
     let expected = format!("{rows} rows of {kv_heads}");
     op.check(lists.rows == rows && lists.heads == kv_heads, "between", format!("{} rows", lists.rows), expected)?;
-    let (count, most) = (rows * kv_heads, batch.max_len.div_ceil(BLOCK_TOKENS));
+    let page = BLOCK_TOKENS / at.per_block;
+    let (count, most) = (rows * kv_heads, batch.max_len.div_ceil(page));
+    op.check(most <= PICK_MOST, "max_len", batch.max_len, format!("{PICK_MOST} pages of {page}"))?;
     let capacity = k.clamp(1, most);
-    let (keys, ids) = (op.empty((count, most), DType::U32)?, op.empty((count, capacity), DType::U32)?);
-    let sync = op.zeros((count, 32), DType::U32)?;
-    let shape = upper.dims().to_vec();
-    let fits = matches!(shape[..], [b, h, .., d] if b == blocks && h == kv_heads && d == head_dim)
-        && upper.elem_count() == blocks * kv_heads * head_dim;
-    let expected = format!("[{blocks}, {kv_heads}, 1, {head_dim}]");
-    op.check(fits, "view", format!("{shape:?}"), expected)?;
+    let ids = op.empty((count, capacity), DType::U32)?;
+    let work = op.empty((count, WORDS), DType::U32)?;
+    let scratch = Scratch::kept(batch.q, rows, q_heads, kv_heads)?;
     let p = TaperPickParams {
         q: op.at("q", batch.q, dtype, [rows, q_heads, head_dim])?,
-        view: op.at("view", upper, dtype, &shape)?,
-        lower: op.maybe("view", lower, dtype, &shape)?,
+        view: at.upper.cast(),
+        lower: at.lower.cast(),
         block_table: op.at("tables", batch.tables, DType::U32, [tables, stride])?,
         row_table: op.maybe("row_tables", batch.row_tables, DType::U32, [rows])?,
         lens: op.at("lens", batch.lens, DType::U32, [rows])?,
         begins: op.at("between", &begins, DType::U32, [count])?,
         ends: op.at("between", &ends, DType::U32, [count])?,
-        keys: op.at("keys", &keys, DType::U32, [count, most])?,
+        ks: op.maybe("k", ks, DType::U32, [count])?,
+        lists: op.at("between", &lists.work, DType::U32, [count, WORDS])?,
+        keys: op.room("pick-keys", count * most, DType::U32)?,
         ids: op.at("ids", &ids, DType::U32, [count, capacity])?,
-        work: op.at("between", &lists.work, DType::U32, lists.work.dims())?,
-        sync: op.at("sync", &sync, DType::U32, [count, 32])?,
+        work: op.at("work", &work, DType::U32, [count, WORDS])?,
+        sync: op.at("scratch", &scratch.sync, DType::U32, [1 + count, 32])?,
+        masses: op.at("scratch", &scratch.sums, DType::I64, scratch.sums.dims())?,
         rows: op.int("q", rows)?,
         q_heads: op.int("q", q_heads)?,
         kv_heads: op.int("kv", kv_heads)?,
         width: op.int("kv", head_dim)?,
         dtype: op.dtype("kv", dtype)?,
         table_stride: op.int("tables", stride)?,
+        per_block: op.int("view", at.per_block)?,
+        pitch: op.int("view", at.pitch)?,
         stride: op.int("max_len", most)?,
         capacity: op.int("k", capacity)?,
         k: op.int("k", k)?,
+        reduce,
+        target,
         overlap: 1,
+        scale: 1.0 / (head_dim as f32).sqrt(),
         ..TaperPickParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_pick_blocks(&p, op.stream()) })?;
-    lists.block_ids = Some(ids);
-    Ok(lists)
+    op.launched(unsafe { ffi::taper_pick(&p, op.stream()) })?;
+    Ok(match target {
+        ffi::TAPER_BLOCKS => Lists { work, block_ids: Some(ids), ..lists },
+        _ => Lists { work, token_ids: Some(ids), token_shift: page.trailing_zeros(), ..lists },
+    })
 }

@@ -174,7 +174,7 @@ impl Chosen {
         op.check(fits, "selection", "of rows that see more or less", "one made for these rows")?;
         let (step, lists) = match self {
             Self::Host(heads) => return attend_host(batch, heads),
-            Self::Sampled(_, outcome) => return Ok(outcome.out().to_dtype(DType::F32)?),
+            Self::Sampled(_, outcome) => return Ok(outcome.out().clone()),
             Self::Keys(step, lists, _) | Self::Values(step, lists) => (step, lists),
         };
         // What was chosen by other queries, such as some that few features are left of, is read by these.

@@ -2,10 +2,12 @@
 //! [`crate::decode::top_p`] without the host.
 
 use super::{Chosen, Step};
+use crate::cuda::batch::{Batch, Lists};
 use crate::cuda::error::Result;
 use crate::cuda::op::Op;
 use crate::cuda::score::{self, Between, How, Scores, View, select};
 use crate::decode::{Decode, DecodeRow, Selection, sink_window};
+use crate::kv::BLOCK_TOKENS;
 use candle_core::Tensor;
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,6 +25,8 @@ pub(crate) struct Scored {
 enum By {
     /// Shares of the attention mass, by every query head's scores.
     Shares(Arc<Scores>),
+    /// The same of pages by their bounds, which the choice scores: `[blocks, kv_heads, pages of a block, 2 head_dim]`.
+    Bounds(Tensor),
     /// What each KV head makes of tokens, `[R, kv_heads, tokens]`, f32.
     Groups(Tensor),
 }
@@ -31,9 +35,13 @@ impl Scored {
     /// By scores of a view of the keys; `q` as [`score::scores`] has it, none for the batch's own queries.
     pub(super) fn by_view(step: Arc<Step>, q: Option<&Tensor>, view: View, wanted: &[bool]) -> Result<Self> {
         let batch = step.batch();
-        let scale = 1.0 / (batch.q.dims()[2] as f32).sqrt();
-        let scores = score::scores(&batch, q.unwrap_or(batch.q), view, scale)?;
+        let scores = score::scores(&batch, q.unwrap_or(batch.q), view, scale(&batch))?;
         Ok(Self { by: By::Shares(Arc::new(scores)), wanted: wanted.to_vec(), step })
+    }
+
+    /// By bounds of pages.
+    pub(super) fn by_bounds(step: Arc<Step>, index: &Tensor, wanted: &[bool]) -> Self {
+        Self { step, by: By::Bounds(index.clone()), wanted: wanted.to_vec() }
     }
 
     /// By what each KV head makes of its tokens.
@@ -62,16 +70,27 @@ impl Scored {
     fn page(&self) -> usize {
         match &self.by {
             By::Shares(scores) => scores.page,
+            By::Bounds(index) => BLOCK_TOKENS / index.dims()[2],
             By::Groups(_) => 1,
         }
     }
 
-    /// What the selection kernel reads.
-    fn numbers(&self) -> (&Tensor, Option<&Tensor>, usize) {
-        match &self.by {
+    /// The entries between that matter most: of each list as many as `k` `[lists]`, u32, says, at most `most`.
+    fn choose(&self, op: &Op, between: Between, most: usize, k: &Tensor) -> Result<Lists> {
+        let batch = self.step.batch();
+        let scored;
+        let numbers = match &self.by {
             By::Shares(scores) => scores.of(),
             By::Groups(importance) => (importance, None, 1),
-        }
+            By::Bounds(index) => {
+                if score::picks(batch.max_len, self.page()) {
+                    return score::pick_pages(op, &batch, index, between, (most, k));
+                }
+                scored = score::scores(&batch, batch.q, View::Pages(index), scale(&batch))?;
+                scored.of()
+            }
+        };
+        select(op, &batch, numbers, between, &How::by_count(op, most, Some(k), numbers.0.dim(2)?)?)
     }
 
     /// The ranges that each row and KV head reads whatever is chosen; none where it reads everything: where nothing is
@@ -100,6 +119,11 @@ impl Scored {
     }
 }
 
+/// What products of queries and keys are multiplied by.
+fn scale(batch: &Batch) -> f32 {
+    1.0 / (batch.q.dims()[2] as f32).sqrt()
+}
+
 /// [`crate::decode::scores`]; none where none is wanted.
 pub(crate) fn scores(batch: &Decode, wanted: &[bool]) -> Result<Option<Scored>> {
     let wanted = super::wanted(batch.rows, wanted);
@@ -113,8 +137,7 @@ pub(crate) fn scores(batch: &Decode, wanted: &[bool]) -> Result<Option<Scored>> 
 /// [`crate::decode::top_k`].
 pub(crate) fn top_k(rows: &[DecodeRow], importance: &Scored, fixed: (usize, usize), k: &[usize]) -> Result<Selection> {
     let (step, page) = (&importance.step, importance.page());
-    let batch = step.batch();
-    let op = Op::new("top_k", "q", batch.q)?;
+    let op = Op::new("top_k", "q", step.batch().q)?;
     importance.check(&op, rows)?;
     op.check(k.len() == importance.wanted.len(), "k", k.len(), format!("{} numbers", importance.wanted.len()))?;
     let fixed = importance.fixed(rows, fixed, |i, between| k[i] >= between);
@@ -130,9 +153,7 @@ pub(crate) fn top_k(rows: &[DecodeRow], importance: &Scored, fixed: (usize, usiz
     let ks: Vec<u32> = take.iter().map(|&k| k as u32).collect();
     let most = take.iter().copied().max().unwrap_or(0);
     let between = Between::of(&op, &step.lens, &fixed, page)?;
-    let numbers = importance.numbers();
-    let ks = op.kept(&ks, [ks.len()])?;
-    let lists = select(&op, &batch, numbers, between, &How::by_count(&op, most, Some(&ks), numbers.0.dim(2)?)?)?;
+    let lists = importance.choose(&op, between, most, &op.kept(&ks, [ks.len()])?)?;
     // Pages over the ends of what lies between count for what of them does: only the choice knows.
     let count = |(i, fixed): (usize, &Option<[Range<usize>; 2]>)| match fixed {
         None => step.visible(i),

@@ -116,7 +116,7 @@ pub(crate) fn extend_clusters(
 /// [`crate::index::bounds::importance`], whose checks the caller has made.
 pub(crate) fn bounds(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<Scored> {
     let op = Op::new("bounds", "q", batch.q)?;
-    Scored::by_view(Step::new(&op, batch)?, None, View::Pages(index), &super::wanted(batch.rows, wanted))
+    Ok(Scored::by_bounds(Step::new(&op, batch)?, index, &super::wanted(batch.rows, wanted)))
 }
 
 /// [`crate::index::labels::importance`], whose checks the caller has made.
@@ -171,7 +171,7 @@ pub(crate) fn probe(
         Probes::Keys(_) => (usize::MAX, true),
     };
     let tokens = op.kept(&(0..heads).map(limit).collect::<Vec<_>>(), [heads])?;
-    let lists = Between::of(&op, &step.lens, &fixed, 1)?.into_lists();
+    let lists = Between::of(&op, &step.lens, &fixed, 1)?.into_lists()?;
     let limits = Limits { clusters, tokens: &tokens, first };
     let lists = kernels::probe(&step.batch(), logits, &index.squeeze(3)?, lists, limits)?;
     Ok(Chosen::Keys(step.clone(), lists, None))
