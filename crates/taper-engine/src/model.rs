@@ -295,7 +295,7 @@ impl ModelBackend {
             }
         }
         // A step is over when its work is done: what the next ones may take is told by the time that it takes.
-        if !chunks.is_empty() || out.iter().all(Option::is_none) {
+        if !chunks.is_empty() || out.iter().all(Vec::is_empty) {
             self.model.device().synchronize()?;
         }
         // Last: a step that fails has not been.

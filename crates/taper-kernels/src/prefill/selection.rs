@@ -242,7 +242,7 @@ impl Counter {
         {
             let (StripedRun { own, before }, each) = (runs[run], stripes.block_tokens);
             let own = own as usize * each;
-            let edges = vec![own..own + each];
+            let edges = Vec::from_iter(Some(own..own + each));
             return Self { mask: reads.mask, all: false, whole: before as usize * each, edges, tokens: Vec::new() };
         }
         let (blocks, tokens) = reads.lists(run);
