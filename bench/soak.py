@@ -3,7 +3,7 @@
 
     python3 bench/soak.py --taper target/release/taper [--model MODEL] [--minutes 30]
 
-The server has room for some two thousand tokens in memory and a thousand in a file, so that requests lose their places all the time.
+The server has little room: some two thousand tokens in memory and a thousand in a file.
 Says what came of every request, what the server's memory was, and what its log complains of. Python's standard library only.
 """
 
@@ -55,7 +55,8 @@ def main():
     command = [args.taper, "serve", "--port", str(port), "--api-keys", str(folder / "keys.toml")]
     command += ["--kv-memory", "48MiB", "--kv-offload", "24MiB", "--kv-offload-dir", str(folder)]
     log = open(folder / "log", "w+")
-    server = subprocess.Popen(command + (["--model", args.model] if args.model else []), stdout=log, stderr=log)
+    server = subprocess.Popen(command + (["--model", args.model] if args.model else []), stdout=log, stderr=log,
+                              env=dict(os.environ, RUST_LOG="info", NO_COLOR="1"))
     while "curl http" not in (folder / "log").read_text():
         assert server.poll() is None, (folder / "log").read_text()
         time.sleep(0.5)

@@ -92,6 +92,12 @@ fn pairs() -> Vec<Value> {
     ];
     let few = |name: &str| json!({ "method": name, "sink": 8, "window": 16, "k": 24 });
     let clusters = |name: &str| json!({ "method": name, "sink": 4, "window": 8, "probes": 2, "dense_layers": 1 });
+    let over = |top: Value, tail: &str| {
+        let mut promise =
+            json!({ "method": "vattention", "sink": 8, "window": 16, "epsilon": 0.3, "delta": 0.3, "top_k": 16 });
+        (promise["top"], promise["tail"]) = (top, json!(tail));
+        promise
+    };
     let decode = [
         json!({ "method": "dense" }),
         window(),
@@ -105,6 +111,11 @@ fn pairs() -> Vec<Value> {
         few("hash_attention"),
         clusters("kmeans"),
         clusters("saap"),
+        over(json!({ "method": "quest" }), "clt"),
+        over(json!({ "method": "saap" }), "clt"),
+        over(json!({ "method": "hash_attention" }), "clt"),
+        over(json!({ "method": "oracle" }), "hard"),
+        json!({ "method": "santa", "samples": 16, "within": few("quest") }),
     ];
     (0..prefill.len() * decode.len())
         .map(|i| json!({ "prefill": prefill[i % prefill.len()], "decode": decode[i % decode.len()], "audit": 0.1 }))

@@ -35,7 +35,7 @@ fn a_request_gets_the_same_tokens_alone_and_among_others() {
 fn answers_by_one_method_are_read_together_and_do_not_show_it() {
     // Of very different lengths, of which the shortest read everything and score nothing; in turns by two methods.
     let pairs = pairs();
-    for two in pairs[..12].chunks(2) {
+    for two in pairs[..18].chunks(2) {
         let requests: Vec<Request> = (0..8).map(|i| Request { choices: 1, ..request(i * 5, &two[i % 2]) }).collect();
         let quiet = engine(64, false, EngineConfig::default());
         let alone: Vec<Answer> = requests.iter().map(|r| answer(quiet.submit(r.clone()).unwrap())).collect();
