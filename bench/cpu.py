@@ -39,9 +39,9 @@ def free_port():
 
 
 class Server:
-    def __init__(self, command, port):
+    def __init__(self, command, port, log=subprocess.DEVNULL, env=None):
         self.port, started = port, time.time()
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         while not self.healthy():
             if self.process.poll() is not None or time.time() - started > 120:
                 raise SystemExit(f"did not start: {' '.join(command)}")
@@ -56,13 +56,15 @@ class Server:
         except OSError:
             return False
 
-    def peak_mib(self):
+    def mib(self, field):
+        """A field of the process's status, such as VmHWM, the most memory that it had."""
         with open(f"/proc/{self.process.pid}/status") as status:
-            return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) // 1024
+            return next(int(line.split()[1]) for line in status if line.startswith(field)) // 1024
 
     def stop(self):
+        """Its exit status."""
         self.process.terminate()
-        self.process.wait(60)
+        return self.process.wait(60)
 
     def measure(self, words, tokens, attention):
         """(prefill tokens/s, decode tokens/s, prompt tokens, density of decode) of one streamed completion."""
@@ -125,7 +127,7 @@ def main():
         for _ in range(args.repeats):
             for name, port, _, attention in rows:
                 found[name].append(servers[port].measure(length, args.tokens, attention))
-                peak.setdefault(name, servers[port].peak_mib())
+                peak.setdefault(name, servers[port].mib("VmHWM"))
         base = [statistics.median(x) for x in zip(*found["llama-server"])]
         for name, port, *_ in rows:
             prefill, decode, prompt, density = (statistics.median(x) for x in zip(*found[name]))

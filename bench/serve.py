@@ -56,7 +56,7 @@ def main():
             print(
                 f"| {clients} | {name} | {args.repeats} x {clients} | {rate:.0f} | {median('ttft', 'p50') / 1e3:.1f} s | {p95 / 1e3:.1f} s "
                 f"| {median('itl', 'p50'):.0f} ms | {median('itl', 'p95'):.0f} ms | {rate / base[0]:.2f} | {p95 / base[1]:.2f} "
-                f"| {server.peak_mib()} |", flush=True,
+                f"| {server.mib('VmHWM')} |", flush=True,
             )
             server.stop()
 

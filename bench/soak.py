@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from cpu import free_port
+from cpu import Server, free_port
 
 # Requests a minute, prompt and answer lengths, share of the clients that leave in the middle, fields.
 LOADS = {
@@ -39,11 +39,6 @@ LOADS = {
 KEYS = {"one": "a-key-without-limits", "two": "a-key-with-a-limit"}
 
 
-def memory(pid, field):
-    text = Path(f"/proc/{pid}/status").read_text()
-    return int(re.search(rf"{field}:\s+(\d+)", text).group(1)) / 1024
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--taper", required=True)
@@ -55,11 +50,8 @@ def main():
     command = [args.taper, "serve", "--port", str(port), "--api-keys", str(folder / "keys.toml")]
     command += ["--kv-memory", "48MiB", "--kv-offload", "24MiB", "--kv-offload-dir", str(folder)]
     log = open(folder / "log", "w+")
-    server = subprocess.Popen(command + (["--model", args.model] if args.model else []), stdout=log, stderr=log,
-                              env=dict(os.environ, RUST_LOG="info", NO_COLOR="1"))
-    while "curl http" not in (folder / "log").read_text():
-        assert server.poll() is None, (folder / "log").read_text()
-        time.sleep(0.5)
+    command += ["--model", args.model] if args.model else []
+    server = Server(command, port, log, dict(os.environ, RUST_LOG="info", NO_COLOR="1"))
     loads = {}
     for seed, (name, (rate, prompt, output, cancel, extra)) in enumerate(LOADS.items()):
         load = [args.taper, "bench", "serve", "--url", f"http://127.0.0.1:{port}/v1", "--endpoint", "completions", "--warm-up", "0"]
@@ -70,7 +62,7 @@ def main():
         loads[name] = subprocess.Popen(load, env=dict(os.environ, OPENAI_API_KEY=key), stdout=subprocess.DEVNULL)
     begun, seen = time.time(), []
     while any(load.poll() is None for load in loads.values()):
-        seen.append((time.time() - begun, memory(server.pid, "RssAnon")))
+        seen.append((time.time() - begun, server.mib("RssAnon")))
         time.sleep(10)
     print(f"{(time.time() - begun) / 60:.1f} minutes")
     print("| load | sent | completed | left | refused or failed |\n| --- | --- | --- | --- | --- |")
@@ -81,9 +73,8 @@ def main():
         assert sent == found["completed"] + found["cancelled"] + sum(found["errors"].values()), f"{name}: {found}"
         print(f"| {name} | {sent} | {found['completed']} | {found['cancelled']} | {json.dumps(found['errors'])} |")
     after = [mib for at, mib in seen if at > 180] or [mib for _, mib in seen]
-    print(f"anonymous memory: {after[0]:.0f} MiB after three minutes, {min(after):.0f} to {max(after):.0f} since, {after[-1]:.0f} at the end")
-    server.terminate()
-    code = server.wait()
+    print(f"anonymous memory: {after[0]} MiB after three minutes, {min(after)} to {max(after)} since, {after[-1]} at the end")
+    code = server.stop()
     text = (folder / "log").read_text()
     wrong = [line for line in text.splitlines() if re.search("ERROR|panicked|a bug", line)]
     late = [line for line in wrong if "deadline" not in line]

@@ -229,11 +229,9 @@ impl<S> Run<S> {
         }
         let prompt = self.job.request.prompt.len();
         for choice in self.choices.iter_mut().filter(|choice| choice.live()) {
+            // What was drafted is not what comes again. Whether or not there is room to cut it off, all blocks go.
             choice.draft(0);
-            let known = prompt + choice.tokens.len();
-            // What was drafted is not what comes again. Without it or not, all blocks go.
-            let drafted = choice.sequence.as_mut().filter(|sequence| backend.cached(sequence) >= known);
-            drafted.map(|sequence| backend.truncate(sequence, known - 1));
+            let _ = choice.rewind(backend, prompt);
         }
         let choices = self.choices.iter_mut().filter_map(|choice| choice.sequence.as_mut());
         for sequence in self.prompt.iter_mut().chain(choices) {
@@ -316,10 +314,9 @@ impl<S> Run<S> {
         let draw = |choice: &'a mut Choice<S>, rows: &'a [Row]| {
             let Choice { sampler, output, tokens, drafts, drawn, .. } = choice;
             let (guesses, logprobs) = (&tokens[tokens.len() - drafts.made..], output.logprobs());
+            let growing = drafts.growing();
             match &mut drafts.sampler {
-                Some(sampler) if drafts.made < drafts.wanted => {
-                    Draw { sampler, rows, guesses: &[], logprobs: None, drawn }
-                }
+                Some(sampler) if growing => Draw { sampler, rows, guesses: &[], logprobs: None, drawn },
                 _ => Draw { sampler, rows, guesses, logprobs, drawn },
             }
         };
@@ -451,9 +448,14 @@ impl<S> Choice<S> {
             }
             self.draft(drafts);
         }
-        // What goes into the cache next is the answer's last token, whatever was tried after it.
-        let cached = prompt + self.answered() - 1;
+        self.rewind(backend, prompt)
+    }
+
+    /// Has the answer's last token come into the cache next, whatever was tried after it.
+    fn rewind<B: Backend<Sequence = S>>(&mut self, backend: &mut B, prompt: usize) -> Result<(), RequestError> {
+        let answered = self.answered();
         let Some(sequence) = &mut self.sequence else { return Ok(()) };
+        let cached = prompt + answered - 1;
         if backend.cached(sequence) > cached {
             backend.truncate(sequence, cached)?;
         }

@@ -93,9 +93,12 @@ impl Sampler {
 
     /// How the next tokens are drawn, where nothing but the logits decides: who has drawn one so says [`take`](Self::take).
     pub fn draws(&self, count: usize) -> Option<Vec<Draw>> {
+        if self.biases() {
+            return None;
+        }
         let mut ahead = self.rng.clone();
-        let uniforms = std::iter::once(self.uniform).chain(std::iter::from_fn(|| Some(ahead.random()))).take(count);
-        (!self.biases()).then(|| uniforms.map(|uniform| Draw { uniform, ..self.next() }).collect())
+        let uniforms = std::iter::once(self.uniform).chain(std::iter::from_fn(|| Some(ahead.random())));
+        Some(uniforms.take(count).map(|uniform| Draw { uniform, ..self.next() }).collect())
     }
 
     fn next(&self) -> Draw {
@@ -145,7 +148,7 @@ impl Sampler {
 
 /// Log probabilities of one token and of the `top` most probable ones, best first, from unchanged logits.
 pub(crate) fn logprobs(row: &[f32], token: u32, top: usize) -> (TokenLogprob, Vec<TokenLogprob>) {
-    let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let max = logits::peak(row).map_or(f32::NEG_INFINITY, |(_, max)| max);
     let mass: f64 = logits::mass(row, max, 1.0).into_iter().map(f64::from).sum();
     let norm = max + mass.ln() as f32;
     let of = |(token, logit): (u32, f32)| TokenLogprob { token, logprob: logit - norm };

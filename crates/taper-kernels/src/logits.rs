@@ -226,13 +226,19 @@ pub fn fewest(row: &[f32], share: f64) -> Kept {
     // Down to a single number: those of one sign are ordered as their bits.
     let mut low = limits[first].to_bits();
     let mut high = limits.get(first + 1).map_or(1f32.to_bits() + 1, |next| next.to_bits());
+    // The sum of those that are at least `high`.
+    let mut above = sums.get(first + 1).copied().unwrap_or(0.0);
     while high - low > 1 {
         let between: [u32; 8] = std::array::from_fn(|i| low + (u64::from(high - low) * i as u64 / 8) as u32);
-        let at = passed(sums_from(&kept.values, between.map(f32::from_bits)), goal);
-        (low, high) = (between[at], between.get(at + 1).map_or(high, |next| *next));
+        let sums = sums_from(&kept.values, between.map(f32::from_bits));
+        let at = passed(sums, goal);
+        low = between[at];
+        if let (Some(next), Some(sum)) = (between.get(at + 1), sums.get(at + 1)) {
+            (high, above) = (*next, *sum);
+        }
     }
     // Of those that are equal to it, how many?
-    let (least, above) = (f32::from_bits(low), sums_from(&kept.values, [f32::from_bits(high); 8])[0]);
+    let least = f32::from_bits(low);
     let mut equal = ((goal - above) / f64::from(least)).ceil();
     kept.retain(|value| {
         equal -= f64::from(u8::from(value == least));
