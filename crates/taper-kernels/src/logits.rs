@@ -70,19 +70,40 @@ fn scale(temperature: f32) -> f32 {
 #[inline(always)]
 unsafe fn exp_all<V: Simd>(row: &[f32], max: f32, scale: f32, out: &mut [f32]) {
     let whole = row.len() - row.len() % V::LANES;
-    unsafe {
-        let (top, scale) = (V::splat(max), V::splat(scale));
-        for at in (0..whole).step_by(V::LANES) {
-            exp(V::load(row.as_ptr().add(at)).sub(top).mul(scale)).store(out.as_mut_ptr().add(at));
-        }
+    for at in (0..whole).step_by(V::LANES) {
+        unsafe { exp_from::<V>(V::load(row.as_ptr().add(at)), max, scale).store(out.as_mut_ptr().add(at)) };
     }
-    row[whole..].iter().zip(&mut out[whole..]).for_each(|(x, out)| *out = ((x - max) * scale).exp());
+    if whole < row.len() {
+        // As the others, so that where an element stands does not matter.
+        let mut rest = [max; BLOCK];
+        rest[..row.len() - whole].copy_from_slice(&row[whole..]);
+        unsafe { exp_from::<V>(V::load(rest.as_ptr()), max, scale).store(rest.as_mut_ptr()) };
+        out[whole..row.len()].copy_from_slice(&rest[..row.len() - whole]);
+    }
+}
+
+#[inline(always)]
+unsafe fn exp_from<V: Simd>(x: V, max: f32, scale: f32) -> V {
+    unsafe { exp(x.sub(V::splat(max)).mul(V::splat(scale))) }
 }
 
 #[inline(always)]
 unsafe fn exp_blocks<V: Simd>(row: &[f32], max: f32, scale: f32, out: &mut [f32]) {
-    let mut weights = [0.0; BLOCK];
-    for (block, out) in row.chunks(BLOCK).zip(out) {
+    let mut fours = row.chunks_exact(4 * BLOCK);
+    for (four, out) in fours.by_ref().zip(out.chunks_exact_mut(4)) {
+        unsafe {
+            let mut of_blocks = [V::splat(0.0); 4];
+            for (i, sum) in of_blocks.iter_mut().enumerate() {
+                for at in (i * BLOCK..(i + 1) * BLOCK).step_by(V::LANES) {
+                    *sum = sum.add(exp_from::<V>(V::load(four.as_ptr().add(at)), max, scale));
+                }
+            }
+            out.copy_from_slice(&V::sum4(of_blocks));
+        }
+    }
+    let (rest, whole) = (fours.remainder(), row.len() / (4 * BLOCK) * 4);
+    for (block, out) in rest.chunks(BLOCK).zip(&mut out[whole..]) {
+        let mut weights = [0.0; BLOCK];
         unsafe {
             exp_all::<V>(block, max, scale, &mut weights);
             *out = sum::<V>(&weights[..block.len()]);
@@ -158,6 +179,25 @@ impl Kept {
         self.values.truncate(end);
     }
 
+    /// Keeps the fewest of the largest whose sum reaches `goal`: of equal ones the first. All, if they do not reach it. None
+    /// is below 0 or over 1; sums are good to 1e-6 of their size.
+    pub fn heaviest(&mut self, goal: f64) {
+        let (least, above) = threshold(self.values.clone(), goal);
+        let mut all = at_least(&self.values, least);
+        // Of those that are equal to it, how many?
+        let equal = within(&all.values, least, least.next_up()).places;
+        let wanted = ((goal - above) / f64::from(least)).ceil() as usize;
+        if let Some(end) = equal.get(wanted).map(|at| *at as usize) {
+            let larger = at_least(&all.values[end..], least.next_up());
+            let rest = all.places.split_off(end);
+            all.places.extend(larger.places.iter().map(|at| rest[*at as usize]));
+            all.values.truncate(end);
+            all.values.extend(larger.values);
+        }
+        all.places.iter_mut().for_each(|place| *place = self.places[*place as usize]);
+        *self = all;
+    }
+
     fn pairs(&self) -> impl Iterator<Item = (u32, f32)> {
         self.places.iter().copied().zip(self.values.iter().copied())
     }
@@ -172,25 +212,51 @@ impl FromIterator<(u32, f32)> for Kept {
 
 /// The elements that are at least `least`.
 pub fn at_least(row: &[f32], least: f32) -> Kept {
-    let mut out = Kept::default();
+    within(row, least, f32::INFINITY)
+}
+
+/// The elements that are at least `least` and below `end`.
+fn within(row: &[f32], least: f32, end: f32) -> Kept {
+    // As much as most often is enough.
+    let room = row.len().min(4096) + 8 * BLOCK;
+    let mut out = Kept { places: Vec::with_capacity(room), values: Vec::with_capacity(room) };
     let to = &mut out;
-    dispatch!(isa(), gather::<_>(row: &[f32], least: f32, to: &mut Kept));
+    dispatch!(isa(), gather::<_>(row: &[f32], least: f32, end: f32, to: &mut Kept));
     out
 }
 
 #[inline(always)]
-unsafe fn gather<V: Simd>(row: &[f32], least: f32, out: &mut Kept) {
-    let whole = row.len() - row.len() % V::LANES;
-    let limit = unsafe { V::splat(least) };
-    for at in (0..whole).step_by(V::LANES) {
-        let mut lanes = unsafe { V::load(row.as_ptr().add(at)).not_below(limit) };
-        while lanes != 0 {
-            let place = at + lanes.trailing_zeros() as usize;
-            out.push(place, row[place]);
-            lanes &= lanes - 1;
+unsafe fn gather<V: Simd>(row: &[f32], least: f32, end: f32, out: &mut Kept) {
+    let first: [f32; BLOCK] = std::array::from_fn(|i| i as f32);
+    let mut kept = 0;
+    // SAFETY: there is room for a block more than what is kept.
+    unsafe {
+        let (from, to, step) = (V::splat(least), V::splat(end), V::splat(V::LANES as f32));
+        // Places are numbers of f32 here, which has all below 2²⁴.
+        let mut places = V::load(first.as_ptr());
+        for block in row.chunks(BLOCK * 8) {
+            out.values.reserve(BLOCK * 8);
+            out.places.reserve(BLOCK * 8);
+            let mut vectors = block.chunks_exact(V::LANES);
+            for x in vectors.by_ref() {
+                let x = V::load(x.as_ptr());
+                let lanes = x.not_below(from) & !x.not_below(to);
+                x.compress(lanes, out.values.as_mut_ptr().add(kept));
+                places.compress(lanes, out.places.as_mut_ptr().cast::<f32>().add(kept));
+                kept += lanes.count_ones() as usize;
+                places = places.add(step);
+            }
+            out.values.set_len(kept);
+            out.places.set_len(kept);
         }
     }
-    (whole..row.len()).filter(|&at| row[at] >= least).for_each(|at| out.push(at, row[at]));
+    for place in &mut out.places {
+        // SAFETY: it is one of the numbers above. Where it might be any, no vectors would be used.
+        *place = unsafe { f32::from_bits(*place).to_int_unchecked::<i32>() } as u32;
+    }
+    let whole = row.len() - row.len() % V::LANES;
+    let rest = (whole..).zip(&row[whole..]).filter(|(_, x)| (least..end).contains(*x));
+    rest.for_each(|(place, x)| out.push(place, *x));
 }
 
 /// The `k` largest elements with their places, largest first and equal ones by place; all, if there are fewer. None is NaN.
@@ -213,38 +279,73 @@ pub fn largest(row: &[f32], k: usize) -> Vec<(u32, f32)> {
     out
 }
 
-/// The fewest of the largest elements whose sum reaches a share of all: of equal ones the first. All, if they do not reach
-/// it. None is below 0 or over 1; sums are good to 1e-6 of their size.
-pub fn fewest(row: &[f32], share: f64) -> Kept {
-    // The goal lies between the sums of the elements that are at least one of eight limits, and the next.
-    let passed = |sums: [f64; 8], goal: f64| sums.iter().rposition(|sum| *sum >= goal).unwrap_or(0);
-    let limits = [0.0, 4e-6, 6e-5, 5e-4, 2e-3, 8e-3, 0.06, 0.5];
-    let sums = sums_from(row, limits);
-    let goal = share * sums[0];
-    let first = passed(sums, goal);
-    let mut kept = at_least(row, limits[first]);
-    // Down to a single number: those of one sign are ordered as their bits.
-    let mut low = limits[first].to_bits();
-    let mut high = limits.get(first + 1).map_or(1f32.to_bits() + 1, |next| next.to_bits());
-    // The sum of those that are at least `high`.
-    let mut above = sums.get(first + 1).copied().unwrap_or(0.0);
-    while high - low > 1 {
-        let between: [u32; 8] = std::array::from_fn(|i| low + (u64::from(high - low) * i as u64 / 8) as u32);
-        let sums = sums_from(&kept.values, between.map(f32::from_bits));
-        let at = passed(sums, goal);
-        low = between[at];
-        if let (Some(next), Some(sum)) = (between.get(at + 1), sums.get(at + 1)) {
-            (high, above) = (*next, *sum);
+/// The [`weights`] of a row's fewest largest elements that hold a share of all, as [`Kept::heaviest`] has it.
+pub fn fewest(row: &[f32], max: f32, temperature: f32, share: f64) -> Kept {
+    let all: f64 = mass(row, max, temperature).into_iter().map(f64::from).sum();
+    let goal = share * all;
+    // Where to begin is seen from some of the blocks: those above may hold less than nearly all that is to be dropped.
+    let every = (row.len() / 2048).max(1);
+    let some: Vec<&[f32]> = row.chunks(BLOCK).step_by(every).collect();
+    let some = weights(&some.concat(), max, temperature);
+    let dropped = 0.9 * (all - goal) / every as f64;
+    let (mut from, _) = threshold(some.clone(), sums(&some).into_iter().map(f64::from).sum::<f64>() - dropped);
+    loop {
+        let mut kept = at_least(row, max + temperature * from.ln());
+        kept.values = weights(&kept.values, max, temperature);
+        let sum: f64 = sums(&kept.values).into_iter().map(f64::from).sum();
+        if sum >= goal || kept.values.len() == row.len() {
+            kept.heaviest(goal);
+            return kept;
         }
+        from = if from > 1e-4 { from / 16.0 } else { 0.0 };
     }
-    // Of those that are equal to it, how many?
-    let least = f32::from_bits(low);
-    let mut equal = ((goal - above) / f64::from(least)).ceil();
-    kept.retain(|value| {
-        equal -= f64::from(u8::from(value == least));
-        (value > least) | (value == least) & (equal >= 0.0)
-    });
-    kept
+}
+
+/// The largest of the elements that, with all larger ones, sum to `goal`, or the smallest of all; and the sum of those larger.
+/// None is below 0.
+fn threshold(mut values: Vec<f32>, goal: f64) -> (f32, f64) {
+    // Elements of one sign are ordered as their bits. Those larger than all that are left have this sum.
+    let mut above = 0.0;
+    loop {
+        let (smallest, largest) = extent(&values);
+        if smallest >= largest {
+            return (largest, above);
+        }
+        let (low, high) = (smallest.to_bits(), largest.to_bits());
+        let limits: [u32; 8] = std::array::from_fn(|i| low + (u64::from(high - low) * i as u64).div_ceil(8) as u32);
+        let sums = sums_from(&values, limits.map(f32::from_bits)).map(|sum| above + sum);
+        let at = sums.iter().rposition(|sum| *sum >= goal).unwrap_or(0);
+        above = sums.get(at + 1).copied().unwrap_or(above);
+        values = within(
+            &values,
+            f32::from_bits(limits[at]),
+            limits.get(at + 1).map_or(f32::INFINITY, |x| f32::from_bits(*x)),
+        )
+        .values;
+    }
+}
+
+/// The smallest and the largest element, none of which is below 0; zeros, if there is none.
+fn extent(row: &[f32]) -> (f32, f32) {
+    let mut out = (f32::INFINITY, 0.0);
+    let to = &mut out;
+    dispatch!(isa(), ends::<_>(row: &[f32], to: &mut (f32, f32)));
+    (out.0.min(out.1), out.1)
+}
+
+#[inline(always)]
+unsafe fn ends<V: Simd>(row: &[f32], out: &mut (f32, f32)) {
+    let mut vectors = row.chunks_exact(V::LANES);
+    unsafe {
+        let (zero, none) = (V::splat(0.0), V::splat(f32::NEG_INFINITY));
+        let (mut largest, mut lowest) = (zero, none);
+        for x in vectors.by_ref() {
+            let x = V::load(x.as_ptr());
+            (largest, lowest) = (largest.max(x), lowest.max(zero.sub(x)));
+        }
+        let rest = vectors.remainder().iter();
+        *out = rest.fold((0.0 - lowest.max_lane(), largest.max_lane()), |(low, high), x| (low.min(*x), high.max(*x)));
+    }
 }
 
 /// The sums of the elements that are at least as large as each of some limits, in f64 over parts in f32.
@@ -315,26 +416,34 @@ mod tests {
             assert_eq!(block.iter().copied().fold(f32::MIN, f32::max), max);
         }
         let weights = weights(row, max, 0.7);
-        assert_eq!(mass(row, max, 0.7), sums(&weights));
+        for (mass, sum) in mass(row, max, 0.7).into_iter().zip(sums(&weights)) {
+            assert!((mass - sum).abs() <= 1e-6 * sum, "{mass} for {sum}");
+        }
         for (x, weight) in row.iter().zip(weights) {
             let expected = (f64::from(x - max) / 0.7).exp();
             assert!((f64::from(weight) / expected - 1.0).abs() < 1e-5, "{weight} for {expected}");
         }
     }
 
-    fn reach(weights: &[f32], share: f64) {
-        let all: f64 = weights.iter().map(|x| f64::from(*x)).sum();
+    fn reach(row: &[f32], temperature: f32, share: f64) {
+        let max = peak(row).unwrap().1;
+        let every: Kept = (0u32..).zip(weights(row, max, temperature)).collect();
+        let all: f64 = every.values.iter().map(|x| f64::from(*x)).sum();
         let goal = share * all;
-        let mut kept: Vec<_> = fewest(weights, share).pairs().collect();
-        assert!(kept.is_sorted_by_key(|(place, _)| *place));
-        let mut order: Vec<(u32, f32)> = (0u32..).zip(weights.iter().copied()).collect();
+        let mut order: Vec<_> = every.pairs().collect();
         order.sort_by(by_size);
-        kept.sort_by(by_size);
-        assert!(order.starts_with(&kept));
-        let sum: f64 = kept.iter().map(|(_, x)| f64::from(*x)).sum();
-        assert!(sum >= goal - 1e-6 * all || sum >= all * (1.0 - 1e-6), "{sum} of {goal}");
-        let smallest = f64::from(kept.last().map_or(0.0, |(_, x)| *x));
-        assert!(sum - smallest <= goal + 1e-6 * all, "{sum} without {smallest} reaches {goal}");
+        let mut heaviest = every;
+        heaviest.heaviest(goal);
+        for kept in [heaviest, fewest(row, max, temperature, share)] {
+            let mut kept: Vec<_> = kept.pairs().collect();
+            assert!(kept.is_sorted_by_key(|(place, _)| *place));
+            kept.sort_by(by_size);
+            assert!(order.starts_with(&kept));
+            let sum: f64 = kept.iter().map(|(_, x)| f64::from(*x)).sum();
+            assert!(sum >= goal - 1e-6 * all || sum >= all * (1.0 - 1e-6), "{sum} of {goal}");
+            let smallest = f64::from(kept.last().map_or(0.0, |(_, x)| *x));
+            assert!(sum - smallest <= goal + 1e-6 * all, "{sum} without {smallest} reaches {goal}");
+        }
     }
 
     proptest! {
@@ -350,7 +459,7 @@ mod tests {
         fn the_fewest_that_reach_a_sum(row in row(), temperature in 0.05f32..4.0, share in 0f64..1.1) {
             for isa in Isa::available() {
                 ISA.set(Some(isa));
-                reach(&weights(&row, peak(&row).unwrap().1, temperature), share);
+                reach(&row, temperature, share);
             }
         }
 
@@ -373,7 +482,7 @@ mod tests {
             ISA.set(Some(isa));
             elements(row, 50, -5.0);
             for share in [0.01, 0.5, 0.9, 0.999] {
-                reach(&weights(row, peak(row).unwrap().1, 1.0), share);
+                reach(row, 1.0, share);
             }
         }
     }

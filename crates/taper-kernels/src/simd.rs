@@ -63,16 +63,14 @@ pub trait Simd: Copy {
     unsafe fn sub(self, o: Self) -> Self;
     unsafe fn mul(self, o: Self) -> Self;
     unsafe fn max(self, o: Self) -> Self;
-    /// Rounds to the nearest integer.
-    unsafe fn round(self) -> Self;
-    /// `self * 2^n` for integral `n` in [-126, 127].
-    unsafe fn scale_by_power(self, n: Self) -> Self;
-    /// `self` where `x >= limit` or either is NaN, else 0.
-    unsafe fn zero_below(self, x: Self, limit: Self) -> Self;
+    /// `self * 2^n` where `x` is not below `limit`, else 0, whatever `self` and `n`; `n` is whole and in [-126, 127].
+    unsafe fn power(self, n: Self, x: Self, limit: Self) -> Self;
     /// `self + x` where `x` is not below `limit`, else `self`.
     unsafe fn add_from(self, x: Self, limit: Self) -> Self;
     /// A bit for each lane that is not below `limit`: NaN is not.
     unsafe fn not_below(self, limit: Self) -> u32;
+    /// Stores the lanes of which `lanes` has the bit side by side at `p`, where there is room for all of a vector.
+    unsafe fn compress(self, lanes: u32, p: *mut f32);
     unsafe fn sum(self) -> f32;
     /// The sum of each of four vectors.
     unsafe fn sum4(x: [Self; 4]) -> [f32; 4];
@@ -82,20 +80,19 @@ pub trait Simd: Copy {
 /// `exp(x)` for `x <= 0` with a relative error below 3e-7; exactly 0 below -87 and for -inf. NaN stays NaN.
 #[inline(always)]
 pub unsafe fn exp<V: Simd>(x: V) -> V {
+    // Adding it to a small number rounds that to a whole one.
+    const WHOLE: f32 = 12_582_912.0;
     unsafe {
-        let floor = V::splat(-87.0);
-        // In this order max returns x where x is NaN.
-        let clamped = floor.max(x);
-        let n = clamped.mul(V::splat(std::f32::consts::LOG2_E)).round();
+        let n = x.mul_add(V::splat(std::f32::consts::LOG2_E), V::splat(WHOLE)).sub(V::splat(WHOLE));
         // ln 2 in two parts, so that n ln 2 loses nothing of the remainder.
-        let r = n.mul_add(V::splat(-0.693_359_4), clamped);
+        let r = n.mul_add(V::splat(-0.693_359_4), x);
         let r = n.mul_add(V::splat(2.121_944_4e-4), r);
-        let mut p = V::splat(1.987_569_1e-4);
-        for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
+        // The largest relative error over the remainders is as small as five terms can make it.
+        let mut p = V::splat(8.312_501e-3);
+        for c in [4.189_033e-2, 1.666_711_6e-1, 4.999_923e-1, 1.0, 1.0] {
             p = p.mul_add(r, V::splat(c));
         }
-        let p = p.mul_add(r.mul(r), r.add(V::splat(1.0)));
-        p.scale_by_power(n).zero_below(x, floor)
+        p.power(n, x, V::splat(-87.0))
     }
 }
 
@@ -130,6 +127,12 @@ impl Portable8 {
     #[inline(always)]
     fn zip(self, o: Self, f: impl Fn(f32, f32) -> f32) -> Self {
         Self(std::array::from_fn(|i| f(self.0[i], o.0[i])))
+    }
+
+    /// Itself where `x` is not below `limit`, else 0.
+    #[inline(always)]
+    fn from(self, x: Self, limit: Self) -> Self {
+        Self(std::array::from_fn(|i| if x.0[i] < limit.0[i] { 0.0 } else { self.0[i] }))
     }
 }
 
@@ -177,24 +180,25 @@ impl Simd for Portable8 {
         self.zip(o, |a, b| if a > b { a } else { b })
     }
     #[inline(always)]
-    unsafe fn round(self) -> Self {
-        Self(self.0.map(f32::round_ties_even))
-    }
-    #[inline(always)]
-    unsafe fn scale_by_power(self, n: Self) -> Self {
-        self.zip(n, |a, n| a * f32::from_bits(((n as i32 + 127) as u32) << 23))
-    }
-    #[inline(always)]
-    unsafe fn zero_below(self, x: Self, limit: Self) -> Self {
-        Self(std::array::from_fn(|i| if x.0[i] < limit.0[i] { 0.0 } else { self.0[i] }))
+    unsafe fn power(self, n: Self, x: Self, limit: Self) -> Self {
+        let scaled = self.zip(n, |a, n| a * f32::from_bits(((n as i32).wrapping_add(127) as u32) << 23));
+        scaled.from(x, limit)
     }
     #[inline(always)]
     unsafe fn add_from(self, x: Self, limit: Self) -> Self {
-        unsafe { self.add(x.zero_below(x, limit)) }
+        unsafe { self.add(x.from(x, limit)) }
     }
     #[inline(always)]
     unsafe fn not_below(self, limit: Self) -> u32 {
         (0..8).fold(0, |bits, i| bits | u32::from(self.0[i].partial_cmp(&limit.0[i]) != Some(Ordering::Less)) << i)
+    }
+    #[inline(always)]
+    unsafe fn compress(self, lanes: u32, p: *mut f32) {
+        let mut end = 0;
+        for i in 0..8 {
+            unsafe { p.add(end).write(self.0[i]) };
+            end += (lanes >> i & 1) as usize;
+        }
     }
     #[inline(always)]
     unsafe fn sum(self) -> f32 {
@@ -216,7 +220,7 @@ impl Simd for Portable8 {
 macro_rules! simd_x86 {
     ($type:ty, $lanes:literal, $registers:literal, $splat:ident, $load:ident, $store:ident, $f16:expr, $bf16:expr,
      $fma:ident, $add:ident,
-     $sub:ident, $mul:ident, $max:ident, $round:expr, $scale:expr, $zero_below:expr, $add_from:expr, $not_below:expr, $sum:expr, $sum4:expr,
+     $sub:ident, $mul:ident, $max:ident, $power:expr, $add_from:expr, $not_below:expr, $compress:expr, $sum:expr, $sum4:expr,
      $max_lane:expr) => {
         impl Simd for $type {
             const LANES: usize = $lanes;
@@ -262,16 +266,8 @@ macro_rules! simd_x86 {
                 unsafe { $max(self, o) }
             }
             #[inline(always)]
-            unsafe fn round(self) -> Self {
-                unsafe { $round(self) }
-            }
-            #[inline(always)]
-            unsafe fn scale_by_power(self, n: Self) -> Self {
-                unsafe { $scale(self, n) }
-            }
-            #[inline(always)]
-            unsafe fn zero_below(self, x: Self, limit: Self) -> Self {
-                unsafe { $zero_below(self, x, limit) }
+            unsafe fn power(self, n: Self, x: Self, limit: Self) -> Self {
+                unsafe { $power(self, n, x, limit) }
             }
             #[inline(always)]
             unsafe fn add_from(self, x: Self, limit: Self) -> Self {
@@ -280,6 +276,10 @@ macro_rules! simd_x86 {
             #[inline(always)]
             unsafe fn not_below(self, limit: Self) -> u32 {
                 unsafe { $not_below(self, limit) }
+            }
+            #[inline(always)]
+            unsafe fn compress(self, lanes: u32, p: *mut f32) {
+                unsafe { $compress(self, lanes, p) }
             }
             #[inline(always)]
             unsafe fn sum(self) -> f32 {
@@ -297,6 +297,23 @@ macro_rules! simd_x86 {
     };
 }
 
+/// For eight lanes, bits of which are set: which those are, and then anything.
+#[cfg(target_arch = "x86_64")]
+static COMPRESSED: [[u8; 8]; 256] = {
+    let mut table = [[0; 8]; 256];
+    let mut lanes = 0;
+    while lanes < 256 {
+        let (mut lane, mut end) = (0, 0);
+        while lane < 8 {
+            table[lanes][end] = lane as u8;
+            end += lanes >> lane & 1;
+            lane += 1;
+        }
+        lanes += 1;
+    }
+    table
+};
+
 #[cfg(target_arch = "x86_64")]
 simd_x86!(
     __m256,
@@ -312,14 +329,16 @@ simd_x86!(
     _mm256_sub_ps,
     _mm256_mul_ps,
     _mm256_max_ps,
-    |x| _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x),
-    |x, n| _mm256_mul_ps(
-        x,
-        _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127))))
-    ),
-    |y, x, limit| _mm256_andnot_ps(_mm256_cmp_ps::<_CMP_LT_OQ>(x, limit), y),
+    |y, n, x, limit| {
+        let power = _mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)));
+        _mm256_and_ps(_mm256_cmp_ps::<_CMP_NLT_UQ>(x, limit), _mm256_mul_ps(y, _mm256_castsi256_ps(power)))
+    },
     |y, x, limit| _mm256_add_ps(y, _mm256_andnot_ps(_mm256_cmp_ps::<_CMP_LT_OQ>(x, limit), x)),
     |x, limit| _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_NLT_UQ>(x, limit)) as u32,
+    |x, lanes: u32, p| {
+        let places = _mm_loadl_epi64(COMPRESSED.as_ptr().add(lanes as usize).cast());
+        _mm256_storeu_ps(p, _mm256_permutevar8x32_ps(x, _mm256_cvtepu8_epi32(places)))
+    },
     |x| {
         let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
         let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
@@ -348,11 +367,10 @@ simd_x86!(
     _mm512_sub_ps,
     _mm512_mul_ps,
     _mm512_max_ps,
-    |x| _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x),
-    |x, n| _mm512_scalef_ps(x, n),
-    |y, x, limit| _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask::<_CMP_LT_OQ>(x, limit), _mm512_setzero_ps()),
+    |y, n, x, limit| _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, limit), y, n),
     |y, x, limit| _mm512_mask_add_ps(y, _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, limit), y, x),
     |x, limit| u32::from(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, limit)),
+    |x, lanes: u32, p| _mm512_storeu_ps(p, _mm512_maskz_compress_ps(lanes as u16, x)),
     |x| _mm512_reduce_add_ps(x),
     sum4_avx512,
     |x| _mm512_reduce_max_ps(x)

@@ -61,7 +61,7 @@ pub fn pick(row: &[f32], draw: &Draw) -> Option<u32> {
     let weights = |at: Range<usize>| logits::weights(&row[at], max, draw.temperature);
     let picked = if draw.temperature == 0.0 {
         None
-    } else if let Some(kept) = filter(row.len(), || weights(0..row.len()), draw) {
+    } else if let Some(kept) = filter(row, max, draw) {
         let values = |at: Range<usize>| kept.values[at].to_vec();
         let at = place(kept.values.len(), &logits::sums(&kept.values), values, draw.uniform);
         at.map(|at| kept.places[at])
@@ -74,9 +74,10 @@ pub fn pick(row: &[f32], draw: &Draw) -> Option<u32> {
 }
 
 /// The weights that the filters leave, in the order of tokens; none where there is no filter.
-fn filter(len: usize, weights: impl FnOnce() -> Vec<f32>, draw: &Draw) -> Option<Kept> {
-    let &Draw { top_k, top_p, min_p, .. } = draw;
-    let kept = match ((1..len).contains(&top_k), min_p > 0.0, top_p < 1.0) {
+fn filter(row: &[f32], max: f32, draw: &Draw) -> Option<Kept> {
+    let &Draw { temperature, top_k, top_p, min_p, .. } = draw;
+    let weights = || logits::weights(row, max, temperature);
+    let mut kept: Kept = match ((1..row.len()).contains(&top_k), min_p > 0.0, top_p < 1.0) {
         (true, ..) => {
             let mut kept = logits::largest(&weights(), top_k);
             kept.retain(|&(_, weight)| weight >= min_p);
@@ -84,15 +85,14 @@ fn filter(len: usize, weights: impl FnOnce() -> Vec<f32>, draw: &Draw) -> Option
             kept.into_iter().collect()
         }
         (false, true, _) => logits::at_least(&weights(), min_p),
-        (false, false, true) => return Some(logits::fewest(&weights(), f64::from(top_p))),
+        (false, false, true) => return Some(logits::fewest(row, max, temperature, f64::from(top_p))),
         (false, false, false) => return None,
     };
-    if top_p >= 1.0 {
-        return Some(kept);
+    if top_p < 1.0 {
+        let sum: f64 = logits::sums(&kept.values).into_iter().map(f64::from).sum();
+        kept.heaviest(f64::from(top_p) * sum);
     }
-    let mut fewest = logits::fewest(&kept.values, f64::from(top_p));
-    fewest.places.iter_mut().for_each(|place| *place = kept.places[*place as usize]);
-    Some(fewest)
+    Some(kept)
 }
 
 /// Where a share of their sum is reached among weights, of which the sums of blocks are known.
