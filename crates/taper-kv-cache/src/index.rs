@@ -24,6 +24,8 @@ pub struct IndexShape {
 pub(crate) struct Index {
     pub shape: IndexShape,
     pub layers: Vec<IndexLayer>,
+    /// When it was last asked for.
+    pub used: u64,
 }
 
 /// One layer of an index.
@@ -37,7 +39,13 @@ pub(crate) struct IndexLayer {
 
 impl Index {
     pub fn new(shape: IndexShape, layers: usize) -> Self {
-        Self { shape, layers: (0..layers).map(|_| IndexLayer::default()).collect() }
+        Self { shape, layers: (0..layers).map(|_| IndexLayer::default()).collect(), used: 0 }
+    }
+
+    /// Bytes of the layers that are there.
+    pub fn bytes(&self) -> usize {
+        let tensors = self.layers.iter().filter_map(|layer| layer.tensor.as_ref());
+        tensors.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum()
     }
 
     /// Lets all but the first `tokens` tokens of a block go.

@@ -74,6 +74,8 @@ pub struct KvPool {
     dtype: DType,
     device: Device,
     indices: HashMap<String, Index>,
+    /// Counts the times that an index was asked for.
+    clock: u64,
     keys: Vec<Tensor>,
     values: Vec<Tensor>,
     references: Vec<u32>,
@@ -111,6 +113,7 @@ impl KvPool {
             dtype,
             device: device.clone(),
             indices: HashMap::new(),
+            clock: 0,
             keys,
             values,
             references: vec![0; blocks],
@@ -387,7 +390,8 @@ impl KvPool {
 
     /// One layer of an index `[blocks, kv_heads, rows, width]` that has taken in the first `tokens` tokens of a table.
     ///
-    /// Equal names share one index, made when it is first asked for. `extend` takes in what is missing: it gets the
+    /// Equal names share one index, made when it is first asked for. All together stay half as large as the cache, unless one
+    /// alone is larger: others are dropped then, the one not asked for the longest first. `extend` takes in what is missing: it gets the
     /// index's tensor, the layer's cache and the rows.
     ///
     /// # Errors
@@ -402,11 +406,17 @@ impl KvPool {
         if !self.indices.contains_key(name) {
             self.indices.insert(name.to_owned(), Index::new(shape, self.shape.layers));
         }
-        let index = self.indices.get_mut(name).expect("inserted above");
+        let index = &self.indices[name];
         if index.shape != shape {
             let message = format!("index {name}: {shape:?} asked for, {:?} kept", index.shape);
             return Err(candle_core::Error::Msg(message).into());
         }
+        if index.layers[layer].tensor.is_none() {
+            self.make_room(name, shape);
+        }
+        self.clock += 1;
+        let index = self.indices.get_mut(name).expect("inserted above");
+        index.used = self.clock;
         let of_layer = &mut index.layers[layer];
         of_layer.make(shape, (self.references.len(), self.shape.kv_heads), &self.device)?;
         let tensor = of_layer.tensor.clone().expect("made above");
@@ -416,6 +426,21 @@ impl KvPool {
             of_layer.taken(&parts);
         }
         Ok(tensor)
+    }
+
+    /// Drops indices, the one not asked for the longest first, until another layer of an index makes all of them half as large
+    /// as the cache at most. What is dropped is worked out again when it is asked for.
+    fn make_room(&mut self, name: &str, shape: IndexShape) {
+        let blocks = self.references.len();
+        let layer = blocks * self.shape.kv_heads * shape.rows * shape.width * shape.dtype.size_in_bytes();
+        let most = blocks * self.shape.block_bytes(self.dtype) / 2;
+        while layer + self.indices.values().map(Index::bytes).sum::<usize>() > most {
+            let others = self.indices.iter().filter(|(other, index)| *other != name && index.bytes() > 0);
+            let Some(oldest) = others.min_by_key(|(_, index)| index.used).map(|(other, _)| other.clone()) else {
+                return;
+            };
+            self.indices.remove(&oldest);
+        }
     }
 
     /// Stores one layer's keys and values `[T, kv_heads, head_dim]` (f32) of the tokens at `slots` (`block * 64 + row`).

@@ -274,3 +274,32 @@ fn a_file_that_cannot_be_had_is_an_error_that_says_where_and_how_large() {
     assert!(message.starts_with(&format!("{}: no file of ", folder.path().display())), "{message}");
     assert!(message.contains(&(1u64 << 51).to_string()) && message.contains("No space left"), "{message}");
 }
+
+#[test]
+fn indices_take_half_as_much_as_the_cache_and_those_not_asked_for_make_room() {
+    let mut pool = KvPool::new(KvShape { layers: 2, kv_heads: 1, head_dim: 4 }, DType::F32, 3, &Device::Cpu).unwrap();
+    let mut table = BlockTable::default();
+    pool.grow(&mut table, 100).unwrap();
+    // A quarter of the cache each: 2 of its 8 numbers a token and layer.
+    let quarter = IndexShape { rows: BLOCK_TOKENS, width: 2, dtype: DType::F32 };
+    let mut ask = |name: &str, shape: IndexShape| {
+        let mut worked_out = 0;
+        for layer in 0..2 {
+            let taken = |_: &Tensor, _: PagedKv, parts: &[Part]| {
+                worked_out += parts.len();
+                Ok(())
+            };
+            pool.index((name, shape), layer, (&table, 100), taken).unwrap();
+        }
+        let bytes: usize = pool.indices.values().map(Index::bytes).sum();
+        (worked_out, bytes * 4 / (3 * pool.shape.block_bytes(DType::F32)))
+    };
+    assert_eq!(ask("a", quarter), (4, 1));
+    assert_eq!(ask("b", quarter), (4, 2));
+    assert_eq!((ask("a", quarter), ask("b", quarter)), ((0, 2), (0, 2)));
+    assert_eq!(ask("c", quarter), (4, 2), "the first goes");
+    assert_eq!((ask("b", quarter), ask("c", quarter)), ((0, 2), (0, 2)));
+    assert_eq!(ask("a", quarter), (4, 2), "and comes again");
+    assert_eq!(ask("large", IndexShape { width: 8, ..quarter }), (4, 4), "one alone may be larger");
+    assert_eq!(ask("a", quarter), (4, 1));
+}
