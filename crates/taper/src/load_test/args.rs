@@ -7,11 +7,12 @@ use std::path::PathBuf;
 #[command(
     after_help = "Prompts are drawn from common English words, one token each for most tokenizers; lengths are in such words. Rates use the
 token counts that the server states where it states any. TTFT is from sending a request to its first text, ITL the time
-between texts, TPOT (end - first text) / (tokens - 1).
+between texts, TPOT (end - first text) / (tokens - 1). Lengths of A:B are equally likely; those of MEDIAN~SPREAD are log-normal,
+where SPREAD is the deviation of the logarithm: of 500~1, one in six is over 1,359 and one in 44 over 3,694.
 
 Examples:
   taper bench serve --url http://127.0.0.1:8080/v1 --clients 8 --requests 32 --prompt 512 --output 64
-  taper bench serve --url http://127.0.0.1:8080/v1 --rate 2.5 --requests 200 --prompt 100:2000 --output 16:256 \\
+  taper bench serve --url http://127.0.0.1:8080/v1 --rate 2.5 --requests 200 --prompt 500~1 --output 16:256 \\
       --shared-prefix 64 --cancel 0.1 --goodput ttft=2000,tpot=100 --json load.json --plot load.svg"
 )]
 pub struct BenchServeArgs {
@@ -33,10 +34,10 @@ pub struct BenchServeArgs {
     /// Open loop: requests a second on average, at random times
     #[arg(long, value_name = "RATE")]
     pub rate: Option<f64>,
-    /// Words of a prompt: a number, or a range of them, A:B
+    /// Words of a prompt: a number, a range of them, A:B, or a long tail about a median, MEDIAN~SPREAD
     #[arg(long, value_name = "WORDS", default_value = "512")]
     pub prompt: String,
-    /// Most tokens of an answer: a number, or a range of them, A:B
+    /// Most tokens of an answer, in the same ways
     #[arg(long, value_name = "TOKENS", default_value = "64")]
     pub output: String,
     /// So many words at every prompt's beginning are the same

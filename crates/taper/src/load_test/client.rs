@@ -23,8 +23,12 @@ pub struct Client {
 pub struct Seen {
     pub number: usize,
     pub sent: f64,
-    /// When each text came.
-    pub texts: Vec<f64>,
+    /// Most tokens of a choice.
+    pub max_tokens: usize,
+    /// When each text of each choice came.
+    pub texts: Vec<Vec<f64>>,
+    /// Why choices ended, as they did.
+    pub finish: Vec<String>,
     pub ended: f64,
     /// Tokens by the server's own count.
     pub prompt_tokens: Option<u64>,
@@ -67,7 +71,8 @@ impl Client {
 
     /// Sends a request and reads its answer to the end, or until the client leaves. Failures are part of what is seen.
     pub async fn send(&self, planned: Planned, start: Instant) -> Seen {
-        let mut seen = Seen { number: planned.number, sent: start.elapsed().as_secs_f64(), ..Seen::default() };
+        let (number, max_tokens) = (planned.number, planned.max_tokens);
+        let mut seen = Seen { number, max_tokens, sent: start.elapsed().as_secs_f64(), ..Seen::default() };
         if let Err(error) = self.exchange(&planned, start, &mut seen).await {
             // The cause says more than "error sending request".
             seen.error = Some(error.root_cause().to_string());
@@ -113,7 +118,7 @@ impl Client {
                 }
                 let event: Value = serde_json::from_str(&data).with_context(|| format!("no JSON: {data}"))?;
                 seen.take(&event, start)?;
-                if planned.leaves_after.is_some_and(|after| seen.texts.len() > after) {
+                if planned.leaves_after.is_some_and(|after| seen.texts() > after) {
                     seen.left = true;
                     return Ok(());
                 }
@@ -135,6 +140,11 @@ async fn refusal(answer: Response) -> String {
 }
 
 impl Seen {
+    /// Texts of all choices.
+    pub fn texts(&self) -> usize {
+        self.texts.iter().map(Vec::len).sum()
+    }
+
     /// Takes one event of the stream.
     fn take(&mut self, event: &Value, start: Instant) -> Result<()> {
         if let Some(error) = event.get("error").filter(|error| !error.is_null()) {
@@ -142,10 +152,16 @@ impl Seen {
         }
         let now = start.elapsed().as_secs_f64();
         for choice in event["choices"].as_array().into_iter().flatten() {
+            let index = choice["index"].as_u64().unwrap_or(0) as usize;
+            if index > 4096 {
+                bail!("a choice with the index {index}");
+            }
+            self.texts.resize(self.texts.len().max(index + 1), Vec::new());
             let text = choice["delta"]["content"].as_str().or(choice["text"].as_str());
             if text.is_some_and(|text| !text.is_empty()) {
-                self.texts.push(now);
+                self.texts[index].push(now);
             }
+            self.finish.extend(choice["finish_reason"].as_str().map(str::to_owned));
         }
         let usage = &event["usage"];
         if usage.is_object() {

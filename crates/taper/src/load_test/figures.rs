@@ -78,6 +78,8 @@ pub struct Figures {
     pub cancelled: usize,
     /// Messages, and how many requests ended with each.
     pub errors: BTreeMap<String, usize>,
+    /// Completed requests whose server did not say how long their prompts are: these are not in the figures of prompts.
+    pub unstated: usize,
     pub prompt_tokens: u64,
     pub cached_tokens: u64,
     pub completion_tokens: u64,
@@ -107,12 +109,14 @@ struct Request {
 
 impl Request {
     fn new(seen: &Seen) -> Option<Self> {
-        let (first, last) = (*seen.texts.first()?, *seen.texts.last()?);
-        let tokens = seen.completion_tokens.unwrap_or(seen.texts.len() as u64);
+        let all = || seen.texts.iter().flatten().copied();
+        let (first, last) = (all().reduce(f64::min)?, all().reduce(f64::max)?);
+        // Choices are as long as one another, as far as can be seen.
+        let tokens = seen.completion_tokens.unwrap_or(seen.texts() as u64) as f64 / seen.texts.len() as f64;
         Some(Self {
             ttft: (first - seen.sent) * MS,
-            itl: seen.texts.windows(2).map(|pair| (pair[1] - pair[0]) * MS).collect(),
-            tpot: (tokens > 1).then(|| (last - first) * MS / (tokens - 1) as f64),
+            itl: seen.texts.iter().flat_map(|one| one.windows(2)).map(|pair| (pair[1] - pair[0]) * MS).collect(),
+            tpot: (tokens > 1.0).then(|| (last - first) * MS / (tokens - 1.0)),
             e2e: (seen.ended - seen.sent) * MS,
         })
     }
@@ -136,13 +140,14 @@ impl Figures {
         let requests: Vec<Request> = done.iter().filter_map(|s| Request::new(s)).collect();
         let sum = |of: fn(&Seen) -> Option<u64>| done.iter().filter_map(|s| of(s)).sum::<u64>();
         let prompt_tokens = sum(|s| s.prompt_tokens);
-        let completion_tokens = sum(|s| Some(s.completion_tokens.unwrap_or(s.texts.len() as u64)));
+        let completion_tokens = sum(|s| Some(s.completion_tokens.unwrap_or(s.texts() as u64)));
         let good = target.map(|target| requests.iter().filter(|r| r.meets(&target)).count() as f64);
         Self {
             seconds,
             completed: done.len(),
             cancelled,
             errors,
+            unstated: done.iter().filter(|s| s.prompt_tokens.is_none()).count(),
             prompt_tokens,
             cached_tokens: sum(|s| s.cached_tokens),
             completion_tokens,
@@ -171,6 +176,12 @@ impl Figures {
             self.seconds
         ));
         self.errors.iter().for_each(|(error, count)| line(format!("  {count} x {error}")));
+        if self.unstated > 0 {
+            line(format!(
+                "  {} without a count of prompt tokens from the server, which are missing below",
+                self.unstated
+            ));
+        }
         line(format!(
             "{} prompt tokens ({} cached), {} answer tokens: {:.2} requests/s, {:.1} answer tokens/s, {:.1} tokens/s",
             self.prompt_tokens,
@@ -219,10 +230,10 @@ mod tests {
             ..Seen::default()
         };
         vec![
-            Seen { texts: first, ended: 1.5, ..tokens(Some(10), Some(4), Some(5)) },
-            Seen { sent: 1.0, texts: last, ended: 2.25, ..tokens(Some(20), None, None) },
+            Seen { texts: vec![first], ended: 1.5, ..tokens(Some(10), Some(4), Some(5)) },
+            Seen { sent: 1.0, texts: vec![last], ended: 2.25, ..tokens(Some(20), None, None) },
             Seen { sent: 2.0, ended: 2.5, ..tokens(Some(5), None, Some(1)) },
-            Seen { texts: vec![1.0], left: true, ..tokens(Some(1000), Some(1000), Some(1000)) },
+            Seen { texts: vec![vec![1.0]], left: true, ..tokens(Some(1000), Some(1000), Some(1000)) },
             Seen { error: Some("HTTP 503: full".into()), ..Seen::default() },
         ]
     }
@@ -243,6 +254,14 @@ goodput 0.25 requests/s, 25.0 % of those not cancelled
 ";
         assert_eq!(figures.table(), expected);
         assert_eq!((figures.output_per_s, figures.requests_per_s), (1.75, 0.75));
+        // Two choices by turns: the gaps are those within each.
+        let two = Seen { texts: vec![vec![1.0, 3.0], vec![2.0, 4.0]], completion_tokens: Some(4), ..Seen::default() };
+        let figures = Figures::new(&[two], Duration::from_secs(4), None);
+        assert_eq!((figures.itl.all, figures.tpot.all), (vec![2000.0; 2], vec![3000.0]));
+        let mut silent = seen();
+        silent[0].prompt_tokens = None;
+        let table = Figures::new(&silent, Duration::from_secs(4), None).table();
+        assert!(table.contains("  1 without a count of prompt tokens"), "{table}");
     }
 
     #[test]

@@ -5,6 +5,7 @@ use anyhow::{Context, Result, bail};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
+use rand_distr::{Distribution, LogNormal};
 use serde_json::{Map, Value};
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -42,7 +43,7 @@ pub struct Planned {
 impl Plan {
     /// Checks the arguments.
     pub fn new(args: &BenchServeArgs) -> Result<Self> {
-        let (prompt, output) = (range("--prompt", &args.prompt)?, range("--output", &args.output)?);
+        let (prompt, output) = (Length::parse("--prompt", &args.prompt)?, Length::parse("--output", &args.output)?);
         let Ok(Value::Object(extra)) = serde_json::from_str(&args.extra) else {
             bail!("--extra: {:?} is no JSON object", args.extra);
         };
@@ -62,7 +63,7 @@ impl Plan {
                 // Gaps of a Poisson process.
                 at += -(1.0 - rng.random::<f64>()).ln() / rate;
             }
-            let (length, max_tokens) = (rng.random_range(prompt.clone()), rng.random_range(output.clone()));
+            let (length, max_tokens) = (prompt.draw(rng), output.draw(rng));
             let own = words(rng, length.saturating_sub(shared.len()));
             let all: Vec<&str> = shared.iter().take(length).chain(&own).copied().collect();
             let leaves = rng.random::<f64>() < args.cancel;
@@ -87,17 +88,42 @@ impl Plan {
     }
 }
 
-/// `A` or `A:B`.
-fn range(name: &str, text: &str) -> Result<RangeInclusive<usize>> {
-    let (from, to) = text.split_once(':').unwrap_or((text, text));
-    let number = |text: &str| text.trim().parse().ok().filter(|&n: &usize| n > 0);
-    let (from, to) = number(from).zip(number(to)).with_context(|| {
-        format!("{name}: {text:?} must be a number of at least 1, or a range of them such as 100:2000")
-    })?;
-    if from > to {
-        bail!("{name}: {text:?} ends before it begins");
+/// How lengths are drawn.
+enum Length {
+    Even(RangeInclusive<usize>),
+    Tail(LogNormal<f64>),
+}
+
+impl Length {
+    /// The longest, whatever is drawn.
+    const MOST: usize = 1 << 20;
+
+    /// `A`, `A:B` or `MEDIAN~SPREAD`.
+    fn parse(name: &str, text: &str) -> Result<Self> {
+        let number = |text: &str| text.trim().parse().ok().filter(|n| (1..=Self::MOST).contains(n));
+        let wrong = || {
+            let most = Self::MOST;
+            format!("{name}: {text:?} must be a number from 1 to {most}, a range of them such as 100:2000, or 500~0.8")
+        };
+        if let Some((median, spread)) = text.split_once('~') {
+            let spread = spread.trim().parse().ok().filter(|spread| (0.0..=3.0).contains(spread));
+            let (median, spread) = number(median).zip(spread).with_context(wrong)?;
+            return Ok(Self::Tail(LogNormal::new((median as f64).ln(), spread).context(wrong())?));
+        }
+        let (from, to) = text.split_once(':').unwrap_or((text, text));
+        let (from, to) = number(from).zip(number(to)).with_context(wrong)?;
+        if from > to {
+            bail!("{name}: {text:?} ends before it begins");
+        }
+        Ok(Self::Even(from..=to))
     }
-    Ok(from..=to)
+
+    fn draw(&self, rng: &mut StdRng) -> usize {
+        match self {
+            Self::Even(range) => rng.random_range(range.clone()),
+            Self::Tail(tail) => (tail.sample(rng).round() as usize).clamp(1, Self::MOST),
+        }
+    }
 }
 
 fn words(rng: &mut StdRng, count: usize) -> Vec<&'static str> {

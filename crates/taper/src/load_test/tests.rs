@@ -50,7 +50,7 @@ fn a_closed_loop_is_answered_and_counted() {
         assert_eq!(figures.completion_tokens, 20 * 11, "ten characters and the end token");
         assert!(figures.prompt_tokens > 20 * 10, "the server's count");
         assert_eq!(figures.good, Some(1.0));
-        assert!(seen.iter().all(|one| one.texts.len() == 10 && one.ended >= one.texts[9]));
+        assert!(seen.iter().all(|one| one.texts() == 10 && one.ended >= one.texts[0][9] && one.finish == ["stop"]));
         assert!(figures.table().contains("20 completed, 0 cancelled, 0 failed"));
         assert!(plot::svg(&figures).ends_with("</svg>\n"));
     }
@@ -62,7 +62,7 @@ fn an_open_loop_sends_at_its_times_and_clients_leave() {
     let (seen, figures) = run_against_stub(line);
     assert!(figures.cancelled > 5 && figures.completed > 5, "{figures:?}");
     assert_eq!(figures.completed + figures.cancelled, 40);
-    assert!(seen.iter().all(|one| !one.left || one.texts.len() <= 10));
+    assert!(seen.iter().all(|one| !one.left || one.texts() <= 10));
     let plan = Plan::new(&args(line)).unwrap();
     for (one, planned) in seen.iter().zip(&plan.requests) {
         assert!(one.sent + 1e-3 >= planned.at.as_secs_f64(), "none goes before its time");
@@ -100,10 +100,28 @@ fn plans_are_those_of_their_seed() {
 }
 
 #[test]
+fn lengths_with_a_tail_have_their_median_and_spread() {
+    let plan = Plan::new(&args("--requests 2000 --prompt 100~0.5 --output 40~0")).unwrap();
+    let lengths = plan.requests.iter().map(|request| request.prompt.split(' ').count() as f64);
+    let mut logs: Vec<f64> = lengths.map(f64::ln).collect();
+    logs.sort_by(f64::total_cmp);
+    // Of 2,000: the median's deviation is 1.25 * 0.5 / sqrt(2000) = 0.014, that of a quantile at one deviation 0.017.
+    for (share, expected) in [(0.1587, -0.5), (0.5, 0.0), (0.8413, 0.5)] {
+        let seen = percentile(&logs, share) - 100f64.ln();
+        assert!((seen - expected).abs() < 0.07, "{share}: {seen} for {expected}");
+    }
+    assert!(plan.requests.iter().all(|request| request.max_tokens == 40));
+}
+
+#[test]
 fn mistakes_name_the_argument() {
     for (line, said) in [
         ("--prompt 0", "--prompt"),
         ("--prompt 9:3", "--prompt"),
+        ("--prompt 9~-1", "--prompt"),
+        ("--prompt 9~x", "--prompt"),
+        ("--output 0~1", "--output"),
+        ("--output 1:9999999", "--output"),
         ("--output x", "--output"),
         ("--cancel 1.5", "--cancel"),
         ("--rate -1", "--rate"),
