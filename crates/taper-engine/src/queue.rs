@@ -4,6 +4,10 @@
 use crate::request::SubmitError;
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+/// So many waiting jobs are looked at when one is to start.
+const LOOKS: usize = 32;
 
 /// Waiting jobs and whether more are taken.
 #[derive(Debug)]
@@ -17,14 +21,21 @@ pub(crate) struct Queue<T> {
 struct State<T> {
     waiting: VecDeque<T>,
     running: usize,
+    /// Seconds between ends of jobs while some run, of late.
+    gap: f64,
+    /// When the last one ended, or the first began where none ran.
+    since: Instant,
     preemptions: u64,
     draining: bool,
     dead: bool,
 }
 
 impl<T> State<T> {
-    fn take(&mut self) -> Option<T> {
-        let job = self.waiting.pop_front()?;
+    fn take(&mut self, place: usize) -> Option<T> {
+        let job = self.waiting.remove(place)?;
+        if self.running == 0 {
+            self.since = Instant::now();
+        }
         self.running += 1;
         Some(job)
     }
@@ -32,7 +43,8 @@ impl<T> State<T> {
 
 impl<T> Queue<T> {
     pub(crate) fn new(limit: usize) -> Self {
-        let state = State { waiting: VecDeque::new(), running: 0, preemptions: 0, draining: false, dead: false };
+        let (waiting, since) = (VecDeque::new(), Instant::now());
+        let state = State { waiting, running: 0, gap: 1.0, since, preemptions: 0, draining: false, dead: false };
         Self { limit, state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -54,7 +66,7 @@ impl<T> Queue<T> {
             state.waiting.retain(|job| !gone(job));
         }
         if state.waiting.len() >= self.limit {
-            return Err(SubmitError::Busy { queued: state.waiting.len() });
+            return Err(SubmitError::Busy { queued: state.waiting.len(), seconds: state.gap.ceil().max(1.0) as u64 });
         }
         state.waiting.push_back(job);
         self.changed.notify_all();
@@ -68,13 +80,14 @@ impl<T> Queue<T> {
         while state.waiting.is_empty() && !state.draining {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        state.take()
+        state.take(0)
     }
 
-    /// The next job if there is one and `fits` says so.
-    pub(crate) fn pop_if(&self, fits: impl FnOnce(&T) -> bool) -> Option<T> {
+    /// The first job that is not held back, if `fits` says so. Of many that are, a few are looked past.
+    pub(crate) fn pop_if(&self, held: impl Fn(&T) -> bool, fits: impl FnOnce(&T) -> bool) -> Option<T> {
         let mut state = self.lock();
-        if state.waiting.front().is_some_and(fits) { state.take() } else { None }
+        let place = state.waiting.iter().take(LOOKS).position(|job| !held(job))?;
+        if fits(&state.waiting[place]) { state.take(place) } else { None }
     }
 
     /// Takes out the waiting jobs that `ended` picks; most often there are none.
@@ -90,7 +103,11 @@ impl<T> Queue<T> {
 
     /// A popped job has ended.
     pub(crate) fn finished(&self) {
-        self.lock().running -= 1;
+        let mut state = self.lock();
+        state.running -= 1;
+        let now = Instant::now();
+        let gap = now.duration_since(state.since).as_secs_f64();
+        (state.gap, state.since) = (state.gap + (gap - state.gap) / 8.0, now);
     }
 
     /// A running job gave its place in the cache up for a while.
@@ -127,13 +144,14 @@ impl<T> Queue<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
 
     #[test]
     fn a_full_queue_refuses_unless_someone_left() {
         let queue = Queue::new(2);
         queue.push(1, |_| false).unwrap();
         queue.push(2, |_| false).unwrap();
-        assert_eq!(queue.push(3, |_| false), Err(SubmitError::Busy { queued: 2 }));
+        assert_eq!(queue.push(3, |_| false), Err(SubmitError::Busy { queued: 2, seconds: 1 }));
         queue.push(3, |&job| job == 1).unwrap();
         assert_eq!((queue.pop(), queue.pop()), (Some(2), Some(3)));
         assert_eq!(queue.load(), (0, 2, false, false));
@@ -146,6 +164,36 @@ mod tests {
         assert!(queue.remove(|job| *job > 5).is_empty());
         assert_eq!(queue.remove(|job| job % 2 == 0), [2, 4]);
         assert_eq!([queue.pop(), queue.pop(), queue.pop()], [Some(1), Some(3), Some(5)]);
+    }
+
+    #[test]
+    fn a_refused_one_hears_when_a_place_may_be_free() {
+        let queue = Queue::new(1);
+        let busy = || queue.push(3, |_| false).unwrap_err();
+        queue.push(1, |_| false).unwrap();
+        assert_eq!(busy(), SubmitError::Busy { queued: 1, seconds: 1 });
+        // As if jobs took twenty seconds each, one after the other.
+        for _ in 0..40 {
+            queue.pop();
+            queue.lock().since -= Duration::from_secs(20);
+            queue.finished();
+            queue.push(1, |_| false).unwrap();
+        }
+        let SubmitError::Busy { seconds, .. } = busy() else { panic!("a place is free") };
+        assert!((19..=21).contains(&seconds), "{seconds}");
+    }
+
+    #[test]
+    fn those_held_back_are_passed_by_and_keep_their_order() {
+        let queue = Queue::new(90);
+        (1..=5).for_each(|job| queue.push(job, |_| false).unwrap());
+        assert_eq!(queue.pop_if(|job| *job < 3, |_| false), None);
+        assert_eq!(queue.pop_if(|job| *job < 3, |job| *job == 3), Some(3));
+        assert_eq!(queue.pop_if(|_| true, |_| true), None);
+        assert_eq!([1, 2, 4, 5].map(|_| queue.pop_if(|_| false, |_| true)), [1, 2, 4, 5].map(Some));
+        // Not all of a long queue is looked at.
+        (0..=LOOKS).for_each(|job| queue.push(job, |_| false).unwrap());
+        assert_eq!(queue.pop_if(|job| *job < LOOKS, |_| true), None);
     }
 
     #[test]

@@ -191,6 +191,8 @@ pub enum SubmitError {
     Busy {
         /// Requests waiting.
         queued: usize,
+        /// Seconds in which one that runs ends, of late, at least 1: then the next place is free.
+        seconds: u64,
     },
     /// The engine takes nothing new.
     #[error("the server is shutting down")]

@@ -1,7 +1,7 @@
 //! A scripted model for tests of the engine and of what sits on it: bytes are tokens, the answer is a fixed text.
 //!
-//! Words in the prompt ask for trouble: `PANIC` and `NAN` strike at the third token, `FAIL` at the first prefill
-//! chunk, `SLOW` makes each step take 20 ms.
+//! Words in the prompt ask for trouble: `PANIC` and `NAN` strike at the third token, `NIL` at the first, `FAIL` at the first
+//! prefill chunk, `SLOW` makes each step take 20 ms.
 
 use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted};
 use crate::engine::{Engine, EngineConfig, ModelInfo};
@@ -118,7 +118,8 @@ impl StubBackend {
         let next = self.script.get(place).map_or(EOS, |&b| u32::from(b));
         let wrong = sequence.drafting && answered.is_multiple_of(3);
         logits[if wrong { 0 } else { next as usize }] = 12.0;
-        if answered == 2 && sequence.says("NAN", sequence.tokens.len()) {
+        let says = |word| sequence.says(word, sequence.tokens.len());
+        if answered == 2 && says("NAN") || answered == 0 && says("NIL") {
             logits[7] = f32::NAN;
         }
         logits

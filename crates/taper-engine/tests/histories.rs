@@ -175,7 +175,7 @@ proptest! {
             match act {
                 Act::Submit(wish) => match small.submit(wish.request()) {
                     Ok(events) => taken.push((wish, events, Answer::default())),
-                    Err(SubmitError::Busy { queued }) => prop_assert!(queued >= queue),
+                    Err(SubmitError::Busy { queued, .. }) => prop_assert!(queued >= queue),
                     Err(SubmitError::Cache { needed, limit, .. }) => prop_assert!(needed > limit),
                     Err(error) => prop_assert!(false, "{error}"),
                 },

@@ -1,7 +1,7 @@
 //! The router and the endpoints that only look.
 
 use crate::body::Body;
-use crate::error::ApiError;
+use crate::error::{self, ApiError};
 use crate::keys::{self, Keys};
 use crate::request_id::{self, RequestId};
 use crate::{chat, completions};
@@ -15,7 +15,8 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Duration;
 use taper_attention::{Artifacts, AttentionSpec};
-use taper_engine::Engine;
+use taper_engine::{Engine, SubmitError};
+use tokio::sync::Semaphore;
 
 /// What the server adds to the engine.
 #[derive(Debug, Clone)]
@@ -54,13 +55,16 @@ impl Default for ServerConfig {
 pub(crate) struct App {
     pub(crate) engine: Arc<Engine>,
     pub(crate) config: ServerConfig,
+    /// Bodies that are read at a time: one for each core.
+    pub(crate) parsing: Semaphore,
 }
 
 /// All routes.
 pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
     let limit = DefaultBodyLimit::max(config.body_bytes);
     let keys = Arc::clone(&config.keys);
-    let app = Arc::new(App { engine, config });
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let app = Arc::new(App { engine, config, parsing: Semaphore::new(cores) });
     Router::new()
         .route("/health", get(health))
         .route("/ready", get(ready))
@@ -94,7 +98,8 @@ async fn health(State(app): State<Arc<App>>) -> StatusCode {
 async fn ready(State(app): State<Arc<App>>) -> Response {
     let load = app.engine.load();
     if load.draining || load.dead {
-        return ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the server is shutting down").into_response();
+        return error::refused(&if load.dead { SubmitError::Dead } else { SubmitError::Draining }, "", None)
+            .into_response();
     }
     let limits = app.engine.limits();
     Json(json!({
@@ -159,9 +164,8 @@ impl App {
         let served = &self.engine.model().id;
         match name {
             Some(name) if name != served => Err(ApiError {
-                status: 404,
-                message: format!("the model `{name}` is not served here; `{served}` is"),
                 param: Some("model".into()),
+                ..ApiError::new(StatusCode::NOT_FOUND, format!("the model `{name}` is not served here; `{served}` is"))
             }),
             _ => Ok(()),
         }

@@ -34,6 +34,8 @@ impl Body {
         app: &Arc<App>,
         endpoint: fn(&App, &Map<String, Value>) -> Result<Call, ApiError>,
     ) -> Result<Call, ApiError> {
+        // The threads that are left compute.
+        let _turn = app.parsing.acquire().await;
         let app = Arc::clone(app);
         let parsed = tokio::task::spawn_blocking(move || endpoint(&app, &object(&self.0)?)).await;
         parsed.unwrap_or_else(|panic| {

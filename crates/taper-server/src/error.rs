@@ -6,9 +6,6 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use taper_engine::{RequestError, SubmitError, TextError};
 
-/// Seconds after which a refused client should try again.
-const RETRY_SECONDS: &str = "1";
-
 /// An error as clients see it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
@@ -19,17 +16,19 @@ pub struct ApiError {
     pub message: String,
     /// The field at fault, as a path (`attention.decode.epsilon`).
     pub param: Option<String>,
+    /// Seconds after which a client that was refused for want of room should try again.
+    pub retry_after: Option<u64>,
 }
 
 impl ApiError {
     /// A field that cannot be accepted.
     pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> Self {
-        Self { status: 400, message: message.into(), param: Some(param.into()) }
+        Self { status: 400, message: message.into(), param: Some(param.into()), retry_after: None }
     }
 
     /// An error without a field.
     pub fn new(status: StatusCode, message: impl Into<String>) -> Self {
-        Self { status: status.as_u16(), message: message.into(), param: None }
+        Self { status: status.as_u16(), message: message.into(), param: None, retry_after: None }
     }
 
     /// The error object that goes under `error`, in a body or in a stream.
@@ -50,8 +49,8 @@ impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let status = StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let mut response = (status, Json(self.body())).into_response();
-        if status == StatusCode::SERVICE_UNAVAILABLE {
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static(RETRY_SECONDS));
+        if let Some(seconds) = self.retry_after {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
         response
     }
@@ -82,7 +81,8 @@ pub(crate) fn refused(error: &SubmitError, prompt: &str, max_tokens: Option<&str
         }
         SubmitError::Cache { .. } => ApiError::invalid(max_tokens.unwrap_or(prompt), message),
         SubmitError::Busy { .. } | SubmitError::Draining | SubmitError::Dead => {
-            ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message)
+            let retry_after = Some(if let SubmitError::Busy { seconds, .. } = error { *seconds } else { 1 });
+            ApiError { retry_after, ..ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message) }
         }
     }
 }

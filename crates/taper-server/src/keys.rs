@@ -220,10 +220,8 @@ pub(crate) async fn check(State(keys): State<Arc<Keys>>, request: Request, next:
         Ok(Some(permit)) => next.run(request).await.map(|body| Body::new(Held { body, _permit: permit })),
         Err((message, wait)) => {
             tracing::warn!(key = holder.name, message, "refused");
-            let mut response = ApiError::new(StatusCode::TOO_MANY_REQUESTS, message).into_response();
-            let seconds = wait.as_secs_f64().ceil().max(1.0) as u64;
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
-            response
+            let retry_after = Some(wait.as_secs_f64().ceil().max(1.0) as u64);
+            ApiError { retry_after, ..ApiError::new(StatusCode::TOO_MANY_REQUESTS, message) }.into_response()
         }
     }
 }

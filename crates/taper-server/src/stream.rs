@@ -17,11 +17,20 @@ const UNBUFFERED: HeaderName = HeaderName::from_static("x-accel-buffering");
 
 /// Answers with a stream.
 ///
-/// The status is held back until the first event, so that a failed prefill is an honest 500; but no longer than the
+/// The status is held back until the first token, so that a failed prefill is an honest 500; but no longer than the
 /// keep-alive interval, since proxies close silent connections.
 pub(crate) async fn answer(app: &Arc<App>, call: Call, head: Head, mut events: Merged) -> Result<Response, ApiError> {
     let interval = app.config.keep_alive;
-    let first = match tokio::time::timeout(interval, events.next()).await {
+    // The end of a prefill is not yet a token.
+    let next = async {
+        loop {
+            match events.next().await {
+                Some((_, Event::Prefilled)) => {}
+                event => return event,
+            }
+        }
+    };
+    let first = match tokio::time::timeout(interval, next).await {
         Ok(None) => return Err(cut_off()),
         Ok(Some((_, Event::Failed(error)))) => return Err(error.into()),
         Ok(first) => first,

@@ -98,9 +98,11 @@ async fn a_text_stream_of_several_prompts() {
 
 #[tokio::test]
 async fn a_prefill_that_fails_is_an_http_error() {
-    let answer = server("abc").chat(chat("FAIL", json!({}))).await;
-    assert_eq!(answer.status, StatusCode::INTERNAL_SERVER_ERROR);
-    answer.error();
+    for prompt in ["FAIL", "NIL"] {
+        let answer = server("abc").chat(chat(prompt, json!({}))).await;
+        assert_eq!(answer.status, StatusCode::INTERNAL_SERVER_ERROR, "{prompt}");
+        answer.error();
+    }
 }
 
 #[tokio::test]
