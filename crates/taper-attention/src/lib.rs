@@ -8,6 +8,7 @@ mod amount;
 mod artifacts;
 mod audit;
 mod batch;
+mod beginning;
 mod chunk;
 mod kept;
 mod layer;
@@ -23,6 +24,7 @@ mod top_k;
 
 pub use artifacts::{ArtifactError, Artifacts, ModelKey, Place, Places};
 pub use batch::{AttentionBatch, Replay, Span, leaders, replay};
+pub use beginning::Beginning;
 pub use chunk::{Chunk, Slice};
 pub use layer::{AttentionShape, LayerAttention, PlainStep, Rotary};
 pub use methods::{MethodInfo, catalogue};
@@ -32,5 +34,5 @@ pub mod minference {
 }
 pub use report::{AttentionUsage, AuditUsage, CraUsage, PhaseUsage, SpeculationUsage};
 pub use schema::nearest;
-pub use sequence::Sequence;
+pub use sequence::{Sequence, decode_rows};
 pub use spec::{AttentionSpec, Question, SpecError, Wire};

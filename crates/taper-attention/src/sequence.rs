@@ -1,5 +1,6 @@
 //! One sequence's attention: its spec, how far it is, its blocks, its report.
 
+use crate::beginning::Beginning;
 use crate::chunk::Underway;
 use crate::layer::{AttentionShape, Rotary};
 use crate::method::{Carry, DecodeMethod, PrefillLayer, PrefillMethod};
@@ -73,29 +74,17 @@ impl Sequence {
     /// A prompt's last token is never taken over, since its logits are wanted.
     #[must_use]
     pub fn with_prefix(mut self, pool: &mut KvPool, prompt: &[u32], rotary: &dyn Rotary) -> Self {
-        let (keys, taken) = self.prefix_keys(pool, prompt, rotary);
-        self.table = pool.recall(&keys[..taken]);
+        let beginning = self.beginning(prompt, rotary);
+        let taken = beginning.taken(pool);
+        self.table = pool.recall(&beginning.keys[..taken]);
         self.len = taken * BLOCK_TOKENS;
-        self.prefix = keys;
+        self.prefix = beginning.keys;
         self
     }
 
-    /// Blocks that [`with_prefix`](Self::with_prefix) would take over and that other sequences hold.
-    pub fn shared_blocks(&self, pool: &KvPool, prompt: &[u32], rotary: &dyn Rotary) -> usize {
-        let (keys, taken) = self.prefix_keys(pool, prompt, rotary);
-        pool.held(&keys[..taken])
-    }
-
-    /// What stands for the blocks that prompts of this spec share, and how many of them may be taken over now.
-    fn prefix_keys(&self, pool: &KvPool, prompt: &[u32], rotary: &dyn Rotary) -> (Vec<PrefixKey>, usize) {
-        let Chosen { name, json, method } = &self.spec.prefill;
-        let length = if rotary.heeds_length() { self.prompt } else { 0 };
-        let mut keys = PrefixKey::chain(format!("{name} {json} {length}").as_bytes(), &prompt[..self.context]);
-        let shared = |blocks: usize| method.reuse(self.context, blocks * BLOCK_TOKENS) / BLOCK_TOKENS;
-        keys.truncate(shared(keys.len()));
-        let most = keys.len().min(self.prompt.saturating_sub(1) / BLOCK_TOKENS);
-        let taken = shared(pool.remembered(&keys[..most]));
-        (keys, taken)
+    /// What [`with_prefix`](Self::with_prefix) asks the pool for.
+    pub fn beginning(&self, prompt: &[u32], rotary: &dyn Rotary) -> Beginning {
+        Beginning::new(&self.spec, prompt, self.context, rotary.heeds_length())
     }
 
     /// Tokens whose keys and values are cached.
@@ -113,7 +102,8 @@ impl Sequence {
         self.prompt
     }
 
-    /// Prompt tokens that the next step takes: at most `max_tokens`, unless the prefill method must see more at once. 0
+    /// Prompt tokens that the next step takes: at most `max_tokens`, unless the prefill method must see more at once, and
+    /// [fewer](decode_rows) where the decode method attends for them. 0
     /// once the prompt is done. Tokens that come a second time are not taken together with new ones. A chunk that is
     /// [underway](Self::underway) goes on.
     pub fn chunk(&self, max_tokens: usize) -> usize {
@@ -123,7 +113,8 @@ impl Sequence {
         let max_tokens = if self.len < self.reported { max_tokens.min(self.reported - self.len) } else { max_tokens };
         match self.phase() {
             Phase::Context => self.spec.prefill.method.cut(self.len, self.context, max_tokens) - self.len,
-            Phase::Question => (self.prompt - self.len).min(max_tokens),
+            Phase::Question if self.attended_by() == By::Dense => (self.prompt - self.len).min(max_tokens),
+            Phase::Question => (self.prompt - self.len).min(decode_rows(max_tokens)),
             Phase::Answer => 0,
         }
     }
@@ -338,6 +329,12 @@ impl Sequence {
     pub fn usage(&self) -> AttentionUsage {
         self.report.usage(&self.spec, self.seed)
     }
+}
+
+/// How many tokens of a question, or of an answer that comes again, go with the work of `tokens` tokens of a prompt where the
+/// decode method attends for them: each reads the keys by itself, and a prompt's tokens read them together.
+pub fn decode_rows(tokens: usize) -> usize {
+    (tokens / 16).clamp(1, 16)
 }
 
 /// The parts of a sequence.

@@ -1,7 +1,7 @@
 //! The seam between the step loop and what computes logits: the real model, or a stub in tests.
 
 use std::sync::Arc;
-use taper_attention::{AttentionSpec, AttentionUsage};
+use taper_attention::{AttentionSpec, AttentionUsage, Beginning};
 use taper_kernels::token;
 
 /// How much a backend can hold.
@@ -107,9 +107,19 @@ pub trait Backend: Send + 'static {
     /// Blocks of the cache that no sequence holds.
     fn free_blocks(&self) -> usize;
 
-    /// Blocks that such a sequence would share with others from the start, so that it takes none of the free ones for them.
-    fn shared_blocks(&self, _attention: &Arc<AttentionSpec>, _prompt: &[u32], _question_tokens: usize) -> usize {
+    /// What such a sequence may share of its prompt with others: nothing.
+    fn beginning(&self, _attention: &Arc<AttentionSpec>, _prompt: &[u32], _question_tokens: usize) -> Beginning {
+        Beginning::default()
+    }
+
+    /// Blocks that a sequence would share with others from the start, so that it takes none of the free ones for them.
+    fn shared_blocks(&self, _beginning: &Beginning) -> usize {
         0
+    }
+
+    /// Whether it could share more once `other`, of which `cached` tokens are in, is as far as they are the same.
+    fn gains(&self, _beginning: &Beginning, _other: &Beginning, _cached: usize) -> bool {
+        false
     }
 
     /// Takes the cache's blocks from a sequence; it keeps what it has reported.

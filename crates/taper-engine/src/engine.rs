@@ -6,7 +6,7 @@ use crate::request::{Events, Request, SubmitError};
 use crate::run::Job;
 use crate::text::Text;
 use crate::worker::Worker;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use taper_kv_cache::BLOCK_TOKENS;
 use tokio::sync::mpsc;
@@ -114,7 +114,7 @@ impl Engine {
         // Each choice sends at most one delta a token; `Prefilled` and the last event come on top.
         let room = request.choices * max_tokens + 4;
         let (events, receiver) = mpsc::channel(room);
-        let job = Job { request, max_tokens, events };
+        let job = Job { request, max_tokens, events, beginning: OnceLock::new() };
         self.queue.push(job, |job| job.events.is_closed())?;
         Ok(receiver)
     }

@@ -3,7 +3,7 @@
 use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway};
 use crate::model::ModelBackend;
 use std::sync::Arc;
-use taper_attention::{AttentionSpec, AttentionUsage, Sequence};
+use taper_attention::{AttentionSpec, AttentionUsage, Beginning, Sequence};
 
 /// Two backends of one model. A sequence begins in the first, and [`Handover::hand_over`] copies it to the second. A step goes
 /// over sequences of one of them.
@@ -79,8 +79,16 @@ impl Backend for Handover {
         self.prompts.free_blocks().min(self.answers.free_blocks())
     }
 
-    fn shared_blocks(&self, attention: &Arc<AttentionSpec>, prompt: &[u32], question_tokens: usize) -> usize {
-        self.prompts.shared_blocks(attention, prompt, question_tokens)
+    fn beginning(&self, attention: &Arc<AttentionSpec>, prompt: &[u32], question_tokens: usize) -> Beginning {
+        self.prompts.beginning(attention, prompt, question_tokens)
+    }
+
+    fn shared_blocks(&self, beginning: &Beginning) -> usize {
+        self.prompts.shared_blocks(beginning)
+    }
+
+    fn gains(&self, beginning: &Beginning, other: &Beginning, cached: usize) -> bool {
+        self.prompts.gains(beginning, other, cached)
     }
 
     fn retract(&mut self, held: &mut Held) {

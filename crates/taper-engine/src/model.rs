@@ -6,7 +6,9 @@ use candle_core::{DType, Device, Storage, Tensor, bail};
 use rayon::prelude::*;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use taper_attention::{AttentionBatch, AttentionSpec, AttentionUsage, Chunk, ModelKey, Sequence, Span, leaders};
+use taper_attention::{
+    AttentionBatch, AttentionSpec, AttentionUsage, Beginning, Chunk, ModelKey, Sequence, Span, leaders,
+};
 use taper_kernels::parallel;
 use taper_kernels::token::{self, Draw};
 use taper_kv_cache::{BLOCK_TOKENS, KvPool, KvShape};
@@ -369,9 +371,20 @@ impl Backend for ModelBackend {
         self.pool.free_blocks()
     }
 
-    fn shared_blocks(&self, attention: &Arc<AttentionSpec>, prompt: &[u32], question_tokens: usize) -> usize {
+    fn beginning(&self, attention: &Arc<AttentionSpec>, prompt: &[u32], question_tokens: usize) -> Beginning {
+        if !self.prefix {
+            return Beginning::default();
+        }
         let sequence = Sequence::new(Arc::clone(attention), 0, prompt.len()).with_question(question_tokens);
-        if self.prefix { sequence.shared_blocks(&self.pool, prompt, self.model.rotary()) } else { 0 }
+        sequence.beginning(prompt, self.model.rotary())
+    }
+
+    fn shared_blocks(&self, beginning: &Beginning) -> usize {
+        beginning.shared_blocks(&self.pool)
+    }
+
+    fn gains(&self, beginning: &Beginning, other: &Beginning, cached: usize) -> bool {
+        beginning.gains(&self.pool, other, cached)
     }
 
     fn retract(&mut self, sequence: &mut Sequence) {

@@ -53,13 +53,16 @@ impl Pace {
     }
 
     /// Prompt tokens that make a step of `rows` generated tokens at most `stretch` times as long; none where it is not known,
-    /// or not known any more, how long these take alone.
+    /// or not known any more, how long these take alone, but that never twice in a row.
     pub fn prompt_tokens(&self, rows: usize, stretch: f64, most: usize) -> usize {
-        // Many more rows, or many fewer, are worth a look of their own.
-        let near = |seen: usize| 2 * rows <= 3 * seen && 3 * rows >= 2 * seen;
-        let known = self.mixed < PROBE && self.alone.is_some_and(|(seen, _)| near(seen));
-        let Some(alone) = self.alone(rows).filter(|_| known) else { return 0 };
-        let Some(prompt) = self.prompt else { return LEAST.min(most) };
+        let Some(alone) = self.alone(rows) else { return 0 };
+        // Many more rows than were seen, or many fewer, are worth a look of their own.
+        let seen = || self.alone.into_iter().chain(self.before).map(|(seen, _)| seen);
+        let near = seen().any(|seen| 2 * rows <= 3 * seen) && seen().any(|seen| 3 * rows >= 2 * seen);
+        if !near && self.mixed > 0 || self.mixed >= PROBE {
+            return 0;
+        }
+        let Some(prompt) = self.prompt.filter(|_| near) else { return LEAST.min(most) };
         let tokens = (stretch - 1.0) * alone / prompt.max(f64::MIN_POSITIVE);
         (tokens as usize).clamp(LEAST.min(most), most)
     }
@@ -68,6 +71,7 @@ impl Pace {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     #[test]
     fn prompts_take_what_is_left_of_a_steps_time() {
@@ -81,6 +85,8 @@ mod tests {
         assert_eq!(pace.prompt_tokens(8, 1.5, 512), 20);
         assert_eq!(pace.prompt_tokens(6, 2.0, 512), 30, "fewer rows may take less time");
         assert_eq!(pace.prompt_tokens(12, 2.0, 512), 40, "more need not take more");
+        assert_eq!((pace.prompt_tokens(13, 2.0, 512), pace.prompt_tokens(5, 2.0, 512)), (4, 4), "one has gone without");
+        pace.note(8, 40, 0.16);
         assert_eq!((pace.prompt_tokens(13, 2.0, 512), pace.prompt_tokens(5, 2.0, 512)), (0, 0), "worth a look");
         assert_eq!(pace.prompt_tokens(8, 1.0, 512), 4, "prompts never stand still");
         assert_eq!(pace.prompt_tokens(8, 100.0, 512), 512);
@@ -94,6 +100,34 @@ mod tests {
         assert_eq!(without, 500 / 33);
         let tokens = pace.prompt_tokens(8, 2.0, 512);
         assert!((100..=140).contains(&tokens), "{tokens} of 120");
+    }
+
+    /// Drafts make steps of one row and of many by turns.
+    #[test]
+    fn steps_of_few_rows_and_of_many_by_turns_leave_prompts_their_half() {
+        for cycle in [&[1, 2][..], &[1, 1, 1, 1, 5], &[8, 16], &[4, 4, 9, 40]] {
+            let (mut pace, mut tokens, mut due) = (Pace::default(), 0.0, 0.0);
+            for rows in cycle.iter().copied().cycle().take(2000) {
+                let beside = pace.prompt_tokens(rows, 2.0, 512);
+                let alone = 0.04 + 0.001 * rows as f64;
+                pace.note(rows, beside, alone + 0.0005 * beside as f64);
+                (tokens, due) = (tokens + beside as f64, due + alone / 0.0005);
+            }
+            assert!((0.65 * due..1.1 * due).contains(&tokens), "{cycle:?}: {tokens} of {due}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn prompts_never_stand_still(steps in prop::collection::vec((1usize..200, 0f64..0.5), 1..200), stretch in 1f64..9.0) {
+            let (mut pace, mut last) = (Pace::default(), 1);
+            for (rows, seconds) in steps {
+                let tokens = pace.prompt_tokens(rows, stretch, 512);
+                prop_assert!(tokens + last > 0, "two steps without");
+                pace.note(rows, tokens, seconds);
+                last = tokens;
+            }
+        }
     }
 
     #[test]

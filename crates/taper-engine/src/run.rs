@@ -10,8 +10,9 @@ use crate::sampler::{Sampler, logprobs};
 use crate::schedule::{self, Place, Share, Standing};
 use crate::text::Text;
 use crate::worker::guard;
+use std::sync::OnceLock;
 use std::time::Instant;
-use taper_attention::AttentionUsage;
+use taper_attention::{AttentionUsage, Beginning};
 use tokio::sync::mpsc;
 
 /// A request with its way back to the client.
@@ -20,6 +21,8 @@ pub(crate) struct Job {
     /// Tokens that each choice may have.
     pub(crate) max_tokens: usize,
     pub(crate) events: mpsc::Sender<Event>,
+    /// Found out when it is first asked for.
+    pub(crate) beginning: OnceLock<Beginning>,
 }
 
 impl Job {
@@ -37,6 +40,12 @@ impl Job {
     pub(crate) fn wants(&self) -> (usize, usize) {
         let choices = self.request.choices;
         (schedule::wanted(self.request.prompt.len(), std::iter::repeat_n(0, choices)), choices)
+    }
+
+    /// What its prompt may share with others.
+    pub(crate) fn beginning<B: Backend>(&self, backend: &B) -> &Beginning {
+        let Request { attention, prompt, question_tokens, .. } = &self.request;
+        self.beginning.get_or_init(|| backend.beginning(attention, prompt, *question_tokens))
     }
 
     /// Sends the last event of a request that failed.
@@ -238,6 +247,14 @@ impl<S> Run<S> {
             self.known = self.known.max(backend.cached(sequence).min(self.job.request.prompt.len()));
             backend.retract(sequence);
         }
+    }
+
+    /// Whether a waiting job has more to take over once this one's prompt is in.
+    pub(crate) fn leads<B: Backend<Sequence = S>>(&self, job: &Job, backend: &B) -> bool {
+        let in_prompt = self.prompt.as_ref();
+        in_prompt.is_some_and(|prompt| {
+            backend.gains(job.beginning(backend), self.job.beginning(backend), backend.cached(prompt))
+        })
     }
 
     /// The sequences that steps go over: of the prompt, or of each choice that goes on.

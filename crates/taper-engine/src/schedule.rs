@@ -7,6 +7,7 @@
 //! always goes on, and everyone ends.
 
 use crate::backend::Underway;
+use taper_attention::decode_rows;
 use taper_kv_cache::BLOCK_TOKENS;
 
 /// Where a running request stands.
@@ -191,7 +192,7 @@ pub(crate) fn plan(running: &[Standing], budget: Budget, cut: impl Fn(usize, usi
     let share = |rest: Rest, max: usize| {
         let tokens = match running[rest.request].in_prompt() {
             true => cut(rest.request, max).clamp(1, rest.tokens),
-            false => max.min(rest.tokens),
+            false => decode_rows(max).min(rest.tokens),
         };
         let effort = tokens.saturating_sub(rest.done).clamp(1, max);
         Share { request: rest.request, sequence: rest.sequence, tokens, effort, generates: false }

@@ -3,7 +3,7 @@
 use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use taper_attention::{AttentionSpec, AttentionUsage};
+use taper_attention::{AttentionSpec, AttentionUsage, Beginning};
 
 /// What a test sees of a [`Watched`] backend.
 #[derive(Debug, Default)]
@@ -76,8 +76,16 @@ impl<B: Backend> Backend for Watched<B> {
         self.inner.free_blocks()
     }
 
-    fn shared_blocks(&self, spec: &Arc<AttentionSpec>, prompt: &[u32], question: usize) -> usize {
-        self.inner.shared_blocks(spec, prompt, question)
+    fn beginning(&self, spec: &Arc<AttentionSpec>, prompt: &[u32], question: usize) -> Beginning {
+        self.inner.beginning(spec, prompt, question)
+    }
+
+    fn shared_blocks(&self, beginning: &Beginning) -> usize {
+        self.inner.shared_blocks(beginning)
+    }
+
+    fn gains(&self, beginning: &Beginning, other: &Beginning, cached: usize) -> bool {
+        self.inner.gains(beginning, other, cached)
     }
 
     fn retract(&mut self, sequence: &mut B::Sequence) {

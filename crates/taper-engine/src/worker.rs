@@ -8,7 +8,7 @@ use crate::backend::{Backend, Input, Row};
 use crate::engine::EngineConfig;
 use crate::pace::Pace;
 use crate::queue::Queue;
-use crate::request::{Request, RequestError};
+use crate::request::RequestError;
 use crate::run::{Draw, Job, Run};
 use crate::schedule::{self, Budget, Decision, Place, Share, Standing};
 use crate::text::Text;
@@ -115,25 +115,29 @@ impl<B: Backend> Worker<B> {
         }
     }
 
-    /// Starts what there is room for beside those that run, oldest first: those that ran before, then the queue.
+    /// Starts what there is room for beside those that run, oldest first: those that ran before, then the queue. A prompt that
+    /// begins like one that is on its way waits until that is in as far as they are the same, and others go before it.
     fn admit(&mut self, standing: &mut Vec<Standing>) {
         loop {
-            let fits = |(blocks, sequences), request: &Request| {
+            let fits = |(blocks, sequences), job: &Job| {
                 let free = self.backend.free_blocks();
                 let admits = |blocks| schedule::admits(standing, free, self.config.sequences, (blocks, sequences));
                 // What others hold already takes no room. To look for it takes time.
-                let Request { attention, prompt, question_tokens, .. } = request;
-                let shared = || guard(|| Ok(self.backend.shared_blocks(attention, prompt, *question_tokens)));
+                let shared = || guard(|| Ok(self.backend.shared_blocks(job.beginning(&self.backend))));
                 admits(blocks) || admits(0) && admits(blocks.saturating_sub(shared().unwrap_or(0)))
             };
             match self.preempted.front() {
-                Some(run) if fits(run.wants(), &run.job().request) => {
+                Some(run) if fits(run.wants(), run.job()) => {
                     let Some(run) = self.preempted.pop_front() else { return };
                     self.start(run);
                 }
                 Some(_) => return,
                 None => {
-                    let Some(job) = self.queue.pop_if(|job| fits(job.wants(), &job.request)) else { return };
+                    // What one that runs is about to compute is not computed twice.
+                    let held = |job: &Job| {
+                        self.running.iter().any(|run| guard(|| Ok(run.leads(job, &self.backend))).unwrap_or(false))
+                    };
+                    let Some(job) = self.queue.pop_if(held, |job| fits(job.wants(), job)) else { return };
                     self.begin(job);
                 }
             }
@@ -284,8 +288,9 @@ impl<B: Backend> Worker<B> {
             self.backend.check_idle();
             Ok(())
         });
-        if let Err(error) = checked {
-            tracing::error!(%error, "the idle engine is not sound: a bug");
+        match checked {
+            Ok(()) => tracing::debug!(free = self.backend.free_blocks(), "idle and sound"),
+            Err(error) => tracing::error!(%error, "the idle engine is not sound: a bug"),
         }
     }
 }

@@ -83,8 +83,9 @@ fn a_chunk_has_its_blocks_from_its_beginning() {
 
 #[test]
 fn what_comes_again_stops_before_the_last_known_token() {
-    let again = Standing { sequences: vec![place(100, 150)], forks: 0, again: 0 };
-    assert_eq!(plan(&[again], budget(100), |_, max| max), Decision::Step(vec![share(0, 0, 49)]));
+    let again = |cached| Standing { sequences: vec![place(cached, 150)], forks: 0, again: 0 };
+    assert_eq!(plan(&[again(100)], budget(100), |_, max| max), Decision::Step(vec![share(0, 0, 16)]), "few at a time");
+    assert_eq!(plan(&[again(140)], budget(100), |_, max| max), Decision::Step(vec![share(0, 0, 9)]));
     let last = Standing { sequences: vec![place(149, 150)], forks: 0, again: 0 };
     assert_eq!(plan(&[last], budget(100), |_, max| max), Decision::Step(vec![row(0, 0)]));
 }

@@ -94,6 +94,56 @@ fn what_is_shared_is_given_up_before_anyone_waits() {
     idle(&engine);
 }
 
+#[test]
+fn of_prompts_that_begin_alike_and_come_together_one_computes_what_they_share() {
+    let ways = [json!({}), json!({ "prefill": { "method": "streaming_llm", "sink": 4, "window": 50 } })];
+    // Eight of 700 tokens, of which the first 640 are the same, four by each way; and one that begins otherwise.
+    let make = |number: usize| Request {
+        prompt: (0..700u32).map(|i| (i * i + if i < 640 { 3 } else { number as u32 } * i) % 64).collect(),
+        choices: 1,
+        ..request(number, &ways[number % 2])
+    };
+    let other = || Request { prompt: vec![9; 600], choices: 1, ..request(3, &ways[0]) };
+    let lone = engine(200, false, EngineConfig::default());
+    let expected: Vec<_> = (0..8).map(|number| collect(lone.submit(make(number)).unwrap()).unwrap().0).collect();
+    // All are there before the first step is over.
+    let (open, gate) = std::sync::mpsc::channel::<()>();
+    let mut watched = with_prefix(200);
+    watched.before = Box::new(move |_| _ = gate.recv());
+    let seen = Arc::clone(&watched.seen);
+    let busy = start(watched, EngineConfig { chunk_tokens: 256, ..EngineConfig::default() });
+    let events: Vec<Events> = (0..8).map(|number| busy.submit(make(number)).unwrap()).collect();
+    let last = busy.submit(other()).unwrap();
+    drop(open);
+    let mut cached = Vec::new();
+    for (events, expected) in events.into_iter().zip(expected) {
+        let (tokens, usage) = collect(events).unwrap();
+        assert_eq!(tokens, expected);
+        cached.push(usage.cached_tokens);
+    }
+    assert_eq!(cached, [0, 0, 640, 640, 640, 640, 640, 640]);
+    assert_eq!(collect(last).unwrap().1.cached_tokens, 0);
+    sound(&busy, &seen, 200);
+}
+
+#[test]
+fn who_waits_for_a_prompt_goes_on_when_its_client_leaves() {
+    let (open, gate) = std::sync::mpsc::sync_channel::<()>(0);
+    let mut watched = with_prefix(200);
+    watched.before = Box::new(move |_| _ = gate.recv());
+    let seen = Arc::clone(&watched.seen);
+    let busy = start(watched, EngineConfig { chunk_tokens: 128, ..EngineConfig::default() });
+    let first = busy.submit(sharer(0, 4)).unwrap();
+    let second = busy.submit(sharer(2, 4)).unwrap();
+    // The first one's third step begins, and the second has not begun.
+    (0..3).for_each(|_| open.send(()).unwrap());
+    assert_eq!((busy.load().running, busy.load().waiting), (1, 1));
+    drop((first, open));
+    let (_, usage) = collect(second).unwrap();
+    assert!((256..960).contains(&usage.cached_tokens), "{} tokens", usage.cached_tokens);
+    sound(&busy, &seen, 200);
+}
+
 /// A prompt of 1,000 tokens that many have, and an answer by one of several methods.
 fn sharer(number: usize, tokens: usize) -> Request {
     let decode = [json!({ "method": "dense" }), json!({ "method": "quest", "k": 24 })];
