@@ -4,15 +4,21 @@
     python3 bench/soak.py --taper target/release/taper [--model MODEL] [--minutes 30]
 
 The server has little room: some two thousand tokens in memory and a thousand in a file.
-Says what came of every request, what the server's memory was, and what its log complains of. Python's standard library only.
+Every request must end as it should: answers with one reason to end for each choice and, where they cannot end early, all their
+tokens; one line of the log for each that the engine took; the same text for one request that comes again and again as it has
+alone. Whenever nothing runs, all blocks must be free. Says what the server's memory was and what its log complains of.
+Python's standard library only.
 """
 
 import argparse
+import collections
+import http.client
 import json
 import os
 import re
 import subprocess
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -38,6 +44,39 @@ LOADS = {
 # The second one may ask for one thing at a time.
 KEYS = {"one": "a-key-without-limits", "two": "a-key-with-a-limit"}
 
+# Comes every few seconds, and must be answered alike whatever runs beside it.
+STEADY = {
+    "prompt": "The lighthouse keeper wrote in his journal every evening. " * 12, "max_tokens": 40, "temperature": 1, "seed": 7,
+    "attention": {"prefill": {"method": "delta"}, "decode": {"method": "vattention", "top": {"method": "quest"}}},
+}
+# How the engine's log says that a request is over.
+OVER = "done|cancelled: the client is gone|late: its deadline has passed|request failed"
+
+
+def steady(port):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEYS['one']}"}
+    connection.request("POST", "/v1/completions", json.dumps(STEADY), headers)
+    answer = json.loads(connection.getresponse().read())
+    return answer["choices"][0]["text"] if "choices" in answer else answer
+
+
+def check(name, sent, found, of_each):
+    """Fails unless every request of a load ended as it should."""
+    assert sorted(one["number"] for one in of_each) == list(range(sent)), name
+    extra = LOADS[name][4]
+    for one in of_each:
+        if one["left"] or one["error"]:
+            continue
+        choices = extra.get("n", 1)
+        assert len(one["finish"]) == len(one["texts"]) == choices and set(one["finish"]) <= {"stop", "length"}, f"{name}: {one}"
+        if "length" in one["finish"] and choices == 1:
+            assert one["completion_tokens"] == one["max_tokens"], f"{name}: {one}"
+        assert one["completion_tokens"] <= choices * one["max_tokens"], f"{name}: {one}"
+        if extra.get("ignore_eos"):
+            assert set(one["finish"]) == {"length"}, f"{name}: {one}"
+    print(f"| {name} | {sent} | {found['completed']} | {found['cancelled']} | {json.dumps(found['errors'])} |")
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -51,7 +90,9 @@ def main():
     command += ["--kv-memory", "48MiB", "--kv-offload", "24MiB", "--kv-offload-dir", str(folder)]
     log = open(folder / "log", "w+")
     command += ["--model", args.model] if args.model else []
-    server = Server(command, port, log, dict(os.environ, RUST_LOG="info", NO_COLOR="1"))
+    server = Server(command, port, log, dict(os.environ, RUST_LOG="info,taper_engine=debug", NO_COLOR="1"))
+    alone = steady(port)
+    assert isinstance(alone, str) and alone, alone
     loads = {}
     for seed, (name, (rate, prompt, output, cancel, extra)) in enumerate(LOADS.items()):
         load = [args.taper, "bench", "serve", "--url", f"http://127.0.0.1:{port}/v1", "--endpoint", "completions", "--warm-up", "0"]
@@ -60,18 +101,24 @@ def main():
         load += ["--shared-prefix", "100"] if name == "dense" else []
         key = KEYS["two" if name == "limited" else "one"]
         loads[name] = subprocess.Popen(load, env=dict(os.environ, OPENAI_API_KEY=key), stdout=subprocess.DEVNULL)
-    begun, seen = time.time(), []
+    begun, seen, again = time.time(), [], []
+    ask = lambda: again.append(steady(port))
+    asking = threading.Thread(target=ask)
     while any(load.poll() is None for load in loads.values()):
         seen.append((time.time() - begun, server.mib("RssAnon")))
+        if not asking.is_alive():
+            asking = threading.Thread(target=ask)
+            asking.start()
         time.sleep(10)
+    asking.join()
     print(f"{(time.time() - begun) / 60:.1f} minutes")
     print("| load | sent | completed | left | refused or failed |\n| --- | --- | --- | --- | --- |")
     for name, load in loads.items():
         assert load.returncode == 0, name
-        found = json.loads((folder / f"{name}.json").read_text())["figures"]
-        sent = round(LOADS[name][0] * args.minutes)
-        assert sent == found["completed"] + found["cancelled"] + sum(found["errors"].values()), f"{name}: {found}"
-        print(f"| {name} | {sent} | {found['completed']} | {found['cancelled']} | {json.dumps(found['errors'])} |")
+        found = json.loads((folder / f"{name}.json").read_text())
+        check(name, round(LOADS[name][0] * args.minutes), found["figures"], found["requests"])
+    assert again and all(text == alone for text in again), f"{sum(text != alone for text in again)} of {len(again)} answers differ"
+    print(f"{len(again)} answers to one request beside all that, each as it was alone")
     after = [mib for at, mib in seen if at > 180] or [mib for _, mib in seen]
     print(f"anonymous memory: {after[0]} MiB after three minutes, {min(after)} to {max(after)} since, {after[-1]} at the end")
     code = server.stop()
@@ -80,6 +127,13 @@ def main():
     late = [line for line in wrong if "deadline" not in line]
     print(f"preempted {text.count('preempted:')} times; the server ended with {code}; {len(late)} lines of its log speak of errors")
     print("\n".join(late[:20]))
+    ids = lambda pattern: collections.Counter(re.findall(rf"(?:{pattern}).* id=\"?([\w-]+)", text))
+    taken, over = ids("asked"), ids(OVER)
+    assert set(over) <= set(taken) and set(over.values()) == {1}, [one for one in over if over[one] != 1 or one not in taken][:9]
+    free = {int(count) for count in re.findall(r"idle and sound free=(\d+)", text)}
+    blocks = int(re.search(r"KV cache ([\d,]+) tokens", text)[1].replace(",", "")) // 64
+    assert free == {blocks}, f"free blocks of {blocks} while idle: {free}"
+    print(f"{len(over)} requests taken, each over once; idle {text.count('idle and sound')} times, with all {blocks} blocks free")
 
 
 if __name__ == "__main__":
