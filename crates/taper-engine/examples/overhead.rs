@@ -1,4 +1,4 @@
-//! What the engine itself takes of a step, draws included: a model that computes nothing gives 32 answers at once over a
+//! What the engine itself takes of a step, alone and with the draws, which its backend does: a model that computes nothing gives 32 answers at once over a
 //! vocabulary of 49,152 tokens.
 //!
 //!     cargo run --release --example overhead --features stub [SEQUENCES [VOCABULARY]]
@@ -22,6 +22,8 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 struct Nothing {
     /// Of each answer its own, as after a product.
     logits: Vec<Vec<f32>>,
+    /// Whether tokens are drawn from them, or are there already.
+    draws: bool,
     steps: Arc<AtomicU64>,
 }
 
@@ -76,7 +78,8 @@ impl Backend for Nothing {
         let wants: Vec<Vec<Wanted>> = inputs.into_iter().map(grow).collect();
         let row = |(logits, wants): (&Vec<f32>, &Wanted)| match wants {
             Wanted::Logits => Row::Logits(logits.clone()),
-            Wanted::Token(draw) => Row::Token(token::pick(logits, draw)),
+            Wanted::Token(draw) if self.draws => Row::Token(token::pick(logits, draw)),
+            Wanted::Token(_) => Row::Token(Some(7)),
         };
         let rows = |(i, wants): (usize, &Vec<Wanted>)| {
             wants.iter().map(|wants| row((&self.logits[i % self.logits.len()], wants))).collect()
@@ -99,6 +102,7 @@ fn main() {
     let mut arguments = std::env::args().skip(1).map(|argument| argument.parse().expect("a number"));
     let (sequences, vocab) = (arguments.next().unwrap_or(32usize), arguments.next().unwrap_or(49_152));
     for (name, temperature, top_p, tail) in [
+        ("tokens that are there", 0.0, 1.0, f32::NAN),
         ("greedy", 0.0, 1.0, 1.2),
         ("temperature 1", 1.0, 1.0, 1.2),
         ("temperature 1, top_p 0.9", 1.0, 0.9, 1.2),
@@ -109,7 +113,7 @@ fn main() {
         // A long tail: the most probable of all tokens has a share of a fifth, and 0.9 of the mass takes 2,200 of 49,152; a
         // steeper one: 0.9 takes 6.
         let logits: Vec<f32> = (0..vocab).map(|i| -tail * (1.0 + (i * 7919 % vocab) as f32).ln()).collect();
-        let backend = Nothing { logits: vec![logits; sequences], steps: Arc::clone(&steps) };
+        let backend = Nothing { logits: vec![logits; sequences], draws: !tail.is_nan(), steps: Arc::clone(&steps) };
         let model = ModelInfo { id: "nothing".into(), created: 0 };
         let engine = Engine::start(backend, Arc::new(StubText), model, EngineConfig::default()).expect("a thread");
         let request = |seed| Request {
