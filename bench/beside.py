@@ -2,10 +2,10 @@
 """How long running streams wait for their tokens while a long prompt goes in.
 
     python3 bench/beside.py --taper target/release/taper --model MODEL [--prompt 16000] [--attention '{"prefill": …}']…
-        [--prompts 1] [-- further arguments of taper serve]
+        [--prompts 1] [--seconds 30] [--most 900] [-- further arguments of taper serve]
 
 Eight streams run for some seconds alone, eight more beside prompts, one after the other, the first of which comes once all of
-them have begun: until the last one has its first token, or as long. Every gap between two tokens of a stream counts that was
+them have begun: until the last one has its first token, or for the most. Every gap between two tokens of a stream counts that was
 beside a prompt. Python's standard library only; loopback only.
 """
 
@@ -84,7 +84,8 @@ def main():
     args.add_argument("--threads", default="2")
     args.add_argument("--streams", type=int, default=8)
     args.add_argument("--prompt", type=int, default=16000)
-    args.add_argument("--seconds", type=float, default=30)
+    args.add_argument("--seconds", type=float, default=30, help="so long alone")
+    args.add_argument("--most", type=float, default=900, help="so long beside prompts at most")
     args.add_argument("--attention", action="append", type=json.loads)
     args.add_argument("--prompts", type=int, default=1)
     args.add_argument("--tokens", type=int, default=4000, help="most tokens of a stream")
@@ -102,11 +103,11 @@ def main():
     base = None
     for attention in [None, *(args.attention or [{}])]:
         long = [] if attention is None else [{"prompt": tokens(args.prompt), "attention": attention} for _ in range(args.prompts)]
-        found, first = gaps(port, args.streams, args.seconds, args.tokens, long)
+        found, first = gaps(port, args.streams, args.most if long else args.seconds, args.tokens, long)
         at = lambda share: 1e3 * found[min(int(share * len(found)), len(found) - 1)]
         base = base or at(0.99)
         name = "none" if attention is None else f"{args.prompt}, `{json.dumps(attention)}`"
-        ttft = "" if attention is None else f"{first:.2f} s" if first else f"over {args.seconds:.0f} s"
+        ttft = "" if attention is None else f"{first:.2f} s" if first else f"over {args.most:.0f} s"
         print(
             f"| {name} | {ttft} | {len(found)} | {at(0.5):.1f} ms | {at(0.95):.1f} ms | {at(0.99):.1f} ms | {1e3 * found[-1]:.1f} ms "
             f"| {at(0.99) / base:.2f} |", flush=True,

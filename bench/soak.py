@@ -49,6 +49,8 @@ STEADY = {
     "prompt": "The lighthouse keeper wrote in his journal every evening. " * 12, "max_tokens": 40, "temperature": 1, "seed": 7,
     "attention": {"prefill": {"method": "delta"}, "decode": {"method": "vattention", "top": {"method": "quest"}}},
 }
+# How requests of a load may fail: late ones, and those of a key that has another underway.
+MAY_FAIL = {"late": "deadline", "limited": "HTTP 429"}
 # How the engine's log says that a request is over.
 OVER = "done|cancelled: the client is gone|late: its deadline has passed|request failed"
 
@@ -66,6 +68,8 @@ def check(name, sent, found, of_each):
     assert sorted(one["number"] for one in of_each) == list(range(sent)), name
     extra = LOADS[name][4]
     for one in of_each:
+        if one["error"]:
+            assert re.search(MAY_FAIL.get(name, "$^"), one["error"]), f"{name}: {one['error']}"
         if one["left"] or one["error"]:
             continue
         choices = extra.get("n", 1)
@@ -102,7 +106,13 @@ def main():
         key = KEYS["two" if name == "limited" else "one"]
         loads[name] = subprocess.Popen(load, env=dict(os.environ, OPENAI_API_KEY=key), stdout=subprocess.DEVNULL)
     begun, seen, again = time.time(), [], []
-    ask = lambda: again.append(steady(port))
+
+    def ask():
+        try:
+            again.append(steady(port))
+        except Exception as error:
+            again.append(repr(error))
+
     asking = threading.Thread(target=ask)
     while any(load.poll() is None for load in loads.values()):
         seen.append((time.time() - begun, server.mib("RssAnon")))
@@ -113,10 +123,12 @@ def main():
     asking.join()
     print(f"{(time.time() - begun) / 60:.1f} minutes")
     print("| load | sent | completed | left | refused or failed |\n| --- | --- | --- | --- | --- |")
+    refused = 0
     for name, load in loads.items():
         assert load.returncode == 0, name
         found = json.loads((folder / f"{name}.json").read_text())
         check(name, round(LOADS[name][0] * args.minutes), found["figures"], found["requests"])
+        refused += sum("HTTP 429" in (one["error"] or "") for one in found["requests"])
     assert again and all(text == alone for text in again), f"{sum(text != alone for text in again)} of {len(again)} answers differ"
     print(f"{len(again)} answers to one request beside all that, each as it was alone")
     after = [mib for at, mib in seen if at > 180] or [mib for _, mib in seen]
@@ -127,9 +139,11 @@ def main():
     late = [line for line in wrong if "deadline" not in line]
     print(f"preempted {text.count('preempted:')} times; the server ended with {code}; {len(late)} lines of its log speak of errors")
     print("\n".join(late[:20]))
-    ids = lambda pattern: collections.Counter(re.findall(rf"(?:{pattern}).* id=\"?([\w-]+)", text))
+    assert code == 0 and not late
+    ids = lambda pattern: collections.Counter(re.findall(rf": (?:{pattern}).* id=\"?(?:\w+-)?(\w+)", text))
     taken, over = ids("asked"), ids(OVER)
     assert set(over) <= set(taken) and set(over.values()) == {1}, [one for one in over if over[one] != 1 or one not in taken][:9]
+    assert len(set(taken) - set(over)) == refused, f"{len(set(taken) - set(over))} of those that asked are not over, {refused} refused"
     free = {int(count) for count in re.findall(r"idle and sound free=(\d+)", text)}
     blocks = int(re.search(r"KV cache ([\d,]+) tokens", text)[1].replace(",", "")) // 64
     assert free == {blocks}, f"free blocks of {blocks} while idle: {free}"

@@ -81,6 +81,7 @@ impl<'a> AttentionBatch<'a> {
         pool: &'a mut KvPool,
         spans: Vec<Span<'a>>,
     ) -> std::result::Result<Self, KvError> {
+        pool.begin_step();
         let (mut slots, mut lengths) = (Vec::new(), Vec::new());
         let mut started = Vec::with_capacity(spans.len());
         for Span { sequence, tokens } in spans {

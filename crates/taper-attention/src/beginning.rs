@@ -52,3 +52,51 @@ impl Beginning {
         same * BLOCK_TOKENS > cached && self.reusable(same) > self.taken(pool)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{DType, Device};
+    use serde_json::json;
+    use taper_kv_cache::{BlockTable, KvShape};
+
+    /// Of 1,000 tokens, those of which others have 500.
+    #[test]
+    fn what_is_gained_goes_with_the_method_the_question_and_the_end() {
+        let spec = |prefill: &str| {
+            let value = json!({ "prefill": { "method": prefill }, "question": "dense" });
+            Arc::new(AttentionSpec::from_json(&value, "attention", &crate::Artifacts::default()).unwrap())
+        };
+        let prompt: Vec<u32> = (0..1000).collect();
+        let like: Vec<u32> = (0..500).chain(5000..5500).collect();
+        let new = |prefill: &str, tokens: &[u32], context| Beginning::new(&spec(prefill), tokens, context, false);
+        let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 4 };
+        let mut pool = KvPool::new(shape, DType::F32, 20, &Device::Cpu).unwrap();
+        let gains = |pool: &KvPool, own: &Beginning, cached| own.gains(pool, &new("dense", &prompt, 1000), cached);
+        // Seven whole blocks are the same.
+        let own = new("dense", &like, 1000);
+        assert_eq!([0, 447, 448, 1000].map(|cached| gains(&pool, &own, cached)), [true, true, false, false]);
+        // The whole prompt: its last token is its own to compute, 960 of 1,000 or 896 of 960 may be had.
+        assert!(gains(&pool, &new("dense", &prompt, 1000), 959) && !gains(&pool, &new("dense", &prompt, 1000), 960));
+        assert!(
+            gains(&pool, &new("dense", &prompt[..960], 960), 895)
+                && !gains(&pool, &new("dense", &prompt[..960], 960), 896)
+        );
+        // A question is not shared, nor what another method made, nor where a method looks at all.
+        assert!(gains(&pool, &new("dense", &prompt, 200), 191) && !gains(&pool, &new("dense", &prompt, 200), 192));
+        assert!(!gains(&pool, &new("delta", &prompt, 1000), 0));
+        let whole = new("minference", &prompt, 1000);
+        assert!(!whole.gains(&pool, &whole, 0));
+        // Delta takes over whole strides before its tail.
+        let delta = new("delta", &prompt, 1000);
+        assert!(delta.gains(&pool, &new("delta", &prompt, 1000), 0));
+        // What the pool has already is no gain.
+        let mut table = BlockTable::default();
+        pool.grow(&mut table, 448).unwrap();
+        pool.remember(&table, &own.keys[..7]);
+        assert!(!gains(&pool, &own, 0));
+        assert_eq!((own.taken(&pool), own.shared_blocks(&pool)), (7, 7));
+        pool.release(&mut table);
+        assert_eq!((own.taken(&pool), own.shared_blocks(&pool)), (7, 0));
+    }
+}

@@ -1,5 +1,5 @@
-//! What the engine itself takes of a step, alone and with the draws, which its backend does: a model that computes nothing gives 32 answers at once over a
-//! vocabulary of 49,152 tokens.
+//! What the engine itself takes of a step, alone and with the draws, which its backend does: a model that computes
+//! nothing gives 32 answers at once over a vocabulary of 49,152 tokens.
 //!
 //!     cargo run --release --example overhead --features stub [SEQUENCES [VOCABULARY]]
 

@@ -21,8 +21,8 @@ pub(crate) struct Queue<T> {
 struct State<T> {
     waiting: VecDeque<T>,
     running: usize,
-    /// Seconds between ends of jobs while some run, of late.
-    gap: f64,
+    /// Between ends of jobs while some run, of late.
+    gap_seconds: f64,
     /// When the last one ended, or the first began where none ran.
     since: Instant,
     preemptions: u64,
@@ -44,7 +44,8 @@ impl<T> State<T> {
 impl<T> Queue<T> {
     pub(crate) fn new(limit: usize) -> Self {
         let (waiting, since) = (VecDeque::new(), Instant::now());
-        let state = State { waiting, running: 0, gap: 1.0, since, preemptions: 0, draining: false, dead: false };
+        let state =
+            State { waiting, running: 0, gap_seconds: 1.0, since, preemptions: 0, draining: false, dead: false };
         Self { limit, state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -66,7 +67,10 @@ impl<T> Queue<T> {
             state.waiting.retain(|job| !gone(job));
         }
         if state.waiting.len() >= self.limit {
-            return Err(SubmitError::Busy { queued: state.waiting.len(), seconds: state.gap.ceil().max(1.0) as u64 });
+            return Err(SubmitError::Busy {
+                queued: state.waiting.len(),
+                retry_seconds: state.gap_seconds.ceil().max(1.0) as u64,
+            });
         }
         state.waiting.push_back(job);
         self.changed.notify_all();
@@ -107,7 +111,8 @@ impl<T> Queue<T> {
         state.running -= 1;
         let now = Instant::now();
         let gap = now.duration_since(state.since).as_secs_f64();
-        (state.gap, state.since) = (state.gap + (gap - state.gap) / 8.0, now);
+        state.gap_seconds += (gap - state.gap_seconds) / 8.0;
+        state.since = now;
     }
 
     /// A running job gave its place in the cache up for a while.
@@ -151,7 +156,7 @@ mod tests {
         let queue = Queue::new(2);
         queue.push(1, |_| false).unwrap();
         queue.push(2, |_| false).unwrap();
-        assert_eq!(queue.push(3, |_| false), Err(SubmitError::Busy { queued: 2, seconds: 1 }));
+        assert_eq!(queue.push(3, |_| false), Err(SubmitError::Busy { queued: 2, retry_seconds: 1 }));
         queue.push(3, |&job| job == 1).unwrap();
         assert_eq!((queue.pop(), queue.pop()), (Some(2), Some(3)));
         assert_eq!(queue.load(), (0, 2, false, false));
@@ -171,7 +176,7 @@ mod tests {
         let queue = Queue::new(1);
         let busy = || queue.push(3, |_| false).unwrap_err();
         queue.push(1, |_| false).unwrap();
-        assert_eq!(busy(), SubmitError::Busy { queued: 1, seconds: 1 });
+        assert_eq!(busy(), SubmitError::Busy { queued: 1, retry_seconds: 1 });
         // As if jobs took twenty seconds each, one after the other.
         for _ in 0..40 {
             queue.pop();
@@ -179,7 +184,7 @@ mod tests {
             queue.finished();
             queue.push(1, |_| false).unwrap();
         }
-        let SubmitError::Busy { seconds, .. } = busy() else { panic!("a place is free") };
+        let SubmitError::Busy { retry_seconds: seconds, .. } = busy() else { panic!("a place is free") };
         assert!((19..=21).contains(&seconds), "{seconds}");
     }
 

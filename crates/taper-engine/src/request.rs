@@ -192,7 +192,7 @@ pub enum SubmitError {
         /// Requests waiting.
         queued: usize,
         /// Seconds in which one that runs ends, of late, at least 1: then the next place is free.
-        seconds: u64,
+        retry_seconds: u64,
     },
     /// The engine takes nothing new.
     #[error("the server is shutting down")]

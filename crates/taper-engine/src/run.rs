@@ -249,12 +249,15 @@ impl<S> Run<S> {
         }
     }
 
+    /// Prompt tokens that are not in yet; none once they are.
+    pub(crate) fn left<B: Backend<Sequence = S>>(&self, backend: &B) -> Option<usize> {
+        self.prompt.as_ref().map(|prompt| self.job.request.prompt.len() - backend.cached(prompt))
+    }
+
     /// Whether a waiting job has more to take over once this one's prompt is in.
     pub(crate) fn leads<B: Backend<Sequence = S>>(&self, job: &Job, backend: &B) -> bool {
-        let in_prompt = self.prompt.as_ref();
-        in_prompt.is_some_and(|prompt| {
-            backend.gains(job.beginning(backend), self.job.beginning(backend), backend.cached(prompt))
-        })
+        let gains = |prompt| backend.gains(job.beginning(backend), self.job.beginning(backend), backend.cached(prompt));
+        self.prompt.as_ref().is_some_and(gains)
     }
 
     /// The sequences that steps go over: of the prompt, or of each choice that goes on.

@@ -134,15 +134,25 @@ impl<B: Backend> Worker<B> {
                 Some(_) => return,
                 None => {
                     // What one that runs is about to compute is not computed twice.
-                    let held = |job: &Job| {
-                        self.running.iter().any(|run| guard(|| Ok(run.leads(job, &self.backend))).unwrap_or(false))
-                    };
+                    if !schedule::admits(standing, self.backend.free_blocks(), self.config.sequences, (0, 1)) {
+                        return;
+                    }
+                    let held = |job: &Job| guard(|| Ok(self.held(job))).unwrap_or(false);
                     let Some(job) = self.queue.pop_if(held, |job| fits(job.wants(), job)) else { return };
                     self.begin(job);
                 }
             }
             standing.extend(self.running.get(standing.len()).map(|run| run.standing(&self.backend)));
         }
+    }
+
+    /// Whether a prompt had better wait for one that runs and begins like it: for the oldest, or for one that is in no later
+    /// than it would be itself.
+    fn held(&self, job: &Job) -> bool {
+        let mut in_prompt = self.running.iter().filter_map(|run| Some((run, run.left(&self.backend)?)));
+        let oldest = in_prompt.next();
+        let soon = in_prompt.filter(|(_, left)| *left <= job.request.prompt.len());
+        oldest.into_iter().chain(soon).any(|(run, _)| run.leads(job, &self.backend))
     }
 
     /// Starts what comes from the queue.

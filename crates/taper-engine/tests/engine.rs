@@ -476,7 +476,7 @@ fn a_full_queue_refuses_and_draining_finishes_what_was_taken() {
     let running = engine.submit(request("SLOW one")).unwrap();
     wait("the first runs", || engine.load().running == 1);
     let waiting = engine.submit(request("two")).unwrap();
-    assert_eq!(engine.submit(request("three")).unwrap_err(), SubmitError::Busy { queued: 1, seconds: 1 });
+    assert_eq!(engine.submit(request("three")).unwrap_err(), SubmitError::Busy { queued: 1, retry_seconds: 1 });
     engine.drain();
     assert_eq!(engine.submit(request("four")).unwrap_err(), SubmitError::Draining);
     assert_eq!(collect(running).texts, ["abc"]);

@@ -210,7 +210,7 @@ impl FromIterator<(u32, f32)> for Kept {
     }
 }
 
-/// The elements that are at least `least`.
+/// The elements that are at least `least`, but for plus infinity; of a row of at most 2²⁴.
 pub fn at_least(row: &[f32], least: f32) -> Kept {
     within(row, least, f32::INFINITY)
 }
@@ -227,6 +227,7 @@ fn within(row: &[f32], least: f32, end: f32) -> Kept {
 
 #[inline(always)]
 unsafe fn gather<V: Simd>(row: &[f32], least: f32, end: f32, out: &mut Kept) {
+    assert!(row.len() <= 1 << 24, "{} elements have no places in f32", row.len());
     let first: [f32; BLOCK] = std::array::from_fn(|i| i as f32);
     let mut kept = 0;
     // SAFETY: there is room for a block more than what is kept.
@@ -279,7 +280,8 @@ pub fn largest(row: &[f32], k: usize) -> Vec<(u32, f32)> {
     out
 }
 
-/// The [`weights`] of a row's fewest largest elements that hold a share of all, as [`Kept::heaviest`] has it.
+/// The [`weights`] of a row's fewest largest elements that hold a share of all, as [`Kept::heaviest`] has it; the row is one
+/// that has a [`peak`].
 pub fn fewest(row: &[f32], max: f32, temperature: f32, share: f64) -> Kept {
     let all: f64 = mass(row, max, temperature).into_iter().map(f64::from).sum();
     let goal = share * all;
@@ -293,7 +295,7 @@ pub fn fewest(row: &[f32], max: f32, temperature: f32, share: f64) -> Kept {
         let mut kept = at_least(row, max + temperature * from.ln());
         kept.values = weights(&kept.values, max, temperature);
         let sum: f64 = sums(&kept.values).into_iter().map(f64::from).sum();
-        if sum >= goal || kept.values.len() == row.len() {
+        if sum >= goal || from == 0.0 {
             kept.heaviest(goal);
             return kept;
         }

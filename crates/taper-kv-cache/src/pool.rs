@@ -74,8 +74,9 @@ pub struct KvPool {
     dtype: DType,
     device: Device,
     indices: HashMap<String, Index>,
-    /// Counts the times that an index was asked for.
+    /// Counts the times that an index was asked for, and had before this step.
     clock: u64,
+    step: u64,
     keys: Vec<Tensor>,
     values: Vec<Tensor>,
     references: Vec<u32>,
@@ -114,6 +115,7 @@ impl KvPool {
             device: device.clone(),
             indices: HashMap::new(),
             clock: 0,
+            step: 0,
             keys,
             values,
             references: vec![0; blocks],
@@ -390,9 +392,9 @@ impl KvPool {
 
     /// One layer of an index `[blocks, kv_heads, rows, width]` that has taken in the first `tokens` tokens of a table.
     ///
-    /// Equal names share one index, made when it is first asked for. All together stay half as large as the cache, unless one
-    /// alone is larger: others are dropped then, the one not asked for the longest first. `extend` takes in what is missing: it gets the
-    /// index's tensor, the layer's cache and the rows.
+    /// Equal names share one index, made when it is first asked for. All together stay half as large as the cache, unless
+    /// those of one step are larger: others are dropped, the one not asked for the longest first. `extend` takes in what is
+    /// missing: it gets the index's tensor, the layer's cache and the rows.
     ///
     /// # Errors
     /// What `extend` says, a name whose shape was another before, or a device without the memory.
@@ -428,14 +430,20 @@ impl KvPool {
         Ok(tensor)
     }
 
+    /// A step begins: indices that it asks for stay to its end.
+    pub fn begin_step(&mut self) {
+        self.step = self.clock;
+    }
+
     /// Drops indices, the one not asked for the longest first, until another layer of an index makes all of them half as large
-    /// as the cache at most. What is dropped is worked out again when it is asked for.
+    /// as the cache at most, or this step has asked for all that are left. What is dropped is worked out again when it is
+    /// asked for.
     fn make_room(&mut self, name: &str, shape: IndexShape) {
         let blocks = self.references.len();
         let layer = blocks * self.shape.kv_heads * shape.rows * shape.width * shape.dtype.size_in_bytes();
         let most = blocks * self.shape.block_bytes(self.dtype) / 2;
         while layer + self.indices.values().map(Index::bytes).sum::<usize>() > most {
-            let others = self.indices.iter().filter(|(other, index)| *other != name && index.bytes() > 0);
+            let others = self.indices.iter().filter(|(other, index)| *other != name && index.used <= self.step);
             let Some(oldest) = others.min_by_key(|(_, index)| index.used).map(|(other, _)| other.clone()) else {
                 return;
             };

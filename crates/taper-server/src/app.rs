@@ -56,7 +56,7 @@ pub(crate) struct App {
     pub(crate) engine: Arc<Engine>,
     pub(crate) config: ServerConfig,
     /// Bodies that are read at a time: one for each core.
-    pub(crate) parsing: Semaphore,
+    pub(crate) parsing: Arc<Semaphore>,
 }
 
 /// All routes.
@@ -64,7 +64,7 @@ pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
     let limit = DefaultBodyLimit::max(config.body_bytes);
     let keys = Arc::clone(&config.keys);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let app = Arc::new(App { engine, config, parsing: Semaphore::new(cores) });
+    let app = Arc::new(App { engine, config, parsing: Arc::new(Semaphore::new(cores)) });
     Router::new()
         .route("/health", get(health))
         .route("/ready", get(ready))

@@ -34,10 +34,14 @@ impl Body {
         app: &Arc<App>,
         endpoint: fn(&App, &Map<String, Value>) -> Result<Call, ApiError>,
     ) -> Result<Call, ApiError> {
-        // The threads that are left compute.
-        let _turn = app.parsing.acquire().await;
+        let turn = Arc::clone(&app.parsing).acquire_owned().await;
         let app = Arc::clone(app);
-        let parsed = tokio::task::spawn_blocking(move || endpoint(&app, &object(&self.0)?)).await;
+        let parsed = tokio::task::spawn_blocking(move || {
+            // The work goes on where its client leaves, and keeps its turn.
+            let _turn = turn;
+            endpoint(&app, &object(&self.0)?)
+        });
+        let parsed = parsed.await;
         parsed.unwrap_or_else(|panic| {
             tracing::error!(%panic, "parsing a request panicked");
             Err(ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "reading the request failed"))

@@ -81,7 +81,8 @@ pub(crate) fn refused(error: &SubmitError, prompt: &str, max_tokens: Option<&str
         }
         SubmitError::Cache { .. } => ApiError::invalid(max_tokens.unwrap_or(prompt), message),
         SubmitError::Busy { .. } | SubmitError::Draining | SubmitError::Dead => {
-            let retry_after = Some(if let SubmitError::Busy { seconds, .. } = error { *seconds } else { 1 });
+            let retry_after =
+                Some(if let SubmitError::Busy { retry_seconds, .. } = error { *retry_seconds } else { 1 });
             ApiError { retry_after, ..ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message) }
         }
     }

@@ -12,7 +12,7 @@ use taper_engine::{CacheOptions, EngineConfig, Request, RequestError, StopRules}
 
 const HISTORIES: u64 = 12;
 
-/// One of all requests, by number: methods, lengths and choices go with it, and whether its prompt begins as one of three
+/// One of all requests, by number: methods, lengths and choices go with it, and whether its prompt begins as one of four
 /// that many have.
 fn any(number: usize, specs: &[Value]) -> Request {
     // Answers that grow by more than they are let in with.

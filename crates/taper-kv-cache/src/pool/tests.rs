@@ -282,8 +282,11 @@ fn indices_take_half_as_much_as_the_cache_and_those_not_asked_for_make_room() {
     pool.grow(&mut table, 100).unwrap();
     // A quarter of the cache each: 2 of its 8 numbers a token and layer.
     let quarter = IndexShape { rows: BLOCK_TOKENS, width: 2, dtype: DType::F32 };
-    let mut ask = |name: &str, shape: IndexShape| {
+    let mut ask = |name: &str, shape: IndexShape, new_step: bool| {
         let mut worked_out = 0;
+        if new_step {
+            pool.begin_step();
+        }
         for layer in 0..2 {
             let taken = |_: &Tensor, _: PagedKv, parts: &[Part]| {
                 worked_out += parts.len();
@@ -294,12 +297,14 @@ fn indices_take_half_as_much_as_the_cache_and_those_not_asked_for_make_room() {
         let bytes: usize = pool.indices.values().map(Index::bytes).sum();
         (worked_out, bytes * 4 / (3 * pool.shape.block_bytes(DType::F32)))
     };
-    assert_eq!(ask("a", quarter), (4, 1));
-    assert_eq!(ask("b", quarter), (4, 2));
-    assert_eq!((ask("a", quarter), ask("b", quarter)), ((0, 2), (0, 2)));
-    assert_eq!(ask("c", quarter), (4, 2), "the first goes");
-    assert_eq!((ask("b", quarter), ask("c", quarter)), ((0, 2), (0, 2)));
-    assert_eq!(ask("a", quarter), (4, 2), "and comes again");
-    assert_eq!(ask("large", IndexShape { width: 8, ..quarter }), (4, 4), "one alone may be larger");
-    assert_eq!(ask("a", quarter), (4, 1));
+    assert_eq!(ask("a", quarter, true), (4, 1));
+    assert_eq!(ask("b", quarter, true), (4, 2));
+    assert_eq!((ask("a", quarter, true), ask("b", quarter, true)), ((0, 2), (0, 2)));
+    assert_eq!(ask("c", quarter, true), (4, 2), "the first goes");
+    assert_eq!((ask("b", quarter, true), ask("c", quarter, true)), ((0, 2), (0, 2)));
+    assert_eq!(ask("a", quarter, true), (4, 2), "and comes again");
+    assert_eq!((ask("b", quarter, true), ask("c", quarter, false)), ((4, 2), (4, 2)), "the others of before go");
+    assert_eq!(ask("a", quarter, false), (4, 3), "a step keeps its own");
+    assert_eq!(ask("large", IndexShape { width: 8, ..quarter }, true), (4, 4), "one alone may be larger");
+    assert_eq!(ask("a", quarter, true), (4, 1));
 }

@@ -7,8 +7,8 @@ use std::path::PathBuf;
 #[command(
     after_help = "Prompts are drawn from common English words, one token each for most tokenizers; lengths are in such words. Rates use the
 token counts that the server states where it states any. TTFT is from sending a request to its first text, ITL the time
-between texts, TPOT (end - first text) / (tokens - 1). Lengths of A:B are equally likely; those of MEDIAN~SPREAD are log-normal,
-where SPREAD is the deviation of the logarithm: of 500~1, one in six is over 1,359 and one in 44 over 3,694.
+between texts, TPOT (end - first text) / (tokens - 1). Lengths of A:B are equally likely; those of MEDIAN~SPREAD are
+log-normal, where SPREAD is the deviation of the logarithm: of 500~1, one in six is over 1,359 and one in 44 over 3,694.
 
 Examples:
   taper bench serve --url http://127.0.0.1:8080/v1 --clients 8 --requests 32 --prompt 512 --output 64
