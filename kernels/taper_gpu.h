@@ -136,7 +136,11 @@ typedef struct TaperSampledParams {
   double pilot_share, dense_share;
   int64_t draw_stride;  // at least taper_sampled_draws(max_len)
   int32_t pilot_tokens, rule, capacity, layer;
-  int32_t out_f32, reserved;
+  int32_t out_f32;
+  // For a cache far away, such as in the host's memory: room for the values of each list's first draws
+  // [lists, near_draws, head_dim], which are looked at there; at least 64 draws. Null: they are read again.
+  int32_t near_draws;
+  void* near_values;
 } TaperSampledParams;
 
 int taper_sampled(const TaperSampledParams* p, TaperStream stream);

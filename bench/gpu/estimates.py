@@ -135,7 +135,7 @@ def judge64(q, k, v, lse_f, o_f, order, res, n, fixed, rule, eps, delta, pilot_t
 
 
 def vattention_case(report, dtype, d, kv, g, rule, eps, shift, lens, blocks=0, tokens=0, heavy=0, pilot=64,
-                    page=0):
+                    page=0, near=0):
     layer, sink, win = 5, 16, 64
     cache = t.Cache(lens, kv, d, dtype)
     cache.v += shift  # An output of zero mean makes every pilot too noisy.
@@ -152,7 +152,7 @@ def vattention_case(report, dtype, d, kv, g, rule, eps, shift, lens, blocks=0, t
     as_i32 = lambda x: torch.tensor(x or [0], dtype=torch.int32, device=DEV)
     seeds = torch.randint(0, 2**62, (len(lens),)).tolist()
     ids = dict(block_ids=as_i32(bid), token_ids=as_i32(tid), token_shift=page.bit_length() - 1 if page else 0,
-               out_f32=page > 0)
+               out_f32=page > 0, near_draws=near)
     f = t.VAttention(cache, q, [m[0] for m in made], seeds, eps, 0.1, rule, layer=layer, pilot_tokens=pilot, **ids)
     f()
     gap = err = errors = 0.0
@@ -189,7 +189,7 @@ def vattention_case(report, dtype, d, kv, g, rule, eps, shift, lens, blocks=0, t
         exact, _ = attend64(q[i:i + 1], k, v, torch.ones(1, n, dtype=torch.bool, device=DEV))
         errors = max(errors, ((f.out[i].double() - exact[0]).norm(dim=-1) /
                               exact[0].norm(dim=-1)).max().item())
-    report(f"vattention {rule} {dtype} d{d} kv {kv} group {g} blocks {blocks} tokens {tokens} pages of {page} (error "
+    report(f"vattention {rule} {dtype} d{d} kv {kv} group {g} blocks {blocks} tokens {tokens} pages of {page} near {near} (error "
            f"against dense {errors:.3f}, {len(states) - states.count('sampled')} of {len(states)} lists dense, "
            f"up to {max(looks)} looks)", err)
     # A budget near the limit may fall on its other side by rounding.
@@ -204,7 +204,7 @@ def check_vattention(report, small):
     if small:
         cases.append((b16, 128, 1, 12, "chi2", 0.2, 0.1, lens, 3, 40))
         cases.append((b16, 128, 2, 4, "chi2", 0.2, 0.5, [5000], 3, 40, 1, 10))
-        cases.append((b16, 128, 3, 4, "chi2", 0.2, 0.5, [1500, 3000], 10, 0, 0, 20, 16))
+        cases.append((b16, 128, 3, 4, "chi2", 0.2, 0.5, [1500, 3000], 10, 0, 0, 20, 16, 128))
     else:
         cases += [(b16, 128, 2, 4, "lemma", 0.3, 0.5, lens, 0, 300),
                   (b16, 64, 2, 4, "tight", 0.3, 0.5, lens), (f16, 128, 2, 4, "denominator", 0.1, 0.5, lens),
@@ -226,7 +226,12 @@ def check_vattention(report, small):
                   (b16, 128, 8, 4, "chi2", 0.06, 0.5, [131072, 130000, 300], 700, 0, 0, 64, 16),
                   (b16, 128, 2, 4, "chi2", 0.1, 0.5, [140001, 9000], 500, 0, 0, 64, 4),
                   (f16, 64, 3, 3, "ratio", 0.2, 0.5, [20000], 50, 0, 1, 64, 32),
-                  (b16, 128, 1, 16, "chi2", 0.2, 0.2, [40000], 100, 0, 0, 64, 64)]
+                  (b16, 128, 1, 16, "chi2", 0.2, 0.2, [40000], 100, 0, 0, 64, 64),
+                  # Values kept near: all of them, or those of the first looks.
+                  (b16, 128, 8, 4, "chi2", 0.06, 0.5, [131072, 9000], 100, 0, 0, 64, 0, 65536),
+                  (b16, 128, 4, 4, "chi2", 0.06, 0.5, [120000], 100, 0, 1, 16, 0, 1000),
+                  (f16, 64, 3, 3, "chi2", 0.2, 0.2, [20000], 9, 9, 1, 2, 0, 64),
+                  (b16, 64, 2, 12, "ratio", 0.2, 0.5, [40000], 5, 100, 1, 64, 0, 4096)]
     for case in cases:
         f, cache, q, lists, seeds, layer, ids = vattention_case(report, *case)
         if case[0] is b16 and case[3] in (4, 12):

@@ -53,10 +53,12 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
           const uint32_t draw = sampled + row;
           if (draw >= from && draw < last && head < group) scores[(int64_t)draw * group + head] = score;
         });
+        if (judging && o.near) bring(stage, sampled);
         __syncwarp();
         if (lane == 0) mbar_arrive(smem_u32(&st.empty[stage]));
       }
       pos += n;
+      if (judging && o.near) mbar_arrive(smem_u32(&st.brought));
       // A sample's sums go on to be the larger sample's.
       float keep[C];
 #pragma unroll
@@ -73,8 +75,9 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       // Either the team meets to judge, or its last block merges.
       if (judging) {
         judge.tell();
-        judge.prepare(to, pos, ahead);
+        if (!o.near) judge.prepare(to, pos, ahead);
         judge.hear();
+        if (o.near) judge.prepare(to, pos, ahead);
         if (judge.takes_few(to, pos)) judge.fetch_scores(ahead.few, judge.few_of(to));
       } else if (!leave()) {
         return;
@@ -102,6 +105,19 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       if (!judging || o.rank == 0) write(decision);
       if (!judging || leave()) clean(st.turns);
       return;
+    }
+  }
+
+  // Leaves a tile's values where looks find them: those of this run's draws, the others' rows are cleared.
+  __device__ __forceinline__ void bring(uint32_t stage, uint32_t first) const {
+    const uint32_t v_s = judge.stages + stage * L::kStage + L::kTile;
+    const StageMeta meta = st.meta[stage];
+    T* to = const_cast<T*>(static_cast<const T*>(o.near));
+#pragma unroll 1
+    for (uint32_t i = this->tid; i < kBlock * (D / 8); i += 128) {
+      const uint32_t row = i / (D / 8), chunk = i % (D / 8);
+      const uint4 x = ld_shared_v4(v_s + (chunk / 8) * L::kPanel + swizzled(row, chunk % 8));
+      if (row >= meta.lo && row < meta.hi && first + row < p.near_draws) reinterpret_cast<uint4*>(to + (int64_t)(first + row) * D)[chunk] = x;
     }
   }
 
@@ -165,6 +181,8 @@ __device__ __forceinline__ void set_sampled_outline(const SampledParams& p, uint
   o.aim = min(max(min(12 * pilot, residual / 8), grown(pilot) + pilot / 8), residual);
   // The sample's tiles are dealt out from where the list's own end.
   o.first = (o.rank + o.team - list_tiles(w) % o.team) % o.team;
+  o.near = p.near_values ? static_cast<const uint8_t*>(p.near_values) + (int64_t)o.list * p.near_draws * p.d.head_dim * 2
+                         : nullptr;
   o.dense = residual <= pilot || pilot >= limit || pilot > (uint32_t)p.capacity;
 }
 
@@ -190,6 +208,7 @@ __global__ void __launch_bounds__(kSampledThreads, 1)
     mbar_init(smem_u32(&sh.drawing_done), kDrawThreads);
     mbar_init(smem_u32(&sh.draw_gate), kDrawThreads);
     mbar_init(smem_u32(&sh.gate), 256);
+    mbar_init(smem_u32(&sh.brought), 256);
     mbar_init_fence();
   }
   wait_for_predecessor();

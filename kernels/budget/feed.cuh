@@ -138,8 +138,11 @@ struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
   Draws<SampledShared<D, N>> draws;
 
   // The lane's row of the sample's tile s, or of this rank's tile after it.
+  __device__ __forceinline__ uint32_t sampled_index(uint32_t s, uint32_t count) const {
+    return min((lane < 16 ? s : s + o.team) * kBlock + warp * 16 + (lane & 15), count - 1);
+  }
   __device__ __forceinline__ uint32_t sampled_id(uint32_t s, uint32_t count) const {
-    return drawn_id(p, sh, min((lane < 16 ? s : s + o.team) * kBlock + warp * 16 + (lane & 15), count - 1));
+    return drawn_id(p, sh, sampled_index(s, count));
   }
   // Rows of the sample's tiles from `ahead_at` on, looked up when `known` were drawn.
   Rows ahead;
@@ -174,10 +177,14 @@ struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
     uint32_t s = o.first;
     if (s >= g.end()) return;
     const uint32_t step = 2 * o.team;
-    const T* v = static_cast<const T*>(p.d.v);
-    uint32_t now = this->place(sampled_id(s, count)), next = sampled_id(s + step, count);
+    // What is near lies by its number.
+    const bool near = o.near && count <= p.near_draws;
+    const T* v = static_cast<const T*>(near ? o.near : p.d.v);
+    auto id = [&](uint32_t s) { return near ? sampled_index(s, count) : sampled_id(s, count); };
+    auto place = [&](uint32_t id) { return near ? id : this->place(id); };
+    uint32_t now = place(id(s)), next = id(s + step);
     for (; s < g.end(); s += step) {
-      const uint32_t later = sampled_id(s + 2 * step, count), at = this->place(next);
+      const uint32_t later = id(s + 2 * step), at = place(next);
       const uint32_t stage = this->claim(), full = smem_u32(&sh.full[stage]);
       copy_rows<T, D>(stages + stage * L::kStage, v, v, now, 16);
       cp_async_arrive(full);
@@ -197,6 +204,7 @@ struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
       for (uint32_t look = 0, from = 0; d.state == 0; ++look) {
         const uint32_t to = d.count;
         sample(Run(o, from, to));
+        if (o.near) mbar_wait(smem_u32(&sh.brought), look & 1);
         values(to);
         foresee(to);
         from = to;

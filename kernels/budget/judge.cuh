@@ -94,7 +94,7 @@ struct Judge : Tally<T, D, N> {
 #pragma unroll 1
         for (int t = first_tile + o.team; t < kPairTiles; t += o.team) {
           float dot[4];
-          this->gram(this->row_of(this->pair_id(t, this->few_of(b))), dot);
+          this->gram(this->row_of(this->pair_draw(t, this->few_of(b))), dot);
           more += this->mix(t, b, g, dot);
         }
         // Products of few keys stand for those of all.

@@ -63,6 +63,7 @@ struct Outline {
   uint32_t row, head, kv_head, position;
   uint64_t seed;
   const uint32_t* table;
+  const void* near;  // the list's part of near_values, or null
   float limit;    // draws from which reading everything is the better bargain
   uint32_t most;  // the least whole number of draws that reaches it
   bool dense;     // from the start: no sample can help
@@ -110,7 +111,7 @@ struct alignas(16) HeadStat {
 
 template <int D, int N>
 struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
-  uint64_t drew[kDrawTurns], decided, heeded, drawing_done, gate, draw_gate;
+  uint64_t drew[kDrawTurns], decided, heeded, drawing_done, gate, draw_gate, brought;
   Outline outline;
   uint32_t warp_kept[kDrawWarps], turns, last;
   Decision decision;

@@ -21,8 +21,11 @@ struct Tally : Member<D> {
 
   // The head of a thread's c-th pair of accumulators.
   __device__ __forceinline__ int head(int c) const { return c / 2 * 8 + (lane & 3) * 2 + (c & 1); }
-  __device__ __forceinline__ const T* values() const { return static_cast<const T*>(p.d.v); }
-  __device__ __forceinline__ uint32_t row_of(uint32_t id) const {
+  // The first few draws' values, and the row of one.
+  __device__ __forceinline__ const T* values() const { return static_cast<const T*>(o.near ? o.near : p.d.v); }
+  __device__ __forceinline__ uint32_t row_of(uint32_t draw) const {
+    if (o.near) return draw;
+    const uint32_t id = drawn_id(p, sh, draw);
     return (o.table[id / kBlock] * p.d.kv_heads + o.kv_head) * kBlock + id % kBlock;
   }
   __device__ __forceinline__ float score_of(uint32_t draw, int h) const {
@@ -181,8 +184,8 @@ struct Tally : Member<D> {
   __device__ __forceinline__ bool mixes(uint32_t b) const {
     return p.rule == kChi2 && first_pair_tile(b) < kPairTiles;
   }
-  __device__ __forceinline__ uint32_t pair_id(int tile, uint32_t few) const {
-    return drawn_id(p, sh, min(lane < 16 ? pair_row(tile) + lane : pair_col(tile) + (lane & 7), few - 1));
+  __device__ __forceinline__ uint32_t pair_draw(int tile, uint32_t few) const {
+    return min(lane < 16 ? pair_row(tile) + lane : pair_col(tile) + (lane & 7), few - 1);
   }
   __device__ __forceinline__ void gram(uint32_t mine, float (&dot)[4]) const {
     const int quad = lane & 3;
@@ -230,8 +233,8 @@ struct Tally : Member<D> {
     if (!mixes(b)) return;
     Draws<Shared>{sh}.await(b);
     const uint32_t few = few_of(b);
-    a.few.row = row_of(drawn_id(p, sh, min(warp % 4 * 16 + (lane & 15), few - 1)));
-    a.row = row_of(pair_id(first_pair_tile(b), few));
+    a.few.row = row_of(min(warp % 4 * 16 + (lane & 15), few - 1));
+    a.row = row_of(pair_draw(first_pair_tile(b), few));
   }
   // and they themselves, while the team meets.
   __device__ __forceinline__ void prepare(uint32_t b, uint32_t pos, Ahead& a) const {

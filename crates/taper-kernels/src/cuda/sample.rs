@@ -183,6 +183,9 @@ fn run(
     Ok(of)
 }
 
+/// Draws of a list whose values stay on the device while a sample of a cache in the host's memory is looked at.
+const NEAR_DRAWS: usize = 16_384;
+
 /// What a step in one launch is given, what it fills, and what it works with.
 pub(super) struct Prepared {
     pub p: TaperSampledParams,
@@ -254,6 +257,11 @@ pub(super) fn prepare(
         (p.pilot_share, p.dense_share) = (how.pilot_share, how.dense_share);
         p.pilot_tokens = op.int("pilot_tokens", how.pilot_tokens)?;
         p.rule = rule;
+        if op.ends_on_host(batch.kv.v)? {
+            let near = capacity.next_multiple_of(BLOCK_TOKENS).min(NEAR_DRAWS);
+            p.near_draws = op.int("max_len", near)?;
+            p.near_values = op.room::<u16>("sampled-values", count * near * head_dim, dtype)?.cast();
+        }
     }
     Ok(Prepared { p, of })
 }
