@@ -1,3 +1,6 @@
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use super::*;
 use crate::stub::StubText;
 use crate::watched::{Seen, Watched};

@@ -2,7 +2,7 @@
 
 use crate::cache::{Numbers, device};
 use candle_core::{Device, Tensor};
-use taper_kernels::token::{Draw, choose};
+use taper_kernels::token::{Draw, choose, pick};
 
 /// Rows of logits, most of them of few values, so that many are equal.
 fn rows(numbers: &mut Numbers, count: usize, vocab: usize) -> Vec<Vec<f32>> {
@@ -102,4 +102,47 @@ fn tokens_are_drawn_from_those_that_the_filters_keep() {
             assert_eq!(chosen(&rows, &draws), chosen(&rows, &draws));
         }
     }
+}
+
+/// Some other share of what the token's weight begins or ends at may decide where sums are rounded otherwise.
+fn on_an_edge(row: &[f32], draw: &Draw, token: u32) -> bool {
+    let kept = kept(row, draw);
+    let total: f64 = kept.iter().map(|k| k.1).sum();
+    let Some(at) = kept.iter().position(|k| k.0 == token) else { return false };
+    let before: f64 = kept[..at].iter().map(|k| k.1).sum();
+    let ends = [before / total, (before + kept[at].1) / total];
+    ends.iter().any(|end| (draw.uniform - end).abs() < 1e-5)
+}
+
+#[test]
+fn tokens_are_those_that_the_host_picks_from_the_same_logits() {
+    let mut numbers = Numbers(43);
+    let (mut apart, mut all) = (0, 0);
+    for (vocab, count) in [(1000, 33), (49_152, 33), (128_256, 7)] {
+        let rows = rows(&mut numbers, count, vocab);
+        let mut draw = |row: usize| Draw {
+            // Every fifth row is greedy, and rows of one launch have filters of their own.
+            temperature: if row.is_multiple_of(5) { 0.0 } else { 0.4 + 0.1 * (row % 9) as f32 },
+            top_k: [0, 0, 40, 0][row % 4],
+            top_p: [1.0, 0.9, 0.8, 1.0][row % 4],
+            min_p: [0.0, 0.0, 0.0, 0.02][row % 4],
+            uniform: (numbers.next() >> 11) as f64 / (1u64 << 53) as f64,
+        };
+        let draws: Vec<Draw> = (0..count).map(&mut draw).collect();
+        let got = chosen(&rows, &draws);
+        for ((row, draw), got) in rows.iter().zip(&draws).zip(got) {
+            let expected = pick(row, draw).unwrap();
+            all += 1;
+            if got != expected {
+                apart += 1;
+                let edge = draw.temperature > 0.0 && on_an_edge(row, draw, got) && on_an_edge(row, draw, expected);
+                assert!(edge, "{vocab} {draw:?}: {got}, where the host picks {expected}");
+            }
+        }
+        // A row's token does not depend on those beside it.
+        let alone = chosen(&rows[3..4], &draws[3..4]);
+        assert_eq!(alone, chosen(&rows, &draws)[3..4]);
+    }
+    assert!(apart * 20 <= all, "{apart} of {all} are drawn at an edge");
+    assert_eq!(pick(&[f32::NAN, 0.0], &Draw::LIKELIEST), None);
 }
