@@ -2,6 +2,7 @@
 
 use super::error::Result;
 use super::op::Op;
+use super::told::Told;
 use crate::decode::{Decode, DecodeRow, HeadSelection, Keys, Sample, Values};
 use crate::kv::{BLOCK_TOKENS, PagedKv};
 use candle_core::{DType, Tensor};
@@ -102,6 +103,8 @@ pub(super) const WORDS: usize = 16;
 #[derive(Debug, Clone)]
 pub struct Lists {
     pub(super) work: Tensor,
+    /// The same for the host, where an operation has written them.
+    pub(super) told: Option<Told>,
     pub(super) block_ids: Option<Tensor>,
     pub(super) token_ids: Option<Tensor>,
     /// Each of `token_ids` stands for a page of 2^token_shift tokens, of which a list names a run of tokens.
@@ -134,8 +137,8 @@ impl Lists {
 
     /// Lists of ranges alone, whose words are the tensor's `[rows * heads, 16]`.
     pub(super) fn over(work: Tensor, rows: usize, heads: usize) -> Self {
-        let (block_ids, token_ids, token_ln_weights, heads_sampled) = (None, None, None, None);
-        Self { work, block_ids, token_ids, token_shift: 0, token_ln_weights, heads_sampled, rows, heads }
+        let (told, block_ids, token_ids, token_ln_weights, heads_sampled) = (None, None, None, None, None);
+        Self { work, told, block_ids, token_ids, token_shift: 0, token_ln_weights, heads_sampled, rows, heads }
     }
 
     /// The words of the lists of a host selection that reads ranges alone, at most two a list; none of another.
@@ -153,8 +156,19 @@ impl Lists {
     }
 
     /// The same in memory of their own, for an operation that writes what it chooses into them.
-    pub(super) fn writable(self) -> Result<Self> {
-        Ok(Self { work: self.work.copy()?, ..self })
+    pub(super) fn writable(self, op: &Op) -> Result<Self> {
+        let (told, work) = Self::told(op, self.rows * self.heads)?;
+        // candle does not copy within one tensor's memory.
+        let from = if self.told.is_some() { self.work.copy()? } else { self.work };
+        work.slice_set(&from, 0, 0)?;
+        Ok(Self { work, told, ..self })
+    }
+
+    /// Words of so many lists, for an operation that writes them all.
+    pub(super) fn told(op: &Op, count: usize) -> Result<(Option<Told>, Tensor)> {
+        let told = Told::new(op, count * WORDS)?;
+        let work = told.tensor((count, WORDS))?;
+        Ok((Some(told), work))
     }
 
     /// How many rows they are for.
@@ -197,11 +211,15 @@ impl Lists {
 
     /// Keys that each list reads `[rows * heads]`, but for samples. Waits for the device.
     pub(super) fn counts(&self) -> Result<Vec<usize>> {
-        let one = |w: &Vec<u32>| {
+        let one = |w: &[u32]| {
             let ranges = [0, 1].map(|i| w[END + i].saturating_sub(w[BEGIN + i])).iter().sum::<u32>();
             (ranges + w[TOKEN_COUNT]) as usize + w[BLOCK_COUNT] as usize * BLOCK_TOKENS
         };
-        Ok(self.work.to_vec2::<u32>()?.iter().map(one).collect())
+        let words = match &self.told {
+            Some(told) => told.read()?,
+            None => self.work.flatten_all()?.to_vec1::<u32>()?,
+        };
+        Ok(words.chunks_exact(WORDS).map(one).collect())
     }
 
     /// The lists of a host selection, which the caller has checked; heads with given weights read nothing.

@@ -442,7 +442,7 @@ pub fn choose(batch: &Batch, of: &Choice, index: &Inverted) -> Result<Lists> {
     let op = Op::new("choose", "logits", of.logits)?;
     let Dims { rows, kv_heads, .. } = batch.dims(&op)?;
     let lists = rows * kv_heads;
-    let work = op.empty((lists, WORDS), DType::U32)?;
+    let (told, work) = Lists::told(&op, lists)?;
     let token_ids = op.empty((lists, of.capacity), DType::U32)?;
     let p = TaperChooseParams {
         work: op.at("work", &work, DType::U32, [lists, WORDS])?,
@@ -451,7 +451,7 @@ pub fn choose(batch: &Batch, of: &Choice, index: &Inverted) -> Result<Lists> {
     };
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { ffi::taper_saap_choose(&p, op.stream()) })?;
-    Ok(Lists { token_ids: Some(token_ids), ..Lists::over(work, rows, kv_heads) })
+    Ok(Lists { told, token_ids: Some(token_ids), ..Lists::over(work, rows, kv_heads) })
 }
 
 /// Clusters by a classifier of two layers a KV head, as [`linear`] has them, and what is read besides.

@@ -32,6 +32,7 @@ pub(crate) mod step;
 mod stripes;
 mod sums;
 mod token;
+mod told;
 
 pub use batch::{Batch, Lists};
 pub use decode::Plan;

@@ -224,6 +224,16 @@ impl Op {
         Ok(copied.map_err(candle_core::Error::wrap)?)
     }
 
+    /// The words of a tensor, once all that was queued before is done.
+    pub fn read(&self, parameter: &'static str, tensor: &Tensor) -> Result<Vec<u32>> {
+        let mut words = vec![0; tensor.elem_count()];
+        let at = self.at::<u32>(parameter, tensor, DType::U32, tensor.dims())?;
+        // SAFETY: there are so many words at the address, and the copy is waited for.
+        let copied = unsafe { driver::memcpy_dtoh_async(&mut words, at as u64, self.stream.cu_stream()) };
+        copied.and_then(|()| self.stream.synchronize()).map_err(candle_core::Error::wrap)?;
+        Ok(words)
+    }
+
     /// As [`Op::upload`], for what nothing writes to: equal data that this thread has copied lately is not copied again.
     pub fn kept<T: WithDType>(&self, data: &[T], shape: impl AsRef<[usize]>) -> Result<Tensor> {
         // SAFETY: numbers without padding.

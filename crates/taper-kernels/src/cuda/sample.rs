@@ -6,6 +6,7 @@ use super::error::Result;
 use super::ffi::{self, TaperSampleParams, TaperSampledParams, TaperSpreadParams, TaperValuesParams};
 use super::op::{Op, team};
 use super::score::Scores;
+use super::told::Told;
 use crate::budget::Rule;
 use crate::decode::{Sampling, Spread, Targets};
 use crate::kv::BLOCK_TOKENS;
@@ -103,13 +104,14 @@ pub struct Sampled {
     /// Of each list, u32 `[3, lists or a few more]`: what it came to (1 sampled, 2 dense since no sample keeps the promise, 3
     /// dense since there is too little to sample from), the keys that the sample stands for, and the sampled keys that were
     /// read; 0 where everything was.
-    pub(super) numbers: Tensor,
+    pub(super) numbers: Told,
     pub(super) lists: usize,
 }
 
 impl Sampled {
     fn number(&self, row: usize) -> Result<Tensor> {
-        Ok(self.numbers.get(row)?.narrow(0, 0, self.lists)?)
+        let each = self.lists.next_multiple_of(4);
+        Ok(self.numbers.tensor((3, each))?.get(row)?.narrow(0, 0, self.lists)?)
     }
 
     /// What each list came to `[R * kv_heads]`, u32: 1 sampled, 2 dense since no sample keeps the promise, 3 dense since
@@ -218,7 +220,7 @@ pub(super) fn prepare(
         out: op.empty((rows, q_heads, head_dim), out_dtype)?,
         lse: op.empty((rows, q_heads), DType::F32)?,
         // Each row begins on 16 bytes.
-        numbers: op.empty((3, count.next_multiple_of(4)), DType::U32)?,
+        numbers: Told::new(op, 3 * count.next_multiple_of(4))?,
         lists: count,
     };
     let parts = count * 2 * team * group;

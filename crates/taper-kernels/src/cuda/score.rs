@@ -216,8 +216,8 @@ impl Between {
     }
 
     /// The lists, before anything is chosen for them, to be written to.
-    pub(super) fn into_lists(self) -> Result<Lists> {
-        self.lists.writable()
+    pub(super) fn into_lists(self, op: &Op) -> Result<Lists> {
+        self.lists.writable(op)
     }
 }
 
@@ -294,7 +294,7 @@ pub(super) fn select(
     let Dims { rows, q_heads, kv_heads, .. } = batch.dims(op)?;
     let heads = if lse.is_some() { q_heads } else { kv_heads };
     let Between { lists, begins, ends, whole } = between;
-    let mut lists = lists.writable()?;
+    let mut lists = lists.writable(op)?;
     let (count, entries) = (rows * kv_heads, scores.dim(2)?);
     let expected = format!("{rows} rows of {kv_heads}");
     op.check(lists.rows == rows && lists.heads == kv_heads, "between", format!("{} rows", lists.rows), expected)?;
@@ -409,7 +409,7 @@ fn pick(
     op.check(most <= PICK_MOST, "max_len", batch.max_len, format!("{PICK_MOST} pages of {page}"))?;
     let capacity = k.clamp(1, most);
     let ids = op.empty((count, capacity), DType::U32)?;
-    let work = op.empty((count, WORDS), DType::U32)?;
+    let (told, work) = Lists::told(op, count)?;
     let scratch = Scratch::kept(batch.q, rows, q_heads, kv_heads)?;
     let p = TaperPickParams {
         q: op.at("q", batch.q, dtype, [rows, q_heads, head_dim])?,
@@ -447,7 +447,7 @@ fn pick(
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { ffi::taper_pick(&p, op.stream()) })?;
     Ok(match target {
-        ffi::TAPER_BLOCKS => Lists { work, block_ids: Some(ids), ..lists },
-        _ => Lists { work, token_ids: Some(ids), token_shift: page.trailing_zeros(), ..lists },
+        ffi::TAPER_BLOCKS => Lists { work, told, block_ids: Some(ids), ..lists },
+        _ => Lists { work, told, token_ids: Some(ids), token_shift: page.trailing_zeros(), ..lists },
     })
 }

@@ -171,7 +171,7 @@ pub(crate) fn probe(
         Probes::Keys(_) => (usize::MAX, true),
     };
     let tokens = op.kept(&(0..heads).map(limit).collect::<Vec<_>>(), [heads])?;
-    let lists = Between::of(&op, &step.lens, &fixed, 1)?.into_lists()?;
+    let lists = Between::of(&op, &step.lens, &fixed, 1)?.into_lists(&op)?;
     let limits = Limits { clusters, tokens: &tokens, first };
     let lists = kernels::probe(&step.batch(), logits, &index.squeeze(3)?, lists, limits)?;
     Ok(Chosen::Keys(step.clone(), lists, None))

@@ -31,8 +31,9 @@ impl Outcome {
         if let Some(lists) = self.read.get() {
             return Ok(lists);
         }
-        let all = self.of.numbers.to_vec2::<u32>()?;
-        let lists = (0..self.of.lists).map(|i| [all[0][i], all[1][i], all[2][i]].map(|x| x as usize)).collect();
+        let all = self.of.numbers.read()?;
+        let each = all.len() / 3;
+        let lists = (0..self.of.lists).map(|i| [0, 1, 2].map(|row| all[row * each + i] as usize)).collect();
         Ok(self.read.get_or_init(|| lists))
     }
 
