@@ -599,6 +599,16 @@ typedef struct TaperRopeParams {
   int32_t qkv_dtype, reserved;  // dtype is that of all else
 } TaperRopeParams;
 
+// Cosines and sines of positions times frequencies, both times factor. The product is rounded to f32, as
+// on the host.
+typedef struct TaperAnglesParams {
+  const uint32_t* positions;  // [rows]
+  const float* frequencies;   // [half]
+  float* angles;              // [rows, 2 * half]: cosines, then sines
+  int32_t rows, half, overlap;
+  float factor;
+} TaperAnglesParams;
+
 // Rows into one pool of the cache as they are, at slots: block * 64 + row.
 typedef struct TaperWriteParams {
   const void* rows;       // [tokens, kv_heads, head_dim], f32 or the pool's dtype
@@ -643,6 +653,7 @@ int taper_product(const TaperProductParams* p, TaperStream stream);
 
 // Rotation, and keys and values to the cache.
 int taper_rope(const TaperRopeParams* p, TaperStream stream);
+int taper_angles(const TaperAnglesParams* p, TaperStream stream);
 int taper_write(const TaperWriteParams* p, TaperStream stream);
 int taper_norm(const TaperNormParams* p, TaperStream stream);
 int taper_silu(const TaperSiluParams* p, TaperStream stream);

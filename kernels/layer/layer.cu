@@ -47,6 +47,13 @@ extern "C" int taper_rope(const taper::RopeParams* p, cudaStream_t stream) {
   });
 }
 
+extern "C" int taper_angles(const taper::AnglesParams* p, cudaStream_t stream) {
+  using namespace taper;
+  if (p->rows <= 0 || p->half <= 0) return cudaErrorInvalidValue;
+  const int64_t grid = ((int64_t)p->rows * p->half + 255) / 256;
+  return launch(angles_kernel, (unsigned)grid, 256, 0, stream, p->overlap != 0, *p);
+}
+
 extern "C" int taper_write(const taper::WriteParams* p, cudaStream_t stream) {
   using namespace taper;
   if (p->tokens <= 0 || p->kv_heads <= 0 || p->head_dim <= 0 || p->head_dim % 8)

@@ -9,6 +9,7 @@
 namespace taper {
 
 using RopeParams = TaperRopeParams;
+using AnglesParams = TaperAnglesParams;
 using WriteParams = TaperWriteParams;
 using NormParams = TaperNormParams;
 using SiluParams = TaperSiluParams;
@@ -109,6 +110,21 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams p) {
     at[lo] = raw_a;
     at[hi] = raw_b;
   }
+}
+
+// A thread takes one pair of a row.
+static __global__ void __launch_bounds__(256) angles_kernel(const AnglesParams p) {
+  wait_for_predecessor();
+  launch_dependents();
+  const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
+  if (i >= (int64_t)p.rows * p.half) return;
+  const int64_t row = i / p.half;
+  const int pair = (int)(i % p.half);
+  float s, c;
+  sincosf(__fmul_rn((float)p.positions[row], p.frequencies[pair]), &s, &c);
+  float* to = p.angles + row * 2 * p.half + pair;
+  to[0] = c * p.factor;
+  to[p.half] = s * p.factor;
 }
 
 // A thread takes eight elements of a row.

@@ -177,6 +177,15 @@ pub trait Backend: Send + 'static {
         self.close(sequence);
     }
 
+    /// Called once, before anything else, by the thread that calls everything else: does what would make the first requests
+    /// slow. What fails here is logged.
+    ///
+    /// # Errors
+    /// Whatever a step may fail with.
+    fn warm_up(&mut self) -> Result<(), BackendError> {
+        Ok(())
+    }
+
     /// Called now and then while no sequence is open.
     ///
     /// # Panics

@@ -78,8 +78,11 @@ impl Engine {
         let limits = backend.limits();
         let (own_queue, own_text) = (Arc::clone(&queue), Arc::clone(&text));
         // Running requests never leave the thread, so their state need not be able to.
-        let work = move || Worker::new(backend, own_queue, own_text, config).work();
+        let (ready, is_ready) = std::sync::mpsc::channel();
+        let work = move || Worker::new(backend, own_queue, own_text, config).work(ready);
         std::thread::Builder::new().name("taper-engine".into()).spawn(work)?;
+        // Nothing is sent: the other end is let go of.
+        let _ = is_ready.recv();
         Ok(Self { queue, text, model, limits })
     }
 

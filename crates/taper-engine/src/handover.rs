@@ -160,6 +160,11 @@ impl Backend for Handover {
         }
     }
 
+    fn warm_up(&mut self) -> Result<(), BackendError> {
+        self.prompts.warm_up()?;
+        self.answers.warm_up()
+    }
+
     fn check_idle(&self) {
         self.prompts.check_idle();
         self.answers.check_idle();

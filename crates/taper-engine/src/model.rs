@@ -443,6 +443,27 @@ impl Backend for ModelBackend {
         self.close(sequence);
     }
 
+    /// A device loads kernels, and takes the memory that steps work with, when they come for the first time: a prompt and some
+    /// steps that nobody sees.
+    fn warm_up(&mut self) -> Result<(), BackendError> {
+        let room = self.pool.free_blocks().saturating_sub(1) * BLOCK_TOKENS;
+        let tokens = DEVICE_CHUNK.min(room).min(self.model.config().context_length / 2);
+        if self.model.device().is_cpu() || tokens < 2 {
+            return Ok(());
+        }
+        let (prompt, mut sequence) = (vec![0; tokens], Sequence::new(Arc::default(), 0, tokens));
+        let likeliest = || vec![Wanted::Token(Draw::LIKELIEST)];
+        let mut tried = Ok(Vec::new());
+        // In small slices and in large ones, as beside answers; then the steps by which a graph is made.
+        for effort in [1, 1, 1, 1, tokens - 1, tokens - 1, 1, 1, 1] {
+            let tokens = if sequence.len() < tokens { &prompt[..] } else { &prompt[..1] };
+            let input = Input { sequence: &mut sequence, tokens, effort, wants: likeliest() };
+            tried = tried.and_then(|_| self.step(vec![input]));
+        }
+        self.close(sequence);
+        tried.map(|_| ())
+    }
+
     fn check_idle(&self) {
         self.pool.check_integrity([]);
     }

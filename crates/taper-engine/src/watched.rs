@@ -142,6 +142,10 @@ impl<B: Backend> Backend for Watched<B> {
         self.inner.discard(sequence);
     }
 
+    fn warm_up(&mut self) -> Result<(), BackendError> {
+        self.inner.warm_up()
+    }
+
     fn check_idle(&self) {
         self.inner.check_idle();
         self.seen.free.store(self.inner.free_blocks(), Ordering::SeqCst);

@@ -17,6 +17,7 @@ use std::any::Any;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
 use std::time::Instant;
 
 /// The thread's state.
@@ -43,8 +44,8 @@ impl<B: Backend> Worker<B> {
         Self { backend, queue, text, config, pace, running, preempted, ended }
     }
 
-    /// Works until the queue drains and all is done.
-    pub(crate) fn work(mut self) {
+    /// Works until the queue drains and all is done; lets go of `ready` once the backend has warmed up.
+    pub(crate) fn work(mut self, ready: Sender<()>) {
         // Whatever ends this thread, callers must learn of it.
         struct Last(Arc<Queue<Job>>);
         impl Drop for Last {
@@ -53,6 +54,10 @@ impl<B: Backend> Worker<B> {
             }
         }
         let _last = Last(Arc::clone(&self.queue));
+        if let Err(error) = guard(|| Ok(self.backend.warm_up()?)) {
+            tracing::warn!(%error, "the model could not be tried before the first request");
+        }
+        drop(ready);
         loop {
             if self.running.is_empty() && self.preempted.is_empty() {
                 let Some(job) = self.queue.pop() else { return };

@@ -108,11 +108,10 @@ impl Model {
     /// `attention` or the device says.
     pub fn forward(&self, tokens: &[u32], positions: &[u32], attention: &mut dyn LayerAttention) -> Result<Tensor> {
         self.check(tokens, positions)?;
-        let turns = self.config.rope.turns(positions, |token| attention.length(token));
         let mut x = self.embedding.lookup(tokens)?;
         #[cfg(feature = "cuda")]
         if self.device.is_cuda() {
-            let angles = turns.angles(&self.device)?;
+            let angles = self.config.rope.angles(positions, |token| attention.length(token), &self.device)?;
             if let Some(x) = crate::joint::replay(self, &x, &angles, attention)? {
                 return self.normed(&x, &self.norm);
             }
@@ -120,7 +119,7 @@ impl Model {
                 return self.normed(&x, &self.norm);
             }
         }
-        let table = turns.table(&self.device)?;
+        let table = self.config.rope.turns(positions, |token| attention.length(token)).table(&self.device)?;
         for (index, layer) in self.layers.iter().enumerate() {
             let (q, k, v) = self.begin(layer, &x, &table)?;
             x = self.end(layer, &x, &attention.attend(index, &q, &k, &v)?)?;
@@ -218,13 +217,13 @@ impl Model {
     /// [`begin`](Self::begin) for a chunk's slice, whose residual stream is there.
     fn begin_slice(&self, layer: &Layer, chunk: &mut Chunk, slice: &Slice) -> Result<()> {
         let x = chunk.hidden(&slice.rows)?;
-        let turns = |chunk: &Chunk| self.config.rope.turns(&chunk.positions(&slice.rows), |_| chunk.prompt() as u32);
         #[cfg(feature = "cuda")]
         if let Some(qkv) = crate::joint::begin(self, layer, &x)? {
             let angles = match chunk.angles(slice)? {
                 Some(angles) => angles,
                 None => {
-                    let angles = turns(chunk).angles(&self.device)?;
+                    let (positions, length) = (chunk.positions(&slice.rows), chunk.prompt() as u32);
+                    let angles = self.config.rope.angles(&positions, |_| length, &self.device)?;
                     chunk.set_angles(slice, &angles)?;
                     angles
                 }
@@ -233,7 +232,8 @@ impl Model {
                 return Ok(());
             }
         }
-        let qkv = self.begin(layer, &x, &turns(chunk).table(&self.device)?)?;
+        let turns = self.config.rope.turns(&chunk.positions(&slice.rows), |_| chunk.prompt() as u32);
+        let qkv = self.begin(layer, &x, &turns.table(&self.device)?)?;
         chunk.put(slice, Some(qkv))
     }
 

@@ -92,17 +92,6 @@ impl Turns {
             sin: Tensor::from_vec(self.sin, shape, device)?,
         })
     }
-
-    /// On a device, each token's cosines and then its sines: `[T, head_dim]`, f32.
-    ///
-    /// # Errors
-    /// A device error.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn angles(&self, device: &Device) -> Result<Tensor> {
-        let rows = self.cos.chunks_exact(self.half).zip(self.sin.chunks_exact(self.half));
-        let angles: Vec<f32> = rows.flat_map(|(cos, sin)| cos.iter().chain(sin).copied()).collect();
-        Tensor::from_vec(angles, (self.cos.len() / self.half, 2 * self.half), device)
-    }
 }
 
 impl Rope {
@@ -184,6 +173,29 @@ impl Rope {
             }
         }
         Turns { cos, sin, half }
+    }
+
+    /// The same, made on a CUDA device: each token's cosines and then its sines, `[T, head_dim]`, f32.
+    ///
+    /// # Errors
+    /// No positions, or a device error.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn angles(&self, positions: &[u32], length: impl Fn(usize) -> u32, device: &Device) -> Result<Tensor> {
+        let factor = self.attention_factor() as f32;
+        let made = |positions: &[u32], of: u32| {
+            Ok(taper_kernels::cuda::angles(positions, &self.frequencies(of as usize), factor, device)?)
+        };
+        if !matches!(self.scaling, RopeScaling::Dynamic { .. }) {
+            return made(positions, 0);
+        }
+        let lengths: Vec<u32> = (0..positions.len()).map(length).collect();
+        let mut start = 0;
+        let mut parts = Vec::new();
+        for run in lengths.chunk_by(|a, b| a == b) {
+            parts.push(made(&positions[start..start + run.len()], run[0])?);
+            start += run.len();
+        }
+        Tensor::cat(&parts, 0)
     }
 
     fn geometric(&self, theta: f64) -> Vec<f32> {

@@ -1,11 +1,14 @@
 //! The steps between matrix products: rotation with the append to the cache, normalisation, activation.
 
 use super::error::Result;
-use super::ffi::{TaperNormParams, TaperRopeParams, TaperSiluParams, taper_norm, taper_rope, taper_silu};
+use super::ffi::{
+    TaperAnglesParams, TaperNormParams, TaperRopeParams, TaperSiluParams, taper_angles, taper_norm, taper_rope,
+    taper_silu,
+};
 use super::op::Op;
 use crate::kv::{BLOCK_TOKENS, PagedKv};
 use bytemuck::Zeroable;
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 /// A step's projections on their way to the cache.
 #[derive(Clone, Copy)]
@@ -90,6 +93,31 @@ pub fn rotate_append(of: &Rotate, kv: PagedKv) -> Result<Rotated> {
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { taper_rope(&p, op.stream()) })?;
     Ok(Rotated { q, q_plain, k_plain })
+}
+
+/// Cosines and then sines of each position times each of the frequencies, all times `factor`: `[positions, 2 frequencies]`,
+/// f32, on a CUDA device. What is rotated by them there is by the same bits however positions are grouped.
+///
+/// # Errors
+/// No positions or frequencies, or a device error.
+pub fn angles(positions: &[u32], frequencies: &[f32], factor: f32, device: &Device) -> Result<Tensor> {
+    let (rows, half) = (positions.len(), frequencies.len());
+    let positions = Tensor::from_slice(positions, rows, device)?;
+    let op = Op::new("angles", "positions", &positions)?;
+    op.check(rows > 0 && half > 0, "positions", format!("{rows} and {half} frequencies"), "at least one of each")?;
+    let angles = op.empty((rows, 2 * half), DType::F32)?;
+    let p = TaperAnglesParams {
+        positions: op.at("positions", &positions, DType::U32, [rows])?,
+        frequencies: op.at("frequencies", &op.kept(frequencies, [half])?, DType::F32, [half])?,
+        angles: op.at("angles", &angles, DType::F32, [rows, 2 * half])?,
+        rows: op.int("positions", rows)?,
+        half: op.int("frequencies", half)?,
+        overlap: 1,
+        factor,
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { taper_angles(&p, op.stream()) })?;
+    Ok(angles)
 }
 
 /// Rotates queries and keys of `qkv` `[T, (q_heads + 2 kv_heads) head_dim]`, bf16 or f16, by each token's own `angles`

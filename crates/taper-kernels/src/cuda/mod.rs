@@ -39,7 +39,7 @@ pub use decode::Plan;
 pub use delta::{Delta, delta};
 pub use error::{Error, Result};
 pub use graph::{PlainStep, StepInputs, plain_step};
-pub use layer::{Rotate, Rotated, norm, norm_f32, rotate_append, silu_mul};
+pub use layer::{Rotate, Rotated, angles, norm, norm_f32, rotate_append, silu_mul};
 pub use op::prepare;
 pub use prefill::{KeyLists, Sparse, TILE_ROWS, Tile, Tiles, prefill_tiles};
 pub use product::{Inputs, product, product_add, product_gated, product_into};

@@ -1,8 +1,8 @@
 //! Writing to the cache, rotation, normalisation, activation.
 
-use crate::cache::{Caches, GRID, LIMIT, Numbers, below, device, elements, relative, relative_of, u32s};
+use crate::cache::{Caches, GRID, LIMIT, Numbers, below, device, elements, furthest, relative, relative_of, u32s};
 use candle_core::{DType, Device, Tensor};
-use taper_kernels::cuda::{Inputs, Rotate, norm, product, product_add, product_gated, rotate_append, silu_mul};
+use taper_kernels::cuda::{Inputs, Rotate, angles, norm, product, product_add, product_gated, rotate_append, silu_mul};
 use taper_kernels::kv::{self, BLOCK_TOKENS};
 
 /// Bits of a pool: NaN equals itself.
@@ -237,4 +237,24 @@ fn joint_projections_are_rotated_and_stored_as_the_cpu_does_it_one_by_one() {
             );
         }
     }
+}
+
+#[test]
+fn angles_are_those_of_the_host() {
+    let frequencies: Vec<f32> = (0..64).map(|i| 500_000f32.powf(-(i as f32) / 64.0)).collect();
+    let positions: Vec<u32> = (0..3000).map(|i| i * 351 % 1_048_576).chain([0, 1, 1_048_575]).collect();
+    for factor in [1.0, 1.25] {
+        let got = angles(&positions, &frequencies, factor, &device()).unwrap();
+        let host = positions.iter().flat_map(|&position| {
+            let turn = |frequency: &f32| f64::from(position as f32 * frequency).sin_cos();
+            let (sin, cos): (Vec<f64>, Vec<f64>) = frequencies.iter().map(turn).unzip();
+            cos.into_iter().chain(sin).map(move |x| (x * f64::from(factor)) as f32)
+        });
+        let host = Tensor::from_iter(host, &Device::Cpu).unwrap().reshape((positions.len(), 128)).unwrap();
+        below(furthest(&got, &host), 1e-6, "angles");
+        // However positions are grouped.
+        let some = angles(&positions[77..80], &frequencies, factor, &device()).unwrap();
+        assert_eq!(furthest(&some, &got.narrow(0, 77, 3).unwrap()), 0.0);
+    }
+    assert!(angles(&[], &frequencies, 1.0, &device()).is_err());
 }

@@ -1,5 +1,5 @@
 //! The embedding table. That of a file is read row by row from the map: no step touches more of it than its own tokens'
-//! rows, and it costs no memory beyond the file's pages, whatever its format.
+//! rows, and it costs no memory beyond the file's pages, whatever its format. On a CUDA device a table of floats lies there.
 
 use crate::mapped::MappedFile;
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};

@@ -8,6 +8,7 @@ use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Tensor};
 use safetensors::{Dtype, SafeTensorError, SafeTensors};
 use serde::Deserialize;
+use std::cell::OnceCell;
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -38,6 +39,8 @@ pub(super) struct Safetensors<'a> {
     config: &'a ModelConfig,
     options: LoadOptions,
     device: &'a Device,
+    /// The embedding table, where it is on the device.
+    table: OnceCell<Tensor>,
 }
 
 impl<'a> Safetensors<'a> {
@@ -49,8 +52,8 @@ impl<'a> Safetensors<'a> {
         device: &'a Device,
     ) -> Result<Self, ModelError> {
         let (listing, names) = list(folder)?;
-        let mut weights =
-            Self { files: Vec::new(), entries: HashMap::new(), listing, config, options: options.clone(), device };
+        let (files, entries, table, options) = (Vec::new(), HashMap::new(), OnceCell::new(), options.clone());
+        let mut weights = Self { files, entries, listing, config, options, device, table };
         for name in names {
             weights.add(&folder.join(name))?;
         }
@@ -125,6 +128,11 @@ impl<'a> Safetensors<'a> {
 impl Weights for Safetensors<'_> {
     fn embedding(&self) -> Result<Embedding, ModelError> {
         let entry = self.find(Role::Embedding, 0)?;
+        if self.device.is_cuda() {
+            // A prompt's rows would come over the bus, by way of copies on the host.
+            let table = self.load(Role::Embedding, 0, entry.dtype)?;
+            return Ok(Embedding::Table(self.table.get_or_init(|| table).clone()));
+        }
         Ok(Embedding::File(FileRows {
             file: self.files[entry.file].clone(),
             start: entry.range.start,
@@ -153,7 +161,9 @@ impl Weights for Safetensors<'_> {
 
     fn head(&self) -> Result<Linear, ModelError> {
         let role = if self.config.tie_embeddings { Role::Embedding } else { Role::Head };
-        Ok(Linear::dense(self.load(role, 0, self.weight_dtype())?)?)
+        let tied = self.table.get().filter(|table| role == Role::Embedding && table.dtype() == self.weight_dtype());
+        let weight = tied.map_or_else(|| self.load(role, 0, self.weight_dtype()), |table| Ok(table.clone()))?;
+        Ok(Linear::dense(weight)?)
     }
 
     fn activation_dtype(&self) -> DType {
