@@ -87,6 +87,11 @@ typedef struct TaperDecodeParams {
   // Each of token_ids stands for a page of 2^token_shift tokens, at most 64, and slices count tokens. Lists
   // of pages name no blocks and no sample.
   int32_t token_shift;
+  // Query rows of one sequence that share a list: 0 or 1: one. With more q is [rows * fold, q_heads, head_dim], the heads
+  // of a list are the group of each of its rows, one row after the other, at most 32 in all, and every list is one range
+  // that ends where the last row's tokens end: each row before it sees one token less. Partial results are
+  // [unit_capacity, fold * group].
+  int32_t fold, reserved;
 } TaperDecodeParams;
 
 typedef struct TaperMergeParams {
@@ -97,8 +102,9 @@ typedef struct TaperMergeParams {
   float* lse;                  // [rows, q_heads] or null
   const float* base_o;         // [rows, q_heads, head_dim], one more partial; or null
   const float* base_lse;       // [rows, q_heads]
-  int32_t rows, q_heads, list_heads, head_dim, dtype;
-  int32_t out_f32, overlap, reserved;
+  int32_t rows, q_heads, list_heads, head_dim, dtype;  // rows: of queries
+  int32_t out_f32, overlap;
+  int32_t fold;  // as of the attention
 } TaperMergeParams;
 
 // Cuts lists into units: once for each change of the lists, not for each layer.

@@ -79,11 +79,11 @@ DecodeParams = struct("DecodeParams", [
     ("part_o", P), ("part_lse", P), ("blocks", I64), ("rows", I32), ("q_heads", I32),
     ("kv_heads", I32), ("list_heads", I32), ("head_dim", I32), ("dtype", I32),
     ("table_stride", I32), ("unit_capacity", I32), ("scale", F32), ("gather", I32),
-    ("overlap", I32), ("token_shift", I32)])
+    ("overlap", I32), ("token_shift", I32), ("fold", I32), ("reserved", I32)])
 MergeParams = struct("MergeParams", [
     ("part_o", P), ("part_lse", P), ("list_units", P), ("out", P), ("lse", P),
     ("base_o", P), ("base_lse", P), ("rows", I32), ("q_heads", I32), ("list_heads", I32),
-    ("head_dim", I32), ("dtype", I32), ("out_f32", I32), ("overlap", I32), ("reserved", I32)])
+    ("head_dim", I32), ("dtype", I32), ("out_f32", I32), ("overlap", I32), ("fold", I32)])
 PrefillParams = struct("PrefillParams", [
     ("q", P), ("k", P), ("v", P), ("block_table", P), ("q_rows", P), ("positions", P),
     ("tiles", P), ("csr_begin", P), ("csr_blocks", P), ("out", P), ("lse", P), ("anchor_out", P),

@@ -35,7 +35,7 @@ struct ListFeed {
   __device__ __forceinline__ void block(uint32_t row, uint32_t lo, uint32_t hi, float ln_weight) {
     const uint32_t stage = claim(), full = smem_u32(&sh.full[stage]);
     if (warp == 0 && lane == 0) {
-      sh.meta[stage] = {lo, hi, ln_weight, 0, kNotSampled};
+      sh.meta[stage] = {lo, hi, ln_weight, 0, kNotSampled, 0};
       load_block<D, N>(maps, stages + stage * L::kStage, full, row);
     } else {
       mbar_arrive(full);
@@ -47,7 +47,7 @@ struct ListFeed {
   __device__ __forceinline__ void tokens(uint32_t at, float weight, uint32_t lo, uint32_t hi,
                                          uint32_t sampled) {
     const uint32_t stage = claim(), full = smem_u32(&sh.full[stage]);
-    if (warp == 0 && lane == 0) sh.meta[stage] = {lo, hi, 0.f, 1, sampled};
+    if (warp == 0 && lane == 0) sh.meta[stage] = {lo, hi, 0.f, 1, sampled, 0};
     if (lane < 16) sh.weight[stage][warp * 16 + lane] = weight;
     copy_rows<T, D>(stages + stage * L::kStage, static_cast<const T*>(d.k), static_cast<const T*>(d.v), at);
     cp_async_arrive(full);

@@ -56,6 +56,23 @@ inline cudaError_t row_map(CUtensorMap* map, const void* base, int dtype, int64_
   return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+// Heads of rows [rows, heads, head_dim]; one box is a group of heads of some rows by 64 elements.
+inline cudaError_t group_map(CUtensorMap* map, const void* base, int dtype, int64_t rows, int heads,
+                             int head_dim, int group, int box_rows) {
+  EncodeTiled encode = encode_tiled();
+  if (!encode) return cudaErrorNotSupported;
+  cuuint64_t dims[3] = {(cuuint64_t)head_dim, (cuuint64_t)heads, (cuuint64_t)rows};
+  cuuint64_t strides[2] = {(cuuint64_t)head_dim * 2, (cuuint64_t)heads * head_dim * 2};
+  cuuint32_t box[3] = {64, (cuuint32_t)group, (cuuint32_t)box_rows};
+  cuuint32_t step[3] = {1, 1, 1};
+  CUresult r = encode(
+      map, dtype == kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3,
+      const_cast<void*>(base), dims, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 inline int sm_count() {
   static int n = [] {
     int dev = 0, v = 0;

@@ -69,11 +69,11 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk) {
   TAPER_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "\
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// D[64 x 32] and D[64 x 64] (+)= A (shared) * B (shared), as stored.
-#define TAPER_WGMMA_SS_32(TYPE)\
+// D[64 x 32] and D[64 x 64] (+)= A (shared) * B (shared); TA: A is stored transposed.
+#define TAPER_WGMMA_SS_32(TYPE, TA)\
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"\
                "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" TAPER_NAMES_16\
-               "}, %16, %17, p, 1, 1, 0, 0;\n}"\
+               "}, %16, %17, p, 1, 1, " #TA ", 0;\n}"\
                : TAPER_D8(0), TAPER_D8(8)\
                : "l"(a), "l"(b), "r"(acc))
 #define TAPER_WGMMA_SS_64(TYPE)\
@@ -131,9 +131,14 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t
       if constexpr (TA) TAPER_WGMMA_SS_16("f16", 1, 0);
       else TAPER_WGMMA_SS_16("f16", 0, 0);
     }
-  } else if constexpr (N == 32 && !TA) {
-    if constexpr (kIsBf16<T>) TAPER_WGMMA_SS_32("bf16");
-    else TAPER_WGMMA_SS_32("f16");
+  } else if constexpr (N == 32) {
+    if constexpr (kIsBf16<T>) {
+      if constexpr (TA) TAPER_WGMMA_SS_32("bf16", 1);
+      else TAPER_WGMMA_SS_32("bf16", 0);
+    } else {
+      if constexpr (TA) TAPER_WGMMA_SS_32("f16", 1);
+      else TAPER_WGMMA_SS_32("f16", 0);
+    }
   } else if constexpr (N == 64 && !TA) {
     if constexpr (kIsBf16<T>) TAPER_WGMMA_SS_64("bf16");
     else TAPER_WGMMA_SS_64("f16");

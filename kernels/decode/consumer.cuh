@@ -5,7 +5,7 @@
 
 namespace taper {
 
-template <class T, int D, int N>
+template <class T, int D, int N, bool FOLD>
 struct DecodeConsumer : TileSums<T, D, N> {
   using Sums = TileSums<T, D, N>;
   using L = typename Sums::L;
@@ -15,6 +15,12 @@ struct DecodeConsumer : TileSums<T, D, N> {
     this->clear();
 #pragma unroll
     for (int c = 0; c < C; ++c) {
+      if constexpr (FOLD) {
+        const int row = this->head(c) / (p.q_heads / p.list_heads);
+        this->limit[c] = max(p.fold - 1 - row, 0);
+        this->ln_weight[c] = 0.f;
+        continue;
+      }
       const int64_t at = (int64_t)list * group + this->head(c);
       const bool any = p.head_counts && this->head(c) < group;
       this->limit[c] = any ? p.head_counts[at] : 0;
@@ -38,7 +44,7 @@ struct DecodeConsumer : TileSums<T, D, N> {
       for (uint32_t i = (wg ^ count) & 1; i < u.tiles; i += 2) {
         const uint32_t stage = (count + i) % L::kStages, round = (count + i) / L::kStages;
         mbar_wait(smem_u32(&sh.full[stage]), round & 1);
-        this->template tile<GATHER>(stage, q_ring + slot * L::kQuery);
+        this->template tile<GATHER, FOLD>(stage, q_ring + slot * L::kQuery);
         __syncwarp();
         if (lane == 0) mbar_arrive(smem_u32(&sh.empty[stage]));
       }

@@ -10,7 +10,8 @@
 // for single tokens); two consumer warpgroups take alternate tiles of a unit, keep
 // their own running softmax and join them at the unit's end. Keys sit on the M side of
 // the matrix instruction and the heads of the group on the N side (8 or 16), so a
-// group of any size up to 16 reads each key once. Consumers read nothing from device
+// group of any size up to 16 reads each key once, and so do several rows of a sequence that see
+// nearly the same, as where drafts are checked (FOLD: up to 32 heads). Consumers read nothing from device
 // memory: queries and the unit's outline arrive through shared memory too.
 #pragma once
 
@@ -18,7 +19,7 @@
 
 namespace taper {
 
-template <class T, int D, int N, bool GATHER>
+template <class T, int D, int N, bool GATHER, bool FOLD>
 __global__ void __launch_bounds__(GATHER ? 384 : 288, 1)
     decode_kernel(const __grid_constant__ DecodeMaps maps, const __grid_constant__ DecodeParams p) {
   using L = DecodeLayout<D, N>;
@@ -47,12 +48,13 @@ __global__ void __launch_bounds__(GATHER ? 384 : 288, 1)
   launch_dependents();
   if (threadIdx.x >= 256) {
     if constexpr (GATHER) produce_any<T, D, N>(maps, p, sh, stages, q_ring);
-    else produce_blocks<D, N>(maps, p, sh, stages, q_ring);
+    else produce_blocks<D, N, FOLD>(maps, p, sh, stages, q_ring);
     return;
   }
   const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), tid = threadIdx.x % 128;
-  DecodeConsumer<T, D, N> c{{sh, p.scale * kLog2e, stages, q_ring + 2 * L::kQuery + wg * L::kProb,
-                             wg, tid, tid / 32, tid % 32, p.q_heads / p.list_heads}};
+  const int heads = p.q_heads / p.list_heads * (FOLD ? p.fold : 1);
+  DecodeConsumer<T, D, N, FOLD> c{{sh, p.scale * kLog2e, stages, q_ring + 2 * L::kQuery + wg * L::kProb,
+                                   wg, tid, tid / 32, tid % 32, heads}};
   c.template run<GATHER>(p, q_ring);
 }
 

@@ -37,13 +37,17 @@ struct StageMeta {
   float ln_weight;   // of the tile
   uint32_t gathered;  // its rows were copied one by one and may carry weights
   uint32_t sampled;   // place of its first key in the sample; kNotSampled: none
+  uint32_t end;       // rows from the tile's first to the first range's end, which may lie beyond the tile
 };
 constexpr uint32_t kNotSampled = ~0u;
 
 template <int D>
 inline constexpr int kDecodeStages = D == 128 ? 6 : 12;  // even: each has one consumer
+// Of 32 heads what stands beside the stages is larger.
+template <int D, int N>
+inline constexpr int kStagesBeside = N == 32 ? kDecodeStages<D> * 2 / 3 : kDecodeStages<D>;
 
-template <int D, int N, int S = kDecodeStages<D>>
+template <int D, int N, int S = kStagesBeside<D, N>>
 struct DecodeLayout {
   static constexpr int kDim = D;
   static constexpr int kPanel = kBlock * 128;      // 64 rows of 64 elements
@@ -60,7 +64,7 @@ struct UnitOutline {
   uint32_t unit, tiles, list;
 };
 
-template <int D, int N, int S = kDecodeStages<D>>
+template <int D, int N, int S = kStagesBeside<D, N>>
 struct DecodeShared {
   static constexpr int kStages = S;
   uint64_t full[kStages], empty[kStages], q_full[2], q_empty[2], join_full, join_empty;
@@ -76,8 +80,9 @@ struct DecodeMaps {
 };
 
 // One thread announces the k-th unit of this thread block and fetches its queries: N
-// rows of 64 elements each, of which only the group's first are used.
-template <int D, int N>
+// rows of 64 elements each, of which only the group's first are used; or the group of each
+// of the rows that share the list.
+template <int D, int N, bool FOLD = false>
 __device__ __forceinline__ void announce(const DecodeMaps& maps, const DecodeParams& p,
                                          DecodeShared<D, N>& sh, uint32_t q_ring, uint32_t k,
                                          UnitOutline outline) {
@@ -89,11 +94,19 @@ __device__ __forceinline__ void announce(const DecodeMaps& maps, const DecodePar
     mbar_arrive(full);
     return;
   }
+  const int group = p.q_heads / p.list_heads;
+  if constexpr (FOLD) {
+    const int row = outline.list / p.list_heads * p.fold, head = outline.list % p.list_heads * group;
+    mbar_expect_tx(full, p.fold * group * D * 2);
+#pragma unroll
+    for (int h = 0; h < D / 64; ++h)
+      tma_load_3d(q_ring + slot * L::kQuery + h * (N * 128), &maps.q, full, h * 64, head, row);
+    return;
+  }
   mbar_expect_tx(full, L::kQuery);
 #pragma unroll
   for (int h = 0; h < D / 64; ++h)
-    tma_load_2d(q_ring + slot * L::kQuery + h * (N * 128), &maps.q, full, h * 64,
-                outline.list * (p.q_heads / p.list_heads));
+    tma_load_2d(q_ring + slot * L::kQuery + h * (N * 128), &maps.q, full, h * 64, outline.list * group);
 }
 
 template <int D, int N>
@@ -129,7 +142,7 @@ __device__ __forceinline__ void copy_rows(uint32_t dst, const T* base, const T* 
 }
 
 // Fills the ring from block tiles only: one warp, which looks up 32 tiles at a time.
-template <int D, int N>
+template <int D, int N, bool FOLD>
 __device__ __forceinline__ void produce_blocks(const DecodeMaps& maps, const DecodeParams& p,
                                                DecodeShared<D, N>& sh, uint32_t stages,
                                                uint32_t q_ring) {
@@ -152,13 +165,14 @@ __device__ __forceinline__ void produce_blocks(const DecodeMaps& maps, const Dec
         y = (table[mine.block] * p.kv_heads + kv_head) * kBlock;
       }
       if (lane == 0 && t0 == unit.tile_begin)
-        announce<D, N>(maps, p, sh, q_ring, k, {u, unit.tile_end - unit.tile_begin, unit.list});
+        announce<D, N, FOLD>(maps, p, sh, q_ring, k, {u, unit.tile_end - unit.tile_begin, unit.list});
       const uint32_t n = min(32u, unit.tile_end - t0);
       for (uint32_t i = 0; i < n; ++i, ++count) {
         const uint32_t stage = count % L::kStages, round = count / L::kStages;
         const int row = __shfl_sync(~0u, y, i);
         StageMeta meta{__shfl_sync(~0u, mine.lo, i), __shfl_sync(~0u, mine.hi, i),
-                       __shfl_sync(~0u, mine.ln_weight, i), 0, kNotSampled};
+                       __shfl_sync(~0u, mine.ln_weight, i), 0, kNotSampled,
+                       unit.work.end[0] - __shfl_sync(~0u, mine.block, i) * kBlock};
         if (lane == 0) {
           mbar_wait(smem_u32(&sh.empty[stage]), (round & 1) ^ 1);
           sh.meta[stage] = meta;
@@ -225,7 +239,7 @@ __device__ __forceinline__ void produce_any(const DecodeMaps& maps, const Decode
       if (t < block_tiles) {
         if (leader) {
           const BlockTile b = block_tile(w, p.block_ids, t);
-          sh.meta[stage] = {b.lo, b.hi, b.ln_weight, 0, kNotSampled};
+          sh.meta[stage] = {b.lo, b.hi, b.ln_weight, 0, kNotSampled, 0};
           load_block<D, N>(maps, dst, full, at);
         } else {
           mbar_arrive(full);
@@ -235,7 +249,7 @@ __device__ __forceinline__ void produce_any(const DecodeMaps& maps, const Decode
           const bool sampled = t >= block_tiles + token_tiles;
           const uint32_t i = (t - block_tiles - (sampled ? token_tiles : 0)) * kBlock;
           const uint32_t n = sampled ? w.sample_count : w.token_count;
-          sh.meta[stage] = {0, min(n - i, (uint32_t)kBlock), 0.f, 1, sampled ? i : kNotSampled};
+          sh.meta[stage] = {0, min(n - i, (uint32_t)kBlock), 0.f, 1, sampled ? i : kNotSampled, 0};
         }
         if (lane < 16) sh.weight[stage][warp * 16 + lane] = weight;
         copy_rows<T, D>(dst, k_base, v_base, at);

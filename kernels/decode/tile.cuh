@@ -10,7 +10,7 @@ struct NoScores {
   __device__ __forceinline__ void operator()(int, int, float) const {}
 };
 
-template <class T, int D, int N, int S = kDecodeStages<D>>
+template <class T, int D, int N, int S = kStagesBeside<D, N>>
 struct TileSums {
   using L = DecodeLayout<D, N, S>;
   static constexpr int C = N / 4;  // head columns per thread
@@ -19,7 +19,7 @@ struct TileSums {
   const uint32_t stages, prob_s;
   const int wg, tid, warp, lane, group;
   float m[C], l[C], o[D / 64][N / 2];
-  uint32_t limit[C];   // sampled keys that the head reads
+  uint32_t limit[C];   // sampled keys that the head reads; of rows that share a list: tokens at its end that it does not see
   float ln_weight[C];  // and their log weight
 
   // Head column of accumulator column c, and its first accumulator.
@@ -57,8 +57,8 @@ struct TileSums {
     }
   }
 
-  // `save` is given the row, head column and score (times log2(e)) of what is read.
-  template <bool GATHER, class Save = NoScores>
+  // `save` is given the row, head column and score (times log2(e)) of what is read. FOLD: rows share the list.
+  template <bool GATHER, bool FOLD = false, class Save = NoScores>
   __device__ __forceinline__ void tile(int stage, uint32_t q_s, Save save = {}) {
     const StageMeta meta = sh.meta[stage];
     const uint32_t k_s = stages + stage * L::kStage, v_s = k_s + L::kTile;
@@ -95,9 +95,14 @@ struct TileSums {
         s[j] = meta.sampled + r0 < limit[c] ? s[j] + ln_weight[c] * kLog2e : -INFINITY;
         s[j + 2] = meta.sampled + r0 + 8 < limit[c] ? s[j + 2] + ln_weight[c] * kLog2e : -INFINITY;
       }
+      if (FOLD) {
+        s[j] = r0 + limit[c] < meta.end ? s[j] : -INFINITY;
+        s[j + 2] = r0 + 8 + limit[c] < meta.end ? s[j + 2] : -INFINITY;
+      }
       save(r0, head(c), s[j]);
       save(r0 + 8, head(c), s[j + 2]);
-      over |= fmaxf(s[j], s[j + 2]) > m[c] + 8.f;
+      // Of rows that share a list nothing was fetched for the columns beyond their heads.
+      over |= (!FOLD || head(c) < group) && fmaxf(s[j], s[j + 2]) > m[c] + 8.f;
     }
     // The maximum may lag by 2^8: fp32 sums carry it, and rescaling becomes rare.
     if (bar_any(1 + wg, 128, over)) rebase(s);

@@ -23,9 +23,9 @@ __global__ void __launch_bounds__(W * 32) merge_kernel(const MergeParams p) {
   __shared__ float acc_s[W][D];
   __shared__ float top_s[W], sum_s[W];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int group = p.q_heads / p.list_heads;
+  const int fold = p.fold > 1 ? p.fold : 1, own = p.q_heads / p.list_heads, group = own * fold;
   const int row = blockIdx.x / p.q_heads, qh = blockIdx.x % p.q_heads;
-  const int list = row * p.list_heads + qh / group, g = qh % group;
+  const int list = row / fold * p.list_heads + qh / own, g = row % fold * own + qh % own;
   // The plan was complete before the attention let this kernel start, so the unit
   // ranges may be read ahead of the wait; the partials may not.
   const uint32_t first = p.list_units[list], n = p.list_units[list + 1] - first;

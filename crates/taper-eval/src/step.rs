@@ -33,6 +33,9 @@ pub struct StepPlan {
     pub chunk_tokens: usize,
     /// Steps timed.
     pub tokens: usize,
+    /// Tokens that a step takes of each sequence, which then lets them go, as one that checks drafts does if none is right; with
+    /// one the sequences grow.
+    pub rows: usize,
     /// Whether a step ends with the likeliest tokens instead of the logits.
     pub greedy: bool,
     /// Type of the model's weights.
@@ -111,7 +114,7 @@ impl<'a> Bench<'a> {
     fn new(model: &'a Model, plan: &'a StepPlan, context: usize) -> Result<Self> {
         let shape = model.attention_shape();
         let kv = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
-        let each = (context + WARM_UP + plan.tokens).div_ceil(BLOCK_TOKENS);
+        let each = (context + (WARM_UP + plan.tokens).max(plan.rows)).div_ceil(BLOCK_TOKENS);
         let blocks = plan.batch * each;
         let host = (blocks as f64 * plan.offloaded).round() as usize;
         let pool = match host {
@@ -145,18 +148,21 @@ impl<'a> Bench<'a> {
         let started = Instant::now();
         let shape = self.model.attention_shape();
         let (each, count) = (tokens.len() / sequences.len(), sequences.len());
+        let prompt = sequences.iter().any(|sequence| sequence.len() < self.context);
         let spans = sequences.iter_mut().map(|sequence| Span { sequence, tokens: each }).collect();
         let mut batch =
             AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans).map_err(candle_core::Error::wrap)?;
         let hidden = self.model.forward(tokens, &batch.positions(), &mut batch)?;
-        let last: Vec<u32> = (1..=count).map(|i| (i * each) as u32 - 1).collect();
-        let hidden = match each {
-            1 => hidden,
-            _ => hidden.index_select(&Tensor::from_slice(&last, count, self.model.device())?, 0)?,
+        // Of a prompt the last token's.
+        let wanted = if prompt { 1 } else { each };
+        let last: Vec<u32> = (1..=count).flat_map(|i| i * each - wanted..i * each).map(|row| row as u32).collect();
+        let hidden = match each == wanted {
+            true => hidden,
+            false => hidden.index_select(&Tensor::from_slice(&last, last.len(), self.model.device())?, 0)?,
         };
         let logits = self.model.logits(&hidden)?;
         let best = match self.plan.greedy {
-            true => Some(match choose(&logits, &vec![Draw::LIKELIEST; count])? {
+            true => Some(match choose(&logits, &vec![Draw::LIKELIEST; last.len()])? {
                 Some(tokens) => tokens,
                 None => logits.argmax(D::Minus1)?,
             }),
@@ -205,8 +211,13 @@ impl<'a> Bench<'a> {
             .finish()?;
         let (mut queued, mut seconds) = (Vec::new(), Vec::new());
         for i in 0..WARM_UP + self.plan.tokens {
-            let tokens: Vec<u32> = (0..batch).map(|row| self.token(i * batch + row)).collect();
+            let count = batch * self.plan.rows;
+            let tokens: Vec<u32> = (0..count).map(|row| self.token(i * count + row)).collect();
             let (host, all) = self.step(&mut sequences, &tokens)?;
+            if self.plan.rows > 1 {
+                let back = |sequence: &mut Sequence| sequence.truncate(&mut self.pool, self.context);
+                sequences.iter_mut().try_for_each(back).map_err(candle_core::Error::wrap)?;
+            }
             if i >= WARM_UP {
                 queued.push(host);
                 seconds.push(all);
@@ -282,6 +293,7 @@ mod tests {
             prefills: vec![method(Phase::Prefill, json!({ "method": "dense" }))],
             chunk_tokens: 64,
             tokens: 1,
+            rows: 1,
             greedy: false,
             weights: DType::F32,
             cache: DType::F16,

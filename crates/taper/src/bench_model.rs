@@ -53,6 +53,9 @@ pub struct BenchModelArgs {
     /// Steps timed
     #[arg(long, value_name = "N", default_value_t = 32)]
     pub tokens: usize,
+    /// Tokens of each sequence in a step, which are let go after it, as where drafts are checked
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    pub rows: u16,
     /// End a step with the likeliest tokens, found on the device, instead of the logits in host memory
     #[arg(long)]
     pub greedy: bool,
@@ -94,6 +97,7 @@ pub fn run(args: &BenchModelArgs) -> Result<()> {
         prefills: eval::methods(Phase::Prefill, &args.prefill, &artifacts)?,
         chunk_tokens: args.chunk,
         tokens: args.tokens,
+        rows: args.rows.into(),
         greedy: args.greedy,
         weights,
         cache,
@@ -103,7 +107,7 @@ pub fn run(args: &BenchModelArgs) -> Result<()> {
         artifacts,
     };
     // Weights are random: nothing forbids positions past the context that the shape was trained for.
-    let longest = args.context.iter().max().copied().unwrap_or(0) + args.tokens + 64;
+    let longest = args.context.iter().max().copied().unwrap_or(0) + args.tokens.max(args.rows.into()) + 64;
     shape.context_length = shape.context_length.max(longest);
     let model = Model::random(&shape, weights, &device.open()?).context("random weights")?;
     let rows = steps(&model, &plan)?;

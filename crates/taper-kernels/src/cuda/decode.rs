@@ -4,6 +4,7 @@ use super::batch::{Batch, Dims, Lists, Upload, WORDS};
 use super::error::Result;
 use super::ffi::{TaperDecodeParams, TaperMergeParams, taper_decode, taper_decode_plan, taper_merge};
 use super::op::Op;
+use super::together;
 use crate::decode::{Decode, HeadSelection, check};
 use crate::kv::BLOCK_TOKENS;
 use bytemuck::Zeroable;
@@ -114,7 +115,7 @@ thread_local! {
 
 impl Plan {
     /// As [`Plan::new`], for lists that nothing writes to: lists of the same tensors are not cut again.
-    fn kept(lists: Lists, batch: &Batch) -> Result<Self> {
+    pub(super) fn kept(lists: Lists, batch: &Batch) -> Result<Self> {
         let ids = |lists: &Lists| (lists.work.id(), lists.token_ids.as_ref().map(Tensor::id), lists.rows, lists.heads);
         let found = KEPT.with_borrow(|kept| kept.iter().find(|plan| ids(&plan.lists) == ids(&lists)).cloned());
         if let Some(plan) = found {
@@ -168,7 +169,7 @@ impl Plan {
     /// # Errors
     /// Shapes or dtypes that differ from these or from the plan's.
     pub fn attend(&self, batch: &Batch, base: Option<(&Tensor, &Tensor)>, out: DType) -> Result<(Tensor, Tensor)> {
-        self.attend_scaled(batch, base, out, None)
+        self.attend_scaled(batch, batch.q, base, out, None)
     }
 
     /// As [`Plan::attend`], by the lists' log weights alone: a mean of values with given weights, and the logarithm of
@@ -177,23 +178,32 @@ impl Plan {
     /// # Errors
     /// Shapes or dtypes that differ.
     pub fn attend_given(&self, batch: &Batch, out: DType) -> Result<(Tensor, Tensor)> {
-        self.attend_scaled(batch, None, out, Some(0.0))
+        self.attend_scaled(batch, batch.q, None, out, Some(0.0))
     }
 
-    /// With `scale` 0 the lists' log weights alone decide.
+    /// Attends for rows of one sequence `q` `[R, q_heads, head_dim]`, of the cache's dtype, that follow one another, of which
+    /// `batch` is the last as a batch of its own, which reads all that it sees: `[R, q_heads, head_dim]`, f32.
+    pub(super) fn attend_rows(&self, batch: &Batch, q: &Tensor) -> Result<Tensor> {
+        Ok(self.attend_scaled(batch, q, None, DType::F32, None)?.0)
+    }
+
+    /// With `scale` 0 the lists' log weights alone decide. `q` are the batch's queries, or those of [`Plan::attend_rows`].
     fn attend_scaled(
         &self,
         batch: &Batch,
+        q: &Tensor,
         base: Option<(&Tensor, &Tensor)>,
         out_dtype: DType,
         scale: Option<f32>,
     ) -> Result<(Tensor, Tensor)> {
         let op = Op::new("decode", "q", batch.q)?;
         let dims = batch.dims(&op)?;
-        let Dims { rows, q_heads, head_dim, dtype, .. } = dims;
+        let Dims { q_heads, head_dim, dtype, .. } = dims;
+        let rows = q.dim(0)?;
+        let fold = rows / dims.rows;
         let expected = format!("F32 or {dtype:?}");
         op.check(out_dtype == DType::F32 || out_dtype == dtype, "out", format!("{out_dtype:?}"), expected)?;
-        let group = q_heads / self.lists.heads;
+        let group = fold * q_heads / self.lists.heads;
         let (part_o, part_lse) = partials(&op, (self.capacity, group, head_dim))?;
         let out = op.empty((rows, q_heads, head_dim), out_dtype)?;
         let lse = op.empty((rows, q_heads), DType::F32)?;
@@ -201,6 +211,8 @@ impl Plan {
         p.part_o = op.at("part_o", &part_o, DType::F32, [self.capacity, group, head_dim])?;
         p.part_lse = op.at("part_lse", &part_lse, DType::F32, [self.capacity, group])?;
         p.scale = scale.unwrap_or(p.scale);
+        p.q = op.at("q", q, dtype, [rows, q_heads, head_dim])?;
+        p.fold = op.int("q", fold)?;
         let m = TaperMergeParams {
             part_o: p.part_o,
             part_lse: p.part_lse,
@@ -209,14 +221,14 @@ impl Plan {
             lse: op.at("lse", &lse, DType::F32, [rows, q_heads])?,
             base_o: op.maybe("base", base.map(|b| b.0), DType::F32, [rows, q_heads, head_dim])?,
             base_lse: op.maybe("base", base.map(|b| b.1), DType::F32, [rows, q_heads])?,
-            rows: p.rows,
+            rows: op.int("q", rows)?,
             q_heads: p.q_heads,
             list_heads: p.list_heads,
             head_dim: p.head_dim,
             dtype: p.dtype,
             out_f32: (out_dtype == DType::F32).into(),
             overlap: 1,
-            ..TaperMergeParams::zeroed()
+            fold: p.fold,
         };
         // SAFETY: every address was checked against the shapes given beside it.
         op.launched(unsafe { taper_decode(&p, op.stream()) })?;
@@ -233,11 +245,14 @@ pub(super) fn attend_host(batch: &Decode, selection: &[HeadSelection]) -> Result
     let (_, q_heads, kv_heads, _) = batch.dims()?;
     let group = q_heads / kv_heads;
     check(batch, selection, kv_heads, group)?;
+    if let Some(out) = together::attend(&op, batch, selection)? {
+        return Ok(out);
+    }
     let upload = Upload::new(&op, batch)?;
     let on_device = upload.batch(batch.kv);
     let base = match Lists::upload_values(&op, batch.rows, selection, group)? {
         None => None,
-        Some(values) => Some(Plan::new(values, &on_device)?.attend_scaled(&on_device, None, DType::F32, Some(0.0))?),
+        Some(values) => Some(Plan::new(values, &on_device)?.attend_given(&on_device, DType::F32)?),
     };
     let plan = Plan::kept(Lists::upload(&op, batch.rows, selection, group)?, &on_device)?;
     Ok(plan.attend(&on_device, base.as_ref().map(|b| (&b.0, &b.1)), DType::F32)?.0)

@@ -31,6 +31,7 @@ mod score;
 pub(crate) mod step;
 mod stripes;
 mod sums;
+mod together;
 mod token;
 mod told;
 

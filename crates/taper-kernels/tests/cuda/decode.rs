@@ -129,3 +129,31 @@ fn plans_serve_any_layer_and_partial_results_join() {
         }
     }
 }
+
+#[test]
+fn rows_of_one_sequence_that_see_nearly_the_same_agree_with_the_cpu() {
+    let mut numbers = Numbers(24);
+    for (dtype, d, kv_heads, group) in GRID {
+        // Few tokens, rows on both sides of a block's end, and many units.
+        for (n, count) in [(7, 7), (67, 7), (700, 2), (11_000, 4), (11_000, 7), (2_000, 33)] {
+            let caches = Caches::new(&mut numbers, &[n], kv_heads, d, dtype, 0.0);
+            let cpu = numbers.tensor(&[count, kv_heads * group, d], dtype);
+            let on = cpu.to_device(&device()).unwrap();
+            let rows: Vec<DecodeRow> =
+                (0..count).map(|i| DecodeRow { table: &caches.tables[0], visible: 0..n - count + 1 + i }).collect();
+            let selection = Selection::dense(count, kv_heads);
+            let expected = attend(&Decode { q: &cpu, kv: caches.on_cpu(), rows: &rows }, &selection, None).unwrap();
+            // Queries as the model has them, and in f32.
+            for q in [on.clone(), on.to_dtype(dtype).unwrap()] {
+                let batch = Decode { q: &q, kv: caches.on_cuda(), rows: &rows };
+                let out = attend(&batch, &selection, None).unwrap();
+                let what = format!("{dtype:?} {d} {kv_heads}x{group}, {count} rows");
+                below(relative(&out, &expected), LIMIT, &what);
+                assert_eq!(furthest(&attend(&batch, &selection, None).unwrap(), &out), 0.0, "{what}");
+                let alone = Decode { q: &q.narrow(0, 1, 1).unwrap(), kv: caches.on_cuda(), rows: &rows[1..2] };
+                let alone = attend(&alone, &Selection::dense(1, kv_heads), None).unwrap();
+                below(relative(&out.narrow(0, 1, 1).unwrap(), &alone), LIMIT, &what);
+            }
+        }
+    }
+}
