@@ -89,6 +89,9 @@ pub enum Offload {
 /// Least tokens of a prompt's chunk on a device, where few rows take as long as many: what is more than a step's work goes
 /// through the layers in slices.
 const DEVICE_CHUNK: usize = 2048;
+/// The same in host memory behind so many tokens: few rows read that many keys for themselves alone.
+const HOST_CHUNK: usize = 64;
+const HOST_LONG: usize = 2048;
 
 /// Why a model could not be made ready.
 #[derive(Debug, thiserror::Error)]
@@ -400,8 +403,13 @@ impl Backend for ModelBackend {
     }
 
     fn chunk(&self, sequence: &Sequence, max: usize) -> usize {
-        let whole = self.model.device().is_cpu() || !sequence.takes_slices();
-        sequence.chunk(if whole { max } else { max.max(DEVICE_CHUNK) })
+        let least = match self.model.device().is_cpu() {
+            _ if !sequence.takes_slices() => 0,
+            true if sequence.len() < HOST_LONG => 0,
+            true => HOST_CHUNK,
+            false => DEVICE_CHUNK,
+        };
+        sequence.chunk(max.max(least))
     }
 
     fn underway(&self, sequence: &Sequence) -> Underway {

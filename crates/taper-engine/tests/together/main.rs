@@ -26,7 +26,7 @@ use taper_engine::{
 };
 use taper_model::{LoadOptions, ModelFiles, ResolvedModel};
 
-const CONTEXT: usize = 2048;
+const CONTEXT: usize = 4096;
 /// One block: 2 layers, 2 KV heads, 64 rows of 16, keys and values, f32.
 const BLOCK_BYTES: u64 = 2 * 2 * 64 * 16 * 2 * 4;
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use taper_attention::method::{Carry, PrefillChoice, PrefillLayer, PrefillMethod, PrefillOutput};
-use taper_engine::{CacheOptions, EngineConfig, Request, RequestError, StopRules};
+use taper_engine::{Backend, CacheOptions, EngineConfig, Input, Request, RequestError, StopRules};
 
 /// Prefill methods that want much of a prompt at once, and Delta over each.
 pub fn methods() -> Vec<Value> {
@@ -69,6 +69,28 @@ fn a_prompt_in_slices_gets_what_it_gets_in_one_piece() {
         together(&busy, &requests, &alone);
         events.into_iter().for_each(|events| drop(collect(events).unwrap()));
         assert_eq!(busy.load().preemptions, 0);
+    }
+}
+
+/// Behind many tokens a chunk that could be cut short goes in slices all the same.
+#[test]
+fn a_long_dense_prompt_goes_in_slices_behind_its_first_tokens() {
+    let window = json!({ "method": "streaming_llm", "sink": 4, "window": 500 });
+    for prefill in [json!({ "method": "dense" }), json!({ "method": "delta", "gamma": 16, "base": window }), window] {
+        let prompt = long(2, &json!({ "prefill": prefill, "audit": 0.1 }), (2600, 5));
+        let quiet = engine(64, false, EngineConfig { chunk_tokens: 4096, ..EngineConfig::default() });
+        let alone = answer(quiet.submit(prompt.clone()).unwrap());
+        let busy = engine(200, false, EngineConfig { chunk_tokens: 9, ..EngineConfig::default() });
+        let beside = busy.submit(long(4, &json!({}), (20, 900))).unwrap();
+        together(&busy, std::slice::from_ref(&prompt), std::slice::from_ref(&alone));
+        drop(collect(beside).unwrap());
+        let mut backend = backend(64, CacheOptions::default()).unwrap();
+        let mut sequence = backend.open(&prompt.attention, 1, &prompt.prompt, 0).unwrap();
+        let first = backend.chunk(&sequence, 9);
+        backend.forward(vec![Input::whole(&mut sequence, &prompt.prompt[..2048], None)]).unwrap();
+        let behind = backend.chunk(&sequence, 9);
+        assert!(first < 64 && behind >= 64, "chunks of {first} and {behind} tokens");
+        backend.close(sequence);
     }
 }
 
