@@ -103,9 +103,8 @@ impl Sequence {
     }
 
     /// Prompt tokens that the next step takes: at most `max_tokens`, unless the prefill method must see more at once, and
-    /// [fewer](decode_rows) where the decode method attends for them. 0
-    /// once the prompt is done. Tokens that come a second time are not taken together with new ones. A chunk that is
-    /// [underway](Self::underway) goes on.
+    /// [fewer](decode_rows) where the decode method attends for them. 0 once the prompt is done. Tokens that come a second
+    /// time are not taken together with new ones. A chunk that is [underway](Self::underway) goes on.
     pub fn chunk(&self, max_tokens: usize) -> usize {
         if let Some(chunk) = &self.underway {
             return chunk.progress().0;

@@ -149,7 +149,7 @@ impl Sampler {
 /// Log probabilities of one token and of the `top` most probable ones, best first, from unchanged logits.
 pub(crate) fn logprobs(row: &[f32], token: u32, top: usize) -> (TokenLogprob, Vec<TokenLogprob>) {
     let max = logits::peak(row).map_or(f32::NEG_INFINITY, |(_, max)| max);
-    let mass: f64 = logits::mass(row, max, 1.0).into_iter().map(f64::from).sum();
+    let mass = logits::total(&logits::mass(row, max, 1.0));
     let norm = max + mass.ln() as f32;
     let of = |(token, logit): (u32, f32)| TokenLogprob { token, logprob: logit - norm };
     (of((token, row[token as usize])), logits::largest(row, top).into_iter().map(of).collect())

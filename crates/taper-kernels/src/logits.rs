@@ -116,6 +116,11 @@ pub fn sums(row: &[f32]) -> Vec<f32> {
     by_block(row, false)
 }
 
+/// The sum of [sums](sums), or of [masses](mass), in f64.
+pub fn total(sums: &[f32]) -> f64 {
+    sums.iter().map(|sum| f64::from(*sum)).sum()
+}
+
 /// The largest of each [`BLOCK`] of elements without NaN, the last one's rest included.
 pub fn maxima(row: &[f32]) -> Vec<f32> {
     by_block(row, true)
@@ -283,19 +288,18 @@ pub fn largest(row: &[f32], k: usize) -> Vec<(u32, f32)> {
 /// The [`weights`] of a row's fewest largest elements that hold a share of all, as [`Kept::heaviest`] has it; the row is one
 /// that has a [`peak`].
 pub fn fewest(row: &[f32], max: f32, temperature: f32, share: f64) -> Kept {
-    let all: f64 = mass(row, max, temperature).into_iter().map(f64::from).sum();
+    let all = total(&mass(row, max, temperature));
     let goal = share * all;
     // Where to begin is seen from some of the blocks: those above may hold less than nearly all that is to be dropped.
     let every = (row.len() / 2048).max(1);
     let some: Vec<&[f32]> = row.chunks(BLOCK).step_by(every).collect();
     let some = weights(&some.concat(), max, temperature);
     let dropped = 0.9 * (all - goal) / every as f64;
-    let (mut from, _) = threshold(some.clone(), sums(&some).into_iter().map(f64::from).sum::<f64>() - dropped);
+    let (mut from, _) = threshold(some.clone(), total(&sums(&some)) - dropped);
     loop {
         let mut kept = at_least(row, max + temperature * from.ln());
         kept.values = weights(&kept.values, max, temperature);
-        let sum: f64 = sums(&kept.values).into_iter().map(f64::from).sum();
-        if sum >= goal || from == 0.0 {
+        if total(&sums(&kept.values)) >= goal || from == 0.0 {
             kept.heaviest(goal);
             return kept;
         }

@@ -89,15 +89,14 @@ fn filter(row: &[f32], max: f32, draw: &Draw) -> Option<Kept> {
         (false, false, false) => return None,
     };
     if top_p < 1.0 {
-        let sum: f64 = logits::sums(&kept.values).into_iter().map(f64::from).sum();
-        kept.heaviest(f64::from(top_p) * sum);
+        kept.heaviest(f64::from(top_p) * logits::total(&logits::sums(&kept.values)));
     }
     Some(kept)
 }
 
 /// Where a share of their sum is reached among weights, of which the sums of blocks are known.
 fn place(len: usize, sums: &[f32], weights: impl FnOnce(Range<usize>) -> Vec<f32>, share: f64) -> Option<usize> {
-    let mut left = share * sums.iter().map(|&sum| f64::from(sum)).sum::<f64>();
+    let mut left = share * logits::total(sums);
     let mut reaches = |weight: f32| {
         let reaches = left < f64::from(weight);
         left -= if reaches { 0.0 } else { f64::from(weight) };

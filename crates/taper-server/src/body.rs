@@ -41,8 +41,7 @@ impl Body {
             let _turn = turn;
             endpoint(&app, &object(&self.0)?)
         });
-        let parsed = parsed.await;
-        parsed.unwrap_or_else(|panic| {
+        parsed.await.unwrap_or_else(|panic| {
             tracing::error!(%panic, "parsing a request panicked");
             Err(ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "reading the request failed"))
         })
