@@ -151,4 +151,25 @@ mod tests {
         assert!(most < 2.4, "a step took {most} times its time without prompts");
         assert!(tokens as f64 > 0.8 * due, "{tokens} prompt tokens of {due}");
     }
+
+    /// Chunks of 2,048 tokens in slices of 1,024 rows: of a chunk's 33 passes the first is ten times as fast as the others, and
+    /// a step does whole slices.
+    #[test]
+    fn the_fast_beginning_of_a_prompt_does_not_count_for_all_of_it() {
+        let (mut pace, mut slices, mut longest, mut tokens, mut due) = (Pace::default(), 0, 0f64, 0.0, 0.0);
+        pace.note(8, 0, 0.008);
+        while slices < 8 * 66 {
+            let beside = pace.prompt_tokens(8, 2.0, 512) as f64;
+            let (mut done, mut seconds) = (0.0, 0.008);
+            while done < beside {
+                seconds += if slices % 66 < 2 { 0.000_13 } else { 0.001_3 };
+                (done, slices) = (done + 1024.0 / 33.0, slices + 1);
+            }
+            pace.note(8, done as usize, seconds);
+            (longest, tokens, due) =
+                (longest.max(seconds / 0.008), tokens + done, due + 0.008 / 0.0013 * 1024.0 / 33.0);
+        }
+        assert!(longest < 2.5, "a step took {longest} times its time without prompts");
+        assert!(tokens > 0.8 * due, "{tokens} prompt tokens of {due}");
+    }
 }

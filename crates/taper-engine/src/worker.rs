@@ -225,7 +225,9 @@ impl<B: Backend> Worker<B> {
             Ok(rows) => {
                 let generated = shares.iter().flatten().filter(|share| share.generates).map(|share| share.tokens).sum();
                 let prompt = self.progress().saturating_sub(before + generated);
-                self.pace.note(generated, prompt, started.elapsed().as_secs_f64());
+                let seconds = started.elapsed().as_secs_f64();
+                tracing::debug!(generated, prompt, milliseconds = 1e3 * seconds, "step");
+                self.pace.note(generated, prompt, seconds);
                 let mut rows = rows.into_iter();
                 shares.iter().map(|shares| Ok(rows.by_ref().take(shares.len()).collect())).collect::<Vec<_>>()
             }
