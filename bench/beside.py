@@ -2,11 +2,12 @@
 """How long running streams wait for their tokens while a long prompt goes in.
 
     python3 bench/beside.py --taper target/release/taper --model MODEL [--prompt 16000] [--attention '{"prefill": …}']…
-        [--prompts 1] [--seconds 30] [--most 900] [-- further arguments of taper serve]
+        [--prompts 1] [--least 30] [--most 900] [-- further arguments of taper serve]
 
-Eight streams run for some seconds alone, eight more beside prompts, one after the other, the first of which comes once all of
-them have begun: until the last one has its first token, or for the most. Every gap between two tokens of a stream counts that was
-beside a prompt. Python's standard library only; loopback only.
+Eight streams run beside each kind of prompt, which come one after the other, the first once all streams have begun: until the
+last one has its first token, or for the most. Every gap between two tokens of a stream counts that was beside a prompt. Then
+eight streams run alone, so that every gap has one behind as many tokens of its stream to be compared with: their own length
+slows streams too. Python's standard library only; loopback only.
 """
 
 import argparse
@@ -47,34 +48,54 @@ def tokens(count):
     return [random.randrange(1000, 20000) for _ in range(count)]
 
 
-def gaps(port, streams, seconds, length, prompts=()):
-    """Gaps of all streams within `seconds`, or beside prompts, sorted; the prompts' mean time to the first token, if all had one."""
-    stop = threading.Event()
+def begin(port, streams, length, stop):
+    """Streams that have begun."""
     all_ = [Stream(port, {"prompt": tokens(16), "max_tokens": length}, stop) for _ in range(streams)]
     while not all(len(stream.stamps) > 3 for stream in all_):
         if any(stream.failed for stream in all_):
             raise SystemExit(next(stream.failed for stream in all_ if stream.failed))
         time.sleep(0.05)
+    return all_
+
+
+def beside(port, args, prompts):
+    """For each stream the number of its first gap beside prompts, and those gaps; the prompts' mean time to the first token,
+    if all had one."""
+    stop = threading.Event()
+    streams = begin(port, args.streams, args.tokens, stop)
     start, firsts = time.perf_counter(), []
     for body in prompts:
         came, prompt = time.perf_counter(), Stream(port, {**body, "max_tokens": 2}, stop)
-        while not (prompt.stamps or prompt.failed) and time.perf_counter() < start + seconds:
+        while not (prompt.stamps or prompt.failed) and time.perf_counter() < start + args.most:
             time.sleep(0.001)
         if prompt.failed:
             raise SystemExit(prompt.failed)
         firsts += [prompt.stamps[0] - came] if prompt.stamps else []
-    if not prompts:
-        time.sleep(seconds)
     end = time.perf_counter()
     stop.set()
     found = []
-    for stream in all_:
+    for stream in streams:
         # A stream that waits still has a gap that lasts.
         stamps = [stamp for stamp in stream.stamps if stamp < end] + [end]
-        found += [b - a for a, b in zip(stamps, stamps[1:]) if b > start]
+        first = sum(stamp <= start for stamp in stamps[1:])
+        found.append((first, [b - a for a, b in zip(stamps, stamps[1:])][first:]))
         stream.join(60)
-    first = sum(firsts) / len(firsts) if firsts and len(firsts) == len(prompts) else None
-    return sorted(found), first
+    return found, sum(firsts) / len(firsts) if firsts and len(firsts) == len(prompts) else None
+
+
+def alone(port, args, count):
+    """The gaps of each of the streams alone, at least `count` of them and for at least a while."""
+    stop = threading.Event()
+    streams = begin(port, args.streams, args.tokens, stop)
+    least = time.perf_counter() + args.least
+    while time.perf_counter() < least or not all(len(stream.stamps) > count for stream in streams):
+        if not any(stream.is_alive() for stream in streams):
+            break
+        time.sleep(0.05)
+    stop.set()
+    for stream in streams:
+        stream.join(60)
+    return [[b - a for a, b in zip(stream.stamps, stream.stamps[1:])] for stream in streams]
 
 
 def main():
@@ -84,8 +105,8 @@ def main():
     args.add_argument("--threads", default="2")
     args.add_argument("--streams", type=int, default=8)
     args.add_argument("--prompt", type=int, default=16000)
-    args.add_argument("--seconds", type=float, default=30, help="so long alone")
-    args.add_argument("--most", type=float, default=900, help="so long beside prompts at most")
+    args.add_argument("--least", type=float, default=30, help="so many seconds alone at least")
+    args.add_argument("--most", type=float, default=900, help="so many seconds beside prompts at most")
     args.add_argument("--attention", action="append", type=json.loads)
     args.add_argument("--prompts", type=int, default=1)
     args.add_argument("--tokens", type=int, default=4000, help="most tokens of a stream")
@@ -98,21 +119,29 @@ def main():
         *args.serve,
     ]
     server = Server(command, port)
-    print("| prompt | its TTFT | gaps | ITL p50 | ITL p95 | ITL p99 | longest | p99 ratio |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    base = None
-    for attention in [None, *(args.attention or [{}])]:
-        long = [] if attention is None else [{"prompt": tokens(args.prompt), "attention": attention} for _ in range(args.prompts)]
-        found, first = gaps(port, args.streams, args.most if long else args.seconds, args.tokens, long)
-        at = lambda share: 1e3 * found[min(int(share * len(found)), len(found) - 1)]
-        base = base or at(0.99)
-        name = "none" if attention is None else f"{args.prompt}, `{json.dumps(attention)}`"
-        ttft = "" if attention is None else f"{first:.2f} s" if first else f"over {args.most:.0f} s"
-        print(
-            f"| {name} | {ttft} | {len(found)} | {at(0.5):.1f} ms | {at(0.95):.1f} ms | {at(0.99):.1f} ms | {1e3 * found[-1]:.1f} ms "
-            f"| {at(0.99) / base:.2f} |", flush=True,
-        )
+    runs = []
+    for attention in args.attention or [{}]:
+        prompts = [{"prompt": tokens(args.prompt), "attention": attention} for _ in range(args.prompts)]
+        runs.append((attention, *beside(port, args, prompts)))
+    count = max(first + len(gaps) for _, found, _ in runs for first, gaps in found)
+    without = alone(port, args, count)
     server.stop()
+
+    print("| prompt | its TTFT | gaps | ITL p50 | ITL p95 | ITL p99 | longest | alone: p50 | p99 | ratio of p50 | of p99 |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for attention, found, first in runs:
+        # The same places of the streams, or the first so many where there are few.
+        far = max([start + len(gaps) for start, gaps in found] + [min(200, count)])
+        near = min([start for start, _ in found] if far > 200 else [0])
+        those = sorted(gap for gaps in without for gap in gaps[near:far])
+        gaps = sorted(gap for _, gaps in found for gap in gaps)
+        at = lambda gaps, share: 1e3 * gaps[min(int(share * len(gaps)), len(gaps) - 1)]
+        ttft = f"{first:.2f} s" if first else f"over {args.most:.0f} s"
+        numbers = [at(gaps, 0.5), at(gaps, 0.95), at(gaps, 0.99), 1e3 * gaps[-1], at(those, 0.5), at(those, 0.99)]
+        print(
+            f"| {args.prompt}, `{json.dumps(attention)}` | {ttft} | {len(gaps)} | {' | '.join(f'{n:.1f} ms' for n in numbers)} "
+            f"| {numbers[0] / numbers[4]:.2f} | {numbers[2] / numbers[5]:.2f} |"
+        )
 
 
 if __name__ == "__main__":
