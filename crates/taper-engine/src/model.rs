@@ -469,7 +469,11 @@ impl Backend for ModelBackend {
             tried = tried.and_then(|_| self.step(vec![input]));
         }
         self.close(sequence);
-        tried.map(|_| ())
+        tried?;
+        // Slices have whole blocks of rows, up to two chunks, and a prompt's last one what is left.
+        let blocks = (DEVICE_CHUNK..=2 * DEVICE_CHUNK).step_by(BLOCK_TOKENS);
+        self.model.try_rows((8..DEVICE_CHUNK).step_by(8).chain(blocks))?;
+        Ok(())
     }
 
     fn check_idle(&self) {

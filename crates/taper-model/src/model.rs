@@ -161,6 +161,27 @@ impl Model {
         self.normed(&last, &self.norm).map(Some)
     }
 
+    /// Puts zeros through what a layer does beside attention, for each of these numbers of rows. A device may have kernels for a
+    /// number that it takes for no other, and loads them when they are first used.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn try_rows(&self, counts: impl IntoIterator<Item = usize>) -> Result<()> {
+        let Some(layer) = self.layers.first() else { return Ok(()) };
+        let &ModelConfig { hidden_size, q_heads, head_dim, .. } = &self.config;
+        for rows in counts {
+            let x = Tensor::zeros((rows, hidden_size), DType::F32, &self.device)?;
+            let attended = Tensor::zeros((rows, q_heads, head_dim), self.activation, &self.device)?;
+            #[cfg(feature = "cuda")]
+            if crate::joint::begin(self, layer, &x)?.is_some() && crate::joint::end(self, layer, &x, &attended)? {
+                continue;
+            }
+            self.qkv(layer, &self.normed(&x, &layer.attention_norm)?)?;
+            self.end(layer, &x, &attended)?;
+        }
+        Ok(())
+    }
+
     /// Whether tokens can stand at positions.
     fn check(&self, tokens: &[u32], positions: &[u32]) -> Result<()> {
         if tokens.is_empty() || tokens.len() != positions.len() {
