@@ -265,6 +265,36 @@ unsafe fn gather<V: Simd>(row: &[f32], least: f32, end: f32, out: &mut Kept) {
     rest.for_each(|(place, x)| out.push(place, *x));
 }
 
+/// The `k`-th largest element of a row of at least `k`, which are finite and not below 0.
+pub(crate) fn kth(row: &[f32], k: usize) -> f32 {
+    // Elements of one sign are ordered as their bits.
+    let (smallest, largest) = extent(row);
+    let (mut low, mut high) = (smallest.to_bits(), largest.to_bits());
+    while low < high {
+        let middle = high - (high - low) / 2;
+        if count(row, f32::from_bits(middle)) >= k { low = middle } else { high = middle - 1 }
+    }
+    f32::from_bits(low)
+}
+
+/// How many elements are not below `least`: NaN is not.
+pub(crate) fn count(row: &[f32], least: f32) -> usize {
+    let mut out = 0;
+    let to = &mut out;
+    dispatch!(isa(), count_from::<_>(row: &[f32], least: f32, to: &mut usize));
+    out
+}
+
+#[inline(always)]
+unsafe fn count_from<V: Simd>(row: &[f32], least: f32, out: &mut usize) {
+    let mut vectors = row.chunks_exact(V::LANES);
+    for x in vectors.by_ref() {
+        // SAFETY: a chunk is a vector.
+        *out += unsafe { V::load(x.as_ptr()).not_below(V::splat(least)) }.count_ones() as usize;
+    }
+    *out += vectors.remainder().iter().filter(|x| x.partial_cmp(&&least) != Some(Ordering::Less)).count();
+}
+
 /// The `k` largest elements with their places, largest first and equal ones by place; all, if there are fewer. None is NaN.
 pub fn largest(row: &[f32], k: usize) -> Vec<(u32, f32)> {
     if k == 0 {
@@ -421,6 +451,12 @@ mod tests {
             assert!((block.iter().sum::<f32>() - sum).abs() < 1e-3);
             assert_eq!(block.iter().copied().fold(f32::MIN, f32::max), max);
         }
+        let sizes: Vec<f32> = row.iter().map(|x| x.abs()).collect();
+        let mut sorted = sizes.clone();
+        sorted.sort_by(|a, b| b.total_cmp(a));
+        let k = k.clamp(1, row.len());
+        assert_eq!(kth(&sizes, k), sorted[k - 1]);
+        assert_eq!(count(&sizes, sorted[k - 1]), sizes.iter().filter(|x| **x >= sorted[k - 1]).count());
         let weights = weights(row, max, 0.7);
         for (mass, sum) in mass(row, max, 0.7).into_iter().zip(sums(&weights)) {
             assert!((mass - sum).abs() <= 1e-6 * sum, "{mass} for {sum}");
@@ -473,6 +509,7 @@ mod tests {
         fn what_is_not_finite_is_seen_wherever_it_is(mut row in row(), at: prop::sample::Index, nan: bool) {
             *at.get_mut(&mut row) = if nan { f32::NAN } else { f32::INFINITY };
             prop_assert_eq!(peak(&row), None);
+            prop_assert_eq!(count(&row, f32::INFINITY), 1);
         }
     }
 

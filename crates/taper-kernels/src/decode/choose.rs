@@ -4,10 +4,11 @@ use super::{DecodeRow, HeadScores, HeadSelection, Keys, Scores, Selection, sink_
 #[cfg(feature = "cuda")]
 use crate::cuda::step::{self, Scored};
 use crate::index::map_spans;
+use crate::logits;
 use crate::parallel;
 use crate::simd::{Isa, Simd, dispatch};
 use candle_core::Result;
-use std::cmp::Ordering;
+use std::cmp::{Ordering, Reverse};
 use std::ops::Range;
 
 /// What tokens, or pages of them, should matter to each row and KV head; larger is more, none is negative.
@@ -174,7 +175,7 @@ fn choose(
 }
 
 /// Every so many values one is looked at to guess the threshold.
-const GUESS_STEP: usize = 16;
+const GUESS_STEP: usize = 64;
 /// Values whose comparisons make a word.
 const WORD: usize = 64;
 
@@ -186,7 +187,7 @@ fn largest(values: &[f32], k: usize) -> Vec<u32> {
     }
     // The bits of non-negative floats order as the floats do, with NaN above all.
     let mut guess: Vec<u32> = values.iter().step_by(GUESS_STEP).map(|v| v.to_bits()).collect();
-    let rank = k / GUESS_STEP + k / GUESS_STEP / 4 + 4;
+    let rank = k / GUESS_STEP + k / GUESS_STEP / 4 + 8;
     let floor = if rank < guess.len() { *guess.select_nth_unstable_by(rank, |a, b| b.cmp(a)).1 } else { 0 };
     let isa = Isa::best();
     let above = |floor: u32| {
@@ -203,23 +204,27 @@ fn largest(values: &[f32], k: usize) -> Vec<u32> {
     if candidates.len() < k {
         candidates = above(0);
     }
-    let bits = |i: u32| values[i as usize].to_bits();
-    let mut order: Vec<u32> = candidates.iter().map(|&i| bits(i)).collect();
-    let (above, least, _) = order.select_nth_unstable_by(k - 1, |a, b| b.cmp(a));
-    // Those that equal the k-th largest are taken from the lowest index on, as far as they are needed.
-    let least = *least;
-    let mut equal = k - above.iter().filter(|bits| **bits > least).count();
-    let mut count = 0;
-    for at in 0..candidates.len() {
-        // Without a branch that nobody can foresee.
-        let i = candidates[at];
-        let tie = bits(i) == least && equal > 0;
-        equal -= usize::from(tie);
-        candidates[count] = i;
-        count += usize::from(tie | (bits(i) > least));
+    let found: Vec<f32> = candidates.iter().map(|&i| values[i as usize]).collect();
+    if logits::count(&found, f32::INFINITY) > 0 {
+        candidates.sort_by_key(|&i| Reverse(values[i as usize].to_bits()));
+        candidates.truncate(k);
+        candidates.sort_unstable();
+        return candidates;
     }
-    candidates.truncate(count);
-    candidates
+    // Those that equal the k-th largest are taken from the lowest index on, as far as they are needed.
+    let least = logits::kth(&found, k);
+    let equal = k - logits::count(&found, least.next_up());
+    let end = (0..found.len()).filter(|&at| found[at] == least).nth(equal).unwrap_or(found.len());
+    let (mut chosen, mut count) = (vec![0; found.len() + 1], 0);
+    for (at, least) in [(0..end, least), (end..found.len(), least.next_up())] {
+        for (&i, &value) in candidates[at.clone()].iter().zip(&found[at]) {
+            // Without a branch that nobody can foresee.
+            chosen[count] = i;
+            count += usize::from(value >= least);
+        }
+    }
+    chosen.truncate(count);
+    chosen
 }
 
 /// Appends the indices, counted from `first`, of the values that are not below `floor`.
@@ -248,7 +253,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_largest_are_those_of_a_stable_sort(values in prop::collection::vec(0u8..200, 1..900), k in 0usize..900) {
+        fn the_largest_are_those_of_a_stable_sort(values in prop::collection::vec(0u8..200, 1..2000), k in 0usize..2000) {
             let values: Vec<f32> = values.into_iter().map(f32::from).collect();
             let k = k.min(values.len());
             let mut order: Vec<u32> = (0..values.len() as u32).collect();
