@@ -212,7 +212,8 @@ __global__ void __launch_bounds__(kSampledThreads, 1)
     mbar_init_fence();
   }
   wait_for_predecessor();
-  launch_dependents();
+  // No launch_dependents(): a thread block has a multiprocessor to itself, so those of a product that starts early would get in
+  // where the first ones end, two at a time, and leave the last ones' multiprocessors empty.
   // Teams that may not all be on the device at once form in the order of starting.
   if (threadIdx.x == 0)
     set_sampled_outline(p, p.d.unit_capacity ? team_place(p.sync) : blockIdx.x, sh.outline);
