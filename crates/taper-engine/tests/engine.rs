@@ -395,7 +395,7 @@ fn a_fault_in_one_request_is_not_seen_by_those_beside_it() {
 
 #[test]
 fn requests_run_together_and_keep_running_beside_a_long_prompt() {
-    let limits = Limits { context_tokens: 512, cache_tokens: 4096, offloaded_tokens: 0, vocab: VOCAB };
+    let limits = Limits { context_tokens: 512, cache_tokens: 4096, offloaded_tokens: 0, cache_bytes: 0, vocab: VOCAB };
     let backend = StubBackend { limits, ..StubBackend::new("some words that take a while") };
     let probe = Arc::clone(&backend.probe);
     let engine = backend.engine(EngineConfig::default());
@@ -410,7 +410,8 @@ fn requests_run_together_and_keep_running_beside_a_long_prompt() {
 
 #[test]
 fn short_prompts_do_not_wait_for_a_long_one() {
-    let limits = Limits { context_tokens: 20_000, cache_tokens: 40_960, offloaded_tokens: 0, vocab: VOCAB };
+    let limits =
+        Limits { context_tokens: 20_000, cache_tokens: 40_960, offloaded_tokens: 0, cache_bytes: 0, vocab: VOCAB };
     for chunk_multiple in [1, 20_000] {
         let backend = StubBackend { limits, chunk_multiple, ..StubBackend::new("abc") };
         let probe = Arc::clone(&backend.probe);
@@ -429,7 +430,8 @@ fn short_prompts_do_not_wait_for_a_long_one() {
 #[test]
 fn a_request_that_loses_its_place_answers_as_if_it_had_not() {
     // Eight blocks; each request takes one to begin with and five in the end.
-    let limits = Limits { context_tokens: 512, cache_tokens: 8 * 64, offloaded_tokens: 0, vocab: VOCAB };
+    let limits =
+        Limits { context_tokens: 512, cache_tokens: 8 * 64, offloaded_tokens: 0, cache_bytes: 0, vocab: VOCAB };
     let script = "0123456789".repeat(30);
     for (chunk_tokens, chunk_multiple) in [(512, 1), (5, 1), (5, 1000)] {
         let backend = StubBackend { limits, chunk_multiple, ..StubBackend::new(&script) };

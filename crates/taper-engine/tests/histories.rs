@@ -159,7 +159,7 @@ fn every_history_ends_well() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
 
     fn any_history_ends_well(
         acts in prop::collection::vec(act(), 1..40),

@@ -28,7 +28,19 @@ fn a_control_groups_limit_counts_files_that_it_may_forget_as_free() {
     for (most, left) in [("max\n", None), ("4000\n", Some(1500)), ("2000\n", Some(0))] {
         write("memory.max", most);
         assert_eq!(within_group(folder.path()), left, "{most}");
+        // That of a group around a process's own.
+        for own in ["0::/\n", "0::/outer/inner\n", "1:name=x:/y\n0::/outer\n", ""] {
+            assert_eq!(within_groups(folder.path(), own), left, "{own}");
+        }
     }
+    let inner = folder.path().join("outer/inner");
+    std::fs::create_dir_all(&inner).unwrap();
+    write("memory.max", "4000\n");
+    for (name, text) in [("memory.stat", "inactive_file 0\n"), ("memory.current", "300\n"), ("memory.max", "1000\n")] {
+        std::fs::write(inner.join(name), text).unwrap();
+    }
+    let left = ["0::/\n", "0::/outer\n", "0::/outer/inner\n"].map(|own| within_groups(folder.path(), own));
+    assert_eq!(left, [Some(1500), Some(1500), Some(700)]);
 }
 
 const BLOCKS: usize = 5;

@@ -1,6 +1,8 @@
-//! Random histories of the real model: requests by random methods come when they like, and some of their clients leave.
+//! Random histories of the real model: requests by random methods come when they like, and some of their clients leave; in
+//! memory, and with most of the cache in a file.
 
 use crate::faults::Faulty;
+use crate::offload::nearly_all_in_a_file;
 use crate::{Answer, Watched, answer, backend, collect, engine, pairs, request, slices, sound, start};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -10,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use taper_engine::{CacheOptions, EngineConfig, Request, RequestError, StopRules};
 
-const HISTORIES: u64 = 12;
+const HISTORIES: u64 = 18;
 
 /// One of all requests, by number: methods, lengths and choices go with it, and whether its prompt begins as one of four
 /// that many have.
@@ -50,8 +52,13 @@ fn whatever_happens_each_gets_what_it_gets_alone() {
         };
         let blocks = random.random_range(22..34);
         let prefix = random.random_bool(0.7);
-        let mut watched = Watched::new(backend(blocks, CacheOptions { prefix, ..CacheOptions::default() }).unwrap());
-        let faults: Vec<Vec<u32>> = (0..200).filter(|n| faulty(*n)).map(|n| any(n, &specs).prompt).collect();
+        let folder = tempfile::tempdir().unwrap();
+        let mut watched = match history % 3 {
+            0 => nearly_all_in_a_file(blocks, folder.path()),
+            _ => Watched::new(backend(blocks, CacheOptions { prefix, ..CacheOptions::default() }).unwrap()),
+        };
+        let faults: Vec<Vec<u32>> =
+            (0..HISTORIES as usize * 15 + 20).filter(|n| faulty(*n)).map(|n| any(n, &specs).prompt).collect();
         watched.opened = Box::new(move |sequence, prompt| {
             if faults.iter().any(|of| of == prompt) {
                 sequence.decode_by_own("faulty", Arc::new(Faulty(prompt.len() + 3)));

@@ -69,7 +69,8 @@ fn request(number: usize, attention: &Value) -> Request {
         sampling: SamplingParams { temperature: 1.0, seed: number as u64, ..SamplingParams::default() },
         stop: StopRules { ignore_eos: true, max_tokens: Some(10 + number % 60), ..StopRules::default() },
         choices: 1 + number % 7 / 5,
-        logprobs: Some(0),
+        // Without them tokens are drawn where the logits are.
+        logprobs: (!number.is_multiple_of(3)).then_some(0),
         deadline: None,
     }
 }
@@ -122,7 +123,7 @@ fn pairs() -> Vec<Value> {
         .collect()
 }
 
-/// A choice, its token, and the bits of the token's log probability.
+/// A choice, its token, and the bits of the token's log probability; where none was wanted, a character in the token's place.
 type Token = (usize, u32, u32);
 
 /// Tokens by choice, and usage.
@@ -134,6 +135,9 @@ fn collect(mut events: Events) -> Result<(Vec<Token>, Usage), RequestError> {
             Event::Delta(delta) => {
                 let token = |t: &TokenRecord| (delta.choice, t.chosen.token, t.chosen.logprob.to_bits());
                 tokens.extend(delta.tokens.iter().map(token));
+                if delta.tokens.is_empty() {
+                    tokens.extend(delta.text.chars().map(|c| (delta.choice, u32::from(c), 0)));
+                }
             }
             Event::Done(usage) => {
                 tokens.sort_by_key(|(choice, ..)| *choice);

@@ -7,7 +7,16 @@ use taper_engine::{Backend, CacheOptions, EngineConfig, Offload, Request, StopRu
 
 fn offloaded(memory: u64, bytes: u64, folder: &Path) -> Result<Watched, taper_engine::LoadError> {
     let offload = Some(Offload::File { bytes, folder: folder.into() });
-    backend(memory, CacheOptions { offload, prefix: true, ..CacheOptions::default() }).map(Watched::new)
+    let mut watched =
+        backend(memory, CacheOptions { offload, prefix: true, ..CacheOptions::default() }).map(Watched::new)?;
+    // Nothing of the file stays in memory from one step to the next.
+    watched.before = Box::new(|backend| backend.page_out().unwrap());
+    Ok(watched)
+}
+
+/// A cache of so many blocks, of which three lie in memory.
+pub fn nearly_all_in_a_file(blocks: u64, folder: &Path) -> Watched {
+    offloaded(3, (blocks - 3) * crate::BLOCK_BYTES, folder).unwrap()
 }
 
 #[test]
@@ -23,11 +32,9 @@ fn answers_do_not_show_that_their_cache_was_in_a_file() {
     let quiet = engine(64, false, EngineConfig::default());
     let alone: Vec<Answer> = requests.iter().map(|r| answer(quiet.submit(r.clone()).unwrap())).collect();
     let folder = tempfile::tempdir().unwrap();
-    let mut watched = offloaded(3, 197 * crate::BLOCK_BYTES, folder.path()).unwrap();
+    let watched = nearly_all_in_a_file(200, folder.path());
     let limits = watched.limits();
     assert_eq!((limits.cache_tokens, limits.offloaded_tokens), (200 * 64, 197 * 64));
-    // Nothing of the file stays in memory from one step to the next.
-    watched.before = Box::new(|backend| backend.page_out().unwrap());
     let seen = Arc::clone(&watched.seen);
     let busy = start(watched, EngineConfig { chunk_tokens: 100, ..EngineConfig::default() });
     together(&busy, &requests, &alone);

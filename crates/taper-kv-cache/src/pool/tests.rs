@@ -172,6 +172,7 @@ fn check(pool: &KvPool, tables: &[Written]) {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1000))]
     #[test]
     fn no_history_leaks_frees_twice_or_overwrites(
         steps in prop::collection::vec((0u8..7, 0usize..5, 1usize..400), 1..100),
@@ -273,6 +274,59 @@ fn a_file_that_cannot_be_had_is_an_error_that_says_where_and_how_large() {
     let message = error(1 << 42, folder.path());
     assert!(message.starts_with(&format!("{}: no file of ", folder.path().display())), "{message}");
     assert!(message.contains(&(1u64 << 51).to_string()) && message.contains("No space left"), "{message}");
+}
+
+#[test]
+fn an_index_takes_a_row_in_once_for_all_who_share_it() {
+    let mut pool = pool(12);
+    let shape = IndexShape { rows: BLOCK_TOKENS, width: 1, dtype: DType::F32 };
+    // Rows that the index takes in when it is asked for so many tokens of a table.
+    let rows = |pool: &mut KvPool, table: &BlockTable, tokens: usize| {
+        let mut rows = 0;
+        let taken = |_: &Tensor, _: PagedKv, parts: &[Part]| {
+            rows += parts.iter().map(|part| part.rows.len()).sum::<usize>();
+            Ok(())
+        };
+        pool.index(("index", shape), 0, (table, tokens), taken).unwrap();
+        rows
+    };
+    let keys = PrefixKey::chain(b"", &(0..128).collect::<Vec<u32>>());
+    let mut first = BlockTable::default();
+    pool.grow(&mut first, 150).unwrap();
+    assert_eq!((rows(&mut pool, &first, 140), rows(&mut pool, &first, 141)), (140, 1));
+    // The fork has the whole blocks in common, and of the started one a copy with its part of the index.
+    let mut fork = pool.fork(&first, 141).unwrap();
+    assert_eq!((rows(&mut pool, &fork, 141), rows(&mut pool, &fork, 142), rows(&mut pool, &first, 141)), (0, 1, 0));
+    pool.remember(&first, &keys);
+    [&mut first, &mut fork].into_iter().for_each(|table| pool.release(table));
+    let mut later = pool.recall(&keys);
+    assert_eq!((later.capacity(), rows(&mut pool, &later, 128)), (128, 0));
+    pool.release(&mut later);
+    // Another prompt in the same blocks.
+    let mut other = BlockTable::default();
+    pool.grow(&mut other, 12 * 64).unwrap();
+    assert_eq!(rows(&mut pool, &other, 12 * 64), 12 * 64);
+}
+
+#[test]
+fn what_is_taken_over_is_given_up_after_what_is_not() {
+    let mut pool = pool(4);
+    let key = |prompt: u32| PrefixKey::chain(b"", &vec![prompt; 64]);
+    for prompt in [1, 2, 3] {
+        let mut table = BlockTable::default();
+        pool.grow(&mut table, 64).unwrap();
+        pool.remember(&table, &key(prompt));
+        pool.release(&mut table);
+    }
+    // The oldest is the latest again.
+    let mut again = pool.recall(&key(1));
+    assert_eq!(again.capacity(), 64);
+    pool.release(&mut again);
+    let mut large = BlockTable::default();
+    pool.grow(&mut large, 2 * 64).unwrap();
+    assert_eq!([1, 2, 3].map(|prompt| pool.remembered(&key(prompt))), [1, 0, 1]);
+    pool.grow(&mut large, 3 * 64).unwrap();
+    assert_eq!([1, 2, 3].map(|prompt| pool.remembered(&key(prompt))), [1, 0, 0]);
 }
 
 #[test]

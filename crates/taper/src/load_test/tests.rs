@@ -52,7 +52,26 @@ fn a_closed_loop_is_answered_and_counted() {
         assert_eq!(figures.good, Some(1.0));
         assert!(seen.iter().all(|one| one.texts() == 10 && one.ended >= one.texts[0][9] && one.finish == ["stop"]));
         assert!(figures.table().contains("20 completed, 0 cancelled, 0 failed"));
-        assert!(plot::svg(&figures).ends_with("</svg>\n"));
+        let picture = plot::svg(&figures);
+        assert!(picture.ends_with("</svg>\n"));
+        let curves: Vec<Vec<f64>> = picture
+            .lines()
+            .filter_map(|line| line.split_once("<polyline"))
+            .map(|(_, curve)| {
+                let points = curve.split_once("points=\"").unwrap().1.split('"').next().unwrap();
+                points.split([' ', ',']).map(|number| number.parse().unwrap()).collect()
+            })
+            .collect();
+        // TTFT, ITL, TPOT and the end: to the right and upwards, within the frame.
+        assert_eq!(curves.len(), 4);
+        for curve in curves {
+            let (x, y): (Vec<f64>, Vec<f64>) = curve.chunks(2).map(|point| (point[0], point[1])).unzip();
+            assert_eq!((x.len(), y[0], y[200]), (201, 350.0, 40.0));
+            assert!(
+                x.is_sorted() && y.is_sorted_by(|a, b| a > b) && (60.0..=700.0).contains(&x[0]) && x[200] <= 700.0,
+                "{x:?}"
+            );
+        }
     }
 }
 
