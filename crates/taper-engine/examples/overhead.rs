@@ -32,7 +32,13 @@ impl Backend for Nothing {
     type Sequence = (usize, Sequence);
 
     fn limits(&self) -> Limits {
-        Limits { context_tokens: 1 << 20, cache_tokens: 1 << 24, offloaded_tokens: 0, vocab: self.logits[0].len() }
+        Limits {
+            context_tokens: 1 << 20,
+            cache_tokens: 1 << 24,
+            offloaded_tokens: 0,
+            cache_bytes: 0,
+            vocab: self.logits[0].len(),
+        }
     }
 
     fn open(

@@ -13,6 +13,8 @@ pub struct Limits {
     pub cache_tokens: usize,
     /// Those of them that a file holds, or the host beside a device.
     pub offloaded_tokens: usize,
+    /// Bytes of all of them.
+    pub cache_bytes: u64,
     /// Tokens of the vocabulary.
     pub vocab: usize,
 }

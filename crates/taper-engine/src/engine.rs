@@ -7,7 +7,7 @@ use crate::run::Job;
 use crate::text::Text;
 use crate::worker::Worker;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use taper_kv_cache::BLOCK_TOKENS;
 use tokio::sync::mpsc;
 
@@ -49,6 +49,8 @@ pub struct Load {
     pub running: usize,
     /// How often so far a request gave its place in the KV cache up, to be computed again later.
     pub preemptions: u64,
+    /// Blocks of the KV cache that no request holds.
+    pub free_blocks: usize,
     /// Whether new requests are refused because the engine shuts down.
     pub draining: bool,
     /// Whether the engine's thread has ended.
@@ -104,27 +106,50 @@ impl Engine {
     /// How busy the engine is.
     pub fn load(&self) -> Load {
         let (waiting, running, draining, dead) = self.queue.load();
-        Load { waiting, running, preemptions: self.queue.preemptions(), draining, dead }
+        let (preemptions, free_blocks) = (self.queue.preemptions(), self.queue.free_blocks());
+        Load { waiting, running, preemptions, free_blocks, draining, dead }
     }
 
     /// Checks that a request can fit and queues it.
     ///
     /// # Errors
     /// A request that can never run, or a queue that takes no more.
-    pub fn submit(&self, mut request: Request) -> Result<Events, SubmitError> {
+    pub fn submit(&self, request: Request) -> Result<Events, SubmitError> {
+        let (job, events) = self.job(request)?;
+        self.queue.push(vec![job], |job| job.events.is_closed())?;
+        Ok(events)
+    }
+
+    /// The same for several, all of them or none.
+    ///
+    /// # Errors
+    /// As [`submit`](Self::submit).
+    pub fn submit_all(&self, requests: Vec<Request>) -> Result<Vec<Events>, SubmitError> {
+        let jobs = requests.into_iter().map(|request| self.job(request)).collect::<Result<Vec<_>, _>>()?;
+        let (jobs, events) = jobs.into_iter().unzip();
+        self.queue.push(jobs, |job| job.events.is_closed())?;
+        Ok(events)
+    }
+
+    /// Requests that may wait.
+    pub fn queue_limit(&self) -> usize {
+        self.queue.limit()
+    }
+
+    /// A request with both ends of its way back.
+    fn job(&self, mut request: Request) -> Result<(Job, Events), SubmitError> {
         request.choices = request.choices.max(1);
         let max_tokens = self.admit(&request)?;
         // Each choice sends at most one delta a token; `Prefilled` and the last event come on top.
         let room = request.choices * max_tokens + 4;
         let (events, receiver) = mpsc::channel(room);
-        let job = Job { request, max_tokens, events, beginning: OnceLock::new() };
-        self.queue.push(job, |job| job.events.is_closed())?;
-        Ok(receiver)
+        let job = Job { request, max_tokens, events, beginning: OnceLock::new(), submitted: Instant::now() };
+        Ok((job, receiver))
     }
 
     /// Tokens that each choice may have.
     fn admit(&self, request: &Request) -> Result<usize, SubmitError> {
-        let Limits { context_tokens, cache_tokens, offloaded_tokens, vocab } = self.limits;
+        let Limits { context_tokens, cache_tokens, offloaded_tokens, vocab, .. } = self.limits;
         let prompt = request.prompt.len();
         if prompt == 0 {
             return Err(SubmitError::EmptyPrompt);

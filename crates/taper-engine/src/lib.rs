@@ -27,9 +27,10 @@ pub use engine::{Engine, EngineConfig, Load, ModelInfo};
 pub use handover::{Handover, Held};
 pub use model::{CacheDType, CacheOptions, DeviceChoice, LoadError, ModelBackend, ModelText, Offload, load};
 pub use request::{
-    Delta, Event, Events, Finish, Request, RequestError, StopRules, SubmitError, TokenLogprob, TokenRecord, Usage,
-    of_them_offloaded,
+    Delta, Event, Events, Finish, Request, RequestError, StopRules, SubmitError, Times, TokenLogprob, TokenRecord,
+    Usage, of_them_offloaded,
 };
 pub use sampler::{NonFinite, Sampler, SamplingParams};
 pub use stop::StopMatcher;
+pub use taper_kv_cache::BLOCK_TOKENS;
 pub use text::{Message, Text, TextError, TokenStream};

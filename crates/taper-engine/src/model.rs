@@ -168,11 +168,19 @@ fn free_memory(device: &Device) -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some((kib * 1024).min(within_group(Path::new("/sys/fs/cgroup")).unwrap_or(u64::MAX)))
+    let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    Some((kib * 1024).min(within_groups(Path::new("/sys/fs/cgroup"), &groups).unwrap_or(u64::MAX)))
 }
 
-/// What the limit of the control group (a container's, version 2) leaves, files that it may forget included; none without a
-/// limit.
+/// The least that the limits of a process's control groups (a container's, version 2) leave, from its own up to the root;
+/// none without a limit. `groups` is what the system says of them.
+fn within_groups(root: &Path, groups: &str) -> Option<u64> {
+    let own = groups.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
+    let folders = Path::new(own).ancestors().map(|part| root.join(part));
+    folders.filter_map(|folder| within_group(&folder)).min()
+}
+
+/// What the limit of one control group leaves, files that it may forget included; none without a limit.
 fn within_group(folder: &Path) -> Option<u64> {
     let read = |name: &str| std::fs::read_to_string(folder.join(name)).ok();
     let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
@@ -348,6 +356,7 @@ impl Backend for ModelBackend {
             context_tokens: config.context_length,
             cache_tokens: self.pool.blocks() * BLOCK_TOKENS,
             offloaded_tokens: self.pool.offloaded_blocks() * BLOCK_TOKENS,
+            cache_bytes: self.pool.bytes(),
             vocab: config.vocab_size,
         }
     }

@@ -26,6 +26,7 @@ struct State<T> {
     /// When the last one ended, or the first began where none ran.
     since: Instant,
     preemptions: u64,
+    free_blocks: usize,
     draining: bool,
     dead: bool,
 }
@@ -44,8 +45,8 @@ impl<T> State<T> {
 impl<T> Queue<T> {
     pub(crate) fn new(limit: usize) -> Self {
         let (waiting, since) = (VecDeque::new(), Instant::now());
-        let state =
-            State { waiting, running: 0, gap_seconds: 1.0, since, preemptions: 0, draining: false, dead: false };
+        let (preemptions, free_blocks, draining, dead) = Default::default();
+        let state = State { waiting, running: 0, gap_seconds: 1.0, since, preemptions, free_blocks, draining, dead };
         Self { limit, state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -54,8 +55,13 @@ impl<T> Queue<T> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a job. A full queue first drops the jobs that `gone` says nobody waits for.
-    pub(crate) fn push(&self, job: T, gone: impl Fn(&T) -> bool) -> Result<(), SubmitError> {
+    /// Jobs that may wait.
+    pub(crate) fn limit(&self) -> usize {
+        self.limit
+    }
+
+    /// Adds jobs, all of them or none. A queue that lacks room first drops the jobs that `gone` says nobody waits for.
+    pub(crate) fn push(&self, jobs: Vec<T>, gone: impl Fn(&T) -> bool) -> Result<(), SubmitError> {
         let mut state = self.lock();
         if state.draining {
             return Err(SubmitError::Draining);
@@ -63,16 +69,16 @@ impl<T> Queue<T> {
         if state.dead {
             return Err(SubmitError::Dead);
         }
-        if state.waiting.len() >= self.limit {
+        if state.waiting.len() + jobs.len() > self.limit {
             state.waiting.retain(|job| !gone(job));
         }
-        if state.waiting.len() >= self.limit {
+        if state.waiting.len() + jobs.len() > self.limit {
             return Err(SubmitError::Busy {
                 queued: state.waiting.len(),
                 retry_seconds: state.gap_seconds.ceil().max(1.0) as u64,
             });
         }
-        state.waiting.push_back(job);
+        state.waiting.extend(jobs);
         self.changed.notify_all();
         Ok(())
     }
@@ -125,6 +131,16 @@ impl<T> Queue<T> {
         self.lock().preemptions
     }
 
+    /// So many blocks of the cache are free by now.
+    pub(crate) fn set_free_blocks(&self, blocks: usize) {
+        self.lock().free_blocks = blocks;
+    }
+
+    /// Blocks of the cache that were free after the latest step.
+    pub(crate) fn free_blocks(&self) -> usize {
+        self.lock().free_blocks
+    }
+
     /// From now on nothing is taken; what waits is still run.
     pub(crate) fn drain(&self) {
         self.lock().draining = true;
@@ -154,18 +170,28 @@ mod tests {
     #[test]
     fn a_full_queue_refuses_unless_someone_left() {
         let queue = Queue::new(2);
-        queue.push(1, |_| false).unwrap();
-        queue.push(2, |_| false).unwrap();
-        assert_eq!(queue.push(3, |_| false), Err(SubmitError::Busy { queued: 2, retry_seconds: 1 }));
-        queue.push(3, |&job| job == 1).unwrap();
+        queue.push(vec![1], |_| false).unwrap();
+        queue.push(vec![2], |_| false).unwrap();
+        assert_eq!(queue.push(vec![3], |_| false), Err(SubmitError::Busy { queued: 2, retry_seconds: 1 }));
+        queue.push(vec![3], |&job| job == 1).unwrap();
         assert_eq!((queue.pop(), queue.pop()), (Some(2), Some(3)));
         assert_eq!(queue.load(), (0, 2, false, false));
     }
 
     #[test]
+    fn several_find_room_together_or_not_at_all() {
+        let queue = Queue::new(3);
+        queue.push(vec![1], |_| false).unwrap();
+        assert_eq!(queue.push(vec![2, 3, 4], |_| false), Err(SubmitError::Busy { queued: 1, retry_seconds: 1 }));
+        queue.push(vec![2, 3], |_| false).unwrap();
+        queue.push(vec![4, 5], |&job| job < 3).unwrap();
+        assert_eq!([queue.pop(), queue.pop(), queue.pop()], [Some(3), Some(4), Some(5)]);
+    }
+
+    #[test]
     fn those_that_end_leave_and_the_others_keep_their_order() {
         let queue = Queue::new(9);
-        (1..=5).for_each(|job| queue.push(job, |_| false).unwrap());
+        (1..=5).for_each(|job| queue.push(vec![job], |_| false).unwrap());
         assert!(queue.remove(|job| *job > 5).is_empty());
         assert_eq!(queue.remove(|job| job % 2 == 0), [2, 4]);
         assert_eq!([queue.pop(), queue.pop(), queue.pop()], [Some(1), Some(3), Some(5)]);
@@ -174,15 +200,15 @@ mod tests {
     #[test]
     fn a_refused_one_hears_when_a_place_may_be_free() {
         let queue = Queue::new(1);
-        let busy = || queue.push(3, |_| false).unwrap_err();
-        queue.push(1, |_| false).unwrap();
+        let busy = || queue.push(vec![3], |_| false).unwrap_err();
+        queue.push(vec![1], |_| false).unwrap();
         assert_eq!(busy(), SubmitError::Busy { queued: 1, retry_seconds: 1 });
         // As if jobs took twenty seconds each, one after the other.
         for _ in 0..40 {
             queue.pop();
             queue.lock().since -= Duration::from_secs(20);
             queue.finished();
-            queue.push(1, |_| false).unwrap();
+            queue.push(vec![1], |_| false).unwrap();
         }
         let SubmitError::Busy { retry_seconds: seconds, .. } = busy() else { panic!("a place is free") };
         assert!((19..=21).contains(&seconds), "{seconds}");
@@ -191,31 +217,31 @@ mod tests {
     #[test]
     fn those_held_back_are_passed_by_and_keep_their_order() {
         let queue = Queue::new(90);
-        (1..=5).for_each(|job| queue.push(job, |_| false).unwrap());
+        (1..=5).for_each(|job| queue.push(vec![job], |_| false).unwrap());
         assert_eq!(queue.pop_if(|job| *job < 3, |_| false), None);
         assert_eq!(queue.pop_if(|job| *job < 3, |job| *job == 3), Some(3));
         assert_eq!(queue.pop_if(|_| true, |_| true), None);
         assert_eq!([1, 2, 4, 5].map(|_| queue.pop_if(|_| false, |_| true)), [1, 2, 4, 5].map(Some));
         // Not all of a long queue is looked at.
-        (0..=LOOKS).for_each(|job| queue.push(job, |_| false).unwrap());
+        (0..=LOOKS).for_each(|job| queue.push(vec![job], |_| false).unwrap());
         assert_eq!(queue.pop_if(|job| *job < LOOKS, |_| true), None);
     }
 
     #[test]
     fn draining_runs_what_waits_and_takes_no_more() {
         let queue = Queue::new(2);
-        queue.push(1, |_| false).unwrap();
+        queue.push(vec![1], |_| false).unwrap();
         queue.drain();
-        assert_eq!(queue.push(2, |_| false), Err(SubmitError::Draining));
+        assert_eq!(queue.push(vec![2], |_| false), Err(SubmitError::Draining));
         assert_eq!((queue.pop(), queue.pop()), (Some(1), None));
     }
 
     #[test]
     fn a_dead_queue_drops_what_waits() {
         let queue = Queue::new(2);
-        queue.push(1, |_| false).unwrap();
+        queue.push(vec![1], |_| false).unwrap();
         queue.die();
-        assert_eq!(queue.push(2, |_| false), Err(SubmitError::Dead));
+        assert_eq!(queue.push(vec![2], |_| false), Err(SubmitError::Dead));
         assert_eq!(queue.load(), (0, 0, false, true));
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::SamplingParams;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use taper_attention::{AttentionSpec, AttentionUsage};
 use tokio::sync::mpsc;
 
@@ -101,6 +101,19 @@ pub struct Usage {
     pub completion_tokens: usize,
     /// What attention did, one entry a choice.
     pub attention: Vec<AttentionUsage>,
+    /// How long it took.
+    pub times: Times,
+}
+
+/// A request's time, by what it was spent on.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Times {
+    /// Until it began.
+    pub queued: Duration,
+    /// From there until the first token was drawn.
+    pub prefill: Duration,
+    /// From there until the last one was.
+    pub decode: Duration,
 }
 
 /// A request's life, in order: `Prefilled`, `Delta`s, `Done`; or `Failed` at any time, last.

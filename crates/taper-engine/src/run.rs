@@ -5,7 +5,7 @@
 
 use crate::backend::{Backend, BackendError, Input, Row, Wanted};
 use crate::emit::{Drawn, Output};
-use crate::request::{Event, Request, RequestError, Usage};
+use crate::request::{Event, Request, RequestError, Times, Usage};
 use crate::sampler::{Sampler, logprobs};
 use crate::schedule::{self, Place, Share, Standing};
 use crate::text::Text;
@@ -23,6 +23,7 @@ pub(crate) struct Job {
     pub(crate) events: mpsc::Sender<Event>,
     /// Found out when it is first asked for.
     pub(crate) beginning: OnceLock<Beginning>,
+    pub(crate) submitted: Instant,
 }
 
 impl Job {
@@ -65,6 +66,8 @@ pub(crate) struct Run<S> {
     /// Prompt tokens that were in the cache before it lost its place, from wherever.
     known: usize,
     started: Instant,
+    /// When the first token was drawn.
+    first: Option<Instant>,
 }
 
 struct Choice<S> {
@@ -188,7 +191,7 @@ impl<S> Run<S> {
                 usage: None,
             })
             .collect();
-        Self { job, prompt: None, choices, reused: 0, known: 0, started: Instant::now() }
+        Self { job, prompt: None, choices, reused: 0, known: 0, started: Instant::now(), first: None }
     }
 
     pub(crate) fn job(&self) -> &Job {
@@ -387,6 +390,7 @@ impl<S> Run<S> {
 
     /// The prompt is in: every choice takes its first token, those that go on get a sequence.
     fn begin<B: Backend<Sequence = S>>(&mut self, backend: &mut B) -> Result<(), RequestError> {
+        self.first = Some(Instant::now());
         send(&self.job.events, Event::Prefilled);
         let prompt = self.prompt.as_ref().expect("a step has just used it");
         for (index, choice) in self.choices.iter_mut().enumerate() {
@@ -418,7 +422,11 @@ impl<S> Run<S> {
     }
 
     fn usage(&self) -> Usage {
+        let (began, now) = (self.started, Instant::now());
+        let first = self.first.unwrap_or(now);
+        let times = Times { queued: began - self.job.submitted, prefill: first - began, decode: now - first };
         Usage {
+            times,
             prompt_tokens: self.job.request.prompt.len(),
             cached_tokens: self.reused,
             completion_tokens: self.choices.iter().map(|c| c.output.generated()).sum(),

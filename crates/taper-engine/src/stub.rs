@@ -91,7 +91,8 @@ impl StubSequence {
 impl StubBackend {
     /// A stub that answers `script`, with a context of 512 tokens and a cache of 1024.
     pub fn new(script: &str) -> Self {
-        let limits = Limits { context_tokens: 512, cache_tokens: 1024, offloaded_tokens: 0, vocab: VOCAB };
+        let limits =
+            Limits { context_tokens: 512, cache_tokens: 1024, offloaded_tokens: 0, cache_bytes: 0, vocab: VOCAB };
         Self { script: script.into(), limits, chunk_multiple: 1, draws: false, held_blocks: 0, probe: Arc::default() }
     }
 

@@ -57,6 +57,7 @@ impl<B: Backend> Worker<B> {
         if let Err(error) = guard(|| Ok(self.backend.warm_up()?)) {
             tracing::warn!(%error, "the model could not be tried before the first request");
         }
+        self.queue.set_free_blocks(self.backend.free_blocks());
         drop(ready);
         loop {
             if self.running.is_empty() && self.preempted.is_empty() {
@@ -91,8 +92,9 @@ impl<B: Backend> Worker<B> {
         self.count_ended();
     }
 
-    /// Tells the queue of those that ended.
+    /// Tells the queue of those that ended, and what the cache has free.
     fn count_ended(&mut self) {
+        self.queue.set_free_blocks(self.backend.free_blocks());
         (0..std::mem::take(&mut self.ended)).for_each(|_| self.queue.finished());
     }
 
@@ -203,8 +205,14 @@ impl<B: Backend> Worker<B> {
                     }
                     tracing::info!(id = run.id(), "preempted: its place in the KV cache is needed");
                     self.queue.preempted();
-                    run.retract(&mut self.backend);
-                    self.preempted.push_front(run);
+                    let retracted = guard(|| {
+                        run.retract(&mut self.backend);
+                        Ok(())
+                    });
+                    match retracted {
+                        Ok(()) => self.preempted.push_front(run),
+                        Err(error) => self.fail(run, error),
+                    }
                 }
             }
         }

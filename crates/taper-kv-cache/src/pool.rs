@@ -198,6 +198,11 @@ impl KvPool {
         self.references.len()
     }
 
+    /// Bytes of their keys and values.
+    pub fn bytes(&self) -> u64 {
+        self.blocks() as u64 * self.shape.block_bytes(self.dtype) as u64
+    }
+
     /// Blocks of these that lie in a file, or in the host's memory.
     pub fn offloaded_blocks(&self) -> usize {
         self.offloaded

@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use taper_attention::AttentionSpec;
-use taper_engine::{Delta, Event, Finish, Request, Text, TokenLogprob, TokenRecord, Usage};
+use taper_engine::{Delta, Event, Events, Finish, Request, Text, TokenLogprob, TokenRecord, Usage};
 
 /// Names the top-level fields that had no effect.
 const IGNORED: HeaderName = HeaderName::from_static("x-taper-ignored-fields");
@@ -101,27 +101,31 @@ impl Call {
     /// One request to the engine for each prompt; all or none.
     fn submit(&mut self, app: &App, id: &str) -> Result<Merged, ApiError> {
         self.check_tokens(app.engine.limits().vocab)?;
-        let mut streams: Vec<Numbered> = Vec::new();
         let deadline = self.common.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        for (index, prompt) in self.prompts.iter_mut().enumerate() {
-            let request = Request {
-                id: id.to_string(),
-                prompt: std::mem::take(&mut prompt.tokens),
-                continues: self.kind == Kind::Text,
-                attention: Arc::clone(&self.attention),
-                question_tokens: prompt.question_tokens,
-                sampling: self.common.sampling.clone(),
-                stop: self.common.stop.clone(),
-                choices: self.common.choices,
-                logprobs: self.logprobs,
-                deadline,
-            };
-            let mut events =
-                app.engine.submit(request).map_err(|e| error::refused(&e, self.prompt_field, self.common.max_field))?;
-            let events = poll_fn(move |cx| events.poll_recv(cx)).map(move |event| (index, event));
-            streams.push(events.boxed());
-        }
-        Ok(select_all(streams))
+        let request = |prompt: &mut Prompt| Request {
+            id: id.to_string(),
+            prompt: std::mem::take(&mut prompt.tokens),
+            continues: self.kind == Kind::Text,
+            attention: Arc::clone(&self.attention),
+            question_tokens: prompt.question_tokens,
+            sampling: self.common.sampling.clone(),
+            stop: self.common.stop.clone(),
+            choices: self.common.choices,
+            logprobs: self.logprobs,
+            deadline,
+        };
+        let requests = self.prompts.iter_mut().map(request).collect();
+        let events = app.engine.submit_all(requests);
+        let events = events.map_err(|e| error::refused(&e, self.prompt_field, self.common.max_field))?;
+        let numbered = |(index, mut events): (usize, Events)| {
+            let mut watch = app.metrics.watch(self.common.choices);
+            let events = poll_fn(move |cx| events.poll_recv(cx)).map(move |event| {
+                watch.see(&event);
+                (index, event)
+            });
+            events.boxed()
+        };
+        Ok(select_all(events.into_iter().enumerate().map(numbered)))
     }
 
     /// A token id that the model lacks would otherwise do nothing, quietly.

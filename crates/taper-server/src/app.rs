@@ -3,10 +3,11 @@
 use crate::body::Body;
 use crate::error::{self, ApiError};
 use crate::keys::{self, Keys};
+use crate::metrics::Metrics;
 use crate::request_id::{self, RequestId};
 use crate::{chat, completions};
 use axum::extract::{DefaultBodyLimit, Extension, Path, State};
-use axum::http::{Method, StatusCode, Uri};
+use axum::http::{Method, StatusCode, Uri, header};
 use axum::middleware;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -55,6 +56,7 @@ impl Default for ServerConfig {
 pub(crate) struct App {
     pub(crate) engine: Arc<Engine>,
     pub(crate) config: ServerConfig,
+    pub(crate) metrics: Arc<Metrics>,
     /// Bodies that are read at a time: one for each core.
     pub(crate) parsing: Arc<Semaphore>,
 }
@@ -64,11 +66,13 @@ pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
     let limit = DefaultBodyLimit::max(config.body_bytes);
     let keys = Arc::clone(&config.keys);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let app = Arc::new(App { engine, config, parsing: Arc::new(Semaphore::new(cores)) });
+    let metrics = Arc::new(Metrics::new(&engine));
+    let app = Arc::new(App { engine, config, metrics, parsing: Arc::new(Semaphore::new(cores)) });
     Router::new()
         .route("/health", get(health))
         .route("/ready", get(ready))
         .route("/version", get(version))
+        .route("/metrics", get(measured))
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))
         .route("/v1/attention/methods", get(methods))
@@ -113,6 +117,11 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
 
 async fn version() -> Json<Value> {
     Json(json!({"version": env!("CARGO_PKG_VERSION")}))
+}
+
+/// What Prometheus reads.
+async fn measured(State(app): State<Arc<App>>) -> impl IntoResponse {
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], app.metrics.text(&app.engine))
 }
 
 async fn models(State(app): State<Arc<App>>) -> Json<Value> {

@@ -69,8 +69,8 @@ fn read_prompts(app: &App, value: Option<&Value>, echo: bool) -> Result<Vec<Prom
     };
     match value {
         Some(Value::Array(list)) if list.iter().any(|v| v.is_string() || v.is_array()) => {
-            if list.len() > app.config.prompts {
-                let most = app.config.prompts;
+            let most = app.config.prompts.min(app.engine.queue_limit());
+            if list.len() > most {
                 let message = format!("prompt has {} prompts; at most {most} are taken", list.len());
                 return Err(ApiError::invalid("prompt", message));
             }

@@ -53,6 +53,12 @@ struct Rate {
 }
 
 impl Rate {
+    /// Gives one back that the server had no room for.
+    fn give_back(&self) {
+        let mut state = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        state.0 = (state.0 + 1.0).min(self.per_minute as f64);
+    }
+
     /// Takes one request, or says how long there is none.
     fn take(&self, now: Instant) -> Result<(), Duration> {
         let mut state = self.left.lock().unwrap_or_else(PoisonError::into_inner);
@@ -216,8 +222,16 @@ pub(crate) async fn check(State(keys): State<Arc<Keys>>, request: Request, next:
     }
     tracing::info!(id, key = holder.name, "asked");
     match holder.take() {
-        Ok(None) => next.run(request).await,
-        Ok(Some(permit)) => next.run(request).await.map(|body| Body::new(Held { body, _permit: permit })),
+        Ok(permit) => {
+            let response = next.run(request).await;
+            if let (StatusCode::SERVICE_UNAVAILABLE, Some(rate)) = (response.status(), &holder.rate) {
+                rate.give_back();
+            }
+            match permit {
+                None => response,
+                Some(permit) => response.map(|body| Body::new(Held { body, _permit: permit })),
+            }
+        }
         Err((message, wait)) => {
             tracing::warn!(key = holder.name, message, "refused");
             let retry_after = Some(wait.as_secs_f64().ceil().max(1.0) as u64);

@@ -13,6 +13,7 @@ mod error;
 mod fields;
 mod keys;
 mod knobs;
+mod metrics;
 mod request_id;
 mod sampling;
 mod serve;

@@ -40,14 +40,15 @@ fn greeting(engine: &Engine, address: SocketAddr, (prefill, decode): (&str, &str
     let (id, limits) = (&engine.model().id, engine.limits());
     format!(
         r#"taper serves {id} at http://{address}
-context {} tokens, KV cache {} tokens{}, attention {prefill} / {decode} unless a request says otherwise
+context {} tokens, KV cache {} tokens{} in {} MiB, attention {prefill} / {decode} unless a request says otherwise
 
 curl http://{address}/v1/chat/completions -H 'Content-Type: application/json' -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "epsilon": 0.1}}'
 
 "#,
         limits.context_tokens,
         limits.cache_tokens,
-        of_them_offloaded(limits.offloaded_tokens)
+        of_them_offloaded(limits.offloaded_tokens),
+        limits.cache_bytes >> 20
     )
 }
 

@@ -43,7 +43,7 @@ pub struct BenchServeArgs {
     /// So many words at every prompt's beginning are the same
     #[arg(long, value_name = "WORDS", default_value_t = 0)]
     pub shared_prefix: usize,
-    /// A share of the clients leaves in the middle of the answer
+    /// A share of the clients leaves in the middle of the answer; the times have none of theirs
     #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
     pub cancel: f64,
     /// Requests before the load, which are not counted

@@ -1,0 +1,358 @@
+//! What Prometheus reads at `/metrics`: vLLM's names where the meaning is the same, so that dashboards, autoscalers and
+//! gateways made for it work, and under `taper:` what attention did.
+
+use prometheus::core::{AtomicU64, Collector, GenericCounter};
+use prometheus::{
+    Encoder, Gauge, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry,
+    TextEncoder,
+};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+use taper_attention::PhaseUsage;
+use taper_engine::{BLOCK_TOKENS, Engine, Event, Finish, Usage};
+
+/// Seconds until a first token, of a prompt, of a whole request.
+const LONG: [f64; 16] =
+    [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0];
+/// Seconds between two tokens.
+const SHORT: [f64; 14] = [0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0];
+/// Tokens of a request.
+const TOKENS: [f64; 18] = [
+    1.0,
+    4.0,
+    16.0,
+    64.0,
+    128.0,
+    256.0,
+    512.0,
+    1024.0,
+    2048.0,
+    4096.0,
+    8192.0,
+    16384.0,
+    32768.0,
+    65536.0,
+    131_072.0,
+    262_144.0,
+    524_288.0,
+    1_048_576.0,
+];
+/// Shares and relative errors.
+const SHARES: [f64; 14] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0];
+
+/// Everything that is counted.
+pub(crate) struct Metrics {
+    registry: Registry,
+    running: IntGauge,
+    waiting: IntGauge,
+    cache_usage: Gauge,
+    preemptions: IntCounter,
+    prompt_tokens: IntCounter,
+    generation_tokens: IntCounter,
+    prefix_queries: IntCounter,
+    prefix_hits: IntCounter,
+    ended: IntCounterVec,
+    first_token: Histogram,
+    between_tokens: Histogram,
+    per_token: Histogram,
+    whole: Histogram,
+    queued: Histogram,
+    prefill: Histogram,
+    decode: Histogram,
+    inference: Histogram,
+    request_prompt: Histogram,
+    request_generation: Histogram,
+    attention: Attention,
+    /// Held while the engine's own counts are taken over.
+    scrape: Mutex<()>,
+}
+
+/// What attention did, by phase (`prefill`, `decode`, `draft`) and method.
+struct Attention {
+    density: HistogramVec,
+    budget: HistogramVec,
+    dense_heads: IntCounterVec,
+    audited: IntCounterVec,
+    over: IntCounterVec,
+    error_mean: HistogramVec,
+    error_p99: HistogramVec,
+    drafted: IntCounter,
+    accepted: IntCounter,
+}
+
+/// Makes metrics and registers them.
+struct Maker {
+    registry: Registry,
+    labels: HashMap<String, String>,
+}
+
+impl Maker {
+    fn opts(&self, name: &str, help: &str) -> Opts {
+        Opts::new(name, help).const_labels(self.labels.clone())
+    }
+
+    fn add<M: Collector + Clone + 'static>(&self, made: prometheus::Result<M>) -> prometheus::Result<M> {
+        let metric = made?;
+        self.registry.register(Box::new(metric.clone()))?;
+        Ok(metric)
+    }
+
+    fn gauge(&self, name: &str, help: &str) -> prometheus::Result<IntGauge> {
+        self.add(IntGauge::with_opts(self.opts(name, help)))
+    }
+
+    fn counter(&self, name: &str, help: &str) -> prometheus::Result<IntCounter> {
+        self.add(IntCounter::with_opts(self.opts(name, help)))
+    }
+
+    fn counters(&self, name: &str, help: &str, labels: &[&str]) -> prometheus::Result<IntCounterVec> {
+        self.add(IntCounterVec::new(self.opts(name, help), labels))
+    }
+
+    fn histogram(&self, name: &str, help: &str, buckets: &[f64]) -> prometheus::Result<Histogram> {
+        let opts = HistogramOpts { common_opts: self.opts(name, help), buckets: buckets.to_vec() };
+        self.add(Histogram::with_opts(opts))
+    }
+
+    fn histograms(&self, name: &str, help: &str, buckets: &[f64]) -> prometheus::Result<HistogramVec> {
+        let opts = HistogramOpts { common_opts: self.opts(name, help), buckets: buckets.to_vec() };
+        self.add(HistogramVec::new(opts, &BY))
+    }
+}
+
+/// Labels of what attention did.
+const BY: [&str; 2] = ["phase", "method"];
+
+impl Attention {
+    fn new(make: &Maker) -> prometheus::Result<Self> {
+        Ok(Self {
+            density: make.histograms(
+                "taper:attention_density",
+                "Share of (query, key) pairs attended to, a choice of a request.",
+                &SHARES,
+            )?,
+            budget: make.histograms(
+                "taper:attention_budget_tokens",
+                "Keys read per query, layer and KV head on average, a choice of a request.",
+                &TOKENS,
+            )?,
+            dense_heads: make.counters(
+                "taper:attention_dense_heads_total",
+                "Query heads, per layer and token, that read everything to keep a promise.",
+                &BY,
+            )?,
+            audited: make.counters(
+                "taper:audit_heads_total",
+                "Query heads, per layer and token, compared with dense attention.",
+                &BY,
+            )?,
+            over: make.counters(
+                "taper:audit_over_epsilon_total",
+                "Those of them whose relative error is over the promised epsilon.",
+                &BY,
+            )?,
+            error_mean: make.histograms(
+                "taper:audit_error_mean",
+                "Mean relative error of a choice's audited heads.",
+                &SHARES,
+            )?,
+            error_p99: make.histograms(
+                "taper:audit_error_p99",
+                "99th percentile of the relative errors of a choice's audited heads.",
+                &SHARES,
+            )?,
+            drafted: make.counter("taper:draft_tokens_total", "Tokens drafted by a sparser method.")?,
+            accepted: make.counter("taper:draft_tokens_accepted_total", "Drafted tokens that the answer has.")?,
+        })
+    }
+
+    fn add(&self, phase: &str, usage: &PhaseUsage) {
+        let of = [phase, usage.method];
+        self.density.with_label_values(&of).observe(usage.density);
+        self.budget.with_label_values(&of).observe(usage.budget_mean);
+        if let Some(heads) = usage.dense_heads {
+            self.dense_heads.with_label_values(&of).inc_by(heads);
+        }
+        if let Some(audit) = &usage.audit {
+            self.audited.with_label_values(&of).inc_by(audit.heads);
+            self.error_mean.with_label_values(&of).observe(audit.error_mean);
+            self.error_p99.with_label_values(&of).observe(audit.error_p99);
+            if let Some(share) = audit.over_epsilon {
+                self.over.with_label_values(&of).inc_by((share * audit.heads as f64).round() as u64);
+            }
+        }
+    }
+}
+
+impl Metrics {
+    /// # Panics
+    /// Never: names and labels are fixed, and each is registered once.
+    pub(crate) fn new(engine: &Engine) -> Self {
+        Self::registered(engine).expect("every name is valid and registered once")
+    }
+
+    fn registered(engine: &Engine) -> prometheus::Result<Self> {
+        let labels = [("model_name", engine.model().id.as_str()), ("engine", "0")];
+        let labels = labels.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
+        let make = Maker { registry: Registry::new(), labels };
+        let limits = engine.limits();
+        let blocks = limits.cache_tokens / BLOCK_TOKENS;
+        let info = make.opts("vllm:cache_config_info", "The KV cache, in blocks of tokens.");
+        let (block_size, blocks) = (BLOCK_TOKENS.to_string(), blocks.to_string());
+        let info = info.const_label("block_size", block_size).const_label("num_gpu_blocks", blocks);
+        make.add(IntGauge::with_opts(info))?.set(1);
+        Ok(Self {
+            running: make.gauge("vllm:num_requests_running", "Requests that run.")?,
+            waiting: make.gauge("vllm:num_requests_waiting", "Requests that wait.")?,
+            cache_usage: make.add(Gauge::with_opts(
+                make.opts("vllm:kv_cache_usage_perc", "Share of the KV cache's blocks that requests hold, 0 to 1."),
+            ))?,
+            preemptions: make.counter(
+                "vllm:num_preemptions_total",
+                "How often a request gave its place in the KV cache up, to be computed again later.",
+            )?,
+            prompt_tokens: make.counter("vllm:prompt_tokens_total", "Tokens of prompts, cached ones included.")?,
+            generation_tokens: make.counter("vllm:generation_tokens_total", "Tokens generated.")?,
+            prefix_queries: make.counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the cache.")?,
+            prefix_hits: make.counter("vllm:prefix_cache_hits_total", "Those that were there.")?,
+            ended: make.counters(
+                "vllm:request_success_total",
+                "Choices that ended: stop, length, abort (the client left), error.",
+                &["finished_reason"],
+            )?,
+            first_token: make.histogram("vllm:time_to_first_token_seconds", "Time to the first token.", &LONG)?,
+            between_tokens: make.histogram("vllm:inter_token_latency_seconds", "Time between two tokens.", &SHORT)?,
+            per_token: make.histogram(
+                "vllm:request_time_per_output_token_seconds",
+                "Mean time of a request's tokens after the first.",
+                &SHORT,
+            )?,
+            whole: make.histogram("vllm:e2e_request_latency_seconds", "Time of a whole request.", &LONG)?,
+            queued: make.histogram("vllm:request_queue_time_seconds", "Time that a request waited.", &LONG)?,
+            prefill: make.histogram("vllm:request_prefill_time_seconds", "Time of a request's prompt.", &LONG)?,
+            decode: make.histogram("vllm:request_decode_time_seconds", "Time of a request's answer.", &LONG)?,
+            inference: make.histogram("vllm:request_inference_time_seconds", "Time of both.", &LONG)?,
+            request_prompt: make.histogram("vllm:request_prompt_tokens", "Tokens of a request's prompt.", &TOKENS)?,
+            request_generation: make.histogram(
+                "vllm:request_generation_tokens",
+                "Tokens that a request generated, over all choices.",
+                &TOKENS,
+            )?,
+            attention: Attention::new(&make)?,
+            registry: make.registry,
+            scrape: Mutex::new(()),
+        })
+    }
+
+    /// All of it as Prometheus reads it (text format 0.0.4), with how things stand now.
+    pub(crate) fn text(&self, engine: &Engine) -> String {
+        let _alone = self.scrape.lock().unwrap_or_else(PoisonError::into_inner);
+        let (load, limits) = (engine.load(), engine.limits());
+        self.running.set(load.running as i64);
+        self.waiting.set(load.waiting as i64);
+        let blocks = (limits.cache_tokens / BLOCK_TOKENS).max(1);
+        self.cache_usage.set(1.0 - (load.free_blocks.min(blocks) as f64 / blocks as f64));
+        catch_up(&self.preemptions, load.preemptions);
+        let mut text = Vec::new();
+        match TextEncoder::new().encode(&self.registry.gather(), &mut text) {
+            Ok(()) => String::from_utf8(text).unwrap_or_default(),
+            Err(error) => {
+                tracing::error!(%error, "the metrics could not be written");
+                String::new()
+            }
+        }
+    }
+
+    /// Watches one prompt's events from now on.
+    pub(crate) fn watch(self: &Arc<Self>, choices: usize) -> Watch {
+        Watch {
+            metrics: Arc::clone(self),
+            began: Instant::now(),
+            latest: vec![None; choices],
+            open: choices,
+            failed: false,
+        }
+    }
+
+    fn done(&self, took: Duration, usage: &Usage) {
+        self.whole.observe(took.as_secs_f64());
+        self.prompt_tokens.inc_by(usage.prompt_tokens as u64);
+        self.generation_tokens.inc_by(usage.completion_tokens as u64);
+        self.prefix_queries.inc_by(usage.prompt_tokens as u64);
+        self.prefix_hits.inc_by(usage.cached_tokens as u64);
+        self.request_prompt.observe(usage.prompt_tokens as f64);
+        self.request_generation.observe(usage.completion_tokens as f64);
+        let times = usage.times;
+        self.queued.observe(times.queued.as_secs_f64());
+        self.prefill.observe(times.prefill.as_secs_f64());
+        self.decode.observe(times.decode.as_secs_f64());
+        self.inference.observe((times.prefill + times.decode).as_secs_f64());
+        let each = usage.completion_tokens.checked_div(usage.attention.len()).unwrap_or(0);
+        if each > 1 {
+            self.per_token.observe(times.decode.as_secs_f64() / (each - 1) as f64);
+        }
+        for choice in &usage.attention {
+            self.attention.add("prefill", &choice.prefill);
+            self.attention.add("decode", &choice.decode);
+            if let Some(speculation) = &choice.speculation {
+                self.attention.add("draft", &speculation.draft);
+                self.attention.drafted.inc_by(speculation.drafted);
+                self.attention.accepted.inc_by(speculation.accepted);
+            }
+        }
+    }
+}
+
+/// Brings a counter up to what somebody else counted.
+fn catch_up(counter: &GenericCounter<AtomicU64>, count: u64) {
+    counter.inc_by(count.saturating_sub(counter.get()));
+}
+
+/// One prompt on its way. Dropped before its end, its client has left.
+pub(crate) struct Watch {
+    metrics: Arc<Metrics>,
+    began: Instant,
+    /// When each choice had its latest text.
+    latest: Vec<Option<Instant>>,
+    /// Choices that go on.
+    open: usize,
+    failed: bool,
+}
+
+impl Watch {
+    /// Takes an event into account.
+    pub(crate) fn see(&mut self, event: &Event) {
+        match event {
+            Event::Prefilled => {}
+            Event::Delta(delta) => {
+                let now = Instant::now();
+                if self.latest.iter().all(Option::is_none) {
+                    self.metrics.first_token.observe((now - self.began).as_secs_f64());
+                }
+                let latest = self.latest.get_mut(delta.choice);
+                if let Some(before) = latest.and_then(|latest| latest.replace(now)) {
+                    self.metrics.between_tokens.observe((now - before).as_secs_f64());
+                }
+                if let Some(finish) = &delta.finish {
+                    self.open = self.open.saturating_sub(1);
+                    self.end(if *finish == Finish::Length { "length" } else { "stop" }, 1);
+                }
+            }
+            Event::Done(usage) => self.metrics.done(self.began.elapsed(), usage),
+            Event::Failed(_) => self.failed = true,
+        }
+    }
+
+    fn end(&self, reason: &str, choices: usize) {
+        self.metrics.ended.with_label_values(&[reason]).inc_by(choices as u64);
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        if self.open > 0 {
+            self.end(if self.failed { "error" } else { "abort" }, self.open);
+        }
+    }
+}
