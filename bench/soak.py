@@ -27,19 +27,21 @@ from cpu import Server, free_port
 
 # Requests a minute, prompt and answer lengths, share of the clients that leave in the middle, fields.
 LOADS = {
-    "dense": (9, "20:400", "4:256", 0.2, {"ignore_eos": True}),
+    "dense": (8, "20:400", "4:48", 0.2, {"ignore_eos": True}),
     "quest": (6, "100:600", "4:64", 0.3, {"attention": {"decode": {"method": "quest", "k": 64}}, "logprobs": 2}),
     "delta": (
         4, "50:300", "4:32", 0.3,
         {"attention": {"prefill": {"method": "delta"}, "decode": {"method": "vattention"}}, "n": 2, "temperature": 1, "top_p": 0.9},
     ),
     "drafts": (3, "50:600", "4:64", 0.2, {"attention": {"speculate": {"method": "streaming_llm"}}, "temperature": 0.7}),
-    "late": (3, "50:900", "16:64", 0.1, {"timeout": 4}),
+    "late": (3, "50:900", "16:64", 0.1, {"timeout": 12}),
     "minference": (1.5, "600:1500", "4:32", 0.3, {"attention": {"prefill": {"method": "minference"}}}),
     "sampled": (
         1.5, "600:1500", "4:32", 0.3,
         {"attention": {"prefill": {"method": "delta", "base": {"method": "sample_attention", "min_tokens": 0}}, "decode": {"method": "santa"}}},
     ),
+    # Two at once take more blocks than there are.
+    "growing": (2, "40:60", "200:320", 0.2, {"ignore_eos": True, "n": 3, "temperature": 1}),
     "limited": (4, "20:100", "4:16", 0, {}),
 }
 # The second one may ask for one thing at a time.
@@ -126,7 +128,8 @@ def main():
     print("| load | sent | completed | left | refused or failed |\n| --- | --- | --- | --- | --- |")
     refused = 0
     for name, load in loads.items():
-        assert load.returncode == 0, name
+        # A load of which none was answered ends with 1: all may be late.
+        assert load.returncode == 0 or name in MAY_FAIL, name
         found = json.loads((folder / f"{name}.json").read_text())
         check(name, round(LOADS[name][0] * args.minutes), found["figures"], found["requests"])
         refused += sum("HTTP 429" in (one["error"] or "") for one in found["requests"])

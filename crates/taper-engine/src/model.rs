@@ -491,8 +491,8 @@ impl Backend for ModelBackend {
 }
 
 impl Text for ModelText {
-    fn encode(&self, text: &str) -> Result<Vec<u32>, TextError> {
-        self.tokenizer.encode(text, true).map_err(|e| TextError(e.to_string()))
+    fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError> {
+        self.tokenizer.encode(text, special).map_err(|e| TextError(e.to_string()))
     }
 
     fn chat(&self, messages: &[Message]) -> Result<Vec<u32>, TextError> {
@@ -506,8 +506,8 @@ impl Text for ModelText {
         self.tokenizer.encode(&text, false).map_err(|e| TextError(e.to_string()))
     }
 
-    fn decode(&self, tokens: &[u32]) -> String {
-        self.tokenizer.decode(tokens, true)
+    fn decode(&self, tokens: &[u32], special: bool) -> String {
+        self.tokenizer.decode(tokens, !special)
     }
 
     fn token_bytes(&self, token: u32) -> Vec<u8> {

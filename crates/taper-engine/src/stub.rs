@@ -283,7 +283,7 @@ impl Backend for StubBackend {
 pub struct StubText;
 
 impl Text for StubText {
-    fn encode(&self, text: &str) -> Result<Vec<u32>, TextError> {
+    fn encode(&self, text: &str, _: bool) -> Result<Vec<u32>, TextError> {
         Ok(text.bytes().map(u32::from).collect())
     }
 
@@ -295,10 +295,10 @@ impl Text for StubText {
             }
             text.push_str(&format!("<{}>{}\n", message.role, message.content));
         }
-        self.encode(&(text + "<assistant>"))
+        self.encode(&(text + "<assistant>"), true)
     }
 
-    fn decode(&self, tokens: &[u32]) -> String {
+    fn decode(&self, tokens: &[u32], _: bool) -> String {
         let bytes: Vec<u8> = tokens.iter().filter(|&&t| t < 256).map(|&t| t as u8).collect();
         String::from_utf8_lossy(&bytes).into_owned()
     }

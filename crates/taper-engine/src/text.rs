@@ -16,11 +16,11 @@ pub struct TextError(pub String);
 
 /// Text to tokens and back.
 pub trait Text: Send + Sync + 'static {
-    /// Tokenizes a prompt, with the tokens that the model wants at the start of each text.
+    /// Tokenizes a prompt, if `special` with the tokens that the model wants at the start of each text.
     ///
     /// # Errors
     /// The tokenizer's own.
-    fn encode(&self, text: &str) -> Result<Vec<u32>, TextError>;
+    fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError>;
 
     /// Renders messages by the chat template, ready for the assistant's answer, and tokenizes the result.
     ///
@@ -28,8 +28,8 @@ pub trait Text: Send + Sync + 'static {
     /// The model has no template, or the template refuses the messages.
     fn chat(&self, messages: &[Message]) -> Result<Vec<u32>, TextError>;
 
-    /// The text of tokens, special ones left out.
-    fn decode(&self, tokens: &[u32]) -> String;
+    /// The text of tokens, with the `special` ones or without.
+    fn decode(&self, tokens: &[u32], special: bool) -> String;
 
     /// The bytes that a token adds to a text, maybe a part of a character.
     fn token_bytes(&self, token: u32) -> Vec<u8>;

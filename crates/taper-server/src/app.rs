@@ -5,7 +5,7 @@ use crate::error::{self, ApiError};
 use crate::keys::{self, Keys};
 use crate::metrics::Metrics;
 use crate::request_id::{self, RequestId};
-use crate::{chat, completions};
+use crate::{chat, completions, tokens};
 use axum::extract::{DefaultBodyLimit, Extension, Path, State};
 use axum::http::{Method, StatusCode, Uri, header};
 use axum::middleware;
@@ -78,6 +78,8 @@ pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
         .route("/v1/attention/methods", get(methods))
         .route("/v1/chat/completions", post(chat_completions))
         .route("/v1/completions", post(text_completions))
+        .route("/tokenize", post(tokenize))
+        .route("/detokenize", post(detokenize))
         .fallback(async |uri: Uri| ApiError::new(StatusCode::NOT_FOUND, format!("no such path: {}", uri.path())))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             let message = format!("{} does not take {method}; the header Allow names what it takes", uri.path());
@@ -165,6 +167,14 @@ async fn text_completions(
 ) -> Result<Response, ApiError> {
     let call = body.parse(&app, completions::parse).await?;
     call.run(&app, &id).await
+}
+
+async fn tokenize(State(app): State<Arc<App>>, body: Body) -> Result<Json<Value>, ApiError> {
+    body.parse(&app, tokens::tokenize).await.map(Json)
+}
+
+async fn detokenize(State(app): State<Arc<App>>, body: Body) -> Result<Json<Value>, ApiError> {
+    body.parse(&app, tokens::detokenize).await.map(Json)
 }
 
 impl App {

@@ -1,6 +1,5 @@
 //! Request bodies: bytes to a JSON object, off the async threads, because tokenizing a long prompt takes a while.
 
-use crate::answer::Call;
 use crate::app::App;
 use crate::error::ApiError;
 use axum::body::Bytes;
@@ -29,11 +28,11 @@ impl FromRequest<Arc<App>> for Body {
 
 impl Body {
     /// Parses the object and hands it to an endpoint's own parser.
-    pub(crate) async fn parse(
+    pub(crate) async fn parse<T: Send + 'static>(
         self,
         app: &Arc<App>,
-        endpoint: fn(&App, &Map<String, Value>) -> Result<Call, ApiError>,
-    ) -> Result<Call, ApiError> {
+        endpoint: fn(&App, &Map<String, Value>) -> Result<T, ApiError>,
+    ) -> Result<T, ApiError> {
         let turn = Arc::clone(&app.parsing).acquire_owned().await;
         let app = Arc::clone(app);
         let parsed = tokio::task::spawn_blocking(move || {

@@ -45,7 +45,7 @@ fn question(app: &App, messages: &[Message], tokens: &[u32]) -> Option<usize> {
     Some(tokens.len() - tokens.iter().zip(&before).take_while(|(a, b)| a == b).count())
 }
 
-fn messages(fields: &mut Fields<'_>) -> Result<Vec<Message>, ApiError> {
+pub(crate) fn messages(fields: &mut Fields<'_>) -> Result<Vec<Message>, ApiError> {
     let list = fields.array("messages")?;
     let list = list
         .filter(|list| !list.is_empty())

@@ -55,14 +55,14 @@ fn read_prompts(app: &App, value: Option<&Value>, echo: bool) -> Result<Vec<Prom
     };
     let one = |value: &Value| match value {
         Value::String(text) => {
-            let tokens = app.engine.text().encode(text);
+            let tokens = app.engine.text().encode(text, true);
             let tokens = tokens.map_err(|e| error::text(&e, "prompt"))?;
             let echo = echo.then(|| text.clone());
             Ok(Prompt { tokens, question_tokens: 0, echo })
         }
         Value::Array(list) => {
             let tokens = sampling::ids(list).ok_or_else(wrong)?;
-            let echo = echo.then(|| app.engine.text().decode(&tokens));
+            let echo = echo.then(|| app.engine.text().decode(&tokens, false));
             Ok(Prompt { tokens, question_tokens: 0, echo })
         }
         _ => Err(wrong()),

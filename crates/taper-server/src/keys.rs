@@ -201,10 +201,11 @@ fn hex(text: &str) -> Option<[u8; 32]> {
     bytes.try_into().ok().filter(|_| digits.len() == 64)
 }
 
-/// Lets nothing under `/v1` through without a key, if there are any; what is asked of the model counts against the key's
-/// limits until its answer is sent.
+/// Lets nothing under `/v1`, and nothing that makes work elsewhere, through without a key, if there are any; what is asked
+/// counts against the key's limits until its answer is sent.
 pub(crate) async fn check(State(keys): State<Arc<Keys>>, request: Request, next: Next) -> Response {
-    if keys.is_empty() || !request.uri().path().starts_with("/v1/") {
+    let looks = request.method() != Method::POST && !request.uri().path().starts_with("/v1/");
+    if keys.is_empty() || looks {
         return next.run(request).await;
     }
     let id = request.extensions().get().map_or("", |RequestId(id)| id);

@@ -17,7 +17,7 @@ pub fn run(args: GenerateArgs) -> Result<()> {
     let prompt = if args.chat {
         engine.text().chat(&[Message { role: "user".into(), content: args.prompt }])?
     } else {
-        engine.text().encode(&args.prompt)?
+        engine.text().encode(&args.prompt, true)?
     };
     let show = |text: &str| if args.stream { talk::print(text) } else { Ok(()) };
     let (text, _) = talk::run(&engine, prompt, !args.chat, Arc::new(attention), &args.sampling, show)?;

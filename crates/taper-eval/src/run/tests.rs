@@ -21,7 +21,7 @@ impl PromptText for Bytes {
     }
 
     fn decode(&self, tokens: &[u32]) -> String {
-        StubText.decode(tokens)
+        StubText.decode(tokens, false)
     }
 
     fn ends(&self, token: u32) -> bool {

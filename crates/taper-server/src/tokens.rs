@@ -1,0 +1,51 @@
+//! `/tokenize` and `/detokenize`, in vLLM's format.
+
+use crate::app::App;
+use crate::chat;
+use crate::error::{self, ApiError};
+use crate::fields::Fields;
+use crate::sampling;
+use serde_json::{Map, Value, json};
+
+/// The tokens of a prompt, or of messages as a chat request would have them.
+pub(crate) fn tokenize(app: &App, map: &Map<String, Value>) -> Result<Value, ApiError> {
+    let mut fields = Fields::new(map, "");
+    app.check_model(fields.text("model")?)?;
+    let names = fields.bool("return_token_strs")?.unwrap_or(false);
+    let text = app.engine.text();
+    let tokens = match (fields.text("prompt")?, fields.array("messages")?) {
+        (Some(prompt), None) => {
+            let special = fields.bool("add_special_tokens")?.unwrap_or(true);
+            text.encode(prompt, special).map_err(|e| error::text(&e, "prompt"))?
+        }
+        (None, Some(_)) => {
+            if fields.bool("add_generation_prompt")? == Some(false) {
+                let message = "messages are always made ready for the assistant's answer here";
+                return Err(ApiError::invalid("add_generation_prompt", message));
+            }
+            text.chat(&chat::messages(&mut fields)?).map_err(|e| error::text(&e, "messages"))?
+        }
+        _ => return Err(ApiError::invalid("prompt", "either prompt must be a string or messages an array")),
+    };
+    let name = |token: &u32| String::from_utf8_lossy(&text.token_bytes(*token)).into_owned();
+    Ok(json!({
+        "count": tokens.len(),
+        "max_model_len": app.engine.limits().context_tokens,
+        "token_strs": names.then(|| tokens.iter().map(name).collect::<Vec<_>>()),
+        "tokens": tokens,
+    }))
+}
+
+/// The text of tokens, special ones included.
+pub(crate) fn detokenize(app: &App, map: &Map<String, Value>) -> Result<Value, ApiError> {
+    let mut fields = Fields::new(map, "");
+    app.check_model(fields.text("model")?)?;
+    let tokens = fields.array("tokens")?.and_then(|list| sampling::ids(list));
+    let tokens = tokens.ok_or_else(|| ApiError::invalid("tokens", "tokens must be an array of token ids"))?;
+    let vocab = app.engine.limits().vocab;
+    if let Some(unknown) = tokens.iter().find(|token| **token as usize >= vocab) {
+        let message = format!("tokens: token {unknown} is not in the vocabulary of {vocab} tokens");
+        return Err(ApiError::invalid("tokens", message));
+    }
+    Ok(json!({"prompt": app.engine.text().decode(&tokens, true)}))
+}

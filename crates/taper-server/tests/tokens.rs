@@ -1,0 +1,46 @@
+//! Text to tokens and back over HTTP.
+
+mod support;
+
+use axum::http::StatusCode;
+use serde_json::{Value, json};
+use support::server;
+
+#[tokio::test]
+async fn a_prompt_and_messages_are_the_tokens_that_a_request_has() {
+    let server = server("x");
+    let answer = server.post("/tokenize", json!({"model": "stub", "prompt": "hé"})).await;
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.text);
+    let tokens = json!([104, 195, 169]);
+    assert_eq!(answer.json(), json!({"count": 3, "max_model_len": 512, "token_strs": null, "tokens": tokens}));
+    let named = server.post("/tokenize", json!({"prompt": "hi", "return_token_strs": true})).await.json();
+    assert_eq!(named["token_strs"], json!(["h", "i"]));
+    let back = server.post("/detokenize", json!({"model": "stub", "tokens": tokens})).await;
+    assert_eq!(back.json(), json!({"prompt": "hé"}));
+
+    let messages = json!([{"role": "user", "content": "hi"}]);
+    let chat = server.post("/tokenize", json!({"messages": messages})).await.json();
+    let asked = server.chat(json!({"messages": messages})).await.json();
+    assert_eq!(chat["count"], asked["usage"]["prompt_tokens"]);
+}
+
+#[tokio::test]
+async fn what_cannot_be_is_refused_with_its_field() {
+    let server = server("x");
+    let cases: [(&str, Value, &str); 9] = [
+        ("/tokenize", json!({}), "prompt"),
+        ("/tokenize", json!({"prompt": 3}), "prompt"),
+        ("/tokenize", json!({"prompt": "a", "messages": []}), "prompt"),
+        ("/tokenize", json!({"messages": []}), "messages"),
+        ("/tokenize", json!({"messages": [{"role": "user"}]}), "messages[0].content"),
+        ("/tokenize", json!({"messages": [], "add_generation_prompt": false}), "add_generation_prompt"),
+        ("/tokenize", json!({"prompt": "a", "add_special_tokens": 1}), "add_special_tokens"),
+        ("/detokenize", json!({"tokens": "a"}), "tokens"),
+        ("/detokenize", json!({"tokens": [1, 257]}), "tokens"),
+    ];
+    for (path, body, param) in cases {
+        let answer = server.post(path, body.clone()).await;
+        assert_eq!((answer.status, answer.error().1), (StatusCode::BAD_REQUEST, json!(param)), "{path} {body}");
+    }
+    assert_eq!(server.post("/detokenize", json!({"model": "other", "tokens": []})).await.status, StatusCode::NOT_FOUND);
+}
