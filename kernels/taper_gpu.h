@@ -147,6 +147,11 @@ typedef struct TaperSampledParams {
   // [lists, near_draws, head_dim], which are looked at there; at least 64 draws. Null: they are read again.
   int32_t near_draws;
   void* near_values;
+  // 1: part_o, part_lse, sync, draws, draw_counts, scores and sums have room for one list more; the tables, seeds and
+  // positions were there before the launch ahead began; and row 0's first 1,024 tokens, if it has as many, may be read at any
+  // time. Where a multiprocessor is to spare, a thread block then tries on them what the others will do, while the launch ahead
+  // ends.
+  int32_t scouts, reserved;
 } TaperSampledParams;
 
 int taper_sampled(const TaperSampledParams* p, TaperStream stream);
@@ -377,6 +382,10 @@ typedef struct TaperPickParams {
   int32_t overlap;
   float scale;       // of the sum's scores
   int32_t in_order;  // set by the entry point
+  // Above 0: the launch right ahead changes nothing that this one reads but the bounds of pages with any of a row's last
+  // `fresh` tokens, and lets its successor begin only once all launches before it have ended, as taper_append does: pages
+  // before those are scored beside it. 0: nothing is read before it has ended.
+  int32_t fresh, reserved;
 } TaperPickParams;
 
 // Pages that were chosen, as the tokens of each that lie between the two ranges of its list.
@@ -630,7 +639,8 @@ typedef struct TaperNormParams {
   void* out;           // [rows, width]
   int32_t rows, width, dtype, overlap;
   float epsilon;
-  int32_t x_f32;  // x and weight are f32, and there is no residual; dtype is that of out
+  // x and weight are f32, and there is no residual; dtype is that of out. Without a weight x is only rounded.
+  int32_t x_f32;
 } TaperNormParams;
 
 typedef struct TaperSiluParams {
@@ -656,6 +666,21 @@ typedef struct TaperProductParams {
 
 // At most 4 rows; inputs a multiple of 8, outputs of 2.
 int taper_product(const TaperProductParams* p, TaperStream stream);
+
+enum { TAPER_CHAIN_MAX = 4, TAPER_CHAIN_INPUTS = 16384 };
+
+// Products of one row in one launch, each of which begins when those before it have ended: of one dtype, of at most
+// TAPER_CHAIN_INPUTS inputs each. Thread blocks wait for all others, and there is one for each multiprocessor: two such
+// launches must not run beside each other.
+typedef struct TaperChainParams {
+  TaperProductParams products[4];
+  uint32_t* sync;                  // [32]: 0 before the launch and after it
+  int32_t count;                   // products, at most TAPER_CHAIN_MAX
+  int32_t inputs_most;             // set by the entry point
+  int32_t overlap, reserved;
+} TaperChainParams;
+
+int taper_chain(const TaperChainParams* p, TaperStream stream);
 
 // Rotation, and keys and values to the cache.
 int taper_rope(const TaperRopeParams* p, TaperStream stream);

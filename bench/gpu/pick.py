@@ -6,6 +6,7 @@ is the median of a graph replay in microseconds.
 import torch
 
 import taper_gpu as t
+from append import AppendParams
 from oracle import attend64, rel
 from taper_gpu import DTYPE, F32, I32, P, call, ptr, struct
 
@@ -14,7 +15,7 @@ DEV = "cuda"
 PickParams = struct("PickParams", [(n, P) for n in (
     "q view lower block_table row_table lens begins ends ks lists keys ids counts work sync masses").split()] + [
     (n, I32) for n in ("rows q_heads kv_heads width dtype table_stride per_block pitch stride capacity k reduce "
-                       "target overlap").split()] + [("scale", F32), ("in_order", I32)])
+                       "target overlap").split()] + [("scale", F32), ("in_order", I32), ("fresh", I32), ("reserved", I32)])
 BLOCKS, TOKENS = 1, 2
 
 
@@ -24,7 +25,7 @@ class Pick:
 
     def __init__(self, cache, q, view, lower=None, k=1, begins=None, ends=None, ks=None, work=None,
                  capacity=None, row_table=None, lens=None, overlap=True, shares=False, lists=None, target=BLOCKS,
-                 pitch=0):
+                 pitch=0, fresh=0):
         rows, q_heads, width = q.shape
         count, dev, per_block = rows * cache.kv_heads, q.device, view.shape[2] if view.dim() == 4 else 1
         page = 64 // per_block
@@ -41,7 +42,7 @@ class Pick:
             *[ptr(x) for x in (q, view, lower, cache.table, row_table, self.lens, begins, ends, ks, lists,
                                self.keys, self.ids, self.counts, work, self.sync, self.masses)],
             rows, q_heads, cache.kv_heads, width, DTYPE[q.dtype], cache.table.stride(0), per_block, pitch, stride,
-            capacity, k, int(shares), target, int(overlap), width**-0.5, 0)
+            capacity, k, int(shares), target, int(overlap), width**-0.5, 0, fresh)
 
     def __call__(self):
         call("taper_pick", self.p)
@@ -175,6 +176,7 @@ def check_shares(report, small):
                 seen[i, h, w[1]:w[3]] = True
         name = f"{dtype} d{d} kv {kv} group {group} pages of {page}"
         report(f"pick by shares {name}", bad + repeats, 0.5)
+        report(f"pick beside an append {name}", beside_append(f, cache, lo, page, 2 if small else 50), 0.5)
         shift = page.bit_length() - 1
         plan = t.Decode(cache, q, work, token_ids=f.ids, token_shift=shift)
         plan.plan()
@@ -188,6 +190,29 @@ def check_shares(report, small):
             want = attend64(q[i:i + 1], *cache.dense(i), read)[0][0]
             err = max(err, rel(plan.out[i], want), rel(one.out[i], want))
         report(f"attention over them {name}", err)
+
+
+def beside_append(f, cache, lower, page, times):
+    """How often pages are chosen otherwise while the launch ahead renews the bounds of each row's last tokens."""
+    newest = min(3, min(cache.lens))
+    spans = torch.tensor([[i, n - newest, n, 0] for i, n in enumerate(cache.lens)], dtype=torch.int32, device=DEV)
+    p = AppendParams(ptr(cache.k), ptr(cache.table), ptr(spans))
+    p.pages, p.span_count, p.kv_heads, p.head_dim = lower.data_ptr(), len(cache.lens), cache.kv_heads, cache.head_dim
+    p.dtype, p.table_stride, p.max_blocks, p.overlap, p.page = DTYPE[cache.dtype], cache.table.stride(0), 2, 1, page
+    last = [cache.table[i, (n - 1) // 64].item() for i, n in enumerate(cache.lens)]
+    bounds = torch.as_strided(lower, (cache.blocks, cache.kv_heads, 64 // page, 2 * cache.head_dim),
+                              (cache.kv_heads * 64 // page * 2 * cache.head_dim, 64 // page * 2 * cache.head_dim,
+                               2 * cache.head_dim, 1))
+    found = []
+    for fresh in (0, *[newest] * times):
+        for block, n in zip(last, cache.lens):  # A page whose oldest row is a new one is not what it was.
+            bounds[block, :, (n - 1) % 64 // page] = 100.0
+        f.p.fresh = fresh
+        call("taper_append", p)
+        f()
+        found.append((f.ids.clone(), f.work.clone()))
+    f.p.fresh = 0
+    return sum(not (torch.equal(a, found[0][0]) and torch.equal(b, found[0][1])) for a, b in found[1:])
 
 
 def bench_paged(put, time):

@@ -117,7 +117,8 @@ SampledParams = struct("SampledParams", [("d", DecodeParams)] + [(n, P) for n in
     ("epsilon", F32), ("whole", F32), ("most", F32), ("upper", F32), ("rest", F32),
     ("split_vector", F32 * 6), ("split_scalar", F32 * 6), ("unseen", F32), ("pilot_share", F64),
     ("dense_share", F64), ("draw_stride", I64), ("pilot_tokens", I32), ("rule", I32),
-    ("capacity", I32), ("layer", I32), ("out_f32", I32), ("near_draws", I32), ("near_values", P)])
+    ("capacity", I32), ("layer", I32), ("out_f32", I32), ("near_draws", I32), ("near_values", P),
+    ("scouts", I32), ("reserved", I32)])
 
 
 ValuesParams = struct("ValuesParams", [(n, P) for n in (
@@ -394,7 +395,7 @@ class VAttention:
     def __init__(self, cache, q, fixed, seeds, epsilon, delta, rule="chi2", block_ids=None,
                  token_ids=None, pilot_tokens=64, pilot_share=0.01, dense_share=0.5, layer=0,
                  row_table=None, positions=None, list_heads=None, token_ln_weight=None, overlap=True,
-                 token_shift=0, out_f32=False, near_draws=0):
+                 token_shift=0, out_f32=False, near_draws=0, scouts=1):
         rows, q_heads, d = q.shape
         dev = q.device
         kv = list_heads or cache.kv_heads
@@ -409,17 +410,18 @@ class VAttention:
         i32 = lambda *shape: torch.full(shape, -1, dtype=torch.int32, device=dev)
         f32 = lambda *shape: torch.full(shape, float("nan"), device=dev)
         self.fixed = fixed
-        self.part_o, self.part_lse = f32(lists, 2, team, group, d), f32(lists, 2, team, group)
+        room = lists + scouts
+        self.part_o, self.part_lse = f32(room, 2, team, group, d), f32(room, 2, team, group)
         self.seeds = torch.tensor(seeds, dtype=torch.int64, device=dev)
         positions = [n - 1 for n in cache.lens] if positions is None else positions
         self.positions = torch.tensor(positions, dtype=torch.int32, device=dev)
         self.out = torch.full(q.shape, float("nan"), device=dev, dtype=torch.float32 if out_f32 else q.dtype)
         self.lse = f32(rows, q_heads)
-        self.sync = torch.zeros(1 + lists, 32, dtype=torch.int32, device=dev)
-        self.draws = i32(lists, stride)
-        self.draw_counts = torch.zeros(lists, 4, team * 4, dtype=torch.int32, device=dev)
-        self.scores = f32(lists, self.capacity, group)
-        self.sums = torch.zeros(lists, team, group, 4, dtype=torch.int64, device=dev)
+        self.sync = torch.zeros(1 + room, 32, dtype=torch.int32, device=dev)
+        self.draws = i32(room, stride)
+        self.draw_counts = torch.zeros(room, 4, team * 4, dtype=torch.int32, device=dev)
+        self.scores = f32(room, self.capacity, group)
+        self.sums = torch.zeros(room, team, group, 4, dtype=torch.int64, device=dev)
         self.near = torch.full((lists, near_draws, d), float("nan"), device=dev, dtype=q.dtype) if near_draws else None
         self.state, self.residual, self.counts = i32(lists), i32(lists), i32(lists)
         self.keep = (cache, q, block_ids, token_ids, row_table, token_ln_weight)
@@ -435,7 +437,7 @@ class VAttention:
                 self.draw_counts, self.scores, self.sums, self.state, self.residual,
                 self.counts)],
             epsilon, *quantiles(delta), unseen(delta), pilot_share, dense_share, stride, pilot_tokens, RULES[rule],
-            self.capacity, layer, int(out_f32), near_draws, ptr(self.near))
+            self.capacity, layer, int(out_f32), near_draws, ptr(self.near), scouts)
 
     def __call__(self):
         call("taper_sampled", self.p)

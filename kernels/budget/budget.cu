@@ -22,7 +22,8 @@ cudaError_t go(SampledParams p, const ChooseParams* c, cudaStream_t stream) {
     return launch(clustered_kernel<T, D, N, 16>, grid, kListedThreads, kListedBytes<D, N>, stream, overlap, maps, p, *c);
   if (p.rule == kListed)
     return launch(listed_kernel<T, D, N>, grid, kListedThreads, kListedBytes<D, N>, stream, overlap, maps, p);
-  return launch(sampled_kernel<T, D, N>, grid, kSampledThreads, kSampledBytes<D, N>, stream, overlap, maps, p);
+  if (p.scouts > 0) p.scouts = grid < sm_count();  // One multiprocessor at least would have nothing to do.
+  return launch(sampled_kernel<T, D, N>, grid + p.scouts, kSampledThreads, kSampledBytes<D, N>, stream, overlap, maps, p);
 }
 
 bool valid(const SampledParams& p) {

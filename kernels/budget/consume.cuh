@@ -42,7 +42,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       } else {
         n = o.share_of(phase == kExact ? list_tiles(o.w) : range_tiles(0, o.w.len), o.rank);
       }
-      float* scores = p.scores + (int64_t)o.list * p.capacity * group;
+      float* scores = p.scores + (int64_t)o.slot * p.capacity * group;
       // Each warpgroup takes every other tile.
 #pragma unroll 1
       for (uint32_t i = (wg ^ pos) & 1; i < n; i += 2) {
@@ -72,7 +72,14 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
         phase = kSample;
         continue;
       }
-      // Either the team meets to judge, or its last block merges.
+      // Either the team meets to judge, or its last block merges. A scout that others have caught up with is done.
+      if (o.scout && caught_up()) {
+        if (tid == 0) {
+          st.decision = {kSampled, to};
+          mbar_arrive(smem_u32(&st.decided));
+        }
+        return;
+      }
       if (judging) {
         judge.tell();
         if (!o.near) judge.prepare(to, pos, ahead);
@@ -85,6 +92,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       judge.combine(judging ? over((float)o.residual, (float)to) : 1.f, judging);
       if (judging) {
         decision = judge.decide(to, looks, noisy, ahead, pos);
+        if (o.scout) decision = {kSampled, to};
         if (tid == 0) {
           if (looks > 0) mbar_wait(smem_u32(&st.heeded), (looks - 1) & 1);
           st.decision = decision;
@@ -101,9 +109,9 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
           continue;
         }
       }
-      // Of a sample that is large enough every block has the output.
-      if (!judging || o.rank == 0) write(decision);
-      if (!judging || leave()) clean(st.turns);
+      // Of a sample that is large enough every block has the output, and no block needs another.
+      if ((!judging || o.rank == 0) && !o.scout) write(decision);
+      if (!judging || judge.was_last()) clean();
       return;
     }
   }
@@ -121,11 +129,16 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     }
   }
 
+  // All of a scout's consumers: whether a block of the first list's team has come as far.
+  __device__ __forceinline__ bool caught_up() {
+    if (judge.tid == 0) st.last = load_acquire(p.sync + kTeamLine + kMetWord) > 0;
+    gate.meet();
+    return st.last;
+  }
   // All consumers, when the block needs nothing more of the team: whether it is the last.
   __device__ __forceinline__ bool leave() {
-    mbar_wait(smem_u32(&st.drawing_done), 0);
     gate.meet();
-    if (judge.tid == 0) st.last = add_acq_rel(judge.counter() + 16, 1) == o.team - 1;
+    if (judge.tid == 0) st.last = add_acq_rel(judge.counter() + kLeftWord, 1) == o.team - 1;
     gate.meet();
     return st.last;
   }
@@ -153,16 +166,12 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       p.counts[o.list] = d.count;
     }
   }
-  // The team's last thread block: all have left.
-  __device__ __forceinline__ void clean(uint32_t turns) const {
+  // The thread block that is the last to need the team.
+  __device__ __forceinline__ void clean() const {
     const int tid = judge.tid;
-    const uint32_t segments = o.team * kDrawWarps;
-#pragma unroll 1
-    for (uint32_t i = tid; i < turns * segments; i += 256)
-      p.draw_counts[(int64_t)o.list * kDrawTurns * segments + i] = 0;
     const uint32_t words = o.dense ? 0 : o.team * group * 4;
     for (uint32_t i = tid; i < words; i += 256) p.sums[(int64_t)o.list * words + i] = 0;
-    if (tid == 0) judge.counter()[0] = judge.counter()[16] = 0;
+    if (tid == 0) judge.counter()[kMetWord] = judge.counter()[kLeftWord] = judge.counter()[kHeardWord] = 0;
   }
 };
 
@@ -176,14 +185,39 @@ __device__ __forceinline__ void set_sampled_outline(const SampledParams& p, uint
   const uint32_t pilot = max(max((uint32_t)p.pilot_tokens, 2u), (uint32_t)ceil(p.pilot_share * residual));
   const double limit = fmin(p.dense_share * w.len, (double)w.len) - fixed;
   o.fixed = fixed, o.residual = residual, o.pilot = pilot, o.limit = limit, o.most = limit > 0 ? ceil(limit) : 0;
-  // A small sample often grows to several times its first size, a large one to its next look's; a turn's draws
-  // are waited for until all of them are made.
-  o.aim = min(max(min(12 * pilot, residual / 8), grown(pilot) + pilot / 8), residual);
+  // The first look's draws and the next one's come beside the exact part. A sample that a second look is taken of is likely to
+  // grow to several times its first size, but drawing so many slows down what goes on beside it: so that comes after the
+  // first look, unless the exact part is long.
+  o.far = min(max(min(12 * pilot, residual / 8), grown(pilot) + pilot / 8), residual);
+  o.aim = o.share_of(list_tiles(w), 0) < kLongExact ? min(grown(pilot), residual) : o.far;
   // The sample's tiles are dealt out from where the list's own end.
   o.first = (o.rank + o.team - list_tiles(w) % o.team) % o.team;
   o.near = p.near_values ? static_cast<const uint8_t*>(p.near_values) + (int64_t)o.list * p.near_draws * p.d.head_dim * 2
                          : nullptr;
   o.dense = residual <= pilot || pilot >= limit || pilot > (uint32_t)p.capacity;
+}
+
+// A list for a thread block that goes ahead of the others, on a multiprocessor that none of them has: what a look does is
+// some 60 KB of code that runs once, one part after the other, and memory would be waited for at every few hundred bytes of
+// it. It is there once somebody has run it. One thread writes the outline; false: there is too little to make it of.
+__device__ __forceinline__ bool set_scout_outline(const SampledParams& p, Outline& o) {
+  constexpr uint32_t kTokens = 1024, kPilot = 64;
+  const uint32_t team = team_size(p.d.list_heads), lists = p.d.rows * p.d.list_heads;
+  if (p.positions[0] + 1 < kTokens || p.capacity < 4 * (int)kPilot) return false;
+  WorkList w{};
+  w.end[0] = kBlock, w.len = kTokens;
+  o.w = w;
+  o.set_team(1);
+  // The scratch of one list more, which a team of one takes the beginning of.
+  o.list = lists * team, o.slot = lists;
+  o.rank = o.row = o.head = o.kv_head = 0;
+  o.table = p.d.block_table + (uint64_t)(p.d.row_table ? p.d.row_table[0] : 0) * p.d.table_stride;
+  o.seed = p.seeds[0], o.position = 0;
+  o.fixed = kBlock, o.residual = kTokens - kBlock, o.pilot = kPilot;
+  o.aim = o.far = kPilot, o.first = 0;
+  o.near = nullptr;
+  o.limit = o.residual, o.most = o.residual, o.dense = false, o.scout = true;
+  return true;
 }
 
 // Two warpgroups of consumers, one of producers, and one that draws.
@@ -205,19 +239,25 @@ __global__ void __launch_bounds__(kSampledThreads, 1)
     for (int i = 0; i < kDrawTurns; ++i) mbar_init(smem_u32(&sh.drew[i]), kDrawThreads);
     mbar_init(smem_u32(&sh.decided), 1);
     mbar_init(smem_u32(&sh.heeded), kDrawThreads + 128);
-    mbar_init(smem_u32(&sh.drawing_done), kDrawThreads);
+    mbar_init(smem_u32(&sh.placed), kDrawThreads);
+    mbar_init(smem_u32(&sh.heard), min(p.d.q_heads / p.d.list_heads, 8));
     mbar_init(smem_u32(&sh.draw_gate), kDrawThreads);
     mbar_init(smem_u32(&sh.gate), 256);
     mbar_init(smem_u32(&sh.brought), 256);
     mbar_init_fence();
   }
-  wait_for_predecessor();
+  // The first thread block may be a scout, which needs nothing of the launch ahead.
+  const bool scout = p.scouts > 0 && blockIdx.x == 0;
+  if (!scout) wait_for_predecessor();
   // No launch_dependents(): a thread block has a multiprocessor to itself, so those of a product that starts early would get in
   // where the first ones end, two at a time, and leave the last ones' multiprocessors empty.
   // Teams that may not all be on the device at once form in the order of starting.
-  if (threadIdx.x == 0)
-    set_sampled_outline(p, p.d.unit_capacity ? team_place(p.sync) : blockIdx.x, sh.outline);
-  __syncthreads();
+  bool any = true;
+  if (threadIdx.x == 0) {
+    if (scout) any = set_scout_outline(p, sh.outline);
+    else set_sampled_outline(p, p.d.unit_capacity ? team_place(p.sync) : blockIdx.x - p.scouts, sh.outline);
+  }
+  if (!__syncthreads_and(any)) return;
   const Outline& o = sh.outline;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = p.d.q_heads / p.d.list_heads;
   if (warp >= 12) {

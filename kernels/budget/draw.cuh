@@ -34,7 +34,7 @@ __device__ __forceinline__ uint32_t drawn_id(const SampledParams& p, const Share
     if (sh.before[turn][mid] <= i) lo = mid;
     else hi = mid;
   }
-  return __ldcg(p.draws + o.list * p.draw_stride + sh.turn_at[turn] + lo * sh.turn_points[turn] +
+  return __ldcg(p.draws + o.slot * p.draw_stride + sh.turn_at[turn] + lo * sh.turn_points[turn] +
                 (i - sh.before[turn][lo]));
 }
 
@@ -104,7 +104,7 @@ struct Drawer {
     const uint32_t domain = permutation.domain(), len = o.w.len;
     const uint32_t begin0 = o.w.begin[0], end0 = o.w.end[0], begin1 = o.w.begin[1], end1 = o.w.end[1];
     const bool searches = (p.d.token_shift == 0 && o.w.token_count > 0) || (count > 0 && len > covered);
-    uint32_t* to = p.draws + o.list * p.draw_stride + first;
+    uint32_t* to = p.draws + o.slot * p.draw_stride + first;
     uint32_t kept = 0;
     // Two at a time without branches. More would take longer in a cold launch: these
     // instructions are fetched behind the first tiles.
@@ -190,6 +190,26 @@ struct Drawer {
     }
     __syncwarp();
     number(mine, segments);
+    // Who is the last of the team to know them clears them: no one else will read them.
+    if (warp != 0) return;
+    uint32_t* known = p.sync + (1 + o.slot) * kTeamLine + kKnownWord + turn - 1;
+    uint32_t before = 0;
+    if (lane == 0) before = atomicAdd(known, 1u);
+    if (__shfl_sync(~0u, before, 0) != o.team - 1) return;
+    for (uint32_t i = lane; i < segments; i += 32) counts[i] = 0;
+    if (lane == 0) *known = 0;
+  }
+
+  // Once the first turn is numbered: where the list's first few draws lie, for the judge, which has no time to look them up
+  // between tiles.
+  __device__ __forceinline__ void place() {
+    const uint32_t few = min(drawn, (uint32_t)kCovarianceKeys);
+    if (tid == 0) sh.few_placed = few;
+    if (tid < few) {
+      const uint32_t id = drawn_id(p, sh, tid);
+      sh.few_rows[tid] = o.near ? tid : (o.table[id / kBlock] * p.d.kv_heads + o.kv_head) * kBlock + id % kBlock;
+    }
+    mbar_arrive(smem_u32(&sh.placed));
   }
 
   __device__ __forceinline__ void run() {
@@ -200,11 +220,17 @@ struct Drawer {
       if (tid * 16 < sums) prefetch_l2(p.sums + (int64_t)o.list * sums + tid * 16);
       mark();
       uint32_t until = o.pilot, look = 0;
+      bool far = o.aim == o.far;
 #pragma unroll 1
       for (;;) {
-        // Once the pilot is there, one turn more beside its tiles and the first look.
-        if (turn < kDrawTurns && (drawn < until || (turn == 1 && drawn < o.aim))) {
-          take(turn == 0 ? until : turn == 1 ? max(o.aim, until) : min(2 * until, o.residual));
+        uint32_t want = 0;
+        if (turn == 0) want = until;
+        else if (look == 0 && turn == 1 && drawn < o.aim) want = o.aim;
+        else if (look == 1 && !far && drawn < max(o.far, until)) want = max(o.far, until), far = true;
+        else if (drawn < until) want = min(2 * until, o.residual);
+        if (want > 0 && turn < kDrawTurns) {
+          take(want);
+          if (turn == 1) place();
           continue;
         }
         mbar_wait(smem_u32(&sh.decided), look++ & 1);
@@ -214,8 +240,6 @@ struct Drawer {
         until = d.count;
       }
     }
-    if (tid == 0) sh.turns = turn;
-    mbar_arrive(smem_u32(&sh.drawing_done));
   }
 };
 

@@ -24,9 +24,9 @@ struct ListFeed {
   }
   // Few tiles are on their way at a time: more would not come faster, and what the team
   // says to itself queues behind them.
-  __device__ __forceinline__ uint32_t claim() {
-    if (count >= kOnTheirWay) {
-      const uint32_t i = count - kOnTheirWay;
+  __device__ __forceinline__ uint32_t claim(uint32_t most = kOnTheirWay) {
+    if (count >= most) {
+      const uint32_t i = count - most;
       mbar_wait(smem_u32(&sh.full[i % L::kStages]), i / L::kStages & 1);
     }
     mbar_wait(smem_u32(&sh.empty[count % L::kStages]), (count / L::kStages & 1) ^ 1);
@@ -45,8 +45,8 @@ struct ListFeed {
   }
   // Lane i < 16 holds the place and weight of the warp's i-th row.
   __device__ __forceinline__ void tokens(uint32_t at, float weight, uint32_t lo, uint32_t hi,
-                                         uint32_t sampled) {
-    const uint32_t stage = claim(), full = smem_u32(&sh.full[stage]);
+                                         uint32_t sampled, uint32_t most = kOnTheirWay) {
+    const uint32_t stage = claim(most), full = smem_u32(&sh.full[stage]);
     if (warp == 0 && lane == 0) sh.meta[stage] = {lo, hi, 0.f, 1, sampled, 0};
     if (lane < 16) sh.weight[stage][warp * 16 + lane] = weight;
     copy_rows<T, D>(stages + stage * L::kStage, static_cast<const T*>(d.k), static_cast<const T*>(d.v), at);
@@ -163,9 +163,12 @@ struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
     const uint32_t drawn = draws.await(g.to), s = g.first();
     if (s >= g.end()) return;
     seek(s, g.to, drawn);
+    // A tile or two more need not wait for the list's own to be there: the team has nothing to say before they are.
+    const uint32_t most = g.from == 0 && g.tiles() <= 2 ? min(kOnTheirWay + 2, (uint32_t)L::kStages) : kOnTheirWay;
     while (ahead_at < g.end()) {
       const uint32_t start = ahead_at * kBlock;
-      this->tokens(this->take(ahead), 0.f, max(g.from, start) - start, min(g.to - start, (uint32_t)kBlock), start);
+      this->tokens(this->take(ahead), 0.f, max(g.from, start) - start, min(g.to - start, (uint32_t)kBlock), start,
+                   most);
       if (start + kBlock > g.to) return;  // The rest of the tile is the next run's.
       this->advance(ahead, ahead_at, [&](uint32_t s) { return sampled_id(s, known); });
       ahead_at += o.team;

@@ -92,7 +92,7 @@ struct Judge : Tally<T, D, N> {
       if (mixes) {
         float more = this->mix(first_tile, b, g, a.dot);
 #pragma unroll 1
-        for (int t = first_tile + o.team; t < kPairTiles; t += o.team) {
+        for (int t = first_tile + o.team; t < kPairTiles && !o.scout; t += o.team) {
           float dot[4];
           this->gram(this->row_of(this->pair_draw(t, this->few_of(b))), dot);
           more += this->mix(t, b, g, dot);
@@ -111,6 +111,7 @@ struct Judge : Tally<T, D, N> {
       } while ((uint32_t)lo.x != epoch || (uint32_t)lo.y != epoch || (uint32_t)hi.x != epoch ||
                (uint32_t)hi.y != epoch);
       __syncwarp();
+      if (g + 8 >= group && lane == 0) mbar_arrive(smem_u32(&sh.heard));
       auto of_rank = [&](uint64_t word) {
         return lane < o.team ? __uint_as_float((uint32_t)(word >> 32)) : 0.f;
       };
@@ -131,10 +132,23 @@ struct Judge : Tally<T, D, N> {
       const Verdict v = Promise{p, m, limit}.verdict(lane, budget);
       if (lane == 0) sh.verdict[g] = v, sh.budget[g] = budget;
     }
+    // By the warp that has the fewest heads, and not waited for before the others are: the block has heard the team.
+    uint32_t heard = 0;
+    if (warp == 7) {
+      mbar_wait(smem_u32(&sh.heard), look & 1);
+      if (lane == 0) heard = atomicAdd(this->counter() + kHeardWord, 1u);
+    }
     gate.meet();
-    return settle(b, limit, noisy);
+    const Decision decision = settle(b, limit, noisy);
+    if (warp == 7 && lane == 0) sh.last = heard == o.team * epoch - 1;
+    return decision;
   }
 
+  // By all consumers, after the last look: whether no other block of the team was later in hearing it.
+  __device__ __forceinline__ bool was_last() const {
+    gate.meet();
+    return sh.last;
+  }
   // The group reads what its neediest head needs. What a sample says of its own size is checked
   // by what the larger sample says, until it is enough.
   __device__ __forceinline__ Decision settle(uint32_t b, float limit, uint32_t& noisy) const {

@@ -53,7 +53,7 @@ struct ListedConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     const int64_t at = member.part(1, o.rank, 0);
     this->store(p.d.part_o + at * D, p.d.part_lse + at, 0);
     member.gate.meet();
-    if (member.tid == 0) st.last = add_acq_rel(member.counter() + 16, 1) == o.team - 1;
+    if (member.tid == 0) st.last = add_acq_rel(member.counter() + kLeftWord, 1) == o.team - 1;
     member.gate.meet();
     if (!st.last) return;
     constexpr int V = Member<D>::V;
@@ -75,7 +75,7 @@ struct ListedConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       p.state[o.list] = kAsListed;
       p.residual[o.list] = o.w.len - fixed_keys(o.w, p.d.block_ids);
       p.counts[o.list] = 0;
-      member.counter()[16] = 0;  // All have left.
+      member.counter()[kLeftWord] = 0;  // All have left.
     }
   }
 };

@@ -41,7 +41,7 @@ __device__ __forceinline__ void set_outline(const DecodeParams& d, const WorkLis
   const uint32_t team = team_size(d.list_heads), list = place / team, row = list / d.list_heads;
   o.w = w;
   o.set_team(team);
-  o.list = list, o.rank = place % team;
+  o.list = o.slot = list, o.rank = place % team, o.scout = false;
   o.row = row, o.head = list % d.list_heads;
   o.kv_head = o.head * d.kv_heads / d.list_heads;
   o.table = d.block_table + (uint64_t)(d.row_table ? d.row_table[row] : row) * d.table_stride;
@@ -70,16 +70,16 @@ struct Member {
   const int tid, warp, lane, group;  // of the consumers
   uint32_t met = 0;                  // meetings so far
 
-  __device__ __forceinline__ uint32_t* counter() const { return p.sync + (1 + o.list) * kTeamLine; }
+  __device__ __forceinline__ uint32_t* counter() const { return p.sync + (1 + o.slot) * kTeamLine; }
   // The team meets in two halves, so that there is work to do in between.
   __device__ __forceinline__ void tell() {
     gate.meet();
     ++met;
-    if (tid == 0) add_release(counter(), 1);
+    if (tid == 0) add_release(counter() + kMetWord, 1);
   }
   __device__ __forceinline__ void hear() {
     if (tid == 0)
-      while (load_acquire(counter()) < met * o.team) {
+      while (load_acquire(counter() + kMetWord) < met * o.team) {
       }
     gate.meet();
   }

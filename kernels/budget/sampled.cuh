@@ -45,6 +45,7 @@ constexpr float kDoubt = 2.f;          // times the limit that a sample below a 
 constexpr int kCovarianceKeys = 40;    // sampled keys whose products are taken
 constexpr float kLeastSignal = 0.25f;  // of a squared norm, its noise taken off
 constexpr uint32_t kMarkWords = 1024;
+constexpr uint32_t kLongExact = 20;    // tiles of a rank, after which all draws are there in time
 constexpr int kDrawTurns = 4, kDrawWarps = 4, kDrawThreads = 32 * kDrawWarps;
 
 // Points of the permutation that its domain may have for `len` tokens.
@@ -58,7 +59,9 @@ __host__ __device__ inline int64_t sampled_draws(int64_t len) {
 struct Outline {
   WorkList w;
   uint32_t list, rank, team, inverse, fixed, residual, pilot;
-  uint32_t aim;    // draws that are made beside the first look
+  uint32_t slot;      // the list's, in scratch of which a list has as much whatever its team
+  bool scout;         // the list is made up, for its code alone
+  uint32_t aim, far;  // draws that are made beside the first look, and beside the second
   uint32_t first;  // tile of the sample that this rank reads, and then every team-th
   uint32_t row, head, kv_head, position;
   uint64_t seed;
@@ -111,9 +114,9 @@ struct alignas(16) HeadStat {
 
 template <int D, int N>
 struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
-  uint64_t drew[kDrawTurns], decided, heeded, drawing_done, gate, draw_gate, brought;
+  uint64_t drew[kDrawTurns], placed, decided, heeded, heard, gate, draw_gate, brought;
   Outline outline;
-  uint32_t warp_kept[kDrawWarps], turns, last;
+  uint32_t warp_kept[kDrawWarps], last;
   Decision decision;
   uint32_t drawn[kDrawTurns];  // after each turn
   uint32_t turn_at[kDrawTurns], turn_points[kDrawTurns];
@@ -123,6 +126,7 @@ struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
     float merged[2][N][D];  // exact part and sample, over the team
     float pair[kCovarianceKeys][N][3];  // of a key: e, v . o and r . mean
   };
+  uint32_t few_rows[kCovarianceKeys], few_placed;  // and the list's first few, as the judge has them; how many those are
   float merged_lse[2][N];
   HeadStat stat[N];
   alignas(16) float sums[8][N][4];

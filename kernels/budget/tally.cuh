@@ -29,7 +29,7 @@ struct Tally : Member<D> {
     return (o.table[id / kBlock] * p.d.kv_heads + o.kv_head) * kBlock + id % kBlock;
   }
   __device__ __forceinline__ float score_of(uint32_t draw, int h) const {
-    return h < group ? __ldcg(p.scores + ((int64_t)o.list * p.capacity + draw) * group + h) : -INFINITY;
+    return h < group ? __ldcg(p.scores + ((int64_t)o.slot * p.capacity + draw) * group + h) : -INFINITY;
   }
   // Of a rank's own draws: sums of e^2, |r|^2, e^2 |v|^2 (of chi2 the largest e^2) and |r - mean|^4.
   using Sums = float[C][4];
@@ -231,10 +231,12 @@ struct Tally : Member<D> {
   // Where the first few values lie, while the sample's tiles are on their way,
   __device__ __forceinline__ void look_up(uint32_t b, Ahead& a) const {
     if (!mixes(b)) return;
-    Draws<Shared>{sh}.await(b);
+    mbar_wait(smem_u32(&sh.placed), 0);
     const uint32_t few = few_of(b);
-    a.few.row = row_of(min(warp % 4 * 16 + (lane & 15), few - 1));
-    a.row = row_of(pair_draw(first_pair_tile(b), few));
+    if (few > sh.few_placed) Draws<Shared>{sh}.await(b);
+    auto row = [&](uint32_t draw) { return draw < sh.few_placed ? sh.few_rows[draw] : row_of(draw); };
+    a.few.row = row(min(warp % 4 * 16 + (lane & 15), few - 1));
+    a.row = row(pair_draw(first_pair_tile(b), few));
   }
   // and they themselves, while the team meets.
   __device__ __forceinline__ void prepare(uint32_t b, uint32_t pos, Ahead& a) const {

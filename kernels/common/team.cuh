@@ -71,6 +71,8 @@ __host__ __device__ inline int team_size(int list_heads) {
 // Counters of a launch: the first line deals out places, then one line of 128 bytes for
 // each list. All are 0 before a launch and after it.
 constexpr int kTeamLine = 32;
+// Words of a list's line: blocks that met, that left, that know a turn's draws (a word a turn), that heard sums.
+constexpr int kMetWord = 8, kLeftWord = 16, kKnownWord = 20, kHeardWord = 24;
 
 // One thread calls this: the place of its block in the order of starting.
 __device__ __forceinline__ uint32_t team_place(uint32_t* sync) {

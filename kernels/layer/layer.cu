@@ -23,8 +23,9 @@ template <class T>
 cudaError_t norm(const NormParams& p, cudaStream_t s) {
   const int pieces = p.width / 8;
   if (p.x_f32) {
-    const int room = 4 * sm_count();
-    return launch(norm_f32_kernel<T>, p.rows < room ? p.rows : room, 512, 0, s, p.overlap != 0, p);
+    const int room = 2 * sm_count();
+    auto kernel = pieces <= 512 ? norm_f32_kernel<T, 1> : norm_f32_kernel<T, 2>;
+    return launch(kernel, p.rows < room ? p.rows : room, 512, 0, s, p.overlap != 0, p);
   }
   auto go = [&](auto kernel, int per, int resident) {
     const int threads = ((pieces + per - 1) / per + 31) / 32 * 32;

@@ -221,39 +221,77 @@ __global__ void __launch_bounds__(PIECES == 4 ? 1024 : 512) norm_kernel(const No
   }
 }
 
-// Rows in f32 by a weight in f32: a thread block walks rows, each of which it reads twice.
-template <class T>
-__global__ void __launch_bounds__(512) norm_f32_kernel(const NormParams p) {
+// Rows in f32 by a weight in f32, or, without one, rounded as they are: a thread block walks rows, keeps the weights and has the
+// next row on its way. Rows too wide to be kept are read twice.
+template <class T, int HELD>
+__global__ void __launch_bounds__(512, 2) norm_f32_kernel(const NormParams p) {
+  constexpr int kHeld = HELD;  // pieces of eight elements that a thread keeps
   __shared__ float sums[2][16];
+  const int tid = threadIdx.x, pieces = p.width / 8;
+  const bool scaled = p.weight != nullptr, kept = pieces <= kHeld * 512;
+  float g[kHeld][8], x[kHeld][8];
+  auto eight = [](const void* from, int64_t at, float (&to)[8]) {
+    *reinterpret_cast<float4*>(to) = static_cast<const float4*>(from)[2 * at];
+    *reinterpret_cast<float4*>(to + 4) = static_cast<const float4*>(from)[2 * at + 1];
+  };
+  auto load = [&](int row) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i)
+      if (tid + i * 512 < pieces && row < p.rows) eight(p.x, (int64_t)row * pieces + tid + i * 512, x[i]);
+  };
+  if (scaled)
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i)
+      if (tid + i * 512 < pieces) eight(p.weight, tid + i * 512, g[i]);  // The predecessor writes no weights.
   wait_for_predecessor();
   launch_dependents();
-  const int tid = threadIdx.x, pieces = p.width / 8;
-  const float4* w = static_cast<const float4*>(p.weight);
+  load(blockIdx.x);
   for (int row = blockIdx.x, turn = 0; row < p.rows; row += gridDim.x, turn ^= 1) {
-    const float4* x = static_cast<const float4*>(p.x) + (int64_t)row * 2 * pieces;
-    float sum = 0.f;
-    for (int at = tid; at < 2 * pieces; at += 512) {
-      const float4 y = x[at];
-      sum += y.x * y.x + y.y * y.y + y.z * y.z + y.w * y.w;
+    const int64_t first = (int64_t)row * pieces;
+    float own[kHeld][8], sum = 0.f, inv = 1.f;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i)
+#pragma unroll
+      for (int j = 0; j < 8; ++j) own[i][j] = x[i][j];
+    load(row + gridDim.x);
+    if (scaled) {
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i)
+        if (tid + i * 512 < pieces)
+#pragma unroll
+          for (int j = 0; j < 8; ++j) sum += own[i][j] * own[i][j];
+      if (!kept)
+        for (int at = tid + kHeld * 512; at < pieces; at += 512) {
+          float y[8];
+          eight(p.x, first + at, y);
+#pragma unroll
+          for (int j = 0; j < 8; ++j) sum += y[j] * y[j];
+        }
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+      if ((tid & 31) == 0) sums[turn][tid / 32] = sum;
+      __syncthreads();
+      sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) sum += sums[turn][i];
+      inv = rsqrtf(sum / p.width + p.epsilon);
     }
+    auto put = [&](int at, const float (&y)[8], const float (&by)[8]) {
+      Eight<T> out;
 #pragma unroll
-    for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-    if ((tid & 31) == 0) sums[turn][tid / 32] = sum;
-    __syncthreads();
-    sum = 0.f;
+      for (int j = 0; j < 8; ++j) out.x[j] = scaled ? y[j] * inv * by[j] : y[j];
+      static_cast<uint4*>(p.out)[first + at] = out.pack();
+    };
 #pragma unroll
-    for (int i = 0; i < 16; ++i) sum += sums[turn][i];
-    const float inv = rsqrtf(sum / p.width + p.epsilon);
-    for (int at = tid; at < pieces; at += 512) {
-      Eight<T> y;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float4 a = x[2 * at + half], g = w[2 * at + half];
-        y.x[4 * half] = a.x * inv * g.x, y.x[4 * half + 1] = a.y * inv * g.y;
-        y.x[4 * half + 2] = a.z * inv * g.z, y.x[4 * half + 3] = a.w * inv * g.w;
+    for (int i = 0; i < kHeld; ++i)
+      if (tid + i * 512 < pieces) put(tid + i * 512, own[i], g[i]);
+    if (!kept)
+      for (int at = tid + kHeld * 512; at < pieces; at += 512) {
+        float y[8], by[8] = {};
+        eight(p.x, first + at, y);
+        if (scaled) eight(p.weight, at, by);
+        put(at, y, by);
       }
-      static_cast<uint4*>(p.out)[(int64_t)row * pieces + at] = y.pack();
-    }
   }
 }
 

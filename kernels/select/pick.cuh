@@ -36,6 +36,7 @@ struct PickShared {
 struct PickPlace {
   uint32_t team, list, rank, row, kv_head, group;
   uint32_t entries, begin, end, n;  // pages seen, and the candidates among them
+  uint32_t settled;                 // pages from this one on may be in the making until the launch ahead has ended
 };
 
 // (largest, sum of exp2(x - largest)) of two sets; neither may be NaN.
@@ -66,6 +67,7 @@ __device__ __forceinline__ void score_tiles(const PickParams& p, const PickPlace
     for (int half = 0; half < 2; ++half) {
       const uint32_t own = tile + half * kPickWarps, first = first_of(own);
       if (first >= n) break;
+      if (begin + first + 16 > at.settled) wait_for_predecessor();
       const uint32_t a = __shfl_sync(~0u, rows, half * 16 + lane / 4), b = __shfl_sync(~0u, rows, half * 16 + lane / 4 + 8);
       typename View::Rows upper, lower;
       view.fetch_lines(upper, p.view, a, b);
@@ -297,7 +299,7 @@ __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams 
   const int tid = threadIdx.x;
   if (tid == 0) sh.least = ~0u, sh.most = 0;
   sh.bins[2 * tid] = sh.bins[2 * tid + 1] = 0;
-  wait_for_predecessor();
+  if (p.fresh <= 0) wait_for_predecessor();
   launch_dependents();
   // Teams that meet, and may not all be on the device at once, form in the order of starting.
   if (tid == 0) sh.place = p.in_order ? team_place(p.sync) : blockIdx.x;
@@ -310,6 +312,7 @@ __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams 
   at.begin = p.begins ? p.begins[at.list] : 0;
   at.end = min(p.ends ? p.ends[at.list] : at.entries, at.entries);
   at.n = at.end > at.begin ? at.end - at.begin : 0;
+  at.settled = p.fresh > 0 ? (p.lens[at.row] - min((uint32_t)p.fresh, p.lens[at.row])) / page : ~0u;
   uint32_t* out = p.keys + (int64_t)at.list * p.stride;
   if (at.n > 0) {
     ViewRows<T, W, NT, BOUNDS> view{
@@ -319,6 +322,7 @@ __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams 
     if constexpr (SHARES) score_shares(p, at, view, reinterpret_cast<float*>(keys), sh, out);
     else score_best(p, at, view, out);
   }
+  wait_for_predecessor();  // Who waits for this launch has waited for that one too.
   __syncthreads();
   if (tid == 0) sh.last = add_acq_rel(p.sync + (1 + at.list) * kTeamLine, 1) == at.team - 1;
   __syncthreads();

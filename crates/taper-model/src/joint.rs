@@ -4,9 +4,7 @@
 use crate::model::{Layer, Model};
 use candle_core::{DType, Result, Tensor};
 use taper_attention::LayerAttention;
-use taper_kernels::cuda::{
-    Inputs, PlainStep as PlainRows, plain_step, product, product_add, product_gated, product_into,
-};
+use taper_kernels::cuda::{AfterAttention, Inputs, PlainStep as PlainRows, after_attention, plain_step, product};
 use taper_kernels::linear::Linear;
 
 /// One layer's matrices `[out, in]`.
@@ -107,38 +105,45 @@ fn layers_over(
     x: &Tensor,
     mut attend: impl FnMut(usize, &Tensor) -> Result<Option<Tensor>>,
 ) -> Result<()> {
-    // All layers' projections go to the same memory.
     let mut joint: Option<Tensor> = None;
     for (index, (layer, of)) in model.layers.iter().zip(layers).enumerate() {
-        let qkv = project(model, layer, of, x, joint.take())?;
+        let qkv = match joint.take() {
+            Some(qkv) => qkv,
+            None => project(model, layer, of, x)?,
+        };
         let Some(attended) = attend(index, &qkv)? else { return Ok(()) };
-        finish(model, layer, of, x, &attended)?;
+        // All layers' projections go to the same memory.
+        let next = model.layers.get(index + 1).zip(layers.get(index + 1)).map(|(layer, of)| (layer, of.qkv, &qkv));
+        finish(model, layer, of, x, &attended, next)?;
         joint = Some(qkv);
     }
     Ok(())
 }
 
-/// One layer's queries, keys and values side by side, of rows `x` `[T, hidden]`, f32; written over `room`, if there is any.
-fn project(model: &Model, layer: &Layer, of: &Matrices, x: &Tensor, room: Option<Tensor>) -> Result<Tensor> {
-    let normed = normed(model, x, &layer.attention_norm);
-    Ok(match room {
-        None => product(normed, of.qkv, of.qkv.dtype())?,
-        Some(room) => {
-            product_into(normed, of.qkv, &room)?;
-            room
-        }
-    })
+/// One layer's queries, keys and values side by side, of rows `x` `[T, hidden]`, f32.
+fn project(model: &Model, layer: &Layer, of: &Matrices, x: &Tensor) -> Result<Tensor> {
+    let inputs = Inputs { x, norm: Some(norm(model, &layer.attention_norm)) };
+    Ok(product(inputs, of.qkv, of.qkv.dtype())?)
 }
 
-/// What a layer does with the outputs of its heads, to `x` in place.
-fn finish(model: &Model, layer: &Layer, of: &Matrices, x: &Tensor, attended: &Tensor) -> Result<()> {
-    product_add(Inputs { x: &attended.flatten_from(1)?, norm: None }, of.output, x)?;
-    let inner = product_gated(normed(model, x, &layer.feed_forward_norm), of.gate_up)?;
-    Ok(product_add(Inputs { x: &inner, norm: None }, of.down, x)?)
+/// What a layer does with the outputs of its heads, to `x` in place; and, if it is given, the next layer's projections by its
+/// weight, written over a tensor of their shape.
+fn finish(
+    model: &Model,
+    layer: &Layer,
+    of: &Matrices,
+    x: &Tensor,
+    attended: &Tensor,
+    next: Option<(&Layer, &Tensor, &Tensor)>,
+) -> Result<()> {
+    let next = next.map(|(layer, weight, out)| (norm(model, &layer.attention_norm), weight, out));
+    let norm = norm(model, &layer.feed_forward_norm);
+    let of = AfterAttention { output: of.output, norm, gate_up: of.gate_up, down: of.down, next };
+    Ok(after_attention(&attended.flatten_from(1)?, x, &of)?)
 }
 
-fn normed<'a>(model: &Model, x: &'a Tensor, weight: &'a Tensor) -> Inputs<'a> {
-    Inputs { x, norm: Some((weight, model.config().rms_norm_eps as f32)) }
+fn norm<'a>(model: &Model, weight: &'a Tensor) -> (&'a Tensor, f32) {
+    (weight, model.config().rms_norm_eps as f32)
 }
 
 /// Rows' way into one layer: `[T, (q_heads + 2 kv_heads) head_dim]`, or none where the weights are not made for it.
@@ -146,7 +151,7 @@ fn normed<'a>(model: &Model, x: &'a Tensor, weight: &'a Tensor) -> Inputs<'a> {
 /// # Errors
 /// The device's.
 pub(crate) fn begin(model: &Model, layer: &Layer, x: &Tensor) -> Result<Option<Tensor>> {
-    Matrices::of(layer).map(|of| project(model, layer, &of, x, None)).transpose()
+    Matrices::of(layer).map(|of| project(model, layer, &of, x)).transpose()
 }
 
 /// Their way out of it, from the outputs of its heads `[T, q_heads, head_dim]`, in place. False, and nothing is done, as of
@@ -156,7 +161,7 @@ pub(crate) fn begin(model: &Model, layer: &Layer, x: &Tensor) -> Result<Option<T
 /// The device's.
 pub(crate) fn end(model: &Model, layer: &Layer, x: &Tensor, attended: &Tensor) -> Result<bool> {
     let Some(of) = Matrices::of(layer) else { return Ok(false) };
-    finish(model, layer, &of, x, attended)?;
+    finish(model, layer, &of, x, attended, None)?;
     Ok(true)
 }
 

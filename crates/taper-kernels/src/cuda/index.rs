@@ -43,12 +43,13 @@ pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], to: &Metadata) -> Res
     let ((blocks, kv_heads, _, head_dim), dtype) = (k.dims4()?, k.dtype());
     let (table_count, stride) = tables.dims2()?;
     let mut words = Vec::with_capacity(4 * spans.len());
-    let mut most = 0;
+    let (mut most, mut longest) = (0, 0);
     for &Span { table, tokens: (begin, end) } in spans {
         let limit = stride * BLOCK_TOKENS;
         let fits = begin < end && end as usize <= limit && (table as usize) < table_count;
         op.check(fits, "spans", format!("{begin} to {end} of table {table}"), format!("tokens below {limit}"))?;
         words.extend([table, begin, end, 0]);
+        longest = longest.max(end - begin);
         most = most.max((end - 1) / BLOCK_TOKENS as u32 - begin / BLOCK_TOKENS as u32 + 1);
     }
     if spans.is_empty() {
@@ -81,7 +82,7 @@ pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], to: &Metadata) -> Res
         ..TaperAppendParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_append(&p, op.stream()) })
+    op.renewed(unsafe { ffi::taper_append(&p, op.stream()) }, longest)
 }
 
 /// Where each of a step's tokens stands.

@@ -200,20 +200,31 @@ pub fn norm(x: &Tensor, weight: &Tensor, residual: Option<&Tensor>, epsilon: f32
 /// # Errors
 /// As [`norm`].
 pub fn norm_f32(x: &Tensor, weight: &Tensor, epsilon: f32, dtype: DType) -> Result<Tensor> {
-    let op = Op::new("norm_f32", "x", x)?;
+    from_f32(&Op::new("norm_f32", "x", x)?, x, Some((weight, epsilon)), dtype)
+}
+
+/// `x` `[T, width]`, f32, as bf16 or f16.
+///
+/// # Errors
+/// As [`norm`].
+pub(super) fn rounded(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    from_f32(&Op::new("rounded", "x", x)?, x, None, dtype)
+}
+
+fn from_f32(op: &Op, x: &Tensor, norm: Option<(&Tensor, f32)>, dtype: DType) -> Result<Tensor> {
     let (rows, width) = x.dims2()?;
     op.check(width > 0 && width.is_multiple_of(8), "x", format!("{width} wide"), "a multiple of 8")?;
     let out = op.empty((rows, width), dtype)?;
     let p = TaperNormParams {
         x: op.at("x", x, DType::F32, [rows, width])?,
-        weight: op.at("weight", weight, DType::F32, [width])?,
+        weight: op.maybe("weight", norm.map(|norm| norm.0), DType::F32, [width])?,
         residual: std::ptr::null_mut(),
         out: op.at("out", &out, dtype, [rows, width])?,
         rows: op.int("x", rows)?,
         width: op.int("x", width)?,
         dtype: op.dtype("out", dtype)?,
         overlap: 1,
-        epsilon,
+        epsilon: norm.map_or(0.0, |norm| norm.1),
         x_f32: 1,
     };
     // SAFETY: every address was checked against the shapes given beside it.

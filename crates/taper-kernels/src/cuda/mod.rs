@@ -43,7 +43,9 @@ pub use graph::{PlainStep, StepInputs, plain_step};
 pub use layer::{Rotate, Rotated, angles, norm, norm_f32, rotate_append, silu_mul};
 pub use op::prepare;
 pub use prefill::{KeyLists, Sparse, TILE_ROWS, Tile, Tiles, prefill_tiles};
-pub use product::{Inputs, product, product_add, product_gated, product_into};
+pub use product::{
+    AfterAttention, Inputs, after_attention, after_attention_at_once, product, product_add, product_gated, product_into,
+};
 pub use range::HostTail;
 pub use sample::{Sampled, Scratch, Streams, ValueDraws, draw, listed, sampled, spread_values, values};
 pub use score::{Between, Scores, View, pick_blocks, scores, top_k, top_k_by, top_p};

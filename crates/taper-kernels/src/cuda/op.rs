@@ -6,7 +6,7 @@ use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, result as driver, sys};
 use candle_core::{CudaStorage, DType, Device, Storage, Tensor, WithDType};
 use half::{bf16, f16};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt::Display;
@@ -29,6 +29,14 @@ thread_local! {
     static ROOM: RefCell<HashMap<&'static str, Tensor>> = RefCell::default();
     /// The tensors that operations make, while somebody wants to know.
     static MADE: RefCell<Made> = RefCell::default();
+    /// What [`fresh`] says.
+    static FRESH: Cell<i32> = const { Cell::new(0) };
+}
+
+/// Of how many last tokens of a row, at most, this thread's latest launch renews what an index has; 0 where it was another
+/// launch. What goes before that launch has ended by the time that it lets another begin.
+pub(super) fn fresh() -> i32 {
+    FRESH.get()
 }
 
 #[derive(Default)]
@@ -282,7 +290,15 @@ impl Op {
 
     /// What a launch returned.
     pub fn launched(&self, status: i32) -> Result<()> {
+        FRESH.set(0);
         if status == 0 { Ok(()) } else { Err(Error::Launch { op: self.name, status }) }
+    }
+
+    /// The same of a launch that renews what an index has of so many last tokens of a row, at most; see [`fresh`].
+    pub fn renewed(&self, status: i32, tokens: u32) -> Result<()> {
+        self.launched(status)?;
+        FRESH.set(i32::try_from(tokens).unwrap_or(0));
+        Ok(())
     }
 }
 

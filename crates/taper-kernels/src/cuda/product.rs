@@ -2,16 +2,26 @@
 //! few rows, where the weight's bytes are what takes time, and by cuBLAS for more.
 
 use super::error::{Error, Result};
-use super::ffi::{self, TaperProductParams, taper_product};
-use super::layer::{norm_f32, silu_mul};
+use super::ffi::{self, TaperChainParams, TaperProductParams, taper_chain, taper_product};
+use super::layer::{norm_f32, rounded, silu_mul};
 use super::op::Op;
+use bytemuck::Zeroable;
 use candle_core::cuda_backend::cudarc::cublas::{result as cublas, sys};
 use candle_core::{DType, Device, Tensor};
+use std::cell::RefCell;
 
 /// Most rows of a product by this project's kernel, and most bytes of its inputs. From three rows on cuBLAS is faster, with
 /// the launches that it takes besides.
 const ROWS_MAX: usize = 2;
 const INPUT_BYTES_MAX: usize = 220 * 1024;
+/// Fewest bytes of weights between two attentions that have one launch for all: below, their meetings take longer than launches.
+const CHAIN_BYTES_MIN: usize = 64 << 20;
+
+thread_local! {
+    /// Counters of the launches in which products follow one another, one tensor for each device: such launches leave them at
+    /// zero.
+    static COUNTERS: RefCell<Vec<Tensor>> = RefCell::default();
+}
 
 /// Activations on their way into a product.
 #[derive(Clone, Copy)]
@@ -68,6 +78,83 @@ pub fn product_gated(of: Inputs, weight: &Tensor) -> Result<Tensor> {
     Ok(made)
 }
 
+/// What stands between one layer's attention and the next one's.
+#[derive(Clone, Copy)]
+pub struct AfterAttention<'a> {
+    /// Of the heads' outputs: its product is added to the residual stream.
+    pub output: &'a Tensor,
+    /// The normalisation before the feed-forward layer, as [`Inputs::norm`].
+    pub norm: (&'a Tensor, f32),
+    /// Gate and what it gates.
+    pub gate_up: &'a Tensor,
+    /// Back to the residual stream.
+    pub down: &'a Tensor,
+    /// The next layer's normalisation, its projections' weight, and the tensor that they are written over.
+    pub next: Option<((&'a Tensor, f32), &'a Tensor, &'a Tensor)>,
+}
+
+/// The way from the outputs of a layer's heads `[T, q_heads head_dim]` to the next layer's projections; the residual stream
+/// `x` `[T, hidden]`, f32, is changed in place. In one launch where there is one row and the weights are large.
+///
+/// # Errors
+/// As [`product`].
+pub fn after_attention(attended: &Tensor, x: &Tensor, of: &AfterAttention) -> Result<()> {
+    let next = of.next.map_or(of.down, |next| next.1);
+    let weights = [of.output, of.gate_up, of.down, next];
+    let like =
+        |w: &&Tensor| w.dtype() == of.down.dtype() && w.dims().last() <= Some(&(ffi::TAPER_CHAIN_INPUTS as usize));
+    let bytes: usize = weights[..3].iter().map(|w| w.elem_count() * w.dtype().size_in_bytes()).sum();
+    if x.dim(0)? == 1 && weights.iter().all(like) && bytes >= CHAIN_BYTES_MIN {
+        return after_attention_at_once(attended, x, of);
+    }
+    let normed = |norm| Inputs { x, norm: Some(norm) };
+    product_add(Inputs { x: attended, norm: None }, of.output, x)?;
+    let inner = product_gated(normed(of.norm), of.gate_up)?;
+    product_add(Inputs { x: &inner, norm: None }, of.down, x)?;
+    of.next.map_or(Ok(()), |(norm, weight, out)| product_into(normed(norm), weight, out))
+}
+
+/// The same by one launch, of one row and weights of one dtype and at most 16,384 inputs: to the bit what the products give one
+/// by one. Its thread blocks wait for all others, so no other launch that does may run beside it on the same device.
+///
+/// # Errors
+/// As [`product`], more rows or inputs.
+pub fn after_attention_at_once(attended: &Tensor, x: &Tensor, of: &AfterAttention) -> Result<()> {
+    let op = Op::new("after_attention", "x", x)?;
+    let dtype = of.gate_up.dtype();
+    let inner = op.empty((x.dim(0)?, of.gate_up.dim(0)? / 2), dtype)?;
+    let add = (ffi::TAPER_PRODUCT_ADD, DType::F32);
+    let normed = |norm| Inputs { x, norm: Some(norm) };
+    let mut p = TaperChainParams { count: 3, overlap: 1, sync: counters(&op)?, ..TaperChainParams::zeroed() };
+    p.products[0] = params(&op, Inputs { x: attended, norm: None }, of.output, x, add)?;
+    p.products[1] = params(&op, normed(of.norm), of.gate_up, &inner, (ffi::TAPER_PRODUCT_GATED, dtype))?;
+    p.products[2] = params(&op, Inputs { x: &inner, norm: None }, of.down, x, add)?;
+    if let Some((norm, weight, out)) = of.next {
+        let to = if out.dtype() == DType::F32 { ffi::TAPER_PRODUCT_F32 } else { ffi::TAPER_PRODUCT_SAME };
+        p.products[3] = params(&op, normed(norm), weight, out, (to, out.dtype()))?;
+        p.count = 4;
+    }
+    let most = ffi::TAPER_CHAIN_INPUTS;
+    let fits = p.products[..p.count as usize].iter().all(|of| of.rows == 1 && of.inputs <= most);
+    op.check(fits, "x", format!("{:?}, weights {:?}", x.dims(), of.down.dims()), format!("one row, {most} inputs"))?;
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { taper_chain(&p, op.stream()) })
+}
+
+/// The address of 32 words at zero, for launches one after the other.
+fn counters(op: &Op) -> Result<*mut u32> {
+    let known = |known: &Vec<Tensor>| known.iter().find(|t| t.device().same_device(&op.device)).cloned();
+    let words = match COUNTERS.with_borrow(known) {
+        Some(words) => words,
+        None => {
+            let made = op.zeros(32, DType::U32)?;
+            COUNTERS.with_borrow_mut(|known| known.push(made.clone()));
+            made
+        }
+    };
+    op.at("counters", &words, DType::U32, [32])
+}
+
 /// Whether products of so many rows are cuBLAS's, which takes inputs of the weight's dtype.
 pub(super) fn takes_sixteen(rows: usize) -> bool {
     rows > ROWS_MAX
@@ -79,21 +166,44 @@ fn few(x: &Tensor, rows: usize) -> Result<bool> {
 }
 
 fn run(op: &Op, of: Inputs, weight: &Tensor, out: &Tensor, (to, out_dtype): (i32, DType)) -> Result<()> {
-    let ((rows, inputs), (outputs, columns), dtype) = (of.x.dims2()?, weight.dims2()?, weight.dtype());
-    let fits = columns == inputs && inputs.is_multiple_of(8) && outputs.is_multiple_of(8) && rows > 0;
-    op.check(fits, "weight", format!("{:?}", weight.dims()), format!("[outputs, {inputs}], multiples of 8"))?;
-    let kinds = matches!(dtype, DType::BF16 | DType::F16) && (out_dtype == DType::F32 || out_dtype == dtype);
-    op.check(kinds, "out", format!("{out_dtype:?}"), format!("F32 or {dtype:?}, of a bf16 or f16 weight"))?;
-    let wide = if to == ffi::TAPER_PRODUCT_GATED { outputs / 2 } else { outputs };
-    let x_f32 = of.x.dtype() == DType::F32;
-    if !few(of.x, rows)? {
+    checked(op, of.x, weight, out_dtype)?;
+    let dtype = weight.dtype();
+    if !few(of.x, of.x.dim(0)?)? {
         let x = match of.norm {
             Some((weight, epsilon)) => norm_f32(&of.x.to_dtype(DType::F32)?, weight, epsilon, dtype)?,
+            None if of.x.dtype() == DType::F32 && of.x.is_contiguous() => rounded(of.x, dtype)?,
             None => of.x.clone(),
         };
         return multiply(op, &x.to_dtype(dtype)?, weight, out, (to == ffi::TAPER_PRODUCT_ADD, out_dtype));
     }
-    let p = TaperProductParams {
+    let p = params(op, of, weight, out, (to, out_dtype))?;
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { taper_product(&p, op.stream()) })
+}
+
+/// Fails unless shapes and dtypes are those of a product: rows, inputs, outputs.
+fn checked(op: &Op, x: &Tensor, weight: &Tensor, out_dtype: DType) -> Result<(usize, usize, usize)> {
+    let ((rows, inputs), (outputs, columns), dtype) = (x.dims2()?, weight.dims2()?, weight.dtype());
+    let fits = columns == inputs && inputs.is_multiple_of(8) && outputs.is_multiple_of(8) && rows > 0;
+    op.check(fits, "weight", format!("{:?}", weight.dims()), format!("[outputs, {inputs}], multiples of 8"))?;
+    let kinds = matches!(dtype, DType::BF16 | DType::F16) && (out_dtype == DType::F32 || out_dtype == dtype);
+    op.check(kinds, "out", format!("{out_dtype:?}"), format!("F32 or {dtype:?}, of a bf16 or f16 weight"))?;
+    Ok((rows, inputs, outputs))
+}
+
+/// A product as the interface takes it.
+fn params(
+    op: &Op,
+    of: Inputs,
+    weight: &Tensor,
+    out: &Tensor,
+    (to, out_dtype): (i32, DType),
+) -> Result<TaperProductParams> {
+    let (rows, inputs, outputs) = checked(op, of.x, weight, out_dtype)?;
+    let dtype = weight.dtype();
+    let wide = if to == ffi::TAPER_PRODUCT_GATED { outputs / 2 } else { outputs };
+    let x_f32 = of.x.dtype() == DType::F32;
+    Ok(TaperProductParams {
         x: op.at("x", of.x, if x_f32 { DType::F32 } else { dtype }, [rows, inputs])?,
         weight: op.at("weight", weight, dtype, [outputs, inputs])?,
         norm: op.maybe("norm", of.norm.map(|norm| norm.0), DType::F32, [inputs])?,
@@ -106,9 +216,7 @@ fn run(op: &Op, of: Inputs, weight: &Tensor, out: &Tensor, (to, out_dtype): (i32
         to,
         overlap: 1,
         epsilon: of.norm.map_or(0.0, |norm| norm.1),
-    };
-    // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { taper_product(&p, op.stream()) })
+    })
 }
 
 /// cuBLAS: `out = x Wᵀ`, or `out += x Wᵀ`, with sums in f32.

@@ -41,10 +41,10 @@ thread_local! {
 /// other.
 #[derive(Debug)]
 pub struct Scratch {
-    /// `[1 + lists, 32]`, u32.
+    /// `[2 + lists, 32]`, u32, like what follows with room for one list more.
     pub(super) sync: Tensor,
     draw_counts: Tensor,
-    /// `[lists, team, group, 4]`, i64.
+    /// `[1 + lists, team, group, 4]`, i64.
     pub(super) sums: Tensor,
     lists: usize,
     team: usize,
@@ -62,9 +62,9 @@ impl Scratch {
         op.check(fits, "list_heads", list_heads, format!("a divisor of {q_heads}"))?;
         let (lists, team, group) = (rows * list_heads, team(list_heads), q_heads / list_heads);
         Ok(Self {
-            sync: op.zeros((1 + lists, 32), DType::U32)?,
-            draw_counts: op.zeros((lists, 4, team * 4), DType::U32)?,
-            sums: op.zeros((lists, team, group, 4), DType::I64)?,
+            sync: op.zeros((2 + lists, 32), DType::U32)?,
+            draw_counts: op.zeros((1 + lists, 4, team * 4), DType::U32)?,
+            sums: op.zeros((1 + lists, team, group, 4), DType::I64)?,
             lists,
             team,
             group,
@@ -223,7 +223,9 @@ pub(super) fn prepare(
         numbers: Told::new(op, 3 * count.next_multiple_of(4))?,
         lists: count,
     };
-    let parts = count * 2 * team * group;
+    // Room for the list that a thread block may try its code on.
+    let room = count + usize::from(how.is_some());
+    let parts = room * 2 * team * group;
     d.part_o = op.room("sampled-parts", parts * head_dim, DType::F32)?;
     d.part_lse = op.room("sampled-lse", parts, DType::F32)?;
     d.gather = 1;
@@ -234,11 +236,11 @@ pub(super) fn prepare(
         out: op.at("out", &of.out, out_dtype, [rows, q_heads, head_dim])?,
         out_f32: how.is_some().into(),
         lse: op.at("lse", &of.lse, DType::F32, [rows, q_heads])?,
-        sync: op.at("scratch", &scratch.sync, DType::U32, [1 + count, 32])?,
-        draws: op.room("sampled-draws", count * draws_each, DType::U32)?,
-        draw_counts: op.at("scratch", &scratch.draw_counts, DType::U32, [count, 4, team * 4])?,
-        scores: op.room("sampled-scores", count * capacity * group, DType::F32)?,
-        sums: op.at("scratch", &scratch.sums, DType::I64, [count, team, group, 4])?,
+        sync: op.at("scratch", &scratch.sync, DType::U32, [2 + count, 32])?,
+        draws: op.room("sampled-draws", room * draws_each, DType::U32)?,
+        draw_counts: op.at("scratch", &scratch.draw_counts, DType::U32, [1 + count, 4, team * 4])?,
+        scores: op.room("sampled-scores", room * capacity * group, DType::F32)?,
+        sums: op.at("scratch", &scratch.sums, DType::I64, [1 + count, team, group, 4])?,
         state: op.at("state", &of.state()?, DType::U32, [count])?,
         residual: op.at("residual", &of.residual()?, DType::U32, [count])?,
         counts: op.at("counts", &of.counts()?, DType::U32, [count])?,
@@ -246,6 +248,7 @@ pub(super) fn prepare(
         capacity: op.int("max_len", capacity)?,
         rule: ffi::TAPER_LISTED,
         layer: streams.map_or(0, |s| s.layer as i32),
+        scouts: how.is_some().into(),
         ..TaperSampledParams::zeroed()
     };
     if let Some((how, rule)) = how {
@@ -354,7 +357,7 @@ pub fn values(
         positions: op.at("positions", streams.positions, DType::U32, [rows])?,
         out: op.at("out", &out, dtype, [rows, q_heads, head_dim])?,
         lse: op.at("lse", &lse, DType::F32, [rows, q_heads])?,
-        sync: op.at("scratch", &scratch.sync, DType::U32, [1 + lists, 32])?,
+        sync: op.at("scratch", &scratch.sync, DType::U32, [2 + lists, 32])?,
         weights: op.at("weights", &weights, DType::F16, [lists, padded, group])?,
         part_lse: op.at("part_lse", &part_lse, DType::F32, [lists, team, group])?,
         parts: op.at("parts", &parts, DType::F32, [lists, team, group, head_dim])?,

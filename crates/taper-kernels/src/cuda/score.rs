@@ -8,7 +8,7 @@ use super::ffi::{
     self, TaperGroupSelectParams, TaperLseParams, TaperPagesParams, TaperPickParams, TaperScoreParams,
     TaperSelectParams,
 };
-use super::op::Op;
+use super::op::{self, Op};
 use super::sample::Scratch;
 use crate::index::labels::ON_DEVICE;
 use crate::kv::BLOCK_TOKENS;
@@ -425,7 +425,7 @@ fn pick(
         keys: op.room("pick-keys", count * most, DType::U32)?,
         ids: op.at("ids", &ids, DType::U32, [count, capacity])?,
         work: op.at("work", &work, DType::U32, [count, WORDS])?,
-        sync: op.at("scratch", &scratch.sync, DType::U32, [1 + count, 32])?,
+        sync: op.at("scratch", &scratch.sync, DType::U32, [2 + count, 32])?,
         masses: op.at("scratch", &scratch.sums, DType::I64, scratch.sums.dims())?,
         rows: op.int("q", rows)?,
         q_heads: op.int("q", q_heads)?,
@@ -442,6 +442,8 @@ fn pick(
         target,
         overlap: 1,
         scale: 1.0 / (head_dim as f32).sqrt(),
+        // Pages of older tokens are scored while those of the newest are being made.
+        fresh: op::fresh(),
         ..TaperPickParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.

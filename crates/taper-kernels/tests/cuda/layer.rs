@@ -2,7 +2,10 @@
 
 use crate::cache::{Caches, GRID, LIMIT, Numbers, below, device, elements, furthest, relative, relative_of, u32s};
 use candle_core::{DType, Device, Tensor};
-use taper_kernels::cuda::{Inputs, Rotate, angles, norm, product, product_add, product_gated, rotate_append, silu_mul};
+use taper_kernels::cuda::{
+    AfterAttention, Inputs, Rotate, after_attention, after_attention_at_once, angles, norm, product, product_add,
+    product_gated, product_into, rotate_append, silu_mul,
+};
 use taper_kernels::kv::{self, BLOCK_TOKENS};
 
 /// Bits of a pool: NaN equals itself.
@@ -134,9 +137,16 @@ fn products_agree_with_f64_and_a_row_does_not_depend_on_the_others() {
     let device = device();
     for dtype in [DType::BF16, DType::F16] {
         // Few rows and many; widths of less than a warp's pieces, of a small model and of a large one's feed-forward layer.
-        for (rows, inputs, outputs) in
-            [(1, 64, 16), (1, 14336, 64), (2, 576, 960), (2, 4096, 320), (3, 576, 3072), (33, 576, 1536)]
-        {
+        for (rows, inputs, outputs) in [
+            (1, 64, 16),
+            (1, 14336, 64),
+            (2, 576, 960),
+            (2, 4096, 320),
+            (3, 576, 3072),
+            (33, 576, 1536),
+            (1100, 4104, 16),
+            (5, 9000, 32),
+        ] {
             let what = format!("{dtype:?} {rows} x {inputs} -> {outputs}");
             let on = |t: &Tensor| t.to_device(&device).unwrap();
             let (x, weight) = (numbers.tensor(&[rows, inputs], dtype), numbers.tensor(&[outputs, inputs], dtype));
@@ -166,6 +176,9 @@ fn products_agree_with_f64_and_a_row_does_not_depend_on_the_others() {
             let rounded = product(normed, &on_weight, dtype).unwrap();
             assert_eq!(rounded.dtype(), dtype);
             below(relative_of(&elements(&rounded), &normal), LIMIT, &what);
+            // Rounded on the way.
+            let unrounded = product(Inputs { x: &on_x, norm: None }, &on_weight, DType::F32).unwrap();
+            assert_eq!(bits(&unrounded), bits(&out), "{what}");
             if rows <= 2 {
                 let last = on_x.narrow(0, rows - 1, 1).unwrap();
                 let last = product(Inputs { x: &last, norm: None }, &on_weight, DType::F32).unwrap();
@@ -191,6 +204,68 @@ fn products_agree_with_f64_and_a_row_does_not_depend_on_the_others() {
     let odd = Tensor::zeros((2, 12), DType::BF16, &device).unwrap();
     let error = product(Inputs { x: &odd, norm: None }, &odd, DType::F32).unwrap_err();
     assert!(error.to_string().contains("weight is [2, 12]"), "{error}");
+}
+
+#[test]
+fn what_stands_between_two_attentions_is_what_its_products_give_one_by_one() {
+    let mut numbers = Numbers(6);
+    let device = device();
+    for dtype in [DType::BF16, DType::F16] {
+        // Less than a warp's pieces, a small model, a large one's feed-forward layer, a residual stream that a thread block
+        // reads twice, and what has no launch for all four.
+        for (rows, heads, hidden, inner, qkv) in [
+            (1, 64, 64, 40, 16),
+            (1, 576, 576, 1536, 960),
+            (2, 576, 576, 1536, 960),
+            (1, 512, 2048, 5632, 768),
+            (1, 512, 512, 14336, 768),
+            (1, 64, 9000, 48, 24),
+            (1, 256, 64, 16400, 8),
+        ] {
+            let fits = rows == 1 && inner <= 16384;
+            let what = format!("{dtype:?} {rows} x {heads}, {hidden}, {inner}, {qkv}");
+            let mut weight = |outputs: usize, inputs: usize| {
+                let x = numbers.tensor(&[outputs, inputs], DType::F32).affine(1.0 / (inputs as f64).sqrt(), 0.0);
+                x.unwrap().to_dtype(dtype).unwrap().to_device(&device).unwrap()
+            };
+            let (output, gate_up, down) = (weight(hidden, heads), weight(2 * inner, hidden), weight(hidden, inner));
+            let joint = weight(qkv, hidden);
+            let mut f32s = |shape: &[usize]| numbers.tensor(shape, DType::F32).to_device(&device).unwrap();
+            let (first, second, start) = (f32s(&[hidden]), f32s(&[hidden]), f32s(&[rows, hidden]));
+            let attended = f32s(&[rows, heads]);
+            for attended in [attended.clone(), attended.to_dtype(dtype).unwrap()] {
+                let x = start.copy().unwrap();
+                product_add(Inputs { x: &attended, norm: None }, &output, &x).unwrap();
+                let gated = product_gated(Inputs { x: &x, norm: Some((&first, 1e-5)) }, &gate_up).unwrap();
+                product_add(Inputs { x: &gated, norm: None }, &down, &x).unwrap();
+                let qkv_out = Tensor::zeros((rows, qkv), dtype, &device).unwrap();
+                product_into(Inputs { x: &x, norm: Some((&second, 1e-5)) }, &joint, &qkv_out).unwrap();
+                let of = AfterAttention {
+                    output: &output,
+                    norm: (&first, 1e-5),
+                    gate_up: &gate_up,
+                    down: &down,
+                    next: None,
+                };
+                assert!(fits || after_attention_at_once(&attended, &start, &of).is_err(), "{what}");
+                // Over and over: a launch leaves its counters as it found them.
+                for round in 0..20 {
+                    let (y, out) = (start.copy().unwrap(), Tensor::zeros((rows, qkv), dtype, &device).unwrap());
+                    let next = (round % 3 > 0).then_some(((&second, 1e-5), &joint, &out));
+                    let of = AfterAttention { next, ..of };
+                    if fits && round % 2 == 0 {
+                        after_attention_at_once(&attended, &y, &of).unwrap();
+                    } else {
+                        after_attention(&attended, &y, &of).unwrap();
+                    }
+                    assert_eq!(bits(&y), bits(&x), "{what}, round {round}");
+                    if next.is_some() {
+                        assert_eq!(bits(&out), bits(&qkv_out), "{what}, round {round}");
+                    }
+                }
+            }
+        }
+    }
 }
 
 #[test]

@@ -23,7 +23,7 @@ fn a_devices_rows_are_drawn_as_the_hosts() {
     let some: Vec<Wanted> =
         tokens.iter().enumerate().map(|(at, of)| if at % 4 == 1 { Wanted::Logits } else { *of }).collect();
     for wanted in [tokens, some, vec![Wanted::Logits; rows]] {
-        let (host, device) = (finish(&logits, &wanted).unwrap(), finish(&there, &wanted).unwrap());
+        let (host, device) = (drawn(&logits, &wanted).unwrap(), drawn(&there, &wanted).unwrap());
         assert_eq!(host, device);
         assert!(
             host.iter().zip(&wanted).all(|(row, of)| matches!(row, Row::Token(_)) == matches!(of, Wanted::Token(_)))
@@ -31,7 +31,7 @@ fn a_devices_rows_are_drawn_as_the_hosts() {
     }
     // What cannot be drawn from says so, and those beside it are drawn.
     let bad = Tensor::cat(&[&there.narrow(0, 0, 1).unwrap(), &(there.narrow(0, 1, 1).unwrap() * f64::NAN).unwrap()], 0);
-    let rows = finish(&bad.unwrap(), &[Wanted::Token(draw(0)), Wanted::Token(draw(1))]).unwrap();
+    let rows = drawn(&bad.unwrap(), &[Wanted::Token(draw(0)), Wanted::Token(draw(1))]).unwrap();
     assert!(matches!(rows[..], [Row::Token(Some(_)), Row::Token(None)]));
 }
 
