@@ -187,7 +187,8 @@ impl LayerAttention for AttentionBatch<'_> {
         for Started { sequence, .. } in &mut self.spans {
             let Some(selection) = plain(self.shape, sequence) else { bail!("attended: a step that is not plain") };
             let seen = [visible(self.shape, sequence.len + 1)];
-            (0..self.shape.layers).try_for_each(|_| add_read(sequence.decode_report(), &selection, &seen))?;
+            (0..self.shape.layers)
+                .try_for_each(|layer| add_read(sequence.decode_report(), layer, &selection, &seen))?;
         }
         Ok(())
     }
@@ -388,10 +389,10 @@ impl Part<'_> {
             report.add_budgets(budgets);
         }
         if choice.selection.counts_wait() {
-            sequence.unread.push((choice.selection.clone(), visible.to_vec()));
+            sequence.unread.push((self.layer, choice.selection.clone(), visible.to_vec()));
             return Ok(());
         }
-        add_read(report, &choice.selection, visible)
+        add_read(report, self.layer, &choice.selection, visible)
     }
 
     /// Compares with dense attention what of some rows' outputs the request wants compared.
@@ -413,7 +414,13 @@ impl Part<'_> {
             .map(|visible| DecodeRow { table: sequence.table.blocks(), visible: visible.clone() })
             .collect();
         let errors = self.with_step(sequence, q, &rows, indices, |step| audit::decode(step, out, &audited))?;
-        sequence.decode_report().add_errors(&errors, method.promise().map(|(epsilon, _)| epsilon));
+        let report = sequence.decode_report();
+        report.add_errors(&errors, method.promise());
+        if let Some(trace) = &mut report.trace {
+            for (&row, errors) in audited.iter().zip(errors.chunks(self.shape.q_heads)) {
+                trace.add_errors(visible[row].end - 1, errors);
+            }
+        }
         Ok(())
     }
 }
@@ -435,9 +442,11 @@ pub(crate) fn report_prompt(
     let positions = rows.start..rows.start + rows.rows();
     let there: usize = positions.clone().map(|p| Mask::Causal.count(p, shape.window)).sum();
     let PrefillOutput { out, keys, kept } = output;
-    let (read, most) = (keys.iter().map(|k| k.read).sum(), keys.iter().map(|k| k.most).max().unwrap_or(0));
     let heads = shape.q_heads as u64;
-    report.add(positions.len() as u64 * heads, read, there as u64 * heads, most);
+    report.add(positions.len() as u64 * heads, keys.read(shape.q_heads), there as u64 * heads, keys.most());
+    if let Some(trace) = &mut report.trace {
+        trace.add_prompt(shape, rows.layer, &keys, there as u64);
+    }
     report.add_kept(&kept);
     let wanted = |row: &usize| audit::wanted(&stream(seed, rows.layer, rows.start + row), spec.audit);
     let audited: Vec<usize> = (0..positions.len()).filter(wanted).collect();

@@ -21,6 +21,7 @@ mod schema;
 mod sequence;
 mod spec;
 mod top_k;
+mod trace;
 
 pub use artifacts::{ArtifactError, Artifacts, ModelKey, Place, Places};
 pub use batch::{AttentionBatch, Replay, Span, leaders, replay};
@@ -36,3 +37,4 @@ pub use report::{AttentionUsage, AuditUsage, CraUsage, PhaseUsage, SpeculationUs
 pub use schema::nearest;
 pub use sequence::{Sequence, decode_rows};
 pub use spec::{AttentionSpec, Question, SpecError, Wire};
+pub use trace::{HeadsUsage, TokenUsage, TraceUsage};

@@ -122,19 +122,19 @@ pub struct PrefillLayer<'a> {
 pub struct PrefillOutput {
     /// `[T, q_heads, head_dim]`, f32.
     pub out: Tensor,
-    /// Keys that each row read `[T]`.
-    pub keys: Vec<RowKeys>,
+    /// Keys that each row read.
+    pub keys: KeyCounts,
     /// Shares of the attention mass that the keys read hold, where a method measured any: one a (row, query head).
     pub kept: Vec<f32>,
 }
 
-/// How many keys a row read.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct RowKeys {
-    /// Over all query heads.
-    pub read: u64,
-    /// The query head that read most.
-    pub most: u64,
+/// How many keys each row and list of query heads read.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct KeyCounts {
+    /// Lists of equally many neighbouring query heads.
+    lists: usize,
+    /// `[T, lists]`.
+    counts: Vec<usize>,
 }
 
 impl PrefillLayer<'_> {
@@ -165,16 +165,11 @@ impl PrefillLayer<'_> {
     /// A device error.
     pub fn attend_lse(&self, q: &Tensor, positions: &[u32], reads: Reads) -> Result<(PrefillOutput, Tensor)> {
         let (out, lse) = prefill::prefill(&self.select(q, positions), reads)?;
-        let heads = q.dims()[1];
-        let keys = match reads {
-            Reads::Mask(mask) => {
-                positions.iter().map(|&p| RowKeys::of(&[mask.count(p as usize, self.window)], heads)).collect()
-            }
-            Reads::Selection(selection) => {
-                let counts = selection.counts(positions, self.window);
-                counts.chunks(selection.heads().len()).map(|counts| RowKeys::of(counts, heads)).collect()
-            }
+        let (lists, counts) = match reads {
+            Reads::Mask(mask) => (1, positions.iter().map(|&p| mask.count(p as usize, self.window)).collect()),
+            Reads::Selection(selection) => (selection.heads().len(), selection.counts(positions, self.window)),
         };
+        let keys = KeyCounts { lists, counts };
         Ok((PrefillOutput { out, keys, kept: Vec::new() }, lse))
     }
 
@@ -219,12 +214,35 @@ impl PrefillLayer<'_> {
     }
 }
 
-impl RowKeys {
-    /// From the keys of each list of heads.
-    fn of(counts: &[usize], heads: usize) -> Self {
-        let each = heads / counts.len().max(1);
-        let read = counts.iter().sum::<usize>() * each;
-        Self { read: read as u64, most: counts.iter().copied().max().unwrap_or(0) as u64 }
+impl KeyCounts {
+    /// Over so many query heads.
+    pub fn read(&self, heads: usize) -> u64 {
+        (self.counts.iter().sum::<usize>() * (heads / self.lists.max(1))) as u64
+    }
+
+    /// The most that one row read with one head.
+    pub fn most(&self) -> u64 {
+        self.counts.iter().copied().max().unwrap_or(0) as u64
+    }
+
+    /// Over all rows, by KV head, each of which serves `group` query heads.
+    pub fn by_head(&self, kv_heads: usize, group: usize) -> Vec<u64> {
+        let mut sums = vec![0; self.lists];
+        self.counts.chunks(self.lists.max(1)).for_each(|row| row.iter().zip(&mut sums).for_each(|(c, sum)| *sum += c));
+        // A list stands for one KV head, for a part of one, or for several.
+        let of = |head: usize| {
+            let lists = head * self.lists / kv_heads..((head + 1) * self.lists).div_ceil(kv_heads);
+            (sums[lists.clone()].iter().sum::<usize>() * group / lists.len().max(1)) as u64
+        };
+        (0..kv_heads).map(of).collect()
+    }
+
+    /// Puts the rows of `other`, which has one list, in the place of some.
+    pub fn replace(&mut self, rows: &[u32], other: &Self) {
+        for (&row, &count) in rows.iter().zip(&other.counts) {
+            let row = row as usize * self.lists;
+            self.counts[row..row + self.lists].fill(count);
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! What a request's attention came to: density, budgets, audited errors.
 
 use crate::spec::AttentionSpec;
+use crate::trace::{Trace, TraceUsage};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use taper_kernels::decode::Budget;
@@ -21,6 +22,8 @@ pub(crate) struct PhaseReport {
     /// Shares of the attention mass that were kept, where a method measured them.
     kept: Kept,
     errors: Errors,
+    /// All of it head by head and token by token, where the request wants that.
+    pub trace: Option<Trace>,
 }
 
 /// Sum, number and least of some shares.
@@ -60,9 +63,10 @@ impl PhaseReport {
         }
     }
 
-    /// Adds relative errors of audited heads, under a promise of `epsilon` if there is one.
-    pub fn add_errors(&mut self, errors: &[f32], epsilon: Option<f64>) {
-        errors.iter().for_each(|&error| self.errors.add(error, epsilon));
+    /// Adds relative errors of audited heads, under a promise of (epsilon, delta) if there is one.
+    pub fn add_errors(&mut self, errors: &[f32], promise: Option<(f64, f64)>) {
+        errors.iter().for_each(|&error| self.errors.add(error, promise.map(|(epsilon, _)| epsilon)));
+        self.errors.delta = promise.map(|(_, delta)| delta);
     }
 
     fn usage(&self, method: &'static str, seed: u64) -> PhaseUsage {
@@ -103,6 +107,9 @@ pub struct AttentionUsage {
     /// What drafts came to; absent where the request wants none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub speculation: Option<SpeculationUsage>,
+    /// Both phases head by head and token by token; absent where the request does not want that.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trace: Option<TraceUsage>,
 }
 
 /// What speculation came to.
@@ -169,6 +176,9 @@ pub struct AuditUsage {
     /// Share of heads whose error is over epsilon; absent where the method promises none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub over_epsilon: Option<f64>,
+    /// What the method promises that share to be at most; absent where it promises nothing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub delta: Option<f64>,
 }
 
 /// What is kept of the relative errors of audited heads: enough for [`AuditUsage`], however many there are.
@@ -179,6 +189,8 @@ struct Errors {
     max: f32,
     /// Errors over epsilon, where one is promised.
     over: Option<u64>,
+    /// The share of them that may be.
+    delta: Option<f64>,
     /// Errors by size: `BUCKETS_PER_OCTAVE` buckets to a factor of two, the smallest for 0, the largest for NaN.
     buckets: BTreeMap<i16, u64>,
 }
@@ -214,11 +226,25 @@ impl Errors {
             error_p99: f64::from(if bucket == i16::MAX { f32::NAN } else { end.min(self.max) }),
             error_max: f64::from(self.max),
             over_epsilon: self.over.map(|over| over as f64 / self.count as f64),
+            delta: self.delta,
         })
     }
 }
 
 impl Report {
+    /// Of nothing yet.
+    pub fn new(traced: bool) -> Self {
+        let phase = || PhaseReport { trace: traced.then(Trace::default), ..PhaseReport::default() };
+        Self { prefill: phase(), decode: phase(), ..Self::default() }
+    }
+
+    /// Forgets the rows from a position on, where they are kept one by one.
+    pub fn truncate(&mut self, tokens: usize) {
+        if let Some(trace) = &mut self.decode.trace {
+            trace.truncate(tokens);
+        }
+    }
+
     pub fn usage(&self, spec: &AttentionSpec, seed: u64) -> AttentionUsage {
         AttentionUsage {
             prefill: self.prefill.usage(spec.prefill.name, seed),
@@ -229,6 +255,7 @@ impl Report {
                 acceptance: self.accepted as f64 / self.drafted.max(1) as f64,
                 draft: self.drafts.usage(speculate.method.name, seed),
             }),
+            trace: self.prefill.trace.as_ref().zip(self.decode.trace.as_ref()).map(|(p, d)| TraceUsage::new(p, d)),
         }
     }
 }

@@ -27,8 +27,8 @@ pub struct Sequence {
     pub(crate) table: BlockTable,
     /// What stands for the blocks of the context that other prompts may take over.
     pub(crate) prefix: Vec<PrefixKey>,
-    /// Choices of the step's layers so far whose sizes a device has yet to tell, and what their rows saw.
-    pub(crate) unread: Vec<(Selection, Vec<Range<usize>>)>,
+    /// Layers of the step so far of whose choices a device has yet to tell the sizes, the choices, and what their rows saw.
+    pub(crate) unread: Vec<(usize, Selection, Vec<Range<usize>>)>,
     /// What the prefill method keeps between chunks `[layers]`; empty before the first and after the last.
     pub(crate) carries: Vec<Carry>,
     pub(crate) report: Report,
@@ -42,6 +42,7 @@ impl Sequence {
     /// An empty sequence whose first `prompt_tokens` tokens are attended by the spec's prefill method and the others by
     /// its decode method. `seed` keys its random draws.
     pub fn new(spec: Arc<AttentionSpec>, seed: u64, prompt_tokens: usize) -> Self {
+        let report = Report::new(spec.trace);
         Self {
             spec,
             seed,
@@ -53,7 +54,7 @@ impl Sequence {
             prefix: Vec::new(),
             unread: Vec::new(),
             carries: Vec::new(),
-            report: Report::default(),
+            report,
             underway: None,
             drafting: false,
         }
@@ -273,6 +274,7 @@ impl Sequence {
         pool.truncate(&mut self.table, tokens)?;
         (self.len, self.underway) = (tokens, None);
         self.reported = self.reported.min(tokens);
+        self.report.truncate(tokens);
         Ok(())
     }
 
@@ -315,7 +317,11 @@ impl Sequence {
     pub(crate) fn settle(&mut self) -> Result<()> {
         let unread = std::mem::take(&mut self.unread);
         let report = self.decode_report();
-        unread.into_iter().try_for_each(|(selection, visible)| add_read(report, &selection, &visible))
+        unread.into_iter().try_for_each(|(layer, selection, visible)| add_read(report, layer, &selection, &visible))?;
+        if let Some(trace) = &mut report.trace {
+            trace.settle();
+        }
+        Ok(())
     }
 
     /// Takes so many drafts, of which some were right, into the report.
@@ -356,7 +362,12 @@ pub(crate) enum By {
 }
 
 /// Takes what rows read in one layer, which see so many keys, into a report.
-pub(crate) fn add_read(report: &mut PhaseReport, selection: &Selection, visible: &[Range<usize>]) -> Result<()> {
+pub(crate) fn add_read(
+    report: &mut PhaseReport,
+    layer: usize,
+    selection: &Selection,
+    visible: &[Range<usize>],
+) -> Result<()> {
     let rows: Vec<DecodeRow> =
         visible.iter().map(|visible| DecodeRow { table: &[], visible: visible.clone() }).collect();
     let counts = selection.counts(&rows)?;
@@ -366,6 +377,9 @@ pub(crate) fn add_read(report: &mut PhaseReport, selection: &Selection, visible:
     report.add(counts.len() as u64, read, there, counts.iter().copied().max().unwrap_or(0) as u64);
     if let Some(budgets) = selection.budgets()? {
         report.add_budgets(&budgets);
+    }
+    if let Some(trace) = &mut report.trace {
+        trace.add_rows(layer, selection, &counts, visible);
     }
     Ok(())
 }

@@ -38,6 +38,7 @@ pub struct AttentionSpec {
     pub(crate) question: Question,
     pub(crate) question_tokens: Option<usize>,
     pub(crate) audit: f64,
+    pub(crate) trace: bool,
     pub(crate) speculate: Option<Speculate>,
 }
 
@@ -95,6 +96,9 @@ impl From<AttentionSpec> for Value {
         if let Some(tokens) = spec.question_tokens {
             json["question_tokens"] = json!(tokens);
         }
+        if spec.trace {
+            json["trace"] = json!(true);
+        }
         if let Some(Speculate { method, tokens }) = spec.speculate {
             json["speculate"] = json!({ "method": method.json, "tokens": tokens });
         }
@@ -116,8 +120,8 @@ pub struct Wire<'a> {
 }
 
 impl AttentionSpec {
-    /// Reads `{ "prefill": {…}, "decode": {…}, "question": "decode", "audit": 0.01, "speculate": { "method": {…}, "tokens": 4 } }`;
-    /// what is absent is dense, nothing special, no audit, and no drafts.
+    /// Reads `{ "prefill": {…}, "decode": {…}, "question": "decode", "audit": 0.01, "trace": true, "speculate": { "method": {…},
+    /// "tokens": 4 } }`; what is absent is dense, nothing special, no audit, no trace, and no drafts.
     ///
     /// # Errors
     /// An unknown field or method, a value out of range, or an artefact that is not here; `path` is where the object
@@ -132,6 +136,7 @@ impl AttentionSpec {
             question: fields.get("question").map_or(Ok(Question::default()), |q| question(q, path))?,
             question_tokens: fields.get("question_tokens").map(|tokens| question_tokens(tokens, path)).transpose()?,
             audit: fields.get("audit").map_or(Ok(0.0), |audit| audit_rate(audit, &format!("{path}.audit")))?,
+            trace: fields.get("trace").map_or(Ok(false), |value| trace(value, path))?,
             speculate: fields.get("speculate").map_or(Ok(None), |value| speculate(value, path, artifacts))?,
         })
     }
@@ -155,6 +160,9 @@ impl AttentionSpec {
         }
         if let Some(tokens) = object.get("question_tokens") {
             spec.question_tokens = Some(question_tokens(tokens, "attention")?);
+        }
+        if let Some(value) = object.get("trace") {
+            spec.trace = trace(value, "attention")?;
         }
         if let Some(value) = object.get("speculate") {
             spec.speculate = speculate(value, "attention", artifacts)?;
@@ -196,7 +204,7 @@ impl AttentionSpec {
 
 /// The fields of an `attention` object.
 fn fields<'a>(value: &'a Value, path: &str) -> Result<&'a Map<String, Value>, SpecError> {
-    let known = ["prefill", "decode", "question", "question_tokens", "audit", "speculate"];
+    let known = ["prefill", "decode", "question", "question_tokens", "audit", "trace", "speculate"];
     let Value::Object(fields) = value else {
         return Err(SpecError::new(path, format!("must be an object with any of {}", known.join(", "))));
     };
@@ -228,8 +236,14 @@ fn question_tokens(value: &Value, path: &str) -> Result<usize, SpecError> {
     }
 }
 
+fn trace(value: &Value, path: &str) -> SpecResult<bool> {
+    value
+        .as_bool()
+        .ok_or_else(|| SpecError::new(format!("{path}.trace"), format!("must be true or false; got {value}")))
+}
+
 /// Most tokens drafted at a time.
-const MOST_DRAFTS: u64 = 15;
+pub(crate) const MOST_DRAFTS: u64 = 15;
 
 fn speculate(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Option<Speculate>> {
     let path = format!("{path}.speculate");

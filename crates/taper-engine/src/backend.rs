@@ -113,6 +113,11 @@ pub trait Backend: Send + 'static {
     /// Blocks of the cache that no sequence holds.
     fn free_blocks(&self) -> usize;
 
+    /// Blocks outside its memory that some sequence holds.
+    fn offloaded_blocks(&self) -> usize {
+        0
+    }
+
     /// What such a sequence may share of its prompt with others: nothing.
     fn beginning(&self, _attention: &Arc<AttentionSpec>, _prompt: &[u32], _question_tokens: usize) -> Beginning {
         Beginning::default()

@@ -52,6 +52,8 @@ pub struct Load {
     pub preemptions: u64,
     /// Blocks of the KV cache that no request holds.
     pub free_blocks: usize,
+    /// Blocks outside its memory, in a file or beside a device, that requests hold.
+    pub offloaded_blocks: usize,
     /// Whether new requests are refused because the engine shuts down.
     pub draining: bool,
     /// Whether the engine's thread has ended.

@@ -122,39 +122,35 @@ impl Grammars {
 
 /// Refuses what would take its compiler too long, or too deep.
 fn check(shape: &Shape) -> Result<(), GrammarError> {
-    let (bytes, references) = match shape {
+    let (mut references, mut patterns) = (0, 0);
+    let bytes = match shape {
         Shape::Json(schema) => {
-            let (mut references, mut patterns) = (0, 0);
             count(schema, &mut references, &mut patterns);
-            if patterns > PATTERNS {
-                return Err(GrammarError(format!("has {patterns} patternProperties; at most {PATTERNS} are taken")));
-            }
-            (schema.to_string().len(), references)
+            schema.to_string().len()
         }
-        Shape::Regex(pattern) => (pattern.len(), 0),
-        Shape::Choice(texts) => (texts.iter().map(|text| text.len() + 4).sum(), 0),
+        Shape::Regex(pattern) => pattern.len(),
+        Shape::Choice(texts) => texts.iter().map(|text| text.len() + 4).sum(),
         Shape::Lark(grammar) => {
-            let mut references = 0;
-            for (at, _) in grammar.match_indices("%json") {
-                let rest = grammar[at + "%json".len()..].trim_start();
-                if let Some(Ok(schema)) = serde_json::Deserializer::from_str(rest).into_iter::<Value>().next() {
-                    let mut patterns = 0;
-                    count(&schema, &mut references, &mut patterns);
-                    if patterns > PATTERNS {
-                        return Err(GrammarError(format!(
-                            "has {patterns} patternProperties; at most {PATTERNS} are taken"
-                        )));
-                    }
+            for rule in grammar.split("%json").skip(1) {
+                if let Some(Ok(schema)) = serde_json::Deserializer::from_str(rule).into_iter::<Value>().next() {
+                    let mut own = 0;
+                    count(&schema, &mut references, &mut own);
+                    patterns = patterns.max(own);
                 }
             }
-            (grammar.len(), references + grammar.matches(':').count().saturating_sub(grammar.matches("\":").count()))
+            // Colons in JSON stand after a name in quotes, those of rules do not.
+            references += grammar.matches(':').count() - grammar.matches("\":").count();
+            grammar.len()
         }
     };
-    if bytes > BYTES {
-        return Err(GrammarError(format!("has {bytes} bytes; at most {BYTES} are taken")));
-    }
-    if references > REFERENCES {
-        return Err(GrammarError(format!("has {references} references or rules; at most {REFERENCES} are taken")));
+    for (number, most, what) in [
+        (patterns, PATTERNS, "patternProperties"),
+        (bytes, BYTES, "bytes"),
+        (references, REFERENCES, "references or rules"),
+    ] {
+        if number > most {
+            return Err(GrammarError(format!("has {number} {what}; at most {most} are taken")));
+        }
     }
     Ok(())
 }

@@ -402,6 +402,10 @@ impl Backend for ModelBackend {
         self.pool.free_blocks()
     }
 
+    fn offloaded_blocks(&self) -> usize {
+        self.pool.offloaded_held()
+    }
+
     fn beginning(&self, attention: &Arc<AttentionSpec>, prompt: &[u32], question_tokens: usize) -> Beginning {
         if !self.prefix {
             return Beginning::default();

@@ -28,6 +28,7 @@ struct State<T> {
     since: Instant,
     preemptions: u64,
     free_blocks: usize,
+    offloaded_blocks: usize,
     draining: bool,
     dead: bool,
 }
@@ -46,8 +47,18 @@ impl<T> State<T> {
 impl<T> Queue<T> {
     pub(crate) fn new(limit: usize) -> Self {
         let (waiting, since) = (VecDeque::new(), Instant::now());
-        let (preemptions, free_blocks, draining, dead) = Default::default();
-        let state = State { waiting, running: 0, gap_seconds: 1.0, since, preemptions, free_blocks, draining, dead };
+        let (preemptions, free_blocks, offloaded_blocks, draining, dead) = Default::default();
+        let state = State {
+            waiting,
+            running: 0,
+            gap_seconds: 1.0,
+            since,
+            preemptions,
+            free_blocks,
+            offloaded_blocks,
+            draining,
+            dead,
+        };
         Self { limit, state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -127,9 +138,10 @@ impl<T> Queue<T> {
         self.lock().preemptions += 1;
     }
 
-    /// So many blocks of the cache are free by now.
-    pub(crate) fn set_free_blocks(&self, blocks: usize) {
-        self.lock().free_blocks = blocks;
+    /// So many blocks of the cache are free by now, and so many of those outside its memory held.
+    pub(crate) fn set_blocks(&self, free: usize, offloaded: usize) {
+        let mut state = self.lock();
+        (state.free_blocks, state.offloaded_blocks) = (free, offloaded);
     }
 
     /// From now on nothing is taken; what waits is still run.
@@ -149,8 +161,8 @@ impl<T> Queue<T> {
     /// How all of it stands; blocks as they were after the latest step.
     pub(crate) fn load(&self) -> Load {
         let state = self.lock();
-        let &State { running, preemptions, free_blocks, draining, dead, .. } = &*state;
-        Load { waiting: state.waiting.len(), running, preemptions, free_blocks, draining, dead }
+        let &State { running, preemptions, free_blocks, offloaded_blocks, draining, dead, .. } = &*state;
+        Load { waiting: state.waiting.len(), running, preemptions, free_blocks, offloaded_blocks, draining, dead }
     }
 }
 

@@ -76,6 +76,10 @@ impl<B: Backend> Backend for Watched<B> {
         self.inner.free_blocks()
     }
 
+    fn offloaded_blocks(&self) -> usize {
+        self.inner.offloaded_blocks()
+    }
+
     fn beginning(&self, spec: &Arc<AttentionSpec>, prompt: &[u32], question: usize) -> Beginning {
         self.inner.beginning(spec, prompt, question)
     }

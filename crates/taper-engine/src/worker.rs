@@ -57,7 +57,7 @@ impl<B: Backend> Worker<B> {
         if let Err(error) = guard(|| Ok(self.backend.warm_up()?)) {
             tracing::warn!(%error, "the model could not be tried before the first request");
         }
-        self.queue.set_free_blocks(self.backend.free_blocks());
+        self.queue.set_blocks(self.backend.free_blocks(), self.backend.offloaded_blocks());
         drop(ready);
         loop {
             if self.running.is_empty() && self.preempted.is_empty() {
@@ -94,7 +94,7 @@ impl<B: Backend> Worker<B> {
 
     /// Tells the queue of those that ended, and what the cache has free.
     fn count_ended(&mut self) {
-        self.queue.set_free_blocks(self.backend.free_blocks());
+        self.queue.set_blocks(self.backend.free_blocks(), self.backend.offloaded_blocks());
         (0..std::mem::take(&mut self.ended)).for_each(|_| self.queue.finished());
     }
 

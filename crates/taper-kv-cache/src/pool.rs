@@ -208,6 +208,11 @@ impl KvPool {
         self.offloaded
     }
 
+    /// Blocks of these that some table holds.
+    pub fn offloaded_held(&self) -> usize {
+        self.references[self.blocks() - self.offloaded..].iter().filter(|&&tables| tables > 0).count()
+    }
+
     /// Bytes of pinned host memory that a device's pool holds.
     pub fn host_bytes(&self) -> usize {
         self.host_tails.iter().map(HostTail::host_bytes).sum()

@@ -127,7 +127,7 @@ impl PrefillMethod for Delta {
         carry.rows = last;
         // A dense row reads all that its sparse one does.
         let mut keys = base.keys;
-        dense_rows.iter().zip(dense.keys).for_each(|(&row, read)| keys[row as usize] = read);
+        keys.replace(&dense_rows, &dense.keys);
         Ok(PrefillOutput { out, keys, kept: base.kept })
     }
 

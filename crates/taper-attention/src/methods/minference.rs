@@ -321,7 +321,7 @@ fn best(
         let (heads, products) = reads(&rows, &patterns, runs, Some(sums))?;
         let selection = Selection::new(runs.to_vec(), heads)?;
         let (output, lse) = layer.attend_lse(&q, positions, (&selection).into())?;
-        scored += products + output.keys.iter().map(|keys| keys.read).sum::<u64>();
+        scored += products + output.keys.read(layer.q.dims()[1]);
         let shares = kept(&lse, &sums.lse)?;
         for (head, (best, pattern)) in best.iter_mut().zip(patterns).enumerate() {
             let share: f32 = shares.iter().skip(head).step_by(stripes.len()).sum();

@@ -10,6 +10,7 @@ mod limits;
 mod prefill;
 mod properties;
 mod together;
+mod trace;
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 use std::collections::HashMap;

@@ -2,7 +2,7 @@
 //! the schema takes is what a request may say, no more and no less.
 
 use crate::methods::{MethodInfo, catalogue};
-use crate::spec::AttentionSpec;
+use crate::spec::{AttentionSpec, MOST_DRAFTS};
 use serde_json::{Map, Value, json};
 
 impl AttentionSpec {
@@ -25,12 +25,15 @@ impl AttentionSpec {
 }
 
 fn attention_schema(methods: &[MethodInfo]) -> Value {
+    let decode = one_of("decode", methods, &[]);
+    let names: Vec<&str> = methods.iter().filter(|method| method.phase == "decode").map(|method| method.name).collect();
+    let drafting = [&[json!({ "enum": names })], decode.as_slice()].concat();
     json!({
         "type": "object",
         "description": "How a request is attended; what is absent is the server's default.",
         "properties": {
             "prefill": { "description": "The prompt.", "oneOf": one_of("prefill", methods, &[]) },
-            "decode": { "description": "The generated tokens.", "oneOf": one_of("decode", methods, &[]) },
+            "decode": { "description": "The generated tokens.", "oneOf": decode },
             "question": {
                 "description": "How the question, the prompt's last part, is attended: as the rest of the prompt, densely, \
                                 or by the decode method.",
@@ -44,6 +47,26 @@ fn attention_schema(methods: &[MethodInfo]) -> Value {
             "audit": {
                 "description": "The share of heads that are compared with dense attention; true for all of them.",
                 "oneOf": [{ "type": "boolean" }, { "type": "number", "minimum": 0, "maximum": 1 }],
+            },
+            "trace": {
+                "description": "Whether `usage.attention.trace` says head by head and token by token what was read.",
+                "type": "boolean",
+            },
+            "speculate": {
+                "description": "Another decode method's drafts, which the request's own checks; null for none.",
+                "type": ["object", "null"],
+                "properties": {
+                    "method": {
+                        "description": "The method, or its name.",
+                        "oneOf": drafting,
+                    },
+                    "tokens": {
+                        "description": "Tokens drafted at a time.",
+                        "type": "integer", "minimum": 1, "maximum": MOST_DRAFTS, "default": 4,
+                    },
+                },
+                "required": ["method"],
+                "additionalProperties": false,
             },
         },
         "additionalProperties": false,

@@ -111,12 +111,12 @@ fn every_error_names_its_path_and_what_is_valid() {
         (
             error(json!({ "decoed": {} })),
             "attention.decoed",
-            "unknown field `decoed`, did you mean `decode`?; attention takes prefill, decode, question, question_tokens, audit, speculate",
+            "unknown field `decoed`, did you mean `decode`?; attention takes prefill, decode, question, question_tokens, audit, trace, speculate",
         ),
         (
             error(json!([])),
             "attention",
-            "must be an object with any of prefill, decode, question, question_tokens, audit, speculate",
+            "must be an object with any of prefill, decode, question, question_tokens, audit, trace, speculate",
         ),
     ] {
         assert_eq!((found.0.as_str(), found.1.as_str()), (path, message));

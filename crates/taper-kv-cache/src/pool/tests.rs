@@ -248,9 +248,9 @@ fn blocks_in_memory_are_taken_first_and_those_in_the_file_hold_the_same() {
         (0..2).for_each(|layer| pool.append(layer, &rows, &rows, &slots).unwrap());
         let fork = pool.fork(&second, 330).unwrap();
         assert_eq!(fork.blocks()[5], 7);
+        pool.offloaded_held()
     };
-    write(&mut both);
-    write(&mut memory);
+    assert_eq!((write(&mut both), write(&mut memory)), (6, 0), "of blocks 2 to 8 all but the last");
     let read = |pool: &KvPool, layer: usize| {
         let PagedKv { k, v } = pool.layer(layer);
         [k, v].map(|t| t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap())

@@ -130,7 +130,7 @@ fn the_engines_chunks_do_not_show() {
 /// All of a prompt chunk by chunk, each in slices of about so many rows; as [`run_on`] else. With `fails`, some slices are
 /// lost, and their chunk begins again.
 fn in_slices(settings: &Value, shape: AttentionShape, n: usize, most: usize, fails: bool) -> (Vec<f32>, Sequence) {
-    let spec = json!({ "prefill": settings, "audit": 0.2 });
+    let spec = json!({ "prefill": settings, "audit": 0.2, "trace": true });
     let spec = Arc::new(AttentionSpec::from_json(&spec, "attention", &Artifacts::default()).unwrap());
     let kv = KvShape { layers: 1, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
     let mut pool = KvPool::new(kv, DType::F32, n.div_ceil(64), &Device::Cpu).unwrap();
@@ -170,7 +170,7 @@ fn slices_do_not_show() {
         for settings in [settings.clone(), over_delta(&settings)].iter().filter(|s| s["base"]["method"] != "delta") {
             for window in [None, Some(170)] {
                 let shape = shape(3, 64, window);
-                let spec = json!({ "prefill": settings, "audit": 0.2 });
+                let spec = json!({ "prefill": settings, "audit": 0.2, "trace": true });
                 let (whole, one) = run(&spec, shape, (700, 0), 200);
                 for (most, fails) in [(64, false), (1, false), (200, false), (64, true)] {
                     let (out, sequence) = in_slices(settings, shape, 700, most, fails);
