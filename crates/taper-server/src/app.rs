@@ -1,24 +1,20 @@
-//! The router and the endpoints that only look.
+//! What every handler shares, and what stands around all of them.
 
-use crate::body::Body;
-use crate::error::{self, ApiError};
+use crate::error::ApiError;
 use crate::keys;
 use crate::live::Live;
 use crate::metrics::Metrics;
-use crate::request_id::{self, RequestId};
-use crate::{answer, chat, completions, embeddings, responses, tokens};
-use axum::extract::{DefaultBodyLimit, Extension, Path, State};
+use crate::request_id;
+use crate::{answer, routes};
+use axum::Router;
+use axum::extract::DefaultBodyLimit;
 use axum::http::{HeaderValue, Method, StatusCode, Uri, header};
 use axum::middleware;
-use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
-use axum::{Json, Router};
-use serde_json::{Value, json};
 use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Duration;
 use taper_attention::Artifacts;
-use taper_engine::{Engine, SubmitError};
+use taper_engine::Engine;
 use tokio::sync::Semaphore;
 use tower::util::option_layer;
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
@@ -107,20 +103,7 @@ pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let metrics = Arc::new(Metrics::new(&engine));
     let app = Arc::new(App { engine, config, metrics, parsing: Arc::new(Semaphore::new(cores)) });
-    Router::new()
-        .route("/health", get(health))
-        .route("/ready", get(ready))
-        .route("/version", get(version))
-        .route("/metrics", get(measured))
-        .route("/v1/models", get(models))
-        .route("/v1/models/{*id}", get(model))
-        .route("/v1/attention/methods", get(methods))
-        .route("/v1/chat/completions", post(chat_completions))
-        .route("/v1/completions", post(text_completions))
-        .route("/v1/embeddings", post(embed))
-        .route("/v1/responses", post(respond))
-        .route("/tokenize", post(tokenize))
-        .route("/detokenize", post(detokenize))
+    routes::all()
         .fallback(async |uri: Uri| ApiError::new(StatusCode::NOT_FOUND, format!("no such path: {}", uri.path())))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             let message = format!("{} does not take {method}; the header Allow names what it takes", uri.path());
@@ -132,110 +115,6 @@ pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
         .layer(option_layer(cors))
         .layer(middleware::from_fn(request_id::name))
         .with_state(app)
-}
-
-/// Liveness: 503 only if the engine died; it stays 200 while the server drains.
-async fn health(State(app): State<Arc<App>>) -> StatusCode {
-    let load = app.engine.load();
-    if load.dead && !load.draining {
-        return StatusCode::SERVICE_UNAVAILABLE;
-    }
-    StatusCode::OK
-}
-
-/// Readiness: whether a new request would be taken.
-async fn ready(State(app): State<Arc<App>>) -> Response {
-    let load = app.engine.load();
-    if load.draining || load.dead {
-        return error::refused(&if load.dead { SubmitError::Dead } else { SubmitError::Draining }, "", None)
-            .into_response();
-    }
-    let limits = app.engine.limits();
-    Json(json!({
-        "waiting": load.waiting,
-        "running": load.running,
-        "cache_tokens": limits.cache_tokens,
-        "offloaded_tokens": limits.offloaded_tokens,
-    }))
-    .into_response()
-}
-
-async fn version() -> Json<Value> {
-    Json(json!({"version": env!("CARGO_PKG_VERSION")}))
-}
-
-/// What Prometheus reads.
-async fn measured(State(app): State<Arc<App>>) -> impl IntoResponse {
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], app.metrics.text(&app.engine))
-}
-
-async fn models(State(app): State<Arc<App>>) -> Json<Value> {
-    Json(json!({"object": "list", "data": [card(&app)]}))
-}
-
-async fn model(State(app): State<Arc<App>>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {
-    app.check_model(Some(&id))?;
-    Ok(Json(card(&app)))
-}
-
-fn card(app: &App) -> Value {
-    let model = app.engine.model();
-    json!({
-        "id": model.id,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "taper",
-        "max_model_len": app.engine.limits().context_tokens,
-    })
-}
-
-/// Every method with its parameters, the schema of it all, and the attention of a request that names none.
-async fn methods(State(app): State<Arc<App>>) -> Json<Value> {
-    Json(app.config.live.attention().document())
-}
-
-async fn chat_completions(
-    State(app): State<Arc<App>>,
-    Extension(id): Extension<RequestId>,
-    body: Body,
-) -> Result<Response, ApiError> {
-    let call = body.parse(&app, chat::parse).await?;
-    call.run(&app, &id).await
-}
-
-async fn text_completions(
-    State(app): State<Arc<App>>,
-    Extension(id): Extension<RequestId>,
-    body: Body,
-) -> Result<Response, ApiError> {
-    let call = body.parse(&app, completions::parse).await?;
-    call.run(&app, &id).await
-}
-
-async fn embed(
-    State(app): State<Arc<App>>,
-    Extension(id): Extension<RequestId>,
-    body: Body,
-) -> Result<Response, ApiError> {
-    let asked = body.parse(&app, embeddings::parse).await?;
-    asked.run(&app, &id).await
-}
-
-async fn respond(
-    State(app): State<Arc<App>>,
-    Extension(id): Extension<RequestId>,
-    body: Body,
-) -> Result<Response, ApiError> {
-    let asked = body.parse(&app, responses::parse).await?;
-    asked.run(&app, &id).await
-}
-
-async fn tokenize(State(app): State<Arc<App>>, body: Body) -> Result<Json<Value>, ApiError> {
-    body.parse(&app, tokens::tokenize).await.map(Json)
-}
-
-async fn detokenize(State(app): State<Arc<App>>, body: Body) -> Result<Json<Value>, ApiError> {
-    body.parse(&app, tokens::detokenize).await.map(Json)
 }
 
 impl App {

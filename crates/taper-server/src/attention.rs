@@ -122,8 +122,8 @@ impl Knobs {
 }
 
 /// The keys of `vllm_xargs` that speak of attention.
-const KEYS: &str = "attention_epsilon, attention_delta, attention_gamma, attention_audit, attention_question, \
-                    attention_question_tokens, attention_prefill_<field>, attention_decode_<field>";
+const KEYS: &str = "attention_epsilon, attention_delta, attention_gamma, attention_audit, attention_trace, \
+                    attention_question, attention_question_tokens, attention_prefill_<field>, attention_decode_<field>";
 
 /// The keys of `vllm_xargs` that an unknown one most likely means.
 fn meant(key: &str) -> Option<&'static str> {
@@ -141,7 +141,7 @@ fn meant(key: &str) -> Option<&'static str> {
 
 /// Where `prefill_method` and the like belong in the `attention` object.
 fn place(name: &str) -> Option<Vec<&str>> {
-    if matches!(name, "audit" | "question" | "question_tokens") {
+    if matches!(name, "audit" | "trace" | "question" | "question_tokens") {
         return Some(vec![name]);
     }
     let (phase, field) = name.split_once('_')?;

@@ -3,8 +3,8 @@
 
 use prometheus::core::Collector;
 use prometheus::{
-    Encoder, Gauge, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry,
-    TextEncoder,
+    CounterVec, Encoder, Gauge, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts,
+    Registry, TextEncoder,
 };
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -47,6 +47,7 @@ pub(crate) struct Metrics {
     running: IntGauge,
     waiting: IntGauge,
     cache_usage: Gauge,
+    offloaded: IntGauge,
     preemptions: IntCounter,
     prompt_tokens: IntCounter,
     generation_tokens: IntCounter,
@@ -75,6 +76,7 @@ struct Attention {
     dense_heads: IntCounterVec,
     audited: IntCounterVec,
     over: IntCounterVec,
+    allowed: CounterVec,
     error_mean: HistogramVec,
     error_p99: HistogramVec,
     drafted: IntCounter,
@@ -154,6 +156,13 @@ impl Attention {
                 "Those of them whose relative error is over the promised epsilon.",
                 &BY,
             )?,
+            allowed: make.add(CounterVec::new(
+                make.opts(
+                    "taper:audit_over_allowed_total",
+                    "How many may be: audited heads times the promised delta. Promises are kept while no more are over epsilon.",
+                ),
+                &BY,
+            ))?,
             error_mean: make.histograms(
                 "taper:audit_error_mean",
                 "Mean relative error of a choice's audited heads.",
@@ -183,6 +192,9 @@ impl Attention {
             if let Some(share) = audit.over_epsilon {
                 self.over.with_label_values(&of).inc_by((share * audit.heads as f64).round() as u64);
             }
+            if let Some(delta) = audit.delta {
+                self.allowed.with_label_values(&of).inc_by(delta * audit.heads as f64);
+            }
         }
     }
 }
@@ -210,6 +222,10 @@ impl Metrics {
             cache_usage: make.add(Gauge::with_opts(
                 make.opts("vllm:kv_cache_usage_perc", "Share of the KV cache's blocks that requests hold, 0 to 1."),
             ))?,
+            offloaded: make.gauge(
+                "taper:kv_offload_bytes",
+                "Bytes of the KV cache outside its memory, in a file or in the host's memory beside a device, that requests hold.",
+            )?,
             preemptions: make.counter(
                 "vllm:num_preemptions_total",
                 "How often a request gave its place in the KV cache up, to be computed again later.",
@@ -255,6 +271,8 @@ impl Metrics {
         self.waiting.set(load.waiting as i64);
         let blocks = (limits.cache_tokens / BLOCK_TOKENS).max(1);
         self.cache_usage.set(1.0 - (load.free_blocks.min(blocks) as f64 / blocks as f64));
+        let block_bytes = limits.cache_bytes / blocks as u64;
+        self.offloaded.set((load.offloaded_blocks as u64 * block_bytes) as i64);
         // What the engine counted since the last time.
         self.preemptions.inc_by(load.preemptions.saturating_sub(self.preemptions.get()));
         let mut text = Vec::new();

@@ -12,6 +12,10 @@ const GOOD: &[&str] = &[
     r#"{"audit": true}"#,
     r#"{"audit": 0}"#,
     r#"{"audit": 0.01}"#,
+    r#"{"trace": true}"#,
+    r#"{"speculate": null}"#,
+    r#"{"speculate": {"method": "quest"}}"#,
+    r#"{"speculate": {"method": {"method": "quest", "k": 9}, "tokens": 15}}"#,
     r#"{"prefill": {"method": "dense"}, "decode": {"method": "dense"}}"#,
     r#"{"prefill": {"method": "delta", "gamma": 16, "mode": "recompute"}}"#,
     r#"{"prefill": {"method": "delta", "gamma": 16.0, "base": {"method": "streaming_llm", "window": 9}}}"#,
@@ -92,6 +96,15 @@ const BAD: &[&str] = &[
     r#"{"audit": 1.5}"#,
     r#"{"audit": "true"}"#,
     r#"{"audit": null}"#,
+    r#"{"trace": 1}"#,
+    r#"{"trace": null}"#,
+    r#"{"speculate": "quest"}"#,
+    r#"{"speculate": {"tokens": 4}}"#,
+    r#"{"speculate": {"method": "delta"}}"#,
+    r#"{"speculate": {"method": {"k": 4}}}"#,
+    r#"{"speculate": {"method": "quest", "tokens": 16}}"#,
+    r#"{"speculate": {"method": "quest", "tokens": 0}}"#,
+    r#"{"speculate": {"method": "quest", "token": 4}}"#,
 ];
 
 /// A schema, ready to check with.

@@ -1,10 +1,9 @@
 //! The command line.
 
 use crate::bench_model::BenchModelArgs;
-use crate::config::Wanted;
 use crate::load_test::BenchServeArgs;
+use crate::settings::{ModelArgs, ServeArgs};
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
 /// An LLM inference server whose attention is a request parameter.
@@ -21,6 +20,8 @@ pub enum Command {
     Serve(Box<ServeArgs>),
     /// Look at the server's settings
     Config(ConfigArgs),
+    /// Ask a running server whether it is well: exit status 0 if it is
+    Health(HealthArgs),
     /// Talk to a model in the terminal
     Chat(ChatArgs),
     /// Continue one prompt and print the result
@@ -35,130 +36,25 @@ pub enum Command {
     Methods(MethodsArgs),
 }
 
-/// Which model, and on what. A field is a setting of the server too: see [`settings`](crate::settings).
-#[derive(Debug, Clone, Default, Args, Serialize, Deserialize)]
-pub struct ModelArgs {
-    /// default (SmolLM2-135M-Instruct, fetched once), a folder, a .gguf file, or a hub id (owner/name[@revision][:file.gguf])
-    #[arg(long, value_name = "MODEL")]
-    pub model: Option<String>,
-    /// Attention where a request says nothing of it: a preset (see `taper methods`), or JSON such as
-    /// '{"decode": {"method": "vattention", "epsilon": 0.1}}'
-    #[arg(long, value_name = "PRESET|JSON")]
-    pub attention: Option<Wanted>,
-    /// Folder of what methods learned offline (see `taper train`)
-    #[arg(long, value_name = "DIR")]
-    pub artifacts: Option<PathBuf>,
-    /// What computes: cpu, cuda or cuda:N, of a build with that feature [default: cpu]
-    #[arg(long, value_name = "DEVICE")]
-    pub device: Option<String>,
-    /// Threads for arithmetic [default: all cores]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
-    pub threads: Option<u16>,
-    /// Memory for keys and values, such as 512MiB or 2GiB [default: a quarter of what is free, at most sixteen contexts]
-    #[arg(long, value_name = "SIZE")]
-    pub kv_memory: Option<String>,
-    /// Room for keys and values beyond that memory, such as 20GiB: in a file; beside cuda in pinned host memory [default: none]
-    #[arg(long, value_name = "SIZE")]
-    pub kv_offload: Option<String>,
-    /// Folder of that file, on a disk; the device cpu alone has one
-    #[arg(long, value_name = "DIR")]
-    pub kv_offload_dir: Option<PathBuf>,
-    /// Type of cached keys and values: f16, bf16 or f32 [default: f16]
-    #[arg(long, value_name = "TYPE")]
-    pub kv_dtype: Option<String>,
-    /// Type that float weights are kept in: auto, f32, f16 or bf16 [default: auto, which is the file's own]
-    #[arg(long, value_name = "TYPE")]
-    pub dtype: Option<String>,
-    /// Turn a GGUF file's quantised weights into floats when loading: more memory, slower, for comparison
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
-    pub dequantize: Option<bool>,
-    /// Lower the model's context to so many tokens
-    #[arg(long, value_name = "TOKENS")]
-    pub context: Option<usize>,
-}
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Without --url the server's settings say where it is: the environment, and --config. A certificate is not checked,
+since the server is asked by an address that stands in none.
 
-#[derive(Debug, Clone, Args)]
-#[command(after_help = "Examples:
-  taper serve
-  taper serve --model ./Llama-3.2-1B-Instruct --port 9000 --attention delta-vattention
-  taper serve --config configs/server/example.toml
-  taper serve --attention '{\"decode\": {\"method\": \"streaming_llm\", \"window\": 512}}'
-
-Every option is also a variable of the environment (--kv-memory is TAPER_KV_MEMORY) and a key of the settings file (kv_memory);
-the command line goes before the environment, which goes before the file. `taper config check` shows what comes of them.
-SIGHUP has keys, certificate and default attention read again.")]
-pub struct ServeArgs {
-    #[command(flatten)]
-    pub model: ModelArgs,
-    #[command(flatten)]
-    pub server: ServerArgs,
-    /// Settings in TOML
+Examples:
+  taper health
+  taper health --ready --url http://127.0.0.1:9000"
+)]
+pub struct HealthArgs {
+    /// Where the server is, such as http://127.0.0.1:8080
+    #[arg(long, value_name = "URL")]
+    pub url: Option<String>,
+    /// Whether it takes requests, rather than whether it lives
+    #[arg(long)]
+    pub ready: bool,
+    /// The server's settings in TOML
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-}
-
-/// How the server meets its clients, each a setting.
-#[derive(Debug, Clone, Default, Args, Serialize, Deserialize)]
-pub struct ServerArgs {
-    /// Address to listen on [default: 127.0.0.1]
-    #[arg(long)]
-    pub host: Option<String>,
-    /// Port; 0 takes a free one [default: 8080]
-    #[arg(long)]
-    pub port: Option<u16>,
-    /// Requests that may wait; over it clients get a 503 [default: 256]
-    #[arg(long, value_name = "N")]
-    pub queue: Option<usize>,
-    /// Work on prompts in one step, in tokens through all layers [default: 512]
-    #[arg(long, value_name = "TOKENS")]
-    pub chunk_tokens: Option<usize>,
-    /// Answers that are generated together [default: 64]
-    #[arg(long, value_name = "N")]
-    pub sequences: Option<usize>,
-    /// How many times as long a step may take because of others' prompts [default: 2]
-    #[arg(long, value_name = "TIMES")]
-    pub stretch: Option<f64>,
-    /// Whether prompts that begin alike share what they begin with [default: true]
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
-    pub prefix_cache: Option<bool>,
-    /// How long a request may take, waiting included, and the most of its `timeout`; then it ends with a 504 [default: no limit]
-    #[arg(long, value_name = "SECONDS")]
-    pub request_seconds: Option<u32>,
-    /// Largest request body [default: 16]
-    #[arg(long, value_name = "MIB")]
-    pub body_mib: Option<usize>,
-    /// How long a client may take to send a request's body [default: 60]
-    #[arg(long, value_name = "SECONDS")]
-    pub body_seconds: Option<u32>,
-    /// How long a client may take to send a request's head, and idle between two [default: 30]
-    #[arg(long, value_name = "SECONDS")]
-    pub header_seconds: Option<u32>,
-    /// API keys in TOML, with their limits; the environment's TAPER_API_KEY is another one
-    #[arg(long, value_name = "FILE")]
-    pub api_keys: Option<PathBuf>,
-    /// Origins of web pages that may ask, with commas between them, or * for all [default: none]
-    #[arg(long, value_name = "ORIGINS")]
-    pub cors_origins: Option<String>,
-    /// Certificate chain in PEM: the server then speaks HTTPS
-    #[arg(long, value_name = "FILE")]
-    pub tls_cert: Option<PathBuf>,
-    /// The certificate's private key in PEM
-    #[arg(long, value_name = "FILE")]
-    pub tls_key: Option<PathBuf>,
-    /// Format of the log [default: text]
-    #[arg(long, value_name = "FORMAT", value_enum)]
-    pub log: Option<LogFormat>,
-}
-
-/// How lines of the log are written.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum LogFormat {
-    /// For people
-    #[default]
-    Text,
-    /// One JSON object a line
-    Json,
 }
 
 #[derive(Debug, Args)]
@@ -680,9 +576,7 @@ mod tests {
                 Command::Eval(EvalArgs { what: Eval::Heads(args) }) => args.model,
                 Command::Bench(BenchArgs { what: Bench::Methods(args) }) => args.model,
                 Command::Train(TrainArgs { what: Train::KMeans { common, .. } }) => common.model,
-                Command::Bench(_) | Command::Train(_) | Command::Methods(_) | Command::Config(_) => {
-                    unreachable!("not asked for")
-                }
+                _ => unreachable!("not asked for"),
             };
             assert_eq!((model.dtype.as_deref(), model.dequantize), (Some("f16"), Some(true)));
         }

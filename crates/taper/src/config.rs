@@ -1,8 +1,8 @@
 //! Settings, checked: what loads a model, and what serves it.
 
-use crate::args::{LogFormat, ModelArgs};
 use crate::preset;
 use crate::settings::Settings;
+use crate::settings::{LogFormat, ModelArgs};
 use anyhow::{Context, Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
@@ -270,7 +270,7 @@ pub fn size(text: &str) -> Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::args::{ServeArgs, ServerArgs};
+    use crate::settings::{ServeArgs, ServerArgs};
 
     /// What comes of a file and a command line.
     fn read(config: Option<&Path>, model: ModelArgs, server: ServerArgs) -> Result<ServeConfig> {

@@ -8,6 +8,7 @@ mod config;
 mod eval;
 mod generate;
 mod heads;
+mod health;
 mod load;
 mod load_test;
 mod methods;
@@ -17,9 +18,10 @@ mod settings;
 mod talk;
 mod train;
 
-use args::{Bench, BenchArgs, Cli, Command, ConfigArgs, ConfigCommand, Eval, EvalArgs, LogFormat, TrainArgs};
+use args::{Bench, BenchArgs, Cli, Command, ConfigArgs, ConfigCommand, Eval, EvalArgs, TrainArgs};
 use clap::Parser;
 use mimalloc::MiMalloc;
+use settings::LogFormat;
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
 
@@ -47,6 +49,7 @@ fn main() -> ExitCode {
     let done = match cli.command {
         Command::Serve(args) => serve::run(*args),
         Command::Config(ConfigArgs { what: ConfigCommand::Check(args) }) => serve::check(*args),
+        Command::Health(args) => health::run(args),
         Command::Chat(args) => chat::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Eval(EvalArgs { what: Eval::Needle(args) }) => eval::needle(args),

@@ -1,8 +1,8 @@
 //! `taper serve` and `taper config check`.
 
-use crate::args::ServeArgs;
 use crate::config::{self, ServeConfig};
 use crate::load::{self, Loaded};
+use crate::settings::ServeArgs;
 use crate::settings::Settings;
 use crate::talk;
 use anyhow::{Context, Result, bail};
@@ -23,7 +23,10 @@ pub fn run(args: ServeArgs) -> Result<()> {
     let config = config::serve(settings)?;
     crate::log(config.log);
     let runtime = tokio::runtime::Runtime::new().context("starting the runtime")?;
-    runtime.block_on(serve(config, args, &text))
+    let served = runtime.block_on(serve(config, args, &text));
+    // A model that still loads is not waited for.
+    runtime.shutdown_background();
+    served
 }
 
 /// Checks the settings and prints them.
@@ -42,7 +45,7 @@ pub fn check(args: ServeArgs) -> Result<()> {
 
 async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     // Before the model loads: a signal that nobody waits for ends the process.
-    let asked = hang_up();
+    let (asked, mut stops) = (hang_up(), Stops::new().context("listening to signals")?);
     // The address first: that it is taken should not be known only after a large model has loaded.
     let at = format!("{}:{}", config.host, config.port);
     let listener = TcpListener::bind((config.host.as_str(), config.port)).await.with_context(|| at)?;
@@ -53,7 +56,11 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
         None => None,
     };
     tracing::info!(settings = text, "settings");
-    let Loaded { engine, artifacts, attention } = tokio::task::spawn_blocking(move || load::engine(&model)).await??;
+    let loading = tokio::task::spawn_blocking(move || load::engine(&model));
+    let Loaded { engine, artifacts, attention } = tokio::select! {
+        loaded = loading => loaded??,
+        () = stops.next() => bail!("stopped before the model was loaded"),
+    };
     let engine = Arc::new(engine);
     let open = keys.is_empty();
     talk::print(&greeting(&engine, address, certificate.is_some(), attention.names()))?;
@@ -64,7 +71,7 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     (server.live, server.artifacts) = (Arc::new(Live::new(attention, keys)), artifacts);
     tokio::spawn(reloaded(asked, args, Arc::clone(&server.live), Arc::clone(&server.artifacts), certificate.clone()));
     let certificate = certificate.map(|(certificate, _)| certificate);
-    taper_server::serve(listener, certificate, engine, server, stopped()).await.context("serving")
+    taper_server::serve(listener, certificate, engine, server, stops.stopped()).await.context("serving")
 }
 
 async fn certificate(tls: &Tls) -> Result<Certificate> {
@@ -140,34 +147,49 @@ fn hang_up() -> Option<HangUp> {
     signal(SignalKind::hangup()).ok()
 }
 
-/// Ends at the first Ctrl-C or SIGTERM; a second one ends the process at once.
-async fn stopped() {
-    signal().await;
-    eprintln!("finishing what was taken; press Ctrl-C again to stop at once");
-    tokio::spawn(async {
-        signal().await;
-        std::process::exit(130);
-    });
+/// Ctrl-C and SIGTERM, from when this is made: what comes while a model loads is not lost.
+struct Stops {
+    #[cfg(unix)]
+    terminate: tokio::signal::unix::Signal,
+    #[cfg(unix)]
+    interrupt: tokio::signal::unix::Signal,
 }
 
-#[cfg(unix)]
-async fn signal() {
-    use tokio::signal::unix::{SignalKind, signal};
-    let Ok(mut terminate) = signal(SignalKind::terminate()) else {
-        // Without a handler SIGTERM ends the process by itself; Ctrl-C still drains.
-        let _ = tokio::signal::ctrl_c().await;
-        return;
-    };
-    tokio::select! {
-        _ = tokio::signal::ctrl_c() => {}
-        _ = terminate.recv() => {}
+impl Stops {
+    #[cfg(unix)]
+    fn new() -> std::io::Result<Self> {
+        use tokio::signal::unix::{SignalKind, signal};
+        Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
     }
-}
 
-#[cfg(not(unix))]
-async fn signal() {
-    // An error means that no signal can come: wait for none.
-    if tokio::signal::ctrl_c().await.is_err() {
-        std::future::pending::<()>().await;
+    #[cfg(unix)]
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.interrupt.recv() => {}
+            _ = self.terminate.recv() => {}
+        }
+    }
+
+    #[cfg(not(unix))]
+    fn new() -> std::io::Result<Self> {
+        Ok(Self {})
+    }
+
+    #[cfg(not(unix))]
+    async fn next(&mut self) {
+        // An error means that no signal can come: wait for none.
+        if tokio::signal::ctrl_c().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// Ends at the first; a second one ends the process at once.
+    async fn stopped(mut self) {
+        self.next().await;
+        eprintln!("finishing what was taken; press Ctrl-C again to stop at once");
+        tokio::spawn(async move {
+            self.next().await;
+            std::process::exit(130);
+        });
     }
 }

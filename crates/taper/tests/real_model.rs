@@ -119,6 +119,12 @@ fn a_real_model_answers_with_the_attention_that_the_request_chose() {
     assert_eq!(drawn["choices"], again["choices"], "a seed repeats all choices");
     assert_ne!(drawn["choices"][0]["message"], drawn["choices"][1]["message"]);
 
+    let allowed = || -> f64 {
+        let (_, metrics) = server.request("GET", "/metrics", "");
+        let line = metrics.lines().find(|line| line.starts_with("taper:audit_over_allowed_total{"));
+        line.and_then(|line| line.rsplit(' ').next()).map_or(0.0, |n| n.parse().expect("a number"))
+    };
+    let before = allowed();
     // A context long enough to sample from: far from all is read, and audited heads keep their promise.
     let (_, long) = server.chat(json!({
         "messages": [{"role": "user", "content": "The sea was calm and the wind came from the west. ".repeat(130)}],
@@ -131,6 +137,9 @@ fn a_real_model_answers_with_the_attention_that_the_request_chose() {
     // About 800 heads; a promise of 0.1 kept exactly would have more than 0.135 over it once in 1,000 seeds.
     assert!(decode["audit"]["heads"].as_u64().expect("a count") > 500, "{decode}");
     assert!(decode["audit"]["over_epsilon"].as_f64().expect("a share") < 0.135, "{decode}");
+    assert_eq!(decode["audit"]["delta"], 0.1);
+    let more = 0.1 * decode["audit"]["heads"].as_f64().expect("a count");
+    assert!((allowed() - before - more).abs() < 1e-6, "{} after {before}: {decode}", allowed());
 
     drains(&mut server);
 }
@@ -206,6 +215,34 @@ fn drains(server: &mut Server) {
         std::thread::sleep(Duration::from_millis(20));
     };
     assert!(status.success(), "{status}");
+}
+
+/// As in a container, where nothing ends process 1 that it does not listen to.
+#[test]
+fn a_server_that_still_loads_ends_when_it_is_told_to() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_taper"))
+        .args(["serve", "--port", "0"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    // Once it listens to signals it loads; a child that does not yet is ended by the signal itself.
+    let status = format!("/proc/{}/status", child.id());
+    let caught = || -> Option<u64> {
+        let status = std::fs::read_to_string(&status).ok()?;
+        let line = status.lines().find_map(|line| line.strip_prefix("SigCgt:"))?;
+        u64::from_str_radix(line.trim(), 16).ok()
+    };
+    while caught().is_some_and(|signals| signals & (1 << 14) == 0) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let started = Instant::now();
+    assert!(Command::new("kill").arg(child.id().to_string()).status().expect("kill runs").success());
+    let ended = child.wait().expect("it ends");
+    assert!(started.elapsed() < Duration::from_secs(10));
+    let mut said = String::new();
+    child.stderr.take().expect("piped").read_to_string(&mut said).expect("text");
+    assert!(said.contains("stopped before the model was loaded") && ended.code() == Some(2), "{ended}: {said}");
 }
 
 fn taper(args: &[&str], input: &str) -> Output {

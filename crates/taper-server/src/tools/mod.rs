@@ -31,7 +31,6 @@ struct Function {
 /// Whether functions are called.
 #[derive(Debug, Clone, PartialEq)]
 enum Wish {
-    Never,
     Auto,
     Required,
     Named(String),
@@ -63,10 +62,11 @@ impl Tools {
             let path = format!("tools[{}].function.name", twice.0);
             return Err(ApiError::invalid(&path, format!("{path} is {:?}, as another one's is", twice.1.name)));
         }
-        let wish = match (wish(fields)?, functions.is_empty()) {
-            (None | Some(Wish::Auto | Wish::Never), true) | (Some(Wish::Never), false) => return Ok(None),
-            (Some(_), true) => return Err(ApiError::invalid("tool_choice", "tool_choice needs tools")),
-            (wish, false) => wish.unwrap_or(Wish::Auto),
+        let Some(wish) = wish(fields)? else { return Ok(None) };
+        let wish = match (wish, functions.is_empty()) {
+            (Wish::Auto, true) => return Ok(None),
+            (_, true) => return Err(ApiError::invalid("tool_choice", "tool_choice needs tools")),
+            (wish, false) => wish,
         };
         if let Wish::Named(name) = &wish
             && !functions.iter().any(|function| function.name == *name)
@@ -94,9 +94,9 @@ impl Tools {
     /// What the answer must be, if a call is asked for or what is said otherwise must fit `format`; none where it may be anything.
     pub(crate) fn shape(&self, text: &dyn Text, format: Option<Shape>) -> Result<Option<Shape>> {
         let answer = match (&self.wish, format) {
-            (Wish::Never | Wish::Auto, None) => return Ok(None),
-            (Wish::Never | Wish::Auto, Some(Shape::Json(schema))) => Some(json_rule(&schema)),
-            (Wish::Never | Wish::Auto, Some(_)) => {
+            (Wish::Auto, None) => return Ok(None),
+            (Wish::Auto, Some(Shape::Json(schema))) => Some(json_rule(&schema)),
+            (Wish::Auto, Some(_)) => {
                 let message = "beside tools an answer can only be held to JSON";
                 return Err(ApiError::invalid("structured_outputs", message));
             }
@@ -273,6 +273,7 @@ fn quoted(text: &str) -> String {
     json!(text).to_string()
 }
 
+/// Whether functions are called; none where they never are.
 fn wish(fields: &mut Fields<'_>) -> Result<Option<Wish>> {
     let wrong = |value: &Value| {
         let message = format!(
@@ -281,9 +282,9 @@ fn wish(fields: &mut Fields<'_>) -> Result<Option<Wish>> {
         );
         ApiError::invalid("tool_choice", message)
     };
-    let Some(value) = fields.get("tool_choice") else { return Ok(None) };
+    let Some(value) = fields.get("tool_choice") else { return Ok(Some(Wish::Auto)) };
     match value {
-        Value::String(choice) if choice == "none" => Ok(Some(Wish::Never)),
+        Value::String(choice) if choice == "none" => Ok(None),
         Value::String(choice) if choice == "auto" => Ok(Some(Wish::Auto)),
         Value::String(choice) if choice == "required" => Ok(Some(Wish::Required)),
         Value::Object(map) if map.get("type").and_then(Value::as_str) == Some("function") => {
