@@ -1,5 +1,5 @@
 #!/bin/sh
-# Formatting, lints, all tests, and the official OpenAI client against the real server.
+# Formatting, lints, all tests; clients, a browser and made-up requests against the real server; what docker/ says of it.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -19,17 +19,30 @@ else
 fi
 step cargo test --workspace --doc --quiet
 
-# The client runs in an environment of its own, kept between runs.
-cache=${XDG_CACHE_HOME:-$HOME/.cache}/taper
-venv=$cache/clients-$(cksum <scripts/clients/requirements.txt | cut -d ' ' -f 1)
-if [ ! -e "$venv/ready" ]; then
-    python3 -m venv --clear "$venv"
-    step "$venv/bin/pip" install --quiet --disable-pip-version-check -r scripts/clients/requirements.txt
-    touch "$venv/ready"
-fi
 # The binary that the tests above built: dev profile, optimised arithmetic. With the tests, whose features it has; without them
 # half of the world would be built again.
 step cargo build --workspace --bins --tests
-TAPER=${CARGO_TARGET_DIR:-target}/debug/taper
+TAPER=$(realpath "${CARGO_TARGET_DIR:-target}")/debug/taper
 export TAPER
-step "$venv/bin/python" -m pytest -q -p no:cacheprovider scripts/clients
+
+# Each folder of Python tests has an environment of its own, kept between runs.
+pytest_in() {
+    venv=${XDG_CACHE_HOME:-$HOME/.cache}/taper/python-$(cksum <"$1/requirements.txt" | cut -d ' ' -f 1)
+    if [ ! -e "$venv/ready" ]; then
+        python3 -m venv --clear "$venv"
+        step "$venv/bin/pip" install --quiet --disable-pip-version-check -r "$1/requirements.txt"
+        touch "$venv/ready"
+    fi
+    step "$venv/bin/python" -m pytest -q -p no:cacheprovider "$1"
+}
+
+pytest_in scripts/clients
+
+# A browser for the page: where nobody has one and it can be had, it is installed.
+if ! command -v "${CHROMIUM:-chromium}" >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+    step apt-get update -qq
+    step env DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends chromium
+fi
+pytest_in scripts/page
+
+pytest_in docker/tests

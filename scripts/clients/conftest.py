@@ -1,24 +1,20 @@
 """A real server with the default model, and the official client of it."""
 
-import os
-import subprocess
+import pathlib
+import sys
 
 import openai
 import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+from serving import serving  # noqa: E402
 
 
 @pytest.fixture(scope="session")
 def address():
     """The address of a server that lives as long as the tests."""
-    command = [os.environ["TAPER"], "serve", "--port", "0", "--kv-memory", "512MiB"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        greeting = server.stdout.readline()
-        assert "http://" in greeting, greeting
-        yield "http://" + greeting.strip().rpartition("http://")[2]
-    finally:
-        server.terminate()
-        assert server.wait(timeout=30) == 0, "the server drains and ends with success"
+    with serving() as address:
+        yield address
 
 
 @pytest.fixture(scope="session")
