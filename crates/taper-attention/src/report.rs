@@ -232,9 +232,9 @@ impl Errors {
 }
 
 impl Report {
-    /// Of nothing yet.
-    pub fn new(traced: bool) -> Self {
-        let phase = || PhaseReport { trace: traced.then(Trace::default), ..PhaseReport::default() };
+    /// Of nothing yet; `traced` says of how many tokens the prompt is, where a trace is wanted.
+    pub fn new(traced: Option<usize>) -> Self {
+        let phase = || PhaseReport { trace: traced.map(Trace::new), ..PhaseReport::default() };
         Self { prefill: phase(), decode: phase(), ..Self::default() }
     }
 

@@ -42,7 +42,7 @@ impl Sequence {
     /// An empty sequence whose first `prompt_tokens` tokens are attended by the spec's prefill method and the others by
     /// its decode method. `seed` keys its random draws.
     pub fn new(spec: Arc<AttentionSpec>, seed: u64, prompt_tokens: usize) -> Self {
-        let report = Report::new(spec.trace);
+        let report = Report::new(spec.trace.then_some(prompt_tokens));
         Self {
             spec,
             seed,

@@ -191,6 +191,11 @@ impl AttentionSpec {
         (self.question, self.question_tokens)
     }
 
+    /// Whether the request wants to see head by head and token by token what was read.
+    pub fn traced(&self) -> bool {
+        self.trace
+    }
+
     /// How many tokens are drafted at a time; 0 where none are.
     pub fn drafts(&self) -> usize {
         self.speculate.as_ref().map_or(0, |speculate| speculate.tokens)

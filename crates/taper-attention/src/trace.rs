@@ -11,12 +11,14 @@ use taper_kernels::decode::{HeadSelection, Keys, Selection};
 const ROWS: usize = 1024;
 
 /// Most runs of keys that are kept of all rows together.
-const RUNS: usize = 1 << 18;
+const RUNS: usize = 1 << 17;
 
 /// One phase of a sequence. A clone shares the rows that are whole.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Trace {
     kv_heads: usize,
+    /// Rows before this position are only summed.
+    first: usize,
     /// (query, key) pairs read and there `[layers, kv_heads]`.
     pairs: Vec<(u64, u64)>,
     /// Rows of the decode method by position, ascending.
@@ -55,6 +57,11 @@ impl Default for Reads {
 }
 
 impl Trace {
+    /// Of nothing yet. The last row of the prompt makes the answer's first token; those before it are not kept one by one.
+    pub fn new(prompt: usize) -> Self {
+        Self { first: prompt.saturating_sub(1), ..Self::default() }
+    }
+
     /// Takes in what the rows at these positions of a prompt read in one layer.
     pub fn add_prompt(&mut self, shape: &AttentionShape, layer: usize, keys: &KeyCounts, there: u64) {
         let group = shape.group();
@@ -96,15 +103,14 @@ impl Trace {
         for row in &mut self.rows[first..] {
             let row = Arc::make_mut(row);
             row.reads.settle(RUNS - self.runs);
-            if let Reads::Runs(runs) = &row.reads {
-                self.runs += runs.len();
-            }
+            self.runs += row.reads.runs();
         }
     }
 
     /// Forgets the rows from a position on.
     pub fn truncate(&mut self, tokens: usize) {
-        self.rows.truncate(self.rows.partition_point(|row| row.position < tokens));
+        let gone = self.rows.split_off(self.rows.partition_point(|row| row.position < tokens));
+        self.runs -= gone.iter().map(|row| row.reads.runs()).sum::<usize>();
     }
 
     fn add(&mut self, layer: usize, kv_heads: usize, head: usize, (read, there): (u64, u64)) {
@@ -117,8 +123,11 @@ impl Trace {
         self.pairs[place].1 += there;
     }
 
-    /// The row of a position, unless there are too many.
+    /// The row of a position, unless it comes too early or there are too many.
     fn row(&mut self, position: usize) -> Option<&mut Row> {
+        if position < self.first {
+            return None;
+        }
         let place = self.rows.partition_point(|row| row.position < position);
         if self.rows.get(place).is_none_or(|row| row.position != position) {
             if self.rows.len() >= ROWS {
@@ -160,6 +169,14 @@ impl Reads {
         }
     }
 
+    /// Runs kept.
+    fn runs(&self) -> usize {
+        match self {
+            Self::Runs(runs) => runs.len(),
+            Self::Steps(_) | Self::Unknown => 0,
+        }
+    }
+
     fn settle(&mut self, most: usize) {
         let Self::Steps(steps) = self else { return };
         let (mut runs, mut count): (Vec<(u32, u32, u32)>, i32) = (Vec::new(), 0);
@@ -186,7 +203,7 @@ pub struct TraceUsage {
     pub prefill: Option<HeadsUsage>,
     /// What the decode method attended for; absent where that is nothing.
     pub decode: Option<HeadsUsage>,
-    /// The first 1,024 tokens that the decode method attended for. The one at position p made the token at p + 1; an answer's
+    /// The first 1,024 tokens that the decode method attended for, from the prompt's last one on. The one at position p made the token at p + 1; an answer's
     /// first token is made by the prompt's last.
     pub tokens: Vec<TokenUsage>,
 }
@@ -211,7 +228,7 @@ pub struct TokenUsage {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<f32>,
     /// Which keys: runs of (first position, keys, by how many (layer, KV head) pairs each is read). Absent where only the
-    /// device knows, and beyond 262,144 runs in one answer.
+    /// device knows, and beyond 131,072 runs in one answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reads: Option<Vec<(u32, u32, u32)>>,
 }

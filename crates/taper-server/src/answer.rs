@@ -14,10 +14,14 @@ use serde_json::{Map, Value, json};
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use taper_attention::AttentionSpec;
+use taper_attention::AttentionUsage;
 use taper_engine::{Delta, Event, Events, Finish, Grammar, Request, Text, TokenLogprob, TokenRecord, Usage};
 
 /// Names the top-level fields that had no effect.
 pub(crate) const IGNORED: HeaderName = HeaderName::from_static("x-taper-ignored-fields");
+
+/// Answers of one request that may be traced: a trace is some megabytes of JSON.
+const TRACED: usize = 4;
 
 /// Which of the two formats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -106,6 +110,7 @@ impl Call {
     /// One request to the engine for each prompt; all or none.
     pub(crate) fn submit(&mut self, app: &App, id: &str) -> Result<Merged, ApiError> {
         self.check_tokens(app)?;
+        self.check_trace()?;
         let deadline = self.common.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let request = |prompt: &mut Prompt| Request {
             id: id.to_string(),
@@ -141,6 +146,17 @@ impl Call {
         let Common { sampling, stop, .. } = &self.common;
         sampling.logit_bias.iter().try_for_each(|(id, _)| app.check_token(*id, format_args!("logit_bias.{id}")))?;
         stop.tokens.iter().try_for_each(|id| app.check_token(*id, "stop_token_ids"))
+    }
+
+    fn check_trace(&self) -> Result<(), ApiError> {
+        if self.attention.traced() && self.total() > TRACED {
+            let message = format!(
+                "attention.trace: of one request at most {TRACED} answers are traced; this one asks for {}",
+                self.total()
+            );
+            return Err(ApiError::invalid("attention.trace", message));
+        }
+        Ok(())
     }
 
     /// The number of a prompt's choice in the answer.
@@ -183,7 +199,7 @@ pub(crate) struct Total {
     prompt: usize,
     cached: usize,
     completion: usize,
-    attention: Vec<(usize, Vec<Value>)>,
+    attention: Vec<(usize, Vec<AttentionUsage>)>,
     pub(crate) done: usize,
 }
 
@@ -192,19 +208,24 @@ impl Total {
         self.prompt += usage.prompt_tokens;
         self.cached += usage.cached_tokens;
         self.completion += usage.completion_tokens;
-        let reports = usage.attention.iter().map(|a| json!(a)).collect();
-        self.attention.push((prompt, reports));
+        self.attention.push((prompt, usage.attention));
         self.done += 1;
     }
 
-    /// The `usage` object. `attention` is the first choice's; with more choices it lists them all under `choices`.
+    /// The `usage` object. `attention` is the first choice's; with more choices it lists them all under `choices`, and a trace,
+    /// which is long, there alone.
     pub(crate) fn json(mut self) -> Value {
         self.attention.sort_by_key(|(prompt, _)| *prompt);
-        let all: Vec<Value> = self.attention.into_iter().flat_map(|(_, a)| a).collect();
-        let mut attention = all.first().cloned().unwrap_or(Value::Null);
-        if let (Some(object), true) = (attention.as_object_mut(), all.len() > 1) {
-            object.insert("choices".into(), Value::Array(all));
-        }
+        let all: Vec<AttentionUsage> = self.attention.into_iter().flat_map(|(_, a)| a).collect();
+        let attention = match &all[..] {
+            [] => Value::Null,
+            [one] => json!(one),
+            [first, ..] => {
+                let mut attention = json!(AttentionUsage { trace: None, ..first.clone() });
+                attention["choices"] = json!(all);
+                attention
+            }
+        };
         json!({
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,

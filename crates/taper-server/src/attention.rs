@@ -132,6 +132,8 @@ fn meant(key: &str) -> Option<&'static str> {
         "delta" => "`attention_delta`",
         "gamma" => "`attention_gamma`",
         "attention.audit" => "`attention_audit`",
+        "attention.trace" => "`attention_trace`",
+        "attention.speculate" => "`attention` with `speculate` in it, which holds more than a scalar",
         "attention.prefill" | "attention.prefill.method" => "`attention_prefill_method`",
         "attention.decode" | "attention.decode.method" => "`attention_decode_method`",
         // The bag holds scalars, so the whole object has no key in it.

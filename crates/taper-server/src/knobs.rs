@@ -71,6 +71,8 @@ const ALIASES: &[(&str, &str)] = &[
     ("decode", "attention.decode"),
     ("decodemethod", "attention.decode.method"),
     ("audit", "attention.audit"),
+    ("trace", "attention.trace"),
+    ("speculate", "attention.speculate"),
     ("eps", "epsilon"),
     ("attentionepsilon", "epsilon"),
     ("attentiondelta", "delta"),
@@ -173,6 +175,8 @@ mod tests {
             ("attenton", "attention"),
             ("sparse_attention", "attention"),
             ("decode", "attention.decode"),
+            ("trace", "attention.trace"),
+            ("speculate", "attention.speculate"),
             ("attention_epsilon", "epsilon"),
         ] {
             assert_eq!(near_miss(name), Some(knob), "{name}");

@@ -126,13 +126,15 @@ async fn detokenize(State(app): State<Arc<App>>, body: Body) -> Result<Json<Valu
 /// Attention methods
 ///
 /// Every method with its parameters, the schema of the `attention` object, and the attention of a request that names none.
-#[utoipa::path(get, path = "/v1/attention/methods", tag = "Look", responses((status = 200, description = "All of them", body = Object)))]
+#[utoipa::path(get, path = "/v1/attention/methods", tag = "Look", responses(
+        (status = 200, description = "All of them", body = Object), (status = "4XX", description = "No key", body = Failure)))]
 async fn methods(State(app): State<Arc<App>>) -> Json<Value> {
     Json(app.config.live.attention().document())
 }
 
 /// The models served
-#[utoipa::path(get, path = "/v1/models", tag = "Look", responses((status = 200, description = "One", body = Models)))]
+#[utoipa::path(get, path = "/v1/models", tag = "Look", responses(
+        (status = 200, description = "One", body = Models), (status = "4XX", description = "No key", body = Failure)))]
 async fn models(State(app): State<Arc<App>>) -> Json<Value> {
     Json(json!({"object": "list", "data": [card(&app)]}))
 }

@@ -106,6 +106,13 @@ async fn answered(server: &Server, path: &str, body: String) {
     match answer.status.as_u16() {
         200 if answer.headers["content-type"] == "text/event-stream" => {
             assert!(answer.text.contains("data: [DONE]\n\n") || path == PATHS[2], "{path}: {body}: {}", answer.text);
+            for data in answer.text.lines().filter_map(|line| line.strip_prefix("data: ")).filter(|d| *d != "[DONE]") {
+                let event: Value = serde_json::from_str(data).unwrap_or_else(|e| panic!("{path}: {body}: {e}: {data}"));
+                let error = [&event["error"], &event["response"]["error"]].into_iter().find(|error| !error.is_null());
+                // The time that it was given may have been none.
+                let late = error.is_some_and(|error| error.to_string().contains("deadline"));
+                assert!(error.is_none() || late, "{path}: {body}: {data}");
+            }
         }
         200 => drop(answer.json()),
         400..=499 => {

@@ -1,7 +1,9 @@
 //! A traced request's pictures say the same as its sums.
 
 use super::*;
+use crate::trace::Trace;
 use crate::{PhaseUsage, TraceUsage};
+use taper_kernels::decode::{HeadSelection, Keys};
 
 const PROMPT: usize = 600;
 
@@ -102,22 +104,58 @@ fn lets_go_of_what_is_truncated_and_of_steps_that_failed() {
     assert_eq!(sequence.usage().trace.unwrap().tokens[0].reads, Some(vec![(0, 4, 2), (41, 60, 2)]));
 }
 
+/// One row that reads some keys in each (layer, KV head).
+fn add(trace: &mut Trace, position: usize, layers: &[&[Vec<u32>]]) {
+    for (layer, heads) in layers.iter().enumerate() {
+        let counts: Vec<usize> = heads.iter().map(Vec::len).collect();
+        let keys = |ids: &Vec<u32>| HeadSelection::Keys(Keys { ids: ids.clone(), ..Default::default() });
+        let selection: Vec<HeadSelection> = heads.iter().map(keys).collect();
+        trace.add_rows(layer, &selection.into(), &counts, std::slice::from_ref(&(0..position + 1)));
+    }
+    trace.settle();
+}
+
+#[test]
+fn tells_layers_and_heads_apart() {
+    let mut trace = Trace::new(10);
+    let two: [&[Vec<u32>]; 2] = [&[vec![0, 1], vec![5]], &[vec![0, 3, 4], vec![]]];
+    // A question by the decode method counts in the sums alone.
+    add(&mut trace, 8, &two);
+    add(&mut trace, 9, &two);
+    let usage = TraceUsage::new(&Default::default(), &trace);
+    assert_eq!((usage.layers, usage.kv_heads), (2, 2));
+    assert_eq!(usage.decode.unwrap().density, [[4.0 / 19.0, 2.0 / 19.0], [6.0 / 19.0, 0.0]]);
+    assert_eq!(usage.tokens.len(), 1);
+    let token = &usage.tokens[0];
+    assert_eq!((token.position, token.budget, token.density), (9, 1.5, 6.0 / 40.0));
+    assert_eq!(token.reads, Some(vec![(0, 1, 2), (1, 1, 1), (3, 3, 1)]));
+}
+
+#[test]
+fn drafts_that_are_let_go_leave_their_room_to_others() {
+    let mut trace = Trace::new(1);
+    let every_other: Vec<u32> = (0..2000).step_by(2).collect();
+    for round in 0..200 {
+        add(&mut trace, 2000, &[std::slice::from_ref(&every_other)]);
+        let known = TraceUsage::new(&Default::default(), &trace).tokens[0].reads.is_some();
+        assert!(known, "round {round}");
+        trace.truncate(2000);
+    }
+}
+
 #[test]
 fn has_an_end() {
     // A kilobyte of rows, each with every other key: more runs than are kept.
-    let mut trace = crate::trace::Trace::default();
+    let mut trace = Trace::new(1);
     let keys = 2000;
+    let every_other: Vec<u32> = (0..keys as u32).step_by(2).collect();
     for position in keys..keys + 1100 {
-        let ids: Vec<u32> = (0..keys as u32).step_by(2).collect();
-        let selection =
-            taper_kernels::decode::HeadSelection::Keys(taper_kernels::decode::Keys { ids, ..Default::default() });
-        trace.add_rows(0, &vec![selection].into(), &[keys / 2], std::slice::from_ref(&(0..position + 1)));
-        trace.settle();
+        add(&mut trace, position, &[std::slice::from_ref(&every_other)]);
     }
     let usage = TraceUsage::new(&Default::default(), &trace);
     assert_eq!(usage.tokens.len(), 1024);
     let known: Vec<bool> = usage.tokens.iter().map(|token| token.reads.is_some()).collect();
-    assert_eq!(known.iter().position(|known| !known), Some(262), "262 rows of 1,000 runs are fewer than 262,144");
+    assert_eq!(known.iter().position(|known| !known), Some(131), "131 rows of 1,000 runs are fewer than 131,072");
     let density = usage.decode.unwrap().density[0][0];
     let seen: f64 = (keys..keys + 1100).map(|position| (position + 1) as f64).sum();
     assert!((f64::from(density) - 1100.0 * 1000.0 / seen).abs() < 1e-6, "sums go on");
