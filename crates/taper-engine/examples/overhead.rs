@@ -83,7 +83,7 @@ impl Backend for Nothing {
         };
         let wants: Vec<Vec<Wanted>> = inputs.into_iter().map(grow).collect();
         let row = |(logits, wants): (&Vec<f32>, &Wanted)| match wants {
-            Wanted::Logits | Wanted::Hidden => Row::Logits(logits.clone()),
+            Wanted::Logits | Wanted::Hidden | Wanted::Score { .. } => Row::Logits(logits.clone()),
             Wanted::Token(draw) if self.draws => Row::Token(token::pick(logits, draw)),
             Wanted::Token(_) => Row::Token(Some(7)),
         };
@@ -126,16 +126,9 @@ fn main() {
             id: "overhead".into(),
             prompt: vec![1; 16],
             continues: true,
-            special: false,
-            attention: Arc::default(),
-            question_tokens: 0,
             sampling: SamplingParams { temperature, top_p, seed, ..SamplingParams::default() },
-            grammar: None,
             stop: StopRules { ignore_eos: true, max_tokens: Some(300), ..StopRules::default() },
-            embeds: false,
-            choices: 1,
-            logprobs: None,
-            deadline: None,
+            ..Request::default()
         };
         let started = Instant::now();
         let events: Vec<_> = (0..sequences as u64).map(|seed| engine.submit(request(seed)).expect("taken")).collect();

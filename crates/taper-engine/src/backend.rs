@@ -1,5 +1,6 @@
 //! The seam between the step loop and what computes logits: the real model, or a stub in tests.
 
+use crate::request::Scored;
 use std::sync::Arc;
 use taper_attention::{AttentionSpec, AttentionUsage, Beginning};
 use taper_kernels::token;
@@ -47,6 +48,13 @@ pub enum Wanted {
     Hidden,
     /// The next token, drawn like this; the logits where the backend draws none.
     Token(token::Draw),
+    /// The log probability of a token that is known to come next.
+    Score {
+        /// The token.
+        token: u32,
+        /// How many of the most probable ones come beside it.
+        top: usize,
+    },
 }
 
 /// What came after an input's token.
@@ -58,6 +66,8 @@ pub enum Row {
     Hidden(Vec<f32>),
     /// The token drawn; none from logits that hold NaN or plus infinity, or nothing but minus infinity.
     Token(Option<u32>),
+    /// A known token's log probability.
+    Score(Scored),
 }
 
 impl Row {
@@ -65,7 +75,7 @@ impl Row {
     pub fn logits(self) -> Option<Vec<f32>> {
         match self {
             Self::Logits(logits) => Some(logits),
-            Self::Hidden(_) | Self::Token(_) => None,
+            Self::Hidden(_) | Self::Token(_) | Self::Score(_) => None,
         }
     }
 }
@@ -106,6 +116,20 @@ pub trait Backend: Send + 'static {
         prompt: &[u32],
         question_tokens: usize,
     ) -> Result<Self::Sequence, BackendError>;
+
+    /// The same, but nothing is cached at once: all of the prompt is computed.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    fn open_empty(
+        &mut self,
+        attention: &Arc<AttentionSpec>,
+        seed: u64,
+        prompt: &[u32],
+        question_tokens: usize,
+    ) -> Result<Self::Sequence, BackendError> {
+        self.open(attention, seed, prompt, question_tokens)
+    }
 
     /// Tokens of the sequence that are in the cache.
     fn cached(&self, sequence: &Self::Sequence) -> usize;

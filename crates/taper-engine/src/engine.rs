@@ -81,7 +81,7 @@ impl Engine {
         model: ModelInfo,
         config: EngineConfig,
     ) -> std::io::Result<Self> {
-        let queue = Arc::new(Queue::new(config.queue.max(1)));
+        let queue = Arc::new(Queue::new(config.queue.max(1)).by(|job: &Job| job.request.priority));
         let limits = backend.limits();
         let (own_queue, own_text) = (Arc::clone(&queue), Arc::clone(&text));
         // Running requests never leave the thread, so their state need not be able to.
@@ -152,8 +152,8 @@ impl Engine {
     fn job(&self, mut request: Request) -> Result<(Job, Events), SubmitError> {
         request.choices = request.choices.max(1);
         let max_tokens = self.admit(&request)?;
-        // Each choice sends at most one delta a token; `Prefilled` and the last event come on top.
-        let room = request.choices * max_tokens + 4;
+        // Each choice sends at most one delta a token; `Prefilled`, `Prompt` and the last event come on top.
+        let room = request.choices * max_tokens + 5;
         let (events, receiver) = mpsc::channel(room);
         let job = Job { request, max_tokens, events, beginning: OnceLock::new(), submitted: Instant::now() };
         Ok((job, receiver))

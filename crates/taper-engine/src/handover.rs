@@ -71,6 +71,16 @@ impl Backend for Handover {
         self.prompts.open(attention, seed, prompt, question_tokens).map(Held::Prompts)
     }
 
+    fn open_empty(
+        &mut self,
+        attention: &Arc<AttentionSpec>,
+        seed: u64,
+        prompt: &[u32],
+        question_tokens: usize,
+    ) -> Result<Held, BackendError> {
+        self.prompts.open_empty(attention, seed, prompt, question_tokens).map(Held::Prompts)
+    }
+
     fn cached(&self, held: &Held) -> usize {
         held.sequence().len()
     }

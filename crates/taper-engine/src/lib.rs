@@ -31,8 +31,8 @@ pub use grammar::{Grammar, GrammarError, Shape, json_rule};
 pub use handover::{Handover, Held};
 pub use model::{CacheDType, CacheOptions, DeviceChoice, LoadError, ModelBackend, ModelText, Offload, load};
 pub use request::{
-    Delta, Event, Events, Finish, Request, RequestError, StopRules, SubmitError, Times, TokenLogprob, TokenRecord,
-    Usage, of_them_offloaded,
+    Delta, Event, Events, Finish, Request, RequestError, Scored, StopRules, SubmitError, Times, TokenLogprob,
+    TokenRecord, Usage, of_them_offloaded,
 };
 pub use sampler::{Sampler, SamplingParams, Undrawable};
 pub use stop::StopMatcher;

@@ -2,6 +2,7 @@
 
 use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted};
 use crate::calls::{self, CallFormat};
+use crate::sampler::logprobs;
 use crate::text::{Message, Text, TextError, TokenStream};
 use candle_core::{DType, Device, Storage, Tensor, bail};
 use rayon::prelude::*;
@@ -92,6 +93,9 @@ const DEVICE_CHUNK: usize = 2048;
 /// The same in host memory behind so many tokens: few rows read that many keys for themselves alone.
 const HOST_CHUNK: usize = 64;
 const HOST_LONG: usize = 2048;
+
+/// Most rows whose logits are there at a time where a prompt's tokens are scored.
+const SCORED_ROWS: usize = 64;
 
 /// Why a model could not be made ready.
 #[derive(Debug, thiserror::Error)]
@@ -320,6 +324,14 @@ impl ModelBackend {
 
 /// What is wanted of each row of the last layer's output `[R, hidden]`.
 fn finish(model: &Model, hidden: &Tensor, wanted: &[Wanted]) -> candle_core::Result<Vec<Row>> {
+    // A prompt has many tokens to score, and the logits of each are as many as the vocabulary has tokens.
+    if wanted.len() > SCORED_ROWS && wanted.iter().any(|wants| matches!(wants, Wanted::Score { .. })) {
+        let mut rows = Vec::with_capacity(wanted.len());
+        for (part, wanted) in wanted.chunks(SCORED_ROWS).enumerate() {
+            rows.extend(finish(model, &hidden.narrow(0, part * SCORED_ROWS, wanted.len())?, wanted)?);
+        }
+        return Ok(rows);
+    }
     let (embedded, rest): (Vec<u32>, Vec<u32>) =
         (0..wanted.len() as u32).partition(|at| wanted[*at as usize] == Wanted::Hidden);
     if embedded.is_empty() {
@@ -349,19 +361,24 @@ fn drawn(logits: &Tensor, wanted: &[Wanted]) -> candle_core::Result<Vec<Row>> {
             .map(|(row, wants)| match wants {
                 Wanted::Logits | Wanted::Hidden => Row::Logits(row.to_vec()),
                 Wanted::Token(draw) => Row::Token(token::pick(row, draw)),
+                &Wanted::Score { token, top } => Row::Score(logprobs(row, token, top)),
             })
             .collect());
     }
     let draw = |wants: &Wanted| if let Wanted::Token(draw) = wants { Some(*draw) } else { None };
     let draws: Vec<Draw> = wanted.iter().map(|wants| draw(wants).unwrap_or(Draw::LIKELIEST)).collect();
     let drawn = if wanted.iter().any(|wants| draw(wants).is_some()) { token::choose(logits, &draws)? } else { None };
+    let copied = |row: Vec<f32>, wants: &Wanted| match *wants {
+        Wanted::Score { token, top } => Row::Score(logprobs(&row, token, top)),
+        _ => Row::Logits(row),
+    };
     let Some(drawn) = drawn else {
-        return Ok(logits.to_vec2()?.into_iter().map(Row::Logits).collect());
+        return Ok(logits.to_vec2()?.into_par_iter().zip(wanted).map(|(row, wants)| copied(row, wants)).collect());
     };
     let drawn = drawn.to_vec1::<u32>()?;
     let row = |(at, wants): (usize, &Wanted)| match wants {
         Wanted::Token(_) => Ok(Row::Token(Some(drawn[at]).filter(|token| *token != u32::MAX))),
-        Wanted::Logits | Wanted::Hidden => logits.get(at)?.to_vec1().map(Row::Logits),
+        wants => Ok(copied(logits.get(at)?.to_vec1()?, wants)),
     };
     wanted.iter().enumerate().map(row).collect()
 }
@@ -387,11 +404,21 @@ impl Backend for ModelBackend {
         prompt: &[u32],
         question_tokens: usize,
     ) -> Result<Sequence, BackendError> {
-        let sequence = Sequence::new(Arc::clone(attention), seed, prompt.len()).with_question(question_tokens);
+        let sequence = self.open_empty(attention, seed, prompt, question_tokens)?;
         Ok(match self.prefix {
             true => sequence.with_prefix(&mut self.pool, prompt, self.model.rotary()),
             false => sequence,
         })
+    }
+
+    fn open_empty(
+        &mut self,
+        attention: &Arc<AttentionSpec>,
+        seed: u64,
+        prompt: &[u32],
+        question_tokens: usize,
+    ) -> Result<Sequence, BackendError> {
+        Ok(Sequence::new(Arc::clone(attention), seed, prompt.len()).with_question(question_tokens))
     }
 
     fn cached(&self, sequence: &Sequence) -> usize {

@@ -14,12 +14,15 @@ const LOOKS: usize = 32;
 #[derive(Debug)]
 pub(crate) struct Queue<T> {
     limit: usize,
+    /// Jobs with less of it go before those with more.
+    priority: fn(&T) -> i64,
     state: Mutex<State<T>>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
 struct State<T> {
+    /// By priority, then by arrival.
     waiting: VecDeque<T>,
     running: usize,
     /// Between ends of jobs while some run, of late.
@@ -59,7 +62,12 @@ impl<T> Queue<T> {
             draining,
             dead,
         };
-        Self { limit, state: Mutex::new(state), changed: Condvar::new() }
+        Self { limit, priority: |_| 0, state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    /// The same, with jobs that go before others.
+    pub(crate) fn by(self, priority: fn(&T) -> i64) -> Self {
+        Self { priority, ..self }
     }
 
     // What can panic under the lock, such as `fits`, runs before the state changes, so it is sound even if poisoned.
@@ -90,7 +98,11 @@ impl<T> Queue<T> {
                 retry_seconds: state.gap_seconds.ceil().max(1.0) as u64,
             });
         }
-        state.waiting.extend(jobs);
+        for job in jobs {
+            let priority = (self.priority)(&job);
+            let place = state.waiting.partition_point(|waiting| (self.priority)(waiting) <= priority);
+            state.waiting.insert(place, job);
+        }
         self.changed.notify_all();
         Ok(())
     }
@@ -235,6 +247,14 @@ mod tests {
         // Not all of a long queue is looked at.
         (0..=LOOKS).for_each(|job| queue.push(vec![job], |_| false).unwrap());
         assert_eq!(queue.pop_if(|job| *job < LOOKS, |_| true), None);
+    }
+
+    #[test]
+    fn the_urgent_go_first_and_equals_in_their_order() {
+        let queue = Queue::new(9).by(|job: &i32| i64::from(*job / 10));
+        [31, 11, 32, 1, 12, 33, 2].into_iter().for_each(|job| queue.push(vec![job], |_| false).unwrap());
+        queue.push(vec![13, 3], |_| false).unwrap();
+        assert_eq!([(); 9].map(|()| queue.pop().unwrap()), [1, 2, 3, 11, 12, 13, 31, 32, 33]);
     }
 
     #[test]

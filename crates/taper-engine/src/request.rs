@@ -24,7 +24,7 @@ pub struct StopRules {
 }
 
 /// One prompt and what to make of it.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct Request {
     /// Name for the log.
     pub id: String,
@@ -46,10 +46,14 @@ pub struct Request {
     pub stop: StopRules,
     /// Whether no answer is wanted, but what the model makes of the prompt.
     pub embeds: bool,
-    /// Answers wanted, at least 1.
+    /// Answers wanted; 0 is 1.
     pub choices: usize,
     /// Log probabilities wanted: of each token, and of this many alternatives.
     pub logprobs: Option<usize>,
+    /// The same of the prompt's tokens. Nothing of such a prompt is taken over from others.
+    pub prompt_logprobs: Option<usize>,
+    /// Requests with less of it go before those with more.
+    pub priority: i64,
     /// When the request ends whether or not it is done.
     pub deadline: Option<Instant>,
 }
@@ -62,6 +66,9 @@ pub struct TokenLogprob {
     /// Its natural log probability.
     pub logprob: f32,
 }
+
+/// A token and the most probable ones at its place, best first.
+pub type Scored = (TokenLogprob, Vec<TokenLogprob>);
 
 /// A generated token as the client sees it.
 #[derive(Debug, Clone, PartialEq)]
@@ -128,11 +135,14 @@ pub struct Times {
     pub decode: Duration,
 }
 
-/// A request's life, in order: `Prefilled`, `Delta`s, `Done`; or `Prefilled`, `Embedding`, `Done`; or `Failed` at any time, last.
+/// A request's life, in order: `Prefilled`, `Prompt` if wanted, `Delta`s, `Done`; or `Prefilled`, `Embedding`, `Done`; or
+/// `Failed` at any time, last.
 #[derive(Debug, Clone)]
 pub enum Event {
     /// The prompt is in the cache; the first token follows.
     Prefilled,
+    /// Log probabilities of the prompt's tokens from the second on, each after those before it.
+    Prompt(Vec<Scored>),
     /// More text.
     Delta(Delta),
     /// The last layer's output for the prompt's last token, `[hidden]`.
@@ -164,6 +174,9 @@ pub enum RequestError {
     /// The grammar became too much to follow.
     #[error("the answer could not be kept to its grammar: {0}")]
     Grammar(#[from] GrammarError),
+    /// What the request allows leaves no token.
+    #[error("no token may come next: the tokens that are allowed, those that are not, and the grammar leave none")]
+    NoToken,
 }
 
 impl From<Undrawable> for RequestError {
@@ -171,6 +184,7 @@ impl From<Undrawable> for RequestError {
         match error {
             Undrawable::NonFinite => Self::NonFinite,
             Undrawable::Grammar(error) => Self::Grammar(error),
+            Undrawable::NoToken => Self::NoToken,
         }
     }
 }

@@ -5,7 +5,7 @@
 
 use crate::backend::{Backend, BackendError, Input, Row, Wanted};
 use crate::emit::{Drawn, Output};
-use crate::request::{Event, Request, RequestError, StopRules, Times, Usage};
+use crate::request::{Event, Request, RequestError, Scored, StopRules, Times, Usage};
 use crate::sampler::{Sampler, logprobs};
 use crate::schedule::{self, Place, Share, Standing};
 use crate::text::Text;
@@ -45,8 +45,11 @@ impl Job {
 
     /// What its prompt may share with others.
     pub(crate) fn beginning<B: Backend>(&self, backend: &B) -> &Beginning {
-        let Request { attention, prompt, question_tokens, .. } = &self.request;
-        self.beginning.get_or_init(|| backend.beginning(attention, prompt, *question_tokens))
+        let Request { attention, prompt, question_tokens, prompt_logprobs, .. } = &self.request;
+        self.beginning.get_or_init(|| match prompt_logprobs {
+            Some(_) => Beginning::default(),
+            None => backend.beginning(attention, prompt, *question_tokens),
+        })
     }
 
     /// Sends the last event of a request that failed.
@@ -70,6 +73,8 @@ pub(crate) struct Run<S> {
     first: Option<Instant>,
     /// What a request that wants no answer is told.
     embedding: Option<Vec<f32>>,
+    /// Log probabilities of the prompt's tokens from the second on, as far as they are known and wanted.
+    scored: Vec<Scored>,
 }
 
 struct Choice<S> {
@@ -136,7 +141,9 @@ impl Draw<'_> {
                 let logprobs = self.logprobs.map(|top| logprobs(logits, token, top));
                 Ok(Drawn { token, logprobs, last: self.sampler.done() })
             }
-            Row::Hidden(_) => Err(RequestError::Step("the forward pass returned no logits: a bug".into())),
+            Row::Hidden(_) | Row::Score(_) => {
+                Err(RequestError::Step("the forward pass returned no logits: a bug".into()))
+            }
             Row::Token(token) => {
                 let token = token.ok_or(RequestError::NonFinite)?;
                 self.sampler.take(token);
@@ -210,7 +217,8 @@ impl<S> Run<S> {
                 usage: None,
             })
             .collect();
-        Self { job, prompt: None, choices, reused: 0, known: 0, started: Instant::now(), first: None, embedding: None }
+        let (prompt, reused, known, first, embedding, scored) = Default::default();
+        Self { job, prompt, choices, reused, known, started: Instant::now(), first, embedding, scored }
     }
 
     pub(crate) fn job(&self) -> &Job {
@@ -220,6 +228,11 @@ impl<S> Run<S> {
     /// The name in the log.
     pub(crate) fn id(&self) -> &str {
         &self.job.request.id
+    }
+
+    /// Those with less of it go before those with more.
+    pub(crate) fn priority(&self) -> i64 {
+        self.job.request.priority
     }
 
     /// Blocks for what it knows, and sequences.
@@ -237,8 +250,11 @@ impl<S> Run<S> {
     /// Takes its place in the cache, for the first time or after [`retract`](Self::retract).
     pub(crate) fn open<B: Backend<Sequence = S>>(&mut self, backend: &mut B) -> Result<(), RequestError> {
         let request = &self.job.request;
-        let fresh =
-            backend.open(&request.attention, request.sampling.seed, &request.prompt, request.question_tokens)?;
+        let Request { attention, prompt, question_tokens, sampling, .. } = request;
+        let fresh = match request.prompt_logprobs {
+            Some(_) => backend.open_empty(attention, sampling.seed, prompt, *question_tokens)?,
+            None => backend.open(attention, sampling.seed, prompt, *question_tokens)?,
+        };
         let cached = backend.cached(&fresh);
         self.reused += cached.saturating_sub(self.known);
         self.known = self.known.max(cached);
@@ -315,7 +331,8 @@ impl<S> Run<S> {
         backend: &B,
         shares: &[Share],
     ) -> Vec<Input<'a, S>> {
-        let prompt = &self.job.request.prompt[..];
+        let Request { prompt, prompt_logprobs, .. } = &self.job.request;
+        let prompt = &prompt[..];
         // What is wanted once all that is known, from some place on, is in.
         let input =
             |share: &Share, sequence: &'a mut S, (known, from): (&'a [u32], usize), wants: Vec<Wanted>, drafts| {
@@ -334,7 +351,19 @@ impl<S> Run<S> {
             _ => vec![Wanted::Logits],
         };
         if let Some(sequence) = &mut self.prompt {
-            return shares.first().map(|share| input(share, sequence, (prompt, 0), wants, false)).into_iter().collect();
+            let (start, scored) = (backend.cached(sequence), self.scored.len());
+            let score = |share: &Share, mut input: Input<'a, S>| {
+                if let Some(top) = *prompt_logprobs {
+                    // Rows of one forward pass: what goes through the layers in slices leaves its last row alone.
+                    input.effort = share.tokens;
+                    let next = start.max(scored) + 1..(start + share.tokens + 1).min(prompt.len());
+                    let next = prompt.get(next).unwrap_or_default();
+                    input.wants.splice(..0, next.iter().map(|&token| Wanted::Score { token, top }));
+                }
+                input
+            };
+            let input = |share| score(share, input(share, sequence, (prompt, 0), wants, false));
+            return shares.first().map(input).into_iter().collect();
         }
         let mut shares = shares.iter().peekable();
         let running = self.choices.iter_mut().filter(|choice| choice.sequence.is_some()).enumerate();
@@ -364,9 +393,14 @@ impl<S> Run<S> {
             }
         };
         if let Some(prompt) = &self.prompt {
+            let Some(rows) = rows.first() else { return Vec::new() };
+            let score = |row: &Row| if let Row::Score(scored) = row { Some(scored.clone()) } else { None };
+            self.scored.extend(rows.iter().map_while(score));
             // Once it is in, every choice draws its first token from the same logits.
-            let whole = !begun && backend.cached(prompt) == self.job.request.prompt.len();
-            let Some(rows) = rows.first().filter(|_| whole) else { return Vec::new() };
+            if begun || backend.cached(prompt) < self.job.request.prompt.len() {
+                return Vec::new();
+            }
+            let rows = &rows[rows.len().saturating_sub(1)..];
             if let [Row::Hidden(hidden)] = &rows[..] {
                 self.embedding = Some(hidden.clone());
                 return Vec::new();
@@ -420,6 +454,12 @@ impl<S> Run<S> {
     fn begin<B: Backend<Sequence = S>>(&mut self, backend: &mut B) -> Result<(), RequestError> {
         self.first = Some(Instant::now());
         send(&self.job.events, Event::Prefilled);
+        if self.job.request.prompt_logprobs.is_some() {
+            if self.scored.iter().any(|(token, _)| !token.logprob.is_finite()) {
+                return Err(RequestError::NonFinite);
+            }
+            send(&self.job.events, Event::Prompt(std::mem::take(&mut self.scored)));
+        }
         let prompt = self.prompt.as_ref().expect("a step has just used it");
         for (index, choice) in self.choices.iter_mut().enumerate() {
             if choice.take(&self.job.events)? {

@@ -1,14 +1,15 @@
 //! Chooses the next token from logits.
 //!
-//! Order: logit bias, penalties, what must not come, temperature, min_p, top_k, top_p, as vLLM applies them. Each choice owns its random
-//! stream, keyed by seed and choice, with one number for each token: other requests cannot change what it picks.
+//! Order: logit bias, penalties, what must not come, temperature, min_p, top_k, top_p, as vLLM applies them. Each choice owns
+//! its random stream, keyed by seed and choice, with one number for each token: other requests cannot change what it picks.
 
 use crate::grammar::{Grammar, GrammarError};
-use crate::request::TokenLogprob;
+use crate::request::{Scored, TokenLogprob};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::borrow::Cow;
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::Arc;
 use taper_kernels::logits;
 use taper_kernels::token::{self, Draw};
 
@@ -33,6 +34,10 @@ pub struct SamplingParams {
     pub repetition_penalty: f32,
     /// Added to single tokens' logits.
     pub logit_bias: Vec<(u32, f32)>,
+    /// The only tokens that may come; `None`: all.
+    pub allowed: Option<Arc<[u32]>>,
+    /// Rows of tokens that an answer does not have: the last of one does not come after the others.
+    pub banned: Arc<[Vec<u32>]>,
 }
 
 impl Default for SamplingParams {
@@ -47,6 +52,8 @@ impl Default for SamplingParams {
             frequency_penalty: 0.0,
             repetition_penalty: 1.0,
             logit_bias: Vec::new(),
+            allowed: None,
+            banned: Arc::default(),
         }
     }
 }
@@ -60,6 +67,9 @@ pub enum Undrawable {
     /// The grammar became too much to follow.
     #[error(transparent)]
     Grammar(#[from] GrammarError),
+    /// All of them are excluded.
+    #[error("no token may come")]
+    NoToken,
 }
 
 /// The sampler of one choice: parameters, its random stream and the tokens seen so far.
@@ -71,6 +81,9 @@ pub struct Sampler {
     uniform: f64,
     prompt: HashSet<u32>,
     counts: HashMap<u32, u32>,
+    /// The answer's last tokens, as many as a banned row may look back.
+    latest: VecDeque<u32>,
+    looks_back: usize,
     /// How many more tokens come before one of these, which end the answer.
     early: usize,
     ends: Vec<u32>,
@@ -85,7 +98,9 @@ impl Sampler {
         let uniform = rng.random();
         // Only the repetition penalty asks what the prompt held.
         let prompt = if params.repetition_penalty == 1.0 { HashSet::new() } else { prompt.iter().copied().collect() };
-        Self { params, rng, uniform, prompt, counts: HashMap::new(), early: 0, ends: Vec::new(), grammar: None }
+        let looks_back = params.banned.iter().map(|row| row.len().saturating_sub(1)).max().unwrap_or(0);
+        let (counts, latest, early, ends, grammar) = Default::default();
+        Self { params, rng, uniform, prompt, counts, latest, looks_back, early, ends, grammar }
     }
 
     /// The same, but none of the first `tokens` is one of `ends`.
@@ -143,6 +158,10 @@ impl Sampler {
     /// Remembers the next token.
     pub fn take(&mut self, token: u32) {
         *self.counts.entry(token).or_default() += 1;
+        if self.looks_back > 0 {
+            self.latest.push_back(token);
+            self.latest.drain(..self.latest.len().saturating_sub(self.looks_back));
+        }
         self.early = self.early.saturating_sub(1);
         self.uniform = self.rng.random();
     }
@@ -153,14 +172,35 @@ impl Sampler {
         !p.logit_bias.is_empty() || (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
     }
 
-    /// Whether [`forbid`](Self::forbid) may change anything.
-    fn forbids(&self) -> bool {
-        self.early > 0 || self.grammar.is_some()
+    /// Whether the request names tokens that may come or may not.
+    fn excludes(&self) -> bool {
+        self.params.allowed.is_some() || !self.params.banned.is_empty()
     }
 
-    fn forbid(&mut self, logits: &mut [f32]) -> Result<(), GrammarError> {
+    /// Whether [`forbid`](Self::forbid) may change anything.
+    fn forbids(&self) -> bool {
+        self.early > 0 || self.grammar.is_some() || self.excludes()
+    }
+
+    fn forbid(&mut self, logits: &mut [f32]) -> Result<(), Undrawable> {
         if let Some(grammar) = &mut self.grammar {
             grammar.mask(logits)?;
+        }
+        if let Some(allowed) = &self.params.allowed {
+            let kept = |&token: &u32| Some((token as usize, *logits.get(token as usize)?));
+            let kept: Vec<(usize, f32)> = allowed.iter().filter_map(kept).collect();
+            logits.fill(f32::NEG_INFINITY);
+            kept.into_iter().for_each(|(token, logit)| logits[token] = logit);
+        }
+        for row in &*self.params.banned {
+            let Some((&last, before)) = row.split_last() else { continue };
+            let comes = self.latest.iter().rev().zip(before.iter().rev()).all(|(a, b)| a == b);
+            if let Some(logit) = logits.get_mut(last as usize).filter(|_| comes && before.len() <= self.latest.len()) {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+        if self.excludes() {
+            logits::peak(logits).ok_or(Undrawable::NoToken)?;
         }
         if self.early > 0 {
             let before: Vec<Option<f32>> = self.ends.iter().map(|end| logits.get(*end as usize).copied()).collect();
@@ -209,7 +249,7 @@ impl Sampler {
 }
 
 /// Log probabilities of one token and of the `top` most probable ones, best first, from unchanged logits.
-pub(crate) fn logprobs(row: &[f32], token: u32, top: usize) -> (TokenLogprob, Vec<TokenLogprob>) {
+pub(crate) fn logprobs(row: &[f32], token: u32, top: usize) -> Scored {
     let max = logits::peak(row).map_or(f32::NEG_INFINITY, |(_, max)| max);
     let mass = logits::total(&logits::mass(row, max, 1.0));
     let norm = max + mass.ln() as f32;

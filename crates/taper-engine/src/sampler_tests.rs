@@ -77,6 +77,31 @@ fn bias_forces_and_forbids() {
 }
 
 #[test]
+fn only_what_is_allowed_comes() {
+    let params = SamplingParams { allowed: Some([1, 3, 77].into()), temperature: 5.0, ..Default::default() };
+    let drawn = draws(params, &[9.0, 0.0, 9.0, 0.5], 200);
+    assert!(drawn.iter().all(|token| [1, 3].contains(token)) && drawn.contains(&1) && drawn.contains(&3));
+    let none = SamplingParams { allowed: Some([77].into()), ..Default::default() };
+    assert_eq!(Sampler::new(none, 0, &[]).sample(&[0.0, 1.0]), Err(Undrawable::NoToken));
+    // A bias moves what is allowed, and allows nothing.
+    let params = SamplingParams { allowed: Some([1, 3].into()), logit_bias: vec![(0, 100.0), (1, 50.0)], ..greedy() };
+    assert_eq!(draws(params, &[0.0, 0.0, 0.0, 9.0], 2), [1, 1]);
+}
+
+#[test]
+fn a_banned_row_never_comes_whole() {
+    // Token 2 is the likeliest, then 1, then 0.
+    let logits = [0.0, 1.0, 2.0];
+    let banned = |rows: &[&[u32]]| SamplingParams { banned: rows.iter().map(|row| row.to_vec()).collect(), ..greedy() };
+    assert_eq!(draws(banned(&[&[2]]), &logits, 3), [1, 1, 1]);
+    assert_eq!(draws(banned(&[&[2, 2]]), &logits, 5), [2, 1, 2, 1, 2]);
+    assert_eq!(draws(banned(&[&[2, 2, 2], &[2, 1]]), &logits, 6), [2, 2, 0, 2, 2, 0]);
+    // It is the answer's tokens that count, not the prompt's.
+    assert_eq!(Sampler::new(banned(&[&[2, 2]]), 0, &[2]).sample(&logits), Ok(2));
+    assert_eq!(Sampler::new(banned(&[&[0], &[1], &[2]]), 0, &[]).sample(&logits), Err(Undrawable::NoToken));
+}
+
+#[test]
 fn bad_logits_are_an_error() {
     for bad in [vec![], vec![0.0, f32::NAN], vec![f32::INFINITY, 0.0], vec![f32::NEG_INFINITY; 3]] {
         assert_eq!(Sampler::new(greedy(), 0, &[]).sample(&bad), Err(Undrawable::NonFinite), "{bad:?}");
@@ -186,6 +211,26 @@ proptest! {
         };
         prop_assert_eq!(&one(&|p| p.top_k = Some(1)), &best);
         prop_assert_eq!(&one(&|p| p.top_p = 1e-6), &best);
+    }
+
+    #[test]
+    fn banned_rows_are_those_by_hand(
+        rows in prop::collection::vec(prop::collection::vec(0u32..3, 1..4), 0..4),
+        seed: u64,
+    ) {
+        let params = SamplingParams { banned: rows.clone().into(), seed, ..Default::default() };
+        let mut sampler = Sampler::new(params, 0, &[]);
+        let mut answer = Vec::new();
+        for _ in 0..30 {
+            let free: Vec<u32> = (0..4).filter(|&token| {
+                let next = [&answer[..], &[token]].concat();
+                !rows.iter().any(|row| next.ends_with(row))
+            }).collect();
+            // Token 3 is in no row, so that one is always free.
+            let token = sampler.sample(&[0.0; 4]).unwrap();
+            prop_assert!(free.contains(&token), "{token} after {answer:?}, {rows:?}");
+            answer.push(token);
+        }
     }
 
     #[test]

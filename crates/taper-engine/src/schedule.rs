@@ -1,6 +1,7 @@
 //! What the next step does: pure functions of where every request stands, so that they can be read and tested alone.
 //!
-//! Requests start in order of arrival. Every step takes one token of each answer, and prompts with the rest of its work:
+//! Requests start in order of priority, then of arrival; what is said of the oldest and the youngest is said of the first and
+//! the last in that order. Every step takes one token of each answer, and prompts with the rest of its work:
 //! half of it goes to the oldest prompt, the other half to those that have the least left. Work is counted in tokens through
 //! all layers. What a prefill method wants at once, a chunk, may take the work of many steps. A request that lacks room in
 //! the cache takes it from the youngest one, which is put back to wait and computed again later. The oldest one therefore

@@ -6,6 +6,7 @@
 use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted};
 use crate::calls::CallFormat;
 use crate::engine::{Engine, EngineConfig, ModelInfo};
+use crate::sampler::logprobs;
 use crate::text::{Message, Text, TextError, TokenStream};
 use serde_json::{Map, Value};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -114,8 +115,12 @@ impl StubBackend {
 
     /// After its first `tokens` tokens. Of three drafts one is wrong.
     fn logits(&self, sequence: &StubSequence, tokens: usize) -> Vec<f32> {
-        let answered = tokens - sequence.prompt.len();
         let mut logits = vec![0.0; VOCAB];
+        // Within a prompt the token itself is what the stub expects to come again.
+        let Some(answered) = tokens.checked_sub(sequence.prompt.len()) else {
+            logits[sequence.prompt[tokens - 1] as usize] = 12.0;
+            return logits;
+        };
         // The answer repeats after its end, for requests that ignore the end token.
         let place = answered % (self.script.len() + 1);
         let next = self.script.get(place).map_or(EOS, |&b| u32::from(b));
@@ -244,6 +249,7 @@ impl Backend for StubBackend {
                     let bad = if sequence.says("NIL", usize::MAX) { f32::INFINITY } else { 0.0 };
                     Row::Hidden(vec![3.0, 4.0 * sequence.tokens.len() as f32, bad])
                 }
+                (logits, Wanted::Score { token, top }) => Row::Score(logprobs(&logits, token, top)),
                 (logits, _) => Row::Logits(logits),
             };
             rows.push(wants.into_iter().enumerate().map(row).collect());

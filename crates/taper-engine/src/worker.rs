@@ -27,9 +27,9 @@ pub(crate) struct Worker<B: Backend> {
     text: Arc<dyn Text>,
     config: EngineConfig,
     pace: Pace,
-    /// Requests that run, oldest first.
+    /// Requests that run, the urgent and then the oldest first. All go before those that were preempted.
     running: Vec<Run<B::Sequence>>,
-    /// Requests that ran and gave their place up, oldest first. All are older than what waits in the queue.
+    /// Requests that ran and gave their place up, in the same order.
     preempted: VecDeque<Run<B::Sequence>>,
     /// Requests that ended in this turn.
     ended: usize,
@@ -122,8 +122,9 @@ impl<B: Backend> Worker<B> {
         }
     }
 
-    /// Starts what there is room for beside those that run, oldest first: those that ran before, then the queue. A prompt that
-    /// begins like one that is on its way waits until that is in as far as they are the same, and others go before it.
+    /// Starts what there is room for beside those that run: what in the queue is more urgent than all that ran before, then
+    /// those, then the queue. A prompt that begins like one that is on its way waits until that is in as far as they are the
+    /// same, and others go before it.
     fn admit(&mut self, standing: &mut Vec<Standing>) {
         loop {
             let fits = |(blocks, sequences), job: &Job| {
@@ -133,23 +134,21 @@ impl<B: Backend> Worker<B> {
                 let shared = || guard(|| Ok(self.backend.shared_blocks(job.beginning(&self.backend))));
                 admits(blocks) || admits(0) && admits(blocks.saturating_sub(shared().unwrap_or(0)))
             };
-            match self.preempted.front() {
-                Some(run) if fits(run.wants(), run.job()) => {
-                    let Some(run) = self.preempted.pop_front() else { return };
-                    self.start(run);
-                }
-                Some(_) => return,
-                None => {
-                    // What one that runs is about to compute is not computed twice.
-                    if !schedule::admits(standing, self.backend.free_blocks(), self.config.sequences, (0, 1)) {
-                        return;
-                    }
-                    let held = |job: &Job| guard(|| Ok(self.held(job))).unwrap_or(false);
-                    let Some(job) = self.queue.pop_if(held, |job| fits(job.wants(), job)) else { return };
-                    self.begin(job);
-                }
+            let before = self.preempted.front().map(Run::priority);
+            let waits = |job: &Job| before.is_some_and(|before| before <= job.request.priority);
+            // What one that runs is about to compute is not computed twice.
+            let held = |job: &Job| waits(job) || guard(|| Ok(self.held(job))).unwrap_or(false);
+            let any = schedule::admits(standing, self.backend.free_blocks(), self.config.sequences, (0, 1));
+            let job = if any { self.queue.pop_if(held, |job| fits(job.wants(), job)) } else { None };
+            let again = self.preempted.front().is_some_and(|run| job.is_none() && fits(run.wants(), run.job()));
+            let place = match job {
+                Some(job) => self.begin(job),
+                None if again => self.preempted.pop_front().and_then(|run| self.start(run)),
+                None => return,
+            };
+            if let Some(place) = place {
+                standing.insert(place, self.running[place].standing(&self.backend));
             }
-            standing.extend(self.running.get(standing.len()).map(|run| run.standing(&self.backend)));
         }
     }
 
@@ -162,23 +161,27 @@ impl<B: Backend> Worker<B> {
         oldest.into_iter().chain(soon).any(|(run, _)| run.leads(job, &self.backend))
     }
 
-    /// Starts what comes from the queue.
-    fn begin(&mut self, job: Job) {
+    /// Starts what comes from the queue; its place among those that run, if it can.
+    fn begin(&mut self, job: Job) -> Option<usize> {
         match guard(|| Ok(Run::new(job, &*self.text))) {
             Ok(run) => self.start(run),
             // Its caller sees the channel closed, which is an error.
             Err(error) => {
                 tracing::error!(%error, "a request could not begin: a bug");
                 self.ended += 1;
+                None
             }
         }
     }
 
-    fn start(&mut self, mut run: Run<B::Sequence>) {
-        match guard(|| run.open(&mut self.backend)) {
-            Ok(()) => self.running.push(run),
-            Err(error) => self.fail(run, error),
+    fn start(&mut self, mut run: Run<B::Sequence>) -> Option<usize> {
+        if let Err(error) = guard(|| run.open(&mut self.backend)) {
+            self.fail(run, error);
+            return None;
         }
+        let place = self.running.partition_point(|other| other.priority() <= run.priority());
+        self.running.insert(place, run);
+        Some(place)
     }
 
     /// What the next step does with those that run, once there is room for it; none if nothing runs.

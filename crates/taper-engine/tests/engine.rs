@@ -15,17 +15,8 @@ fn request(prompt: &str) -> Request {
     Request {
         id: "test".into(),
         prompt: prompt.bytes().map(u32::from).collect(),
-        continues: false,
-        special: false,
-        attention: Arc::new(AttentionSpec::default()),
-        question_tokens: 0,
         sampling: SamplingParams { temperature: 0.0, ..Default::default() },
-        grammar: None,
-        stop: StopRules::default(),
-        embeds: false,
-        choices: 1,
-        logprobs: None,
-        deadline: None,
+        ..Request::default()
     }
 }
 
@@ -51,7 +42,7 @@ fn collect(mut events: Events) -> Answer {
     while let Some(event) = events.blocking_recv() {
         assert!(answer.end.is_none(), "nothing follows the last event");
         match event {
-            Event::Embedding(_) => panic!("not asked for"),
+            Event::Embedding(_) | Event::Prompt(_) => panic!("not asked for"),
             Event::Prefilled => {
                 assert!(!answer.prefilled && answer.deltas == 0);
                 answer.prefilled = true;
@@ -325,6 +316,38 @@ fn tokens_that_the_backend_draws_are_those_that_the_engine_draws() {
     assert_eq!(by_engine.0, by_backend.0);
     // One answer of 30 tokens and 29 of each of another two; then the first alone of two choices, and so on.
     assert_eq!((by_engine.1, by_backend.1), (0, 30 + 3 * 29 + 30 + 2 * 29 + 30 + 3));
+}
+
+#[test]
+fn the_urgent_start_first_and_keep_their_place() {
+    // One at a time, and the first holds the others up until all are there.
+    let backend = StubBackend::new("x");
+    let probe = Arc::clone(&backend.probe);
+    let engine = backend.engine(EngineConfig { sequences: 1, ..EngineConfig::default() });
+    let wish = |tokens: usize, priority| Request { priority, ..request(&"p".repeat(tokens)) };
+    let first = engine.submit(Request { priority: 9, ..request("SLOW") }).unwrap();
+    wait("it runs", || engine.load().running == 1);
+    let rest =
+        [(20, 0), (30, 5), (40, -5), (41, -5), (21, 0)].map(|(tokens, p)| engine.submit(wish(tokens, p)).unwrap());
+    std::iter::once(first).chain(rest).for_each(|events| assert!(collect(events).end.unwrap().is_ok()));
+    assert_eq!(*probe.prefilled.lock().unwrap(), [4, 40, 41, 20, 21, 30]);
+
+    // A cache that is too small for both: the one that is less urgent gives way, though it came first.
+    let mut backend = StubBackend::new("x");
+    backend.limits.cache_tokens = 640;
+    let probe = Arc::clone(&backend.probe);
+    let engine = backend.engine(EngineConfig::default());
+    let long = |priority| {
+        let stop = StopRules { ignore_eos: true, max_tokens: Some(100), ..StopRules::default() };
+        Request { priority, stop, ..request(&format!("SLOW{}", "p".repeat(116))) }
+    };
+    let (third, patient) = (engine.submit(long(2)).unwrap(), engine.submit(long(1)).unwrap());
+    let urgent = engine.submit(long(0)).unwrap();
+    let ends = [urgent, patient, third].map(|events| std::thread::spawn(move || (collect(events).end, Instant::now())));
+    let [urgent, patient, third] = ends.map(|end| end.join().unwrap());
+    assert!([&urgent, &patient, &third].iter().all(|(end, _)| matches!(end, Some(Ok(_)))));
+    assert!(probe.retracted.load(Ordering::SeqCst) > 0, "three times 220 tokens do not fit 640");
+    assert!(urgent.1 < third.1 && patient.1 < third.1);
 }
 
 #[test]

@@ -21,18 +21,12 @@ fn request(engine: &Engine, shape: &Shape, seed: u64) -> Request {
     Request {
         id: "test".into(),
         prompt: b"go on: ".iter().copied().map(u32::from).collect(),
-        continues: false,
-        special: false,
-        attention: Arc::new(AttentionSpec::default()),
-        question_tokens: 0,
         // So hot that bytes come by chance.
         sampling: SamplingParams { temperature: 2.0, seed, ..SamplingParams::default() },
         grammar: Some(engine.grammar(shape).unwrap()),
         stop: StopRules { max_tokens: Some(300), ..StopRules::default() },
-        embeds: false,
         choices: 1,
-        logprobs: None,
-        deadline: None,
+        ..Request::default()
     }
 }
 
@@ -42,7 +36,7 @@ fn run(engine: &Engine, request: Request) -> (Vec<(String, Finish)>, Result<Usag
     let mut events = engine.submit(request).unwrap();
     while let Some(event) = events.blocking_recv() {
         match event {
-            Event::Prefilled | Event::Embedding(_) => {}
+            Event::Prefilled | Event::Prompt(_) | Event::Embedding(_) => {}
             Event::Delta(delta) => {
                 answers[delta.choice].0.push_str(&delta.text);
                 answers[delta.choice].1 = delta.finish;

@@ -10,8 +10,8 @@ use taper_attention::{Artifacts, AttentionSpec};
 use taper_engine::stub::{StubBackend, StubText};
 use taper_engine::watched::{Seen, Watched};
 use taper_engine::{
-    Engine, EngineConfig, Event, Events, Finish, Limits, ModelInfo, Request, RequestError, SamplingParams, StopRules,
-    SubmitError, Usage,
+    Engine, EngineConfig, Event, Events, Finish, Limits, ModelInfo, Request, RequestError, SamplingParams, Scored,
+    StopRules, SubmitError, Usage,
 };
 
 /// Something that happens.
@@ -38,6 +38,11 @@ struct Wish {
     /// Tokens drafted at a time.
     drafts: usize,
     logprobs: bool,
+    /// Whether the prompt's tokens are scored.
+    scored: bool,
+    priority: i64,
+    /// A row of tokens of the answer that must not come.
+    banned: bool,
     /// What the [stub](StubBackend) does at its sight.
     trouble: Option<&'static str>,
     /// Microseconds until its deadline.
@@ -60,22 +65,21 @@ impl Wish {
         Request {
             id: "history".into(),
             prompt,
-            continues: false,
-            special: false,
             attention: Arc::new(self.attention()),
-            question_tokens: 0,
             sampling: SamplingParams {
                 temperature: self.temperature,
                 top_p: 0.95,
                 seed: self.seed,
+                banned: self.banned.then(|| b"len".map(u32::from).to_vec()).into_iter().collect(),
                 ..Default::default()
             },
-            grammar: None,
             stop: StopRules { ignore_eos: self.ignore_eos, max_tokens: Some(self.max_tokens), ..StopRules::default() },
-            embeds: false,
             choices: self.choices,
             logprobs: self.logprobs.then_some(0),
+            prompt_logprobs: self.scored.then_some(1),
+            priority: self.priority,
             deadline: self.deadline.map(|micros| Instant::now() + Duration::from_micros(micros)),
+            ..Request::default()
         }
     }
 }
@@ -83,6 +87,7 @@ impl Wish {
 /// What has come of a request so far.
 #[derive(Debug, Default, Clone)]
 struct Answer {
+    scored: Option<Vec<Scored>>,
     /// By choice: tokens, text, how it ended.
     choices: Vec<(Vec<u32>, String, Option<Finish>)>,
     end: Option<Result<Usage, RequestError>>,
@@ -94,6 +99,10 @@ impl Answer {
         match event {
             Event::Embedding(_) => panic!("not asked for"),
             Event::Prefilled => assert!(self.choices.is_empty(), "the prompt is in before the first token, and once"),
+            Event::Prompt(scored) => {
+                assert!(self.choices.is_empty() && self.scored.is_none(), "before the first token, and once");
+                self.scored = Some(scored);
+            }
             Event::Delta(delta) => {
                 self.choices.resize_with(self.choices.len().max(delta.choice + 1), Default::default);
                 let (tokens, text, finish) = &mut self.choices[delta.choice];
@@ -134,11 +143,27 @@ fn wish() -> impl Strategy<Value = Wish> {
     let deadline = prop_oneof![6 => Just(None), 1 => (0u64..3000).prop_map(Some)];
     let sampling = (prop_oneof![Just(0f32), Just(4f32)], any::<u64>(), any::<bool>());
     let drafts = (prop_oneof![2 => Just(0), 1 => 1usize..16], any::<bool>());
+    let more = (prop::bool::weighted(0.2), -1i64..=1, prop::bool::weighted(0.2));
     let answer = prop_oneof![1 => 1usize..60, 1 => 150usize..350];
     let prompt = prop_oneof![2 => 1usize..80, 1 => 80usize..280];
-    (prompt, answer, 1usize..4, (sampling, drafts), trouble, deadline).prop_map(
-        |(prompt, max_tokens, choices, ((temperature, seed, ignore_eos), (drafts, logprobs)), trouble, deadline)| {
-            Wish { prompt, max_tokens, choices, temperature, seed, ignore_eos, drafts, logprobs, trouble, deadline }
+    (prompt, answer, 1usize..4, (sampling, drafts, more), (trouble, deadline)).prop_map(
+        |(prompt, max_tokens, choices, (sampling, (drafts, logprobs), more), (trouble, deadline))| {
+            let ((temperature, seed, ignore_eos), (scored, priority, banned)) = (sampling, more);
+            Wish {
+                prompt,
+                max_tokens,
+                choices,
+                temperature,
+                seed,
+                ignore_eos,
+                drafts,
+                logprobs,
+                scored,
+                priority,
+                banned,
+                trouble,
+                deadline,
+            }
         },
     )
 }
@@ -210,6 +235,11 @@ proptest! {
                 }
                 (Some(Ok(usage)), Some(Ok(other))) => {
                     prop_assert_eq!(&answer.choices, &expected.choices, "{:?}", wish);
+                    prop_assert_eq!(&answer.scored, &expected.scored, "{:?}", wish);
+                    let scored = wish.scored.then(|| usage.prompt_tokens - 1);
+                    prop_assert_eq!(answer.scored.map(|scored| scored.len()), scored, "{:?}", wish);
+                    let banned = |text: &str| wish.banned && text.contains("len");
+                    prop_assert!(!answer.choices.iter().any(|(_, text, _)| banned(text)), "{wish:?}");
                     prop_assert_eq!(usage.prompt_tokens, other.prompt_tokens);
                     prop_assert_eq!(usage.completion_tokens, other.completion_tokens);
                     prop_assert_eq!(usage.attention.len(), wish.choices);

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use taper_attention::AttentionSpec;
 use taper_attention::AttentionUsage;
-use taper_engine::{Delta, Event, Events, Finish, Grammar, Request, Text, TokenLogprob, TokenRecord, Usage};
+use taper_engine::{Delta, Event, Events, Finish, Grammar, Request, Scored, Text, TokenLogprob, TokenRecord, Usage};
 
 /// Names the top-level fields that had no effect.
 pub(crate) const IGNORED: HeaderName = HeaderName::from_static("x-taper-ignored-fields");
@@ -44,6 +44,10 @@ pub(crate) struct Prompt {
 #[derive(Debug)]
 pub(crate) struct Call {
     pub(crate) kind: Kind,
+    /// Whether nothing is wanted but the prompt.
+    pub(crate) echo_only: bool,
+    /// Answers to each prompt that the client gets, of those drawn.
+    pub(crate) kept: usize,
     pub(crate) prompts: Vec<Prompt>,
     pub(crate) prompt_field: &'static str,
     pub(crate) common: Common,
@@ -112,9 +116,15 @@ impl Call {
         self.check_tokens(app)?;
         self.check_trace()?;
         let deadline = self.common.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        // Answers are compared by their tokens' probabilities.
+        let logprobs = if self.kept < self.common.choices { self.logprobs.or(Some(0)) } else { self.logprobs };
         let request = |prompt: &mut Prompt| Request {
             id: id.to_string(),
-            prompt: std::mem::take(&mut prompt.tokens),
+            // Those of a prompt that comes back with its log probabilities are wanted again.
+            prompt: match prompt.echo.is_some() && self.logprobs.is_some() {
+                true => prompt.tokens.clone(),
+                false => std::mem::take(&mut prompt.tokens),
+            },
             continues: self.kind == Kind::Text,
             special: self.common.special,
             attention: Arc::clone(&self.attention),
@@ -124,7 +134,9 @@ impl Call {
             stop: self.common.stop.clone(),
             embeds: self.kind == Kind::Embedding,
             choices: self.common.choices,
-            logprobs: self.logprobs,
+            logprobs,
+            prompt_logprobs: prompt.echo.as_ref().and(self.logprobs),
+            priority: self.common.priority,
             deadline,
         };
         let requests = self.prompts.iter_mut().map(request).collect();
@@ -132,9 +144,11 @@ impl Call {
         let events = events.map_err(|e| error::refused(&e, self.prompt_field, self.common.max_field))?;
         let numbered = |(index, mut events): (usize, Events)| {
             let mut watch = app.metrics.watch(self.common.choices);
+            let echo = self.prompts[index].echo.as_ref().map_or(0, |echo| echo.chars().count());
+            let echo_only = self.echo_only;
             let events = poll_fn(move |cx| events.poll_recv(cx)).map(move |event| {
                 watch.see(&event);
-                (index, event)
+                (index, after_echo(event, echo, echo_only))
             });
             events.boxed()
         };
@@ -145,6 +159,11 @@ impl Call {
     fn check_tokens(&self, app: &App) -> Result<(), ApiError> {
         let Common { sampling, stop, .. } = &self.common;
         sampling.logit_bias.iter().try_for_each(|(id, _)| app.check_token(*id, format_args!("logit_bias.{id}")))?;
+        sampling
+            .allowed
+            .iter()
+            .flat_map(|ids| ids.iter())
+            .try_for_each(|id| app.check_token(*id, "allowed_token_ids"))?;
         stop.tokens.iter().try_for_each(|id| app.check_token(*id, "stop_token_ids"))
     }
 
@@ -236,11 +255,64 @@ impl Total {
     }
 }
 
+/// An event of an answer that comes after so many characters of its prompt, or of which nothing but those is wanted.
+fn after_echo(mut event: Event, echo: usize, echo_only: bool) -> Event {
+    match &mut event {
+        Event::Delta(delta) => {
+            delta.tokens.iter_mut().for_each(|token| token.text_offset += echo);
+            if echo_only {
+                (delta.text, delta.tokens) = Default::default();
+                delta.finish = delta.finish.take().map(|_| Finish::Length);
+            }
+        }
+        Event::Done(usage) if echo_only => usage.completion_tokens = 0,
+        _ => {}
+    }
+    event
+}
+
+/// A prompt's tokens as they stand before an answer's. The first comes after nothing: it has no log probability, which is NaN.
+pub(crate) fn echoed(text: &dyn Text, prompt: &[u32], scored: Vec<Scored>) -> Vec<TokenRecord> {
+    let mut stream = text.stream(false, false);
+    let mut text_offset = 0;
+    let first = prompt.first().map(|&token| (TokenLogprob { token, logprob: f32::NAN }, Vec::new()));
+    let record = |(chosen, top): Scored| {
+        let record = TokenRecord { text_offset, top, chosen };
+        text_offset += stream.push(record.chosen.token).chars().count();
+        record
+    };
+    first.into_iter().chain(scored).map(record).collect()
+}
+
 #[derive(Default)]
 struct Choice {
     text: String,
     tokens: Vec<TokenRecord>,
     finish: Option<Finish>,
+}
+
+impl Choice {
+    /// The mean log probability of its tokens; an answer without any is the last that one would take.
+    fn likelihood(&self) -> f32 {
+        match self.tokens.len() {
+            0 => f32::NEG_INFINITY,
+            tokens => self.tokens.iter().map(|token| token.chosen.logprob).sum::<f32>() / tokens as f32,
+        }
+    }
+}
+
+/// The most probable answers to each prompt, the best first.
+fn best(choices: Vec<Choice>, drawn: usize, kept: usize) -> Vec<Choice> {
+    let mut choices = choices.into_iter();
+    let mut out = Vec::new();
+    loop {
+        let mut of_one: Vec<Choice> = choices.by_ref().take(drawn).collect();
+        if of_one.is_empty() {
+            return out;
+        }
+        of_one.sort_by(|a, b| b.likelihood().total_cmp(&a.likelihood()));
+        out.extend(of_one.into_iter().take(kept));
+    }
 }
 
 async fn whole(app: &App, call: &Call, head: &Head, mut events: Merged) -> Result<Json<Value>, ApiError> {
@@ -251,10 +323,13 @@ async fn whole(app: &App, call: &Call, head: &Head, mut events: Merged) -> Resul
             choices[call.index(prompt, choice)].text = p.echo.clone().unwrap_or_default();
         }
     }
+    let text = app.engine.text();
+    let mut echoes = vec![Vec::new(); call.prompts.len()];
     let mut total = Total::default();
     while let Some((prompt, event)) = events.next().await {
         match event {
             Event::Prefilled | Event::Embedding(_) => {}
+            Event::Prompt(scored) => echoes[prompt] = echoed(text, &call.prompts[prompt].tokens, scored),
             Event::Delta(delta) => {
                 let choice = &mut choices[call.index(prompt, delta.choice)];
                 choice.text.push_str(&delta.text);
@@ -268,9 +343,12 @@ async fn whole(app: &App, call: &Call, head: &Head, mut events: Merged) -> Resul
     if total.done < call.prompts.len() {
         return Err(cut_off());
     }
-    let text = app.engine.text();
+    if call.kept < call.common.choices {
+        choices = best(choices, call.common.choices, call.kept);
+    }
     let choices = choices.into_iter().enumerate().map(|(index, choice)| {
-        let logprobs = call.logprobs.map(|_| logprobs(call.kind, text, &choice.tokens));
+        let echo = &echoes[index / call.kept][..];
+        let logprobs = call.logprobs.map(|_| logprobs(call.kind, text, &[echo, &choice.tokens].concat()));
         let calls = call.calls(text).map(|mut calls| {
             calls.push(&choice.text);
             calls.finish();
@@ -329,7 +407,7 @@ pub(crate) fn logprobs(kind: Kind, text: &dyn Text, tokens: &[TokenRecord]) -> V
             let name = |token| String::from_utf8_lossy(&text.token_bytes(token)).into_owned();
             let top = tokens.iter().map(|t| {
                 let pairs = t.top.iter().map(|t| (name(t.token), json!(t.logprob)));
-                pairs.collect::<Map<String, Value>>()
+                (!t.chosen.logprob.is_nan()).then(|| pairs.collect::<Map<String, Value>>())
             });
             json!({
                 "tokens": tokens.iter().map(|t| name(t.chosen.token)).collect::<Vec<_>>(),

@@ -16,7 +16,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     app.check_model(fields.text("model")?)?;
     let tools = Tools::read(&mut fields)?;
     let conversation = Conversation::read(&mut fields, tools.as_ref())?;
-    let mut common = sampling::read(&mut fields, app.config.request_timeout)?;
+    let mut common = sampling::read(&mut fields, app, 1)?;
     let top = fields.int("top_logprobs", 0..=20)?;
     let logprobs = fields.bool("logprobs")?.unwrap_or(false);
     if top.is_some_and(|n| n > 0) && !logprobs {
@@ -37,6 +37,8 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     let question_tokens = attention::question(&attention, tokens.len(), || conversation.question(text, &tokens))?;
     Ok(Call {
         kind: Kind::Chat,
+        echo_only: false,
+        kept: common.choices,
         prompts: vec![Prompt { tokens, question_tokens, echo: None }],
         prompt_field: "messages",
         common,

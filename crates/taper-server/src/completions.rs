@@ -16,12 +16,16 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     let mut fields = Fields::new(map, "");
     app.check_model(fields.text("model")?)?;
     let prompts = fields.get("prompt");
-    let mut common = sampling::read(&mut fields, app.config.request_timeout)?;
-    let logprobs = fields.int("logprobs", 0..=20)?.map(|n| n as usize);
     let echo = fields.bool("echo")?.unwrap_or(false);
-    if echo && logprobs.is_some() {
-        return Err(ApiError::invalid("echo", "echo together with logprobs is not supported"));
+    // A prompt that is only wanted back needs no answer.
+    let mut common = sampling::read(&mut fields, app, if echo { 0 } else { 1 })?;
+    let echo_only = common.stop.max_tokens == Some(0);
+    if echo_only {
+        common.stop.max_tokens = Some(1);
     }
+    let kept = common.choices;
+    common.choices = best_of(&mut fields, &common)?;
+    let logprobs = fields.int("logprobs", 0..=20)?.map(|n| n as usize);
     let (attention, mut ignored) = attention::read(&mut fields, &app.config)?;
     let grammar = structured::compile(app, structured::read(&mut fields)?)?;
     ignored.extend(knobs::unknown(map, fields.unread())?);
@@ -37,6 +41,8 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     }
     Ok(Call {
         kind: Kind::Text,
+        echo_only,
+        kept,
         prompts,
         prompt_field: "prompt",
         common,
@@ -46,6 +52,22 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
         attention: Arc::new(attention),
         ignored,
     })
+}
+
+/// Answers drawn, of which the `n` best are kept.
+fn best_of(fields: &mut Fields<'_>, common: &sampling::Common) -> Result<usize, ApiError> {
+    let n = common.choices;
+    let drawn = fields.int("best_of", 1..=sampling::MAX_CHOICES)?.map_or(n, |best_of| best_of as usize);
+    if drawn < n {
+        return Err(ApiError::invalid("best_of", format!("best_of is {drawn}, fewer than the n = {n} answers wanted")));
+    }
+    if drawn > n && common.stream {
+        let message = format!(
+            "best_of is {drawn} and n is {n}: which answers are the best shows at their end, so they cannot be streamed"
+        );
+        return Err(ApiError::invalid("best_of", message));
+    }
+    Ok(drawn)
 }
 
 /// A string, token ids, or an array of either.

@@ -46,6 +46,8 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked, ApiErr
     let prompts = prompts.into_iter().map(|prompt| Prompt { question_tokens: 0, ..prompt }).collect();
     let call = Call {
         kind: Kind::Embedding,
+        echo_only: false,
+        kept: 1,
         prompts,
         prompt_field: "input",
         common: sampling::none(app.config.request_timeout),
@@ -68,7 +70,7 @@ impl Asked {
         let mut total = answer::Total::default();
         while let Some((index, event)) = events.next().await {
             match event {
-                Event::Prefilled | Event::Delta(_) => {}
+                Event::Prefilled | Event::Prompt(_) | Event::Delta(_) => {}
                 Event::Embedding(hidden) => {
                     data[index] = json!({"object": "embedding", "index": index, "embedding": self.written(&hidden)});
                 }

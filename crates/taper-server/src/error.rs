@@ -61,7 +61,7 @@ impl From<RequestError> for ApiError {
         let status = match error {
             RequestError::Deadline => StatusCode::GATEWAY_TIMEOUT,
             // What it asks for is too much, and would be again.
-            RequestError::Grammar(_) => StatusCode::BAD_REQUEST,
+            RequestError::Grammar(_) | RequestError::NoToken => StatusCode::BAD_REQUEST,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         };
         Self::new(status, error.to_string())

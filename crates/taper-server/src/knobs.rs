@@ -15,9 +15,7 @@ pub(crate) const KNOBS: [&str; 4] = ["attention", "epsilon", "delta", "gamma"];
 const FOREIGN: &[&str] = &[
     "add_generation_prompt",
     "add_special_tokens",
-    "allowed_token_ids",
     "audio",
-    "bad_words",
     "cache_salt",
     "chat_template",
     "continue_final_message",
@@ -33,7 +31,6 @@ const FOREIGN: &[&str] = &[
     "mm_processor_kwargs",
     "modalities",
     "prediction",
-    "priority",
     "prompt_cache_key",
     "prompt_logprobs",
     "reasoning",
@@ -129,6 +126,7 @@ fn refuse(name: &str, value: &Value) -> Result<(), ApiError> {
     let harmless = match name {
         "tools" => value.as_array().is_some_and(Vec::is_empty),
         "tool_choice" => matches!(value.as_str(), Some("none" | "auto")),
+        "best_of" => value == 1,
         "use_beam_search" => value == &Value::Bool(false),
         _ => true,
     };

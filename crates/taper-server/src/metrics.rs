@@ -340,7 +340,7 @@ impl Watch {
     /// Takes an event into account.
     pub(crate) fn see(&mut self, event: &Event) {
         match event {
-            Event::Prefilled => {}
+            Event::Prefilled | Event::Prompt(_) => {}
             Event::Delta(delta) => {
                 let now = Instant::now();
                 if self.latest.iter().all(Option::is_none) {

@@ -1,15 +1,19 @@
 //! The fields that chat and text completions share: sampling, stops, lengths, streaming.
 
-use crate::error::ApiError;
+use crate::app::App;
+use crate::error::{self, ApiError};
 use crate::fields::Fields;
 use serde_json::Value;
+use std::sync::Arc;
 use std::time::Duration;
-use taper_engine::{SamplingParams, StopRules};
+use taper_engine::{SamplingParams, StopRules, Text};
 
 /// Most answers of one request.
-const MAX_CHOICES: i64 = 32;
+pub(crate) const MAX_CHOICES: i64 = 32;
 /// Most stop strings of one request.
 const MAX_STOPS: usize = 16;
+/// Most words of one request that must not come.
+const MAX_BAD_WORDS: usize = 1000;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
@@ -18,7 +22,10 @@ type Result<T> = std::result::Result<T, ApiError>;
 pub(crate) struct Common {
     pub(crate) sampling: SamplingParams,
     pub(crate) stop: StopRules,
+    /// Answers drawn.
     pub(crate) choices: usize,
+    /// Requests with less of it go first.
+    pub(crate) priority: i64,
     /// Whether marks between texts are shown.
     pub(crate) special: bool,
     pub(crate) stream: bool,
@@ -30,10 +37,10 @@ pub(crate) struct Common {
     pub(crate) max_field: Option<&'static str>,
 }
 
-/// Reads them. No request may take longer than `longest`, where the server says so.
-pub(crate) fn read(fields: &mut Fields<'_>, longest: Option<Duration>) -> Result<Common> {
-    let sampling = sampling(fields)?;
-    let (max_tokens, max_field) = max_tokens(fields)?;
+/// Reads them. An answer has at least `least` tokens' room.
+pub(crate) fn read(fields: &mut Fields<'_>, app: &App, least: i64) -> Result<Common> {
+    let sampling = sampling(fields, app.engine.text())?;
+    let (max_tokens, max_field) = max_tokens(fields, least)?;
     let min_tokens = fields.int("min_tokens", 0..=i64::MAX)?.unwrap_or(0) as usize;
     if let Some(most) = max_tokens.filter(|most| *most < min_tokens) {
         let message = format!("min_tokens is {min_tokens}, more than the {most} tokens that the answer may have");
@@ -47,11 +54,9 @@ pub(crate) fn read(fields: &mut Fields<'_>, longest: Option<Duration>) -> Result
         max_tokens,
     };
     let choices = fields.int("n", 1..=MAX_CHOICES)?.unwrap_or(1);
-    if fields.int("best_of", 1..=MAX_CHOICES)?.is_some_and(|best_of| best_of != choices) {
-        return Err(ApiError::invalid("best_of", "best_of is only supported where it equals n"));
-    }
+    let priority = fields.int("priority", i64::MIN..=i64::MAX)?.unwrap_or(0);
     let special = fields.bool("skip_special_tokens")? == Some(false);
-    let timeout = timeout(fields, longest)?;
+    let timeout = timeout(fields, app.config.request_timeout)?;
     let stream = fields.bool("stream")?.unwrap_or(false);
     let mut include_usage = false;
     if let Some(options) = fields.object("stream_options")? {
@@ -61,7 +66,17 @@ pub(crate) fn read(fields: &mut Fields<'_>, longest: Option<Duration>) -> Result
         let mut options = Fields::new(options, "stream_options.");
         include_usage = options.bool("include_usage")?.unwrap_or(false);
     }
-    Ok(Common { sampling, stop, choices: choices as usize, special, stream, timeout, include_usage, max_field })
+    Ok(Common {
+        sampling,
+        stop,
+        choices: choices as usize,
+        priority,
+        special,
+        stream,
+        timeout,
+        include_usage,
+        max_field,
+    })
 }
 
 /// What a request has that draws nothing.
@@ -70,6 +85,7 @@ pub(crate) fn none(longest: Option<Duration>) -> Common {
         sampling: SamplingParams::default(),
         stop: StopRules { max_tokens: Some(1), ..StopRules::default() },
         choices: 1,
+        priority: 0,
         special: false,
         stream: false,
         timeout: longest,
@@ -78,7 +94,7 @@ pub(crate) fn none(longest: Option<Duration>) -> Common {
     }
 }
 
-fn sampling(fields: &mut Fields<'_>) -> Result<SamplingParams> {
+fn sampling(fields: &mut Fields<'_>, text: &dyn Text) -> Result<SamplingParams> {
     let penalty = |x: f64| (-2.0..=2.0).contains(&x);
     let unit = |x: f64| (0.0..=1.0).contains(&x);
     let temperature = fields.number("temperature", "[0, 2]", |x| (0.0..=2.0).contains(&x))?;
@@ -101,6 +117,8 @@ fn sampling(fields: &mut Fields<'_>) -> Result<SamplingParams> {
         frequency_penalty: frequency.unwrap_or(0.0),
         repetition_penalty: repetition.unwrap_or(1.0),
         logit_bias: logit_bias(fields)?,
+        allowed: allowed(fields)?.map(Arc::from),
+        banned: banned(fields, text)?.into(),
     })
 }
 
@@ -127,9 +145,40 @@ fn logit_bias(fields: &mut Fields<'_>) -> Result<Vec<(u32, f32)>> {
     map.iter().map(entry).collect()
 }
 
-fn max_tokens(fields: &mut Fields<'_>) -> Result<(Option<usize>, Option<&'static str>)> {
-    let old = fields.int("max_tokens", 1..=i64::MAX)?;
-    let new = fields.int("max_completion_tokens", 1..=i64::MAX)?;
+fn allowed(fields: &mut Fields<'_>) -> Result<Option<Vec<u32>>> {
+    let Some(list) = fields.array("allowed_token_ids")? else {
+        return Ok(None);
+    };
+    let message = "allowed_token_ids must be an array of at least one token id";
+    ids(list).filter(|ids| !ids.is_empty()).map(Some).ok_or_else(|| ApiError::invalid("allowed_token_ids", message))
+}
+
+/// What tokens a word may come as: as a text's beginning, and after a space.
+fn banned(fields: &mut Fields<'_>, text: &dyn Text) -> Result<Vec<Vec<u32>>> {
+    let wrong = || {
+        let message = format!("bad_words must be an array of up to {MAX_BAD_WORDS} strings, none blank");
+        ApiError::invalid("bad_words", message)
+    };
+    let list = fields.array("bad_words")?.map_or(&[][..], Vec::as_slice);
+    if list.len() > MAX_BAD_WORDS {
+        return Err(wrong());
+    }
+    let mut rows = Vec::new();
+    for value in list {
+        let word = value.as_str().map(str::trim_start).filter(|word| !word.is_empty()).ok_or_else(wrong)?;
+        for form in [word, &format!(" {word}")] {
+            let tokens = text.encode(form, false).map_err(|e| error::text(&e, "bad_words"))?;
+            if !tokens.is_empty() && !rows.contains(&tokens) {
+                rows.push(tokens);
+            }
+        }
+    }
+    Ok(rows)
+}
+
+fn max_tokens(fields: &mut Fields<'_>, least: i64) -> Result<(Option<usize>, Option<&'static str>)> {
+    let old = fields.int("max_tokens", least..=i64::MAX)?;
+    let new = fields.int("max_completion_tokens", least..=i64::MAX)?;
     match (old, new) {
         (Some(a), Some(b)) if a != b => Err(ApiError::invalid(
             "max_completion_tokens",

@@ -1,6 +1,6 @@
 //! The answer as server-sent events: role first, text, usage chunk, `[DONE]` last, also after an error.
 
-use crate::answer::{Call, Head, Kind, Merged, Total, cut_off, finish, logprobs, silent};
+use crate::answer::{Call, Head, Kind, Merged, Total, cut_off, echoed, finish, logprobs, silent};
 use crate::app::App;
 use crate::error::ApiError;
 use crate::tools::{Calls, Told};
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
-use taper_engine::{Delta, Event};
+use taper_engine::{Delta, Event, Scored};
 
 /// Tells nginx to pass events on at once.
 const UNBUFFERED: HeaderName = HeaderName::from_static("x-accel-buffering");
@@ -91,6 +91,11 @@ impl Chunks {
                             yield data(&chunk);
                         }
                     }
+                    Some((prompt, Event::Prompt(scored))) => {
+                        for chunk in self.echo(prompt, scored) {
+                            yield data(&chunk);
+                        }
+                    }
                     Some((prompt, Event::Done(usage))) => total.add(prompt, usage),
                     Some((_, Event::Failed(error))) => break Some(error.into()),
                 }
@@ -113,6 +118,8 @@ impl Chunks {
             for choice in 0..self.call.common.choices {
                 let mut object = match (self.call.kind, &p.echo) {
                     (Kind::Chat, _) => json!({"delta": {"role": "assistant", "content": ""}}),
+                    // It comes with its log probabilities, once they are known.
+                    (Kind::Text | Kind::Embedding, Some(_)) if self.call.logprobs.is_some() => continue,
                     (Kind::Text | Kind::Embedding, Some(echo)) => json!({"text": echo}),
                     (Kind::Text | Kind::Embedding, None) => continue,
                 };
@@ -123,6 +130,19 @@ impl Chunks {
             }
         }
         chunks
+    }
+
+    /// The echoed prompt of each choice, with its log probabilities.
+    fn echo(&self, prompt: usize, scored: Vec<Scored>) -> Vec<Value> {
+        let (text, of) = (self.app.engine.text(), &self.call.prompts[prompt]);
+        let logprobs = logprobs(self.call.kind, text, &echoed(text, &of.tokens, scored));
+        let chunk = |choice| {
+            let index = self.call.index(prompt, choice);
+            let mut object = json!({"text": of.echo, "index": index, "logprobs": logprobs});
+            finish(&mut object, None);
+            self.head.object(true, vec![object])
+        };
+        (0..self.call.common.choices).map(chunk).collect()
     }
 
     fn delta(&self, prompt: usize, delta: &Delta, mut calls: Option<&mut Calls>) -> Vec<Value> {

@@ -242,7 +242,6 @@ async fn every_field_out_of_range_is_a_400_that_names_it_and_the_range() {
         ("stream", json!("yes"), "true or false"),
         ("stream_options", json!({"include_usage": true}), "stream: true"),
         ("ignore_eos", json!(1), "true or false"),
-        ("best_of", json!(2), "equals n"),
         ("model", json!(1), "string"),
         ("vllm_xargs", json!(1), "object"),
     ] {

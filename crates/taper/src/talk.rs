@@ -35,19 +35,14 @@ pub fn run(
             seed: args.seed.unwrap_or_else(|| u64::from(rand::random::<u32>())),
             ..SamplingParams::default()
         },
-        special: false,
-        grammar: None,
         stop: StopRules { max_tokens: Some(args.max_tokens.min(room.max(1))), ..StopRules::default() },
-        embeds: false,
-        choices: 1,
-        logprobs: None,
-        deadline: None,
+        ..Request::default()
     };
     let mut events = engine.submit(request)?;
     let mut text = String::new();
     while let Some(event) = events.blocking_recv() {
         match event {
-            Event::Prefilled | Event::Embedding(_) => {}
+            Event::Prefilled | Event::Prompt(_) | Event::Embedding(_) => {}
             Event::Delta(delta) => {
                 show(&delta.text)?;
                 text.push_str(&delta.text);

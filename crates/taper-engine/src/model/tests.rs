@@ -112,16 +112,10 @@ fn request() -> Request {
         id: "test".into(),
         prompt: (1..=20).collect(),
         continues: true,
-        special: false,
-        attention: Arc::default(),
-        question_tokens: 0,
         sampling: SamplingParams { temperature: 1.0, seed: 1, ..SamplingParams::default() },
-        grammar: None,
         stop: StopRules { ignore_eos: true, ..StopRules::default() },
-        embeds: false,
         choices: 3,
-        logprobs: None,
-        deadline: None,
+        ..Request::default()
     }
 }
 

@@ -7,6 +7,7 @@ mod histories;
 mod learnt;
 mod offload;
 mod prefix;
+mod scores;
 mod slices;
 mod tokens;
 
@@ -64,17 +65,13 @@ fn request(number: usize, attention: &Value) -> Request {
         id: number.to_string(),
         prompt: (0..length).map(|i| ((i * i + 7 * i + number * 13) % 64) as u32).collect(),
         continues: true,
-        special: false,
         attention: spec(attention),
-        question_tokens: 0,
         sampling: SamplingParams { temperature: 1.0, seed: number as u64, ..SamplingParams::default() },
-        grammar: None,
         stop: StopRules { ignore_eos: true, max_tokens: Some(10 + number % 60), ..StopRules::default() },
-        embeds: false,
         choices: 1 + number % 7 / 5,
         // Without them tokens are drawn where the logits are.
         logprobs: (!number.is_multiple_of(3)).then_some(0),
-        deadline: None,
+        ..Request::default()
     }
 }
 
@@ -134,7 +131,7 @@ fn collect(mut events: Events) -> Result<(Vec<Token>, Usage), RequestError> {
     let mut tokens = Vec::new();
     loop {
         match events.blocking_recv().expect("a last event") {
-            Event::Prefilled | Event::Embedding(_) => {}
+            Event::Prefilled | Event::Prompt(_) | Event::Embedding(_) => {}
             Event::Delta(delta) => {
                 let token = |t: &TokenRecord| (delta.choice, t.chosen.token, t.chosen.logprob.to_bits());
                 tokens.extend(delta.tokens.iter().map(token));

@@ -38,6 +38,15 @@ pub(crate) struct Common {
     /// Added to the logits of tokens, by id; each from -100 to 100.
     #[schema(value_type = Option<BTreeMap<String, f32>>)]
     logit_bias: Option<BTreeMap<String, f32>>,
+    /// The only tokens that may come, by id; with end tokens only if they are named.
+    #[schema(value_type = Option<Vec<u32>>, min_items = 1)]
+    allowed_token_ids: Option<Vec<u32>>,
+    /// Words that do not come, up to 1,000, in the tokens that they have at a text's beginning and after a space.
+    #[schema(value_type = Option<Vec<String>>, max_items = 1000)]
+    bad_words: Option<Vec<String>>,
+    /// Requests with less of it go before those with more.
+    #[schema(default = 0)]
+    priority: Option<i64>,
     /// Most tokens of an answer. A chat's default is what fits, a text completion's 16.
     #[schema(minimum = 1)]
     max_tokens: Option<i64>,
@@ -132,10 +141,11 @@ pub(crate) struct TextRequest {
     /// How many of the most probable tokens come beside each; 0 gives the tokens' own log probabilities alone.
     #[schema(minimum = 0, maximum = 20)]
     logprobs: Option<i64>,
-    /// Whether the prompt comes before the answer; not together with `logprobs`.
+    /// Whether the prompt comes before the answer; with `logprobs`, its tokens' as well. `max_tokens` may be 0 then.
     #[schema(default = false)]
     echo: Option<bool>,
-    /// As `n`: no other number is taken.
+    /// Answers drawn, at least `n`: the `n` whose tokens have the highest mean log probability come, the best first. More than
+    /// `n` are not streamed.
     #[schema(minimum = 1, maximum = 32)]
     best_of: Option<i64>,
 }

@@ -40,7 +40,7 @@ impl Asked {
 async fn whole(mut builder: Builder, mut events: Merged) -> Result<Response, ApiError> {
     while let Some((_, event)) = events.next().await {
         match event {
-            Event::Prefilled | Event::Embedding(_) => {}
+            Event::Prefilled | Event::Prompt(_) | Event::Embedding(_) => {}
             Event::Delta(delta) => drop(builder.delta(&delta)),
             Event::Done(usage) => return Ok(Json(builder.done(usage).1).into_response()),
             Event::Failed(error) => return Err(error.into()),
@@ -71,7 +71,7 @@ fn told(
                 None => events.next().await,
             };
             let (told, over) = match event {
-                Some((_, Event::Prefilled | Event::Embedding(_))) => continue,
+                Some((_, Event::Prefilled | Event::Prompt(_) | Event::Embedding(_))) => continue,
                 Some((_, Event::Delta(delta))) => (builder.delta(&delta), false),
                 Some((_, Event::Done(usage))) => (builder.done(usage).0, true),
                 Some((_, Event::Failed(error))) => (builder.failed(&error.into()), true),

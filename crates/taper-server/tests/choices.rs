@@ -1,0 +1,163 @@
+//! Which answers come back and what they may hold: `best_of`, `echo` with `logprobs`, `allowed_token_ids`, `bad_words`.
+
+mod support;
+
+use serde_json::{Value, json};
+use support::{Answer, server};
+
+fn texts(answer: &Answer) -> Vec<String> {
+    assert_eq!(answer.status, 200, "{}", answer.text);
+    let answer = answer.json();
+    answer["choices"].as_array().unwrap().iter().map(|c| c["text"].as_str().unwrap().to_string()).collect()
+}
+
+/// A choice's `logprobs` as (token, log probability, offset, number of the most probable).
+fn tokens(logprobs: &Value) -> Vec<(String, Option<f64>, usize, Option<usize>)> {
+    let list = |name: &str| logprobs[name].as_array().unwrap().clone();
+    let (tokens, own, top, offsets) =
+        (list("tokens"), list("token_logprobs"), list("top_logprobs"), list("text_offset"));
+    assert!([own.len(), top.len(), offsets.len()].iter().all(|len| *len == tokens.len()), "{logprobs}");
+    let row = |i: usize| {
+        let offset = offsets[i].as_u64().unwrap() as usize;
+        (tokens[i].as_str().unwrap().into(), own[i].as_f64(), offset, top[i].as_object().map(|top| top.len()))
+    };
+    (0..tokens.len()).map(row).collect()
+}
+
+#[tokio::test]
+async fn an_echoed_prompt_has_its_log_probabilities_before_the_answers() {
+    let server = server("yz");
+    let ask = json!({"prompt": "aab€", "echo": true, "logprobs": 2, "max_tokens": 2, "temperature": 0, "n": 2});
+    let answer = server.complete(ask.clone()).await.json();
+    assert_eq!(answer["usage"]["prompt_tokens"], 6);
+    assert_eq!(answer["usage"]["completion_tokens"], 4);
+    for choice in answer["choices"].as_array().unwrap() {
+        assert_eq!(choice["text"], "aab€yz");
+        let tokens = tokens(&choice["logprobs"]);
+        let offsets: Vec<usize> = tokens.iter().map(|(_, _, offset, _)| *offset).collect();
+        assert_eq!(offsets, [0, 1, 2, 3, 3, 3, 4, 5], "characters, of which three bytes make one");
+        assert_eq!((tokens[0].0.as_str(), tokens[0].1, tokens[0].3), ("a", None, None), "it comes after nothing");
+        assert!(tokens[1..].iter().all(|(_, logprob, _, top)| logprob.is_some() && *top == Some(2)), "{tokens:?}");
+        // The stub expects each token of a prompt once more.
+        let likely: Vec<bool> = tokens[1..].iter().map(|(_, logprob, ..)| logprob.unwrap() > -0.1).collect();
+        assert_eq!(likely, [true, false, false, false, false, true, true]);
+    }
+    // The same as a stream.
+    let mut streamed = ask.clone();
+    streamed["stream"] = json!(true);
+    let events = server.complete(streamed).await.events();
+    for index in 0..2 {
+        let own: Vec<&Value> = events.iter().map(|e| &e["choices"][0]).filter(|c| c["index"] == index).collect();
+        let text: String = own.iter().map(|c| c["text"].as_str().unwrap()).collect();
+        assert_eq!(text, "aab€yz");
+        let told = own.iter().filter(|c| !c["logprobs"].is_null());
+        let told: Vec<_> = told.flat_map(|c| tokens(&c["logprobs"])).collect();
+        assert_eq!(told, tokens(&answer["choices"][index]["logprobs"]));
+    }
+}
+
+#[tokio::test]
+async fn a_prompt_alone_may_be_wanted_back() {
+    let server = server("yz");
+    let ask = json!({"prompt": ["ab", [99, 100]], "echo": true, "logprobs": 0, "max_tokens": 0});
+    let answer = server.complete(ask).await;
+    assert_eq!(texts(&answer), ["ab", "cd"]);
+    let answer = answer.json();
+    assert_eq!(answer["usage"]["completion_tokens"], 0);
+    for choice in answer["choices"].as_array().unwrap() {
+        assert_eq!((choice["finish_reason"].as_str(), tokens(&choice["logprobs"]).len()), (Some("length"), 2));
+    }
+    let plain = server.complete(json!({"prompt": "ab", "echo": true, "max_tokens": 0, "stream": true})).await;
+    let text: String = plain.events().iter().map(|e| e["choices"][0]["text"].as_str().unwrap().to_string()).collect();
+    assert_eq!(text, "ab");
+    let refused = server.complete(json!({"prompt": "ab", "max_tokens": 0})).await;
+    assert_eq!((refused.status.as_u16(), refused.error().1), (400, json!("max_tokens")));
+}
+
+#[tokio::test]
+async fn the_best_of_many_answers_come_first() {
+    let server = server("a script of some length");
+    let ask = |more: Value| {
+        let mut ask = json!({"prompt": ["p", "q"], "temperature": 1.7, "seed": 3, "max_tokens": 12});
+        ask.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        ask
+    };
+    let all = server.complete(ask(json!({"n": 8, "logprobs": 0}))).await.json();
+    let mean = |choice: &Value| {
+        let own: Vec<f64> = tokens(&choice["logprobs"]).into_iter().map(|(_, logprob, ..)| logprob.unwrap()).collect();
+        own.iter().sum::<f64>() / own.len() as f64
+    };
+    let best = |of: &[Value]| {
+        let mut all: Vec<&Value> = of.iter().collect();
+        all.sort_by(|a, b| mean(b).total_cmp(&mean(a)));
+        all.into_iter().take(3).map(|choice| choice["text"].as_str().unwrap().to_string()).collect::<Vec<_>>()
+    };
+    let all = all["choices"].as_array().unwrap();
+    let expected = [best(&all[..8]), best(&all[8..])].concat();
+    let answer = server.complete(ask(json!({"n": 3, "best_of": 8}))).await;
+    assert_eq!(texts(&answer), expected);
+    let answer = answer.json();
+    assert!(answer["choices"].as_array().unwrap().iter().all(|choice| choice["logprobs"].is_null()));
+    assert_eq!(answer["choices"][5]["index"], 5);
+    let drawn: usize = all.iter().map(|choice| tokens(&choice["logprobs"]).len()).sum();
+    assert!(answer["usage"]["completion_tokens"].as_u64().unwrap() as usize >= drawn, "those not kept cost as much");
+    for (more, why) in [
+        (json!({"n": 3, "best_of": 2}), "best_of is 2, fewer than the n = 3 answers wanted"),
+        (json!({"best_of": 2, "stream": true}), "cannot be streamed"),
+        (json!({"best_of": 33}), "[1, 32]"),
+    ] {
+        let refused = server.complete(ask(more)).await;
+        let (message, param) = refused.error();
+        assert!(refused.status == 400 && param == "best_of" && message.contains(why), "{message}");
+    }
+    let chat = json!({"messages": [{"role": "user", "content": "a"}], "best_of": 2});
+    assert_eq!(server.chat(chat).await.error().1, "best_of", "a chat has none");
+}
+
+#[tokio::test]
+async fn only_allowed_tokens_come_and_no_bad_word() {
+    let server = server("hello hell");
+    let ask = |more: Value| {
+        let mut ask = json!({"prompt": "p", "temperature": 0, "max_tokens": 10});
+        ask.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        ask
+    };
+    assert_eq!(texts(&server.complete(ask(json!({"allowed_token_ids": [120]}))).await), ["xxxxxxxxxx"]);
+    assert_eq!(texts(&server.complete(ask(json!({"bad_words": []}))).await), ["hello hell"]);
+    let text = texts(&server.complete(ask(json!({"bad_words": ["  hell", "o"]}))).await).remove(0);
+    assert!(!text.contains("hell") && !text.contains('o') && text.starts_with("hel"), "{text:?}");
+    let chat = json!({"messages": [{"role": "user", "content": "a"}], "allowed_token_ids": [104, 105], "max_tokens": 3,
+        "temperature": 0, "priority": -3});
+    assert_eq!(server.chat(chat).await.json()["choices"][0]["message"]["content"], "hhh");
+    for (param, value) in [
+        ("allowed_token_ids", json!([])),
+        ("allowed_token_ids", json!(["a"])),
+        ("allowed_token_ids", json!([9999])),
+        ("bad_words", json!([""])),
+        ("bad_words", json!("word")),
+        ("bad_words", json!(vec!["w"; 1001])),
+        ("priority", json!("high")),
+        ("priority", json!(0.5)),
+    ] {
+        let refused = server.complete(ask(json!({param: value}))).await;
+        assert_eq!((refused.status.as_u16(), refused.error().1), (400, json!(param)), "{value}");
+    }
+    let nothing = server.complete(ask(json!({"allowed_token_ids": [104], "bad_words": ["h"]}))).await;
+    assert_eq!(nothing.status, 400);
+    assert!(nothing.error().0.contains("no token may come next"), "{}", nothing.text);
+}
+
+#[tokio::test]
+async fn few_answers_are_traced_and_each_trace_is_said_once() {
+    let server = server("hello");
+    let ask = |n: usize, prompts: usize| json!({"prompt": vec!["p"; prompts], "n": n, "max_tokens": 2, "attention": {"trace": true}});
+    for (n, prompts) in [(1, 1), (4, 1), (2, 2)] {
+        let answer = server.complete(ask(n, prompts)).await;
+        assert_eq!(answer.status, 200, "{}", answer.text);
+        assert_eq!(answer.text.matches("\"trace\"").count(), n * prompts, "{}", answer.text);
+    }
+    for (n, prompts) in [(5, 1), (1, 5), (3, 2)] {
+        let refused = server.complete(ask(n, prompts)).await;
+        assert_eq!((refused.status.as_u16(), refused.error().1), (400, json!("attention.trace")));
+    }
+}
