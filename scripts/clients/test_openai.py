@@ -73,6 +73,42 @@ def test_completions(client, model):
     assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
 
 
+def test_a_prompts_own_tokens_are_scored(client, model):
+    """As programs that compare answers by their likelihood ask for it."""
+
+    def score(prompt, **more):
+        answer = client.completions.create(model=model, prompt=prompt, echo=True, logprobs=1, max_tokens=0, **more)
+        logprobs = answer.choices[0].logprobs
+        assert answer.choices[0].text == prompt and "".join(logprobs.tokens) == prompt
+        assert answer.usage.completion_tokens == 0 and logprobs.token_logprobs[0] is None
+        offsets = [len("".join(logprobs.tokens[:place])) for place in range(len(logprobs.tokens))]
+        assert logprobs.text_offset == offsets
+        return sum(logprobs.token_logprobs[1:])
+
+    right = score("The capital city of France is Paris.")
+    assert right > score("The capital city of France is Berlin.") > score("The capital city of France is sideways.")
+    sparse = {"attention": {"prefill": {"method": "streaming_llm", "sink": 1, "window": 64}}}
+    assert abs(score("The capital city of France is Paris.", extra_body=sparse) - right) < 1e-3, "the window holds all"
+
+
+def test_words_and_tokens_that_may_come(client, model):
+    def ask(**body):
+        answer = client.chat.completions.create(model=model, messages=QUESTION, extra_body=body, **GREEDY)
+        return answer.choices[0].message.content
+
+    assert "Paris" in ask() and "Paris" not in ask(bad_words=["Paris"])
+    ids = {name: tokens(client, name) for name in (" Rome", " Paris")}
+    only = ask(allowed_token_ids=[ids[" Rome"][0]])
+    assert set(only.split()) == {"Rome"}, only
+
+
+def tokens(client, text):
+    body = json.dumps({"prompt": text, "add_special_tokens": False}).encode()
+    url = str(client.base_url).removesuffix("/v1/") + "/tokenize"
+    with urllib.request.urlopen(urllib.request.Request(url, body)) as answer:
+        return json.load(answer)["tokens"]
+
+
 def test_completions_echo_stop_and_token_ids(client, model):
     answer = client.completions.create(model=model, prompt="One, two,", echo=True, stop=["four"], **GREEDY)
     assert answer.choices[0].text.startswith("One, two,")

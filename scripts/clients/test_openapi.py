@@ -11,6 +11,8 @@ from schemathesis.specs.openapi.checks import (
 )
 
 LENGTHS = ["max_tokens", "max_completion_tokens", "max_output_tokens"]
+# What each operation answered.
+STATUSES = {}
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
@@ -22,8 +24,7 @@ def document(address):
 api = schemathesis.pytest.from_fixture("document")
 
 
-@schemathesis.hook
-def map_body(context, body):
+def small(body):
     """What is asked for is kept small: a request may well want 32 answers of 9,000 tokens. A timeout of no time is a 504 rightly."""
     if isinstance(body, dict):
         # What is null is as if it were not there.
@@ -43,4 +44,11 @@ def map_body(context, body):
 # The first that fails is told as it is: to look for a smaller one takes longer than to read it.
 @settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
 def test_api(case):
-    case.call_and_validate(checks=CHECKS, timeout=300)
+    case.body = small(case.body)
+    answer = case.call_and_validate(checks=CHECKS, timeout=120)
+    STATUSES.setdefault(case.operation.label, []).append(answer.status_code)
+
+
+def test_requests_were_not_all_refused():
+    assert len(STATUSES) >= 13, STATUSES.keys()
+    assert all(200 in seen for name, seen in STATUSES.items() if "{id}" not in name), STATUSES
