@@ -1,5 +1,8 @@
 """Requests made up from the server's own openapi.json: none breaks it, and what comes back is as the document says."""
 
+import json
+import urllib.request
+
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
@@ -52,3 +55,60 @@ def test_api(case):
 def test_requests_were_not_all_refused():
     assert len(STATUSES) >= 13, STATUSES.keys()
     assert all(200 in seen for name, seen in STATUSES.items() if "{id}" not in name), STATUSES
+
+
+def unknown(document, schema, value, path="answer"):
+    """Paths in a value that its schema says nothing of."""
+    if isinstance(schema, bool):
+        return []
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return unknown(document, document["components"]["schemas"][name], value, path)
+    parts = [part for word in ("allOf", "oneOf", "anyOf") for part in schema.get(word, [])]
+    if isinstance(value, list):
+        found = [unknown(document, schema.get("items", {}), one, f"{path}[{i}]") for i, one in enumerate(value)]
+    elif isinstance(value, dict):
+        known = schema.get("properties", {})
+        found = [
+            unknown(document, known[name], one, f"{path}.{name}") if name in known else [f"{path}.{name}"]
+            for name, one in value.items()
+        ]
+    else:
+        return []
+    found = [one for some in found for one in some]
+    # Each part of a schema may know some of it.
+    for part in parts:
+        found = [one for one in found if one in set(unknown(document, part, value, path))]
+    return found
+
+
+def test_the_document_tells_of_everything_in_an_answer(address):
+    def fetch(path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(urllib.request.Request(address + path, data), timeout=120) as answer:
+            return json.load(answer)
+
+    document = fetch("/openapi.json")
+    question = [{"role": "user", "content": "Say hello to the world, and to all that live in it."}]
+    attention = {
+        "prefill": {"method": "sample_attention", "min_tokens": 0},
+        "decode": {"method": "vattention", "epsilon": 0.2, "delta": 0.2},
+        "speculate": {"method": {"method": "streaming_llm"}, "tokens": 2},
+        "audit": 1,
+        "trace": True,
+    }
+    body = {"messages": question, "attention": attention, "max_tokens": 8, "n": 2, "logprobs": True, "top_logprobs": 1}
+    answer = fetch("/v1/chat/completions", body)
+    usage = answer["usage"]["attention"]
+    for part in (usage["choices"][1]["trace"]["tokens"][0]["reads"], usage["decode"]["audit"]["delta"], usage["prefill"]["cra"]):
+        assert part
+    schemas = document["components"]["schemas"]
+    assert unknown(document, schemas["ChatCompletion"], answer) == []
+    assert unknown(document, schemas["ChatCompletion"], {**answer, "more": {}}) == ["answer.more"]
+    text = {"prompt": "Hello,", "attention": attention, "max_tokens": 3, "echo": True, "logprobs": 2}
+    assert unknown(document, schemas["TextCompletion"], fetch("/v1/completions", text)) == []
+    answer = fetch("/v1/responses", {"input": "Hi", "max_output_tokens": 3})
+    # The request's own, whatever that is.
+    assert answer.pop("text") == {"format": {"type": "text"}}
+    assert unknown(document, schemas["ResponseAnswer"], answer) == []
+    assert unknown(document, schemas["Embeddings"], fetch("/v1/embeddings", {"input": "Hi"})) == []

@@ -99,6 +99,7 @@ pub(crate) struct Report {
 
 /// What a request's attention came to: the body of `usage.attention`.
 #[derive(Debug, Clone, Serialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct AttentionUsage {
     /// The prompt.
     pub prefill: PhaseUsage,
@@ -114,6 +115,7 @@ pub struct AttentionUsage {
 
 /// What speculation came to.
 #[derive(Debug, Clone, Serialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct SpeculationUsage {
     /// Tokens drafted.
     pub drafted: u64,
@@ -127,6 +129,7 @@ pub struct SpeculationUsage {
 
 /// One phase of [`AttentionUsage`].
 #[derive(Debug, Clone, Serialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct PhaseUsage {
     /// The method.
     pub method: &'static str,
@@ -155,6 +158,7 @@ pub struct PhaseUsage {
 
 /// Cumulative residual attention: the share of a query's attention mass that the keys read hold.
 #[derive(Debug, Clone, Serialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct CraUsage {
     /// Over sampled queries, heads and layers.
     pub mean: f64,
@@ -164,6 +168,7 @@ pub struct CraUsage {
 
 /// Relative errors ‖o − o_dense‖₂ / ‖o_dense‖₂ of audited heads.
 #[derive(Debug, Clone, Serialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct AuditUsage {
     /// Heads audited (per layer and token).
     pub heads: u64,

@@ -194,6 +194,7 @@ impl Reads {
 
 /// What attention did, head by head and token by token.
 #[derive(Debug, Clone, Serialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct TraceUsage {
     /// Decoder layers.
     pub layers: usize,
@@ -210,6 +211,7 @@ pub struct TraceUsage {
 
 /// One phase, head by head.
 #[derive(Debug, Clone, Serialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct HeadsUsage {
     /// Share of (query, key) pairs read `[layers, kv_heads]`.
     pub density: Vec<Vec<f32>>,
@@ -217,6 +219,7 @@ pub struct HeadsUsage {
 
 /// One token that the decode method attended for.
 #[derive(Debug, Clone, Serialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct TokenUsage {
     /// Its position in the sequence.
     pub position: usize,

@@ -3,6 +3,7 @@
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
+use taper_attention::AttentionUsage;
 use utoipa::ToSchema;
 
 /// Why a request was refused or failed.
@@ -47,9 +48,35 @@ pub(crate) struct ChatChoice {
     /// The string or token that ended it.
     #[schema(required, value_type = Option<StopReason>)]
     stop_reason: Option<Value>,
-    /// Of OpenAI's form for chats.
-    #[schema(required, value_type = Option<Object>)]
-    logprobs: Option<Value>,
+    #[schema(required)]
+    logprobs: Option<ChatLogprobs>,
+}
+
+/// Log probabilities of an answer's tokens.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct ChatLogprobs {
+    content: Vec<ChatToken>,
+    /// Always null.
+    #[schema(required)]
+    refusal: Option<String>,
+}
+
+/// A token of an answer.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct ChatToken {
+    #[serde(flatten)]
+    chosen: ScoredToken,
+    /// The most probable tokens at its place, best first.
+    top_logprobs: Vec<ScoredToken>,
+}
+
+/// A token and its natural log probability, before any penalty, bias or temperature.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct ScoredToken {
+    token: String,
+    logprob: f32,
+    /// UTF-8; one token may be a part of a character.
+    bytes: Vec<u8>,
 }
 
 /// What the assistant says.
@@ -166,8 +193,20 @@ pub(crate) struct TextChoice {
     finish_reason: Option<FinishReason>,
     #[schema(required, value_type = Option<StopReason>)]
     stop_reason: Option<Value>,
-    #[schema(required, value_type = Option<Object>)]
-    logprobs: Option<Value>,
+    #[schema(required)]
+    logprobs: Option<TextLogprobs>,
+}
+
+/// Log probabilities of a text's tokens, an echoed prompt's first: lists of one length.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct TextLogprobs {
+    tokens: Vec<String>,
+    /// None for a prompt's first token, which comes after nothing.
+    token_logprobs: Vec<Option<f32>>,
+    /// The most probable tokens at each place.
+    top_logprobs: Vec<Option<BTreeMap<String, f32>>>,
+    /// Characters of the text before each.
+    text_offset: Vec<usize>,
 }
 
 /// An answer of the newer API.
@@ -180,11 +219,108 @@ pub(crate) struct ResponseAnswer {
     /// `completed`, or `incomplete` where its length ended it.
     status: String,
     model: String,
-    /// Messages and calls of functions.
-    #[schema(value_type = Vec<Object>)]
-    output: Vec<Value>,
+    output: Vec<OutputItem>,
+    #[schema(required)]
+    error: Option<ResponseError>,
+    #[schema(required)]
+    incomplete_details: Option<Incomplete>,
+    /// None in the events before the last.
+    #[schema(required)]
+    usage: Option<ResponseUsage>,
+    /// Always false.
+    background: bool,
+    /// Always false: nothing is stored.
+    store: bool,
+    /// Always null.
+    #[schema(required)]
+    previous_response_id: Option<String>,
+    /// `disabled`
+    truncation: String,
+    /// These are the request's.
+    #[schema(required)]
+    instructions: Option<String>,
+    #[schema(required)]
+    max_output_tokens: Option<i64>,
     #[schema(value_type = Object)]
-    usage: Value,
+    metadata: Value,
+    parallel_tool_calls: bool,
+    temperature: f32,
+    top_p: f32,
+    #[schema(value_type = Object)]
+    text: Value,
+    #[schema(value_type = super::requests::Choice)]
+    tool_choice: Value,
+    #[schema(value_type = Vec<Object>)]
+    tools: Vec<Value>,
+}
+
+/// A message, or a call of a function.
+#[derive(Serialize, ToSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub(crate) enum OutputItem {
+    Message {
+        id: String,
+        /// `in_progress`, `completed` or `incomplete`
+        status: String,
+        /// `assistant`
+        role: String,
+        content: Vec<OutputText>,
+    },
+    FunctionCall {
+        id: String,
+        call_id: String,
+        status: String,
+        name: String,
+        /// JSON as text.
+        arguments: String,
+    },
+}
+
+/// Text of a message.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct OutputText {
+    /// `output_text`
+    r#type: String,
+    text: String,
+    /// Always empty.
+    #[schema(value_type = Vec<Object>)]
+    annotations: Vec<Value>,
+    /// Always empty.
+    #[schema(value_type = Vec<Object>)]
+    logprobs: Vec<Value>,
+}
+
+/// Why a response failed after it had begun.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct ResponseError {
+    /// `server_error`
+    code: String,
+    message: String,
+}
+
+/// Why a response is not whole.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct Incomplete {
+    /// `max_output_tokens`
+    reason: String,
+}
+
+/// Tokens, and what attention did.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct ResponseUsage {
+    input_tokens: usize,
+    input_tokens_details: PromptDetails,
+    output_tokens: usize,
+    output_tokens_details: OutputDetails,
+    total_tokens: usize,
+    attention: RequestAttention,
+}
+
+/// What of an answer is not shown.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct OutputDetails {
+    /// Always 0.
+    reasoning_tokens: usize,
 }
 
 /// What was embedded.
@@ -194,8 +330,16 @@ pub(crate) struct Embeddings {
     object: String,
     model: String,
     data: Vec<Embedding>,
-    #[schema(value_type = Object)]
-    usage: Value,
+    usage: EmbeddingUsage,
+}
+
+/// Tokens, and what attention did.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct EmbeddingUsage {
+    prompt_tokens: usize,
+    total_tokens: usize,
+    prompt_tokens_details: PromptDetails,
+    attention: RequestAttention,
 }
 
 /// One text's.
@@ -224,7 +368,7 @@ pub(crate) struct Usage {
     total_tokens: usize,
     prompt_tokens_details: PromptDetails,
     /// The first choice's; of several, all are listed under `choices`.
-    attention: AttentionUsage,
+    attention: RequestAttention,
 }
 
 /// What of the prompt was there already.
@@ -236,76 +380,11 @@ pub(crate) struct PromptDetails {
 
 /// What attention did for a request.
 #[derive(Serialize, ToSchema)]
-pub(crate) struct AttentionUsage {
-    prefill: PhaseUsage,
-    decode: PhaseUsage,
-    /// Drafts, where the request wants some: `drafted`, `accepted`, `acceptance`, and the `draft`s' own attention.
-    #[schema(value_type = Option<Object>)]
-    speculation: Option<Value>,
-    /// Head by head and token by token, where `attention.trace` asks for it.
-    trace: Option<Trace>,
-    /// All choices' usage, of several.
-    #[schema(value_type = Option<Vec<Object>>)]
-    choices: Option<Vec<Value>>,
-}
-
-/// One phase.
-#[derive(Serialize, ToSchema)]
-pub(crate) struct PhaseUsage {
-    method: String,
-    /// Share of (query, key) pairs attended to.
-    #[schema(minimum = 0, maximum = 1)]
-    density: f64,
-    /// Keys, or what stands for some, that were scored to choose what is read, as a share of the pairs.
-    scored: Option<f64>,
-    /// Keys read per query, layer and KV head, on average.
-    budget_mean: f64,
-    /// The most keys that one query read in one layer and KV head.
-    budget_max: u64,
-    /// Seed of the method's draws; a request with it draws the same.
-    seed: i64,
-    /// Query heads that read everything to keep a promise.
-    dense_heads: Option<u64>,
-    /// Attention mass kept, as the method measured it: `mean` and `min`.
-    cra: Option<BTreeMap<String, f64>>,
-    /// Relative errors against dense attention: `heads`, `error_mean`, `error_p99`, `error_max`, `over_epsilon`, the share of
-    /// heads that broke their promise, and `delta`, what it is promised to be at most.
-    audit: Option<BTreeMap<String, f64>>,
-}
-
-/// What attention did, head by head and token by token.
-#[derive(Serialize, ToSchema)]
-pub(crate) struct Trace {
-    layers: usize,
-    kv_heads: usize,
-    /// None where no row of the prompt was computed.
-    #[schema(required)]
-    prefill: Option<HeadTrace>,
-    /// None where the decode method attended for nothing.
-    #[schema(required)]
-    decode: Option<HeadTrace>,
-    /// The first 1,024 tokens that the decode method attended for.
-    tokens: Vec<TokenTrace>,
-}
-
-/// One phase.
-#[derive(Serialize, ToSchema)]
-pub(crate) struct HeadTrace {
-    /// Share of (query, key) pairs read, by layer and KV head.
-    density: Vec<Vec<f32>>,
-}
-
-/// One token, which made the one after it.
-#[derive(Serialize, ToSchema)]
-pub(crate) struct TokenTrace {
-    position: usize,
-    /// Keys read, on average over layers and KV heads.
-    budget: f32,
-    density: f32,
-    /// Mean relative error of audited heads.
-    error: Option<f32>,
-    /// Runs of keys: first position, keys, by how many (layer, KV head) pairs each is read.
-    reads: Option<Vec<Vec<u32>>>,
+pub(crate) struct RequestAttention {
+    #[serde(flatten)]
+    first: AttentionUsage,
+    /// All choices' usage, of several; traces are here alone then.
+    choices: Option<Vec<AttentionUsage>>,
 }
 
 /// The models served: one.

@@ -12,6 +12,31 @@ pub(crate) struct Common {
     model: Option<String>,
     #[serde(flatten)]
     attention: Attending,
+    #[serde(flatten)]
+    drawing: Drawing,
+    /// Most tokens of an answer. A chat's default is what fits, a text completion's 16.
+    #[schema(minimum = 1)]
+    max_tokens: Option<i64>,
+    /// The same, by its newer name.
+    #[schema(minimum = 1)]
+    max_completion_tokens: Option<i64>,
+    /// Answers to each prompt.
+    #[schema(minimum = 1, maximum = 32, default = 1)]
+    n: Option<i64>,
+    /// Whether the answer comes as it is made, as server-sent events.
+    #[schema(default = false)]
+    stream: Option<bool>,
+    /// Needs `stream`.
+    stream_options: Option<StreamOptions>,
+    /// What the answer must be.
+    response_format: Option<ResponseFormat>,
+    /// The same in vLLM's terms.
+    structured_outputs: Option<StructuredOutputs>,
+}
+
+/// How tokens are drawn, when an answer ends, and when it comes; every endpoint that answers has these.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct Drawing {
     /// Randomness of the draws; 0 always takes the most probable token.
     #[schema(minimum = 0, maximum = 2, default = 1)]
     temperature: Option<f32>,
@@ -44,15 +69,6 @@ pub(crate) struct Common {
     /// Words that do not come, up to 1,000, in the tokens that they have at a text's beginning and after a space.
     #[schema(value_type = Option<Vec<String>>, max_items = 1000)]
     bad_words: Option<Vec<String>>,
-    /// Requests with less of it go before those with more.
-    #[schema(default = 0)]
-    priority: Option<i64>,
-    /// Most tokens of an answer. A chat's default is what fits, a text completion's 16.
-    #[schema(minimum = 1)]
-    max_tokens: Option<i64>,
-    /// The same, by its newer name.
-    #[schema(minimum = 1)]
-    max_completion_tokens: Option<i64>,
     /// Tokens before which an answer does not end.
     #[schema(minimum = 0, default = 0)]
     min_tokens: Option<i64>,
@@ -64,24 +80,15 @@ pub(crate) struct Common {
     /// Goes on where the model would end.
     #[schema(default = false)]
     ignore_eos: Option<bool>,
-    /// Answers to each prompt.
-    #[schema(minimum = 1, maximum = 32, default = 1)]
-    n: Option<i64>,
     /// Whether the model's own marks between texts are left out.
     #[schema(default = true)]
     skip_special_tokens: Option<bool>,
+    /// Requests with less of it go before those with more.
+    #[schema(default = 0)]
+    priority: Option<i64>,
     /// Seconds that the request may take, waiting included; then it ends with a 504.
     #[schema(exclusive_minimum = 0)]
     timeout: Option<f32>,
-    /// Whether the answer comes as it is made, as server-sent events.
-    #[schema(default = false)]
-    stream: Option<bool>,
-    /// Needs `stream`.
-    stream_options: Option<StreamOptions>,
-    /// What the answer must be.
-    response_format: Option<ResponseFormat>,
-    /// The same in vLLM's terms.
-    structured_outputs: Option<StructuredOutputs>,
 }
 
 /// How a request is attended; every endpoint that runs the model has these.
@@ -158,6 +165,8 @@ pub(crate) struct ResponseRequest {
     model: Option<String>,
     #[serde(flatten)]
     attention: Attending,
+    #[serde(flatten)]
+    drawing: Drawing,
     /// A user's message, or items of a conversation: messages, calls of functions and their results.
     #[schema(value_type = Input)]
     input: Value,
@@ -166,12 +175,6 @@ pub(crate) struct ResponseRequest {
     /// Most tokens of the answer.
     #[schema(minimum = 1)]
     max_output_tokens: Option<i64>,
-    /// Randomness of the draws; 0 always takes the most probable token.
-    #[schema(minimum = 0, maximum = 2, default = 1)]
-    temperature: Option<f32>,
-    /// Draws from the most probable tokens up to this sum of probabilities.
-    #[schema(exclusive_minimum = 0, maximum = 1, default = 1)]
-    top_p: Option<f32>,
     /// Functions that the answer may call: a chat's, without an object of its own around the function.
     #[schema(value_type = Option<Vec<Object>>)]
     tools: Option<Value>,
