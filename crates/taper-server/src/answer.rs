@@ -23,6 +23,9 @@ pub(crate) const IGNORED: HeaderName = HeaderName::from_static("x-taper-ignored-
 /// Answers of one request that may be traced: a trace is some megabytes of JSON.
 const TRACED: usize = 4;
 
+/// Log probabilities of prompts' tokens in one answer: each is some hundred bytes while it is written.
+const ECHOED: usize = 1 << 19;
+
 /// Which of the two formats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -115,6 +118,7 @@ impl Call {
     pub(crate) fn submit(&mut self, app: &App, id: &str) -> Result<Merged, ApiError> {
         self.check_tokens(app)?;
         self.check_trace()?;
+        self.check_echo()?;
         let deadline = self.common.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         // Answers are compared by their tokens' probabilities.
         let logprobs = if self.kept < self.common.choices { self.logprobs.or(Some(0)) } else { self.logprobs };
@@ -174,6 +178,18 @@ impl Call {
                 self.total()
             );
             return Err(ApiError::invalid("attention.trace", message));
+        }
+        Ok(())
+    }
+
+    fn check_echo(&self) -> Result<(), ApiError> {
+        let echoed = self.prompts.iter().filter(|prompt| prompt.echo.is_some()).map(|prompt| prompt.tokens.len());
+        let wanted = self.logprobs.map_or(0, |top| echoed.sum::<usize>() * (top + 1) * self.kept);
+        if wanted > ECHOED {
+            let message = format!(
+                "echo with logprobs: prompt tokens, times logprobs + 1, times n, may be at most {ECHOED}; here they are {wanted}"
+            );
+            return Err(ApiError::invalid("echo", message));
         }
         Ok(())
     }

@@ -70,6 +70,9 @@ async fn a_prompt_alone_may_be_wanted_back() {
     let plain = server.complete(json!({"prompt": "ab", "echo": true, "max_tokens": 0, "stream": true})).await;
     let text: String = plain.events().iter().map(|e| e["choices"][0]["text"].as_str().unwrap().to_string()).collect();
     assert_eq!(text, "ab");
+    let many = json!({"prompt": vec!["p".repeat(400); 4], "echo": true, "logprobs": 20, "n": 32, "max_tokens": 1});
+    let refused = server.complete(many).await;
+    assert_eq!((refused.status.as_u16(), refused.error().1), (400, json!("echo")), "a million log probabilities");
     let refused = server.complete(json!({"prompt": "ab", "max_tokens": 0})).await;
     assert_eq!((refused.status.as_u16(), refused.error().1), (400, json!("max_tokens")));
 }
