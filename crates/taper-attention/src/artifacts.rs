@@ -78,6 +78,20 @@ pub(crate) struct ArtifactFile<'a> {
     pub model: &'a ModelKey,
 }
 
+/// The most characters of a message, which may quote the file.
+const MESSAGE_MAX: usize = 600;
+
+impl ArtifactKind {
+    /// Reads a file; what the message quotes of it is no longer than it helps and holds nothing that a terminal obeys.
+    fn load(&self, file: &ArtifactFile) -> Result<Loaded, String> {
+        (self.read)(file).map_err(|message| {
+            let plain = |c: char| if c.is_control() && c != '\n' { char::REPLACEMENT_CHARACTER } else { c };
+            let dots = if message.chars().nth(MESSAGE_MAX).is_some() { "…" } else { "" };
+            message.chars().take(MESSAGE_MAX).map(plain).chain(dots.chars()).collect()
+        })
+    }
+}
+
 impl Artifacts {
     /// Reads every artefact that a folder has.
     ///
@@ -89,13 +103,16 @@ impl Artifacts {
         let kinds = methods::artifacts();
         for kind in &kinds {
             let path = folder.join(kind.file);
-            let bytes = match std::fs::read(&path) {
-                Ok(bytes) => bytes,
+            // A device may never end, and a pipe waits for whoever writes.
+            match std::fs::metadata(&path) {
+                Ok(metadata) if metadata.is_file() => {}
+                Ok(_) => return Err(fail(&path, "is not a regular file".to_owned())),
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
                 Err(error) => return Err(fail(&path, error.to_string())),
-            };
+            }
+            let bytes = std::fs::read(&path).map_err(|error| fail(&path, error.to_string()))?;
             let file = ArtifactFile { bytes: &bytes, model };
-            loaded.insert(kind.file, (kind.read)(&file).map_err(|message| fail(&path, message))?);
+            loaded.insert(kind.file, kind.load(&file).map_err(|message| fail(&path, message))?);
         }
         if loaded.is_empty() {
             let known: Vec<&str> = kinds.iter().map(|kind| kind.file).collect();
@@ -139,7 +156,7 @@ impl Artifacts {
     #[cfg(test)]
     pub(crate) fn with(mut self, file: &str, bytes: &[u8], model: &ModelKey) -> Result<Self, String> {
         let kind = methods::artifacts().into_iter().find(|kind| kind.file == file).expect("a kind of artefact");
-        self.loaded.insert(kind.file, (kind.read)(&ArtifactFile { bytes, model })?);
+        self.loaded.insert(kind.file, kind.load(&ArtifactFile { bytes, model })?);
         Ok(self)
     }
 }
@@ -247,3 +264,6 @@ fn check_shape(name: &str, found: &[usize], wanted: &[usize]) -> Result<(), Stri
         || wanted.iter().map(|w| if *w == 0 { "any".into() } else { w.to_string() }).collect::<Vec<_>>().join(", ");
     if fits { Ok(()) } else { Err(format!("`{name}` is {found:?}; expected [{}]", spelt())) }
 }
+
+#[cfg(test)]
+mod tests;

@@ -91,24 +91,66 @@ pub enum ModelError {
     Device(#[from] candle_core::Error),
 }
 
+/// The most characters of a file's own text that a message quotes.
+const QUOTED_MAX: usize = 300;
+
 impl ModelError {
     pub(crate) fn io(path: &Path, source: std::io::Error) -> Self {
         Self::Io { path: path.to_owned(), source }
     }
 
-    pub(crate) fn missing(path: &Path, field: impl Into<String>) -> Self {
-        Self::Missing { path: path.to_owned(), field: field.into() }
+    pub(crate) fn missing(path: &Path, field: impl ToString) -> Self {
+        Self::Missing { path: path.to_owned(), field: quoted(field) }
     }
 
-    pub(crate) fn invalid(path: &Path, field: impl Into<String>, reason: impl ToString) -> Self {
-        Self::Invalid { path: path.to_owned(), field: field.into(), reason: reason.to_string() }
+    pub(crate) fn invalid(path: &Path, field: impl ToString, reason: impl ToString) -> Self {
+        Self::Invalid { path: path.to_owned(), field: quoted(field), reason: quoted(reason) }
     }
 
-    pub(crate) fn unsupported(path: &Path, field: impl Into<String>, reason: impl ToString) -> Self {
-        Self::Unsupported { path: path.to_owned(), field: field.into(), reason: reason.to_string() }
+    pub(crate) fn unsupported(path: &Path, field: impl ToString, reason: impl ToString) -> Self {
+        Self::Unsupported { path: path.to_owned(), field: quoted(field), reason: quoted(reason) }
     }
 
     pub(crate) fn shape(path: &Path, tensor: &str, expected: &[usize], got: &[usize]) -> Self {
-        Self::Shape { path: path.to_owned(), tensor: tensor.to_owned(), expected: expected.to_vec(), got: got.to_vec() }
+        Self::Shape { path: path.to_owned(), tensor: quoted(tensor), expected: expected.to_vec(), got: got.to_vec() }
+    }
+
+    pub(crate) fn template(reason: impl ToString) -> Self {
+        Self::Template(quoted(reason))
+    }
+}
+
+/// What may hold words of a file, or a template's: never so long that it hides what it is about, and without characters that
+/// a terminal obeys.
+pub(crate) fn quoted(text: impl ToString) -> String {
+    let mut text = text.to_string();
+    if let Some((end, _)) = text.char_indices().nth(QUOTED_MAX) {
+        text.truncate(end);
+        text.push('…');
+    }
+    if !text.contains(control) {
+        return text;
+    }
+    text.chars().map(|c| if control(c) { c.escape_default().to_string() } else { c.to_string() }).collect()
+}
+
+fn control(c: char) -> bool {
+    c.is_control() && c != '\n'
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_file_says_is_quoted_in_short_and_without_control_characters() {
+        let path = Path::new("m.gguf");
+        let message = ModelError::unsupported(path, "key\u{1b}[2J", "▁".repeat(1000)).to_string();
+        assert!(
+            message.starts_with("m.gguf: key\\u{1b}[2J: ▁▁") && message.ends_with("▁… is not supported"),
+            "{message}"
+        );
+        assert!(message.chars().count() < QUOTED_MAX + 100);
+        assert_eq!(ModelError::template("line\nby line").to_string(), "chat template: line\nby line");
     }
 }

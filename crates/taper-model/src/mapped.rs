@@ -1,8 +1,12 @@
 //! Read-only memory maps of checkpoint files.
+//!
+//! Every range that is read of a map was checked against its length, which is the file's when it was opened. The file has to
+//! keep that length for as long as it is served: who shortens it, by copying another over it say, ends the process with
+//! SIGBUS at the next read past the new end, and no reader of a map can turn that into an error. A new version is put in
+//! place by renaming it over the old one, which leaves the map with the old bytes.
 
 use crate::error::ModelError;
 use memmap2::Mmap;
-use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,10 +21,7 @@ pub(crate) struct MappedFile {
 impl MappedFile {
     /// Maps a whole file.
     pub(crate) fn open(path: &Path) -> Result<Self, ModelError> {
-        let file = File::open(path).map_err(|e| ModelError::io(path, e))?;
-        if !file.metadata().map_err(|e| ModelError::io(path, e))?.is_file() {
-            return Err(ModelError::invalid(path, "file", "is not a regular file"));
-        }
+        let (file, _) = crate::json::open_regular(path)?;
         // SAFETY: the map is read-only and private to this process's checkpoint; a checkpoint that another process
         // shortens while it is served is outside what any reader of a map can guard against.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| ModelError::io(path, e))?;

@@ -215,6 +215,9 @@ fn damaged_tokenizers_are_errors_that_name_the_file() {
         "trim_offsets": true, "use_regex": true}, "model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}"#;
     fs::write(&path, absurd).unwrap();
     assert!(error().contains("absurd id"), "{}", error());
+    let cut = absurd.replace("4000000000", "0").replace(r#""merges""#, r#""continuing_subword_prefix": "é", "merges""#);
+    fs::write(&path, cut).unwrap();
+    assert!(error().contains("tokenizer.json: model.continuing_subword_prefix: "), "{}", error());
 }
 
 #[test]

@@ -189,6 +189,7 @@ fn damaged_vocabularies_name_their_field() {
         ("tokenizer.ggml.tokens", None, "is missing"),
         ("tokenizer.ggml.tokens", Some(Field::U32(3)), "must be an array"),
         ("tokenizer.ggml.tokens", Some(Field::Array(vec![Field::U32(3)])), "must be an array of strings"),
+        ("tokenizer.ggml.tokens", Some(strings(["a", &"b".repeat(1025)])), "[1]: has 1025 bytes; at most 1024"),
         ("tokenizer.ggml.token_type", Some(Field::Array(vec![Field::I32(1)])), "has 1 entries for"),
         ("tokenizer.ggml.merges", None, "is missing"),
         ("tokenizer.ggml.merges", Some(strings(["x"])), "is not a pair"),

@@ -333,4 +333,36 @@ mod tests {
             assert!(error(1).contains(says), "{content}: {}", error(1));
         }
     }
+
+    /// No prefix and no changed byte of a file may do more than be an error.
+    #[test]
+    fn a_damaged_file_is_gone_on_with_or_an_error_that_names_it() {
+        let (folder, model) = (tempfile::tempdir().unwrap(), model());
+        let origin = |method| Origin { method, ..origin(&model, 1) };
+        let row: toml::Table = "layer = 1\nreads = { x = 0.5 }".parse().unwrap();
+        for method in ["kmeans", "minference"] {
+            let mut file = Artefact::open(folder.path(), &origin(method), false).unwrap();
+            let report = LayerReport { layer: 1, ..LayerReport::default() };
+            match method {
+                "kmeans" => file.add(vec![("layers.1.x".into(), vec![1], Values::F32(vec![1.0]))], [report]),
+                _ => file.add_rows(1, vec![row.clone()], [report]),
+            }
+            file.save().unwrap();
+            let whole = std::fs::read(file.path()).unwrap();
+            let open = |bytes: &[u8]| {
+                std::fs::write(file.path(), bytes).unwrap();
+                if let Err(error) = Artefact::open(folder.path(), &origin(method), true) {
+                    assert!(error.to_string().contains(method), "{error}");
+                }
+            };
+            for at in 0..whole.len() {
+                open(&whole[..at]);
+                for flip in [0x01, 0x10, 0x80, 0xff] {
+                    let mut bytes = whole.clone();
+                    bytes[at] ^= flip;
+                    open(&bytes);
+                }
+            }
+        }
+    }
 }

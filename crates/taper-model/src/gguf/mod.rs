@@ -15,6 +15,7 @@ use crate::error::ModelError;
 use crate::mapped::MappedFile;
 use cursor::Cursor;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::path::Path;
 
 /// Where tensor data begins is rounded up to this, unless the file says otherwise.
@@ -55,14 +56,23 @@ impl Gguf {
             cursor.field(&key);
             let kind = cursor.u32()?;
             let value = Value::read(&mut cursor, kind)?;
-            metadata.insert(key, value);
+            if let Entry::Vacant(place) = metadata.entry(key) {
+                place.insert(value);
+            } else {
+                return Err(cursor.error("stands there twice"));
+            }
         }
         let mut tensors = HashMap::new();
         for i in 0..tensor_count {
             cursor.field(format!("tensor entry {i}"));
             let name = cursor.string()?.to_owned();
             cursor.field(&name);
-            tensors.insert(name, TensorInfo::read(&mut cursor)?);
+            let tensor = TensorInfo::read(&mut cursor)?;
+            if let Entry::Vacant(place) = tensors.entry(name) {
+                place.insert(tensor);
+            } else {
+                return Err(cursor.error("is listed twice"));
+            }
         }
 
         let alignment = match metadata.get("general.alignment") {
@@ -76,6 +86,7 @@ impl Gguf {
         for (name, tensor) in &mut tensors {
             tensor.place(path, name, start, file.bytes().len() as u64)?;
         }
+        refuse_shared_bytes(path, &tensors)?;
         Ok(Self { file, metadata, tensors })
     }
 
@@ -160,6 +171,20 @@ impl Gguf {
             None => Err(ModelError::invalid(self.path(), key, format!("must be {wanted}"))),
         }
     }
+}
+
+/// Tensors that lie apart are together no larger than the file, and so is what is loaded of them.
+fn refuse_shared_bytes(path: &Path, tensors: &HashMap<String, TensorInfo>) -> Result<(), ModelError> {
+    let mut all: Vec<(&String, &TensorInfo)> = tensors.iter().collect();
+    all.sort_by_key(|(name, tensor)| (tensor.range.start, *name));
+    for pair in all.windows(2) {
+        let [(before, first), (name, second)] = pair else { continue };
+        if second.range.start < first.range.end {
+            let reason = format!("begins at byte {}, within {before}", second.range.start);
+            return Err(ModelError::invalid(path, *name, reason));
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -76,6 +76,24 @@ fn tensors_that_are_not_aligned_are_refused() {
 }
 
 #[test]
+fn what_stands_there_twice_or_lies_in_another_is_refused() {
+    let entry = [&string("key")[..], &7u32.to_le_bytes(), &[1]].concat();
+    let message = open(&header(3, 0, 2, &entry.repeat(2))).unwrap_err().to_string();
+    assert!(message.contains("key: stands there twice"), "{message}");
+    let tensor = |name: &str, offset: u64| {
+        let numbers = [&1u32.to_le_bytes()[..], &16u64.to_le_bytes(), &0u32.to_le_bytes(), &offset.to_le_bytes()];
+        [string(name), numbers.concat()].concat()
+    };
+    let with = |second: Vec<u8>| {
+        let rest = [tensor("a", 0), second, vec![0; 200]].concat();
+        open(&header(3, 2, 0, &rest)).map(drop).map_err(|e| e.to_string())
+    };
+    assert!(with(tensor("a", 64)).unwrap_err().contains("a: is listed twice"));
+    assert!(with(tensor("b", 60)).unwrap_err().contains("b: begins at byte"));
+    assert_eq!(with(tensor("b", 64)), Ok(()));
+}
+
+#[test]
 fn values_are_read_as_what_they_are() {
     let entries = [
         [&string("u8")[..], &0u32.to_le_bytes(), &[200]].concat(),

@@ -1,16 +1,21 @@
 //! Chat templates: a conversation to the text that the model was trained on, as transformers renders it.
 
+mod apart;
+mod meter;
 mod python;
 
-use crate::error::ModelError;
+use crate::error::{ModelError, quoted};
 use crate::gguf::Gguf;
 use crate::source::{ModelFiles, ResolvedModel};
 use crate::tokenizer::TokenName;
+use apart::Apart;
+use minijinja::machinery::TemplateConfig;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde, Value};
-use minijinja::{Environment, Error, ErrorKind};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
+use std::sync::Arc;
 
 /// The name of the one template in its environment.
 const NAME: &str = "chat_template";
@@ -37,14 +42,25 @@ impl ChatMessage {
     }
 }
 
-/// A compiled chat template with the special tokens that it prints.
+/// A chat template with the special tokens that it prints.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    environment: Environment<'static>,
-    /// Used instead, where there is one, for requests with tools.
-    has_tool_template: bool,
+    texts: Arc<Texts>,
     special_tokens: serde_json::Map<String, serde_json::Value>,
+    apart: Apart,
 }
+
+/// What is compiled whenever it is rendered: that takes less than a millisecond.
+#[derive(Debug)]
+struct Texts {
+    environment: Environment<'static>,
+    chat: String,
+    /// Used instead, where there is one, for requests with tools.
+    tools: Option<String>,
+}
+
+/// The most bytes of a template's text. Known ones have some ten thousand.
+const TEXT_MAX: usize = 128 << 10;
 
 /// A template as `tokenizer_config.json` writes it: one text, or named ones.
 #[derive(Deserialize)]
@@ -97,21 +113,23 @@ impl ChatTemplate {
         variables: &serde_json::Map<String, serde_json::Value>,
     ) -> Result<String, ModelError> {
         let has_tools = variables.get("tools").is_some_and(|tools| !tools.is_null());
-        let name = if has_tools && self.has_tool_template { "tool_use" } else { NAME };
         let mut context = self.special_tokens.clone();
         context.insert("tools".to_owned(), serde_json::Value::Null);
         context.insert("documents".to_owned(), serde_json::Value::Null);
         context.extend(variables.clone());
-        let messages = serde_json::to_value(messages).map_err(|e| ModelError::Template(e.to_string()))?;
+        let messages = serde_json::to_value(messages).map_err(ModelError::template)?;
         context.insert("messages".to_owned(), messages);
         context.insert("add_generation_prompt".to_owned(), add_generation_prompt.into());
-        let template = self.environment.get_template(name).map_err(|e| broken(&e))?;
-        template.render(Value::from(Serde(&context))).map_err(|e| refused(&e).unwrap_or_else(|| broken(&e)))
+        let texts = self.texts.clone();
+        self.apart.run(move || {
+            let text = texts.tools.as_ref().filter(|_| has_tools).unwrap_or(&texts.chat);
+            render(&texts.environment, text, &context).map_err(|e| refused(&e).unwrap_or_else(|| broken(&e)))
+        })
     }
 
     /// Whether a template's source has a text in it: a name that it reads, or a mark that it prints.
     pub fn says(&self, text: &str) -> bool {
-        self.environment.templates().any(|(_, template)| template.source().contains(text))
+        std::iter::once(&self.texts.chat).chain(&self.texts.tools).any(|template| template.contains(text))
     }
 
     fn from_folder(folder: &Path) -> Result<Option<Self>, ModelError> {
@@ -158,39 +176,59 @@ impl ChatTemplate {
         raw: RawTemplate,
         special_tokens: serde_json::Map<String, serde_json::Value>,
     ) -> Result<Self, ModelError> {
-        let mut environment = environment()?;
-        let mut add = |name: &'static str, text: String| {
-            environment.add_template_owned(name, without_generation_tags(&text)).map_err(|e| broken(&e))
+        let (mut environment, apart) = (meter::metered(environment()), Apart::default());
+        let mut checked = |text: String| {
+            if text.len() > TEXT_MAX {
+                return Err(ModelError::template(format!("has {} bytes; at most {TEXT_MAX} are read", text.len())));
+            }
+            let text = without_generation_tags(&text);
+            let (text, steps) = apart.run(move || {
+                let steps = meter::steps(&meter::compile(NAME, &text, &config()?).map_err(|e| broken(&e))?);
+                Ok((text, steps))
+            })?;
+            environment.set_fuel(Some(environment.fuel().map_or(steps, |other| other.min(steps))));
+            Ok(text)
         };
-        let mut has_tool_template = false;
-        match raw {
-            RawTemplate::One(text) => add(NAME, text)?,
+        let (chat, tools) = match raw {
+            RawTemplate::One(text) => (Some(checked(text)?), None),
             RawTemplate::Named(templates) => {
-                let mut has_default = false;
+                // Others are for purposes that the API has no words for.
+                let (mut chat, mut tools) = (None, None);
                 for NamedTemplate { name, template } in templates {
                     match name.as_str() {
-                        "default" => add(NAME, template)?,
-                        "tool_use" => add("tool_use", template)?,
-                        // Others are for purposes that the API has no words for.
-                        _ => continue,
+                        "default" => chat = Some(checked(template)?),
+                        "tool_use" => tools = Some(checked(template)?),
+                        _ => {}
                     }
-                    has_default |= name == "default";
-                    has_tool_template |= name == "tool_use";
                 }
-                if !has_default {
-                    return Err(ModelError::Template("none of the named templates is called default".to_owned()));
-                }
+                (chat, tools)
             }
-        }
-        Ok(Self { environment, has_tool_template, special_tokens })
+        };
+        let chat = chat.ok_or_else(|| ModelError::template("none of the named templates is called default"))?;
+        Ok(Self { texts: Arc::new(Texts { environment, chat, tools }), special_tokens, apart })
     }
 }
 
-/// Jinja as transformers sets it up.
-fn environment() -> Result<Environment<'static>, ModelError> {
-    let mut environment = Environment::new();
+/// Compiles a text and runs it.
+fn render(
+    environment: &Environment<'static>,
+    text: &str,
+    context: &serde_json::Map<String, serde_json::Value>,
+) -> Result<String, Error> {
+    let config = config().map_err(|e| Error::new(ErrorKind::SyntaxError, e.to_string()))?;
+    let template = meter::compile(NAME, text, &config)?;
+    meter::render(environment, &template, Value::from(Serde(context)))
+}
+
+/// Whitespace as transformers has it.
+fn config() -> Result<TemplateConfig, ModelError> {
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(|e| broken(&e))?;
-    environment.set_syntax(syntax);
+    Ok(TemplateConfig { syntax_config: syntax, default_auto_escape: Arc::new(|_| AutoEscape::None) })
+}
+
+/// Jinja as transformers sets it up.
+fn environment() -> Environment<'static> {
+    let mut environment = Environment::new();
     environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     environment.set_formatter(python::format);
     environment.add_filter("tojson", python::to_json);
@@ -205,7 +243,7 @@ fn environment() -> Result<Environment<'static>, ModelError> {
             .map_err(|_| Error::new(ErrorKind::InvalidOperation, format!("'{format}' is no time format")))?;
         Ok(out)
     });
-    Ok(environment)
+    environment
 }
 
 /// What a template said by `raise_exception`.
@@ -217,7 +255,7 @@ fn refused(error: &Error) -> Option<ModelError> {
     let mut source = std::error::Error::source(error);
     while let Some(cause) = source {
         if let Some(Refusal(message)) = cause.downcast_ref() {
-            return Some(ModelError::TemplateRefused(message.clone()));
+            return Some(ModelError::TemplateRefused(quoted(message)));
         }
         source = cause.source();
     }
@@ -226,7 +264,7 @@ fn refused(error: &Error) -> Option<ModelError> {
 
 fn broken(error: &Error) -> ModelError {
     let place = error.line().map(|line| format!(" (line {line})")).unwrap_or_default();
-    ModelError::Template(format!("{error}{place}"))
+    ModelError::template(format!("{error}{place}"))
 }
 
 /// Names the file that a template came from.
@@ -245,12 +283,13 @@ fn without_generation_tags(text: &str) -> String {
     while let Some(start) = rest.find("{%") {
         let (before, tag) = rest.split_at(start);
         out.push_str(before);
-        let Some(end) = tag.find("%}") else {
+        // What closes a tag stands behind what opens it: `{%}` is not one.
+        let Some(end) = tag[2..].find("%}") else {
             rest = tag;
             break;
         };
-        let (tag, after) = tag.split_at(end + 2);
-        let inner = &tag[2..end];
+        let (tag, after) = tag.split_at(end + 4);
+        let inner = &tag[2..end + 2];
         let word = inner.trim_matches(|c: char| c.is_whitespace() || c == '-' || c == '+');
         if matches!(word, "generation" | "endgeneration") {
             let open = if inner.starts_with('-') { "{#-" } else { "{#" };

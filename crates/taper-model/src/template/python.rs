@@ -1,5 +1,6 @@
 //! Values in Python's spelling: templates were written against `str()` and `json.dumps`.
 
+use super::meter::charge_deep;
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind, Output, State};
 use std::fmt::Write;
@@ -14,7 +15,8 @@ pub(super) struct JsonStyle {
 }
 
 /// Prints a value where a template prints it.
-pub(super) fn format(out: &mut Output<'_>, _state: &mut State<'_, '_>, value: &Value) -> Result<(), Error> {
+pub(super) fn format(out: &mut Output<'_>, state: &mut State<'_, '_>, value: &Value) -> Result<(), Error> {
+    charge_deep(state, value, 0)?;
     let text = match value.kind() {
         ValueKind::Undefined => return Ok(()),
         ValueKind::None | ValueKind::Bool | ValueKind::Number | ValueKind::Seq | ValueKind::Map => {

@@ -22,6 +22,9 @@ const TYPE_UNKNOWN: i64 = 2;
 const TYPE_CONTROL: i64 = 3;
 const TYPE_USER_DEFINED: i64 = 4;
 
+/// The most bytes of a token. Known vocabularies have some of a few hundred; every cut of every token is looked up.
+const TOKEN_BYTES_MAX: usize = 1024;
+
 /// How Llama 3 cuts a text before merging: contractions, words, up to three digits, punctuation, line ends, spaces.
 const LLAMA3_PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
@@ -53,6 +56,10 @@ struct Vocabulary<'a> {
 impl<'a> Vocabulary<'a> {
     fn read(gguf: &'a Gguf) -> Result<Self, ModelError> {
         let tokens = gguf.optional_strings(TOKENS)?.ok_or_else(|| ModelError::missing(gguf.path(), TOKENS))?;
+        if let Some(i) = tokens.iter().position(|token| token.len() > TOKEN_BYTES_MAX) {
+            let reason = format!("has {} bytes; at most {TOKEN_BYTES_MAX} are read", tokens[i].len());
+            return Err(ModelError::invalid(gguf.path(), format!("{TOKENS}[{i}]"), reason));
+        }
         let types = gguf.optional_integers(TYPES)?.unwrap_or_else(|| vec![1; tokens.len()]);
         if types.len() != tokens.len() {
             let reason = format!("has {} entries for {} tokens", types.len(), tokens.len());

@@ -7,7 +7,7 @@ mod stream;
 pub use stream::{StreamDecoder, TextStart};
 
 use crate::config::ModelConfig;
-use crate::error::ModelError;
+use crate::error::{ModelError, quoted};
 use crate::source::{ModelFiles, ResolvedModel};
 use pieces::Pieces;
 use serde::Deserialize;
@@ -54,7 +54,7 @@ impl Tokenizer {
     /// # Errors
     /// [`ModelError::Encode`] with the tokenizer's reason.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, ModelError> {
-        let encoding = self.inner.encode_fast(text, add_special).map_err(|e| ModelError::Encode(e.to_string()))?;
+        let encoding = guarded(|| self.inner.encode_fast(text, add_special)).map_err(ModelError::Encode)?;
         Ok(encoding.get_ids().to_vec())
     }
 
@@ -105,13 +105,44 @@ impl Tokenizer {
 }
 
 fn from_json(path: &Path) -> Result<tokenizers::Tokenizer, ModelError> {
+    #[derive(Deserialize)]
+    struct Raw {
+        model: RawModel,
+    }
+    #[derive(Deserialize)]
+    struct RawModel {
+        #[serde(default)]
+        continuing_subword_prefix: Option<String>,
+    }
     let text = crate::json::read_text(path)?;
+    let raw: Raw = serde_json::from_str(&text).map_err(|e| ModelError::invalid(path, "tokenizer", e))?;
+    // The library cuts it off the second half of merges without a look at what it cuts.
+    if raw.model.continuing_subword_prefix.is_some_and(|prefix| !prefix.is_empty()) {
+        return Err(ModelError::unsupported(
+            path,
+            "model.continuing_subword_prefix",
+            "a prefix of pieces within a word",
+        ));
+    }
     let mut inner: tokenizers::Tokenizer =
-        text.parse().map_err(|e| ModelError::invalid(path, "tokenizer", format!("{e}")))?;
+        guarded(|| text.parse()).map_err(|e| ModelError::invalid(path, "tokenizer", e))?;
     // Some files carry the settings of a training run.
     inner.with_padding(None);
     inner.with_truncation(None).map_err(|e| ModelError::invalid(path, "truncation", e))?;
     Ok(inner)
+}
+
+/// The tokenizers library panics where a file's parts contradict each other, at the latest when a text comes by them; that
+/// is an error like its others.
+fn guarded<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
+    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)) {
+        Ok(result) => result.map_err(quoted),
+        Err(panic) => {
+            let text = panic.downcast_ref::<String>().map(String::as_str);
+            let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no reason given");
+            Err(quoted(format!("the tokenizer's parts contradict each other: {text}")))
+        }
+    }
 }
 
 /// The name of the end token in `tokenizer_config.json`.

@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use std::path::Path;
 use tokenizers::Tokenizer;
 
-/// Larger ids than this are damage, not a vocabulary.
-const ID_MAX: u32 = 1 << 24;
+/// Ids that a vocabulary may leave out, beside as many as it has: a table with a place for each is kept.
+const HOLES_MAX: usize = 1 << 17;
 
 /// How a vocabulary writes bytes as text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,8 +35,10 @@ impl Pieces {
         let added = tokenizer.get_added_tokens_decoder();
         let vocabulary = tokenizer.get_vocab(true);
         let largest = vocabulary.values().copied().max().unwrap_or(0);
-        if largest > ID_MAX {
-            return Err(ModelError::invalid(path, "model.vocab", format!("holds the absurd id {largest}")));
+        let most = 2 * vocabulary.len() + HOLES_MAX;
+        if largest as usize > most {
+            let reason = format!("holds the absurd id {largest}; with {} tokens at most {most}", vocabulary.len());
+            return Err(ModelError::invalid(path, "model.vocab", reason));
         }
         let mut names = vec![""; largest as usize + 1];
         for (name, id) in &vocabulary {

@@ -185,7 +185,8 @@ fn list(folder: &Path) -> Result<(PathBuf, BTreeSet<String>), ModelError> {
     let names: BTreeSet<String> = parsed.weight_map.into_values().collect();
     for name in &names {
         // An index may not lead out of its folder.
-        if Path::new(name).file_name().is_none_or(|file| file != name.as_str()) {
+        let plain = Path::new(name).file_name().is_some_and(|file| file == name.as_str());
+        if !plain || name.contains(char::is_control) {
             return Err(ModelError::invalid(&index, "weight_map", format!("'{name}' is not a plain file name")));
         }
         if !folder.join(name).exists() {

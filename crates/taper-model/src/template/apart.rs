@@ -1,0 +1,88 @@
+//! A thread for what a template does: its stack holds whatever a template can nest, and work that does not end is left behind.
+
+use crate::error::ModelError;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::mpsc::{RecvTimeoutError, TryRecvError, channel};
+use std::time::Duration;
+
+/// Rendering takes some milliseconds.
+const TIME_MAX: Duration = Duration::from_secs(10);
+
+/// Lists within lists, as deep as a template can make them in all its steps, and terms within terms, as many as a text
+/// holds, are walked through and let go of by recursion. No more of this is taken than is used.
+const STACK: usize = 512 << 20;
+
+/// Runs what a template asks for; one that once took too long waits until that work has ended.
+#[derive(Debug, Default)]
+pub(super) struct Apart {
+    /// Whether work that was left behind still runs.
+    lost: Arc<AtomicBool>,
+}
+
+impl Apart {
+    /// Runs work, and lets it be when it takes too long.
+    ///
+    /// # Errors
+    /// Those of the work, and one for work that does not end.
+    pub fn run<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T, ModelError> + Send + 'static,
+    ) -> Result<T, ModelError> {
+        self.run_for(TIME_MAX, work)
+    }
+
+    fn run_for<T: Send + 'static>(
+        &self,
+        time_max: Duration,
+        work: impl FnOnce() -> Result<T, ModelError> + Send + 'static,
+    ) -> Result<T, ModelError> {
+        if self.lost.load(Relaxed) {
+            return Err(ModelError::template("is still at an earlier conversation, which takes it too long"));
+        }
+        let (lost, (sender, ended)) = (self.lost.clone(), channel());
+        let work = move || {
+            // Nobody may wait any more.
+            let _ = sender.send(work());
+            lost.store(false, Relaxed);
+        };
+        let thread = std::thread::Builder::new().name("template".to_owned()).stack_size(STACK);
+        thread.spawn(work).map_err(|e| ModelError::template(format!("no thread for it: {e}")))?;
+        match ended.recv_timeout(time_max) {
+            Ok(result) => result,
+            Err(RecvTimeoutError::Disconnected) => {
+                Err(ModelError::template("failed while it ran, by a defect of Taper"))
+            }
+            Err(RecvTimeoutError::Timeout) => {
+                self.lost.store(true, Relaxed);
+                // It may have ended just before, and nobody will say so again.
+                if !matches!(ended.try_recv(), Err(TryRecvError::Empty)) {
+                    self.lost.store(false, Relaxed);
+                }
+                Err(ModelError::template(format!("takes longer than {} s for one conversation", time_max.as_secs())))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_that_takes_too_long_is_an_error_and_so_is_other_work_until_it_has_ended() {
+        let apart = Apart::default();
+        assert_eq!(apart.run(|| Ok(1)).unwrap(), 1);
+        assert!(apart.run(|| Err::<(), _>(ModelError::template("no"))).unwrap_err().to_string().contains("no"));
+        let (go, wait) = channel::<()>();
+        let work = move || Ok(wait.recv().is_ok());
+        assert!(apart.run_for(Duration::ZERO, work).unwrap_err().to_string().contains("takes longer"));
+        assert!(apart.run(|| Ok(1)).unwrap_err().to_string().contains("still at an earlier"));
+        go.send(()).unwrap();
+        while apart.lost.load(Relaxed) {
+            std::thread::yield_now();
+        }
+        assert_eq!(apart.run(|| Ok(2)).unwrap(), 2);
+        assert!(apart.run(|| -> Result<(), _> { panic!("a defect") }).unwrap_err().to_string().contains("defect"));
+    }
+}

@@ -1,0 +1,272 @@
+//! What a template may cost. A template comes with a model's file, and a few words of it can ask for more time, memory or stack
+//! than there is: a text that doubles in a loop, a list within a list within a list.
+//!
+//! Steps are counted by the engine (its fuel). Bytes are counted here, before they are made: of everything that is printed, and
+//! of what goes into operators, filters and methods, the larger of which cost something even if nothing comes out of them.
+//! What remains, long work on texts within these bounds, ends at a deadline (`apart`).
+
+use minijinja::machinery::{CompiledTemplate, Instruction, Instructions, TemplateConfig};
+use minijinja::value::{Kwargs, Rest, Value, ValueKind};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State};
+use std::sync::Arc;
+
+/// Bytes that a conversation's rendering may make: some hundred times the longest context.
+const BYTES_MAX: usize = 256 << 20;
+
+/// Steps of the engine: some hundred are a message's.
+const STEPS_MAX: usize = 1_000_000;
+
+/// Bytes of a template's own text that may be printed: of these the engine does not ask.
+const RAW_MAX: usize = 1 << 30;
+
+/// Levels of lists and mappings.
+const DEPTH_MAX: usize = 200;
+
+/// Of indentation and the like.
+const WIDTH_MAX: i64 = 1000;
+
+/// Characters of a width and a precision of four digits.
+const WIDEST: usize = 20_000;
+
+/// What a place in a list counts for, beside what stands in it.
+const PLACE: usize = 32;
+
+/// Filters that look at no more than one element.
+const FREE: [&str; 7] = ["count", "d", "default", "defined", "first", "last", "length"];
+
+/// Filters that hand on the elements of what they are given.
+const SHALLOW: [&str; 19] = [
+    "attr",
+    "batch",
+    "chain",
+    "dictsort",
+    "groupby",
+    "items",
+    "list",
+    "max",
+    "min",
+    "reject",
+    "rejectattr",
+    "reverse",
+    "select",
+    "selectattr",
+    "slice",
+    "sort",
+    "sum",
+    "unique",
+    "zip",
+];
+
+/// Filters that make new texts.
+const DEEP: [&str; 25] = [
+    "abs",
+    "bool",
+    "capitalize",
+    "e",
+    "escape",
+    "float",
+    "format",
+    "indent",
+    "int",
+    "join",
+    "lines",
+    "lower",
+    "map",
+    "none",
+    "pprint",
+    "replace",
+    "round",
+    "safe",
+    "split",
+    "string",
+    "title",
+    "tojson",
+    "trim",
+    "upper",
+    "urlencode",
+];
+
+/// Operators, under names that no template can write as filters.
+const OPERATORS: [(&str, &str); 3] = [("+", "a + b"), ("*", "a * b"), ("in", "a in b")];
+
+/// Bytes that are left of `BYTES_MAX`.
+struct Left(usize);
+
+/// Takes bytes from what is left.
+pub(super) fn charge(state: &mut State<'_, '_>, bytes: usize) -> Result<(), Error> {
+    let left = state.get_or_insert_extension(Left(BYTES_MAX));
+    left.0 = left.0.checked_sub(bytes).ok_or_else(|| {
+        let reason = format!("makes more than {BYTES_MAX} bytes of text and lists for one conversation");
+        Error::new(ErrorKind::InvalidOperation, reason)
+    })?;
+    Ok(())
+}
+
+/// An environment in which what `plain` does is counted.
+pub(super) fn metered(plain: Environment<'static>) -> Environment<'static> {
+    let mut environment = plain.clone();
+    let plain = Arc::new(plain);
+    for name in FREE.iter().chain(&SHALLOW).chain(&DEEP).copied() {
+        let plain = plain.clone();
+        environment.add_filter(name, move |state: &mut State<'_, '_>, mut args: Rest<Value>, named: Kwargs| {
+            if named.args().next().is_some() {
+                args.push(Value::from(named));
+            }
+            charge_call(state, name, &args)?;
+            plain.empty_state().apply_filter(name, &args)
+        });
+    }
+    for (name, expression) in OPERATORS {
+        let plain = plain.clone();
+        environment.add_filter(name, move |state: &mut State<'_, '_>, a: Value, b: Value| {
+            let times = if name == "*" { a.as_usize().or(b.as_usize()).unwrap_or(1) } else { 1 };
+            for value in [&a, &b] {
+                charge(state, size(value).saturating_mul(times))?;
+            }
+            plain.compile_expression(expression)?.eval(minijinja::context!(a, b))
+        });
+    }
+    environment.add_filter("~", |state: &mut State<'_, '_>, a: Value, b: Value| {
+        charge_deep(state, &a, 0)?;
+        charge_deep(state, &b, 0)?;
+        Ok(format!("{a}{b}"))
+    });
+    environment.set_unknown_method_callback(|state, value, method, args| {
+        let all: Vec<Value> = std::iter::once(value.clone()).chain(args.iter().cloned()).collect();
+        charge_call(state, method, &all)?;
+        minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
+    });
+    environment
+}
+
+/// Compiles a template's text, and has what the engine would do by itself done by the filters above.
+pub(super) fn compile<'a>(
+    name: &'a str,
+    text: &'a str,
+    config: &TemplateConfig,
+) -> Result<CompiledTemplate<'a>, Error> {
+    let mut template = CompiledTemplate::new(name, text, config)?;
+    let blocks = template.blocks.values_mut();
+    for instructions in std::iter::once(&mut template.instructions).chain(blocks) {
+        let mut at = 0;
+        while let Some(instruction) = instructions.get_mut(at) {
+            let name = match instruction {
+                Instruction::Add => Some("+"),
+                Instruction::Mul => Some("*"),
+                Instruction::In => Some("in"),
+                Instruction::StringConcat => Some("~"),
+                _ => None,
+            };
+            if let Some(name) = name {
+                // The last number says that the engine is not to remember which filter it is.
+                *instruction = Instruction::ApplyFilter(name, Some(2), u8::MAX);
+            }
+            at += 1;
+        }
+    }
+    Ok(template)
+}
+
+/// Steps that a template may take: fewer, the longer the pieces are that it may print at each.
+pub(super) fn steps(template: &CompiledTemplate<'_>) -> u64 {
+    let longest = |instructions: &Instructions<'_>| {
+        let all = (0..).map_while(|at| instructions.get(at));
+        let raw = all.filter_map(|i| if let Instruction::EmitRaw(text) = i { Some(text.len()) } else { None });
+        raw.max().unwrap_or(0)
+    };
+    let longest = template.blocks.values().map(longest).max().unwrap_or(0).max(longest(&template.instructions));
+    (RAW_MAX / longest.max(1)).min(STEPS_MAX) as u64
+}
+
+/// Runs what was compiled.
+pub(super) fn render(
+    environment: &Environment<'_>,
+    template: &CompiledTemplate<'_>,
+    context: Value,
+) -> Result<String, Error> {
+    let mut text = String::new();
+    let mut out = minijinja::machinery::make_string_output(&mut text);
+    minijinja::machinery::eval(
+        environment,
+        &template.instructions,
+        context,
+        &template.blocks,
+        &mut out,
+        AutoEscape::None,
+    )?;
+    Ok(text)
+}
+
+/// Counts what goes into a filter or a method, and what may come out of those that make more of it.
+fn charge_call(state: &mut State<'_, '_>, name: &str, args: &[Value]) -> Result<(), Error> {
+    let text = |i: usize| args.get(i).and_then(Value::as_str).unwrap_or_default();
+    if matches!(name, "batch" | "indent" | "round" | "slice" | "tojson") {
+        for value in args.iter().skip(1) {
+            let named = Kwargs::try_from(value.clone()).ok();
+            let named = named.iter().flat_map(|kwargs| kwargs.args().filter_map(|key| kwargs.peek::<Value>(key).ok()));
+            for number in named.chain([value.clone()]).filter(|v| v.kind() == ValueKind::Number) {
+                if i64::try_from(number.clone()).map_or(true, |n| !(-WIDTH_MAX..=WIDTH_MAX).contains(&n)) {
+                    let reason = format!("{name} takes numbers from -{WIDTH_MAX} to {WIDTH_MAX}, not {number}");
+                    return Err(Error::new(ErrorKind::InvalidOperation, reason));
+                }
+            }
+        }
+    }
+    let more = match name {
+        "join" => {
+            // A filter joins its first argument by its second, a method the other way about.
+            let (first, second) = (args.first(), args.get(1));
+            let places = |value: Option<&Value>| value.and_then(Value::len).unwrap_or(0);
+            places(first).saturating_mul(text(1).len()).max(places(second).saturating_mul(text(0).len()))
+        }
+        "replace" => (text(0).len() / text(1).len().max(1) + 1).saturating_mul(text(2).len()),
+        "indent" => text(0).len().saturating_mul(WIDTH_MAX as usize / 100),
+        "format" if has_width(text(0)) => {
+            let reason = "a format's width or precision takes at most four digits";
+            return Err(Error::new(ErrorKind::InvalidOperation, reason));
+        }
+        "format" => text(0).matches(['%', '{']).count().saturating_mul(WIDEST),
+        _ => 0,
+    };
+    charge(state, more)?;
+    if FREE.contains(&name) {
+        return Ok(());
+    }
+    for value in args {
+        if SHALLOW.contains(&name) { charge(state, size(value))? } else { charge_deep(state, value, 0)? }
+    }
+    Ok(())
+}
+
+/// Whether a format asks for a width or a precision of five digits.
+fn has_width(format: &str) -> bool {
+    let digits = |spec: &str| spec.split(|c: char| !c.is_ascii_digit()).any(|run| run.len() > 4);
+    let spec = |rest: &str| rest.find(|c: char| !"#- +.,_<>^=0123456789".contains(c)).unwrap_or(rest.len());
+    format.split(['%', ':']).skip(1).any(|rest| digits(&rest[..spec(rest)]))
+}
+
+/// Bytes of a text, places of a list.
+fn size(value: &Value) -> usize {
+    value.as_str().map_or_else(|| value.len().unwrap_or(0).saturating_mul(PLACE), str::len)
+}
+
+/// Counts all that a value holds, as often as it holds it, and refuses what is nested too deep to be walked through.
+pub(super) fn charge_deep(state: &mut State<'_, '_>, value: &Value, depth: usize) -> Result<(), Error> {
+    charge(state, PLACE + size(value))?;
+    if !matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::Iterable) || value.len().is_none() {
+        return Ok(());
+    }
+    if depth > DEPTH_MAX {
+        let reason = format!("nests lists and mappings more than {DEPTH_MAX} levels deep");
+        return Err(Error::new(ErrorKind::InvalidOperation, reason));
+    }
+    for key in value.try_iter()? {
+        if value.kind() == ValueKind::Map {
+            charge(state, PLACE + size(&key))?;
+            charge_deep(state, &value.get_item(&key)?, depth + 1)?;
+        } else {
+            charge_deep(state, &key, depth + 1)?;
+        }
+    }
+    Ok(())
+}
