@@ -401,7 +401,7 @@ impl<S> Run<S> {
                 return Vec::new();
             }
             let rows = &rows[rows.len().saturating_sub(1)..];
-            if let [Row::Hidden(hidden)] = &rows[..] {
+            if let [Row::Hidden(hidden)] = rows {
                 self.embedding = Some(hidden.clone());
                 return Vec::new();
             }
