@@ -305,7 +305,7 @@ impl ModelBackend {
         for (place, input) in &mut chunks {
             let chunk = Chunk::new(shape, batch.pool(), &mut *input.sequence, input.tokens.len());
             let mut chunk = chunk.map_err(|e| BackendError(e.to_string()))?;
-            let last = self.model.advance(input.tokens, &mut chunk, input.effort)?;
+            let last = self.model.advance(input.tokens, &mut chunk, input.effort, input.wants.len())?;
             chunk.pause();
             if let Some(last) = last.filter(|_| !input.wants.is_empty()) {
                 out[*place] = finish(&self.model, &last, &input.wants)?;

@@ -20,6 +20,17 @@ pub(crate) struct Queue<T> {
     changed: Condvar,
 }
 
+/// What may start next.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Next<T> {
+    /// This, which counts as running from now on.
+    Job(T),
+    /// One that there is no room for yet.
+    Waits,
+    /// Nothing.
+    None,
+}
+
 #[derive(Debug)]
 struct State<T> {
     /// By priority, then by arrival.
@@ -118,10 +129,13 @@ impl<T> Queue<T> {
     }
 
     /// The first job that is not held back, if `fits` says so. Of many that are, a few are looked past.
-    pub(crate) fn pop_if(&self, held: impl Fn(&T) -> bool, fits: impl FnOnce(&T) -> bool) -> Option<T> {
+    pub(crate) fn pop_if(&self, held: impl Fn(&T) -> bool, fits: impl FnOnce(&T) -> bool) -> Next<T> {
         let mut state = self.lock();
-        let place = state.waiting.iter().take(LOOKS).position(|job| !held(job))?;
-        if fits(&state.waiting[place]) { state.take(place) } else { None }
+        let Some(place) = state.waiting.iter().take(LOOKS).position(|job| !held(job)) else { return Next::None };
+        if !fits(&state.waiting[place]) {
+            return Next::Waits;
+        }
+        state.take(place).map_or(Next::None, Next::Job)
     }
 
     /// Takes out the waiting jobs that `ended` picks; most often there are none.
@@ -240,13 +254,13 @@ mod tests {
     fn those_held_back_are_passed_by_and_keep_their_order() {
         let queue = Queue::new(90);
         (1..=5).for_each(|job| queue.push(vec![job], |_| false).unwrap());
-        assert_eq!(queue.pop_if(|job| *job < 3, |_| false), None);
-        assert_eq!(queue.pop_if(|job| *job < 3, |job| *job == 3), Some(3));
-        assert_eq!(queue.pop_if(|_| true, |_| true), None);
-        assert_eq!([1, 2, 4, 5].map(|_| queue.pop_if(|_| false, |_| true)), [1, 2, 4, 5].map(Some));
+        assert_eq!(queue.pop_if(|job| *job < 3, |_| false), Next::Waits);
+        assert_eq!(queue.pop_if(|job| *job < 3, |job| *job == 3), Next::Job(3));
+        assert_eq!(queue.pop_if(|_| true, |_| true), Next::None);
+        assert_eq!([1, 2, 4, 5].map(|_| queue.pop_if(|_| false, |_| true)), [1, 2, 4, 5].map(Next::Job));
         // Not all of a long queue is looked at.
         (0..=LOOKS).for_each(|job| queue.push(vec![job], |_| false).unwrap());
-        assert_eq!(queue.pop_if(|job| *job < LOOKS, |_| true), None);
+        assert_eq!(queue.pop_if(|job| *job < LOOKS, |_| true), Next::None);
     }
 
     #[test]

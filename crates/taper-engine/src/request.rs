@@ -156,7 +156,7 @@ pub enum Event {
 /// The receiving end of a request. Dropping it cancels the request within one step.
 pub type Events = mpsc::Receiver<Event>;
 
-/// Why a running request ended without its answer. The server's fault, never the client's.
+/// Why a running request ended without its answer: the server's fault, but where its grammar or its tokens leave none.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
     /// A step failed.

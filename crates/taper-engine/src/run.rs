@@ -251,7 +251,7 @@ impl<S> Run<S> {
     pub(crate) fn open<B: Backend<Sequence = S>>(&mut self, backend: &mut B) -> Result<(), RequestError> {
         let request = &self.job.request;
         let Request { attention, prompt, question_tokens, sampling, .. } = request;
-        let fresh = match request.prompt_logprobs {
+        let fresh = match request.prompt_logprobs.filter(|_| !self.begun()) {
             Some(_) => backend.open_empty(attention, sampling.seed, prompt, *question_tokens)?,
             None => backend.open(attention, sampling.seed, prompt, *question_tokens)?,
         };
@@ -332,7 +332,7 @@ impl<S> Run<S> {
         shares: &[Share],
     ) -> Vec<Input<'a, S>> {
         let Request { prompt, prompt_logprobs, .. } = &self.job.request;
-        let prompt = &prompt[..];
+        let (prompt, begun) = (&prompt[..], self.begun());
         // What is wanted once all that is known, from some place on, is in.
         let input =
             |share: &Share, sequence: &'a mut S, (known, from): (&'a [u32], usize), wants: Vec<Wanted>, drafts| {
@@ -344,7 +344,7 @@ impl<S> Run<S> {
             };
         let wants = match &self.choices[..] {
             // A prompt that comes again has been drawn from already.
-            _ if self.begun() => Vec::new(),
+            _ if begun => Vec::new(),
             _ if self.job.request.embeds => vec![Wanted::Hidden],
             [choice] => choice.wants(),
             // Several choices draw their first tokens from the same logits.
@@ -352,10 +352,10 @@ impl<S> Run<S> {
         };
         if let Some(sequence) = &mut self.prompt {
             let (start, scored) = (backend.cached(sequence), self.scored.len());
+            // What comes again was told.
+            let scores = prompt_logprobs.filter(|_| !begun);
             let score = |share: &Share, mut input: Input<'a, S>| {
-                if let Some(top) = *prompt_logprobs {
-                    // Rows of one forward pass: what goes through the layers in slices leaves its last row alone.
-                    input.effort = share.tokens;
+                if let Some(top) = scores {
                     let next = start.max(scored) + 1..(start + share.tokens + 1).min(prompt.len());
                     let next = prompt.get(next).unwrap_or_default();
                     input.wants.splice(..0, next.iter().map(|&token| Wanted::Score { token, top }));
@@ -455,10 +455,14 @@ impl<S> Run<S> {
         self.first = Some(Instant::now());
         send(&self.job.events, Event::Prefilled);
         if self.job.request.prompt_logprobs.is_some() {
-            if self.scored.iter().any(|(token, _)| !token.logprob.is_finite()) {
+            let scored = std::mem::take(&mut self.scored);
+            if scored.iter().any(|(token, _)| !token.logprob.is_finite()) {
                 return Err(RequestError::NonFinite);
             }
-            send(&self.job.events, Event::Prompt(std::mem::take(&mut self.scored)));
+            if scored.len() + 1 != self.job.request.prompt.len() {
+                return Err(RequestError::Step("some of the prompt's tokens were not scored: a bug".into()));
+            }
+            send(&self.job.events, Event::Prompt(scored));
         }
         let prompt = self.prompt.as_ref().expect("a step has just used it");
         for (index, choice) in self.choices.iter_mut().enumerate() {

@@ -194,8 +194,11 @@ impl Sampler {
         }
         for row in &*self.params.banned {
             let Some((&last, before)) = row.split_last() else { continue };
-            let comes = self.latest.iter().rev().zip(before.iter().rev()).all(|(a, b)| a == b);
-            if let Some(logit) = logits.get_mut(last as usize).filter(|_| comes && before.len() <= self.latest.len()) {
+            let comes = || self.latest.iter().rev().zip(before.iter().rev()).all(|(a, b)| a == b);
+            if before.len() <= self.latest.len()
+                && comes()
+                && let Some(logit) = logits.get_mut(last as usize)
+            {
                 *logit = f32::NEG_INFINITY;
             }
         }
@@ -213,7 +216,7 @@ impl Sampler {
             };
             set(logits, &mut std::iter::repeat(Some(f32::NEG_INFINITY)));
             if logits::peak(logits).is_none() {
-                // The grammar has nothing else: it goes before the least number of tokens.
+                // Nothing else may come: that goes before the least number of tokens.
                 set(logits, &mut before.into_iter());
             }
         }

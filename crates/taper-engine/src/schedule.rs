@@ -5,7 +5,7 @@
 //! half of it goes to the oldest prompt, the other half to those that have the least left. Work is counted in tokens through
 //! all layers. What a prefill method wants at once, a chunk, may take the work of many steps. A request that lacks room in
 //! the cache takes it from the youngest one, which is put back to wait and computed again later. The oldest one therefore
-//! always goes on, and everyone ends.
+//! always goes on, and everyone ends, unless more urgent ones never stop coming.
 
 use crate::backend::Underway;
 use taper_attention::decode_rows;
@@ -160,7 +160,7 @@ struct Rest {
 ///
 /// Let a step do work for `b` prompt tokens, and prompts be of one chunk, or of chunks that can be cut anywhere. The oldest
 /// prompt has at least `b / 2` of it, rounded up, so a prompt is in after at most the sum of `n / (b / 2)` steps over it and
-/// the prompts before it, whatever comes later. The others share at least `b / 2`, rounded down, those first that have the
+/// the prompts before it, whatever comes later that is no more urgent. The others share at least `b / 2`, rounded down, those first that have the
 /// least left: a prompt of `n` tokens is in after `m / (b / 2)` steps, where `m` is `n` and what is left of prompts that
 /// have less left than it. A chunk that cannot be cut elsewhere adds a step, since the next one does not begin in its last;
 /// beside the oldest prompt's one such chunk is underway at a time, and one that has begun ends before another begins.
@@ -204,23 +204,26 @@ pub(crate) fn plan(running: &[Standing], budget: Budget, cut: impl Fn(usize, usi
         let last = standing.in_prompt() && share.tokens == rest.tokens;
         standing.sequences[rest.sequence].growth(share.tokens) + if last { standing.fork_blocks() } else { 0 }
     };
-    // Room for all that the oldest may take is set aside before the others take theirs.
+    // A chunk underway takes memory for all its rows: beside the oldest prompt's there is one at a time. A prompt that is more
+    // urgent than two that have begun theirs waits until one is through.
+    let mut underway = others.iter().filter(|rest| rest.begun).count();
     let whole = share(oldest, most);
-    let Some(mut free) = free.checked_sub(growth(oldest, whole)) else {
+    let waits = underway > 1 && !oldest.begun && oldest.done + whole.effort < whole.tokens;
+    // Room for all that the oldest may take is set aside before the others take theirs.
+    let whole = Some(whole).filter(|_| !waits);
+    let Some(mut free) = free.checked_sub(whole.map_or(0, |whole| growth(oldest, whole))) else {
         return if oldest.request < youngest || shares.is_empty() { Decision::Preempt } else { Decision::Step(shares) };
     };
     let half = most.div_ceil(2);
-    let (mut left, mut taken) = (most - whole.effort.min(half), 0);
-    others.sort_by_key(|rest| rest.tokens - rest.done);
-    // A chunk underway takes memory for all its rows: beside the oldest prompt's there is one at a time.
-    let mut underway = others.iter().any(|rest| rest.begun);
+    let (mut left, mut taken) = (most - whole.map_or(0, |whole| whole.effort.min(half)), 0);
+    others.sort_by_key(|rest| (waits && !rest.begun, rest.tokens - rest.done));
     for &rest in &*others {
         if left == 0 {
             break;
         }
         let share = share(rest, left);
         let stays = rest.done + share.effort < share.tokens;
-        if underway && stays && !rest.begun {
+        if underway > 0 && stays && !rest.begun {
             continue;
         }
         let Some(after) = free.checked_sub(growth(rest, share)) else {
@@ -230,10 +233,12 @@ pub(crate) fn plan(running: &[Standing], budget: Budget, cut: impl Fn(usize, usi
             continue;
         };
         (free, left, taken) = (after, left - share.effort, taken + share.effort);
-        underway = stays || underway && !rest.begun;
+        underway = underway + usize::from(stays) - usize::from(rest.begun);
         shares.push(share);
     }
-    shares.push(share(oldest, (most - taken).max(half)));
+    if !waits {
+        shares.push(share(oldest, (most - taken).max(half)));
+    }
     shares.sort_by_key(|share| (share.request, share.sequence));
     Decision::Step(shares)
 }

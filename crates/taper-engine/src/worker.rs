@@ -7,7 +7,7 @@
 use crate::backend::{Backend, Input, Row};
 use crate::engine::EngineConfig;
 use crate::pace::Pace;
-use crate::queue::Queue;
+use crate::queue::{Next, Queue};
 use crate::request::RequestError;
 use crate::run::{Draw, Job, Run};
 use crate::schedule::{self, Budget, Decision, Place, Share, Standing};
@@ -81,6 +81,7 @@ impl<B: Backend> Worker<B> {
     /// One turn of the loop, with at least one request at hand.
     fn turn(&mut self) {
         self.let_go();
+        debug_assert!(self.running.iter().chain(&self.preempted).is_sorted_by_key(|run| run.priority()));
         let mut standing = self.running.iter().map(|run| run.standing(&self.backend)).collect();
         self.admit(&mut standing);
         if let Some(shares) = self.decide(standing) {
@@ -139,12 +140,12 @@ impl<B: Backend> Worker<B> {
             // What one that runs is about to compute is not computed twice.
             let held = |job: &Job| waits(job) || guard(|| Ok(self.held(job))).unwrap_or(false);
             let any = schedule::admits(standing, self.backend.free_blocks(), self.config.sequences, (0, 1));
-            let job = if any { self.queue.pop_if(held, |job| fits(job.wants(), job)) } else { None };
-            let again = self.preempted.front().is_some_and(|run| job.is_none() && fits(run.wants(), run.job()));
-            let place = match job {
-                Some(job) => self.begin(job),
-                None if again => self.preempted.pop_front().and_then(|run| self.start(run)),
-                None => return,
+            let next = if any { self.queue.pop_if(held, |job| fits(job.wants(), job)) } else { Next::None };
+            let again = || self.preempted.front().is_some_and(|run| fits(run.wants(), run.job()));
+            let place = match next {
+                Next::Job(job) => self.begin(job),
+                Next::None if again() => self.preempted.pop_front().and_then(|run| self.start(run)),
+                Next::None | Next::Waits => return,
             };
             if let Some(place) = place {
                 standing.insert(place, self.running[place].standing(&self.backend));
@@ -293,9 +294,15 @@ impl<B: Backend> Worker<B> {
     }
 
     fn fail(&mut self, run: Run<B::Sequence>, error: RequestError) {
-        tracing::error!(id = run.id(), %error, "request failed");
+        // What a request asks for may leave no answer; what it computed is as good as ever.
+        let own = matches!(error, RequestError::NoToken | RequestError::Grammar(_));
+        if own {
+            tracing::info!(id = run.id(), %error, "request failed");
+        } else {
+            tracing::error!(id = run.id(), %error, "request failed");
+        }
         run.job().fail(error);
-        self.close(run, false);
+        self.close(run, own);
     }
 
     /// Frees what a request holds. Freeing may panic too after a step that did; the engine goes on all the same.

@@ -464,7 +464,7 @@ fn a_request_that_loses_its_place_answers_as_if_it_had_not() {
         let backend = StubBackend { limits, chunk_multiple, ..StubBackend::new(&script) };
         let probe = Arc::clone(&backend.probe);
         let engine = backend.engine(EngineConfig { chunk_tokens, ..EngineConfig::default() });
-        let events: Vec<Events> = (0..4).map(|_| engine.submit(request(&"p".repeat(20))).unwrap()).collect();
+        let events = engine.submit_all(vec![request(&"p".repeat(20)); 4]).unwrap();
         for events in events {
             let answer = collect(events);
             assert_eq!(answer.texts, [&*script]);

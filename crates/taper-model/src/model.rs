@@ -129,12 +129,12 @@ impl Model {
 
     /// Takes a chunk of a prompt, its `tokens` from the first one on, further through the layers: by as much work as
     /// `effort` tokens through all of them, give or take a block of rows in a layer. Every layer gives a row what it gives
-    /// it in [`forward`](Self::forward). Returns the hidden state of the last token after the final norm `[1, hidden]`,
-    /// f32, once the chunk is through.
+    /// it in [`forward`](Self::forward). Returns the hidden states of the last `rows` tokens, at least 1, after the final norm
+    /// `[rows, hidden]`, f32, once the chunk is through.
     ///
     /// # Errors
     /// As [`forward`](Self::forward); then the chunk must be dropped.
-    pub fn advance(&self, tokens: &[u32], chunk: &mut Chunk, effort: usize) -> Result<Option<Tensor>> {
+    pub fn advance(&self, tokens: &[u32], chunk: &mut Chunk, effort: usize, rows: usize) -> Result<Option<Tensor>> {
         self.check(tokens, &chunk.positions(&(0..tokens.len())))?;
         let mut left = chunk.work(effort);
         while left > 0 {
@@ -157,7 +157,7 @@ impl Model {
         if !chunk.is_through() {
             return Ok(None);
         }
-        let last = chunk.hidden(&(tokens.len() - 1..tokens.len()))?;
+        let last = chunk.hidden(&(tokens.len() - rows.clamp(1, tokens.len())..tokens.len()))?;
         self.normed(&last, &self.norm).map(Some)
     }
 

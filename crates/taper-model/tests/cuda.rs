@@ -84,7 +84,7 @@ fn prompted(model: &Model, prefill: &Value, tokens: usize, effort: Option<usize>
         let last = match effort.filter(|_| start < tokens) {
             Some(effort) => {
                 let mut chunk = Chunk::new(shape, &mut pool, &mut sequence, count).unwrap();
-                let last = model.advance(words, &mut chunk, effort).unwrap();
+                let last = model.advance(words, &mut chunk, effort, 1).unwrap();
                 chunk.pause();
                 sequence.take_in(&mut pool);
                 last

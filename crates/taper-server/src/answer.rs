@@ -24,7 +24,7 @@ pub(crate) const IGNORED: HeaderName = HeaderName::from_static("x-taper-ignored-
 const TRACED: usize = 4;
 
 /// Log probabilities of prompts' tokens in one answer: each is some hundred bytes while it is written.
-const ECHOED: usize = 1 << 19;
+const ECHOED: usize = 1 << 18;
 
 /// Which of the two formats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -139,20 +139,22 @@ impl Call {
             embeds: self.kind == Kind::Embedding,
             choices: self.common.choices,
             logprobs,
-            prompt_logprobs: prompt.echo.as_ref().and(self.logprobs),
+            prompt_logprobs: if prompt.echo.is_some() { self.logprobs } else { None },
             priority: self.common.priority,
             deadline,
         };
         let requests = self.prompts.iter_mut().map(request).collect();
         let events = app.engine.submit_all(requests);
-        let events = events.map_err(|e| error::refused(&e, self.prompt_field, self.common.max_field))?;
+        let events =
+            events.map_err(|e| error::refused(&e, self.prompt_field, self.count_field(), self.common.max_field))?;
         let numbered = |(index, mut events): (usize, Events)| {
             let mut watch = app.metrics.watch(self.common.choices);
             let echo = self.prompts[index].echo.as_ref().map_or(0, |echo| echo.chars().count());
             let echo_only = self.echo_only;
             let events = poll_fn(move |cx| events.poll_recv(cx)).map(move |event| {
+                let event = after_echo(event, echo, echo_only);
                 watch.see(&event);
-                (index, after_echo(event, echo, echo_only))
+                (index, event)
             });
             events.boxed()
         };
@@ -180,6 +182,11 @@ impl Call {
             return Err(ApiError::invalid("attention.trace", message));
         }
         Ok(())
+    }
+
+    /// The field that says how many answers are drawn.
+    fn count_field(&self) -> &'static str {
+        if self.kept < self.common.choices { "best_of" } else { "n" }
     }
 
     fn check_echo(&self) -> Result<(), ApiError> {
@@ -239,12 +246,20 @@ pub(crate) struct Total {
 }
 
 impl Total {
+    /// Takes in what a prompt's answers cost.
     pub(crate) fn add(&mut self, prompt: usize, usage: Usage) {
         self.prompt += usage.prompt_tokens;
         self.cached += usage.cached_tokens;
         self.completion += usage.completion_tokens;
         self.attention.push((prompt, usage.attention));
         self.done += 1;
+    }
+
+    /// Of each prompt's answers these are told of, in this order.
+    fn keep(&mut self, kept: &[Vec<usize>]) {
+        for (prompt, usages) in &mut self.attention {
+            *usages = kept[*prompt].iter().filter_map(|&drawn| usages.get(drawn).cloned()).collect();
+        }
     }
 
     /// The `usage` object. `attention` is the first choice's; with more choices it lists them all under `choices`, and a trace,
@@ -255,9 +270,11 @@ impl Total {
         let attention = match &all[..] {
             [] => Value::Null,
             [one] => json!(one),
-            [first, ..] => {
-                let mut attention = json!(AttentionUsage { trace: None, ..first.clone() });
-                attention["choices"] = json!(all);
+            [_, ..] => {
+                let choices = json!(all);
+                let mut attention = choices[0].clone();
+                attention.as_object_mut().into_iter().for_each(|first| drop(first.shift_remove("trace")));
+                attention["choices"] = choices;
                 attention
             }
         };
@@ -317,18 +334,15 @@ impl Choice {
     }
 }
 
-/// The most probable answers to each prompt, the best first.
-fn best(choices: Vec<Choice>, drawn: usize, kept: usize) -> Vec<Choice> {
-    let mut choices = choices.into_iter();
-    let mut out = Vec::new();
-    loop {
-        let mut of_one: Vec<Choice> = choices.by_ref().take(drawn).collect();
-        if of_one.is_empty() {
-            return out;
-        }
-        of_one.sort_by(|a, b| b.likelihood().total_cmp(&a.likelihood()));
-        out.extend(of_one.into_iter().take(kept));
-    }
+/// Places of the most probable answers to each prompt, the best first.
+fn best(choices: &[Choice], drawn: usize, kept: usize) -> Vec<Vec<usize>> {
+    let best = |of_one: &[Choice]| {
+        let mut places: Vec<usize> = (0..of_one.len()).collect();
+        places.sort_by(|&a, &b| of_one[b].likelihood().total_cmp(&of_one[a].likelihood()));
+        places.truncate(kept);
+        places
+    };
+    choices.chunks(drawn).map(best).collect()
 }
 
 async fn whole(app: &App, call: &Call, head: &Head, mut events: Merged) -> Result<Json<Value>, ApiError> {
@@ -360,7 +374,11 @@ async fn whole(app: &App, call: &Call, head: &Head, mut events: Merged) -> Resul
         return Err(cut_off());
     }
     if call.kept < call.common.choices {
-        choices = best(choices, call.common.choices, call.kept);
+        let kept = best(&choices, call.common.choices, call.kept);
+        total.keep(&kept);
+        let places =
+            kept.iter().enumerate().flat_map(|(prompt, kept)| kept.iter().map(move |&of| call.index(prompt, of)));
+        choices = places.map(|place| std::mem::take(&mut choices[place])).collect();
     }
     let choices = choices.into_iter().enumerate().map(|(index, choice)| {
         let echo = &echoes[index / call.kept][..];
@@ -422,7 +440,8 @@ pub(crate) fn logprobs(kind: Kind, text: &dyn Text, tokens: &[TokenRecord]) -> V
         Kind::Text | Kind::Embedding => {
             let name = |token| String::from_utf8_lossy(&text.token_bytes(token)).into_owned();
             let top = tokens.iter().map(|t| {
-                let pairs = t.top.iter().map(|t| (name(t.token), json!(t.logprob)));
+                // The token itself is always there.
+                let pairs = t.top.iter().chain([&t.chosen]).map(|t| (name(t.token), json!(t.logprob)));
                 (!t.chosen.logprob.is_nan()).then(|| pairs.collect::<Map<String, Value>>())
             });
             json!({

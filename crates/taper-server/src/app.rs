@@ -1,5 +1,6 @@
 //! What every handler shares, and what stands around all of them.
 
+use crate::body::{BODIES, PIECE};
 use crate::error::ApiError;
 use crate::keys;
 use crate::live::Live;
@@ -7,7 +8,6 @@ use crate::metrics::Metrics;
 use crate::request_id;
 use crate::{answer, routes};
 use axum::Router;
-use axum::extract::DefaultBodyLimit;
 use axum::http::{HeaderValue, Method, StatusCode, Uri, header};
 use axum::middleware;
 use std::fmt::Display;
@@ -32,10 +32,14 @@ pub struct ServerConfig {
     pub header_timeout: Duration,
     /// How long a client may take to send a request's body.
     pub body_timeout: Duration,
-    /// Largest request body.
+    /// How long a client may take nothing of what waits to be sent to it.
+    pub write_timeout: Duration,
+    /// Largest request body; all that are read at a time have sixteen times as much.
     pub body_bytes: usize,
     /// Most prompts of one text completion.
     pub prompts: usize,
+    /// Least `priority` that requests may have: those with less go first.
+    pub least_priority: i64,
     /// How long a request may take, waiting included; `None`: as long as it does.
     pub request_timeout: Option<Duration>,
     /// Silence in a stream after which a comment keeps proxies from closing it.
@@ -50,8 +54,10 @@ impl Default for ServerConfig {
             origins: Origins::None,
             header_timeout: Duration::from_secs(30),
             body_timeout: Duration::from_secs(60),
+            write_timeout: Duration::from_secs(60),
             body_bytes: 16 << 20,
             prompts: 64,
+            least_priority: 0,
             request_timeout: None,
             keep_alive: Duration::from_secs(10),
         }
@@ -93,23 +99,24 @@ pub(crate) struct App {
     pub(crate) metrics: Arc<Metrics>,
     /// Bodies that are read at a time: one for each core.
     pub(crate) parsing: Arc<Semaphore>,
+    /// Room for the bodies that are read or parsed, in [pieces](crate::body::PIECE).
+    pub(crate) bodies: Arc<Semaphore>,
 }
 
 /// All routes.
 pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
-    let limit = DefaultBodyLimit::max(config.body_bytes);
+    let bodies = Arc::new(Semaphore::new(BODIES * config.body_bytes.div_ceil(PIECE)));
     let live = Arc::clone(&config.live);
     let cors = config.origins.layer();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let metrics = Arc::new(Metrics::new(&engine));
-    let app = Arc::new(App { engine, config, metrics, parsing: Arc::new(Semaphore::new(cores)) });
+    let app = Arc::new(App { engine, config, metrics, parsing: Arc::new(Semaphore::new(cores)), bodies });
     routes::all()
         .fallback(async |uri: Uri| ApiError::new(StatusCode::NOT_FOUND, format!("no such path: {}", uri.path())))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             let message = format!("{} does not take {method}; the header Allow names what it takes", uri.path());
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, message)
         })
-        .layer(limit)
         .layer(middleware::from_fn_with_state(live, keys::check))
         // What a browser asks beforehand has no key with it.
         .layer(option_layer(cors))

@@ -21,7 +21,9 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     let mut common = sampling::read(&mut fields, app, if echo { 0 } else { 1 })?;
     let echo_only = common.stop.max_tokens == Some(0);
     if echo_only {
+        // One token is drawn nonetheless, whichever it is, and not shown.
         common.stop.max_tokens = Some(1);
+        (common.sampling.allowed, common.sampling.banned) = Default::default();
     }
     let kept = common.choices;
     common.choices = best_of(&mut fields, &common)?;

@@ -40,6 +40,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked, ApiErr
     if fields.int("dimensions", 1..=i64::MAX)?.is_some() {
         return Err(ApiError::invalid("dimensions", "dimensions is not supported: the model's own is the only one"));
     }
+    let priority = sampling::priority(&mut fields, app)?;
     let (attention, mut ignored) = attention::read(&mut fields, &app.config)?;
     ignored.extend(knobs::unknown(map, fields.unread())?);
     let prompts = read_prompts(app, "input", input, false)?;
@@ -50,7 +51,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked, ApiErr
         kept: 1,
         prompts,
         prompt_field: "input",
-        common: sampling::none(app.config.request_timeout),
+        common: sampling::none(app.config.request_timeout, priority),
         logprobs: None,
         tools: None,
         grammar: None,

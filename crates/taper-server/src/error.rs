@@ -68,9 +68,9 @@ impl From<RequestError> for ApiError {
     }
 }
 
-/// A request that the engine did not take; `prompt` names the prompt's field, `max_tokens` the field that set the
-/// length if one did.
-pub(crate) fn refused(error: &SubmitError, prompt: &str, max_tokens: Option<&str>) -> ApiError {
+/// A request that the engine did not take; `prompt` names the prompt's field, `count` that of the number of answers,
+/// `max_tokens` the field that set the length if one did.
+pub(crate) fn refused(error: &SubmitError, prompt: &str, count: &str, max_tokens: Option<&str>) -> ApiError {
     let message = error.to_string();
     match error {
         SubmitError::EmptyPrompt | SubmitError::UnknownToken { .. } => ApiError::invalid(prompt, message),
@@ -79,7 +79,7 @@ pub(crate) fn refused(error: &SubmitError, prompt: &str, max_tokens: Option<&str
         // The first of prompt, n and length that is too much even with the least of what follows it.
         SubmitError::Cache { least, limit, .. } if least > limit => ApiError::invalid(prompt, message),
         SubmitError::Cache { least, choices, limit, .. } if least.saturating_mul(*choices) > *limit => {
-            ApiError::invalid("n", message)
+            ApiError::invalid(count, message)
         }
         SubmitError::Cache { .. } => ApiError::invalid(max_tokens.unwrap_or(prompt), message),
         SubmitError::Busy { .. } | SubmitError::Draining | SubmitError::Dead => {

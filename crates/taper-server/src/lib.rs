@@ -23,6 +23,7 @@ mod responses;
 mod routes;
 mod sampling;
 mod serve;
+mod stalled;
 mod stream;
 mod structured;
 mod tokens;

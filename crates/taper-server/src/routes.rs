@@ -179,7 +179,7 @@ async fn health(State(app): State<Arc<App>>) -> StatusCode {
 async fn ready(State(app): State<Arc<App>>) -> Response {
     let load = app.engine.load();
     if load.draining || load.dead {
-        return error::refused(&if load.dead { SubmitError::Dead } else { SubmitError::Draining }, "", None)
+        return error::refused(&if load.dead { SubmitError::Dead } else { SubmitError::Draining }, "", "", None)
             .into_response();
     }
     let limits = app.engine.limits();

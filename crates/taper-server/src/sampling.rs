@@ -4,6 +4,7 @@ use crate::app::App;
 use crate::error::{self, ApiError};
 use crate::fields::Fields;
 use serde_json::Value;
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 use taper_engine::{SamplingParams, StopRules, Text};
@@ -14,6 +15,8 @@ pub(crate) const MAX_CHOICES: i64 = 32;
 const MAX_STOPS: usize = 16;
 /// Most words of one request that must not come.
 const MAX_BAD_WORDS: usize = 1000;
+/// Most characters of such a word.
+const MAX_BAD_WORD: usize = 200;
 
 type Result<T> = std::result::Result<T, ApiError>;
 
@@ -54,7 +57,7 @@ pub(crate) fn read(fields: &mut Fields<'_>, app: &App, least: i64) -> Result<Com
         max_tokens,
     };
     let choices = fields.int("n", 1..=MAX_CHOICES)?.unwrap_or(1);
-    let priority = fields.int("priority", i64::MIN..=i64::MAX)?.unwrap_or(0);
+    let priority = priority(fields, app)?;
     let special = fields.bool("skip_special_tokens")? == Some(false);
     let timeout = timeout(fields, app.config.request_timeout)?;
     let stream = fields.bool("stream")?.unwrap_or(false);
@@ -79,13 +82,19 @@ pub(crate) fn read(fields: &mut Fields<'_>, app: &App, least: i64) -> Result<Com
     })
 }
 
+/// Requests with less of it go first; how little one may have is the server's to say.
+pub(crate) fn priority(fields: &mut Fields<'_>, app: &App) -> Result<i64> {
+    let least = app.config.least_priority;
+    Ok(fields.int("priority", least..=i64::MAX)?.unwrap_or(least.max(0)))
+}
+
 /// What a request has that draws nothing.
-pub(crate) fn none(longest: Option<Duration>) -> Common {
+pub(crate) fn none(longest: Option<Duration>, priority: i64) -> Common {
     Common {
         sampling: SamplingParams::default(),
         stop: StopRules { max_tokens: Some(1), ..StopRules::default() },
         choices: 1,
-        priority: 0,
+        priority,
         special: false,
         stream: false,
         timeout: longest,
@@ -150,30 +159,35 @@ fn allowed(fields: &mut Fields<'_>) -> Result<Option<Vec<u32>>> {
         return Ok(None);
     };
     let message = "allowed_token_ids must be an array of at least one token id";
-    ids(list).filter(|ids| !ids.is_empty()).map(Some).ok_or_else(|| ApiError::invalid("allowed_token_ids", message))
+    let mut ids =
+        ids(list).filter(|ids| !ids.is_empty()).ok_or_else(|| ApiError::invalid("allowed_token_ids", message))?;
+    ids.sort_unstable();
+    ids.dedup();
+    Ok(Some(ids))
 }
 
 /// What tokens a word may come as: as a text's beginning, and after a space.
 fn banned(fields: &mut Fields<'_>, text: &dyn Text) -> Result<Vec<Vec<u32>>> {
     let wrong = || {
-        let message = format!("bad_words must be an array of up to {MAX_BAD_WORDS} strings, none blank");
+        let message = format!(
+            "bad_words must be an array of up to {MAX_BAD_WORDS} strings, none blank or of over {MAX_BAD_WORD} characters"
+        );
         ApiError::invalid("bad_words", message)
     };
     let list = fields.array("bad_words")?.map_or(&[][..], Vec::as_slice);
     if list.len() > MAX_BAD_WORDS {
         return Err(wrong());
     }
-    let mut rows = Vec::new();
+    let mut rows = HashSet::new();
     for value in list {
-        let word = value.as_str().map(str::trim_start).filter(|word| !word.is_empty()).ok_or_else(wrong)?;
+        let valid = |word: &&str| !word.is_empty() && word.chars().count() <= MAX_BAD_WORD;
+        let word = value.as_str().map(str::trim_start).filter(valid).ok_or_else(wrong)?;
         for form in [word, &format!(" {word}")] {
             let tokens = text.encode(form, false).map_err(|e| error::text(&e, "bad_words"))?;
-            if !tokens.is_empty() && !rows.contains(&tokens) {
-                rows.push(tokens);
-            }
+            rows.extend(Some(tokens).filter(|tokens| !tokens.is_empty()));
         }
     }
-    Ok(rows)
+    Ok(rows.into_iter().collect())
 }
 
 fn max_tokens(fields: &mut Fields<'_>, least: i64) -> Result<(Option<usize>, Option<&'static str>)> {

@@ -1,6 +1,7 @@
 //! Listening, and stopping without losing a request.
 
 use crate::app::{ServerConfig, router};
+use crate::stalled::Patience;
 use axum_server::accept::NoDelayAcceptor;
 use axum_server::tls_rustls::{RustlsAcceptor, RustlsConfig};
 use axum_server::{Handle, Server};
@@ -70,7 +71,7 @@ pub async fn serve(
     config: ServerConfig,
     stop: impl Future<Output = ()> + Send + 'static,
 ) -> std::io::Result<()> {
-    let header_timeout = config.header_timeout;
+    let (header_timeout, limit) = (config.header_timeout, config.write_timeout);
     let app = router(Arc::clone(&engine), config).into_make_service();
     let handle = Handle::new();
     let own = handle.clone();
@@ -84,21 +85,17 @@ pub async fn serve(
     // HTTP/1.1 alone: the limits of time hold for it, and a client that streams has a connection of its own.
     let mut server = Server::<SocketAddr>::from_listener(listener)
         .http1_only()
-        // A token is a small packet, and waits for no other.
-        .acceptor(NoDelayAcceptor::new())
         .handle(handle)
         .first_request_timeout(header_timeout)
         .accept_error_handler(|from, error| tracing::debug!(?from, %error, "a connection failed"));
     server.http_builder().http1().header_read_timeout(header_timeout);
+    // A token is a small packet, and waits for no other.
+    let plain = NoDelayAcceptor::new();
     let served = match certificate {
-        None => server.serve(app).await,
+        None => server.acceptor(Patience { inner: plain, limit }).serve(app).await,
         Some(Certificate(config)) => {
-            server
-                .acceptor(
-                    RustlsAcceptor::new(config).handshake_timeout(header_timeout).acceptor(NoDelayAcceptor::new()),
-                )
-                .serve(app)
-                .await
+            let inner = RustlsAcceptor::new(config).handshake_timeout(header_timeout).acceptor(plain);
+            server.acceptor(Patience { inner, limit }).serve(app).await
         }
     };
     // Where serving ended by itself nobody drains any more.

@@ -28,7 +28,8 @@ fn bodies() -> Vec<(&'static str, Value)> {
         {"role": "tool", "tool_call_id": "a", "content": "2"}]);
     let common = json!({"max_tokens": 3, "min_tokens": 1, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1,
         "presence_penalty": 1, "frequency_penalty": 1, "repetition_penalty": 1.1, "seed": 7, "logit_bias": {"3": -1}, "n": 2,
-        "stop": ["q"], "stop_token_ids": [1], "ignore_eos": false, "skip_special_tokens": true, "timeout": 20, "stream": true,
+        "stop": ["q"], "stop_token_ids": [1], "ignore_eos": false, "skip_special_tokens": true, "timeout": 20, "priority": 1,
+        "bad_words": ["bb"], "stream": true,
         "stream_options": {"include_usage": true}, "attention": attention, "vllm_xargs": {"other": 1}});
     let with = |more: Value| {
         let mut body = common.clone();
@@ -46,10 +47,13 @@ fn bodies() -> Vec<(&'static str, Value)> {
         ),
         (PATHS[0], with(json!({"messages": messages, "response_format": schema, "chat_template_kwargs": {"a": 1}}))),
         (PATHS[0], json!({"messages": messages, "max_tokens": 2, "structured_outputs": {"choice": ["a", "b"]}})),
-        (PATHS[1], with(json!({"prompt": ["a", "b"], "logprobs": 1, "best_of": 2}))),
         (
             PATHS[1],
-            json!({"prompt": [[1, 2], [3]], "echo": true, "max_tokens": 1, "epsilon": 0.1, "delta": 0.1, "gamma": 8}),
+            with(json!({"prompt": ["a", "b"], "logprobs": 1, "best_of": 2, "allowed_token_ids": [97, 98, 256]})),
+        ),
+        (
+            PATHS[1],
+            json!({"prompt": [[1, 2], [3]], "echo": true, "logprobs": 1, "max_tokens": 0, "best_of": 3, "epsilon": 0.1, "delta": 0.1, "gamma": 8}),
         ),
         (
             PATHS[2],

@@ -4,6 +4,7 @@ mod support;
 
 use axum::body::Body;
 use axum::http::{Request, StatusCode};
+use futures_util::stream::{self, StreamExt};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,6 +13,7 @@ use taper_attention::{Artifacts, Place, Places};
 use taper_engine::stub::StubBackend;
 use taper_engine::{EngineConfig, Load};
 use taper_server::ServerConfig;
+use tower::ServiceExt;
 
 fn chat(extra: Value) -> Value {
     let mut body = json!({"model": "stub", "messages": [{"role": "user", "content": "hi"}], "temperature": 0});
@@ -313,6 +315,40 @@ async fn bodies_that_are_no_request() {
     assert_eq!(large.status, StatusCode::PAYLOAD_TOO_LARGE);
     assert_eq!(large.error().0, "the request body is larger than 1000 bytes, the limit here");
     assert_eq!(large.json()["error"]["type"], "Payload Too Large");
+}
+
+#[tokio::test]
+async fn bodies_that_are_on_their_way_have_a_limit_together() {
+    let small = ServerConfig { body_bytes: 4096, body_timeout: Duration::from_secs(30), ..Default::default() };
+    let server = custom(StubBackend::new("x"), EngineConfig::default(), small);
+    // Bodies that come but for their end.
+    let (begun, mut all_begun) = tokio::sync::mpsc::channel(16);
+    let (ends, slow): (Vec<_>, Vec<_>) = (0..16)
+        .map(|_| {
+            let (end, ended) = tokio::sync::oneshot::channel::<()>();
+            let begun = begun.clone();
+            let rest = async move {
+                // Asked for once what came before is taken.
+                begun.send(()).await.unwrap();
+                ended.await.map(|()| r#"{"prompt": "p"}"#.to_string()).map_err(std::io::Error::other)
+            };
+            let first = stream::iter([Ok::<_, std::io::Error>(" ".repeat(4000))]);
+            let body = Body::from_stream(first.chain(stream::once(rest)));
+            let request = Request::post("/v1/completions").body(body).unwrap();
+            (end, tokio::spawn(server.router.clone().oneshot(request)))
+        })
+        .unzip();
+    for _ in 0..16 {
+        all_begun.recv().await.unwrap();
+    }
+    let refused = server.complete(complete(json!({}))).await;
+    assert_eq!(refused.status, StatusCode::SERVICE_UNAVAILABLE);
+    assert!(refused.error().0.contains("too many large request bodies") && refused.headers["retry-after"] == "1");
+    ends.into_iter().for_each(|end| end.send(()).unwrap());
+    for slow in slow {
+        assert_eq!(slow.await.unwrap().unwrap().status(), 200, "those that were on their way are taken");
+    }
+    assert_eq!(server.complete(complete(json!({}))).await.status, 200);
 }
 
 #[tokio::test]

@@ -122,6 +122,12 @@ async fn requests_and_their_answers_are_as_it_says() {
             json!({"prompt": ["a", "b"], "max_tokens": 2, "logprobs": 1}),
         ),
         ("/v1/completions", "TextRequest", "TextCompletion", json!({"prompt": [1, 2], "echo": true, "epsilon": 0.1})),
+        (
+            "/v1/completions",
+            "TextRequest",
+            "TextCompletion",
+            json!({"prompt": [1, 2], "echo": true, "logprobs": 1, "max_tokens": 0, "best_of": 2, "priority": 1}),
+        ),
         ("/v1/responses", "ResponseRequest", "ResponseAnswer", json!({"input": "hi", "max_output_tokens": 9})),
         ("/v1/embeddings", "EmbeddingRequest", "Embeddings", json!({"input": ["a", "b"], "encoding_format": "base64"})),
         ("/tokenize", "TokenizeRequest", "Tokens", json!({"prompt": "hello", "return_token_strs": true})),

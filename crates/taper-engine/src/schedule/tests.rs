@@ -152,6 +152,7 @@ fn a_request_starts_when_prompts_and_next_blocks_have_room() {
 /// A request of a simulated history.
 #[derive(Debug, Clone)]
 struct Simulated {
+    priority: i64,
     arrival: usize,
     prompt: usize,
     answer: usize,
@@ -181,6 +182,10 @@ impl Simulated {
         }
     }
 
+    fn order(&self) -> (i64, usize) {
+        (self.priority, self.arrival)
+    }
+
     fn live(&self) -> impl Iterator<Item = &(usize, usize)> {
         self.choices_at.iter().filter(|(generated, _)| *generated < self.answer)
     }
@@ -201,15 +206,17 @@ impl Simulated {
 
 #[derive(Debug, Clone)]
 enum Happens {
-    Arrives { prompt: usize, answer: usize, choices: usize, chunk: usize },
+    Arrives { prompt: usize, answer: usize, choices: usize, chunk: usize, priority: i64 },
     Leaves(usize),
     Steps(usize),
 }
 
 fn happens() -> impl Strategy<Value = Happens> {
     prop_oneof![
-        3 => (1usize..900, 1usize..200, 1usize..4, prop_oneof![Just(1usize), Just(64), Just(2000)])
-            .prop_map(|(prompt, answer, choices, chunk)| Happens::Arrives { prompt, answer, choices, chunk }),
+        3 => (1usize..900, 1usize..200, 1usize..4, prop_oneof![Just(1usize), Just(64), Just(2000)], -3i64..=3)
+            .prop_map(|(prompt, answer, choices, chunk, priority)| {
+                Happens::Arrives { prompt, answer, choices, chunk, priority }
+            }),
         1 => (0usize..20).prop_map(Happens::Leaves),
         3 => (1usize..60).prop_map(Happens::Steps),
     ]
@@ -222,7 +229,7 @@ proptest! {
     #[test]
     fn every_history_ends_well(
         blocks in 20usize..80,
-        most in 1usize..12,
+        (most, priorities) in (1usize..12, any::<bool>()),
         history in prop::collection::vec(happens(), 1..40),
     ) {
         let mut waiting: VecDeque<Simulated> = VecDeque::new();
@@ -233,13 +240,16 @@ proptest! {
         let limit = 200_000;
         for event in history.into_iter().chain([Happens::Steps(limit)]) {
             let count = match event {
-                Happens::Arrives { prompt, answer, choices, chunk } => {
+                Happens::Arrives { prompt, answer, choices, chunk, priority } => {
                     // What can never fit is not taken.
                     if (prompt + answer).div_ceil(BLOCK_TOKENS) * choices <= blocks {
                         let choices_at = vec![(0, 0); choices];
                         let (arrival, prefilled, underway) = (arrivals, Some(0), Underway::default());
-                        let new = Simulated { arrival, prompt, answer, chunk, prefilled, underway, choices_at };
-                        waiting.push_back(new);
+                        let priority = if priorities { priority } else { 0 };
+                        let new =
+                            Simulated { priority, arrival, prompt, answer, chunk, prefilled, underway, choices_at };
+                        let place = waiting.partition_point(|run| run.order() < new.order());
+                        waiting.insert(place, new);
                         arrivals += 1;
                     }
                     0
@@ -263,7 +273,8 @@ proptest! {
                     if !admits(&standing, free(&running), most, (known, next.live().count())) {
                         break;
                     }
-                    running.extend(waiting.pop_front());
+                    let Some(next) = waiting.pop_front() else { break };
+                    running.insert(running.partition_point(|run| run.order() < next.order()), next);
                 }
                 if running.is_empty() {
                     break;
@@ -296,8 +307,11 @@ proptest! {
                 let most = if prompts.len() < shares.len() { 48 } else { 256 };
                 let work: usize = prompts.iter().map(|share| share.effort).sum();
                 prop_assert!(work <= most, "a step does {work} tokens' work");
-                let oldest = running[0].arrival;
-                prop_assert!(running.iter().chain(&waiting).all(|run| run.arrival >= oldest), "the oldest runs");
+                let oldest = running[0].order();
+                prop_assert!(running.iter().all(|run| run.order() >= oldest), "the first of those that run");
+                // A more urgent one may lack room.
+                let first = || running.iter().chain(&waiting).all(|run| run.order() >= oldest);
+                prop_assert!(priorities || first(), "the oldest runs");
                 let underway = running.iter().filter(|run| run.underway.tokens > 0).count();
                 prop_assert!(underway <= 2, "{underway} chunks are underway");
                 // Places are those before the step, which may be a choice's last.

@@ -14,12 +14,6 @@ pub(crate) struct Common {
     attention: Attending,
     #[serde(flatten)]
     drawing: Drawing,
-    /// Most tokens of an answer. A chat's default is what fits, a text completion's 16.
-    #[schema(minimum = 1)]
-    max_tokens: Option<i64>,
-    /// The same, by its newer name.
-    #[schema(minimum = 1)]
-    max_completion_tokens: Option<i64>,
     /// Answers to each prompt.
     #[schema(minimum = 1, maximum = 32, default = 1)]
     n: Option<i64>,
@@ -66,7 +60,7 @@ pub(crate) struct Drawing {
     /// The only tokens that may come, by id; with end tokens only if they are named.
     #[schema(value_type = Option<Vec<u32>>, min_items = 1)]
     allowed_token_ids: Option<Vec<u32>>,
-    /// Words that do not come, up to 1,000, in the tokens that they have at a text's beginning and after a space.
+    /// Words that do not come, up to 1,000 of 200 characters, in the tokens that they have at a text's beginning and after a space.
     #[schema(value_type = Option<Vec<String>>, max_items = 1000)]
     bad_words: Option<Vec<String>>,
     /// Tokens before which an answer does not end.
@@ -83,7 +77,7 @@ pub(crate) struct Drawing {
     /// Whether the model's own marks between texts are left out.
     #[schema(default = true)]
     skip_special_tokens: Option<bool>,
-    /// Requests with less of it go before those with more.
+    /// Requests with less of it go before those with more; the server says how little one may have, 0 by default.
     #[schema(default = 0)]
     priority: Option<i64>,
     /// Seconds that the request may take, waiting included; then it ends with a 504.
@@ -119,6 +113,12 @@ pub(crate) struct ChatRequest {
     /// The conversation so far.
     #[schema(min_items = 1)]
     messages: Vec<Message>,
+    /// Most tokens of an answer, what fits if nothing is said.
+    #[schema(minimum = 1)]
+    max_tokens: Option<i64>,
+    /// The same, by its newer name.
+    #[schema(minimum = 1)]
+    max_completion_tokens: Option<i64>,
     /// Functions that the answer may call.
     tools: Option<Vec<Tool>>,
     /// `none`, `auto`, `required`, or `{"type": "function", "function": {"name": …}}`.
@@ -145,10 +145,17 @@ pub(crate) struct TextRequest {
     common: Common,
     /// What is continued.
     prompt: Texts,
+    /// Most tokens of an answer; 0 with `echo` alone.
+    #[schema(minimum = 0, default = 16)]
+    max_tokens: Option<i64>,
+    /// The same, by its newer name.
+    #[schema(minimum = 0)]
+    max_completion_tokens: Option<i64>,
     /// How many of the most probable tokens come beside each; 0 gives the tokens' own log probabilities alone.
     #[schema(minimum = 0, maximum = 20)]
     logprobs: Option<i64>,
-    /// Whether the prompt comes before the answer; with `logprobs`, its tokens' as well. `max_tokens` may be 0 then.
+    /// Whether the prompt comes before the answer; with `logprobs`, its tokens' as well, up to 262,144 log probabilities in one
+    /// answer (prompt tokens, times `logprobs` + 1, times `n`). `max_tokens` may be 0 then.
     #[schema(default = false)]
     echo: Option<bool>,
     /// Answers drawn, at least `n`: the `n` whose tokens have the highest mean log probability come, the best first. More than
@@ -198,6 +205,9 @@ pub(crate) struct EmbeddingRequest {
     attention: Attending,
     /// What is embedded.
     input: Texts,
+    /// Requests with less of it go before those with more.
+    #[schema(default = 0)]
+    priority: Option<i64>,
     /// Whether numbers come as such, or as little-endian f32 in base64.
     #[schema(default = "float")]
     encoding_format: Option<Encoding>,
