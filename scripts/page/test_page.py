@@ -576,6 +576,34 @@ def test_the_api_is_explained(visit, address):
     shot(page, "docs")
 
 
+def test_an_api_that_cannot_be_explained_says_why(visit, locked):
+    page = visit(locked + "/docs", refusals=True)
+
+    # Something before the server that wants the key for this, too; as the server judges keys.
+    def guard(route):
+        checked = route.fetch(url=locked + "/v1/models")
+        route.continue_() if checked.ok else route.fulfill(response=checked)
+
+    page.route("**/openapi.json", guard)
+    page.reload()
+    alert = page.get_by_role("alert")
+    alert.wait_for()
+    assert "status 401" in alert.inner_text() and "wants an API key" in alert.inner_text()
+    shot(page, "docs-locked")
+    alert.get_by_role("link").click()
+    page.get_by_label("Key", exact=True).fill(KEY)
+    page.keyboard.press("Enter")
+    page.locator(".welcome").wait_for()
+    page.get_by_role("link", name="API").click()
+    page.get_by_text("/v1/chat/completions", exact=True).wait_for()
+    assert page.get_by_role("alert").count() == 0
+    page.unroute("**/openapi.json")
+    page.route("**/openapi.json", lambda route: route.fulfill(status=404, body="<p>nothing</p>"))
+    page.reload()
+    alert.wait_for()
+    assert "status 404" in alert.inner_text() and alert.get_by_role("link").count() == 0
+
+
 def test_the_page_keeps_a_strict_policy(page, address):
     for path in page.evaluate("performance.getEntriesByType('resource').map((e) => new URL(e.name).pathname)") + ["/"]:
         if path.startswith("/v1/"):
