@@ -1,5 +1,6 @@
 // The API's reference, drawn from /openapi.json: each endpoint, its fields and what it answers.
 
+import { ApiError, get } from "./api.js";
 import { el, wide } from "./dom.js";
 import { inline } from "./inline.js";
 import { rangeOf, show } from "./schema.js";
@@ -105,8 +106,24 @@ function operation(path, method, about) {
   );
 }
 
+/** Why there is nothing to see. */
+function failure(error) {
+  const status = error.status ? ` (status ${error.status})` : "";
+  const key = ["Give its key on ", el("a", { href: "/" }, "the page for chats"), ", which keeps it for this tab, and come back. "];
+  return el(
+    "p",
+    { class: "alert", role: "alert" },
+    `The API's description could not be loaded${status}: `,
+    ...inline(error.message),
+    ". ",
+    ...(error.status === 401 ? key : []),
+    el("button", { type: "button", class: "quiet", onclick: () => location.reload() }, "Try again"),
+  );
+}
+
 async function start() {
-  whole = await (await fetch("/openapi.json")).json();
+  // With the key that the page at / keeps, if it has one.
+  whole = await get("/openapi.json");
   document.getElementById("version").textContent = whole.info.version;
   docs.append(el("p", { class: "about" }, ...inline(whole.info.description)));
   const tags = new Map();
@@ -119,4 +136,7 @@ async function start() {
   for (const [tag, operations] of tags) docs.append(el("h2", {}, tag), ...operations);
 }
 
-start();
+start().catch((error) => {
+  docs.replaceChildren(failure(error));
+  if (!(error instanceof ApiError)) throw error;
+});
