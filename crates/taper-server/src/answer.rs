@@ -126,7 +126,7 @@ impl Call {
         let events = app.engine.submit_all(requests);
         let events = events.map_err(|e| error::refused(&e, self.prompt_field, self.common.max_field))?;
         let numbered = |(index, mut events): (usize, Events)| {
-            let mut watch = app.metrics.watch(self.common.choices);
+            let mut watch = app.watch(self, id);
             let events = poll_fn(move |cx| events.poll_recv(cx)).map(move |event| {
                 watch.see(&event);
                 (index, event)

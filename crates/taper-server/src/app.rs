@@ -3,8 +3,9 @@
 use crate::error::ApiError;
 use crate::keys;
 use crate::live::Live;
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, Watch};
 use crate::request_id;
+use crate::spans::{self, Spans};
 use crate::{answer, routes};
 use axum::Router;
 use axum::extract::DefaultBodyLimit;
@@ -26,6 +27,8 @@ pub struct ServerConfig {
     pub live: Arc<Live>,
     /// What methods learned offline for the model.
     pub artifacts: Arc<Artifacts>,
+    /// Where spans of requests go, if anywhere.
+    pub spans: Option<Spans>,
     /// Web pages that may ask.
     pub origins: Origins,
     /// How long a client may take to send a request's head, and idle between two requests.
@@ -47,6 +50,7 @@ impl Default for ServerConfig {
         Self {
             live: Arc::default(),
             artifacts: Arc::default(),
+            spans: None,
             origins: Origins::None,
             header_timeout: Duration::from_secs(30),
             body_timeout: Duration::from_secs(60),
@@ -100,6 +104,7 @@ pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
     let limit = DefaultBodyLimit::max(config.body_bytes);
     let live = Arc::clone(&config.live);
     let cors = config.origins.layer();
+    let spans = config.spans.clone().map(|spans| middleware::from_fn_with_state(spans, spans::around));
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let metrics = Arc::new(Metrics::new(&engine));
     let app = Arc::new(App { engine, config, metrics, parsing: Arc::new(Semaphore::new(cores)) });
@@ -113,11 +118,19 @@ pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
         .layer(middleware::from_fn_with_state(live, keys::check))
         // What a browser asks beforehand has no key with it.
         .layer(option_layer(cors))
+        .layer(option_layer(spans))
         .layer(middleware::from_fn(request_id::name))
         .with_state(app)
 }
 
 impl App {
+    /// Watches one prompt's events from now on, for metrics and spans.
+    pub(crate) fn watch(&self, call: &answer::Call, id: &str) -> Watch {
+        let spans = self.config.spans.as_ref();
+        let generation = spans.and_then(|spans| spans.generation(call, id, &self.engine.model().id));
+        self.metrics.watch(call.common.choices, generation)
+    }
+
     /// Refuses a token that the model lacks; `path` names its field.
     pub(crate) fn check_token(&self, token: u32, path: impl Display) -> Result<(), ApiError> {
         let vocab = self.engine.limits().vocab;
