@@ -2,6 +2,7 @@
 
 use crate::config::{self, ServeConfig};
 use crate::load::{self, Loaded};
+use crate::otlp::Otlp;
 use crate::settings::ServeArgs;
 use crate::settings::Settings;
 use crate::talk;
@@ -50,11 +51,13 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     let at = format!("{}:{}", config.host, config.port);
     let listener = TcpListener::bind((config.host.as_str(), config.port)).await.with_context(|| at)?;
     let address = listener.local_addr()?;
-    let ServeConfig { model, keys, tls, mut server, .. } = config;
+    let ServeConfig { model, keys, tls, otlp, mut server, .. } = config;
     let certificate = match tls {
         Some(tls) => Some((certificate(&tls).await?, tls)),
         None => None,
     };
+    let exporter = otlp.map(Otlp::start).transpose()?;
+    server.spans = exporter.as_ref().map(|exporter| exporter.spans(certificate.is_some()));
     tracing::info!(settings = text, "settings");
     let loading = tokio::task::spawn_blocking(move || load::engine(&model));
     let Loaded { engine, artifacts, attention } = tokio::select! {
@@ -71,7 +74,11 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     (server.live, server.artifacts) = (Arc::new(Live::new(attention, keys)), artifacts);
     tokio::spawn(reloaded(asked, args, Arc::clone(&server.live), Arc::clone(&server.artifacts), certificate.clone()));
     let certificate = certificate.map(|(certificate, _)| certificate);
-    taper_server::serve(listener, certificate, engine, server, stops.stopped()).await.context("serving")
+    let served = taper_server::serve(listener, certificate, engine, server, stops.stopped()).await.context("serving");
+    if let Some(exporter) = exporter {
+        exporter.stop().await;
+    }
+    served
 }
 
 async fn certificate(tls: &Tls) -> Result<Certificate> {
