@@ -67,6 +67,9 @@ impl Otlp {
         if let Some((name, _)) = either("HEADERS").filter(|(_, text)| !text.split_terminator(',').all(is_header)) {
             bail!("{name}: must be name=value, with commas between them");
         }
+        if let Some((name, text)) = either("COMPRESSION").filter(|(_, text)| text != "gzip" && text != "none") {
+            bail!("{name}: {text:?}: must be gzip or none");
+        }
         let patience = either("TIMEOUT").map(|(name, text)| match text.parse() {
             Ok(milliseconds @ 1..) => Ok(Duration::from_millis(milliseconds)),
             _ => bail!("{name}: {text:?}: must be milliseconds, at least 1"),

@@ -241,6 +241,8 @@ fn mistakes_name_the_setting_or_the_variable_and_no_secret() {
     assert_eq!(secret, "OTEL_EXPORTER_OTLP_HEADERS: must be name=value, with commas between them");
     let protocol = said(good, &[("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")]);
     assert!(protocol.starts_with("OTEL_EXPORTER_OTLP_PROTOCOL: \"grpc\": spans go by http/protobuf"), "{protocol}");
+    let compression = said(good, &[("OTEL_EXPORTER_OTLP_COMPRESSION", "zstd")]);
+    assert_eq!(compression, "OTEL_EXPORTER_OTLP_COMPRESSION: \"zstd\": must be gzip or none");
     for text in ["0", "soon", "-1"] {
         let timeout = said(good, &[("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", text)]);
         assert!(timeout.starts_with("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT: "), "{timeout}");
