@@ -24,6 +24,19 @@ use std::task::{self, Poll};
 /// What machines ask every few seconds has no spans.
 const PROBES: [&str; 3] = ["/health", "/ready", "/metrics"];
 
+/// Those that the semantic conventions know.
+const METHODS: [Method; 9] = [
+    Method::CONNECT,
+    Method::DELETE,
+    Method::GET,
+    Method::HEAD,
+    Method::OPTIONS,
+    Method::PATCH,
+    Method::POST,
+    Method::PUT,
+    Method::TRACE,
+];
+
 /// The semantic conventions' name for what went wrong.
 const ERROR_TYPE: &str = "error.type";
 
@@ -44,9 +57,8 @@ impl Spans {
     fn open(&self, request: &Request) -> Open {
         let headers = request.headers();
         let parent = TraceContextPropagator::new().extract_with_context(&Context::new(), &HeaderExtractor(headers));
-        let known = [Method::GET, Method::POST, Method::HEAD, Method::OPTIONS, Method::PUT, Method::DELETE];
         // Clients may make names of methods up, and there should not be as many names of spans.
-        let method = if known.contains(request.method()) { request.method().as_str() } else { "_OTHER" };
+        let method = if METHODS.contains(request.method()) { request.method().as_str() } else { "_OTHER" };
         let text = |name: header::HeaderName| headers.get(name)?.to_str().ok().map(str::to_owned);
         let mut attributes = vec![
             KeyValue::new("http.request.method", method.to_owned()),
@@ -102,7 +114,7 @@ struct Open {
     context: Context,
     /// Whether the client was sent everything.
     whole: bool,
-    /// Whether that says that the server failed.
+    /// Whether the status says that the server failed.
     failed: bool,
 }
 
