@@ -25,7 +25,7 @@ CATALOGUE = b"GET /v1/attention/methods HTTP/1.1\r\nHost: taper\r\n\r\n"
 class Server:
     def __init__(self, taper, *options, port=0, files=None):
         command = [taper, "serve", "--port", str(port), "--kv-memory", f"{KV_MIB}MiB", "--queue", "256"]
-        command += ["--header-seconds", str(HEAD), "--body-seconds", str(BODY), "--request-seconds", str(DEADLINE), *options]
+        command += ["--header-seconds", str(HEAD), "--body-seconds", str(BODY), "--write-seconds", str(BODY), "--request-seconds", str(DEADLINE), *options]
         limit = (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))) if files else None
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         self.process = subprocess.Popen(command, preexec_fn=limit, env=os.environ | {"RUST_LOG": "off"}, **pipes)

@@ -148,7 +148,7 @@ impl Call {
         let events =
             events.map_err(|e| error::refused(&e, self.prompt_field, self.count_field(), self.common.max_field))?;
         let numbered = |(index, mut events): (usize, Events)| {
-            let mut watch = app.metrics.watch(self.common.choices);
+            let mut watch = app.watch(self, id);
             let echo = self.prompts[index].echo.as_ref().map_or(0, |echo| echo.chars().count());
             let echo_only = self.echo_only;
             let events = poll_fn(move |cx| events.poll_recv(cx)).map(move |event| {

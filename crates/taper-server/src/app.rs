@@ -4,8 +4,9 @@ use crate::body::{BODIES, PIECE};
 use crate::error::ApiError;
 use crate::keys;
 use crate::live::Live;
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, Watch};
 use crate::request_id;
+use crate::spans::{self, Spans};
 use crate::{answer, routes};
 use axum::Router;
 use axum::http::{HeaderValue, Method, StatusCode, Uri, header};
@@ -26,6 +27,8 @@ pub struct ServerConfig {
     pub live: Arc<Live>,
     /// What methods learned offline for the model.
     pub artifacts: Arc<Artifacts>,
+    /// Where spans of requests go, if anywhere.
+    pub spans: Option<Spans>,
     /// Web pages that may ask.
     pub origins: Origins,
     /// How long a client may take to send a request's head, and idle between two requests.
@@ -51,6 +54,7 @@ impl Default for ServerConfig {
         Self {
             live: Arc::default(),
             artifacts: Arc::default(),
+            spans: None,
             origins: Origins::None,
             header_timeout: Duration::from_secs(30),
             body_timeout: Duration::from_secs(60),
@@ -105,9 +109,11 @@ pub(crate) struct App {
 
 /// All routes.
 pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
-    let bodies = Arc::new(Semaphore::new(BODIES * config.body_bytes.div_ceil(PIECE)));
+    let bodies =
+        Arc::new(Semaphore::new(config.body_bytes.div_ceil(PIECE).saturating_mul(BODIES).min(Semaphore::MAX_PERMITS)));
     let live = Arc::clone(&config.live);
     let cors = config.origins.layer();
+    let spans = config.spans.clone().map(|spans| middleware::from_fn_with_state(spans, spans::around));
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let metrics = Arc::new(Metrics::new(&engine));
     let app = Arc::new(App { engine, config, metrics, parsing: Arc::new(Semaphore::new(cores)), bodies });
@@ -120,11 +126,19 @@ pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
         .layer(middleware::from_fn_with_state(live, keys::check))
         // What a browser asks beforehand has no key with it.
         .layer(option_layer(cors))
+        .layer(option_layer(spans))
         .layer(middleware::from_fn(request_id::name))
         .with_state(app)
 }
 
 impl App {
+    /// Watches one prompt's events from now on, for metrics and spans.
+    pub(crate) fn watch(&self, call: &answer::Call, id: &str) -> Watch {
+        let spans = self.config.spans.as_ref();
+        let generation = spans.and_then(|spans| spans.generation(call, id, &self.engine.model().id));
+        self.metrics.watch(call.common.choices, generation)
+    }
+
     /// Refuses a token that the model lacks; `path` names its field.
     pub(crate) fn check_token(&self, token: u32, path: impl Display) -> Result<(), ApiError> {
         let vocab = self.engine.limits().vocab;

@@ -1,6 +1,7 @@
 //! What Prometheus reads at `/metrics`: vLLM's names where the meaning is the same, so that dashboards, autoscalers and
 //! gateways made for it work, and under `taper:` what attention did.
 
+use crate::spans::Generation;
 use prometheus::core::Collector;
 use prometheus::{
     CounterVec, Encoder, Gauge, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts,
@@ -285,10 +286,11 @@ impl Metrics {
         }
     }
 
-    /// Watches one prompt's events from now on.
-    pub(crate) fn watch(self: &Arc<Self>, choices: usize) -> Watch {
+    /// Watches one prompt's events from now on; its span sees them too.
+    pub(crate) fn watch(self: &Arc<Self>, choices: usize, span: Option<Generation>) -> Watch {
         Watch {
             metrics: Arc::clone(self),
+            span,
             began: Instant::now(),
             latest: vec![None; choices],
             open: choices,
@@ -328,6 +330,7 @@ impl Metrics {
 /// One prompt on its way. Dropped before its end, its client has left.
 pub(crate) struct Watch {
     metrics: Arc<Metrics>,
+    span: Option<Generation>,
     began: Instant,
     /// When each choice had its latest text.
     latest: Vec<Option<Instant>>,
@@ -339,6 +342,7 @@ pub(crate) struct Watch {
 impl Watch {
     /// Takes an event into account.
     pub(crate) fn see(&mut self, event: &Event) {
+        self.span.iter_mut().for_each(|span| span.see(event));
         match event {
             Event::Prefilled | Event::Prompt(_) => {}
             Event::Delta(delta) => {

@@ -87,7 +87,11 @@ pub async fn serve(
         .http1_only()
         .handle(handle)
         .first_request_timeout(header_timeout)
-        .accept_error_handler(|from, error| tracing::debug!(?from, %error, "a connection failed"));
+        .accept_error_handler(|from, error| match from {
+            Some(from) => tracing::debug!(?from, %error, "a connection failed"),
+            // Such as no file being left for it.
+            None => tracing::warn!(%error, "a connection could not be taken"),
+        });
     server.http_builder().http1().header_read_timeout(header_timeout);
     // A token is a small packet, and waits for no other.
     let plain = NoDelayAcceptor::new();

@@ -1,5 +1,6 @@
 //! Settings, checked: what loads a model, and what serves it.
 
+use crate::otlp::Otlp;
 use crate::preset;
 use crate::settings::Settings;
 use crate::settings::{LogFormat, ModelArgs};
@@ -66,6 +67,8 @@ pub struct ServeConfig {
     pub log: LogFormat,
     pub keys: Keys,
     pub tls: Option<Tls>,
+    /// The collector of spans, if there is one.
+    pub otlp: Option<Otlp>,
     pub server: ServerConfig,
 }
 
@@ -102,6 +105,8 @@ pub fn serve(settings: Settings) -> Result<ServeConfig> {
     }
     server.request_timeout = seconds("request_seconds", args.request_seconds)?;
     server.body_timeout = seconds("body_seconds", args.body_seconds)?.unwrap_or(server.body_timeout);
+    server.write_timeout = seconds("write_seconds", args.write_seconds)?.unwrap_or(server.write_timeout);
+    server.least_priority = args.least_priority.unwrap_or(server.least_priority);
     server.header_timeout = seconds("header_seconds", args.header_seconds)?.unwrap_or(server.header_timeout);
     server.origins = args.cors_origins.as_deref().map_or(Ok(Origins::None), origins)?;
     let tls = match (args.tls_cert, args.tls_key) {
@@ -110,6 +115,9 @@ pub fn serve(settings: Settings) -> Result<ServeConfig> {
         (Some(_), None) => bail!("tls_cert needs tls_key, the certificate's private key"),
         (None, Some(_)) => bail!("tls_key needs tls_cert, the key's certificate"),
     };
+    // Where an empty one stands, it is there to take back what the environment says.
+    let collector = args.otlp_traces_endpoint.filter(|url| !url.is_empty());
+    let otlp = collector.map(|url| Otlp::new(&url, |name| std::env::var(name).ok())).transpose()?;
     // More prompts than may wait could never be taken together.
     server.prompts = server.prompts.min(model.engine.queue);
     Ok(ServeConfig {
@@ -119,6 +127,7 @@ pub fn serve(settings: Settings) -> Result<ServeConfig> {
         port: args.port.unwrap_or(8080),
         log: args.log.unwrap_or_default(),
         tls,
+        otlp,
         server,
     })
 }
@@ -415,6 +424,10 @@ mod tests {
             ("tls_key = 'a.pem'\n", "tls_key needs tls_cert"),
             ("cors_origins = 'example.com'\n", "\"example.com\" is not like https://example.com"),
             ("cors_origins = 'https://a.b, *'\n", "and not the only *"),
+            (
+                "otlp_traces_endpoint = 'grpc://localhost:4317'\n",
+                "otlp_traces_endpoint must be like http://localhost:4318",
+            ),
             ("log = 'xml'\n", ":1: unknown variant `xml`"),
         ] {
             let (_folder, path) = file(text);

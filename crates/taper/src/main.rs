@@ -12,6 +12,7 @@ mod health;
 mod load;
 mod load_test;
 mod methods;
+mod otlp;
 mod preset;
 mod serve;
 mod settings;

@@ -2,6 +2,7 @@
 
 use crate::config::{self, ServeConfig};
 use crate::load::{self, Loaded};
+use crate::otlp::Otlp;
 use crate::settings::ServeArgs;
 use crate::settings::Settings;
 use crate::talk;
@@ -11,7 +12,7 @@ use std::sync::Arc;
 use taper_attention::{Artifacts, AttentionSpec};
 use taper_engine::{Engine, of_them_offloaded};
 use taper_server::{Certificate, Live, Tls};
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpSocket};
 
 /// Loads the model and serves until Ctrl-C or SIGTERM.
 ///
@@ -43,18 +44,38 @@ pub fn check(args: ServeArgs) -> Result<()> {
     Ok(talk::print(&text)?)
 }
 
+/// Connections that may wait to be taken: as many as may well come at one moment.
+const BACKLOG: u32 = 1024;
+
+/// Listens at the first of a name's addresses that can be had.
+async fn listen(host: &str, port: u16) -> std::io::Result<TcpListener> {
+    let mut error = None;
+    for at in tokio::net::lookup_host((host, port)).await? {
+        let socket = if at.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+        // A server that was ended a moment ago is in nobody's way.
+        socket.set_reuseaddr(true)?;
+        match socket.bind(at).and_then(|()| socket.listen(BACKLOG)) {
+            Ok(listener) => return Ok(listener),
+            Err(other) => error = Some(other),
+        }
+    }
+    Err(error.unwrap_or_else(|| std::io::Error::other("the name has no address")))
+}
+
 async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     // Before the model loads: a signal that nobody waits for ends the process.
     let (asked, mut stops) = (hang_up(), Stops::new().context("listening to signals")?);
     // The address first: that it is taken should not be known only after a large model has loaded.
     let at = format!("{}:{}", config.host, config.port);
-    let listener = TcpListener::bind((config.host.as_str(), config.port)).await.with_context(|| at)?;
+    let listener = listen(&config.host, config.port).await.with_context(|| at)?;
     let address = listener.local_addr()?;
-    let ServeConfig { model, keys, tls, mut server, .. } = config;
+    let ServeConfig { model, keys, tls, otlp, mut server, .. } = config;
     let certificate = match tls {
         Some(tls) => Some((certificate(&tls).await?, tls)),
         None => None,
     };
+    let exporter = otlp.map(Otlp::start).transpose()?;
+    server.spans = exporter.as_ref().map(|exporter| exporter.spans(certificate.is_some()));
     tracing::info!(settings = text, "settings");
     let loading = tokio::task::spawn_blocking(move || load::engine(&model));
     let Loaded { engine, artifacts, attention } = tokio::select! {
@@ -71,7 +92,11 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     (server.live, server.artifacts) = (Arc::new(Live::new(attention, keys)), artifacts);
     tokio::spawn(reloaded(asked, args, Arc::clone(&server.live), Arc::clone(&server.artifacts), certificate.clone()));
     let certificate = certificate.map(|(certificate, _)| certificate);
-    taper_server::serve(listener, certificate, engine, server, stops.stopped()).await.context("serving")
+    let served = taper_server::serve(listener, certificate, engine, server, stops.stopped()).await.context("serving");
+    if let Some(exporter) = exporter {
+        exporter.stop().await;
+    }
+    served
 }
 
 async fn certificate(tls: &Tls) -> Result<Certificate> {

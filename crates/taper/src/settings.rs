@@ -4,6 +4,7 @@
 //! are the same by construction.
 
 use crate::config::Wanted;
+use crate::otlp;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
@@ -99,6 +100,9 @@ pub struct ServerArgs {
     /// Whether prompts that begin alike share what they begin with [default: true]
     #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     pub prefix_cache: Option<bool>,
+    /// Least `priority` of requests: those with less go before those with more [default: 0]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub least_priority: Option<i64>,
     /// How long a request may take, waiting included, and the most of its `timeout`; then it ends with a 504 [default: no limit]
     #[arg(long, value_name = "SECONDS")]
     pub request_seconds: Option<u32>,
@@ -108,6 +112,9 @@ pub struct ServerArgs {
     /// How long a client may take to send a request's body [default: 60]
     #[arg(long, value_name = "SECONDS")]
     pub body_seconds: Option<u32>,
+    /// How long a client may take nothing of what waits to be sent to it [default: 60]
+    #[arg(long, value_name = "SECONDS")]
+    pub write_seconds: Option<u32>,
     /// How long a client may take to send a request's head, and idle between two [default: 30]
     #[arg(long, value_name = "SECONDS")]
     pub header_seconds: Option<u32>,
@@ -123,6 +130,10 @@ pub struct ServerArgs {
     /// The certificate's private key in PEM
     #[arg(long, value_name = "FILE")]
     pub tls_key: Option<PathBuf>,
+    /// Collector that takes spans of requests, by OTLP over HTTP, such as http://localhost:4318/v1/traces; empty for none
+    /// [default: OpenTelemetry's variables, of which OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME and more hold too]
+    #[arg(long, value_name = "URL")]
+    pub otlp_traces_endpoint: Option<String>,
     /// Format of the log [default: text]
     #[arg(long, value_name = "FORMAT", value_enum)]
     pub log: Option<LogFormat>,
@@ -174,9 +185,11 @@ impl Settings {
         let environment: Vec<(OsString, OsString)> = environment.collect();
         let named = environment.iter().find(|(name, path)| name == CONFIG && !path.is_empty());
         let config = config.or_else(|| named.map(|(_, path)| path.into()));
+        let collector = otlp::endpoint(&environment).map(|url| ("otlp_traces_endpoint".to_string(), url.into()));
         let environment = variables(environment.into_iter())?;
         let file = config.as_deref().map(file).transpose()?.unwrap_or_default();
         let mut all = layer(&Self::defaults())?;
+        all.extend(collector);
         for over in [file, environment, layer(&Self { model, server })?] {
             all.extend(over);
         }
@@ -205,6 +218,8 @@ impl Settings {
                 prefix_cache: Some(true),
                 body_mib: Some(16),
                 body_seconds: Some(60),
+                write_seconds: Some(60),
+                least_priority: Some(0),
                 header_seconds: Some(30),
                 log: Some(Default::default()),
                 ..ServerArgs::default()
@@ -329,8 +344,8 @@ mod tests {
         // Each is read from the environment as from a file, whatever its type.
         let all = "model='m'\nattention='dense'\nartifacts='a'\ndevice='cpu'\nthreads=2\nkv_memory='1GiB'\nkv_offload='2GiB'\nkv_offload_dir='d'\n\
                    kv_dtype='f32'\ndtype='f16'\ndequantize=true\ncontext=99\nhost='h'\nport=1\nqueue=2\nchunk_tokens=3\nsequences=4\nstretch=1.5\n\
-                   prefix_cache=false\nrequest_seconds=5\nbody_mib=6\nbody_seconds=7\nheader_seconds=8\napi_keys='k'\ncors_origins='*'\n\
-                   tls_cert='c'\ntls_key='t'\nlog='json'\n";
+                   prefix_cache=false\nrequest_seconds=5\nbody_mib=6\nbody_seconds=7\nwrite_seconds=6\nleast_priority=-2\nheader_seconds=8\napi_keys='k'\ncors_origins='*'\n\
+                   tls_cert='c'\ntls_key='t'\notlp_traces_endpoint='http://c:4318/'\nlog='json'\n";
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("all.toml");
         std::fs::write(&path, all).unwrap();

@@ -68,10 +68,28 @@ fn the_settings_that_would_be_are_shown_and_checked() {
     let path = folder.path().join("shown.toml");
     std::fs::write(&path, &text).expect("written");
     assert_eq!(check(&["--config", path.to_str().expect("UTF-8")], &[]).1, text);
+    // OpenTelemetry's variables count where nothing else says anything of a collector; what is in headers is not shown.
+    let collector = |args: &[&str], variables: &[(&str, &str)]| {
+        let all = ["ENDPOINT", "HEADERS"].map(|end| format!("OTEL_EXPORTER_OTLP_{end}"));
+        let given = [(all[0].as_str(), "http://c:4318"), (all[1].as_str(), "key=hidden")];
+        let (code, text, error) = check(args, &[&given[..], variables].concat());
+        assert!(code == Some(0) && !text.contains("hidden"), "{text}{error}");
+        text.lines().find_map(|line| line.strip_prefix("otlp_traces_endpoint = ")).map(str::to_owned)
+    };
+    assert_eq!(collector(&[], &[]).as_deref(), Some("\"http://c:4318/v1/traces\""));
+    assert_eq!(collector(&["--otlp-traces-endpoint", "http://d"], &[]).as_deref(), Some("\"http://d\""));
+    assert_eq!(collector(&[], &[("TAPER_OTLP_TRACES_ENDPOINT", "")]).as_deref(), Some("\"\""));
     let key = path.to_str().expect("UTF-8");
     for (args, variables, says) in [
         (&["--tls-cert", key][..], &[][..], "tls_cert needs tls_key"),
         (&["--tls-cert", key, "--tls-key", key], &[], "shown.toml with"),
+        (&["--otlp-traces-endpoint", "grpc://c:4317"], &[], "otlp_traces_endpoint must be like http://localhost:4318"),
+        (&[], &[("OTEL_EXPORTER_OTLP_ENDPOINT", "localhost:4318")], "otlp_traces_endpoint must be like"),
+        (
+            &["--otlp-traces-endpoint", "http://c:4318"],
+            &[("OTEL_EXPORTER_OTLP_HEADERS", "hidden")],
+            "OTEL_EXPORTER_OTLP_HEADERS: must be name=value, with commas between them",
+        ),
         (&[], &[("TAPER_QUEUE", "0")], "queue must be at least 1"),
         (&[], &[("TAPER_QEUE", "1")], "TAPER_QEUE: no setting is called `qeue`; did you mean `queue`?"),
         (&["--cors-origins", "nobody"], &[], "cors_origins"),

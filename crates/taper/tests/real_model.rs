@@ -1,8 +1,10 @@
 //! The program itself with the default model, which is fetched on first use: over HTTP and from the terminal.
 
+use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
+use prost::Message;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -18,13 +20,14 @@ struct Server {
 
 impl Server {
     fn start() -> Self {
-        Self::with(&[])
+        Self::with(&[], &[])
     }
 
-    fn with(args: &[&str]) -> Self {
+    fn with(args: &[&str], variables: &[(&str, &str)]) -> Self {
         let mut child = Command::new(PROGRAM)
             .args(["serve", "--port", "0", "--kv-memory", "256MiB"])
             .args(args)
+            .envs(variables.iter().copied())
             .stdout(Stdio::piped())
             .spawn()
             .expect("the program starts");
@@ -48,6 +51,24 @@ impl Server {
         socket.read_to_string(&mut answer).expect("answered");
         let status = answer[9..12].parse().expect("a status");
         (status, answer.split_once("\r\n\r\n").expect("a body").1.to_string())
+    }
+
+    fn told_to_end(&self) {
+        let killed = Command::new("kill").arg(self.child.id().to_string()).status().expect("kill runs");
+        assert!(killed.success());
+    }
+
+    /// With success, in a while.
+    fn ends(&mut self) {
+        let start = Instant::now();
+        let status = loop {
+            if let Some(status) = self.child.try_wait().expect("it can be asked") {
+                break status;
+            }
+            assert!(start.elapsed() < Duration::from_secs(20), "the server does not end");
+            std::thread::sleep(Duration::from_millis(20));
+        };
+        assert!(status.success(), "{status}");
     }
 
     fn chat(&self, extra: Value) -> (u16, Value) {
@@ -154,7 +175,7 @@ fn settings_are_read_again_when_asked() {
     let key = |key: &str| format!("[[keys]]\nname = 'a'\nkey = '{key}'\n");
     std::fs::write(&keys, key("first")).expect("written");
     std::fs::write(&settings, format!("api_keys = '{keys}'\n")).expect("written");
-    let server = Server::with(&["--config", &settings]);
+    let server = Server::with(&["--config", &settings], &[]);
     let ask = |key: &str| {
         let body = r#"{"prompt": "Once", "max_tokens": 1}"#;
         let head = format!("{}\r\nAuthorization: Bearer {key}", "HTTP/1.1");
@@ -201,20 +222,71 @@ fn drains(server: &mut Server) {
     write!(socket, "{head} {}\r\n\r\n{body}", body.len()).expect("sent");
     let mut first = [0; 32];
     socket.read_exact(&mut first).expect("the stream begins");
-    let killed = Command::new("kill").arg(server.child.id().to_string()).status().expect("kill runs");
-    assert!(killed.success());
+    server.told_to_end();
     let mut rest = String::new();
     socket.read_to_string(&mut rest).expect("the stream goes on");
     assert!(rest.contains("\"finish_reason\":\"length\"") && rest.contains("data: [DONE]"), "{rest}");
-    let start = Instant::now();
-    let status = loop {
-        if let Some(status) = server.child.try_wait().expect("it can be asked") {
-            break status;
+    server.ends();
+}
+
+/// Takes one batch of spans: the head that came with it, and it.
+fn collect(listener: &TcpListener) -> (String, ExportTraceServiceRequest) {
+    let (socket, _) = listener.accept().expect("somebody comes");
+    let mut from = BufReader::new(socket);
+    let (mut head, mut length) = (String::new(), 0);
+    while !head.ends_with("\r\n\r\n") {
+        let start = head.len();
+        assert_ne!(from.read_line(&mut head).expect("a line"), 0, "{head}");
+        if let Some(number) = head[start..].strip_prefix("content-length: ") {
+            length = number.trim().parse().expect("a number");
         }
-        assert!(start.elapsed() < Duration::from_secs(20), "the server does not end");
-        std::thread::sleep(Duration::from_millis(20));
+    }
+    let mut body = vec![0; length];
+    from.read_exact(&mut body).expect("a body");
+    from.get_mut().write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").expect("sent");
+    (head, ExportTraceServiceRequest::decode(&body[..]).expect("spans"))
+}
+
+/// All by OpenTelemetry's own variables, and the last batch at the end.
+#[test]
+fn spans_reach_a_collector_before_the_program_ends() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let url = format!("http://{}", listener.local_addr().expect("an address"));
+    let collected = std::thread::spawn(move || collect(&listener));
+    let variables = [
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", url.as_str()),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "x-key=a%20secret"),
+        ("OTEL_RESOURCE_ATTRIBUTES", "service.name=not this,host.name=here"),
+        ("OTEL_SERVICE_NAME", "mine"),
+        // None before the end.
+        ("OTEL_BSP_SCHEDULE_DELAY", "600000"),
+    ];
+    let mut server = Server::with(&[], &variables);
+    let (status, answer) = server.chat(json!({"epsilon": 0.1, "delta": 0.1, "attention": {"audit": true}}));
+    assert_eq!(status, 200, "{answer}");
+    server.told_to_end();
+    server.ends();
+    let (head, batch) = collected.join().expect("a batch");
+    assert!(head.starts_with("POST /v1/traces HTTP/1.1\r\n") && head.contains("\r\nx-key: a secret\r\n"), "{head}");
+    let resource = format!("{:?}", batch.resource_spans[0].resource);
+    assert!(resource.contains("\"mine\"") && resource.contains("\"here\""), "{resource}");
+    assert!(!resource.contains("not this"), "{resource}");
+    let spans = &batch.resource_spans[0].scope_spans[0].spans;
+    let names: Vec<&str> = spans.iter().map(|span| span.name.as_str()).collect();
+    assert_eq!(names, ["queue", "prefill", "decode", "llm_request", "POST /v1/chat/completions"]);
+    let attribute = |key: &str| {
+        let found = spans[3].attributes.iter().find(|one| one.key == key).unwrap_or_else(|| panic!("no {key}"));
+        format!("{:?}", found.value)
     };
-    assert!(status.success(), "{status}");
+    let audit = &answer["usage"]["attention"]["decode"]["audit"];
+    for (key, said) in [
+        ("taper.attention.decode.method", "vattention".to_string()),
+        ("taper.attention.decode.audit.error_mean", audit["error_mean"].to_string()),
+        ("gen_ai.usage.completion_tokens", answer["usage"]["completion_tokens"].to_string()),
+        ("gen_ai.request.model", "SmolLM2-135M-Instruct".to_string()),
+    ] {
+        assert!(attribute(key).contains(&said), "{key} {said}: {}", attribute(key));
+    }
 }
 
 /// As in a container, where nothing ends process 1 that it does not listen to.
