@@ -17,6 +17,9 @@ use taper_kernels::linear::Linear;
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
+/// The longest name of a file, in bytes, on the systems we run on.
+const FILE_NAME_MAX: usize = 255;
+
 #[derive(Deserialize)]
 struct Index {
     weight_map: HashMap<String, String>,
@@ -184,9 +187,9 @@ fn list(folder: &Path) -> Result<(PathBuf, BTreeSet<String>), ModelError> {
     let parsed: Index = crate::json::read(&index)?;
     let names: BTreeSet<String> = parsed.weight_map.into_values().collect();
     for name in &names {
-        // An index may not lead out of its folder.
+        // An index may not lead out of its folder, nor fill a message with a name that no file has.
         let plain = Path::new(name).file_name().is_some_and(|file| file == name.as_str());
-        if !plain || name.contains(char::is_control) {
+        if !plain || name.len() > FILE_NAME_MAX || name.contains(char::is_control) {
             return Err(ModelError::invalid(&index, "weight_map", format!("'{name}' is not a plain file name")));
         }
         if !folder.join(name).exists() {

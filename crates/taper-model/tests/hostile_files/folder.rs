@@ -261,6 +261,10 @@ fn an_index_leads_to_no_file_but_those_of_its_folder() {
         files.insert(INDEX.to_owned(), json!({"weight_map": {"a": name}}).to_string().into());
         assert!(!loads(files), "{name:?}");
     }
+    // No file has so long a name, and a message repeats it no further than it has to.
+    let mut files = good("llama3", "gpt-2");
+    files.insert(INDEX.to_owned(), json!({"weight_map": {"a": "x".repeat(20_000)}}).to_string().into());
+    assert!(!loads(files));
 }
 
 /// Reading a pipe waits for a writer that never comes, and a device may never end.
