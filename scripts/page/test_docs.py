@@ -8,11 +8,12 @@ def test_the_api_is_explained(visit, address):
     page.get_by_text("/v1/chat/completions", exact=True).click()
     operation = page.locator(".operation[open]")
     field = operation.locator("dt", has=page.get_by_text("temperature", exact=True))
+    field.wait_for()
     assert "number · 0 to 2 · default 1" in field.inner_text()
     assert "required" in operation.locator("dt", has=page.get_by_text("messages", exact=True)).inner_text()
     attention = operation.locator("dt", has=page.get_by_text("attention", exact=True)).first
     attention.locator("xpath=following-sibling::dd[1]").locator("summary").first.click()
-    assert operation.get_by_text("question_tokens", exact=True).is_visible()
+    operation.get_by_text("question_tokens", exact=True).wait_for()
     shot(page, "docs")
 
 
