@@ -24,6 +24,7 @@ use clap::Parser;
 use mimalloc::MiMalloc;
 use settings::LogFormat;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use tracing_subscriber::EnvFilter;
 
 /// A layer's scores are megabytes that come and go with every token: the system's allocator would give them back and clear
@@ -31,13 +32,20 @@ use tracing_subscriber::EnvFilter;
 #[global_allocator]
 static ALLOCATOR: MiMalloc = MiMalloc;
 
+/// Whether all that is written is a line of JSON, be it the last.
+static JSON: AtomicBool = AtomicBool::new(false);
+
 /// Has the log written to standard error; RUST_LOG says what of it.
 pub fn log(format: LogFormat) {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn,taper::serve=info"));
     let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     match format {
         LogFormat::Text => lines.init(),
-        LogFormat::Json => lines.json().flatten_event(true).init(),
+        LogFormat::Json => {
+            lines.json().flatten_event(true).init();
+            std::panic::set_hook(Box::new(|panic| tracing::error!("{panic}")));
+            JSON.store(true, Relaxed);
+        }
     }
 }
 
@@ -64,7 +72,10 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("taper: {error:#}");
+            match JSON.load(Relaxed) {
+                true => tracing::error!("{error:#}"),
+                false => eprintln!("taper: {error:#}"),
+            }
             // Like clap's own exit code: what was asked for cannot be done.
             ExitCode::from(2)
         }

@@ -3,8 +3,7 @@
 use crate::config::{self, ServeConfig};
 use crate::load::{self, Loaded};
 use crate::otlp::Otlp;
-use crate::settings::ServeArgs;
-use crate::settings::Settings;
+use crate::settings::{self, LogFormat, ServeArgs, Settings};
 use crate::talk;
 use anyhow::{Context, Result, bail};
 use std::net::SocketAddr;
@@ -23,6 +22,9 @@ pub fn run(args: ServeArgs) -> Result<()> {
     let text = settings.text()?;
     let config = config::serve(settings)?;
     crate::log(config.log);
+    for variable in settings::unknown(std::env::vars_os()) {
+        tracing::warn!("{variable} is no setting of the server");
+    }
     let runtime = tokio::runtime::Runtime::new().context("starting the runtime")?;
     let served = runtime.block_on(serve(config, args, &text));
     // A model that still loads is not waited for.
@@ -38,6 +40,9 @@ pub fn check(args: ServeArgs) -> Result<()> {
     let settings = Settings::read(args, std::env::vars_os())?;
     let text = settings.text()?;
     let config = config::serve(settings)?;
+    for variable in settings::unknown(std::env::vars_os()) {
+        eprintln!("warning: {variable} is no setting of the server");
+    }
     if let Some(tls) = &config.tls {
         tokio::runtime::Runtime::new()?.block_on(certificate(tls))?;
     }
@@ -69,14 +74,13 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     let at = format!("{}:{}", config.host, config.port);
     let listener = listen(&config.host, config.port).await.with_context(|| at)?;
     let address = listener.local_addr()?;
-    let ServeConfig { model, keys, tls, otlp, mut server, .. } = config;
+    let ServeConfig { model, keys, tls, otlp, log, mut server, .. } = config;
     let certificate = match tls {
         Some(tls) => Some((certificate(&tls).await?, tls)),
         None => None,
     };
     let exporter = otlp.map(Otlp::start).transpose()?;
     server.spans = exporter.as_ref().map(|exporter| exporter.spans(certificate.is_some()));
-    tracing::info!(settings = text, "settings");
     let loading = tokio::task::spawn_blocking(move || load::engine(&model));
     let Loaded { engine, artifacts, attention } = tokio::select! {
         loaded = loading => loaded??,
@@ -84,10 +88,13 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     };
     let engine = Arc::new(engine);
     let open = keys.is_empty();
-    talk::print(&greeting(&engine, address, certificate.is_some(), attention.names()))?;
-    eprintln!("settings:\n{}", text.trim_end().replace('\n', "\n  ").replacen("", "  ", 1));
+    greet(&engine, address, certificate.is_some(), attention.names(), log)?;
+    match log {
+        LogFormat::Text => eprintln!("settings:\n{}", text.trim_end().replace('\n', "\n  ").replacen("", "  ", 1)),
+        LogFormat::Json => tracing::info!(settings = text, "settings"),
+    }
     if !address.ip().is_loopback() && open {
-        eprintln!("warning: anyone who reaches {address} may use this server: it asks for no key (--api-keys)");
+        tracing::warn!("anyone who reaches {address} may use this server: it asks for no key (--api-keys)");
     }
     (server.live, server.artifacts) = (Arc::new(Live::new(attention, keys)), artifacts);
     tokio::spawn(reloaded(asked, args, Arc::clone(&server.live), Arc::clone(&server.artifacts), certificate.clone()));
@@ -104,10 +111,33 @@ async fn certificate(tls: &Tls) -> Result<Certificate> {
     tls.load().await.with_context(name)
 }
 
-fn greeting(engine: &Engine, address: SocketAddr, tls: bool, (prefill, decode): (&str, &str)) -> String {
+/// Says where the server is: to whoever started it, or to whoever reads its log.
+fn greet(
+    engine: &Engine,
+    address: SocketAddr,
+    tls: bool,
+    (prefill, decode): (&str, &str),
+    log: LogFormat,
+) -> Result<()> {
     let (id, limits) = (&engine.model().id, engine.limits());
     let scheme = if tls { "https" } else { "http" };
-    format!(
+    let cache_mib = limits.cache_bytes >> 20;
+    if log == LogFormat::Json {
+        let (context, cache, offloaded) = (limits.context_tokens, limits.cache_tokens, limits.offloaded_tokens);
+        tracing::info!(
+            model = id,
+            url = format!("{scheme}://{address}"),
+            context_tokens = context,
+            cache_tokens = cache,
+            offloaded_tokens = offloaded,
+            cache_mib,
+            prefill,
+            decode,
+            "serving"
+        );
+        return Ok(());
+    }
+    let greeting = format!(
         r#"taper serves {id} at {scheme}://{address}
 context {} tokens, KV cache {} tokens{} in {} MiB, attention {prefill} / {decode} unless a request says otherwise
 
@@ -117,8 +147,9 @@ curl {scheme}://{address}/v1/chat/completions -H 'Content-Type: application/json
         limits.context_tokens,
         limits.cache_tokens,
         of_them_offloaded(limits.offloaded_tokens),
-        limits.cache_bytes >> 20
-    )
+        cache_mib
+    );
+    Ok(talk::print(&greeting)?)
 }
 
 /// Reads keys, default attention and certificate again whenever SIGHUP asks for it. What cannot be used changes nothing.
@@ -153,12 +184,12 @@ async fn reloaded(
         match renewed {
             Ok((attention, keys)) => {
                 let (prefill, decode) = attention.names();
-                eprintln!(
+                live.set(attention, keys);
+                tracing::info!(
                     "keys, certificate and attention ({prefill} / {decode}) read again; other settings need a new start"
                 );
-                live.set(attention, keys);
             }
-            Err(error) => eprintln!("warning: settings stay as they were: {error:#}"),
+            Err(error) => tracing::warn!("settings stay as they were: {error:#}"),
         }
     }
 }
@@ -211,7 +242,7 @@ impl Stops {
     /// Ends at the first; a second one ends the process at once.
     async fn stopped(mut self) {
         self.next().await;
-        eprintln!("finishing what was taken; press Ctrl-C again to stop at once");
+        tracing::info!("finishing what was taken; press Ctrl-C again to stop at once");
         tokio::spawn(async move {
             self.next().await;
             std::process::exit(130);

@@ -273,24 +273,37 @@ fn file(path: &Path) -> Result<Layer> {
     layer(&Settings { model, server })
 }
 
+/// Variables of our prefix with what they say, but for those that are about something else.
+fn ours(environment: impl Iterator<Item = (OsString, OsString)>) -> impl Iterator<Item = (String, String)> {
+    environment
+        .filter_map(|(variable, text)| Some((variable.into_string().ok()?, text.to_string_lossy().into_owned())))
+        .filter(|(variable, text)| {
+            variable.starts_with(PREFIX)
+                && ![KEY, CONFIG].contains(&variable.as_str())
+                && !of_kubernetes(variable, text)
+        })
+}
+
+/// Whether a variable of our prefix is somebody else's. What may have been meant for the server is not passed over.
+fn strange(variable: &str) -> bool {
+    let name = variable[PREFIX.len()..].to_lowercase();
+    !variable.starts_with(KEY) && !names().contains(&name) && meant(&name).is_empty()
+}
+
+/// Variables of our prefix that say nothing to us, to be warned of.
+pub fn unknown(environment: impl Iterator<Item = (OsString, OsString)>) -> Vec<String> {
+    ours(environment).map(|(variable, _)| variable).filter(|variable| strange(variable)).collect()
+}
+
 fn variables(environment: impl Iterator<Item = (OsString, OsString)>) -> Result<Layer> {
     let (known, mut layer) = (names(), Layer::new());
-    for (variable, text) in environment {
-        let Some(variable) = variable.to_str().filter(|name| name.starts_with(PREFIX)) else { continue };
-        let (text, name) = (text.to_string_lossy(), variable[PREFIX.len()..].to_lowercase());
-        if [KEY, CONFIG].contains(&variable) || of_kubernetes(variable, &text) {
-            continue;
-        }
+    for (variable, text) in ours(environment).filter(|(variable, _)| !strange(variable)) {
+        let name = variable[PREFIX.len()..].to_lowercase();
         if !known.contains(&name) {
-            // What may have been meant for the server is not passed over; what is others' is.
-            if meant(&name).is_empty() && !variable.starts_with(KEY) {
-                eprintln!("warning: {variable} is no setting of the server");
-                continue;
-            }
             bail!("{variable}: no setting is called `{name}`{}", meant(&name));
         }
         // A word, or a number or a truth value as JSON writes them.
-        let value = one(&name, Value::from(text.as_ref())).or_else(|error| match serde_json::from_str(&text) {
+        let value = one(&name, Value::from(text.as_str())).or_else(|error| match serde_json::from_str(&text) {
             Ok(value) => one(&name, value),
             Err(_) => Err(error),
         });
@@ -412,6 +425,8 @@ mod tests {
             ("TAPER_SOMETHING_ELSE_ENTIRELY", "1"),
         ];
         assert_eq!(read(&[], &kubernetes).unwrap().server.port, Some(8080));
+        let others = unknown(kubernetes.iter().map(|(name, text)| (name.into(), text.into())));
+        assert_eq!(others, ["TAPER_SOMETHING_ELSE_ENTIRELY"]);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("bad.toml");
         for (text, says) in [

@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_taper");
@@ -15,7 +16,7 @@ struct Server {
     child: Child,
     address: String,
     /// Held open: a server whose output nobody can take would fail to print.
-    _out: BufReader<std::process::ChildStdout>,
+    out: BufReader<std::process::ChildStdout>,
 }
 
 impl Server {
@@ -36,7 +37,29 @@ impl Server {
         out.read_line(&mut line).expect("a greeting");
         let address =
             line.trim().rsplit_once("http://").unwrap_or_else(|| panic!("no address in {line:?}")).1.to_string();
-        Self { child, address, _out: out }
+        Self { child, address, out }
+    }
+
+    /// One whose log is JSON: all that it says comes by the receiver, line by line.
+    fn logging(args: &[&str], variables: &[(&str, &str)]) -> (Self, mpsc::Receiver<Value>) {
+        let mut child = Command::new(PROGRAM)
+            .args(["serve", "--port", "0", "--kv-memory", "256MiB", "--log", "json"])
+            .args(args)
+            .envs(variables.iter().copied())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the program starts");
+        let (lines, said) = mpsc::channel();
+        let log = BufReader::new(child.stderr.take().expect("piped"));
+        std::thread::spawn(move || {
+            for line in log.lines().map(|line| line.expect("text")) {
+                drop(lines.send(serde_json::from_str(&line).unwrap_or_else(|_| json!({"plain": line}))));
+            }
+        });
+        let out = BufReader::new(child.stdout.take().expect("piped"));
+        let address = heard(&said, "serving")["url"].as_str().expect("an address").replace("http://", "");
+        (Self { child, address, out }, said)
     }
 
     fn request(&self, method: &str, path: &str, body: &str) -> (u16, String) {
@@ -165,7 +188,8 @@ fn a_real_model_answers_with_the_attention_that_the_request_chose() {
     drains(&mut server);
 }
 
-/// SIGHUP has keys and the default attention read again; what cannot be read changes nothing.
+/// SIGHUP has keys and the default attention read again; what cannot be read changes nothing. All of it is said in JSON
+/// where that is wanted.
 #[cfg(unix)]
 #[test]
 fn settings_are_read_again_when_asked() {
@@ -175,7 +199,7 @@ fn settings_are_read_again_when_asked() {
     let key = |key: &str| format!("[[keys]]\nname = 'a'\nkey = '{key}'\n");
     std::fs::write(&keys, key("first")).expect("written");
     std::fs::write(&settings, format!("api_keys = '{keys}'\n")).expect("written");
-    let server = Server::with(&["--config", &settings], &[]);
+    let (mut server, said) = Server::logging(&["--config", &settings], &[("TAPER_SOMETHING_ELSE", "x")]);
     let ask = |key: &str| {
         let body = r#"{"prompt": "Once", "max_tokens": 1}"#;
         let head = format!("{}\r\nAuthorization: Bearer {key}", "HTTP/1.1");
@@ -192,24 +216,25 @@ fn settings_are_read_again_when_asked() {
         let pid = server.child.id().to_string();
         assert!(Command::new("kill").args(["-HUP", &pid]).status().expect("kill").success());
     };
-    let until = |key: &str, status: &str| {
-        let start = Instant::now();
-        while ask(key).0 != status {
-            assert!(start.elapsed() < Duration::from_secs(20), "{key} never gets {status}");
-            std::thread::sleep(Duration::from_millis(20));
-        }
-    };
     assert_eq!(ask("first"), ("200".into(), json!("dense")));
     std::fs::write(&keys, key("second")).expect("written");
     std::fs::write(&settings, format!("api_keys = '{keys}'\nattention = 'vattention'\n")).expect("written");
     assert_eq!(ask("first").0, "200", "not before it is asked");
     hang_up();
-    until("second", "200");
-    assert_eq!((ask("first").0, ask("second").1), ("401".into(), json!("vattention")));
+    heard(&said, "keys, certificate and attention (dense / vattention) read again");
+    assert_eq!((ask("first").0, ask("second")), ("401".into(), ("200".into(), json!("vattention"))));
     std::fs::write(&settings, "api_kees = 'x'\n").expect("written");
     hang_up();
-    std::thread::sleep(Duration::from_millis(300));
+    let kept = heard(&said, "settings stay as they were");
+    assert!(kept["level"] == "WARN" && kept["message"].as_str().expect("text").contains("`api_kees`"), "{kept}");
     assert_eq!(ask("second").0, "200");
+    server.told_to_end();
+    heard(&said, "finishing what was taken");
+    server.ends();
+    let mut plain = String::new();
+    server.out.read_to_string(&mut plain).expect("an end");
+    plain.extend(said.iter().map(|line| line["plain"].to_string()).filter(|line| line != "null"));
+    assert_eq!(plain, "", "nothing goes past the log");
 }
 
 /// SIGTERM while a stream runs: the stream ends properly and the program with success.
@@ -227,6 +252,17 @@ fn drains(server: &mut Server) {
     socket.read_to_string(&mut rest).expect("the stream goes on");
     assert!(rest.contains("\"finish_reason\":\"length\"") && rest.contains("data: [DONE]"), "{rest}");
     server.ends();
+}
+
+/// The next line of a log whose message begins so.
+fn heard(said: &mpsc::Receiver<Value>, start: &str) -> Value {
+    loop {
+        let line = said.recv_timeout(Duration::from_secs(60)).unwrap_or_else(|error| panic!("no '{start}': {error}"));
+        assert_eq!(line["plain"], Value::Null, "nothing goes past the log");
+        if line["message"].as_str().is_some_and(|message| message.starts_with(start)) {
+            return line;
+        }
+    }
 }
 
 /// Takes one batch of spans: the head that came with it, and it.
