@@ -9,28 +9,40 @@ use taper_model::{LoadOptions, Model, Tokenizer, default_cache, resolve};
 
 const LAYERS: [usize; 3] = [1, 14, 28];
 
-/// The methods over the last of 1,024 tokens, every query head for itself.
-fn measure(methods: Vec<Method>, draws: usize) -> Vec<HeadsRow> {
+/// The methods over the last of `length` tokens, every query head for itself.
+fn measure(methods: Vec<Method>, length: usize, draws: usize) -> Vec<HeadsRow> {
     let files = resolve("default", &default_cache(), taper_model::Progress::Hidden).unwrap();
     let model = Model::load(&files, &LoadOptions::default(), &Device::Cpu).unwrap();
     let tokenizer = Tokenizer::load(&files).unwrap();
-    let corpus = Corpus::prose(&tokenizer, 1, CorpusSize { length: 1024, sequences: 2 }).unwrap();
+    let corpus = Corpus::prose(&tokenizer, 1, CorpusSize { length, sequences: 2 }).unwrap();
     let (layers, artifacts) = (LAYERS.to_vec(), Artifacts::default());
     let plan = HeadsPlan { layers, methods, draws, alone: true, seed: 1, texts: 1, artifacts };
     heads(&model, &corpus, &plan, &mut ()).unwrap()
+}
+
+fn kept(length: usize, epsilons: &[f64], draws: usize) {
+    let method = json!({ "method": "vattention" });
+    let methods = with_promises(&[method], epsilons, &[0.05, 0.1, 0.2, 0.4], &Artifacts::default()).unwrap();
+    let rows = measure(methods, length, draws);
+    assert_eq!(rows.len(), 4 * epsilons.len());
+    for row in rows {
+        let promise = row.promise.clone().unwrap();
+        assert_eq!((promise.broken, row.heads), (0, 27), "{row:?}");
+    }
 }
 
 /// 12 promises, 27 heads, 2,000 draws each. A promise kept exactly by every head would fail the test in a third of all
 /// seeds (324 times 1 in 1,000); most heads are far below theirs, and the seed is fixed.
 #[test]
 fn every_promise_is_kept_on_an_early_a_middle_and_a_late_layer() {
-    let (epsilons, deltas) = ([0.05, 0.1, 0.2], [0.05, 0.1, 0.2, 0.4]);
-    let method = json!({ "method": "vattention" });
-    let methods = with_promises(&[method], &epsilons, &deltas, &Artifacts::default()).unwrap();
-    for row in measure(methods, 2000) {
-        let promise = row.promise.clone().unwrap();
-        assert_eq!((promise.broken, row.heads), (0, 27), "{row:?}");
-    }
+    kept(1024, &[0.05, 0.1, 0.2], 2000);
+}
+
+/// The tightest, where a longer context leaves more to chance: without what is added for keys unseen (`budget.rs`) two of these
+/// heads break theirs. Promises kept exactly would fail the test in a tenth of all seeds.
+#[test]
+fn the_tightest_promises_are_kept_over_4096_tokens() {
+    kept(4096, &[0.05], 500);
 }
 
 /// Measured are ratios of about 3 and 1.1; the means of 27 heads over 200 draws vary by a few percent.
@@ -39,7 +51,7 @@ fn santas_ways_of_drawing_err_in_the_order_of_their_variances() {
     let santa = |variant| json!({ "method": "santa", "samples": 64, "variant": variant });
     let methods =
         with_promises(&["iid", "stratified", "systematic"].map(santa), &[], &[], &Artifacts::default()).unwrap();
-    let rows = measure(methods, 200);
+    let rows = measure(methods, 1024, 200);
     let [iid, stratified, systematic] = [0, 1, 2].map(|i: usize| rows[i].rms.powi(2));
     assert!(iid > 1.5 * stratified && stratified > 0.95 * systematic, "{iid} {stratified} {systematic}");
 }
