@@ -48,8 +48,8 @@ pub struct Load {
     pub waiting: usize,
     /// Requests running.
     pub running: usize,
-    /// How often so far a request gave its place in the KV cache up, to be computed again later.
-    pub preemptions: u64,
+    /// What was done so far.
+    pub counts: Counts,
     /// Blocks of the KV cache that no request holds.
     pub free_blocks: usize,
     /// Blocks outside its memory, in a file or beside a device, that requests hold.
@@ -58,6 +58,38 @@ pub struct Load {
     pub draining: bool,
     /// Whether the engine's thread has ended.
     pub dead: bool,
+}
+
+/// What the engine has done since it started, step by step and whatever became of the requests.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// How often a request gave its place in the KV cache up, to be computed again later.
+    pub preemptions: u64,
+    /// Tokens of prompts that are in, each once.
+    pub prompt_tokens: u64,
+    /// Those of them that came from the cache.
+    pub cached_tokens: u64,
+    /// Tokens drawn.
+    pub generated_tokens: u64,
+}
+
+impl Counts {
+    pub(crate) fn add(&mut self, more: Self) {
+        self.preemptions += more.preemptions;
+        self.prompt_tokens += more.prompt_tokens;
+        self.cached_tokens += more.cached_tokens;
+        self.generated_tokens += more.generated_tokens;
+    }
+
+    /// What came on top of an earlier state.
+    pub(crate) fn since(self, before: Self) -> Self {
+        Self {
+            preemptions: self.preemptions - before.preemptions,
+            prompt_tokens: self.prompt_tokens - before.prompt_tokens,
+            cached_tokens: self.cached_tokens - before.cached_tokens,
+            generated_tokens: self.generated_tokens - before.generated_tokens,
+        }
+    }
 }
 
 /// The handle to the engine's thread. Dropping it lets what was taken finish, then ends the thread.

@@ -1,12 +1,11 @@
-//! The real model behind the engine's seams: weights, KV pool, tokenizer and chat template.
+//! The real model behind the engine's seams: weights and KV pool here, tokenizer and chat template in `text`.
+
+mod text;
 
 use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted};
-use crate::calls::{self, CallFormat};
 use crate::sampler::logprobs;
-use crate::text::{Message, Text, TextError, TokenStream};
 use candle_core::{DType, Device, Storage, Tensor, bail};
 use rayon::prelude::*;
-use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use taper_attention::{
@@ -15,7 +14,8 @@ use taper_attention::{
 use taper_kernels::parallel;
 use taper_kernels::token::{self, Draw};
 use taper_kv_cache::{BLOCK_TOKENS, KvPool, KvShape};
-use taper_model::{ChatTemplate, LoadOptions, Model, ModelError, ResolvedModel, StreamDecoder, TextStart, Tokenizer};
+use taper_model::{ChatTemplate, LoadOptions, Model, ModelError, ResolvedModel, Tokenizer};
+pub use text::ModelText;
 
 /// How the KV cache stores keys and values.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -119,12 +119,6 @@ pub struct ModelBackend {
     prefix: bool,
 }
 
-/// A model's tokenizer and template.
-pub struct ModelText {
-    tokenizer: Tokenizer,
-    template: Option<ChatTemplate>,
-}
-
 /// Loads a model onto a device: what computes, and what reads and writes its text.
 ///
 /// # Errors
@@ -135,8 +129,10 @@ pub fn load(
     cache: CacheOptions,
     device: &Device,
 ) -> Result<(ModelBackend, ModelText), LoadError> {
-    let text = ModelText { tokenizer: Tokenizer::load(model)?, template: ChatTemplate::load(model)? };
-    Ok((ModelBackend::load(model, options, cache, device)?, text))
+    let (tokenizer, template) = (Tokenizer::load(model)?, ChatTemplate::load(model)?);
+    let backend = ModelBackend::load(model, options, cache, device)?;
+    let text = ModelText::new(tokenizer, template, backend.limits().context_tokens);
+    Ok((backend, text))
 }
 
 /// Blocks of the cache; `context` is what one sequence of full length takes.
@@ -537,68 +533,6 @@ impl Backend for ModelBackend {
 
     fn check_idle(&self) {
         self.pool.check_integrity([]);
-    }
-}
-
-impl Text for ModelText {
-    fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError> {
-        self.tokenizer.encode(text, special).map_err(|e| TextError(e.to_string()))
-    }
-
-    fn chat(&self, messages: &[Message], variables: &Map<String, Value>) -> Result<Vec<u32>, TextError> {
-        let template = self
-            .template
-            .as_ref()
-            .ok_or_else(|| TextError("the model has no chat template; a text completion needs none".into()))?;
-        let text = if template.says("tools") {
-            template.render(messages, true, variables)
-        } else {
-            let tools = variables.get("tools").and_then(Value::as_array);
-            template.render(&calls::told(messages, tools.map_or(&[], Vec::as_slice)), true, variables)
-        };
-        let text = text.map_err(|e| TextError(e.to_string()))?;
-        self.tokenizer.encode(&text, false).map_err(|e| TextError(e.to_string()))
-    }
-
-    fn call_format(&self) -> CallFormat {
-        self.template.as_ref().map_or(CallFormat::Tagged, CallFormat::of)
-    }
-
-    fn mark(&self, mark: &str) -> Option<u32> {
-        self.tokenizer.token_id(mark).filter(|token| self.special(*token))
-    }
-
-    fn decode(&self, tokens: &[u32], special: bool) -> String {
-        self.tokenizer.decode(tokens, !special)
-    }
-
-    fn token_bytes(&self, token: u32) -> Vec<u8> {
-        self.tokenizer.token_bytes(token).to_vec()
-    }
-
-    fn special(&self, token: u32) -> bool {
-        self.tokenizer.is_special(token)
-    }
-
-    fn eos(&self) -> &[u32] {
-        self.tokenizer.eos_tokens()
-    }
-
-    fn stream(&self, continues: bool, special: bool) -> Box<dyn TokenStream> {
-        let start = if continues { TextStart::Continued } else { TextStart::Fresh };
-        Box::new(Stream(self.tokenizer.stream(start, !special)))
-    }
-}
-
-struct Stream(StreamDecoder);
-
-impl TokenStream for Stream {
-    fn push(&mut self, token: u32) -> String {
-        self.0.push(token)
-    }
-
-    fn finish(&mut self) -> String {
-        self.0.finish()
     }
 }
 

@@ -1,7 +1,7 @@
 //! The bounded queue in front of the engine's thread. A request in it is never lost: it is run, refused aloud, or its
 //! client is gone.
 
-use crate::engine::Load;
+use crate::engine::{Counts, Load};
 use crate::request::SubmitError;
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -40,7 +40,7 @@ struct State<T> {
     gap_seconds: f64,
     /// When the last one ended, or the first began where none ran.
     since: Instant,
-    preemptions: u64,
+    counts: Counts,
     free_blocks: usize,
     offloaded_blocks: usize,
     draining: bool,
@@ -61,13 +61,13 @@ impl<T> State<T> {
 impl<T> Queue<T> {
     pub(crate) fn new(limit: usize) -> Self {
         let (waiting, since) = (VecDeque::new(), Instant::now());
-        let (preemptions, free_blocks, offloaded_blocks, draining, dead) = Default::default();
+        let (counts, free_blocks, offloaded_blocks, draining, dead) = Default::default();
         let state = State {
             waiting,
             running: 0,
             gap_seconds: 1.0,
             since,
-            preemptions,
+            counts,
             free_blocks,
             offloaded_blocks,
             draining,
@@ -159,9 +159,9 @@ impl<T> Queue<T> {
         state.since = now;
     }
 
-    /// A running job gave its place in the cache up for a while.
-    pub(crate) fn preempted(&self) {
-        self.lock().preemptions += 1;
+    /// So much was done.
+    pub(crate) fn count(&self, done: Counts) {
+        self.lock().counts.add(done);
     }
 
     /// So many blocks of the cache are free by now, and so many of those outside its memory held.
@@ -187,8 +187,8 @@ impl<T> Queue<T> {
     /// How all of it stands; blocks as they were after the latest step.
     pub(crate) fn load(&self) -> Load {
         let state = self.lock();
-        let &State { running, preemptions, free_blocks, offloaded_blocks, draining, dead, .. } = &*state;
-        Load { waiting: state.waiting.len(), running, preemptions, free_blocks, offloaded_blocks, draining, dead }
+        let &State { running, counts, free_blocks, offloaded_blocks, draining, dead, .. } = &*state;
+        Load { waiting: state.waiting.len(), running, counts, free_blocks, offloaded_blocks, draining, dead }
     }
 }
 

@@ -5,6 +5,7 @@
 
 use crate::backend::{Backend, BackendError, Input, Row, Wanted};
 use crate::emit::{Drawn, Output};
+use crate::engine::Counts;
 use crate::request::{Event, Request, RequestError, Scored, StopRules, Times, Usage};
 use crate::sampler::{Sampler, logprobs};
 use crate::schedule::{self, Place, Share, Standing};
@@ -504,6 +505,17 @@ impl<S> Run<S> {
             backend.rejoin(self.choices.iter_mut().filter_map(|choice| choice.sequence.as_mut()).collect(), prompt)?;
         }
         Ok(())
+    }
+
+    /// What was done for it so far.
+    pub(crate) fn counts(&self) -> Counts {
+        let of_prompt = |tokens: usize| if self.first.is_some() { tokens as u64 } else { 0 };
+        Counts {
+            preemptions: 0,
+            prompt_tokens: of_prompt(self.job.request.prompt.len()),
+            cached_tokens: of_prompt(self.reused),
+            generated_tokens: self.choices.iter().map(|choice| choice.output.generated() as u64).sum(),
+        }
     }
 
     fn usage(&self) -> Usage {

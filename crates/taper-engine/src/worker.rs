@@ -5,7 +5,7 @@
 //! request at fault ends.
 
 use crate::backend::{Backend, Input, Row};
-use crate::engine::EngineConfig;
+use crate::engine::{Counts, EngineConfig};
 use crate::pace::Pace;
 use crate::queue::{Next, Queue};
 use crate::request::RequestError;
@@ -208,7 +208,7 @@ impl<B: Backend> Worker<B> {
                         return None;
                     }
                     tracing::info!(id = run.id(), "preempted: its place in the KV cache is needed");
-                    self.queue.preempted();
+                    self.queue.count(Counts { preemptions: 1, ..Counts::default() });
                     let retracted = guard(|| {
                         run.retract(&mut self.backend);
                         Ok(())
@@ -253,17 +253,21 @@ impl<B: Backend> Worker<B> {
         };
         self.draw(&shares, &rows);
         let runs = std::mem::take(&mut self.running);
+        let mut done = Counts::default();
         for ((mut run, rows), shares) in runs.into_iter().zip(rows).zip(&shares) {
-            let done = rows.and_then(|_| match shares.is_empty() {
+            let before = run.counts();
+            let advanced = rows.and_then(|_| match shares.is_empty() {
                 true => Ok(false),
                 false => guard(|| run.advance(&mut self.backend)),
             });
-            match done {
+            done.add(run.counts().since(before));
+            match advanced {
                 Ok(false) => self.running.push(run),
                 Ok(true) => self.close(run, true),
                 Err(error) => self.fail(run, error),
             }
         }
+        self.queue.count(done);
     }
 
     /// Draws the next tokens of all requests' answers, on all threads.

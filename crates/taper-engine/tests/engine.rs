@@ -470,7 +470,7 @@ fn a_request_that_loses_its_place_answers_as_if_it_had_not() {
             assert_eq!(answer.texts, [&*script]);
             assert_eq!(answer.end.unwrap().unwrap().completion_tokens, 301);
         }
-        assert!(probe.retracted.load(Ordering::SeqCst) > 0 && engine.load().preemptions > 0);
+        assert!(probe.retracted.load(Ordering::SeqCst) > 0 && engine.load().counts.preemptions > 0);
         wait("it is idle", || probe.checks.load(Ordering::SeqCst) > 0);
     }
 }

@@ -268,6 +268,6 @@ proptest! {
         }
         prop_assert_eq!(seen.free.load(Ordering::SeqCst), blocks);
         TRIED.fetch_add(1, Ordering::SeqCst);
-        PREEMPTED.fetch_add(u32::from(small.load().preemptions > 0), Ordering::SeqCst);
+        PREEMPTED.fetch_add(u32::from(small.load().counts.preemptions > 0), Ordering::SeqCst);
     }
 }

@@ -79,16 +79,16 @@ pub(crate) struct Head {
 
 impl Call {
     /// Queues every prompt and answers.
-    pub(crate) async fn run(mut self, app: &Arc<App>, id: &RequestId) -> Result<Response, ApiError> {
+    pub(crate) async fn run(mut self, app: &Arc<App>, RequestId { id, came }: RequestId) -> Result<Response, ApiError> {
         let prefix = if self.kind == Kind::Chat { "chatcmpl" } else { "cmpl" };
         let head = Head {
             kind: self.kind,
-            id: format!("{prefix}-{}", id.0),
+            id: format!("{prefix}-{id}"),
             created: unix_now(),
             model: app.engine.model().id.clone(),
         };
         let headers = self.headers(&head.id);
-        let events = self.submit(app, &head.id)?;
+        let events = self.submit(app, &head.id, came)?;
         let mut response = if self.common.stream {
             stream::answer(app, self, head, events).await?
         } else {
@@ -115,11 +115,11 @@ impl Call {
     }
 
     /// One request to the engine for each prompt; all or none.
-    pub(crate) fn submit(&mut self, app: &App, id: &str) -> Result<Merged, ApiError> {
+    pub(crate) fn submit(&mut self, app: &App, id: &str, came: Instant) -> Result<Merged, ApiError> {
         self.check_tokens(app)?;
         self.check_trace()?;
         self.check_echo()?;
-        let deadline = self.common.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let deadline = self.common.timeout.and_then(|timeout| came.checked_add(timeout));
         // Answers are compared by their tokens' probabilities.
         let logprobs = if self.kept < self.common.choices { self.logprobs.or(Some(0)) } else { self.logprobs };
         let request = |prompt: &mut Prompt| Request {
@@ -148,7 +148,7 @@ impl Call {
         let events =
             events.map_err(|e| error::refused(&e, self.prompt_field, self.count_field(), self.common.max_field))?;
         let numbered = |(index, mut events): (usize, Events)| {
-            let mut watch = app.watch(self, id);
+            let mut watch = app.watch(self, id, came);
             let echo = self.prompts[index].echo.as_ref().map_or(0, |echo| echo.chars().count());
             let echo_only = self.echo_only;
             let events = poll_fn(move |cx| events.poll_recv(cx)).map(move |event| {

@@ -1,19 +1,19 @@
 //! What every handler shares, and what stands around all of them.
 
-use crate::body::{BODIES, PIECE};
+use crate::body::{BODIES, PIECE, Parsing};
 use crate::error::ApiError;
 use crate::keys;
 use crate::live::Live;
 use crate::metrics::{Metrics, Watch};
 use crate::request_id;
 use crate::spans::{self, Spans};
-use crate::{answer, routes};
+use crate::{access, answer, origin, routes};
 use axum::Router;
 use axum::http::{HeaderValue, Method, StatusCode, Uri, header};
 use axum::middleware;
 use std::fmt::Display;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use taper_attention::Artifacts;
 use taper_engine::Engine;
 use tokio::sync::Semaphore;
@@ -101,8 +101,8 @@ pub(crate) struct App {
     pub(crate) engine: Arc<Engine>,
     pub(crate) config: ServerConfig,
     pub(crate) metrics: Arc<Metrics>,
-    /// Bodies that are read at a time: one for each core.
-    pub(crate) parsing: Arc<Semaphore>,
+    /// Bodies that are parsed at a time.
+    pub(crate) parsing: Parsing,
     /// Room for the bodies that are read or parsed, in [pieces](crate::body::PIECE).
     pub(crate) bodies: Arc<Semaphore>,
 }
@@ -114,9 +114,10 @@ pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
     let live = Arc::clone(&config.live);
     let cors = config.origins.layer();
     let spans = config.spans.clone().map(|spans| middleware::from_fn_with_state(spans, spans::around));
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let metrics = Arc::new(Metrics::new(&engine));
-    let app = Arc::new(App { engine, config, metrics, parsing: Arc::new(Semaphore::new(cores)), bodies });
+    let app = Arc::new(App { engine, config, metrics, parsing: Parsing::default(), bodies });
+    let guard = middleware::from_fn_with_state(Arc::clone(&app), origin::check);
+    let line = middleware::from_fn_with_state(Arc::clone(&app), access::around);
     routes::all()
         .fallback(async |uri: Uri| ApiError::new(StatusCode::NOT_FOUND, format!("no such path: {}", uri.path())))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
@@ -124,19 +125,21 @@ pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, message)
         })
         .layer(middleware::from_fn_with_state(live, keys::check))
+        .layer(guard)
         // What a browser asks beforehand has no key with it.
         .layer(option_layer(cors))
         .layer(option_layer(spans))
+        .layer(line)
         .layer(middleware::from_fn(request_id::name))
         .with_state(app)
 }
 
 impl App {
     /// Watches one prompt's events from now on, for metrics and spans.
-    pub(crate) fn watch(&self, call: &answer::Call, id: &str) -> Watch {
+    pub(crate) fn watch(&self, call: &answer::Call, id: &str, came: Instant) -> Watch {
         let spans = self.config.spans.as_ref();
         let generation = spans.and_then(|spans| spans.generation(call, id, &self.engine.model().id));
-        self.metrics.watch(call.common.choices, generation)
+        self.metrics.watch(call.common.choices, came, generation)
     }
 
     /// Refuses a token that the model lacks; `path` names its field.

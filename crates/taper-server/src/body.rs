@@ -2,12 +2,15 @@
 
 use crate::app::App;
 use crate::error::ApiError;
+use crate::request_id::RequestId;
 use axum::extract::{FromRequest, Request};
 use axum::http::StatusCode;
 use futures_util::StreamExt;
 use serde_json::{Map, Value};
 use std::sync::Arc;
-use tokio::sync::OwnedSemaphorePermit;
+use std::time::Instant;
+use taper_engine::RequestError;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Bytes in which the room for bodies is counted.
 pub(crate) const PIECE: usize = 1024;
@@ -15,8 +18,35 @@ pub(crate) const PIECE: usize = 1024;
 /// So many bodies of the largest size may be read and parsed at a time.
 pub(crate) const BODIES: usize = 16;
 
-/// A body within the size limit, and its room among all that are read or parsed.
-pub(crate) struct Body(Vec<u8>, Option<OwnedSemaphorePermit>);
+/// Bytes above which a body has to wait for other large ones before it is parsed.
+const LARGE: usize = 256 << 10;
+
+/// Bodies that are parsed at a time, one for each core: large ones, which take seconds, do not hold up small ones.
+pub(crate) struct Parsing {
+    small: Arc<Semaphore>,
+    large: Arc<Semaphore>,
+}
+
+impl Default for Parsing {
+    fn default() -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Self { small: Arc::new(Semaphore::new(cores)), large: Arc::new(Semaphore::new(cores.div_ceil(2))) }
+    }
+}
+
+impl Parsing {
+    async fn turn(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
+        let lane = if bytes > LARGE { &self.large } else { &self.small };
+        Arc::clone(lane).acquire_owned().await.ok()
+    }
+}
+
+/// A body within the size limit, with its room among all that are read or parsed, and when its request came.
+pub(crate) struct Body {
+    bytes: Vec<u8>,
+    room: Option<OwnedSemaphorePermit>,
+    came: Instant,
+}
 
 impl FromRequest<Arc<App>> for Body {
     type Rejection = ApiError;
@@ -37,6 +67,7 @@ async fn read(request: Request, app: &App) -> Result<Body, ApiError> {
         let message = format!("the request body is larger than {most} bytes, the limit here");
         ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message)
     };
+    let came = request.extensions().get().map_or_else(Instant::now, |RequestId { came, .. }| *came);
     let body = request.into_body();
     if http_body::Body::size_hint(&body).lower() > most as u64 {
         return Err(large());
@@ -61,27 +92,37 @@ async fn read(request: Request, app: &App) -> Result<Body, ApiError> {
         }
         bytes.extend_from_slice(&part);
     }
-    Ok(Body(bytes, room))
+    Ok(Body { bytes, room, came })
 }
 
 impl Body {
-    /// Parses the object and hands it to an endpoint's own parser.
+    /// Parses the object and hands it to an endpoint's own parser; no longer than a request may take.
     pub(crate) async fn parse<T: Send + 'static>(
         self,
         app: &Arc<App>,
         endpoint: fn(&App, &Map<String, Value>) -> Result<T, ApiError>,
     ) -> Result<T, ApiError> {
-        let turn = Arc::clone(&app.parsing).acquire_owned().await;
-        let app = Arc::clone(app);
-        let parsed = tokio::task::spawn_blocking(move || {
-            // The work goes on where its client leaves, and keeps its turn.
-            let (_turn, Self(bytes, _room)) = (turn, self);
-            endpoint(&app, &object(&bytes)?)
-        });
-        parsed.await.unwrap_or_else(|panic| {
-            tracing::error!(%panic, "parsing a request panicked");
-            Err(ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "reading the request failed"))
-        })
+        let deadline = app.config.request_timeout.and_then(|most| self.came.checked_add(most));
+        let parsed = async {
+            let turn = app.parsing.turn(self.bytes.len()).await;
+            let app = Arc::clone(app);
+            let parsed = tokio::task::spawn_blocking(move || {
+                // The work goes on where its client leaves, and keeps its turn.
+                let (_turn, Self { bytes, room: _room, .. }) = (turn, self);
+                endpoint(&app, &object(&bytes)?)
+            });
+            parsed.await.unwrap_or_else(|panic| {
+                tracing::error!(%panic, "parsing a request panicked");
+                Err(ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "reading the request failed"))
+            })
+        };
+        match deadline {
+            Some(deadline) => {
+                let parsed = tokio::time::timeout_at(deadline.into(), parsed).await;
+                parsed.unwrap_or_else(|_| Err(RequestError::Deadline.into()))
+            }
+            None => parsed.await,
+        }
     }
 }
 

@@ -63,10 +63,10 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked, ApiErr
 
 impl Asked {
     /// Queues every text and answers.
-    pub(crate) async fn run(mut self, app: &Arc<App>, id: &RequestId) -> Result<Response, ApiError> {
-        let id = format!("embd-{}", id.0);
+    pub(crate) async fn run(mut self, app: &Arc<App>, RequestId { id, came }: RequestId) -> Result<Response, ApiError> {
+        let id = format!("embd-{id}");
         let headers = self.call.headers(&id);
-        let mut events = self.call.submit(app, &id)?;
+        let mut events = self.call.submit(app, &id, came)?;
         let mut data = vec![Value::Null; self.call.prompts.len()];
         let mut total = answer::Total::default();
         while let Some((index, event)) = events.next().await {

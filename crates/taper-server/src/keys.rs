@@ -226,7 +226,7 @@ pub(crate) async fn check(State(live): State<Arc<Live>>, request: Request, next:
     if keys.is_empty() || looks {
         return next.run(request).await;
     }
-    let id = request.extensions().get().map_or("", |RequestId(id)| id);
+    let id = request.extensions().get().map_or("", |RequestId { id, .. }| id);
     let holder = match keys.holder(request.headers()) {
         Ok(holder) => holder,
         Err(error) => {
@@ -239,10 +239,10 @@ pub(crate) async fn check(State(live): State<Arc<Live>>, request: Request, next:
     if request.method() != Method::POST {
         return next.run(request).await;
     }
-    tracing::info!(id, key = holder.name, "asked");
     match holder.take() {
         Ok(permit) => {
-            let response = next.run(request).await;
+            let mut response = next.run(request).await;
+            response.extensions_mut().insert(KeyName(holder.name.clone()));
             if let (StatusCode::SERVICE_UNAVAILABLE, Some(rate)) = (response.status(), &holder.rate) {
                 rate.give_back();
             }
@@ -258,6 +258,10 @@ pub(crate) async fn check(State(live): State<Arc<Live>>, request: Request, next:
         }
     }
 }
+
+/// Whose key it was, on an answer for who writes the log.
+#[derive(Debug, Clone)]
+pub(crate) struct KeyName(pub(crate) String);
 
 /// An answer that takes one of a key's places until it is sent, or nobody wants it any more.
 struct Held {

@@ -3,6 +3,7 @@
 //! Knows nothing of tensors or devices. Every request body is parsed here by hand from JSON, so that each refusal is a
 //! 400 in OpenAI's error format whose `param` names the field.
 
+mod access;
 mod answer;
 mod app;
 mod attention;
@@ -17,6 +18,7 @@ mod knobs;
 mod live;
 mod metrics;
 mod openapi;
+mod origin;
 mod page;
 mod request_id;
 mod responses;

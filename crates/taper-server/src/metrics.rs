@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use taper_attention::PhaseUsage;
-use taper_engine::{BLOCK_TOKENS, Engine, Event, Finish, Usage};
+use taper_engine::{BLOCK_TOKENS, Engine, Event, Finish, RequestError, Usage};
 
 /// Seconds until a first token, of a prompt, of a whole request.
 const LONG: [f64; 16] =
@@ -55,6 +55,7 @@ pub(crate) struct Metrics {
     prefix_queries: IntCounter,
     prefix_hits: IntCounter,
     ended: IntCounterVec,
+    requests: IntCounterVec,
     first_token: Histogram,
     between_tokens: Histogram,
     per_token: Histogram,
@@ -217,6 +218,13 @@ impl Metrics {
         let (block_size, blocks) = (BLOCK_TOKENS.to_string(), blocks.to_string());
         let info = info.const_label("block_size", block_size).const_label("num_gpu_blocks", blocks);
         make.add(IntGauge::with_opts(info))?.set(1);
+        let ended = make.counters(
+            "vllm:request_success_total",
+            "Choices that ended: stop, length, abort (the client left, or did not want to wait any longer), error.",
+            &["finished_reason"],
+        )?;
+        // A rate sees no step from nothing to one.
+        ["stop", "length", "abort", "error"].iter().for_each(|reason| drop(ended.with_label_values(&[reason])));
         Ok(Self {
             running: make.gauge("vllm:num_requests_running", "Requests that run.")?,
             waiting: make.gauge("vllm:num_requests_waiting", "Requests that wait.")?,
@@ -235,10 +243,11 @@ impl Metrics {
             generation_tokens: make.counter("vllm:generation_tokens_total", "Tokens generated.")?,
             prefix_queries: make.counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the cache.")?,
             prefix_hits: make.counter("vllm:prefix_cache_hits_total", "Those that were there.")?,
-            ended: make.counters(
-                "vllm:request_success_total",
-                "Choices that ended: stop, length, abort (the client left), error.",
-                &["finished_reason"],
+            ended,
+            requests: make.counters(
+                "http_requests_total",
+                "Requests by path, method and kind of status; that of a client that left before its answer began is 4xx.",
+                &["handler", "method", "status"],
             )?,
             first_token: make.histogram("vllm:time_to_first_token_seconds", "Time to the first token.", &LONG)?,
             between_tokens: make.histogram("vllm:inter_token_latency_seconds", "Time between two tokens.", &SHORT)?,
@@ -275,7 +284,16 @@ impl Metrics {
         let block_bytes = limits.cache_bytes / blocks as u64;
         self.offloaded.set((load.offloaded_blocks as u64 * block_bytes) as i64);
         // What the engine counted since the last time.
-        self.preemptions.inc_by(load.preemptions.saturating_sub(self.preemptions.get()));
+        let counts = load.counts;
+        for (metric, now) in [
+            (&self.preemptions, counts.preemptions),
+            (&self.prompt_tokens, counts.prompt_tokens),
+            (&self.generation_tokens, counts.generated_tokens),
+            (&self.prefix_queries, counts.prompt_tokens),
+            (&self.prefix_hits, counts.cached_tokens),
+        ] {
+            metric.inc_by(now.saturating_sub(metric.get()));
+        }
         let mut text = Vec::new();
         match TextEncoder::new().encode(&self.registry.gather(), &mut text) {
             Ok(()) => String::from_utf8(text).unwrap_or_default(),
@@ -286,24 +304,18 @@ impl Metrics {
         }
     }
 
+    /// Counts a request's answer.
+    pub(crate) fn answered(&self, handler: &str, method: &str, status: u16) {
+        self.requests.with_label_values(&[handler, method, &format!("{}xx", status / 100)]).inc();
+    }
+
     /// Watches one prompt's events from now on; its span sees them too.
-    pub(crate) fn watch(self: &Arc<Self>, choices: usize, span: Option<Generation>) -> Watch {
-        Watch {
-            metrics: Arc::clone(self),
-            span,
-            began: Instant::now(),
-            latest: vec![None; choices],
-            open: choices,
-            failed: false,
-        }
+    pub(crate) fn watch(self: &Arc<Self>, choices: usize, came: Instant, span: Option<Generation>) -> Watch {
+        Watch { metrics: Arc::clone(self), span, came, latest: vec![None; choices], open: choices, unfinished: "abort" }
     }
 
     fn done(&self, took: Duration, usage: &Usage) {
         self.whole.observe(took.as_secs_f64());
-        self.prompt_tokens.inc_by(usage.prompt_tokens as u64);
-        self.generation_tokens.inc_by(usage.completion_tokens as u64);
-        self.prefix_queries.inc_by(usage.prompt_tokens as u64);
-        self.prefix_hits.inc_by(usage.cached_tokens as u64);
         self.request_prompt.observe(usage.prompt_tokens as f64);
         self.request_generation.observe(usage.completion_tokens as f64);
         let times = usage.times;
@@ -331,12 +343,13 @@ impl Metrics {
 pub(crate) struct Watch {
     metrics: Arc<Metrics>,
     span: Option<Generation>,
-    began: Instant,
+    came: Instant,
     /// When each choice had its latest text.
     latest: Vec<Option<Instant>>,
     /// Choices that go on.
     open: usize,
-    failed: bool,
+    /// What those are that do not end by themselves.
+    unfinished: &'static str,
 }
 
 impl Watch {
@@ -348,7 +361,7 @@ impl Watch {
             Event::Delta(delta) => {
                 let now = Instant::now();
                 if self.latest.iter().all(Option::is_none) {
-                    self.metrics.first_token.observe((now - self.began).as_secs_f64());
+                    self.metrics.first_token.observe((now - self.came).as_secs_f64());
                 }
                 let latest = self.latest.get_mut(delta.choice);
                 if let Some(before) = latest.and_then(|latest| latest.replace(now)) {
@@ -363,8 +376,10 @@ impl Watch {
                 self.open = 0;
                 self.end("stop", 1);
             }
-            Event::Done(usage) => self.metrics.done(self.began.elapsed(), usage),
-            Event::Failed(_) => self.failed = true,
+            Event::Done(usage) => self.metrics.done(self.came.elapsed(), usage),
+            // That the time its client gave it is over is no fault.
+            Event::Failed(RequestError::Deadline) => {}
+            Event::Failed(_) => self.unfinished = "error",
         }
     }
 
@@ -376,7 +391,7 @@ impl Watch {
 impl Drop for Watch {
     fn drop(&mut self) {
         if self.open > 0 {
-            self.end(if self.failed { "error" } else { "abort" }, self.open);
+            self.end(self.unfinished, self.open);
         }
     }
 }

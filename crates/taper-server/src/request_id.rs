@@ -4,37 +4,43 @@ use axum::extract::Request;
 use axum::http::{HeaderName, HeaderValue};
 use axum::middleware::Next;
 use axum::response::Response;
+use std::time::Instant;
 
 pub(crate) const HEADER: HeaderName = HeaderName::from_static("x-request-id");
 
 /// Longest name that is taken over.
 const LENGTH_MAX: usize = 128;
 
-/// A request's name: plain characters, safe in headers, logs and JSON.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct RequestId(pub(crate) String);
+/// A request's name, and when it came.
+#[derive(Debug, Clone)]
+pub(crate) struct RequestId {
+    /// Plain characters, safe in headers, logs and JSON.
+    pub(crate) id: String,
+    /// Its time runs from here.
+    pub(crate) came: Instant,
+}
 
 /// Gives every request its name, and every answer the same in its header.
 pub(crate) async fn name(mut request: Request, next: Next) -> Response {
     let id = request.headers().get(HEADER).and_then(accept).unwrap_or_else(make);
-    request.extensions_mut().insert(id.clone());
+    request.extensions_mut().insert(RequestId { id: id.clone(), came: Instant::now() });
     let mut response = next.run(request).await;
-    if let Ok(value) = HeaderValue::from_str(&id.0) {
+    if let Ok(value) = HeaderValue::from_str(&id) {
         response.headers_mut().insert(HEADER, value);
     }
     response
 }
 
 /// The client's own name, unless it is too long or holds what could confuse a log.
-fn accept(value: &HeaderValue) -> Option<RequestId> {
+fn accept(value: &HeaderValue) -> Option<String> {
     let text = value.to_str().ok()?;
     let plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.:/+=@".contains(&b);
     let sound = (1..=LENGTH_MAX).contains(&text.len()) && text.bytes().all(plain);
-    sound.then(|| RequestId(text.to_owned()))
+    sound.then(|| text.to_owned())
 }
 
-fn make() -> RequestId {
-    RequestId(format!("{:032x}", rand::random::<u128>()))
+fn make() -> String {
+    format!("{:032x}", rand::random::<u128>())
 }
 
 #[cfg(test)]
@@ -45,7 +51,7 @@ mod tests {
     fn plain_names_are_taken_over_and_others_replaced() {
         let longest = "a".repeat(LENGTH_MAX);
         for text in ["a", "550e8400-e29b-41d4-a716-446655440000", "trace:1/span.2", &longest] {
-            assert_eq!(accept(&HeaderValue::from_str(text).unwrap()), Some(RequestId(text.to_owned())));
+            assert_eq!(accept(&HeaderValue::from_str(text).unwrap()), Some(text.to_owned()));
         }
         let too_long = "a".repeat(LENGTH_MAX + 1);
         for text in ["", "two words", "a\"b", "{}", "a\tb", &too_long] {

@@ -60,7 +60,7 @@ async fn chat_completions(
     body: Body,
 ) -> Result<Response, ApiError> {
     let call = body.parse(&app, chat::parse).await?;
-    call.run(&app, &id).await
+    call.run(&app, id).await
 }
 
 /// Continue texts
@@ -75,7 +75,7 @@ async fn text_completions(
     body: Body,
 ) -> Result<Response, ApiError> {
     let call = body.parse(&app, completions::parse).await?;
-    call.run(&app, &id).await
+    call.run(&app, id).await
 }
 
 /// Answer in OpenAI's newer form
@@ -90,7 +90,7 @@ async fn respond(
     body: Body,
 ) -> Result<Response, ApiError> {
     let asked = body.parse(&app, responses::parse).await?;
-    asked.run(&app, &id).await
+    asked.run(&app, id).await
 }
 
 /// Embed texts: the last layer's output for the last token, of length 1
@@ -104,7 +104,7 @@ async fn embed(
     body: Body,
 ) -> Result<Response, ApiError> {
     let asked = body.parse(&app, embeddings::parse).await?;
-    asked.run(&app, &id).await
+    asked.run(&app, id).await
 }
 
 /// The tokens of a text or a chat

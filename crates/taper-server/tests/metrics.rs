@@ -58,14 +58,18 @@ async fn what_requests_came_to_is_counted() {
     assert_eq!(counts("vllm:request_success_total{finished_reason=\"stop\"}"), Some(2.0));
     assert_eq!(counts("vllm:request_success_total{finished_reason=\"length\"}"), Some(1.0));
     assert_eq!(counts("vllm:request_success_total{finished_reason=\"error\"}"), Some(1.0));
-    assert_eq!(counts("vllm:request_success_total{finished_reason=\"abort\"}"), None);
-    assert_eq!(counts("vllm:prompt_tokens_total{}"), Some(4.0));
-    // Six bytes and the end token, twice; two bytes.
-    assert_eq!(counts("vllm:generation_tokens_total{}"), Some(16.0));
+    assert_eq!(counts("vllm:request_success_total{finished_reason=\"abort\"}"), Some(0.0));
+    // The one that failed had two tokens before.
+    assert_eq!(counts("vllm:prompt_tokens_total{}"), Some(9.0));
+    // Six bytes and the end token, twice; two bytes; two.
+    assert_eq!(counts("vllm:generation_tokens_total{}"), Some(18.0));
+    let requests = |status: &str| {
+        counts(&format!("http_requests_total{{handler=\"/v1/completions\",method=\"POST\",status=\"{status}\"}}"))
+    };
+    assert_eq!((requests("2xx"), requests("4xx"), requests("5xx")), (Some(2.0), Some(1.0), Some(1.0)));
     for name in ["e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time"] {
         assert_eq!(counts(&format!("vllm:{name}_seconds_count{{}}")), Some(2.0), "{name}");
     }
-    // The one that failed had two tokens before.
     assert_eq!(counts("vllm:time_to_first_token_seconds_count{}"), Some(3.0));
     assert!(counts("vllm:inter_token_latency_seconds_count{}") >= Some(11.0));
     let by = |method: &str, phase: &str| {
@@ -87,9 +91,16 @@ async fn a_client_that_leaves_is_counted_and_the_cache_is_seen_in_use() {
     assert!(first.is_err());
     let now = seen().await;
     assert!(now["vllm:kv_cache_usage_perc{}"] > 0.0 && now["vllm:num_requests_running{}"] == 1.0, "{now:?}");
+    // Counted as they come, not at an end that this answer does not have.
+    assert!(now["vllm:prompt_tokens_total{}"] == 4.0 && now["vllm:generation_tokens_total{}"] >= 2.0, "{now:?}");
     drop(request);
     wait("it is let go of", || server.engine.load().running == 0).await;
     let now = seen().await;
     assert_eq!(now["vllm:request_success_total{finished_reason=\"abort\"}"], 1.0);
+    let late = server.complete(json!({"prompt": "SLOW", "max_tokens": 300, "timeout": 0.2})).await;
+    assert_eq!(late.status, StatusCode::GATEWAY_TIMEOUT, "{}", late.text);
+    let now = seen().await;
+    assert_eq!(now["vllm:request_success_total{finished_reason=\"abort\"}"], 2.0);
+    assert_eq!(now["vllm:request_success_total{finished_reason=\"error\"}"], 0.0);
     assert_eq!(now["vllm:kv_cache_usage_perc{}"], 0.0);
 }

@@ -59,6 +59,6 @@ fn an_answer_with_drafts_is_the_one_without() {
             assert_eq!(&tokens, expected, "{:?}", usage.attention);
         }
         idle(&busy);
-        assert_eq!(busy.load().preemptions > 0, blocks == 16, "{:?}", busy.load());
+        assert_eq!(busy.load().counts.preemptions > 0, blocks == 16, "{:?}", busy.load());
     }
 }

@@ -114,7 +114,7 @@ fn a_request_that_waits_for_its_place_to_come_again_can_be_cancelled() {
     let busy = start(watched, EngineConfig::default());
     let (older, younger) = (long(0, 600), long(4, 600));
     let (first, second) = (busy.submit(older.clone()).unwrap(), busy.submit(younger).unwrap());
-    wait("the younger one loses its place", || busy.load().preemptions == 1);
+    wait("the younger one loses its place", || busy.load().counts.preemptions == 1);
     assert_eq!(busy.load().running, 2, "it counts as one that runs");
     drop(second);
     wait("it is let go", || busy.load().running == 1);

@@ -104,7 +104,7 @@ fn whatever_happens_each_gets_what_it_gets_alone() {
             shared += usage.cached_tokens;
         }
         sound(&busy, &seen, blocks as usize);
-        preempted += busy.load().preemptions;
+        preempted += busy.load().counts.preemptions;
     }
     let seen = (preempted > 0, left > 0, shared > 0, failed > 0);
     assert_eq!(

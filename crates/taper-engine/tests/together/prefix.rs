@@ -88,7 +88,7 @@ fn what_is_shared_is_given_up_before_anyone_waits() {
         let request = Request { prompt: prompt.clone(), choices: 1, ..request(3, &json!({})) };
         collect(engine.submit(request).unwrap()).unwrap();
     }
-    assert_eq!(engine.load().preemptions, 0);
+    assert_eq!(engine.load().counts.preemptions, 0);
     let last = Request { prompt: prompts[5].clone(), choices: 1, ..request(3, &json!({})) };
     assert_eq!(collect(engine.submit(last).unwrap()).unwrap().1.cached_tokens, 256);
     idle(&engine);
@@ -182,7 +182,7 @@ fn sharers_come_and_go_and_lose_their_places_together() {
         assert_eq!(tokens, *expected);
         shared += usage.cached_tokens;
     }
-    assert!(busy.load().preemptions > 0 && shared >= 3 * 960, "{:?}, {shared} tokens", busy.load());
+    assert!(busy.load().counts.preemptions > 0 && shared >= 3 * 960, "{:?}, {shared} tokens", busy.load());
     sound(&busy, &seen, 30);
 }
 

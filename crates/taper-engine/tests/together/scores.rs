@@ -111,7 +111,7 @@ fn a_prompt_that_loses_its_place_is_scored_once() {
         }
         told
     });
-    assert!(small.load().preemptions > 0);
+    assert!(small.load().counts.preemptions > 0);
     assert!(told.iter().all(|told| told.len() == 1));
     // Rows add in another order where they go with others.
     let near = |a: &Scored, b: &Scored| (a.0.logprob - b.0.logprob).abs() < 1e-4;

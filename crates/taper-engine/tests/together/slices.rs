@@ -68,7 +68,7 @@ fn a_prompt_in_slices_gets_what_it_gets_in_one_piece() {
         let events: Vec<_> = answers.iter().map(|r| busy.submit(r.clone()).unwrap()).collect();
         together(&busy, &requests, &alone);
         events.into_iter().for_each(|events| drop(collect(events).unwrap()));
-        assert_eq!(busy.load().preemptions, 0);
+        assert_eq!(busy.load().counts.preemptions, 0);
     }
 }
 

@@ -22,12 +22,12 @@ fn a_request_gets_the_same_tokens_alone_and_among_others() {
     let requests: Vec<Request> = pairs().iter().enumerate().map(|(i, pair)| request(i, pair)).collect();
     let quiet = engine(64, false, EngineConfig::default());
     let alone: Vec<Answer> = requests.iter().map(|r| answer(quiet.submit(r.clone()).unwrap())).collect();
-    assert_eq!(quiet.load().preemptions, 0);
+    assert_eq!(quiet.load().counts.preemptions, 0);
 
     for chunk_tokens in [512, 48] {
         let busy = engine(1000, false, EngineConfig { chunk_tokens, ..EngineConfig::default() });
         together(&busy, &requests, &alone);
-        assert_eq!(busy.load().preemptions, 0);
+        assert_eq!(busy.load().counts.preemptions, 0);
     }
 }
 
@@ -55,11 +55,11 @@ fn a_request_that_loses_its_place_in_the_cache_gets_the_same_tokens() {
     let requests: Vec<Request> = pairs.iter().enumerate().map(long).collect();
     let quiet = engine(64, false, EngineConfig::default());
     let alone: Vec<Answer> = requests.iter().map(|r| answer(quiet.submit(r.clone()).unwrap())).collect();
-    assert_eq!(quiet.load().preemptions, 0);
+    assert_eq!(quiet.load().counts.preemptions, 0);
     for prefix in [false, true] {
         let busy = engine(18, prefix, EngineConfig { chunk_tokens: 100, ..EngineConfig::default() });
         together(&busy, &requests, &alone);
-        assert!(busy.load().preemptions > 1, "{:?}", busy.load());
+        assert!(busy.load().counts.preemptions > 1, "{:?}", busy.load());
     }
 }
 
@@ -88,7 +88,7 @@ fn a_prompt_that_loses_its_place_on_its_way_in_is_counted_once() {
             // The prompt is never in before an answer wants a block that it has.
             let busy = engine(50, prefix, EngineConfig { stretch: 1.0, ..EngineConfig::default() });
             together(&busy, &requests, &alone);
-            assert_eq!(busy.load().preemptions, 1, "{pair}");
+            assert_eq!(busy.load().counts.preemptions, 1, "{pair}");
         }
     }
 }

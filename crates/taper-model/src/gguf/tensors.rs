@@ -49,6 +49,12 @@ impl TensorInfo {
             let reason = format!("rows of {columns} do not divide into blocks of {}", self.dtype.block_size());
             return Err(ModelError::invalid(path, name, reason));
         }
+        // candle multiplies blocks of these two at a time.
+        let in_pairs = matches!(self.dtype, GgmlDType::Q4_1 | GgmlDType::Q5_0 | GgmlDType::Q5_1);
+        if in_pairs && !columns.is_multiple_of(2 * self.dtype.block_size()) {
+            let reason = format!("an odd number of {:?} blocks in a row, of {columns} columns,", self.dtype);
+            return Err(ModelError::unsupported(path, name, reason));
+        }
         let bytes = (elements / self.dtype.block_size()).checked_mul(self.dtype.type_size()).ok_or_else(absurd)?;
         let first = start.checked_add(self.offset).ok_or_else(absurd)?;
         let end = first.checked_add(bytes as u64).ok_or_else(absurd)?;

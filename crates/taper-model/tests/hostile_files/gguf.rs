@@ -343,6 +343,16 @@ fn a_tensor_may_end_where_the_file_does_and_not_a_byte_later() {
     }
 }
 
+/// What multiplies blocks two at a time has no use for a last one.
+#[test]
+fn formats_whose_blocks_go_in_pairs_have_even_rows() {
+    for kind in [3, 6, 7] {
+        let mut parts = good(Style::SentencePiece);
+        parts.tensors.iter_mut().find(|t| t.name == "blk.0.ffn_down.weight").unwrap().kind = kind;
+        assert!(!loads(written(&parts).0), "{kind}");
+    }
+}
+
 #[test]
 fn tensors_that_share_their_bytes_cost_no_more_than_the_file() {
     let mut parts = good(Style::SentencePiece);

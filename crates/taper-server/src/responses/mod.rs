@@ -22,10 +22,10 @@ use taper_engine::Event;
 
 impl Asked {
     /// Queues the prompt and answers.
-    pub(crate) async fn run(mut self, app: &Arc<App>, id: &RequestId) -> Result<Response, ApiError> {
-        let id = format!("resp_{}", id.0);
+    pub(crate) async fn run(mut self, app: &Arc<App>, RequestId { id, came }: RequestId) -> Result<Response, ApiError> {
+        let id = format!("resp_{id}");
         let headers = self.call.headers(&id);
-        let events = self.call.submit(app, &id).map_err(request::renamed)?;
+        let events = self.call.submit(app, &id, came).map_err(request::renamed)?;
         let calls = self.call.calls(app.engine.text());
         let builder = Builder::new(id, app.engine.model().id.clone(), self.echo, calls);
         let mut response = match self.call.common.stream {

@@ -22,7 +22,7 @@ use std::pin::Pin;
 use std::task::{self, Poll};
 
 /// What machines ask every few seconds has no spans.
-const PROBES: [&str; 3] = ["/health", "/ready", "/metrics"];
+pub(crate) const PROBES: [&str; 3] = ["/health", "/ready", "/metrics"];
 
 /// Those that the semantic conventions know.
 const METHODS: [Method; 9] = [
@@ -73,7 +73,7 @@ impl Spans {
         if method == "_OTHER" {
             attributes.push(KeyValue::new("http.request.method_original", request.method().to_string()));
         }
-        if let Some(RequestId(id)) = request.extensions().get() {
+        if let Some(RequestId { id, .. }) = request.extensions().get() {
             attributes.push(KeyValue::new("taper.request_id", id.clone()));
         }
         if let Some(host) = text(header::HOST).and_then(|host| host.parse::<Authority>().ok()) {

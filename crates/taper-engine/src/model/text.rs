@@ -1,0 +1,151 @@
+//! A model's tokenizer and chat template.
+
+use crate::calls::{self, CallFormat};
+use crate::text::{Message, Text, TextError, TokenStream};
+use serde_json::{Map, Value};
+use taper_model::{ChatTemplate, StreamDecoder, TextStart, Tokenizer};
+
+/// Bytes that a token of plain text hardly has: a text with more of them for each token of the context is probed before it is
+/// tokenized whole.
+const TOKEN_BYTES: usize = 8;
+
+/// A model's tokenizer and template.
+pub struct ModelText {
+    tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
+    /// Tokens of the longest prompt.
+    context: usize,
+}
+
+impl ModelText {
+    pub(super) fn new(tokenizer: Tokenizer, template: Option<ChatTemplate>, context: usize) -> Self {
+        Self { tokenizer, template, context }
+    }
+
+    /// The tokens of a text. One that no context holds is not read to its end, which takes a core seconds for each megabyte.
+    fn tokens(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError> {
+        let encode = |text: &str| self.tokenizer.encode(text, special).map_err(|e| TextError(e.to_string()));
+        let (piece, context) = (self.context.saturating_mul(TOKEN_BYTES), self.context);
+        if text.len() > piece {
+            let (mut rest, mut tokens) = (text, 0);
+            while !rest.is_empty() {
+                let end = (piece..).find(|end| rest.is_char_boundary(*end) || *end >= rest.len());
+                let (first, after) = rest.split_at(end.map_or(rest.len(), |end| end.min(rest.len())));
+                // A cut may make a few more of them; half as many again it does not.
+                tokens += encode(first)?.len();
+                if tokens > context + context / 2 + 64 {
+                    let bytes = text.len();
+                    let message = format!("a text of {bytes} bytes has far more tokens than the context of {context}");
+                    return Err(TextError(message));
+                }
+                rest = after;
+            }
+        }
+        encode(text)
+    }
+}
+
+impl Text for ModelText {
+    fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError> {
+        self.tokens(text, special)
+    }
+
+    fn chat(&self, messages: &[Message], variables: &Map<String, Value>) -> Result<Vec<u32>, TextError> {
+        let template = self
+            .template
+            .as_ref()
+            .ok_or_else(|| TextError("the model has no chat template; a text completion needs none".into()))?;
+        let text = if template.says("tools") {
+            template.render(messages, true, variables)
+        } else {
+            let tools = variables.get("tools").and_then(Value::as_array);
+            template.render(&calls::told(messages, tools.map_or(&[], Vec::as_slice)), true, variables)
+        };
+        let text = text.map_err(|e| TextError(e.to_string()))?;
+        self.tokens(&text, false)
+    }
+
+    fn call_format(&self) -> CallFormat {
+        self.template.as_ref().map_or(CallFormat::Tagged, CallFormat::of)
+    }
+
+    fn mark(&self, mark: &str) -> Option<u32> {
+        self.tokenizer.token_id(mark).filter(|token| self.special(*token))
+    }
+
+    fn decode(&self, tokens: &[u32], special: bool) -> String {
+        self.tokenizer.decode(tokens, !special)
+    }
+
+    fn token_bytes(&self, token: u32) -> Vec<u8> {
+        self.tokenizer.token_bytes(token).to_vec()
+    }
+
+    fn special(&self, token: u32) -> bool {
+        self.tokenizer.is_special(token)
+    }
+
+    fn eos(&self) -> &[u32] {
+        self.tokenizer.eos_tokens()
+    }
+
+    fn stream(&self, continues: bool, special: bool) -> Box<dyn TokenStream> {
+        let start = if continues { TextStart::Continued } else { TextStart::Fresh };
+        Box::new(Stream(self.tokenizer.stream(start, !special)))
+    }
+}
+
+struct Stream(StreamDecoder);
+
+impl TokenStream for Stream {
+    fn push(&mut self, token: u32) -> String {
+        self.0.push(token)
+    }
+
+    fn finish(&mut self) -> String {
+        self.0.finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+    use taper_model::{ModelFiles, ResolvedModel};
+
+    fn text(context: usize) -> ModelText {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../taper-model/tests/golden");
+        let folder = tempfile::tempdir().unwrap();
+        let fixture = std::fs::read(golden.join("tokenizers/smollm.json")).unwrap();
+        let fixture: Value = serde_json::from_slice(&fixture).unwrap();
+        std::fs::copy(golden.join("llama3/config.json"), folder.path().join("config.json")).unwrap();
+        std::fs::write(folder.path().join("tokenizer.json"), fixture["tokenizer"].to_string()).unwrap();
+        let model = ResolvedModel { name: "tiny".into(), files: ModelFiles::Folder(folder.path().to_owned()) };
+        ModelText::new(Tokenizer::load(&model).unwrap(), None, context)
+    }
+
+    /// Else this would take a minute and gigabytes.
+    #[test]
+    fn a_text_that_no_context_holds_is_not_read_to_its_end() {
+        let text = text(100);
+        for long in
+            ["word ".repeat(3 << 20), "é".repeat(4 << 20), format!("{}{}", " ".repeat(700), "a b ".repeat(4 << 20))]
+        {
+            let error = text.encode(&long, true).unwrap_err().to_string();
+            assert_eq!(error, format!("a text of {} bytes has far more tokens than the context of 100", long.len()));
+        }
+    }
+
+    #[test]
+    fn a_text_that_may_fit_is_tokenized_whole() {
+        let whole = text(1 << 20);
+        let word = |token| String::from_utf8(whole.tokenizer.token_bytes(token).to_vec()).ok();
+        let words = (0..whole.tokenizer.vocab_size() as u32).filter_map(word);
+        let longest = words.filter(|word| word.chars().all(char::is_alphabetic)).max_by_key(String::len).unwrap();
+        let long = format!("{longest} ").repeat(40);
+        let tokens = whole.encode(&long, false).unwrap();
+        let context = tokens.len().min(long.len() / TOKEN_BYTES - 1);
+        assert!(tokens.len() < context + context / 2 + 64, "it is probed, and may fit");
+        assert_eq!(text(context).encode(&long, false).unwrap(), tokens);
+    }
+}

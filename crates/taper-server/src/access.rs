@@ -1,0 +1,62 @@
+//! Every request leaves a line in the log and a count, whatever becomes of it.
+
+use crate::app::App;
+use crate::keys::KeyName;
+use crate::request_id::RequestId;
+use crate::spans::PROBES;
+use axum::extract::{MatchedPath, Request, State};
+use axum::http::Method;
+use axum::middleware::Next;
+use axum::response::Response;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// The status of a request whose client left before there was an answer, by nginx's custom.
+const LEFT: u16 = 499;
+
+/// Writes the line once the answer begins: how a stream ends is the engine's to say.
+pub(crate) async fn around(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let route = request.extensions().get::<MatchedPath>().map(|route| route.as_str().to_owned());
+    let method = match *request.method() {
+        Method::GET => "GET",
+        Method::POST => "POST",
+        Method::HEAD => "HEAD",
+        Method::OPTIONS => "OPTIONS",
+        // Clients may make names of methods up.
+        _ => "other",
+    };
+    let path = request.uri().path().to_owned();
+    let mut line = Line { app, method, route, path, id: request.extensions().get().cloned(), key: None, status: LEFT };
+    let response = next.run(request).await;
+    line.status = response.status().as_u16();
+    line.key = response.extensions().get().cloned();
+    response
+}
+
+struct Line {
+    app: Arc<App>,
+    method: &'static str,
+    route: Option<String>,
+    path: String,
+    id: Option<RequestId>,
+    key: Option<KeyName>,
+    status: u16,
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        let Self { app, method, route, path, id, key, status } = self;
+        app.metrics.answered(route.as_deref().unwrap_or("none"), method, *status);
+        if route.as_deref().is_some_and(|route| PROBES.contains(&route)) {
+            return;
+        }
+        let (id, came) = id.as_ref().map_or(("", Instant::now()), |id| (id.id.as_str(), id.came));
+        let seconds = came.elapsed().as_secs_f64();
+        let key = key.as_ref().map(|KeyName(name)| name.as_str());
+        if *status >= 500 {
+            tracing::warn!(id, method, path, status, seconds, key, "answered");
+        } else {
+            tracing::info!(id, method, path, status, seconds, key, "answered");
+        }
+    }
+}
