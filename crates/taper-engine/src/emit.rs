@@ -120,8 +120,9 @@ impl Output {
 
     /// Ends without a stop string: what was held back is text after all.
     fn end(&mut self, mut text: String, finish: Finish) -> Delta {
+        // A character that did not come whole is none.
         let tail = self.stream.finish();
-        let (more, hit) = self.matcher.push(&tail);
+        let (more, hit) = self.matcher.push(tail.trim_end_matches(char::REPLACEMENT_CHARACTER));
         text.push_str(&more);
         if let Some(stop) = hit {
             return self.cut(text, Finish::StopString(stop));

@@ -2,6 +2,7 @@
 
 use crate::app::App;
 use crate::error::{self, ApiError};
+use crate::knobs;
 use crate::request_id::RequestId;
 use crate::sampling::Common;
 use crate::stream;
@@ -15,7 +16,9 @@ use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use taper_attention::AttentionSpec;
 use taper_attention::AttentionUsage;
-use taper_engine::{Delta, Event, Events, Finish, Grammar, Request, Scored, Text, TokenLogprob, TokenRecord, Usage};
+use taper_engine::{
+    Delta, Event, Events, Finish, Grammar, Request, RequestError, Scored, Text, TokenLogprob, TokenRecord, Usage,
+};
 
 /// Names the top-level fields that had no effect.
 pub(crate) const IGNORED: HeaderName = HeaderName::from_static("x-taper-ignored-fields");
@@ -25,6 +28,9 @@ const TRACED: usize = 4;
 
 /// Log probabilities of prompts' tokens in one answer: each is some hundred bytes while it is written.
 const ECHOED: usize = 1 << 18;
+
+/// The most characters of a request's own words in a line of the log.
+const LOGGED: usize = 300;
 
 /// Which of the two formats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,6 +64,8 @@ pub(crate) struct Call {
     /// Functions that the answer may call.
     pub(crate) tools: Option<Tools>,
     pub(crate) grammar: Option<Grammar>,
+    /// The field that asked for it.
+    pub(crate) grammar_field: Option<String>,
     pub(crate) attention: Arc<AttentionSpec>,
     pub(crate) ignored: Vec<String>,
 }
@@ -104,7 +112,10 @@ impl Call {
             return headers;
         }
         let names = self.ignored.join(", ");
-        tracing::warn!(id, fields = names, "fields ignored");
+        // What clients of other servers send anyway is no news.
+        if self.ignored.iter().any(|name| !knobs::known(name)) {
+            tracing::warn!(id, fields = %error::brief(&names, LOGGED), "fields ignored");
+        }
         // A name may hold any character; a header may not.
         let plain: String =
             names.chars().map(|c| if c.is_ascii_graphic() || c == ' ' { c } else { '?' }).take(1000).collect();
@@ -150,15 +161,31 @@ impl Call {
         let numbered = |(index, mut events): (usize, Events)| {
             let mut watch = app.watch(self, id, came);
             let echo = self.prompts[index].echo.as_ref().map_or(0, |echo| echo.chars().count());
-            let echo_only = self.echo_only;
+            let (echo_only, with_stop) = (self.echo_only, self.common.with_stop);
             let events = poll_fn(move |cx| events.poll_recv(cx)).map(move |event| {
-                let event = after_echo(event, echo, echo_only);
+                let mut event = after_echo(event, echo, echo_only);
+                if let Event::Delta(Delta { text, finish: Some(Finish::StopString(stop)), .. }) = &mut event
+                    && with_stop
+                {
+                    text.push_str(stop);
+                }
                 watch.see(&event);
                 (index, event)
             });
             events.boxed()
         };
         Ok(select_all(events.into_iter().enumerate().map(numbered)))
+    }
+
+    /// An answer that could not be made, with the field that makes it impossible.
+    pub(crate) fn failed(&self, error: RequestError) -> ApiError {
+        let param = match &error {
+            RequestError::Grammar(_) => self.grammar_field.clone(),
+            RequestError::NoToken if self.common.sampling.allowed.is_some() => Some("allowed_token_ids".into()),
+            RequestError::NoToken => self.grammar_field.clone(),
+            _ => None,
+        };
+        ApiError { param, ..error.into() }
     }
 
     /// A token id that the model lacks would otherwise do nothing, quietly.
@@ -367,7 +394,7 @@ async fn whole(app: &App, call: &Call, head: &Head, mut events: Merged) -> Resul
                 choice.finish = delta.finish;
             }
             Event::Done(usage) => total.add(prompt, usage),
-            Event::Failed(error) => return Err(error.into()),
+            Event::Failed(error) => return Err(call.failed(error)),
         }
     }
     if total.done < call.prompts.len() {
@@ -438,7 +465,11 @@ pub(crate) fn logprobs(kind: Kind, text: &dyn Text, tokens: &[TokenRecord]) -> V
             json!({"content": content.collect::<Vec<_>>(), "refusal": null})
         }
         Kind::Text | Kind::Embedding => {
-            let name = |token| String::from_utf8_lossy(&text.token_bytes(token)).into_owned();
+            // As OpenAI writes a part of a character.
+            let name = |token| {
+                String::from_utf8(text.token_bytes(token))
+                    .unwrap_or_else(|part| format!("bytes:{}", part.as_bytes().escape_ascii()))
+            };
             let top = tokens.iter().map(|t| {
                 // The token itself is always there.
                 let pairs = t.top.iter().chain([&t.chosen]).map(|t| (name(t.token), json!(t.logprob)));

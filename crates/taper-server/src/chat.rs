@@ -32,7 +32,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
         let (shape, path) = wanted.unzip();
         wanted = tools.shape(text, shape)?.map(|shape| (shape, path.unwrap_or_else(|| "tools".into())));
     }
-    let grammar = structured::compile(app, wanted)?;
+    let (grammar, grammar_field) = structured::compile(app, wanted)?;
     let tokens = conversation.tokens(text)?;
     let question_tokens = attention::question(&attention, tokens.len(), || conversation.question(text, &tokens))?;
     Ok(Call {
@@ -45,6 +45,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
         logprobs: logprobs.then(|| top.unwrap_or(0) as usize),
         tools,
         grammar,
+        grammar_field,
         attention: Arc::new(attention),
         ignored,
     })
@@ -123,7 +124,7 @@ fn message((index, value): (usize, &Value)) -> Result<Message, ApiError> {
         None if role == "assistant" => Some(String::new()),
         Some(Value::Array(parts)) => {
             let parts = parts.iter().enumerate().map(|(index, value)| part(&format!("{path}[{index}]"), value));
-            Some(parts.collect::<Result<String, ApiError>>()?)
+            Some(parts.collect::<Result<Vec<_>, ApiError>>()?.join(BETWEEN_PARTS))
         }
         _ => {
             return Err(ApiError::invalid(&path, format!("{path} must be a string or an array of text parts")));
@@ -154,18 +155,22 @@ fn call(path: &str, value: &Value) -> Result<Value, ApiError> {
     Ok(json!({"id": value["id"], "type": "function", "function": {"name": name, "arguments": arguments}}))
 }
 
-/// The text of one part, `{"type": "text", "text": ...}`.
+/// What stands between the parts of a message, as in vLLM.
+pub(crate) const BETWEEN_PARTS: &str = "\n";
+
+/// The text of one part, `{"type": "text", "text": …}`, or of an earlier answer that refused.
 fn part<'a>(path: &str, value: &'a Value) -> Result<&'a str, ApiError> {
-    match value.get("type").and_then(Value::as_str) {
-        Some("text") => {}
+    let name = match value.get("type").and_then(Value::as_str) {
+        Some("text") => "text",
+        Some("refusal") => "refusal",
         kind => {
             let path = format!("{path}.type");
             let kind = kind.unwrap_or("none");
             return Err(ApiError::invalid(&path, format!("{path} must be \"text\", not {kind:?}")));
         }
-    }
-    value.get("text").and_then(Value::as_str).ok_or_else(|| {
-        let path = format!("{path}.text");
+    };
+    value.get(name).and_then(Value::as_str).ok_or_else(|| {
+        let path = format!("{path}.{name}");
         ApiError::invalid(&path, format!("{path} must be a string"))
     })
 }

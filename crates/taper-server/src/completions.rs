@@ -17,6 +17,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     app.check_model(fields.text("model")?)?;
     let prompts = fields.get("prompt");
     let echo = fields.bool("echo")?.unwrap_or(false);
+    let marks = fields.bool("add_special_tokens")?.unwrap_or(true);
     // A prompt that is only wanted back needs no answer.
     let mut common = sampling::read(&mut fields, app, if echo { 0 } else { 1 })?;
     let echo_only = common.stop.max_tokens == Some(0);
@@ -29,9 +30,11 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     common.choices = best_of(&mut fields, &common)?;
     let logprobs = fields.int("logprobs", 0..=20)?.map(|n| n as usize);
     let (attention, mut ignored) = attention::read(&mut fields, &app.config)?;
-    let grammar = structured::compile(app, structured::read(&mut fields)?)?;
+    let (grammar, grammar_field) = structured::compile(app, structured::read(&mut fields)?)?;
     ignored.extend(knobs::unknown(map, fields.unread())?);
-    let mut prompts = read_prompts(app, "prompt", prompts, echo)?;
+    let most = app.config.prompts.min(app.engine.queue_limit());
+    let reading = Reading { name: "prompt", most, marks, echo: echo.then_some(common.special) };
+    let mut prompts = read_prompts(app, prompts, &reading)?;
     if common.stop.max_tokens.is_none() {
         // A default never makes a request too long.
         let longest = prompts.iter().map(|p| p.tokens.len()).max().unwrap_or(0);
@@ -51,6 +54,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
         logprobs,
         tools: None,
         grammar,
+        grammar_field,
         attention: Arc::new(attention),
         ignored,
     })
@@ -72,8 +76,21 @@ fn best_of(fields: &mut Fields<'_>, common: &sampling::Common) -> Result<usize, 
     Ok(drawn)
 }
 
+/// How prompts are read.
+pub(crate) struct Reading {
+    /// Their field.
+    pub(crate) name: &'static str,
+    /// How many there may be.
+    pub(crate) most: usize,
+    /// Whether texts get the marks that the model wants at their start.
+    pub(crate) marks: bool,
+    /// Whether they come back, and then whether with marks between texts.
+    pub(crate) echo: Option<bool>,
+}
+
 /// A string, token ids, or an array of either.
-pub(crate) fn read_prompts(app: &App, name: &str, value: Option<&Value>, echo: bool) -> Result<Vec<Prompt>, ApiError> {
+pub(crate) fn read_prompts(app: &App, value: Option<&Value>, reading: &Reading) -> Result<Vec<Prompt>, ApiError> {
+    let &Reading { name, most, marks, echo } = reading;
     let wrong = || {
         ApiError::invalid(
             name,
@@ -82,21 +99,20 @@ pub(crate) fn read_prompts(app: &App, name: &str, value: Option<&Value>, echo: b
     };
     let one = |value: &Value| match value {
         Value::String(text) => {
-            let tokens = app.engine.text().encode(text, true);
+            let tokens = app.engine.text().encode(text, marks);
             let tokens = tokens.map_err(|e| error::text(&e, name))?;
-            let echo = echo.then(|| text.clone());
+            let echo = echo.map(|_| text.clone());
             Ok(Prompt { tokens, question_tokens: 0, echo })
         }
         Value::Array(list) => {
             let tokens = sampling::ids(list).ok_or_else(wrong)?;
-            let echo = echo.then(|| app.engine.text().decode(&tokens, false));
+            let echo = echo.map(|special| app.engine.text().decode(&tokens, special));
             Ok(Prompt { tokens, question_tokens: 0, echo })
         }
         _ => Err(wrong()),
     };
     match value {
         Some(Value::Array(list)) if list.iter().any(|v| v.is_string() || v.is_array()) => {
-            let most = app.config.prompts.min(app.engine.queue_limit());
             if list.len() > most {
                 let message = format!("{name} has {} prompts; at most {most} are taken", list.len());
                 return Err(ApiError::invalid(name, message));

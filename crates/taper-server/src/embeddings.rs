@@ -2,7 +2,7 @@
 
 use crate::answer::{Call, Kind, Prompt};
 use crate::app::App;
-use crate::completions::read_prompts;
+use crate::completions::{Reading, read_prompts};
 use crate::error::ApiError;
 use crate::fields::Fields;
 use crate::request_id::RequestId;
@@ -16,12 +16,20 @@ use serde_json::{Map, Value, json};
 use std::sync::Arc;
 use taper_engine::Event;
 
+/// Most texts of one request, as in OpenAI's API.
+const INPUTS: usize = 2048;
+
+/// Texts of one request that wait or run at a time: others are to find room in the queue as well.
+const AT_ONCE: usize = 32;
+
 /// A request that was understood.
 #[derive(Debug)]
 pub(crate) struct Asked {
     call: Call,
     /// Whether numbers are written as little-endian f32 in base64.
     packed: bool,
+    /// How many there have to be.
+    dimensions: Option<usize>,
 }
 
 /// Parses and tokenizes the request.
@@ -37,13 +45,14 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked, ApiErr
             return Err(ApiError::invalid("encoding_format", message));
         }
     };
-    if fields.int("dimensions", 1..=i64::MAX)?.is_some() {
-        return Err(ApiError::invalid("dimensions", "dimensions is not supported: the model's own is the only one"));
-    }
+    let dimensions = fields.int("dimensions", 1..=i64::MAX)?.map(|dimensions| dimensions as usize);
+    let marks = fields.bool("add_special_tokens")?.unwrap_or(true);
     let priority = sampling::priority(&mut fields, app)?;
+    let timeout = sampling::timeout(&mut fields, app.config.request_timeout)?;
     let (attention, mut ignored) = attention::read(&mut fields, &app.config)?;
     ignored.extend(knobs::unknown(map, fields.unread())?);
-    let prompts = read_prompts(app, "input", input, false)?;
+    let reading = Reading { name: "input", most: INPUTS, marks, echo: None };
+    let prompts = read_prompts(app, input, &reading)?;
     let prompts = prompts.into_iter().map(|prompt| Prompt { question_tokens: 0, ..prompt }).collect();
     let call = Call {
         kind: Kind::Embedding,
@@ -51,14 +60,15 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked, ApiErr
         kept: 1,
         prompts,
         prompt_field: "input",
-        common: sampling::none(app.config.request_timeout, priority),
+        common: sampling::none(timeout, priority),
         logprobs: None,
         tools: None,
         grammar: None,
+        grammar_field: None,
         attention: Arc::new(attention),
         ignored,
     };
-    Ok(Asked { call, packed })
+    Ok(Asked { call, packed, dimensions })
 }
 
 impl Asked {
@@ -66,21 +76,29 @@ impl Asked {
     pub(crate) async fn run(mut self, app: &Arc<App>, RequestId { id, came }: RequestId) -> Result<Response, ApiError> {
         let id = format!("embd-{id}");
         let headers = self.call.headers(&id);
-        let mut events = self.call.submit(app, &id, came)?;
-        let mut data = vec![Value::Null; self.call.prompts.len()];
+        let mut rest = std::mem::take(&mut self.call.prompts);
+        let mut data = vec![Value::Null; rest.len()];
         let mut total = answer::Total::default();
-        while let Some((index, event)) = events.next().await {
-            match event {
-                Event::Prefilled | Event::Prompt(_) | Event::Delta(_) => {}
-                Event::Embedding(hidden) => {
-                    data[index] = json!({"object": "embedding", "index": index, "embedding": self.written(&hidden)});
+        while !rest.is_empty() {
+            let first = data.len() - rest.len();
+            self.call.prompts = rest.drain(..rest.len().min(AT_ONCE).min(app.engine.queue_limit())).collect();
+            let mut events = self.call.submit(app, &id, came)?;
+            while let Some((index, event)) = events.next().await {
+                let index = first + index;
+                match event {
+                    Event::Prefilled | Event::Prompt(_) | Event::Delta(_) => {}
+                    Event::Embedding(hidden) => {
+                        self.check_dimensions(hidden.len())?;
+                        data[index] =
+                            json!({"object": "embedding", "index": index, "embedding": self.written(&hidden)});
+                    }
+                    Event::Done(usage) => total.add(index, usage),
+                    Event::Failed(error) => return Err(self.call.failed(error)),
                 }
-                Event::Done(usage) => total.add(index, usage),
-                Event::Failed(error) => return Err(error.into()),
             }
-        }
-        if total.done < data.len() {
-            return Err(answer::cut_off());
+            if total.done < data.len() - rest.len() {
+                return Err(answer::cut_off());
+            }
         }
         let mut usage = total.json();
         usage.as_object_mut().into_iter().for_each(|usage| drop(usage.shift_remove("completion_tokens")));
@@ -88,6 +106,16 @@ impl Asked {
         let mut response = Json(body).into_response();
         response.headers_mut().extend(headers);
         Ok(response)
+    }
+
+    fn check_dimensions(&self, own: usize) -> Result<(), ApiError> {
+        match self.dimensions {
+            Some(wanted) if wanted != own => {
+                let message = format!("dimensions is {wanted}, but the model's own {own} is the only one served");
+                Err(ApiError::invalid("dimensions", message))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn written(&self, hidden: &[f32]) -> Value {

@@ -4,6 +4,7 @@ use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
+use std::borrow::Cow;
 use taper_engine::{RequestError, SubmitError, TextError};
 
 /// An error as clients see it.
@@ -18,6 +19,18 @@ pub struct ApiError {
     pub param: Option<String>,
     /// Seconds after which a client that was refused for want of room should try again.
     pub retry_after: Option<u64>,
+}
+
+/// The most characters of a message and of a field's path, both of which may quote the request.
+const MESSAGE_MAX: usize = 1000;
+const PARAM_MAX: usize = 200;
+
+/// The beginning of a text.
+pub(crate) fn brief(text: &str, most: usize) -> Cow<'_, str> {
+    match text.char_indices().nth(most) {
+        Some((end, _)) => format!("{}…", &text[..end]).into(),
+        None => text.into(),
+    }
 }
 
 impl ApiError {
@@ -41,7 +54,8 @@ impl ApiError {
             503 => "ServiceUnavailableError",
             _ => StatusCode::from_u16(self.status).ok().and_then(|s| s.canonical_reason()).unwrap_or("Error"),
         };
-        json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}})
+        let (message, param) = (brief(&self.message, MESSAGE_MAX), self.param.as_deref().map(|p| brief(p, PARAM_MAX)));
+        json!({"error": {"message": message, "type": kind, "param": param, "code": self.status}})
     }
 }
 

@@ -37,6 +37,14 @@ impl<'a> Fields<'a> {
         self.map.keys().map(String::as_str).filter(|name| !self.seen.contains(name))
     }
 
+    /// Refuses what nothing has read: in an object of a few fields it is misspelt.
+    pub(crate) fn finish(&self) -> Result<()> {
+        let Some(name) = self.unread().find(|name| !self.map[*name].is_null()) else { return Ok(()) };
+        let path = self.path(name);
+        let known: Vec<&str> = self.seen.iter().copied().collect();
+        Err(ApiError::invalid(&path, format!("{path} is not known; known: {}", known.join(", "))))
+    }
+
     fn wrong(&self, name: &str, wanted: &str, value: &Value) -> ApiError {
         let path = self.path(name);
         ApiError::invalid(&path, format!("{path} must be {wanted}, not {}", brief(value)))

@@ -23,7 +23,6 @@ const FOREIGN: &[&str] = &[
     "detokenize",
     "documents",
     "include_reasoning",
-    "include_stop_str_in_output",
     "kv_transfer_params",
     "length_penalty",
     "lora_path",
@@ -97,6 +96,14 @@ const REFUSED: &[(&str, &str)] = &[
     ("suffix", "suffix is not supported"),
 ];
 
+/// What holds an answer to a form in other servers' words.
+const FORMS: [&str; 4] = ["regex", "ebnf", "json_schema", "grammar"];
+
+/// Whether clients of other servers send it.
+pub(crate) fn known(name: &str) -> bool {
+    FOREIGN.contains(&name)
+}
+
 /// Sorts the fields that nothing read: an error for a near miss or a refused one, else their names.
 pub(crate) fn unknown<'a>(
     map: &Map<String, Value>,
@@ -123,17 +130,34 @@ fn refuse(name: &str, value: &Value) -> Result<(), ApiError> {
     if let Some((_, why)) = REFUSED.iter().find(|(field, _)| *field == name) {
         return Err(ApiError::invalid(name, *why));
     }
+    let hint = match name {
+        "prompt_logprobs" if value != &Value::Bool(false) => "; /v1/completions has echo with logprobs",
+        _ if FORMS.contains(&name) => "; structured_outputs says what an answer must be",
+        "n_predict" => "; max_tokens says how long an answer may be",
+        _ => "",
+    };
+    let is = |harmless: bool| value == &Value::Bool(harmless);
     let harmless = match name {
-        "tools" => value.as_array().is_some_and(Vec::is_empty),
+        "tools" | "documents" => value.as_array().is_some_and(Vec::is_empty),
         "tool_choice" => matches!(value.as_str(), Some("none" | "auto")),
-        "best_of" => value == 1,
-        "use_beam_search" => value == &Value::Bool(false),
+        "best_of" | "typical_p" | "tfs_z" => value.as_f64() == Some(1.0),
+        "mirostat" | "dry_multiplier" | "xtc_probability" => value.as_f64() == Some(0.0),
+        "continue_final_message"
+        | "echo"
+        | "prompt_logprobs"
+        | "return_token_ids"
+        | "return_tokens_as_token_ids"
+        | "use_beam_search" => is(false),
+        "add_generation_prompt" | "detokenize" => is(true),
+        "modalities" => value == &serde_json::json!(["text"]),
+        "chat_template" | "lora_path" | "logits_processors" | "n_predict" | "truncate_prompt_tokens" => false,
+        _ if FORMS.contains(&name) || name.starts_with("guided_") => false,
         _ => true,
     };
     if harmless {
         return Ok(());
     }
-    let message = format!("{name} is not supported here: {} would change the answer", brief(value));
+    let message = format!("{name} is not supported here: {} would change the answer{hint}", brief(value));
     Err(ApiError::invalid(name, message))
 }
 

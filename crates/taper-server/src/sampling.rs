@@ -31,6 +31,8 @@ pub(crate) struct Common {
     pub(crate) priority: i64,
     /// Whether marks between texts are shown.
     pub(crate) special: bool,
+    /// Whether a stop string that ended an answer stands at its end.
+    pub(crate) with_stop: bool,
     pub(crate) stream: bool,
     /// How long it may take, waiting included.
     pub(crate) timeout: Option<Duration>,
@@ -59,6 +61,7 @@ pub(crate) fn read(fields: &mut Fields<'_>, app: &App, least: i64) -> Result<Com
     let choices = fields.int("n", 1..=MAX_CHOICES)?.unwrap_or(1);
     let priority = priority(fields, app)?;
     let special = fields.bool("skip_special_tokens")? == Some(false);
+    let with_stop = fields.bool("include_stop_str_in_output")?.unwrap_or(false);
     let timeout = timeout(fields, app.config.request_timeout)?;
     let stream = fields.bool("stream")?.unwrap_or(false);
     let mut include_usage = false;
@@ -68,6 +71,14 @@ pub(crate) fn read(fields: &mut Fields<'_>, app: &App, least: i64) -> Result<Com
         }
         let mut options = Fields::new(options, "stream_options.");
         include_usage = options.bool("include_usage")?.unwrap_or(false);
+        let continuous = options.bool("continuous_usage_stats")?.unwrap_or(false);
+        if continuous {
+            let path = options.path("continuous_usage_stats");
+            return Err(ApiError::invalid(&path, format!("{path} is not supported here: usage comes at the end")));
+        }
+        // OpenAI's own; what it hides from others is not there to be seen.
+        options.bool("include_obfuscation")?;
+        options.finish()?;
     }
     Ok(Common {
         sampling,
@@ -75,6 +86,7 @@ pub(crate) fn read(fields: &mut Fields<'_>, app: &App, least: i64) -> Result<Com
         choices: choices as usize,
         priority,
         special,
+        with_stop,
         stream,
         timeout,
         include_usage,
@@ -89,15 +101,16 @@ pub(crate) fn priority(fields: &mut Fields<'_>, app: &App) -> Result<i64> {
 }
 
 /// What a request has that draws nothing.
-pub(crate) fn none(longest: Option<Duration>, priority: i64) -> Common {
+pub(crate) fn none(timeout: Option<Duration>, priority: i64) -> Common {
     Common {
         sampling: SamplingParams::default(),
         stop: StopRules { max_tokens: Some(1), ..StopRules::default() },
         choices: 1,
         priority,
         special: false,
+        with_stop: false,
         stream: false,
-        timeout: longest,
+        timeout,
         include_usage: false,
         max_field: None,
     }
@@ -132,7 +145,7 @@ fn sampling(fields: &mut Fields<'_>, text: &dyn Text) -> Result<SamplingParams> 
 }
 
 /// Seconds; at most, and without the field, what the server allows.
-fn timeout(fields: &mut Fields<'_>, longest: Option<Duration>) -> Result<Option<Duration>> {
+pub(crate) fn timeout(fields: &mut Fields<'_>, longest: Option<Duration>) -> Result<Option<Duration>> {
     let most = longest.map_or(f64::INFINITY, |longest| longest.as_secs_f64());
     let range = longest.map_or("(0, ∞), of seconds".into(), |_| format!("(0, {most}], of seconds"));
     let seconds = fields.number("timeout", &range, |seconds| seconds > 0.0 && seconds <= most)?;
@@ -193,11 +206,8 @@ fn banned(fields: &mut Fields<'_>, text: &dyn Text) -> Result<Vec<Vec<u32>>> {
 fn max_tokens(fields: &mut Fields<'_>, least: i64) -> Result<(Option<usize>, Option<&'static str>)> {
     let old = fields.int("max_tokens", least..=i64::MAX)?;
     let new = fields.int("max_completion_tokens", least..=i64::MAX)?;
+    // The newer name goes first.
     match (old, new) {
-        (Some(a), Some(b)) if a != b => Err(ApiError::invalid(
-            "max_completion_tokens",
-            format!("max_completion_tokens is {b} but max_tokens is {a}; keep one of them"),
-        )),
         (_, Some(n)) => Ok((Some(n as usize), Some("max_completion_tokens"))),
         (Some(n), None) => Ok((Some(n as usize), Some("max_tokens"))),
         (None, None) => Ok((None, None)),

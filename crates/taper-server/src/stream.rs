@@ -19,7 +19,7 @@ const UNBUFFERED: HeaderName = HeaderName::from_static("x-accel-buffering");
 
 /// Answers with a stream.
 pub(crate) async fn answer(app: &Arc<App>, call: Call, head: Head, mut events: Merged) -> Result<Response, ApiError> {
-    let first = first(&mut events, app.config.keep_alive).await?;
+    let first = first(&mut events, &call, app.config.keep_alive).await?;
     let chunks = Chunks { app: Arc::clone(app), call, head };
     Ok(respond(app, chunks.stream(first, events)))
 }
@@ -28,7 +28,11 @@ pub(crate) async fn answer(app: &Arc<App>, call: Call, head: Head, mut events: M
 ///
 /// The status is held back until then, so that a failed prefill is an honest 500; but no longer than the keep-alive interval,
 /// since proxies close silent connections.
-pub(crate) async fn first(events: &mut Merged, longest: Duration) -> Result<Option<(usize, Event)>, ApiError> {
+pub(crate) async fn first(
+    events: &mut Merged,
+    call: &Call,
+    longest: Duration,
+) -> Result<Option<(usize, Event)>, ApiError> {
     // The end of a prefill is not yet a token.
     let next = async {
         loop {
@@ -40,7 +44,7 @@ pub(crate) async fn first(events: &mut Merged, longest: Duration) -> Result<Opti
     };
     match tokio::time::timeout(longest, next).await {
         Ok(None) => Err(cut_off()),
-        Ok(Some((_, Event::Failed(error)))) => Err(error.into()),
+        Ok(Some((_, Event::Failed(error)))) => Err(call.failed(error)),
         Ok(first) => Ok(first),
         Err(_) => Ok(None),
     }
@@ -97,7 +101,7 @@ impl Chunks {
                         }
                     }
                     Some((prompt, Event::Done(usage))) => total.add(prompt, usage),
-                    Some((_, Event::Failed(error))) => break Some(error.into()),
+                    Some((_, Event::Failed(error))) => break Some(self.call.failed(error)),
                 }
             };
             if let Some(error) = failure {

@@ -23,12 +23,13 @@ pub(crate) fn read(fields: &mut Fields<'_>) -> Result<Option<(Shape, String)>> {
     }
 }
 
-/// Its grammar.
-pub(crate) fn compile(app: &App, wanted: Option<(Shape, String)>) -> Result<Option<Grammar>> {
-    let compile = |(shape, path): (Shape, String)| {
-        app.engine.grammar(&shape).map_err(|error| ApiError::invalid(&path, format!("{path}: {error}")))
+/// Its grammar, and the field that asks for it.
+pub(crate) fn compile(app: &App, wanted: Option<(Shape, String)>) -> Result<(Option<Grammar>, Option<String>)> {
+    let compile = |(shape, path): (Shape, String)| match app.engine.grammar(&shape) {
+        Ok(grammar) => Ok((grammar, path)),
+        Err(error) => Err(ApiError::invalid(&path, format!("{path}: {error}"))),
     };
-    wanted.map(compile).transpose()
+    Ok(wanted.map(compile).transpose()?.unzip())
 }
 
 /// What `response_format` asks for, and the path of it.
@@ -37,7 +38,14 @@ fn response_format(fields: &mut Fields<'_>) -> Result<Option<(Shape, String)>> {
     let mut format = Fields::new(format, "response_format.");
     match format.text("type")? {
         Some("text") => Ok(None),
-        Some("json_object") => Ok(Some((any_object(), "response_format".into()))),
+        // llama.cpp takes a schema beside it.
+        Some("json_object") => match format.get("schema") {
+            Some(schema) => {
+                let path = format.path("schema");
+                Ok(Some((Shape::Json(checked(schema, &path)?), path)))
+            }
+            None => Ok(Some((any_object(), "response_format".into()))),
+        },
         Some("json_schema") => {
             let path = format.path("json_schema");
             let named = format.object("json_schema")?;

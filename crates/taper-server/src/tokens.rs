@@ -4,8 +4,8 @@ use crate::app::App;
 use crate::chat::Conversation;
 use crate::error::{self, ApiError};
 use crate::fields::Fields;
-use crate::sampling;
 use crate::tools::Tools;
+use crate::{knobs, sampling};
 use serde_json::{Map, Value, json};
 
 /// The tokens of a prompt, or of messages as a chat request would have them.
@@ -13,21 +13,25 @@ pub(crate) fn tokenize(app: &App, map: &Map<String, Value>) -> Result<Value, Api
     let mut fields = Fields::new(map, "");
     app.check_model(fields.text("model")?)?;
     let names = fields.bool("return_token_strs")?.unwrap_or(false);
+    let prompt = fields.text("prompt")?;
     let text = app.engine.text();
-    let tokens = match (fields.text("prompt")?, fields.array("messages")?) {
-        (Some(prompt), None) => {
+    let tokens = match (prompt, fields.get("messages").is_some()) {
+        (Some(prompt), false) => {
             let special = fields.bool("add_special_tokens")?.unwrap_or(true);
+            knobs::unknown(map, fields.unread())?;
             text.encode(prompt, special).map_err(|e| error::text(&e, "prompt"))?
         }
-        (None, Some(_)) => {
+        (None, true) => {
             if fields.bool("add_generation_prompt")? == Some(false) {
                 let message = "messages are always made ready for the assistant's answer here";
                 return Err(ApiError::invalid("add_generation_prompt", message));
             }
             let tools = Tools::read(&mut fields)?;
-            Conversation::read(&mut fields, tools.as_ref())?.tokens(text)?
+            let conversation = Conversation::read(&mut fields, tools.as_ref())?;
+            knobs::unknown(map, fields.unread())?;
+            conversation.tokens(text)?
         }
-        _ => return Err(ApiError::invalid("prompt", "either prompt must be a string or messages an array")),
+        _ => return Err(ApiError::invalid("prompt", "either prompt or messages must be there, and not both")),
     };
     let name = |token: &u32| String::from_utf8_lossy(&text.token_bytes(*token)).into_owned();
     Ok(json!({

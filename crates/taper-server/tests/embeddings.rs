@@ -4,7 +4,10 @@ mod support;
 
 use axum::http::StatusCode;
 use serde_json::{Value, json};
-use support::server;
+use support::{custom, server};
+use taper_engine::EngineConfig;
+use taper_engine::stub::StubBackend;
+use taper_server::ServerConfig;
 
 /// What the stub makes of so many tokens, of length 1.
 fn unit(tokens: f64) -> [f64; 3] {
@@ -47,6 +50,23 @@ async fn one_vector_a_text_in_their_order() {
     );
 }
 
+/// More than wait or run at a time, in their order; the queue has room for four.
+#[tokio::test]
+async fn many_texts_go_through_a_small_queue() {
+    let engine = EngineConfig { queue: 4, ..EngineConfig::default() };
+    let server = custom(StubBackend::new("x"), engine, ServerConfig::default());
+    let texts: Vec<String> = (0..150).map(|i| "y".repeat(1 + i % 7)).collect();
+    let body = server.post("/v1/embeddings", json!({"input": texts, "dimensions": 3})).await.json();
+    assert_eq!(body["data"].as_array().unwrap().len(), 150);
+    for (index, text) in texts.iter().enumerate() {
+        let one = &body["data"][index];
+        assert!(one["index"] == index && near(&one["embedding"], text.len() as f64), "{one}");
+    }
+    assert_eq!(body["usage"]["prompt_tokens"], texts.iter().map(String::len).sum::<usize>());
+    let late = server.post("/v1/embeddings", json!({"input": vec!["SLOW"; 50], "timeout": 0.001})).await;
+    assert_eq!(late.status, StatusCode::GATEWAY_TIMEOUT, "{}", late.text);
+}
+
 #[tokio::test]
 async fn what_cannot_be_is_refused() {
     let server = server("x");
@@ -57,9 +77,11 @@ async fn what_cannot_be_is_refused() {
         (json!({"input": [1, "a"]}), "input"),
         (json!({"input": [999]}), "input"),
         (json!({"input": "p".repeat(600)}), "input"),
-        (json!({"input": vec!["x"; 65]}), "input"),
+        (json!({"input": vec!["x"; 2049]}), "input"),
         (json!({"encoding_format": "int8"}), "encoding_format"),
         (json!({"dimensions": 8}), "dimensions"),
+        (json!({"timeout": 0}), "timeout"),
+        (json!({"truncate_prompt_tokens": 1}), "truncate_prompt_tokens"),
         (json!({"epsilonn": 8}), "epsilonn"),
     ] {
         let mut body = json!({"input": "a"});

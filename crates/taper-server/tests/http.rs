@@ -91,9 +91,12 @@ async fn a_chat_completion() {
 #[tokio::test]
 async fn message_content_may_come_in_parts() {
     let server = server("x");
-    let parts = json!([{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]);
-    let body = chat(json!({"messages": [{"role": "user", "content": parts}]}));
-    assert_eq!(server.chat(body).await.json()["usage"]["prompt_tokens"], 20);
+    let parts = json!([{"type": "text", "text": "h"}, {"type": "refusal", "refusal": "i"}]);
+    let prompt = async |content| {
+        let body = chat(json!({"messages": [{"role": "user", "content": content}]}));
+        server.chat(body).await.json()["usage"]["prompt_tokens"].clone()
+    };
+    assert_eq!(prompt(parts).await, prompt(json!("h\ni")).await);
 }
 
 #[tokio::test]
@@ -261,7 +264,6 @@ async fn every_field_out_of_range_is_a_400_that_names_it_and_the_range() {
         (json!({"logit_bias": {"5": 101}}), "logit_bias.5"),
         (json!({"logit_bias": {"257": 1}}), "logit_bias.257"),
         (json!({"stop_token_ids": [257]}), "stop_token_ids"),
-        (json!({"max_tokens": 2, "max_completion_tokens": 3}), "max_completion_tokens"),
         (json!({"top_logprobs": 2}), "top_logprobs"),
         (json!({"logprobs": true, "top_logprobs": 21}), "top_logprobs"),
         (json!({"messages": []}), "messages"),
@@ -276,6 +278,21 @@ async fn every_field_out_of_range_is_a_400_that_names_it_and_the_range() {
         (json!({"min_tokens": -1}), "min_tokens"),
         (json!({"min_tokens": 5, "max_tokens": 4}), "min_tokens"),
         (json!({"guided_json": {}}), "guided_json"),
+        (json!({"guided_decoding": {}}), "guided_decoding"),
+        (json!({"regex": "a+"}), "regex"),
+        (json!({"n_predict": 9}), "n_predict"),
+        (json!({"continue_final_message": true}), "continue_final_message"),
+        (json!({"add_generation_prompt": false}), "add_generation_prompt"),
+        (json!({"prompt_logprobs": 1}), "prompt_logprobs"),
+        (json!({"return_token_ids": true}), "return_token_ids"),
+        (json!({"truncate_prompt_tokens": 1}), "truncate_prompt_tokens"),
+        (json!({"chat_template": "x"}), "chat_template"),
+        (json!({"documents": [{}]}), "documents"),
+        (json!({"stream": true, "stream_options": {"include_usagee": true}}), "stream_options.include_usagee"),
+        (
+            json!({"stream": true, "stream_options": {"continuous_usage_stats": true}}),
+            "stream_options.continuous_usage_stats",
+        ),
         (json!({"max_tokens": 500}), "max_tokens"),
         (json!({"messages": [{"role": "user", "content": "p".repeat(600)}]}), "messages"),
         (json!({"n": 3, "max_completion_tokens": 400}), "max_completion_tokens"),
@@ -581,4 +598,44 @@ async fn draining_refuses_new_requests_and_finishes_old_ones() {
     assert_eq!(health, (StatusCode::OK, StatusCode::SERVICE_UNAVAILABLE));
     tokio::time::timeout(Duration::from_secs(5), server.engine.idle()).await.unwrap();
     assert_eq!(server.get("/health").await.status, StatusCode::OK, "a drained engine is no dead one");
+}
+
+/// What is quoted of a request, and what a line of the log says of it, has an end.
+#[tokio::test]
+async fn an_answer_does_not_repeat_all_of_a_bad_request() {
+    let server = server("x");
+    let long = "y".repeat(500_000);
+    for body in [
+        json!({"model": long}),
+        json!({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": {"type": "function", "function": {"name": long}}}),
+        json!({"attention": {long.clone(): 1}}),
+        json!({"logit_bias": {long.clone(): 1}}),
+        json!({"structured_outputs": {long.clone(): 1}}),
+        json!({"response_format": {"type": long}}),
+    ] {
+        let answer = server.chat(chat(body)).await;
+        assert!(answer.status.is_client_error() && answer.text.len() < 5000, "{} bytes", answer.text.len());
+    }
+}
+
+#[tokio::test]
+async fn a_stop_string_may_stand_at_the_answers_end() {
+    let server = server("one two three");
+    for stream in [false, true] {
+        let body = json!({"prompt": "hi", "stop": " two", "include_stop_str_in_output": true, "stream": stream});
+        let answer = server.complete(complete(body)).await;
+        let text: String = match stream {
+            false => answer.json()["choices"][0]["text"].as_str().unwrap().into(),
+            true => answer.events().iter().filter_map(|event| event["choices"][0]["text"].as_str()).collect(),
+        };
+        assert_eq!(text, "one two");
+    }
+}
+
+/// The newer name goes first.
+#[tokio::test]
+async fn two_lengths_are_one() {
+    let server = server("abcdefgh");
+    let body = server.chat(chat(json!({"max_tokens": 2, "max_completion_tokens": 3}))).await.json();
+    assert_eq!(body["choices"][0]["message"]["content"], "abc");
 }

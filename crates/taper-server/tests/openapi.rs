@@ -76,7 +76,7 @@ async fn every_field_that_is_told_is_known() {
                     body["prompt"] = Value::Null;
                 }
                 "/tokenize" => body["messages"] = Value::Null,
-                "/v1/responses" => body["prompt"] = Value::Null,
+                "/v1/responses" => body = json!({"input": "a", "stream": true}),
                 _ => {}
             }
             let answer = server.post(path, body.clone()).await;

@@ -159,11 +159,35 @@ async fn a_stream_tells_each_item_from_its_beginning_to_its_end() {
 }
 
 #[tokio::test]
+async fn log_probabilities_come_where_they_are_included() {
+    let server = server("The sky is blue.");
+    for wanted in [json!({"include": ["message.output_text.logprobs"]}), json!({"top_logprobs": 2})] {
+        let part = asked(&server, wanted.clone()).await["output"][0]["content"][0].clone();
+        let tokens = part["logprobs"].as_array().unwrap();
+        let text: String = tokens.iter().map(|token| token["token"].as_str().unwrap()).collect();
+        assert_eq!((text.as_str(), &part["text"]), ("The sky is blue.", &json!("The sky is blue.")));
+        let top = wanted["top_logprobs"].as_u64().unwrap_or(0) as usize;
+        assert!(tokens.iter().all(|token| token["top_logprobs"].as_array().unwrap().len() == top), "{part}");
+        let mut stream = wanted.clone();
+        stream["stream"] = json!(true);
+        let events = events(&ask(&server, stream).await);
+        let told: Vec<&Value> = events
+            .iter()
+            .filter(|event| event["type"] == "response.output_text.delta")
+            .flat_map(|event| event["logprobs"].as_array().unwrap())
+            .collect();
+        assert_eq!(told, tokens.iter().collect::<Vec<_>>());
+    }
+    let stored = ask(&server, json!({"store": true, "include": ["reasoning.encrypted_content"]})).await;
+    assert_eq!(stored.headers["x-taper-ignored-fields"], "store, include");
+}
+
+#[tokio::test]
 async fn a_conversation_comes_whole_with_calls_and_their_results() {
     let server = roomy("ok");
     let input = json!([
         {"role": "developer", "content": "Be brief."},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi "}, {"type": "input_text", "text": "there"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}, {"type": "input_text", "text": "there"}]},
         {"type": "reasoning", "summary": []},
         {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{\"x\": 1}"},
         {"type": "function_call", "call_id": "c2", "name": "g", "arguments": "{}"},
@@ -174,7 +198,7 @@ async fn a_conversation_comes_whole_with_calls_and_their_results() {
     let call = |id: &str, name: &str, arguments: &str| json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}});
     let messages = json!([
         {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "hi there"},
+        {"role": "user", "content": "hi\nthere"},
         {"role": "assistant", "tool_calls": [call("c1", "f", "{\"x\": 1}"), call("c2", "g", "{}")]},
         {"role": "tool", "tool_call_id": "c1", "content": "one"},
         {"role": "assistant", "content": "so"},
@@ -221,7 +245,15 @@ async fn what_cannot_be_is_refused_in_this_requests_words() {
         (json!({"previous_response_id": "resp_1"}), "previous_response_id"),
         (json!({"background": true}), "background"),
         (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
-        (json!({"tools": [{"type": "function"}]}), "tools[0].function.name"),
+        (json!({"tools": [{"type": "function"}]}), "tools[0].name"),
+        (json!({"tools": [{"type": "function", "name": "f", "parameters": 1}]}), "tools[0].parameters"),
+        (json!({"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "function"}}), "tool_choice"),
+        (json!({"n": 2}), "n"),
+        (json!({"store": 1}), "store"),
+        (json!({"truncation": "auto"}), "truncation"),
+        (json!({"max_tokens": 3}), "max_tokens"),
+        (json!({"text": {"formt": {"type": "json_object"}}}), "text.formt"),
+        (json!({"top_logprobs": 21}), "top_logprobs"),
         (json!({"tool_choice": "required"}), "tool_choice"),
         (json!({"text": {"format": {"type": "xml"}}}), "text.format.type"),
         (json!({"text": {"format": {"type": "json_schema", "name": "x"}}}), "text.format.schema"),
@@ -232,7 +264,10 @@ async fn what_cannot_be_is_refused_in_this_requests_words() {
         assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{extra}: {}", answer.text);
         let (message, named) = answer.error();
         assert_eq!(named, param, "{extra}: {message}");
-        assert!(!message.contains("messages") && !message.contains("response_format"), "{message}");
+        assert!(
+            !message.contains("messages") && !message.contains(".function") && !message.contains("response_format"),
+            "{message}"
+        );
     }
     let fails = |prompt: &str, stream: bool| json!({"input": prompt, "stream": stream, "max_output_tokens": 9, "ignore_eos": true});
     assert_eq!(ask(&server, fails("NIL", true)).await.status, StatusCode::INTERNAL_SERVER_ERROR);

@@ -55,12 +55,17 @@ impl Text for ModelText {
             .template
             .as_ref()
             .ok_or_else(|| TextError("the model has no chat template; a text completion needs none".into()))?;
-        let text = if template.says("tools") {
-            template.render(messages, true, variables)
-        } else {
+        let mut messages = messages.to_vec();
+        if !template.says("developer") {
+            // OpenAI's newer word for the same.
+            let developers = messages.iter_mut().filter(|message| message.role == "developer");
+            developers.for_each(|message| message.role = "system".into());
+        }
+        if !template.says("tools") {
             let tools = variables.get("tools").and_then(Value::as_array);
-            template.render(&calls::told(messages, tools.map_or(&[], Vec::as_slice)), true, variables)
-        };
+            messages = calls::told(&messages, tools.map_or(&[], Vec::as_slice));
+        }
+        let text = template.render(&messages, true, variables);
         let text = text.map_err(|e| TextError(e.to_string()))?;
         self.tokens(&text, false)
     }

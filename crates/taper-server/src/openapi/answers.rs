@@ -170,6 +170,10 @@ pub(crate) struct ChunkChoice {
     delta: Value,
     #[schema(required)]
     finish_reason: Option<FinishReason>,
+    #[schema(required, value_type = Option<StopReason>)]
+    stop_reason: Option<Value>,
+    #[schema(required)]
+    logprobs: Option<ChatLogprobs>,
 }
 
 /// Texts that go on.

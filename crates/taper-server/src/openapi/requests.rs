@@ -68,6 +68,9 @@ pub(crate) struct Drawing {
     min_tokens: Option<i64>,
     /// Where an answer ends: a string, or up to 16; none is part of it.
     stop: Option<Strings>,
+    /// Whether the string that ended an answer stands at its end nonetheless.
+    #[schema(default = false)]
+    include_stop_str_in_output: Option<bool>,
     /// Tokens that end an answer.
     #[schema(value_type = Option<Vec<u32>>)]
     stop_token_ids: Option<Vec<u32>>,
@@ -116,7 +119,7 @@ pub(crate) struct ChatRequest {
     /// Most tokens of an answer, what fits if nothing is said.
     #[schema(minimum = 1)]
     max_tokens: Option<i64>,
-    /// The same, by its newer name.
+    /// The same by its newer name, which goes first.
     #[schema(minimum = 1)]
     max_completion_tokens: Option<i64>,
     /// Functions that the answer may call.
@@ -143,12 +146,15 @@ pub(crate) struct ChatRequest {
 pub(crate) struct TextRequest {
     #[serde(flatten)]
     common: Common,
-    /// What is continued.
+    /// What is continued, up to 64 texts.
     prompt: Texts,
+    /// Whether texts get the marks that the model wants at their start.
+    #[schema(default = true)]
+    add_special_tokens: Option<bool>,
     /// Most tokens of an answer; 0 with `echo` alone.
     #[schema(minimum = 0, default = 16)]
     max_tokens: Option<i64>,
-    /// The same, by its newer name.
+    /// The same by its newer name, which goes first.
     #[schema(minimum = 0)]
     max_completion_tokens: Option<i64>,
     /// How many of the most probable tokens come beside each; 0 gives the tokens' own log probabilities alone.
@@ -188,9 +194,23 @@ pub(crate) struct ResponseRequest {
     /// `none`, `auto`, `required`, or `{"type": "function", "name": …}`.
     #[schema(value_type = Option<Choice>)]
     tool_choice: Option<Value>,
+    /// Whether an answer may have more than one call.
+    #[schema(default = true)]
+    parallel_tool_calls: Option<bool>,
     /// `{"format": …}`: what the answer must be.
     #[schema(value_type = Option<Object>)]
     text: Option<Value>,
+    /// The same in vLLM's terms.
+    structured_outputs: Option<StructuredOutputs>,
+    /// Variables for the model's chat template.
+    #[schema(value_type = Option<Object>)]
+    chat_template_kwargs: Option<Value>,
+    /// `message.output_text.logprobs` for the tokens' log probabilities.
+    #[schema(value_type = Option<Vec<String>>)]
+    include: Option<Vec<String>>,
+    /// How many of the most probable tokens come beside each; more than none brings log probabilities with it.
+    #[schema(minimum = 0, maximum = 20)]
+    top_logprobs: Option<i64>,
     /// Whether the answer comes as it is made, as events.
     #[schema(default = false)]
     stream: Option<bool>,
@@ -203,8 +223,17 @@ pub(crate) struct EmbeddingRequest {
     model: Option<String>,
     #[serde(flatten)]
     attention: Attending,
-    /// What is embedded.
+    /// What is embedded, up to 2,048 texts.
     input: Texts,
+    /// Whether texts get the marks that the model wants at their start.
+    #[schema(default = true)]
+    add_special_tokens: Option<bool>,
+    /// The model's own number of them, if it is said at all.
+    #[schema(minimum = 1)]
+    dimensions: Option<i64>,
+    /// Seconds that the request may take, waiting included; then it ends with a 504.
+    #[schema(exclusive_minimum = 0)]
+    timeout: Option<f32>,
     /// Requests with less of it go before those with more.
     #[schema(default = 0)]
     priority: Option<i64>,

@@ -1,16 +1,20 @@
 //! The response object as it grows, and the events that tell of it.
 
-use crate::answer::{unix_now, usage};
+use crate::answer::{Call, Kind, logprobs, unix_now, usage};
+use crate::app::App;
 use crate::error::ApiError;
 use crate::tools::{Calls, Told};
 use serde_json::{Map, Value, json};
-use taper_engine::{Delta, Finish, Usage};
+use std::sync::Arc;
+use taper_engine::{Delta, Finish, TokenRecord, Usage};
 
 /// One response on its way.
 pub(super) struct Builder {
+    app: Arc<App>,
     id: String,
     created: u64,
-    model: String,
+    /// Whether log probabilities are wanted.
+    logprobs: bool,
     echo: Map<String, Value>,
     calls: Option<Calls>,
     /// Items that are whole.
@@ -22,9 +26,10 @@ pub(super) struct Builder {
 }
 
 impl Builder {
-    pub(super) fn new(id: String, model: String, echo: Map<String, Value>, calls: Option<Calls>) -> Self {
+    pub(super) fn new(app: &Arc<App>, id: String, echo: Map<String, Value>, call: &Call) -> Self {
         let (output, open, finish) = (Vec::new(), None, None);
-        Self { id, created: unix_now(), model, echo, calls, output, open, finish, events: 0 }
+        let (calls, logprobs) = (call.calls(app.engine.text()), call.logprobs.is_some());
+        Self { app: Arc::clone(app), id, created: unix_now(), logprobs, echo, calls, output, open, finish, events: 0 }
     }
 
     /// The response with a status, as it is now.
@@ -37,7 +42,7 @@ impl Builder {
             "background": false,
             "error": null,
             "incomplete_details": null,
-            "model": self.model,
+            "model": self.app.engine.model().id,
             "output": self.output,
             "previous_response_id": null,
             "store": false,
@@ -78,10 +83,12 @@ impl Builder {
             None if delta.text.is_empty() => Vec::new(),
             None => vec![Told::Text(delta.text.clone())],
         };
-        told.into_iter().flat_map(|told| self.told(told)).collect()
+        let mut tokens = &delta.tokens[..];
+        // They go with the first text; a call's have no place.
+        told.into_iter().flat_map(|told| self.told(told, std::mem::take(&mut tokens))).collect()
     }
 
-    fn told(&mut self, told: Told) -> Vec<Value> {
+    fn told(&mut self, told: Told, tokens: &[TokenRecord]) -> Vec<Value> {
         let mut events = Vec::new();
         match told {
             Told::Text(text) => {
@@ -89,14 +96,17 @@ impl Builder {
                     events.extend(self.message());
                 }
                 let place = self.place();
-                if let Some(Value::String(all)) =
-                    self.open.as_mut().and_then(|open| open.pointer_mut("/content/0/text"))
-                {
-                    all.push_str(&text);
+                let logprobs = self.logprobs(tokens);
+                if let Some(part) = self.open.as_mut().and_then(|open| open.pointer_mut("/content/0")) {
+                    if let Value::String(all) = &mut part["text"] {
+                        all.push_str(&text);
+                    }
+                    if let (Value::Array(all), Value::Array(more)) = (&mut part["logprobs"], &logprobs) {
+                        all.extend_from_slice(more);
+                    }
                 }
-                events.push(
-                    self.event("response.output_text.delta", of_part(&place, json!({"delta": text, "logprobs": []}))),
-                );
+                let delta = json!({"delta": text, "logprobs": logprobs});
+                events.push(self.event("response.output_text.delta", of_part(&place, delta)));
             }
             Told::Call { id, name, .. } => {
                 events.extend(self.close("completed"));
@@ -112,6 +122,14 @@ impl Builder {
             }
         }
         events
+    }
+
+    /// Log probabilities, where they are wanted.
+    fn logprobs(&self, tokens: &[TokenRecord]) -> Value {
+        match self.logprobs {
+            true => logprobs(Kind::Chat, self.app.engine.text(), tokens)["content"].take(),
+            false => json!([]),
+        }
     }
 
     /// A name for the next item.
@@ -152,9 +170,8 @@ impl Builder {
         let mut events = Vec::new();
         if item["type"] == "message" {
             let part = item["content"][0].clone();
-            events.push(
-                self.event("response.output_text.done", of_part(&place, json!({"text": part["text"], "logprobs": []}))),
-            );
+            let done = json!({"text": part["text"], "logprobs": part["logprobs"]});
+            events.push(self.event("response.output_text.done", of_part(&place, done)));
             events.push(self.event("response.content_part.done", of_part(&place, json!({"part": part}))));
         } else {
             let all = json!({"arguments": item["arguments"], "name": item["name"]});
@@ -174,7 +191,9 @@ impl Builder {
         if self.open.is_none() && self.output.is_empty() {
             events.extend(self.message());
         }
-        events.extend(self.close(status));
+        // A stop string may have cut a call short.
+        let whole = self.calls.as_ref().is_none_or(Calls::whole);
+        events.extend(self.close(if whole { status } else { "incomplete" }));
         let mut response = self.response(status);
         if cut {
             response["incomplete_details"] = json!({"reason": "max_output_tokens"});
@@ -195,7 +214,11 @@ impl Builder {
     /// The end of one that failed after it had begun.
     pub(super) fn failed(&mut self, error: &ApiError) -> Vec<Value> {
         let mut response = self.response("failed");
-        response["error"] = json!({"code": "server_error", "message": error.message});
+        let code = match error.status {
+            400..500 => "invalid_prompt",
+            _ => "server_error",
+        };
+        response["error"] = json!({"code": code, "message": error.body()["error"]["message"]});
         vec![self.event("response.failed", json!({"response": response}))]
     }
 }

@@ -6,7 +6,7 @@ mod request;
 
 pub(crate) use request::{Asked, parse};
 
-use crate::answer::{Merged, cut_off};
+use crate::answer::{Call, Merged, cut_off};
 use crate::app::App;
 use crate::error::ApiError;
 use crate::request_id::RequestId;
@@ -26,36 +26,36 @@ impl Asked {
         let id = format!("resp_{id}");
         let headers = self.call.headers(&id);
         let events = self.call.submit(app, &id, came).map_err(request::renamed)?;
-        let calls = self.call.calls(app.engine.text());
-        let builder = Builder::new(id, app.engine.model().id.clone(), self.echo, calls);
+        let builder = Builder::new(app, id, self.echo, &self.call);
         let mut response = match self.call.common.stream {
-            true => streamed(app, builder, events).await?,
-            false => whole(builder, events).await?.into_response(),
+            true => streamed(app, self.call, builder, events).await?,
+            false => whole(&self.call, builder, events).await?.into_response(),
         };
         response.headers_mut().extend(headers);
         Ok(response)
     }
 }
 
-async fn whole(mut builder: Builder, mut events: Merged) -> Result<Response, ApiError> {
+async fn whole(call: &Call, mut builder: Builder, mut events: Merged) -> Result<Response, ApiError> {
     while let Some((_, event)) = events.next().await {
         match event {
             Event::Prefilled | Event::Prompt(_) | Event::Embedding(_) => {}
             Event::Delta(delta) => drop(builder.delta(&delta)),
             Event::Done(usage) => return Ok(Json(builder.done(usage).1).into_response()),
-            Event::Failed(error) => return Err(error.into()),
+            Event::Failed(error) => return Err(request::renamed(call.failed(error))),
         }
     }
     Err(cut_off())
 }
 
-async fn streamed(app: &Arc<App>, builder: Builder, mut events: Merged) -> Result<Response, ApiError> {
-    let first = stream::first(&mut events, app.config.keep_alive).await?;
-    Ok(stream::respond(app, told(builder, first, events)))
+async fn streamed(app: &Arc<App>, call: Call, builder: Builder, mut events: Merged) -> Result<Response, ApiError> {
+    let first = stream::first(&mut events, &call, app.config.keep_alive).await.map_err(request::renamed)?;
+    Ok(stream::respond(app, told(call, builder, first, events)))
 }
 
 /// The events of a stream, of which the last says how it ended.
 fn told(
+    call: Call,
     mut builder: Builder,
     first: Option<(usize, Event)>,
     mut events: Merged,
@@ -74,7 +74,7 @@ fn told(
                 Some((_, Event::Prefilled | Event::Prompt(_) | Event::Embedding(_))) => continue,
                 Some((_, Event::Delta(delta))) => (builder.delta(&delta), false),
                 Some((_, Event::Done(usage))) => (builder.done(usage).0, true),
-                Some((_, Event::Failed(error))) => (builder.failed(&error.into()), true),
+                Some((_, Event::Failed(error))) => (builder.failed(&request::renamed(call.failed(error))), true),
                 None => (builder.failed(&cut_off()), true),
             };
             for event in told {

@@ -2,7 +2,7 @@
 
 use crate::answer::Call;
 use crate::app::App;
-use crate::chat;
+use crate::chat::{self, BETWEEN_PARTS};
 use crate::error::ApiError;
 use crate::fields::{Fields, brief};
 use serde_json::{Map, Value, json};
@@ -21,8 +21,24 @@ pub(crate) struct Asked {
 const STORED: [&str; 4] = ["previous_response_id", "conversation", "background", "prompt"];
 
 /// Names of a chat's fields, and what they are called here.
-const NAMES: [(&str, &str); 3] =
-    [("messages", "input"), ("max_tokens", "max_output_tokens"), ("response_format.json_schema", "text.format")];
+const NAMES: [(&str, &str); 4] = [
+    ("messages", "input"),
+    ("max_tokens", "max_output_tokens"),
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+];
+
+/// Fields of a chat, and what says the same here.
+const CHATS: [(&str, &str); 5] = [
+    ("messages", "input"),
+    ("max_tokens", "max_output_tokens"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("response_format", "text.format"),
+    ("logprobs", "top_logprobs, or \"message.output_text.logprobs\" in include"),
+];
+
+/// What `include` may ask for that there is.
+const LOGPROBS: &str = "message.output_text.logprobs";
 
 /// Parses and tokenizes the request.
 pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked> {
@@ -33,21 +49,37 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked> {
         }
     }
     let mut chat = map.clone();
-    for name in [
-        "input",
-        "instructions",
-        "max_output_tokens",
-        "tools",
-        "tool_choice",
-        "text",
-        "store",
-        "include",
-        "n",
-        "truncation",
-    ] {
+    let mut ignored = Vec::new();
+    for (name, here) in CHATS {
+        if map.get(name).is_some_and(|value| !value.is_null() && value != &Value::Bool(false)) {
+            return Err(ApiError::invalid(name, format!("{name} is a chat's; here it is {here}")));
+        }
         chat.shift_remove(name);
     }
-    STORED.iter().for_each(|name| drop(chat.shift_remove(*name)));
+    for name in ["input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "store", "include", "n"]
+    {
+        chat.shift_remove(name);
+    }
+    for name in STORED.iter().chain(&["truncation", "top_logprobs"]) {
+        chat.shift_remove(*name);
+    }
+    fields.int("n", 1..=1)?;
+    if fields.bool("store")? == Some(true) {
+        ignored.push("store".into());
+    }
+    if let Some(other) = fields.text("truncation")?.filter(|truncation| *truncation != "disabled") {
+        let message = format!("truncation must be \"disabled\" here, not {}", brief(&json!(other)));
+        return Err(ApiError::invalid("truncation", message));
+    }
+    let top = fields.int("top_logprobs", 0..=20)?;
+    let included = fields.array("include")?.map_or(&[][..], Vec::as_slice);
+    if included.iter().any(|name| name != LOGPROBS) {
+        ignored.push("include".into());
+    }
+    if top.is_some_and(|top| top > 0) || included.iter().any(|name| name == LOGPROBS) {
+        chat.insert("logprobs".into(), true.into());
+        chat.insert("top_logprobs".into(), top.unwrap_or(0).into());
+    }
     let instructions = fields.text("instructions")?;
     chat.insert("messages".into(), messages(fields.get("input"), instructions)?);
     let most = fields.int("max_output_tokens", 1..=i64::MAX)?;
@@ -58,17 +90,29 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked> {
     }
     match fields.get("tool_choice") {
         Some(Value::Object(map)) => {
-            let named = json!({"type": map.get("type"), "function": {"name": map.get("name")}});
-            chat.insert("tool_choice".into(), named);
+            let name = map.get("name").and_then(Value::as_str);
+            let name = name.filter(|_| map.get("type").is_some_and(|kind| kind == "function")).ok_or_else(|| {
+                let message =
+                    "tool_choice must be \"none\", \"auto\", \"required\" or {\"type\": \"function\", \"name\": …}";
+                ApiError::invalid("tool_choice", message)
+            })?;
+            chat.insert("tool_choice".into(), json!({"type": "function", "function": {"name": name}}));
         }
         Some(choice) => drop(chat.insert("tool_choice".into(), choice.clone())),
         None => {}
     }
-    let format = fields.object("text")?.and_then(|text| text.get("format")).filter(|format| !format.is_null());
+    let mut format = None;
+    if let Some(text) = fields.object("text")? {
+        let mut text = Fields::new(text, "text.");
+        format = text.get("format");
+        ignored.extend(text.text("verbosity")?.map(|_| "text.verbosity".to_string()));
+        text.finish()?;
+    }
     if let Some(format) = format {
         chat.insert("response_format".into(), response_format(format)?);
     }
-    let call = chat::parse(app, &chat).map_err(renamed)?;
+    let mut call = chat::parse(app, &chat).map_err(renamed)?;
+    call.ignored.extend(ignored);
     let echo = json!({
         "instructions": instructions,
         "max_output_tokens": most,
@@ -86,6 +130,13 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked> {
 /// An error about the chat, in this request's words.
 pub(super) fn renamed(mut error: ApiError) -> ApiError {
     let Some(param) = &error.param else { return error };
+    // A function has no object of its own around it here, nor a call.
+    if let Some(at) = param.find(".function.").filter(|_| param.starts_with("tools[")) {
+        let own = format!("{}.{}", &param[..at], &param[at + ".function.".len()..]);
+        error.message = error.message.replace(param.as_str(), &own);
+        error.param = Some(own);
+        return error;
+    }
     if let Some((old, new)) = NAMES.iter().find(|(old, _)| param.starts_with(old)) {
         error.message = error.message.replace(old, new);
         error.param = Some(param.replace(old, new));
@@ -147,21 +198,22 @@ fn item(messages: &mut Vec<Value>, path: &str, value: &Value) -> Result<()> {
 }
 
 /// Text, or parts of it.
-fn content(path: &str, value: Option<&Value>) -> Result<String> {
+fn content<'a>(path: &str, value: Option<&'a Value>) -> Result<String> {
     let wrong = || ApiError::invalid(path, format!("{path} must be a string or an array of text parts"));
     let parts = match value {
         Some(Value::String(text)) => return Ok(text.clone()),
         Some(Value::Array(parts)) => parts,
         _ => return Err(wrong()),
     };
-    let part = |(index, part): (usize, &Value)| {
+    let part = |(index, part): (usize, &'a Value)| {
         let path = format!("{path}[{index}]");
         match (part.get("type").and_then(Value::as_str), part.get("text").and_then(Value::as_str)) {
-            (Some("input_text" | "output_text" | "text"), Some(text)) => Ok(text.to_string()),
+            (Some("input_text" | "output_text" | "text"), Some(text)) => Ok(text),
+            (Some("refusal"), _) if part["refusal"].is_string() => Ok(part["refusal"].as_str().unwrap_or_default()),
             _ => Err(ApiError::invalid(&path, format!("{path} must be {{\"type\": \"input_text\", \"text\": …}}"))),
         }
     };
-    parts.iter().enumerate().map(part).collect()
+    Ok(parts.iter().enumerate().map(part).collect::<Result<Vec<_>>>()?.join(BETWEEN_PARTS))
 }
 
 /// A tool, whose function is not in an object of its own here.

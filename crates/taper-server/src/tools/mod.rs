@@ -253,9 +253,15 @@ impl Calls {
 
     /// Says in a choice that is over that it was for these calls.
     pub(crate) fn finished(&self, choice: &mut Value) {
-        if !self.calls.is_empty() && choice["finish_reason"] == "stop" {
+        if !self.calls.is_empty() && self.whole() && choice["finish_reason"] == "stop" {
             choice["finish_reason"] = json!("tool_calls");
         }
+    }
+
+    /// Whether the last call came to its end: a stop string may have cut it short.
+    pub(crate) fn whole(&self) -> bool {
+        let object = |call: &Call| serde_json::from_str::<Map<String, Value>>(&call.arguments).is_ok();
+        self.calls.last().is_none_or(object)
     }
 }
 
