@@ -32,7 +32,9 @@ def small(body):
     if isinstance(body, dict):
         # What is null is as if it were not there.
         body = {name: value for name, value in body.items() if value is not None or name not in LENGTHS}
-        body.pop("timeout", None)
+        # Of numbers in an embedding there is one that will do.
+        for name in ["timeout", "dimensions"]:
+            body.pop(name, None)
         for name in [*LENGTHS, "n", "best_of"]:
             if isinstance(body.get(name), (int, float)) and not isinstance(body[name], bool):
                 body[name] = min(body[name], 4 if name in LENGTHS else 2)
@@ -54,7 +56,8 @@ def test_api(case):
 
 def test_requests_were_not_all_refused():
     assert len(STATUSES) >= 13, STATUSES.keys()
-    assert all(200 in seen for name, seen in STATUSES.items() if "{id}" not in name), STATUSES
+    never = [name for name, seen in STATUSES.items() if "{id}" not in name and 200 not in seen]
+    assert not never, never
 
 
 def unknown(document, schema, value, path="answer"):

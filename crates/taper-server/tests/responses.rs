@@ -92,6 +92,14 @@ async fn a_response_in_one_piece() {
         (&json!("The sky"), &json!("incomplete"))
     );
     assert_eq!(cut["usage"]["attention"]["decode"]["method"], "quest");
+    // Null is as if it were not there, in what is said again as well.
+    let nulls =
+        json!({"tool_choice": null, "tools": null, "metadata": null, "parallel_tool_calls": null, "include": null});
+    let again = asked(&server, nulls).await;
+    assert_eq!(
+        (&again["tool_choice"], &again["tools"], &again["metadata"], &again["parallel_tool_calls"]),
+        (&json!("auto"), &json!([]), &json!({}), &json!(true))
+    );
     let empty = asked(&self::server(""), json!({})).await;
     assert_eq!(empty["output"][0]["content"][0]["text"], "");
 }

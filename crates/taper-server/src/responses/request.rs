@@ -73,6 +73,9 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked> {
     }
     let top = fields.int("top_logprobs", 0..=20)?;
     let included = fields.array("include")?.map_or(&[][..], Vec::as_slice);
+    if included.iter().any(|name| !name.is_string()) {
+        return Err(ApiError::invalid("include", "include must be an array of strings"));
+    }
     if included.iter().any(|name| name != LOGPROBS) {
         ignored.push("include".into());
     }
@@ -113,16 +116,17 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked> {
     }
     let mut call = chat::parse(app, &chat).map_err(renamed)?;
     call.ignored.extend(ignored);
+    let said = |name| map.get(name).filter(|value: &&Value| !value.is_null());
     let echo = json!({
         "instructions": instructions,
         "max_output_tokens": most,
-        "metadata": map.get("metadata").unwrap_or(&json!({})),
-        "parallel_tool_calls": map.get("parallel_tool_calls").unwrap_or(&json!(true)),
+        "metadata": said("metadata").unwrap_or(&json!({})),
+        "parallel_tool_calls": said("parallel_tool_calls").unwrap_or(&json!(true)),
         "temperature": call.common.sampling.temperature,
         "top_p": call.common.sampling.top_p,
         "text": {"format": format.unwrap_or(&json!({"type": "text"}))},
-        "tool_choice": map.get("tool_choice").unwrap_or(&json!("auto")),
-        "tools": map.get("tools").unwrap_or(&json!([])),
+        "tool_choice": said("tool_choice").unwrap_or(&json!("auto")),
+        "tools": said("tools").unwrap_or(&json!([])),
     });
     Ok(Asked { call, echo: echo.as_object().cloned().unwrap_or_default() })
 }
