@@ -32,9 +32,12 @@ def small(body):
     if isinstance(body, dict):
         # What is null is as if it were not there.
         body = {name: value for name, value in body.items() if value is not None or name not in LENGTHS}
-        # Of numbers in an embedding there is one that will do.
-        for name in ["timeout", "dimensions"]:
+        # What is almost never right would leave little else to be seen: names of models, numbers in an embedding, tiny errors.
+        for name in ["timeout", "dimensions", "model"]:
             body.pop(name, None)
+        for name in ["epsilon", "delta"]:
+            if isinstance(body.get(name), float):
+                body[name] = max(body[name], 0.01)
         for name in [*LENGTHS, "n", "best_of"]:
             if isinstance(body.get(name), (int, float)) and not isinstance(body[name], bool):
                 body[name] = min(body[name], 4 if name in LENGTHS else 2)
