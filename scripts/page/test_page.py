@@ -372,7 +372,43 @@ def test_errors_without_a_control_stand_above_the_message(visit):
     broken = 'data: {"choices": [{"delta": {"content": "Half an"}}]}\n\ndata: ' + json.dumps(busy) + "\n\ndata: [DONE]\n\n"
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=broken, content_type="text/event-stream"))
     page.get_by_label("Message").press("Enter")
+    page.locator(".answer[data-state=failed]").wait_for()
     page.locator("#alert").get_by_text("too busy").wait_for()
+    assert page.locator(".answer .content").last.inner_text() == "Half an"
+    assert "Broken off" in page.locator(".answer .status").last.inner_text()
+    assert page.get_by_label("Message").input_value() == "", "the message is in its turn"
+
+
+def test_where_nothing_may_be_stored(visit):
+    """As in a browser that takes no cookies from anyone."""
+    page = visit()
+    page.add_init_script(
+        "for (const name of ['sessionStorage', 'localStorage']) Object.defineProperty(window, name,"
+        " {get: () => { throw new DOMException('denied', 'SecurityError'); }});"
+    )
+    page.reload()
+    page.get_by_role("button", name="Send").and_(page.locator(":enabled")).wait_for()
+    ui = Ui(page)
+    ui.length(4)
+    ui.ask("Hello")
+
+
+def test_keys_find_their_way(visit):
+    page = visit(viewport=PHONE)
+    settings = page.get_by_role("button", name="Settings")
+    settings.click()
+    page.locator("body.panel-open").wait_for()
+    page.keyboard.press("Escape")
+    page.locator("body:not(.panel-open)").wait_for()
+    assert settings.evaluate("one => one === document.activeElement")
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body="data: [DONE]\n\n", content_type="text/event-stream"))
+    page.get_by_label("Message").fill("Hello")
+    page.keyboard.press("Enter")
+    page.locator(".answer[data-state=done]").wait_for()
+    page.get_by_role("button", name="Ask again").focus()
+    page.keyboard.press("Enter")
+    page.locator(".answer[data-state=done]").wait_for()
+    assert page.evaluate("document.querySelector('.turn').contains(document.activeElement)")
 
 
 def test_a_key_is_asked_for(visit, locked):

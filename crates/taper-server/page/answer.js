@@ -79,7 +79,7 @@ export class Answer {
     this.element.dataset.state = state;
     const busy = state === "streaming";
     this.content.setAttribute("aria-busy", busy);
-    const words = { streaming: "", stopped: "Stopped. A stopped answer has no figures of its attention.", failed: "" };
+    const words = { streaming: "", stopped: "Stopped. A stopped answer has no figures of its attention.", failed: this.text ? "Broken off." : "" };
     this.status.textContent = words[state] ?? (this.finish === "length" ? "Cut off at max_tokens." : "");
   }
 

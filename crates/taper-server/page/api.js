@@ -11,10 +11,25 @@ export class ApiError extends Error {
   }
 }
 
-/** The key lives as long as the tab. */
+/** The key lives as long as the tab; where nothing may be stored, as long as the page. */
+let kept = "";
 export const key = {
-  get: () => sessionStorage.getItem(KEY) || "",
-  set: (text) => (text ? sessionStorage.setItem(KEY, text) : sessionStorage.removeItem(KEY)),
+  get: () => {
+    try {
+      return sessionStorage.getItem(KEY) || "";
+    } catch {
+      return kept;
+    }
+  },
+  set: (text) => {
+    kept = text;
+    try {
+      if (text) sessionStorage.setItem(KEY, text);
+      else sessionStorage.removeItem(KEY);
+    } catch {
+      // It is kept here alone.
+    }
+  },
 };
 
 // Asks a person for a key, says whether there is a new one; main.js sets it.

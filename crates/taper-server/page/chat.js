@@ -44,8 +44,12 @@ export class Chat {
   again() {
     const last = this.running ? undefined : this.turns.pop();
     if (!last) return;
-    this.log.lastElementChild.remove();
+    const old = this.log.lastElementChild;
+    const focused = old.contains(document.activeElement);
+    old.remove();
     this.send(last.user);
+    // Whoever works by keys goes on from the turn that took the old one's place.
+    if (focused) this.log.lastElementChild.focus();
   }
 
   async send(user) {
@@ -65,7 +69,7 @@ export class Chat {
     const all = answers.map(({ answer }) => answer);
     const turn = el(
       "section",
-      { class: "turn", "aria-label": `Turn ${this.turns.length + 1}` },
+      { class: "turn", tabindex: "-1", "aria-label": `Turn ${this.turns.length + 1}` },
       el("div", { class: "user" }, user),
       el("button", { type: "button", class: "quiet again", onclick: () => this.again() }, "↻ Ask again"),
       el("div", { class: `answers${all.length > 1 ? " two" : ""}` }, all.map((answer) => answer.element)),
@@ -83,7 +87,8 @@ export class Chat {
     this.busy(true);
     const results = await Promise.allSettled(all.map((answer) => answer.run(stopper.signal)));
     const refused = results.map(({ reason }, i) => ({ reason, side: sides[i] })).filter(({ reason }) => reason);
-    const said = refused.length < all.length;
+    // What an answer said before it broke off stays.
+    const said = refused.length < all.length || all.some((answer) => answer.text !== "");
     try {
       // A new conversation may have begun meanwhile.
       if (this.stopper !== stopper || !turn.isConnected) return;

@@ -134,7 +134,12 @@ $("prompt").addEventListener("keydown", (event) => {
   if (!chat?.running) send();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !$("key-dialog").open) chat?.stop();
+  if (event.key !== "Escape" || $("key-dialog").open) return;
+  if (chat?.running) chat.stop();
+  else if (document.body.classList.contains("panel-open")) {
+    panel(false);
+    $("toggle").focus();
+  }
 });
 $("toggle").addEventListener("click", () => panel(!document.body.classList.contains("panel-open")));
 start();

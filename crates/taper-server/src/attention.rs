@@ -5,7 +5,7 @@ use crate::error::ApiError;
 use crate::fields::{Fields, brief};
 use crate::knobs::near_miss;
 use serde_json::{Map, Value};
-use taper_attention::{AttentionSpec, Question, Wire};
+use taper_attention::{AttentionSpec, Question, Wire, nearest};
 
 /// What the request says of attention, in one shape whatever the spelling.
 #[derive(Debug, Default)]
@@ -38,7 +38,12 @@ pub(crate) fn read(fields: &mut Fields<'_>, config: &ServerConfig) -> Result<(At
         delta: knobs.delta.as_ref(),
         gamma: knobs.gamma.as_ref(),
     };
-    match AttentionSpec::resolve(&config.live.attention(), &wire, &config.artifacts) {
+    // A name stands for all of it; the short forms still go over it.
+    let (base, wire) = match knobs.attention.as_ref().and_then(Value::as_str) {
+        Some(name) => (preset(name, config)?.into(), Wire { attention: None, ..wire }),
+        None => (config.live.attention(), wire),
+    };
+    match AttentionSpec::resolve(&base, &wire, &config.artifacts) {
         Ok(spec) => Ok((spec, knobs.ignored)),
         Err(error) => {
             let origin = knobs.origin.iter().find(|(path, _)| *path == error.path);
@@ -47,6 +52,16 @@ pub(crate) fn read(fields: &mut Fields<'_>, config: &ServerConfig) -> Result<(At
             Err(ApiError::invalid(path, message))
         }
     }
+}
+
+fn preset(name: &str, config: &ServerConfig) -> Result<AttentionSpec, ApiError> {
+    let presets = config.live.presets();
+    presets.get(name).cloned().ok_or_else(|| {
+        let names: Vec<&str> = presets.keys().map(String::as_str).collect();
+        let hint = nearest(name, &names).map_or(String::new(), |name| format!(", did you mean {name:?}?"));
+        let (name, names) = (brief(&name.into()), names.join(", "));
+        ApiError::invalid("attention", format!("attention: no preset is called {name}{hint}; there are {names}"))
+    })
 }
 
 /// Tokens of a prompt's end that are the question; `found` says where it begins if the request does not.
@@ -86,6 +101,7 @@ impl Knobs {
                 "epsilon" => put(&mut self.epsilon, value, &path)?,
                 "delta" => put(&mut self.delta, value, &path)?,
                 "gamma" => put(&mut self.gamma, value, &path)?,
+                "preset" if value.is_string() => put(&mut self.attention, value, &path)?,
                 _ => {
                     let place = place(name).ok_or_else(|| {
                         let hint = meant(name).map_or(String::new(), |meant| format!(", did you mean {meant}?"));
@@ -96,7 +112,8 @@ impl Knobs {
                     continue;
                 }
             }
-            self.origin.push((name.to_string(), key.clone()));
+            let path = if name == "preset" { "attention" } else { name };
+            self.origin.push((path.to_string(), key.clone()));
         }
         Ok(())
     }
@@ -122,7 +139,7 @@ impl Knobs {
 }
 
 /// The keys of `vllm_xargs` that speak of attention.
-const KEYS: &str = "attention_epsilon, attention_delta, attention_gamma, attention_audit, attention_trace, \
+const KEYS: &str = "attention_preset, attention_epsilon, attention_delta, attention_gamma, attention_audit, attention_trace, \
                     attention_question, attention_question_tokens, attention_prefill_<field>, attention_decode_<field>";
 
 /// The keys of `vllm_xargs` that an unknown one most likely means.

@@ -35,6 +35,6 @@ mod tools;
 pub use app::{Origins, ServerConfig, router};
 pub use error::ApiError;
 pub use keys::Keys;
-pub use live::Live;
+pub use live::{Live, Presets};
 pub use serve::{Certificate, Tls, serve};
 pub use spans::Spans;

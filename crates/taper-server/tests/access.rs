@@ -10,7 +10,7 @@ use support::{Answer, Server, custom};
 use taper_attention::{Artifacts, AttentionSpec};
 use taper_engine::EngineConfig;
 use taper_engine::stub::StubBackend;
-use taper_server::{Keys, Live, Origins, ServerConfig};
+use taper_server::{Keys, Live, Origins, Presets, ServerConfig};
 use tower::ServiceExt;
 
 fn chat() -> Value {
@@ -22,7 +22,7 @@ fn complete() -> Value {
 }
 
 fn with_keys(text: &str) -> ServerConfig {
-    let live = Live::new(AttentionSpec::default(), Keys::parse(text).unwrap());
+    let live = Live::new(AttentionSpec::default(), Presets::new(), Keys::parse(text).unwrap());
     ServerConfig { live: live.into(), ..ServerConfig::default() }
 }
 
@@ -100,12 +100,12 @@ async fn keys_and_attention_change_while_the_server_runs() {
     let spec = json!({"decode": {"method": "streaming_llm"}});
     let spec = || AttentionSpec::from_json(&spec, "attention", &Artifacts::default()).unwrap();
     let text = "[[keys]]\nname = 'a'\nkey = 'k'\nrequests_per_minute = 2\n[[keys]]\nname = 'c'\nkey = 'm'";
-    live.set(spec(), Keys::parse(text).unwrap());
+    live.set(spec(), Presets::new(), Keys::parse(text).unwrap());
     assert_eq!((ask("l").await.status, ask("m").await.status), (StatusCode::UNAUTHORIZED, StatusCode::OK));
     assert_eq!(decode(&ask("k").await), "streaming_llm");
     assert_eq!(ask("k").await.status, StatusCode::TOO_MANY_REQUESTS, "one was used up before");
     // Other limits begin anew.
-    live.set(spec(), Keys::parse(&text.replace("= 2", "= 3")).unwrap());
+    live.set(spec(), Presets::new(), Keys::parse(&text.replace("= 2", "= 3")).unwrap());
     assert_eq!(ask("k").await.status, StatusCode::OK);
 }
 
@@ -150,4 +150,47 @@ async fn pages_elsewhere_may_ask_only_where_the_server_says_so() {
         let refused = server.send(refused).await;
         assert_eq!((refused.status, allowed(&refused).as_deref()), (StatusCode::UNAUTHORIZED, Some(value)));
     }
+}
+
+/// By name, under the short forms; what is called so may change.
+#[tokio::test]
+async fn attention_may_be_a_presets_name() {
+    let spec = |value: Value| AttentionSpec::from_json(&value, "attention", &Artifacts::default()).unwrap();
+    let presets = |window: u32| {
+        let long =
+            spec(json!({"prefill": {"method": "streaming_llm", "window": window}, "decode": {"method": "quest"}}));
+        Presets::from([("dense".into(), AttentionSpec::default()), ("long".into(), long)])
+    };
+    let live = Arc::new(Live::new(AttentionSpec::default(), presets(64), Keys::default()));
+    let config = ServerConfig { live: Arc::clone(&live), ..ServerConfig::default() };
+    let server = custom(StubBackend::new("ok"), EngineConfig::default(), config);
+    let ask = async |extra: Value| {
+        let mut body = complete();
+        body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        server.complete(body).await
+    };
+    let used = async |extra: Value| {
+        let usage = ask(extra).await.json()["usage"]["attention"].clone();
+        (usage["prefill"]["method"].clone(), usage["decode"]["method"].clone())
+    };
+    assert_eq!(used(json!({})).await, (json!("dense"), json!("dense")));
+    assert_eq!(used(json!({"attention": "long"})).await, (json!("streaming_llm"), json!("quest")));
+    assert_eq!(
+        used(json!({"vllm_xargs": {"attention_preset": "long"}})).await,
+        (json!("streaming_llm"), json!("quest"))
+    );
+    assert_eq!(
+        used(json!({"attention": "long", "epsilon": 0.1, "gamma": 8})).await,
+        (json!("delta"), json!("vattention"))
+    );
+    let wrong = ask(json!({"attention": "lonk"})).await;
+    let said = "attention: no preset is called \"lonk\", did you mean \"long\"?; there are dense, long";
+    assert_eq!((wrong.status, wrong.error()), (StatusCode::BAD_REQUEST, (said.into(), json!("attention"))));
+    let both = json!({"vllm_xargs": {"attention_preset": "long", "attention_decode_method": "dense"}});
+    assert_eq!(ask(both).await.status, StatusCode::BAD_REQUEST);
+    let listed = server.get("/v1/attention/methods").await.json()["presets"].clone();
+    assert_eq!((listed.as_object().unwrap().len(), &listed["long"]["prefill"]["window"]), (2, &json!(64)));
+    live.set(AttentionSpec::default(), presets(32), Keys::default());
+    let listed = server.get("/v1/attention/methods").await.json()["presets"].clone();
+    assert_eq!(listed["long"]["prefill"]["window"], 32);
 }

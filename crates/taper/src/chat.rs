@@ -2,7 +2,7 @@
 
 use crate::args::ChatArgs;
 use crate::load::{self, Loaded};
-use crate::{config, preset, talk};
+use crate::{config, talk};
 use anyhow::Result;
 use serde_json::Map;
 use std::io::{BufRead, IsTerminal};
@@ -17,7 +17,7 @@ pub fn run(args: ChatArgs) -> Result<()> {
     let mut config = config::model(args.model)?;
     // Every turn's prompt begins with the turns before it.
     config.cache.prefix = true;
-    let Loaded { engine, artifacts, attention } = load::engine(&config)?;
+    let Loaded { engine, artifacts, attention, .. } = load::engine(&config)?;
     let mut attention = Arc::new(attention);
     let system = args.system.map(|content| Message::new("system", content));
     let mut messages: Vec<Message> = system.iter().cloned().collect();
@@ -36,7 +36,7 @@ pub fn run(args: ChatArgs) -> Result<()> {
             ("", _) => continue,
             ("/quit", _) => break,
             ("/reset", _) => messages = system.iter().cloned().collect(),
-            ("/attention", text) => match preset::read(text.trim(), &artifacts) {
+            ("/attention", text) => match config.presets.find(text.trim(), &artifacts) {
                 Ok(spec) => attention = Arc::new(spec),
                 Err(error) => eprintln!("{error:#}"),
             },

@@ -1,7 +1,7 @@
 //! Settings, checked: what loads a model, and what serves it.
 
 use crate::otlp::Otlp;
-use crate::preset;
+use crate::preset::{self, Presets};
 use crate::settings::Settings;
 use crate::settings::{LogFormat, ModelArgs};
 use anyhow::{Context, Result, anyhow, bail};
@@ -36,9 +36,9 @@ impl Wanted {
     ///
     /// # Errors
     /// The field at fault, or an artefact that is not there.
-    pub fn resolve(&self, artifacts: &Artifacts) -> Result<AttentionSpec> {
+    pub fn resolve(&self, presets: &Presets, artifacts: &Artifacts) -> Result<AttentionSpec> {
         match self {
-            Self::Text(text) => preset::read(text, artifacts),
+            Self::Text(text) => presets.find(text, artifacts),
             Self::Object(value) => preset::spec(value, artifacts),
         }
     }
@@ -49,6 +49,8 @@ impl Wanted {
 pub struct ModelConfig {
     pub model: String,
     pub attention: Option<Wanted>,
+    /// What may be said of attention by a name.
+    pub presets: Presets,
     /// Folder of what methods learned offline.
     pub artifacts: Option<PathBuf>,
     pub device: DeviceChoice,
@@ -182,16 +184,36 @@ fn keys(file: Option<&Path>, variable: Option<OsString>) -> Result<Keys> {
 pub fn model(args: ModelArgs) -> Result<ModelConfig> {
     let ModelArgs { attention, artifacts, threads, .. } = args;
     // A mistake should be known before a large model has loaded, unless only its artefacts can tell.
-    if let (Some(wanted), None) = (&attention, &artifacts) {
-        wanted.resolve(&Artifacts::default()).context("attention")?;
+    let presets = Presets::read(args.presets.as_deref())?;
+    match (&attention, &artifacts) {
+        (Some(wanted), None) => drop(wanted.resolve(&presets, &Artifacts::default()).context("attention")?),
+        (Some(Wanted::Text(text)), Some(_)) => drop(presets.check(text).context("attention")?),
+        _ => {}
+    }
+    if artifacts.is_none() {
+        presets.specs(&Artifacts::default())?;
+    }
+    // What a name leads to is looked at when it is used; that it leads nowhere is known now.
+    for (setting, folder) in [("artifacts", &artifacts), ("kv_offload_dir", &args.kv_offload_dir)] {
+        if let Some(folder) = folder.as_deref().filter(|folder| !folder.is_dir()) {
+            bail!("{setting}: {} is no folder", folder.display());
+        }
+    }
+    let model = args.model.unwrap_or_else(|| DEFAULT_MODEL.into());
+    if model.trim().is_empty() {
+        bail!("model: must be a name or a path");
+    }
+    if args.context == Some(0) {
+        bail!("context must be at least 1");
     }
     let device = args.device.as_deref().map_or(Ok(DeviceChoice::default()), self::device)?;
     if threads == Some(0) {
         bail!("threads must be at least 1");
     }
     Ok(ModelConfig {
-        model: args.model.unwrap_or_else(|| DEFAULT_MODEL.into()),
+        model,
         attention,
+        presets,
         artifacts,
         device,
         threads,
@@ -315,7 +337,7 @@ mod tests {
         let (_folder, path) = file("port = 1\nqueue = 3\n[attention.decode]\nmethod = 'vattention'\n");
         let config = of_file(&path).unwrap();
         assert_eq!((config.port, config.model.engine.queue, config.server.prompts), (1, 3, 3));
-        let attention = config.model.attention.unwrap().resolve(&Artifacts::default()).unwrap();
+        let attention = config.model.attention.unwrap().resolve(&config.model.presets, &Artifacts::default()).unwrap();
         assert_eq!(attention.names().1, "vattention");
         let config =
             read(Some(&path), ModelArgs::default(), ServerArgs { port: Some(2), ..ServerArgs::default() }).unwrap();

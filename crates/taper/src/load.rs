@@ -2,6 +2,7 @@
 
 use crate::config::ModelConfig;
 use anyhow::{Context, Result};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 use taper_attention::{Artifacts, AttentionSpec, ModelKey, Place, Places};
@@ -15,6 +16,8 @@ pub struct Loaded {
     pub artifacts: Arc<Artifacts>,
     /// Attention where a request says nothing of it.
     pub attention: AttentionSpec,
+    /// What requests may say of it by a name.
+    pub presets: BTreeMap<String, AttentionSpec>,
 }
 
 /// A model that waits for somebody to make its steps.
@@ -32,11 +35,24 @@ pub struct Ready {
 /// The file and field at fault, or a machine that cannot hold the model.
 pub fn engine(config: &ModelConfig) -> Result<Loaded> {
     let Ready { model, backend, text, artifacts } = backend(config)?;
-    let attention = config.attention.as_ref().map_or(Ok(AttentionSpec::default()), |a| a.resolve(&artifacts))?;
+    let (attention, presets) = attention(config, &artifacts)?;
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let info = ModelInfo { id: model.name.clone(), created };
     let engine = Engine::start(backend, Arc::new(text), info, config.engine).context("starting the engine")?;
-    Ok(Loaded { engine, artifacts: Arc::new(artifacts), attention })
+    Ok(Loaded { engine, artifacts: Arc::new(artifacts), attention, presets })
+}
+
+/// Attention where a request says nothing of it, and what has a name.
+///
+/// # Errors
+/// The setting or preset at fault, or an artefact that is not there.
+pub fn attention(
+    config: &ModelConfig,
+    artifacts: &Artifacts,
+) -> Result<(AttentionSpec, BTreeMap<String, AttentionSpec>)> {
+    let wanted = config.attention.as_ref();
+    let attention = wanted.map_or(Ok(AttentionSpec::default()), |wanted| wanted.resolve(&config.presets, artifacts));
+    Ok((attention.context("attention")?, config.presets.specs(artifacts)?))
 }
 
 /// Finds and loads the model.

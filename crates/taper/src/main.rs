@@ -35,9 +35,14 @@ static ALLOCATOR: MiMalloc = MiMalloc;
 /// Whether all that is written is a line of JSON, be it the last.
 static JSON: AtomicBool = AtomicBool::new(false);
 
+/// Where the server says where it is, by which settings, and that anyone may use it.
+const NOTICES: &str = "taper::serve=info";
+
 /// Has the log written to standard error; RUST_LOG says what of it.
 pub fn log(format: LogFormat) {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn,taper::serve=info"));
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn,taper_server::access=info"));
+    // What whoever runs the server must see, whatever else is wanted.
+    let filter = filter.add_directive(NOTICES.parse().expect("it is sound"));
     let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     match format {
         LogFormat::Text => lines.init(),

@@ -1,10 +1,11 @@
 //! `taper methods`: what a request may choose from.
 
 use crate::args::MethodsArgs;
-use crate::{preset, talk};
+use crate::preset::Presets;
+use crate::talk;
 use anyhow::Result;
 use serde_json::Value;
-use taper_attention::AttentionSpec;
+use taper_attention::{Artifacts, AttentionSpec};
 
 /// Prints the methods and presets.
 ///
@@ -12,7 +13,9 @@ use taper_attention::AttentionSpec;
 /// A terminal that is gone.
 pub fn run(args: &MethodsArgs) -> Result<()> {
     if args.json {
-        talk::print(&serde_json::to_string_pretty(&AttentionSpec::default().document())?)?;
+        let mut document = AttentionSpec::default().document();
+        document["presets"] = serde_json::to_value(Presets::read(None)?.specs(&Artifacts::default())?)?;
+        talk::print(&serde_json::to_string_pretty(&document)?)?;
         talk::print("\n")?;
         return Ok(());
     }
@@ -31,8 +34,7 @@ pub fn run(args: &MethodsArgs) -> Result<()> {
         out.push_str(&format!("  source: {}\n\n", method.source));
     }
     out.push_str("presets for --attention\n");
-    for (name, toml) in preset::all() {
-        let about = toml.lines().next().unwrap_or_default().trim_start_matches("# ");
+    for (name, about) in Presets::read(None)?.names() {
         out.push_str(&format!("    {name:<18} {about}\n"));
     }
     talk::print(&out)?;

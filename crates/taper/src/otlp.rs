@@ -124,6 +124,11 @@ fn url(text: &str) -> Result<Url> {
     if !url.username().is_empty() || url.password().is_some() {
         bail!("otlp_traces_endpoint must hold no name and password; headers come from OTEL_EXPORTER_OTLP_HEADERS");
     }
+    if url.query().is_some() {
+        bail!(
+            "otlp_traces_endpoint must hold no query, since the log shows it; OTEL_EXPORTER_OTLP_HEADERS is for secrets"
+        );
+    }
     if url.path() == "/" {
         url.set_path("/v1/traces");
     }

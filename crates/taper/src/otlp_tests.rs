@@ -234,8 +234,10 @@ fn mistakes_name_the_setting_or_the_variable_and_no_secret() {
     for wrong in ["localhost:4318", "grpc://localhost:4317", "collector", "http://", "file:///spans"] {
         assert!(said(wrong, &[]).starts_with(like), "{wrong}: {}", said(wrong, &[]));
     }
-    let secret = said("http://me:hidden@c", &[]);
-    assert!(secret.contains("OTEL_EXPORTER_OTLP_HEADERS") && !secret.contains("hidden"), "{secret}");
+    for url in ["http://me:hidden@c", "http://c/v1/traces?token=hidden"] {
+        let secret = said(url, &[]);
+        assert!(secret.contains("OTEL_EXPORTER_OTLP_HEADERS") && !secret.contains("hidden"), "{secret}");
+    }
     let good = "http://c:4318";
     let secret = said(good, &[("OTEL_EXPORTER_OTLP_HEADERS", "a=b,hidden")]);
     assert_eq!(secret, "OTEL_EXPORTER_OTLP_HEADERS: must be name=value, with commas between them");

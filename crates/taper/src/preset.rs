@@ -1,40 +1,107 @@
-//! Presets of attention: the files of configs/attention, which the program carries.
+//! Presets of attention: the files of configs/attention, which the program carries, and those of a folder.
 
 use anyhow::{Context, Result, anyhow, bail};
 use include_dir::{Dir, include_dir};
 use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::Path;
 use taper_attention::{Artifacts, AttentionSpec, nearest};
 
-static PRESETS: Dir = include_dir!("$CARGO_MANIFEST_DIR/../../configs/attention");
+static OWN: Dir = include_dir!("$CARGO_MANIFEST_DIR/../../configs/attention");
 
-/// Every preset's name and TOML text, by name.
-pub fn all() -> Vec<(&'static str, &'static str)> {
-    let mut presets: Vec<_> = PRESETS
-        .files()
-        .filter(|file| file.path().extension().is_some_and(|e| e == "toml"))
-        .filter_map(|file| Some((file.path().file_stem()?.to_str()?, file.contents_utf8()?)))
-        .collect();
-    presets.sort_unstable();
-    presets
+/// Presets by their names.
+#[derive(Debug, Clone)]
+pub struct Presets(BTreeMap<String, Preset>);
+
+/// One file.
+#[derive(Debug, Clone)]
+struct Preset {
+    /// Where it is, for errors.
+    place: String,
+    /// Its first line, which says what it is for.
+    about: String,
+    value: Value,
 }
 
-/// Reads what follows `--attention`: JSON, or a preset's name.
-///
-/// # Errors
-/// JSON that is no valid spec, or a name that no preset has.
-pub fn read(text: &str, artifacts: &Artifacts) -> Result<AttentionSpec> {
-    if text.trim_start().starts_with('{') {
-        let value: Value = serde_json::from_str(text).context("the attention is not valid JSON")?;
-        return spec(&value, artifacts);
+impl Preset {
+    fn parse(place: String, toml: &str) -> Result<Self> {
+        let about = toml.lines().next().and_then(|line| line.strip_prefix('#')).unwrap_or_default().trim().into();
+        let value: Value = toml::from_str(toml).map_err(|e: toml::de::Error| anyhow!("{place}: {}", e.message()))?;
+        Ok(Self { place, about, value })
     }
-    let presets = all();
-    if let Some((name, toml)) = presets.iter().find(|(name, _)| *name == text) {
-        let value: Value = toml::from_str(toml).with_context(|| format!("preset {name}"))?;
-        return spec(&value, artifacts).with_context(|| format!("preset {name}"));
+
+    fn spec(&self, artifacts: &Artifacts) -> Result<AttentionSpec> {
+        spec(&self.value, artifacts).with_context(|| self.place.clone())
     }
-    let names: Vec<&str> = presets.iter().map(|(name, _)| *name).collect();
-    let hint = nearest(text, &names).map_or(String::new(), |name| format!(", did you mean {name}?"));
-    bail!("no attention preset is called {text:?}{hint}; presets: {}; or give JSON", names.join(", "))
+}
+
+impl Presets {
+    /// The program's own, and those of a folder: every `.toml` file there, by its name. One that is called as one of the program's
+    /// is in its place.
+    ///
+    /// # Errors
+    /// A folder or file that cannot be read, or that is no TOML.
+    pub fn read(folder: Option<&Path>) -> Result<Self> {
+        let toml = |path: &Path| path.extension().is_some_and(|end| end == "toml");
+        let name = |path: &Path| path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        let mut all = BTreeMap::new();
+        for file in OWN.files().filter(|file| toml(file.path())) {
+            let text = file.contents_utf8().unwrap_or_default();
+            all.insert(name(file.path()), Preset::parse(format!("preset {}", name(file.path())), text)?);
+        }
+        if let Some(folder) = folder {
+            let place = || format!("presets: {}", folder.display());
+            for entry in std::fs::read_dir(folder).with_context(place)? {
+                let path = entry.with_context(place)?.path();
+                if toml(&path) {
+                    let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+                    all.insert(name(&path), Preset::parse(path.display().to_string(), &text)?);
+                }
+            }
+        }
+        Ok(Self(all))
+    }
+
+    /// Every name, and what it is for.
+    pub fn names(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.0.iter().map(|(name, preset)| (name.as_str(), preset.about.as_str()))
+    }
+
+    /// All of them, ready for use.
+    ///
+    /// # Errors
+    /// The file, its field at fault and what is valid, or an artefact that is not there.
+    pub fn specs(&self, artifacts: &Artifacts) -> Result<BTreeMap<String, AttentionSpec>> {
+        self.0.iter().map(|(name, preset)| Ok((name.clone(), preset.spec(artifacts)?))).collect()
+    }
+
+    /// Whether what follows `--attention` may be something, as far as that is known without artefacts.
+    ///
+    /// # Errors
+    /// Text that is no JSON, or a name that no preset has.
+    pub fn check(&self, text: &str) -> Result<Value> {
+        if text.trim_start().starts_with('{') {
+            return serde_json::from_str(text).context("the attention is not valid JSON");
+        }
+        if let Some(preset) = self.0.get(text) {
+            return Ok(preset.value.clone());
+        }
+        let names: Vec<&str> = self.0.keys().map(String::as_str).collect();
+        let hint = nearest(text, &names).map_or(String::new(), |name| format!(", did you mean {name}?"));
+        bail!("no attention preset is called {text:?}{hint}; presets: {}; or give JSON", names.join(", "))
+    }
+
+    /// Reads what follows `--attention`: JSON, or a preset's name.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check), or what is no valid spec.
+    pub fn find(&self, text: &str, artifacts: &Artifacts) -> Result<AttentionSpec> {
+        let value = self.check(text)?;
+        match self.0.get(text) {
+            Some(preset) => preset.spec(artifacts),
+            None => spec(&value, artifacts),
+        }
+    }
 }
 
 /// A spec from its JSON form.
@@ -49,29 +116,51 @@ pub fn spec(value: &Value, artifacts: &Artifacts) -> Result<AttentionSpec> {
 mod tests {
     use super::*;
 
-    fn read(text: &str) -> Result<AttentionSpec> {
-        super::read(text, &Artifacts::default())
+    fn find(text: &str) -> Result<AttentionSpec> {
+        Presets::read(None).unwrap().find(text, &Artifacts::default())
     }
 
     #[test]
     fn every_preset_loads_and_dense_is_the_default() {
-        let presets = all();
-        assert!(presets.len() >= 5, "{presets:?}");
-        for (name, toml) in presets {
-            read(name).unwrap_or_else(|e| panic!("{name}: {e:#}"));
-            assert!(toml.starts_with("# "), "{name} begins with a comment that says what it is for");
+        let presets = Presets::read(None).unwrap();
+        assert!(presets.specs(&Artifacts::default()).unwrap().len() >= 5, "{presets:?}");
+        for (name, about) in presets.names() {
+            assert!(!about.is_empty(), "{name} begins with a comment that says what it is for");
         }
-        assert_eq!(read("dense").unwrap().names(), AttentionSpec::default().names());
-        assert_eq!(read("delta-vattention").unwrap().names(), ("delta", "vattention"));
+        assert_eq!(find("dense").unwrap().names(), AttentionSpec::default().names());
+        assert_eq!(find("delta-vattention").unwrap().names(), ("delta", "vattention"));
     }
 
     #[test]
     fn json_and_mistakes() {
-        assert_eq!(read(r#" {"decode": {"method": "vattention"}}"#).unwrap().names(), ("dense", "vattention"));
-        let error = |text| format!("{:#}", read(text).unwrap_err());
+        assert_eq!(find(r#" {"decode": {"method": "vattention"}}"#).unwrap().names(), ("dense", "vattention"));
+        let error = |text| format!("{:#}", find(text).unwrap_err());
         assert!(error("densee").contains("did you mean dense?"), "{}", error("densee"));
         assert!(error("{").contains("not valid JSON"));
         let bad = error(r#"{"decode": {"method": "vattention", "epsilon": 7}}"#);
         assert!(bad.starts_with("attention.decode.epsilon: "), "{bad}");
+    }
+
+    #[test]
+    fn a_folder_adds_its_own_and_may_replace_ours() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+        let read = || Presets::read(Some(folder.path()));
+        write("contracts.toml", "# Long contracts.\n[decode]\nmethod = 'quest'\n");
+        write("delta.toml", "[prefill]\nmethod = 'streaming_llm'\n");
+        write("notes.txt", "not one");
+        let presets = read().unwrap();
+        assert_eq!(presets.names().find(|(name, _)| *name == "contracts"), Some(("contracts", "Long contracts.")));
+        let specs = presets.specs(&Artifacts::default()).unwrap();
+        assert_eq!((specs["contracts"].names(), specs["delta"].names().0), (("dense", "quest"), "streaming_llm"));
+        assert!(specs.contains_key("dense") && !specs.contains_key("notes"));
+        write("bad.toml", "[decode]\nmethod = 'quest'\npage = 0\n");
+        let error = format!("{:#}", read().unwrap().specs(&Artifacts::default()).unwrap_err());
+        assert!(error.contains("bad.toml: attention.decode.page"), "{error}");
+        write("bad.toml", "decode = ");
+        let error = format!("{:#}", read().unwrap_err());
+        assert!(error.contains("bad.toml: "), "{error}");
+        let error = format!("{:#}", Presets::read(Some(Path::new("/nowhere"))).unwrap_err());
+        assert!(error.starts_with("presets: /nowhere"), "{error}");
     }
 }

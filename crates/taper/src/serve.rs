@@ -8,7 +8,7 @@ use crate::talk;
 use anyhow::{Context, Result, bail};
 use std::net::SocketAddr;
 use std::sync::Arc;
-use taper_attention::{Artifacts, AttentionSpec};
+use taper_attention::Artifacts;
 use taper_engine::{Engine, of_them_offloaded};
 use taper_server::{Certificate, Live, Tls};
 use tokio::net::{TcpListener, TcpSocket};
@@ -19,9 +19,9 @@ use tokio::net::{TcpListener, TcpSocket};
 /// Settings, model or address that cannot be used.
 pub fn run(args: ServeArgs) -> Result<()> {
     let settings = Settings::read(args.clone(), std::env::vars_os())?;
+    crate::log(settings.server.log.unwrap_or_default());
     let text = settings.text()?;
     let config = config::serve(settings)?;
-    crate::log(config.log);
     for variable in settings::unknown(std::env::vars_os()) {
         tracing::warn!("{variable} is no setting of the server");
     }
@@ -82,7 +82,7 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     let exporter = otlp.map(Otlp::start).transpose()?;
     server.spans = exporter.as_ref().map(|exporter| exporter.spans(certificate.is_some()));
     let loading = tokio::task::spawn_blocking(move || load::engine(&model));
-    let Loaded { engine, artifacts, attention } = tokio::select! {
+    let Loaded { engine, artifacts, attention, presets } = tokio::select! {
         loaded = loading => loaded??,
         () = stops.next() => bail!("stopped before the model was loaded"),
     };
@@ -96,7 +96,7 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     if !address.ip().is_loopback() && open {
         tracing::warn!("anyone who reaches {address} may use this server: it asks for no key (--api-keys)");
     }
-    (server.live, server.artifacts) = (Arc::new(Live::new(attention, keys)), artifacts);
+    (server.live, server.artifacts) = (Arc::new(Live::new(attention, presets, keys)), artifacts);
     tokio::spawn(reloaded(asked, args, Arc::clone(&server.live), Arc::clone(&server.artifacts), certificate.clone()));
     let certificate = certificate.map(|(certificate, _)| certificate);
     let served = taper_server::serve(listener, certificate, engine, server, stops.stopped()).await.context("serving");
@@ -152,7 +152,7 @@ curl {scheme}://{address}/v1/chat/completions -H 'Content-Type: application/json
     Ok(talk::print(&greeting)?)
 }
 
-/// Reads keys, default attention and certificate again whenever SIGHUP asks for it. What cannot be used changes nothing.
+/// Reads keys, default attention, presets and certificate again whenever SIGHUP asks for it. What cannot be used changes nothing.
 async fn reloaded(
     asked: Option<HangUp>,
     args: ServeArgs,
@@ -162,7 +162,7 @@ async fn reloaded(
 ) {
     let Some(mut asked) = asked else { return };
     while asked.recv().await.is_some() {
-        let again = || -> Result<(AttentionSpec, _)> {
+        let again = || -> Result<_> {
             let config = config::serve(Settings::read(args.clone(), std::env::vars_os())?)?;
             if config.keys.is_empty() && !live.keys().is_empty() {
                 bail!("there are no keys any more; to let everyone in, start the server anew");
@@ -170,9 +170,7 @@ async fn reloaded(
             if config.tls.as_ref() != certificate.as_ref().map(|(_, tls)| tls) {
                 bail!("other files of a certificate need a new start");
             }
-            let attention =
-                config.model.attention.as_ref().map_or(Ok(AttentionSpec::default()), |a| a.resolve(&artifacts))?;
-            Ok((attention, config.keys))
+            Ok((load::attention(&config.model, &artifacts)?, config.keys))
         };
         // All is checked before anything changes.
         let renewed = match (again(), &certificate) {
@@ -182,11 +180,11 @@ async fn reloaded(
             (new, _) => new,
         };
         match renewed {
-            Ok((attention, keys)) => {
+            Ok(((attention, presets), keys)) => {
                 let (prefill, decode) = attention.names();
-                live.set(attention, keys);
+                live.set(attention.clone(), presets, keys);
                 tracing::info!(
-                    "keys, certificate and attention ({prefill} / {decode}) read again; other settings need a new start"
+                    "keys, certificate, presets and attention ({prefill} / {decode}) read again; other settings need a new start"
                 );
             }
             Err(error) => tracing::warn!("settings stay as they were: {error:#}"),

@@ -23,7 +23,7 @@ use taper_engine::EngineConfig;
 
 Every option is also a variable of the environment (--kv-memory is TAPER_KV_MEMORY) and a key of the settings file (kv_memory);
 the command line goes before the environment, which goes before the file. `taper config check` shows what comes of them.
-SIGHUP has keys, certificate and default attention read again.")]
+SIGHUP has keys, certificate, presets and default attention read again.")]
 pub struct ServeArgs {
     #[command(flatten)]
     pub model: ModelArgs,
@@ -44,6 +44,9 @@ pub struct ModelArgs {
     /// '{"decode": {"method": "vattention", "epsilon": 0.1}}'
     #[arg(long, value_name = "PRESET|JSON")]
     pub attention: Option<Wanted>,
+    /// Folder of more presets, a TOML file each as those of configs/attention; requests may say their names
+    #[arg(long, value_name = "DIR")]
+    pub presets: Option<PathBuf>,
     /// Folder of what methods learned offline (see `taper train`)
     #[arg(long, value_name = "DIR")]
     pub artifacts: Option<PathBuf>,
@@ -237,7 +240,11 @@ impl Settings {
 }
 
 /// The settings that are said, by name.
-fn layer(settings: &impl Serialize) -> Result<Layer> {
+fn layer(settings: &Settings) -> Result<Layer> {
+    // Which JSON has no word for.
+    if let Some(stretch) = settings.server.stretch.filter(|stretch| !stretch.is_finite()) {
+        bail!("stretch is {stretch}; must be from 1 to 1000");
+    }
     let Value::Object(map) = serde_json::to_value(settings)? else { bail!("settings are no map: a bug") };
     Ok(map.into_iter().filter(|(_, value)| !value.is_null()).collect())
 }
@@ -355,7 +362,7 @@ mod tests {
         names.push("config".into());
         assert!(flags.iter().all(|flag| names.contains(flag)), "{flags:?}");
         // Each is read from the environment as from a file, whatever its type.
-        let all = "model='m'\nattention='dense'\nartifacts='a'\ndevice='cpu'\nthreads=2\nkv_memory='1GiB'\nkv_offload='2GiB'\nkv_offload_dir='d'\n\
+        let all = "model='m'\nattention='dense'\npresets='p'\nartifacts='a'\ndevice='cpu'\nthreads=2\nkv_memory='1GiB'\nkv_offload='2GiB'\nkv_offload_dir='d'\n\
                    kv_dtype='f32'\ndtype='f16'\ndequantize=true\ncontext=99\nhost='h'\nport=1\nqueue=2\nchunk_tokens=3\nsequences=4\nstretch=1.5\n\
                    prefix_cache=false\nrequest_seconds=5\nbody_mib=6\nbody_seconds=7\nwrite_seconds=6\nleast_priority=-2\nheader_seconds=8\napi_keys='k'\ncors_origins='*'\n\
                    tls_cert='c'\ntls_key='t'\notlp_traces_endpoint='http://c:4318/'\nlog='json'\n";

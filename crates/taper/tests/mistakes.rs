@@ -42,6 +42,22 @@ fn arguments_that_mean_nothing() {
     fails_in_one_line(&["serve", "--config", "/does/not/exist.toml"], "/does/not/exist.toml");
     fails_in_one_line(&["serve", "--host", "256.1.1.1", "--port", "0"], "256.1.1.1");
     fails_in_one_line(&["serve", "--dtype", "int4"], "must be auto, f32");
+    // Known before a model is looked for, as by `config check`.
+    for what in [&["serve"][..], &["config", "check"]] {
+        for (flag, value, says) in [
+            ("--stretch", "nan", "stretch is NaN"),
+            ("--presets", "/nowhere", "presets: /nowhere"),
+            ("--artifacts", "/nowhere", "artifacts: /nowhere"),
+            ("--model", "", "model: must be"),
+            ("--context", "0", "context must be at least 1"),
+        ] {
+            fails_in_one_line(&[what, &[flag, value]].concat(), says);
+        }
+        fails_in_one_line(
+            &[what, &["--artifacts", "/tmp", "--attention", "vatention"]].concat(),
+            "did you mean vattention?",
+        );
+    }
     fails(&["serve", "--port", "70000"], "70000");
     fails(&["generate", "--prompt", "x", "--temperature", "3"], "[0, 2]");
     fails(&["generate"], "--prompt");

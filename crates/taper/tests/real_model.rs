@@ -221,7 +221,7 @@ fn settings_are_read_again_when_asked() {
     std::fs::write(&settings, format!("api_keys = '{keys}'\nattention = 'vattention'\n")).expect("written");
     assert_eq!(ask("first").0, "200", "not before it is asked");
     hang_up();
-    heard(&said, "keys, certificate and attention (dense / vattention) read again");
+    heard(&said, "keys, certificate, presets and attention (dense / vattention) read again");
     assert_eq!((ask("first").0, ask("second")), ("401".into(), ("200".into(), json!("vattention"))));
     std::fs::write(&settings, "api_kees = 'x'\n").expect("written");
     hang_up();

@@ -37,7 +37,8 @@ pub(crate) fn about() -> OpenApi {
 pub(crate) fn document(document: OpenApi) -> Json<Value> {
     let mut document = json!(document);
     let mut attention = AttentionSpec::default().document();
-    document["components"]["schemas"]["Attention"] = attention["schema"].take();
+    let name = json!({"type": "string", "description": "A preset's name."});
+    document["components"]["schemas"]["Attention"] = json!({"oneOf": [attention["schema"].take(), name]});
     // An event's data is JSON as text.
     for event in ["ChatEvent", "TextEvent", "ResponseEvent"] {
         let data = &mut document["components"]["schemas"][event]["properties"]["data"];
