@@ -38,10 +38,16 @@ pytest_in() {
 
 pytest_in scripts/clients
 
-# A browser for the page: where nobody has one and it can be had, it is installed.
-if ! command -v "${CHROMIUM:-chromium}" >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
-    step apt-get update -qq
-    step env DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends chromium
+# A browser for the page, and what reads Prometheus's files: where nobody has them and they can be had, they are installed.
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    missing=
+    command -v "${CHROMIUM:-chromium}" >/dev/null || missing=chromium
+    command -v promtool >/dev/null || missing="$missing prometheus"
+    if [ -n "$missing" ]; then
+        step apt-get update -qq
+        # shellcheck disable=SC2086
+        step env DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $missing
+    fi
 fi
 pytest_in scripts/page
 
