@@ -216,6 +216,22 @@ async def heavy(server, count):
     return f"15 MiB each, and no end: told {', '.join(statuses)}, {max(a[1] for a in answers):.1f} s at the latest"
 
 
+async def too_long(server, count):
+    """Prompts of which a few would keep every core busy for a minute, if they were read to their ends."""
+    alone = (await ask(server, chat(16)))[1]
+    data = post({"messages": [{"role": "user", "content": "a word " * (2 << 20)}]})
+    asked = [asyncio.create_task(ask(server, data)) for _ in range(count)]
+    await asyncio.sleep(0.2)
+    status, beside, _ = await ask(server, chat(16))
+    assert status == 200 and beside < alone + SLACK, f"{beside:.1f} s beside them, {alone:.1f} alone"
+    answers = await asyncio.gather(*asked)
+    told = [a for a in answers if a[0] == 400 and b"context" in a[2]]
+    assert len(told) == count, {a[0] for a in answers}
+    slowest = max(a[1] for a in answers)
+    assert slowest < 2 * SLACK, slowest
+    return f"14 MiB each: refused after {slowest:.1f} s at the latest; another client then {beside:.1f} s (alone {alone:.1f})"
+
+
 async def pipelined(server, count):
     """Requests one behind the other without waiting for answers, which must come in that order."""
 
@@ -454,6 +470,7 @@ SCENARIOS = {
     "deadlines": (deadlines, 32, False),
     "streams at once, again": (crowd, 1000, False),
     "large bodies without end": (heavy, 64, False),
+    "prompts that no context holds": (too_long, 12, False),
     "out of files": (out_of_files, 1000, True),
     "TLS handshakes left": (tls, 300, True),
     "SIGTERM among them": (stopped, 100, True),
