@@ -10,12 +10,13 @@ import subprocess
 import time
 
 # What the server is told, in seconds, and what is allowed on top where clients, server and builds share few cores.
-HEAD, BODY, DEADLINE = 5, 5, 60
+HEAD, BODY, WRITE, DEADLINE = 5, 5, 30, 60
 SLACK = 5
 # /health may take so long whatever goes on.
 HEALTH = 5
-# No scenario may bring the server over its memory at rest by more than the KV cache and this.
-KV_MIB, MORE_MIB = 512, 256
+# No scenario may bring the server over its memory at rest by more than the KV cache, the bodies that may be on their way together
+# (sixteen of 16 MiB), and this.
+KV_MIB, BODIES_MIB, MORE_MIB = 512, 256, 256
 HEALTH_REQUEST = b"GET /health HTTP/1.1\r\nHost: taper\r\n\r\n"
 LAST_HEALTH_REQUEST = HEALTH_REQUEST[:-2] + b"Connection: close\r\n\r\n"
 STREAM_END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
@@ -25,7 +26,7 @@ CATALOGUE = b"GET /v1/attention/methods HTTP/1.1\r\nHost: taper\r\n\r\n"
 class Server:
     def __init__(self, taper, *options, port=0, files=None):
         command = [taper, "serve", "--port", str(port), "--kv-memory", f"{KV_MIB}MiB", "--queue", "256"]
-        command += ["--header-seconds", str(HEAD), "--body-seconds", str(BODY), "--write-seconds", str(BODY), "--request-seconds", str(DEADLINE), *options]
+        command += ["--header-seconds", str(HEAD), "--body-seconds", str(BODY), "--write-seconds", str(WRITE), "--request-seconds", str(DEADLINE), *options]
         limit = (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))) if files else None
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         self.process = subprocess.Popen(command, preexec_fn=limit, env=os.environ | {"RUST_LOG": "off"}, **pipes)

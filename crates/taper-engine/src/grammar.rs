@@ -51,6 +51,18 @@ impl GrammarError {
             tracing::error!(error = text, "a grammar made its compiler panic");
             return Self("is more than can be compiled".into());
         }
+        // In words of who wrote the grammar, not of its compiler.
+        for (its, ours) in [
+            ("NoExtensionBias", "no text fits it any further"),
+            (
+                "Current row has",
+                "it allows too much at one place: a schema of fewer properties, or simpler rules, would do",
+            ),
+        ] {
+            if said.contains(its) {
+                return Self(ours.into());
+            }
+        }
         let mut brief: String = said.chars().take(MESSAGE).collect();
         if brief.len() < said.len() {
             brief.push('…');

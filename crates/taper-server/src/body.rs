@@ -69,10 +69,12 @@ async fn read(request: Request, app: &App) -> Result<Body, ApiError> {
     };
     let came = request.extensions().get().map_or_else(Instant::now, |RequestId { came, .. }| *came);
     let body = request.into_body();
-    if http_body::Body::size_hint(&body).lower() > most as u64 {
+    let told = http_body::Body::size_hint(&body).lower();
+    if told > most as u64 {
         return Err(large());
     }
-    let (mut bytes, mut room) = (Vec::new(), None::<OwnedSemaphorePermit>);
+    // Memory that nothing is written to costs nothing, and what does not grow is not copied.
+    let (mut bytes, mut room) = (Vec::with_capacity(told as usize), None::<OwnedSemaphorePermit>);
     let mut parts = body.into_data_stream();
     while let Some(part) = parts.next().await {
         let part =

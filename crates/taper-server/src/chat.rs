@@ -32,7 +32,10 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
         let (shape, path) = wanted.unzip();
         wanted = tools.shape(text, shape)?.map(|shape| (shape, path.unwrap_or_else(|| "tools".into())));
     }
-    let (grammar, grammar_field) = structured::compile(app, wanted)?;
+    let compiled = structured::compile(app, wanted);
+    // Which of the functions it is, their grammar together does not say.
+    let (grammar, grammar_field) =
+        compiled.map_err(|error| tools.as_ref().and_then(|tools| tools.culprit(app)).unwrap_or(error))?;
     let tokens = conversation.tokens(text)?;
     let question_tokens = attention::question(&attention, tokens.len(), || conversation.question(text, &tokens))?;
     Ok(Call {

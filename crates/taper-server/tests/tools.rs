@@ -352,3 +352,58 @@ async fn every_format_is_asked_for_and_read() {
         assert_eq!(server.complete(shown).await.json()["choices"][0]["text"], "[TOOL_CALLS]");
     }
 }
+
+#[tokio::test]
+async fn some_of_the_tools_alone_may_be_called() {
+    let server = server(CALLS);
+    let allowed = |mode: &str, name: &str| {
+        let tools = json!([{"type": "function", "function": {"name": name}}]);
+        json!({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}})
+    };
+    // The model is told of all nonetheless.
+    let body = server.chat(chat(allowed("required", "get_time"))).await.json();
+    let all = server.chat(chat(json!({}))).await.json();
+    assert_eq!(body["usage"]["prompt_tokens"], all["usage"]["prompt_tokens"]);
+    let calls = body["choices"][0]["message"]["tool_calls"].as_array().unwrap();
+    assert!(calls.iter().all(|call| call["function"]["name"] == "get_time"), "{body}");
+    let auto = choice(&server, allowed("auto", "get_time")).await;
+    assert_eq!(auto["message"]["tool_calls"][0]["function"]["name"], "get_time", "{auto}");
+    for (mode, name) in [("auto", "get_none"), ("sometimes", "get_time")] {
+        let refused = server.chat(chat(allowed(mode, name))).await;
+        assert_eq!((refused.status, refused.error().1), (StatusCode::BAD_REQUEST, json!("tool_choice")));
+    }
+}
+
+/// A stop string may end an answer within a call, whose arguments are then nothing that can be read.
+#[tokio::test]
+async fn a_call_that_was_cut_short_is_not_said_to_be_one() {
+    let server = server(CALLS);
+    let cut = choice(&server, json!({"stop": "Gen"})).await;
+    assert_eq!(cut["finish_reason"], "stop", "{cut}");
+    let events = server.chat(chat(json!({"stop": "Gen", "stream": true}))).await.events();
+    assert_eq!(joined(&events).2, "stop");
+    // After it, it is one.
+    let whole = choice(&server, json!({"stop": "get_time"})).await;
+    assert_eq!(whole["finish_reason"], "tool_calls", "{whole}");
+}
+
+#[tokio::test]
+async fn a_schema_that_is_none_is_found_among_the_tools() {
+    let server = server(CALLS);
+    let mut tools = tools();
+    tools[1]["function"]["parameters"] = json!({"type": "zzz"});
+    let refused = server.chat(chat(json!({"tools": tools, "tool_choice": "required"}))).await;
+    let (message, param) = refused.error();
+    assert_eq!((refused.status, param), (StatusCode::BAD_REQUEST, json!("tools[1].function.parameters")), "{message}");
+    // What shows only on the way names its field as well.
+    let endless = json!({"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}});
+    let body = json!({"messages": [{"role": "user", "content": "hi"}], "response_format": endless, "max_tokens": 9});
+    let refused = server.chat(body).await;
+    let (message, param) = refused.error();
+    assert_eq!(
+        (refused.status, param),
+        (StatusCode::BAD_REQUEST, json!("response_format.json_schema.schema")),
+        "{message}"
+    );
+    assert!(!message.contains("Bias"), "{message}");
+}

@@ -483,6 +483,9 @@ pub struct NetworkArgs {
 pub struct Layers(pub Vec<usize>);
 
 #[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  taper methods
+  taper methods --json | jq '.presets[\"delta-vattention\"]'")]
 pub struct MethodsArgs {
     /// Print what GET /v1/attention/methods of a server without settings answers
     #[arg(long)]

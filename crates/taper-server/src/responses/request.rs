@@ -92,6 +92,13 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked> {
         chat.insert("tools".into(), tools.into());
     }
     match fields.get("tool_choice") {
+        Some(Value::Object(map)) if map.get("type").is_some_and(|kind| kind == "allowed_tools") => {
+            let tools = map.get("tools").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+            let tools = tools.iter().map(|tool| json!({"function": {"name": tool.get("name")}}));
+            let allowed =
+                json!({"mode": map.get("mode").unwrap_or(&json!("auto")), "tools": tools.collect::<Vec<_>>()});
+            chat.insert("tool_choice".into(), json!({"type": "allowed_tools", "allowed_tools": allowed}));
+        }
         Some(Value::Object(map)) => {
             let name = map.get("name").and_then(Value::as_str);
             let name = name.filter(|_| map.get("type").is_some_and(|kind| kind == "function")).ok_or_else(|| {

@@ -8,6 +8,7 @@ mod parser;
 
 use parser::{Parser, Said};
 
+use crate::app::App;
 use crate::error::ApiError;
 use crate::fields::{Fields, brief};
 use rand::Rng;
@@ -55,14 +56,23 @@ impl Tools {
         if raw.len() > MOST {
             return Err(ApiError::invalid("tools", format!("tools has {} functions; at most {MOST}", raw.len())));
         }
-        let functions = raw.iter().enumerate().map(function).collect::<Result<Vec<_>>>()?;
+        let mut functions = raw.iter().enumerate().map(function).collect::<Result<Vec<_>>>()?;
         if let Some(twice) =
             functions.iter().enumerate().find(|(i, f)| functions[..*i].iter().any(|g| g.name == f.name))
         {
             let path = format!("tools[{}].function.name", twice.0);
             return Err(ApiError::invalid(&path, format!("{path} is {:?}, as another one's is", twice.1.name)));
         }
-        let Some(wish) = wish(fields)? else { return Ok(None) };
+        let (fields_wish, allowed) = wish(fields)?;
+        let Some(wish) = fields_wish else { return Ok(None) };
+        if let Some(name) =
+            allowed.iter().flatten().find(|name| !functions.iter().any(|function| function.name == **name))
+        {
+            return Err(ApiError::invalid(
+                "tool_choice",
+                format!("tool_choice allows {name:?}, which is none of tools"),
+            ));
+        }
         let wish = match (wish, functions.is_empty()) {
             (Wish::Auto, true) => return Ok(None),
             (_, true) => return Err(ApiError::invalid("tool_choice", "tool_choice needs tools")),
@@ -76,7 +86,19 @@ impl Tools {
                 format!("tool_choice names {name:?}, which is none of tools"),
             ));
         }
+        // The model is told of all of them nonetheless.
+        functions.retain(|function| allowed.as_ref().is_none_or(|allowed| allowed.contains(&function.name)));
         Ok(Some(Self { functions, raw, wish, parallel }))
+    }
+
+    /// The first function whose schema makes no grammar.
+    pub(crate) fn culprit(&self, app: &App) -> Option<ApiError> {
+        self.functions.iter().find_map(|Function { name, parameters }| {
+            let error = app.engine.grammar(&Shape::Json(parameters.clone())).err()?;
+            let named = |tool: &Value| tool.pointer("/function/name").is_some_and(|own| own == name.as_str());
+            let path = format!("tools[{}].function.parameters", self.raw.iter().position(named)?);
+            Some(ApiError::invalid(&path, format!("{path}: {error}")))
+        })
     }
 
     /// What the chat template reads.
@@ -279,23 +301,34 @@ fn quoted(text: &str) -> String {
     json!(text).to_string()
 }
 
-/// Whether functions are called; none where they never are.
-fn wish(fields: &mut Fields<'_>) -> Result<Option<Wish>> {
+/// Whether functions are called, none where they never are; and the only ones that may be, if not all.
+fn wish(fields: &mut Fields<'_>) -> Result<(Option<Wish>, Option<Vec<String>>)> {
     let wrong = |value: &Value| {
         let message = format!(
-            "tool_choice must be \"none\", \"auto\", \"required\" or {{\"type\": \"function\", \"function\": {{\"name\": …}}}}, not {}",
+            "tool_choice must be \"none\", \"auto\", \"required\" or {{\"type\": \"function\", \"function\": {{\"name\": …}}}}, or {{\"type\": \"allowed_tools\", …}}, not {}",
             brief(value)
         );
         ApiError::invalid("tool_choice", message)
     };
-    let Some(value) = fields.get("tool_choice") else { return Ok(Some(Wish::Auto)) };
+    let Some(value) = fields.get("tool_choice") else { return Ok((Some(Wish::Auto), None)) };
+    let mode = |mode: &Value| match mode.as_str() {
+        Some("none") => Ok(None),
+        Some("auto") => Ok(Some(Wish::Auto)),
+        Some("required") => Ok(Some(Wish::Required)),
+        _ => Err(wrong(value)),
+    };
     match value {
-        Value::String(choice) if choice == "none" => Ok(None),
-        Value::String(choice) if choice == "auto" => Ok(Some(Wish::Auto)),
-        Value::String(choice) if choice == "required" => Ok(Some(Wish::Required)),
+        Value::String(_) => Ok((mode(value)?, None)),
+        Value::Object(map) if map.get("type").is_some_and(|kind| kind == "allowed_tools") => {
+            let name = |tool: &Value| tool.pointer("/function/name").and_then(Value::as_str).map(String::from);
+            let tools = value.pointer("/allowed_tools/tools").and_then(Value::as_array);
+            let names = tools.and_then(|tools| tools.iter().map(name).collect::<Option<Vec<_>>>());
+            let names = names.filter(|names| !names.is_empty()).ok_or_else(|| wrong(value))?;
+            Ok((mode(value.pointer("/allowed_tools/mode").unwrap_or(&json!("auto")))?, Some(names)))
+        }
         Value::Object(map) if map.get("type").and_then(Value::as_str) == Some("function") => {
             let name = value.pointer("/function/name").and_then(Value::as_str);
-            name.map(|name| Some(Wish::Named(name.into()))).ok_or_else(|| wrong(value))
+            name.map(|name| (Some(Wish::Named(name.into())), None)).ok_or_else(|| wrong(value))
         }
         other => Err(wrong(other)),
     }
