@@ -44,6 +44,8 @@ pub(crate) struct Tools {
     /// As they came, for the template.
     raw: Vec<Value>,
     wish: Wish,
+    /// Whether the functions are not all that the model is told of.
+    some: bool,
     /// Whether one answer may call several times.
     parallel: bool,
 }
@@ -88,7 +90,7 @@ impl Tools {
         }
         // The model is told of all of them nonetheless.
         functions.retain(|function| allowed.as_ref().is_none_or(|allowed| allowed.contains(&function.name)));
-        Ok(Some(Self { functions, raw, wish, parallel }))
+        Ok(Some(Self { functions, raw, wish, some: allowed.is_some(), parallel }))
     }
 
     /// The first function whose schema makes no grammar.
@@ -108,9 +110,10 @@ impl Tools {
 
     /// What finds the calls in one choice's text.
     pub(crate) fn calls_in(&self, format: CallFormat) -> Calls {
-        let names = self.functions.iter().map(|function| function.name.clone()).collect();
+        let names: Vec<String> = self.functions.iter().map(|function| function.name.clone()).collect();
+        let only = self.some.then(|| names.clone());
         let parser = Parser::new(format, names, if self.parallel { usize::MAX } else { 1 });
-        Calls { format, parser, text: String::new(), calls: Vec::new() }
+        Calls { format, parser, only, skips: false, text: String::new(), calls: Vec::new() }
     }
 
     /// What the answer must be, if a call is asked for or what is said otherwise must fit `format`; none where it may be anything.
@@ -187,6 +190,10 @@ impl Tools {
 pub(crate) struct Calls {
     format: CallFormat,
     parser: Parser,
+    /// Functions that alone may be called, if not all that the model knows; other calls are left out.
+    only: Option<Vec<String>>,
+    /// Whether one of those comes.
+    skips: bool,
     /// What is said beside them.
     text: String,
     calls: Vec<Call>,
@@ -243,21 +250,26 @@ impl Calls {
         let tell = |said| match said {
             Said::Text(text) => {
                 self.text.push_str(&text);
-                Told::Text(text)
+                Some(Told::Text(text))
             }
             Said::Call { name } => {
+                self.skips = self.only.as_ref().is_some_and(|only| !only.contains(&name));
+                if self.skips {
+                    return None;
+                }
                 let call = Call { id: id(self.format), name, arguments: String::new() };
                 let told = Told::Call { index: self.calls.len(), id: call.id.clone(), name: call.name.clone() };
                 self.calls.push(call);
-                told
+                Some(told)
             }
+            Said::Arguments(_) if self.skips => None,
             Said::Arguments(text) => {
                 let index = self.calls.len().saturating_sub(1);
                 self.calls.last_mut().into_iter().for_each(|call| call.arguments.push_str(&text));
-                Told::Arguments { index, text }
+                Some(Told::Arguments { index, text })
             }
         };
-        said.into_iter().map(tell).collect()
+        said.into_iter().filter_map(tell).collect()
     }
 
     /// The whole message.
