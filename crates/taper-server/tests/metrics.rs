@@ -99,6 +99,7 @@ async fn a_client_that_leaves_is_counted_and_the_cache_is_seen_in_use() {
     assert_eq!(now["vllm:request_success_total{finished_reason=\"abort\"}"], 1.0);
     let late = server.complete(json!({"prompt": "SLOW", "max_tokens": 300, "timeout": 0.2})).await;
     assert_eq!(late.status, StatusCode::GATEWAY_TIMEOUT, "{}", late.text);
+    wait("it is let go of", || server.engine.load().running == 0).await;
     let now = seen().await;
     assert_eq!(now["vllm:request_success_total{finished_reason=\"abort\"}"], 2.0);
     assert_eq!(now["vllm:request_success_total{finished_reason=\"error\"}"], 0.0);
