@@ -175,6 +175,26 @@ impl Engine {
         Ok(events)
     }
 
+    /// For a request whose parts come one after the other: once it is taken, all of it is.
+    ///
+    /// # Errors
+    /// An engine that takes nothing more.
+    pub fn parts(&self) -> Result<Parts, SubmitError> {
+        self.queue.begin()?;
+        Ok(Parts { queue: Arc::clone(&self.queue) })
+    }
+
+    /// A later part of a request, for which there is always room: who sends them sends the next when one is done.
+    ///
+    /// # Errors
+    /// A part that can never run, or an engine that died.
+    pub fn submit_more(&self, _of: &Parts, requests: Vec<Request>) -> Result<Vec<Events>, SubmitError> {
+        let jobs = requests.into_iter().map(|request| self.job(request)).collect::<Result<Vec<_>, _>>()?;
+        let (jobs, events) = jobs.into_iter().unzip();
+        self.queue.push_more(jobs)?;
+        Ok(events)
+    }
+
     /// Requests that may wait.
     pub fn queue_limit(&self) -> usize {
         self.queue.limit()
@@ -237,12 +257,22 @@ impl Engine {
     /// Waits until nothing waits or runs.
     pub async fn idle(&self) {
         loop {
-            let load = self.load();
-            if load.dead || load.waiting + load.running == 0 {
+            if self.queue.idle() {
                 return;
             }
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
+    }
+}
+
+/// A request of which more may come; the engine waits for it until this is dropped.
+pub struct Parts {
+    queue: Arc<Queue<Job>>,
+}
+
+impl Drop for Parts {
+    fn drop(&mut self) {
+        self.queue.complete();
     }
 }
 

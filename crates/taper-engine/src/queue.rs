@@ -36,6 +36,8 @@ struct State<T> {
     /// By priority, then by arrival.
     waiting: VecDeque<T>,
     running: usize,
+    /// Requests of which more will come: while there are any, the queue is not at its end.
+    unfinished: usize,
     /// Between ends of jobs while some run, of late.
     gap_seconds: f64,
     /// When the last one ended, or the first began where none ran.
@@ -48,6 +50,15 @@ struct State<T> {
 }
 
 impl<T> State<T> {
+    /// Whether anything new is taken.
+    fn open(&self) -> Result<(), SubmitError> {
+        match (self.draining, self.dead) {
+            (true, _) => Err(SubmitError::Draining),
+            (_, true) => Err(SubmitError::Dead),
+            _ => Ok(()),
+        }
+    }
+
     fn take(&mut self, place: usize) -> Option<T> {
         let job = self.waiting.remove(place)?;
         if self.running == 0 {
@@ -65,6 +76,7 @@ impl<T> Queue<T> {
         let state = State {
             waiting,
             running: 0,
+            unfinished: 0,
             gap_seconds: 1.0,
             since,
             counts,
@@ -94,12 +106,7 @@ impl<T> Queue<T> {
     /// Adds jobs, all of them or none. A queue that lacks room first drops the jobs that `gone` says nobody waits for.
     pub(crate) fn push(&self, jobs: Vec<T>, gone: impl Fn(&T) -> bool) -> Result<(), SubmitError> {
         let mut state = self.lock();
-        if state.draining {
-            return Err(SubmitError::Draining);
-        }
-        if state.dead {
-            return Err(SubmitError::Dead);
-        }
+        state.open()?;
         if state.waiting.len() + jobs.len() > self.limit {
             state.waiting.retain(|job| !gone(job));
         }
@@ -109,20 +116,55 @@ impl<T> Queue<T> {
                 retry_seconds: state.gap_seconds.ceil().max(1.0) as u64,
             });
         }
+        self.insert(state, jobs);
+        Ok(())
+    }
+
+    /// From now on more of a request that is taken may come, until [`Queue::complete`].
+    pub(crate) fn begin(&self) -> Result<(), SubmitError> {
+        let mut state = self.lock();
+        state.open()?;
+        state.unfinished += 1;
+        Ok(())
+    }
+
+    /// Adds jobs of a request that was taken, for whom there is always room.
+    pub(crate) fn push_more(&self, jobs: Vec<T>) -> Result<(), SubmitError> {
+        let state = self.lock();
+        if state.dead {
+            return Err(SubmitError::Dead);
+        }
+        self.insert(state, jobs);
+        Ok(())
+    }
+
+    /// No more comes of one that [began](Self::begin).
+    pub(crate) fn complete(&self) {
+        self.lock().unfinished -= 1;
+        self.changed.notify_all();
+    }
+
+    /// Whether nothing waits or runs, nor will.
+    pub(crate) fn idle(&self) -> bool {
+        let state = self.lock();
+        state.dead || state.waiting.len() + state.running + state.unfinished == 0
+    }
+
+    fn insert(&self, mut state: MutexGuard<'_, State<T>>, jobs: Vec<T>) {
         for job in jobs {
             let priority = (self.priority)(&job);
             let place = state.waiting.partition_point(|waiting| (self.priority)(waiting) <= priority);
             state.waiting.insert(place, job);
         }
+        drop(state);
         self.changed.notify_all();
-        Ok(())
     }
 
     /// The next job, waiting for one; `None` once the queue drains and is empty. The job counts as running until
     /// [`Queue::finished`].
     pub(crate) fn pop(&self) -> Option<T> {
         let mut state = self.lock();
-        while state.waiting.is_empty() && !state.draining {
+        while state.waiting.is_empty() && !(state.draining && state.unfinished == 0) {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         state.take(0)
@@ -269,6 +311,34 @@ mod tests {
         [31, 11, 32, 1, 12, 33, 2].into_iter().for_each(|job| queue.push(vec![job], |_| false).unwrap());
         queue.push(vec![13, 3], |_| false).unwrap();
         assert_eq!([(); 9].map(|()| queue.pop().unwrap()), [1, 2, 3, 11, 12, 13, 31, 32, 33]);
+    }
+
+    #[test]
+    fn a_request_that_comes_in_parts_is_waited_for() {
+        let queue = Queue::new(1);
+        queue.begin().unwrap();
+        queue.push(vec![1], |_| false).unwrap();
+        assert!(matches!(queue.push(vec![2], |_| false), Err(SubmitError::Busy { .. })));
+        queue.drain();
+        assert!(matches!(queue.begin(), Err(SubmitError::Draining)));
+        assert_eq!(queue.pop(), Some(1));
+        queue.finished();
+        assert!(!queue.idle(), "more may come");
+        std::thread::scope(|scope| {
+            let next = scope.spawn(|| (queue.pop(), queue.pop()));
+            std::thread::sleep(Duration::from_millis(20));
+            assert!(!next.is_finished(), "it is waited for");
+            queue.push_more(vec![2]).unwrap();
+            while queue.load().running == 0 {
+                std::thread::yield_now();
+            }
+            queue.complete();
+            assert_eq!(next.join().unwrap(), (Some(2), None));
+        });
+        queue.finished();
+        assert!(queue.idle());
+        queue.die();
+        assert!(matches!(queue.push_more(vec![3]), Err(SubmitError::Dead)));
     }
 
     #[test]

@@ -11,11 +11,19 @@ pub struct TextError(pub String);
 
 /// Text to tokens and back.
 pub trait Text: Send + Sync + 'static {
-    /// Tokenizes a prompt, if `special` with the tokens that the model wants at the start of each text.
+    /// Tokenizes a text, if `special` with the tokens that the model wants at the start of each.
     ///
     /// # Errors
-    /// The tokenizer's own.
+    /// The tokenizer's own, or a text of far more tokens than anyone could use.
     fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError>;
+
+    /// The same for a prompt, which a context has to hold.
+    ///
+    /// # Errors
+    /// The tokenizer's own, or a text that no context holds.
+    fn prompt(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError> {
+        self.encode(text, special)
+    }
 
     /// Renders messages by the chat template, ready for the assistant's answer, and tokenizes the result. `variables` are what
     /// else the template reads: `tools`, an array, is told to the model in any case.

@@ -1,6 +1,7 @@
 //! Every request leaves a line in the log and a count, whatever becomes of it.
 
 use crate::app::App;
+use crate::error;
 use crate::keys::KeyName;
 use crate::request_id::RequestId;
 use crate::spans::PROBES;
@@ -14,8 +15,11 @@ use std::time::Instant;
 /// The status of a request whose client left before there was an answer, by nginx's custom.
 const LEFT: u16 = 499;
 
+/// The most characters of a path in the log.
+const PATH_MAX: usize = 300;
+
 /// Writes the line once the answer begins: how a stream ends is the engine's to say.
-pub(crate) async fn around(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+pub(crate) async fn around(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
     let route = request.extensions().get::<MatchedPath>().map(|route| route.as_str().to_owned());
     let method = match *request.method() {
         Method::GET => "GET",
@@ -26,10 +30,11 @@ pub(crate) async fn around(State(app): State<Arc<App>>, request: Request, next: 
         _ => "other",
     };
     let path = request.uri().path().to_owned();
-    let mut line = Line { app, method, route, path, id: request.extensions().get().cloned(), key: None, status: LEFT };
+    let key = KeyName::default();
+    request.extensions_mut().insert(key.clone());
+    let mut line = Line { app, method, route, path, id: request.extensions().get().cloned(), key, status: LEFT };
     let response = next.run(request).await;
     line.status = response.status().as_u16();
-    line.key = response.extensions().get().cloned();
     response
 }
 
@@ -39,7 +44,7 @@ struct Line {
     route: Option<String>,
     path: String,
     id: Option<RequestId>,
-    key: Option<KeyName>,
+    key: KeyName,
     status: u16,
 }
 
@@ -52,7 +57,8 @@ impl Drop for Line {
         }
         let (id, came) = id.as_ref().map_or(("", Instant::now()), |id| (id.id.as_str(), id.came));
         let seconds = came.elapsed().as_secs_f64();
-        let key = key.as_ref().map(|KeyName(name)| name.as_str());
+        let (key, path) = (key.0.get(), error::brief(path, PATH_MAX));
+        let path = path.as_ref();
         if *status >= 500 {
             tracing::warn!(id, method, path, status, seconds, key, "answered");
         } else {

@@ -17,7 +17,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use taper_attention::AttentionSpec;
 use taper_attention::AttentionUsage;
 use taper_engine::{
-    Delta, Event, Events, Finish, Grammar, Request, RequestError, Scored, Text, TokenLogprob, TokenRecord, Usage,
+    Delta, Event, Events, Finish, Grammar, Parts, Request, RequestError, Scored, Text, TokenLogprob, TokenRecord, Usage,
 };
 
 /// Names the top-level fields that had no effect.
@@ -127,6 +127,17 @@ impl Call {
 
     /// One request to the engine for each prompt; all or none.
     pub(crate) fn submit(&mut self, app: &App, id: &str, came: Instant) -> Result<Merged, ApiError> {
+        self.submit_part(app, id, came, None)
+    }
+
+    /// The same for prompts of a request of which others were taken before.
+    pub(crate) fn submit_part(
+        &mut self,
+        app: &App,
+        id: &str,
+        came: Instant,
+        of: Option<&Parts>,
+    ) -> Result<Merged, ApiError> {
         self.check_tokens(app)?;
         self.check_trace()?;
         self.check_echo()?;
@@ -155,7 +166,10 @@ impl Call {
             deadline,
         };
         let requests = self.prompts.iter_mut().map(request).collect();
-        let events = app.engine.submit_all(requests);
+        let events = match of {
+            Some(parts) => app.engine.submit_more(parts, requests),
+            None => app.engine.submit_all(requests),
+        };
         let events =
             events.map_err(|e| error::refused(&e, self.prompt_field, self.count_field(), self.common.max_field))?;
         let numbered = |(index, mut events): (usize, Events)| {

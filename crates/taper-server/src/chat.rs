@@ -25,6 +25,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     let (attention, mut ignored) = attention::read(&mut fields, &app.config)?;
     let mut wanted = structured::read(&mut fields)?;
     ignored.extend(knobs::unknown(map, fields.unread())?);
+    ignored.append(&mut common.ignored);
     let text = app.engine.text();
     if let Some(tools) = &tools {
         // Calls may be marked by what is else not shown.

@@ -32,6 +32,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     let (attention, mut ignored) = attention::read(&mut fields, &app.config)?;
     let (grammar, grammar_field) = structured::compile(app, structured::read(&mut fields)?)?;
     ignored.extend(knobs::unknown(map, fields.unread())?);
+    ignored.append(&mut common.ignored);
     let most = app.config.prompts.min(app.engine.queue_limit());
     let reading = Reading { name: "prompt", most, marks, echo: echo.then_some(common.special) };
     let mut prompts = read_prompts(app, prompts, &reading)?;
@@ -99,7 +100,7 @@ pub(crate) fn read_prompts(app: &App, value: Option<&Value>, reading: &Reading) 
     };
     let one = |value: &Value| match value {
         Value::String(text) => {
-            let tokens = app.engine.text().encode(text, marks);
+            let tokens = app.engine.text().prompt(text, marks);
             let tokens = tokens.map_err(|e| error::text(&e, name))?;
             let echo = echo.map(|_| text.clone());
             Ok(Prompt { tokens, question_tokens: 0, echo })

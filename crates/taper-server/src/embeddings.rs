@@ -3,7 +3,7 @@
 use crate::answer::{Call, Kind, Prompt};
 use crate::app::App;
 use crate::completions::{Reading, read_prompts};
-use crate::error::ApiError;
+use crate::error::{self, ApiError};
 use crate::fields::Fields;
 use crate::request_id::RequestId;
 use crate::{answer, attention, knobs, sampling};
@@ -12,7 +12,8 @@ use axum::response::{IntoResponse, Response};
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use futures_util::stream::StreamExt;
-use serde_json::{Map, Value, json};
+use serde::Serialize;
+use serde_json::{Map, Value};
 use std::sync::Arc;
 use taper_engine::Event;
 
@@ -71,38 +72,64 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked, ApiErr
     Ok(Asked { call, packed, dimensions })
 }
 
+/// The answer, written from numbers as they are: as JSON values they would take many times their room.
+#[derive(Serialize)]
+struct List<'a> {
+    object: &'static str,
+    data: Vec<Option<Item>>,
+    model: &'a str,
+    usage: Value,
+}
+
+#[derive(Serialize)]
+struct Item {
+    object: &'static str,
+    index: usize,
+    embedding: Written,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Written {
+    Plain(Vec<f32>),
+    Packed(String),
+}
+
 impl Asked {
     /// Queues every text and answers.
     pub(crate) async fn run(mut self, app: &Arc<App>, RequestId { id, came }: RequestId) -> Result<Response, ApiError> {
         let id = format!("embd-{id}");
         let headers = self.call.headers(&id);
+        let parts = app.engine.parts().map_err(|error| error::refused(&error, "input", "", None))?;
         let mut rest = std::mem::take(&mut self.call.prompts);
-        let mut data = vec![Value::Null; rest.len()];
+        let count = rest.len();
+        let mut data: Vec<Option<Item>> = Vec::new();
+        data.resize_with(count, || None);
         let mut total = answer::Total::default();
         while !rest.is_empty() {
-            let first = data.len() - rest.len();
+            let first = count - rest.len();
             self.call.prompts = rest.drain(..rest.len().min(AT_ONCE).min(app.engine.queue_limit())).collect();
-            let mut events = self.call.submit(app, &id, came)?;
+            // What is taken is finished, whoever else comes, and even if the server is to end.
+            let mut events = self.call.submit_part(app, &id, came, Some(&parts).filter(|_| first > 0))?;
             while let Some((index, event)) = events.next().await {
                 let index = first + index;
                 match event {
                     Event::Prefilled | Event::Prompt(_) | Event::Delta(_) => {}
                     Event::Embedding(hidden) => {
                         self.check_dimensions(hidden.len())?;
-                        data[index] =
-                            json!({"object": "embedding", "index": index, "embedding": self.written(&hidden)});
+                        data[index] = Some(Item { object: "embedding", index, embedding: self.written(&hidden) });
                     }
                     Event::Done(usage) => total.add(index, usage),
                     Event::Failed(error) => return Err(self.call.failed(error)),
                 }
             }
-            if total.done < data.len() - rest.len() {
+            if total.done < count - rest.len() {
                 return Err(answer::cut_off());
             }
         }
         let mut usage = total.json();
         usage.as_object_mut().into_iter().for_each(|usage| drop(usage.shift_remove("completion_tokens")));
-        let body = json!({"object": "list", "data": data, "model": app.engine.model().id, "usage": usage});
+        let body = List { object: "list", data, model: &app.engine.model().id, usage };
         let mut response = Json(body).into_response();
         response.headers_mut().extend(headers);
         Ok(response)
@@ -118,13 +145,15 @@ impl Asked {
         }
     }
 
-    fn written(&self, hidden: &[f32]) -> Value {
+    fn written(&self, hidden: &[f32]) -> Written {
         let length = hidden.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
         let scale = if length > 0.0 { 1.0 / length } else { 1.0 };
         let unit: Vec<f32> = hidden.iter().map(|x| (f64::from(*x) * scale) as f32).collect();
         match self.packed {
-            true => json!(BASE64_STANDARD.encode(unit.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>())),
-            false => json!(unit),
+            true => {
+                Written::Packed(BASE64_STANDARD.encode(unit.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>()))
+            }
+            false => Written::Plain(unit),
         }
     }
 }

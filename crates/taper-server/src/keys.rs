@@ -21,7 +21,7 @@ use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::fmt;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -236,13 +236,15 @@ pub(crate) async fn check(State(live): State<Arc<Live>>, request: Request, next:
             return response;
         }
     };
+    if let Some(KeyName(name)) = request.extensions().get() {
+        let _ = name.set(holder.name.clone());
+    }
     if request.method() != Method::POST {
         return next.run(request).await;
     }
     match holder.take() {
         Ok(permit) => {
-            let mut response = next.run(request).await;
-            response.extensions_mut().insert(KeyName(holder.name.clone()));
+            let response = next.run(request).await;
             if let (StatusCode::SERVICE_UNAVAILABLE, Some(rate)) = (response.status(), &holder.rate) {
                 rate.give_back();
             }
@@ -259,9 +261,9 @@ pub(crate) async fn check(State(live): State<Arc<Live>>, request: Request, next:
     }
 }
 
-/// Whose key it was, on an answer for who writes the log.
-#[derive(Debug, Clone)]
-pub(crate) struct KeyName(pub(crate) String);
+/// Whose key it is, once that is known, for who writes the log.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct KeyName(pub(crate) Arc<OnceLock<String>>);
 
 /// An answer that takes one of a key's places until it is sent, or nobody wants it any more.
 struct Held {

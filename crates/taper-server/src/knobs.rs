@@ -101,7 +101,8 @@ const FORMS: [&str; 4] = ["regex", "ebnf", "json_schema", "grammar"];
 
 /// Whether clients of other servers send it.
 pub(crate) fn known(name: &str) -> bool {
-    FOREIGN.contains(&name)
+    let nested = ["include", "text.verbosity", "truncation"];
+    FOREIGN.contains(&name) || nested.contains(&name) || name.starts_with("stream_options.")
 }
 
 /// Sorts the fields that nothing read: an error for a near miss or a refused one, else their names.
@@ -115,7 +116,7 @@ pub(crate) fn unknown<'a>(
         if value.is_null() {
             continue;
         }
-        refuse(name, value)?;
+        refuse(name, value, map)?;
         if !FOREIGN.contains(&name)
             && let Some(knob) = near_miss(name)
         {
@@ -126,7 +127,7 @@ pub(crate) fn unknown<'a>(
     Ok(ignored)
 }
 
-fn refuse(name: &str, value: &Value) -> Result<(), ApiError> {
+fn refuse(name: &str, value: &Value, map: &Map<String, Value>) -> Result<(), ApiError> {
     if let Some((_, why)) = REFUSED.iter().find(|(field, _)| *field == name) {
         return Err(ApiError::invalid(name, *why));
     }
@@ -136,9 +137,20 @@ fn refuse(name: &str, value: &Value) -> Result<(), ApiError> {
         "n_predict" => "; max_tokens says how long an answer may be",
         _ => "",
     };
+    let empty = match value {
+        Value::String(text) => text.is_empty(),
+        Value::Array(list) => list.is_empty(),
+        Value::Object(map) => map.is_empty(),
+        _ => false,
+    };
     let is = |harmless: bool| value == &Value::Bool(harmless);
     let harmless = match name {
-        "tools" | "documents" => value.as_array().is_some_and(Vec::is_empty),
+        _ if empty => true,
+        "tools" | "documents" => false,
+        // llama.cpp's name, which some clients send beside ours.
+        "n_predict" => map.get("max_tokens") == Some(value) || value == -1,
+        // As much as the context holds: what is longer is refused for that.
+        "truncate_prompt_tokens" => value == -1,
         "tool_choice" => matches!(value.as_str(), Some("none" | "auto")),
         "best_of" | "typical_p" | "tfs_z" => value.as_f64() == Some(1.0),
         "mirostat" | "dry_multiplier" | "xtc_probability" => value.as_f64() == Some(0.0),
@@ -150,7 +162,7 @@ fn refuse(name: &str, value: &Value) -> Result<(), ApiError> {
         | "use_beam_search" => is(false),
         "add_generation_prompt" | "detokenize" => is(true),
         "modalities" => value == &serde_json::json!(["text"]),
-        "chat_template" | "lora_path" | "logits_processors" | "n_predict" | "truncate_prompt_tokens" => false,
+        "chat_template" | "lora_path" | "logits_processors" => false,
         _ if FORMS.contains(&name) || name.starts_with("guided_") => false,
         _ => true,
     };

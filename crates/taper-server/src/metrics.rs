@@ -240,7 +240,7 @@ impl Metrics {
                 "How often a request gave its place in the KV cache up, to be computed again later.",
             )?,
             prompt_tokens: make.counter("vllm:prompt_tokens_total", "Tokens of prompts, cached ones included.")?,
-            generation_tokens: make.counter("vllm:generation_tokens_total", "Tokens generated.")?,
+            generation_tokens: make.counter("vllm:generation_tokens_total", "Tokens generated, one of each request that wants nothing but its prompt included.")?,
             prefix_queries: make.counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the cache.")?,
             prefix_hits: make.counter("vllm:prefix_cache_hits_total", "Those that were there.")?,
             ended,

@@ -40,6 +40,8 @@ pub(crate) struct Common {
     pub(crate) include_usage: bool,
     /// The field that set the length, if one did; for errors.
     pub(crate) max_field: Option<&'static str>,
+    /// Fields within others that had no effect.
+    pub(crate) ignored: Vec<String>,
 }
 
 /// Reads them. An answer has at least `least` tokens' room.
@@ -64,21 +66,16 @@ pub(crate) fn read(fields: &mut Fields<'_>, app: &App, least: i64) -> Result<Com
     let with_stop = fields.bool("include_stop_str_in_output")?.unwrap_or(false);
     let timeout = timeout(fields, app.config.request_timeout)?;
     let stream = fields.bool("stream")?.unwrap_or(false);
-    let mut include_usage = false;
-    if let Some(options) = fields.object("stream_options")? {
+    let (mut include_usage, mut ignored) = (false, Vec::new());
+    if let Some(options_map) = fields.object("stream_options")? {
         if !stream {
             return Err(ApiError::invalid("stream_options", "stream_options needs stream: true"));
         }
-        let mut options = Fields::new(options, "stream_options.");
+        let mut options = Fields::new(options_map, "stream_options.");
         include_usage = options.bool("include_usage")?.unwrap_or(false);
-        let continuous = options.bool("continuous_usage_stats")?.unwrap_or(false);
-        if continuous {
-            let path = options.path("continuous_usage_stats");
-            return Err(ApiError::invalid(&path, format!("{path} is not supported here: usage comes at the end")));
-        }
-        // OpenAI's own; what it hides from others is not there to be seen.
-        options.bool("include_obfuscation")?;
-        options.finish()?;
+        // None of them would change the answer.
+        let others = options.unread().filter(|name| !options_map[*name].is_null());
+        ignored = others.map(|name| options.path(name)).collect();
     }
     Ok(Common {
         sampling,
@@ -91,6 +88,7 @@ pub(crate) fn read(fields: &mut Fields<'_>, app: &App, least: i64) -> Result<Com
         timeout,
         include_usage,
         max_field,
+        ignored,
     })
 }
 
@@ -113,6 +111,7 @@ pub(crate) fn none(timeout: Option<Duration>, priority: i64) -> Common {
         timeout,
         include_usage: false,
         max_field: None,
+        ignored: Vec::new(),
     }
 }
 

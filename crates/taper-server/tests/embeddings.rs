@@ -4,7 +4,7 @@ mod support;
 
 use axum::http::StatusCode;
 use serde_json::{Value, json};
-use support::{custom, server};
+use support::{custom, server, wait};
 use taper_engine::EngineConfig;
 use taper_engine::stub::StubBackend;
 use taper_server::ServerConfig;
@@ -63,6 +63,25 @@ async fn many_texts_go_through_a_small_queue() {
         assert!(one["index"] == index && near(&one["embedding"], text.len() as f64), "{one}");
     }
     assert_eq!(body["usage"]["prompt_tokens"], texts.iter().map(String::len).sum::<usize>());
+    // Others that fill the queue meanwhile, and an end of the server, do not break off what was taken.
+    let slow = server.post("/v1/embeddings", json!({"input": vec!["SLOW"; 24]}));
+    let others = async {
+        wait("the first are underway", || server.engine.load().running > 0).await;
+        for _ in 0..8 {
+            server.post("/v1/embeddings", json!({"input": "z"})).await;
+        }
+        server.engine.drain();
+        server.post("/v1/embeddings", json!({"input": "z"})).await.status
+    };
+    let (slow, refused) = tokio::join!(slow, others);
+    assert_eq!((slow.status, refused), (StatusCode::OK, StatusCode::SERVICE_UNAVAILABLE), "{}", slow.text);
+    server.engine.idle().await;
+}
+
+#[tokio::test]
+async fn many_texts_have_an_end_too() {
+    let engine = EngineConfig { queue: 4, ..EngineConfig::default() };
+    let server = custom(StubBackend::new("x"), engine, ServerConfig::default());
     let late = server.post("/v1/embeddings", json!({"input": vec!["SLOW"; 50], "timeout": 0.001})).await;
     assert_eq!(late.status, StatusCode::GATEWAY_TIMEOUT, "{}", late.text);
 }

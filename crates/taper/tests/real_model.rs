@@ -217,6 +217,9 @@ fn settings_are_read_again_when_asked() {
         assert!(Command::new("kill").args(["-HUP", &pid]).status().expect("kill").success());
     };
     assert_eq!(ask("first"), ("200".into(), json!("dense")));
+    let line = heard(&said, "answered");
+    assert_eq!((&line["key"], &line["path"], &line["status"]), (&json!("a"), &json!("/v1/completions"), &json!(200)));
+    assert!(line["id"].as_str().is_some_and(|id| id.len() == 32) && line["seconds"].as_f64() > Some(0.0), "{line}");
     std::fs::write(&keys, key("second")).expect("written");
     std::fs::write(&settings, format!("api_keys = '{keys}'\nattention = 'vattention'\n")).expect("written");
     assert_eq!(ask("first").0, "200", "not before it is asked");

@@ -9,6 +9,9 @@ use taper_model::{ChatTemplate, StreamDecoder, TextStart, Tokenizer};
 /// tokenized whole.
 const TOKEN_BYTES: usize = 8;
 
+/// Contexts whose tokens are counted for who wants to know how many there are.
+const COUNTED: usize = 16;
+
 /// A model's tokenizer and template.
 pub struct ModelText {
     tokenizer: Tokenizer,
@@ -22,10 +25,11 @@ impl ModelText {
         Self { tokenizer, template, context }
     }
 
-    /// The tokens of a text. One that no context holds is not read to its end, which takes a core seconds for each megabyte.
-    fn tokens(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError> {
+    /// The tokens of a text. One of far more than `most` is not read to its end, which takes a core seconds, and a hundred
+    /// megabytes of memory, for each of its own.
+    fn tokens(&self, text: &str, special: bool, most: usize) -> Result<Vec<u32>, TextError> {
         let encode = |text: &str| self.tokenizer.encode(text, special).map_err(|e| TextError(e.to_string()));
-        let (piece, context) = (self.context.saturating_mul(TOKEN_BYTES), self.context);
+        let piece = most.saturating_mul(TOKEN_BYTES);
         if text.len() > piece {
             let (mut rest, mut tokens) = (text, 0);
             while !rest.is_empty() {
@@ -33,9 +37,13 @@ impl ModelText {
                 let (first, after) = rest.split_at(end.map_or(rest.len(), |end| end.min(rest.len())));
                 // A cut may make a few more of them; half as many again it does not.
                 tokens += encode(first)?.len();
-                if tokens > context + context / 2 + 64 {
+                if tokens > most + most / 2 + 64 {
                     let bytes = text.len();
-                    let message = format!("a text of {bytes} bytes has far more tokens than the context of {context}");
+                    let times = if most > self.context { format!("{COUNTED} times ") } else { String::new() };
+                    let message = format!(
+                        "a text of {bytes} bytes has far more tokens than {times}the context of {}",
+                        self.context
+                    );
                     return Err(TextError(message));
                 }
                 rest = after;
@@ -47,7 +55,11 @@ impl ModelText {
 
 impl Text for ModelText {
     fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError> {
-        self.tokens(text, special)
+        self.tokens(text, special, self.context.saturating_mul(COUNTED))
+    }
+
+    fn prompt(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError> {
+        self.tokens(text, special, self.context)
     }
 
     fn chat(&self, messages: &[Message], variables: &Map<String, Value>) -> Result<Vec<u32>, TextError> {
@@ -67,7 +79,7 @@ impl Text for ModelText {
         }
         let text = template.render(&messages, true, variables);
         let text = text.map_err(|e| TextError(e.to_string()))?;
-        self.tokens(&text, false)
+        self.tokens(&text, false, self.context)
     }
 
     fn call_format(&self) -> CallFormat {
@@ -136,7 +148,7 @@ mod tests {
         for long in
             ["word ".repeat(3 << 20), "é".repeat(4 << 20), format!("{}{}", " ".repeat(700), "a b ".repeat(4 << 20))]
         {
-            let error = text.encode(&long, true).unwrap_err().to_string();
+            let error = text.prompt(&long, true).unwrap_err().to_string();
             assert_eq!(error, format!("a text of {} bytes has far more tokens than the context of 100", long.len()));
         }
     }
@@ -151,6 +163,10 @@ mod tests {
         let tokens = whole.encode(&long, false).unwrap();
         let context = tokens.len().min(long.len() / TOKEN_BYTES - 1);
         assert!(tokens.len() < context + context / 2 + 64, "it is probed, and may fit");
-        assert_eq!(text(context).encode(&long, false).unwrap(), tokens);
+        assert_eq!(text(context).prompt(&long, false).unwrap(), tokens);
+        // To count them there is more room.
+        let more = "word ".repeat(400);
+        assert!(text(100).prompt(&more, false).is_err() && text(100).encode(&more, false).is_ok());
+        assert!(text(100).encode(&"word ".repeat(1 << 20), false).is_err());
     }
 }

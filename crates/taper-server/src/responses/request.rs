@@ -67,9 +67,14 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked> {
     if fields.bool("store")? == Some(true) {
         ignored.push("store".into());
     }
-    if let Some(other) = fields.text("truncation")?.filter(|truncation| *truncation != "disabled") {
-        let message = format!("truncation must be \"disabled\" here, not {}", brief(&json!(other)));
-        return Err(ApiError::invalid("truncation", message));
+    match fields.text("truncation")? {
+        None | Some("disabled") => {}
+        // What is too long is refused all the same.
+        Some("auto") => ignored.push("truncation".into()),
+        Some(other) => {
+            let message = format!("truncation must be \"disabled\" or \"auto\", not {}", brief(&json!(other)));
+            return Err(ApiError::invalid("truncation", message));
+        }
     }
     let top = fields.int("top_logprobs", 0..=20)?;
     let included = fields.array("include")?.map_or(&[][..], Vec::as_slice);

@@ -110,10 +110,10 @@ impl Tools {
 
     /// What finds the calls in one choice's text.
     pub(crate) fn calls_in(&self, format: CallFormat) -> Calls {
-        let names: Vec<String> = self.functions.iter().map(|function| function.name.clone()).collect();
-        let only = self.some.then(|| names.clone());
-        let parser = Parser::new(format, names, if self.parallel { usize::MAX } else { 1 });
-        Calls { format, parser, only, skips: false, text: String::new(), calls: Vec::new() }
+        let known = self.raw.iter().filter_map(|tool| tool.pointer("/function/name")?.as_str().map(String::from));
+        let only = self.some.then(|| self.functions.iter().map(|function| function.name.clone()).collect());
+        let parser = Parser::new(format, known.collect(), only, if self.parallel { usize::MAX } else { 1 });
+        Calls { format, parser, text: String::new(), calls: Vec::new() }
     }
 
     /// What the answer must be, if a call is asked for or what is said otherwise must fit `format`; none where it may be anything.
@@ -190,10 +190,6 @@ impl Tools {
 pub(crate) struct Calls {
     format: CallFormat,
     parser: Parser,
-    /// Functions that alone may be called, if not all that the model knows; other calls are left out.
-    only: Option<Vec<String>>,
-    /// Whether one of those comes.
-    skips: bool,
     /// What is said beside them.
     text: String,
     calls: Vec<Call>,
@@ -250,26 +246,21 @@ impl Calls {
         let tell = |said| match said {
             Said::Text(text) => {
                 self.text.push_str(&text);
-                Some(Told::Text(text))
+                Told::Text(text)
             }
             Said::Call { name } => {
-                self.skips = self.only.as_ref().is_some_and(|only| !only.contains(&name));
-                if self.skips {
-                    return None;
-                }
                 let call = Call { id: id(self.format), name, arguments: String::new() };
                 let told = Told::Call { index: self.calls.len(), id: call.id.clone(), name: call.name.clone() };
                 self.calls.push(call);
-                Some(told)
+                told
             }
-            Said::Arguments(_) if self.skips => None,
             Said::Arguments(text) => {
                 let index = self.calls.len().saturating_sub(1);
                 self.calls.last_mut().into_iter().for_each(|call| call.arguments.push_str(&text));
-                Some(Told::Arguments { index, text })
+                Told::Arguments { index, text }
             }
         };
-        said.into_iter().filter_map(tell).collect()
+        said.into_iter().map(tell).collect()
     }
 
     /// The whole message.
@@ -294,8 +285,7 @@ impl Calls {
 
     /// Whether the last call came to its end: a stop string may have cut it short.
     pub(crate) fn whole(&self) -> bool {
-        let object = |call: &Call| serde_json::from_str::<Map<String, Value>>(&call.arguments).is_ok();
-        self.calls.last().is_none_or(object)
+        !self.parser.within()
     }
 }
 

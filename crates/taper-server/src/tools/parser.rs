@@ -22,6 +22,10 @@ pub(crate) enum Said {
 pub(crate) struct Parser {
     format: CallFormat,
     names: Vec<String>,
+    /// Functions that alone may be called, if not all of them: other calls are dropped.
+    only: Option<Vec<String>>,
+    /// Whether the latest call is one of those.
+    skips: bool,
     /// Calls that may still begin; what more there are is dropped.
     left: usize,
     /// Calls so far.
@@ -49,10 +53,12 @@ enum State {
 
 impl Parser {
     /// `most` calls are told of.
-    pub(super) fn new(format: CallFormat, names: Vec<String>, most: usize) -> Self {
+    pub(super) fn new(format: CallFormat, names: Vec<String>, only: Option<Vec<String>>, most: usize) -> Self {
         Self {
             format,
             names,
+            only,
+            skips: false,
             left: most,
             calls: 0,
             held: String::new(),
@@ -188,15 +194,26 @@ impl Parser {
 
     fn begin(&mut self, name: String, said: &mut Vec<Said>) {
         self.called = true;
-        if self.left > 0 {
+        self.skips = self.left == 0 || self.only.as_ref().is_some_and(|only| !only.contains(&name));
+        if !self.skips {
             self.calls += 1;
             said.push(Said::Call { name });
         }
     }
 
-    /// Passes arguments on, unless the call is one too many.
+    /// The latest call is whole.
+    fn over(&mut self) {
+        self.left -= usize::from(!self.skips);
+    }
+
+    /// Whether the text stops within a call that was told of.
+    pub(crate) fn within(&self) -> bool {
+        !self.skips && matches!(self.state, State::Object { told: true, .. } | State::Arguments { .. })
+    }
+
+    /// Passes arguments on, unless the call is dropped.
     fn arguments(&self, text: &str, said: &mut Vec<Said>) {
-        if self.left > 0 && !text.is_empty() {
+        if !self.skips && !text.is_empty() {
             said.push(Said::Arguments(text.to_string()));
         }
     }
@@ -232,12 +249,12 @@ impl Parser {
         };
         let whole: String = self.held.drain(..end).collect();
         match (told, name) {
-            (true, _) => self.left -= usize::from(self.left > 0),
+            (true, _) => self.over(),
             // A call of a function that takes nothing.
             (false, Some(name)) if object.arguments.is_none() && (self.format != CallFormat::Llama) => {
                 self.begin(name, said);
                 self.arguments("{}", said);
-                self.left -= usize::from(self.left > 0);
+                self.over();
             }
             _ => {
                 self.text(whole, said);
@@ -281,7 +298,7 @@ impl Parser {
             return false;
         }
         self.held.drain(..end);
-        self.left -= usize::from(self.left > 0);
+        self.over();
         true
     }
 }

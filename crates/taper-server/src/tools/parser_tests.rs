@@ -18,7 +18,7 @@ fn joined(said: Vec<Said>) -> Vec<String> {
 }
 
 fn parse(format: CallFormat, pieces: &[&str]) -> Vec<String> {
-    let mut parser = Parser::new(format, vec!["f".into(), "g".into()], usize::MAX);
+    let mut parser = Parser::new(format, vec!["f".into(), "g".into()], None, usize::MAX);
     let mut said: Vec<Said> = pieces.iter().flat_map(|piece| parser.push(piece)).collect();
     said.extend(parser.finish());
     assert!(said.iter().all(|s| !matches!(s, Said::Text(text) | Said::Arguments(text) if text.is_empty())));
@@ -103,7 +103,7 @@ fn calls_are_found_in_every_format() {
 
 #[test]
 fn arguments_stream_as_they_come() {
-    let mut parser = Parser::new(CallFormat::Tagged, vec!["f".into()], 1);
+    let mut parser = Parser::new(CallFormat::Tagged, vec!["f".into()], None, 1);
     assert_eq!(parser.push("<tool_call>\n{\"name\": \"f\", \"argu"), []);
     assert_eq!(parser.push("ments\": {\"x"), [Said::Call { name: "f".into() }, Said::Arguments("{\"x".into())]);
     assert_eq!(parser.push("\": 1"), [Said::Arguments("\": 1".into())]);
@@ -141,10 +141,66 @@ proptest! {
         let whole = parse(format, &[&text]);
         let pieces: Vec<&str> = parts.clone();
         prop_assert_eq!(&parse(format, &pieces), &whole);
-        let mark = Parser::new(format, Vec::new(), 1).mark();
+        let mark = Parser::new(format, Vec::new(), None, 1).mark();
         let bare = format == CallFormat::Llama && text.trim_start().starts_with('{');
         if !text.contains(mark) && !bare {
             prop_assert_eq!(whole.concat(), text);
         }
+    }
+}
+
+/// In every format, and none of them counts as the one call that may be made.
+#[test]
+fn calls_of_functions_that_are_not_allowed_are_dropped() {
+    for (format, text) in [
+        (
+            CallFormat::Tagged,
+            "<tool_call>{\"name\": \"f\", \"arguments\": {\"x\": 1}}</tool_call><tool_call>{\"name\": \"g\", \"arguments\": {}}</tool_call>",
+        ),
+        (
+            CallFormat::Mistral,
+            "[TOOL_CALLS][{\"name\": \"f\", \"arguments\": {\"x\": 1}}, {\"name\": \"g\", \"arguments\": {}}]",
+        ),
+        (CallFormat::MistralNamed, "[TOOL_CALLS]f[ARGS]{\"x\": 1}[TOOL_CALLS]g[ARGS]{}"),
+        (CallFormat::Llama, "{\"name\": \"f\", \"parameters\": {\"x\": 1}}; {\"name\": \"g\", \"parameters\": {}}"),
+    ] {
+        let names = || vec!["f".into(), "g".into()];
+        for (only, most, expected) in [
+            (None, usize::MAX, &["f", "g"][..]),
+            (None, 1, &["f"]),
+            (Some(vec!["g".to_string()]), usize::MAX, &["g"]),
+            (Some(vec!["g".to_string()]), 1, &["g"]),
+            (Some(vec!["f".to_string()]), 1, &["f"]),
+        ] {
+            for step in [1, 7, text.len()] {
+                let mut parser = Parser::new(format, names(), only.clone(), most);
+                let mut said = Vec::new();
+                for piece in text.as_bytes().chunks(step) {
+                    said.extend(parser.push(std::str::from_utf8(piece).unwrap()));
+                }
+                said.extend(parser.finish());
+                let called = said
+                    .iter()
+                    .filter_map(|said| if let Said::Call { name } = said { Some(name.as_str()) } else { None });
+                assert_eq!(called.collect::<Vec<_>>(), expected, "{format:?} {only:?} {most} {said:?}");
+                let told = said.iter().any(|said| matches!(said, Said::Text(text) if text.contains("name")));
+                assert!(!told && !parser.within(), "{format:?} {said:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn an_end_within_a_call_is_known() {
+    let mut parser = Parser::new(CallFormat::Tagged, vec!["f".into()], None, usize::MAX);
+    for (text, within) in [
+        ("<tool_call>{\"name\": \"f\",", false),
+        (" \"arguments\": {\"x\"", true),
+        (": 1}", true),
+        ("}", false),
+        ("</tool_call>", false),
+    ] {
+        parser.push(text);
+        assert_eq!(parser.within(), within, "{text}");
     }
 }
