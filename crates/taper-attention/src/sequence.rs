@@ -73,17 +73,15 @@ impl Sequence {
     /// pool remember the others as they come. For an empty sequence; afterwards [`len`](Self::len) tokens are cached.
     ///
     /// A prompt's last token is never taken over, since its logits are wanted.
-    #[must_use]
-    pub fn with_prefix(mut self, pool: &mut KvPool, prompt: &[u32], rotary: &dyn Rotary) -> Self {
+    pub fn reuse(&mut self, pool: &mut KvPool, prompt: &[u32], rotary: &dyn Rotary) {
         let beginning = self.beginning(prompt, rotary);
         let taken = beginning.taken(pool);
         self.table = pool.recall(&beginning.keys[..taken]);
         self.len = taken * BLOCK_TOKENS;
         self.prefix = beginning.keys;
-        self
     }
 
-    /// What [`with_prefix`](Self::with_prefix) asks the pool for.
+    /// What [`reuse`](Self::reuse) asks the pool for.
     pub fn beginning(&self, prompt: &[u32], rotary: &dyn Rotary) -> Beginning {
         Beginning::new(&self.spec, prompt, self.context, rotary.heeds_length())
     }

@@ -104,8 +104,7 @@ pub trait Backend: Send + 'static {
     /// How much fits.
     fn limits(&self) -> Limits;
 
-    /// Begins a sequence for a prompt, the last `question_tokens` tokens of which are the question. Some of its first tokens
-    /// may be [cached](Self::cached) at once, since an earlier prompt began with them; never all.
+    /// Begins a sequence for a prompt, the last `question_tokens` tokens of which are the question.
     ///
     /// # Errors
     /// A spec that does not fit the model.
@@ -117,18 +116,10 @@ pub trait Backend: Send + 'static {
         question_tokens: usize,
     ) -> Result<Self::Sequence, BackendError>;
 
-    /// The same, but nothing is cached at once: all of the prompt is computed.
-    ///
-    /// # Errors
-    /// As [`open`](Self::open).
-    fn open_empty(
-        &mut self,
-        attention: &Arc<AttentionSpec>,
-        seed: u64,
-        prompt: &[u32],
-        question_tokens: usize,
-    ) -> Result<Self::Sequence, BackendError> {
-        self.open(attention, seed, prompt, question_tokens)
+    /// Has a new sequence share its prompt's beginning with others: some of its first tokens may be [cached](Self::cached) at
+    /// once, since an earlier prompt began with them; never all.
+    fn reuse(&mut self, sequence: &mut Self::Sequence, prompt: &[u32]) {
+        let _ = (sequence, prompt);
     }
 
     /// Tokens of the sequence that are in the cache.

@@ -169,8 +169,7 @@ impl Engine {
     /// # Errors
     /// As [`submit`](Self::submit).
     pub fn submit_all(&self, requests: Vec<Request>) -> Result<Vec<Events>, SubmitError> {
-        let jobs = requests.into_iter().map(|request| self.job(request)).collect::<Result<Vec<_>, _>>()?;
-        let (jobs, events) = jobs.into_iter().unzip();
+        let (jobs, events) = self.jobs(requests)?;
         self.queue.push(jobs, |job| job.events.is_closed())?;
         Ok(events)
     }
@@ -189,8 +188,7 @@ impl Engine {
     /// # Errors
     /// A part that can never run, or an engine that died.
     pub fn submit_more(&self, _of: &Parts, requests: Vec<Request>) -> Result<Vec<Events>, SubmitError> {
-        let jobs = requests.into_iter().map(|request| self.job(request)).collect::<Result<Vec<_>, _>>()?;
-        let (jobs, events) = jobs.into_iter().unzip();
+        let (jobs, events) = self.jobs(requests)?;
         self.queue.push_more(jobs)?;
         Ok(events)
     }
@@ -198,6 +196,11 @@ impl Engine {
     /// Requests that may wait.
     pub fn queue_limit(&self) -> usize {
         self.queue.limit()
+    }
+
+    fn jobs(&self, requests: Vec<Request>) -> Result<(Vec<Job>, Vec<Events>), SubmitError> {
+        let jobs = requests.into_iter().map(|request| self.job(request)).collect::<Result<Vec<_>, _>>()?;
+        Ok(jobs.into_iter().unzip())
     }
 
     /// A request with both ends of its way back.

@@ -71,14 +71,10 @@ impl Backend for Handover {
         self.prompts.open(attention, seed, prompt, question_tokens).map(Held::Prompts)
     }
 
-    fn open_empty(
-        &mut self,
-        attention: &Arc<AttentionSpec>,
-        seed: u64,
-        prompt: &[u32],
-        question_tokens: usize,
-    ) -> Result<Held, BackendError> {
-        self.prompts.open_empty(attention, seed, prompt, question_tokens).map(Held::Prompts)
+    fn reuse(&mut self, held: &mut Held, prompt: &[u32]) {
+        if let Held::Prompts(sequence) = held {
+            self.prompts.reuse(sequence, prompt);
+        }
     }
 
     fn cached(&self, held: &Held) -> usize {

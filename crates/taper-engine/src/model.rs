@@ -400,21 +400,13 @@ impl Backend for ModelBackend {
         prompt: &[u32],
         question_tokens: usize,
     ) -> Result<Sequence, BackendError> {
-        let sequence = self.open_empty(attention, seed, prompt, question_tokens)?;
-        Ok(match self.prefix {
-            true => sequence.with_prefix(&mut self.pool, prompt, self.model.rotary()),
-            false => sequence,
-        })
+        Ok(Sequence::new(Arc::clone(attention), seed, prompt.len()).with_question(question_tokens))
     }
 
-    fn open_empty(
-        &mut self,
-        attention: &Arc<AttentionSpec>,
-        seed: u64,
-        prompt: &[u32],
-        question_tokens: usize,
-    ) -> Result<Sequence, BackendError> {
-        Ok(Sequence::new(Arc::clone(attention), seed, prompt.len()).with_question(question_tokens))
+    fn reuse(&mut self, sequence: &mut Sequence, prompt: &[u32]) {
+        if self.prefix {
+            sequence.reuse(&mut self.pool, prompt, self.model.rotary());
+        }
     }
 
     fn cached(&self, sequence: &Sequence) -> usize {

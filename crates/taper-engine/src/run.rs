@@ -252,10 +252,11 @@ impl<S> Run<S> {
     pub(crate) fn open<B: Backend<Sequence = S>>(&mut self, backend: &mut B) -> Result<(), RequestError> {
         let request = &self.job.request;
         let Request { attention, prompt, question_tokens, sampling, .. } = request;
-        let fresh = match request.prompt_logprobs.filter(|_| !self.begun()) {
-            Some(_) => backend.open_empty(attention, sampling.seed, prompt, *question_tokens)?,
-            None => backend.open(attention, sampling.seed, prompt, *question_tokens)?,
-        };
+        let mut fresh = backend.open(attention, sampling.seed, prompt, *question_tokens)?;
+        // What is cached is not scored.
+        if request.prompt_logprobs.is_none() || self.begun() {
+            backend.reuse(&mut fresh, prompt);
+        }
         let cached = backend.cached(&fresh);
         self.reused += cached.saturating_sub(self.known);
         self.known = self.known.max(cached);

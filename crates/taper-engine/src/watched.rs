@@ -68,16 +68,8 @@ impl<B: Backend> Backend for Watched<B> {
         Ok(sequence)
     }
 
-    fn open_empty(
-        &mut self,
-        spec: &Arc<AttentionSpec>,
-        seed: u64,
-        prompt: &[u32],
-        question: usize,
-    ) -> Result<B::Sequence, BackendError> {
-        let mut sequence = self.inner.open_empty(spec, seed, prompt, question)?;
-        (self.opened)(&mut sequence, prompt);
-        Ok(sequence)
+    fn reuse(&mut self, sequence: &mut B::Sequence, prompt: &[u32]) {
+        self.inner.reuse(sequence, prompt);
     }
 
     fn cached(&self, sequence: &B::Sequence) -> usize {

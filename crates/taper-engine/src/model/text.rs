@@ -33,8 +33,8 @@ impl ModelText {
         if text.len() > piece {
             let (mut rest, mut tokens) = (text, 0);
             while !rest.is_empty() {
-                let end = (piece..).find(|end| rest.is_char_boundary(*end) || *end >= rest.len());
-                let (first, after) = rest.split_at(end.map_or(rest.len(), |end| end.min(rest.len())));
+                let end = (piece..rest.len()).find(|end| rest.is_char_boundary(*end)).unwrap_or(rest.len());
+                let (first, after) = rest.split_at(end);
                 // A cut may make a few more of them; half as many again it does not.
                 tokens += encode(first)?.len();
                 if tokens > most + most / 2 + 64 {
