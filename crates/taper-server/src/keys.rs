@@ -9,20 +9,17 @@
 //! ```
 
 use crate::error::ApiError;
+use crate::holding::holding;
 use crate::live::Live;
 use crate::request_id::RequestId;
-use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use http_body::{Frame, SizeHint};
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::fmt;
-use std::pin::Pin;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -250,7 +247,8 @@ pub(crate) async fn check(State(live): State<Arc<Live>>, request: Request, next:
             }
             match permit {
                 None => response,
-                Some(permit) => response.map(|body| Body::new(Held { body, _permit: permit })),
+                // One of the key's places is taken until then.
+                Some(permit) => holding(response, permit, |_| ()),
             }
         }
         Err((message, wait)) => {
@@ -264,32 +262,6 @@ pub(crate) async fn check(State(live): State<Arc<Live>>, request: Request, next:
 /// Whose key it is, once that is known, for who writes the log.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct KeyName(pub(crate) Arc<OnceLock<String>>);
-
-/// An answer that takes one of a key's places until it is sent, or nobody wants it any more.
-struct Held {
-    body: Body,
-    _permit: OwnedSemaphorePermit,
-}
-
-impl HttpBody for Held {
-    type Data = Bytes;
-    type Error = axum::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        Pin::new(&mut self.body).poll_frame(context)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
-}
 
 #[cfg(test)]
 mod tests {

@@ -13,6 +13,7 @@ mod completions;
 mod embeddings;
 mod error;
 mod fields;
+mod holding;
 mod keys;
 mod knobs;
 mod live;

@@ -4,22 +4,20 @@ mod generation;
 
 pub(crate) use generation::Generation;
 
+use crate::holding::holding;
 use crate::request_id::RequestId;
-use axum::body::{Body, Bytes, HttpBody};
+use axum::body::HttpBody;
 use axum::extract::{MatchedPath, Request, State};
 use axum::http::uri::Authority;
 use axum::http::{Method, StatusCode, Version, header};
 use axum::middleware::Next;
 use axum::response::Response;
-use http_body::{Frame, SizeHint};
 use opentelemetry::propagation::TextMapPropagator;
 use opentelemetry::trace::{FutureExt, SpanKind, Status, TraceContextExt, Tracer};
 use opentelemetry::{Context, KeyValue};
 use opentelemetry_http::HeaderExtractor;
 use opentelemetry_sdk::propagation::TraceContextPropagator;
 use opentelemetry_sdk::trace::SdkTracer;
-use std::pin::Pin;
-use std::task::{self, Poll};
 
 /// What machines ask every few seconds has no spans.
 pub(crate) const PROBES: [&str; 3] = ["/health", "/ready", "/metrics"];
@@ -106,7 +104,8 @@ pub(crate) async fn around(State(spans): State<Spans>, request: Request, next: N
     let response = next.run(request).with_context(open.context.clone()).await;
     open.answered(response.status());
     open.whole = bare || response.body().is_end_stream();
-    response.map(|body| Body::new(Sent { body, open: Some(open) }))
+    // The span ends once all is sent, not when the connection lets go of the answer.
+    holding(response, Some(open), |open| open.take().into_iter().for_each(|mut open| open.whole = true))
 }
 
 /// A request's span, until this is dropped.
@@ -139,36 +138,5 @@ impl Drop for Open {
             span.set_status(Status::error("the connection ended before the answer did"));
         }
         span.end();
-    }
-}
-
-/// An answer whose span ends once it is sent, or nobody wants it any more.
-struct Sent {
-    body: Body,
-    open: Option<Open>,
-}
-
-impl HttpBody for Sent {
-    type Data = Bytes;
-    type Error = axum::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut task::Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        let polled = Pin::new(&mut self.body).poll_frame(context);
-        // Of a body whose length is known nobody asks for what comes after the last frame.
-        if matches!(polled, Poll::Ready(None)) || matches!(polled, Poll::Ready(Some(Ok(_)))) && self.is_end_stream() {
-            self.open.take().into_iter().for_each(|mut open| open.whole = true);
-        }
-        polled
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
     }
 }
