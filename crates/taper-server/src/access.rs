@@ -57,7 +57,7 @@ impl Drop for Line {
         }
         let (id, came) = id.as_ref().map_or(("", Instant::now()), |id| (id.id.as_str(), id.came));
         let seconds = came.elapsed().as_secs_f64();
-        let (key, path) = (key.0.get(), error::brief(path, PATH_MAX));
+        let (key, path) = (key.0.get(), error::beginning(path, PATH_MAX));
         let path = path.as_ref();
         if *status >= 500 {
             tracing::warn!(id, method, path, status, seconds, key, "answered");

@@ -114,7 +114,7 @@ impl Call {
         let names = self.ignored.join(", ");
         // What clients of other servers send anyway is no news.
         if self.ignored.iter().any(|name| !knobs::known(name)) {
-            tracing::warn!(id, fields = %error::brief(&names, LOGGED), "fields ignored");
+            tracing::warn!(id, fields = %error::beginning(&names, LOGGED), "fields ignored");
         }
         // A name may hold any character; a header may not.
         let plain: String =

@@ -26,7 +26,7 @@ const MESSAGE_MAX: usize = 1000;
 const PARAM_MAX: usize = 200;
 
 /// The beginning of a text.
-pub(crate) fn brief(text: &str, most: usize) -> Cow<'_, str> {
+pub(crate) fn beginning(text: &str, most: usize) -> Cow<'_, str> {
     match text.char_indices().nth(most) {
         Some((end, _)) => format!("{}…", &text[..end]).into(),
         None => text.into(),
@@ -54,7 +54,8 @@ impl ApiError {
             503 => "ServiceUnavailableError",
             _ => StatusCode::from_u16(self.status).ok().and_then(|s| s.canonical_reason()).unwrap_or("Error"),
         };
-        let (message, param) = (brief(&self.message, MESSAGE_MAX), self.param.as_deref().map(|p| brief(p, PARAM_MAX)));
+        let message = beginning(&self.message, MESSAGE_MAX);
+        let param = self.param.as_deref().map(|param| beginning(param, PARAM_MAX));
         json!({"error": {"message": message, "type": kind, "param": param, "code": self.status}})
     }
 }

@@ -132,7 +132,7 @@ fn refuse(name: &str, value: &Value, map: &Map<String, Value>) -> Result<(), Api
         return Err(ApiError::invalid(name, *why));
     }
     let hint = match name {
-        "prompt_logprobs" if value != &Value::Bool(false) => "; /v1/completions has echo with logprobs",
+        "prompt_logprobs" => "; /v1/completions has echo with logprobs",
         _ if FORMS.contains(&name) => "; structured_outputs says what an answer must be",
         "n_predict" => "; max_tokens says how long an answer may be",
         _ => "",
@@ -146,7 +146,6 @@ fn refuse(name: &str, value: &Value, map: &Map<String, Value>) -> Result<(), Api
     let is = |harmless: bool| value == &Value::Bool(harmless);
     let harmless = match name {
         _ if empty => true,
-        "tools" | "documents" => false,
         // llama.cpp's name, which some clients send beside ours.
         "n_predict" => map.get("max_tokens") == Some(value) || value == -1,
         // As much as the context holds: what is longer is refused for that.
@@ -162,7 +161,7 @@ fn refuse(name: &str, value: &Value, map: &Map<String, Value>) -> Result<(), Api
         | "use_beam_search" => is(false),
         "add_generation_prompt" | "detokenize" => is(true),
         "modalities" => value == &serde_json::json!(["text"]),
-        "chat_template" | "lora_path" | "logits_processors" => false,
+        "tools" | "documents" | "chat_template" | "lora_path" | "logits_processors" => false,
         _ if FORMS.contains(&name) || name.starts_with("guided_") => false,
         _ => true,
     };

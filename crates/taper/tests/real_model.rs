@@ -25,13 +25,7 @@ impl Server {
     }
 
     fn with(args: &[&str], variables: &[(&str, &str)]) -> Self {
-        let mut child = Command::new(PROGRAM)
-            .args(["serve", "--port", "0", "--kv-memory", "256MiB"])
-            .args(args)
-            .envs(variables.iter().copied())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("the program starts");
+        let mut child = Self::command(args, variables).spawn().expect("the program starts");
         let mut out = BufReader::new(child.stdout.take().expect("piped"));
         let mut line = String::new();
         out.read_line(&mut line).expect("a greeting");
@@ -40,16 +34,17 @@ impl Server {
         Self { child, address, out }
     }
 
+    fn command(args: &[&str], variables: &[(&str, &str)]) -> Command {
+        let mut command = Command::new(PROGRAM);
+        command.args(["serve", "--port", "0", "--kv-memory", "256MiB"]).args(args);
+        command.envs(variables.iter().copied()).stdout(Stdio::piped());
+        command
+    }
+
     /// One whose log is JSON: all that it says comes by the receiver, line by line.
     fn logging(args: &[&str], variables: &[(&str, &str)]) -> (Self, mpsc::Receiver<Value>) {
-        let mut child = Command::new(PROGRAM)
-            .args(["serve", "--port", "0", "--kv-memory", "256MiB", "--log", "json"])
-            .args(args)
-            .envs(variables.iter().copied())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("the program starts");
+        let mut command = Self::command(args, variables);
+        let mut child = command.args(["--log", "json"]).stderr(Stdio::piped()).spawn().expect("the program starts");
         let (lines, said) = mpsc::channel();
         let log = BufReader::new(child.stderr.take().expect("piped"));
         std::thread::spawn(move || {

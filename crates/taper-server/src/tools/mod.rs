@@ -65,8 +65,7 @@ impl Tools {
             let path = format!("tools[{}].function.name", twice.0);
             return Err(ApiError::invalid(&path, format!("{path} is {:?}, as another one's is", twice.1.name)));
         }
-        let (fields_wish, allowed) = wish(fields)?;
-        let Some(wish) = fields_wish else { return Ok(None) };
+        let (Some(wish), allowed) = wish(fields)? else { return Ok(None) };
         if let Some(name) =
             allowed.iter().flatten().find(|name| !functions.iter().any(|function| function.name == **name))
         {
