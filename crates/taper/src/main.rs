@@ -23,6 +23,7 @@ use args::{Bench, BenchArgs, Cli, Command, ConfigArgs, ConfigCommand, Eval, Eval
 use clap::Parser;
 use mimalloc::MiMalloc;
 use settings::LogFormat;
+use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use tracing_subscriber::EnvFilter;
@@ -43,7 +44,10 @@ pub fn log(format: LogFormat) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn,taper_server::access=info"));
     // What whoever runs the server must see, whatever else is wanted.
     let filter = filter.add_directive(NOTICES.parse().expect("it is sound"));
-    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let lines = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal());
     match format {
         LogFormat::Text => lines.init(),
         LogFormat::Json => {
