@@ -138,7 +138,7 @@ typedef struct TaperSampledParams {
   // Quantiles, from the host: of the whole delta, of 0.9 delta for a vector, of the whole
   // one-sided, of 0.1 delta, and of six splits of delta.
   float epsilon, whole, most, upper, rest, split_vector[6], split_scalar[6];
-  float unseen;  // what chi2 adds to a sample's variance, in units of its heaviest key's share
+  float unseen;  // what chi2 adds to a sample's variance, in units of its heaviest key's share to the power of 3/2
   double pilot_share, dense_share;
   int64_t draw_stride;  // at least taper_sampled_draws(max_len)
   int32_t pilot_tokens, rule, capacity, layer;

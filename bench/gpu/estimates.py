@@ -60,11 +60,13 @@ def moments64(s, v, lse_f, o_f, residual):
     c = r - r.mean(0)
     few = min(b, 40)
     dots = (c[:few] @ c[:few].T)**2
-    mixed = (dots.sum() - dots.diagonal().sum()).item() * b * (b - 1) / (few * (few - 1))
+    norms = (c[:few]**2).sum(1)
+    pairs = (norms.sum()**2 - (norms**2).sum()).item()
+    alike = (dots.sum() - dots.diagonal().sum()).item() / pairs if pairs > 0 else 1.0
     return {"b": b, "den": den, "o2": (o @ o).item(), "var_d": e.var().item(),
             "heaviest": ((e * e).max() / (e * e).sum()).item(),
             "tr_n": (e[:, None] * v).var(0).sum().item(), "tr_r": r.var(0).sum().item(),
-            "tr2": ((c * c).sum(1)**2).sum().item() / (b - 1)**2 + mixed / (b - 1)**2}
+            "alike": min(max(alike, 1 / v.shape[1]), 1.0)}
 
 
 def budget64(rule, eps, delta, m, n, limit):
@@ -75,14 +77,14 @@ def budget64(rule, eps, delta, m, n, limit):
     if rule == "denominator":
         return "sample", draws(whole * sc / eps)
 
-    def quantile(trace, trace2):
-        sp = 2 * trace2 / (9 * trace**2)
+    def quantile(alike):
+        sp = 2 * alike / 9
         return math.sqrt(max(1 - sp + upper * math.sqrt(sp), 0)**3)
 
     if rule in ("ratio", "chi2"):
         norm2, trace, unit = m["o2"], m["tr_r"], m["den"]
         least, add, more = (most, rest * sc, 0) if rule == "ratio" else (
-            min(quantile(1, 1), 1.0), 0, t.unseen(delta) * m["heaviest"])
+            min(quantile(1), 1.0), 0, t.unseen(delta) * m["heaviest"]**1.5)
         bound = lambda norm, c=least: draws(c * n * math.sqrt(trace * (1 + more)) / (eps * unit * norm) + add)
     else:
         norm2, trace, unit = m["o2"] * m["den"]**2, m["tr_n"], 1.0
@@ -97,7 +99,7 @@ def budget64(rule, eps, delta, m, n, limit):
     norm = math.sqrt(left)
     b = bound(norm)
     if rule == "chi2" and b <= limit:
-        b = bound(norm, quantile(trace, m["tr2"]))
+        b = bound(norm, quantile(m["alike"]))
     return "sample", b
 
 
@@ -124,7 +126,7 @@ def judge64(q, k, v, lse_f, o_f, order, res, n, fixed, rule, eps, delta, pilot_t
                 return "sampled", want, look
             if abs(b - got) <= 2 + 1e-2 * b and got > want:
                 b = got
-            grown = min(b, math.ceil(1.5 * want))
+            grown = min(b, 2 * want)
         elif bad[0] == "noisy" and noisy < 4:
             noisy, grown = noisy + 1, 4 * want
         else:

@@ -379,9 +379,9 @@ def quantiles(delta):
 
 
 def unseen(delta):
-    """What chi2 adds to a sample's variance, in units of its heaviest key's share."""
+    """What chi2 adds to a sample's variance, in units of its heaviest key's share to the power of 3/2."""
     from math import log
-    return 0.6 * log(1 / delta)
+    return 1.8 * log(1 / delta)
 
 
 def team_size(list_heads):

@@ -149,12 +149,12 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     const int64_t head = (int64_t)o.list * group;
 #pragma unroll 1
     for (int i = 2 * tid; i < group * D; i += 512) {
-      const uint32_t high = ld_shared_u32(judge.split + split_at<D>(4 * N, i / D, i % D));
+      const uint32_t high = ld_shared_u32(judge.split + split_at<D, N>(0, i / D, i % D));
       if (!p.out_f32) {
         static_cast<uint32_t*>(p.out)[(head * D + i) / 2] = high;
         continue;
       }
-      const uint32_t low = ld_shared_u32(judge.split + split_at<D>(4 * N, N + i / D, i % D));
+      const uint32_t low = ld_shared_u32(judge.split + split_at<D, N>(0, N + i / D, i % D));
       const T *h = reinterpret_cast<const T*>(&high), *l = reinterpret_cast<const T*>(&low);
       static_cast<float2*>(p.out)[(head * D + i) / 2] =
           make_float2(to_float(h[0]) + to_float(l[0]), to_float(h[1]) + to_float(l[1]));

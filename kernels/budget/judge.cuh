@@ -48,9 +48,9 @@ struct Judge : Tally<T, D, N> {
         for (int v = 0; v < V; v += 2) {
           const float x = part[k][v], y = part[k][v + 1];
           const float x_high = to_float(static_cast<T>(x)), y_high = to_float(static_cast<T>(y));
-          const int row = 2 * k * N + g, d = lane * V + v;
-          st_shared_u32(split + split_at<D>(4 * N, row, d), pack2<T>(x, y));
-          st_shared_u32(split + split_at<D>(4 * N, row + N, d), pack2<T>(x - x_high, y - y_high));
+          const int d = lane * V + v;
+          st_shared_u32(split + split_at<D, N>(k, g, d), pack2<T>(x, y));
+          st_shared_u32(split + split_at<D, N>(k, g + N, d), pack2<T>(x - x_high, y - y_high));
         }
       float x[4] = {o2, ow, w2, a2};
       warp_sums(x);
@@ -90,16 +90,17 @@ struct Judge : Tally<T, D, N> {
 #pragma unroll
       for (int w = 0; w < 8; ++w) own = this->join(lane & 3, own, sh.sums[w][g][lane & 3]);
       if (mixes) {
-        float more = this->mix(first_tile, b, g, a.dot);
+        float more[2] = {};
+        this->mix(first_tile, b, g, a.dot, more);
 #pragma unroll 1
         for (int t = first_tile + o.team; t < kPairTiles && !o.scout; t += o.team) {
           float dot[4];
           this->gram(this->row_of(this->pair_draw(t, this->few_of(b))), dot);
-          more += this->mix(t, b, g, dot);
+          this->mix(t, b, g, dot, more);
         }
-        // Products of few keys stand for those of all.
-        const float all = b, few = this->few_of(b);
-        if ((lane & 3) == 3) own += more * over(all * (all - 1), few * (few - 1));
+        warp_sums(more);
+        // Of the two a ratio is wanted: eight bits of each are enough.
+        if ((lane & 3) == 3) own = __uint_as_float(pack2<__nv_bfloat16>(more[0], more[1]));
       }
       if (lane < 4)
         store_relaxed(sums + ((int64_t)o.rank * group + g) * 4 + lane,
@@ -115,9 +116,10 @@ struct Judge : Tally<T, D, N> {
       auto of_rank = [&](uint64_t word) {
         return lane < o.team ? __uint_as_float((uint32_t)(word >> 32)) : 0.f;
       };
-      float x[3] = {of_rank(lo.x), of_rank(lo.y), of_rank(hi.y)};
+      const uint32_t pairs = lane < o.team ? hi.y >> 32 : 0;
+      float x[4] = {of_rank(lo.x), of_rank(lo.y), __uint_as_float(pairs << 16), __uint_as_float(pairs & 0xFFFF0000)};
       warp_sums(x);
-      const float e2 = x[0], away = x[1], off = x[2];
+      const float e2 = x[0], away = x[1];
       const float third = p.rule == kChi2 ? warp_max(of_rank(hi.x)) : warp_sum(of_rank(hi.x));
       const HeadStat& s = sh.stat[g];
       const float d = b, free = over(1.f, d - 1);
@@ -127,7 +129,8 @@ struct Judge : Tally<T, D, N> {
       m.trace_r = (away - over(s.w2, d)) * free;
       m.trace_n = (third - over(s.a2, d)) * free;
       m.heaviest = over(third, fmaxf(e2, FLT_MIN));
-      m.trace_r2 = off * free * free;
+      // As a covariance in D dimensions has it, and 1 where nothing varies.
+      m.alignment = x[3] > 0.f ? fminf(fmaxf(over(x[2], x[3]), 1.f / D), 1.f) : 1.f;
       float budget = 0.f;
       const Verdict v = Promise{p, m, limit}.verdict(lane, budget);
       if (lane == 0) sh.verdict[g] = v, sh.budget[g] = budget;

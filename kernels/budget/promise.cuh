@@ -17,10 +17,10 @@ __device__ __forceinline__ float root(float x) {
 // x / y to two units in the last place, for y below 2^126.
 __device__ __forceinline__ float over(float x, float y) { return __fdividef(x, y); }
 
-// Of a head and its sample; e sums to 1, so `inverse` is 1 over the denominator. `heaviest` is
-// chi2's alone, trace_n of the rules that it is not.
+// Of a head and its sample; e sums to 1, so `inverse` is 1 over the denominator. `heaviest` and
+// `alignment` are chi2's alone, trace_n of the rules that it is not.
 struct Moments {
-  float n, b, inverse, o2, variance_d, trace_n, trace_r, trace_r2, heaviest;
+  float n, b, inverse, o2, variance_d, trace_n, trace_r, alignment, heaviest;
 };
 
 // One head's verdict; `limit` draws and more are not worth while.
@@ -34,11 +34,10 @@ struct Promise {
     const float b = r * r;
     return isinf(b) ? m.n : ceilf(over(b, 1.f + over(b, m.n)));
   }
-  // The 1 - delta quantile of the error's norm: Satterthwaite's gamma, by Wilson and
-  // Hilferty.
-  __device__ __forceinline__ float quantile(float trace, float trace2) const {
-    if (trace <= 0) return 1.f;
-    const float spread = over(2 * trace2, 9 * trace * trace);
+  // The 1 - delta quantile of the error's norm, from Tr(S^2) / Tr(S)^2 of its covariance S:
+  // Satterthwaite's gamma, by Wilson and Hilferty.
+  __device__ __forceinline__ float quantile(float alignment) const {
+    const float spread = alignment * (2.f / 9.f);
     const float q = fmaxf(1 - spread + p.upper * root(spread), 0.f);
     return root(q * q * q);
   }
@@ -47,7 +46,7 @@ struct Promise {
     if (p.rule == kRatio || p.rule == kChi2) {
       // The denominator's own error changes the output's to second order only: chi2 leaves it out.
       const bool chi2 = p.rule == kChi2;
-      const float trace = m.trace_r * (1.f + (chi2 ? p.unseen * m.heaviest : 0.f));
+      const float trace = m.trace_r * (1.f + (chi2 ? p.unseen * m.heaviest * root(m.heaviest) : 0.f));
       const float deviation = m.n * root(trace) * m.inverse;
       return draws(c * over(deviation, p.epsilon * norm) + (chi2 ? 0.f : p.rest * scalar));
     }
@@ -78,7 +77,7 @@ struct Promise {
     // Lane 0: by the norm with its noise, lane 1: by the norm without, lane 2: by chi2's own quantile.
     // As a function of the spread's root that is concave: least at an end.
     const bool own = lane == 2 && p.rule == kChi2;
-    const float q = quantile(own ? m.trace_r : 1.f, own ? m.trace_r2 : 1.f);
+    const float q = quantile(own ? m.alignment : 1.f);
     const float c = p.rule == kRatio ? p.most : own ? q : fminf(q, 1.f);
     const float mine = bound(root(lane == 0 ? m.o2 : left), c, scalar);
     const float first = __shfl_sync(~0u, mine, 0), at_least = __shfl_sync(~0u, mine, 1);

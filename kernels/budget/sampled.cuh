@@ -8,7 +8,7 @@
 // scaled by what its sample stands for, so sums go on from look to look. A look merges the parts
 // in rank order, so the last one leaves the output in every thread block.
 //
-// The rules are those of the CPU: the sample grows to what its budget asks, at most 1.5 times
+// The rules are those of the CPU: the sample grows to what its budget asks, at most twofold
 // from one look to the next, until its own budget is no larger than it is; one too noisy to tell
 // grows fourfold at most four times; a head that would read `dense_share` of the context, or
 // cannot tell, makes its group read everything.
@@ -81,7 +81,7 @@ struct Outline {
 };
 
 // The most that a sample of b grows to at once.
-__device__ __forceinline__ uint32_t grown(uint32_t b) { return b + (b + 1) / 2; }
+__device__ __forceinline__ uint32_t grown(uint32_t b) { return 2 * b; }
 
 struct Decision {
   uint32_t state;  // 0: the sample grows
@@ -124,7 +124,7 @@ struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
   uint32_t chosen[kMarkWords];                         // bitmap of the first blocks or pages
   union {
     float merged[2][N][D];  // exact part and sample, over the team
-    float pair[kCovarianceKeys][N][3];  // of a key: e, v . o and r . mean
+    float pair[kCovarianceKeys][N][4];  // of a key, e in units of their mean: e, v . o, r . mean and |r - mean|^2
   };
   uint32_t few_rows[kCovarianceKeys], few_placed;  // and the list's first few, as the judge has them; how many those are
   float merged_lse[2][N];
@@ -134,13 +134,13 @@ struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
   uint32_t verdict[N];
 };
 
-// The estimated outputs and the samples' means less them, each as value and remainder, as the
-// other side of a product with values: rows kind * N + head.
+// The estimated outputs, then the samples' means less them, as the other sides of products with
+// values: of each the values in rows 0 to N and their remainders in rows N to 2 N, a head a row.
 template <int D, int N>
 inline constexpr int kSplitBytes = 4 * N * D * 2;
-template <int D>
-__device__ __forceinline__ uint32_t split_at(int rows, int row, int d) {
-  return d / 64 * (rows * 128) + swizzled(row, d % 64 / 8) + d % 8 * 2;
+template <int D, int N>
+__device__ __forceinline__ uint32_t split_at(int kind, int row, int d) {
+  return kind * (kSplitBytes<D, N> / 2) + d / 64 * (2 * N * 128) + swizzled(row, d % 64 / 8) + d % 8 * 2;
 }
 // One query buffer instead of two, and the products' other side.
 template <int D, int N>

@@ -1,8 +1,8 @@
 // What a rank adds up of its own sampled values once the estimated outputs are known.
 //
 // With e a sampled key's weight, v its value and o the estimated output, the error is that of a
-// sum of r = e (v - o). One product of values with o and with the mean of r gives every key's
-// |r|^2 and its distance from the mean. Products of different keys are taken of the first few.
+// sum of r = e (v - o). One product of values with o gives every key's |r|^2. How alike the
+// directions of r are, less its mean, the first few keys say.
 #pragma once
 
 #include "draw.cuh"
@@ -31,13 +31,13 @@ struct Tally : Member<D> {
   __device__ __forceinline__ float score_of(uint32_t draw, int h) const {
     return h < group ? __ldcg(p.scores + ((int64_t)o.slot * p.capacity + draw) * group + h) : -INFINITY;
   }
-  // Of a rank's own draws: sums of e^2, |r|^2, e^2 |v|^2 (of chi2 the largest e^2) and |r - mean|^4.
+  // Of a rank's own draws: sums of e^2, |r|^2 and e^2 |v|^2 (of chi2 the largest e^2). The fourth is for the pairs.
   using Sums = float[C][4];
 
   // One tile of values at v_s; `score` of the thread's rows and heads.
-  __device__ __forceinline__ void tile(uint32_t v_s, const float (&score)[C][2], float share, Sums& sum) const {
-    float x[2 * N];
-    score_tile<T, D, 4 * N>(x, v_s, split);
+  __device__ __forceinline__ void tile(uint32_t v_s, const float (&score)[C][2], Sums& sum) const {
+    float x[N];
+    score_tile<T, D, 2 * N>(x, v_s, split);
     // Half a row a lane.
     const int row = warp % 4 * 16 + lane / 2, half = lane & 1;
     float norm = 0.f;
@@ -61,12 +61,11 @@ struct Tally : Member<D> {
       for (int i = 0; i < 2; ++i) {
         const int at = c / 2 * 4 + (c & 1) + 2 * i;
         const bool is = score[c][i] > -INFINITY;
-        const float vo = x[at] + x[N / 2 + at], vl = x[N + at] + x[3 * N / 2 + at];
+        const float vo = x[at] + x[N / 2 + at];
         const float e = exp2_fast(score[c][i] - stat.x * kLog2e), e2 = e * e;
         const float away = e2 * (v2[i] - 2.f * vo + stat.y);
-        const float off = away - 2.f * e * share * (vl - stat.z) + share * share * stat.w;
         const float third = p.rule == kChi2 ? e2 : e2 * v2[i];
-        sum[c][0] += is ? e2 : 0.f, sum[c][1] += is ? away : 0.f, sum[c][3] += is ? off * off : 0.f;
+        sum[c][0] += is ? e2 : 0.f, sum[c][1] += is ? away : 0.f;
         sum[c][2] = join(2, sum[c][2], is ? third : 0.f);
       }
     }
@@ -79,7 +78,6 @@ struct Tally : Member<D> {
   __device__ __forceinline__ void look(uint32_t b, uint32_t& pos, Sums& sum) const {
     const uint32_t tiles = Run(o, 0, b).tiles(), n = (tiles + 1) / 2;
     const int r0 = warp % 4 * 16 + lane / 4;
-    const float share = __fdividef(1.f, (float)b);
 #pragma unroll 1
     for (uint32_t i = (warp / 4 ^ pos) & 1; i < n; i += 2) {
       const uint32_t stage = (pos + i) % L::kStages;
@@ -97,7 +95,7 @@ struct Tally : Member<D> {
       fence_async_smem();
 #pragma unroll 1
       for (uint32_t t = 0; t < 2 && 2 * i + t < tiles; ++t) {
-        tile(stages + stage * L::kStage + t * L::kTile, score[0], share, sum);
+        tile(stages + stage * L::kStage + t * L::kTile, score[0], sum);
 #pragma unroll
         for (int c = 0; c < C; ++c) score[0][c][0] = score[1][c][0], score[0][c][1] = score[1][c][1];
       }
@@ -139,11 +137,21 @@ struct Tally : Member<D> {
         f.score[t][i] = draw < few && h < group ? score : -INFINITY;
       }
   }
-  // Their e, v . o and r . mean, for products with one another.
+  // Their e in units of the sample's mean, v . o, r . mean and |r - mean|^2, for products with one another.
   __device__ __forceinline__ void look_at_few(const Few& f, uint32_t b) const {
     const int quad = lane & 3;
-    const float share = __fdividef(1.f, (float)b);
-    float vo[NT][4] = {}, vl[NT][4] = {};
+    float vo[NT][4] = {}, vl[NT][4] = {}, v2[2] = {};
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const T *x = reinterpret_cast<const T*>(&f.x[i]), *y = reinterpret_cast<const T*>(&f.y[i]);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) v2[0] += to_float(x[k]) * to_float(x[k]), v2[1] += to_float(y[k]) * to_float(y[k]);
+    }
+    // Four lanes hold a row.
+#pragma unroll
+    for (int d = 1; d < 4; d *= 2)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) v2[i] += __shfl_xor_sync(~0u, v2[i], d);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i)
 #pragma unroll
@@ -152,7 +160,7 @@ struct Tally : Member<D> {
         for (int k = 0; k < 4; ++k) {
           float(&to)[4] = k < 2 ? vo[t] : vl[t];
           const uint4 x = f.x[i], y = f.y[i];
-          const uint4 z = ld_shared_v4(split + split_at<D>(4 * N, k * N + t * 8 + lane / 4, (quad + 4 * i) * 8));
+          const uint4 z = ld_shared_v4(split + split_at<D, N>(k / 2, k % 2 * N + t * 8 + lane / 4, (quad + 4 * i) * 8));
           mma_16x8x16<T>(to, x.x, y.x, x.y, y.y, z.x, z.y);
           mma_16x8x16<T>(to, x.z, y.z, x.w, y.w, z.z, z.w);
         }
@@ -164,9 +172,10 @@ struct Tally : Member<D> {
         const uint32_t draw = warp % 4 * 16 + lane / 4 + 8 * (i / 2);
         if (draw >= kCovarianceKeys) continue;
         const HeadStat& stat = sh.stat[h];
-        const float e = exp2_fast(f.score[t][i] - stat.lse * kLog2e);
+        const float e = b * exp2_fast(f.score[t][i] - stat.lse * kLog2e);
         float* pair = sh.pair[draw][h];
-        pair[0] = e, pair[1] = vo[t][i], pair[2] = e * share * (vl[t][i] - stat.ow);
+        pair[0] = e, pair[1] = vo[t][i], pair[2] = e * (vl[t][i] - stat.ow);
+        pair[3] = e * e * (v2[i / 2] - 2.f * vo[t][i] + stat.o2) - 2.f * pair[2] + stat.w2;
       }
   }
 
@@ -204,22 +213,20 @@ struct Tally : Member<D> {
       mma_16x8x16<T>(dot, x.z, y.z, x.w, y.w, z.z, z.w);
     }
   }
-  // The sum of a head's squared products in a tile, both orders.
-  __device__ __forceinline__ float mix(int tile, uint32_t b, int h, const float (&dot)[4]) const {
+  // Adds up a head's squared products in a tile, and the products of their squared norms; each lane its own.
+  __device__ __forceinline__ void mix(int tile, uint32_t b, int h, const float (&dot)[4], float (&sum)[2]) const {
     const HeadStat& s = sh.stat[h];
     const uint32_t few = few_of(b);
-    const float share = __fdividef(1.f, (float)b), add = share * share * s.w2;
-    float sum = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = pair_row(tile) + lane / 4 + 8 * (i / 2);
       const int col = pair_col(tile) + (lane & 3) * 2 + (i & 1);
       // Beyond the few is room that nothing was written to.
       const float *a = sh.pair[min(row, kCovarianceKeys - 1)][h], *c = sh.pair[col][h];
-      const float x = a[0] * c[0] * (dot[i] - a[1] - c[1] + s.o2) - a[2] - c[2] + add;
-      sum += row < few && col < row ? 2.f * x * x : 0.f;
+      const float x = a[0] * c[0] * (dot[i] - a[1] - c[1] + s.o2) - a[2] - c[2] + s.w2;
+      const bool is = row < few && col < row;
+      sum[0] += is ? x * x : 0.f, sum[1] += is ? a[3] * c[3] : 0.f;
     }
-    return warp_sum(sum);
   }
 
   // What of this does not depend on the team's parts.

@@ -5,9 +5,8 @@ Read exactly are the first `sink` keys, the last `window`, and of the others the
 summed over the group. r keys are left. A pilot of the first b0 = `pilot_tokens` of them, in the order of a permutation
 of all visible keys that `seed` keys, says for each head how many keys the promise takes: relative error at most
 epsilon with probability at least 1 - delta. The group reads what its neediest head needs. Needed are more keys than
-were drawn: the sample grows to as many, but to at most one and a half times its size, rounded up, and is looked at
-again, until no head needs more. Where a head's sample is too noisy to tell, it grows fourfold. Each sampled key counts
-for r / b.
+were drawn: the sample grows to as many, but to at most twice its size, and is looked at again, until no
+head needs more. Where a head's sample is too noisy to tell, it grows fourfold. Each sampled key counts for r / b.
 
 With e = exp(score - max), D = sum e, N = sum e v and o = N / D estimated from what is read, sample variances s2 of e,
 T of e v and R of e (v - o) (traces of covariances), z(p) the normal distribution's p quantile, c(p) = max(z(1 - p / 2),
@@ -18,9 +17,10 @@ T of e v and R of e (v - o) (traces of covariances), z(p) the normal distributio
   a1 = c(delta1) r sqrt(T) / |N| and a2 = z(1 - delta2 / 2) r s / D.  tight: (a1 + (1 + epsilon) a2) / epsilon.
 - ratio: c(0.9 delta) r sqrt(R) / (epsilon D |o|) + z(1 - 0.1 delta) r s / D.
 - chi2: C r sqrt(R (1 + u)) / (epsilon D |o|), where C^2 R is the 1 - delta quantile of a gamma variable of mean R and
-  variance 2 Tr(S^2), S the covariance of e (v - o), by Wilson and Hilferty. Tr(S^2) = sum over pairs of keys of their
-  squared products, over (b - 1)^2; pairs of different keys are those of the first 40 drawn, scaled up. For keys
-  heavier than all that were drawn, u = 0.4 ln(1 / delta) times the heaviest's share of the sum of e^2.
+  variance 2 Tr(S^2), S the covariance of e (v - o), by Wilson and Hilferty. Tr(S^2) / Tr(S)^2, which is between 1 / d
+  and 1, is of the first 40 keys drawn, their e (v - o) less the sample's mean, the sum over pairs of different ones of
+  their squared products over that of the products of their squared norms. For keys heavier than all that were drawn,
+  u = 1.8 ln(1 / delta) s^1.5, s the heaviest's share of the sum of e^2.
 
 |N| and |o| are less the sample's noise: of |N|^2 the part r^2 T (1 / b - 1 / r), of |o|^2 r^2 R (1 / b - 1 / r) / D^2
 is taken off; less than a quarter left is too noisy to tell. Without replacement it takes b / (1 + b / r), rounded up.
@@ -35,7 +35,7 @@ from common import scores, top, weighed, write
 SEED = 0x0123456789ABCDEF
 SPLITS = [0.02, 0.05, 0.1, 0.2, 0.3, 0.5]
 PAIRS = 40
-UNSEEN = 0.6
+UNSEEN = 1.8
 
 z = NormalDist().inv_cdf
 
@@ -101,11 +101,11 @@ def needed(
         else:
             x = x - x.mean(axis=0)
             few = x[:pairs] @ x[:pairs].T
-            different = ((few**2).sum() - (np.diag(few) ** 2).sum()) / (len(few) * (len(few) - 1))
-            trace2 = (((x**2).sum(axis=1) ** 2).sum() + different * b * (b - 1)) / (b - 1) ** 2
-            part = 2 * trace2 / (9 * spread(x) ** 2)
+            norms = np.diag(few)
+            different = ((few**2).sum() - (norms**2).sum()) / (norms.sum() ** 2 - (norms**2).sum())
+            part = 2 / 9 * min(max(different, 1 / v.shape[1]), 1)
             factor = (1 - part + z(1 - delta) * math.sqrt(part)) ** 1.5
-            heavier = unseen * math.log(1 / delta) * e.max() ** 2 / (e**2).sum()
+            heavier = unseen * math.log(1 / delta) * (e.max() ** 2 / (e**2).sum()) ** 1.5
             root = factor * scale * math.sqrt(1 + heavier)
     return root**2 if replaced else root**2 / (1 + root**2 / rest)
 
@@ -158,7 +158,7 @@ def make(name: str, settings: dict, shape: dict, data: int, lean: float = 0.0, n
                         raise Unclear(f"a budget of {b}")
                     if b <= size:
                         break
-                    size = min(math.ceil(b), rest) if one_look else min(math.ceil(b), math.ceil(1.5 * size), rest)
+                    size = min(math.ceil(b), rest) if one_look else min(math.ceil(b), 2 * size, rest)
                 if true and (looks < 3 and not noisy or not 1.3 * pilot < size < 0.6 * rest):
                     raise Unclear(f"{size} of {rest} after {looks} looks")
                 if true:

@@ -59,7 +59,7 @@ pub struct Budget {
 }
 
 /// How far a sample grows between two looks: the most where its budget is beyond it, and where it is too noisy to tell.
-const GROWTH: (f64, usize) = (1.5, 4);
+const GROWTH: (usize, usize) = (2, 4);
 /// Looks at samples too noisy to tell, after which the head goes dense.
 const NOISY_LOOKS: usize = 5;
 /// A first look may err upwards: while a sample is below a quarter of the limit, a budget sends the head dense only if it
@@ -70,7 +70,7 @@ const CHUNK_KEYS: usize = 1024;
 
 /// The most that a sample of `drawn` keys grows to where its budget is beyond that.
 fn grown(drawn: usize) -> f64 {
-    (GROWTH.0 * drawn as f64).ceil()
+    (GROWTH.0 * drawn) as f64
 }
 
 /// Adds to a selection, per row and KV head, a sample of the keys it leaves out: without replacement, of the least size
@@ -261,8 +261,6 @@ struct Work<'a, T> {
     ids: Vec<u32>,
     /// Scores of the sampled keys `[group][keys]`.
     sampled: Vec<Vec<f32>>,
-    /// Squared norms of their values, as far as they are added up.
-    norms: Vec<f32>,
     /// What the looks so far have added up `[group]`.
     running: Vec<Running>,
 }
@@ -270,8 +268,8 @@ struct Work<'a, T> {
 impl<'a, T: KvElement> Work<'a, T> {
     fn new(isa: Isa, view: &'a View<'a, T>, row: usize, head: usize, scores: Option<&'a HeadScores>) -> Self {
         let running = vec![Running::default(); view.group];
-        let (ids, sampled, norms) = (Vec::new(), vec![Vec::new(); view.group], Vec::new());
-        Self { isa, view, row, head, scores, ids, sampled, norms, running }
+        let (ids, sampled) = (Vec::new(), vec![Vec::new(); view.group]);
+        Self { isa, view, row, head, scores, ids, sampled, running }
     }
 
     /// Draws on until `wanted` keys are drawn.
@@ -297,7 +295,7 @@ impl<'a, T: KvElement> Work<'a, T> {
             let known = &known[g * Partial::width(self.view.head_dim)..];
             let head = Head::new(self, g, known, residual);
             let moments = head.moments();
-            match how.promise.verdict(&moments, (grown(self.ids.len()), limit), || head.covariance_trace2()) {
+            match how.promise.verdict(&moments, (grown(self.ids.len()), limit), || head.alignment()) {
                 Verdict::Sample(b) if b < limit => most = most.max(b),
                 Verdict::Noisy => return Judgement::Noisy,
                 Verdict::Sample(_) | Verdict::Dense => return Judgement::Dense,
@@ -350,20 +348,13 @@ impl<'a, T: KvElement> Work<'a, T> {
             running.keys = scores.len();
         }
         let keys = self.sampled[0].len();
-        self.norms.resize(keys, 0.0);
-        let mut norms = std::mem::take(&mut self.norms);
-        let shared = SharedMut::new(&mut norms);
         let parts = parallel::map((keys - first).div_ceil(CHUNK_KEYS), |chunk| {
             let start = first + chunk * CHUNK_KEYS;
             let (work, keys, mut parts) = (&*self, start..keys.min(start + CHUNK_KEYS), vec![Sums::new(d); group]);
-            // SAFETY: every chunk has its own keys.
-            let (norms, sums) = (unsafe { shared.slice(start, keys.len()) }, parts.as_mut_slice());
-            dispatch!(self.isa, sum_up::<_, T: KvElement>(
-                work: &Work<T>, keys: Range<usize>, norms: &mut [f32], sums: &mut [Sums]
-            ));
+            let sums = parts.as_mut_slice();
+            dispatch!(self.isa, sum_up::<_, T: KvElement>(work: &Work<T>, keys: Range<usize>, sums: &mut [Sums]));
             parts
         });
-        self.norms = norms;
         for (i, part) in parts.iter().flatten().enumerate() {
             self.running[i % group].sums.add(part);
         }

@@ -1,16 +1,12 @@
 //! What a sample says of one query head: sums that grow with it, and the moments that a budget is made of.
 
-use super::{CHUNK_KEYS, Work};
+use super::Work;
 use crate::budget::Moments;
 use crate::decode::rows::{Gathered, Partial, add_values, dots};
 use crate::kv::{BLOCK_TOKENS, KvElement};
-use crate::parallel;
-use crate::simd::{Simd, dispatch, dot, exp_line};
+use crate::simd::{Simd, dispatch, exp_line};
 use std::ops::Range;
 
-/// Below this share of the heaviest sampled key's weight a key's own part in the squared covariance, which goes with the
-/// weight's fourth power, is left out: a million such keys make up for one.
-const LIGHT: f32 = 1.0 / 32.0;
 /// Sampled keys whose products with one another are taken.
 const COVARIANCE_KEYS: usize = 40;
 
@@ -121,50 +117,37 @@ impl<'a, 'b, T: KvElement> Head<'a, 'b, T> {
         }
     }
 
-    /// Trace of the squared sample covariance of e (v − o). Its diagonal part, which heavy tails raise, takes every
-    /// key; the products of different keys are estimated from the first few.
-    pub fn covariance_trace2(&self) -> f64 {
+    /// How alike the directions of e (v − o) are, an estimate of Tr(S²) / Tr(S)² of its covariance S: of the first few
+    /// sampled keys the squared products of different ones over the products of their squared norms. 1 where all lie on a
+    /// line; 1 / head_dim, the least that a covariance has, where no direction stands out.
+    pub fn alignment(&self) -> f64 {
         let (keys, few) = (self.running.keys, self.running.keys.min(COVARIANCE_KEYS));
         let sums = &self.running.sums;
         let mean = |(ev, o): (&f32, &f32)| ((f64::from(*ev) - f64::from(*o) * sums.e) / keys as f64) as f32;
         let mean: Vec<f32> = sums.ev.iter().zip(&self.output).map(mean).collect();
-        let own = parallel::map(keys.div_ceil(CHUNK_KEYS), |chunk| {
-            let keys = chunk * CHUNK_KEYS..keys.min((chunk + 1) * CHUNK_KEYS);
-            let (head, mean, mut own) = (self, mean.as_slice(), 0.0);
-            let to = &mut own;
-            dispatch!(self.work.isa, squared_norms::<_, T: KvElement>(
-                head: &Head<T>, mean: &[f32], keys: Range<usize>, to: &mut f64
-            ));
-            own
-        });
-        let (head, mean, mut mixed) = (self, mean.as_slice(), 0.0);
-        let to = &mut mixed;
-        dispatch!(self.work.isa, squared_products::<_, T: KvElement>(
-            head: &Head<T>, mean: &[f32], few: usize, to: &mut f64
+        let (head, mean, mut sums) = (self, mean.as_slice(), (0.0, 0.0));
+        let to = &mut sums;
+        dispatch!(self.work.isa, add_pairs::<_, T: KvElement>(
+            head: &Head<T>, mean: &[f32], few: usize, to: &mut (f64, f64)
         ));
-        let (keys, few) = (keys as f64, few as f64);
-        let own: f64 = own.iter().sum();
-        (own + mixed * (keys * (keys - 1.0)) / (few * (few - 1.0))) / (keys - 1.0).powi(2)
+        let (squared, of_norms) = sums;
+        let least = 1.0 / mean.len() as f64;
+        if of_norms > 0.0 { (squared / of_norms).clamp(least, 1.0) } else { 1.0 }
     }
 }
 
-/// Adds up some of the sampled keys for every query head of the group; writes each value's squared norm.
+/// Adds up some of the sampled keys for every query head of the group.
 #[inline(always)]
-pub(super) unsafe fn sum_up<V: Simd, T: KvElement>(
-    work: &Work<T>,
-    keys: Range<usize>,
-    norms: &mut [f32],
-    sums: &mut [Sums],
-) {
+pub(super) unsafe fn sum_up<V: Simd, T: KvElement>(work: &Work<T>, keys: Range<usize>, sums: &mut [Sums]) {
     let (d, group) = (work.view.head_dim, work.view.group);
     let width = Partial::width(d);
     // Weights e and e² `[group, 64]`, and what they add up to `[group, 2 + d]`.
     let (mut once, mut twice) = (vec![0f32; group * BLOCK_TOKENS], vec![0f32; group * BLOCK_TOKENS]);
     let (mut ev, mut e2v) = (vec![0f32; group * width], vec![0f32; group * width]);
-    for (start, norms) in keys.clone().step_by(BLOCK_TOKENS).zip(norms.chunks_mut(BLOCK_TOKENS)) {
-        let mut values = [std::ptr::null(); BLOCK_TOKENS];
+    for start in keys.clone().step_by(BLOCK_TOKENS) {
+        let (mut values, mut norms) = ([std::ptr::null(); BLOCK_TOKENS], [0f32; BLOCK_TOKENS]);
         let values = work.values(start..keys.end.min(start + BLOCK_TOKENS), &mut values);
-        unsafe { squares::<V, T>(values, d, norms) };
+        unsafe { squares::<V, T>(values, d, &mut norms) };
         let gathered = Gathered { rows: values, ahead: &[] };
         let lines = once.chunks_exact_mut(BLOCK_TOKENS).zip(twice.chunks_exact_mut(BLOCK_TOKENS));
         for (g, ((once, twice), sums)) in lines.zip(&mut *sums).enumerate() {
@@ -176,7 +159,7 @@ pub(super) unsafe fn sum_up<V: Simd, T: KvElement>(
                 |line: &[f32], by: &[f32]| line.iter().zip(by).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum::<f64>();
             sums.e += once.iter().map(|e| f64::from(*e)).sum::<f64>();
             sums.e2 += total(once, once);
-            sums.e2v2 += total(twice, norms);
+            sums.e2v2 += total(twice, &norms);
         }
         unsafe {
             add_values::<V, T>(&once, gathered, d, &mut ev);
@@ -205,41 +188,10 @@ unsafe fn squares<V: Simd, T: KvElement>(rows: &[*const T], d: usize, norms: &mu
     }
 }
 
-/// Of some sampled keys the rows e (v − o) less their mean: adds up the squares of their squared norms.
+/// Of the first `few` sampled keys (at most a block) the rows e (v − o) less their mean: over all pairs of different rows
+/// the sums of their squared dot products, and of the products of their squared norms.
 #[inline(always)]
-unsafe fn squared_norms<V: Simd, T: KvElement>(head: &Head<T>, mean: &[f32], keys: Range<usize>, own: &mut f64) {
-    let (work, d) = (head.work, mean.len());
-    // Norms follow from each value's products with the output and the mean.
-    let onto = [&head.output, mean].concat();
-    let product = |x: &[f32], y: &[f32]| f64::from(unsafe { dot::<V>(x, y) });
-    let (oo, om, mm) = (product(&head.output, &head.output), product(&head.output, mean), product(mean, mean));
-    let max = head.running.max;
-    let least = head.running.heaviest + LIGHT.ln();
-    let scores = &work.sampled[head.g];
-    let mut heavy = keys.filter(|&key| scores[key] >= least).peekable();
-    let mut lines = [0f32; 2 * BLOCK_TOKENS];
-    while heavy.peek().is_some() {
-        let (mut places, mut count) = ([0usize; BLOCK_TOKENS], 0);
-        let mut values = [std::ptr::null(); BLOCK_TOKENS];
-        for key in heavy.by_ref().take(BLOCK_TOKENS) {
-            (places[count], values[count]) = (key, work.value(key));
-            count += 1;
-        }
-        let values = Gathered { rows: &values[..count], ahead: &[] };
-        unsafe { dots::<V, T>(&onto, d, values, 1.0, lines.as_mut_ptr(), BLOCK_TOKENS) };
-        let (vo, vm) = lines.split_at(BLOCK_TOKENS);
-        for ((key, vo), vm) in places[..count].iter().zip(vo).zip(vm) {
-            let e = f64::from((scores[*key] - max).exp());
-            let apart = f64::from(work.norms[*key]) - 2.0 * f64::from(*vo) + oo;
-            *own += (e * (e * apart - 2.0 * (f64::from(*vm) - om)) + mm).powi(2);
-        }
-    }
-}
-
-/// Of the first `few` sampled keys (at most a block) the rows e (v − o) less their mean: the sum of the squared dot products
-/// of all ordered pairs of different rows.
-#[inline(always)]
-unsafe fn squared_products<V: Simd, T: KvElement>(head: &Head<T>, mean: &[f32], few: usize, mixed: &mut f64) {
+unsafe fn add_pairs<V: Simd, T: KvElement>(head: &Head<T>, mean: &[f32], few: usize, to: &mut (f64, f64)) {
     let d = mean.len();
     let mut values = [std::ptr::null(); BLOCK_TOKENS];
     let values = head.work.values(0..few, &mut values);
@@ -262,8 +214,9 @@ unsafe fn squared_products<V: Simd, T: KvElement>(head: &Head<T>, mean: &[f32], 
     let mut products = vec![0f32; few * BLOCK_TOKENS];
     let gathered = Gathered { rows: &pointers[..few], ahead: &[] };
     unsafe { dots::<V, f32>(&rows, d, gathered, 1.0, products.as_mut_ptr(), BLOCK_TOKENS) };
-    for (i, line) in products.chunks_exact(BLOCK_TOKENS).enumerate() {
-        let others = line[..few].iter().enumerate().filter(|(j, _)| *j != i);
-        *mixed += others.map(|(_, x)| f64::from(*x).powi(2)).sum::<f64>();
+    let product = |i: usize, j: usize| f64::from(products[i * BLOCK_TOKENS + j]);
+    for (i, j) in (0..few).flat_map(|i| (0..i).map(move |j| (i, j))) {
+        to.0 += product(i, j).powi(2);
+        to.1 += product(i, i) * product(j, j);
     }
 }
