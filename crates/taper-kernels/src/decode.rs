@@ -23,7 +23,7 @@ pub use scores::{Scores, scores};
 pub(crate) use selection::sink_window;
 pub use selection::{HeadSelection, Keys, Sample, Selection, Values};
 #[cfg(feature = "cuda")]
-pub(crate) use selection::{counts, extended, tokens};
+pub(crate) use selection::{counts, tokens};
 pub use values::{Spread, Targets, bernoulli_queries, sample_values};
 pub(crate) use {rows::Gathered, rows::dots, scores::HeadScores, scores::pass};
 

@@ -116,9 +116,9 @@ pub struct Lists {
     pub(super) rows: usize,
     pub(super) heads: usize,
     /// Whether every list's second range ends where its row does, so that the lists can be [extended](Self::extended).
-    open: bool,
+    pub(super) open: bool,
     /// Tokens of each list beyond those of `told`.
-    since: usize,
+    pub(super) since: usize,
 }
 
 impl Lists {

@@ -240,7 +240,7 @@ impl Selection {
 }
 
 /// What a later row reads that keeps to the choice of one that saw `seen` tokens; none of values weighed for its query.
-pub(crate) fn extended(heads: &[HeadSelection], visible: &Range<usize>, seen: usize) -> Option<Vec<HeadSelection>> {
+fn extended(heads: &[HeadSelection], visible: &Range<usize>, seen: usize) -> Option<Vec<HeadSelection>> {
     let of = |head: &HeadSelection| match head {
         HeadSelection::Dense => Some(HeadSelection::Dense),
         HeadSelection::Keys(keys) => Some(HeadSelection::Keys(keys.extended(visible, seen))),
