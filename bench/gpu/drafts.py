@@ -1,9 +1,9 @@
 """How many drafts of a trained model are right behind long prompts, and what they save: a running server, one request at a time.
 
     drafts.py http://127.0.0.1:8080 [--lengths 8000,32000] [--prompts 4] [--tokens 128] [--needles]
-        [--draft streaming_llm] [--draft '{"method": "quest", "k": 0.05}']… [--ahead 3,7]
+        [--draft streaming_llm] [--draft '{"method": "quest", "k": 0.05}']… [--ahead 3,7] [--choose token,round]
 
-Greedy. Each prompt is asked without drafts twice, once to warm up, then with every draft method and number of drafts; the prompt's
+Greedy. Each prompt is asked without drafts twice, once to warm up, then with every draft method, number of drafts and way to choose; the prompt's
 keys come from the server's memory of the first time. Milliseconds a token are from the first token to the last. "same" counts
 prompts whose text is that without drafts; where drafts are checked, rows are computed together and may round otherwise.
 """
@@ -42,10 +42,12 @@ def main():
     options.add_argument("--needles", action="store_true", help="RULER's keys and values instead of random words")
     options.add_argument("--draft", action="append", help="a method's name or JSON")
     options.add_argument("--ahead", default="3,7", help="drafts before each check")
+    options.add_argument("--choose", default="token,round", help="how often drafts choose their keys")
     options = options.parse_args()
     methods = [json.loads(text) if text.startswith("{") else {"method": text} for text in options.draft or ["streaming_llm"]]
-    ways = [{}] + [{"speculate": {"method": method, "tokens": int(ahead)}} for method in methods for ahead in options.ahead.split(",")]
-    print("| prompt tokens | drafts | ahead | right | ms a token | times dense | density | same |\n| --- | --- | --- | --- | --- | --- | --- | --- |")
+    ways = [{}] + [{"speculate": {"method": method, "tokens": int(ahead), "choose": choose}}
+                   for method in methods for ahead in options.ahead.split(",") for choose in options.choose.split(",")]
+    print("| prompt tokens | drafts | ahead | choose | right | ms a token | times dense | density | same |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for length in map(int, options.lengths.split(",")):
         rows, plain, prompt_tokens = {}, {}, 0
         for seed in range(options.prompts):
@@ -63,11 +65,11 @@ def main():
         for at, way in enumerate(ways):
             ms = statistics.median(row[0] for row in rows[at])
             if not way:
-                print(f"| {prompt_tokens} | none | | | {ms:.2f} | 1.00 | | |")
+                print(f"| {prompt_tokens} | none | | | | {ms:.2f} | 1.00 | | |")
                 continue
             right, density = (statistics.mean(row[i] for row in rows[at]) for i in (1, 2))
-            method, ahead = way["speculate"]["method"], way["speculate"]["tokens"]
-            print(f"| {prompt_tokens} | {json.dumps(method)} | {ahead} | {right:.3f} | {ms:.2f} | {dense / ms:.2f} | {density:.3f} | "
+            method, ahead, choose = way["speculate"].values()
+            print(f"| {prompt_tokens} | {json.dumps(method)} | {ahead} | {choose} | {right:.3f} | {ms:.2f} | {dense / ms:.2f} | {density:.3f} | "
                   f"{sum(row[3] for row in rows[at])} of {len(rows[at])} |", flush=True)
 
 

@@ -314,8 +314,8 @@ __global__ void __launch_bounds__(kSelectThreads)
     if (b.work && b.target != kNoTarget) {
       WorkList& w = b.work[list];
       const bool fits = k <= capacity;
-      // More than fit: the list reads everything.
-      if (!fits) w.begin[0] = 0, w.end[0] = w.len, w.begin[1] = w.end[1] = 0;
+      // More than fit: the list reads everything. Its second range ends with the row, as any list's.
+      if (!fits) w.begin[0] = 0, w.end[0] = w.begin[1] = w.end[1] = w.len;
       if (b.target == kBlocks) {
         w.block_first = list * capacity;
         w.block_count = fits ? k : 0;

@@ -232,8 +232,8 @@ impl AttentionBatch<'_> {
             let tokens = here.iter().map(|span| span.tokens).sum();
             let q = q.narrow(0, at, tokens)?;
             outs.push(match here {
-                [span] if by == By::DecodeMethod => part.decode(span.sequence, &q)?,
-                [span] => part.prefill(span.sequence, q, by)?,
+                [span] if by != By::DecodeMethod => part.prefill(span.sequence, q, by)?,
+                [span] if span.tokens > 1 => part.decode(span.sequence, &q)?,
                 spans => part.decode_alike(spans, &q)?,
             });
             at += tokens;
@@ -279,6 +279,7 @@ impl Part<'_> {
         Ok(out)
     }
 
+    /// Several tokens of one sequence. `q` `[tokens, q_heads, head_dim]`.
     fn decode(&mut self, sequence: &mut Sequence, q: &Tensor) -> Result<Tensor> {
         let tokens = q.dims()[0];
         let method = sequence.decode_method().method.clone();
@@ -330,22 +331,40 @@ impl Part<'_> {
         Ok(out)
     }
 
+    /// What the next token of a sequence reads, and the indices that choosing took: as its method chooses, or, among drafts,
+    /// as the first of their round chose.
+    fn choose(&mut self, sequence: &mut Sequence, q: &Tensor) -> Result<(Choice, Vec<(String, Tensor)>)> {
+        let (at, end) = (sequence.len, sequence.len + 1);
+        if let Some((held, seen)) = sequence.round.held(self.layer, at) {
+            let batch = Decode { q, kv: self.pool.layer(self.layer), rows: &self.rows(sequence, at..end) };
+            if let Some(selection) = held.extended(&batch, seen)? {
+                return Ok((selection.into(), Vec::new()));
+            }
+        }
+        let method = sequence.decode_method().method.clone();
+        let indices = self.indices(sequence, &*method, end)?;
+        let rows = self.rows(sequence, at..end);
+        let choice = self.with_step(sequence, q, &rows, &indices, |step| step.choose(&*method))?;
+        // A choice that takes no looking at keys is no better for being kept.
+        if sequence.keeps_choices() && plain(self.shape, sequence).is_none() {
+            sequence.round.hold(self.layer, choice.selection.clone(), end);
+        }
+        Ok((choice, indices))
+    }
+
     /// One token of each sequence: chosen for one by one, read together. `q` `[spans, q_heads, head_dim]`.
     fn decode_alike(&mut self, spans: &mut [Started], q: &Tensor) -> Result<Tensor> {
         let mut choices = Vec::with_capacity(spans.len());
         let mut known = Vec::with_capacity(spans.len());
         for (i, Started { sequence, .. }) in spans.iter_mut().enumerate() {
             let method = sequence.decode_method().method.clone();
-            let indices = self.indices(sequence, &*method, sequence.len + 1)?;
-            let rows = self.rows(sequence, sequence.len..sequence.len + 1);
-            let choice =
-                self.with_step(sequence, &q.narrow(0, i, 1)?, &rows, &indices, |step| step.choose(&*method))?;
-            let rows = vec![rows[0].visible.clone()];
+            let (choice, indices) = self.choose(sequence, &q.narrow(0, i, 1)?)?;
+            let rows = vec![visible(self.shape, sequence.len + 1)];
             self.report(sequence, &choice, &rows)?;
             choices.push(choice);
             known.push((method, indices, rows));
         }
-        let choice = Choice::join(choices);
+        let choice = Choice::join(choices, self.shape.kv_heads);
         let rows: Vec<DecodeRow> =
             spans.iter().flat_map(|s| self.rows(s.sequence, s.sequence.len..s.sequence.len + 1)).collect();
         let batch = Decode { q, kv: self.pool.layer(self.layer), rows: &rows };

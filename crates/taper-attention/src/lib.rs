@@ -17,6 +17,7 @@ mod methods;
 mod partition;
 mod probing;
 mod report;
+mod round;
 mod schema;
 mod sequence;
 mod spec;

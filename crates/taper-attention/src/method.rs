@@ -350,7 +350,7 @@ impl DecodeStep<'_> {
             true => choose(self, each.swap_remove(0)),
             false => {
                 let alone = |(row, share)| self.row(row, |step| choose(step, share));
-                Ok(Choice::join(each.into_iter().enumerate().map(alone).collect::<Result<_>>()?))
+                Ok(Choice::join(each.into_iter().enumerate().map(alone).collect::<Result<_>>()?, self.kv_heads))
             }
         }
     }
@@ -427,19 +427,20 @@ impl Choice {
         self.scored + self.scores.as_ref().map_or(0, Scores::keys)
     }
 
-    /// The choices of rows that were made apart, as one.
-    pub(crate) fn join(parts: Vec<Self>) -> Self {
+    /// The choices of rows that were made apart, one row each, as one.
+    pub(crate) fn join(parts: Vec<Self>, kv_heads: usize) -> Self {
         let rows = parts.len();
+        let any_scores = parts.iter().any(|part| part.scores.is_some());
         let (mut selections, mut scores, mut budgets, mut scored) = (Vec::new(), Vec::new(), Vec::new(), 0);
         for part in parts {
             selections.push(part.selection);
-            scores.extend(part.scores);
+            scores.push(part.scores.unwrap_or_else(|| Scores::none(kv_heads)));
             budgets.extend(part.budgets);
             scored += part.scored;
         }
         Self {
             selection: Selection::join(selections),
-            scores: (scores.len() == rows).then(|| Scores::join(scores)),
+            scores: any_scores.then(|| Scores::join(scores)),
             scored,
             budgets: (budgets.len() == rows).then(|| budgets.concat()),
         }

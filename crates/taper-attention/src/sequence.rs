@@ -5,7 +5,8 @@ use crate::chunk::Underway;
 use crate::layer::{AttentionShape, Rotary};
 use crate::method::{Carry, DecodeMethod, PrefillLayer, PrefillMethod};
 use crate::report::{AttentionUsage, PhaseReport, Report};
-use crate::spec::{AttentionSpec, Chosen, Question};
+use crate::round::Round;
+use crate::spec::{AttentionSpec, Choose, Chosen, Question};
 use candle_core::{Result, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
@@ -36,6 +37,8 @@ pub struct Sequence {
     pub(crate) underway: Option<Underway>,
     /// Whether the next tokens are drafts, which go by a method of their own.
     pub(crate) drafting: bool,
+    /// What the next drafts of the round read.
+    pub(crate) round: Round,
 }
 
 impl Sequence {
@@ -57,6 +60,7 @@ impl Sequence {
             report,
             underway: None,
             drafting: false,
+            round: Round::default(),
         }
     }
 
@@ -161,9 +165,18 @@ impl Sequence {
         if self.drafting { 0.0 } else { self.spec.audit }
     }
 
-    /// Whether the next generated tokens are drafts, which the spec's `speculate` attends for, until it is said otherwise.
+    /// Whether the next generated tokens are drafts, which the spec's `speculate` attends for, until it is said otherwise: then
+    /// their round is over.
     pub fn draft(&mut self, drafts: bool) {
         self.drafting = drafts;
+        if !drafts {
+            self.round = Round::default();
+        }
+    }
+
+    /// Whether the drafts of a round keep to what the first of them chose.
+    pub(crate) fn keeps_choices(&self) -> bool {
+        self.drafting && self.spec.speculate.as_ref().is_some_and(|speculate| speculate.choose == Choose::Round)
     }
 
     /// What the next token belongs to.
@@ -192,8 +205,8 @@ impl Sequence {
     pub fn fork(&self, pool: &mut KvPool, seed: u64) -> std::result::Result<Self, KvError> {
         let table = pool.fork(&self.table, self.len)?;
         let (spec, carries, report) = (self.spec.clone(), self.carries.clone(), self.report.clone());
-        let (prefix, unread, underway, drafting) = Default::default();
-        Ok(Self { spec, seed, table, prefix, unread, carries, report, underway, drafting, ..*self })
+        let (prefix, unread, underway, drafting, round) = Default::default();
+        Ok(Self { spec, seed, table, prefix, unread, carries, report, underway, drafting, round, ..*self })
     }
 
     /// Gives the blocks back, to [rejoin](Self::rejoin) its prompt later.
@@ -201,7 +214,7 @@ impl Sequence {
         self.reported = self.reported.max(self.len);
         pool.release(&mut self.table);
         self.carries.clear();
-        (self.underway, self.drafting) = (None, false);
+        (self.underway, self.drafting, self.round) = (None, false, Round::default());
         self.len = 0;
     }
 
@@ -241,8 +254,8 @@ impl Sequence {
         }
         let table = to.adopt(from, &self.table, self.len)?;
         let (spec, report) = (self.spec.clone(), self.report.clone());
-        let (prefix, unread, carries, underway, drafting) = Default::default();
-        Ok(Self { spec, seed, table, prefix, unread, carries, report, underway, drafting, ..*self })
+        let (prefix, unread, carries, underway, drafting, round) = Default::default();
+        Ok(Self { spec, seed, table, prefix, unread, carries, report, underway, drafting, round, ..*self })
     }
 
     /// From here on tokens are attended by the decode method of `spec`, and audited as often as it says.
@@ -270,7 +283,7 @@ impl Sequence {
     pub fn truncate(&mut self, pool: &mut KvPool, tokens: usize) -> std::result::Result<(), KvError> {
         let tokens = tokens.clamp(self.prompt.min(self.len), self.len);
         pool.truncate(&mut self.table, tokens)?;
-        (self.len, self.underway) = (tokens, None);
+        (self.len, self.underway, self.round) = (tokens, None, Round::default());
         self.reported = self.reported.min(tokens);
         self.report.truncate(tokens);
         Ok(())

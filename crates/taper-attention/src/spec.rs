@@ -48,6 +48,19 @@ pub(crate) struct Speculate {
     pub method: Chosen<dyn DecodeMethod>,
     /// Tokens drafted at a time.
     pub tokens: usize,
+    /// How often drafts choose.
+    pub choose: Choose,
+}
+
+/// How often drafts choose what they read.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Choose {
+    /// Every one afresh.
+    Token,
+    /// The first after a check, for all up to the next: they read what it chose and all tokens since.
+    #[default]
+    Round,
 }
 
 /// How the prompt's last part, the question, is attended.
@@ -99,8 +112,8 @@ impl From<AttentionSpec> for Value {
         if spec.trace {
             json["trace"] = json!(true);
         }
-        if let Some(Speculate { method, tokens }) = spec.speculate {
-            json["speculate"] = json!({ "method": method.json, "tokens": tokens });
+        if let Some(Speculate { method, tokens, choose }) = spec.speculate {
+            json["speculate"] = json!({ "method": method.json, "tokens": tokens, "choose": choose });
         }
         json
     }
@@ -121,7 +134,7 @@ pub struct Wire<'a> {
 
 impl AttentionSpec {
     /// Reads `{ "prefill": {…}, "decode": {…}, "question": "decode", "audit": 0.01, "trace": true, "speculate": { "method": {…},
-    /// "tokens": 4 } }`; what is absent is dense, nothing special, no audit, no trace, and no drafts.
+    /// "tokens": 4, "choose": "round" } }`; what is absent is dense, nothing special, no audit, no trace, and no drafts.
     ///
     /// # Errors
     /// An unknown field or method, a value out of range, or an artefact that is not here; `path` is where the object
@@ -258,8 +271,9 @@ fn speculate(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Opt
         Value::Object(fields) => fields,
         other => return Err(SpecError::new(path, format!("must be {example}; got {other}"))),
     };
-    if let Some(key) = fields.keys().find(|key| !["method", "tokens"].contains(&key.as_str())) {
-        return Err(crate::schema::unknown_field(&path, key, "speculate", &["method", "tokens"]));
+    let known = ["method", "tokens", "choose"];
+    if let Some(key) = fields.keys().find(|key| !known.contains(&key.as_str())) {
+        return Err(crate::schema::unknown_field(&path, key, "speculate", &known));
     }
     let at = |field: &str| format!("{path}.{field}");
     let method = match fields.get("method") {
@@ -277,7 +291,15 @@ fn speculate(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Opt
             }
         },
     };
-    Ok(Some(Speculate { method, tokens }))
+    let choose = match fields.get("choose").map(|choose| (choose.as_str(), choose)) {
+        None => Choose::default(),
+        Some((Some("token"), _)) => Choose::Token,
+        Some((Some("round"), _)) => Choose::Round,
+        Some((_, other)) => {
+            return Err(SpecError::new(at("choose"), format!("must be one of \"token\", \"round\"; got {other}")));
+        }
+    };
+    Ok(Some(Speculate { method, tokens, choose }))
 }
 
 fn audit_rate(value: &Value, path: &str) -> Result<f64, SpecError> {

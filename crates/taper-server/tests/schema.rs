@@ -15,6 +15,7 @@ const GOOD: &[&str] = &[
     r#"{"trace": true}"#,
     r#"{"speculate": null}"#,
     r#"{"speculate": {"method": "quest"}}"#,
+    r#"{"speculate": {"method": "quest", "choose": "token"}}"#,
     r#"{"speculate": {"method": {"method": "quest", "k": 9}, "tokens": 15}}"#,
     r#"{"prefill": {"method": "dense"}, "decode": {"method": "dense"}}"#,
     r#"{"prefill": {"method": "delta", "gamma": 16, "mode": "recompute"}}"#,
@@ -105,6 +106,8 @@ const BAD: &[&str] = &[
     r#"{"speculate": {"method": "quest", "tokens": 16}}"#,
     r#"{"speculate": {"method": "quest", "tokens": 0}}"#,
     r#"{"speculate": {"method": "quest", "token": 4}}"#,
+    r#"{"speculate": {"method": "quest", "choose": "once"}}"#,
+    r#"{"speculate": {"method": "quest", "choose": null}}"#,
 ];
 
 /// A schema, ready to check with.

@@ -5,6 +5,7 @@ use crate::{AttentionBatch, AttentionShape, AttentionSpec, LayerAttention, Model
 
 #[cfg(feature = "cuda")]
 mod cuda;
+mod drafts;
 mod golden;
 mod limits;
 mod prefill;

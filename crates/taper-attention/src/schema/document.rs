@@ -2,7 +2,7 @@
 //! the schema takes is what a request may say, no more and no less.
 
 use crate::methods::{MethodInfo, catalogue};
-use crate::spec::{AttentionSpec, MOST_DRAFTS};
+use crate::spec::{AttentionSpec, Choose, MOST_DRAFTS};
 use serde_json::{Map, Value, json};
 
 impl AttentionSpec {
@@ -63,6 +63,12 @@ fn attention_schema(methods: &[MethodInfo]) -> Value {
                     "tokens": {
                         "description": "Tokens drafted at a time.",
                         "type": "integer", "minimum": 1, "maximum": MOST_DRAFTS, "default": 4,
+                    },
+                    "choose": {
+                        "description": "How often drafts choose what they read: every one (`token`), or the first after a check \
+                                        (`round`), whose keys those after it read, and all tokens since. Drafts by `santa` \
+                                        choose every time.",
+                        "enum": ["token", "round"], "default": Choose::default(),
                     },
                 },
                 "required": ["method"],

@@ -231,11 +231,12 @@ fn drafts_are_a_decode_method_and_a_number() {
     };
     let json = |speculate: Value| json!(spec(speculate).unwrap());
     let window = json!({ "method": "streaming_llm", "sink": 4, "window": 1024 });
-    assert_eq!(json(json!({ "method": window })), json(json!({ "method": window, "tokens": 4 })));
+    assert_eq!(json(json!({ "method": window })), json(json!({ "method": window, "tokens": 4, "choose": "round" })));
     assert_eq!(
         json(json!({ "method": "dense", "tokens": 15 }))["speculate"],
-        json!({ "method": { "method": "dense" }, "tokens": 15 })
+        json!({ "method": { "method": "dense" }, "tokens": 15, "choose": "round" })
     );
+    assert_eq!(json(json!({ "method": "quest", "choose": "token" }))["speculate"]["choose"], "token");
     assert_eq!(json(json!(null)).get("speculate"), None);
     for (speculate, path, message) in [
         (json!("quest"), "", "must be an object such as {\"method\": {\"method\": \"quest\"}, \"tokens\": 4}, or null"),
@@ -247,6 +248,13 @@ fn drafts_are_a_decode_method_and_a_number() {
         ),
         (json!({ "method": "quest", "tokens": 16 }), ".tokens", "at most 15; got 16"),
         (json!({ "method": "quest", "token": 4 }), ".token", "did you mean `tokens`?"),
+        (
+            json!({ "method": "quest", "choose": "once" }),
+            ".choose",
+            "must be one of \"token\", \"round\"; got \"once\"",
+        ),
+        (json!({ "method": "quest", "choose": null }), ".choose", "got null"),
+        (json!({ "method": "quest", "chose": "round" }), ".chose", "did you mean `choose`?"),
         (json!({ "method": "qest" }), ".method.method", "did you mean `quest`?"),
         (json!({ "method": { "method": "quest", "k": -1 } }), ".method.k", "must be"),
     ] {

@@ -23,10 +23,11 @@ fn methods() -> Vec<(Value, Value)> {
     ]
 }
 
-fn requests(speculate: bool) -> Vec<Request> {
+/// Requests without drafts, or with some that choose so often.
+fn requests(choose: Option<&str>) -> Vec<Request> {
     let with = |(i, (decode, draft)): (usize, (Value, Value))| {
         let tokens = [4, 1, 9, 15][i % 4];
-        let speculate = speculate.then(|| json!({ "method": draft, "tokens": tokens }));
+        let speculate = choose.map(|choose| json!({ "method": draft, "tokens": tokens, "choose": choose }));
         let stop = StopRules { ignore_eos: true, max_tokens: Some(250), ..StopRules::default() };
         let request = request(i, &json!({ "decode": decode, "speculate": speculate, "audit": 0.1 }));
         Request { stop, choices: 1 + i % 2, ..request }
@@ -37,13 +38,15 @@ fn requests(speculate: bool) -> Vec<Request> {
 #[test]
 fn an_answer_with_drafts_is_the_one_without() {
     let quiet = engine(64, false, EngineConfig::default());
-    let plain: Vec<Answer> = requests(false).into_iter().map(|r| answer(quiet.submit(r).unwrap())).collect();
-    let alone: Vec<Answer> = requests(true).into_iter().map(|r| answer(quiet.submit(r).unwrap())).collect();
-    for ((drafted, usage), (expected, _)) in alone.iter().zip(&plain) {
-        assert_eq!(drafted, expected, "{usage}");
-        let speculation = &usage[0]["speculation"];
-        assert!(speculation["accepted"].as_u64() > Some(0), "{usage}");
-        assert!(speculation["draft"]["density"].as_f64() <= Some(1.0), "{usage}");
+    let plain: Vec<Answer> = requests(None).into_iter().map(|r| answer(quiet.submit(r).unwrap())).collect();
+    for choose in ["token", "round"] {
+        let alone = requests(Some(choose)).into_iter().map(|r| answer(quiet.submit(r).unwrap()));
+        for ((drafted, usage), (expected, _)) in alone.zip(&plain) {
+            assert_eq!(&drafted, expected, "{choose}: {usage}");
+            let speculation = &usage[0]["speculation"];
+            assert!(speculation["accepted"].as_u64() > Some(0), "{choose}: {usage}");
+            assert!(speculation["draft"]["density"].as_f64() <= Some(1.0), "{choose}: {usage}");
+        }
     }
     // Drafts by the method that checks them are right; of those that read everything the draft's density says so.
     let same = json!({ "speculate": { "method": "dense", "tokens": 6 } });
@@ -51,9 +54,9 @@ fn an_answer_with_drafts_is_the_one_without() {
     assert_eq!(usage[0]["speculation"]["acceptance"], 1.0, "{usage}");
     assert_eq!(usage[0]["speculation"]["draft"]["density"], 1.0);
     // In small and in short of blocks, so that some lose their place among their drafts.
-    for (blocks, chunk_tokens) in [(1000, 48), (16, 512)] {
+    for (blocks, chunk_tokens, choose) in [(1000, 48, "token"), (1000, 48, "round"), (16, 512, "round")] {
         let busy = engine(blocks, false, EngineConfig { chunk_tokens, ..EngineConfig::default() });
-        let events: Vec<_> = requests(true).into_iter().map(|r| busy.submit(r).unwrap()).collect();
+        let events: Vec<_> = requests(Some(choose)).into_iter().map(|r| busy.submit(r).unwrap()).collect();
         for (events, (expected, _)) in events.into_iter().zip(&plain) {
             let (tokens, usage) = collect(events).unwrap();
             assert_eq!(&tokens, expected, "{:?}", usage.attention);

@@ -115,6 +115,10 @@ pub struct Lists {
     pub(super) heads_sampled: Option<(Tensor, Tensor)>,
     pub(super) rows: usize,
     pub(super) heads: usize,
+    /// Whether every list's second range ends where its row does, so that the lists can be [extended](Self::extended).
+    pub(super) open: bool,
+    /// Tokens of each list beyond those of `told`.
+    pub(super) since: usize,
 }
 
 impl Lists {
@@ -138,7 +142,31 @@ impl Lists {
     /// Lists of ranges alone, whose words are the tensor's `[rows * heads, 16]`.
     pub(super) fn over(work: Tensor, rows: usize, heads: usize) -> Self {
         let (told, block_ids, token_ids, token_ln_weights, heads_sampled) = (None, None, None, None, None);
-        Self { work, told, block_ids, token_ids, token_shift: 0, token_ln_weights, heads_sampled, rows, heads }
+        let (token_shift, open, since) = (0, false, 0);
+        Self {
+            work,
+            told,
+            block_ids,
+            token_ids,
+            token_shift,
+            token_ln_weights,
+            heads_sampled,
+            rows,
+            heads,
+            open,
+            since,
+        }
+    }
+
+    /// The same for rows that see `since` tokens more, all of which they read; none of lists that are not open.
+    pub(super) fn extended(&self, op: &Op, since: usize) -> Result<Option<Self>> {
+        if !self.open {
+            return Ok(None);
+        }
+        let mut more = [0u32; WORDS];
+        (more[END + 1], more[LEN]) = (since as u32, since as u32);
+        let work = self.work.broadcast_add(&op.kept(&more, [1, WORDS])?)?;
+        Ok(Some(Self { work, since: self.since + since, ..self.clone() }))
     }
 
     /// The words of the lists of a host selection that reads ranges alone, at most two a list; none of another.
@@ -211,13 +239,13 @@ impl Lists {
 
     /// Keys that each list reads `[rows * heads]`, but for samples. Waits for the device.
     pub(super) fn counts(&self) -> Result<Vec<usize>> {
+        let (words, since) = match &self.told {
+            Some(told) => (told.read()?, self.since),
+            None => (self.work.flatten_all()?.to_vec1::<u32>()?, 0),
+        };
         let one = |w: &[u32]| {
             let ranges = [0, 1].map(|i| w[END + i].saturating_sub(w[BEGIN + i])).iter().sum::<u32>();
-            (ranges + w[TOKEN_COUNT]) as usize + w[BLOCK_COUNT] as usize * BLOCK_TOKENS
-        };
-        let words = match &self.told {
-            Some(told) => told.read()?,
-            None => self.work.flatten_all()?.to_vec1::<u32>()?,
+            (ranges + w[TOKEN_COUNT]) as usize + w[BLOCK_COUNT] as usize * BLOCK_TOKENS + since
         };
         Ok(words.chunks_exact(WORDS).map(one).collect())
     }
@@ -314,6 +342,12 @@ impl Draft {
         self.ranges += 1;
     }
 
+    /// All of a row, and an empty range behind it for what may come.
+    pub fn whole(&mut self, len: u32) {
+        self.range(0, len);
+        self.range(len, len);
+    }
+
     /// The list of a row and head, and its sample; one with given weights reads nothing.
     fn head<'s>(&mut self, row: &DecodeRow, head: &'s HeadSelection) -> Option<&'s Sample> {
         let visible = &row.visible;
@@ -366,6 +400,7 @@ impl Draft {
     pub fn finish(self, op: &Op, rows: usize, heads: usize) -> Result<Lists> {
         let token_ids = (!self.tokens.is_empty()).then(|| op.kept(&self.tokens, [self.tokens.len()])).transpose()?;
         let work = op.kept(self.work.as_flattened(), [rows * heads, WORDS])?;
-        Ok(Lists { token_ids, ..Lists::over(work, rows, heads) })
+        let open = self.work.iter().all(|list| list[END + 1] == list[LEN]);
+        Ok(Lists { token_ids, open, ..Lists::over(work, rows, heads) })
     }
 }

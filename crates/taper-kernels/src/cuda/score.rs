@@ -200,7 +200,7 @@ impl Between {
         for (i, fixed) in fixed.iter().enumerate() {
             made.begin(lens[i / heads] as u32);
             match fixed {
-                None => made.range(0, lens[i / heads] as u32),
+                None => made.whole(lens[i / heads] as u32),
                 Some(ranges) => ranges.iter().for_each(|r| made.range(r.start as u32, r.end as u32)),
             }
             let between = fixed.as_ref().map_or(0..0, |ranges| ranges[0].end..ranges[1].start);

@@ -120,6 +120,25 @@ impl Chosen {
         parts.iter().map(&mut span).collect()
     }
 
+    /// [`Selection::extended`], whose checks the caller has made.
+    pub fn extended(parts: &[Self], batch: &Decode, seen: usize) -> Result<Option<Self>> {
+        let [Self::Keys(step, lists, counts)] = parts else { return Ok(None) };
+        if !choosable(batch.rows) {
+            return Ok(None);
+        }
+        let op = Op::new("extended", "q", batch.q)?;
+        op.check(
+            step.lens == [seen],
+            "selection",
+            format!("of rows that saw {:?}", step.lens),
+            format!("of one, {seen}"),
+        )?;
+        let since = batch.rows[0].visible.end - seen;
+        let Some(lists) = lists.extended(&op, since)? else { return Ok(None) };
+        let counts = counts.as_ref().map(|counts| counts.iter().map(|count| count + since).collect());
+        Ok(Some(Self::Keys(Step::new(&op, batch)?, lists, counts)))
+    }
+
     /// Whether only the device knows how many keys are read.
     pub fn counts_wait(&self) -> bool {
         matches!(self, Self::Keys(_, _, None) | Self::Values(..) | Self::Sampled(..))

@@ -59,6 +59,11 @@ impl Scores {
         }
     }
 
+    /// Of so many rows and KV heads, none of which was wanted.
+    pub fn none(heads: usize) -> Self {
+        Self(vec![Held::Host((0..heads).map(|_| None).collect())])
+    }
+
     /// The scores of rows that were scored apart, as one.
     pub fn join(parts: impl IntoIterator<Item = Self>) -> Self {
         Self(parts.into_iter().flat_map(|part| part.0).collect())
@@ -170,7 +175,7 @@ pub fn scores(batch: &Decode, wanted: &[bool]) -> Result<Scores> {
     }
     #[cfg(feature = "cuda")]
     if batch.q.device().is_cuda() {
-        let nothing = || Scores(vec![Held::Host(wanted.iter().map(|_| None).collect())]);
+        let nothing = || Scores::none(wanted.len());
         return Ok(crate::cuda::step::scores(batch, wanted)?.map_or_else(nothing, Scores::from));
     }
     let spans: Vec<_> = batch.rows.iter().flat_map(|row| std::iter::repeat_n(row.visible.clone(), kv_heads)).collect();

@@ -132,6 +132,41 @@ fn every_decode_method_does_on_a_device_what_it_does_on_the_cpu() {
     assert_eq!(refused, ["attention.decode.tail", "attention.decode.within.method"]);
 }
 
+/// Drafts that keep to what the first of them chose: their outputs, and what they came to; none by a method that the device has
+/// not.
+fn drafted(method: &Value, input: &Input, device: &Device) -> Option<(Vec<f32>, Value)> {
+    let spec = json!({ "speculate": { "method": method, "choose": "round" } });
+    let spec = Arc::new(AttentionSpec::from_json(&spec, "attention", &artifacts(device)).ok()?);
+    let kv = KvShape { layers: 1, kv_heads: SHAPE.kv_heads, head_dim: SHAPE.head_dim };
+    let mut pool = KvPool::new(kv, DType::BF16, (PROMPT + STEPS).div_ceil(64), device).unwrap();
+    let mut sequence = Sequence::new(spec, 5, PROMPT);
+    let mut to = |sequence: &mut Sequence, end: usize| {
+        let [q, k, v] = [&input.q, &input.k, &input.v].map(|t| t.narrow(0, 0, end).unwrap());
+        advance(sequence, &mut pool, &Input { q, k, v }, device, false)
+    };
+    to(&mut sequence, PROMPT);
+    sequence.draft(true);
+    let outs = (1..=STEPS).flat_map(|drafts| to(&mut sequence, PROMPT + drafts)).collect();
+    Some((outs, json!(sequence.usage().speculation.unwrap().draft)))
+}
+
+#[test]
+fn drafts_that_keep_to_a_choice_do_on_a_device_what_they_do_on_the_cpu() {
+    let (device, input) = (Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device"), input());
+    for method in all_typical() {
+        let Some((cuda, on_cuda)) = drafted(&method, &input, &device) else { continue };
+        let (out, usage) = drafted(&method, &input, &Device::Cpu).unwrap();
+        assert!(cuda.iter().all(|x| x.is_finite()), "{method}");
+        // On a device a sample is drawn each time.
+        let draws = matches!(method["method"].as_str(), Some("santa" | "vattention"));
+        let error = relative(&cuda, &out);
+        assert!(error < if draws { 0.9 } else { 0.05 }, "{method}: outputs differ by {error}");
+        let read = |usage: &Value| usage["budget_mean"].as_f64().unwrap();
+        let (a, b) = (read(&usage), read(&on_cuda));
+        assert!(draws || (a - b).abs() <= 0.05 * a, "{method}: {a} and {b} keys");
+    }
+}
+
 #[test]
 fn a_prompt_by_random_blocks_runs_on_a_device() {
     let (device, input) = (Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device"), input());

@@ -128,7 +128,7 @@ pub(crate) fn sample_some(
                 (sizes[i], (residual(keys) as f32 / sizes[i].max(1) as f32).ln())
             }
             _ => {
-                made.range(0, visible as u32);
+                made.whole(visible as u32);
                 counts.push(visible);
                 (0, 0.0)
             }
