@@ -381,7 +381,7 @@ def quantiles(delta):
 def unseen(delta):
     """What chi2 adds to a sample's variance, in units of its heaviest key's share to the power of 3/2."""
     from math import log
-    return 1.8 * log(1 / delta)
+    return 0.65 * log(delta)**2
 
 
 def team_size(list_heads):

@@ -82,10 +82,10 @@ pub enum Verdict {
 /// Below this, z²·Tr bounds the squared norm of a Gaussian vector no longer (Székely and Bakirov 2003).
 const LEAST_VECTOR_QUANTILE: f64 = 1.24;
 /// What keys heavier than all that were sampled add to the variance, in units of the heaviest's own share of it to the power
-/// of 3/2, for each factor of e that delta is below 1. By exchangeability the share of such keys among those left is
-/// exponential with mean 1 / (drawn + 1), and its 1 − delta quantile goes with ln(1 / delta). Factor and power are calibrated
-/// on real heads (bench/promise.md): without them single heads break their promise.
-const UNSEEN: f64 = 1.8;
+/// of 3/2, times the square of ln(1 / delta). By exchangeability the share of such keys among those left is exponential with
+/// mean 1 / (drawn + 1), and its 1 − delta quantile goes with ln(1 / delta); how much heavier they are does so again. Factor
+/// and powers are calibrated on real heads (bench/promise.md): without them single heads break their promise.
+const UNSEEN: f64 = 0.65;
 /// Share of a squared norm that must remain once its noise is taken off.
 const LEAST_SIGNAL: f64 = 0.25;
 
@@ -110,7 +110,7 @@ impl Promise {
             rest: normal.inverse_cdf(1.0 - 0.1 * delta),
             least: 1.0,
             greatest: 1.0,
-            unseen: UNSEEN * (1.0 / delta).ln(),
+            unseen: UNSEEN * delta.ln().powi(2),
         };
         // As a function of the spread's root the quantile is concave, so its least value is at an end.
         promise.least = promise.norm_quantile(1.0).min(1.0);

@@ -20,7 +20,7 @@ T of e v and R of e (v - o) (traces of covariances), z(p) the normal distributio
   variance 2 Tr(S^2), S the covariance of e (v - o), by Wilson and Hilferty. Tr(S^2) / Tr(S)^2, which is between 1 / d
   and 1, is of the first 40 keys drawn, their e (v - o) less the sample's mean, the sum over pairs of different ones of
   their squared products over that of the products of their squared norms. For keys heavier than all that were drawn,
-  u = 1.8 ln(1 / delta) s^1.5, s the heaviest's share of the sum of e^2.
+  u = 0.65 ln(delta)^2 s^1.5, s the heaviest's share of the sum of e^2.
 
 |N| and |o| are less the sample's noise: of |N|^2 the part r^2 T (1 / b - 1 / r), of |o|^2 r^2 R (1 / b - 1 / r) / D^2
 is taken off; less than a quarter left is too noisy to tell. Without replacement it takes b / (1 + b / r), rounded up.
@@ -35,7 +35,7 @@ from common import scores, top, weighed, write
 SEED = 0x0123456789ABCDEF
 SPLITS = [0.02, 0.05, 0.1, 0.2, 0.3, 0.5]
 PAIRS = 40
-UNSEEN = 1.8
+UNSEEN = 0.65
 
 z = NormalDist().inv_cdf
 
@@ -105,7 +105,7 @@ def needed(
             different = ((few**2).sum() - (norms**2).sum()) / (norms.sum() ** 2 - (norms**2).sum())
             part = 2 / 9 * min(max(different, 1 / v.shape[1]), 1)
             factor = (1 - part + z(1 - delta) * math.sqrt(part)) ** 1.5
-            heavier = unseen * math.log(1 / delta) * (e.max() ** 2 / (e**2).sum()) ** 1.5
+            heavier = unseen * math.log(delta) ** 2 * (e.max() ** 2 / (e**2).sum()) ** 1.5
             root = factor * scale * math.sqrt(1 + heavier)
     return root**2 if replaced else root**2 / (1 + root**2 / rest)
 
