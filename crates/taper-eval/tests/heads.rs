@@ -4,7 +4,7 @@ use candle_core::Device;
 use serde_json::json;
 use taper_attention::Artifacts;
 use taper_eval::train::{Corpus, CorpusSize};
-use taper_eval::{HeadsPlan, HeadsRow, Method, heads, with_promises};
+use taper_eval::{HeadsPlan, HeadsRow, Method, Promised, heads, with_promises};
 use taper_model::{LoadOptions, Model, Tokenizer, default_cache, resolve};
 
 const LAYERS: [usize; 3] = [1, 14, 28];
@@ -20,15 +20,20 @@ fn measure(methods: Vec<Method>, length: usize, draws: usize) -> Vec<HeadsRow> {
     heads(&model, &corpus, &plan, &mut ()).unwrap()
 }
 
-fn kept(length: usize, epsilons: &[f64], draws: usize) {
+const DELTAS: [f64; 4] = [0.05, 0.1, 0.2, 0.4];
+
+/// No head breaks a promise of these epsilons; what became of each with every delta.
+fn kept(length: usize, epsilons: &[f64], draws: usize) -> Vec<Promised> {
     let method = json!({ "method": "vattention" });
-    let methods = with_promises(&[method], epsilons, &[0.05, 0.1, 0.2, 0.4], &Artifacts::default()).unwrap();
+    let methods = with_promises(&[method], epsilons, &DELTAS, &Artifacts::default()).unwrap();
     let rows = measure(methods, length, draws);
-    assert_eq!(rows.len(), 4 * epsilons.len());
-    for row in rows {
+    assert_eq!(rows.len(), DELTAS.len() * epsilons.len());
+    let promised = |row: HeadsRow| {
         let promise = row.promise.clone().unwrap();
         assert_eq!((promise.broken, row.heads), (0, 27), "{row:?}");
-    }
+        promise
+    };
+    rows.into_iter().map(promised).collect()
 }
 
 /// 12 promises, 27 heads, 2,000 draws each. A promise kept exactly by every head would fail the test in a third of all
@@ -39,10 +44,13 @@ fn every_promise_is_kept_on_an_early_a_middle_and_a_late_layer() {
 }
 
 /// The tightest, where a longer context leaves more to chance: without what is added for keys unseen (`budget.rs`) two of these
-/// heads break theirs. Promises kept exactly would fail the test in a tenth of all seeds.
+/// heads break theirs. Promises kept exactly would fail the test in a tenth of all seeds. Nor is the rule far too cautious: where
+/// it decides, an eighth of what it allows goes wrong at least.
 #[test]
 fn the_tightest_promises_are_kept_over_4096_tokens() {
-    kept(4096, &[0.05], 500);
+    for (promise, delta) in kept(4096, &[0.05], 500).iter().zip(DELTAS) {
+        assert!(promise.decided > 0.3 && promise.decided_over > delta / 8.0, "{delta}: {promise:?}");
+    }
 }
 
 /// Measured are ratios of about 3 and 1.1; the means of 27 heads over 200 draws vary by a few percent.

@@ -1,7 +1,7 @@
 //! A look ahead: whether sampling can pay at all, before keys are scored and ranked for it.
 
 use super::{Draws, Head, Sampling, Work};
-use crate::budget::Verdict;
+use crate::budget::{Moments, Verdict};
 use crate::decode::attend::attend_head;
 use crate::decode::rows::Partial;
 use crate::decode::{Decode, HeadSelection, Keys, Sample, View, sink_window, with_view};
@@ -106,7 +106,9 @@ fn is_hopeless<T: KvElement>(
     (0..view.group).any(|g| {
         let known = &known[g * Partial::width(view.head_dim)..];
         let head = Head::new(work, g, known, between - k);
-        match sampling.hopeless.verdict(&head.moments(), (limit, limit), || 0.0) {
+        // What keys unseen may add is left out: so few tell nothing of it.
+        let moments = Moments { heaviest: 0.0, ..head.moments() };
+        match sampling.hopeless.verdict(&moments, (limit, limit), || 0.0) {
             Verdict::Sample(b) => b >= limit,
             Verdict::Dense => true,
             Verdict::Noisy => false,
