@@ -129,8 +129,8 @@ struct Judge : Tally<T, D, N> {
       m.trace_r = (away - over(s.w2, d)) * free;
       m.trace_n = (third - over(s.a2, d)) * free;
       m.heaviest = over(third, fmaxf(e2, FLT_MIN));
-      // As a covariance in D dimensions has it, and 1 where nothing varies.
-      m.alignment = x[3] > 0.f ? fminf(fmaxf(over(x[2], x[3]), 1.f / D), 1.f) : 1.f;
+      // As a covariance in D dimensions has it, and 1 where nothing varies or a sum is too large to divide by.
+      m.alignment = x[2] < x[3] && x[3] < 0x1p126f ? fmaxf(over(x[2], x[3]), 1.f / D) : 1.f;
       float budget = 0.f;
       const Verdict v = Promise{p, m, limit}.verdict(lane, budget);
       if (lane == 0) sh.verdict[g] = v, sh.budget[g] = budget;

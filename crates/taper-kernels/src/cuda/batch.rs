@@ -189,7 +189,7 @@ impl Lists {
         // candle does not copy within one tensor's memory.
         let from = if self.told.is_some() { self.work.copy()? } else { self.work };
         work.slice_set(&from, 0, 0)?;
-        Ok(Self { work, told, ..self })
+        Ok(Self { work, told, since: 0, ..self })
     }
 
     /// Words of so many lists, for an operation that writes them all.
@@ -396,7 +396,7 @@ impl Draft {
         }
     }
 
-    /// The lists, which nothing may write to: see [`Lists::to_write`].
+    /// The lists, which nothing may write to: see [`Lists::writable`].
     pub fn finish(self, op: &Op, rows: usize, heads: usize) -> Result<Lists> {
         let token_ids = (!self.tokens.is_empty()).then(|| op.kept(&self.tokens, [self.tokens.len()])).transpose()?;
         let work = op.kept(self.work.as_flattened(), [rows * heads, WORDS])?;
