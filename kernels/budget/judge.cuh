@@ -74,11 +74,12 @@ struct Judge : Tally<T, D, N> {
 #pragma unroll
       for (int c = 0; c < C; ++c)
 #pragma unroll
-        for (int k = 0; k < 4; ++k) sum[c][k] = this->join(k, sum[c][k], __shfl_xor_sync(~0u, sum[c][k], d));
+        for (int k = 0; k < 3; ++k) sum[c][k] = this->join(k, sum[c][k], __shfl_xor_sync(~0u, sum[c][k], d));
 #pragma unroll
     for (int c = 0; c < C; ++c)
       if (lane < 4)
-        *reinterpret_cast<float4*>(sh.sums[warp][this->head(c)]) = make_float4(sum[c][0], sum[c][1], sum[c][2], sum[c][3]);
+        // The fourth is the pairs'.
+        *reinterpret_cast<float4*>(sh.sums[warp][this->head(c)]) = make_float4(sum[c][0], sum[c][1], sum[c][2], 0.f);
     gate.meet();
     // A sum travels with the number of its look in place of a flag. One warp a head.
     uint64_t* sums = p.sums + (int64_t)o.list * o.team * group * 4;

@@ -31,8 +31,8 @@ struct Tally : Member<D> {
   __device__ __forceinline__ float score_of(uint32_t draw, int h) const {
     return h < group ? __ldcg(p.scores + ((int64_t)o.slot * p.capacity + draw) * group + h) : -INFINITY;
   }
-  // Of a rank's own draws: sums of e^2, |r|^2 and e^2 |v|^2 (of chi2 the largest e^2). The fourth is for the pairs.
-  using Sums = float[C][4];
+  // Of a rank's own draws: sums of e^2, |r|^2 and e^2 |v|^2 (of chi2 the largest e^2).
+  using Sums = float[C][3];
 
   // One tile of values at v_s; `score` of the thread's rows and heads.
   __device__ __forceinline__ void tile(uint32_t v_s, const float (&score)[C][2], Sums& sum) const {
