@@ -21,6 +21,7 @@ mod round;
 mod schema;
 mod sequence;
 mod spec;
+mod speculate;
 mod top_k;
 mod trace;
 
@@ -34,8 +35,9 @@ pub use methods::{MethodInfo, catalogue};
 pub mod minference {
     pub use crate::methods::minference::{Pattern, reads};
 }
-pub use report::{AttentionUsage, AuditUsage, CraUsage, PhaseUsage, SpeculationUsage};
+pub use report::{AttentionUsage, AuditUsage, CraUsage, LookupUsage, PhaseUsage, SpeculationUsage};
 pub use schema::nearest;
 pub use sequence::{Sequence, decode_rows};
 pub use spec::{AttentionSpec, Question, SpecError, Wire};
+pub use speculate::Drafting;
 pub use trace::{HeadsUsage, TokenUsage, TraceUsage};

@@ -1,6 +1,7 @@
 //! What a request's attention came to: density, budgets, audited errors.
 
 use crate::spec::AttentionSpec;
+use crate::speculate::Speculate;
 use crate::trace::{Trace, TraceUsage};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -92,9 +93,16 @@ pub(crate) struct Report {
     pub prefill: PhaseReport,
     pub decode: PhaseReport,
     pub drafts: PhaseReport,
-    /// Drafts, and those of them that were right.
-    pub drafted: u64,
-    pub accepted: u64,
+    /// Drafts that a method made, and those that were looked up.
+    pub made: Guesses,
+    pub looked_up: Guesses,
+}
+
+/// Drafts, and those of them that were right.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Guesses {
+    drafted: u64,
+    accepted: u64,
 }
 
 /// What a request's attention came to: the body of `usage.attention`.
@@ -123,8 +131,22 @@ pub struct SpeculationUsage {
     pub accepted: u64,
     /// Their share; 0 of none.
     pub acceptance: f64,
-    /// The drafts' attention.
-    pub draft: PhaseUsage,
+    /// The drafts' attention; absent where no method makes any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub draft: Option<PhaseUsage>,
+    /// Those of all drafts that were looked up in the text; absent where the request wants none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lookup: Option<LookupUsage>,
+}
+
+/// What looking up came to.
+#[derive(Debug, Clone, Serialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct LookupUsage {
+    /// Tokens drafted.
+    pub drafted: u64,
+    /// Those that the answer has.
+    pub accepted: u64,
 }
 
 /// One phase of [`AttentionUsage`].
@@ -250,16 +272,30 @@ impl Report {
         }
     }
 
+    /// Takes so many drafts, of which some were right, in; all of them were looked up or none.
+    pub fn drafted(&mut self, drafts: u64, right: u64, looked_up: bool) {
+        let guesses = if looked_up { &mut self.looked_up } else { &mut self.made };
+        guesses.drafted += drafts;
+        guesses.accepted += right;
+    }
+
+    fn speculation(&self, speculate: &Speculate, seed: u64) -> SpeculationUsage {
+        let Guesses { drafted, accepted } = self.looked_up;
+        let all = Guesses { drafted: drafted + self.made.drafted, accepted: accepted + self.made.accepted };
+        SpeculationUsage {
+            drafted: all.drafted,
+            accepted: all.accepted,
+            acceptance: all.accepted as f64 / all.drafted.max(1) as f64,
+            draft: speculate.method.as_ref().map(|method| self.drafts.usage(method.name, seed)),
+            lookup: (speculate.lookup > 0).then_some(LookupUsage { drafted, accepted }),
+        }
+    }
+
     pub fn usage(&self, spec: &AttentionSpec, seed: u64) -> AttentionUsage {
         AttentionUsage {
             prefill: self.prefill.usage(spec.prefill.name, seed),
             decode: self.decode.usage(spec.decode.name, seed),
-            speculation: spec.speculate.as_ref().map(|speculate| SpeculationUsage {
-                drafted: self.drafted,
-                accepted: self.accepted,
-                acceptance: self.accepted as f64 / self.drafted.max(1) as f64,
-                draft: self.drafts.usage(speculate.method.name, seed),
-            }),
+            speculation: spec.speculate.as_ref().map(|speculate| self.speculation(speculate, seed)),
             trace: self.prefill.trace.as_ref().zip(self.decode.trace.as_ref()).map(|(p, d)| TraceUsage::new(p, d)),
         }
     }

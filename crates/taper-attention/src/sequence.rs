@@ -6,7 +6,8 @@ use crate::layer::{AttentionShape, Rotary};
 use crate::method::{Carry, DecodeMethod, PrefillLayer, PrefillMethod};
 use crate::report::{AttentionUsage, PhaseReport, Report};
 use crate::round::Round;
-use crate::spec::{AttentionSpec, Choose, Chosen, Question};
+use crate::spec::{AttentionSpec, Chosen, Question};
+use crate::speculate::{Choose, Speculate};
 use candle_core::{Result, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
@@ -150,7 +151,7 @@ impl Sequence {
     /// What attends for generated tokens.
     pub(crate) fn decode_method(&self) -> &Chosen<dyn DecodeMethod> {
         match &self.spec.speculate {
-            Some(speculate) if self.drafting => &speculate.method,
+            Some(Speculate { method: Some(method), .. }) if self.drafting => method,
             _ => &self.spec.decode,
         }
     }
@@ -335,10 +336,9 @@ impl Sequence {
         Ok(())
     }
 
-    /// Takes so many drafts, of which some were right, into the report.
-    pub fn drafted(&mut self, drafts: u64, right: u64) {
-        self.report.drafted += drafts;
-        self.report.accepted += right;
+    /// Takes so many drafts, of which some were right, into the report; all of them were looked up or none.
+    pub fn drafted(&mut self, drafts: u64, right: u64, looked_up: bool) {
+        self.report.drafted(drafts, right, looked_up);
     }
 
     /// What attention came to so far.

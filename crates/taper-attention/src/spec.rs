@@ -3,6 +3,7 @@
 use crate::artifacts::Artifacts;
 use crate::method::{DecodeMethod, PrefillMethod};
 use crate::methods;
+use crate::speculate::{Drafting, Speculate};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
@@ -40,27 +41,6 @@ pub struct AttentionSpec {
     pub(crate) audit: f64,
     pub(crate) trace: bool,
     pub(crate) speculate: Option<Speculate>,
-}
-
-/// Drafts by one decode method, which the spec's own takes or leaves: the answer is the same, and may come sooner.
-#[derive(Debug, Clone)]
-pub(crate) struct Speculate {
-    pub method: Chosen<dyn DecodeMethod>,
-    /// Tokens drafted at a time.
-    pub tokens: usize,
-    /// How often drafts choose.
-    pub choose: Choose,
-}
-
-/// How often drafts choose what they read.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub(crate) enum Choose {
-    /// Every one afresh.
-    Token,
-    /// The first after a check, for all up to the next: they read what it chose and all tokens since.
-    #[default]
-    Round,
 }
 
 /// How the prompt's last part, the question, is attended.
@@ -112,8 +92,8 @@ impl From<AttentionSpec> for Value {
         if spec.trace {
             json["trace"] = json!(true);
         }
-        if let Some(Speculate { method, tokens, choose }) = spec.speculate {
-            json["speculate"] = json!({ "method": method.json, "tokens": tokens, "choose": choose });
+        if let Some(speculate) = spec.speculate {
+            json["speculate"] = speculate.into();
         }
         json
     }
@@ -134,7 +114,7 @@ pub struct Wire<'a> {
 
 impl AttentionSpec {
     /// Reads `{ "prefill": {…}, "decode": {…}, "question": "decode", "audit": 0.01, "trace": true, "speculate": { "method": {…},
-    /// "tokens": 4, "choose": "round" } }`; what is absent is dense, nothing special, no audit, no trace, and no drafts.
+    /// "tokens": 4, "choose": "round", "lookup": 3 } }`; what is absent is dense, nothing special, no audit, no trace, and no drafts.
     ///
     /// # Errors
     /// An unknown field or method, a value out of range, or an artefact that is not here; `path` is where the object
@@ -150,7 +130,9 @@ impl AttentionSpec {
             question_tokens: fields.get("question_tokens").map(|tokens| question_tokens(tokens, path)).transpose()?,
             audit: fields.get("audit").map_or(Ok(0.0), |audit| audit_rate(audit, &format!("{path}.audit")))?,
             trace: fields.get("trace").map_or(Ok(false), |value| trace(value, path))?,
-            speculate: fields.get("speculate").map_or(Ok(None), |value| speculate(value, path, artifacts))?,
+            speculate: fields
+                .get("speculate")
+                .map_or(Ok(None), |value| Speculate::from_json(value, path, artifacts))?,
         })
     }
 
@@ -178,7 +160,7 @@ impl AttentionSpec {
             spec.trace = trace(value, "attention")?;
         }
         if let Some(value) = object.get("speculate") {
-            spec.speculate = speculate(value, "attention", artifacts)?;
+            spec.speculate = Speculate::from_json(value, "attention", artifacts)?;
         }
         let short = [("epsilon", wire.epsilon), ("delta", wire.delta)];
         let decode = merge("vattention", "decode", object.get("decode"), &spec.decode.json, &short, |_| json!({}))?;
@@ -209,9 +191,9 @@ impl AttentionSpec {
         self.trace
     }
 
-    /// How many tokens are drafted at a time; 0 where none are.
-    pub fn drafts(&self) -> usize {
-        self.speculate.as_ref().map_or(0, |speculate| speculate.tokens)
+    /// Where drafts come from, if there are any.
+    pub fn drafting(&self) -> Drafting {
+        self.speculate.as_ref().map(Speculate::drafting).unwrap_or_default()
     }
 
     /// (prefill, decode): the names of the methods.
@@ -258,48 +240,6 @@ fn trace(value: &Value, path: &str) -> SpecResult<bool> {
     value
         .as_bool()
         .ok_or_else(|| SpecError::new(format!("{path}.trace"), format!("must be true or false; got {value}")))
-}
-
-/// Most tokens drafted at a time.
-pub(crate) const MOST_DRAFTS: u64 = 15;
-
-fn speculate(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Option<Speculate>> {
-    let path = format!("{path}.speculate");
-    let example = "an object such as {\"method\": {\"method\": \"quest\"}, \"tokens\": 4}, or null";
-    let fields = match value {
-        Value::Null => return Ok(None),
-        Value::Object(fields) => fields,
-        other => return Err(SpecError::new(path, format!("must be {example}; got {other}"))),
-    };
-    let known = ["method", "tokens", "choose"];
-    if let Some(key) = fields.keys().find(|key| !known.contains(&key.as_str())) {
-        return Err(crate::schema::unknown_field(&path, key, "speculate", &known));
-    }
-    let at = |field: &str| format!("{path}.{field}");
-    let method = match fields.get("method") {
-        Some(Value::String(name)) => methods::decode(&json!({ "method": name }), &at("method"), artifacts)?,
-        Some(method) => methods::decode(method, &at("method"), artifacts)?,
-        None => return Err(SpecError::new(at("method"), format!("is missing; speculate must be {example}"))),
-    };
-    let tokens = match fields.get("tokens") {
-        None => 4,
-        Some(tokens) => match tokens.as_u64().filter(|tokens| (1..=MOST_DRAFTS).contains(tokens)) {
-            Some(tokens) => tokens as usize,
-            None => {
-                let message = format!("must be a whole number at least 1 and at most {MOST_DRAFTS}; got {tokens}");
-                return Err(SpecError::new(at("tokens"), message));
-            }
-        },
-    };
-    let choose = match fields.get("choose").map(|choose| (choose.as_str(), choose)) {
-        None => Choose::default(),
-        Some((Some("token"), _)) => Choose::Token,
-        Some((Some("round"), _)) => Choose::Round,
-        Some((_, other)) => {
-            return Err(SpecError::new(at("choose"), format!("must be one of \"token\", \"round\"; got {other}")));
-        }
-    };
-    Ok(Some(Speculate { method, tokens, choose }))
 }
 
 fn audit_rate(value: &Value, path: &str) -> Result<f64, SpecError> {

@@ -183,8 +183,9 @@ pub trait Backend: Send + 'static {
     /// Says whether the tokens of the sequence's next steps are drafts, which its spec's `speculate` attends for.
     fn draft(&self, _sequence: &mut Self::Sequence, _drafts: bool) {}
 
-    /// Takes so many drafts, of which the first `right` were right, into the sequence's report.
-    fn drafted(&self, _sequence: &mut Self::Sequence, _drafts: usize, _right: usize) {}
+    /// Takes so many drafts, of which the first `right` were right, into the sequence's report; all of them were
+    /// looked up or none.
+    fn drafted(&self, _sequence: &mut Self::Sequence, _drafts: usize, _right: usize, _looked_up: bool) {}
 
     /// Lets all tokens but the first `tokens` of a sequence go, as if they had never come; those of the prompt stay.
     ///

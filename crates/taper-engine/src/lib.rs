@@ -4,6 +4,7 @@
 
 mod backend;
 mod calls;
+mod drafts;
 mod emit;
 mod engine;
 mod grammar;

@@ -477,8 +477,8 @@ impl Backend for ModelBackend {
         sequence.draft(drafts);
     }
 
-    fn drafted(&self, sequence: &mut Sequence, drafts: usize, right: usize) {
-        sequence.drafted(drafts as u64, right as u64);
+    fn drafted(&self, sequence: &mut Sequence, drafts: usize, right: usize, looked_up: bool) {
+        sequence.drafted(drafts as u64, right as u64, looked_up);
     }
 
     fn truncate(&mut self, sequence: &mut Sequence, tokens: usize) -> Result<(), BackendError> {

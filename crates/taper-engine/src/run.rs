@@ -4,6 +4,7 @@
 //! the tokens that it knows; what it sends does not show it.
 
 use crate::backend::{Backend, BackendError, Input, Row, Wanted};
+use crate::drafts::{Drafts, look_up};
 use crate::emit::{Drawn, Output};
 use crate::engine::Counts;
 use crate::request::{Event, Request, RequestError, Scored, StopRules, Times, Usage};
@@ -13,7 +14,7 @@ use crate::text::Text;
 use crate::worker::guard;
 use std::sync::OnceLock;
 use std::time::Instant;
-use taper_attention::{AttentionUsage, Beginning};
+use taper_attention::{AttentionUsage, Beginning, Drafting};
 use tokio::sync::mpsc;
 
 /// A request with its way back to the client.
@@ -88,25 +89,6 @@ struct Choice<S> {
     /// What was drawn after the latest step.
     drawn: Vec<Result<Drawn, RequestError>>,
     usage: Option<AttentionUsage>,
-}
-
-/// Tokens guessed ahead of the answer. The step that checks them draws what the answer goes on with as ever, and goes on
-/// drawing as long as that is what was guessed: the answer is what it would have been without.
-#[derive(Default)]
-struct Drafts {
-    /// How many there will be; 0: the next token is drawn without.
-    wanted: usize,
-    /// How many there are.
-    made: usize,
-    /// Draws them with the numbers that the answer's own tokens will be drawn with.
-    sampler: Option<Sampler>,
-}
-
-impl Drafts {
-    /// Whether the next step makes one.
-    fn growing(&self) -> bool {
-        self.made < self.wanted
-    }
 }
 
 /// Tokens to draw for a choice, or to take as they were drawn: one, and more as long as they are what was guessed.
@@ -190,11 +172,26 @@ impl<S> Choice<S> {
         self.tokens.len() - self.drafts.made
     }
 
-    /// Forgets what was drafted; `most` drafts come before the next check, fewer at the answer's end.
-    fn draft(&mut self, most: usize) {
+    /// Forgets what was drafted: the next token comes without.
+    fn forget(&mut self) {
         self.tokens.truncate(self.answered());
-        let wanted = most.min(self.output.left().saturating_sub(1));
-        self.drafts = Drafts { wanted, made: 0, sampler: (wanted > 0).then(|| self.sampler.clone()) };
+        self.drafts = Drafts::default();
+    }
+
+    /// Forgets what was drafted; others come before the next check, fewer at the answer's end.
+    fn draft(&mut self, drafting: Drafting, prompt: &[u32]) {
+        self.forget();
+        let most = drafting.tokens.min(self.output.left().saturating_sub(1));
+        let found = match drafting.lookup {
+            0 => Vec::new(),
+            least => look_up((prompt, &self.tokens), least, most),
+        };
+        if !found.is_empty() {
+            self.drafts = Drafts { wanted: found.len(), made: found.len(), looked_up: true, sampler: None };
+            self.tokens.extend(found);
+        } else if drafting.by_method && most > 0 {
+            self.drafts = Drafts { wanted: most, sampler: Some(self.sampler.clone()), ..Drafts::default() };
+        }
     }
 }
 
@@ -279,7 +276,7 @@ impl<S> Run<S> {
         let prompt = self.job.request.prompt.len();
         for choice in self.choices.iter_mut().filter(|choice| choice.live()) {
             // What was drafted is not what comes again. Whether or not there is room to cut it off, all blocks go.
-            choice.draft(0);
+            choice.forget();
             let _ = choice.rewind(backend, prompt);
         }
         let choices = self.choices.iter_mut().filter_map(|choice| choice.sequence.as_mut());
@@ -433,7 +430,7 @@ impl<S> Run<S> {
         } else {
             let Request { attention, prompt, .. } = &self.job.request;
             for choice in self.choices.iter_mut().filter(|choice| !choice.drawn.is_empty()) {
-                choice.advance(backend, &self.job.events, (prompt.len(), attention.drafts()))?;
+                choice.advance(backend, &self.job.events, (prompt, attention.drafting()))?;
             }
         }
         if self.choices.iter().any(Choice::live) {
@@ -472,7 +469,7 @@ impl<S> Run<S> {
                 choice.usage = Some(backend.usage(prompt));
                 continue;
             }
-            choice.draft(self.job.request.attention.drafts());
+            choice.draft(self.job.request.attention.drafting(), &self.job.request.prompt);
             if index > 0 {
                 let seed = self.job.request.sampling.seed.wrapping_add(index as u64);
                 choice.sequence = Some(backend.fork(prompt, seed)?);
@@ -542,14 +539,14 @@ impl<S> Run<S> {
 }
 
 impl<S> Choice<S> {
-    /// Goes on after a step with what was drawn. The prompt has so many tokens, and so many are drafted at a time.
+    /// Goes on after a step with what was drawn. Drafts come from where it says, the prompt's text among that.
     fn advance<B: Backend<Sequence = S>>(
         &mut self,
         backend: &mut B,
         events: &mpsc::Sender<Event>,
-        (prompt, drafts): (usize, usize),
+        (prompt, drafting): (&[u32], Drafting),
     ) -> Result<(), RequestError> {
-        let made = self.drafts.made;
+        let Drafts { made, looked_up, .. } = self.drafts;
         if self.drafts.growing() {
             match self.drawn.pop() {
                 Some(Ok(drawn)) => {
@@ -566,15 +563,15 @@ impl<S> Choice<S> {
             let right = self.drawn.len().saturating_sub(1);
             let end = self.take(events)?;
             let Some(sequence) = &mut self.sequence else { return Ok(()) };
-            backend.drafted(sequence, made, right);
+            backend.drafted(sequence, made, right, looked_up);
             if end {
                 self.usage = Some(backend.usage(sequence));
                 self.sequence.take().into_iter().for_each(|sequence| backend.close(sequence));
                 return Ok(());
             }
-            self.draft(drafts);
+            self.draft(drafting, prompt);
         }
-        self.rewind(backend, prompt)
+        self.rewind(backend, prompt.len())
     }
 
     /// Has the answer's last token come into the cache next, whatever was tried after it.
@@ -590,7 +587,7 @@ impl<S> Choice<S> {
 
     /// Takes what was drawn in place of what was drafted and sends what became final; true at the choice's end.
     fn take(&mut self, events: &mpsc::Sender<Event>) -> Result<bool, RequestError> {
-        self.draft(0);
+        self.forget();
         for drawn in self.drawn.drain(..) {
             let drawn = drawn?;
             self.tokens.push(drawn.token);

@@ -264,8 +264,8 @@ impl Backend for StubBackend {
         sequence.drafting = drafts;
     }
 
-    fn drafted(&self, sequence: &mut StubSequence, drafts: usize, right: usize) {
-        sequence.report.drafted(drafts as u64, right as u64);
+    fn drafted(&self, sequence: &mut StubSequence, drafts: usize, right: usize, looked_up: bool) {
+        sequence.report.drafted(drafts as u64, right as u64, looked_up);
     }
 
     fn truncate(&mut self, sequence: &mut StubSequence, tokens: usize) -> Result<(), BackendError> {

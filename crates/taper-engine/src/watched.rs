@@ -128,8 +128,8 @@ impl<B: Backend> Backend for Watched<B> {
         self.inner.draft(sequence, drafts);
     }
 
-    fn drafted(&self, sequence: &mut B::Sequence, drafts: usize, right: usize) {
-        self.inner.drafted(sequence, drafts, right);
+    fn drafted(&self, sequence: &mut B::Sequence, drafts: usize, right: usize, looked_up: bool) {
+        self.inner.drafted(sequence, drafts, right, looked_up);
     }
 
     fn truncate(&mut self, sequence: &mut B::Sequence, tokens: usize) -> Result<(), BackendError> {

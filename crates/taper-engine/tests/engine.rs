@@ -383,7 +383,7 @@ fn drafts_do_not_show_in_an_answer() {
         let checks = (probe.steps.load(Ordering::SeqCst) - before) as u64 - 1 - speculation.drafted;
         assert_eq!((usage.completion_tokens, speculation.accepted + checks), (30, 29));
         assert!(speculation.accepted > 0 && speculation.accepted < speculation.drafted, "{speculation:?}");
-        assert_eq!(speculation.draft.method, "streaming_llm");
+        assert_eq!(speculation.draft.unwrap().method, "streaming_llm");
         let failed = |prompt| run(&engine, drafted(request(prompt))).end.unwrap().unwrap_err();
         assert_eq!(failed("NAN"), RequestError::NonFinite);
         assert_eq!(failed("PANIC"), RequestError::Panic("the prompt asked for a panic".into()));

@@ -53,6 +53,7 @@ impl Wish {
     fn attention(&self) -> AttentionSpec {
         let speculate = match self.drafts {
             0 => json!(null),
+            tokens if tokens % 2 == 0 => json!({ "method": "quest", "tokens": tokens, "lookup": tokens / 2 }),
             tokens => json!({ "method": "quest", "tokens": tokens }),
         };
         AttentionSpec::from_json(&json!({ "speculate": speculate }), "attention", &Artifacts::default()).unwrap()

@@ -130,9 +130,9 @@ function phases(attention) {
   const columns = [
     ["phase", (p) => p.name],
     ["method", (p) => p.method],
-    ["density", (p) => percent(p.density)],
-    ["keys read", (p) => short(p.budget_mean, 4)],
-    ["at most", (p) => p.budget_max.toLocaleString("en")],
+    ["density", (p) => (p.density === undefined ? null : percent(p.density))],
+    ["keys read", (p) => (p.budget_mean === undefined ? null : short(p.budget_mean, 4))],
+    ["at most", (p) => p.budget_max?.toLocaleString("en")],
     ["scored", (p) => (p.scored === undefined ? null : percent(p.scored))],
     ["dense heads", (p) => p.dense_heads?.toLocaleString("en")],
     ["mass kept", (p) => (p.cra ? percent(p.cra.mean) : null)],
@@ -141,7 +141,9 @@ function phases(attention) {
     { name: "prompt", ...prefill },
     { name: "answer", ...decode },
   ];
-  if (speculation) rows.push({ name: `drafts, ${percent(speculation.acceptance)} right`, ...speculation.draft });
+  // Drafts that are all looked up read no keys.
+  const draft = speculation?.draft ?? { method: "lookup" };
+  if (speculation) rows.push({ name: `drafts, ${percent(speculation.acceptance)} right`, ...draft });
   const used = columns.filter(([, of]) => rows.some((row) => of(row) !== null && of(row) !== undefined));
   const head = el("tr", {}, used.map(([name]) => el("th", { scope: "col" }, name)));
   const body = rows.map((row) => el("tr", {}, used.map(([, of], i) => el(i === 0 ? "th" : "td", i === 0 ? { scope: "row" } : {}, of(row) ?? "–"))));

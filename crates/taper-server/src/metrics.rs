@@ -175,7 +175,7 @@ impl Attention {
                 "99th percentile of the relative errors of a choice's audited heads.",
                 &SHARES,
             )?,
-            drafted: make.counter("taper:draft_tokens_total", "Tokens drafted by a sparser method.")?,
+            drafted: make.counter("taper:draft_tokens_total", "Tokens drafted by a sparser method, or looked up in the text.")?,
             accepted: make.counter("taper:draft_tokens_accepted_total", "Drafted tokens that the answer has.")?,
         })
     }
@@ -331,7 +331,7 @@ impl Metrics {
             self.attention.add("prefill", &choice.prefill);
             self.attention.add("decode", &choice.decode);
             if let Some(speculation) = &choice.speculation {
-                self.attention.add("draft", &speculation.draft);
+                speculation.draft.iter().for_each(|draft| self.attention.add("draft", draft));
                 self.attention.drafted.inc_by(speculation.drafted);
                 self.attention.accepted.inc_by(speculation.accepted);
             }

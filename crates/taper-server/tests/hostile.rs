@@ -19,7 +19,7 @@ fn bodies() -> Vec<(&'static str, Value)> {
         "prefill": {"method": "delta", "gamma": 16, "base": {"method": "streaming_llm", "sink": 4, "window": 64}},
         "decode": {"method": "vattention", "epsilon": 0.1, "delta": 0.1, "top": {"method": "quest", "page": 16}, "top_k": 0.1},
         "question": "decode", "question_tokens": 1, "audit": 0.5, "trace": true,
-        "speculate": {"method": {"method": "quest", "k": 16}, "tokens": 2}});
+        "speculate": {"method": {"method": "quest", "k": 16}, "tokens": 2, "lookup": 2}});
     let messages = json!([
         {"role": "system", "content": "s"},
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},

@@ -2,7 +2,8 @@
 //! the schema takes is what a request may say, no more and no less.
 
 use crate::methods::{MethodInfo, catalogue};
-use crate::spec::{AttentionSpec, Choose, MOST_DRAFTS};
+use crate::spec::AttentionSpec;
+use crate::speculate::{Choose, MOST_DRAFTS, MOST_LOOKUP};
 use serde_json::{Map, Value, json};
 
 impl AttentionSpec {
@@ -53,15 +54,16 @@ fn attention_schema(methods: &[MethodInfo]) -> Value {
                 "type": "boolean",
             },
             "speculate": {
-                "description": "Another decode method's drafts, which the request's own checks; null for none.",
+                "description": "Drafts, which the request's own decode method checks; null for none. Another decode method makes \
+                                them, or they are what followed the answer's last tokens where they stood in the text before.",
                 "type": ["object", "null"],
                 "properties": {
                     "method": {
-                        "description": "The method, or its name.",
+                        "description": "The method, or its name; absent where drafts are only looked up.",
                         "oneOf": drafting,
                     },
                     "tokens": {
-                        "description": "Tokens drafted at a time.",
+                        "description": "Tokens drafted at a time; of those looked up at most as many as were the same before them.",
                         "type": "integer", "minimum": 1, "maximum": MOST_DRAFTS, "default": 4,
                     },
                     "choose": {
@@ -70,8 +72,16 @@ fn attention_schema(methods: &[MethodInfo]) -> Value {
                                         choose every time.",
                         "enum": ["token", "round"], "default": Choose::default(),
                     },
+                    "lookup": {
+                        "description": "How many tokens at the answer's end must stand in the prompt or the answer before for \
+                                        what followed there to be drafted; 0: nothing is looked up.",
+                        "type": "integer", "minimum": 0, "maximum": MOST_LOOKUP, "default": 0,
+                    },
                 },
-                "required": ["method"],
+                "anyOf": [
+                    { "required": ["method"] },
+                    { "required": ["lookup"], "properties": { "lookup": { "minimum": 1 } } },
+                ],
                 "additionalProperties": false,
             },
         },

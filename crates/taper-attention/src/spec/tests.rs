@@ -225,22 +225,33 @@ fn what_runs_in_host_memory_alone_is_refused_elsewhere_with_what_is_not() {
 }
 
 #[test]
-fn drafts_are_a_decode_method_and_a_number() {
+fn drafts_are_a_decode_methods_or_looked_up() {
     let spec = |speculate: Value| {
         AttentionSpec::from_json(&json!({ "speculate": speculate }), "attention", &Artifacts::default())
     };
     let json = |speculate: Value| json!(spec(speculate).unwrap());
     let window = json!({ "method": "streaming_llm", "sink": 4, "window": 1024 });
-    assert_eq!(json(json!({ "method": window })), json(json!({ "method": window, "tokens": 4, "choose": "round" })));
+    assert_eq!(
+        json(json!({ "method": window })),
+        json(json!({ "method": window, "tokens": 4, "choose": "round", "lookup": 0 }))
+    );
     assert_eq!(
         json(json!({ "method": "dense", "tokens": 15 }))["speculate"],
-        json!({ "method": { "method": "dense" }, "tokens": 15, "choose": "round" })
+        json!({ "method": { "method": "dense" }, "tokens": 15, "choose": "round", "lookup": 0 })
     );
+    assert_eq!(json(json!({ "lookup": 3 }))["speculate"], json!({ "tokens": 4, "lookup": 3 }));
     assert_eq!(json(json!({ "method": "quest", "choose": "token" }))["speculate"]["choose"], "token");
     assert_eq!(json(json!(null)).get("speculate"), None);
     for (speculate, path, message) in [
-        (json!("quest"), "", "must be an object such as {\"method\": {\"method\": \"quest\"}, \"tokens\": 4}, or null"),
+        (
+            json!("quest"),
+            "",
+            "must be an object such as {\"method\": {\"method\": \"quest\"}, \"tokens\": 4} or {\"lookup\": 3}, or null",
+        ),
         (json!({ "tokens": 4 }), ".method", "is missing"),
+        (json!({ "lookup": 0 }), ".method", "is missing, and nothing is looked up"),
+        (json!({ "lookup": 65 }), ".lookup", "must be a whole number at least 0 and at most 64; got 65"),
+        (json!({ "lookup": true }), ".lookup", "at most 64; got true"),
         (
             json!({ "method": "quest", "tokens": 0 }),
             ".tokens",
@@ -266,8 +277,11 @@ fn drafts_are_a_decode_method_and_a_number() {
     let preset = spec(json!({ "method": "dense" })).unwrap();
     let over = |attention: Value| {
         let wire = Wire { attention: Some(&attention), ..Wire::default() };
-        AttentionSpec::resolve(&preset, &wire, &Artifacts::default()).unwrap().drafts()
+        AttentionSpec::resolve(&preset, &wire, &Artifacts::default()).unwrap().drafting()
     };
-    assert_eq!((over(json!({})), over(json!({ "speculate": null }))), (4, 0));
-    assert_eq!(over(json!({ "speculate": { "method": "quest", "tokens": 2 } })), 2);
+    let of = |tokens, lookup, by_method| Drafting { tokens, lookup, by_method };
+    assert_eq!((over(json!({})), over(json!({ "speculate": null }))), (of(4, 0, true), Drafting::default()));
+    assert_eq!(over(json!({ "speculate": { "method": "quest", "tokens": 2 } })), of(2, 0, true));
+    assert_eq!(over(json!({ "speculate": { "lookup": 3, "tokens": 9 } })), of(9, 3, false));
+    assert_eq!(over(json!({ "speculate": { "lookup": 64, "method": "quest" } })), of(4, 64, true));
 }

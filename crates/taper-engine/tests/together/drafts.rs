@@ -23,11 +23,15 @@ fn methods() -> Vec<(Value, Value)> {
     ]
 }
 
-/// Requests without drafts, or with some that choose so often.
-fn requests(choose: Option<&str>) -> Vec<Request> {
+/// Requests without drafts, or with some that choose so often or are looked up.
+fn requests(by: Option<&str>) -> Vec<Request> {
     let with = |(i, (decode, draft)): (usize, (Value, Value))| {
         let tokens = [4, 1, 9, 15][i % 4];
-        let speculate = choose.map(|choose| json!({ "method": draft, "tokens": tokens, "choose": choose }));
+        let speculate = by.map(|by| match by {
+            "lookup" => json!({ "lookup": 1 + i % 3, "tokens": tokens }),
+            "both" => json!({ "lookup": 2, "method": draft, "tokens": tokens }),
+            choose => json!({ "method": draft, "tokens": tokens, "choose": choose }),
+        });
         let stop = StopRules { ignore_eos: true, max_tokens: Some(250), ..StopRules::default() };
         let request = request(i, &json!({ "decode": decode, "speculate": speculate, "audit": 0.1 }));
         Request { stop, choices: 1 + i % 2, ..request }
@@ -39,14 +43,20 @@ fn requests(choose: Option<&str>) -> Vec<Request> {
 fn an_answer_with_drafts_is_the_one_without() {
     let quiet = engine(64, false, EngineConfig::default());
     let plain: Vec<Answer> = requests(None).into_iter().map(|r| answer(quiet.submit(r).unwrap())).collect();
-    for choose in ["token", "round"] {
-        let alone = requests(Some(choose)).into_iter().map(|r| answer(quiet.submit(r).unwrap()));
+    for by in ["token", "round", "lookup", "both"] {
+        let alone = requests(Some(by)).into_iter().map(|r| answer(quiet.submit(r).unwrap()));
+        let mut found = 0;
         for ((drafted, usage), (expected, _)) in alone.zip(&plain) {
-            assert_eq!(&drafted, expected, "{choose}: {usage}");
+            assert_eq!(&drafted, expected, "{by}: {usage}");
             let speculation = &usage[0]["speculation"];
-            assert!(speculation["accepted"].as_u64() > Some(0), "{choose}: {usage}");
-            assert!(speculation["draft"]["density"].as_f64() <= Some(1.0), "{choose}: {usage}");
+            let density = &speculation["draft"]["density"];
+            assert_eq!(density.is_null(), by == "lookup", "{usage}");
+            assert!(density.as_f64() <= Some(1.0), "{by}: {usage}");
+            assert!(by == "lookup" || speculation["accepted"].as_u64() > Some(0), "{by}: {usage}");
+            assert_eq!(speculation["lookup"].is_null(), by == "token" || by == "round", "{usage}");
+            found += speculation["lookup"]["accepted"].as_u64().unwrap_or(0);
         }
+        assert_eq!(found > 0, by == "lookup" || by == "both", "{found} of what was looked up was right");
     }
     // Drafts by the method that checks them are right; of those that read everything the draft's density says so.
     let same = json!({ "speculate": { "method": "dense", "tokens": 6 } });
@@ -54,9 +64,10 @@ fn an_answer_with_drafts_is_the_one_without() {
     assert_eq!(usage[0]["speculation"]["acceptance"], 1.0, "{usage}");
     assert_eq!(usage[0]["speculation"]["draft"]["density"], 1.0);
     // In small and in short of blocks, so that some lose their place among their drafts.
-    for (blocks, chunk_tokens, choose) in [(1000, 48, "token"), (1000, 48, "round"), (16, 512, "round")] {
+    let ways = [(1000, 48, "token"), (1000, 48, "round"), (1000, 48, "both"), (16, 512, "round"), (16, 512, "lookup")];
+    for (blocks, chunk_tokens, by) in ways {
         let busy = engine(blocks, false, EngineConfig { chunk_tokens, ..EngineConfig::default() });
-        let events: Vec<_> = requests(Some(choose)).into_iter().map(|r| busy.submit(r).unwrap()).collect();
+        let events: Vec<_> = requests(Some(by)).into_iter().map(|r| busy.submit(r).unwrap()).collect();
         for (events, (expected, _)) in events.into_iter().zip(&plain) {
             let (tokens, usage) = collect(events).unwrap();
             assert_eq!(&tokens, expected, "{:?}", usage.attention);

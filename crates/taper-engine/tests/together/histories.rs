@@ -37,7 +37,8 @@ fn faulty(number: usize) -> bool {
 fn whatever_happens_each_gets_what_it_gets_alone() {
     let whole = slices::methods().into_iter().map(|prefill| json!({ "prefill": prefill, "audit": 0.1 }));
     let drafts = [("streaming_llm", "dense"), ("quest", "vattention"), ("dense", "santa")].map(|(draft, decode)| {
-        json!({ "decode": { "method": decode }, "speculate": { "method": draft, "tokens": 3 }, "question": "decode" })
+        let speculate = json!({ "method": draft, "tokens": 3, "lookup": if draft == "quest" { 2 } else { 0 } });
+        json!({ "decode": { "method": decode }, "speculate": speculate, "question": "decode" })
     });
     let specs: Vec<Value> = pairs().into_iter().chain(whole).chain(drafts).collect();
     let quiet = engine(64, false, EngineConfig::default());

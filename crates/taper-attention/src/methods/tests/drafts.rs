@@ -3,7 +3,7 @@
 use super::properties::all_typical;
 use super::*;
 use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Rotations};
-use crate::spec::{Choose, Speculate};
+use crate::speculate::{Choose, Speculate};
 use proptest::prelude::*;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -146,7 +146,7 @@ impl Drafting {
     /// A sequence whose prompt is in, and whose drafts come by the method given.
     fn sequence(&mut self, method: Arc<dyn DecodeMethod>, choose: Choose) -> Sequence {
         let method = Chosen { name: "stub", json: json!({ "method": "stub" }), method };
-        let speculate = Some(Speculate { method, tokens: 4, choose });
+        let speculate = Some(Speculate { method: Some(method), tokens: 4, choose, lookup: 0 });
         self.prompted(AttentionSpec { speculate, ..AttentionSpec::default() })
     }
 
@@ -193,7 +193,7 @@ proptest! {
             drafting.check(&mut sequence, start, (*drafts, right.index(drafts + 1)));
             prop_assert!(!holds(&sequence));
         }
-        let report = sequence.usage().speculation.unwrap().draft;
+        let report = sequence.usage().speculation.unwrap().draft.unwrap();
         prop_assert!((report.budget_mean - keys as f64 / drafted as f64).abs() < 1e-9, "{:?}", report);
         drafting.pool.check_integrity([sequence.table()]);
     }

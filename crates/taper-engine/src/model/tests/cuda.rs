@@ -87,7 +87,8 @@ fn drafts_by_the_method_that_checks_them_are_nearly_all_right() {
         let model = ModelInfo { id: "random".into(), created: 0 };
         let engine = Engine::start(backend, Arc::new(StubText), model, EngineConfig::default()).unwrap();
         let method = json!({ "method": decode });
-        let spec = json!({ "decode": method, "speculate": { "method": method, "tokens": 3 } });
+        // A draft that keeps to another's keys reads others than the check does.
+        let spec = json!({ "decode": method, "speculate": { "method": method, "tokens": 3, "choose": "token" } });
         let attention = Arc::new(AttentionSpec::from_json(&spec, "attention", &Artifacts::default()).unwrap());
         let requests = (0..3).map(|number| Request {
             prompt: (0..300 + 700 * number).map(|i| (i * i + 7 * i + number) as u32 % 304).collect(),
