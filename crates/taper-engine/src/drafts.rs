@@ -26,6 +26,8 @@ impl Drafts {
 
 /// Most tokens of a run that are compared: longer ones are as good.
 const LONGEST: usize = 64;
+/// Most tokens that are compared in all, so that no text takes more than a millisecond; what is further back is not found then.
+const COMPARED: usize = 1 << 20;
 
 /// What followed the last tokens of a text where they stood in it before; the text is a prompt and what came after it.
 ///
@@ -39,13 +41,14 @@ pub(crate) fn look_up((prompt, answer): (&[u32], &[u32]), least: usize, most: us
         return Vec::new();
     }
     let last = at(tokens - 1);
-    let (mut found, mut longest) = (0, 0);
+    let (mut found, mut longest, mut compared) = (0, 0, 0);
     for place in (1..tokens).rev().filter(|place| at(place - 1) == last) {
         let same = (1..=LONGEST.min(place)).take_while(|back| at(place - back) == at(tokens - back)).count();
         if same > longest {
             (found, longest) = (place, same);
         }
-        if same == LONGEST {
+        compared += same;
+        if same == LONGEST || compared > COMPARED {
             break;
         }
     }
