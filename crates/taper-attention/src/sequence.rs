@@ -42,6 +42,25 @@ pub struct Sequence {
     pub(crate) round: Round,
 }
 
+/// What the row of a sequence's next token depends on, beside the token and what is cached.
+#[derive(Debug, Clone)]
+pub struct NextRow {
+    spec: Arc<AttentionSpec>,
+    seed: u64,
+    prompt: usize,
+    len: usize,
+    /// Where its keys and values go.
+    slot: u32,
+    drafting: bool,
+}
+
+impl PartialEq for NextRow {
+    fn eq(&self, other: &Self) -> bool {
+        let of = |row: &Self| (row.seed, row.prompt, row.len, row.slot, row.drafting);
+        Arc::ptr_eq(&self.spec, &other.spec) && of(self) == of(other)
+    }
+}
+
 impl Sequence {
     /// An empty sequence whose first `prompt_tokens` tokens are attended by the spec's prefill method and the others by
     /// its decode method. `seed` keys its random draws.
@@ -94,6 +113,13 @@ impl Sequence {
     /// Tokens whose keys and values are cached.
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// What its next token's row depends on beside the token and what is cached; none where the token takes another block.
+    pub fn next_row(&self) -> Option<NextRow> {
+        let room = self.len < self.table.capacity();
+        let &Self { seed, prompt, len, drafting, .. } = self;
+        room.then(|| NextRow { spec: self.spec.clone(), seed, prompt, len, slot: self.table.slot(len), drafting })
     }
 
     /// Whether nothing is cached.

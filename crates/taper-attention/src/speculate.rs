@@ -68,9 +68,9 @@ impl Speculate {
         let at = |field: &str| format!("{path}.{field}");
         let whole = |field: &str, (least, most): (u64, u64), default| match fields.get(field) {
             None => Ok(default),
-            Some(value) => match value.as_u64().filter(|value| (least..=most).contains(value)) {
-                Some(value) => Ok(value as usize),
-                None => {
+            Some(value) => match value.as_f64() {
+                Some(x) if x.fract() == 0.0 && (least as f64..=most as f64).contains(&x) => Ok(x as usize),
+                _ => {
                     let message = format!("must be a whole number at least {least} and at most {most}; got {value}");
                     Err(SpecError::new(at(field), message))
                 }

@@ -37,6 +37,9 @@ pub struct Input<'a, S> {
     pub effort: usize,
     /// What is wanted after each of the last so many of them, once they are through.
     pub wants: Vec<Wanted>,
+    /// How the token after those is drawn, if the next step will want just that unless what is drawn first ends the answer or
+    /// something comes between: a backend may begin it.
+    pub next: Option<token::Draw>,
 }
 
 /// What is wanted after an input's token.
@@ -55,6 +58,13 @@ pub enum Wanted {
         /// How many of the most probable ones come beside it.
         top: usize,
     },
+}
+
+impl Wanted {
+    /// How it is drawn, if it is a token.
+    pub(crate) fn draw(&self) -> Option<token::Draw> {
+        if let Self::Token(draw) = self { Some(*draw) } else { None }
+    }
 }
 
 /// What came after an input's token.
@@ -83,7 +93,7 @@ impl Row {
 impl<'a, S> Input<'a, S> {
     /// All of the work at once.
     pub fn whole(sequence: &'a mut S, tokens: &'a [u32], wants: Option<Wanted>) -> Self {
-        Self { sequence, tokens, effort: tokens.len(), wants: Vec::from_iter(wants) }
+        Self { sequence, tokens, effort: tokens.len(), wants: Vec::from_iter(wants), next: None }
     }
 }
 

@@ -26,8 +26,8 @@ impl Drafts {
 
 /// Most tokens of a run that are compared: longer ones are as good.
 const LONGEST: usize = 64;
-/// Most tokens that are compared in all, so that no text takes more than a millisecond; what is further back is not found then.
-const COMPARED: usize = 1 << 20;
+/// Most tokens of equal runs that are compared in all, so that no text takes long; what is further back is not found then.
+const COMPARED: usize = 1 << 18;
 
 /// What followed the last tokens of a text where they stood in it before; the text is a prompt and what came after it.
 ///

@@ -134,10 +134,10 @@ impl Backend for Handover {
 
     fn forward(&mut self, inputs: Vec<Input<'_, Held>>) -> Result<Vec<Vec<Row>>, BackendError> {
         let (mut prompts, mut answers) = (Vec::new(), Vec::new());
-        for Input { sequence, tokens, effort, wants } in inputs {
+        for Input { sequence, tokens, effort, wants, next } in inputs {
             match sequence {
-                Held::Prompts(sequence) => prompts.push(Input { sequence, tokens, effort, wants }),
-                Held::Answers(sequence) => answers.push(Input { sequence, tokens, effort, wants }),
+                Held::Prompts(sequence) => prompts.push(Input { sequence, tokens, effort, wants, next }),
+                Held::Answers(sequence) => answers.push(Input { sequence, tokens, effort, wants, next }),
             }
         }
         match (prompts.is_empty(), answers.is_empty()) {

@@ -1,9 +1,11 @@
 //! The real model behind the engine's seams: weights and KV pool here, tokenizer and chat template in `text`.
 
+mod ahead;
 mod text;
 
 use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted};
 use crate::sampler::logprobs;
+use ahead::{Ahead, go_on};
 use candle_core::{DType, Device, Storage, Tensor, bail};
 use rayon::prelude::*;
 use std::path::{Path, PathBuf};
@@ -12,7 +14,7 @@ use taper_attention::{
     AttentionBatch, AttentionSpec, AttentionUsage, Beginning, Chunk, ModelKey, Sequence, Span, leaders,
 };
 use taper_kernels::parallel;
-use taper_kernels::token::{self, Draw};
+use taper_kernels::token::{self, Chosen, Draw};
 use taper_kv_cache::{BLOCK_TOKENS, KvPool, KvShape};
 use taper_model::{ChatTemplate, LoadOptions, Model, ModelError, ResolvedModel, Tokenizer};
 pub use text::ModelText;
@@ -117,6 +119,11 @@ pub struct ModelBackend {
     pool: KvPool,
     /// Whether prompts share their beginnings.
     prefix: bool,
+    /// Whether the next step is begun before it is asked for, where it can be.
+    runs_ahead: bool,
+    ahead: Option<Ahead>,
+    /// Rows that were asked for after they were begun.
+    followed: usize,
 }
 
 /// Loads a model onto a device: what computes, and what reads and writes its text.
@@ -238,7 +245,8 @@ impl ModelBackend {
             }
         };
         let pool = pool.map_err(|e| LoadError::Cache(e.to_string()))?;
-        Ok(Self { model, pool, prefix: cache.prefix })
+        // In host memory whoever waits for a step does its work.
+        Ok(Self { model, pool, prefix: cache.prefix, runs_ahead: !device.is_cpu(), ahead: None, followed: 0 })
     }
 
     /// A sequence that goes on here from where another backend of the same model has brought it.
@@ -258,13 +266,26 @@ impl ModelBackend {
         self.pool.page_out().map_err(|e| BackendError(e.to_string()))
     }
 
+    /// Says whether the step after one is begun before it is asked for, where rows go on by the tokens that they draw. On a
+    /// device it is; in host memory that saves nothing.
+    #[cfg(any(test, feature = "stub"))]
+    pub fn run_ahead(&mut self, yes: bool) {
+        (self.runs_ahead, self.ahead) = (yes, None);
+    }
+
+    /// How many rows were asked for after they were begun.
+    #[cfg(any(test, feature = "stub"))]
+    pub fn followed(&self) -> usize {
+        self.followed
+    }
+
     /// What artefacts must have been made for.
     pub fn key(&self) -> ModelKey {
         self.model.config().key()
     }
 
-    /// One forward pass, and chunks a part of their way after it.
-    fn step(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Vec<Row>>, BackendError> {
+    /// One forward pass, and chunks a part of their way after it; then the next step may be begun.
+    fn step(&mut self, inputs: Vec<Input<'_, Sequence>>, begins: bool) -> Result<Vec<Vec<Row>>, BackendError> {
         // Answers by one method stand together.
         let leaders = leaders(inputs.iter().map(|input| (&*input.sequence, input.tokens.len())));
         let part = |(_, input): &(usize, Input<'_, Sequence>)| {
@@ -280,18 +301,30 @@ impl ModelBackend {
         // Rows of the batch after which something is wanted, and what, and the places of the inputs that want it.
         let (mut rows, mut wanted, mut places) = (Vec::new(), Vec::new(), Vec::new());
         let mut spans = Vec::new();
-        for (place, input) in inputs {
+        let chooses = self.model.config().vocab_size <= token::MOST_VOCAB;
+        let goes_on = begins && chooses && self.runs_ahead && chunks.is_empty() && go_on(&inputs);
+        for (place, input) in &mut inputs {
             tokens.extend_from_slice(input.tokens);
             rows.extend(tokens.len() as u32 - input.wants.len() as u32..tokens.len() as u32);
-            places.extend(input.wants.iter().map(|_| place));
-            wanted.extend(input.wants);
-            spans.push(Span { sequence: input.sequence, tokens: input.tokens.len() });
+            places.extend(input.wants.iter().map(|_| *place));
+            wanted.extend_from_slice(&input.wants);
+            spans.push(Span { sequence: &mut *input.sequence, tokens: input.tokens.len() });
         }
         let shape = self.model.attention_shape();
         let mut batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans)
             .map_err(|e| BackendError(e.to_string()))?;
         if !tokens.is_empty() {
             let hidden = self.model.forward(&tokens, &batch.positions(), &mut batch)?;
+            let draws: Vec<Draw> = wanted.iter().filter_map(Wanted::draw).collect();
+            let chosen = if goes_on { Chosen::new(&self.model.logits(&hidden)?, &draws)? } else { None };
+            if let Some(chosen) = chosen {
+                batch.finish()?;
+                self.begin_ahead(&mut inputs, chosen.tensor());
+                let drawn = ahead::rows(chosen).inspect_err(|_| self.undo(&mut inputs))?;
+                self.know(&drawn);
+                places.into_iter().zip(drawn).for_each(|(place, row)| out[place].push(row));
+                return Ok(out);
+            }
             if !rows.is_empty() {
                 let rows = Tensor::from_slice(&rows, rows.len(), self.model.device())?;
                 let rows = finish(&self.model, &hidden.index_select(&rows, 0)?, &wanted)?;
@@ -361,9 +394,8 @@ fn drawn(logits: &Tensor, wanted: &[Wanted]) -> candle_core::Result<Vec<Row>> {
             })
             .collect());
     }
-    let draw = |wants: &Wanted| if let Wanted::Token(draw) = wants { Some(*draw) } else { None };
-    let draws: Vec<Draw> = wanted.iter().map(|wants| draw(wants).unwrap_or(Draw::LIKELIEST)).collect();
-    let drawn = if wanted.iter().any(|wants| draw(wants).is_some()) { token::choose(logits, &draws)? } else { None };
+    let draws: Vec<Draw> = wanted.iter().map(|wants| wants.draw().unwrap_or(Draw::LIKELIEST)).collect();
+    let drawn = if wanted.iter().any(|wants| wants.draw().is_some()) { token::choose(logits, &draws)? } else { None };
     let copied = |row: Vec<f32>, wants: &Wanted| match *wants {
         Wanted::Score { token, top } => Row::Score(logprobs(&row, token, top)),
         _ => Row::Logits(row),
@@ -465,12 +497,14 @@ impl Backend for ModelBackend {
     }
 
     fn forward(&mut self, inputs: Vec<Input<'_, Sequence>>) -> Result<Vec<Vec<Row>>, BackendError> {
-        // A device has what it needs of this thread alone (uploads and plans that are kept).
-        if !self.model.device().is_cpu() {
-            return self.step(inputs);
-        }
-        // The pool stays awake from the first layer to the last.
-        parallel::awake(|| self.step(inputs))
+        let (ahead, host) = (self.ahead.take(), self.model.device().is_cpu());
+        let step = || match ahead {
+            Some(ahead) => self.follow(ahead, inputs),
+            None => self.step(inputs, true),
+        };
+        // A device has what it needs of this thread alone (uploads and plans that are kept). In host memory the pool stays
+        // awake from the first layer to the last.
+        if host { parallel::awake(step) } else { step() }
     }
 
     fn draft(&self, sequence: &mut Sequence, drafts: bool) {
@@ -512,8 +546,8 @@ impl Backend for ModelBackend {
         // In small slices and in large ones, as beside answers; then the steps by which a graph is made.
         for effort in [1, 1, 1, 1, tokens - 1, tokens - 1, 1, 1, 1] {
             let tokens = if sequence.len() < tokens { &prompt[..] } else { &prompt[..1] };
-            let input = Input { sequence: &mut sequence, tokens, effort, wants: likeliest() };
-            tried = tried.and_then(|_| self.step(vec![input]));
+            let input = Input { sequence: &mut sequence, tokens, effort, wants: likeliest(), next: None };
+            tried = tried.and_then(|_| self.step(vec![input], false));
         }
         self.close(sequence);
         tried?;

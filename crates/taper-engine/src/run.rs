@@ -15,6 +15,7 @@ use crate::worker::guard;
 use std::sync::OnceLock;
 use std::time::Instant;
 use taper_attention::{AttentionUsage, Beginning, Drafting};
+use taper_kernels::token;
 use tokio::sync::mpsc;
 
 /// A request with its way back to the client.
@@ -165,6 +166,12 @@ impl<S> Choice<S> {
             (Some(draws), None) => draws.into_iter().map(Wanted::Token).collect(),
             _ => vec![Wanted::Logits; count],
         }
+    }
+
+    /// How the token after the next is drawn, where the answer has one and nothing but its logits decides.
+    fn next(&self) -> Option<token::Draw> {
+        let plain = self.output.left() > 1 && self.output.logprobs().is_none();
+        if plain { self.sampler.draws(2)?.pop() } else { None }
     }
 
     /// Tokens of the answer, without drafts.
@@ -339,7 +346,7 @@ impl<S> Run<S> {
                 let tokens = &known[start..start + share.tokens];
                 let wants = if start + share.tokens == known.len() { wants } else { Vec::new() };
                 backend.draft(sequence, drafts && !wants.is_empty());
-                Input { sequence, tokens, effort: share.effort, wants }
+                Input { sequence, tokens, effort: share.effort, wants, next: None }
             };
         let wants = match &self.choices[..] {
             // A prompt that comes again has been drawn from already.
@@ -364,12 +371,16 @@ impl<S> Run<S> {
             let input = |share| score(share, input(share, sequence, (prompt, 0), wants, false));
             return shares.first().map(input).into_iter().collect();
         }
+        let guesses = self.job.request.attention.drafting().tokens > 0;
         let mut shares = shares.iter().peekable();
         let running = self.choices.iter_mut().filter(|choice| choice.sequence.is_some()).enumerate();
         let own = |(place, choice): (usize, &'a mut Choice<S>)| {
             let share = shares.next_if(|share| share.sequence == place)?;
             let (wants, drafts) = (choice.wants(), choice.drafts.growing());
-            Some(input(share, choice.sequence.as_mut()?, (&choice.tokens, prompt.len()), wants, drafts))
+            // Tokens of which some are guessed end nobody knows where.
+            let next = if guesses { None } else { choice.next() };
+            let input = input(share, choice.sequence.as_mut()?, (&choice.tokens, prompt.len()), wants, drafts);
+            Some(Input { next, ..input })
         };
         running.filter_map(own).collect()
     }
@@ -560,8 +571,10 @@ impl<S> Choice<S> {
                 return Ok(());
             }
         } else {
-            let right = self.drawn.len().saturating_sub(1);
+            let (right, before) = (self.drawn.len().saturating_sub(1), self.output.generated());
             let end = self.take(events)?;
+            // An answer may end among them.
+            let right = right.min(self.output.generated() - before);
             let Some(sequence) = &mut self.sequence else { return Ok(()) };
             backend.drafted(sequence, made, right, looked_up);
             if end {

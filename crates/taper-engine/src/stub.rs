@@ -218,7 +218,7 @@ impl Backend for StubBackend {
             }
         }
         let mut rows = Vec::new();
-        for Input { sequence, tokens, effort, wants } in inputs {
+        for Input { sequence, tokens, effort, wants, .. } in inputs {
             let before = sequence.blocks();
             let rest = &sequence.prompt[sequence.tokens.len().min(sequence.prompt.len())..];
             assert!(rest.iter().zip(tokens).all(|(a, b)| a == b), "a prompt's tokens in their order");

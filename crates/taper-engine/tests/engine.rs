@@ -374,6 +374,10 @@ fn drafts_do_not_show_in_an_answer() {
             let request = Request { stop, ..request("hi") };
             let (answer, expected) = (run(&engine, drafted(request.clone())), run(&plain, request));
             assert_eq!((answer.texts, answer.finishes), (expected.texts, expected.finishes), "{end}");
+            // Drafts beyond an answer's end are none of its tokens.
+            let usage = answer.end.unwrap().unwrap();
+            let accepted = usage.attention[0].speculation.as_ref().unwrap().accepted;
+            assert!(accepted < usage.completion_tokens as u64, "{end}: {accepted} of {}", usage.completion_tokens);
         }
         // Each check gives a token of its own beside the drafts that were right.
         let greedy = sampled().pop().unwrap();

@@ -287,7 +287,8 @@ impl<B: Backend> Runner<'_, B> {
     }
 }
 
-/// Takes in a prompt's next tokens, at most so many a step, and returns the logits after the last; `None` if told to stop.
+/// Takes in a prompt's next tokens, at most so many a step or as much work as of so many, as an engine does, and returns the
+/// logits after the last; `None` if told to stop.
 pub(crate) fn feed<B: Backend>(
     backend: &mut B,
     sequence: &mut B::Sequence,
@@ -295,19 +296,21 @@ pub(crate) fn feed<B: Backend>(
     chunk_tokens: usize,
     stopped: &dyn Fn() -> bool,
 ) -> Result<Option<Vec<f32>>, BackendError> {
-    let mut at = 0;
+    let before = backend.cached(sequence);
     loop {
         if stopped() {
             return Ok(None);
         }
+        let at = backend.cached(sequence) - before;
         // A method that cannot cut so short may take more than asked for.
         let take = backend.chunk(sequence, chunk_tokens).clamp(1, tokens.len() - at);
-        let end = at + take;
-        let logits = step(backend, sequence, &tokens[at..end], end == tokens.len())?;
-        if logits.is_some() {
-            return Ok(logits);
+        let effort = (take - backend.underway(sequence).done).min(chunk_tokens.max(1));
+        let wants = Vec::from_iter((at + take == tokens.len()).then_some(Wanted::Logits));
+        let input = Input { effort, wants, ..Input::whole(&mut *sequence, &tokens[at..at + take], None) };
+        let rows = backend.forward(vec![input])?;
+        if backend.cached(sequence) - before == tokens.len() {
+            return logits_of(rows).map(Some);
         }
-        at = end;
     }
 }
 
@@ -319,11 +322,13 @@ pub(crate) fn step<B: Backend>(
     logits: bool,
 ) -> Result<Option<Vec<f32>>, BackendError> {
     let rows = backend.forward(vec![Input::whole(sequence, tokens, logits.then_some(Wanted::Logits))])?;
+    if logits { logits_of(rows).map(Some) } else { Ok(None) }
+}
+
+/// The logits that a step of one sequence returned.
+fn logits_of(rows: Vec<Vec<Row>>) -> Result<Vec<f32>, BackendError> {
     let row = rows.into_iter().flatten().next().and_then(Row::logits);
-    if logits && row.is_none() {
-        return Err(BackendError("the step returned no logits".into()));
-    }
-    Ok(row)
+    row.ok_or_else(|| BackendError("the step returned no logits".into()))
 }
 
 /// The token of the largest logit; of equal ones the first.

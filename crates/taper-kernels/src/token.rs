@@ -31,6 +31,9 @@ impl Draw {
     }
 }
 
+/// Most tokens of a vocabulary that a device chooses from.
+pub const MOST_VOCAB: usize = 1 << 18;
+
 /// The token of each row of `logits` `[R, vocab]`, f32, in one launch: `[R]`, u32, `u32::MAX` for a row with NaN or plus
 /// infinity or nothing finite. Weights are added up as whole numbers of 2⁻⁴⁴, so that nothing depends on an order. None where
 /// there is no such operation: it takes a CUDA device and a vocabulary of at most 262,144 tokens.
@@ -45,13 +48,65 @@ pub fn choose(logits: &Tensor, draws: &[Draw]) -> Result<Option<Tensor>> {
     if let Some(draw) = draws.iter().find(|draw| !draw.sound()) {
         bail!("tokens: {draw:?}; expected a temperature, shares from 0 to 1, a draw below 1");
     }
-    if !logits.device().is_cuda() || vocab > 1 << 18 {
+    if !logits.device().is_cuda() || vocab > MOST_VOCAB {
         return Ok(None);
     }
     #[cfg(feature = "cuda")]
     return Ok(Some(crate::cuda::tokens(logits, draws)?));
     #[cfg(not(feature = "cuda"))]
     bail!("tokens on a CUDA device without the feature")
+}
+
+/// Tokens of rows of logits, chosen where the logits are, and on their way to host memory.
+#[derive(Debug)]
+pub struct Chosen {
+    tokens: Tensor,
+    #[cfg(feature = "cuda")]
+    coming: Option<crate::cuda::Coming>,
+}
+
+impl Chosen {
+    /// As [`choose`] chooses them, or [`pick`] in host memory; none where a device has no such operation.
+    ///
+    /// # Errors
+    /// As of [`choose`].
+    pub fn new(logits: &Tensor, draws: &[Draw]) -> Result<Option<Self>> {
+        let tokens = match choose(logits, draws)? {
+            Some(tokens) => tokens,
+            None if logits.device().is_cpu() => {
+                let rows = logits.to_vec2::<f32>()?;
+                let tokens: Vec<u32> =
+                    rows.iter().zip(draws).map(|(row, draw)| pick(row, draw).unwrap_or(u32::MAX)).collect();
+                Tensor::new(tokens, logits.device())?
+            }
+            None => return Ok(None),
+        };
+        Ok(Some(Self {
+            #[cfg(feature = "cuda")]
+            coming: if tokens.device().is_cuda() { crate::cuda::Coming::new(&tokens)? } else { None },
+            tokens,
+        }))
+    }
+
+    /// They, `[R]`, u32, where the logits are.
+    pub fn tensor(&self) -> &Tensor {
+        &self.tokens
+    }
+
+    /// Waits for them; none for a row as [`choose`] says. What was queued after them is not waited for.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn read(self) -> Result<Vec<Option<u32>>> {
+        #[cfg(feature = "cuda")]
+        let tokens = match self.coming {
+            Some(coming) => coming.wait()?,
+            None => self.tokens.to_vec1()?,
+        };
+        #[cfg(not(feature = "cuda"))]
+        let tokens = self.tokens.to_vec1()?;
+        Ok(tokens.into_iter().map(|token| Some(token).filter(|token| *token != u32::MAX)).collect())
+    }
 }
 
 /// The token of a row of logits in host memory, as [`choose`] finds it but for the rounding of sums; none from NaN or plus

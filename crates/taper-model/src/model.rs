@@ -107,8 +107,28 @@ impl Model {
     /// An empty batch, lengths that differ, a token outside the vocabulary, a position past the context, and whatever
     /// `attention` or the device says.
     pub fn forward(&self, tokens: &[u32], positions: &[u32], attention: &mut dyn LayerAttention) -> Result<Tensor> {
-        self.check(tokens, positions)?;
-        let mut x = self.embedding.lookup(tokens)?;
+        self.check(tokens.len(), positions)?;
+        self.through(self.embedding.lookup(tokens)?, positions, attention)
+    }
+
+    /// The same of tokens that are where the model is, `[T]`, u32; none where embeddings are not there.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward), but on a device a token outside the vocabulary is the caller's to prevent, and
+    /// `u32::MAX` stands for no token.
+    pub fn forward_there(
+        &self,
+        tokens: &Tensor,
+        positions: &[u32],
+        attention: &mut dyn LayerAttention,
+    ) -> Result<Option<Tensor>> {
+        self.check(tokens.dim(0)?, positions)?;
+        let x = self.embedding.lookup_there(tokens)?;
+        x.map(|x| self.through(x, positions, attention)).transpose()
+    }
+
+    /// All layers over embeddings `[T, hidden]`, f32.
+    fn through(&self, mut x: Tensor, positions: &[u32], attention: &mut dyn LayerAttention) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         if self.device.is_cuda() {
             let angles = self.config.rope.angles(positions, |token| attention.length(token), &self.device)?;
@@ -135,7 +155,7 @@ impl Model {
     /// # Errors
     /// As [`forward`](Self::forward); then the chunk must be dropped.
     pub fn advance(&self, tokens: &[u32], chunk: &mut Chunk, effort: usize, rows: usize) -> Result<Option<Tensor>> {
-        self.check(tokens, &chunk.positions(&(0..tokens.len())))?;
+        self.check(tokens.len(), &chunk.positions(&(0..tokens.len())))?;
         let mut left = chunk.work(effort);
         while left > 0 {
             let Some(slice) = chunk.next(left) else { break };
@@ -182,14 +202,10 @@ impl Model {
         Ok(())
     }
 
-    /// Whether tokens can stand at positions.
-    fn check(&self, tokens: &[u32], positions: &[u32]) -> Result<()> {
-        if tokens.is_empty() || tokens.len() != positions.len() {
-            candle_core::bail!(
-                "a step takes one position a token: got {} tokens, {} positions",
-                tokens.len(),
-                positions.len()
-            );
+    /// Whether so many tokens can stand at positions.
+    fn check(&self, tokens: usize, positions: &[u32]) -> Result<()> {
+        if tokens == 0 || tokens != positions.len() {
+            candle_core::bail!("a step takes one position a token: got {tokens} tokens, {} positions", positions.len());
         }
         if let Some(position) = positions.iter().find(|p| **p as usize >= self.config.context_length) {
             candle_core::bail!("position {position} is past the context of {} tokens", self.config.context_length);

@@ -19,6 +19,7 @@ const GOOD: &[&str] = &[
     r#"{"speculate": {"method": {"method": "quest", "k": 9}, "tokens": 15}}"#,
     r#"{"speculate": {"method": "quest", "lookup": 0}}"#,
     r#"{"speculate": {"lookup": 1}}"#,
+    r#"{"speculate": {"lookup": 3.0, "tokens": 4.0}}"#,
     r#"{"speculate": {"lookup": 64, "tokens": 8, "method": "streaming_llm"}}"#,
     r#"{"prefill": {"method": "dense"}, "decode": {"method": "dense"}}"#,
     r#"{"prefill": {"method": "delta", "gamma": 16, "mode": "recompute"}}"#,

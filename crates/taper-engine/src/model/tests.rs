@@ -53,7 +53,7 @@ fn backend() -> ModelBackend {
     let shape = model.attention_shape();
     let shape = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
     let pool = KvPool::new(shape, DType::F32, BLOCKS, &Device::Cpu).unwrap();
-    ModelBackend { model, pool, prefix: false }
+    ModelBackend { model, pool, prefix: false, runs_ahead: false, ahead: None, followed: 0 }
 }
 
 #[test]
@@ -89,6 +89,76 @@ fn a_sequence_handed_over_goes_on_as_it_would_have_where_it_was() {
     assert_eq!(both.usage(&second).prefill.density, both.usage(&first).prefill.density);
     [first, second, third].into_iter().for_each(|held| both.close(held));
     both.check_idle();
+}
+
+/// One step of rows, each of a token and what it wants, and how the token after that is drawn.
+fn step(
+    backend: &mut ModelBackend,
+    sequences: &mut [&mut Sequence],
+    tokens: &[u32],
+    next: Option<Draw>,
+) -> Result<Vec<u32>, BackendError> {
+    let input = |(sequence, token)| {
+        let wants = Some(Wanted::Token(DRAW));
+        Input { next, ..Input::whole(sequence, std::slice::from_ref(token), wants) }
+    };
+    let rows = backend.forward(sequences.iter_mut().map(|s| &mut **s).zip(tokens).map(input).collect())?;
+    let token = |rows: Vec<Row>| if let [Row::Token(Some(token))] = rows[..] { token } else { panic!("{rows:?}") };
+    Ok(rows.into_iter().map(token).collect())
+}
+
+const DRAW: Draw = Draw { temperature: 1.0, uniform: 0.37, ..Draw::LIKELIEST };
+
+#[test]
+fn a_step_begun_ahead_is_taken_where_it_is_what_is_asked_for_and_no_other() {
+    let spec = Arc::new(AttentionSpec::default());
+    let prompts = [(10..30).collect::<Vec<u32>>(), (5..12).collect(), (20..50).collect()];
+    let opened = |runs_ahead| {
+        let mut backend = backend();
+        backend.run_ahead(runs_ahead);
+        let sequences = prompts.each_ref().map(|prompt| {
+            let mut sequence = backend.open(&spec, 1, prompt, 0).unwrap();
+            backend.forward(vec![Input::whole(&mut sequence, prompt, Some(Wanted::Logits))]).unwrap();
+            sequence
+        });
+        (backend, sequences)
+    };
+    let (mut plain, [mut a, mut b, mut c]) = opened(false);
+    let (mut ahead, [mut x, mut y, mut z]) = opened(true);
+    let mut follows = |of: [bool; 3], tokens: &[u32], next: Option<Draw>, followed: usize| {
+        let before = ahead.followed;
+        fn chosen(three: [&mut Sequence; 3], of: [bool; 3]) -> Vec<&mut Sequence> {
+            three.into_iter().zip(of).filter_map(|(sequence, of)| of.then_some(sequence)).collect()
+        }
+        let mut rows = chosen([&mut a, &mut b, &mut c], of);
+        let expected = step(&mut plain, &mut rows[..], tokens, None).unwrap();
+        let mut rows = chosen([&mut x, &mut y, &mut z], of);
+        let got = step(&mut ahead, &mut rows[..], tokens, next).unwrap();
+        assert_eq!(got, expected);
+        assert_eq!(ahead.followed - before, followed);
+        assert_eq!([x.len(), y.len(), z.len()], [a.len(), b.len(), c.len()]);
+        got
+    };
+    let all = [true; 3];
+    let drawn = follows(all, &[1, 2, 3], Some(DRAW), 0);
+    let drawn = follows(all, &drawn, Some(DRAW), 3);
+    // One ends; the others follow.
+    let drawn = follows([true, false, true], &[drawn[0], drawn[2]], Some(DRAW), 2);
+    // One comes back by another token than it drew, with the others: they follow, it does not.
+    let drawn = follows(all, &[drawn[0], 9, drawn[1]], Some(DRAW), 2);
+    // After a step of two parts nothing is underway; then all go together again.
+    let drawn = follows(all, &drawn, Some(DRAW), 0);
+    let drawn = follows(all, &drawn, Some(DRAW), 3);
+    // Other tokens, other draws than foreseen, the last token.
+    let drawn = follows(all, &[drawn[0], drawn[1] ^ 1, drawn[2] ^ 1], Some(DRAW), 1);
+    let drawn = follows(all, &drawn, Some(Draw { uniform: 0.5, ..DRAW }), 0);
+    let drawn = follows(all, &drawn, None, 0);
+    follows(all, &drawn, None, 0);
+    for (backend, sequences) in [(plain, [a, b, c]), (ahead, [x, y, z])] {
+        let mut backend = backend;
+        sequences.into_iter().for_each(|sequence| backend.close(sequence));
+        backend.check_idle();
+    }
 }
 
 /// The engine over the real backend, slow enough to be cancelled, failing after the step asked for has written its keys;

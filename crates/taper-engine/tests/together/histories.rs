@@ -58,6 +58,7 @@ fn whatever_happens_each_gets_what_it_gets_alone() {
             0 => nearly_all_in_a_file(blocks, folder.path()),
             _ => Watched::new(backend(blocks, CacheOptions { prefix, ..CacheOptions::default() }).unwrap()),
         };
+        watched.inner.run_ahead(history % 2 == 0);
         let faults: Vec<Vec<u32>> =
             (0..HISTORIES as usize * 15 + 20).filter(|n| faulty(*n)).map(|n| any(n, &specs).prompt).collect();
         watched.opened = Box::new(move |sequence, prompt| {

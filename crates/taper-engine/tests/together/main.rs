@@ -1,6 +1,7 @@
 //! Many requests at once on a real model, if a small one: each gets the tokens that it gets alone, whatever runs beside
 //! it, whether or not it loses its place in the cache on the way, and whoever else had its beginning before.
 
+mod ahead;
 mod drafts;
 mod faults;
 mod histories;

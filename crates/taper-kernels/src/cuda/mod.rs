@@ -56,4 +56,4 @@ pub(crate) use kv::{append, copy_block};
 pub(crate) use layer::append_joint;
 pub(crate) use prefill::prefill;
 pub(crate) use sums::sums;
-pub(crate) use token::tokens;
+pub(crate) use token::{Coming, tokens};

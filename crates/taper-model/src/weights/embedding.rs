@@ -29,6 +29,15 @@ pub(crate) struct FileRows {
 }
 
 impl Embedding {
+    /// The rows of tokens `[T]`, u32, that are where the table is; none of a table in a file.
+    pub(crate) fn lookup_there(&self, tokens: &Tensor) -> Result<Option<Tensor>> {
+        match self {
+            Self::File(file) if file.device.is_cpu() => self.lookup(&tokens.to_vec1()?).map(Some),
+            Self::File(_) => Ok(None),
+            Self::Table(table) => table.index_select(tokens, 0)?.to_dtype(DType::F32).map(Some),
+        }
+    }
+
     /// The rows of `tokens`, `[T, hidden]` f32.
     pub(crate) fn lookup(&self, tokens: &[u32]) -> Result<Tensor> {
         let rows = match self {

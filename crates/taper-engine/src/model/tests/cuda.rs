@@ -42,7 +42,7 @@ fn on_device(blocks: usize) -> ModelBackend {
     let shape = model.attention_shape();
     let shape = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
     let pool = KvPool::new(shape, DType::BF16, blocks, model.device()).unwrap();
-    ModelBackend { model, pool, prefix: false }
+    ModelBackend { model, pool, prefix: false, runs_ahead: true, ahead: None, followed: 0 }
 }
 
 #[test]
@@ -60,7 +60,7 @@ fn rows_of_several_tokens_of_an_input_come_with_those_of_others() {
     let mut forward = |wants: &dyn Fn(usize) -> Wanted| -> Vec<Vec<Row>> {
         let inputs = sequences.iter_mut().enumerate().map(|(at, sequence)| {
             let wants = (0..counts[at]).map(|row| wants(at + 3 * row)).collect();
-            Input { sequence, tokens: &tokens[..counts[at]], effort: counts[at], wants }
+            Input { sequence, tokens: &tokens[..counts[at]], effort: counts[at], wants, next: None }
         });
         let rows = backend.forward(inputs.collect()).unwrap();
         sequences.iter_mut().for_each(|sequence| backend.truncate(sequence, prompt.len()).unwrap());
@@ -112,5 +112,45 @@ fn drafts_by_the_method_that_checks_them_are_nearly_all_right() {
             assert!(usage.drafted >= 40 && usage.acceptance > 0.8, "{usage:?}");
         }
         assert_eq!(free_when_idle(&engine, &seen), BLOCKS);
+    }
+}
+
+#[test]
+fn steps_begun_ahead_draw_what_others_draw() {
+    let spec = Arc::new(AttentionSpec::default());
+    let prompts: Vec<Vec<u32>> = (1..4).map(|n| (0..40 * n).map(|i| (i * i + 3 * i + n) % 256).collect()).collect();
+    for (rows, temperature) in [(1, 0.0), (1, 0.9), (3, 0.9)] {
+        let mut backend = on_device(40);
+        let mut run = |runs_ahead: bool| {
+            backend.run_ahead(runs_ahead);
+            let mut sequences: Vec<Sequence> = Vec::new();
+            for prompt in &prompts[..rows] {
+                let mut sequence = backend.open(&spec, 1, prompt, 0).unwrap();
+                backend.forward(vec![Input::whole(&mut sequence, prompt, Some(Wanted::Logits))]).unwrap();
+                sequences.push(sequence);
+            }
+            let (mut tokens, mut all) = (vec![7; rows], Vec::new());
+            for at in 0..120 {
+                let draw = |at: usize| Draw { temperature, uniform: (at as f64 * 0.618) % 1.0, ..Draw::LIKELIEST };
+                let input = |(sequence, token)| {
+                    let wants = Some(Wanted::Token(draw(at)));
+                    Input { next: Some(draw(at + 1)), ..Input::whole(sequence, std::slice::from_ref(token), wants) }
+                };
+                let drawn = backend.forward(sequences.iter_mut().zip(&tokens).map(input).collect()).unwrap();
+                let token =
+                    |rows: &Vec<Row>| if let [Row::Token(Some(token))] = rows[..] { token } else { panic!("{rows:?}") };
+                tokens = drawn.iter().map(token).collect();
+                all.extend_from_slice(&tokens);
+            }
+            let usage: Vec<_> = sequences.iter().map(|sequence| json!(backend.usage(sequence))).collect();
+            sequences.into_iter().for_each(|sequence| backend.close(sequence));
+            backend.check_idle();
+            (all, usage, backend.followed())
+        };
+        let (expected, usage, none) = run(false);
+        let (drawn, by_both, followed) = run(true);
+        assert_eq!((drawn, by_both), (expected, usage), "{rows} rows at {temperature}");
+        // All but the first, and those that begin a block.
+        assert!(none == 0 && followed > 110 * rows, "{followed} of {rows} rows");
     }
 }

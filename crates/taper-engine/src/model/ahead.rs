@@ -1,0 +1,183 @@
+//! The step after a step, begun before it is asked for: rows of answers go on by the tokens that were drawn where the logits
+//! are, so that a device has work while the host sees to what the tokens mean.
+//!
+//! Nothing of it is taken as done before somebody asks for just that: the same rows, the tokens that were drawn, and draws as
+//! foreseen. What nobody asks for is forgotten; what it wrote lies beyond its sequences' ends, where the next row to come
+//! overwrites it.
+
+use super::ModelBackend;
+use crate::backend::{BackendError, Input, Row, Wanted};
+use crate::worker::guard;
+use candle_core::Tensor;
+use taper_attention::{AttentionBatch, NextRow, Sequence, Span};
+use taper_kernels::token::{Chosen, Draw};
+use taper_kv_cache::KvError;
+
+/// A step that is underway.
+pub(super) struct Ahead {
+    rows: Vec<Begun>,
+    /// What the rows drew.
+    chosen: Chosen,
+}
+
+/// One row of it.
+struct Begun {
+    row: NextRow,
+    /// The token that it is of; none before that is known.
+    token: Option<u32>,
+    draw: Draw,
+}
+
+/// An input of one row and one draw, and its place among all.
+pub(super) type Placed<'a> = (usize, Input<'a, Sequence>);
+
+/// How an input's one token is drawn, if that is all that it is.
+fn draw(input: &Input<'_, Sequence>) -> Option<Draw> {
+    match (input.tokens, &input.wants[..]) {
+        ([_], [Wanted::Token(draw)]) => Some(*draw),
+        _ => None,
+    }
+}
+
+/// Whether all go on by one row each, whatever they draw.
+pub(super) fn go_on(inputs: &[Placed]) -> bool {
+    !inputs.is_empty() && inputs.iter().all(|(_, input)| draw(input).is_some() && input.next.is_some())
+}
+
+/// What one row each was drawn.
+pub(super) fn rows(chosen: Chosen) -> Result<Vec<Row>, BackendError> {
+    Ok(chosen.read()?.into_iter().map(Row::Token).collect())
+}
+
+impl ModelBackend {
+    /// Begins the step after one that is done but for its tokens, which are `[R]`, u32, where the logits are.
+    pub(super) fn begin_ahead(&mut self, inputs: &mut [Placed], tokens: &Tensor) {
+        // A row that takes another block gets it now where there are plenty: it will want it next, unless its answer ends.
+        if self.pool.free_blocks() > 2 * inputs.len() {
+            for (_, input) in &mut *inputs {
+                let end = input.sequence.len() + 1;
+                let _ = self.pool.grow(input.sequence.table_mut(), end);
+            }
+        }
+        let begun = |(_, input): &Placed| Some((input.sequence.next_row()?, input.next?));
+        let Some(begun) = inputs.iter().map(begun).collect::<Option<Vec<_>>>() else { return };
+        let draws: Vec<Draw> = begun.iter().map(|(_, draw)| *draw).collect();
+        // The step before is done, whatever becomes of this one.
+        match guard(|| Ok(self.begin_rows(inputs, tokens, &draws)?)) {
+            Ok(Some(chosen)) => {
+                let rows = begun.into_iter().map(|(row, draw)| Begun { row, token: None, draw }).collect();
+                self.ahead = Some(Ahead { rows, chosen });
+            }
+            Ok(None) => {}
+            // Whoever asks for the step gets it again, or its error.
+            Err(error) => tracing::debug!(%error, "a step ahead failed"),
+        }
+    }
+
+    fn begin_rows(
+        &mut self,
+        inputs: &mut [Placed],
+        tokens: &Tensor,
+        draws: &[Draw],
+    ) -> Result<Option<Chosen>, BackendError> {
+        let spans = inputs.iter_mut().map(|(_, input)| Span { sequence: &mut *input.sequence, tokens: 1 }).collect();
+        let shape = self.model.attention_shape();
+        let mut batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans).map_err(no_room)?;
+        if !batch.is_plain() {
+            return Ok(None);
+        }
+        let Some(hidden) = self.model.forward_there(tokens, &batch.positions(), &mut batch)? else { return Ok(None) };
+        Ok(Chosen::new(&self.model.logits(&hidden)?, draws)?)
+    }
+
+    /// Says which tokens the step ahead is of.
+    pub(super) fn know(&mut self, tokens: &[Row]) {
+        let begun = self.ahead.iter_mut().flat_map(|ahead| &mut ahead.rows);
+        for (begun, row) in begun.zip(tokens) {
+            begun.token = if let Row::Token(token) = row { *token } else { None };
+        }
+    }
+
+    /// A step of which a part is underway.
+    pub(super) fn follow(
+        &mut self,
+        ahead: Ahead,
+        inputs: Vec<Input<'_, Sequence>>,
+    ) -> Result<Vec<Vec<Row>>, BackendError> {
+        let mut out = vec![Vec::new(); inputs.len()];
+        let (mut found, mut rest) = (Vec::new(), Vec::new());
+        for (place, input) in inputs.into_iter().enumerate() {
+            match ahead.row_of(&input) {
+                Some(at) => found.push((at, (place, input))),
+                None => rest.push((place, input)),
+            }
+        }
+        let whole = rest.is_empty();
+        if !whole {
+            let (places, rest): (Vec<_>, Vec<_>) = rest.into_iter().unzip();
+            // First, since it may fail. What is begun ahead is begun for all or none, or they would never meet in a step again.
+            let rows = self.step(rest, found.is_empty())?;
+            places.into_iter().zip(rows).for_each(|(place, rows)| out[place] = rows);
+        }
+        // In the order that they were begun in, in which answers by one method stand together.
+        found.sort_by_key(|(at, _)| *at);
+        let (at, mut found): (Vec<usize>, Vec<Placed>) = found.into_iter().unzip();
+        if found.is_empty() {
+            return Ok(out);
+        }
+        let spans = found.iter_mut().map(|(_, input)| Span { sequence: &mut *input.sequence, tokens: 1 }).collect();
+        let shape = self.model.attention_shape();
+        let mut batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans).map_err(no_room)?;
+        batch.take_plain()?;
+        batch.finish()?;
+        if whole && go_on(&found) {
+            let tokens = ahead.chosen.tensor();
+            let all = at.iter().copied().eq(0..ahead.rows.len());
+            let index = || Tensor::from_iter(at.iter().map(|at| *at as u32), tokens.device());
+            let tokens = if all { Ok(tokens.clone()) } else { index().and_then(|at| tokens.index_select(&at, 0)) };
+            if let Ok(tokens) = tokens {
+                self.begin_ahead(&mut found, &tokens);
+            }
+        }
+        let drawn = match rows(ahead.chosen) {
+            Ok(drawn) => drawn,
+            Err(error) => {
+                self.undo(&mut found);
+                return Err(error);
+            }
+        };
+        self.followed += at.len();
+        let drawn: Vec<Row> = at.into_iter().map(|at| drawn[at].clone()).collect();
+        self.know(&drawn);
+        found.into_iter().zip(drawn).for_each(|((place, _), row)| out[place].push(row));
+        Ok(out)
+    }
+
+    /// Takes one row of each back: its token never came, since the device failed. What the report has of it stays.
+    pub(super) fn undo(&mut self, inputs: &mut [Placed]) {
+        self.ahead = None;
+        for (_, input) in inputs {
+            let tokens = input.sequence.len() - 1;
+            if let Err(error) = input.sequence.truncate(&mut self.pool, tokens) {
+                tracing::error!(%error, "a step that failed could not be undone");
+            }
+        }
+    }
+}
+
+impl Ahead {
+    /// The row that is what an input asks for.
+    fn row_of(&self, input: &Input<'_, Sequence>) -> Option<usize> {
+        let (draw, row) = (draw(input)?, input.sequence.next_row()?);
+        self.rows.iter().position(|begun| {
+            begun.draw == draw
+                && begun.token.is_some()
+                && begun.token.as_ref() == input.tokens.first()
+                && begun.row == row
+        })
+    }
+}
+
+fn no_room(error: KvError) -> BackendError {
+    BackendError(error.to_string())
+}
