@@ -110,20 +110,6 @@ impl<'a> AttentionBatch<'a> {
         self.spans.iter().flat_map(|s| s.sequence.len..s.sequence.len + s.tokens).map(|p| p as u32).collect()
     }
 
-    /// Whether all its attention [is plain](LayerAttention::plain_step).
-    pub fn is_plain(&self) -> bool {
-        self.plain_step().is_some()
-    }
-
-    /// Takes a step as attended in all layers, and stored: it was, by another batch of the same rows, which
-    /// [was plain](Self::is_plain).
-    ///
-    /// # Errors
-    /// A method that chooses.
-    pub fn take_plain(&mut self) -> Result<()> {
-        self.attended()
-    }
-
     /// Takes the tokens as cached. Call once every layer has attended, and best once the step's results are there: what only
     /// a device knows of the choices is read here.
     ///

@@ -35,7 +35,7 @@ pub use methods::{MethodInfo, catalogue};
 pub mod minference {
     pub use crate::methods::minference::{Pattern, reads};
 }
-pub use report::{AttentionUsage, AuditUsage, CraUsage, LookupUsage, PhaseUsage, SpeculationUsage};
+pub use report::{AttentionUsage, AuditUsage, CraUsage, GuessUsage, PhaseUsage, SpeculationUsage};
 pub use schema::nearest;
 pub use sequence::{NextRow, Sequence, decode_rows};
 pub use spec::{AttentionSpec, Question, SpecError, Wire};

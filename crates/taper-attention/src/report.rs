@@ -94,15 +94,8 @@ pub(crate) struct Report {
     pub decode: PhaseReport,
     pub drafts: PhaseReport,
     /// Drafts that a method made, and those that were looked up.
-    pub made: Guesses,
-    pub looked_up: Guesses,
-}
-
-/// Drafts, and those of them that were right.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Guesses {
-    drafted: u64,
-    accepted: u64,
+    pub made: GuessUsage,
+    pub looked_up: GuessUsage,
 }
 
 /// What a request's attention came to: the body of `usage.attention`.
@@ -136,13 +129,13 @@ pub struct SpeculationUsage {
     pub draft: Option<PhaseUsage>,
     /// Those of all drafts that were looked up in the text; absent where the request wants none.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub lookup: Option<LookupUsage>,
+    pub lookup: Option<GuessUsage>,
 }
 
-/// What looking up came to.
-#[derive(Debug, Clone, Serialize)]
+/// What guesses from one source came to.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct LookupUsage {
+pub struct GuessUsage {
     /// Tokens drafted.
     pub drafted: u64,
     /// Those that the answer has.
@@ -280,14 +273,14 @@ impl Report {
     }
 
     fn speculation(&self, speculate: &Speculate, seed: u64) -> SpeculationUsage {
-        let Guesses { drafted, accepted } = self.looked_up;
-        let all = Guesses { drafted: drafted + self.made.drafted, accepted: accepted + self.made.accepted };
+        let Self { made, looked_up, .. } = self;
+        let (drafted, accepted) = (made.drafted + looked_up.drafted, made.accepted + looked_up.accepted);
         SpeculationUsage {
-            drafted: all.drafted,
-            accepted: all.accepted,
-            acceptance: all.accepted as f64 / all.drafted.max(1) as f64,
+            drafted,
+            accepted,
+            acceptance: accepted as f64 / drafted.max(1) as f64,
             draft: speculate.method.as_ref().map(|method| self.drafts.usage(method.name, seed)),
-            lookup: (speculate.lookup > 0).then_some(LookupUsage { drafted, accepted }),
+            lookup: (speculate.lookup > 0).then_some(*looked_up),
         }
     }
 

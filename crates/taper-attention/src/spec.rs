@@ -227,11 +227,20 @@ fn question(value: &Value, path: &str) -> Result<Question, SpecError> {
 }
 
 fn question_tokens(value: &Value, path: &str) -> Result<usize, SpecError> {
+    whole_number(value, (1, 1_048_576), || format!("{path}.question_tokens"))
+}
+
+/// A whole number in a range, however it is written.
+pub(crate) fn whole_number(
+    value: &Value,
+    (least, most): (u64, u64),
+    path: impl FnOnce() -> String,
+) -> SpecResult<usize> {
     match value.as_f64() {
-        Some(x) if x.fract() == 0.0 && (1.0..=1_048_576.0).contains(&x) => Ok(x as usize),
+        Some(x) if x.fract() == 0.0 && (least as f64..=most as f64).contains(&x) => Ok(x as usize),
         _ => {
-            let message = format!("must be a whole number at least 1 and at most 1048576; got {value}");
-            Err(SpecError::new(format!("{path}.question_tokens"), message))
+            let message = format!("must be a whole number at least {least} and at most {most}; got {value}");
+            Err(SpecError::new(path(), message))
         }
     }
 }

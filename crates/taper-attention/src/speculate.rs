@@ -4,7 +4,7 @@
 use crate::artifacts::Artifacts;
 use crate::method::DecodeMethod;
 use crate::methods;
-use crate::spec::{Chosen, SpecError, SpecResult};
+use crate::spec::{Chosen, SpecError, SpecResult, whole_number};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -66,15 +66,8 @@ impl Speculate {
             return Err(crate::schema::unknown_field(&path, key, "speculate", &known));
         }
         let at = |field: &str| format!("{path}.{field}");
-        let whole = |field: &str, (least, most): (u64, u64), default| match fields.get(field) {
-            None => Ok(default),
-            Some(value) => match value.as_f64() {
-                Some(x) if x.fract() == 0.0 && (least as f64..=most as f64).contains(&x) => Ok(x as usize),
-                _ => {
-                    let message = format!("must be a whole number at least {least} and at most {most}; got {value}");
-                    Err(SpecError::new(at(field), message))
-                }
-            },
+        let whole = |field: &str, range, default| {
+            fields.get(field).map_or(Ok(default), |value| whole_number(value, range, || at(field)))
         };
         let method = match fields.get("method") {
             Some(Value::String(name)) => Some(json!({ "method": name })),

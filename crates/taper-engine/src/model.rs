@@ -15,7 +15,7 @@ use taper_attention::{
 };
 use taper_kernels::parallel;
 use taper_kernels::token::{self, Chosen, Draw};
-use taper_kv_cache::{BLOCK_TOKENS, KvPool, KvShape};
+use taper_kv_cache::{BLOCK_TOKENS, KvError, KvPool, KvShape};
 use taper_model::{ChatTemplate, LoadOptions, Model, ModelError, ResolvedModel, Tokenizer};
 pub use text::ModelText;
 
@@ -202,6 +202,12 @@ impl From<candle_core::Error> for BackendError {
     }
 }
 
+impl From<KvError> for BackendError {
+    fn from(error: KvError) -> Self {
+        Self(error.to_string())
+    }
+}
+
 impl ModelBackend {
     /// Loads a model onto a device.
     ///
@@ -254,7 +260,7 @@ impl ModelBackend {
     /// # Errors
     /// No room in the cache, or a prompt that is not all there.
     pub fn adopt(&mut self, from: &Self, sequence: &Sequence, seed: u64) -> Result<Sequence, BackendError> {
-        sequence.move_to(&from.pool, &mut self.pool, seed).map_err(|e| BackendError(e.to_string()))
+        Ok(sequence.move_to(&from.pool, &mut self.pool, seed)?)
     }
 
     /// Has the file of the [offloaded](Offload) part take what it holds, and gives its memory back, as the system does for
@@ -263,7 +269,7 @@ impl ModelBackend {
     /// # Errors
     /// The system's.
     pub fn page_out(&self) -> Result<(), BackendError> {
-        self.pool.page_out().map_err(|e| BackendError(e.to_string()))
+        Ok(self.pool.page_out()?)
     }
 
     /// Says whether the step after one is begun before it is asked for, where rows go on by the tokens that they draw. On a
@@ -311,17 +317,15 @@ impl ModelBackend {
             spans.push(Span { sequence: &mut *input.sequence, tokens: input.tokens.len() });
         }
         let shape = self.model.attention_shape();
-        let mut batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans)
-            .map_err(|e| BackendError(e.to_string()))?;
+        let mut batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans)?;
         if !tokens.is_empty() {
             let hidden = self.model.forward(&tokens, &batch.positions(), &mut batch)?;
-            let draws: Vec<Draw> = wanted.iter().filter_map(Wanted::draw).collect();
-            let chosen = if goes_on { Chosen::new(&self.model.logits(&hidden)?, &draws)? } else { None };
-            if let Some(chosen) = chosen {
+            if goes_on {
+                let draws: Vec<Draw> = wanted.iter().filter_map(Wanted::draw).collect();
+                let chosen = Chosen::new(&self.model.logits(&hidden)?, &draws)?;
                 batch.finish()?;
-                self.begin_ahead(&mut inputs, chosen.tensor());
-                let drawn = ahead::rows(chosen).inspect_err(|_| self.undo(&mut inputs))?;
-                self.know(&drawn);
+                let at: Vec<usize> = (0..draws.len()).collect();
+                let drawn = self.end_rows(&mut inputs, chosen, &at, true)?;
                 places.into_iter().zip(drawn).for_each(|(place, row)| out[place].push(row));
                 return Ok(out);
             }
@@ -332,8 +336,7 @@ impl ModelBackend {
             }
         }
         for (place, input) in &mut chunks {
-            let chunk = Chunk::new(shape, batch.pool(), &mut *input.sequence, input.tokens.len());
-            let mut chunk = chunk.map_err(|e| BackendError(e.to_string()))?;
+            let mut chunk = Chunk::new(shape, batch.pool(), &mut *input.sequence, input.tokens.len())?;
             let last = self.model.advance(input.tokens, &mut chunk, input.effort, input.wants.len())?;
             chunk.pause();
             if let Some(last) = last.filter(|_| !input.wants.is_empty()) {
@@ -474,11 +477,11 @@ impl Backend for ModelBackend {
     }
 
     fn rejoin(&mut self, sequences: Vec<&mut Sequence>, prompt: Sequence) -> Result<(), BackendError> {
-        Sequence::rejoin(sequences, &mut self.pool, prompt).map_err(|e| BackendError(e.to_string()))
+        Ok(Sequence::rejoin(sequences, &mut self.pool, prompt)?)
     }
 
     fn fork(&mut self, sequence: &Sequence, seed: u64) -> Result<Sequence, BackendError> {
-        sequence.fork(&mut self.pool, seed).map_err(|e| BackendError(e.to_string()))
+        Ok(sequence.fork(&mut self.pool, seed)?)
     }
 
     fn chunk(&self, sequence: &Sequence, max: usize) -> usize {
@@ -516,7 +519,7 @@ impl Backend for ModelBackend {
     }
 
     fn truncate(&mut self, sequence: &mut Sequence, tokens: usize) -> Result<(), BackendError> {
-        sequence.truncate(&mut self.pool, tokens).map_err(|e| BackendError(e.to_string()))
+        Ok(sequence.truncate(&mut self.pool, tokens)?)
     }
 
     fn usage(&self, sequence: &Sequence) -> AttentionUsage {

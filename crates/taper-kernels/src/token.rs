@@ -66,11 +66,11 @@ pub struct Chosen {
 }
 
 impl Chosen {
-    /// As [`choose`] chooses them, or [`pick`] in host memory; none where a device has no such operation.
+    /// As [`choose`] chooses them, or [`pick`] in host memory.
     ///
     /// # Errors
-    /// As of [`choose`].
-    pub fn new(logits: &Tensor, draws: &[Draw]) -> Result<Option<Self>> {
+    /// As of [`choose`]; a device without such an operation.
+    pub fn new(logits: &Tensor, draws: &[Draw]) -> Result<Self> {
         let tokens = match choose(logits, draws)? {
             Some(tokens) => tokens,
             None if logits.device().is_cpu() => {
@@ -79,13 +79,13 @@ impl Chosen {
                     rows.iter().zip(draws).map(|(row, draw)| pick(row, draw).unwrap_or(u32::MAX)).collect();
                 Tensor::new(tokens, logits.device())?
             }
-            None => return Ok(None),
+            None => bail!("tokens: no operation chooses from logits {:?} on their device", logits.shape()),
         };
-        Ok(Some(Self {
+        Ok(Self {
             #[cfg(feature = "cuda")]
             coming: if tokens.device().is_cuda() { crate::cuda::Coming::new(&tokens)? } else { None },
             tokens,
-        }))
+        })
     }
 
     /// They, `[R]`, u32, where the logits are.

@@ -9,9 +9,8 @@ use super::ModelBackend;
 use crate::backend::{BackendError, Input, Row, Wanted};
 use crate::worker::guard;
 use candle_core::Tensor;
-use taper_attention::{AttentionBatch, NextRow, Sequence, Span};
+use taper_attention::{AttentionBatch, LayerAttention, NextRow, Sequence, Span};
 use taper_kernels::token::{Chosen, Draw};
-use taper_kv_cache::KvError;
 
 /// A step that is underway.
 pub(super) struct Ahead {
@@ -44,14 +43,9 @@ pub(super) fn go_on(inputs: &[Placed]) -> bool {
     !inputs.is_empty() && inputs.iter().all(|(_, input)| draw(input).is_some() && input.next.is_some())
 }
 
-/// What one row each was drawn.
-pub(super) fn rows(chosen: Chosen) -> Result<Vec<Row>, BackendError> {
-    Ok(chosen.read()?.into_iter().map(Row::Token).collect())
-}
-
 impl ModelBackend {
     /// Begins the step after one that is done but for its tokens, which are `[R]`, u32, where the logits are.
-    pub(super) fn begin_ahead(&mut self, inputs: &mut [Placed], tokens: &Tensor) {
+    fn begin_ahead(&mut self, inputs: &mut [Placed], tokens: &Tensor) {
         // A row that takes another block gets it now where there are plenty: it will want it next, unless its answer ends.
         if self.pool.free_blocks() > 2 * inputs.len() {
             for (_, input) in &mut *inputs {
@@ -82,20 +76,37 @@ impl ModelBackend {
     ) -> Result<Option<Chosen>, BackendError> {
         let spans = inputs.iter_mut().map(|(_, input)| Span { sequence: &mut *input.sequence, tokens: 1 }).collect();
         let shape = self.model.attention_shape();
-        let mut batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans).map_err(no_room)?;
-        if !batch.is_plain() {
+        let mut batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans)?;
+        if batch.plain_step().is_none() {
             return Ok(None);
         }
         let Some(hidden) = self.model.forward_there(tokens, &batch.positions(), &mut batch)? else { return Ok(None) };
-        Ok(Chosen::new(&self.model.logits(&hidden)?, draws)?)
+        Ok(Some(Chosen::new(&self.model.logits(&hidden)?, draws)?))
     }
 
-    /// Says which tokens the step ahead is of.
-    pub(super) fn know(&mut self, tokens: &[Row]) {
-        let begun = self.ahead.iter_mut().flat_map(|ahead| &mut ahead.rows);
-        for (begun, row) in begun.zip(tokens) {
-            begun.token = if let Row::Token(token) = row { *token } else { None };
+    /// What the rows `at` of a step drew, a row an input, which is done but for that; first it begins the next step, if it may.
+    pub(super) fn end_rows(
+        &mut self,
+        inputs: &mut [Placed],
+        chosen: Chosen,
+        at: &[usize],
+        begins: bool,
+    ) -> Result<Vec<Row>, BackendError> {
+        if begins {
+            let tokens = chosen.tensor();
+            let all = at.iter().copied().eq(0..tokens.elem_count());
+            let index = || Tensor::from_iter(at.iter().map(|at| *at as u32), tokens.device());
+            let tokens = if all { Ok(tokens.clone()) } else { index().and_then(|at| tokens.index_select(&at, 0)) };
+            if let Ok(tokens) = tokens {
+                self.begin_ahead(inputs, &tokens);
+            }
         }
+        let all = chosen.read().inspect_err(|_| self.undo(inputs))?;
+        let tokens: Vec<Option<u32>> = at.iter().map(|&at| all[at]).collect();
+        // Only now is it known which tokens the step ahead is of.
+        let begun = self.ahead.iter_mut().flat_map(|ahead| &mut ahead.rows);
+        begun.zip(&tokens).for_each(|(begun, token)| begun.token = *token);
+        Ok(tokens.into_iter().map(Row::Token).collect())
     }
 
     /// A step of which a part is underway.
@@ -127,34 +138,18 @@ impl ModelBackend {
         }
         let spans = found.iter_mut().map(|(_, input)| Span { sequence: &mut *input.sequence, tokens: 1 }).collect();
         let shape = self.model.attention_shape();
-        let mut batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans).map_err(no_room)?;
-        batch.take_plain()?;
+        let mut batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans)?;
+        batch.attended()?;
         batch.finish()?;
-        if whole && go_on(&found) {
-            let tokens = ahead.chosen.tensor();
-            let all = at.iter().copied().eq(0..ahead.rows.len());
-            let index = || Tensor::from_iter(at.iter().map(|at| *at as u32), tokens.device());
-            let tokens = if all { Ok(tokens.clone()) } else { index().and_then(|at| tokens.index_select(&at, 0)) };
-            if let Ok(tokens) = tokens {
-                self.begin_ahead(&mut found, &tokens);
-            }
-        }
-        let drawn = match rows(ahead.chosen) {
-            Ok(drawn) => drawn,
-            Err(error) => {
-                self.undo(&mut found);
-                return Err(error);
-            }
-        };
+        let begins = whole && go_on(&found);
+        let drawn = self.end_rows(&mut found, ahead.chosen, &at, begins)?;
         self.followed += at.len();
-        let drawn: Vec<Row> = at.into_iter().map(|at| drawn[at].clone()).collect();
-        self.know(&drawn);
         found.into_iter().zip(drawn).for_each(|((place, _), row)| out[place].push(row));
         Ok(out)
     }
 
     /// Takes one row of each back: its token never came, since the device failed. What the report has of it stays.
-    pub(super) fn undo(&mut self, inputs: &mut [Placed]) {
+    fn undo(&mut self, inputs: &mut [Placed]) {
         self.ahead = None;
         for (_, input) in inputs {
             let tokens = input.sequence.len() - 1;
@@ -176,8 +171,4 @@ impl Ahead {
                 && begun.row == row
         })
     }
-}
-
-fn no_room(error: KvError) -> BackendError {
-    BackendError(error.to_string())
 }
