@@ -206,7 +206,7 @@ fn what_runs_in_host_memory_alone_is_refused_elsewhere_with_what_is_not() {
             json!({ "prefill": { "method": "delta", "base": { "method": "hip" } } }),
             "attention.prefill.base.method",
             "`hip` runs on the CPU only, and this model does not; prefill methods here: bigbird, delta, dense, \
-             sample_attention, streaming_llm"
+             minference, sample_attention, streaming_llm"
                 .to_owned(),
         ),
     ] {

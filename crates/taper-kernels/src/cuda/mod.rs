@@ -23,6 +23,7 @@ pub mod index;
 mod kv;
 mod layer;
 mod op;
+mod pooled;
 mod prefill;
 mod product;
 mod range;
@@ -42,7 +43,7 @@ pub use error::{Error, Result};
 pub use graph::{PlainStep, StepInputs, plain_step};
 pub use layer::{Rotate, Rotated, angles, norm, norm_f32, rotate_append, silu_mul};
 pub use op::prepare;
-pub use prefill::{KeyLists, Sparse, TILE_ROWS, Tile, Tiles, prefill_tiles};
+pub use prefill::{KeyLists, RunLists, Sparse, TILE_ROWS, Tile, Tiles, prefill_tiles};
 pub use product::{
     AfterAttention, Inputs, after_attention, after_attention_at_once, product, product_add, product_gated, product_into,
 };
@@ -54,6 +55,8 @@ pub use stripes::{Chosen, block_lists, drop_columns};
 pub(crate) use delta::correct;
 pub(crate) use kv::{append, copy_block};
 pub(crate) use layer::append_joint;
+pub(crate) use pooled::pooled;
 pub(crate) use prefill::prefill;
+pub(crate) use stripes::top;
 pub(crate) use sums::sums;
 pub(crate) use token::{Coming, tokens};

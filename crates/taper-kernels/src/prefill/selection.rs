@@ -2,10 +2,14 @@
 
 use super::Mask;
 use super::stripes::Stripes;
+#[cfg(feature = "cuda")]
+use crate::cuda::RunLists;
 use crate::kv::BLOCK_TOKENS;
 use candle_core::{Result, bail};
 use std::borrow::Cow;
 use std::ops::Range;
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
 
 /// Lists of ascending ids, one after the other.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -57,6 +61,16 @@ pub enum Blocks {
         /// The runs.
         runs: Vec<StripedRun>,
     },
+    /// Lists that a device made and keeps, of single tokens too. A run's rows read all keys from its first block on.
+    #[cfg(feature = "cuda")]
+    Device {
+        /// Those of all heads.
+        lists: Arc<RunLists>,
+        /// Which of them.
+        list: usize,
+        /// Keys that each run's rows read before its first block.
+        before: Vec<u32>,
+    },
 }
 
 /// Where a run of rows stands among stripes.
@@ -64,8 +78,8 @@ pub enum Blocks {
 pub struct StripedRun {
     /// The block of the stripes that its rows stand in.
     pub own: u32,
-    /// Blocks of the stripes before that one that they read.
-    pub before: u32,
+    /// Keys before that one that they read, single tokens in no block included.
+    pub keys: u32,
 }
 
 impl From<Lists> for Blocks {
@@ -80,14 +94,30 @@ impl Blocks {
         match self {
             Self::Listed(lists) => lists.len(),
             Self::Striped { runs, .. } => runs.len(),
+            #[cfg(feature = "cuda")]
+            Self::Device { before, .. } => before.len(),
         }
     }
 
-    /// The blocks of run `i`, which there must be.
+    /// The blocks of run `i`, which there must be; none of lists that a device keeps.
     pub fn get(&self, i: usize) -> Cow<'_, [u32]> {
         match self {
             Self::Listed(lists) => lists.get(i).into(),
             Self::Striped { stripes, runs } => stripes.blocks_of(runs[i].own).collect(),
+            #[cfg(feature = "cuda")]
+            Self::Device { .. } => Cow::default(),
+        }
+    }
+
+    /// First token of run `i`'s first block of the blocks' own size, and how many keys before it are read, where that is known;
+    /// from there on all are.
+    fn split(&self, i: usize, run: &Range<usize>) -> Option<(usize, usize)> {
+        let first = |block: usize| run.start / block * block;
+        match self {
+            Self::Listed(_) => None,
+            Self::Striped { stripes, runs } => Some((first(stripes.block_tokens), runs[i].keys as usize)),
+            #[cfg(feature = "cuda")]
+            Self::Device { before, .. } => Some((first(BLOCK_TOKENS), before[i] as usize)),
         }
     }
 
@@ -96,6 +126,8 @@ impl Blocks {
         match self {
             Self::Listed(lists) => (0..lists.len()).all(|i| ascends(lists.get(i))),
             Self::Striped { stripes, .. } => ascends(&stripes.blocks) && ascends(&stripes.distances),
+            #[cfg(feature = "cuda")]
+            Self::Device { .. } => true,
         }
     }
 }
@@ -205,11 +237,15 @@ impl Selection {
     }
 
     /// The share of a row's probability that one list of heads reads; `None` for a row without a run. `sums` are the sums
-    /// of the probabilities before each key, and of all: `[position + 2]`.
+    /// of the probabilities before each key, and of all: `[position + 2]`. `None` too of lists that a device keeps.
     pub fn held(&self, list: usize, position: usize, window: Option<usize>, sums: &[f64]) -> Option<f64> {
         let run = self.runs.partition_point(|run| run.end <= position);
         self.runs.get(run).filter(|run| run.contains(&position))?;
         let reads = &self.heads[list];
+        #[cfg(feature = "cuda")]
+        if matches!(reads.blocks, Some(Blocks::Device { .. })) {
+            return None;
+        }
         let keys = reads.mask.keys(position, window);
         let within = |span: Range<usize>| -> f64 {
             let parts = keys.iter().map(|k| (k.start.max(span.start), k.end.min(span.end)));
@@ -237,13 +273,10 @@ struct Counter {
 
 impl Counter {
     fn new(reads: &HeadReads, run: usize, rows: Range<usize>, window: Option<usize>) -> Self {
-        if let (Mask::Causal, Some(Blocks::Striped { stripes, runs }), 0, None) =
-            (reads.mask, &reads.blocks, reads.tokens.ids.len(), window)
-        {
-            let (StripedRun { own, before }, each) = (runs[run], stripes.block_tokens);
-            let own = own as usize * each;
-            let edges = Vec::from_iter(Some(own..own + each));
-            return Self { mask: reads.mask, all: false, whole: before as usize * each, edges, tokens: Vec::new() };
+        let split = reads.blocks.as_ref().and_then(|blocks| blocks.split(run, &rows));
+        if let (Mask::Causal, Some((start, whole)), None) = (reads.mask, split, window) {
+            let edges = Vec::from_iter(Some(start..rows.end));
+            return Self { mask: reads.mask, all: false, whole, edges, tokens: Vec::new() };
         }
         let (blocks, tokens) = reads.lists(run);
         let mut outside = Vec::new();
