@@ -261,28 +261,30 @@ impl Selection {
     }
 }
 
-/// Counts the keys of one run's rows and one head: most blocks are read whole by every row, or by none.
-struct Counter {
-    mask: Mask,
-    all: bool,
-    whole: usize,
-    /// Blocks that some rows read in part.
-    edges: Vec<Range<usize>>,
-    tokens: Vec<u32>,
+/// Counts the keys of one run's rows and one head.
+enum Counter {
+    /// What the mask says.
+    All(Mask),
+    /// So many, and all from a token on.
+    From { whole: usize, start: usize },
+    /// Most blocks are read whole by every row, or by none.
+    Blocks {
+        mask: Mask,
+        whole: usize,
+        /// Blocks that some rows read in part.
+        edges: Vec<Range<usize>>,
+        tokens: Vec<u32>,
+    },
 }
 
 impl Counter {
     fn new(reads: &HeadReads, run: usize, rows: Range<usize>, window: Option<usize>) -> Self {
         let split = reads.blocks.as_ref().and_then(|blocks| blocks.split(run, &rows));
         if let (Mask::Causal, Some((start, whole)), None) = (reads.mask, split, window) {
-            let edges = Vec::from_iter(Some(start..rows.end));
-            return Self { mask: reads.mask, all: false, whole, edges, tokens: Vec::new() };
+            return Self::From { whole, start };
         }
-        let (blocks, tokens) = reads.lists(run);
+        let (Some(blocks), tokens) = reads.lists(run) else { return Self::All(reads.mask) };
         let mut outside = Vec::new();
-        let Some(blocks) = blocks else {
-            return Self { mask: reads.mask, all: true, whole: 0, edges: Vec::new(), tokens: outside };
-        };
         self::outside(tokens, &blocks, &mut outside);
         let spans = blocks.iter().map(|&b| b as usize * BLOCK_TOKENS..(b as usize + 1) * BLOCK_TOKENS);
         // Without an inner mask, what the first row sees and the last one has not lost is seen by all.
@@ -290,20 +292,23 @@ impl Counter {
         let whole =
             |span: &Range<usize>| reads.mask == Mask::Causal && span.end <= rows.start + 1 && span.start >= lowest;
         let (inside, edges): (Vec<_>, Vec<_>) = spans.partition(whole);
-        Self { mask: reads.mask, all: false, whole: inside.len() * BLOCK_TOKENS, edges, tokens: outside }
+        Self::Blocks { mask: reads.mask, whole: inside.len() * BLOCK_TOKENS, edges, tokens: outside }
     }
 
     fn count(&self, position: usize, window: Option<usize>) -> usize {
-        if self.all {
-            return self.mask.count(position, window);
+        match self {
+            Self::All(mask) => mask.count(position, window),
+            Self::From { whole, start } => whole + position + 1 - start,
+            Self::Blocks { mask, whole, edges, tokens } => {
+                let keys = mask.keys(position, window);
+                let within = |span: &Range<usize>| -> usize {
+                    keys.iter().map(|k| k.end.min(span.end).saturating_sub(k.start.max(span.start))).sum()
+                };
+                let upto = |limit: usize| tokens.partition_point(|&t| (t as usize) < limit);
+                let tokens: usize = keys.iter().map(|k| upto(k.end) - upto(k.start)).sum();
+                whole + edges.iter().map(within).sum::<usize>() + tokens
+            }
         }
-        let keys = self.mask.keys(position, window);
-        let within = |span: &Range<usize>| -> usize {
-            keys.iter().map(|k| k.end.min(span.end).saturating_sub(k.start.max(span.start))).sum()
-        };
-        let upto = |limit: usize| self.tokens.partition_point(|&t| (t as usize) < limit);
-        let tokens: usize = keys.iter().map(|k| upto(k.end) - upto(k.start)).sum();
-        self.whole + self.edges.iter().map(within).sum::<usize>() + tokens
     }
 }
 

@@ -3,6 +3,7 @@
 use super::selection::{Blocks, HeadReads, StripedRun};
 use super::{Mask, Sums};
 use crate::kv::BLOCK_TOKENS;
+use crate::parallel;
 use candle_core::{Result, Tensor, bail};
 use std::cmp::Ordering;
 use std::ops::Range;
@@ -82,9 +83,13 @@ impl Stripes {
             };
             (0..=own / 64).map(keys).sum()
         };
-        own.iter().map(of).collect()
+        let parts: Vec<&[u32]> = own.chunks(RUNS_A_UNIT).collect();
+        parallel::map(parts.len(), |part| parts[part].iter().map(of).collect::<Vec<u32>>()).concat()
     }
 }
+
+/// Runs that a thread counts keys of at a time.
+const RUNS_A_UNIT: usize = 256;
 
 /// Two ascending sequences as one, each number once.
 fn merge(a: impl Iterator<Item = u32>, b: impl Iterator<Item = u32>) -> impl Iterator<Item = u32> {

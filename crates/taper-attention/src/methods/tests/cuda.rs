@@ -206,7 +206,10 @@ fn every_prefill_method_does_on_a_device_what_it_does_on_the_cpu() {
             assert!(error < close, "{settings}, window {window:?}: outputs differ by {error}");
             for name in ["density", "scored"] {
                 let [a, b] = [&usage, &on_cuda].map(|usage| usage["prefill"][name].as_f64().unwrap_or(0.0));
-                assert!((a - b).abs() <= 0.2 * close * a.max(b), "{settings}, window {window:?}: {name} {a} and {b}");
+                assert!(
+                    (a - b).abs() <= 0.2 * f64::from(close) * a.max(b),
+                    "{settings}, window {window:?}: {name} {a} and {b}"
+                );
             }
         }
     }
