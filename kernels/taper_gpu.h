@@ -226,6 +226,8 @@ int taper_spread(const TaperSpreadParams* p, TaperStream stream);
 
 // --- Prefill attention (K5), Delta Attention -----------------------------------
 
+// An id in a tile's lists may be marked: with bit 31 only the tile's first 64 rows read it, with bit 30 only the others.
+
 typedef struct TaperPrefillTile {
   uint32_t row_begin, rows;   // at most 128 rows of the launch
   uint32_t table;             // block table of the sequence
@@ -244,7 +246,7 @@ typedef struct TaperPrefillParams {
   const uint32_t* positions;      // [rows], absolute
   const TaperPrefillTile* tiles;  // [tile_count], longest first
   const uint32_t* csr_begin;      // [csr_heads * tile_count + 1], or null
-  const uint32_t* csr_blocks;     // ascending logical blocks of each (head, tile)
+  const uint32_t* csr_blocks;     // ascending logical blocks of each (head, tile), maybe marked
   void* out;                      // [rows, q_heads, head_dim], dtype or f32; by launch row if f32
   float* lse;                     // [rows, q_heads] by launch row, or null
   float* anchor_out;              // [.., q_heads, head_dim]: rows at multiples of anchor_stride
@@ -264,7 +266,7 @@ typedef struct TaperSparsePrefillParams {
   const uint32_t* csr_counts;    // [csr_heads * tile_count]; null: a list ends where the next begins
   const uint32_t* column_begin;  // [column_heads * tile_count] by tile id, into column_ids; or null
   const uint32_t* column_counts;
-  const uint32_t* column_ids;    // tokens that the tile's rows see besides its blocks
+  const uint32_t* column_ids;    // tokens that the tile's rows see besides its blocks, maybe marked
   int32_t column_heads;
   // Above 0: a tile stands in `tiles` once for every part of its keys, and the launch writes
   // partial results, f32 `out` [rows, q_heads, splits, head_dim] and `lse` [rows, q_heads, splits].
@@ -455,10 +457,12 @@ typedef struct TaperStripesParams {
   int32_t slices, heads, tile_count, words;  // words: blocks of the sequence / 32, rounded up
   int32_t column_stride, slash_stride, overlap;
   int32_t exact;  // 1: a slash stands for that distance alone, not the next too, and block 0 must be chosen
+  // 1: rows 64 and on of a tile are the next query block's, and blocks that only one of the two reads are marked so.
+  int32_t halves, reserved;
 } TaperStripesParams;
 
 // Single columns of each head, less those that a tile's blocks hold already or that lie beyond
-// its rows: vertical lines beside slashes, each key once.
+// its rows: vertical lines beside slashes, each key once. Marked where some rows read it within a block.
 typedef struct TaperColumnsParams {
   const uint32_t* columns;        // [heads, column_stride] tokens, ascending
   const uint32_t* counts;         // [heads]

@@ -105,7 +105,7 @@ struct PrefillConsumer {
   // Rows of V past the sequence's end may hold anything; probability 0 does not hide a NaN.
   __device__ __forceinline__ void clear_tail(uint32_t stage, uint2 b, uint32_t kv_len) {
     if (COLUMNS && b.x == kColumns) return;  // Filled up with zeros.
-    const uint32_t last = b.y == kNoBlock ? b.x : b.y;
+    const uint32_t last = unmarked(b.y == kNoBlock ? b.x : b.y);
     if ((last + 1) * kBlock <= kv_len) return;
     const uint32_t v = v_s + stage * L::kTile, keep = kv_len - last * kBlock;
     for (uint32_t i = tid; i < kTileKeys * (D / 8); i += 128) {
@@ -119,9 +119,11 @@ struct PrefillConsumer {
     bar_sync(3 + wg, 128);
   }
 
+  // Marked for the other warpgroup's rows alone.
+  __device__ __forceinline__ bool hidden(uint32_t id) const { return id >> (30 + wg) & 1; }
   __device__ __forceinline__ bool needs_mask(uint2 b, const PrefillTile& t) const {
-    const uint32_t last = max(b.x, b.y) * kBlock + kBlock - 1;
-    if (last > t.pos_min) return true;
+    const uint32_t last = max(unmarked(b.x), unmarked(b.y)) * kBlock + kBlock - 1;
+    if (last > t.pos_min || hidden(b.x | b.y)) return true;
     if (p.window == 0) return false;
     bool cut = false;
 #pragma unroll
@@ -130,6 +132,9 @@ struct PrefillConsumer {
       cut |= lo + kBlock > (uint32_t)p.sink && lo + (uint32_t)p.window <= t.pos_max;
     }
     return cut;
+  }
+  __device__ __forceinline__ bool seen(uint32_t id, uint32_t at) const {
+    return unmarked(id) <= at && !hidden(id);
   }
   // A row sees keys up to its own position: those below `sink` and the last `window`.
   // Bounds are taken relative to a block's first key of this lane, so that every
@@ -143,7 +148,7 @@ struct PrefillConsumer {
               *reinterpret_cast<const uint2*>(&sh.columns[stage][8 * j + (lane & 3) * 2]);
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            s[4 * j + i] = (i & 1 ? id.y : id.x) <= pos[i / 2] ? s[4 * j + i] : -INFINITY;
+            s[4 * j + i] = seen(i & 1 ? id.y : id.x, pos[i / 2]) ? s[4 * j + i] : -INFINITY;
         }
         return;
       }
@@ -151,11 +156,12 @@ struct PrefillConsumer {
     int last[2][2], first[2][2], sink[2];  // by block and row
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int key = (int)((h ? b.y : b.x) * kBlock) + (lane & 3) * 2;
+      const uint32_t id = h ? b.y : b.x;
+      const int key = (int)(unmarked(id) * kBlock) + (lane & 3) * 2;
       sink[h] = p.sink - key;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        last[h][r] = max((int)pos[r] - key, -(1 << 30));
+        last[h][r] = hidden(id) ? -1 : max((int)pos[r] - key, -(1 << 30));
         first[h][r] = last[h][r] - p.window;
       }
     }

@@ -20,7 +20,7 @@ struct TileWalk {
     block = kNoBlock, y = 0;
     if (pair < pairs && e < keys.count) {
       block = keys.block(e);
-      y = (table[block] * p.kv_heads + kv_head) * kBlock;
+      y = (table[unmarked(block)] * p.kv_heads + kv_head) * kBlock;
     }
   }
   __device__ __forceinline__ bool open(const SparsePrefillParams& p, int round) {
@@ -59,7 +59,8 @@ __device__ __forceinline__ void produce_columns(const SparsePrefillParams& p,
   for (int i = 0; i < kTileKeys / 32; ++i)
     y[i] = id[i] == UINT32_MAX
                ? UINT32_MAX
-               : (walk.table[id[i] / kBlock] * p.kv_heads + walk.kv_head) * kBlock + id[i] % kBlock;
+               : (walk.table[unmarked(id[i]) / kBlock] * p.kv_heads + walk.kv_head) * kBlock +
+                     id[i] % kBlock;
   mbar_wait(smem_u32(&sh.k_empty[stage]), free);
   if (lane == 0) sh.blocks[stage] = make_uint2(kColumns, kNoBlock);
 #pragma unroll

@@ -39,6 +39,11 @@ constexpr int kTileRows = 128, kTileKeys = 128;
 constexpr uint32_t kNoBlock = 0x1FFFFFF;  // its keys lie just below 2^31, beyond every position
 constexpr uint32_t kColumns = kNoBlock - 1;  // a pair that holds 128 single tokens instead
 
+// Marks of ids: only the first consumer warpgroup's rows read it, or only the second's.
+constexpr uint32_t kFirstRows = 1u << 31, kOtherRows = 1u << 30;
+constexpr uint32_t kUnmarked = ~(kFirstRows | kOtherRows);
+__host__ __device__ __forceinline__ uint32_t unmarked(uint32_t id) { return id & kUnmarked; }
+
 template <int D>
 struct PrefillLayout {
   static constexpr int kPanel = kTileRows * 128;  // 128 rows of 64 elements

@@ -53,14 +53,16 @@ __global__ void __launch_bounds__(128) stripe_lists_kernel(const StripesParams p
   const int64_t at = (int64_t)head * p.tile_count + t.id;
   uint32_t* out = p.blocks + p.list_begin[at];
   uint32_t count = 0;
+  const bool halves = p.halves && first < last;
   for (uint32_t base = 0; base * 32 <= last; base += 32) {
     const uint32_t word = base + lane;
-    uint32_t x = 0;
+    uint32_t x = 0, ours = ~0u, others = ~0u;  // of the first query block, of the last
     int slice = 0;
     for (uint32_t qb = first; qb <= last; ++qb) {
       while (slice + 1 < p.slices && p.slice_ends[slice] <= qb * kBlock) ++slice;
       const uint32_t* columns = p.bitmaps + ((int64_t)slice * p.heads + head) * 2 * p.words;
       const uint32_t* slashes = columns + p.words;
+      if (halves) (qb == first ? ours : others) = 0;
       if (word * 32 > qb) continue;
       uint32_t y = columns[word];
       // Bit i: is slash qb - (32 word + i) chosen? A run of 32 bits ending at `high`.
@@ -71,6 +73,7 @@ __global__ void __launch_bounds__(128) stripe_lists_kernel(const StripesParams p
       if (qb / 32 == word) y |= 1u << (qb % 32);
       if (qb - word * 32 < 31) y &= (2u << (qb - word * 32)) - 1;
       x |= y;
+      if (halves) (qb == first ? ours : others) = y;
     }
     const uint32_t mine = __popc(x);
     uint32_t sum = mine;
@@ -79,7 +82,11 @@ __global__ void __launch_bounds__(128) stripe_lists_kernel(const StripesParams p
       const uint32_t o = __shfl_up_sync(~0u, sum, d);
       if (lane >= d) sum += o;
     }
-    for (uint32_t to = count + sum - mine; x; x &= x - 1) out[to++] = word * 32 + __ffs(x) - 1;
+    for (uint32_t to = count + sum - mine; x; x &= x - 1) {
+      const uint32_t bit = __ffs(x) - 1;
+      const uint32_t mark = !(others >> bit & 1) ? kFirstRows : !(ours >> bit & 1) ? kOtherRows : 0;
+      out[to++] = (word * 32 + bit) | mark;
+    }
     count += __shfl_sync(~0u, sum, 31);
   }
   if (lane == 0) p.counts[at] = count;
@@ -105,17 +112,23 @@ __global__ void __launch_bounds__(128) drop_columns_kernel(const ColumnsParams p
   for (uint32_t i = 0; i < n; i += 32) {
     const uint32_t id = i + lane < n ? p.columns[(int64_t)head * p.column_stride + i + lane] : UINT32_MAX;
     bool keep = id <= t.pos_max;
+    uint32_t mark = 0;
     if (keep) {
       uint32_t lo = 0, hi = held;  // the first block not before the column's
       while (lo < hi) {
         const uint32_t mid = (lo + hi) / 2;
-        if (blocks[mid] < id / kBlock) lo = mid + 1;
+        if (unmarked(blocks[mid]) < id / kBlock) lo = mid + 1;
         else hi = mid;
       }
-      keep = lo == held || blocks[lo] != id / kBlock;
+      if (lo < held && unmarked(blocks[lo]) == id / kBlock) {
+        // What only some rows read with its block is there for the others.
+        const uint32_t of = blocks[lo] & ~kUnmarked;
+        keep = of != 0;
+        mark = of ^ ~kUnmarked;
+      }
     }
     const uint32_t kept = __ballot_sync(~0u, keep);
-    if (keep) out[count + __popc(kept & ((1u << lane) - 1))] = id;
+    if (keep) out[count + __popc(kept & ((1u << lane) - 1))] = id | mark;
     count += __popc(kept);
   }
   if (lane == 0) p.column_counts[at] = count;

@@ -22,7 +22,7 @@ pub struct Chosen<'a> {
 /// The blocks that each tile and list of heads reads: block 0, the tile's own, the chosen `columns` before those, and for
 /// each chosen slash s those that lie s and s + 1 blocks before a row's own. `slice_ends` `[slices]` ascend: rows below one
 /// follow its choice, and rows beyond the last do too. `tokens`: of the longest row. `exact`: a slash stands for s blocks alone,
-/// and block 0 must be chosen.
+/// block 0 must be chosen, and blocks that only one half of a tile's two query blocks reads are marked.
 ///
 /// # Errors
 /// Shapes or dtypes that differ, no slice.
@@ -74,6 +74,8 @@ pub fn block_lists(
         slash_stride: op.int("slashes", slash_room)?,
         overlap: 1,
         exact: exact.into(),
+        halves: exact.into(),
+        reserved: 0,
     };
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { ffi::taper_stripes(&p, op.stream()) })?;

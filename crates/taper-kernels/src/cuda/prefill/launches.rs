@@ -145,7 +145,10 @@ fn group<'a>(
             }
         }
     }
-    let launch = |(key, cuts): (Key, Vec<(usize, Range<usize>)>)| {
+    let launch = |(key, mut cuts): (Key, Vec<(usize, Range<usize>)>)| {
+        if matches!(way, Way::Striped) && !each.is_multiple_of(2) {
+            join_halves(rows, &mut cuts);
+        }
         let tiles: Vec<Tile> = cuts.iter().map(|(_, cut)| tile(rows, cut.clone())).collect();
         let whole = HeadReads::from(way.mask());
         let lists = match way {
@@ -306,6 +309,27 @@ fn cuts(rows: &Rows, of: Mask, single: bool, span: Range<usize>) -> Vec<Range<us
         }
     }
     out
+}
+
+/// Makes one tile of two query blocks that follow one another, the first a whole one: the device's lists tell them apart.
+fn join_halves(rows: &Rows, cuts: &mut Vec<(usize, Range<usize>)>) {
+    let at = |row: usize| rows.positions[row] as usize;
+    let whole = |cut: &Range<usize>| cut.len() == BLOCK_TOKENS && at(cut.start).is_multiple_of(BLOCK_TOKENS);
+    let mut joined: Vec<(usize, Range<usize>)> = Vec::with_capacity(cuts.len());
+    for (run, cut) in cuts.drain(..) {
+        match joined.last_mut() {
+            Some((_, last))
+                if whole(last)
+                    && last.end == cut.start
+                    && at(last.start) + BLOCK_TOKENS == at(cut.start)
+                    && at(cut.end - 1) < at(cut.start) + BLOCK_TOKENS =>
+            {
+                last.end = cut.end;
+            }
+            _ => joined.push((run, cut)),
+        }
+    }
+    *cuts = joined;
 }
 
 /// What a tile's rows read of one list of heads. Single tokens are not masked by windows, so those that a window hides are
