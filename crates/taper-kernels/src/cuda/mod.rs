@@ -1,8 +1,8 @@
 //! The operations on a CUDA device: safe functions over the kernels of kernels/, for the H100 and H200 (sm_90a).
 //!
 //! The same functions as the CPU's run on either device and come here by themselves: [`crate::kv::append`],
-//! [`crate::kv::copy_block`], [`crate::prefill::prefill`], [`crate::prefill::sums`], [`crate::correct::correct`],
-//! [`crate::mlp::per_head`], [`crate::rotary::undo`], and all of [`crate::decode`] and [`crate::index`] that decode methods
+//! [`crate::kv::copy_block`], [`crate::prefill::prefill`], [`crate::prefill::sums`], [`crate::prefill::probe`],
+//! [`crate::correct::correct`], [`crate::mlp::per_head`], [`crate::rotary::undo`], and all of [`crate::decode`] and [`crate::index`] that decode methods
 //! call but for what only a hard tail wants ([`crate::decode::sample_certain`], [`crate::index::norms`]): selections,
 //! scores and importance then stay on the device (`step`). What this module offers besides are the parts of that, by
 //! which a step needs no host at all: [`Batch`] for [`crate::decode::Decode`], [`Lists`] for [`crate::decode::Selection`].
@@ -24,6 +24,7 @@ mod kv;
 mod layer;
 mod op;
 mod prefill;
+mod probe;
 mod product;
 mod range;
 mod sample;
@@ -55,5 +56,6 @@ pub(crate) use delta::correct;
 pub(crate) use kv::{append, copy_block};
 pub(crate) use layer::append_joint;
 pub(crate) use prefill::prefill;
+pub(crate) use probe::probe;
 pub(crate) use sums::sums;
 pub(crate) use token::{Coming, tokens};

@@ -5,6 +5,7 @@ mod decode;
 mod index;
 mod layer;
 mod prefill;
+mod probe;
 mod sample;
 mod select;
 mod step;
