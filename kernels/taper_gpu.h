@@ -244,13 +244,13 @@ typedef struct TaperPrefillParams {
   const uint32_t* positions;      // [rows], absolute
   const TaperPrefillTile* tiles;  // [tile_count], longest first
   const uint32_t* csr_begin;      // [csr_heads * tile_count + 1], or null
-  const uint32_t* csr_blocks;     // ascending logical blocks of each (head, tile)
+  const uint32_t* csr_blocks;     // ascending logical blocks of each (head, tile); beyond pos_max none is read
   void* out;                      // [rows, q_heads, head_dim], dtype or f32; by launch row if f32
   float* lse;                     // [rows, q_heads] by launch row, or null
   float* anchor_out;              // [.., q_heads, head_dim]: rows at multiples of anchor_stride
   int64_t blocks;                 // of the cache
   int32_t tile_count, q_heads, kv_heads, head_dim, dtype, table_stride;
-  int32_t csr_heads;      // 1, kv_heads or q_heads
+  int32_t csr_heads;      // lists of heads: 1, kv_heads or q_heads
   int32_t sink, window;   // window 0: no window
   int32_t anchor_stride;  // 0: no anchor output
   int32_t out_f32, overlap;
@@ -265,13 +265,20 @@ typedef struct TaperSparsePrefillParams {
   const uint32_t* column_begin;  // [column_heads * tile_count] by tile id, into column_ids; or null
   const uint32_t* column_counts;
   const uint32_t* column_ids;    // tokens that the tile's rows see besides its blocks
-  int32_t column_heads;          // 1, kv_heads or q_heads
+  int32_t column_heads;
   // Above 0: a tile stands in `tiles` once for every part of its keys, and the launch writes
   // partial results, f32 `out` [rows, q_heads, splits, head_dim] and `lse` [rows, q_heads, splits].
   int32_t splits;
   // All tiles of a head before the next head: for lists of each head's own, whose keys would
   // otherwise not stay in L2. Else all heads of a tile side by side.
-  int32_t head_major, reserved_sparse;
+  int32_t head_major;
+  // From one list head to the next in csr_begin, csr_counts and their like of columns; 0: tile_count. Tiles may then share an id.
+  int32_t list_stride;
+  const uint32_t* heads;  // [head_count], the query heads of the launch; null: all. Others' outputs stay as they are
+  int32_t head_count;     // csr_heads and column_heads divide it: lists are those of the launch's heads
+  // 1: tiles have at most 64 rows, and a tile is worked on for two neighbouring heads of the launch at once: of one KV head
+  // and one list.
+  int32_t head_pairs;
 } TaperSparsePrefillParams;
 
 typedef struct TaperDeltaParams {
@@ -446,7 +453,8 @@ typedef struct TaperStripesParams {
   uint32_t* blocks;                          // what list_begin points into; ascending
   uint32_t* counts;                          // [heads, tile_count]
   int32_t slices, heads, tile_count, words;  // words: blocks of the sequence / 32, rounded up
-  int32_t column_stride, slash_stride, overlap, reserved;
+  int32_t column_stride, slash_stride, overlap;
+  int32_t exact;  // 1: a slash stands for that distance alone, not the next too, and block 0 must be chosen
 } TaperStripesParams;
 
 // Single columns of each head, less those that a tile's blocks hold already or that lie beyond
@@ -464,6 +472,25 @@ typedef struct TaperColumnsParams {
   int32_t heads, list_heads, tile_count, column_stride, overlap, reserved;
 } TaperColumnsParams;
 
+// Means of runs of rows.
+typedef struct TaperMeansParams {
+  const void* x;                // [rows, heads, head_dim], or the cache [blocks, heads, 64, head_dim] beside a table
+  const uint32_t* block_table;  // [blocks of the sequence]: rows are its tokens, a run's all of one block; or null
+  const uint32_t* runs;         // [run_count, 2]: first row, and how many, at least 1
+  float* out;                   // [heads, run_count, head_dim]
+  int32_t run_count, heads, head_dim, dtype, overlap, reserved;
+} TaperMeansParams;
+
+// One more block at the end of each list.
+typedef struct TaperOwnParams {
+  uint32_t* ids;        // [lists, capacity]
+  uint32_t* counts;     // [lists], below capacity; one more after
+  const uint32_t* own;  // [run_count]: list l gets that of run l % run_count
+  int32_t lists, run_count, capacity, overlap;
+} TaperOwnParams;
+
+int taper_means(const TaperMeansParams* p, TaperStream stream);
+int taper_own(const TaperOwnParams* p, TaperStream stream);
 int taper_reduce(const TaperReduceParams* p, TaperStream stream);
 int taper_stripes(const TaperStripesParams* p, TaperStream stream);
 int taper_drop_columns(const TaperColumnsParams* p, TaperStream stream);

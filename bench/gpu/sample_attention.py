@@ -23,14 +23,14 @@ StripesParams = struct("StripesParams", [
     ("columns", P), ("column_counts", P), ("slashes", P), ("slash_counts", P), ("slice_ends", P),
     ("tiles", P), ("list_begin", P), ("bitmaps", P), ("blocks", P), ("counts", P), ("slices", I32),
     ("heads", I32), ("tile_count", I32), ("words", I32), ("column_stride", I32),
-    ("slash_stride", I32), ("overlap", I32), ("reserved", I32)])
+    ("slash_stride", I32), ("overlap", I32), ("exact", I32)])
 ColumnsParams = struct("ColumnsParams", [(n, P) for n in (
     "columns counts tiles list_begin list_counts blocks column_begin column_ids column_counts").split()] + [
     (n, I32) for n in "heads list_heads tile_count column_stride overlap reserved".split()])
 SparsePrefillParams = struct("SparsePrefillParams", [
     ("base", PrefillParams), ("csr_counts", P), ("column_begin", P), ("column_counts", P),
     ("column_ids", P), ("column_heads", I32), ("splits", I32), ("head_major", I32),
-    ("reserved_sparse", I32)])
+    ("list_stride", I32), ("heads", P), ("head_count", I32), ("head_pairs", I32)])
 
 
 class Reduce:
@@ -82,7 +82,7 @@ class SparsePrefill(t.Prefill):
                                    DTYPE[args[1].dtype], 0, 1, 0)
         self.splits = splits
         self.s = SparsePrefillParams(self.p, ptr(csr_counts), ptr(begin), ptr(counts), ptr(ids),
-                                     column_heads, splits, int(head_major), 0)
+                                     column_heads, splits, int(head_major), 0, None, 0, 0)
 
     def __call__(self):
         call("taper_prefill_sparse", self.s)

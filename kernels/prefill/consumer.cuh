@@ -234,7 +234,7 @@ struct PrefillConsumer {
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       const float inv = sum > 0.f ? 1.f / sum : 0.f;
-      const uint32_t in_tile = wg * 64 + warp * 16 + lane / 4 + 8 * r;
+      const uint32_t in_tile = row_of(p, wg * 64 + warp * 16 + lane / 4 + 8 * r);
       const bool live = in_tile < t.rows;
       const uint32_t row = t.row_begin + in_tile;
       int64_t slot = (int64_t)row * p.q_heads + head;
@@ -270,7 +270,7 @@ struct PrefillConsumer {
   }
 
   __device__ __forceinline__ void run() {
-    const int total = p.tile_count * p.q_heads;
+    const int total = items(p);
     uint32_t count = 0;  // pairs of this thread block so far
     if (wg == 1) bar_arrive(1, 256);
     for (int round = 0, w; (w = work_item(round)) < total; ++round) {
@@ -288,7 +288,7 @@ struct PrefillConsumer {
       if (n == 0) release(qEmpty + slot * 8);
       else attend(t, n, count, slot);
       count += n;
-      store(t, item_head(p, w));
+      store(t, head_at(p, item_place(p, w)) + (p.head_pairs ? wg : 0));
     }
   }
 

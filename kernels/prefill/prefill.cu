@@ -11,7 +11,7 @@ cudaError_t go(const SparsePrefillParams& p, cudaStream_t stream) {
   cudaError_t e = row_map(&km, p.k, p.dtype, rows, D, kBlock);
   if (e == cudaSuccess) e = row_map(&vm, p.v, p.dtype, rows, D, kBlock);
   if (e != cudaSuccess) return e;
-  const int64_t work = (int64_t)p.tile_count * p.q_heads;
+  const int64_t work = (int64_t)p.tile_count * item_heads(p);
   const int grid = work < sm_count() ? (int)work : sm_count();
   if (p.column_begin)
     return launch(prefill_kernel<T, D, true>, grid, 384, PrefillLayout<D>::kBytes, stream,
@@ -25,14 +25,18 @@ cudaError_t go(const SparsePrefillParams& p, cudaStream_t stream) {
 
 extern "C" int taper_prefill_sparse(const TaperSparsePrefillParams* params, cudaStream_t stream) {
   using namespace taper;
-  const auto* p = reinterpret_cast<const SparsePrefillParams*>(params);
+  SparsePrefillParams own = *reinterpret_cast<const SparsePrefillParams*>(params);
+  if (!own.heads) own.head_count = own.q_heads;
+  if (own.list_stride == 0) own.list_stride = own.tile_count;
+  const auto* p = &own;
   const bool ok = p->tile_count > 0 && p->kv_heads > 0 && p->q_heads % p->kv_heads == 0 &&
                   (p->dtype == kBf16 || p->dtype == kF16) &&
                   (int64_t)p->tile_count * p->q_heads <= INT32_MAX / 2 &&
                   p->blocks * p->kv_heads * kBlock <= INT32_MAX &&
-                  (!p->csr_begin || (p->csr_heads > 0 && p->q_heads % p->csr_heads == 0)) &&
+                  (!p->csr_begin || (p->csr_heads > 0 && p->head_count % p->csr_heads == 0)) &&
                   (!p->column_begin ||
-                   (p->column_heads > 0 && p->q_heads % p->column_heads == 0)) &&
+                   (p->column_heads > 0 && p->head_count % p->column_heads == 0)) &&
+                  p->head_count > 0 && (!p->head_pairs || p->head_count % 2 == 0) &&
                   (p->splits <= 0 || (p->out_f32 && p->lse));
   if (!ok) return cudaErrorInvalidValue;
   return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {

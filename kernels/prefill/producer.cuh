@@ -25,12 +25,12 @@ struct TileWalk {
   }
   __device__ __forceinline__ bool open(const SparsePrefillParams& p, int round) {
     const int w = work_item(round);
-    if (w >= p.tile_count * p.q_heads) return false;
-    const int head = item_head(p, w);
+    if (w >= items(p)) return false;
+    const int place = item_place(p, w);
     const PrefillTile t = p.tiles[item_tile(p, w)];
-    keys = tile_keys(p, t, head);
+    keys = tile_keys(p, t, place);
     table = p.block_table + (uint64_t)t.table * p.table_stride;
-    kv_head = head * p.kv_heads / p.q_heads;
+    kv_head = head_at(p, place) * p.kv_heads / p.q_heads;
     pairs = (keys.count + 1) / 2;
     chunk = (int)(pairs + 15) / 16 - 1;
     look_up(p);
@@ -152,23 +152,24 @@ template <class T, int D, class Shared>
 __device__ __forceinline__ void produce_queries(const SparsePrefillParams& p, Shared& sh,
                                                 uint32_t q_s) {
   using L = PrefillLayout<D>;
-  const int tid = (threadIdx.x & 127) - 32, total = p.tile_count * p.q_heads;
+  const int tid = (threadIdx.x & 127) - 32, total = items(p);
   for (int round = 0, w; (w = work_item(round)) < total; ++round) {
-    const int head = item_head(p, w), slot = round & 1;
+    const int place = item_place(p, w), slot = round & 1;
     const PrefillTile t = p.tiles[item_tile(p, w)];
-    const uint32_t pairs = tile_keys(p, t, head).pairs();
+    const uint32_t pairs = tile_keys(p, t, place).pairs();
+    const int head = head_at(p, place);
     mbar_wait(smem_u32(&sh.q_empty[slot]), ((round >> 1) & 1) ^ 1);
     TileOutline& outline = sh.outline[slot];
     if (tid == 0) outline.tile = t, outline.pairs = pairs;
     for (uint32_t r = tid; r < kTileRows; r += 96)
-      outline.positions[r] = r < t.rows ? p.positions[t.row_begin + r] : t.pos_max;
+      outline.positions[r] = row_of(p, r) < t.rows ? p.positions[t.row_begin + row_of(p, r)] : t.pos_max;
     for (uint32_t i = tid; i < kTileRows * (D / 8); i += 96) {
       const uint32_t r = i / (D / 8), chunk = i % (D / 8);
       const uint32_t dst = q_s + slot * L::kTile + (chunk / 8) * L::kPanel + swizzled(r, chunk % 8);
-      if (r < t.rows) {
-        const uint32_t src = p.q_rows ? p.q_rows[t.row_begin + r] : t.row_begin + r;
-        cp_async16(dst, static_cast<const T*>(p.q) + ((int64_t)src * p.q_heads + head) * D +
-                            chunk * 8);
+      if (row_of(p, r) < t.rows) {
+        const uint32_t row = t.row_begin + row_of(p, r), src = p.q_rows ? p.q_rows[row] : row;
+        const int of = p.head_pairs && r >= kTileRows / 2 ? head + 1 : head;
+        cp_async16(dst, static_cast<const T*>(p.q) + ((int64_t)src * p.q_heads + of) * D + chunk * 8);
       } else {
         st_shared_v4(dst, make_uint4(0, 0, 0, 0));
       }

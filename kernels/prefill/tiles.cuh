@@ -18,13 +18,20 @@ struct SparsePrefillParams : PrefillParams {
   const uint32_t* column_begin;  // [column_heads * tile_count] by tile id, into column_ids; or null
   const uint32_t* column_counts;
   const uint32_t* column_ids;    // tokens that the tile's rows see besides its blocks
-  int32_t column_heads;          // 1, kv_heads or q_heads
+  int32_t column_heads;
   // Above 0: a tile stands in `tiles` once for every part of its keys, and the launch writes
   // partial results, f32 `out` [rows, q_heads, splits, head_dim] and `lse` [rows, q_heads, splits].
   int32_t splits;
   // All tiles of a head before the next head: for lists of each head's own, whose keys would
   // otherwise not stay in L2. Else all heads of a tile side by side.
-  int32_t head_major, reserved_sparse;
+  int32_t head_major;
+  // From one list head to the next in csr_begin, csr_counts and their like of columns; 0: tile_count. Tiles may then share an id.
+  int32_t list_stride;
+  const uint32_t* heads;  // [head_count], the query heads of the launch; null: all. Others' outputs stay as they are
+  int32_t head_count;     // csr_heads and column_heads divide it: lists are those of the launch's heads
+  // 1: tiles have at most 64 rows, and a tile is worked on for two neighbouring heads of the launch at once: of one KV head
+  // and one list.
+  int32_t head_pairs;
 };
 static_assert(sizeof(SparsePrefillParams) == sizeof(TaperSparsePrefillParams), "the same layout");
 
@@ -76,19 +83,22 @@ struct TileKeys {
   }
 };
 
+// `place` is the head's among those of the launch.
 __device__ __forceinline__ TileKeys tile_keys(const SparsePrefillParams& p, const PrefillTile& t,
-                                              int head) {
+                                              int place) {
   TileKeys r{};
   if (p.column_begin) {
-    const int64_t at = (int64_t)(head * p.column_heads / p.q_heads) * p.tile_count + t.id;
+    const int64_t at = (int64_t)(place * p.column_heads / p.head_count) * p.list_stride + t.id;
     r.columns = p.column_counts[at];
     r.ids = p.column_ids + p.column_begin[at];
   }
   if (p.csr_begin) {
-    const int64_t at = (int64_t)(head * p.csr_heads / p.q_heads) * p.tile_count + t.id;
+    const int64_t at = (int64_t)(place * p.csr_heads / p.head_count) * p.list_stride + t.id;
     const uint32_t b = p.csr_begin[at];
     r.count = p.csr_counts ? p.csr_counts[at] : p.csr_begin[at + 1] - b;
     r.list = p.csr_blocks + b;
+    // A list that tiles share goes on behind the first ones' rows.
+    while (r.count > 0 && r.list[r.count - 1] > t.pos_max / kBlock) --r.count;
   } else {
     const uint32_t end = (min(t.pos_max + 1, t.kv_len) + kBlock - 1) / kBlock;
     r.count = end;
@@ -112,11 +122,27 @@ __device__ __forceinline__ TileKeys tile_keys(const SparsePrefillParams& p, cons
 __device__ __forceinline__ int work_item(int round) {
   return round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
-__device__ __forceinline__ int item_head(const SparsePrefillParams& p, int w) {
-  return p.head_major ? w / p.tile_count : w % p.q_heads;
+// The row of a tile that is row r of its 128.
+__device__ __forceinline__ uint32_t row_of(const SparsePrefillParams& p, uint32_t r) {
+  return p.head_pairs ? r % (kTileRows / 2) : r;
+}
+// Heads of the launch, or pairs of them.
+__host__ __device__ __forceinline__ int item_heads(const SparsePrefillParams& p) {
+  return p.head_pairs ? p.head_count / 2 : p.head_count;
+}
+__device__ __forceinline__ int items(const SparsePrefillParams& p) {
+  return p.tile_count * item_heads(p);
+}
+// The place of an item's head among those of the launch, or of the first of a pair.
+__device__ __forceinline__ int item_place(const SparsePrefillParams& p, int w) {
+  const int at = p.head_major ? w / p.tile_count : w % item_heads(p);
+  return p.head_pairs ? 2 * at : at;
+}
+__device__ __forceinline__ int head_at(const SparsePrefillParams& p, int place) {
+  return p.heads ? (int)p.heads[place] : place;
 }
 __device__ __forceinline__ int item_tile(const SparsePrefillParams& p, int w) {
-  return p.head_major ? w % p.tile_count : w / p.q_heads;
+  return p.head_major ? w % p.tile_count : w / item_heads(p);
 }
 
 }  // namespace taper

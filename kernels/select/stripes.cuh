@@ -4,7 +4,7 @@
 // key blocks qb - b and qb - b - 1 of query block qb. Both kinds of choice become
 // bitmaps first, one pair for each list head and slice; a tile's blocks are then the
 // union over its query blocks of the columns up to the diagonal and of the slashes'
-// bitmap read backwards. Block 0 and the diagonal always belong. Lists have room
+// bitmap read backwards. Block 0 and the diagonal always belong, the first unless `exact`. Lists have room
 // for all blocks up to the diagonal at offsets that the host knows, so nothing is scanned.
 #pragma once
 
@@ -15,7 +15,7 @@ namespace taper {
 
 using StripesParams = TaperStripesParams;
 
-// Bits of the chosen columns, and of the slashes b and b + 1 for every chosen slash b.
+// Bits of the chosen columns, and of the slashes b and, unless `exact`, b + 1 for every chosen slash b.
 __global__ void __launch_bounds__(256) stripe_bits_kernel(const StripesParams p) {
   extern __shared__ uint32_t bits[];
   wait_for_predecessor();
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(256) stripe_bits_kernel(const StripesParams p)
     for (uint32_t i = threadIdx.x; i < n; i += 256) {
       const uint32_t b = ids[i];
       if (b < most) atomicOr(&bits[b / 32], 1u << (b % 32));
-      if (kind == 1 && b + 1 < most) atomicOr(&bits[(b + 1) / 32], 1u << ((b + 1) % 32));
+      if (kind == 1 && !p.exact && b + 1 < most) atomicOr(&bits[(b + 1) / 32], 1u << ((b + 1) % 32));
     }
     __syncthreads();
     uint32_t* to = p.bitmaps + ((int64_t)blockIdx.x * 2 + kind) * p.words;
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(128) stripe_lists_kernel(const StripesParams p
       const uint32_t high = qb - word * 32, w = high / 32, s = high % 32;
       const uint32_t upper = slashes[w], lower = w > 0 ? slashes[w - 1] : 0;
       y |= __brev(__funnelshift_l(lower, upper, 31 - s));
-      if (word == 0) y |= 1;
+      if (word == 0 && !p.exact) y |= 1;
       if (qb / 32 == word) y |= 1u << (qb % 32);
       if (qb - word * 32 < 31) y &= (2u << (qb - word * 32)) - 1;
       x |= y;

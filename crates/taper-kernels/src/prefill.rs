@@ -165,7 +165,7 @@ impl Rows<'_> {
     }
 
     /// Tokens up to the last row.
-    fn tokens(&self) -> usize {
+    pub(crate) fn tokens(&self) -> usize {
         self.positions.last().map_or(0, |&p| p as usize + 1)
     }
 

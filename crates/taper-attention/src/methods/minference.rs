@@ -34,7 +34,7 @@
 use super::Entry;
 use crate::artifacts::{ArtifactFile, ArtifactKind, Loaded};
 use crate::kept::kept;
-use crate::method::{HostOnly, PrefillChoice, PrefillLayer, PrefillMethod, cut_at_blocks};
+use crate::method::{PrefillChoice, PrefillLayer, PrefillMethod, cut_at_blocks};
 use crate::schema::{parse, schema_of};
 use candle_core::Result;
 use schemars::JsonSchema;
@@ -258,10 +258,6 @@ impl PrefillMethod for MInference {
             prompt
         }
     }
-
-    fn host_only(&self) -> Option<HostOnly> {
-        HostOnly::method("minference")
-    }
 }
 
 /// What the query heads read by their patterns, in runs of rows; block_sparse takes all of a run's rows. `sums` are those
@@ -282,18 +278,22 @@ pub fn reads(
     };
     let wanted: Vec<_> = patterns.iter().enumerate().filter_map(wanted).collect();
     let (blocks, products) = if wanted.is_empty() { Default::default() } else { pooled(rows, runs, &wanted)? };
-    let mut blocks = blocks.into_iter();
-    let of = |(head, pattern): (usize, &Pattern)| match (*pattern, sums) {
-        (Pattern::AShape { init, local }, _) => Ok(Mask::SinkWindow { sink: init, window: local }.into()),
-        (Pattern::VerticalSlash { vertical, slash }, Some(sums)) => {
+    let striped = |(head, pattern): (usize, &Pattern)| match *pattern {
+        Pattern::VerticalSlash { vertical, slash } => {
             let (forced_columns, forced_slashes) = FORCED;
-            let counts = Counts { columns: vertical, slashes: slash, forced_columns, forced_slashes };
-            Ok(by_count(sums, head, &counts)?.reads(runs))
+            Some((head, Counts { columns: vertical, slashes: slash, forced_columns, forced_slashes }))
         }
-        (Pattern::VerticalSlash { .. }, None) => Ok(Mask::Causal.into()),
-        (Pattern::BlockSparse { .. }, _) => Ok(blocks.next().map_or(Mask::Causal.into(), HeadReads::blocks)),
+        _ => None,
     };
-    let heads = patterns.iter().enumerate().map(of).collect::<Result<_>>()?;
+    let striped: Vec<_> = patterns.iter().enumerate().filter_map(striped).collect();
+    let stripes = sums.map_or(Ok(Vec::new()), |sums| by_count(sums, &striped))?;
+    let (mut blocks, mut stripes) = (blocks.into_iter(), stripes.into_iter().map(|stripes| stripes.reads(runs)));
+    let of = |pattern: &Pattern| match *pattern {
+        Pattern::AShape { init, local } => Some(Mask::SinkWindow { sink: init, window: local }.into()),
+        Pattern::VerticalSlash { .. } => stripes.next(),
+        Pattern::BlockSparse { .. } => blocks.next(),
+    };
+    let heads = patterns.iter().map(of).map(|reads| reads.unwrap_or(Mask::Causal.into())).collect();
     Ok((heads, products))
 }
 

@@ -2,10 +2,11 @@
 //!
 //! The same functions as the CPU's run on either device and come here by themselves: [`crate::kv::append`],
 //! [`crate::kv::copy_block`], [`crate::prefill::prefill`], [`crate::prefill::sums`], [`crate::prefill::probe`],
-//! [`crate::correct::correct`], [`crate::mlp::per_head`], [`crate::rotary::undo`], and all of [`crate::decode`] and [`crate::index`] that decode methods
-//! call but for what only a hard tail wants ([`crate::decode::sample_certain`], [`crate::index::norms`]): selections,
-//! scores and importance then stay on the device (`step`). What this module offers besides are the parts of that, by
-//! which a step needs no host at all: [`Batch`] for [`crate::decode::Decode`], [`Lists`] for [`crate::decode::Selection`].
+//! [`crate::correct::correct`], [`crate::mlp::per_head`], [`crate::rotary::undo`], and all of [`crate::decode`] and
+//! [`crate::index`] that decode methods call but for what only a hard tail wants ([`crate::decode::sample_certain`],
+//! [`crate::index::norms`]): selections, scores and importance then stay on the device (`step`). What this module offers
+//! besides are the parts of that, by which a step needs no host at all: [`Batch`] for [`crate::decode::Decode`], [`Lists`]
+//! for [`crate::decode::Selection`].
 //!
 //! Every function queues its work on candle's stream of the device and returns; none waits for a launch to end, but for
 //! [`Lists::read_back`] and those of `step` that say so. Host slices are copied on the same stream, and from pageable memory: large ones may hold the caller
@@ -23,6 +24,7 @@ pub mod index;
 mod kv;
 mod layer;
 mod op;
+mod pooled;
 mod prefill;
 mod probe;
 mod product;
@@ -43,7 +45,7 @@ pub use error::{Error, Result};
 pub use graph::{PlainStep, StepInputs, plain_step};
 pub use layer::{Rotate, Rotated, angles, norm, norm_f32, rotate_append, silu_mul};
 pub use op::prepare;
-pub use prefill::{KeyLists, Sparse, TILE_ROWS, Tile, Tiles, prefill_tiles};
+pub use prefill::{KeyLists, RunLists, Sparse, TILE_ROWS, Tile, Tiles, prefill_tiles};
 pub use product::{
     AfterAttention, Inputs, after_attention, after_attention_at_once, product, product_add, product_gated, product_into,
 };
@@ -55,7 +57,9 @@ pub use stripes::{Chosen, block_lists, drop_columns};
 pub(crate) use delta::correct;
 pub(crate) use kv::{append, copy_block};
 pub(crate) use layer::append_joint;
+pub(crate) use pooled::pooled;
 pub(crate) use prefill::prefill;
 pub(crate) use probe::probe;
+pub(crate) use stripes::top;
 pub(crate) use sums::sums;
 pub(crate) use token::{Coming, tokens};

@@ -1,15 +1,16 @@
 //! Attention of many query rows: [`crate::prefill::prefill`] on a CUDA device, and the launch behind it.
 
-mod tiles;
+mod launches;
 
 use super::error::Result;
 use super::ffi::{TaperMergeParams, TaperPrefillParams, TaperSparsePrefillParams, taper_merge, taper_prefill_sparse};
 use super::op::Op;
 use crate::kv::{BLOCK_TOKENS, PagedKv};
-use crate::prefill::{Reads, Rows};
+use crate::prefill::{Blocks, HeadReads, Lists, Mask, Reads, Rows};
 use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
-use tiles::{Drawn, Key};
+use launches::{HeadLists, Key, Launch, launches};
+use std::sync::Arc;
 
 /// Words of a tile of the interface.
 pub(super) const TILE_WORDS: usize = 8;
@@ -45,6 +46,8 @@ pub struct Tiles {
     parts: usize,
     /// Of each tile as it was given, the last position of its rows.
     pub(super) last: Vec<u32>,
+    /// Lists of keys that a head has: one a tile, or tiles share some.
+    lists: usize,
     positions: Tensor,
     rows: usize,
     /// Which row of the queries each row is; absent, itself.
@@ -58,16 +61,18 @@ impl Tiles {
     /// # Errors
     /// A tile of no or more than 128 rows, or with rows beyond the positions.
     pub fn new(like: &Tensor, positions: &[u32], tiles: &[Tile], q_rows: Option<&[u32]>) -> Result<Self> {
-        Self::in_parts(like, positions, tiles, q_rows, 1)
+        Self::cut(like, positions, tiles, q_rows, 1, None)
     }
 
-    /// The same, each tile's keys in so many parts: for launches without lists, whose outputs are f32.
-    fn in_parts(
+    /// The same, each tile's keys in so many parts: for launches without lists, whose outputs are f32. With `lists`, which of
+    /// how many lists of a head each tile reads, in place of one for each.
+    fn cut(
         like: &Tensor,
         positions: &[u32],
         tiles: &[Tile],
         q_rows: Option<&[u32]>,
         parts: usize,
+        lists: Option<(&[u32], usize)>,
     ) -> Result<Self> {
         let op = Op::new("prefill-tiles", "like", like)?;
         let mut order: Vec<usize> = (0..tiles.len()).collect();
@@ -77,7 +82,8 @@ impl Tiles {
             let Tile { row, rows, table, tokens, positions: (first, last) } = tiles[i];
             let fits = (1..=TILE_ROWS as u32).contains(&rows) && (row + rows) as usize <= positions.len();
             op.check(fits, "tiles", format!("rows {row} and {rows} on"), format!("1 to 128 of {}", positions.len()))?;
-            (0..parts as u32).for_each(|part| words.extend([row, rows, table, tokens, first, last, i as u32, part]));
+            let list = lists.map_or(i as u32, |(of, _)| of[i]);
+            (0..parts as u32).for_each(|part| words.extend([row, rows, table, tokens, first, last, list, part]));
         }
         if let Some(q_rows) = q_rows {
             op.check(q_rows.len() == positions.len(), "q_rows", q_rows.len(), positions.len())?;
@@ -87,6 +93,7 @@ impl Tiles {
             count: tiles.len() * parts,
             parts,
             last: tiles.iter().map(|tile| tile.positions.1).collect(),
+            lists: lists.map_or(tiles.len() * parts, |(_, count)| count),
             positions: op.kept(positions, [positions.len()])?,
             rows: positions.len(),
             q_rows: q_rows.map(|rows| op.kept(rows, [rows.len()])).transpose()?,
@@ -109,10 +116,11 @@ impl Tiles {
     }
 }
 
-/// Key lists of each tile and list of heads, on the device. `begins` and `counts` `[heads, tiles]` slice `ids`, u32.
+/// Key lists of each tile, or run of rows, and list of heads, on the device. `begins` and `counts` `[heads, tiles]` slice
+/// `ids`, u32.
 #[derive(Debug)]
 pub struct KeyLists {
-    /// Lists of heads: 1, the KV heads or the query heads.
+    /// Lists of heads: a divisor of the launch's query heads.
     pub heads: usize,
     /// First id of each list.
     pub begins: Tensor,
@@ -121,6 +129,65 @@ pub struct KeyLists {
     /// Ids, ascending in each list.
     pub ids: Tensor,
 }
+
+impl KeyLists {
+    /// The lists of each list of heads. Waits for the device.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn read_back(&self) -> Result<Vec<Lists>> {
+        let (begins, counts) = (self.begins.to_vec2::<u32>()?, self.counts.to_vec2::<u32>()?);
+        let ids = self.ids.to_vec1::<u32>()?;
+        let one = |(&begin, &count): (&u32, &u32)| ids[begin as usize..][..count as usize].iter().copied();
+        Ok(begins.iter().zip(&counts).map(|(begins, counts)| begins.iter().zip(counts).map(one).collect()).collect())
+    }
+
+    /// Those of some lists of heads.
+    fn some(&self, heads: &[usize]) -> Result<Self> {
+        let which: Vec<u32> = heads.iter().map(|&head| head as u32).collect();
+        let which = Tensor::from_vec(which, heads.len(), self.ids.device())?;
+        let of = |each: &Tensor| each.index_select(&which, 0);
+        let (begins, counts) = (of(&self.begins)?, of(&self.counts)?);
+        Ok(Self { heads: heads.len(), begins, counts, ids: self.ids.clone() })
+    }
+}
+
+/// What a device chose to read for each list of heads and run of rows, `[heads, runs]`.
+#[derive(Debug)]
+pub struct RunLists {
+    /// Blocks of 64 tokens.
+    pub blocks: KeyLists,
+    /// Single tokens that stand in none of the blocks.
+    pub columns: Option<KeyLists>,
+}
+
+impl RunLists {
+    /// What each list of heads reads; `before` `[heads][runs]` are the keys before a run's first block. In a model with a window
+    /// of its own the host has to know the lists, for what rows see of them: then this waits for the device.
+    pub(crate) fn into_reads(self, before: Vec<Vec<u32>>, window: Option<usize>) -> Result<Vec<HeadReads>> {
+        if window.is_none() {
+            let lists = Arc::new(self);
+            let of = |(list, before): (usize, Vec<u32>)| {
+                let blocks = Blocks::Device { lists: lists.clone(), list, before };
+                HeadReads { mask: Mask::Causal, blocks: Some(blocks), tokens: Lists::default() }
+            };
+            return Ok(before.into_iter().enumerate().map(of).collect());
+        }
+        let blocks = self.blocks.read_back()?;
+        let columns = self.columns.map_or(Ok(Vec::new()), |columns| columns.read_back())?;
+        let mut columns = columns.into_iter();
+        let of = |blocks| HeadReads { tokens: columns.next().unwrap_or_default(), ..HeadReads::blocks(blocks) };
+        Ok(blocks.into_iter().map(of).collect())
+    }
+}
+
+impl PartialEq for RunLists {
+    fn eq(&self, other: &Self) -> bool {
+        std::ptr::eq(self, other)
+    }
+}
+
+impl Eq for RunLists {}
 
 /// What a launch reads of the cache. Without lists: everything that is causal and within the window.
 #[derive(Clone, Copy, Default)]
@@ -135,6 +202,10 @@ pub struct Sparse<'a> {
     pub columns: Option<&'a KeyLists>,
     /// All tiles of a head before the next head, for lists of each head's own.
     pub head_major: bool,
+    /// The query heads of the launch, u32; absent, all. Others' outputs stay as they are.
+    pub heads: Option<&'a Tensor>,
+    /// Tiles have at most 64 rows, and two neighbouring heads of the launch, which share a list, are worked on at once.
+    pub head_pairs: bool,
     /// Rows at multiples of this absolute position are also written in f32 to `anchors`; 0: none.
     pub anchor_stride: usize,
     /// `[.., q_heads, head_dim]`, f32, by position / anchor_stride.
@@ -145,7 +216,7 @@ pub struct Sparse<'a> {
 /// of each row's sum of exponentials `[T, q_heads]`, f32. A row that reads nothing gives 0 and -inf.
 ///
 /// `q` `[T, q_heads, head_dim]` has the cache's dtype; `tables` `[tables, stride]`, u32. Blocks that tables and lists name
-/// must lie within the cache and at or before the tile's last position.
+/// must lie within the cache; those of a list beyond the tile's last position are not read.
 ///
 /// # Errors
 /// Shapes or dtypes that differ; head_dim other than 64 and 128.
@@ -159,9 +230,27 @@ pub fn prefill_tiles(
 ) -> Result<(Tensor, Tensor)> {
     let op = Op::new("prefill", "q", q)?;
     let (q_rows, q_heads, head_dim) = q.dims3()?;
+    let (parts, by_row) = (tiles.parts, out_dtype == DType::F32);
+    let out = op.empty((if by_row { tiles.rows } else { q_rows }, q_heads * parts, head_dim), out_dtype)?;
+    let lse = op.empty((tiles.rows, q_heads * parts), DType::F32)?;
+    attend_into(&op, q, kv, tables, tiles, reads, (&out, &lse))?;
+    if parts == 1 { Ok((out, lse)) } else { merge(&op, &out, &lse, parts, op.dtype("kv", kv.k.dtype())?) }
+}
+
+/// The same, to outputs that are there: of the launch's heads.
+fn attend_into(
+    op: &Op,
+    q: &Tensor,
+    kv: PagedKv,
+    tables: &Tensor,
+    tiles: &Tiles,
+    reads: &Sparse,
+    (out, lse): (&Tensor, &Tensor),
+) -> Result<()> {
+    let (q_rows, q_heads, head_dim) = q.dims3()?;
     let (blocks, kv_heads, kv_dim) = kv.dims()?;
     let (table_count, stride) = tables.dims2()?;
-    let dtype = kv.k.dtype();
+    let (dtype, out_dtype) = (kv.k.dtype(), out.dtype());
     op.check(
         head_dim == kv_dim && kv_heads > 0 && q_heads.is_multiple_of(kv_heads) && matches!(head_dim, 64 | 128),
         "q",
@@ -174,17 +263,16 @@ pub fn prefill_tiles(
     let parts = tiles.parts;
     let alone = parts == 1 || by_row && reads.blocks.is_none() && reads.columns.is_none();
     op.check(alone, "tiles", format!("{parts} parts"), "one, of f32 outputs without lists")?;
-    let out = op.empty((if by_row { tiles.rows } else { q_rows }, q_heads * parts, head_dim), out_dtype)?;
-    let lse = op.empty((tiles.rows, q_heads * parts), DType::F32)?;
     if tiles.count == 0 {
-        return Ok((out, lse));
+        return Ok(());
     }
+    let heads = reads.heads.map_or(Ok(q_heads), |heads| heads.dim(0))?;
     let pool = [blocks, kv_heads, BLOCK_TOKENS, head_dim];
     let lists = |parameter: &'static str, lists: Option<&KeyLists>| -> Result<_> {
         let Some(l) = lists else { return Ok((std::ptr::null(), std::ptr::null(), std::ptr::null(), 0)) };
-        let fits = [1, kv_heads, q_heads].contains(&l.heads);
-        op.check(fits, parameter, format!("{} lists of heads", l.heads), format!("1, {kv_heads} or {q_heads}"))?;
-        let shape = [l.heads, tiles.count];
+        let fits = l.heads > 0 && heads.is_multiple_of(l.heads);
+        op.check(fits, parameter, format!("{} lists of heads", l.heads), format!("a divisor of {heads}"))?;
+        let shape = [l.heads, tiles.lists];
         Ok((
             op.at::<u32>(parameter, &l.begins, DType::U32, shape)?.cast_const(),
             op.at::<u32>(parameter, &l.counts, DType::U32, shape)?.cast_const(),
@@ -204,8 +292,8 @@ pub fn prefill_tiles(
         tiles: op.at("tiles", &tiles.tiles, DType::U32, [tiles.count, TILE_WORDS])?,
         csr_begin,
         csr_blocks,
-        out: op.at("out", &out, out_dtype, out.dims())?,
-        lse: op.at("lse", &lse, DType::F32, [tiles.rows, q_heads * parts])?,
+        out: op.at("out", out, out_dtype, [if by_row { tiles.rows } else { q_rows }, q_heads * parts, head_dim])?,
+        lse: op.at("lse", lse, DType::F32, [tiles.rows, q_heads * parts])?,
         anchor_out: match reads.anchors {
             Some(anchors) => op.at("anchors", anchors, DType::F32, [anchors.dim(0)?, q_heads, head_dim])?,
             None => std::ptr::null_mut(),
@@ -235,11 +323,13 @@ pub fn prefill_tiles(
         column_heads: op.int("columns", column_heads)?,
         head_major: reads.head_major.into(),
         splits: if parts > 1 { op.int("tiles", parts)? } else { 0 },
-        ..TaperSparsePrefillParams::zeroed()
+        list_stride: op.int("tiles", tiles.lists)?,
+        heads: op.maybe("heads", reads.heads, DType::U32, [heads])?,
+        head_count: op.int("heads", heads)?,
+        head_pairs: reads.head_pairs.into(),
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { taper_prefill_sparse(&p, op.stream()) })?;
-    if parts == 1 { Ok((out, lse)) } else { merge(&op, &out, &lse, parts, p.base.dtype) }
+    op.launched(unsafe { taper_prefill_sparse(&p, op.stream()) })
 }
 
 /// Outputs and logarithms from those of parts `[T, q_heads parts, head_dim]` and `[T, q_heads parts]`, all f32.
@@ -270,8 +360,8 @@ fn merge(op: &Op, part_o: &Tensor, part_lse: &Tensor, parts: usize, dtype: i32) 
     Ok((out, lse))
 }
 
-/// [`crate::prefill::prefill`]: queries in f32 are rounded to the cache's dtype, outputs are f32. One launch for each kind of
-/// mask that the lists of heads have.
+/// [`crate::prefill::prefill`]: queries in f32 are rounded to the cache's dtype, outputs are f32. One launch for each way in which
+/// lists of heads come to what they read.
 pub(crate) fn prefill(rows: &Rows, reads: Reads) -> Result<(Tensor, Tensor)> {
     let op = Op::new("prefill", "q", rows.q)?;
     let (count, q_heads, head_dim) = rows.q.dims3()?;
@@ -279,30 +369,35 @@ pub(crate) fn prefill(rows: &Rows, reads: Reads) -> Result<(Tensor, Tensor)> {
         let none = |width: usize| op.empty((1, width), DType::F32)?.narrow(0, 0, 0);
         return Ok((none(q_heads * head_dim)?.reshape((0, q_heads, head_dim))?, none(q_heads)?));
     }
-    let kv_heads = rows.kv.dims()?.1;
-    let drawn = Drawn::new(&op, rows, &reads, kv_heads, q_heads)?;
+    let launches = launches(&op, rows, &reads, rows.kv.dims()?.1, q_heads)?;
     let q = rows.q.to_dtype(rows.kv.k.dtype())?.contiguous()?;
     let needed = rows.positions[count - 1] as usize / BLOCK_TOKENS + 1;
     let tables = op.kept(&rows.table[..needed], [1, needed])?;
-    let parts = match drawn.mask() {
-        Some(Key { sink, window }) => {
-            let blocks = if window == 0 { needed } else { needed.min((sink + window) / BLOCK_TOKENS + 3) };
-            (BUSY / (drawn.tiles.len() * q_heads).max(1)).min(blocks / PART_BLOCKS).clamp(1, PARTS_MAX)
-        }
-        None => 1,
-    };
-    let tiles = Tiles::in_parts(&q, rows.positions, &drawn.tiles, None, parts)?;
-    let mut total: Option<(Tensor, Tensor)> = None;
-    for &key in &drawn.keys {
-        let (blocks, columns) = drawn.upload(&op, key, &tiles)?;
-        let Key { sink, window } = key;
-        let reads = Sparse { sink, window, blocks: blocks.as_ref(), columns: columns.as_ref(), ..Sparse::default() };
-        let (out, lse) = prefill_tiles(&q, rows.kv, &tables, &tiles, &reads, DType::F32)?;
-        // A head reads by one mask alone; in the other launches it gives 0 and -inf.
-        total = Some(match total {
-            None => (out, lse),
-            Some((sum, most)) => ((sum + out)?, most.maximum(&lse)?),
-        });
+    if let [Launch { tiles, key: Key { sink, window }, lists: HeadLists::All, .. }] = &launches[..] {
+        let (sink, window) = (*sink, *window);
+        let blocks = if window == 0 { needed } else { needed.min((sink + window) / BLOCK_TOKENS + 3) };
+        let parts = (BUSY / (tiles.len() * q_heads).max(1)).min(blocks / PART_BLOCKS).clamp(1, PARTS_MAX);
+        let tiles = Tiles::cut(&q, rows.positions, tiles, None, parts, None)?;
+        return prefill_tiles(&q, rows.kv, &tables, &tiles, &Sparse { sink, window, ..Sparse::default() }, DType::F32);
     }
-    total.ok_or_else(|| op.error("reads", "no list of heads", "at least one"))
+    let (out, lse) = (op.empty((count, q_heads, head_dim), DType::F32)?, op.empty((count, q_heads), DType::F32)?);
+    for launch in &launches {
+        let tiles = Tiles::cut(&q, rows.positions, &launch.tiles, None, 1, launch.lists.of_tiles())?;
+        let heads = match launch.heads.len() {
+            all if all == q_heads => None,
+            some => Some(op.kept(&launch.heads, [some])?),
+        };
+        let (blocks, columns) = launch.lists.upload(&op, launch, &tiles)?;
+        let reads = Sparse {
+            sink: launch.key.sink,
+            window: launch.key.window,
+            blocks: blocks.as_ref(),
+            columns: columns.as_ref(),
+            heads: heads.as_ref(),
+            head_pairs: launch.head_pairs,
+            ..Sparse::default()
+        };
+        attend_into(&op, &q, rows.kv, &tables, &tiles, &reads, (&out, &lse))?;
+    }
+    Ok((out, lse))
 }

@@ -3,10 +3,10 @@
 use super::error::Result;
 use super::ffi::{TaperSearchParams, taper_search};
 use super::op::Op;
-use super::prefill::KeyLists;
+use super::prefill::{KeyLists, RunLists};
 use super::stripes::places;
 use crate::kv::BLOCK_TOKENS;
-use crate::prefill::{HeadReads, Hierarchy, Lists, Reach, Rows, neighbours};
+use crate::prefill::{HeadReads, Hierarchy, Reach, Rows, neighbours};
 use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
 use std::ops::Range;
@@ -22,7 +22,7 @@ const SLOTS: usize = 264;
 const SCRATCH: usize = 64 << 20;
 
 /// As the CPU's, whose checks the caller has made; queries in f32, and mean queries, are rounded to the cache's dtype. It waits
-/// for what was found.
+/// for how many keys were found; in a model with a window of its own for which.
 pub(crate) fn probe(
     rows: &Rows,
     runs: &[Range<usize>],
@@ -94,20 +94,19 @@ pub(crate) fn probe(
     let told_words = op.read("told", &told)?;
     let told = |i: usize| &told_words[i * n.next_multiple_of(4)..][..n];
     let products = told(2).iter().enumerate().map(|(i, &looked)| u64::from(looked) * plan.lines[i % runs.len()]).sum();
-    Ok((on_host(&op, runs.len(), [&read, &single], [told(0), told(1)])?, products))
-}
-
-/// Lists in host memory.
-fn on_host(op: &Op, runs: usize, lists: [&KeyLists; 2], counts: [&[u32]; 2]) -> Result<Vec<HeadReads>> {
-    let read = |i: usize| -> Result<Vec<Lists>> {
-        let (begins, ids) = (op.read("begins", &lists[i].begins)?, op.read("ids", &lists[i].ids)?);
-        let lists =
-            begins.iter().zip(counts[i]).map(|(&at, &count)| ids[at as usize..][..count as usize].iter().copied());
-        let lists: Vec<_> = lists.collect();
-        Ok(lists.chunks(runs).map(|head| head.iter().cloned().collect()).collect())
+    let columns = plan.column_room.iter().any(|&room| room > 0).then_some(single);
+    let before = |head: usize| {
+        let lists = head * runs.len()..(head + 1) * runs.len();
+        let counts = told(0)[lists.clone()].iter().zip(&told(1)[lists]).zip(runs);
+        let before = counts.map(|((&blocks, &columns), run)| {
+            // Of its blocks all from the run's first on are its own.
+            let own = (run.end - 1) / BLOCK_TOKENS + 1 - run.start / BLOCK_TOKENS;
+            (blocks - own as u32) * BLOCK_TOKENS as u32 + columns
+        });
+        before.collect()
     };
-    let heads = read(0)?.into_iter().zip(read(1)?);
-    Ok(heads.map(|(blocks, tokens)| HeadReads { tokens, ..HeadReads::blocks(blocks) }).collect())
+    let before = (0..kv_heads).map(before).collect();
+    Ok((RunLists { blocks: read, columns }.into_reads(before, rows.window)?, products))
 }
 
 /// What the host knows of a search.

@@ -266,6 +266,39 @@ pub fn top_k_by(batch: &Batch, importance: &Tensor, between: Between, k: usize) 
     select(&op, batch, (importance, None, 1), between, &how)
 }
 
+/// Of each list of `scores` `[lists, entries]`, f32, the `ks` `[lists]` largest within `[begins, ends)` `[lists]`, ties to the
+/// earlier: ids `[lists, capacity]`, ascending, and how many `[lists]`, u32.
+pub(super) fn largest(
+    op: &Op,
+    scores: &Tensor,
+    [begins, ends, ks]: [&[u32]; 3],
+    capacity: usize,
+) -> Result<(Tensor, Tensor)> {
+    let (lists, entries) = scores.dims2()?;
+    let fits = ends.iter().all(|&end| end as usize <= entries) && ks.iter().all(|&k| k as usize <= capacity);
+    op.check(fits, "ks", format!("up to {:?}", ks.iter().max()), format!("{capacity} of {entries}"))?;
+    let (ids, counts) = (op.empty((lists, capacity), DType::U32)?, op.empty(lists, DType::U32)?);
+    let [begins, ends, ks] = [op.upload(begins, [lists])?, op.upload(ends, [lists])?, op.upload(ks, [lists])?];
+    let p = TaperSelectParams {
+        scores: op.at("scores", scores, DType::F32, [lists, entries])?,
+        begins: op.at("begins", &begins, DType::U32, [lists])?,
+        ends: op.at("ends", &ends, DType::U32, [lists])?,
+        ks: op.at("ks", &ks, DType::U32, [lists])?,
+        ids: op.at("ids", &ids, DType::U32, [lists, capacity])?,
+        counts: op.at("counts", &counts, DType::U32, [lists])?,
+        lists: op.int("scores", lists)?,
+        stride: op.int("scores", entries)?,
+        capacity: op.int("capacity", capacity)?,
+        entries: op.int("scores", entries)?,
+        target: ffi::TAPER_NO_TARGET,
+        overlap: 1,
+        ..TaperSelectParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_select(&p, op.stream()) })?;
+    Ok((ids, counts))
+}
+
 /// What decides how many entries a list takes.
 pub(super) struct How<'a> {
     capacity: usize,

@@ -4,6 +4,7 @@ use super::error::Result;
 use super::ffi::{self, TaperColumnsParams, TaperStripesParams};
 use super::op::Op;
 use super::prefill::{KeyLists, TILE_WORDS, Tiles};
+use super::score::largest;
 use crate::kv::BLOCK_TOKENS;
 use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
@@ -20,7 +21,8 @@ pub struct Chosen<'a> {
 
 /// The blocks that each tile and list of heads reads: block 0, the tile's own, the chosen `columns` before those, and for
 /// each chosen slash s those that lie s and s + 1 blocks before a row's own. `slice_ends` `[slices]` ascend: rows below one
-/// follow its choice, and rows beyond the last do too. `tokens`: of the longest row.
+/// follow its choice, and rows beyond the last do too. `tokens`: of the longest row. `exact`: a slash stands for s blocks alone,
+/// and block 0 must be chosen.
 ///
 /// # Errors
 /// Shapes or dtypes that differ, no slice.
@@ -33,6 +35,7 @@ pub fn block_lists(
     slashes: Chosen,
     slice_ends: &[u32],
     tokens: usize,
+    exact: bool,
 ) -> Result<KeyLists> {
     let op = Op::new("block_lists", "columns", columns.ids)?;
     let (slices, heads, column_room) = columns.ids.dims3()?;
@@ -70,11 +73,31 @@ pub fn block_lists(
         column_stride: op.int("columns", column_room)?,
         slash_stride: op.int("slashes", slash_room)?,
         overlap: 1,
-        ..TaperStripesParams::zeroed()
+        exact: exact.into(),
     };
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { ffi::taper_stripes(&p, op.stream()) })?;
     Ok(of)
+}
+
+/// [`crate::prefill::stripes::top`] of some lists of masses `[lists, n]`: which, how many to keep, and how many of the first.
+/// Waits for the device, since the host counts what rows read.
+pub(crate) fn top(mass: &Tensor, wanted: &[(usize, usize, usize)]) -> Result<Vec<Vec<u32>>> {
+    let op = Op::new("top", "mass", mass)?;
+    let (lists, n) = mass.dims2()?;
+    let (mut begins, mut ks) = (vec![0; lists], vec![0; lists]);
+    for &(list, keep, forced) in wanted {
+        op.check(list < lists, "list", list, format!("less than {lists}"))?;
+        let forced = forced.min(n);
+        (begins[list], ks[list]) = (forced as u32, (keep.clamp(forced, n) - forced) as u32);
+    }
+    let capacity = ks.iter().copied().max().unwrap_or(0).max(1) as usize;
+    let (ids, _) = largest(&op, mass, [&begins, &vec![n as u32; lists], &ks], capacity)?;
+    let ids = ids.to_vec2::<u32>()?;
+    let of = |&(list, ..): &(usize, usize, usize)| {
+        (0..begins[list]).chain(ids[list].iter().copied().take(ks[list] as usize)).collect()
+    };
+    Ok(wanted.iter().map(of).collect())
 }
 
 /// Single tokens of each head `[heads, room]`, ascending, `counts` `[heads]` of them, as lists of each tile: without those

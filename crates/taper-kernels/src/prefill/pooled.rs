@@ -1,6 +1,6 @@
 //! Blocks of keys ranked by means: of the queries of a query block, of the keys of a block.
 
-use super::selection::Lists;
+use super::selection::{HeadReads, Lists};
 use super::tile::{Dims, Operands, base_of};
 use super::{Mask, Reads, Rows};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
@@ -12,20 +12,27 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// For each query head asked for `(head, keep)`, the blocks that the rows of each run read: their own and the best
 /// `keep - 1` of those before it by mean query · mean key; of equals the first. A run lies within one block of 64
-/// positions; its mean is that of its rows, and a block's that of its keys up to the last row. Returns how many products
-/// of means it took, too.
+/// positions; its mean is that of its rows, and a block's that of its keys up to the last row. Returns what each of these
+/// heads reads, and how many products of means it took. On a device lists stay there.
 ///
 /// # Errors
 /// As [`prefill`](super::prefill); a head that is not there, a run without rows or over several blocks.
 ///
 /// # Source
 /// MInference, Algorithm 3 (block-sparse), with a row's own block always kept.
-pub fn pooled(rows: &Rows, runs: &[Range<usize>], heads: &[(usize, usize)]) -> Result<(Vec<Lists>, u64)> {
-    pooled_with(Isa::best(), rows, runs, heads)
+pub fn pooled(rows: &Rows, runs: &[Range<usize>], heads: &[(usize, usize)]) -> Result<(Vec<HeadReads>, u64)> {
+    let dims = rows.dims()?;
+    let members = members(rows, &dims, runs, heads)?;
+    #[cfg(feature = "cuda")]
+    if rows.q.device().is_cuda() {
+        return Ok(crate::cuda::pooled(rows, runs, &members, heads)?);
+    }
+    let (lists, products) = pooled_with(Isa::best(), rows, &dims, (runs, &members), heads)?;
+    Ok((lists.into_iter().map(HeadReads::blocks).collect(), products))
 }
 
-fn pooled_with(isa: Isa, rows: &Rows, runs: &[Range<usize>], heads: &[(usize, usize)]) -> Result<(Vec<Lists>, u64)> {
-    let dims = rows.dims()?;
+/// The rows of each run.
+fn members(rows: &Rows, dims: &Dims, runs: &[Range<usize>], heads: &[(usize, usize)]) -> Result<Vec<Range<usize>>> {
     if let Some((head, _)) = heads.iter().find(|(head, _)| *head >= dims.q_heads) {
         bail!("pooled: head {head} of {}", dims.q_heads);
     }
@@ -36,6 +43,16 @@ fn pooled_with(isa: Isa, rows: &Rows, runs: &[Range<usize>], heads: &[(usize, us
             bail!("pooled: the run {run:?} of {} rows; expected rows of one block", members.len());
         }
     }
+    Ok(members)
+}
+
+fn pooled_with(
+    isa: Isa,
+    rows: &Rows,
+    dims: &Dims,
+    (runs, members): (&[Range<usize>], &[Range<usize>]),
+    heads: &[(usize, usize)],
+) -> Result<(Vec<Lists>, u64)> {
     let blocks = rows.tokens().div_ceil(BLOCK_TOKENS);
     let d = dims.head_dim;
     let products = AtomicU64::new(0);
@@ -44,7 +61,7 @@ fn pooled_with(isa: Isa, rows: &Rows, runs: &[Range<usize>], heads: &[(usize, us
         let mut keys = vec![0f32; dims.kv_heads * blocks * d];
         with_kv_element!(rows.kv.k.dtype(), T => {
             let reads = Reads::Mask(Mask::Causal);
-            means_of_keys::<T>(&Operands::new(rows, &reads, &dims, (q, k, v)), blocks, &mut keys);
+            means_of_keys::<T>(&Operands::new(rows, &reads, dims, (q, k, v)), blocks, &mut keys);
         });
         let shared = SharedMut::new(&mut chosen);
         parallel::for_each(
@@ -53,7 +70,7 @@ fn pooled_with(isa: Isa, rows: &Rows, runs: &[Range<usize>], heads: &[(usize, us
             |(mean, scores), unit| {
                 let (at, run) = (unit / runs.len(), unit % runs.len());
                 let (head, keep) = heads[at];
-                mean_of_queries(&dims, q, members[run].clone(), head, mean);
+                mean_of_queries(dims, q, members[run].clone(), head, mean);
                 let own = runs[run].start / BLOCK_TOKENS;
                 let lowest = Mask::Causal.keys(runs[run].start, rows.window)[1].start / BLOCK_TOKENS;
                 let earlier = lowest.min(own)..own;
@@ -142,7 +159,9 @@ mod tests {
                 let rows = Rows { q: &q, kv: cache.kv(), table: &cache.table, positions: &positions, window };
                 let runs = query_blocks(start..n, BLOCK_TOKENS);
                 let asked = [(3, 3), (0, 1), (1, 100), (2, 4)];
-                let (lists, products) = pooled_with(isa, &rows, &runs, &asked).unwrap();
+                let dims = rows.dims().unwrap();
+                let members = members(&rows, &dims, &runs, &asked).unwrap();
+                let (lists, products) = pooled_with(isa, &rows, &dims, (&runs, &members), &asked).unwrap();
                 let q = q.to_vec3::<f32>().unwrap();
                 let mean = |all: Vec<&Vec<f32>>| -> Vec<f64> {
                     let sum = |c: usize| all.iter().map(|x| f64::from(x[c])).sum::<f64>() / all.len() as f64;

@@ -2,10 +2,14 @@
 
 use super::Mask;
 use super::stripes::Stripes;
+#[cfg(feature = "cuda")]
+use crate::cuda::RunLists;
 use crate::kv::BLOCK_TOKENS;
 use candle_core::{Result, bail};
 use std::borrow::Cow;
 use std::ops::Range;
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
 
 /// Lists of ascending ids, one after the other.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -57,6 +61,16 @@ pub enum Blocks {
         /// The runs.
         runs: Vec<StripedRun>,
     },
+    /// Lists that a device made and keeps, of single tokens too. A run's rows read all keys from its first block on.
+    #[cfg(feature = "cuda")]
+    Device {
+        /// Those of all heads.
+        lists: Arc<RunLists>,
+        /// Which of them.
+        list: usize,
+        /// Keys that each run's rows read before its first block.
+        before: Vec<u32>,
+    },
 }
 
 /// Where a run of rows stands among stripes.
@@ -64,8 +78,8 @@ pub enum Blocks {
 pub struct StripedRun {
     /// The block of the stripes that its rows stand in.
     pub own: u32,
-    /// Blocks of the stripes before that one that they read.
-    pub before: u32,
+    /// Keys before that one that they read, single tokens in no block included.
+    pub keys: u32,
 }
 
 impl From<Lists> for Blocks {
@@ -80,14 +94,30 @@ impl Blocks {
         match self {
             Self::Listed(lists) => lists.len(),
             Self::Striped { runs, .. } => runs.len(),
+            #[cfg(feature = "cuda")]
+            Self::Device { before, .. } => before.len(),
         }
     }
 
-    /// The blocks of run `i`, which there must be.
+    /// The blocks of run `i`, which there must be; none of lists that a device keeps.
     pub fn get(&self, i: usize) -> Cow<'_, [u32]> {
         match self {
             Self::Listed(lists) => lists.get(i).into(),
             Self::Striped { stripes, runs } => stripes.blocks_of(runs[i].own).collect(),
+            #[cfg(feature = "cuda")]
+            Self::Device { .. } => Cow::default(),
+        }
+    }
+
+    /// First token of run `i`'s first block of the blocks' own size, and how many keys before it are read, where that is known;
+    /// from there on all are.
+    fn split(&self, i: usize, run: &Range<usize>) -> Option<(usize, usize)> {
+        let first = |block: usize| run.start / block * block;
+        match self {
+            Self::Listed(_) => None,
+            Self::Striped { stripes, runs } => Some((first(stripes.block_tokens), runs[i].keys as usize)),
+            #[cfg(feature = "cuda")]
+            Self::Device { before, .. } => Some((first(BLOCK_TOKENS), before[i] as usize)),
         }
     }
 
@@ -96,6 +126,8 @@ impl Blocks {
         match self {
             Self::Listed(lists) => (0..lists.len()).all(|i| ascends(lists.get(i))),
             Self::Striped { stripes, .. } => ascends(&stripes.blocks) && ascends(&stripes.distances),
+            #[cfg(feature = "cuda")]
+            Self::Device { .. } => true,
         }
     }
 }
@@ -205,11 +237,15 @@ impl Selection {
     }
 
     /// The share of a row's probability that one list of heads reads; `None` for a row without a run. `sums` are the sums
-    /// of the probabilities before each key, and of all: `[position + 2]`.
+    /// of the probabilities before each key, and of all: `[position + 2]`. `None` too of lists that a device keeps.
     pub fn held(&self, list: usize, position: usize, window: Option<usize>, sums: &[f64]) -> Option<f64> {
         let run = self.runs.partition_point(|run| run.end <= position);
         self.runs.get(run).filter(|run| run.contains(&position))?;
         let reads = &self.heads[list];
+        #[cfg(feature = "cuda")]
+        if matches!(reads.blocks, Some(Blocks::Device { .. })) {
+            return None;
+        }
         let keys = reads.mask.keys(position, window);
         let within = |span: Range<usize>| -> f64 {
             let parts = keys.iter().map(|k| (k.start.max(span.start), k.end.min(span.end)));
@@ -225,31 +261,30 @@ impl Selection {
     }
 }
 
-/// Counts the keys of one run's rows and one head: most blocks are read whole by every row, or by none.
-struct Counter {
-    mask: Mask,
-    all: bool,
-    whole: usize,
-    /// Blocks that some rows read in part.
-    edges: Vec<Range<usize>>,
-    tokens: Vec<u32>,
+/// Counts the keys of one run's rows and one head.
+enum Counter {
+    /// What the mask says.
+    All(Mask),
+    /// So many, and all from a token on.
+    From { whole: usize, start: usize },
+    /// Most blocks are read whole by every row, or by none.
+    Blocks {
+        mask: Mask,
+        whole: usize,
+        /// Blocks that some rows read in part.
+        edges: Vec<Range<usize>>,
+        tokens: Vec<u32>,
+    },
 }
 
 impl Counter {
     fn new(reads: &HeadReads, run: usize, rows: Range<usize>, window: Option<usize>) -> Self {
-        if let (Mask::Causal, Some(Blocks::Striped { stripes, runs }), 0, None) =
-            (reads.mask, &reads.blocks, reads.tokens.ids.len(), window)
-        {
-            let (StripedRun { own, before }, each) = (runs[run], stripes.block_tokens);
-            let own = own as usize * each;
-            let edges = Vec::from_iter(Some(own..own + each));
-            return Self { mask: reads.mask, all: false, whole: before as usize * each, edges, tokens: Vec::new() };
+        let split = reads.blocks.as_ref().and_then(|blocks| blocks.split(run, &rows));
+        if let (Mask::Causal, Some((start, whole)), None) = (reads.mask, split, window) {
+            return Self::From { whole, start };
         }
-        let (blocks, tokens) = reads.lists(run);
+        let (Some(blocks), tokens) = reads.lists(run) else { return Self::All(reads.mask) };
         let mut outside = Vec::new();
-        let Some(blocks) = blocks else {
-            return Self { mask: reads.mask, all: true, whole: 0, edges: Vec::new(), tokens: outside };
-        };
         self::outside(tokens, &blocks, &mut outside);
         let spans = blocks.iter().map(|&b| b as usize * BLOCK_TOKENS..(b as usize + 1) * BLOCK_TOKENS);
         // Without an inner mask, what the first row sees and the last one has not lost is seen by all.
@@ -257,20 +292,23 @@ impl Counter {
         let whole =
             |span: &Range<usize>| reads.mask == Mask::Causal && span.end <= rows.start + 1 && span.start >= lowest;
         let (inside, edges): (Vec<_>, Vec<_>) = spans.partition(whole);
-        Self { mask: reads.mask, all: false, whole: inside.len() * BLOCK_TOKENS, edges, tokens: outside }
+        Self::Blocks { mask: reads.mask, whole: inside.len() * BLOCK_TOKENS, edges, tokens: outside }
     }
 
     fn count(&self, position: usize, window: Option<usize>) -> usize {
-        if self.all {
-            return self.mask.count(position, window);
+        match self {
+            Self::All(mask) => mask.count(position, window),
+            Self::From { whole, start } => whole + position + 1 - start,
+            Self::Blocks { mask, whole, edges, tokens } => {
+                let keys = mask.keys(position, window);
+                let within = |span: &Range<usize>| -> usize {
+                    keys.iter().map(|k| k.end.min(span.end).saturating_sub(k.start.max(span.start))).sum()
+                };
+                let upto = |limit: usize| tokens.partition_point(|&t| (t as usize) < limit);
+                let tokens: usize = keys.iter().map(|k| upto(k.end) - upto(k.start)).sum();
+                whole + edges.iter().map(within).sum::<usize>() + tokens
+            }
         }
-        let keys = self.mask.keys(position, window);
-        let within = |span: &Range<usize>| -> usize {
-            keys.iter().map(|k| k.end.min(span.end).saturating_sub(k.start.max(span.start))).sum()
-        };
-        let upto = |limit: usize| self.tokens.partition_point(|&t| (t as usize) < limit);
-        let tokens: usize = keys.iter().map(|k| upto(k.end) - upto(k.start)).sum();
-        self.whole + self.edges.iter().map(within).sum::<usize>() + tokens
     }
 }
 

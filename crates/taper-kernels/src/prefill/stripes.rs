@@ -3,6 +3,7 @@
 use super::selection::{Blocks, HeadReads, StripedRun};
 use super::{Mask, Sums};
 use crate::kv::BLOCK_TOKENS;
+use crate::parallel;
 use candle_core::{Result, Tensor, bail};
 use std::cmp::Ordering;
 use std::ops::Range;
@@ -26,7 +27,7 @@ impl Stripes {
     pub fn reads(&self, runs: &[Range<usize>]) -> HeadReads {
         let own: Vec<u32> = runs.iter().map(|run| (run.start / self.block_tokens) as u32).collect();
         let before = self.before(&own);
-        let runs = own.into_iter().zip(before).map(|(own, before)| StripedRun { own, before }).collect();
+        let runs = own.into_iter().zip(before).map(|(own, keys)| StripedRun { own, keys }).collect();
         HeadReads {
             mask: Mask::Causal,
             blocks: Some(Blocks::Striped { stripes: Self { tokens: Vec::new(), ..self.clone() }, runs }),
@@ -43,7 +44,8 @@ impl Stripes {
         merge(near, listed).chain(own).flat_map(move |block| block * each..(block + 1) * each)
     }
 
-    /// How many blocks before each of some their rows read: those that are listed or a distance away, by 64 at a time.
+    /// How many keys before each of some blocks their rows read: blocks that are listed or a distance away, by 64 at a time,
+    /// and single tokens in no such block.
     fn before(&self, own: &[u32]) -> Vec<u32> {
         let end = own.iter().max().map_or(0, |&last| last as usize + 1);
         let words = end / 64 + 2;
@@ -56,19 +58,38 @@ impl Stripes {
         let listed = bits(&mut below(&self.blocks).into_iter());
         // Turned round: the block a distance before `own` has bit `end - 1 - own + block` here.
         let near = bits(&mut below(&self.distances).into_iter().map(|distance| end - 1 - distance));
+        let mut tokens = vec![0u32; end];
+        for &token in self.tokens.iter().take_while(|&&token| (token as usize) < end * self.block_tokens) {
+            tokens[token as usize / self.block_tokens] += 1;
+        }
+        let single = bits(&mut (0..end).filter(|&block| tokens[block] > 0));
         let of = |&own: &u32| {
             let (own, shift) = (own as usize, end - 1 - own as usize);
-            let word = |at: usize| {
+            let earlier = |at: usize| if own / 64 == at { (1 << (own % 64)) - 1 } else { u64::MAX };
+            let read = |at: usize| {
                 let (low, high) = (near[at + shift / 64], near.get(at + shift / 64 + 1).copied().unwrap_or(0));
                 let near = if shift.is_multiple_of(64) { low } else { low >> (shift % 64) | high << (64 - shift % 64) };
-                let all = listed[at] | near;
-                if own / 64 == at { all & ((1 << (own % 64)) - 1) } else { all }
+                (listed[at] | near) & earlier(at)
             };
-            (0..=own / 64).map(|at| word(at).count_ones()).sum()
+            let keys = |at: usize| {
+                let read = read(at);
+                let mut apart = single[at] & earlier(at) & !read;
+                let mut keys = read.count_ones() * self.block_tokens as u32;
+                while apart > 0 {
+                    keys += tokens[at * 64 + apart.trailing_zeros() as usize];
+                    apart &= apart - 1;
+                }
+                keys
+            };
+            (0..=own / 64).map(keys).sum()
         };
-        own.iter().map(of).collect()
+        let parts: Vec<&[u32]> = own.chunks(RUNS_A_UNIT).collect();
+        parallel::map(parts.len(), |part| parts[part].iter().map(of).collect::<Vec<u32>>()).concat()
     }
 }
+
+/// Runs that a thread counts keys of at a time.
+const RUNS_A_UNIT: usize = 256;
 
 /// Two ascending sequences as one, each number once.
 fn merge(a: impl Iterator<Item = u32>, b: impl Iterator<Item = u32>) -> impl Iterator<Item = u32> {
@@ -191,29 +212,40 @@ pub struct Counts {
     pub forced_slashes: usize,
 }
 
-/// MInference's vertical-slash choice for one query head: the heaviest keys, and every block that one of the heaviest
-/// diagonals touches.
+/// MInference's vertical-slash choice for each query head asked for: the heaviest keys, and every block that one of the
+/// heaviest diagonals touches.
 ///
 /// # Errors
 /// A device error, a head that is not there.
 ///
 /// # Source
 /// MInference, Algorithm 2.
-pub fn by_count(sums: &Sums, head: usize, counts: &Counts) -> Result<Stripes> {
-    let columns = Table::of(&sums.columns.narrow(0, head, 1)?)?;
-    let slashes = Table::of(&sums.diagonals.narrow(0, head, 1)?)?;
-    let offsets = top(&slashes.mass, counts.slashes, counts.forced_slashes);
-    // Diagonal o of a query block of 64 rows crosses the blocks o / 64 back and, unless they line up, one more.
-    let block = BLOCK_TOKENS as u32;
-    let (mut near, mut far): (Vec<u32>, Vec<u32>) = offsets.iter().map(|o| (o / block, o.div_ceil(block))).unzip();
-    near.dedup();
-    far.dedup();
-    Ok(Stripes {
-        blocks: Vec::new(),
-        tokens: top(&columns.mass, counts.columns, counts.forced_columns),
-        distances: merge(near.into_iter(), far.into_iter()).collect(),
-        block_tokens: BLOCK_TOKENS,
-    })
+pub fn by_count(sums: &Sums, heads: &[(usize, Counts)]) -> Result<Vec<Stripes>> {
+    let columns = heads.iter().map(|&(head, of)| (head, of.columns, of.forced_columns)).collect::<Vec<_>>();
+    let slashes = heads.iter().map(|&(head, of)| (head, of.slashes, of.forced_slashes)).collect::<Vec<_>>();
+    let (columns, slashes) = (tops(&sums.columns, &columns)?, tops(&sums.diagonals, &slashes)?);
+    let of = |(tokens, offsets): (Vec<u32>, Vec<u32>)| {
+        // Diagonal o of a query block of 64 rows crosses the blocks o / 64 back and, unless they line up, one more.
+        let block = BLOCK_TOKENS as u32;
+        let (mut near, mut far): (Vec<u32>, Vec<u32>) = offsets.iter().map(|o| (o / block, o.div_ceil(block))).unzip();
+        near.dedup();
+        far.dedup();
+        let distances = merge(near.into_iter(), far.into_iter()).collect();
+        Stripes { blocks: Vec::new(), tokens, distances, block_tokens: BLOCK_TOKENS }
+    };
+    Ok(columns.into_iter().zip(slashes).map(of).collect())
+}
+
+/// [`top`] of some lists of `mass` `[lists, n]`: which, how many to keep, and how many of the first.
+fn tops(mass: &Tensor, wanted: &[(usize, usize, usize)]) -> Result<Vec<Vec<u32>>> {
+    #[cfg(feature = "cuda")]
+    if mass.device().is_cuda() {
+        return Ok(crate::cuda::top(mass, wanted)?);
+    }
+    let one = |&(list, keep, forced): &(usize, usize, usize)| {
+        Ok(top(&mass.narrow(0, list, 1)?.flatten_all()?.to_vec1()?, keep, forced))
+    };
+    wanted.iter().map(one).collect()
 }
 
 /// Sums `[heads, n]` over every `each` neighbours, the last over what there is.

@@ -56,6 +56,12 @@ impl Numbers {
         exact.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap()
     }
 
+    /// Whole numbers between -2 and 2, f32, on the CPU.
+    pub fn whole(&mut self, shape: &[usize]) -> Tensor {
+        let values: Vec<f32> = (0..shape.iter().product()).map(|_| self.below(5) as f32 - 2.0).collect();
+        Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+    }
+
     /// So many of `0..n`, ascending.
     pub fn some(&mut self, n: usize, of: usize) -> Vec<u32> {
         let mut ids: Vec<u32> = (0..n as u32).filter(|_| self.below(of) == 0).collect();
@@ -113,6 +119,22 @@ impl Caches {
             }
         }
         Self { cpu, cuda, tables, lens: lens.to_vec(), kv_heads, head_dim, dtype }
+    }
+
+    /// Keys that are small whole numbers, in place of the others, with which sums are exact.
+    pub fn whole_keys(self, numbers: &mut Numbers) -> Self {
+        for (i, &n) in self.lens.iter().enumerate() {
+            self.set_keys(i, &numbers.whole(&[n, self.kv_heads, self.head_dim]));
+        }
+        self
+    }
+
+    /// Keys `[tokens, kv_heads, head_dim]` in place of those of sequence `i`.
+    pub fn set_keys(&self, i: usize, k: &Tensor) {
+        let slot = |t: usize| self.tables[i][t / BLOCK_TOKENS] * BLOCK_TOKENS as u32 + (t % BLOCK_TOKENS) as u32;
+        let slots: Vec<u32> = (0..self.lens[i]).map(slot).collect();
+        kv::append(&self.cpu.0, k, &slots).unwrap();
+        kv::append(&self.cuda.0, &k.to_device(&device()).unwrap(), &slots).unwrap();
     }
 
     pub fn on_cpu(&self) -> PagedKv<'_> {

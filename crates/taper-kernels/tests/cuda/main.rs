@@ -4,6 +4,7 @@ mod cache;
 mod decode;
 mod index;
 mod layer;
+mod lists;
 mod prefill;
 mod probe;
 mod sample;

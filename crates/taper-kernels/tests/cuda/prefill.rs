@@ -268,7 +268,8 @@ fn lists_of_columns_and_slashes_are_those_of_the_cpu() {
     let (columns, column_ids, column_counts) = choose(&mut numbers, blocks, 5);
     let (slashes, slash_ids, slash_counts) = choose(&mut numbers, blocks, 8);
     let of = |ids, counts| Chosen { ids, counts };
-    let lists = block_lists(&tiles, of(&column_ids, &column_counts), of(&slash_ids, &slash_counts), &ends, n).unwrap();
+    let lists =
+        block_lists(&tiles, of(&column_ids, &column_counts), of(&slash_ids, &slash_counts), &ends, n, false).unwrap();
     let got = read_back(&lists);
     let sorted = |ids: &mut Vec<u32>| {
         ids.sort_unstable();

@@ -1,80 +1,65 @@
 //! The search by halves: over whole numbers, of which both sides compute every score exactly, all choices are equal.
 
 use crate::cache::{Caches, GRID, Numbers, device};
+use crate::lists;
 use candle_core::{DType, Device, Tensor};
-use taper_kernels::kv::{self, BLOCK_TOKENS};
-use taper_kernels::prefill::{HeadReads, Hierarchy, Rows, Selection, Stage, probe, query_blocks};
+use std::ops::Range;
+use taper_kernels::prefill::{Blocks, HeadReads, Hierarchy, Rows, Selection, Stage, probe, query_blocks};
 
-/// `[rows, heads, head_dim]` of whole numbers between -most and most, times `unit`.
-fn whole(numbers: &mut Numbers, shape: [usize; 3], most: usize, unit: f32) -> Tensor {
-    let mut one = || (numbers.below(2 * most + 1) as f32 - most as f32) * unit;
-    Tensor::from_vec((0..shape.iter().product()).map(|_| one()).collect::<Vec<f32>>(), &shape[..], &Device::Cpu)
-        .unwrap()
+/// A sequence of `n` tokens beside a short one, of keys that are whole numbers.
+fn sequence(numbers: &mut Numbers, (dtype, d, kv_heads): (DType, usize, usize), n: usize) -> Caches {
+    Caches::new(numbers, &[n, 70], kv_heads, d, dtype, 0.0).whole_keys(numbers)
 }
 
-/// One sequence beside another one, of keys that are whole numbers; with `spoilt`, some are no numbers or infinite.
-fn sequence(
-    numbers: &mut Numbers,
-    (dtype, d, kv_heads): (DType, usize, usize),
-    n: usize,
-    most: usize,
-    spoilt: bool,
-) -> Caches {
-    let caches = Caches::new(numbers, &[70, n], kv_heads, d, dtype, 0.0);
-    let keys = whole(numbers, [n, kv_heads, d], most, 1.0);
-    let keys = if spoilt {
-        let mut keys = keys.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        for (i, x) in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY].into_iter().cycle().take(n / 5).enumerate() {
-            let key = numbers.below(n * kv_heads) * d;
-            keys[key + i % d] = x;
-        }
-        Tensor::from_vec(keys, (n, kv_heads, d), &Device::Cpu).unwrap()
-    } else {
-        keys
-    };
-    let table = &caches.tables[1];
-    let slot = |t: usize| table[t / BLOCK_TOKENS] * BLOCK_TOKENS as u32 + (t % BLOCK_TOKENS) as u32;
-    let slots: Vec<u32> = (0..n).map(slot).collect();
-    kv::append(&caches.cpu.0, &keys, &slots).unwrap();
-    kv::append(&caches.cuda.0, &keys.to_device(&device()).unwrap(), &slots).unwrap();
-    caches
+/// Queries that are multiples of three: means of one to four of them are exact, and of a few more numbers of them.
+fn queries(numbers: &mut Numbers, shape: [usize; 3]) -> Tensor {
+    (numbers.whole(&shape) * 3.0).unwrap()
+}
+
+/// Values of a tensor, some of which are put in place of others.
+fn with(x: &Tensor, mut change: impl FnMut(&mut [f32])) -> Tensor {
+    let mut values = x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    change(&mut values);
+    Tensor::from_vec(values, x.dims(), &Device::Cpu).unwrap()
+}
+
+/// The blocks and the single tokens of each run, wherever they are.
+fn lists_of(reads: &HeadReads, runs: usize) -> Vec<(Vec<u32>, Vec<u32>)> {
+    if let Some(Blocks::Device { lists, list, .. }) = &reads.blocks {
+        let blocks = lists.blocks.read_back().unwrap();
+        let columns = lists.columns.as_ref().map(|columns| columns.read_back().unwrap());
+        let single = |run| columns.as_ref().map_or(&[][..], |columns| columns[*list].get(run)).to_vec();
+        return (0..runs).map(|run| (blocks[*list].get(run).to_vec(), single(run))).collect();
+    }
+    let single = |run| if reads.tokens.is_empty() { &[][..] } else { reads.tokens.get(run) }.to_vec();
+    (0..runs).map(|run| (reads.blocks.as_ref().unwrap().get(run).to_vec(), single(run))).collect()
+}
+
+/// Runs as blocks of queries have them, of rows that may not stand side by side.
+fn runs_of(positions: &[u32], block_q: usize) -> Vec<Range<usize>> {
+    let (first, last) = (positions[0] as usize, positions[positions.len() - 1] as usize);
+    let some = |run: &Range<usize>| positions.iter().any(|&p| run.contains(&(p as usize)));
+    query_blocks(first..last + 1, block_q).into_iter().filter(some).collect()
 }
 
 /// Both sides of one call: what each run reads, how many keys each row does, and products.
 fn compare(caches: &Caches, q: &Tensor, positions: &[u32], (block_q, window): (usize, Option<usize>), h: &Hierarchy) {
-    let table = &caches.tables[1][..];
-    // Runs as blocks of queries have them, of rows that may not stand side by side.
-    let (first, last) = (positions[0] as usize, positions[positions.len() - 1] as usize);
-    let some = |run: &std::ops::Range<usize>| positions.iter().any(|&p| run.contains(&(p as usize)));
-    let runs: Vec<_> = query_blocks(first..last + 1, block_q).into_iter().filter(some).collect();
+    let (table, runs) = (&caches.tables[0][..], runs_of(positions, block_q));
     let (want, products) = probe(&Rows { q, kv: caches.on_cpu(), table, positions, window }, &runs, h).unwrap();
     let counts = |heads: &[HeadReads]| Selection::new(runs.clone(), heads.to_vec()).unwrap().counts(positions, window);
+    // Queries are f32 or of the cache's dtype.
     for q in [q.clone(), q.to_dtype(caches.dtype).unwrap()] {
         let q = q.to_device(&device()).unwrap();
         let (got, looked) = probe(&Rows { q: &q, kv: caches.on_cuda(), table, positions, window }, &runs, h).unwrap();
-        let what = format!(
-            "{:?} {:?} {} heads, runs of {block_q}, {first} to {last} within {window:?}, {h:?}",
-            caches.dtype,
-            q.shape(),
-            caches.kv_heads
-        );
-        assert_eq!(counts(&got), counts(&want), "{what}");
-        let got = on_host(&got);
+        let what =
+            format!("{:?} {:?} of {}, {runs:?} within {window:?}, {h:?}", caches.dtype, q.shape(), caches.kv_heads);
+        assert_eq!(got.len(), want.len(), "{what}");
         for (head, (got, want)) in got.iter().zip(&want).enumerate() {
-            let lists = |reads: &HeadReads, run| {
-                (reads.blocks.as_ref().unwrap().get(run).to_vec(), reads.tokens.get(run).to_vec())
-            };
-            for (at, run) in runs.iter().enumerate() {
-                assert_eq!(lists(got, at), lists(want, at), "head {head}, run {run:?}: {what}");
-            }
+            assert_eq!(lists_of(got, runs.len()), lists_of(want, runs.len()), "head {head}: {what}");
         }
-        assert_eq!((got, looked), (want.clone(), products), "{what}");
+        assert_eq!(counts(&got), counts(&want), "{what}");
+        assert_eq!(looked, products, "{what}");
     }
-}
-
-/// Lists that lie on the device.
-fn on_host(heads: &[HeadReads]) -> Vec<HeadReads> {
-    heads.to_vec()
 }
 
 fn stages(of: &[(usize, usize)]) -> Vec<Stage> {
@@ -111,15 +96,13 @@ fn searches_find_what_the_cpus_do() {
     let mut numbers = Numbers(41);
     for (dtype, d, kv_heads, group) in GRID.into_iter().chain([(DType::BF16, 64, 1, 16)]) {
         let n = 1_100;
-        for (at, hierarchy) in hierarchies().iter().enumerate() {
-            // Few numbers make many equal scores, none but zeros nothing but those.
-            let caches = sequence(&mut numbers, (dtype, d, kv_heads), n, [7, 1, 0][at % 3], at % 4 == 3);
-            // Sums of rows are multiples of three: means of one to four of them are exact.
-            let q = whole(&mut numbers, [n, kv_heads * group, d], 5, 3.0);
-            let all: Vec<u32> = (0..n as u32).collect();
+        let caches = sequence(&mut numbers, (dtype, d, kv_heads), n);
+        let q = queries(&mut numbers, [n, kv_heads * group, d]);
+        let all: Vec<u32> = (0..n as u32).collect();
+        let rows = |from: usize, to: usize| q.narrow(0, from, to - from).unwrap();
+        for hierarchy in &hierarchies() {
             compare(&caches, &q, &all, (64, None), hierarchy);
             compare(&caches, &q, &all, (64, Some(500)), hierarchy);
-            let rows = |from: usize, to: usize| q.narrow(0, from, to - from).unwrap();
             compare(&caches, &rows(701, 1_003), &all[701..1_003], (128, None), hierarchy);
             compare(&caches, &rows(513, n), &all[513..], (512, None), hierarchy);
         }
@@ -127,23 +110,33 @@ fn searches_find_what_the_cpus_do() {
 }
 
 #[test]
-fn rows_apart_and_no_numbers_among_queries_agree() {
+fn equal_scores_rows_apart_and_no_numbers_agree() {
     let mut numbers = Numbers(42);
     for (dtype, d, kv_heads, group) in GRID {
         let n = 1_100;
-        let caches = sequence(&mut numbers, (dtype, d, kv_heads), n, 3, true);
+        let caches = sequence(&mut numbers, (dtype, d, kv_heads), n);
+        let keys = numbers.whole(&[n, kv_heads, d]);
+        let spoilt = with(&keys, |keys| {
+            for (i, x) in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY].into_iter().cycle().take(n / 5).enumerate() {
+                keys[numbers.below(n * kv_heads) * d + i % d] = x;
+            }
+        });
+        // All but one key in forty are zeros, whose scores are equal.
+        let alike =
+            with(&keys, |keys| keys.chunks_mut(d).filter(|_| numbers.below(40) > 0).for_each(|key| key.fill(0.0)));
         let positions: Vec<u32> = (40..n as u32).filter(|p| p % 3 != 1 && !(300..450).contains(p)).collect();
-        let q = whole(&mut numbers, [positions.len(), kv_heads * group, d], 5, 3.0);
-        let mut q = q.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        for _ in 0..positions.len() {
-            let at = numbers.below(q.len());
-            q[at] = f32::NAN;
-        }
-        // All queries of one run.
-        q[..kv_heads * group * d * 16].fill(f32::NAN);
-        let q = Tensor::from_vec(q, (positions.len(), kv_heads * group, d), &Device::Cpu).unwrap();
+        let q = queries(&mut numbers, [positions.len(), kv_heads * group, d]);
+        let lost = with(&q, |q| {
+            (0..positions.len()).for_each(|_| q[numbers.below(q.len())] = f32::NAN);
+            // All queries of the first run.
+            q[..kv_heads * group * d * 16].fill(f32::NAN);
+        });
         for hierarchy in &hierarchies() {
-            compare(&caches, &q, &positions, (64, None), hierarchy);
+            for keys in [&spoilt, &alike] {
+                caches.set_keys(0, keys);
+                compare(&caches, &q, &positions, (64, None), hierarchy);
+                compare(&caches, &lost, &positions, (64, None), hierarchy);
+            }
         }
     }
 }
@@ -159,12 +152,12 @@ fn many_mean_queries_and_many_keys_agree() {
         (DType::BF16, 64, 2, 3, 1),
         (DType::F16, 128, 1, 1, 64),
     ] {
-        let caches = sequence(&mut numbers, (dtype, d, kv_heads), n, 4, false);
+        let caches = sequence(&mut numbers, (dtype, d, kv_heads), n);
+        // Where these begin and end, 16, 32 and 64 rows are averaged: exactly, in 11 bits.
+        let positions: Vec<u32> = (7_984..8_992).collect();
+        let q = queries(&mut numbers, [positions.len(), kv_heads * group, d]);
         for of in [&[(256, 4096), (32, 1024), (8, 256)][..], &[(2, 1000)], &[(4, 3000), (2, 1000)]] {
             let hierarchy = Hierarchy { sink: 100, window: 300, average, stages: stages(of), full_at: 8_000 };
-            // Means of a power of two times three rows are exact.
-            let positions: Vec<u32> = (7_984..n as u32 - 8).collect();
-            let q = whole(&mut numbers, [positions.len(), kv_heads * group, d], if average > 16 { 1 } else { 5 }, 3.0);
             compare(&caches, &q, &positions, (512, None), &hierarchy);
             compare(&caches, &q, &positions, (64, Some(6_000)), &hierarchy);
         }
@@ -172,12 +165,39 @@ fn many_mean_queries_and_many_keys_agree() {
 }
 
 #[test]
+fn attention_by_a_search_agrees_with_the_cpu() {
+    let mut numbers = Numbers(45);
+    for (dtype, d, kv_heads, group) in GRID {
+        let (start, n) = (70usize, 1_500usize);
+        let caches = sequence(&mut numbers, (dtype, d, kv_heads), n);
+        let positions: Vec<u32> = (start as u32..n as u32).collect();
+        let q = queries(&mut numbers, [positions.len(), kv_heads * group, d]);
+        let on_device = q.to_device(&device()).unwrap();
+        let (table, window) = (&caches.tables[0][..], None);
+        let cpu = Rows { q: &q, kv: caches.on_cpu(), table, positions: &positions, window };
+        let cuda = Rows { q: &on_device, kv: caches.on_cuda(), ..cpu };
+        for (at, hierarchy) in hierarchies().iter().enumerate() {
+            let block_q = [64, 128, 512][at % 3];
+            let runs = runs_of(&positions, block_q);
+            let reads = |rows| Selection::new(runs.clone(), probe(rows, &runs, hierarchy).unwrap().0).unwrap();
+            let (on_cpu, on_cuda) = (reads(&cpu), reads(&cuda));
+            // All rows, and slices that begin and end within runs, before the last block that those read.
+            for rows in [0..positions.len(), 0..1, 450..900, 900..1_037] {
+                let of = q.narrow(0, rows.start, rows.len()).unwrap();
+                let what = format!("{dtype:?} {d} {kv_heads}x{group}, {rows:?}, runs of {block_q}, {hierarchy:?}");
+                lists::compare(&caches, &of, &positions[rows], ((&on_cpu).into(), (&on_cuda).into()), &what);
+            }
+        }
+    }
+}
+
+#[test]
 fn searches_that_cannot_be_are_errors() {
     let mut numbers = Numbers(44);
-    let caches = sequence(&mut numbers, (DType::BF16, 64, 1), 64, 1, false);
-    let q = whole(&mut numbers, [64, 1, 64], 1, 1.0).to_device(&device()).unwrap();
+    let caches = sequence(&mut numbers, (DType::BF16, 64, 1), 64);
+    let q = queries(&mut numbers, [64, 1, 64]).to_device(&device()).unwrap();
     let positions: Vec<u32> = (0..64).collect();
-    let table = &caches.tables[1][..];
+    let table = &caches.tables[0][..];
     let rows = Rows { q: &q, kv: caches.on_cuda(), table, positions: &positions, window: None };
     let hierarchy =
         |of: &[(usize, usize)]| Hierarchy { sink: 0, window: 0, average: 4, stages: stages(of), full_at: 0 };

@@ -2,6 +2,7 @@
 
 mod offload;
 
+use super::prefill::{every_sparse, over_delta, sparse};
 use super::properties::all_typical;
 use super::*;
 use crate::artifacts::{Place, Places};
@@ -24,17 +25,32 @@ fn artifacts(device: &Device) -> Artifacts {
 
 /// Outputs of all rows and what they came to, attended on a device over a cache of bf16; see [`advance`].
 fn attended(spec: &Value, input: &Input, device: &Device, joint: bool) -> (Vec<f32>, Value) {
+    attended_in(SHAPE, spec, input, device, joint)
+}
+
+fn attended_in(shape: AttentionShape, spec: &Value, input: &Input, device: &Device, joint: bool) -> (Vec<f32>, Value) {
     let spec = Arc::new(AttentionSpec::from_json(spec, "attention", &artifacts(device)).unwrap());
     let kv = KvShape { layers: 1, kv_heads: SHAPE.kv_heads, head_dim: SHAPE.head_dim };
     let mut pool = KvPool::new(kv, DType::BF16, (PROMPT + STEPS).div_ceil(64), device).unwrap();
     let mut sequence = Sequence::new(spec, 5, PROMPT);
-    let outs = advance(&mut sequence, &mut pool, input, device, joint);
+    let outs = advance_in(shape, &mut sequence, &mut pool, input, device, joint);
     (outs, json!(sequence.usage()))
 }
 
 /// Attends for the rest of the input's rows and returns their outputs; `joint`: from joint projections, as a model of 16-bit
 /// weights has them, which are rotated on their way.
 fn advance(sequence: &mut Sequence, pool: &mut KvPool, input: &Input, device: &Device, joint: bool) -> Vec<f32> {
+    advance_in(SHAPE, sequence, pool, input, device, joint)
+}
+
+fn advance_in(
+    shape: AttentionShape,
+    sequence: &mut Sequence,
+    pool: &mut KvPool,
+    input: &Input,
+    device: &Device,
+    joint: bool,
+) -> Vec<f32> {
     let (rotary, end) = (PlainRotary(SHAPE.head_dim), input.q.dim(0).unwrap());
     let mut outs = Vec::new();
     while sequence.len() < end {
@@ -46,7 +62,7 @@ fn advance(sequence: &mut Sequence, pool: &mut KvPool, input: &Input, device: &D
         let start = sequence.len();
         let part = |t: &Tensor| t.narrow(0, start, tokens).unwrap().to_device(device).unwrap();
         let spans = vec![Span { sequence: &mut *sequence, tokens }];
-        let mut batch = AttentionBatch::new(SHAPE, &rotary, pool, spans).unwrap();
+        let mut batch = AttentionBatch::new(shape, &rotary, pool, spans).unwrap();
         let [q, k, v] = [&input.q, &input.k, &input.v].map(part);
         let out = if joint {
             let qkv = [&q, &k, &v].map(|x| x.flatten_from(1).unwrap().to_dtype(DType::BF16).unwrap());
@@ -168,12 +184,64 @@ fn drafts_that_keep_to_a_choice_do_on_a_device_what_they_do_on_the_cpu() {
 }
 
 #[test]
-fn a_prompt_by_random_blocks_runs_on_a_device() {
+fn every_prefill_method_does_on_a_device_what_it_does_on_the_cpu() {
     let (device, input) = (Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device"), input());
-    let spec = json!({ "prefill": { "method": "bigbird" } });
-    let (out, _) = attended(&spec, &input, &Device::Cpu, false);
-    let (cuda, _) = attended(&spec, &input, &device, false);
-    assert!(relative(&cuda, &out) < 0.02);
+    for window in [None, Some(300)] {
+        let shape = AttentionShape { window, ..SHAPE };
+        for settings in every_sparse().iter().flat_map(|sparse| [sparse.clone(), over_delta(sparse)]) {
+            if settings["base"]["method"] == "delta" {
+                continue;
+            }
+            let spec = json!({ "prefill": settings });
+            let (out, usage) = attended_in(shape, &spec, &input, &Device::Cpu, false);
+            let (cuda, on_cuda) = attended_in(shape, &spec, &input, &device, false);
+            let method = if settings["method"] == "delta" { &settings["base"] } else { &settings };
+            // Means that are rounded to 16 bits rank some chunks otherwise; of two patterns that keep as much, either may win.
+            let close = match method["method"].as_str() {
+                Some("hip") => 0.3,
+                Some("minference") if method.get("pattern").is_none() => 0.5,
+                _ => 0.05,
+            };
+            let error = relative(&cuda, &out);
+            assert!(error < close, "{settings}, window {window:?}: outputs differ by {error}");
+            for name in ["density", "scored"] {
+                let [a, b] = [&usage, &on_cuda].map(|usage| usage["prefill"][name].as_f64().unwrap_or(0.0));
+                assert!(
+                    (a - b).abs() <= 0.2 * f64::from(close) * a.max(b),
+                    "{settings}, window {window:?}: {name} {a} and {b}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_search_by_halves_finds_on_a_device_what_it_does_on_the_cpu() {
+    let device = Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device");
+    // Whole numbers, of which means of four rows and all scores are exact.
+    let Input { q, k, v } = Input::random(SHAPE, PROMPT);
+    let input = Input { q: (q.round().unwrap() * 3.0).unwrap(), k: k.round().unwrap(), v: exact(v) };
+    let runs = json!({
+        "method": "hip", "block_q": 512, "average": 2, "sink": 64, "window": 64, "full_at": 0, "dense_layers": 0,
+        "stages": [{ "chunk": 32, "keep": 128 }, { "chunk": 4, "keep": 48 }]
+    });
+    // In a layer that is dense, and where there is nothing to leave out.
+    let dense = [json!({ "method": "hip" }), json!({ "method": "hip", "dense_layers": 0 })];
+    for settings in sparse("hip").into_iter().chain([runs]).chain(dense) {
+        for window in [None, Some(300)] {
+            for settings in [settings.clone(), over_delta(&settings)] {
+                let (shape, spec) = (AttentionShape { window, ..SHAPE }, json!({ "prefill": settings }));
+                let (out, usage) = attended_in(shape, &spec, &input, &Device::Cpu, false);
+                let (cuda, on_cuda) = attended_in(shape, &spec, &input, &device, false);
+                let error = relative(&cuda, &out);
+                assert!(error < 0.02, "{settings}, window {window:?}: outputs differ by {error}");
+                for name in ["density", "budget_max", "scored"] {
+                    let [cpu, cuda] = [&usage, &on_cuda].map(|usage| &usage["prefill"][name]);
+                    assert_eq!(cpu, cuda, "{settings}, window {window:?}: {name}");
+                }
+            }
+        }
+    }
 }
 
 #[test]

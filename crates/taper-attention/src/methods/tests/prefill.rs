@@ -47,12 +47,12 @@ pub(super) fn sparse(name: &str) -> Vec<Value> {
     }
 }
 
-fn every_sparse() -> Vec<Value> {
+pub(super) fn every_sparse() -> Vec<Value> {
     catalogue().iter().filter(|m| m.phase == "prefill").flat_map(|m| sparse(m.name)).collect()
 }
 
 /// The same over a Delta correction.
-fn over_delta(base: &Value) -> Value {
+pub(super) fn over_delta(base: &Value) -> Value {
     json!({ "method": "delta", "gamma": 24, "base": base })
 }
 
