@@ -246,7 +246,8 @@ typedef struct TaperPrefillParams {
   const uint32_t* positions;      // [rows], absolute
   const TaperPrefillTile* tiles;  // [tile_count], longest first
   const uint32_t* csr_begin;      // [csr_heads * tile_count + 1], or null
-  const uint32_t* csr_blocks;     // ascending logical blocks of each (head, tile), maybe marked
+  // Ascending logical blocks of each (head, tile), maybe marked; beyond pos_max none is read.
+  const uint32_t* csr_blocks;
   void* out;                      // [rows, q_heads, head_dim], dtype or f32; by launch row if f32
   float* lse;                     // [rows, q_heads] by launch row, or null
   float* anchor_out;              // [.., q_heads, head_dim]: rows at multiples of anchor_stride
@@ -498,6 +499,46 @@ int taper_own(const TaperOwnParams* p, TaperStream stream);
 int taper_reduce(const TaperReduceParams* p, TaperStream stream);
 int taper_stripes(const TaperStripesParams* p, TaperStream stream);
 int taper_drop_columns(const TaperColumnsParams* p, TaperStream stream);
+
+// --- Search by halves for prefill (HiP Attention) ------------------------------
+
+// A run of neighbouring rows that share a choice of keys.
+typedef struct TaperSearchRun {
+  uint32_t first_mean, means;  // its slice of `means`, at least one
+  uint32_t first_tile;         // tiles of the runs before it: means * group / 8, rounded up
+  uint32_t sinks;              // blocks at the start that are read
+  uint32_t far, near;          // tokens that are searched: whole blocks, from `sinks` on
+  uint32_t last;               // the block of its last row; blocks from `near` on are read
+  uint32_t reserved;
+  uint32_t keep[12];           // tokens that each stage keeps
+} TaperSearchRun;
+
+typedef struct TaperSearchParams {
+  const void* q;                // [tokens, q_heads, head_dim]
+  const void* k;                // [blocks, kv_heads, 64, head_dim]
+  const uint32_t* block_table;  // of the sequence
+  const uint32_t* means;        // [means, 2]: first row of q and how many rows a mean query is of
+  const TaperSearchRun* runs;   // [run_count], those that search most last
+  void* lines;                  // [kv_heads, tiles, 8, head_dim], scratch: mean queries
+  uint32_t* scratch;            // [slots, chunk_room + 2 * kept_room]
+  const uint32_t* block_begin;  // [kv_heads, run_count], into `blocks`
+  uint32_t* blocks;             // those that are read whole, ascending
+  const uint32_t* column_begin; // [kv_heads, run_count], into `columns`
+  uint32_t* columns;            // tokens that are read besides, ascending
+  uint32_t* block_counts;       // [kv_heads, run_count]
+  uint32_t* column_counts;      // as block_counts
+  uint32_t* looked;             // as block_counts: keys that were looked at, some more than once
+  int32_t run_count, q_heads, kv_heads, head_dim, dtype;
+  int32_t tiles;                // of all runs
+  int32_t slots;                // thread blocks at most
+  int32_t chunk_room;           // most chunks of a stage
+  int32_t kept_room;            // most chunks that a stage keeps
+  int32_t stages;               // at most 12
+  uint32_t chunk[12];           // of each stage: powers of two, 2 to 4096, falling
+  int32_t overlap, reserved;
+} TaperSearchParams;
+
+int taper_search(const TaperSearchParams* p, TaperStream stream);
 
 // --- Appended metadata (K7) ----------------------------------------------------
 

@@ -58,13 +58,6 @@ pub struct HostOnly {
     pub what: String,
 }
 
-impl HostOnly {
-    /// All of a method.
-    pub(crate) fn method(name: &str) -> Option<Self> {
-        Some(Self { field: "method", what: format!("`{name}`") })
-    }
-}
-
 /// A [cut](PrefillMethod::cut) for methods that choose by all rows of a block: no block is cut apart.
 pub(crate) fn cut_at_blocks(block: usize, start: usize, prompt: usize, max: usize) -> usize {
     let end = start.saturating_add(max) / block * block;

@@ -18,6 +18,8 @@ mod tile;
 pub use pooled::pooled;
 pub use probe::{Hierarchy, Stage, probe};
 #[cfg(feature = "cuda")]
+pub(crate) use probe::{Reach, neighbours};
+#[cfg(feature = "cuda")]
 pub(crate) use selection::outside;
 pub use selection::{Blocks, HeadReads, Lists, Selection, StripedRun, query_blocks};
 pub use sums::{Sums, sums};

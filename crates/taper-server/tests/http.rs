@@ -444,7 +444,6 @@ async fn attention_that_the_models_device_lacks_is_refused_with_what_there_is() 
     let hard = json!({ "decode": { "method": "vattention", "tail": "hard" } });
     for (extra, field) in [
         (json!({ "attention": hard }), "attention.decode.tail"),
-        (json!({ "attention": { "prefill": { "method": "hip" } } }), "attention.prefill.method"),
         (
             json!({ "vllm_xargs": { "attention_decode_method": "vattention", "attention_decode_tail": "hard" } }),
             "vllm_xargs.attention_decode_tail",

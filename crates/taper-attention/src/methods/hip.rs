@@ -10,7 +10,7 @@
 //! has a say, and how a prompt is cut does not show: it is cut between blocks.
 
 use super::Entry;
-use crate::method::{HostOnly, PrefillChoice, PrefillLayer, PrefillMethod, cut_at_blocks};
+use crate::method::{PrefillChoice, PrefillLayer, PrefillMethod, cut_at_blocks};
 use crate::schema::{parse, schema_of};
 use crate::spec::SpecError;
 use candle_core::Result;
@@ -125,9 +125,5 @@ impl PrefillMethod for Hip {
 
     fn cut(&self, start: usize, prompt: usize, max: usize) -> usize {
         cut_at_blocks(self.block_q, start, prompt, max)
-    }
-
-    fn host_only(&self) -> Option<HostOnly> {
-        HostOnly::method("hip")
     }
 }

@@ -1,11 +1,12 @@
 //! The operations on a CUDA device: safe functions over the kernels of kernels/, for the H100 and H200 (sm_90a).
 //!
 //! The same functions as the CPU's run on either device and come here by themselves: [`crate::kv::append`],
-//! [`crate::kv::copy_block`], [`crate::prefill::prefill`], [`crate::prefill::sums`], [`crate::correct::correct`],
-//! [`crate::mlp::per_head`], [`crate::rotary::undo`], and all of [`crate::decode`] and [`crate::index`] that decode methods
-//! call but for what only a hard tail wants ([`crate::decode::sample_certain`], [`crate::index::norms`]): selections,
-//! scores and importance then stay on the device (`step`). What this module offers besides are the parts of that, by
-//! which a step needs no host at all: [`Batch`] for [`crate::decode::Decode`], [`Lists`] for [`crate::decode::Selection`].
+//! [`crate::kv::copy_block`], [`crate::prefill::prefill`], [`crate::prefill::sums`], [`crate::prefill::probe`],
+//! [`crate::correct::correct`], [`crate::mlp::per_head`], [`crate::rotary::undo`], and all of [`crate::decode`] and
+//! [`crate::index`] that decode methods call but for what only a hard tail wants ([`crate::decode::sample_certain`],
+//! [`crate::index::norms`]): selections, scores and importance then stay on the device (`step`). What this module offers
+//! besides are the parts of that, by which a step needs no host at all: [`Batch`] for [`crate::decode::Decode`], [`Lists`]
+//! for [`crate::decode::Selection`].
 //!
 //! Every function queues its work on candle's stream of the device and returns; none waits for a launch to end, but for
 //! [`Lists::read_back`] and those of `step` that say so. Host slices are copied on the same stream, and from pageable memory: large ones may hold the caller
@@ -25,6 +26,7 @@ mod layer;
 mod op;
 mod pooled;
 mod prefill;
+mod probe;
 mod product;
 mod range;
 mod sample;
@@ -57,6 +59,7 @@ pub(crate) use kv::{append, copy_block};
 pub(crate) use layer::append_joint;
 pub(crate) use pooled::pooled;
 pub(crate) use prefill::prefill;
+pub(crate) use probe::probe;
 pub(crate) use stripes::top;
 pub(crate) use sums::sums;
 pub(crate) use token::{Coming, tokens};

@@ -216,7 +216,7 @@ pub struct Sparse<'a> {
 /// of each row's sum of exponentials `[T, q_heads]`, f32. A row that reads nothing gives 0 and -inf.
 ///
 /// `q` `[T, q_heads, head_dim]` has the cache's dtype; `tables` `[tables, stride]`, u32. Blocks that tables and lists name
-/// must lie within the cache and at or before the tile's last position.
+/// must lie within the cache; those of a list beyond the tile's last position are not read.
 ///
 /// # Errors
 /// Shapes or dtypes that differ; head_dim other than 64 and 128.

@@ -146,7 +146,7 @@ pub fn drop_columns(tiles: &Tiles, tokens: &Tensor, counts: &Tensor, blocks: &Ke
 }
 
 /// Where each head's list of each tile begins, one after the other with this much room, and the room of all.
-fn places(heads: usize, room: impl Iterator<Item = usize> + Clone) -> (Vec<u32>, usize) {
+pub(super) fn places(heads: usize, room: impl Iterator<Item = usize> + Clone) -> (Vec<u32>, usize) {
     let mut total = 0;
     let begins = (0..heads).flat_map(|_| room.clone()).map(|room| {
         total += room;

@@ -45,7 +45,66 @@ pub struct Hierarchy {
 /// # Source
 /// HiP Attention (Lee et al. 2024, arXiv:2406.09827 and arXiv:2502.08910): mask selection by representative keys.
 pub fn probe(rows: &Rows, runs: &[Range<usize>], hierarchy: &Hierarchy) -> Result<(Vec<HeadReads>, u64)> {
+    #[cfg(feature = "cuda")]
+    if rows.q.device().is_cuda() {
+        rows.dims()?;
+        return Ok(crate::cuda::probe(rows, runs, &members(rows, runs, hierarchy)?, hierarchy)?);
+    }
     probe_with(Isa::best(), rows, runs, hierarchy)
+}
+
+/// The rows of each run.
+fn members(rows: &Rows, runs: &[Range<usize>], hierarchy: &Hierarchy) -> Result<Vec<Range<usize>>> {
+    let possible = |stage: &Stage| stage.chunk.is_power_of_two() && (2..=4096).contains(&stage.chunk);
+    let falling = hierarchy.stages.windows(2).all(|pair| pair[1].chunk < pair[0].chunk);
+    if hierarchy.average == 0 || !hierarchy.stages.iter().all(possible) || !falling {
+        bail!("probe: {hierarchy:?}; chunks are falling powers of two between 2 and 4096");
+    }
+    let place = |p: usize| rows.positions.partition_point(|&x| (x as usize) < p);
+    let members: Vec<Range<usize>> = runs.iter().map(|run| place(run.start)..place(run.end)).collect();
+    match members.iter().position(Range::is_empty) {
+        Some(at) => bail!("probe: the run {:?} without rows", runs[at]),
+        None => Ok(members),
+    }
+}
+
+/// How many of the rows at these positions each mean query is of, one after the other.
+pub(crate) fn neighbours(positions: &[u32], average: usize) -> impl Iterator<Item = usize> {
+    positions.chunk_by(move |a, b| *a as usize / average == *b as usize / average).map(<[u32]>::len)
+}
+
+/// What a run reads whatever its queries say, and what it may choose from.
+pub(crate) struct Reach {
+    /// Blocks at the start that are read.
+    pub sinks: usize,
+    /// Tokens to choose from: whole blocks.
+    pub searched: Range<usize>,
+    /// The block of the run's last row; all from the end of the search on are read.
+    pub last: usize,
+    /// Tokens that each stage keeps.
+    pub keep: Vec<usize>,
+}
+
+impl Hierarchy {
+    /// That of a run, of a model with a window or without.
+    pub(crate) fn reach(&self, run: &Range<usize>, window: Option<usize>) -> Reach {
+        let whole = |tokens: usize| tokens.next_multiple_of(BLOCK_TOKENS);
+        let near = (run.start / BLOCK_TOKENS * BLOCK_TOKENS).saturating_sub(whole(self.window));
+        // Beyond the model's own window there is nothing to look for.
+        let seen = Mask::Causal.keys(run.start, window)[1].start / BLOCK_TOKENS * BLOCK_TOKENS;
+        let far = whole(self.sink).max(seen).min(near);
+        let share = ((near - far) as f64 / self.full_at.max(1) as f64).min(1.0);
+        let keep = |stage: &Stage| match self.full_at {
+            0 => stage.keep,
+            _ => (stage.keep as f64 * share).ceil() as usize,
+        };
+        Reach {
+            sinks: whole(self.sink).min(near) / BLOCK_TOKENS,
+            searched: far..near,
+            last: (run.end - 1) / BLOCK_TOKENS,
+            keep: self.stages.iter().map(keep).collect(),
+        }
+    }
 }
 
 /// What a run reads.
@@ -59,16 +118,7 @@ struct Found {
 
 fn probe_with(isa: Isa, rows: &Rows, runs: &[Range<usize>], hierarchy: &Hierarchy) -> Result<(Vec<HeadReads>, u64)> {
     let dims = rows.dims()?;
-    let possible = |stage: &Stage| stage.chunk.is_power_of_two() && (2..=4096).contains(&stage.chunk);
-    let falling = hierarchy.stages.windows(2).all(|pair| pair[1].chunk < pair[0].chunk);
-    if hierarchy.average == 0 || !hierarchy.stages.iter().all(possible) || !falling {
-        bail!("probe: {hierarchy:?}; chunks are falling powers of two between 2 and 4096");
-    }
-    let place = |p: usize| rows.positions.partition_point(|&x| (x as usize) < p);
-    let members: Vec<Range<usize>> = runs.iter().map(|run| place(run.start)..place(run.end)).collect();
-    if let Some(at) = members.iter().position(Range::is_empty) {
-        bail!("probe: the run {:?} without rows", runs[at]);
-    }
+    let members = members(rows, runs, hierarchy)?;
     let mut found = vec![Found::default(); runs.len() * dims.kv_heads];
     rows.with_storage(|q, k, v| {
         with_kv_element!(rows.kv.k.dtype(), T => {
@@ -131,11 +181,9 @@ struct Search<'a, T> {
 fn mean_queries<S>(with: &Operands<S>, members: Range<usize>, kv_head: usize, average: usize, s: &mut Scratch) {
     let Dims { head_dim: d, padded, group, q_heads, .. } = *with.dims;
     s.q.clear();
-    let positions = &with.rows.positions[members.clone()];
-    let neighbours = positions.chunk_by(|a, b| *a as usize / average == *b as usize / average);
     let mut first = members.start;
     s.lines = 0;
-    for rows in neighbours.map(<[u32]>::len) {
+    for rows in neighbours(&with.rows.positions[members], average) {
         for head in kv_head * group..(kv_head + 1) * group {
             let line = s.lines * padded;
             s.q.resize(line + padded, 0.0);
@@ -154,22 +202,12 @@ fn mean_queries<S>(with: &Operands<S>, members: Range<usize>, kv_head: usize, av
 #[inline(always)]
 unsafe fn search_run<V: Simd, T: KvElement>(search: &Search<T>, s: &mut Scratch) {
     let Search { with, run, hierarchy, .. } = *search;
-    let whole = |tokens: usize| tokens.next_multiple_of(BLOCK_TOKENS);
-    let last = (run.end - 1) / BLOCK_TOKENS;
-    let near = (run.start / BLOCK_TOKENS * BLOCK_TOKENS).saturating_sub(whole(hierarchy.window));
-    // Beyond the model's own window there is nothing to look for.
-    let seen = Mask::Causal.keys(run.start, with.rows.window)[1].start / BLOCK_TOKENS * BLOCK_TOKENS;
-    let far = whole(hierarchy.sink).max(seen).min(near);
-    let candidates = near - far;
+    let Reach { sinks, searched, last, keep } = hierarchy.reach(run, with.rows.window);
+    let near = searched.end;
     s.products = 0;
-    let mut kept = Vec::new();
-    if candidates > 0 {
-        kept.push(far..near);
-    }
-    let mut tokens = candidates;
-    for stage in &hierarchy.stages {
-        let share = (candidates as f64 / hierarchy.full_at.max(1) as f64).min(1.0);
-        let keep = if hierarchy.full_at == 0 { stage.keep } else { (stage.keep as f64 * share).ceil() as usize };
+    let mut tokens = searched.len();
+    let mut kept = if tokens > 0 { vec![searched] } else { Vec::new() };
+    for (stage, keep) in hierarchy.stages.iter().zip(keep) {
         if keep >= tokens {
             continue;
         }
@@ -189,7 +227,6 @@ unsafe fn search_run<V: Simd, T: KvElement>(search: &Search<T>, s: &mut Scratch)
     }
     let found = &mut s.found;
     *found = Found { products: s.products, ..Found::default() };
-    let sinks = whole(hierarchy.sink).min(near) / BLOCK_TOKENS;
     found.blocks.extend(0..sinks as u32);
     for range in joined(kept) {
         // Blocks that are kept whole are read as such.

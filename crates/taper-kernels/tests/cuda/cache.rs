@@ -123,14 +123,18 @@ impl Caches {
 
     /// Keys that are small whole numbers, in place of the others, with which sums are exact.
     pub fn whole_keys(self, numbers: &mut Numbers) -> Self {
-        for (table, &n) in self.tables.iter().zip(&self.lens) {
-            let slot = |t: usize| table[t / BLOCK_TOKENS] * BLOCK_TOKENS as u32 + (t % BLOCK_TOKENS) as u32;
-            let slots: Vec<u32> = (0..n).map(slot).collect();
-            let k = numbers.whole(&[n, self.kv_heads, self.head_dim]);
-            kv::append(&self.cpu.0, &k, &slots).unwrap();
-            kv::append(&self.cuda.0, &k.to_device(&device()).unwrap(), &slots).unwrap();
+        for (i, &n) in self.lens.iter().enumerate() {
+            self.set_keys(i, &numbers.whole(&[n, self.kv_heads, self.head_dim]));
         }
         self
+    }
+
+    /// Keys `[tokens, kv_heads, head_dim]` in place of those of sequence `i`.
+    pub fn set_keys(&self, i: usize, k: &Tensor) {
+        let slot = |t: usize| self.tables[i][t / BLOCK_TOKENS] * BLOCK_TOKENS as u32 + (t % BLOCK_TOKENS) as u32;
+        let slots: Vec<u32> = (0..self.lens[i]).map(slot).collect();
+        kv::append(&self.cpu.0, k, &slots).unwrap();
+        kv::append(&self.cuda.0, &k.to_device(&device()).unwrap(), &slots).unwrap();
     }
 
     pub fn on_cpu(&self) -> PagedKv<'_> {

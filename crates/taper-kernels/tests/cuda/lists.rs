@@ -7,8 +7,8 @@ use taper_kernels::kv::BLOCK_TOKENS;
 use taper_kernels::prefill::stripes::{Counts, Stripes, by_count};
 use taper_kernels::prefill::{Blocks, HeadReads, Mask, Reads, Rows, Selection, Sums, pooled, prefill, query_blocks};
 
-/// Attention by what was chosen on either side.
-fn compare(caches: &Caches, q: &Tensor, positions: &[u32], (cpu, cuda): (Reads, Reads), what: &str) {
+/// Attention of rows of sequence 0 by what was chosen on either side.
+pub fn compare(caches: &Caches, q: &Tensor, positions: &[u32], (cpu, cuda): (Reads, Reads), what: &str) {
     let (table, window) = (&caches.tables[0][..], None);
     let rows = Rows { q, kv: caches.on_cpu(), table, positions, window };
     let (out, lse) = prefill(&rows, cpu).unwrap();

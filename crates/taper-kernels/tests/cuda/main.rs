@@ -6,6 +6,7 @@ mod index;
 mod layer;
 mod lists;
 mod prefill;
+mod probe;
 mod sample;
 mod select;
 mod step;

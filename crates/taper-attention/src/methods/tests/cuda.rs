@@ -2,7 +2,7 @@
 
 mod offload;
 
-use super::prefill::{every_sparse, over_delta};
+use super::prefill::{every_sparse, over_delta, sparse};
 use super::properties::all_typical;
 use super::*;
 use crate::artifacts::{Place, Places};
@@ -210,6 +210,35 @@ fn every_prefill_method_does_on_a_device_what_it_does_on_the_cpu() {
                     (a - b).abs() <= 0.2 * f64::from(close) * a.max(b),
                     "{settings}, window {window:?}: {name} {a} and {b}"
                 );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_search_by_halves_finds_on_a_device_what_it_does_on_the_cpu() {
+    let device = Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device");
+    // Whole numbers, of which means of four rows and all scores are exact.
+    let Input { q, k, v } = Input::random(SHAPE, PROMPT);
+    let input = Input { q: (q.round().unwrap() * 3.0).unwrap(), k: k.round().unwrap(), v: exact(v) };
+    let runs = json!({
+        "method": "hip", "block_q": 512, "average": 2, "sink": 64, "window": 64, "full_at": 0, "dense_layers": 0,
+        "stages": [{ "chunk": 32, "keep": 128 }, { "chunk": 4, "keep": 48 }]
+    });
+    // In a layer that is dense, and where there is nothing to leave out.
+    let dense = [json!({ "method": "hip" }), json!({ "method": "hip", "dense_layers": 0 })];
+    for settings in sparse("hip").into_iter().chain([runs]).chain(dense) {
+        for window in [None, Some(300)] {
+            for settings in [settings.clone(), over_delta(&settings)] {
+                let (shape, spec) = (AttentionShape { window, ..SHAPE }, json!({ "prefill": settings }));
+                let (out, usage) = attended_in(shape, &spec, &input, &Device::Cpu, false);
+                let (cuda, on_cuda) = attended_in(shape, &spec, &input, &device, false);
+                let error = relative(&cuda, &out);
+                assert!(error < 0.02, "{settings}, window {window:?}: outputs differ by {error}");
+                for name in ["density", "budget_max", "scored"] {
+                    let [cpu, cuda] = [&usage, &on_cuda].map(|usage| &usage["prefill"][name]);
+                    assert_eq!(cpu, cuda, "{settings}, window {window:?}: {name}");
+                }
             }
         }
     }

@@ -1,0 +1,331 @@
+// A search by halves through a hierarchy of chunks: which keys the rows of a run read (HiP Attention).
+//
+// Means of neighbouring queries look for keys. A chunk is halved by way of the half whose middle key scores
+// higher, its score is the best that was seen; the best chunks of a stage are cut into the next one's. Tokens that are searched
+// are whole blocks and chunks are falling powers of two, so a chunk is a number that says where it begins, and only the one
+// that ends where the search ends may be shorter. Chunks do not depend on each other within a stage, so that a warp takes 16 of them
+// all the way down, by itself: their keys, as fragments of matrix products in registers, meet all lines of mean queries,
+// which lie in shared memory. A thread block takes one run and KV head at a time, all KV heads one after the other, whose
+// keys then stay in L2. Nothing depends on which block or warp does what: maxima, counts and a stable choice.
+#pragma once
+
+#include "../common/eight.cuh"
+#include "../common/launch.cuh"
+#include "../select/ordered.cuh"
+
+namespace taper {
+
+using SearchParams = TaperSearchParams;
+using SearchRun = TaperSearchRun;
+
+static_assert(sizeof(SearchRun) == 80, "shared with the caller");
+
+constexpr int kSearchThreads = 256, kSearchWarps = kSearchThreads / 32;
+constexpr int kWarpChunks = 16;  // that a warp halves at a time: two products of 16 keys
+constexpr int kPassTiles = 16;   // tiles of 8 lines that shared memory holds
+
+// A line for each mean and query head of the group, in tiles of 8 as the lanes of a warp read them: a lane has 8 elements of a line
+// in a row, and the next 32 are other lanes'. What fills up the last tile repeats its last line, which changes no maximum.
+template <class T, int D>
+__global__ void __launch_bounds__(256) search_lines_kernel(const __grid_constant__ SearchParams p) {
+  constexpr uint32_t kPieces = D;  // of 8 elements, in a tile of 8 lines
+  wait_for_predecessor();
+  launch_dependents();
+  const SearchRun& run = p.runs[blockIdx.x];
+  const uint32_t head = blockIdx.y, group = p.q_heads / p.kv_heads;
+  const uint32_t count = run.means * group, pieces = (count + 7) / 8 * kPieces;
+  T* to = static_cast<T*>(p.lines) + ((uint64_t)head * p.tiles + run.first_tile) * (kPieces * 8);
+  for (uint32_t i = threadIdx.x; i < pieces; i += 256) {
+    const uint32_t lane = i % 32, part = i / 32 % (D / 32);
+    const uint32_t line = min(i / kPieces * 8 + lane / 4, count - 1);
+    const uint2 rows = reinterpret_cast<const uint2*>(p.means)[run.first_mean + line / group];
+    const T* from = static_cast<const T*>(p.q) + ((uint64_t)rows.x * p.q_heads + head * group + line % group) * D +
+                    (part * 4 + lane % 4) * 8;
+    float mean[8] = {};
+    for (uint32_t row = 0; row < rows.y; ++row) {
+      float x[8];
+      load8(from + (uint64_t)row * p.q_heads * D, x);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) mean[j] += x[j];
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) mean[j] /= (float)rows.y;
+    store8(to + (uint64_t)i * 8, mean);
+  }
+}
+
+// Sums over the warps of a thread block, which all threads ask for together. Two places by turns: whoever writes to one
+// knows that all have read what stood there.
+struct WarpSums {
+  uint32_t (*places)[kSearchWarps];
+  int turn;
+  // What the warps before this one have, and all.
+  __device__ __forceinline__ uint2 operator()(uint32_t own) {
+    uint32_t* place = places[turn];
+    turn ^= 1;
+    if ((threadIdx.x & 31) == 0) place[threadIdx.x >> 5] = own;
+    __syncthreads();
+    uint2 sums = make_uint2(0, 0);
+#pragma unroll
+    for (int w = 0; w < kSearchWarps; ++w) {
+      const uint32_t x = place[w];
+      if (w < (int)(threadIdx.x >> 5)) sums.x += x;
+      sums.y += x;
+    }
+    return sums;
+  }
+  __device__ __forceinline__ uint32_t all(uint32_t x) { return (*this)(__reduce_add_sync(~0u, x)).y; }
+};
+
+// How many threads before this one, and in all, hold one thing or another.
+struct Ranks {
+  uint32_t one, other, ones, others;
+  __device__ __forceinline__ Ranks(WarpSums& sums, bool is_one, bool is_other) {
+    const uint32_t below = (1u << (threadIdx.x & 31)) - 1;
+    const uint32_t a = __ballot_sync(~0u, is_one), b = __ballot_sync(~0u, is_other);
+    const uint2 warps = sums(__popc(a) | __popc(b) << 16);
+    one = (warps.x & 0xFFFF) + __popc(a & below), other = (warps.x >> 16) + __popc(b & below);
+    ones = warps.y & 0xFFFF, others = warps.y >> 16;
+  }
+};
+
+// The chunks of a stage: all there are, or those that the chunks kept before it consist of.
+struct Chunks {
+  const uint32_t* kept;  // null: all
+  int shift;             // log2 of how many of these make one of those
+  uint32_t count;
+  __device__ __forceinline__ uint32_t operator[](uint32_t i) const {
+    return kept ? (kept[i >> shift] << shift) + (i & ((1u << shift) - 1)) : i;
+  }
+};
+
+// One run and KV head.
+template <class T, int D>
+struct Search {
+  static constexpr int kLoads = D / 32;
+  const uint4* from;  // lines, in device memory
+  uint4* lines;       // some of them, in shared memory
+  uint32_t tiles;     // of 8 lines
+  const T* keys;      // of the head in block 0
+  uint64_t block;     // elements from a block to the next
+  const uint32_t* table;
+  uint32_t far, near;
+
+  __device__ __forceinline__ uint32_t passes() const { return (tiles + kPassTiles - 1) / kPassTiles; }
+  __device__ __forceinline__ void bring(uint32_t pass) {
+    const uint4* piece = from + (uint64_t)pass * kPassTiles * kLoads * 32;
+    const uint32_t count = min(tiles - pass * kPassTiles, (uint32_t)kPassTiles) * kLoads * 32;
+    for (uint32_t i = threadIdx.x; i < count; i += kSearchThreads) lines[i] = piece[i];
+    __syncthreads();
+  }
+  __device__ __forceinline__ void load(uint32_t token, uint4 (&key)[kLoads]) const {
+    const uint4* at =
+        reinterpret_cast<const uint4*>(keys + table[token / kBlock] * block + (uint64_t)(token % kBlock) * D);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) key[i] = at[(threadIdx.x & 3) + 4 * i];
+  }
+  // Scores of chunks of a size, as integers of the same order; returns how many keys this thread counts as looked at.
+  // The first pass over the lines must be in shared memory where there is but one. All threads call it.
+  __device__ __forceinline__ uint32_t score(const Chunks& chunks, uint32_t size, uint32_t* scores) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const uint32_t rounds = passes();
+    uint32_t looked = 0;
+    for (uint32_t base = 0; base < chunks.count; base += kSearchWarps * kWarpChunks) {
+      const uint32_t first = base + warp * kWarpChunks + lane / 4;  // and 8 on
+      if (rounds == 1 && first - lane / 4 >= chunks.count) break;
+      // Lanes of four share two chunks: what is left of each, and the best so far.
+      uint32_t at[2], left[2];
+      float best[2];
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        const bool is = first + 8 * t < chunks.count;
+        at[t] = far + (is ? chunks[first + 8 * t] * size : 0);
+        left[t] = is ? min(size, near - at[t]) : 0;
+        best[t] = -INFINITY;
+      }
+#pragma unroll 1
+      for (uint32_t most = size; most > 1; most /= 2) {
+        // Row lane / 4 of a product is the middle of a chunk's lower half, row lane / 4 + 8 that of the upper one.
+        uint4 low[2][kLoads], high[2][kLoads];
+        float score[2][2];
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          const uint32_t half = left[t] / 2;
+          load(at[t] + half / 2, low[t]);
+          load(at[t] + half + (left[t] - half) / 2, high[t]);
+          score[t][0] = score[t][1] = -INFINITY;
+        }
+#pragma unroll 1
+        for (uint32_t pass = 0; pass < rounds; ++pass) {
+          if (rounds > 1) {
+            __syncthreads();
+            bring(pass);
+          }
+          const uint32_t here = min(tiles - pass * kPassTiles, (uint32_t)kPassTiles);
+#pragma unroll 2
+          for (uint32_t tile = 0; tile < here; ++tile) {
+            float c[2][4] = {};
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+              const uint4 x = lines[(tile * kLoads + i) * 32 + lane];
+#pragma unroll
+              for (int t = 0; t < 2; ++t) {
+                mma_16x8x16<T>(c[t], low[t][i].x, high[t][i].x, low[t][i].y, high[t][i].y, x.x, x.y);
+                mma_16x8x16<T>(c[t], low[t][i].z, high[t][i].z, low[t][i].w, high[t][i].w, x.z, x.w);
+              }
+            }
+            // A score that is not a number counts for nothing.
+#pragma unroll
+            for (int t = 0; t < 2; ++t)
+#pragma unroll
+              for (int j = 0; j < 4; ++j) score[t][j / 2] = fmaxf(score[t][j / 2], c[t][j]);
+          }
+        }
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j)
+#pragma unroll
+            for (int d = 1; d < 4; d *= 2) score[t][j] = fmaxf(score[t][j], __shfl_xor_sync(~0u, score[t][j], d));
+          if (left[t] > 1) {
+            const uint32_t half = left[t] / 2;
+            const bool upper = score[t][1] > score[t][0];
+            at[t] += upper ? half : 0;
+            left[t] = upper ? left[t] - half : half;
+            best[t] = fmaxf(best[t], upper ? score[t][1] : score[t][0]);
+            looked += (lane & 3) == 0 ? 2 : 0;
+          }
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < 2; ++t)
+        if ((lane & 3) == 0 && first + 8 * t < chunks.count) scores[first + 8 * t] = ordered(best[t]);
+    }
+    return looked;
+  }
+};
+
+// Writes which chunks have the `need` highest scores, ascending; of equals the first. All threads call it, after a
+// barrier, and there is one at the end.
+__device__ __forceinline__ void keep_best(WarpSums& sums, const uint32_t* scores, const Chunks& chunks, uint32_t need,
+                                          uint32_t* to) {
+  auto at_least = [&](uint32_t score) {
+    uint32_t count = 0;
+    for (uint32_t i = threadIdx.x; i < chunks.count; i += kSearchThreads) count += scores[i] >= score;
+    return sums.all(count);
+  };
+  // The lowest that is kept, bit by bit.
+  uint32_t lowest = 0;
+  for (int bit = 31; bit >= 0; --bit) {
+    const uint32_t score = lowest | 1u << bit, count = at_least(score);
+    if (count >= need) lowest = score;
+    if (count == need) break;
+  }
+  const uint32_t equals = need - at_least(lowest + 1);
+  uint32_t above = 0, equal = 0;
+  for (uint32_t base = 0; base < chunks.count; base += kSearchThreads) {
+    const uint32_t i = base + threadIdx.x, score = i < chunks.count ? scores[i] : 0;
+    const bool more = score > lowest, same = i < chunks.count && score == lowest;
+    const Ranks ranks(sums, more, same);
+    const uint32_t mine = equal + ranks.other;
+    if (more || (same && mine < equals)) to[above + ranks.one + min(mine, equals)] = chunks[i];
+    above += ranks.ones, equal += ranks.others;
+  }
+  __syncthreads();
+}
+
+// Kept chunks of `size`, fewer tokens than a block has: blocks that are kept whole, and the tokens of all others. Returns how many of
+// each. All threads call it.
+__device__ __forceinline__ uint2 write_small(WarpSums& sums, const uint32_t* kept, uint32_t count, uint32_t size,
+                                             uint32_t far, uint32_t* blocks, uint32_t* columns) {
+  const uint32_t per = kBlock / size;
+  uint2 written = make_uint2(0, 0);
+  for (uint32_t base = 0; base < count; base += kSearchThreads) {
+    const uint32_t i = base + threadIdx.x, chunk = i < count ? kept[i] : 0, within = chunk % per;
+    bool whole = false;
+    if (i < count && i >= within && i - within + per <= count) {
+      const uint32_t* first = kept + (i - within);  // if all of the block is there
+      whole = first[0] == chunk - within && first[per - 1] == chunk - within + per - 1;
+    }
+    const bool block = whole && within == 0, single = i < count && !whole;
+    const Ranks ranks(sums, block, single);
+    if (block) blocks[written.x + ranks.one] = far / kBlock + chunk / per;
+    if (single) {
+      uint32_t* to = columns + written.y + ranks.other * size;
+      for (uint32_t j = 0; j < size; ++j) to[j] = far + chunk * size + j;
+    }
+    written.x += ranks.ones, written.y += ranks.others * size;
+  }
+  return written;
+}
+
+template <class T, int D>
+__global__ void __launch_bounds__(kSearchThreads, 2) search_kernel(const __grid_constant__ SearchParams p) {
+  __shared__ uint4 lines[kPassTiles * (D / 32) * 32];
+  __shared__ uint32_t places[2][kSearchWarps];
+  wait_for_predecessor();
+  launch_dependents();
+  WarpSums sums{places, 0};
+  uint32_t* scores = p.scratch + blockIdx.x * (p.chunk_room + 2ull * p.kept_room);
+  const uint32_t units = (uint32_t)p.kv_heads * p.run_count;
+  for (uint32_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    const uint32_t head = unit / p.run_count, at = p.run_count - 1 - unit % p.run_count;
+    const SearchRun& run = p.runs[at];
+    const uint32_t list = head * p.run_count + at, far = run.far, near = run.near;
+    Search<T, D> search;
+    search.lines = lines;
+    search.tiles = (run.means * (p.q_heads / p.kv_heads) + 7) / 8;
+    search.from = static_cast<const uint4*>(p.lines) + ((uint64_t)head * p.tiles + run.first_tile) * (D / 32 * 32);
+    search.keys = static_cast<const T*>(p.k) + (uint64_t)head * kBlock * D;
+    search.block = (uint64_t)p.kv_heads * kBlock * D;
+    search.table = p.block_table;
+    search.far = far, search.near = near;
+
+    uint32_t tokens = near - far, size = 0, looked = 0;  // size 0: nothing was chosen, all is kept
+    const uint32_t* kept = nullptr;
+    uint32_t *next = scores + p.chunk_room, *other = next + p.kept_room;
+    bool ready = false;
+#pragma unroll 1
+    for (int stage = 0; stage < p.stages; ++stage) {
+      const uint32_t keep = run.keep[stage], chunk = p.chunk[stage];
+      if (keep >= tokens) continue;
+      if (!ready && search.passes() == 1) {
+        __syncthreads();  // All are done with the unit before.
+        search.bring(0);
+      }
+      ready = true;
+      const Chunks chunks{kept, kept ? __clz(chunk) - __clz(size) : 0, (tokens + chunk - 1) / chunk};
+      looked += search.score(chunks, chunk, scores);
+      __syncthreads();
+      const uint32_t need = min(max(keep / chunk, 1u), chunks.count);
+      keep_best(sums, scores, chunks, need, next);
+      const uint32_t end = far + (next[need - 1] + 1) * chunk;
+      tokens = need * chunk - (end > near ? end - near : 0);
+      size = chunk, kept = next;
+      next = other, other = const_cast<uint32_t*>(kept);
+    }
+
+    uint32_t* blocks = p.blocks + p.block_begin[list];
+    uint2 written = make_uint2(tokens / kBlock, 0);
+    for (uint32_t i = threadIdx.x; i < run.sinks; i += kSearchThreads) blocks[i] = i;
+    blocks += run.sinks;
+    if (kept && size < kBlock) {
+      written = write_small(sums, kept, tokens / size, size, far, blocks, p.columns + p.column_begin[list]);
+    } else {
+      const uint32_t per = kept ? size / kBlock : 1;
+      for (uint32_t i = threadIdx.x; i < written.x; i += kSearchThreads)
+        blocks[i] = far / kBlock + (kept ? kept[i / per] * per + i % per : i);
+    }
+    blocks += written.x;
+    const uint32_t beside = run.last + 1 - near / kBlock;
+    for (uint32_t i = threadIdx.x; i < beside; i += kSearchThreads) blocks[i] = near / kBlock + i;
+    looked = sums.all(looked);
+    if (threadIdx.x == 0) {
+      p.block_counts[list] = run.sinks + written.x + beside;
+      p.column_counts[list] = written.y;
+      p.looked[list] = looked;
+    }
+  }
+}
+
+}  // namespace taper
