@@ -9,3 +9,4 @@ mod sample;
 mod select;
 mod step;
 mod token;
+mod values;

@@ -81,7 +81,7 @@ fn outputs_are_unbiased() {
             let runs = 10_000;
             let (mut sum, mut sum2) = (vec![0f64; d], vec![0f64; d]);
             for run in 0..runs {
-                let drawn = sample_values(&batch, selection, Some(&known), &[stream(run)], 16, spread).unwrap();
+                let drawn = sample_values(&batch, selection, By::Scores(&known), &[stream(run)], 16, spread).unwrap();
                 let out = attend(&batch, &drawn, None).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
                 for (i, x) in out.iter().enumerate() {
                     sum[i] += f64::from(*x);
@@ -113,7 +113,8 @@ fn errors_fall_with_samples_and_with_strata() {
         let runs = 1000;
         let one = |run| {
             let spread = Spread::Whole(targets);
-            let drawn = sample_values(&batch, &Selection::dense(1, 1), Some(&known), &[stream(run)], samples, spread);
+            let drawn =
+                sample_values(&batch, &Selection::dense(1, 1), By::Scores(&known), &[stream(run)], samples, spread);
             let out = attend(&batch, &drawn.unwrap(), None).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
             relative_error(&out, &exact).powi(2)
         };
@@ -132,7 +133,7 @@ fn few_keys_are_read_as_they_are_and_nan_shows() {
     let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
     let sampled = |batch: &Decode, samples: usize, keys: Keys| {
         let selection = Selection::from(vec![HeadSelection::Keys(keys)]);
-        sample_values(batch, &selection, None, &[stream(1)], samples, Spread::Whole(Targets::Systematic)).unwrap()
+        sample_values(batch, &selection, By::Keys, &[stream(1)], samples, Spread::Whole(Targets::Systematic)).unwrap()
     };
     let keys = |range| Keys { ranges: vec![range], ..Keys::default() };
     assert!(matches!(sampled(&batch, 16, keys(0..16)).heads().unwrap()[0], HeadSelection::Keys(_)));
@@ -146,7 +147,7 @@ fn few_keys_are_read_as_they_are_and_nan_shows() {
     );
     let dense = Selection::dense(1, 1);
     for (streams, samples) in [(vec![], 16), (vec![stream(1)], 0)] {
-        assert!(sample_values(&batch, &dense, None, &streams, samples, Spread::EachTile(8)).is_err());
+        assert!(sample_values(&batch, &dense, By::Keys, &streams, samples, Spread::EachTile(8)).is_err());
     }
 }
 
