@@ -67,7 +67,7 @@ impl Walked {
 }
 
 /// What scores of listed keys come from.
-pub(super) enum From<'a> {
+pub(super) enum ScoredBy<'a> {
     /// Scores of all tokens `[R, q_heads, entries]`, f32.
     Known(&'a Tensor),
     /// Queries of the cache's dtype `[R, q_heads, head_dim]`, and where those are not the batch's, of how few keys the
@@ -95,7 +95,7 @@ pub(super) fn list_scores(
     lists: &Lists,
     of: Walked,
     beside: Option<Beside>,
-    from: &From,
+    by: &ScoredBy,
 ) -> Result<ListScores> {
     let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(op)?;
     let (count, places) = of.ids.dims2()?;
@@ -106,7 +106,7 @@ pub(super) fn list_scores(
     let ids_at = op.at("ids", &of.ids, DType::U32, [count, places])?;
     let counts_at = op.at("counts", &counts, DType::U32, [count])?;
     let scores_at = op.at("out", &scores, DType::F32, [rows, q_heads, places])?;
-    if let From::Queries(q, few) = from {
+    if let ScoredBy::Queries(q, few) = by {
         let whole = few.map(|_| batch.q);
         let p = TaperScoreParams {
             q: op.at("q", q, dtype, [rows, q_heads, head_dim])?,
@@ -136,9 +136,9 @@ pub(super) fn list_scores(
         // SAFETY: every address was checked against the shapes given beside it.
         op.launched(unsafe { ffi::taper_score(&p, op.stream()) })?;
     }
-    let known = match from {
-        From::Known(known) => Some(*known),
-        From::Queries(..) => None,
+    let known = match by {
+        ScoredBy::Known(known) => Some(*known),
+        ScoredBy::Queries(..) => None,
     };
     let entries = known.map_or(Ok(0), |known| known.dim(2))?;
     let tiles = places / BLOCK_TOKENS;

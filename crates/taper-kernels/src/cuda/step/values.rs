@@ -10,7 +10,7 @@ use crate::cuda::sample::sampled_keys;
 use crate::cuda::score::{View, scores};
 use crate::cuda::spread::{features, spread_listed, spread_values};
 use crate::cuda::told::Told;
-use crate::cuda::walk::{From, Walked, list_scores};
+use crate::cuda::walk::{ScoredBy, Walked, list_scores};
 use crate::decode::{self, By, Decode, HeadSelection, Selection, Spread};
 use crate::philox::Stream;
 use candle_core::{DType, Tensor};
@@ -165,8 +165,8 @@ fn drawn(
     let beside = outcome.zip(keys.as_ref()).map(|(outcome, keys)| (outcome.of(), keys));
     let walked = Walked::new(op, lists, beside, most)?;
     let from = match known {
-        Some(scores) => From::Known(scores.values()),
-        None => From::Queries(other.as_ref().unwrap_or(own.q), other.is_some().then_some(samples)),
+        Some(scores) => ScoredBy::Known(scores.values()),
+        None => ScoredBy::Queries(other.as_ref().unwrap_or(own.q), other.is_some().then_some(samples)),
     };
     let found = list_scores(op, &own, lists, walked, beside, &from)?;
     let values = spread_listed(op, &own, &found, seeds.streams(), (samples, spread))?;

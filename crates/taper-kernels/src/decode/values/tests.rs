@@ -151,6 +151,24 @@ fn few_keys_are_read_as_they_are_and_nan_shows() {
     }
 }
 
+#[test]
+fn other_queries_draw_what_they_would_as_the_batchs_own() {
+    let (cache, q) = head(&mut Numbers(45), 200, 2, 16);
+    let rows = [DecodeRow { table: &cache.table, visible: 0..200 }];
+    let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
+    let (other, dense) = ((&q * -1.0).unwrap(), Selection::dense(1, 1));
+    let drawn = |batch: &Decode, by: By| {
+        let drawn = sample_values(batch, &dense, by, &[stream(1)], 32, Spread::EachTile(30)).unwrap();
+        drawn.heads().unwrap().to_vec()
+    };
+    let by_other = drawn(&batch, By::Queries(&other));
+    assert_eq!(by_other, drawn(&Decode { q: &other, ..batch }, By::Keys));
+    assert_ne!(by_other, drawn(&batch, By::Keys));
+    let short = other.narrow(2, 0, 8).unwrap();
+    let refused = sample_values(&batch, &dense, By::Queries(&short), &[stream(1)], 32, Spread::EachTile(30));
+    assert!(refused.is_err(), "queries of another shape");
+}
+
 /// A feature's mean over 10,000 draws of the query is the feature, within 4 standard errors: 2 × 96 features, false alarm
 /// 1.2 % for a fresh seed.
 #[test]
