@@ -173,6 +173,7 @@ typedef struct TaperSampleParams {
   uint32_t layer;
   int32_t rows, list_heads, capacity, want, max_len, overlap;
   uint32_t state;
+  int32_t token_shift, reserved;  // as of decode attention
 } TaperSampleParams;
 
 typedef struct TaperValuesParams {
@@ -198,31 +199,84 @@ typedef struct TaperValuesParams {
 } TaperValuesParams;
 
 // Values that stand for all of a head's, drawn from its scores, as token lists with log weights that
-// decode attention takes with a scale of 0. A head that sees no more than `samples` keys gets all, by
-// their probabilities.
+// decode attention takes with a scale of 0. A head that has no more than `samples` scores gets all of its
+// values, by their probabilities; one whose probabilities are no numbers gets weights that are none.
 typedef struct TaperSpreadParams {
   const float* scores;        // [rows, q_heads, stride]
   const float* tile_max;      // [rows, q_heads, tile_stride]: of 64 scores each
   const float* tile_sum;      // as tile_max: sum of exp(score - max)
+  const uint32_t* tokens;     // [rows, list_heads, stride], the token of each score; null: they follow one another
+  const uint32_t* counts;     // [rows, list_heads], scores of each list; null: of all tokens
   const uint32_t* lens;       // [rows], visible tokens, at least 1
   const uint64_t* seeds;      // [rows]
   const uint32_t* positions;  // [rows], absolute position of the query
   TaperWorkList* work;        // [rows, q_heads]
   uint32_t* ids;              // [rows, q_heads, capacity]
   float* ln_weights;          // as ids
+  void* room;                 // [rows, q_heads, taper_spread_room(most_tiles)] of 8 bytes, scratch; null where that is 0
   int32_t rows, q_heads, stride, tile_stride;
   int32_t capacity;     // at least `samples`, and by tile at least most_tiles
   int32_t samples, spread, layer;
-  int32_t tile_tokens;  // of the tiles that get draws of their own, a multiple of 64
+  int32_t tile_tokens;  // of the tiles that get draws of their own; where none do, 64
   int32_t most_tiles;   // of the longest row
-  int32_t overlap, reserved;
+  int32_t overlap;
+  int32_t list_heads;  // of tokens and counts, if given
 } TaperSpreadParams;
+
+// Lists key by key: the tokens of each in the order of decode attention (ranges, blocks, single tokens, the sample). One
+// that names every token of its row is in the order of the tokens.
+typedef struct TaperWalkParams {
+  const TaperWorkList* work;  // [lists]; blocks ascending
+  const uint32_t* block_ids;  // pools that the lists slice
+  const uint32_t* token_ids;
+  const uint32_t* states;     // [lists], of a sampled step, whose lists name no sample: of TAPER_SAMPLED a list has the first
+                              // `sampled` of its draws as one, of another it is every token; or null, and those two as well
+  const uint32_t* sampled;    // [lists]
+  const uint32_t* draws;      // [lists, draw_stride]
+  uint32_t* ids;              // [lists, capacity]
+  uint32_t* counts;           // [lists], keys of each, at most `capacity`
+  uint32_t* firsts;           // [lists], the first key of the sample; the count where there is none
+  int32_t lists, capacity, draw_stride, token_shift, overlap, reserved;
+} TaperWalkParams;
+
+// Scores of what was walked, with the log weights of samples, and what taper_spread takes of every 64.
+typedef struct TaperWeighParams {
+  const float* known;           // [rows, q_heads, known_stride], scores of all tokens; null: `scores` are there
+  const uint32_t* ids;          // [rows, kv_heads, stride]
+  const uint32_t* counts;       // [rows, kv_heads]
+  const uint32_t* firsts;       // [rows, kv_heads]
+  const uint32_t* head_counts;  // [rows, q_heads], sampled keys that each head reads; null: all
+  const float* head_ln_weight;  // [rows, q_heads], their log weight; null: 0, or by `residual`
+  const uint32_t* residual;     // [rows, kv_heads], keys that each list's sample stands for; or null
+  float* scores;                // [rows, q_heads, stride]; becomes -inf where a head does not read the key
+  float* tile_max;              // [rows, q_heads, stride / 64]
+  float* tile_sum;              // as tile_max
+  int32_t rows, q_heads, kv_heads;
+  int32_t stride;  // a multiple of 64
+  int32_t known_stride, overlap;
+} TaperWeighParams;
+
+// Queries of which only some features are left, drawn by their size.
+typedef struct TaperFeaturesParams {
+  const float* q;             // [rows, q_heads, head_dim]
+  const uint64_t* seeds;      // [rows]
+  const uint32_t* positions;  // [rows], absolute position of the query
+  float* out;                 // as q
+  int32_t rows, q_heads;
+  int32_t group;  // heads that keep one set of features; 0: each its own, as signs of one size
+  int32_t head_dim, draws, layer, overlap, reserved;
+} TaperFeaturesParams;
 
 // Draws without replacement from what lists leave out.
 int taper_sample(const TaperSampleParams* p, TaperStream stream);
 // Reads all keys and some values.
 int taper_values(const TaperValuesParams* p, TaperStream stream);
 int taper_spread(const TaperSpreadParams* p, TaperStream stream);
+// Words of 8 bytes of `room` for each list.
+int64_t taper_spread_room(int64_t most_tiles);
+int taper_walk(const TaperWalkParams* p, TaperStream stream);
+int taper_weigh(const TaperWeighParams* p, TaperStream stream);
+int taper_features(const TaperFeaturesParams* p, TaperStream stream);
 
 // --- Prefill attention (K5), Delta Attention -----------------------------------
 
@@ -320,6 +374,12 @@ typedef struct TaperScoreParams {
   int32_t reduce, overlap;
   float scale;
   int32_t pitch;  // elements from an entry of the view to the next; 0: width
+  // Where only some tokens are scored (a view of keys, TAPER_PER_HEAD, no tiles, width 64 or 128): entry i of a list is
+  // token ids[i], and max_entries the most of them. Or null, and counts as well.
+  const uint32_t* ids;     // [rows, kv_heads, stride]
+  const uint32_t* counts;  // [rows, kv_heads]
+  const void* q_few;       // as q: the queries of lists of no more than `few` tokens; null: q
+  int32_t few, reserved;
 } TaperScoreParams;
 
 // The log-sum-exp of each row and head from what a score pass says of its tiles.

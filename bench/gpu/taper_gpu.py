@@ -102,7 +102,7 @@ ScoreParams = struct("ScoreParams", [
     ("lse", P), ("out", P), ("tile_max", P), ("tile_sum", P), ("rows", I32), ("q_heads", I32),
     ("kv_heads", I32), ("width", I32), ("dtype", I32), ("table_stride", I32), ("per_block", I32),
     ("max_entries", I32), ("stride", I32), ("tile_stride", I32), ("reduce", I32), ("overlap", I32),
-    ("scale", F32), ("pitch", I32)])
+    ("scale", F32), ("pitch", I32), ("ids", P), ("counts", P), ("q_few", P), ("few", I32), ("reserved", I32)])
 SelectParams = struct("SelectParams", [
     ("scores", P), ("begins", P), ("ends", P), ("ks", P), ("ids", P), ("counts", P), ("work", P),
     ("lists", I32), ("stride", I32), ("capacity", I32), ("entries", I32), ("k", I32),
@@ -110,7 +110,8 @@ SelectParams = struct("SelectParams", [
 SampleParams = struct("SampleParams", [
     ("work", P), ("block_ids", P), ("token_ids", P), ("seeds", P), ("positions", P), ("wants", P),
     ("states", P), ("ids", P), ("counts", P), ("layer", U32), ("rows", I32), ("list_heads", I32),
-    ("capacity", I32), ("want", I32), ("max_len", I32), ("overlap", I32), ("state", U32)])
+    ("capacity", I32), ("want", I32), ("max_len", I32), ("overlap", I32), ("state", U32),
+    ("token_shift", I32), ("reserved", I32)])
 SampledParams = struct("SampledParams", [("d", DecodeParams)] + [(n, P) for n in (
     "seeds positions out lse sync draws draw_counts scores sums state residual counts"
     ).split()] + [

@@ -24,18 +24,6 @@ __device__ __forceinline__ float warp_max(float x) {
   return __int_as_float(top < 0 ? top ^ 0x7FFFFFFF : top);
 }
 
-// Keys that a list reads exactly. Its blocks are ascending, its parts disjoint.
-__device__ __forceinline__ uint32_t fixed_keys(const WorkList& w, const uint32_t* block_ids) {
-  uint32_t n = w.token_count + w.block_count * kBlock;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) n += w.end[r] > w.begin[r] ? w.end[r] - w.begin[r] : 0;
-  if (w.block_count > 0) {
-    const uint32_t end = (block_ids[(uint64_t)w.block_first + w.block_count - 1] + 1) * kBlock;
-    if (end > w.len) n -= end - w.len;
-  }
-  return n;
-}
-
 // What all of a team know, but for the sample; one thread writes it for a block.
 __device__ __forceinline__ void set_outline(const DecodeParams& d, const WorkList& w, uint32_t place, Outline& o) {
   const uint32_t team = team_size(d.list_heads), list = place / team, row = list / d.list_heads;

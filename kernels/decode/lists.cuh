@@ -27,6 +27,17 @@ __device__ __forceinline__ uint32_t list_tiles(const WorkList& w) {
 __device__ __forceinline__ uint32_t token_at(const uint32_t* ids, int shift, uint64_t i) {
   return ids[i >> shift] << shift | ((uint32_t)i & ((1u << shift) - 1));
 }
+// Keys that a list reads exactly. Its blocks are ascending, its parts disjoint.
+__device__ __forceinline__ uint32_t fixed_keys(const WorkList& w, const uint32_t* block_ids) {
+  uint32_t n = w.token_count + w.block_count * kBlock;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) n += w.end[r] > w.begin[r] ? w.end[r] - w.begin[r] : 0;
+  if (w.block_count > 0) {
+    const uint32_t end = (block_ids[(uint64_t)w.block_first + w.block_count - 1] + 1) * kBlock;
+    if (end > w.len) n -= end - w.len;
+  }
+  return n;
+}
 // Units of a list: even parts, but none too short to be worth a merge.
 __device__ __forceinline__ uint32_t list_unit_count(uint32_t tiles, uint32_t list_heads) {
   return min((tiles + kUnitTilesMin - 1) / kUnitTilesMin, max(kUnitsPerRow / list_heads, 1u));

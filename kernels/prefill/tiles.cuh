@@ -103,7 +103,7 @@ __device__ __forceinline__ TileKeys tile_keys(const SparsePrefillParams& p, cons
     r.count = p.csr_counts ? p.csr_counts[at] : p.csr_begin[at + 1] - b;
     r.list = p.csr_blocks + b;
     // A list that tiles share goes on behind the first ones' rows.
-    while (r.count > 0 && r.list[r.count - 1] > t.pos_max / kBlock) --r.count;
+    while (r.count > 0 && unmarked(r.list[r.count - 1]) > t.pos_max / kBlock) --r.count;
   } else {
     const uint32_t end = (min(t.pos_max + 1, t.kv_len) + kBlock - 1) / kBlock;
     r.count = end;

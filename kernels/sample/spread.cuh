@@ -1,6 +1,7 @@
-// Which values stand for all of a head's, from scores that are there already: draws over all keys at
-// once, or in every tile, as many as its mass asks for by largest remainder or as many as in any
-// other. Counts, targets and their order are those of the CPU, in double precision.
+// Which values stand for all of a head's, from scores that are there already, of all tokens or of those
+// of a list: draws over all keys at once, or in every tile, as many as its mass asks for by largest
+// remainder or as many as in any other. Counts, targets and their order are those of the CPU, in double
+// precision.
 //
 // Source: S2ANTA's `prop` with the largest remainder, and its `flash`.
 #pragma once
@@ -15,6 +16,16 @@ using SpreadParams = TaperSpreadParams;
 
 constexpr int kSpreadThreads = 256;
 constexpr uint32_t kSpreadTargets = 0x53320000u, kSpreadTiles = 0x53330000u;  // words of a head's draws
+constexpr size_t kSpreadShared = 224 * 1024;  // bytes of a list's tiles, beyond which they do not stay in shared memory
+
+// Bytes that the masses and the draws of so many tiles take.
+__host__ __device__ inline size_t spread_bytes(int64_t tiles) {
+  return (size_t)(tiles + 1) * (sizeof(double) + sizeof(uint32_t));
+}
+// Words of 8 bytes of them that lie in device memory.
+__host__ __device__ inline int64_t spread_room(int64_t tiles) {
+  return spread_bytes(tiles) <= kSpreadShared ? 0 : (int64_t)((spread_bytes(tiles) + 7) / 8);
+}
 
 struct SpreadShared {
   double warp[kSpreadThreads / 32];
@@ -48,7 +59,7 @@ struct Spreader {
   const SpreadParams& p;
   SpreadShared& sh;
   const Stream stream;
-  const float* scores;
+  const float *scores, *tile_max, *tile_sum;
   const uint32_t len, tiles;
   double* mass;     // [tiles + 1]: of the tiles before each
   uint32_t* first;  // [tiles + 1]: draws before each
@@ -65,8 +76,17 @@ struct Spreader {
     return exp2_fast((scores[token] - top) * kLog2e);
   }
 
-  __device__ __forceinline__ void sum_up(const float* tile_max, const float* tile_sum) {
-    const uint32_t per = p.tile_tokens / kBlock, parts = (len + kBlock - 1) / kBlock;
+  // The mass of 64 keys.
+  __device__ __forceinline__ double part(uint32_t i) const {
+    return (double)tile_sum[i] * exp2_fast((tile_max[i] - top) * kLog2e);
+  }
+  // Whether all 64 keys from key `from` on are a part that ends by `to`.
+  __device__ __forceinline__ bool parted(uint32_t from, uint32_t to) const {
+    return from % kBlock == 0 && min(from + kBlock, len) <= to;
+  }
+
+  __device__ __forceinline__ void sum_up() {
+    const uint32_t parts = (len + kBlock - 1) / kBlock;
     float most = -INFINITY;
     for (uint32_t i = threadIdx.x; i < parts; i += kSpreadThreads) most = fmaxf(most, tile_max[i]);
 #pragma unroll
@@ -77,9 +97,13 @@ struct Spreader {
     for (int w = 0; w < kSpreadThreads / 32; ++w) top = fmaxf(top, (float)sh.warp[w]);
     double own = 0;
     for (uint32_t t = begin(); t < end(); ++t) {
+      const uint32_t to = min((t + 1) * p.tile_tokens, len);
       double m = 0;
-      for (uint32_t i = t * per; i < min((t + 1) * per, parts); ++i)
-        m += (double)tile_sum[i] * exp2_fast((tile_max[i] - top) * kLog2e);
+      for (uint32_t i = t * p.tile_tokens; i < to;) {
+        const bool whole = parted(i, to);
+        m += whole ? part(i / kBlock) : (double)weight(i);
+        i += whole ? kBlock : 1;
+      }
       mass[t + 1] = m;
       own += m;
     }
@@ -141,14 +165,28 @@ struct Spreader {
     }
     return lo;
   }
-  // The first token of a tile whose running mass exceeds the target; what rounding would lose goes to the last
+  // The first key of a tile whose running mass exceeds the target; what rounding would lose goes to the last
   // that has any mass.
   __device__ __forceinline__ uint32_t hit(uint32_t t, double target) const {
-    const uint32_t from = t * p.tile_tokens, to = min(from + p.tile_tokens, len);
+    const uint32_t to = min((t + 1) * p.tile_tokens, len);
+    uint32_t from = t * p.tile_tokens, end = from;  // the run of keys that it is in: 64, or one
     double running = 0;
+    bool beyond = true;
+    for (uint32_t i = from; i < to && beyond;) {
+      const bool whole = parted(i, to);
+      const double m = whole ? part(i / kBlock) : (double)weight(i);
+      const uint32_t next = min(i + (whole ? kBlock : 1), to);
+      if (m > 0.) {
+        from = i, end = next;
+        beyond = target >= running + m;
+        if (beyond) running += m;
+      }
+      i = next;
+    }
+    if (beyond) target = INFINITY;
     uint32_t last = from;
 #pragma unroll 8
-    for (uint32_t i = from; i < to; ++i) {
+    for (uint32_t i = from; i < end; ++i) {
       const float w = weight(i);
       if (w > 0.f) {
         running += w;
@@ -179,15 +217,26 @@ struct Spreader {
 };
 
 __global__ void __launch_bounds__(kSpreadThreads) spread_kernel(const SpreadParams p) {
-  extern __shared__ double room[];
+  extern __shared__ double shared[];
   __shared__ SpreadShared sh;
   wait_for_predecessor();
   launch_dependents();
-  const uint32_t list = blockIdx.x, row = list / p.q_heads, len = p.lens[row];
+  const uint32_t list = blockIdx.x, row = list / p.q_heads;
+  // The list of keys that the head's group shares.
+  const uint32_t of = p.list_heads > 0 ? row * p.list_heads + list % p.q_heads / (p.q_heads / p.list_heads) : 0;
+  const uint32_t len = p.counts ? p.counts[of] : p.lens[row];
+  const uint32_t* tokens = p.tokens ? p.tokens + (int64_t)of * p.stride : nullptr;
+  if (len == 0) {
+    if (threadIdx.x == 0) p.work[list] = TaperWorkList{};
+    return;
+  }
+  double* room = p.room ? static_cast<double*>(p.room) + list * spread_room(p.most_tiles) : shared;
   Spreader s{p, sh, {p.seeds[row], (uint32_t)p.layer, list % p.q_heads, p.positions[row]},
-             p.scores + (int64_t)list * p.stride, len, (len + p.tile_tokens - 1) / p.tile_tokens, room,
+             p.scores + (int64_t)list * p.stride, p.tile_max + (int64_t)list * p.tile_stride,
+             p.tile_sum + (int64_t)list * p.tile_stride, len, (len + p.tile_tokens - 1) / p.tile_tokens, room,
              reinterpret_cast<uint32_t*>(room + p.most_tiles + 1), 0.f, 0.};
-  s.sum_up(p.tile_max + (int64_t)list * p.tile_stride, p.tile_sum + (int64_t)list * p.tile_stride);
+  s.sum_up();
+  auto token = [&](uint32_t key) { return tokens ? tokens[key] : key; };
   uint32_t* ids = p.ids + (int64_t)list * p.capacity;
   float* ln_weights = p.ln_weights + (int64_t)list * p.capacity;
   const uint32_t each = max((uint32_t)p.samples / s.tiles, 1u);
@@ -196,19 +245,21 @@ __global__ void __launch_bounds__(kSpreadThreads) spread_kernel(const SpreadPara
     // No fewer values than keys: each has its probability.
     n = len;
     const float lse = s.top + (float)log(s.total);
-    for (uint32_t i = threadIdx.x; i < len; i += kSpreadThreads) ids[i] = i, ln_weights[i] = s.scores[i] - lse;
+    for (uint32_t i = threadIdx.x; i < len; i += kSpreadThreads) ids[i] = token(i), ln_weights[i] = s.scores[i] - lse;
   } else {
-    if (p.spread == TAPER_LARGEST_REMAINDER) s.largest_remainder();
+    // Masses that are no numbers give weights that are none, for the error to show.
+    const bool finite = s.total > 0. && s.total < INFINITY;
+    if (finite && p.spread == TAPER_LARGEST_REMAINDER) s.largest_remainder();
 #pragma unroll 1
     for (uint32_t k = threadIdx.x; k < n; k += kSpreadThreads) {
-      double share;
-      ids[k] = s.draw(k, each, share);
+      double share = NAN;
+      ids[k] = token(finite ? s.draw(k, each, share) : k % len);
       ln_weights[k] = (float)log(share);
     }
   }
   if (threadIdx.x == 0) {
     TaperWorkList w{};
-    w.token_first = list * p.capacity, w.token_count = n, w.len = len;
+    w.token_first = list * p.capacity, w.token_count = n, w.len = p.lens[row];
     p.work[list] = w;
   }
 }

@@ -10,9 +10,10 @@ cudaError_t go(const ScoreParams& p, cudaStream_t s) {
   const int runs = (p.max_entries + kScoreWarps * 64 - 1) / (kScoreWarps * 64);
   const int room = sm_count() * (W <= 32 ? 4 : 2) / (p.kv_heads * p.rows);
   const dim3 grid(runs < room ? runs : room > 0 ? room : 1, p.kv_heads, p.rows);
-  if (p.lower)
-    return launch(score_kernel<T, W, NT, true>, grid, kScoreWarps * 32, 0, s, p.overlap != 0, p);
-  return launch(score_kernel<T, W, NT, false>, grid, kScoreWarps * 32, 0, s, p.overlap != 0, p);
+  auto start = [&](auto kernel) { return launch(kernel, grid, kScoreWarps * 32, 0, s, p.overlap != 0, p); };
+  if constexpr (W >= 64)
+    if (p.ids) return start(score_kernel<T, W, NT, false, true>);
+  return start(p.lower ? score_kernel<T, W, NT, true, false> : score_kernel<T, W, NT, false, false>);
 }
 template <class T, int W>
 cudaError_t pick_group(const ScoreParams& p, cudaStream_t s) {
@@ -60,7 +61,9 @@ extern "C" int taper_score(const taper::ScoreParams* p, cudaStream_t stream) {
   const bool ok = p->rows > 0 && p->max_entries > 0 && p->kv_heads > 0 &&
                   p->q_heads % p->kv_heads == 0 && p->q_heads / p->kv_heads <= 16 &&
                   p->per_block > 0 && kBlock % p->per_block == 0 &&
-                  (p->reduce != kGroupMass || p->lse) && !p->tile_max == !p->tile_sum;
+                  (p->reduce != kGroupMass || p->lse) && !p->tile_max == !p->tile_sum && !p->ids == !p->counts &&
+                  (!p->ids || (p->width >= 64 && p->per_block == kBlock && p->reduce == kPerHead && !p->tile_max &&
+                               !p->lower));
   if (!ok) return cudaErrorInvalidValue;
   return p->dtype == kBf16 ? pick_width<__nv_bfloat16>(*p, stream)
                            : pick_width<__half>(*p, stream);

@@ -4,7 +4,7 @@
 // (per_block 64), block means (1), label channels (64, narrow), or a pair of upper and
 // lower bounds, whose score sum_j max(q_j hi_j, q_j lo_j) is the product of q's positive
 // part with hi plus that of its negative part with lo. One warp scores 64 entries for
-// all heads of a group.
+// all heads of a group. LISTED: of all keys some are scored, in the order of a list of tokens.
 #pragma once
 
 #include "view.cuh"
@@ -21,7 +21,7 @@ using ScoreParams = TaperScoreParams;
 
 constexpr int kScoreWarps = 8;
 
-template <class T, int W, int NT, bool BOUNDS>
+template <class T, int W, int NT, bool BOUNDS, bool LISTED>
 __global__ void __launch_bounds__(kScoreWarps * 32) score_kernel(const ScoreParams p) {
   using View = ViewRows<T, W, NT, BOUNDS>;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane & 3;
@@ -29,10 +29,13 @@ __global__ void __launch_bounds__(kScoreWarps * 32) score_kernel(const ScorePara
   wait_for_predecessor();
   launch_dependents();
   const uint32_t len = p.lens[row], span = kBlock / p.per_block;
-  const uint32_t entries = (len + span - 1) / span;
-  View view{p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride, entries,
+  const int64_t list = (int64_t)row * p.kv_heads + kv_head;
+  const uint32_t entries = LISTED ? p.counts[list] : (len + span - 1) / span;
+  const uint32_t* ids = LISTED ? p.ids + list * p.stride : nullptr;
+  View view{p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride, LISTED ? len : entries,
             (uint32_t)kv_head, (uint32_t)p.kv_heads, (uint32_t)p.per_block, (uint32_t)(p.pitch ? p.pitch : W), lane};
-  view.load_queries(static_cast<const T*>(p.q) + ((int64_t)row * p.q_heads + kv_head * group) * W, group);
+  const void* q = LISTED && p.q_few && entries <= (uint32_t)p.few ? p.q_few : p.q;
+  view.load_queries(static_cast<const T*>(q) + ((int64_t)row * p.q_heads + kv_head * group) * W, group);
 
   // As many of the four tiles of 16 entries as registers allow are in flight.
   constexpr int kFull = View::kLoads * (BOUNDS ? 2 : 1), kAhead = kFull <= 2 ? 4 : kFull == 4 ? 2 : 1;
@@ -40,6 +43,11 @@ __global__ void __launch_bounds__(kScoreWarps * 32) score_kernel(const ScorePara
   auto fetch_tiles = [&](uint32_t from) {
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
+      if constexpr (LISTED) {
+        const uint32_t e = from + a * 16 + lane / 4;
+        view.fetch_lines(rows[a], p.view, view.place(ids[min(e, entries - 1)]), view.place(ids[min(e + 8, entries - 1)]));
+        continue;
+      }
       view.fetch(rows[a], p.view, from + a * 16);
       if (BOUNDS) view.fetch(lower[a], p.lower, from + a * 16);
     }

@@ -412,6 +412,7 @@ pub(crate) fn add_read(
     let read = counts.iter().sum::<usize>() as u64;
     let there = visible.iter().map(|visible| visible.len() * kv_heads).sum::<usize>() as u64;
     report.add(counts.len() as u64, read, there, counts.iter().copied().max().unwrap_or(0) as u64);
+    report.add_scored(selection.scored()? as u64);
     if let Some(budgets) = selection.budgets()? {
         report.add_budgets(&budgets);
     }

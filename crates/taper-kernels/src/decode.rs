@@ -24,7 +24,7 @@ pub(crate) use selection::sink_window;
 pub use selection::{HeadSelection, Keys, Sample, Selection, Values};
 #[cfg(feature = "cuda")]
 pub(crate) use selection::{counts, tokens};
-pub use values::{Spread, Targets, bernoulli_queries, sample_values};
+pub use values::{By, Spread, Targets, bernoulli_queries, sample_values};
 pub(crate) use {rows::Gathered, rows::dots, scores::HeadScores, scores::pass};
 
 use crate::kv::{BLOCK_TOKENS, KvElement, PagedKv};

@@ -1,7 +1,7 @@
 //! S²ANTA: exact probabilities from all keys, and a few values drawn from them.
 
 use super::{Entry, decode};
-use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex};
+use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex};
 use crate::schema::{parse, schema_of};
 use crate::spec::{Chosen, SpecError};
 use candle_core::Result;
@@ -9,8 +9,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::sync::Arc;
-use taper_kernels::decode::{Decode, Spread, Targets, bernoulli_queries, sample_values, scores};
-use taper_kernels::kv::BLOCK_TOKENS;
+use taper_kernels::decode::{By, Spread, Targets, bernoulli_queries, sample_values, scores};
 
 pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     name: "santa",
@@ -143,17 +142,22 @@ impl Santa {
             chosen.scores = Some(scores(&step.batch, &step.per_head(|row| row.visible.len() > samples))?);
         }
         let q;
-        let (batch, known) = if bernoulli {
+        let by = if bernoulli {
             q = bernoulli_queries(&step.batch, streams, self.params.draws, self.params.mean_query)?;
-            (Decode { q: &q, ..step.batch }, None)
+            By::Queries(&q)
         } else {
-            (step.batch, chosen.scores.as_ref())
+            chosen.scores.as_ref().map_or(By::Keys, By::Scores)
         };
-        // Heads that draw score their keys for it, unless they are known.
-        let heads = chosen.selection.counts(step.batch.rows)?.into_iter().enumerate();
-        let new = heads.filter(|&(head, keys)| keys > samples && known.is_none_or(|known| !known.has(head)));
+        // Heads that draw score their keys for it, unless they are known. Where only a device knows how many those are, the
+        // selection tells at the end of the step.
+        let counts = match chosen.selection.counts_wait() {
+            true => Vec::new(),
+            false => chosen.selection.counts(step.batch.rows)?,
+        };
+        let known = |head| matches!(by, By::Scores(known) if known.has(head));
+        let new = counts.into_iter().enumerate().filter(|&(head, keys)| keys > samples && !known(head));
         let scored = chosen.scored + new.map(|(_, keys)| keys).sum::<usize>();
-        let selection = sample_values(&batch, &chosen.selection, known, streams, samples, self.spread())?;
+        let selection = sample_values(&step.batch, &chosen.selection, by, streams, samples, self.spread())?;
         Ok(Choice { selection, scored, ..chosen })
     }
 }
@@ -169,15 +173,5 @@ impl DecodeMethod for Santa {
 
     fn dense_layers(&self) -> usize {
         self.within.method.dense_layers()
-    }
-
-    fn host_only(&self) -> Option<HostOnly> {
-        if self.within.name != "dense" {
-            let what = format!("drawing from what `{}` reads, not from all,", self.within.name);
-            return Some(HostOnly { field: "within.method", what });
-        }
-        let tiled = !matches!(self.params.kernel, Kernel::Prop) && !self.params.tile.is_multiple_of(BLOCK_TOKENS);
-        let what = || format!("a tile of {}, not a multiple of {BLOCK_TOKENS},", self.params.tile);
-        tiled.then(|| HostOnly { field: "tile", what: what() })
     }
 }

@@ -193,14 +193,9 @@ fn what_runs_in_host_memory_alone_is_refused_elsewhere_with_what_is_not() {
             format!("\"hard\", unlike \"clt\", {here}"),
         ),
         (
-            json!({ "decode": { "method": "santa", "within": { "method": "quest" } } }),
-            "attention.decode.within.method",
-            format!("drawing from what `quest` reads, not from all, {here}"),
-        ),
-        (
-            json!({ "decode": { "method": "santa", "kernel": "flash", "tile": 100 } }),
-            "attention.decode.tile",
-            format!("a tile of 100, not a multiple of 64, {here}"),
+            json!({ "decode": { "method": "santa", "within": { "method": "vattention", "tail": "hard" } } }),
+            "attention.decode.within.tail",
+            format!("\"hard\", unlike \"clt\", {here}"),
         ),
     ] {
         assert_eq!(error(attention.clone(), &device), (path.to_owned(), message), "{attention}");

@@ -209,8 +209,8 @@ impl Lists {
         self.heads
     }
 
-    /// The tokens that each list reads whatever its sample `[rows, heads]`, ascending. Waits for the device: for tests and
-    /// reports.
+    /// The tokens that each list reads whatever its sample `[rows, heads]`, ascending, but for those of no weight. Waits for
+    /// the device: for tests and reports.
     ///
     /// # Errors
     /// A device error.
@@ -219,6 +219,11 @@ impl Lists {
         let pool =
             |ids: &Option<Tensor>| ids.as_ref().map_or(Ok(Vec::new()), |ids| ids.flatten_all()?.to_vec1::<u32>());
         let (blocks, tokens) = (pool(&self.block_ids)?, pool(&self.token_ids)?);
+        let weights = match &self.token_ln_weights {
+            Some(weights) => weights.to_vec1::<f32>()?,
+            None => Vec::new(),
+        };
+        let weighs = |i: &u32| weights.get(*i as usize).is_none_or(|&weight| weight != f32::NEG_INFINITY);
         let one = |w: &Vec<u32>| {
             let slice = |ids: &[u32], first: usize| ids[w[first] as usize..][..w[first + 1] as usize].to_vec();
             let whole = |block: u32| block * BLOCK_TOKENS as u32..((block + 1) * BLOCK_TOKENS as u32).min(w[LEN]);
@@ -229,7 +234,7 @@ impl Lists {
             if w[TOKEN_COUNT] > 0 {
                 let run = w[TOKEN_FIRST]..w[TOKEN_FIRST] + w[TOKEN_COUNT];
                 let (shift, within) = (self.token_shift, (1 << self.token_shift) - 1);
-                read.extend(run.map(|i| (tokens[(i >> shift) as usize] << shift) + (i & within)));
+                read.extend(run.filter(weighs).map(|i| (tokens[(i >> shift) as usize] << shift) + (i & within)));
             }
             read.sort_unstable();
             read

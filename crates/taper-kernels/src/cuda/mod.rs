@@ -31,12 +31,14 @@ mod product;
 mod range;
 mod sample;
 mod score;
+mod spread;
 pub(crate) mod step;
 mod stripes;
 mod sums;
 mod together;
 mod token;
 mod told;
+mod walk;
 
 pub use batch::{Batch, Lists};
 pub use decode::Plan;
@@ -50,8 +52,9 @@ pub use product::{
     AfterAttention, Inputs, after_attention, after_attention_at_once, product, product_add, product_gated, product_into,
 };
 pub use range::HostTail;
-pub use sample::{Sampled, Scratch, Streams, ValueDraws, draw, listed, sampled, spread_values, values};
+pub use sample::{Sampled, Scratch, Streams, ValueDraws, draw, listed, sampled, values};
 pub use score::{Between, Scores, View, pick_blocks, scores, top_k, top_k_by, top_p};
+pub use spread::spread_values;
 pub use stripes::{Chosen, block_lists, drop_columns};
 
 pub(crate) use delta::correct;

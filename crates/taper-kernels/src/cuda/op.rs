@@ -173,6 +173,11 @@ impl Op {
         tensor.map_or(Ok(std::ptr::null_mut()), |tensor| self.at(parameter, tensor, dtype, shape))
     }
 
+    /// The address of ids that lists slice, u32 of any shape, or null.
+    pub fn pool(&self, parameter: &'static str, ids: Option<&Tensor>) -> Result<*const u32> {
+        ids.map_or(Ok(std::ptr::null()), |ids| Ok(self.at::<u32>(parameter, ids, DType::U32, ids.dims())?.cast_const()))
+    }
+
     /// A tensor to be written by the launch.
     pub fn empty(&self, shape: impl Into<candle_core::Shape>, dtype: DType) -> Result<Tensor> {
         let shape = shape.into();

@@ -3,12 +3,11 @@
 
 use super::batch::{Batch, Dims, Lists, WORDS};
 use super::error::Result;
-use super::ffi::{self, TaperSampleParams, TaperSampledParams, TaperSpreadParams, TaperValuesParams};
+use super::ffi::{self, TaperSampleParams, TaperSampledParams, TaperValuesParams};
 use super::op::{Op, team};
-use super::score::Scores;
 use super::told::Told;
 use crate::budget::Rule;
-use crate::decode::{Sampling, Spread, Targets};
+use crate::decode::{Sampling, Targets};
 use crate::kv::BLOCK_TOKENS;
 use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
@@ -106,6 +105,8 @@ pub struct Sampled {
     /// read; 0 where everything was.
     pub(super) numbers: Told,
     pub(super) lists: usize,
+    /// Keys of a list's sample at most.
+    most: usize,
 }
 
 impl Sampled {
@@ -222,6 +223,7 @@ pub(super) fn prepare(
         // Each row begins on 16 bytes.
         numbers: Told::new(op, 3 * count.next_multiple_of(4))?,
         lists: count,
+        most: capacity,
     };
     // Room for the list that a thread block may try its code on.
     let room = count + usize::from(how.is_some());
@@ -277,23 +279,36 @@ pub(super) fn prepare(
 /// # Errors
 /// Shapes or dtypes that differ, rows of more than 1.8 million tokens.
 pub fn draw(lists: &Lists, streams: Streams, max_len: usize, want: usize) -> Result<(Tensor, Tensor)> {
+    draws(lists, streams, max_len, want, None)
+}
+
+/// The keys of a sampled step's samples `[R * heads, most]`, u32, beside `lists`, which the step was given: of each list as
+/// many as it read, where it read a sample.
+pub(super) fn sampled_keys(lists: &Lists, streams: Streams, max_len: usize, of: &Sampled) -> Result<Tensor> {
+    Ok(draws(lists, streams, max_len, of.most, Some(of))?.0)
+}
+
+/// At most `want` draws of each list, or as many as a step read of it.
+fn draws(
+    lists: &Lists,
+    streams: Streams,
+    max_len: usize,
+    want: usize,
+    of: Option<&Sampled>,
+) -> Result<(Tensor, Tensor)> {
     let op = Op::new("draw", "lists", &lists.work)?;
     let count = lists.rows * lists.heads;
     op.check(want > 0 && max_len > 0, "want", want, "at least 1")?;
-    op.check(lists.token_shift == 0, "lists", "of pages", "lists of blocks and tokens")?;
     let (ids, counts) = (op.empty((count, want), DType::U32)?, op.empty(count, DType::U32)?);
-    let pool = |ids: &Option<Tensor>| -> Result<*const u32> {
-        match ids {
-            Some(ids) => Ok(op.at::<u32>("lists", ids, DType::U32, ids.dims())?.cast_const()),
-            None => Ok(std::ptr::null()),
-        }
-    };
+    let (wants, states) = (of.map(Sampled::counts).transpose()?, of.map(Sampled::state).transpose()?);
     let p = TaperSampleParams {
         work: op.at("lists", &lists.work, DType::U32, [count, WORDS])?,
-        block_ids: pool(&lists.block_ids)?,
-        token_ids: pool(&lists.token_ids)?,
+        block_ids: op.pool("lists", lists.block_ids.as_ref())?,
+        token_ids: op.pool("lists", lists.token_ids.as_ref())?,
         seeds: op.at("seeds", streams.seeds, DType::I64, [lists.rows])?,
         positions: op.at("positions", streams.positions, DType::U32, [lists.rows])?,
+        wants: op.maybe("wants", wants.as_ref(), DType::U32, [count])?,
+        states: op.maybe("states", states.as_ref(), DType::U32, [count])?,
         ids: op.at("ids", &ids, DType::U32, [count, want])?,
         counts: op.at("counts", &counts, DType::U32, [count])?,
         layer: streams.layer,
@@ -303,6 +318,8 @@ pub fn draw(lists: &Lists, streams: Streams, max_len: usize, want: usize) -> Res
         want: op.int("want", want)?,
         max_len: op.int("max_len", max_len)?,
         overlap: 1,
+        state: ffi::TAPER_SAMPLED as u32,
+        token_shift: lists.token_shift as i32,
         ..TaperSampleParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
@@ -384,69 +401,4 @@ pub fn values(
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { ffi::taper_values(&p, op.stream()) })?;
     Ok((out, lse))
-}
-
-/// Token lists of each query head, for [`Plan::attend_given`](super::Plan::attend_given): the values that
-/// [`crate::decode::sample_values`] draws from a dense selection, by scores of all tokens. A row that sees no more than
-/// `samples` tokens keeps them all, by their probabilities.
-///
-/// # Errors
-/// Shapes or dtypes that differ, scores of pages, tiles that are not a multiple of 64 tokens.
-///
-/// # Source
-/// As [`crate::decode::sample_values`].
-pub fn spread_values(
-    batch: &Batch,
-    scores: &Scores,
-    streams: Streams,
-    samples: usize,
-    spread: Spread,
-) -> Result<Lists> {
-    let op = Op::new("spread_values", "q", batch.q)?;
-    let Dims { rows, q_heads, .. } = batch.dims(&op)?;
-    let (rule, tile) = match spread {
-        Spread::Whole(Targets::Systematic) => (ffi::TAPER_SYSTEMATIC, BLOCK_TOKENS),
-        Spread::Whole(Targets::Stratified) => (ffi::TAPER_STRATIFIED, BLOCK_TOKENS),
-        Spread::Whole(Targets::Independent) => (ffi::TAPER_INDEPENDENT, BLOCK_TOKENS),
-        Spread::LargestRemainder(tile) => (ffi::TAPER_LARGEST_REMAINDER, tile),
-        Spread::EachTile(tile) => (ffi::TAPER_PER_TILE, tile),
-    };
-    let fits = tile > 0 && tile.is_multiple_of(BLOCK_TOKENS);
-    op.check(fits, "spread", format!("tiles of {tile}"), "a multiple of 64 tokens")?;
-    op.check(samples > 0, "samples", samples, "at least 1")?;
-    op.check(scores.page == 1, "scores", format!("of pages of {}", scores.page), "of tokens")?;
-    let (lists, most) = (rows * q_heads, batch.max_len.div_ceil(tile));
-    let capacity = samples.max(if matches!(spread, Spread::EachTile(_)) { most } else { 0 });
-    let (entries, tiles) = (scores.scores.dim(2)?, scores.tiles.0.dim(2)?);
-    let work = op.empty((lists, WORDS), DType::U32)?;
-    let ids = op.empty((lists, capacity), DType::U32)?;
-    let ln_weights = op.empty((lists, capacity), DType::F32)?;
-    let p = TaperSpreadParams {
-        scores: op.at("scores", &scores.scores, DType::F32, [rows, q_heads, entries])?,
-        tile_max: op.at("scores", &scores.tiles.0, DType::F32, [rows, q_heads, tiles])?,
-        tile_sum: op.at("scores", &scores.tiles.1, DType::F32, [rows, q_heads, tiles])?,
-        lens: op.at("lens", batch.lens, DType::U32, [rows])?,
-        seeds: op.at("seeds", streams.seeds, DType::I64, [rows])?,
-        positions: op.at("positions", streams.positions, DType::U32, [rows])?,
-        work: op.at("work", &work, DType::U32, [lists, WORDS])?,
-        ids: op.at("ids", &ids, DType::U32, [lists, capacity])?,
-        ln_weights: op.at("ln_weights", &ln_weights, DType::F32, [lists, capacity])?,
-        rows: op.int("q", rows)?,
-        q_heads: op.int("q", q_heads)?,
-        stride: op.int("scores", entries)?,
-        tile_stride: op.int("scores", tiles)?,
-        capacity: op.int("samples", capacity)?,
-        samples: op.int("samples", samples)?,
-        spread: rule,
-        layer: streams.layer as i32,
-        tile_tokens: op.int("spread", tile)?,
-        most_tiles: op.int("max_len", most)?,
-        overlap: 1,
-        ..TaperSpreadParams::zeroed()
-    };
-    // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_spread(&p, op.stream()) })?;
-    let ids = Some(ids.flatten_all()?);
-    let token_ln_weights = Some(ln_weights.flatten_all()?);
-    Ok(Lists { token_ids: ids, token_ln_weights, ..Lists::over(work, rows, q_heads) })
 }

@@ -3,19 +3,22 @@
 //!
 //! Operations choose for rows that see their sequence from its first token on. Rows of a model with a window of its own, once
 //! it has left the first token behind, read everything that they see: they count as not [`wanted`]. What a choice came to is read back where the host must know it, for
-//! reports: [`Chosen::counts`] and [`Chosen::budgets`] wait for the device, which callers put off to the end of a step.
+//! reports: [`Chosen::counts`], [`Chosen::budgets`] and [`Chosen::scored`] wait for the device, which callers put off to the
+//! end of a step.
 
 mod choose;
 mod index;
 mod project;
 mod sample;
+mod values;
 
 pub(crate) use choose::{Scored, scores, top_k, top_p};
 pub(crate) use index::{
     bounds, equal_bits, extend_bounds, extend_clusters, extend_codes, extend_labels, labels, probe,
 };
 pub(crate) use project::{Kept, per_head, products, undo};
-pub(crate) use sample::{sample, sample_some, sample_values};
+pub(crate) use sample::{sample, sample_some};
+pub(crate) use values::{bernoulli_queries, sample_values};
 
 use super::batch::{Batch, Lists, Upload};
 use super::decode::{Plan, attend_host};
@@ -29,6 +32,7 @@ use candle_core::{DType, Tensor, TensorId};
 use sample::Outcome;
 use std::ops::Range;
 use std::sync::Arc;
+use values::Source;
 
 /// Whether rows are such as something can be chosen for.
 fn choosable(rows: &[DecodeRow]) -> bool {
@@ -92,7 +96,7 @@ pub(crate) enum Chosen {
     /// Keys of each KV head, and how many where the host knows.
     Keys(Arc<Step>, Lists, Option<Vec<usize>>),
     /// Values of each query head, with given weights.
-    Values(Arc<Step>, Lists),
+    Values(Arc<Step>, Lists, Source),
     /// Keys and a sample, which the launch that sampled has read.
     Sampled(Arc<Step>, Arc<Outcome>),
 }
@@ -101,7 +105,7 @@ impl Chosen {
     fn step(&self) -> Option<&Arc<Step>> {
         match self {
             Self::Host(_) => None,
-            Self::Keys(step, ..) | Self::Values(step, _) | Self::Sampled(step, ..) => Some(step),
+            Self::Keys(step, ..) | Self::Values(step, ..) | Self::Sampled(step, ..) => Some(step),
         }
     }
 
@@ -113,7 +117,7 @@ impl Chosen {
             let start = end;
             end += match part {
                 Self::Host(heads) => heads.len() / kv_heads,
-                Self::Keys(step, ..) | Self::Values(step, _) | Self::Sampled(step, ..) => step.lens.len(),
+                Self::Keys(step, ..) | Self::Values(step, ..) | Self::Sampled(step, ..) => step.lens.len(),
             };
             start..end
         };
@@ -154,16 +158,26 @@ impl Chosen {
                 Self::Keys(_, _, Some(counts)) => all.extend(counts),
                 Self::Sampled(step, outcome) => all.extend(outcome.counts(step)?),
                 Self::Keys(_, lists, None) => all.extend(lists.counts()?),
-                Self::Values(step, lists) => all.extend(distinct(step, lists)?.iter().map(Vec::len)),
+                Self::Values(step, lists, _) => all.extend(distinct(step, lists)?.iter().map(Vec::len)),
             }
         }
         Ok(all)
+    }
+
+    /// Keys that were scored to draw values from them, where the host could not count them. Waits for the device.
+    pub fn scored(parts: &[Self]) -> Result<usize> {
+        let scored = |part: &Self| match part {
+            Self::Values(_, _, source) => source.scored(),
+            _ => Ok(0),
+        };
+        parts.iter().map(scored).sum()
     }
 
     /// The budgets `[R, q_heads]` of parts that sampled to keep a promise; none where none did. Waits for the device.
     pub fn budgets(parts: &[Self]) -> Result<Option<Vec<Budget>>> {
         let sampled = parts.iter().filter_map(|part| match part {
             Self::Sampled(step, outcome) => Some(outcome.budgets(step)),
+            Self::Values(step, _, source) => source.sampled().map(|outcome| outcome.budgets(step)),
             _ => None,
         });
         let each = sampled.collect::<Result<Vec<_>>>()?;
@@ -177,7 +191,7 @@ impl Chosen {
             match part {
                 Self::Host(heads) => all.extend(decode::tokens(heads, &rows[span])),
                 Self::Keys(_, lists, _) => all.extend(lists.read_back()?),
-                Self::Values(step, lists) => all.extend(distinct(step, lists)?),
+                Self::Values(step, lists, _) => all.extend(distinct(step, lists)?),
                 Self::Sampled(_, outcome) => {
                     let op = Op::new("tokens", "selection", outcome.out())?;
                     return Err(op.error("selection", "read by the launch that sampled", "one that is yet to be read"));
@@ -194,7 +208,7 @@ impl Chosen {
         let (step, lists) = match self {
             Self::Host(heads) => return attend_host(batch, heads),
             Self::Sampled(_, outcome) => return Ok(outcome.out().clone()),
-            Self::Keys(step, lists, _) | Self::Values(step, lists) => (step, lists),
+            Self::Keys(step, lists, _) | Self::Values(step, lists, _) => (step, lists),
         };
         // What was chosen by other queries, such as some that few features are left of, is read by these.
         let q = match batch.q.id() == step.q {

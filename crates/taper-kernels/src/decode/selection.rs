@@ -216,6 +216,19 @@ impl Selection {
         }
     }
 
+    /// Keys that were scored to draw values from them, over all rows and KV heads, where the choice that they were drawn from
+    /// had [counts that wait](Self::counts_wait); waits for them. 0 in host memory.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn scored(&self) -> Result<usize> {
+        match &self.0 {
+            Held::Host(_) => Ok(0),
+            #[cfg(feature = "cuda")]
+            Held::Device(parts) => Ok(Chosen::scored(parts)?),
+        }
+    }
+
     /// Whether [`counts`](Self::counts) may wait: for a choice whose size only the device knows.
     pub fn counts_wait(&self) -> bool {
         match &self.0 {

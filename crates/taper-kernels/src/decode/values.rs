@@ -35,6 +35,17 @@ pub enum Spread {
     EachTile(usize),
 }
 
+/// What the probabilities that values are drawn by come from.
+#[derive(Debug, Clone, Copy)]
+pub enum By<'a> {
+    /// The batch's queries, and keys.
+    Keys,
+    /// Scores of the same batch; a key that they do not hold is read.
+    Scores(&'a Scores),
+    /// Other queries `[R, q_heads, head_dim]`, f32, and keys.
+    Queries(&'a Tensor),
+}
+
 /// Draw numbers of a head's targets, and of its tiles.
 const TARGET_DRAWS: u32 = 0x5332_0000;
 const TILE_DRAWS: u32 = 0x5333_0000;
@@ -42,29 +53,35 @@ const TILE_DRAWS: u32 = 0x5333_0000;
 /// Replaces what each row and KV head reads by a few of its values, drawn in proportion to the probabilities, for every
 /// query head on its own. A head that has no more than `samples` keys keeps its selection.
 ///
-/// `streams` `[R]` key the draws; `head` becomes the query head. Keys are drawn in the order of the selection. A key that
-/// `scores` of the same batch hold is not read again.
+/// `streams` `[R]` key the draws; `head` becomes the query head. Keys are drawn in the order of the selection: ranges, single
+/// tokens, the sample. On a device a selection of all tokens is in their order, however it names them.
 ///
 /// # Errors
 /// Shapes that differ; a selection of values.
 pub fn sample_values(
     batch: &Decode,
     selection: &Selection,
-    scores: Option<&Scores>,
+    by: By,
     streams: &[Stream],
     samples: usize,
     spread: Spread,
 ) -> Result<Selection> {
     let (rows, q_heads, kv_heads, _) = batch.dims()?;
-    let heads = selection.heads()?;
-    let values = |h: &HeadSelection| matches!(h, HeadSelection::Values(_));
-    if heads.len() != rows * kv_heads || streams.len() != rows || heads.iter().any(values) || samples == 0 {
-        bail!("sample_values: {samples} of {} heads for {rows} rows of {kv_heads}", heads.len());
+    let other = if let By::Queries(q) = by { q } else { batch.q };
+    if streams.len() != rows || other.dims() != batch.q.dims() || samples == 0 {
+        bail!("sample_values: {samples} values by {} streams and {:?} for {rows} rows", streams.len(), other.shape());
     }
     #[cfg(feature = "cuda")]
     if batch.q.device().is_cuda() {
-        return Ok(crate::cuda::step::sample_values(batch, heads, scores, streams, (samples, spread))?);
+        return Ok(crate::cuda::step::sample_values(batch, selection, by, streams, (samples, spread))?);
     }
+    let heads = selection.heads()?;
+    let values = |h: &HeadSelection| matches!(h, HeadSelection::Values(_));
+    if heads.len() != rows * kv_heads || heads.iter().any(values) {
+        bail!("sample_values: {} heads, or some of values, for {rows} rows of {kv_heads}", heads.len());
+    }
+    let (batch, scores) =
+        (&Decode { q: other, ..*batch }, if let By::Scores(scores) = by { Some(scores) } else { None });
     let group = q_heads / kv_heads;
     let isa = Isa::best();
     with_view!(batch, view: T => {
@@ -253,6 +270,10 @@ pub fn bernoulli_queries(batch: &Decode, streams: &[Stream], draws: usize, share
     let (rows, q_heads, kv_heads, d) = batch.dims()?;
     if streams.len() != rows || draws == 0 || draws > 64 {
         bail!("bernoulli_queries: {} streams for {rows} rows, {draws} draws of at most 64", streams.len());
+    }
+    #[cfg(feature = "cuda")]
+    if batch.q.device().is_cuda() {
+        return Ok(crate::cuda::step::bernoulli_queries(batch, streams, draws, shared)?);
     }
     let group = if shared { q_heads / kv_heads } else { 1 };
     let mut q = batch.q.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1::<f32>()?;

@@ -11,3 +11,4 @@ mod sample;
 mod select;
 mod step;
 mod token;
+mod values;

@@ -7,7 +7,7 @@ use taper_kernels::cuda::{
     Lists, Plan, Scratch, Streams, ValueDraws, View, draw, sampled, scores, spread_values, values,
 };
 use taper_kernels::decode::{
-    Foreseen, HeadSelection, Sampling, Selection, Spread, Targets, attend, sample, sample_some, sample_values,
+    By, Foreseen, HeadSelection, Sampling, Selection, Spread, Targets, attend, sample, sample_some, sample_values,
 };
 use taper_kernels::philox::Stream;
 
@@ -186,7 +186,7 @@ fn values_drawn_from_scores_are_those_of_the_cpu() {
         ] {
             let what = format!("{dtype:?} {d} {kv_heads}x{group} {spread:?}");
             let decode = queries.decode(&caches, &rows);
-            let cpu = sample_values(&decode, &all, None, &seeds.cpu, 64, spread).unwrap();
+            let cpu = sample_values(&decode, &all, By::Keys, &seeds.cpu, 64, spread).unwrap();
             let lists = spread_values(&batch, &found, seeds.streams(), 64, spread).unwrap();
             let read = lists.read_back().unwrap();
             let (mut missed, mut drawn) = (0, 0);

@@ -4,7 +4,7 @@ use crate::cache::{Caches, GRID, LIMIT, Numbers, Queries, below, device, furthes
 use candle_core::{DType, Device, Tensor};
 use taper_kernels::budget::{Promise, Rule};
 use taper_kernels::decode::{
-    Certainty, Decode, DecodeRow, Foreseen, Importance, Sampling, Selection, Spread, Targets, attend,
+    By, Certainty, Decode, DecodeRow, Foreseen, Importance, Sampling, Selection, Spread, Targets, attend,
     bernoulli_queries, foresee, importance, sample, sample_certain, sample_some, sample_values, scores, top_k, top_p,
 };
 use taper_kernels::index::clusters::{self, Centroids, Probes};
@@ -172,13 +172,10 @@ fn samples_are_those_of_the_cpu() {
             (Spread::EachTile(128), false),
         ] {
             let (cpu, cuda) = both.run(&rows, |batch| {
-                let q = match features {
-                    true => bernoulli_queries(batch, &streams, 4, true).unwrap(),
-                    false => batch.q.clone(),
-                };
+                let q = bernoulli_queries(batch, &streams, 4, true).unwrap();
                 let known = scores(batch, &vec![true; both.heads()]).unwrap();
-                let known = (!features).then_some(&known);
-                sample_values(&Decode { q: &q, ..*batch }, &all, known, &streams, 64, spread).unwrap()
+                let by = if features { By::Queries(&q) } else { By::Scores(&known) };
+                sample_values(batch, &all, by, &streams, 64, spread).unwrap()
             });
             let what = format!("{grid:?} {spread:?}");
             let counts = cpu.counts(&rows).unwrap().into_iter().zip(cuda.counts(&rows).unwrap());
@@ -382,12 +379,11 @@ fn what_the_device_cannot_do_is_an_error_that_says_so() {
     };
     let fixed = Selection::sink_window(&rows, heads, 4, 64);
     let spread = Spread::Whole(Targets::Systematic);
-    refused(&rows, &|b| sample_values(b, &fixed, None, &streams, 16, spread).map(drop), "of some keys");
-    refused(
-        &rows,
-        &|b| sample_values(b, &Selection::dense(1, heads), None, &streams, 16, Spread::EachTile(100)).map(drop),
-        "64",
-    );
+    let again = |b: &Decode| {
+        let values = sample_values(b, &fixed, By::Keys, &streams, 16, spread)?;
+        sample_values(b, &values, By::Keys, &streams, 8, spread).map(drop)
+    };
+    refused(&rows, &again, "of values");
     let how = Certainty { epsilon: 0.1, delta: 0.1, pilot_tokens: 64, dense_share: 0.5 };
     let none = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
     refused(&rows, &|b| sample_certain(b, &fixed, None, &streams, (&none, &none), &how).map(drop), "CPU only");
@@ -420,7 +416,7 @@ fn rows_that_have_left_the_first_token_behind_read_all_that_they_see() {
         both.index((pages, width, GRID[0].0), 3000, |index, k, parts| bounds::extend(index, k, parts).unwrap());
     let by_pages = top_k(&rows, &bounds::importance(&batch, &index, &wanted).unwrap(), 4, 64, &k).unwrap();
     let dense = Selection::dense(1, heads);
-    let values = sample_values(&batch, &dense, None, &streams, 16, Spread::Whole(Targets::Systematic)).unwrap();
+    let values = sample_values(&batch, &dense, By::Keys, &streams, 16, Spread::Whole(Targets::Systematic)).unwrap();
     for selection in [by_scores, sampled, by_pages, values] {
         assert_eq!(selection.counts(&rows).unwrap(), vec![800; heads]);
         outputs(&both, &rows, (&dense, &selection), LIMIT, "a window");

@@ -1,13 +1,12 @@
-//! Samples beside what was chosen: [`crate::decode::sample`], whose attention is part of the launch,
-//! [`crate::decode::sample_some`] and [`crate::decode::sample_values`], all by the draws of the CPU.
+//! Samples beside what was chosen: [`crate::decode::sample`], whose attention is part of the launch, and
+//! [`crate::decode::sample_some`], both by the draws of the CPU.
 
 use super::{Chosen, Seeds, Step, choosable};
 use crate::cuda::batch::{Draft, Lists};
 use crate::cuda::error::Result;
 use crate::cuda::op::Op;
-use crate::cuda::sample::{Sampled, Scratch, draw, sampled, spread_values};
-use crate::cuda::score::{View, scores};
-use crate::decode::{self, Budget, Decode, HeadSelection, Sampling, Scores, Selection, Spread};
+use crate::cuda::sample::{Sampled, Scratch, draw, sampled};
+use crate::decode::{self, Budget, Decode, HeadSelection, Sampling, Selection};
 use crate::philox::Stream;
 use candle_core::Tensor;
 use std::sync::{Arc, OnceLock};
@@ -20,6 +19,8 @@ const DENSE: u32 = crate::cuda::ffi::TAPER_DENSE as u32;
 #[derive(Debug)]
 pub(crate) struct Outcome {
     of: Sampled,
+    /// What it was beside.
+    lists: Lists,
     how: Sampling,
     /// State, residual and sampled keys of each list, once they have been read.
     read: OnceLock<Vec<[usize; 3]>>,
@@ -27,7 +28,7 @@ pub(crate) struct Outcome {
 
 impl Outcome {
     /// Waits for the device, the first time.
-    fn lists(&self) -> Result<&[[usize; 3]]> {
+    fn numbers(&self) -> Result<&[[usize; 3]]> {
         if let Some(lists) = self.read.get() {
             return Ok(lists);
         }
@@ -35,6 +36,15 @@ impl Outcome {
         let each = all.len() / 3;
         let lists = (0..self.of.lists).map(|i| [0, 1, 2].map(|row| all[row * each + i] as usize)).collect();
         Ok(self.read.get_or_init(|| lists))
+    }
+
+    pub fn of(&self) -> &Sampled {
+        &self.of
+    }
+
+    /// What was read exactly, where a sample was read.
+    pub fn beside(&self) -> &Lists {
+        &self.lists
     }
 
     /// What attending gave `[R, q_heads, head_dim]`.
@@ -48,7 +58,7 @@ impl Outcome {
             SAMPLED => step.visible(i) - residual + sampled,
             _ => step.visible(i),
         };
-        Ok(self.lists()?.iter().enumerate().map(count).collect())
+        Ok(self.numbers()?.iter().enumerate().map(count).collect())
     }
 
     /// The budget of each query head `[R, q_heads]`.
@@ -62,7 +72,7 @@ impl Outcome {
                 _ => Budget { residual, sampled: residual, pilot: 0, dense: false },
             }
         };
-        let lists = self.lists()?.iter().enumerate().map(budget);
+        let lists = self.numbers()?.iter().enumerate().map(budget);
         Ok(lists.flat_map(|budget| std::iter::repeat_n(budget, group)).collect())
     }
 }
@@ -96,7 +106,7 @@ pub(crate) fn sample(
     let seeds = Seeds::new(&op, streams)?;
     let scratch = Scratch::kept(batch.q, rows, q_heads, kv_heads)?;
     let of = sampled(&step.batch(), &lists, seeds.streams(), how, &scratch)?;
-    let outcome = Outcome { of, how: how.clone(), read: OnceLock::new() };
+    let outcome = Outcome { of, lists, how: how.clone(), read: OnceLock::new() };
     Ok((Chosen::Sampled(step, Arc::new(outcome)).into(), Vec::new()))
 }
 
@@ -152,33 +162,4 @@ pub(crate) fn sample_some(
         lists.heads_sampled = Some((op.kept(&each, shape)?, op.kept(&ln_weights, shape)?));
     }
     Ok(Chosen::Keys(step, lists, Some(counts)).into())
-}
-
-/// [`crate::decode::sample_values`] of everything that rows see, which `heads` `[R, kv_heads]` must be.
-pub(crate) fn sample_values(
-    batch: &Decode,
-    heads: &[HeadSelection],
-    known: Option<&Scores>,
-    streams: &[Stream],
-    (samples, spread): (usize, Spread),
-) -> Result<Selection> {
-    let op = Op::new("sample_values", "q", batch.q)?;
-    let all = heads.iter().all(|head| matches!(head, HeadSelection::Dense));
-    op.check(all, "selection", "of some keys", "one of all keys: on a CUDA device values are drawn from all")?;
-    if !choosable(batch.rows) || batch.rows.iter().all(|row| row.visible.len() <= samples) {
-        return Ok(heads.to_vec().into());
-    }
-    let seeds = Seeds::new(&op, streams)?;
-    let found;
-    let (step, scores): (Arc<Step>, _) = match known.and_then(Scores::on_device).and_then(|s| s.of_tokens(batch)) {
-        Some((step, scores)) => (step.clone(), scores),
-        None => {
-            let step = Step::new(&op, batch)?;
-            let own = step.batch();
-            found = scores(&own, own.q, View::Rows(batch.kv.k), 1.0 / (batch.q.dim(2)? as f32).sqrt())?;
-            (step, &found)
-        }
-    };
-    let lists = spread_values(&step.batch(), scores, seeds.streams(), samples, spread)?;
-    Ok(Chosen::Values(step, lists).into())
 }

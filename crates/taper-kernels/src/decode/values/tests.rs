@@ -81,7 +81,7 @@ fn outputs_are_unbiased() {
             let runs = 10_000;
             let (mut sum, mut sum2) = (vec![0f64; d], vec![0f64; d]);
             for run in 0..runs {
-                let drawn = sample_values(&batch, selection, Some(&known), &[stream(run)], 16, spread).unwrap();
+                let drawn = sample_values(&batch, selection, By::Scores(&known), &[stream(run)], 16, spread).unwrap();
                 let out = attend(&batch, &drawn, None).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
                 for (i, x) in out.iter().enumerate() {
                     sum[i] += f64::from(*x);
@@ -113,7 +113,8 @@ fn errors_fall_with_samples_and_with_strata() {
         let runs = 1000;
         let one = |run| {
             let spread = Spread::Whole(targets);
-            let drawn = sample_values(&batch, &Selection::dense(1, 1), Some(&known), &[stream(run)], samples, spread);
+            let drawn =
+                sample_values(&batch, &Selection::dense(1, 1), By::Scores(&known), &[stream(run)], samples, spread);
             let out = attend(&batch, &drawn.unwrap(), None).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
             relative_error(&out, &exact).powi(2)
         };
@@ -132,7 +133,7 @@ fn few_keys_are_read_as_they_are_and_nan_shows() {
     let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
     let sampled = |batch: &Decode, samples: usize, keys: Keys| {
         let selection = Selection::from(vec![HeadSelection::Keys(keys)]);
-        sample_values(batch, &selection, None, &[stream(1)], samples, Spread::Whole(Targets::Systematic)).unwrap()
+        sample_values(batch, &selection, By::Keys, &[stream(1)], samples, Spread::Whole(Targets::Systematic)).unwrap()
     };
     let keys = |range| Keys { ranges: vec![range], ..Keys::default() };
     assert!(matches!(sampled(&batch, 16, keys(0..16)).heads().unwrap()[0], HeadSelection::Keys(_)));
@@ -146,8 +147,26 @@ fn few_keys_are_read_as_they_are_and_nan_shows() {
     );
     let dense = Selection::dense(1, 1);
     for (streams, samples) in [(vec![], 16), (vec![stream(1)], 0)] {
-        assert!(sample_values(&batch, &dense, None, &streams, samples, Spread::EachTile(8)).is_err());
+        assert!(sample_values(&batch, &dense, By::Keys, &streams, samples, Spread::EachTile(8)).is_err());
     }
+}
+
+#[test]
+fn other_queries_draw_what_they_would_as_the_batchs_own() {
+    let (cache, q) = head(&mut Numbers(45), 200, 2, 16);
+    let rows = [DecodeRow { table: &cache.table, visible: 0..200 }];
+    let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
+    let (other, dense) = ((&q * -1.0).unwrap(), Selection::dense(1, 1));
+    let drawn = |batch: &Decode, by: By| {
+        let drawn = sample_values(batch, &dense, by, &[stream(1)], 32, Spread::EachTile(30)).unwrap();
+        drawn.heads().unwrap().to_vec()
+    };
+    let by_other = drawn(&batch, By::Queries(&other));
+    assert_eq!(by_other, drawn(&Decode { q: &other, ..batch }, By::Keys));
+    assert_ne!(by_other, drawn(&batch, By::Keys));
+    let short = other.narrow(2, 0, 8).unwrap();
+    let refused = sample_values(&batch, &dense, By::Queries(&short), &[stream(1)], 32, Spread::EachTile(30));
+    assert!(refused.is_err(), "queries of another shape");
 }
 
 /// A feature's mean over 10,000 draws of the query is the feature, within 4 standard errors: 2 × 96 features, false alarm

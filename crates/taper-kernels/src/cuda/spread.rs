@@ -1,0 +1,142 @@
+//! Values that stand for all of a head's, drawn from scores, and queries of which only some features are left: both by the
+//! draws of the CPU.
+
+use super::batch::{Batch, Dims, Lists, WORDS};
+use super::error::Result;
+use super::ffi::{self, TaperFeaturesParams, TaperSpreadParams};
+use super::op::Op;
+use super::sample::Streams;
+use super::score::Scores;
+use super::walk::{ListScores, Walked};
+use crate::decode::{Spread, Targets};
+use crate::kv::BLOCK_TOKENS;
+use candle_core::{DType, Tensor};
+
+/// Token lists of each query head, for [`Plan::attend_given`](super::Plan::attend_given): the values that
+/// [`crate::decode::sample_values`] draws from a dense selection, by scores of all tokens. A row that sees no more than
+/// `samples` tokens keeps them all, by their probabilities.
+///
+/// # Errors
+/// Shapes or dtypes that differ, scores of pages.
+///
+/// # Source
+/// As [`crate::decode::sample_values`].
+pub fn spread_values(
+    batch: &Batch,
+    scores: &Scores,
+    streams: Streams,
+    samples: usize,
+    spread: Spread,
+) -> Result<Lists> {
+    let op = Op::new("spread_values", "q", batch.q)?;
+    op.check(scores.page == 1, "scores", format!("of pages of {}", scores.page), "of tokens")?;
+    spread_over(&op, batch, (&scores.scores, &scores.tiles), None, streams, (samples, spread))
+}
+
+/// The same of keys that lists name, in their order: a list of no more than `samples` keys keeps them all.
+///
+/// # Errors
+/// Shapes or dtypes that differ.
+pub(super) fn spread_listed(
+    op: &Op,
+    batch: &Batch,
+    scores: &ListScores,
+    streams: Streams,
+    (samples, spread): (usize, Spread),
+) -> Result<Lists> {
+    spread_over(op, batch, (&scores.scores, &scores.tiles), Some(&scores.of), streams, (samples, spread))
+}
+
+fn spread_over(
+    op: &Op,
+    batch: &Batch,
+    (scores, (top, sum)): (&Tensor, &(Tensor, Tensor)),
+    listed: Option<&Walked>,
+    streams: Streams,
+    (samples, spread): (usize, Spread),
+) -> Result<Lists> {
+    let Dims { rows, q_heads, .. } = batch.dims(op)?;
+    let (rule, tile) = match spread {
+        Spread::Whole(Targets::Systematic) => (ffi::TAPER_SYSTEMATIC, BLOCK_TOKENS),
+        Spread::Whole(Targets::Stratified) => (ffi::TAPER_STRATIFIED, BLOCK_TOKENS),
+        Spread::Whole(Targets::Independent) => (ffi::TAPER_INDEPENDENT, BLOCK_TOKENS),
+        Spread::LargestRemainder(tile) => (ffi::TAPER_LARGEST_REMAINDER, tile),
+        Spread::EachTile(tile) => (ffi::TAPER_PER_TILE, tile),
+    };
+    op.check(tile > 0, "spread", "tiles of 0 tokens", "at least 1")?;
+    op.check(samples > 0, "samples", samples, "at least 1")?;
+    let (entries, tiles) = (scores.dim(2)?, top.dim(2)?);
+    // Of everything there are no more than the longest row's tokens, of lists no more than there is room for.
+    let longest = if listed.is_some() { entries } else { batch.max_len };
+    let (lists, most) = (rows * q_heads, longest.div_ceil(tile));
+    let capacity = samples.max(if matches!(spread, Spread::EachTile(_)) { most } else { 0 });
+    let work = op.empty((lists, WORDS), DType::U32)?;
+    let ids = op.empty((lists, capacity), DType::U32)?;
+    let ln_weights = op.empty((lists, capacity), DType::F32)?;
+    // SAFETY: a function of a number.
+    let room = lists * unsafe { ffi::taper_spread_room(most as i64) } as usize;
+    let (tokens, counts) = (listed.map(|of| &of.ids), listed.map(Walked::count).transpose()?);
+    let heads = listed.map_or(0, |of| of.heads);
+    let p = TaperSpreadParams {
+        scores: op.at("scores", scores, DType::F32, [rows, q_heads, entries])?,
+        tile_max: op.at("scores", top, DType::F32, [rows, q_heads, tiles])?,
+        tile_sum: op.at("scores", sum, DType::F32, [rows, q_heads, tiles])?,
+        tokens: op.maybe("lists", tokens, DType::U32, [rows * heads, entries])?,
+        counts: op.maybe("lists", counts.as_ref(), DType::U32, [rows * heads])?,
+        lens: op.at("lens", batch.lens, DType::U32, [rows])?,
+        seeds: op.at("seeds", streams.seeds, DType::I64, [rows])?,
+        positions: op.at("positions", streams.positions, DType::U32, [rows])?,
+        work: op.at("work", &work, DType::U32, [lists, WORDS])?,
+        ids: op.at("ids", &ids, DType::U32, [lists, capacity])?,
+        ln_weights: op.at("ln_weights", &ln_weights, DType::F32, [lists, capacity])?,
+        room: if room > 0 { op.room::<u8>("spread-tiles", room, DType::I64)?.cast() } else { std::ptr::null_mut() },
+        rows: op.int("q", rows)?,
+        q_heads: op.int("q", q_heads)?,
+        stride: op.int("scores", entries)?,
+        tile_stride: op.int("scores", tiles)?,
+        capacity: op.int("samples", capacity)?,
+        samples: op.int("samples", samples)?,
+        spread: rule,
+        layer: streams.layer as i32,
+        tile_tokens: op.int("spread", tile)?,
+        most_tiles: op.int("max_len", most)?,
+        overlap: 1,
+        list_heads: op.int("lists", heads)?,
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_spread(&p, op.stream()) })?;
+    let ids = Some(ids.flatten_all()?);
+    let token_ln_weights = Some(ln_weights.flatten_all()?);
+    Ok(Lists { token_ids: ids, token_ln_weights, ..Lists::over(work, rows, q_heads) })
+}
+
+/// Queries `[R, q_heads, head_dim]`, f32, of which only some features are left; the heads of a `group` keep one set, without
+/// one each keeps its own. `streams` are of the rows.
+///
+/// # Errors
+/// Shapes that differ, head_dim not a multiple of 32 up to 1,024, more than 64 draws.
+///
+/// # Source
+/// As [`crate::decode::bernoulli_queries`], whose draws these are.
+pub(super) fn features(q: &Tensor, streams: Streams, draws: usize, group: Option<usize>) -> Result<Tensor> {
+    let op = Op::new("features", "q", q)?;
+    let (rows, q_heads, head_dim) = q.dims3()?;
+    let out = op.empty((rows, q_heads, head_dim), DType::F32)?;
+    let p = TaperFeaturesParams {
+        q: op.at("q", q, DType::F32, [rows, q_heads, head_dim])?,
+        seeds: op.at("seeds", streams.seeds, DType::I64, [rows])?,
+        positions: op.at("positions", streams.positions, DType::U32, [rows])?,
+        out: op.at("out", &out, DType::F32, [rows, q_heads, head_dim])?,
+        rows: op.int("q", rows)?,
+        q_heads: op.int("q", q_heads)?,
+        group: op.int("group", group.unwrap_or(0))?,
+        head_dim: op.int("q", head_dim)?,
+        draws: op.int("draws", draws)?,
+        layer: streams.layer as i32,
+        overlap: 1,
+        reserved: 0,
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_features(&p, op.stream()) })?;
+    Ok(out)
+}
