@@ -173,6 +173,7 @@ typedef struct TaperSampleParams {
   uint32_t layer;
   int32_t rows, list_heads, capacity, want, max_len, overlap;
   uint32_t state;
+  int32_t token_shift, reserved;  // as of the attention
 } TaperSampleParams;
 
 typedef struct TaperValuesParams {

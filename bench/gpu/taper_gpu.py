@@ -110,7 +110,8 @@ SelectParams = struct("SelectParams", [
 SampleParams = struct("SampleParams", [
     ("work", P), ("block_ids", P), ("token_ids", P), ("seeds", P), ("positions", P), ("wants", P),
     ("states", P), ("ids", P), ("counts", P), ("layer", U32), ("rows", I32), ("list_heads", I32),
-    ("capacity", I32), ("want", I32), ("max_len", I32), ("overlap", I32), ("state", U32)])
+    ("capacity", I32), ("want", I32), ("max_len", I32), ("overlap", I32), ("state", U32),
+    ("token_shift", I32), ("reserved", I32)])
 SampledParams = struct("SampledParams", [("d", DecodeParams)] + [(n, P) for n in (
     "seeds positions out lse sync draws draw_counts scores sums state residual counts"
     ).split()] + [

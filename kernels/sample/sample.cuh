@@ -11,7 +11,7 @@
 
 #include "../common/philox.cuh"
 #include "../common/ptx.cuh"
-#include "../common/worklist.cuh"
+#include "../decode/lists.cuh"
 
 namespace taper {
 
@@ -43,7 +43,7 @@ __global__ void __cluster_dims__(kSampleCluster, 1, 1) __launch_bounds__(kSample
   for (uint32_t i = tid; i < w.block_count * kBlock; i += kSampleThreads)
     mark(p.block_ids[(uint64_t)w.block_first + i / kBlock] * kBlock + i % kBlock);
   for (uint32_t i = tid; i < w.token_count; i += kSampleThreads)
-    mark(p.token_ids[(uint64_t)w.token_first + i]);
+    mark(token_at(p.token_ids, p.token_shift, (uint64_t)w.token_first + i));
   cluster.sync();  // Also: no block is written to before it has started.
 
   uint32_t drawn = 0;

@@ -199,6 +199,11 @@ impl Lists {
         Ok((Some(told), work))
     }
 
+    /// Where one of their pools of ids lies; null for none.
+    pub(super) fn pool(op: &Op, ids: Option<&Tensor>) -> Result<*const u32> {
+        ids.map_or(Ok(std::ptr::null()), |ids| Ok(op.at::<u32>("lists", ids, DType::U32, ids.dims())?.cast_const()))
+    }
+
     /// How many rows they are for.
     pub fn rows(&self) -> usize {
         self.rows

@@ -76,14 +76,8 @@ impl Batch<'_> {
             block_table: op.at("tables", self.tables, DType::U32, [tables, stride])?,
             row_table: op.maybe("row_tables", self.row_tables, DType::U32, [rows])?,
             lists: op.at("lists", &lists.work, DType::U32, [rows * heads, WORDS])?,
-            block_ids: match &lists.block_ids {
-                Some(ids) => op.at("lists", ids, DType::U32, ids.dims())?,
-                None => std::ptr::null(),
-            },
-            token_ids: match &lists.token_ids {
-                Some(ids) => op.at("lists", ids, DType::U32, ids.dims())?,
-                None => std::ptr::null(),
-            },
+            block_ids: Lists::pool(op, lists.block_ids.as_ref())?,
+            token_ids: Lists::pool(op, lists.token_ids.as_ref())?,
             token_ln_weight: op.maybe("lists", lists.token_ln_weights.as_ref(), DType::F32, [tokens])?,
             head_counts: op.maybe("lists", sampled.map(|s| &s.0), DType::U32, per_head)?,
             head_ln_weight: op.maybe("lists", sampled.map(|s| &s.1), DType::F32, per_head)?,

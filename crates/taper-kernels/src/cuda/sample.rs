@@ -277,32 +277,39 @@ pub(super) fn prepare(
 /// # Errors
 /// Shapes or dtypes that differ, rows of more than 1.8 million tokens.
 pub fn draw(lists: &Lists, streams: Streams, max_len: usize, want: usize) -> Result<(Tensor, Tensor)> {
+    draw_each(lists, streams, max_len, want, None)
+}
+
+/// The same of as many keys of each list as `wants` `[R * heads]`, u32, says, at most `most`; what lies behind them is
+/// unwritten.
+pub(super) fn draw_each(
+    lists: &Lists,
+    streams: Streams,
+    max_len: usize,
+    most: usize,
+    wants: Option<&Tensor>,
+) -> Result<(Tensor, Tensor)> {
     let op = Op::new("draw", "lists", &lists.work)?;
     let count = lists.rows * lists.heads;
-    op.check(want > 0 && max_len > 0, "want", want, "at least 1")?;
-    op.check(lists.token_shift == 0, "lists", "of pages", "lists of blocks and tokens")?;
-    let (ids, counts) = (op.empty((count, want), DType::U32)?, op.empty(count, DType::U32)?);
-    let pool = |ids: &Option<Tensor>| -> Result<*const u32> {
-        match ids {
-            Some(ids) => Ok(op.at::<u32>("lists", ids, DType::U32, ids.dims())?.cast_const()),
-            None => Ok(std::ptr::null()),
-        }
-    };
+    op.check(most > 0 && max_len > 0, "want", most, "at least 1")?;
+    let (ids, counts) = (op.empty((count, most), DType::U32)?, op.empty(count, DType::U32)?);
     let p = TaperSampleParams {
         work: op.at("lists", &lists.work, DType::U32, [count, WORDS])?,
-        block_ids: pool(&lists.block_ids)?,
-        token_ids: pool(&lists.token_ids)?,
+        block_ids: Lists::pool(&op, lists.block_ids.as_ref())?,
+        token_ids: Lists::pool(&op, lists.token_ids.as_ref())?,
         seeds: op.at("seeds", streams.seeds, DType::I64, [lists.rows])?,
         positions: op.at("positions", streams.positions, DType::U32, [lists.rows])?,
-        ids: op.at("ids", &ids, DType::U32, [count, want])?,
+        wants: op.maybe("wants", wants, DType::U32, [count])?,
+        ids: op.at("ids", &ids, DType::U32, [count, most])?,
         counts: op.at("counts", &counts, DType::U32, [count])?,
         layer: streams.layer,
         rows: op.int("lists", lists.rows)?,
         list_heads: op.int("lists", lists.heads)?,
-        capacity: op.int("want", want)?,
-        want: op.int("want", want)?,
+        capacity: op.int("want", most)?,
+        want: op.int("want", most)?,
         max_len: op.int("max_len", max_len)?,
         overlap: 1,
+        token_shift: lists.token_shift as i32,
         ..TaperSampleParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
