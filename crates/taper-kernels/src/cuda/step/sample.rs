@@ -1,13 +1,14 @@
-//! Samples beside what was chosen: [`crate::decode::sample`], whose attention is part of the launch,
-//! [`crate::decode::sample_some`] and [`crate::decode::sample_values`], all by the draws of the CPU.
+//! Samples beside what was chosen: [`crate::decode::sample`] and [`crate::decode::sample_certain`], which attend as they
+//! sample, [`crate::decode::sample_some`] and [`crate::decode::sample_values`], all by the draws of the CPU.
 
 use super::{Chosen, Seeds, Step, choosable};
 use crate::cuda::batch::{Draft, Lists};
+use crate::cuda::certain::certain;
 use crate::cuda::error::Result;
 use crate::cuda::op::Op;
 use crate::cuda::sample::{Sampled, Scratch, draw, sampled, spread_values};
 use crate::cuda::score::{View, scores};
-use crate::decode::{self, Budget, Decode, HeadSelection, Sampling, Scores, Selection, Spread};
+use crate::decode::{self, Budget, Certainty, Decode, HeadSelection, Sampling, Scores, Selection, Spread};
 use crate::philox::Stream;
 use candle_core::Tensor;
 use std::sync::{Arc, OnceLock};
@@ -20,12 +21,35 @@ const DENSE: u32 = crate::cuda::ffi::TAPER_DENSE as u32;
 #[derive(Debug)]
 pub(crate) struct Outcome {
     of: Sampled,
-    how: Sampling,
+    first: First,
     /// State, residual and sampled keys of each list, once they have been read.
     read: OnceLock<Vec<[usize; 3]>>,
 }
 
+/// What decides the size of the first sample that is looked at.
+#[derive(Debug)]
+enum First {
+    /// A share of what it stands for, within bounds.
+    Share(Sampling),
+    /// It is given.
+    Size(usize),
+}
+
+impl First {
+    /// Of `n` visible keys of which `fixed` are chosen.
+    fn size(&self, n: usize, fixed: usize) -> usize {
+        match self {
+            Self::Share(how) => how.bounds(n, fixed).0,
+            Self::Size(pilot) => *pilot,
+        }
+    }
+}
+
 impl Outcome {
+    fn new(of: Sampled, first: First) -> Arc<Self> {
+        Arc::new(Self { of, first, read: OnceLock::new() })
+    }
+
     /// Waits for the device, the first time.
     fn lists(&self) -> Result<&[[usize; 3]]> {
         if let Some(lists) = self.read.get() {
@@ -55,7 +79,7 @@ impl Outcome {
     pub fn budgets(&self, step: &Step) -> Result<Vec<Budget>> {
         let group = step.q_heads / step.kv_heads;
         let budget = |(i, &[state, residual, sampled]): (usize, &[usize; 3])| {
-            let pilot = self.how.bounds(step.visible(i), step.visible(i) - residual).0;
+            let pilot = self.first.size(step.visible(i), step.visible(i) - residual);
             match state as u32 {
                 SAMPLED => Budget { residual, sampled, pilot, dense: false },
                 DENSE => Budget { residual, sampled: residual, pilot, dense: true },
@@ -67,14 +91,8 @@ impl Outcome {
     }
 }
 
-/// [`crate::decode::sample`]. Budgets are left to the selection, but where nothing is sampled.
-pub(crate) fn sample(
-    batch: &Decode,
-    selection: &Selection,
-    streams: &[Stream],
-    how: &Sampling,
-) -> Result<(Selection, Vec<Budget>)> {
-    let op = Op::new("sample", "q", batch.q)?;
+/// The lists that a sample is drawn beside; none where there is nothing to draw from.
+fn beside(op: &Op, batch: &Decode, selection: &Selection, streams: &[Stream]) -> Result<Option<(Arc<Step>, Lists)>> {
     let (rows, q_heads, kv_heads, _) = batch.dims()?;
     op.check(streams.len() == rows, "streams", streams.len(), format!("{rows}, one a row"))?;
     let group = q_heads / kv_heads;
@@ -85,19 +103,51 @@ pub(crate) fn sample(
             let heads = decode::sample_check(batch, selection, streams)?;
             let dense = heads.iter().all(|head| matches!(head, HeadSelection::Dense));
             if dense || !choosable(batch.rows) {
-                return Ok((Selection::dense(rows, kv_heads), vec![Budget::default(); rows * q_heads]));
+                return Ok(None);
             }
             decode::check(batch, heads, kv_heads, group)?;
-            (Step::new(&op, batch)?, Lists::upload(&op, batch.rows, heads, group)?)
+            (Step::new(op, batch)?, Lists::upload(op, batch.rows, heads, group)?)
         }
     };
     let fits = step.fits(batch.rows) && lists.heads_sampled.is_none();
     op.check(fits, "selection", "of other rows, or with a sample", "one of these rows without a sample")?;
+    Ok(Some((step, lists)))
+}
+
+/// What reads everything, since there is nothing to draw from.
+fn all(batch: &Decode) -> Result<(Selection, Vec<Budget>)> {
+    let (rows, q_heads, kv_heads, _) = batch.dims()?;
+    Ok((Selection::dense(rows, kv_heads), vec![Budget::default(); rows * q_heads]))
+}
+
+/// [`crate::decode::sample`]. Budgets are left to the selection, but where nothing is sampled.
+pub(crate) fn sample(
+    batch: &Decode,
+    selection: &Selection,
+    streams: &[Stream],
+    how: &Sampling,
+) -> Result<(Selection, Vec<Budget>)> {
+    let op = Op::new("sample", "q", batch.q)?;
+    let Some((step, lists)) = beside(&op, batch, selection, streams)? else { return all(batch) };
     let seeds = Seeds::new(&op, streams)?;
-    let scratch = Scratch::kept(batch.q, rows, q_heads, kv_heads)?;
+    let scratch = Scratch::kept(batch.q, step.lens.len(), step.q_heads, step.kv_heads)?;
     let of = sampled(&step.batch(), &lists, seeds.streams(), how, &scratch)?;
-    let outcome = Outcome { of, how: how.clone(), read: OnceLock::new() };
-    Ok((Chosen::Sampled(step, Arc::new(outcome)).into(), Vec::new()))
+    Ok((Chosen::Sampled(step, Outcome::new(of, First::Share(how.clone()))).into(), Vec::new()))
+}
+
+/// [`crate::decode::sample_certain`]. Budgets are left to the selection, but where nothing is sampled.
+pub(crate) fn sample_certain(
+    batch: &Decode,
+    selection: &Selection,
+    streams: &[Stream],
+    pages: (&Tensor, &Tensor),
+    how: &Certainty,
+) -> Result<(Selection, Vec<Budget>)> {
+    let op = Op::new("sample_certain", "q", batch.q)?;
+    let Some((step, lists)) = beside(&op, batch, selection, streams)? else { return all(batch) };
+    let seeds = Seeds::new(&op, streams)?;
+    let of = certain(&step.batch(), &lists, seeds.streams(), pages, how)?;
+    Ok((Chosen::Sampled(step, Outcome::new(of, First::Size(how.pilot()))).into(), Vec::new()))
 }
 
 /// [`crate::decode::sample_some`] beside `fixed` `[R, kv_heads]`, which the caller has checked.
