@@ -188,11 +188,6 @@ fn what_runs_in_host_memory_alone_is_refused_elsewhere_with_what_is_not() {
                 quest, random_sample, santa, streaming_llm, vattention";
     for (attention, path, message) in [
         (
-            json!({ "decode": { "method": "vattention", "tail": "hard" } }),
-            "attention.decode.tail",
-            format!("\"hard\", unlike \"clt\", {here}"),
-        ),
-        (
             json!({ "decode": { "method": "santa", "within": { "method": "quest" } } }),
             "attention.decode.within.method",
             format!("drawing from what `quest` reads, not from all, {here}"),
@@ -215,13 +210,13 @@ fn what_runs_in_host_memory_alone_is_refused_elsewhere_with_what_is_not() {
     }
     // A prompt attended elsewhere is refused nothing that its answer would be.
     let prompts = Artifacts::default().at(Places { prefill: Place::Device, decode: Place::Host });
-    let hard = json!({ "decode": { "method": "vattention", "tail": "hard" } });
-    assert!(AttentionSpec::from_json(&hard, "attention", &prompts).is_ok());
+    let within = json!({ "decode": { "method": "santa", "within": { "method": "quest" } } });
+    assert!(AttentionSpec::from_json(&within, "attention", &prompts).is_ok());
     assert!(AttentionSpec::from_json(&json!({ "prefill": { "method": "hip" } }), "attention", &prompts).is_err());
     // A request over a preset says so too.
-    let wire = Wire { attention: Some(&hard), ..Wire::default() };
+    let wire = Wire { attention: Some(&within), ..Wire::default() };
     let error = AttentionSpec::resolve(&AttentionSpec::default(), &wire, &device).unwrap_err();
-    assert_eq!(error.path, "attention.decode.tail");
+    assert_eq!(error.path, "attention.decode.within.method");
 }
 
 #[test]
