@@ -267,6 +267,53 @@ typedef struct TaperFeaturesParams {
   int32_t head_dim, draws, layer, overlap, reserved;
 } TaperFeaturesParams;
 
+// A sample that is sure of its promise by the bounds of pages: one structure for its two launches, which other launches
+// stand between (kernels/certain). The first finds what is read whatever is sampled, the second how much of a sample beside
+// it is enough.
+typedef struct TaperCertainParams {
+  const void* q;                // [rows, q_heads, head_dim]
+  const void* k;                // [blocks, kv_heads, 64, head_dim]
+  const void* v;                // as k
+  const uint32_t* block_table;  // [tables, table_stride]
+  const uint32_t* row_table;    // [rows] or null
+  const TaperWorkList* lists;   // [rows, kv_heads], without samples and log weights; the second's are the first's `work`
+  const uint32_t* block_ids;    // pools that the lists slice; not read by the second
+  const uint32_t* token_ids;    // of pages: see token_shift
+  const float* known_o;         // [rows, q_heads, head_dim], attention over `lists`
+  const float* known_lse;       // [rows, q_heads]
+  const uint32_t* draws;        // [rows, kv_heads, draw_stride], beside `lists`, in drawing order
+  const float* page_scores;     // [rows, q_heads, score_stride], the most that keys of each page can score
+  const float* page_norms;      // [blocks, kv_heads, per_block], the largest norm of each page's values
+  uint32_t* bitmaps;            // [rows, kv_heads, words], scratch of the first
+  uint64_t* pages;              // [rows, kv_heads, 2, page_stride], scratch of the first
+  // From here to `rest`: written by the first, read by the second, which writes `work` anew.
+  float* centre;        // [rows, q_heads, head_dim], guessed outputs
+  float* reach;         // [rows, q_heads, 2], of unread keys the most in score and norm of the value
+  TaperWorkList* work;  // [rows, kv_heads]: what is read whatever is sampled, nothing of a list that reads all; from the
+                        // second all of such a list, and nothing of others
+  uint32_t* ids;        // [rows, kv_heads, capacity], tokens of `work`
+  uint32_t* wants;      // [rows, kv_heads], the most draws that are looked at
+  uint32_t* rest;       // [rows, kv_heads], keys that they are drawn from
+  // Written by the second: estimates, and for a list that reads all 0 and -inf.
+  float* out;          // [rows, q_heads, head_dim]
+  float* lse;          // [rows, q_heads]
+  uint32_t* state;     // [rows, kv_heads], from the second TAPER_SAMPLED, TAPER_DENSE or TAPER_WHOLE
+  uint32_t* residual;  // [rows, kv_heads], keys that the sample stands for; of a list that reads all those it left out
+  uint32_t* counts;    // [rows, kv_heads], sampled keys; 0 where everything is read
+  double epsilon, dense_share;
+  double log_bounds;  // logarithm of the probability that each bound of each look may fail with, less its sign
+  int32_t rows, q_heads, kv_heads, head_dim, dtype, table_stride;
+  int32_t per_block;     // pages of a block
+  int32_t score_stride, page_stride, words, capacity;
+  int32_t draw_stride;   // of the first all that a guess is made from, at most 32
+  int32_t pilot_tokens;  // of the first look; it doubles from one to the next
+  int32_t looks, token_shift, overlap;
+  float scale;
+  int32_t reserved;
+} TaperCertainParams;
+
+int taper_certain_promote(const TaperCertainParams* p, TaperStream stream);
+int taper_certain_look(const TaperCertainParams* p, TaperStream stream);
 // Draws without replacement from what lists leave out.
 int taper_sample(const TaperSampleParams* p, TaperStream stream);
 // Reads all keys and some values.
@@ -502,6 +549,7 @@ typedef struct TaperReduceParams {
   int32_t splits;      // at least max_blocks / 32, rounded up
   int32_t overlap;
   float scale;
+  int32_t window, reserved;  // keys that a row sees, its own the last; 0: all before it
 } TaperReduceParams;
 
 typedef struct TaperStripesParams {
@@ -616,6 +664,7 @@ typedef struct TaperAppendParams {
   void* mean;
   void* labels;                 // [blocks, kv_heads, 64, width], or null
   void* pages;                  // [blocks, kv_heads, 64 / page, 2 * head_dim]: minima, then maxima; or null
+  float* norms;                 // [blocks, kv_heads, 64 / page], the largest norm, rounded up; or null
   int32_t span_count, kv_heads, head_dim, dtype, table_stride;
   int32_t max_blocks;  // that one span touches
   int32_t width, overlap;

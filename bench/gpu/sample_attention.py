@@ -18,7 +18,7 @@ ReduceParams = struct("ReduceParams", [
     ("q", P), ("k", P), ("block_table", P), ("slices", P), ("parts", P), ("tile_diagonals", P),
     ("block_columns", P), ("block_diagonals", P), ("columns", P), ("diagonals", P), ("lse", P),
     ("slice_count", I32), ("q_heads", I32), ("kv_heads", I32), ("head_dim", I32), ("dtype", I32),
-    ("table_stride", I32), ("max_blocks", I32), ("splits", I32), ("overlap", I32), ("scale", F32)])
+    ("table_stride", I32), ("max_blocks", I32), ("splits", I32), ("overlap", I32), ("scale", F32), ("window", I32), ("reserved", I32)])
 StripesParams = struct("StripesParams", [
     ("columns", P), ("column_counts", P), ("slashes", P), ("slash_counts", P), ("slice_ends", P),
     ("tiles", P), ("list_begin", P), ("bitmaps", P), ("blocks", P), ("counts", P), ("slices", I32),
@@ -54,7 +54,7 @@ class Reduce:
             ptr(q), ptr(cache.k), ptr(cache.table), ptr(self.slices), ptr(self.parts),
             ptr(self.tiles), ptr(self.block_columns), ptr(self.block_diagonals), ptr(self.columns),
             ptr(self.diagonals), ptr(self.lse), n, q_heads, cache.kv_heads, d, DTYPE[q.dtype],
-            cache.table.stride(0), nb, splits, int(overlap), d**-0.5)
+            cache.table.stride(0), nb, splits, int(overlap), d**-0.5, 0, 0)
 
     def __call__(self):
         call("taper_reduce", self.p)

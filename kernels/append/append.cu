@@ -18,7 +18,7 @@ extern "C" int taper_append(const taper::AppendParams* p, cudaStream_t stream) {
   const bool ok = p->span_count > 0 && p->kv_heads > 0 && p->max_blocks > 0 &&
                   p->kv_heads <= 65535 && p->span_count <= 65535 &&
                   (!p->labels || (p->channels && p->width > 0)) &&
-                  (!p->pages || (p->page > 0 && kBlock % p->page == 0));
+                  ((!p->pages && !p->norms) || (p->page > 0 && kBlock % p->page == 0));
   if (!ok) return cudaErrorInvalidValue;
   return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {
     return go<decltype(t), decltype(d)::value>(*p, stream);

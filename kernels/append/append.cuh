@@ -1,5 +1,5 @@
 // What sparse methods keep beside the cache, brought up to date after an append: bounds
-// and means of blocks, label channels, binary codes.
+// and means of blocks, label channels, norms of values, binary codes.
 //
 // Block views are rebuilt from all visible rows of every block that the append touched,
 // so the same call also repairs them after a truncation.
@@ -90,6 +90,29 @@ __global__ void __launch_bounds__(128) append_kernel(const AppendParams p) {
         bounds[(2 * i) * D + e] = lo;
         bounds[(2 * i + 1) * D + e] = hi;
       }
+  }
+  if (p.norms) {
+    // As the bounds: of every page with a new row, from its first row on.
+    __shared__ float norm_of[kBlock];
+    const uint32_t page = p.page, first = from / page;
+    for (uint32_t r = first * page + tid / 32; r < rows; r += 4) {
+      double square = 0.;
+      for (int e = tid % 32; e < D; e += 32) {
+        const double x = to_float(k[r * D + e]);
+        square += x * x;
+      }
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) square += __shfl_xor_sync(~0u, square, d);
+      // Up, so that it stays a bound.
+      if (tid % 32 == 0) norm_of[r] = nextafterf((float)sqrt(square), INFINITY);
+    }
+    __syncthreads();
+    for (uint32_t i = first + tid; i * page < rows; i += 128) {
+      float most = norm_of[i * page];
+      for (uint32_t r = i * page + 1; r < min((i + 1) * page, rows); ++r)
+        if (norm_of[r] > most || norm_of[r] != norm_of[r]) most = norm_of[r];
+      p.norms[at * (kBlock / page) + i] = most;
+    }
   }
   if (p.labels) {
     for (uint32_t i = from * p.width + tid; i < rows * p.width; i += 128) {

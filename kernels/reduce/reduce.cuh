@@ -32,6 +32,7 @@ struct SliceScores {
   int kv_heads, kv_head;
   const T* keys;
   float scale2;
+  uint32_t window;
   Slice slice;
 
   __device__ __forceinline__ SliceScores(const ReduceParams& p, const Slice& s, int head)
@@ -40,6 +41,7 @@ struct SliceScores {
         kv_head(head / (p.q_heads / p.kv_heads)),
         keys(static_cast<const T*>(p.k)),
         scale2(p.scale * kLog2e),
+        window(p.window > 0 ? p.window : UINT32_MAX),
         slice(s) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     row = warp * 16 + lane / 4;
@@ -70,16 +72,17 @@ struct SliceScores {
         mma_16x8x16<T>(c[j], lo[i].z, hi[i].z, lo[i].w, hi[i].w, x[i].z, x[i].w);
       }
     }
-    const bool cut = (block + 1) * kBlock > slice.position + 1;
+    const uint32_t first = block * kBlock, last = slice.position + slice.rows - 1;
+    const bool cut = first + kBlock > slice.position + 1 || (last >= window && first <= last - window);
 #pragma unroll
     for (int j = 0; j < 8; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         c[j][i] *= scale2;
-        const uint32_t key = block * kBlock + 8 * j + 2 * quad + (i & 1);
         // A row beyond the slice copies the last one, so that no key unseen gets a weight.
-        if (cut && key > slice.position + min(row + 8 * (i / 2), slice.rows - 1))
-          c[j][i] = -INFINITY;
+        const uint32_t key = first + 8 * j + 2 * quad + (i & 1);
+        const uint32_t at = slice.position + min(row + 8 * (i / 2), slice.rows - 1);
+        if (cut && (key > at || at - key >= window)) c[j][i] = -INFINITY;
       }
   }
 };

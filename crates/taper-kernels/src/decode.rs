@@ -16,9 +16,9 @@ pub use attend::attend;
 pub(crate) use attend::check;
 pub use choose::{Importance, importance, top_k, top_p};
 pub(crate) use sample::Page;
-#[cfg(feature = "cuda")]
-pub(crate) use sample::check as sample_check;
 pub use sample::{Budget, Certainty, Foreseen, Sampling, foresee, sample, sample_certain, sample_some};
+#[cfg(feature = "cuda")]
+pub(crate) use sample::{GUESS_KEYS, LOOKS, check as sample_check};
 pub use scores::{Scores, scores};
 pub(crate) use selection::sink_window;
 pub use selection::{HeadSelection, Keys, Sample, Selection, Values};

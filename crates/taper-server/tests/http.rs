@@ -6,10 +6,11 @@ use axum::body::Body;
 use axum::http::{Request, StatusCode};
 use futures_util::stream::{self, StreamExt};
 use serde_json::{Value, json};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use support::{custom, server, wait};
-use taper_attention::{Artifacts, Place, Places};
+use taper_attention::{Artifacts, AttentionShape, ModelKey, Place, Places};
 use taper_engine::stub::StubBackend;
 use taper_engine::{EngineConfig, Load};
 use taper_server::ServerConfig;
@@ -436,17 +437,29 @@ async fn unknown_fields_are_named_and_near_misses_refused() {
     assert!(message.contains("top level"), "{message}");
 }
 
+/// Channels of eight elements, for which a device has no kernel.
+fn narrow_channels(folder: &Path) -> Artifacts {
+    let metadata = json!({ "format": "taper-artefact-1", "method": "double_sparsity", "model": "abc" });
+    let tensor = json!({ "dtype": "U32", "shape": [1, 1, 8], "data_offsets": [0, 32] });
+    let header = json!({ "__metadata__": metadata, "channels": tensor }).to_string();
+    let data = (0..8u32).flat_map(u32::to_le_bytes);
+    let bytes: Vec<u8> = (header.len() as u64).to_le_bytes().into_iter().chain(header.bytes()).chain(data).collect();
+    std::fs::write(folder.join("double_sparsity.safetensors"), bytes).unwrap();
+    let shape = AttentionShape { layers: 1, q_heads: 2, kv_heads: 1, head_dim: 64, window: None };
+    Artifacts::open(folder, &ModelKey { shape, fingerprint: "abc".to_owned() }).unwrap()
+}
+
 #[tokio::test]
 async fn attention_that_the_models_device_lacks_is_refused_with_what_there_is() {
-    let places = Places { prefill: Place::Device, decode: Place::Device };
-    let config = ServerConfig { artifacts: Arc::new(Artifacts::default().at(places)), ..Default::default() };
+    let folder = tempfile::tempdir().unwrap();
+    let artifacts = narrow_channels(folder.path()).at(Places { prefill: Place::Device, decode: Place::Device });
+    let config = ServerConfig { artifacts: Arc::new(artifacts), ..Default::default() };
     let server = custom(StubBackend::new("abc"), EngineConfig::default(), config);
-    let hard = json!({ "decode": { "method": "vattention", "tail": "hard" } });
     for (extra, field) in [
-        (json!({ "attention": hard }), "attention.decode.tail"),
+        (json!({ "attention": { "decode": { "method": "double_sparsity" } } }), "attention.decode.method"),
         (
-            json!({ "vllm_xargs": { "attention_decode_method": "vattention", "attention_decode_tail": "hard" } }),
-            "vllm_xargs.attention_decode_tail",
+            json!({ "vllm_xargs": { "attention_decode_method": "double_sparsity" } }),
+            "vllm_xargs.attention_decode_method",
         ),
     ] {
         let answer = server.chat(chat(extra)).await;

@@ -5,7 +5,7 @@ use super::quest::Quest;
 use super::{Entry, predictor};
 use crate::amount::Amount;
 use crate::layer::AttentionShape;
-use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex, Predictor, Rotations};
+use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor, Rotations};
 use crate::schema::{parse, schema_of};
 use crate::spec::Chosen;
 use candle_core::{DType, Result, Tensor};
@@ -232,10 +232,5 @@ impl DecodeMethod for VAttention {
 
     fn promise(&self) -> Option<(f64, f64)> {
         self.on_output.then_some((self.epsilon, self.delta))
-    }
-
-    fn host_only(&self) -> Option<HostOnly> {
-        let what = || "\"hard\", unlike \"clt\",".to_owned();
-        (self.tail == Tail::Hard).then(|| HostOnly { field: "tail", what: what() })
     }
 }

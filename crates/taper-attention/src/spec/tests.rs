@@ -1,6 +1,8 @@
 use super::*;
 use crate::artifacts::{Place, Places};
+use crate::layer::AttentionShape;
 use crate::methods::catalogue;
+use crate::methods::tests::random_artifacts;
 
 fn error(attention: Value) -> (String, String) {
     let error = AttentionSpec::from_json(&attention, "attention", &Artifacts::default()).unwrap_err();
@@ -179,38 +181,42 @@ fn an_error_in_a_short_form_names_the_short_form() {
 
 #[test]
 fn what_runs_in_host_memory_alone_is_refused_elsewhere_with_what_is_not() {
-    let device = Artifacts::default().at(Places { prefill: Place::Device, decode: Place::Device });
-    let error = |attention: Value, artifacts: &Artifacts| {
-        let error = AttentionSpec::from_json(&attention, "attention", artifacts).unwrap_err();
-        (error.path, error.message)
-    };
-    let here = "runs on the CPU only, and this model does not; decode methods here: dense, oracle_top_k, oracle_top_p, \
-                quest, random_sample, santa, streaming_llm, vattention";
+    // Channels of 8 elements, for which a device has no kernel.
+    let shape = AttentionShape { layers: 1, q_heads: 4, kv_heads: 2, head_dim: 64, window: None };
+    let narrow = || random_artifacts(shape);
+    let device = narrow().at(Places { prefill: Place::Device, decode: Place::Device });
+    let channels = "an artefact of 8 channels, not [16, 32, 64, 128], runs on the CPU only, and this model does not; ";
+    let labels = json!({ "method": "double_sparsity" });
     for (attention, path, message) in [
         (
-            json!({ "decode": { "method": "vattention", "tail": "hard" } }),
-            "attention.decode.tail",
-            format!("\"hard\", unlike \"clt\", {here}"),
+            json!({ "decode": labels }),
+            "attention.decode.method",
+            "decode methods here: dense, hash_attention, kmeans, ",
         ),
         (
-            json!({ "decode": { "method": "santa", "within": { "method": "vattention", "tail": "hard" } } }),
-            "attention.decode.within.tail",
-            format!("\"hard\", unlike \"clt\", {here}"),
+            json!({ "decode": { "method": "santa", "within": labels } }),
+            "attention.decode.within.method",
+            "decode methods here: dense, ",
+        ),
+        (
+            json!({ "decode": { "method": "vattention", "top": labels } }),
+            "attention.decode.top.method",
+            "predictors here: hash_attention, kmeans, oracle, quest, saap",
         ),
     ] {
-        assert_eq!(error(attention.clone(), &device), (path.to_owned(), message), "{attention}");
-        assert!(AttentionSpec::from_json(&attention, "attention", &Artifacts::default()).is_ok(), "{attention}");
+        let error = AttentionSpec::from_json(&attention, "attention", &device).unwrap_err();
+        assert_eq!(error.path, path, "{attention}");
+        assert!(error.message.starts_with(&format!("{channels}{message}")), "{attention}: {}", error.message);
+        assert!(AttentionSpec::from_json(&attention, "attention", &narrow()).is_ok(), "{attention}");
     }
     // A prompt attended elsewhere is refused nothing that its answer would be.
-    let prompts = Artifacts::default().at(Places { prefill: Place::Device, decode: Place::Host });
-    let hard = json!({ "decode": { "method": "vattention", "tail": "hard" } });
-    assert!(AttentionSpec::from_json(&hard, "attention", &prompts).is_ok());
-    let hip = json!({ "prefill": { "method": "hip" } });
-    assert!(AttentionSpec::from_json(&hip, "attention", &prompts).is_ok(), "every prefill method runs anywhere");
+    let prompts = narrow().at(Places { prefill: Place::Device, decode: Place::Host });
+    let sparse = json!({ "decode": labels });
+    assert!(AttentionSpec::from_json(&sparse, "attention", &prompts).is_ok());
     // A request over a preset says so too.
-    let wire = Wire { attention: Some(&hard), ..Wire::default() };
+    let wire = Wire { attention: Some(&sparse), ..Wire::default() };
     let error = AttentionSpec::resolve(&AttentionSpec::default(), &wire, &device).unwrap_err();
-    assert_eq!(error.path, "attention.decode.tail");
+    assert_eq!(error.path, "attention.decode.method");
 }
 
 #[test]

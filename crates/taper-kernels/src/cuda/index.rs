@@ -21,7 +21,7 @@ pub struct Span {
     pub tokens: (u32, u32),
 }
 
-/// What [`extend`] writes, each where wanted; all of the keys' dtype.
+/// What [`extend`] writes, each where wanted; of the keys' dtype, where nothing else is said.
 #[derive(Clone, Copy, Default)]
 pub struct Metadata<'a> {
     /// Channel-wise maxima and minima of each block's visible keys, `[blocks, kv_heads, head_dim]` each.
@@ -32,9 +32,12 @@ pub struct Metadata<'a> {
     pub labels: Option<(&'a Tensor, &'a Tensor)>,
     /// Channel-wise minima, then maxima, of each page's visible keys `[blocks, kv_heads, pages of a block, 2 head_dim]`.
     pub pages: Option<&'a Tensor>,
+    /// The largest norm of each page's visible rows, rounded up `[blocks, kv_heads, pages of a block, 1]`, f32.
+    pub norms: Option<&'a Tensor>,
 }
 
-/// Takes new keys `[blocks, kv_heads, 64, head_dim]` into what stands for them.
+/// Takes new keys `[blocks, kv_heads, 64, head_dim]`, or values, into what stands for them. Pages of bounds and norms are of
+/// one size.
 ///
 /// # Errors
 /// Shapes or dtypes that differ, a span that is empty.
@@ -58,7 +61,7 @@ pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], to: &Metadata) -> Res
     let at = op.kept(&words, [spans.len(), 4])?;
     let block = [blocks, kv_heads, head_dim];
     let width = to.labels.map_or(Ok(0), |(labels, _)| labels.dim(3))?;
-    let pages = to.pages.map_or(Ok(1), |pages| pages.dim(2))?;
+    let pages = to.pages.or(to.norms).map_or(Ok(1), |pages| pages.dim(2))?;
     op.check(pages > 0 && BLOCK_TOKENS.is_multiple_of(pages), "pages", pages, "a divisor of 64")?;
     let p = TaperAppendParams {
         k: op.at("k", k, dtype, [blocks, kv_heads, BLOCK_TOKENS, head_dim])?,
@@ -70,6 +73,7 @@ pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], to: &Metadata) -> Res
         mean: op.maybe("mean", to.mean, dtype, block)?,
         labels: op.maybe("labels", to.labels.map(|l| l.0), dtype, [blocks, kv_heads, BLOCK_TOKENS, width])?,
         pages: op.maybe("pages", to.pages, dtype, [blocks, kv_heads, pages, 2 * head_dim])?,
+        norms: op.maybe("norms", to.norms, DType::F32, [blocks, kv_heads, pages, 1])?,
         page: op.int("pages", BLOCK_TOKENS / pages)?,
         span_count: op.int("spans", spans.len())?,
         kv_heads: op.int("k", kv_heads)?,

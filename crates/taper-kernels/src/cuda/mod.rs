@@ -1,12 +1,10 @@
 //! The operations on a CUDA device: safe functions over the kernels of kernels/, for the H100 and H200 (sm_90a).
 //!
 //! The same functions as the CPU's run on either device and come here by themselves: [`crate::kv::append`],
-//! [`crate::kv::copy_block`], [`crate::prefill::prefill`], [`crate::prefill::sums`], [`crate::prefill::probe`],
-//! [`crate::correct::correct`], [`crate::mlp::per_head`], [`crate::rotary::undo`], and all of [`crate::decode`] and
-//! [`crate::index`] that decode methods call but for what only a hard tail wants ([`crate::decode::sample_certain`],
-//! [`crate::index::norms`]): selections, scores and importance then stay on the device (`step`). What this module offers
-//! besides are the parts of that, by which a step needs no host at all: [`Batch`] for [`crate::decode::Decode`], [`Lists`]
-//! for [`crate::decode::Selection`].
+//! [`crate::kv::copy_block`], [`crate::prefill::prefill`] and what chooses for it, [`crate::correct::correct`],
+//! [`crate::mlp::per_head`], [`crate::rotary::undo`], and all of [`crate::decode`] and [`crate::index`] that decode methods
+//! call: selections, scores and importance then stay on the device (`step`). What this module offers besides are the parts of
+//! that, by which a step needs no host at all: [`Batch`] for [`crate::decode::Decode`], [`Lists`] for [`crate::decode::Selection`].
 //!
 //! Every function queues its work on candle's stream of the device and returns; none waits for a launch to end, but for
 //! [`Lists::read_back`] and those of `step` that say so. Host slices are copied on the same stream, and from pageable memory: large ones may hold the caller
@@ -15,6 +13,7 @@
 //! ids say is not looked at on the host and must be true.
 
 mod batch;
+mod certain;
 mod decode;
 mod delta;
 mod error;

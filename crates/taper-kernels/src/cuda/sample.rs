@@ -106,7 +106,7 @@ pub struct Sampled {
     pub(super) numbers: Told,
     pub(super) lists: usize,
     /// Keys of a list's sample at most.
-    most: usize,
+    pub(super) most: usize,
 }
 
 impl Sampled {
@@ -279,43 +279,43 @@ pub(super) fn prepare(
 /// # Errors
 /// Shapes or dtypes that differ, rows of more than 1.8 million tokens.
 pub fn draw(lists: &Lists, streams: Streams, max_len: usize, want: usize) -> Result<(Tensor, Tensor)> {
-    draws(lists, streams, max_len, want, None)
+    draw_each(lists, streams, max_len, want, (None, None))
 }
 
 /// The keys of a sampled step's samples `[R * heads, most]`, u32, beside `lists`, which the step was given: of each list as
 /// many as it read, where it read a sample.
 pub(super) fn sampled_keys(lists: &Lists, streams: Streams, max_len: usize, of: &Sampled) -> Result<Tensor> {
-    Ok(draws(lists, streams, max_len, of.most, Some(of))?.0)
+    Ok(draw_each(lists, streams, max_len, of.most, (Some(&of.counts()?), Some(&of.state()?)))?.0)
 }
 
-/// At most `want` draws of each list, or as many as a step read of it.
-fn draws(
+/// The same of as many keys of each list as `wants` `[R * heads]`, u32, says, at most `most`, and where `states` are given of
+/// those alone that are sampled; what lies behind them is unwritten.
+pub(super) fn draw_each(
     lists: &Lists,
     streams: Streams,
     max_len: usize,
-    want: usize,
-    of: Option<&Sampled>,
+    most: usize,
+    (wants, states): (Option<&Tensor>, Option<&Tensor>),
 ) -> Result<(Tensor, Tensor)> {
     let op = Op::new("draw", "lists", &lists.work)?;
     let count = lists.rows * lists.heads;
-    op.check(want > 0 && max_len > 0, "want", want, "at least 1")?;
-    let (ids, counts) = (op.empty((count, want), DType::U32)?, op.empty(count, DType::U32)?);
-    let (wants, states) = (of.map(Sampled::counts).transpose()?, of.map(Sampled::state).transpose()?);
+    op.check(most > 0 && max_len > 0, "want", most, "at least 1")?;
+    let (ids, counts) = (op.empty((count, most), DType::U32)?, op.empty(count, DType::U32)?);
     let p = TaperSampleParams {
         work: op.at("lists", &lists.work, DType::U32, [count, WORDS])?,
         block_ids: op.pool("lists", lists.block_ids.as_ref())?,
         token_ids: op.pool("lists", lists.token_ids.as_ref())?,
         seeds: op.at("seeds", streams.seeds, DType::I64, [lists.rows])?,
         positions: op.at("positions", streams.positions, DType::U32, [lists.rows])?,
-        wants: op.maybe("wants", wants.as_ref(), DType::U32, [count])?,
-        states: op.maybe("states", states.as_ref(), DType::U32, [count])?,
-        ids: op.at("ids", &ids, DType::U32, [count, want])?,
+        wants: op.maybe("wants", wants, DType::U32, [count])?,
+        states: op.maybe("states", states, DType::U32, [count])?,
+        ids: op.at("ids", &ids, DType::U32, [count, most])?,
         counts: op.at("counts", &counts, DType::U32, [count])?,
         layer: streams.layer,
         rows: op.int("lists", lists.rows)?,
         list_heads: op.int("lists", lists.heads)?,
-        capacity: op.int("want", want)?,
-        want: op.int("want", want)?,
+        capacity: op.int("want", most)?,
+        want: op.int("want", most)?,
         max_len: op.int("max_len", max_len)?,
         overlap: 1,
         state: ffi::TAPER_SAMPLED as u32,

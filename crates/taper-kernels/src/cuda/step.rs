@@ -14,10 +14,10 @@ mod values;
 
 pub(crate) use choose::{Scored, scores, top_k, top_p};
 pub(crate) use index::{
-    bounds, equal_bits, extend_bounds, extend_clusters, extend_codes, extend_labels, labels, probe,
+    bounds, equal_bits, extend_bounds, extend_clusters, extend_codes, extend_labels, extend_norms, labels, probe,
 };
 pub(crate) use project::{Kept, per_head, products, undo};
-pub(crate) use sample::{sample, sample_some};
+pub(crate) use sample::{sample, sample_certain, sample_some};
 pub(crate) use values::{bernoulli_queries, sample_values};
 
 use super::batch::{Batch, Lists, Upload};

@@ -53,6 +53,7 @@ pub(crate) fn sums(rows: &Rows) -> Result<Sums> {
         splits: op.int("positions", splits)?,
         overlap: 1,
         scale: 1.0 / (head_dim as f32).sqrt(),
+        window: op.int("window", rows.window.unwrap_or(0))?,
         ..TaperReduceParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.

@@ -6,6 +6,8 @@ mod moments;
 
 pub(crate) use certain::Page;
 pub use certain::{Certainty, sample_certain};
+#[cfg(feature = "cuda")]
+pub(crate) use certain::{GUESS_KEYS, LOOKS};
 pub use foresee::{Foreseen, foresee};
 
 use super::attend::{attend_head, score_keys};

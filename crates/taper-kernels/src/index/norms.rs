@@ -14,8 +14,9 @@ pub fn extend(index: &Tensor, v: &Tensor, parts: &[Part]) -> Result<()> {
     if index.dim(3)? != 1 || pages == 0 || !BLOCK_TOKENS.is_multiple_of(pages) {
         bail!("norms: index {:?} for values {:?}", index.shape(), v.shape());
     }
-    if !v.device().is_cpu() {
-        bail!("norms: values on a device; runs on the CPU only");
+    #[cfg(feature = "cuda")]
+    if v.device().is_cuda() {
+        return Ok(crate::cuda::step::extend_norms(index, v, parts)?);
     }
     let page = BLOCK_TOKENS / pages;
     index.inplace_op2(

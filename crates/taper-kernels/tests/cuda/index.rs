@@ -53,7 +53,7 @@ fn bounds_means_and_channels_are_those_of_the_cpu() {
             bounds: Some((&upper, &lower)),
             mean: Some(&mean),
             labels: Some((&cuda_label, &which)),
-            pages: None,
+            ..Metadata::default()
         };
         // In two steps, the second within a block.
         let tables = caches.device_tables();

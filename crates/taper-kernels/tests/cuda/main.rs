@@ -1,6 +1,7 @@
 //! Every CUDA operation against the CPU's: it takes a machine with an H100 or H200, and fails without one.
 
 mod cache;
+mod certain;
 mod decode;
 mod index;
 mod layer;

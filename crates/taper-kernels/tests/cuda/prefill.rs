@@ -213,13 +213,15 @@ fn sums_of_probabilities_agree_with_the_cpu() {
         for (i, n) in [(0, 70u32), (1, 3000)] {
             let last: Vec<u32> = (n - 64..n).collect();
             let apart: Vec<u32> = (0..n).filter(|p| p % 500 < 20).collect();
-            for positions in [&last, &apart] {
+            for (positions, window) in
+                [&last, &apart].into_iter().flat_map(|of| [(of, None), (of, Some(150)), (of, Some(1))])
+            {
                 let q = numbers.tensor(&[positions.len(), kv_heads * group, d], dtype);
                 let (kv, table) = (caches.on_cpu(), &caches.tables[i][..]);
-                let want = sums(&Rows { q: &q, kv, table, positions, window: None }).unwrap();
+                let want = sums(&Rows { q: &q, kv, table, positions, window }).unwrap();
                 let (q, kv) = (q.to_device(&device()).unwrap(), caches.on_cuda());
-                let got = sums(&Rows { q: &q, kv, table, positions, window: None }).unwrap();
-                let what = format!("{dtype:?} {d} {kv_heads}x{group} {n}");
+                let got = sums(&Rows { q: &q, kv, table, positions, window }).unwrap();
+                let what = format!("{dtype:?} {d} {kv_heads}x{group} {n} within {window:?}");
                 below(relative(&got.columns, &want.columns), LIMIT, &what);
                 below(relative(&got.diagonals, &want.diagonals), LIMIT, &what);
                 below(furthest(&got.lse, &want.lse), LIMIT, &what);

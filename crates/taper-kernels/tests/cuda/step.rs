@@ -4,8 +4,8 @@ use crate::cache::{Caches, GRID, LIMIT, Numbers, Queries, below, device, furthes
 use candle_core::{DType, Device, Tensor};
 use taper_kernels::budget::{Promise, Rule};
 use taper_kernels::decode::{
-    By, Certainty, Decode, DecodeRow, Foreseen, Importance, Sampling, Selection, Spread, Targets, attend,
-    bernoulli_queries, foresee, importance, sample, sample_certain, sample_some, sample_values, scores, top_k, top_p,
+    By, Decode, DecodeRow, Foreseen, Importance, Sampling, Selection, Spread, Targets, attend, bernoulli_queries,
+    foresee, importance, sample, sample_some, sample_values, scores, top_k, top_p,
 };
 use taper_kernels::index::clusters::{self, Centroids, Probes};
 use taper_kernels::index::{Part, bounds, codes, labels};
@@ -19,33 +19,37 @@ const LENS: [usize; 4] = [3, 90, 700, 2500];
 const FIXED: (usize, usize) = (5, 37);
 
 /// The same rows on both devices, queries in f32 as a model hands them over.
-struct Both {
-    caches: Caches,
-    queries: Queries,
-    cuda_q: Tensor,
-    group: usize,
+pub struct Both {
+    pub caches: Caches,
+    pub queries: Queries,
+    pub cuda_q: Tensor,
+    pub group: usize,
 }
 
 impl Both {
-    fn new(numbers: &mut Numbers, (dtype, d, kv_heads, group): (DType, usize, usize, usize), lens: &[usize]) -> Self {
+    pub fn new(
+        numbers: &mut Numbers,
+        (dtype, d, kv_heads, group): (DType, usize, usize, usize),
+        lens: &[usize],
+    ) -> Self {
         let caches = Caches::new(numbers, lens, kv_heads, d, dtype, 0.5);
         let queries = Queries::new(numbers, &caches, group);
         let cuda_q = queries.cpu.to_device(&device()).unwrap();
         Self { caches, queries, cuda_q, group }
     }
 
-    fn heads(&self) -> usize {
+    pub fn heads(&self) -> usize {
         self.caches.lens.len() * self.caches.kv_heads
     }
 
     /// What `run` says of the batch of either device.
-    fn run<T>(&self, rows: &[DecodeRow], run: impl Fn(&Decode) -> T) -> (T, T) {
+    pub fn run<T>(&self, rows: &[DecodeRow], run: impl Fn(&Decode) -> T) -> (T, T) {
         let cuda = Decode { q: &self.cuda_q, kv: self.caches.on_cuda(), rows };
         (run(&self.queries.decode(&self.caches, rows)), run(&cuda))
     }
 
     /// An index of either device over all of the cache, taken in by parts of at most so many rows.
-    fn index(
+    pub fn index(
         &self,
         (rows, width, dtype): (usize, usize, DType),
         at_once: usize,
@@ -65,7 +69,7 @@ impl Both {
     }
 
     /// Tokens `from` to `to` of every sequence that has any of them.
-    fn parts(&self, from: usize, to: usize) -> Vec<Part> {
+    pub fn parts(&self, from: usize, to: usize) -> Vec<Part> {
         let part = |(i, &block): (usize, &u32), n: usize| {
             let start = i * BLOCK_TOKENS;
             let rows =
@@ -78,7 +82,7 @@ impl Both {
         self.caches.tables.iter().zip(&self.caches.lens).flat_map(of).collect()
     }
 
-    fn streams(&self, numbers: &mut Numbers) -> Vec<Stream> {
+    pub fn streams(&self, numbers: &mut Numbers) -> Vec<Stream> {
         let one = |&n: &usize| Stream { seed: numbers.next(), layer: 3, head: 0, position: n as u32 - 1 };
         self.caches.lens.iter().map(one).collect()
     }
@@ -384,9 +388,6 @@ fn what_the_device_cannot_do_is_an_error_that_says_so() {
         sample_values(b, &values, By::Keys, &streams, 8, spread).map(drop)
     };
     refused(&rows, &again, "of values");
-    let how = Certainty { epsilon: 0.1, delta: 0.1, pilot_tokens: 64, dense_share: 0.5 };
-    let none = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
-    refused(&rows, &|b| sample_certain(b, &fixed, None, &streams, (&none, &none), &how).map(drop), "CPU only");
     let seven = vec![(0..7).collect::<Vec<u32>>(); heads];
     let blocks = both.caches.cpu.0.dim(0).unwrap();
     let index = Tensor::zeros((blocks, heads, 64, 7), GRID[0].0, &device()).unwrap();

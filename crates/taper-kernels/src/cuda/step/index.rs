@@ -28,6 +28,12 @@ pub(crate) fn extend_bounds(index: &Tensor, k: &Tensor, parts: &[Part]) -> Resul
     kernels::extend(k, &tables, &spans, &Metadata { pages: Some(index), ..Metadata::default() })
 }
 
+/// [`crate::index::norms::extend`], whose checks the caller has made.
+pub(crate) fn extend_norms(index: &Tensor, v: &Tensor, parts: &[Part]) -> Result<()> {
+    let (tables, spans) = spans(&Op::new("norms", "v", v)?, parts)?;
+    kernels::extend(v, &tables, &spans, &Metadata { norms: Some(index), ..Metadata::default() })
+}
+
 /// [`crate::index::labels::extend`], whose checks the caller has made.
 pub(crate) fn extend_labels(index: &Tensor, k: &Tensor, parts: &[Part], channels: &[Vec<u32>]) -> Result<()> {
     let op = Op::new("labels", "k", k)?;

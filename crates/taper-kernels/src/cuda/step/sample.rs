@@ -1,12 +1,13 @@
-//! Samples beside what was chosen: [`crate::decode::sample`], whose attention is part of the launch, and
-//! [`crate::decode::sample_some`], both by the draws of the CPU.
+//! Samples beside what was chosen: [`crate::decode::sample`] and [`crate::decode::sample_certain`], which attend as they
+//! sample, and [`crate::decode::sample_some`], all by the draws of the CPU.
 
 use super::{Chosen, Seeds, Step, choosable};
 use crate::cuda::batch::{Draft, Lists};
+use crate::cuda::certain::certain;
 use crate::cuda::error::Result;
 use crate::cuda::op::Op;
 use crate::cuda::sample::{Sampled, Scratch, draw, sampled};
-use crate::decode::{self, Budget, Decode, HeadSelection, Sampling, Selection};
+use crate::decode::{self, Budget, Certainty, Decode, HeadSelection, Sampling, Selection};
 use crate::philox::Stream;
 use candle_core::Tensor;
 use std::sync::{Arc, OnceLock};
@@ -21,12 +22,35 @@ pub(crate) struct Outcome {
     of: Sampled,
     /// What it was beside.
     lists: Lists,
-    how: Sampling,
+    first: First,
     /// State, residual and sampled keys of each list, once they have been read.
     read: OnceLock<Vec<[usize; 3]>>,
 }
 
+/// What decides the size of the first sample that is looked at.
+#[derive(Debug)]
+enum First {
+    /// A share of what it stands for, within bounds.
+    Share(Sampling),
+    /// It is given.
+    Size(usize),
+}
+
+impl First {
+    /// Of `n` visible keys of which `fixed` are chosen.
+    fn size(&self, n: usize, fixed: usize) -> usize {
+        match self {
+            Self::Share(how) => how.bounds(n, fixed).0,
+            Self::Size(pilot) => *pilot,
+        }
+    }
+}
+
 impl Outcome {
+    fn new(of: Sampled, lists: Lists, first: First) -> Arc<Self> {
+        Arc::new(Self { of, lists, first, read: OnceLock::new() })
+    }
+
     /// Waits for the device, the first time.
     fn numbers(&self) -> Result<&[[usize; 3]]> {
         if let Some(lists) = self.read.get() {
@@ -65,7 +89,7 @@ impl Outcome {
     pub fn budgets(&self, step: &Step) -> Result<Vec<Budget>> {
         let group = step.q_heads / step.kv_heads;
         let budget = |(i, &[state, residual, sampled]): (usize, &[usize; 3])| {
-            let pilot = self.how.bounds(step.visible(i), step.visible(i) - residual).0;
+            let pilot = self.first.size(step.visible(i), step.visible(i) - residual);
             match state as u32 {
                 SAMPLED => Budget { residual, sampled, pilot, dense: false },
                 DENSE => Budget { residual, sampled: residual, pilot, dense: true },
@@ -77,14 +101,8 @@ impl Outcome {
     }
 }
 
-/// [`crate::decode::sample`]. Budgets are left to the selection, but where nothing is sampled.
-pub(crate) fn sample(
-    batch: &Decode,
-    selection: &Selection,
-    streams: &[Stream],
-    how: &Sampling,
-) -> Result<(Selection, Vec<Budget>)> {
-    let op = Op::new("sample", "q", batch.q)?;
+/// The lists that a sample is drawn beside; none where there is nothing to draw from.
+fn beside(op: &Op, batch: &Decode, selection: &Selection, streams: &[Stream]) -> Result<Option<(Arc<Step>, Lists)>> {
     let (rows, q_heads, kv_heads, _) = batch.dims()?;
     op.check(streams.len() == rows, "streams", streams.len(), format!("{rows}, one a row"))?;
     let group = q_heads / kv_heads;
@@ -95,19 +113,51 @@ pub(crate) fn sample(
             let heads = decode::sample_check(batch, selection, streams)?;
             let dense = heads.iter().all(|head| matches!(head, HeadSelection::Dense));
             if dense || !choosable(batch.rows) {
-                return Ok((Selection::dense(rows, kv_heads), vec![Budget::default(); rows * q_heads]));
+                return Ok(None);
             }
             decode::check(batch, heads, kv_heads, group)?;
-            (Step::new(&op, batch)?, Lists::upload(&op, batch.rows, heads, group)?)
+            (Step::new(op, batch)?, Lists::upload(op, batch.rows, heads, group)?)
         }
     };
     let fits = step.fits(batch.rows) && lists.heads_sampled.is_none();
     op.check(fits, "selection", "of other rows, or with a sample", "one of these rows without a sample")?;
+    Ok(Some((step, lists)))
+}
+
+/// What reads everything, since there is nothing to draw from.
+fn all(batch: &Decode) -> Result<(Selection, Vec<Budget>)> {
+    let (rows, q_heads, kv_heads, _) = batch.dims()?;
+    Ok((Selection::dense(rows, kv_heads), vec![Budget::default(); rows * q_heads]))
+}
+
+/// [`crate::decode::sample`]. Budgets are left to the selection, but where nothing is sampled.
+pub(crate) fn sample(
+    batch: &Decode,
+    selection: &Selection,
+    streams: &[Stream],
+    how: &Sampling,
+) -> Result<(Selection, Vec<Budget>)> {
+    let op = Op::new("sample", "q", batch.q)?;
+    let Some((step, lists)) = beside(&op, batch, selection, streams)? else { return all(batch) };
     let seeds = Seeds::new(&op, streams)?;
-    let scratch = Scratch::kept(batch.q, rows, q_heads, kv_heads)?;
+    let scratch = Scratch::kept(batch.q, step.lens.len(), step.q_heads, step.kv_heads)?;
     let of = sampled(&step.batch(), &lists, seeds.streams(), how, &scratch)?;
-    let outcome = Outcome { of, lists, how: how.clone(), read: OnceLock::new() };
-    Ok((Chosen::Sampled(step, Arc::new(outcome)).into(), Vec::new()))
+    Ok((Chosen::Sampled(step, Outcome::new(of, lists, First::Share(how.clone()))).into(), Vec::new()))
+}
+
+/// [`crate::decode::sample_certain`]. Budgets are left to the selection, but where nothing is sampled.
+pub(crate) fn sample_certain(
+    batch: &Decode,
+    selection: &Selection,
+    streams: &[Stream],
+    pages: (&Tensor, &Tensor),
+    how: &Certainty,
+) -> Result<(Selection, Vec<Budget>)> {
+    let op = Op::new("sample_certain", "q", batch.q)?;
+    let Some((step, lists)) = beside(&op, batch, selection, streams)? else { return all(batch) };
+    let seeds = Seeds::new(&op, streams)?;
+    let (of, exact) = certain(&step.batch(), &lists, seeds.streams(), pages, how)?;
+    Ok((Chosen::Sampled(step, Outcome::new(of, exact, First::Size(how.pilot()))).into(), Vec::new()))
 }
 
 /// [`crate::decode::sample_some`] beside `fixed` `[R, kv_heads]`, which the caller has checked.

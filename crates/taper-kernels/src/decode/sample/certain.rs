@@ -15,7 +15,7 @@ use crate::decode::{Decode, HeadSelection, Keys, Scores, Selection, View};
 use crate::index::bounds::PageBounds;
 use crate::kv::KvElement;
 use crate::philox::Stream;
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, Tensor};
 
 /// A promise that holds without a central limit theorem.
 #[derive(Debug, Clone, Copy)]
@@ -31,17 +31,29 @@ pub struct Certainty {
 }
 
 /// Looks at the sample; it doubles from one to the next, and each takes its share of delta.
-const LOOKS: usize = 8;
+pub(crate) const LOOKS: usize = 8;
 /// Keys drawn first, to guess the output.
-const GUESS_KEYS: usize = 32;
+pub(crate) const GUESS_KEYS: usize = 32;
 /// Bounds that have to hold together at each look: X, its spread, Y, its spread.
 const BOUNDS: f64 = 4.0;
+
+impl Certainty {
+    /// The size of the first sample that is looked at.
+    pub(crate) fn pilot(&self) -> usize {
+        self.pilot_tokens.max(2)
+    }
+
+    /// Logarithm of the probability that each bound of each look may fail with, less its sign; bounds have two sides.
+    pub(crate) fn log_bounds(&self) -> f64 {
+        (2.0 * BOUNDS * LOOKS as f64 / self.delta).ln()
+    }
+}
 
 /// Adds to a selection, per row and KV head, the pages that could weigh most and a sample of the rest, as large as it takes
 /// to be sure of the promise; a head for which that is too much reads everything.
 ///
 /// `bounds` is an index of [`crate::index::bounds`], `norms` one of [`crate::index::norms`] over pages of one size.
-/// Otherwise as [`super::sample`].
+/// Otherwise as [`super::sample`], also in that a device keeps the budgets until they are asked for.
 ///
 /// # Errors
 /// Shapes that differ; a selection that has a sample already.
@@ -53,8 +65,9 @@ pub fn sample_certain(
     (bounds, norms): (&Tensor, &Tensor),
     how: &Certainty,
 ) -> Result<(Selection, Vec<Budget>)> {
-    if !batch.q.device().is_cpu() {
-        bail!("sample_certain: tensors on a device; runs on the CPU only");
+    #[cfg(feature = "cuda")]
+    if batch.q.device().is_cuda() {
+        return Ok(crate::cuda::step::sample_certain(batch, selection, streams, (bounds, norms), how)?);
     }
     let fixed = check(batch, selection, streams)?;
     let wanted: Vec<bool> = fixed.iter().map(|head| matches!(head, HeadSelection::Keys(_))).collect();
@@ -88,7 +101,7 @@ impl Sampler for Certain<'_> {
         if residual <= how.pilot_tokens + GUESS_KEYS {
             return HeadSelection::Dense;
         }
-        let pilot = how.pilot_tokens.max(2);
+        let pilot = how.pilot();
         budgets.fill(Budget { residual, sampled: residual, pilot, dense: true });
         let (keys, guesses) = guess(work, keys, &mut Draws::new(keys, &visible, stream), visible.len());
         let Some((keys, reach)) = promote(&keys, pages, &guesses, how, limit) else { return HeadSelection::Dense };
@@ -185,7 +198,7 @@ fn promote(keys: &Keys, pages: &[Page], known: &[Guess], how: &Certainty, limit:
     let mut order: Vec<(f64, usize)> =
         pages.iter().enumerate().filter(|(i, _)| !left[*i].is_empty()).map(|(i, page)| (weight(page), i)).collect();
     order.sort_by(|a, b| b.0.total_cmp(&a.0));
-    let confidence = 4.0 / 3.0 * (2.0 * BOUNDS * LOOKS as f64 / how.delta).ln();
+    let confidence = 4.0 / 3.0 * how.log_bounds();
     let mut unread: usize = left.iter().map(Vec::len).sum();
     let (mut read, mut best) = (0usize, (f64::INFINITY, 0));
     for (rank, (weight, page)) in order.iter().enumerate() {
@@ -227,7 +240,7 @@ impl<T: KvElement> Head<'_, '_, T> {
     /// Whether the sample is large enough for the promise; `centre` is a guess at the output from before it was drawn.
     fn is_sure(&self, centre: &[f32], reach: &Reach, how: &Certainty) -> bool {
         let (b, n) = (self.running.keys as f64, self.residual);
-        let log = (2.0 * BOUNDS * LOOKS as f64 / how.delta).ln();
+        let log = how.log_bounds();
         // Everything is relative to the largest score of keys read and drawn, as the head's sums are.
         let max = f64::from(self.running.max);
         let weight = (reach.score - max).exp();
