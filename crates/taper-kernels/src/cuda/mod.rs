@@ -7,7 +7,8 @@
 //! that, by which a step needs no host at all: [`Batch`] for [`crate::decode::Decode`], [`Lists`] for [`crate::decode::Selection`].
 //!
 //! Every function queues its work on candle's stream of the device and returns; none waits for a launch to end, but for
-//! [`Lists::read_back`] and those of `step` that say so. Host slices are copied on the same stream, and from pageable memory: large ones may hold the caller
+//! [`Lists::read_back`], those of `step` that say so, and those that choose for a prompt, once a layer and chunk: `probe`, the
+//! heaviest columns and diagonals, and `pooled` in a model with a window of its own. Host slices are copied on the same stream, and from pageable memory: large ones may hold the caller
 //! up, so what serves many layers ([`Tiles`], [`Plan`], tables) is made once a step. Caches are bf16 or f16, head_dim 64 or
 //! 128, at most 16 query heads a KV head. Errors name the operation and the parameter. What tensors of tables, lengths and
 //! ids say is not looked at on the host and must be true.

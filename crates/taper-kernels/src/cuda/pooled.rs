@@ -6,7 +6,7 @@ use super::op::Op;
 use super::prefill::{KeyLists, RunLists};
 use super::score::largest;
 use crate::kv::BLOCK_TOKENS;
-use crate::prefill::{HeadReads, Mask, Rows};
+use crate::prefill::{HeadReads, Lists, Mask, Rows};
 use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
 use std::ops::Range;
@@ -22,6 +22,10 @@ pub(crate) fn pooled(
     members: &[Range<usize>],
     heads: &[(usize, usize)],
 ) -> Result<(Vec<HeadReads>, u64)> {
+    if runs.is_empty() || heads.is_empty() {
+        let none = HeadReads::blocks(Lists::default());
+        return Ok((vec![none; heads.len()], 0));
+    }
     let op = Op::new("pooled", "q", rows.q)?;
     let (_, q_heads, head_dim) = rows.q.dims3()?;
     let (_, kv_heads, _) = rows.kv.dims()?;
@@ -45,6 +49,8 @@ pub(crate) fn pooled(
     let kept = |run: &Range<usize>, keep: usize| earlier(run).len().min(keep.saturating_sub(1));
     let most = |keep: usize| runs.iter().map(|run| kept(run, keep)).max().unwrap_or(0);
     let capacity = heads.iter().map(|&(_, keep)| most(keep)).max().unwrap_or(0) + 1;
+    let room = heads.len() * runs.len() * capacity;
+    op.check(u32::try_from(room).is_ok(), "keep", format!("{room} ids in all lists"), "fewer than 2³²")?;
     let each = (PRODUCTS / (heads.len() * blocks)).clamp(1, runs.len());
     let (mut ids, mut counts, mut begins) = (Vec::new(), Vec::new(), vec![0u32; heads.len() * runs.len()]);
     for (at, part) in runs.chunks(each).enumerate() {
@@ -75,8 +81,6 @@ pub(crate) fn pooled(
         ids.push(chosen.flatten_all()?);
         counts.push(count.reshape((heads.len(), part.len()))?);
     }
-    let room = heads.len() * runs.len() * capacity;
-    op.check(u32::try_from(room).is_ok(), "keep", room, "fewer than 2³² ids in all lists")?;
     let blocks = KeyLists {
         heads: heads.len(),
         begins: op.upload(&begins, [heads.len(), runs.len()])?,

@@ -46,8 +46,7 @@ pub(crate) fn probe(
     let told = op.empty((3, n.next_multiple_of(4)), DType::U32)?;
     let part = |i: usize| told.get(i)?.narrow(0, 0, n)?.reshape(&lists[..]);
     let of = |room: &[usize], counts: Tensor| -> Result<KeyLists> {
-        let (begins, total) = places(kv_heads, room.iter().copied());
-        op.check(u32::try_from(total).is_ok(), "runs", format!("room for {total} keys"), "less than 2³²")?;
+        let (begins, total) = places(&op, kv_heads, room.iter().copied())?;
         Ok(KeyLists { heads: kv_heads, begins: op.kept(&begins, lists)?, counts, ids: op.empty(total, DType::U32)? })
     };
     let (read, single) = (of(&plan.block_room, part(0)?)?, of(&plan.column_room, part(1)?)?);

@@ -46,7 +46,7 @@ pub fn block_lists(
     op.check(most < tokens, "tokens", tokens, format!("more than {most}"))?;
     let words = tokens.div_ceil(BLOCK_TOKENS).div_ceil(32);
     let room = |&last: &u32| last as usize / BLOCK_TOKENS + 1;
-    let (begins, total) = places(heads, tiles.last.iter().map(room));
+    let (begins, total) = places(&op, heads, tiles.last.iter().map(room))?;
     let of = KeyLists {
         heads,
         begins: op.kept(&begins, [heads, tiles.count])?,
@@ -115,7 +115,7 @@ pub fn drop_columns(tiles: &Tiles, tokens: &Tensor, counts: &Tensor, blocks: &Ke
     let (heads, room) = tokens.dims2()?;
     let fits = blocks.heads > 0 && heads.is_multiple_of(blocks.heads);
     op.check(fits, "tokens", format!("{heads} heads"), format!("a multiple of {}", blocks.heads))?;
-    let (begins, total) = places(heads, tiles.last.iter().map(|_| room));
+    let (begins, total) = places(&op, heads, tiles.last.iter().map(|_| room))?;
     let of = KeyLists {
         heads,
         begins: op.kept(&begins, [heads, tiles.count])?,
@@ -146,11 +146,13 @@ pub fn drop_columns(tiles: &Tiles, tokens: &Tensor, counts: &Tensor, blocks: &Ke
 }
 
 /// Where each head's list of each tile begins, one after the other with this much room, and the room of all.
-pub(super) fn places(heads: usize, room: impl Iterator<Item = usize> + Clone) -> (Vec<u32>, usize) {
+pub(super) fn places(op: &Op, heads: usize, room: impl Iterator<Item = usize> + Clone) -> Result<(Vec<u32>, usize)> {
+    let all = heads * room.clone().sum::<usize>();
+    op.check(u32::try_from(all).is_ok(), "tiles", format!("{all} ids in all lists"), "fewer than 2³²")?;
     let mut total = 0;
     let begins = (0..heads).flat_map(|_| room.clone()).map(|room| {
         total += room;
         (total - room) as u32
     });
-    (begins.collect(), total)
+    Ok((begins.collect(), total))
 }

@@ -13,7 +13,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// For each query head asked for `(head, keep)`, the blocks that the rows of each run read: their own and the best
 /// `keep - 1` of those before it by mean query · mean key; of equals the first. A run lies within one block of 64
 /// positions; its mean is that of its rows, and a block's that of its keys up to the last row. Returns what each of these
-/// heads reads, and how many products of means it took. On a device lists stay there.
+/// heads reads, and how many products of means it took. On a device lists stay there,
+/// unless rows have a window.
 ///
 /// # Errors
 /// As [`prefill`](super::prefill); a head that is not there, a run without rows or over several blocks.

@@ -68,7 +68,9 @@ pub(crate) fn sample_values(
     let waits = parts.iter().any(Chosen::counts_wait);
     let draw = |(part, span): (&Chosen, Range<usize>)| {
         let heads = span.start * kv_heads..span.end * kv_heads;
-        let new = waits.then(|| heads.map(|head| !matches!(by, By::Scores(known) if known.has(head))).collect());
+        // Scores are of the whole batch: for a part of it keys are scored anew.
+        let known = |head| span.len() == rows && matches!(by, By::Scores(known) if known.has(head));
+        let new = waits.then(|| heads.map(|head| !known(head)).collect());
         let streams = &streams[span.clone()];
         if span.len() == rows {
             return drawn(&op, batch, part, by, streams, draws, new);
@@ -130,6 +132,7 @@ fn drawn(
     if let Chosen::Host(heads) = part
         && all(heads)
         && !(few && other.is_some())
+        && new.is_none()
     {
         let found;
         let scores = match known {
