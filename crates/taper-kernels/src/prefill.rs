@@ -19,9 +19,9 @@ pub use pooled::pooled;
 pub use probe::{Hierarchy, Stage, probe};
 #[cfg(feature = "cuda")]
 pub(crate) use probe::{Reach, neighbours};
-#[cfg(feature = "cuda")]
-pub(crate) use selection::outside;
 pub use selection::{Blocks, HeadReads, Lists, Selection, StripedRun, query_blocks};
+#[cfg(feature = "cuda")]
+pub(crate) use selection::{outside, rows_of};
 pub use sums::{Sums, sums};
 
 use crate::kv::{BLOCK_TOKENS, PagedKv, with_kv_element};

@@ -36,7 +36,7 @@ use crate::artifacts::{ArtifactFile, ArtifactKind, Loaded};
 use crate::kept::kept;
 use crate::method::{PrefillChoice, PrefillLayer, PrefillMethod, cut_at_blocks};
 use crate::schema::{parse, schema_of};
-use candle_core::{Result, Tensor};
+use candle_core::{Error, Result, Tensor};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -310,44 +310,40 @@ fn best(
     let all = layer.positions();
     let (rows, positions) = (layer.select(&layer.q, &all), &all[first..]);
     let q = layer.q.narrow(0, first, positions.len())?;
-    let vertical_slash = reads(&rows, stripes, runs, Some(sums))?;
-    let selection = Selection::new(runs.to_vec(), vertical_slash.0.clone())?;
-    let keys = selection.counts(&positions[positions.len() - 1..], layer.window);
-    let a_shape = |&keys: &usize| Pattern::AShape { init, local: keys.saturating_sub(init).max(1) };
-    let block_sparse = |&keys: &usize| Pattern::BlockSparse { blocks: keys.div_ceil(BLOCK_TOKENS) };
-    let (a_shape, block_sparse): (Vec<_>, Vec<_>) = keys.iter().map(|keys| (a_shape(keys), block_sparse(keys))).unzip();
-    let mut best: Vec<(f32, Pattern)> = a_shape_shares(sums, &a_shape)?.into_iter().zip(a_shape).collect();
-    let others = [(stripes.to_vec(), vertical_slash), (block_sparse.clone(), reads(&rows, &block_sparse, runs, None)?)];
+    let selected = |patterns: &[Pattern]| {
+        let (heads, products) = reads(&rows, patterns, runs, Some(sums))?;
+        Ok::<_, Error>((Selection::new(runs.to_vec(), heads)?, products))
+    };
+    let vertical_slash = selected(stripes)?;
+    let keys = vertical_slash.0.counts(&positions[positions.len() - 1..], layer.window);
+    let locals: Vec<usize> = keys.iter().map(|keys| keys.saturating_sub(init).max(1)).collect();
+    let block_sparse: Vec<Pattern> =
+        keys.iter().map(|keys| Pattern::BlockSparse { blocks: keys.div_ceil(BLOCK_TOKENS) }).collect();
+    let a_shapes = locals.iter().map(|&local| Pattern::AShape { init, local });
+    let mut best: Vec<(f32, Pattern)> = a_shape_shares(sums, init, &locals)?.into_iter().zip(a_shapes).collect();
     let mut scored = 0;
-    for (patterns, (heads, products)) in others {
-        let selection = Selection::new(runs.to_vec(), heads)?;
+    for (patterns, (selection, products)) in [(stripes, vertical_slash), (&block_sparse, selected(&block_sparse)?)] {
         let (output, lse) = layer.attend_lse(&q, positions, (&selection).into())?;
         scored += products + output.keys.read(layer.q.dims()[1]);
         let shares = kept(&lse, &sums.lse)?;
         for (head, (best, pattern)) in best.iter_mut().zip(patterns).enumerate() {
             let share: f32 = shares.iter().skip(head).step_by(stripes.len()).sum();
             if share > best.0 {
-                *best = (share, pattern);
+                *best = (share, *pattern);
             }
         }
     }
     Ok((best.into_iter().map(|(_, pattern)| pattern).collect(), scored))
 }
 
-/// What heads that read their first and last tokens keep of the rows' probability, by its sums: a window is as many diagonals.
-/// Tokens that are first and last of a row count twice, in all for no more than the row has.
-fn a_shape_shares(sums: &Sums, patterns: &[Pattern]) -> Result<Vec<f32>> {
-    let (heads, n) = sums.columns.dims2()?;
+/// What heads that read their first `init` and their last tokens, so many each, keep of the rows' probability, by its sums: a
+/// window is as many diagonals. Tokens that are first and last of a row count twice, in all for no more than the row has.
+fn a_shape_shares(sums: &Sums, init: usize, locals: &[usize]) -> Result<Vec<f32>> {
+    let n = sums.columns.dim(1)?;
     let part = |of: &Tensor, head: usize, count: usize| of.narrow(0, head, 1)?.narrow(1, 0, count.min(n))?.sum_all();
-    let of = |(head, pattern): (usize, &Pattern)| match *pattern {
-        Pattern::AShape { init, local } => part(&sums.columns, head, init)? + part(&sums.diagonals, head, local)?,
-        _ => sums.columns.narrow(0, head, 1)?.sum_all(),
-    };
-    let shares = patterns.iter().take(heads).enumerate().map(of).collect::<Result<Vec<_>>>()?;
+    let of = |(head, &local): (usize, &usize)| part(&sums.columns, head, init)? + part(&sums.diagonals, head, local)?;
+    let shares = locals.iter().enumerate().map(of).collect::<Result<Vec<_>>>()?;
     let most = sums.lse.dim(0)? as f32;
-    Ok(Tensor::stack(&shares, 0)?
-        .to_vec1::<f32>()?
-        .into_iter()
-        .map(|share| if share > most { most } else { share })
-        .collect())
+    let cut = |share: f32| if share > most { most } else { share };
+    Ok(Tensor::stack(&shares, 0)?.to_vec1::<f32>()?.into_iter().map(cut).collect())
 }

@@ -1,6 +1,6 @@
 //! Blocks of keys ranked by means: of the queries of a query block, of the keys of a block.
 
-use super::selection::{HeadReads, Lists};
+use super::selection::{HeadReads, Lists, rows_of};
 use super::tile::{Dims, Operands, base_of};
 use super::{Mask, Reads, Rows};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
@@ -37,8 +37,7 @@ fn members(rows: &Rows, dims: &Dims, runs: &[Range<usize>], heads: &[(usize, usi
     if let Some((head, _)) = heads.iter().find(|(head, _)| *head >= dims.q_heads) {
         bail!("pooled: head {head} of {}", dims.q_heads);
     }
-    let place = |p: usize| rows.positions.partition_point(|&x| (x as usize) < p);
-    let members: Vec<Range<usize>> = runs.iter().map(|run| place(run.start)..place(run.end)).collect();
+    let members: Vec<Range<usize>> = runs.iter().map(|run| rows_of(rows.positions, run)).collect();
     for (run, members) in runs.iter().zip(&members) {
         if members.is_empty() || run.start / BLOCK_TOKENS != (run.end - 1) / BLOCK_TOKENS {
             bail!("pooled: the run {run:?} of {} rows; expected rows of one block", members.len());

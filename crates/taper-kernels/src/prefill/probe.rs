@@ -1,6 +1,6 @@
 //! Hierarchical probing: chunks of keys ranked by a few keys that a search by halves looks at.
 
-use super::selection::{HeadReads, Lists};
+use super::selection::{HeadReads, Lists, rows_of};
 use super::tile::{Columns, Dims, Operands, unpack_keys};
 use super::{Mask, Reads, Rows};
 use crate::gemm::{Gemm, gemm};
@@ -60,8 +60,7 @@ fn members(rows: &Rows, runs: &[Range<usize>], hierarchy: &Hierarchy) -> Result<
     if hierarchy.average == 0 || !hierarchy.stages.iter().all(possible) || !falling {
         bail!("probe: {hierarchy:?}; chunks are falling powers of two between 2 and 4096");
     }
-    let place = |p: usize| rows.positions.partition_point(|&x| (x as usize) < p);
-    let members: Vec<Range<usize>> = runs.iter().map(|run| place(run.start)..place(run.end)).collect();
+    let members: Vec<Range<usize>> = runs.iter().map(|run| rows_of(rows.positions, run)).collect();
     match members.iter().position(Range::is_empty) {
         Some(at) => bail!("probe: the run {:?} without rows", runs[at]),
         None => Ok(members),

@@ -224,11 +224,10 @@ impl Selection {
     pub fn counts(&self, positions: &[u32], window: Option<usize>) -> Vec<usize> {
         let mut counts = vec![0; positions.len() * self.heads.len()];
         for (run, rows) in self.runs.iter().enumerate() {
-            let first = positions.partition_point(|&p| (p as usize) < rows.start);
-            let last = positions.partition_point(|&p| (p as usize) < rows.end);
-            for (head, reads) in self.heads.iter().enumerate().filter(|_| first < last) {
+            let members = rows_of(positions, rows);
+            for (head, reads) in self.heads.iter().enumerate().filter(|_| !members.is_empty()) {
                 let counter = Counter::new(reads, run, rows.clone(), window);
-                for row in first..last {
+                for row in members.clone() {
                     counts[row * self.heads.len() + head] = counter.count(positions[row] as usize, window);
                 }
             }
@@ -323,6 +322,12 @@ pub(crate) fn outside(tokens: &[u32], blocks: &[u32], to: &mut Vec<u32>) {
             to.push(token);
         }
     }
+}
+
+/// Which of the rows at these ascending positions are of a run.
+pub(crate) fn rows_of(positions: &[u32], run: &Range<usize>) -> Range<usize> {
+    let place = |position: usize| positions.partition_point(|&p| (p as usize) < position);
+    place(run.start)..place(run.end)
 }
 
 /// Cuts rows at the absolute multiples of `step`.

@@ -1,6 +1,6 @@
 //! The tile kernel: some rows and heads over all of their keys, a block of 64 at a time.
 
-use super::selection::outside;
+use super::selection::{outside, rows_of};
 use super::{Reads, Rows};
 use crate::gemm::{Gemm, gemm};
 use crate::kv::{BLOCK_TOKENS, KvElement};
@@ -48,8 +48,7 @@ pub(super) fn tiles(positions: &[u32], reads: &Reads, dims: &Dims) -> Result<Vec
             if lists != dims.kv_heads && lists != dims.q_heads {
                 bail!("prefill: a selection for {lists} heads; expected {} or {}", dims.kv_heads, dims.q_heads);
             }
-            let place = |p: usize| positions.partition_point(|&x| (x as usize) < p);
-            let runs: Vec<_> = selection.runs().iter().map(|run| place(run.start)..place(run.end)).collect();
+            let runs: Vec<_> = selection.runs().iter().map(|run| rows_of(positions, run)).collect();
             if runs.iter().map(Range::len).sum::<usize>() != positions.len() {
                 bail!("prefill: a selection of rows {:?} without some of the rows", selection.runs());
             }

@@ -3,9 +3,7 @@
 use crate::cache::{Caches, GRID, LIMIT, Numbers, below, device, furthest, relative};
 use candle_core::{DType, Device, Tensor};
 use taper_kernels::correct::{Anchors, Correction, correct};
-use taper_kernels::cuda::{
-    Chosen, Delta, KeyLists, Sparse, Tile, Tiles, block_lists, delta, drop_columns, prefill_tiles,
-};
+use taper_kernels::cuda::{Chosen, Delta, Sparse, Tile, Tiles, block_lists, delta, drop_columns, prefill_tiles};
 use taper_kernels::kv::BLOCK_TOKENS;
 use taper_kernels::prefill::stripes::Stripes;
 use taper_kernels::prefill::{HeadReads, Lists, Mask, Reads, Rows, Selection, prefill, query_blocks, sums};
@@ -230,14 +228,6 @@ fn sums_of_probabilities_agree_with_the_cpu() {
     }
 }
 
-/// What lists of keys hold, by head and tile.
-fn read_back(lists: &KeyLists) -> Vec<Vec<Vec<u32>>> {
-    let (begins, counts) = (lists.begins.to_vec2::<u32>().unwrap(), lists.counts.to_vec2::<u32>().unwrap());
-    let ids = lists.ids.to_vec1::<u32>().unwrap();
-    let one = |(&begin, &count): (&u32, &u32)| ids[begin as usize..][..count as usize].to_vec();
-    begins.iter().zip(&counts).map(|(begins, counts)| begins.iter().zip(counts).map(one).collect()).collect()
-}
-
 #[test]
 fn lists_of_columns_and_slashes_are_those_of_the_cpu() {
     let mut numbers = Numbers(17);
@@ -272,7 +262,7 @@ fn lists_of_columns_and_slashes_are_those_of_the_cpu() {
     let of = |ids, counts| Chosen { ids, counts };
     let lists =
         block_lists(&tiles, of(&column_ids, &column_counts), of(&slash_ids, &slash_counts), &ends, n, false).unwrap();
-    let got = read_back(&lists);
+    let got = lists.read_back().unwrap();
     let sorted = |ids: &mut Vec<u32>| {
         ids.sort_unstable();
         ids.dedup();
@@ -287,7 +277,7 @@ fn lists_of_columns_and_slashes_are_those_of_the_cpu() {
             sorted(&mut distances);
             let stripes = Stripes { blocks: listed, tokens: Vec::new(), distances, block_tokens: BLOCK_TOKENS };
             let reads = stripes.reads(std::slice::from_ref(run));
-            assert_eq!(got[at], *reads.blocks.unwrap().get(0), "head {head}, rows {run:?}");
+            assert_eq!(got.get(at), &*reads.blocks.unwrap().get(0), "head {head}, rows {run:?}");
         }
     }
     // Two heads to a list of blocks.
@@ -296,12 +286,12 @@ fn lists_of_columns_and_slashes_are_those_of_the_cpu() {
     let padded: Vec<u32> = each.iter().flat_map(|ids| (0..room).map(|i| ids.get(i).copied().unwrap_or(0))).collect();
     let tokens = Tensor::from_vec(padded, (2 * heads, room), &on).unwrap();
     let counts = Tensor::from_vec(each.iter().map(|ids| ids.len() as u32).collect(), 2 * heads, &on).unwrap();
-    let left = read_back(&drop_columns(&tiles, &tokens, &counts, &lists).unwrap());
+    let left = drop_columns(&tiles, &tokens, &counts, &lists).unwrap().read_back().unwrap();
     for (head, ids) in each.iter().enumerate() {
         for (at, run) in runs.iter().enumerate() {
-            let held = |id: &u32| got[head / 2][at].contains(&(id / BLOCK_TOKENS as u32));
+            let held = |id: &u32| got[head / 2].get(at).contains(&(id / BLOCK_TOKENS as u32));
             let expected: Vec<u32> = ids.iter().copied().filter(|id| (*id as usize) < run.end && !held(id)).collect();
-            assert_eq!(left[head][at], expected, "head {head}, rows {run:?}");
+            assert_eq!(left[head].get(at), expected, "head {head}, rows {run:?}");
         }
     }
 }

@@ -7,7 +7,7 @@ use taper_kernels::decode::{
     By, Decode, DecodeRow, Foreseen, HeadSelection, Keys, Sample, Sampling, Selection, Spread, Targets, attend,
     bernoulli_queries, importance, sample, sample_some, sample_values, scores, top_k, top_p,
 };
-use taper_kernels::index::{Part, bounds, clusters};
+use taper_kernels::index::{bounds, clusters};
 use taper_kernels::kv::BLOCK_TOKENS;
 use taper_kernels::philox::Stream;
 
@@ -202,14 +202,7 @@ fn values_of_pages_and_clusters_are_those_of_the_cpu() {
         let both = Both::new(&mut numbers, grid, &LENS);
         let (rows, kv_heads) = (both.caches.rows(), grid.2);
         let [cpu, cuda] = both.batches(&rows);
-        let parts: Vec<Part> = (both.caches.tables.iter().zip(&both.caches.lens))
-            .flat_map(|(table, &n)| {
-                table.iter().enumerate().map(move |(i, &block)| {
-                    let start = i * BLOCK_TOKENS;
-                    Part { block, rows: 0..BLOCK_TOKENS.min(n - start), start }
-                })
-            })
-            .collect();
+        let parts = both.parts(0, usize::MAX);
         let blocks = both.caches.cpu.0.dim(0).unwrap();
         let index = |shape: (usize, usize), dtype, device| {
             taper_kernels::kv::zeros((blocks, kv_heads, shape.0, shape.1), dtype, device).unwrap()
@@ -273,14 +266,7 @@ fn values_of_a_sample_that_keeps_a_promise_are_near_dense_attention() {
             let shape = bounds::shape(16, grid.1);
             let blocks = both.caches.cuda.0.dim(0).unwrap();
             let index = taper_kernels::kv::zeros((blocks, kv_heads, shape.0, shape.1), grid.0, &device()).unwrap();
-            let parts: Vec<Part> = (both.caches.tables.iter().zip(&both.caches.lens))
-                .flat_map(|(table, &n)| {
-                    table.iter().enumerate().map(move |(i, &block)| {
-                        let start = i * BLOCK_TOKENS;
-                        Part { block, rows: 0..BLOCK_TOKENS.min(n - start), start }
-                    })
-                })
-                .collect();
+            let parts = both.parts(0, usize::MAX);
             bounds::extend(&index, &both.caches.cuda.0, &parts).unwrap();
             let wanted = vec![true; rows.len() * kv_heads];
             top_k(&rows, &bounds::importance(&batch, &index, &wanted).unwrap(), 16, 64, &vec![50; wanted.len()])

@@ -6,7 +6,7 @@ use super::super::stripes::{Chosen, block_lists, drop_columns};
 use super::{KeyLists, RunLists, TILE_ROWS, Tile, Tiles};
 use crate::kv::BLOCK_TOKENS;
 use crate::prefill::stripes::Stripes;
-use crate::prefill::{Blocks, HeadReads, Mask, Reads, Rows, outside};
+use crate::prefill::{Blocks, HeadReads, Mask, Reads, Rows, outside, rows_of};
 use candle_core::Tensor;
 use std::ops::Range;
 
@@ -94,8 +94,7 @@ pub(super) fn launches<'a>(
     };
     let n = selection.heads().len();
     op.check(n == kv_heads || n == q_heads, "reads", n, format!("{kv_heads} or {q_heads} lists of heads"))?;
-    let at = |limit: usize| rows.positions.partition_point(|&p| (p as usize) < limit);
-    let runs: Vec<Range<usize>> = selection.runs().iter().map(|run| at(run.start)..at(run.end)).collect();
+    let runs: Vec<Range<usize>> = selection.runs().iter().map(|run| rows_of(rows.positions, run)).collect();
     let mut next = 0;
     for run in &runs {
         op.check(next >= run.start, "reads", format!("no run for row {next}"), "a run for every row")?;
