@@ -3,6 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use taper_kernels::cuda::Batch;
 use taper_kernels::decode::{Decode, DecodeRow};
+use taper_kernels::index::Part;
 use taper_kernels::kv::{self, BLOCK_TOKENS, PagedKv};
 
 /// bf16 keeps 8 bits of a number; an output's relative error stays below this.
@@ -161,6 +162,20 @@ impl Caches {
     /// The lengths as the device reads them.
     pub fn device_lens(&self) -> Tensor {
         u32s(self.lens.iter().map(|&n| n as u32).collect())
+    }
+
+    /// Tokens `from` to `to` of every sequence that has any of them.
+    pub fn parts(&self, from: usize, to: usize) -> Vec<Part> {
+        let part = |(i, &block): (usize, &u32), n: usize| {
+            let start = i * BLOCK_TOKENS;
+            let rows =
+                from.max(start).min(start + BLOCK_TOKENS) - start..to.min(n).clamp(start, start + BLOCK_TOKENS) - start;
+            (!rows.is_empty()).then_some(Part { block, rows, start })
+        };
+        let of = |(table, &n): (&Vec<u32>, &usize)| {
+            table.iter().enumerate().filter_map(|at| part(at, n)).collect::<Vec<_>>()
+        };
+        self.tables.iter().zip(&self.lens).flat_map(of).collect()
     }
 }
 

@@ -60,26 +60,12 @@ impl Both {
             let index = taper_kernels::kv::zeros(shape, dtype, device).unwrap();
             let mut first = 0;
             while first < *self.caches.lens.iter().max().unwrap() {
-                extend(&index, k, &self.parts(first, first + at_once));
+                extend(&index, k, &self.caches.parts(first, first + at_once));
                 first += at_once;
             }
             index
         };
         (make(&Device::Cpu, &self.caches.cpu.0), make(&device(), &self.caches.cuda.0))
-    }
-
-    /// Tokens `from` to `to` of every sequence that has any of them.
-    pub fn parts(&self, from: usize, to: usize) -> Vec<Part> {
-        let part = |(i, &block): (usize, &u32), n: usize| {
-            let start = i * BLOCK_TOKENS;
-            let rows =
-                from.max(start).min(start + BLOCK_TOKENS) - start..to.min(n).clamp(start, start + BLOCK_TOKENS) - start;
-            (!rows.is_empty()).then_some(Part { block, rows, start })
-        };
-        let of = |(table, &n): (&Vec<u32>, &usize)| {
-            table.iter().enumerate().filter_map(|at| part(at, n)).collect::<Vec<_>>()
-        };
-        self.caches.tables.iter().zip(&self.caches.lens).flat_map(of).collect()
     }
 
     pub fn streams(&self, numbers: &mut Numbers) -> Vec<Stream> {

@@ -202,7 +202,7 @@ fn values_of_pages_and_clusters_are_those_of_the_cpu() {
         let both = Both::new(&mut numbers, grid, &LENS);
         let (rows, kv_heads) = (both.caches.rows(), grid.2);
         let [cpu, cuda] = both.batches(&rows);
-        let parts = both.parts(0, usize::MAX);
+        let parts = both.caches.parts(0, usize::MAX);
         let blocks = both.caches.cpu.0.dim(0).unwrap();
         let index = |shape: (usize, usize), dtype, device| {
             taper_kernels::kv::zeros((blocks, kv_heads, shape.0, shape.1), dtype, device).unwrap()
@@ -266,7 +266,7 @@ fn values_of_a_sample_that_keeps_a_promise_are_near_dense_attention() {
             let shape = bounds::shape(16, grid.1);
             let blocks = both.caches.cuda.0.dim(0).unwrap();
             let index = taper_kernels::kv::zeros((blocks, kv_heads, shape.0, shape.1), grid.0, &device()).unwrap();
-            let parts = both.parts(0, usize::MAX);
+            let parts = both.caches.parts(0, usize::MAX);
             bounds::extend(&index, &both.caches.cuda.0, &parts).unwrap();
             let wanted = vec![true; rows.len() * kv_heads];
             top_k(&rows, &bounds::importance(&batch, &index, &wanted).unwrap(), 16, 64, &vec![50; wanted.len()])
