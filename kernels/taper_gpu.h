@@ -185,18 +185,30 @@ typedef struct TaperValuesParams {
   const uint32_t* lens;         // [rows], visible tokens, at least 1
   const uint64_t* seeds;        // [rows]
   const uint32_t* positions;    // [rows], absolute position of the query
-  void* out;                    // [rows, q_heads, head_dim]
+  void* out;                    // [rows, q_heads, head_dim], f32 where out_f32 says so
   float* lse;                   // [rows, q_heads] or null; exact
   uint32_t* sync;               // [(1 + lists) * 32], zero before and after
   void* weights;                // [lists, max_len rounded up to 64, group], scratch
   float* part_lse;              // [lists, team, group], scratch, in units of log2(e)
   float* parts;                 // [lists, team, group, head_dim], scratch
+  uint32_t* ids;                // [rows, q_heads, samples], the value of each draw, but of those per tile; or null
   int64_t blocks;               // of the cache
   int32_t rows, q_heads, kv_heads, head_dim, dtype, table_stride;
   int32_t max_len, samples, rule, layer;
   float scale;
-  int32_t overlap, in_order, reserved;
+  int32_t overlap, in_order, out_f32;
 } TaperValuesParams;
+
+// How many tokens each KV head's query heads read between them, by lists of tokens.
+typedef struct TaperDistinctParams {
+  const TaperWorkList* work;  // [rows, q_heads], which read single tokens alone
+  const uint32_t* token_ids;
+  const float* token_ln_weight;  // beside token_ids, tokens of weight 0 are not read; or null
+  uint32_t* counts;              // [rows, kv_heads]
+  int32_t rows, q_heads, kv_heads;
+  int32_t max_len;  // tokens of the longest row, at most 1.8 million
+  int32_t overlap, reserved;
+} TaperDistinctParams;
 
 // Values that stand for all of a head's, drawn from its scores, as token lists with log weights that
 // decode attention takes with a scale of 0. A head that has no more than `samples` scores gets all of its
@@ -324,6 +336,7 @@ int64_t taper_spread_room(int64_t most_tiles);
 int taper_walk(const TaperWalkParams* p, TaperStream stream);
 int taper_weigh(const TaperWeighParams* p, TaperStream stream);
 int taper_features(const TaperFeaturesParams* p, TaperStream stream);
+int taper_distinct(const TaperDistinctParams* p, TaperStream stream);
 
 // --- Prefill attention (K5), Delta Attention -----------------------------------
 

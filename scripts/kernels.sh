@@ -49,12 +49,12 @@ mkdir -p "$out"
 # The interface is C, for callers in any language.
 "${CC:-cc}" -std=c11 -Wall -Wextra -Werror -fsyntax-only -x c kernels/taper_gpu.h
 # Without clusters, tensor copies and warpgroup products.
-export TAPER_PORTABLE=" append delta features hash layer merge pick reduce saap score spread stripes walk "
+export TAPER_PORTABLE=" append delta distinct features hash layer merge pick reduce saap score spread stripes walk "
 compile() {
   local name older=
   name=$(basename "$2" .cu)
   case $TAPER_PORTABLE in *" $name "*) older=-gencode=arch=compute_80,code=sm_80 ;; esac
-  nvcc --options-file kernels/nvcc.flags $older ${TAPER_NVCC_FLAGS:-} -c "$2" -o "$1/$name.o"
+  nvcc --options-file kernels/nvcc.flags $older ${TAPER_NVCC_FLAGS:-} -c "$2" -o "$1/$name.o" || return
   echo "$2"
 }
 export -f compile

@@ -387,6 +387,9 @@ PARTS |= {m: lambda m=m: __import__(m).bench(
     put, lambda f, iters=20: median_ms(graphed(f), iters) * 1e3) for m in (
         "layer", "append", "selection", "sample_attention", "saap", "narrow", "pick", "choose")}
 
+PARTS["columns"] = lambda: __import__("sample_attention").bench_columns(
+    put, lambda f, iters=20: median_ms(graphed(f), iters) * 1e3)
+
 if __name__ == "__main__":
     put("device", torch.cuda.get_device_name())
     copy_rate()

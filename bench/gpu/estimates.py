@@ -284,6 +284,10 @@ def check_values(report, small):
             bad = float((counts.sum(-1) != 128).any()) + float((counts != counts.round()).any())
             off = (counts - want * 128).abs()
             bad += float((off > (slack or 8 * (want * 128).sqrt() + 8)).any())
+            # And so do the draws themselves.
+            ids, n = f.ids.long(), torch.tensor(lens, device=DEV)[:, None, None]
+            named = torch.nn.functional.one_hot((ids * d // n).clamp(0, d - 1), d).sum(2)
+            bad += float(((ids < 0) | (ids >= n)).any()) + float((named != counts).any())
             report(f"values {rule} {dtype} d{d} kv {kv} group {g} counts", bad)
             lse = max((f.lse[i].double() - x[1][0]).abs().max().item() for i, x in enumerate(exact))
             report(f"values {rule} {dtype} d{d} kv {kv} group {g} lse", lse)

@@ -481,3 +481,29 @@ def bench(put, time):
         put(f"prefill {n} 16 blocks and 1000 columns ms", time(both, 3) / 1e3)
         del cache, q, dense, f, few, both
         torch.cuda.empty_cache()
+
+
+def bench_columns(put, time):
+    """The last 8,192 rows of a prompt over 2,048 tokens a tile and KV head, beside its last 16 blocks."""
+    hq, hk, d, dt, rows, chosen = 32, 8, 128, torch.bfloat16, 8192, 2048
+    for n in (32768, 131072):
+        cache = t.Cache([n], hk, d, dt, poison=False)
+        q = torch.randn(rows, hq, d, device=DEV, dtype=dt)
+        pos = torch.arange(n - rows, n)
+        tiles = t.tiles_for(pos, 0, n)
+        lists, far = hk * len(tiles), (n - rows) // 64 - 16
+        i32 = lambda x: x.to(device=DEV, dtype=torch.int32).contiguous()
+        ends = torch.tensor([tile[5] // 64 + 1 for tile in sorted(tiles, key=lambda x: x[6])]).repeat(hk)
+        last = ends[:, None] - 16 + torch.arange(16)
+        begin = lambda each: i32(torch.arange(lists + 1) * each)
+        pick = lambda among, count: torch.stack([torch.randperm(among)[:count] for _ in range(lists)]).sort().values
+        whole = torch.cat([pick(far, chosen // 64), last], 1)
+        f = SparsePrefill(cache, q, pos, tiles, csr=(begin(whole.shape[1]), i32(whole)), csr_heads=hk, lse=False,
+                          head_major=True)
+        put(f"prefill {rows} rows of {n}, 2,048 tokens in blocks us", time(f))
+        for run in (64, 8, 1):
+            ids = (pick(far * 64 // run, chosen // run)[..., None] * run + torch.arange(run)).flatten(1)
+            columns = (begin(chosen), torch.full((lists,), chosen, device=DEV, dtype=torch.int32), i32(ids))
+            f = SparsePrefill(cache, q, pos, tiles, csr=(begin(16), i32(last)), csr_heads=hk, columns=columns,
+                              column_heads=hk, lse=False, head_major=True)
+            put(f"prefill {rows} rows of {n}, 2,048 tokens in runs of {run} us", time(f))

@@ -123,11 +123,11 @@ SampledParams = struct("SampledParams", [("d", DecodeParams)] + [(n, P) for n in
 
 
 ValuesParams = struct("ValuesParams", [(n, P) for n in (
-    "q k v block_table row_table lens seeds positions out lse sync weights part_lse parts"
+    "q k v block_table row_table lens seeds positions out lse sync weights part_lse parts ids"
     ).split()] + [
     ("blocks", I64), ("rows", I32), ("q_heads", I32), ("kv_heads", I32), ("head_dim", I32),
     ("dtype", I32), ("table_stride", I32), ("max_len", I32), ("samples", I32), ("rule", I32),
-    ("layer", I32), ("scale", F32), ("overlap", I32), ("in_order", I32), ("reserved", I32)])
+    ("layer", I32), ("scale", F32), ("overlap", I32), ("in_order", I32), ("out_f32", I32)])
 
 
 class Cache:
@@ -472,11 +472,12 @@ class Values:
         padded = (max(lens) + 63) // 64 * 64
         self.weights = torch.full((lists, padded, group), float("nan"), device=dev, dtype=torch.float16)
         self.part_lse, self.parts = f32(lists, team, group), f32(lists, team, group, d)
+        self.ids = None if rule == "per tile" else i32([-1]).repeat(rows * q_heads * samples).view(rows, q_heads, samples)
         self.keep = (cache, q, row_table)
         self.p = ValuesParams(
             *[ptr(x) for x in (q, cache.k, cache.v, cache.table, row_table, self.lens, self.seeds,
                                self.positions, self.out, self.lse, self.sync, self.weights,
-                               self.part_lse, self.parts)],
+                               self.part_lse, self.parts, self.ids)],
             cache.blocks, rows, q_heads, kv, d, DTYPE[q.dtype], cache.table.stride(0), max(lens),
             samples, TARGETS[rule], layer, d**-0.5, int(overlap), 0, 0)
 

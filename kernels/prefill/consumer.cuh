@@ -78,6 +78,11 @@ struct PrefillConsumer {
     else release(bar);
   }
 
+  // Single tokens are copied by ordinary instructions, which wgmma does not see without it.
+  __device__ __forceinline__ void copied() const {
+    if constexpr (COLUMNS) fence_async_smem();
+  }
+
   // The scores of this warp's rows alone: its neighbours may have had no need, so the
   // warpgroup's instruction is out of reach. The fragments are laid out alike.
   __device__ __forceinline__ void scores_again(uint32_t stage) {
@@ -305,6 +310,7 @@ struct PrefillConsumer {
     uint32_t stage = count % L::kStages, parity = (count / L::kStages) & 1;
     mbar_wait(bars + kFull + stage * 8, parity);
     uint2 b = blocks(stage);
+    copied();
     scores(stage);
     wgmma_wait<0>();
     pin(s);
@@ -319,6 +325,7 @@ struct PrefillConsumer {
       const uint32_t next = (count + i) % L::kStages, next_parity = ((count + i) / L::kStages) & 1;
       mbar_wait(bars + kFull + next * 8, next_parity);
       mbar_wait(bars + vFull + stage * 8, parity);
+      copied();
       if (i <= 2) clear_tail(stage, b, t.kv_len);  // The last block is in the second step.
       bar_sync(1 + wg, 256);
       pin(o);
@@ -359,6 +366,7 @@ struct PrefillConsumer {
     }
     release(qEmpty + slot * 8);
     mbar_wait(bars + vFull + stage * 8, parity);
+    copied();
     if (n <= 2) clear_tail(stage, b, t.kv_len);
     pin(o);
     wgmma_fence();

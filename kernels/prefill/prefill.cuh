@@ -8,8 +8,8 @@
 //
 // One thread block per multiprocessor walks the tiles in a snake over a table that
 // the caller sorts longest first. One warp streams pairs of 64-token blocks by bulk
-// tensor copies, three warps gather the next tile's query rows, and two consumer warpgroups of 64
-// rows each take turns at the tensor cores: while one computes its softmax the other
+// tensor copies, or two do so and gather single tokens, the others gather the next tile's query rows, and two consumer
+// warpgroups of 64 rows each take turns at the tensor cores: while one computes its softmax the other
 // multiplies. Inside a warpgroup the next scores are computed beside the present
 // value product. No maximum is taken in the common case: probabilities are computed
 // against the maximum known so far, and only a sum above 2^10 makes the step repeat
@@ -32,12 +32,13 @@ __global__ void __launch_bounds__(384, 1)
   const uint32_t k_s = q_s + 2 * L::kTile, v_s = k_s + L::kStages * L::kTile;
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
-      mbar_init(smem_u32(&sh.q_full[i]), 96);
+      mbar_init(smem_u32(&sh.q_full[i]), kQueryThreads<COLUMNS>);
       mbar_init(smem_u32(&sh.q_empty[i]), 8);
     }
     for (int i = 0; i < L::kStages; ++i) {
-      mbar_init(smem_u32(&sh.k_full[i]), COLUMNS ? 32 : 1);
-      mbar_init(smem_u32(&sh.v_full[i]), COLUMNS ? 32 : 1);
+      // Of the warps that copy single tokens every lane arrives, and once more the warp.
+      mbar_init(smem_u32(&sh.k_full[i]), COLUMNS ? 33 * kKeyWarps<COLUMNS> : 1);
+      mbar_init(smem_u32(&sh.v_full[i]), COLUMNS ? 33 * kKeyWarps<COLUMNS> : 1);
       mbar_init(smem_u32(&sh.k_empty[i]), COLUMNS ? 256 : 8);
       mbar_init(smem_u32(&sh.v_empty[i]), COLUMNS ? 256 : 8);
     }
@@ -50,8 +51,9 @@ __global__ void __launch_bounds__(384, 1)
   launch_dependents();
   if (threadIdx.x >= 256) {
     regs_shrink<40>();
-    if (threadIdx.x < 288) produce_keys<T, D, COLUMNS>(&km, &vm, p, sh, k_s, v_s);
-    else produce_queries<T, D>(p, sh, q_s);
+    const int part = __shfl_sync(~0u, threadIdx.x / 32 - 8, 0);
+    if (part < kKeyWarps<COLUMNS>) produce_keys<T, D, COLUMNS>(&km, &vm, p, sh, k_s, v_s, part);
+    else produce_queries<T, D, COLUMNS>(p, sh, q_s);
   } else {
     regs_grow<232>();
     const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), tid = threadIdx.x % 128;

@@ -38,74 +38,102 @@ struct TileWalk {
   }
 };
 
-// One stage of single tokens: rows of 16-byte pieces by the whole warp, zeros where there
-// are fewer than 128.
+// The single tokens of a tile, of which each of the warps that bring keys brings its half of every stage: a lane looks up two
+// rows, a stage before they are copied, by tokens that it knows since the stage before that.
+struct ColumnWalk {
+  static constexpr int kOwn = kTileKeys / kKeyWarps<true>, kEach = kOwn / 32;
+  int part;
+  uint32_t far[kEach], id[kEach], y[kEach];  // tokens of the stage after the next; tokens of the next, and their cache rows
+
+  __device__ __forceinline__ void load(const TileKeys& keys, uint32_t first) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const uint32_t at = first + part * kOwn + i * 32 + (threadIdx.x & 31);
+      far[i] = at < keys.columns ? keys.ids[at] : UINT32_MAX;
+    }
+  }
+  // Moves on: from here on the stage that begins `first` columns behind the tile's first is the farthest known.
+  __device__ __forceinline__ void next(const SparsePrefillParams& p, const TileWalk& walk, uint32_t first) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      id[i] = far[i];
+      if (id[i] != UINT32_MAX)
+        y[i] = (walk.table[unmarked(id[i]) / kBlock] * p.kv_heads + walk.kv_head) * kBlock + id[i] % kBlock;
+    }
+    load(walk.keys, first);
+  }
+};
+
+// This warp's rows of a stage of single tokens, as pieces of 16 bytes; zeros where there are no more tokens.
+template <class T, int D>
+__device__ __forceinline__ void copy_columns(const void* from, uint32_t to, int part,
+                                             const uint32_t (&id)[ColumnWalk::kEach],
+                                             const uint32_t (&y)[ColumnWalk::kEach]) {
+  constexpr int kPieces = D / 8, kRows = 32 / kPieces;  // rows a pass of the warp
+  const int lane = threadIdx.x & 31, piece = lane % kPieces, own = lane / kPieces;
+  const T* base = static_cast<const T*>(from) + piece * 8;
+  to += piece / 8 * PrefillLayout<D>::kPanel;
+#pragma unroll
+  for (int i = 0; i < ColumnWalk::kEach; ++i) {
+    const uint32_t live = __ballot_sync(~0u, id[i] != UINT32_MAX);
+#pragma unroll 8
+    for (int r = 0; r < 32; r += kRows) {
+      const uint32_t row = __shfl_sync(~0u, y[i], r + own);
+      const bool is = live >> (r + own) & 1;
+      cp_async16_or_zeros(to + swizzled(part * ColumnWalk::kOwn + i * 32 + r + own, piece % 8),
+                          base + (is ? (uint64_t)row * D : 0), is);
+    }
+  }
+}
+
 template <class T, int D>
 __device__ __forceinline__ void produce_columns(const SparsePrefillParams& p,
                                                 PrefillShared<PrefillLayout<D>::kStages>& sh,
-                                                const TileWalk& walk, uint32_t first,
+                                                const TileWalk& walk, ColumnWalk& columns, uint32_t first,
                                                 uint32_t count, uint32_t k_s, uint32_t v_s) {
   using L = PrefillLayout<D>;
-  constexpr int kPieces = D / 8, kRows = 32 / kPieces;  // rows a pass of the warp
-  const int lane = threadIdx.x & 31;
+  constexpr int kEach = ColumnWalk::kEach;
+  const int lane = threadIdx.x & 31, part = columns.part;
   const uint32_t stage = count % L::kStages, free = ((count / L::kStages) & 1) ^ 1;
-  uint32_t id[kTileKeys / 32], y[kTileKeys / 32];  // a lane's tokens and their cache rows
+  uint32_t id[kEach], y[kEach];
 #pragma unroll
-  for (int i = 0; i < kTileKeys / 32; ++i) {
-    const uint32_t at = first + i * 32 + lane;
-    id[i] = at < walk.keys.columns ? walk.keys.ids[at] : UINT32_MAX;
-  }
-#pragma unroll
-  for (int i = 0; i < kTileKeys / 32; ++i)
-    y[i] = id[i] == UINT32_MAX
-               ? UINT32_MAX
-               : (walk.table[unmarked(id[i]) / kBlock] * p.kv_heads + walk.kv_head) * kBlock +
-                     id[i] % kBlock;
+  for (int i = 0; i < kEach; ++i) id[i] = columns.id[i], y[i] = columns.y[i];
+  columns.next(p, walk, first + 2 * kTileKeys);
+  const uint32_t kf = smem_u32(&sh.k_full[stage]), vf = smem_u32(&sh.v_full[stage]);
   mbar_wait(smem_u32(&sh.k_empty[stage]), free);
-  if (lane == 0) sh.blocks[stage] = make_uint2(kColumns, kNoBlock);
+  if (lane == 0 && part == 0) sh.blocks[stage] = make_uint2(kColumns, kNoBlock);
 #pragma unroll
-  for (int i = 0; i < kTileKeys / 32; ++i) sh.columns[stage][i * 32 + lane] = id[i];
-  const uint32_t piece = lane % kPieces;
-  auto gather = [&](const void* from, uint32_t to) {
-#pragma unroll
-    for (int i = 0; i < kTileKeys / 32; ++i)
-#pragma unroll 4
-      for (int r = 0; r < 32; r += kRows) {
-        const uint32_t row = r + lane / kPieces, from_row = __shfl_sync(~0u, y[i], row);
-        const uint32_t dst =
-            to + (piece / 8) * L::kPanel + swizzled(i * 32 + row, piece % 8);
-        if (from_row == UINT32_MAX) {
-          st_shared_v4(dst, make_uint4(0, 0, 0, 0));
-        } else {
-          cp_async16(dst, static_cast<const T*>(from) + (uint64_t)from_row * D + piece * 8);
-        }
-      }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  };
-  gather(p.k, k_s + stage * L::kTile);
+  for (int i = 0; i < kEach; ++i) sh.columns[stage][part * ColumnWalk::kOwn + i * 32 + lane] = id[i];
+  copy_columns<T, D>(p.k, k_s + stage * L::kTile, part, id, y);
+  cp_async_arrive(kf);
+  __syncwarp();
+  if (lane == 0) mbar_arrive(kf);  // Publishes the warp's plain stores.
   mbar_wait(smem_u32(&sh.v_empty[stage]), free);
-  gather(p.v, v_s + stage * L::kTile);
-  asm volatile("cp.async.wait_group 1;" ::: "memory");
-  fence_async_smem();
-  mbar_arrive(smem_u32(&sh.k_full[stage]));
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
-  fence_async_smem();
-  mbar_arrive(smem_u32(&sh.v_full[stage]));
+  copy_columns<T, D>(p.v, v_s + stage * L::kTile, part, id, y);
+  cp_async_arrive(vf);
+  if (lane == 0) mbar_arrive(vf);
 }
 
 template <class T, int D, bool COLUMNS>
 __device__ __forceinline__ void produce_keys(const CUtensorMap* km, const CUtensorMap* vm,
                                              const SparsePrefillParams& p,
                                              PrefillShared<PrefillLayout<D>::kStages>& sh,
-                                             uint32_t k_s, uint32_t v_s) {
+                                             uint32_t k_s, uint32_t v_s, int part) {
   using L = PrefillLayout<D>;
   const int lane = threadIdx.x & 31;
+  const bool leader = lane == 0 && part == 0;
   uint32_t count = 0;
   TileWalk walk, ahead;
+  ColumnWalk columns;
+  columns.part = part;
   bool more = ahead.open(p, 0);
   for (int round = 1; more; ++round) {
     walk = ahead;
     more = ahead.open(p, round);  // Its look-ups are done by the time this tile is.
+    if constexpr (COLUMNS) {
+      columns.load(walk.keys, 0);
+      columns.next(p, walk, kTileKeys);
+    }
     for (; walk.chunk >= 0; --walk.chunk, walk.look_up(p)) {
       const int pairs = min(walk.pairs - walk.chunk * 16, 16u);
       for (int i = pairs - 1; i >= 0; --i, ++count) {
@@ -114,11 +142,11 @@ __device__ __forceinline__ void produce_keys(const CUtensorMap* km, const CUtens
         const int y0 = __shfl_sync(~0u, walk.y, 2 * i);
         int y1 = __shfl_sync(~0u, walk.y, 2 * i + 1);
         if (b1 == kNoBlock) y1 = y0;  // Any finite rows: the mask hides them.
-        if (lane == 0) {
-          const uint32_t stage = count % L::kStages, free = ((count / L::kStages) & 1) ^ 1;
-          const uint32_t kf = smem_u32(&sh.k_full[stage]), vf = smem_u32(&sh.v_full[stage]);
-          const uint32_t kd = k_s + stage * L::kTile, vd = v_s + stage * L::kTile;
-          mbar_wait(smem_u32(&sh.k_empty[stage]), free);
+        const uint32_t stage = count % L::kStages, free = ((count / L::kStages) & 1) ^ 1;
+        const uint32_t kf = smem_u32(&sh.k_full[stage]), vf = smem_u32(&sh.v_full[stage]);
+        if (COLUMNS || leader) mbar_wait(smem_u32(&sh.k_empty[stage]), free);
+        if (leader) {
+          const uint32_t kd = k_s + stage * L::kTile;
           sh.blocks[stage] = make_uint2(b0, b1);
           mbar_expect_tx(kf, L::kTile);
 #pragma unroll
@@ -126,7 +154,10 @@ __device__ __forceinline__ void produce_keys(const CUtensorMap* km, const CUtens
             tma_load_2d(kd + h * L::kPanel, km, kf, h * 64, y0);
             tma_load_2d(kd + h * L::kPanel + L::kPanel / 2, km, kf, h * 64, y1);
           }
-          mbar_wait(smem_u32(&sh.v_empty[stage]), free);
+        }
+        if (COLUMNS || leader) mbar_wait(smem_u32(&sh.v_empty[stage]), free);
+        if (leader) {
+          const uint32_t vd = v_s + stage * L::kTile;
           mbar_expect_tx(vf, L::kTile);
 #pragma unroll
           for (int h = 0; h < D / 64; ++h) {
@@ -135,25 +166,27 @@ __device__ __forceinline__ void produce_keys(const CUtensorMap* km, const CUtens
           }
         }
         __syncwarp();
-        if (COLUMNS && lane > 0) {
-          const uint32_t stage = count % L::kStages;
-          mbar_arrive(smem_u32(&sh.k_full[stage]));
-          mbar_arrive(smem_u32(&sh.v_full[stage]));
+        if constexpr (COLUMNS) {
+          // As many arrive as where single tokens are copied.
+          if (!leader) mbar_arrive(kf), mbar_arrive(vf);
+          if (lane == 0) mbar_arrive(kf), mbar_arrive(vf);
         }
       }
     }
     if constexpr (COLUMNS)
       for (uint32_t at = 0; at < walk.keys.columns; at += kTileKeys, ++count)
-        produce_columns<T, D>(p, sh, walk, at, count, k_s, v_s);
+        produce_columns<T, D>(p, sh, walk, columns, at, count, k_s, v_s);
   }
+  if constexpr (COLUMNS) cp_async_wait_all();
 }
 
-// Three warps copy the next tile's query rows, wherever they lie, and its outline.
-template <class T, int D, class Shared>
+// The other warps copy the next tile's query rows, wherever they lie, and its outline.
+template <class T, int D, bool COLUMNS, class Shared>
 __device__ __forceinline__ void produce_queries(const SparsePrefillParams& p, Shared& sh,
                                                 uint32_t q_s) {
   using L = PrefillLayout<D>;
-  const int tid = (threadIdx.x & 127) - 32, total = items(p);
+  constexpr int kThreads = kQueryThreads<COLUMNS>;
+  const int tid = (threadIdx.x & 127) - 32 * kKeyWarps<COLUMNS>, total = items(p);
   for (int round = 0, w; (w = work_item(round)) < total; ++round) {
     const int place = item_place(p, w), slot = round & 1;
     const PrefillTile t = p.tiles[item_tile(p, w)];
@@ -162,9 +195,9 @@ __device__ __forceinline__ void produce_queries(const SparsePrefillParams& p, Sh
     mbar_wait(smem_u32(&sh.q_empty[slot]), ((round >> 1) & 1) ^ 1);
     TileOutline& outline = sh.outline[slot];
     if (tid == 0) outline.tile = t, outline.pairs = pairs;
-    for (uint32_t r = tid; r < kTileRows; r += 96)
+    for (uint32_t r = tid; r < kTileRows; r += kThreads)
       outline.positions[r] = row_of(p, r) < t.rows ? p.positions[t.row_begin + row_of(p, r)] : t.pos_max;
-    for (uint32_t i = tid; i < kTileRows * (D / 8); i += 96) {
+    for (uint32_t i = tid; i < kTileRows * (D / 8); i += kThreads) {
       const uint32_t r = i / (D / 8), chunk = i % (D / 8);
       const uint32_t dst = q_s + slot * L::kTile + (chunk / 8) * L::kPanel + swizzled(r, chunk % 8);
       if (row_of(p, r) < t.rows) {

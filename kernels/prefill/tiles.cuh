@@ -39,6 +39,12 @@ constexpr int kTileRows = 128, kTileKeys = 128;
 constexpr uint32_t kNoBlock = 0x1FFFFFF;  // its keys lie just below 2^31, beyond every position
 constexpr uint32_t kColumns = kNoBlock - 1;  // a pair that holds 128 single tokens instead
 
+// Warps that bring keys, of the four that bring anything: single tokens are copied piece by piece, by two of them.
+template <bool COLUMNS>
+inline constexpr int kKeyWarps = COLUMNS ? 2 : 1;
+template <bool COLUMNS>
+inline constexpr int kQueryThreads = 128 - 32 * kKeyWarps<COLUMNS>;
+
 // Marks of ids: only the first consumer warpgroup's rows read it, or only the second's.
 constexpr uint32_t kFirstRows = 1u << 31, kOtherRows = 1u << 30;
 constexpr uint32_t kUnmarked = ~(kFirstRows | kOtherRows);

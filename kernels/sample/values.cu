@@ -28,7 +28,7 @@ extern "C" int taper_values(const taper::ValuesParams* p, cudaStream_t stream) {
   const bool ok = p->rows > 0 && p->kv_heads > 0 && p->q_heads % p->kv_heads == 0 &&
                   p->q_heads / p->kv_heads <= 16 && (p->head_dim == 64 || p->head_dim == 128) &&
                   (p->dtype == kBf16 || p->dtype == kF16) && p->samples > 0 && p->max_len > 0 &&
-                  p->rule >= kSystematic && p->rule <= kPerTile &&
+                  p->rule >= kSystematic && p->rule <= kPerTile && !(p->rule == kPerTile && p->ids) &&
                   p->blocks * p->kv_heads * kBlock <= INT32_MAX;
   if (!ok) return cudaErrorInvalidValue;
   return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {

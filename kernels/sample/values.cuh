@@ -228,6 +228,14 @@ struct ValuesBlock {
     const auto [begin, end, scale, total] = reach(h);
     const float inverse = 1.f / p.samples;
     const T* values = static_cast<const T*>(p.v);
+    uint32_t* ids = p.ids ? p.ids + ((int64_t)row * p.q_heads + kv_head * group + h) * p.samples : nullptr;
+    if (!(total > 0.f && total < INFINITY)) {
+      // A head whose probabilities are no numbers: nor is its output.
+#pragma unroll
+      for (int j = 0; j < V; ++j) acc[j] = NAN;
+      for (uint32_t k = sub + lane * step; ids && rank == 0 && k < p.samples; k += 32 * step) ids[k] = 0;
+      return;
+    }
     const uint32_t all = (len + kBlock - 1) / kBlock, each = max(p.samples / all, 1u);
     const uint32_t draws = PER_TILE ? tiles * each : p.samples;
     for (uint32_t k0 = sub; k0 < draws; k0 += 32 * step) {
@@ -299,6 +307,7 @@ struct ValuesBlock {
           if (lo == tile[i]) at = 2 * l + second;
         }
       }
+      if (ids && mine) ids[k] = (first + lo) * kBlock + at;
       // A token that was drawn several times is read once.
       const uint32_t peers = __match_any_sync(~0u, mine ? lo * kBlock + at : ~0u);
       const uint32_t row = (block * p.kv_heads + kv_head) * kBlock + at;
@@ -366,7 +375,8 @@ struct ValuesBlock {
       float x = 0;
 #pragma unroll 16
       for (uint32_t r = 0; r < team; ++r) x += __ldcg(from + (int64_t)r * group * D);
-      static_cast<T*>(p.out)[head * D + i] = static_cast<T>(x * inverse);
+      if (p.out_f32) static_cast<float*>(p.out)[head * D + i] = x * inverse;
+      else static_cast<T*>(p.out)[head * D + i] = static_cast<T>(x * inverse);
     }
     if (tid == 0) sync[0] = sync[8] = 0;  // All have left.
   }

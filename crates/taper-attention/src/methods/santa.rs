@@ -9,7 +9,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::sync::Arc;
-use taper_kernels::decode::{By, Spread, Targets, bernoulli_queries, sample_values, scores};
+use taper_kernels::decode::{By, Spread, Targets, bernoulli_queries, sample_values};
 
 pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     name: "santa",
@@ -134,15 +134,10 @@ impl Santa {
     }
 
     /// The values to read of what `within` chose.
-    fn draw(&self, step: &DecodeStep, mut chosen: Choice) -> Result<Choice> {
+    fn draw(&self, step: &DecodeStep, chosen: Choice) -> Result<Choice> {
         let (samples, streams) = (self.params.samples, step.streams);
-        let bernoulli = self.params.scores == Scoring::Bernoulli;
-        // Keys that are all read are scored by all threads together.
-        if !bernoulli && chosen.scores.is_none() && self.within.name == "dense" {
-            chosen.scores = Some(scores(&step.batch, &step.per_head(|row| row.visible.len() > samples))?);
-        }
         let q;
-        let by = if bernoulli {
+        let by = if self.params.scores == Scoring::Bernoulli {
             q = bernoulli_queries(&step.batch, streams, self.params.draws, self.params.mean_query)?;
             By::Queries(&q)
         } else {

@@ -328,6 +328,13 @@ const SAMPLE_FIRST: usize = 8;
 const SAMPLE_COUNT: usize = 9;
 const LEN: usize = 12;
 
+/// The words of a list of tokens alone: where in the pool they begin, how many they are, and what its row sees.
+pub(super) fn tokens_of(first: usize, count: usize, len: usize) -> [u32; WORDS] {
+    let mut list = [0; WORDS];
+    (list[TOKEN_FIRST], list[TOKEN_COUNT], list[LEN]) = (first as u32, count as u32, len as u32);
+    list
+}
+
 impl Draft {
     pub fn begin(&mut self, len: u32) {
         let mut list = [0; WORDS];

@@ -52,9 +52,9 @@ pub use product::{
     AfterAttention, Inputs, after_attention, after_attention_at_once, product, product_add, product_gated, product_into,
 };
 pub use range::HostTail;
-pub use sample::{Sampled, Scratch, Streams, ValueDraws, draw, listed, sampled, values};
+pub use sample::{Sampled, Scratch, Streams, draw, listed, sampled};
 pub use score::{Between, Scores, View, pick_blocks, scores, top_k, top_k_by, top_p};
-pub use spread::spread_values;
+pub use spread::{Values, spread_values, values, values_fit};
 pub use stripes::{Chosen, block_lists, drop_columns};
 
 pub(crate) use delta::correct;

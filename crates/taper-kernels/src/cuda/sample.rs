@@ -3,7 +3,7 @@
 
 use super::batch::{Batch, Dims, Lists, WORDS};
 use super::error::Result;
-use super::ffi::{self, TaperSampleParams, TaperSampledParams, TaperValuesParams};
+use super::ffi::{self, TaperSampleParams, TaperSampledParams};
 use super::op::{Op, team};
 use super::told::Told;
 use crate::budget::Rule;
@@ -87,7 +87,7 @@ impl Scratch {
         Ok(made)
     }
 
-    fn check(&self, op: &Op, lists: usize, group: usize) -> Result<()> {
+    pub(super) fn check(&self, op: &Op, lists: usize, group: usize) -> Result<()> {
         let got = format!("for {} lists of groups of {}", self.lists, self.group);
         op.check((self.lists, self.group) == (lists, group), "scratch", got, format!("{lists} lists of {group}"))
     }
@@ -325,80 +325,4 @@ pub(super) fn draw_each(
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { ffi::taper_sample(&p, op.stream()) })?;
     Ok((ids, counts))
-}
-
-/// How values are drawn.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ValueDraws {
-    /// Over all keys at once, as the CPU's `Spread::Whole`.
-    Whole(Targets),
-    /// In every tile of 64 keys, as the CPU's `Spread::EachTile(64)`.
-    EachTile,
-}
-
-/// Attends with exact probabilities over all visible keys and the mean of `samples` values drawn by them for each query
-/// head; outputs `[R, q_heads, head_dim]` of the cache's dtype, and the exact log-sum-exp `[R, q_heads]`, f32.
-///
-/// # Errors
-/// Shapes or dtypes that differ, rows too long for the masses that a thread block keeps.
-///
-/// # Source
-/// As [`crate::decode::sample_values`], whose targets these are; probabilities are kept in 16 bits.
-pub fn values(
-    batch: &Batch,
-    streams: Streams,
-    samples: usize,
-    draws: ValueDraws,
-    scratch: &Scratch,
-) -> Result<(Tensor, Tensor)> {
-    let op = Op::new("values", "q", batch.q)?;
-    let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(&op)?;
-    let (lists, group, team) = (rows * kv_heads, q_heads / kv_heads, team(kv_heads));
-    scratch.check(&op, lists, group)?;
-    op.check(samples > 0, "samples", samples, "at least 1")?;
-    let padded = batch.max_len.next_multiple_of(BLOCK_TOKENS);
-    let weights = op.empty((lists, padded, group), DType::F16)?;
-    let part_lse = op.empty((lists, team, group), DType::F32)?;
-    let parts = op.empty((lists, team, group, head_dim), DType::F32)?;
-    let out = op.empty((rows, q_heads, head_dim), dtype)?;
-    let lse = op.empty((rows, q_heads), DType::F32)?;
-    let pool = [blocks, kv_heads, BLOCK_TOKENS, head_dim];
-    let p = TaperValuesParams {
-        q: op.at("q", batch.q, dtype, [rows, q_heads, head_dim])?,
-        k: op.at("kv.k", batch.kv.k, dtype, pool)?,
-        v: op.at("kv.v", batch.kv.v, dtype, pool)?,
-        block_table: op.at("tables", batch.tables, DType::U32, [tables, stride])?,
-        row_table: op.maybe("row_tables", batch.row_tables, DType::U32, [rows])?,
-        lens: op.at("lens", batch.lens, DType::U32, [rows])?,
-        seeds: op.at("seeds", streams.seeds, DType::I64, [rows])?,
-        positions: op.at("positions", streams.positions, DType::U32, [rows])?,
-        out: op.at("out", &out, dtype, [rows, q_heads, head_dim])?,
-        lse: op.at("lse", &lse, DType::F32, [rows, q_heads])?,
-        sync: op.at("scratch", &scratch.sync, DType::U32, [2 + lists, 32])?,
-        weights: op.at("weights", &weights, DType::F16, [lists, padded, group])?,
-        part_lse: op.at("part_lse", &part_lse, DType::F32, [lists, team, group])?,
-        parts: op.at("parts", &parts, DType::F32, [lists, team, group, head_dim])?,
-        blocks: blocks as i64,
-        rows: op.int("q", rows)?,
-        q_heads: op.int("q", q_heads)?,
-        kv_heads: op.int("kv", kv_heads)?,
-        head_dim: op.int("kv", head_dim)?,
-        dtype: op.dtype("kv", dtype)?,
-        table_stride: op.int("tables", stride)?,
-        max_len: op.int("max_len", batch.max_len)?,
-        samples: op.int("samples", samples)?,
-        rule: match draws {
-            ValueDraws::Whole(Targets::Systematic) => ffi::TAPER_SYSTEMATIC,
-            ValueDraws::Whole(Targets::Stratified) => ffi::TAPER_STRATIFIED,
-            ValueDraws::Whole(Targets::Independent) => ffi::TAPER_INDEPENDENT,
-            ValueDraws::EachTile => ffi::TAPER_PER_TILE,
-        },
-        layer: streams.layer as i32,
-        scale: 1.0 / (head_dim as f32).sqrt(),
-        overlap: 1,
-        ..TaperValuesParams::zeroed()
-    };
-    // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_values(&p, op.stream()) })?;
-    Ok((out, lse))
 }

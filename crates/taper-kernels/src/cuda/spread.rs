@@ -1,15 +1,17 @@
-//! Values that stand for all of a head's, drawn from scores, and queries of which only some features are left: both by the
-//! draws of the CPU.
+//! Values that stand for all of a head's, drawn from scores or beside them, and queries of which only some features are left:
+//! all by the draws of the CPU.
 
-use super::batch::{Batch, Dims, Lists, WORDS};
+use super::batch::{Batch, Dims, Lists, WORDS, tokens_of};
 use super::error::Result;
-use super::ffi::{self, TaperFeaturesParams, TaperSpreadParams};
-use super::op::Op;
-use super::sample::Streams;
+use super::ffi::{self, TaperDistinctParams, TaperFeaturesParams, TaperSpreadParams, TaperValuesParams};
+use super::op::{Op, team};
+use super::sample::{Scratch, Streams};
 use super::score::Scores;
+use super::told::Told;
 use super::walk::{ListScores, Walked};
 use crate::decode::{Spread, Targets};
 use crate::kv::BLOCK_TOKENS;
+use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
 
 /// Token lists of each query head, for [`Plan::attend_given`](super::Plan::attend_given): the values that
@@ -139,4 +141,125 @@ pub(super) fn features(q: &Tensor, streams: Streams, draws: usize, group: Option
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { ffi::taper_features(&p, op.stream()) })?;
     Ok(out)
+}
+
+/// Bytes of masses that a thread block of [`values`] keeps at most.
+const MOST_MASSES: usize = 80 * 1024;
+
+/// Whether rows are short enough for [`values`]: of 16 query heads a KV head 1.3 million tokens are.
+pub fn values_fit(batch: &Batch) -> bool {
+    let (q_heads, kv_heads) = (batch.q.dims()[1], batch.kv.k.dims()[1]);
+    let tiles = batch.max_len.div_ceil(BLOCK_TOKENS).div_ceil(team(kv_heads));
+    q_heads / kv_heads * tiles * size_of::<f32>() <= MOST_MASSES
+}
+
+/// Attention over values that were drawn.
+#[derive(Debug, Clone)]
+pub struct Values {
+    /// `[R, q_heads, head_dim]`, f32; no numbers where a head's probabilities are none.
+    pub out: Tensor,
+    /// The exact log-sum-exp `[R, q_heads]`, f32.
+    pub lse: Tensor,
+    /// The token of each draw `[R, q_heads, samples]`, u32.
+    pub ids: Tensor,
+}
+
+impl Values {
+    /// A list of its draws for each query head, of rows that see so many tokens.
+    pub(super) fn lists(&self, op: &Op, lens: &[usize]) -> Result<Lists> {
+        let (rows, q_heads, samples) = self.ids.dims3()?;
+        let work: Vec<[u32; WORDS]> =
+            (0..rows * q_heads).map(|i| tokens_of(i * samples, samples, lens[i / q_heads])).collect();
+        let work = op.kept(work.as_flattened(), [work.len(), WORDS])?;
+        Ok(Lists { token_ids: Some(self.ids.flatten_all()?), ..Lists::over(work, rows, q_heads) })
+    }
+}
+
+/// Attends with exact probabilities over all visible keys and the mean of `samples` values drawn by them for each query
+/// head, as the CPU's `Spread::Whole`.
+///
+/// # Errors
+/// Shapes or dtypes that differ, rows too long for the masses that a thread block keeps: those of [`values_fit`] are not.
+///
+/// # Source
+/// As [`crate::decode::sample_values`], whose targets these are; probabilities are kept in 16 bits.
+pub fn values(batch: &Batch, streams: Streams, samples: usize, targets: Targets, scratch: &Scratch) -> Result<Values> {
+    let op = Op::new("values", "q", batch.q)?;
+    let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(&op)?;
+    let (lists, group, team) = (rows * kv_heads, q_heads / kv_heads, team(kv_heads));
+    scratch.check(&op, lists, group)?;
+    op.check(samples > 0, "samples", samples, "at least 1")?;
+    let padded = batch.max_len.next_multiple_of(BLOCK_TOKENS);
+    let weights = op.empty((lists, padded, group), DType::F16)?;
+    let part_lse = op.empty((lists, team, group), DType::F32)?;
+    let parts = op.empty((lists, team, group, head_dim), DType::F32)?;
+    let out = op.empty((rows, q_heads, head_dim), DType::F32)?;
+    let lse = op.empty((rows, q_heads), DType::F32)?;
+    let ids = op.empty((rows, q_heads, samples), DType::U32)?;
+    let pool = [blocks, kv_heads, BLOCK_TOKENS, head_dim];
+    let p = TaperValuesParams {
+        q: op.at("q", batch.q, dtype, [rows, q_heads, head_dim])?,
+        k: op.at("kv.k", batch.kv.k, dtype, pool)?,
+        v: op.at("kv.v", batch.kv.v, dtype, pool)?,
+        block_table: op.at("tables", batch.tables, DType::U32, [tables, stride])?,
+        row_table: op.maybe("row_tables", batch.row_tables, DType::U32, [rows])?,
+        lens: op.at("lens", batch.lens, DType::U32, [rows])?,
+        seeds: op.at("seeds", streams.seeds, DType::I64, [rows])?,
+        positions: op.at("positions", streams.positions, DType::U32, [rows])?,
+        out: op.at("out", &out, DType::F32, [rows, q_heads, head_dim])?,
+        lse: op.at("lse", &lse, DType::F32, [rows, q_heads])?,
+        sync: op.at("scratch", &scratch.sync, DType::U32, [2 + lists, 32])?,
+        weights: op.at("weights", &weights, DType::F16, [lists, padded, group])?,
+        part_lse: op.at("part_lse", &part_lse, DType::F32, [lists, team, group])?,
+        parts: op.at("parts", &parts, DType::F32, [lists, team, group, head_dim])?,
+        ids: op.at("ids", &ids, DType::U32, [rows, q_heads, samples])?,
+        blocks: blocks as i64,
+        rows: op.int("q", rows)?,
+        q_heads: op.int("q", q_heads)?,
+        kv_heads: op.int("kv", kv_heads)?,
+        head_dim: op.int("kv", head_dim)?,
+        dtype: op.dtype("kv", dtype)?,
+        table_stride: op.int("tables", stride)?,
+        max_len: op.int("max_len", batch.max_len)?,
+        samples: op.int("samples", samples)?,
+        rule: match targets {
+            Targets::Systematic => ffi::TAPER_SYSTEMATIC,
+            Targets::Stratified => ffi::TAPER_STRATIFIED,
+            Targets::Independent => ffi::TAPER_INDEPENDENT,
+        },
+        layer: streams.layer as i32,
+        scale: 1.0 / (head_dim as f32).sqrt(),
+        overlap: 1,
+        out_f32: 1,
+        ..TaperValuesParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_values(&p, op.stream()) })?;
+    Ok(Values { out, lse, ids })
+}
+
+/// How many tokens each KV head's query heads read between them `[R * kv_heads]`, by lists of tokens for each query head.
+pub(super) fn distinct(op: &Op, lists: &Lists, kv_heads: usize, max_len: usize) -> Result<Told> {
+    let (count, pool) = (lists.rows * kv_heads, lists.token_ids.as_ref());
+    let told = Told::new(op, count)?;
+    let p = TaperDistinctParams {
+        work: op.at::<u32>("lists", &lists.work, DType::U32, [lists.rows * lists.heads, WORDS])?.cast(),
+        token_ids: op.pool("lists", pool)?,
+        token_ln_weight: op.maybe(
+            "lists",
+            lists.token_ln_weights.as_ref(),
+            DType::F32,
+            [pool.map_or(0, Tensor::elem_count)],
+        )?,
+        counts: op.at("counts", &told.tensor(count)?, DType::U32, [count])?,
+        rows: op.int("lists", lists.rows)?,
+        q_heads: op.int("lists", lists.heads)?,
+        kv_heads: op.int("kv", kv_heads)?,
+        max_len: op.int("max_len", max_len)?,
+        overlap: 1,
+        ..TaperDistinctParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    op.launched(unsafe { ffi::taper_distinct(&p, op.stream()) })?;
+    Ok(told)
 }

@@ -95,7 +95,7 @@ pub(crate) enum Chosen {
     Host(Vec<HeadSelection>),
     /// Keys of each KV head, and how many where the host knows.
     Keys(Arc<Step>, Lists, Option<Vec<usize>>),
-    /// Values of each query head, with given weights.
+    /// Values of each query head, with given weights, or those that the launch that drew them has read.
     Values(Arc<Step>, Lists, Source),
     /// Keys and a sample, which the launch that sampled has read.
     Sampled(Arc<Step>, Arc<Outcome>),
@@ -158,7 +158,7 @@ impl Chosen {
                 Self::Keys(_, _, Some(counts)) => all.extend(counts),
                 Self::Sampled(step, outcome) => all.extend(outcome.counts(step)?),
                 Self::Keys(_, lists, None) => all.extend(lists.counts()?),
-                Self::Values(step, lists, _) => all.extend(distinct(step, lists)?.iter().map(Vec::len)),
+                Self::Values(_, _, source) => all.extend(source.read()?),
             }
         }
         Ok(all)
@@ -208,6 +208,7 @@ impl Chosen {
         let (step, lists) = match self {
             Self::Host(heads) => return attend_host(batch, heads),
             Self::Sampled(_, outcome) => return Ok(outcome.out().clone()),
+            Self::Values(_, _, Source { out: Some(out), .. }) => return Ok(out.clone()),
             Self::Keys(step, lists, _) | Self::Values(step, lists, _) => (step, lists),
         };
         // What was chosen by other queries, such as some that few features are left of, is read by these.

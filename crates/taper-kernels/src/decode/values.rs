@@ -4,7 +4,7 @@
 //! default draws over the whole head with one offset, which is exactly unbiased.
 
 use super::attend::score_keys;
-use super::scores::HeadScores;
+use super::scores::{HeadScores, scores};
 use super::{Decode, HeadSelection, Keys, Scores, Selection, Values, View, with_view};
 use crate::kv::{BLOCK_TOKENS, KvElement};
 use crate::parallel;
@@ -80,8 +80,19 @@ pub fn sample_values(
     if heads.len() != rows * kv_heads || heads.iter().any(values) {
         bail!("sample_values: {} heads, or some of values, for {rows} rows of {kv_heads}", heads.len());
     }
-    let (batch, scores) =
-        (&Decode { q: other, ..*batch }, if let By::Scores(scores) = by { Some(scores) } else { None });
+    let batch = &Decode { q: other, ..*batch };
+    let own;
+    let known = match by {
+        By::Scores(scores) => scores,
+        // Keys that are all read are scored by all threads together.
+        By::Keys | By::Queries(_) => {
+            let all = |(i, head): (usize, &HeadSelection)| {
+                matches!(head, HeadSelection::Dense) && batch.rows[i / kv_heads].visible.len() > samples
+            };
+            own = scores(batch, &heads.iter().enumerate().map(all).collect::<Vec<_>>())?;
+            &own
+        }
+    };
     let group = q_heads / kv_heads;
     let isa = Isa::best();
     with_view!(batch, view: T => {
@@ -91,7 +102,7 @@ pub fn sample_values(
             if tokens.len() <= samples {
                 return heads[i].clone();
             }
-            let lines = lines::<T>(isa, view, (row, head), &heads[i], &tokens, scores.and_then(|s| s.of(i)));
+            let lines = lines::<T>(isa, view, (row, head), &heads[i], &tokens, known.of(i));
             let mut weights = vec![0f32; group * tokens.len()];
             let drawn = lines.chunks_exact(tokens.len()).zip(weights.chunks_exact_mut(tokens.len())).enumerate();
             let mut finite = drawn.map(|(g, (line, weights))| {

@@ -3,9 +3,7 @@
 use crate::cache::{Caches, GRID, LIMIT, Numbers, Queries, below, device, elements, furthest, relative, relative_of};
 use candle_core::{DType, Tensor};
 use taper_kernels::budget::{Promise, Rule};
-use taper_kernels::cuda::{
-    Lists, Plan, Scratch, Streams, ValueDraws, View, draw, sampled, scores, spread_values, values,
-};
+use taper_kernels::cuda::{Lists, Plan, Scratch, Streams, Values, View, draw, sampled, scores, spread_values, values};
 use taper_kernels::decode::{
     By, Foreseen, HeadSelection, Sampling, Selection, Spread, Targets, attend, sample, sample_some, sample_values,
 };
@@ -149,15 +147,14 @@ fn drawn_values_are_right_on_average_and_their_sums_exact() {
             taper_kernels::cuda::Batch { q: &q, kv, tables: &tables, row_tables: rows, lens: &lens, max_len: n };
         let scratch = Scratch::new(&q, 256, kv_heads * group, kv_heads).unwrap();
         let targets = [Targets::Systematic, Targets::Stratified, Targets::Independent][at % 3];
-        let draws = if at == 7 { ValueDraws::EachTile } else { ValueDraws::Whole(targets) };
-        let (out, lse) = values(&batch, seeds.streams(), 128, draws, &scratch).unwrap();
+        let Values { out, lse, .. } = values(&batch, seeds.streams(), 128, targets, &scratch).unwrap();
         let lists = Lists::ranges(&queries.cuda, kv_heads, &[([(0, n as u32), (0, 0)], n as u32)]).unwrap();
         let one = queries.batch(&caches);
         let (dense, exact) = Plan::new(lists, &one).unwrap().attend(&one, None, DType::F32).unwrap();
-        let what = format!("{dtype:?} {d} {kv_heads}x{group} {draws:?}");
+        let what = format!("{dtype:?} {d} {kv_heads}x{group} {targets:?}");
         below(furthest(&lse.narrow(0, 0, 1).unwrap(), &exact), 1e-2, &what);
         below(furthest(&lse.narrow(0, 255, 1).unwrap(), &exact), 1e-2, &what);
-        let mean = out.to_dtype(DType::F32).unwrap().mean_keepdim(0).unwrap();
+        let mean = out.mean_keepdim(0).unwrap();
         // Values are standard normal: one draw is off by about 1 in each element.
         let off: f64 = elements(&mean).iter().zip(elements(&dense)).map(|(a, b)| (a - b).powi(2)).sum();
         let per_element = (off / elements(&mean).len() as f64).sqrt();

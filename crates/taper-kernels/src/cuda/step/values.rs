@@ -6,9 +6,9 @@ use super::{Chosen, Seeds, Step, choosable};
 use crate::cuda::batch::Lists;
 use crate::cuda::error::Result;
 use crate::cuda::op::Op;
-use crate::cuda::sample::sampled_keys;
+use crate::cuda::sample::{Scratch, sampled_keys};
 use crate::cuda::score::{View, scores};
-use crate::cuda::spread::{features, spread_listed, spread_values};
+use crate::cuda::spread::{distinct, features, spread_listed, spread_values, values, values_fit};
 use crate::cuda::told::Told;
 use crate::cuda::walk::{ScoredBy, Walked, list_scores};
 use crate::decode::{self, By, Decode, HeadSelection, Selection, Spread};
@@ -17,10 +17,14 @@ use candle_core::{DType, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What values were drawn from, as far as only the device knows.
-#[derive(Debug, Clone, Default)]
+/// What is known of values besides, most of it by the device alone.
+#[derive(Debug, Clone)]
 pub(crate) struct Source {
-    /// A sample that keeps a promise.
+    /// How many each KV head's query heads read between them.
+    read: Told,
+    /// What attending gave, where drawing and reading were one launch.
+    pub(super) out: Option<Tensor>,
+    /// The sample that keeps a promise from which they were drawn.
     sampled: Option<Arc<Outcome>>,
     /// Keys of each list, more than how many were scored to draw from them, and which lists were if so.
     scored: Option<(Told, usize, Vec<bool>)>,
@@ -29,6 +33,11 @@ pub(crate) struct Source {
 impl Source {
     pub fn sampled(&self) -> Option<&Outcome> {
         self.sampled.as_deref()
+    }
+
+    /// Values that each row and KV head reads. Waits for the device.
+    pub fn read(&self) -> Result<impl Iterator<Item = usize>> {
+        Ok(self.read.read()?.into_iter().map(|count| count as usize))
     }
 
     /// Keys scored to draw from them. Waits for the device.
@@ -134,6 +143,17 @@ fn drawn(
         && !(few && other.is_some())
         && new.is_none()
     {
+        if let (None, None, Spread::Whole(targets), false, true) = (known, &other, spread, few, values_fit(&own)) {
+            let scratch = Scratch::kept(batch.q, step.lens.len(), step.q_heads, step.kv_heads)?;
+            let drawn = values(&own, seeds.streams(), samples, targets, &scratch)?;
+            let lists = drawn.lists(op, &step.lens)?;
+            let read = distinct(op, &lists, step.kv_heads, own.max_len)?;
+            return Ok(Some(Chosen::Values(
+                step,
+                lists,
+                Source { read, out: Some(drawn.out), sampled: None, scored: None },
+            )));
+        }
         let found;
         let scores = match known {
             Some(scores) => scores,
@@ -144,7 +164,8 @@ fn drawn(
             }
         };
         let lists = spread_values(&own, scores, seeds.streams(), samples, spread)?;
-        return Ok(Some(Chosen::Values(step, lists, Source::default())));
+        let read = distinct(op, &lists, step.kv_heads, own.max_len)?;
+        return Ok(Some(Chosen::Values(step, lists, Source { read, out: None, sampled: None, scored: None })));
     }
     let uploaded;
     let (lists, outcome) = match part {
@@ -173,8 +194,9 @@ fn drawn(
     };
     let found = list_scores(op, &own, lists, walked, beside, &from)?;
     let values = spread_listed(op, &own, &found, seeds.streams(), (samples, spread))?;
-    let source = Source { sampled: outcome.cloned(), scored: new.map(|new| (found.of.counts, samples, new)) };
-    Ok(Some(Chosen::Values(step, values, source)))
+    let read = distinct(op, &values, step.kv_heads, own.max_len)?;
+    let scored = new.map(|new| (found.of.counts, samples, new));
+    Ok(Some(Chosen::Values(step, values, Source { read, out: None, sampled: outcome.cloned(), scored })))
 }
 
 /// [`crate::decode::bernoulli_queries`], whose numbers the caller has checked.
