@@ -3,14 +3,16 @@
 // Means of neighbouring queries look for keys. A chunk is halved by way of the half whose middle key scores
 // higher, its score is the best that was seen; the best chunks of a stage are cut into the next one's. Tokens that are searched
 // are whole blocks and chunks are falling powers of two, so a chunk is a number that says where it begins, and only the one
-// that ends where the search ends may be shorter. Chunks do not depend on each other within a stage, so that a warp takes 16 of them
-// all the way down, by itself: their keys, as fragments of matrix products in registers, meet all lines of mean queries,
+// that ends where the search ends may be shorter. Chunks do not depend on each other within a stage, so that a warpgroup takes 32 of
+// them all the way down, by itself: their keys, as fragments of matrix products in registers, meet all lines of mean queries,
 // which lie in shared memory. A thread block takes one run and KV head at a time, all KV heads one after the other, whose
-// keys then stay in L2. Nothing depends on which block or warp does what: maxima, counts and a stable choice.
+// keys then stay in L2, whose rate is the bound. Nothing depends on which block or warp does what: maxima, counts and a stable
+// choice.
 #pragma once
 
 #include "../common/eight.cuh"
 #include "../common/launch.cuh"
+#include "../common/wgmma.cuh"
 #include "../select/ordered.cuh"
 
 namespace taper {
@@ -20,12 +22,31 @@ using SearchRun = TaperSearchRun;
 
 static_assert(sizeof(SearchRun) == 80, "shared with the caller");
 
-constexpr int kSearchThreads = 256, kSearchWarps = kSearchThreads / 32;
-constexpr int kWarpChunks = 16;  // that a warp halves at a time: two products of 16 keys
-constexpr int kPassTiles = 16;   // tiles of 8 lines that shared memory holds
+constexpr int kSearchThreads = 384, kSearchWarps = kSearchThreads / 32;
+constexpr int kWarpChunks = 8;    // that a warp halves at a time: 16 keys
+constexpr int kProductTiles = 4;  // tiles of 8 lines that a product takes
+constexpr int kPassTiles = 16;    // and that shared memory holds
 
-// A line for each mean and query head of the group, in tiles of 8 as the lanes of a warp read them: a lane has 8 elements of a line
-// in a row, and the next 32 are other lanes'. What fills up the last tile repeats its last line, which changes no maximum.
+// D[64 x 32] (+)= A (registers) * B (shared, K contiguous). With 64 columns registers would do for eight warps of a thread
+// block, not for twelve, and more warps have more keys on their way.
+#define TAPER_WGMMA_LINES(TYPE)\
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"\
+               "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" TAPER_NAMES_16\
+               "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}"\
+               : TAPER_D8(0), TAPER_D8(8)\
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(acc))
+
+template <class T>
+__device__ __forceinline__ void wgmma_lines(float (&d)[kProductTiles * 4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                            uint32_t a3, uint64_t b, int acc) {
+  if constexpr (kIsBf16<T>) TAPER_WGMMA_LINES("bf16");
+  else TAPER_WGMMA_LINES("f16");
+}
+
+// A line for each mean and query head of the group, in tiles of 8. A lane that reads a key has 8 of its elements in a row, and
+// the next 32 are other lanes', so that one product takes the first 4 of every 8 elements and the next one the others: 32 elements
+// of a tile are four matrices, of which each has two elements in a row of every 8, for all lines. What fills up the last tile
+// repeats its last line, which changes no maximum.
 template <class T, int D>
 __global__ void __launch_bounds__(256) search_lines_kernel(const __grid_constant__ SearchParams p) {
   constexpr uint32_t kPieces = D;  // of 8 elements, in a tile of 8 lines
@@ -50,7 +71,9 @@ __global__ void __launch_bounds__(256) search_lines_kernel(const __grid_constant
     }
 #pragma unroll
     for (int j = 0; j < 8; ++j) mean[j] /= (float)rows.y;
-    store8(to + (uint64_t)i * 8, mean);
+    uint32_t* words = reinterpret_cast<uint32_t*>(to) + (uint64_t)(i - lane) * 4 + lane;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) words[32 * j] = pack2<T>(mean[2 * j], mean[2 * j + 1]);
   }
 }
 
@@ -114,15 +137,25 @@ struct Search {
   __device__ __forceinline__ uint32_t passes() const { return (tiles + kPassTiles - 1) / kPassTiles; }
   __device__ __forceinline__ void bring(uint32_t pass) {
     const uint4* piece = from + (uint64_t)pass * kPassTiles * kLoads * 32;
-    const uint32_t count = min(tiles - pass * kPassTiles, (uint32_t)kPassTiles) * kLoads * 32;
-    for (uint32_t i = threadIdx.x; i < count; i += kSearchThreads) lines[i] = piece[i];
+    constexpr uint32_t kTile = kLoads * 32;
+    const uint32_t here = min(tiles - pass * kPassTiles, (uint32_t)kPassTiles), last = (here - 1) * kTile;
+    // Up to a whole product with the last tile.
+    const uint32_t end = (here + kProductTiles - 1) / kProductTiles * kProductTiles * kTile;
+    for (uint32_t i = threadIdx.x; i < end; i += kSearchThreads)
+      lines[i] = piece[i < last ? i : last + i % kTile];
+    fence_async_smem();  // Products read them next.
     __syncthreads();
+  }
+  // Products read it without a swizzle: a matrix has 16 bytes of each of 8 lines, the next 8 lines' is a tile on.
+  __device__ __forceinline__ uint64_t lines_desc(uint32_t tile) const {
+    const uint64_t at = smem_u32(lines + tile * kLoads * 32);
+    return ((at & 0x3FFFF) >> 4) | ((uint64_t)(128 >> 4) << 16) | ((uint64_t)(kLoads * 512 >> 4) << 32);
   }
   __device__ __forceinline__ void load(uint32_t token, uint4 (&key)[kLoads]) const {
     const uint4* at =
         reinterpret_cast<const uint4*>(keys + table[token / kBlock] * block + (uint64_t)(token % kBlock) * D);
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) key[i] = at[(threadIdx.x & 3) + 4 * i];
+    for (int i = 0; i < kLoads; ++i) key[i] = __ldcg(at + (threadIdx.x & 3) + 4 * i);
   }
   // Scores of chunks of a size, as integers of the same order; returns how many keys this thread counts as looked at.
   // The first pass over the lines must be in shared memory where there is but one. All threads call it.
@@ -131,30 +164,20 @@ struct Search {
     const uint32_t rounds = passes();
     uint32_t looked = 0;
     for (uint32_t base = 0; base < chunks.count; base += kSearchWarps * kWarpChunks) {
-      const uint32_t first = base + warp * kWarpChunks + lane / 4;  // and 8 on
-      if (rounds == 1 && first - lane / 4 >= chunks.count) break;
-      // Lanes of four share two chunks: what is left of each, and the best so far.
-      uint32_t at[2], left[2];
-      float best[2];
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        const bool is = first + 8 * t < chunks.count;
-        at[t] = far + (is ? chunks[first + 8 * t] * size : 0);
-        left[t] = is ? min(size, near - at[t]) : 0;
-        best[t] = -INFINITY;
-      }
+      if (rounds == 1 && base + warp / 4 * 4 * kWarpChunks >= chunks.count) break;  // for a whole warpgroup
+      // Lanes of four share a chunk: what is left of it, and the best so far.
+      const uint32_t mine = base + warp * kWarpChunks + lane / 4;
+      const bool is = mine < chunks.count;
+      uint32_t at = far + (is ? chunks[mine] * size : 0), left = is ? min(size, near - at) : 0;
+      float best = -INFINITY;
 #pragma unroll 1
       for (uint32_t most = size; most > 1; most /= 2) {
-        // Row lane / 4 of a product is the middle of a chunk's lower half, row lane / 4 + 8 that of the upper one.
-        uint4 low[2][kLoads], high[2][kLoads];
-        float score[2][2];
-#pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          const uint32_t half = left[t] / 2;
-          load(at[t] + half / 2, low[t]);
-          load(at[t] + half + (left[t] - half) / 2, high[t]);
-          score[t][0] = score[t][1] = -INFINITY;
-        }
+        // Row lane / 4 of a warp's 16 is the middle of a chunk's lower half, row lane / 4 + 8 that of the upper one.
+        uint4 low[kLoads], high[kLoads];
+        float score[2] = {-INFINITY, -INFINITY};
+        const uint32_t half = left / 2;
+        load(at + half / 2, low);
+        load(at + half + (left - half) / 2, high);
 #pragma unroll 1
         for (uint32_t pass = 0; pass < rounds; ++pass) {
           if (rounds > 1) {
@@ -162,44 +185,38 @@ struct Search {
             bring(pass);
           }
           const uint32_t here = min(tiles - pass * kPassTiles, (uint32_t)kPassTiles);
-#pragma unroll 2
-          for (uint32_t tile = 0; tile < here; ++tile) {
-            float c[2][4] = {};
+#pragma unroll 1
+          for (uint32_t tile = 0; tile < here; tile += kProductTiles) {
+            float c[kProductTiles * 4];
+            const uint64_t desc = lines_desc(tile);
+            __syncwarp();
+            wgmma_fence();
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) {
-              const uint4 x = lines[(tile * kLoads + i) * 32 + lane];
-#pragma unroll
-              for (int t = 0; t < 2; ++t) {
-                mma_16x8x16<T>(c[t], low[t][i].x, high[t][i].x, low[t][i].y, high[t][i].y, x.x, x.y);
-                mma_16x8x16<T>(c[t], low[t][i].z, high[t][i].z, low[t][i].w, high[t][i].w, x.z, x.w);
-              }
+              wgmma_lines<T>(c, low[i].x, high[i].x, low[i].y, high[i].y, desc + (i * 512 >> 4), i > 0);
+              wgmma_lines<T>(c, low[i].z, high[i].z, low[i].w, high[i].w, desc + ((i * 512 + 256) >> 4), 1);
             }
+            wgmma_commit();
+            wgmma_wait<0>();
+            pin(c);
             // A score that is not a number counts for nothing.
 #pragma unroll
-            for (int t = 0; t < 2; ++t)
-#pragma unroll
-              for (int j = 0; j < 4; ++j) score[t][j / 2] = fmaxf(score[t][j / 2], c[t][j]);
+            for (int j = 0; j < kProductTiles * 4; ++j) score[j / 2 % 2] = fmaxf(score[j / 2 % 2], c[j]);
           }
         }
 #pragma unroll
-        for (int t = 0; t < 2; ++t) {
+        for (int j = 0; j < 2; ++j)
 #pragma unroll
-          for (int j = 0; j < 2; ++j)
-#pragma unroll
-            for (int d = 1; d < 4; d *= 2) score[t][j] = fmaxf(score[t][j], __shfl_xor_sync(~0u, score[t][j], d));
-          if (left[t] > 1) {
-            const uint32_t half = left[t] / 2;
-            const bool upper = score[t][1] > score[t][0];
-            at[t] += upper ? half : 0;
-            left[t] = upper ? left[t] - half : half;
-            best[t] = fmaxf(best[t], upper ? score[t][1] : score[t][0]);
-            looked += (lane & 3) == 0 ? 2 : 0;
-          }
+          for (int d = 1; d < 4; d *= 2) score[j] = fmaxf(score[j], __shfl_xor_sync(~0u, score[j], d));
+        if (left > 1) {
+          const bool upper = score[1] > score[0];
+          at += upper ? half : 0;
+          left = upper ? left - half : half;
+          best = fmaxf(best, upper ? score[1] : score[0]);
+          looked += (lane & 3) == 0 ? 2 : 0;
         }
       }
-#pragma unroll
-      for (int t = 0; t < 2; ++t)
-        if ((lane & 3) == 0 && first + 8 * t < chunks.count) scores[first + 8 * t] = ordered(best[t]);
+      if ((lane & 3) == 0 && is) scores[mine] = ordered(best);
     }
     return looked;
   }
@@ -261,7 +278,7 @@ __device__ __forceinline__ uint2 write_small(WarpSums& sums, const uint32_t* kep
 
 template <class T, int D>
 __global__ void __launch_bounds__(kSearchThreads, 2) search_kernel(const __grid_constant__ SearchParams p) {
-  __shared__ uint4 lines[kPassTiles * (D / 32) * 32];
+  __shared__ __align__(128) uint4 lines[kPassTiles * (D / 32) * 32];
   __shared__ uint32_t places[2][kSearchWarps];
   wait_for_predecessor();
   launch_dependents();
