@@ -26,6 +26,8 @@ constexpr int kSearchThreads = 384, kSearchWarps = kSearchThreads / 32;
 constexpr int kWarpChunks = 8;    // that a warp halves at a time: 16 keys
 constexpr int kProductTiles = 4;  // tiles of 8 lines that a product takes
 constexpr int kPassTiles = 16;    // and that shared memory holds
+constexpr int kScoreRoom = 1024;  // scores that shared memory holds
+constexpr int kDigits = 7;        // of five bits that a score has
 
 // D[64 x 32] (+)= A (registers) * B (shared, K contiguous). With 64 columns registers would do for eight warps of a thread
 // block, not for twelve, and more warps have more keys on their way.
@@ -224,21 +226,35 @@ struct Search {
 
 // Writes which chunks have the `need` highest scores, ascending; of equals the first. All threads call it, after a
 // barrier, and there is one at the end.
-__device__ __forceinline__ void keep_best(WarpSums& sums, const uint32_t* scores, const Chunks& chunks, uint32_t need,
-                                          uint32_t* to) {
-  auto at_least = [&](uint32_t score) {
-    uint32_t count = 0;
-    for (uint32_t i = threadIdx.x; i < chunks.count; i += kSearchThreads) count += scores[i] >= score;
-    return sums.all(count);
-  };
-  // The lowest that is kept, bit by bit.
-  uint32_t lowest = 0;
-  for (int bit = 31; bit >= 0; --bit) {
-    const uint32_t score = lowest | 1u << bit, count = at_least(score);
-    if (count >= need) lowest = score;
-    if (count == need) break;
+__device__ __forceinline__ void keep_best(WarpSums& sums, uint32_t (*digits)[32], const uint32_t* scores,
+                                          const Chunks& chunks, uint32_t need, uint32_t* to) {
+  for (int i = threadIdx.x; i < kDigits * 32; i += kSearchThreads) digits[0][i] = 0;
+  __syncthreads();
+  // The lowest that is kept, five bits at a time from the highest on: of the scores that begin as it does, some are kept.
+  const uint32_t lane = threadIdx.x & 31;
+  uint32_t lowest = 0, equals = need;
+  for (int high = 32, low; high > 0; high = low) {
+    low = max(high - 5, 0);
+    uint32_t* counts = digits[high / 5];
+    for (uint32_t i = threadIdx.x; i < chunks.count; i += kSearchThreads) {
+      const uint32_t digit = (scores[i] ^ lowest) >> low;
+      if (digit < 1u << (high - low)) atomicAdd(&counts[digit], 1);
+    }
+    __syncthreads();
+    // Every warp adds them up for itself, the highest first.
+    const uint32_t own = counts[31 - lane];
+    uint32_t sum = own;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const uint32_t before = __shfl_up_sync(~0u, sum, d);
+      sum += lane >= d ? before : 0;
+    }
+    const int last = __ffs(__ballot_sync(~0u, sum >= equals)) - 1;
+    const uint32_t upto = __shfl_sync(~0u, sum, last);
+    lowest |= (uint32_t)(31 - last) << low;
+    if (upto == equals) break;  // All that begin so are kept.
+    equals -= upto - __shfl_sync(~0u, own, last);
   }
-  const uint32_t equals = need - at_least(lowest + 1);
   uint32_t above = 0, equal = 0;
   for (uint32_t base = 0; base < chunks.count; base += kSearchThreads) {
     const uint32_t i = base + threadIdx.x, score = i < chunks.count ? scores[i] : 0;
@@ -279,11 +295,11 @@ __device__ __forceinline__ uint2 write_small(WarpSums& sums, const uint32_t* kep
 template <class T, int D>
 __global__ void __launch_bounds__(kSearchThreads, 2) search_kernel(const __grid_constant__ SearchParams p) {
   __shared__ __align__(128) uint4 lines[kPassTiles * (D / 32) * 32];
-  __shared__ uint32_t places[2][kSearchWarps];
+  __shared__ uint32_t few_scores[kScoreRoom], places[2][kSearchWarps], digits[kDigits][32];
   wait_for_predecessor();
   launch_dependents();
   WarpSums sums{places, 0};
-  uint32_t* scores = p.scratch + blockIdx.x * (p.chunk_room + 2ull * p.kept_room);
+  uint32_t* many_scores = p.scratch + blockIdx.x * (p.chunk_room + 2ull * p.kept_room);
   const uint32_t units = (uint32_t)p.kv_heads * p.run_count;
   for (uint32_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
     const uint32_t head = unit / p.run_count, at = p.run_count - 1 - unit % p.run_count;
@@ -300,7 +316,7 @@ __global__ void __launch_bounds__(kSearchThreads, 2) search_kernel(const __grid_
 
     uint32_t tokens = near - far, size = 0, looked = 0;  // size 0: nothing was chosen, all is kept
     const uint32_t* kept = nullptr;
-    uint32_t *next = scores + p.chunk_room, *other = next + p.kept_room;
+    uint32_t *next = many_scores + p.chunk_room, *other = next + p.kept_room;
     bool ready = false;
 #pragma unroll 1
     for (int stage = 0; stage < p.stages; ++stage) {
@@ -312,10 +328,11 @@ __global__ void __launch_bounds__(kSearchThreads, 2) search_kernel(const __grid_
       }
       ready = true;
       const Chunks chunks{kept, kept ? __clz(chunk) - __clz(size) : 0, (tokens + chunk - 1) / chunk};
+      uint32_t* scores = chunks.count <= kScoreRoom ? few_scores : many_scores;
       looked += search.score(chunks, chunk, scores);
       __syncthreads();
       const uint32_t need = min(max(keep / chunk, 1u), chunks.count);
-      keep_best(sums, scores, chunks, need, next);
+      keep_best(sums, digits, scores, chunks, need, next);
       const uint32_t end = far + (next[need - 1] + 1) * chunk;
       tokens = need * chunk - (end > near ? end - near : 0);
       size = chunk, kept = next;
