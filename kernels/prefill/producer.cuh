@@ -39,50 +39,46 @@ struct TileWalk {
 };
 
 // The single tokens of a tile, of which each of the warps that bring keys brings its half of every stage: a lane looks up two
-// rows, a stage before they are copied, by tokens that it knows since the stage before that.
+// rows, a stage before they are copied, by tokens that it knows since the stage before that. What fills up the last stage
+// is the last token once more, which no row sees there.
 struct ColumnWalk {
-  static constexpr int kOwn = kTileKeys / kKeyWarps<true>, kEach = kOwn / 32;
+  static constexpr int kOwn = kOwnColumns, kEach = kOwn / 32;
   int part;
   uint32_t far[kEach], id[kEach], y[kEach];  // tokens of the stage after the next; tokens of the next, and their cache rows
 
+  __device__ __forceinline__ uint32_t place(uint32_t first, int i) const {
+    return first + part * kOwn + i * 32 + (threadIdx.x & 31);
+  }
   __device__ __forceinline__ void load(const TileKeys& keys, uint32_t first) {
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const uint32_t at = first + part * kOwn + i * 32 + (threadIdx.x & 31);
-      far[i] = at < keys.columns ? keys.ids[at] : UINT32_MAX;
-    }
+    for (int i = 0; i < kEach; ++i)
+      far[i] = keys.columns > 0 ? keys.ids[min(place(first, i), keys.columns - 1)] : 0;
   }
   // Moves on: from here on the stage that begins `first` columns behind the tile's first is the farthest known.
   __device__ __forceinline__ void next(const SparsePrefillParams& p, const TileWalk& walk, uint32_t first) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       id[i] = far[i];
-      if (id[i] != UINT32_MAX)
-        y[i] = (walk.table[unmarked(id[i]) / kBlock] * p.kv_heads + walk.kv_head) * kBlock + id[i] % kBlock;
+      y[i] = (walk.table[unmarked(id[i]) / kBlock] * p.kv_heads + walk.kv_head) * kBlock + id[i] % kBlock;
     }
     load(walk.keys, first);
   }
 };
 
-// This warp's rows of a stage of single tokens, as pieces of 16 bytes; zeros where there are no more tokens.
+// This warp's rows of a stage of single tokens, as pieces of 16 bytes: as many lanes as a row has pieces copy a run of them.
 template <class T, int D>
-__device__ __forceinline__ void copy_columns(const void* from, uint32_t to, int part,
-                                             const uint32_t (&id)[ColumnWalk::kEach],
-                                             const uint32_t (&y)[ColumnWalk::kEach]) {
-  constexpr int kPieces = D / 8, kRows = 32 / kPieces;  // rows a pass of the warp
-  const int lane = threadIdx.x & 31, piece = lane % kPieces, own = lane / kPieces;
+__device__ __forceinline__ void copy_columns(const void* from, uint32_t to, int part, const uint32_t* rows) {
+  constexpr int kPieces = D / 8, kRun = ColumnWalk::kOwn * kPieces / 32;
+  const int lane = threadIdx.x & 31, piece = lane % kPieces, first = lane / kPieces * kRun;
   const T* base = static_cast<const T*>(from) + piece * 8;
   to += piece / 8 * PrefillLayout<D>::kPanel;
+#pragma unroll 1
+  for (int r = 0; r < kRun; r += 4) {
+    const uint4 y = *reinterpret_cast<const uint4*>(rows + first + r);
 #pragma unroll
-  for (int i = 0; i < ColumnWalk::kEach; ++i) {
-    const uint32_t live = __ballot_sync(~0u, id[i] != UINT32_MAX);
-#pragma unroll 8
-    for (int r = 0; r < 32; r += kRows) {
-      const uint32_t row = __shfl_sync(~0u, y[i], r + own);
-      const bool is = live >> (r + own) & 1;
-      cp_async16_or_zeros(to + swizzled(part * ColumnWalk::kOwn + i * 32 + r + own, piece % 8),
-                          base + (is ? (uint64_t)row * D : 0), is);
-    }
+    for (int j = 0; j < 4; ++j)
+      cp_async16(to + swizzled(part * ColumnWalk::kOwn + first + r + j, piece % 8),
+                 base + (uint64_t)(j == 0 ? y.x : j == 1 ? y.y : j == 2 ? y.z : y.w) * D);
   }
 }
 
@@ -92,24 +88,29 @@ __device__ __forceinline__ void produce_columns(const SparsePrefillParams& p,
                                                 const TileWalk& walk, ColumnWalk& columns, uint32_t first,
                                                 uint32_t count, uint32_t k_s, uint32_t v_s) {
   using L = PrefillLayout<D>;
-  constexpr int kEach = ColumnWalk::kEach;
+  constexpr int kOwn = ColumnWalk::kOwn, kEach = ColumnWalk::kEach;
   const int lane = threadIdx.x & 31, part = columns.part;
   const uint32_t stage = count % L::kStages, free = ((count / L::kStages) & 1) ^ 1;
-  uint32_t id[kEach], y[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) id[i] = columns.id[i], y[i] = columns.y[i];
-  columns.next(p, walk, first + 2 * kTileKeys);
   const uint32_t kf = smem_u32(&sh.k_full[stage]), vf = smem_u32(&sh.v_full[stage]);
+  uint32_t id[kEach];
+  __syncwarp();  // All have read the rows of the stage before.
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    sh.column_rows[part][i * 32 + lane] = columns.y[i];
+    id[i] = columns.place(first, i) < walk.keys.columns ? columns.id[i] : UINT32_MAX;
+  }
+  __syncwarp();
+  columns.next(p, walk, first + 2 * kTileKeys);
   mbar_wait(smem_u32(&sh.k_empty[stage]), free);
   if (lane == 0 && part == 0) sh.blocks[stage] = make_uint2(kColumns, kNoBlock);
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) sh.columns[stage][part * ColumnWalk::kOwn + i * 32 + lane] = id[i];
-  copy_columns<T, D>(p.k, k_s + stage * L::kTile, part, id, y);
+  for (int i = 0; i < kEach; ++i) sh.columns[stage][part * kOwn + i * 32 + lane] = id[i];
+  copy_columns<T, D>(p.k, k_s + stage * L::kTile, part, sh.column_rows[part]);
   cp_async_arrive(kf);
   __syncwarp();
   if (lane == 0) mbar_arrive(kf);  // Publishes the warp's plain stores.
   mbar_wait(smem_u32(&sh.v_empty[stage]), free);
-  copy_columns<T, D>(p.v, v_s + stage * L::kTile, part, id, y);
+  copy_columns<T, D>(p.v, v_s + stage * L::kTile, part, sh.column_rows[part]);
   cp_async_arrive(vf);
   if (lane == 0) mbar_arrive(vf);
 }

@@ -64,6 +64,8 @@ struct TileOutline {
   uint32_t pairs, positions[kTileRows];  // pairs of blocks and runs of 128 columns
 };
 
+constexpr int kOwnColumns = kTileKeys / kKeyWarps<true>;  // single tokens of a stage that a warp brings
+
 template <int STAGES>
 struct PrefillShared {
   uint64_t q_full[2], q_empty[2];
@@ -71,6 +73,7 @@ struct PrefillShared {
   uint64_t k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
   uint2 blocks[STAGES];
   uint32_t columns[STAGES][kTileKeys];
+  alignas(16) uint32_t column_rows[kKeyWarps<true>][kOwnColumns];  // of the cache, as the warps that copy them need them
 };
 
 // The blocks of one tile, by entry 0..count-1 in ascending order, and its columns.
