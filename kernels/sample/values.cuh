@@ -230,10 +230,10 @@ struct ValuesBlock {
     const T* values = static_cast<const T*>(p.v);
     uint32_t* ids = p.ids ? p.ids + ((int64_t)row * p.q_heads + kv_head * group + h) * p.samples : nullptr;
     if (!(total > 0.f && total < INFINITY)) {
-      // A head whose probabilities are no numbers: nor is its output.
+      // A head whose probabilities are no numbers: nor is its output, and its draws are the first tokens.
 #pragma unroll
       for (int j = 0; j < V; ++j) acc[j] = NAN;
-      for (uint32_t k = sub + lane * step; ids && rank == 0 && k < p.samples; k += 32 * step) ids[k] = 0;
+      for (uint32_t k = sub + lane * step; ids && rank == 0 && k < p.samples; k += 32 * step) ids[k] = min(k, len - 1);
       return;
     }
     const uint32_t all = (len + kBlock - 1) / kBlock, each = max(p.samples / all, 1u);

@@ -346,6 +346,8 @@ fn numbers_that_are_none_show() {
         let values = sample_values(&batch, &selection, By::Keys, &both.streams, 16, SPREADS[0]).unwrap();
         assert!(values.tokens(&rows).unwrap().concat().iter().all(|&id| id < 700));
         assert_eq!(values.counts(&rows).unwrap(), [16, 16]);
+        let out = attend(&batch, &values, None).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert!(out.iter().all(|x| x.is_nan()), "what is no number shows");
     }
 }
 
