@@ -37,22 +37,21 @@ pub struct Metadata<'a> {
 }
 
 /// Takes new keys `[blocks, kv_heads, 64, head_dim]`, or values, into what stands for them. Pages of bounds and norms are of
-/// one size.
+/// one size. `first` is the lowest position in its sequence that any of them has, wherever the tables begin.
 ///
 /// # Errors
 /// Shapes or dtypes that differ, a span that is empty.
-pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], to: &Metadata) -> Result<()> {
+pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], first: usize, to: &Metadata) -> Result<()> {
     let op = Op::new("index-extend", "k", k)?;
     let ((blocks, kv_heads, _, head_dim), dtype) = (k.dims4()?, k.dtype());
     let (table_count, stride) = tables.dims2()?;
     let mut words = Vec::with_capacity(4 * spans.len());
-    let (mut most, mut longest) = (0, 0);
+    let mut most = 0;
     for &Span { table, tokens: (begin, end) } in spans {
         let limit = stride * BLOCK_TOKENS;
         let fits = begin < end && end as usize <= limit && (table as usize) < table_count;
         op.check(fits, "spans", format!("{begin} to {end} of table {table}"), format!("tokens below {limit}"))?;
         words.extend([table, begin, end, 0]);
-        longest = longest.max(end - begin);
         most = most.max((end - 1) / BLOCK_TOKENS as u32 - begin / BLOCK_TOKENS as u32 + 1);
     }
     if spans.is_empty() {
@@ -86,7 +85,7 @@ pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], to: &Metadata) -> Res
         ..TaperAppendParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.renewed(unsafe { ffi::taper_append(&p, op.stream()) }, longest)
+    op.renewed(unsafe { ffi::taper_append(&p, op.stream()) }, first)
 }
 
 /// Where each of a step's tokens stands.

@@ -29,14 +29,14 @@ thread_local! {
     static ROOM: RefCell<HashMap<&'static str, Tensor>> = RefCell::default();
     /// The tensors that operations make, while somebody wants to know.
     static MADE: RefCell<Made> = RefCell::default();
-    /// What [`fresh`] says.
-    static FRESH: Cell<i32> = const { Cell::new(0) };
+    /// What [`fresh`] goes by.
+    static RENEWED: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-/// Of how many last tokens of a row, at most, this thread's latest launch renews what an index has; 0 where it was another
-/// launch. What goes before that launch has ended by the time that it lets another begin.
-pub(super) fn fresh() -> i32 {
-    FRESH.get()
+/// Of how many last tokens of a row of `len`, and of shorter ones, this thread's latest launch may be renewing what an index
+/// has; 0 where it was another launch. What goes before that launch has ended by the time that it lets another begin.
+pub(super) fn fresh(len: usize) -> i32 {
+    RENEWED.get().map_or(0, |first| i32::try_from(len.saturating_sub(first)).unwrap_or(i32::MAX))
 }
 
 #[derive(Default)]
@@ -295,14 +295,14 @@ impl Op {
 
     /// What a launch returned.
     pub fn launched(&self, status: i32) -> Result<()> {
-        FRESH.set(0);
+        RENEWED.set(None);
         if status == 0 { Ok(()) } else { Err(Error::Launch { op: self.name, status }) }
     }
 
-    /// The same of a launch that renews what an index has of so many last tokens of a row, at most; see [`fresh`].
-    pub fn renewed(&self, status: i32, tokens: u32) -> Result<()> {
+    /// The same of a launch that renews what an index has of tokens from position `first` on; see [`fresh`].
+    pub fn renewed(&self, status: i32, first: usize) -> Result<()> {
         self.launched(status)?;
-        FRESH.set(i32::try_from(tokens).unwrap_or(0));
+        RENEWED.set(Some(first));
         Ok(())
     }
 }

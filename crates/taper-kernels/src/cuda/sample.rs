@@ -7,7 +7,7 @@ use super::ffi::{self, TaperSampleParams, TaperSampledParams};
 use super::op::{Op, team};
 use super::told::Told;
 use crate::budget::Rule;
-use crate::decode::{Sampling, Targets};
+use crate::decode::Sampling;
 use crate::kv::BLOCK_TOKENS;
 use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};

@@ -476,7 +476,7 @@ fn pick(
         overlap: 1,
         scale: 1.0 / (head_dim as f32).sqrt(),
         // Pages of older tokens are scored while those of the newest are being made.
-        fresh: op::fresh(),
+        fresh: op::fresh(batch.max_len),
         ..TaperPickParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.

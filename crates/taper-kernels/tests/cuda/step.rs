@@ -264,6 +264,31 @@ fn pages_and_channels_choose_what_they_choose_on_the_cpu() {
     }
 }
 
+/// The first step behind a prompt makes its index as a whole, right ahead of the launch that chooses by it.
+#[test]
+fn pages_that_were_made_right_ahead_are_seen() {
+    let mut numbers = Numbers(79);
+    let both = Both::new(&mut numbers, GRID[0], &[40_000, 30_000]);
+    let (rows, wanted) = (both.caches.rows(), vec![true; both.heads()]);
+    let batch = Decode { q: &both.cuda_q, kv: both.caches.on_cuda(), rows: &rows };
+    let (pages, width) = bounds::shape(16, GRID[0].1);
+    let blocks = both.caches.cuda.0.dim(0).unwrap();
+    let parts = both.caches.parts(0, 40_000);
+    let shape = (blocks, both.caches.kv_heads, pages, width);
+    let empty = || taper_kernels::kv::zeros(shape, GRID[0].0, &device()).unwrap();
+    let choose = |index: &Tensor, parts: &[Part]| {
+        bounds::extend(index, &both.caches.cuda.0, parts).unwrap();
+        let found = bounds::importance(&batch, index, &wanted).unwrap();
+        top_k(&rows, &found, FIXED.0, FIXED.1, &vec![2000; wanted.len()]).unwrap().tokens(&rows).unwrap()
+    };
+    let index = empty();
+    choose(&index, &parts);
+    let settled = choose(&index, &both.caches.parts(39_999, 40_000));
+    for _ in 0..50 {
+        assert_eq!(choose(&empty(), &parts), settled);
+    }
+}
+
 /// A perceptron of the widths given.
 fn perceptron(numbers: &mut Numbers, widths: &[usize], activation: Activation) -> Mlp {
     let mut layer = |w: &[usize]| {

@@ -14,32 +14,36 @@ use crate::mlp::{Mlp, PerHead};
 use crate::rotary::Rotation;
 use candle_core::{DType, Tensor};
 
-/// Parts as sequences of one block each.
-fn spans(op: &Op, parts: &[Part]) -> Result<(Tensor, Vec<Span>)> {
-    let blocks: Vec<u32> = parts.iter().map(|part| part.block).collect();
+/// Takes parts in, as sequences of one block each.
+fn extend(op: &Op, x: &Tensor, parts: &[Part], to: &Metadata) -> Result<()> {
     let span =
         |(i, part): (usize, &Part)| Span { table: i as u32, tokens: (part.rows.start as u32, part.rows.end as u32) };
-    Ok((op.kept(&blocks, [blocks.len(), 1])?, parts.iter().enumerate().map(span).collect()))
+    let spans: Vec<Span> = parts.iter().enumerate().map(span).collect();
+    let first = parts.iter().map(|part| part.start + part.rows.start).min().unwrap_or(0);
+    kernels::extend(x, &tables(op, parts)?, &spans, first, to)
+}
+
+/// The parts' blocks as tables of one block each.
+fn tables(op: &Op, parts: &[Part]) -> Result<Tensor> {
+    let blocks: Vec<u32> = parts.iter().map(|part| part.block).collect();
+    op.kept(&blocks, [blocks.len(), 1])
 }
 
 /// [`crate::index::bounds::extend`], whose checks the caller has made.
 pub(crate) fn extend_bounds(index: &Tensor, k: &Tensor, parts: &[Part]) -> Result<()> {
-    let (tables, spans) = spans(&Op::new("bounds", "k", k)?, parts)?;
-    kernels::extend(k, &tables, &spans, &Metadata { pages: Some(index), ..Metadata::default() })
+    extend(&Op::new("bounds", "k", k)?, k, parts, &Metadata { pages: Some(index), ..Metadata::default() })
 }
 
 /// [`crate::index::norms::extend`], whose checks the caller has made.
 pub(crate) fn extend_norms(index: &Tensor, v: &Tensor, parts: &[Part]) -> Result<()> {
-    let (tables, spans) = spans(&Op::new("norms", "v", v)?, parts)?;
-    kernels::extend(v, &tables, &spans, &Metadata { norms: Some(index), ..Metadata::default() })
+    extend(&Op::new("norms", "v", v)?, v, parts, &Metadata { norms: Some(index), ..Metadata::default() })
 }
 
 /// [`crate::index::labels::extend`], whose checks the caller has made.
 pub(crate) fn extend_labels(index: &Tensor, k: &Tensor, parts: &[Part], channels: &[Vec<u32>]) -> Result<()> {
     let op = Op::new("labels", "k", k)?;
-    let (tables, spans) = spans(&op, parts)?;
     let channels = op.kept(&channels.concat(), [channels.len(), index.dim(3)?])?;
-    kernels::extend(k, &tables, &spans, &Metadata { labels: Some((index, &channels)), ..Metadata::default() })
+    extend(&op, k, parts, &Metadata { labels: Some((index, &channels)), ..Metadata::default() })
 }
 
 /// Tokens that are projected at a time: what that takes of memory does not grow with the sequence.
@@ -77,7 +81,7 @@ impl Rows {
             keys: keys.to_dtype(DType::F32)?.reshape((kv_heads, count, d))?,
             rows: op.kept(&rows, [count])?,
             table_of: op.kept(&table_of, [count])?,
-            tables: spans(op, parts)?.0,
+            tables: tables(op, parts)?,
             positions: tokens().map(|(_, part, row)| part.start + row).collect(),
         })
     }
