@@ -8,7 +8,7 @@ use crate::audit;
 use crate::layer::{AttentionShape, LayerAttention, PlainStep, Rotary};
 use crate::method::{Carry, Choice, DecodeMethod, DecodeStep, KeyIndex, PrefillLayer, PrefillOutput};
 use crate::report::{PhaseReport, Report};
-use crate::sequence::{By, Phase, Sequence, add_read};
+use crate::sequence::{By, Held, Phase, Sequence, Unread};
 use crate::spec::AttentionSpec;
 use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
@@ -59,6 +59,8 @@ pub struct AttentionBatch<'a> {
     spans: Vec<Started<'a>>,
     slots: Vec<u32>,
     lengths: Vec<u32>,
+    /// Whether the reports are to have nothing of it yet.
+    ahead: bool,
 }
 
 /// A span, and what of its sequence the step changes, as it was before.
@@ -67,6 +69,7 @@ struct Started<'a> {
     tokens: usize,
     report: Report,
     carries: Vec<Carry>,
+    unread: Vec<Unread>,
 }
 
 impl<'a> AttentionBatch<'a> {
@@ -96,13 +99,23 @@ impl<'a> AttentionBatch<'a> {
                 return Err(candle_core::Error::Msg(message).into());
             }
             pool.grow(&mut sequence.table, end)?;
+            // What a step ahead took in that nobody asked for.
+            pool.unindex(&sequence.table, sequence.len);
             sequence.underway = None;
             slots.extend((sequence.len..end).map(|token| sequence.table.slot(token)));
             lengths.extend((sequence.len..end).map(|token| sequence.prompt.max(token + 1) as u32));
             let (report, carries) = (sequence.report.clone(), sequence.carries.clone());
-            started.push(Started { sequence, tokens, report, carries });
+            let unread = std::mem::take(&mut sequence.unread);
+            started.push(Started { sequence, tokens, report, carries, unread });
         }
-        Ok(Self { shape, rotary, pool, spans: started, slots, lengths })
+        Ok(Self { shape, rotary, pool, spans: started, slots, lengths, ahead: false })
+    }
+
+    /// The same of a step that nobody has asked for: its sequences stay as they are, and [`hold`](Self::hold) has what it came to.
+    #[must_use]
+    pub fn ahead(mut self) -> Self {
+        self.ahead = true;
+        self
     }
 
     /// Absolute positions of the batch's tokens, in order.
@@ -119,11 +132,37 @@ impl<'a> AttentionBatch<'a> {
         for span in &mut self.spans {
             span.sequence.settle()?;
         }
+        self.advance();
+        Ok(())
+    }
+
+    /// The same before the step's results are there: what only a device knows is left to [`Sequence::settle`].
+    pub fn advance(mut self) {
         for Started { sequence, tokens, report, .. } in std::mem::take(&mut self.spans) {
             let report = std::mem::replace(&mut sequence.report, report);
             sequence.advance(self.pool, tokens, report);
         }
-        Ok(())
+    }
+
+    /// What a step [ahead](Self::ahead) came to, of each span, for [`Sequence::follow`]. What indices took in of its tokens stays
+    /// until another batch is made of the sequence.
+    pub fn hold(mut self) -> Vec<Held> {
+        let held = |Started { sequence, report, carries, unread, .. }| {
+            let sequence: &mut Sequence = sequence;
+            (sequence.report, sequence.carries) = (report, carries);
+            Held(std::mem::replace(&mut sequence.unread, unread))
+        };
+        std::mem::take(&mut self.spans).into_iter().map(held).collect()
+    }
+
+    /// Whether every token is a row of its own that its sequence's decode method attends for, and none is audited.
+    pub fn generates(&self) -> bool {
+        let row = |Started { sequence, tokens, .. }: &Started| {
+            let row = *tokens == 1 && sequence.attended_by() == By::DecodeMethod;
+            let stream = |layer| stream(sequence.seed, layer, sequence.len);
+            row && !(0..self.shape.layers).any(|layer| audit::wanted(&stream(layer), sequence.audit()))
+        };
+        self.spans.iter().all(row)
     }
 
     /// The cache, for other work of the same step.
@@ -133,16 +172,15 @@ impl<'a> AttentionBatch<'a> {
 
     /// One layer's share of the batch for a sequence.
     fn part(&mut self, layer: usize) -> (Part<'_>, &mut [Started<'a>]) {
-        (Part { shape: self.shape, rotary: self.rotary, pool: self.pool, layer }, &mut self.spans)
+        let Self { shape, rotary, ahead, .. } = *self;
+        (Part { shape, rotary, pool: self.pool, layer, ahead }, &mut self.spans)
     }
 }
 
 impl Drop for AttentionBatch<'_> {
     fn drop(&mut self) {
-        for Started { sequence, report, carries, .. } in self.spans.drain(..) {
-            sequence.report = report;
-            sequence.carries = carries;
-            sequence.unread.clear();
+        for Started { sequence, report, carries, unread, .. } in self.spans.drain(..) {
+            (sequence.report, sequence.carries, sequence.unread) = (report, carries, unread);
             self.pool.unindex(&sequence.table, sequence.len);
         }
     }
@@ -166,12 +204,7 @@ impl LayerAttention for AttentionBatch<'_> {
     }
 
     fn plain_step(&self) -> Option<PlainStep<'_>> {
-        let row = |Started { sequence, tokens, .. }: &Started| {
-            let row = *tokens == 1 && sequence.attended_by() == By::DecodeMethod;
-            let stream = |layer| stream(sequence.seed, layer, sequence.len);
-            row && !(0..self.shape.layers).any(|layer| audit::wanted(&stream(layer), sequence.audit()))
-        };
-        if !self.spans.iter().all(row) {
+        if !self.generates() {
             return None;
         }
         let selections: Option<Vec<_>> = self.spans.iter().map(|span| plain(self.shape, span.sequence)).collect();
@@ -184,11 +217,13 @@ impl LayerAttention for AttentionBatch<'_> {
     }
 
     fn attended(&mut self) -> Result<()> {
-        for Started { sequence, .. } in &mut self.spans {
-            let Some(selection) = plain(self.shape, sequence) else { bail!("attended: a step that is not plain") };
-            let seen = [visible(self.shape, sequence.len + 1)];
-            (0..self.shape.layers)
-                .try_for_each(|layer| add_read(sequence.decode_report(), layer, &selection, &seen))?;
+        for layer in 0..self.shape.layers {
+            let (part, spans) = self.part(layer);
+            for Started { sequence, .. } in spans {
+                let Some(selection) = plain(part.shape, sequence) else { bail!("attended: a step that is not plain") };
+                let seen = [visible(part.shape, sequence.len + 1)];
+                part.report(sequence, &selection.into(), &seen)?;
+            }
         }
         Ok(())
     }
@@ -249,6 +284,8 @@ struct Part<'a> {
     rotary: &'a dyn Rotary,
     pool: &'a mut KvPool,
     layer: usize,
+    /// Whether the reports are to have nothing of it yet.
+    ahead: bool,
 }
 
 /// Rows after the prompt that are planned together; what a method scores for each takes memory.
@@ -402,16 +439,12 @@ impl Part<'_> {
 
     /// Takes a choice for rows that see so many keys into the report.
     fn report(&self, sequence: &mut Sequence, choice: &Choice, visible: &[Range<usize>]) -> Result<()> {
-        let report = sequence.decode_report();
-        report.add_scored(choice.keys_scored() as u64);
-        if let Some(budgets) = &choice.budgets {
-            report.add_budgets(budgets);
-        }
-        if choice.selection.counts_wait() {
-            sequence.unread.push((self.layer, choice.selection.clone(), visible.to_vec()));
+        let unread = Unread::new(self.layer, choice, visible);
+        if self.ahead || unread.waits() {
+            sequence.unread.push(unread);
             return Ok(());
         }
-        add_read(report, self.layer, &choice.selection, visible)
+        unread.add_to(sequence.decode_report())
     }
 
     /// Compares with dense attention what of some rows' outputs the request wants compared.

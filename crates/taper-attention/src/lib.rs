@@ -37,7 +37,7 @@ pub mod minference {
 }
 pub use report::{AttentionUsage, AuditUsage, CraUsage, GuessUsage, PhaseUsage, SpeculationUsage};
 pub use schema::nearest;
-pub use sequence::{NextRow, Sequence, decode_rows};
+pub use sequence::{Held, NextRow, Sequence, decode_rows};
 pub use spec::{AttentionSpec, Question, SpecError, Wire};
 pub use speculate::Drafting;
 pub use trace::{HeadsUsage, TokenUsage, TraceUsage};

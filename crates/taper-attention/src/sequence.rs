@@ -3,7 +3,7 @@
 use crate::beginning::Beginning;
 use crate::chunk::Underway;
 use crate::layer::{AttentionShape, Rotary};
-use crate::method::{Carry, DecodeMethod, PrefillLayer, PrefillMethod};
+use crate::method::{Carry, Choice, DecodeMethod, PrefillLayer, PrefillMethod};
 use crate::report::{AttentionUsage, PhaseReport, Report};
 use crate::round::Round;
 use crate::spec::{AttentionSpec, Chosen, Question};
@@ -11,7 +11,7 @@ use crate::speculate::{Choose, Speculate};
 use candle_core::{Result, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
-use taper_kernels::decode::{DecodeRow, Selection};
+use taper_kernels::decode::{Budget, DecodeRow, Selection};
 use taper_kernels::kv::BLOCK_TOKENS;
 use taper_kv_cache::{BlockTable, KvError, KvPool, PrefixKey};
 
@@ -29,8 +29,8 @@ pub struct Sequence {
     pub(crate) table: BlockTable,
     /// What stands for the blocks of the context that other prompts may take over.
     pub(crate) prefix: Vec<PrefixKey>,
-    /// Layers of the step so far of whose choices a device has yet to tell the sizes, the choices, and what their rows saw.
-    pub(crate) unread: Vec<(usize, Selection, Vec<Range<usize>>)>,
+    /// What of its latest step the report does not have yet: see [`settle`](Self::settle).
+    pub(crate) unread: Vec<Unread>,
     /// What the prefill method keeps between chunks `[layers]`; empty before the first and after the last.
     pub(crate) carries: Vec<Carry>,
     pub(crate) report: Report,
@@ -41,6 +41,41 @@ pub struct Sequence {
     /// What the next drafts of the round read.
     pub(crate) round: Round,
 }
+
+/// What rows of a sequence chose in a layer, for the report.
+#[derive(Debug)]
+pub(crate) struct Unread {
+    layer: usize,
+    selection: Selection,
+    scored: u64,
+    budgets: Option<Vec<Budget>>,
+    /// What the rows saw.
+    visible: Vec<Range<usize>>,
+}
+
+impl Unread {
+    pub fn new(layer: usize, choice: &Choice, visible: &[Range<usize>]) -> Self {
+        let (selection, scored) = (choice.selection.clone(), choice.keys_scored() as u64);
+        Self { layer, selection, scored, budgets: choice.budgets.clone(), visible: visible.to_vec() }
+    }
+
+    /// Whether a device has yet to tell what it came to.
+    pub fn waits(&self) -> bool {
+        self.selection.counts_wait()
+    }
+
+    pub fn add_to(self, report: &mut PhaseReport) -> Result<()> {
+        report.add_scored(self.scored);
+        if let Some(budgets) = &self.budgets {
+            report.add_budgets(budgets);
+        }
+        add_read(report, self.layer, &self.selection, &self.visible)
+    }
+}
+
+/// What the choices of a row came to that is not asked for yet.
+#[derive(Debug)]
+pub struct Held(pub(crate) Vec<Unread>);
 
 /// What the row of a sequence's next token depends on, beside the token and what is cached.
 #[derive(Debug, Clone)]
@@ -311,6 +346,7 @@ impl Sequence {
         let tokens = tokens.clamp(self.prompt.min(self.len), self.len);
         pool.truncate(&mut self.table, tokens)?;
         (self.len, self.underway, self.round) = (tokens, None, Round::default());
+        self.unread.clear();
         self.reported = self.reported.min(tokens);
         self.report.truncate(tokens);
         Ok(())
@@ -341,6 +377,8 @@ impl Sequence {
         self.len += tokens;
         if self.len > self.reported {
             self.report = report;
+        } else {
+            self.unread.clear();
         }
         if before < self.context {
             let whole = self.len.min(self.context) / BLOCK_TOKENS;
@@ -351,11 +389,20 @@ impl Sequence {
         }
     }
 
-    /// Takes in what was put off: the device is waited for once a step, at its end.
-    pub(crate) fn settle(&mut self) -> Result<()> {
+    /// Takes the next token as cached, whose row was attended [ahead](crate::AttentionBatch::hold) and there is room for.
+    pub fn follow(&mut self, pool: &mut KvPool, held: Held) {
+        self.unread = held.0;
+        self.advance(pool, 1, self.report.clone());
+    }
+
+    /// Takes into the report what was put off: the device is waited for once a step, at its end.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn settle(&mut self) -> Result<()> {
         let unread = std::mem::take(&mut self.unread);
         let report = self.decode_report();
-        unread.into_iter().try_for_each(|(layer, selection, visible)| add_read(report, layer, &selection, &visible))?;
+        unread.into_iter().try_for_each(|unread| unread.add_to(report))?;
         if let Some(trace) = &mut report.trace {
             trace.settle();
         }

@@ -323,7 +323,7 @@ impl ModelBackend {
             if goes_on {
                 let draws: Vec<Draw> = wanted.iter().filter_map(Wanted::draw).collect();
                 let chosen = Chosen::new(&self.model.logits(&hidden)?, &draws)?;
-                batch.finish()?;
+                batch.advance();
                 let at: Vec<usize> = (0..draws.len()).collect();
                 let drawn = self.end_rows(&mut inputs, chosen, &at, true)?;
                 places.into_iter().zip(drawn).for_each(|(place, row)| out[place].push(row));

@@ -57,7 +57,8 @@ pub fn choose(logits: &Tensor, draws: &[Draw]) -> Result<Option<Tensor>> {
     bail!("tokens on a CUDA device without the feature")
 }
 
-/// Tokens of rows of logits, chosen where the logits are, and on their way to host memory.
+/// Tokens of rows of logits, chosen where the logits are, and on their way to host memory; with them what choices of keys
+/// before have come to.
 #[derive(Debug)]
 pub struct Chosen {
     tokens: Tensor,
@@ -81,9 +82,17 @@ impl Chosen {
             }
             None => bail!("tokens: no operation chooses from logits {:?} on their device", logits.shape()),
         };
+        #[cfg(feature = "cuda")]
+        let coming = match tokens.device().is_cuda() {
+            true => {
+                crate::cuda::send_told()?;
+                Some(crate::cuda::Coming::new(&tokens)?)
+            }
+            false => None,
+        };
         Ok(Self {
             #[cfg(feature = "cuda")]
-            coming: if tokens.device().is_cuda() { crate::cuda::Coming::new(&tokens)? } else { None },
+            coming,
             tokens,
         })
     }

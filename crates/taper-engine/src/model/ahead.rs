@@ -9,7 +9,7 @@ use super::ModelBackend;
 use crate::backend::{BackendError, Input, Row, Wanted};
 use crate::worker::guard;
 use candle_core::Tensor;
-use taper_attention::{AttentionBatch, LayerAttention, NextRow, Sequence, Span};
+use taper_attention::{AttentionBatch, Held, NextRow, Sequence, Span};
 use taper_kernels::token::{Chosen, Draw};
 
 /// A step that is underway.
@@ -25,6 +25,8 @@ struct Begun {
     /// The token that it is of; none before that is known.
     token: Option<u32>,
     draw: Draw,
+    /// What its choices came to; none once it was asked for.
+    held: Option<Held>,
 }
 
 /// An input of one row and one draw, and its place among all.
@@ -58,9 +60,9 @@ impl ModelBackend {
         let draws: Vec<Draw> = begun.iter().map(|(_, draw)| *draw).collect();
         // The step before is done, whatever becomes of this one.
         match guard(|| Ok(self.begin_rows(inputs, tokens, &draws)?)) {
-            Ok(Some(chosen)) => {
-                let rows = begun.into_iter().map(|(row, draw)| Begun { row, token: None, draw }).collect();
-                self.ahead = Some(Ahead { rows, chosen });
+            Ok(Some((chosen, held))) => {
+                let row = |((row, draw), held)| Begun { row, token: None, draw, held: Some(held) };
+                self.ahead = Some(Ahead { rows: begun.into_iter().zip(held).map(row).collect(), chosen });
             }
             Ok(None) => {}
             // Whoever asks for the step gets it again, or its error.
@@ -73,18 +75,21 @@ impl ModelBackend {
         inputs: &mut [Placed],
         tokens: &Tensor,
         draws: &[Draw],
-    ) -> Result<Option<Chosen>, BackendError> {
+    ) -> Result<Option<(Chosen, Vec<Held>)>, BackendError> {
         let spans = inputs.iter_mut().map(|(_, input)| Span { sequence: &mut *input.sequence, tokens: 1 }).collect();
         let shape = self.model.attention_shape();
-        let mut batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans)?;
-        if batch.plain_step().is_none() {
+        let mut batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans)?.ahead();
+        // What is audited waits for the device in every layer.
+        if !batch.generates() {
             return Ok(None);
         }
         let Some(hidden) = self.model.forward_there(tokens, &batch.positions(), &mut batch)? else { return Ok(None) };
-        Ok(Some(Chosen::new(&self.model.logits(&hidden)?, draws)?))
+        let chosen = Chosen::new(&self.model.logits(&hidden)?, draws)?;
+        Ok(Some((chosen, batch.hold())))
     }
 
-    /// What the rows `at` of a step drew, a row an input, which is done but for that; first it begins the next step, if it may.
+    /// What the rows `at` of a step drew, a row an input, which is done but for that and the reports; first it begins the next
+    /// step, if it may.
     pub(super) fn end_rows(
         &mut self,
         inputs: &mut [Placed],
@@ -102,6 +107,8 @@ impl ModelBackend {
             }
         }
         let all = chosen.read().inspect_err(|_| self.undo(inputs))?;
+        let settled = inputs.iter_mut().try_for_each(|(_, input)| input.sequence.settle());
+        settled.inspect_err(|_| self.undo(inputs))?;
         let tokens: Vec<Option<u32>> = at.iter().map(|&at| all[at]).collect();
         // Only now is it known which tokens the step ahead is of.
         let begun = self.ahead.iter_mut().flat_map(|ahead| &mut ahead.rows);
@@ -112,7 +119,7 @@ impl ModelBackend {
     /// A step of which a part is underway.
     pub(super) fn follow(
         &mut self,
-        ahead: Ahead,
+        mut ahead: Ahead,
         inputs: Vec<Input<'_, Sequence>>,
     ) -> Result<Vec<Vec<Row>>, BackendError> {
         let mut out = vec![Vec::new(); inputs.len()];
@@ -136,11 +143,11 @@ impl ModelBackend {
         if found.is_empty() {
             return Ok(out);
         }
-        let spans = found.iter_mut().map(|(_, input)| Span { sequence: &mut *input.sequence, tokens: 1 }).collect();
-        let shape = self.model.attention_shape();
-        let mut batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans)?;
-        batch.attended()?;
-        batch.finish()?;
+        for (&at, (_, input)) in at.iter().zip(&mut found) {
+            if let Some(held) = ahead.rows[at].held.take() {
+                input.sequence.follow(&mut self.pool, held);
+            }
+        }
         let begins = whole && go_on(&found);
         let drawn = self.end_rows(&mut found, ahead.chosen, &at, begins)?;
         self.followed += at.len();

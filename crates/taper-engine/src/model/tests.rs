@@ -5,9 +5,11 @@ use super::*;
 use crate::stub::StubText;
 use crate::watched::{Seen, Watched};
 use crate::{Engine, EngineConfig, Event, Handover, Held, ModelInfo, Request, RequestError, SamplingParams, StopRules};
+use serde_json::json;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
+use taper_attention::Artifacts;
 use taper_model::ModelFiles;
 
 #[test]
@@ -111,7 +113,17 @@ const DRAW: Draw = Draw { temperature: 1.0, uniform: 0.37, ..Draw::LIKELIEST };
 
 #[test]
 fn a_step_begun_ahead_is_taken_where_it_is_what_is_asked_for_and_no_other() {
-    let spec = Arc::new(AttentionSpec::default());
+    let quest = json!({ "method": "quest", "dense_layers": 0, "sink": 1, "window": 2, "k": 4, "page": 4 });
+    let top = json!({ "method": "quest", "page": 4 });
+    let vattention = json!({ "method": "vattention", "epsilon": 0.3, "sink": 1, "window": 2, "top_k": 4, "pilot_tokens": 4, "top": top });
+    for decode in [json!({ "method": "dense" }), quest, vattention, json!({ "method": "santa", "samples": 8 })] {
+        steps_begun_ahead(&decode);
+    }
+}
+
+fn steps_begun_ahead(decode: &serde_json::Value) {
+    let spec = AttentionSpec::from_json(&json!({ "decode": decode }), "attention", &Artifacts::default()).unwrap();
+    let spec = Arc::new(spec);
     let prompts = [(10..30).collect::<Vec<u32>>(), (5..12).collect(), (20..50).collect()];
     let opened = |runs_ahead| {
         let mut backend = backend();
@@ -154,6 +166,9 @@ fn a_step_begun_ahead_is_taken_where_it_is_what_is_asked_for_and_no_other() {
     let drawn = follows(all, &drawn, Some(Draw { uniform: 0.5, ..DRAW }), 0);
     let drawn = follows(all, &drawn, None, 0);
     follows(all, &drawn, None, 0);
+    for (without, with) in [(&a, &x), (&b, &y), (&c, &z)] {
+        assert_eq!(json!(ahead.usage(with)), json!(plain.usage(without)));
+    }
     for (backend, sequences) in [(plain, [a, b, c]), (ahead, [x, y, z])] {
         let mut backend = backend;
         sequences.into_iter().for_each(|sequence| backend.close(sequence));

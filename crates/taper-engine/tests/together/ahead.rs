@@ -7,16 +7,21 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use taper_engine::{CacheOptions, EngineConfig, Request, SamplingParams, StopRules};
 
-/// Requests whose tokens are drawn where the logits are; some end at a token that nobody foresees, some choose their keys.
+/// Requests whose tokens are drawn where the logits are; some end at a token that nobody foresees, many choose their keys.
 fn requests() -> Vec<Request> {
-    let methods: [Value; 4] = [
+    let quest = json!({ "method": "quest", "dense_layers": 0, "sink": 8, "window": 16, "k": 24 });
+    let methods: [Value; 8] = [
         json!({ "method": "dense" }),
+        json!({ "method": "vattention", "sink": 8, "window": 16, "pilot_tokens": 8, "epsilon": 0.3, "top": { "method": "quest" } }),
+        json!({ "method": "dense" }),
+        json!({ "method": "santa", "samples": 16 }),
         json!({ "method": "streaming_llm", "sink": 4, "window": 50 }),
-        json!({ "method": "dense" }),
-        json!({ "method": "quest", "sink": 8, "window": 16, "k": 24 }),
+        json!({ "method": "random_sample" }),
+        json!({ "method": "santa", "samples": 16, "within": quest }),
+        quest,
     ];
     let with = |number: usize| {
-        let decode = &methods[number % 4 * usize::from(number > 7)];
+        let decode = &methods[number % 8];
         let stop = StopRules {
             ignore_eos: true,
             tokens: if number % 3 == 1 { (0..16).collect() } else { Vec::new() },

@@ -15,6 +15,7 @@
 
 mod batch;
 mod certain;
+mod coming;
 mod decode;
 mod delta;
 mod error;
@@ -57,6 +58,7 @@ pub use score::{Between, Scores, View, pick_blocks, scores, top_k, top_k_by, top
 pub use spread::{Values, spread_values, values, values_fit};
 pub use stripes::{Chosen, block_lists, drop_columns};
 
+pub(crate) use coming::Coming;
 pub(crate) use delta::correct;
 pub(crate) use kv::{append, copy_block};
 pub(crate) use layer::append_joint;
@@ -65,4 +67,5 @@ pub(crate) use prefill::prefill;
 pub(crate) use probe::probe;
 pub(crate) use stripes::top;
 pub(crate) use sums::sums;
-pub(crate) use token::{Coming, tokens};
+pub(crate) use token::tokens;
+pub(crate) use told::send as send_told;

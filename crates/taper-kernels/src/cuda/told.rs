@@ -1,12 +1,15 @@
 //! Numbers that launches leave for the host. What a thread's launches leave lies beside each other, so that the first that
-//! is read brings all those so far: a step's layers wait for the device once.
+//! is read brings all those so far: a step's layers wait for the device once. What was [sent](send) before comes without
+//! what is queued behind it.
 
+use super::coming::Coming;
 use super::error::Result;
 use super::op::Op;
 use candle_core::{DType, Shape, Tensor};
 use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Words of a page at least: those of some fifty steps of a large model.
 const PAGE_WORDS: usize = 1 << 18;
@@ -23,8 +26,44 @@ struct Page {
     words: Tensor,
     /// How many have been given out.
     given: AtomicUsize,
-    /// Those that have been read, from the first on.
-    read: Mutex<Vec<u32>>,
+    read: Mutex<Read>,
+}
+
+/// How far a page has been read.
+#[derive(Debug, Default)]
+struct Read {
+    /// Its words so far, from the first on.
+    words: Vec<u32>,
+    /// Those behind them that are on their way.
+    coming: VecDeque<Coming>,
+    /// How many those two are.
+    sent: usize,
+}
+
+impl Read {
+    /// Forgets what is on its way.
+    fn again(&mut self) {
+        self.coming.clear();
+        self.sent = self.words.len();
+    }
+}
+
+impl Page {
+    fn read(&self) -> MutexGuard<'_, Read> {
+        self.read.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Queues the copy of what this thread's launches have left so far.
+pub(crate) fn send() -> Result<()> {
+    let Some(page) = CURRENT.with_borrow(Clone::clone) else { return Ok(()) };
+    let (mut read, given) = (page.read(), page.given.load(Ordering::Relaxed));
+    if read.sent < given {
+        let coming = Coming::new(&page.words.narrow(0, read.sent, given - read.sent)?)?;
+        read.coming.push_back(coming);
+        read.sent = given;
+    }
+    Ok(())
 }
 
 /// Words for one launch, or launches one after the other that nothing reads between.
@@ -61,16 +100,23 @@ impl Told {
         Ok(self.page.words.narrow(0, self.start, self.words)?.reshape(shape.into())?)
     }
 
-    /// What they have become. Waits for the device, unless this or a later one of the page has been read before.
+    /// What they have become. Waits for the device, unless this or a later one of the page has been read before; for what
+    /// was sent no longer than until it is there.
     pub fn read(&self) -> Result<Vec<u32>> {
-        let mut read = self.page.read.lock().unwrap_or_else(PoisonError::into_inner);
-        let (known, end) = (read.len(), self.start + self.words);
-        if known < end {
-            let given = self.page.given.load(Ordering::Relaxed);
-            let op = Op::new("told", "words", &self.page.words)?;
-            let new = op.read("words", &self.page.words.narrow(0, known, given - known)?)?;
-            read.extend(new);
+        let mut read = self.page.read();
+        let end = self.start + self.words;
+        while read.words.len() < end {
+            let more = match read.coming.pop_front() {
+                Some(coming) => coming.wait().inspect_err(|_| read.again())?,
+                None => {
+                    let (known, given) = (read.words.len(), self.page.given.load(Ordering::Relaxed));
+                    let op = Op::new("told", "words", &self.page.words)?;
+                    op.read("words", &self.page.words.narrow(0, known, given - known)?)?
+                }
+            };
+            read.words.extend(more);
         }
-        Ok(read[self.start..end].to_vec())
+        read.sent = read.sent.max(read.words.len());
+        Ok(read.words[self.start..end].to_vec())
     }
 }

@@ -1,8 +1,6 @@
 //! What the engine asks of a model on a CUDA device: there must be one.
 
 use super::*;
-use serde_json::json;
-use taper_attention::Artifacts;
 use taper_model::ModelConfig;
 
 fn device() -> Device {
@@ -117,9 +115,23 @@ fn drafts_by_the_method_that_checks_them_are_nearly_all_right() {
 
 #[test]
 fn steps_begun_ahead_draw_what_others_draw() {
-    let spec = Arc::new(AttentionSpec::default());
-    let prompts: Vec<Vec<u32>> = (1..4).map(|n| (0..40 * n).map(|i| (i * i + 3 * i + n) % 256).collect()).collect();
-    for (rows, temperature) in [(1, 0.0), (1, 0.9), (3, 0.9)] {
+    let prompts: Vec<Vec<u32>> = (1..4).map(|n| (0..140 * n).map(|i| (i * i + 3 * i + n) % 256).collect()).collect();
+    let quest = json!({ "method": "quest", "dense_layers": 1, "sink": 8, "window": 16, "k": 40 });
+    let vattention =
+        json!({ "method": "vattention", "epsilon": 0.3, "pilot_tokens": 16, "top": { "method": "quest" } });
+    let dense = json!({ "method": "dense" });
+    for (rows, temperature, decode) in [
+        (1, 0.0, &dense),
+        (1, 0.9, &dense),
+        (3, 0.9, &dense),
+        (1, 0.9, &quest),
+        (3, 0.9, &quest),
+        (1, 0.9, &vattention),
+        (3, 0.9, &vattention),
+        (2, 0.9, &json!({ "method": "santa", "samples": 16 })),
+    ] {
+        let spec = AttentionSpec::from_json(&json!({ "decode": decode }), "attention", &Artifacts::default()).unwrap();
+        let spec = Arc::new(spec);
         let mut backend = on_device(40);
         let mut run = |runs_ahead: bool| {
             backend.run_ahead(runs_ahead);
@@ -149,7 +161,7 @@ fn steps_begun_ahead_draw_what_others_draw() {
         };
         let (expected, usage, none) = run(false);
         let (drawn, by_both, followed) = run(true);
-        assert_eq!((drawn, by_both), (expected, usage), "{rows} rows at {temperature}");
+        assert_eq!((drawn, by_both), (expected, usage), "{rows} rows at {temperature}, {decode}");
         // All but the first, and those that begin a block.
         assert!(none == 0 && followed > 110 * rows, "{followed} of {rows} rows");
     }

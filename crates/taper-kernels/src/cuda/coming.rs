@@ -1,0 +1,75 @@
+//! Words on their way to host memory.
+
+use super::error::Result;
+use super::op::Op;
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, PinnedHostSlice, result as driver};
+use candle_core::{DType, Tensor};
+use std::cell::RefCell;
+
+/// Words of pinned memory that are taken at least.
+const LEAST: usize = 1024;
+
+/// Pinned memory, and how many words it has.
+type Memory = (usize, PinnedHostSlice<u32>);
+
+thread_local! {
+    /// Pinned memory that waits for the next words. To make some takes longer than a step may.
+    static FREE: RefCell<Vec<Memory>> = RefCell::default();
+}
+
+/// Words on their way to host memory, which what is queued later does not hold up.
+#[derive(Debug)]
+pub(crate) struct Coming {
+    /// None once they are there.
+    memory: Option<Memory>,
+    count: usize,
+    /// Comes behind the copy.
+    event: CudaEvent,
+}
+
+impl Coming {
+    /// Queues the copy of words, u32.
+    pub(crate) fn new(words: &Tensor) -> Result<Self> {
+        let op = Op::new("coming", "words", words)?;
+        let count = words.elem_count();
+        let at = op.at::<u32>("words", words, DType::U32, words.dims())?;
+        let stream = op.cuda_stream();
+        let free = |free: &mut Vec<Memory>| {
+            free.iter().position(|(room, _)| *room >= count).map(|place| free.swap_remove(place))
+        };
+        let (room, mut memory) = match FREE.with_borrow_mut(free) {
+            Some(memory) => memory,
+            None => {
+                let room = count.next_power_of_two().max(LEAST);
+                // SAFETY: it is written before it is read.
+                let memory = unsafe { stream.context().alloc_pinned_with_flags(room, 0) };
+                (room, memory.map_err(candle_core::Error::wrap)?)
+            }
+        };
+        let to = &mut memory.as_mut_slice().map_err(candle_core::Error::wrap)?[..count];
+        // SAFETY: there are so many words at the address, and the memory is let go of once the event has come.
+        let copied = unsafe { driver::memcpy_dtoh_async(to, at as u64, stream.cu_stream()) };
+        let event = copied.and_then(|()| stream.record_event(None)).map_err(candle_core::Error::wrap)?;
+        Ok(Self { memory: Some((room, memory)), count, event })
+    }
+
+    /// Waits for them.
+    pub(crate) fn wait(mut self) -> Result<Vec<u32>> {
+        self.event.synchronize().map_err(candle_core::Error::wrap)?;
+        let Some((room, memory)) = self.memory.take() else { return Ok(Vec::new()) };
+        let words = memory.as_slice().map_err(candle_core::Error::wrap)?[..self.count].to_vec();
+        FREE.with_borrow_mut(|free| free.push((room, memory)));
+        Ok(words)
+    }
+}
+
+impl Drop for Coming {
+    /// Nobody waits for them: the memory is free once they are there.
+    fn drop(&mut self) {
+        if let Some(memory) = self.memory.take()
+            && self.event.synchronize().is_ok()
+        {
+            FREE.with_borrow_mut(|free| free.push(memory));
+        }
+    }
+}
