@@ -59,9 +59,9 @@ fn bounds_means_and_channels_are_those_of_the_cpu() {
         let tables = caches.device_tables();
         let cut = |s: &Span| (s.tokens.1 / 2).max(1);
         let first: Vec<Span> = spans.iter().map(|s| Span { tokens: (0, cut(s)), ..*s }).collect();
-        extend(&caches.cuda.0, &tables, &first, &to).unwrap();
+        extend(&caches.cuda.0, &tables, &first, 0, &to).unwrap();
         let second = spans.iter().filter(|s| cut(s) < s.tokens.1).map(|s| Span { tokens: (cut(s), s.tokens.1), ..*s });
-        extend(&caches.cuda.0, &tables, &second.collect::<Vec<_>>(), &to).unwrap();
+        extend(&caches.cuda.0, &tables, &second.collect::<Vec<_>>(), 1, &to).unwrap();
 
         let (expected, keys, means) = (elements(&index), elements(&caches.cpu.0), elements(&mean));
         let (upper, lower) = (elements(&upper), elements(&lower));
@@ -85,7 +85,7 @@ fn bounds_means_and_channels_are_those_of_the_cpu() {
             }
         }
         let empty = [Span { table: 0, tokens: (3, 3) }];
-        let error = extend(&caches.cuda.0, &tables, &empty, &Metadata::default()).unwrap_err();
+        let error = extend(&caches.cuda.0, &tables, &empty, 3, &Metadata::default()).unwrap_err();
         assert!(error.to_string().starts_with("index-extend: spans"), "{error}");
     }
 }
