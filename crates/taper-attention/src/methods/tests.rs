@@ -218,6 +218,34 @@ fn delta_is_dense_at_its_anchors_and_its_tail_and_moves_the_difference_on_betwee
 }
 
 #[test]
+fn without_a_tail_delta_corrects_up_to_the_last_row_whatever_the_chunks() {
+    let base = json!({ "method": "streaming_llm", "sink": 4, "window": 32 });
+    let (n, shape) = (1000, shape(2, 64, None));
+    let width = shape.q_heads * shape.head_dim;
+    let row = |x: &[f32], row: usize| x[row * width..(row + 1) * width].to_vec();
+    let (dense, _) = run(&json!({}), shape, (n, 0), 4096);
+    let (sparse, _) = run(&json!({ "prefill": base }), shape, (n, 0), 4096);
+    for (mode, moves) in [("delta", 1.0), ("recompute", 0.0)] {
+        let settings = json!({ "method": "delta", "gamma": 16, "tail": 0, "mode": mode, "base": base });
+        // A chunk of 999 leaves one row, which is no anchor: it has nothing but what was carried to it.
+        for chunk in [4096, 66, 999] {
+            let (out, sequence) = run(&json!({ "prefill": settings }), shape, (n, 0), chunk);
+            for at in [872, 880, 991, 992, 993, 998, 999] {
+                let anchor = at / 16 * 16;
+                let moved = if at == anchor { 1.0 } else { moves };
+                let (sparse_at, dense, sparse) = (row(&sparse, at), row(&dense, anchor), row(&sparse, anchor));
+                let expected: Vec<f32> = (0..width).map(|c| sparse_at[c] + moved * (dense[c] - sparse[c])).collect();
+                assert!(relative(&row(&out, at), &expected) < 1e-5, "{mode}, chunks of {chunk}: row {at}");
+            }
+            let pairs: usize = (0..n).map(|p| if p % 16 == 0 { p + 1 } else { (p + 1).min(4 + 32) }).sum();
+            let density = pairs as f64 / (n * (n + 1) / 2) as f64;
+            assert!((sequence.usage().prefill.density - density).abs() < 1e-9, "{mode}, chunks of {chunk}");
+        }
+    }
+    assert!(relative(&row(&sparse, 999), &row(&dense, 999)) > 0.1, "or a tail would change nothing");
+}
+
+#[test]
 fn rows_before_a_cut_are_those_of_one_shot_bit_for_bit() {
     for prefill in [json!({ "method": "dense" }), json!({ "method": "streaming_llm", "sink": 4, "window": 100 })] {
         let spec = json!({ "prefill": prefill });

@@ -127,12 +127,13 @@ fn own_way(name: &str, phase: &str, n: usize) -> Vec<(Heads, Value)> {
             vec![thin(json!({ "method": "bigbird", "global": 64, "window": window, "random": 0 }))]
         }
         ("prefill", "delta") => {
-            // The last 128 rows are dense.
-            let window = window.saturating_sub(128).max(1);
-            let base = json!({ "method": "streaming_llm", "sink": gone.start, "window": window });
-            ["delta", "recompute"]
-                .map(|mode| thin(json!({ "method": "delta", "gamma": 5, "mode": mode, "base": base })))
-                .into()
+            // Rows of the tail are dense.
+            let of = |mode: &str, tail: usize| {
+                let window = window.saturating_sub(tail).max(1);
+                let base = json!({ "method": "streaming_llm", "sink": gone.start, "window": window });
+                thin(json!({ "method": "delta", "gamma": 5, "tail": tail, "mode": mode, "base": base }))
+            };
+            vec![of("delta", 128), of("recompute", 128), of("delta", 0), of("recompute", 0)]
         }
         ("prefill", "hip") => {
             // The last block of queries has more before it than it keeps, by what weighs nothing.

@@ -19,6 +19,8 @@ pub(super) fn sparse(name: &str) -> Vec<Value> {
             vec![
                 json!({ "method": "delta", "gamma": 24, "base": base }),
                 json!({ "method": "delta", "gamma": 200, "mode": "recompute", "base": base }),
+                json!({ "method": "delta", "gamma": 24, "tail": 0, "base": base }),
+                json!({ "method": "delta", "gamma": 100, "tail": 300, "base": base }),
             ]
         }
         "streaming_llm" => vec![json!({ "method": "streaming_llm", "sink": 4, "window": 100 })],
@@ -302,6 +304,8 @@ fn budgets_beyond_the_context_and_contexts_shorter_than_everything_are_dense() {
 #[test]
 fn bad_parameters_are_refused_where_they_stand() {
     for (settings, path, message) in [
+        (json!({ "method": "delta", "tail": -1 }), ".tail", "at least 0 and at most 1048576"),
+        (json!({ "method": "delta", "tail": 0.5 }), ".tail", "whole number"),
         (json!({ "method": "bigbird", "random": -1 }), ".random", "at least 0"),
         (json!({ "method": "bigbird", "global": 1.5 }), ".global", "whole number"),
         (json!({ "method": "sample_attention", "alpha_c": 1.5 }), ".alpha_c", "at most 1"),
