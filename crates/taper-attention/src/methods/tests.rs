@@ -246,6 +246,25 @@ fn without_a_tail_delta_corrects_up_to_the_last_row_whatever_the_chunks() {
 }
 
 #[test]
+fn what_delta_takes_over_is_what_a_prompt_of_another_length_made_of_it() {
+    let shape = shape(2, 64, None);
+    let width = shape.q_heads * shape.head_dim;
+    for (tail, taken) in [(0, 640), (128, 512), (300, 384)] {
+        let base = json!({ "method": "streaming_llm", "sink": 4, "window": 32 });
+        let spec = json!({ "prefill": { "method": "delta", "gamma": 64, "tail": tail, "base": base } });
+        let of = |n: usize| run(&spec, shape, (n, 0), 4096).0;
+        let method =
+            AttentionSpec::from_json(&spec, "attention", &Artifacts::default()).unwrap().prefill.method.clone();
+        // What the pool remembers of the shorter prompt, and what the longer one may have of it.
+        assert_eq!((method.reuse(700, 640), method.reuse(1000, taken)), (taken, taken), "tail {tail}");
+        assert!(of(700)[..taken * width] == of(1000)[..taken * width], "tail {tail}");
+        if tail > 0 {
+            assert!(of(700)[taken * width..700 * width] != of(1000)[taken * width..700 * width], "or it says nothing");
+        }
+    }
+}
+
+#[test]
 fn rows_before_a_cut_are_those_of_one_shot_bit_for_bit() {
     for prefill in [json!({ "method": "dense" }), json!({ "method": "streaming_llm", "sink": 4, "window": 100 })] {
         let spec = json!({ "prefill": prefill });
