@@ -195,8 +195,9 @@ fn own_way(name: &str, phase: &str, n: usize) -> Vec<(Heads, Value)> {
             let rules = ["chi2", "ratio", "tight", "lemma", "denominator"].map(|rule| sampled(json!({ "rule": rule })));
             let predictors = catalogue().into_iter().filter(|m| m.phase == "predictor");
             let tops = predictors.map(|m| sampled(json!({ "top": { "method": m.name } })));
+            let probes = ["saap", "kmeans"].map(|name| sampled(json!({ "top": { "method": name, "probes": 3 } })));
             let hard = sampled(json!({ "tail": "hard", "epsilon": 0.9, "delta": 0.9 }));
-            rules.into_iter().chain(tops).chain([hard]).collect()
+            rules.into_iter().chain(tops).chain(probes).chain([hard]).collect()
         }
         _ => panic!("{phase} {name} has no settings that go its own way"),
     }

@@ -38,6 +38,9 @@ pub(super) fn all_typical() -> Vec<Value> {
     let mut shares = vattention.clone();
     (shares["sink"], shares["window"]) = (json!(0.02), json!(0.05));
     all.extend([hard, shares]);
+    let mut probes = vattention.clone();
+    probes["top"] = json!({ "method": "saap", "probes": 2 });
+    all.push(probes);
     all.push(json!({ "method": "kmeans", "rope": true, "probes": 2, "window": 20, "dense_layers": 0 }));
     all.push(json!({ "method": "santa", "samples": 16, "within": typical("oracle_top_k") }));
     all.push(json!({ "method": "santa", "samples": 16, "scores": "bernoulli", "mean_query": true }));
@@ -382,6 +385,8 @@ fn keys_that_are_scored_are_reported() {
 fn parameters_without_a_say_are_documented_and_have_none() {
     let shape = shape(3, 64, None);
     let hard = typical("vattention").map(|mut all| (all["tail"] = json!("hard"), all).1).unwrap();
+    let probes =
+        typical("vattention").map(|mut all| (all["top"] = json!({ "method": "kmeans", "probes": 2 }), all).1).unwrap();
     for (mut settings, knob, other, says) in [
         (json!({ "method": "santa", "samples": 16, "kernel": "flash" }), "variant", json!("iid"), "ignored under"),
         (json!({ "method": "santa", "samples": 16, "kernel": "prop_lr" }), "variant", json!("iid"), "ignored under"),
@@ -390,6 +395,7 @@ fn parameters_without_a_say_are_documented_and_have_none() {
         (json!({ "method": "santa", "samples": 16 }), "mean_query", json!(true), "ignored under `exact`"),
         (hard.clone(), "rule", json!("lemma"), "ignored where not"),
         (hard, "pilot_share", json!(0.5), "ignored where not"),
+        (probes, "top_k", json!(0.3), "Ignored where `top` has `probes`"),
     ] {
         let without = Growing::new(&settings, shape, 300).to(303, 1);
         settings[knob] = other;
