@@ -74,7 +74,7 @@ pub(crate) fn key(shape: AttentionShape) -> ModelKey {
     ModelKey { shape, fingerprint: "test".to_owned() }
 }
 
-/// Artefacts of every kind for a model of one layer, with random content: 8 clusters, 8 channels, maps of 16.
+/// Artefacts of every kind, with random content, the same in all layers: 8 clusters, 8 channels, maps of 16.
 pub(crate) fn random_artifacts(shape: AttentionShape) -> Artifacts {
     let (q, kv, d) = (shape.q_heads, shape.kv_heads, shape.head_dim);
     let named = |name: String, dims: (usize, usize, usize)| (format!("layers.0.{name}"), random(dims, dims.1 as u64));
@@ -89,19 +89,25 @@ pub(crate) fn random_artifacts(shape: AttentionShape) -> Artifacts {
             })
             .collect()
     };
-    let channels: Vec<u32> = (0..kv).flat_map(|head| (0..8).map(move |c| (c * 5 + head) as u32)).collect();
-    let channels = Tensor::from_vec(channels, (1, kv, 8), &Device::Cpu).unwrap();
+    let channels = (0..kv).flat_map(|head| (0..8).map(move |c| (c * 5 + head) as u32));
+    let channels: Vec<u32> = (0..shape.layers).flat_map(|_| channels.clone()).collect();
+    let channels = Tensor::from_vec(channels, (shape.layers, kv, 8), &Device::Cpu).unwrap();
     let centroids = || named("centroids".to_owned(), (kv, 8, d));
+    // What is said of the first layer, of all.
+    let every = |first: Vec<(String, Tensor)>| -> Vec<(String, Tensor)> {
+        let of = |layer: usize| move |name: &str| name.replacen("layers.0.", &format!("layers.{layer}."), 1);
+        (0..shape.layers).flat_map(|layer| first.iter().map(move |(name, t)| (of(layer)(name), t.clone()))).collect()
+    };
     let files = [
         ("double_sparsity.safetensors", "double_sparsity", vec![("channels".to_owned(), channels)]),
         (
             "hash_attention.safetensors",
             "hash_attention",
-            [layers("query", q, &[d, 16, 16, 32]), layers("key", kv, &[d, 16, 16, 32])].concat(),
+            every([layers("query", q, &[d, 16, 16, 32]), layers("key", kv, &[d, 16, 16, 32])].concat()),
         ),
-        ("kmeans.safetensors", "kmeans", vec![centroids()]),
-        ("kmeans-rope.safetensors", "kmeans-rope", vec![centroids()]),
-        ("saap.safetensors", "saap", [vec![centroids()], layers("classifier", kv, &[d, 16, 8])].concat()),
+        ("kmeans.safetensors", "kmeans", every(vec![centroids()])),
+        ("kmeans-rope.safetensors", "kmeans-rope", every(vec![centroids()])),
+        ("saap.safetensors", "saap", every([vec![centroids()], layers("classifier", kv, &[d, 16, 8])].concat())),
     ];
     let key = key(shape);
     files.iter().fold(Artifacts::default(), |all, (file, method, tensors)| {
