@@ -449,6 +449,11 @@ pub trait Predictor: std::fmt::Debug + Send + Sync {
     /// A device error.
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice>;
 
+    /// About how many keys `[R, kv_heads]` it chooses where `k` are asked for: others where its parameters say how many.
+    fn expected(&self, _step: &DecodeStep, k: Vec<usize>) -> Vec<usize> {
+        k
+    }
+
     /// As of a [`DecodeMethod`].
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         Vec::new()

@@ -51,6 +51,11 @@ impl Partition {
         self.layers[layer].as_ref()
     }
 
+    /// How many a head of a layer has at most, if there are any.
+    pub fn clusters(&self, layer: usize) -> Option<usize> {
+        self.layer(layer)?.iter().map(Centroids::clusters).max()
+    }
+
     /// More clusters than a device ranks at once.
     pub fn host_only(&self) -> Option<HostOnly> {
         let most = self.layers.iter().flatten().flat_map(|heads| heads.iter()).map(Centroids::clusters).max()?;

@@ -1,4 +1,4 @@
-//! Reading whole clusters: the decode method that SAAP and k-means share, whichever way they rank clusters.
+//! Reading whole clusters: the decode method and the predictor that SAAP and k-means share, whichever way they rank clusters.
 
 use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex, Predictor};
 use crate::partition::Partition;
@@ -6,6 +6,7 @@ use candle_core::Result;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
+use taper_kernels::decode::DecodeRow;
 use taper_kernels::index::clusters::Probes;
 
 /// How many clusters are read, and what is read whatever they are.
@@ -36,7 +37,7 @@ impl Default for Params {
 }
 
 /// What ranks clusters and reads them.
-pub(crate) trait Prober: Predictor {
+pub(crate) trait Prober: std::fmt::Debug + Send + Sync {
     /// Reads sinks, window, and the clusters it prefers.
     fn probe(&self, step: &DecodeStep, fixed: (usize, usize), probes: Probes) -> Result<Choice>;
 
@@ -57,22 +58,28 @@ impl<P: Prober> Probing<P> {
     }
 }
 
+/// Reads so many of the clusters that a prober prefers, fewer where they would hold more than a share of the context.
+fn probe(
+    prober: &impl Prober,
+    step: &DecodeStep,
+    fixed: (usize, usize),
+    (probes, max_selectivity): (usize, f64),
+) -> Result<Choice> {
+    if prober.partition().clusters(step.layer).is_none_or(|all| probes >= all && max_selectivity >= 1.0) {
+        return Ok(step.dense());
+    }
+    let most = |row: &DecodeRow| (max_selectivity * row.visible.len() as f64) as usize;
+    step.by_share(most, |step, most| prober.probe(step, fixed, Probes::Clusters(probes, most)))
+}
+
 impl<P: Prober> DecodeMethod for Probing<P> {
     fn select(&self, step: &DecodeStep) -> Result<Choice> {
         let Params { probes, sink, window, max_selectivity, .. } = self.params;
-        let all = self.prober.partition().layer(step.layer).and_then(|heads| heads.iter().map(|h| h.clusters()).max());
-        if all.is_none_or(|all| probes >= all && max_selectivity >= 1.0) {
-            return Ok(step.dense());
-        }
-        let most = |visible: usize| (max_selectivity * visible as f64) as usize;
-        step.by_share(
-            |row| most(row.visible.len()),
-            |step, most| self.prober.probe(step, (sink, window), Probes::Clusters(probes, most)),
-        )
+        probe(&*self.prober, step, (sink, window), (probes, max_selectivity))
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {
-        self.prober.indices()
+        vec![self.prober.partition()]
     }
 
     fn dense_layers(&self) -> usize {
@@ -80,6 +87,69 @@ impl<P: Prober> DecodeMethod for Probing<P> {
     }
 
     fn host_only(&self) -> Option<HostOnly> {
-        self.prober.host_only()
+        self.prober.partition().host_only()
+    }
+}
+
+/// How many clusters a predictor chooses.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub(crate) struct Predicted {
+    /// Clusters that are chosen, in place of as many keys as are asked for (`top_k`), which then is ignored; 0 to go by the keys.
+    #[schemars(range(min = 0, max = 65_536))]
+    probes: usize,
+    /// Fewer clusters are chosen where they would hold more than this share of the context: 1 for no cap. Ignored where `probes`
+    /// is 0.
+    #[schemars(range(min = 0, max = 1))]
+    max_selectivity: f64,
+}
+
+impl Default for Predicted {
+    fn default() -> Self {
+        Self { probes: 0, max_selectivity: 1.0 }
+    }
+}
+
+/// The predictor of a [`Prober`].
+#[derive(Debug)]
+pub(crate) struct Predicting<P> {
+    params: Predicted,
+    prober: Arc<P>,
+}
+
+impl<P: Prober> Predicting<P> {
+    pub fn new(params: &Predicted, prober: Arc<P>) -> Self {
+        Self { params: params.clone(), prober }
+    }
+}
+
+impl<P: Prober> Predictor for Predicting<P> {
+    fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
+        match self.params {
+            Predicted { probes: 0, .. } => self.prober.probe(step, (sink, window), Probes::Keys(k)),
+            Predicted { probes, max_selectivity } => {
+                probe(&*self.prober, step, (sink, window), (probes, max_selectivity))
+            }
+        }
+    }
+
+    fn expected(&self, step: &DecodeStep, k: Vec<usize>) -> Vec<usize> {
+        let Predicted { probes, max_selectivity } = self.params;
+        match self.prober.partition().clusters(step.layer) {
+            // Clusters hold about as many keys each.
+            Some(all) if probes > 0 => {
+                let share = max_selectivity.min(probes as f64 / all as f64);
+                step.per_head(|row| (share * row.visible.len() as f64) as usize)
+            }
+            _ => k,
+        }
+    }
+
+    fn indices(&self) -> Vec<&dyn KeyIndex> {
+        vec![self.prober.partition()]
+    }
+
+    fn host_only(&self) -> Option<HostOnly> {
+        self.prober.partition().host_only()
     }
 }

@@ -265,6 +265,16 @@ mod tests {
     }
 
     #[test]
+    fn some_heads_are_audited_unless_none_are_wanted() {
+        let audit = |line: &[&str]| {
+            let cli = args::Cli::try_parse_from([&["taper", "eval", "needle"][..], line].concat()).unwrap();
+            let args::Command::Eval(args::EvalArgs { what: args::Eval::Needle(args) }) = cli.command else { panic!() };
+            args.audit
+        };
+        assert_eq!((audit(&[]), audit(&["--audit", "0"])), (0.005, 0.0));
+    }
+
+    #[test]
     fn tasks_are_named() {
         assert_eq!(tasks("all").unwrap().len(), 11);
         assert_eq!(tasks("multikey_3, single_1,multikey_3").unwrap(), [Task::MultiKey3, Task::Single1]);

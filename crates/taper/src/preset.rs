@@ -132,6 +132,17 @@ mod tests {
     }
 
     #[test]
+    fn hip_searches_as_its_library_does_and_under_delta_as_that_paper_does() {
+        let hip = serde_json::to_value(find(r#"{"prefill": {"method": "hip"}}"#).unwrap()).unwrap();
+        let delta = serde_json::to_value(find("delta-hip").unwrap()).unwrap();
+        let chunks = |hip: &serde_json::Value| {
+            hip["stages"].as_array().unwrap().iter().map(|stage| stage["chunk"].as_u64().unwrap()).collect::<Vec<_>>()
+        };
+        assert_eq!(chunks(&hip["prefill"]), [256, 32, 8]);
+        assert_eq!(chunks(&delta["prefill"]["base"]), [256, 8, 2]);
+    }
+
+    #[test]
     fn json_and_mistakes() {
         assert_eq!(find(r#" {"decode": {"method": "vattention"}}"#).unwrap().names(), ("dense", "vattention"));
         let error = |text| format!("{:#}", find(text).unwrap_err());

@@ -1,10 +1,10 @@
 //! Delta Attention: a sparse prefill corrected by dense rows.
 //!
 //! Every `gamma`-th row (an anchor) is attended densely too, and the difference is added to the rows up to the next
-//! anchor. The last rows are dense: they are part of the method, not a detail.
+//! anchor. The last rows are dense unless `tail` is 0: they are part of the method, not a detail.
 
 use super::{Entry, prefill};
-use crate::method::{Carry, PrefillChoice, PrefillLayer, PrefillMethod, PrefillOutput};
+use crate::method::{Carry, KeyCounts, PrefillChoice, PrefillLayer, PrefillMethod, PrefillOutput};
 use crate::schema::{parse, schema_of};
 use crate::spec::{Chosen, SpecError};
 use candle_core::{Result, Tensor};
@@ -31,7 +31,7 @@ pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
             ));
         }
         let json = json!(Params { base: base.json.clone(), ..params });
-        Ok((Arc::new(Delta { gamma: params.gamma, mode: params.mode, base }), json))
+        Ok((Arc::new(Delta { gamma: params.gamma, tail: params.tail, mode: params.mode, base }), json))
     },
     artifacts: &[],
 };
@@ -43,6 +43,10 @@ struct Params {
     /// Rows from one dense anchor to the next; 1 is dense attention.
     #[schemars(range(min = 1, max = 1_048_576))]
     gamma: usize,
+    /// Last rows of the prompt that are dense, at least: the tail begins at a multiple of gamma and has gamma rows or more. 0 is
+    /// no tail; then rows are corrected up to the prompt's end.
+    #[schemars(range(min = 0, max = 1_048_576))]
+    tail: usize,
     /// What becomes of the difference at an anchor.
     mode: Mode,
     /// The sparse prefill method underneath.
@@ -67,31 +71,33 @@ enum Mode {
 
 impl Default for Params {
     fn default() -> Self {
-        Self { gamma: 64, mode: Mode::Delta, base: json!({ "method": "streaming_llm" }) }
+        Self { gamma: 64, tail: 128, mode: Mode::Delta, base: json!({ "method": "streaming_llm" }) }
     }
 }
 
 #[derive(Debug)]
 struct Delta {
     gamma: usize,
+    tail: usize,
     mode: Mode,
     base: Chosen<dyn PrefillMethod>,
 }
 
-/// Least number of dense rows at a prompt's end.
-const LEAST_TAIL: usize = 128;
-
 impl Delta {
-    /// Where the dense tail of a prompt begins: a multiple of gamma, or 0 for a prompt that is all tail.
-    fn tail(&self, prompt: usize) -> usize {
-        prompt.saturating_sub(LEAST_TAIL.max(self.gamma)) / self.gamma * self.gamma
+    /// Where the dense tail of a prompt begins: a multiple of gamma, 0 for a prompt that is all tail, and the prompt's end
+    /// where there is none.
+    fn tail_start(&self, prompt: usize) -> usize {
+        match self.tail {
+            0 => prompt,
+            least => prompt.saturating_sub(least.max(self.gamma)) / self.gamma * self.gamma,
+        }
     }
 
     /// How many of the rows are attended sparsely and corrected: those before the tail.
     fn sparse(&self, layer: &PrefillLayer) -> usize {
         match self.gamma == 1 || self.base.name == "dense" {
             true => 0,
-            false => self.tail(layer.prompt).clamp(layer.start, layer.start + layer.rows()) - layer.start,
+            false => self.tail_start(layer.prompt).clamp(layer.start, layer.start + layer.rows()) - layer.start,
         }
     }
 }
@@ -114,11 +120,17 @@ impl PrefillMethod for Delta {
         // Anchors are so by their position.
         let anchors = Anchors { first: start.next_multiple_of(self.gamma) - start, gamma: self.gamma };
         let dense_rows: Vec<u32> = anchors.below(sparse).chain(sparse..rows).map(|r| r as u32).collect();
-        let positions: Vec<u32> = dense_rows.iter().map(|r| start as u32 + r).collect();
-        let q = layer.q.index_select(&Tensor::new(dense_rows.as_slice(), layer.q.device())?, 0)?;
-        let dense = layer.attend_rows(&q, &positions, Mask::Causal)?;
         // The tail's too: rows that the base measures may be among them.
         let base = self.base.method.attend(layer, choice, carry.base())?;
+        let dense = match dense_rows.is_empty() {
+            // Between two anchors, as a prompt's last rows may be where it has no tail.
+            true => PrefillOutput { out: base.out.narrow(0, 0, 0)?, keys: KeyCounts::default(), kept: Vec::new() },
+            false => {
+                let positions: Vec<u32> = dense_rows.iter().map(|r| start as u32 + r).collect();
+                let q = layer.q.index_select(&Tensor::new(dense_rows.as_slice(), layer.q.device())?, 0)?;
+                layer.attend_rows(&q, &positions, Mask::Causal)?
+            }
+        };
         let correction = match self.mode {
             Mode::Delta => Correction::Propagate,
             Mode::Recompute => Correction::Replace,
@@ -140,7 +152,8 @@ impl PrefillMethod for Delta {
             return cached;
         }
         // Where the next row is an anchor, what the anchor before it found is not needed; rows of the tail are dense.
-        let mut tokens = self.base.method.reuse(prompt, cached).min(self.tail(prompt)) / BLOCK_TOKENS * BLOCK_TOKENS;
+        let mut tokens =
+            self.base.method.reuse(prompt, cached).min(self.tail_start(prompt)) / BLOCK_TOKENS * BLOCK_TOKENS;
         while !tokens.is_multiple_of(self.gamma) {
             tokens = self.base.method.reuse(prompt, tokens - BLOCK_TOKENS);
         }
@@ -153,43 +166,54 @@ mod tests {
     use super::*;
     use crate::Artifacts;
 
-    #[test]
-    fn what_a_prompt_takes_over_ends_before_its_tail_and_before_an_anchor() {
-        let delta = |gamma, base: &str| Delta {
-            gamma,
-            mode: Mode::Delta,
-            base: prefill(&json!({ "method": base }), "base", &Artifacts::default()).expect("a method"),
-        };
-        for (gamma, prompt, cached, taken) in [
-            (64, 1000, 960, 832),
-            (64, 1000, 512, 512),
-            (64, 150, 128, 0),
-            (48, 2000, 1920, 1728),
-            (100, 4000, 3968, 3200),
-            (100, 4000, 1536, 0),
-            (1, 1000, 960, 960),
-        ] {
-            assert_eq!(
-                delta(gamma, "streaming_llm").reuse(prompt, cached),
-                taken,
-                "gamma {gamma}, {cached} of {prompt}"
-            );
-        }
-        assert_eq!(delta(64, "dense").reuse(1000, 960), 960, "dense all over");
-        assert_eq!(delta(64, "hip").reuse(1000, 960), 0, "as its base");
+    fn delta(gamma: usize, tail: usize, base: &str) -> Delta {
+        let base = prefill(&json!({ "method": base }), "base", &Artifacts::default()).expect("a method");
+        Delta { gamma, tail, mode: Mode::Delta, base }
     }
 
     #[test]
-    fn the_tail_starts_at_a_multiple_of_gamma_and_holds_at_least_128_rows() {
-        let delta = |gamma| Delta {
-            gamma,
-            mode: Mode::Delta,
-            base: prefill(&json!({ "method": "dense" }), "base", &Artifacts::default()).expect("dense"),
-        };
-        for (gamma, prompt, tail) in
-            [(64, 100, 0), (64, 128, 0), (64, 191, 0), (64, 192, 64), (64, 1000, 832), (200, 1000, 800), (1, 130, 2)]
-        {
-            assert_eq!(delta(gamma).tail(prompt), tail, "gamma {gamma}, prompt {prompt}");
+    fn what_a_prompt_takes_over_ends_before_its_tail_and_before_an_anchor() {
+        for (gamma, tail, prompt, cached, taken) in [
+            (64, 128, 1000, 960, 832),
+            (64, 128, 1000, 512, 512),
+            (64, 128, 150, 128, 0),
+            (48, 128, 2000, 1920, 1728),
+            (100, 128, 4000, 3968, 3200),
+            (100, 128, 4000, 1536, 0),
+            (1, 128, 1000, 960, 960),
+            // Another tail, or none: then rows attend alike however long the prompt is.
+            (64, 300, 1000, 960, 640),
+            (64, 1, 1000, 960, 896),
+            (64, 5000, 1000, 960, 0),
+            (64, 0, 1000, 960, 960),
+            (48, 0, 2000, 1984, 1920),
+            (100, 0, 4000, 3968, 3200),
+        ] {
+            let found = delta(gamma, tail, "streaming_llm").reuse(prompt, cached);
+            assert_eq!(found, taken, "gamma {gamma}, tail {tail}, {cached} of {prompt}");
+        }
+        assert_eq!(delta(64, 128, "dense").reuse(1000, 960), 960, "dense all over");
+        for tail in [0, 128] {
+            assert_eq!(delta(64, tail, "hip").reuse(1000, 960), 0, "as its base");
+        }
+    }
+
+    #[test]
+    fn the_tail_starts_at_a_multiple_of_gamma_and_holds_at_least_what_is_asked_for() {
+        for (gamma, tail, prompt, start) in [
+            (64, 128, 100, 0),
+            (64, 128, 128, 0),
+            (64, 128, 191, 0),
+            (64, 128, 192, 64),
+            (64, 128, 1000, 832),
+            (200, 128, 1000, 800),
+            (1, 128, 130, 2),
+            (64, 1, 1000, 896),
+            (64, 500, 1000, 448),
+            (64, 0, 1000, 1000),
+            (64, 0, 1, 1),
+        ] {
+            assert_eq!(delta(gamma, tail, "dense").tail_start(prompt), start, "gamma {gamma}, tail {tail}, {prompt}");
         }
     }
 }

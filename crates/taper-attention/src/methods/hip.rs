@@ -23,8 +23,9 @@ use taper_kernels::prefill::{self, Hierarchy, Selection, probe, query_blocks};
 pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
     name: "hip",
     summary: "The first tokens, a window, and the chunks between that a search by halves ranks highest.",
-    source: "Lee et al. 2024, HiP Attention, arXiv:2406.09827 and arXiv:2502.08910, as Delta Attention uses it; a choice \
-             for each KV head, where the reference makes one for all heads",
+    source: "Lee et al. 2024, HiP Attention, arXiv:2406.09827 and arXiv:2502.08910; the default stages are those of \
+             the authors' library (chunks of 256, 32, 8), and the preset delta-hip has those of Delta Attention's set-up (256, \
+             8, 2); a choice for each KV head, where the reference makes one for all heads",
     schema: schema_of::<Params>,
     build: |value, path, _| {
         let params: Params = parse(PREFILL.name, value, path)?;

@@ -2,9 +2,9 @@
 
 use super::Entry;
 use crate::artifacts::{ArtifactFile, ArtifactKind, Artifacts, Loaded};
-use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex, Predictor};
+use crate::method::{Choice, DecodeMethod, DecodeStep, Predictor};
 use crate::partition::Partition;
-use crate::probing::{self, Prober, Probing};
+use crate::probing::{self, Predicting, Prober, Probing};
 use crate::schema::{parse, schema_of};
 use crate::spec::SpecResult;
 use candle_core::Result;
@@ -33,10 +33,11 @@ pub(super) static PREDICTOR: Entry<dyn Predictor> = Entry {
     name: DECODE.name,
     summary: "Centroids of clusters of keys.",
     source: DECODE.source,
-    schema: schema_of::<KMeans>,
+    schema: schema_of::<Top>,
     build: |value, path, artifacts| {
-        let params: KMeans = parse("kmeans", value, path)?;
-        Ok((params.load(path, artifacts)?, json!(params)))
+        let params: Top = parse("kmeans", value, path)?;
+        let json = json!(params);
+        Ok((Arc::new(Predicting::new(&params.predicted, params.kmeans.load(path, artifacts)?)), json))
     },
     artifacts: &[ROTATED, UNROTATED],
 };
@@ -58,6 +59,15 @@ const UNROTATED: ArtifactKind = ArtifactKind {
 struct Decode {
     #[serde(flatten)]
     probing: probing::Params,
+    #[serde(flatten)]
+    kmeans: KMeans,
+}
+
+#[derive(Debug, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+struct Top {
+    #[serde(flatten)]
+    predicted: probing::Predicted,
     #[serde(flatten)]
     kmeans: KMeans,
 }
@@ -96,19 +106,5 @@ impl Prober for Clusters {
 
     fn partition(&self) -> &Partition {
         &self.0
-    }
-}
-
-impl Predictor for Clusters {
-    fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
-        self.probe(step, (sink, window), Probes::Keys(k))
-    }
-
-    fn indices(&self) -> Vec<&dyn KeyIndex> {
-        vec![&self.0]
-    }
-
-    fn host_only(&self) -> Option<HostOnly> {
-        self.0.host_only()
     }
 }

@@ -2,13 +2,11 @@
 
 use super::Entry;
 use crate::artifacts::{ArtifactFile, ArtifactKind, Loaded};
-use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex, Predictor};
+use crate::method::{Choice, DecodeMethod, DecodeStep, Predictor};
 use crate::partition::Partition;
-use crate::probing::{Params, Prober, Probing};
+use crate::probing::{Params, Predicted, Predicting, Prober, Probing};
 use crate::schema::{parse, schema_of};
 use candle_core::Result;
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::sync::Arc;
 use taper_kernels::index::clusters::Probes;
@@ -32,10 +30,11 @@ pub(super) static PREDICTOR: Entry<dyn Predictor> = Entry {
     name: DECODE.name,
     summary: "Clusters that a classifier expects attention mass in.",
     source: DECODE.source,
-    schema: schema_of::<Nothing>,
+    schema: schema_of::<Predicted>,
     build: |value, path, artifacts| {
-        let params: Nothing = parse("saap", value, path)?;
-        Ok((artifacts.get::<Saap>(&ARTIFACT, path)?, json!(params)))
+        let params: Predicted = parse("saap", value, path)?;
+        let json = json!(params);
+        Ok((Arc::new(Predicting::new(&params, artifacts.get::<Saap>(&ARTIFACT, path)?)), json))
     },
     artifacts: &[ARTIFACT],
 };
@@ -45,10 +44,6 @@ const ARTIFACT: ArtifactKind = ArtifactKind {
     made_by: "taper train saap",
     read: |file| Ok(Arc::new(Saap::read(file)?) as Loaded),
 };
-
-/// Takes no parameters.
-#[derive(Debug, Serialize, Deserialize, JsonSchema)]
-struct Nothing {}
 
 /// The artefact: a partition of the keys before the rotary embedding, and for each layer `l` that has one
 /// `layers.l.classifier.{0,1}.weight` `[kv_heads, out, in]` and `.bias` `[kv_heads, out]`, ReLU between, as many classes
@@ -102,19 +97,5 @@ impl Prober for Saap {
 
     fn partition(&self) -> &Partition {
         &self.partition
-    }
-}
-
-impl Predictor for Saap {
-    fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
-        self.probe(step, (sink, window), Probes::Keys(k))
-    }
-
-    fn indices(&self) -> Vec<&dyn KeyIndex> {
-        vec![&self.partition]
-    }
-
-    fn host_only(&self) -> Option<HostOnly> {
-        self.partition.host_only()
     }
 }

@@ -74,7 +74,7 @@ pub(crate) fn key(shape: AttentionShape) -> ModelKey {
     ModelKey { shape, fingerprint: "test".to_owned() }
 }
 
-/// Artefacts of every kind for a model of one layer, with random content: 8 clusters, 8 channels, maps of 16.
+/// Artefacts of every kind, with random content, the same in all layers: 8 clusters, 8 channels, maps of 16.
 pub(crate) fn random_artifacts(shape: AttentionShape) -> Artifacts {
     let (q, kv, d) = (shape.q_heads, shape.kv_heads, shape.head_dim);
     let named = |name: String, dims: (usize, usize, usize)| (format!("layers.0.{name}"), random(dims, dims.1 as u64));
@@ -89,19 +89,25 @@ pub(crate) fn random_artifacts(shape: AttentionShape) -> Artifacts {
             })
             .collect()
     };
-    let channels: Vec<u32> = (0..kv).flat_map(|head| (0..8).map(move |c| (c * 5 + head) as u32)).collect();
-    let channels = Tensor::from_vec(channels, (1, kv, 8), &Device::Cpu).unwrap();
+    let channels = (0..kv).flat_map(|head| (0..8).map(move |c| (c * 5 + head) as u32));
+    let channels: Vec<u32> = (0..shape.layers).flat_map(|_| channels.clone()).collect();
+    let channels = Tensor::from_vec(channels, (shape.layers, kv, 8), &Device::Cpu).unwrap();
     let centroids = || named("centroids".to_owned(), (kv, 8, d));
+    // What is said of the first layer, of all.
+    let every = |first: Vec<(String, Tensor)>| -> Vec<(String, Tensor)> {
+        let of = |layer: usize| move |name: &str| name.replacen("layers.0.", &format!("layers.{layer}."), 1);
+        (0..shape.layers).flat_map(|layer| first.iter().map(move |(name, t)| (of(layer)(name), t.clone()))).collect()
+    };
     let files = [
         ("double_sparsity.safetensors", "double_sparsity", vec![("channels".to_owned(), channels)]),
         (
             "hash_attention.safetensors",
             "hash_attention",
-            [layers("query", q, &[d, 16, 16, 32]), layers("key", kv, &[d, 16, 16, 32])].concat(),
+            every([layers("query", q, &[d, 16, 16, 32]), layers("key", kv, &[d, 16, 16, 32])].concat()),
         ),
-        ("kmeans.safetensors", "kmeans", vec![centroids()]),
-        ("kmeans-rope.safetensors", "kmeans-rope", vec![centroids()]),
-        ("saap.safetensors", "saap", [vec![centroids()], layers("classifier", kv, &[d, 16, 8])].concat()),
+        ("kmeans.safetensors", "kmeans", every(vec![centroids()])),
+        ("kmeans-rope.safetensors", "kmeans-rope", every(vec![centroids()])),
+        ("saap.safetensors", "saap", every([vec![centroids()], layers("classifier", kv, &[d, 16, 8])].concat())),
     ];
     let key = key(shape);
     files.iter().fold(Artifacts::default(), |all, (file, method, tensors)| {
@@ -214,6 +220,53 @@ fn delta_is_dense_at_its_anchors_and_its_tail_and_moves_the_difference_on_betwee
     {
         let (out, sequence) = run(&json!({ "prefill": same }), shape, (n, 0), 4096);
         assert_eq!((out == dense, sequence.usage().prefill.density), (true, 1.0), "{same}");
+    }
+}
+
+#[test]
+fn without_a_tail_delta_corrects_up_to_the_last_row_whatever_the_chunks() {
+    let base = json!({ "method": "streaming_llm", "sink": 4, "window": 32 });
+    let (n, shape) = (1000, shape(2, 64, None));
+    let width = shape.q_heads * shape.head_dim;
+    let row = |x: &[f32], row: usize| x[row * width..(row + 1) * width].to_vec();
+    let (dense, _) = run(&json!({}), shape, (n, 0), 4096);
+    let (sparse, _) = run(&json!({ "prefill": base }), shape, (n, 0), 4096);
+    for (mode, moves) in [("delta", 1.0), ("recompute", 0.0)] {
+        let settings = json!({ "method": "delta", "gamma": 16, "tail": 0, "mode": mode, "base": base });
+        // A chunk of 999 leaves one row, which is no anchor: it has nothing but what was carried to it.
+        for chunk in [4096, 66, 999] {
+            let (out, sequence) = run(&json!({ "prefill": settings }), shape, (n, 0), chunk);
+            for at in [872, 880, 991, 992, 993, 998, 999] {
+                let anchor = at / 16 * 16;
+                let moved = if at == anchor { 1.0 } else { moves };
+                let (sparse_at, dense, sparse) = (row(&sparse, at), row(&dense, anchor), row(&sparse, anchor));
+                let expected: Vec<f32> = (0..width).map(|c| sparse_at[c] + moved * (dense[c] - sparse[c])).collect();
+                assert!(relative(&row(&out, at), &expected) < 1e-5, "{mode}, chunks of {chunk}: row {at}");
+            }
+            let pairs: usize = (0..n).map(|p| if p % 16 == 0 { p + 1 } else { (p + 1).min(4 + 32) }).sum();
+            let density = pairs as f64 / (n * (n + 1) / 2) as f64;
+            assert!((sequence.usage().prefill.density - density).abs() < 1e-9, "{mode}, chunks of {chunk}");
+        }
+    }
+    assert!(relative(&row(&sparse, 999), &row(&dense, 999)) > 0.1, "or a tail would change nothing");
+}
+
+#[test]
+fn what_delta_takes_over_is_what_a_prompt_of_another_length_made_of_it() {
+    let shape = shape(2, 64, None);
+    let width = shape.q_heads * shape.head_dim;
+    for (tail, taken) in [(0, 640), (128, 512), (300, 384)] {
+        let base = json!({ "method": "streaming_llm", "sink": 4, "window": 32 });
+        let spec = json!({ "prefill": { "method": "delta", "gamma": 64, "tail": tail, "base": base } });
+        let of = |n: usize| run(&spec, shape, (n, 0), 4096).0;
+        let method =
+            AttentionSpec::from_json(&spec, "attention", &Artifacts::default()).unwrap().prefill.method.clone();
+        // What the pool remembers of the shorter prompt, and what the longer one may have of it.
+        assert_eq!((method.reuse(700, 640), method.reuse(1000, taken)), (taken, taken), "tail {tail}");
+        assert!(of(700)[..taken * width] == of(1000)[..taken * width], "tail {tail}");
+        if tail > 0 {
+            assert!(of(700)[taken * width..700 * width] != of(1000)[taken * width..700 * width], "or it says nothing");
+        }
     }
 }
 

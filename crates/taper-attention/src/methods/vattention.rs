@@ -69,7 +69,7 @@ struct Params {
     /// Most recent tokens, always read, the query's own included: a whole number, or a share of the context below 1.
     #[schemars(extend("exclusiveMinimum" = 0))]
     window: Amount,
-    /// Predicted keys read exactly: a whole number, or a share of the context below 1.
+    /// Predicted keys read exactly: a whole number, or a share of the context below 1. Ignored where `top` has `probes`.
     top_k: Amount,
     /// What predicts them.
     #[schemars(schema_with = "top_schema")]
@@ -188,7 +188,7 @@ struct VAttention {
 impl VAttention {
     /// What the predictor chose beside sinks and window, and a sample that relies on its having missed nothing heavy.
     fn sample(&self, step: &DecodeStep, (sink, window): (usize, usize)) -> Result<Choice> {
-        let k = step.per_head(|row| self.top_k.of(row.visible.len()));
+        let k = self.top.method.expected(step, step.per_head(|row| self.top_k.of(row.visible.len())));
         let foreseen = foresee(&step.batch, (sink, window), &k, step.streams, &self.sampling)?;
         let exact = self.top.method.select(step, sink, window, &foreseen.keys(k))?;
         let (selection, budgets) =

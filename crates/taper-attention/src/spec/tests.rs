@@ -21,7 +21,7 @@ fn defaults_are_filled_in() {
         json!(spec),
         json!({
             "prefill": {
-                "method": "delta", "gamma": 32, "mode": "delta",
+                "method": "delta", "gamma": 32, "tail": 128, "mode": "delta",
                 "base": { "method": "streaming_llm", "sink": 4, "window": 2048 }
             },
             "decode": { "method": "dense" },

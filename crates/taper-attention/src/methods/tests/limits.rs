@@ -127,12 +127,13 @@ fn own_way(name: &str, phase: &str, n: usize) -> Vec<(Heads, Value)> {
             vec![thin(json!({ "method": "bigbird", "global": 64, "window": window, "random": 0 }))]
         }
         ("prefill", "delta") => {
-            // The last 128 rows are dense.
-            let window = window.saturating_sub(128).max(1);
-            let base = json!({ "method": "streaming_llm", "sink": gone.start, "window": window });
-            ["delta", "recompute"]
-                .map(|mode| thin(json!({ "method": "delta", "gamma": 5, "mode": mode, "base": base })))
-                .into()
+            // Rows of the tail are dense.
+            let of = |mode: &str, tail: usize| {
+                let window = window.saturating_sub(tail).max(1);
+                let base = json!({ "method": "streaming_llm", "sink": gone.start, "window": window });
+                thin(json!({ "method": "delta", "gamma": 5, "tail": tail, "mode": mode, "base": base }))
+            };
+            vec![of("delta", 128), of("recompute", 128), of("delta", 0), of("recompute", 0)]
         }
         ("prefill", "hip") => {
             // The last block of queries has more before it than it keeps, by what weighs nothing.
@@ -194,8 +195,9 @@ fn own_way(name: &str, phase: &str, n: usize) -> Vec<(Heads, Value)> {
             let rules = ["chi2", "ratio", "tight", "lemma", "denominator"].map(|rule| sampled(json!({ "rule": rule })));
             let predictors = catalogue().into_iter().filter(|m| m.phase == "predictor");
             let tops = predictors.map(|m| sampled(json!({ "top": { "method": m.name } })));
+            let probes = ["saap", "kmeans"].map(|name| sampled(json!({ "top": { "method": name, "probes": 3 } })));
             let hard = sampled(json!({ "tail": "hard", "epsilon": 0.9, "delta": 0.9 }));
-            rules.into_iter().chain(tops).chain([hard]).collect()
+            rules.into_iter().chain(tops).chain(probes).chain([hard]).collect()
         }
         _ => panic!("{phase} {name} has no settings that go its own way"),
     }
@@ -268,7 +270,10 @@ fn artifacts(shape: AttentionShape) -> Artifacts {
 
 const LENGTHS: [usize; 7] = [1, 2, 63, 64, 65, 1000, 4097];
 
-/// Every GQA group and head size; the longest prompts, where they are attended, at one head size a group, with one KV head.
+/// Where the longest prompts are attended, a short one goes with each.
+const LONG: [usize; 2] = [65, 4097];
+
+/// Every GQA group and head size; the longest prompts with one KV head.
 fn shapes(whole_prompts: bool) -> Vec<(AttentionShape, &'static [usize])> {
     let mut all = Vec::new();
     for group in [1, 3, 4, 8] {
@@ -279,9 +284,7 @@ fn shapes(whole_prompts: bool) -> Vec<(AttentionShape, &'static [usize])> {
                 continue;
             }
             all.push((shape, &LENGTHS[..6]));
-            if head_dim == if group == 8 { 64 } else { 128 } {
-                all.push((AttentionShape { q_heads: group, kv_heads: 1, ..shape }, &LENGTHS[6..]));
-            }
+            all.push((AttentionShape { q_heads: group, kv_heads: 1, ..shape }, &LONG[..]));
         }
     }
     all
@@ -327,7 +330,7 @@ fn for_every_case(phase: &str, lengths: &[usize], mut check: impl FnMut(Heads, V
     }
 }
 
-/// Outputs equal dense ones, and a method that went its own way left something out.
+/// Outputs equal dense ones row by row, and a method that went its own way left something out.
 fn assert_equal(
     (shape, n): (AttentionShape, usize),
     heads: Heads,
@@ -335,9 +338,12 @@ fn assert_equal(
     (out, dense): (&[f32], &[f32]),
     density: f64,
 ) {
-    let error = relative(out, dense);
     let what = format!("{settings} on {heads:?} heads, {n} tokens, {shape:?}");
-    assert!(error < 1e-5, "{what}: differs by {error}");
+    let width = shape.q_heads * shape.head_dim;
+    for (row, (out, dense)) in out.chunks_exact(width).zip(dense.chunks_exact(width)).enumerate() {
+        let error = relative(out, dense);
+        assert!(error < 1e-5, "{what}: row {row} differs by {error}");
+    }
     // A block of queries reads its own block whole, bounds that hold for every key are wide, and keys that are alike are in
     // one cluster.
     let blocks = ["bigbird", "hip", "minference", "sample_attention", "delta"].iter().any(|m| settings["method"] == *m);

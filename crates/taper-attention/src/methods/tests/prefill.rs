@@ -1,6 +1,7 @@
 //! Sparse prefill methods: at all their limits, cut into chunks, over later tokens, bad numbers and bad parameters.
 
 use super::golden::{Golden, files};
+use super::properties::all_typical;
 use super::*;
 use crate::Chunk;
 
@@ -19,6 +20,8 @@ pub(super) fn sparse(name: &str) -> Vec<Value> {
             vec![
                 json!({ "method": "delta", "gamma": 24, "base": base }),
                 json!({ "method": "delta", "gamma": 200, "mode": "recompute", "base": base }),
+                json!({ "method": "delta", "gamma": 24, "tail": 0, "base": base }),
+                json!({ "method": "delta", "gamma": 100, "tail": 300, "base": base }),
             ]
         }
         "streaming_llm" => vec![json!({ "method": "streaming_llm", "sink": 4, "window": 100 })],
@@ -230,27 +233,39 @@ fn later_tokens_reach_earlier_rows_through_the_choice_alone() {
     }
 }
 
+/// An output is a number, or it is none as dense attention's is none; a row whose query is none is so whatever it reads.
 #[test]
-fn numbers_that_are_none_neither_panic_nor_hang() {
+fn numbers_that_are_none_spread_no_further_than_densely() {
     let shape = shape(3, 64, None);
-    for settings in every_sparse() {
-        for settings in [&settings, &over_delta(&settings)] {
-            if settings["base"]["method"] == "delta" {
-                continue;
-            }
-            for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e30] {
-                for place in 0..3 {
-                    let mut input = Input::random(shape, 500);
-                    let which = [&mut input.q, &mut input.k, &mut input.v].into_iter().nth(place).unwrap();
-                    let dims = which.dims3().unwrap();
-                    let mut values = which.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-                    // A whole token in the middle, one number at the end.
-                    let width = dims.1 * dims.2;
-                    values[250 * width..251 * width].fill(bad);
-                    *values.last_mut().unwrap() = bad;
-                    *which = Tensor::from_vec(values, dims, &Device::Cpu).unwrap();
-                    let (out, _) = run_on(&prefill(settings), &Artifacts::default(), shape, &input, 0, 128);
-                    assert_eq!(out.len(), 500 * 6 * 64, "{settings}");
+    let (n, width) = (500, 6 * 64);
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e30] {
+        for place in 0..3 {
+            let mut input = Input::random(shape, n);
+            let which = [&mut input.q, &mut input.k, &mut input.v].into_iter().nth(place).unwrap();
+            let dims = which.dims3().unwrap();
+            let mut values = which.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            // A whole token in the middle, one number at the end.
+            let token = dims.1 * dims.2;
+            values[250 * token..251 * token].fill(bad);
+            *values.last_mut().unwrap() = bad;
+            *which = Tensor::from_vec(values, dims, &Device::Cpu).unwrap();
+            let run = |spec: &Value| run_on(spec, &Artifacts::default(), shape, &input, 0, 128).0;
+            let dense = run(&json!({}));
+            assert_eq!(dense.iter().all(|x| x.is_finite()), bad == 1e30, "{bad} in {place}: or this says nothing");
+            for settings in every_sparse() {
+                for settings in [&settings, &over_delta(&settings)] {
+                    if settings["base"]["method"] == "delta" {
+                        continue;
+                    }
+                    let out = run(&prefill(settings));
+                    assert_eq!(out.len(), n * width, "{settings}");
+                    for (i, (x, dense)) in out.iter().zip(&dense).enumerate() {
+                        let row = i / width;
+                        // A key or value that is bad may not be read, but by its own row.
+                        let fewer = place > 0 && row != 250 && x.is_finite();
+                        let what = || format!("{settings}, {bad} in {}: row {row} is {x}", ["q", "k", "v"][place]);
+                        assert!(fewer || x.is_finite() == dense.is_finite(), "{}", what());
+                    }
                 }
             }
         }
@@ -281,6 +296,65 @@ fn delta_over_every_method_is_dense_at_its_anchors_and_its_tail() {
 }
 
 #[test]
+fn dense_layers_are_the_first_and_no_others() {
+    let shape = AttentionShape { layers: 2, ..shape(3, 64, None) };
+    let artifacts = random_artifacts(shape);
+    let mut checked = 0;
+    for method in catalogue().into_iter().filter(|m| m.parameters["properties"].get("dense_layers").is_some()) {
+        let decode = method.phase == "decode";
+        let settings = if decode { all_typical() } else { sparse(method.name) };
+        let settings = settings.into_iter().find(|settings| settings["method"] == method.name).unwrap();
+        for dense_layers in 0..3 {
+            let mut settings = settings.clone();
+            settings["dense_layers"] = json!(dense_layers);
+            let spec = if decode { json!({ "decode": settings }) } else { prefill(&settings) };
+            let input = Input::random(shape, 1000);
+            // The answer's steps come after a dense prompt; both layers have the same heads.
+            let decoded = if decode { 5 } else { 0 };
+            let both = |spec: &Value| [0, 1].map(|layer| in_layer(spec, &artifacts, shape, &input, decoded, layer));
+            for (layer, (out, dense)) in both(&spec).iter().zip(both(&json!({}))).enumerate() {
+                let error = relative(out, &dense);
+                assert!((error < 1e-5) == (layer < dense_layers), "{settings}: layer {layer} errs by {error}");
+            }
+            checked += 1;
+        }
+    }
+    assert!(checked >= 3 * 5, "{checked}");
+}
+
+/// What [`run_on`] gives in one of several layers, of which each has the same tokens.
+fn in_layer(
+    spec: &Value,
+    artifacts: &Artifacts,
+    shape: AttentionShape,
+    input: &Input,
+    decoded: usize,
+    layer: usize,
+) -> Vec<f32> {
+    let n = input.k.dims()[0];
+    let spec = Arc::new(AttentionSpec::from_json(spec, "attention", artifacts).unwrap());
+    let kv = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
+    let mut pool = KvPool::new(kv, DType::F32, n.div_ceil(64), &Device::Cpu).unwrap();
+    let mut sequence = Sequence::new(spec, 5, n - decoded);
+    let rotary = PlainRotary(shape.head_dim);
+    let mut outs = Vec::new();
+    while sequence.len() < n {
+        let (start, tokens) = (sequence.len(), sequence.chunk(4096).max(1));
+        let part = |t: &Tensor| t.narrow(0, start, tokens).unwrap();
+        let spans = vec![Span { sequence: &mut sequence, tokens }];
+        let mut batch = AttentionBatch::new(shape, &rotary, &mut pool, spans).unwrap();
+        for at in 0..shape.layers {
+            let out = batch.attend(at, &part(&input.q), &part(&input.k), &part(&input.v)).unwrap();
+            if at == layer && (decoded == 0 || start >= n - decoded) {
+                outs.extend(out.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+            }
+        }
+        batch.finish().unwrap();
+    }
+    outs
+}
+
+#[test]
 fn budgets_beyond_the_context_and_contexts_shorter_than_everything_are_dense() {
     for settings in [
         json!({ "method": "hip", "dense_layers": 0 }),
@@ -302,6 +376,8 @@ fn budgets_beyond_the_context_and_contexts_shorter_than_everything_are_dense() {
 #[test]
 fn bad_parameters_are_refused_where_they_stand() {
     for (settings, path, message) in [
+        (json!({ "method": "delta", "tail": -1 }), ".tail", "at least 0 and at most 1048576"),
+        (json!({ "method": "delta", "tail": 0.5 }), ".tail", "whole number"),
         (json!({ "method": "bigbird", "random": -1 }), ".random", "at least 0"),
         (json!({ "method": "bigbird", "global": 1.5 }), ".global", "whole number"),
         (json!({ "method": "sample_attention", "alpha_c": 1.5 }), ".alpha_c", "at most 1"),

@@ -38,6 +38,9 @@ pub(super) fn all_typical() -> Vec<Value> {
     let mut shares = vattention.clone();
     (shares["sink"], shares["window"]) = (json!(0.02), json!(0.05));
     all.extend([hard, shares]);
+    let mut probes = vattention.clone();
+    probes["top"] = json!({ "method": "saap", "probes": 2 });
+    all.push(probes);
     all.push(json!({ "method": "kmeans", "rope": true, "probes": 2, "window": 20, "dense_layers": 0 }));
     all.push(json!({ "method": "santa", "samples": 16, "within": typical("oracle_top_k") }));
     all.push(json!({ "method": "santa", "samples": 16, "scores": "bernoulli", "mean_query": true }));
@@ -185,36 +188,78 @@ fn numbers_that_are_none_spread_no_further_than_densely() {
 #[test]
 fn every_number_is_held_to_its_range() {
     let artifacts = random_artifacts(shape(1, 64, None));
-    let mut checked = 0;
+    let mut checked = [0; 3];
     for method in catalogue() {
-        let parse = |name: &str, value: f64| {
+        let parse = |name: &str, value: Value| {
             let object = json!({ "method": method.name, name: value });
             let spec = match method.phase {
                 "predictor" => json!({ "decode": { "method": "vattention", "top": object } }),
                 phase => json!({ phase: object }),
             };
-            AttentionSpec::from_json(&spec, "attention", &artifacts)
+            AttentionSpec::from_json(&spec, "attention", &artifacts).map(|_| ())
+        };
+        let refused = |field: &str, found: Result<(), crate::SpecError>| {
+            let error = found.unwrap_err();
+            assert!(error.path.ends_with(&format!(".{field}")), "{}: {error:?}", method.name);
+            assert!(error.message.contains("must be") && error.message.contains("got"), "{error}");
         };
         for (name, property) in method.parameters["properties"].as_object().unwrap() {
-            for (key, beyond, within) in [
-                ("minimum", -1.0, true),
-                ("maximum", 1.0, true),
-                ("exclusiveMinimum", 0.0, false),
-                ("exclusiveMaximum", 0.0, false),
-            ] {
-                // A list of what is valid goes before any range.
-                let Some(bound) = property[key].as_f64().filter(|_| property["enum"].is_null()) else { continue };
-                let error = parse(name, bound + beyond).map(|_| ()).unwrap_err();
-                assert!(error.path.ends_with(&format!(".{name}")), "{}: {error:?}", method.name);
-                assert!(error.message.contains("must be") && error.message.contains("got"), "{error}");
-                if within {
-                    parse(name, bound).unwrap_or_else(|e| panic!("{}.{name} = {bound}: {e}", method.name));
+            for (beyond, bound) in beyond(property) {
+                refused(name, parse(name, json!(beyond)));
+                bound
+                    .into_iter()
+                    .for_each(|x| parse(name, json!(x)).unwrap_or_else(|e| panic!("{}: {e}", method.name)));
+                checked[0] += 1;
+            }
+            if property["x-amount"] == true {
+                for x in [-1.0, -0.001, 1.5, 1_048_577.0, 1e300] {
+                    refused(name, parse(name, json!(x)));
                 }
-                checked += 1;
+                for x in [0.001, 0.999, 1.0, 1_048_576.0] {
+                    parse(name, json!(x)).unwrap_or_else(|e| panic!("{}: {e}", method.name));
+                }
+                let zero = parse(name, json!(0));
+                if property["exclusiveMinimum"] == 0 {
+                    refused(name, zero)
+                } else {
+                    zero.unwrap()
+                }
+                checked[1] += 1;
+            }
+            // The fields of a list's items.
+            for (field, inner) in property["items"]["properties"].as_object().into_iter().flatten() {
+                let with = |x: f64| {
+                    let mut item = property["default"][0].clone();
+                    item[field] = json!(x);
+                    parse(name, json!([item]))
+                };
+                for (beyond, bound) in beyond(inner) {
+                    refused(&format!("{name}[0].{field}"), with(beyond));
+                    bound.into_iter().for_each(|x| with(x).unwrap_or_else(|e| panic!("{}: {e}", method.name)));
+                    checked[2] += 1;
+                }
             }
         }
     }
-    assert!(checked > 40, "{checked} bounds");
+    // Bounds of plain numbers, amounts (a method's or predictor's), bounds within lists.
+    assert!(checked[0] > 40 && checked[1] >= 8 && checked[2] >= 4, "{checked:?}");
+}
+
+/// Numbers just beyond what a property's schema allows, each with the bound where that is allowed.
+fn beyond(property: &Value) -> Vec<(f64, Option<f64>)> {
+    let all = [
+        ("minimum", -1.0, true),
+        ("maximum", 1.0, true),
+        ("exclusiveMinimum", 0.0, false),
+        ("exclusiveMaximum", 0.0, false),
+    ];
+    // A list of what is valid goes before any range, and so do amounts, whose bounds are two.
+    let plain = property["enum"].is_null();
+    let of = |(key, step, within): (&str, f64, bool)| {
+        let bound = property[key].as_f64().filter(|_| plain)?;
+        Some((bound + step, within.then_some(bound)))
+    };
+    all.into_iter().filter_map(of).collect()
 }
 
 /// A question is attended by the decode method row by row, as if its tokens had come one by one.
@@ -382,6 +427,8 @@ fn keys_that_are_scored_are_reported() {
 fn parameters_without_a_say_are_documented_and_have_none() {
     let shape = shape(3, 64, None);
     let hard = typical("vattention").map(|mut all| (all["tail"] = json!("hard"), all).1).unwrap();
+    let probes =
+        typical("vattention").map(|mut all| (all["top"] = json!({ "method": "kmeans", "probes": 2 }), all).1).unwrap();
     for (mut settings, knob, other, says) in [
         (json!({ "method": "santa", "samples": 16, "kernel": "flash" }), "variant", json!("iid"), "ignored under"),
         (json!({ "method": "santa", "samples": 16, "kernel": "prop_lr" }), "variant", json!("iid"), "ignored under"),
@@ -390,6 +437,7 @@ fn parameters_without_a_say_are_documented_and_have_none() {
         (json!({ "method": "santa", "samples": 16 }), "mean_query", json!(true), "ignored under `exact`"),
         (hard.clone(), "rule", json!("lemma"), "ignored where not"),
         (hard, "pilot_share", json!(0.5), "ignored where not"),
+        (probes, "top_k", json!(0.3), "Ignored where `top` has `probes`"),
     ] {
         let without = Growing::new(&settings, shape, 300).to(303, 1);
         settings[knob] = other;

@@ -4,7 +4,10 @@
 use super::prefill::sparse;
 use super::properties::all_typical;
 use super::*;
+use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex};
 use crate::{Replay, replay};
+use std::sync::Mutex;
+use taper_kernels::decode::HeadSelection;
 
 /// A row of every prefill method.
 fn prefills() -> Vec<Value> {
@@ -161,11 +164,18 @@ impl Clustered {
 
     /// What a decode method's draws come to for the last token.
     fn replay(&self, decode: &Value, seeds: &[u64]) -> Replay {
+        self.seen(decode, seeds).0
+    }
+
+    /// The same, and what each draw reads.
+    fn seen(&self, decode: &Value, seeds: &[u64]) -> (Replay, Vec<HeadSelection>) {
         let n = self.input.k.dims()[0];
         let kv = KvShape { layers: 1, kv_heads: 1, head_dim: self.shape.head_dim };
         let mut pool = KvPool::new(kv, DType::F32, n.div_ceil(64), &Device::Cpu).unwrap();
         let spec = json!({ "prefill": { "method": "streaming_llm", "sink": 0, "window": 1 }, "decode": decode });
-        let spec = AttentionSpec::from_json(&spec, "attention", &self.artifacts).unwrap();
+        let mut spec = AttentionSpec::from_json(&spec, "attention", &self.artifacts).unwrap();
+        let watched = Arc::new(Watched { method: spec.decode.method.clone(), seen: Mutex::default() });
+        spec.decode.method = watched.clone();
         let mut sequence = Sequence::new(Arc::new(spec), 1, n);
         // Keys are taken as they are, before the rotary embedding and after.
         let rotary = Still(self.shape.head_dim);
@@ -174,7 +184,59 @@ impl Clustered {
         batch.attend(0, &self.input.q, &self.input.k, &self.input.v).unwrap();
         batch.finish().unwrap();
         let q = self.input.q.narrow(0, n - 1, 1).unwrap();
-        replay((self.shape, &rotary, &mut pool), &sequence, 0, &q, seeds).unwrap()
+        let found = replay((self.shape, &rotary, &mut pool), &sequence, 0, &q, seeds).unwrap();
+        (found, watched.seen.lock().unwrap().clone())
+    }
+}
+
+/// A decode method whose last choice is kept.
+#[derive(Debug)]
+struct Watched {
+    method: Arc<dyn DecodeMethod>,
+    seen: Mutex<Vec<HeadSelection>>,
+}
+
+impl DecodeMethod for Watched {
+    fn select(&self, step: &DecodeStep) -> candle_core::Result<Choice> {
+        let choice = self.method.select(step)?;
+        *self.seen.lock().unwrap() = choice.selection.heads()?.to_vec();
+        Ok(choice)
+    }
+
+    fn promise(&self) -> Option<(f64, f64)> {
+        self.method.promise()
+    }
+
+    fn indices(&self) -> Vec<&dyn KeyIndex> {
+        self.method.indices()
+    }
+}
+
+/// SAAP's own setting, a sink, a window of 2,047 and so many clusters, is what is read exactly beside the sample.
+#[test]
+fn with_the_same_probes_the_exact_part_is_what_saap_reads() {
+    let heads = Clustered::new(4000);
+    for (probes, cap) in [(1, 1.0), (2, 1.0), (3, 0.05), (8, 0.15)] {
+        let top = json!({ "method": "saap", "probes": probes, "max_selectivity": cap });
+        let mut alone = top.clone();
+        alone["dense_layers"] = json!(0);
+        let (_, alone) = heads.seen(&alone, &[1, 2]);
+        // What `top_k` says is ignored, whatever it is.
+        for top_k in [0.0, 0.02, 0.9] {
+            let decode = json!({
+                "method": "vattention", "top": top, "top_k": top_k, "sink": 1, "window": 2047, "epsilon": 0.2, "delta": 0.4,
+                "dense_share": 1
+            });
+            let (_, beside) = heads.seen(&decode, &[1, 2]);
+            for (alone, beside) in alone.iter().zip(&beside) {
+                let (HeadSelection::Keys(alone), HeadSelection::Keys(beside)) = (alone, beside) else {
+                    panic!("{decode} reads everything")
+                };
+                assert!(alone.sample.is_none() && beside.sample.is_some(), "{decode}");
+                assert_eq!((&alone.ranges, &alone.ids), (&beside.ranges, &beside.ids), "{decode}");
+                assert_eq!(alone.ids.is_empty(), cap == 0.05, "{decode}: no cluster is so small");
+            }
+        }
     }
 }
 
