@@ -215,10 +215,10 @@ pub trait Backend: Send + 'static {
     }
 
     /// Called once, before anything else, by the thread that calls everything else: does what would make the first requests
-    /// slow. What fails here is logged.
+    /// slow. An engine whose backend fails here does not start.
     ///
     /// # Errors
-    /// Whatever a step may fail with.
+    /// Whatever a step may fail with, and what to change.
     fn warm_up(&mut self) -> Result<(), BackendError> {
         Ok(())
     }

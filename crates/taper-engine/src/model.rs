@@ -1,6 +1,7 @@
 //! The real model behind the engine's seams: weights and KV pool here, tokenizer and chat template in `text`.
 
 mod ahead;
+mod room;
 mod text;
 
 use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted};
@@ -8,7 +9,7 @@ use crate::sampler::logprobs;
 use ahead::{Ahead, go_on};
 use candle_core::{DType, Device, Storage, Tensor, bail};
 use rayon::prelude::*;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use taper_attention::{
     AttentionBatch, AttentionSpec, AttentionUsage, Beginning, Chunk, ModelKey, Sequence, Span, leaders,
@@ -16,7 +17,7 @@ use taper_attention::{
 use taper_kernels::parallel;
 use taper_kernels::token::{self, Chosen, Draw};
 use taper_kv_cache::{BLOCK_TOKENS, KvError, KvPool, KvShape};
-use taper_model::{ChatTemplate, LoadOptions, Model, ModelError, ResolvedModel, Tokenizer};
+use taper_model::{ChatTemplate, LoadOptions, Model, ModelError, ResolvedModel, Tokenizer, free_memory, size};
 pub use text::ModelText;
 
 /// How the KV cache stores keys and values.
@@ -142,60 +143,6 @@ pub fn load(
     Ok((backend, text))
 }
 
-/// Blocks of the cache; `context` is what one sequence of full length takes.
-fn blocks(bytes: Option<u64>, block_bytes: usize, context: usize, device: &Device) -> Result<usize, LoadError> {
-    match bytes {
-        Some(bytes) => fit(bytes, block_bytes),
-        None => {
-            let most = 16 * context;
-            fit(free_memory(device).map_or((context * block_bytes) as u64, |free| free / 4), block_bytes)
-                .map(|n| n.min(most))
-        }
-    }
-}
-
-/// Blocks that fit into so many bytes.
-fn fit(bytes: u64, block_bytes: usize) -> Result<usize, LoadError> {
-    match usize::try_from(bytes / block_bytes as u64).unwrap_or(usize::MAX) {
-        0 => Err(LoadError::Cache(format!("one block of {BLOCK_TOKENS} tokens takes {block_bytes} bytes"))),
-        blocks => Ok(blocks),
-    }
-}
-
-/// Bytes that the device could give now, where it says so.
-fn free_memory(device: &Device) -> Option<u64> {
-    #[cfg(feature = "cuda")]
-    if device.is_cuda() {
-        let (free, _) = candle_core::cuda_backend::cudarc::driver::result::mem_get_info().ok()?;
-        return Some(free as u64);
-    }
-    if !device.is_cpu() {
-        return None;
-    }
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    Some((kib * 1024).min(within_groups(Path::new("/sys/fs/cgroup"), &groups).unwrap_or(u64::MAX)))
-}
-
-/// The least that the limits of a process's control groups (a container's, version 2) leave, from its own up to the root;
-/// none without a limit. `groups` is what the system says of them.
-fn within_groups(root: &Path, groups: &str) -> Option<u64> {
-    let own = groups.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
-    let folders = Path::new(own).ancestors().map(|part| root.join(part));
-    folders.filter_map(|folder| within_group(&folder)).min()
-}
-
-/// What the limit of one control group leaves, files that it may forget included; none without a limit.
-fn within_group(folder: &Path) -> Option<u64> {
-    let read = |name: &str| std::fs::read_to_string(folder.join(name)).ok();
-    let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
-    let stat = read("memory.stat")?;
-    let forgettable: u64 = stat.lines().find_map(|line| line.strip_prefix("inactive_file "))?.trim().parse().ok()?;
-    Some(number("memory.max")?.saturating_sub(number("memory.current")?.saturating_sub(forgettable)))
-}
-
 impl From<candle_core::Error> for BackendError {
     fn from(error: candle_core::Error) -> Self {
         Self(error.to_string())
@@ -228,19 +175,21 @@ impl ModelBackend {
             CacheDType::BF16 => DType::BF16,
         };
         let context = model.config().context_length.div_ceil(BLOCK_TOKENS);
-        let memory = blocks(cache.bytes, shape.block_bytes(dtype), context, device)?;
+        let memory = room::blocks(cache.bytes, shape.block_bytes(dtype), context, device)?;
         let pool = match &cache.offload {
             None => KvPool::new(shape, dtype, memory, device),
             Some(Offload::File { bytes, folder }) if device.is_cpu() => {
-                let file = fit(*bytes, shape.block_bytes(dtype))?;
+                let file = room::fit(*bytes, shape.block_bytes(dtype))?;
                 KvPool::with_file(shape, dtype, (memory, file), folder)
             }
             Some(Offload::Host { bytes }) if device.is_cuda() => {
                 // Pinned memory is taken at once, and a system that runs out of it ends processes.
                 if let Some(free) = free_memory(&Device::Cpu).filter(|free| free < bytes) {
-                    return Err(LoadError::Cache(format!("{bytes} bytes of pinned host memory wanted, {free} free")));
+                    let (wanted, free) = (size(*bytes), size(free));
+                    let message = format!("{wanted} of pinned host memory wanted (--kv-offload), {free} free");
+                    return Err(LoadError::Cache(message));
                 }
-                let host = fit(*bytes, shape.block_bytes(dtype))?;
+                let host = room::fit(*bytes, shape.block_bytes(dtype))?;
                 KvPool::with_host(shape, dtype, (memory, host), device)
             }
             Some(Offload::File { .. }) => {
@@ -250,7 +199,11 @@ impl ModelBackend {
                 return Err(LoadError::Cache("a part in pinned host memory goes with a CUDA device alone".into()));
             }
         };
-        let pool = pool.map_err(|e| LoadError::Cache(e.to_string()))?;
+        let pool = pool.map_err(|e| {
+            let wanted = size((memory * shape.block_bytes(dtype)) as u64);
+            let free = free_memory(device).map_or("unknown".into(), size);
+            LoadError::Cache(format!("{e} ({wanted} wanted, {free} free beside the weights; see --kv-memory)"))
+        })?;
         // In host memory whoever waits for a step does its work.
         Ok(Self { model, pool, prefix: cache.prefix, runs_ahead: !device.is_cpu(), ahead: None, followed: 0 })
     }
@@ -535,9 +488,36 @@ impl Backend for ModelBackend {
         self.close(sequence);
     }
 
+    fn warm_up(&mut self) -> Result<(), BackendError> {
+        let (weights, cache) = (self.model.weight_bytes(), self.pool.bytes());
+        self.try_out().map_err(|e| tried(e, weights, cache, free_memory(self.model.device())))
+    }
+
+    fn check_idle(&self) {
+        self.pool.check_integrity([]);
+    }
+}
+
+/// Why the first steps failed: where memory is what is missing, with what took it.
+fn tried(error: BackendError, weights: u64, cache: u64, free: Option<u64>) -> BackendError {
+    let BackendError(reason) = error;
+    let memory = ["out of memory", "OUT_OF_MEMORY"].iter().any(|words| reason.contains(words));
+    BackendError(match free.filter(|_| memory) {
+        None => format!("the first steps fail: {reason}"),
+        Some(free) => format!(
+            "the first steps fail for want of memory, with {} of weights, {} of KV cache and {} free: a smaller --kv-memory \
+             or weights of fewer bytes (--dtype) leave them more ({reason})",
+            size(weights),
+            size(cache),
+            size(free)
+        ),
+    })
+}
+
+impl ModelBackend {
     /// A device loads kernels, and takes the memory that steps work with, when they come for the first time: a prompt and some
     /// steps that nobody sees.
-    fn warm_up(&mut self) -> Result<(), BackendError> {
+    fn try_out(&mut self) -> Result<(), BackendError> {
         let room = self.pool.free_blocks().saturating_sub(1) * BLOCK_TOKENS;
         let tokens = DEVICE_CHUNK.min(room).min(self.model.config().context_length / 2);
         if self.model.device().is_cpu() || tokens < 2 {
@@ -558,10 +538,6 @@ impl Backend for ModelBackend {
         let blocks = (DEVICE_CHUNK..=2 * DEVICE_CHUNK).step_by(BLOCK_TOKENS);
         self.model.try_rows((8..DEVICE_CHUNK).step_by(8).chain(blocks))?;
         Ok(())
-    }
-
-    fn check_idle(&self) {
-        self.pool.check_integrity([]);
     }
 }
 

@@ -54,6 +54,8 @@ pub struct StubBackend {
     pub chunk_multiple: usize,
     /// Whether it draws tokens itself, as a device does.
     pub draws: bool,
+    /// Whether it fails when it is warmed up.
+    pub cold: bool,
     /// Blocks of the cache that sequences hold.
     pub held_blocks: usize,
     /// What tests watch.
@@ -96,7 +98,15 @@ impl StubBackend {
     pub fn new(script: &str) -> Self {
         let limits =
             Limits { context_tokens: 512, cache_tokens: 1024, offloaded_tokens: 0, cache_bytes: 0, vocab: VOCAB };
-        Self { script: script.into(), limits, chunk_multiple: 1, draws: false, held_blocks: 0, probe: Arc::default() }
+        Self {
+            script: script.into(),
+            limits,
+            chunk_multiple: 1,
+            draws: false,
+            cold: false,
+            held_blocks: 0,
+            probe: Arc::default(),
+        }
     }
 
     /// An engine over this stub, named `stub`.
@@ -283,6 +293,10 @@ impl Backend for StubBackend {
     fn close(&mut self, mut sequence: StubSequence) {
         self.release(&mut sequence);
         self.probe.open.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    fn warm_up(&mut self) -> Result<(), BackendError> {
+        if self.cold { Err(BackendError("it was asked to fail at once".into())) } else { Ok(()) }
     }
 
     fn check_idle(&self) {

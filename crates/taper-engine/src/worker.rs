@@ -44,8 +44,8 @@ impl<B: Backend> Worker<B> {
         Self { backend, queue, text, config, pace, running, preempted, ended }
     }
 
-    /// Works until the queue drains and all is done; lets go of `ready` once the backend has warmed up.
-    pub(crate) fn work(mut self, ready: Sender<()>) {
+    /// Works until the queue drains and all is done. `ready` learns whether the backend could be warmed up; if not, that is all.
+    pub(crate) fn work(mut self, ready: Sender<Result<(), RequestError>>) {
         // Whatever ends this thread, callers must learn of it.
         struct Last(Arc<Queue<Job>>);
         impl Drop for Last {
@@ -54,10 +54,13 @@ impl<B: Backend> Worker<B> {
             }
         }
         let _last = Last(Arc::clone(&self.queue));
-        if let Err(error) = guard(|| Ok(self.backend.warm_up()?)) {
-            tracing::warn!(%error, "the model could not be tried before the first request");
-        }
+        let tried = guard(|| Ok(self.backend.warm_up()?));
         self.queue.set_blocks(self.backend.free_blocks(), self.backend.offloaded_blocks());
+        let failed = tried.is_err();
+        // Whoever started this thread waits for it.
+        if ready.send(tried).is_err() || failed {
+            return;
+        }
         drop(ready);
         loop {
             if self.running.is_empty() && self.preempted.is_empty() {

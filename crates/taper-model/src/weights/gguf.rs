@@ -87,18 +87,26 @@ impl<'a> GgufWeights<'a> {
         float_dtype(&self.options, if self.device.is_cpu() { DType::F32 } else { DType::F16 })
     }
 
-    fn linear(&self, weight: QTensor) -> Result<Linear, ModelError> {
-        let float = is_float(weight.dtype());
-        if !float && !self.options.dequantize {
-            return Ok(Linear::quantized(Arc::new(weight))?);
+    /// The dtype that a matrix is kept in; none if it stays quantised.
+    fn dtype(&self, stored: GgmlDType) -> Option<DType> {
+        match stored {
+            _ if self.options.dequantize => Some(self.dequantized_dtype()),
+            GgmlDType::F16 if self.device.is_cpu() => Some(DType::F16),
+            GgmlDType::BF16 if self.device.is_cpu() => Some(DType::BF16),
+            stored => is_float(stored).then_some(DType::F32),
         }
-        let dtype = match weight.dtype() {
-            _ if self.options.dequantize => self.dequantized_dtype(),
-            GgmlDType::F16 if self.device.is_cpu() => DType::F16,
-            GgmlDType::BF16 if self.device.is_cpu() => DType::BF16,
-            _ => DType::F32,
-        };
-        Ok(Linear::dense(weight.dequantize(self.device)?.to_dtype(dtype)?)?)
+    }
+
+    fn linear(&self, weight: QTensor) -> Result<Linear, ModelError> {
+        match self.dtype(weight.dtype()) {
+            None => Ok(Linear::quantized(Arc::new(weight))?),
+            Some(dtype) => Ok(Linear::dense(weight.dequantize(self.device)?.to_dtype(dtype)?)?),
+        }
+    }
+
+    /// Whose tensor the output head is.
+    fn head_role(&self) -> Role {
+        if self.config.tie_embeddings { Role::Embedding } else { Role::Head }
     }
 }
 
@@ -131,9 +139,19 @@ impl Weights for GgufWeights<'_> {
     }
 
     fn head(&self) -> Result<Linear, ModelError> {
-        let role = if self.config.tie_embeddings { Role::Embedding } else { Role::Head };
+        let role = self.head_role();
         let (_, tensor) = self.find(role, 0)?;
         self.linear(self.load(&[(role, tensor)])?)
+    }
+
+    fn bytes(&self, role: Role, layer: usize) -> Result<u64, ModelError> {
+        let (_, tensor) = self.find(if role == Role::Head { self.head_role() } else { role }, layer)?;
+        let floats = |dtype: DType| tensor.shape.iter().product::<usize>() * dtype.size_in_bytes();
+        Ok(match role {
+            Role::Embedding => 0,
+            role if role.is_norm() => floats(DType::F32),
+            _ => self.dtype(tensor.dtype).map_or(tensor.range.len(), floats),
+        } as u64)
     }
 
     /// candle's quantised products take f32; only a dequantised model may meet another dtype.
