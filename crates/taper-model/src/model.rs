@@ -7,7 +7,7 @@ use crate::config::{LoadOptions, ModelConfig};
 use crate::error::ModelError;
 use crate::memory::free_memory;
 use crate::rope::RopeTable;
-use crate::source::ResolvedModel;
+use crate::source::{Loading, Progress, ResolvedModel};
 use crate::swiglu::swiglu;
 use crate::weights::{self, Embedding, Random, Role, Sizes, Weights};
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
@@ -56,7 +56,7 @@ impl Model {
     ) -> std::result::Result<Self, ModelError> {
         let mut config = ModelConfig::read(model)?;
         let weights = weights::open(model, &config, options, device)?;
-        let made = Self::of(&config, &*weights, device)?;
+        let made = Self::of(&config, &*weights, device, options.progress)?;
         drop(weights);
         config.limit_context(options.context_limit)?;
         Ok(Self { config, ..made })
@@ -67,10 +67,15 @@ impl Model {
     /// # Errors
     /// A device without the memory.
     pub fn random(config: &ModelConfig, dtype: DType, device: &Device) -> std::result::Result<Self, ModelError> {
-        Self::of(config, &Random { config, dtype, device }, device)
+        Self::of(config, &Random { config, dtype, device }, device, Progress::Hidden)
     }
 
-    fn of(config: &ModelConfig, weights: &dyn Weights, device: &Device) -> std::result::Result<Self, ModelError> {
+    fn of(
+        config: &ModelConfig,
+        weights: &dyn Weights,
+        device: &Device,
+        progress: Progress,
+    ) -> std::result::Result<Self, ModelError> {
         #[cfg(feature = "cuda")]
         taper_kernels::cuda::prepare(device)?;
         let sizes = Sizes::of(config, weights)?;
@@ -78,7 +83,12 @@ impl Model {
         if let Some(free) = free_memory(device).filter(|_| device.is_cuda()) {
             sizes.fit(free)?;
         }
-        let layers = (0..config.layers).map(|i| Layer::load(weights, i)).collect::<std::result::Result<_, _>>()?;
+        let mut loading = Loading::new(progress, sizes.total);
+        let mut layers = Vec::with_capacity(config.layers);
+        for index in 0..config.layers {
+            layers.push(Layer::load(weights, index)?);
+            loading.add(weights::layer_bytes(weights, index)?);
+        }
         let (embedding, norm) = (weights.embedding()?, weights.norm(Role::FinalNorm, 0)?);
         let (head, activation) = (weights.head()?, weights.activation_dtype());
         let (config, device, bytes) = (config.clone(), device.clone(), sizes.total);

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use taper_attention::{Artifacts, AttentionSpec};
 use taper_engine::{CacheDType, CacheOptions, DeviceChoice, EngineConfig, Offload};
-use taper_model::{DEFAULT_MODEL, LoadOptions, WeightDType};
+use taper_model::{DEFAULT_MODEL, LoadOptions, Progress, WeightDType};
 use taper_server::{Keys, Origins, ServerConfig, Tls};
 
 /// The attention of requests that say nothing of it, as it was written: what it needs may be known only once the model
@@ -227,6 +227,7 @@ pub fn model(args: ModelArgs) -> Result<ModelConfig> {
             dtype: args.dtype.as_deref().map_or(Ok(WeightDType::default()), weight_dtype)?,
             dequantize: args.dequantize.unwrap_or(false),
             context_limit: args.context,
+            progress: Progress::Shown,
         },
         engine: EngineConfig::default(),
     })

@@ -8,7 +8,7 @@ mod shapes;
 use crate::error::ModelError;
 pub use crate::rope::{Rope, RopeScaling};
 
-use crate::source::{ModelFiles, ResolvedModel};
+use crate::source::{ModelFiles, Progress, ResolvedModel};
 use sha2::{Digest, Sha256};
 use taper_attention::{AttentionShape, ModelKey};
 
@@ -44,6 +44,8 @@ pub struct LoadOptions {
     pub dequantize: bool,
     /// Lowers the context length that the model reports; a limit above the model's own is an error.
     pub context_limit: Option<usize>,
+    /// Whether loading says how far it is.
+    pub progress: Progress,
 }
 
 /// A checkpoint's hyperparameters.

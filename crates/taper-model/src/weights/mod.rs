@@ -90,7 +90,7 @@ impl Sizes {
     /// A tensor that is missing or of another shape.
     pub(crate) fn of(config: &ModelConfig, weights: &dyn Weights) -> Result<Self, ModelError> {
         let sum = |roles: &[Role], layer| roles.iter().map(|role| weights.bytes(*role, layer)).sum::<Result<u64, _>>();
-        let layers = (0..config.layers).map(|layer| sum(&Role::IN_LAYER, layer)).sum::<Result<u64, _>>()?;
+        let layers = (0..config.layers).map(|layer| layer_bytes(weights, layer)).sum::<Result<u64, _>>()?;
         let joining = sum(&[Role::Gate, Role::Up], 0)?.max(sum(&[Role::Head], 0)?);
         Ok(Self { total: sum(&Role::OUTSIDE, 0)? + layers, joining })
     }
@@ -100,6 +100,14 @@ impl Sizes {
         let wanted = self.total + self.joining;
         if wanted > free { Err(ModelError::Memory { wanted, free }) } else { Ok(()) }
     }
+}
+
+/// Bytes that a layer's weights take in memory.
+///
+/// # Errors
+/// A tensor that is missing or of another shape.
+pub(crate) fn layer_bytes(weights: &dyn Weights, layer: usize) -> Result<u64, ModelError> {
+    Role::IN_LAYER.iter().map(|role| weights.bytes(*role, layer)).sum()
 }
 
 /// Opens a checkpoint's weights.
