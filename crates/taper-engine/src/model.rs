@@ -63,7 +63,8 @@ impl DeviceChoice {
 /// The KV cache's size and type.
 #[derive(Debug, Clone, Default)]
 pub struct CacheOptions {
-    /// Bytes in memory; `None`: a quarter of the free memory, for at most sixteen contexts.
+    /// Bytes in memory; `None`: a quarter of the free memory, for at most sixteen contexts; on a device what is free beside the
+    /// weights, less what else requests take there, for at most sixty-four.
     pub bytes: Option<u64>,
     /// What lies elsewhere beyond them.
     pub offload: Option<Offload>,
@@ -174,13 +175,20 @@ impl ModelBackend {
             CacheDType::F32 => DType::F32,
             CacheDType::BF16 => DType::BF16,
         };
-        let context = model.config().context_length.div_ceil(BLOCK_TOKENS);
-        let memory = room::blocks(cache.bytes, shape.block_bytes(dtype), context, device)?;
+        let block = shape.block_bytes(dtype);
+        let elsewhere = match &cache.offload {
+            None => 0,
+            Some(Offload::File { bytes, .. } | Offload::Host { bytes }) => room::fit(*bytes, block as u64)?,
+        };
+        let needs = room::Needs::new(model.config(), block, elsewhere);
+        let memory = match free_memory(device) {
+            Some(free) if device.is_cuda() => room::on_device(cache.bytes, &needs, free)?,
+            free => room::on_host(cache.bytes, &needs, free)?,
+        };
         let pool = match &cache.offload {
             None => KvPool::new(shape, dtype, memory, device),
-            Some(Offload::File { bytes, folder }) if device.is_cpu() => {
-                let file = room::fit(*bytes, shape.block_bytes(dtype))?;
-                KvPool::with_file(shape, dtype, (memory, file), folder)
+            Some(Offload::File { folder, .. }) if device.is_cpu() => {
+                KvPool::with_file(shape, dtype, (memory, elsewhere), folder)
             }
             Some(Offload::Host { bytes }) if device.is_cuda() => {
                 // Pinned memory is taken at once, and a system that runs out of it ends processes.
@@ -189,8 +197,7 @@ impl ModelBackend {
                     let message = format!("{wanted} of pinned host memory wanted (--kv-offload), {free} free");
                     return Err(LoadError::Cache(message));
                 }
-                let host = room::fit(*bytes, shape.block_bytes(dtype))?;
-                KvPool::with_host(shape, dtype, (memory, host), device)
+                KvPool::with_host(shape, dtype, (memory, elsewhere), device)
             }
             Some(Offload::File { .. }) => {
                 return Err(LoadError::Cache("a part in a file goes with the device cpu alone".into()));
@@ -200,7 +207,7 @@ impl ModelBackend {
             }
         };
         let pool = pool.map_err(|e| {
-            let wanted = size((memory * shape.block_bytes(dtype)) as u64);
+            let wanted = size((memory * block) as u64);
             let free = free_memory(device).map_or("unknown".into(), size);
             LoadError::Cache(format!("{e} ({wanted} wanted, {free} free beside the weights; see --kv-memory)"))
         })?;
