@@ -1,6 +1,7 @@
 //! The real model behind the engine's seams: weights and KV pool here, tokenizer and chat template in `text`.
 
 mod ahead;
+mod device;
 mod room;
 mod text;
 
@@ -8,6 +9,7 @@ use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted
 use crate::sampler::logprobs;
 use ahead::{Ahead, go_on};
 use candle_core::{DType, Device, Storage, Tensor, bail};
+pub use device::{DeviceChoice, runs_on_cuda};
 use rayon::prelude::*;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,7 +19,9 @@ use taper_attention::{
 use taper_kernels::parallel;
 use taper_kernels::token::{self, Chosen, Draw};
 use taper_kv_cache::{BLOCK_TOKENS, KvError, KvPool, KvShape};
-use taper_model::{ChatTemplate, LoadOptions, Model, ModelError, ResolvedModel, Tokenizer, free_memory, size};
+use taper_model::{
+    ChatTemplate, LoadOptions, Model, ModelConfig, ModelError, ResolvedModel, Tokenizer, free_memory, size,
+};
 pub use text::ModelText;
 
 /// How the KV cache stores keys and values.
@@ -30,34 +34,6 @@ pub enum CacheDType {
     F32,
     /// bfloat16.
     BF16,
-}
-
-/// What computes.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum DeviceChoice {
-    /// The CPU.
-    #[default]
-    Cpu,
-    /// A CUDA device, by number.
-    Cuda(usize),
-}
-
-impl DeviceChoice {
-    /// Opens it.
-    ///
-    /// # Errors
-    /// [`LoadError::Device`]: it is not there, or not in this build.
-    pub fn open(self) -> Result<Device, LoadError> {
-        match self {
-            Self::Cpu => Ok(Device::Cpu),
-            Self::Cuda(_) if !cfg!(feature = "cuda") => {
-                Err(LoadError::Device("this build knows only the CPU; build with --features cuda".into()))
-            }
-            // With a stream of its own: candle's default is one for each thread that asks, and nothing orders those.
-            Self::Cuda(number) => Device::new_cuda_with_stream(number)
-                .map_err(|e| LoadError::Device(format!("CUDA device {number}: {e}"))),
-        }
-    }
 }
 
 /// The KV cache's size and type.
@@ -167,14 +143,18 @@ impl ModelBackend {
         cache: CacheOptions,
         device: &Device,
     ) -> Result<Self, LoadError> {
-        let model = Model::load(model, options, device)?;
-        let shape = model.attention_shape();
-        let shape = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
         let dtype = match cache.dtype {
             CacheDType::F16 => DType::F16,
             CacheDType::F32 => DType::F32,
             CacheDType::BF16 => DType::BF16,
         };
+        if device.is_cuda() {
+            // Before weights are loaded, which takes minutes.
+            runs_on_cuda(&ModelConfig::read(model)?.attention_shape(), dtype)?;
+        }
+        let model = Model::load(model, options, device)?;
+        let shape = model.attention_shape();
+        let shape = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
         let block = shape.block_bytes(dtype);
         let elsewhere = match &cache.offload {
             None => 0,

@@ -210,6 +210,10 @@ pub fn model(args: ModelArgs) -> Result<ModelConfig> {
     if threads == Some(0) {
         bail!("threads must be at least 1");
     }
+    let kv_dtype = args.kv_dtype.as_deref().map_or(Ok(CacheDType::default()), cache_dtype)?;
+    if device != DeviceChoice::Cpu && kv_dtype == CacheDType::F32 {
+        bail!("kv dtype f32 goes with the device cpu alone; cuda has kernels for f16 and bf16");
+    }
     Ok(ModelConfig {
         model,
         attention,
@@ -220,7 +224,7 @@ pub fn model(args: ModelArgs) -> Result<ModelConfig> {
         cache: CacheOptions {
             bytes: args.kv_memory.as_deref().map(size).transpose().context("kv memory")?,
             offload: self::offload(args.kv_offload.as_deref(), args.kv_offload_dir, device)?,
-            dtype: args.kv_dtype.as_deref().map_or(Ok(CacheDType::default()), cache_dtype)?,
+            dtype: kv_dtype,
             prefix: false,
         },
         load: LoadOptions {
@@ -437,6 +441,7 @@ mod tests {
             ("kv_offload = '2GiB'\nkv_offload_dir = '/tmp'\ndevice = 'cuda:1'\n", "goes with the device cpu"),
             ("kv_offload = '2 parsecs'\nkv_offload_dir = '/tmp'\n", "kv offload: unknown unit"),
             ("kv_dtype = 'f8'\n", "must be f16"),
+            ("kv_dtype = 'f32'\ndevice = 'cuda'\n", "kv dtype f32 goes with the device cpu alone"),
             ("dtype = 'int4'\n", "must be auto, f32"),
             ("device = 'gpu'\n", "must be cpu, cuda or cuda:N"),
             ("device = 'cuda:x'\n", "must be cpu, cuda or cuda:N"),
