@@ -480,6 +480,16 @@ impl Backend for ModelBackend {
         self.try_out().map_err(|e| tried(e, weights, cache, free_memory(self.model.device())))
     }
 
+    /// A device that met an illegal address or a broken memory cell answers nothing any more, whoever asks.
+    fn check_alive(&mut self) -> Result<(), BackendError> {
+        let device = self.model.device();
+        // The first answer may be an error that was noted before, as when memory could not be given back.
+        device
+            .synchronize()
+            .or_else(|_| device.synchronize())
+            .map_err(|e| BackendError(format!("the device is lost: {e}")))
+    }
+
     fn check_idle(&self) {
         self.pool.check_integrity([]);
     }

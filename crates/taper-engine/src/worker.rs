@@ -33,6 +33,8 @@ pub(crate) struct Worker<B: Backend> {
     preempted: VecDeque<Run<B::Sequence>>,
     /// Requests that ended in this turn.
     ended: usize,
+    /// Whether one of them failed by what may be the backend's fault.
+    failed: bool,
 }
 
 /// What a step's inputs wanted, in order.
@@ -40,11 +42,11 @@ type Rows = Vec<Vec<Row>>;
 
 impl<B: Backend> Worker<B> {
     pub(crate) fn new(backend: B, queue: Arc<Queue<Job>>, text: Arc<dyn Text>, config: EngineConfig) -> Self {
-        let (pace, running, preempted, ended) = Default::default();
-        Self { backend, queue, text, config, pace, running, preempted, ended }
+        let (pace, running, preempted, ended, failed) = Default::default();
+        Self { backend, queue, text, config, pace, running, preempted, ended, failed }
     }
 
-    /// Works until the queue drains and all is done. `ready` learns whether the backend could be warmed up; if not, that is all.
+    /// Works until the queue drains and all is done, or the backend is dead. `ready` learns whether the backend could be warmed up; if not, that is all.
     pub(crate) fn work(mut self, ready: Sender<Result<(), RequestError>>) {
         // Whatever ends this thread, callers must learn of it.
         struct Last(Arc<Queue<Job>>);
@@ -74,9 +76,14 @@ impl<B: Backend> Worker<B> {
             // What is not one request's fault ends those that run; the engine goes on.
             if let Err(error) = turned {
                 tracing::error!(%error, "a turn of the engine failed: a bug");
-                let runs: Vec<_> = self.running.drain(..).chain(self.preempted.drain(..)).collect();
-                runs.into_iter().for_each(|run| self.fail(run, error.clone()));
-                self.count_ended();
+                self.fail_all(&error);
+            }
+            if std::mem::take(&mut self.failed)
+                && let Err(error) = guard(|| Ok(self.backend.check_alive()?))
+            {
+                tracing::error!(%error, "the backend is dead, and the engine ends");
+                self.fail_all(&error);
+                return;
             }
         }
     }
@@ -93,6 +100,13 @@ impl<B: Backend> Worker<B> {
         if self.running.is_empty() && self.preempted.is_empty() && self.queue.load().waiting == 0 {
             self.check();
         }
+        self.count_ended();
+    }
+
+    /// Ends all that were started.
+    fn fail_all(&mut self, error: &RequestError) {
+        let runs: Vec<_> = self.running.drain(..).chain(self.preempted.drain(..)).collect();
+        runs.into_iter().for_each(|run| self.fail(run, error.clone()));
         self.count_ended();
     }
 
@@ -308,6 +322,7 @@ impl<B: Backend> Worker<B> {
         } else {
             tracing::error!(id = run.id(), %error, "request failed");
         }
+        self.failed |= !own;
         run.job().fail(error);
         self.close(run, own);
     }

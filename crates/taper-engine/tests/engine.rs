@@ -535,3 +535,23 @@ fn a_backend_that_fails_when_it_is_warmed_up_is_no_engine() {
     let Err(StartError::WarmUp(reason)) = started else { panic!("it started") };
     assert_eq!(reason, "it was asked to fail at once");
 }
+
+#[test]
+fn a_backend_that_died_ends_the_engine_and_all_requests_and_one_that_failed_does_not() {
+    let (engine, _) = stub("abc");
+    let failed = collect(engine.submit(request("FAIL")).unwrap());
+    assert!(matches!(failed.end, Some(Err(RequestError::Step(_)))));
+    assert!(collect(engine.submit(request("fine")).unwrap()).end.unwrap().is_ok());
+    assert!(!engine.load().dead);
+
+    let beside = engine.submit(request("SLOW and long")).unwrap();
+    let dying = collect(engine.submit(request("DIE")).unwrap());
+    assert!(matches!(dying.end, Some(Err(RequestError::Step(_)))));
+    assert!(matches!(collect(beside).end, Some(Err(RequestError::Step(_)))));
+    let start = Instant::now();
+    while !engine.load().dead {
+        assert!(start.elapsed() < Duration::from_secs(5), "it lives");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert!(matches!(engine.submit(request("late")), Err(SubmitError::Dead)));
+}
