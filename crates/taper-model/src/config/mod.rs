@@ -38,7 +38,7 @@ pub enum WeightDType {
 /// How to load a model.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LoadOptions {
-    /// The dtype for float weights, and for quantised ones under `dequantize`.
+    /// The dtype for float weights, and for quantised ones under `dequantize`. On a device floats beside quantised ones are f32.
     pub dtype: WeightDType,
     /// Turns a GGUF's quantised weights into floats while loading, instead of keeping them quantised.
     pub dequantize: bool,
