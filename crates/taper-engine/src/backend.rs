@@ -20,7 +20,7 @@ pub struct Limits {
     pub vocab: usize,
 }
 
-/// A failure of one step. It ends the request, not the engine.
+/// A failure of one step. It ends the request; the engine only if the backend is [dead](Backend::check_alive).
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct BackendError(pub String);
@@ -215,11 +215,19 @@ pub trait Backend: Send + 'static {
     }
 
     /// Called once, before anything else, by the thread that calls everything else: does what would make the first requests
-    /// slow. What fails here is logged.
+    /// slow. An engine whose backend fails here does not start.
     ///
     /// # Errors
-    /// Whatever a step may fail with.
+    /// Whatever a step may fail with, and what to change.
     fn warm_up(&mut self) -> Result<(), BackendError> {
+        Ok(())
+    }
+
+    /// Whether it still computes, asked after a request failed.
+    ///
+    /// # Errors
+    /// What every step will fail with from now on.
+    fn check_alive(&mut self) -> Result<(), BackendError> {
         Ok(())
     }
 

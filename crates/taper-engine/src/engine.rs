@@ -3,7 +3,7 @@
 use crate::backend::{Backend, Limits};
 use crate::grammar::{Grammar, GrammarError, Grammars, Shape};
 use crate::queue::Queue;
-use crate::request::{Events, Request, SubmitError};
+use crate::request::{Events, Request, RequestError, SubmitError};
 use crate::run::Job;
 use crate::text::Text;
 use crate::worker::Worker;
@@ -39,6 +39,17 @@ pub struct ModelInfo {
     pub id: String,
     /// Unix time at which it was loaded.
     pub created: u64,
+}
+
+/// Why an engine did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The system starts no thread.
+    #[error("no thread for the engine: {0}")]
+    Thread(#[from] std::io::Error),
+    /// The backend failed at what it does before the first request.
+    #[error("{0}")]
+    WarmUp(String),
 }
 
 /// How busy the engine is.
@@ -106,13 +117,13 @@ impl Engine {
     /// Starts the thread that owns the backend.
     ///
     /// # Errors
-    /// The operating system's, if it starts no thread.
+    /// No thread, or a backend that fails when it is warmed up.
     pub fn start<B: Backend>(
         backend: B,
         text: Arc<dyn Text>,
         model: ModelInfo,
         config: EngineConfig,
-    ) -> std::io::Result<Self> {
+    ) -> Result<Self, StartError> {
         let queue = Arc::new(Queue::new(config.queue.max(1)).by(|job: &Job| job.request.priority));
         let limits = backend.limits();
         let (own_queue, own_text) = (Arc::clone(&queue), Arc::clone(&text));
@@ -120,8 +131,12 @@ impl Engine {
         let (ready, is_ready) = std::sync::mpsc::channel();
         let work = move || Worker::new(backend, own_queue, own_text, config).work(ready);
         std::thread::Builder::new().name("taper-engine".into()).spawn(work)?;
-        // Nothing is sent: the other end is let go of.
-        let _ = is_ready.recv();
+        match is_ready.recv() {
+            Ok(Ok(())) => {}
+            Ok(Err(RequestError::Step(reason))) => return Err(StartError::WarmUp(reason)),
+            Ok(Err(error)) => return Err(StartError::WarmUp(error.to_string())),
+            Err(_) => return Err(StartError::WarmUp("the engine's thread ended".into())),
+        }
         Ok(Self { queue, text, grammars: OnceLock::new(), model, limits })
     }
 

@@ -171,6 +171,11 @@ impl Backend for Handover {
         self.answers.warm_up()
     }
 
+    fn check_alive(&mut self) -> Result<(), BackendError> {
+        self.prompts.check_alive()?;
+        self.answers.check_alive()
+    }
+
     fn check_idle(&self) {
         self.prompts.check_idle();
         self.answers.check_idle();

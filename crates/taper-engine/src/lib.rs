@@ -27,10 +27,12 @@ pub mod watched;
 
 pub use backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted};
 pub use calls::CallFormat;
-pub use engine::{Counts, Engine, EngineConfig, Load, ModelInfo, Parts};
+pub use engine::{Counts, Engine, EngineConfig, Load, ModelInfo, Parts, StartError};
 pub use grammar::{Grammar, GrammarError, Shape, json_rule};
 pub use handover::{Handover, Held};
-pub use model::{CacheDType, CacheOptions, DeviceChoice, LoadError, ModelBackend, ModelText, Offload, load};
+pub use model::{
+    CacheDType, CacheOptions, DeviceChoice, LoadError, ModelBackend, ModelText, Offload, load, runs_on_cuda,
+};
 pub use request::{
     Delta, Event, Events, Finish, Request, RequestError, Scored, StopRules, SubmitError, Times, TokenLogprob,
     TokenRecord, Usage, of_them_offloaded,

@@ -1,14 +1,17 @@
 //! The real model behind the engine's seams: weights and KV pool here, tokenizer and chat template in `text`.
 
 mod ahead;
+mod device;
+mod room;
 mod text;
 
 use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted};
 use crate::sampler::logprobs;
 use ahead::{Ahead, go_on};
 use candle_core::{DType, Device, Storage, Tensor, bail};
+pub use device::{DeviceChoice, runs_on_cuda};
 use rayon::prelude::*;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use taper_attention::{
     AttentionBatch, AttentionSpec, AttentionUsage, Beginning, Chunk, ModelKey, Sequence, Span, leaders,
@@ -16,7 +19,9 @@ use taper_attention::{
 use taper_kernels::parallel;
 use taper_kernels::token::{self, Chosen, Draw};
 use taper_kv_cache::{BLOCK_TOKENS, KvError, KvPool, KvShape};
-use taper_model::{ChatTemplate, LoadOptions, Model, ModelError, ResolvedModel, Tokenizer};
+use taper_model::{
+    ChatTemplate, LoadOptions, Model, ModelConfig, ModelError, ResolvedModel, Tokenizer, free_memory, size,
+};
 pub use text::ModelText;
 
 /// How the KV cache stores keys and values.
@@ -31,38 +36,11 @@ pub enum CacheDType {
     BF16,
 }
 
-/// What computes.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum DeviceChoice {
-    /// The CPU.
-    #[default]
-    Cpu,
-    /// A CUDA device, by number.
-    Cuda(usize),
-}
-
-impl DeviceChoice {
-    /// Opens it.
-    ///
-    /// # Errors
-    /// [`LoadError::Device`]: it is not there, or not in this build.
-    pub fn open(self) -> Result<Device, LoadError> {
-        match self {
-            Self::Cpu => Ok(Device::Cpu),
-            Self::Cuda(_) if !cfg!(feature = "cuda") => {
-                Err(LoadError::Device("this build knows only the CPU; build with --features cuda".into()))
-            }
-            // With a stream of its own: candle's default is one for each thread that asks, and nothing orders those.
-            Self::Cuda(number) => Device::new_cuda_with_stream(number)
-                .map_err(|e| LoadError::Device(format!("CUDA device {number}: {e}"))),
-        }
-    }
-}
-
 /// The KV cache's size and type.
 #[derive(Debug, Clone, Default)]
 pub struct CacheOptions {
-    /// Bytes in memory; `None`: a quarter of the free memory, for at most sixteen contexts.
+    /// Bytes in memory; `None`: a quarter of the free memory, for at most sixteen contexts; on a device what is free beside the
+    /// weights, less what else requests take there, for at most sixty-four.
     pub bytes: Option<u64>,
     /// What lies elsewhere beyond them.
     pub offload: Option<Offload>,
@@ -142,60 +120,6 @@ pub fn load(
     Ok((backend, text))
 }
 
-/// Blocks of the cache; `context` is what one sequence of full length takes.
-fn blocks(bytes: Option<u64>, block_bytes: usize, context: usize, device: &Device) -> Result<usize, LoadError> {
-    match bytes {
-        Some(bytes) => fit(bytes, block_bytes),
-        None => {
-            let most = 16 * context;
-            fit(free_memory(device).map_or((context * block_bytes) as u64, |free| free / 4), block_bytes)
-                .map(|n| n.min(most))
-        }
-    }
-}
-
-/// Blocks that fit into so many bytes.
-fn fit(bytes: u64, block_bytes: usize) -> Result<usize, LoadError> {
-    match usize::try_from(bytes / block_bytes as u64).unwrap_or(usize::MAX) {
-        0 => Err(LoadError::Cache(format!("one block of {BLOCK_TOKENS} tokens takes {block_bytes} bytes"))),
-        blocks => Ok(blocks),
-    }
-}
-
-/// Bytes that the device could give now, where it says so.
-fn free_memory(device: &Device) -> Option<u64> {
-    #[cfg(feature = "cuda")]
-    if device.is_cuda() {
-        let (free, _) = candle_core::cuda_backend::cudarc::driver::result::mem_get_info().ok()?;
-        return Some(free as u64);
-    }
-    if !device.is_cpu() {
-        return None;
-    }
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    Some((kib * 1024).min(within_groups(Path::new("/sys/fs/cgroup"), &groups).unwrap_or(u64::MAX)))
-}
-
-/// The least that the limits of a process's control groups (a container's, version 2) leave, from its own up to the root;
-/// none without a limit. `groups` is what the system says of them.
-fn within_groups(root: &Path, groups: &str) -> Option<u64> {
-    let own = groups.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
-    let folders = Path::new(own).ancestors().map(|part| root.join(part));
-    folders.filter_map(|folder| within_group(&folder)).min()
-}
-
-/// What the limit of one control group leaves, files that it may forget included; none without a limit.
-fn within_group(folder: &Path) -> Option<u64> {
-    let read = |name: &str| std::fs::read_to_string(folder.join(name)).ok();
-    let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
-    let stat = read("memory.stat")?;
-    let forgettable: u64 = stat.lines().find_map(|line| line.strip_prefix("inactive_file "))?.trim().parse().ok()?;
-    Some(number("memory.max")?.saturating_sub(number("memory.current")?.saturating_sub(forgettable)))
-}
-
 impl From<candle_core::Error> for BackendError {
     fn from(error: candle_core::Error) -> Self {
         Self(error.to_string())
@@ -219,29 +143,41 @@ impl ModelBackend {
         cache: CacheOptions,
         device: &Device,
     ) -> Result<Self, LoadError> {
-        let model = Model::load(model, options, device)?;
-        let shape = model.attention_shape();
-        let shape = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
         let dtype = match cache.dtype {
             CacheDType::F16 => DType::F16,
             CacheDType::F32 => DType::F32,
             CacheDType::BF16 => DType::BF16,
         };
-        let context = model.config().context_length.div_ceil(BLOCK_TOKENS);
-        let memory = blocks(cache.bytes, shape.block_bytes(dtype), context, device)?;
+        if device.is_cuda() {
+            // Before weights are loaded, which takes minutes.
+            runs_on_cuda(&ModelConfig::read(model)?.attention_shape(), dtype)?;
+        }
+        let model = Model::load(model, options, device)?;
+        let shape = model.attention_shape();
+        let shape = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
+        let block = shape.block_bytes(dtype);
+        let elsewhere = match &cache.offload {
+            None => 0,
+            Some(Offload::File { bytes, .. } | Offload::Host { bytes }) => room::fit(*bytes, block as u64)?,
+        };
+        let needs = room::Needs::new(model.config(), block, elsewhere);
+        let memory = match free_memory(device) {
+            Some(free) if device.is_cuda() => room::on_device(cache.bytes, &needs, free)?,
+            free => room::on_host(cache.bytes, &needs, free)?,
+        };
         let pool = match &cache.offload {
             None => KvPool::new(shape, dtype, memory, device),
-            Some(Offload::File { bytes, folder }) if device.is_cpu() => {
-                let file = fit(*bytes, shape.block_bytes(dtype))?;
-                KvPool::with_file(shape, dtype, (memory, file), folder)
+            Some(Offload::File { folder, .. }) if device.is_cpu() => {
+                KvPool::with_file(shape, dtype, (memory, elsewhere), folder)
             }
             Some(Offload::Host { bytes }) if device.is_cuda() => {
                 // Pinned memory is taken at once, and a system that runs out of it ends processes.
                 if let Some(free) = free_memory(&Device::Cpu).filter(|free| free < bytes) {
-                    return Err(LoadError::Cache(format!("{bytes} bytes of pinned host memory wanted, {free} free")));
+                    let (wanted, free) = (size(*bytes), size(free));
+                    let message = format!("{wanted} of pinned host memory wanted (--kv-offload), {free} free");
+                    return Err(LoadError::Cache(message));
                 }
-                let host = fit(*bytes, shape.block_bytes(dtype))?;
-                KvPool::with_host(shape, dtype, (memory, host), device)
+                KvPool::with_host(shape, dtype, (memory, elsewhere), device)
             }
             Some(Offload::File { .. }) => {
                 return Err(LoadError::Cache("a part in a file goes with the device cpu alone".into()));
@@ -250,7 +186,11 @@ impl ModelBackend {
                 return Err(LoadError::Cache("a part in pinned host memory goes with a CUDA device alone".into()));
             }
         };
-        let pool = pool.map_err(|e| LoadError::Cache(e.to_string()))?;
+        let pool = pool.map_err(|e| {
+            let wanted = size((memory * block) as u64);
+            let free = free_memory(device).map_or("unknown".into(), size);
+            LoadError::Cache(format!("{e} ({wanted} wanted, {free} free beside the weights; see --kv-memory)"))
+        })?;
         // In host memory whoever waits for a step does its work.
         Ok(Self { model, pool, prefix: cache.prefix, runs_ahead: !device.is_cpu(), ahead: None, followed: 0 })
     }
@@ -535,9 +475,46 @@ impl Backend for ModelBackend {
         self.close(sequence);
     }
 
+    fn warm_up(&mut self) -> Result<(), BackendError> {
+        let (weights, cache) = (self.model.weight_bytes(), self.pool.bytes());
+        self.try_out().map_err(|e| tried(e, weights, cache, free_memory(self.model.device())))
+    }
+
+    /// A device that met an illegal address or a broken memory cell answers nothing any more, whoever asks.
+    fn check_alive(&mut self) -> Result<(), BackendError> {
+        let device = self.model.device();
+        // The first answer may be an error that was noted before, as when memory could not be given back.
+        device
+            .synchronize()
+            .or_else(|_| device.synchronize())
+            .map_err(|e| BackendError(format!("the device is lost: {e}")))
+    }
+
+    fn check_idle(&self) {
+        self.pool.check_integrity([]);
+    }
+}
+
+/// Why the first steps failed: where memory is what is missing, with what took it.
+fn tried(error: BackendError, weights: u64, cache: u64, free: Option<u64>) -> BackendError {
+    let BackendError(reason) = error;
+    let memory = ["out of memory", "OUT_OF_MEMORY"].iter().any(|words| reason.contains(words));
+    BackendError(match free.filter(|_| memory) {
+        None => format!("the first steps fail: {reason}"),
+        Some(free) => format!(
+            "the first steps fail for want of memory, with {} of weights, {} of KV cache and {} free: a smaller --kv-memory \
+             or weights of fewer bytes (--dtype) leave them more ({reason})",
+            size(weights),
+            size(cache),
+            size(free)
+        ),
+    })
+}
+
+impl ModelBackend {
     /// A device loads kernels, and takes the memory that steps work with, when they come for the first time: a prompt and some
     /// steps that nobody sees.
-    fn warm_up(&mut self) -> Result<(), BackendError> {
+    fn try_out(&mut self) -> Result<(), BackendError> {
         let room = self.pool.free_blocks().saturating_sub(1) * BLOCK_TOKENS;
         let tokens = DEVICE_CHUNK.min(room).min(self.model.config().context_length / 2);
         if self.model.device().is_cpu() || tokens < 2 {
@@ -558,10 +535,6 @@ impl Backend for ModelBackend {
         let blocks = (DEVICE_CHUNK..=2 * DEVICE_CHUNK).step_by(BLOCK_TOKENS);
         self.model.try_rows((8..DEVICE_CHUNK).step_by(8).chain(blocks))?;
         Ok(())
-    }
-
-    fn check_idle(&self) {
-        self.pool.check_integrity([]);
     }
 }
 

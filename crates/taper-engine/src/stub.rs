@@ -1,7 +1,7 @@
 //! A scripted model for tests of the engine and of what sits on it: bytes are tokens, the answer is a fixed text.
 //!
 //! Words in the prompt ask for trouble: `PANIC` and `NAN` strike at the third token, `NIL` at the first, `FAIL` at the first
-//! prefill chunk, `SLOW` makes each step take 20 ms.
+//! prefill chunk, `DIE` there too and at every step from then on, `SLOW` makes each step take 20 ms.
 
 use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted};
 use crate::calls::CallFormat;
@@ -54,6 +54,10 @@ pub struct StubBackend {
     pub chunk_multiple: usize,
     /// Whether it draws tokens itself, as a device does.
     pub draws: bool,
+    /// Whether it fails when it is warmed up.
+    pub cold: bool,
+    /// Whether no step can succeed any more.
+    pub dead: bool,
     /// Blocks of the cache that sequences hold.
     pub held_blocks: usize,
     /// What tests watch.
@@ -96,7 +100,16 @@ impl StubBackend {
     pub fn new(script: &str) -> Self {
         let limits =
             Limits { context_tokens: 512, cache_tokens: 1024, offloaded_tokens: 0, cache_bytes: 0, vocab: VOCAB };
-        Self { script: script.into(), limits, chunk_multiple: 1, draws: false, held_blocks: 0, probe: Arc::default() }
+        Self {
+            script: script.into(),
+            limits,
+            chunk_multiple: 1,
+            draws: false,
+            cold: false,
+            dead: false,
+            held_blocks: 0,
+            probe: Arc::default(),
+        }
     }
 
     /// An engine over this stub, named `stub`.
@@ -210,7 +223,8 @@ impl Backend for StubBackend {
             if sequence.says("SLOW", known) {
                 std::thread::sleep(Duration::from_millis(20));
             }
-            if sequence.says("FAIL", known) {
+            self.dead |= sequence.says("DIE", known);
+            if self.dead || sequence.says("FAIL", known) {
                 return Err(BackendError("the prompt asked for it".into()));
             }
             if sequence.says("PANIC", known) && (sequence.tokens.len()..known).contains(&(sequence.prompt.len() + 1)) {
@@ -283,6 +297,14 @@ impl Backend for StubBackend {
     fn close(&mut self, mut sequence: StubSequence) {
         self.release(&mut sequence);
         self.probe.open.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    fn warm_up(&mut self) -> Result<(), BackendError> {
+        if self.cold { Err(BackendError("it was asked to fail at once".into())) } else { Ok(()) }
+    }
+
+    fn check_alive(&mut self) -> Result<(), BackendError> {
+        if self.dead { Err(BackendError("the stub is dead".into())) } else { Ok(()) }
     }
 
     fn check_idle(&self) {

@@ -154,6 +154,10 @@ impl<B: Backend> Backend for Watched<B> {
         self.inner.warm_up()
     }
 
+    fn check_alive(&mut self) -> Result<(), BackendError> {
+        self.inner.check_alive()
+    }
+
     fn check_idle(&self) {
         self.inner.check_idle();
         self.seen.free.store(self.inner.free_blocks(), Ordering::SeqCst);

@@ -33,6 +33,8 @@ pub(crate) struct Worker<B: Backend> {
     preempted: VecDeque<Run<B::Sequence>>,
     /// Requests that ended in this turn.
     ended: usize,
+    /// Whether one of them failed by what may be the backend's fault.
+    failed: bool,
 }
 
 /// What a step's inputs wanted, in order.
@@ -40,12 +42,12 @@ type Rows = Vec<Vec<Row>>;
 
 impl<B: Backend> Worker<B> {
     pub(crate) fn new(backend: B, queue: Arc<Queue<Job>>, text: Arc<dyn Text>, config: EngineConfig) -> Self {
-        let (pace, running, preempted, ended) = Default::default();
-        Self { backend, queue, text, config, pace, running, preempted, ended }
+        let (pace, running, preempted, ended, failed) = Default::default();
+        Self { backend, queue, text, config, pace, running, preempted, ended, failed }
     }
 
-    /// Works until the queue drains and all is done; lets go of `ready` once the backend has warmed up.
-    pub(crate) fn work(mut self, ready: Sender<()>) {
+    /// Works until the queue drains and all is done, or the backend is dead. `ready` learns whether the backend could be warmed up; if not, that is all.
+    pub(crate) fn work(mut self, ready: Sender<Result<(), RequestError>>) {
         // Whatever ends this thread, callers must learn of it.
         struct Last(Arc<Queue<Job>>);
         impl Drop for Last {
@@ -54,10 +56,13 @@ impl<B: Backend> Worker<B> {
             }
         }
         let _last = Last(Arc::clone(&self.queue));
-        if let Err(error) = guard(|| Ok(self.backend.warm_up()?)) {
-            tracing::warn!(%error, "the model could not be tried before the first request");
-        }
+        let tried = guard(|| Ok(self.backend.warm_up()?));
         self.queue.set_blocks(self.backend.free_blocks(), self.backend.offloaded_blocks());
+        let failed = tried.is_err();
+        // Whoever started this thread waits for it.
+        if ready.send(tried).is_err() || failed {
+            return;
+        }
         drop(ready);
         loop {
             if self.running.is_empty() && self.preempted.is_empty() {
@@ -71,9 +76,14 @@ impl<B: Backend> Worker<B> {
             // What is not one request's fault ends those that run; the engine goes on.
             if let Err(error) = turned {
                 tracing::error!(%error, "a turn of the engine failed: a bug");
-                let runs: Vec<_> = self.running.drain(..).chain(self.preempted.drain(..)).collect();
-                runs.into_iter().for_each(|run| self.fail(run, error.clone()));
-                self.count_ended();
+                self.fail_all(&error);
+            }
+            if std::mem::take(&mut self.failed)
+                && let Err(error) = guard(|| Ok(self.backend.check_alive()?))
+            {
+                tracing::error!(%error, "the backend is dead, and the engine ends");
+                self.fail_all(&error);
+                return;
             }
         }
     }
@@ -90,6 +100,13 @@ impl<B: Backend> Worker<B> {
         if self.running.is_empty() && self.preempted.is_empty() && self.queue.load().waiting == 0 {
             self.check();
         }
+        self.count_ended();
+    }
+
+    /// Ends all that were started.
+    fn fail_all(&mut self, error: &RequestError) {
+        let runs: Vec<_> = self.running.drain(..).chain(self.preempted.drain(..)).collect();
+        runs.into_iter().for_each(|run| self.fail(run, error.clone()));
         self.count_ended();
     }
 
@@ -305,6 +322,7 @@ impl<B: Backend> Worker<B> {
         } else {
             tracing::error!(id = run.id(), %error, "request failed");
         }
+        self.failed |= !own;
         run.job().fail(error);
         self.close(run, own);
     }

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use taper_attention::{Artifacts, AttentionSpec};
-use taper_engine::stub::{EOS, Probe, StubBackend, VOCAB};
+use taper_engine::stub::{EOS, Probe, StubBackend, StubText, VOCAB};
 use taper_engine::{
-    Engine, EngineConfig, Event, Events, Finish, Limits, Request, RequestError, SamplingParams, StopRules, SubmitError,
-    TokenRecord, Usage,
+    Engine, EngineConfig, Event, Events, Finish, Limits, ModelInfo, Request, RequestError, SamplingParams, StartError,
+    StopRules, SubmitError, TokenRecord, Usage,
 };
 
 fn request(prompt: &str) -> Request {
@@ -525,4 +525,33 @@ fn the_end_token_can_be_forbidden_by_bias() {
     r.sampling.logit_bias = vec![(EOS, -100.0)];
     r.stop.max_tokens = Some(3);
     assert_eq!(run(&engine, r).finishes, [Some(Finish::Length)]);
+}
+
+#[test]
+fn a_backend_that_fails_when_it_is_warmed_up_is_no_engine() {
+    let backend = StubBackend { cold: true, ..StubBackend::new("no") };
+    let model = ModelInfo { id: "stub".into(), created: 0 };
+    let started = Engine::start(backend, Arc::new(StubText), model, EngineConfig::default());
+    let Err(StartError::WarmUp(reason)) = started else { panic!("it started") };
+    assert_eq!(reason, "it was asked to fail at once");
+}
+
+#[test]
+fn a_backend_that_died_ends_the_engine_and_all_requests_and_one_that_failed_does_not() {
+    let (engine, _) = stub("abc");
+    let failed = collect(engine.submit(request("FAIL")).unwrap());
+    assert!(matches!(failed.end, Some(Err(RequestError::Step(_)))));
+    assert!(collect(engine.submit(request("fine")).unwrap()).end.unwrap().is_ok());
+    assert!(!engine.load().dead);
+
+    let beside = engine.submit(request("SLOW and long")).unwrap();
+    let dying = collect(engine.submit(request("DIE")).unwrap());
+    assert!(matches!(dying.end, Some(Err(RequestError::Step(_)))));
+    assert!(matches!(collect(beside).end, Some(Err(RequestError::Step(_)))));
+    let start = Instant::now();
+    while !engine.load().dead {
+        assert!(start.elapsed() < Duration::from_secs(5), "it lives");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert!(matches!(engine.submit(request("late")), Err(SubmitError::Dead)));
 }

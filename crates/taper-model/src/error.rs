@@ -1,5 +1,6 @@
 //! Everything that can go wrong between a model's name and its tokens, with the file and the field at fault.
 
+use crate::memory::size;
 use std::path::{Path, PathBuf};
 
 /// Why a model, tokenizer or template could not be had or used.
@@ -86,6 +87,17 @@ pub enum ModelError {
     /// The chat template itself does not compile or run.
     #[error("chat template: {0}")]
     Template(String),
+    /// Weights that the device has no room for.
+    #[error(
+        "the weights take {} of the device's memory while they are loaded, and {} are free there: a --dtype of 16 bits, a \
+         quantised file, a smaller model or another --device takes less", size(*wanted), size(*free)
+    )]
+    Memory {
+        /// Bytes that they take, of the dtypes that they have on the device.
+        wanted: u64,
+        /// Bytes that are free.
+        free: u64,
+    },
     /// A tensor operation failed while loading.
     #[error("loading weights: {0}")]
     Device(#[from] candle_core::Error),

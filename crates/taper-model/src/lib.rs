@@ -10,6 +10,7 @@ mod gguf;
 mod joint;
 mod json;
 mod mapped;
+mod memory;
 mod model;
 mod rope;
 mod source;
@@ -20,6 +21,7 @@ mod weights;
 
 pub use config::{Architecture, LoadOptions, ModelConfig, Rope, RopeScaling, WeightDType};
 pub use error::ModelError;
+pub use memory::{free_memory, size};
 pub use model::Model;
 pub use source::{DEFAULT_MODEL, ModelFiles, ModelSource, Progress, ResolvedModel, default_cache, resolve};
 pub use template::{ChatMessage, ChatTemplate};

@@ -5,10 +5,11 @@
 
 use crate::config::{LoadOptions, ModelConfig};
 use crate::error::ModelError;
+use crate::memory::free_memory;
 use crate::rope::RopeTable;
-use crate::source::ResolvedModel;
+use crate::source::{Loading, Progress, ResolvedModel};
 use crate::swiglu::swiglu;
-use crate::weights::{self, Embedding, Random, Role, Weights};
+use crate::weights::{self, Embedding, Random, Role, Sizes, Weights};
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
 use candle_nn::ops::rms_norm;
 use candle_nn::rotary_emb::rope_thd;
@@ -26,6 +27,8 @@ pub struct Model {
     head: Linear,
     /// What activations are turned into before a projection; the residual stream and the norms stay f32.
     activation: DType,
+    /// What the weights take in memory.
+    bytes: u64,
 }
 
 #[derive(Debug)]
@@ -45,7 +48,7 @@ impl Model {
     ///
     /// # Errors
     /// [`ModelError`] naming the file and the field or tensor that is missing, malformed, of the wrong shape or not
-    /// supported. A hostile file is an error, not a panic.
+    /// supported, or what the weights take and a CUDA device has not free. A hostile file is an error, not a panic.
     pub fn load(
         model: &ResolvedModel,
         options: &LoadOptions,
@@ -53,7 +56,7 @@ impl Model {
     ) -> std::result::Result<Self, ModelError> {
         let mut config = ModelConfig::read(model)?;
         let weights = weights::open(model, &config, options, device)?;
-        let made = Self::of(&config, &*weights, device)?;
+        let made = Self::of(&config, &*weights, device, options.progress)?;
         drop(weights);
         config.limit_context(options.context_limit)?;
         Ok(Self { config, ..made })
@@ -64,16 +67,37 @@ impl Model {
     /// # Errors
     /// A device without the memory.
     pub fn random(config: &ModelConfig, dtype: DType, device: &Device) -> std::result::Result<Self, ModelError> {
-        Self::of(config, &Random { config, dtype, device }, device)
+        Self::of(config, &Random { config, dtype, device }, device, Progress::Hidden)
     }
 
-    fn of(config: &ModelConfig, weights: &dyn Weights, device: &Device) -> std::result::Result<Self, ModelError> {
+    fn of(
+        config: &ModelConfig,
+        weights: &dyn Weights,
+        device: &Device,
+        progress: Progress,
+    ) -> std::result::Result<Self, ModelError> {
         #[cfg(feature = "cuda")]
         taper_kernels::cuda::prepare(device)?;
-        let layers = (0..config.layers).map(|i| Layer::load(weights, i)).collect::<std::result::Result<_, _>>()?;
+        let sizes = Sizes::of(config, weights)?;
+        // In host memory the system makes room, and the weights that it may forget are the file's own pages.
+        if let Some(free) = free_memory(device).filter(|_| device.is_cuda()) {
+            sizes.fit(free)?;
+        }
+        let mut loading = Loading::new(progress, sizes.total);
+        let mut layers = Vec::with_capacity(config.layers);
+        for index in 0..config.layers {
+            layers.push(Layer::load(weights, index)?);
+            loading.add(weights::layer_bytes(weights, index)?);
+        }
         let (embedding, norm) = (weights.embedding()?, weights.norm(Role::FinalNorm, 0)?);
         let (head, activation) = (weights.head()?, weights.activation_dtype());
-        Ok(Self { config: config.clone(), device: device.clone(), embedding, layers, norm, head, activation })
+        let (config, device, bytes) = (config.clone(), device.clone(), sizes.total);
+        Ok(Self { config, device, embedding, layers, norm, head, activation, bytes })
+    }
+
+    /// Bytes that the weights take in memory, without what stays in the file.
+    pub fn weight_bytes(&self) -> u64 {
+        self.bytes
     }
 
     /// The checkpoint's hyperparameters.

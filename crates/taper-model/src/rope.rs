@@ -95,6 +95,24 @@ impl Turns {
 }
 
 impl Rope {
+    /// The rule of scaling and by how much it stretches, to a thousandth; none if it does not. A folder and a GGUF file of one
+    /// model say the same, though one has a rule where the other has divisors.
+    pub(crate) fn stretch(&self) -> Option<(&'static str, f64)> {
+        let (rule, factor) = match &self.scaling {
+            RopeScaling::Default => return None,
+            RopeScaling::Linear { factor } => ("linear", *factor),
+            RopeScaling::Dynamic { factor, .. } => ("dynamic", *factor),
+            RopeScaling::Yarn { factor, .. } => ("yarn", *factor),
+            RopeScaling::Llama3 { .. } => {
+                let ratios = self.geometric(self.theta).into_iter().zip(self.frequencies(1));
+                ("divisors", ratios.map(|(plain, scaled)| f64::from(plain / scaled)).fold(1.0, f64::max))
+            }
+            RopeScaling::Divisors(divisors) => ("divisors", divisors.iter().map(|d| f64::from(*d)).fold(1.0, f64::max)),
+        };
+        let factor = (factor * 1000.0).round() / 1000.0;
+        (factor != 1.0).then_some((rule, factor))
+    }
+
     /// The angle per position of each pair of dimensions, `head_dim / 2` of them, for a sequence of `length` tokens.
     ///
     /// Only the dynamic rule heeds `length`.

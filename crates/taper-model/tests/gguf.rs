@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use common::{difference, expected, load, logits_of};
 use std::fs;
 use std::path::{Path, PathBuf};
-use taper_model::{LoadOptions, Model, ModelConfig, RopeScaling};
+use taper_model::{LoadOptions, Model, ModelConfig, RopeScaling, WeightDType};
 
 /// Writes a golden checkpoint as GGUF, each matrix in the format that `dtype` says for its name.
 fn convert(
@@ -158,6 +158,24 @@ fn quantised_weights_stay_close_joined_or_not_dequantised_or_not() {
             let error = rms(&logits_of(&load(&common::gguf(&path), dequantize), &tokens), &logits);
             assert!(error < tolerance, "{what}, dequantize {dequantize}: {error}");
         }
+    }
+}
+
+#[test]
+fn a_files_floats_are_loaded_in_the_dtype_asked_for() {
+    use WeightDType::{Auto, BF16, F32};
+    let folder = tempfile::tempdir().unwrap();
+    let (tokens, logits) = expected("llama2-gqa");
+    for (stored, asked, bytes) in
+        [(GgmlDType::F32, Auto, 4), (GgmlDType::F32, BF16, 2), (GgmlDType::F16, Auto, 2), (GgmlDType::F16, F32, 4)]
+    {
+        let path = convert("llama2-gqa", |_| stored, folder.path(), |_| ());
+        let options = LoadOptions { dtype: asked, ..LoadOptions::default() };
+        let model = Model::load(&common::gguf(&path), &options, &Device::Cpu).unwrap();
+        let config = model.config();
+        let norms = 4 * (2 * config.layers + 1) * config.hidden_size;
+        assert_eq!(model.weight_bytes(), (bytes * config.multiplied_weights() + norms) as u64, "{stored:?} {asked:?}");
+        assert!(rms(&logits_of(&model, &tokens), &logits) < 1e-2, "{stored:?} {asked:?}");
     }
 }
 

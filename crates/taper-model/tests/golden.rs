@@ -174,3 +174,17 @@ fn steps_that_make_no_sense_are_errors() {
         assert!(model.forward(tokens, positions, &mut attention).is_err(), "{tokens:?} at {positions:?}");
     }
 }
+
+#[test]
+fn a_model_says_what_its_weights_take() {
+    let bytes = |dtype| {
+        let options = LoadOptions { dtype, ..LoadOptions::default() };
+        Model::load(&checkpoint("llama3"), &options, &Device::Cpu).unwrap().weight_bytes()
+    };
+    let config = ModelConfig::read(&checkpoint("llama3")).unwrap();
+    // The table of embeddings stays in its file, the norms are f32.
+    let norms = (2 * config.layers + 1) * config.hidden_size * 4;
+    let matrices = config.multiplied_weights();
+    assert_eq!(bytes(WeightDType::F32), (4 * matrices + norms) as u64);
+    assert_eq!(bytes(WeightDType::BF16), (2 * matrices + norms) as u64);
+}

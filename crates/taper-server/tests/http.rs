@@ -619,6 +619,17 @@ async fn draining_refuses_new_requests_and_finishes_old_ones() {
     assert_eq!(server.get("/health").await.status, StatusCode::OK, "a drained engine is no dead one");
 }
 
+#[tokio::test]
+async fn a_backend_that_died_is_told_by_health() {
+    let server = server("abc");
+    assert_eq!(server.complete(complete(json!({"prompt": "FAIL"}))).await.status, StatusCode::INTERNAL_SERVER_ERROR);
+    assert_eq!(server.get("/health").await.status, StatusCode::OK, "one request failed");
+    assert_eq!(server.complete(complete(json!({"prompt": "DIE"}))).await.status, StatusCode::INTERNAL_SERVER_ERROR);
+    wait("it dies", || server.engine.load().dead).await;
+    let after = (server.get("/health").await.status, server.get("/ready").await.status);
+    assert_eq!(after, (StatusCode::SERVICE_UNAVAILABLE, StatusCode::SERVICE_UNAVAILABLE));
+}
+
 /// What is quoted of a request, and what a line of the log says of it, has an end.
 #[tokio::test]
 async fn an_answer_does_not_repeat_all_of_a_bad_request() {

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use taper_attention::{Artifacts, AttentionSpec};
 use taper_engine::{CacheDType, CacheOptions, DeviceChoice, EngineConfig, Offload};
-use taper_model::{DEFAULT_MODEL, LoadOptions, WeightDType};
+use taper_model::{DEFAULT_MODEL, LoadOptions, Progress, WeightDType};
 use taper_server::{Keys, Origins, ServerConfig, Tls};
 
 /// The attention of requests that say nothing of it, as it was written: what it needs may be known only once the model
@@ -210,6 +210,10 @@ pub fn model(args: ModelArgs) -> Result<ModelConfig> {
     if threads == Some(0) {
         bail!("threads must be at least 1");
     }
+    let kv_dtype = args.kv_dtype.as_deref().map_or(Ok(CacheDType::default()), cache_dtype)?;
+    if device != DeviceChoice::Cpu && kv_dtype == CacheDType::F32 {
+        bail!("kv dtype f32 goes with the device cpu alone; cuda has kernels for f16 and bf16");
+    }
     Ok(ModelConfig {
         model,
         attention,
@@ -220,13 +224,14 @@ pub fn model(args: ModelArgs) -> Result<ModelConfig> {
         cache: CacheOptions {
             bytes: args.kv_memory.as_deref().map(size).transpose().context("kv memory")?,
             offload: self::offload(args.kv_offload.as_deref(), args.kv_offload_dir, device)?,
-            dtype: args.kv_dtype.as_deref().map_or(Ok(CacheDType::default()), cache_dtype)?,
+            dtype: kv_dtype,
             prefix: false,
         },
         load: LoadOptions {
             dtype: args.dtype.as_deref().map_or(Ok(WeightDType::default()), weight_dtype)?,
             dequantize: args.dequantize.unwrap_or(false),
             context_limit: args.context,
+            progress: Progress::Shown,
         },
         engine: EngineConfig::default(),
     })
@@ -436,6 +441,7 @@ mod tests {
             ("kv_offload = '2GiB'\nkv_offload_dir = '/tmp'\ndevice = 'cuda:1'\n", "goes with the device cpu"),
             ("kv_offload = '2 parsecs'\nkv_offload_dir = '/tmp'\n", "kv offload: unknown unit"),
             ("kv_dtype = 'f8'\n", "must be f16"),
+            ("kv_dtype = 'f32'\ndevice = 'cuda'\n", "kv dtype f32 goes with the device cpu alone"),
             ("dtype = 'int4'\n", "must be auto, f32"),
             ("device = 'gpu'\n", "must be cpu, cuda or cuda:N"),
             ("device = 'cuda:x'\n", "must be cpu, cuda or cuda:N"),

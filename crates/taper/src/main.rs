@@ -36,14 +36,17 @@ static ALLOCATOR: MiMalloc = MiMalloc;
 /// Whether all that is written is a line of JSON, be it the last.
 static JSON: AtomicBool = AtomicBool::new(false);
 
-/// Where the server says where it is, by which settings, and that anyone may use it.
-const NOTICES: &str = "taper::serve=info";
+/// Where the server says where it is, by which settings, and that anyone may use it; how far a model's weights are, which may
+/// take minutes; and how a device's memory is shared out.
+const NOTICES: [&str; 3] =
+    ["taper::serve=info", "taper_model::source::progress=info", "taper_engine::model::room=info"];
 
 /// Has the log written to standard error; RUST_LOG says what of it.
 pub fn log(format: LogFormat) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn,taper_server::access=info"));
     // What whoever runs the server must see, whatever else is wanted.
-    let filter = filter.add_directive(NOTICES.parse().expect("it is sound"));
+    let notices = NOTICES.map(|notice| notice.parse().expect("it is sound"));
+    let filter = notices.into_iter().fold(filter, EnvFilter::add_directive);
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)

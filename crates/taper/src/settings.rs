@@ -56,7 +56,8 @@ pub struct ModelArgs {
     /// Threads for arithmetic [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub threads: Option<u16>,
-    /// Memory for keys and values, such as 512MiB or 2GiB [default: a quarter of what is free, at most sixteen contexts]
+    /// Memory for keys and values, such as 512MiB or 2GiB [default: a quarter of what is free, at most sixteen contexts; on a
+    /// CUDA device what is free less what requests take besides, at most sixty-four]
     #[arg(long, value_name = "SIZE")]
     pub kv_memory: Option<String>,
     /// Room for keys and values beyond that memory, such as 20GiB: in a file; beside cuda in pinned host memory [default: none]

@@ -12,39 +12,6 @@ use std::time::{Duration, Instant};
 use taper_attention::Artifacts;
 use taper_model::ModelFiles;
 
-#[test]
-fn the_cache_takes_what_it_is_given_and_never_more_than_sixteen_contexts() {
-    assert_eq!(blocks(Some(1000), 100, 4, &Device::Cpu).unwrap(), 10);
-    assert!((1..=64).contains(&blocks(None, 100, 4, &Device::Cpu).unwrap()));
-    let error = blocks(Some(99), 100, 4, &Device::Cpu).unwrap_err().to_string();
-    assert_eq!(error, "the KV cache: one block of 64 tokens takes 100 bytes");
-}
-
-#[test]
-fn a_control_groups_limit_counts_files_that_it_may_forget_as_free() {
-    let folder = tempfile::tempdir().unwrap();
-    assert_eq!(within_group(folder.path()), None, "no control group");
-    let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
-    write("memory.stat", "anon 2000\nfile 1500\ninactive_file 1000\n");
-    write("memory.current", "3500\n");
-    for (most, left) in [("max\n", None), ("4000\n", Some(1500)), ("2000\n", Some(0))] {
-        write("memory.max", most);
-        assert_eq!(within_group(folder.path()), left, "{most}");
-        // That of a group around a process's own.
-        for own in ["0::/\n", "0::/outer/inner\n", "1:name=x:/y\n0::/outer\n", ""] {
-            assert_eq!(within_groups(folder.path(), own), left, "{own}");
-        }
-    }
-    let inner = folder.path().join("outer/inner");
-    std::fs::create_dir_all(&inner).unwrap();
-    write("memory.max", "4000\n");
-    for (name, text) in [("memory.stat", "inactive_file 0\n"), ("memory.current", "300\n"), ("memory.max", "1000\n")] {
-        std::fs::write(inner.join(name), text).unwrap();
-    }
-    let left = ["0::/\n", "0::/outer\n", "0::/outer/inner\n"].map(|own| within_groups(folder.path(), own));
-    assert_eq!(left, [Some(1500), Some(1500), Some(700)]);
-}
-
 const BLOCKS: usize = 5;
 
 /// A real model, if a small one, with a context of one block and a cache of five.
@@ -256,4 +223,13 @@ fn blocks_that_nobody_holds_are_found() {
     let mut sequence = backend.open(&Arc::default(), 1, &[1, 2, 3], 0).unwrap();
     backend.forward(vec![Input::whole(&mut sequence, &[1, 2, 3], Some(Wanted::Logits))]).unwrap();
     backend.check_idle();
+}
+
+#[test]
+fn first_steps_that_fail_for_want_of_memory_say_what_has_taken_it() {
+    let said = |reason: &str, free| tried(BackendError(reason.into()), 15 << 30, 40 << 30, free).0;
+    let full = said("santa: CUDA status 2 (out of memory)", Some(1 << 20));
+    assert!(full.contains("15.0 GiB of weights, 40.0 GiB of KV cache and 1.0 MiB free"), "{full}");
+    assert!(full.contains("--kv-memory") && full.ends_with("(santa: CUDA status 2 (out of memory))"), "{full}");
+    assert_eq!(said("no kernel", Some(1 << 20)), "the first steps fail: no kernel");
 }

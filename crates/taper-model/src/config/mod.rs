@@ -8,7 +8,7 @@ mod shapes;
 use crate::error::ModelError;
 pub use crate::rope::{Rope, RopeScaling};
 
-use crate::source::{ModelFiles, ResolvedModel};
+use crate::source::{ModelFiles, Progress, ResolvedModel};
 use sha2::{Digest, Sha256};
 use taper_attention::{AttentionShape, ModelKey};
 
@@ -38,12 +38,14 @@ pub enum WeightDType {
 /// How to load a model.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LoadOptions {
-    /// The dtype for float weights, and for quantised ones under `dequantize`.
+    /// The dtype for float weights, and for quantised ones under `dequantize`. On a device floats beside quantised ones are f32.
     pub dtype: WeightDType,
     /// Turns a GGUF's quantised weights into floats while loading, instead of keeping them quantised.
     pub dequantize: bool,
     /// Lowers the context length that the model reports; a limit above the model's own is an error.
     pub context_limit: Option<usize>,
+    /// Whether loading says how far it is.
+    pub progress: Progress,
 }
 
 /// A checkpoint's hyperparameters.
@@ -106,13 +108,16 @@ impl ModelConfig {
         }
     }
 
-    /// What artefacts made for this model are known by: its shape, and a hash of the sizes and the rotary base that a
-    /// folder and a GGUF file of one model agree on.
+    /// What artefacts made for this model are known by: its shape, and a hash of the sizes, the rotary base and its scaling that
+    /// a folder and a GGUF file of one model agree on.
     pub fn key(&self) -> ModelKey {
         let Self { layers, q_heads, kv_heads, head_dim, hidden_size, intermediate_size, vocab_size, .. } = self;
         let theta = self.rope.theta;
-        let text =
-            format!("{layers} {q_heads} {kv_heads} {head_dim} {hidden_size} {intermediate_size} {vocab_size} {theta}");
+        let sizes = [layers, q_heads, kv_heads, head_dim, hidden_size, intermediate_size, vocab_size];
+        let mut text = sizes.map(ToString::to_string).join(" ") + &format!(" {theta}");
+        if let Some((rule, factor)) = self.rope.stretch() {
+            text += &format!(" {rule} {factor}");
+        }
         let fingerprint = Sha256::digest(text.as_bytes()).iter().take(8).map(|byte| format!("{byte:02x}")).collect();
         ModelKey { shape: self.attention_shape(), fingerprint }
     }
@@ -127,5 +132,27 @@ impl ModelConfig {
             }
             Some(limit) => Err(ModelError::ContextLimit { limit, model: self.context_length }),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_models_key_tells_how_its_rotary_embedding_is_stretched() {
+        let scaled = ModelConfig::of_shape("llama-3.1-8b").unwrap();
+        let with = |scaling| ModelConfig { rope: Rope { scaling, ..scaled.rope.clone() }, ..scaled.clone() };
+        let key = |config: &ModelConfig| config.key().fingerprint;
+        let plain = with(RopeScaling::Default);
+        // As it was before scaling was part of it: what was trained for such models stays valid.
+        assert_eq!(key(&plain), "1857fb37095f4c4f");
+        assert_ne!(key(&scaled), key(&plain));
+        let ratios = plain.rope.frequencies(1).into_iter().zip(scaled.rope.frequencies(1));
+        let divisors: Vec<f32> = ratios.map(|(plain, scaled)| plain / scaled).collect();
+        assert_eq!(key(&with(RopeScaling::Divisors(divisors))), key(&scaled), "a GGUF file of the same model");
+        assert_eq!(key(&with(RopeScaling::Divisors(vec![1.0; 64]))), key(&plain));
+        let linear = with(RopeScaling::Linear { factor: 8.0 });
+        assert!(key(&linear) != key(&scaled) && key(&linear) != key(&with(RopeScaling::Linear { factor: 4.0 })));
     }
 }

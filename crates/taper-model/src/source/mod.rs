@@ -7,6 +7,7 @@ mod progress;
 use crate::error::ModelError;
 use std::path::{Path, PathBuf};
 
+pub(crate) use progress::Loading;
 pub use progress::Progress;
 
 /// The name of the model that Taper serves when none is chosen.

@@ -10,6 +10,7 @@ use crate::gguf::{Gguf, TensorInfo};
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{DType, Device, Tensor};
 use std::borrow::Cow;
+use std::cell::OnceCell;
 use std::path::Path;
 use std::sync::Arc;
 use taper_kernels::linear::Linear;
@@ -20,6 +21,10 @@ pub(super) struct GgufWeights<'a> {
     config: &'a ModelConfig,
     device: &'a Device,
     options: LoadOptions,
+    /// The stored type of the first matrix where all are floats; none where one is quantised.
+    floats: Option<DType>,
+    /// The embedding table, where it is on the device.
+    table: OnceCell<Tensor>,
 }
 
 impl<'a> GgufWeights<'a> {
@@ -30,11 +35,16 @@ impl<'a> GgufWeights<'a> {
         options: &LoadOptions,
         device: &'a Device,
     ) -> Result<Self, ModelError> {
-        let weights = Self { gguf: Gguf::open(path)?, config, device, options: options.clone() };
+        let (gguf, options, table) = (Gguf::open(path)?, options.clone(), OnceCell::new());
+        let mut weights = Self { gguf, config, device, options, floats: None, table };
         if weights.gguf.tensor(&name(Role::AttentionNorm, config.layers)).is_some() {
             let reason = format!("is {}, but the file holds more layers", config.layers);
             return Err(ModelError::invalid(path, "llama.block_count", reason));
         }
+        let in_layers = (0..config.layers).flat_map(|layer| Role::IN_LAYER.map(|role| (role, layer)));
+        let matrices = in_layers.filter(|(role, _)| !role.is_norm()).chain([(weights.head_role(), 0)]);
+        let stored = matrices.filter_map(|(role, layer)| Some(weights.gguf.tensor(&name(role, layer))?.dtype));
+        weights.floats = all_floats(stored);
         Ok(weights)
     }
 
@@ -69,9 +79,14 @@ impl<'a> GgufWeights<'a> {
         self.gguf.file().release(&tensor.range);
     }
 
-    /// Tensors of one format joined by rows.
-    fn load(&self, tensors: &[(Role, &TensorInfo)]) -> Result<QTensor, ModelError> {
-        let dtype = tensors[0].1.dtype;
+    /// Whether the output head's tensor is the table on the device, dtype and all.
+    fn is_table(&self, head: &TensorInfo) -> bool {
+        let table = self.table_dtype(head).filter(|_| self.config.tie_embeddings);
+        table.is_some() && table == self.dtype(head.dtype)
+    }
+
+    /// The bytes of tensors of one format joined by rows, and their shape.
+    fn joined(&self, tensors: &[(Role, &TensorInfo)]) -> (Vec<u8>, Vec<usize>) {
         let size: usize = tensors.iter().map(|(_, t)| t.range.len()).sum();
         let mut bytes = Vec::with_capacity(size);
         for (role, tensor) in tensors {
@@ -79,7 +94,24 @@ impl<'a> GgufWeights<'a> {
         }
         let mut shape = tensors[0].1.shape.clone();
         shape[0] = tensors.iter().map(|(_, t)| t.shape[0]).sum();
-        Ok(QTensor::new(storage(&bytes, dtype, self.device)?, shape)?)
+        (bytes, shape)
+    }
+
+    /// Tensors of one format joined by rows, as they are stored.
+    fn load(&self, tensors: &[(Role, &TensorInfo)]) -> Result<QTensor, ModelError> {
+        let (bytes, shape) = self.joined(tensors);
+        Ok(QTensor::new(storage(&bytes, tensors[0].1.dtype, self.device)?, shape)?)
+    }
+
+    /// The same of floats.
+    fn float_tensor(&self, tensors: &[(Role, &TensorInfo)], stored: DType) -> Result<Tensor, ModelError> {
+        let (bytes, shape) = self.joined(tensors);
+        Ok(Tensor::from_raw_buffer(&bytes, stored, &shape, self.device)?)
+    }
+
+    /// The stored type of a table of embeddings that lies on the device: one of floats.
+    fn table_dtype(&self, tensor: &TensorInfo) -> Option<DType> {
+        float(tensor.dtype).filter(|_| self.device.is_cuda())
     }
 
     /// Of weights that were quantised: f32 on the CPU unless told otherwise, for it is there to compare with.
@@ -87,24 +119,41 @@ impl<'a> GgufWeights<'a> {
         float_dtype(&self.options, if self.device.is_cpu() { DType::F32 } else { DType::F16 })
     }
 
-    fn linear(&self, weight: QTensor) -> Result<Linear, ModelError> {
-        let float = is_float(weight.dtype());
-        if !float && !self.options.dequantize {
-            return Ok(Linear::quantized(Arc::new(weight))?);
+    /// The dtype that a matrix is kept in; none if it stays quantised.
+    fn dtype(&self, stored: GgmlDType) -> Option<DType> {
+        if self.options.dequantize {
+            return Some(self.dequantized_dtype());
         }
-        let dtype = match weight.dtype() {
-            _ if self.options.dequantize => self.dequantized_dtype(),
-            GgmlDType::F16 if self.device.is_cpu() => DType::F16,
-            GgmlDType::BF16 if self.device.is_cpu() => DType::BF16,
-            _ => DType::F32,
+        Some(matrix_dtype(&self.options, float(stored)?, self.floats, self.device.is_cpu()))
+    }
+
+    /// Matrices of one format joined by rows.
+    fn linear(&self, matrices: &[(Role, &TensorInfo)]) -> Result<Linear, ModelError> {
+        let stored = matrices[0].1.dtype;
+        let Some(dtype) = self.dtype(stored) else {
+            return Ok(Linear::quantized(Arc::new(self.load(matrices)?))?);
         };
-        Ok(Linear::dense(weight.dequantize(self.device)?.to_dtype(dtype)?)?)
+        let weight = match float(stored) {
+            Some(stored) => self.float_tensor(matrices, stored)?,
+            None => self.load(matrices)?.dequantize(self.device)?,
+        };
+        Ok(Linear::dense(weight.to_dtype(dtype)?)?)
+    }
+
+    /// Whose tensor the output head is.
+    fn head_role(&self) -> Role {
+        if self.config.tie_embeddings { Role::Embedding } else { Role::Head }
     }
 }
 
 impl Weights for GgufWeights<'_> {
     fn embedding(&self) -> Result<Embedding, ModelError> {
         let (_, tensor) = self.find(Role::Embedding, 0)?;
+        if let Some(stored) = self.table_dtype(tensor) {
+            // A prompt's rows would come over the bus, by way of copies on the host.
+            let table = self.float_tensor(&[(Role::Embedding, tensor)], stored)?;
+            return Ok(Embedding::Table(self.table.get_or_init(|| table).clone()));
+        }
         Ok(Embedding::File(FileRows {
             file: self.gguf.file().clone(),
             start: tensor.range.start,
@@ -127,18 +176,37 @@ impl Weights for GgufWeights<'_> {
         }
         let joint = found.iter().all(|(_, tensor)| tensor.dtype == found[0].1.dtype);
         let groups = if joint { vec![&found[..]] } else { found.chunks(1).collect() };
-        groups.into_iter().map(|group| self.linear(self.load(group)?)).collect()
+        groups.into_iter().map(|group| self.linear(group)).collect()
     }
 
     fn head(&self) -> Result<Linear, ModelError> {
-        let role = if self.config.tie_embeddings { Role::Embedding } else { Role::Head };
+        let role = self.head_role();
         let (_, tensor) = self.find(role, 0)?;
-        self.linear(self.load(&[(role, tensor)])?)
+        match self.table.get().filter(|_| self.is_table(tensor)) {
+            Some(table) => Ok(Linear::dense(table.clone())?),
+            None => self.linear(&[(role, tensor)]),
+        }
     }
 
-    /// candle's quantised products take f32; only a dequantised model may meet another dtype.
+    fn bytes(&self, role: Role, layer: usize) -> Result<u64, ModelError> {
+        let (_, tensor) = self.find(if role == Role::Head { self.head_role() } else { role }, layer)?;
+        let floats = |dtype: DType| tensor.shape.iter().product::<usize>() * dtype.size_in_bytes();
+        Ok(match role {
+            Role::Embedding => self.table_dtype(tensor).map_or(0, floats),
+            Role::Head if self.is_table(tensor) => 0,
+            role if role.is_norm() => floats(DType::F32),
+            _ => self.dtype(tensor.dtype).map_or(tensor.range.len(), floats),
+        } as u64)
+    }
+
+    /// candle's quantised products take f32; only a model without them may meet another dtype.
     fn activation_dtype(&self) -> DType {
-        if self.options.dequantize { activation_dtype(self.dequantized_dtype(), self.device) } else { DType::F32 }
+        let floats = match self.floats {
+            _ if self.options.dequantize => self.dequantized_dtype(),
+            Some(first) => float_dtype(&self.options, first),
+            None => DType::F32,
+        };
+        activation_dtype(floats, self.device)
     }
 }
 
@@ -153,8 +221,33 @@ fn storage(bytes: &[u8], dtype: GgmlDType, device: &Device) -> Result<QStorage, 
     Ok(QStorage::from_data(Cow::Borrowed(aligned), device, dtype)?)
 }
 
-fn is_float(dtype: GgmlDType) -> bool {
-    matches!(dtype, GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16)
+/// The type of a format that is not quantised.
+fn float(dtype: GgmlDType) -> Option<DType> {
+    match dtype {
+        GgmlDType::F32 => Some(DType::F32),
+        GgmlDType::F16 => Some(DType::F16),
+        GgmlDType::BF16 => Some(DType::BF16),
+        _ => None,
+    }
+}
+
+/// The first of them, if none is quantised.
+fn all_floats(stored: impl IntoIterator<Item = GgmlDType>) -> Option<DType> {
+    let mut first = None;
+    for dtype in stored {
+        first = first.or(Some(float(dtype)?));
+    }
+    first
+}
+
+/// The dtype that a matrix of floats is kept in. On a device all of them meet the same activations: as the first is stored
+/// (`floats`), or f32 where one of them stays quantised. On the CPU activations are f32, and each may have its own.
+fn matrix_dtype(options: &LoadOptions, stored: DType, floats: Option<DType>, on_cpu: bool) -> DType {
+    match floats {
+        _ if on_cpu => float_dtype(options, stored),
+        Some(first) => float_dtype(options, first),
+        None => DType::F32,
+    }
 }
 
 /// llama.cpp's names.
@@ -173,5 +266,28 @@ fn name(role: Role, layer: usize) -> String {
         Role::Gate => in_layer("ffn_gate"),
         Role::Up => in_layer("ffn_up"),
         Role::Down => in_layer("ffn_down"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::WeightDType;
+
+    #[test]
+    fn floats_keep_their_type_or_have_the_one_asked_for_unless_a_device_has_quantised_ones_beside_them() {
+        use GgmlDType as G;
+        let half = all_floats([G::F16, G::F16, G::F32]);
+        assert_eq!((half, all_floats([G::F16, G::Q8_0])), (Some(DType::F16), None));
+        let dtype = |dtype, stored, floats, on_cpu| {
+            matrix_dtype(&LoadOptions { dtype, ..LoadOptions::default() }, stored, floats, on_cpu)
+        };
+        let auto = WeightDType::Auto;
+        assert_eq!(dtype(auto, DType::F16, half, false), DType::F16);
+        assert_eq!(dtype(auto, DType::F32, half, false), DType::F16, "one for all");
+        assert_eq!(dtype(WeightDType::BF16, DType::F16, half, false), DType::BF16);
+        assert_eq!(dtype(WeightDType::BF16, DType::F16, None, false), DType::F32, "beside quantised ones");
+        assert_eq!(dtype(auto, DType::F32, half, true), DType::F32);
+        assert_eq!(dtype(WeightDType::F16, DType::F32, None, true), DType::F16);
     }
 }

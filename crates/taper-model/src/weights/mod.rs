@@ -31,6 +31,27 @@ pub(crate) enum Role {
     Down,
 }
 
+impl Role {
+    /// Those outside the layers.
+    const OUTSIDE: [Self; 3] = [Self::Embedding, Self::FinalNorm, Self::Head];
+    /// Those of every layer.
+    const IN_LAYER: [Self; 9] = [
+        Self::AttentionNorm,
+        Self::Query,
+        Self::Key,
+        Self::Value,
+        Self::Output,
+        Self::FeedForwardNorm,
+        Self::Gate,
+        Self::Up,
+        Self::Down,
+    ];
+
+    fn is_norm(self) -> bool {
+        matches!(self, Self::FinalNorm | Self::AttentionNorm | Self::FeedForwardNorm)
+    }
+}
+
 /// The tensors of one checkpoint. `layer` is ignored for the three roles outside the layers.
 pub(crate) trait Weights {
     /// The embedding table `[vocab, hidden]`, looked up row by row.
@@ -46,8 +67,47 @@ pub(crate) trait Weights {
     /// The output head, `[vocab, hidden]`: the embedding table where they are tied.
     fn head(&self) -> Result<Linear, ModelError>;
 
+    /// Bytes that a role's tensor takes in memory once it is loaded: none if it stays in its file or is another one's.
+    fn bytes(&self, role: Role, layer: usize) -> Result<u64, ModelError>;
+
     /// The dtype that activations must have when they meet a projection.
     fn activation_dtype(&self) -> DType;
+}
+
+/// Bytes of what weights take in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Sizes {
+    /// All of them.
+    pub(crate) total: u64,
+    /// The most that is there twice while parts are joined or turned into another dtype.
+    pub(crate) joining: u64,
+}
+
+impl Sizes {
+    /// Of a whole model.
+    ///
+    /// # Errors
+    /// A tensor that is missing or of another shape.
+    pub(crate) fn of(config: &ModelConfig, weights: &dyn Weights) -> Result<Self, ModelError> {
+        let sum = |roles: &[Role], layer| roles.iter().map(|role| weights.bytes(*role, layer)).sum::<Result<u64, _>>();
+        let layers = (0..config.layers).map(|layer| layer_bytes(weights, layer)).sum::<Result<u64, _>>()?;
+        let joining = sum(&[Role::Gate, Role::Up], 0)?.max(sum(&[Role::Head], 0)?);
+        Ok(Self { total: sum(&Role::OUTSIDE, 0)? + layers, joining })
+    }
+
+    /// Refuses what a device with so many bytes free cannot hold.
+    pub(crate) fn fit(&self, free: u64) -> Result<(), ModelError> {
+        let wanted = self.total + self.joining;
+        if wanted > free { Err(ModelError::Memory { wanted, free }) } else { Ok(()) }
+    }
+}
+
+/// Bytes that a layer's weights take in memory.
+///
+/// # Errors
+/// A tensor that is missing or of another shape.
+pub(crate) fn layer_bytes(weights: &dyn Weights, layer: usize) -> Result<u64, ModelError> {
+    Role::IN_LAYER.iter().map(|role| weights.bytes(*role, layer)).sum()
 }
 
 /// Opens a checkpoint's weights.
@@ -89,5 +149,28 @@ fn expected_shape(config: &ModelConfig, role: Role) -> Vec<usize> {
         Role::Output => vec![hidden, config.q_heads * config.head_dim],
         Role::Gate | Role::Up => vec![config.intermediate_size, hidden],
         Role::Down => vec![hidden, config.intermediate_size],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_weights_take_is_held_against_what_is_free() {
+        let config = ModelConfig::of_shape("llama-3.1-8b").unwrap();
+        let of = |dtype| Sizes::of(&config, &Random { config: &config, dtype, device: &Device::Cpu }).unwrap();
+        let half = of(DType::BF16);
+        // 8,030,261,248 weights, of which those of 65 norms are f32.
+        assert_eq!(half.total, 2 * 8_030_261_248 + 2 * 65 * 4096);
+        assert_eq!(half.joining, 2 * 128_256 * 4096, "the head");
+        assert_eq!(of(DType::F32).total, 4 * 8_030_261_248);
+        half.fit(half.total + half.joining).unwrap();
+        let error = half.fit(12 << 30).unwrap_err().to_string();
+        assert!(
+            error.contains("take 15.9 GiB of the device's memory") && error.contains("12.0 GiB are free"),
+            "{error}"
+        );
+        assert!(error.contains("--dtype"), "{error}");
     }
 }

@@ -43,6 +43,11 @@ impl Weights for Random<'_> {
         Ok(Linear::dense(self.matrix(&[Role::Head])?)?)
     }
 
+    fn bytes(&self, role: Role, _: usize) -> Result<u64, ModelError> {
+        let dtype = if role.is_norm() { DType::F32 } else { self.dtype };
+        Ok((expected_shape(self.config, role).iter().product::<usize>() * dtype.size_in_bytes()) as u64)
+    }
+
     fn activation_dtype(&self) -> DType {
         activation_dtype(self.dtype, self.device)
     }

@@ -117,6 +117,11 @@ impl<'a> Safetensors<'a> {
         float_dtype(&self.options, stored)
     }
 
+    /// Whose tensor the output head is.
+    fn head_role(&self) -> Role {
+        if self.config.tie_embeddings { Role::Embedding } else { Role::Head }
+    }
+
     /// A tensor as it is stored, on the device.
     fn load(&self, role: Role, layer: usize, dtype: DType) -> Result<Tensor, ModelError> {
         let entry = self.find(role, layer)?;
@@ -163,10 +168,25 @@ impl Weights for Safetensors<'_> {
     }
 
     fn head(&self) -> Result<Linear, ModelError> {
-        let role = if self.config.tie_embeddings { Role::Embedding } else { Role::Head };
+        let role = self.head_role();
         let tied = self.table.get().filter(|table| role == Role::Embedding && table.dtype() == self.weight_dtype());
         let weight = tied.map_or_else(|| self.load(role, 0, self.weight_dtype()), |table| Ok(table.clone()))?;
         Ok(Linear::dense(weight)?)
+    }
+
+    fn bytes(&self, role: Role, layer: usize) -> Result<u64, ModelError> {
+        let entry = self.find(if role == Role::Head { self.head_role() } else { role }, layer)?;
+        let on_device = self.device.is_cuda();
+        let dtype = match role {
+            Role::Embedding if on_device => entry.dtype,
+            Role::Embedding => return Ok(0),
+            Role::Head if on_device && self.config.tie_embeddings && entry.dtype == self.weight_dtype() => {
+                return Ok(0);
+            }
+            role if role.is_norm() => DType::F32,
+            _ => self.weight_dtype(),
+        };
+        Ok((entry.shape.iter().product::<usize>() * dtype.size_in_bytes()) as u64)
     }
 
     fn activation_dtype(&self) -> DType {

@@ -37,7 +37,7 @@ pub fn expected(name: &str) -> (Vec<u32>, Vec<Vec<f32>>) {
 
 /// Loads with f32 weights.
 pub fn load(model: &ResolvedModel, dequantize: bool) -> Model {
-    let options = LoadOptions { dtype: WeightDType::F32, dequantize, context_limit: None };
+    let options = LoadOptions { dtype: WeightDType::F32, dequantize, ..LoadOptions::default() };
     Model::load(model, &options, &Device::Cpu).unwrap()
 }
 

@@ -1,0 +1,258 @@
+//! How large the KV cache is: what was asked for, or what the memory that is free has room for.
+//!
+//! In host memory that is a quarter of what is free, for others want some too. A device is ours: the cache has all that is free
+//! beside the weights, but for what else lies there while requests run ([`Needs::sum`]).
+
+use super::LoadError;
+use taper_kv_cache::BLOCK_TOKENS;
+use taper_model::{ModelConfig, size};
+
+/// Contexts that a cache has room for at most, where nobody says how large it shall be: in host memory, and on a device, where
+/// so many answers are generated together unless a setting says otherwise.
+const HOST_CONTEXTS: u64 = 16;
+const DEVICE_CONTEXTS: u64 = 64;
+
+/// What the graphs of steps hold at most (`KEPT_BYTES_MAX` of `taper_kernels::cuda::graph`).
+const GRAPHS: u64 = 512 << 20;
+/// The code of kernels, the workspaces of libraries, and what is lost because memory is given out in pieces of some megabytes.
+const LIBRARIES: u64 = 512 << 20;
+/// Most rows of a slice of a prompt on a device, and most rows whose logits are there at a time.
+const SLICE_ROWS: u64 = 4096;
+const LOGIT_ROWS: u64 = 64;
+/// Chunks of whole prompts that are underway at a time.
+const CHUNKS: u64 = 2;
+/// Of what is free this share is left alone, for other programs and the driver.
+const SPARE: u64 = 20;
+
+/// Bytes of what is on a device beside the weights while requests run.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Needs {
+    /// A block of the cache, keys and values of all layers.
+    pub(super) block: u64,
+    /// Blocks of the cache that lie elsewhere, of which indices lie here all the same.
+    pub(super) elsewhere: u64,
+    /// Tokens of the longest sequence.
+    pub(super) context: u64,
+    /// What a chunk that is underway keeps of a token: residual stream, queries and angles.
+    chunk_token: u64,
+    /// What a step makes: the rows of a layer, and logits.
+    step: u64,
+}
+
+impl Needs {
+    pub(super) fn new(config: &ModelConfig, block: usize, elsewhere: usize) -> Self {
+        let &ModelConfig { hidden_size, intermediate_size, q_heads, kv_heads, head_dim, vocab_size, .. } = config;
+        let f32s = |numbers: usize| 4 * numbers as u64;
+        // The residual stream and two of its like; queries, keys and values, and what they attended; gate and up, and their
+        // product.
+        let row = f32s(3 * hidden_size + (2 * q_heads + 2 * kv_heads) * head_dim + 3 * intermediate_size);
+        Self {
+            block: block as u64,
+            elsewhere: elsewhere as u64,
+            context: config.context_length as u64,
+            chunk_token: f32s(hidden_size + (q_heads + 1) * head_dim),
+            step: SLICE_ROWS * row + LOGIT_ROWS * f32s(2 * vocab_size),
+        }
+    }
+
+    /// What no request runs without: the least that must be free beside a cache.
+    pub(super) fn least(&self) -> u64 {
+        LIBRARIES + self.step
+    }
+
+    /// The most blocks for which all of it fits into what is free. Indices are half as large as the whole cache at most, and
+    /// prompts whose chunks are underway have their room in the cache, so that their tokens are no more than its own.
+    pub(super) fn sum(&self, free: u64) -> Sum {
+        let block_tokens = BLOCK_TOKENS as u64;
+        let (spare, elsewhere) = (free / SPARE, self.elsewhere * self.block / 2);
+        let fixed = spare + GRAPHS + self.least() + elsewhere;
+        let left = free.saturating_sub(fixed);
+        let with_index = self.block + self.block / 2;
+        // Up to so many tokens a larger cache has larger chunks too.
+        let most_chunked = CHUNKS * self.context;
+        let blocks = match left / (with_index + block_tokens * self.chunk_token) {
+            few if few * block_tokens <= most_chunked => few,
+            _ => left.saturating_sub(most_chunked * self.chunk_token) / with_index,
+        };
+        let blocks = blocks.min(DEVICE_CONTEXTS * self.context.div_ceil(block_tokens));
+        Sum {
+            free,
+            spare,
+            graphs: GRAPHS,
+            least: self.least(),
+            chunks: most_chunked.min(blocks * block_tokens) * self.chunk_token,
+            indices: elsewhere + blocks * (self.block / 2),
+            cache: blocks * self.block,
+            blocks,
+        }
+    }
+}
+
+/// How the memory of a device is shared out, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Sum {
+    free: u64,
+    spare: u64,
+    graphs: u64,
+    /// As [`Needs::least`].
+    least: u64,
+    chunks: u64,
+    indices: u64,
+    cache: u64,
+    blocks: u64,
+}
+
+impl Sum {
+    /// What takes how much.
+    fn parts(&self) -> [(&'static str, u64); 6] {
+        [
+            ("left alone", self.spare),
+            ("graphs of steps, at most", self.graphs),
+            ("kernels and what a step makes", self.least),
+            ("chunks of whole prompts, at most", self.chunks),
+            ("indices of decode methods, at most", self.indices),
+            ("keys and values", self.cache),
+        ]
+    }
+
+    fn tell(&self) {
+        tracing::info!("the device has {} free beside the weights, of which:", size(self.free));
+        self.parts().iter().for_each(|(what, bytes)| tracing::info!("  {} {what}", size(*bytes)));
+        tracing::info!("a cache of {} tokens", self.blocks * BLOCK_TOKENS as u64);
+    }
+}
+
+/// Blocks of a cache on a device, of which so many bytes are `free`.
+///
+/// # Errors
+/// A cache, or a rest, that does not fit, with the numbers.
+pub(super) fn on_device(asked: Option<u64>, needs: &Needs, free: u64) -> Result<usize, LoadError> {
+    if let Some(bytes) = asked {
+        fits(bytes, needs.least(), free)?;
+        return fit(bytes, needs.block);
+    }
+    let sum = needs.sum(free);
+    if sum.blocks == 0 {
+        let parts: Vec<String> = sum.parts().iter().map(|(what, bytes)| format!("{} {what}", size(*bytes))).collect();
+        return Err(LoadError::Cache(format!(
+            "no room: {} are free beside the weights, of which {}; weights of fewer bytes (--dtype), a smaller --kv-offload \
+             or an own --kv-memory fit",
+            size(free),
+            parts.join(", ")
+        )));
+    }
+    sum.tell();
+    Ok(sum.blocks as usize)
+}
+
+/// Blocks of a cache in host memory, of which so many bytes are free, where the system says so.
+///
+/// # Errors
+/// A cache that does not fit, with the numbers.
+pub(super) fn on_host(asked: Option<u64>, needs: &Needs, free: Option<u64>) -> Result<usize, LoadError> {
+    let context = needs.context.div_ceil(BLOCK_TOKENS as u64);
+    match (asked, free) {
+        (Some(bytes), free) => {
+            fits(bytes, 0, free.unwrap_or(u64::MAX))?;
+            fit(bytes, needs.block)
+        }
+        (None, None) => Ok(context as usize),
+        (None, Some(free)) => fit((free / 4).min(HOST_CONTEXTS * context * needs.block), needs.block),
+    }
+}
+
+/// Refuses a cache that leaves less than `least` of what is free.
+fn fits(bytes: u64, least: u64, free: u64) -> Result<(), LoadError> {
+    if bytes.saturating_add(least) <= free {
+        return Ok(());
+    }
+    let (wanted, free) = (size(bytes), size(free));
+    let steps = if least > 0 { format!(", {} of it for the steps", size(least)) } else { String::new() };
+    Err(LoadError::Cache(format!(
+        "{wanted} wanted (--kv-memory), and {free} are free beside the weights{steps}: less of it, or weights of fewer bytes \
+         (--dtype), fit"
+    )))
+}
+
+/// Blocks that fit into so many bytes.
+pub(super) fn fit(bytes: u64, block_bytes: u64) -> Result<usize, LoadError> {
+    match usize::try_from(bytes / block_bytes).unwrap_or(usize::MAX) {
+        0 => Err(LoadError::Cache(format!("one block of {BLOCK_TOKENS} tokens takes {block_bytes} bytes"))),
+        blocks => Ok(blocks),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const GIB: u64 = 1 << 30;
+    const SMALL: Needs = Needs { block: 100, elsewhere: 0, context: 256, chunk_token: 0, step: 0 };
+
+    fn said(blocks: Result<usize, LoadError>) -> String {
+        blocks.unwrap_err().to_string()
+    }
+
+    #[test]
+    fn the_cache_in_host_memory_takes_what_it_is_given_or_a_quarter_for_sixteen_contexts() {
+        assert_eq!(on_host(Some(1000), &SMALL, Some(1000)).unwrap(), 10);
+        assert_eq!(on_host(None, &SMALL, Some(4000)).unwrap(), 10);
+        assert_eq!(on_host(None, &SMALL, Some(GIB)).unwrap(), 64);
+        assert_eq!(on_host(None, &SMALL, None).unwrap(), 4);
+        assert_eq!(said(on_host(Some(99), &SMALL, None)), "the KV cache: one block of 64 tokens takes 100 bytes");
+    }
+
+    #[test]
+    fn a_cache_larger_than_what_is_free_is_refused_with_both_numbers() {
+        let error = said(on_host(Some(5 * GIB), &SMALL, Some(3 * GIB / 2)));
+        assert!(error.starts_with("the KV cache: 5.0 GiB wanted (--kv-memory), and 1.5 GiB are free"), "{error}");
+        // A device needs some for its steps besides.
+        on_device(Some(5 * GIB), &SMALL, 5 * GIB + LIBRARIES).unwrap();
+        let error = said(on_device(Some(5 * GIB), &SMALL, 5 * GIB + LIBRARIES - 1));
+        assert!(error.contains("5.5 GiB are free beside the weights, 512.0 MiB of it for the steps: less"), "{error}");
+        let error = said(on_device(None, &SMALL, GIB));
+        assert!(
+            error.contains("no room: 1.0 GiB are free beside the weights, of which 51.2 MiB left alone"),
+            "{error}"
+        );
+    }
+
+    /// Llama 3.1 8B with weights and cache of 16 bits.
+    fn eight_billion() -> Needs {
+        Needs::new(&ModelConfig::of_shape("llama-3.1-8b").unwrap(), 8 << 20, 0)
+    }
+
+    #[test]
+    fn an_8b_model_leaves_little_of_a_device_idle() {
+        // An H200 with 139 GiB, of which the weights have 15; an H100 with 79.
+        for (free, least) in [(124 * GIB, 65 * GIB), (64 * GIB, 30 * GIB)] {
+            let sum = eight_billion().sum(free);
+            assert!(sum.cache > least, "{sum:?}");
+            let all: u64 = sum.parts().iter().map(|(_, bytes)| bytes).sum();
+            assert!(all <= free && free - all < 2 * (8 << 20), "what nothing may take is less than a block: {sum:?}");
+        }
+        // A small model has as many contexts as answers are generated together, and no more.
+        let small = Needs::new(&ModelConfig::of_shape("smollm2-135m").unwrap(), 2 * 30 * 3 * 64 * 64 * 2, 0);
+        assert_eq!(small.sum(124 * GIB).blocks, 64 * 8192 / 64);
+    }
+
+    proptest! {
+        #[test]
+        fn a_device_is_never_promised_more_than_it_has_and_more_memory_is_never_a_smaller_cache(
+            block in 1u64..64 << 20,
+            elsewhere in 0u64..2000,
+            context in 1u64..1 << 20,
+            chunk_token in 0u64..1 << 17,
+            step in 0u64..4 * GIB,
+            free in 0u64..300 * GIB,
+            more in 0u64..8 * GIB,
+        ) {
+            let needs = Needs { block, elsewhere, context, chunk_token, step };
+            let sum = needs.sum(free);
+            let all: u64 = sum.parts().iter().map(|(_, bytes)| bytes).sum();
+            prop_assert!(sum.blocks == 0 || all <= free, "{:?}", sum);
+            prop_assert!(needs.sum(free + more).blocks >= sum.blocks);
+        }
+    }
+}
