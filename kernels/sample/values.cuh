@@ -60,6 +60,9 @@ struct ValuesMaps {
   CUtensorMap q, k;
 };
 
+// What the heaviest of a team's ranks weighs: the masses of 32 fit into 32 bits.
+constexpr float kWholeMass = 1 << 26;
+
 template <class T, int D, int N, bool PER_TILE>
 struct ValuesBlock {
   using L = ValuesLayout<D, N>;
@@ -200,20 +203,24 @@ struct ValuesBlock {
     float top = lse;
 #pragma unroll
     for (int d = 16; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-    const float own = lse == -INFINITY ? 0.f : exp2_fast(lse - top);
-    float upto = own;
+    const float share = lse == -INFINITY ? 0.f : exp2_fast(lse - top);
+    // Whole numbers, whose sums do not depend on the order that they are taken in: a rank without mass begins where it ends.
+    const uint32_t own = __float2uint_rn(share * kWholeMass);
+    uint32_t upto = own;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
-      const float y = __shfl_up_sync(~0u, upto, d);
+      const uint32_t y = __shfl_up_sync(~0u, upto, d);
       if (lane >= d) upto += y;
     }
-    const float total = __shfl_sync(~0u, upto, 31), mine = __shfl_sync(~0u, own, rank);
+    const bool numbers = !__any_sync(~0u, isnan(share));
+    const float total = numbers ? __shfl_sync(~0u, upto, 31) : NAN;
+    const uint32_t mine = __shfl_sync(~0u, own, rank);
     // The last rank with mass ends the line, so that rounding loses no target either.
-    const bool ends = 31 - __clz(__ballot_sync(~0u, own > 0.f)) == (int)rank;
+    const bool ends = 31 - __clz(__ballot_sync(~0u, own > 0)) == (int)rank;
     if (p.lse && ends && lane == 0)
-      p.lse[(int64_t)row * p.q_heads + kv_head * group + h] = (top + log2f(total)) * kLn2;
-    const float before = __shfl_sync(~0u, upto, (rank + 31) % 32), here = __shfl_sync(~0u, upto, rank);
-    return {rank ? before : 0.f, ends ? INFINITY : here, mine > 0.f ? sh.mass[h] / mine : 0.f, total};
+      p.lse[(int64_t)row * p.q_heads + kv_head * group + h] = (top + log2f(total / kWholeMass)) * kLn2;
+    const uint32_t before = __shfl_sync(~0u, upto, (rank + 31) % 32), here = __shfl_sync(~0u, upto, rank);
+    return {rank ? (float)before : 0.f, ends ? INFINITY : (float)here, mine > 0 ? sh.mass[h] / mine : 0.f, total};
   }
 
   __device__ __forceinline__ float uniform(int h, uint32_t draw) const {

@@ -454,6 +454,12 @@ pub trait Predictor: std::fmt::Debug + Send + Sync {
         k
     }
 
+    /// The most keys that it chooses for a row, whatever is asked for, where it has such a limit. Rows of different limits are
+    /// chosen for apart.
+    fn cap(&self, _row: &DecodeRow) -> usize {
+        usize::MAX
+    }
+
     /// As of a [`DecodeMethod`].
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         Vec::new()

@@ -68,8 +68,15 @@ fn probe(
     if prober.partition().clusters(step.layer).is_none_or(|all| probes >= all && max_selectivity >= 1.0) {
         return Ok(step.dense());
     }
-    let most = |row: &DecodeRow| (max_selectivity * row.visible.len() as f64) as usize;
-    step.by_share(most, |step, most| prober.probe(step, fixed, Probes::Clusters(probes, most)))
+    step.by_share(cap(max_selectivity), |step, most| prober.probe(step, fixed, Probes::Clusters(probes, most)))
+}
+
+/// The most keys that the clusters which a row reads hold between them.
+fn cap(max_selectivity: f64) -> impl Fn(&DecodeRow) -> usize {
+    move |row| match max_selectivity {
+        ..1.0 => (max_selectivity * row.visible.len() as f64) as usize,
+        _ => usize::MAX,
+    }
 }
 
 impl<P: Prober> DecodeMethod for Probing<P> {
@@ -131,6 +138,10 @@ impl<P: Prober> Predictor for Predicting<P> {
                 probe(&*self.prober, step, (sink, window), (probes, max_selectivity))
             }
         }
+    }
+
+    fn cap(&self, row: &DecodeRow) -> usize {
+        if self.params.probes > 0 { cap(self.params.max_selectivity)(row) } else { usize::MAX }
     }
 
     fn expected(&self, step: &DecodeStep, k: Vec<usize>) -> Vec<usize> {

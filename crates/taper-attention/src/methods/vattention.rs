@@ -216,7 +216,8 @@ impl VAttention {
 impl DecodeMethod for VAttention {
     fn select(&self, step: &DecodeStep) -> Result<Choice> {
         let fixed = |row: &DecodeRow| (self.sink.of(row.visible.len()), self.window.of(row.visible.len()));
-        step.by_share(fixed, |step, fixed| match self.tail {
+        let share = |row: &DecodeRow| (fixed(row), self.top.method.cap(row));
+        step.by_share(share, |step, (fixed, _)| match self.tail {
             Tail::Clt => self.sample(step, fixed),
             Tail::Hard => self.sample_certain(step, fixed),
         })

@@ -58,9 +58,14 @@ impl Coming {
         self.event.synchronize().map_err(candle_core::Error::wrap)?;
         let Some((room, memory)) = self.memory.take() else { return Ok(Vec::new()) };
         let words = memory.as_slice().map_err(candle_core::Error::wrap)?[..self.count].to_vec();
-        FREE.with_borrow_mut(|free| free.push((room, memory)));
+        keep((room, memory));
         Ok(words)
     }
+}
+
+/// Has it wait for the next words, unless the thread is at its end.
+fn keep(memory: Memory) {
+    let _ = FREE.try_with(|free| free.borrow_mut().push(memory));
 }
 
 impl Drop for Coming {
@@ -69,7 +74,7 @@ impl Drop for Coming {
         if let Some(memory) = self.memory.take()
             && self.event.synchronize().is_ok()
         {
-            FREE.with_borrow_mut(|free| free.push(memory));
+            keep(memory);
         }
     }
 }
