@@ -32,6 +32,14 @@ pub trait Text: Send + Sync + 'static {
     /// The model has no template, or the template refuses the messages.
     fn chat(&self, messages: &[Message], variables: &Map<String, Value>) -> Result<Vec<u32>, TextError>;
 
+    /// The same without the opening of the assistant's answer.
+    ///
+    /// # Errors
+    /// As [`chat`](Self::chat).
+    fn turns(&self, messages: &[Message], variables: &Map<String, Value>) -> Result<Vec<u32>, TextError> {
+        self.chat(messages, variables)
+    }
+
     /// How the model writes calls of functions.
     fn call_format(&self) -> CallFormat;
 

@@ -30,7 +30,7 @@ pub use results::{Cell, Header, Record, Results};
 pub use run::{Fork, Outcome, Plan, Watch, run};
 pub use score::share_found;
 pub use speed::{SpeedPlan, Timed, speed, speed_table};
-pub use step::{StepPlan, StepRow, step_table, steps};
+pub use step::{StepPlan, StepRow, step_caption, step_table, steps};
 pub use table::{Style, accuracies, details};
 pub use tasks::{Sample, Task};
 pub use text::{ModelText, PromptText};

@@ -65,6 +65,8 @@ pub struct StepRow {
     pub density: f64,
     /// Median seconds of a step, or seconds until a prompt's first logits.
     pub seconds: f64,
+    /// Tokens that came through all layers in that time: the prompt's, or those of all sequences of a step.
+    pub tokens: usize,
     /// Of them, the median seconds until all work of the step was given to the device.
     pub queued: Option<f64>,
     /// Bytes of weights, and of the keys and values that were read, over the bandwidth of where they lie.
@@ -192,7 +194,16 @@ impl<'a> Bench<'a> {
         let density = self.prefill(spec, self.context)?;
         let seconds = started.elapsed().as_secs_f64();
         let (method, context) = (method.label.clone(), self.context);
-        Ok(StepRow { phase: Phase::Prefill, context, method, density, seconds, queued: None, floor: None })
+        Ok(StepRow {
+            phase: Phase::Prefill,
+            context,
+            method,
+            density,
+            seconds,
+            tokens: context,
+            queued: None,
+            floor: None,
+        })
     }
 
     /// Takes a prompt of so many tokens in and forgets it; the share of its keys that were read.
@@ -239,6 +250,7 @@ impl<'a> Bench<'a> {
             method: method.label.clone(),
             density,
             seconds: median(seconds),
+            tokens: batch * self.plan.rows,
             queued: Some(median(queued)),
             floor: Some(self.floor(density)),
         })
@@ -262,9 +274,26 @@ fn median(mut of: Vec<f64>) -> f64 {
     of.get(of.len() / 2).copied().unwrap_or(0.0)
 }
 
-/// A row for each method and context: the median, the host's share of it, the floor, and how far from it the step is.
+/// What all rows of a table have in common: the model, where it is, and what a step is.
+pub fn step_caption(model: &Model, plan: &StepPlan) -> String {
+    let device = if model.device().is_cpu() { "cpu" } else { "cuda" };
+    let ends = if plan.greedy { "the likeliest tokens" } else { "logits" };
+    format!(
+        "{} on {device}, weights {}, cache {}, {:.1}% of it offloaded; a step has {} sequences of {} rows and ends with {ends}",
+        model.config().name,
+        plan.weights.as_str(),
+        plan.cache.as_str(),
+        100.0 * plan.offloaded,
+        plan.batch,
+        plan.rows,
+    )
+}
+
+/// A row for each method and context: the median, tokens in a second, the host's share of it, the floor, and how far from it the
+/// step is.
 pub fn step_table(rows: &[StepRow], style: Style) -> String {
-    let head = ["phase", "context", "method", "density", "time", "queued after", "floor", "time over floor"];
+    let head =
+        ["phase", "context", "method", "density", "time", "tokens/s", "queued after", "floor", "time over floor"];
     let mut lines = vec![head.map(str::to_owned).to_vec()];
     let ms = |seconds: f64| format!("{:.3} ms", 1e3 * seconds);
     for row in rows {
@@ -274,6 +303,7 @@ pub fn step_table(rows: &[StepRow], style: Style) -> String {
             row.method.clone(),
             format!("{:.4}", row.density),
             ms(row.seconds),
+            format!("{:.1}", row.tokens as f64 / row.seconds),
             row.queued.map_or(String::new(), ms),
             row.floor.map_or(String::new(), ms),
             row.floor.map_or(String::new(), |floor| format!("{:.2}", row.seconds / floor)),
@@ -316,6 +346,13 @@ mod tests {
         let weights = 4 * (2 * (1536 * 576 + 3 * 576 * 1536) + 300 * 576);
         assert_eq!(rows[1].floor, Some((weights + 2 * 100 * 1536) as f64 / 1e9));
         assert!(rows[2].density < 0.11 && rows[2].floor < rows[1].floor);
-        assert_eq!(step_table(&rows, Style::Markdown).lines().count(), 8);
+        assert_eq!(rows.iter().map(|r| r.tokens).collect::<Vec<_>>(), [100, 2, 2, 200, 2, 2]);
+        let rows = [StepRow { seconds: 0.5, ..rows[1].clone() }];
+        let table = step_table(&rows, Style::Markdown);
+        assert!(table.contains("| time | tokens/s |") && table.contains("| 500.000 ms | 4.0 |"), "{table}");
+        assert_eq!(
+            step_caption(&model, &StepPlan { offloaded: 0.25, ..plan }),
+            "smollm2-135m on cpu, weights f32, cache f16, 25.0% of it offloaded; a step has 2 sequences of 1 rows and ends with logits"
+        );
     }
 }

@@ -86,7 +86,8 @@ impl Conversation {
         if last == 0 {
             return Some(tokens.len());
         }
-        let before = text.chat(&self.messages[..last], &self.variables).ok()?;
+        // Not ready for an answer: that opens as a question does, by the same mark.
+        let before = text.turns(&self.messages[..last], &self.variables).ok()?;
         Some(tokens.len() - tokens.iter().zip(&before).take_while(|(a, b)| a == b).count())
     }
 }
@@ -177,4 +178,45 @@ fn part<'a>(path: &str, value: &'a Value) -> Result<&'a str, ApiError> {
         let path = format!("{path}.{name}");
         ApiError::invalid(&path, format!("{path} must be a string"))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+    use taper_engine::ModelText;
+    use taper_model::{ChatTemplate, ModelFiles, ResolvedModel, Tokenizer};
+
+    /// A small tokenizer under the template of a real model.
+    fn text(template: &str) -> ModelText {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../taper-model/tests/golden");
+        let folder = tempfile::tempdir().unwrap();
+        let fixture = std::fs::read(golden.join("tokenizers/llama-bpe.json")).unwrap();
+        let fixture: Value = serde_json::from_slice(&fixture).unwrap();
+        std::fs::copy(golden.join("llama3/config.json"), folder.path().join("config.json")).unwrap();
+        std::fs::write(folder.path().join("tokenizer.json"), fixture["tokenizer"].to_string()).unwrap();
+        let model = ResolvedModel { name: "tiny".into(), files: ModelFiles::Folder(folder.path().to_owned()) };
+        let template = std::fs::read_to_string(golden.join("templates").join(template)).unwrap();
+        let Value::Object(marks) = json!({ "bos_token": "<s>", "eos_token": "</s>" }) else { unreachable!() };
+        let template = ChatTemplate::new(&template, marks).unwrap();
+        ModelText::new(Tokenizer::load(&model).unwrap(), Some(template), 1 << 16)
+    }
+
+    #[test]
+    fn a_question_begins_where_the_last_users_message_does() {
+        let talk = [("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("user", "Two?")];
+        let llama = "<|start_header_id|>user<|end_header_id|>\n\nTwo?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n";
+        for (template, talk, question) in [
+            ("llama-3.1.jinja", &talk[..], llama),
+            ("llama-3.1.jinja", &[talk[0], talk[3]], llama),
+            ("mistral-v0.3.jinja", &talk[1..], "[INST] Two?[/INST]"),
+        ] {
+            let text = text(template);
+            let messages = talk.iter().map(|(role, content)| Message::new(*role, *content)).collect();
+            let conversation = Conversation { messages, variables: Map::new() };
+            let tokens = conversation.tokens(&text).unwrap();
+            let count = conversation.question(&text, &tokens).unwrap();
+            assert_eq!(text.decode(&tokens[tokens.len() - count..], true), question, "{template}");
+        }
+    }
 }

@@ -6,8 +6,8 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use std::path::PathBuf;
 use taper_attention::Artifacts;
-use taper_engine::DeviceChoice;
-use taper_eval::{DType, Phase, StepPlan, step_table, steps};
+use taper_engine::{DeviceChoice, runs_on_cuda};
+use taper_eval::{DType, Phase, StepPlan, step_caption, step_table, steps};
 use taper_model::{Model, ModelConfig};
 
 /// Which shape, and which steps.
@@ -23,12 +23,12 @@ pub struct BenchModelArgs {
     /// The shape: llama-3.1-8b, mistral-7b or smollm2-135m
     #[arg(long, value_name = "NAME")]
     pub shape: String,
-    /// Random weights; a shape has no others
-    #[arg(long)]
+    /// Random weights; a shape has no others, so it must be said
+    #[arg(long, required = true)]
     pub random: bool,
-    /// What computes: cpu, cuda or cuda:N, of a build with that feature
-    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
-    pub device: String,
+    /// What computes: cpu, cuda or cuda:N, of a build with that feature [default: cuda where there is one, else cpu]
+    #[arg(long, value_name = "DEVICE")]
+    pub device: Option<String>,
     /// Type of the weights: f32, f16 or bf16
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     pub dtype: String,
@@ -84,12 +84,15 @@ pub fn run(args: &BenchModelArgs) -> Result<()> {
     if args.context.contains(&0) || args.chunk == 0 || args.tokens == 0 {
         bail!("--context, --chunk and --tokens must be at least 1");
     }
-    let device = config::device(&args.device)?;
+    let device = args.device.as_deref().map_or_else(|| Ok(DeviceChoice::found()), config::device)?;
     if !(0.0..=1.0).contains(&args.offloaded) || args.offloaded > 0.0 && device == DeviceChoice::Cpu {
         bail!("--offloaded: {} must be a share from 0 to 1, and 0 on the CPU", args.offloaded);
     }
-    let artifacts = Artifacts::default().at(load::places(device, device));
     let (weights, cache) = (float("--dtype", &args.dtype)?, float("--kv-dtype", &args.kv_dtype)?);
+    if device != DeviceChoice::Cpu {
+        runs_on_cuda(&shape.attention_shape(), cache)?;
+    }
+    let artifacts = Artifacts::default().at(load::places(device, device));
     let plan = StepPlan {
         contexts: args.context.clone(),
         batch: args.batch.into(),
@@ -111,7 +114,8 @@ pub fn run(args: &BenchModelArgs) -> Result<()> {
     shape.context_length = shape.context_length.max(longest);
     let model = Model::random(&shape, weights, &device.open()?).context("random weights")?;
     let rows = steps(&model, &plan)?;
-    eval::show(args.markdown.as_deref(), |style| step_table(&rows, style))
+    let caption = step_caption(&model, &plan);
+    eval::show(args.markdown.as_deref(), |style| format!("{caption}\n\n{}", step_table(&rows, style)))
 }
 
 fn float(option: &str, name: &str) -> Result<DType> {

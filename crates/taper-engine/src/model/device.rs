@@ -15,6 +15,12 @@ pub enum DeviceChoice {
 }
 
 impl DeviceChoice {
+    /// The first CUDA device of a build that knows them, where there is one; else the CPU.
+    pub fn found() -> Self {
+        let cuda = Self::Cuda(0);
+        if cuda.open().is_ok() { cuda } else { Self::Cpu }
+    }
+
     /// Opens it.
     ///
     /// # Errors

@@ -21,7 +21,8 @@ pub struct ModelText {
 }
 
 impl ModelText {
-    pub(super) fn new(tokenizer: Tokenizer, template: Option<ChatTemplate>, context: usize) -> Self {
+    /// Of a model whose longest prompt has so many tokens.
+    pub fn new(tokenizer: Tokenizer, template: Option<ChatTemplate>, context: usize) -> Self {
         Self { tokenizer, template, context }
     }
 
@@ -53,16 +54,14 @@ impl ModelText {
     }
 }
 
-impl Text for ModelText {
-    fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError> {
-        self.tokens(text, special, self.context.saturating_mul(COUNTED))
-    }
-
-    fn prompt(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError> {
-        self.tokens(text, special, self.context)
-    }
-
-    fn chat(&self, messages: &[Message], variables: &Map<String, Value>) -> Result<Vec<u32>, TextError> {
+impl ModelText {
+    /// The tokens of messages, with the opening of an answer or without.
+    fn rendered(
+        &self,
+        messages: &[Message],
+        answer: bool,
+        variables: &Map<String, Value>,
+    ) -> Result<Vec<u32>, TextError> {
         let template = self
             .template
             .as_ref()
@@ -77,9 +76,27 @@ impl Text for ModelText {
             let tools = variables.get("tools").and_then(Value::as_array);
             messages = calls::told(&messages, tools.map_or(&[], Vec::as_slice));
         }
-        let text = template.render(&messages, true, variables);
+        let text = template.render(&messages, answer, variables);
         let text = text.map_err(|e| TextError(e.to_string()))?;
         self.tokens(&text, false, self.context)
+    }
+}
+
+impl Text for ModelText {
+    fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError> {
+        self.tokens(text, special, self.context.saturating_mul(COUNTED))
+    }
+
+    fn prompt(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError> {
+        self.tokens(text, special, self.context)
+    }
+
+    fn chat(&self, messages: &[Message], variables: &Map<String, Value>) -> Result<Vec<u32>, TextError> {
+        self.rendered(messages, true, variables)
+    }
+
+    fn turns(&self, messages: &[Message], variables: &Map<String, Value>) -> Result<Vec<u32>, TextError> {
+        self.rendered(messages, false, variables)
     }
 
     fn call_format(&self) -> CallFormat {
