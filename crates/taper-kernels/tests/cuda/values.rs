@@ -360,7 +360,7 @@ fn short_sequences_are_drawn_from_as_often_as_anyone_likes() {
     let (rows, dense) = (both.caches.rows(), Selection::dense(3, 3));
     let batch = Decode { q: &both.cuda_q, kv: both.caches.on_cuda(), rows: &rows };
     for _ in 0..400 {
-        let streams = both.streams(&mut numbers);
+        let streams = streams(&mut numbers, &both.caches.lens);
         let spread = Spread::Whole(Targets::Independent);
         let values = sample_values(&batch, &dense, By::Keys, &streams, 4096, spread).unwrap();
         let within = |(i, ids): (usize, &Vec<u32>)| ids.iter().all(|&id| (id as usize) < both.caches.lens[i / 3]);
