@@ -91,8 +91,9 @@ impl Sizes {
     pub(crate) fn of(config: &ModelConfig, weights: &dyn Weights) -> Result<Self, ModelError> {
         let sum = |roles: &[Role], layer| roles.iter().map(|role| weights.bytes(*role, layer)).sum::<Result<u64, _>>();
         let layers = (0..config.layers).map(|layer| layer_bytes(weights, layer)).sum::<Result<u64, _>>()?;
+        let outside = sum(&Role::OUTSIDE, 0)?;
         let joining = sum(&[Role::Gate, Role::Up], 0)?.max(sum(&[Role::Head], 0)?);
-        Ok(Self { total: sum(&Role::OUTSIDE, 0)? + layers, joining })
+        Ok(Self { total: outside + layers, joining })
     }
 
     /// Refuses what a device with so many bytes free cannot hold.
