@@ -60,7 +60,7 @@ pub struct AttentionBatch<'a> {
     slots: Vec<u32>,
     lengths: Vec<u32>,
     /// Whether the reports are to have nothing of it yet.
-    ahead: bool,
+    puts_off: bool,
 }
 
 /// A span, and what of its sequence the step changes, as it was before.
@@ -108,14 +108,12 @@ impl<'a> AttentionBatch<'a> {
             let unread = std::mem::take(&mut sequence.unread);
             started.push(Started { sequence, tokens, report, carries, unread });
         }
-        Ok(Self { shape, rotary, pool, spans: started, slots, lengths, ahead: false })
+        Ok(Self { shape, rotary, pool, spans: started, slots, lengths, puts_off: false })
     }
 
-    /// The same of a step that nobody has asked for: its sequences stay as they are, and [`hold`](Self::hold) has what it came to.
-    #[must_use]
-    pub fn ahead(mut self) -> Self {
-        self.ahead = true;
-        self
+    /// Leaves what its choices come to, all of it, to [`Sequence::settle`] or [`hold`](Self::hold).
+    pub fn put_off(&mut self) {
+        self.puts_off = true;
     }
 
     /// Absolute positions of the batch's tokens, in order.
@@ -129,14 +127,12 @@ impl<'a> AttentionBatch<'a> {
     /// # Errors
     /// The device's; then the step has not been.
     pub fn finish(mut self) -> Result<()> {
-        for span in &mut self.spans {
-            span.sequence.settle()?;
-        }
+        Sequence::settle(self.spans.iter_mut().map(|span| &mut *span.sequence))?;
         self.advance();
         Ok(())
     }
 
-    /// The same before the step's results are there: what only a device knows is left to [`Sequence::settle`].
+    /// The same before the step's results are there: what was [put off](Self::put_off) is left to [`Sequence::settle`].
     pub fn advance(mut self) {
         for Started { sequence, tokens, report, .. } in std::mem::take(&mut self.spans) {
             let report = std::mem::replace(&mut sequence.report, report);
@@ -144,8 +140,8 @@ impl<'a> AttentionBatch<'a> {
         }
     }
 
-    /// What a step [ahead](Self::ahead) came to, of each span, for [`Sequence::follow`]. What indices took in of its tokens stays
-    /// until another batch is made of the sequence.
+    /// What was [put off](Self::put_off) of each span, for [`Sequence::follow`]: sequences stay as they were, as if nobody had asked
+    /// for the step. What indices took in of its tokens stays until another batch is made of the sequence.
     pub fn hold(mut self) -> Vec<Held> {
         let held = |Started { sequence, report, carries, unread, .. }| {
             let sequence: &mut Sequence = sequence;
@@ -172,8 +168,8 @@ impl<'a> AttentionBatch<'a> {
 
     /// One layer's share of the batch for a sequence.
     fn part(&mut self, layer: usize) -> (Part<'_>, &mut [Started<'a>]) {
-        let Self { shape, rotary, ahead, .. } = *self;
-        (Part { shape, rotary, pool: self.pool, layer, ahead }, &mut self.spans)
+        let Self { shape, rotary, puts_off, .. } = *self;
+        (Part { shape, rotary, pool: self.pool, layer, puts_off }, &mut self.spans)
     }
 }
 
@@ -285,7 +281,7 @@ struct Part<'a> {
     pool: &'a mut KvPool,
     layer: usize,
     /// Whether the reports are to have nothing of it yet.
-    ahead: bool,
+    puts_off: bool,
 }
 
 /// Rows after the prompt that are planned together; what a method scores for each takes memory.
@@ -440,7 +436,7 @@ impl Part<'_> {
     /// Takes a choice for rows that see so many keys into the report.
     fn report(&self, sequence: &mut Sequence, choice: &Choice, visible: &[Range<usize>]) -> Result<()> {
         let unread = Unread::new(self.layer, choice, visible);
-        if self.ahead || unread.waits() {
+        if self.puts_off || unread.waits() {
             sequence.unread.push(unread);
             return Ok(());
         }

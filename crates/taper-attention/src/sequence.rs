@@ -64,7 +64,7 @@ impl Unread {
         self.selection.counts_wait()
     }
 
-    pub fn add_to(self, report: &mut PhaseReport) -> Result<()> {
+    pub fn add_to(&self, report: &mut PhaseReport) -> Result<()> {
         report.add_scored(self.scored);
         if let Some(budgets) = &self.budgets {
             report.add_budgets(budgets);
@@ -395,16 +395,23 @@ impl Sequence {
         self.advance(pool, 1, self.report.clone());
     }
 
-    /// Takes into the report what was put off: the device is waited for once a step, at its end.
+    /// Takes into the reports what was put off, of all sequences or, on an error, of none: the device is waited for once a step,
+    /// at its end.
     ///
     /// # Errors
     /// The device's.
-    pub fn settle(&mut self) -> Result<()> {
-        let unread = std::mem::take(&mut self.unread);
-        let report = self.decode_report();
-        unread.into_iter().try_for_each(|unread| unread.add_to(report))?;
-        if let Some(trace) = &mut report.trace {
-            trace.settle();
+    pub fn settle<'a>(sequences: impl IntoIterator<Item = &'a mut Self>) -> Result<()> {
+        let settled = |sequence: &'a mut Self| -> Result<(&'a mut Self, PhaseReport)> {
+            let mut report = sequence.decode_report().clone();
+            sequence.unread.iter().try_for_each(|unread| unread.add_to(&mut report))?;
+            if let Some(trace) = &mut report.trace {
+                trace.settle();
+            }
+            Ok((sequence, report))
+        };
+        for (sequence, report) in sequences.into_iter().map(settled).collect::<Result<Vec<_>>>()? {
+            sequence.unread.clear();
+            *sequence.decode_report() = report;
         }
         Ok(())
     }

@@ -258,6 +258,9 @@ impl ModelBackend {
         }
         let shape = self.model.attention_shape();
         let mut batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans)?;
+        if goes_on {
+            batch.put_off();
+        }
         if !tokens.is_empty() {
             let hidden = self.model.forward(&tokens, &batch.positions(), &mut batch)?;
             if goes_on {

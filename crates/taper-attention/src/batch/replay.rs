@@ -39,7 +39,7 @@ pub fn replay(
     if end == 0 || layer >= shape.layers || q.dims() != [1, shape.q_heads, shape.head_dim] {
         bail!("replay: queries {:?} in layer {layer} of a sequence of {end} tokens; the model has {shape:?}", q.dims());
     }
-    let mut part = Part { shape, rotary, pool, layer, ahead: false };
+    let mut part = Part { shape, rotary, pool, layer, puts_off: false };
     let method = sequence.spec.decode.method.clone();
     let indices = part.indices(sequence, &*method, end)?;
     let visible = end.saturating_sub(shape.window.unwrap_or(end))..end;

@@ -7,6 +7,7 @@
 
 use super::ModelBackend;
 use crate::backend::{BackendError, Input, Row, Wanted};
+use crate::request::RequestError;
 use crate::worker::guard;
 use candle_core::Tensor;
 use taper_attention::{AttentionBatch, Held, NextRow, Sequence, Span};
@@ -78,7 +79,8 @@ impl ModelBackend {
     ) -> Result<Option<(Chosen, Vec<Held>)>, BackendError> {
         let spans = inputs.iter_mut().map(|(_, input)| Span { sequence: &mut *input.sequence, tokens: 1 }).collect();
         let shape = self.model.attention_shape();
-        let mut batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans)?.ahead();
+        let mut batch = AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans)?;
+        batch.put_off();
         // What is audited waits for the device in every layer.
         if !batch.generates() {
             return Ok(None);
@@ -107,8 +109,17 @@ impl ModelBackend {
             }
         }
         let all = chosen.read().inspect_err(|_| self.undo(inputs))?;
-        let settled = inputs.iter_mut().try_for_each(|(_, input)| input.sequence.settle());
-        settled.inspect_err(|_| self.undo(inputs))?;
+        let settled = guard(|| {
+            let sequences = inputs.iter_mut().map(|(_, input)| &mut *input.sequence);
+            Ok(Sequence::settle(sequences).map_err(BackendError::from)?)
+        });
+        if let Err(error) = settled {
+            self.undo(inputs);
+            return Err(BackendError(match error {
+                RequestError::Step(message) => message,
+                other => other.to_string(),
+            }));
+        }
         let tokens: Vec<Option<u32>> = at.iter().map(|&at| all[at]).collect();
         // Only now is it known which tokens the step ahead is of.
         let begun = self.ahead.iter_mut().flat_map(|ahead| &mut ahead.rows);
@@ -155,7 +166,7 @@ impl ModelBackend {
         Ok(out)
     }
 
-    /// Takes one row of each back: its token never came, since the device failed. What the report has of it stays.
+    /// Takes one row of each back: its token never came, since the device failed.
     fn undo(&mut self, inputs: &mut [Placed]) {
         self.ahead = None;
         for (_, input) in inputs {
