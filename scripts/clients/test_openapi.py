@@ -41,6 +41,9 @@ def small(body):
         for name in [*LENGTHS, "n", "best_of"]:
             if isinstance(body.get(name), (int, float)) and not isinstance(body[name], bool):
                 body[name] = min(body[name], 4 if name in LENGTHS else 2)
+                # No tokens are right only where the prompt is echoed.
+                if name in LENGTHS and body[name] == 0 and body.get("echo") is not True:
+                    body[name] = 1
         if "messages" in body or "input" in body or "prompt" in body:
             body.setdefault("max_output_tokens" if "input" in body else "max_tokens", 2)
             if isinstance(body.get("min_tokens"), int):
