@@ -46,7 +46,8 @@ impl<B: Backend> Worker<B> {
         Self { backend, queue, text, config, pace, running, preempted, ended, failed }
     }
 
-    /// Works until the queue drains and all is done, or the backend is dead. `ready` learns whether the backend could be warmed up; if not, that is all.
+    /// Works until the queue drains and all is done, or the backend is dead. `ready` learns whether the backend could be warmed
+    /// up; if not, that is all.
     pub(crate) fn work(mut self, ready: Sender<Result<(), RequestError>>) {
         // Whatever ends this thread, callers must learn of it.
         struct Last(Arc<Queue<Job>>);
