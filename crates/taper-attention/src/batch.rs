@@ -8,8 +8,9 @@ use crate::audit;
 use crate::layer::{AttentionShape, LayerAttention, PlainStep, Rotary};
 use crate::method::{Carry, Choice, DecodeMethod, DecodeStep, KeyIndex, PrefillLayer, PrefillOutput};
 use crate::report::{PhaseReport, Report};
-use crate::sequence::{By, Held, Phase, Sequence, Unread};
+use crate::sequence::{By, Held, Phase, Sequence};
 use crate::spec::AttentionSpec;
+use crate::unread::Unread;
 use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
 use taper_kernels::decode::{Decode, DecodeRow, Selection, attend};
@@ -18,7 +19,7 @@ use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 use taper_kernels::philox::Stream;
 use taper_kernels::prefill::Mask;
 use taper_kernels::rotary::Rotation;
-use taper_kv_cache::{KvError, KvPool};
+use taper_kv_cache::{BlockTable, KvError, KvPool};
 
 /// A sequence's share of a flat batch.
 #[derive(Debug)]
@@ -218,7 +219,8 @@ impl LayerAttention for AttentionBatch<'_> {
             for Started { sequence, .. } in spans {
                 let Some(selection) = plain(part.shape, sequence) else { bail!("attended: a step that is not plain") };
                 let seen = [visible(part.shape, sequence.len + 1)];
-                part.report(sequence, &selection.into(), &seen)?;
+                let unread = Unread::new(layer, &selection.into(), seen.to_vec(), sequence.traced())?;
+                part.report(sequence, unread)?;
             }
         }
         Ok(())
@@ -323,7 +325,7 @@ impl Part<'_> {
         for first in (0..tokens).step_by(together) {
             let count = together.min(tokens - first);
             let positions = sequence.len + first..sequence.len + first + count;
-            let indices = self.indices(sequence, &*method, positions.end)?;
+            let indices = self.indices(&*method, sequence.prompt, &[(&sequence.table, positions.end)])?;
             outs.push(self.decode_rows(sequence, &*method, &q.narrow(0, first, count)?, positions, &indices)?);
         }
         if outs.len() == 1 { Ok(outs.swap_remove(0)) } else { Tensor::cat(&outs, 0) }
@@ -334,15 +336,20 @@ impl Part<'_> {
         if self.layer < method.dense_layers() { Vec::new() } else { method.indices() }
     }
 
-    /// They and their names, over the first `end` tokens of a sequence.
-    fn indices(&mut self, sequence: &Sequence, method: &dyn DecodeMethod, end: usize) -> Result<Vec<(String, Tensor)>> {
+    /// They and their names, over the first tokens of each table, whose prompt is so long.
+    fn indices(
+        &mut self,
+        method: &dyn DecodeMethod,
+        prompt: usize,
+        tables: &[(&BlockTable, usize)],
+    ) -> Result<Vec<(String, Tensor)>> {
         let mut tensors = Vec::new();
         for index in self.wanted(method) {
             let (name, shape) = (index.name(), index.shape(&self.shape, self.pool.dtype()));
-            let rotation = |position: usize| rotation(self.rotary, sequence.prompt, position);
+            let rotation = |position: usize| rotation(self.rotary, prompt, position);
             let extend =
                 |to: &Tensor, kv: PagedKv<'_>, parts: &[IndexPart]| index.extend(self.layer, to, kv, parts, &rotation);
-            let tensor = self.pool.index((&name, shape), self.layer, (&sequence.table, end), extend);
+            let tensor = self.pool.index((&name, shape), self.layer, tables, extend);
             tensors.push((name, tensor.map_err(candle_core::Error::wrap)?));
         }
         Ok(tensors)
@@ -359,7 +366,7 @@ impl Part<'_> {
         let rows = self.rows(sequence, positions);
         let (choice, out) = self.with_step(sequence, q, &rows, indices, |step| step.run(method))?;
         let rows: Vec<Range<usize>> = rows.iter().map(|row| row.visible.clone()).collect();
-        self.report(sequence, &choice, &rows)?;
+        self.report(sequence, Unread::new(self.layer, &choice, rows.clone(), sequence.traced())?)?;
         self.audit(sequence, method, (q, &out), &rows, indices)?;
         Ok(out)
     }
@@ -375,7 +382,7 @@ impl Part<'_> {
             }
         }
         let method = sequence.decode_method().method.clone();
-        let indices = self.indices(sequence, &*method, end)?;
+        let indices = self.indices(&*method, sequence.prompt, &[(&sequence.table, end)])?;
         let rows = self.rows(sequence, at..end);
         let choice = self.with_step(sequence, q, &rows, &indices, |step| step.choose(&*method))?;
         // A choice that takes no looking at keys is no better for being kept.
@@ -385,27 +392,74 @@ impl Part<'_> {
         Ok((choice, indices))
     }
 
-    /// One token of each sequence: chosen for one by one, read together. `q` `[spans, q_heads, head_dim]`.
+    /// One token of each sequence, chosen for and read together. `q` `[spans, q_heads, head_dim]`.
     fn decode_alike(&mut self, spans: &mut [Started], q: &Tensor) -> Result<Tensor> {
-        let mut choices = Vec::with_capacity(spans.len());
-        let mut known = Vec::with_capacity(spans.len());
-        for (i, Started { sequence, .. }) in spans.iter_mut().enumerate() {
-            let method = sequence.decode_method().method.clone();
-            let (choice, indices) = self.choose(sequence, &q.narrow(0, i, 1)?)?;
-            let rows = vec![visible(self.shape, sequence.len + 1)];
-            self.report(sequence, &choice, &rows)?;
-            choices.push(choice);
-            known.push((method, indices, rows));
+        let (mut choices, mut known) = (Vec::new(), Vec::new());
+        let mut at = 0;
+        while at < spans.len() {
+            let count = self.chosen_together(&spans[at..]);
+            let (here, q) = (&mut spans[at..at + count], q.narrow(0, at, count)?);
+            let (choice, indices) = match &mut *here {
+                [span] => self.choose(span.sequence, &q)?,
+                here => self.choose_alike(here, &q)?,
+            };
+            let rows: Vec<_> = here.iter().map(|span| visible(self.shape, span.sequence.len + 1)).collect();
+            let traced = here.iter().any(|span| span.sequence.traced());
+            let unread = Unread::new(self.layer, &choice, rows, traced)?;
+            for (row, span) in here.iter_mut().enumerate() {
+                self.report(span.sequence, unread.row(row))?;
+            }
+            choices.push((count, choice));
+            known.push((at..at + count, indices));
+            at += count;
         }
-        let choice = Choice::join(choices, self.shape.kv_heads);
-        let rows: Vec<DecodeRow> =
-            spans.iter().flat_map(|s| self.rows(s.sequence, s.sequence.len..s.sequence.len + 1)).collect();
+        let choice = match choices.len() {
+            1 => choices.swap_remove(0).1,
+            _ => Choice::join(choices, (self.shape.kv_heads, self.shape.q_heads)),
+        };
+        let rows: Vec<DecodeRow> = spans.iter().map(|span| next_row(self.shape, span.sequence)).collect();
         let batch = Decode { q, kv: self.pool.layer(self.layer), rows: &rows };
         let out = attend(&batch, &choice.selection, choice.scores.as_ref())?;
-        for (i, (span, (method, indices, rows))) in spans.iter_mut().zip(known).enumerate() {
-            self.audit(span.sequence, &*method, (&q.narrow(0, i, 1)?, &out.narrow(0, i, 1)?), &rows, &indices)?;
+        for (rows, indices) in known {
+            for i in rows {
+                let sequence = &mut *spans[i].sequence;
+                let (method, seen) = (sequence.decode_method().method.clone(), [visible(self.shape, sequence.len + 1)]);
+                self.audit(sequence, &*method, (&q.narrow(0, i, 1)?, &out.narrow(0, i, 1)?), &seen, &indices)?;
+            }
         }
         Ok(out)
+    }
+
+    /// How many of the first spans, of one row each by one method, are chosen for together: a draft that may keep to a choice
+    /// is alone with it, and where a rotary embedding heeds the length so is every row.
+    fn chosen_together(&self, spans: &[Started]) -> usize {
+        let alone = |span: &Started| span.sequence.keeps_choices() || self.rotary.heeds_length();
+        // What nothing can be chosen for must not keep others from it.
+        let whole = |span: &Started| visible(self.shape, span.sequence.len + 1).start == 0;
+        if alone(&spans[0]) {
+            return 1;
+        }
+        let with_first = |span: &&Started| !alone(span) && whole(span) == whole(&spans[0]);
+        spans.iter().take(DECODE_ROWS).take_while(with_first).count()
+    }
+
+    /// What the next token of each sequence reads by the method that they share, and the indices that choosing took.
+    fn choose_alike(&mut self, spans: &[Started], q: &Tensor) -> Result<(Choice, Vec<(String, Tensor)>)> {
+        let first = &*spans[0].sequence;
+        let method = first.decode_method().method.clone();
+        let tables: Vec<_> = spans.iter().map(|span| (&span.sequence.table, span.sequence.len + 1)).collect();
+        let indices = self.indices(&*method, first.prompt, &tables)?;
+        let rows: Vec<DecodeRow> = spans.iter().map(|span| next_row(self.shape, span.sequence)).collect();
+        let streams: Vec<_> = spans.iter().map(|span| self.stream(span.sequence.seed, span.sequence.len)).collect();
+        let step = DecodeStep {
+            batch: Decode { q, kv: self.pool.layer(self.layer), rows: &rows },
+            layer: self.layer,
+            kv_heads: self.shape.kv_heads,
+            streams: &streams,
+            indices: &indices,
+            rotation: &|position| rotation(self.rotary, first.prompt, position),
+        };
+        Ok((step.choose(&*method)?, indices))
     }
 
     /// What the tokens at `positions` see.
@@ -433,9 +487,8 @@ impl Part<'_> {
         })
     }
 
-    /// Takes a choice for rows that see so many keys into the report.
-    fn report(&self, sequence: &mut Sequence, choice: &Choice, visible: &[Range<usize>]) -> Result<()> {
-        let unread = Unread::new(self.layer, choice, visible);
+    /// Takes what rows chose into the report.
+    fn report(&self, sequence: &mut Sequence, unread: Unread) -> Result<()> {
         if self.puts_off || unread.waits() {
             sequence.unread.push(unread);
             return Ok(());

@@ -24,6 +24,7 @@ mod spec;
 mod speculate;
 mod top_k;
 mod trace;
+mod unread;
 
 pub use artifacts::{ArtifactError, Artifacts, ModelKey, Place, Places};
 pub use batch::{AttentionBatch, Replay, Span, leaders, replay};

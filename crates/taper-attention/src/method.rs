@@ -305,7 +305,7 @@ pub struct DecodeStep<'a> {
     pub streams: &'a [Stream],
     /// The method's indices by name, up to date.
     pub indices: &'a [(String, Tensor)],
-    /// The rotary embedding of the rows' sequence.
+    /// The rotary embedding of the rows' sequences.
     pub rotation: &'a Rotations<'a>,
 }
 
@@ -342,8 +342,9 @@ impl DecodeStep<'_> {
         match each.iter().all(|share| *share == each[0]) {
             true => choose(self, each.swap_remove(0)),
             false => {
-                let alone = |(row, share)| self.row(row, |step| choose(step, share));
-                Ok(Choice::join(each.into_iter().enumerate().map(alone).collect::<Result<_>>()?, self.kv_heads))
+                let alone = |(row, share)| Ok((1, self.row(row, |step| choose(step, share))?));
+                let heads = (self.kv_heads, self.kv_heads * self.group()?);
+                Ok(Choice::join(each.into_iter().enumerate().map(alone).collect::<Result<_>>()?, heads))
             }
         }
     }
@@ -401,41 +402,50 @@ pub struct Choice {
     pub selection: Selection,
     /// The scores of keys, where choosing took them.
     pub scores: Option<Scores>,
-    /// Keys, or what stands for some (bounds of a page, a code, a centroid), that were scored to choose besides, over all
-    /// rows and KV heads.
-    pub scored: usize,
-    /// Budgets `[R, q_heads]` of a method that samples.
+    /// Keys, or what stands for some (bounds of a page, a code, a centroid), that were scored to choose besides, over all KV
+    /// heads `[R]`; empty for none.
+    pub scored: Vec<usize>,
+    /// Budgets `[R, q_heads]` of a method that samples; empty where the selection tells.
     pub budgets: Option<Vec<Budget>>,
 }
 
 impl From<Selection> for Choice {
     fn from(selection: Selection) -> Self {
-        Self { selection, scores: None, scored: 0, budgets: None }
+        Self { selection, scores: None, scored: Vec::new(), budgets: None }
     }
 }
 
 impl Choice {
-    /// Keys scored to choose, over all rows and KV heads.
-    pub fn keys_scored(&self) -> usize {
-        self.scored + self.scores.as_ref().map_or(0, Scores::keys)
+    /// Keys scored to choose, over all KV heads, in each of so many rows.
+    pub fn keys_scored(&self, rows: usize) -> Vec<usize> {
+        let mut scored = self.scores.as_ref().map_or_else(|| vec![0; rows], |scores| scores.keys(rows));
+        scored.iter_mut().zip(&self.scored).for_each(|(sum, scored)| *sum += scored);
+        scored
     }
 
-    /// The choices of rows that were made apart, one row each, as one.
-    pub(crate) fn join(parts: Vec<Self>, kv_heads: usize) -> Self {
-        let rows = parts.len();
-        let any_scores = parts.iter().any(|part| part.scores.is_some());
-        let (mut selections, mut scores, mut budgets, mut scored) = (Vec::new(), Vec::new(), Vec::new(), 0);
-        for part in parts {
+    /// The choices of rows that were made apart, so many each, as one; rows have so many KV heads and query heads.
+    pub(crate) fn join(parts: Vec<(usize, Self)>, (kv_heads, q_heads): (usize, usize)) -> Self {
+        let any_scores = parts.iter().any(|(_, part)| part.scores.is_some());
+        let told = |(_, part): &(usize, Self)| part.budgets.as_ref().is_none_or(Vec::is_empty);
+        let (samples, all_told) = (parts.iter().any(|(_, part)| part.budgets.is_some()), parts.iter().all(told));
+        let (mut selections, mut scores, mut budgets, mut scored) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let mut rows = 0;
+        for (count, part) in parts {
             selections.push(part.selection);
-            scores.push(part.scores.unwrap_or_else(|| Scores::none(kv_heads)));
-            budgets.extend(part.budgets);
-            scored += part.scored;
+            scores.push(part.scores.unwrap_or_else(|| Scores::none(count * kv_heads)));
+            budgets.extend(part.budgets.unwrap_or_default());
+            scored.extend(part.scored);
+            rows += count;
+            scored.resize(rows, 0);
+            if !all_told {
+                budgets.resize(rows * q_heads, Budget::default());
+            }
         }
         Self {
             selection: Selection::join(selections),
             scores: any_scores.then(|| Scores::join(scores)),
             scored,
-            budgets: (budgets.len() == rows).then(|| budgets.concat()),
+            budgets: samples.then_some(budgets),
         }
     }
 }

@@ -71,7 +71,8 @@ impl Partition {
     /// Sinks, window, and the clusters that come first by `logits` `[R, q_heads, clusters]`.
     pub fn select(&self, step: &DecodeStep, fixed: (usize, usize), probes: Probes, logits: &Tensor) -> Result<Choice> {
         let selection = clusters::select(&step.batch, step.index(self)?, logits, fixed, probes)?;
-        Ok(Choice { scored: logits.elem_count() / step.group()?, ..selection.into() })
+        let (rows, q_heads, clusters) = logits.dims3()?;
+        Ok(Choice { scored: vec![q_heads / step.group()? * clusters; rows], ..selection.into() })
     }
 }
 

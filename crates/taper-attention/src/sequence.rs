@@ -3,15 +3,14 @@
 use crate::beginning::Beginning;
 use crate::chunk::Underway;
 use crate::layer::{AttentionShape, Rotary};
-use crate::method::{Carry, Choice, DecodeMethod, PrefillLayer, PrefillMethod};
+use crate::method::{Carry, DecodeMethod, PrefillLayer, PrefillMethod};
 use crate::report::{AttentionUsage, PhaseReport, Report};
 use crate::round::Round;
 use crate::spec::{AttentionSpec, Chosen, Question};
 use crate::speculate::{Choose, Speculate};
+use crate::unread::Unread;
 use candle_core::{Result, Tensor};
-use std::ops::Range;
 use std::sync::Arc;
-use taper_kernels::decode::{Budget, DecodeRow, Selection};
 use taper_kernels::kv::BLOCK_TOKENS;
 use taper_kv_cache::{BlockTable, KvError, KvPool, PrefixKey};
 
@@ -40,37 +39,6 @@ pub struct Sequence {
     pub(crate) drafting: bool,
     /// What the next drafts of the round read.
     pub(crate) round: Round,
-}
-
-/// What rows of a sequence chose in a layer, for the report.
-#[derive(Debug)]
-pub(crate) struct Unread {
-    layer: usize,
-    selection: Selection,
-    scored: u64,
-    budgets: Option<Vec<Budget>>,
-    /// What the rows saw.
-    visible: Vec<Range<usize>>,
-}
-
-impl Unread {
-    pub fn new(layer: usize, choice: &Choice, visible: &[Range<usize>]) -> Self {
-        let (selection, scored) = (choice.selection.clone(), choice.keys_scored() as u64);
-        Self { layer, selection, scored, budgets: choice.budgets.clone(), visible: visible.to_vec() }
-    }
-
-    /// Whether a device has yet to tell what it came to.
-    pub fn waits(&self) -> bool {
-        self.selection.counts_wait()
-    }
-
-    pub fn add_to(&self, report: &mut PhaseReport) -> Result<()> {
-        report.add_scored(self.scored);
-        if let Some(budgets) = &self.budgets {
-            report.add_budgets(budgets);
-        }
-        add_read(report, self.layer, &self.selection, &self.visible)
-    }
 }
 
 /// What the choices of a row came to that is not asked for yet.
@@ -220,6 +188,11 @@ impl Sequence {
     /// What takes in what that came to.
     pub(crate) fn decode_report(&mut self) -> &mut PhaseReport {
         if self.drafting { &mut self.report.drafts } else { &mut self.report.decode }
+    }
+
+    /// Whether somebody wants to know which keys its rows read.
+    pub(crate) fn traced(&self) -> bool {
+        self.spec.trace
     }
 
     /// How large a share of heads is audited.
@@ -450,28 +423,4 @@ pub(crate) enum By {
     Dense,
     /// The spec's decode method.
     DecodeMethod,
-}
-
-/// Takes what rows read in one layer, which see so many keys, into a report.
-pub(crate) fn add_read(
-    report: &mut PhaseReport,
-    layer: usize,
-    selection: &Selection,
-    visible: &[Range<usize>],
-) -> Result<()> {
-    let rows: Vec<DecodeRow> =
-        visible.iter().map(|visible| DecodeRow { table: &[], visible: visible.clone() }).collect();
-    let counts = selection.counts(&rows)?;
-    let kv_heads = counts.len() / rows.len().max(1);
-    let read = counts.iter().sum::<usize>() as u64;
-    let there = visible.iter().map(|visible| visible.len() * kv_heads).sum::<usize>() as u64;
-    report.add(counts.len() as u64, read, there, counts.iter().copied().max().unwrap_or(0) as u64);
-    report.add_scored(selection.scored()? as u64);
-    if let Some(budgets) = selection.budgets()? {
-        report.add_budgets(&budgets);
-    }
-    if let Some(trace) = &mut report.trace {
-        trace.add_rows(layer, selection, &counts, visible);
-    }
-    Ok(())
 }

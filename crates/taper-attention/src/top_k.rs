@@ -109,7 +109,7 @@ pub(crate) fn most_important(
     k: &[usize],
 ) -> Result<Choice> {
     let selection = decode::top_k(step.batch.rows, importance, sink, window, k)?;
-    Ok(Choice { scored: importance.entries(), ..selection.into() })
+    Ok(Choice { scored: importance.entries(step.batch.rows.len()), ..selection.into() })
 }
 
 /// Which heads `[R, kv_heads]` do not read everything anyway, for `k` `[R, kv_heads]` keys.

@@ -5,7 +5,7 @@ use crate::method::KeyCounts;
 use serde::Serialize;
 use std::ops::Range;
 use std::sync::Arc;
-use taper_kernels::decode::{HeadSelection, Keys, Selection};
+use taper_kernels::decode::{HeadSelection, Keys};
 
 /// Most rows that are kept one by one.
 const ROWS: usize = 1024;
@@ -70,8 +70,15 @@ impl Trace {
         }
     }
 
-    /// Takes in what rows that see so many keys read in one layer; `counts` `[rows, kv_heads]`.
-    pub fn add_rows(&mut self, layer: usize, selection: &Selection, counts: &[usize], visible: &[Range<usize>]) {
+    /// Takes in what rows that see so many keys read in one layer, `heads` `[rows, kv_heads]` where that is known; `counts`
+    /// `[rows, kv_heads]`.
+    pub fn add_rows(
+        &mut self,
+        layer: usize,
+        heads: Option<&[HeadSelection]>,
+        counts: &[usize],
+        visible: &[Range<usize>],
+    ) {
         let kv_heads = counts.len() / visible.len().max(1);
         for (i, &count) in counts.iter().enumerate() {
             let visible = &visible[i / kv_heads];
@@ -80,9 +87,9 @@ impl Trace {
                 row.read += count as u64;
                 row.there += visible.len() as u64;
                 row.heads += 1;
-                match selection.heads() {
-                    Ok(heads) => row.reads.add(&heads[i], visible),
-                    Err(_) => row.reads = Reads::Unknown,
+                match heads {
+                    Some(heads) => row.reads.add(&heads[i], visible),
+                    None => row.reads = Reads::Unknown,
                 }
             }
         }

@@ -3,7 +3,9 @@
 //! first asks for it.
 
 use crate::pool::KvError;
+use crate::table::BlockTable;
 use candle_core::{DType, Device, Tensor};
+use std::cmp::Reverse;
 use std::ops::Range;
 use taper_kernels::index::Part;
 use taper_kernels::kv::{self, BLOCK_TOKENS};
@@ -83,13 +85,22 @@ impl IndexLayer {
         Ok(())
     }
 
-    /// What the first `tokens` tokens of a table have that is not taken in.
-    pub fn missing(&self, blocks: &[u32], tokens: usize) -> Vec<Part> {
-        let part = |(i, &block): (usize, &u32)| {
-            let rows = usize::from(self.filled[block as usize])..BLOCK_TOKENS.min(tokens - i * BLOCK_TOKENS);
-            (!Range::is_empty(&rows)).then_some(Part { block, rows, start: i * BLOCK_TOKENS })
-        };
-        blocks[..tokens.div_ceil(BLOCK_TOKENS)].iter().enumerate().filter_map(part).collect()
+    /// What the first so many tokens of each table have that is not taken in, once where tables share it.
+    pub fn missing(&self, tables: &[(&BlockTable, usize)]) -> Vec<Part> {
+        let mut parts = Vec::new();
+        for &(table, tokens) in tables {
+            let part = |(i, &block): (usize, &u32)| {
+                let rows = usize::from(self.filled[block as usize])..BLOCK_TOKENS.min(tokens - i * BLOCK_TOKENS);
+                (!Range::is_empty(&rows)).then_some(Part { block, rows, start: i * BLOCK_TOKENS })
+            };
+            parts.extend(table.blocks()[..tokens.div_ceil(BLOCK_TOKENS)].iter().enumerate().filter_map(part));
+        }
+        if tables.len() > 1 {
+            // Of a block that two tables want to different ends the larger part, which holds the other.
+            parts.sort_by_key(|part| (part.block, Reverse(part.rows.end)));
+            parts.dedup_by_key(|part| part.block);
+        }
+        parts
     }
 
     pub fn taken(&mut self, parts: &[Part]) {

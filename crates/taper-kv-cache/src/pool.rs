@@ -400,7 +400,7 @@ impl KvPool {
         self.indices.values_mut().try_for_each(|index| index.copy(from, to))
     }
 
-    /// One layer of an index `[blocks, kv_heads, rows, width]` that has taken in the first `tokens` tokens of a table.
+    /// One layer of an index `[blocks, kv_heads, rows, width]` that has taken in the first so many tokens of each table.
     ///
     /// Equal names share one index, made when it is first asked for. All together stay half as large as the cache, unless
     /// those of one step are larger: others are dropped, the one not asked for the longest first. `extend` takes in what is
@@ -412,7 +412,7 @@ impl KvPool {
         &mut self,
         (name, shape): (&str, IndexShape),
         layer: usize,
-        (table, tokens): (&BlockTable, usize),
+        tables: &[(&BlockTable, usize)],
         extend: impl FnOnce(&Tensor, PagedKv, &[Part]) -> candle_core::Result<()>,
     ) -> Result<Tensor, KvError> {
         if !self.indices.contains_key(name) {
@@ -432,7 +432,7 @@ impl KvPool {
         let of_layer = &mut index.layers[layer];
         of_layer.make(shape, (self.references.len(), self.shape.kv_heads), &self.device)?;
         let tensor = of_layer.tensor.clone().expect("made above");
-        let parts = of_layer.missing(&table.blocks, tokens);
+        let parts = of_layer.missing(tables);
         if !parts.is_empty() {
             extend(&tensor, PagedKv { k: &self.keys[layer], v: &self.values[layer] }, &parts)?;
             of_layer.taken(&parts);

@@ -41,7 +41,7 @@ pub fn replay(
     }
     let mut part = Part { shape, rotary, pool, layer, puts_off: false };
     let method = sequence.spec.decode.method.clone();
-    let indices = part.indices(sequence, &*method, end)?;
+    let indices = part.indices(&*method, sequence.prompt, &[(&sequence.table, end)])?;
     let visible = end.saturating_sub(shape.window.unwrap_or(end))..end;
     let row = DecodeRow { table: sequence.table.blocks(), visible };
     let kv = part.pool.layer(layer);

@@ -151,7 +151,11 @@ impl Santa {
         };
         let known = |head| matches!(by, By::Scores(known) if known.has(head));
         let new = counts.into_iter().enumerate().filter(|&(head, keys)| keys > samples && !known(head));
-        let scored = chosen.scored + new.map(|(_, keys)| keys).sum::<usize>();
+        let mut scored = chosen.scored.clone();
+        for (head, keys) in new {
+            scored.resize(step.batch.rows.len(), 0);
+            scored[head / step.kv_heads] += keys;
+        }
         let selection = sample_values(&step.batch, &chosen.selection, by, streams, samples, self.spread())?;
         Ok(Choice { selection, scored, ..chosen })
     }

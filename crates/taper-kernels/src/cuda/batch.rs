@@ -183,6 +183,12 @@ impl Lists {
         made.work.iter().all(ranges).then(|| made.work.concat())
     }
 
+    /// Themselves without the ids, of which [`counts`](Self::counts) needs none.
+    pub(super) fn words(&self) -> Self {
+        let work = self.work.clone();
+        Self { told: self.told.clone(), since: self.since, ..Self::over(work, self.rows, self.heads) }
+    }
+
     /// The same in memory of their own, for an operation that writes what it chooses into them.
     pub(super) fn writable(self, op: &Op) -> Result<Self> {
         let (told, work) = Self::told(op, self.rows * self.heads)?;

@@ -164,24 +164,50 @@ impl Chosen {
         Ok(all)
     }
 
-    /// Keys that were scored to draw values from them, where the host could not count them. Waits for the device.
-    pub fn scored(parts: &[Self]) -> Result<usize> {
-        let scored = |part: &Self| match part {
-            Self::Values(_, _, source) => source.scored(),
-            _ => Ok(0),
-        };
-        parts.iter().map(scored).sum()
+    /// Keys of each row and KV head that were scored to draw values from them, where the host could not count them. Waits for
+    /// the device.
+    pub fn scored(parts: &[Self]) -> Result<Vec<usize>> {
+        let mut all = Vec::new();
+        for part in parts {
+            match part {
+                Self::Host(heads) => all.resize(all.len() + heads.len(), 0),
+                Self::Values(step, _, source) => all.extend(source.scored(step.lens.len() * step.kv_heads)?),
+                Self::Keys(step, ..) | Self::Sampled(step, ..) => {
+                    all.resize(all.len() + step.lens.len() * step.kv_heads, 0);
+                }
+            }
+        }
+        Ok(all)
     }
 
-    /// The budgets `[R, q_heads]` of parts that sampled to keep a promise; none where none did. Waits for the device.
+    /// The budgets `[R, q_heads]` of rows that sampled to keep a promise, empty ones of others; none where none did. Waits for
+    /// the device.
     pub fn budgets(parts: &[Self]) -> Result<Option<Vec<Budget>>> {
-        let sampled = parts.iter().filter_map(|part| match part {
+        let sampled = |part: &Self| match part {
             Self::Sampled(step, outcome) => Some(outcome.budgets(step)),
             Self::Values(step, _, source) => source.sampled().map(|outcome| outcome.budgets(step)),
-            _ => None,
-        });
-        let each = sampled.collect::<Result<Vec<_>>>()?;
-        Ok((!each.is_empty()).then(|| each.concat()))
+            Self::Host(_) | Self::Keys(..) => None,
+        };
+        let q_heads = parts.iter().find_map(Self::step).map_or(0, |step| step.q_heads);
+        let (mut all, mut any) = (Vec::new(), false);
+        for (part, span) in parts.iter().zip(Self::spans(parts)) {
+            if let Some(budgets) = sampled(part) {
+                all.extend(budgets?);
+                any = true;
+            }
+            all.resize(span.end * q_heads, Budget::default());
+        }
+        Ok(any.then_some(all))
+    }
+
+    /// Of itself what counts and budgets take, without the memory of its ids and outputs.
+    pub fn told(&self) -> Self {
+        match self {
+            Self::Host(heads) => Self::Host(heads.clone()),
+            Self::Keys(step, lists, counts) => Self::Keys(step.clone(), lists.words(), counts.clone()),
+            Self::Values(step, lists, source) => Self::Values(step.clone(), lists.words(), source.told()),
+            Self::Sampled(step, outcome) => Self::Sampled(step.clone(), outcome.told()),
+        }
     }
 
     /// The tokens that each row and KV head reads `[R, kv_heads]`, ascending, but for samples. Waits for the device.

@@ -60,14 +60,23 @@ impl Importance {
         }
     }
 
-    /// Tokens, or pages of them, that were looked at, over all rows and KV heads.
-    pub fn entries(&self) -> usize {
+    /// Tokens, or pages of them, that were looked at in each of so many rows, over all KV heads.
+    pub fn entries(&self, rows: usize) -> Vec<usize> {
         match &self.0 {
-            Held::Host(importance) => importance.heads.iter().flatten().map(Vec::len).sum(),
+            Held::Host(importance) => {
+                let entries = importance.heads.iter().map(|head| head.as_ref().map_or(0, Vec::len));
+                per_row(entries.collect(), rows)
+            }
             #[cfg(feature = "cuda")]
-            Held::Device(scored) => scored.entries(),
+            Held::Device(scored) => per_row(scored.entries(), rows),
         }
     }
+}
+
+/// The sums over each of so many rows of what is known of its heads.
+pub(crate) fn per_row(heads: Vec<usize>, rows: usize) -> Vec<usize> {
+    let of_row = heads.len() / rows.max(1);
+    heads.chunks(of_row.max(1)).map(|heads| heads.iter().sum()).collect()
 }
 
 /// The share of the attention mass that each key holds, summed over the group.

@@ -1,6 +1,7 @@
 //! The score pass over every visible key, or over what stands for keys.
 
 use super::attend::score_keys;
+use super::choose::per_row;
 use super::{Decode, UNIT_TOKENS, View, with_view};
 #[cfg(feature = "cuda")]
 use crate::cuda::step::Scored;
@@ -40,14 +41,15 @@ impl From<Scored> for Scores {
 }
 
 impl Scores {
-    /// Keys scored, over all rows and KV heads.
-    pub fn keys(&self) -> usize {
+    /// Keys scored in each of so many rows, over all KV heads.
+    pub fn keys(&self, rows: usize) -> Vec<usize> {
+        let of_head = |head: &Option<HeadScores>| head.as_ref().map_or(0, |head| head.scores.len() / head.group);
         let keys = |part: &Held| match part {
-            Held::Host(heads) => heads.iter().flatten().map(|head| head.scores.len() / head.group).sum::<usize>(),
+            Held::Host(heads) => heads.iter().map(of_head).collect::<Vec<_>>(),
             #[cfg(feature = "cuda")]
             Held::Device(scored) => scored.entries(),
         };
-        self.0.iter().map(keys).sum()
+        per_row(self.0.iter().flat_map(keys).collect(), rows)
     }
 
     /// Whether those of a row and KV head are here.

@@ -216,16 +216,27 @@ impl Selection {
         }
     }
 
-    /// Keys that were scored to draw values from them, over all rows and KV heads, where the choice that they were drawn from
-    /// had [counts that wait](Self::counts_wait); waits for them. 0 in host memory.
+    /// Keys that were scored to draw values from them, for each row and KV head `[R, kv_heads]`, where the choice that they were
+    /// drawn from had [counts that wait](Self::counts_wait); waits for them. None in host memory.
     ///
     /// # Errors
     /// A device error.
-    pub fn scored(&self) -> Result<usize> {
+    pub fn scored(&self) -> Result<Option<Vec<usize>>> {
         match &self.0 {
-            Held::Host(_) => Ok(0),
+            Held::Host(_) => Ok(None),
             #[cfg(feature = "cuda")]
-            Held::Device(parts) => Ok(Chosen::scored(parts)?),
+            Held::Device(parts) => Ok(Some(Chosen::scored(parts)?)),
+        }
+    }
+
+    /// Of itself what [`counts`](Self::counts), [`scored`](Self::scored) and [`budgets`](Self::budgets) take, for whoever keeps
+    /// it: a device's memory for ids and outputs is not held.
+    #[must_use]
+    pub fn told(&self) -> Self {
+        match &self.0 {
+            Held::Host(_) => self.clone(),
+            #[cfg(feature = "cuda")]
+            Held::Device(parts) => Self(Held::Device(parts.iter().map(Chosen::told).collect())),
         }
     }
 

@@ -287,7 +287,7 @@ fn an_index_takes_a_row_in_once_for_all_who_share_it() {
             rows += parts.iter().map(|part| part.rows.len()).sum::<usize>();
             Ok(())
         };
-        pool.index(("index", shape), 0, (table, tokens), taken).unwrap();
+        pool.index(("index", shape), 0, &[(table, tokens)], taken).unwrap();
         rows
     };
     let keys = PrefixKey::chain(b"", &(0..128).collect::<Vec<u32>>());
@@ -346,7 +346,7 @@ fn indices_take_half_as_much_as_the_cache_and_those_not_asked_for_make_room() {
                 worked_out += parts.len();
                 Ok(())
             };
-            pool.index((name, shape), layer, (&table, 100), taken).unwrap();
+            pool.index((name, shape), layer, &[(&table, 100)], taken).unwrap();
         }
         let bytes: usize = pool.indices.values().map(Index::bytes).sum();
         (worked_out, bytes * 4 / (3 * pool.shape.block_bytes(DType::F32)))

@@ -102,6 +102,69 @@ fn methods_in_one_batch_do_not_disturb_one_another() {
     assert_eq!(at, together.len());
 }
 
+/// Steps of sequences of several lengths and seeds, one of which shares another's blocks, by one method: chosen for together they
+/// are what each is in a pool of its own, to the bit, and so are their reports.
+#[test]
+fn rows_that_are_chosen_for_together_are_what_each_is_alone() {
+    // (prompt, seed), and whether it goes on from the one before.
+    const SEQUENCES: [(usize, u64, bool); 4] =
+        [(PROMPT, 5, false), (PROMPT, 9, true), (130, 6, false), (412, 7, false)];
+    let shares = [json!({ "method": "vattention", "sink": 0.02, "window": 0.1, "epsilon": 0.2 })];
+    for window in [None, Some(256)] {
+        let shape = AttentionShape { window, ..SHAPE };
+        let (input, artifacts) = (Input::random(shape, PROMPT + STEPS), random_artifacts(shape));
+        let kv = KvShape { layers: 1, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
+        let rotary = PlainRotary(shape.head_dim);
+        let attend = |pool: &mut KvPool, sequences: &mut [Sequence], tokens: &dyn Fn(&Sequence) -> usize| {
+            let spans: Vec<_> = sequences.iter().map(|sequence| (sequence.len(), tokens(sequence))).collect();
+            let cat = |t: &Tensor| {
+                let parts: Vec<_> = spans.iter().map(|&(start, tokens)| t.narrow(0, start, tokens).unwrap()).collect();
+                Tensor::cat(&parts, 0).unwrap()
+            };
+            let spans =
+                sequences.iter_mut().zip(&spans).map(|(sequence, (_, tokens))| Span { sequence, tokens: *tokens });
+            let mut batch = AttentionBatch::new(shape, &rotary, pool, spans.collect()).unwrap();
+            let out = batch.attend(0, &cat(&input.q), &cat(&input.k), &cat(&input.v)).unwrap();
+            batch.finish().unwrap();
+            out.flatten_from(1).unwrap().to_vec2::<f32>().unwrap()
+        };
+        for decode in all_typical().into_iter().chain(shares.clone()) {
+            let spec = json!({ "decode": decode, "audit": 0.5, "trace": true });
+            let spec = Arc::new(AttentionSpec::from_json(&spec, "attention", &artifacts).unwrap());
+            let run = |which: &[usize]| {
+                let mut pool = KvPool::new(kv, DType::F32, 48, &Device::Cpu).unwrap();
+                let mut sequences: Vec<Sequence> = Vec::new();
+                for &(prompt, seed, forks) in which.iter().map(|&at| &SEQUENCES[at]) {
+                    let sequence = match sequences.last().filter(|_| forks) {
+                        Some(before) => before.fork(&mut pool, seed).unwrap(),
+                        None => {
+                            let mut one = [Sequence::new(spec.clone(), seed, prompt)];
+                            attend(&mut pool, &mut one, &|sequence| sequence.prompt_tokens());
+                            let [one] = one;
+                            one
+                        }
+                    };
+                    sequences.push(sequence);
+                }
+                let steps: Vec<_> = (0..STEPS).map(|_| attend(&mut pool, &mut sequences, &|_| 1)).collect();
+                let usage = |sequence: &Sequence| {
+                    let usage = json!(sequence.usage());
+                    (usage["decode"].clone(), usage["trace"]["decode"].clone(), usage["trace"]["tokens"].clone())
+                };
+                (steps, sequences.iter().map(usage).collect::<Vec<_>>())
+            };
+            let (together, usage) = run(&[0, 1, 2, 3]);
+            for at in 0..SEQUENCES.len() {
+                let (alone, own) = run(&[at]);
+                for (step, (together, alone)) in together.iter().zip(&alone).enumerate() {
+                    assert!(together[at] == alone[0], "{decode}, window {window:?}: row {at} of step {step}");
+                }
+                assert_eq!(usage[at], own[0], "{decode}, window {window:?}: sequence {at}");
+            }
+        }
+    }
+}
+
 /// A KV head whose keys lie in 8 clusters, two query heads that care for one of them, and what SAAP learns of that.
 struct Clustered {
     shape: AttentionShape,

@@ -110,7 +110,7 @@ fn add(trace: &mut Trace, position: usize, layers: &[&[Vec<u32>]]) {
         let counts: Vec<usize> = heads.iter().map(Vec::len).collect();
         let keys = |ids: &Vec<u32>| HeadSelection::Keys(Keys { ids: ids.clone(), ..Default::default() });
         let selection: Vec<HeadSelection> = heads.iter().map(keys).collect();
-        trace.add_rows(layer, &selection.into(), &counts, std::slice::from_ref(&(0..position + 1)));
+        trace.add_rows(layer, Some(&selection), &counts, std::slice::from_ref(&(0..position + 1)));
     }
     trace.settle();
 }

@@ -53,10 +53,10 @@ impl Scored {
         &self.wanted
     }
 
-    /// Tokens, or pages of them, that were looked at, over all rows and KV heads.
-    pub fn entries(&self) -> usize {
-        let heads = self.wanted.iter().enumerate().filter(|(_, wanted)| **wanted);
-        heads.map(|(i, _)| self.step.visible(i).div_ceil(self.page())).sum()
+    /// Tokens, or pages of them, that were looked at for each row and KV head.
+    pub fn entries(&self) -> Vec<usize> {
+        let heads = self.wanted.iter().enumerate();
+        heads.map(|(i, wanted)| if *wanted { self.step.visible(i).div_ceil(self.page()) } else { 0 }).collect()
     }
 
     /// The scores of all tokens of the batch's own queries, if that is what it is.

@@ -28,7 +28,7 @@ pub(crate) struct Outcome {
 }
 
 /// What decides the size of the first sample that is looked at.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 enum First {
     /// A share of what it stands for, within bounds.
     Share(Sampling),
@@ -49,6 +49,11 @@ impl First {
 impl Outcome {
     fn new(of: Sampled, lists: Lists, first: First) -> Arc<Self> {
         Arc::new(Self { of, lists, first, read: OnceLock::new() })
+    }
+
+    /// Itself without what was read beside the sample.
+    pub fn told(&self) -> Arc<Self> {
+        Self::new(self.of.clone(), self.lists.words(), self.first.clone())
     }
 
     /// Waits for the device, the first time.

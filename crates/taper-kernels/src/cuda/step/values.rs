@@ -35,16 +35,24 @@ impl Source {
         self.sampled.as_deref()
     }
 
+    /// Itself without what attending gave.
+    pub(super) fn told(&self) -> Self {
+        Self { out: None, sampled: self.sampled.as_deref().map(Outcome::told), ..self.clone() }
+    }
+
     /// Values that each row and KV head reads. Waits for the device.
     pub fn read(&self) -> Result<impl Iterator<Item = usize>> {
         Ok(self.read.read()?.into_iter().map(|count| count as usize))
     }
 
-    /// Keys scored to draw from them. Waits for the device.
-    pub fn scored(&self) -> Result<usize> {
-        let Some((counts, samples, new)) = &self.scored else { return Ok(0) };
-        let drawn = counts.read()?.into_iter().zip(new).filter(|(count, new)| **new && *count as usize > *samples);
-        Ok(drawn.map(|(count, _)| count as usize).sum())
+    /// Keys of each of so many lists that were scored to draw from them. Waits for the device.
+    pub fn scored(&self, lists: usize) -> Result<Vec<usize>> {
+        let Some((counts, samples, new)) = &self.scored else { return Ok(vec![0; lists]) };
+        let drawn = |(count, new): (u32, &bool)| match count as usize {
+            count if *new && count > *samples => count,
+            _ => 0,
+        };
+        Ok(counts.read()?.into_iter().zip(new).map(drawn).collect())
     }
 }
 
