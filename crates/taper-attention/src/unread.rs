@@ -77,7 +77,7 @@ impl Unread {
             layer,
             scored: choice.keys_scored(visible.len()),
             budgets: choice.budgets.clone(),
-            heads: selection.heads().ok().filter(|_| traced).map(<[HeadSelection]>::to_vec),
+            heads: traced.then(|| selection.heads().ok().map(<[HeadSelection]>::to_vec)).flatten(),
             choice: waits.then(|| selection.told()),
             visible,
             told,

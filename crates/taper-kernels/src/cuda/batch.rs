@@ -54,12 +54,12 @@ impl Batch<'_> {
         op.check(
             fits && matches!(head_dim, 64 | 128) && rows > 0,
             "q",
-            format!("{:?}", self.q.dims()),
-            format!("[rows, 1 to {GROUP_MAX} times {kv_heads}, {kv_dim}], head_dim 64 or 128"),
+            format_args!("{:?}", self.q.dims()),
+            format_args!("[rows, 1 to {GROUP_MAX} times {kv_heads}, {kv_dim}], head_dim 64 or 128"),
         )?;
         let limit = stride * BLOCK_TOKENS;
-        op.check(self.max_len > 0 && self.max_len <= limit, "max_len", self.max_len, format!("1 to {limit}"))?;
-        op.check(self.row_tables.is_some() || tables >= rows, "tables", tables, format!("{rows}, or row_tables"))?;
+        op.check(self.max_len > 0 && self.max_len <= limit, "max_len", self.max_len, format_args!("1 to {limit}"))?;
+        op.check(self.row_tables.is_some() || tables >= rows, "tables", tables, format_args!("{rows}, or row_tables"))?;
         Ok(Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype: self.kv.k.dtype() })
     }
 }

@@ -41,7 +41,7 @@ pub(super) fn certain(
     op.check(
         plain && (lists.rows, lists.heads) == (rows, kv_heads),
         "lists",
-        format!("{} rows of {}, or sampled", lists.rows, lists.heads),
+        format_args!("{} rows of {}, or sampled", lists.rows, lists.heads),
         expected,
     )?;
     let per_block = bounds.dim(2)?;

@@ -62,8 +62,8 @@ impl Batch<'_> {
         op.check(
             fits && heads > 0,
             "lists",
-            format!("{} rows of {heads}", lists.rows),
-            format!("{rows} rows of a multiple of {kv_heads} that divides {q_heads}"),
+            format_args!("{} rows of {heads}", lists.rows),
+            format_args!("{rows} rows of a multiple of {kv_heads} that divides {q_heads}"),
         )?;
         let pool = [blocks, kv_heads, BLOCK_TOKENS, head_dim];
         let tokens = lists.token_ids.as_ref().map_or(0, Tensor::elem_count);
@@ -196,7 +196,7 @@ impl Plan {
         let rows = q.dim(0)?;
         let fold = rows / dims.rows;
         let expected = format!("F32 or {dtype:?}");
-        op.check(out_dtype == DType::F32 || out_dtype == dtype, "out", format!("{out_dtype:?}"), expected)?;
+        op.check(out_dtype == DType::F32 || out_dtype == dtype, "out", format_args!("{out_dtype:?}"), expected)?;
         let group = fold * q_heads / self.lists.heads;
         let (part_o, part_lse) = partials(&op, (self.capacity, group, head_dim))?;
         let out = op.empty((rows, q_heads, head_dim), out_dtype)?;

@@ -38,7 +38,7 @@ pub fn delta(of: &Delta) -> Result<()> {
     let (anchors, dense) = (of.base.dim(0)?, of.dense.dim(0)?);
     let end = of.position + tokens;
     op.check(of.gamma > 0, "gamma", of.gamma, "at least 1")?;
-    op.check(matches!(head_dim, 64 | 128), "rows", format!("head_dim {head_dim}"), "64 or 128")?;
+    op.check(matches!(head_dim, 64 | 128), "rows", format_args!("head_dim {head_dim}"), "64 or 128")?;
     let sparse_end = end.min(of.tail);
     if of.position < sparse_end {
         // Without propagation rows before the first anchor need none.
@@ -49,11 +49,11 @@ pub fn delta(of: &Delta) -> Result<()> {
         let last = (sparse_end - 1) / of.gamma;
         let held = of.first_anchor..of.first_anchor + anchors;
         let fits = first > last || held.contains(&first) && held.contains(&last);
-        op.check(fits, "base", format!("anchors {held:?}"), format!("{first} to {last}"))?;
+        op.check(fits, "base", format_args!("anchors {held:?}"), format_args!("{first} to {last}"))?;
     }
     let tail = end.saturating_sub(of.tail.max(of.position));
     let needed = anchors + if tail > 0 { end - of.tail } else { 0 };
-    op.check(dense >= needed, "dense", dense, format!("{needed} rows"))?;
+    op.check(dense >= needed, "dense", dense, format_args!("{needed} rows"))?;
     if tokens == 0 {
         return Ok(());
     }
@@ -96,7 +96,7 @@ pub(crate) fn correct(
         (false, 0) => (anchors.gamma, 0),
         (false, first) => (anchors.gamma, anchors.gamma.saturating_sub(first)),
     };
-    op.check(position > 0 || anchors.first == 0, "anchors", format!("{anchors:?}"), "the first below gamma")?;
+    op.check(position > 0 || anchors.first == 0, "anchors", format_args!("{anchors:?}"), "the first below gamma")?;
     let mut base = Vec::new();
     let mut exact = Vec::new();
     if let Some(carry) = carry.filter(|_| position > 0) {

@@ -83,7 +83,7 @@ impl StepInputs {
     /// # Errors
     /// As of [`crate::kv::append_joint`].
     pub fn append(&self, kv: PagedKv, qkv: &Tensor) -> Result<Tensor> {
-        append_joint_at(kv, qkv, &self.angles, &self.slots)
+        append_joint_at(kv, qkv, &self.angles, &self.slots, None)
     }
 
     /// Attends for queries `[R, q_heads, head_dim]`; `plan` is made by the first layer. Returns `[R, q_heads, head_dim]` as the
@@ -173,7 +173,7 @@ pub fn plain_step(
     let wide = |row: &DecodeRow| row.visible.end.div_ceil(BLOCK_TOKENS);
     let within = |row: &DecodeRow| row.table[..wide(row)].iter().all(|&block| (block as usize) < blocks);
     let inside = step.slots.iter().all(|&slot| (slot as usize) < blocks * BLOCK_TOKENS);
-    op.check(inside && step.rows.iter().all(within), "rows", "beyond the cache", format!("{blocks} blocks"))?;
+    op.check(inside && step.rows.iter().all(within), "rows", "beyond the cache", format_args!("{blocks} blocks"))?;
     op.check(step.selection.len() == rows * heads, "selection", step.selection.len(), rows * heads)?;
     let Some(lists) = Lists::range_words(step.rows, step.selection) else { return Ok(None) };
     let stride = step.rows.iter().map(wide).max().unwrap_or(1).next_multiple_of(TABLE_BLOCKS);

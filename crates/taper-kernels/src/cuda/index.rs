@@ -50,7 +50,12 @@ pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], first: usize, to: &Me
     for &Span { table, tokens: (begin, end) } in spans {
         let limit = stride * BLOCK_TOKENS;
         let fits = begin < end && end as usize <= limit && (table as usize) < table_count;
-        op.check(fits, "spans", format!("{begin} to {end} of table {table}"), format!("tokens below {limit}"))?;
+        op.check(
+            fits,
+            "spans",
+            format_args!("{begin} to {end} of table {table}"),
+            format_args!("tokens below {limit}"),
+        )?;
         words.extend([table, begin, end, 0]);
         most = most.max((end - 1) / BLOCK_TOKENS as u32 - begin / BLOCK_TOKENS as u32 + 1);
     }
@@ -111,7 +116,7 @@ pub fn codes(x: &Tensor, at: &Tokens, index: &Tensor) -> Result<()> {
     let (tables, stride) = at.tables.dims2()?;
     let words = width / 32;
     let fits = width > 0 && width.is_multiple_of(32) && kv_heads > 0 && heads.is_multiple_of(kv_heads);
-    op.check(fits && wide * kv_heads == heads * words, "index", format!("{wide} words"), "one code a head of x")?;
+    op.check(fits && wide * kv_heads == heads * words, "index", format_args!("{wide} words"), "one code a head of x")?;
     let p = TaperCodeParams {
         x: op.at("x", x, dtype, [tokens, heads, width])?,
         positions: op.at("positions", at.positions, DType::U32, [tokens])?,
@@ -138,7 +143,7 @@ pub fn codes(x: &Tensor, at: &Tokens, index: &Tensor) -> Result<()> {
 pub fn signs(x: &Tensor) -> Result<Tensor> {
     let op = Op::new("signs", "x", x)?;
     let ((tokens, heads, width), dtype) = (x.dims3()?, x.dtype());
-    op.check(width > 0 && width.is_multiple_of(32), "x", format!("{width} wide"), "a multiple of 32")?;
+    op.check(width > 0 && width.is_multiple_of(32), "x", format_args!("{width} wide"), "a multiple of 32")?;
     let out = op.empty((tokens, heads, width / 32), DType::U32)?;
     let p = TaperCodeParams {
         x: op.at("x", x, dtype, [tokens, heads, width])?,
@@ -167,7 +172,7 @@ pub fn agreement(batch: &Batch, q: &Tensor, index: &Tensor) -> Result<Tensor> {
     let (words, wide) = (q.dim(2)?, index.dim(3)?);
     let group = q_heads / kv_heads;
     let expected = format!("{words} or {}", group * words);
-    op.check(wide == words || wide == group * words, "index", format!("{wide} words"), expected)?;
+    op.check(wide == words || wide == group * words, "index", format_args!("{wide} words"), expected)?;
     let entries = batch.max_len.next_multiple_of(BLOCK_TOKENS);
     let out = op.empty((rows, kv_heads, entries), DType::F32)?;
     let p = TaperHashScoreParams {
@@ -275,10 +280,15 @@ pub fn probe(batch: &Batch, logits: &Tensor, index: &Tensor, mut lists: Lists, l
     let Dims { rows, q_heads, kv_heads, blocks, tables, stride, .. } = batch.dims(&op)?;
     let clusters = logits.dim(2)?;
     let most = MOST_ON_DEVICE;
-    op.check((1..=most).contains(&clusters), "logits", format!("of {clusters} clusters"), format!("1 to {most}"))?;
+    op.check(
+        (1..=most).contains(&clusters),
+        "logits",
+        format_args!("of {clusters} clusters"),
+        format_args!("1 to {most}"),
+    )?;
     let (count, capacity) = (rows * kv_heads, batch.max_len);
     let expected = format!("{rows} rows of {kv_heads}");
-    op.check((lists.rows, lists.heads) == (rows, kv_heads), "lists", format!("{} rows", lists.rows), expected)?;
+    op.check((lists.rows, lists.heads) == (rows, kv_heads), "lists", format_args!("{} rows", lists.rows), expected)?;
     let ids = op.empty(count * capacity, DType::U32)?;
     let p = TaperProbeParams {
         logits: op.at("logits", logits, DType::F32, [rows, q_heads, clusters])?,
@@ -330,7 +340,12 @@ pub fn invert(ids: &Tensor, tables: &Tensor, spans: &[Span], clusters: usize) ->
     for &Span { table, tokens: (begin, end) } in spans {
         let limit = stride * BLOCK_TOKENS;
         let fits = begin < end && end as usize <= limit && (table as usize) < table_count;
-        op.check(fits, "spans", format!("{begin} to {end} of table {table}"), format!("tokens below {limit}"))?;
+        op.check(
+            fits,
+            "spans",
+            format_args!("{begin} to {end} of table {table}"),
+            format_args!("tokens below {limit}"),
+        )?;
         words.extend([table, begin, end, 0]);
     }
     let capacity = spans.iter().map(|s| s.tokens.1 - s.tokens.0).max().unwrap_or(1) as usize;
@@ -416,7 +431,12 @@ impl Inverted {
     fn choice(&self, op: &Op, batch: &Batch, of: &Choice) -> Result<TaperChooseParams> {
         let Dims { rows, q_heads, kv_heads, .. } = batch.dims(op)?;
         let expected = format!("{rows} sequences");
-        op.check(self.sequences == rows && of.take > 0, "index", format!("{} sequences", self.sequences), expected)?;
+        op.check(
+            self.sequences == rows && of.take > 0,
+            "index",
+            format_args!("{} sequences", self.sequences),
+            expected,
+        )?;
         let lists = rows * kv_heads;
         Ok(TaperChooseParams {
             logits: op.at("logits", of.logits, DType::F32, [rows, q_heads, self.clusters])?,

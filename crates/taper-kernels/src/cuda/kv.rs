@@ -16,7 +16,7 @@ pub(crate) fn append(pool: &Tensor, rows: &Tensor, slots: &[u32]) -> Result<()> 
     let op = Op::new("kv-append", "pool", pool)?;
     let (blocks, kv_heads, _, head_dim) = pool.dims4()?;
     let tokens = slots.len();
-    op.check(head_dim.is_multiple_of(8), "pool", format!("head_dim {head_dim}"), "a multiple of 8")?;
+    op.check(head_dim.is_multiple_of(8), "pool", format_args!("head_dim {head_dim}"), "a multiple of 8")?;
     let rows_f32 = rows.dtype() == DType::F32;
     let at = op.kept(slots, [tokens])?;
     let p = TaperWriteParams {

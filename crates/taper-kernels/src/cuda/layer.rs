@@ -53,10 +53,10 @@ pub fn rotate_append(of: &Rotate, kv: PagedKv) -> Result<Rotated> {
     op.check(
         fits,
         "qkv",
-        format!("{width} wide"),
-        format!("q heads and twice {kv_heads} KV heads of {head_dim}, q heads a multiple of the KV heads"),
+        format_args!("{width} wide"),
+        format_args!("q heads and twice {kv_heads} KV heads of {head_dim}, q heads a multiple of the KV heads"),
     )?;
-    op.check(matches!(head_dim, 64 | 128), "kv", format!("head_dim {head_dim}"), "64 or 128")?;
+    op.check(matches!(head_dim, 64 | 128), "kv", format_args!("head_dim {head_dim}"), "64 or 128")?;
     let q_heads = heads - 2 * kv_heads;
     let dtype = kv.k.dtype();
     let (positions, angle_rows) = (of.positions.dims1()?, of.angles.dim(0)?);
@@ -88,7 +88,8 @@ pub fn rotate_append(of: &Rotate, kv: PagedKv) -> Result<Rotated> {
         overlap: 1,
         slots: std::ptr::null(),
         qkv_dtype: op.dtype("kv", dtype)?,
-        reserved: 0,
+        page: 0,
+        bounds: std::ptr::null_mut(),
     };
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { taper_rope(&p, op.stream()) })?;
@@ -104,7 +105,7 @@ pub fn angles(positions: &[u32], frequencies: &[f32], factor: f32, device: &Devi
     let (rows, half) = (positions.len(), frequencies.len());
     let positions = Tensor::from_slice(positions, rows, device)?;
     let op = Op::new("angles", "positions", &positions)?;
-    op.check(rows > 0 && half > 0, "positions", format!("{rows} and {half} frequencies"), "at least one of each")?;
+    op.check(rows > 0 && half > 0, "positions", format_args!("{rows} and {half} frequencies"), "at least one of each")?;
     let angles = op.empty((rows, 2 * half), DType::F32)?;
     let p = TaperAnglesParams {
         positions: op.at("positions", &positions, DType::U32, [rows])?,
@@ -122,30 +123,50 @@ pub fn angles(positions: &[u32], frequencies: &[f32], factor: f32, device: &Devi
 
 /// Rotates queries and keys of `qkv` `[T, (q_heads + 2 kv_heads) head_dim]`, bf16 or f16, by each token's own `angles`
 /// `[T, head_dim]`, cosines then sines, f32; writes keys and values into the cache at `slots` (`block * 64 + row`), which
-/// the caller has checked; returns queries `[T, q_heads, head_dim]` of the cache's dtype.
+/// the caller has checked; returns queries `[T, q_heads, head_dim]` of the cache's dtype. `bounds`, an index as
+/// [`crate::index::bounds`] has it, takes the keys in: slots are then of different blocks, of which it has what comes before.
 ///
 /// # Errors
 /// Shapes or dtypes that differ; head_dim other than 64 and 128.
-pub(crate) fn append_joint(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots: &[u32]) -> Result<Tensor> {
+pub(crate) fn append_joint(
+    kv: PagedKv,
+    qkv: &Tensor,
+    angles: &Tensor,
+    slots: &[u32],
+    bounds: Option<&Tensor>,
+) -> Result<Tensor> {
     let op = Op::new("append_joint", "qkv", qkv)?;
     let tokens = qkv.dim(0)?;
     op.check(slots.len() == tokens, "slots", slots.len(), tokens)?;
-    append_joint_at(kv, qkv, angles, &op.kept(slots, [tokens])?)
+    append_joint_at(kv, qkv, angles, &op.kept(slots, [tokens])?, bounds)
 }
 
 /// The same at slots on the device `[T]`, u32.
 ///
 /// # Errors
 /// As [`append_joint`].
-pub(super) fn append_joint_at(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots: &Tensor) -> Result<Tensor> {
+pub(super) fn append_joint_at(
+    kv: PagedKv,
+    qkv: &Tensor,
+    angles: &Tensor,
+    slots: &Tensor,
+    bounds: Option<&Tensor>,
+) -> Result<Tensor> {
     let op = Op::new("append_joint", "qkv", qkv)?;
     let (blocks, kv_heads, head_dim) = kv.dims()?;
     let (tokens, width) = qkv.dims2()?;
     let q_heads = (width / head_dim).saturating_sub(2 * kv_heads);
     let fits = q_heads > 0 && width == (q_heads + 2 * kv_heads) * head_dim && q_heads.is_multiple_of(kv_heads);
-    op.check(fits, "qkv", format!("{width} wide"), format!("q heads and twice {kv_heads} KV heads of {head_dim}"))?;
+    op.check(
+        fits,
+        "qkv",
+        format_args!("{width} wide"),
+        format_args!("q heads and twice {kv_heads} KV heads of {head_dim}"),
+    )?;
     let (dtype, pool) = (kv.k.dtype(), [blocks, kv_heads, BLOCK_TOKENS, head_dim]);
     let q = op.empty((tokens, q_heads, head_dim), dtype)?;
+    let pages = bounds.map_or(Ok(1), |bounds| bounds.dim(2))?;
+    op.check(matches!(pages, 1 | 2 | 4 | 8 | 16), "bounds", format_args!("{pages} pages a block"), "1, 2, 4, 8 or 16")?;
     let p = TaperRopeParams {
         qkv: op.at("qkv", qkv, qkv.dtype(), [tokens, width])?,
         angles: op.at("angles", angles, DType::F32, [tokens, head_dim])?,
@@ -161,6 +182,8 @@ pub(super) fn append_joint_at(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots:
         overlap: 1,
         slots: op.at("slots", slots, DType::U32, [tokens])?,
         qkv_dtype: op.dtype("qkv", qkv.dtype())?,
+        page: op.int("bounds", BLOCK_TOKENS / pages)?,
+        bounds: op.maybe("bounds", bounds, dtype, [blocks, kv_heads, pages, 2 * head_dim])?,
         ..TaperRopeParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it, and slots lie within the cache.
@@ -176,7 +199,7 @@ pub(super) fn append_joint_at(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots:
 pub fn norm(x: &Tensor, weight: &Tensor, residual: Option<&Tensor>, epsilon: f32) -> Result<Tensor> {
     let op = Op::new("norm", "x", x)?;
     let ((rows, width), dtype) = (x.dims2()?, x.dtype());
-    op.check(width > 0 && width.is_multiple_of(8), "x", format!("{width} wide"), "a multiple of 8")?;
+    op.check(width > 0 && width.is_multiple_of(8), "x", format_args!("{width} wide"), "a multiple of 8")?;
     let out = op.empty((rows, width), dtype)?;
     let p = TaperNormParams {
         x: op.at("x", x, dtype, [rows, width])?,
@@ -213,7 +236,7 @@ pub(super) fn rounded(x: &Tensor, dtype: DType) -> Result<Tensor> {
 
 fn from_f32(op: &Op, x: &Tensor, norm: Option<(&Tensor, f32)>, dtype: DType) -> Result<Tensor> {
     let (rows, width) = x.dims2()?;
-    op.check(width > 0 && width.is_multiple_of(8), "x", format!("{width} wide"), "a multiple of 8")?;
+    op.check(width > 0 && width.is_multiple_of(8), "x", format_args!("{width} wide"), "a multiple of 8")?;
     let out = op.empty((rows, width), dtype)?;
     let p = TaperNormParams {
         x: op.at("x", x, DType::F32, [rows, width])?,
@@ -239,7 +262,7 @@ fn from_f32(op: &Op, x: &Tensor, norm: Option<(&Tensor, f32)>, dtype: DType) -> 
 pub fn silu_mul(gate_up: &Tensor) -> Result<Tensor> {
     let op = Op::new("silu_mul", "gate_up", gate_up)?;
     let ((rows, both), dtype) = (gate_up.dims2()?, gate_up.dtype());
-    op.check(both > 0 && both.is_multiple_of(16), "gate_up", format!("{both} wide"), "a multiple of 16")?;
+    op.check(both > 0 && both.is_multiple_of(16), "gate_up", format_args!("{both} wide"), "a multiple of 16")?;
     let out = op.empty((rows, both / 2), dtype)?;
     let p = TaperSiluParams {
         gate_up: op.at("gate_up", gate_up, dtype, [rows, both])?,

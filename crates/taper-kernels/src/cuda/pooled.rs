@@ -50,7 +50,7 @@ pub(crate) fn pooled(
     let most = |keep: usize| runs.iter().map(|run| kept(run, keep)).max().unwrap_or(0);
     let capacity = heads.iter().map(|&(_, keep)| most(keep)).max().unwrap_or(0) + 1;
     let room = heads.len() * runs.len() * capacity;
-    op.check(u32::try_from(room).is_ok(), "keep", format!("{room} ids in all lists"), "fewer than 2³²")?;
+    op.check(u32::try_from(room).is_ok(), "keep", format_args!("{room} ids in all lists"), "fewer than 2³²")?;
     let each = (PRODUCTS / (heads.len() * blocks)).clamp(1, runs.len());
     let (mut ids, mut counts, mut begins) = (Vec::new(), Vec::new(), vec![0u32; heads.len() * runs.len()]);
     for (at, part) in runs.chunks(each).enumerate() {
@@ -105,7 +105,7 @@ fn means(
     runs: impl Iterator<Item = Range<usize>>,
     (heads, head_dim): (usize, usize),
 ) -> Result<Tensor> {
-    op.check(matches!(head_dim, 64 | 128), "q", format!("head_dim {head_dim}"), "64 or 128")?;
+    op.check(matches!(head_dim, 64 | 128), "q", format_args!("head_dim {head_dim}"), "64 or 128")?;
     let words: Vec<u32> = runs.flat_map(|run| [run.start as u32, run.len() as u32]).collect();
     let count = words.len() / 2;
     let words = op.kept(&words, [count, 2])?;

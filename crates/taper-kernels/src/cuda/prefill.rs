@@ -81,7 +81,12 @@ impl Tiles {
         for i in order {
             let Tile { row, rows, table, tokens, positions: (first, last) } = tiles[i];
             let fits = (1..=TILE_ROWS as u32).contains(&rows) && (row + rows) as usize <= positions.len();
-            op.check(fits, "tiles", format!("rows {row} and {rows} on"), format!("1 to 128 of {}", positions.len()))?;
+            op.check(
+                fits,
+                "tiles",
+                format_args!("rows {row} and {rows} on"),
+                format_args!("1 to 128 of {}", positions.len()),
+            )?;
             let list = lists.map_or(i as u32, |(of, _)| of[i]);
             (0..parts as u32).for_each(|part| words.extend([row, rows, table, tokens, first, last, list, part]));
         }
@@ -257,15 +262,15 @@ fn attend_into(
     op.check(
         head_dim == kv_dim && kv_heads > 0 && q_heads.is_multiple_of(kv_heads) && matches!(head_dim, 64 | 128),
         "q",
-        format!("{:?}", q.dims()),
-        format!("[rows, a multiple of {kv_heads}, {kv_dim}], head_dim 64 or 128"),
+        format_args!("{:?}", q.dims()),
+        format_args!("[rows, a multiple of {kv_heads}, {kv_dim}], head_dim 64 or 128"),
     )?;
     let by_row = out_dtype == DType::F32;
-    op.check(by_row || out_dtype == dtype, "out", format!("{out_dtype:?}"), format!("F32 or {dtype:?}"))?;
-    op.check(tiles.q_rows.is_some() || tiles.rows == q_rows, "tiles", tiles.rows, format!("{q_rows} rows"))?;
+    op.check(by_row || out_dtype == dtype, "out", format_args!("{out_dtype:?}"), format_args!("F32 or {dtype:?}"))?;
+    op.check(tiles.q_rows.is_some() || tiles.rows == q_rows, "tiles", tiles.rows, format_args!("{q_rows} rows"))?;
     let parts = tiles.parts;
     let alone = parts == 1 || by_row && reads.blocks.is_none() && reads.columns.is_none();
-    op.check(alone, "tiles", format!("{parts} parts"), "one, of f32 outputs without lists")?;
+    op.check(alone, "tiles", format_args!("{parts} parts"), "one, of f32 outputs without lists")?;
     if tiles.count == 0 {
         return Ok(());
     }
@@ -274,7 +279,7 @@ fn attend_into(
     let lists = |parameter: &'static str, lists: Option<&KeyLists>| -> Result<_> {
         let Some(l) = lists else { return Ok((std::ptr::null(), std::ptr::null(), std::ptr::null(), 0)) };
         let fits = l.heads > 0 && heads.is_multiple_of(l.heads);
-        op.check(fits, parameter, format!("{} lists of heads", l.heads), format!("a divisor of {heads}"))?;
+        op.check(fits, parameter, format_args!("{} lists of heads", l.heads), format_args!("a divisor of {heads}"))?;
         let shape = [l.heads, tiles.lists];
         Ok((
             op.at::<u32>(parameter, &l.begins, DType::U32, shape)?.cast_const(),

@@ -136,7 +136,12 @@ pub fn after_attention_at_once(attended: &Tensor, x: &Tensor, of: &AfterAttentio
     }
     let most = ffi::TAPER_CHAIN_INPUTS;
     let fits = p.products[..p.count as usize].iter().all(|of| of.rows == 1 && of.inputs <= most);
-    op.check(fits, "x", format!("{:?}, weights {:?}", x.dims(), of.down.dims()), format!("one row, {most} inputs"))?;
+    op.check(
+        fits,
+        "x",
+        format_args!("{:?}, weights {:?}", x.dims(), of.down.dims()),
+        format_args!("one row, {most} inputs"),
+    )?;
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { taper_chain(&p, op.stream()) })
 }
@@ -185,9 +190,9 @@ fn run(op: &Op, of: Inputs, weight: &Tensor, out: &Tensor, (to, out_dtype): (i32
 fn checked(op: &Op, x: &Tensor, weight: &Tensor, out_dtype: DType) -> Result<(usize, usize, usize)> {
     let ((rows, inputs), (outputs, columns), dtype) = (x.dims2()?, weight.dims2()?, weight.dtype());
     let fits = columns == inputs && inputs.is_multiple_of(8) && outputs.is_multiple_of(8) && rows > 0;
-    op.check(fits, "weight", format!("{:?}", weight.dims()), format!("[outputs, {inputs}], multiples of 8"))?;
+    op.check(fits, "weight", format_args!("{:?}", weight.dims()), format_args!("[outputs, {inputs}], multiples of 8"))?;
     let kinds = matches!(dtype, DType::BF16 | DType::F16) && (out_dtype == DType::F32 || out_dtype == dtype);
-    op.check(kinds, "out", format!("{out_dtype:?}"), format!("F32 or {dtype:?}, of a bf16 or f16 weight"))?;
+    op.check(kinds, "out", format_args!("{out_dtype:?}"), format_args!("F32 or {dtype:?}, of a bf16 or f16 weight"))?;
     Ok((rows, inputs, outputs))
 }
 

@@ -58,7 +58,7 @@ impl Scratch {
     pub fn new(like: &Tensor, rows: usize, q_heads: usize, list_heads: usize) -> Result<Self> {
         let op = Op::new("scratch", "like", like)?;
         let fits = list_heads > 0 && q_heads.is_multiple_of(list_heads);
-        op.check(fits, "list_heads", list_heads, format!("a divisor of {q_heads}"))?;
+        op.check(fits, "list_heads", list_heads, format_args!("a divisor of {q_heads}"))?;
         let (lists, team, group) = (rows * list_heads, team(list_heads), q_heads / list_heads);
         Ok(Self {
             sync: op.zeros((2 + lists, 32), DType::U32)?,
@@ -89,7 +89,7 @@ impl Scratch {
 
     pub(super) fn check(&self, op: &Op, lists: usize, group: usize) -> Result<()> {
         let got = format!("for {} lists of groups of {}", self.lists, self.group);
-        op.check((self.lists, self.group) == (lists, group), "scratch", got, format!("{lists} lists of {group}"))
+        op.check((self.lists, self.group) == (lists, group), "scratch", got, format_args!("{lists} lists of {group}"))
     }
 }
 

@@ -80,9 +80,9 @@ impl ViewAt {
         let (_, _, per_block, pitch) = view.dims4()?;
         let width = if pages { pitch / 2 } else { pitch };
         let widths = if pages || lower.is_some() { &[64, 128][..] } else { widths };
-        op.check(widths.contains(&width), "view", format!("{width} wide"), format!("{widths:?}"))?;
+        op.check(widths.contains(&width), "view", format_args!("{width} wide"), format_args!("{widths:?}"))?;
         let fits = per_block > 0 && BLOCK_TOKENS.is_multiple_of(per_block);
-        op.check(fits, "view", format!("{per_block} entries a block"), "a divisor of 64")?;
+        op.check(fits, "view", format_args!("{per_block} entries a block"), "a divisor of 64")?;
         let (dtype, shape) = (view.dtype(), [blocks, kv_heads, per_block, pitch]);
         let first = op.at::<u16>("view", view, dtype, shape)?.cast_const();
         // Of minima and maxima beside each other the upper bounds come second.
@@ -241,7 +241,7 @@ pub fn top_k(batch: &Batch, scores: &Scores, between: Between, k: usize) -> Resu
 pub fn top_p(batch: &Batch, scores: &Scores, between: Between, p: f32, capacity: usize) -> Result<Lists> {
     let op = Op::new("top_p", "q", batch.q)?;
     let Dims { rows, q_heads, kv_heads, .. } = batch.dims(&op)?;
-    op.check(scores.page == 1, "scores", format!("of pages of {}", scores.page), "of tokens")?;
+    op.check(scores.page == 1, "scores", format_args!("of pages of {}", scores.page), "of tokens")?;
     // What sinks and window hold already, from attention over them alone.
     let Between { lists, begins, ends, whole } = between;
     let plan = Plan::new(lists, batch)?;
@@ -276,7 +276,7 @@ pub(super) fn largest(
 ) -> Result<(Tensor, Tensor)> {
     let (lists, entries) = scores.dims2()?;
     let fits = ends.iter().all(|&end| end as usize <= entries) && ks.iter().all(|&k| k as usize <= capacity);
-    op.check(fits, "ks", format!("up to {:?}", ks.iter().max()), format!("{capacity} of {entries}"))?;
+    op.check(fits, "ks", format_args!("up to {:?}", ks.iter().max()), format_args!("{capacity} of {entries}"))?;
     let (ids, counts) = (op.empty((lists, capacity), DType::U32)?, op.empty(lists, DType::U32)?);
     let [begins, ends, ks] = [op.upload(begins, [lists])?, op.upload(ends, [lists])?, op.upload(ks, [lists])?];
     let p = TaperSelectParams {
@@ -330,7 +330,7 @@ pub(super) fn select(
     let mut lists = lists.writable(op)?;
     let (count, entries) = (rows * kv_heads, scores.dim(2)?);
     let expected = format!("{rows} rows of {kv_heads}");
-    op.check(lists.rows == rows && lists.heads == kv_heads, "between", format!("{} rows", lists.rows), expected)?;
+    op.check(lists.rows == rows && lists.heads == kv_heads, "between", format_args!("{} rows", lists.rows), expected)?;
     let target = match page {
         1 => ffi::TAPER_TOKENS,
         BLOCK_TOKENS if whole => ffi::TAPER_BLOCKS,
@@ -433,13 +433,13 @@ fn pick(
 ) -> Result<Lists> {
     let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(op)?;
     let at = ViewAt::new(op, view, &[64, 128], (blocks, kv_heads))?;
-    op.check(at.width == head_dim && at.dtype == dtype, "view", at.width, format!("{head_dim} of {dtype:?}"))?;
+    op.check(at.width == head_dim && at.dtype == dtype, "view", at.width, format_args!("{head_dim} of {dtype:?}"))?;
     let Between { lists, begins, ends, .. } = between;
     let expected = format!("{rows} rows of {kv_heads}");
-    op.check(lists.rows == rows && lists.heads == kv_heads, "between", format!("{} rows", lists.rows), expected)?;
+    op.check(lists.rows == rows && lists.heads == kv_heads, "between", format_args!("{} rows", lists.rows), expected)?;
     let page = BLOCK_TOKENS / at.per_block;
     let (count, most) = (rows * kv_heads, batch.max_len.div_ceil(page));
-    op.check(most <= PICK_MOST, "max_len", batch.max_len, format!("{PICK_MOST} pages of {page}"))?;
+    op.check(most <= PICK_MOST, "max_len", batch.max_len, format_args!("{PICK_MOST} pages of {page}"))?;
     let capacity = k.clamp(1, most);
     let ids = op.empty((count, capacity), DType::U32)?;
     let (told, work) = Lists::told(op, count)?;

@@ -31,7 +31,7 @@ pub fn spread_values(
     spread: Spread,
 ) -> Result<Lists> {
     let op = Op::new("spread_values", "q", batch.q)?;
-    op.check(scores.page == 1, "scores", format!("of pages of {}", scores.page), "of tokens")?;
+    op.check(scores.page == 1, "scores", format_args!("of pages of {}", scores.page), "of tokens")?;
     spread_over(&op, batch, (&scores.scores, &scores.tiles), None, streams, (samples, spread))
 }
 

@@ -134,8 +134,8 @@ impl Chosen {
         op.check(
             step.lens == [seen],
             "selection",
-            format!("of rows that saw {:?}", step.lens),
-            format!("of one, {seen}"),
+            format_args!("of rows that saw {:?}", step.lens),
+            format_args!("of one, {seen}"),
         )?;
         let since = batch.rows[0].visible.end - seen;
         let Some(lists) = lists.extended(&op, since)? else { return Ok(None) };
@@ -270,7 +270,7 @@ pub(crate) fn attend(batch: &Decode, selection: &Selection) -> Result<Tensor> {
     let (rows, ..) = batch.dims()?;
     let spans = Chosen::spans(parts);
     let chosen = spans.last().map_or(0, |span| span.end);
-    op.check(chosen == rows, "selection", format!("of {chosen} rows"), format!("one of {rows}"))?;
+    op.check(chosen == rows, "selection", format_args!("of {chosen} rows"), format_args!("one of {rows}"))?;
     if let [part] = parts {
         return part.attend(&op, batch);
     }

@@ -41,9 +41,9 @@ pub fn block_lists(
     let (slices, heads, column_room) = columns.ids.dims3()?;
     let slash_room = slashes.ids.dim(2)?;
     let ascends = slices > 0 && slice_ends.len() == slices && slice_ends.is_sorted_by(|a, b| a < b);
-    op.check(ascends, "slice_ends", format!("{slice_ends:?}"), format!("{slices}, ascending"))?;
+    op.check(ascends, "slice_ends", format_args!("{slice_ends:?}"), format_args!("{slices}, ascending"))?;
     let most = tiles.last.iter().copied().max().unwrap_or(0) as usize;
-    op.check(most < tokens, "tokens", tokens, format!("more than {most}"))?;
+    op.check(most < tokens, "tokens", tokens, format_args!("more than {most}"))?;
     let words = tokens.div_ceil(BLOCK_TOKENS).div_ceil(32);
     let room = |&last: &u32| last as usize / BLOCK_TOKENS + 1;
     let (begins, total) = places(&op, heads, tiles.last.iter().map(room))?;
@@ -89,7 +89,7 @@ pub(crate) fn top(mass: &Tensor, wanted: &[(usize, usize, usize)]) -> Result<Vec
     let (lists, n) = mass.dims2()?;
     let (mut begins, mut ks) = (vec![0; lists], vec![0; lists]);
     for &(list, keep, forced) in wanted {
-        op.check(list < lists, "list", list, format!("less than {lists}"))?;
+        op.check(list < lists, "list", list, format_args!("less than {lists}"))?;
         let forced = forced.min(n);
         (begins[list], ks[list]) = (forced as u32, (keep.clamp(forced, n) - forced) as u32);
     }
@@ -114,7 +114,7 @@ pub fn drop_columns(tiles: &Tiles, tokens: &Tensor, counts: &Tensor, blocks: &Ke
     let op = Op::new("drop_columns", "tokens", tokens)?;
     let (heads, room) = tokens.dims2()?;
     let fits = blocks.heads > 0 && heads.is_multiple_of(blocks.heads);
-    op.check(fits, "tokens", format!("{heads} heads"), format!("a multiple of {}", blocks.heads))?;
+    op.check(fits, "tokens", format_args!("{heads} heads"), format_args!("a multiple of {}", blocks.heads))?;
     let (begins, total) = places(&op, heads, tiles.last.iter().map(|_| room))?;
     let of = KeyLists {
         heads,
@@ -148,7 +148,7 @@ pub fn drop_columns(tiles: &Tiles, tokens: &Tensor, counts: &Tensor, blocks: &Ke
 /// Where each head's list of each tile begins, one after the other with this much room, and the room of all.
 pub(super) fn places(op: &Op, heads: usize, room: impl Iterator<Item = usize> + Clone) -> Result<(Vec<u32>, usize)> {
     let all = heads * room.clone().sum::<usize>();
-    op.check(u32::try_from(all).is_ok(), "tiles", format!("{all} ids in all lists"), "fewer than 2³²")?;
+    op.check(u32::try_from(all).is_ok(), "tiles", format_args!("{all} ids in all lists"), "fewer than 2³²")?;
     let mut total = 0;
     let begins = (0..heads).flat_map(|_| room.clone()).map(|room| {
         total += room;

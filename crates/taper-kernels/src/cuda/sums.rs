@@ -18,7 +18,7 @@ pub(crate) fn sums(rows: &Rows) -> Result<Sums> {
     let (count, q_heads, head_dim) = rows.q.dims3()?;
     let (blocks, kv_heads, _) = rows.kv.dims()?;
     op.check(count > 0, "q", "no rows", "at least one")?;
-    op.check(matches!(head_dim, 64 | 128), "q", format!("head_dim {head_dim}"), "64 or 128")?;
+    op.check(matches!(head_dim, 64 | 128), "q", format_args!("head_dim {head_dim}"), "64 or 128")?;
     let slices = slices(rows.positions);
     let n = rows.positions[count - 1] as usize + 1;
     let (key_blocks, dtype) = (n.div_ceil(BLOCK_TOKENS), rows.kv.k.dtype());

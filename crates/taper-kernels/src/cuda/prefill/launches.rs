@@ -93,15 +93,15 @@ pub(super) fn launches<'a>(
         Reads::Selection(selection) => selection,
     };
     let n = selection.heads().len();
-    op.check(n == kv_heads || n == q_heads, "reads", n, format!("{kv_heads} or {q_heads} lists of heads"))?;
+    op.check(n == kv_heads || n == q_heads, "reads", n, format_args!("{kv_heads} or {q_heads} lists of heads"))?;
     let runs: Vec<Range<usize>> = selection.runs().iter().map(|run| rows_of(rows.positions, run)).collect();
     let mut next = 0;
     for run in &runs {
-        op.check(next >= run.start, "reads", format!("no run for row {next}"), "a run for every row")?;
+        op.check(next >= run.start, "reads", format_args!("no run for row {next}"), "a run for every row")?;
         next = run.end.max(next);
     }
     let all = next == rows.positions.len();
-    op.check(all, "reads", format!("no run for row {next}"), "a run for every row")?;
+    op.check(all, "reads", format_args!("no run for row {next}"), "a run for every row")?;
     let mut ways: Vec<(Way, Vec<usize>)> = Vec::new();
     for (list, head) in selection.heads().iter().enumerate() {
         let way = Way::of(head, rows.window);

@@ -113,7 +113,7 @@ impl Scored {
         op.check(
             self.step.fits(rows),
             "importance",
-            format!("of rows that see {:?} tokens", self.step.lens),
+            format_args!("of rows that see {:?} tokens", self.step.lens),
             "that of these rows",
         )
     }
@@ -139,7 +139,7 @@ pub(crate) fn top_k(rows: &[DecodeRow], importance: &Scored, fixed: (usize, usiz
     let (step, page) = (&importance.step, importance.page());
     let op = Op::new("top_k", "q", step.batch().q)?;
     importance.check(&op, rows)?;
-    op.check(k.len() == importance.wanted.len(), "k", k.len(), format!("{} numbers", importance.wanted.len()))?;
+    op.check(k.len() == importance.wanted.len(), "k", k.len(), format_args!("{} numbers", importance.wanted.len()))?;
     let fixed = importance.fixed(rows, fixed, |i, between| k[i] >= between);
     if fixed.iter().all(Option::is_none) {
         return Ok(Selection::dense(rows.len(), step.kv_heads));

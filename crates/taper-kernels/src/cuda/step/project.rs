@@ -80,7 +80,7 @@ pub(crate) fn per_head(maps: &PerHead<Mlp>, q: &Tensor) -> Result<Tensor> {
     let op = Op::new("per_head", "q", q)?;
     let (rows, q_heads, d) = q.dims3()?;
     let fits = !maps.is_empty() && q_heads.is_multiple_of(maps.len()) && maps.iter().all(|map| map.inputs() == d);
-    op.check(fits, "q", format!("{:?}", q.dims()), format!("queries for {} perceptrons", maps.len()))?;
+    op.check(fits, "q", format_args!("{:?}", q.dims()), format_args!("queries for {} perceptrons", maps.len()))?;
     by_row(&forward(&op, maps, &by_head(q, maps.len())?)?, rows)
 }
 
@@ -105,7 +105,7 @@ pub(crate) fn products(of: &PerHead<Centroids>, q: &Tensor) -> Result<Tensor> {
     let (rows, q_heads, d) = q.dims3()?;
     let centroids = centroids(&op, of)?;
     let fits = q_heads.is_multiple_of(of.len()) && centroids.dim(1)? == d;
-    op.check(fits, "q", format!("{:?}", q.dims()), format!("queries for centroids of {} heads", of.len()))?;
+    op.check(fits, "q", format_args!("{:?}", q.dims()), format_args!("queries for centroids of {} heads", of.len()))?;
     let scaled = (by_head(q, of.len())?.matmul(&centroids)? / (d as f64).sqrt())?;
     by_row(&scaled, rows)
 }
@@ -114,7 +114,7 @@ pub(crate) fn products(of: &PerHead<Centroids>, q: &Tensor) -> Result<Tensor> {
 pub(super) fn turn_back(op: &Op, x: &Tensor, turns: &[Rotation]) -> Result<Tensor> {
     let half = x.dim(D::Minus1)? / 2;
     let fits = turns.iter().all(|turn| turn.0.len() == half);
-    op.check(fits && x.dim(D::Minus2)? == turns.len(), "turns", turns.len(), format!("turns of {:?}", x.dims()))?;
+    op.check(fits && x.dim(D::Minus2)? == turns.len(), "turns", turns.len(), format_args!("turns of {:?}", x.dims()))?;
     let part = |of: fn(&(f32, f32)) -> f32| {
         let all: Vec<f32> = turns.iter().flat_map(|turn| turn.0.iter().map(of)).collect();
         op.kept(&all, [turns.len(), half])

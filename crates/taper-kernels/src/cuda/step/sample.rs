@@ -109,7 +109,7 @@ impl Outcome {
 /// The lists that a sample is drawn beside; none where there is nothing to draw from.
 fn beside(op: &Op, batch: &Decode, selection: &Selection, streams: &[Stream]) -> Result<Option<(Arc<Step>, Lists)>> {
     let (rows, q_heads, kv_heads, _) = batch.dims()?;
-    op.check(streams.len() == rows, "streams", streams.len(), format!("{rows}, one a row"))?;
+    op.check(streams.len() == rows, "streams", streams.len(), format_args!("{rows}, one a row"))?;
     let group = q_heads / kv_heads;
     let (step, lists) = match selection.on_device() {
         Some([Chosen::Keys(step, lists, _)]) => (step.clone(), lists.clone()),

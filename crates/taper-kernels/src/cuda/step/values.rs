@@ -80,7 +80,7 @@ pub(crate) fn sample_values(
     let one = 0..rows;
     let spans = if parts.len() == 1 { vec![one] } else { Chosen::spans(parts) };
     let chosen = spans.last().map_or(0, |span| span.end);
-    op.check(chosen == rows, "selection", format!("of {chosen} rows"), format!("one of {rows}"))?;
+    op.check(chosen == rows, "selection", format_args!("of {chosen} rows"), format_args!("one of {rows}"))?;
     // What only the device can count is counted for all, or the caller counts.
     let waits = parts.iter().any(Chosen::counts_wait);
     let draw = |(part, span): (&Chosen, Range<usize>)| {
