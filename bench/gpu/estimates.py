@@ -302,6 +302,15 @@ def check_values(report, small):
         alone()
         report(f"values {dtype} d{d} kv {kv} group {g} repeats itself, alone and in a batch",
                moved + float((alone.out[0] != first[i]).any()))
+        # Beside a block that all but holds the mass, that of other ranks rounds to 0: nothing of theirs counts.
+        heavy = t.Cache(lens, kv, d, dtype)
+        heavy.k, heavy.v, heavy.table = cache.k.clone(), cache.v.clone(), cache.table
+        heavy.k[cache.table[i, 0]], heavy.v[cache.table[i, 0]] = 4.0, 1.0
+        for rule in t.TARGETS:
+            f = t.Values(heavy, q[i:].abs().contiguous(), seeds[i:], 16, rule, lens=lens[i:],
+                         row_table=torch.tensor([i], device=DEV, dtype=torch.int32))
+            f()
+            report(f"values {rule} {dtype} d{d} kv {kv} group {g} one block holds the mass", (f.out - 1).abs().max().item())
         # Over many seeds the mean goes to the exact output, by its own standard error.
         runs = 8 if small else 512
         table = torch.full((runs,), i, device=DEV, dtype=torch.int32)

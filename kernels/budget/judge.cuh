@@ -30,7 +30,7 @@ struct Judge : Tally<T, D, N> {
     for (int g = warp; g < group; g += 8) {
       const float known = sh.merged_lse[0][g], own = sh.merged_lse[1][g], ahead = own + __logf(scale);
       // Shares of the two in the denominator; they are 0 and 0 where nothing is seen.
-      const float top = fmaxf(known, ahead), none = top == -INFINITY ? 0.f : 1.f;
+      const float top = max_nan(known, ahead), none = top == -INFINITY ? 0.f : 1.f;
       const float a = none * exp2_fast((known - top) * kLog2e), c = none * exp2_fast((ahead - top) * kLog2e);
       const float all = none > 0.f ? a + c : 1.f;
       float o2 = 0, ow = 0, w2 = 0, a2 = 0;

@@ -102,8 +102,8 @@ struct Member {
       }
     }
 #pragma unroll
-    for (int v = 0; v < V; ++v) mean[v] = sum > 0.f ? __fdividef(mean[v], sum) : 0.f;
-    return sum > 0.f ? top + __logf(sum) : -INFINITY;
+    for (int v = 0; v < V; ++v) mean[v] = sum == 0.f ? 0.f : __fdividef(mean[v], sum);
+    return sum == 0.f ? -INFINITY : top + __logf(sum);
   }
 };
 

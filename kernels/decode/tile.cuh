@@ -140,7 +140,7 @@ struct TileSums {
   }
 
   // Joins the two warpgroups' parts and writes the k-th partial result of this thread
-  // block: part_o [group, D] normalised, part_lse [group]. Two barriers hand the join
+  // block: part_o [group, D] normalised, part_lse [group], -inf where nothing was seen. Two barriers hand the join
   // buffer over and back. The sums are spent, unless `l` is put back.
   __device__ __forceinline__ void store(float* part_o, float* part_lse, uint32_t k) {
 #pragma unroll
@@ -181,7 +181,7 @@ struct TileSums {
       const float f1 = m1 == -INFINITY ? 0.f : exp2_fast(m1 - top);
       const float sum = mix(l[c], f0, sh.join_l[hd], f1);
       if (hd >= group) continue;
-      const float inv = sum > 0.f ? __fdividef(1.f, sum) : 0.f;
+      const float inv = sum == 0.f ? 0.f : __fdividef(1.f, sum);
       float* out = part_o + hd * D + dim;
 #pragma unroll
       for (int h = 0; h < D / 64; ++h) {
@@ -189,7 +189,7 @@ struct TileSums {
         out[h * 64 + 8] = mix(o[h][j + 2], f0, sh.join_o[hd][h * 64 + dim + 8], f1) * inv;
       }
       if (warp == 0 && lane < 4)
-        part_lse[hd] = sum > 0.f ? top * kLn2 + logf(sum) : -INFINITY;
+        part_lse[hd] = sum == 0.f ? -INFINITY : top * kLn2 + logf(sum);
     }
     mbar_arrive(smem_u32(&sh.join_empty));
   }

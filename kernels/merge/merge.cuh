@@ -1,6 +1,7 @@
 // Merges the partial results of split attention, in a fixed order.
 //
-// Every partial is (o normalised, lse); an empty one has lse -inf. Warp w takes every
+// Every partial is (o normalised, lse); an empty one has lse -inf, one that is no number
+// makes the head's output none. Warp w takes every
 // W-th partial from w on, and the warps' sums are added in warp order. W depends on how
 // finely the model's lists are cut and on nothing else, so a result depends only on the
 // number of partials.
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(W * 32) merge_kernel(const MergeParams p) {
       if (i + k * W >= n) w[k] = -INFINITY;
     }
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) now = fmaxf(now, w[k]);
+    for (int k = 0; k < kUnroll; ++k) now = max_nan(now, w[k]);
     if (now == -INFINITY) continue;
     const float fix = exp2_fast((top - now) * kLog2e);
     top = now;
@@ -69,12 +70,12 @@ __global__ void __launch_bounds__(W * 32) merge_kernel(const MergeParams p) {
   if (threadIdx.x >= D) return;
   top = -INFINITY;
 #pragma unroll
-  for (int w = 0; w < W; ++w) top = fmaxf(top, top_s[w]);
+  for (int w = 0; w < W; ++w) top = max_nan(top, top_s[w]);
   float x = 0.f;
   sum = 0.f;
-  if (p.base_o && p.base_lse[blockIdx.x] > -INFINITY) {
+  if (p.base_o && p.base_lse[blockIdx.x] != -INFINITY) {
     const float base = p.base_lse[blockIdx.x];
-    top = fmaxf(top, base);
+    top = max_nan(top, base);
     sum = exp2_fast((base - top) * kLog2e);
     x = sum * p.base_o[(int64_t)blockIdx.x * D + threadIdx.x];
   }
@@ -85,8 +86,8 @@ __global__ void __launch_bounds__(W * 32) merge_kernel(const MergeParams p) {
     sum += f * sum_s[w];
   }
   static_cast<Out*>(p.out)[(int64_t)blockIdx.x * D + threadIdx.x] =
-      static_cast<Out>(sum > 0.f ? x / sum : 0.f);
-  if (p.lse && threadIdx.x == 0) p.lse[blockIdx.x] = sum > 0.f ? top + logf(sum) : -INFINITY;
+      static_cast<Out>(sum == 0.f ? 0.f : x / sum);
+  if (p.lse && threadIdx.x == 0) p.lse[blockIdx.x] = sum == 0.f ? -INFINITY : top + logf(sum);
 }
 
 }  // namespace taper

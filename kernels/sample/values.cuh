@@ -256,7 +256,7 @@ struct ValuesBlock {
           left = (k % each + uniform(h, first + lo)) / each;
           const float own = m[lo] - (lo ? m[lo - 1] : 0.f);
           weight = own / (scale * total) * p.samples / each;
-          mine = weight > 0.f;
+          mine = scale > 0.f && weight > 0.f;  // A rank whose mass rounds to 0 is none of the whole.
         }
       } else {
         if (p.rule != kSystematic && k < p.samples) x = uniform(h, k);

@@ -19,6 +19,25 @@ pub const GRID: [(DType, usize, usize, usize); 8] = [
     (DType::F16, 64, 2, 4),
     (DType::F16, 64, 2, 3),
 ];
+/// Groups of other sizes: up to 16 query heads share a KV head, more than 8 by another tile of matrix products.
+const GROUPS: [(DType, usize, usize, usize); 11] = [
+    (DType::BF16, 128, 2, 5),
+    (DType::F16, 64, 1, 6),
+    (DType::BF16, 64, 2, 7),
+    (DType::F16, 128, 1, 9),
+    (DType::BF16, 128, 2, 10),
+    (DType::BF16, 64, 1, 11),
+    (DType::F16, 64, 2, 12),
+    (DType::F16, 128, 1, 13),
+    (DType::BF16, 128, 1, 14),
+    (DType::BF16, 64, 2, 15),
+    (DType::F16, 128, 1, 16),
+];
+
+/// All of `GRID`, and every other size of a group.
+pub fn every_group() -> impl Iterator<Item = (DType, usize, usize, usize)> {
+    GRID.into_iter().chain(GROUPS)
+}
 
 /// The first CUDA device. There must be one: a build with the feature has no other way to pass.
 pub fn device() -> Device {

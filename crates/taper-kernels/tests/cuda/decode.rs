@@ -1,12 +1,15 @@
 //! Attention of single rows over selections and lists.
 #![allow(clippy::single_range_in_vec_init)] // One range is what these tests mean.
 
-use crate::cache::{Caches, GRID, LIMIT, Numbers, Queries, below, device, furthest, relative};
-use candle_core::{DType, Tensor};
-use taper_kernels::cuda::{Lists, Plan, Scratch, Streams, listed};
+use crate::cache::{
+    Caches, LIMIT, Numbers, Queries, below, device, elements, every_group, furthest, relative, relative_of,
+};
+use candle_core::{DType, Device, Tensor};
+use taper_kernels::cuda::{Batch, Lists, Plan, Scratch, Streams, listed};
 use taper_kernels::decode::{
     Decode, DecodeRow, HeadSelection, Keys, Sample, Selection, Values, attend, importance, scores, top_k,
 };
+use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 
 /// The same call on both devices.
 fn compare(caches: &Caches, queries: &Queries, rows: &[DecodeRow], selection: &Selection, what: &str) {
@@ -49,7 +52,7 @@ fn given(numbers: &mut Numbers, n: usize, group: usize) -> HeadSelection {
 #[test]
 fn selections_agree_with_the_cpu() {
     let mut numbers = Numbers(21);
-    for (dtype, d, kv_heads, group) in GRID {
+    for (dtype, d, kv_heads, group) in every_group() {
         let caches = Caches::new(&mut numbers, &[1, 64, 65, 900, 3000], kv_heads, d, dtype, 0.0);
         let queries = Queries::new(&mut numbers, &caches, group);
         let mut rows = caches.rows();
@@ -89,7 +92,7 @@ fn what_the_cpu_refuses_is_refused() {
     let strange = queries.batch(&caches);
     let error = Plan::new(Lists::ranges(&odd, 1, &[([(0, 100), (0, 0)], 100)]).unwrap(), &strange)
         .unwrap()
-        .attend(&taper_kernels::cuda::Batch { q: &odd, ..strange }, None, DType::F32)
+        .attend(&Batch { q: &odd, ..strange }, None, DType::F32)
         .unwrap_err();
     assert!(error.to_string().starts_with("decode: q is F32"), "{error}");
 }
@@ -97,7 +100,7 @@ fn what_the_cpu_refuses_is_refused() {
 #[test]
 fn plans_serve_any_layer_and_partial_results_join() {
     let mut numbers = Numbers(23);
-    for (dtype, d, kv_heads, group) in GRID {
+    for (dtype, d, kv_heads, group) in every_group() {
         let caches = Caches::new(&mut numbers, &[70, 2000], kv_heads, d, dtype, 0.0);
         let queries = Queries::new(&mut numbers, &caches, group);
         let (batch, rows) = (queries.batch(&caches), caches.rows());
@@ -133,7 +136,7 @@ fn plans_serve_any_layer_and_partial_results_join() {
 #[test]
 fn rows_of_one_sequence_that_see_nearly_the_same_agree_with_the_cpu() {
     let mut numbers = Numbers(24);
-    for (dtype, d, kv_heads, group) in GRID {
+    for (dtype, d, kv_heads, group) in every_group() {
         // Few tokens, rows on both sides of a block's end, and many units.
         for (n, count) in [(7, 7), (67, 7), (700, 2), (11_000, 4), (11_000, 7), (2_000, 33)] {
             let caches = Caches::new(&mut numbers, &[n], kv_heads, d, dtype, 0.0);
@@ -154,6 +157,147 @@ fn rows_of_one_sequence_that_see_nearly_the_same_agree_with_the_cpu() {
                 let alone = attend(&alone, &Selection::dense(1, kv_heads), None).unwrap();
                 below(relative(&out.narrow(0, 1, 1).unwrap(), &alone), LIMIT, &what);
             }
+        }
+    }
+}
+
+/// What `set` makes of some of a tensor's numbers.
+fn with(x: &Tensor, set: impl Fn(&mut [f32])) -> Tensor {
+    let mut values = x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    set(&mut values);
+    Tensor::from_vec(values, x.dims(), &device()).unwrap().to_dtype(x.dtype()).unwrap()
+}
+
+/// Which heads of each row are wholly no numbers; fails where only a part of one is.
+#[track_caller]
+fn none(out: &Tensor) -> Vec<Vec<bool>> {
+    let rows = out.to_dtype(DType::F32).unwrap().to_vec3::<f32>().unwrap();
+    let of = |head: &Vec<f32>| {
+        let nan = head.iter().filter(|x| x.is_nan()).count();
+        assert!(nan == 0 || nan == head.len(), "{nan} of {} numbers are none", head.len());
+        nan > 0
+    };
+    rows.iter().map(|row| row.iter().map(of).collect()).collect()
+}
+
+#[test]
+fn a_head_whose_numbers_are_none_gives_none_and_spoils_no_other() {
+    let mut numbers = Numbers(25);
+    for (dtype, d, kv_heads, group) in every_group() {
+        let lens = [200, 3000];
+        let caches = Caches::new(&mut numbers, &lens, kv_heads, d, dtype, 0.0);
+        let mut queries = Queries::new(&mut numbers, &caches, group);
+        let (rows, q_heads) = (caches.rows(), kv_heads * group);
+        let what = format!("{dtype:?} {d} {kv_heads}x{group}");
+        let mixed: Vec<HeadSelection> =
+            (0..2 * kv_heads).map(|i| mixed(&mut numbers, lens[i / kv_heads], group, 2)).collect();
+        let selections = [Selection::dense(2, kv_heads), Selection::sink_window(&rows, kv_heads, 4, 100), mixed.into()];
+        // One number of the last head's query in the second row.
+        let clean = queries.cuda.clone();
+        queries.cuda = with(&clean, |q| q[2 * q_heads * d - 3] = f32::NAN);
+        let mut expected = vec![vec![false; q_heads]; 2];
+        expected[1][q_heads - 1] = true;
+        let batch = Decode { q: &queries.cuda, kv: caches.on_cuda(), rows: &rows };
+        for (i, selection) in selections.iter().enumerate() {
+            assert_eq!(none(&attend(&batch, selection, None).unwrap()), expected, "{what}, selection {i}");
+        }
+        let ranges = [([(0, 200), (0, 0)], 200), ([(0, 3000), (0, 0)], 3000)];
+        let lists = |q: &Tensor| Lists::ranges(q, kv_heads, &ranges).unwrap();
+        let asked = queries.batch(&caches);
+        let scratch = Scratch::new(asked.q, 2, q_heads, kv_heads).unwrap();
+        let seeds = Tensor::from_vec(vec![0i64; 2], 2, &device()).unwrap();
+        let streams = Streams { seeds: &seeds, positions: asked.lens, layer: 0 };
+        let (out, lse) = listed(&asked, &lists(asked.q), streams, &scratch).unwrap();
+        let of_lse = |lse: &Tensor| -> Vec<Vec<bool>> {
+            lse.to_vec2::<f32>().unwrap().iter().map(|row| row.iter().map(|x| x.is_nan()).collect()).collect()
+        };
+        assert_eq!((none(&out), of_lse(&lse)), (expected.clone(), expected.clone()), "{what}, one launch");
+        let first = Plan::new(lists(asked.q), &asked).unwrap().attend(&asked, None, DType::F32).unwrap();
+        assert_eq!(of_lse(&first.1), expected, "{what}");
+        // Joined to what has numbers.
+        queries.cuda = clean;
+        let (asked, empty) = (queries.batch(&caches), [([(0, 0), (0, 0)], 200), ([(0, 70), (0, 0)], 3000)]);
+        let rest = Plan::new(Lists::ranges(asked.q, kv_heads, &empty).unwrap(), &asked).unwrap();
+        let joined = rest.attend(&asked, Some((&first.0, &first.1)), DType::F32).unwrap();
+        assert_eq!((none(&joined.0), of_lse(&joined.1)), (expected.clone(), expected), "{what}, joined");
+        // A key that is none shows where it is read.
+        let pool = [caches.cuda.0.dim(0).unwrap(), kv_heads, BLOCK_TOKENS, d];
+        let at = ((caches.tables[1][2] as usize * kv_heads) * BLOCK_TOKENS + 10) * d;
+        let k = with(&caches.cuda.0, |k| k[at] = f32::NAN).reshape(&pool).unwrap();
+        let batch = Decode { q: &queries.cuda, kv: PagedKv { k: &k, v: &caches.cuda.1 }, rows: &rows };
+        for (selection, read) in [(&selections[0], true), (&selections[1], false)] {
+            let expected: Vec<Vec<bool>> =
+                (0..2).map(|row| (0..q_heads).map(|head| read && row == 1 && head < group).collect()).collect();
+            assert_eq!(none(&attend(&batch, selection, None).unwrap()), expected, "{what}, a key, read: {read}");
+        }
+    }
+}
+
+/// Keys and values of small whole numbers, but for a few heavy keys, whose values name them. The logarithm of the sum shows
+/// each of the 16,384 blocks that would be left out or read twice: it moves by 6e-5.
+#[test]
+fn a_million_tokens_agree_with_f64() {
+    const N: usize = 1 << 20;
+    let (d, group, blocks) = (64, 4, N / BLOCK_TOKENS);
+    let mut numbers = Numbers(26);
+    let mut table: Vec<u32> = (0..blocks as u32).collect();
+    for i in (1..blocks).rev() {
+        table.swap(i, numbers.below(i + 1));
+    }
+    let bf16 = |values: Vec<f32>, shape: &[usize]| {
+        Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap()
+    };
+    let q = numbers.tensor(&[1, group, d], DType::BF16);
+    let asked = q.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    // Sixteen whole numbers between -2 and 2 from one draw; by token here, by place in the pool below.
+    let mut small = || -> Vec<f32> {
+        let sixteen = |x: u64| (0..16).map(move |i| (((x >> (4 * i) & 15) * 5) >> 4) as f32 - 2.0);
+        (0..N * d / 16).flat_map(|_| sixteen(numbers.next())).collect()
+    };
+    let (mut k, mut v) = (small(), small());
+    let heavy = [0, 63, 64, 4095, 65_535, 65_536, N / 3, N / 2 - 1, N / 2, N - 65, N - 64, N - 1];
+    for (i, &token) in heavy.iter().enumerate() {
+        // Each head has three, with some hundredths of its mass.
+        let own = &asked[i % group * d..][..d];
+        let factor = 10.0 * (d as f32).sqrt() / own.iter().map(|x| x * x).sum::<f32>();
+        k[token * d..][..d].iter_mut().zip(own).for_each(|(k, q)| *k = half::bf16::from_f32(q * factor).to_f32());
+        v[token * d..][..d].iter_mut().enumerate().for_each(|(c, v)| *v = if c % 12 == i { 8.0 } else { 0.0 });
+    }
+    let (mut out, mut lse) = (vec![0f64; group * d], Vec::new());
+    let scale = (d as f64).sqrt();
+    for (q, out) in asked.chunks_exact(d).zip(out.chunks_exact_mut(d)) {
+        let mut sum = 0f64;
+        for (k, v) in k.chunks_exact(d).zip(v.chunks_exact(d)) {
+            let e = (q.iter().zip(k).map(|(q, k)| f64::from(q * k)).sum::<f64>() / scale).exp();
+            sum += e;
+            out.iter_mut().zip(v).for_each(|(out, v)| *out += e * f64::from(*v));
+        }
+        out.iter_mut().for_each(|x| *x /= sum);
+        lse.push(sum.ln());
+    }
+    let pool = |by_token: Vec<f32>| {
+        let mut by_place = vec![0f32; N * d];
+        for (rows, &block) in by_token.chunks_exact(BLOCK_TOKENS * d).zip(&table) {
+            by_place[block as usize * BLOCK_TOKENS * d..][..BLOCK_TOKENS * d].copy_from_slice(rows);
+        }
+        drop(by_token);
+        bf16(by_place, &[blocks, 1, BLOCK_TOKENS, d]).to_device(&device()).unwrap()
+    };
+    let (k, v) = (pool(k), pool(v));
+    let tables = Tensor::from_vec(table, (1, blocks), &device()).unwrap();
+    let q = q.to_device(&device()).unwrap().to_dtype(DType::BF16).unwrap();
+    let (kv, lens) = (PagedKv { k: &k, v: &v }, crate::cache::u32s(vec![N as u32]));
+    let batch = Batch { q: &q, kv, tables: &tables, row_tables: None, lens: &lens, max_len: N };
+    let n = N as u32;
+    // As one range, and cut where no tile ends.
+    for ranges in [[(0, n), (0, 0)], [(0, 333_333), (333_333, n)]] {
+        let lists = Lists::ranges(&q, 1, &[(ranges, n)]).unwrap();
+        let (got, got_lse) = Plan::new(lists, &batch).unwrap().attend(&batch, None, DType::F32).unwrap();
+        for (got, lse) in elements(&got_lse).iter().zip(&lse) {
+            below((got - lse).abs(), 3e-5, "the logarithm of the sum");
+        }
+        for (got, out) in elements(&got).chunks_exact(d).zip(out.chunks_exact(d)) {
+            below(relative_of(got, out), LIMIT, "a head's output");
         }
     }
 }

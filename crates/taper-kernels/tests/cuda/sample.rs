@@ -1,6 +1,8 @@
 //! Draws, and steps that read them.
 
-use crate::cache::{Caches, GRID, LIMIT, Numbers, Queries, below, device, elements, furthest, relative, relative_of};
+use crate::cache::{
+    Caches, GRID, LIMIT, Numbers, Queries, below, device, elements, every_group, furthest, relative, relative_of,
+};
 use candle_core::{DType, Tensor};
 use taper_kernels::budget::{Promise, Rule};
 use taper_kernels::cuda::{Lists, Plan, Scratch, Streams, Values, View, draw, sampled, scores, spread_values, values};
@@ -76,7 +78,7 @@ fn draws_are_those_of_the_cpu() {
 #[test]
 fn a_sampled_step_reads_the_draws_of_the_cpu_and_keeps_its_promise() {
     let mut numbers = Numbers(42);
-    for (at, (dtype, d, kv_heads, group)) in GRID.into_iter().enumerate() {
+    for (at, (dtype, d, kv_heads, group)) in every_group().enumerate() {
         let rule = [Rule::Chi2, Rule::Ratio, Rule::Lemma, Rule::Tight][at % 4];
         let epsilon = if matches!(rule, Rule::Lemma | Rule::Tight) { 0.3 } else { 0.15 };
         let lens = [100, 9000, 20000];
@@ -128,13 +130,49 @@ fn a_sampled_step_reads_the_draws_of_the_cpu_and_keeps_its_promise() {
     }
 }
 
+/// A number that is none sends its group dense, and shows in its own head alone.
+#[test]
+fn a_sampled_step_shows_what_is_no_number() {
+    let mut numbers = Numbers(45);
+    for (dtype, d, kv_heads, group) in every_group() {
+        let caches = Caches::new(&mut numbers, &[100, 6000], kv_heads, d, dtype, 0.5);
+        let mut queries = Queries::new(&mut numbers, &caches, group);
+        let heads = kv_heads * group;
+        let mut q = queries.cpu.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        q[2 * heads * d - 1] = f32::NAN;
+        let q = Tensor::from_vec(q, (2, heads, d), &device()).unwrap();
+        queries.cuda = q.to_dtype(dtype).unwrap();
+        let batch = queries.batch(&caches);
+        let seeds = Seeds::new(&mut numbers, &[99, 5999]);
+        let (_, lists) = fixed(&caches, &queries.cuda);
+        let how = Sampling {
+            promise: Promise::new(Rule::Chi2, 0.2, 0.1),
+            hopeless: Promise::new(Rule::Chi2, 0.3, 0.1),
+            pilot_tokens: 64,
+            pilot_share: 0.01,
+            dense_share: 0.5,
+        };
+        let scratch = Scratch::new(batch.q, 2, heads, kv_heads).unwrap();
+        for _ in 0..2 {
+            let of = sampled(&batch, &lists, seeds.streams(), &how, &scratch).unwrap();
+            let (state, what) =
+                (of.state().unwrap().to_vec1::<u32>().unwrap(), format!("{dtype:?} {d} {kv_heads}x{group}"));
+            assert_eq!(state[2 * kv_heads - 1], 2, "{what}");
+            for (i, head) in elements(&of.out).chunks_exact(d).enumerate() {
+                let nan = head.iter().filter(|x| x.is_nan()).count();
+                assert_eq!(nan, if i + 1 == 2 * heads { d } else { 0 }, "{what}, head {i}");
+            }
+        }
+    }
+}
+
 /// The mean over 256 seeds against dense attention. A mean of 128 values has the standard error that the probabilities give,
 /// that of 256 of them a sixteenth; outputs of all heads together stay within twice that but for one run in 10^9 or so,
 /// since their squares average over hundreds of elements.
 #[test]
 fn drawn_values_are_right_on_average_and_their_sums_exact() {
     let mut numbers = Numbers(43);
-    for (at, (dtype, d, kv_heads, group)) in GRID.into_iter().enumerate() {
+    for (at, (dtype, d, kv_heads, group)) in every_group().enumerate() {
         let n = 1500;
         let caches = Caches::new(&mut numbers, &[n], kv_heads, d, dtype, 0.0);
         let queries = Queries::new(&mut numbers, &caches, group);
@@ -166,7 +204,7 @@ fn drawn_values_are_right_on_average_and_their_sums_exact() {
 fn values_drawn_from_scores_are_those_of_the_cpu() {
     let mut numbers = Numbers(44);
     let lens = [40, 1000, 5003];
-    for (dtype, d, kv_heads, group) in GRID {
+    for (dtype, d, kv_heads, group) in every_group() {
         let caches = Caches::new(&mut numbers, &lens, kv_heads, d, dtype, 0.0);
         let queries = Queries::new(&mut numbers, &caches, group);
         let (batch, rows) = (queries.batch(&caches), caches.rows());

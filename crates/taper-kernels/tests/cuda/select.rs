@@ -1,6 +1,6 @@
 //! Scores, and lists chosen by them on the device.
 
-use crate::cache::{Caches, GRID, LIMIT, Numbers, Queries, below, elements, furthest};
+use crate::cache::{Caches, LIMIT, Numbers, Queries, below, elements, every_group, furthest};
 use candle_core::{DType, Tensor};
 use taper_kernels::cuda::{Between, Scores, View, pick_blocks, scores, top_k, top_p};
 use taper_kernels::decode::{self, HeadSelection};
@@ -32,7 +32,7 @@ fn apart(a: &[u32], b: &[u32]) -> usize {
 fn the_largest_shares_and_the_fewest_that_hold_one_are_those_of_the_cpu() {
     let mut numbers = Numbers(31);
     let mut swapped = (0, 0);
-    for (dtype, d, kv_heads, group) in GRID {
+    for (dtype, d, kv_heads, group) in every_group() {
         let caches = Caches::new(&mut numbers, &LENS, kv_heads, d, dtype, 0.0);
         let queries = Queries::new(&mut numbers, &caches, group);
         let (rows, batch) = (caches.rows(), queries.batch(&caches));
@@ -69,7 +69,7 @@ fn the_largest_shares_and_the_fewest_that_hold_one_are_those_of_the_cpu() {
 #[test]
 fn scores_their_sums_and_pages_agree_with_f64() {
     let mut numbers = Numbers(32);
-    for (dtype, d, kv_heads, group) in GRID {
+    for (dtype, d, kv_heads, group) in every_group() {
         let caches = Caches::new(&mut numbers, &LENS, kv_heads, d, dtype, 0.0);
         let queries = Queries::new(&mut numbers, &caches, group);
         let batch = queries.batch(&caches);
