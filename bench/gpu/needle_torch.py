@@ -256,7 +256,7 @@ def table(answers, with_taper):
         cells[answer["length"], answer["task"], answer["prefill"]].append(answer)
     head = ["tokens", "task", "prefill", "samples", "PyTorch"]
     print("| " + " | ".join(head + (["both", "Taper", "difference", "scores differ", "answers differ"] if with_taper else [])) + " |")
-    print("| " + "--- | " * (len(head) + 5 * with_taper))
+    print("|" + " --- |" * (len(head) + 5 * with_taper))
     for (length, task, prefill), cell in cells.items():
         mean = 100 * sum(a["score"] for a in cell) / len(cell)
         row = [length, task, prefill, len(cell), f"{mean:.1f}"]
