@@ -27,7 +27,7 @@ pub use error::EvalError;
 pub use heads::{HeadsPlan, HeadsRow, Promised, heads, heads_table, with_promises};
 pub use method::{Method, Phase};
 pub use results::{Cell, Header, Record, Results};
-pub use run::{Fork, Outcome, Plan, Watch, run};
+pub use run::{Fork, Outcome, Plan, Watch, run, write_prompts};
 pub use score::share_found;
 pub use speed::{SpeedPlan, Timed, speed, speed_table};
 pub use step::{StepPlan, StepRow, step_caption, step_table, steps};

@@ -1,5 +1,9 @@
 //! Runs a plan: one prefill for each prompt and prefill method, one greedy answer from it for each decode method.
 
+mod prompts;
+
+pub use prompts::write_prompts;
+
 use crate::error::EvalError;
 use crate::method::{Method, Phase};
 use crate::results::{Audited, Record, Results};
@@ -73,6 +77,13 @@ impl Plan {
         self.tasks.len() * self.lengths.len() * self.samples.len() * self.prefills.len() * self.decodes.len()
     }
 
+    /// Length, number and task of every question, in the order that they are asked in.
+    fn questions(&self) -> impl Iterator<Item = (usize, usize, Task)> {
+        self.lengths.iter().flat_map(move |&length| {
+            self.samples.clone().flat_map(move |sample| self.tasks.iter().map(move |&task| (length, sample, task)))
+        })
+    }
+
     fn check(&self, limits: taper_engine::Limits) -> Result<(), EvalError> {
         let counts = [
             ("tasks", self.tasks.len()),
@@ -110,32 +121,28 @@ pub fn run<B: Backend>(
 ) -> Result<Outcome, EvalError> {
     plan.check(backend.limits())?;
     let mut runner = Runner { backend, fork, text, plan };
-    for &length in &plan.lengths {
-        for sample in plan.samples.clone() {
-            for &task in &plan.tasks {
-                let mut question = None;
-                for prefill in &plan.prefills {
-                    let place = results.place(Phase::Prefill, prefill);
-                    let decodes: Vec<(usize, &Method)> =
-                        plan.decodes.iter().map(|m| (results.place(Phase::Decode, m), m)).collect();
-                    let missing = |&&(decode, _): &&(usize, &Method)| !results.has(task, length, sample, place, decode);
-                    let wanted: Vec<(usize, &Method)> = decodes.iter().filter(missing).copied().collect();
-                    if !wanted.is_empty() {
-                        let seed = results.header.seed;
-                        let question = match &mut question {
-                            Some(question) => question,
-                            none => none.insert(task.sample(length, seed, sample, text)?),
-                        };
-                        watch.begins(task, length, prefill);
-                        let at = At { task, length, sample, seed, prefill: place };
-                        match runner.question(&at, question, prefill, &wanted, watch)? {
-                            Some(records) => results.records.extend(records),
-                            None => return Ok(Outcome::Stopped),
-                        }
-                    }
-                    watch.done(decodes.len(), results)?;
+    for (length, sample, task) in plan.questions() {
+        let mut question = None;
+        for prefill in &plan.prefills {
+            let place = results.place(Phase::Prefill, prefill);
+            let decodes: Vec<(usize, &Method)> =
+                plan.decodes.iter().map(|m| (results.place(Phase::Decode, m), m)).collect();
+            let missing = |&&(decode, _): &&(usize, &Method)| !results.has(task, length, sample, place, decode);
+            let wanted: Vec<(usize, &Method)> = decodes.iter().filter(missing).copied().collect();
+            if !wanted.is_empty() {
+                let seed = results.header.seed;
+                let question = match &mut question {
+                    Some(question) => question,
+                    none => none.insert(task.sample(length, seed, sample, text)?),
+                };
+                watch.begins(task, length, prefill);
+                let at = At { task, length, sample, seed, prefill: place };
+                match runner.question(&at, question, prefill, &wanted, watch)? {
+                    Some(records) => results.records.extend(records),
+                    None => return Ok(Outcome::Stopped),
                 }
             }
+            watch.done(decodes.len(), results)?;
         }
     }
     Ok(Outcome::Complete)

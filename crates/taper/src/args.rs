@@ -213,7 +213,8 @@ Examples:
   taper eval needle --model ./needle --length 8192 --length 16384 --json grid.json \\
     --prefill dense --prefill '{\"method\": \"streaming_llm\", \"window\": 512}' --prefill delta \\
     --decode dense --decode vattention --audit 0.01
-  taper eval needle --model ./needle --resume grid.json --length 8192 --samples 100"
+  taper eval needle --model ./needle --resume grid.json --length 8192 --samples 100
+  taper eval needle --model ./needle --length 8192 --samples 100 --prompts asked.jsonl"
 )]
 pub struct NeedleArgs {
     #[command(flatten)]
@@ -259,6 +260,10 @@ pub struct NeedleArgs {
     /// the files are put together
     #[arg(long, value_name = "FILE")]
     pub resume: Vec<PathBuf>,
+    /// Write the prompts that would be asked, a line of JSON each with token ids and wanted strings, and end: no weights
+    /// are loaded, nothing is answered
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prefill", "decode", "prefill_device", "question", "audit", "json", "markdown", "resume"])]
+    pub prompts: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]

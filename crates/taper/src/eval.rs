@@ -14,6 +14,7 @@ use taper_attention::{Artifacts, Question};
 use taper_engine::{Backend, Handover, ModelBackend};
 use taper_eval::{
     EvalError, Fork, Header, Method, ModelText, Outcome, Phase, Plan, Results, Style, Task, Watch, accuracies, details,
+    write_prompts,
 };
 
 /// Runs the grid and prints its tables.
@@ -49,6 +50,12 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
     let prompts_on = args.prefill_device.as_deref().map(config::device).transpose().context("--prefill-device")?;
     let json = json_file(&args)?;
     let config = config::model(args.model)?;
+    if let Some(file) = &args.prompts {
+        let text = ModelText::load(&load::find(&config)?)?;
+        let prompts = write_prompts(&plan, args.seed, &text, file)?;
+        eprintln!("{prompts} prompts");
+        return Ok(());
+    }
     let methods = |artifacts: &Artifacts| -> Result<_> {
         let prefills = methods(Phase::Prefill, &args.prefill, artifacts)?;
         Ok((prefills, methods(Phase::Decode, &args.decode, artifacts)?))
@@ -262,6 +269,25 @@ mod tests {
         assert_eq!(file(&["--resume", old, "--json", old]).unwrap().as_deref(), Some(old));
         assert_eq!(file(&["--resume", old, "--json", new]).unwrap().as_deref(), Some(new));
         assert!(file(&["--json", old]).unwrap_err().to_string().contains("--resume"));
+    }
+
+    #[test]
+    fn prompts_are_written_instead_of_asked() {
+        let line = |more: &[&str]| {
+            let line = [&["taper", "eval", "needle", "--prompts", "asked.jsonl"][..], more].concat();
+            args::Cli::try_parse_from(line)
+        };
+        let args::Command::Eval(args::EvalArgs { what: args::Eval::Needle(args) }) = line(&[]).unwrap().command else {
+            panic!()
+        };
+        assert_eq!(args.prompts.as_deref(), Some(Path::new("asked.jsonl")));
+        assert!(line(&["--length", "8192", "--tasks", "multikey_3", "--first", "4", "--seed", "2"]).is_ok());
+        for (flag, value) in
+            [("--json", "x"), ("--resume", "x"), ("--prefill", "dense"), ("--decode", "dense"), ("--audit", "0")]
+        {
+            let error = line(&[flag, value]).unwrap_err().to_string();
+            assert!(error.contains("cannot be used with") && error.contains(flag), "{error}");
+        }
     }
 
     #[test]

@@ -61,10 +61,18 @@ pub fn attention(
 /// As [`engine`].
 pub fn backend(config: &ModelConfig) -> Result<Ready> {
     start_threads(config)?;
-    let model = resolve(&config.model, &default_cache(), Progress::Shown)?;
+    let model = find(config)?;
     let (backend, text) = taper_engine::load(&model, &config.load, config.cache.clone(), &config.device.open()?)?;
     let artifacts = artifacts(config, &backend.key())?;
     Ok(Ready { model, backend, text, artifacts })
+}
+
+/// Finds the model, and fetches it where it is not at hand.
+///
+/// # Errors
+/// A name that leads nowhere.
+pub fn find(config: &ModelConfig) -> Result<ResolvedModel> {
+    Ok(resolve(&config.model, &default_cache(), Progress::Shown)?)
 }
 
 /// Finds and loads the model alone, for a caller that looks into it.
@@ -73,7 +81,7 @@ pub fn backend(config: &ModelConfig) -> Result<Ready> {
 /// As [`engine`].
 pub fn model(config: &ModelConfig) -> Result<(Model, Tokenizer)> {
     start_threads(config)?;
-    let model = resolve(&config.model, &default_cache(), Progress::Shown)?;
+    let model = find(config)?;
     Ok((Model::load(&model, &config.load, &config.device.open()?)?, Tokenizer::load(&model)?))
 }
 

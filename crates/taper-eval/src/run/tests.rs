@@ -125,6 +125,32 @@ fn a_prompt_is_prefilled_once_and_answered_by_every_decode_method() {
 }
 
 #[test]
+fn the_prompts_in_a_file_are_those_that_are_asked() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("prompts.jsonl");
+    let plan = Plan { lengths: vec![3000, 2000], ..plan(2) };
+    assert_eq!(write_prompts(&plan, 3, &STUB, &file).unwrap(), 8);
+    let text = std::fs::read_to_string(&file).unwrap();
+    let lines: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let mut results = results();
+    run_stub(&plan, &mut results, &mut Follow::new(usize::MAX)).0.unwrap();
+    assert_eq!(lines.len(), 8);
+    // Two decode methods answer each.
+    for (line, record) in lines.iter().zip(results.records.iter().step_by(2)) {
+        let asked = record.task.sample(record.length, 3, record.sample, &STUB).unwrap();
+        assert_eq!(record.prompt_tokens, asked.tokens.len());
+        let expected = json!({
+            "task": record.task, "length": record.length, "sample": record.sample, "seed": 3, "tokens": asked.tokens,
+            "question_tokens": asked.question_tokens, "answer_tokens": 128, "wanted": record.wanted,
+        });
+        assert_eq!(*line, expected);
+    }
+    let short = Plan { lengths: vec![10], ..plan.clone() };
+    assert!(matches!(write_prompts(&short, 3, &STUB, &file), Err(EvalError::Length { .. })));
+    assert!(matches!(write_prompts(&plan, 3, &STUB, folder.path()), Err(EvalError::Io { .. })));
+}
+
+#[test]
 fn what_is_there_is_not_run_again() {
     let (mut once, mut watch) = (results(), Follow::new(usize::MAX));
     run_stub(&plan(3), &mut once, &mut watch).0.unwrap();
