@@ -27,6 +27,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     Phase phase = o.dense ? kAll : kExact;
     uint32_t pos = 0, parts = 0, looks = 0, noisy = 0, from = 0, to = o.pilot;
     typename Judge<T, D, N>::Ahead ahead;
+    ahead.first = 0;
     this->clear();
 #pragma unroll
     for (int c = 0; c < C; ++c) limit[c] = ~0u, this->ln_weight[c] = 0.f;
@@ -85,7 +86,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
         if (!o.near) judge.prepare(to, pos, ahead);
         judge.hear();
         if (o.near) judge.prepare(to, pos, ahead);
-        if (judge.takes_few(to, pos)) judge.fetch_scores(ahead.few, judge.few_of(to));
+        if (judge.takes_few(to, pos, ahead)) judge.fetch_scores(ahead.few, judge.few_of(to));
       } else if (!leave()) {
         return;
       }
@@ -170,6 +171,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
   __device__ __forceinline__ void clean() const {
     const int tid = judge.tid;
     const uint32_t words = o.dense ? 0 : o.team * group * 4;
+#pragma unroll 1
     for (uint32_t i = tid; i < words; i += 256) p.sums[(int64_t)o.list * words + i] = 0;
     if (tid == 0) judge.counter()[kMetWord] = judge.counter()[kLeftWord] = judge.counter()[kHeardWord] = 0;
   }

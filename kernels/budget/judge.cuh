@@ -32,13 +32,13 @@ struct Judge : Tally<T, D, N> {
       // Shares of the two in the denominator; they are 0 and 0 where nothing is seen.
       const float top = max_nan(known, ahead), none = top == -INFINITY ? 0.f : 1.f;
       const float a = none * exp2_fast((known - top) * kLog2e), c = none * exp2_fast((ahead - top) * kLog2e);
-      const float all = none > 0.f ? a + c : 1.f;
+      const float all = none > 0.f ? a + c : 1.f, inverse = __fdividef(none, all);
       float o2 = 0, ow = 0, w2 = 0, a2 = 0;
       float part[2][V];  // the output, and the sample's mean less it
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         const float mean = sh.merged[1][g][lane * V + v];
-        const float out = none * __fdividef(a * sh.merged[0][g][lane * V + v] + c * mean, all), lean = mean - out;
+        const float out = (a * sh.merged[0][g][lane * V + v] + c * mean) * inverse, lean = mean - out;
         part[0][v] = out, part[1][v] = lean;
         o2 += out * out, ow += out * lean, w2 += lean * lean, a2 += mean * mean;
       }
@@ -63,10 +63,10 @@ struct Judge : Tally<T, D, N> {
   // All consumers of the team, once the parts are combined. All return the same. `look` numbers
   // the looks from 0, `noisy` counts those that could not tell.
   __device__ __forceinline__ Decision decide(uint32_t b, uint32_t look, uint32_t& noisy, Ahead& a, uint32_t& pos) {
-    const int first_tile = this->first_pair_tile(b);
+    const int first_tile = a.first;
     // A first look may err upwards.
     const float limit = 4 * b < o.most ? kDoubt * o.limit : o.limit;
-    if (this->takes_few(b, pos)) this->look_at_few(a.few, b);
+    if (this->takes_few(b, pos, a)) this->look_at_few(a.few, b);
     Sums sum = {};
     Base::look(b, pos, sum);
 #pragma unroll
@@ -84,7 +84,7 @@ struct Judge : Tally<T, D, N> {
     // A sum travels with the number of its look in place of a flag. One warp a head.
     uint64_t* sums = p.sums + (int64_t)o.list * o.team * group * 4;
     const uint32_t epoch = look + 1;
-    const bool mixes = this->mixes(b);
+    const bool mixes = this->mixes(a);
 #pragma unroll 1
     for (int g = warp; g < group; g += 8) {
       float own = 0;

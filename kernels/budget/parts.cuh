@@ -78,7 +78,8 @@ struct Member {
 
   // One head's parts of the team, in rank order: this lane's share of their mean, and its log-sum-exp.
   __device__ __forceinline__ float gather(int kind, int g, float (&mean)[V]) const {
-    const float* src = p.d.part_o + part(kind, 0, g) * D + lane * V;
+    const uint8_t* src = reinterpret_cast<const uint8_t*>(p.d.part_o + part(kind, 0, g) * D + lane * V);
+    const uint32_t step = group * D * 4, last = (o.team - 1) * step;  // in bytes
     const float lse = lane < o.team ? __ldcg(p.d.part_lse + part(kind, lane, g)) : -INFINITY;
     float weight = 0.f, sum = 0.f, top = -INFINITY;
 #pragma unroll
@@ -88,7 +89,7 @@ struct Member {
       Vec x[16];
 #pragma unroll
       for (int k = 0; k < 16; ++k)
-        x[k] = __ldcg(reinterpret_cast<const Vec*>(src + (int64_t)min(r0 + k, o.team - 1) * group * D));
+        x[k] = __ldcg(reinterpret_cast<const Vec*>(src + min((r0 + k) * step, last)));
       if (r0 == 0) {  // While the parts are on their way.
         top = warp_max(lse);
         weight = lse == -INFINITY ? 0.f : exp2_fast((lse - top) * kLog2e);
@@ -101,8 +102,9 @@ struct Member {
         for (int v = 0; v < V; ++v) mean[v] += w * reinterpret_cast<const float*>(&x[k])[v];
       }
     }
+    const float inverse = sum == 0.f ? 0.f : __fdividef(1.f, sum);
 #pragma unroll
-    for (int v = 0; v < V; ++v) mean[v] = sum == 0.f ? 0.f : __fdividef(mean[v], sum);
+    for (int v = 0; v < V; ++v) mean[v] *= inverse;
     return sum == 0.f ? -INFINITY : top + __logf(sum);
   }
 };

@@ -29,7 +29,9 @@ struct Tally : Member<D> {
     return (o.table[id / kBlock] * p.d.kv_heads + o.kv_head) * kBlock + id % kBlock;
   }
   __device__ __forceinline__ float score_of(uint32_t draw, int h) const {
-    return h < group ? __ldcg(p.scores + ((int64_t)o.slot * p.capacity + draw) * group + h) : -INFINITY;
+    const float* scores = p.scores + (int64_t)o.slot * p.capacity * group;
+    const float score = __ldcg(scores + (draw * group + min(h, group - 1)));  // below 2^32 of them
+    return h < group ? score : -INFINITY;
   }
   // Of a rank's own draws: sums of e^2, |r|^2 and e^2 |v|^2 (of chi2 the largest e^2).
   using Sums = float[C][3];
@@ -41,7 +43,7 @@ struct Tally : Member<D> {
     // Half a row a lane.
     const int row = warp % 4 * 16 + lane / 2, half = lane & 1;
     float norm = 0.f;
-#pragma unroll
+#pragma unroll 2
     for (int i = 0; i < D / 16; ++i) {
       const uint32_t at = D == 128 ? half * (kBlock * 128) + swizzled(row, i ^ (half * 4))
                                    : swizzled(row, half * 4 + i);
@@ -89,7 +91,8 @@ struct Tally : Member<D> {
 #pragma unroll
           for (int k = 0; k < 2; ++k) {
             const uint32_t draw = (o.first + (2 * i + t) * o.team) * kBlock + r0 + 8 * k;
-            score[t][c][k] = draw < b ? score_of(draw, head(c)) : -INFINITY;
+            const float own = score_of(min(draw, b - 1), head(c));
+            score[t][c][k] = draw < b ? own : -INFINITY;
           }
       mbar_wait(smem_u32(&sh.full[stage]), (pos + i) / L::kStages & 1);
       fence_async_smem();
@@ -112,9 +115,16 @@ struct Tally : Member<D> {
     float score[NT][4];
     uint32_t row;
   };
+  // What of this does not depend on the team's parts.
+  struct Ahead {
+    Few few;
+    int first;     // of the rank's tiles of pairs
+    uint32_t row;  // of the lane's draw in it
+    float dot[4];
+  };
   static __device__ __forceinline__ uint32_t few_of(uint32_t b) { return min(b, (uint32_t)kCovarianceKeys); }
-  __device__ __forceinline__ bool takes_few(uint32_t b, uint32_t pos) const {
-    return mixes(b) && ((warp / 4 ^ pos) & 1) && warp % 4 * 16 < few_of(b);
+  __device__ __forceinline__ bool takes_few(uint32_t b, uint32_t pos, const Ahead& a) const {
+    return mixes(a) && ((warp / 4 ^ pos) & 1) && warp % 4 * 16 < few_of(b);
   }
   __device__ __forceinline__ void fetch(Few& f) const {
     const T* lo = values() + (int64_t)__shfl_sync(~0u, f.row, lane / 4) * D;
@@ -133,25 +143,26 @@ struct Tally : Member<D> {
       for (int i = 0; i < 4; ++i) {
         const uint32_t draw = warp % 4 * 16 + lane / 4 + 8 * (i / 2);
         const int h = t * 8 + (lane & 3) * 2 + (i & 1);
-        const float score = score_of(min(draw, few - 1), min(h, group - 1));
-        f.score[t][i] = draw < few && h < group ? score : -INFINITY;
+        const float score = score_of(min(draw, few - 1), h);
+        f.score[t][i] = draw < few ? score : -INFINITY;
       }
   }
   // Their e in units of the sample's mean, v . o, r . mean and |r - mean|^2, for products with one another.
   __device__ __forceinline__ void look_at_few(const Few& f, uint32_t b) const {
     const int quad = lane & 3;
-    float vo[NT][4] = {}, vl[NT][4] = {}, v2[2] = {};
+    float vo[NT][4] = {}, vl[NT][4] = {}, v2[2], square[2][4] = {};
+    // The diagonals of the rows' products with one another: each lies in one of the four lanes that hold a row.
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const T *x = reinterpret_cast<const T*>(&f.x[i]), *y = reinterpret_cast<const T*>(&f.y[i]);
-#pragma unroll
-      for (int k = 0; k < 8; ++k) v2[0] += to_float(x[k]) * to_float(x[k]), v2[1] += to_float(y[k]) * to_float(y[k]);
+      const uint4 x = f.x[i], y = f.y[i];
+      mma_16x8x16<T>(square[0], x.x, y.x, x.y, y.y, x.x, x.y);
+      mma_16x8x16<T>(square[0], x.z, y.z, x.w, y.w, x.z, x.w);
+      mma_16x8x16<T>(square[1], x.x, y.x, x.y, y.y, y.x, y.y);
+      mma_16x8x16<T>(square[1], x.z, y.z, x.w, y.w, y.z, y.w);
     }
-    // Four lanes hold a row.
 #pragma unroll
-    for (int d = 1; d < 4; d *= 2)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) v2[i] += __shfl_xor_sync(~0u, v2[i], d);
+    for (int i = 0; i < 2; ++i)
+      v2[i] = __shfl_sync(~0u, lane & 4 ? square[i][2 * i + 1] : square[i][2 * i], (lane & ~3) | lane >> 3);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i)
 #pragma unroll
@@ -190,9 +201,7 @@ struct Tally : Member<D> {
     const uint32_t end = Run(o, 0, b).end(), at = o.first + o.team - (end - o.over_team(end) * o.team);
     return at < o.team ? at : at - o.team;
   }
-  __device__ __forceinline__ bool mixes(uint32_t b) const {
-    return p.rule == kChi2 && first_pair_tile(b) < kPairTiles;
-  }
+  __device__ __forceinline__ bool mixes(const Ahead& a) const { return p.rule == kChi2 && a.first < kPairTiles; }
   __device__ __forceinline__ uint32_t pair_draw(int tile, uint32_t few) const {
     return min(lane < 16 ? pair_row(tile) + lane : pair_col(tile) + (lane & 7), few - 1);
   }
@@ -229,26 +238,21 @@ struct Tally : Member<D> {
     }
   }
 
-  // What of this does not depend on the team's parts.
-  struct Ahead {
-    Few few;
-    uint32_t row;  // of the lane's draw in the rank's tile of pairs
-    float dot[4];
-  };
   // Where the first few values lie, while the sample's tiles are on their way,
   __device__ __forceinline__ void look_up(uint32_t b, Ahead& a) const {
-    if (!mixes(b)) return;
+    a.first = first_pair_tile(b);
+    if (!mixes(a)) return;
     mbar_wait(smem_u32(&sh.placed), 0);
     const uint32_t few = few_of(b);
     if (few > sh.few_placed) Draws<Shared>{sh}.await(b);
     auto row = [&](uint32_t draw) { return draw < sh.few_placed ? sh.few_rows[draw] : row_of(draw); };
     a.few.row = row(min(warp % 4 * 16 + (lane & 15), few - 1));
-    a.row = row(pair_draw(first_pair_tile(b), few));
+    a.row = row(pair_draw(a.first, few));
   }
   // and they themselves, while the team meets.
   __device__ __forceinline__ void prepare(uint32_t b, uint32_t pos, Ahead& a) const {
-    if (takes_few(b, pos)) fetch(a.few);
-    if (mixes(b) && warp < group) gram(a.row, a.dot);
+    if (takes_few(b, pos, a)) fetch(a.few);
+    if (mixes(a) && warp < group) gram(a.row, a.dot);
   }
 };
 
