@@ -91,7 +91,8 @@ typedef struct TaperDecodeParams {
   // of a list are the group of each of its rows, one row after the other, at most 32 in all, and every list is one range
   // that ends where the last row's tokens end: each row before it sees one token less. Partial results are
   // [unit_capacity, fold * group].
-  int32_t fold, reserved;
+  int32_t fold;
+  int32_t team;  // thread blocks of the largest team, set by entry points that form some
 } TaperDecodeParams;
 
 typedef struct TaperMergeParams {
@@ -119,8 +120,8 @@ int taper_merge(const TaperMergeParams* p, TaperStream stream);
 
 typedef struct TaperSampledParams {
   // What is read exactly: `lists` with ascending, disjoint blocks and tokens and no
-  // sample. part_o, part_lse: [lists, 2, team, group(, head_dim)], scratch. No units;
-  // unit_capacity is set by the entry point.
+  // sample. part_o, part_lse: [lists, 2, team, group(, head_dim)], scratch; teams are 128 / list_heads, at most 32, here
+  // and below, though those of short lists are smaller. No units; unit_capacity is set by the entry point.
   TaperDecodeParams d;
   const uint64_t* seeds;      // [rows]
   const uint32_t* positions;  // [rows], absolute position of the query
@@ -515,7 +516,8 @@ typedef struct TaperPickParams {
   // Above 0: the launch right ahead changes nothing that this one reads but the bounds of pages with any of a row's last
   // `fresh` tokens, and lets its successor begin only once all launches before it have ended, as taper_append does: pages
   // before those are scored beside it. 0: nothing is read before it has ended.
-  int32_t fresh, reserved;
+  int32_t fresh;
+  int32_t team;  // thread blocks of the largest team, set by the entry point
 } TaperPickParams;
 
 // Pages that were chosen, as the tokens of each that lie between the two ranges of its list.

@@ -13,7 +13,10 @@ cudaError_t go(SampledParams p, const ChooseParams* c, cudaStream_t stream) {
   if (e == cudaSuccess) e = row_map(&maps.v, p.d.v, p.d.dtype, rows, D, kBlock);
   if (e == cudaSuccess) e = row_map(&maps.q, p.d.q, p.d.dtype, (int64_t)p.d.rows * p.d.q_heads, D, N);
   if (e != cudaSuccess) return e;
-  const int grid = p.d.rows * p.d.list_heads * team_size(p.d.list_heads);
+  // Tables are as wide as the longest row, at least.
+  p.d.team = c || p.rule == kListed ? team_size(p.d.list_heads)
+                                    : sampled_team(p.d.list_heads, (int64_t)p.d.table_stride * kBlock);
+  const int grid = p.d.rows * p.d.list_heads * p.d.team;
   p.d.unit_capacity = grid > sm_count();  // Tells the kernel to form teams in order.
   const bool overlap = p.d.overlap != 0;
   if (c && c->clusters <= 1024)

@@ -172,14 +172,17 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     const int tid = judge.tid;
     const uint32_t words = o.dense ? 0 : o.team * group * 4;
 #pragma unroll 1
-    for (uint32_t i = tid; i < words; i += 256) p.sums[(int64_t)o.list * words + i] = 0;
+    for (uint32_t i = tid; i < words; i += 256) p.sums[(int64_t)o.slot * o.room * group * 4 + i] = 0;
     if (tid == 0) judge.counter()[kMetWord] = judge.counter()[kLeftWord] = judge.counter()[kHeardWord] = 0;
   }
 };
 
-// One thread writes it for all.
-__device__ __forceinline__ void set_sampled_outline(const SampledParams& p, uint32_t place, Outline& o) {
-  set_outline(p.d, p.d.lists[place / team_size(p.d.list_heads)], place, o);
+// One thread writes it for all; false: the list's team has no such place.
+__device__ __forceinline__ bool set_sampled_outline(const SampledParams& p, uint32_t place, Outline& o) {
+  const WorkList& list = p.d.lists[place / p.d.team];
+  const uint32_t team = sampled_team(p.d.list_heads, list.len);
+  if (place % p.d.team >= team) return false;
+  set_outline(p.d, list, place, team, o);
   o.w.sample_count = 0;
   o.seed = p.seeds[o.row], o.position = p.positions[o.row];
   const WorkList& w = o.w;
@@ -197,6 +200,7 @@ __device__ __forceinline__ void set_sampled_outline(const SampledParams& p, uint
   o.near = p.near_values ? static_cast<const uint8_t*>(p.near_values) + (int64_t)o.list * p.near_draws * p.d.head_dim * 2
                          : nullptr;
   o.dense = residual <= pilot || pilot >= limit || pilot > (uint32_t)p.capacity;
+  return true;
 }
 
 // A list for a thread block that goes ahead of the others, on a multiprocessor that none of them has: what a look does is
@@ -204,14 +208,14 @@ __device__ __forceinline__ void set_sampled_outline(const SampledParams& p, uint
 // it. It is there once somebody has run it. One thread writes the outline; false: there is too little to make it of.
 __device__ __forceinline__ bool set_scout_outline(const SampledParams& p, Outline& o) {
   constexpr uint32_t kTokens = 1024, kPilot = 64;
-  const uint32_t team = team_size(p.d.list_heads), lists = p.d.rows * p.d.list_heads;
+  const uint32_t lists = p.d.rows * p.d.list_heads;
   if (p.positions[0] + 1 < kTokens || p.capacity < 4 * (int)kPilot) return false;
   WorkList w{};
   w.end[0] = kBlock, w.len = kTokens;
   o.w = w;
   o.set_team(1);
-  // The scratch of one list more, which a team of one takes the beginning of.
-  o.list = lists * team, o.slot = lists;
+  // The scratch of one list more; queries beyond the last are zeros.
+  o.list = o.slot = lists, o.room = team_size(p.d.list_heads);
   o.rank = o.row = o.head = o.kv_head = 0;
   o.table = p.d.block_table + (uint64_t)(p.d.row_table ? p.d.row_table[0] : 0) * p.d.table_stride;
   o.seed = p.seeds[0], o.position = 0;
@@ -257,7 +261,7 @@ __global__ void __launch_bounds__(kSampledThreads, 1)
   bool any = true;
   if (threadIdx.x == 0) {
     if (scout) any = set_scout_outline(p, sh.outline);
-    else set_sampled_outline(p, p.d.unit_capacity ? team_place(p.sync) : blockIdx.x - p.scouts, sh.outline);
+    else any = set_sampled_outline(p, p.d.unit_capacity ? team_place(p.sync) : blockIdx.x - p.scouts, sh.outline);
   }
   if (!__syncthreads_and(any)) return;
   const Outline& o = sh.outline;

@@ -165,7 +165,7 @@ struct Drawer {
   }
 
   __device__ __forceinline__ uint32_t* counts() const {
-    return p.draw_counts + ((int64_t)o.list * kDrawTurns + turn) * (o.team * kDrawWarps);
+    return p.draw_counts + ((int64_t)o.slot * kDrawTurns + turn) * (o.room * kDrawWarps);
   }
   // Takes the next turn, until about `aim` are drawn.
   __device__ __forceinline__ void take(uint32_t aim) {
@@ -181,7 +181,7 @@ struct Drawer {
     const uint32_t kept = walk(at + segment * points, points);
     if (tid == 0) sh.turn_at[turn] = at, sh.turn_points[turn] = points;
     // A count and one more in place of a flag; one thread waits for a segment's.
-    uint32_t* counts = p.draw_counts + ((int64_t)o.list * kDrawTurns + turn) * segments;
+    uint32_t* counts = this->counts();
     uint32_t mine = 0;
     if (lane == 0) store_release(counts + segment, kept + 1);
     if (tid < segments) {
@@ -215,9 +215,9 @@ struct Drawer {
   __device__ __forceinline__ void run() {
     if (!o.dense) {
       // What the team will say to itself, before the tiles' bytes queue up in front of it.
-      const uint32_t told = kDrawTurns * o.team * kDrawWarps, sums = o.team * (p.d.q_heads / p.d.list_heads) * 4;
-      if (tid * 32 < told) prefetch_l2(p.draw_counts + o.list * told + tid * 32);
-      if (tid * 16 < sums) prefetch_l2(p.sums + (int64_t)o.list * sums + tid * 16);
+      const uint32_t told = kDrawTurns * o.room * kDrawWarps, sums = o.room * (p.d.q_heads / p.d.list_heads) * 4;
+      if (tid * 32 < told) prefetch_l2(p.draw_counts + o.slot * told + tid * 32);
+      if (tid * 16 < sums) prefetch_l2(p.sums + (int64_t)o.slot * sums + tid * 16);
       mark();
       uint32_t until = o.pilot, look = 0;
       bool far = o.aim == o.far;

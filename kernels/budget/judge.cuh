@@ -82,7 +82,7 @@ struct Judge : Tally<T, D, N> {
         *reinterpret_cast<float4*>(sh.sums[warp][this->head(c)]) = make_float4(sum[c][0], sum[c][1], sum[c][2], 0.f);
     gate.meet();
     // A sum travels with the number of its look in place of a flag. One warp a head.
-    uint64_t* sums = p.sums + (int64_t)o.list * o.team * group * 4;
+    uint64_t* sums = p.sums + (int64_t)o.slot * o.room * group * 4;
     const uint32_t epoch = look + 1;
     const bool mixes = this->mixes(a);
 #pragma unroll 1

@@ -102,9 +102,9 @@ __device__ __forceinline__ void attend_listed(const DecodeMaps& maps, const Samp
   launch_dependents();
   if (threadIdx.x == 0) {
     const uint32_t place = p.d.unit_capacity ? team_place(p.sync) : blockIdx.x;
-    const uint32_t list = place / team_size(p.d.list_heads);
-    if constexpr (CLUSTERS > 0) set_outline(p.d, unclustered(c, list), place, sh.outline);
-    else set_outline(p.d, p.d.lists[list], place, sh.outline);
+    const uint32_t list = place / p.d.team;
+    if constexpr (CLUSTERS > 0) set_outline(p.d, unclustered(c, list), place, p.d.team, sh.outline);
+    else set_outline(p.d, p.d.lists[list], place, p.d.team, sh.outline);
     sh.outline.w.sample_count = 0;
   }
   __syncthreads();

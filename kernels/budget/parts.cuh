@@ -24,12 +24,15 @@ __device__ __forceinline__ float warp_max(float x) {
   return __int_as_float(top < 0 ? top ^ 0x7FFFFFFF : top);
 }
 
-// What all of a team know, but for the sample; one thread writes it for a block.
-__device__ __forceinline__ void set_outline(const DecodeParams& d, const WorkList& w, uint32_t place, Outline& o) {
-  const uint32_t team = team_size(d.list_heads), list = place / team, row = list / d.list_heads;
+// What all of a team of so many know, but for the sample; one thread writes it for a block. `place` is the block's among
+// those of teams of d.team.
+__device__ __forceinline__ void set_outline(const DecodeParams& d, const WorkList& w, uint32_t place, uint32_t team,
+                                            Outline& o) {
+  const uint32_t list = place / d.team, row = list / d.list_heads;
   o.w = w;
   o.set_team(team);
-  o.list = o.slot = list, o.rank = place % team, o.scout = false;
+  o.list = o.slot = list, o.rank = place % d.team, o.scout = false;
+  o.room = team_size(d.list_heads);
   o.row = row, o.head = list % d.list_heads;
   o.kv_head = o.head * d.kv_heads / d.list_heads;
   o.table = d.block_table + (uint64_t)(d.row_table ? d.row_table[row] : row) * d.table_stride;
@@ -73,7 +76,7 @@ struct Member {
   }
   // Part 0 is exact, part 1 the sample, or all that a list reads.
   __device__ __forceinline__ int64_t part(int kind, uint32_t rank, int g) const {
-    return ((o.list * 2ll + kind) * o.team + rank) * group + g;
+    return ((o.slot * 2ll + kind) * o.room + rank) * group + g;
   }
 
   // One head's parts of the team, in rank order: this lane's share of their mean, and its log-sum-exp.

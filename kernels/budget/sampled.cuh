@@ -46,6 +46,13 @@ constexpr int kCovarianceKeys = 40;    // sampled keys whose products are taken
 constexpr float kLeastSignal = 0.25f;  // of a squared norm, its noise taken off
 constexpr uint32_t kMarkWords = 1024;
 constexpr uint32_t kLongExact = 20;    // tiles of a rank, after which all draws are there in time
+// Thread blocks of a list's team, by its sequence's length: with the root of it, all from so many tokens on. More have less to
+// read each and as long to wait for one another, and of the lists of many sequences fewer are read at a time.
+constexpr float kWholeTeamTokens = 131072;
+__host__ __device__ inline int sampled_team(int list_heads, int64_t len) {
+  const int most = team_size(list_heads), wanted = (int)ceilf(sqrtf((float)len * (1.f / kWholeTeamTokens)) * most);
+  return wanted < 1 ? 1 : wanted < most ? wanted : most;
+}
 constexpr int kDrawTurns = 4, kDrawWarps = 4, kDrawThreads = 32 * kDrawWarps;
 
 // Points of the permutation that its domain may have for `len` tokens.
@@ -60,6 +67,7 @@ struct Outline {
   WorkList w;
   uint32_t list, rank, team, inverse, fixed, residual, pilot;
   uint32_t slot;      // the list's, in scratch of which a list has as much whatever its team
+  uint32_t room;      // members that a list has room for there
   bool scout;         // the list is made up, for its code alone
   uint32_t aim, far;  // draws that are made beside the first look, and beside the second
   uint32_t first;  // tile of the sample that this rank reads, and then every team-th

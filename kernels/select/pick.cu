@@ -6,9 +6,15 @@ namespace {
 
 template <class T, int W, int NT>
 cudaError_t go(PickParams p, cudaStream_t s) {
-  const int team = team_size(p.kv_heads), group = p.q_heads / p.kv_heads, grid = p.rows * p.kv_heads * team;
+  // No row has more pages than the widest.
+  const int group = p.q_heads / p.kv_heads;
+  p.team = pick_team(p.kv_heads, p.stride);
+  const int grid = p.rows * p.kv_heads * p.team;
   const bool shares = p.reduce == TAPER_SUM_OF_GROUP;
-  const size_t keys = ((size_t)p.stride + 3) / 4 * 16, scores = (size_t)pick_share(p.stride, team) * group * 4;
+  // A smaller team's blocks have a warp's sixteen pages each, of which the last team's may have fewer.
+  const uint32_t share = pick_share(p.stride, p.team), round = 16 * kPickWarps, few = (p.stride + 15) / 16 * 16;
+  const size_t keys = ((size_t)p.stride + 3) / 4 * 16;
+  const size_t scores = (size_t)(share > round ? share : few < round ? few : round) * group * 4;
   const size_t smem = shares && scores > keys ? scores : keys;
   p.in_order = grid > sm_count();
   auto start = [&](auto kernel) { return launch(kernel, grid, kPickThreads, smem, s, p.overlap != 0, p); };

@@ -20,6 +20,11 @@ using PickParams = TaperPickParams;
 constexpr int kPickThreads = 512, kPickWarps = kPickThreads / 32, kPickBins = 2 * kPickThreads;
 constexpr int kPickMost = 32768;
 
+// Thread blocks of a list's team, by the pages that its row sees: a warp for every sixteen of them, up to a whole team.
+__host__ __device__ inline int pick_team(int kv_heads, uint32_t entries) {
+  const int most = team_size(kv_heads), wanted = (int)((entries + 16 * kPickWarps - 1) / (16 * kPickWarps));
+  return wanted < 1 ? 1 : wanted < most ? wanted : most;
+}
 // Pages that a thread block scores, of `entries`: every team-th sixteen of them.
 __host__ __device__ inline uint32_t pick_share(uint32_t entries, uint32_t team) {
   return ((entries + 15) / 16 + team - 1) / team * 16;
@@ -34,7 +39,7 @@ struct PickShared {
 
 // A list, and the block's place in its team.
 struct PickPlace {
-  uint32_t team, list, rank, row, kv_head, group;
+  uint32_t team, room, list, rank, row, kv_head, group;  // room: members that a list has room for in scratch
   uint32_t entries, begin, end, n;  // pages seen, and the candidates among them
   uint32_t settled;                 // pages from this one on may be in the making until the launch ahead has ended
 };
@@ -143,7 +148,7 @@ __device__ __forceinline__ void score_shares(const PickParams& p, const PickPlac
       return x.y > 0.f ? x.x + __log2f(x.y) : -INFINITY;
     };
     const float own = all(lane < kPickWarps ? sh.parts[lane][warp] : make_float2(-INFINITY, 0.f));
-    uint64_t* words = p.masses + ((uint64_t)at.list * at.team * at.group + warp) * 2;
+    uint64_t* words = p.masses + ((uint64_t)at.list * at.room * at.group + warp) * 2;
     if (lane == 0) store_relaxed(words + at.rank * at.group * 2, (uint64_t)__float_as_uint(own) << 32 | 1);
     float theirs = -INFINITY;
     if (lane < at.team) {
@@ -305,10 +310,12 @@ __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams 
   if (tid == 0) sh.place = p.in_order ? team_place(p.sync) : blockIdx.x;
   __syncthreads();
   PickPlace at;
-  at.team = team_size(p.kv_heads), at.list = sh.place / at.team, at.rank = sh.place % at.team;
+  at.room = team_size(p.kv_heads), at.list = sh.place / p.team, at.rank = sh.place % p.team;
   at.row = at.list / p.kv_heads, at.kv_head = at.list % p.kv_heads, at.group = p.q_heads / p.kv_heads;
   const uint32_t page = kBlock / p.per_block;
   at.entries = min((p.lens[at.row] + page - 1) / page, (uint32_t)p.stride);
+  at.team = pick_team(p.kv_heads, at.entries);
+  if (at.rank >= at.team) return;
   at.begin = p.begins ? p.begins[at.list] : 0;
   at.end = min(p.ends ? p.ends[at.list] : at.entries, at.entries);
   at.n = at.end > at.begin ? at.end - at.begin : 0;
@@ -327,7 +334,7 @@ __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams 
   if (tid == 0) sh.last = add_acq_rel(p.sync + (1 + at.list) * kTeamLine, 1) == at.team - 1;
   __syncthreads();
   if (!sh.last) return;
-  if (SHARES && tid < at.team * at.group) p.masses[((uint64_t)at.list * at.team * at.group + tid) * 2] = 0;
+  if (SHARES && tid < at.team * at.group) p.masses[((uint64_t)at.list * at.room * at.group + tid) * 2] = 0;
   choose_pages(p, at, out, keys, sh);
 }
 
