@@ -34,7 +34,17 @@ pub struct ArtifactError {
 pub struct Artifacts {
     folder: Option<PathBuf>,
     loaded: BTreeMap<&'static str, Loaded>,
+    /// What was made for another model, with the fingerprints of both.
+    foreign: BTreeMap<&'static str, Foreign>,
     places: Places,
+}
+
+/// Whom an artefact fits, and whom it would have to.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("was made for another model ({made_for}); this one is {own}")]
+struct Foreign {
+    made_for: String,
+    own: String,
 }
 
 /// Where the cache is that a method attends over.
@@ -84,22 +94,26 @@ const MESSAGE_MAX: usize = 600;
 impl ArtifactKind {
     /// Reads a file; what the message quotes of it is no longer than it helps and holds nothing that a terminal obeys.
     fn load(&self, file: &ArtifactFile) -> Result<Loaded, String> {
-        (self.read)(file).map_err(|message| {
-            let plain = |c: char| if c.is_control() && c != '\n' { char::REPLACEMENT_CHARACTER } else { c };
-            let dots = if message.chars().nth(MESSAGE_MAX).is_some() { "…" } else { "" };
-            message.chars().take(MESSAGE_MAX).map(plain).chain(dots.chars()).collect()
-        })
+        (self.read)(file).map_err(|message| plain(&message))
     }
 }
 
+/// A message, or a piece of one, with no more of a file than helps and nothing that a terminal obeys.
+fn plain(message: &str) -> String {
+    let plain = |c: char| if c.is_control() && c != '\n' { char::REPLACEMENT_CHARACTER } else { c };
+    let dots = if message.chars().nth(MESSAGE_MAX).is_some() { "…" } else { "" };
+    message.chars().take(MESSAGE_MAX).map(plain).chain(dots.chars()).collect()
+}
+
 impl Artifacts {
-    /// Reads every artefact that a folder has.
+    /// Reads every artefact that a folder has. One that was made for another model is [known](Self::foreign), and refused to
+    /// whoever asks for it.
     ///
     /// # Errors
-    /// [`ArtifactError`] with the file that is unreadable, malformed, or made for another model; a folder without any.
+    /// [`ArtifactError`] with the file that is unreadable or malformed; a folder without any.
     pub fn open(folder: &Path, model: &ModelKey) -> Result<Self, ArtifactError> {
         let fail = |file: &Path, message: String| ArtifactError { file: file.to_owned(), message };
-        let mut loaded = BTreeMap::new();
+        let (mut loaded, mut foreign) = (BTreeMap::new(), BTreeMap::new());
         let kinds = methods::artifacts();
         for kind in &kinds {
             let path = folder.join(kind.file);
@@ -112,13 +126,16 @@ impl Artifacts {
             }
             let bytes = std::fs::read(&path).map_err(|error| fail(&path, error.to_string()))?;
             let file = ArtifactFile { bytes: &bytes, model };
-            loaded.insert(kind.file, kind.load(&file).map_err(|message| fail(&path, message))?);
+            match file.foreign() {
+                Some(found) => drop(foreign.insert(kind.file, found)),
+                None => drop(loaded.insert(kind.file, kind.load(&file).map_err(|message| fail(&path, message))?)),
+            }
         }
-        if loaded.is_empty() {
+        if loaded.is_empty() && foreign.is_empty() {
             let known: Vec<&str> = kinds.iter().map(|kind| kind.file).collect();
             return Err(fail(folder, format!("holds none of {}", known.join(", "))));
         }
-        Ok(Self { folder: Some(folder.to_owned()), loaded, places: Places::default() })
+        Ok(Self { folder: Some(folder.to_owned()), loaded, foreign, places: Places::default() })
     }
 
     /// The same, for methods that run in these places.
@@ -136,12 +153,18 @@ impl Artifacts {
         self.loaded.keys().copied().collect()
     }
 
+    /// Those that are there and made for another model: the files' names, and which.
+    pub fn foreign(&self) -> impl Iterator<Item = (&'static str, String)> {
+        self.foreign.iter().map(|(file, foreign)| (*file, foreign.to_string()))
+    }
+
     /// One artefact, as the method at `path` of a request needs it.
     pub(crate) fn get<T: Any + Send + Sync>(&self, kind: &ArtifactKind, path: &str) -> Result<Arc<T>, SpecError> {
         let missing = || {
-            let place = match &self.folder {
-                Some(folder) => format!("is not in {}", folder.display()),
-                None => "is not here: the server was started without --artifacts DIR".to_owned(),
+            let place = match (&self.folder, self.foreign.get(kind.file)) {
+                (_, Some(foreign)) => foreign.to_string(),
+                (Some(folder), _) => format!("is not in {}", folder.display()),
+                (None, _) => "is not here: the server was started without --artifacts DIR".to_owned(),
             };
             SpecError::new(
                 path,
@@ -166,6 +189,28 @@ pub(crate) struct Tensors<'a>(SafeTensors<'a>);
 
 /// The header's fields: the format, the method, and the fingerprint of the model.
 const FORMAT: (&str, &str) = ("format", "taper-artefact-1");
+const MODEL: &str = "model";
+
+impl ArtifactFile<'_> {
+    /// What model it was made for, if it is an artefact of ours and that is another one.
+    fn foreign(&self) -> Option<Foreign> {
+        let header = |key: &str| match SafeTensors::read_metadata(self.bytes) {
+            Ok((_, metadata)) => metadata.metadata().as_ref()?.get(key).cloned(),
+            Err(_) => {
+                let table: toml::Table = std::str::from_utf8(self.bytes).ok()?.parse().ok()?;
+                Some(table.get(key)?.as_str()?.to_owned())
+            }
+        };
+        (header(FORMAT.0)? == FORMAT.1).then_some(())?;
+        self.unless_ours(&header(MODEL)?).err()
+    }
+
+    /// An error for what was made for another model.
+    fn unless_ours(&self, made_for: &str) -> Result<(), Foreign> {
+        let own = &self.model.fingerprint;
+        if made_for == own { Ok(()) } else { Err(Foreign { made_for: plain(made_for), own: own.clone() }) }
+    }
+}
 
 impl<'a> ArtifactFile<'a> {
     /// The tensors, once the header agrees with the method and the model.
@@ -182,10 +227,7 @@ impl<'a> ArtifactFile<'a> {
                 return Err(format!("the header's `{key}` is {found:?}; expected {wanted:?}"));
             }
         }
-        let (found, own) = (header("model")?, &self.model.fingerprint);
-        if found != own {
-            return Err(format!("was made for another model ({found}); this one is {own}"));
-        }
+        self.unless_ours(header(MODEL)?).map_err(|foreign| foreign.to_string())?;
         let tensors = SafeTensors::deserialize(self.bytes).map_err(|e| format!("is no safetensors file: {e}"))?;
         Ok((Tensors(tensors), metadata))
     }
@@ -208,10 +250,7 @@ impl ArtifactFile<'_> {
                 return Err(format!("`{key}` is {found:?}; expected {wanted:?}"));
             }
         }
-        let (found, own) = (field("model")?, &self.model.fingerprint);
-        if found != *own {
-            return Err(format!("was made for another model ({found}); this one is {own}"));
-        }
+        self.unless_ours(&field(MODEL)?).map_err(|foreign| foreign.to_string())?;
         table.remove("trained");
         table.try_into().map_err(|e: toml::de::Error| e.message().to_owned())
     }

@@ -163,7 +163,9 @@ pub struct PhaseUsage {
     /// Query heads (per layer and token) that read everything to keep a promise; absent where none is made.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dense_heads: Option<u64>,
-    /// Attention mass kept, as the method measured it on the queries it sampled; absent where it measures none.
+    /// Share of attention mass that the keys read hold, of the queries that the method sampled to choose by (the last ones of a
+    /// prompt or of a part of it) and of no others, which may keep less; absent where it samples none. `audit` measures queries
+    /// drawn at random.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cra: Option<CraUsage>,
     /// Errors against dense attention; absent if nothing was audited.
@@ -171,13 +173,13 @@ pub struct PhaseUsage {
     pub audit: Option<AuditUsage>,
 }
 
-/// Cumulative residual attention: the share of a query's attention mass that the keys read hold.
+/// Cumulative residual attention, of sampled queries: the share of a query's attention mass that the keys read hold.
 #[derive(Debug, Clone, Serialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct CraUsage {
-    /// Over sampled queries, heads and layers.
+    /// Over the sampled queries, query heads and layers.
     pub mean: f64,
-    /// The least of them.
+    /// The least of those; of all queries it may be lower.
     pub min: f64,
 }
 

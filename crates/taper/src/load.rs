@@ -85,15 +85,16 @@ pub fn model(config: &ModelConfig) -> Result<(Model, Tokenizer)> {
     Ok((Model::load(&model, &config.load, &config.device.open()?)?, Tokenizer::load(&model)?))
 }
 
-/// What methods learned offline for a model.
+/// What methods learned offline for a model; of what was made for another one there is a warning.
 ///
 /// # Errors
-/// The file at fault, or one that was made for another model.
+/// The file at fault.
 pub fn artifacts(config: &ModelConfig, key: &ModelKey) -> Result<Artifacts> {
     let artifacts = match &config.artifacts {
         Some(folder) => Artifacts::open(folder, key)?,
         None => Artifacts::default(),
     };
+    artifacts.foreign().for_each(|(file, why)| tracing::warn!("{file} {why}; requests for it are refused"));
     Ok(artifacts.at(places(config.device, config.device)))
 }
 

@@ -3,10 +3,15 @@
 
 Anchors are the rows 0, gamma, 2 gamma, ... below the tail; dense minus sparse there is added to the rows from each up
 to the next. The tail, dense, begins at the largest multiple of gamma that leaves max(tail, gamma) rows or more; tail is 128
-unless it is given, and 0 is none. `recompute` makes only the anchors and the tail dense.
+unless it is given, and 0 is none. `recompute` makes only the anchors and the tail dense. Underneath is a window, or one of
+minference.py's patterns, which sees the tail's rows too.
 """
 
-from common import Array, attend, between, check, dense, first_clear, heads, np, write
+from collections.abc import Callable
+
+from common import Array, attend, between, check, dense, first_clear, heads, np, scores, softmax, write
+
+import minference
 
 BASE = {"method": "streaming_llm", "sink": 4, "window": 32}
 
@@ -20,19 +25,41 @@ def correct(sparse: Array, full: Array, gamma: int, spread: bool, tail: int, fir
     return out
 
 
-def make(name: str, settings: dict, shape: dict, seed: int) -> None:
+def near(sink: int, window: int) -> Callable[[Array, Array], Array]:
+    """The mask of a window."""
+
+    def mask(q: Array, _: Array) -> Array:
+        n = len(q)
+        mask = np.zeros((n, 1, n), bool)
+        for row in range(n):
+            mask[row, 0, : row + 1] = ~between(row + 1, sink, window)
+        return mask
+
+    return mask
+
+
+def striped(vertical: int, slash: int, queries: int) -> Callable[[Array, Array], Array]:
+    def mask(q: Array, k: Array) -> Array:
+        p = softmax(scores(q, k))
+        return minference.striped(*minference.stripes(p, vertical, slash, queries))
+
+    return mask
+
+
+def blocks(count: int) -> Callable[[Array, Array], Array]:
+    def mask(q: Array, k: Array) -> Array:
+        return minference.tiled(minference.pooled(q, k, [count] * q.shape[1]), len(q))
+
+    return mask
+
+
+def make(name: str, settings: dict, shape: dict, seed: int, base=near(4, 32), other=near(4, 33)) -> None:
+    """`base` is the mask of the method underneath, `other` one that it might be taken for."""
     gamma, mode, least = settings["gamma"], settings["mode"], settings.get("tail", 128)
     q, k, v = heads(seed, **shape)
     n = len(q)
     full = dense(q, k, v)
-
-    def base(sink: int, window: int) -> Array:
-        mask = np.zeros((n, 1, n), bool)
-        for row in range(n):
-            mask[row, 0, : row + 1] = ~between(row + 1, sink, window)
-        return attend(q, k, v, mask)
-
-    sparse, spread = base(4, 32), mode == "delta"
+    sparse, spread = attend(q, k, v, base(q, k)), mode == "delta"
     tail = (n - max(least, gamma)) // gamma * gamma if least else n
     out = correct(sparse, full, gamma, spread, tail)
     wrong = {
@@ -40,7 +67,7 @@ def make(name: str, settings: dict, shape: dict, seed: int) -> None:
         "anchors counted from one": correct(sparse, full, gamma, spread, tail, gamma - 1),
         "a longer tail": correct(sparse, full, gamma, spread, tail - gamma),
         "another gamma": correct(sparse, full, gamma // 2, spread, tail),
-        "a longer window": correct(base(4, 33), full, gamma, spread, tail),
+        "another base": correct(attend(q, k, v, other(q, k)), full, gamma, spread, tail),
         "no correction": sparse,
     }
     if least:
@@ -64,6 +91,14 @@ def main() -> None:
     for name, tail in [("no-tail", 0), ("short-tail", 40)]:
         settings = {"method": "delta", "gamma": 16, "tail": tail, "mode": "delta", "base": BASE}
         first_clear(lambda seed: make(f"delta-{name}", settings, shape, seed))
+    shape = {"n": 651, "kv_heads": 1, "group": 2, "d": 8}
+    striping = {"method": "minference", "pattern": "vertical_slash", "vertical": 40, "slash": 110, "queries": 64}
+    settings = {"method": "delta", "gamma": 48, "tail": 100, "mode": "delta", "base": striping}
+    masks = striped(40, 110, 64), striped(36, 110, 64)
+    first_clear(lambda seed: make("delta-vertical_slash", settings, shape, seed, *masks))
+    settings = settings | {"base": {"method": "minference", "pattern": "block_sparse", "blocks": 2}}
+    shape |= {"n": 347, "d": 16}
+    first_clear(lambda seed: make("delta-block_sparse", settings, shape, seed, blocks(2), blocks(3)))
 
 
 if __name__ == "__main__":

@@ -41,48 +41,67 @@ def maps(rng: np.random.Generator, base: list[Array], noise: float) -> Layers:
     return layers
 
 
-def make(name: str, kv_heads: int, group: int, key_maps: int, seed: int) -> None:
-    q, k, v = heads(seed, n=397, kv_heads=kv_heads, group=group, d=D, rows=3)
+def networks(seed: int, kv_heads: int, group: int, key_maps: int) -> tuple[Layers, Layers]:
+    """The queries' and the keys'."""
     rng = np.random.default_rng([seed, 1])
-    q_heads = kv_heads * group
     shapes = [(HIDDEN, D), (HIDDEN, HIDDEN), (BITS, HIDDEN)]
     # The last layer is wide, so that few outputs lie near 0.
     base = [gain / math.sqrt(shape[1]) * rng.normal(size=(kv_heads, *shape)) for shape, gain in zip(shapes, [2, 3, 40])]
     query = maps(rng, [np.repeat(weight, group, axis=0) for weight in base], 0.3)
-    key = maps(rng, [np.repeat(weight, key_maps // kv_heads, axis=0) for weight in base], 0.3)
+    return query, maps(rng, [np.repeat(weight, key_maps // kv_heads, axis=0) for weight in base], 0.3)
 
-    def chooser(score=lambda s: s.sum(axis=0), k: int = SETTINGS["k"], last: bool = False, activation=silu) -> Choose:
-        def choose(q: Array, keys: Array, h: int) -> Array:
-            mine = slice(h * group, (h + 1) * group)
-            theirs = slice(h * key_maps // kv_heads, (h + 1) * key_maps // kv_heads)
-            asked = codes([(w[mine], b[mine]) for w, b in query], q[:, None], activation)
-            layers = [(w[theirs], b[theirs]) for w, b in key]
-            held = codes(layers, np.repeat(keys[None], key_maps // kv_heads, axis=0), activation)
-            scores = BITS - 2 * (asked != held).sum(axis=2)
-            candidates = between(len(keys), SETTINGS["sink"], SETTINGS["window"])
-            chosen = ~candidates
-            order = np.flatnonzero(candidates)[:: -1 if last else 1]
-            chosen[top(score(scores), order, k, ties=True)] = True
-            return chosen
 
-        return choose
-
-    wrong = {
-        "the higher index among equals": chooser(last=True),
-        "one key more": chooser(k=41),
-        "one key less": chooser(k=39),
-        "softmax of the scores": chooser(importance),
-        "the first head": chooser(lambda s: s[0]),
-        "ReLU": chooser(activation=lambda x: np.maximum(x, 0)),
-    }
-    artefacts = {
+def artefact(query: Layers, key: Layers) -> dict[str, Array]:
+    return {
         f"layers.0.{side}.{i}.{part}": x
         for side, layers in [("query", query), ("key", key)]
         for i, layer in enumerate(layers)
         for part, x in zip(["weight", "bias"], layer)
     }
-    assert query[0][0].shape == (q_heads, HIDDEN, D) and key[2][1].shape == (key_maps, BITS)
-    decode(name, SETTINGS, (q, k, v), chooser(), wrong, artefacts)
+
+
+def chooser(
+    kv_heads: int,
+    query: Layers,
+    key: Layers,
+    settings: dict = SETTINGS,
+    score=lambda s: s.sum(axis=0),
+    more: int = 0,
+    last: bool = False,
+    activation=silu,
+) -> Choose:
+    group, key_maps = len(query[0][0]) // kv_heads, len(key[0][0])
+
+    def choose(q: Array, keys: Array, h: int) -> Array:
+        mine = slice(h * group, (h + 1) * group)
+        theirs = slice(h * key_maps // kv_heads, (h + 1) * key_maps // kv_heads)
+        asked = codes([(w[mine], b[mine]) for w, b in query], q[:, None], activation)
+        layers = [(w[theirs], b[theirs]) for w, b in key]
+        held = codes(layers, np.repeat(keys[None], key_maps // kv_heads, axis=0), activation)
+        scores = BITS - 2 * (asked != held).sum(axis=2)
+        candidates = between(len(keys), settings["sink"], settings["window"])
+        chosen = ~candidates
+        order = np.flatnonzero(candidates)[:: -1 if last else 1]
+        chosen[top(score(scores), order, settings["k"] + more, ties=True)] = True
+        return chosen
+
+    return choose
+
+
+def make(name: str, kv_heads: int, group: int, key_maps: int, seed: int) -> None:
+    qkv = heads(seed, n=397, kv_heads=kv_heads, group=group, d=D, rows=3)
+    query, key = networks(seed, kv_heads, group, key_maps)
+    args = (kv_heads, query, key)
+    wrong = {
+        "the higher index among equals": chooser(*args, last=True),
+        "one key more": chooser(*args, more=1),
+        "one key less": chooser(*args, more=-1),
+        "softmax of the scores": chooser(*args, score=importance),
+        "the first head": chooser(*args, score=lambda s: s[0]),
+        "ReLU": chooser(*args, activation=lambda x: np.maximum(x, 0)),
+    }
+    assert query[0][0].shape == (kv_heads * group, HIDDEN, D) and key[2][1].shape == (key_maps, BITS)
+    decode(name, SETTINGS, qkv, chooser(*args), wrong, artefact(query, key))
 
 
 def main() -> None:

@@ -43,6 +43,8 @@ def main() -> None:
     # A share of the visible keys, rounded up: 29 of 282, 283, 284 and 285.
     shape = {"n": 285, "kv_heads": 2, "group": 1, "d": 64, "rows": 4}
     first_clear(lambda seed: make("oracle_top_k-share", settings | {"k": 0.1}, shape, seed))
+    shape = {"n": 149, "kv_heads": 1, "group": 4, "d": 128, "rows": 3}
+    first_clear(lambda seed: make("oracle_top_k-wide", settings | {"k": 20}, shape, seed))
 
 
 if __name__ == "__main__":

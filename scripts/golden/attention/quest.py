@@ -54,6 +54,9 @@ def main() -> None:
     # A share of the visible keys, 77 or 78 of them: five pages. The rows lie on both sides of a page's beginning.
     shape = {"n": 386, "kv_heads": 2, "group": 2, "d": 32, "rows": 4}
     first_clear(lambda seed: make("quest-share", settings | {"k": 0.201}, shape, seed))
+    # Heads as wide and groups as large as those of the models that most serve.
+    shape = {"n": 149, "kv_heads": 1, "group": 4, "d": 128, "rows": 2}
+    first_clear(lambda seed: make("quest-wide", settings | {"k": 32, "page": 8}, shape, seed))
 
 
 if __name__ == "__main__":

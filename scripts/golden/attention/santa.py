@@ -259,6 +259,7 @@ def main() -> None:
         # Fewer samples than tiles: one in each.
         ("santa-flash-few", {"method": "santa", "samples": 8, "kernel": "flash", "tile": 32}, shape),
         ("santa-prop_lr", {"method": "santa", "samples": 64, "kernel": "prop_lr", "tile": 32}, shape),
+        ("santa-wide", prop, {"n": 149, "kv_heads": 1, "group": 4, "d": 128, "rows": 2}),
     ]:
         first_clear(lambda seed: make(name, settings, shape, seed))
     small = {"n": 301, "kv_heads": 2, "group": 3, "d": 32, "rows": 2}

@@ -2,7 +2,7 @@
 """vAttention's decoding (see common.py): sinks, a window, the top keys, and a sample that stands for the rest.
 
 Read exactly are the first `sink` keys, the last `window`, and of the others the `top_k` of the largest probability,
-summed over the group. r keys are left. A pilot of the first b0 = `pilot_tokens` of them, in the order of a permutation
+summed over the group, or what quest.py or hash_attention.py predicts for as many. r keys are left. A pilot of the first b0 = `pilot_tokens` of them, in the order of a permutation
 of all visible keys that `seed` keys, says for each head how many keys the promise takes: relative error at most
 epsilon with probability at least 1 - delta. The group reads what its neediest head needs. Needed are more keys than
 were drawn: the sample grows to as many, but to at most twice its size, and is looked at again, until no
@@ -20,7 +20,7 @@ T of e v and R of e (v - o) (traces of covariances), z(p) the normal distributio
   variance 2 Tr(S^2), S the covariance of e (v - o), by Wilson and Hilferty. Tr(S^2) / Tr(S)^2, which is between 1 / d
   and 1, is of the first 40 keys drawn, their e (v - o) less the sample's mean, the sum over pairs of different ones of
   their squared products over that of the products of their squared norms. For keys heavier than all that were drawn,
-  u = 0.65 ln(delta)^2 s^1.5, s the heaviest's share of the sum of e^2.
+  u = 1.2 ln(delta)^2 s^1.5, s the heaviest's share of the sum of e^2.
 
 |N| and |o| are less the sample's noise: of |N|^2 the part r^2 T (1 / b - 1 / r), of |o|^2 r^2 R (1 / b - 1 / r) / D^2
 is taken off; less than a quarter left is too noisy to tell. Without replacement it takes b / (1 + b / r), rounded up.
@@ -30,12 +30,15 @@ from collections.abc import Callable
 from statistics import NormalDist
 
 from common import Array, Unclear, between, check, dense, drawn, f16, first_clear, heads, importance, math, np
-from common import scores, top, weighed, write
+from common import Choose, scores, top, weighed, write
+
+import hash_attention
+import quest
 
 SEED = 0x0123456789ABCDEF
 SPLITS = [0.02, 0.05, 0.1, 0.2, 0.3, 0.5]
 PAIRS = 40
-UNSEEN = 0.65
+UNSEEN = 1.2
 
 z = NormalDist().inv_cdf
 
@@ -110,7 +113,17 @@ def needed(
     return root**2 if replaced else root**2 / (1 + root**2 / rest)
 
 
-def make(name: str, settings: dict, shape: dict, data: int, lean: float = 0.0, noisy: bool = False) -> None:
+def make(
+    name: str,
+    settings: dict,
+    shape: dict,
+    data: int,
+    lean: float = 0.0,
+    noisy: bool = False,
+    predict: Callable[[int], Choose] | None = None,
+    artefacts: dict[str, Array] | None = None,
+) -> None:
+    """`predict`: which keys are read exactly, for as many predicted ones; the oracle's unless it is given."""
     q, k, v = heads(data, **shape)
     v = f16(v + lean)
     rows, n, kv_heads, group = len(q), len(k), k.shape[1], shape["group"]
@@ -121,6 +134,7 @@ def make(name: str, settings: dict, shape: dict, data: int, lean: float = 0.0, n
     def weights(
         top_k=settings["top_k"],
         first_head=False,
+        oracle=predict is None,
         over_all=False,
         one_look=False,
         unit=False,
@@ -137,7 +151,10 @@ def make(name: str, settings: dict, shape: dict, data: int, lean: float = 0.0, n
                 s = all_scores[r, h * group : (h + 1) * group, :m]
                 candidates = between(m, sink, window)
                 fixed = ~candidates
-                fixed[top(importance(s), np.flatnonzero(candidates), top_k)] = True
+                if oracle:
+                    fixed[top(importance(s), np.flatnonzero(candidates), top_k)] = True
+                elif top_k:
+                    fixed = predict(top_k)(q[r, h * group : (h + 1) * group], k[:m, h], h)
                 sample = drawn(fixed, seed, h)
                 rest = len(sample)
                 size, looks = pilot, 0
@@ -175,12 +192,14 @@ def make(name: str, settings: dict, shape: dict, data: int, lean: float = 0.0, n
         "draws with replacement": weights(replaced=True),
         "the first head's budget": weights(first_head=True),
         "the rest's sum alone": weights(over_all=True),
-        "one top key more": weights(top_k=settings["top_k"] + 1),
+        "more top keys": weights(top_k=settings["top_k"] + (1 if predict is None else 16)),
         "no top keys": weights(top_k=0),
         "the pilot alone": weights(other={"epsilon": 100}),
         "one look": weights(one_look=True),
         "another seed": weights(seed=SEED >> 32),
     }
+    if predict is not None:
+        wrong["the oracle's keys"] = weights(oracle=True)
     if rule == "denominator":
         wrong["one-sided"] = weights(one_sided=True)
     else:
@@ -194,6 +213,7 @@ def make(name: str, settings: dict, shape: dict, data: int, lean: float = 0.0, n
     out = weighed(q, k, v, chosen)
     check(out, dense(q, k, v), {key: weighed(q, k, v, other) for key, other in wrong.items()})
     arrays = {"q": q, "k": k, "v": v, "out": out, "selected": chosen > 0, "sizes": sizes}
+    arrays |= {f"artefact.{key}": x for key, x in (artefacts or {}).items()}
     write(name, {"decode": settings}, arrays, seed=SEED)
 
 
@@ -214,6 +234,30 @@ def main() -> None:
         first_clear(lambda data: make(f"vattention-{rule}", own, shape, data, lean))
     own = settings | {"rule": "chi2", "epsilon": 0.4, "delta": 0.2, "pilot_tokens": 12}
     first_clear(lambda data: make("vattention-noisy", own, shape, data, 0.2, noisy=True))
+
+    own = settings | {"rule": "chi2", "epsilon": 0.1, "delta": 0.1}
+    paged = own | {"top_k": 32, "top": {"method": "quest", "page": 8}}
+
+    def by_pages(top_k: int) -> Choose:
+        return quest.chooser(top_k, paged["sink"], paged["window"], 8)
+
+    first_clear(lambda data: make("vattention-quest", paged, shape, data, 1.5, predict=by_pages))
+    hashed = own | {"top_k": 32, "top": {"method": "hash_attention"}}
+    shape = {"n": 501, "kv_heads": 1, "group": 2, "d": 32, "rows": 2}
+
+    def by_codes(data: int) -> None:
+        query, key = hash_attention.networks(data, 1, 2, 1)
+
+        def predict(top_k: int) -> Choose:
+            return hash_attention.chooser(1, query, key, hashed | {"k": top_k})
+
+        learned = hash_attention.artefact(query, key)
+        make("vattention-hash_attention", hashed, shape, data, 1.5, predict=predict, artefacts=learned)
+
+    first_clear(by_codes)
+    wide = own | {"epsilon": 0.2, "top_k": 8, "sink": 2, "window": 4, "pilot_tokens": 12}
+    shape = {"n": 151, "kv_heads": 1, "group": 4, "d": 128, "rows": 2}
+    first_clear(lambda data: make("vattention-wide", wide, shape, data, 1.0))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
 use serde_json::{Value, json};
+use std::path::Path;
 use taper_kv_cache::{KvPool, KvShape};
 
 const HEAD_DIM: usize = 64;
@@ -244,4 +245,52 @@ fn what_is_no_regular_file_is_not_opened() {
     let message = Artifacts::open(&folder, &model()).unwrap_err().to_string();
     std::fs::remove_dir_all(&folder).unwrap();
     assert!(message.contains("saap.safetensors: is not a regular file"), "{message}");
+}
+
+/// A folder with files, for as long as `run` takes.
+fn in_folder<T>(name: &str, files: &[(&str, Vec<u8>)], run: impl FnOnce(&Path) -> T) -> T {
+    let folder = std::env::temp_dir().join(format!("taper-{name}-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    files.iter().for_each(|(file, bytes)| std::fs::write(folder.join(file), bytes).unwrap());
+    let result = run(&folder);
+    std::fs::remove_dir_all(&folder).unwrap();
+    result
+}
+
+#[test]
+fn what_was_made_for_another_model_is_known_and_refused_by_name() {
+    let other = ModelKey { fingerprint: "other".into(), ..model() };
+    let files = files();
+    let held: Vec<_> = files.iter().map(|(file, bytes, _)| (*file, bytes.clone())).collect();
+    let artifacts = in_folder("foreign", &held, |folder| Artifacts::open(folder, &other)).unwrap();
+    assert_eq!((artifacts.names().len(), artifacts.foreign().count()), (0, files.len()));
+    for (file, _, spec) in &files {
+        let error = AttentionSpec::from_json(spec, "attention", &artifacts).unwrap_err();
+        let both = format!("needs the artefact {file}, which was made for another model (test); this one is other");
+        assert!(error.path.starts_with("attention.") && error.message.contains(&both), "{error:?}");
+    }
+    // Those of this model are none the worse for one that is not.
+    let mixed =
+        [held[0].clone(), (held[4].0, String::from_utf8(held[4].1.clone()).unwrap().replace("test", "x").into())];
+    let artifacts = in_folder("mixed", &mixed, |folder| Artifacts::open(folder, &model())).unwrap();
+    assert_eq!(artifacts.names(), [mixed[0].0]);
+    assert_eq!(artifacts.foreign().map(|(file, _)| file).collect::<Vec<_>>(), [mixed[1].0]);
+    assert!(AttentionSpec::from_json(&files[0].2, "attention", &artifacts).is_ok());
+}
+
+/// What no model could read ends the start, whomever it says it was made for.
+#[test]
+fn a_malformed_artefact_is_an_error_at_once() {
+    let all = files();
+    let (file, bytes) = (all[0].0, &all[0].1);
+    let toml = |text: &str| (all[5].0, text.as_bytes().to_vec());
+    for (bad, message) in [
+        ((file, bytes[..bytes.len() - 1].to_vec()), "is no safetensors file"),
+        (toml("format = \"taper-artefact-1\"\nmodel = \"other"), "is no TOML file"),
+        (toml("format = \"taper-artefact-2\"\nmethod = \"sample_attention\"\nmodel = \"other\""), "`format` is"),
+        (toml("format = \"taper-artefact-1\"\nmethod = \"sample_attention\"\nmodel = 3"), "expected a string"),
+    ] {
+        let error = in_folder("malformed", &[bad], |folder| Artifacts::open(folder, &model()).unwrap_err().to_string());
+        assert!(error.contains(message), "{error}");
+    }
 }

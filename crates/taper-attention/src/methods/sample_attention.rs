@@ -5,7 +5,9 @@
 //! each the fewest that hold a share `alpha_c` and `alpha_s` are read by all rows of the chunk, and besides their own
 //! block and block 0.
 //!
-//! What the sampled rows keep of their probability is measured and reported: its mean and least are the method's CRA.
+//! What the sampled rows, and no others, keep of their probability is measured: mean and least over them, their query heads
+//! and the layers are reported as `cra`. The choice was made by these rows, so that a chunk's other rows may keep less; the
+//! paper's CRA is the least of all rows. What becomes of rows drawn at random, `audit` measures.
 //!
 //! # Causality
 //! Every row reads only what stands before it, but which of it depends on the chunk's last rows. A prompt is chosen for

@@ -29,8 +29,10 @@ impl Golden {
     /// The learned part that the file brings for its method.
     pub fn artifacts(&self, shape: AttentionShape) -> Artifacts {
         let spec = self.spec();
-        let method = &spec["decode"]["method"];
-        let Some(method) = method.as_str() else { return Artifacts::default() };
+        let decode = &spec["decode"];
+        let Some(method) = decode["top"]["method"].as_str().or(decode["method"].as_str()) else {
+            return Artifacts::default();
+        };
         let of_method =
             |(name, tensor): (&String, &Tensor)| Some((name.strip_prefix("artefact.")?.to_owned(), tensor.clone()));
         let tensors: Vec<_> = self.tensors.iter().filter_map(of_method).collect();
