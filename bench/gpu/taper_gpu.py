@@ -382,7 +382,7 @@ def quantiles(delta):
 def unseen(delta):
     """What chi2 adds to a sample's variance, in units of its heaviest key's share to the power of 3/2."""
     from math import log
-    return 0.65 * log(delta)**2
+    return 1.2 * log(delta)**2
 
 
 def team_size(list_heads):
