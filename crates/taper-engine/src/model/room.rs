@@ -21,6 +21,10 @@ const SLICE_ROWS: u64 = 4096;
 const LOGIT_ROWS: u64 = 64;
 /// Chunks of whole prompts that are underway at a time.
 const CHUNKS: u64 = 2;
+/// Rows that samples are drawn for at a time (`DECODE_ROWS` of `taper_attention`), and bytes that one takes for each token of a KV
+/// head: up to four places of a permutation, as many again since room grows by doubling. Scores are for up to half of the tokens.
+const SAMPLED_ROWS: u64 = 16;
+const DRAWN_BYTES: u64 = 32;
 /// Of what is free this share is left alone, for other programs and the driver.
 const SPARE: u64 = 20;
 
@@ -35,6 +39,8 @@ pub(super) struct Needs {
     pub(super) context: u64,
     /// What a chunk that is underway keeps of a token: residual stream, queries and angles.
     chunk_token: u64,
+    /// What samples of as many rows as are drawn for at a time take of a token.
+    sampled_token: u64,
     /// What a step makes: the rows of a layer, and logits.
     step: u64,
 }
@@ -51,6 +57,7 @@ impl Needs {
             elsewhere: elsewhere as u64,
             context: config.context_length as u64,
             chunk_token: f32s(hidden_size + (q_heads + 1) * head_dim),
+            sampled_token: SAMPLED_ROWS * (DRAWN_BYTES * kv_heads as u64 + f32s(q_heads)),
             step: SLICE_ROWS * row + LOGIT_ROWS * f32s(2 * vocab_size),
         }
     }
@@ -65,7 +72,9 @@ impl Needs {
     pub(super) fn sum(&self, free: u64) -> Sum {
         let block_tokens = BLOCK_TOKENS as u64;
         let (spare, elsewhere) = (free / SPARE, self.elsewhere * self.block / 2);
-        let fixed = spare + GRAPHS + self.least() + elsewhere;
+        // Where contexts are so long that sixteen are not there at a time, no more than a share of what is free.
+        let samples = (self.sampled_token * self.context).min(free / SPARE);
+        let fixed = spare + GRAPHS + samples + self.least() + elsewhere;
         let left = free.saturating_sub(fixed);
         let with_index = self.block + self.block / 2;
         // Up to so many tokens a larger cache has larger chunks too.
@@ -79,6 +88,7 @@ impl Needs {
             free,
             spare,
             graphs: GRAPHS,
+            samples,
             least: self.least(),
             chunks: most_chunked.min(blocks * block_tokens) * self.chunk_token,
             indices: elsewhere + blocks * (self.block / 2),
@@ -94,6 +104,7 @@ pub(super) struct Sum {
     free: u64,
     spare: u64,
     graphs: u64,
+    samples: u64,
     /// As [`Needs::least`].
     least: u64,
     chunks: u64,
@@ -104,10 +115,11 @@ pub(super) struct Sum {
 
 impl Sum {
     /// What takes how much.
-    fn parts(&self) -> [(&'static str, u64); 6] {
+    fn parts(&self) -> [(&'static str, u64); 7] {
         [
             ("left alone", self.spare),
             ("graphs of steps, at most", self.graphs),
+            ("samples of decode methods, at most", self.samples),
             ("kernels and what a step makes", self.least),
             ("chunks of whole prompts, at most", self.chunks),
             ("indices of decode methods, at most", self.indices),
@@ -188,7 +200,7 @@ mod tests {
     use proptest::prelude::*;
 
     const GIB: u64 = 1 << 30;
-    const SMALL: Needs = Needs { block: 100, elsewhere: 0, context: 256, chunk_token: 0, step: 0 };
+    const SMALL: Needs = Needs { block: 100, elsewhere: 0, context: 256, chunk_token: 0, sampled_token: 0, step: 0 };
 
     fn said(blocks: Result<usize, LoadError>) -> String {
         blocks.unwrap_err().to_string()
@@ -244,11 +256,12 @@ mod tests {
             elsewhere in 0u64..2000,
             context in 1u64..1 << 20,
             chunk_token in 0u64..1 << 17,
+            sampled_token in 0u64..1 << 15,
             step in 0u64..4 * GIB,
             free in 0u64..300 * GIB,
             more in 0u64..8 * GIB,
         ) {
-            let needs = Needs { block, elsewhere, context, chunk_token, step };
+            let needs = Needs { block, elsewhere, context, chunk_token, sampled_token, step };
             let sum = needs.sum(free);
             let all: u64 = sum.parts().iter().map(|(_, bytes)| bytes).sum();
             prop_assert!(sum.blocks == 0 || all <= free, "{:?}", sum);
