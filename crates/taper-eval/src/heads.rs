@@ -54,6 +54,17 @@ pub struct HeadsRow {
     pub p99: f64,
     /// Of a method that makes a promise.
     pub promise: Option<Promised>,
+    /// The squared relative error of each head, in the order of texts, layers and heads.
+    pub squares: Vec<Estimate>,
+}
+
+/// A mean over some draws.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Estimate {
+    /// The mean.
+    pub mean: f64,
+    /// Its standard error; 0 of a single draw.
+    pub error: f64,
 }
 
 /// How a promise was kept.
@@ -63,6 +74,8 @@ pub struct Promised {
     pub over: f64,
     /// That of the head with the most.
     pub most: f64,
+    /// Which head that is.
+    pub worst: Place,
     /// Heads over the quantile.
     pub broken: usize,
     /// Share of draws whose size the promise decided: neither the first look's nor everything.
@@ -71,6 +84,17 @@ pub struct Promised {
     pub decided_over: f64,
     /// Share of draws that read everything to keep the promise.
     pub dense: f64,
+}
+
+/// Where a query head stands.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Place {
+    /// Of the texts.
+    pub text: usize,
+    /// Of the model's layers.
+    pub layer: usize,
+    /// Of the layer's query heads.
+    pub head: usize,
 }
 
 /// Quantile at which a head's violations count as a promise broken.
@@ -148,7 +172,9 @@ pub fn heads(
                     let q = q.to_device(model.device())?;
                     replay((shape, model.rotary(), capture.pool()), &sequence, layer, &q, seeds)
                 };
-                tallies.extend(head_by_head(&shape, plan, q, &mut attend).map_err(TrainError::compute(layer))?);
+                let drawn = head_by_head(&shape, plan, q, &mut attend).map_err(TrainError::compute(layer))?;
+                let placed = |(head, tally)| Tally { place: Place { text: index, layer, head }, ..tally };
+                tallies.extend(drawn.into_iter().enumerate().map(placed));
                 progress.advance();
             }
         }
@@ -166,6 +192,7 @@ fn spec(method: &Method, artifacts: &Artifacts) -> std::result::Result<Arc<Atten
 /// The draws of one query head.
 #[derive(Debug, Clone, Default)]
 struct Tally {
+    place: Place,
     errors: Vec<f32>,
     read: u64,
     there: u64,
@@ -228,28 +255,39 @@ impl Tally {
             }
         }
     }
+
+    /// The mean of the squared errors.
+    fn square(&self) -> Estimate {
+        let draws = self.errors.len() as f64;
+        let squares = || self.errors.iter().map(|e| f64::from(*e).powi(2));
+        let mean = squares().sum::<f64>() / draws;
+        let variance = squares().map(|square| (square - mean).powi(2)).sum::<f64>() / (draws - 1.0).max(1.0);
+        Estimate { mean, error: (variance / draws).sqrt() }
+    }
 }
 
 fn summed(length: usize, method: String, tallies: &[Tally]) -> HeadsRow {
     let sum = |of: fn(&Tally) -> u64| tallies.iter().map(of).sum::<u64>();
     let share = |a: u64, b: u64| if b == 0 { 0.0 } else { a as f64 / b as f64 };
     let draws = sum(|t| t.errors.len() as u64);
-    let mean_square = |t: &Tally| t.errors.iter().map(|e| f64::from(*e).powi(2)).sum::<f64>() / t.errors.len() as f64;
-    let rms = (tallies.iter().map(mean_square).sum::<f64>() / tallies.len().max(1) as f64).sqrt();
+    let squares: Vec<Estimate> = tallies.iter().map(Tally::square).collect();
+    let rms = (squares.iter().map(|square| square.mean).sum::<f64>() / tallies.len().max(1) as f64).sqrt();
     let mut errors: Vec<f32> = tallies.iter().flat_map(|t| t.errors.iter().copied()).collect();
     errors.sort_by(f32::total_cmp);
     let p99 = errors.get((errors.len() * 99).div_ceil(100).saturating_sub(1)).copied().unwrap_or(0.0);
     let rate = |t: &Tally| share(t.over, t.errors.len() as u64);
-    let promise = tallies.first().and_then(|t| t.promise).map(|(_, delta)| Promised {
+    let worst = tallies.iter().max_by(|a, b| rate(a).total_cmp(&rate(b)));
+    let promise = worst.and_then(|t| Some((t, t.promise?.1))).map(|(worst, delta)| Promised {
         over: tallies.iter().map(rate).sum::<f64>() / tallies.len().max(1) as f64,
-        most: tallies.iter().map(rate).fold(0.0, f64::max),
+        most: rate(worst),
+        worst: worst.place,
         broken: tallies.iter().filter(|t| t.over > most_violations(t.errors.len() as u64, delta)).count(),
         decided: share(sum(|t| t.decided), draws),
         decided_over: share(sum(|t| t.decided_over), sum(|t| t.decided)),
         dense: share(sum(|t| t.dense), draws),
     });
     let density = share(sum(|t| t.read), sum(|t| t.there));
-    HeadsRow { length, method, heads: tallies.len(), density, rms, p99: p99.into(), promise }
+    HeadsRow { length, method, heads: tallies.len(), density, rms, p99: p99.into(), promise, squares }
 }
 
 /// Violations in `draws` that a promise of `delta` kept exactly has at most, with probability [`CONFIDENCE`].
@@ -260,7 +298,7 @@ fn most_violations(draws: u64, delta: f64) -> u64 {
 /// One row a method and length.
 pub fn heads_table(rows: &[HeadsRow], style: Style) -> String {
     let names = ["length", "decode", "heads", "density", "error rms", "error p99"];
-    let promised = ["over epsilon", "most", "broken", "decided", "over, decided", "dense"];
+    let promised = ["over epsilon", "most", "text/layer/head", "broken", "decided", "over, decided", "dense"];
     let any = rows.iter().any(|row| row.promise.is_some());
     let head = names.into_iter().chain(if any { &promised[..] } else { &[] }.iter().copied());
     let mut lines = vec![head.map(str::to_owned).collect::<Vec<_>>()];
@@ -269,7 +307,8 @@ pub fn heads_table(rows: &[HeadsRow], style: Style) -> String {
         line.extend([row.density, row.rms, row.p99].map(|x| format!("{x:.4}")));
         if let Some(p) = &row.promise {
             let percent = |share: f64| format!("{:.2} %", 100.0 * share);
-            line.extend([percent(p.over), percent(p.most), p.broken.to_string()]);
+            let Place { text, layer, head } = p.worst;
+            line.extend([percent(p.over), percent(p.most), format!("{text}/{layer}/{head}"), p.broken.to_string()]);
             line.extend([p.decided, p.decided_over, p.dense].map(percent));
         } else if any {
             line.extend(vec![String::new(); promised.len()]);

@@ -24,7 +24,7 @@ mod words;
 
 pub use candle_core::DType;
 pub use error::EvalError;
-pub use heads::{HeadsPlan, HeadsRow, Promised, heads, heads_table, with_promises};
+pub use heads::{Estimate, HeadsPlan, HeadsRow, Place, Promised, heads, heads_table, with_promises};
 pub use method::{Method, Phase};
 pub use results::{Cell, Header, Record, Results};
 pub use run::{Fork, Outcome, Plan, Watch, run, write_prompts};

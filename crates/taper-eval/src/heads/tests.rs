@@ -66,16 +66,22 @@ fn tallies_tell_violations_and_decided_draws() {
         budgets: Some(vec![budget(10, false), budget(20, false), budget(30, false), budget(100, true)]),
         promise: Some((0.1, 0.25)),
     };
-    let mut tally = Tally::default();
+    let place = Place { text: 1, layer: 4, head: 7 };
+    let mut tally = Tally { place, ..Tally::default() };
     (0..4).for_each(|draw| tally.add(&drawn, draw, draw));
     let row = summed(100, "x".into(), &[tally]);
     assert_eq!(row.density, 0.4);
-    let promise = Promised { over: 0.75, most: 0.75, broken: 0, decided: 0.5, decided_over: 1.0, dense: 0.25 };
+    let (over, most, decided_over) = (0.75, 0.75, 1.0);
+    let promise = Promised { over, most, worst: place, broken: 0, decided: 0.5, decided_over, dense: 0.25 };
     assert_eq!(row.promise, Some(promise));
+    assert!(row.squares[0].mean.is_nan());
+    // Squares 1, 9 and 17 up to rounding: a variance of 64.
+    let Estimate { mean, error } = Tally { errors: vec![1.0, 3.0, 17f32.sqrt()], ..Tally::default() }.square();
+    assert!((mean - 9.0).abs() < 1e-5 && (error - (64.0f64 / 3.0).sqrt()).abs() < 1e-5, "{mean} {error}");
     // 2,000 draws at 0.05.
     assert_eq!(most_violations(2000, 0.05), 131);
     let table = heads_table(&[row], Style::Markdown);
-    assert!(table.contains("| 75.00 % | 75.00 % | 0 | 50.00 % | 100.00 % | 25.00 % |"), "{table}");
+    assert!(table.contains("| 75.00 % | 75.00 % | 1/4/7 | 0 | 50.00 % | 100.00 % | 25.00 % |"), "{table}");
 }
 
 #[test]
