@@ -45,24 +45,13 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams p) {
   constexpr int kPairs = D / 16;  // pairs of pieces a head
   // No kernel reads, before it waits, what this one's predecessors write.
   launch_dependents();
+  wait_for_predecessor();
   const int heads = p.q_heads + 2 * p.kv_heads;
   const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
+  if (i >= (int64_t)p.tokens * heads * kPairs) return;
   const int pair = (int)(i % kPairs), head = (int)(i / kPairs % heads);
   const int64_t token = i / kPairs / heads;
   const int lo = p.interleaved ? 2 * pair : pair, hi = p.interleaved ? lo + 1 : pair + kPairs;
-  // The bounds of a key's page, which the step before has left: between steps are copies, and no launch overlaps those.
-  const bool query = head < p.q_heads, bounded = p.bounds && token < p.tokens && !query && head < p.q_heads + p.kv_heads;
-  uint4 *least = nullptr, *most = nullptr, low[2], high[2];
-  bool first = false;
-  if (bounded) {
-    const uint32_t slot = p.slots[token], row = slot % kBlock, pages = kBlock / p.page;
-    const uint64_t page = ((uint64_t)(slot / kBlock) * p.kv_heads + head - p.q_heads) * pages + row / p.page;
-    least = reinterpret_cast<uint4*>(static_cast<T*>(p.bounds) + page * 2 * D), most = least + D / 8;
-    first = row % p.page == 0;
-    if (!first) low[0] = least[lo], low[1] = least[hi], high[0] = most[lo], high[1] = most[hi];
-  }
-  wait_for_predecessor();
-  if (token >= p.tokens) return;
   const uint4* src = reinterpret_cast<const uint4*>(static_cast<const In*>(p.qkv) +
                                                     token * p.row_stride + (int64_t)head * D);
   const Eight<In> a(src[lo]), b(src[hi]);
@@ -106,6 +95,7 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams p) {
       y.x[j] = b.x[j] * c[j] + a.x[j] * s[j];
     }
   }
+  const bool query = head < p.q_heads;
   const int kv_head = head - p.q_heads;
   uint4* to = query ? reinterpret_cast<uint4*>(static_cast<T*>(p.q) +
                                                (token * p.q_heads + head) * D)
@@ -113,12 +103,18 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams p) {
   const uint4 packed[2] = {x.pack(), y.pack()};
   to[lo] = packed[0];
   to[hi] = packed[1];
-  if (bounded) {
+  if (!query && p.bounds) {
+    const uint32_t slot = p.slots[token], row = slot % kBlock, pages = kBlock / p.page;
+    const uint64_t page = ((uint64_t)(slot / kBlock) * p.kv_heads + kv_head) * pages + row / p.page;
+    uint4* least = reinterpret_cast<uint4*>(static_cast<T*>(p.bounds) + page * 2 * D);
+    uint4* most = least + D / 8;
+    const bool first = row % p.page == 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (first) low[i] = high[i] = packed[i];
+      const int at = i == 0 ? lo : hi;
+      uint4 low = first ? packed[i] : least[at], high = first ? packed[i] : most[at];
       const T* own = reinterpret_cast<const T*>(&packed[i]);
-      T *under = reinterpret_cast<T*>(&low[i]), *over = reinterpret_cast<T*>(&high[i]);
+      T *under = reinterpret_cast<T*>(&low), *over = reinterpret_cast<T*>(&high);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         // NaN once is NaN from then on.
@@ -126,7 +122,7 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams p) {
         if (z < to_float(under[j]) || z != z) under[j] = own[j];
         if (z > to_float(over[j]) || z != z) over[j] = own[j];
       }
-      least[i == 0 ? lo : hi] = low[i], most[i == 0 ? lo : hi] = high[i];
+      least[at] = low, most[at] = high;
     }
   }
   void* plain = query ? p.q_plain : p.k_plain;

@@ -297,22 +297,6 @@ __device__ __forceinline__ void choose_pages(const PickParams& p, const PickPlac
   }
 }
 
-// Has the bounds of each warp's first tile come to the second cache while the queries are being made. The newest may be
-// in the making as well: they are read when they are there.
-template <class T, int W>
-__device__ __forceinline__ void bring_pages(const PickParams& p) {
-  const uint32_t list = blockIdx.x / p.team, rank = blockIdx.x % p.team, row = list / p.kv_heads, page = kBlock / p.per_block;
-  const uint32_t entries = min((p.lens[row] + page - 1) / page, (uint32_t)p.stride);
-  const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const uint32_t own = (rank + warp * p.team) * 16 + lane / 2;
-  if (own >= entries) return;
-  const uint32_t* table = p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
-  const uint64_t at = ((uint64_t)table[own / p.per_block] * p.kv_heads + list % p.kv_heads) * p.per_block + own % p.per_block;
-  const T* from = static_cast<const T*>(lane % 2 ? p.lower : p.view) + at * (p.pitch ? p.pitch : W);
-#pragma unroll
-  for (int i = 0; i < W; i += 64) prefetch_l2(from + i);
-}
-
 template <class T, int W, int NT, bool BOUNDS, bool SHARES>
 __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams p) {
   extern __shared__ __align__(16) uint32_t keys[];  // or scores, before
@@ -320,10 +304,7 @@ __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams 
   const int tid = threadIdx.x;
   if (tid == 0) sh.least = ~0u, sh.most = 0;
   sh.bins[2 * tid] = sh.bins[2 * tid + 1] = 0;
-  if (p.fresh <= 0) {
-    if (SHARES && !p.in_order) bring_pages<T, W>(p);
-    wait_for_predecessor();
-  }
+  if (p.fresh <= 0) wait_for_predecessor();
   launch_dependents();
   // Teams that meet, and may not all be on the device at once, form in the order of starting.
   if (tid == 0) sh.place = p.in_order ? team_place(p.sync) : blockIdx.x;
