@@ -807,10 +807,7 @@ typedef struct TaperRopeParams {
   int32_t tokens, q_heads, kv_heads, head_dim, dtype, table_stride, interleaved, overlap;
   const uint32_t* slots;  // [tokens], block * 64 + row; the angles are then each token's own, and neither
                           // positions nor tables are read; or null
-  int32_t qkv_dtype;      // dtype is that of all else
-  int32_t page;           // tokens of a page of `bounds`
-  void* bounds;           // as `pages` of TaperAppendParams, which have each token's block up to it and take it in; only
-                          // with slots, of different blocks; or null
+  int32_t qkv_dtype, reserved;  // dtype is that of all else
 } TaperRopeParams;
 
 // Cosines and sines of positions times frequencies, both times factor. The product is rounded to f32, as

@@ -14,8 +14,7 @@ RopeParams = struct("RopeParams", [
     ("qkv", P), ("angles", P), ("positions", P), ("token_table", P), ("block_table", P), ("q", P),
     ("q_plain", P), ("k_plain", P), ("k", P), ("v", P), ("row_stride", I64), ("tokens", I32),
     ("q_heads", I32), ("kv_heads", I32), ("head_dim", I32), ("dtype", I32), ("table_stride", I32),
-    ("interleaved", I32), ("overlap", I32), ("slots", P), ("qkv_dtype", I32),
-    ("page", I32), ("bounds", P)])
+    ("interleaved", I32), ("overlap", I32), ("slots", P), ("qkv_dtype", I32), ("reserved", I32)])
 NormParams = struct("NormParams", [
     ("x", P), ("weight", P), ("residual", P), ("out", P), ("rows", I32), ("width", I32),
     ("dtype", I32), ("overlap", I32), ("epsilon", F32), ("reserved", I32)])
@@ -38,7 +37,7 @@ class Rope:
             ptr(qkv), ptr(angles), ptr(positions), ptr(token_table), ptr(cache.table), ptr(self.q),
             ptr(self.q_plain), ptr(self.k_plain), ptr(cache.k), ptr(cache.v), qkv.stride(0), n,
             q_heads, kv, d, DTYPE[qkv.dtype], cache.table.stride(0), int(interleaved), int(overlap), None,
-            DTYPE[qkv.dtype], 64, None)
+            DTYPE[qkv.dtype], 0)
 
     def __call__(self):
         call("taper_rope", self.p)

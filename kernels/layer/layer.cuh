@@ -100,31 +100,8 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams p) {
   uint4* to = query ? reinterpret_cast<uint4*>(static_cast<T*>(p.q) +
                                                (token * p.q_heads + head) * D)
                     : cache_row(p.k, kv_head);
-  const uint4 packed[2] = {x.pack(), y.pack()};
-  to[lo] = packed[0];
-  to[hi] = packed[1];
-  if (!query && p.bounds) {
-    const uint32_t slot = p.slots[token], row = slot % kBlock, pages = kBlock / p.page;
-    const uint64_t page = ((uint64_t)(slot / kBlock) * p.kv_heads + kv_head) * pages + row / p.page;
-    uint4* least = reinterpret_cast<uint4*>(static_cast<T*>(p.bounds) + page * 2 * D);
-    uint4* most = least + D / 8;
-    const bool first = row % p.page == 0;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int at = i == 0 ? lo : hi;
-      uint4 low = first ? packed[i] : least[at], high = first ? packed[i] : most[at];
-      const T* own = reinterpret_cast<const T*>(&packed[i]);
-      T *under = reinterpret_cast<T*>(&low), *over = reinterpret_cast<T*>(&high);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        // NaN once is NaN from then on.
-        const float z = to_float(own[j]);
-        if (z < to_float(under[j]) || z != z) under[j] = own[j];
-        if (z > to_float(over[j]) || z != z) over[j] = own[j];
-      }
-      least[at] = low, most[at] = high;
-    }
-  }
+  to[lo] = x.pack();
+  to[hi] = y.pack();
   void* plain = query ? p.q_plain : p.k_plain;
   if (plain) {
     uint4* at = reinterpret_cast<uint4*>(

@@ -196,9 +196,7 @@ impl LayerAttention for AttentionBatch<'_> {
 
     fn attend_joint(&mut self, layer: usize, qkv: &Tensor, angles: &Tensor) -> Result<Option<Tensor>> {
         self.check(layer, qkv.dim(0)?)?;
-        let bounds = self.bounds(layer);
-        let stored = self.pool.append_joint(layer, qkv, angles, &self.slots, bounds.as_deref());
-        let stored = stored.map_err(candle_core::Error::wrap)?;
+        let stored = self.pool.append_joint(layer, qkv, angles, &self.slots).map_err(candle_core::Error::wrap)?;
         stored.map(|q| self.attend_stored(layer, &q)).transpose()
     }
 
@@ -251,17 +249,6 @@ impl AttentionBatch<'_> {
             bail!("attention: {tokens} tokens in layer {layer}; expected {} in {:?}", self.slots.len(), self.shape);
         }
         Ok(())
-    }
-
-    /// The index of bounds that every token's method wants in a layer, where they have one method and a row each.
-    fn bounds(&self, layer: usize) -> Option<String> {
-        let first = self.spans.first()?;
-        let with_first = |span: &Started| alike((&*first.sequence, first.tokens), (&*span.sequence, span.tokens));
-        let method = &first.sequence.decode_method().method;
-        if layer < method.dense_layers() || !self.spans.iter().all(with_first) {
-            return None;
-        }
-        method.indices().into_iter().find(|index| index.is_bounds()).map(KeyIndex::name)
     }
 
     /// Attends in a layer whose keys and values are stored.

@@ -232,7 +232,7 @@ impl<'a> Chunk<'a> {
     pub fn put_joint(&mut self, slice: &Slice, qkv: &Tensor, angles: &Tensor) -> Result<bool> {
         let Some(layer) = slice.begins else { bail!("a chunk's last pass begins no layer") };
         let stored =
-            self.pool.append_joint(layer, qkv, angles, &self.slots(slice), None).map_err(candle_core::Error::wrap)?;
+            self.pool.append_joint(layer, qkv, angles, &self.slots(slice)).map_err(candle_core::Error::wrap)?;
         let Some(q) = stored else { return Ok(false) };
         set(&mut self.work.queries, self.work.tokens, &q, slice.rows.start)?;
         self.done(slice)?;

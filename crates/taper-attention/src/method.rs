@@ -283,11 +283,6 @@ pub trait KeyIndex: std::fmt::Debug + Send + Sync {
     /// What is stored for each block and KV head, over a cache of the dtype given.
     fn shape(&self, shape: &AttentionShape, cache: DType) -> IndexShape;
 
-    /// Whether it is [bounds of pages](taper_kernels::index::bounds) of keys, into which a device takes a token as it is stored.
-    fn is_bounds(&self) -> bool {
-        false
-    }
-
     /// Takes in rows of one layer's cache. `rotation` is the rotary embedding of a position.
     ///
     /// # Errors

@@ -182,18 +182,11 @@ impl InplaceOp2 for Append<'_> {
 /// Writes the keys and values of joint projections `qkv` `[T, (q_heads + 2 kv_heads) head_dim]`, queries first, into the cache
 /// at `slots`, queries and keys rotated by each token's `angles` `[T, head_dim]`, cosines then sines, f32; returns queries
 /// `[T, q_heads, head_dim]` of the cache's dtype. None where there is no such operation: it takes a CUDA device, 16 bits
-/// everywhere, and a head_dim of 64 or 128. `bounds`, an index as [`crate::index::bounds`] has it, takes the keys in: slots are
-/// then of different blocks, of which it has what comes before them.
+/// everywhere, and a head_dim of 64 or 128.
 ///
 /// # Errors
 /// A shape that differs, or a slot beyond the cache.
-pub fn append_joint(
-    kv: PagedKv,
-    qkv: &Tensor,
-    angles: &Tensor,
-    slots: &[u32],
-    bounds: Option<&Tensor>,
-) -> Result<Option<Tensor>> {
+pub fn append_joint(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots: &[u32]) -> Result<Option<Tensor>> {
     let (blocks, _, head_dim) = kv.dims()?;
     let sixteen = |t: &Tensor| matches!(t.dtype(), DType::BF16 | DType::F16);
     if !qkv.device().is_cuda() || !sixteen(kv.k) || !sixteen(qkv) || !matches!(head_dim, 64 | 128) {
@@ -203,9 +196,9 @@ pub fn append_joint(
         bail!("append: slot {slot} in a cache of {blocks} blocks");
     }
     #[cfg(feature = "cuda")]
-    return Ok(Some(crate::cuda::append_joint(kv, qkv, angles, slots, bounds)?));
+    return Ok(Some(crate::cuda::append_joint(kv, qkv, angles, slots)?));
     #[cfg(not(feature = "cuda"))]
-    bail!("append: {angles:?} {bounds:?} on a CUDA device without the feature")
+    bail!("append: {angles:?} on a CUDA device without the feature")
 }
 
 /// Copies block `from` over block `to` within a pool `[blocks, …]`.

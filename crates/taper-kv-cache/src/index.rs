@@ -103,21 +103,6 @@ impl IndexLayer {
         parts
     }
 
-    /// Whether tokens at slots (`block * 64 + row`) are of different blocks, of which all that comes before them is taken in.
-    pub fn comes_next(&self, slots: &[u32]) -> bool {
-        let place = |slot: u32| (slot as usize / BLOCK_TOKENS, slot as usize % BLOCK_TOKENS);
-        let next = |&slot: &u32| {
-            let (block, row) = place(slot);
-            self.filled.get(block).is_some_and(|&filled| usize::from(filled) == row)
-        };
-        self.tensor.is_some() && slots.iter().all(next)
-    }
-
-    /// Takes them as taken in.
-    pub fn came(&mut self, slots: &[u32]) {
-        slots.iter().for_each(|&slot| self.filled[slot as usize / BLOCK_TOKENS] += 1);
-    }
-
     pub fn taken(&mut self, parts: &[Part]) {
         for part in parts {
             self.filled[part.block as usize] = part.rows.end as u8;

@@ -471,28 +471,18 @@ impl KvPool {
         Ok(())
     }
 
-    /// Stores one layer's keys and values from joint projections, rotated on their way: see [`kv::append_joint`]. The index
-    /// `bounds` of pages' bounds takes the keys in where it has all that comes before them.
+    /// Stores one layer's keys and values from joint projections, rotated on their way: see [`kv::append_joint`].
     ///
     /// # Errors
     /// A shape or dtype that differs.
     pub fn append_joint(
-        &mut self,
+        &self,
         layer: usize,
         qkv: &Tensor,
         angles: &Tensor,
         slots: &[u32],
-        bounds: Option<&str>,
     ) -> Result<Option<Tensor>, KvError> {
-        let kv = PagedKv { k: &self.keys[layer], v: &self.values[layer] };
-        let index = bounds.and_then(|name| self.indices.get_mut(name)).map(|index| &mut index.layers[layer]);
-        let mut index = index.filter(|index| index.comes_next(slots));
-        let tensor = index.as_ref().and_then(|index| index.tensor.clone());
-        let q = kv::append_joint(kv, qkv, angles, slots, tensor.as_ref())?;
-        if let (Some(index), Some(_)) = (&mut index, &q) {
-            index.came(slots);
-        }
-        Ok(q)
+        Ok(kv::append_joint(self.layer(layer), qkv, angles, slots)?)
     }
 
     /// One layer's keys and values.

@@ -78,10 +78,6 @@ impl KeyIndex for Quest {
         IndexShape { rows, width, dtype: cache }
     }
 
-    fn is_bounds(&self) -> bool {
-        true
-    }
-
     fn extend(&self, _: usize, index: &Tensor, kv: PagedKv, parts: &[Part], _: &Rotations) -> Result<()> {
         bounds::extend(index, kv.k, parts)
     }

@@ -88,8 +88,7 @@ pub fn rotate_append(of: &Rotate, kv: PagedKv) -> Result<Rotated> {
         overlap: 1,
         slots: std::ptr::null(),
         qkv_dtype: op.dtype("kv", dtype)?,
-        page: 0,
-        bounds: std::ptr::null_mut(),
+        reserved: 0,
     };
     // SAFETY: every address was checked against the shapes given beside it.
     op.launched(unsafe { taper_rope(&p, op.stream()) })?;
@@ -123,35 +122,22 @@ pub fn angles(positions: &[u32], frequencies: &[f32], factor: f32, device: &Devi
 
 /// Rotates queries and keys of `qkv` `[T, (q_heads + 2 kv_heads) head_dim]`, bf16 or f16, by each token's own `angles`
 /// `[T, head_dim]`, cosines then sines, f32; writes keys and values into the cache at `slots` (`block * 64 + row`), which
-/// the caller has checked; returns queries `[T, q_heads, head_dim]` of the cache's dtype. `bounds`, an index as
-/// [`crate::index::bounds`] has it, takes the keys in: slots are then of different blocks, of which it has what comes before.
+/// the caller has checked; returns queries `[T, q_heads, head_dim]` of the cache's dtype.
 ///
 /// # Errors
 /// Shapes or dtypes that differ; head_dim other than 64 and 128.
-pub(crate) fn append_joint(
-    kv: PagedKv,
-    qkv: &Tensor,
-    angles: &Tensor,
-    slots: &[u32],
-    bounds: Option<&Tensor>,
-) -> Result<Tensor> {
+pub(crate) fn append_joint(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots: &[u32]) -> Result<Tensor> {
     let op = Op::new("append_joint", "qkv", qkv)?;
     let tokens = qkv.dim(0)?;
     op.check(slots.len() == tokens, "slots", slots.len(), tokens)?;
-    append_joint_at(kv, qkv, angles, &op.kept(slots, [tokens])?, bounds)
+    append_joint_at(kv, qkv, angles, &op.kept(slots, [tokens])?)
 }
 
 /// The same at slots on the device `[T]`, u32.
 ///
 /// # Errors
 /// As [`append_joint`].
-pub(super) fn append_joint_at(
-    kv: PagedKv,
-    qkv: &Tensor,
-    angles: &Tensor,
-    slots: &Tensor,
-    bounds: Option<&Tensor>,
-) -> Result<Tensor> {
+pub(super) fn append_joint_at(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots: &Tensor) -> Result<Tensor> {
     let op = Op::new("append_joint", "qkv", qkv)?;
     let (blocks, kv_heads, head_dim) = kv.dims()?;
     let (tokens, width) = qkv.dims2()?;
@@ -165,8 +151,6 @@ pub(super) fn append_joint_at(
     )?;
     let (dtype, pool) = (kv.k.dtype(), [blocks, kv_heads, BLOCK_TOKENS, head_dim]);
     let q = op.empty((tokens, q_heads, head_dim), dtype)?;
-    let pages = bounds.map_or(Ok(1), |bounds| bounds.dim(2))?;
-    op.check(matches!(pages, 1 | 2 | 4 | 8 | 16), "bounds", format_args!("{pages} pages a block"), "1, 2, 4, 8 or 16")?;
     let p = TaperRopeParams {
         qkv: op.at("qkv", qkv, qkv.dtype(), [tokens, width])?,
         angles: op.at("angles", angles, DType::F32, [tokens, head_dim])?,
@@ -182,8 +166,6 @@ pub(super) fn append_joint_at(
         overlap: 1,
         slots: op.at("slots", slots, DType::U32, [tokens])?,
         qkv_dtype: op.dtype("qkv", qkv.dtype())?,
-        page: op.int("bounds", BLOCK_TOKENS / pages)?,
-        bounds: op.maybe("bounds", bounds, dtype, [blocks, kv_heads, pages, 2 * head_dim])?,
         ..TaperRopeParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it, and slots lie within the cache.

@@ -6,7 +6,6 @@ use taper_kernels::cuda::{
     AfterAttention, Inputs, Rotate, after_attention, after_attention_at_once, angles, norm, product, product_add,
     product_gated, product_into, rotate_append, silu_mul,
 };
-use taper_kernels::index::{Part, bounds};
 use taper_kernels::kv::{self, BLOCK_TOKENS};
 
 /// Bits of a pool: NaN equals itself.
@@ -287,7 +286,7 @@ fn joint_projections_are_rotated_and_stored_as_the_cpu_does_it_one_by_one() {
             let joint = x.reshape((tokens, (q_heads + 2 * kv_heads) * d)).unwrap();
             let on = |t: &Tensor, dtype| t.to_dtype(dtype).unwrap().to_device(&device).unwrap();
             let angles = Tensor::from_vec(angles, (tokens, d), &Device::Cpu).unwrap();
-            let q = kv::append_joint(caches.on_cuda(), &on(&joint, from), &on(&angles, DType::F32), &slots, None);
+            let q = kv::append_joint(caches.on_cuda(), &on(&joint, from), &on(&angles, DType::F32), &slots);
             let q = q.unwrap().expect("an operation for 16 bits on the device");
             assert_eq!(q.dtype(), cache);
             let turned = |heads: std::ops::Range<usize>| {
@@ -308,60 +307,10 @@ fn joint_projections_are_rotated_and_stored_as_the_cpu_does_it_one_by_one() {
             assert_eq!(bits(&caches.cpu.1), bits(&caches.cuda.1), "{what}");
             let known = |t: &Tensor| -> Vec<f64> { elements(t).into_iter().filter(|x| !x.is_nan()).collect() };
             below(relative_of(&known(&caches.cuda.0), &known(&caches.cpu.0)), LIMIT, &what);
-            let fewer = &slots[1..];
-            let angles = on(&angles, DType::F32);
-            assert!(kv::append_joint(caches.on_cuda(), &on(&joint, from), &angles, fewer, None).is_err());
+            assert!(
+                kv::append_joint(caches.on_cuda(), &on(&joint, from), &on(&angles, DType::F32), &slots[1..]).is_err()
+            );
         }
-    }
-}
-
-/// Tokens of two sequences, which cross pages and a block, one step after the other.
-#[test]
-fn a_token_that_is_stored_widens_its_pages_bounds_as_the_index_takes_it_in() {
-    const LENS: [usize; 2] = [75, 40];
-    const STEPS: usize = 20;
-    let (mut numbers, device) = (Numbers(25), device());
-    for (at, (cache, d, kv_heads, group)) in GRID.into_iter().enumerate() {
-        let page = [4, 16, 64][at % 3];
-        let caches = Caches::new(&mut numbers, &LENS, kv_heads, d, cache, 0.0);
-        let blocks = caches.cuda.0.dim(0).unwrap();
-        let (pages, width) = bounds::shape(page, d);
-        let index = || Tensor::zeros((blocks, kv_heads, pages, width), cache, &device).unwrap();
-        let parts = |to: &dyn Fn(usize) -> usize| -> Vec<Part> {
-            let of = |(table, len): (&Vec<u32>, usize)| {
-                let part = move |(i, &block): (usize, &u32)| {
-                    let start = i * BLOCK_TOKENS;
-                    (start < len).then(|| Part { block, rows: 0..BLOCK_TOKENS.min(len - start), start })
-                };
-                table.iter().enumerate().filter_map(part).collect::<Vec<_>>()
-            };
-            caches.tables.iter().zip(LENS).map(|(table, len)| (table, to(len))).flat_map(of).collect()
-        };
-        let ridden = index();
-        bounds::extend(&ridden, &caches.cuda.0, &parts(&|len| len - STEPS)).unwrap();
-        for step in 0..STEPS {
-            let mut joint = numbers.tensor(&[2, kv_heads * (group + 2) * d], cache);
-            if step == 7 {
-                // NaN once is NaN from then on.
-                joint = (joint * f64::NAN).unwrap();
-            }
-            let angles = numbers.tensor(&[2, d], DType::F32).to_device(&device).unwrap();
-            let slot = |(table, len): (&Vec<u32>, usize)| {
-                let token = len - STEPS + step;
-                table[token / BLOCK_TOKENS] * 64 + (token % BLOCK_TOKENS) as u32
-            };
-            let slots: Vec<u32> = caches.tables.iter().zip(LENS).map(slot).collect();
-            let joint = joint.to_dtype(cache).unwrap().to_device(&device).unwrap();
-            kv::append_joint(caches.on_cuda(), &joint, &angles, &slots, Some(&ridden)).unwrap().expect("a device");
-            let anew = index();
-            bounds::extend(&anew, &caches.cuda.0, &parts(&|len| len - STEPS + step + 1)).unwrap();
-            assert_eq!(bits(&ridden), bits(&anew), "{cache:?} {d} {kv_heads}x{group}, pages of {page}, step {step}");
-        }
-        let narrow = Tensor::zeros((blocks, kv_heads, pages, width / 2), cache, &device).unwrap();
-        let joint = numbers.tensor(&[1, kv_heads * (group + 2) * d], cache).to_dtype(cache).unwrap();
-        let joint = joint.to_device(&device).unwrap();
-        let angles = numbers.tensor(&[1, d], DType::F32).to_device(&device).unwrap();
-        assert!(kv::append_joint(caches.on_cuda(), &joint, &angles, &[0], Some(&narrow)).is_err());
     }
 }
 
