@@ -61,7 +61,8 @@ struct Gate {
 // Named barriers; warpgroups that sum tiles use 1 and 2.
 constexpr int kConsumersGate = 3, kDrawersGate = 4;
 
-// Blocks of one list's team; fixed, so that results do not depend on batch or device.
+// Blocks of one list's team at most; those of short lists may be smaller. What a team has depends on its list alone, so that
+// results do not depend on batch or device.
 constexpr int kTeamBlocks = 128, kTeamMax = 32;
 __host__ __device__ inline int team_size(int list_heads) {
   const int n = kTeamBlocks / list_heads;

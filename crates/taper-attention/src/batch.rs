@@ -44,10 +44,11 @@ pub fn leaders<'a>(spans: impl IntoIterator<Item = (&'a Sequence, usize)>) -> Ve
     spans.into_iter().enumerate().map(leader).collect()
 }
 
-/// Whether both are one row, by the same decode method.
+/// Whether both are one row, by the same decode method, which reads all of both or of neither whatever the queries.
 fn alike(a: (&Sequence, usize), b: (&Sequence, usize)) -> bool {
     let row = |(sequence, tokens): (&Sequence, usize)| tokens == 1 && sequence.attended_by() == By::DecodeMethod;
-    row(a) && row(b) && a.0.decodes_as(b.0)
+    let reads_all = |(sequence, _): (&Sequence, usize)| sequence.decode_method().method.reads_all(sequence.len + 1);
+    row(a) && row(b) && a.0.decodes_as(b.0) && reads_all(a) == reads_all(b)
 }
 
 /// Attention for one forward pass. Tokens of the batch are those of the spans, in order.
@@ -288,6 +289,8 @@ struct Part<'a> {
 
 /// Rows after the prompt that are planned together; what a method scores for each takes memory.
 const DECODE_ROWS: usize = 16;
+/// And, of several sequences, most rows times keys of the longest.
+const DECODE_TOKENS: usize = 1 << 21;
 
 impl Part<'_> {
     fn stream(&self, seed: u64, position: usize) -> Stream {
@@ -440,7 +443,14 @@ impl Part<'_> {
             return 1;
         }
         let with_first = |span: &&Started| !alone(span) && whole(span) == whole(&spans[0]);
-        spans.iter().take(DECODE_ROWS).take_while(with_first).count()
+        // What choosing works with is as long for each as for the longest.
+        let mut longest = 0;
+        let fits = |(count, span): &(usize, &Started)| {
+            longest = longest.max(span.sequence.len + 1);
+            *count == 0 || (count + 1) * longest <= DECODE_TOKENS
+        };
+        let rows = spans.iter().take(DECODE_ROWS).take_while(with_first);
+        rows.enumerate().take_while(fits).count()
     }
 
     /// What the next token of each sequence reads by the method that they share, and the indices that choosing took.

@@ -3,6 +3,7 @@
 use crate::kept::kept;
 use crate::layer::AttentionShape;
 use candle_core::{DType, Result, Tensor, bail};
+use std::ops::Range;
 use taper_kernels::decode::{Budget, Decode, DecodeRow, Scores, Selection, attend};
 use taper_kernels::index::Part;
 use taper_kernels::kv::PagedKv;
@@ -253,6 +254,12 @@ pub trait DecodeMethod: std::fmt::Debug + Send + Sync {
         None
     }
 
+    /// Whether a row that sees so many keys reads all of them, or does not draw from them, whatever its query. A device has another
+    /// way for such rows, so that they are not chosen for together with others: a row's outputs do not depend on them.
+    fn reads_all(&self, _keys: usize) -> bool {
+        false
+    }
+
     /// What must be known of the keys before [`select`](Self::select).
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         Vec::new()
@@ -328,32 +335,36 @@ impl DecodeStep<'_> {
         Selection::dense(self.batch.rows.len(), self.kv_heads).into()
     }
 
-    /// Chooses for all rows together if `of` gives the same for each, and for each alone if not: for what is a share of
-    /// a row's context.
+    /// Chooses together for neighbours for which `of` gives the same: for what is a share of a row's context.
     ///
     /// # Errors
     /// What `choose` says.
     pub fn by_share<T: PartialEq>(
         &self,
         of: impl Fn(&DecodeRow) -> T,
-        choose: impl Fn(&DecodeStep, T) -> Result<Choice>,
+        choose: impl Fn(&DecodeStep, &T) -> Result<Choice>,
     ) -> Result<Choice> {
-        let mut each: Vec<T> = self.batch.rows.iter().map(of).collect();
-        match each.iter().all(|share| *share == each[0]) {
-            true => choose(self, each.swap_remove(0)),
-            false => {
-                let alone = |(row, share)| Ok((1, self.row(row, |step| choose(step, share))?));
-                let heads = (self.kv_heads, self.kv_heads * self.group()?);
-                Ok(Choice::join(each.into_iter().enumerate().map(alone).collect::<Result<_>>()?, heads))
-            }
+        let each: Vec<T> = self.batch.rows.iter().map(of).collect();
+        let (mut parts, mut first) = (Vec::new(), 0);
+        for run in each.chunk_by(T::eq) {
+            let rows = first..first + run.len();
+            first = rows.end;
+            parts.push((run.len(), self.rows(rows, |step| choose(step, &run[0]))?));
         }
+        Ok(match parts.len() {
+            1 => parts.swap_remove(0).1,
+            _ => Choice::join(parts, (self.kv_heads, self.kv_heads * self.group()?)),
+        })
     }
 
-    /// The step of one of the rows alone.
-    fn row<T>(&self, row: usize, run: impl FnOnce(&DecodeStep) -> Result<T>) -> Result<T> {
-        let q = self.batch.q.narrow(0, row, 1)?;
-        let batch = Decode { q: &q, kv: self.batch.kv, rows: &self.batch.rows[row..=row] };
-        run(&DecodeStep { batch, streams: &self.streams[row..=row], ..*self })
+    /// The step of some of the rows.
+    fn rows<T>(&self, rows: Range<usize>, run: impl FnOnce(&DecodeStep) -> Result<T>) -> Result<T> {
+        if rows.len() == self.batch.rows.len() {
+            return run(self);
+        }
+        let q = self.batch.q.narrow(0, rows.start, rows.len())?;
+        let batch = Decode { q: &q, kv: self.batch.kv, rows: &self.batch.rows[rows.clone()] };
+        run(&DecodeStep { batch, streams: &self.streams[rows], ..*self })
     }
 
     /// Runs a method: what it chose, and the outputs `[R, q_heads, head_dim]`.

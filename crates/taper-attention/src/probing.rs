@@ -68,7 +68,7 @@ fn probe(
     if prober.partition().clusters(step.layer).is_none_or(|all| probes >= all && max_selectivity >= 1.0) {
         return Ok(step.dense());
     }
-    step.by_share(cap(max_selectivity), |step, most| prober.probe(step, fixed, Probes::Clusters(probes, most)))
+    step.by_share(cap(max_selectivity), |step, most| prober.probe(step, fixed, Probes::Clusters(probes, *most)))
 }
 
 /// The most keys that the clusters which a row reads hold between them.

@@ -88,6 +88,10 @@ impl DecodeMethod for Method {
         self.predictor.select(step, self.sink, self.window, &step.per_head(|row| self.k.of(row.visible.len())))
     }
 
+    fn reads_all(&self, keys: usize) -> bool {
+        self.sink + self.window + self.k.of(keys) >= keys
+    }
+
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         self.predictor.indices()
     }

@@ -105,8 +105,11 @@ fn rows_of_one_method_are_brought_together() {
         // Rows of prompts, and several rows, are read alone.
         (decode(9, 8, quest(4)), 1),
         (decode(9, 9, quest(4)), 2),
+        // So are those that do not read everything apart from those that do.
         (decode(2, 90, quest(8)), 1),
         (decode(9, 9, quest(4)), 1),
+        (decode(9, 9, quest(8)), 1),
+        (decode(2, 300, quest(8)), 1),
     ];
-    assert_eq!(leaders(sequences.iter().map(|(sequence, tokens)| (sequence, *tokens))), [0, 1, 0, 3, 4, 1, 0]);
+    assert_eq!(leaders(sequences.iter().map(|(sequence, tokens)| (sequence, *tokens))), [0, 1, 0, 3, 4, 5, 0, 1, 5]);
 }

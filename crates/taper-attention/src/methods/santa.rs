@@ -166,6 +166,10 @@ impl DecodeMethod for Santa {
         self.draw(step, self.within.method.select(step)?)
     }
 
+    fn reads_all(&self, keys: usize) -> bool {
+        keys <= self.params.samples || self.within.method.reads_all(keys)
+    }
+
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         self.within.method.indices()
     }

@@ -217,10 +217,15 @@ impl DecodeMethod for VAttention {
     fn select(&self, step: &DecodeStep) -> Result<Choice> {
         let fixed = |row: &DecodeRow| (self.sink.of(row.visible.len()), self.window.of(row.visible.len()));
         let share = |row: &DecodeRow| (fixed(row), self.top.method.cap(row));
-        step.by_share(share, |step, (fixed, _)| match self.tail {
+        step.by_share(share, |step, &(fixed, _)| match self.tail {
             Tail::Clt => self.sample(step, fixed),
             Tail::Hard => self.sample_certain(step, fixed),
         })
+    }
+
+    fn reads_all(&self, keys: usize) -> bool {
+        let fixed = [&self.sink, &self.window, &self.top_k].map(|amount| amount.of(keys));
+        fixed.iter().sum::<usize>() >= keys
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {

@@ -21,9 +21,11 @@ const SLICE_ROWS: u64 = 4096;
 const LOGIT_ROWS: u64 = 64;
 /// Chunks of whole prompts that are underway at a time.
 const CHUNKS: u64 = 2;
-/// Rows that samples are drawn for at a time (`DECODE_ROWS` of `taper_attention`), and bytes that one takes for each token of a KV
-/// head: up to four places of a permutation, as many again since room grows by doubling. Scores are for up to half of the tokens.
+/// Rows, and rows times keys, that are chosen for at a time (`DECODE_ROWS` and `DECODE_TOKENS` of `taper_attention`), and bytes that a
+/// sample takes for each of those keys and KV heads: up to four places of a permutation, as many again since room grows by
+/// doubling. Scores are for up to half of the keys.
 const SAMPLED_ROWS: u64 = 16;
+const SAMPLED_TOKENS: u64 = 1 << 21;
 const DRAWN_BYTES: u64 = 32;
 /// Of what is free this share is left alone, for other programs and the driver.
 const SPARE: u64 = 20;
@@ -39,7 +41,7 @@ pub(super) struct Needs {
     pub(super) context: u64,
     /// What a chunk that is underway keeps of a token: residual stream, queries and angles.
     chunk_token: u64,
-    /// What samples of as many rows as are drawn for at a time take of a token.
+    /// What a sample takes of a token.
     sampled_token: u64,
     /// What a step makes: the rows of a layer, and logits.
     step: u64,
@@ -57,7 +59,7 @@ impl Needs {
             elsewhere: elsewhere as u64,
             context: config.context_length as u64,
             chunk_token: f32s(hidden_size + (q_heads + 1) * head_dim),
-            sampled_token: SAMPLED_ROWS * (DRAWN_BYTES * kv_heads as u64 + f32s(q_heads)),
+            sampled_token: DRAWN_BYTES * kv_heads as u64 + f32s(q_heads),
             step: SLICE_ROWS * row + LOGIT_ROWS * f32s(2 * vocab_size),
         }
     }
@@ -72,8 +74,7 @@ impl Needs {
     pub(super) fn sum(&self, free: u64) -> Sum {
         let block_tokens = BLOCK_TOKENS as u64;
         let (spare, elsewhere) = (free / SPARE, self.elsewhere * self.block / 2);
-        // Where contexts are so long that sixteen are not there at a time, no more than a share of what is free.
-        let samples = (self.sampled_token * self.context).min(free / SPARE);
+        let samples = self.sampled_token * (SAMPLED_ROWS * self.context).min(SAMPLED_TOKENS.max(self.context));
         let fixed = spare + GRAPHS + samples + self.least() + elsewhere;
         let left = free.saturating_sub(fixed);
         let with_index = self.block + self.block / 2;
@@ -256,7 +257,7 @@ mod tests {
             elsewhere in 0u64..2000,
             context in 1u64..1 << 20,
             chunk_token in 0u64..1 << 17,
-            sampled_token in 0u64..1 << 15,
+            sampled_token in 0u64..1 << 11,
             step in 0u64..4 * GIB,
             free in 0u64..300 * GIB,
             more in 0u64..8 * GIB,

@@ -200,7 +200,7 @@ impl Chosen {
         Ok(any.then_some(all))
     }
 
-    /// Of itself what counts and budgets take, without the memory of its ids and outputs.
+    /// Of itself what counts and budgets take, without the memory of its ids.
     pub fn told(&self) -> Self {
         match self {
             Self::Host(heads) => Self::Host(heads.clone()),

@@ -230,7 +230,7 @@ impl Selection {
     }
 
     /// Of itself what [`counts`](Self::counts), [`scored`](Self::scored) and [`budgets`](Self::budgets) take, for whoever keeps
-    /// it: a device's memory for ids and outputs is not held.
+    /// it: a device's memory for ids is not held.
     #[must_use]
     pub fn told(&self) -> Self {
         match &self.0 {

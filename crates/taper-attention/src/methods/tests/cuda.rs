@@ -4,6 +4,7 @@ mod offload;
 
 use super::prefill::{every_sparse, over_delta, sparse};
 use super::properties::all_typical;
+use super::together::chosen_for_together;
 use super::*;
 use crate::artifacts::{Place, Places};
 use crate::batch::Replay;
@@ -347,4 +348,14 @@ fn draws_are_replayed_on_a_device() {
         replay((SHAPE, &rotary, &mut pool), &sequence, 0, &q, &[1, 2, 3]).unwrap();
     assert_eq!((errors.len(), keys.len(), budgets.unwrap().len()), (18, 6, 18));
     assert!(errors.iter().all(|error| *error < 1.0), "{errors:?}");
+}
+
+/// Nineteen sequences, two groups of them, some so short that they are read whole or are fewer than what is drawn.
+#[test]
+fn rows_that_are_chosen_for_together_are_what_each_is_alone_on_a_device() {
+    let device = Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device");
+    let long = [(PROMPT, 5, false), (PROMPT, 9, true), (20, 3, false), (100, 4, false)];
+    let others = (0..15).map(|i| (120 + 37 * i, 10 + i as u64, false));
+    let all: Vec<_> = long.into_iter().chain(others).collect();
+    chosen_for_together(&device, DType::BF16, &artifacts(&device), &all);
 }

@@ -106,13 +106,24 @@ fn methods_in_one_batch_do_not_disturb_one_another() {
 /// are what each is in a pool of its own, to the bit, and so are their reports.
 #[test]
 fn rows_that_are_chosen_for_together_are_what_each_is_alone() {
-    // (prompt, seed), and whether it goes on from the one before.
-    const SEQUENCES: [(usize, u64, bool); 4] =
-        [(PROMPT, 5, false), (PROMPT, 9, true), (130, 6, false), (412, 7, false)];
+    let few = [(PROMPT, 5, false), (PROMPT, 9, true), (130, 6, false), (20, 3, false), (412, 7, false)];
+    chosen_for_together(&Device::Cpu, DType::F32, &random_artifacts(SHAPE), &few);
+}
+
+/// The same on a device with a cache of a type: of sequences of (prompt, seed), which may go on from the one before.
+pub(super) fn chosen_for_together(
+    device: &Device,
+    dtype: DType,
+    artifacts: &Artifacts,
+    sequences: &[(usize, u64, bool)],
+) {
     let shares = [json!({ "method": "vattention", "sink": 0.02, "window": 0.1, "epsilon": 0.2 })];
     for window in [None, Some(256)] {
         let shape = AttentionShape { window, ..SHAPE };
-        let (input, artifacts) = (Input::random(shape, PROMPT + STEPS), random_artifacts(shape));
+        let mut input = Input::random(shape, PROMPT + STEPS);
+        for tensor in [&mut input.q, &mut input.k, &mut input.v] {
+            *tensor = tensor.to_device(device).unwrap();
+        }
         let kv = KvShape { layers: 1, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
         let rotary = PlainRotary(shape.head_dim);
         let attend = |pool: &mut KvPool, sequences: &mut [Sequence], tokens: &dyn Fn(&Sequence) -> usize| {
@@ -130,12 +141,12 @@ fn rows_that_are_chosen_for_together_are_what_each_is_alone() {
         };
         for decode in all_typical().into_iter().chain(shares.clone()) {
             let spec = json!({ "decode": decode, "audit": 0.5, "trace": true });
-            let spec = Arc::new(AttentionSpec::from_json(&spec, "attention", &artifacts).unwrap());
+            let spec = Arc::new(AttentionSpec::from_json(&spec, "attention", artifacts).unwrap());
             let run = |which: &[usize]| {
-                let mut pool = KvPool::new(kv, DType::F32, 48, &Device::Cpu).unwrap();
-                let mut sequences: Vec<Sequence> = Vec::new();
-                for &(prompt, seed, forks) in which.iter().map(|&at| &SEQUENCES[at]) {
-                    let sequence = match sequences.last().filter(|_| forks) {
+                let mut pool = KvPool::new(kv, dtype, 12 * which.len(), device).unwrap();
+                let mut all: Vec<Sequence> = Vec::new();
+                for &(prompt, seed, forks) in which.iter().map(|&at| &sequences[at]) {
+                    let sequence = match all.last().filter(|_| forks) {
                         Some(before) => before.fork(&mut pool, seed).unwrap(),
                         None => {
                             let mut one = [Sequence::new(spec.clone(), seed, prompt)];
@@ -144,17 +155,17 @@ fn rows_that_are_chosen_for_together_are_what_each_is_alone() {
                             one
                         }
                     };
-                    sequences.push(sequence);
+                    all.push(sequence);
                 }
-                let steps: Vec<_> = (0..STEPS).map(|_| attend(&mut pool, &mut sequences, &|_| 1)).collect();
+                let steps: Vec<_> = (0..STEPS).map(|_| attend(&mut pool, &mut all, &|_| 1)).collect();
                 let usage = |sequence: &Sequence| {
                     let usage = json!(sequence.usage());
                     (usage["decode"].clone(), usage["trace"]["decode"].clone(), usage["trace"]["tokens"].clone())
                 };
-                (steps, sequences.iter().map(usage).collect::<Vec<_>>())
+                (steps, all.iter().map(usage).collect::<Vec<_>>())
             };
-            let (together, usage) = run(&[0, 1, 2, 3]);
-            for at in 0..SEQUENCES.len() {
+            let (together, usage) = run(&Vec::from_iter(0..sequences.len()));
+            for at in 0..sequences.len() {
                 let (alone, own) = run(&[at]);
                 for (step, (together, alone)) in together.iter().zip(&alone).enumerate() {
                     assert!(together[at] == alone[0], "{decode}, window {window:?}: row {at} of step {step}");

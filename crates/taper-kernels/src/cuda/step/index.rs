@@ -18,10 +18,15 @@ use candle_core::{DType, Tensor};
 fn extend(op: &Op, x: &Tensor, parts: &[Part], to: &Metadata) -> Result<()> {
     let span =
         |(i, part): (usize, &Part)| Span { table: i as u32, tokens: (part.rows.start as u32, part.rows.end as u32) };
-    let spans: Vec<Span> = parts.iter().enumerate().map(span).collect();
-    let first = parts.iter().map(|part| part.start + part.rows.start).min().unwrap_or(0);
-    kernels::extend(x, &tables(op, parts)?, &spans, first, to)
+    parts.chunks(PARTS_AT_ONCE).try_for_each(|parts| {
+        let spans: Vec<Span> = parts.iter().enumerate().map(span).collect();
+        let first = parts.iter().map(|part| part.start + part.rows.start).min().unwrap_or(0);
+        kernels::extend(x, &tables(op, parts)?, &spans, first, to)
+    })
 }
+
+/// Parts that a launch takes in: its grid has a layer for each.
+const PARTS_AT_ONCE: usize = 65_535;
 
 /// The parts' blocks as tables of one block each.
 fn tables(op: &Op, parts: &[Part]) -> Result<Tensor> {
