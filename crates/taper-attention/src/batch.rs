@@ -434,9 +434,12 @@ impl Part<'_> {
     }
 
     /// How many of the first spans, of one row each by one method, are chosen for together: a draft that may keep to a choice
-    /// is alone with it, and where a rotary embedding heeds the length so is every row.
+    /// is alone with it, and where a rotary embedding heeds the length so is every row, and on a device those of an index that
+    /// [weighs](KeyIndex::weighs).
     fn chosen_together(&self, spans: &[Started]) -> usize {
-        let alone = |span: &Started| span.sequence.keeps_choices() || self.rotary.heeds_length();
+        let method = &spans[0].sequence.decode_method().method;
+        let weighs = !self.pool.device().is_cpu() && self.wanted(&**method).iter().any(|index| index.weighs());
+        let alone = |span: &Started| weighs || span.sequence.keeps_choices() || self.rotary.heeds_length();
         // What nothing can be chosen for must not keep others from it.
         let whole = |span: &Started| visible(self.shape, span.sequence.len + 1).start == 0;
         if alone(&spans[0]) {

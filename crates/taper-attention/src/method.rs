@@ -290,6 +290,12 @@ pub trait KeyIndex: std::fmt::Debug + Send + Sync {
     /// What is stored for each block and KV head, over a cache of the dtype given.
     fn shape(&self, shape: &AttentionShape, cache: DType) -> IndexShape;
 
+    /// Whether keys and queries go through weights: on a device by a library's products, which depend on how many rows they have.
+    /// Rows are chosen for alone there, so that they do not depend on others.
+    fn weighs(&self) -> bool {
+        false
+    }
+
     /// Takes in rows of one layer's cache. `rotation` is the rotary embedding of a position.
     ///
     /// # Errors

@@ -193,6 +193,11 @@ impl KvPool {
         self.dtype
     }
 
+    /// Where they are.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
     /// Blocks of the pool.
     pub fn blocks(&self) -> usize {
         self.references.len()
