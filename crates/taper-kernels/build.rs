@@ -159,7 +159,7 @@ fn structure(name: &str, body: &str) -> Result<String, String> {
         }
     }
     Ok(format!(
-        "#[repr(C)]\n#[derive(Clone, Copy)]\npub struct {name} {{\n{fields}}}\n\
+        "#[repr(C)]\n#[derive(Clone, Copy, PartialEq)]\npub struct {name} {{\n{fields}}}\n\
          // SAFETY: numbers and pointers alone, and structures of them.\n\
          unsafe impl bytemuck::Zeroable for {name} {{}}\n\n"
     ))

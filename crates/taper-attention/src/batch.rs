@@ -5,13 +5,14 @@ mod replay;
 pub use replay::{Replay, replay};
 
 use crate::audit;
-use crate::layer::{AttentionShape, LayerAttention, PlainStep, Rotary};
+use crate::layer::{AttentionShape, LayerAttention, PlainStep, Repeats, Rotary};
 use crate::method::{Carry, Choice, DecodeMethod, DecodeStep, KeyIndex, PrefillLayer, PrefillOutput};
 use crate::report::{PhaseReport, Report};
 use crate::sequence::{By, Held, Phase, Sequence};
 use crate::spec::AttentionSpec;
 use crate::unread::Unread;
 use candle_core::{Result, Tensor, bail};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 use taper_kernels::decode::{Decode, DecodeRow, Selection, attend};
 use taper_kernels::index::Part as IndexPart;
@@ -212,6 +213,25 @@ impl LayerAttention for AttentionBatch<'_> {
             slots: &self.slots,
             rows: self.spans.iter().map(|span| next_row(self.shape, span.sequence)).collect(),
         })
+    }
+
+    fn repeats(&mut self) -> Option<Repeats> {
+        if !self.generates() {
+            return None;
+        }
+        let (part, spans) = self.part(0);
+        let first = spans.first()?;
+        let same = |span: &Started| {
+            let like_first = alike((&*first.sequence, first.tokens), (&*span.sequence, span.tokens));
+            like_first && !span.sequence.traced() && !span.sequence.keeps_choices()
+        };
+        // Rows that are attended apart, or chosen for apart, are put together by candle.
+        let together = spans.iter().all(same) && part.chosen_together(spans) == spans.len();
+        let chosen = first.sequence.decode_method();
+        let repeats = together && chosen.method.repeats();
+        let mut hash = DefaultHasher::new();
+        (&chosen.name, chosen.json.to_string()).hash(&mut hash);
+        repeats.then(|| Repeats { kind: hash.finish(), k: part.pool.layer(0).k.clone() })
     }
 
     fn attended(&mut self) -> Result<()> {

@@ -63,6 +63,12 @@ pub trait LayerAttention {
         None
     }
 
+    /// What a step of any other rows repeats, where what its layers queue on a device may be what another step's did: it is to be
+    /// gone through layer by layer still, by [`attend_joint`](Self::attend_joint).
+    fn repeats(&mut self) -> Option<Repeats> {
+        None
+    }
+
     /// Takes a [`plain_step`](Self::plain_step) as attended in all layers, and stored.
     ///
     /// # Errors
@@ -82,6 +88,15 @@ pub struct PlainStep<'a> {
     pub rows: Vec<DecodeRow<'a>>,
     /// What it reads of it.
     pub selection: Selection,
+}
+
+/// What steps that queue the same have in common.
+#[derive(Debug, Clone)]
+pub struct Repeats {
+    /// A number for the method that chooses.
+    pub kind: u64,
+    /// The first layer's keys.
+    pub k: Tensor,
 }
 
 /// The model's rotary embedding, for methods that look at queries and keys as they were before it.

@@ -30,7 +30,7 @@ pub use artifacts::{ArtifactError, Artifacts, ModelKey, Place, Places};
 pub use batch::{AttentionBatch, Replay, Span, leaders, replay};
 pub use beginning::Beginning;
 pub use chunk::{Chunk, Slice};
-pub use layer::{AttentionShape, LayerAttention, PlainStep, Rotary};
+pub use layer::{AttentionShape, LayerAttention, PlainStep, Repeats, Rotary};
 pub use methods::{MethodInfo, catalogue};
 /// MInference's patterns, for what assigns them offline.
 pub mod minference {

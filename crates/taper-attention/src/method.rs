@@ -260,6 +260,12 @@ pub trait DecodeMethod: std::fmt::Debug + Send + Sync {
         false
     }
 
+    /// Whether choosing and reading ask a device for operations of `taper-kernels` alone, and none of candle's: then what a step
+    /// queues can be queued as another step did.
+    fn repeats(&self) -> bool {
+        false
+    }
+
     /// What must be known of the keys before [`select`](Self::select).
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         Vec::new()
@@ -485,6 +491,11 @@ pub trait Predictor: std::fmt::Debug + Send + Sync {
     /// chosen for apart.
     fn cap(&self, _row: &DecodeRow) -> usize {
         usize::MAX
+    }
+
+    /// As of a [`DecodeMethod`].
+    fn repeats(&self) -> bool {
+        false
     }
 
     /// As of a [`DecodeMethod`].

@@ -89,6 +89,7 @@ impl Trace {
                 row.heads += 1;
                 match heads {
                     Some(heads) => row.reads.add(&heads[i], visible),
+                    None if count == visible.len() => row.reads.add(&HeadSelection::Dense, visible),
                     None => row.reads = Reads::Unknown,
                 }
             }

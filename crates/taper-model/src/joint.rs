@@ -4,7 +4,9 @@
 use crate::model::{Layer, Model};
 use candle_core::{DType, Result, Tensor};
 use taper_attention::LayerAttention;
-use taper_kernels::cuda::{AfterAttention, Inputs, PlainStep as PlainRows, after_attention, plain_step, product};
+use taper_kernels::cuda::{
+    AfterAttention, Inputs, PlainStep as PlainRows, RepeatedStep, after_attention, plain_step, product, repeated_step,
+};
 use taper_kernels::linear::Linear;
 
 /// One layer's matrices `[out, in]`.
@@ -70,7 +72,8 @@ pub(crate) fn replay(
     angles: &Tensor,
     attention: &mut dyn LayerAttention,
 ) -> Result<Option<Tensor>> {
-    let (Some(layers), Some(step)) = (matrices(model), attention.plain_step()) else { return Ok(None) };
+    let Some(layers) = matrices(model) else { return Ok(None) };
+    let Some(step) = attention.plain_step() else { return repeat(model, &layers, (x, angles), attention) };
     let (Some(kv), Some(of)) = (step.layers.first().copied(), layers.first()) else { return Ok(None) };
     let (q_heads, slots, rows) = (model.config().q_heads, step.slots, &step.rows[..]);
     // What `append_joint` has an operation for.
@@ -92,6 +95,24 @@ pub(crate) fn replay(
         attention.attended()?;
     }
     Ok(out)
+}
+
+/// The same where this step's attention says that it repeats itself, and such a step has been before: all layers are gone through, but
+/// what they queue is queued by a few calls.
+fn repeat(
+    model: &Model,
+    layers: &[Matrices],
+    (x, angles): (&Tensor, &Tensor),
+    attention: &mut dyn LayerAttention,
+) -> Result<Option<Tensor>> {
+    let (Some(repeats), Some(of)) = (attention.repeats(), layers.first()) else { return Ok(None) };
+    let step = RepeatedStep { x, angles, kind: repeats.kind, k: &repeats.k, weight: of.qkv };
+    Ok(repeated_step(&step, |x, angles| {
+        layers_over(model, layers, x, |index, qkv| match attention.attend_joint(index, qkv, angles)? {
+            Some(attended) => Ok(Some(attended)),
+            None => candle_core::bail!("attention that repeats itself takes no joint projections in layer {index}"),
+        })
+    })?)
 }
 
 fn matrices(model: &Model) -> Option<Vec<Matrices<'_>>> {

@@ -4,6 +4,7 @@ use candle_core::{DType, Device};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use taper_attention::{Artifacts, AttentionBatch, AttentionSpec, Chunk, Sequence, Span};
+use taper_kernels::cuda::graph_steps;
 use taper_kv_cache::{KvPool, KvShape};
 use taper_model::{Model, ModelConfig};
 
@@ -51,10 +52,30 @@ fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
     let device = Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device");
     let config = ModelConfig { layers: 3, vocab_size: 304, ..ModelConfig::of_shape("smollm2-135m").unwrap() };
     let model = Model::random(&config, DType::BF16, &device).unwrap();
-    for decode in [json!({ "method": "dense" }), json!({ "method": "streaming_llm", "sink": 3, "window": 130 })] {
+    let quest =
+        |page: usize| json!({ "method": "quest", "k": 0.2, "sink": 2, "window": 20, "page": page, "dense_layers": 1 });
+    let oracle = json!({ "method": "oracle_top_k", "k": 0.2, "sink": 2, "window": 20 });
+    let sampling = |top: Value| json!({ "method": "vattention", "sink": 16, "window": 16, "top_k": 0.05, "top": top, "pilot_tokens": 16 });
+    let methods = [
+        json!({ "method": "dense" }),
+        json!({ "method": "streaming_llm", "sink": 3, "window": 130 }),
+        quest(16),
+        quest(4),
+        quest(64),
+        oracle,
+        sampling(json!({ "method": "oracle" })),
+        sampling(json!({ "method": "quest" })),
+        json!({ "method": "santa", "samples": 32 }),
+    ];
+    for decode in methods {
         // What is audited goes layer by layer.
+        let before = graph_steps();
         let (plain, reported) = generated(&model, &decode, true);
+        assert_eq!(graph_steps(), before, "{decode}");
         let (by_graph, reported_by_graph) = generated(&model, &decode, false);
+        let steps = graph_steps() - before;
+        println!("{decode}: {steps} steps of 60 by a graph");
+        assert!(steps >= 30, "{decode}: {steps} steps by a graph");
         for (i, (a, b)) in plain.iter().zip(&by_graph).enumerate() {
             assert!(a.iter().all(|x| x.is_finite()) && a == b, "{decode}: row {i}");
         }

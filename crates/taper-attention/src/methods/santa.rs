@@ -93,7 +93,7 @@ enum Variant {
 }
 
 /// How draws are shared out along the keys.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 #[schemars(inline)]
 enum Kernel {
@@ -168,6 +168,11 @@ impl DecodeMethod for Santa {
 
     fn reads_all(&self, keys: usize) -> bool {
         keys <= self.params.samples || self.within.method.reads_all(keys)
+    }
+
+    fn repeats(&self) -> bool {
+        let whole = self.params.scores == Scoring::Exact && self.params.kernel == Kernel::Prop;
+        whole && self.within.name == "dense"
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {

@@ -64,6 +64,9 @@ impl Batch<'_> {
     }
 }
 
+/// Tables are as wide as a multiple of so many blocks.
+const TABLE_BLOCKS: usize = 16;
+
 /// A [`Decode`] copied to the device.
 #[derive(Debug)]
 pub(super) struct Upload {
@@ -76,7 +79,8 @@ pub(super) struct Upload {
 impl Upload {
     pub fn new(op: &Op, decode: &Decode) -> Result<Self> {
         let blocks = |row: &DecodeRow| row.visible.end.div_ceil(BLOCK_TOKENS);
-        let stride = decode.rows.iter().map(blocks).max().unwrap_or(1);
+        // Operations are told of somewhat longer rows than there are, so that steps one after the other differ in what is copied alone.
+        let stride = decode.rows.iter().map(blocks).max().unwrap_or(1).next_multiple_of(TABLE_BLOCKS);
         let mut tables = vec![0u32; decode.rows.len() * stride];
         for (row, to) in decode.rows.iter().zip(tables.chunks_exact_mut(stride)) {
             to[..blocks(row)].copy_from_slice(&row.table[..blocks(row)]);
@@ -85,7 +89,7 @@ impl Upload {
         Ok(Self {
             q: decode.q.to_dtype(decode.kv.k.dtype())?.contiguous()?,
             tables: op.kept(&tables, [decode.rows.len(), stride])?,
-            max_len: lens.iter().copied().max().unwrap_or(1) as usize,
+            max_len: stride * BLOCK_TOKENS,
             lens: op.kept(&lens, [lens.len()])?,
         })
     }
@@ -192,9 +196,7 @@ impl Lists {
     /// The same in memory of their own, for an operation that writes what it chooses into them.
     pub(super) fn writable(self, op: &Op) -> Result<Self> {
         let (told, work) = Self::told(op, self.rows * self.heads)?;
-        // candle does not copy within one tensor's memory.
-        let from = if self.told.is_some() { self.work.copy()? } else { self.work };
-        work.slice_set(&from, 0, 0)?;
+        op.copy("work", &self.work, &work)?;
         Ok(Self { work, told, since: 0, ..self })
     }
 

@@ -116,7 +116,7 @@ pub(super) fn certain(
         ..TaperCertainParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_certain_promote(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_certain_promote, &p) }?;
 
     // A sample beside that.
     let exact = Lists { token_ids: Some(ids), ..Lists::over(work, rows, kv_heads) };
@@ -133,7 +133,7 @@ pub(super) fn certain(
     p.out = op.at("out", &sampled.0, DType::F32, [rows, q_heads, head_dim])?;
     p.lse = op.at("lse", &sampled.1, DType::F32, [rows, q_heads])?;
     // SAFETY: likewise.
-    op.launched(unsafe { ffi::taper_certain_look(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_certain_look, &p) }?;
 
     // Everything, for lists that came to that.
     let plan = Plan::new(Lists::over(last, rows, kv_heads), batch)?;

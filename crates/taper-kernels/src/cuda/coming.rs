@@ -2,6 +2,7 @@
 
 use super::error::Result;
 use super::op::Op;
+use super::tape;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, PinnedHostSlice, result as driver};
 use candle_core::{DType, Tensor};
 use std::cell::RefCell;
@@ -31,6 +32,7 @@ impl Coming {
     /// Queues the copy of words, u32.
     pub(crate) fn new(words: &Tensor) -> Result<Self> {
         let op = Op::new("coming", "words", words)?;
+        tape::leave()?;
         let count = words.elem_count();
         let at = op.at::<u32>("words", words, DType::U32, words.dims())?;
         let stream = op.cuda_stream();

@@ -25,32 +25,9 @@ pub struct Plan {
     capacity: usize,
 }
 
-/// Room for the partial results of a launch, which the merge behind it has read before another launch writes there: each
-/// thread keeps the last.
-fn partials(op: &Op, shape: (usize, usize, usize)) -> Result<(Tensor, Tensor)> {
-    let fits =
-        |(o, _): &&(Tensor, Tensor)| o.dims() == [shape.0, shape.1, shape.2] && o.device().same_device(&op.device);
-    if let Some(known) = PARTIALS.with_borrow(|kept| kept.as_ref().filter(fits).cloned()) {
-        return Ok(known);
-    }
-    let made = (op.empty(shape, DType::F32)?, op.empty((shape.0, shape.1), DType::F32)?);
-    PARTIALS.set(Some(made.clone()));
-    Ok(made)
-}
-
 /// Units of lists at most.
 fn unit_capacity(rows: usize, heads: usize) -> usize {
     rows * heads * (UNITS_PER_ROW / heads.max(1)).max(1)
-}
-
-/// Has the thread's room for partial results be that of such launches, and holds on to it.
-pub(super) fn hold_partials(
-    op: &Op,
-    (rows, heads): (usize, usize),
-    (q_heads, head_dim): (usize, usize),
-) -> Result<[Tensor; 2]> {
-    let (o, lse) = partials(op, (unit_capacity(rows, heads), q_heads / heads, head_dim))?;
-    Ok([o, lse])
 }
 
 impl Batch<'_> {
@@ -104,7 +81,11 @@ const PLANS: usize = 8;
 thread_local! {
     /// Plans for lists that are equal in all layers of a step.
     static KEPT: RefCell<VecDeque<Plan>> = RefCell::default();
-    static PARTIALS: RefCell<Option<(Tensor, Tensor)>> = RefCell::default();
+}
+
+/// Forgets kept plans: lists of the same tensors are about to be others.
+pub(super) fn forget_plans() {
+    KEPT.with_borrow_mut(VecDeque::clear);
 }
 
 impl Plan {
@@ -137,7 +118,7 @@ impl Plan {
         let plan = Self { lists, units, list_units, capacity };
         let p = plan.params(&op, &dims, batch)?;
         // SAFETY: every address was checked against the shapes given beside it.
-        op.launched(unsafe { taper_decode_plan(&p, op.stream()) })?;
+        unsafe { op.launch(taper_decode_plan, &p) }?;
         Ok(plan)
     }
 
@@ -198,12 +179,12 @@ impl Plan {
         let expected = format!("F32 or {dtype:?}");
         op.check(out_dtype == DType::F32 || out_dtype == dtype, "out", format_args!("{out_dtype:?}"), expected)?;
         let group = fold * q_heads / self.lists.heads;
-        let (part_o, part_lse) = partials(&op, (self.capacity, group, head_dim))?;
         let out = op.empty((rows, q_heads, head_dim), out_dtype)?;
         let lse = op.empty((rows, q_heads), DType::F32)?;
         let mut p = self.params(&op, &dims, batch)?;
-        p.part_o = op.at("part_o", &part_o, DType::F32, [self.capacity, group, head_dim])?;
-        p.part_lse = op.at("part_lse", &part_lse, DType::F32, [self.capacity, group])?;
+        // The merge behind has read it before another launch writes there.
+        p.part_o = op.room("decode-parts", self.capacity * group * head_dim, DType::F32)?;
+        p.part_lse = op.room("decode-lse", self.capacity * group, DType::F32)?;
         p.scale = scale.unwrap_or(p.scale);
         p.q = op.at("q", q, dtype, [rows, q_heads, head_dim])?;
         p.fold = op.int("q", fold)?;
@@ -225,9 +206,9 @@ impl Plan {
             fold: p.fold,
         };
         // SAFETY: every address was checked against the shapes given beside it.
-        op.launched(unsafe { taper_decode(&p, op.stream()) })?;
+        unsafe { op.launch(taper_decode, &p) }?;
         // SAFETY: likewise.
-        op.launched(unsafe { taper_merge(&m, op.stream()) })?;
+        unsafe { op.launch(taper_merge, &m) }?;
         Ok((out, lse))
     }
 }

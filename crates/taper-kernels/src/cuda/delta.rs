@@ -76,7 +76,7 @@ pub fn delta(of: &Delta) -> Result<()> {
         ..TaperDeltaParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { taper_delta(&p, op.stream()) })
+    unsafe { op.launch(taper_delta, &p) }
 }
 
 /// [`crate::correct::correct`], whose shapes the caller has checked, in place of the rows given.

@@ -36,6 +36,7 @@ fn hint(status: &i32) -> &'static str {
         1 => " (invalid value: a shape or dtype that the kernel does not take)",
         2 => " (out of memory)",
         209 => " (no kernel for this device: the kernels are built for sm_90a, H100 and H200)",
+        10_000.. => " (cuBLAS's, and 10000)",
         _ => "",
     }
 }

@@ -1,32 +1,32 @@
-//! A step of some rows that read ranges as a CUDA graph: all layers' launches, which are the same in every step, are queued by
-//! one call.
+//! A step as CUDA graphs: the launches of all layers, where they are the same in every step, are queued by a few calls.
 //!
-//! A step's graph is made when a step of its kind comes for the second time: its launches go once as they are, so that all
-//! memory is there, and are captured the second time, into the same memory. What differs from step to step lies in
-//! [`StepInputs`].
+//! A step of rows that read ranges has [inputs](StepInputs) of its own, and its layers are not asked again: [`plain_step`]. Any
+//! other goes through its layers each time, by a [tape](super::tape): [`repeated_step`]. Graphs are made when a step of their
+//! kind comes for the second time.
 
 use super::batch::{Batch, Lists, WORDS};
-use super::decode::{Plan, hold_partials};
+use super::decode::{Plan, forget_plans};
 use super::error::Result;
 use super::layer::append_joint_at;
-use super::op::{Op, record, recorded, repeat};
+use super::op::Op;
 use super::product::takes_sixteen;
+use super::tape::{self, Tape};
 use crate::decode::{DecodeRow, HeadSelection};
 use crate::kv::{BLOCK_TOKENS, PagedKv};
-use candle_core::cuda_backend::cudarc::driver::{CudaGraph, sys};
 use candle_core::{DType, Tensor, TensorId};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 
-/// Most rows of such a step, and most bytes that its launches make between its beginning and its end: where there are more, the
-/// host is not what limits.
+/// Most rows of such a step: where there are more, the host is not what limits.
 const ROWS_MAX: usize = 32;
-const MADE_BYTES_MAX: usize = 128 << 20;
 /// Tables are as wide as a multiple of so many blocks, so that a sequence's graph lasts.
 const TABLE_BLOCKS: usize = 64;
 /// Graphs that a thread keeps, and bytes of what they make.
 const GRAPHS: usize = 16;
 const KEPT_BYTES_MAX: usize = 512 << 20;
+/// Steps that a tape has to last for, or its kind has none for the next so many steps.
+const STEPS_LEAST: usize = 8;
+const STEPS_WITHOUT: usize = 256;
 
 /// What the launches of a step read that is another in the next, at addresses that stay.
 #[derive(Debug)]
@@ -103,34 +103,81 @@ impl StepInputs {
     }
 }
 
-/// What a graph was made for: the first weight and cache, rows, and the tables' width.
-type Key = (TensorId, TensorId, usize, usize);
+/// What a graph was made for: the first weight and cache, rows, and what they read.
+type Key = (TensorId, TensorId, usize, Reads);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reads {
+    /// Ranges, by tables of this width.
+    Ranges(usize),
+    /// What the layers choose, by something of this name.
+    Chosen(u64),
+}
 
 enum Known {
-    /// A step of its kind has been, or could not be captured.
-    Seen {
-        refused: bool,
-    },
-    Graph {
-        inputs: StepInputs,
-        graph: CudaGraph,
-        memory: Vec<Tensor>,
-    },
+    /// A step of its kind has been; so many are to come before a tape is made.
+    Seen(usize),
+    Ranges(StepInputs, Tape),
+    /// The residual stream and angles, and how many steps have gone by the tape.
+    Chosen([Tensor; 2], Tape, usize),
 }
 
 impl Known {
     /// Bytes that it holds for what its launches make.
     fn bytes(&self) -> usize {
-        if let Self::Graph { memory, .. } = self { bytes(memory) } else { 0 }
+        match self {
+            Self::Seen(_) => 0,
+            Self::Ranges(_, tape) | Self::Chosen(_, tape, _) => tape.bytes(),
+        }
     }
-}
-
-fn bytes(memory: &[Tensor]) -> usize {
-    memory.iter().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum()
 }
 
 thread_local! {
     static KNOWN: RefCell<VecDeque<(Key, Known)>> = RefCell::default();
+    static STEPS: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Steps of this thread that were queued as graphs.
+pub fn graph_steps() -> usize {
+    STEPS.get()
+}
+
+/// What is known of a kind of step, which [`keep`] takes back.
+fn known(key: Key) -> Option<Known> {
+    KNOWN.with_borrow_mut(|known| {
+        let at = known.iter().position(|(of, _)| *of == key)?;
+        known.remove(at).map(|(_, known)| known)
+    })
+}
+
+fn keep(key: Key, next: Known) {
+    KNOWN.with_borrow_mut(|known| {
+        known.push_front((key, next));
+        known.truncate(GRAPHS);
+        // The least lately used go first.
+        let mut held = 0;
+        known.retain(|(_, of)| {
+            held += of.bytes();
+            held <= KEPT_BYTES_MAX
+        });
+    });
+}
+
+/// Goes through the layers by a tape, of which there is none any more.
+fn by_tape(layers: impl FnOnce() -> candle_core::Result<()>) -> candle_core::Result<Option<Tape>> {
+    /// Ends it if the layers panic.
+    struct End;
+    impl Drop for End {
+        fn drop(&mut self) {
+            tape::take();
+        }
+    }
+    let _end = End;
+    forget_plans();
+    let ran = layers();
+    forget_plans();
+    let tape = tape::take();
+    ran.map(|()| tape)
 }
 
 /// A step whose tokens are rows that each read ranges, the same in every layer.
@@ -165,7 +212,7 @@ pub fn plain_step(
     mut layers: impl FnMut(&StepInputs) -> candle_core::Result<()>,
 ) -> Result<Option<Tensor>> {
     let op = Op::new("plain_step", "x", step.x)?;
-    let (blocks, heads, head_dim) = step.kv.dims()?;
+    let (blocks, heads, _) = step.kv.dims()?;
     let rows = step.rows.len();
     if rows == 0 || rows > ROWS_MAX || step.slots.len() != rows {
         return Ok(None);
@@ -177,62 +224,98 @@ pub fn plain_step(
     op.check(step.selection.len() == rows * heads, "selection", step.selection.len(), rows * heads)?;
     let Some(lists) = Lists::range_words(step.rows, step.selection) else { return Ok(None) };
     let stride = step.rows.iter().map(wide).max().unwrap_or(1).next_multiple_of(TABLE_BLOCKS);
-    let key = (step.weight.id(), step.kv.k.id(), rows, stride);
-
-    let known = KNOWN.with_borrow_mut(|known| {
-        let at = known.iter().position(|(of, _)| *of == key)?;
-        known.remove(at)
-    });
-    let (next, out) = match known {
-        None => (Known::Seen { refused: false }, None),
-        Some((_, seen @ Known::Seen { refused: true })) => (seen, None),
-        Some((_, Known::Seen { refused: false })) => {
+    let key = (step.weight.id(), step.kv.k.id(), rows, Reads::Ranges(stride));
+    let (next, out) = match known(key) {
+        Some(Known::Seen(0)) => {
             let inputs = StepInputs::new(&op, step.x, step.angles, (stride, heads))?;
-            let partials = hold_partials(&op, (rows, heads), (step.q_heads, head_dim))?;
             // Once as it is: this is the step.
             inputs.write(&op, step, &lists)?;
-            record();
-            let ran = layers(&inputs);
-            let memory = recorded();
-            ran?;
+            tape::record(&op);
+            let tape = by_tape(|| layers(&inputs))?;
             let out = inputs.x.copy()?;
-            let small = bytes(&memory) <= MADE_BYTES_MAX;
-            match small.then(|| capture(&op, &memory, || layers(&inputs))).flatten() {
-                Some(graph) => {
-                    let memory = memory.into_iter().chain(partials).collect();
-                    (Known::Graph { inputs, graph, memory }, Some(out))
-                }
-                None => (Known::Seen { refused: true }, Some(out)),
+            match tape.map(|tape| tape.finish(&op)).transpose()?.flatten() {
+                Some(tape) => (Known::Ranges(inputs, tape), Some(out)),
+                None => (Known::Seen(usize::MAX), Some(out)),
             }
         }
-        Some((_, Known::Graph { inputs, graph, memory })) => {
+        Some(Known::Ranges(inputs, tape)) => {
             inputs.write(&op, step, &lists)?;
-            graph.launch().map_err(candle_core::Error::wrap)?;
+            tape.queue(&op)?;
+            STEPS.set(STEPS.get() + 1);
             let out = inputs.x.clone();
-            (Known::Graph { inputs, graph, memory }, Some(out))
+            (Known::Ranges(inputs, tape), Some(out))
         }
+        Some(Known::Seen(steps)) => (Known::Seen(steps - 1), None),
+        None | Some(Known::Chosen(..)) => (Known::Seen(0), None),
     };
-    KNOWN.with_borrow_mut(|known| {
-        known.push_front((key, next));
-        known.truncate(GRAPHS);
-        // The least lately used go first.
-        let mut held = 0;
-        known.retain(|(_, of)| {
-            held += of.bytes();
-            held <= KEPT_BYTES_MAX
-        });
-    });
+    keep(key, next);
     Ok(out)
 }
 
-/// The launches as a graph, which makes tensors of the memory given, in the order of their making; none if they cannot be
-/// captured.
-fn capture(op: &Op, memory: &[Tensor], layers: impl FnOnce() -> candle_core::Result<()>) -> Option<CudaGraph> {
-    let stream = op.cuda_stream();
-    stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED).ok()?;
-    repeat(memory.to_vec());
-    let queued = layers();
-    let all = recorded().is_empty();
-    let graph = stream.end_capture(sys::CUgraphInstantiate_flags(0));
-    graph.ok().flatten().filter(|_| queued.is_ok() && all)
+/// A step whose tokens are rows that read what each layer chooses, by operations of this library alone.
+#[derive(Debug, Clone, Copy)]
+pub struct RepeatedStep<'a> {
+    /// The rows' embeddings `[R, hidden]`, f32.
+    pub x: &'a Tensor,
+    /// Cosines and sines of each row's position `[R, head_dim]`, f32.
+    pub angles: &'a Tensor,
+    /// A number for how they choose.
+    pub kind: u64,
+    /// The first layer's keys, and its first weight, which say whose cache and layers they are.
+    pub k: &'a Tensor,
+    /// As said.
+    pub weight: &'a Tensor,
+}
+
+/// Runs all layers of such a step and returns `[R, hidden]`, f32, of which the next step makes its own; none, and nothing is
+/// done, where there has been no step of its kind before. `layers` goes through them, in place, with the residual stream and
+/// the angles that it is given, and does all that a step does on the host; what they queue is queued by a few calls, where it is
+/// what it was before.
+///
+/// # Errors
+/// Whatever `layers` says, and the device.
+pub fn repeated_step(
+    step: &RepeatedStep,
+    layers: impl FnOnce(&Tensor, &Tensor) -> candle_core::Result<()>,
+) -> Result<Option<Tensor>> {
+    let op = Op::new("repeated_step", "x", step.x)?;
+    let rows = step.x.dim(0)?;
+    if rows == 0 || rows > ROWS_MAX {
+        return Ok(None);
+    }
+    let key = (step.weight.id(), step.k.id(), rows, Reads::Chosen(step.kind));
+    let (inputs, steps) = match known(key) {
+        Some(Known::Seen(0)) => {
+            let inputs = [step.x.copy()?, step.angles.copy()?];
+            tape::record(&op);
+            (inputs, 0)
+        }
+        Some(Known::Chosen(inputs, tape, steps)) => {
+            inputs[0].slice_set(step.x, 0, 0)?;
+            inputs[1].slice_set(step.angles, 0, 0)?;
+            tape::follow(tape);
+            (inputs, steps + 1)
+        }
+        Some(Known::Seen(steps)) => {
+            keep(key, Known::Seen(steps - 1));
+            return Ok(None);
+        }
+        None | Some(Known::Ranges(..)) => {
+            keep(key, Known::Seen(0));
+            return Ok(None);
+        }
+    };
+    let tape = by_tape(|| layers(&inputs[0], &inputs[1]))?;
+    let out = inputs[0].clone();
+    let next = match tape.map(|tape| tape.finish(&op)).transpose()?.flatten() {
+        Some(tape) => {
+            STEPS.set(STEPS.get() + usize::from(steps > 0));
+            Known::Chosen(inputs, tape, steps)
+        }
+        None if steps == 0 => Known::Seen(usize::MAX),
+        None if steps < STEPS_LEAST => Known::Seen(STEPS_WITHOUT),
+        None => Known::Seen(0),
+    };
+    keep(key, next);
+    Ok(Some(out))
 }

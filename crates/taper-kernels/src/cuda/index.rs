@@ -5,7 +5,7 @@ use super::batch::{Batch, Dims, Lists, WORDS};
 use super::error::Result;
 use super::ffi::{self, TaperAppendParams, TaperAssignParams, TaperChooseParams, TaperCodeParams, TaperIndexParams};
 use super::ffi::{TaperClusteredParams, TaperHashScoreParams, TaperLinearParams, TaperNearestParams, TaperProbeParams};
-use super::op::Op;
+use super::op::{Op, renews};
 use super::sample::{Scratch, prepare};
 use crate::index::clusters::MOST_ON_DEVICE;
 use crate::kv::BLOCK_TOKENS;
@@ -90,7 +90,9 @@ pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], first: usize, to: &Me
         ..TaperAppendParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.renewed(unsafe { ffi::taper_append(&p, op.stream()) }, first)
+    unsafe { op.launch(ffi::taper_append, &p) }?;
+    renews(first);
+    Ok(())
 }
 
 /// Where each of a step's tokens stands.
@@ -133,7 +135,7 @@ pub fn codes(x: &Tensor, at: &Tokens, index: &Tensor) -> Result<()> {
         ..TaperCodeParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_codes(&p, op.stream()) })
+    unsafe { op.launch(ffi::taper_codes, &p) }
 }
 
 /// The same, not into an index: codes `[T, heads, words]`, u32, of `x` `[T, heads, 32 words]`.
@@ -157,7 +159,7 @@ pub fn signs(x: &Tensor) -> Result<Tensor> {
         ..TaperCodeParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_codes(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_codes, &p) }?;
     Ok(out)
 }
 
@@ -194,7 +196,7 @@ pub fn agreement(batch: &Batch, q: &Tensor, index: &Tensor) -> Result<Tensor> {
         overlap: 1,
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_hash_score(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_hash_score, &p) }?;
     Ok(out)
 }
 
@@ -227,7 +229,7 @@ pub fn assign(k: &Tensor, centroids: &Tensor, at: &Tokens, index: &Tensor) -> Re
         ..TaperAssignParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_saap_assign(&p, op.stream()) })
+    unsafe { op.launch(ffi::taper_saap_assign, &p) }
 }
 
 /// As [`assign`], by products `[kv_heads, T, clusters]`, f32, of the keys with all centroids.
@@ -252,7 +254,7 @@ pub fn nearest(products: &Tensor, at: &Tokens, index: &Tensor) -> Result<()> {
         ..TaperNearestParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_saap_nearest(&p, op.stream()) })
+    unsafe { op.launch(ffi::taper_saap_nearest, &p) }
 }
 
 /// How many clusters [`probe`] takes.
@@ -310,7 +312,7 @@ pub fn probe(batch: &Batch, logits: &Tensor, index: &Tensor, mut lists: Lists, l
         ..TaperProbeParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_saap_probe(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_saap_probe, &p) }?;
     lists.token_ids = Some(ids);
     Ok(lists)
 }
@@ -376,7 +378,7 @@ pub fn invert(ids: &Tensor, tables: &Tensor, spans: &[Span], clusters: usize) ->
         ..TaperIndexParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_saap_index(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_saap_index, &p) }?;
     Ok(of)
 }
 
@@ -407,7 +409,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: &Tensor, relu: bool) -> Result<
         overlap: 1,
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_saap_linear(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_saap_linear, &p) }?;
     Ok(out)
 }
 
@@ -474,7 +476,7 @@ pub fn choose(batch: &Batch, of: &Choice, index: &Inverted) -> Result<Lists> {
         ..index.choice(&op, batch, of)?
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_saap_choose(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_saap_choose, &p) }?;
     Ok(Lists { told, token_ids: Some(token_ids), ..Lists::over(work, rows, kv_heads) })
 }
 
@@ -524,6 +526,6 @@ pub fn attend_classified(
     let choice = Choice { logits: &logits, take, sink, indexed, capacity: index.capacity };
     let p = TaperClusteredParams { s: prepared.p, c: index.choice(&op, batch, &choice)? };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_saap_attend(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_saap_attend, &p) }?;
     Ok((prepared.of.out, prepared.of.lse))
 }

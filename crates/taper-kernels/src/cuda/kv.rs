@@ -3,6 +3,7 @@
 use super::error::Result;
 use super::ffi::{TaperWriteParams, taper_write};
 use super::op::Op;
+use super::tape;
 use crate::kv::BLOCK_TOKENS;
 use candle_core::cuda_backend::cudarc::driver::result;
 use candle_core::{DType, Tensor};
@@ -31,7 +32,7 @@ pub(crate) fn append(pool: &Tensor, rows: &Tensor, slots: &[u32]) -> Result<()> 
         overlap: 1,
     };
     // SAFETY: every address was checked against the shapes given beside it, and slots lie within the pool.
-    op.launched(unsafe { taper_write(&p, op.stream()) })
+    unsafe { op.launch(taper_write, &p) }
 }
 
 /// Copies block `from` over block `to` within a pool `[blocks, …]`; both are within it.
@@ -40,11 +41,12 @@ pub(crate) fn copy_block(pool: &Tensor, from: u32, to: u32) -> Result<()> {
         return Ok(());
     }
     let op = Op::new("kv-copy-block", "pool", pool)?;
+    tape::leave()?;
     let base: *mut u8 = op.at("pool", pool, pool.dtype(), pool.dims())?;
     let bytes = pool.elem_count() / pool.dim(0)? * pool.dtype().size_in_bytes();
     let block = |at: u32| base as u64 + at as u64 * bytes as u64;
     // SAFETY: both blocks lie within the pool and are not the same.
-    unsafe { result::memcpy_dtod_async(block(to), block(from), bytes, op.stream().cast()) }
+    unsafe { result::memcpy_dtod_async(block(to), block(from), bytes, op.cuda_stream().cu_stream()) }
         .map_err(candle_core::Error::wrap)?;
     Ok(())
 }

@@ -91,7 +91,7 @@ pub fn rotate_append(of: &Rotate, kv: PagedKv) -> Result<Rotated> {
         reserved: 0,
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { taper_rope(&p, op.stream()) })?;
+    unsafe { op.launch(taper_rope, &p) }?;
     Ok(Rotated { q, q_plain, k_plain })
 }
 
@@ -116,7 +116,7 @@ pub fn angles(positions: &[u32], frequencies: &[f32], factor: f32, device: &Devi
         factor,
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { taper_angles(&p, op.stream()) })?;
+    unsafe { op.launch(taper_angles, &p) }?;
     Ok(angles)
 }
 
@@ -169,7 +169,7 @@ pub(super) fn append_joint_at(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots:
         ..TaperRopeParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it, and slots lie within the cache.
-    op.launched(unsafe { taper_rope(&p, op.stream()) })?;
+    unsafe { op.launch(taper_rope, &p) }?;
     Ok(q)
 }
 
@@ -196,7 +196,7 @@ pub fn norm(x: &Tensor, weight: &Tensor, residual: Option<&Tensor>, epsilon: f32
         ..TaperNormParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { taper_norm(&p, op.stream()) })?;
+    unsafe { op.launch(taper_norm, &p) }?;
     Ok(out)
 }
 
@@ -233,7 +233,7 @@ fn from_f32(op: &Op, x: &Tensor, norm: Option<(&Tensor, f32)>, dtype: DType) -> 
         x_f32: 1,
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { taper_norm(&p, op.stream()) })?;
+    unsafe { op.launch(taper_norm, &p) }?;
     Ok(out)
 }
 
@@ -256,6 +256,6 @@ pub fn silu_mul(gate_up: &Tensor) -> Result<Tensor> {
         ..TaperSiluParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { taper_silu(&p, op.stream()) })?;
+    unsafe { op.launch(taper_silu, &p) }?;
     Ok(out)
 }

@@ -2,6 +2,7 @@
 
 use super::error::{Error, Result};
 use super::ffi;
+use super::tape::{self, Entry};
 use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, result as driver, sys};
 use candle_core::{CudaStorage, DType, Device, Storage, Tensor, WithDType};
@@ -27,8 +28,6 @@ thread_local! {
     static KEPT: RefCell<HashMap<Content, Copied>> = RefCell::default();
     /// Room for what launches work with, by its use.
     static ROOM: RefCell<HashMap<&'static str, Tensor>> = RefCell::default();
-    /// The tensors that operations make, while somebody wants to know.
-    static MADE: RefCell<Made> = RefCell::default();
     /// What [`fresh`] goes by.
     static RENEWED: Cell<Option<usize>> = const { Cell::new(None) };
 }
@@ -39,32 +38,14 @@ pub(super) fn fresh(len: usize) -> i32 {
     RENEWED.get().map_or(0, |first| i32::try_from(len.saturating_sub(first)).unwrap_or(i32::MAX))
 }
 
-#[derive(Default)]
-enum Made {
-    #[default]
-    Unwatched,
-    Recorded(Vec<Tensor>),
-    /// Those to be made again, the next one last.
-    Repeated(Vec<Tensor>),
+/// Says of the launch before that it renews what an index has of tokens from position `first` on; see [`fresh`].
+pub(super) fn renews(first: usize) {
+    RENEWED.set(Some(first));
 }
 
-/// From here to [`recorded`] this thread keeps what [`Op::empty`] makes.
-pub(super) fn record() {
-    MADE.set(Made::Recorded(Vec::new()));
-}
-
-/// From here to [`recorded`] this thread's [`Op::empty`] gives the tensors that were recorded, one after the other.
-pub(super) fn repeat(mut recorded: Vec<Tensor>) {
-    recorded.reverse();
-    MADE.set(Made::Repeated(recorded));
-}
-
-/// What was recorded, or what is left of what was to be repeated.
-pub(super) fn recorded() -> Vec<Tensor> {
-    match MADE.take() {
-        Made::Unwatched => Vec::new(),
-        Made::Recorded(tensors) | Made::Repeated(tensors) => tensors,
-    }
+/// All room of this thread.
+pub(super) fn rooms() -> Vec<Tensor> {
+    ROOM.with_borrow(|rooms| rooms.values().cloned().collect())
 }
 
 /// One call of one operation.
@@ -87,10 +68,6 @@ impl Op {
         // The CUDA runtime, which the kernels launch through, works in the thread's current context.
         stream.context().bind_to_thread().map_err(candle_core::Error::wrap)?;
         Ok(Self { name, device: tensor.device().clone(), stream })
-    }
-
-    pub fn stream(&self) -> *mut c_void {
-        self.stream.cu_stream().cast()
     }
 
     pub fn cuda_stream(&self) -> &Arc<CudaStream> {
@@ -182,21 +159,8 @@ impl Op {
     pub fn empty(&self, shape: impl Into<candle_core::Shape>, dtype: DType) -> Result<Tensor> {
         let shape = shape.into();
         let shape = if shape.elem_count() == 0 { (1,).into() } else { shape };
-        let again = MADE.with_borrow_mut(|made| match made {
-            Made::Repeated(left) => left.pop_if(|next| next.shape() == &shape && next.dtype() == dtype),
-            _ => None,
-        });
-        if let Some(tensor) = again {
-            return Ok(tensor);
-        }
         // SAFETY: any bits are a number of these types; the launch writes them before anything reads.
-        let tensor = unsafe { Tensor::empty(shape, dtype, &self.device)? };
-        MADE.with_borrow_mut(|made| {
-            if let Made::Recorded(tensors) = made {
-                tensors.push(tensor.clone());
-            }
-        });
-        Ok(tensor)
+        tape::made((&shape, dtype), || Ok(unsafe { Tensor::empty(shape.clone(), dtype, &self.device)? }))
     }
 
     /// The address of room for so many numbers, which the thread keeps for its next launch of this use: for what nobody
@@ -231,14 +195,40 @@ impl Op {
 
     /// Writes host data over a tensor of as many words.
     pub fn write(&self, parameter: &'static str, tensor: &Tensor, words: &[u32]) -> Result<()> {
+        tape::leave()?;
         let at = self.at::<u32>(parameter, tensor, DType::U32, [words.len()])?;
         // SAFETY: there are so many words at the address; memory that is not pinned has been read when the call returns.
         let copied = unsafe { driver::memcpy_htod_async(at as u64, words, self.stream.cu_stream()) };
         Ok(copied.map_err(candle_core::Error::wrap)?)
     }
 
+    /// Copies a tensor over another of its dtype and shape, which has other memory.
+    pub fn copy(&self, parameter: &'static str, from: &Tensor, to: &Tensor) -> Result<()> {
+        let (dtype, shape) = (from.dtype(), from.dims());
+        let bytes = from.elem_count() * dtype.size_in_bytes();
+        let (from, to) = (self.at(parameter, from, dtype, shape)?, self.at(parameter, to, dtype, shape)?);
+        // SAFETY: both were checked, and are of that size.
+        unsafe { self.launch(copy, &OnDevice { from, to, bytes }) }
+    }
+
+    /// Tensors of one dtype, one behind the other along the first dimension.
+    pub fn stacked(&self, parts: &[Tensor]) -> Result<Tensor> {
+        let [first, ..] = parts else { return Err(self.error("parts", 0, "at least one")) };
+        let mut shape = first.dims().to_vec();
+        shape[0] = parts.iter().map(|part| part.dims()[0]).sum();
+        let out = self.empty(shape, first.dtype())?;
+        let mut at = 0;
+        for part in parts {
+            let rows = part.dim(0)?;
+            self.copy("parts", part, &out.narrow(0, at, rows)?)?;
+            at += rows;
+        }
+        Ok(out)
+    }
+
     /// The words of a tensor, once all that was queued before is done.
     pub fn read(&self, parameter: &'static str, tensor: &Tensor) -> Result<Vec<u32>> {
+        tape::leave()?;
         let mut words = vec![0; tensor.elem_count()];
         let at = self.at::<u32>(parameter, tensor, DType::U32, tensor.dims())?;
         // SAFETY: there are so many words at the address, and the copy is waited for.
@@ -249,10 +239,14 @@ impl Op {
 
     /// As [`Op::upload`], for what nothing writes to: equal data that this thread has copied lately is not copied again.
     pub fn kept<T: WithDType>(&self, data: &[T], shape: impl AsRef<[usize]>) -> Result<Tensor> {
+        let shape = shape.as_ref();
         // SAFETY: numbers without padding.
         let bytes = unsafe { std::slice::from_raw_parts(data.as_ptr().cast::<u8>(), size_of_val(data)) };
         if bytes.is_empty() || bytes.len() > KEPT_BYTES {
             return self.upload(data, shape);
+        }
+        if let Some(tensor) = tape::input(self, (T::DTYPE, bytes), || self.upload(data, shape))? {
+            return Ok(if tensor.dims() == shape { tensor } else { tensor.reshape(shape)? });
         }
         // Some of the bytes tell nearly all data apart; all of them are compared.
         let mix = |sum: u64, byte: &u8| (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
@@ -262,7 +256,6 @@ impl Op {
             let (known, tensor) = kept.get(&key)?;
             (**known == *bytes && tensor.device().same_device(&self.device)).then(|| tensor.clone())
         });
-        let shape = shape.as_ref();
         let tensor = match found {
             Some(tensor) => tensor,
             None => {
@@ -293,18 +286,35 @@ impl Op {
         }
     }
 
-    /// What a launch returned.
-    pub fn launched(&self, status: i32) -> Result<()> {
+    /// Queues a launch.
+    ///
+    /// # Safety
+    /// Every address in `p` is of memory as large as the numbers beside it say, and for the launch to use.
+    pub unsafe fn launch<P: Copy + PartialEq + 'static>(&self, entry: Entry<P>, p: &P) -> Result<()> {
         RENEWED.set(None);
-        if status == 0 { Ok(()) } else { Err(Error::Launch { op: self.name, status }) }
+        // SAFETY: the caller's promise.
+        match unsafe { tape::launch(self.stream.cu_stream(), entry, p) } {
+            0 => Ok(()),
+            status => Err(Error::Launch { op: self.name, status }),
+        }
     }
+}
 
-    /// The same of a launch that renews what an index has of tokens from position `first` on; see [`fresh`].
-    pub fn renewed(&self, status: i32, first: usize) -> Result<()> {
-        self.launched(status)?;
-        RENEWED.set(Some(first));
-        Ok(())
-    }
+/// A copy from the device to itself.
+#[derive(Clone, Copy, PartialEq)]
+struct OnDevice {
+    from: *mut u8,
+    to: *mut u8,
+    bytes: usize,
+}
+
+unsafe extern "C" fn copy(p: *const OnDevice, stream: *mut c_void) -> i32 {
+    // SAFETY: the caller's promise.
+    let copied = unsafe {
+        let OnDevice { from, to, bytes } = *p;
+        driver::memcpy_dtod_async(to as u64, from as u64, bytes, stream.cast())
+    };
+    copied.map_or_else(|failed| failed.0 as i32, |()| 0)
 }
 
 /// Makes a device ready for steps: memory that a step gave back stays with the process instead of going back to the system

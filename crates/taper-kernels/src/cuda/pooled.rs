@@ -73,7 +73,7 @@ pub(crate) fn pooled(
             overlap: 1,
         };
         // SAFETY: every address was checked against the shapes given beside it.
-        op.launched(unsafe { taper_own(&p, op.stream()) })?;
+        unsafe { op.launch(taper_own, &p) }?;
         let before = at * each * heads.len() * capacity;
         for (list, begin) in (0..lists).map(|list| (list, before + list * capacity)) {
             begins[list / part.len() * runs.len() + at * each + list % part.len()] = begin as u32;
@@ -123,6 +123,6 @@ fn means(
         ..TaperMeansParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { taper_means(&p, op.stream()) })?;
+    unsafe { op.launch(taper_means, &p) }?;
     Ok(out)
 }

@@ -337,7 +337,7 @@ fn attend_into(
         head_pairs: reads.head_pairs.into(),
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { taper_prefill_sparse(&p, op.stream()) })
+    unsafe { op.launch(taper_prefill_sparse, &p) }
 }
 
 /// Outputs and logarithms from those of parts `[T, q_heads parts, head_dim]` and `[T, q_heads parts]`, all f32.
@@ -364,7 +364,7 @@ fn merge(op: &Op, part_o: &Tensor, part_lse: &Tensor, parts: usize, dtype: i32) 
         ..TaperMergeParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { taper_merge(&m, op.stream()) })?;
+    unsafe { op.launch(taper_merge, &m) }?;
     Ok((out, lse))
 }
 

@@ -89,7 +89,7 @@ pub(crate) fn probe(
         ..TaperSearchParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { taper_search(&p, op.stream()) })?;
+    unsafe { op.launch(taper_search, &p) }?;
     let told_words = op.read("told", &told)?;
     let told = |i: usize| &told_words[i * n.next_multiple_of(4)..][..n];
     let products = told(2).iter().enumerate().map(|(i, &looked)| u64::from(looked) * plan.lines[i % runs.len()]).sum();

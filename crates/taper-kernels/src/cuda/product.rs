@@ -1,7 +1,7 @@
 //! Products of activations with a float weight, with what stands around them in a layer: by a kernel of this project for a
 //! few rows, where the weight's bytes are what takes time, and by cuBLAS for more.
 
-use super::error::{Error, Result};
+use super::error::Result;
 use super::ffi::{self, TaperChainParams, TaperProductParams, taper_chain, taper_product};
 use super::layer::{norm_f32, rounded, silu_mul};
 use super::op::Op;
@@ -9,6 +9,7 @@ use bytemuck::Zeroable;
 use candle_core::cuda_backend::cudarc::cublas::{result as cublas, sys};
 use candle_core::{DType, Device, Tensor};
 use std::cell::RefCell;
+use std::ffi::c_void;
 
 /// Most rows of a product by this project's kernel, and most bytes of its inputs. From three rows on cuBLAS is faster, with
 /// the launches that it takes besides.
@@ -143,7 +144,7 @@ pub fn after_attention_at_once(attended: &Tensor, x: &Tensor, of: &AfterAttentio
         format_args!("one row, {most} inputs"),
     )?;
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { taper_chain(&p, op.stream()) })
+    unsafe { op.launch(taper_chain, &p) }
 }
 
 /// The address of 32 words at zero, for launches one after the other.
@@ -183,7 +184,7 @@ fn run(op: &Op, of: Inputs, weight: &Tensor, out: &Tensor, (to, out_dtype): (i32
     }
     let p = params(op, of, weight, out, (to, out_dtype))?;
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { taper_product(&p, op.stream()) })
+    unsafe { op.launch(taper_product, &p) }
 }
 
 /// Fails unless shapes and dtypes are those of a product: rows, inputs, outputs.
@@ -233,34 +234,61 @@ fn multiply(op: &Op, x: &Tensor, weight: &Tensor, out: &Tensor, (add, out_dtype)
         DType::F16 => sys::cudaDataType::CUDA_R_16F,
         _ => sys::cudaDataType::CUDA_R_32F,
     };
-    let (one, beta) = (1f32, if add { 1f32 } else { 0f32 });
-    let address =
-        |name, tensor: &Tensor, dtype, shape: [usize; 2]| op.at::<std::ffi::c_void>(name, tensor, dtype, shape);
-    let (m, n, k) = (op.int("weight", outputs)?, op.int("x", rows)?, op.int("x", inputs)?);
-    let blas = device.cublas_handle();
-    // SAFETY: every address was checked against the shapes given beside it; a row-major `[a, b]` is a column-major `[b, a]`.
+    let address = |name, tensor: &Tensor, dtype, shape: [usize; 2]| op.at::<c_void>(name, tensor, dtype, shape);
+    let p = Gemm {
+        handle: *device.cublas_handle().handle(),
+        weight: address("weight", weight, dtype, [outputs, inputs])?,
+        x: address("x", x, dtype, [rows, inputs])?,
+        out: address("out", out, out_dtype, [rows, outputs])?,
+        shape: [op.int("weight", outputs)?, op.int("x", rows)?, op.int("x", inputs)?],
+        kinds: [kind(dtype), kind(out_dtype)],
+        beta: if add { 1.0 } else { 0.0 },
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    unsafe { op.launch(gemm, &p) }
+}
+
+/// A product of [`multiply`], as cuBLAS takes it.
+#[derive(Clone, Copy, PartialEq)]
+struct Gemm {
+    handle: sys::cublasHandle_t,
+    weight: *const c_void,
+    x: *const c_void,
+    out: *mut c_void,
+    /// Outputs, rows, inputs.
+    shape: [i32; 3],
+    /// Of weight and inputs, and of outputs.
+    kinds: [sys::cudaDataType; 2],
+    beta: f32,
+}
+
+/// On the handle's own stream, which is candle's. Returns 0, or 10000 and cuBLAS's status.
+unsafe extern "C" fn gemm(p: *const Gemm, _stream: *mut c_void) -> i32 {
+    // SAFETY: the caller's promise; a row-major `[a, b]` is a column-major `[b, a]`.
     let status = unsafe {
+        let one = 1f32;
+        let Gemm { handle, weight, x, out, shape: [m, n, k], kinds: [dtype, out_dtype], beta } = *p;
         cublas::gemm_ex(
-            *blas.handle(),
+            handle,
             sys::cublasOperation_t::CUBLAS_OP_T,
             sys::cublasOperation_t::CUBLAS_OP_N,
             m,
             n,
             k,
             (&raw const one).cast(),
-            address("weight", weight, dtype, [outputs, inputs])?,
-            kind(dtype),
+            weight,
+            dtype,
             k,
-            address("x", x, dtype, [rows, inputs])?,
-            kind(dtype),
+            x,
+            dtype,
             k,
             (&raw const beta).cast(),
-            address("out", out, out_dtype, [rows, outputs])?,
-            kind(out_dtype),
+            out,
+            out_dtype,
             m,
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
             sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
         )
     };
-    status.map_err(|e| Error::Candle(candle_core::Error::wrap(e)))
+    status.map_or_else(|failed| 10_000 + failed.0 as i32, |()| 0)
 }

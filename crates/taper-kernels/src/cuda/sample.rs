@@ -182,7 +182,7 @@ fn run(
 ) -> Result<Sampled> {
     let Prepared { p, of } = prepare(op, batch, lists, Some(streams), how, scratch)?;
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_sampled(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_sampled, &p) }?;
     Ok(of)
 }
 
@@ -323,6 +323,6 @@ pub(super) fn draw_each(
         ..TaperSampleParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_sample(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_sample, &p) }?;
     Ok((ids, counts))
 }

@@ -136,7 +136,7 @@ pub fn scores(batch: &Batch, q: &Tensor, view: View, scale: f32) -> Result<Score
         ..TaperScoreParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_score(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_score, &p) }?;
     let lse = op.empty((rows, q_heads), DType::F32)?;
     let p = TaperLseParams {
         tile_max: p.tile_max,
@@ -151,7 +151,7 @@ pub fn scores(batch: &Batch, q: &Tensor, view: View, scale: f32) -> Result<Score
         reserved: 0,
     };
     // SAFETY: likewise.
-    op.launched(unsafe { ffi::taper_lse(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_lse, &p) }?;
     Ok(Scores { scores, tiles: (top, sum), lse, page })
 }
 
@@ -295,7 +295,7 @@ pub(super) fn largest(
         ..TaperSelectParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_select(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_select, &p) }?;
     Ok((ids, counts))
 }
 
@@ -365,7 +365,7 @@ pub(super) fn select(
         ..TaperGroupSelectParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_select_group(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_select_group, &p) }?;
     match target {
         ffi::TAPER_TOKENS => lists.token_ids = Some(ids.flatten_all()?),
         ffi::TAPER_BLOCKS => lists.block_ids = Some(ids),
@@ -389,7 +389,7 @@ fn pages(op: &Op, lists: &Lists, chosen: &Tensor, counts: &Tensor, page: usize) 
         overlap: 1,
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_pages(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_pages, &p) }?;
     Ok(ids)
 }
 
@@ -400,7 +400,7 @@ fn pages(op: &Op, lists: &Lists, chosen: &Tensor, counts: &Tensor, page: usize) 
 /// Shapes or dtypes that differ, rows of more than 32,768 blocks.
 pub fn pick_blocks(batch: &Batch, view: View, between: Between, k: usize) -> Result<Lists> {
     let op = Op::new("pick_blocks", "q", batch.q)?;
-    pick(&op, batch, view, between, (k, None), (ffi::TAPER_MAX_OF_GROUP, ffi::TAPER_BLOCKS))
+    pick(&op, batch, view, between, (k, None), (ffi::TAPER_MAX_OF_GROUP, ffi::TAPER_BLOCKS), batch.max_len)
 }
 
 /// Most pages that [`pick`] chooses among.
@@ -419,8 +419,10 @@ pub(super) fn pick_pages(
     bounds: &Tensor,
     between: Between,
     (most, k): (usize, &Tensor),
+    longest: usize,
 ) -> Result<Lists> {
-    pick(op, batch, View::Pages(bounds), between, (most, Some(k)), (ffi::TAPER_SUM_OF_GROUP, ffi::TAPER_TOKENS))
+    let how = (ffi::TAPER_SUM_OF_GROUP, ffi::TAPER_TOKENS);
+    pick(op, batch, View::Pages(bounds), between, (most, Some(k)), how, longest)
 }
 
 fn pick(
@@ -430,6 +432,7 @@ fn pick(
     between: Between,
     (k, ks): (usize, Option<&Tensor>),
     (reduce, target): (i32, i32),
+    longest: usize,
 ) -> Result<Lists> {
     let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(op)?;
     let at = ViewAt::new(op, view, &[64, 128], (blocks, kv_heads))?;
@@ -476,11 +479,11 @@ fn pick(
         overlap: 1,
         scale: 1.0 / (head_dim as f32).sqrt(),
         // Pages of older tokens are scored while those of the newest are being made.
-        fresh: op::fresh(batch.max_len),
+        fresh: op::fresh(longest),
         ..TaperPickParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_pick(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_pick, &p) }?;
     Ok(match target {
         ffi::TAPER_BLOCKS => Lists { work, told, block_ids: Some(ids), ..lists },
         _ => Lists { work, told, token_ids: Some(ids), token_shift: page.trailing_zeros(), ..lists },

@@ -106,7 +106,7 @@ fn spread_over(
         list_heads: op.int("lists", heads)?,
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_spread(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_spread, &p) }?;
     let ids = Some(ids.flatten_all()?);
     let token_ln_weights = Some(ln_weights.flatten_all()?);
     Ok(Lists { token_ids: ids, token_ln_weights, ..Lists::over(work, rows, q_heads) })
@@ -139,7 +139,7 @@ pub(super) fn features(q: &Tensor, streams: Streams, draws: usize, group: Option
         reserved: 0,
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_features(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_features, &p) }?;
     Ok(out)
 }
 
@@ -234,7 +234,7 @@ pub fn values(batch: &Batch, streams: Streams, samples: usize, targets: Targets,
         ..TaperValuesParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_values(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_values, &p) }?;
     Ok(Values { out, lse, ids })
 }
 
@@ -260,6 +260,6 @@ pub(super) fn distinct(op: &Op, lists: &Lists, kv_heads: usize, max_len: usize) 
         ..TaperDistinctParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_distinct(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_distinct, &p) }?;
     Ok(told)
 }

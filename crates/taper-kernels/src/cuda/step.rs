@@ -109,9 +109,13 @@ impl Chosen {
         }
     }
 
-    /// Each part's share of the rows.
-    fn spans(parts: &[Self]) -> Vec<Range<usize>> {
-        let kv_heads = parts.iter().find_map(Self::step).map_or(1, |step| step.kv_heads);
+    /// Each part's share of so many rows, which need not be said where the device has one of them.
+    fn spans(parts: &[Self], rows: usize) -> Vec<Range<usize>> {
+        let host = |part: &Self| if let Self::Host(heads) = part { heads.len() } else { 0 };
+        let kv_heads = match parts.iter().find_map(Self::step) {
+            Some(step) => step.kv_heads,
+            None => (parts.iter().map(host).sum::<usize>() / rows.max(1)).max(1),
+        };
         let mut end = 0;
         let mut span = |part: &Self| {
             let start = end;
@@ -152,7 +156,7 @@ impl Chosen {
     /// the device where the host does not know.
     pub fn counts(parts: &[Self], rows: &[DecodeRow]) -> Result<Vec<usize>> {
         let mut all = Vec::new();
-        for (part, span) in parts.iter().zip(Self::spans(parts)) {
+        for (part, span) in parts.iter().zip(Self::spans(parts, rows.len())) {
             match part {
                 Self::Host(heads) => all.extend(decode::counts(heads, &rows[span])),
                 Self::Keys(_, _, Some(counts)) => all.extend(counts),
@@ -188,9 +192,9 @@ impl Chosen {
             Self::Values(step, _, source) => source.sampled().map(|outcome| outcome.budgets(step)),
             Self::Host(_) | Self::Keys(..) => None,
         };
-        let q_heads = parts.iter().find_map(Self::step).map_or(0, |step| step.q_heads);
+        let Some(q_heads) = parts.iter().find_map(Self::step).map(|step| step.q_heads) else { return Ok(None) };
         let (mut all, mut any) = (Vec::new(), false);
-        for (part, span) in parts.iter().zip(Self::spans(parts)) {
+        for (part, span) in parts.iter().zip(Self::spans(parts, 0)) {
             if let Some(budgets) = sampled(part) {
                 all.extend(budgets?);
                 any = true;
@@ -213,7 +217,7 @@ impl Chosen {
     /// The tokens that each row and KV head reads `[R, kv_heads]`, ascending, but for samples. Waits for the device.
     pub fn tokens(parts: &[Self], rows: &[DecodeRow]) -> Result<Vec<Vec<u32>>> {
         let mut all = Vec::new();
-        for (part, span) in parts.iter().zip(Self::spans(parts)) {
+        for (part, span) in parts.iter().zip(Self::spans(parts, rows.len())) {
             match part {
                 Self::Host(heads) => all.extend(decode::tokens(heads, &rows[span])),
                 Self::Keys(_, lists, _) => all.extend(lists.read_back()?),
@@ -268,7 +272,7 @@ pub(crate) fn attend(batch: &Decode, selection: &Selection) -> Result<Tensor> {
     let Some(parts) = selection.on_device() else { return attend_host(batch, selection.heads()?) };
     let op = Op::new("attend", "q", batch.q)?;
     let (rows, ..) = batch.dims()?;
-    let spans = Chosen::spans(parts);
+    let spans = Chosen::spans(parts, rows);
     let chosen = spans.last().map_or(0, |span| span.end);
     op.check(chosen == rows, "selection", format_args!("of {chosen} rows"), format_args!("one of {rows}"))?;
     if let [part] = parts {
@@ -279,7 +283,7 @@ pub(crate) fn attend(batch: &Decode, selection: &Selection) -> Result<Tensor> {
         part.attend(&op, &Decode { q: &q, kv: batch.kv, rows: &batch.rows[span] })
     };
     let outs = parts.iter().zip(spans).map(one).collect::<Result<Vec<_>>>()?;
-    Ok(Tensor::cat(&outs, 0)?)
+    op.stacked(&outs)
 }
 
 /// The streams of some rows, on the device.

@@ -78,7 +78,7 @@ pub fn block_lists(
         reserved: 0,
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_stripes(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_stripes, &p) }?;
     Ok(of)
 }
 
@@ -141,7 +141,7 @@ pub fn drop_columns(tiles: &Tiles, tokens: &Tensor, counts: &Tensor, blocks: &Ke
         ..TaperColumnsParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { ffi::taper_drop_columns(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_drop_columns, &p) }?;
     Ok(of)
 }
 

@@ -57,7 +57,7 @@ pub(crate) fn sums(rows: &Rows) -> Result<Sums> {
         ..TaperReduceParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    op.launched(unsafe { taper_reduce(&p, op.stream()) })?;
+    unsafe { op.launch(taper_reduce, &p) }?;
     let own: Vec<Tensor> = (slices.iter().enumerate())
         .map(|(i, &(_, rows, _))| lse.get(i)?.narrow(1, 0, rows as usize)?.t())
         .collect::<candle_core::Result<_>>()?;

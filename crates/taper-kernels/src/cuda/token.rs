@@ -28,7 +28,7 @@ pub(crate) fn tokens(logits: &Tensor, draws: &[Draw]) -> Result<Tensor> {
         reserved: 0,
     };
     // SAFETY: every address was checked against the shapes given beside it, and draws are within their ranges.
-    op.launched(unsafe { taper_tokens(&p, op.stream()) })?;
+    unsafe { op.launch(taper_tokens, &p) }?;
     Ok(out)
 }
 

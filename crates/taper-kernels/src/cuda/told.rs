@@ -5,6 +5,7 @@
 use super::coming::Coming;
 use super::error::Result;
 use super::op::Op;
+use super::tape;
 use candle_core::{DType, Shape, Tensor};
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -72,6 +73,8 @@ pub(super) struct Told {
     page: Arc<Page>,
     start: usize,
     words: usize,
+    /// Where they are written before they come there, in a step that goes by a tape.
+    before: Option<Tensor>,
 }
 
 impl Told {
@@ -91,13 +94,18 @@ impl Told {
                 }
             };
             let start = page.given.fetch_add(room, Ordering::Relaxed);
-            Ok(Self { page, start, words })
+            let before = tape::told(op, room, (&page.words, start))?;
+            Ok(Self { page, start, words, before })
         })
     }
 
     /// They, as a tensor to be written.
     pub fn tensor(&self, shape: impl Into<Shape>) -> Result<Tensor> {
-        Ok(self.page.words.narrow(0, self.start, self.words)?.reshape(shape.into())?)
+        let words = match &self.before {
+            Some(before) => before.narrow(0, 0, self.words)?,
+            None => self.page.words.narrow(0, self.start, self.words)?,
+        };
+        Ok(words.reshape(shape.into())?)
     }
 
     /// What they have become. Waits for the device, unless this or a later one of the page has been read before; for what

@@ -56,7 +56,7 @@ impl Walked {
             p.draw_stride = op.int("draws", stride)?;
         }
         // SAFETY: every address was checked against the shapes given beside it.
-        op.launched(unsafe { ffi::taper_walk(&p, op.stream()) })?;
+        unsafe { op.launch(ffi::taper_walk, &p) }?;
         Ok(Self { ids, counts, firsts, heads: lists.heads })
     }
 
@@ -139,7 +139,7 @@ pub(super) fn list_scores(
             ..TaperScoreParams::zeroed()
         };
         // SAFETY: every address was checked against the shapes given beside it.
-        op.launched(unsafe { ffi::taper_score(&p, op.stream()) })?;
+        unsafe { op.launch(ffi::taper_score, &p) }?;
     }
     let known = match by {
         ScoredBy::Known(known) => Some(*known),
@@ -170,6 +170,6 @@ pub(super) fn list_scores(
         overlap: 1,
     };
     // SAFETY: likewise.
-    op.launched(unsafe { ffi::taper_weigh(&p, op.stream()) })?;
+    unsafe { op.launch(ffi::taper_weigh, &p) }?;
     Ok(ListScores { of, scores, tiles: (top, sum) })
 }

@@ -88,7 +88,7 @@ pub(super) fn launches<'a>(
     let selection = match *reads {
         Reads::Mask(mask) => {
             let heads: Vec<u32> = (0..q_heads as u32).collect();
-            return group(op, rows, &[0..rows.positions.len()], Way::Rule(mask), &[], heads, q_heads / kv_heads);
+            return group(op, rows, &[], Way::Rule(mask), &[], heads, q_heads / kv_heads);
         }
         Reads::Selection(selection) => selection,
     };
@@ -120,6 +120,9 @@ pub(super) fn launches<'a>(
     Ok(launches)
 }
 
+/// A run, and which of its rows.
+type Cut = (usize, Range<usize>);
+
 /// The launches of heads that come to their keys in one way, `each` query heads a list: one for each mask that tiles have.
 fn group<'a>(
     op: &Op,
@@ -131,9 +134,9 @@ fn group<'a>(
     each: usize,
 ) -> Result<Vec<Launch<'a>>> {
     // A rule is the same in all runs.
-    let whole = [0..rows.positions.len()];
-    let spans = if matches!(way, Way::Rule(_)) { &whole[..] } else { runs };
-    let mut keys: Vec<(Key, Vec<(usize, Range<usize>)>)> = Vec::new();
+    let whole = 0..rows.positions.len();
+    let spans = if matches!(way, Way::Rule(_)) { std::slice::from_ref(&whole) } else { runs };
+    let mut keys: Vec<(Key, Vec<Cut>)> = Vec::new();
     for (run, span) in spans.iter().enumerate() {
         let single = !matches!(way, Way::Rule(_)) && lists.iter().any(|list| !list.tokens(run).is_empty());
         for cut in cuts(rows, way.mask(), single, span.clone()) {
@@ -144,7 +147,7 @@ fn group<'a>(
             }
         }
     }
-    let launch = |(key, mut cuts): (Key, Vec<(usize, Range<usize>)>)| {
+    let launch = |(key, mut cuts): (Key, Vec<Cut>)| {
         if matches!(way, Way::Striped) && !each.is_multiple_of(2) {
             join_halves(rows, &mut cuts);
         }
@@ -311,10 +314,10 @@ fn cuts(rows: &Rows, of: Mask, single: bool, span: Range<usize>) -> Vec<Range<us
 }
 
 /// Makes one tile of two query blocks that follow one another, the first a whole one: the device's lists tell them apart.
-fn join_halves(rows: &Rows, cuts: &mut Vec<(usize, Range<usize>)>) {
+fn join_halves(rows: &Rows, cuts: &mut Vec<Cut>) {
     let at = |row: usize| rows.positions[row] as usize;
     let whole = |cut: &Range<usize>| cut.len() == BLOCK_TOKENS && at(cut.start).is_multiple_of(BLOCK_TOKENS);
-    let mut joined: Vec<(usize, Range<usize>)> = Vec::with_capacity(cuts.len());
+    let mut joined: Vec<Cut> = Vec::with_capacity(cuts.len());
     for (run, cut) in cuts.drain(..) {
         match joined.last_mut() {
             Some((_, last))

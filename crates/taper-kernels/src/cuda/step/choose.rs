@@ -84,7 +84,8 @@ impl Scored {
             By::Groups(importance) => (importance, None, 1),
             By::Bounds(index) => {
                 if score::picks(batch.max_len, self.page()) {
-                    return score::pick_pages(op, &batch, index, between, (most, k));
+                    let longest = self.step.lens.iter().copied().max().unwrap_or(0);
+                    return score::pick_pages(op, &batch, index, between, (most, k), longest);
                 }
                 scored = score::scores(&batch, batch.q, View::Pages(index), scale(&batch))?;
                 scored.of()
@@ -134,6 +135,9 @@ pub(crate) fn scores(batch: &Decode, wanted: &[bool]) -> Result<Option<Scored>> 
     Scored::by_view(Step::new(&op, batch)?, None, View::Rows(batch.kv.k), &wanted).map(Some)
 }
 
+/// Entries that there is room for are a multiple of so many.
+const TAKEN: usize = 64;
+
 /// [`crate::decode::top_k`].
 pub(crate) fn top_k(rows: &[DecodeRow], importance: &Scored, fixed: (usize, usize), k: &[usize]) -> Result<Selection> {
     let (step, page) = (&importance.step, importance.page());
@@ -151,7 +155,8 @@ pub(crate) fn top_k(rows: &[DecodeRow], importance: &Scored, fixed: (usize, usiz
     };
     let take: Vec<usize> = fixed.iter().zip(k).map(take).collect();
     let ks: Vec<u32> = take.iter().map(|&k| k as u32).collect();
-    let most = take.iter().copied().max().unwrap_or(0);
+    // Room for somewhat more, so that the next steps' choices are the same launches.
+    let most = take.iter().copied().max().unwrap_or(0).next_multiple_of(TAKEN);
     let between = Between::of(&op, &step.lens, &fixed, page)?;
     let lists = importance.choose(&op, between, most, &op.kept(&ks, [ks.len()])?)?;
     // Pages over the ends of what lies between count for what of them does: only the choice knows.

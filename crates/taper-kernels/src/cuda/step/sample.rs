@@ -31,7 +31,7 @@ pub(crate) struct Outcome {
 #[derive(Debug, Clone)]
 enum First {
     /// A share of what it stands for, within bounds.
-    Share(Sampling),
+    Share(Box<Sampling>),
     /// It is given.
     Size(usize),
 }
@@ -147,7 +147,7 @@ pub(crate) fn sample(
     let seeds = Seeds::new(&op, streams)?;
     let scratch = Scratch::kept(batch.q, step.lens.len(), step.q_heads, step.kv_heads)?;
     let of = sampled(&step.batch(), &lists, seeds.streams(), how, &scratch)?;
-    Ok((Chosen::Sampled(step, Outcome::new(of, lists, First::Share(how.clone()))).into(), Vec::new()))
+    Ok((Chosen::Sampled(step, Outcome::new(of, lists, First::Share(Box::new(how.clone())))).into(), Vec::new()))
 }
 
 /// [`crate::decode::sample_certain`]. Budgets are left to the selection, but where nothing is sampled.

@@ -78,7 +78,7 @@ pub(crate) fn sample_values(
         }
     };
     let one = 0..rows;
-    let spans = if parts.len() == 1 { vec![one] } else { Chosen::spans(parts) };
+    let spans = if parts.len() == 1 { vec![one] } else { Chosen::spans(parts, rows) };
     let chosen = spans.last().map_or(0, |span| span.end);
     op.check(chosen == rows, "selection", format_args!("of {chosen} rows"), format_args!("one of {rows}"))?;
     // What only the device can count is counted for all, or the caller counts.
