@@ -1,5 +1,6 @@
 #!/bin/sh
-# Formatting, lints, all tests; clients, a browser and made-up requests against the real server; what docker/ says of it.
+# Formatting, lints, a type check of the CUDA build, all tests; clients, a browser and made-up requests against the real
+# server; what docker/ says of it.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -10,6 +11,7 @@ step() {
 
 step cargo fmt --all --check
 step cargo clippy --workspace --all-targets -- -D warnings
+step scripts/cuda-check.sh
 step cargo xtask tidy
 step scripts/kernels.sh --if-possible
 if cargo nextest --version >/dev/null 2>&1; then
