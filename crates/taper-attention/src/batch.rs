@@ -219,7 +219,7 @@ impl LayerAttention for AttentionBatch<'_> {
             let (part, spans) = self.part(layer);
             for Started { sequence, .. } in spans {
                 let Some(selection) = plain(part.shape, sequence) else { bail!("attended: a step that is not plain") };
-                let seen = [visible(part.shape, sequence.len + 1)];
+                let seen = [visible(part.shape, sequence.len)];
                 let unread = Unread::new(layer, &selection.into(), seen.to_vec(), sequence.traced())?;
                 part.report(sequence, unread)?;
             }
@@ -228,9 +228,14 @@ impl LayerAttention for AttentionBatch<'_> {
     }
 }
 
+/// What a sequence's token at a position sees.
+fn row(shape: AttentionShape, sequence: &Sequence, position: usize) -> DecodeRow<'_> {
+    DecodeRow { table: sequence.table.blocks(), visible: visible(shape, position) }
+}
+
 /// A sequence's next token.
 fn next_row(shape: AttentionShape, sequence: &Sequence) -> DecodeRow<'_> {
-    DecodeRow { table: sequence.table.blocks(), visible: visible(shape, sequence.len + 1) }
+    row(shape, sequence, sequence.len)
 }
 
 /// What it reads by its decode method, where that is plain.
@@ -238,8 +243,9 @@ fn plain(shape: AttentionShape, sequence: &Sequence) -> Option<Selection> {
     sequence.decode_method().method.plain(&[next_row(shape, sequence)], shape.kv_heads)
 }
 
-/// What the last of so many tokens sees.
-fn visible(shape: AttentionShape, tokens: usize) -> Range<usize> {
+/// The tokens that one at a position sees, itself included.
+fn visible(shape: AttentionShape, position: usize) -> Range<usize> {
+    let tokens = position + 1;
     tokens.saturating_sub(shape.window.unwrap_or(tokens))..tokens
 }
 
@@ -366,31 +372,28 @@ impl Part<'_> {
         positions: Range<usize>,
         indices: &[(String, Tensor)],
     ) -> Result<Tensor> {
-        let rows = self.rows(sequence, positions);
-        let (choice, out) = self.with_step(sequence, q, &rows, indices, |step| step.run(method))?;
-        let rows: Vec<Range<usize>> = rows.iter().map(|row| row.visible.clone()).collect();
-        self.report(sequence, Unread::new(self.layer, &choice, rows.clone(), sequence.traced())?)?;
-        self.audit(sequence, method, (q, &out), &rows, indices)?;
+        let (choice, out) =
+            self.with_step(&rows_at(sequence, positions.clone()), q, indices, |step| step.run(method))?;
+        let seen = positions.clone().map(|position| visible(self.shape, position)).collect();
+        self.report(sequence, Unread::new(self.layer, &choice, seen, sequence.traced())?)?;
+        self.audit(sequence, method, (q, &out), positions, indices)?;
         Ok(out)
     }
 
     /// What the next token of a sequence reads, and the indices that choosing took: as its method chooses, or, among drafts,
     /// as the first of their round chose.
     fn choose(&mut self, sequence: &mut Sequence, q: &Tensor) -> Result<(Choice, Vec<(String, Tensor)>)> {
-        let (at, end) = (sequence.len, sequence.len + 1);
-        if let Some((held, seen)) = sequence.round.held(self.layer, at) {
-            let batch = Decode { q, kv: self.pool.layer(self.layer), rows: &self.rows(sequence, at..end) };
+        let next = sequence.len;
+        if let Some((held, seen)) = sequence.round.held(self.layer, next) {
+            let batch = Decode { q, kv: self.pool.layer(self.layer), rows: &[next_row(self.shape, sequence)] };
             if let Some(selection) = held.extended(&batch, seen)? {
                 return Ok((selection.into(), Vec::new()));
             }
         }
-        let method = sequence.decode_method().method.clone();
-        let indices = self.indices(&*method, sequence.prompt, &[(&sequence.table, end)])?;
-        let rows = self.rows(sequence, at..end);
-        let choice = self.with_step(sequence, q, &rows, &indices, |step| step.choose(&*method))?;
+        let (choice, indices) = self.choose_anew(&[&*sequence], q)?;
         // A choice that takes no looking at keys is no better for being kept.
         if sequence.keeps_choices() && plain(self.shape, sequence).is_none() {
-            sequence.round.hold(self.layer, choice.selection.clone(), end);
+            sequence.round.hold(self.layer, choice.selection.clone(), next + 1);
         }
         Ok((choice, indices))
     }
@@ -404,11 +407,11 @@ impl Part<'_> {
             let (here, q) = (&mut spans[at..at + count], q.narrow(0, at, count)?);
             let (choice, indices) = match &mut *here {
                 [span] => self.choose(span.sequence, &q)?,
-                here => self.choose_alike(here, &q)?,
+                here => self.choose_anew(&here.iter().map(|span| &*span.sequence).collect::<Vec<_>>(), &q)?,
             };
-            let rows: Vec<_> = here.iter().map(|span| visible(self.shape, span.sequence.len + 1)).collect();
+            let seen = here.iter().map(|span| visible(self.shape, span.sequence.len)).collect();
             let traced = here.iter().any(|span| span.sequence.traced());
-            let unread = Unread::new(self.layer, &choice, rows, traced)?;
+            let unread = Unread::new(self.layer, &choice, seen, traced)?;
             for (row, span) in here.iter_mut().enumerate() {
                 self.report(span.sequence, unread.row(row))?;
             }
@@ -426,8 +429,8 @@ impl Part<'_> {
         for (rows, indices) in known {
             for i in rows {
                 let sequence = &mut *spans[i].sequence;
-                let (method, seen) = (sequence.decode_method().method.clone(), [visible(self.shape, sequence.len + 1)]);
-                self.audit(sequence, &*method, (&q.narrow(0, i, 1)?, &out.narrow(0, i, 1)?), &seen, &indices)?;
+                let (method, next) = (sequence.decode_method().method.clone(), sequence.len..sequence.len + 1);
+                self.audit(sequence, &*method, (&q.narrow(0, i, 1)?, &out.narrow(0, i, 1)?), next, &indices)?;
             }
         }
         Ok(out)
@@ -441,7 +444,7 @@ impl Part<'_> {
         let weighs = !self.pool.device().is_cpu() && self.wanted(&**method).iter().any(|index| index.weighs());
         let alone = |span: &Started| weighs || span.sequence.keeps_choices() || self.rotary.heeds_length();
         // What nothing can be chosen for must not keep others from it.
-        let whole = |span: &Started| visible(self.shape, span.sequence.len + 1).start == 0;
+        let whole = |span: &Started| visible(self.shape, span.sequence.len).start == 0;
         if alone(&spans[0]) {
             return 1;
         }
@@ -457,46 +460,33 @@ impl Part<'_> {
     }
 
     /// What the next token of each sequence reads by the method that they share, and the indices that choosing took.
-    fn choose_alike(&mut self, spans: &[Started], q: &Tensor) -> Result<(Choice, Vec<(String, Tensor)>)> {
-        let first = &*spans[0].sequence;
-        let method = first.decode_method().method.clone();
-        let tables: Vec<_> = spans.iter().map(|span| (&span.sequence.table, span.sequence.len + 1)).collect();
-        let indices = self.indices(&*method, first.prompt, &tables)?;
-        let rows: Vec<DecodeRow> = spans.iter().map(|span| next_row(self.shape, span.sequence)).collect();
-        let streams: Vec<_> = spans.iter().map(|span| self.stream(span.sequence.seed, span.sequence.len)).collect();
-        let step = DecodeStep {
-            batch: Decode { q, kv: self.pool.layer(self.layer), rows: &rows },
-            layer: self.layer,
-            kv_heads: self.shape.kv_heads,
-            streams: &streams,
-            indices: &indices,
-            rotation: &|position| rotation(self.rotary, first.prompt, position),
-        };
-        Ok((step.choose(&*method)?, indices))
+    fn choose_anew(&mut self, sequences: &[&Sequence], q: &Tensor) -> Result<(Choice, Vec<(String, Tensor)>)> {
+        let method = sequences[0].decode_method().method.clone();
+        let tables: Vec<_> = sequences.iter().map(|sequence| (&sequence.table, sequence.len + 1)).collect();
+        let indices = self.indices(&*method, sequences[0].prompt, &tables)?;
+        let rows: Vec<_> = sequences.iter().map(|&sequence| (sequence, sequence.len)).collect();
+        let choice = self.with_step(&rows, q, &indices, |step| step.choose(&*method))?;
+        Ok((choice, indices))
     }
 
-    /// What the tokens at `positions` see.
-    fn rows<'s>(&self, sequence: &'s Sequence, positions: Range<usize>) -> Vec<DecodeRow<'s>> {
-        positions.map(|p| DecodeRow { table: sequence.table.blocks(), visible: visible(self.shape, p + 1) }).collect()
-    }
-
-    /// Runs something on rows of one sequence.
+    /// Runs something on rows, each a sequence's token at a position. Those of several sequences are turned alike: a rotary
+    /// embedding that heeds the length has rows of one sequence only.
     fn with_step<T>(
         &self,
-        sequence: &Sequence,
+        rows: &[(&Sequence, usize)],
         q: &Tensor,
-        rows: &[DecodeRow],
         indices: &[(String, Tensor)],
         run: impl FnOnce(&DecodeStep) -> Result<T>,
     ) -> Result<T> {
-        let streams: Vec<Stream> = rows.iter().map(|row| self.stream(sequence.seed, row.visible.end - 1)).collect();
+        let streams: Vec<Stream> = rows.iter().map(|&(sequence, at)| self.stream(sequence.seed, at)).collect();
+        let seen: Vec<DecodeRow> = rows.iter().map(|&(sequence, at)| row(self.shape, sequence, at)).collect();
         run(&DecodeStep {
-            batch: Decode { q, kv: self.pool.layer(self.layer), rows },
+            batch: Decode { q, kv: self.pool.layer(self.layer), rows: &seen },
             layer: self.layer,
             kv_heads: self.shape.kv_heads,
             streams: &streams,
             indices,
-            rotation: &|position| rotation(self.rotary, sequence.prompt, position),
+            rotation: &|position| rotation(self.rotary, rows[0].0.prompt, position),
         })
     }
 
@@ -515,28 +505,30 @@ impl Part<'_> {
         sequence: &mut Sequence,
         method: &dyn DecodeMethod,
         (q, out): (&Tensor, &Tensor),
-        visible: &[Range<usize>],
+        positions: Range<usize>,
         indices: &[(String, Tensor)],
     ) -> Result<()> {
-        let wanted = |keys: &Range<usize>| audit::wanted(&self.stream(sequence.seed, keys.end - 1), sequence.audit());
-        let audited: Vec<usize> = (0..visible.len()).filter(|&row| wanted(&visible[row])).collect();
+        let wanted = |&row: &usize| audit::wanted(&self.stream(sequence.seed, positions.start + row), sequence.audit());
+        let audited: Vec<usize> = (0..positions.len()).filter(wanted).collect();
         if audited.is_empty() {
             return Ok(());
         }
-        let rows: Vec<DecodeRow> = visible
-            .iter()
-            .map(|visible| DecodeRow { table: sequence.table.blocks(), visible: visible.clone() })
-            .collect();
-        let errors = self.with_step(sequence, q, &rows, indices, |step| audit::decode(step, out, &audited))?;
+        let rows = rows_at(sequence, positions.clone());
+        let errors = self.with_step(&rows, q, indices, |step| audit::decode(step, out, &audited))?;
         let report = sequence.decode_report();
         report.add_errors(&errors, method.promise());
         if let Some(trace) = &mut report.trace {
             for (&row, errors) in audited.iter().zip(errors.chunks(self.shape.q_heads)) {
-                trace.add_errors(visible[row].end - 1, errors);
+                trace.add_errors(positions.start + row, errors);
             }
         }
         Ok(())
     }
+}
+
+/// A sequence's rows at positions.
+fn rows_at(sequence: &Sequence, positions: Range<usize>) -> Vec<(&Sequence, usize)> {
+    positions.map(|position| (sequence, position)).collect()
 }
 
 /// What keys a row's random draws in a layer.
