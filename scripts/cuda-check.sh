@@ -37,6 +37,4 @@ export CUDA_HOME NVCC PATH CUDARC_CUDA_VERSION CUDA_COMPUTE_CAP
 # would take empty kernels for its own. The rest is shared with `cargo clippy` without the feature.
 set -- --config profile.dev.package.cudarc.opt-level=2 --config profile.dev.package.candle-kernels.opt-level=2 \
     --config profile.dev.package.taper-kernels.opt-level=2 "$@"
-# Allowed are three lints that crates/taper-kernels/src/cuda does not keep yet.
-exec cargo clippy --workspace --all-targets --features cuda "$@" -- -D warnings \
-    -A clippy::large_enum_variant -A clippy::single_range_in_vec_init -A clippy::type_complexity
+exec cargo clippy --workspace --all-targets --features cuda "$@" -- -D warnings

@@ -1,12 +1,14 @@
 //! One forward pass over a flat batch: stores keys and values, runs each sequence's method, reports.
 
+mod decode;
 mod replay;
 
+pub use decode::{DECODE_ROWS, DECODE_TOKENS};
 pub use replay::{Replay, replay};
 
 use crate::audit;
 use crate::layer::{AttentionShape, LayerAttention, PlainStep, Repeats, Rotary};
-use crate::method::{Carry, Choice, DecodeMethod, DecodeStep, KeyIndex, PrefillLayer, PrefillOutput};
+use crate::method::{Carry, PrefillLayer, PrefillOutput};
 use crate::report::{PhaseReport, Report};
 use crate::sequence::{By, Held, Phase, Sequence};
 use crate::spec::AttentionSpec;
@@ -14,13 +16,11 @@ use crate::unread::Unread;
 use candle_core::{Result, Tensor, bail};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
-use taper_kernels::decode::{Decode, DecodeRow, Selection, attend};
-use taper_kernels::index::Part as IndexPart;
-use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
+use taper_kernels::decode::{DecodeRow, Selection};
 use taper_kernels::philox::Stream;
 use taper_kernels::prefill::Mask;
 use taper_kernels::rotary::Rotation;
-use taper_kv_cache::{BlockTable, KvError, KvPool};
+use taper_kv_cache::{KvError, KvPool};
 
 /// A sequence's share of a flat batch.
 #[derive(Debug)]
@@ -239,7 +239,7 @@ impl LayerAttention for AttentionBatch<'_> {
             let (part, spans) = self.part(layer);
             for Started { sequence, .. } in spans {
                 let Some(selection) = plain(part.shape, sequence) else { bail!("attended: a step that is not plain") };
-                let seen = [visible(part.shape, sequence.len + 1)];
+                let seen = [visible(part.shape, sequence.len)];
                 let unread = Unread::new(layer, &selection.into(), seen.to_vec(), sequence.traced())?;
                 part.report(sequence, unread)?;
             }
@@ -248,9 +248,14 @@ impl LayerAttention for AttentionBatch<'_> {
     }
 }
 
+/// What a sequence's token at a position sees.
+fn row(shape: AttentionShape, sequence: &Sequence, position: usize) -> DecodeRow<'_> {
+    DecodeRow { table: sequence.table.blocks(), visible: visible(shape, position) }
+}
+
 /// A sequence's next token.
 fn next_row(shape: AttentionShape, sequence: &Sequence) -> DecodeRow<'_> {
-    DecodeRow { table: sequence.table.blocks(), visible: visible(shape, sequence.len + 1) }
+    row(shape, sequence, sequence.len)
 }
 
 /// What it reads by its decode method, where that is plain.
@@ -258,8 +263,9 @@ fn plain(shape: AttentionShape, sequence: &Sequence) -> Option<Selection> {
     sequence.decode_method().method.plain(&[next_row(shape, sequence)], shape.kv_heads)
 }
 
-/// What the last of so many tokens sees.
-fn visible(shape: AttentionShape, tokens: usize) -> Range<usize> {
+/// The tokens that one at a position sees, itself included.
+fn visible(shape: AttentionShape, position: usize) -> Range<usize> {
+    let tokens = position + 1;
     tokens.saturating_sub(shape.window.unwrap_or(tokens))..tokens
 }
 
@@ -307,11 +313,6 @@ struct Part<'a> {
     puts_off: bool,
 }
 
-/// Rows after the prompt that are planned together; what a method scores for each takes memory.
-const DECODE_ROWS: usize = 16;
-/// And, of several sequences, most rows times keys of the longest.
-const DECODE_TOKENS: usize = 1 << 21;
-
 impl Part<'_> {
     fn stream(&self, seed: u64, position: usize) -> Stream {
         stream(seed, self.layer, position)
@@ -335,227 +336,6 @@ impl Part<'_> {
         let out = report_prompt(&self.shape, &rows, (&sequence.spec, sequence.seed), output, &mut report)?;
         (sequence.carries[self.layer], sequence.report.prefill) = (carry, report);
         Ok(out)
-    }
-
-    /// Several tokens of one sequence. `q` `[tokens, q_heads, head_dim]`.
-    fn decode(&mut self, sequence: &mut Sequence, q: &Tensor) -> Result<Tensor> {
-        let tokens = q.dims()[0];
-        let method = sequence.decode_method().method.clone();
-        // Where an index sums tokens up, a row must not see those of the rows after it.
-        let whole = |index: &&dyn KeyIndex| index.shape(&self.shape, self.pool.dtype()).rows == BLOCK_TOKENS;
-        let together = if self.wanted(&*method).iter().all(whole) { DECODE_ROWS } else { 1 };
-        let mut outs = Vec::new();
-        for first in (0..tokens).step_by(together) {
-            let count = together.min(tokens - first);
-            let positions = sequence.len + first..sequence.len + first + count;
-            let indices = self.indices(&*method, sequence.prompt, &[(&sequence.table, positions.end)])?;
-            outs.push(self.decode_rows(sequence, &*method, &q.narrow(0, first, count)?, positions, &indices)?);
-        }
-        if outs.len() == 1 { Ok(outs.swap_remove(0)) } else { Tensor::cat(&outs, 0) }
-    }
-
-    /// The indices that a method wants in this layer.
-    fn wanted<'m>(&self, method: &'m dyn DecodeMethod) -> Vec<&'m dyn KeyIndex> {
-        if self.layer < method.dense_layers() { Vec::new() } else { method.indices() }
-    }
-
-    /// They and their names, over the first tokens of each table, whose prompt is so long.
-    fn indices(
-        &mut self,
-        method: &dyn DecodeMethod,
-        prompt: usize,
-        tables: &[(&BlockTable, usize)],
-    ) -> Result<Vec<(String, Tensor)>> {
-        let mut tensors = Vec::new();
-        for index in self.wanted(method) {
-            let (name, shape) = (index.name(), index.shape(&self.shape, self.pool.dtype()));
-            let rotation = |position: usize| rotation(self.rotary, prompt, position);
-            let extend =
-                |to: &Tensor, kv: PagedKv<'_>, parts: &[IndexPart]| index.extend(self.layer, to, kv, parts, &rotation);
-            let tensor = self.pool.index((&name, shape), self.layer, tables, extend);
-            tensors.push((name, tensor.map_err(candle_core::Error::wrap)?));
-        }
-        Ok(tensors)
-    }
-
-    fn decode_rows(
-        &self,
-        sequence: &mut Sequence,
-        method: &dyn DecodeMethod,
-        q: &Tensor,
-        positions: Range<usize>,
-        indices: &[(String, Tensor)],
-    ) -> Result<Tensor> {
-        let rows = self.rows(sequence, positions);
-        let (choice, out) = self.with_step(sequence, q, &rows, indices, |step| step.run(method))?;
-        let rows: Vec<Range<usize>> = rows.iter().map(|row| row.visible.clone()).collect();
-        self.report(sequence, Unread::new(self.layer, &choice, rows.clone(), sequence.traced())?)?;
-        self.audit(sequence, method, (q, &out), &rows, indices)?;
-        Ok(out)
-    }
-
-    /// What the next token of a sequence reads, and the indices that choosing took: as its method chooses, or, among drafts,
-    /// as the first of their round chose.
-    fn choose(&mut self, sequence: &mut Sequence, q: &Tensor) -> Result<(Choice, Vec<(String, Tensor)>)> {
-        let (at, end) = (sequence.len, sequence.len + 1);
-        if let Some((held, seen)) = sequence.round.held(self.layer, at) {
-            let batch = Decode { q, kv: self.pool.layer(self.layer), rows: &self.rows(sequence, at..end) };
-            if let Some(selection) = held.extended(&batch, seen)? {
-                return Ok((selection.into(), Vec::new()));
-            }
-        }
-        let method = sequence.decode_method().method.clone();
-        let indices = self.indices(&*method, sequence.prompt, &[(&sequence.table, end)])?;
-        let rows = self.rows(sequence, at..end);
-        let choice = self.with_step(sequence, q, &rows, &indices, |step| step.choose(&*method))?;
-        // A choice that takes no looking at keys is no better for being kept.
-        if sequence.keeps_choices() && plain(self.shape, sequence).is_none() {
-            sequence.round.hold(self.layer, choice.selection.clone(), end);
-        }
-        Ok((choice, indices))
-    }
-
-    /// One token of each sequence, chosen for and read together. `q` `[spans, q_heads, head_dim]`.
-    fn decode_alike(&mut self, spans: &mut [Started], q: &Tensor) -> Result<Tensor> {
-        let (mut choices, mut known) = (Vec::new(), Vec::new());
-        let mut at = 0;
-        while at < spans.len() {
-            let count = self.chosen_together(&spans[at..]);
-            let (here, q) = (&mut spans[at..at + count], q.narrow(0, at, count)?);
-            let (choice, indices) = match &mut *here {
-                [span] => self.choose(span.sequence, &q)?,
-                here => self.choose_alike(here, &q)?,
-            };
-            let rows: Vec<_> = here.iter().map(|span| visible(self.shape, span.sequence.len + 1)).collect();
-            let traced = here.iter().any(|span| span.sequence.traced());
-            let unread = Unread::new(self.layer, &choice, rows, traced)?;
-            for (row, span) in here.iter_mut().enumerate() {
-                self.report(span.sequence, unread.row(row))?;
-            }
-            choices.push((count, choice));
-            known.push((at..at + count, indices));
-            at += count;
-        }
-        let choice = match choices.len() {
-            1 => choices.swap_remove(0).1,
-            _ => Choice::join(choices, (self.shape.kv_heads, self.shape.q_heads)),
-        };
-        let rows: Vec<DecodeRow> = spans.iter().map(|span| next_row(self.shape, span.sequence)).collect();
-        let batch = Decode { q, kv: self.pool.layer(self.layer), rows: &rows };
-        let out = attend(&batch, &choice.selection, choice.scores.as_ref())?;
-        for (rows, indices) in known {
-            for i in rows {
-                let sequence = &mut *spans[i].sequence;
-                let (method, seen) = (sequence.decode_method().method.clone(), [visible(self.shape, sequence.len + 1)]);
-                self.audit(sequence, &*method, (&q.narrow(0, i, 1)?, &out.narrow(0, i, 1)?), &seen, &indices)?;
-            }
-        }
-        Ok(out)
-    }
-
-    /// How many of the first spans, of one row each by one method, are chosen for together: a draft that may keep to a choice
-    /// is alone with it, and where a rotary embedding heeds the length so is every row, and on a device those of an index that
-    /// [weighs](KeyIndex::weighs).
-    fn chosen_together(&self, spans: &[Started]) -> usize {
-        let method = &spans[0].sequence.decode_method().method;
-        let weighs = !self.pool.device().is_cpu() && self.wanted(&**method).iter().any(|index| index.weighs());
-        let alone = |span: &Started| weighs || span.sequence.keeps_choices() || self.rotary.heeds_length();
-        // What nothing can be chosen for must not keep others from it.
-        let whole = |span: &Started| visible(self.shape, span.sequence.len + 1).start == 0;
-        if alone(&spans[0]) {
-            return 1;
-        }
-        let with_first = |span: &&Started| !alone(span) && whole(span) == whole(&spans[0]);
-        // What choosing works with is as long for each as for the longest.
-        let mut longest = 0;
-        let fits = |(count, span): &(usize, &Started)| {
-            longest = longest.max(span.sequence.len + 1);
-            *count == 0 || (count + 1) * longest <= DECODE_TOKENS
-        };
-        let rows = spans.iter().take(DECODE_ROWS).take_while(with_first);
-        rows.enumerate().take_while(fits).count()
-    }
-
-    /// What the next token of each sequence reads by the method that they share, and the indices that choosing took.
-    fn choose_alike(&mut self, spans: &[Started], q: &Tensor) -> Result<(Choice, Vec<(String, Tensor)>)> {
-        let first = &*spans[0].sequence;
-        let method = first.decode_method().method.clone();
-        let tables: Vec<_> = spans.iter().map(|span| (&span.sequence.table, span.sequence.len + 1)).collect();
-        let indices = self.indices(&*method, first.prompt, &tables)?;
-        let rows: Vec<DecodeRow> = spans.iter().map(|span| next_row(self.shape, span.sequence)).collect();
-        let streams: Vec<_> = spans.iter().map(|span| self.stream(span.sequence.seed, span.sequence.len)).collect();
-        let step = DecodeStep {
-            batch: Decode { q, kv: self.pool.layer(self.layer), rows: &rows },
-            layer: self.layer,
-            kv_heads: self.shape.kv_heads,
-            streams: &streams,
-            indices: &indices,
-            rotation: &|position| rotation(self.rotary, first.prompt, position),
-        };
-        Ok((step.choose(&*method)?, indices))
-    }
-
-    /// What the tokens at `positions` see.
-    fn rows<'s>(&self, sequence: &'s Sequence, positions: Range<usize>) -> Vec<DecodeRow<'s>> {
-        positions.map(|p| DecodeRow { table: sequence.table.blocks(), visible: visible(self.shape, p + 1) }).collect()
-    }
-
-    /// Runs something on rows of one sequence.
-    fn with_step<T>(
-        &self,
-        sequence: &Sequence,
-        q: &Tensor,
-        rows: &[DecodeRow],
-        indices: &[(String, Tensor)],
-        run: impl FnOnce(&DecodeStep) -> Result<T>,
-    ) -> Result<T> {
-        let streams: Vec<Stream> = rows.iter().map(|row| self.stream(sequence.seed, row.visible.end - 1)).collect();
-        run(&DecodeStep {
-            batch: Decode { q, kv: self.pool.layer(self.layer), rows },
-            layer: self.layer,
-            kv_heads: self.shape.kv_heads,
-            streams: &streams,
-            indices,
-            rotation: &|position| rotation(self.rotary, sequence.prompt, position),
-        })
-    }
-
-    /// Takes what rows chose into the report.
-    fn report(&self, sequence: &mut Sequence, unread: Unread) -> Result<()> {
-        if self.puts_off || unread.waits() {
-            sequence.unread.push(unread);
-            return Ok(());
-        }
-        unread.add_to(sequence.decode_report())
-    }
-
-    /// Compares with dense attention what of some rows' outputs the request wants compared.
-    fn audit(
-        &self,
-        sequence: &mut Sequence,
-        method: &dyn DecodeMethod,
-        (q, out): (&Tensor, &Tensor),
-        visible: &[Range<usize>],
-        indices: &[(String, Tensor)],
-    ) -> Result<()> {
-        let wanted = |keys: &Range<usize>| audit::wanted(&self.stream(sequence.seed, keys.end - 1), sequence.audit());
-        let audited: Vec<usize> = (0..visible.len()).filter(|&row| wanted(&visible[row])).collect();
-        if audited.is_empty() {
-            return Ok(());
-        }
-        let rows: Vec<DecodeRow> = visible
-            .iter()
-            .map(|visible| DecodeRow { table: sequence.table.blocks(), visible: visible.clone() })
-            .collect();
-        let errors = self.with_step(sequence, q, &rows, indices, |step| audit::decode(step, out, &audited))?;
-        let report = sequence.decode_report();
-        report.add_errors(&errors, method.promise());
-        if let Some(trace) = &mut report.trace {
-            for (&row, errors) in audited.iter().zip(errors.chunks(self.shape.q_heads)) {
-                trace.add_errors(visible[row].end - 1, errors);
-            }
-        }
-        Ok(())
     }
 }
 

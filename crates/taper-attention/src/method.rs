@@ -508,3 +508,6 @@ pub trait Predictor: std::fmt::Debug + Send + Sync {
         None
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests;

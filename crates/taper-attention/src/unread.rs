@@ -122,3 +122,36 @@ impl Unread {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::method::tests::Apart;
+    use crate::report::Report;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_row_of_a_choice_reports_what_it_does_alone(
+            seed in any::<u64>(),
+            rows in 1usize..5,
+            samples in any::<bool>(),
+            traced in any::<bool>(),
+        ) {
+            let new = || Report::new(traced.then_some(1)).decode;
+            let all = Apart::new(seed, rows, samples);
+            let unread = |of: &Apart, at| Unread::new(1, &of.choice(at), of.visible.clone(), traced).unwrap();
+            let together = unread(&all, 0);
+            let (mut whole, mut split) = (new(), new());
+            for row in 0..rows {
+                let (mut report, mut alone) = (new(), new());
+                together.row(row).add_to(&mut report).unwrap();
+                unread(&all.row(row), row).add_to(&mut alone).unwrap();
+                prop_assert_eq!(format!("{report:?}"), format!("{alone:?}"));
+                together.row(row).add_to(&mut split).unwrap();
+            }
+            together.add_to(&mut whole).unwrap();
+            prop_assert_eq!(format!("{whole:?}"), format!("{split:?}"));
+        }
+    }
+}

@@ -5,7 +5,8 @@ crates/taper-attention/tests/golden/<method>[-variant].safetensors:
 
 - `q` [rows, q_heads, d], `k` and `v` [n, kv_heads, d]: f16, and everything is computed from these rounded values.
   A prefill's rows are all n tokens, a decode's the last ones: row r stands at n - rows + r and sees keys 0..=there.
-- `out` [rows, q_heads, d], f32.
+- `out` [rows, q_heads, d], f32; or, of the wide prefills, of the rows in `rows`, u32. Their `q`, `k` and `v` are to be
+  multiplied by `spread` [d, 128], f16, so that the files stay small.
 - `selected` [rows, kv_heads, n], u8: the keys that each decode row reads.
 - `artefact.<name>`: learned parts, f32 with values that f16 has (indices: i64).
 - metadata: `attention`, the request's attention object as JSON; `phase`; `n`; for some `seed` or `rope_theta`.
@@ -35,6 +36,8 @@ DTYPES = {"float16": "F16", "float32": "F32", "int64": "I64", "uint32": "U32", "
 TIE = 1e-4  # Two sides of a decision lie at least this far apart, relatively.
 FAR = 0.05  # From dense attention, relatively, over the whole file.
 WRONG = 4e-3  # From each misreading, relatively, in the row that differs most.
+
+WIDE = 128  # Elements of a wide head.
 
 
 class Unclear(Exception):
@@ -114,6 +117,18 @@ def heads(
     if theta is not None:
         q, k = rope(q, late, theta), rope(k, tokens, theta)
     return f16(q), f16(k), f16(v)
+
+
+def widen(*narrow: Array) -> tuple[Array, ...]:
+    """[tokens, heads, d] over 128 elements, uneven ones, such that scores stay what they were."""
+    matrix = spreading(narrow[0].shape[2])
+    return tuple(x @ matrix for x in narrow)
+
+
+def spreading(d: int) -> Array:
+    """[d, 128]"""
+    orthogonal = np.linalg.qr(np.random.default_rng(d).normal(size=(WIDE, d)))[0].T
+    return f16(orthogonal * (WIDE / d) ** 0.25)
 
 
 # Attention
@@ -270,12 +285,13 @@ def check(out: Array, full: Array, wrong: dict[str, Array], far: float = FAR) ->
 
 
 def write(name: str, attention: dict, arrays: dict[str, Array], **metadata: str | int | float) -> None:
-    """Writes q, k, v as f16, floats as f32, masks as u8; the bytes depend on nothing else."""
+    """Writes q, k, v and what spreads them as f16, floats as f32, masks as u8; the bytes depend on nothing else."""
     tensors = {}
     for key, x in arrays.items():
-        if key in ["q", "k", "v"] or key.startswith("artefact.") and x.dtype == np.float64:
+        half = key in ["q", "k", "v", "spread"]
+        if half or key.startswith("artefact.") and x.dtype == np.float64:
             assert (f16(x) == x).all(), key
-        kind = np.float16 if key in ["q", "k", "v"] else {"float64": np.float32, "bool": np.uint8}.get(x.dtype.name)
+        kind = np.float16 if half else {"float64": np.float32, "bool": np.uint8}.get(x.dtype.name)
         tensors[key] = np.ascontiguousarray(x, kind or x.dtype)
         assert np.isfinite(tensors[key]).all(), key
     phase = next(iter(attention))
@@ -315,3 +331,23 @@ def decode(
     artefacts = {f"artefact.{key}": x for key, x in (artefacts or {}).items()}
     arrays = {"q": q, "k": k, "v": v, "out": out, "selected": selected} | artefacts
     write(name, {"decode": attention}, arrays, **metadata)
+
+
+def prefill(
+    name: str,
+    attention: dict,
+    qkv: tuple[Array, Array, Array],
+    out: Array,
+    wrong: dict[str, Array],
+    narrow: tuple[Array, Array, Array] | None = None,
+    **besides: Array,
+) -> None:
+    """Records a prefill method. Of heads that were spread, what they were before, and some rows, the last one among them."""
+    full, arrays = dense(*qkv), {}
+    if narrow is not None:
+        rows = np.arange(len(out) - 1, -1, -(len(out) // 16 | 1))[::-1]
+        out, full, wrong = out[rows], full[rows], {key: other[rows] for key, other in wrong.items()}
+        arrays = {"rows": rows.astype(np.uint32), "spread": spreading(narrow[0].shape[2])}
+    check(out, full, wrong)
+    arrays |= dict(zip("qkv", narrow or qkv)) | {"out": out} | besides
+    write(name, {"prefill": attention}, arrays)

@@ -9,7 +9,7 @@ minference.py's patterns, which sees the tail's rows too.
 
 from collections.abc import Callable
 
-from common import Array, attend, between, check, dense, first_clear, heads, np, scores, softmax, write
+from common import Array, attend, between, dense, first_clear, heads, np, prefill, scores, softmax, widen
 
 import minference
 
@@ -53,10 +53,11 @@ def blocks(count: int) -> Callable[[Array, Array], Array]:
     return mask
 
 
-def make(name: str, settings: dict, shape: dict, seed: int, base=near(4, 32), other=near(4, 33)) -> None:
+def make(name: str, settings: dict, shape: dict, seed: int, base=near(4, 32), other=near(4, 33), wide=False) -> None:
     """`base` is the mask of the method underneath, `other` one that it might be taken for."""
     gamma, mode, least = settings["gamma"], settings["mode"], settings.get("tail", 128)
-    q, k, v = heads(seed, **shape)
+    drawn = heads(seed, **shape)
+    q, k, v = widen(*drawn) if wide else drawn
     n = len(q)
     full = dense(q, k, v)
     sparse, spread = attend(q, k, v, base(q, k)), mode == "delta"
@@ -78,8 +79,7 @@ def make(name: str, settings: dict, shape: dict, seed: int, base=near(4, 32), ot
         wrong["a tail of one row"] = correct(sparse, full, gamma, spread, n - 1)
         wrong["nothing behind the last anchor"] = correct(sparse, full, gamma, spread, n)
         wrong["nothing behind the last anchor"][(n - 1) // gamma * gamma + 1 :] = sparse[(n - 1) // gamma * gamma + 1 :]
-    check(out, full, wrong)
-    write(name, {"prefill": settings}, {"q": q, "k": k, "v": v, "out": out})
+    prefill(name, settings, (q, k, v), out, wrong, drawn if wide else None)
 
 
 def main() -> None:
@@ -91,6 +91,8 @@ def main() -> None:
     for name, tail in [("no-tail", 0), ("short-tail", 40)]:
         settings = {"method": "delta", "gamma": 16, "tail": tail, "mode": "delta", "base": BASE}
         first_clear(lambda seed: make(f"delta-{name}", settings, shape, seed))
+    settings = {"method": "delta", "gamma": 16, "tail": 36, "mode": "delta", "base": BASE}
+    first_clear(lambda seed: make("delta-wide", settings, shape, seed, wide=True))
     shape = {"n": 651, "kv_heads": 1, "group": 2, "d": 8}
     striping = {"method": "minference", "pattern": "vertical_slash", "vertical": 40, "slash": 110, "queries": 64}
     settings = {"method": "delta", "gamma": 48, "tail": 100, "mode": "delta", "base": striping}

@@ -12,13 +12,15 @@ up.
 Besides: `selected` [query blocks, kv_heads, n], u8: what the block's last row reads, but for causality.
 """
 
-from common import Array, attend, check, clear, dense, first_clear, heads, math, np, write
+from common import Array, attend, clear, first_clear, heads, math, np, prefill, widen
 
 BLOCK = 64
 
 
-def make(name: str, settings: dict, n: int, seed: int) -> None:
-    q, k, v = heads(seed, n=n, kv_heads=2, group=2, d=16)
+def make(name: str, settings: dict, n: int, seed: int, wide: bool = False) -> None:
+    kv_heads = 1 if wide else 2
+    drawn = heads(seed, n=n, kv_heads=kv_heads, group=2, d=16)
+    q, k, v = widen(*drawn) if wide else drawn
     at = np.arange(n)
     block_q, average, full_at = settings["block_q"], settings["average"], settings["full_at"]
     blocks = range(0, n, block_q)
@@ -39,11 +41,11 @@ def make(name: str, settings: dict, n: int, seed: int) -> None:
         sum_heads: bool = False,
     ) -> Array:
         """[query blocks, kv_heads, n]"""
-        selected = np.zeros((len(blocks), 2, n), bool)
+        selected = np.zeros((len(blocks), kv_heads, n), bool)
         for b, start in enumerate(blocks):
             rows = at[start : start + block_q]
             means = np.array([q[rows[rows // average == g]].mean(axis=0) for g in np.unique(rows // average)])
-            for h in range(2):
+            for h in range(kv_heads):
                 own = range(2 * h, 2 * h + (1 if first_head else 2))
                 products = np.stack([means[:, g] @ k[:, 0 if one_list else h].T for g in own])
                 score = (products.sum(axis=0) if sum_heads else products.max(axis=0)).max(axis=0)
@@ -95,14 +97,16 @@ def make(name: str, settings: dict, n: int, seed: int) -> None:
         "the last stage alone": search(stages[-1:]) if len(stages) > 1 else search([{"chunk": 32, "keep": 128}]),
         "the first head": search(stages, first_head=True),
         "the sum of the heads": search(stages, sum_heads=True),
-        "the first KV head": search(stages, one_list=True),
         "other averages": search(stages, average=5 - average),
         "no sinks": search(stages, sink=0) if settings["sink"] else search(stages, sink=64),
         "a longer window": search(stages, window=settings["window"] + BLOCK),
         "the same at every length": search(stages, full_at=0) if full_at else search(stages, full_at=1000),
     }
-    check(out, dense(q, k, v), {key: output(other) for key, other in wrong.items()})
-    write(name, {"prefill": {"method": "hip", "dense_layers": 0} | settings}, {"q": q, "k": k, "v": v, "out": out, "selected": selected})
+    if kv_heads > 1:
+        wrong["the first KV head"] = search(stages, one_list=True)
+    attention = {"method": "hip", "dense_layers": 0} | settings
+    misread = {key: output(other) for key, other in wrong.items()}
+    prefill(name, attention, (q, k, v), out, misread, drawn if wide else None, selected=selected)
 
 
 def main() -> None:
@@ -111,6 +115,7 @@ def main() -> None:
     first_clear(lambda seed: make("hip", settings, 701, seed))
     whole = {"block_q": 128, "average": 1, "sink": 0, "window": 0, "stages": [{"chunk": 16, "keep": 128}], "full_at": 500}
     first_clear(lambda seed: make("hip-scaled", whole, 701, seed))
+    first_clear(lambda seed: make("hip-wide", settings | {"sink": 0}, 445, seed, wide=True))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ Everything is causal. Besides, as u8: `columns` and `offsets` [q_heads, n]; `blo
 `patterns` [q_heads] by the order above.
 """
 
-from common import Array, Unclear, attend, between, check, clear, dense, f16, first_clear, heads, math, np, scores
-from common import softmax, top, write
+from common import Array, Unclear, attend, between, clear, f16, first_clear, heads, math, np, prefill, scores, softmax
+from common import top, widen
 
 BLOCK = 64
 FIRST_COLUMNS, FIRST_OFFSETS = 30, 100
@@ -34,9 +34,8 @@ def a_shape(seed: int) -> None:
 
     wrong = {"a longer init": output(17, 100), "a longer window": output(16, 101), "a shorter window": output(16, 99)}
     out = output(16, 100)
-    check(out, dense(q, k, v), wrong)
     settings = {"method": "minference", "pattern": "a_shape", "init": 16, "local": 100}
-    write("minference-a_shape", {"prefill": settings}, {"q": q, "k": k, "v": v, "out": out})
+    prefill("minference-a_shape", settings, (q, k, v), out, wrong)
 
 
 def best(mass: Array, k: int, forced: int) -> Array:
@@ -109,9 +108,8 @@ def vertical_slash(seed: int) -> None:
         "the first head's list": striped(*(np.repeat(x[:1], q_heads, axis=0) for x in [columns, offsets])),
     }
     out = attend(q, k, v, striped(columns, offsets))
-    check(out, dense(q, k, v), {name: attend(q, k, v, other) for name, other in wrong.items()})
-    arrays = {"q": q, "k": k, "v": v, "out": out, "columns": columns, "offsets": offsets}
-    write("minference-vertical_slash", {"prefill": settings}, arrays)
+    misread = {key: attend(q, k, v, other) for key, other in wrong.items()}
+    prefill("minference-vertical_slash", settings, (q, k, v), out, misread, columns=columns, offsets=offsets)
 
 
 def pooled(
@@ -165,9 +163,8 @@ def block_sparse(seed: int) -> None:
         "its own block not forced": choose(own=False),
         "one list for the group": choose(shared=True),
     }
-    check(out, dense(q, k, v), {name: attend(q, k, v, tiled(other, n)) for name, other in wrong.items()})
-    arrays = {"q": q, "k": k, "v": v, "out": out, "blocks": chosen}
-    write("minference-block_sparse", {"prefill": settings}, arrays)
+    misread = {key: attend(q, k, v, tiled(other, n)) for key, other in wrong.items()}
+    prefill("minference-block_sparse", settings, (q, k, v), out, misread, blocks=chosen)
 
 
 def mixed_heads(seed: int, n: int, group: int, d: int) -> tuple[Array, Array, Array]:
@@ -192,11 +189,22 @@ def mixed_heads(seed: int, n: int, group: int, d: int) -> tuple[Array, Array, Ar
 
 def auto(seed: int) -> None:
     settings = {"method": "minference", "pattern": "auto", "vertical": 40, "slash": 110, "init": 8, "queries": 48}
-    q, k, v = mixed_heads(seed, n=591, group=4, d=8)
+    record_auto("minference-auto", settings, mixed_heads(seed, n=591, group=4, d=8))
+
+
+def wide(seed: int) -> None:
+    settings = {"method": "minference", "pattern": "auto", "vertical": 40, "slash": 110, "init": 8, "queries": 48}
+    narrow = mixed_heads(seed, n=591, group=4, d=8)
+    record_auto("minference-wide", settings, widen(*narrow), narrow)
+
+
+def record_auto(
+    name: str, settings: dict, qkv: tuple[Array, Array, Array], narrow: tuple[Array, Array, Array] | None = None
+) -> None:
+    q, k, v = qkv
     n, q_heads = q.shape[:2]
     at = np.arange(n)
     p = softmax(scores(q, k))
-    full = dense(q, k, v)
 
     def masks(extra: int = 0, init: int = 8, keys_of=lambda counts: counts, queries: int = 48) -> list[Array]:
         """Each pattern's mask, of as many keys as vertical_slash reads for the last row."""
@@ -234,9 +242,7 @@ def auto(seed: int) -> None:
         "other queries": by(choose(masks(queries=64), last=64)[1]),
     }
     wrong |= {f"all by pattern {i}": by(other) for i, other in enumerate(all_masks)}
-    out = by(mask)
-    check(out, full, wrong)
-    write("minference-auto", {"prefill": settings}, {"q": q, "k": k, "v": v, "out": out, "patterns": np.array(patterns)})
+    prefill(name, settings, qkv, by(mask), wrong, narrow, patterns=np.array(patterns))
 
 
 if __name__ == "__main__":
@@ -244,3 +250,4 @@ if __name__ == "__main__":
     first_clear(vertical_slash)
     first_clear(block_sparse)
     first_clear(auto)
+    first_clear(wide)

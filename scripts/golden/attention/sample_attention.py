@@ -10,7 +10,7 @@ Besides: `columns` and `slashes` [chunks, kv_heads, blocks], u8, and `cra` [chun
 probability that each sampled row keeps.
 """
 
-from common import Array, attend, check, clear, dense, first_clear, heads, importance, np, scores, softmax, write
+from common import Array, attend, clear, first_clear, heads, np, prefill, scores, softmax, widen
 
 BLOCK = 64
 
@@ -29,8 +29,10 @@ def find(mass: Array, alpha: float, crossing: bool = True) -> Array:
     return kept
 
 
-def make(name: str, settings: dict, n: int, seed: int) -> None:
-    q, k, v = heads(seed, n=n, kv_heads=2, group=2, d=16)
+def make(name: str, settings: dict, n: int, seed: int, wide: bool = False) -> None:
+    kv_heads = 1 if wide else 2
+    drawn = heads(seed, n=n, kv_heads=kv_heads, group=2, d=8 if wide else 16)
+    q, k, v = widen(*drawn) if wide else drawn
     blocks = -(-n // BLOCK)
     p = softmax(scores(q, k))
     at = np.arange(n)
@@ -39,12 +41,12 @@ def make(name: str, settings: dict, n: int, seed: int) -> None:
         """Each chunk's rows that are sampled; [chunks, kv_heads, blocks] of columns and slashes."""
         ends = [i * n // chunks for i in range(chunks + 1)]
         rows = [at[max(start, end - BLOCK) : end] for start, end in zip(ends, ends[1:])]
-        columns, slashes = np.zeros((2, chunks, 2, blocks), bool)
+        columns, slashes = np.zeros((2, chunks, kv_heads, blocks), bool)
         for i in range(chunks):
             bucket = (rows[i][:, None] - at) // BLOCK
             if block_diagonals:
                 bucket = rows[i][:, None] // BLOCK - at // BLOCK
-            for h in range(2):
+            for h in range(kv_heads):
                 a = p[rows[i], 2 * h : 2 * h + (1 if first else 2)].sum(axis=1)
                 by_column = np.bincount(at // BLOCK, a.sum(axis=0), blocks)
                 by_slash = np.bincount(np.maximum(bucket, 0).ravel(), a.ravel(), blocks)
@@ -56,11 +58,11 @@ def make(name: str, settings: dict, n: int, seed: int) -> None:
         """[rows, kv_heads, n]"""
         chunks = len(columns)
         chunk_of = np.searchsorted([(i + 1) * n // chunks for i in range(chunks)], at, side="right")
-        read = np.zeros((n, 2, n), bool)
+        read = np.zeros((n, kv_heads, n), bool)
         for r in range(n):
             qb = r // BLOCK
             chunk = chunk_of[qb * BLOCK] if by_block else chunk_of[r]
-            for h in range(2):
+            for h in range(kv_heads):
                 taken = columns[chunk, h].copy()
                 for b in np.flatnonzero(slashes[chunk, h]):
                     taken[[kb for kb in ([qb - b, qb - b - 1] if below else [qb - b]) if kb >= 0]] = True
@@ -72,7 +74,6 @@ def make(name: str, settings: dict, n: int, seed: int) -> None:
     chunks = settings["chunks"]
     rows, columns, slashes = sample(chunks)
     read = mask(columns, slashes)
-    out, full = attend(q, k, v, read), dense(q, k, v)
     wrong = {
         "one block a slash": mask(columns, slashes, below=False),
         "without block 0": mask(columns, slashes, first=False),
@@ -82,22 +83,25 @@ def make(name: str, settings: dict, n: int, seed: int) -> None:
         "the crossing block left out": mask(*sample(chunks, crossing=False)[1:]),
         "the first head": mask(*sample(chunks, first=True)[1:]),
         "other chunks": mask(*sample(3 - chunks)[1:]),
-        "the other KV head": mask(columns[:, ::-1], slashes[:, ::-1]),
     }
+    if kv_heads > 1:
+        wrong["the other KV head"] = mask(columns[:, ::-1], slashes[:, ::-1])
     if chunks > 1:
         wrong["the block's chunk"] = mask(columns, slashes, by_block=True)
         wrong["one set"] = mask(columns.any(axis=0, keepdims=True), slashes.any(axis=0, keepdims=True))
-    check(out, full, {name: attend(q, k, v, other) for name, other in wrong.items()})
     sampled = np.concatenate(rows)
     cra = np.where(np.repeat(read[sampled], 2, axis=1), p[sampled], 0).sum(axis=2)
-    arrays = {"q": q, "k": k, "v": v, "out": out, "cra": cra, "columns": columns, "slashes": slashes}
-    write(name, {"prefill": settings}, arrays)
+    out, misread = attend(q, k, v, read), {key: attend(q, k, v, other) for key, other in wrong.items()}
+    narrow = drawn if wide else None
+    prefill(name, settings, (q, k, v), out, misread, narrow, cra=cra, columns=columns, slashes=slashes)
 
 
 def main() -> None:
     settings = {"method": "sample_attention", "alpha_c": 0.6, "alpha_s": 0.6, "chunks": 2, "block": 64, "min_tokens": 0}
     first_clear(lambda seed: make("sample_attention", settings, 1013, seed))
     first_clear(lambda seed: make("sample_attention-one-chunk", settings | {"chunks": 1}, 1013, seed))
+    settings |= {"alpha_c": 0.5, "alpha_s": 0.5}
+    first_clear(lambda seed: make("sample_attention-wide", settings, 577, seed, wide=True))
 
 
 if __name__ == "__main__":

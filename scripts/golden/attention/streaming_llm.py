@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """StreamingLLM, for prefill and decode: the first tokens and the last ones, at their true positions (see common.py)."""
 
-from common import Array, attend, between, check, decode, dense, first_clear, heads, np, write
+from common import Array, attend, between, decode, first_clear, heads, np, prefill, widen
 
 SETTINGS = {"method": "streaming_llm", "sink": 4, "window": 48}
 
@@ -20,8 +20,17 @@ def decoding(seed: int) -> None:
     decode("streaming_llm-decode", SETTINGS, qkv, lambda q, keys, h: ends(len(keys)), wrong)
 
 
-def prefill(seed: int) -> None:
-    q, k, v = heads(seed, n=310, kv_heads=1, group=3, d=32)
+def prompt(seed: int) -> None:
+    record("streaming_llm-prefill", heads(seed, n=310, kv_heads=1, group=3, d=32))
+
+
+def wide(seed: int) -> None:
+    narrow = heads(seed, n=310, kv_heads=1, group=2, d=16)
+    record("streaming_llm-wide", widen(*narrow), narrow)
+
+
+def record(name: str, qkv: tuple[Array, Array, Array], narrow: tuple[Array, Array, Array] | None = None) -> None:
+    q, k, v = qkv
 
     def output(sink: int, window: int) -> Array:
         mask = np.zeros((len(q), 1, len(k)), bool)
@@ -29,11 +38,10 @@ def prefill(seed: int) -> None:
             mask[row, 0, : row + 1] = ends(row + 1, sink, window)
         return attend(q, k, v, mask)
 
-    out = output(4, 48)
-    check(out, dense(q, k, v), {name: output(*end) for name, end in WRONG.items()})
-    write("streaming_llm-prefill", {"prefill": SETTINGS}, {"q": q, "k": k, "v": v, "out": out})
+    prefill(name, SETTINGS, qkv, output(4, 48), {key: output(*end) for key, end in WRONG.items()}, narrow)
 
 
 if __name__ == "__main__":
     first_clear(decoding)
-    first_clear(prefill)
+    first_clear(prompt)
+    first_clear(wide)

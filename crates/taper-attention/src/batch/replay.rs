@@ -1,6 +1,6 @@
 //! One query over and over: what a decode method's draws come to.
 
-use super::{Part, Sequence, rotation};
+use super::{Part, Sequence, rotation, row};
 use crate::audit;
 use crate::layer::{AttentionShape, Rotary};
 use crate::method::DecodeStep;
@@ -42,8 +42,7 @@ pub fn replay(
     let mut part = Part { shape, rotary, pool, layer, puts_off: false };
     let method = sequence.spec.decode.method.clone();
     let indices = part.indices(&*method, sequence.prompt, &[(&sequence.table, end)])?;
-    let visible = end.saturating_sub(shape.window.unwrap_or(end))..end;
-    let row = DecodeRow { table: sequence.table.blocks(), visible };
+    let row = row(shape, sequence, end - 1);
     let kv = part.pool.layer(layer);
     let dense = Decode { q, kv, rows: std::slice::from_ref(&row) };
     let dense = attend(&dense, &Selection::dense(1, shape.kv_heads), None)?;

@@ -3,29 +3,26 @@
 //! In host memory that is a quarter of what is free, for others want some too. A device is ours: the cache has all that is free
 //! beside the weights, but for what else lies there while requests run ([`Needs::sum`]).
 
-use super::LoadError;
+use super::{DEVICE_CHUNK, LoadError, SCORED_ROWS};
+use crate::EngineConfig;
+use taper_attention::{DECODE_ROWS, DECODE_TOKENS};
 use taper_kv_cache::BLOCK_TOKENS;
 use taper_model::{ModelConfig, size};
 
-/// Contexts that a cache has room for at most, where nobody says how large it shall be: in host memory, and on a device, where
-/// so many answers are generated together unless a setting says otherwise.
+/// Contexts that a cache in host memory has room for at most, where nobody says how large it shall be. On a device they are as
+/// many as answers are generated together, unless a setting says otherwise.
 const HOST_CONTEXTS: u64 = 16;
-const DEVICE_CONTEXTS: u64 = 64;
 
 /// What the graphs of steps hold at most (`KEPT_BYTES_MAX` of `taper_kernels::cuda::graph`).
 const GRAPHS: u64 = 512 << 20;
 /// The code of kernels, the workspaces of libraries, and what is lost because memory is given out in pieces of some megabytes.
 const LIBRARIES: u64 = 512 << 20;
-/// Most rows of a slice of a prompt on a device, and most rows whose logits are there at a time.
-const SLICE_ROWS: u64 = 4096;
-const LOGIT_ROWS: u64 = 64;
+/// Most rows of a slice of a prompt on a device.
+const SLICE_ROWS: u64 = 2 * DEVICE_CHUNK as u64;
 /// Chunks of whole prompts that are underway at a time.
 const CHUNKS: u64 = 2;
-/// Rows, and rows times keys, that are chosen for at a time (`DECODE_ROWS` and `DECODE_TOKENS` of `taper_attention`), and bytes that a
-/// sample takes for each of those keys and KV heads: up to four places of a permutation, as many again since room grows by
-/// doubling. Scores are for up to half of the keys.
-const SAMPLED_ROWS: u64 = 16;
-const SAMPLED_TOKENS: u64 = 1 << 21;
+/// Bytes that a sample takes for each key and KV head of rows that are chosen for at a time: up to four places of a permutation,
+/// as many again since room grows by doubling. Scores are for up to half of the keys.
 const DRAWN_BYTES: u64 = 32;
 /// Of what is free this share is left alone, for other programs and the driver.
 const SPARE: u64 = 20;
@@ -60,7 +57,7 @@ impl Needs {
             context: config.context_length as u64,
             chunk_token: f32s(hidden_size + (q_heads + 1) * head_dim),
             sampled_token: DRAWN_BYTES * kv_heads as u64 + f32s(q_heads),
-            step: SLICE_ROWS * row + LOGIT_ROWS * f32s(2 * vocab_size),
+            step: SLICE_ROWS * row + SCORED_ROWS as u64 * f32s(2 * vocab_size),
         }
     }
 
@@ -74,7 +71,8 @@ impl Needs {
     pub(super) fn sum(&self, free: u64) -> Sum {
         let block_tokens = BLOCK_TOKENS as u64;
         let (spare, elsewhere) = (free / SPARE, self.elsewhere * self.block / 2);
-        let samples = self.sampled_token * (SAMPLED_ROWS * self.context).min(SAMPLED_TOKENS.max(self.context));
+        let sampled_tokens = (DECODE_ROWS as u64 * self.context).min(self.context.max(DECODE_TOKENS as u64));
+        let samples = self.sampled_token * sampled_tokens;
         let fixed = spare + GRAPHS + samples + self.least() + elsewhere;
         let left = free.saturating_sub(fixed);
         let with_index = self.block + self.block / 2;
@@ -84,7 +82,7 @@ impl Needs {
             few if few * block_tokens <= most_chunked => few,
             _ => left.saturating_sub(most_chunked * self.chunk_token) / with_index,
         };
-        let blocks = blocks.min(DEVICE_CONTEXTS * self.context.div_ceil(block_tokens));
+        let blocks = blocks.min(EngineConfig::default().sequences as u64 * self.context.div_ceil(block_tokens));
         Sum {
             free,
             spare,

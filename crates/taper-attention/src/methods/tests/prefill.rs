@@ -562,5 +562,5 @@ fn sample_attention_measures_the_mass_that_its_rows_keep() {
         assert!((cra.min - f64::from(min)).abs() < 1e-5, "{path:?}: {cra:?}, exactly {min}");
         count += 1;
     }
-    assert_eq!(count, 2);
+    assert_eq!(count, 3);
 }
