@@ -23,8 +23,9 @@ use std::sync::Arc;
 /// An entry point of the interface.
 pub(super) type Entry<P> = unsafe extern "C" fn(*const P, *mut c_void) -> i32;
 
-/// Launches that are queued as one graph. The device waits for the first of them until the host has compared all.
-const LAUNCHES: usize = 96;
+/// Launches of a step's first graph, for which the device waits until the host has compared them all; each has twice as many as the
+/// one before, and so many at most: to queue one takes the host as long as to compare some of them.
+const LAUNCHES: (usize, usize) = (8, 64);
 /// Most bytes that a step makes, and words that it leaves for the host: where there are more, the host is not what limits.
 const MADE_BYTES_MAX: usize = 128 << 20;
 const TOLD_WORDS: usize = 1 << 18;
@@ -422,7 +423,11 @@ impl Tape {
     fn capture(&mut self) -> Option<()> {
         let launches: Vec<usize> =
             (0..self.calls.len()).filter(|&i| matches!(self.calls[i], Call::Launch(_))).collect();
-        for part in launches.chunks(LAUNCHES) {
+        let (mut count, most) = LAUNCHES;
+        let mut rest = &launches[..];
+        while !rest.is_empty() {
+            let (part, behind) = rest.split_at(count.min(rest.len()));
+            (rest, count) = (behind, most.min(2 * count));
             self.stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED).ok()?;
             let queue = |i: &usize| match &self.calls[*i] {
                 // SAFETY: the tape holds what it made, and the caller's tensors are those of this step still.

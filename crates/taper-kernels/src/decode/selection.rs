@@ -115,7 +115,10 @@ impl From<Vec<HeadSelection>> for Selection {
 #[cfg(feature = "cuda")]
 impl From<Chosen> for Selection {
     fn from(chosen: Chosen) -> Self {
-        Self(Held::Device(vec![chosen]))
+        match chosen {
+            Chosen::Host(heads) => Self(Held::Host(heads)),
+            chosen => Self(Held::Device(vec![chosen])),
+        }
     }
 }
 
