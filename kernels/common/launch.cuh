@@ -11,6 +11,14 @@
 #include <type_traits>
 #include <utility>
 
+#ifdef TAPER_SLOW
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ptx.cuh"
+#endif
+
 #include "../taper_gpu.h"
 
 namespace taper {
@@ -94,15 +102,32 @@ inline bool launches_depend() {
   return is;
 }
 
+#ifdef TAPER_SLOW
+// For bench/gpu/slow.sh: kernels of the file that the environment names let others start, then do nothing for TAPER_SLOW us.
+static inline cudaError_t slow_down() {
+  static const cudaError_t set = [] {
+    const char* file = getenv("TAPER_SLOW_FILE");
+    if (!file || !strstr(__BASE_FILE__, file)) return cudaSuccess;
+    fprintf(stderr, "slow: %s\n", __BASE_FILE__);
+    const uint32_t us = TAPER_SLOW;
+    return cudaMemcpyToSymbol(slow_us, &us, sizeof us);
+  }();
+  return set;
+}
+#endif
+
 // Launches in clusters of `cluster` thread blocks along x, 0: in none; sizes above 8 are not portable, so
 // cluster_fits() is asked first. With `overlap` the kernel may start before
 // its predecessor ends and must call wait_for_predecessor() before it reads what that one wrote.
 template <class... KArgs, class... Args>
-cudaError_t launch_cluster(void (*kernel)(KArgs...), dim3 grid, dim3 block, size_t smem, int cluster,
-                           cudaStream_t stream, bool overlap, Args&&... args) {
+static cudaError_t launch_cluster(void (*kernel)(KArgs...), dim3 grid, dim3 block, size_t smem, int cluster,
+                                  cudaStream_t stream, bool overlap, Args&&... args) {
   const void* function = reinterpret_cast<const void*>(kernel);
   cudaError_t e = cudaSuccess;
-  if (smem > 48 * 1024)
+#ifdef TAPER_SLOW
+  e = slow_down();
+#endif
+  if (e == cudaSuccess && smem > 48 * 1024)
     e = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
   if (e == cudaSuccess && cluster > 8)
     e = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
@@ -127,8 +152,8 @@ cudaError_t launch_cluster(void (*kernel)(KArgs...), dim3 grid, dim3 block, size
   return cudaLaunchKernelEx(&cfg, kernel, static_cast<KArgs>(args)...);
 }
 template <class... KArgs, class... Args>
-cudaError_t launch(void (*kernel)(KArgs...), dim3 grid, dim3 block, size_t smem, cudaStream_t stream,
-                   bool overlap, Args&&... args) {
+static cudaError_t launch(void (*kernel)(KArgs...), dim3 grid, dim3 block, size_t smem, cudaStream_t stream,
+                          bool overlap, Args&&... args) {
   return launch_cluster(kernel, grid, block, smem, 0, stream, overlap, std::forward<Args>(args)...);
 }
 

@@ -168,10 +168,21 @@ template <int N>
 __device__ __forceinline__ void regs_shrink() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
+#ifdef TAPER_SLOW
+static __device__ uint32_t slow_us;  // how long this file's kernels wait once others may start
+__device__ __forceinline__ uint64_t now_ns() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+#endif
 // Dependent launch: the next kernel may start early, and waits before it reads. Before sm_90 none does.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+#ifdef TAPER_SLOW
+  for (const uint64_t end = now_ns() + 1000ull * slow_us; now_ns() < end;) __nanosleep(500);
 #endif
 }
 __device__ __forceinline__ void wait_for_predecessor() {

@@ -72,8 +72,9 @@ struct PrefillConsumer {
   }
 
   // Columns are written and read by ordinary instructions of all lanes, so all announce
-  // them; else one does for its warp.
-  __device__ __forceinline__ void release_stage(uint32_t bar) {
+  // them; else one does for its warp. The outline, which all lanes read, goes the same way: racecheck does not see
+  // a __syncwarp() before one lane's arrival.
+  __device__ __forceinline__ void done_with(uint32_t bar) {
     if constexpr (COLUMNS) mbar_arrive(bars + bar);
     else release(bar);
   }
@@ -296,7 +297,7 @@ struct PrefillConsumer {
       }
 #pragma unroll
       for (int i = 0; i < D / 2; ++i) o[i] = 0.f;
-      if (n == 0) release(qEmpty + slot * 8);
+      if (n == 0) done_with(qEmpty + slot * 8);
       else attend(t, n, count, slot);
       count += n;
       store(t, head_at(p, item_place(p, w)) + (p.head_pairs ? wg : 0));
@@ -314,9 +315,9 @@ struct PrefillConsumer {
     scores(stage);
     wgmma_wait<0>();
     pin(s);
-    if (!COLUMNS) release_stage(kEmpty + stage * 8);
+    if (!COLUMNS) done_with(kEmpty + stage * 8);
     if (needs_mask(b, t)) mask(b, stage);
-    if (COLUMNS) release_stage(kEmpty + stage * 8);
+    if (COLUMNS) done_with(kEmpty + stage * 8);
     raise_maximum();
     exponentiate(sum);
     l[0] = sum[0], l[1] = sum[1];
@@ -347,7 +348,7 @@ struct PrefillConsumer {
       pin(s);  // Keeps the exponentials before the wait, beside the value product.
       wgmma_wait<0>();
       pin(o);
-      release_stage(vEmpty + stage * 8);
+      done_with(vEmpty + stage * 8);
       if (raised) rescale();
       if (over) {
         // Rare: a score is far above all before it. The keys are still there, so the
@@ -358,13 +359,13 @@ struct PrefillConsumer {
         exponentiate(sum);
         rescale();
       }
-      release_stage(kEmpty + next * 8);
+      done_with(kEmpty + next * 8);
       l[0] += sum[0], l[1] += sum[1];
       pack();
       stage = next;
       parity = next_parity;
     }
-    release(qEmpty + slot * 8);
+    done_with(qEmpty + slot * 8);
     mbar_wait(bars + vFull + stage * 8, parity);
     copied();
     if (n <= 2) clear_tail(stage, b, t.kv_len);
@@ -373,7 +374,7 @@ struct PrefillConsumer {
     values(stage);
     wgmma_wait<0>();
     pin(o);
-    release_stage(vEmpty + stage * 8);
+    done_with(vEmpty + stage * 8);
   }
 };
 

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(384, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
       mbar_init(smem_u32(&sh.q_full[i]), kQueryThreads<COLUMNS>);
-      mbar_init(smem_u32(&sh.q_empty[i]), 8);
+      mbar_init(smem_u32(&sh.q_empty[i]), COLUMNS ? 256 : 8);
     }
     for (int i = 0; i < L::kStages; ++i) {
       // Of the warps that copy single tokens every lane arrives, and once more the warp.

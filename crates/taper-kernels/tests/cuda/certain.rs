@@ -207,6 +207,18 @@ fn a_sample_beside_the_pages_that_could_weigh_most_is_that_of_the_cpu() {
     all.check();
 }
 
+/// As few launches as go through all of the kernels: bench/gpu/racecheck.sh looks at every one.
+#[test]
+fn one_row_is_sampled_by_itself() {
+    let (mut numbers, mut all) = (Numbers(87), Found::default());
+    let both = Both::new(&mut numbers, GRID[0], &[6000]);
+    fill(&both, &mut numbers, &[(3000, 6.5), (3001, 5.5), (1200, 5.0), (4711, 5.0), (5100, 4.5)]);
+    let (rows, streams, pages) = (both.caches.rows(), both.streams(&mut numbers), Pages::new(&both, 16));
+    let of = sampled(&both, &rows, &streams, (Fixed::SinkWindow, &pages), &certainty(64, 1.0));
+    assert!(all.compare(&both, &rows, &of, "one row") > 0, "{:?}", of[1].1);
+    all.check();
+}
+
 /// Most samples do not have it, and do not show that they have not.
 #[test]
 fn a_heavy_key_that_nobody_predicted_is_read() {

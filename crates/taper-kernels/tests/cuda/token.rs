@@ -104,6 +104,17 @@ fn tokens_are_drawn_from_those_that_the_filters_keep() {
     }
 }
 
+/// As few launches as go through all of the kernel: bench/gpu/racecheck.sh looks at every one.
+#[test]
+fn one_row_goes_through_every_filter() {
+    let mut numbers = Numbers(44);
+    let row = rows(&mut numbers, 2, 1000).pop().unwrap();
+    let all = Draw { temperature: 0.8, top_k: 300, top_p: 0.8, min_p: 0.001, uniform: 0.4 };
+    for draw in [Draw::LIKELIEST, all] {
+        assert_eq!(chosen(std::slice::from_ref(&row), &[draw]), [pick(&row, &draw).unwrap()], "{draw:?}");
+    }
+}
+
 /// Some other share of what the token's weight begins or ends at may decide where sums are rounded otherwise.
 fn on_an_edge(row: &[f32], draw: &Draw, token: u32) -> bool {
     let kept = kept(row, draw);
