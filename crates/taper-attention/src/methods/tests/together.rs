@@ -171,9 +171,9 @@ pub(super) fn chosen_for_together(
                 let (alone, own) = run(&[at]);
                 let of = |what: String| format!("{decode}, window {window:?}, row {at}: {what}");
                 for (step, (together, alone)) in together.iter().zip(&alone).enumerate() {
-                    let off = together[at].iter().zip(&alone[0]).filter(|(a, b)| a != b).count();
-                    if off > 0 {
-                        differ.push(of(format!("{off} of {} outputs of step {step}", alone[0].len())));
+                    let mut off = together[at].iter().zip(&alone[0]).filter(|(a, b)| a != b);
+                    if let Some((a, b)) = off.next() {
+                        differ.push(of(format!("step {step}: {a} and {b}, and {} more outputs", off.count())));
                     }
                 }
                 if usage[at] != own[0] {
