@@ -189,9 +189,9 @@ typedef struct TaperValuesParams {
   void* out;                    // [rows, q_heads, head_dim], f32 where out_f32 says so
   float* lse;                   // [rows, q_heads] or null; exact
   uint32_t* sync;               // [(1 + lists) * 32], zero before and after
-  void* weights;                // [lists, max_len rounded up to 64, group], scratch
-  float* part_lse;              // [lists, team, group], scratch, in units of log2(e)
-  float* parts;                 // [lists, team, group, head_dim], scratch
+  void* weights;                // [lists, blocks of max_len, group, 64], scratch
+  float* part_lse;              // [lists, runs, group], scratch, in units of log2(e); as many runs as a whole team has thread blocks
+  float* parts;                 // [lists, runs, group, head_dim], scratch
   uint32_t* ids;                // [rows, q_heads, samples], the value of each draw, but of those per tile; or null
   int64_t blocks;               // of the cache
   int32_t rows, q_heads, kv_heads, head_dim, dtype, table_stride;

@@ -62,7 +62,7 @@ struct Gate {
 constexpr int kConsumersGate = 3, kDrawersGate = 4;
 
 // Blocks of one list's team at most; those of short lists may be smaller. What a team has depends on its list alone, so that
-// results do not depend on batch or device.
+// results do not depend on batch or device. (Those of sample/values do as well, but they only deal out what depends on the list.)
 constexpr int kTeamBlocks = 128, kTeamMax = 32;
 __host__ __device__ inline int team_size(int list_heads) {
   const int n = kTeamBlocks / list_heads;

@@ -4,20 +4,52 @@
 namespace taper {
 namespace {
 
+constexpr int kMostMasses = 80 * 1024;
+constexpr int64_t kSetUpTiles = 20;  // what a thread block takes beside its keys, in tiles of them
+
+// The team that has all lists done soonest, were they as long as the longest: larger teams have fewer tiles a rank and more
+// of them wait for a multiprocessor. Nothing but time depends on it.
+int best_team(int lists, int runs, int64_t per, int64_t fit) {
+  int best = runs;
+  int64_t least = INT64_MAX;
+  for (int team = runs; team > 0; --team) {
+    const int64_t own = (runs + team - 1) / team, waves = ((int64_t)lists * team + sm_count() - 1) / sm_count();
+    if (own > fit) break;
+    const int64_t cost = waves * (kSetUpTiles + own * per);
+    if (cost < least) least = cost, best = team;
+  }
+  return best;
+}
+
 template <class T, int D, int N>
 cudaError_t go(ValuesParams p, cudaStream_t stream) {
   ValuesMaps maps;
   cudaError_t e = row_map(&maps.k, p.k, p.dtype, p.blocks * p.kv_heads * kBlock, D, kBlock);
   if (e == cudaSuccess) e = row_map(&maps.q, p.q, p.dtype, (int64_t)p.rows * p.q_heads, D, N);
   if (e != cudaSuccess) return e;
-  const int team = team_size(p.kv_heads), grid = p.rows * p.kv_heads * team;
-  const size_t masses = sizeof(float) * (p.q_heads / p.kv_heads) *
-                        rank_tiles((p.max_len + kBlock - 1) / kBlock, team);
-  if (masses > 80 * 1024) return cudaErrorInvalidValue;
+  const int runs = team_size(p.kv_heads);
+  const int64_t tile = sizeof(float) * (p.q_heads / p.kv_heads), room = kMostMasses / tile;
+  const int64_t per = rank_tiles((p.max_len + kBlock - 1) / kBlock, runs), fit = room / per;
+  if (fit == 0) return cudaErrorInvalidValue;
+  const int team = p.rule == kPerTile ? runs : best_team(p.rows * p.kv_heads, runs, per, fit);
+  const bool packed = team < runs;
+  ValuesTeams teams{(uint32_t)(p.rows * team), (uint32_t)per};
+  int64_t members = teams.members;
+  if (packed) {
+    // Shares are rounded, at most by one or by a seventh; every row has the least that its masses fit into.
+    teams.stride = (uint32_t)(fit < runs ? fit * per : runs * per);
+    const int64_t least = fit < runs ? (runs + fit - 1) / fit : 1, shared = members + members / 7 + p.rows * least;
+    members = shared < (int64_t)p.rows * runs ? shared : (int64_t)p.rows * runs;
+  }
+  const int64_t grid = members * p.kv_heads;
+  if (grid > INT32_MAX) return cudaErrorInvalidValue;
   p.in_order = grid > sm_count();
-  const auto kernel = p.rule == kPerTile ? values_kernel<T, D, N, true> : values_kernel<T, D, N, false>;
-  return launch(kernel, grid, kValueThreads + 32, ValuesLayout<D, N>::kBytes + masses, stream,
-                p.overlap != 0, maps, p);
+  auto start = [&](auto kernel) {
+    return launch(kernel, (int)grid, kValueThreads + 32, ValuesLayout<D, N>::bytes(packed) + 1024 + tile * teams.stride, stream,
+                  p.overlap != 0, maps, p, teams);
+  };
+  if (p.rule == kPerTile) return start(values_kernel<T, D, N, true, false>);
+  return packed ? start(values_kernel<T, D, N, false, true>) : start(values_kernel<T, D, N, false, false>);
 }
 
 }  // namespace

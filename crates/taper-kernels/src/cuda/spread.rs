@@ -186,13 +186,14 @@ impl Values {
 pub fn values(batch: &Batch, streams: Streams, samples: usize, targets: Targets, scratch: &Scratch) -> Result<Values> {
     let op = Op::new("values", "q", batch.q)?;
     let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(&op)?;
-    let (lists, group, team) = (rows * kv_heads, q_heads / kv_heads, team(kv_heads));
+    // A list is cut into as many runs as a whole team has thread blocks; how many a launch gives them, the kernel says.
+    let (lists, group, runs) = (rows * kv_heads, q_heads / kv_heads, team(kv_heads));
     scratch.check(&op, lists, group)?;
     op.check(samples > 0, "samples", samples, "at least 1")?;
-    let padded = batch.max_len.next_multiple_of(BLOCK_TOKENS);
-    let weights = op.empty((lists, padded, group), DType::F16)?;
-    let part_lse = op.empty((lists, team, group), DType::F32)?;
-    let parts = op.empty((lists, team, group, head_dim), DType::F32)?;
+    let most = batch.max_len.div_ceil(BLOCK_TOKENS);
+    let weights = op.empty((lists, most, group, BLOCK_TOKENS), DType::F16)?;
+    let part_lse = op.empty((lists, runs, group), DType::F32)?;
+    let parts = op.empty((lists, runs, group, head_dim), DType::F32)?;
     let out = op.empty((rows, q_heads, head_dim), DType::F32)?;
     let lse = op.empty((rows, q_heads), DType::F32)?;
     let ids = op.empty((rows, q_heads, samples), DType::U32)?;
@@ -209,9 +210,9 @@ pub fn values(batch: &Batch, streams: Streams, samples: usize, targets: Targets,
         out: op.at("out", &out, DType::F32, [rows, q_heads, head_dim])?,
         lse: op.at("lse", &lse, DType::F32, [rows, q_heads])?,
         sync: op.at("scratch", &scratch.sync, DType::U32, [2 + lists, 32])?,
-        weights: op.at("weights", &weights, DType::F16, [lists, padded, group])?,
-        part_lse: op.at("part_lse", &part_lse, DType::F32, [lists, team, group])?,
-        parts: op.at("parts", &parts, DType::F32, [lists, team, group, head_dim])?,
+        weights: op.at("weights", &weights, DType::F16, [lists, most, group, BLOCK_TOKENS])?,
+        part_lse: op.at("part_lse", &part_lse, DType::F32, [lists, runs, group])?,
+        parts: op.at("parts", &parts, DType::F32, [lists, runs, group, head_dim])?,
         ids: op.at("ids", &ids, DType::U32, [rows, q_heads, samples])?,
         blocks: blocks as i64,
         rows: op.int("q", rows)?,

@@ -200,6 +200,46 @@ fn drawn_values_are_right_on_average_and_their_sums_exact() {
     }
 }
 
+/// Many lists share a device otherwise than few: in blocks that have several runs of a list, by the lengths of all rows.
+#[test]
+fn values_of_a_row_are_the_same_bits_alone_and_among_others() {
+    let mut numbers = Numbers(46);
+    let sets: [&[usize]; 4] =
+        [&[3, 5000, 64, 700, 2049], &[9000, 9000], &[20_000, 65, 1, 300, 300, 300], &[1100, 1000, 900, 800, 700, 600]];
+    for (at, (dtype, d, kv_heads, group)) in every_group().enumerate() {
+        let few = sets[at % sets.len()];
+        // Once more with so many rows that each list has a block at most.
+        let short = few.iter().map(|&n| n.min(700)).cycle();
+        let many: Vec<usize> = few.iter().copied().chain(short).take(140 / kv_heads + 1).collect();
+        for lens in [few, &many] {
+            let caches = Caches::new(&mut numbers, lens, kv_heads, d, dtype, 0.5);
+            let queries = Queries::new(&mut numbers, &caches, group);
+            let seeds = Seeds::new(&mut numbers, &lens.iter().map(|n| n - 1).collect::<Vec<_>>());
+            let (all, rows) = (queries.batch(&caches), lens.len());
+            let scratch = Scratch::new(all.q, rows, kv_heads * group, kv_heads).unwrap();
+            let samples = [128, 47, 600][at % 3];
+            for targets in [Targets::Systematic, Targets::Stratified, Targets::Independent] {
+                let together = values(&all, seeds.streams(), samples, targets, &scratch).unwrap();
+                for i in 0..few.len().min(rows) {
+                    let row = |t: &Tensor| t.narrow(0, i, 1).unwrap().copy().unwrap();
+                    let (q, table, len) = (row(all.q), row(all.tables), row(all.lens));
+                    let (seed, position) = (row(&seeds.seeds), row(&seeds.positions));
+                    let batch =
+                        taper_kernels::cuda::Batch { q: &q, tables: &table, lens: &len, max_len: lens[i], ..all };
+                    let of = Streams { seeds: &seed, positions: &position, layer: LAYER };
+                    let scratch = Scratch::new(&q, 1, kv_heads * group, kv_heads).unwrap();
+                    let alone = values(&batch, of, samples, targets, &scratch).unwrap();
+                    let what = format!("{dtype:?} {d} {kv_heads}x{group} {targets:?}, row {i} of {lens:?}");
+                    assert_eq!(furthest(&alone.out, &row(&together.out)), 0.0, "{what}");
+                    assert_eq!(furthest(&alone.lse, &row(&together.lse)), 0.0, "{what}");
+                    let ids = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<u32>().unwrap();
+                    assert_eq!(ids(&alone.ids), ids(&row(&together.ids)), "{what}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn values_drawn_from_scores_are_those_of_the_cpu() {
     let mut numbers = Numbers(44);
