@@ -101,8 +101,8 @@ struct TileSums {
       }
       save(r0, head(c), s[j]);
       save(r0 + 8, head(c), s[j + 2]);
-      // Of rows that share a list nothing was fetched for the columns beyond their heads.
-      over |= (!FOLD || head(c) < group) && fmaxf(s[j], s[j + 2]) > m[c] + 8.f;
+      // Columns beyond the group's heads hold queries of other lists, or none: their scores must decide nothing here.
+      over |= head(c) < group && fmaxf(s[j], s[j + 2]) > m[c] + 8.f;
     }
     // The maximum may lag by 2^8: fp32 sums carry it, and rescaling becomes rare.
     if (bar_any(1 + wg, 128, over)) rebase(s);

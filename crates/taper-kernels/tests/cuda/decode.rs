@@ -161,6 +161,33 @@ fn rows_of_one_sequence_that_see_nearly_the_same_agree_with_the_cpu() {
     }
 }
 
+/// Where a group has fewer heads than the kernel has columns, the next heads' queries are in the others: they must not decide
+/// when a running maximum is raised, which rounds probabilities otherwise.
+#[test]
+fn a_row_is_the_same_bits_alone_and_beside_larger_queries() {
+    let mut numbers = Numbers(47);
+    for (dtype, d, kv_heads, group) in every_group() {
+        let caches = Caches::new(&mut numbers, &[700, 3000, 700], kv_heads, d, dtype, 0.0);
+        let rows = caches.rows();
+        let each = kv_heads * group * d;
+        let q = Queries::new(&mut numbers, &caches, group).cuda.to_dtype(DType::F32).unwrap();
+        let q = with(&q, |q| q[each..2 * each].iter_mut().for_each(|x| *x *= 10.0));
+        for selection in [Selection::dense(3, kv_heads), Selection::sink_window(&rows, kv_heads, 4, 300)] {
+            let attend = |range: std::ops::Range<usize>| {
+                let q = q.narrow(0, range.start, range.len()).unwrap();
+                let heads = &selection.heads().unwrap()[range.start * kv_heads..range.end * kv_heads];
+                let batch = Decode { q: &q, kv: caches.on_cuda(), rows: &rows[range] };
+                attend(&batch, &heads.to_vec().into(), None).unwrap()
+            };
+            let together = attend(0..3);
+            for i in 0..3 {
+                let off = furthest(&attend(i..i + 1), &together.narrow(0, i, 1).unwrap());
+                assert_eq!(off, 0.0, "{dtype:?} {d} {kv_heads}x{group}, row {i}");
+            }
+        }
+    }
+}
+
 /// What `set` makes of some of a tensor's numbers.
 fn with(x: &Tensor, set: impl Fn(&mut [f32])) -> Tensor {
     let mut values = x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
