@@ -36,6 +36,23 @@ pub struct Metadata<'a> {
     pub norms: Option<&'a Tensor>,
 }
 
+/// Spans as the interface takes them, each of which must have tokens, within one of so many tables of so many blocks.
+fn span_words(op: &Op, spans: &[Span], (tables, stride): (usize, usize)) -> Result<Vec<u32>> {
+    let limit = stride * BLOCK_TOKENS;
+    let mut words = Vec::with_capacity(4 * spans.len());
+    for &Span { table, tokens: (begin, end) } in spans {
+        let fits = begin < end && end as usize <= limit && (table as usize) < tables;
+        op.check(
+            fits,
+            "spans",
+            format_args!("{begin} to {end} of table {table}"),
+            format_args!("tokens below {limit}"),
+        )?;
+        words.extend([table, begin, end, 0]);
+    }
+    Ok(words)
+}
+
 /// Takes new keys `[blocks, kv_heads, 64, head_dim]`, or values, into what stands for them. Pages of bounds and norms are of
 /// one size. `first` is the lowest position in its sequence that any of them has, wherever the tables begin.
 ///
@@ -45,20 +62,10 @@ pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], first: usize, to: &Me
     let op = Op::new("index-extend", "k", k)?;
     let ((blocks, kv_heads, _, head_dim), dtype) = (k.dims4()?, k.dtype());
     let (table_count, stride) = tables.dims2()?;
-    let mut words = Vec::with_capacity(4 * spans.len());
-    let mut most = 0;
-    for &Span { table, tokens: (begin, end) } in spans {
-        let limit = stride * BLOCK_TOKENS;
-        let fits = begin < end && end as usize <= limit && (table as usize) < table_count;
-        op.check(
-            fits,
-            "spans",
-            format_args!("{begin} to {end} of table {table}"),
-            format_args!("tokens below {limit}"),
-        )?;
-        words.extend([table, begin, end, 0]);
-        most = most.max((end - 1) / BLOCK_TOKENS as u32 - begin / BLOCK_TOKENS as u32 + 1);
-    }
+    let words = span_words(&op, spans, (table_count, stride))?;
+    let last_block = |span: &Span| (span.tokens.1 - 1) / BLOCK_TOKENS as u32;
+    let blocks_of = |span: &Span| last_block(span) - span.tokens.0 / BLOCK_TOKENS as u32 + 1;
+    let most = spans.iter().map(blocks_of).max().unwrap_or(0);
     if spans.is_empty() {
         return Ok(());
     }
@@ -338,18 +345,7 @@ pub fn invert(ids: &Tensor, tables: &Tensor, spans: &[Span], clusters: usize) ->
     let op = Op::new("invert", "ids", ids)?;
     let (blocks, kv_heads, _) = ids.dims3()?;
     let (table_count, stride) = tables.dims2()?;
-    let mut words = Vec::with_capacity(4 * spans.len());
-    for &Span { table, tokens: (begin, end) } in spans {
-        let limit = stride * BLOCK_TOKENS;
-        let fits = begin < end && end as usize <= limit && (table as usize) < table_count;
-        op.check(
-            fits,
-            "spans",
-            format_args!("{begin} to {end} of table {table}"),
-            format_args!("tokens below {limit}"),
-        )?;
-        words.extend([table, begin, end, 0]);
-    }
+    let words = span_words(&op, spans, (table_count, stride))?;
     let capacity = spans.iter().map(|s| s.tokens.1 - s.tokens.0).max().unwrap_or(1) as usize;
     let (lists, segments) = (spans.len() * kv_heads, capacity.div_ceil(SEGMENT));
     let counts = op.empty((lists, segments, clusters), DType::U32)?;
