@@ -226,12 +226,14 @@ impl LayerAttention for AttentionBatch<'_> {
             like_first && !span.sequence.traced() && !span.sequence.keeps_choices()
         };
         // Rows that are attended apart, or chosen for apart, are put together by candle.
-        let together = spans.iter().all(same) && part.chosen_together(spans) == spans.len();
+        let together = || spans.iter().all(same) && part.chosen_together(spans) == spans.len();
         let chosen = first.sequence.decode_method();
-        let repeats = together && chosen.method.repeats();
+        if !chosen.method.repeats() || !together() {
+            return None;
+        }
         let mut hash = DefaultHasher::new();
         (&chosen.name, chosen.json.to_string()).hash(&mut hash);
-        repeats.then(|| Repeats { kind: hash.finish(), k: part.pool.layer(0).k.clone() })
+        Some(Repeats { kind: hash.finish(), k: part.pool.layer(0).k.clone() })
     }
 
     fn attended(&mut self) -> Result<()> {

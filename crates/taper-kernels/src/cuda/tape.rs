@@ -3,7 +3,7 @@
 //! While a thread [records](record) a tape, its operations do what they always do, and the tape keeps the memory that they
 //! make, the host data that they upload, and their launches. While it [follows](follow) one, they get the same memory again and
 //! launch nothing: each launch is compared with the one written down, address by address and number by number, and those that
-//! are equal are queued some hundred at a time, as CUDA graphs. What differs from step to step is what is uploaded, to
+//! are equal are queued some at a time, as CUDA graphs. What differs from step to step is what is uploaded, to
 //! addresses that stay. Whatever else differs, a number or the order, ends it: the launches so far are queued one by one, and the
 //! rest of the step goes its usual way. So nothing is queued that the step's own operations did not ask for.
 //!
@@ -169,8 +169,7 @@ pub(super) fn input(
     (dtype, bytes): (DType, &[u8]),
     upload: impl FnOnce() -> Result<Tensor>,
 ) -> Result<Option<Tensor>> {
-    let found = TAPE.with_borrow_mut(|tape| tape.as_mut().map(|tape| tape.input(dtype, bytes)));
-    match found {
+    match with(|tape| tape.input(dtype, bytes)) {
         None | Some(Found::No) => Ok(None),
         Some(Found::Here(tensor)) => Ok(Some(tensor)),
         Some(Found::New) => {
