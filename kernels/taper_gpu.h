@@ -520,6 +520,17 @@ typedef struct TaperPickParams {
   int32_t team;  // thread blocks of the largest team, set by the entry point
 } TaperPickParams;
 
+// What candidates of each list are to hold of their own mass, for a choice of by-mass, where fixed keys hold some already:
+// max(0, 1 - (1 - p) whole / rest).
+typedef struct TaperSharesParams {
+  const float* held;  // [rows, q_heads], log-sum-exp of the fixed keys
+  const float* lse;   // [rows, q_heads], of all
+  float* shares;      // [rows, kv_heads]
+  int32_t rows, q_heads, kv_heads, overlap;
+  float p;
+  int32_t reserved;
+} TaperSharesParams;
+
 // Pages that were chosen, as the tokens of each that lie between the two ranges of its list.
 typedef struct TaperPagesParams {
   const uint32_t* pages;   // [lists, capacity], ascending, all of them between the ranges or over their ends
@@ -537,6 +548,7 @@ int taper_select_group(const TaperGroupSelectParams* p, TaperStream stream);
 // Scores and chooses pages in one launch.
 int taper_pick(const TaperPickParams* p, TaperStream stream);
 int taper_pages(const TaperPagesParams* p, TaperStream stream);
+int taper_shares(const TaperSharesParams* p, TaperStream stream);
 
 // --- Probability sums (K6) and lists for prefill -------------------------------
 
@@ -698,6 +710,49 @@ typedef struct TaperCodeParams {
 
 int taper_append(const TaperAppendParams* p, TaperStream stream);
 int taper_codes(const TaperCodeParams* p, TaperStream stream);
+
+// --- Rows before they are compared with something learned ----------------------
+
+// Rows as f32, the rotary embedding taken off.
+typedef struct TaperRowsParams {
+  const void* x;          // [tokens, heads, width], or with `slots` the cache [blocks, heads, 64, width]
+  const uint32_t* slots;  // [tokens], block * 64 + row; or null
+  const float* cos;       // [tokens, width / 2], or null: as they are
+  const float* sin;       // as cos
+  float* out;             // [tokens, heads, width]
+  int32_t tokens, heads, width, dtype;
+  int32_t x_f32;  // 1: x is f32
+  int32_t overlap;
+} TaperRowsParams;
+
+enum { TAPER_LINEAR = 0, TAPER_RELU = 1, TAPER_SILU = 2 };
+
+// One layer of a perceptron for each head, or products with a head's centroids, times `scale`: any widths. A head's map
+// is the heads / maps-th of its number, what it reads of x the heads / x_heads-th.
+typedef struct TaperProjectParams {
+  const float* x;       // [rows, x_heads, inputs]
+  const float* weight;  // [maps, outputs, inputs]
+  const float* bias;    // [maps, outputs], or null
+  void* out;            // f32, or bf16; a head's outputs lie beside each other
+  int64_t row_stride, head_stride;  // elements
+  int32_t rows, heads, x_heads, maps, inputs, outputs;
+  int32_t activation;  // TAPER_LINEAR and so on
+  int32_t bf16;        // 1: out is bf16
+  int32_t overlap;
+  float scale;
+} TaperProjectParams;
+
+// Some channels of each query, those of its KV head.
+typedef struct TaperChannelsParams {
+  const void* q;             // [rows, q_heads, head_dim], 16 bits an element
+  const uint32_t* channels;  // [kv_heads, width]
+  void* out;                 // [rows, q_heads, width]
+  int32_t rows, q_heads, kv_heads, head_dim, width, overlap;
+} TaperChannelsParams;
+
+int taper_rows(const TaperRowsParams* p, TaperStream stream);
+int taper_project(const TaperProjectParams* p, TaperStream stream);
+int taper_channels(const TaperChannelsParams* p, TaperStream stream);
 
 // --- SAAP ----------------------------------------------------------------------
 

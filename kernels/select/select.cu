@@ -53,3 +53,10 @@ extern "C" int taper_pages(const taper::PagesParams* p, cudaStream_t stream) {
   return launch(pages_kernel, dim3((unsigned)(blocks < 64 ? blocks : 64), p->lists), 256, 0, stream,
                 p->overlap != 0, *p);
 }
+
+extern "C" int taper_shares(const taper::SharesParams* p, cudaStream_t stream) {
+  using namespace taper;
+  if (p->rows <= 0 || p->kv_heads <= 0 || p->q_heads % p->kv_heads || p->rows > INT32_MAX / p->kv_heads - 256)
+    return cudaErrorInvalidValue;
+  return launch(shares_kernel, (p->rows * p->kv_heads + 255) / 256, 256, 0, stream, p->overlap != 0, *p);
+}

@@ -327,6 +327,7 @@ __global__ void __launch_bounds__(kSelectThreads)
   }
 }
 
+using SharesParams = TaperSharesParams;
 using PagesParams = TaperPagesParams;
 
 // Thread blocks of a list side by side, a thread a token. What the first and the last page have beyond the ranges
@@ -351,6 +352,18 @@ __global__ void __launch_bounds__(256) pages_kernel(const PagesParams p) {
   }
   w.token_first = list * capacity * page + front;
   w.token_count = count > 0 && from < to ? count * page - front - back : 0;
+}
+
+// A thread a list.
+__global__ void __launch_bounds__(256) shares_kernel(const SharesParams p) {
+  const int list = blockIdx.x * 256 + threadIdx.x, group = p.q_heads / p.kv_heads;
+  launch_dependents();
+  wait_for_predecessor();
+  if (list >= p.rows * p.kv_heads) return;
+  float rest = (float)group;
+  for (int head = list * group; head < (list + 1) * group; ++head) rest -= expf(p.held[head] - p.lse[head]);
+  rest = fmaxf(rest, 1e-30f);
+  p.shares[list] = fmaxf(1.0f - (1.0f - p.p) * group / rest, 0.0f);
 }
 
 }  // namespace taper

@@ -1,5 +1,11 @@
 //! What methods learned offline: files of a folder, read at the start, each made for one model.
 
+mod random;
+
+pub use random::Sizes;
+#[cfg(test)]
+pub(crate) use random::written;
+
 use crate::layer::AttentionShape;
 use crate::methods;
 use crate::spec::SpecError;
@@ -176,7 +182,6 @@ impl Artifacts {
     }
 
     /// Takes in the content of a file that is not in a folder.
-    #[cfg(test)]
     pub(crate) fn with(mut self, file: &str, bytes: &[u8], model: &ModelKey) -> Result<Self, String> {
         let kind = methods::artifacts().into_iter().find(|kind| kind.file == file).expect("a kind of artefact");
         self.loaded.insert(kind.file, kind.load(&ArtifactFile { bytes, model })?);

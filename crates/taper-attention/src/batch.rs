@@ -16,7 +16,7 @@ use crate::unread::Unread;
 use candle_core::{Result, Tensor, bail};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
-use taper_kernels::decode::{DecodeRow, Selection};
+use taper_kernels::decode::{DecodeRow, Selection, stacked};
 use taper_kernels::philox::Stream;
 use taper_kernels::prefill::Mask;
 use taper_kernels::rotary::Rotation;
@@ -220,19 +220,14 @@ impl LayerAttention for AttentionBatch<'_> {
             return None;
         }
         let (part, spans) = self.part(0);
-        let first = spans.first()?;
-        let same = |span: &Started| {
-            let like_first = alike((&*first.sequence, first.tokens), (&*span.sequence, span.tokens));
-            like_first && !span.sequence.traced() && !span.sequence.keeps_choices()
-        };
-        // Rows that are attended apart, or chosen for apart, are put together by candle.
-        let together = || spans.iter().all(same) && part.chosen_together(spans) == spans.len();
-        let chosen = first.sequence.decode_method();
-        if !chosen.method.repeats() || !together() {
+        if spans.iter().any(|span| span.sequence.traced() || span.sequence.keeps_choices()) {
             return None;
         }
         let mut hash = DefaultHasher::new();
-        (&chosen.name, chosen.json.to_string()).hash(&mut hash);
+        for runs in spans.chunk_by(|a, b| alike((&*a.sequence, a.tokens), (&*b.sequence, b.tokens))) {
+            let chosen = runs[0].sequence.decode_method();
+            (runs.len(), &chosen.name, chosen.json.to_string()).hash(&mut hash);
+        }
         Some(Repeats { kind: hash.finish(), k: part.pool.layer(0).k.clone() })
     }
 
@@ -301,7 +296,7 @@ impl AttentionBatch<'_> {
             at += tokens;
             spans = rest;
         }
-        if outs.len() == 1 { Ok(outs.swap_remove(0)) } else { Tensor::cat(&outs, 0) }
+        stacked(outs)
     }
 }
 

@@ -260,12 +260,6 @@ pub trait DecodeMethod: std::fmt::Debug + Send + Sync {
         false
     }
 
-    /// Whether choosing and reading ask a device for operations of `taper-kernels` alone, and none of candle's: then what a step
-    /// queues can be queued as another step did.
-    fn repeats(&self) -> bool {
-        false
-    }
-
     /// What must be known of the keys before [`select`](Self::select).
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         Vec::new()
@@ -295,12 +289,6 @@ pub trait KeyIndex: std::fmt::Debug + Send + Sync {
 
     /// What is stored for each block and KV head, over a cache of the dtype given.
     fn shape(&self, shape: &AttentionShape, cache: DType) -> IndexShape;
-
-    /// Whether keys and queries go through weights: on a device by a library's products, which depend on how many rows they have.
-    /// Rows are chosen for alone there, so that they do not depend on others.
-    fn weighs(&self) -> bool {
-        false
-    }
 
     /// Takes in rows of one layer's cache. `rotation` is the rotary embedding of a position.
     ///
@@ -491,11 +479,6 @@ pub trait Predictor: std::fmt::Debug + Send + Sync {
     /// chosen for apart.
     fn cap(&self, _row: &DecodeRow) -> usize {
         usize::MAX
-    }
-
-    /// As of a [`DecodeMethod`].
-    fn repeats(&self) -> bool {
-        false
     }
 
     /// As of a [`DecodeMethod`].

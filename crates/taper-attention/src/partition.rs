@@ -85,10 +85,6 @@ impl KeyIndex for Partition {
         IndexShape { rows: BLOCK_TOKENS, width: 1, dtype: DType::I16 }
     }
 
-    fn weighs(&self) -> bool {
-        true
-    }
-
     fn extend(&self, layer: usize, index: &Tensor, kv: PagedKv, parts: &[Part], rotation: &Rotations) -> Result<()> {
         let Some(centroids) = self.layer(layer) else { return Ok(()) };
         clusters::extend(index, kv.k, parts, centroids, self.unrotated.then_some(&|position| rotation(position)))

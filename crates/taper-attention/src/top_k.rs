@@ -92,10 +92,6 @@ impl DecodeMethod for Method {
         self.sink + self.window + self.k.of(keys) >= keys
     }
 
-    fn repeats(&self) -> bool {
-        self.predictor.repeats()
-    }
-
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         self.predictor.indices()
     }

@@ -11,9 +11,9 @@ mod scores;
 mod selection;
 mod values;
 
-pub use attend::attend;
 #[cfg(feature = "cuda")]
 pub(crate) use attend::check;
+pub use attend::{attend, stacked};
 pub use choose::{Importance, importance, top_k, top_p};
 pub(crate) use sample::Page;
 pub use sample::{Budget, Certainty, Foreseen, Sampling, foresee, sample, sample_certain, sample_some};

@@ -3,15 +3,15 @@
 use candle_core::{DType, Device};
 use serde_json::{Value, json};
 use std::sync::Arc;
-use taper_attention::{Artifacts, AttentionBatch, AttentionSpec, Chunk, Sequence, Span};
+use taper_attention::{Artifacts, AttentionBatch, AttentionSpec, Chunk, Place, Places, Sequence, Sizes, Span};
 use taper_kernels::cuda::graph_steps;
 use taper_kv_cache::{KvPool, KvShape};
 use taper_model::{Model, ModelConfig};
 
 /// Three sequences, generated one at a time, two together, and one again: all logits, and what was reported.
-fn generated(model: &Model, decode: &Value, audit: bool) -> (Vec<Vec<f32>>, Vec<Value>) {
+fn generated(model: &Model, decode: &Value, artifacts: &Artifacts, audit: bool) -> (Vec<Vec<f32>>, Vec<Value>) {
     let spec = json!({ "decode": decode, "audit": audit });
-    let spec = Arc::new(AttentionSpec::from_json(&spec, "attention", &Artifacts::default()).unwrap());
+    let spec = Arc::new(AttentionSpec::from_json(&spec, "attention", artifacts).unwrap());
     let shape = model.attention_shape();
     let kv = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
     let mut pool = KvPool::new(kv, DType::BF16, 100, model.device()).unwrap();
@@ -54,8 +54,12 @@ fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
     let model = Model::random(&config, DType::BF16, &device).unwrap();
     let quest =
         |page: usize| json!({ "method": "quest", "k": 0.2, "sink": 2, "window": 20, "page": page, "dense_layers": 1 });
+    let ranked = |name: &str| json!({ "method": name, "k": 0.2, "sink": 2, "window": 20, "dense_layers": 1 });
+    let probing = |name: &str| json!({ "method": name, "probes": 12, "sink": 2, "window": 20, "dense_layers": 1 });
     let oracle = json!({ "method": "oracle_top_k", "k": 0.2, "sink": 2, "window": 20 });
     let sampling = |top: Value| json!({ "method": "vattention", "sink": 16, "window": 16, "top_k": 0.05, "top": top, "pilot_tokens": 16 });
+    let drawing =
+        |kernel: &str, scores: &str| json!({ "method": "santa", "samples": 32, "kernel": kernel, "scores": scores });
     let methods = [
         json!({ "method": "dense" }),
         json!({ "method": "streaming_llm", "sink": 3, "window": 130 }),
@@ -65,14 +69,38 @@ fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
         oracle,
         sampling(json!({ "method": "oracle" })),
         sampling(json!({ "method": "quest" })),
+        sampling(json!({ "method": "hash_attention" })),
+        sampling(json!({ "method": "double_sparsity" })),
+        sampling(json!({ "method": "saap" })),
+        sampling(json!({ "method": "kmeans", "probes": 8, "max_selectivity": 0.3 })),
+        json!({ "method": "vattention", "tail": "hard", "sink": 16, "window": 16, "top_k": 0.05, "epsilon": 0.5 }),
         json!({ "method": "santa", "samples": 32 }),
+        drawing("prop_lr", "exact"),
+        drawing("flash", "exact"),
+        drawing("prop", "bernoulli"),
+        json!({ "method": "santa", "samples": 32, "within": quest(16) }),
+        json!({ "method": "santa", "samples": 32, "within": sampling(json!({ "method": "quest" })) }),
+        json!({ "method": "oracle_top_p", "p": 0.7, "sink": 2, "window": 20 }),
+        json!({ "method": "random_sample", "rate": 0.1, "sink": 2, "window": 20 }),
+        ranked("hash_attention"),
+        ranked("double_sparsity"),
+        probing("saap"),
+        probing("kmeans"),
+        json!({ "method": "kmeans", "rope": true, "probes": 12, "sink": 2, "window": 20, "max_selectivity": 0.2 }),
     ];
+    // A method without a row fails.
+    for method in taper_attention::catalogue().iter().filter(|method| method.phase == "decode") {
+        assert!(methods.iter().any(|decode| decode["method"] == method.name), "no row for {}", method.name);
+    }
+    let sizes = Sizes { clusters: 64, classifier: 64, maps: 64, channels: 16 };
+    let artifacts = Artifacts::random(model.attention_shape(), sizes).unwrap();
+    let artifacts = artifacts.at(Places { prefill: Place::Device, decode: Place::Device });
     for decode in methods {
         // What is audited goes layer by layer.
         let before = graph_steps();
-        let (plain, reported) = generated(&model, &decode, true);
+        let (plain, reported) = generated(&model, &decode, &artifacts, true);
         assert_eq!(graph_steps(), before, "{decode}");
-        let (by_graph, reported_by_graph) = generated(&model, &decode, false);
+        let (by_graph, reported_by_graph) = generated(&model, &decode, &artifacts, false);
         let steps = graph_steps() - before;
         println!("{decode}: {steps} steps of 60 by a graph");
         assert!(steps >= 30, "{decode}: {steps} steps by a graph");

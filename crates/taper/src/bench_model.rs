@@ -5,20 +5,22 @@ use crate::{config, eval};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use std::path::PathBuf;
-use taper_attention::Artifacts;
+use taper_attention::{Artifacts, Sizes};
 use taper_engine::{DeviceChoice, runs_on_cuda};
 use taper_eval::{DType, Phase, StepPlan, step_caption, step_table, steps};
 use taper_model::{Model, ModelConfig};
 
 /// Which shape, and which steps.
 #[derive(Debug, Args)]
-#[command(after_help = "A step is timed from token ids to logits in host memory; its cache is filled with random rows.
+#[command(
+    after_help = "A step is timed from token ids to logits in host memory; its cache is filled with random rows, and what methods learn is random too.
 The floor is the bytes of the weights, and of the keys and values that were read, over the bandwidth.
 
 Examples:
   taper bench model --shape smollm2-135m --random --context 2048
   taper bench model --shape llama-3.1-8b --random --device cuda --context 2048,32768,131072 --decode vattention
-  taper bench model --shape llama-3.1-8b --random --device cuda --context 131072 --offloaded 0.95 --decode vattention")]
+  taper bench model --shape llama-3.1-8b --random --device cuda --context 131072 --offloaded 0.95 --decode vattention"
+)]
 pub struct BenchModelArgs {
     /// The shape: llama-3.1-8b, mistral-7b or smollm2-135m
     #[arg(long, value_name = "NAME")]
@@ -92,12 +94,27 @@ pub fn run(args: &BenchModelArgs) -> Result<()> {
     if device != DeviceChoice::Cpu {
         runs_on_cuda(&shape.attention_shape(), cache)?;
     }
-    let artifacts = Artifacts::default().at(load::places(device, device));
+    // Weights are random: nothing forbids positions past the context that the shape was trained for.
+    let longest = args.context.iter().max().copied().unwrap_or(0) + args.tokens.max(args.rows.into()) + 64;
+    shape.context_length = shape.context_length.max(longest);
+    let methods = |artifacts: &Artifacts| -> Result<_> {
+        let decodes = eval::methods(Phase::Decode, &args.decode, artifacts)?;
+        Ok((decodes, eval::methods(Phase::Prefill, &args.prefill, artifacts)?))
+    };
+    let places = load::places(device, device);
+    let mut artifacts = Artifacts::default().at(places);
+    if methods(&artifacts).is_err() {
+        // What is learned is as random as the model.
+        let attention = shape.attention_shape();
+        let random = Artifacts::random(attention, Sizes::usual(&attention, longest)).context("random artefacts")?;
+        artifacts = random.at(places);
+    }
+    let (decodes, prefills) = methods(&artifacts)?;
     let plan = StepPlan {
         contexts: args.context.clone(),
         batch: args.batch.into(),
-        decodes: eval::methods(Phase::Decode, &args.decode, &artifacts)?,
-        prefills: eval::methods(Phase::Prefill, &args.prefill, &artifacts)?,
+        decodes,
+        prefills,
         chunk_tokens: args.chunk,
         tokens: args.tokens,
         rows: args.rows.into(),
@@ -109,9 +126,6 @@ pub fn run(args: &BenchModelArgs) -> Result<()> {
         bus: args.bus * 1e9,
         artifacts,
     };
-    // Weights are random: nothing forbids positions past the context that the shape was trained for.
-    let longest = args.context.iter().max().copied().unwrap_or(0) + args.tokens.max(args.rows.into()) + 64;
-    shape.context_length = shape.context_length.max(longest);
     let model = Model::random(&shape, weights, &device.open()?).context("random weights")?;
     let rows = steps(&model, &plan)?;
     let caption = step_caption(&model, &plan);

@@ -7,7 +7,7 @@ use crate::sequence::Sequence;
 use crate::unread::Unread;
 use candle_core::{Result, Tensor};
 use std::ops::Range;
-use taper_kernels::decode::{Decode, DecodeRow, attend};
+use taper_kernels::decode::{Decode, DecodeRow, attend, stacked};
 use taper_kernels::index::Part as IndexPart;
 use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 use taper_kernels::philox::Stream;
@@ -33,7 +33,7 @@ impl Part<'_> {
             let indices = self.indices(&*method, sequence.prompt, &[(&sequence.table, positions.end)])?;
             outs.push(self.decode_rows(sequence, &*method, &q.narrow(0, first, count)?, positions, &indices)?);
         }
-        if outs.len() == 1 { Ok(outs.swap_remove(0)) } else { Tensor::cat(&outs, 0) }
+        stacked(outs)
     }
 
     /// The indices that a method wants in this layer.
@@ -133,12 +133,9 @@ impl Part<'_> {
     }
 
     /// How many of the first spans, of one row each by one method, are chosen for together: a draft that may keep to a choice
-    /// is alone with it, and where a rotary embedding heeds the length so is every row, and on a device those of an index that
-    /// [weighs](KeyIndex::weighs).
-    pub(super) fn chosen_together(&self, spans: &[Started]) -> usize {
-        let method = &spans[0].sequence.decode_method().method;
-        let weighs = !self.pool.device().is_cpu() && self.wanted(&**method).iter().any(|index| index.weighs());
-        let alone = |span: &Started| weighs || span.sequence.keeps_choices() || self.rotary.heeds_length();
+    /// is alone with it, and where a rotary embedding heeds the length so is every row.
+    fn chosen_together(&self, spans: &[Started]) -> usize {
+        let alone = |span: &Started| span.sequence.keeps_choices() || self.rotary.heeds_length();
         // What nothing can be chosen for must not keep others from it.
         let whole = |span: &Started| visible(self.shape, span.sequence.len).start == 0;
         if alone(&spans[0]) {

@@ -137,10 +137,6 @@ impl KeyIndex for Maps {
         IndexShape { rows: BLOCK_TOKENS, width: self.codes, dtype: DType::U32 }
     }
 
-    fn weighs(&self) -> bool {
-        true
-    }
-
     fn extend(&self, layer: usize, index: &Tensor, kv: PagedKv, parts: &[Part], _: &Rotations) -> Result<()> {
         match &self.layers[layer] {
             Some(maps) => codes::extend(index, kv.k, parts, &maps.key),

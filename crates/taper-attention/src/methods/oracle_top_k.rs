@@ -48,8 +48,4 @@ impl Predictor for Oracle {
         let selection = top_k(step.batch.rows, &importance(&scores), sink, window, k)?;
         Ok(Choice { scores: Some(scores), ..selection.into() })
     }
-
-    fn repeats(&self) -> bool {
-        true
-    }
 }

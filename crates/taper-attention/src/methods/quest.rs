@@ -63,10 +63,6 @@ impl Predictor for Quest {
         most_important(step, &importance, (sink, window), k)
     }
 
-    fn repeats(&self) -> bool {
-        true
-    }
-
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         vec![self]
     }

@@ -170,11 +170,6 @@ impl DecodeMethod for Santa {
         keys <= self.params.samples || self.within.method.reads_all(keys)
     }
 
-    fn repeats(&self) -> bool {
-        let whole = self.params.scores == Scoring::Exact && self.params.kernel == Kernel::Prop;
-        whole && self.within.name == "dense"
-    }
-
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         self.within.method.indices()
     }

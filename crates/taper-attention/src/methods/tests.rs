@@ -1,6 +1,7 @@
 //! Every method at its limit equals dense, through the same batch that the engine uses.
 
 use super::*;
+use crate::artifacts::{Sizes, written};
 use crate::{AttentionBatch, AttentionShape, AttentionSpec, LayerAttention, ModelKey, Rotary, Sequence, Span};
 
 #[cfg(feature = "cuda")]
@@ -14,7 +15,6 @@ mod together;
 mod trace;
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
-use std::collections::HashMap;
 use taper_kv_cache::{KvPool, KvShape};
 
 /// The plain rotary embedding with base 10,000, for heads of a width.
@@ -65,54 +65,16 @@ fn random(shape: (usize, usize, usize), seed: u64) -> Tensor {
 
 /// A safetensors artefact for a method and the model `test`.
 pub(crate) fn artifact(method: &str, tensors: &[(String, Tensor)]) -> Vec<u8> {
-    let header = [("format", "taper-artefact-1"), ("method", method), ("model", "test")];
-    let header: HashMap<String, String> = header.map(|(k, v)| (k.to_owned(), v.to_owned())).into();
-    safetensors::serialize(tensors.iter().map(|(name, tensor)| (name, tensor)), Some(header)).unwrap()
+    written(method, tensors, "test").unwrap()
 }
 
 pub(crate) fn key(shape: AttentionShape) -> ModelKey {
     ModelKey { shape, fingerprint: "test".to_owned() }
 }
 
-/// Artefacts of every kind, with random content, the same in all layers: 8 clusters, 8 channels, maps of 16.
+/// Artefacts of every kind, with random content.
 pub(crate) fn random_artifacts(shape: AttentionShape) -> Artifacts {
-    let (q, kv, d) = (shape.q_heads, shape.kv_heads, shape.head_dim);
-    let named = |name: String, dims: (usize, usize, usize)| (format!("layers.0.{name}"), random(dims, dims.1 as u64));
-    let flat = |name: String, dims: (usize, usize)| {
-        (format!("layers.0.{name}"), random((dims.0, dims.1, 1), 7).squeeze(2).unwrap())
-    };
-    let layers = |of: &str, heads: usize, widths: &[usize]| -> Vec<(String, Tensor)> {
-        let pairs = widths.windows(2).enumerate();
-        pairs
-            .flat_map(|(i, w)| {
-                [named(format!("{of}.{i}.weight"), (heads, w[1], w[0])), flat(format!("{of}.{i}.bias"), (heads, w[1]))]
-            })
-            .collect()
-    };
-    let channels = (0..kv).flat_map(|head| (0..8).map(move |c| (c * 5 + head) as u32));
-    let channels: Vec<u32> = (0..shape.layers).flat_map(|_| channels.clone()).collect();
-    let channels = Tensor::from_vec(channels, (shape.layers, kv, 8), &Device::Cpu).unwrap();
-    let centroids = || named("centroids".to_owned(), (kv, 8, d));
-    // What is said of the first layer, of all.
-    let every = |first: Vec<(String, Tensor)>| -> Vec<(String, Tensor)> {
-        let of = |layer: usize| move |name: &str| name.replacen("layers.0.", &format!("layers.{layer}."), 1);
-        (0..shape.layers).flat_map(|layer| first.iter().map(move |(name, t)| (of(layer)(name), t.clone()))).collect()
-    };
-    let files = [
-        ("double_sparsity.safetensors", "double_sparsity", vec![("channels".to_owned(), channels)]),
-        (
-            "hash_attention.safetensors",
-            "hash_attention",
-            every([layers("query", q, &[d, 16, 16, 32]), layers("key", kv, &[d, 16, 16, 32])].concat()),
-        ),
-        ("kmeans.safetensors", "kmeans", every(vec![centroids()])),
-        ("kmeans-rope.safetensors", "kmeans-rope", every(vec![centroids()])),
-        ("saap.safetensors", "saap", every([vec![centroids()], layers("classifier", kv, &[d, 16, 8])].concat())),
-    ];
-    let key = key(shape);
-    files.iter().fold(Artifacts::default(), |all, (file, method, tensors)| {
-        all.with(file, &artifact(method, tensors), &key).unwrap()
-    })
+    Artifacts::random(shape, Sizes { clusters: 8, classifier: 16, maps: 16, channels: 8 }).unwrap()
 }
 
 /// A sequence's queries `[rows, q_heads, head_dim]`, keys and values `[n, kv_heads, head_dim]`; the rows are its last.

@@ -228,10 +228,6 @@ impl DecodeMethod for VAttention {
         fixed.iter().sum::<usize>() >= keys
     }
 
-    fn repeats(&self) -> bool {
-        self.tail == Tail::Clt && self.top.method.repeats()
-    }
-
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         let mut indices = self.top.method.indices();
         if self.tail == Tail::Hard {

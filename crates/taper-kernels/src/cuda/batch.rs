@@ -1,6 +1,7 @@
 //! Query rows of a batch on the device, and what each of their heads reads.
 
 use super::error::Result;
+use super::layer::cast;
 use super::op::Op;
 use super::told::Told;
 use crate::decode::{Decode, DecodeRow, HeadSelection, Keys, Sample, Values};
@@ -87,7 +88,7 @@ impl Upload {
         }
         let lens: Vec<u32> = decode.rows.iter().map(|row| row.visible.end as u32).collect();
         Ok(Self {
-            q: decode.q.to_dtype(decode.kv.k.dtype())?.contiguous()?,
+            q: cast(op, decode.q, decode.kv.k.dtype())?,
             tables: op.kept(&tables, [decode.rows.len(), stride])?,
             max_len: stride * BLOCK_TOKENS,
             lens: op.kept(&lens, [lens.len()])?,
@@ -169,6 +170,7 @@ impl Lists {
         }
         let mut more = [0u32; WORDS];
         (more[END + 1], more[LEN]) = (since as u32, since as u32);
+        op.apart()?;
         let work = self.work.broadcast_add(&op.kept(&more, [1, WORDS])?)?;
         Ok(Some(Self { work, since: self.since + since, ..self.clone() }))
     }

@@ -163,8 +163,8 @@ fn keep(key: Key, next: Known) {
     });
 }
 
-/// Goes through the layers by a tape, of which there is none any more.
-fn by_tape(layers: impl FnOnce() -> candle_core::Result<()>) -> candle_core::Result<Option<Tape>> {
+/// Goes through the layers by the thread's tape, which it has no longer then: the tape, where a step can go by it.
+fn by_tape(op: &Op, layers: impl FnOnce() -> candle_core::Result<()>) -> Result<Option<Tape>> {
     /// Ends it if the layers panic.
     struct End;
     impl Drop for End {
@@ -177,7 +177,8 @@ fn by_tape(layers: impl FnOnce() -> candle_core::Result<()>) -> candle_core::Res
     let ran = layers();
     forget_plans();
     let tape = tape::take();
-    ran.map(|()| tape)
+    ran?;
+    tape.map_or(Ok(None), |tape| tape.finish(op))
 }
 
 /// A step whose tokens are rows that each read ranges, the same in every layer.
@@ -231,9 +232,9 @@ pub fn plain_step(
             // Once as it is: this is the step.
             inputs.write(&op, step, &lists)?;
             tape::record(&op);
-            let tape = by_tape(|| layers(&inputs))?;
+            let tape = by_tape(&op, || layers(&inputs))?;
             let out = inputs.x.copy()?;
-            match tape.map(|tape| tape.finish(&op)).transpose()?.flatten() {
+            match tape {
                 Some(tape) => (Known::Ranges(inputs, tape), Some(out)),
                 None => (Known::Seen(usize::MAX), Some(out)),
             }
@@ -252,7 +253,7 @@ pub fn plain_step(
     Ok(out)
 }
 
-/// A step whose tokens are rows that read what each layer chooses, by operations of this library alone.
+/// A step whose tokens are rows that read what each layer chooses.
 #[derive(Debug, Clone, Copy)]
 pub struct RepeatedStep<'a> {
     /// The rows' embeddings `[R, hidden]`, f32.
@@ -305,14 +306,13 @@ pub fn repeated_step(
             return Ok(None);
         }
     };
-    let tape = by_tape(|| layers(&inputs[0], &inputs[1]))?;
+    let tape = by_tape(&op, || layers(&inputs[0], &inputs[1]))?;
     let out = inputs[0].clone();
-    let next = match tape.map(|tape| tape.finish(&op)).transpose()?.flatten() {
+    let next = match tape {
         Some(tape) => {
             STEPS.set(STEPS.get() + usize::from(steps > 0));
             Known::Chosen(inputs, tape, steps)
         }
-        None if steps == 0 => Known::Seen(usize::MAX),
         None if steps < STEPS_LEAST => Known::Seen(STEPS_WITHOUT),
         None => Known::Seen(0),
     };

@@ -216,6 +216,22 @@ pub(super) fn rounded(x: &Tensor, dtype: DType) -> Result<Tensor> {
     from_f32(&Op::new("rounded", "x", x)?, x, None, dtype)
 }
 
+/// A contiguous tensor of that dtype: itself, where it is that already.
+pub(super) fn cast(op: &Op, x: &Tensor, dtype: DType) -> Result<Tensor> {
+    if x.is_contiguous() {
+        let width = x.dims().last().copied().unwrap_or(1);
+        match (x.dtype(), dtype) {
+            (from, to) if from == to => return Ok(x.clone()),
+            (DType::F32, DType::BF16 | DType::F16) if width.is_multiple_of(8) => {
+                return Ok(rounded(&x.reshape((x.elem_count() / width, width))?, dtype)?.reshape(x.shape())?);
+            }
+            _ => {}
+        }
+    }
+    op.apart()?;
+    Ok(x.to_dtype(dtype)?.contiguous()?)
+}
+
 fn from_f32(op: &Op, x: &Tensor, norm: Option<(&Tensor, f32)>, dtype: DType) -> Result<Tensor> {
     let (rows, width) = x.dims2()?;
     op.check(width > 0 && width.is_multiple_of(8), "x", format_args!("{width} wide"), "a multiple of 8")?;

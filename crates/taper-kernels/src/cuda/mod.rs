@@ -29,6 +29,7 @@ mod pooled;
 mod prefill;
 mod probe;
 mod product;
+mod project;
 mod range;
 mod sample;
 mod score;

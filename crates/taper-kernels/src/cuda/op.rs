@@ -193,6 +193,12 @@ impl Op {
         Ok(Tensor::from_slice(data, shape.as_ref(), &self.device)?)
     }
 
+    /// To be called before candle is asked for anything that reads what launches write: they are queued first, and this step
+    /// goes by no [tape](super::tape).
+    pub fn apart(&self) -> Result<()> {
+        tape::apart()
+    }
+
     /// Writes host data over a tensor of as many words.
     pub fn write(&self, parameter: &'static str, tensor: &Tensor, words: &[u32]) -> Result<()> {
         tape::leave()?;

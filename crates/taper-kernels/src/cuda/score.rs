@@ -6,7 +6,7 @@ use super::decode::Plan;
 use super::error::Result;
 use super::ffi::{
     self, TaperGroupSelectParams, TaperLseParams, TaperPagesParams, TaperPickParams, TaperScoreParams,
-    TaperSelectParams,
+    TaperSelectParams, TaperSharesParams,
 };
 use super::op::{self, Op};
 use super::sample::Scratch;
@@ -246,11 +246,20 @@ pub fn top_p(batch: &Batch, scores: &Scores, between: Between, p: f32, capacity:
     let Between { lists, begins, ends, whole } = between;
     let plan = Plan::new(lists, batch)?;
     let held = plan.attend(batch, None, DType::F32)?.1;
-    let group = q_heads / kv_heads;
-    let held = (held - &scores.lse)?.exp()?.reshape((rows, kv_heads, group))?.sum(2)?;
-    let rest = (held.affine(-1.0, group as f64)?).clamp(1e-30, group as f64)?;
-    let spare = f64::from(1.0 - p) * group as f64;
-    let shares = rest.recip()?.affine(-spare, 1.0)?.clamp(0.0, 1.0)?.flatten_all()?;
+    let shares = op.empty(rows * kv_heads, DType::F32)?;
+    let of = TaperSharesParams {
+        held: op.at("held", &held, DType::F32, [rows, q_heads])?,
+        lse: op.at("scores", &scores.lse, DType::F32, [rows, q_heads])?,
+        shares: op.at("shares", &shares, DType::F32, [rows * kv_heads])?,
+        rows: op.int("q", rows)?,
+        q_heads: op.int("q", q_heads)?,
+        kv_heads: op.int("kv", kv_heads)?,
+        overlap: 1,
+        p,
+        reserved: 0,
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    unsafe { op.launch(ffi::taper_shares, &of) }?;
     let how = How { capacity, k: 0, ks: None, mass: ffi::TAPER_BY_SCORE, shares: Some(&shares) };
     select(&op, batch, scores.of(), Between { lists: plan.into_lists(), begins, ends, whole }, &how)
 }

@@ -22,7 +22,8 @@ pub(crate) use values::{bernoulli_queries, sample_values};
 
 use super::batch::{Batch, Lists, Upload};
 use super::decode::{Plan, attend_host};
-use super::error::Result;
+use super::error::{Error, Result};
+use super::layer::cast;
 use super::op::Op;
 use super::sample::Streams;
 use crate::decode::{self, Budget, Decode, DecodeRow, HeadSelection, Selection};
@@ -244,7 +245,7 @@ impl Chosen {
         // What was chosen by other queries, such as some that few features are left of, is read by these.
         let q = match batch.q.id() == step.q {
             true => None,
-            false => Some(batch.q.to_dtype(batch.kv.k.dtype())?.contiguous()?),
+            false => Some(cast(op, batch.q, batch.kv.k.dtype())?),
         };
         let own = step.batch();
         let own = Batch { q: q.as_ref().unwrap_or(own.q), ..own };
@@ -284,6 +285,12 @@ pub(crate) fn attend(batch: &Decode, selection: &Selection) -> Result<Tensor> {
     };
     let outs = parts.iter().zip(spans).map(one).collect::<Result<Vec<_>>>()?;
     op.stacked(&outs)
+}
+
+/// [`crate::decode::stacked`].
+pub(crate) fn stacked(parts: &[Tensor]) -> Result<Tensor> {
+    let Some(first) = parts.first() else { return Err(Error::parameter("stacked", "parts", 0, "at least one")) };
+    Op::new("stacked", "parts", first)?.stacked(parts)
 }
 
 /// The streams of some rows, on the device.

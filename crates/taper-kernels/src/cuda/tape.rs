@@ -139,11 +139,23 @@ pub(super) fn take() -> Option<Tape> {
 
 /// Queues what was only compared so far, before the device's memory is touched by another way.
 pub(super) fn leave() -> Result<()> {
-    let failed = |tape: &mut Tape| {
+    ended(|tape| {
         tape.leave();
         tape.failed
-    };
-    match with(failed) {
+    })
+}
+
+/// The same; and what is being recorded is no tape, since it would not have what comes now.
+pub(super) fn apart() -> Result<()> {
+    ended(|tape| {
+        tape.leave();
+        tape.state = State::Left;
+        tape.failed
+    })
+}
+
+fn ended(by: impl FnOnce(&mut Tape) -> i32) -> Result<()> {
+    match with(by) {
         None | Some(0) => Ok(()),
         Some(status) => Err(Error::Launch { op: "step", status }),
     }

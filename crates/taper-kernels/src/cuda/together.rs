@@ -4,6 +4,7 @@
 use super::batch::{Lists, Upload};
 use super::decode::Plan;
 use super::error::Result;
+use super::layer::cast;
 use super::op::Op;
 use crate::decode::{Decode, DecodeRow, HeadSelection};
 use candle_core::Tensor;
@@ -25,7 +26,7 @@ pub(super) fn attend(op: &Op, batch: &Decode, selection: &[HeadSelection]) -> Re
     if rows < 2 || 2 * group > HEADS || !dense || !batch.rows.windows(2).all(follows) {
         return Ok(None);
     }
-    let q = batch.q.to_dtype(batch.kv.k.dtype())?.contiguous()?;
+    let q = cast(op, batch.q, batch.kv.k.dtype())?;
     let mut outs = Vec::new();
     for rows in batch.rows.chunks(HEADS / group) {
         let q = q.narrow(0, outs.len() * (HEADS / group), rows.len())?;
@@ -36,5 +37,5 @@ pub(super) fn attend(op: &Op, batch: &Decode, selection: &[HeadSelection]) -> Re
         let on_device = upload.batch(batch.kv);
         outs.push(Plan::kept(lists, &on_device)?.attend_rows(&on_device, &q)?);
     }
-    Ok(Some(if outs.len() == 1 { outs.swap_remove(0) } else { Tensor::cat(&outs, 0)? }))
+    Ok(Some(if outs.len() == 1 { outs.swap_remove(0) } else { op.stacked(&outs)? }))
 }

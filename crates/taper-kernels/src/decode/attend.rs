@@ -26,6 +26,21 @@ pub fn attend(batch: &Decode, selection: &Selection, scores: Option<&Scores>) ->
     attend_with(Isa::best(), batch, selection, scores)
 }
 
+/// Outputs of rows that were attended apart, one behind the other along the first dimension.
+///
+/// # Errors
+/// No part, or parts of different shapes.
+pub fn stacked(mut parts: Vec<Tensor>) -> Result<Tensor> {
+    if parts.len() == 1 {
+        return Ok(parts.swap_remove(0));
+    }
+    #[cfg(feature = "cuda")]
+    if parts.first().is_some_and(|part| part.device().is_cuda()) {
+        return Ok(crate::cuda::step::stacked(&parts)?);
+    }
+    Tensor::cat(&parts, 0)
+}
+
 pub(super) fn attend_with(isa: Isa, batch: &Decode, selection: &Selection, scores: Option<&Scores>) -> Result<Tensor> {
     let (rows, q_heads, kv_heads, head_dim) = batch.dims()?;
     let selection = selection.heads()?;

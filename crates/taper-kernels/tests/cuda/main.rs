@@ -8,6 +8,7 @@ mod layer;
 mod lists;
 mod prefill;
 mod probe;
+mod project;
 mod sample;
 mod select;
 mod step;

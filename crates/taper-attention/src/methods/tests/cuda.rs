@@ -6,7 +6,7 @@ use super::prefill::{every_sparse, over_delta, sparse};
 use super::properties::all_typical;
 use super::together::chosen_for_together;
 use super::*;
-use crate::artifacts::{Place, Places};
+use crate::artifacts::{Place, Places, Sizes};
 use crate::batch::Replay;
 use crate::replay;
 
@@ -16,10 +16,7 @@ const STEPS: usize = 6;
 
 /// Artefacts at which every method runs on a device: 16 channels, where others have 8.
 fn artifacts(device: &Device) -> Artifacts {
-    let channels: Vec<u32> = (0..SHAPE.kv_heads).flat_map(|head| (0..16).map(move |c| (c * 3 + head) as u32)).collect();
-    let channels = Tensor::from_vec(channels, (1, SHAPE.kv_heads, 16), &Device::Cpu).unwrap();
-    let file = artifact("double_sparsity", &[("channels".to_owned(), channels)]);
-    let all = random_artifacts(SHAPE).with("double_sparsity.safetensors", &file, &key(SHAPE)).unwrap();
+    let all = Artifacts::random(SHAPE, Sizes { clusters: 8, classifier: 16, maps: 16, channels: 16 }).unwrap();
     let place = if device.is_cpu() { Place::Host } else { Place::Device };
     all.at(Places { prefill: place, decode: place })
 }

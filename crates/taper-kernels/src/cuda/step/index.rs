@@ -1,10 +1,11 @@
 //! The indices of [`crate::index`] on the device: rows taken in, and keys looked up. They lie as the CPU's do.
 
-use super::project::{centroids, forward, turn_back};
+use super::project::{forward, key_products, plain, turns};
 use super::{Chosen, Scored, Step};
 use crate::cuda::error::Result;
 use crate::cuda::index::{self as kernels, Limits, Metadata, Span, Tokens};
 use crate::cuda::op::Op;
+use crate::cuda::project::{self, Turns, cached_rows};
 use crate::cuda::score::{Between, View};
 use crate::decode::{Decode, HeadSelection, sink_window};
 use crate::index::Part;
@@ -56,39 +57,42 @@ const TOKENS_AT_ONCE: usize = 8192;
 
 /// New keys of some parts, on their way into an index of something for each.
 struct Rows {
-    /// `[kv_heads, T, head_dim]`, f32.
-    keys: Tensor,
+    /// Their slots `[T]`, and their positions.
+    slots: Tensor,
+    positions: Vec<usize>,
     /// Their rows in blocks `[T]`, and the block of each: tables of one block.
     rows: Tensor,
     table_of: Tensor,
     tables: Tensor,
-    positions: Vec<usize>,
 }
 
 impl Rows {
     /// Runs `take` for the parts, some at a time.
-    fn each(op: &Op, k: &Tensor, parts: &[Part], take: impl Fn(&Self) -> Result<()>) -> Result<()> {
-        parts.chunks(TOKENS_AT_ONCE / BLOCK_TOKENS).try_for_each(|parts| take(&Self::of(op, k, parts)?))
+    fn each(op: &Op, parts: &[Part], take: impl Fn(&Self) -> Result<()>) -> Result<()> {
+        parts.chunks(TOKENS_AT_ONCE / BLOCK_TOKENS).try_for_each(|parts| take(&Self::of(op, parts)?))
     }
 
-    fn of(op: &Op, k: &Tensor, parts: &[Part]) -> Result<Self> {
-        let (blocks, kv_heads, _, d) = k.dims4()?;
+    fn of(op: &Op, parts: &[Part]) -> Result<Self> {
         let tokens = || parts.iter().enumerate().flat_map(|(i, part)| part.rows.clone().map(move |row| (i, part, row)));
-        let at = |head: usize| {
-            tokens().map(move |(_, part, row)| ((part.block as usize * kv_heads + head) * BLOCK_TOKENS + row) as u32)
-        };
-        let at: Vec<u32> = (0..kv_heads).flat_map(at).collect();
-        let count = at.len() / kv_heads;
-        let keys = k.reshape((blocks * kv_heads * BLOCK_TOKENS, d))?.index_select(&op.kept(&at, [at.len()])?, 0)?;
         let rows: Vec<u32> = tokens().map(|(.., row)| row as u32).collect();
+        let slots: Vec<u32> = tokens().map(|(_, part, row)| part.block * BLOCK_TOKENS as u32 + row as u32).collect();
         let table_of: Vec<u32> = tokens().map(|(i, ..)| i as u32).collect();
+        let count = [rows.len()];
         Ok(Self {
-            keys: keys.to_dtype(DType::F32)?.reshape((kv_heads, count, d))?,
-            rows: op.kept(&rows, [count])?,
-            table_of: op.kept(&table_of, [count])?,
-            tables: tables(op, parts)?,
+            slots: op.kept(&slots, count)?,
             positions: tokens().map(|(_, part, row)| part.start + row).collect(),
+            rows: op.kept(&rows, count)?,
+            table_of: op.kept(&table_of, count)?,
+            tables: tables(op, parts)?,
         })
+    }
+
+    /// Keys `[T, kv_heads, head_dim]`, f32, by `unrotate` as they were before the rotary embedding.
+    fn keys(&self, op: &Op, k: &Tensor, unrotate: Option<&dyn Fn(usize) -> Rotation>) -> Result<Tensor> {
+        let Some(turn) = unrotate else { return cached_rows(k, &self.slots, None) };
+        let of: Vec<Rotation> = self.positions.iter().map(|&at| turn(at)).collect();
+        let [cos, sin] = turns(op, &of, k.dim(3)?)?;
+        cached_rows(k, &self.slots, Some(Turns { cos: &cos, sin: &sin }))
     }
 
     fn tokens(&self) -> Tokens<'_> {
@@ -99,13 +103,10 @@ impl Rows {
 /// [`crate::index::codes::extend`], whose checks the caller has made.
 pub(crate) fn extend_codes(index: &Tensor, k: &Tensor, parts: &[Part], maps: &PerHead<Mlp>) -> Result<()> {
     let op = Op::new("codes", "k", k)?;
-    Rows::each(&op, k, parts, |rows| {
-        let (kv_heads, count, d) = rows.keys.dims3()?;
-        let each = maps.len() / kv_heads;
-        let keys = rows.keys.unsqueeze(1)?.expand((kv_heads, each, count, d))?.contiguous()?;
-        let codes = forward(&op, maps, &keys.reshape((maps.len(), count, d))?)?;
+    Rows::each(&op, parts, |rows| {
         // Rounding keeps the sign, which is all that a code keeps.
-        kernels::codes(&codes.transpose(0, 1)?.contiguous()?.to_dtype(DType::BF16)?, &rows.tokens(), index)
+        let codes = forward(&op, maps, &rows.keys(&op, k, None)?, maps.len(), DType::BF16)?;
+        kernels::codes(&codes, &rows.tokens(), index)
     })
 }
 
@@ -118,13 +119,9 @@ pub(crate) fn extend_clusters(
     unrotate: Option<&dyn Fn(usize) -> Rotation>,
 ) -> Result<()> {
     let op = Op::new("clusters", "k", k)?;
-    let (centroids, ids) = (centroids(&op, of)?, index.squeeze(3)?);
-    Rows::each(&op, k, parts, |rows| {
-        let keys = match unrotate {
-            Some(turn) => turn_back(&op, &rows.keys, &rows.positions.iter().map(|&at| turn(at)).collect::<Vec<_>>())?,
-            None => rows.keys.clone(),
-        };
-        kernels::nearest(&keys.matmul(&centroids)?, &rows.tokens(), &ids)
+    let ids = index.squeeze(3)?;
+    Rows::each(&op, parts, |rows| {
+        kernels::nearest(&key_products(&op, of, &rows.keys(&op, k, unrotate)?)?, &rows.tokens(), &ids)
     })
 }
 
@@ -138,12 +135,8 @@ pub(crate) fn bounds(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<
 pub(crate) fn labels(batch: &Decode, index: &Tensor, channels: &[Vec<u32>], wanted: &[bool]) -> Result<Scored> {
     let op = Op::new("labels", "q", batch.q)?;
     let step = Step::new(&op, batch)?;
-    let (q_heads, group) = (step.q_heads, step.q_heads / step.kv_heads);
-    let own = step.batch();
-    let (rows, width) = (own.q.dim(0)?, index.dim(3)?);
-    let at: Vec<u32> = (0..q_heads).flat_map(|head| channels[head / group].iter().copied()).collect();
-    let at = op.kept(&at, [1, q_heads, width])?.expand((rows, q_heads, width))?.contiguous()?;
-    let q = own.q.gather(&at, 2)?;
+    let channels = op.kept(&channels.concat(), [channels.len(), index.dim(3)?])?;
+    let q = project::channels(step.batch().q, &channels)?;
     Scored::by_view(step.clone(), Some(&q), View::Rows(index), &super::wanted(batch.rows, wanted))
 }
 
@@ -151,8 +144,7 @@ pub(crate) fn labels(batch: &Decode, index: &Tensor, channels: &[Vec<u32>], want
 pub(crate) fn equal_bits(batch: &Decode, index: &Tensor, maps: &PerHead<Mlp>, wanted: &[bool]) -> Result<Scored> {
     let op = Op::new("codes", "q", batch.q)?;
     let step = Step::new(&op, batch)?;
-    let codes = forward(&op, maps, &batch.q.to_dtype(DType::F32)?.transpose(0, 1)?.contiguous()?)?;
-    let codes = kernels::signs(&codes.transpose(0, 1)?.contiguous()?.to_dtype(DType::BF16)?)?;
+    let codes = kernels::signs(&forward(&op, maps, &plain(batch.q)?, step.q_heads, DType::BF16)?)?;
     let importance = kernels::agreement(&step.batch(), &codes, index)?;
     Ok(Scored::by_group(step, importance, &super::wanted(batch.rows, wanted)))
 }

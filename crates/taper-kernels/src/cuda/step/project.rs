@@ -1,13 +1,18 @@
 //! What queries and keys go through before they are compared, in f32 as on the CPU: perceptrons, centroids, the rotary
-//! embedding taken off. By candle's own operations.
+//! embedding taken off. Rows of a step go by operations whose results depend on no other row; the many of a prompt by candle's
+//! products.
 
 use crate::cuda::error::Result;
 use crate::cuda::op::Op;
+use crate::cuda::project::{self as kernels, Layer, Turns};
 use crate::index::clusters::Centroids;
 use crate::mlp::{Activation, Mlp, PerHead};
 use crate::rotary::Rotation;
-use candle_core::{D, DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::sync::OnceLock;
+
+/// Rows that are few: those of a step.
+const FEW: usize = 64;
 
 /// Tensors on the device that first asked for them.
 #[derive(Debug, Default)]
@@ -27,13 +32,13 @@ impl Kept {
     }
 }
 
-/// What all of `maps` make of `x` `[maps, rows, inputs]`, f32: `[maps, rows, outputs]`.
-pub(super) fn forward(op: &Op, maps: &PerHead<Mlp>, x: &Tensor) -> Result<Tensor> {
+/// What all of `maps` make of rows `x` `[T, x_heads, inputs]`, f32, for `heads` heads: `[T, heads, outputs]`, f32 or bf16.
+pub(super) fn forward(op: &Op, maps: &PerHead<Mlp>, x: &Tensor, heads: usize, out: DType) -> Result<Tensor> {
     let Some(first) = maps.first() else { return Err(op.error("maps", 0, "at least one")) };
     let shape = |map: &Mlp| map.layers.iter().map(|l| (l.weight.len(), l.bias.len())).collect::<Vec<_>>();
     let alike = maps.iter().all(|map| shape(map) == shape(first) && map.activation == first.activation);
     op.check(alike, "maps", "of different widths", "perceptrons of one shape")?;
-    // Weights transposed `[maps, inputs, outputs]`, then biases `[maps, 1, outputs]`, layer after layer.
+    // Weights `[maps, outputs, inputs]`, then biases `[maps, outputs]`, layer after layer.
     let tensors = maps.kept.get(&op.device, || {
         let mut tensors = Vec::new();
         for (depth, layer) in first.layers.iter().enumerate() {
@@ -41,51 +46,66 @@ pub(super) fn forward(op: &Op, maps: &PerHead<Mlp>, x: &Tensor) -> Result<Tensor
             let all = |of: fn(&crate::mlp::Dense) -> &[f32]| -> Vec<f32> {
                 maps.iter().flat_map(|map| of(&map.layers[depth]).iter().copied()).collect()
             };
-            let weight = op.upload(&all(|layer| &layer.weight), [maps.len(), outputs, inputs])?;
-            tensors.push(weight.transpose(1, 2)?.contiguous()?);
-            tensors.push(op.upload(&all(|layer| &layer.bias), [maps.len(), 1, outputs])?);
+            tensors.push(op.upload(&all(|layer| &layer.weight), [maps.len(), outputs, inputs])?);
+            tensors.push(op.upload(&all(|layer| &layer.bias), [maps.len(), outputs])?);
         }
         Ok(tensors)
     })?;
     let mut x = x.clone();
-    for (i, layer) in tensors.chunks_exact(2).enumerate() {
-        if i > 0 {
-            x = match first.activation {
-                Activation::Relu => x.relu()?,
-                Activation::Silu => x.silu()?,
-            };
-        }
-        x = x.matmul(&layer[0])?.broadcast_add(&layer[1])?;
+    let few = x.dim(0)? <= FEW;
+    if !few {
+        op.apart()?;
+        x = by_map(&x, heads, maps.len())?;
     }
-    Ok(x)
+    let last = first.layers.len() - 1;
+    for (depth, layer) in tensors.chunks_exact(2).enumerate() {
+        let activation = (depth < last).then_some(first.activation);
+        let (weight, bias) = (&layer[0], &layer[1]);
+        if few {
+            let out = if depth < last { DType::F32 } else { out };
+            let layer = Layer { weight, bias: Some(bias), scale: 1.0, activation, out, by_head: false };
+            x = kernels::project(&x, heads, &layer)?;
+            continue;
+        }
+        x = x.matmul(&weight.t()?)?.broadcast_add(&bias.unsqueeze(1)?)?;
+        x = match activation {
+            None => x,
+            Some(Activation::Relu) => x.relu()?,
+            Some(Activation::Silu) => x.silu()?,
+        };
+    }
+    if few { Ok(x) } else { Ok(by_row(&x, heads)?.to_dtype(out)?) }
 }
 
-/// Queries `[R, q_heads, d]` by what has `maps` heads: `[maps, R * q_heads / maps, d]`.
-fn by_head(q: &Tensor, maps: usize) -> Result<Tensor> {
-    let (rows, q_heads, d) = q.dims3()?;
-    let group = q_heads / maps;
-    let q = q.to_dtype(DType::F32)?;
-    Ok(q.reshape((rows, maps, group, d))?.transpose(0, 1)?.contiguous()?.reshape((maps, rows * group, d))?)
+/// Rows `[T, x_heads, width]`, f32, by the map of each of `heads` heads: `[maps, heads / maps * T, width]`.
+fn by_map(x: &Tensor, heads: usize, maps: usize) -> Result<Tensor> {
+    let (rows, x_heads, width) = x.dims3()?;
+    let of = x.transpose(0, 1)?.unsqueeze(1)?.expand((x_heads, heads / x_heads, rows, width))?.contiguous()?;
+    Ok(of.reshape((maps, heads / maps * rows, width))?)
 }
 
-/// The same back: `[R, q_heads, width]` of `[maps, R * q_heads / maps, width]`.
-fn by_row(x: &Tensor, rows: usize) -> Result<Tensor> {
+/// The same back: `[T, heads, width]`.
+fn by_row(x: &Tensor, heads: usize) -> Result<Tensor> {
     let (maps, each, width) = x.dims3()?;
-    let x = x.reshape((maps, rows, each / rows, width))?.transpose(0, 1)?.contiguous()?;
-    Ok(x.reshape((rows, maps * each / rows, width))?)
+    Ok(x.reshape((heads, maps * each / heads, width))?.transpose(0, 1)?.contiguous()?)
 }
 
 /// [`crate::mlp::per_head`].
 pub(crate) fn per_head(maps: &PerHead<Mlp>, q: &Tensor) -> Result<Tensor> {
     let op = Op::new("per_head", "q", q)?;
-    let (rows, q_heads, d) = q.dims3()?;
+    let (_, q_heads, d) = q.dims3()?;
     let fits = !maps.is_empty() && q_heads.is_multiple_of(maps.len()) && maps.iter().all(|map| map.inputs() == d);
     op.check(fits, "q", format_args!("{:?}", q.dims()), format_args!("queries for {} perceptrons", maps.len()))?;
-    by_row(&forward(&op, maps, &by_head(q, maps.len())?)?, rows)
+    forward(&op, maps, &plain(q)?, q_heads, DType::F32)
 }
 
-/// The centroids of all KV heads `[kv_heads, d, clusters]`, f32.
-pub(super) fn centroids(op: &Op, of: &PerHead<Centroids>) -> Result<Tensor> {
+/// Rows as f32.
+pub(super) fn plain(x: &Tensor) -> Result<Tensor> {
+    if x.dtype() == DType::F32 { Ok(x.clone()) } else { kernels::rows(x, None) }
+}
+
+/// The centroids of all KV heads `[kv_heads, clusters, d]`, f32.
+fn centroids(op: &Op, of: &PerHead<Centroids>) -> Result<Tensor> {
     let Some((clusters, d)) = of.first().map(|c| (c.clusters(), c.dim())) else {
         return Err(op.error("centroids", 0, "those of at least one head"));
     };
@@ -94,7 +114,8 @@ pub(super) fn centroids(op: &Op, of: &PerHead<Centroids>) -> Result<Tensor> {
     let mut tensors = of.kept.get(&op.device, || {
         let all: Vec<f32> = of.iter().flat_map(|c| c.transposed.iter().copied()).collect();
         let padded = all.len() / (of.len() * d);
-        Ok(vec![op.upload(&all, [of.len(), d, padded])?.narrow(2, 0, clusters)?.contiguous()?])
+        let transposed = op.upload(&all, [of.len(), d, padded])?.narrow(2, 0, clusters)?;
+        Ok(vec![transposed.transpose(1, 2)?.contiguous()?])
     })?;
     Ok(tensors.swap_remove(0))
 }
@@ -102,33 +123,42 @@ pub(super) fn centroids(op: &Op, of: &PerHead<Centroids>) -> Result<Tensor> {
 /// [`crate::index::clusters::products`].
 pub(crate) fn products(of: &PerHead<Centroids>, q: &Tensor) -> Result<Tensor> {
     let op = Op::new("products", "q", q)?;
-    let (rows, q_heads, d) = q.dims3()?;
+    let (_, q_heads, d) = q.dims3()?;
     let centroids = centroids(&op, of)?;
-    let fits = q_heads.is_multiple_of(of.len()) && centroids.dim(1)? == d;
+    let fits = q_heads.is_multiple_of(of.len()) && centroids.dim(2)? == d;
     op.check(fits, "q", format_args!("{:?}", q.dims()), format_args!("queries for centroids of {} heads", of.len()))?;
-    let scaled = (by_head(q, of.len())?.matmul(&centroids)? / (d as f64).sqrt())?;
-    by_row(&scaled, rows)
+    let layer = Layer { scale: 1.0 / (d as f32).sqrt(), ..raw(&centroids) };
+    kernels::project(&plain(q)?, q_heads, &layer)
 }
 
-/// Rows `[.., turns, d]`, f32, turned back by the turn of each.
-pub(super) fn turn_back(op: &Op, x: &Tensor, turns: &[Rotation]) -> Result<Tensor> {
-    let half = x.dim(D::Minus1)? / 2;
-    let fits = turns.iter().all(|turn| turn.0.len() == half);
-    op.check(fits && x.dim(D::Minus2)? == turns.len(), "turns", turns.len(), format_args!("turns of {:?}", x.dims()))?;
+/// Products of keys `[T, kv_heads, d]`, f32, with their head's centroids: `[kv_heads, T, clusters]`.
+pub(super) fn key_products(op: &Op, of: &PerHead<Centroids>, keys: &Tensor) -> Result<Tensor> {
+    let centroids = centroids(op, of)?;
+    if keys.dim(0)? <= FEW {
+        return kernels::project(keys, of.len(), &Layer { by_head: true, ..raw(&centroids) });
+    }
+    op.apart()?;
+    Ok(keys.transpose(0, 1)?.contiguous()?.matmul(&centroids.t()?)?)
+}
+
+fn raw(weight: &Tensor) -> Layer<'_> {
+    Layer { weight, bias: None, scale: 1.0, activation: None, out: DType::F32, by_head: false }
+}
+
+/// Turns of rows of `width` numbers on the device: cosines, then sines `[T, width / 2]`.
+pub(super) fn turns(op: &Op, turns: &[Rotation], width: usize) -> Result<[Tensor; 2]> {
+    let half = width / 2;
+    op.check(turns.iter().all(|turn| turn.0.len() == half), "turns", "of another width", format_args!("{half} pairs"))?;
     let part = |of: fn(&(f32, f32)) -> f32| {
         let all: Vec<f32> = turns.iter().flat_map(|turn| turn.0.iter().map(of)).collect();
         op.kept(&all, [turns.len(), half])
     };
-    let (cos, sin) = (part(|t| t.0)?, part(|t| t.1)?);
-    let (a, b) = (x.narrow(D::Minus1, 0, half)?, x.narrow(D::Minus1, half, half)?);
-    let first = (a.broadcast_mul(&cos)? + b.broadcast_mul(&sin)?)?;
-    let second = (b.broadcast_mul(&cos)? - a.broadcast_mul(&sin)?)?;
-    Ok(Tensor::cat(&[first, second], D::Minus1)?)
+    Ok([part(|t| t.0)?, part(|t| t.1)?])
 }
 
 /// [`crate::rotary::undo`], whose checks the caller has made.
-pub(crate) fn undo(x: &Tensor, turns: &[Rotation]) -> Result<Tensor> {
+pub(crate) fn undo(x: &Tensor, of: &[Rotation]) -> Result<Tensor> {
     let op = Op::new("undo", "x", x)?;
-    let x = x.to_dtype(DType::F32)?;
-    Ok(turn_back(&op, &x.transpose(0, 1)?, turns)?.transpose(0, 1)?.contiguous()?)
+    let [cos, sin] = turns(&op, of, x.dim(2)?)?;
+    kernels::rows(x, Some(Turns { cos: &cos, sin: &sin }))
 }

@@ -165,6 +165,9 @@ pub(crate) fn sample_certain(
     Ok((Chosen::Sampled(step, Outcome::new(of, exact, First::Size(how.pilot()))).into(), Vec::new()))
 }
 
+/// There is room for a multiple of so many draws, so that the next steps' launches are the same.
+const ROOM: usize = 64;
+
 /// [`crate::decode::sample_some`] beside `fixed` `[R, kv_heads]`, which the caller has checked.
 pub(crate) fn sample_some(
     batch: &Decode,
@@ -201,7 +204,7 @@ pub(crate) fn sample_some(
         draws.push(size);
         ln_weights.extend(std::iter::repeat_n(ln_weight, group));
     }
-    let most = draws.iter().copied().max().unwrap_or(0);
+    let most = draws.iter().copied().max().unwrap_or(0).next_multiple_of(ROOM);
     made.samples(&draws, most);
     let mut lists = made.finish(&op, rows, kv_heads)?;
     if most > 0 {
@@ -209,7 +212,10 @@ pub(crate) fn sample_some(
         // A smaller sample is the beginning of a larger.
         let drawn = draw(&lists, seeds.streams(), step.batch().max_len, most)?.0.flatten_all()?;
         lists.token_ids = Some(match lists.token_ids.take() {
-            Some(ids) => Tensor::cat(&[&ids, &drawn], 0)?,
+            Some(ids) => {
+                op.apart()?;
+                Tensor::cat(&[&ids, &drawn], 0)?
+            }
             None => drawn,
         });
         let each: Vec<u32> = draws.iter().flat_map(|&size| std::iter::repeat_n(size as u32, group)).collect();

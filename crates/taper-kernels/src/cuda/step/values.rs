@@ -1,10 +1,12 @@
 //! Values drawn in place of all that a selection reads: [`crate::decode::sample_values`] and
 //! [`crate::decode::bernoulli_queries`], by the draws of the CPU and without the host.
 
+use super::project::plain;
 use super::sample::Outcome;
 use super::{Chosen, Seeds, Step, choosable};
 use crate::cuda::batch::Lists;
 use crate::cuda::error::Result;
+use crate::cuda::layer::cast;
 use crate::cuda::op::Op;
 use crate::cuda::sample::{Scratch, sampled_keys};
 use crate::cuda::score::{View, scores};
@@ -13,7 +15,7 @@ use crate::cuda::told::Told;
 use crate::cuda::walk::{ScoredBy, Walked, list_scores};
 use crate::decode::{self, By, Decode, HeadSelection, Selection, Spread};
 use crate::philox::Stream;
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -139,7 +141,7 @@ fn drawn(
     let known = known.map(|(_, scores)| scores);
     let own = step.batch();
     let other = match by {
-        By::Queries(q) => Some(q.to_dtype(batch.kv.k.dtype())?.contiguous()?),
+        By::Queries(q) => Some(cast(op, q, batch.kv.k.dtype())?),
         _ => None,
     };
     let seeds = Seeds::new(op, streams)?;
@@ -212,6 +214,6 @@ pub(crate) fn bernoulli_queries(batch: &Decode, streams: &[Stream], draws: usize
     let op = Op::new("bernoulli_queries", "q", batch.q)?;
     let (_, q_heads, kv_heads, _) = batch.dims()?;
     let seeds = Seeds::new(&op, streams)?;
-    let q = batch.q.to_dtype(DType::F32)?.contiguous()?;
+    let q = plain(batch.q)?;
     features(&q, seeds.streams(), draws, shared.then_some(q_heads / kv_heads))
 }

@@ -1,0 +1,90 @@
+//! Artefacts that nobody trained: for models of random weights, whose steps are to be timed, and for tests.
+
+use super::{Artifacts, FORMAT, MODEL, ModelKey};
+use crate::layer::AttentionShape;
+use candle_core::{Device, Result, Tensor};
+use std::collections::HashMap;
+
+/// How large what random artefacts hold is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sizes {
+    /// Clusters of a KV head.
+    pub clusters: usize,
+    /// Width of the classifier's hidden layer.
+    pub classifier: usize,
+    /// Width of the hidden layers of maps to codes.
+    pub maps: usize,
+    /// Channels of a KV head.
+    pub channels: usize,
+}
+
+impl Sizes {
+    /// Those that `taper train` has by default, for texts of so many tokens.
+    pub fn usual(shape: &AttentionShape, tokens: usize) -> Self {
+        let clusters = (4 * tokens.isqrt()).max(1).next_power_of_two().min(4096);
+        Self { clusters, classifier: 4 * shape.head_dim, maps: 128, channels: (shape.head_dim / 4).max(1) }
+    }
+}
+
+/// Tensors by name, for one layer.
+type Layer = Vec<(String, Tensor)>;
+
+impl Artifacts {
+    /// Random content of every kind that is tensors, the same in all layers.
+    ///
+    /// # Errors
+    /// More memory than there is.
+    pub fn random(shape: AttentionShape, sizes: Sizes) -> Result<Self> {
+        let (q_heads, kv_heads, d) = (shape.q_heads, shape.kv_heads, shape.head_dim);
+        let mut state = 0x9E37_79B9_7F4A_7C15u64;
+        let mut tensor = |dims: &[usize]| {
+            let mut next = || {
+                state ^= state << 13;
+                state ^= state >> 7;
+                state ^= state << 17;
+                (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+            };
+            let all: Vec<f32> = (0..dims.iter().product()).map(|_| next() + next() + next()).collect();
+            Tensor::from_vec(all, dims, &Device::Cpu)
+        };
+        let mut layers = |of: &str, heads: usize, widths: &[usize]| -> Result<Layer> {
+            let mut all = Layer::new();
+            for (depth, width) in widths.windows(2).enumerate() {
+                all.push((format!("{of}.{depth}.weight"), tensor(&[heads, width[1], width[0]])?));
+                all.push((format!("{of}.{depth}.bias"), tensor(&[heads, width[1]])?));
+            }
+            Ok(all)
+        };
+        let query = layers("query", q_heads, &[d, sizes.maps, sizes.maps, 32])?;
+        let key = layers("key", kv_heads, &[d, sizes.maps, sizes.maps, 32])?;
+        let classifier = layers("classifier", kv_heads, &[d, sizes.classifier, sizes.clusters])?;
+        let centroids = vec![("centroids".to_owned(), tensor(&[kv_heads, sizes.clusters, d])?)];
+        let channel = |i: usize| ((i % sizes.channels * 5 + i / sizes.channels) % d) as u32;
+        let channels = (0..shape.layers).flat_map(|_| (0..kv_heads * sizes.channels).map(channel)).collect();
+        let channels = Tensor::from_vec(channels, (shape.layers, kv_heads, sizes.channels), &Device::Cpu)?;
+        let every = |one: Layer| -> Layer {
+            let of = |layer: usize| one.iter().map(move |(name, t)| (format!("layers.{layer}.{name}"), t.clone()));
+            (0..shape.layers).flat_map(of).collect()
+        };
+        let files = [
+            ("double_sparsity", vec![("channels".to_owned(), channels)]),
+            ("hash_attention", every([query, key].concat())),
+            ("kmeans", every(centroids.clone())),
+            ("kmeans-rope", every(centroids.clone())),
+            ("saap", every([centroids, classifier].concat())),
+        ];
+        let model = ModelKey { shape, fingerprint: "random".to_owned() };
+        files.iter().try_fold(Self::default(), |all, (method, tensors)| {
+            let bytes = written(method, tensors, &model.fingerprint)?;
+            all.with(&format!("{method}.safetensors"), &bytes, &model).map_err(candle_core::Error::msg)
+        })
+    }
+}
+
+/// An artefact's file: tensors, and for which method and model they are.
+pub(crate) fn written(method: &str, tensors: &[(String, Tensor)], fingerprint: &str) -> Result<Vec<u8>> {
+    let header = [(FORMAT.0, FORMAT.1), ("method", method), (MODEL, fingerprint)];
+    let header: HashMap<String, String> = header.map(|(k, v)| (k.to_owned(), v.to_owned())).into();
+    let named = tensors.iter().map(|(name, tensor)| (name, tensor));
+    safetensors::serialize(named, Some(header)).map_err(candle_core::Error::wrap)
+}

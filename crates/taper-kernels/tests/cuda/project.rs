@@ -1,0 +1,94 @@
+//! What rows go through before they are compared with something learned.
+
+use crate::cache::{Numbers, below, device, relative};
+use candle_core::{DType, Device, Tensor};
+use taper_kernels::index::clusters::{self, Centroids};
+use taper_kernels::mlp::{self, Activation, Mlp, PerHead};
+use taper_kernels::rotary::{self, Rotation};
+
+fn rows(numbers: &mut Numbers, dims: (usize, usize, usize)) -> Tensor {
+    let all: Vec<f32> = (0..dims.0 * dims.1 * dims.2).map(|_| numbers.normal()).collect();
+    Tensor::from_vec(all, dims, &Device::Cpu).unwrap()
+}
+
+fn perceptron(numbers: &mut Numbers, widths: &[usize], activation: Activation) -> Mlp {
+    let mut layer = |w: &[usize]| {
+        let weight = (0..w[0] * w[1]).map(|_| numbers.normal() / (w[0] as f32).sqrt()).collect();
+        (weight, (0..w[1]).map(|_| numbers.normal()).collect())
+    };
+    Mlp::new(widths.windows(2).map(&mut layer).collect(), activation).unwrap()
+}
+
+fn bits(t: &Tensor) -> Vec<u32> {
+    t.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
+}
+
+#[test]
+fn layers_centroids_and_turns_are_those_of_the_cpu_whatever_the_widths_and_rows() {
+    let mut numbers = Numbers(91);
+    for (d, widths, kv_heads, group, activation) in [
+        (64, vec![64, 100, 33], 3, 3, Activation::Relu),
+        (128, vec![128, 512, 1000], 2, 4, Activation::Relu),
+        (128, vec![128, 37, 128, 32], 1, 8, Activation::Silu),
+        (64, vec![64, 1], 2, 1, Activation::Silu),
+        (64, vec![64, 1100, 7], 1, 16, Activation::Relu),
+    ] {
+        let q_heads = kv_heads * group;
+        let mut maps = |count: usize| -> PerHead<Mlp> {
+            (0..count).map(|_| perceptron(&mut numbers, &widths, activation)).collect()
+        };
+        let (by_kv_head, by_head) = (maps(kv_heads), maps(q_heads));
+        let count = widths[widths.len() - 1];
+        let centroids: PerHead<Centroids> = (0..kv_heads)
+            .map(|_| Centroids::new(&(0..count * d).map(|_| numbers.normal()).collect::<Vec<_>>(), d).unwrap())
+            .collect();
+        let frequencies: Vec<f32> = (0..d / 2).map(|i| 1e4f32.powf(-2.0 * i as f32 / d as f32)).collect();
+        for n in [1, 2, 5, 16, 65, 130] {
+            let x = rows(&mut numbers, (n, q_heads, d));
+            let on_device = x.to_device(&device()).unwrap();
+            let turns: Vec<Rotation> = (0..n).map(|i| Rotation::new(977 * i, &frequencies, 1.5)).collect();
+            let of = |x: &Tensor| {
+                let plain = rotary::undo(x, &turns).unwrap();
+                [
+                    mlp::per_head(&by_kv_head, &plain).unwrap(),
+                    mlp::per_head(&by_head, x).unwrap(),
+                    clusters::products(&centroids, &plain).unwrap(),
+                    plain,
+                ]
+            };
+            for (i, (cpu, cuda)) in of(&x).iter().zip(&of(&on_device)).enumerate() {
+                assert_eq!(cpu.dims(), cuda.dims());
+                below(relative(cuda, cpu), 1e-5, &format!("{widths:?}, {n} rows, result {i}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_is_the_same_bits_alone_and_among_others() {
+    let mut numbers = Numbers(92);
+    let (q_heads, kv_heads, d) = (12, 4, 128);
+    let maps: PerHead<Mlp> =
+        (0..kv_heads).map(|_| perceptron(&mut numbers, &[d, 300, 77], Activation::Silu)).collect();
+    let all = rows(&mut numbers, (21, q_heads, d)).to_device(&device()).unwrap();
+    let together = mlp::per_head(&maps, &all).unwrap();
+    // As many as each way of going through rows takes at a time, and the rest.
+    for (first, count) in [(0, 1), (20, 1), (3, 2), (7, 6), (1, 20)] {
+        let alone = all.narrow(0, first, count).unwrap().copy().unwrap();
+        let alone = mlp::per_head(&maps, &alone).unwrap();
+        assert_eq!(bits(&alone), bits(&together.narrow(0, first, count).unwrap()), "{count} rows from {first} on");
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_an_error() {
+    let mut numbers = Numbers(93);
+    let maps: PerHead<Mlp> = (0..3).map(|_| perceptron(&mut numbers, &[64, 8], Activation::Relu)).collect();
+    let x = rows(&mut numbers, (2, 4, 64)).to_device(&device()).unwrap();
+    let error = mlp::per_head(&maps, &x).unwrap_err().to_string();
+    assert!(error.contains("per_head") && error.contains("3 perceptrons"), "{error}");
+    let other: PerHead<Mlp> =
+        [8, 9].into_iter().map(|width| perceptron(&mut numbers, &[64, width], Activation::Relu)).collect();
+    let error = mlp::per_head(&other, &x.to_dtype(DType::BF16).unwrap()).unwrap_err().to_string();
+    assert!(error.contains("perceptrons of one shape"), "{error}");
+}

@@ -1,0 +1,31 @@
+// Entry points of what rows go through before they are compared with something learned.
+#include "project.cuh"
+
+extern "C" int taper_rows(const taper::RowsParams* p, cudaStream_t stream) {
+  using namespace taper;
+  const int64_t grid = ((int64_t)p->tokens * p->heads * (p->width / 2) + 255) / 256;
+  if (p->tokens <= 0 || p->heads <= 0 || p->width <= 0 || p->width % 2 || grid > INT32_MAX)
+    return cudaErrorInvalidValue;
+  auto kernel = p->x_f32 ? rows_kernel<float> : p->dtype == kBf16 ? rows_kernel<__nv_bfloat16> : rows_kernel<__half>;
+  return launch(kernel, (unsigned)grid, 256, 0, stream, p->overlap != 0, *p);
+}
+
+extern "C" int taper_project(const taper::ProjectParams* p, cudaStream_t stream) {
+  using namespace taper;
+  const bool ok = p->rows > 0 && p->maps > 0 && p->maps <= 65535 && p->x_heads > 0 && p->heads % p->maps == 0 &&
+                  p->heads % p->x_heads == 0 && p->heads > 0 && p->inputs > 0 && p->outputs > 0 &&
+                  (int64_t)p->rows * (p->heads / p->maps) <= INT32_MAX - 16;
+  if (!ok) return cudaErrorInvalidValue;
+  constexpr int kShare = kProjectWarps * kProjectOutputs;
+  const dim3 grid((p->outputs + kShare - 1) / kShare, p->maps);
+  auto kernel = p->rows * (p->heads / p->maps) <= 4 ? project_kernel<4> : project_kernel<16>;
+  return launch(kernel, grid, kProjectWarps * 32, 0, stream, p->overlap != 0, *p);
+}
+
+extern "C" int taper_channels(const taper::ChannelsParams* p, cudaStream_t stream) {
+  using namespace taper;
+  const int64_t grid = ((int64_t)p->rows * p->q_heads * p->width + 255) / 256;
+  const bool ok = p->rows > 0 && p->kv_heads > 0 && p->q_heads % p->kv_heads == 0 && p->width > 0 && grid <= INT32_MAX;
+  if (!ok || p->head_dim <= 0) return cudaErrorInvalidValue;
+  return launch(channels_kernel, (unsigned)grid, 256, 0, stream, p->overlap != 0, *p);
+}

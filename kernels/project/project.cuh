@@ -1,0 +1,128 @@
+// What a few rows of queries or keys go through before they are compared with something learned: the rotary embedding
+// taken off, layers of a perceptron for each head, products with a head's centroids, some of their channels. All but the
+// channels in fp32, as on the CPU. A row's results do not depend on the rows beside it.
+#pragma once
+
+#include "../common/launch.cuh"
+#include "../common/ptx.cuh"
+
+namespace taper {
+
+using RowsParams = TaperRowsParams;
+using ProjectParams = TaperProjectParams;
+using ChannelsParams = TaperChannelsParams;
+
+constexpr int kProjectWarps = 8, kProjectOutputs = 4;  // outputs a warp
+
+// A thread takes two elements that rotate into one another.
+template <class T>
+__global__ void __launch_bounds__(256) rows_kernel(const RowsParams p) {
+  const int half = p.width / 2;
+  const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
+  launch_dependents();
+  wait_for_predecessor();
+  if (i >= (int64_t)p.tokens * p.heads * half) return;
+  const int at = (int)(i % half), head = (int)(i / half % p.heads);
+  const int64_t token = i / half / p.heads;
+  int64_t row = token * p.heads + head;
+  if (p.slots) {
+    const uint32_t slot = p.slots[token];
+    row = ((int64_t)(slot / kBlock) * p.heads + head) * kBlock + slot % kBlock;
+  }
+  const T* from = static_cast<const T*>(p.x) + row * p.width;
+  float a, b;
+  if constexpr (std::is_same_v<T, float>) {
+    a = from[at];
+    b = from[at + half];
+  } else {
+    a = to_float(from[at]);
+    b = to_float(from[at + half]);
+  }
+  if (p.cos) {
+    const float cos = p.cos[token * half + at], sin = p.sin[token * half + at];
+    const float turned = a * cos + b * sin;
+    b = b * cos - a * sin;
+    a = turned;
+  }
+  float* to = p.out + (token * p.heads + head) * p.width;
+  to[at] = a;
+  to[at + half] = b;
+}
+
+__device__ __forceinline__ float activated(float x, int which) {
+  if (which == TAPER_RELU) return fmaxf(x, 0.0f);
+  return which == TAPER_SILU ? x / (1.0f + expf(-x)) : x;
+}
+
+// A warp takes four outputs of one map for all of its heads' rows, R at a time, its lanes an input in 32 each. Sums do
+// not depend on R.
+template <int R>
+__global__ void __launch_bounds__(kProjectWarps * 32) project_kernel(const ProjectParams p) {
+  const int lane = threadIdx.x % 32, map = blockIdx.y, per = p.heads / p.maps, shared = p.heads / p.x_heads;
+  const int first = (blockIdx.x * kProjectWarps + threadIdx.x / 32) * kProjectOutputs;
+  const float* weight = p.weight + (int64_t)map * p.outputs * p.inputs;
+  const int64_t begin = (int64_t)first * p.inputs, end = (int64_t)p.outputs * p.inputs;
+  // Weights are nobody's output: they come while the launch before goes on.
+  for (int64_t i = begin + lane * 32; i < begin + kProjectOutputs * p.inputs && i < end; i += 32 * 32)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(weight + i));
+  launch_dependents();
+  wait_for_predecessor();
+  if (first >= p.outputs) return;
+  const float* w[kProjectOutputs];
+#pragma unroll
+  for (int o = 0; o < kProjectOutputs; ++o) w[o] = weight + (int64_t)min(first + o, p.outputs - 1) * p.inputs;
+  const int count = p.rows * per;
+  for (int start = 0; start < count; start += R) {
+    const float* x[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const int n = min(start + r, count - 1);
+      x[r] = p.x + ((int64_t)(n / per) * p.x_heads + (map * per + n % per) / shared) * p.inputs;
+    }
+    float sums[kProjectOutputs][R] = {};
+#pragma unroll 4
+    for (int i = lane; i < p.inputs; i += 32) {
+      float weights[kProjectOutputs];
+#pragma unroll
+      for (int o = 0; o < kProjectOutputs; ++o) weights[o] = w[o][i];
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        const float of = x[r][i];
+#pragma unroll
+        for (int o = 0; o < kProjectOutputs; ++o) sums[o][r] = fmaf(weights[o], of, sums[o][r]);
+      }
+    }
+#pragma unroll
+    for (int o = 0; o < kProjectOutputs; ++o) {
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        float sum = sums[o][r];
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        const int n = start + r, output = first + o;
+        if (lane != (o * R + r) % 32 || n >= count || output >= p.outputs) continue;
+        sum *= p.scale;
+        if (p.bias) sum += p.bias[map * p.outputs + output];
+        sum = activated(sum, p.activation);
+        const int64_t at = n / per * p.row_stride + (map * per + n % per) * p.head_stride + output;
+        if (p.bf16)
+          static_cast<__nv_bfloat16*>(p.out)[at] = __float2bfloat16(sum);
+        else
+          static_cast<float*>(p.out)[at] = sum;
+      }
+    }
+  }
+}
+
+__global__ void __launch_bounds__(256) channels_kernel(const ChannelsParams p) {
+  const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
+  launch_dependents();
+  wait_for_predecessor();
+  if (i >= (int64_t)p.rows * p.q_heads * p.width) return;
+  const int64_t head = i / p.width;
+  const int kv_head = (int)(head % p.q_heads) / (p.q_heads / p.kv_heads);
+  const uint32_t channel = p.channels[kv_head * p.width + i % p.width];
+  static_cast<uint16_t*>(p.out)[i] = static_cast<const uint16_t*>(p.q)[head * p.head_dim + channel];
+}
+
+}  // namespace taper
