@@ -18,7 +18,7 @@ extern "C" int taper_project(const taper::ProjectParams* p, cudaStream_t stream)
   if (!ok) return cudaErrorInvalidValue;
   constexpr int kShare = kProjectWarps * kProjectOutputs;
   const dim3 grid((p->outputs + kShare - 1) / kShare, p->maps);
-  auto kernel = p->rows * (p->heads / p->maps) <= 4 ? project_kernel<4> : project_kernel<16>;
+  auto kernel = p->rows * (p->heads / p->maps) <= 4 ? project_kernel<4> : project_kernel<8>;
   return launch(kernel, grid, kProjectWarps * 32, 0, stream, p->overlap != 0, *p);
 }
 

@@ -54,10 +54,34 @@ __device__ __forceinline__ float activated(float x, int which) {
   return which == TAPER_SILU ? x / (1.0f + expf(-x)) : x;
 }
 
+// Sums over a warp of N numbers a lane, a power of two of at least 16: lane l is left with those of the N / 32 numbers (of
+// 16 one, which its neighbour has too) from l N / 32 on. The order of a sum's parts does not depend on N.
+template <int N>
+__device__ __forceinline__ void warp_sums(float (&x)[N]) {
+  const int lane = threadIdx.x % 32;
+  int left = N;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    if (left > 1) {
+      left /= 2;
+      const bool upper = lane & step;
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) {
+        if (i >= left) break;
+        const float mine = upper ? x[i + left] : x[i], other = upper ? x[i] : x[i + left];
+        x[i] = mine + __shfl_xor_sync(~0u, other, step);
+      }
+    } else {
+      x[0] += __shfl_xor_sync(~0u, x[0], step);
+    }
+  }
+}
+
 // A warp takes four outputs of one map for all of its heads' rows, R at a time, its lanes an input in 32 each. Sums do
 // not depend on R.
 template <int R>
 __global__ void __launch_bounds__(kProjectWarps * 32) project_kernel(const ProjectParams p) {
+  constexpr int kSums = kProjectOutputs * R, kLane = kSums > 32 ? kSums / 32 : 1, kLanes = kSums / kLane;
   const int lane = threadIdx.x % 32, map = blockIdx.y, per = p.heads / p.maps, shared = p.heads / p.x_heads;
   const int first = (blockIdx.x * kProjectWarps + threadIdx.x / 32) * kProjectOutputs;
   const float* weight = p.weight + (int64_t)map * p.outputs * p.inputs;
@@ -65,6 +89,14 @@ __global__ void __launch_bounds__(kProjectWarps * 32) project_kernel(const Proje
   // Weights are nobody's output: they come while the launch before goes on.
   for (int64_t i = begin + lane * 32; i < begin + kProjectOutputs * p.inputs && i < end; i += 32 * 32)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(weight + i));
+  // This lane's sums: of outputs of a row side by side.
+  const int own = lane / (32 / kLanes) * kLane;
+  float bias[kLane];
+#pragma unroll
+  for (int i = 0; i < kLane; ++i) {
+    const int output = first + (own + i) % kProjectOutputs;
+    bias[i] = p.bias && output < p.outputs ? p.bias[map * p.outputs + output] : 0.0f;
+  }
   launch_dependents();
   wait_for_predecessor();
   if (first >= p.outputs) return;
@@ -79,7 +111,7 @@ __global__ void __launch_bounds__(kProjectWarps * 32) project_kernel(const Proje
       const int n = min(start + r, count - 1);
       x[r] = p.x + ((int64_t)(n / per) * p.x_heads + (map * per + n % per) / shared) * p.inputs;
     }
-    float sums[kProjectOutputs][R] = {};
+    float sums[kSums] = {};
 #pragma unroll 4
     for (int i = lane; i < p.inputs; i += 32) {
       float weights[kProjectOutputs];
@@ -89,27 +121,22 @@ __global__ void __launch_bounds__(kProjectWarps * 32) project_kernel(const Proje
       for (int r = 0; r < R; ++r) {
         const float of = x[r][i];
 #pragma unroll
-        for (int o = 0; o < kProjectOutputs; ++o) sums[o][r] = fmaf(weights[o], of, sums[o][r]);
+        for (int o = 0; o < kProjectOutputs; ++o)
+          sums[r * kProjectOutputs + o] = fmaf(weights[o], of, sums[r * kProjectOutputs + o]);
       }
     }
+    warp_sums(sums);
+    if (lane % (32 / kLanes) > 0) continue;
 #pragma unroll
-    for (int o = 0; o < kProjectOutputs; ++o) {
-#pragma unroll
-      for (int r = 0; r < R; ++r) {
-        float sum = sums[o][r];
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        const int n = start + r, output = first + o;
-        if (lane != (o * R + r) % 32 || n >= count || output >= p.outputs) continue;
-        sum *= p.scale;
-        if (p.bias) sum += p.bias[map * p.outputs + output];
-        sum = activated(sum, p.activation);
-        const int64_t at = n / per * p.row_stride + (map * per + n % per) * p.head_stride + output;
-        if (p.bf16)
-          static_cast<__nv_bfloat16*>(p.out)[at] = __float2bfloat16(sum);
-        else
-          static_cast<float*>(p.out)[at] = sum;
-      }
+    for (int i = 0; i < kLane; ++i) {
+      const int n = start + (own + i) / kProjectOutputs, output = first + (own + i) % kProjectOutputs;
+      if (n >= count || output >= p.outputs) continue;
+      const float y = activated(fmaf(sums[i], p.scale, bias[i]), p.activation);
+      const int64_t at = n / per * p.row_stride + (map * per + n % per) * p.head_stride + output;
+      if (p.bf16)
+        static_cast<__nv_bfloat16*>(p.out)[at] = __float2bfloat16(y);
+      else
+        static_cast<float*>(p.out)[at] = y;
     }
   }
 }

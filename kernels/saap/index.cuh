@@ -105,8 +105,16 @@ __global__ void __launch_bounds__(256) nearest_kernel(const NearestParams p) {
   const float* products = p.products + ((int64_t)kv_head * p.tokens + token) * p.clusters;
   float best = -INFINITY;
   uint32_t id = 0;
-  for (uint32_t c = lane; c < (uint32_t)p.clusters; c += 32)
-    if (products[c] > best) best = products[c], id = c;
+  const uint32_t clusters = p.clusters;
+  constexpr int kAhead = 8;
+  for (uint32_t first = lane; first < clusters; first += 32 * kAhead) {
+    float x[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) x[j] = first + 32 * j < clusters ? products[first + 32 * j] : -INFINITY;
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j)
+      if (x[j] > best) best = x[j], id = first + 32 * j;
+  }
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
     const float o = __shfl_xor_sync(~0u, best, d);

@@ -1,44 +1,104 @@
 // Whole clusters by how likely they are, as many as a limit on their tokens allows: the exact counterpart of a
-// choice that may not take what it likes. A thread block a list: it counts the clusters' tokens between the list's two
-// ranges, ranks clusters, takes them in that order, and writes the tokens of those taken, ascending.
+// choice that may not take what it likes. A list has a cluster of thread blocks, each with a share of the tokens between the
+// list's two ranges: they count the clusters' tokens, if there could be too many, rank clusters, each for itself, take
+// them in that order, and write the tokens of those taken, ascending.
 #pragma once
 
 #include "../common/launch.cuh"
 #include "../common/ptx.cuh"
 #include "../common/worklist.cuh"
+#include "../select/cluster.cuh"
 
 namespace taper {
 
 using ProbeParams = TaperProbeParams;
 
 constexpr int kProbeThreads = 1024, kProbeMost = 4096;
+constexpr int kProbeShare = 8192, kProbeTeam = 8;  // tokens a thread block, where they are few; most blocks of a list
+constexpr uint32_t kProbeRun = 8;                  // neighbouring tokens, whose clusters are one load
 
 struct ProbeShared {
   uint64_t rank[kProbeMost];  // probabilities as bits, of equals the first cluster on top
-  uint32_t size[kProbeMost];  // tokens of each cluster; then whether it is taken
-  uint32_t scratch[33], cut;
-  float warps[32];
+  uint32_t size[kProbeMost];  // the share's tokens of each cluster
+  uint32_t all[kProbeMost];   // the list's
+  uint8_t taken[kProbeMost];
+  uint32_t scratch[33], cut, found;
+  uint32_t bins[256], digit, held, need;
+  float warps[4][32];
+  // Behind it: of each run of the share which tokens are taken, a bit each.
 };
 
-// Over the thread block; all threads get the result.
-template <class F>
-__device__ __forceinline__ float block_reduce(float x, float* warps, F f) {
+// N numbers over the thread block; all threads get the results.
+template <int N, class F>
+__device__ __forceinline__ void block_reduce(float (&x)[N], float (&warps)[N][32], F f) {
 #pragma unroll
-  for (int d = 1; d < 32; d *= 2) x = f(x, __shfl_xor_sync(~0u, x, d));
-  __syncthreads();
-  if ((threadIdx.x & 31) == 0) warps[threadIdx.x >> 5] = x;
-  __syncthreads();
-  x = warps[threadIdx.x & 31];
+  for (int d = 1; d < 32; d *= 2)
 #pragma unroll
-  for (int d = 1; d < 32; d *= 2) x = f(x, __shfl_xor_sync(~0u, x, d));
-  return x;
+    for (int i = 0; i < N; ++i) x[i] = f(x[i], __shfl_xor_sync(~0u, x[i], d));
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if ((threadIdx.x & 31) == 0) warps[i][threadIdx.x >> 5] = x[i];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] = warps[i][threadIdx.x & 31];
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2)
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = f(x[i], __shfl_xor_sync(~0u, x[i], d));
+}
+
+// The least of the `need` largest of the keys, of which no two are equal and 0 is none: by bytes from the top.
+template <int N>
+__device__ __forceinline__ uint64_t least_of(const uint64_t (&keys)[N], uint32_t need, ProbeShared& sh) {
+  uint64_t least = 0;
+#pragma unroll 1
+  for (int shift = 56;; shift -= 8) {
+    if (threadIdx.x < 256) sh.bins[threadIdx.x] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      if (keys[j] != 0 && (shift == 56 || (keys[j] ^ least) >> (shift + 8) == 0))
+        atomicAdd(&sh.bins[keys[j] >> shift & 255], 1u);
+    __syncthreads();
+    if (threadIdx.x < 32) {
+      // Eight bins a lane, the largest first.
+      const int top = 255 - 8 * threadIdx.x;
+      uint32_t mine = 0;
+      for (int i = 0; i < 8; ++i) mine += sh.bins[top - i];
+      uint32_t sum = mine;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const uint32_t o = __shfl_up_sync(~0u, sum, d);
+        if (threadIdx.x >= d) sum += o;
+      }
+      uint32_t before = sum - mine;
+      if (before < need && sum >= need)
+        for (int i = 0; i < 8; ++i) {
+          const uint32_t held = sh.bins[top - i];
+          if (before + held >= need) {
+            sh.digit = top - i;
+            sh.held = held;
+            sh.need = need - before;
+            break;
+          }
+          before += held;
+        }
+    }
+    __syncthreads();
+    least |= (uint64_t)sh.digit << shift;
+    need = sh.need;
+    if (sh.held == need || shift == 0) return least;
+  }
 }
 
 __global__ void __launch_bounds__(kProbeThreads) probe_kernel(const ProbeParams p) {
   extern __shared__ __align__(16) uint8_t raw[];
   ProbeShared& sh = *reinterpret_cast<ProbeShared*>(raw);
   constexpr int kOwn = kProbeMost / kProbeThreads;
-  const uint32_t tid = threadIdx.x, list = blockIdx.x, clusters = p.clusters;
+  uint8_t* masks = raw + sizeof(ProbeShared);
+  const uint32_t team = cluster_size(), rank = cluster_rank();
+  const uint32_t tid = threadIdx.x, list = blockIdx.x / team, clusters = p.clusters;
   const uint32_t row = list / p.kv_heads, kv_head = list % p.kv_heads, group = p.q_heads / p.kv_heads;
   uint32_t padded = 32;
   while (padded < clusters) padded *= 2;
@@ -48,104 +108,189 @@ __global__ void __launch_bounds__(kProbeThreads) probe_kernel(const ProbeParams 
   WorkList& w = p.work[list];
   const uint32_t from = w.end[0], to = w.begin[1];
   if (from >= to) {
-    if (tid == 0) w.token_first = w.token_count = 0;
+    if (tid == 0 && rank == 0) w.token_first = w.token_count = 0;
     return;
   }
   const uint32_t* table = p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
-  auto cluster_of = [&](uint32_t t) -> uint32_t {
-    return p.ids[((uint64_t)table[t / kBlock] * p.kv_heads + kv_head) * kBlock + t % kBlock];
+  // Runs of the share.
+  const uint32_t first_run = from / kProbeRun, runs = (to + kProbeRun - 1) / kProbeRun - first_run;
+  const uint32_t each = (runs + team - 1) / team, begin = first_run + min(rank * each, runs);
+  const uint32_t count = first_run + min((rank + 1) * each, runs) - begin;
+  // f(run of the share, clusters of its tokens, which of them lie between the ranges): several loads at a time.
+  auto for_runs = [&](auto f) {
+    constexpr int kAhead = 4;
+#pragma unroll 1
+    for (uint32_t i = tid; i < count; i += kAhead * kProbeThreads) {
+      uint4 ids[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const uint32_t at = i + j * kProbeThreads, t = (begin + min(at, count - 1)) * kProbeRun;
+        ids[j] = *reinterpret_cast<const uint4*>(
+            p.ids + ((uint64_t)table[t / kBlock] * p.kv_heads + kv_head) * kBlock + t % kBlock);
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const uint32_t at = i + j * kProbeThreads, t = (begin + at) * kProbeRun;
+        if (at >= count) break;
+        uint32_t within = 0xff;
+        if (t < from) within &= 0xffu << (from - t);
+        if (t + kProbeRun > to) within &= 0xffu >> (t + kProbeRun - to);
+        const uint32_t words[4] = {ids[j].x, ids[j].y, ids[j].z, ids[j].w};
+        uint32_t c[kProbeRun];
+#pragma unroll
+        for (int k = 0; k < (int)kProbeRun; ++k) {
+          c[k] = k % 2 ? words[k / 2] >> 16 : words[k / 2] & 0xffff;
+          if (c[k] >= clusters) within &= ~(1u << k);
+        }
+        f(at, c, within);
+      }
+    }
   };
+  const uint32_t limit = p.limits[list];
+  const bool counts = limit < to - from;
   __syncthreads();
-  for (uint32_t t = from + tid; t < to; t += kProbeThreads) {
-    const uint32_t c = cluster_of(t);
-    if (c < clusters) atomicAdd(&sh.size[c], 1u);
+  if (counts) {
+    for_runs([&](uint32_t, const uint32_t(&c)[kProbeRun], uint32_t within) {
+#pragma unroll
+      for (int k = 0; k < (int)kProbeRun; ++k)
+        if (within >> k & 1) atomicAdd(&sh.size[c[k]], 1u);
+    });
+    __syncthreads();
+    cluster_release();
+    cluster_wait();
+    for (uint32_t c = tid; c < clusters; c += kProbeThreads) {
+      uint32_t sum = 0;
+      for (uint32_t r = 0; r < team; ++r) sum += read_in_block(sh.size[c], r);
+      sh.all[c] = sum;
+    }
   }
 
-  // The group's probability of each cluster.
+  // The group's probability of each cluster, some heads at a time.
+  constexpr int kHeads = 4;
   float mass[kOwn] = {};
 #pragma unroll 1
-  for (uint32_t g = 0; g < group; ++g) {
-    const float* logits = p.logits + ((uint64_t)row * p.q_heads + kv_head * group + g) * clusters;
-    float x[kOwn], top = -INFINITY, sum = 0.f;
+  for (uint32_t g0 = 0; g0 < group; g0 += kHeads) {
+    const float* logits = p.logits + ((uint64_t)row * p.q_heads + kv_head * group + g0) * clusters;
+    float x[kHeads][kOwn], top[kHeads], sum[kHeads];
 #pragma unroll
-    for (int j = 0; j < kOwn; ++j) {
-      const uint32_t c = tid + j * kProbeThreads;
-      x[j] = c < clusters ? logits[c] : -INFINITY;
-      top = fmaxf(top, x[j]);
+    for (int g = 0; g < kHeads; ++g)
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) {
+        const uint32_t c = tid + j * kProbeThreads;
+        x[g][j] = g0 + g < group && c < clusters ? logits[(uint64_t)g * clusters + c] : -INFINITY;
+      }
+#pragma unroll
+    for (int g = 0; g < kHeads; ++g) {
+      top[g] = x[g][0];
+#pragma unroll
+      for (int j = 1; j < kOwn; ++j) top[g] = fmaxf(top[g], x[g][j]);
     }
-    top = block_reduce(top, sh.warps, [](float a, float b) { return fmaxf(a, b); });
+    block_reduce(top, sh.warps, [](float a, float b) { return fmaxf(a, b); });
 #pragma unroll
-    for (int j = 0; j < kOwn; ++j) sum += x[j] = tid + j * kProbeThreads < clusters ? expf(x[j] - top) : 0.f;
-    sum = block_reduce(sum, sh.warps, [](float a, float b) { return a + b; });
+    for (int g = 0; g < kHeads; ++g) {
+      sum[g] = 0.f;
 #pragma unroll
-    for (int j = 0; j < kOwn; ++j) mass[j] += x[j] / sum;
+      for (int j = 0; j < kOwn; ++j) {
+        x[g][j] = g0 + g < group && tid + j * kProbeThreads < clusters ? expf(x[g][j] - top[g]) : 0.f;
+        sum[g] += x[g][j];
+      }
+    }
+    block_reduce(sum, sh.warps, [](float a, float b) { return a + b; });
+#pragma unroll
+    for (int g = 0; g < kHeads; ++g)
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j)
+        if (g0 + g < group) mass[j] += x[g][j] / sum[g];
   }
+  // The bits of what is not negative order as the numbers do.
+  uint64_t key[kOwn];
 #pragma unroll
   for (int j = 0; j < kOwn; ++j) {
     const uint32_t c = tid + j * kProbeThreads;
-    // The bits of what is not negative order as the numbers do.
-    if (c < padded) sh.rank[c] = c < clusters ? (uint64_t)__float_as_uint(mass[j]) << 32 | ~c : 0;
+    key[j] = c < clusters ? (uint64_t)__float_as_uint(mass[j]) << 32 | (~c) : 0;
   }
-  // The largest first.
-  for (uint32_t size = 2; size <= padded; size *= 2)
-    for (uint32_t step = size / 2; step > 0; step /= 2) {
-      __syncthreads();
-      for (uint32_t i = tid; i < padded / 2; i += kProbeThreads) {
-        const uint32_t a = 2 * i - (i & (step - 1)), b = a + step;
-        const uint64_t x = sh.rank[a], y = sh.rank[b];
-        if ((x < y) == ((a & size) == 0)) sh.rank[a] = y, sh.rank[b] = x;
+  if (!counts) {
+    const uint64_t least = (uint32_t)p.most < clusters ? least_of(key, p.most, sh) : 1;
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j)
+      if (key[j] != 0) sh.taken[tid + j * kProbeThreads] = key[j] >= least;
+  } else {
+    // The largest first.
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j)
+      if (tid + j * kProbeThreads < padded) sh.rank[tid + j * kProbeThreads] = key[j];
+    for (uint32_t size = 2; size <= padded; size *= 2)
+      for (uint32_t step = size / 2; step > 0; step /= 2) {
+        __syncthreads();
+        for (uint32_t i = tid; i < padded / 2; i += kProbeThreads) {
+          const uint32_t a = 2 * i - (i & (step - 1)), b = a + step;
+          const uint64_t x = sh.rank[a], y = sh.rank[b];
+          if ((x < y) == ((a & size) == 0)) sh.rank[a] = y, sh.rank[b] = x;
+        }
+      }
+    // How many are taken: those up to the first that would be too much.
+    if (tid == 0) sh.cut = min(clusters, (uint32_t)p.most);
+    __syncthreads();
+    const uint32_t first = tid * kOwn;
+    uint32_t held[kOwn], mine = 0, all;
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) {
+      held[j] = first + j < clusters ? sh.all[~(uint32_t)sh.rank[first + j]] : 0;
+      mine += held[j];
+    }
+    uint32_t before = block_exclusive_sum(mine, sh.scratch, all);
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) {
+      before += held[j];
+      const bool spared = first + j == 0 && p.first;
+      if (first + j < clusters && before > limit && !spared) {
+        atomicMin(&sh.cut, first + j);
+        break;
       }
     }
-  // How many are taken: those up to the first that would be too much.
-  if (tid == 0) sh.cut = min(clusters, (uint32_t)p.most);
-  __syncthreads();
-  const uint32_t limit = p.limits[list], first = tid * kOwn;
-  uint32_t held[kOwn], mine = 0, all;
-#pragma unroll
-  for (int j = 0; j < kOwn; ++j) {
-    held[j] = first + j < clusters ? sh.size[~(uint32_t)sh.rank[first + j]] : 0;
-    mine += held[j];
+    __syncthreads();
+    const uint32_t cut = sh.cut;
+    for (uint32_t i = tid; i < clusters; i += kProbeThreads) sh.taken[~(uint32_t)sh.rank[i]] = i < cut;
   }
-  uint32_t before = block_exclusive_sum(mine, sh.scratch, all);
-#pragma unroll
-  for (int j = 0; j < kOwn; ++j) {
-    before += held[j];
-    const bool spared = first + j == 0 && p.first;
-    if (first + j < clusters && before > limit && !spared) {
-      atomicMin(&sh.cut, first + j);
-      break;
-    }
-  }
-  __syncthreads();
-  const uint32_t cut = sh.cut;
-  for (uint32_t i = tid; i < clusters; i += kProbeThreads) sh.size[~(uint32_t)sh.rank[i]] = i < cut;
   __syncthreads();
 
-  // Runs of tokens in turn, a thread eight neighbours of one.
-  constexpr uint32_t kRun = 8;
+  uint32_t mine = 0, found;
+  for_runs([&](uint32_t at, const uint32_t(&c)[kProbeRun], uint32_t within) {
+    uint32_t taken = 0;
+#pragma unroll
+    for (int k = 0; k < (int)kProbeRun; ++k)
+      if (within >> k & 1) taken |= (uint32_t)sh.taken[c[k]] << k;
+    masks[at] = taken;
+    mine += __popc(taken);
+  });
+  block_exclusive_sum(mine, sh.scratch, found);
+  if (tid == 0) sh.found = found;
+  __syncthreads();
+  cluster_release();
+  cluster_wait();
+  uint32_t put = 0, all = 0;
+  for (uint32_t r = 0; r < team; ++r) {
+    const uint32_t of = read_in_block(sh.found, r);
+    put += r < rank ? of : 0;
+    all += of;
+  }
+  // No block leaves while others may read what it found.
+  cluster_release();
   uint32_t* ids = p.token_ids + (uint64_t)list * p.capacity;
-  uint32_t found = 0;
 #pragma unroll 1
-  for (uint32_t at = from; at < to; at += kProbeThreads * kRun) {
-    uint32_t taken = 0, total;
-#pragma unroll
-    for (uint32_t j = 0; j < kRun; ++j) {
-      const uint32_t t = at + tid * kRun + j, c = t < to ? cluster_of(t) : clusters;
-      taken |= (uint32_t)(c < clusters && sh.size[c]) << j;
-    }
-    uint32_t put = found + block_exclusive_sum(__popc(taken), sh.scratch, total);
-    found += total;
-#pragma unroll
-    for (uint32_t j = 0; j < kRun; ++j)
-      if (taken >> j & 1) {
-        if (put < (uint32_t)p.capacity) ids[put] = at + tid * kRun + j;
-        ++put;
-      }
+  for (uint32_t i = 0; i < count; i += kProbeThreads) {
+    uint32_t taken = i + tid < count ? masks[i + tid] : 0, total;
+    uint32_t at = put + block_exclusive_sum(__popc(taken), sh.scratch, total);
+    put += total;
+    for (; taken; taken &= taken - 1, ++at)
+      if (at < (uint32_t)p.capacity) ids[at] = (begin + i + tid) * kProbeRun + __ffs(taken) - 1;
   }
-  if (tid == 0) {
+  if (tid == 0 && rank == 0) {
     w.token_first = list * p.capacity;
-    w.token_count = min(found, (uint32_t)p.capacity);
+    w.token_count = min(all, (uint32_t)p.capacity);
   }
+  __syncwarp();
+  cluster_wait();
 }
 
 }  // namespace taper

@@ -1,7 +1,6 @@
-// Entry points of SAAP: assignment, index, classifier, choice.
+// Entry points of SAAP: assignment, index, classifier, choice by an index.
 #include "choose.cuh"
 #include "index.cuh"
-#include "probe.cuh"
 
 namespace taper {
 namespace {
@@ -80,14 +79,4 @@ extern "C" int taper_saap_choose(const taper::ChooseParams* p, cudaStream_t stre
   if (p->clusters <= 1024)
     return launch(choose_kernel<4>, grid, kChooseThreads, 0, stream, p->overlap != 0, *p);
   return launch(choose_kernel<16>, grid, kChooseThreads, 0, stream, p->overlap != 0, *p);
-}
-
-extern "C" int taper_saap_probe(const taper::ProbeParams* p, cudaStream_t stream) {
-  using namespace taper;
-  const bool ok = p->rows > 0 && p->kv_heads > 0 && p->q_heads % p->kv_heads == 0 && p->clusters > 0 &&
-                  p->clusters <= kProbeMost && p->most > 0 && p->capacity > 0 &&
-                  (int64_t)p->rows * p->kv_heads * p->capacity <= UINT32_MAX;
-  if (!ok) return cudaErrorInvalidValue;
-  return launch(probe_kernel, p->rows * p->kv_heads, kProbeThreads, sizeof(ProbeShared), stream, p->overlap != 0,
-                *p);
 }

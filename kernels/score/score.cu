@@ -28,23 +28,39 @@ cudaError_t pick_width(const ScoreParams& p, cudaStream_t s) {
   return cudaErrorInvalidValue;
 }
 
-// A warp a row and head: the logarithm of its tiles' sums of exponentials.
-__global__ void __launch_bounds__(128) lse_kernel(const TaperLseParams p) {
+constexpr int kLseThreads = 256;
+
+// A thread block a row and head: the logarithm of its tiles' sums of exponentials. A thread keeps the largest that it has
+// met, to which its sum belongs, so that all is read once.
+__global__ void __launch_bounds__(kLseThreads) lse_kernel(const TaperLseParams p) {
+  __shared__ float tops[kLseThreads / 32], totals[kLseThreads / 32];
   wait_for_predecessor();
   launch_dependents();
-  const int i = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x & 31;
-  if (i >= p.rows * p.q_heads) return;
+  const int i = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const uint32_t per_tile = 64 * p.page, tiles = (p.lens[i / p.q_heads] + per_tile - 1) / per_tile;
   const float* top = p.tile_max + (int64_t)i * p.tile_stride;
   const float* sum = p.tile_sum + (int64_t)i * p.tile_stride;
-  float most = -INFINITY, total = 0.f;
-  for (uint32_t t = lane; t < tiles; t += 32) most = fmaxf(most, top[t]);
+  // Finite, so that differences of nothing are numbers.
+  float most = -1e30f, total = 0.f;
+  auto add = [&](float at, float of) {
+    const float next = fmaxf(most, at);
+    total = total * exp2_fast((most - next) * kLog2e) + of * exp2_fast((at - next) * kLog2e);
+    most = next;
+  };
+#pragma unroll 4
+  for (uint32_t t = threadIdx.x; t < tiles; t += kLseThreads) add(top[t], sum[t]);
 #pragma unroll
-  for (int d = 1; d < 32; d *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
-  for (uint32_t t = lane; t < tiles; t += 32) total += sum[t] * exp2_fast((top[t] - most) * kLog2e);
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) total += __shfl_xor_sync(~0u, total, d);
-  if (lane == 0) p.lse[i] = most + logf(total);
+  for (int d = 1; d < 32; d *= 2) {
+    const float at = __shfl_xor_sync(~0u, most, d), of = __shfl_xor_sync(~0u, total, d);
+    const float next = fmaxf(most, at);
+    total = total * exp2_fast((most - next) * kLog2e) + of * exp2_fast((at - next) * kLog2e);
+    most = next;
+  }
+  if (lane == 0) tops[warp] = most, totals[warp] = total;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (int w = 1; w < kLseThreads / 32; ++w) add(tops[w], totals[w]);
+  p.lse[i] = most + logf(total);
 }
 
 }  // namespace
@@ -53,7 +69,7 @@ __global__ void __launch_bounds__(128) lse_kernel(const TaperLseParams p) {
 extern "C" int taper_lse(const TaperLseParams* p, cudaStream_t stream) {
   using namespace taper;
   if (p->rows <= 0 || p->q_heads <= 0 || p->page <= 0) return cudaErrorInvalidValue;
-  return launch(lse_kernel, (p->rows * p->q_heads + 3) / 4, 128, 0, stream, p->overlap != 0, *p);
+  return launch(lse_kernel, p->rows * p->q_heads, kLseThreads, 0, stream, p->overlap != 0, *p);
 }
 
 extern "C" int taper_score(const taper::ScoreParams* p, cudaStream_t stream) {

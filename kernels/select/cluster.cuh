@@ -26,11 +26,24 @@ __device__ __forceinline__ void cluster_arrive() {
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+// Arrives with all that this thread has written: who waits for the others sees it.
+__device__ __forceinline__ void cluster_release() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
 // The address of the same variable in block `rank`.
 __device__ __forceinline__ uint32_t in_block(uint32_t addr, uint32_t rank) {
   uint32_t r;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(addr), "r"(rank));
   return r;
+}
+// What a block has at the same place of its shared memory.
+__device__ __forceinline__ uint32_t read_in_block(const uint32_t& here, uint32_t rank) {
+  uint32_t x;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];"
+               : "=r"(x)
+               : "r"(in_block((uint32_t)__cvta_generic_to_shared(&here), rank))
+               : "memory");
+  return x;
 }
 __device__ __forceinline__ void send_four(uint32_t to, uint4 v, uint32_t bar) {
   asm volatile(

@@ -93,7 +93,7 @@ pub struct PlainStep<'a> {
 /// What steps that queue the same have in common.
 #[derive(Debug, Clone)]
 pub struct Repeats {
-    /// A number for the method that chooses.
+    /// A number for the methods that choose, and for how many rows each.
     pub kind: u64,
     /// The first layer's keys.
     pub k: Tensor,

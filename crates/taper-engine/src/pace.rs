@@ -18,6 +18,8 @@ pub(crate) struct Pace {
 const LATEST: f64 = 0.2;
 /// Prompt tokens of a step, beside answers, while their time is not known, and the least of any step that takes some.
 const LEAST: usize = 4;
+/// Prompt tokens of a step without answers, and how many seconds more may take: so long whoever comes next may wait.
+const ALONE: (usize, f64) = (512, 0.2);
 /// After so many steps with prompts one goes without, to see how long rows take by now.
 const PROBE: usize = 32;
 
@@ -50,6 +52,18 @@ impl Pace {
             None => 0.0,
         };
         Some(seconds + row * further)
+    }
+
+    /// Prompt tokens of a step that generates none, so many times two: the more, the less is lost between steps, and whether they take
+    /// a little more or less makes no difference.
+    pub fn alone_tokens(&self, most: usize) -> usize {
+        let (usual, seconds) = ALONE;
+        let fits = |tokens: usize| self.prompt.is_some_and(|prompt| tokens as f64 * prompt <= seconds);
+        let mut tokens = usual;
+        while tokens < most && fits(2 * tokens) {
+            tokens *= 2;
+        }
+        tokens.min(most)
     }
 
     /// Prompt tokens that make a step of `rows` generated tokens at most `stretch` times as long; none where it is not known,
@@ -100,6 +114,26 @@ mod tests {
         assert_eq!(without, 500 / 33);
         let tokens = pace.prompt_tokens(8, 2.0, 512);
         assert!((100..=140).contains(&tokens), "{tokens} of 120");
+    }
+
+    #[test]
+    fn a_prompt_alone_takes_a_fifth_of_a_second_but_no_fewer_tokens_than_are_worth_it() {
+        let mut pace = Pace::default();
+        assert_eq!((pace.alone_tokens(8192), pace.alone_tokens(100)), (512, 100), "nothing is known");
+        // 2 ms a token: 100 in that time.
+        pace.note(0, 512, 1.024);
+        assert_eq!((pace.alone_tokens(8192), pace.alone_tokens(100)), (512, 100));
+        // 3,200 in that time.
+        let mut pace = Pace::default();
+        pace.note(0, 512, 0.032);
+        assert_eq!((pace.alone_tokens(8192), pace.alone_tokens(1500)), (2048, 1500));
+        pace.note(0, 2048, 0.14);
+        assert_eq!(pace.alone_tokens(8192), 2048, "a little more");
+        // The prompt's end takes longer than its beginning.
+        (0..100).for_each(|_| pace.note(0, 2048, 0.3));
+        assert_eq!(pace.alone_tokens(8192), 1024);
+        (0..1000).for_each(|_| pace.note(0, 1024, 0.0));
+        assert_eq!((pace.alone_tokens(8192), pace.alone_tokens(5000)), (8192, 5000));
     }
 
     /// Drafts make steps of one row and of many by turns.

@@ -207,7 +207,7 @@ impl<B: Backend> Worker<B> {
     fn decide(&mut self, mut standing: Vec<Standing>) -> Option<Vec<Share>> {
         while !self.running.is_empty() {
             let rows = standing.iter().map(Standing::rows).sum();
-            let most = self.config.chunk_tokens.max(1);
+            let most = self.pace.alone_tokens(self.config.chunk_tokens.max(1));
             let budget = Budget {
                 alone: most,
                 beside: self.pace.prompt_tokens(rows, self.config.stretch, most),

@@ -4,6 +4,7 @@ use super::{Artifacts, FORMAT, MODEL, ModelKey};
 use crate::layer::AttentionShape;
 use candle_core::{Device, Result, Tensor};
 use std::collections::HashMap;
+use taper_kernels::index::clusters::MOST_ON_DEVICE;
 
 /// How large what random artefacts hold is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,9 +20,9 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// Those that `taper train` has by default, for texts of so many tokens.
+    /// Those that `taper train` has by default, for texts of so many tokens, but no more clusters than a device ranks.
     pub fn usual(shape: &AttentionShape, tokens: usize) -> Self {
-        let clusters = (4 * tokens.isqrt()).max(1).next_power_of_two().min(4096);
+        let clusters = (4 * tokens.isqrt()).max(1).next_power_of_two().min(MOST_ON_DEVICE);
         Self { clusters, classifier: 4 * shape.head_dim, maps: 128, channels: (shape.head_dim / 4).max(1) }
     }
 }

@@ -3,6 +3,7 @@
 use super::error::Result;
 use super::layer::cast;
 use super::op::Op;
+use super::tape;
 use super::told::Told;
 use crate::decode::{Decode, DecodeRow, HeadSelection, Keys, Sample, Values};
 use crate::kv::{BLOCK_TOKENS, PagedKv};
@@ -225,6 +226,7 @@ impl Lists {
     /// # Errors
     /// A device error.
     pub fn read_back(&self) -> Result<Vec<Vec<u32>>> {
+        tape::leave()?;
         let work = self.work.to_vec2::<u32>()?;
         let pool =
             |ids: &Option<Tensor>| ids.as_ref().map_or(Ok(Vec::new()), |ids| ids.flatten_all()?.to_vec1::<u32>());
@@ -256,7 +258,10 @@ impl Lists {
     pub(super) fn counts(&self) -> Result<Vec<usize>> {
         let (words, since) = match &self.told {
             Some(told) => (told.read()?, self.since),
-            None => (self.work.flatten_all()?.to_vec1::<u32>()?, 0),
+            None => {
+                tape::leave()?;
+                (self.work.flatten_all()?.to_vec1::<u32>()?, 0)
+            }
         };
         let one = |w: &[u32]| {
             let ranges = [0, 1].map(|i| w[END + i].saturating_sub(w[BEGIN + i])).iter().sum::<u32>();

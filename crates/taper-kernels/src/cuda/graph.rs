@@ -165,20 +165,19 @@ fn keep(key: Key, next: Known) {
 
 /// Goes through the layers by the thread's tape, which it has no longer then: the tape, where a step can go by it.
 fn by_tape(op: &Op, layers: impl FnOnce() -> candle_core::Result<()>) -> Result<Option<Tape>> {
-    /// Ends it if the layers panic.
+    /// Ends it if the layers fail or panic.
     struct End;
     impl Drop for End {
         fn drop(&mut self) {
-            tape::take();
+            tape::give_up();
         }
     }
     let _end = End;
     forget_plans();
     let ran = layers();
     forget_plans();
-    let tape = tape::take();
     ran?;
-    tape.map_or(Ok(None), |tape| tape.finish(op))
+    tape::take().map_or(Ok(None), |tape| tape.finish(op))
 }
 
 /// A step whose tokens are rows that each read ranges, the same in every layer.
@@ -306,8 +305,9 @@ pub fn repeated_step(
             return Ok(None);
         }
     };
-    let tape = by_tape(&op, || layers(&inputs[0], &inputs[1]))?;
+    let tape = by_tape(&op, || layers(&inputs[0], &inputs[1]));
     let out = inputs[0].clone();
+    let tape = tape.inspect_err(|_| keep(key, Known::Seen(STEPS_WITHOUT)))?;
     let next = match tape {
         Some(tape) => {
             STEPS.set(STEPS.get() + usize::from(steps > 0));

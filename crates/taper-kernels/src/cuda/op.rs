@@ -190,7 +190,13 @@ impl Op {
         if data.is_empty() {
             return Ok(Tensor::zeros((1,), T::DTYPE, &self.device)?);
         }
-        Ok(Tensor::from_slice(data, shape.as_ref(), &self.device)?)
+        // What a tape does not hold must not be read by launches that are queued later.
+        self.apart()?;
+        self.copied(data, shape.as_ref())
+    }
+
+    fn copied<T: WithDType>(&self, data: &[T], shape: &[usize]) -> Result<Tensor> {
+        Ok(Tensor::from_slice(data, shape, &self.device)?)
     }
 
     /// To be called before candle is asked for anything that reads what launches write: they are queued first, and this step
@@ -251,7 +257,7 @@ impl Op {
         if bytes.is_empty() || bytes.len() > KEPT_BYTES {
             return self.upload(data, shape);
         }
-        if let Some(tensor) = tape::input(self, (T::DTYPE, bytes), || self.upload(data, shape))? {
+        if let Some(tensor) = tape::input(self, (T::DTYPE, bytes), || self.copied(data, shape))? {
             return Ok(if tensor.dims() == shape { tensor } else { tensor.reshape(shape)? });
         }
         // Some of the bytes tell nearly all data apart; all of them are compared.
@@ -265,7 +271,7 @@ impl Op {
         let tensor = match found {
             Some(tensor) => tensor,
             None => {
-                let tensor = Tensor::from_slice(data, shape, &self.device)?;
+                let tensor = self.copied(data, shape)?;
                 KEPT.with_borrow_mut(|kept| {
                     if kept.len() >= KEPT_COPIES {
                         kept.clear();

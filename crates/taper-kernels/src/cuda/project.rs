@@ -18,7 +18,7 @@ pub struct Turns<'a> {
     pub sin: &'a Tensor,
 }
 
-/// Rows `[T, heads, width]` of any dtype as f32, turned back.
+/// Rows `[T, heads, width]`, f32, bf16 or f16, as f32, turned back.
 ///
 /// # Errors
 /// Shapes that differ.

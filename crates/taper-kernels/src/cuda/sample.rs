@@ -76,15 +76,17 @@ impl Scratch {
         let same = |(known, of): &&((usize, usize, usize), Arc<Self>)| {
             *known == key && of.sync.device().same_device(like.device())
         };
-        if let Some((_, found)) = KEPT.with_borrow(|kept| kept.iter().find(same).cloned()) {
-            return Ok(found);
-        }
-        let made = Arc::new(Self::new(like, rows, q_heads, list_heads)?);
+        let found = KEPT.with_borrow_mut(|kept| kept.iter().position(|of| same(&of)).and_then(|at| kept.remove(at)));
+        let of = match found {
+            Some((_, found)) => found,
+            None => Arc::new(Self::new(like, rows, q_heads, list_heads)?),
+        };
+        // The least lately used go first.
         KEPT.with_borrow_mut(|kept| {
-            kept.push_front((key, made.clone()));
+            kept.push_front((key, of.clone()));
             kept.truncate(SCRATCHES);
         });
-        Ok(made)
+        Ok(of)
     }
 
     pub(super) fn check(&self, op: &Op, lists: usize, group: usize) -> Result<()> {

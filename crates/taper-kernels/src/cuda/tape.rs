@@ -48,6 +48,8 @@ pub(super) struct Tape {
     graphs: Vec<(usize, CudaGraph)>,
     /// What launches use besides what they are given.
     rooms: Vec<Tensor>,
+    /// Bytes of what was made.
+    bytes: usize,
     /// The status of a launch that failed when it was queued later than its operation had been.
     failed: i32,
 }
@@ -117,6 +119,7 @@ pub(super) fn record(op: &Op) {
         leaves: Vec::new(),
         graphs: Vec::new(),
         rooms: Vec::new(),
+        bytes: 0,
         failed: 0,
     };
     TAPE.set(Some(tape));
@@ -154,6 +157,13 @@ pub(super) fn apart() -> Result<()> {
     })
 }
 
+/// The same for a step that has failed: what its operations have done counts. The thread has no tape any more.
+pub(super) fn give_up() {
+    if let Some(mut tape) = take() {
+        tape.leave();
+    }
+}
+
 fn ended(by: impl FnOnce(&mut Tape) -> i32) -> Result<()> {
     match with(by) {
         None | Some(0) => Ok(()),
@@ -171,7 +181,7 @@ pub(super) fn made((shape, dtype): (&Shape, DType), make: impl FnOnce() -> Resul
         return Ok(tensor);
     }
     let tensor = make()?;
-    with(|tape| tape.note(|| Call::Made(tensor.clone())));
+    with(|tape| tape.hold(&tensor));
     Ok(tensor)
 }
 
@@ -260,11 +270,7 @@ fn with<T>(f: impl FnOnce(&mut Tape) -> T) -> Option<T> {
 impl Tape {
     /// Bytes that it holds for what its operations made.
     pub fn bytes(&self) -> usize {
-        let made = |call: &Call| match call {
-            Call::Made(tensor) => tensor.elem_count() * tensor.dtype().size_in_bytes(),
-            _ => 0,
-        };
-        self.calls.iter().map(made).sum()
+        self.bytes
     }
 
     /// Queues all of it as it is, for a step whose operations are not asked again.
@@ -284,6 +290,21 @@ impl Tape {
             self.leave();
         }
         found
+    }
+
+    /// Keeps what was made, unless a step makes too much: then nothing of it is kept.
+    fn hold(&mut self, tensor: &Tensor) {
+        if self.state != State::Recording {
+            return;
+        }
+        self.bytes += tensor.elem_count() * tensor.dtype().size_in_bytes();
+        if self.bytes > MADE_BYTES_MAX {
+            self.state = State::Left;
+            self.calls.clear();
+            self.inputs.clear();
+            return;
+        }
+        self.calls.push(Call::Made(tensor.clone()));
     }
 
     fn note(&mut self, call: impl FnOnce() -> Call) {
@@ -404,7 +425,7 @@ impl Tape {
         self.bring(op)?;
         if self.state == State::Recording {
             self.rooms = rooms();
-            kept = self.bytes() <= MADE_BYTES_MAX && self.capture().is_some();
+            kept = self.capture().is_some();
         }
         Ok(kept.then_some(self))
     }

@@ -3,6 +3,8 @@
 use crate::cache::{Numbers, below, device, relative};
 use candle_core::{DType, Device, Tensor};
 use taper_kernels::index::clusters::{self, Centroids};
+use taper_kernels::index::{Part, codes};
+use taper_kernels::kv::BLOCK_TOKENS;
 use taper_kernels::mlp::{self, Activation, Mlp, PerHead};
 use taper_kernels::rotary::{self, Rotation};
 
@@ -68,16 +70,44 @@ fn layers_centroids_and_turns_are_those_of_the_cpu_whatever_the_widths_and_rows(
 fn a_row_is_the_same_bits_alone_and_among_others() {
     let mut numbers = Numbers(92);
     let (q_heads, kv_heads, d) = (12, 4, 128);
-    let maps: PerHead<Mlp> =
-        (0..kv_heads).map(|_| perceptron(&mut numbers, &[d, 300, 77], Activation::Silu)).collect();
+    let maps: PerHead<Mlp> = (0..kv_heads).map(|_| perceptron(&mut numbers, &[d, 300, 77], Activation::Silu)).collect();
     let all = rows(&mut numbers, (21, q_heads, d)).to_device(&device()).unwrap();
     let together = mlp::per_head(&maps, &all).unwrap();
-    // As many as each way of going through rows takes at a time, and the rest.
+    // More and fewer than are gone through at a time.
     for (first, count) in [(0, 1), (20, 1), (3, 2), (7, 6), (1, 20)] {
         let alone = all.narrow(0, first, count).unwrap().copy().unwrap();
         let alone = mlp::per_head(&maps, &alone).unwrap();
         assert_eq!(bits(&alone), bits(&together.narrow(0, first, count).unwrap()), "{count} rows from {first} on");
     }
+}
+
+#[test]
+fn a_key_is_taken_in_alike_alone_and_beside_a_prompt() {
+    let mut numbers = Numbers(94);
+    let (blocks, kv_heads, d) = (40, 2, 64);
+    let k: Vec<f32> = (0..blocks * kv_heads * BLOCK_TOKENS * d).map(|_| numbers.normal()).collect();
+    let k = Tensor::from_vec(k, (blocks, kv_heads, BLOCK_TOKENS, d), &Device::Cpu).unwrap();
+    let k = k.to_dtype(DType::BF16).unwrap().to_device(&device()).unwrap();
+    let maps: PerHead<Mlp> =
+        (0..kv_heads).map(|_| perceptron(&mut numbers, &[d, 512, 512, codes::BITS], Activation::Silu)).collect();
+    // So many that the nearest are close to one another.
+    let centroids: PerHead<Centroids> = (0..kv_heads)
+        .map(|_| Centroids::new(&(0..4096 * d).map(|_| numbers.normal()).collect::<Vec<_>>(), d).unwrap())
+        .collect();
+    let one = Part { block: 0, rows: 17..18, start: 0 };
+    let prompt = (1..blocks).map(|block| Part { block: block as u32, rows: 0..BLOCK_TOKENS, start: 64 * block });
+    let end = Part { block: 39, rows: 0..31, start: 64 * 39 };
+    let beside: Vec<Part> = prompt.take(38).chain([end]).chain([one.clone()]).collect();
+    let taken = |parts: &[Part]| {
+        let shape = |dtype| taper_kernels::kv::zeros((blocks, kv_heads, BLOCK_TOKENS, 1), dtype, &device()).unwrap();
+        let (bits, ids) = (shape(DType::U32), shape(DType::I16));
+        codes::extend(&bits, &k, parts, &maps).unwrap();
+        clusters::extend(&ids, &k, parts, &centroids, None).unwrap();
+        let of = |t: &Tensor| t.narrow(0, 0, 1).unwrap().flatten_all().unwrap();
+        (of(&bits).to_vec1::<u32>().unwrap(), of(&ids).to_vec1::<i16>().unwrap())
+    };
+    let (alone, among) = (taken(&[one]), taken(&beside));
+    assert!(alone.0.iter().any(|&bits| bits != 0) && alone == among);
 }
 
 #[test]

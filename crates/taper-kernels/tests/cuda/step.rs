@@ -386,6 +386,43 @@ fn clusters_and_classifiers_choose_what_they_choose_on_the_cpu() {
     }
 }
 
+/// Rows so long that thread blocks share a list, beside a short one: by any limit what the CPU takes.
+#[test]
+fn clusters_of_long_rows_are_those_of_the_cpu() {
+    let mut numbers = Numbers(77);
+    let grid = (DType::BF16, 64, 2, 4);
+    let both = Both::new(&mut numbers, grid, &[70_001, 5, 9_000, 20_000, 52]);
+    let rows = both.caches.rows();
+    for count in [8, 300, 2048] {
+        let blocks = both.caches.cpu.0.dim(0).unwrap();
+        // Some clusters are far larger than others.
+        let ids: Vec<i16> = (0..blocks * 2 * BLOCK_TOKENS)
+            .map(|_| (numbers.below(count) * numbers.below(count) / count) as i16)
+            .collect();
+        let index = Tensor::from_vec(ids, (blocks, 2, BLOCK_TOKENS, 1), &Device::Cpu).unwrap();
+        let logits: Vec<f32> = (0..5 * 8 * count).map(|_| 2.0 * numbers.normal()).collect();
+        let logits = Tensor::from_vec(logits, (5, 8, count), &Device::Cpu).unwrap();
+        let (cuda_index, cuda_logits) = (index.to_device(&device()).unwrap(), logits.to_device(&device()).unwrap());
+        let k: Vec<usize> = (0..both.heads()).map(|i| 1 + 3_001 * i).collect();
+        for probes in [
+            Probes::Clusters(1, usize::MAX),
+            Probes::Clusters(count / 3, usize::MAX),
+            Probes::Clusters(count / 2, 4_000),
+            Probes::Keys(&k),
+        ] {
+            let chosen = both.run(&rows, |batch| {
+                let on_cuda = batch.q.device().is_cuda();
+                let (index, logits) = if on_cuda { (&cuda_index, &cuda_logits) } else { (&index, &logits) };
+                clusters::select(batch, index, logits, FIXED, probes).unwrap()
+            });
+            let (cpu, cuda) = (chosen.0.tokens(&rows).unwrap(), chosen.1.tokens(&rows).unwrap());
+            for (i, (cpu, cuda)) in cpu.iter().zip(&cuda).enumerate() {
+                assert!(cpu == cuda, "{count} clusters, {probes:?}, list {i}: {} and {} tokens", cpu.len(), cuda.len());
+            }
+        }
+    }
+}
+
 #[test]
 fn what_the_device_cannot_do_is_an_error_that_says_so() {
     let mut numbers = Numbers(77);

@@ -135,8 +135,8 @@ pub(crate) fn scores(batch: &Decode, wanted: &[bool]) -> Result<Option<Scored>> 
     Scored::by_view(Step::new(&op, batch)?, None, View::Rows(batch.kv.k), &wanted).map(Some)
 }
 
-/// Entries that there is room for are a multiple of so many.
-const TAKEN: usize = 64;
+/// Entries and draws that there is room for are a multiple of so many, so that the next steps' choices are the same launches.
+pub(super) const ROOM: usize = 64;
 
 /// [`crate::decode::top_k`].
 pub(crate) fn top_k(rows: &[DecodeRow], importance: &Scored, fixed: (usize, usize), k: &[usize]) -> Result<Selection> {
@@ -155,8 +155,7 @@ pub(crate) fn top_k(rows: &[DecodeRow], importance: &Scored, fixed: (usize, usiz
     };
     let take: Vec<usize> = fixed.iter().zip(k).map(take).collect();
     let ks: Vec<u32> = take.iter().map(|&k| k as u32).collect();
-    // Room for somewhat more, so that the next steps' choices are the same launches.
-    let most = take.iter().copied().max().unwrap_or(0).next_multiple_of(TAKEN);
+    let most = take.iter().copied().max().unwrap_or(0).next_multiple_of(ROOM);
     let between = Between::of(&op, &step.lens, &fixed, page)?;
     let lists = importance.choose(&op, between, most, &op.kept(&ks, [ks.len()])?)?;
     // Pages over the ends of what lies between count for what of them does: only the choice knows.

@@ -57,6 +57,9 @@ const TOKENS_AT_ONCE: usize = 8192;
 
 /// New keys of some parts, on their way into an index of something for each.
 struct Rows {
+    /// Whether they are single rows of blocks, as steps bring them, not whole blocks, as prompts do: what an index makes of a key must
+    /// not depend on the keys that come with it.
+    single: bool,
     /// Their slots `[T]`, and their positions.
     slots: Tensor,
     positions: Vec<usize>,
@@ -69,21 +72,36 @@ struct Rows {
 impl Rows {
     /// Runs `take` for the parts, some at a time.
     fn each(op: &Op, parts: &[Part], take: impl Fn(&Self) -> Result<()>) -> Result<()> {
-        parts.chunks(TOKENS_AT_ONCE / BLOCK_TOKENS).try_for_each(|parts| take(&Self::of(op, parts)?))
+        let (whole, some): (Vec<Part>, Vec<Part>) = parts.iter().cloned().partition(|p| p.rows == (0..BLOCK_TOKENS));
+        [(whole, false), (some, true)].iter().try_for_each(|(parts, single)| {
+            parts.chunks(TOKENS_AT_ONCE / BLOCK_TOKENS).try_for_each(|parts| take(&Self::of(op, parts, *single)?))
+        })
     }
 
-    fn of(op: &Op, parts: &[Part]) -> Result<Self> {
+    fn of(op: &Op, parts: &[Part], single: bool) -> Result<Self> {
         let tokens = || parts.iter().enumerate().flat_map(|(i, part)| part.rows.clone().map(move |row| (i, part, row)));
         let rows: Vec<u32> = tokens().map(|(.., row)| row as u32).collect();
         let slots: Vec<u32> = tokens().map(|(_, part, row)| part.block * BLOCK_TOKENS as u32 + row as u32).collect();
         let table_of: Vec<u32> = tokens().map(|(i, ..)| i as u32).collect();
-        let count = [rows.len()];
+        let blocks: Vec<u32> = parts.iter().map(|part| part.block).collect();
+        // One copy, of which each begins on 16 bytes.
+        let mut words = Vec::new();
+        let mut place = |of: &[u32]| {
+            let start = words.len();
+            words.extend(of);
+            words.resize(words.len().next_multiple_of(4), 0);
+            (start, of.len())
+        };
+        let [slots, rows, table_of, blocks] = [&slots, &rows, &table_of, &blocks].map(|of| place(of));
+        let words = op.kept(&words, [words.len()])?;
+        let part = |(start, len): (usize, usize)| words.narrow(0, start, len);
         Ok(Self {
-            slots: op.kept(&slots, count)?,
+            single,
+            slots: part(slots)?,
             positions: tokens().map(|(_, part, row)| part.start + row).collect(),
-            rows: op.kept(&rows, count)?,
-            table_of: op.kept(&table_of, count)?,
-            tables: tables(op, parts)?,
+            rows: part(rows)?,
+            table_of: part(table_of)?,
+            tables: part(blocks)?.reshape((blocks.1, 1))?,
         })
     }
 
@@ -105,7 +123,7 @@ pub(crate) fn extend_codes(index: &Tensor, k: &Tensor, parts: &[Part], maps: &Pe
     let op = Op::new("codes", "k", k)?;
     Rows::each(&op, parts, |rows| {
         // Rounding keeps the sign, which is all that a code keeps.
-        let codes = forward(&op, maps, &rows.keys(&op, k, None)?, maps.len(), DType::BF16)?;
+        let codes = forward(&op, maps, (&rows.keys(&op, k, None)?, rows.single), maps.len(), DType::BF16)?;
         kernels::codes(&codes, &rows.tokens(), index)
     })
 }
@@ -121,7 +139,7 @@ pub(crate) fn extend_clusters(
     let op = Op::new("clusters", "k", k)?;
     let ids = index.squeeze(3)?;
     Rows::each(&op, parts, |rows| {
-        kernels::nearest(&key_products(&op, of, &rows.keys(&op, k, unrotate)?)?, &rows.tokens(), &ids)
+        kernels::nearest(&key_products(&op, of, (&rows.keys(&op, k, unrotate)?, rows.single))?, &rows.tokens(), &ids)
     })
 }
 
@@ -144,7 +162,7 @@ pub(crate) fn labels(batch: &Decode, index: &Tensor, channels: &[Vec<u32>], want
 pub(crate) fn equal_bits(batch: &Decode, index: &Tensor, maps: &PerHead<Mlp>, wanted: &[bool]) -> Result<Scored> {
     let op = Op::new("codes", "q", batch.q)?;
     let step = Step::new(&op, batch)?;
-    let codes = kernels::signs(&forward(&op, maps, &plain(batch.q)?, step.q_heads, DType::BF16)?)?;
+    let codes = kernels::signs(&forward(&op, maps, (&plain(batch.q)?, true), step.q_heads, DType::BF16)?)?;
     let importance = kernels::agreement(&step.batch(), &codes, index)?;
     Ok(Scored::by_group(step, importance, &super::wanted(batch.rows, wanted)))
 }

@@ -1,8 +1,9 @@
 //! What queries and keys go through before they are compared, in f32 as on the CPU: perceptrons, centroids, the rotary
-//! embedding taken off. Rows of a step go by operations whose results depend on no other row; the many of a prompt by candle's
-//! products.
+//! embedding taken off. Single rows go by operations whose results depend on no other row, and so steps do; whole blocks of a prompt by
+//! candle's products.
 
 use crate::cuda::error::Result;
+use crate::cuda::layer::cast;
 use crate::cuda::op::Op;
 use crate::cuda::project::{self as kernels, Layer, Turns};
 use crate::index::clusters::Centroids;
@@ -10,9 +11,6 @@ use crate::mlp::{Activation, Mlp, PerHead};
 use crate::rotary::Rotation;
 use candle_core::{DType, Device, Tensor};
 use std::sync::OnceLock;
-
-/// Rows that are few: those of a step.
-const FEW: usize = 64;
 
 /// Tensors on the device that first asked for them.
 #[derive(Debug, Default)]
@@ -32,8 +30,15 @@ impl Kept {
     }
 }
 
-/// What all of `maps` make of rows `x` `[T, x_heads, inputs]`, f32, for `heads` heads: `[T, heads, outputs]`, f32 or bf16.
-pub(super) fn forward(op: &Op, maps: &PerHead<Mlp>, x: &Tensor, heads: usize, out: DType) -> Result<Tensor> {
+/// What all of `maps` make of rows `x` `[T, x_heads, inputs]`, f32, single ones or not, for `heads` heads: `[T, heads, outputs]`, f32
+/// or bf16.
+pub(super) fn forward(
+    op: &Op,
+    maps: &PerHead<Mlp>,
+    (x, single): (&Tensor, bool),
+    heads: usize,
+    out: DType,
+) -> Result<Tensor> {
     let Some(first) = maps.first() else { return Err(op.error("maps", 0, "at least one")) };
     let shape = |map: &Mlp| map.layers.iter().map(|l| (l.weight.len(), l.bias.len())).collect::<Vec<_>>();
     let alike = maps.iter().all(|map| shape(map) == shape(first) && map.activation == first.activation);
@@ -52,8 +57,7 @@ pub(super) fn forward(op: &Op, maps: &PerHead<Mlp>, x: &Tensor, heads: usize, ou
         Ok(tensors)
     })?;
     let mut x = x.clone();
-    let few = x.dim(0)? <= FEW;
-    if !few {
+    if !single {
         op.apart()?;
         x = by_map(&x, heads, maps.len())?;
     }
@@ -61,7 +65,7 @@ pub(super) fn forward(op: &Op, maps: &PerHead<Mlp>, x: &Tensor, heads: usize, ou
     for (depth, layer) in tensors.chunks_exact(2).enumerate() {
         let activation = (depth < last).then_some(first.activation);
         let (weight, bias) = (&layer[0], &layer[1]);
-        if few {
+        if single {
             let out = if depth < last { DType::F32 } else { out };
             let layer = Layer { weight, bias: Some(bias), scale: 1.0, activation, out, by_head: false };
             x = kernels::project(&x, heads, &layer)?;
@@ -74,7 +78,7 @@ pub(super) fn forward(op: &Op, maps: &PerHead<Mlp>, x: &Tensor, heads: usize, ou
             Some(Activation::Silu) => x.silu()?,
         };
     }
-    if few { Ok(x) } else { Ok(by_row(&x, heads)?.to_dtype(out)?) }
+    if single { Ok(x) } else { Ok(by_row(&x, heads)?.to_dtype(out)?) }
 }
 
 /// Rows `[T, x_heads, width]`, f32, by the map of each of `heads` heads: `[maps, heads / maps * T, width]`.
@@ -96,12 +100,15 @@ pub(crate) fn per_head(maps: &PerHead<Mlp>, q: &Tensor) -> Result<Tensor> {
     let (_, q_heads, d) = q.dims3()?;
     let fits = !maps.is_empty() && q_heads.is_multiple_of(maps.len()) && maps.iter().all(|map| map.inputs() == d);
     op.check(fits, "q", format_args!("{:?}", q.dims()), format_args!("queries for {} perceptrons", maps.len()))?;
-    forward(&op, maps, &plain(q)?, q_heads, DType::F32)
+    forward(&op, maps, (&plain(q)?, true), q_heads, DType::F32)
 }
 
 /// Rows as f32.
 pub(super) fn plain(x: &Tensor) -> Result<Tensor> {
-    if x.dtype() == DType::F32 { Ok(x.clone()) } else { kernels::rows(x, None) }
+    match x.dtype() {
+        DType::BF16 | DType::F16 if x.is_contiguous() => kernels::rows(x, None),
+        _ => cast(&Op::new("plain", "x", x)?, x, DType::F32),
+    }
 }
 
 /// The centroids of all KV heads `[kv_heads, clusters, d]`, f32.
@@ -131,10 +138,10 @@ pub(crate) fn products(of: &PerHead<Centroids>, q: &Tensor) -> Result<Tensor> {
     kernels::project(&plain(q)?, q_heads, &layer)
 }
 
-/// Products of keys `[T, kv_heads, d]`, f32, with their head's centroids: `[kv_heads, T, clusters]`.
-pub(super) fn key_products(op: &Op, of: &PerHead<Centroids>, keys: &Tensor) -> Result<Tensor> {
+/// Products of keys `[T, kv_heads, d]`, f32, single rows or not, with their head's centroids: `[kv_heads, T, clusters]`.
+pub(super) fn key_products(op: &Op, of: &PerHead<Centroids>, (keys, single): (&Tensor, bool)) -> Result<Tensor> {
     let centroids = centroids(op, of)?;
-    if keys.dim(0)? <= FEW {
+    if single {
         return kernels::project(keys, of.len(), &Layer { by_head: true, ..raw(&centroids) });
     }
     op.apart()?;

@@ -1,6 +1,7 @@
 //! Samples beside what was chosen: [`crate::decode::sample`] and [`crate::decode::sample_certain`], which attend as they
 //! sample, and [`crate::decode::sample_some`], all by the draws of the CPU.
 
+use super::choose::ROOM;
 use super::{Chosen, Seeds, Step, choosable};
 use crate::cuda::batch::{Draft, Lists};
 use crate::cuda::certain::certain;
@@ -164,9 +165,6 @@ pub(crate) fn sample_certain(
     let (of, exact) = certain(&step.batch(), &lists, seeds.streams(), pages, how)?;
     Ok((Chosen::Sampled(step, Outcome::new(of, exact, First::Size(how.pilot()))).into(), Vec::new()))
 }
-
-/// There is room for a multiple of so many draws, so that the next steps' launches are the same.
-const ROOM: usize = 64;
 
 /// [`crate::decode::sample_some`] beside `fixed` `[R, kv_heads]`, which the caller has checked.
 pub(crate) fn sample_some(

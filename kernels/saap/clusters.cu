@@ -1,0 +1,17 @@
+// Entry point of the choice of whole clusters.
+#include "probe.cuh"
+
+extern "C" int taper_saap_probe(const taper::ProbeParams* p, cudaStream_t stream) {
+  using namespace taper;
+  const bool ok = p->rows > 0 && p->kv_heads > 0 && p->q_heads % p->kv_heads == 0 && p->clusters > 0 &&
+                  p->clusters <= kProbeMost && p->most > 0 && p->capacity > 0 &&
+                  (int64_t)p->rows * p->kv_heads * p->capacity <= UINT32_MAX;
+  if (!ok) return cudaErrorInvalidValue;
+  // What a list comes to does not depend on how many blocks share it.
+  const int64_t shares = ((int64_t)p->capacity + kProbeShare - 1) / kProbeShare;
+  int team = 1;
+  while (team < kProbeTeam && team < shares) team *= 2;
+  const size_t smem = sizeof(ProbeShared) + (p->capacity / 8 + 2 + team - 1) / team + 1;
+  return launch_cluster(probe_kernel, p->rows * p->kv_heads * team, kProbeThreads, smem, team, stream, p->overlap != 0,
+                        *p);
+}
