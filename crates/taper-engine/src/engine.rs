@@ -18,7 +18,7 @@ pub struct EngineConfig {
     /// Requests that may wait; more are refused.
     pub queue: usize,
     /// Most work on prompts in one step, in tokens through all layers, give or take a block and what a prefill method takes to
-    /// choose in a layer: a cancelled request ends after at most so much. Where more than 512 would take longer than a fifth of a
+    /// choose in a layer: a cancelled request ends after at most so much. Where more than 512 would take longer than 0.3 of a
     /// second, a step takes fewer.
     pub chunk_tokens: usize,
     /// Most answers that are generated together.
@@ -29,7 +29,7 @@ pub struct EngineConfig {
 
 impl Default for EngineConfig {
     fn default() -> Self {
-        Self { queue: 256, chunk_tokens: 4096, sequences: 64, stretch: 2.0 }
+        Self { queue: 256, chunk_tokens: 8192, sequences: 64, stretch: 2.0 }
     }
 }
 

@@ -70,6 +70,8 @@ pub enum Offload {
 /// Least tokens of a prompt's chunk on a device, where few rows take as long as many: what is more than a step's work goes
 /// through the layers in slices.
 const DEVICE_CHUNK: usize = 2048;
+/// Most rows of a prompt that go through a layer at a time; those of a larger chunk do in slices.
+const PROMPT_ROWS: usize = 4 * DEVICE_CHUNK;
 /// The same in host memory behind so many tokens: few rows read that many keys for themselves alone.
 const HOST_CHUNK: usize = 64;
 const HOST_LONG: usize = 2048;
@@ -235,7 +237,8 @@ impl ModelBackend {
         // Answers by one method stand together.
         let leaders = leaders(inputs.iter().map(|input| (&*input.sequence, input.tokens.len())));
         let part = |(_, input): &(usize, Input<'_, Sequence>)| {
-            input.effort < input.tokens.len() || input.sequence.underway().0 > 0
+            let many = input.tokens.len() > PROMPT_ROWS && input.sequence.takes_slices();
+            many || input.effort < input.tokens.len() || input.sequence.underway().0 > 0
         };
         let (mut inputs, mut chunks): (Vec<_>, Vec<_>) = {
             let (chunks, inputs) = inputs.into_iter().enumerate().partition(part);
@@ -534,9 +537,9 @@ impl ModelBackend {
         }
         self.close(sequence);
         tried?;
-        // Slices have whole blocks of rows, up to two chunks, and a prompt's last one what is left.
+        // Slices have whole blocks of rows, up to two chunks, and a prompt's last one what is left; a prompt alone has more.
         let blocks = (DEVICE_CHUNK..=2 * DEVICE_CHUNK).step_by(BLOCK_TOKENS);
-        self.model.try_rows((8..DEVICE_CHUNK).step_by(8).chain(blocks))?;
+        self.model.try_rows((8..DEVICE_CHUNK).step_by(8).chain(blocks).chain([PROMPT_ROWS]))?;
         Ok(())
     }
 }

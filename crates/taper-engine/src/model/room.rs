@@ -3,7 +3,7 @@
 //! In host memory that is a quarter of what is free, for others want some too. A device is ours: the cache has all that is free
 //! beside the weights, but for what else lies there while requests run ([`Needs::sum`]).
 
-use super::{DEVICE_CHUNK, LoadError, SCORED_ROWS};
+use super::{LoadError, PROMPT_ROWS, SCORED_ROWS};
 use crate::EngineConfig;
 use taper_attention::{DECODE_ROWS, DECODE_TOKENS};
 use taper_kv_cache::BLOCK_TOKENS;
@@ -17,8 +17,6 @@ const HOST_CONTEXTS: u64 = 16;
 const GRAPHS: u64 = 512 << 20;
 /// The code of kernels, the workspaces of libraries, and what is lost because memory is given out in pieces of some megabytes.
 const LIBRARIES: u64 = 512 << 20;
-/// Most rows of a slice of a prompt on a device.
-const SLICE_ROWS: u64 = 2 * DEVICE_CHUNK as u64;
 /// Chunks of whole prompts that are underway at a time.
 const CHUNKS: u64 = 2;
 /// Bytes that a sample takes for each key and KV head of rows that are chosen for at a time: up to four places of a permutation,
@@ -57,7 +55,7 @@ impl Needs {
             context: config.context_length as u64,
             chunk_token: f32s(hidden_size + (q_heads + 1) * head_dim),
             sampled_token: DRAWN_BYTES * kv_heads as u64 + f32s(q_heads),
-            step: SLICE_ROWS * row + SCORED_ROWS as u64 * f32s(2 * vocab_size),
+            step: PROMPT_ROWS as u64 * row + SCORED_ROWS as u64 * f32s(2 * vocab_size),
         }
     }
 
