@@ -70,11 +70,11 @@ pub enum Offload {
 /// Least tokens of a prompt's chunk on a device, where few rows take as long as many: what is more than a step's work goes
 /// through the layers in slices.
 const DEVICE_CHUNK: usize = 2048;
-/// Most rows of a prompt that go through a layer at a time; those of a larger chunk do in slices.
-const PROMPT_ROWS: usize = 4 * DEVICE_CHUNK;
 /// The same in host memory behind so many tokens: few rows read that many keys for themselves alone.
 const HOST_CHUNK: usize = 64;
 const HOST_LONG: usize = 2048;
+/// Most rows of a prompt that go through a layer at a time; those of a larger chunk do in slices.
+const PROMPT_ROWS: usize = 4 * DEVICE_CHUNK;
 
 /// Most rows whose logits are there at a time where a prompt's tokens are scored.
 const SCORED_ROWS: usize = 64;
