@@ -11,7 +11,7 @@
 #
 # Under racecheck a kernel that is launched in clusters fails with status 700 and "failed to handle a hardware exception"
 # where it is NOT looked at: seen with version 2025.3.1 on an H100, of a kernel of five lines too that reads no other
-# block's memory, whether launches overlap or are waited for. So in a test that launches such kernels (sample, look, token)
+# block's memory, whether launches overlap or are waited for. So in a test that launches such kernels (sample, look, token, probe)
 # all of them are looked at, every time; and that takes seconds a launch.
 set -uo pipefail
 binary=$(realpath "$1")
@@ -38,6 +38,9 @@ values::draws_from_any_list_fall_where_they_fall_on_the_cpu 60 spread_kernel
 values::draws_from_any_list_fall_where_they_fall_on_the_cpu 60 distinct_kernel
 values::features_are_drawn_as_on_the_cpu 60 features_kernel
 sample::values_drawn_from_scores_are_those_of_the_cpu 40 spread_kernel
+step::clusters_of_long_rows_are_those_of_the_cpu 0 probe_kernel
+project::layers_centroids_and_turns_are_those_of_the_cpu_whatever_the_widths_and_rows 60 project_kernel
+step::what_scores_choose_is_what_they_choose_on_the_cpu 40 lse_kernel
 '
 
 check() {

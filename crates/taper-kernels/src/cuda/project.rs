@@ -6,7 +6,6 @@ use super::ffi::{self, TaperChannelsParams, TaperProjectParams, TaperRowsParams}
 use super::op::Op;
 use crate::kv::BLOCK_TOKENS;
 use crate::mlp::Activation;
-use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
 
 /// Cosines and sines `[T, width / 2]`, f32, of the turns that are taken off rows.
@@ -122,7 +121,6 @@ pub fn project(x: &Tensor, heads: usize, layer: &Layer) -> Result<Tensor> {
         bf16: (layer.out == DType::BF16).into(),
         overlap: 1,
         scale: layer.scale,
-        ..TaperProjectParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_project, &p) }?;
