@@ -1,6 +1,7 @@
 //! What rows go through before they are compared with something learned.
 
 use crate::cache::{Numbers, below, device, relative};
+use crate::step::perceptron;
 use candle_core::{DType, Device, Tensor};
 use taper_kernels::index::clusters::{self, Centroids};
 use taper_kernels::index::{Part, codes};
@@ -11,14 +12,6 @@ use taper_kernels::rotary::{self, Rotation};
 fn rows(numbers: &mut Numbers, dims: (usize, usize, usize)) -> Tensor {
     let all: Vec<f32> = (0..dims.0 * dims.1 * dims.2).map(|_| numbers.normal()).collect();
     Tensor::from_vec(all, dims, &Device::Cpu).unwrap()
-}
-
-fn perceptron(numbers: &mut Numbers, widths: &[usize], activation: Activation) -> Mlp {
-    let mut layer = |w: &[usize]| {
-        let weight = (0..w[0] * w[1]).map(|_| numbers.normal() / (w[0] as f32).sqrt()).collect();
-        (weight, (0..w[1]).map(|_| numbers.normal()).collect())
-    };
-    Mlp::new(widths.windows(2).map(&mut layer).collect(), activation).unwrap()
 }
 
 fn bits(t: &Tensor) -> Vec<u32> {

@@ -291,7 +291,7 @@ fn pages_that_were_made_right_ahead_are_seen() {
 }
 
 /// A perceptron of the widths given.
-fn perceptron(numbers: &mut Numbers, widths: &[usize], activation: Activation) -> Mlp {
+pub fn perceptron(numbers: &mut Numbers, widths: &[usize], activation: Activation) -> Mlp {
     let mut layer = |w: &[usize]| {
         let weight = (0..w[0] * w[1]).map(|_| numbers.normal() / (w[0] as f32).sqrt()).collect();
         (weight, (0..w[1]).map(|_| 0.1 * numbers.normal()).collect())
