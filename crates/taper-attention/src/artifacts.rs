@@ -4,7 +4,7 @@ mod random;
 
 pub use random::Sizes;
 #[cfg(test)]
-pub(crate) use random::written;
+pub(crate) use random::{noise, written};
 
 use crate::layer::AttentionShape;
 use crate::methods;

@@ -215,20 +215,17 @@ impl LayerAttention for AttentionBatch<'_> {
         })
     }
 
-    fn repeats(&mut self) -> Option<Repeats> {
-        if !self.generates() {
-            return None;
-        }
-        let (part, spans) = self.part(0);
-        if spans.iter().any(|span| span.sequence.traced() || span.sequence.keeps_choices()) {
+    fn repeats(&self) -> Option<Repeats> {
+        let held = |span: &Started| span.sequence.traced() || span.sequence.keeps_choices();
+        if !self.generates() || self.spans.iter().any(held) {
             return None;
         }
         let mut hash = DefaultHasher::new();
-        for runs in spans.chunk_by(|a, b| alike((&*a.sequence, a.tokens), (&*b.sequence, b.tokens))) {
+        for runs in self.spans.chunk_by(|a, b| alike((&*a.sequence, a.tokens), (&*b.sequence, b.tokens))) {
             let chosen = runs[0].sequence.decode_method();
             (runs.len(), &chosen.name, chosen.json.to_string()).hash(&mut hash);
         }
-        Some(Repeats { kind: hash.finish(), k: part.pool.layer(0).k.clone() })
+        Some(Repeats { kind: hash.finish(), k: self.pool.layer(0).k.clone() })
     }
 
     fn attended(&mut self) -> Result<()> {

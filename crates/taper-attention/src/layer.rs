@@ -65,7 +65,7 @@ pub trait LayerAttention {
 
     /// What a step of any other rows repeats, where what its layers queue on a device may be what another step's did: it is to be
     /// gone through layer by layer still, by [`attend_joint`](Self::attend_joint).
-    fn repeats(&mut self) -> Option<Repeats> {
+    fn repeats(&self) -> Option<Repeats> {
         None
     }
 

@@ -37,15 +37,9 @@ impl Artifacts {
     /// More memory than there is.
     pub fn random(shape: AttentionShape, sizes: Sizes) -> Result<Self> {
         let (q_heads, kv_heads, d) = (shape.q_heads, shape.kv_heads, shape.head_dim);
-        let mut state = 0x9E37_79B9_7F4A_7C15u64;
+        let mut next = noise(1);
         let mut tensor = |dims: &[usize]| {
-            let mut next = || {
-                state ^= state << 13;
-                state ^= state >> 7;
-                state ^= state << 17;
-                (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-            };
-            let all: Vec<f32> = (0..dims.iter().product()).map(|_| next() + next() + next()).collect();
+            let all: Vec<f32> = (0..dims.iter().product()).map(|_| next()).collect();
             Tensor::from_vec(all, dims, &Device::Cpu)
         };
         let mut layers = |of: &str, heads: usize, widths: &[usize]| -> Result<Layer> {
@@ -80,6 +74,18 @@ impl Artifacts {
             all.with(&format!("{method}.safetensors"), &bytes, &model).map_err(candle_core::Error::msg)
         })
     }
+}
+
+/// Repeatable numbers about 0, of variance 1: sums of three that are uniform between -1 and 1.
+pub(crate) fn noise(seed: u64) -> impl FnMut() -> f32 {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    };
+    move || next() + next() + next()
 }
 
 /// An artefact's file: tensors, and for which method and model they are.

@@ -1,7 +1,7 @@
 //! Every method at its limit equals dense, through the same batch that the engine uses.
 
 use super::*;
-use crate::artifacts::{Sizes, written};
+use crate::artifacts::{Sizes, noise, written};
 use crate::{AttentionBatch, AttentionShape, AttentionSpec, LayerAttention, ModelKey, Rotary, Sequence, Span};
 
 #[cfg(feature = "cuda")]
@@ -52,14 +52,8 @@ impl Rotary for Still {
 }
 
 fn random(shape: (usize, usize, usize), seed: u64) -> Tensor {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    };
-    let values: Vec<f32> = (0..shape.0 * shape.1 * shape.2).map(|_| next() + next() + next()).collect();
+    let mut next = noise(seed);
+    let values: Vec<f32> = (0..shape.0 * shape.1 * shape.2).map(|_| next()).collect();
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
 }
 
