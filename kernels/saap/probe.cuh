@@ -100,8 +100,6 @@ __global__ void __launch_bounds__(kProbeThreads) probe_kernel(const ProbeParams 
   const uint32_t team = cluster_size(), rank = cluster_rank();
   const uint32_t tid = threadIdx.x, list = blockIdx.x / team, clusters = p.clusters;
   const uint32_t row = list / p.kv_heads, kv_head = list % p.kv_heads, group = p.q_heads / p.kv_heads;
-  uint32_t padded = 32;
-  while (padded < clusters) padded *= 2;
   for (uint32_t c = tid; c < clusters; c += kProbeThreads) sh.size[c] = 0;
   wait_for_predecessor();
   launch_dependents();
@@ -216,6 +214,8 @@ __global__ void __launch_bounds__(kProbeThreads) probe_kernel(const ProbeParams 
       if (key[j] != 0) sh.taken[tid + j * kProbeThreads] = key[j] >= least;
   } else {
     // The largest first.
+    uint32_t padded = 32;
+    while (padded < clusters) padded *= 2;
 #pragma unroll
     for (int j = 0; j < kOwn; ++j)
       if (tid + j * kProbeThreads < padded) sh.rank[tid + j * kProbeThreads] = key[j];

@@ -52,9 +52,7 @@ __global__ void __launch_bounds__(kLseThreads) lse_kernel(const TaperLseParams p
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
     const float at = __shfl_xor_sync(~0u, most, d), of = __shfl_xor_sync(~0u, total, d);
-    const float next = fmaxf(most, at);
-    total = total * exp2_fast((most - next) * kLog2e) + of * exp2_fast((at - next) * kLog2e);
-    most = next;
+    add(at, of);
   }
   if (lane == 0) tops[warp] = most, totals[warp] = total;
   __syncthreads();

@@ -127,7 +127,7 @@ impl Known {
     fn bytes(&self) -> usize {
         match self {
             Self::Seen(_) => 0,
-            Self::Ranges(_, tape) | Self::Chosen(_, tape, _) => tape.bytes(),
+            Self::Ranges(_, tape) | Self::Chosen(_, tape, _) => tape.bytes,
         }
     }
 }
@@ -306,8 +306,8 @@ pub fn repeated_step(
         }
     };
     let tape = by_tape(&op, || layers(&inputs[0], &inputs[1]));
-    let out = inputs[0].clone();
     let tape = tape.inspect_err(|_| keep(key, Known::Seen(STEPS_WITHOUT)))?;
+    let out = inputs[0].clone();
     let next = match tape {
         Some(tape) => {
             STEPS.set(STEPS.get() + usize::from(steps > 0));

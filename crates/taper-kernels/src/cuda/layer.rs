@@ -6,6 +6,7 @@ use super::ffi::{
     taper_silu,
 };
 use super::op::Op;
+use super::project::rows;
 use crate::kv::{BLOCK_TOKENS, PagedKv};
 use bytemuck::Zeroable;
 use candle_core::{DType, Device, Tensor};
@@ -224,6 +225,9 @@ pub(super) fn cast(op: &Op, x: &Tensor, dtype: DType) -> Result<Tensor> {
             (from, to) if from == to => return Ok(x.clone()),
             (DType::F32, DType::BF16 | DType::F16) if width.is_multiple_of(8) => {
                 return Ok(rounded(&x.reshape((x.elem_count() / width, width))?, dtype)?.reshape(x.shape())?);
+            }
+            (DType::BF16 | DType::F16, DType::F32) if width.is_multiple_of(2) => {
+                return Ok(rows(&x.reshape((x.elem_count() / width, 1, width))?, None)?.reshape(x.shape())?);
             }
             _ => {}
         }

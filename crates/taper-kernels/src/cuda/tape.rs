@@ -8,8 +8,8 @@
 //! rest of the step goes its usual way. So nothing is queued that the step's own operations did not ask for.
 //!
 //! All of this holds for this library's operations alone. What goes to the device by another way meanwhile, such as an
-//! operation of candle's, is queued before launches that are only compared yet: it may fill memory of its own, but must not
-//! read what these write.
+//! operation of candle's, is queued before launches that are only compared yet: it may fill memory of its own, but what reads
+//! what these write says so first ([`apart`]).
 
 use super::error::{Error, Result};
 use super::op::{Op, rooms};
@@ -48,8 +48,8 @@ pub(super) struct Tape {
     graphs: Vec<(usize, CudaGraph)>,
     /// What launches use besides what they are given.
     rooms: Vec<Tensor>,
-    /// Bytes of what was made.
-    bytes: usize,
+    /// Bytes of what its operations made.
+    pub bytes: usize,
     /// The status of a launch that failed when it was queued later than its operation had been.
     failed: i32,
 }
@@ -268,11 +268,6 @@ fn with<T>(f: impl FnOnce(&mut Tape) -> T) -> Option<T> {
 }
 
 impl Tape {
-    /// Bytes that it holds for what its operations made.
-    pub fn bytes(&self) -> usize {
-        self.bytes
-    }
-
     /// Queues all of it as it is, for a step whose operations are not asked again.
     pub fn queue(&self, op: &Op) -> Result<()> {
         self.graphs.iter().try_for_each(|(_, graph)| {

@@ -329,6 +329,14 @@ fn codes_choose_what_they_choose_on_the_cpu() {
     }
 }
 
+/// The clusters that both devices choose, each by its index and logits.
+fn probed(both: &Both, rows: &[DecodeRow], of: [(&Tensor, &Tensor); 2], probes: Probes) -> (Selection, Selection) {
+    both.run(rows, |batch| {
+        let (index, logits) = of[usize::from(batch.q.device().is_cuda())];
+        clusters::select(batch, index, logits, FIXED, probes).unwrap()
+    })
+}
+
 #[test]
 fn clusters_and_classifiers_choose_what_they_choose_on_the_cpu() {
     let mut numbers = Numbers(76);
@@ -374,11 +382,7 @@ fn clusters_and_classifiers_choose_what_they_choose_on_the_cpu() {
             Probes::Clusters(count / 2, 300),
             Probes::Keys(&k),
         ] {
-            let chosen = both.run(&rows, |batch| {
-                let on_cuda = batch.q.device().is_cuda();
-                let (index, logits) = if on_cuda { (&cuda, &same) } else { (&cpu, &logits[0]) };
-                clusters::select(batch, index, logits, FIXED, probes).unwrap()
-            });
+            let chosen = probed(&both, &rows, [(&cpu, &logits[0]), (&cuda, &same)], probes);
             let what = format!("{grid:?} {count} clusters, {probes:?}");
             assert_eq!(chosen.0.tokens(&rows).unwrap(), chosen.1.tokens(&rows).unwrap(), "{what}");
             alike(&both, &rows, chosen, &what);
@@ -410,11 +414,7 @@ fn clusters_of_long_rows_are_those_of_the_cpu() {
             Probes::Clusters(count / 2, 4_000),
             Probes::Keys(&k),
         ] {
-            let chosen = both.run(&rows, |batch| {
-                let on_cuda = batch.q.device().is_cuda();
-                let (index, logits) = if on_cuda { (&cuda_index, &cuda_logits) } else { (&index, &logits) };
-                clusters::select(batch, index, logits, FIXED, probes).unwrap()
-            });
+            let chosen = probed(&both, &rows, [(&index, &logits), (&cuda_index, &cuda_logits)], probes);
             let (cpu, cuda) = (chosen.0.tokens(&rows).unwrap(), chosen.1.tokens(&rows).unwrap());
             for (i, (cpu, cuda)) in cpu.iter().zip(&cuda).enumerate() {
                 assert!(cpu == cuda, "{count} clusters, {probes:?}, list {i}: {} and {} tokens", cpu.len(), cuda.len());

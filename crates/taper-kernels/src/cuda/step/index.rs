@@ -1,9 +1,10 @@
 //! The indices of [`crate::index`] on the device: rows taken in, and keys looked up. They lie as the CPU's do.
 
-use super::project::{forward, key_products, plain, turns};
+use super::project::{forward, key_products, turns};
 use super::{Chosen, Scored, Step};
 use crate::cuda::error::Result;
 use crate::cuda::index::{self as kernels, Limits, Metadata, Span, Tokens};
+use crate::cuda::layer::cast;
 use crate::cuda::op::Op;
 use crate::cuda::project::{self, Turns, cached_rows};
 use crate::cuda::score::{Between, View};
@@ -162,7 +163,8 @@ pub(crate) fn labels(batch: &Decode, index: &Tensor, channels: &[Vec<u32>], want
 pub(crate) fn equal_bits(batch: &Decode, index: &Tensor, maps: &PerHead<Mlp>, wanted: &[bool]) -> Result<Scored> {
     let op = Op::new("codes", "q", batch.q)?;
     let step = Step::new(&op, batch)?;
-    let codes = kernels::signs(&forward(&op, maps, (&plain(batch.q)?, true), step.q_heads, DType::BF16)?)?;
+    let codes =
+        kernels::signs(&forward(&op, maps, (&cast(&op, batch.q, DType::F32)?, true), step.q_heads, DType::BF16)?)?;
     let importance = kernels::agreement(&step.batch(), &codes, index)?;
     Ok(Scored::by_group(step, importance, &super::wanted(batch.rows, wanted)))
 }

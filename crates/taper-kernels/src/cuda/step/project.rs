@@ -100,15 +100,7 @@ pub(crate) fn per_head(maps: &PerHead<Mlp>, q: &Tensor) -> Result<Tensor> {
     let (_, q_heads, d) = q.dims3()?;
     let fits = !maps.is_empty() && q_heads.is_multiple_of(maps.len()) && maps.iter().all(|map| map.inputs() == d);
     op.check(fits, "q", format_args!("{:?}", q.dims()), format_args!("queries for {} perceptrons", maps.len()))?;
-    forward(&op, maps, (&plain(q)?, true), q_heads, DType::F32)
-}
-
-/// Rows as f32.
-pub(super) fn plain(x: &Tensor) -> Result<Tensor> {
-    match x.dtype() {
-        DType::BF16 | DType::F16 if x.is_contiguous() => kernels::rows(x, None),
-        _ => cast(&Op::new("plain", "x", x)?, x, DType::F32),
-    }
+    forward(&op, maps, (&cast(&op, q, DType::F32)?, true), q_heads, DType::F32)
 }
 
 /// The centroids of all KV heads `[kv_heads, clusters, d]`, f32.
@@ -135,7 +127,7 @@ pub(crate) fn products(of: &PerHead<Centroids>, q: &Tensor) -> Result<Tensor> {
     let fits = q_heads.is_multiple_of(of.len()) && centroids.dim(2)? == d;
     op.check(fits, "q", format_args!("{:?}", q.dims()), format_args!("queries for centroids of {} heads", of.len()))?;
     let layer = Layer { scale: 1.0 / (d as f32).sqrt(), ..raw(&centroids) };
-    kernels::project(&plain(q)?, q_heads, &layer)
+    kernels::project(&cast(&op, q, DType::F32)?, q_heads, &layer)
 }
 
 /// Products of keys `[T, kv_heads, d]`, f32, single rows or not, with their head's centroids: `[kv_heads, T, clusters]`.

@@ -1,7 +1,6 @@
 //! Values drawn in place of all that a selection reads: [`crate::decode::sample_values`] and
 //! [`crate::decode::bernoulli_queries`], by the draws of the CPU and without the host.
 
-use super::project::plain;
 use super::sample::Outcome;
 use super::{Chosen, Seeds, Step, choosable};
 use crate::cuda::batch::Lists;
@@ -15,7 +14,7 @@ use crate::cuda::told::Told;
 use crate::cuda::walk::{ScoredBy, Walked, list_scores};
 use crate::decode::{self, By, Decode, HeadSelection, Selection, Spread};
 use crate::philox::Stream;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -214,6 +213,6 @@ pub(crate) fn bernoulli_queries(batch: &Decode, streams: &[Stream], draws: usize
     let op = Op::new("bernoulli_queries", "q", batch.q)?;
     let (_, q_heads, kv_heads, _) = batch.dims()?;
     let seeds = Seeds::new(&op, streams)?;
-    let q = plain(batch.q)?;
+    let q = cast(&op, batch.q, DType::F32)?;
     features(&q, seeds.streams(), draws, shared.then_some(q_heads / kv_heads))
 }
