@@ -9,9 +9,10 @@ extern "C" int taper_saap_probe(const taper::ProbeParams* p, cudaStream_t stream
   if (!ok) return cudaErrorInvalidValue;
   // What a list comes to does not depend on how many blocks share it.
   const int64_t shares = ((int64_t)p->capacity + kProbeShare - 1) / kProbeShare;
+  const int lists = p->rows * p->kv_heads;
   int team = 1;
-  while (team < kProbeTeam && team < shares) team *= 2;
+  while (team < kProbeTeam && team < shares && 2 * team * lists <= sm_count()) team *= 2;
   const size_t smem = sizeof(ProbeShared) + (p->capacity / 8 + 2 + team - 1) / team + 1;
-  return launch_cluster(probe_kernel, p->rows * p->kv_heads * team, kProbeThreads, smem, team, stream, p->overlap != 0,
+  return launch_cluster(probe_kernel, lists * team, kProbeThreads, smem, team, stream, p->overlap != 0,
                         *p);
 }

@@ -1,7 +1,7 @@
 // Whole clusters by how likely they are, as many as a limit on their tokens allows: the exact counterpart of a
 // choice that may not take what it likes. A list has a cluster of thread blocks, each with a share of the tokens between the
-// list's two ranges: they count the clusters' tokens, if there could be too many, rank clusters, each for itself, take
-// them in that order, and write the tokens of those taken, ascending.
+// list's two ranges: they count the clusters' tokens, if there could be too many, find which clusters are taken, each for
+// itself, and write the tokens of those, ascending.
 #pragma once
 
 #include "../common/launch.cuh"
@@ -18,12 +18,12 @@ constexpr int kProbeShare = 8192, kProbeTeam = 8;  // tokens a thread block, whe
 constexpr uint32_t kProbeRun = 8;                  // neighbouring tokens, whose clusters are one load
 
 struct ProbeShared {
-  uint64_t rank[kProbeMost];  // probabilities as bits, of equals the first cluster on top
+  uint64_t largest;           // of all keys
   uint32_t size[kProbeMost];  // the share's tokens of each cluster
-  uint32_t all[kProbeMost];   // the list's
   uint8_t taken[kProbeMost];
-  uint32_t scratch[33], cut, found;
-  uint32_t bins[256], digit, held, need;
+  uint32_t scratch[33], found;
+  uint32_t held[256], keys[256], digit, left;
+  bool alone;
   float warps[4][32];
   // Behind it: of each run of the share which tokens are taken, a bit each.
 };
@@ -48,24 +48,29 @@ __device__ __forceinline__ void block_reduce(float (&x)[N], float (&warps)[N][32
     for (int i = 0; i < N; ++i) x[i] = f(x[i], __shfl_xor_sync(~0u, x[i], d));
 }
 
-// The least of the `need` largest of the keys, of which no two are equal and 0 is none: by bytes from the top.
+// Keys, of which no two are equal and 0 is none, are taken from the largest on, as long as their weights come to no more than
+// `limit`: taken are those above what this returns. By bytes from the top.
 template <int N>
-__device__ __forceinline__ uint64_t least_of(const uint64_t (&keys)[N], uint32_t need, ProbeShared& sh) {
-  uint64_t least = 0;
+__device__ __forceinline__ uint64_t last_left(const uint64_t (&keys)[N], const uint32_t (&weights)[N], uint32_t limit,
+                                              ProbeShared& sh) {
+  uint64_t last = 0;
 #pragma unroll 1
   for (int shift = 56;; shift -= 8) {
-    if (threadIdx.x < 256) sh.bins[threadIdx.x] = 0;
+    if (threadIdx.x < 256) sh.held[threadIdx.x] = sh.keys[threadIdx.x] = 0;
     __syncthreads();
+    if (threadIdx.x == 0) sh.digit = 256;
 #pragma unroll
     for (int j = 0; j < N; ++j)
-      if (keys[j] != 0 && (shift == 56 || (keys[j] ^ least) >> (shift + 8) == 0))
-        atomicAdd(&sh.bins[keys[j] >> shift & 255], 1u);
+      if (keys[j] != 0 && (shift == 56 || (keys[j] ^ last) >> (shift + 8) == 0)) {
+        atomicAdd(&sh.held[keys[j] >> shift & 255], weights[j]);
+        atomicAdd(&sh.keys[keys[j] >> shift & 255], 1u);
+      }
     __syncthreads();
     if (threadIdx.x < 32) {
       // Eight bins a lane, the largest first.
       const int top = 255 - 8 * threadIdx.x;
       uint32_t mine = 0;
-      for (int i = 0; i < 8; ++i) mine += sh.bins[top - i];
+      for (int i = 0; i < 8; ++i) mine += sh.held[top - i];
       uint32_t sum = mine;
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) {
@@ -73,22 +78,24 @@ __device__ __forceinline__ uint64_t least_of(const uint64_t (&keys)[N], uint32_t
         if (threadIdx.x >= d) sum += o;
       }
       uint32_t before = sum - mine;
-      if (before < need && sum >= need)
+      if (before <= limit && sum > limit)
         for (int i = 0; i < 8; ++i) {
-          const uint32_t held = sh.bins[top - i];
-          if (before + held >= need) {
+          const uint32_t held = sh.held[top - i];
+          if (before + held > limit) {
             sh.digit = top - i;
-            sh.held = held;
-            sh.need = need - before;
+            sh.alone = sh.keys[top - i] == 1;
+            sh.left = limit - before;
             break;
           }
           before += held;
         }
     }
     __syncthreads();
-    least |= (uint64_t)sh.digit << shift;
-    need = sh.need;
-    if (sh.held == need || shift == 0) return least;
+    if (sh.digit == 256) return 0;  // At the first byte: they all fit.
+    last |= (uint64_t)sh.digit << shift;
+    limit = sh.left;
+    // Where nothing more fits, what is left of the bin weighs something or does not matter.
+    if (sh.alone || limit == 0 || shift == 0) return last | ((1ull << shift) - 1);
   }
 }
 
@@ -146,6 +153,10 @@ __global__ void __launch_bounds__(kProbeThreads) probe_kernel(const ProbeParams 
   };
   const uint32_t limit = p.limits[list];
   const bool counts = limit < to - from;
+  uint32_t ones[kOwn], held[kOwn] = {};
+#pragma unroll
+  for (int j = 0; j < kOwn; ++j) ones[j] = 1;
+  if (tid == 0) sh.largest = 0;
   __syncthreads();
   if (counts) {
     for_runs([&](uint32_t, const uint32_t(&c)[kProbeRun], uint32_t within) {
@@ -156,11 +167,10 @@ __global__ void __launch_bounds__(kProbeThreads) probe_kernel(const ProbeParams 
     __syncthreads();
     cluster_release();
     cluster_wait();
-    for (uint32_t c = tid; c < clusters; c += kProbeThreads) {
-      uint32_t sum = 0;
-      for (uint32_t r = 0; r < team; ++r) sum += read_in_block(sh.size[c], r);
-      sh.all[c] = sum;
-    }
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j)
+      if (tid + j * kProbeThreads < clusters)
+        for (uint32_t r = 0; r < team; ++r) held[j] += read_in_block(sh.size[tid + j * kProbeThreads], r);
   }
 
   // The group's probability of each cluster, some heads at a time.
@@ -207,51 +217,21 @@ __global__ void __launch_bounds__(kProbeThreads) probe_kernel(const ProbeParams 
     const uint32_t c = tid + j * kProbeThreads;
     key[j] = c < clusters ? (uint64_t)__float_as_uint(mass[j]) << 32 | (~c) : 0;
   }
-  if (!counts) {
-    const uint64_t least = (uint32_t)p.most < clusters ? least_of(key, p.most, sh) : 1;
+  uint64_t last = (uint32_t)p.most < clusters ? last_left(key, ones, p.most, sh) : 0;
+  if (counts) {
+    if (p.first) {
+      uint64_t largest = key[0];
 #pragma unroll
-    for (int j = 0; j < kOwn; ++j)
-      if (key[j] != 0) sh.taken[tid + j * kProbeThreads] = key[j] >= least;
-  } else {
-    // The largest first.
-    uint32_t padded = 32;
-    while (padded < clusters) padded *= 2;
-#pragma unroll
-    for (int j = 0; j < kOwn; ++j)
-      if (tid + j * kProbeThreads < padded) sh.rank[tid + j * kProbeThreads] = key[j];
-    for (uint32_t size = 2; size <= padded; size *= 2)
-      for (uint32_t step = size / 2; step > 0; step /= 2) {
-        __syncthreads();
-        for (uint32_t i = tid; i < padded / 2; i += kProbeThreads) {
-          const uint32_t a = 2 * i - (i & (step - 1)), b = a + step;
-          const uint64_t x = sh.rank[a], y = sh.rank[b];
-          if ((x < y) == ((a & size) == 0)) sh.rank[a] = y, sh.rank[b] = x;
-        }
-      }
-    // How many are taken: those up to the first that would be too much.
-    if (tid == 0) sh.cut = min(clusters, (uint32_t)p.most);
-    __syncthreads();
-    const uint32_t first = tid * kOwn;
-    uint32_t held[kOwn], mine = 0, all;
-#pragma unroll
-    for (int j = 0; j < kOwn; ++j) {
-      held[j] = first + j < clusters ? sh.all[~(uint32_t)sh.rank[first + j]] : 0;
-      mine += held[j];
+      for (int j = 1; j < kOwn; ++j) largest = max(largest, key[j]);
+      atomicMax(reinterpret_cast<unsigned long long*>(&sh.largest), (unsigned long long)largest);
     }
-    uint32_t before = block_exclusive_sum(mine, sh.scratch, all);
-#pragma unroll
-    for (int j = 0; j < kOwn; ++j) {
-      before += held[j];
-      const bool spared = first + j == 0 && p.first;
-      if (first + j < clusters && before > limit && !spared) {
-        atomicMin(&sh.cut, first + j);
-        break;
-      }
-    }
-    __syncthreads();
-    const uint32_t cut = sh.cut;
-    for (uint32_t i = tid; i < clusters; i += kProbeThreads) sh.taken[~(uint32_t)sh.rank[i]] = i < cut;
+    last = max(last, last_left(key, held, limit, sh));
+    // However much it holds.
+    if (p.first) last = min(last, sh.largest - 1);
   }
+#pragma unroll
+  for (int j = 0; j < kOwn; ++j)
+    if (key[j] != 0) sh.taken[tid + j * kProbeThreads] = key[j] > last;
   __syncthreads();
 
   uint32_t mine = 0, found;

@@ -10,6 +10,7 @@ mod dense;
 mod gemm;
 pub mod index;
 pub mod kv;
+mod lent;
 pub mod linear;
 pub mod logits;
 mod memory;
@@ -27,3 +28,5 @@ mod softmax;
 #[allow(missing_docs)]
 mod testing;
 pub mod token;
+
+pub use lent::Lent;

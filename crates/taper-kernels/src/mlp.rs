@@ -1,5 +1,6 @@
 //! A small perceptron: what learned predictors are made of.
 
+use crate::lent::Lent;
 use crate::parallel::{self, SharedMut};
 use crate::simd::{Isa, Simd, dispatch, dot, exp_line, prefetch};
 use candle_core::{Result, Tensor, bail};
@@ -123,12 +124,12 @@ impl Mlp {
 ///
 /// # Errors
 /// Shapes that differ.
-pub fn per_head(mlps: &PerHead<Mlp>, q: &Tensor) -> Result<Tensor> {
+pub fn per_head(mlps: &PerHead<Mlp>, q: &Tensor) -> Result<Lent> {
     #[cfg(feature = "cuda")]
     if q.device().is_cuda() {
         return Ok(crate::cuda::step::per_head(mlps, q)?);
     }
-    for_kv_heads(q, mlps, Mlp::inputs, Mlp::outputs, Mlp::forward)
+    Ok(for_kv_heads(q, mlps, Mlp::inputs, Mlp::outputs, Mlp::forward)?.into())
 }
 
 /// Maps the queries `[R, q_heads, d]` of each KV head by its own of `maps`; widths must be equal.

@@ -7,6 +7,7 @@ use super::tape;
 use super::told::Told;
 use crate::decode::{Decode, DecodeRow, HeadSelection, Keys, Sample, Values};
 use crate::kv::{BLOCK_TOKENS, PagedKv};
+use crate::lent::Lent;
 use candle_core::{DType, Tensor};
 
 /// Query rows, each of any sequence: [`Decode`] with everything on the device.
@@ -111,8 +112,8 @@ pub struct Lists {
     pub(super) work: Tensor,
     /// The same for the host, where an operation has written them.
     pub(super) told: Option<Told>,
-    pub(super) block_ids: Option<Tensor>,
-    pub(super) token_ids: Option<Tensor>,
+    pub(super) block_ids: Option<Lent>,
+    pub(super) token_ids: Option<Lent>,
     /// Each of `token_ids` stands for a page of 2^token_shift tokens, of which a list names a run of tokens.
     pub(super) token_shift: u32,
     /// Natural log weights beside `token_ids`.
@@ -228,9 +229,8 @@ impl Lists {
     pub fn read_back(&self) -> Result<Vec<Vec<u32>>> {
         tape::leave()?;
         let work = self.work.to_vec2::<u32>()?;
-        let pool =
-            |ids: &Option<Tensor>| ids.as_ref().map_or(Ok(Vec::new()), |ids| ids.flatten_all()?.to_vec1::<u32>());
-        let (blocks, tokens) = (pool(&self.block_ids)?, pool(&self.token_ids)?);
+        let pool = |ids: Option<&Tensor>| ids.map_or(Ok(Vec::new()), |ids| ids.flatten_all()?.to_vec1::<u32>());
+        let (blocks, tokens) = (pool(self.block_ids.as_deref())?, pool(self.token_ids.as_deref())?);
         let weights = match &self.token_ln_weights {
             Some(weights) => weights.to_vec1::<f32>()?,
             None => Vec::new(),
@@ -426,6 +426,7 @@ impl Draft {
     /// The lists, which nothing may write to: see [`Lists::writable`].
     pub fn finish(self, op: &Op, rows: usize, heads: usize) -> Result<Lists> {
         let token_ids = (!self.tokens.is_empty()).then(|| op.kept(&self.tokens, [self.tokens.len()])).transpose()?;
+        let token_ids = token_ids.map(Lent::from);
         let work = op.kept(self.work.as_flattened(), [rows * heads, WORDS])?;
         let open = self.work.iter().all(|list| list[END + 1] == list[LEN]);
         Ok(Lists { token_ids, open, ..Lists::over(work, rows, heads) })

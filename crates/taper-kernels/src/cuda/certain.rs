@@ -75,8 +75,8 @@ pub(super) fn certain(
         block_table: op.at("tables", batch.tables, DType::U32, [tables, stride])?,
         row_table: op.maybe("row_tables", batch.row_tables, DType::U32, [rows])?,
         lists: op.at("lists", &lists.work, DType::U32, [count, WORDS])?,
-        block_ids: op.pool("lists", lists.block_ids.as_ref())?,
-        token_ids: op.pool("lists", lists.token_ids.as_ref())?,
+        block_ids: op.pool("lists", lists.block_ids.as_deref())?,
+        token_ids: op.pool("lists", lists.token_ids.as_deref())?,
         known_o: op.at("known", &o, DType::F32, [rows, q_heads, head_dim])?,
         known_lse: op.at("known", &lse, DType::F32, [rows, q_heads])?,
         draws: op.at("draws", &guesses, DType::U32, [count, GUESS_KEYS])?,
@@ -119,7 +119,7 @@ pub(super) fn certain(
     unsafe { op.launch(ffi::taper_certain_promote, &p) }?;
 
     // A sample beside that.
-    let exact = Lists { token_ids: Some(ids), ..Lists::over(work, rows, kv_heads) };
+    let exact = Lists { token_ids: Some(ids.into()), ..Lists::over(work, rows, kv_heads) };
     let (o, lse) = Plan::new(exact.clone(), batch)?.attend(batch, None, DType::F32)?;
     let most = capacity.min(how.pilot().saturating_mul(1 << (LOOKS - 1)));
     let draws = draw_each(&exact, streams, max_len, most, (Some(&wants), None))?.0;

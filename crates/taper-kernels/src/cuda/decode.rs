@@ -43,7 +43,7 @@ impl Batch<'_> {
             format_args!("{rows} rows of a multiple of {kv_heads} that divides {q_heads}"),
         )?;
         let pool = [blocks, kv_heads, BLOCK_TOKENS, head_dim];
-        let tokens = lists.token_ids.as_ref().map_or(0, Tensor::elem_count);
+        let tokens = lists.token_ids.as_ref().map_or(0, |ids| ids.elem_count());
         let sampled = lists.heads_sampled.as_ref();
         let per_head = [rows, q_heads];
         Ok(TaperDecodeParams {
@@ -53,8 +53,8 @@ impl Batch<'_> {
             block_table: op.at("tables", self.tables, DType::U32, [tables, stride])?,
             row_table: op.maybe("row_tables", self.row_tables, DType::U32, [rows])?,
             lists: op.at("lists", &lists.work, DType::U32, [rows * heads, WORDS])?,
-            block_ids: op.pool("lists", lists.block_ids.as_ref())?,
-            token_ids: op.pool("lists", lists.token_ids.as_ref())?,
+            block_ids: op.pool("lists", lists.block_ids.as_deref())?,
+            token_ids: op.pool("lists", lists.token_ids.as_deref())?,
             token_ln_weight: op.maybe("lists", lists.token_ln_weights.as_ref(), DType::F32, [tokens])?,
             head_counts: op.maybe("lists", sampled.map(|s| &s.0), DType::U32, per_head)?,
             head_ln_weight: op.maybe("lists", sampled.map(|s| &s.1), DType::F32, per_head)?,
@@ -91,7 +91,8 @@ pub(super) fn forget_plans() {
 impl Plan {
     /// As [`Plan::new`], for lists that nothing writes to: lists of the same tensors are not cut again.
     pub(super) fn kept(lists: Lists, batch: &Batch) -> Result<Self> {
-        let ids = |lists: &Lists| (lists.work.id(), lists.token_ids.as_ref().map(Tensor::id), lists.rows, lists.heads);
+        let ids =
+            |lists: &Lists| (lists.work.id(), lists.token_ids.as_ref().map(|ids| ids.id()), lists.rows, lists.heads);
         let found = KEPT.with_borrow(|kept| kept.iter().find(|plan| ids(&plan.lists) == ids(&lists)).cloned());
         if let Some(plan) = found {
             // Weights may be others: they are no part of the cut.

@@ -9,6 +9,7 @@ use super::op::{Op, renews};
 use super::sample::{Scratch, prepare};
 use crate::index::clusters::MOST_ON_DEVICE;
 use crate::kv::BLOCK_TOKENS;
+use crate::lent::Lent;
 use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
 
@@ -175,7 +176,7 @@ pub fn signs(x: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 /// Shapes that differ.
-pub fn agreement(batch: &Batch, q: &Tensor, index: &Tensor) -> Result<Tensor> {
+pub fn agreement(batch: &Batch, q: &Tensor, index: &Tensor) -> Result<Lent> {
     let op = Op::new("agreement", "index", index)?;
     let Dims { rows, q_heads, kv_heads, blocks, tables, stride, .. } = batch.dims(&op)?;
     let (words, wide) = (q.dim(2)?, index.dim(3)?);
@@ -183,7 +184,7 @@ pub fn agreement(batch: &Batch, q: &Tensor, index: &Tensor) -> Result<Tensor> {
     let expected = format!("{words} or {}", group * words);
     op.check(wide == words || wide == group * words, "index", format_args!("{wide} words"), expected)?;
     let entries = batch.max_len.next_multiple_of(BLOCK_TOKENS);
-    let out = op.empty((rows, kv_heads, entries), DType::F32)?;
+    let out = op.lent((rows, kv_heads, entries), DType::F32)?;
     let p = TaperHashScoreParams {
         q: op.at("q", q, DType::U32, [rows, q_heads, words])?,
         codes: op.at("index", index, DType::U32, [blocks, kv_heads, BLOCK_TOKENS, wide])?,
@@ -298,7 +299,7 @@ pub fn probe(batch: &Batch, logits: &Tensor, index: &Tensor, mut lists: Lists, l
     let (count, capacity) = (rows * kv_heads, batch.max_len);
     let expected = format!("{rows} rows of {kv_heads}");
     op.check((lists.rows, lists.heads) == (rows, kv_heads), "lists", format_args!("{} rows", lists.rows), expected)?;
-    let ids = op.empty(count * capacity, DType::U32)?;
+    let ids = op.lent(count * capacity, DType::U32)?;
     let p = TaperProbeParams {
         logits: op.at("logits", logits, DType::F32, [rows, q_heads, clusters])?,
         ids: op.at("index", index, DType::I16, [blocks, kv_heads, BLOCK_TOKENS])?,
@@ -473,7 +474,7 @@ pub fn choose(batch: &Batch, of: &Choice, index: &Inverted) -> Result<Lists> {
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_saap_choose, &p) }?;
-    Ok(Lists { told, token_ids: Some(token_ids), ..Lists::over(work, rows, kv_heads) })
+    Ok(Lists { told, token_ids: Some(token_ids.into()), ..Lists::over(work, rows, kv_heads) })
 }
 
 /// Clusters by a classifier of two layers a KV head, as [`linear`] has them, and what is read besides.

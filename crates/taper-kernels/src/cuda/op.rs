@@ -3,6 +3,7 @@
 use super::error::{Error, Result};
 use super::ffi;
 use super::tape::{self, Entry};
+use crate::lent::Lent;
 use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, result as driver, sys};
 use candle_core::{CudaStorage, DType, Device, Storage, Tensor, WithDType};
@@ -161,6 +162,14 @@ impl Op {
         let shape = if shape.elem_count() == 0 { (1,).into() } else { shape };
         // SAFETY: any bits are a number of these types; the launch writes them before anything reads.
         tape::made((&shape, dtype), || Ok(unsafe { Tensor::empty(shape.clone(), dtype, &self.device)? }))
+    }
+
+    /// The same for a short while.
+    pub fn lent(&self, shape: impl Into<candle_core::Shape>, dtype: DType) -> Result<Lent> {
+        let shape = shape.into();
+        let shape = if shape.elem_count() == 0 { (1,).into() } else { shape };
+        // SAFETY: as in `empty`.
+        tape::lent((&shape, dtype), || Ok(unsafe { Tensor::empty(shape.clone(), dtype, &self.device)? }))
     }
 
     /// The address of room for so many numbers, which the thread keeps for its next launch of this use: for what nobody

@@ -5,6 +5,7 @@ use super::error::Result;
 use super::ffi::{self, TaperChannelsParams, TaperProjectParams, TaperRowsParams};
 use super::op::Op;
 use crate::kv::BLOCK_TOKENS;
+use crate::lent::Lent;
 use crate::mlp::Activation;
 use candle_core::{DType, Tensor};
 
@@ -89,7 +90,7 @@ pub struct Layer<'a> {
 ///
 /// # Errors
 /// Shapes that do not fit.
-pub fn project(x: &Tensor, heads: usize, layer: &Layer) -> Result<Tensor> {
+pub fn project(x: &Tensor, heads: usize, layer: &Layer) -> Result<Lent> {
     let op = Op::new("project", "x", x)?;
     let ((rows, x_heads, inputs), (maps, outputs, _)) = (x.dims3()?, layer.weight.dims3()?);
     let fits = maps > 0 && x_heads > 0 && heads.is_multiple_of(maps) && heads.is_multiple_of(x_heads);
@@ -99,7 +100,7 @@ pub fn project(x: &Tensor, heads: usize, layer: &Layer) -> Result<Tensor> {
         true => ([heads, rows, outputs], outputs, rows * outputs),
         false => ([rows, heads, outputs], heads * outputs, outputs),
     };
-    let out = op.empty(shape.to_vec(), layer.out)?;
+    let out = op.lent(shape.to_vec(), layer.out)?;
     let p = TaperProjectParams {
         x: op.at("x", x, DType::F32, [rows, x_heads, inputs])?,
         weight: op.at("weight", layer.weight, DType::F32, [maps, outputs, inputs])?,

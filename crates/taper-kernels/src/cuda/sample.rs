@@ -305,8 +305,8 @@ pub(super) fn draw_each(
     let (ids, counts) = (op.empty((count, most), DType::U32)?, op.empty(count, DType::U32)?);
     let p = TaperSampleParams {
         work: op.at("lists", &lists.work, DType::U32, [count, WORDS])?,
-        block_ids: op.pool("lists", lists.block_ids.as_ref())?,
-        token_ids: op.pool("lists", lists.token_ids.as_ref())?,
+        block_ids: op.pool("lists", lists.block_ids.as_deref())?,
+        token_ids: op.pool("lists", lists.token_ids.as_deref())?,
         seeds: op.at("seeds", streams.seeds, DType::I64, [lists.rows])?,
         positions: op.at("positions", streams.positions, DType::U32, [lists.rows])?,
         wants: op.maybe("wants", wants, DType::U32, [count])?,

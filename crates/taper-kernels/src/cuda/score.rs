@@ -12,6 +12,7 @@ use super::op::{self, Op};
 use super::sample::Scratch;
 use crate::index::labels::ON_DEVICE;
 use crate::kv::BLOCK_TOKENS;
+use crate::lent::Lent;
 use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
 use std::ops::Range;
@@ -32,7 +33,7 @@ pub enum View<'a> {
 #[derive(Debug)]
 pub struct Scores {
     /// `[R, q_heads, entries]`, f32; what lies beyond a row's entries is unwritten.
-    pub(super) scores: Tensor,
+    pub(super) scores: Lent,
     /// Of every 64 of them the largest, and the sum of exp(score - largest) `[R, q_heads, entries / 64]`, f32; beyond a row's
     /// entries unwritten.
     pub(super) tiles: (Tensor, Tensor),
@@ -107,7 +108,7 @@ pub fn scores(batch: &Batch, q: &Tensor, view: View, scale: f32) -> Result<Score
     let page = BLOCK_TOKENS / per_block;
     let entries = batch.max_len.div_ceil(page).next_multiple_of(64);
     let tiles = entries / 64;
-    let scores = op.empty((rows, q_heads, entries), DType::F32)?;
+    let scores = op.lent((rows, q_heads, entries), DType::F32)?;
     let (top, sum) = (op.empty((rows, q_heads, tiles), DType::F32)?, op.empty((rows, q_heads, tiles), DType::F32)?);
     let p = TaperScoreParams {
         q: op.at("q", q, dtype, [rows, q_heads, width])?,
@@ -346,7 +347,7 @@ pub(super) fn select(
         _ => ffi::TAPER_NO_TARGET,
     };
     let chosen = op.empty(count, DType::U32)?;
-    let ids = op.empty((count, how.capacity), DType::U32)?;
+    let ids = op.lent((count, how.capacity), DType::U32)?;
     let base = TaperSelectParams {
         scores: op.at("scores", scores, DType::F32, [rows, heads, entries])?,
         begins: op.at("between", &begins, DType::U32, [count])?,
@@ -376,7 +377,7 @@ pub(super) fn select(
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_select_group, &p) }?;
     match target {
-        ffi::TAPER_TOKENS => lists.token_ids = Some(ids.flatten_all()?),
+        ffi::TAPER_TOKENS => lists.token_ids = Some(ids.reshape(count * how.capacity)?),
         ffi::TAPER_BLOCKS => lists.block_ids = Some(ids),
         _ => lists.token_ids = Some(pages(op, &lists, &ids, &chosen, page)?),
     }
@@ -384,9 +385,9 @@ pub(super) fn select(
 }
 
 /// The tokens of the pages chosen that lie between the lists' ranges, which the lists are made to name.
-fn pages(op: &Op, lists: &Lists, chosen: &Tensor, counts: &Tensor, page: usize) -> Result<Tensor> {
+fn pages(op: &Op, lists: &Lists, chosen: &Tensor, counts: &Tensor, page: usize) -> Result<Lent> {
     let (count, capacity) = chosen.dims2()?;
-    let ids = op.empty(count * capacity * page, DType::U32)?;
+    let ids = op.lent(count * capacity * page, DType::U32)?;
     let p = TaperPagesParams {
         pages: op.at("pages", chosen, DType::U32, [count, capacity])?,
         counts: op.at("counts", counts, DType::U32, [count])?,
@@ -453,7 +454,7 @@ fn pick(
     let (count, most) = (rows * kv_heads, batch.max_len.div_ceil(page));
     op.check(most <= PICK_MOST, "max_len", batch.max_len, format_args!("{PICK_MOST} pages of {page}"))?;
     let capacity = k.clamp(1, most);
-    let ids = op.empty((count, capacity), DType::U32)?;
+    let ids = op.lent((count, capacity), DType::U32)?;
     let (told, work) = Lists::told(op, count)?;
     let scratch = Scratch::kept(batch.q, rows, q_heads, kv_heads)?;
     let p = TaperPickParams {

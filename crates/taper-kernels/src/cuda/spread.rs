@@ -11,6 +11,7 @@ use super::told::Told;
 use super::walk::{ListScores, Walked};
 use crate::decode::{Spread, Targets};
 use crate::kv::BLOCK_TOKENS;
+use crate::lent::Lent;
 use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
 
@@ -109,7 +110,7 @@ fn spread_over(
     unsafe { op.launch(ffi::taper_spread, &p) }?;
     let ids = Some(ids.flatten_all()?);
     let token_ln_weights = Some(ln_weights.flatten_all()?);
-    Ok(Lists { token_ids: ids, token_ln_weights, ..Lists::over(work, rows, q_heads) })
+    Ok(Lists { token_ids: ids.map(Lent::from), token_ln_weights, ..Lists::over(work, rows, q_heads) })
 }
 
 /// Queries `[R, q_heads, head_dim]`, f32, of which only some features are left; the heads of a `group` keep one set, without
@@ -171,7 +172,7 @@ impl Values {
         let work: Vec<[u32; WORDS]> =
             (0..rows * q_heads).map(|i| tokens_of(i * samples, samples, lens[i / q_heads])).collect();
         let work = op.kept(work.as_flattened(), [work.len(), WORDS])?;
-        Ok(Lists { token_ids: Some(self.ids.flatten_all()?), ..Lists::over(work, rows, q_heads) })
+        Ok(Lists { token_ids: Some(self.ids.flatten_all()?.into()), ..Lists::over(work, rows, q_heads) })
     }
 }
 
@@ -241,7 +242,7 @@ pub fn values(batch: &Batch, streams: Streams, samples: usize, targets: Targets,
 
 /// How many tokens each KV head's query heads read between them `[R * kv_heads]`, by lists of tokens for each query head.
 pub(super) fn distinct(op: &Op, lists: &Lists, kv_heads: usize, max_len: usize) -> Result<Told> {
-    let (count, pool) = (lists.rows * kv_heads, lists.token_ids.as_ref());
+    let (count, pool) = (lists.rows * kv_heads, lists.token_ids.as_deref());
     let told = Told::new(op, count)?;
     let p = TaperDistinctParams {
         work: op.at::<u32>("lists", &lists.work, DType::U32, [lists.rows * lists.heads, WORDS])?.cast(),

@@ -13,12 +13,13 @@
 
 use super::error::{Error, Result};
 use super::op::{Op, rooms};
+use crate::lent::Lent;
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, CudaStream, result as driver, sys};
 use candle_core::{DType, Shape, Tensor};
 use std::any::Any;
 use std::cell::RefCell;
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 /// An entry point of the interface.
 pub(super) type Entry<P> = unsafe extern "C" fn(*const P, *mut c_void) -> i32;
@@ -40,6 +41,8 @@ pub(super) struct Tape {
     state: State,
     calls: Vec<Call>,
     inputs: Vec<Input>,
+    /// Flat memory that one part of a step has after another, and who holds it.
+    lent: Vec<(Tensor, Weak<()>)>,
     /// Words that launches leave for the host, `[TOLD_WORDS]`, and how many of them are given out.
     told: Option<(Tensor, usize)>,
     /// Where they are to go: what memory, from which word, and how many.
@@ -68,6 +71,7 @@ enum State {
 
 enum Call {
     Made(Tensor),
+    Lent(usize),
     Input(usize),
     Told(usize, usize),
     Launch(Box<dyn Queue>),
@@ -115,6 +119,7 @@ pub(super) fn record(op: &Op) {
         state: State::Recording,
         calls: Vec::new(),
         inputs: Vec::new(),
+        lent: Vec::new(),
         told: None,
         leaves: Vec::new(),
         graphs: Vec::new(),
@@ -183,6 +188,36 @@ pub(super) fn made((shape, dtype): (&Shape, DType), make: impl FnOnce() -> Resul
     let tensor = make()?;
     with(|tape| tape.hold(&tensor));
     Ok(tensor)
+}
+
+/// The same of what is needed for a short while only.
+pub(super) fn lent((shape, dtype): (&Shape, DType), make: impl FnOnce() -> Result<Tensor>) -> Result<Lent> {
+    let lend = |tensor: Tensor| tensor.reshape(shape).map(Lent::from);
+    match with(|tape| tape.free((shape.elem_count(), dtype))) {
+        None | Some(Free::No) => Ok(make()?.into()),
+        Some(Free::Here(place, tensor)) => {
+            let lent = lend(tensor)?;
+            with(|tape| tape.lent[place].1 = lent.holders());
+            Ok(lent)
+        }
+        Some(Free::New) => {
+            let tensor = make()?.flatten_all()?;
+            let lent = lend(tensor.clone())?;
+            with(|tape| {
+                if tape.counts(&tensor) {
+                    tape.calls.push(Call::Lent(tape.lent.len()));
+                    tape.lent.push((tensor, lent.holders()));
+                }
+            });
+            Ok(lent)
+        }
+    }
+}
+
+enum Free {
+    No,
+    Here(usize, Tensor),
+    New,
 }
 
 /// A tensor of host data that nothing writes to; none where there is no tape that has it. `upload` makes one.
@@ -287,19 +322,52 @@ impl Tape {
         found
     }
 
-    /// Keeps what was made, unless a step makes too much: then nothing of it is kept.
+    /// Keeps what was made.
     fn hold(&mut self, tensor: &Tensor) {
-        if self.state != State::Recording {
-            return;
+        if self.state == State::Recording && self.counts(tensor) {
+            self.calls.push(Call::Made(tensor.clone()));
         }
+    }
+
+    /// Counts what is about to be kept, unless a step makes too much: then nothing of it is kept.
+    fn counts(&mut self, tensor: &Tensor) -> bool {
         self.bytes += tensor.elem_count() * tensor.dtype().size_in_bytes();
-        if self.bytes > MADE_BYTES_MAX {
+        let fits = self.bytes <= MADE_BYTES_MAX;
+        if !fits {
             self.state = State::Left;
             self.calls.clear();
             self.inputs.clear();
-            return;
+            self.lent.clear();
         }
-        self.calls.push(Call::Made(tensor.clone()));
+        fits
+    }
+
+    /// Memory for so many numbers that nobody holds.
+    fn free(&mut self, (elements, dtype): (usize, DType)) -> Free {
+        let fits = |(tensor, held): &(Tensor, Weak<()>)| {
+            held.strong_count() == 0 && tensor.elem_count() == elements && tensor.dtype() == dtype
+        };
+        let place = match self.state {
+            State::Left => None,
+            State::Recording => match self.lent.iter().position(fits) {
+                None => return Free::New,
+                Some(place) => {
+                    self.calls.push(Call::Lent(place));
+                    Some(place)
+                }
+            },
+            State::Following { at, queued } => match self.calls.get(at) {
+                Some(&Call::Lent(place)) if fits(&self.lent[place]) => {
+                    self.state = State::Following { at: at + 1, queued };
+                    Some(place)
+                }
+                _ => {
+                    self.leave();
+                    None
+                }
+            },
+        };
+        place.map_or(Free::No, |place| Free::Here(place, self.lent[place].0.clone()))
     }
 
     fn note(&mut self, call: impl FnOnce() -> Call) {

@@ -37,8 +37,8 @@ impl Walked {
         let (counts, firsts) = (Told::new(op, count)?, op.empty(count, DType::U32)?);
         let mut p = TaperWalkParams {
             work: op.at("lists", &lists.work, DType::U32, [count, WORDS])?,
-            block_ids: op.pool("lists", lists.block_ids.as_ref())?,
-            token_ids: op.pool("lists", lists.token_ids.as_ref())?,
+            block_ids: op.pool("lists", lists.block_ids.as_deref())?,
+            token_ids: op.pool("lists", lists.token_ids.as_deref())?,
             ids: op.at("ids", &ids, DType::U32, [count, places])?,
             counts: op.at("counts", &counts.tensor(count)?, DType::U32, [count])?,
             firsts: op.at("firsts", &firsts, DType::U32, [count])?,

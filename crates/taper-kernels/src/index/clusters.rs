@@ -7,6 +7,7 @@ use super::{Extend, Lookup, Part, dims, for_each_part, map_spans};
 use crate::decode::{Decode, HeadSelection, Keys, Selection, sink_window};
 use crate::gemm::{Gemm, gemm};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
+use crate::lent::Lent;
 use crate::mlp::{PerHead, for_kv_heads};
 use crate::parallel;
 use crate::rotary::Rotation;
@@ -143,7 +144,7 @@ pub fn extend(
 ///
 /// # Errors
 /// Shapes that differ.
-pub fn products(centroids: &PerHead<Centroids>, q: &Tensor) -> Result<Tensor> {
+pub fn products(centroids: &PerHead<Centroids>, q: &Tensor) -> Result<Lent> {
     #[cfg(feature = "cuda")]
     if q.device().is_cuda() {
         return Ok(crate::cuda::step::products(centroids, q)?);
@@ -152,7 +153,7 @@ pub fn products(centroids: &PerHead<Centroids>, q: &Tensor) -> Result<Tensor> {
         let scale = 1.0 / (centroids.d as f32).sqrt();
         centroids.scores(q).into_iter().map(|x| x * scale).collect()
     };
-    for_kv_heads(q, centroids, Centroids::dim, Centroids::clusters, scaled)
+    Ok(for_kv_heads(q, centroids, Centroids::dim, Centroids::clusters, scaled)?.into())
 }
 
 /// How many of the clusters are read.

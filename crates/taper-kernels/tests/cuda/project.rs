@@ -48,7 +48,7 @@ fn layers_centroids_and_turns_are_those_of_the_cpu_whatever_the_widths_and_rows(
                     mlp::per_head(&by_kv_head, &plain).unwrap(),
                     mlp::per_head(&by_head, x).unwrap(),
                     clusters::products(&centroids, &plain).unwrap(),
-                    plain,
+                    plain.into(),
                 ]
             };
             for (i, (cpu, cuda)) in of(&x).iter().zip(&of(&on_device)).enumerate() {

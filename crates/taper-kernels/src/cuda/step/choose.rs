@@ -8,6 +8,7 @@ use crate::cuda::op::Op;
 use crate::cuda::score::{self, Between, How, Scores, View, select};
 use crate::decode::{Decode, DecodeRow, Selection, sink_window};
 use crate::kv::BLOCK_TOKENS;
+use crate::lent::Lent;
 use candle_core::Tensor;
 use std::ops::Range;
 use std::sync::Arc;
@@ -28,7 +29,7 @@ enum By {
     /// The same of pages by their bounds, which the choice scores: `[blocks, kv_heads, pages of a block, 2 head_dim]`.
     Bounds(Tensor),
     /// What each KV head makes of tokens, `[R, kv_heads, tokens]`, f32.
-    Groups(Tensor),
+    Groups(Lent),
 }
 
 impl Scored {
@@ -45,7 +46,7 @@ impl Scored {
     }
 
     /// By what each KV head makes of its tokens.
-    pub(super) fn by_group(step: Arc<Step>, importance: Tensor, wanted: &[bool]) -> Self {
+    pub(super) fn by_group(step: Arc<Step>, importance: Lent, wanted: &[bool]) -> Self {
         Self { step, by: By::Groups(importance), wanted: wanted.to_vec() }
     }
 
@@ -81,7 +82,7 @@ impl Scored {
         let scored;
         let numbers = match &self.by {
             By::Shares(scores) => scores.of(),
-            By::Groups(importance) => (importance, None, 1),
+            By::Groups(importance) => (&**importance, None, 1),
             By::Bounds(index) => {
                 if score::picks(batch.max_len, self.page()) {
                     let longest = self.step.lens.iter().copied().max().unwrap_or(0);

@@ -140,7 +140,8 @@ pub(crate) fn extend_clusters(
     let op = Op::new("clusters", "k", k)?;
     let ids = index.squeeze(3)?;
     Rows::each(&op, parts, |rows| {
-        kernels::nearest(&key_products(&op, of, (&rows.keys(&op, k, unrotate)?, rows.single))?, &rows.tokens(), &ids)
+        let products = key_products(&op, of, (&rows.keys(&op, k, unrotate)?, rows.single))?;
+        kernels::nearest(&products, &rows.tokens(), &ids)
     })
 }
 
@@ -163,8 +164,8 @@ pub(crate) fn labels(batch: &Decode, index: &Tensor, channels: &[Vec<u32>], want
 pub(crate) fn equal_bits(batch: &Decode, index: &Tensor, maps: &PerHead<Mlp>, wanted: &[bool]) -> Result<Scored> {
     let op = Op::new("codes", "q", batch.q)?;
     let step = Step::new(&op, batch)?;
-    let codes =
-        kernels::signs(&forward(&op, maps, (&cast(&op, batch.q, DType::F32)?, true), step.q_heads, DType::BF16)?)?;
+    let made = forward(&op, maps, (&cast(&op, batch.q, DType::F32)?, true), step.q_heads, DType::BF16)?;
+    let codes = kernels::signs(&made)?;
     let importance = kernels::agreement(&step.batch(), &codes, index)?;
     Ok(Scored::by_group(step, importance, &super::wanted(batch.rows, wanted)))
 }

@@ -7,6 +7,7 @@ use crate::cuda::layer::cast;
 use crate::cuda::op::Op;
 use crate::cuda::project::{self as kernels, Layer, Turns};
 use crate::index::clusters::Centroids;
+use crate::lent::Lent;
 use crate::mlp::{Activation, Mlp, PerHead};
 use crate::rotary::Rotation;
 use candle_core::{DType, Device, Tensor};
@@ -38,7 +39,7 @@ pub(super) fn forward(
     (x, single): (&Tensor, bool),
     heads: usize,
     out: DType,
-) -> Result<Tensor> {
+) -> Result<Lent> {
     let Some(first) = maps.first() else { return Err(op.error("maps", 0, "at least one")) };
     let shape = |map: &Mlp| map.layers.iter().map(|l| (l.weight.len(), l.bias.len())).collect::<Vec<_>>();
     let alike = maps.iter().all(|map| shape(map) == shape(first) && map.activation == first.activation);
@@ -56,10 +57,10 @@ pub(super) fn forward(
         }
         Ok(tensors)
     })?;
-    let mut x = x.clone();
+    let mut x = Lent::from(x.clone());
     if !single {
         op.apart()?;
-        x = by_map(&x, heads, maps.len())?;
+        x = by_map(&x, heads, maps.len())?.into();
     }
     let last = first.layers.len() - 1;
     for (depth, layer) in tensors.chunks_exact(2).enumerate() {
@@ -71,14 +72,15 @@ pub(super) fn forward(
             x = kernels::project(&x, heads, &layer)?;
             continue;
         }
-        x = x.matmul(&weight.t()?)?.broadcast_add(&bias.unsqueeze(1)?)?;
+        let sums = x.matmul(&weight.t()?)?.broadcast_add(&bias.unsqueeze(1)?)?;
         x = match activation {
-            None => x,
-            Some(Activation::Relu) => x.relu()?,
-            Some(Activation::Silu) => x.silu()?,
-        };
+            None => sums,
+            Some(Activation::Relu) => sums.relu()?,
+            Some(Activation::Silu) => sums.silu()?,
+        }
+        .into();
     }
-    if single { Ok(x) } else { Ok(by_row(&x, heads)?.to_dtype(out)?) }
+    if single { Ok(x) } else { Ok(by_row(&x, heads)?.to_dtype(out)?.into()) }
 }
 
 /// Rows `[T, x_heads, width]`, f32, by the map of each of `heads` heads: `[maps, heads / maps * T, width]`.
@@ -95,7 +97,7 @@ fn by_row(x: &Tensor, heads: usize) -> Result<Tensor> {
 }
 
 /// [`crate::mlp::per_head`].
-pub(crate) fn per_head(maps: &PerHead<Mlp>, q: &Tensor) -> Result<Tensor> {
+pub(crate) fn per_head(maps: &PerHead<Mlp>, q: &Tensor) -> Result<Lent> {
     let op = Op::new("per_head", "q", q)?;
     let (_, q_heads, d) = q.dims3()?;
     let fits = !maps.is_empty() && q_heads.is_multiple_of(maps.len()) && maps.iter().all(|map| map.inputs() == d);
@@ -120,7 +122,7 @@ fn centroids(op: &Op, of: &PerHead<Centroids>) -> Result<Tensor> {
 }
 
 /// [`crate::index::clusters::products`].
-pub(crate) fn products(of: &PerHead<Centroids>, q: &Tensor) -> Result<Tensor> {
+pub(crate) fn products(of: &PerHead<Centroids>, q: &Tensor) -> Result<Lent> {
     let op = Op::new("products", "q", q)?;
     let (_, q_heads, d) = q.dims3()?;
     let centroids = centroids(&op, of)?;
@@ -131,13 +133,13 @@ pub(crate) fn products(of: &PerHead<Centroids>, q: &Tensor) -> Result<Tensor> {
 }
 
 /// Products of keys `[T, kv_heads, d]`, f32, single rows or not, with their head's centroids: `[kv_heads, T, clusters]`.
-pub(super) fn key_products(op: &Op, of: &PerHead<Centroids>, (keys, single): (&Tensor, bool)) -> Result<Tensor> {
+pub(super) fn key_products(op: &Op, of: &PerHead<Centroids>, (keys, single): (&Tensor, bool)) -> Result<Lent> {
     let centroids = centroids(op, of)?;
     if single {
         return kernels::project(keys, of.len(), &Layer { by_head: true, ..raw(&centroids) });
     }
     op.apart()?;
-    Ok(keys.transpose(0, 1)?.contiguous()?.matmul(&centroids.t()?)?)
+    Ok(keys.transpose(0, 1)?.contiguous()?.matmul(&centroids.t()?)?.into())
 }
 
 fn raw(weight: &Tensor) -> Layer<'_> {

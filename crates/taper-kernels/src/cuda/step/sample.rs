@@ -212,9 +212,9 @@ pub(crate) fn sample_some(
         lists.token_ids = Some(match lists.token_ids.take() {
             Some(ids) => {
                 op.apart()?;
-                Tensor::cat(&[&ids, &drawn], 0)?
+                Tensor::cat(&[&*ids, &drawn], 0)?.into()
             }
-            None => drawn,
+            None => drawn.into(),
         });
         let each: Vec<u32> = draws.iter().flat_map(|&size| std::iter::repeat_n(size as u32, group)).collect();
         let shape = [rows, q_heads];
