@@ -35,7 +35,8 @@ bool valid(const DecodeParams& p) {
 
 extern "C" int taper_decode_plan(const taper::DecodeParams* p, cudaStream_t stream) {
   if (!taper::valid(*p)) return cudaErrorInvalidValue;
-  return taper::launch(taper::decode_plan_kernel, 1, 1024, 0, stream, p->overlap != 0, *p);
+  const int lists = p->rows * p->list_heads, blocks = (lists + taper::kPlanLists - 1) / taper::kPlanLists;
+  return taper::launch(taper::decode_plan_kernel, blocks < 64 ? blocks : 64, 1024, 0, stream, p->overlap != 0, *p);
 }
 
 extern "C" int taper_decode(const taper::DecodeParams* p, cudaStream_t stream) {

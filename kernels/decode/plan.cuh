@@ -5,7 +5,9 @@
 
 namespace taper {
 
-// Cuts every list into units. One thread block; lists are few (rows * list_heads), their units many: a warp writes a list's.
+// Cuts every list into units. Lists are few (rows * list_heads), so every thread block adds up the units of all; units are
+// many: a warp writes a list's.
+constexpr int kPlanLists = 16;  // lists a thread block
 __global__ void __launch_bounds__(1024) decode_plan_kernel(const DecodeParams p) {
   __shared__ uint32_t scratch[33], firsts[1024], tiles_of[1024];
   wait_for_predecessor();
@@ -18,11 +20,11 @@ __global__ void __launch_bounds__(1024) decode_plan_kernel(const DecodeParams p)
     const uint32_t tiles = i < lists ? list_tiles(p.lists[i]) : 0;
     uint32_t total;
     const uint32_t mine = base + block_exclusive_sum(list_unit_count(tiles, p.list_heads), scratch, total);
-    if (i < lists) p.list_units[i] = min(mine, capacity);
+    if (blockIdx.x == 0 && i < lists) p.list_units[i] = min(mine, capacity);
     firsts[threadIdx.x] = mine;
     tiles_of[threadIdx.x] = tiles;
     __syncthreads();
-    for (int j = threadIdx.x >> 5; j < min(lists - at, 1024); j += 32) {
+    for (int j = blockIdx.x + (threadIdx.x >> 5) * gridDim.x; j < min(lists - at, 1024); j += 32 * gridDim.x) {
       const WorkList work = p.lists[at + j];
       const uint32_t tiles = tiles_of[j], n = list_unit_count(tiles, p.list_heads), first = firsts[j];
       uint32_t table = (at + j) / p.list_heads;
@@ -33,7 +35,7 @@ __global__ void __launch_bounds__(1024) decode_plan_kernel(const DecodeParams p)
     base += total;
     __syncthreads();
   }
-  if (threadIdx.x == 0) p.list_units[lists] = min(base, capacity);
+  if (blockIdx.x == 0 && threadIdx.x == 0) p.list_units[lists] = min(base, capacity);
 }
 
 }  // namespace taper

@@ -14,12 +14,19 @@ extern "C" int taper_project(const taper::ProjectParams* p, cudaStream_t stream)
   using namespace taper;
   const bool ok = p->rows > 0 && p->maps > 0 && p->maps <= 65535 && p->x_heads > 0 && p->heads % p->maps == 0 &&
                   p->heads % p->x_heads == 0 && p->heads > 0 && p->inputs > 0 && p->outputs > 0 &&
-                  (int64_t)p->rows * (p->heads / p->maps) <= INT32_MAX - 16;
+                  (int64_t)p->rows * (p->heads / p->maps) <= INT32_MAX - 16 &&
+                  (int64_t)p->rows * p->x_heads * p->inputs <= UINT32_MAX;
   if (!ok) return cudaErrorInvalidValue;
-  constexpr int kShare = kProjectWarps * kProjectOutputs;
-  const dim3 grid((p->outputs + kShare - 1) / kShare, p->maps);
-  auto kernel = p->rows * (p->heads / p->maps) <= 4 ? project_kernel<4> : project_kernel<8>;
-  return launch(kernel, grid, kProjectWarps * 32, 0, stream, p->overlap != 0, *p);
+  const int count = p->rows * (p->heads / p->maps);
+  auto go = [&](auto kernel, int outputs) {
+    const int share = kProjectWarps * outputs;
+    const dim3 grid((p->outputs + share - 1) / share, p->maps);
+    return launch(kernel, grid, kProjectWarps * 32, 0, stream, p->overlap != 0, *p);
+  };
+  // Where there is enough for most multiprocessors, a number that is loaded serves many products.
+  const int64_t wide = (int64_t)p->maps * ((p->outputs + 8 * kProjectWarps - 1) / (8 * kProjectWarps));
+  if (count >= 16 && 2 * wide >= sm_count()) return go(project_kernel<16, 8>, 8);
+  return count <= 4 ? go(project_kernel<4, 4>, 4) : go(project_kernel<8, 4>, 4);
 }
 
 extern "C" int taper_channels(const taper::ChannelsParams* p, cudaStream_t stream) {

@@ -12,7 +12,7 @@ using RowsParams = TaperRowsParams;
 using ProjectParams = TaperProjectParams;
 using ChannelsParams = TaperChannelsParams;
 
-constexpr int kProjectWarps = 8, kProjectOutputs = 4;  // outputs a warp
+constexpr int kProjectWarps = 8;
 
 // A thread takes two elements that rotate into one another.
 template <class T>
@@ -77,59 +77,65 @@ __device__ __forceinline__ void warp_sums(float (&x)[N]) {
   }
 }
 
-// A warp takes four outputs of one map for all of its heads' rows, R at a time, its lanes an input in 32 each. Sums do
-// not depend on R.
-template <int R>
+// A warp takes O outputs of one map for all of its heads' rows, R at a time, its lanes an input in 32 each. Sums do
+// not depend on either.
+template <int R, int O>
 __global__ void __launch_bounds__(kProjectWarps * 32) project_kernel(const ProjectParams p) {
-  constexpr int kSums = kProjectOutputs * R, kLane = kSums > 32 ? kSums / 32 : 1, kLanes = kSums / kLane;
+  constexpr int kSums = O * R, kLane = kSums > 32 ? kSums / 32 : 1, kLanes = kSums / kLane;
   const int lane = threadIdx.x % 32, map = blockIdx.y, per = p.heads / p.maps, shared = p.heads / p.x_heads;
-  const int first = (blockIdx.x * kProjectWarps + threadIdx.x / 32) * kProjectOutputs;
+  const int first = (blockIdx.x * kProjectWarps + threadIdx.x / 32) * O;
   const float* weight = p.weight + (int64_t)map * p.outputs * p.inputs;
   const int64_t begin = (int64_t)first * p.inputs, end = (int64_t)p.outputs * p.inputs;
   // Weights are nobody's output: they come while the launch before goes on.
-  for (int64_t i = begin + lane * 32; i < begin + kProjectOutputs * p.inputs && i < end; i += 32 * 32)
+  for (int64_t i = begin + lane * 32; i < begin + O * p.inputs && i < end; i += 32 * 32)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(weight + i));
   // This lane's sums: of outputs of a row side by side.
   const int own = lane / (32 / kLanes) * kLane;
   float bias[kLane];
 #pragma unroll
   for (int i = 0; i < kLane; ++i) {
-    const int output = first + (own + i) % kProjectOutputs;
+    const int output = first + (own + i) % O;
     bias[i] = p.bias && output < p.outputs ? p.bias[map * p.outputs + output] : 0.0f;
   }
   launch_dependents();
   wait_for_predecessor();
   if (first >= p.outputs) return;
-  const float* w[kProjectOutputs];
+  const float* w[O];
 #pragma unroll
-  for (int o = 0; o < kProjectOutputs; ++o) w[o] = weight + (int64_t)min(first + o, p.outputs - 1) * p.inputs;
+  for (int o = 0; o < O; ++o) w[o] = weight + (int64_t)min(first + o, p.outputs - 1) * p.inputs;
   const int count = p.rows * per;
   for (int start = 0; start < count; start += R) {
-    const float* x[R];
+    uint32_t x[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const int n = min(start + r, count - 1);
-      x[r] = p.x + ((int64_t)(n / per) * p.x_heads + (map * per + n % per) / shared) * p.inputs;
+      x[r] = (uint32_t)((n / per) * p.x_heads + (map * per + n % per) / shared) * p.inputs;
     }
     float sums[kSums] = {};
-#pragma unroll 4
-    for (int i = lane; i < p.inputs; i += 32) {
-      float weights[kProjectOutputs];
+    // Weights come from further away than rows: the next ones are asked for before these are used.
+    float weights[O], next[O];
+    auto ask = [&](int i, float(&to)[O]) {
 #pragma unroll
-      for (int o = 0; o < kProjectOutputs; ++o) weights[o] = w[o][i];
+      for (int o = 0; o < O; ++o) to[o] = i < p.inputs ? w[o][i] : 0.0f;
+    };
+    ask(lane, next);
+#pragma unroll(O * R > 64 ? 1 : 4)
+    for (int i = lane; i < p.inputs; i += 32) {
+#pragma unroll
+      for (int o = 0; o < O; ++o) weights[o] = next[o];
+      ask(i + 32, next);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        const float of = x[r][i];
+        const float of = p.x[x[r] + i];
 #pragma unroll
-        for (int o = 0; o < kProjectOutputs; ++o)
-          sums[r * kProjectOutputs + o] = fmaf(weights[o], of, sums[r * kProjectOutputs + o]);
+        for (int o = 0; o < O; ++o) sums[r * O + o] = fmaf(weights[o], of, sums[r * O + o]);
       }
     }
     warp_sums(sums);
     if (lane % (32 / kLanes) > 0) continue;
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
-      const int n = start + (own + i) / kProjectOutputs, output = first + (own + i) % kProjectOutputs;
+      const int n = start + (own + i) / O, output = first + (own + i) % O;
       if (n >= count || output >= p.outputs) continue;
       const float y = activated(fmaf(sums[i], p.scale, bias[i]), p.activation);
       const int64_t at = n / per * p.row_stride + (map * per + n % per) * p.head_stride + output;

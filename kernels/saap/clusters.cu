@@ -11,8 +11,9 @@ extern "C" int taper_saap_probe(const taper::ProbeParams* p, cudaStream_t stream
   const int64_t shares = ((int64_t)p->capacity + kProbeShare - 1) / kProbeShare;
   const int lists = p->rows * p->kv_heads;
   int team = 1;
-  while (team < kProbeTeam && team < shares && 2 * team * lists <= sm_count()) team *= 2;
-  const size_t smem = sizeof(ProbeShared) + (p->capacity / 8 + 2 + team - 1) / team + 1;
-  return launch_cluster(probe_kernel, lists * team, kProbeThreads, smem, team, stream, p->overlap != 0,
+  // A share's bits have to fit, however many lists there are.
+  auto smem = [&](int team) { return sizeof(ProbeShared) + (p->capacity / 8 + 2 + team - 1) / team + 1; };
+  while (team < kProbeTeam && team < shares && (2 * team * lists <= sm_count() || smem(team) > kProbeSmem)) team *= 2;
+  return launch_cluster(probe_kernel, lists * team, kProbeThreads, smem(team), team, stream, p->overlap != 0,
                         *p);
 }

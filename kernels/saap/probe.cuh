@@ -13,7 +13,7 @@ namespace taper {
 
 using ProbeParams = TaperProbeParams;
 
-constexpr int kProbeThreads = 1024, kProbeMost = 4096;
+constexpr int kProbeThreads = 1024, kProbeMost = 4096, kProbeSmem = 220 * 1024;
 constexpr int kProbeShare = 8192, kProbeTeam = 8;  // tokens a thread block, where they are few; most blocks of a list
 constexpr uint32_t kProbeRun = 8;                  // neighbouring tokens, whose clusters are one load
 

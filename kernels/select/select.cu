@@ -5,15 +5,19 @@ namespace taper {
 namespace {
 
 // As many blocks as leave a thread eight entries; 16 only for very long lists, since so
-// large a cluster may wait for room. Results do not depend on the choice.
+// large a cluster may wait for room. Where there are many lists no more than the device has at a time, unless what they
+// have to keep is more than fits. Results do not depend on the choice.
 template <int MASS>
 cudaError_t go(const GroupSelectParams& p, cudaStream_t s) {
   static const bool wide =
       cluster_fits((const void*)select_kernel<MASS>, kSelectThreads, kSelectSmem, kClusterMost);
   const uint32_t n = p.base.stride, asked = p.base.blocks_most;
   const uint32_t most = asked ? asked : wide ? kClusterMost : 8;
+  auto crowded = [&](uint32_t cluster) {
+    return !asked && (int64_t)2 * cluster * p.base.lists > sm_count() && n <= cluster * kSelectKept;
+  };
   uint32_t cluster = 1;
-  while (cluster < most && n > cluster * kSelectThreads * (cluster < 8 ? 8 : 40)) cluster *= 2;
+  while (cluster < most && n > cluster * kSelectThreads * (cluster < 8 ? 8 : 40) && !crowded(cluster)) cluster *= 2;
   const uint32_t inbox = cluster > 1 ? 2 * cluster * kSelectBins * (MASS == kByCount ? 1 : 2) : 0;
   const uint32_t share = ((n + cluster * 32 - 1) / (cluster * 32) + 127) & ~127u;
   const uint32_t fit = (kSelectSmem / 4 - inbox) & ~4095u;

@@ -30,6 +30,7 @@ using GroupSelectParams = TaperGroupSelectParams;
 
 constexpr int kSelectThreads = 1024, kSelectBins = 256;
 constexpr int kClusterMost = 16, kSelectSmem = 220 * 1024;
+constexpr uint32_t kSelectKept = 32768;  // scores that a block keeps in any case
 constexpr float kMassUnit = 274877906944.f;  // 2^38: 2^25 entries cannot overflow 63 bits
 
 template <class Sum, bool MASSES>

@@ -172,10 +172,8 @@ impl Artifacts {
                 (Some(folder), _) => format!("is not in {}", folder.display()),
                 (None, _) => "is not here: the server was started without --artifacts DIR".to_owned(),
             };
-            SpecError::new(
-                path,
-                format!("needs the artefact {}, which {place}; `{}` makes it", kind.file, kind.made_by),
-            )
+            let message = format!("needs the artefact {}, which {place}; `{}` makes it", kind.file, kind.made_by);
+            SpecError { artefact: Some(kind.file), ..SpecError::new(path, message) }
         };
         let loaded = self.loaded.get(kind.file).ok_or_else(missing)?;
         Ok(loaded.clone().downcast().expect("a kind is read into one type"))

@@ -9,6 +9,7 @@ mod artifacts;
 mod audit;
 mod batch;
 mod beginning;
+mod below;
 mod chunk;
 mod kept;
 mod layer;

@@ -16,11 +16,13 @@ pub struct SpecError {
     pub path: String,
     /// What is wrong and what is valid.
     pub message: String,
+    /// The file of the artefact that is missing, where that is what is wrong.
+    pub artefact: Option<&'static str>,
 }
 
 impl SpecError {
     pub(crate) fn new(path: impl Into<String>, message: impl Into<String>) -> Self {
-        Self { path: path.into(), message: message.into() }
+        Self { path: path.into(), message: message.into(), artefact: None }
     }
 }
 

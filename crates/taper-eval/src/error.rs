@@ -45,6 +45,14 @@ pub enum EvalError {
         /// What is wrong and what is valid.
         message: String,
     },
+    /// A method that needs an artefact which is not there.
+    #[error("{path}: {message}")]
+    Artefact {
+        /// Where in the method.
+        path: String,
+        /// What is missing, and what makes it.
+        message: String,
+    },
     /// A plan without tasks, lengths, samples or methods.
     #[error("nothing to run: {0} must be at least 1")]
     Empty(&'static str),

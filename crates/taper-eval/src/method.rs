@@ -38,7 +38,7 @@ impl Method {
     /// Reads a method's object as a request has it, such as `{"method": "streaming_llm", "window": 512}`.
     ///
     /// # Errors
-    /// [`EvalError::Method`] with the parameter at fault and what is valid.
+    /// [`EvalError::Method`] with the parameter at fault and what is valid, or [`EvalError::Artefact`].
     pub fn read(phase: Phase, value: &Value, artifacts: &Artifacts) -> Result<Self, EvalError> {
         let spec = attention(&json!({ phase.name(): value }), artifacts)?;
         let Value::Object(mut whole) = Value::from(spec) else {
@@ -51,7 +51,7 @@ impl Method {
     /// The spec of a sequence; `rest` holds the fields of a request's `attention` beside the methods.
     ///
     /// # Errors
-    /// [`EvalError::Method`], for a method that was not [read](Self::read) or a field of the rest.
+    /// As of [`read`](Self::read), for a method that was not read or a field of the rest.
     pub fn pair(
         prefill: &Self,
         decode: &Self,
@@ -66,9 +66,12 @@ impl Method {
 }
 
 fn attention(value: &Value, artifacts: &Artifacts) -> Result<AttentionSpec, EvalError> {
-    AttentionSpec::from_json(value, "attention", artifacts).map_err(|error| EvalError::Method {
-        path: error.path.trim_start_matches("attention.").to_owned(),
-        message: error.message,
+    AttentionSpec::from_json(value, "attention", artifacts).map_err(|error| {
+        let (path, message) = (error.path.trim_start_matches("attention.").to_owned(), error.message);
+        match error.artefact {
+            None => EvalError::Method { path, message },
+            Some(_) => EvalError::Artefact { path, message },
+        }
     })
 }
 

@@ -30,3 +30,6 @@ mod testing;
 pub mod token;
 
 pub use lent::Lent;
+
+/// Most bytes of a CUDA device's memory that a thread keeps for steps that are queued as graphs.
+pub const GRAPH_BYTES: usize = 512 << 20;

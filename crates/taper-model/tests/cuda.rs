@@ -64,6 +64,8 @@ fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
         json!({ "method": "dense" }),
         json!({ "method": "streaming_llm", "sink": 3, "window": 130 }),
         quest(16),
+        // Of the three sequences one stays below, one comes to be beyond, and one always is.
+        json!({ "method": "quest", "k": 0.2, "sink": 2, "window": 20, "dense_below": 258 }),
         quest(4),
         quest(64),
         oracle,

@@ -7,7 +7,7 @@ use clap::Args;
 use std::path::PathBuf;
 use taper_attention::{Artifacts, Sizes};
 use taper_engine::{DeviceChoice, runs_on_cuda};
-use taper_eval::{DType, Phase, StepPlan, step_caption, step_table, steps};
+use taper_eval::{DType, EvalError, Phase, StepPlan, step_caption, step_table, steps};
 use taper_model::{Model, ModelConfig};
 
 /// Which shape, and which steps.
@@ -103,7 +103,8 @@ pub fn run(args: &BenchModelArgs) -> Result<()> {
     };
     let places = load::places(device, device);
     let mut artifacts = Artifacts::default().at(places);
-    if methods(&artifacts).is_err_and(|error| format!("{error:#}").contains("needs the artefact")) {
+    let lacks = |error: anyhow::Error| matches!(error.downcast_ref(), Some(EvalError::Artefact { .. }));
+    if methods(&artifacts).is_err_and(lacks) {
         // What is learned is as random as the model.
         let attention = shape.attention_shape();
         let random = Artifacts::random(attention, Sizes::usual(&attention, longest)).context("random artefacts")?;

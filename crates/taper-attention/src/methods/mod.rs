@@ -19,6 +19,7 @@ mod streaming_llm;
 mod vattention;
 
 use crate::artifacts::{ArtifactKind, Artifacts, Place};
+use crate::below;
 use crate::method::{DecodeMethod, HostOnly, Predictor, PrefillMethod};
 use crate::schema::nearest;
 use crate::spec::{Chosen, SpecError, SpecResult};
@@ -104,7 +105,11 @@ pub fn catalogue() -> Vec<MethodInfo> {
         };
         entries.iter().map(info).collect()
     }
-    [infos("prefill", PREFILL), infos("decode", DECODE), infos("predictor", PREDICTORS)].concat()
+    let mut decode = infos("decode", DECODE);
+    for info in decode.iter_mut().filter(|info| info.name != dense::DECODE.name) {
+        info.parameters["properties"][below::FIELD] = below::property();
+    }
+    [infos("prefill", PREFILL), decode, infos("predictor", PREDICTORS)].concat()
 }
 
 pub(crate) fn prefill(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Chosen<dyn PrefillMethod>> {
@@ -114,9 +119,18 @@ pub(crate) fn prefill(value: &Value, path: &str, artifacts: &Artifacts) -> SpecR
 }
 
 pub(crate) fn decode(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Chosen<dyn DecodeMethod>> {
-    choose(("decode method", DECODE), value, path, artifacts, |m| {
-        m.host_only().filter(|_| artifacts.place().decode == Place::Device)
-    })
+    let choose = |value: &Value| {
+        choose(("decode method", DECODE), value, path, artifacts, |m| {
+            m.host_only().filter(|_| artifacts.place().decode == Place::Device)
+        })
+    };
+    match value {
+        Value::Object(fields) if value["method"] != dense::DECODE.name => {
+            let (own, least) = below::split(fields, path)?;
+            Ok(below::over(choose(&own)?, least))
+        }
+        _ => choose(value),
+    }
 }
 
 fn predictor(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Chosen<dyn Predictor>> {

@@ -6,6 +6,7 @@
 use super::{LoadError, PROMPT_ROWS, SCORED_ROWS};
 use crate::EngineConfig;
 use taper_attention::{DECODE_ROWS, DECODE_TOKENS};
+use taper_kernels::GRAPH_BYTES;
 use taper_kv_cache::BLOCK_TOKENS;
 use taper_model::{ModelConfig, size};
 
@@ -13,8 +14,8 @@ use taper_model::{ModelConfig, size};
 /// many as answers are generated together, unless a setting says otherwise.
 const HOST_CONTEXTS: u64 = 16;
 
-/// What the graphs of steps hold at most (`KEPT_BYTES_MAX` of `taper_kernels::cuda::graph`).
-const GRAPHS: u64 = 512 << 20;
+/// What the graphs of steps hold at most.
+const GRAPHS: u64 = GRAPH_BYTES as u64;
 /// The code of kernels, the workspaces of libraries, and what is lost because memory is given out in pieces of some megabytes.
 const LIBRARIES: u64 = 512 << 20;
 /// Chunks of whole prompts that are underway at a time.

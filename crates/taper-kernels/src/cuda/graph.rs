@@ -11,6 +11,7 @@ use super::layer::append_joint_at;
 use super::op::Op;
 use super::product::takes_sixteen;
 use super::tape::{self, Tape};
+use crate::GRAPH_BYTES;
 use crate::decode::{DecodeRow, HeadSelection};
 use crate::kv::{BLOCK_TOKENS, PagedKv};
 use candle_core::{DType, Tensor, TensorId};
@@ -21,9 +22,8 @@ use std::collections::VecDeque;
 const ROWS_MAX: usize = 32;
 /// Tables are as wide as a multiple of so many blocks, so that a sequence's graph lasts.
 const TABLE_BLOCKS: usize = 64;
-/// Graphs that a thread keeps, and bytes of what they make.
+/// Graphs that a thread keeps.
 const GRAPHS: usize = 16;
-const KEPT_BYTES_MAX: usize = 512 << 20;
 /// Steps that a tape has to last for, or its kind has none for the next so many steps.
 const STEPS_LEAST: usize = 8;
 const STEPS_WITHOUT: usize = 256;
@@ -158,7 +158,7 @@ fn keep(key: Key, next: Known) {
         let mut held = 0;
         known.retain(|(_, of)| {
             held += of.bytes();
-            held <= KEPT_BYTES_MAX
+            held <= GRAPH_BYTES
         });
     });
 }

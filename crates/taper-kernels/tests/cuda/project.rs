@@ -63,7 +63,9 @@ fn layers_centroids_and_turns_are_those_of_the_cpu_whatever_the_widths_and_rows(
 fn a_row_is_the_same_bits_alone_and_among_others() {
     let mut numbers = Numbers(92);
     let (q_heads, kv_heads, d) = (12, 4, 128);
-    let maps: PerHead<Mlp> = (0..kv_heads).map(|_| perceptron(&mut numbers, &[d, 300, 77], Activation::Silu)).collect();
+    // The second layer is wide enough for the way that many rows go.
+    let maps: PerHead<Mlp> =
+        (0..kv_heads).map(|_| perceptron(&mut numbers, &[d, 300, 2200, 77], Activation::Silu)).collect();
     let all = rows(&mut numbers, (21, q_heads, d)).to_device(&device()).unwrap();
     let together = mlp::per_head(&maps, &all).unwrap();
     // More and fewer than are gone through at a time.

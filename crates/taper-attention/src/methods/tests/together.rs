@@ -119,7 +119,11 @@ pub(super) fn chosen_for_together(
 ) {
     // All of them, since one tells little of what is wrong.
     let mut differ = Vec::new();
-    let shares = [json!({ "method": "vattention", "sink": 0.02, "window": 0.1, "epsilon": 0.2 })];
+    let shares = [
+        json!({ "method": "vattention", "sink": 0.02, "window": 0.1, "epsilon": 0.2 }),
+        // One of the sequences grows beyond it.
+        json!({ "method": "quest", "k": 24, "sink": 2, "window": 20, "dense_below": 134 }),
+    ];
     for window in [None, Some(256)] {
         let shape = AttentionShape { window, ..SHAPE };
         let mut input = Input::random(shape, PROMPT + STEPS);

@@ -1,0 +1,122 @@
+//! Contexts too short to be worth choosing from: a parameter of every decode method but the dense one.
+
+use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex};
+use crate::spec::{Chosen, SpecResult, whole_number};
+use candle_core::Result;
+use serde_json::{Map, Value, json};
+use std::sync::Arc;
+use taper_kernels::decode::{DecodeRow, Selection};
+
+/// Its name.
+pub(crate) const FIELD: &str = "dense_below";
+const MOST: u64 = 1_048_576;
+
+/// Its JSON Schema.
+pub(crate) fn property() -> Value {
+    json!({
+        "description": "Rows that see fewer tokens read all of them: where choosing costs more than it saves.",
+        "type": "integer", "minimum": 0, "maximum": MOST, "default": 0,
+    })
+}
+
+/// Takes it out of a method's object.
+pub(crate) fn split(fields: &Map<String, Value>, path: &str) -> SpecResult<(Value, usize)> {
+    let mut own = fields.clone();
+    let least =
+        own.remove(FIELD).map_or(Ok(0), |value| whole_number(&value, (0, MOST), || format!("{path}.{FIELD}")))?;
+    Ok((Value::Object(own), least))
+}
+
+/// The method for contexts of so many tokens and more.
+pub(crate) fn over(chosen: Chosen<dyn DecodeMethod>, least: usize) -> Chosen<dyn DecodeMethod> {
+    if least == 0 {
+        return chosen;
+    }
+    let Chosen { name, mut json, method } = chosen;
+    json[FIELD] = json!(least);
+    Chosen { name, json, method: Arc::new(Below { least, method }) }
+}
+
+#[derive(Debug)]
+struct Below {
+    least: usize,
+    method: Arc<dyn DecodeMethod>,
+}
+
+impl Below {
+    fn few(&self, row: &DecodeRow) -> bool {
+        row.visible.end < self.least
+    }
+}
+
+impl DecodeMethod for Below {
+    fn select(&self, step: &DecodeStep) -> Result<Choice> {
+        step.by_share(|row| self.few(row), |step, few| if *few { Ok(step.dense()) } else { self.method.select(step) })
+    }
+
+    fn promise(&self) -> Option<(f64, f64)> {
+        self.method.promise()
+    }
+
+    fn reads_all(&self, keys: usize) -> bool {
+        keys < self.least || self.method.reads_all(keys)
+    }
+
+    fn indices(&self) -> Vec<&dyn KeyIndex> {
+        self.method.indices()
+    }
+
+    fn dense_layers(&self) -> usize {
+        self.method.dense_layers()
+    }
+
+    fn plain(&self, rows: &[DecodeRow], kv_heads: usize) -> Option<Selection> {
+        match rows.iter().filter(|row| self.few(row)).count() {
+            0 => self.method.plain(rows, kv_heads),
+            few => (few == rows.len()).then(|| Selection::dense(rows.len(), kv_heads)),
+        }
+    }
+
+    fn host_only(&self) -> Option<HostOnly> {
+        self.method.host_only()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::artifacts::Artifacts;
+    use crate::methods;
+
+    fn method(least: usize) -> Chosen<dyn DecodeMethod> {
+        let value = json!({ "method": "streaming_llm", "sink": 0, "window": 2, FIELD: least });
+        methods::decode(&value, "decode", &Artifacts::default()).unwrap()
+    }
+
+    #[test]
+    fn short_rows_read_everything_and_longer_ones_what_the_method_says() {
+        let (table, method) = ([0u32], method(5));
+        let row = |end| DecodeRow { visible: 0..end, table: &table };
+        let counts = |rows: &[DecodeRow]| Some(method.method.plain(rows, 1)?.counts(rows).unwrap());
+        assert_eq!(counts(&[row(4)]), Some(vec![4]));
+        assert_eq!(counts(&[row(5)]), Some(vec![2]));
+        // What is not the same for all is chosen layer by layer.
+        assert_eq!(counts(&[row(4), row(5)]), None);
+        assert!(method.method.reads_all(4) && !method.method.reads_all(5));
+        assert_eq!(method.json, json!({ "method": "streaming_llm", "sink": 0, "window": 2, FIELD: 5 }));
+        let none = super::tests::method(0);
+        assert_eq!(none.json, json!({ "method": "streaming_llm", "sink": 0, "window": 2 }));
+    }
+
+    #[test]
+    fn a_mistake_names_the_field() {
+        let error = |value: Value| {
+            let error = methods::decode(&value, "decode", &Artifacts::default()).unwrap_err();
+            format!("{}: {}", error.path, error.message)
+        };
+        let bad = error(json!({ "method": "quest", FIELD: -1 }));
+        assert_eq!(bad, "decode.dense_below: must be a whole number at least 0 and at most 1048576; got -1");
+        let dense = error(json!({ "method": "dense", FIELD: 1 }));
+        assert_eq!(dense, "decode.dense_below: unknown field `dense_below`; dense takes no parameters");
+    }
+}
