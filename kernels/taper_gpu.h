@@ -74,7 +74,7 @@ typedef struct TaperDecodeParams {
   const float* token_ln_weight;  // beside token_ids, added to the list's own; may be null
   const uint32_t* head_counts;   // [rows, q_heads], sampled tokens that each head reads
   const float* head_ln_weight;   // [rows, q_heads], their log weight
-  TaperUnit* units;              // [unit_capacity]
+  TaperUnit* units;              // [unit_capacity], by the plan; null: the attention cuts the lists itself, at most 512
   uint32_t* list_units;          // [lists + 1], first unit of each list; the last is the total
   float* part_o;                 // [unit_capacity, group, head_dim]
   float* part_lse;               // [unit_capacity, group]
@@ -106,6 +106,7 @@ typedef struct TaperMergeParams {
   int32_t rows, q_heads, list_heads, head_dim, dtype;  // rows: of queries
   int32_t out_f32, overlap;
   int32_t fold;  // as of the attention
+  const TaperWorkList* lists;  // of an attention that cut them itself, in place of list_units; or null
 } TaperMergeParams;
 
 // Cuts lists into units: once for each change of the lists, not for each layer.

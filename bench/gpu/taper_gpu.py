@@ -83,7 +83,7 @@ DecodeParams = struct("DecodeParams", [
 MergeParams = struct("MergeParams", [
     ("part_o", P), ("part_lse", P), ("list_units", P), ("out", P), ("lse", P),
     ("base_o", P), ("base_lse", P), ("rows", I32), ("q_heads", I32), ("list_heads", I32),
-    ("head_dim", I32), ("dtype", I32), ("out_f32", I32), ("overlap", I32), ("fold", I32)])
+    ("head_dim", I32), ("dtype", I32), ("out_f32", I32), ("overlap", I32), ("fold", I32), ("lists", P)])
 PrefillParams = struct("PrefillParams", [
     ("q", P), ("k", P), ("v", P), ("block_table", P), ("q_rows", P), ("positions", P),
     ("tiles", P), ("csr_begin", P), ("csr_blocks", P), ("out", P), ("lse", P), ("anchor_out", P),

@@ -1,4 +1,4 @@
-// Entry points of the decode attention: the plan, once per change of the lists, and
+// Entry points of the decode attention: the plan, for lists that several layers share, and
 // the attention itself, once per layer.
 #include "decode.cuh"
 #include "plan.cuh"
@@ -25,6 +25,7 @@ bool valid(const DecodeParams& p) {
   return (p.head_dim == 64 || p.head_dim == 128) && p.list_heads > 0 && p.kv_heads > 0 &&
          p.list_heads % p.kv_heads == 0 && p.q_heads % p.list_heads == 0 &&
          p.q_heads / p.list_heads <= 16 && p.rows > 0 && p.unit_capacity > 0 &&
+         (p.units || p.rows * p.list_heads <= kOwnLists) &&
          (p.fold <= 1 || (!p.gather && p.q_heads / p.list_heads * p.fold <= 32)) &&
          (p.dtype == kBf16 || p.dtype == kF16) &&
          p.blocks * p.kv_heads * kBlock <= INT32_MAX;
@@ -34,7 +35,7 @@ bool valid(const DecodeParams& p) {
 }  // namespace taper
 
 extern "C" int taper_decode_plan(const taper::DecodeParams* p, cudaStream_t stream) {
-  if (!taper::valid(*p)) return cudaErrorInvalidValue;
+  if (!p->units || !taper::valid(*p)) return cudaErrorInvalidValue;
   const int lists = p->rows * p->list_heads, blocks = (lists + taper::kPlanLists - 1) / taper::kPlanLists;
   return taper::launch(taper::decode_plan_kernel, blocks < 64 ? blocks : 64, 1024, 0, stream, p->overlap != 0, *p);
 }

@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(GATHER ? 384 : 288, 1)
   using L = DecodeLayout<D, N>;
   extern __shared__ uint8_t raw[];
   __shared__ DecodeShared<D, N> sh;
+  __shared__ uint32_t firsts[kOwnLists + 1];
   const uint32_t stages = (smem_u32(raw) + 1023) & ~1023u;
   const uint32_t q_ring = stages + L::kStages * L::kStage;
   if (threadIdx.x == 0) {
@@ -46,9 +47,11 @@ __global__ void __launch_bounds__(GATHER ? 384 : 288, 1)
   __syncthreads();
   wait_for_predecessor();
   launch_dependents();
+  Units units{p, firsts};
+  units.cut();
   if (threadIdx.x >= 256) {
-    if constexpr (GATHER) produce_any<T, D, N>(maps, p, sh, stages, q_ring);
-    else produce_blocks<D, N, FOLD>(maps, p, sh, stages, q_ring);
+    if constexpr (GATHER) produce_any<T, D, N>(maps, p, sh, units, stages, q_ring);
+    else produce_blocks<D, N, FOLD>(maps, p, sh, units, stages, q_ring);
     return;
   }
   const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), tid = threadIdx.x % 128;

@@ -42,5 +42,62 @@ __device__ __forceinline__ uint32_t fixed_keys(const WorkList& w, const uint32_t
 __device__ __forceinline__ uint32_t list_unit_count(uint32_t tiles, uint32_t list_heads) {
   return min((tiles + kUnitTilesMin - 1) / kUnitTilesMin, max(kUnitsPerRow / list_heads, 1u));
 }
+__device__ __forceinline__ uint32_t unit_count(const WorkList& w, uint32_t list_heads) {
+  return list_unit_count(list_tiles(w), list_heads);
+}
+// The i-th of a list's n units.
+__device__ __forceinline__ Unit unit_of(const DecodeParams& p, uint32_t list, const WorkList& work, uint32_t i, uint32_t n) {
+  const uint32_t tiles = list_tiles(work), row = list / p.list_heads;
+  return {list, i * tiles / n, (i + 1) * tiles / n, p.row_table ? p.row_table[row] : row, work};
+}
+
+// Lists that change in every layer are cut by every thread block of the attention for itself, if they are no more.
+constexpr int kOwnLists = 512;
+
+// The units of all lists: as the plan wrote them, or cut here.
+struct Units {
+  const DecodeParams& p;
+  uint32_t* firsts;  // [lists + 1] in shared memory: units before each list's
+
+  // All threads call this.
+  __device__ __forceinline__ void cut() {
+    if (p.units) return;
+    const int lists = p.rows * p.list_heads, lane = threadIdx.x & 31;
+    for (int i = threadIdx.x; i < lists; i += blockDim.x) firsts[i] = unit_count(p.lists[i], p.list_heads);
+    __syncthreads();
+    if (threadIdx.x < 32) {
+      uint32_t base = 0;
+      for (int at = 0; at < lists; at += 32) {
+        const uint32_t x = at + lane < lists ? firsts[at + lane] : 0;
+        uint32_t sum = x;
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+          const uint32_t o = __shfl_up_sync(~0u, sum, d);
+          if (lane >= d) sum += o;
+        }
+        if (at + lane < lists) firsts[at + lane] = base + sum - x;
+        base += __shfl_sync(~0u, sum, 31);
+      }
+      if (lane == 0) firsts[lists] = base;
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ uint32_t total() const {
+    const int lists = p.rows * p.list_heads;
+    return p.units ? p.list_units[lists] : firsts[lists];
+  }
+  // The u-th of them; of those beyond the last one nothing may be read.
+  __device__ __forceinline__ Unit at(uint32_t u) const {
+    if (p.units) return p.units[u];
+    uint32_t lo = 0, hi = p.rows * p.list_heads;  // firsts[lo] <= u < firsts[hi]
+    if (u >= firsts[hi]) return {};
+    while (hi - lo > 1) {
+      const uint32_t mid = (lo + hi) / 2;
+      if (firsts[mid] <= u) lo = mid;
+      else hi = mid;
+    }
+    return unit_of(p, lo, p.lists[lo], u - firsts[lo], firsts[lo + 1] - firsts[lo]);
+  }
+};
 
 }  // namespace taper

@@ -9,7 +9,7 @@ namespace taper {
 // many: a warp writes a list's.
 constexpr int kPlanLists = 16;  // lists a thread block
 __global__ void __launch_bounds__(1024) decode_plan_kernel(const DecodeParams p) {
-  __shared__ uint32_t scratch[33], firsts[1024], tiles_of[1024];
+  __shared__ uint32_t scratch[33], firsts[1024];
   wait_for_predecessor();
   launch_dependents();
   const int lists = p.rows * p.list_heads, lane = threadIdx.x & 31;
@@ -17,20 +17,17 @@ __global__ void __launch_bounds__(1024) decode_plan_kernel(const DecodeParams p)
   uint32_t base = 0;
   for (int at = 0; at < lists; at += 1024) {
     const int i = at + threadIdx.x;
-    const uint32_t tiles = i < lists ? list_tiles(p.lists[i]) : 0;
     uint32_t total;
-    const uint32_t mine = base + block_exclusive_sum(list_unit_count(tiles, p.list_heads), scratch, total);
+    const uint32_t mine =
+        base + block_exclusive_sum(i < lists ? unit_count(p.lists[i], p.list_heads) : 0, scratch, total);
     if (blockIdx.x == 0 && i < lists) p.list_units[i] = min(mine, capacity);
     firsts[threadIdx.x] = mine;
-    tiles_of[threadIdx.x] = tiles;
     __syncthreads();
     for (int j = blockIdx.x + (threadIdx.x >> 5) * gridDim.x; j < min(lists - at, 1024); j += 32 * gridDim.x) {
       const WorkList work = p.lists[at + j];
-      const uint32_t tiles = tiles_of[j], n = list_unit_count(tiles, p.list_heads), first = firsts[j];
-      uint32_t table = (at + j) / p.list_heads;
-      if (p.row_table) table = p.row_table[table];
+      const uint32_t n = unit_count(work, p.list_heads), first = firsts[j];
       for (uint32_t u = lane; u < n && first + u < capacity; u += 32)
-        p.units[first + u] = {(uint32_t)(at + j), u * tiles / n, (u + 1) * tiles / n, table, work};
+        p.units[first + u] = unit_of(p, at + j, work, u, n);
     }
     base += total;
     __syncthreads();

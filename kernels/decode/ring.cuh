@@ -144,17 +144,17 @@ __device__ __forceinline__ void copy_rows(uint32_t dst, const T* base, const T* 
 // Fills the ring from block tiles only: one warp, which looks up 32 tiles at a time.
 template <int D, int N, bool FOLD>
 __device__ __forceinline__ void produce_blocks(const DecodeMaps& maps, const DecodeParams& p,
-                                               DecodeShared<D, N>& sh, uint32_t stages,
-                                               uint32_t q_ring) {
+                                               DecodeShared<D, N>& sh, const Units& units,
+                                               uint32_t stages, uint32_t q_ring) {
   using L = DecodeLayout<D, N>;
   const int lane = threadIdx.x & 31;
   uint32_t count = 0, k = 0;
   // The first unit is read beside the total rather than after it.
-  Unit next = p.units[blockIdx.x];
-  const uint32_t total = p.list_units[p.rows * p.list_heads];
+  Unit next = units.at(blockIdx.x);
+  const uint32_t total = units.total();
   for (uint32_t u = blockIdx.x; u < total; u += gridDim.x, ++k) {
     const Unit unit = next;
-    if (u + gridDim.x < total) next = p.units[u + gridDim.x];
+    if (u + gridDim.x < total) next = units.at(u + gridDim.x);
     const uint32_t kv_head = (unit.list % p.list_heads) * p.kv_heads / p.list_heads;
     const uint32_t* table = p.block_table + (uint64_t)unit.table * p.table_stride;
     for (uint32_t t0 = unit.tile_begin; t0 < unit.tile_end; t0 += 32) {
@@ -189,19 +189,19 @@ __device__ __forceinline__ void produce_blocks(const DecodeMaps& maps, const Dec
 // The next tile's addresses are looked up before the present one is issued.
 template <class T, int D, int N>
 __device__ __forceinline__ void produce_any(const DecodeMaps& maps, const DecodeParams& p,
-                                            DecodeShared<D, N>& sh, uint32_t stages,
-                                            uint32_t q_ring) {
+                                            DecodeShared<D, N>& sh, const Units& units,
+                                            uint32_t stages, uint32_t q_ring) {
   using L = DecodeLayout<D, N>;
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
   const bool leader = warp == 0 && lane == 0;
   const T* k_base = static_cast<const T*>(p.k);
   const T* v_base = static_cast<const T*>(p.v);
   uint32_t count = 0, k = 0;
-  Unit next_unit = p.units[blockIdx.x];
-  const uint32_t total = p.list_units[p.rows * p.list_heads];
+  Unit next_unit = units.at(blockIdx.x);
+  const uint32_t total = units.total();
   for (uint32_t u = blockIdx.x; u < total; u += gridDim.x, ++k) {
     const Unit unit = next_unit;
-    if (u + gridDim.x < total) next_unit = p.units[u + gridDim.x];
+    if (u + gridDim.x < total) next_unit = units.at(u + gridDim.x);
     const WorkList& w = unit.work;
     const uint32_t kv_head = (unit.list % p.list_heads) * p.kv_heads / p.list_heads;
     const uint32_t* table = p.block_table + (uint64_t)unit.table * p.table_stride;

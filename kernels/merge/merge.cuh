@@ -9,8 +9,7 @@
 
 #include <type_traits>
 
-#include "../common/launch.cuh"
-#include "../common/ptx.cuh"
+#include "../decode/lists.cuh"
 
 namespace taper {
 
@@ -27,9 +26,16 @@ __global__ void __launch_bounds__(W * 32) merge_kernel(const MergeParams p) {
   const int fold = p.fold > 1 ? p.fold : 1, own = p.q_heads / p.list_heads, group = own * fold;
   const int row = blockIdx.x / p.q_heads, qh = blockIdx.x % p.q_heads;
   const int list = row / fold * p.list_heads + qh / own, g = row % fold * own + qh % own;
-  // The plan was complete before the attention let this kernel start, so the unit
+  // Plan and lists were complete before the attention let this kernel start, so the unit
   // ranges may be read ahead of the wait; the partials may not.
-  const uint32_t first = p.list_units[list], n = p.list_units[list + 1] - first;
+  uint32_t first = 0, n;
+  if (p.lists) {
+    for (int i = lane; i < list; i += 32) first += unit_count(p.lists[i], p.list_heads);
+    first = __reduce_add_sync(~0u, first);
+    n = unit_count(p.lists[list], p.list_heads);
+  } else {
+    first = p.list_units[list], n = p.list_units[list + 1] - first;
+  }
   // No kernel reads, before it waits, what this one's predecessors write.
   launch_dependents();
   wait_for_predecessor();

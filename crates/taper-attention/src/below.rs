@@ -1,7 +1,8 @@
 //! Contexts too short to be worth choosing from: a parameter of every decode method but the dense one.
 
 use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex};
-use crate::spec::{Chosen, SpecResult, whole_number};
+use crate::schema::nearest;
+use crate::spec::{Chosen, SpecError, SpecResult, whole_number};
 use candle_core::Result;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
@@ -14,7 +15,7 @@ const MOST: u64 = 1_048_576;
 /// Its JSON Schema.
 pub(crate) fn property() -> Value {
     json!({
-        "description": "Rows that see fewer tokens read all of them: where choosing costs more than it saves.",
+        "description": "Rows that see fewer tokens, within the model's window if it has one, read all of them: where choosing costs more than it saves.",
         "type": "integer", "minimum": 0, "maximum": MOST, "default": 0,
     })
 }
@@ -22,6 +23,10 @@ pub(crate) fn property() -> Value {
 /// Takes it out of a method's object.
 pub(crate) fn split(fields: &Map<String, Value>, path: &str) -> SpecResult<(Value, usize)> {
     let mut own = fields.clone();
+    if let Some(key) = own.keys().find(|key| *key != FIELD && nearest(key, &[FIELD]).is_some()) {
+        let message = format!("unknown field `{key}`, did you mean `{FIELD}`?");
+        return Err(SpecError::new(format!("{path}.{key}"), message));
+    }
     let least =
         own.remove(FIELD).map_or(Ok(0), |value| whole_number(&value, (0, MOST), || format!("{path}.{FIELD}")))?;
     Ok((Value::Object(own), least))
@@ -45,7 +50,7 @@ struct Below {
 
 impl Below {
     fn few(&self, row: &DecodeRow) -> bool {
-        row.visible.end < self.least
+        row.visible.len() < self.least
     }
 }
 
@@ -102,6 +107,9 @@ mod tests {
         assert_eq!(counts(&[row(5)]), Some(vec![2]));
         // What is not the same for all is chosen layer by layer.
         assert_eq!(counts(&[row(4), row(5)]), None);
+        // Within a model's window a row sees no more than that.
+        let windowed = |start| DecodeRow { visible: start..10, table: &table };
+        assert_eq!((counts(&[windowed(6)]), counts(&[windowed(5)])), (Some(vec![4]), Some(vec![2])));
         assert!(method.method.reads_all(4) && !method.method.reads_all(5));
         assert_eq!(method.json, json!({ "method": "streaming_llm", "sink": 0, "window": 2, FIELD: 5 }));
         let none = super::tests::method(0);
@@ -116,6 +124,8 @@ mod tests {
         };
         let bad = error(json!({ "method": "quest", FIELD: -1 }));
         assert_eq!(bad, "decode.dense_below: must be a whole number at least 0 and at most 1048576; got -1");
+        let near = error(json!({ "method": "quest", "dense_bellow": 5 }));
+        assert_eq!(near, "decode.dense_bellow: unknown field `dense_bellow`, did you mean `dense_below`?");
         let dense = error(json!({ "method": "dense", FIELD: 1 }));
         assert_eq!(dense, "decode.dense_below: unknown field `dense_below`; dense takes no parameters");
     }

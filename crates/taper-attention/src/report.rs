@@ -70,7 +70,7 @@ impl PhaseReport {
         self.errors.delta = promise.map(|(_, delta)| delta);
     }
 
-    fn usage(&self, method: &'static str, seed: u64) -> PhaseUsage {
+    fn usage(&self, method: &'static str, seed: u64, promises: bool) -> PhaseUsage {
         let share = |a: u64, b: u64| if b == 0 { 1.0 } else { a as f64 / b as f64 };
         PhaseUsage {
             method,
@@ -79,7 +79,7 @@ impl PhaseReport {
             budget_max: self.most,
             scored: (self.scored > 0).then(|| share(self.scored, self.there)),
             seed: seed as i64,
-            dense_heads: self.dense_heads,
+            dense_heads: promises.then(|| self.dense_heads.unwrap_or(0)),
             cra: (self.kept.count > 0)
                 .then(|| CraUsage { mean: self.kept.sum / self.kept.count as f64, min: f64::from(self.kept.min) }),
             audit: self.errors.usage(),
@@ -104,7 +104,8 @@ pub(crate) struct Report {
 pub struct AttentionUsage {
     /// The prompt.
     pub prefill: PhaseUsage,
-    /// The generated tokens.
+    /// The generated tokens; where drafts are checked, of every token that was checked, those that the answer does not have
+    /// among them; and the question, where it is attended by the decode method.
     pub decode: PhaseUsage,
     /// What drafts came to; absent where the request wants none.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -281,15 +282,18 @@ impl Report {
             drafted,
             accepted,
             acceptance: accepted as f64 / drafted.max(1) as f64,
-            draft: speculate.method.as_ref().map(|method| self.drafts.usage(method.name, seed)),
+            draft: speculate
+                .method
+                .as_ref()
+                .map(|method| self.drafts.usage(method.name, seed, method.method.promise().is_some())),
             lookup: (speculate.lookup > 0).then_some(*looked_up),
         }
     }
 
     pub fn usage(&self, spec: &AttentionSpec, seed: u64) -> AttentionUsage {
         AttentionUsage {
-            prefill: self.prefill.usage(spec.prefill.name, seed),
-            decode: self.decode.usage(spec.decode.name, seed),
+            prefill: self.prefill.usage(spec.prefill.name, seed, false),
+            decode: self.decode.usage(spec.decode.name, seed, spec.decode.method.promise().is_some()),
             speculation: spec.speculate.as_ref().map(|speculate| self.speculation(speculate, seed)),
             trace: self.prefill.trace.as_ref().zip(self.decode.trace.as_ref()).map(|(p, d)| TraceUsage::new(p, d)),
         }

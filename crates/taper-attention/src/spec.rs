@@ -125,7 +125,7 @@ impl AttentionSpec {
         let fields = fields(value, path)?;
         let dense = json!({ "method": "dense" });
         let (prefill, decode) = (format!("{path}.prefill"), format!("{path}.decode"));
-        Ok(Self {
+        let spec = Self {
             prefill: methods::prefill(fields.get("prefill").unwrap_or(&dense), &prefill, artifacts)?,
             decode: methods::decode(fields.get("decode").unwrap_or(&dense), &decode, artifacts)?,
             question: fields.get("question").map_or(Ok(Question::default()), |q| question(q, path))?,
@@ -135,7 +135,20 @@ impl AttentionSpec {
             speculate: fields
                 .get("speculate")
                 .map_or(Ok(None), |value| Speculate::from_json(value, path, artifacts))?,
-        })
+        };
+        spec.heeds(fields, path)?;
+        Ok(spec)
+    }
+
+    /// Fails on a field that says nothing beside the others.
+    fn heeds(&self, fields: &Map<String, Value>, path: &str) -> Result<(), SpecError> {
+        match fields.contains_key("question_tokens") && self.question == Question::Prefill {
+            true => {
+                let message = "goes with `question`: \"dense\" or \"decode\"; without it the prompt's end is attended as the rest";
+                Err(SpecError::new(format!("{path}.question_tokens"), message))
+            }
+            false => Ok(()),
+        }
     }
 
     /// A request's spec: the server's preset, over it the `attention` object, over that the short forms.
@@ -158,6 +171,7 @@ impl AttentionSpec {
         if let Some(tokens) = object.get("question_tokens") {
             spec.question_tokens = Some(question_tokens(tokens, "attention")?);
         }
+        spec.heeds(object, "attention")?;
         if let Some(value) = object.get("trace") {
             spec.trace = trace(value, "attention")?;
         }

@@ -2,8 +2,8 @@
 //! its bytes could take.
 //!
 //! The cache is filled with random rows instead of by a prompt, and sequences begin where their context ends, so that long
-//! contexts cost no prefill. A step is what the engine makes of it, from token ids to the logits in host memory; or, to tell
-//! what that copy takes, to the likeliest tokens, found on the device.
+//! contexts cost no prefill. A step is what the engine makes of it, from token ids to the logits in host memory; or to the
+//! likeliest tokens, found on the device, where the next step is begun by them before they are read, as the engine does too.
 
 use crate::error::EvalError;
 use crate::method::{Method, Phase};
@@ -12,9 +12,9 @@ use candle_core::{D, DType, Result, Tensor};
 use serde_json::json;
 use std::sync::Arc;
 use std::time::Instant;
-use taper_attention::{Artifacts, AttentionBatch, AttentionSpec, Sequence, Span};
+use taper_attention::{Artifacts, AttentionBatch, AttentionSpec, Held, Sequence, Span};
 use taper_kernels::parallel;
-use taper_kernels::token::{Draw, choose};
+use taper_kernels::token::{Chosen, Draw, choose};
 use taper_kv_cache::{BLOCK_TOKENS, KvPool, KvShape};
 use taper_model::Model;
 
@@ -104,6 +104,9 @@ pub fn steps(model: &Model, plan: &StepPlan) -> std::result::Result<Vec<StepRow>
     Ok(rows)
 }
 
+/// A step that is underway: its tokens, and what its choices will have come to.
+type Begun = (Chosen, Vec<Held>);
+
 /// A model and a cache of random rows.
 struct Bench<'a> {
     model: &'a Model,
@@ -116,7 +119,8 @@ impl<'a> Bench<'a> {
     fn new(model: &'a Model, plan: &'a StepPlan, context: usize) -> Result<Self> {
         let shape = model.attention_shape();
         let kv = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
-        let each = (context + (WARM_UP + plan.tokens).max(plan.rows)).div_ceil(BLOCK_TOKENS);
+        // One more is begun after the last step.
+        let each = (context + (WARM_UP + plan.tokens + 1).max(plan.rows)).div_ceil(BLOCK_TOKENS);
         let blocks = plan.batch * each;
         let host = (blocks as f64 * plan.offloaded).round() as usize;
         let pool = match host {
@@ -183,6 +187,55 @@ impl<'a> Bench<'a> {
         Ok((queued, seconds))
     }
 
+    /// One step of a token of each sequence, on a device: begun by the step before, if that one did, and beginning the next.
+    fn step_ahead(
+        &mut self,
+        sequences: &mut [Sequence],
+        tokens: &[u32],
+        begun: &mut Option<Begun>,
+    ) -> Result<(f64, f64)> {
+        let started = Instant::now();
+        let chosen = match begun.take() {
+            Some((chosen, held)) => {
+                sequences.iter_mut().zip(held).for_each(|(sequence, held)| sequence.follow(&mut self.pool, held));
+                chosen
+            }
+            None => {
+                let tokens = Tensor::from_slice(tokens, tokens.len(), self.model.device())?;
+                let Some((chosen, held)) = self.begin(sequences, &tokens)? else {
+                    return self.run(sequences, &tokens.to_vec1()?);
+                };
+                sequences.iter_mut().zip(held).for_each(|(sequence, held)| sequence.follow(&mut self.pool, held));
+                chosen
+            }
+        };
+        let next = chosen.tensor().clone();
+        *begun = self.begin(sequences, &next)?;
+        let queued = started.elapsed().as_secs_f64();
+        if chosen.read()?.contains(&None) {
+            candle_core::bail!("a row of logits has no likeliest token");
+        }
+        Sequence::settle(sequences).map_err(candle_core::Error::wrap)?;
+        Ok((queued, started.elapsed().as_secs_f64()))
+    }
+
+    /// Queues a step by tokens that are where the model is; none where embeddings are not.
+    fn begin(&mut self, sequences: &mut [Sequence], tokens: &Tensor) -> Result<Option<Begun>> {
+        let count = sequences.len();
+        for sequence in &mut *sequences {
+            let end = sequence.len() + 1;
+            self.pool.grow(sequence.table_mut(), end).map_err(candle_core::Error::wrap)?;
+        }
+        let spans = sequences.iter_mut().map(|sequence| Span { sequence, tokens: 1 }).collect();
+        let shape = self.model.attention_shape();
+        let mut batch =
+            AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans).map_err(candle_core::Error::wrap)?;
+        batch.put_off();
+        let Some(hidden) = self.model.forward_there(tokens, &batch.positions(), &mut batch)? else { return Ok(None) };
+        let chosen = Chosen::new(&self.model.logits(&hidden)?, &vec![Draw::LIKELIEST; count])?;
+        Ok(Some((chosen, batch.hold())))
+    }
+
     fn token(&self, i: usize) -> u32 {
         (i * 7919 % self.model.config().vocab_size) as u32
     }
@@ -228,11 +281,15 @@ impl<'a> Bench<'a> {
         AttentionBatch::new(shape, self.model.rotary(), &mut self.pool, spans)
             .map_err(candle_core::Error::wrap)?
             .finish()?;
-        let (mut queued, mut seconds) = (Vec::new(), Vec::new());
+        let (mut queued, mut seconds, mut begun) = (Vec::new(), Vec::new(), None);
+        let ahead = self.plan.greedy && self.plan.rows == 1 && !self.model.device().is_cpu();
         for i in 0..WARM_UP + self.plan.tokens {
             let count = batch * self.plan.rows;
             let tokens: Vec<u32> = (0..count).map(|row| self.token(i * count + row)).collect();
-            let (host, all) = self.step(&mut sequences, &tokens)?;
+            let (host, all) = match ahead {
+                true => self.step_ahead(&mut sequences, &tokens, &mut begun)?,
+                false => self.step(&mut sequences, &tokens)?,
+            };
             if self.plan.rows > 1 {
                 let back = |sequence: &mut Sequence| sequence.truncate(&mut self.pool, self.context);
                 sequences.iter_mut().try_for_each(back).map_err(candle_core::Error::wrap)?;

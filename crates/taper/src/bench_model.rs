@@ -58,7 +58,8 @@ pub struct BenchModelArgs {
     /// Tokens of each sequence in a step, which are let go after it, as where drafts are checked
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     pub rows: u16,
-    /// End a step with the likeliest tokens, found on the device, instead of the logits in host memory
+    /// End a step with the likeliest tokens, found on the device, instead of the logits in host memory; the next step is begun
+    /// by them, as the server does
     #[arg(long)]
     pub greedy: bool,
     /// What the device's memory moves, in TB/s, for the floor

@@ -30,7 +30,8 @@ impl Part<'_> {
         for first in (0..tokens).step_by(together) {
             let count = together.min(tokens - first);
             let positions = sequence.len + first..sequence.len + first + count;
-            let indices = self.indices(&*method, sequence.prompt, &[(&sequence.table, positions.end)])?;
+            let seen: Vec<_> = positions.clone().map(|at| row(self.shape, sequence, at)).collect();
+            let indices = self.indices(&*method, &seen, sequence.prompt, &[(&sequence.table, positions.end)])?;
             outs.push(self.decode_rows(sequence, &*method, &q.narrow(0, first, count)?, positions, &indices)?);
         }
         stacked(outs)
@@ -41,14 +42,19 @@ impl Part<'_> {
         if self.layer < method.dense_layers() { Vec::new() } else { method.indices() }
     }
 
-    /// They and their names, over the first tokens of each table, whose prompt is so long.
+    /// They and their names, over the first tokens of each table, whose prompt is so long; none where what the rows read follows
+    /// from what they see.
     pub(super) fn indices(
         &mut self,
         method: &dyn DecodeMethod,
+        rows: &[DecodeRow],
         prompt: usize,
         tables: &[(&BlockTable, usize)],
     ) -> Result<Vec<(String, Tensor)>> {
         let mut tensors = Vec::new();
+        if method.plain(rows, self.shape.kv_heads).is_some() {
+            return Ok(tensors);
+        }
         for index in self.wanted(method) {
             let (name, shape) = (index.name(), index.shape(&self.shape, self.pool.dtype()));
             let rotation = |position: usize| rotation(self.rotary, prompt, position);
@@ -156,7 +162,8 @@ impl Part<'_> {
     fn choose_anew(&mut self, sequences: &[&Sequence], q: &Tensor) -> Result<(Choice, Vec<(String, Tensor)>)> {
         let method = sequences[0].decode_method().method.clone();
         let tables: Vec<_> = sequences.iter().map(|sequence| (&sequence.table, sequence.len + 1)).collect();
-        let indices = self.indices(&*method, sequences[0].prompt, &tables)?;
+        let seen: Vec<_> = sequences.iter().map(|sequence| row(self.shape, sequence, sequence.len)).collect();
+        let indices = self.indices(&*method, &seen, sequences[0].prompt, &tables)?;
         let rows: Vec<_> = sequences.iter().map(|&sequence| (sequence, sequence.len)).collect();
         let choice = self.with_step(&rows, q, &indices, |step| step.choose(&*method))?;
         Ok((choice, indices))

@@ -41,7 +41,7 @@ pub fn replay(
     }
     let mut part = Part { shape, rotary, pool, layer, puts_off: false };
     let method = sequence.spec.decode.method.clone();
-    let indices = part.indices(&*method, sequence.prompt, &[(&sequence.table, end)])?;
+    let indices = part.indices(&*method, &[], sequence.prompt, &[(&sequence.table, end)])?;
     let row = row(shape, sequence, end - 1);
     let kv = part.pool.layer(layer);
     let dense = Decode { q, kv, rows: std::slice::from_ref(&row) };

@@ -58,7 +58,8 @@ impl PrefillMethod for BigBird {
             let lists = runs.iter().map(|run| {
                 let own = run.start / BLOCK_TOKENS;
                 let band = (own + 1).saturating_sub(window);
-                let seen = Mask::Causal.keys(run.start, chunk.window)[1].start / BLOCK_TOKENS;
+                // By the block's first row, wherever the chunk begins.
+                let seen = Mask::Causal.keys(own * BLOCK_TOKENS, chunk.window)[1].start / BLOCK_TOKENS;
                 let between = global.max(seen).min(band)..band;
                 let place = Stream { seed: 0, layer: chunk.layer as u32, head: head as u32, position: own as u32 };
                 let mut blocks: Vec<u32> = (0..global.min(band) as u32).chain(band as u32..=own as u32).collect();

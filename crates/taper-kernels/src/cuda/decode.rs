@@ -16,13 +16,23 @@ use std::collections::VecDeque;
 const UNITS_PER_ROW: usize = 264;
 const UNIT_WORDS: usize = 20;
 
-/// Lists cut into units of work: made once for each change of the lists, for all layers of one shape.
+/// Lists that the attention cuts into units itself, at most.
+const OWN_LISTS: usize = 512;
+
+/// Lists to be cut into units of work: by the attention itself, or by a launch of its own, once for all layers that share them.
+/// Either way a list is cut by its own length.
 #[derive(Debug, Clone)]
 pub struct Plan {
     lists: Lists,
+    cut: Option<Cut>,
+    capacity: usize,
+}
+
+/// The units, and the first one of each list.
+#[derive(Debug, Clone)]
+struct Cut {
     units: Tensor,
     list_units: Tensor,
-    capacity: usize,
 }
 
 /// Units of lists at most.
@@ -89,7 +99,7 @@ pub(super) fn forget_plans() {
 }
 
 impl Plan {
-    /// As [`Plan::new`], for lists that nothing writes to: lists of the same tensors are not cut again.
+    /// As [`Plan::shared`], for lists that nothing writes to: lists of the same tensors are not cut again.
     pub(super) fn kept(lists: Lists, batch: &Batch) -> Result<Self> {
         let ids =
             |lists: &Lists| (lists.work.id(), lists.token_ids.as_ref().map(|ids| ids.id()), lists.rows, lists.heads);
@@ -98,7 +108,7 @@ impl Plan {
             // Weights may be others: they are no part of the cut.
             return Ok(Self { lists, ..plan });
         }
-        let plan = Self::new(lists, batch)?;
+        let plan = Self::shared(lists, batch)?;
         KEPT.with_borrow_mut(|kept| {
             kept.push_front(plan.clone());
             kept.truncate(PLANS);
@@ -106,17 +116,29 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Cuts lists into units, for batches of the shape given.
+    /// Lists of one layer, for batches of the shape given.
     ///
     /// # Errors
     /// Shapes or dtypes that differ.
     pub fn new(lists: Lists, batch: &Batch) -> Result<Self> {
+        if lists.rows * lists.heads > OWN_LISTS {
+            return Self::shared(lists, batch);
+        }
+        let capacity = unit_capacity(lists.rows, lists.heads);
+        Ok(Self { lists, cut: None, capacity })
+    }
+
+    /// Lists of several layers, which are cut here.
+    ///
+    /// # Errors
+    /// Shapes or dtypes that differ.
+    pub fn shared(lists: Lists, batch: &Batch) -> Result<Self> {
         let op = Op::new("decode-plan", "q", batch.q)?;
         let dims = batch.dims(&op)?;
         let capacity = unit_capacity(lists.rows, lists.heads);
         let units = op.empty((capacity, UNIT_WORDS), DType::U32)?;
         let list_units = op.empty(lists.rows * lists.heads + 1, DType::U32)?;
-        let plan = Self { lists, units, list_units, capacity };
+        let plan = Self { lists, cut: Some(Cut { units, list_units }), capacity };
         let p = plan.params(&op, &dims, batch)?;
         // SAFETY: every address was checked against the shapes given beside it.
         unsafe { op.launch(taper_decode_plan, &p) }?;
@@ -124,10 +146,11 @@ impl Plan {
     }
 
     fn params(&self, op: &Op, dims: &Dims, batch: &Batch) -> Result<TaperDecodeParams> {
+        let (units, firsts) = (self.cut.as_ref().map(|cut| &cut.units), self.cut.as_ref().map(|cut| &cut.list_units));
         let lists = self.lists.rows * self.lists.heads;
         Ok(TaperDecodeParams {
-            units: op.at("units", &self.units, DType::U32, [self.capacity, UNIT_WORDS])?,
-            list_units: op.at("list_units", &self.list_units, DType::U32, [lists + 1])?,
+            units: op.maybe("units", units, DType::U32, [self.capacity, UNIT_WORDS])?,
+            list_units: op.maybe("list_units", firsts, DType::U32, [lists + 1])?,
             unit_capacity: op.int("lists", self.capacity)?,
             ..batch.params(op, dims, &self.lists)?
         })
@@ -205,6 +228,7 @@ impl Plan {
             out_f32: (out_dtype == DType::F32).into(),
             overlap: 1,
             fold: p.fold,
+            lists: if self.cut.is_none() { p.lists } else { std::ptr::null() },
         };
         // SAFETY: every address was checked against the shapes given beside it.
         unsafe { op.launch(taper_decode, &p) }?;

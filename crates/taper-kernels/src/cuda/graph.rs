@@ -97,7 +97,7 @@ impl StepInputs {
         let batch = Batch { q, kv, tables: &self.tables, row_tables: None, lens: &self.lens, max_len };
         let plan = match plan {
             Some(plan) => plan,
-            None => plan.insert(Plan::new(self.lists.clone(), &batch)?),
+            None => plan.insert(Plan::shared(self.lists.clone(), &batch)?),
         };
         Ok(plan.attend(&batch, None, out)?.0)
     }

@@ -104,16 +104,23 @@ fn plans_serve_any_layer_and_partial_results_join() {
         let caches = Caches::new(&mut numbers, &[70, 2000], kv_heads, d, dtype, 0.0);
         let queries = Queries::new(&mut numbers, &caches, group);
         let (batch, rows) = (queries.batch(&caches), caches.rows());
-        let plan = |ranges: &[[(u32, u32); 2]; 2]| {
-            let rows = [(ranges[0], 70), (ranges[1], 2000)];
-            Plan::new(Lists::ranges(batch.q, kv_heads, &rows).unwrap(), &batch).unwrap()
+        let lists = |ranges: &[[(u32, u32); 2]; 2]| {
+            Lists::ranges(batch.q, kv_heads, &[(ranges[0], 70), (ranges[1], 2000)]).unwrap()
         };
+        let plan = |ranges| Plan::new(lists(ranges), &batch).unwrap();
         let dense = attend(&queries.decode(&caches, &rows), &Selection::dense(2, kv_heads), None).unwrap();
         let whole = plan(&[[(0, 70), (0, 0)], [(0, 1000), (1000, 2000)]]);
         let (out, lse) = whole.attend(&batch, None, dtype).unwrap();
         let (again, _) = whole.attend(&batch, None, dtype).unwrap();
         below(relative(&out, &dense), LIMIT, "ranges");
         assert_eq!(furthest(&again, &out), 0.0, "the same launch gives the same bits");
+        // Cut by a launch of its own, lists are the same units.
+        for ranges in [[[(0, 70), (0, 0)], [(0, 1000), (1000, 2000)]], [[(0, 0), (0, 0)], [(3, 700), (901, 1999)]]] {
+            let (out, lse) = plan(&ranges).attend(&batch, None, DType::F32).unwrap();
+            let shared = Plan::shared(lists(&ranges), &batch).unwrap().attend(&batch, None, DType::F32).unwrap();
+            assert_eq!(elements(&out), elements(&shared.0), "units cut in the attention and before it");
+            assert_eq!(elements(&lse), elements(&shared.1));
+        }
         // Two halves, the second joined to the first; the first row has nothing in it.
         let first = plan(&[[(0, 0), (0, 0)], [(0, 700), (0, 0)]]).attend(&batch, None, DType::F32).unwrap();
         let rest = plan(&[[(0, 70), (0, 0)], [(700, 2000), (0, 0)]]);
@@ -121,7 +128,7 @@ fn plans_serve_any_layer_and_partial_results_join() {
         below(relative(&joined, &dense), LIMIT, "joined");
         below(furthest(&joined_lse, &lse), LIMIT, "joined lse");
         // And in one launch, without plan and merge.
-        let lists = Lists::ranges(batch.q, kv_heads, &[([(0, 70), (0, 0)], 70), ([(0, 2000), (0, 0)], 2000)]).unwrap();
+        let lists = lists(&[[(0, 70), (0, 0)], [(0, 2000), (0, 0)]]);
         let scratch = Scratch::new(batch.q, 2, kv_heads * group, kv_heads).unwrap();
         let seeds = Tensor::from_vec(vec![0i64; 2], 2, &device()).unwrap();
         let streams = Streams { seeds: &seeds, positions: batch.lens, layer: 0 };

@@ -112,7 +112,7 @@ fn every_pattern_at_its_limit_equals_dense() {
 fn the_engines_chunks_do_not_show() {
     for settings in every_sparse().into_iter().chain([json!({ "method": "dense" })]) {
         for settings in [settings.clone(), over_delta(&settings)].iter().filter(|s| s["base"]["method"] != "delta") {
-            for window in [None, Some(70), Some(170)] {
+            for window in [None, Some(70), Some(170), Some(300)] {
                 let shape = shape(3, 64, window);
                 let (whole, sequence) = run(&prefill(settings), shape, (700, 0), WHOLE);
                 for chunk in [100, 64, 7] {

@@ -37,7 +37,10 @@ pub(super) fn all_typical() -> Vec<Value> {
     hard["tail"] = json!("hard");
     let mut shares = vattention.clone();
     (shares["sink"], shares["window"]) = (json!(0.02), json!(0.05));
-    all.extend([hard, shares]);
+    // Rows on either side of it.
+    let mut below = typical("quest").unwrap();
+    below["dense_below"] = json!(300);
+    all.extend([hard, shares, below]);
     let mut probes = vattention.clone();
     probes["top"] = json!({ "method": "saap", "probes": 2 });
     all.push(probes);
