@@ -23,6 +23,7 @@ impl StopMatcher {
         let found = self
             .stops
             .iter()
+            .filter(|stop| stop.len() <= self.held.len())
             .filter_map(|stop| self.held.find(stop.as_str()).map(|at| (at, stop)))
             .min_by_key(|(at, stop)| (*at, usize::MAX - stop.len()));
         if let Some((at, stop)) = found {

@@ -345,8 +345,8 @@ impl Text for StubText {
         (mark == "<eos>").then_some(EOS)
     }
 
-    fn decode(&self, tokens: &[u32], _: bool) -> String {
-        let bytes: Vec<u8> = tokens.iter().filter(|&&t| t < 256).map(|&t| t as u8).collect();
+    fn decode(&self, tokens: &[u32], special: bool) -> String {
+        let bytes: Vec<u8> = tokens.iter().flat_map(|&token| shown(token, special)).collect();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
@@ -362,23 +362,31 @@ impl Text for StubText {
         &[EOS]
     }
 
-    fn stream(&self, _: bool, _: bool) -> Box<dyn TokenStream> {
-        Box::new(StubStream(Vec::new()))
+    fn stream(&self, _: bool, special: bool) -> Box<dyn TokenStream> {
+        Box::new(StubStream { bytes: Vec::new(), special })
     }
 }
 
-struct StubStream(Vec<u8>);
+/// A token's bytes, where special ones are shown or not.
+fn shown(token: u32, special: bool) -> Vec<u8> {
+    if token < 256 || special { StubText.token_bytes(token) } else { Vec::new() }
+}
+
+struct StubStream {
+    bytes: Vec<u8>,
+    special: bool,
+}
 
 impl TokenStream for StubStream {
     fn push(&mut self, token: u32) -> String {
-        self.0.extend((token < 256).then_some(token as u8));
-        match std::str::from_utf8(&self.0) {
-            Ok(_) => String::from_utf8(std::mem::take(&mut self.0)).unwrap_or_default(),
+        self.bytes.extend(shown(token, self.special));
+        match std::str::from_utf8(&self.bytes) {
+            Ok(_) => String::from_utf8(std::mem::take(&mut self.bytes)).unwrap_or_default(),
             Err(_) => String::new(),
         }
     }
 
     fn finish(&mut self) -> String {
-        String::from_utf8_lossy(&std::mem::take(&mut self.0)).into_owned()
+        String::from_utf8_lossy(&std::mem::take(&mut self.bytes)).into_owned()
     }
 }

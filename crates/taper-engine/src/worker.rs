@@ -172,9 +172,10 @@ impl<B: Backend> Worker<B> {
     }
 
     /// Whether a prompt had better wait for one that runs and begins like it: for the oldest, or for one that is in no later
-    /// than it would be itself.
+    /// than it would be itself. It waits for none that is less urgent, which others may go before.
     fn held(&self, job: &Job) -> bool {
-        let mut in_prompt = self.running.iter().filter_map(|run| Some((run, run.left(&self.backend)?)));
+        let urgent = self.running.iter().filter(|run| run.priority() <= job.request.priority);
+        let mut in_prompt = urgent.filter_map(|run| Some((run, run.left(&self.backend)?)));
         let oldest = in_prompt.next();
         let soon = in_prompt.filter(|(_, left)| *left <= job.request.prompt.len());
         oldest.into_iter().chain(soon).any(|(run, _)| run.leads(job, &self.backend))

@@ -163,7 +163,11 @@ pub fn speed_table(timed: &[Timed], style: Style) -> String {
                 Phase::Prefill => format!("{:.2} s", row.seconds),
                 Phase::Decode => format!("{:.2} ms", 1e3 * row.seconds),
             };
-            let share = if i < 2 { String::new() } else { format!("{:.2}", (reached - 1.0) / (allowed - 1.0)) };
+            // Of no gain there is no share.
+            let share = match i < 2 || allowed <= 1.0 {
+                true => String::new(),
+                false => format!("{:.2}", (reached - 1.0) / (allowed - 1.0)),
+            };
             lines.push(vec![
                 phase.name().to_owned(),
                 row.method.clone(),

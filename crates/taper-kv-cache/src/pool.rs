@@ -373,7 +373,10 @@ impl KvPool {
             if self.references[block as usize] > 1 {
                 let mut own = BlockTable::default();
                 self.grow(&mut own, 1)?;
-                self.copy_block(block, own.blocks[0])?;
+                if let Err(error) = self.copy_block(block, own.blocks[0]) {
+                    self.release(&mut own);
+                    return Err(error.into());
+                }
                 std::mem::swap(&mut table.blocks[keep - 1], &mut own.blocks[0]);
                 self.release(&mut own);
             }

@@ -346,13 +346,20 @@ fn after_echo(mut event: Event, echo: usize, echo_only: bool) -> Event {
 }
 
 /// A prompt's tokens as they stand before an answer's. The first comes after nothing: it has no log probability, which is NaN.
-pub(crate) fn echoed(text: &dyn Text, prompt: &[u32], scored: Vec<Scored>) -> Vec<TokenRecord> {
-    let mut stream = text.stream(false, false);
-    let mut text_offset = 0;
-    let first = prompt.first().map(|&token| (TokenLogprob { token, logprob: f32::NAN }, Vec::new()));
+/// Their places are those in the echo, which has special tokens that stood in the text and none that encoding added.
+pub(crate) fn echoed(text: &dyn Text, prompt: &Prompt, scored: Vec<Scored>) -> Vec<TokenRecord> {
+    let (mut plain, mut full) = (text.stream(false, false), text.stream(false, true));
+    let echo = prompt.echo.as_deref().unwrap_or_default();
+    let (mut text_offset, mut at) = (0, 0);
+    let first = prompt.tokens.first().map(|&token| (TokenLogprob { token, logprob: f32::NAN }, Vec::new()));
     let record = |(chosen, top): Scored| {
         let record = TokenRecord { text_offset, top, chosen };
-        text_offset += stream.push(record.chosen.token).chars().count();
+        let [mut piece, special] = [&mut plain, &mut full].map(|stream| stream.push(record.chosen.token));
+        if special != piece && echo.get(at..).is_some_and(|rest| rest.starts_with(&special)) {
+            piece = special;
+        }
+        text_offset += piece.chars().count();
+        at += piece.len();
         record
     };
     first.into_iter().chain(scored).map(record).collect()
@@ -400,7 +407,7 @@ async fn whole(app: &App, call: &Call, head: &Head, mut events: Merged) -> Resul
     while let Some((prompt, event)) = events.next().await {
         match event {
             Event::Prefilled | Event::Embedding(_) => {}
-            Event::Prompt(scored) => echoes[prompt] = echoed(text, &call.prompts[prompt].tokens, scored),
+            Event::Prompt(scored) => echoes[prompt] = echoed(text, &call.prompts[prompt], scored),
             Event::Delta(delta) => {
                 let choice = &mut choices[call.index(prompt, delta.choice)];
                 choice.text.push_str(&delta.text);

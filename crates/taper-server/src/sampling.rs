@@ -13,6 +13,10 @@ use taper_engine::{SamplingParams, StopRules, Text};
 pub(crate) const MAX_CHOICES: i64 = 32;
 /// Most stop strings of one request.
 const MAX_STOPS: usize = 16;
+/// Characters of one of them at most.
+const MAX_STOP: usize = 1024;
+/// Tokens that end an answer at most.
+const MAX_STOP_TOKENS: usize = 1024;
 /// Most words of one request that must not come.
 const MAX_BAD_WORDS: usize = 1000;
 /// Most characters of such a word.
@@ -157,8 +161,9 @@ fn logit_bias(fields: &mut Fields<'_>) -> Result<Vec<(u32, f32)>> {
     };
     let entry = |(token, bias): (&String, &Value)| {
         let path = format!("logit_bias.{token}");
-        let id: u32 =
-            token.parse().map_err(|_| ApiError::invalid(&path, format!("{path}: keys of logit_bias are token ids")))?;
+        // As it is written, so that no token has two.
+        let id = token.parse::<u32>().ok().filter(|id| id.to_string() == *token);
+        let id = id.ok_or_else(|| ApiError::invalid(&path, format!("{path}: keys of logit_bias are token ids")))?;
         let bias = bias.as_f64().filter(|b| (-100.0..=100.0).contains(b));
         let bias = bias.ok_or_else(|| ApiError::invalid(&path, format!("{path} must be a number in [-100, 100]")))?;
         Ok((id, bias as f32))
@@ -215,7 +220,10 @@ fn max_tokens(fields: &mut Fields<'_>, least: i64) -> Result<(Option<usize>, Opt
 
 fn stops(fields: &mut Fields<'_>) -> Result<Vec<String>> {
     let wrong = || {
-        ApiError::invalid("stop", format!("stop must be a string or an array of up to {MAX_STOPS} strings, none empty"))
+        let message = format!(
+            "stop must be a string or an array of up to {MAX_STOPS} strings, none empty or of over {MAX_STOP} characters"
+        );
+        ApiError::invalid("stop", message)
     };
     let list = match fields.get("stop") {
         None => return Ok(Vec::new()),
@@ -225,14 +233,17 @@ fn stops(fields: &mut Fields<'_>) -> Result<Vec<String>> {
     if list.len() > MAX_STOPS {
         return Err(wrong());
     }
-    list.iter().map(|v| v.as_str().filter(|s| !s.is_empty()).map(String::from).ok_or_else(wrong)).collect()
+    let valid = |stop: &&str| !stop.is_empty() && stop.chars().count() <= MAX_STOP;
+    list.iter().map(|v| v.as_str().filter(valid).map(String::from).ok_or_else(wrong)).collect()
 }
 
 fn token_ids(fields: &mut Fields<'_>) -> Result<Vec<u32>> {
     let Some(list) = fields.array("stop_token_ids")? else {
         return Ok(Vec::new());
     };
-    ids(list).ok_or_else(|| ApiError::invalid("stop_token_ids", "stop_token_ids must be an array of token ids"))
+    let message = || format!("stop_token_ids must be an array of up to {MAX_STOP_TOKENS} token ids");
+    let few = (list.len() <= MAX_STOP_TOKENS).then_some(list);
+    few.and_then(|list| ids(list)).ok_or_else(|| ApiError::invalid("stop_token_ids", message()))
 }
 
 /// An array of token ids; `None` if an element is something else.

@@ -139,7 +139,7 @@ impl Chunks {
     /// The echoed prompt of each choice, with its log probabilities.
     fn echo(&self, prompt: usize, scored: Vec<Scored>) -> Vec<Value> {
         let (text, of) = (self.app.engine.text(), &self.call.prompts[prompt]);
-        let logprobs = logprobs(self.call.kind, text, &echoed(text, &of.tokens, scored));
+        let logprobs = logprobs(self.call.kind, text, &echoed(text, of, scored));
         let chunk = |choice| {
             let index = self.call.index(prompt, choice);
             let mut object = json!({"text": of.echo, "index": index, "logprobs": logprobs});

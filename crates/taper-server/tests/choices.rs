@@ -72,6 +72,12 @@ async fn a_prompt_alone_may_be_wanted_back() {
     for choice in answer["choices"].as_array().unwrap() {
         assert_eq!((choice["finish_reason"].as_str(), tokens(&choice["logprobs"]).len()), (Some("length"), 2));
     }
+    // A special token has a place where it is shown.
+    for (shown, text, offsets) in [(true, "a<eos>b", json!([0, 1, 6])), (false, "ab", json!([0, 1, 1]))] {
+        let ask = json!({"prompt": [97, 256, 98], "echo": true, "logprobs": 0, "max_tokens": 0, "skip_special_tokens": !shown});
+        let choice = server.complete(ask).await.json()["choices"][0].take();
+        assert_eq!((&choice["text"], &choice["logprobs"]["text_offset"]), (&json!(text), &offsets));
+    }
     let plain = server.complete(json!({"prompt": "ab", "echo": true, "max_tokens": 0, "stream": true})).await;
     let text: String = plain.events().iter().map(|e| e["choices"][0]["text"].as_str().unwrap().to_string()).collect();
     assert_eq!(text, "ab");

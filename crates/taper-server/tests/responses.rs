@@ -168,6 +168,21 @@ async fn a_stream_tells_each_item_from_its_beginning_to_its_end() {
 
 #[tokio::test]
 async fn log_probabilities_come_where_they_are_included() {
+    // A character may take several tokens, of which the first have no text.
+    let accents = server("Grüße 🙂");
+    for stream in [false, true] {
+        let answer =
+            ask(&accents, json!({"top_logprobs": 0, "include": ["message.output_text.logprobs"], "stream": stream}))
+                .await;
+        let response = match stream {
+            true => events(&answer).pop().unwrap()["response"].take(),
+            false => answer.json(),
+        };
+        let part = &response["output"][0]["content"][0];
+        let bytes = part["logprobs"].as_array().unwrap().iter().flat_map(|token| token["bytes"].as_array().unwrap());
+        let bytes: Vec<u8> = bytes.map(|byte| byte.as_u64().unwrap() as u8).collect();
+        assert_eq!((part["text"].as_str(), String::from_utf8(bytes).as_deref()), (Some("Grüße 🙂"), Ok("Grüße 🙂")));
+    }
     let server = server("The sky is blue.");
     for wanted in [json!({"include": ["message.output_text.logprobs"]}), json!({"top_logprobs": 2})] {
         let part = asked(&server, wanted.clone()).await["output"][0]["content"][0].clone();

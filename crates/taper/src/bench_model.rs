@@ -87,6 +87,9 @@ pub fn run(args: &BenchModelArgs) -> Result<()> {
     if args.context.contains(&0) || args.chunk == 0 || args.tokens == 0 {
         bail!("--context, --chunk and --tokens must be at least 1");
     }
+    if !(args.bandwidth > 0.0 && args.bus > 0.0) {
+        bail!("--bandwidth and --bus must be above 0");
+    }
     let device = args.device.as_deref().map_or_else(|| Ok(DeviceChoice::found()), config::device)?;
     if !(0.0..=1.0).contains(&args.offloaded) || args.offloaded > 0.0 && device == DeviceChoice::Cpu {
         bail!("--offloaded: {} must be a share from 0 to 1, and 0 on the CPU", args.offloaded);

@@ -15,6 +15,8 @@ pub(super) struct Builder {
     created: u64,
     /// Whether log probabilities are wanted.
     logprobs: bool,
+    /// Tokens whose text has not been told.
+    tokens: Vec<TokenRecord>,
     echo: Map<String, Value>,
     calls: Option<Calls>,
     /// Items that are whole.
@@ -29,7 +31,19 @@ impl Builder {
     pub(super) fn new(app: &Arc<App>, id: String, echo: Map<String, Value>, call: &Call) -> Self {
         let (output, open, finish) = (Vec::new(), None, None);
         let (calls, logprobs) = (call.calls(app.engine.text()), call.logprobs.is_some());
-        Self { app: Arc::clone(app), id, created: unix_now(), logprobs, echo, calls, output, open, finish, events: 0 }
+        Self {
+            app: Arc::clone(app),
+            id,
+            created: unix_now(),
+            logprobs,
+            tokens: Vec::new(),
+            echo,
+            calls,
+            output,
+            open,
+            finish,
+            events: 0,
+        }
     }
 
     /// The response with a status, as it is now.
@@ -72,7 +86,10 @@ impl Builder {
     /// Takes more of the answer.
     pub(super) fn delta(&mut self, delta: &Delta) -> Vec<Value> {
         self.finish.clone_from(&delta.finish);
-        let told = match &mut self.calls {
+        if self.logprobs {
+            self.tokens.extend_from_slice(&delta.tokens);
+        }
+        let mut told = match &mut self.calls {
             Some(calls) => {
                 let mut told = calls.push(&delta.text);
                 if delta.finish.is_some() {
@@ -83,20 +100,24 @@ impl Builder {
             None if delta.text.is_empty() => Vec::new(),
             None => vec![Told::Text(delta.text.clone())],
         };
-        let mut tokens = &delta.tokens[..];
-        // They go with the first text; a call's have no place.
-        told.into_iter().flat_map(|told| self.told(told, std::mem::take(&mut tokens))).collect()
+        // What has no text at the end: a part of a character, a token that is not shown.
+        if self.finish.is_some() && self.calls.is_none() && told.is_empty() && !self.tokens.is_empty() {
+            told.push(Told::Text(String::new()));
+        }
+        told.into_iter().flat_map(|told| self.told(told)).collect()
     }
 
-    fn told(&mut self, told: Told, tokens: &[TokenRecord]) -> Vec<Value> {
+    fn told(&mut self, told: Told) -> Vec<Value> {
         let mut events = Vec::new();
+        // They go with the next text; a call's have no place.
+        let tokens = std::mem::take(&mut self.tokens);
         match told {
             Told::Text(text) => {
                 if self.open.as_ref().is_none_or(|open| open["type"] != "message") {
                     events.extend(self.message());
                 }
                 let place = self.place();
-                let logprobs = self.logprobs(tokens);
+                let logprobs = self.logprobs(&tokens);
                 if let Some(part) = self.open.as_mut().and_then(|open| open.pointer_mut("/content/0")) {
                     if let Value::String(all) = &mut part["text"] {
                         all.push_str(&text);

@@ -14,12 +14,15 @@ use crate::fields::{Fields, brief};
 use rand::Rng;
 use rand::distr::Alphanumeric;
 use serde_json::{Map, Value, json};
+use std::time::{Duration, Instant};
 use taper_engine::{CallFormat, Shape, Text, json_rule};
 
 type Result<T> = std::result::Result<T, ApiError>;
 
 /// Most functions of one request.
 const MOST: usize = 128;
+/// For how long the one is looked for whose schema makes no grammar.
+const CULPRIT: Duration = Duration::from_secs(1);
 
 /// One function.
 #[derive(Debug, Clone, PartialEq)]
@@ -92,9 +95,11 @@ impl Tools {
         Ok(Some(Self { functions, raw, wish, some: allowed.is_some(), parallel }))
     }
 
-    /// The first function whose schema makes no grammar.
+    /// The first function whose schema makes no grammar, of those that can be looked at in a while.
     pub(crate) fn culprit(&self, app: &App) -> Option<ApiError> {
-        self.functions.iter().find_map(|Function { name, parameters }| {
+        let until = Instant::now() + CULPRIT;
+        let mut looked_at = self.functions.iter().take_while(|_| Instant::now() < until);
+        looked_at.find_map(|Function { name, parameters }| {
             let error = app.engine.grammar(&Shape::Json(parameters.clone())).err()?;
             let named = |tool: &Value| tool.pointer("/function/name").is_some_and(|own| own == name.as_str());
             let path = format!("tools[{}].function.parameters", self.raw.iter().position(named)?);
