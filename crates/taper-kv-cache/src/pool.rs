@@ -375,7 +375,7 @@ impl KvPool {
                 self.grow(&mut own, 1)?;
                 if let Err(error) = self.copy_block(block, own.blocks[0]) {
                     self.release(&mut own);
-                    return Err(error.into());
+                    return Err(error);
                 }
                 std::mem::swap(&mut table.blocks[keep - 1], &mut own.blocks[0]);
                 self.release(&mut own);
