@@ -107,7 +107,7 @@ fn plans_serve_any_layer_and_partial_results_join() {
         let lists = |ranges: &[[(u32, u32); 2]; 2]| {
             Lists::ranges(batch.q, kv_heads, &[(ranges[0], 70), (ranges[1], 2000)]).unwrap()
         };
-        let plan = |ranges| Plan::new(lists(ranges), &batch).unwrap();
+        let plan = |ranges: &[[(u32, u32); 2]; 2]| Plan::new(lists(ranges), &batch).unwrap();
         let dense = attend(&queries.decode(&caches, &rows), &Selection::dense(2, kv_heads), None).unwrap();
         let whole = plan(&[[(0, 70), (0, 0)], [(0, 1000), (1000, 2000)]]);
         let (out, lse) = whole.attend(&batch, None, dtype).unwrap();
