@@ -194,8 +194,9 @@ fn values_are_drawn_on_a_device_within_every_method_and_in_tiles_of_any_size() {
             let (a, b) = (field(&usage, name), field(&on_cuda, name));
             assert!((a - b).abs() <= near * a.max(b), "{decode}: {name} {a} and {b}");
         }
+        // Values that are drawn promise nothing, whatever the keys do.
         let promised = |usage: &Value| !usage["decode"]["dense_heads"].is_null();
-        assert_eq!((promised(&usage), promised(&on_cuda)), (budgets, budgets), "{decode}");
+        assert!(!promised(&usage) && !promised(&on_cuda), "{decode}");
         let error = |usage: &Value| usage["decode"]["audit"]["error_mean"].as_f64().unwrap();
         let (a, b) = (error(&usage), error(&on_cuda));
         assert!((a - b).abs() <= 0.02 + 0.25 * a, "{decode}: errors {a} and {b}");
