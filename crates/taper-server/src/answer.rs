@@ -89,12 +89,8 @@ impl Call {
     /// Queues every prompt and answers.
     pub(crate) async fn run(mut self, app: &Arc<App>, RequestId { id, came }: RequestId) -> Result<Response, ApiError> {
         let prefix = if self.kind == Kind::Chat { "chatcmpl" } else { "cmpl" };
-        let head = Head {
-            kind: self.kind,
-            id: format!("{prefix}-{id}"),
-            created: unix_now(),
-            model: app.engine.model().id.clone(),
-        };
+        let head =
+            Head { kind: self.kind, id: format!("{prefix}-{id}"), created: unix_now(), model: app.model_name().into() };
         let headers = self.headers(&head.id);
         let events = self.submit(app, &head.id, came)?;
         let mut response = if self.common.stream {

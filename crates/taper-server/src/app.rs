@@ -27,6 +27,8 @@ pub struct ServerConfig {
     pub live: Arc<Live>,
     /// What methods learned offline for the model.
     pub artifacts: Arc<Artifacts>,
+    /// What requests may call the model; the first stands in answers. With none, that is its own name.
+    pub names: Vec<String>,
     /// Where spans of requests go, if anywhere.
     pub spans: Option<Spans>,
     /// Web pages that may ask.
@@ -54,6 +56,7 @@ impl Default for ServerConfig {
         Self {
             live: Arc::default(),
             artifacts: Arc::default(),
+            names: Vec::new(),
             spans: None,
             origins: Origins::None,
             header_timeout: Duration::from_secs(30),
@@ -108,13 +111,16 @@ pub(crate) struct App {
 }
 
 /// All routes.
-pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
+pub fn router(engine: Arc<Engine>, mut config: ServerConfig) -> Router {
+    if config.names.is_empty() {
+        config.names.push(engine.model().id.clone());
+    }
     let bodies =
         Arc::new(Semaphore::new(config.body_bytes.div_ceil(PIECE).saturating_mul(BODIES).min(Semaphore::MAX_PERMITS)));
     let live = Arc::clone(&config.live);
     let cors = config.origins.layer();
     let spans = config.spans.clone().map(|spans| middleware::from_fn_with_state(spans, spans::around));
-    let metrics = Arc::new(Metrics::new(&engine));
+    let metrics = Arc::new(Metrics::new(&engine, &config.names[0]));
     let app = Arc::new(App { engine, config, metrics, parsing: Parsing::default(), bodies });
     let guard = middleware::from_fn_with_state(Arc::clone(&app), origin::check);
     let line = middleware::from_fn_with_state(Arc::clone(&app), access::around);
@@ -138,7 +144,7 @@ impl App {
     /// Watches one prompt's events from now on, for metrics and spans.
     pub(crate) fn watch(&self, call: &answer::Call, id: &str, came: Instant) -> Watch {
         let spans = self.config.spans.as_ref();
-        let generation = spans.and_then(|spans| spans.generation(call, id, &self.engine.model().id));
+        let generation = spans.and_then(|spans| spans.generation(call, id, self.model_name()));
         self.metrics.watch(call.common.choices, came, generation)
     }
 
@@ -152,15 +158,20 @@ impl App {
         Err(ApiError::invalid(path.to_string(), message))
     }
 
+    /// What the model is called in answers.
+    pub(crate) fn model_name(&self) -> &str {
+        &self.config.names[0]
+    }
+
     /// Refuses the name of a model that is not served; none means the one there is.
     pub(crate) fn check_model(&self, name: Option<&str>) -> Result<(), ApiError> {
-        let served = &self.engine.model().id;
-        match name {
-            Some(name) if name != served => Err(ApiError {
-                param: Some("model".into()),
-                ..ApiError::new(StatusCode::NOT_FOUND, format!("the model `{name}` is not served here; `{served}` is"))
-            }),
-            _ => Ok(()),
-        }
+        let names = &self.config.names;
+        let Some(name) = name.filter(|&name| names.iter().all(|served| served != name)) else { return Ok(()) };
+        let served = names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+        let is = if names.len() == 1 { "is" } else { "are" };
+        Err(ApiError {
+            param: Some("model".into()),
+            ..ApiError::new(StatusCode::NOT_FOUND, format!("the model `{name}` is not served here; {served} {is}"))
+        })
     }
 }

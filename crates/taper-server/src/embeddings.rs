@@ -129,7 +129,7 @@ impl Asked {
         }
         let mut usage = total.json();
         usage.as_object_mut().into_iter().for_each(|usage| drop(usage.shift_remove("completion_tokens")));
-        let body = List { object: "list", data, model: &app.engine.model().id, usage };
+        let body = List { object: "list", data, model: app.model_name(), usage };
         let mut response = Json(body).into_response();
         response.headers_mut().extend(headers);
         Ok(response)

@@ -204,12 +204,12 @@ impl Attention {
 impl Metrics {
     /// # Panics
     /// Never: names and labels are fixed, and each is registered once.
-    pub(crate) fn new(engine: &Engine) -> Self {
-        Self::registered(engine).expect("every name is valid and registered once")
+    pub(crate) fn new(engine: &Engine, model: &str) -> Self {
+        Self::registered(engine, model).expect("every name is valid and registered once")
     }
 
-    fn registered(engine: &Engine) -> prometheus::Result<Self> {
-        let labels = [("model_name", engine.model().id.as_str()), ("engine", "0")];
+    fn registered(engine: &Engine, model: &str) -> prometheus::Result<Self> {
+        let labels = [("model_name", model), ("engine", "0")];
         let labels = labels.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
         let make = Maker { registry: Registry::new(), labels };
         let limits = engine.limits();

@@ -136,10 +136,12 @@ async fn methods(State(app): State<Arc<App>>) -> Json<Value> {
 }
 
 /// The models served
+///
+/// There is one, under each of its names; the first stands in answers.
 #[utoipa::path(get, path = "/v1/models", tag = "Look", responses(
-        (status = 200, description = "One", body = Models), (status = "4XX", description = "No key", body = Failure)))]
+        (status = 200, description = "All names", body = Models), (status = "4XX", description = "No key", body = Failure)))]
 async fn models(State(app): State<Arc<App>>) -> Json<Value> {
-    Json(json!({"object": "list", "data": [card(&app)]}))
+    Json(json!({"object": "list", "data": app.config.names.iter().map(|name| card(&app, name)).collect::<Vec<_>>()}))
 }
 
 /// A model
@@ -148,15 +150,14 @@ async fn models(State(app): State<Arc<App>>) -> Json<Value> {
         (status = 200, description = "It is served", body = Model), (status = "4XX", description = "It is not", body = Failure)))]
 async fn model(State(app): State<Arc<App>>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {
     app.check_model(Some(&id))?;
-    Ok(Json(card(&app)))
+    Ok(Json(card(&app, &id)))
 }
 
-fn card(app: &App) -> Value {
-    let model = app.engine.model();
+fn card(app: &App, name: &str) -> Value {
     json!({
-        "id": model.id,
+        "id": name,
         "object": "model",
-        "created": model.created,
+        "created": app.engine.model().created,
         "owned_by": "taper",
         "max_model_len": app.engine.limits().context_tokens,
     })

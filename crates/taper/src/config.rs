@@ -105,6 +105,7 @@ pub fn serve(settings: Settings) -> Result<ServeConfig> {
     if let Some(mib) = at_least_one("body_mib", args.body_mib)? {
         server.body_bytes = mib.saturating_mul(1 << 20);
     }
+    server.names = model_names(args.served_model_name.unwrap_or_default())?;
     server.request_timeout = seconds("request_seconds", args.request_seconds)?;
     server.body_timeout = seconds("body_seconds", args.body_seconds)?.unwrap_or(server.body_timeout);
     server.write_timeout = seconds("write_seconds", args.write_seconds)?.unwrap_or(server.write_timeout);
@@ -132,6 +133,20 @@ pub fn serve(settings: Settings) -> Result<ServeConfig> {
         otlp,
         server,
     })
+}
+
+/// Names of the model, each once.
+fn model_names(given: Vec<String>) -> Result<Vec<String>> {
+    let mut names: Vec<String> = Vec::new();
+    for name in given.iter().map(|name| name.trim()) {
+        if name.is_empty() || name.contains(char::is_control) {
+            bail!("served_model_name: {name:?} is no name; must be one or more, with commas between them");
+        }
+        if names.iter().all(|known| known != name) {
+            names.push(name.into());
+        }
+    }
+    Ok(names)
 }
 
 /// Origins of web pages, as a browser names them.
@@ -383,6 +398,12 @@ mod tests {
     }
 
     #[test]
+    fn a_name_that_is_there_twice_counts_once() {
+        let (_folder, path) = file("served_model_name = 'a, b,a'");
+        assert_eq!(of_file(&path).unwrap().server.names, ["a", "b"]);
+    }
+
+    #[test]
     fn keys_come_from_a_file_and_the_environment() {
         let (_folder, path) = file("[[keys]]\nname = 'a'\nkey = 'secret'\n");
         assert!(keys(None, None).unwrap().is_empty());
@@ -447,6 +468,8 @@ mod tests {
             ("device = 'cuda:x'\n", "must be cpu, cuda or cuda:N"),
             ("dequantize = 'yes'\n", ":1: invalid type"),
             ("queue = 0\n", "queue must be"),
+            ("served_model_name = 'a,,b'\n", "served_model_name: \"\" is no name; must be one or more"),
+            ("served_model_name = ['a', 3]\n", ":1: must be a name or a list of names"),
             ("header_seconds = 0\n", "header_seconds must be at least 1"),
             ("tls_cert = 'a.pem'\n", "tls_cert needs tls_key"),
             ("tls_key = 'a.pem'\n", "tls_key needs tls_cert"),

@@ -88,7 +88,8 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     };
     let engine = Arc::new(engine);
     let open = keys.is_empty();
-    greet(&engine, address, certificate.is_some(), attention.names(), log)?;
+    let names = if server.names.is_empty() { engine.model().id.clone() } else { server.names.join(", ") };
+    greet(&engine, &names, address, certificate.is_some(), attention.names(), log)?;
     match log {
         LogFormat::Text => eprintln!("settings:\n{}", text.trim_end().replace('\n', "\n  ").replacen("", "  ", 1)),
         LogFormat::Json => tracing::info!(settings = text, "settings"),
@@ -114,12 +115,13 @@ async fn certificate(tls: &Tls) -> Result<Certificate> {
 /// Says where the server is: to whoever started it, or to whoever reads its log.
 fn greet(
     engine: &Engine,
+    id: &str,
     address: SocketAddr,
     tls: bool,
     (prefill, decode): (&str, &str),
     log: LogFormat,
 ) -> Result<()> {
-    let (id, limits) = (&engine.model().id, engine.limits());
+    let limits = engine.limits();
     let scheme = if tls { "https" } else { "http" };
     let cache_mib = limits.cache_bytes >> 20;
     if log == LogFormat::Json {

@@ -83,6 +83,10 @@ pub struct ModelArgs {
 /// How the server meets its clients, each a setting.
 #[derive(Debug, Clone, Default, Args, Serialize, Deserialize)]
 pub struct ServerArgs {
+    /// What requests may call the model, one or more names; the first stands in answers [default: the folder's or file's name]
+    #[arg(long, value_name = "NAME", num_args = 1.., value_delimiter = ',')]
+    #[serde(default, deserialize_with = "names_of")]
+    pub served_model_name: Option<Vec<String>>,
     /// Address to listen on [default: 127.0.0.1]
     #[arg(long)]
     pub host: Option<String>,
@@ -141,6 +145,20 @@ pub struct ServerArgs {
     /// Format of the log [default: text]
     #[arg(long, value_name = "FORMAT", value_enum)]
     pub log: Option<LogFormat>,
+}
+
+/// Names in a list, or in a text with commas between them.
+fn names_of<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Option<Vec<String>>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "must be a name or a list of names")]
+    enum Names {
+        Text(String),
+        List(Vec<String>),
+    }
+    Ok(Option::<Names>::deserialize(from)?.map(|names| match names {
+        Names::Text(text) => text.split(',').map(str::to_owned).collect(),
+        Names::List(list) => list,
+    }))
 }
 
 /// How lines of the log are written.
@@ -363,7 +381,7 @@ mod tests {
         names.push("config".into());
         assert!(flags.iter().all(|flag| names.contains(flag)), "{flags:?}");
         // Each is read from the environment as from a file, whatever its type.
-        let all = "model='m'\nattention='dense'\npresets='p'\nartifacts='a'\ndevice='cpu'\nthreads=2\nkv_memory='1GiB'\nkv_offload='2GiB'\nkv_offload_dir='d'\n\
+        let all = "model='m'\nserved_model_name='n,o'\nattention='dense'\npresets='p'\nartifacts='a'\ndevice='cpu'\nthreads=2\nkv_memory='1GiB'\nkv_offload='2GiB'\nkv_offload_dir='d'\n\
                    kv_dtype='f32'\ndtype='f16'\ndequantize=true\ncontext=99\nhost='h'\nport=1\nqueue=2\nchunk_tokens=3\nsequences=4\nstretch=1.5\n\
                    prefix_cache=false\nrequest_seconds=5\nbody_mib=6\nbody_seconds=7\nwrite_seconds=6\nleast_priority=-2\nheader_seconds=8\napi_keys='k'\ncors_origins='*'\n\
                    tls_cert='c'\ntls_key='t'\notlp_traces_endpoint='http://c:4318/'\nlog='json'\n";
@@ -388,6 +406,25 @@ mod tests {
         // And what is printed can be read again.
         std::fs::write(&path, &by_file).unwrap();
         assert_eq!(read(&["--config", path.to_str().unwrap()], &[]).unwrap().text().unwrap(), by_file);
+    }
+
+    #[test]
+    fn names_of_the_model_are_said_as_one_likes() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("names.toml");
+        std::fs::write(&path, "served_model_name = ['a', 'b']").unwrap();
+        let flag = "--served-model-name";
+        for (line, environment) in [
+            (&[flag, "a,b"][..], &[][..]),
+            (&[flag, "a", "b"], &[]),
+            (&[flag, "a", flag, "b"], &[("TAPER_SERVED_MODEL_NAME", "c")]),
+            (&[], &[("TAPER_SERVED_MODEL_NAME", "a,b")]),
+            (&["--config", path.to_str().unwrap()], &[]),
+        ] {
+            let names = read(line, environment).unwrap().server.served_model_name.unwrap();
+            assert_eq!(names, ["a", "b"], "{line:?} {environment:?}");
+        }
+        assert_eq!(read(&[], &[]).unwrap().server.served_model_name, None);
     }
 
     #[test]

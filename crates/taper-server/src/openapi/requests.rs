@@ -8,7 +8,7 @@ use utoipa::ToSchema;
 /// What chat and text completions have alike.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct Common {
-    /// The model; there is one, and it need not be named.
+    /// One of the model's names; there is one model, and it need not be named.
     model: Option<String>,
     #[serde(flatten)]
     attention: Attending,
@@ -174,7 +174,7 @@ pub(crate) struct TextRequest {
 /// request. Sampling and attention are said as in a chat.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct ResponseRequest {
-    /// The model; there is one, and it need not be named.
+    /// One of the model's names; there is one model, and it need not be named.
     model: Option<String>,
     #[serde(flatten)]
     attention: Attending,
@@ -219,7 +219,7 @@ pub(crate) struct ResponseRequest {
 /// `POST /v1/embeddings`
 #[derive(Serialize, ToSchema)]
 pub(crate) struct EmbeddingRequest {
-    /// The model; there is one, and it need not be named.
+    /// One of the model's names; there is one model, and it need not be named.
     model: Option<String>,
     #[serde(flatten)]
     attention: Attending,
@@ -253,7 +253,7 @@ pub(crate) enum Encoding {
 /// `POST /tokenize`: a prompt, or messages as a chat has them.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct TokenizeRequest {
-    /// The model; there is one, and it need not be named.
+    /// One of the model's names; there is one model, and it need not be named.
     model: Option<String>,
     /// A text.
     prompt: Option<String>,
@@ -275,7 +275,7 @@ pub(crate) struct TokenizeRequest {
 /// `POST /detokenize`
 #[derive(Serialize, ToSchema)]
 pub(crate) struct DetokenizeRequest {
-    /// The model; there is one, and it need not be named.
+    /// One of the model's names; there is one model, and it need not be named.
     model: Option<String>,
     /// Token ids.
     tokens: Vec<u32>,

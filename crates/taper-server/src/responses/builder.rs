@@ -56,7 +56,7 @@ impl Builder {
             "background": false,
             "error": null,
             "incomplete_details": null,
-            "model": self.app.engine.model().id,
+            "model": self.app.model_name(),
             "output": self.output,
             "previous_response_id": null,
             "store": false,
