@@ -4,7 +4,7 @@ use crate::app::ServerConfig;
 use crate::error::ApiError;
 use crate::fields::{Fields, brief};
 use crate::knobs::near_miss;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use taper_attention::{AttentionSpec, Question, Wire, nearest};
 
 /// What the request says of attention, in one shape whatever the spelling.
@@ -133,6 +133,10 @@ impl Knobs {
                 return Ok(());
             }
             at = object.entry(part).or_insert_with(|| Value::Object(Map::new()));
+            if at.is_string() {
+                // A method's name stands for its object.
+                *at = json!({"method": at.take()});
+            }
         }
         Ok(())
     }
@@ -197,7 +201,6 @@ fn scalar(path: &str, value: &Value) -> Result<Value, ApiError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     fn knobs(attention: Option<Value>, bag: Value) -> Result<Knobs, ApiError> {
         let mut knobs = Knobs { attention, ..Knobs::default() };
@@ -220,6 +223,15 @@ mod tests {
                         "question_tokens": 40}))
         );
         assert_eq!(k.ignored, ["vllm_xargs.other"]);
+    }
+
+    #[test]
+    fn scalars_go_beside_a_method_that_is_only_named() {
+        let named = || Some(json!({"decode": "quest"}));
+        let k = knobs(named(), json!({"attention_decode_k": 0.1})).unwrap();
+        assert_eq!(k.attention, Some(json!({"decode": {"method": "quest", "k": 0.1}})));
+        let e = knobs(named(), json!({"attention_decode_method": "quest"})).unwrap_err();
+        assert!(e.message.contains("keep one"), "{e}");
     }
 
     #[test]

@@ -33,6 +33,23 @@ fn defaults_are_filled_in() {
 }
 
 #[test]
+fn a_method_may_be_a_name_alone() {
+    let object = json!({ "prefill": { "method": "delta" }, "decode": { "method": "quest" } });
+    let name = json!({ "prefill": "delta", "decode": "quest" });
+    let [object, name] = [object, name].map(|attention| {
+        let spec = AttentionSpec::from_json(&attention, "attention", &Artifacts::default()).unwrap();
+        assert_eq!(resolve(json!({}), Some(attention), [None, None, None]).unwrap(), json!(spec));
+        json!(spec)
+    });
+    assert_eq!(name, object);
+    let spec = resolve(json!({}), Some(json!({ "decode": "vattention" })), [Some(json!(0.2)), None, None]).unwrap();
+    assert_eq!((&spec["decode"]["method"], &spec["decode"]["epsilon"]), (&json!("vattention"), &json!(0.2)));
+    let error = resolve(json!({}), Some(json!({ "decode": "dense" })), [Some(json!(0.2)), None, None]).unwrap_err();
+    let message = "chooses vattention for decode, but attention.decode chooses \"dense\"; give one of them";
+    assert_eq!(error, SpecError::new("epsilon", message));
+}
+
+#[test]
 fn every_error_names_its_path_and_what_is_valid() {
     let decode = |decode: Value| error(json!({ "decode": decode }));
     let names = |phase: &str| {
@@ -78,6 +95,14 @@ fn every_error_names_its_path_and_what_is_valid() {
             error(json!({ "prefill": { "method": "delta", "base": { "method": "delta" } } })),
             "attention.prefill.base.method",
             "delta does not correct itself; base must be another method",
+        ),
+        (
+            decode(json!("vatention")),
+            "attention.decode.method",
+            &format!(
+                "unknown decode method \"vatention\", did you mean `vattention`?; decode methods: {}",
+                names("decode")
+            ),
         ),
         (decode(json!(7)), "attention.decode", "must be an object such as {\"method\": \"dense\"}; got 7"),
         (
