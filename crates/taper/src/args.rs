@@ -118,6 +118,7 @@ pub struct GenerateArgs {
   /attention <preset or JSON>   change how the next answers attend
   /reset                        forget the conversation
   /quit                         leave (so does the end of input)
+A line that begins with a space goes to the model, whatever follows.
 
 Example:
   taper chat --attention vattention --usage")]

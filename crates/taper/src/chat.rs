@@ -9,6 +9,35 @@ use std::io::{BufRead, IsTerminal};
 use std::sync::Arc;
 use taper_engine::Message;
 
+/// What a line may begin with, other than what is said to the model.
+const COMMANDS: &str = "/attention, /reset, /quit";
+
+/// What is meant by a line.
+#[derive(Debug, PartialEq)]
+enum Line<'a> {
+    Empty,
+    Quit,
+    Reset,
+    Attention(&'a str),
+    /// A slash and a word, which hardly is for the model.
+    Unknown(&'a str),
+    Said(&'a str),
+}
+
+impl<'a> Line<'a> {
+    fn read(line: &'a str) -> Self {
+        let text = line.trim();
+        match text.split_once(char::is_whitespace).unwrap_or((text, "")) {
+            ("", _) => Self::Empty,
+            _ if !line.starts_with('/') => Self::Said(text),
+            ("/quit", _) => Self::Quit,
+            ("/reset", _) => Self::Reset,
+            ("/attention", rest) => Self::Attention(rest.trim()),
+            (command, _) => Self::Unknown(command),
+        }
+    }
+}
+
 /// Reads lines, answers each, keeps the conversation.
 ///
 /// # Errors
@@ -23,7 +52,7 @@ pub fn run(args: ChatArgs) -> Result<()> {
     let mut messages: Vec<Message> = system.iter().cloned().collect();
     let prompt = std::io::stdin().is_terminal();
     if prompt {
-        eprintln!("{}; /attention, /reset, /quit", engine.model().id);
+        eprintln!("{}; {COMMANDS}", engine.model().id);
     }
     let mut lines = std::io::stdin().lock().lines();
     loop {
@@ -31,17 +60,21 @@ pub fn run(args: ChatArgs) -> Result<()> {
             talk::print("> ")?;
         }
         let Some(line) = lines.next().transpose()? else { break };
-        let line = line.trim();
-        match line.split_once(' ').unwrap_or((line, "")) {
-            ("", _) => continue,
-            ("/quit", _) => break,
-            ("/reset", _) => messages = system.iter().cloned().collect(),
-            ("/attention", text) => match config.presets.find(text.trim(), &artifacts) {
+        match Line::read(&line) {
+            Line::Empty => continue,
+            Line::Quit => break,
+            Line::Reset => messages = system.iter().cloned().collect(),
+            Line::Attention(text) => match config.presets.find(text, &artifacts) {
                 Ok(spec) => attention = Arc::new(spec),
                 Err(error) => eprintln!("{error:#}"),
             },
-            _ => {
-                messages.push(Message::new("user", line));
+            Line::Unknown(command) => {
+                eprintln!(
+                    "{command} is no command; there are {COMMANDS}. A line that begins with a space goes to the model."
+                );
+            }
+            Line::Said(text) => {
+                messages.push(Message::new("user", text));
                 let answer = engine.text().chat(&messages, &Map::new()).map_err(Into::into).and_then(|tokens| {
                     talk::run(&engine, tokens, false, Arc::clone(&attention), &args.sampling, talk::print)
                 });
@@ -57,4 +90,26 @@ pub fn run(args: ChatArgs) -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slash_begins_a_command_and_a_space_what_is_said() {
+        for (line, meant) in [
+            ("  ", Line::Empty),
+            ("/quit", Line::Quit),
+            ("/reset ", Line::Reset),
+            ("/attention  quest", Line::Attention("quest")),
+            ("/attention", Line::Attention("")),
+            ("/help me", Line::Unknown("/help")),
+            ("/Quit", Line::Unknown("/Quit")),
+            (" /etc/passwd is what?", Line::Said("/etc/passwd is what?")),
+            ("what is /quit", Line::Said("what is /quit")),
+        ] {
+            assert_eq!(Line::read(line), meant, "{line:?}");
+        }
+    }
 }

@@ -219,7 +219,7 @@ pub fn model(args: ModelArgs) -> Result<ModelConfig> {
         bail!("model: must be a name or a path");
     }
     if args.context == Some(0) {
-        bail!("context must be at least 1");
+        bail!("--context: 0 must be at least 1, and at most the model's own context");
     }
     let device = args.device.as_deref().map_or(Ok(DeviceChoice::default()), self::device)?;
     if threads == Some(0) {
@@ -227,7 +227,7 @@ pub fn model(args: ModelArgs) -> Result<ModelConfig> {
     }
     let kv_dtype = args.kv_dtype.as_deref().map_or(Ok(CacheDType::default()), cache_dtype)?;
     if device != DeviceChoice::Cpu && kv_dtype == CacheDType::F32 {
-        bail!("kv dtype f32 goes with the device cpu alone; cuda has kernels for f16 and bf16");
+        bail!("--kv-dtype: f32 goes with the device cpu alone; cuda has kernels for f16 and bf16");
     }
     Ok(ModelConfig {
         model,
@@ -237,7 +237,7 @@ pub fn model(args: ModelArgs) -> Result<ModelConfig> {
         device,
         threads,
         cache: CacheOptions {
-            bytes: args.kv_memory.as_deref().map(size).transpose().context("kv memory")?,
+            bytes: args.kv_memory.as_deref().map(size).transpose().context("--kv-memory")?,
             offload: self::offload(args.kv_offload.as_deref(), args.kv_offload_dir, device)?,
             dtype: kv_dtype,
             prefix: false,
@@ -254,15 +254,15 @@ pub fn model(args: ModelArgs) -> Result<ModelConfig> {
 
 /// Where the cache goes on beyond its memory: on the CPU in a file, else in the host's memory.
 fn offload(bytes: Option<&str>, folder: Option<PathBuf>, device: DeviceChoice) -> Result<Option<Offload>> {
-    let bytes = bytes.map(size).transpose().context("kv offload")?;
+    let bytes = bytes.map(size).transpose().context("--kv-offload")?;
     Ok(match (bytes, folder, device) {
         (None, None, _) => None,
         (Some(bytes), Some(folder), DeviceChoice::Cpu) => Some(Offload::File { bytes, folder }),
-        (Some(_), None, DeviceChoice::Cpu) => bail!("kv offload needs kv_offload_dir, the folder of the file"),
-        (None, Some(_), DeviceChoice::Cpu) => bail!("kv_offload_dir needs kv offload, the size of the file"),
+        (Some(_), None, DeviceChoice::Cpu) => bail!("--kv-offload needs --kv-offload-dir, the folder of the file"),
+        (None, Some(_), DeviceChoice::Cpu) => bail!("--kv-offload-dir needs --kv-offload, the size of the file"),
         (Some(bytes), None, DeviceChoice::Cuda(_)) => Some(Offload::Host { bytes }),
         (_, Some(_), DeviceChoice::Cuda(_)) => {
-            bail!("kv_offload_dir goes with the device cpu; beside cuda what is offloaded lies in pinned host memory")
+            bail!("--kv-offload-dir goes with the device cpu; beside cuda what is offloaded lies in pinned host memory")
         }
     })
 }
@@ -283,7 +283,7 @@ fn cache_dtype(name: &str) -> Result<CacheDType> {
         "f16" => CacheDType::F16,
         "bf16" => CacheDType::BF16,
         "f32" => CacheDType::F32,
-        other => bail!("kv dtype {other:?}: must be f16, bf16 or f32"),
+        other => bail!("--kv-dtype: {other:?} must be f16, bf16 or f32"),
     })
 }
 
@@ -309,7 +309,7 @@ pub fn size(text: &str) -> Result<u64> {
         "kb" => 1_000,
         "mb" => 1_000_000,
         "gb" => 1_000_000_000,
-        unit => bail!("unknown unit {unit:?}; write for example 512MiB or 2GiB"),
+        unit => bail!("{text:?} has the unknown unit {unit:?}; write for example 512MiB or 2GiB"),
     };
     let number: f64 = digits.trim().parse().map_err(|_| anyhow!("{text:?} is no size; write for example 2GiB"))?;
     if !number.is_finite() || number <= 0.0 {
@@ -456,13 +456,16 @@ mod tests {
             ("port = 99999\n", ":1: "),
             ("attention = 'nope'\n", "no attention preset"),
             ("[attention.decode]\nmethod = 'nope'\n", "attention.decode.method"),
-            ("kv_memory = '2 parsecs'\n", "unknown unit"),
-            ("kv_offload = '2GiB'\n", "kv offload needs kv_offload_dir"),
-            ("kv_offload_dir = '/tmp'\n", "kv_offload_dir needs kv offload"),
+            (
+                "kv_memory = '2 parsecs'\n",
+                "--kv-memory: \"2 parsecs\" has the unknown unit \"parsecs\"; write for example 512MiB",
+            ),
+            ("kv_offload = '2GiB'\n", "--kv-offload needs --kv-offload-dir"),
+            ("kv_offload_dir = '/tmp'\n", "--kv-offload-dir needs --kv-offload"),
             ("kv_offload = '2GiB'\nkv_offload_dir = '/tmp'\ndevice = 'cuda:1'\n", "goes with the device cpu"),
-            ("kv_offload = '2 parsecs'\nkv_offload_dir = '/tmp'\n", "kv offload: unknown unit"),
-            ("kv_dtype = 'f8'\n", "must be f16"),
-            ("kv_dtype = 'f32'\ndevice = 'cuda'\n", "kv dtype f32 goes with the device cpu alone"),
+            ("kv_offload = '2 parsecs'\nkv_offload_dir = '/tmp'\n", "--kv-offload: \"2 parsecs\" has the unknown unit"),
+            ("kv_dtype = 'f8'\n", "--kv-dtype: \"f8\" must be f16, bf16 or f32"),
+            ("kv_dtype = 'f32'\ndevice = 'cuda'\n", "--kv-dtype: f32 goes with the device cpu alone"),
             ("dtype = 'int4'\n", "must be auto, f32"),
             ("device = 'gpu'\n", "must be cpu, cuda or cuda:N"),
             ("device = 'cuda:x'\n", "must be cpu, cuda or cuda:N"),

@@ -1,13 +1,13 @@
 //! From settings to a running engine: the one way for all commands.
 
 use crate::config::ModelConfig;
-use anyhow::{Context, Result};
+use anyhow::{Context, Error, Result, anyhow};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 use taper_attention::{Artifacts, AttentionSpec, ModelKey, Place, Places};
-use taper_engine::{DeviceChoice, Engine, ModelBackend, ModelInfo, ModelText};
-use taper_model::{Model, Progress, ResolvedModel, Tokenizer, default_cache, resolve};
+use taper_engine::{DeviceChoice, Engine, LoadError, ModelBackend, ModelInfo, ModelText};
+use taper_model::{Model, ModelError, Progress, ResolvedModel, Tokenizer, default_cache, resolve};
 
 /// A model at work.
 pub struct Loaded {
@@ -62,7 +62,11 @@ pub fn attention(
 pub fn backend(config: &ModelConfig) -> Result<Ready> {
     start_threads(config)?;
     let model = find(config)?;
-    let (backend, text) = taper_engine::load(&model, &config.load, config.cache.clone(), &config.device.open()?)?;
+    let (backend, text) = taper_engine::load(&model, &config.load, config.cache.clone(), &config.device.open()?)
+        .map_err(|error| match error {
+            LoadError::Model(error) => by_flag(error),
+            other => other.into(),
+        })?;
     let artifacts = artifacts(config, &backend.key())?;
     Ok(Ready { model, backend, text, artifacts })
 }
@@ -82,7 +86,18 @@ pub fn find(config: &ModelConfig) -> Result<ResolvedModel> {
 pub fn model(config: &ModelConfig) -> Result<(Model, Tokenizer)> {
     start_threads(config)?;
     let model = find(config)?;
-    Ok((Model::load(&model, &config.load, &config.device.open()?)?, Tokenizer::load(&model)?))
+    let loaded = Model::load(&model, &config.load, &config.device.open()?).map_err(by_flag)?;
+    Ok((loaded, Tokenizer::load(&model)?))
+}
+
+/// What a model cannot be loaded for, by the name of the flag if one is at fault.
+fn by_flag(error: ModelError) -> Error {
+    match error {
+        ModelError::ContextLimit { limit, model } => {
+            anyhow!("--context: {limit} must be at least 1, and at most the model's own context of {model} tokens")
+        }
+        other => other.into(),
+    }
 }
 
 /// What methods learned offline for a model; of what was made for another one there is a warning.

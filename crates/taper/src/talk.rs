@@ -22,6 +22,9 @@ pub fn run(
     // The longest answer that fits is what a person means by a number that is too large.
     let prompt_tokens = prompt.len();
     let room = engine.room(prompt_tokens, 1);
+    if let Some(warning) = clamped(args.max_tokens, prompt_tokens, room) {
+        eprintln!("{warning}");
+    }
     let request = Request {
         id: "terminal".into(),
         prompt,
@@ -59,6 +62,16 @@ pub fn run(
     bail!("the engine stopped before the answer was complete")
 }
 
+/// What is said where an answer may not be as long as it was wanted. A prompt that leaves no room at all is refused.
+fn clamped(wanted: usize, prompt: usize, room: usize) -> Option<String> {
+    let fits = || {
+        format!(
+            "warning: --max-tokens: {wanted} is more than fits after the prompt's {prompt} tokens; at most {room} are generated"
+        )
+    };
+    (0 < room && room < wanted).then(fits)
+}
+
 /// Prints text as it comes.
 ///
 /// # Errors
@@ -75,4 +88,17 @@ fn report(usage: &Usage) -> Result<()> {
         eprintln!("attention {}", serde_json::to_string(attention)?);
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_that_is_too_large_is_said_to_be() {
+        let says =
+            "warning: --max-tokens: 300 is more than fits after the prompt's 12 tokens; at most 200 are generated";
+        assert_eq!(clamped(300, 12, 200).as_deref(), Some(says));
+        assert_eq!((clamped(200, 12, 200), clamped(300, 12, 0)), (None, None));
+    }
 }

@@ -1,5 +1,6 @@
 //! What cannot be done ends with exit code 2 and one clear line.
 
+use std::path::Path;
 use std::process::Command;
 
 fn fails(args: &[&str], says: &str) {
@@ -17,6 +18,22 @@ fn fails_in_one_line(args: &[&str], says: &str) {
     let error = String::from_utf8_lossy(&output.stderr);
     assert_eq!(error.lines().count(), 1, "{error}");
     assert!(error.starts_with("taper: "), "{error}");
+}
+
+/// A folder with a model of a context of 64 tokens, and a tokenizer of one letter.
+fn tiny_model() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../taper-model/tests/golden/smollm2");
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(golden.join(file), folder.path().join(file)).expect("copied");
+    }
+    let bytes = r#"{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}"#;
+    let model = r#"{"type": "BPE", "vocab": {"x": 0}, "merges": []}"#;
+    let tokenizer = format!(
+        r#"{{"version": "1.0", "added_tokens": [], "pre_tokenizer": {bytes}, "decoder": {bytes}, "model": {model}}}"#
+    );
+    std::fs::write(folder.path().join("tokenizer.json"), tokenizer).expect("written");
+    folder
 }
 
 #[test]
@@ -38,7 +55,27 @@ fn arguments_that_mean_nothing() {
         &["serve", "--attention", r#"{"decode": {"method": "dense", "epsilon": 1}}"#],
         "attention.decode.epsilon",
     );
-    fails_in_one_line(&["serve", "--kv-memory", "many"], "many");
+    let model = tiny_model();
+    let model = model.path().to_str().expect("UTF-8");
+    for (flag, value, says) in [
+        (
+            "--kv-memory",
+            "many",
+            "--kv-memory: \"many\" has the unknown unit \"many\"; write for example 512MiB or 2GiB",
+        ),
+        ("--kv-memory", "-1GiB", "--kv-memory: \"-1GiB\" must be greater than 0"),
+        ("--kv-dtype", "f8", "--kv-dtype: \"f8\" must be f16, bf16 or f32"),
+        ("--context", "0", "--context: 0 must be at least 1"),
+        (
+            "--context",
+            "9999999",
+            "--context: 9999999 must be at least 1, and at most the model's own context of 64 tokens",
+        ),
+    ] {
+        let flag = format!("{flag}={value}");
+        fails_in_one_line(&["serve", "--port", "0", "--model", model, &flag], says);
+        fails_in_one_line(&["generate", "--prompt", "x", "--model", model, &flag], says);
+    }
     fails_in_one_line(&["serve", "--config", "/does/not/exist.toml"], "/does/not/exist.toml");
     fails_in_one_line(&["serve", "--host", "256.1.1.1", "--port", "0"], "256.1.1.1");
     fails_in_one_line(&["serve", "--dtype", "int4"], "must be auto, f32");
@@ -49,7 +86,7 @@ fn arguments_that_mean_nothing() {
             ("--presets", "/nowhere", "presets: /nowhere"),
             ("--artifacts", "/nowhere", "artifacts: /nowhere"),
             ("--model", "", "model: must be"),
-            ("--context", "0", "context must be at least 1"),
+            ("--context", "0", "--context: 0 must be at least 1"),
         ] {
             fails_in_one_line(&[what, &[flag, value]].concat(), says);
         }
@@ -61,6 +98,21 @@ fn arguments_that_mean_nothing() {
     fails(&["serve", "--port", "70000"], "70000");
     fails(&["generate", "--prompt", "x", "--temperature", "3"], "[0, 2]");
     fails(&["generate"], "--prompt");
+}
+
+#[test]
+fn an_answer_shorter_than_was_wanted_is_said_to_be() {
+    let model = tiny_model();
+    let run = |max_tokens: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_taper"));
+        command.args(["generate", "--prompt", "xxx", "--kv-memory", "64MiB", "--max-tokens", max_tokens, "--model"]);
+        let output = command.arg(model.path()).output().expect("the program starts");
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stderr).expect("UTF-8")
+    };
+    let says = "warning: --max-tokens: 62 is more than fits after the prompt's 3 tokens; at most 61 are generated\n";
+    assert_eq!(run("62"), says);
+    assert_eq!(run("61"), "");
 }
 
 #[test]

@@ -16,7 +16,7 @@ Examples:
       --shared-prefix 64 --cancel 0.1 --goodput ttft=2000,tpot=100 --json load.json --plot load.svg"
 )]
 pub struct BenchServeArgs {
-    /// The server's base, with its version
+    /// The server's base, with its version; an address alone gets /v1
     #[arg(long, default_value = "http://127.0.0.1:8080/v1")]
     pub url: String,
     /// The model to ask for [default: the first that the server lists]

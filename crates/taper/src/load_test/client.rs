@@ -4,7 +4,7 @@ use super::args::{BenchServeArgs, Endpoint};
 use super::plan::Planned;
 use anyhow::{Context, Result, bail};
 use futures_util::StreamExt;
-use reqwest::{RequestBuilder, Response};
+use reqwest::{RequestBuilder, Response, Url};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -44,7 +44,7 @@ impl Client {
     pub async fn new(args: &BenchServeArgs) -> Result<Self> {
         let http = reqwest::Client::builder().timeout(Duration::from_secs(args.timeout)).build()?;
         let key = std::env::var(&args.key_env).ok().filter(|key| !key.is_empty());
-        let base = args.url.trim_end_matches('/').to_owned();
+        let base = base(&args.url)?;
         let mut client = Self { http, base, model: String::new(), endpoint: args.endpoint, key };
         client.model = match &args.model {
             Some(model) => model.clone(),
@@ -129,6 +129,14 @@ impl Client {
         }
         Ok(())
     }
+}
+
+/// Where the endpoints are: an address alone is taken for that of a server with the usual version.
+pub fn base(url: &str) -> Result<String> {
+    let parsed = Url::parse(url).ok().filter(|url| ["http", "https"].contains(&url.scheme()));
+    let parsed = parsed.with_context(|| format!("--url: {url:?} must be like http://127.0.0.1:8080/v1"))?;
+    let version = if parsed.path() == "/" { "/v1" } else { "" };
+    Ok(format!("{}{version}", url.trim_end_matches('/')))
 }
 
 async fn refusal(answer: Response) -> String {

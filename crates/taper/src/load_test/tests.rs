@@ -1,6 +1,6 @@
 //! The load against Taper's own server over the scripted model.
 
-use super::client::Lines;
+use super::client::{Lines, base};
 use super::figures::{Times, percentile};
 use super::*;
 use clap::Parser;
@@ -96,6 +96,27 @@ fn refusals_are_errors_with_the_servers_words() {
     let gone = args("--url http://127.0.0.1:9/v1 --model x --warm-up 0 --requests 1");
     let error = run(gone).unwrap_err().to_string();
     assert!(error.contains("no request was answered"), "{error}");
+}
+
+#[test]
+fn an_address_alone_gets_the_version() {
+    for (url, wanted) in [
+        ("http://127.0.0.1:8080", "http://127.0.0.1:8080/v1"),
+        ("http://localhost/", "http://localhost/v1"),
+        ("https://a.b/v1/", "https://a.b/v1"),
+        ("https://a.b/openai", "https://a.b/openai"),
+    ] {
+        assert_eq!(base(url).unwrap(), wanted);
+    }
+    for url in ["127.0.0.1:8080", "localhost:8080/v1", "ftp://a.b", ""] {
+        let error = base(url).unwrap_err().to_string();
+        assert_eq!(error, format!("--url: {url:?} must be like http://127.0.0.1:8080/v1"));
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let url = server(&runtime);
+    let args = args(&format!("--url {} --requests 2 --prompt 5 --output 5", url.trim_end_matches("/v1")));
+    let (seen, _) = runtime.block_on(load(&args, &Plan::new(&args).unwrap())).unwrap();
+    assert!(seen.len() == 2 && seen.iter().all(|one| one.error.is_none()), "{seen:?}");
 }
 
 #[test]
