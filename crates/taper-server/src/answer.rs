@@ -29,6 +29,9 @@ const TRACED: usize = 4;
 /// Log probabilities of prompts' tokens in one answer: each is some hundred bytes while it is written.
 const ECHOED: usize = 1 << 18;
 
+/// Bytes of prompts' texts in one answer, which is held as values and once more as it is sent.
+const ECHOED_BYTES: usize = 32 << 20;
+
 /// The most characters of a request's own words in a line of the log.
 const LOGGED: usize = 300;
 
@@ -227,6 +230,13 @@ impl Call {
     }
 
     fn check_echo(&self) -> Result<(), ApiError> {
+        let texts = self.prompts.iter().filter_map(|prompt| prompt.echo.as_ref());
+        let bytes = texts.map(String::len).sum::<usize>() * self.kept;
+        if bytes > ECHOED_BYTES {
+            let message =
+                format!("echo: bytes of the prompts, times n, may be at most {ECHOED_BYTES}; here they are {bytes}");
+            return Err(ApiError::invalid("echo", message));
+        }
         let echoed = self.prompts.iter().filter(|prompt| prompt.echo.is_some()).map(|prompt| prompt.tokens.len());
         let wanted = self.logprobs.map_or(0, |top| echoed.sum::<usize>() * (top + 1) * self.kept);
         if wanted > ECHOED {
@@ -392,11 +402,6 @@ fn best(choices: &[Choice], drawn: usize, kept: usize) -> Vec<Vec<usize>> {
 async fn whole(app: &App, call: &Call, head: &Head, mut events: Merged) -> Result<Json<Value>, ApiError> {
     let mut choices: Vec<Choice> = Vec::new();
     choices.resize_with(call.total(), Choice::default);
-    for (prompt, p) in call.prompts.iter().enumerate() {
-        for choice in 0..call.common.choices {
-            choices[call.index(prompt, choice)].text = p.echo.clone().unwrap_or_default();
-        }
-    }
     let text = app.engine.text();
     let mut echoes = vec![Vec::new(); call.prompts.len()];
     let mut total = Total::default();
@@ -435,7 +440,11 @@ async fn whole(app: &App, call: &Call, head: &Head, mut events: Merged) -> Resul
         let mut object = match (call.kind, &calls) {
             (Kind::Chat, Some(calls)) => json!({"message": calls.message()}),
             (Kind::Chat, None) => json!({"message": {"role": "assistant", "content": choice.text}}),
-            (Kind::Text | Kind::Embedding, _) => json!({"text": choice.text}),
+            (Kind::Text | Kind::Embedding, _) => {
+                let prompt = call.prompts[index / call.kept].echo.as_deref().unwrap_or_default();
+                let text = [prompt, &choice.text].concat();
+                json!({"text": text})
+            }
         };
         object["index"] = json!(index);
         object["logprobs"] = json!(logprobs);

@@ -84,6 +84,15 @@ async fn a_prompt_alone_may_be_wanted_back() {
     let many = json!({"prompt": vec!["p".repeat(400); 4], "echo": true, "logprobs": 20, "n": 32, "max_tokens": 1});
     let refused = server.complete(many).await;
     assert_eq!((refused.status.as_u16(), refused.error().1), (400, json!("echo")), "a million log probabilities");
+    for (bytes, n, param) in [(1 << 20, 32, "prompt"), ((1 << 20) + 1, 32, "echo")] {
+        // What may be echoed is still too long for the model.
+        let refused = server.complete(json!({"prompt": "p".repeat(bytes), "echo": true, "n": n})).await;
+        assert_eq!((refused.status.as_u16(), refused.error().1), (400, json!(param)), "{}", refused.text);
+        if param == "echo" {
+            let says = "echo: bytes of the prompts, times n, may be at most 33554432; here they are 33554464";
+            assert_eq!(refused.error().0, says);
+        }
+    }
     let refused = server.complete(json!({"prompt": "ab", "max_tokens": 0})).await;
     assert_eq!((refused.status.as_u16(), refused.error().1), (400, json!("max_tokens")));
 }
