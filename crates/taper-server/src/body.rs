@@ -2,6 +2,7 @@
 
 use crate::app::App;
 use crate::error::ApiError;
+use crate::keys::Place;
 use crate::request_id::RequestId;
 use axum::extract::{FromRequest, Request};
 use axum::http::StatusCode;
@@ -41,10 +42,11 @@ impl Parsing {
     }
 }
 
-/// A body within the size limit, with its room among all that are read or parsed, and when its request came.
+/// A body within the size limit, with its room among all that are read or parsed, its key's place, and when its request came.
 pub(crate) struct Body {
     bytes: Vec<u8>,
     room: Option<OwnedSemaphorePermit>,
+    place: Option<Place>,
     came: Instant,
 }
 
@@ -68,6 +70,7 @@ async fn read(request: Request, app: &App) -> Result<Body, ApiError> {
         ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message)
     };
     let came = request.extensions().get().map_or_else(Instant::now, |RequestId { came, .. }| *came);
+    let place = request.extensions().get().cloned();
     let body = request.into_body();
     let told = http_body::Body::size_hint(&body).lower();
     if told > most as u64 {
@@ -94,7 +97,7 @@ async fn read(request: Request, app: &App) -> Result<Body, ApiError> {
         }
         bytes.extend_from_slice(&part);
     }
-    Ok(Body { bytes, room, came })
+    Ok(Body { bytes, room, place, came })
 }
 
 impl Body {
@@ -109,8 +112,8 @@ impl Body {
             let turn = app.parsing.turn(self.bytes.len()).await;
             let app = Arc::clone(app);
             let parsed = tokio::task::spawn_blocking(move || {
-                // The work goes on where its client leaves, and keeps its turn.
-                let (_turn, Self { bytes, room: _room, .. }) = (turn, self);
+                // The work goes on where its client leaves, and keeps its turn and its key's place.
+                let (_turn, Self { bytes, room: _room, place: _place, .. }) = (turn, self);
                 endpoint(&app, &object(&bytes)?)
             });
             parsed.await.unwrap_or_else(|panic| {

@@ -217,7 +217,7 @@ fn hex(text: &str) -> Option<[u8; 32]> {
 
 /// Lets nothing under `/v1`, and nothing that makes work elsewhere, through without a key, if there are any; what is asked
 /// counts against the key's limits until its answer is sent.
-pub(crate) async fn check(State(live): State<Arc<Live>>, request: Request, next: Next) -> Response {
+pub(crate) async fn check(State(live): State<Arc<Live>>, mut request: Request, next: Next) -> Response {
     let keys = live.keys();
     let looks = request.method() != Method::POST && !request.uri().path().starts_with("/v1/");
     if keys.is_empty() || looks {
@@ -241,6 +241,11 @@ pub(crate) async fn check(State(live): State<Arc<Live>>, request: Request, next:
     }
     match holder.take() {
         Ok(permit) => {
+            let permit = permit.map(|permit| Place(permit.into()));
+            // Work on the request may go on where its client leaves.
+            if let Some(place) = &permit {
+                request.extensions_mut().insert(place.clone());
+            }
             let response = next.run(request).await;
             if let (StatusCode::SERVICE_UNAVAILABLE, Some(rate)) = (response.status(), &holder.rate) {
                 rate.give_back();
@@ -248,7 +253,7 @@ pub(crate) async fn check(State(live): State<Arc<Live>>, request: Request, next:
             match permit {
                 None => response,
                 // One of the key's places is taken until then.
-                Some(permit) => holding(response, permit, |_| ()),
+                Some(place) => holding(response, place, |_| ()),
             }
         }
         Err((message, wait)) => {
@@ -258,6 +263,10 @@ pub(crate) async fn check(State(live): State<Arc<Live>>, request: Request, next:
         }
     }
 }
+
+/// A key's place among those that may ask at once, taken for as long as somebody holds this.
+#[derive(Debug, Clone)]
+pub(crate) struct Place(#[expect(dead_code, reason = "it is held, not looked at")] Arc<OwnedSemaphorePermit>);
 
 /// Whose key it is, once that is known, for who writes the log.
 #[derive(Debug, Clone, Default)]

@@ -6,6 +6,7 @@ use axum::body::Body;
 use axum::http::{Request, StatusCode};
 use serde_json::{Value, json};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use support::{Answer, Server, custom};
 use taper_attention::{Artifacts, AttentionSpec};
 use taper_engine::EngineConfig;
@@ -84,6 +85,25 @@ async fn a_key_over_its_limit_is_told_and_others_are_not() {
     let seconds: u64 = third.headers["retry-after"].to_str().unwrap().parse().unwrap();
     assert!((1..=30).contains(&seconds), "{seconds}");
     assert_eq!(third.error().0, "too many requests of c's key in a minute: the limit is 2");
+}
+
+#[tokio::test]
+async fn a_key_has_its_place_back_once_nothing_is_done_for_it() {
+    let keys = "[[keys]]\nname = 'a'\nkey = 'k'\nrequests = 1";
+    let server = custom(StubBackend::new("ok"), EngineConfig::default(), with_keys(keys));
+    // Millions of numbers, which take a while to read.
+    let body = format!("{{\"prompt\": [1{}]}}", ",1".repeat(4_000_000));
+    let large = Request::post("/v1/completions").header("authorization", "Bearer k").body(Body::from(body)).unwrap();
+    let left = tokio::time::timeout(Duration::from_millis(20), server.send(large)).await;
+    assert!(left.is_err(), "it was not that long");
+    let ask = || server.send(of("k", "/v1/completions", Some(complete())));
+    assert_eq!(ask().await.status, StatusCode::TOO_MANY_REQUESTS, "the client has gone, its body is still read");
+    let start = Instant::now();
+    while ask().await.status == StatusCode::TOO_MANY_REQUESTS {
+        assert!(start.elapsed() < Duration::from_secs(60), "waited in vain");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    assert_eq!(ask().await.status, StatusCode::OK);
 }
 
 #[tokio::test]
