@@ -7,7 +7,7 @@ use clap::Args;
 use std::path::PathBuf;
 use taper_attention::{Artifacts, Sizes};
 use taper_engine::{DeviceChoice, runs_on_cuda};
-use taper_eval::{DType, EvalError, Phase, StepPlan, step_caption, step_table, steps};
+use taper_eval::{DType, EvalError, Phase, StepPlan, StepRow, step_caption, step_table, steps};
 use taper_model::{Model, ModelConfig};
 
 /// Which shape, and which steps.
@@ -17,7 +17,7 @@ use taper_model::{Model, ModelConfig};
 The floor is the bytes of the weights, and of the keys and values that were read, over the bandwidth.
 
 Examples:
-  taper bench model --shape smollm2-135m --random --context 2048
+  taper bench model --shape smollm2-135m --random --context 2048 --bandwidth 0.04
   taper bench model --shape llama-3.1-8b --random --device cuda --context 2048,32768,131072 --decode vattention
   taper bench model --shape llama-3.1-8b --random --device cuda --context 131072 --offloaded 0.95 --decode vattention"
 )]
@@ -62,9 +62,9 @@ pub struct BenchModelArgs {
     /// by them, as the server does
     #[arg(long)]
     pub greedy: bool,
-    /// What the device's memory moves, in TB/s, for the floor
-    #[arg(long, value_name = "TB/S", default_value_t = 4.27)]
-    pub bandwidth: f64,
+    /// What the device's memory moves, in TB/s, for the floor [default: 4.27 with cuda; on the CPU none, and no floor]
+    #[arg(long, value_name = "TB/S")]
+    pub bandwidth: Option<f64>,
     /// The share of the cache that lies in pinned host memory beside a CUDA device
     #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
     pub offloaded: f64,
@@ -75,6 +75,9 @@ pub struct BenchModelArgs {
     #[arg(long, value_name = "FILE")]
     pub markdown: Option<PathBuf>,
 }
+
+/// What an H200's memory moves, in TB/s, as measured.
+const BANDWIDTH: f64 = 4.27;
 
 /// Times and prints the table.
 ///
@@ -87,7 +90,7 @@ pub fn run(args: &BenchModelArgs) -> Result<()> {
     if args.context.contains(&0) || args.chunk == 0 || args.tokens == 0 {
         bail!("--context, --chunk and --tokens must be at least 1");
     }
-    if !(args.bandwidth > 0.0 && args.bus > 0.0) {
+    if !(args.bandwidth.is_none_or(|bandwidth| bandwidth > 0.0) && args.bus > 0.0) {
         bail!("--bandwidth and --bus must be above 0");
     }
     let device = args.device.as_deref().map_or_else(|| Ok(DeviceChoice::found()), config::device)?;
@@ -115,6 +118,8 @@ pub fn run(args: &BenchModelArgs) -> Result<()> {
         artifacts = random.at(places);
     }
     let (decodes, prefills) = methods(&artifacts)?;
+    // What a GPU's memory moves says nothing of another.
+    let no_floor = args.bandwidth.is_none() && device == DeviceChoice::Cpu;
     let plan = StepPlan {
         contexts: args.context.clone(),
         batch: args.batch.into(),
@@ -126,15 +131,24 @@ pub fn run(args: &BenchModelArgs) -> Result<()> {
         greedy: args.greedy,
         weights,
         cache,
-        bandwidth: args.bandwidth * 1e12,
+        bandwidth: args.bandwidth.unwrap_or(BANDWIDTH) * 1e12,
         offloaded: args.offloaded,
         bus: args.bus * 1e9,
         artifacts,
     };
     let model = Model::random(&shape, weights, &device.open()?).context("random weights")?;
-    let rows = steps(&model, &plan)?;
-    let caption = step_caption(&model, &plan);
+    let mut rows = steps(&model, &plan)?;
+    let mut caption = step_caption(&model, &plan);
+    if no_floor {
+        caption += without_floor(&mut rows);
+    }
     eval::show(args.markdown.as_deref(), |style| format!("{caption}\n\n{}", step_table(&rows, style)))
+}
+
+/// Takes the floors out; what the caption says of it.
+fn without_floor(rows: &mut [StepRow]) -> &'static str {
+    rows.iter_mut().for_each(|row| row.floor = None);
+    "; no floor, since --bandwidth does not say what the memory moves"
 }
 
 fn float(option: &str, name: &str) -> Result<DType> {
@@ -144,4 +158,46 @@ fn float(option: &str, name: &str) -> Result<DType> {
         "bf16" => DType::BF16,
         other => bail!("{option}: {other:?} must be f32, f16 or bf16"),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+    use taper_eval::Style;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: BenchModelArgs,
+    }
+
+    fn args(line: &str) -> BenchModelArgs {
+        Line::parse_from(["model", "--shape", "smollm2-135m", "--random"].into_iter().chain(line.split(' '))).args
+    }
+
+    #[test]
+    fn a_floor_that_is_not_known_is_left_out() {
+        let row = StepRow {
+            phase: Phase::Decode,
+            context: 64,
+            method: "dense".into(),
+            density: 1.0,
+            seconds: 0.01,
+            tokens: 1,
+            queued: None,
+            floor: Some(0.004),
+        };
+        assert!(step_table(std::slice::from_ref(&row), Style::Text).contains("4.000 ms"));
+        let mut rows = [row];
+        assert!(without_floor(&mut rows).contains("--bandwidth"));
+        let table = step_table(&rows, Style::Text);
+        assert!(table.contains("10.000 ms") && !table.contains("4.000 ms"), "{table}");
+    }
+
+    #[test]
+    fn a_bandwidth_is_above_0() {
+        let error = run(&args("--device cpu --bandwidth 0")).unwrap_err().to_string();
+        assert_eq!(error, "--bandwidth and --bus must be above 0");
+    }
 }
