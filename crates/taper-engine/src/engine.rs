@@ -240,25 +240,29 @@ impl Engine {
         if let Some(&token) = request.prompt.iter().find(|&&t| t as usize >= vocab) {
             return Err(SubmitError::UnknownToken { token, vocab });
         }
-        let wanted = request.stop.max_tokens.unwrap_or(1).max(1);
+        // An embedding has no token after it.
+        let wanted = if request.embeds { 0 } else { request.stop.max_tokens.unwrap_or(1).max(1) };
         if prompt.saturating_add(wanted) > context_tokens {
             return Err(SubmitError::Context { prompt, wanted, limit: context_tokens });
         }
         // Choices share the prompt's whole blocks, but a request must not depend on how many those are.
         let choices = request.choices;
-        if wanted > self.room(prompt, choices) {
+        if prompt + wanted > self.room(0, choices) {
             let whole = |tokens: usize| tokens.next_multiple_of(BLOCK_TOKENS);
             return Err(SubmitError::Cache {
                 prompt,
                 wanted,
                 choices,
                 needed: whole(prompt + wanted).saturating_mul(choices),
-                least: whole(prompt + 1),
+                least: whole(prompt + wanted.min(1)),
                 limit: cache_tokens / BLOCK_TOKENS * BLOCK_TOKENS,
                 offloaded: offloaded_tokens,
             });
         }
-        Ok(request.stop.max_tokens.map_or(self.room(prompt, choices), |_| wanted))
+        match request.stop.max_tokens {
+            None if !request.embeds => Ok(self.room(prompt, choices)),
+            _ => Ok(wanted),
+        }
     }
 
     /// The most tokens that each of `choices` answers to a prompt can have.

@@ -209,7 +209,10 @@ pub enum SubmitError {
         vocab: usize,
     },
     /// Prompt and answer are longer than the model's context.
-    #[error("the model's context is {limit} tokens; the prompt has {prompt} and the answer asks for {wanted} more")]
+    #[error("the model's context is {limit} tokens; the prompt has {prompt}{}", match wanted {
+        0 => String::new(),
+        wanted => format!(" and the answer asks for {wanted} more"),
+    })]
     Context {
         /// Tokens of the prompt.
         prompt: usize,

@@ -459,6 +459,34 @@ fn short_prompts_do_not_wait_for_a_long_one() {
 }
 
 #[test]
+fn an_embedding_needs_no_room_beyond_its_prompt() {
+    let limits = Limits { cache_tokens: 8 * 64, ..StubBackend::new("x").limits };
+    let engine = StubBackend { limits, ..StubBackend::new("x") }.engine(EngineConfig::default());
+    let embeds = |tokens: usize| Request { embeds: true, ..request(&"p".repeat(tokens)) };
+    // Beside one another, too: the cache has room for one at a time.
+    let events = engine.submit_all(vec![embeds(512), embeds(511), embeds(512)]).unwrap();
+    for (mut events, tokens) in events.into_iter().zip([512, 511, 512]) {
+        let mut hidden = None;
+        while let Some(event) = events.blocking_recv() {
+            match event {
+                Event::Embedding(found) => hidden = Some(found),
+                Event::Done(usage) => assert_eq!((usage.prompt_tokens, usage.completion_tokens), (tokens, 0)),
+                Event::Prefilled => {}
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(hidden.unwrap()[1], 4.0 * tokens as f32);
+    }
+    let error = engine.submit(embeds(513)).unwrap_err();
+    assert_eq!(error, SubmitError::Context { prompt: 513, wanted: 0, limit: 512 });
+    assert_eq!(error.to_string(), "the model's context is 512 tokens; the prompt has 513");
+    let limits = Limits { cache_tokens: 4 * 64, ..limits };
+    let engine = StubBackend { limits, ..StubBackend::new("x") }.engine(EngineConfig::default());
+    assert!(engine.submit(embeds(256)).is_ok());
+    assert!(matches!(engine.submit(embeds(257)), Err(SubmitError::Cache { needed: 320, least: 320, limit: 256, .. })));
+}
+
+#[test]
 fn a_request_that_loses_its_place_answers_as_if_it_had_not() {
     // Eight blocks; each request takes one to begin with and five in the end.
     let limits =

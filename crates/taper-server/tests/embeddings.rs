@@ -87,6 +87,16 @@ async fn many_texts_have_an_end_too() {
 }
 
 #[tokio::test]
+async fn a_text_may_be_as_long_as_the_context() {
+    let server = server("x");
+    let body = server.post("/v1/embeddings", json!({"input": "p".repeat(512)})).await.json();
+    assert!(near(&body["data"][0]["embedding"], 512.0), "{body}");
+    let refused = server.post("/v1/embeddings", json!({"input": "p".repeat(513)})).await;
+    assert_eq!(refused.status, StatusCode::BAD_REQUEST);
+    assert_eq!(refused.error(), ("the model's context is 512 tokens; the prompt has 513".into(), json!("input")));
+}
+
+#[tokio::test]
 async fn what_cannot_be_is_refused() {
     let server = server("x");
     for (extra, param) in [
