@@ -75,7 +75,8 @@ fn methods_equal_independent_implementations() {
         assert!(catalogue().iter().any(|m| m.name == method), "{name}: no method {method}");
         let (k, v, q) = (golden.tensor("k"), golden.tensor("v"), golden.tensor("q"));
         let ((n, kv_heads, head_dim), (rows, q_heads, _)) = (k.dims3().unwrap(), q.dims3().unwrap());
-        let shape = AttentionShape { layers: 1, q_heads, kv_heads, head_dim, window: None };
+        let window = golden.header.get("window").map(|window| window.parse().unwrap());
+        let shape = AttentionShape { layers: 1, q_heads, kv_heads, head_dim, window };
         let spec = AttentionSpec::from_json(&golden.spec(), "attention", &golden.artifacts(shape)).unwrap();
         chosen.push((golden.header["phase"].clone(), json!(spec)[&golden.header["phase"]].clone()));
         let seed = golden.header.get("seed").map_or(1, |seed| seed.parse().unwrap());
