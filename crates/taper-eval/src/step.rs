@@ -195,20 +195,17 @@ impl<'a> Bench<'a> {
         begun: &mut Option<Begun>,
     ) -> Result<(f64, f64)> {
         let started = Instant::now();
-        let chosen = match begun.take() {
-            Some((chosen, held)) => {
-                sequences.iter_mut().zip(held).for_each(|(sequence, held)| sequence.follow(&mut self.pool, held));
-                chosen
-            }
+        let (chosen, held) = match begun.take() {
+            Some(begun) => begun,
             None => {
                 let tokens = Tensor::from_slice(tokens, tokens.len(), self.model.device())?;
-                let Some((chosen, held)) = self.begin(sequences, &tokens)? else {
-                    return self.run(sequences, &tokens.to_vec1()?);
-                };
-                sequences.iter_mut().zip(held).for_each(|(sequence, held)| sequence.follow(&mut self.pool, held));
-                chosen
+                match self.begin(sequences, &tokens)? {
+                    Some(begun) => begun,
+                    None => return self.run(sequences, &tokens.to_vec1()?),
+                }
             }
         };
+        sequences.iter_mut().zip(held).for_each(|(sequence, held)| sequence.follow(&mut self.pool, held));
         let next = chosen.tensor().clone();
         *begun = self.begin(sequences, &next)?;
         let queued = started.elapsed().as_secs_f64();
