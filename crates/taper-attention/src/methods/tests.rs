@@ -8,6 +8,7 @@ use crate::{AttentionBatch, AttentionShape, AttentionSpec, LayerAttention, Model
 mod cuda;
 mod drafts;
 mod golden;
+mod hard;
 mod limits;
 mod prefill;
 mod properties;
