@@ -1,35 +1,26 @@
 //! Contexts too short to be worth choosing from: a parameter of every decode method but the dense one.
 
 use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex};
-use crate::schema::nearest;
-use crate::spec::{Chosen, SpecError, SpecResult, whole_number};
+use crate::spec::Chosen;
 use candle_core::Result;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use std::sync::Arc;
 use taper_kernels::decode::{DecodeRow, Selection};
 
 /// Its name.
 pub(crate) const FIELD: &str = "dense_below";
-const MOST: u64 = 1_048_576;
 
 /// Its JSON Schema.
 pub(crate) fn property() -> Value {
     json!({
         "description": "Rows that see fewer tokens, within the model's window if it has one, read all of them: where choosing costs more than it saves.",
-        "type": "integer", "minimum": 0, "maximum": MOST, "default": 0,
+        "type": "integer", "minimum": 0, "maximum": 1_048_576, "default": 0,
     })
 }
 
-/// Takes it out of a method's object.
-pub(crate) fn split(fields: &Map<String, Value>, path: &str) -> SpecResult<(Value, usize)> {
-    let mut own = fields.clone();
-    if let Some(key) = own.keys().find(|key| *key != FIELD && nearest(key, &[FIELD]).is_some()) {
-        let message = format!("unknown field `{key}`, did you mean `{FIELD}`?");
-        return Err(SpecError::new(format!("{path}.{key}"), message));
-    }
-    let least =
-        own.remove(FIELD).map_or(Ok(0), |value| whole_number(&value, (0, MOST), || format!("{path}.{FIELD}")))?;
-    Ok((Value::Object(own), least))
+/// What a method's object, which was checked, says of it.
+pub(crate) fn least(value: &Value) -> usize {
+    value[FIELD].as_f64().map_or(0, |least| least as usize)
 }
 
 /// The method for contexts of so many tokens and more.
@@ -125,7 +116,8 @@ mod tests {
         let bad = error(json!({ "method": "quest", FIELD: -1 }));
         assert_eq!(bad, "decode.dense_below: must be a whole number at least 0 and at most 1048576; got -1");
         let near = error(json!({ "method": "quest", "dense_bellow": 5 }));
-        assert_eq!(near, "decode.dense_bellow: unknown field `dense_bellow`, did you mean `dense_below`?");
+        let message = "did you mean `dense_below`?; quest takes k, sink, window, dense_layers, page, dense_below";
+        assert_eq!(near, format!("decode.dense_bellow: unknown field `dense_bellow`, {message}"));
         let dense = error(json!({ "method": "dense", FIELD: 1 }));
         assert_eq!(dense, "decode.dense_below: unknown field `dense_below`; dense takes no parameters");
     }

@@ -23,22 +23,28 @@ pub fn schema_of<P: JsonSchema>() -> Value {
     schema
 }
 
-/// Checks `{ "method": name, …parameters }` against the struct's schema and reads it; absent parameters take their
-/// defaults. Properties that hold methods are checked only for being objects.
-pub fn parse<P: JsonSchema + DeserializeOwned>(name: &str, value: &Value, path: &str) -> Result<P, SpecError> {
-    let Value::Object(fields) = value else { return Err(SpecError::new(path, "must be an object")) };
-    let schema = schema_of::<P>();
-    let properties = schema["properties"].as_object().cloned().unwrap_or_default();
-    let mut parameters = Map::new();
+/// Checks `{ "method": name, …parameters }` against a schema of the parameters: their names, and what each is. Properties that
+/// hold methods are checked only for being objects.
+pub fn check_parameters(name: &str, fields: &Map<String, Value>, schema: &Value, path: &str) -> Result<(), SpecError> {
+    let empty = Map::new();
+    let properties = schema["properties"].as_object().unwrap_or(&empty);
     for (key, value) in fields.iter().filter(|(key, _)| *key != "method") {
         let Some(property) = properties.get(key) else {
             let known: Vec<&str> = properties.keys().map(String::as_str).collect();
             return Err(unknown_field(path, key, name, &known));
         };
         check(value, property, &format!("{path}.{key}"))?;
-        parameters.insert(key.clone(), whole(value, property));
     }
-    serde_json::from_value(Value::Object(parameters)).map_err(|e| SpecError::new(path, e.to_string()))
+    Ok(())
+}
+
+/// Reads a parameter struct from what was [checked](check_parameters); absent parameters take their defaults, and what is none
+/// of the struct's is left out.
+pub fn parse<P: JsonSchema + DeserializeOwned>(value: &Value, path: &str) -> Result<P, SpecError> {
+    let schema = schema_of::<P>();
+    let properties = schema["properties"].as_object().into_iter().flatten();
+    let given = properties.filter_map(|(key, property)| Some((key.clone(), whole(value.get(key)?, property))));
+    serde_json::from_value(Value::Object(given.collect())).map_err(|e| SpecError::new(path, e.to_string()))
 }
 
 /// An unknown field, with the nearest known name if there is one.

@@ -49,28 +49,26 @@ impl<P: Ranked> Default for TopK<P> {
     }
 }
 
-/// Builds the decode method of the name given.
+/// Builds the decode method.
 pub(crate) fn decode<P: Ranked>(
-    name: &str,
     value: &Value,
     path: &str,
     artifacts: &Artifacts,
 ) -> SpecResult<(Arc<dyn DecodeMethod>, Value)> {
-    let params: TopK<P> = parse(name, value, path)?;
+    let params: TopK<P> = parse(value, path)?;
     let json = json!(params);
     let predictor = params.predictor.predictor(path, artifacts)?;
     let TopK { k, sink, window, dense_layers, .. } = params;
     Ok((Arc::new(Method { k, sink, window, dense_layers, predictor }), json))
 }
 
-/// Builds the predictor of the name given.
+/// Builds the predictor.
 pub(crate) fn predictor<P: Ranked>(
-    name: &str,
     value: &Value,
     path: &str,
     artifacts: &Artifacts,
 ) -> SpecResult<(Arc<dyn Predictor>, Value)> {
-    let params: P = parse(name, value, path)?;
+    let params: P = parse(value, path)?;
     Ok((params.predictor(path, artifacts)?, json!(params)))
 }
 

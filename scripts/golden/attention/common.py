@@ -9,7 +9,7 @@ crates/taper-attention/tests/golden/<method>[-variant].safetensors:
   multiplied by `spread` [d, 128], f16, so that the files stay small.
 - `selected` [rows, kv_heads, n], u8: the keys that each decode row reads.
 - `artefact.<name>`: learned parts, f32 with values that f16 has (indices: i64).
-- metadata: `attention`, the request's attention object as JSON; `phase`; `n`; for some `seed` or `rope_theta`.
+- metadata: `attention`, the request's attention object as JSON; `phase`; `n`; for some `seed`, `rope_theta` or `window`.
 
 Query head h reads KV head h / group. Heads are drawn with heavy keys, slow drift and uneven norms. Each file is of the
 first seed for which no decision is near a tie, so that f32 decides alike, and for which `out` is far from dense

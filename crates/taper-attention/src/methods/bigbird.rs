@@ -23,7 +23,7 @@ pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
              shares of the prompt as in SampleAttention's comparison",
     schema: schema_of::<BigBird>,
     build: |value, path, _| {
-        let method: BigBird = parse(PREFILL.name, value, path)?;
+        let method: BigBird = parse(value, path)?;
         let json = json!(method);
         Ok((Arc::new(method), json))
     },

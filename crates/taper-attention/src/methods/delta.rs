@@ -22,7 +22,7 @@ pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
     source: "Willette et al. 2025, Delta Attention: Algorithm 1 and Equation 5; rows are counted from 0",
     schema: schema_of::<Params>,
     build: |value, path, artifacts| {
-        let params: Params = parse("delta", value, path)?;
+        let params: Params = parse(value, path)?;
         let base = prefill(&params.base, &format!("{path}.base"), artifacts)?;
         if base.name == PREFILL.name {
             return Err(SpecError::new(

@@ -15,7 +15,7 @@ pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
     summary: "Every key at or before the query.",
     source: "Vaswani et al. 2017, arXiv:1706.03762",
     schema: schema_of::<Dense>,
-    build: |value, path, _| Ok((Arc::new(parse::<Dense>("dense", value, path)?), json!({}))),
+    build: |value, path, _| Ok((Arc::new(parse::<Dense>(value, path)?), json!({}))),
     artifacts: &[],
 };
 
@@ -24,7 +24,7 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     summary: PREFILL.summary,
     source: PREFILL.source,
     schema: schema_of::<Dense>,
-    build: |value, path, _| Ok((Arc::new(parse::<Dense>("dense", value, path)?), json!({}))),
+    build: |value, path, _| Ok((Arc::new(parse::<Dense>(value, path)?), json!({}))),
     artifacts: &[],
 };
 

@@ -21,7 +21,7 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     source: "Yang et al. 2024, arXiv:2408.07092, section 3; one list of channels for each KV head, labels as wide as the \
              cache, softmax over the channels' scores summed over the GQA group",
     schema: schema_of::<TopK<DoubleSparsity>>,
-    build: |value, path, artifacts| top_k::decode::<DoubleSparsity>("double_sparsity", value, path, artifacts),
+    build: |value, path, artifacts| top_k::decode::<DoubleSparsity>(value, path, artifacts),
     artifacts: &[ARTIFACT],
 };
 
@@ -30,7 +30,7 @@ pub(super) static PREDICTOR: Entry<dyn Predictor> = Entry {
     summary: "Scores over a few channels.",
     source: DECODE.source,
     schema: schema_of::<DoubleSparsity>,
-    build: |value, path, artifacts| top_k::predictor::<DoubleSparsity>("double_sparsity", value, path, artifacts),
+    build: |value, path, artifacts| top_k::predictor::<DoubleSparsity>(value, path, artifacts),
     artifacts: &[ARTIFACT],
 };
 

@@ -21,7 +21,7 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     summary: "Sinks, a window, and of the rest the keys whose learned code is nearest to the query's.",
     source: "Desai et al. 2024, arXiv:2412.14468, section 4; 32 bits, equal bits summed over the GQA group",
     schema: schema_of::<TopK<HashAttention>>,
-    build: |value, path, artifacts| top_k::decode::<HashAttention>("hash_attention", value, path, artifacts),
+    build: |value, path, artifacts| top_k::decode::<HashAttention>(value, path, artifacts),
     artifacts: &[ARTIFACT],
 };
 
@@ -30,7 +30,7 @@ pub(super) static PREDICTOR: Entry<dyn Predictor> = Entry {
     summary: "Distances of learned binary codes.",
     source: DECODE.source,
     schema: schema_of::<HashAttention>,
-    build: |value, path, artifacts| top_k::predictor::<HashAttention>("hash_attention", value, path, artifacts),
+    build: |value, path, artifacts| top_k::predictor::<HashAttention>(value, path, artifacts),
     artifacts: &[ARTIFACT],
 };
 

@@ -28,7 +28,7 @@ pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
              8, 2); a choice for each KV head, where the reference makes one for all heads",
     schema: schema_of::<Params>,
     build: |value, path, _| {
-        let params: Params = parse(PREFILL.name, value, path)?;
+        let params: Params = parse(value, path)?;
         let chunks: Vec<usize> = params.stages.iter().map(|stage| stage.chunk).collect();
         if let Some(bad) = chunks.iter().position(|chunk| !chunk.is_power_of_two()) {
             let message = format!("must be a power of two; got {}", chunks[bad]);

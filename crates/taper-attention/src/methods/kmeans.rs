@@ -21,7 +21,7 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
              embedding; softmax over the centroids' scores summed over the GQA group",
     schema: schema_of::<Decode>,
     build: |value, path, artifacts| {
-        let params: Decode = parse("kmeans", value, path)?;
+        let params: Decode = parse(value, path)?;
         let json = json!(params);
         let predictor = params.kmeans.load(path, artifacts)?;
         Ok((Arc::new(Probing::new(&params.probing, predictor)), json))
@@ -35,7 +35,7 @@ pub(super) static PREDICTOR: Entry<dyn Predictor> = Entry {
     source: DECODE.source,
     schema: schema_of::<Top>,
     build: |value, path, artifacts| {
-        let params: Top = parse("kmeans", value, path)?;
+        let params: Top = parse(value, path)?;
         let json = json!(params);
         Ok((Arc::new(Predicting::new(&params.predicted, params.kmeans.load(path, artifacts)?)), json))
     },

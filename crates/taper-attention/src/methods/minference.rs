@@ -53,7 +53,7 @@ pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
              pattern by the mass that it keeps in this prompt, not offline",
     schema: schema_of::<Params>,
     build: |value, path, artifacts| {
-        let params: Params = parse(PREFILL.name, value, path)?;
+        let params: Params = parse(value, path)?;
         let Params { vertical, slash, blocks, init, local, queries, .. } = params;
         let (a_shape, vertical_slash) = (Pattern::AShape { init, local }, Pattern::VerticalSlash { vertical, slash });
         let plan = match params.pattern {

@@ -21,7 +21,7 @@ mod vattention;
 use crate::artifacts::{ArtifactKind, Artifacts, Place};
 use crate::below;
 use crate::method::{DecodeMethod, HostOnly, Predictor, PrefillMethod};
-use crate::schema::nearest;
+use crate::schema::{check_parameters, nearest};
 use crate::spec::{Chosen, SpecError, SpecResult};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -78,6 +78,9 @@ struct Entry<M: ?Sized + 'static> {
     artifacts: &'static [ArtifactKind],
 }
 
+/// The JSON Schema of what a method's object may say.
+type Schema<M> = fn(&Entry<M>) -> Value;
+
 /// What `GET /v1/attention/methods` says of a method.
 #[derive(Debug, Clone, Serialize)]
 pub struct MethodInfo {
@@ -95,46 +98,48 @@ pub struct MethodInfo {
 
 /// Every method, prefill first, each phase by name.
 pub fn catalogue() -> Vec<MethodInfo> {
-    fn infos<M: ?Sized>(phase: &'static str, entries: &[&Entry<M>]) -> Vec<MethodInfo> {
+    fn infos<M: ?Sized>(phase: &'static str, entries: &[&Entry<M>], schema: Schema<M>) -> Vec<MethodInfo> {
         let info = |e: &&Entry<M>| MethodInfo {
             name: e.name,
             phase,
             summary: e.summary,
             source: e.source,
-            parameters: (e.schema)(),
+            parameters: schema(e),
         };
         entries.iter().map(info).collect()
     }
-    let mut decode = infos("decode", DECODE);
-    for info in decode.iter_mut().filter(|info| info.name != dense::DECODE.name) {
-        info.parameters["properties"][below::FIELD] = below::property();
+    [
+        infos("prefill", PREFILL, |entry| (entry.schema)()),
+        infos("decode", DECODE, decode_schema),
+        infos("predictor", PREDICTORS, |entry| (entry.schema)()),
+    ]
+    .concat()
+}
+
+/// What a decode method's object may say: its own parameters, and what every one but the dense one takes.
+fn decode_schema(entry: &Entry<dyn DecodeMethod>) -> Value {
+    let mut schema = (entry.schema)();
+    if entry.name != dense::DECODE.name {
+        schema["properties"][below::FIELD] = below::property();
     }
-    [infos("prefill", PREFILL), decode, infos("predictor", PREDICTORS)].concat()
+    schema
 }
 
 pub(crate) fn prefill(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Chosen<dyn PrefillMethod>> {
-    choose(("prefill method", PREFILL), value, path, artifacts, |m| {
+    choose(("prefill method", PREFILL, |entry| (entry.schema)()), value, path, artifacts, |m| {
         m.host_only().filter(|_| artifacts.place().prefill == Place::Device)
     })
 }
 
 pub(crate) fn decode(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Chosen<dyn DecodeMethod>> {
-    let choose = |value: &Value| {
-        choose(("decode method", DECODE), value, path, artifacts, |m| {
-            m.host_only().filter(|_| artifacts.place().decode == Place::Device)
-        })
-    };
-    match value {
-        Value::Object(fields) if value["method"] != dense::DECODE.name => {
-            let (own, least) = below::split(fields, path)?;
-            Ok(below::over(choose(&own)?, least))
-        }
-        _ => choose(value),
-    }
+    let chosen = choose(("decode method", DECODE, decode_schema), value, path, artifacts, |m| {
+        m.host_only().filter(|_| artifacts.place().decode == Place::Device)
+    })?;
+    Ok(below::over(chosen, below::least(value)))
 }
 
 fn predictor(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Chosen<dyn Predictor>> {
-    choose(("predictor", PREDICTORS), value, path, artifacts, |m| {
+    choose(("predictor", PREDICTORS, |entry| (entry.schema)()), value, path, artifacts, |m| {
         m.host_only().filter(|_| artifacts.place().decode == Place::Device)
     })
 }
@@ -150,7 +155,7 @@ pub(crate) fn artifacts() -> Vec<ArtifactKind> {
 
 /// The method that `value` names; `stuck` says what of one cannot be done where it would run.
 fn choose<M: ?Sized>(
-    (kind, entries): (&str, &[&Entry<M>]),
+    (kind, entries, schema): (&str, &[&Entry<M>], Schema<M>),
     value: &Value,
     path: &str,
     artifacts: &Artifacts,
@@ -170,6 +175,7 @@ fn choose<M: ?Sized>(
         let message = format!("unknown {kind} {name}{hint}; {kind}s: {}", known().join(", "));
         return Err(SpecError::new(format!("{path}.method"), message));
     };
+    check_parameters(entry.name, fields, &schema(entry), path)?;
     let (method, mut json) = (entry.build)(value, path, artifacts)?;
     if let Some(HostOnly { field, what }) = stuck(&method) {
         let plain = |e: &&&Entry<M>| (e.build)(&json!({ "method": e.name }), path, artifacts);

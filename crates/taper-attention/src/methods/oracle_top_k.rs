@@ -17,7 +17,7 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     summary: "Sinks, a window, and of the rest the k keys with the largest true weight.",
     source: "the upper bound that vAttention (section 5) and others compare with; weights summed over the GQA group",
     schema: schema_of::<TopK<Oracle>>,
-    build: |value, path, artifacts| top_k::decode::<Oracle>("oracle_top_k", value, path, artifacts),
+    build: |value, path, artifacts| top_k::decode::<Oracle>(value, path, artifacts),
     artifacts: &[],
 };
 
@@ -26,7 +26,7 @@ pub(super) static PREDICTOR: Entry<dyn Predictor> = Entry {
     summary: "The true weights: reads every key.",
     source: DECODE.source,
     schema: schema_of::<Oracle>,
-    build: |value, path, artifacts| top_k::predictor::<Oracle>("oracle", value, path, artifacts),
+    build: |value, path, artifacts| top_k::predictor::<Oracle>(value, path, artifacts),
     artifacts: &[],
 };
 

@@ -17,7 +17,7 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
              window included, as the mean over the GQA group",
     schema: schema_of::<OracleTopP>,
     build: |value, path, _| {
-        let method: OracleTopP = parse("oracle_top_p", value, path)?;
+        let method: OracleTopP = parse(value, path)?;
         let json = json!(method);
         Ok((Arc::new(method), json))
     },

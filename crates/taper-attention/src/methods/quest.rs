@@ -21,7 +21,7 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     source: "Tang et al. 2024, arXiv:2406.10774, section 3; pages ranked by the softmax of their bounds, summed over the \
              GQA group; sinks and window in place of the first and the current page",
     schema: schema_of::<TopK<Quest>>,
-    build: |value, path, artifacts| top_k::decode::<Quest>("quest", value, path, artifacts),
+    build: |value, path, artifacts| top_k::decode::<Quest>(value, path, artifacts),
     artifacts: &[],
 };
 
@@ -30,7 +30,7 @@ pub(super) static PREDICTOR: Entry<dyn Predictor> = Entry {
     summary: "Bounds of pages of keys.",
     source: DECODE.source,
     schema: schema_of::<Quest>,
-    build: |value, path, artifacts| top_k::predictor::<Quest>("quest", value, path, artifacts),
+    build: |value, path, artifacts| top_k::predictor::<Quest>(value, path, artifacts),
     artifacts: &[],
 };
 

@@ -18,7 +18,7 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
              denominator are unbiased",
     schema: schema_of::<RandomSample>,
     build: |value, path, _| {
-        let method: RandomSample = parse("random_sample", value, path)?;
+        let method: RandomSample = parse(value, path)?;
         let json = json!(method);
         Ok((Arc::new(method), json))
     },

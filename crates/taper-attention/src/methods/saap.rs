@@ -19,7 +19,7 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
              rotary embedding, class probabilities summed over the GQA group; the selectivity cap is ours",
     schema: schema_of::<Params>,
     build: |value, path, artifacts| {
-        let params: Params = parse("saap", value, path)?;
+        let params: Params = parse(value, path)?;
         let json = json!(params);
         Ok((Arc::new(Probing::new(&params, artifacts.get::<Saap>(&ARTIFACT, path)?)), json))
     },
@@ -32,7 +32,7 @@ pub(super) static PREDICTOR: Entry<dyn Predictor> = Entry {
     source: DECODE.source,
     schema: schema_of::<Predicted>,
     build: |value, path, artifacts| {
-        let params: Predicted = parse("saap", value, path)?;
+        let params: Predicted = parse(value, path)?;
         let json = json!(params);
         Ok((Arc::new(Predicting::new(&params, artifacts.get::<Saap>(&ARTIFACT, path)?)), json))
     },

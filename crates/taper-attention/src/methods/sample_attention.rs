@@ -53,7 +53,7 @@ pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
              block 0 and a row's own block are always read",
     schema: schema_of::<Params>,
     build: |value, path, artifacts| {
-        let params: Params = parse(PREFILL.name, value, path)?;
+        let params: Params = parse(value, path)?;
         let json = json!(params);
         Ok((Arc::new(SampleAttention::new(&params, path, artifacts)?), json))
     },
@@ -294,7 +294,7 @@ mod tests {
         let mut checked = 0;
         for ((model, table), speed) in TABLE_6.into_iter().flat_map(|row| [(row, false), (row, true)]) {
             let name = if speed { format!("{model}-speed") } else { model.to_owned() };
-            let params: Params = parse("sample_attention", &json!({ "tuning": name }), "attention.prefill").unwrap();
+            let params: Params = parse(&json!({ "tuning": name }), "attention.prefill").unwrap();
             let tuned = SampleAttention::new(&Params { min_tokens: 0, ..params }, "", &Artifacts::default()).unwrap();
             let lengths = [0, 16, 48, 80, 112, 10_000].map(|k| k * 1024);
             for (cell, ends) in table.split(" - ").zip(lengths.windows(2)) {

@@ -18,7 +18,7 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
              the whole head, `prop_lr` and `flash` as the authors' kernels share draws out",
     schema: schema_of::<Params>,
     build: |value, path, artifacts| {
-        let params: Params = parse("santa", value, path)?;
+        let params: Params = parse(value, path)?;
         let within = decode(&params.within, &format!("{path}.within"), artifacts)?;
         if within.name == DECODE.name {
             let message = "santa does not sample its own sample; within must be another method";

@@ -33,7 +33,7 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
 };
 
 fn read(value: &Value, path: &str) -> std::result::Result<(Arc<StreamingLlm>, Value), SpecError> {
-    let method: StreamingLlm = parse("streaming_llm", value, path)?;
+    let method: StreamingLlm = parse(value, path)?;
     let json = json!(method);
     Ok((Arc::new(method), json))
 }

@@ -27,7 +27,7 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
              bound, with the noise of the pilot taken off, and a sample is measured anew as it grows",
     schema: schema_of::<Params>,
     build: |value, path, artifacts| {
-        let params: Params = parse("vattention", value, path)?;
+        let params: Params = parse(value, path)?;
         let top = predictor(&params.top, &format!("{path}.top"), artifacts)?;
         let json = json!(Params { top: top.json.clone(), ..params });
         let promise = |epsilon| Promise::new(params.rule.into(), epsilon, params.delta);

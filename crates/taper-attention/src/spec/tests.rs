@@ -66,7 +66,7 @@ fn every_error_names_its_path_and_what_is_valid() {
             decode(json!({ "method": "vattention", "epsilonn": 0.1 })),
             "attention.decode.epsilonn",
             "unknown field `epsilonn`, did you mean `epsilon`?; vattention takes epsilon, delta, rule, tail, \
-             sink, window, top_k, top, pilot_tokens, pilot_share, dense_share",
+             sink, window, top_k, top, pilot_tokens, pilot_share, dense_share, dense_below",
         ),
         (
             decode(json!({ "method": "vattention", "rule": "exact" })),
