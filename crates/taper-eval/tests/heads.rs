@@ -22,25 +22,45 @@ fn measure(methods: Vec<Method>, length: usize, layers: &[usize], draws: usize) 
 
 const DELTAS: [f64; 4] = [0.05, 0.1, 0.2, 0.4];
 
-/// No head breaks a promise of these epsilons; what became of each with every delta.
-fn kept(length: usize, layers: &[usize], epsilons: &[f64], draws: usize) -> Vec<Promised> {
+/// What promises of one epsilon cost where they were measured, by delta: the keys read over the keys there, the share of draws
+/// that read everything to keep the promise, and the share whose size the promise decided.
+type Costs = [[f64; 3]; DELTAS.len()];
+
+/// No head breaks a promise of these epsilons; what became of each with every delta. A rule that always reads everything keeps
+/// all promises, and one that believes its first look decides nothing: so a promise reads an eighth more than it was measured
+/// to at most, goes dense in 3 of 100 draws more, and decides four fifths of the draws that it did. Seeds, text and model are
+/// fixed, so that chance has no part in these bounds: the machine's rounding moves a draw in thousands, and a change of the rule
+/// is what goes beyond them (the one of 2026-11-24 took up to 6 % more keys).
+fn kept(length: usize, layers: &[usize], epsilons: &[(f64, Costs)], draws: usize) -> Vec<Promised> {
     let method = json!({ "method": "vattention" });
-    let methods = with_promises(&[method], epsilons, &DELTAS, &Artifacts::default()).unwrap();
+    let values: Vec<f64> = epsilons.iter().map(|(epsilon, _)| *epsilon).collect();
+    let methods = with_promises(&[method], &values, &DELTAS, &Artifacts::default()).unwrap();
     let rows = measure(methods, length, layers, draws);
     assert_eq!(rows.len(), DELTAS.len() * epsilons.len());
-    let promised = |row: HeadsRow| {
+    let promised = |(row, [density, dense, decided]): (HeadsRow, &[f64; 3])| {
         let promise = row.promise.clone().unwrap();
         assert_eq!((promise.broken, row.heads), (0, 9 * layers.len()), "{row:?}");
+        let within = row.density <= 1.125 * density && promise.dense <= dense + 0.03;
+        assert!(
+            within && promise.decided >= 0.8 * decided,
+            "density, dense, decided {:?}: {row:?}",
+            [density, dense, decided]
+        );
         promise
     };
-    rows.into_iter().map(promised).collect()
+    rows.into_iter().zip(epsilons.iter().flat_map(|(_, costs)| costs)).map(promised).collect()
 }
 
 /// 12 promises, 27 heads, 2,000 draws each. A promise kept exactly by every head would fail the test in a third of all
 /// seeds (324 times 1 in 1,000); most heads are far below theirs, and the seed is fixed.
 #[test]
 fn every_promise_is_kept_on_an_early_a_middle_and_a_late_layer() {
-    kept(1024, &LAYERS, &[0.05, 0.1, 0.2], 2000);
+    let costs = [
+        (0.05, [[0.759, 0.619, 0.204], [0.692, 0.509, 0.262], [0.605, 0.367, 0.362], [0.520, 0.238, 0.438]]),
+        (0.1, [[0.518, 0.247, 0.391], [0.474, 0.188, 0.356], [0.441, 0.145, 0.249], [0.402, 0.089, 0.169]]),
+        (0.2, [[0.401, 0.088, 0.182], [0.372, 0.046, 0.151], [0.347, 0.012, 0.133], [0.337, 0.001, 0.089]]),
+    ];
+    kept(1024, &LAYERS, &costs, 2000);
 }
 
 /// The tightest, where a longer context leaves more to chance: without what is added for keys unseen (`budget.rs`) two of these
@@ -48,17 +68,33 @@ fn every_promise_is_kept_on_an_early_a_middle_and_a_late_layer() {
 /// it decides, an eighth of what it allows goes wrong at least.
 #[test]
 fn the_tightest_promises_are_kept_over_4096_tokens() {
-    for (promise, delta) in kept(4096, &LAYERS, &[0.05], 500).iter().zip(DELTAS) {
-        assert!(promise.decided > 0.3 && promise.decided_over > delta / 8.0, "{delta}: {promise:?}");
+    let costs = [[0.267, 0.110, 0.671], [0.241, 0.083, 0.641], [0.224, 0.073, 0.573], [0.208, 0.066, 0.509]];
+    for (promise, delta) in kept(4096, &LAYERS, &[(0.05, costs)], 500).iter().zip(DELTAS) {
+        assert!(promise.decided_over > delta / 8.0, "{delta}: {promise:?}");
     }
 }
 
-/// Two layers, since a debug build takes 8,192 tokens through few in a minute: an early one, which has the heads that come
-/// nearest to breaking theirs, and the next. Eight promises, 18 heads: kept exactly, they would fail the test in a seventh
-/// of all seeds (144 times 1 in 1,000).
+/// Two early layers, which a debug build soon comes to: the first of them has the heads that come nearest to breaking theirs.
+/// Eight promises, 18 heads: kept exactly, they would fail the test in a seventh of all seeds (144 times 1 in 1,000).
 #[test]
 fn promises_are_kept_over_8192_tokens() {
-    kept(8192, &[1, 2], &[0.05, 0.1], 500);
+    let costs = [
+        (0.05, [[0.146, 0.010, 0.789], [0.128, 0.002, 0.763], [0.114, 0.0, 0.691], [0.101, 0.0, 0.578]]),
+        (0.1, [[0.088, 0.0, 0.659], [0.081, 0.0, 0.567], [0.075, 0.0, 0.459], [0.070, 0.0, 0.296]]),
+    ];
+    kept(8192, &[1, 2], &costs, 500);
+}
+
+/// A middle and a late layer, in fewer draws, since 8,192 tokens take a debug build longer to come there than to be drawn from.
+/// As many promises and heads as above: kept exactly, they would fail the test in a seventh of all seeds. A head is found that
+/// breaks its promise of 0.05 in more than a tenth of its draws (21 of 200 are allowed), one of 0.4 in more than half.
+#[test]
+fn promises_are_kept_over_8192_tokens_on_a_middle_and_a_late_layer() {
+    let costs = [
+        (0.05, [[0.161, 0.001, 0.760], [0.149, 0.0, 0.704], [0.138, 0.0, 0.641], [0.126, 0.0, 0.578]]),
+        (0.1, [[0.096, 0.0, 0.621], [0.088, 0.0, 0.570], [0.082, 0.0, 0.489], [0.077, 0.0, 0.405]]),
+    ];
+    kept(8192, &[14, 23], &costs, 200);
 }
 
 /// By how many standard errors the logarithm of the error's variance is larger, on the average of all heads.
