@@ -26,15 +26,16 @@ impl AttentionSpec {
 }
 
 fn attention_schema(methods: &[MethodInfo]) -> Value {
-    let decode = one_of("decode", methods, &[]);
-    let names: Vec<&str> = methods.iter().filter(|method| method.phase == "decode").map(|method| method.name).collect();
-    let drafting = [&[json!({ "enum": names })], decode.as_slice()].concat();
+    let named = |phase: &str| {
+        let names: Vec<&str> = methods.iter().filter(|method| method.phase == phase).map(|method| method.name).collect();
+        [vec![json!({ "enum": names })], one_of(phase, methods, &[])].concat()
+    };
     json!({
         "type": "object",
         "description": "How a request is attended; what is absent is the server's default.",
         "properties": {
-            "prefill": { "description": "The prompt.", "oneOf": one_of("prefill", methods, &[]) },
-            "decode": { "description": "The generated tokens.", "oneOf": decode },
+            "prefill": { "description": "The prompt: a method, or its name.", "oneOf": named("prefill") },
+            "decode": { "description": "The generated tokens: a method, or its name.", "oneOf": named("decode") },
             "question": {
                 "description": "How the question, the prompt's last part, is attended: as the rest of the prompt, densely, \
                                 or by the decode method.",
@@ -60,7 +61,7 @@ fn attention_schema(methods: &[MethodInfo]) -> Value {
                 "properties": {
                     "method": {
                         "description": "The method, or its name; absent where drafts are only looked up.",
-                        "oneOf": drafting,
+                        "oneOf": named("decode"),
                     },
                     "tokens": {
                         "description": "Tokens drafted at a time; of those looked up at most as many as were the same before them.",
