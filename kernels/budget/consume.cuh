@@ -69,6 +69,9 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
 #pragma unroll
       for (int c = 0; c < C; ++c) l[c] = keep[c];
       if (phase == kExact) {
+        // A single row's products are one launch with a thread block on each multiprocessor, which may now come as these leave.
+        // Those of more rows would get in where the first ones end, two at a time, and leave the last ones' multiprocessors empty.
+        if (p.d.rows == 1 && tid == 0) launch_dependents();
         this->clear();
         phase = kSample;
         continue;
@@ -255,8 +258,6 @@ __global__ void __launch_bounds__(kSampledThreads, 1)
   // The first thread block may be a scout, which needs nothing of the launch ahead.
   const bool scout = p.scouts > 0 && blockIdx.x == 0;
   if (!scout) wait_for_predecessor();
-  // No launch_dependents(): a thread block has a multiprocessor to itself, so those of a product that starts early would get in
-  // where the first ones end, two at a time, and leave the last ones' multiprocessors empty.
   // Teams that may not all be on the device at once form in the order of starting.
   bool any = true;
   if (threadIdx.x == 0) {

@@ -17,6 +17,7 @@ struct ListFeed {
   const Outline& o;
   const uint32_t stages, q_at;
   const int lane, warp;
+  const uint64_t once = read_once(d);
   uint32_t count = 0;
 
   __device__ __forceinline__ uint32_t place(uint32_t pos) const {
@@ -36,7 +37,7 @@ struct ListFeed {
     const uint32_t stage = claim(), full = smem_u32(&sh.full[stage]);
     if (warp == 0 && lane == 0) {
       sh.meta[stage] = {lo, hi, ln_weight, 0, kNotSampled, 0};
-      load_block<D, N>(maps, stages + stage * L::kStage, full, row);
+      load_block<D, N>(maps, stages + stage * L::kStage, full, row, once);
     } else {
       mbar_arrive(full);
     }
@@ -49,7 +50,9 @@ struct ListFeed {
     const uint32_t stage = claim(most), full = smem_u32(&sh.full[stage]);
     if (warp == 0 && lane == 0) sh.meta[stage] = {lo, hi, 0.f, 1, sampled, 0};
     if (lane < 16) sh.weight[stage][warp * 16 + lane] = weight;
-    copy_rows<T, D>(stages + stage * L::kStage, static_cast<const T*>(d.k), static_cast<const T*>(d.v), at);
+    // Values of a sample are read again.
+    copy_rows<T, D>(stages + stage * L::kStage, static_cast<const T*>(d.k), static_cast<const T*>(d.v), at,
+                    sampled == kNotSampled ? once : evict_normal());
     cp_async_arrive(full);
     __syncwarp();
     if (lane == 0) mbar_arrive(full);
@@ -189,7 +192,7 @@ struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
     for (; s < g.end(); s += step) {
       const uint32_t later = id(s + 2 * step), at = place(next);
       const uint32_t stage = this->claim(), full = smem_u32(&sh.full[stage]);
-      copy_rows<T, D>(stages + stage * L::kStage, v, v, now, 16);
+      copy_rows<T, D>(stages + stage * L::kStage, v, v, now, evict_normal(), 16);
       cp_async_arrive(full);
       __syncwarp();
       if (lane == 0) mbar_arrive(full);

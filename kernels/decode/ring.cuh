@@ -109,24 +109,30 @@ __device__ __forceinline__ void announce(const DecodeMaps& maps, const DecodePar
     tma_load_2d(q_ring + slot * L::kQuery + h * (N * 128), &maps.q, full, h * 64, outline.list * group);
 }
 
+// How long L2 keeps what a launch reads: a single row's cache is read once in a step, and leaves before what all layers'
+// launches use, their code above all. Rows of a batch may share blocks.
+__device__ __forceinline__ uint64_t read_once(const DecodeParams& p) {
+  return p.rows == 1 ? evict_first() : evict_normal();
+}
+
 template <int D, int N>
 __device__ __forceinline__ void load_block(const DecodeMaps& maps, uint32_t dst, uint32_t full,
-                                           int row) {
+                                           int row, uint64_t policy) {
   using L = DecodeLayout<D, N>;
   mbar_expect_tx(full, L::kStage);
 #pragma unroll
   for (int h = 0; h < D / 64; ++h)
-    tma_load_2d(dst + h * L::kPanel, &maps.k, full, h * 64, row);
+    tma_load_2d(dst + h * L::kPanel, &maps.k, full, h * 64, row, policy);
 #pragma unroll
   for (int h = 0; h < D / 64; ++h)
-    tma_load_2d(dst + L::kTile + h * L::kPanel, &maps.v, full, h * 64, row);
+    tma_load_2d(dst + L::kTile + h * L::kPanel, &maps.v, full, h * 64, row, policy);
 }
 
 // One of four warps copies its 16 rows of two halves of a stage: a token tile's K and V, or two
 // tiles' V. Lane i holds the place of the first half's row i, lane `second` + i that of the other's.
 template <class T, int D>
 __device__ __forceinline__ void copy_rows(uint32_t dst, const T* base, const T* second_base,
-                                          uint32_t at, int second = 0) {
+                                          uint32_t at, uint64_t policy, int second = 0) {
   constexpr int kChunks = D / 8, kRows = 32 / kChunks;  // rows per warp-wide copy
   constexpr int kPanel = kBlock * 128, kTile = kPanel * (D / 64);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
@@ -136,8 +142,8 @@ __device__ __forceinline__ void copy_rows(uint32_t dst, const T* base, const T* 
     const int64_t src = (int64_t)__shfl_sync(~0u, at, r) * D + chunk * 8;
     const int64_t second_src = (int64_t)__shfl_sync(~0u, at, second + r) * D + chunk * 8;
     const uint32_t to = dst + (chunk / 8) * kPanel + swizzled(warp * 16 + r, chunk % 8);
-    cp_async16(to, base + src);
-    cp_async16(to + kTile, second_base + second_src);
+    cp_async16(to, base + src, policy);
+    cp_async16(to + kTile, second_base + second_src, policy);
   }
 }
 
@@ -148,6 +154,7 @@ __device__ __forceinline__ void produce_blocks(const DecodeMaps& maps, const Dec
                                                uint32_t stages, uint32_t q_ring) {
   using L = DecodeLayout<D, N>;
   const int lane = threadIdx.x & 31;
+  const uint64_t once = read_once(p);
   uint32_t count = 0, k = 0;
   // The first unit is read beside the total rather than after it.
   Unit next = units.at(blockIdx.x);
@@ -176,7 +183,7 @@ __device__ __forceinline__ void produce_blocks(const DecodeMaps& maps, const Dec
         if (lane == 0) {
           mbar_wait(smem_u32(&sh.empty[stage]), (round & 1) ^ 1);
           sh.meta[stage] = meta;
-          load_block<D, N>(maps, stages + stage * L::kStage, smem_u32(&sh.full[stage]), row);
+          load_block<D, N>(maps, stages + stage * L::kStage, smem_u32(&sh.full[stage]), row, once);
         }
         __syncwarp();
       }
@@ -194,6 +201,7 @@ __device__ __forceinline__ void produce_any(const DecodeMaps& maps, const Decode
   using L = DecodeLayout<D, N>;
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
   const bool leader = warp == 0 && lane == 0;
+  const uint64_t once = read_once(p);
   const T* k_base = static_cast<const T*>(p.k);
   const T* v_base = static_cast<const T*>(p.v);
   uint32_t count = 0, k = 0;
@@ -240,7 +248,7 @@ __device__ __forceinline__ void produce_any(const DecodeMaps& maps, const Decode
         if (leader) {
           const BlockTile b = block_tile(w, p.block_ids, t);
           sh.meta[stage] = {b.lo, b.hi, b.ln_weight, 0, kNotSampled, 0};
-          load_block<D, N>(maps, dst, full, at);
+          load_block<D, N>(maps, dst, full, at, once);
         } else {
           mbar_arrive(full);
         }
@@ -252,7 +260,7 @@ __device__ __forceinline__ void produce_any(const DecodeMaps& maps, const Decode
           sh.meta[stage] = {0, min(n - i, (uint32_t)kBlock), 0.f, 1, sampled ? i : kNotSampled, 0};
         }
         if (lane < 16) sh.weight[stage][warp * 16 + lane] = weight;
-        copy_rows<T, D>(dst, k_base, v_base, at);
+        copy_rows<T, D>(dst, k_base, v_base, at, once);
         cp_async_arrive(full);
       }
       __syncwarp();

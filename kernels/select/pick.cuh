@@ -33,7 +33,6 @@ __host__ __device__ inline uint32_t pick_share(uint32_t entries, uint32_t team) 
 struct PickShared {
   uint32_t bins[kPickBins], scratch[33], least, most, found_bin, found_need, found_size, last, place;
   uint32_t first_id, last_id;
-  float2 parts[kPickWarps][16];  // of a warp and head: its largest score, and the sum of exp2(score - that)
   float lse[16];
 };
 
@@ -44,10 +43,16 @@ struct PickPlace {
   uint32_t settled;                 // pages from this one on may be in the making until the launch ahead has ended
 };
 
-// (largest, sum of exp2(x - largest)) of two sets; neither may be NaN.
-__device__ __forceinline__ float2 join_sums(float2 a, float2 b) {
-  const float top = fmaxf(a.x, b.x), base = top == -INFINITY ? 0.f : top;
-  return make_float2(top, a.y * exp2_fast(a.x - base) + b.y * exp2_fast(b.x - base));
+// By a whole warp: the largest; and the logarithm of the lanes' sums of powers of two, which are relative to `base`.
+__device__ __forceinline__ float most_of(float x) {
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
+  return x;
+}
+__device__ __forceinline__ float logarithm(float base, float sum) {
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  return sum > 0.f ? base + __log2f(sum) : -INFINITY;
 }
 
 // Scores the block's tiles of 16 pages among the `n` from page `begin` on: f(scores, which of the block's tiles, its first
@@ -116,38 +121,27 @@ __device__ __forceinline__ void score_shares(const PickParams& p, const PickPlac
   constexpr int NT = View::kColumns / 8;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = lane & 3;
   const float scale2 = p.scale * kLog2e;
-  float2 sum[NT][2];
-#pragma unroll
-  for (int t = 0; t < NT; ++t) sum[t][0] = sum[t][1] = make_float2(-INFINITY, 0.f);
   score_tiles(p, at, view, 0, at.entries, [&](const float (&c)[NT][4], uint32_t tile, uint32_t first) {
 #pragma unroll
     for (int t = 0; t < NT; ++t)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t row = lane / 4 + 8 * (i / 2), h = t * 8 + 2 * quad + (i & 1);
-        const float s = first + row < at.entries ? c[t][i] * scale2 : -INFINITY;
-        if (h < at.group) scores[(tile * 16 + row) * at.group + h] = s;
-        sum[t][i & 1] = join_sums(sum[t][i & 1], make_float2(s, s == -INFINITY ? 0.f : 1.f));
+        if (h < at.group) scores[(tile * 16 + row) * at.group + h] = first + row < at.entries ? c[t][i] * scale2 : -INFINITY;
       }
   });
-#pragma unroll
-  for (int t = 0; t < NT; ++t)
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-#pragma unroll
-      for (int d = 4; d < 32; d *= 2)
-        sum[t][k] = join_sums(sum[t][k], make_float2(__shfl_xor_sync(~0u, sum[t][k].x, d), __shfl_xor_sync(~0u, sum[t][k].y, d)));
-      if (lane < 4) sh.parts[warp][t * 8 + 2 * quad + k] = sum[t][k];
-    }
   __syncthreads();
   // A warp a head; lane r speaks with rank r. A logarithm travels with its own flag.
   if (warp < at.group) {
-    auto all = [](float2 x) {
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) x = join_sums(x, make_float2(__shfl_xor_sync(~0u, x.x, d), __shfl_xor_sync(~0u, x.y, d)));
-      return x.y > 0.f ? x.x + __log2f(x.y) : -INFINITY;
-    };
-    const float own = all(lane < kPickWarps ? sh.parts[lane][warp] : make_float2(-INFINITY, 0.f));
+    const uint32_t tiles = (at.entries + 15) / 16, own_scores = (tiles + at.team - 1 - at.rank) / at.team * 16;
+    float top = -INFINITY, sum = 0.f;
+#pragma unroll 4
+    for (uint32_t i = lane; i < own_scores; i += 32) top = fmaxf(top, scores[i * at.group + warp]);
+    top = most_of(top);
+    const float base = top == -INFINITY ? 0.f : top;
+#pragma unroll 4
+    for (uint32_t i = lane; i < own_scores; i += 32) sum += exp2_fast(scores[i * at.group + warp] - base);
+    const float own = logarithm(base, sum);
     uint64_t* words = p.masses + ((uint64_t)at.list * at.room * at.group + warp) * 2;
     if (lane == 0) store_relaxed(words + at.rank * at.group * 2, (uint64_t)__float_as_uint(own) << 32 | 1);
     float theirs = -INFINITY;
@@ -158,7 +152,8 @@ __device__ __forceinline__ void score_shares(const PickParams& p, const PickPlac
       theirs = __uint_as_float((uint32_t)(word.x >> 32));
     }
     __syncwarp();
-    const float lse = all(make_float2(theirs, theirs == -INFINITY ? 0.f : 1.f));
+    const float most = most_of(theirs), from = most == -INFINITY ? 0.f : most;
+    const float lse = logarithm(from, exp2_fast(theirs - from));
     if (lane == 0) sh.lse[warp] = lse;
   }
   __syncthreads();
