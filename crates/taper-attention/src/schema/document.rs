@@ -27,7 +27,8 @@ impl AttentionSpec {
 
 fn attention_schema(methods: &[MethodInfo]) -> Value {
     let named = |phase: &str| {
-        let names: Vec<&str> = methods.iter().filter(|method| method.phase == phase).map(|method| method.name).collect();
+        let names: Vec<&str> =
+            methods.iter().filter(|method| method.phase == phase).map(|method| method.name).collect();
         [vec![json!({ "enum": names })], one_of(phase, methods, &[])].concat()
     };
     json!({
