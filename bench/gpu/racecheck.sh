@@ -5,7 +5,7 @@
 #   bench/gpu/racecheck.sh TEST [OUT]
 #
 # TEST is the executable that `cargo test --release -p taper-kernels --features cuda --test cuda --no-run` names; OUT a
-# folder for the logs. Takes a minute or two, under four in any case: what has not ended by then is counted as a failure.
+# folder for the logs. Takes three minutes, under four in any case: what has not ended by then is counted as a failure.
 # The barriers of part of a thread block in the kernels below are of whole warpgroups, which racecheck follows; those of
 # the sampled steps it does not (scripts/kernels.sh says how these are checked).
 #
@@ -48,7 +48,7 @@ check() {
   shift 2
   for kernel in "$@"; do filters+=("$filter" "kns=$kernel"); done
   local log=$out/${test##*::}.$1.log
-  timeout 110 "$sanitizer" --tool racecheck "${filters[@]}" --launch-count "$launches" --error-exitcode 9 \
+  timeout 210 "$sanitizer" --tool racecheck "${filters[@]}" --launch-count "$launches" --error-exitcode 9 \
     "$binary" --exact --test-threads 1 "$test" >"$log" 2>&1
   local code=$? found
   found=$(grep -o 'RACECHECK SUMMARY.*' "$log" | tail -1)
