@@ -35,7 +35,7 @@ pub struct Method {
 }
 
 impl Method {
-    /// Reads a method's object as a request has it, such as `{"method": "streaming_llm", "window": 512}`.
+    /// Reads a method as a request has it, such as `{"method": "streaming_llm", "window": 512}` or `"dense"`.
     ///
     /// # Errors
     /// [`EvalError::Method`] with the parameter at fault and what is valid, or [`EvalError::Artefact`].
@@ -77,7 +77,7 @@ fn attention(value: &Value, artifacts: &Artifacts) -> Result<AttentionSpec, Eval
 
 /// `delta gamma=64 base=(streaming_llm window=512)`.
 fn label(value: &Value) -> String {
-    let Value::Object(fields) = value else { return value.to_string() };
+    let Value::Object(fields) = value else { return value.as_str().map_or_else(|| value.to_string(), str::to_owned) };
     let name = fields.get("method").and_then(Value::as_str).unwrap_or("?");
     let parts = fields.iter().filter(|(key, _)| *key != "method").map(|(key, value)| match value {
         Value::Object(_) => format!(" {key}=({})", label(value)),
@@ -115,6 +115,8 @@ mod tests {
         let bad = error(Phase::Decode, json!({ "method": "streaming_llm", "window": 0 }));
         assert!(bad.starts_with("decode.window: "), "{bad}");
         assert!(error(Phase::Prefill, json!({ "method": "vattention" })).starts_with("prefill.method: "));
-        assert!(error(Phase::Prefill, json!("dense")).starts_with("prefill: "));
+        assert_eq!(read(Phase::Prefill, json!("dense")).unwrap().label, "dense");
+        assert!(error(Phase::Prefill, json!("no_such")).starts_with("prefill"));
+        assert!(error(Phase::Prefill, json!(7)).starts_with("prefill: "));
     }
 }
