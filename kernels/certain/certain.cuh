@@ -11,6 +11,7 @@
 
 #include "../common/launch.cuh"
 #include "../common/ptx.cuh"
+#include "../common/warp.cuh"
 #include "../decode/lists.cuh"
 
 namespace taper {
@@ -44,17 +45,5 @@ struct Piece {
     return to_float(reinterpret_cast<const T*>(&raw)[i]);
   }
 };
-
-template <class X>
-__device__ __forceinline__ X warp_sum(X x) {
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) x += __shfl_xor_sync(~0u, x, d);
-  return x;
-}
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
-  return x;
-}
 
 }  // namespace taper

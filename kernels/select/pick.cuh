@@ -9,6 +9,7 @@
 #pragma once
 
 #include "../common/team.cuh"
+#include "../common/warp.cuh"
 #include "../common/worklist.cuh"
 #include "../score/view.cuh"
 #include "ordered.cuh"
@@ -25,9 +26,9 @@ __host__ __device__ inline int pick_team(int kv_heads, uint32_t entries) {
   const int most = team_size(kv_heads), wanted = (int)((entries + 16 * kPickWarps - 1) / (16 * kPickWarps));
   return wanted < 1 ? 1 : wanted < most ? wanted : most;
 }
-// Pages that a thread block scores, of `entries`: every team-th sixteen of them.
-__host__ __device__ inline uint32_t pick_share(uint32_t entries, uint32_t team) {
-  return ((entries + 15) / 16 + team - 1) / team * 16;
+// Pages that a thread block of that rank scores, of `entries`: every team-th sixteen of them. The first has the most.
+__host__ __device__ inline uint32_t pick_share(uint32_t entries, uint32_t team, uint32_t rank = 0) {
+  return ((entries + 15) / 16 + team - 1 - rank) / team * 16;
 }
 
 struct PickShared {
@@ -43,15 +44,9 @@ struct PickPlace {
   uint32_t settled;                 // pages from this one on may be in the making until the launch ahead has ended
 };
 
-// By a whole warp: the largest; and the logarithm of the lanes' sums of powers of two, which are relative to `base`.
-__device__ __forceinline__ float most_of(float x) {
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
-  return x;
-}
+// By a whole warp: the logarithm of the lanes' sums of powers of two, which are relative to `base`.
 __device__ __forceinline__ float logarithm(float base, float sum) {
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  sum = warp_sum(sum);
   return sum > 0.f ? base + __log2f(sum) : -INFINITY;
 }
 
@@ -133,11 +128,11 @@ __device__ __forceinline__ void score_shares(const PickParams& p, const PickPlac
   __syncthreads();
   // A warp a head; lane r speaks with rank r. A logarithm travels with its own flag.
   if (warp < at.group) {
-    const uint32_t tiles = (at.entries + 15) / 16, own_scores = (tiles + at.team - 1 - at.rank) / at.team * 16;
+    const uint32_t own_scores = pick_share(at.entries, at.team, at.rank);
     float top = -INFINITY, sum = 0.f;
 #pragma unroll 4
     for (uint32_t i = lane; i < own_scores; i += 32) top = fmaxf(top, scores[i * at.group + warp]);
-    top = most_of(top);
+    top = warp_max(top);
     const float base = top == -INFINITY ? 0.f : top;
 #pragma unroll 4
     for (uint32_t i = lane; i < own_scores; i += 32) sum += exp2_fast(scores[i * at.group + warp] - base);
@@ -152,7 +147,7 @@ __device__ __forceinline__ void score_shares(const PickParams& p, const PickPlac
       theirs = __uint_as_float((uint32_t)(word.x >> 32));
     }
     __syncwarp();
-    const float most = most_of(theirs), from = most == -INFINITY ? 0.f : most;
+    const float most = warp_max(theirs), from = most == -INFINITY ? 0.f : most;
     const float lse = logarithm(from, exp2_fast(theirs - from));
     if (lane == 0) sh.lse[warp] = lse;
   }
