@@ -474,6 +474,7 @@ typedef struct TaperSelectParams {
   TaperWorkList* work;     // [lists], patched as `target` says; or null
   int32_t lists, stride, capacity, entries, k, target, overlap;
   int32_t blocks_most;  // thread blocks a list at most, 0: as many as help; for measurements
+  const float* least;   // [lists], by count: none that scores less is taken; or null
 } TaperSelectParams;
 
 typedef struct TaperGroupSelectParams {
@@ -519,6 +520,7 @@ typedef struct TaperPickParams {
   // before those are scored beside it. 0: nothing is read before it has ended.
   int32_t fresh;
   int32_t team;  // thread blocks of the largest team, set by the entry point
+  const float* least;  // [lists], none that scores less is taken; or null
 } TaperPickParams;
 
 // What candidates of each list are to hold of their own mass, for a choice of by-mass, where fixed keys hold some already:

@@ -29,7 +29,7 @@ class GroupSelect:
 
     def __init__(self, scores, capacity, group=1, reduce=MAX, lse=None, k=0, ks=None, mass=COUNT,
                  share=0.0, shares=None, ties=False, begins=None, ends=None, work=None, target=0,
-                 overlap=True):
+                 overlap=True, least=None):
         rows, stride = scores.shape
         lists, dev = rows // group, scores.device
         self.ids = torch.full((lists, capacity), -1, dtype=torch.int32, device=dev)
@@ -37,7 +37,7 @@ class GroupSelect:
         self.keep = (scores, lse, ks, shares, begins, ends, work)
         base = SelectParams(ptr(scores), ptr(begins), ptr(ends), ptr(ks), ptr(self.ids),
                             ptr(self.counts), ptr(work), lists, stride, capacity, stride, k, target,
-                            int(overlap), 0)
+                            int(overlap), 0, ptr(least))
         self.p = GroupSelectParams(base, ptr(lse), ptr(shares), group, reduce, mass, int(ties),
                                    share, 0)
 
@@ -119,6 +119,25 @@ def check_count(report, small):
                 f()
                 for i in range(lists):
                     bad += not same(f.ids[i], f.counts[i], best(x[i], min(k, n)))
+            # Those of at least so much alone.
+            for share in (0.1, 0.6):
+                order = x[1].double().sort(descending=True).values
+                at = int(share * n)
+                if kind == "nan" or order[at] <= 0 or at == n - 1:
+                    continue
+                limit = float(order[at]) if order[at] == order[at + 1] else float((order[at] + order[at + 1]) / 2)
+                for k in {n // 20, n}:
+                    f = GroupSelect(x, max(k, 1), k=k, least=torch.full((lists,), limit, device=DEV))
+                    f()
+                    for i in range(lists):
+                        y = x[i].double()
+                        # Rounding takes or leaves what all but equals the limit.
+                        near = (y - limit).abs() <= 1e-6 * limit
+                        got = f.ids[i, :int(f.counts[i])].long()
+                        want = best(x[i], k)
+                        sure = want[(y[want] > limit) & ~near[want]]
+                        bad += not bool(torch.isin(sure, got).all()) or not bool(torch.isin(got, want).all())
+                        bad += bool((y[got] < limit * (1 - 1e-6)).any()) or bool((got[1:] <= got[:-1]).any())
             report(f"select {n} {kind}", float(bad), 0.5)
     # Bounds, counts and capacities of each list's own; the work lists patched.
     n, lists = 3000, 5

@@ -211,7 +211,6 @@ __device__ __forceinline__ void choose_pages(const PickParams& p, const PickPlac
   __syncthreads();
   lo = sh.least, hi = sh.most;
   uint32_t need = min(min(p.ks ? p.ks[list] : (uint32_t)p.k, n), (uint32_t)p.capacity);
-  const uint32_t k = need;
   if (need == 0) lo = ~0u, hi = ~0u;  // No key is above, and none equal is needed.
   if (need == n) lo = 0;
 #pragma unroll 1
@@ -245,6 +244,8 @@ __device__ __forceinline__ void choose_pages(const PickParams& p, const PickPlac
     hi = min(hi, lo + ((1u << shift) - 1));
     if (need == sh.found_size) break;  // All of them.
   }
+  const uint32_t least = p.least ? ordered(p.least[list]) : 0;
+  if (need > 0 && least > lo) lo = least, hi = least - 1;  // All from there on.
   // All above the range, and the first `need` of those in it. A thread owns a run of keys.
   const uint32_t share = (fours + kPickThreads - 1) / kPickThreads, first = tid * share;
   const uint32_t stop = min(first + share, fours);
@@ -257,7 +258,7 @@ __device__ __forceinline__ void choose_pages(const PickParams& p, const PickPlac
       if (4 * i + k < n) mine += (&u.x)[k] > hi ? 1 : (&u.x)[k] >= lo ? 1 << 16 : 0;
   }
   uint32_t all;
-  const uint32_t before = block_exclusive_sum(mine, sh.scratch, all);
+  const uint32_t before = block_exclusive_sum(mine, sh.scratch, all), k = (all & 0xFFFF) + min(all >> 16, need);
   uint32_t gt = before & 0xFFFF, eq = before >> 16;
   uint32_t* ids = p.ids + (int64_t)list * p.capacity;
 #pragma unroll 1

@@ -269,7 +269,11 @@ __global__ void __launch_bounds__(kSelectThreads)
 
   // All above the last value, and the first `need` equal to it. With nothing fixed all
   // keys are equal.
-  const uint32_t low = lowest(), high = fixed == 32 ? low : low + (~0u >> fixed);
+  uint32_t low = lowest(), high = fixed == 32 ? low : low + (~0u >> fixed);
+  if constexpr (!kMasses) {
+    const uint32_t least = b.least ? ordered(b.least[list]) : 0;
+    if (least > low) low = least, high = least - 1;  // All from there on, and none for being equal to the last.
+  }
   uint32_t gt = 0, eq = 0;
   each([&](uint32_t u, uint32_t) { gt += u > high, eq += u >= low; });
   gt = __reduce_add_sync(~0u, gt);

@@ -44,8 +44,50 @@ impl Serialize for Amount {
     }
 }
 
-/// Marks a property that is an [`Amount`].
+/// An [`Amount`], or as many tokens as it takes.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum AutoAmount {
+    /// So many tokens.
+    Amount(Amount),
+    /// As many as it takes: the name [`AUTO`].
+    Auto(Auto),
+}
+
+/// The name of as many as it takes.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Auto {
+    /// The only one.
+    Auto,
+}
+
+/// What is said in place of a number.
+pub const AUTO: &str = "auto";
+
+/// Marks a property that is an [`Amount`], or with [`AUTO`] for its value an [`AutoAmount`].
 pub const AMOUNT: &str = "x-amount";
+
+impl JsonSchema for AutoAmount {
+    fn schema_name() -> Cow<'static, str> {
+        "AutoAmount".into()
+    }
+
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({
+            "anyOf": [
+                { "const": AUTO },
+                { "type": "integer", "minimum": 0, "maximum": 1_048_576 },
+                { "type": "number", "minimum": 0, "exclusiveMaximum": 1 },
+            ],
+            AMOUNT: AUTO,
+        })
+    }
+}
 
 impl JsonSchema for Amount {
     fn schema_name() -> Cow<'static, str> {

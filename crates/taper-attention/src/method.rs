@@ -461,14 +461,30 @@ impl Choice {
     }
 }
 
+/// How many keys a predictor chooses.
+#[derive(Debug, Clone, Copy)]
+pub struct Most<'a> {
+    /// So many `[R, kv_heads]`. A head for which they are all there is reads everything, and nothing is spent on it.
+    pub keys: &'a [usize],
+    /// Without those predicted to hold less of the attention mass, summed over the group, `[R, kv_heads]`; empty where it does
+    /// not matter what they hold, and for a predictor that cannot tell what [`pays`](Predictor::pays).
+    pub least: &'a [f32],
+}
+
 /// Predicts which keys hold the most attention mass.
 pub trait Predictor: std::fmt::Debug + Send + Sync {
-    /// The sinks, the window, and of the rest the `k` `[R, kv_heads]` keys that should matter most. A head whose `k` is
-    /// all there is reads everything, and nothing is spent on it.
+    /// The sinks, the window, and of the rest the keys that should matter most.
     ///
     /// # Errors
     /// A device error.
-    fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice>;
+    fn select(&self, step: &DecodeStep, sink: usize, window: usize, most: Most) -> Result<Choice>;
+
+    /// Where what it predicts is a share of the attention mass: how much of the share that pays for a key
+    /// ([`Sampling::paying_share`](taper_kernels::decode::Sampling::paying_share)) a key, or a page, must be expected to hold. The
+    /// less a prediction tells, the less that is: `bench/promise.md` has how it was found.
+    fn pays(&self) -> Option<f64> {
+        None
+    }
 
     /// About how many keys `[R, kv_heads]` it chooses where `k` are asked for: others where its parameters say how many.
     fn expected(&self, _step: &DecodeStep, k: Vec<usize>) -> Vec<usize> {

@@ -1,6 +1,6 @@
 //! Reading whole clusters: the decode method and the predictor that SAAP and k-means share, whichever way they rank clusters.
 
-use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex, Predictor};
+use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex, Most, Predictor};
 use crate::partition::Partition;
 use candle_core::Result;
 use schemars::JsonSchema;
@@ -131,9 +131,9 @@ impl<P: Prober> Predicting<P> {
 }
 
 impl<P: Prober> Predictor for Predicting<P> {
-    fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
+    fn select(&self, step: &DecodeStep, sink: usize, window: usize, most: Most) -> Result<Choice> {
         match self.params {
-            Predicted { probes: 0, .. } => self.prober.probe(step, (sink, window), Probes::Keys(k)),
+            Predicted { probes: 0, .. } => self.prober.probe(step, (sink, window), Probes::Keys(most.keys)),
             Predicted { probes, max_selectivity } => {
                 probe(&*self.prober, step, (sink, window), (probes, max_selectivity))
             }

@@ -3,7 +3,7 @@
 
 mod document;
 
-use crate::amount::{AMOUNT, Amount};
+use crate::amount::{AMOUNT, AUTO, Amount};
 use crate::spec::SpecError;
 use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
@@ -92,8 +92,10 @@ fn check(value: &Value, schema: &Value, path: &str) -> Result<(), SpecError> {
         let listed: Vec<String> = numbers.iter().map(Value::to_string).collect();
         return if known { Ok(()) } else { fail(format!("one of {}", listed.join(", "))) };
     }
-    if schema[AMOUNT] == true && !value.as_f64().is_some_and(Amount::is_valid) {
-        return fail("a whole number of tokens up to 1048576, or a share of the context below 1".to_owned());
+    let auto = schema[AMOUNT] == AUTO;
+    if (auto || schema[AMOUNT] == true) && !(auto && value == AUTO || value.as_f64().is_some_and(Amount::is_valid)) {
+        let or = if auto { ", or \"auto\"" } else { "" };
+        return fail(format!("a whole number of tokens up to 1048576, or a share of the context below 1{or}"));
     }
     match schema["type"].as_str() {
         Some("integer") if value.as_f64().is_none_or(|x| x.fract() != 0.0) => {

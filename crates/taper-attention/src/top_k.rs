@@ -2,7 +2,7 @@
 
 use crate::amount::Amount;
 use crate::artifacts::Artifacts;
-use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex, Predictor};
+use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex, Most, Predictor};
 use crate::schema::parse;
 use crate::spec::SpecResult;
 use candle_core::Result;
@@ -83,7 +83,8 @@ struct Method {
 
 impl DecodeMethod for Method {
     fn select(&self, step: &DecodeStep) -> Result<Choice> {
-        self.predictor.select(step, self.sink, self.window, &step.per_head(|row| self.k.of(row.visible.len())))
+        let keys = step.per_head(|row| self.k.of(row.visible.len()));
+        self.predictor.select(step, self.sink, self.window, Most { keys: &keys, least: &[] })
     }
 
     fn reads_all(&self, keys: usize) -> bool {
@@ -103,18 +104,18 @@ impl DecodeMethod for Method {
     }
 }
 
-/// The sinks, the window, and of the rest the `k` `[R, kv_heads]` keys that matter most.
+/// The sinks, the window, and of the rest the keys that matter most.
 pub(crate) fn most_important(
     step: &DecodeStep,
     importance: &Importance,
-    (sink, window): (usize, usize),
-    k: &[usize],
+    fixed: (usize, usize),
+    most: Most,
 ) -> Result<Choice> {
-    let selection = decode::top_k(step.batch.rows, importance, sink, window, k)?;
+    let selection = decode::top_k_over(step.batch.rows, importance, fixed, most.keys, most.least)?;
     Ok(Choice { scored: importance.entries(step.batch.rows.len()), ..selection.into() })
 }
 
-/// Which heads `[R, kv_heads]` do not read everything anyway, for `k` `[R, kv_heads]` keys.
-pub(crate) fn wanted(step: &DecodeStep, k: &[usize]) -> Vec<bool> {
-    k.iter().zip(step.per_head(|row| row.visible.len())).map(|(&k, visible)| k < visible).collect()
+/// Which heads `[R, kv_heads]` do not read everything anyway.
+pub(crate) fn wanted(step: &DecodeStep, most: Most) -> Vec<bool> {
+    most.keys.iter().zip(step.per_head(|row| row.visible.len())).map(|(&k, visible)| k < visible).collect()
 }

@@ -14,7 +14,7 @@ mod values;
 #[cfg(feature = "cuda")]
 pub(crate) use attend::check;
 pub use attend::{attend, stacked};
-pub use choose::{Importance, importance, top_k, top_p};
+pub use choose::{Importance, importance, top_k, top_k_over, top_p};
 pub(crate) use sample::Page;
 pub use sample::{Budget, Certainty, Foreseen, Sampling, foresee, sample, sample_certain, sample_some};
 #[cfg(feature = "cuda")]

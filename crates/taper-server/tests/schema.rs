@@ -44,6 +44,7 @@ const GOOD: &[&str] = &[
     r#"{"decode": {"method": "santa", "samples": 16, "variant": "iid", "within": {"method": "quest"}}}"#,
     r#"{"decode": {"method": "santa", "kernel": "flash", "tile": 32, "scores": "bernoulli", "draws": 8}}"#,
     r#"{"decode": {"method": "vattention", "top": {"method": "quest", "page": 64}}}"#,
+    r#"{"decode": {"method": "vattention", "top_k": "auto"}}"#,
     r#"{"decode": {"method": "vattention", "pilot_share": 1, "dense_share": 0, "pilot_tokens": 2, "top_k": 7}}"#,
 ];
 
@@ -80,6 +81,11 @@ const BAD: &[&str] = &[
     r#"{"decode": {"method": "oracle_top_k", "k": -0.5}}"#,
     r#"{"decode": {"method": "oracle_top_k", "k": 1048577}}"#,
     r#"{"decode": {"method": "oracle_top_k", "k": "0.5"}}"#,
+    r#"{"decode": {"method": "oracle_top_k", "k": "auto"}}"#,
+    r#"{"decode": {"method": "vattention", "top_k": "most"}}"#,
+    r#"{"decode": {"method": "vattention", "top_k": null}}"#,
+    r#"{"decode": {"method": "vattention", "top_k": 1.5}}"#,
+    r#"{"decode": {"method": "vattention", "top_k": -1}}"#,
     r#"{"decode": {"method": "vattention", "epsilon": 0}}"#,
     r#"{"decode": {"method": "vattention", "epsilon": 1}}"#,
     r#"{"decode": {"method": "vattention", "epsilonn": 0.1}}"#,

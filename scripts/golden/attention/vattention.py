@@ -2,7 +2,9 @@
 """vAttention's decoding (see common.py): sinks, a window, the top keys, and a sample that stands for the rest.
 
 Read exactly are the first `sink` keys, the last `window`, and of the others the `top_k` of the largest probability,
-summed over the group, or what quest.py or hash_attention.py predicts for as many. r keys are left. A pilot of the first b0 = `pilot_tokens` of them, in the order of a permutation
+summed over the group, or what quest.py or hash_attention.py predicts for as many; where it is "auto", all of the m between
+sinks and window whose probabilities, summed over the group of g heads, are at least epsilon (1 / sqrt(g m) + b0 / (g m)) / 2, with m
+rounded up to a multiple of 64 (and at most a quarter of the keys, which none of these reach). r keys are left. A pilot of the first b0 = `pilot_tokens` of them, in the order of a permutation
 of all visible keys that `seed` keys, says for each head how many keys the promise takes: relative error at most
 epsilon with probability at least 1 - delta. The group reads what its neediest head needs. Needed are more keys than
 were drawn: the sample grows to as many, but to at most twice its size, and is looked at again, until no
@@ -39,6 +41,7 @@ SEED = 0x0123456789ABCDEF
 SPLITS = [0.02, 0.05, 0.1, 0.2, 0.3, 0.5]
 PAIRS = 40
 UNSEEN = 1.2
+PAYS = 0.5
 
 z = NormalDist().inv_cdf
 
@@ -133,6 +136,8 @@ def make(
 
     def weights(
         top_k=settings["top_k"],
+        pays=PAYS,
+        free=1,
         first_head=False,
         oracle=predict is None,
         over_all=False,
@@ -151,7 +156,16 @@ def make(
                 s = all_scores[r, h * group : (h + 1) * group, :m]
                 candidates = between(m, sink, window)
                 fixed = ~candidates
-                if oracle:
+                if top_k == "auto":
+                    at = np.flatnonzero(candidates)
+                    m64 = group * 64 * -(-len(at) // 64)
+                    over = importance(s)[at] / (pays * settings["epsilon"] * (m64**-0.5 + free * pilot / m64))
+                    if true and (abs(over - 1) < 1e-3).any():
+                        raise Unclear("a key that all but pays")
+                    if true and (over >= 1).sum() > m / 4:
+                        raise Unclear("more than a quarter of the keys")
+                    fixed[at[over >= 1]] = True
+                elif oracle:
                     fixed[top(importance(s), np.flatnonzero(candidates), top_k)] = True
                 elif top_k:
                     fixed = predict(top_k)(q[r, h * group : (h + 1) * group], k[:m, h], h)
@@ -192,12 +206,17 @@ def make(
         "draws with replacement": weights(replaced=True),
         "the first head's budget": weights(first_head=True),
         "the rest's sum alone": weights(over_all=True),
-        "more top keys": weights(top_k=settings["top_k"] + (1 if predict is None else 16)),
+        "more top keys": weights(pays=PAYS / 1.5)
+        if settings["top_k"] == "auto"
+        else weights(top_k=settings["top_k"] + (1 if predict is None else 16)),
         "no top keys": weights(top_k=0),
         "the pilot alone": weights(other={"epsilon": 100}),
         "one look": weights(one_look=True),
         "another seed": weights(seed=SEED >> 32),
     }
+    if settings["top_k"] == "auto":
+        wrong["a head's own"] = weights(pays=PAYS * math.sqrt(group))
+        wrong["as if the pilot cost"] = weights(free=0)
     if predict is not None:
         wrong["the oracle's keys"] = weights(oracle=True)
     if rule == "denominator":
@@ -236,6 +255,8 @@ def main() -> None:
     first_clear(lambda data: make("vattention-noisy", own, shape, data, 0.2, noisy=True))
 
     own = settings | {"rule": "chi2", "epsilon": 0.1, "delta": 0.1}
+    auto = own | {"top_k": "auto", "pilot_tokens": 12}
+    first_clear(lambda data: make("vattention-auto", auto, shape | {"n": 1501, "kv_heads": 1}, data, 0.2))
     paged = own | {"top_k": 32, "top": {"method": "quest", "page": 8}}
 
     def by_pages(top_k: int) -> Choose:

@@ -3,7 +3,7 @@
 use super::Entry;
 use crate::artifacts::{ArtifactFile, ArtifactKind, Artifacts, Loaded};
 use crate::layer::AttentionShape;
-use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex, Predictor, Rotations};
+use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex, Most, Predictor, Rotations};
 use crate::schema::schema_of;
 use crate::spec::SpecResult;
 use crate::top_k::{self, Ranked, TopK, most_important, wanted};
@@ -72,10 +72,14 @@ impl Channels {
 }
 
 impl Predictor for Channels {
-    fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
+    fn select(&self, step: &DecodeStep, sink: usize, window: usize, most: Most) -> Result<Choice> {
         let channels = &self.layers[step.layer];
-        let importance = labels::importance(&step.batch, step.index(self)?, channels, &wanted(step, k))?;
-        most_important(step, &importance, (sink, window), k)
+        let importance = labels::importance(&step.batch, step.index(self)?, channels, &wanted(step, most))?;
+        most_important(step, &importance, (sink, window), most)
+    }
+
+    fn pays(&self) -> Option<f64> {
+        Some(0.4)
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {

@@ -3,7 +3,7 @@
 use super::Entry;
 use crate::artifacts::{ArtifactFile, ArtifactKind, Artifacts, Loaded, Tensors};
 use crate::layer::AttentionShape;
-use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor, Rotations};
+use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Most, Predictor, Rotations};
 use crate::schema::schema_of;
 use crate::spec::SpecResult;
 use crate::top_k::{self, Ranked, TopK, most_important, wanted};
@@ -117,10 +117,10 @@ fn perceptrons(
 }
 
 impl Predictor for Maps {
-    fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
+    fn select(&self, step: &DecodeStep, sink: usize, window: usize, most: Most) -> Result<Choice> {
         let Some(maps) = &self.layers[step.layer] else { return Ok(step.dense()) };
-        let importance = codes::importance(&step.batch, step.index(self)?, &maps.query, &wanted(step, k))?;
-        most_important(step, &importance, (sink, window), k)
+        let importance = codes::importance(&step.batch, step.index(self)?, &maps.query, &wanted(step, most))?;
+        most_important(step, &importance, (sink, window), most)
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {

@@ -2,7 +2,7 @@
 
 use super::Entry;
 use crate::artifacts::Artifacts;
-use crate::method::{Choice, DecodeMethod, DecodeStep, Predictor};
+use crate::method::{Choice, DecodeMethod, DecodeStep, Most, Predictor};
 use crate::schema::schema_of;
 use crate::spec::SpecResult;
 use crate::top_k::{self, Ranked, TopK, wanted};
@@ -10,7 +10,7 @@ use candle_core::Result;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
-use taper_kernels::decode::{importance, scores, top_k};
+use taper_kernels::decode::{importance, scores, top_k_over};
 
 pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     name: "oracle_top_k",
@@ -43,9 +43,13 @@ impl Ranked for Oracle {
 }
 
 impl Predictor for Oracle {
-    fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
-        let scores = scores(&step.batch, &wanted(step, k))?;
-        let selection = top_k(step.batch.rows, &importance(&scores), sink, window, k)?;
+    fn select(&self, step: &DecodeStep, sink: usize, window: usize, most: Most) -> Result<Choice> {
+        let scores = scores(&step.batch, &wanted(step, most))?;
+        let selection = top_k_over(step.batch.rows, &importance(&scores), (sink, window), most.keys, most.least)?;
         Ok(Choice { scores: Some(scores), ..selection.into() })
+    }
+
+    fn pays(&self) -> Option<f64> {
+        Some(1.0)
     }
 }

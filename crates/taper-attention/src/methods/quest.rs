@@ -3,7 +3,7 @@
 use super::Entry;
 use crate::artifacts::Artifacts;
 use crate::layer::AttentionShape;
-use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor, Rotations};
+use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Most, Predictor, Rotations};
 use crate::schema::schema_of;
 use crate::spec::SpecResult;
 use crate::top_k::{self, Ranked, TopK, most_important, wanted};
@@ -58,9 +58,13 @@ impl Ranked for Quest {
 }
 
 impl Predictor for Quest {
-    fn select(&self, step: &DecodeStep, sink: usize, window: usize, k: &[usize]) -> Result<Choice> {
-        let importance = bounds::importance(&step.batch, step.index(self)?, &wanted(step, k))?;
-        most_important(step, &importance, (sink, window), k)
+    fn select(&self, step: &DecodeStep, sink: usize, window: usize, most: Most) -> Result<Choice> {
+        let importance = bounds::importance(&step.batch, step.index(self)?, &wanted(step, most))?;
+        most_important(step, &importance, (sink, window), most)
+    }
+
+    fn pays(&self) -> Option<f64> {
+        Some(0.8)
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {

@@ -3,9 +3,9 @@
 
 use super::quest::Quest;
 use super::{Entry, predictor};
-use crate::amount::Amount;
+use crate::amount::{Amount, Auto, AutoAmount};
 use crate::layer::AttentionShape;
-use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Predictor, Rotations};
+use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Most, Predictor, Rotations};
 use crate::schema::{parse, schema_of};
 use crate::spec::Chosen;
 use candle_core::{DType, Result, Tensor};
@@ -69,8 +69,10 @@ struct Params {
     /// Most recent tokens, always read, the query's own included: a whole number, or a share of the context below 1.
     #[schemars(extend("exclusiveMinimum" = 0))]
     window: Amount,
-    /// Predicted keys read exactly: a whole number, or a share of the context below 1. Ignored where `top` has `probes`.
-    top_k: Amount,
+    /// Predicted keys read exactly: a whole number, a share of the context below 1, or "auto": those that cost less than
+    /// sampling around them, a quarter of the context at most; 0.02 where `top` does not tell what share of the attention mass
+    /// keys hold (hash_attention, kmeans, saap) or the tail is `hard`. Ignored where `top` has `probes`.
+    top_k: AutoAmount,
     /// What predicts them.
     #[schemars(schema_with = "top_schema")]
     top: Value,
@@ -98,7 +100,7 @@ impl Default for Params {
             tail: Tail::Clt,
             sink: Amount::Tokens(128),
             window: Amount::Tokens(128),
-            top_k: Amount::Share(0.02),
+            top_k: AutoAmount::Auto(Auto::Auto),
             top: json!({ "method": "oracle" }),
             pilot_tokens: 64,
             pilot_share: 0.01,
@@ -135,6 +137,10 @@ impl From<RuleName> for Rule {
         }
     }
 }
+
+/// The most keys of a context that are read for paying, and those that are read where nothing tells which do.
+const MOST_PAYING: Amount = Amount::Share(0.25);
+const FIXED: Amount = Amount::Share(0.02);
 
 /// What the promise rests on.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -180,17 +186,37 @@ struct VAttention {
     on_output: bool,
     sink: Amount,
     window: Amount,
-    top_k: Amount,
+    top_k: AutoAmount,
     top: Chosen<dyn Predictor>,
     sampling: Sampling,
 }
 
 impl VAttention {
+    /// The most predicted keys that are read exactly, and what pays for a key if only such are.
+    fn top_k(&self) -> (Amount, Option<f64>) {
+        match (self.top_k, self.tail) {
+            (AutoAmount::Amount(amount), _) => (amount, None),
+            (AutoAmount::Auto(_), Tail::Clt) if self.top.method.pays().is_some() => {
+                (MOST_PAYING, self.top.method.pays())
+            }
+            (AutoAmount::Auto(_), _) => (FIXED, None),
+        }
+    }
+
     /// What the predictor chose beside sinks and window, and a sample that relies on its having missed nothing heavy.
     fn sample(&self, step: &DecodeStep, (sink, window): (usize, usize)) -> Result<Choice> {
-        let k = self.top.method.expected(step, step.per_head(|row| self.top_k.of(row.visible.len())));
-        let foreseen = foresee(&step.batch, (sink, window), &k, step.streams, &self.sampling)?;
-        let exact = self.top.method.select(step, sink, window, &foreseen.keys(k))?;
+        let (most, pays) = self.top_k();
+        let least = match pays {
+            Some(pays) => {
+                let group = step.group()?;
+                let between = |row: &DecodeRow| row.visible.len().saturating_sub(sink + window);
+                step.per_head(|row| (pays * self.sampling.paying_share(between(row), group)) as f32)
+            }
+            None => Vec::new(),
+        };
+        let keys = self.top.method.expected(step, step.per_head(|row| most.of(row.visible.len())));
+        let foreseen = foresee(&step.batch, (sink, window), &keys, step.streams, &self.sampling)?;
+        let exact = self.top.method.select(step, sink, window, Most { keys: &foreseen.keys(keys), least: &least })?;
         let (selection, budgets) =
             sample(&step.batch, &exact.selection, &foreseen, exact.scores.as_ref(), step.streams, &self.sampling)?;
         Ok(Choice { selection, budgets: Some(budgets), ..exact })
@@ -198,8 +224,8 @@ impl VAttention {
 
     /// The same, and a sample that does not rely on it.
     fn sample_certain(&self, step: &DecodeStep, (sink, window): (usize, usize)) -> Result<Choice> {
-        let k = step.per_head(|row| self.top_k.of(row.visible.len()));
-        let exact = self.top.method.select(step, sink, window, &k)?;
+        let keys = step.per_head(|row| self.top_k().0.of(row.visible.len()));
+        let exact = self.top.method.select(step, sink, window, Most { keys: &keys, least: &[] })?;
         let how = Certainty {
             epsilon: self.epsilon,
             delta: self.delta,
@@ -224,7 +250,7 @@ impl DecodeMethod for VAttention {
     }
 
     fn reads_all(&self, keys: usize) -> bool {
-        let fixed = [&self.sink, &self.window, &self.top_k].map(|amount| amount.of(keys));
+        let fixed = [self.sink, self.window, self.top_k().0].map(|amount| amount.of(keys));
         fixed.iter().sum::<usize>() >= keys
     }
 

@@ -111,6 +111,11 @@ fn every_error_names_its_path_and_what_is_valid() {
             "unknown field `k`; dense takes no parameters",
         ),
         (
+            decode(json!({ "method": "vattention", "top_k": 1.5 })),
+            "attention.decode.top_k",
+            "must be a whole number of tokens up to 1048576, or a share of the context below 1, or \"auto\"; got 1.5",
+        ),
+        (
             decode(json!({ "method": "oracle_top_k", "k": 1.5 })),
             "attention.decode.k",
             "must be a whole number of tokens up to 1048576, or a share of the context below 1; got 1.5",

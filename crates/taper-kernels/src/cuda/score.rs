@@ -261,7 +261,7 @@ pub fn top_p(batch: &Batch, scores: &Scores, between: Between, p: f32, capacity:
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_shares, &of) }?;
-    let how = How { capacity, k: 0, ks: None, mass: ffi::TAPER_BY_SCORE, shares: Some(&shares) };
+    let how = How { capacity, k: 0, ks: None, mass: ffi::TAPER_BY_SCORE, shares: Some(&shares), least: None };
     select(&op, batch, scores.of(), Between { lists: plan.into_lists(), begins, ends, whole }, &how)
 }
 
@@ -316,13 +316,20 @@ pub(super) struct How<'a> {
     ks: Option<&'a Tensor>,
     mass: i32,
     shares: Option<&'a Tensor>,
+    /// By count: what entries of each list score at least `[lists]`, f32.
+    least: Option<&'a Tensor>,
 }
 
 impl<'a> How<'a> {
+    /// Of each list none that scores less than `[lists]`, f32.
+    pub fn least(self, least: Option<&'a Tensor>) -> Self {
+        Self { least, ..self }
+    }
+
     /// At most `k` of so many entries; of each list as many as `ks` `[lists]`, u32, says, which are no more.
     pub fn by_count(op: &Op, k: usize, ks: Option<&'a Tensor>, entries: usize) -> Result<Self> {
         let capacity = k.clamp(1, entries);
-        Ok(Self { capacity, k: op.int("k", k)?, ks, mass: ffi::TAPER_BY_COUNT, shares: None })
+        Ok(Self { capacity, k: op.int("k", k)?, ks, mass: ffi::TAPER_BY_COUNT, shares: None, least: None })
     }
 }
 
@@ -363,6 +370,7 @@ pub(super) fn select(
         k: how.k,
         target,
         overlap: 1,
+        least: op.maybe("least", how.least, DType::F32, [count])?,
         ..TaperSelectParams::zeroed()
     };
     let p = TaperGroupSelectParams {
@@ -410,7 +418,7 @@ fn pages(op: &Op, lists: &Lists, chosen: &Tensor, counts: &Tensor, page: usize) 
 /// Shapes or dtypes that differ, rows of more than 32,768 blocks.
 pub fn pick_blocks(batch: &Batch, view: View, between: Between, k: usize) -> Result<Lists> {
     let op = Op::new("pick_blocks", "q", batch.q)?;
-    pick(&op, batch, view, between, (k, None), (ffi::TAPER_MAX_OF_GROUP, ffi::TAPER_BLOCKS), batch.max_len)
+    pick(&op, batch, view, between, (k, None, None), (ffi::TAPER_MAX_OF_GROUP, ffi::TAPER_BLOCKS), batch.max_len)
 }
 
 /// Most pages that [`pick`] chooses among.
@@ -421,18 +429,18 @@ pub(super) fn picks(max_len: usize, page: usize) -> bool {
     max_len.div_ceil(page) <= PICK_MOST
 }
 
-/// As [`select`] by the scores of pages, which are scored and chosen in one launch; see [`picks`]. `k` is the most, and how
-/// many of each list `[lists]`, u32.
+/// As [`select`] by the scores of pages, which are scored and chosen in one launch; see [`picks`]. `k` is the most, how
+/// many of each list `[lists]`, u32, and what they hold at least `[lists]`, f32.
 pub(super) fn pick_pages(
     op: &Op,
     batch: &Batch,
     bounds: &Tensor,
     between: Between,
-    (most, k): (usize, &Tensor),
+    (most, k, least): (usize, &Tensor, Option<&Tensor>),
     longest: usize,
 ) -> Result<Lists> {
     let how = (ffi::TAPER_SUM_OF_GROUP, ffi::TAPER_TOKENS);
-    pick(op, batch, View::Pages(bounds), between, (most, Some(k)), how, longest)
+    pick(op, batch, View::Pages(bounds), between, (most, Some(k), least), how, longest)
 }
 
 fn pick(
@@ -440,7 +448,7 @@ fn pick(
     batch: &Batch,
     view: View,
     between: Between,
-    (k, ks): (usize, Option<&Tensor>),
+    (k, ks, least): (usize, Option<&Tensor>, Option<&Tensor>),
     (reduce, target): (i32, i32),
     longest: usize,
 ) -> Result<Lists> {
@@ -490,6 +498,7 @@ fn pick(
         scale: 1.0 / (head_dim as f32).sqrt(),
         // Pages of older tokens are scored while those of the newest are being made.
         fresh: op::fresh(longest),
+        least: op.maybe("least", least, DType::F32, [count])?,
         ..TaperPickParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.

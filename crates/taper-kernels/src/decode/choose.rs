@@ -7,7 +7,7 @@ use crate::index::map_spans;
 use crate::logits;
 use crate::parallel;
 use crate::simd::{Isa, Simd, dispatch};
-use candle_core::Result;
+use candle_core::{Result, bail};
 use std::cmp::{Ordering, Reverse};
 use std::ops::Range;
 
@@ -102,13 +102,31 @@ pub fn top_k(
     window: usize,
     k: &[usize],
 ) -> Result<Selection> {
+    top_k_over(rows, importance, (sink, window), k, &[])
+}
+
+/// As [`top_k`], without the keys, or pages, that matter less than `least` `[R, kv_heads]`; none where it does not matter.
+///
+/// # Errors
+/// A device error; another number of limits than of heads.
+pub fn top_k_over(
+    rows: &[DecodeRow],
+    importance: &Importance,
+    (sink, window): (usize, usize),
+    k: &[usize],
+    least: &[f32],
+) -> Result<Selection> {
     #[cfg(feature = "cuda")]
     if let Held::Device(scored) = &importance.0 {
-        return Ok(step::top_k(rows, scored, (sink, window), k)?);
+        return Ok(step::top_k_over(rows, scored, (sink, window), (k, least))?);
     }
     let importance = importance.host()?;
+    if !least.is_empty() && least.len() != k.len() {
+        bail!("top_k: {} limits for {} heads", least.len(), k.len());
+    }
     Ok(choose(rows, importance, (sink, window), |i, between, _, rest| {
-        if k[i] >= between.len() { None } else { Some(largest(rest, k[i].div_ceil(importance.page).min(rest.len()))) }
+        let least = least.get(i).copied().unwrap_or(0.0);
+        (k[i] < between.len()).then(|| largest(rest, k[i].div_ceil(importance.page).min(rest.len()), least))
     }))
 }
 
@@ -188,9 +206,9 @@ const GUESS_STEP: usize = 64;
 /// Values whose comparisons make a word.
 const WORD: usize = 64;
 
-/// Indices of the `k` largest values, ascending; ties go to the lower index. `k <= values.len()`; values are not
-/// negative, and NaN counts as largest.
-fn largest(values: &[f32], k: usize) -> Vec<u32> {
+/// Indices of the `k` largest values, less those below `least`, ascending; ties go to the lower index. `k <= values.len()`;
+/// values are not negative, and NaN counts as largest.
+fn largest(values: &[f32], k: usize, least: f32) -> Vec<u32> {
     if k == 0 {
         return Vec::new();
     }
@@ -199,8 +217,7 @@ fn largest(values: &[f32], k: usize) -> Vec<u32> {
     let rank = k / GUESS_STEP + k / GUESS_STEP / 4 + 8;
     let floor = if rank < guess.len() { *guess.select_nth_unstable_by(rank, |a, b| b.cmp(a)).1 } else { 0 };
     let isa = Isa::best();
-    let above = |floor: u32| {
-        let floor = f32::from_bits(floor);
+    let above = |floor: f32| {
         let parts = map_spans(0..values.len(), |span| {
             let mut found = Vec::with_capacity(2 * k.min(span.len()));
             let (values, first, to) = (&values[span.clone()], span.start as u32, &mut found);
@@ -209,9 +226,12 @@ fn largest(values: &[f32], k: usize) -> Vec<u32> {
         });
         parts.concat()
     };
-    let mut candidates = above(floor);
-    if candidates.len() < k {
-        candidates = above(0);
+    let mut candidates = above(least.max(f32::from_bits(floor)));
+    if candidates.len() < k && least < f32::from_bits(floor) {
+        candidates = above(least);
+    }
+    if candidates.len() <= k {
+        return candidates;
     }
     let found: Vec<f32> = candidates.iter().map(|&i| values[i as usize]).collect();
     if logits::count(&found, f32::INFINITY) > 0 {
@@ -269,14 +289,25 @@ mod tests {
             order.sort_by(|&a, &b| values[b as usize].total_cmp(&values[a as usize]));
             let mut expected = order[..k].to_vec();
             expected.sort_unstable();
-            prop_assert_eq!(largest(&values, k), expected);
+            prop_assert_eq!(largest(&values, k, 0.0), expected);
+        }
+
+        #[test]
+        fn those_below_a_limit_are_left_out(
+            values in prop::collection::vec(0u8..200, 1..2000), k in 0usize..2000, least in 0u8..250,
+        ) {
+            let values: Vec<f32> = values.into_iter().map(f32::from).collect();
+            let (k, least) = (k.min(values.len()), f32::from(least));
+            let mut expected = largest(&values, k, 0.0);
+            expected.retain(|&i| values[i as usize] >= least);
+            prop_assert_eq!(largest(&values, k, least), expected);
         }
 
         #[test]
         fn nan_counts_as_largest(at in 0usize..700, other in 0usize..700, k in 2usize..100) {
             let mut values: Vec<f32> = (0..700).map(|i| (i * 37 % 101) as f32).collect();
             (values[at], values[other]) = (f32::NAN, f32::NAN);
-            let found = largest(&values, k);
+            let found = largest(&values, k, 0.0);
             prop_assert!(found.len() == k && found.contains(&(at as u32)) && found.contains(&(other as u32)));
         }
     }

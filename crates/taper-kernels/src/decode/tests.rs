@@ -125,9 +125,24 @@ fn top_k_keeps_the_keys_of_largest_mass_over_the_group() {
     assert_eq!(keys.ranges, [0..4, n - 32..n]);
     let mut order: Vec<usize> = (4..n - 32).collect();
     order.sort_by(|&a, &b| mass[b].total_cmp(&mass[a]));
-    let mut expected: Vec<u32> = order[..25].iter().map(|&i| i as u32).collect();
-    expected.sort_unstable();
-    assert_eq!(keys.ids, expected);
+    let first = |count: usize| {
+        let mut ids: Vec<u32> = order[..count].iter().map(|&i| i as u32).collect();
+        ids.sort_unstable();
+        ids
+    };
+    assert_eq!(keys.ids, first(25));
+
+    // Of them those that hold enough: as many as are asked for at most.
+    let least = (mass[order[11]] + mass[order[12]]) / 2.0;
+    for (k, count) in [(25, 12), (400, 12), (12, 12), (5, 5)] {
+        let chosen = top_k_over(batch.rows, &importance(&all_scores(&batch)), (4, 32), &[k], &[least as f32]).unwrap();
+        let HeadSelection::Keys(keys) = &chosen.heads().unwrap()[0] else { panic!("dense") };
+        assert_eq!((&keys.ids, &keys.ranges[..]), (&first(count), &[0..4, n - 32..n][..]), "at most {k}");
+    }
+    // As many as there are at most is everything, whatever they hold.
+    let all = top_k_over(batch.rows, &importance(&all_scores(&batch)), (4, 32), &[n - 36], &[1e9]).unwrap();
+    assert_eq!(all.heads().unwrap(), [HeadSelection::Dense]);
+    assert!(top_k_over(batch.rows, &importance(&all_scores(&batch)), (4, 32), &[5], &[0.1, 0.2]).is_err());
 }
 
 #[test]

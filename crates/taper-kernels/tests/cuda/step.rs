@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use taper_kernels::budget::{Promise, Rule};
 use taper_kernels::decode::{
     By, Decode, DecodeRow, Foreseen, Importance, Sampling, Scores, Selection, Spread, Targets, attend,
-    bernoulli_queries, foresee, importance, sample, sample_some, sample_values, scores, top_k, top_p,
+    bernoulli_queries, foresee, importance, sample, sample_some, sample_values, scores, top_k, top_k_over, top_p,
 };
 use taper_kernels::index::clusters::{self, Centroids, Probes};
 use taper_kernels::index::{Part, bounds, codes, labels};
@@ -95,14 +95,40 @@ fn outputs(both: &Both, rows: &[DecodeRow], of: (&Selection, &Selection), limit:
 
 /// What is chosen of each KV head by what both devices make of importance.
 #[track_caller]
-fn by_importance(both: &Both, rows: &[DecodeRow], (cpu, cuda): (Importance, Importance), what: &str) {
+fn by_importance(both: &Both, rows: &[DecodeRow], (cpu, cuda): (&Importance, &Importance), what: &str) {
     assert_eq!(cpu.entries(rows.len()), cuda.entries(rows.len()), "{what}");
     // A number for each head: some take all there is.
     for step in [1, 33, 700] {
         let k: Vec<usize> = (0..both.heads()).map(|i| step * (1 + i % 3)).collect();
         let chosen = |of| top_k(rows, of, FIXED.0, FIXED.1, &k).unwrap();
-        alike(both, rows, (chosen(&cpu), chosen(&cuda)), &format!("{what}, {step} keys"));
+        alike(both, rows, (chosen(cpu), chosen(cuda)), &format!("{what}, {step} keys"));
     }
+}
+
+/// The same of those that hold enough, by importance that is a share of the attention mass.
+#[track_caller]
+fn by_share(both: &Both, rows: &[DecodeRow], of: (Importance, Importance), what: &str) {
+    by_importance(both, rows, (&of.0, &of.1), what);
+    let mut some = 0;
+    for (most, times) in [(2500, 0.5), (2500, 1.0), (2500, 2.0), (40, 1.0), (2500, 1e6)] {
+        let k: Vec<usize> = (0..both.heads()).map(|i| most >> (i % 3)).collect();
+        // So many times what pages hold on the average.
+        let entries = of.0.entries(rows.len());
+        let average =
+            |i: usize| (both.group * both.caches.kv_heads) as f32 / entries[i / both.caches.kv_heads].max(1) as f32;
+        let least: Vec<f32> = (0..both.heads()).map(|i| times * average(i)).collect();
+        let chosen = |of| top_k_over(rows, of, FIXED, &k, &least).unwrap();
+        let (cpu, cuda) = (chosen(&of.0), chosen(&of.1));
+        let counts: Vec<_> = cpu.counts(rows).unwrap().into_iter().zip(cuda.counts(rows).unwrap()).collect();
+        let visible = |i: usize| rows[i / both.caches.kv_heads].visible.len();
+        some +=
+            counts.iter().enumerate().filter(|(i, of)| (FIXED.0 + FIXED.1 + 1..visible(*i)).contains(&of.0)).count();
+        // Rounding: a page more or less where a share is all but enough.
+        counts.iter().for_each(|(a, b)| assert!(a.abs_diff(*b) <= 64, "{what}, {most} of {times}: {a} and {b} keys"));
+        let apart: usize = counts.iter().map(|(a, b)| a.abs_diff(*b)).sum();
+        outputs(both, rows, (&cpu, &cuda), if apart > 0 { 0.1 } else { LIMIT }, &format!("{what}, at least {times}"));
+    }
+    assert!(some > 0, "{what}: no choice between nothing and everything");
 }
 
 #[test]
@@ -117,7 +143,7 @@ fn what_scores_choose_is_what_they_choose_on_the_cpu() {
         let (cpu, cuda) = both.run(&rows, |batch| scores(batch, &wanted).unwrap());
         let known = |of: &Scores| (of.keys(rows.len()), of.has(2), of.has(3));
         assert_eq!(known(&cpu), known(&cuda), "{what}");
-        by_importance(&both, &rows, (importance(&cpu), importance(&cuda)), &what);
+        by_share(&both, &rows, (importance(&cpu), importance(&cuda)), &what);
         for p in [0.2, 0.9, 1.0] {
             let chosen = |of| top_p(&rows, &importance(of), FIXED.0, FIXED.1, p, both.group).unwrap();
             let (cpu, cuda) = (chosen(&cpu), chosen(&cuda));
@@ -249,7 +275,7 @@ fn pages_and_channels_choose_what_they_choose_on_the_cpu() {
                 let index = if batch.q.device().is_cuda() { &cuda } else { &cpu };
                 bounds::importance(batch, index, &wanted).unwrap()
             });
-            by_importance(&both, &rows, found, &format!("{grid:?}, pages of {page}"));
+            by_share(&both, &rows, found, &format!("{grid:?}, pages of {page}"));
         }
         let width = [16, 32, 64][at % 3];
         let channels: Vec<Vec<u32>> =
@@ -261,7 +287,7 @@ fn pages_and_channels_choose_what_they_choose_on_the_cpu() {
             let index = if batch.q.device().is_cuda() { &cuda } else { &cpu };
             labels::importance(batch, index, &channels, &wanted).unwrap()
         });
-        by_importance(&both, &rows, found, &format!("{grid:?}, {width} channels"));
+        by_share(&both, &rows, found, &format!("{grid:?}, {width} channels"));
     }
 }
 
@@ -325,7 +351,7 @@ fn codes_choose_what_they_choose_on_the_cpu() {
             let index = if batch.q.device().is_cuda() { &cuda } else { &cpu };
             codes::importance(batch, index, &queries, &vec![true; both.heads()]).unwrap()
         });
-        by_importance(&both, &rows, found, &format!("{grid:?}, {each} codes"));
+        by_importance(&both, &rows, (&found.0, &found.1), &format!("{grid:?}, {each} codes"));
     }
 }
 

@@ -214,7 +214,14 @@ fn every_number_is_held_to_its_range() {
                     .for_each(|x| parse(name, json!(x)).unwrap_or_else(|e| panic!("{}: {e}", method.name)));
                 checked[0] += 1;
             }
-            if property["x-amount"] == true {
+            if !property["x-amount"].is_null() {
+                let auto = parse(name, json!("auto"));
+                if property["x-amount"] == "auto" {
+                    auto.unwrap()
+                } else {
+                    refused(name, auto)
+                }
+                refused(name, parse(name, json!("Auto")));
                 for x in [-1.0, -0.001, 1.5, 1_048_577.0, 1e300] {
                     refused(name, parse(name, json!(x)));
                 }

@@ -76,8 +76,9 @@ impl Scored {
         }
     }
 
-    /// The entries between that matter most: of each list as many as `k` `[lists]`, u32, says, at most `most`.
-    fn choose(&self, op: &Op, between: Between, most: usize, k: &Tensor) -> Result<Lists> {
+    /// The entries between that matter most: of each list as many as `k` `[lists]`, u32, says, at most `most`, and none that
+    /// matters less than `least` `[lists]`, f32.
+    fn choose(&self, op: &Op, between: Between, (most, k, least): (usize, &Tensor, Option<&Tensor>)) -> Result<Lists> {
         let batch = self.step.batch();
         let scored;
         let numbers = match &self.by {
@@ -86,13 +87,13 @@ impl Scored {
             By::Bounds(index) => {
                 if score::picks(batch.max_len, self.page()) {
                     let longest = self.step.lens.iter().copied().max().unwrap_or(0);
-                    return score::pick_pages(op, &batch, index, between, (most, k), longest);
+                    return score::pick_pages(op, &batch, index, between, (most, k, least), longest);
                 }
                 scored = score::scores(&batch, batch.q, View::Pages(index), scale(&batch))?;
                 scored.of()
             }
         };
-        select(op, &batch, numbers, between, &How::by_count(op, most, Some(k), numbers.0.dim(2)?)?)
+        select(op, &batch, numbers, between, &How::by_count(op, most, Some(k), numbers.0.dim(2)?)?.least(least))
     }
 
     /// The ranges that each row and KV head reads whatever is chosen; none where it reads everything: where nothing is
@@ -139,11 +140,18 @@ pub(crate) fn scores(batch: &Decode, wanted: &[bool]) -> Result<Option<Scored>> 
 /// Entries and draws that there is room for are a multiple of so many, so that the next steps' choices are the same launches.
 pub(super) const ROOM: usize = 64;
 
-/// [`crate::decode::top_k`].
-pub(crate) fn top_k(rows: &[DecodeRow], importance: &Scored, fixed: (usize, usize), k: &[usize]) -> Result<Selection> {
+/// [`crate::decode::top_k_over`].
+pub(crate) fn top_k_over(
+    rows: &[DecodeRow],
+    importance: &Scored,
+    fixed: (usize, usize),
+    (k, least): (&[usize], &[f32]),
+) -> Result<Selection> {
     let (step, page) = (&importance.step, importance.page());
     let op = Op::new("top_k", "q", step.batch().q)?;
     importance.check(&op, rows)?;
+    let fits = least.is_empty() || least.len() == k.len();
+    op.check(fits, "least", least.len(), format_args!("none, or {} numbers", k.len()))?;
     op.check(k.len() == importance.wanted.len(), "k", k.len(), format_args!("{} numbers", importance.wanted.len()))?;
     let fixed = importance.fixed(rows, fixed, |i, between| k[i] >= between);
     if fixed.iter().all(Option::is_none) {
@@ -158,13 +166,14 @@ pub(crate) fn top_k(rows: &[DecodeRow], importance: &Scored, fixed: (usize, usiz
     let ks: Vec<u32> = take.iter().map(|&k| k as u32).collect();
     let most = take.iter().copied().max().unwrap_or(0).next_multiple_of(ROOM);
     let between = Between::of(&op, &step.lens, &fixed, page)?;
-    let lists = importance.choose(&op, between, most, &op.kept(&ks, [ks.len()])?)?;
-    // Pages over the ends of what lies between count for what of them does: only the choice knows.
+    let limits = if least.is_empty() { None } else { Some(op.kept(least, [least.len()])?) };
+    let lists = importance.choose(&op, between, (most, &op.kept(&ks, [ks.len()])?, limits.as_ref()))?;
+    // Pages over the ends of what lies between count for what of them does, and how many matter enough, only the choice knows.
     let count = |(i, fixed): (usize, &Option<[Range<usize>; 2]>)| match fixed {
         None => step.visible(i),
         Some(ranges) => ranges.iter().map(Range::len).sum::<usize>() + take[i],
     };
-    let counts = (page == 1).then(|| fixed.iter().enumerate().map(count).collect());
+    let counts = (page == 1 && least.is_empty()).then(|| fixed.iter().enumerate().map(count).collect());
     Ok(Chosen::Keys(step.clone(), lists, counts).into())
 }
 
