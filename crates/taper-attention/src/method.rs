@@ -479,9 +479,10 @@ pub trait Predictor: std::fmt::Debug + Send + Sync {
     /// A device error.
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, most: Most) -> Result<Choice>;
 
-    /// Where what it predicts is a share of the attention mass: how much of the share that pays for a key
-    /// ([`Sampling::paying_share`](taper_kernels::decode::Sampling::paying_share)) a key, or a page, must be expected to hold. The
-    /// less a prediction tells, the less that is: `bench/promise.md` has how it was found.
+    /// Where what it predicts is each key's share of the attention mass: how much of the share that pays for a key
+    /// ([`Sampling::paying_share`](taper_kernels::decode::Sampling::paying_share)) a key must be expected to hold. The less a prediction
+    /// tells, the less that is: `bench/promise.md` has how it was found. None for pages: a page is worth reading for what its keys
+    /// hold one by one, which its bounds do not tell.
     fn pays(&self) -> Option<f64> {
         None
     }

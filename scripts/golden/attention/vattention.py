@@ -3,7 +3,7 @@
 
 Read exactly are the first `sink` keys, the last `window`, and of the others the `top_k` of the largest probability,
 summed over the group, or what quest.py or hash_attention.py predicts for as many; where it is "auto", all of the m between
-sinks and window whose probabilities, summed over the group of g heads, are at least epsilon (1 / sqrt(g m) + b0 / (g m)) / 2, with m
+sinks and window whose probabilities, summed over the group of g heads, are at least epsilon (0.0962 g / sqrt(m) + b0 / (6 m)), with m
 rounded up to a multiple of 64 (and at most a quarter of the keys, which none of these reach). r keys are left. A pilot of the first b0 = `pilot_tokens` of them, in the order of a permutation
 of all visible keys that `seed` keys, says for each head how many keys the promise takes: relative error at most
 epsilon with probability at least 1 - delta. The group reads what its neediest head needs. Needed are more keys than
@@ -41,7 +41,7 @@ SEED = 0x0123456789ABCDEF
 SPLITS = [0.02, 0.05, 0.1, 0.2, 0.3, 0.5]
 PAIRS = 40
 UNSEEN = 1.2
-PAYS = 0.5
+PAYS = 0.0962
 
 z = NormalDist().inv_cdf
 
@@ -158,8 +158,9 @@ def make(
                 fixed = ~candidates
                 if top_k == "auto":
                     at = np.flatnonzero(candidates)
-                    m64 = group * 64 * -(-len(at) // 64)
-                    over = importance(s)[at] / (pays * settings["epsilon"] * (m64**-0.5 + free * pilot / m64))
+                    m64 = 64 * -(-len(at) // 64)
+                    limit = settings["epsilon"] * (pays * group / math.sqrt(m64) + free * pilot / (6 * m64))
+                    over = importance(s)[at] / limit
                     if true and (abs(over - 1) < 1e-3).any():
                         raise Unclear("a key that all but pays")
                     if true and (over >= 1).sum() > m / 4:
@@ -215,7 +216,7 @@ def make(
         "another seed": weights(seed=SEED >> 32),
     }
     if settings["top_k"] == "auto":
-        wrong["a head's own"] = weights(pays=PAYS * math.sqrt(group))
+        wrong["a head's own"] = weights(pays=PAYS / group)
         wrong["as if the pilot cost"] = weights(free=0)
     if predict is not None:
         wrong["the oracle's keys"] = weights(oracle=True)
@@ -255,8 +256,8 @@ def main() -> None:
     first_clear(lambda data: make("vattention-noisy", own, shape, data, 0.2, noisy=True))
 
     own = settings | {"rule": "chi2", "epsilon": 0.1, "delta": 0.1}
-    auto = own | {"top_k": "auto", "pilot_tokens": 12}
-    first_clear(lambda data: make("vattention-auto", auto, shape | {"n": 1501, "kv_heads": 1}, data, 0.2))
+    auto = own | {"top_k": "auto", "pilot_tokens": 12, "epsilon": 0.2}
+    first_clear(lambda data: make("vattention-auto", auto, shape | {"n": 1501, "kv_heads": 1}, data, 0.5))
     paged = own | {"top_k": 32, "top": {"method": "quest", "page": 8}}
 
     def by_pages(top_k: int) -> Choose:

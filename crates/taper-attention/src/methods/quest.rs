@@ -63,10 +63,6 @@ impl Predictor for Quest {
         most_important(step, &importance, (sink, window), most)
     }
 
-    fn pays(&self) -> Option<f64> {
-        Some(0.8)
-    }
-
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         vec![self]
     }

@@ -71,7 +71,7 @@ struct Params {
     window: Amount,
     /// Predicted keys read exactly: a whole number, a share of the context below 1, or "auto": those that cost less than
     /// sampling around them, a quarter of the context at most; 0.02 where `top` does not tell what share of the attention mass
-    /// keys hold (hash_attention, kmeans, saap) or the tail is `hard`. Ignored where `top` has `probes`.
+    /// single keys hold (hash_attention, kmeans, quest, saap) or the tail is `hard`. Ignored where `top` has `probes`.
     top_k: AutoAmount,
     /// What predicts them.
     #[schemars(schema_with = "top_schema")]

@@ -50,13 +50,13 @@ impl Sampling {
     ///
     /// One key of weight e more in the sum of e² asks for n (z e d / (epsilon D ‖o‖))² sampled ones more, with d the values' distance
     /// from the output o, D the sum of all e, z the norm's quantile: e = epsilon D ‖o‖ / (z d √n) costs one key. Of the sample as
-    /// many keys as the pilot has cost nothing, which is the second term. Both factors were found on real heads, where other ones
-    /// as large or half as large again cost a few per cent more (`bench/promise.md`); n is taken in whole blocks, so that the next steps' shares
-    /// are the same.
+    /// many keys as the pilot has cost nothing, which is the second term. Both factors were found on real heads, where half and
+    /// twice as much costs a few per cent more (`bench/promise.md`); n is taken in whole blocks, so that the next steps' shares are
+    /// the same.
     pub fn paying_share(&self, n: usize, group: usize) -> f64 {
         let n = n.next_multiple_of(BLOCK_TOKENS).max(BLOCK_TOKENS);
-        let (pilot, n) = (self.bounds(n, 0).0 as f64, (n * group) as f64);
-        0.5 * self.promise.epsilon * (n.sqrt().recip() + pilot / n)
+        let (pilot, n) = (self.bounds(n, 0).0 as f64, n as f64);
+        self.promise.epsilon * (0.0962 * group as f64 / n.sqrt() + pilot / (6.0 * n))
     }
 }
 
