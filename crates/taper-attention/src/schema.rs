@@ -155,6 +155,18 @@ fn choices(schema: &Value) -> Option<Vec<&str>> {
     schema["oneOf"].as_array()?.iter().map(|one| one["const"].as_str()).collect()
 }
 
+/// What a parameter may be, in words, where its schema bounds it.
+pub fn valid_values(schema: &Value) -> Option<String> {
+    let listed = |values: &[String]| format!("one of {}", values.join(", "));
+    if let Some(values) = schema["enum"].as_array() {
+        return Some(listed(&values.iter().map(Value::to_string).collect::<Vec<_>>()));
+    }
+    match choices(schema) {
+        Some(names) => Some(listed(&names.iter().map(|name| format!("\"{name}\"")).collect::<Vec<_>>())),
+        None => Some(range(schema).trim_start().to_owned()).filter(|range| !range.is_empty()),
+    }
+}
+
 fn in_range(x: f64, schema: &Value) -> bool {
     let bound = |key: &str| schema[key].as_f64();
     bound("minimum").is_none_or(|b| x >= b)

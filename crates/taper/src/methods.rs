@@ -24,12 +24,13 @@ pub fn run(args: &MethodsArgs) -> Result<()> {
         out.push_str(&format!("{} {}\n  {}\n", method.phase, method.name, method.summary));
         let parameters = method.parameters["properties"].as_object().cloned().unwrap_or_default();
         for (name, schema) in parameters {
-            let about = schema["description"].as_str().unwrap_or_default();
+            let about = schema["description"].as_str().unwrap_or_default().replace('\n', " ");
+            let valid = taper_attention::valid_values(&schema).map_or(String::new(), |valid| format!(" [{valid}]"));
             let default = match &schema["default"] {
                 Value::Null => String::new(),
                 value => format!(" [default: {value}]"),
             };
-            out.push_str(&format!("    {name:<14} {about}{default}\n"));
+            out.push_str(&format!("    {name:<14} {about}{valid}{default}\n"));
         }
         out.push_str(&format!("  source: {}\n\n", method.source));
     }

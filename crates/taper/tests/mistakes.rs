@@ -190,9 +190,19 @@ fn methods_are_listed_with_their_parameters_and_presets() {
         String::from_utf8(output.stdout).expect("UTF-8")
     };
     let text = run(&["methods"]);
-    for word in ["decode vattention", "epsilon", "prefill delta", "gamma", "delta-vattention"] {
+    for word in [
+        "decode vattention",
+        "prefill delta",
+        "delta-vattention",
+        "[greater than 0 and less than 1] [default: 0.1]",
+        "[one of 4, 8, 16, 32, 64] [default: 16]",
+        "\"lemma\", \"denominator\"] [default: \"chi2\"]",
+    ] {
         assert!(text.contains(word), "{word}");
     }
+    // A parameter is one line, however long what is said of it.
+    let mut parameters = text.lines().filter(|line| line.contains("[default: "));
+    assert!(parameters.all(|line| line.starts_with("    ")), "{text}");
     let json: serde_json::Value = serde_json::from_str(&run(&["methods", "--json"])).expect("JSON");
     assert_eq!((&json["object"], &json["default"]["decode"]["method"]), (&"list".into(), &"dense".into()));
     assert!(json["data"].as_array().expect("a list").iter().all(|m| m["parameters"].is_object()));
