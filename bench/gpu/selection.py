@@ -34,7 +34,7 @@ class GroupSelect:
         lists, dev = rows // group, scores.device
         self.ids = torch.full((lists, capacity), -1, dtype=torch.int32, device=dev)
         self.counts = torch.full((lists,), -1, dtype=torch.int32, device=dev)
-        self.keep = (scores, lse, ks, shares, begins, ends, work)
+        self.keep = (scores, lse, ks, shares, begins, ends, work, least)
         base = SelectParams(ptr(scores), ptr(begins), ptr(ends), ptr(ks), ptr(self.ids),
                             ptr(self.counts), ptr(work), lists, stride, capacity, stride, k, target,
                             int(overlap), 0, ptr(least))
@@ -120,8 +120,8 @@ def check_count(report, small):
                 for i in range(lists):
                     bad += not same(f.ids[i], f.counts[i], best(x[i], min(k, n)))
             # Those of at least so much alone.
+            order = x[1].double().sort(descending=True).values
             for share in (0.1, 0.6):
-                order = x[1].double().sort(descending=True).values
                 at = int(share * n)
                 if kind == "nan" or order[at] <= 0 or at == n - 1:
                     continue

@@ -45,8 +45,9 @@ impl Serialize for Amount {
 }
 
 /// An [`Amount`], or as many tokens as it takes.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(untagged)]
+#[schemars(inline, extend("x-amount" = AUTO))]
 pub enum AutoAmount {
     /// So many tokens.
     Amount(Amount),
@@ -55,8 +56,9 @@ pub enum AutoAmount {
 }
 
 /// The name of as many as it takes.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
+#[schemars(inline)]
 pub enum Auto {
     /// The only one.
     Auto,
@@ -67,27 +69,6 @@ pub const AUTO: &str = "auto";
 
 /// Marks a property that is an [`Amount`], or with [`AUTO`] for its value an [`AutoAmount`].
 pub const AMOUNT: &str = "x-amount";
-
-impl JsonSchema for AutoAmount {
-    fn schema_name() -> Cow<'static, str> {
-        "AutoAmount".into()
-    }
-
-    fn inline_schema() -> bool {
-        true
-    }
-
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({
-            "anyOf": [
-                { "const": AUTO },
-                { "type": "integer", "minimum": 0, "maximum": 1_048_576 },
-                { "type": "number", "minimum": 0, "exclusiveMaximum": 1 },
-            ],
-            AMOUNT: AUTO,
-        })
-    }
-}
 
 impl JsonSchema for Amount {
     fn schema_name() -> Cow<'static, str> {

@@ -83,14 +83,9 @@ fn whole(value: &Value, schema: &Value) -> Value {
 fn check(value: &Value, schema: &Value, path: &str) -> Result<(), SpecError> {
     let fail = |expected: String| Err(SpecError::new(path, format!("must be {expected}; got {value}")));
     if let Some(choices) = choices(schema) {
-        let listed = || choices.iter().map(|c| format!("\"{c}\"")).collect::<Vec<_>>().join(", ");
-        let known = value.as_str().is_some_and(|v| choices.contains(&v));
-        return if known { Ok(()) } else { fail(format!("one of {}", listed())) };
-    }
-    if let Some(numbers) = schema["enum"].as_array() {
-        let known = numbers.iter().any(|n| n.as_f64() == value.as_f64());
-        let listed: Vec<String> = numbers.iter().map(Value::to_string).collect();
-        return if known { Ok(()) } else { fail(format!("one of {}", listed.join(", "))) };
+        // Whole numbers may be written with a point.
+        let is = |choice: &Value| choice == value || choice.is_number() && choice.as_f64() == value.as_f64();
+        return if choices.iter().any(is) { Ok(()) } else { fail(listed(&choices)) };
     }
     let auto = schema[AMOUNT] == AUTO;
     if (auto || schema[AMOUNT] == true) && !(auto && value == AUTO || value.as_f64().is_some_and(Amount::is_valid)) {
@@ -147,22 +142,22 @@ fn fields(value: &Value, schema: &Value, path: &str) -> Result<(), SpecError> {
     Ok(())
 }
 
-/// The values of a string enum, however the schema spells it.
-fn choices(schema: &Value) -> Option<Vec<&str>> {
-    if let Some(list) = schema["enum"].as_array() {
-        return list.iter().map(Value::as_str).collect();
+/// The values of an enum, however the schema spells it.
+fn choices(schema: &Value) -> Option<Vec<Value>> {
+    match schema["enum"].as_array() {
+        Some(list) => Some(list.clone()),
+        None => schema["oneOf"].as_array()?.iter().map(|one| one.get("const").cloned()).collect(),
     }
-    schema["oneOf"].as_array()?.iter().map(|one| one["const"].as_str()).collect()
+}
+
+fn listed(choices: &[Value]) -> String {
+    format!("one of {}", choices.iter().map(Value::to_string).collect::<Vec<_>>().join(", "))
 }
 
 /// What a parameter may be, in words, where its schema bounds it.
 pub fn valid_values(schema: &Value) -> Option<String> {
-    let listed = |values: &[String]| format!("one of {}", values.join(", "));
-    if let Some(values) = schema["enum"].as_array() {
-        return Some(listed(&values.iter().map(Value::to_string).collect::<Vec<_>>()));
-    }
     match choices(schema) {
-        Some(names) => Some(listed(&names.iter().map(|name| format!("\"{name}\"")).collect::<Vec<_>>())),
+        Some(choices) => Some(listed(&choices)),
         None => Some(range(schema).trim_start().to_owned()).filter(|range| !range.is_empty()),
     }
 }

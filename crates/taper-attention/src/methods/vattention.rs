@@ -194,13 +194,11 @@ struct VAttention {
 impl VAttention {
     /// The most predicted keys that are read exactly, and what pays for a key if only such are.
     fn top_k(&self) -> (Amount, Option<f64>) {
-        match (self.top_k, self.tail) {
-            (AutoAmount::Amount(amount), _) => (amount, None),
-            (AutoAmount::Auto(_), Tail::Clt) if self.top.method.pays().is_some() => {
-                (MOST_PAYING, self.top.method.pays())
-            }
-            (AutoAmount::Auto(_), _) => (FIXED, None),
+        if let AutoAmount::Amount(amount) = self.top_k {
+            return (amount, None);
         }
+        let pays = self.top.method.pays().filter(|_| self.tail == Tail::Clt);
+        (if pays.is_some() { MOST_PAYING } else { FIXED }, pays)
     }
 
     /// What the predictor chose beside sinks and window, and a sample that relies on its having missed nothing heavy.
