@@ -127,14 +127,14 @@ pub(crate) enum StopReason {
 /// One event of a chat's stream.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct ChatEvent {
-    /// A chunk in JSON; the last event's is `[DONE]`.
+    /// A chunk in JSON, or the failure that ended the answer; the last event's is `[DONE]`.
     data: ChatChunk,
 }
 
 /// One event of a text completion's stream.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct TextEvent {
-    /// A chunk in JSON; the last event's is `[DONE]`.
+    /// A chunk in JSON, or the failure that ended the answer; the last event's is `[DONE]`.
     data: TextCompletion,
 }
 

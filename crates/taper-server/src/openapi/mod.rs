@@ -39,11 +39,17 @@ pub(crate) fn document(document: OpenApi) -> Json<Value> {
     let mut attention = AttentionSpec::default().document();
     let name = json!({"type": "string", "description": "A preset's name."});
     document["components"]["schemas"]["Attention"] = json!({"oneOf": [attention["schema"].take(), name]});
-    // An event's data is JSON as text.
+    // An event's data is JSON as text; what OpenAI streamed first ends with a word that is none, and may tell of a failure.
+    let text = |content| json!({"type": "string", "contentMediaType": "application/json", "contentSchema": content});
     for event in ["ChatEvent", "TextEvent", "ResponseEvent"] {
         let data = &mut document["components"]["schemas"][event]["properties"]["data"];
         let content = data.take();
-        *data = json!({"type": "string", "contentMediaType": "application/json", "contentSchema": content});
+        *data = if event == "ResponseEvent" {
+            text(content)
+        } else {
+            let failure = json!({"$ref": "#/components/schemas/Failure"});
+            json!({"anyOf": [{"const": "[DONE]"}, text(json!({"anyOf": [content, failure]}))]})
+        };
     }
     // A name may have slashes, for which a path here has no words.
     if let Some(paths) = document["paths"].as_object_mut() {
