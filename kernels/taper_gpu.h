@@ -29,6 +29,7 @@ enum { TAPER_BF16 = 0, TAPER_F16 = 1, TAPER_F32 = 2 };  // dtype; the last where
 enum { TAPER_PER_HEAD = 0, TAPER_GROUP_MAX = 1, TAPER_GROUP_MASS = 2 };  // ScoreParams, HashScoreParams: reduce
 enum { TAPER_NO_TARGET = 0, TAPER_BLOCKS = 1, TAPER_TOKENS = 2 };        // SelectParams: target
 enum { TAPER_MAX_OF_GROUP = 0, TAPER_SUM_OF_GROUP = 1 };                 // GroupSelectParams: reduce
+enum { TAPER_MAX_SHARE_OF_GROUP = 2 };                                   // PickParams: reduce, besides those
 enum { TAPER_BY_COUNT = 0, TAPER_BY_EXP = 1, TAPER_BY_SCORE = 2 };       // GroupSelectParams: mass
 enum { TAPER_DENOMINATOR = 0, TAPER_LEMMA, TAPER_TIGHT, TAPER_RATIO, TAPER_CHI2, TAPER_LISTED };  // SampledParams: rule
 enum { TAPER_SAMPLED = 1, TAPER_DENSE = 2, TAPER_WHOLE = 3, TAPER_AS_LISTED = 4 };                // SampledParams: state
@@ -474,7 +475,9 @@ typedef struct TaperSelectParams {
   TaperWorkList* work;     // [lists], patched as `target` says; or null
   int32_t lists, stride, capacity, entries, k, target, overlap;
   int32_t blocks_most;  // thread blocks a list at most, 0: as many as help; for measurements
-  const float* least;   // [lists], by count: none that scores less is taken; or null
+  // By count, of shares of the attention mass: above 0 only entries that are cheaper to take than to sample around, to an eighth
+  // of an octave. Of n entries whose squares sum to q that is so for the next one, of square s, while n s >= q + noise.
+  float noise;
 } TaperSelectParams;
 
 typedef struct TaperGroupSelectParams {
@@ -505,12 +508,13 @@ typedef struct TaperPickParams {
   uint32_t* counts;             // [lists], or null
   TaperWorkList* work;          // [lists], given the slice of ids; or null
   uint32_t* sync;               // [(1 + lists) * 32], zero before and after
-  uint64_t* masses;             // of TAPER_SUM_OF_GROUP: [lists, team, group, 2], zero before and after
+  uint64_t* masses;             // of shares: [lists, team, group, 2], zero before and after
   int32_t rows, q_heads, kv_heads, width, dtype, table_stride;
   int32_t per_block, pitch;  // pitch 0: `width`
   int32_t stride;            // most candidates of a list, at most 32768; of the sum, most pages
   int32_t capacity, k;
-  int32_t reduce;  // TAPER_MAX_OF_GROUP of the products; TAPER_SUM_OF_GROUP of shares of the mass, by bounds
+  // TAPER_MAX_OF_GROUP of the products; by bounds TAPER_SUM_OF_GROUP or TAPER_MAX_SHARE_OF_GROUP of shares of the mass
+  int32_t reduce;
   int32_t target;  // TAPER_BLOCKS, or TAPER_TOKENS: pages, cut to what lies between the list's ranges
   int32_t overlap;
   float scale;       // of the sum's scores
@@ -520,7 +524,7 @@ typedef struct TaperPickParams {
   // before those are scored beside it. 0: nothing is read before it has ended.
   int32_t fresh;
   int32_t team;  // thread blocks of the largest team, set by the entry point
-  const float* least;  // [lists], none that scores less is taken; or null
+  float noise;   // as of TaperSelectParams, where pages have shares
 } TaperPickParams;
 
 // What candidates of each list are to hold of their own mass, for a choice of by-mass, where fixed keys hold some already:

@@ -8,6 +8,7 @@ import torch
 import taper_gpu as t
 from append import AppendParams
 from oracle import attend64, rel
+from selection import least_paying
 from taper_gpu import DTYPE, F32, I32, P, call, ptr, struct
 
 DEV = "cuda"
@@ -16,18 +17,18 @@ PickParams = struct("PickParams", [(n, P) for n in (
     "q view lower block_table row_table lens begins ends ks lists keys ids counts work sync masses").split()] + [
     (n, I32) for n in ("rows q_heads kv_heads width dtype table_stride per_block pitch stride capacity k reduce "
                        "target overlap").split()] + [("scale", F32), ("in_order", I32), ("fresh", I32), ("team", I32),
-    ("least", P)])
+    ("noise", F32)])
 BLOCKS, TOKENS = 1, 2
 
 
 class Pick:
     """The k pages of each list whose bounds or means score best, best head of a group counting; `shares`: that hold
-    the largest share of the mass by their bounds, all heads of a group counting, and none that holds less than
-    `least`."""
+    the largest share of the mass by their bounds, all heads of a group counting, or by reduce 2 the largest share of
+    any; and with `noise` only those that are cheaper to read than to sample around."""
 
     def __init__(self, cache, q, view, lower=None, k=1, begins=None, ends=None, ks=None, work=None,
                  capacity=None, row_table=None, lens=None, overlap=True, shares=False, lists=None, target=BLOCKS,
-                 pitch=0, fresh=0, least=None):
+                 pitch=0, fresh=0, noise=0.0, reduce=1):
         rows, q_heads, width = q.shape
         count, dev, per_block = rows * cache.kv_heads, q.device, view.shape[2] if view.dim() == 4 else 1
         page = 64 // per_block
@@ -39,12 +40,12 @@ class Pick:
         group = q_heads // cache.kv_heads
         self.masses = torch.zeros(count, t.team_size(cache.kv_heads), group, 2, dtype=torch.int64, device=dev)
         self.work = work
-        self.keep = (cache, q, view, lower, begins, ends, ks, lists, row_table, least)
+        self.keep = (cache, q, view, lower, begins, ends, ks, lists, row_table)
         self.p = PickParams(
             *[ptr(x) for x in (q, view, lower, cache.table, row_table, self.lens, begins, ends, ks, lists,
                                self.keys, self.ids, self.counts, work, self.sync, self.masses)],
             rows, q_heads, cache.kv_heads, width, DTYPE[q.dtype], cache.table.stride(0), per_block, pitch, stride,
-            capacity, k, int(shares), target, int(overlap), width**-0.5, 0, fresh, 0, ptr(least))
+            capacity, k, reduce if shares else 0, target, int(overlap), width**-0.5, 0, fresh, 0, noise)
 
     def __call__(self):
         call("taper_pick", self.p)
@@ -152,11 +153,10 @@ def check_shares(report, small):
             first, lists = f.ids.clone(), work.clone()
         bad += int(bool(f.sync.any()) or bool(f.masses.any()))
         seen = torch.zeros(len(lens), kv, max(lens), dtype=torch.bool, device=DEV)
-        # Somewhat more than what a page holds on the average.
-        limits = [1.2 * group * page / n for n in lens for h in range(kv)]
-        least = torch.tensor(limits, dtype=torch.float32, device=DEV)
+        # A quarter of the pages of the shortest row would be sampled if all held the same.
+        noise = 3 * page / min(lens)
         some = Pick(cache, q, hi, lo, k, i32(begins), i32(ends), i32(ks), torch.empty_like(fixed), shares=True,
-                    lists=fixed, target=TOKENS, pitch=pitch, least=least)
+                    lists=fixed, target=TOKENS, pitch=pitch, noise=noise, reduce=2)
         some()
         for i, n in enumerate(lens):
             rows = cache.table[i, :(n + 63) // 64].long()
@@ -170,11 +170,13 @@ def check_shares(report, small):
                 bad += int(f.counts[j].item() != ks[j] or bool((got[1:] <= got[:-1]).any()))
                 if ks[j]:  # Rounding may swap what is nearly equal.
                     bad += int(mass[got].min() < mass.sort(descending=True).values[ks[j] - 1] * (1 - 1e-3))
-                # Of the same pages those that hold enough, but for rounding.
-                limit, few = limits[j], some.counts[j].item()
-                held = some.ids[j, :few].long() - begins[j]
-                bad += int(not torch.isin(held, got).all() or bool((held[1:] <= held[:-1]).any()))
-                bad += int(bool((mass[held] < limit * 0.999).any()) or int((mass[got] > limit * 1.001).sum()) > few)
+                # By the shares that it found, exactly those that pay.
+                few = some.counts[j].item()
+                most = torch.softmax(s, -1).amax(0)[begins[j]:ends[j]]
+                shares = some.keys[j, :ends[j] - begins[j]].bitwise_and(0x7FFFFFFF).view(torch.float32)
+                bad += int(not torch.allclose(shares.double(), most, rtol=2e-3, atol=1e-12))
+                want = torch.nonzero(shares >= least_paying(shares, noise, ks[j])).flatten() + begins[j]
+                bad += int(not torch.equal(some.ids[j, :few].long(), want))
                 there = torch.zeros(n + page, dtype=torch.bool, device=DEV)
                 for p in some.ids[j, :few].tolist():
                     there[p * page:(p + 1) * page] = True

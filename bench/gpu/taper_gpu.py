@@ -106,7 +106,7 @@ ScoreParams = struct("ScoreParams", [
 SelectParams = struct("SelectParams", [
     ("scores", P), ("begins", P), ("ends", P), ("ks", P), ("ids", P), ("counts", P), ("work", P),
     ("lists", I32), ("stride", I32), ("capacity", I32), ("entries", I32), ("k", I32),
-    ("target", I32), ("overlap", I32), ("blocks_most", I32), ("least", P)])
+    ("target", I32), ("overlap", I32), ("blocks_most", I32), ("noise", F32)])
 SampleParams = struct("SampleParams", [
     ("work", P), ("block_ids", P), ("token_ids", P), ("seeds", P), ("positions", P), ("wants", P),
     ("states", P), ("ids", P), ("counts", P), ("layer", U32), ("rows", I32), ("list_heads", I32),

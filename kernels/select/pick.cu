@@ -10,7 +10,7 @@ cudaError_t go(PickParams p, cudaStream_t s) {
   const int group = p.q_heads / p.kv_heads;
   p.team = pick_team(p.kv_heads, p.stride);
   const int grid = p.rows * p.kv_heads * p.team;
-  const bool shares = p.reduce == TAPER_SUM_OF_GROUP;
+  const bool shares = p.reduce != TAPER_MAX_OF_GROUP;
   // A smaller team's blocks have a warp's sixteen pages each, of which the last team's may have fewer.
   const uint32_t share = pick_share(p.stride, p.team), round = 16 * kPickWarps, few = (p.stride + 15) / 16 * 16;
   const size_t keys = ((size_t)p.stride + 3) / 4 * 16;
@@ -27,7 +27,7 @@ cudaError_t go(PickParams p, cudaStream_t s) {
 
 extern "C" int taper_pick(const taper::PickParams* p, cudaStream_t stream) {
   using namespace taper;
-  const bool shares = p->reduce == TAPER_SUM_OF_GROUP;
+  const bool shares = p->reduce != TAPER_MAX_OF_GROUP;
   const bool ok = p->rows > 0 && p->kv_heads > 0 && p->q_heads % p->kv_heads == 0 &&
                   p->q_heads / p->kv_heads <= 16 && (p->width == 64 || p->width == 128) &&
                   (p->dtype == kBf16 || p->dtype == kF16) && p->capacity > 0 && p->stride > 0 &&

@@ -13,6 +13,7 @@
 #include "../common/worklist.cuh"
 #include "../score/view.cuh"
 #include "ordered.cuh"
+#include "paying.cuh"
 
 namespace taper {
 
@@ -35,6 +36,7 @@ struct PickShared {
   uint32_t bins[kPickBins], scratch[33], least, most, found_bin, found_need, found_size, last, place;
   uint32_t first_id, last_id;
   float lse[16];
+  PayShared paying;
 };
 
 // A list, and the block's place in its team.
@@ -108,7 +110,7 @@ __device__ __forceinline__ void score_best(const PickParams& p, const PickPlace&
   });
 }
 
-// Of each of the block's pages the heads' shares of the mass, added up, become its key. `scores`
+// Of each of the block's pages the heads' shares of the mass, added up or the largest, become its key. `scores`
 // holds the block's own, times log2(e).
 template <class View>
 __device__ __forceinline__ void score_shares(const PickParams& p, const PickPlace& at, const View& view, float* scores,
@@ -156,7 +158,10 @@ __device__ __forceinline__ void score_shares(const PickParams& p, const PickPlac
   for (uint32_t i = tid; (at.rank + i / 16 * at.team) * 16 < at.entries; i += kPickThreads) {
     const uint32_t e = (at.rank + i / 16 * at.team) * 16 + i % 16;
     float share = 0.f;
-    for (uint32_t h = 0; h < at.group; ++h) share += exp2_fast(scores[i * at.group + h] - sh.lse[h]);
+    for (uint32_t h = 0; h < at.group; ++h) {
+      const float one = exp2_fast(scores[i * at.group + h] - sh.lse[h]);
+      share = p.reduce == TAPER_SUM_OF_GROUP ? share + one : fmaxf(share, one);
+    }
     if (e >= at.begin && e < at.end && e - at.begin < at.n) out[e - at.begin] = ordered(share);
   }
 }
@@ -213,6 +218,18 @@ __device__ __forceinline__ void choose_pages(const PickParams& p, const PickPlac
   uint32_t need = min(min(p.ks ? p.ks[list] : (uint32_t)p.k, n), (uint32_t)p.capacity);
   if (need == 0) lo = ~0u, hi = ~0u;  // No key is above, and none equal is needed.
   if (need == n) lo = 0;
+  if (p.noise > 0.f) {
+#pragma unroll 2
+    for (uint32_t i = tid; i < fours; i += kPickThreads) {
+      const uint4 u = reinterpret_cast<const uint4*>(keys)[i];
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        if (pay_counts((&u.x)[k])) atomicAdd(&sh.bins[pay_bin((&u.x)[k])], 1u);
+    }
+    __syncthreads();
+    lo = least_paying(tid < kPayBins ? sh.bins[kPayBins - 1 - tid] : 0, n, need, p.noise, sh.paying);
+    hi = lo - 1, need = 0;  // All from there on.
+  }
 #pragma unroll 1
   while (need > 0 && need < n && lo < hi) {
     const int bits = 32 - __clz(hi - lo), shift = max(bits - 10, 0);
@@ -244,8 +261,6 @@ __device__ __forceinline__ void choose_pages(const PickParams& p, const PickPlac
     hi = min(hi, lo + ((1u << shift) - 1));
     if (need == sh.found_size) break;  // All of them.
   }
-  const uint32_t least = p.least ? ordered(p.least[list]) : 0;
-  if (need > 0 && least > lo) lo = least, hi = least - 1;  // All from there on.
   // All above the range, and the first `need` of those in it. A thread owns a run of keys.
   const uint32_t share = (fours + kPickThreads - 1) / kPickThreads, first = tid * share;
   const uint32_t stop = min(first + share, fours);

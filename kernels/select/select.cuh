@@ -17,6 +17,7 @@
 #include "../common/worklist.cuh"
 #include "cluster.cuh"
 #include "ordered.cuh"
+#include "paying.cuh"
 
 namespace taper {
 
@@ -42,6 +43,7 @@ struct SelectShared {
   Sum found_need, found_size;
   uint32_t found_bin;
   uint2 warps[32];
+  PayShared paying;
 };
 
 // Four keys of a lane, 32 entries apart, straight from device memory.
@@ -114,7 +116,8 @@ __global__ void __launch_bounds__(kSelectThreads)
   uint32_t most = 0;
   // By count the first pass goes with the load: all keys take part in it.
   Sum need = min(min(b.ks ? b.ks[list] : (uint32_t)b.k, n), (uint32_t)b.capacity);
-  bool search = need > 0 && need < n;
+  const bool paying = !kMasses && b.noise > 0.f;
+  bool search = paying || (need > 0 && need < n);
   __syncthreads();
 #pragma unroll 1
   for (uint32_t i = 0; first + i < last && (!kMasses || i < kept); i += 128) {
@@ -123,7 +126,11 @@ __global__ void __launch_bounds__(kSelectThreads)
       mine[i + lane] = x.x, mine[i + 32 + lane] = x.y;
       mine[i + 64 + lane] = x.z, mine[i + 96 + lane] = x.w;
     }
-    if (!kMasses && search) {
+    if (!kMasses && paying) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (pay_counts((&x.x)[j])) atomicAdd(&sh.bins[0][0][pay_bin((&x.x)[j])], 1u);
+    } else if (!kMasses && search) {
       atomicAdd(&sh.bins[0][0][x.x >> 24], 1u), atomicAdd(&sh.bins[0][0][x.y >> 24], 1u);
       atomicAdd(&sh.bins[0][0][x.z >> 24], 1u), atomicAdd(&sh.bins[0][0][x.w >> 24], 1u);
     }
@@ -214,6 +221,15 @@ __global__ void __launch_bounds__(kSelectThreads)
       mbar_wait(bar, 0);
       bins = in;
     }
+    if (!kMasses && paying) {
+      uint32_t count = 0;
+      if (tid < kPayBins)
+        for (uint32_t r = 0; r < size; ++r) count += bins[r * kBins + kPayBins - 1 - tid];
+      // All from there on: what is equal to the last, too.
+      prefix = least_paying(count, n, (uint32_t)need, b.noise, sh.paying);
+      fixed = 32, need = n;
+      break;
+    }
     // Thread t sums bin 255 - t, so that sums run from the top.
     const int bin = kSelectBins - 1 - tid;
     Sum sum = 0, above = 0;
@@ -269,11 +285,7 @@ __global__ void __launch_bounds__(kSelectThreads)
 
   // All above the last value, and the first `need` equal to it. With nothing fixed all
   // keys are equal.
-  uint32_t low = lowest(), high = fixed == 32 ? low : low + (~0u >> fixed);
-  if constexpr (!kMasses) {
-    const uint32_t least = b.least ? ordered(b.least[list]) : 0;
-    if (least > low) low = least, high = least - 1;  // All from there on, and none for being equal to the last.
-  }
+  const uint32_t low = lowest(), high = fixed == 32 ? low : low + (~0u >> fixed);
   uint32_t gt = 0, eq = 0;
   each([&](uint32_t u, uint32_t) { gt += u > high, eq += u >= low; });
   gt = __reduce_add_sync(~0u, gt);

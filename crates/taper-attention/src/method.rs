@@ -4,7 +4,7 @@ use crate::kept::kept;
 use crate::layer::AttentionShape;
 use candle_core::{DType, Result, Tensor, bail};
 use std::ops::Range;
-use taper_kernels::decode::{Budget, Decode, DecodeRow, Scores, Selection, attend};
+use taper_kernels::decode::{Budget, Decode, DecodeRow, Over, Scores, Selection, attend};
 use taper_kernels::index::Part;
 use taper_kernels::kv::PagedKv;
 use taper_kernels::philox::Stream;
@@ -466,9 +466,17 @@ impl Choice {
 pub struct Most<'a> {
     /// So many `[R, kv_heads]`. A head for which they are all there is reads everything, and nothing is spent on it.
     pub keys: &'a [usize],
-    /// Without those predicted to hold less of the attention mass, summed over the group, `[R, kv_heads]`; empty where it does
-    /// not matter what they hold, and for a predictor that cannot tell what [`pays`](Predictor::pays).
-    pub least: &'a [f32],
+    /// Of them those that are cheaper to read than to sample around, by what that costs
+    /// ([`Sampling::noise`](taper_kernels::decode::Sampling::noise)); none where nothing is sampled, and for a predictor that cannot tell
+    /// what [`pays`](Predictor::pays).
+    pub noise: Option<f32>,
+}
+
+impl Most<'_> {
+    /// How shares of a group's heads become one: each is to be told well where the rest is sampled, since the neediest decides.
+    pub(crate) fn over(&self) -> Over {
+        if self.noise.is_some() { Over::Max } else { Over::Sum }
+    }
 }
 
 /// Predicts which keys hold the most attention mass.
@@ -479,10 +487,8 @@ pub trait Predictor: std::fmt::Debug + Send + Sync {
     /// A device error.
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, most: Most) -> Result<Choice>;
 
-    /// Where what it predicts is each key's share of the attention mass: how much of the share that pays for a key
-    /// ([`Sampling::paying_share`](taper_kernels::decode::Sampling::paying_share)) a key must be expected to hold. The less a prediction
-    /// tells, the less that is: `bench/promise.md` has how it was found. None for pages: a page is worth reading for what its keys
-    /// hold one by one, which its bounds do not tell.
+    /// Where what it predicts is a share of the attention mass: how much of the share that would make a key, or a page, worth
+    /// reading it must be expected to hold. The less a prediction tells, the less that is: `bench/promise.md` has how it was found.
     fn pays(&self) -> Option<f64> {
         None
     }

@@ -84,7 +84,7 @@ struct Method {
 impl DecodeMethod for Method {
     fn select(&self, step: &DecodeStep) -> Result<Choice> {
         let keys = step.per_head(|row| self.k.of(row.visible.len()));
-        self.predictor.select(step, self.sink, self.window, Most { keys: &keys, least: &[] })
+        self.predictor.select(step, self.sink, self.window, Most { keys: &keys, noise: None })
     }
 
     fn reads_all(&self, keys: usize) -> bool {
@@ -111,7 +111,7 @@ pub(crate) fn most_important(
     fixed: (usize, usize),
     most: Most,
 ) -> Result<Choice> {
-    let selection = decode::top_k_over(step.batch.rows, importance, fixed, most.keys, most.least)?;
+    let selection = decode::top_paying(step.batch.rows, importance, fixed, most.keys, most.noise)?;
     Ok(Choice { scored: importance.entries(step.batch.rows.len()), ..selection.into() })
 }
 

@@ -5,6 +5,7 @@
 
 mod attend;
 mod choose;
+mod paying;
 mod rows;
 mod sample;
 mod scores;
@@ -14,7 +15,9 @@ mod values;
 #[cfg(feature = "cuda")]
 pub(crate) use attend::check;
 pub use attend::{attend, stacked};
-pub use choose::{Importance, importance, top_k, top_k_over, top_p};
+pub use choose::{Importance, Over, importance, top_k, top_p, top_paying};
+#[cfg(feature = "cuda")]
+pub(crate) use paying::of_pages;
 pub(crate) use sample::Page;
 pub use sample::{Budget, Certainty, Foreseen, Sampling, foresee, sample, sample_certain, sample_some};
 #[cfg(feature = "cuda")]

@@ -2,9 +2,11 @@
 """vAttention's decoding (see common.py): sinks, a window, the top keys, and a sample that stands for the rest.
 
 Read exactly are the first `sink` keys, the last `window`, and of the others the `top_k` of the largest probability,
-summed over the group, or what quest.py or hash_attention.py predicts for as many; where it is "auto", all of the m between
-sinks and window whose probabilities, summed over the group of g heads, are at least epsilon (0.0962 g / sqrt(m) + b0 / (6 m)), with m
-rounded up to a multiple of 64 (and at most a quarter of the keys, which none of these reach). r keys are left. A pilot of the first b0 = `pilot_tokens` of them, in the order of a permutation
+summed over the group, or what quest.py or hash_attention.py predicts for as many. Where it is "auto", the m between sinks and window
+are ranked by their largest probability p over the group, sorted into bins of an eighth of an octave, [2^a (1 + i / 8), 2^a (1 + (i + 1) / 8)),
+and read from the highest bin on: a bin is read while c^2 times how many keys there are in it and below is at least noise plus their sum of
+c^2, c the middle of each key's bin and noise = (0.18 epsilon)^2 (and while at most a quarter of all keys are read, which none of these
+reach). r keys are left. A pilot of the first b0 = `pilot_tokens` of them, in the order of a permutation
 of all visible keys that `seed` keys, says for each head how many keys the promise takes: relative error at most
 epsilon with probability at least 1 - delta. The group reads what its neediest head needs. Needed are more keys than
 were drawn: the sample grows to as many, but to at most twice its size, and is looked at again, until no
@@ -32,7 +34,7 @@ from collections.abc import Callable
 from statistics import NormalDist
 
 from common import Array, Unclear, between, check, dense, drawn, f16, first_clear, heads, importance, math, np
-from common import Choose, scores, top, weighed, write
+from common import Choose, scores, softmax, top, weighed, write
 
 import hash_attention
 import quest
@@ -41,9 +43,29 @@ SEED = 0x0123456789ABCDEF
 SPLITS = [0.02, 0.05, 0.1, 0.2, 0.3, 0.5]
 PAIRS = 40
 UNSEEN = 1.2
-PAYS = 0.0962
+PAYS = 0.18
 
 z = NormalDist().inv_cdf
+
+
+def paying(p: Array, noise: float, clear: bool) -> Array:
+    """Which of the largest probabilities are cheaper to read than to sample around."""
+    if noise == 0:
+        return p > 0
+    mantissa, exponent = np.frexp(p)
+    eighth = np.floor(16 * mantissa - 8)
+    if clear and (np.abs(16 * mantissa - 8 - np.round(16 * mantissa - 8)) < 1e-4).any():
+        raise Unclear("a key on the edge of a bin")
+    square = np.ldexp(8.5 + eighth, exponent - 4) ** 2
+    read = np.zeros(len(p), bool)
+    for of in np.unique(square)[::-1]:
+        left, rest = of * (square <= of).sum(), noise + square[square <= of].sum()
+        if clear and abs(left / rest - 1) < 1e-3:
+            raise Unclear("a bin that all but pays")
+        if left < rest:
+            break
+        read |= square == of
+    return read
 
 
 def quantile(share: float, least: float = 1.24) -> float:
@@ -137,7 +159,7 @@ def make(
     def weights(
         top_k=settings["top_k"],
         pays=PAYS,
-        free=1,
+        largest=True,
         first_head=False,
         oracle=predict is None,
         over_all=False,
@@ -158,14 +180,11 @@ def make(
                 fixed = ~candidates
                 if top_k == "auto":
                     at = np.flatnonzero(candidates)
-                    m64 = 64 * -(-len(at) // 64)
-                    limit = settings["epsilon"] * (pays * group / math.sqrt(m64) + free * pilot / (6 * m64))
-                    over = importance(s)[at] / limit
-                    if true and (abs(over - 1) < 1e-3).any():
-                        raise Unclear("a key that all but pays")
-                    if true and (over >= 1).sum() > m / 4:
-                        raise Unclear("more than a quarter of the keys")
-                    fixed[at[over >= 1]] = True
+                    p = softmax(s)[:, at]
+                    read = paying(p.max(0) if largest else p.sum(0), (pays * settings["epsilon"]) ** 2, true)
+                    if true and not 5 < read.sum() < m / 4:
+                        raise Unclear(f"{read.sum()} keys pay")
+                    fixed[at[read]] = True
                 elif oracle:
                     fixed[top(importance(s), np.flatnonzero(candidates), top_k)] = True
                 elif top_k:
@@ -216,8 +235,7 @@ def make(
         "another seed": weights(seed=SEED >> 32),
     }
     if settings["top_k"] == "auto":
-        wrong["a head's own"] = weights(pays=PAYS / group)
-        wrong["as if the pilot cost"] = weights(free=0)
+        wrong["all of the group count"] = weights(largest=False)
     if predict is not None:
         wrong["the oracle's keys"] = weights(oracle=True)
     if rule == "denominator":

@@ -74,7 +74,8 @@ impl Channels {
 impl Predictor for Channels {
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, most: Most) -> Result<Choice> {
         let channels = &self.layers[step.layer];
-        let importance = labels::importance(&step.batch, step.index(self)?, channels, &wanted(step, most))?;
+        let importance =
+            labels::importance(&step.batch, step.index(self)?, channels, &wanted(step, most), most.over())?;
         most_important(step, &importance, (sink, window), most)
     }
 

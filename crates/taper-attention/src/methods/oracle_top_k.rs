@@ -10,7 +10,7 @@ use candle_core::Result;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
-use taper_kernels::decode::{importance, scores, top_k_over};
+use taper_kernels::decode::{importance, scores, top_paying};
 
 pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     name: "oracle_top_k",
@@ -45,7 +45,8 @@ impl Ranked for Oracle {
 impl Predictor for Oracle {
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, most: Most) -> Result<Choice> {
         let scores = scores(&step.batch, &wanted(step, most))?;
-        let selection = top_k_over(step.batch.rows, &importance(&scores), (sink, window), most.keys, most.least)?;
+        let selection =
+            top_paying(step.batch.rows, &importance(&scores, most.over()), (sink, window), most.keys, most.noise)?;
         Ok(Choice { scores: Some(scores), ..selection.into() })
     }
 

@@ -8,7 +8,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::sync::Arc;
-use taper_kernels::decode::{importance, scores, top_p};
+use taper_kernels::decode::{Over, importance, scores, top_p};
 
 pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     name: "oracle_top_p",
@@ -49,7 +49,8 @@ impl DecodeMethod for OracleTopP {
     fn select(&self, step: &DecodeStep) -> Result<Choice> {
         let scores = scores(&step.batch, &step.per_head(|_| self.p < 1.0))?;
         let group = step.group()?;
-        let selection = top_p(step.batch.rows, &importance(&scores), self.sink, self.window, self.p as f32, group)?;
+        let selection =
+            top_p(step.batch.rows, &importance(&scores, Over::Sum), self.sink, self.window, self.p as f32, group)?;
         Ok(Choice { scores: Some(scores), ..selection.into() })
     }
 }

@@ -59,8 +59,12 @@ impl Ranked for Quest {
 
 impl Predictor for Quest {
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, most: Most) -> Result<Choice> {
-        let importance = bounds::importance(&step.batch, step.index(self)?, &wanted(step, most))?;
+        let importance = bounds::importance(&step.batch, step.index(self)?, &wanted(step, most), most.over())?;
         most_important(step, &importance, (sink, window), most)
+    }
+
+    fn pays(&self) -> Option<f64> {
+        Some(0.4)
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {

@@ -70,8 +70,8 @@ struct Params {
     #[schemars(extend("exclusiveMinimum" = 0))]
     window: Amount,
     /// Predicted keys read exactly: a whole number, a share of the context below 1, or "auto": those that cost less than
-    /// sampling around them, a quarter of the context at most; 0.02 where `top` does not tell what share of the attention mass
-    /// single keys hold (hash_attention, kmeans, quest, saap) or the tail is `hard`. Ignored where `top` has `probes`.
+    /// sampling around them, a quarter of the context at most; 0.02 where `top` does not tell what shares of the attention mass
+    /// keys hold (hash_attention, kmeans, saap) or the tail is `hard`. Ignored where `top` has `probes`.
     top_k: AutoAmount,
     /// What predicts them.
     #[schemars(schema_with = "top_schema")]
@@ -204,17 +204,10 @@ impl VAttention {
     /// What the predictor chose beside sinks and window, and a sample that relies on its having missed nothing heavy.
     fn sample(&self, step: &DecodeStep, (sink, window): (usize, usize)) -> Result<Choice> {
         let (most, pays) = self.top_k();
-        let least = match pays {
-            Some(pays) => {
-                let group = step.group()?;
-                let between = |row: &DecodeRow| row.visible.len().saturating_sub(sink + window);
-                step.per_head(|row| (pays * self.sampling.paying_share(between(row), group)) as f32)
-            }
-            None => Vec::new(),
-        };
+        let noise = pays.map(|pays| self.sampling.noise() * (pays * pays) as f32);
         let keys = self.top.method.expected(step, step.per_head(|row| most.of(row.visible.len())));
         let foreseen = foresee(&step.batch, (sink, window), &keys, step.streams, &self.sampling)?;
-        let exact = self.top.method.select(step, sink, window, Most { keys: &foreseen.keys(keys), least: &least })?;
+        let exact = self.top.method.select(step, sink, window, Most { keys: &foreseen.keys(keys), noise })?;
         let (selection, budgets) =
             sample(&step.batch, &exact.selection, &foreseen, exact.scores.as_ref(), step.streams, &self.sampling)?;
         Ok(Choice { selection, budgets: Some(budgets), ..exact })
@@ -223,7 +216,7 @@ impl VAttention {
     /// The same, and a sample that does not rely on it.
     fn sample_certain(&self, step: &DecodeStep, (sink, window): (usize, usize)) -> Result<Choice> {
         let keys = step.per_head(|row| self.top_k().0.of(row.visible.len()));
-        let exact = self.top.method.select(step, sink, window, Most { keys: &keys, least: &[] })?;
+        let exact = self.top.method.select(step, sink, window, Most { keys: &keys, noise: None })?;
         let how = Certainty {
             epsilon: self.epsilon,
             delta: self.delta,

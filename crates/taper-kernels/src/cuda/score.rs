@@ -10,6 +10,7 @@ use super::ffi::{
 };
 use super::op::{self, Op};
 use super::sample::Scratch;
+use crate::decode::Over;
 use crate::index::labels::ON_DEVICE;
 use crate::kv::BLOCK_TOKENS;
 use crate::lent::Lent;
@@ -261,7 +262,8 @@ pub fn top_p(batch: &Batch, scores: &Scores, between: Between, p: f32, capacity:
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_shares, &of) }?;
-    let how = How { capacity, k: 0, ks: None, mass: ffi::TAPER_BY_SCORE, shares: Some(&shares), least: None };
+    let how =
+        How { capacity, k: 0, ks: None, mass: ffi::TAPER_BY_SCORE, shares: Some(&shares), noise: 0.0, over: Over::Sum };
     select(&op, batch, scores.of(), Between { lists: plan.into_lists(), begins, ends, whole }, &how)
 }
 
@@ -316,24 +318,41 @@ pub(super) struct How<'a> {
     ks: Option<&'a Tensor>,
     mass: i32,
     shares: Option<&'a Tensor>,
-    /// By count: what entries of each list score at least `[lists]`, f32.
-    least: Option<&'a Tensor>,
+    /// By count: what sampling costs, in squared shares; above 0 only what is cheaper to take is.
+    noise: f32,
+    over: Over,
 }
 
 impl<'a> How<'a> {
-    /// Of each list none that scores less than `[lists]`, f32.
-    pub fn least(self, least: Option<&'a Tensor>) -> Self {
-        Self { least, ..self }
+    /// Over the group so, and where there is `noise`, in squared shares of entries, only what is cheaper to take than to sample
+    /// around.
+    pub fn paying(self, noise: Option<f32>, over: Over) -> Self {
+        Self { noise: noise.unwrap_or_default(), over, ..self }
     }
 
     /// At most `k` of so many entries; of each list as many as `ks` `[lists]`, u32, says, which are no more.
     pub fn by_count(op: &Op, k: usize, ks: Option<&'a Tensor>, entries: usize) -> Result<Self> {
         let capacity = k.clamp(1, entries);
-        Ok(Self { capacity, k: op.int("k", k)?, ks, mass: ffi::TAPER_BY_COUNT, shares: None, least: None })
+        Ok(Self {
+            capacity,
+            k: op.int("k", k)?,
+            ks,
+            mass: ffi::TAPER_BY_COUNT,
+            shares: None,
+            noise: 0.0,
+            over: Over::Sum,
+        })
     }
 }
 
-/// Chooses by scores and their log-sum-exp, with which a group's shares are added, or by what is a group's already.
+fn reduce(over: Over) -> i32 {
+    match over {
+        Over::Sum => ffi::TAPER_SUM_OF_GROUP,
+        Over::Max => ffi::TAPER_MAX_OF_GROUP,
+    }
+}
+
+/// Chooses by scores and their log-sum-exp, with which a group's shares become one, or by what is a group's already.
 pub(super) fn select(
     op: &Op,
     batch: &Batch,
@@ -370,7 +389,7 @@ pub(super) fn select(
         k: how.k,
         target,
         overlap: 1,
-        least: op.maybe("least", how.least, DType::F32, [count])?,
+        noise: how.noise,
         ..TaperSelectParams::zeroed()
     };
     let p = TaperGroupSelectParams {
@@ -378,7 +397,7 @@ pub(super) fn select(
         lse: op.maybe("scores", lse, DType::F32, [rows, heads])?,
         shares: op.maybe("shares", how.shares, DType::F32, [count])?,
         group: op.int("q", heads / kv_heads)?,
-        reduce: ffi::TAPER_SUM_OF_GROUP,
+        reduce: reduce(how.over),
         mass: how.mass,
         ..TaperGroupSelectParams::zeroed()
     };
@@ -430,17 +449,21 @@ pub(super) fn picks(max_len: usize, page: usize) -> bool {
 }
 
 /// As [`select`] by the scores of pages, which are scored and chosen in one launch; see [`picks`]. `k` is the most, how
-/// many of each list `[lists]`, u32, and what they hold at least `[lists]`, f32.
+/// many of each list `[lists]`, u32, and what sampling costs in squared shares of pages.
 pub(super) fn pick_pages(
     op: &Op,
     batch: &Batch,
     bounds: &Tensor,
     between: Between,
-    (most, k, least): (usize, &Tensor, Option<&Tensor>),
-    longest: usize,
+    (most, k, noise): (usize, &Tensor, Option<f32>),
+    (longest, over): (usize, Over),
 ) -> Result<Lists> {
-    let how = (ffi::TAPER_SUM_OF_GROUP, ffi::TAPER_TOKENS);
-    pick(op, batch, View::Pages(bounds), between, (most, Some(k), least), how, longest)
+    let reduce = match over {
+        Over::Sum => ffi::TAPER_SUM_OF_GROUP,
+        Over::Max => ffi::TAPER_MAX_SHARE_OF_GROUP,
+    };
+    let how = (reduce, ffi::TAPER_TOKENS);
+    pick(op, batch, View::Pages(bounds), between, (most, Some(k), noise), how, longest)
 }
 
 fn pick(
@@ -448,7 +471,7 @@ fn pick(
     batch: &Batch,
     view: View,
     between: Between,
-    (k, ks, least): (usize, Option<&Tensor>, Option<&Tensor>),
+    (k, ks, noise): (usize, Option<&Tensor>, Option<f32>),
     (reduce, target): (i32, i32),
     longest: usize,
 ) -> Result<Lists> {
@@ -498,7 +521,7 @@ fn pick(
         scale: 1.0 / (head_dim as f32).sqrt(),
         // Pages of older tokens are scored while those of the newest are being made.
         fresh: op::fresh(longest),
-        least: op.maybe("least", least, DType::F32, [count])?,
+        noise: noise.unwrap_or_default(),
         ..TaperPickParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.

@@ -12,7 +12,7 @@ mod project;
 mod sample;
 mod values;
 
-pub(crate) use choose::{Scored, scores, top_k_over, top_p};
+pub(crate) use choose::{Scored, scores, top_p, top_paying};
 pub(crate) use index::{
     bounds, equal_bits, extend_bounds, extend_clusters, extend_codes, extend_labels, extend_norms, labels, probe,
 };

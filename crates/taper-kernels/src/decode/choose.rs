@@ -1,5 +1,6 @@
 //! Choosing keys by what they should matter.
 
+use super::paying::least_paying;
 use super::{DecodeRow, HeadScores, HeadSelection, Keys, Scores, Selection, sink_window};
 #[cfg(feature = "cuda")]
 use crate::cuda::step::{self, Scored};
@@ -7,7 +8,7 @@ use crate::index::map_spans;
 use crate::logits;
 use crate::parallel;
 use crate::simd::{Isa, Simd, dispatch};
-use candle_core::{Result, bail};
+use candle_core::Result;
 use std::cmp::{Ordering, Reverse};
 use std::ops::Range;
 
@@ -15,11 +16,22 @@ use std::ops::Range;
 #[derive(Debug)]
 pub struct Importance(Held);
 
+/// How shares of the attention mass of a group's query heads become one.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Over {
+    /// All count, as where keys are to hold much of the mass of them all.
+    #[default]
+    Sum,
+    /// The largest counts, as where each head is to be told well.
+    Max,
+}
+
 #[derive(Debug)]
 enum Held {
     Host(HostImportance),
+    /// What is known, and how it is to become one over the group.
     #[cfg(feature = "cuda")]
-    Device(Scored),
+    Device(Scored, Over),
 }
 
 #[derive(Debug)]
@@ -30,33 +42,33 @@ struct HostImportance {
     heads: Vec<Option<Vec<f32>>>,
 }
 
-#[cfg(feature = "cuda")]
-impl From<Scored> for Importance {
-    fn from(scored: Scored) -> Self {
-        Self(Held::Device(scored))
-    }
-}
-
 impl Importance {
     /// Of every page that a row sees, `[R, kv_heads]`.
     pub(crate) fn new(page: usize, heads: Vec<Option<Vec<f32>>>) -> Self {
         Self(Held::Host(HostImportance { page, heads }))
     }
 
-    /// The share of the attention mass that each page, or key, holds by its scores, summed over the group.
+    /// By shares of the mass on a device.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn of_scored(scored: Scored, over: Over) -> Self {
+        Self(Held::Device(scored, over))
+    }
+
+    /// The share of the attention mass that each page, or key, holds by its scores, over the group.
     pub(crate) fn of_scores<'a>(
         page: usize,
         heads: usize,
         of: impl Fn(usize) -> Option<&'a HeadScores> + Sync,
+        over: Over,
     ) -> Self {
-        Self::new(page, parallel::map(heads, |i| of(i).map(HeadScores::importance)))
+        Self::new(page, parallel::map(heads, |i| of(i).map(|scores| scores.importance(over))))
     }
 
     fn host(&self) -> Result<&HostImportance> {
         match &self.0 {
             Held::Host(importance) => Ok(importance),
             #[cfg(feature = "cuda")]
-            Held::Device(_) => candle_core::bail!("importance: on a CUDA device; expected that of host memory"),
+            Held::Device(..) => candle_core::bail!("importance: on a CUDA device; expected that of host memory"),
         }
     }
 
@@ -68,7 +80,7 @@ impl Importance {
                 per_row(entries.collect(), rows)
             }
             #[cfg(feature = "cuda")]
-            Held::Device(scored) => per_row(scored.entries(), rows),
+            Held::Device(scored, _) => per_row(scored.entries(), rows),
         }
     }
 }
@@ -79,13 +91,13 @@ pub(crate) fn per_row(heads: Vec<usize>, rows: usize) -> Vec<usize> {
     heads.chunks(of_row.max(1)).map(|heads| heads.iter().sum()).collect()
 }
 
-/// The share of the attention mass that each key holds, summed over the group.
-pub fn importance(scores: &Scores) -> Importance {
+/// The share of the attention mass that each key holds, over the group.
+pub fn importance(scores: &Scores, over: Over) -> Importance {
     #[cfg(feature = "cuda")]
     if let Some(scored) = scores.on_device() {
-        return scored.clone().into();
+        return Importance::of_scored(scored.clone(), over);
     }
-    Importance::of_scores(1, scores.heads(), |i| scores.of(i))
+    Importance::of_scores(1, scores.heads(), |i| scores.of(i), over)
 }
 
 /// The sinks, the window, and of the rest the `k` `[R, kv_heads]` keys that matter most; by whole pages, as many as hold
@@ -102,36 +114,39 @@ pub fn top_k(
     window: usize,
     k: &[usize],
 ) -> Result<Selection> {
-    top_k_over(rows, importance, (sink, window), k, &[])
+    top_paying(rows, importance, (sink, window), k, None)
 }
 
-/// As [`top_k`], without the keys, or pages, that matter less than `least` `[R, kv_heads]`; none where it does not matter.
+/// As [`top_k`], and of those keys, or pages, the ones that are cheaper to read than to sample around, by importance that is a share
+/// of the attention mass, told apart to an eighth of an octave; all where there is no `noise`.
+///
+/// `noise` says what sampling costs: with shares whose squares sum to it half of the keys would be sampled.
 ///
 /// # Errors
-/// A device error; another number of limits than of heads.
-pub fn top_k_over(
+/// A device error.
+pub fn top_paying(
     rows: &[DecodeRow],
     importance: &Importance,
     (sink, window): (usize, usize),
     k: &[usize],
-    least: &[f32],
+    noise: Option<f32>,
 ) -> Result<Selection> {
     #[cfg(feature = "cuda")]
-    if let Held::Device(scored) = &importance.0 {
-        return Ok(step::top_k_over(rows, scored, (sink, window), (k, least))?);
+    if let Held::Device(scored, over) = &importance.0 {
+        return Ok(step::top_paying(rows, (scored, *over), (sink, window), (k, noise))?);
     }
     let importance = importance.host()?;
-    if !least.is_empty() && least.len() != k.len() {
-        bail!("top_k: {} limits for {} heads", least.len(), k.len());
-    }
     Ok(choose(rows, importance, (sink, window), |i, between, _, rest| {
-        let least = least.get(i).copied().unwrap_or(0.0);
-        (k[i] < between.len()).then(|| largest(rest, k[i].div_ceil(importance.page).min(rest.len()), least))
+        let k = (k[i] < between.len()).then(|| k[i].div_ceil(importance.page).min(rest.len()))?;
+        Some(match noise {
+            Some(noise) => not_below(rest, least_paying(rest, noise, importance.page, k), k),
+            None => largest(rest, k),
+        })
     }))
 }
 
 /// The sinks, the window, and of the rest the fewest keys with which the whole choice holds the share `p` of the
-/// attention mass, summed over the group of `group` query heads.
+/// attention mass, summed over the group of `group` query heads, as its importance has to be.
 ///
 /// Ties and heads of which nothing is known: as [`top_k`].
 ///
@@ -146,7 +161,7 @@ pub fn top_p(
     group: usize,
 ) -> Result<Selection> {
     #[cfg(feature = "cuda")]
-    if let Held::Device(scored) = &importance.0 {
+    if let Held::Device(scored, _) = &importance.0 {
         return Ok(step::top_p(rows, scored, (sink, window), p)?);
     }
     let importance = importance.host()?;
@@ -206,9 +221,9 @@ const GUESS_STEP: usize = 64;
 /// Values whose comparisons make a word.
 const WORD: usize = 64;
 
-/// Indices of the `k` largest values, less those below `least`, ascending; ties go to the lower index. `k <= values.len()`;
-/// values are not negative, and NaN counts as largest.
-fn largest(values: &[f32], k: usize, least: f32) -> Vec<u32> {
+/// Indices of the `k` largest values, ascending; ties go to the lower index. `k <= values.len()`; values are not negative, and NaN
+/// counts as largest.
+fn largest(values: &[f32], k: usize) -> Vec<u32> {
     if k == 0 {
         return Vec::new();
     }
@@ -216,19 +231,9 @@ fn largest(values: &[f32], k: usize, least: f32) -> Vec<u32> {
     let mut guess: Vec<u32> = values.iter().step_by(GUESS_STEP).map(|v| v.to_bits()).collect();
     let rank = k / GUESS_STEP + k / GUESS_STEP / 4 + 8;
     let floor = if rank < guess.len() { *guess.select_nth_unstable_by(rank, |a, b| b.cmp(a)).1 } else { 0 };
-    let isa = Isa::best();
-    let above = |floor: f32| {
-        let parts = map_spans(0..values.len(), |span| {
-            let mut found = Vec::with_capacity(2 * k.min(span.len()));
-            let (values, first, to) = (&values[span.clone()], span.start as u32, &mut found);
-            dispatch!(isa, find::<_>(values: &[f32], floor: f32, first: u32, to: &mut Vec<u32>));
-            found
-        });
-        parts.concat()
-    };
-    let mut candidates = above(least.max(f32::from_bits(floor)));
-    if candidates.len() < k && least < f32::from_bits(floor) {
-        candidates = above(least);
+    let mut candidates = not_below(values, f32::from_bits(floor), k);
+    if candidates.len() < k && floor > 0 {
+        candidates = not_below(values, 0.0, k);
     }
     if candidates.len() <= k {
         return candidates;
@@ -256,14 +261,26 @@ fn largest(values: &[f32], k: usize, least: f32) -> Vec<u32> {
     chosen
 }
 
-/// Appends the indices, counted from `first`, of the values that are not below `floor`.
+/// Indices of the values that are not below `least`, ascending; about `expected` of them.
+fn not_below(values: &[f32], least: f32, expected: usize) -> Vec<u32> {
+    let isa = Isa::best();
+    let parts = map_spans(0..values.len(), |span| {
+        let mut found = Vec::with_capacity(2 * expected.min(span.len()));
+        let (values, first, to) = (&values[span.clone()], span.start as u32, &mut found);
+        dispatch!(isa, find::<_>(values: &[f32], least: f32, first: u32, to: &mut Vec<u32>));
+        found
+    });
+    parts.concat()
+}
+
+/// Appends the indices, counted from `first`, of the values that are not below `least`.
 #[inline(always)]
-unsafe fn find<V: Simd>(values: &[f32], floor: f32, first: u32, to: &mut Vec<u32>) {
+unsafe fn find<V: Simd>(values: &[f32], least: f32, first: u32, to: &mut Vec<u32>) {
     let (words, rest) = values.as_chunks::<WORD>();
     for (word, at) in words.iter().zip((first..).step_by(WORD)) {
         let mut bits = 0u64;
         for lane in (0..WORD).step_by(V::LANES) {
-            bits |= u64::from(unsafe { V::load(word.as_ptr().add(lane)).not_below(V::splat(floor)) }) << lane;
+            bits |= u64::from(unsafe { V::load(word.as_ptr().add(lane)).not_below(V::splat(least)) }) << lane;
         }
         while bits != 0 {
             to.push(at + bits.trailing_zeros());
@@ -271,7 +288,7 @@ unsafe fn find<V: Simd>(values: &[f32], floor: f32, first: u32, to: &mut Vec<u32
         }
     }
     let at = first + (values.len() - rest.len()) as u32;
-    let not_below = |value: &f32| value.partial_cmp(&floor) != Some(Ordering::Less);
+    let not_below = |value: &f32| value.partial_cmp(&least) != Some(Ordering::Less);
     to.extend((at..).zip(rest).filter(|(_, value)| not_below(value)).map(|(i, _)| i));
 }
 
@@ -289,25 +306,14 @@ mod tests {
             order.sort_by(|&a, &b| values[b as usize].total_cmp(&values[a as usize]));
             let mut expected = order[..k].to_vec();
             expected.sort_unstable();
-            prop_assert_eq!(largest(&values, k, 0.0), expected);
-        }
-
-        #[test]
-        fn those_below_a_limit_are_left_out(
-            values in prop::collection::vec(0u8..200, 1..2000), k in 0usize..2000, least in 0u8..250,
-        ) {
-            let values: Vec<f32> = values.into_iter().map(f32::from).collect();
-            let (k, least) = (k.min(values.len()), f32::from(least));
-            let mut expected = largest(&values, k, 0.0);
-            expected.retain(|&i| values[i as usize] >= least);
-            prop_assert_eq!(largest(&values, k, least), expected);
+            prop_assert_eq!(largest(&values, k), expected);
         }
 
         #[test]
         fn nan_counts_as_largest(at in 0usize..700, other in 0usize..700, k in 2usize..100) {
             let mut values: Vec<f32> = (0..700).map(|i| (i * 37 % 101) as f32).collect();
             (values[at], values[other]) = (f32::NAN, f32::NAN);
-            let found = largest(&values, k, 0.0);
+            let found = largest(&values, k);
             prop_assert!(found.len() == k && found.contains(&(at as u32)) && found.contains(&(other as u32)));
         }
     }

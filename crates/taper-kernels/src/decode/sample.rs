@@ -45,18 +45,13 @@ impl Sampling {
         (pilot.max(self.pilot_tokens).max(2), self.dense_share.min(1.0) * n as f64 - fixed as f64)
     }
 
-    /// The share of the attention mass, summed over a group of query heads, from which a key among `n` is cheaper to read than to
-    /// sample around.
+    /// What sampling costs, as [`top_paying`](super::top_paying) takes it.
     ///
-    /// One key of weight e more in the sum of e² asks for n (z e d / (epsilon D ‖o‖))² sampled ones more, with d the values' distance
-    /// from the output o, D the sum of all e, z the norm's quantile: e = epsilon D ‖o‖ / (z d √n) costs one key. Of the sample as
-    /// many keys as the pilot has cost nothing, which is the second term. Both factors were found on real heads, where half and
-    /// twice as much costs a few per cent more (`bench/promise.md`); n is taken in whole blocks, so that the next steps' shares are
-    /// the same.
-    pub fn paying_share(&self, n: usize, group: usize) -> f64 {
-        let n = n.next_multiple_of(BLOCK_TOKENS).max(BLOCK_TOKENS);
-        let (pilot, n) = (self.bounds(n, 0).0 as f64, n as f64);
-        self.promise.epsilon * (0.0962 * group as f64 / n.sqrt() + pilot / (6.0 * n))
+    /// With o the output, d the distance of the values from it and z the quantile of the error's norm, n keys whose squared shares of
+    /// the attention mass sum to q need a sample of n q (z d / (epsilon ‖o‖))², less what drawing without replacement saves. z d / ‖o‖ is
+    /// taken to be the same for all heads; the factor was found on real ones (`bench/promise.md`).
+    pub fn noise(&self) -> f32 {
+        (0.18 * self.promise.epsilon).powi(2) as f32
     }
 }
 

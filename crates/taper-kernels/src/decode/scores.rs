@@ -2,7 +2,7 @@
 
 use super::attend::score_keys;
 use super::choose::per_row;
-use super::{Decode, UNIT_TOKENS, View, with_view};
+use super::{Decode, Over, UNIT_TOKENS, View, with_view};
 #[cfg(feature = "cuda")]
 use crate::cuda::step::Scored;
 use crate::kv::{BLOCK_TOKENS, KvElement};
@@ -134,8 +134,8 @@ impl HeadScores {
         (max, units().map(|unit| unit.1 * (unit.0 - max).exp()).sum())
     }
 
-    /// Each token's share of the attention mass, summed over the group: all shares together come to the group's size.
-    pub fn importance(&self) -> Vec<f32> {
+    /// Each token's share of the attention mass, over the group: all sums together come to the group's size.
+    pub fn importance(&self, over: Over) -> Vec<f32> {
         let n = self.scores.len() / self.group;
         let mut importance = vec![0.0; n];
         for g in 0..self.group {
@@ -144,7 +144,11 @@ impl HeadScores {
             let units = importance.chunks_mut(UNIT_TOKENS).zip(weights.chunks(UNIT_TOKENS));
             for ((to, weights), masses) in units.zip(self.units.chunks_exact(self.group)) {
                 let share = (masses[g].0 - max).exp() / sum;
-                to.iter_mut().zip(weights).for_each(|(total, weight)| *total += weight * share);
+                let to = to.iter_mut().zip(weights);
+                match over {
+                    Over::Sum => to.for_each(|(total, weight)| *total += weight * share),
+                    Over::Max => to.for_each(|(most, weight)| *most = (weight * share).max(*most)),
+                }
             }
         }
         importance

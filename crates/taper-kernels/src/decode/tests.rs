@@ -64,7 +64,7 @@ fn agrees_with_f64_for_every_group_dtype_selection_and_instruction_set() {
                     Selection::sink_window(&rows, kv_heads, 4, 100),
                     top_k(
                         batch.rows,
-                        &importance(&all_scores(&batch)),
+                        &importance(&all_scores(&batch), Over::Sum),
                         4,
                         16,
                         &[vec![20; kv_heads], vec![7; kv_heads]].concat(),
@@ -120,7 +120,7 @@ fn top_k_keeps_the_keys_of_largest_mass_over_the_group() {
         let sum: f64 = scores.iter().map(|s| s.exp()).sum();
         mass.iter_mut().zip(scores).for_each(|(m, s)| *m += s.exp() / sum);
     }
-    let chosen = top_k(batch.rows, &importance(&all_scores(&batch)), 4, 32, &[25]).unwrap();
+    let chosen = top_k(batch.rows, &importance(&all_scores(&batch), Over::Sum), 4, 32, &[25]).unwrap();
     let HeadSelection::Keys(keys) = &chosen.heads().unwrap()[0] else { panic!("dense") };
     assert_eq!(keys.ranges, [0..4, n - 32..n]);
     let mut order: Vec<usize> = (4..n - 32).collect();
@@ -132,17 +132,44 @@ fn top_k_keeps_the_keys_of_largest_mass_over_the_group() {
     };
     assert_eq!(keys.ids, first(25));
 
-    // Of them those that hold enough: as many as are asked for at most.
-    let least = (mass[order[11]] + mass[order[12]]) / 2.0;
-    for (k, count) in [(25, 12), (400, 12), (12, 12), (5, 5)] {
-        let chosen = top_k_over(batch.rows, &importance(&all_scores(&batch)), (4, 32), &[k], &[least as f32]).unwrap();
+    // Of them those that pay, the heaviest first, to an eighth of an octave.
+    let known = importance(&all_scores(&batch), Over::Sum);
+    let squares: Vec<f64> = order.iter().map(|&i| mass[i] * mass[i]).collect();
+    let noise = squares[20..].iter().sum::<f64>() as f32;
+    let pays = |read: usize| {
+        let rest: f64 = squares[read..].iter().sum();
+        (order.len() - read) as f64 * squares[read] >= rest + f64::from(noise)
+    };
+    let exact = (0..order.len()).find(|&read| !pays(read)).unwrap();
+    for k in [400, exact / 2] {
+        let chosen = top_paying(batch.rows, &known, (4, 32), &[k], Some(noise)).unwrap();
         let HeadSelection::Keys(keys) = &chosen.heads().unwrap()[0] else { panic!("dense") };
+        let count = keys.ids.len();
         assert_eq!((&keys.ids, &keys.ranges[..]), (&first(count), &[0..4, n - 32..n][..]), "at most {k}");
+        let apart = (squares[count] / squares[exact.min(k)]).log2().abs() / 2.0;
+        assert!(count > 3 && count <= k && apart <= 0.25, "at most {k}: {count} keys, {exact} by the rule");
     }
     // As many as there are at most is everything, whatever they hold.
-    let all = top_k_over(batch.rows, &importance(&all_scores(&batch)), (4, 32), &[n - 36], &[1e9]).unwrap();
+    let all = top_paying(batch.rows, &known, (4, 32), &[n - 36], Some(noise)).unwrap();
     assert_eq!(all.heads().unwrap(), [HeadSelection::Dense]);
-    assert!(top_k_over(batch.rows, &importance(&all_scores(&batch)), (4, 32), &[5], &[0.1, 0.2]).is_err());
+}
+
+#[test]
+fn shares_over_a_group_are_their_sum_or_the_largest() {
+    let mut numbers = Numbers(10);
+    let cache = Cache::new(&mut numbers, 300, 1, 16, DType::F32);
+    let q = numbers.tensor(&[1, 3, 16]);
+    let rows = [DecodeRow { table: &cache.table, visible: 0..300 }];
+    let of = |q: &Tensor, over| {
+        let known = all_scores(&Decode { q, kv: cache.kv(), rows: &rows });
+        known.of(0).unwrap().importance(over)
+    };
+    let heads: Vec<_> = (0..3).map(|g| of(&q.narrow(1, g, 1).unwrap(), Over::Sum)).collect();
+    for (i, (sum, most)) in of(&q, Over::Sum).into_iter().zip(of(&q, Over::Max)).enumerate() {
+        let all = [heads[0][i], heads[1][i], heads[2][i]];
+        assert!((sum - all.iter().sum::<f32>()).abs() <= 1e-6 * sum);
+        assert!((most - all.into_iter().fold(0.0, f32::max)).abs() <= 1e-6 * most);
+    }
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! Source: Quest (Tang et al. 2024, arXiv:2406.10774), section 3.2.
 
 use super::{Extend, Lookup, Part, dims, for_each_part};
-use crate::decode::{Decode, HeadScores, Importance, Page, pass};
+use crate::decode::{Decode, HeadScores, Importance, Over, Page, pass};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
 use crate::simd::{Isa, Simd, dispatch};
 use candle_core::{Result, Storage, Tensor, bail};
@@ -60,19 +60,19 @@ pub fn extend(index: &Tensor, k: &Tensor, parts: &[Part]) -> Result<()> {
     )
 }
 
-/// The share of attention mass that each page would hold if its keys scored as high as the bounds allow, summed over
-/// the group, for the rows and KV heads `wanted` `[R, kv_heads]`.
+/// The share of attention mass that each page would hold if its keys scored as high as the bounds allow, over the
+/// group, for the rows and KV heads `wanted` `[R, kv_heads]`.
 ///
 /// # Errors
 /// Shapes or dtypes that differ.
-pub fn importance(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<Importance> {
+pub fn importance(batch: &Decode, index: &Tensor, wanted: &[bool], over: Over) -> Result<Importance> {
     #[cfg(feature = "cuda")]
     if batch.q.device().is_cuda() {
         check(batch, index, wanted)?;
-        return Ok(crate::cuda::step::bounds(batch, index, wanted)?.into());
+        return Ok(Importance::of_scored(crate::cuda::step::bounds(batch, index, wanted)?, over));
     }
     let (page, heads) = scores(batch, index, wanted)?;
-    Ok(Importance::of_scores(page, heads.len(), |i| heads[i].as_ref()))
+    Ok(Importance::of_scores(page, heads.len(), |i| heads[i].as_ref(), over))
 }
 
 fn check(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<()> {

@@ -84,7 +84,10 @@ pub fn importance(batch: &Decode, index: &Tensor, queries: &PerHead<Mlp>, wanted
     }
     #[cfg(feature = "cuda")]
     if batch.q.device().is_cuda() {
-        return Ok(crate::cuda::step::equal_bits(batch, index, queries, wanted)?.into());
+        return Ok(Importance::of_scored(
+            crate::cuda::step::equal_bits(batch, index, queries, wanted)?,
+            crate::decode::Over::Sum,
+        ));
     }
     let q = super::queries(batch)?;
     let (storage, _) = index.storage_and_layout();

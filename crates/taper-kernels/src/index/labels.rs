@@ -3,7 +3,7 @@
 //! Source: Double Sparsity (Yang et al. 2024, arXiv:2408.07092), section 3.
 
 use super::{Extend, Lookup, Part, dims, for_each_part};
-use crate::decode::{Decode, Gathered, Importance, dots, pass};
+use crate::decode::{Decode, Gathered, Importance, Over, dots, pass};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
 use crate::simd::{Isa, dispatch};
 use candle_core::{Result, Storage, Tensor, bail};
@@ -63,7 +63,13 @@ fn check(index: &Tensor, channels: &[Vec<u32>], d: usize, kv_heads: usize) -> Re
 ///
 /// # Errors
 /// Shapes or dtypes that differ.
-pub fn importance(batch: &Decode, index: &Tensor, channels: &[Vec<u32>], wanted: &[bool]) -> Result<Importance> {
+pub fn importance(
+    batch: &Decode,
+    index: &Tensor,
+    channels: &[Vec<u32>],
+    wanted: &[bool],
+    over: Over,
+) -> Result<Importance> {
     let (rows, q_heads, kv_heads, d) = batch.dims()?;
     check(index, channels, d, kv_heads)?;
     if wanted.len() != rows * kv_heads {
@@ -71,7 +77,7 @@ pub fn importance(batch: &Decode, index: &Tensor, channels: &[Vec<u32>], wanted:
     }
     #[cfg(feature = "cuda")]
     if batch.q.device().is_cuda() {
-        return Ok(crate::cuda::step::labels(batch, index, channels, wanted)?.into());
+        return Ok(Importance::of_scored(crate::cuda::step::labels(batch, index, channels, wanted)?, over));
     }
     let (group, r) = (q_heads / kv_heads, index.dim(3)?);
     let q = super::queries(batch)?;
@@ -101,5 +107,5 @@ pub fn importance(batch: &Decode, index: &Tensor, channels: &[Vec<u32>], wanted:
             }
         })
     });
-    Ok(Importance::of_scores(1, heads.len(), |i| heads[i].as_ref()))
+    Ok(Importance::of_scores(1, heads.len(), |i| heads[i].as_ref(), over))
 }

@@ -2,7 +2,7 @@
 
 use super::clusters::{Centroids, Probes};
 use super::*;
-use crate::decode::{DecodeRow, HeadSelection, Keys, top_k};
+use crate::decode::{DecodeRow, HeadSelection, Keys, Over, top_k};
 use crate::kv;
 use crate::mlp::{Activation, Mlp, PerHead};
 use crate::rotary::Rotation;
@@ -109,7 +109,7 @@ fn bounds_hold_every_score_and_rank_pages_by_it() {
         for start in [0, 37] {
             let row = [DecodeRow { table: &cache.table, visible: start..n }];
             let batch = Decode { q: &q, kv: cache.kv(), rows: &row };
-            let importance = bounds::importance(&batch, &to, &[true, true]).unwrap();
+            let importance = bounds::importance(&batch, &to, &[true, true], Over::Sum).unwrap();
             let chosen = top_k(&row, &importance, 5, 9, &[40, 40]).unwrap();
             let queries = &q.to_vec3::<f32>().unwrap()[0];
             for head in 0..2 {
@@ -155,7 +155,7 @@ fn labels_of_all_channels_rank_as_true_scores_and_few_by_their_own() {
     for channels in [vec![(0..D as u32).collect::<Vec<_>>(); 2], vec![vec![3, 9, 17, 22], vec![0, 1, 2, 5]]] {
         let to = index(&cache, 64, channels[0].len(), DType::F32);
         labels::extend(&to, &cache.k, &parts(&cache.table, 0, n), &channels).unwrap();
-        let importance = labels::importance(&batch, &to, &channels, &[true; 4]).unwrap();
+        let importance = labels::importance(&batch, &to, &channels, &[true; 4], Over::Sum).unwrap();
         let chosen = top_k(&rows, &importance, 4, 10, &[25; 4]).unwrap();
         for (i, head) in chosen.heads().unwrap().iter().enumerate() {
             let (row, head_index) = (i / 2, i % 2);

@@ -4,7 +4,7 @@ use crate::cache::{GRID, LIMIT, Numbers, below, device, elements, furthest, rela
 use crate::step::Both;
 use candle_core::{DType, Tensor};
 use taper_kernels::decode::{
-    Budget, Certainty, Decode, DecodeRow, Selection, attend, importance, sample_certain, scores, top_k,
+    Budget, Certainty, Decode, DecodeRow, Over, Selection, attend, importance, sample_certain, scores, top_k,
 };
 use taper_kernels::index::{bounds, norms};
 use taper_kernels::kv::{self, BLOCK_TOKENS};
@@ -115,11 +115,11 @@ fn sampled(
             Fixed::SinkWindow => (None, Selection::sink_window(rows, kv_heads, 16, 64)),
             Fixed::Tokens => {
                 let found = scores(batch, &wanted).unwrap();
-                let chosen = top_k(rows, &importance(&found), 16, 64, &k).unwrap();
+                let chosen = top_k(rows, &importance(&found, Over::Sum), 16, 64, &k).unwrap();
                 (Some(found), chosen)
             }
             Fixed::Pages => {
-                let found = bounds::importance(batch, pages.of(batch).0, &wanted).unwrap();
+                let found = bounds::importance(batch, pages.of(batch).0, &wanted, Over::Sum).unwrap();
                 (None, top_k(rows, &found, 16, 64, &k).unwrap())
             }
         };
@@ -279,7 +279,7 @@ fn a_row_alone_is_the_row_among_others() {
             let alone = Decode { q: &q, rows: &rows[i..=i], ..batch };
             let found = scores(&alone, &vec![true; both.caches.kv_heads]).unwrap();
             let k = vec![24; both.caches.kv_heads];
-            let fixed = top_k(&rows[i..=i], &importance(&found), 16, 64, &k).unwrap();
+            let fixed = top_k(&rows[i..=i], &importance(&found, Over::Sum), 16, 64, &k).unwrap();
             let (selection, _) = sample_certain(&alone, &fixed, None, &streams[i..=i], pages.of(&alone), &how).unwrap();
             let (got, row) = (attend(&alone, &selection, None).unwrap(), out.narrow(0, i, 1).unwrap());
             match selection.budgets().unwrap() {

@@ -7,7 +7,7 @@ use crate::cache::{
 use candle_core::{DType, Device, Tensor};
 use taper_kernels::cuda::{Batch, Lists, Plan, Scratch, Streams, listed};
 use taper_kernels::decode::{
-    Decode, DecodeRow, HeadSelection, Keys, Sample, Selection, Values, attend, importance, scores, top_k,
+    Decode, DecodeRow, HeadSelection, Keys, Over, Sample, Selection, Values, attend, importance, scores, top_k,
 };
 use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 
@@ -63,7 +63,8 @@ fn selections_agree_with_the_cpu() {
         let batch = queries.decode(&caches, &rows);
         let wanted = vec![true; rows.len() * kv_heads];
         let chosen =
-            top_k(&rows, &importance(&scores(&batch, &wanted).unwrap()), 4, 16, &vec![40; wanted.len()]).unwrap();
+            top_k(&rows, &importance(&scores(&batch, &wanted).unwrap(), Over::Sum), 4, 16, &vec![40; wanted.len()])
+                .unwrap();
         compare(&caches, &queries, &rows, &chosen, &what);
         // Each head otherwise, values with given weights among them.
         let mut heads = Selection::dense(rows.len(), kv_heads).heads().unwrap().to_vec();

@@ -3,7 +3,7 @@
 use crate::cache::{Caches, LIMIT, Numbers, Queries, below, elements, every_group, furthest};
 use candle_core::{DType, Tensor};
 use taper_kernels::cuda::{Between, Scores, View, pick_blocks, scores, top_k, top_p};
-use taper_kernels::decode::{self, HeadSelection};
+use taper_kernels::decode::{self, HeadSelection, Over};
 use taper_kernels::kv::BLOCK_TOKENS;
 
 const LENS: [usize; 4] = [3, 80, 700, 2500];
@@ -38,7 +38,7 @@ fn the_largest_shares_and_the_fewest_that_hold_one_are_those_of_the_cpu() {
         let (rows, batch) = (caches.rows(), queries.batch(&caches));
         let lens = LENS.map(|n| n as u32);
         let wanted = vec![true; rows.len() * kv_heads];
-        let on_cpu = decode::importance(&decode::scores(&queries.decode(&caches, &rows), &wanted).unwrap());
+        let on_cpu = decode::importance(&decode::scores(&queries.decode(&caches, &rows), &wanted).unwrap(), Over::Sum);
         let on_cuda = all_scores(&caches, &queries);
         let between = || Between::new(batch.q, kv_heads, &lens, 4, 30, 1).unwrap();
         for k in [1, 50, 1000] {

@@ -4,7 +4,7 @@ use crate::cache::{Caches, GRID, LIMIT, Numbers, Queries, below, device, element
 use candle_core::{DType, Tensor};
 use taper_kernels::budget::{Promise, Rule};
 use taper_kernels::decode::{
-    By, Decode, DecodeRow, Foreseen, HeadSelection, Keys, Sample, Sampling, Selection, Spread, Targets, attend,
+    By, Decode, DecodeRow, Foreseen, HeadSelection, Keys, Over, Sample, Sampling, Selection, Spread, Targets, attend,
     bernoulli_queries, importance, sample, sample_some, sample_values, scores, top_k, top_p,
 };
 use taper_kernels::index::{bounds, clusters};
@@ -159,8 +159,8 @@ fn values_of_what_was_chosen_on_the_device_are_those_of_the_cpu() {
         let wanted = vec![true; both.heads()];
         let (found, cuda_found) = (scores(&cpu, &wanted).unwrap(), scores(&cuda, &wanted).unwrap());
         let k: Vec<usize> = (0..both.heads()).map(|i| 40 * (1 + i % 5)).collect();
-        let top = |of| top_k(&rows, &importance(of), 5, 37, &k).unwrap();
-        let most = |of| top_p(&rows, &importance(of), 5, 37, 0.6, both.group).unwrap();
+        let top = |of| top_k(&rows, &importance(of, Over::Sum), 5, 37, &k).unwrap();
+        let most = |of| top_p(&rows, &importance(of, Over::Sum), 5, 37, 0.6, both.group).unwrap();
         let few = |batch: &Decode| {
             let fixed = Selection::sink_window(&rows, both.caches.kv_heads, 5, 37);
             sample_some(batch, &fixed, &k, &both.streams).unwrap()
@@ -217,7 +217,7 @@ fn values_of_pages_and_clusters_are_those_of_the_cpu() {
             });
         let (wanted, k) = (vec![true; both.heads()], vec![300; both.heads()]);
         let by_pages = |batch: &Decode, index: &Tensor| {
-            top_k(&rows, &bounds::importance(batch, index, &wanted).unwrap(), 5, 37, &k).unwrap()
+            top_k(&rows, &bounds::importance(batch, index, &wanted, Over::Sum).unwrap(), 5, 37, &k).unwrap()
         };
         let chosen = [&by_pages(&cpu, &pages[0]), &by_pages(&cuda, &pages[1])];
         both.alike(&rows, chosen, [By::Keys; 2], SPREADS[at % 6], DRAWN, &format!("{grid:?}, pages of {page}"));
@@ -261,7 +261,7 @@ fn values_of_a_sample_that_keeps_a_promise_are_near_dense_attention() {
         let found = scores(&batch, &vec![true; rows.len() * kv_heads]).unwrap();
         let by_scores = |page: bool| -> Selection {
             if !page {
-                return top_k(&rows, &importance(&found), 16, 64, &vec![50; rows.len() * kv_heads]).unwrap();
+                return top_k(&rows, &importance(&found, Over::Sum), 16, 64, &vec![50; rows.len() * kv_heads]).unwrap();
             }
             let shape = bounds::shape(16, grid.1);
             let blocks = both.caches.cuda.0.dim(0).unwrap();
@@ -269,8 +269,14 @@ fn values_of_a_sample_that_keeps_a_promise_are_near_dense_attention() {
             let parts = both.caches.parts(0, usize::MAX);
             bounds::extend(&index, &both.caches.cuda.0, &parts).unwrap();
             let wanted = vec![true; rows.len() * kv_heads];
-            top_k(&rows, &bounds::importance(&batch, &index, &wanted).unwrap(), 16, 64, &vec![50; wanted.len()])
-                .unwrap()
+            top_k(
+                &rows,
+                &bounds::importance(&batch, &index, &wanted, Over::Sum).unwrap(),
+                16,
+                64,
+                &vec![50; wanted.len()],
+            )
+            .unwrap()
         };
         let fixed = by_scores(at % 2 == 1);
         let (sampled, _) = sample(&batch, &fixed, &Foreseen::default(), None, &of, &how).unwrap();

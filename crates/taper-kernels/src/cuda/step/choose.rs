@@ -6,7 +6,7 @@ use crate::cuda::batch::{Batch, Lists};
 use crate::cuda::error::Result;
 use crate::cuda::op::Op;
 use crate::cuda::score::{self, Between, How, Scores, View, select};
-use crate::decode::{Decode, DecodeRow, Selection, sink_window};
+use crate::decode::{Decode, DecodeRow, Over, Selection, of_pages, sink_window};
 use crate::kv::BLOCK_TOKENS;
 use crate::lent::Lent;
 use candle_core::Tensor;
@@ -76,9 +76,15 @@ impl Scored {
         }
     }
 
-    /// The entries between that matter most: of each list as many as `k` `[lists]`, u32, says, at most `most`, and none that
-    /// matters less than `least` `[lists]`, f32.
-    fn choose(&self, op: &Op, between: Between, (most, k, least): (usize, &Tensor, Option<&Tensor>)) -> Result<Lists> {
+    /// The entries between that matter most: of each list as many as `k` `[lists]`, u32, says, at most `most`, and, if
+    /// there is `noise`, only what is cheaper to read than to sample around.
+    fn choose(
+        &self,
+        op: &Op,
+        between: Between,
+        (most, k, noise): (usize, &Tensor, Option<f32>),
+        over: Over,
+    ) -> Result<Lists> {
         let batch = self.step.batch();
         let scored;
         let numbers = match &self.by {
@@ -87,13 +93,13 @@ impl Scored {
             By::Bounds(index) => {
                 if score::picks(batch.max_len, self.page()) {
                     let longest = self.step.lens.iter().copied().max().unwrap_or(0);
-                    return score::pick_pages(op, &batch, index, between, (most, k, least), longest);
+                    return score::pick_pages(op, &batch, index, between, (most, k, noise), (longest, over));
                 }
                 scored = score::scores(&batch, batch.q, View::Pages(index), scale(&batch))?;
                 scored.of()
             }
         };
-        select(op, &batch, numbers, between, &How::by_count(op, most, Some(k), numbers.0.dim(2)?)?.least(least))
+        select(op, &batch, numbers, between, &How::by_count(op, most, Some(k), numbers.0.dim(2)?)?.paying(noise, over))
     }
 
     /// The ranges that each row and KV head reads whatever is chosen; none where it reads everything: where nothing is
@@ -140,18 +146,16 @@ pub(crate) fn scores(batch: &Decode, wanted: &[bool]) -> Result<Option<Scored>> 
 /// Entries and draws that there is room for are a multiple of so many, so that the next steps' choices are the same launches.
 pub(super) const ROOM: usize = 64;
 
-/// [`crate::decode::top_k_over`].
-pub(crate) fn top_k_over(
+/// [`crate::decode::top_paying`].
+pub(crate) fn top_paying(
     rows: &[DecodeRow],
-    importance: &Scored,
+    (importance, over): (&Scored, Over),
     fixed: (usize, usize),
-    (k, least): (&[usize], &[f32]),
+    (k, noise): (&[usize], Option<f32>),
 ) -> Result<Selection> {
     let (step, page) = (&importance.step, importance.page());
     let op = Op::new("top_k", "q", step.batch().q)?;
     importance.check(&op, rows)?;
-    let fits = least.is_empty() || least.len() == k.len();
-    op.check(fits, "least", least.len(), format_args!("none, or {} numbers", k.len()))?;
     op.check(k.len() == importance.wanted.len(), "k", k.len(), format_args!("{} numbers", importance.wanted.len()))?;
     let fixed = importance.fixed(rows, fixed, |i, between| k[i] >= between);
     if fixed.iter().all(Option::is_none) {
@@ -166,14 +170,14 @@ pub(crate) fn top_k_over(
     let ks: Vec<u32> = take.iter().map(|&k| k as u32).collect();
     let most = take.iter().copied().max().unwrap_or(0).next_multiple_of(ROOM);
     let between = Between::of(&op, &step.lens, &fixed, page)?;
-    let limits = if least.is_empty() { None } else { Some(op.kept(least, [least.len()])?) };
-    let lists = importance.choose(&op, between, (most, &op.kept(&ks, [ks.len()])?, limits.as_ref()))?;
-    // Pages over the ends of what lies between count for what of them does, and how many matter enough, only the choice knows.
+    let noise = noise.map(|noise| of_pages(noise, page));
+    let lists = importance.choose(&op, between, (most, &op.kept(&ks, [ks.len()])?, noise), over)?;
+    // Pages over the ends of what lies between count for what of them does, and how many pay, only the choice knows.
     let count = |(i, fixed): (usize, &Option<[Range<usize>; 2]>)| match fixed {
         None => step.visible(i),
         Some(ranges) => ranges.iter().map(Range::len).sum::<usize>() + take[i],
     };
-    let counts = (page == 1 && least.is_empty()).then(|| fixed.iter().enumerate().map(count).collect());
+    let counts = (page == 1 && noise.is_none()).then(|| fixed.iter().enumerate().map(count).collect());
     Ok(Chosen::Keys(step.clone(), lists, counts).into())
 }
 

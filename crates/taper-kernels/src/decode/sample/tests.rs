@@ -3,7 +3,7 @@
 use super::*;
 use crate::budget::Rule;
 use crate::decode::tests::all_scores;
-use crate::decode::{DecodeRow, attend, importance, top_k};
+use crate::decode::{DecodeRow, Over, attend, importance, top_k};
 use crate::index::Part;
 use crate::kv::{self, PagedKv};
 use crate::testing::{Cache, Numbers, relative_error};
@@ -61,7 +61,7 @@ fn draw(cache: &Cache, q: &Tensor, how: &Sampling, runs: u32) -> Drawn {
     let rows = [DecodeRow { table: &cache.table, visible: 0..n }];
     let batch = Decode { q, kv: cache.kv(), rows: &rows };
     let known = all_scores(&batch);
-    let fixed = top_k(batch.rows, &importance(&known), 16, 64, &[n / 50]).unwrap();
+    let fixed = top_k(batch.rows, &importance(&known, Over::Sum), 16, 64, &[n / 50]).unwrap();
     let queries = &q.to_vec3::<f32>().unwrap()[0];
     let exact: Vec<Vec<f64>> = queries.iter().map(|q| cache.attend(q, 0, (0..n).map(|i| (i, 0.0)))).collect();
     let mut drawn = Drawn { errors: vec![Vec::new(); exact.len()], sampled: 0.0, dense: 0.0, decided: 0.0 };
@@ -198,7 +198,7 @@ fn every_rule_for_the_output_keeps_its_promise_for_every_head_of_a_group() {
         let rows = [DecodeRow { table: &cache.table, visible: 0..6000 }];
         let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
         let known = all_scores(&batch);
-        let fixed = top_k(batch.rows, &importance(&known), 16, 64, &[120]).unwrap();
+        let fixed = top_k(batch.rows, &importance(&known, Over::Sum), 16, 64, &[120]).unwrap();
         let queries = &q.to_vec3::<f32>().unwrap()[0];
         let exact: Vec<Vec<f64>> = queries.iter().map(|q| cache.attend(q, 0, (0..6000).map(|i| (i, 0.0)))).collect();
         for rule in [Rule::Chi2, Rule::Ratio, Rule::Tight, Rule::Lemma] {
@@ -230,7 +230,7 @@ fn what_a_sample_is_known_to_come_to_is_what_its_keys_come_to() {
         let rows = [DecodeRow { table: &cache.table, visible: 0..n }];
         let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
         let known = all_scores(&batch);
-        let fixed = top_k(batch.rows, &importance(&known), 16, 64, &[100]).unwrap();
+        let fixed = top_k(batch.rows, &importance(&known, Over::Sum), 16, 64, &[100]).unwrap();
         let stream = Stream { seed: 3, layer: 0, head: 0, position: n as u32 - 1 };
         for (scores, epsilon) in [(Some(&known), 0.5), (None, 0.5), (None, 0.2)] {
             let how = sampling(Rule::Chi2, epsilon, 0.4);

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::decode::tests::all_scores;
-use crate::decode::{DecodeRow, Keys, attend, importance, top_k};
+use crate::decode::{DecodeRow, Keys, Over, attend, importance, top_k};
 use crate::testing::{Cache, Numbers, relative_error};
 use candle_core::DType;
 use proptest::prelude::*;
@@ -66,7 +66,7 @@ fn outputs_are_unbiased() {
     let known = all_scores(&batch);
     let query = q.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     let whole = Selection::dense(1, 1);
-    let some = top_k(&rows, &importance(&known), 3, 20, &[80]).unwrap();
+    let some = top_k(&rows, &importance(&known, Over::Sum), 3, 20, &[80]).unwrap();
     let HeadSelection::Keys(keys) = &some.heads().unwrap()[0] else { panic!("dense") };
     let chosen: Vec<usize> =
         keys.ranges.iter().flat_map(Clone::clone).chain(keys.ids.iter().map(|&i| i as usize)).collect();
