@@ -56,20 +56,20 @@ fn kept(length: usize, layers: &[usize], epsilons: &[(f64, Costs)], draws: usize
 #[test]
 fn every_promise_is_kept_on_an_early_a_middle_and_a_late_layer() {
     let costs = [
-        (0.05, [[0.505, 0.004, 0.149], [0.499, 0.0, 0.084], [0.498, 0.0, 0.030], [0.498, 0.0, 0.0]]),
-        (0.1, [[0.405, 0.001, 0.103], [0.402, 0.0, 0.047], [0.401, 0.0, 0.006], [0.401, 0.0, 0.0]]),
-        (0.2, [[0.352, 0.001, 0.065], [0.350, 0.0, 0.021], [0.349, 0.0, 0.0], [0.349, 0.0, 0.0]]),
+        (0.05, [[0.473, 0.109, 0.161], [0.456, 0.081, 0.092], [0.437, 0.046, 0.072], [0.420, 0.016, 0.074]]),
+        (0.1, [[0.384, 0.0, 0.094], [0.383, 0.0, 0.017], [0.383, 0.0, 0.0], [0.383, 0.0, 0.0]]),
+        (0.2, [[0.356, 0.0, 0.040], [0.355, 0.0, 0.006], [0.355, 0.0, 0.0], [0.355, 0.0, 0.0]]),
     ];
     kept(1024, &LAYERS, &costs, 2000);
 }
 
 /// The tightest, where a longer context leaves more to chance. Promises kept exactly would fail the test in a tenth of all seeds. Nor is the rule far too cautious: where
-/// it decides, a twelfth of what it allows goes wrong at least.
+/// it decides, a fifteenth of what it allows goes wrong at least.
 #[test]
 fn the_tightest_promises_are_kept_over_4096_tokens() {
-    let costs = [[0.177, 0.0, 0.359], [0.175, 0.0, 0.264], [0.173, 0.0, 0.194], [0.172, 0.0, 0.150]];
+    let costs = [[0.166, 0.0, 0.511], [0.162, 0.0, 0.377], [0.160, 0.0, 0.270], [0.158, 0.0, 0.191]];
     for (promise, delta) in kept(4096, &LAYERS, &[(0.05, costs)], 500).iter().zip(DELTAS) {
-        assert!(promise.decided_over > delta / 12.0, "{delta}: {promise:?}");
+        assert!(promise.decided_over > delta / 15.0, "{delta}: {promise:?}");
     }
 }
 
@@ -78,8 +78,8 @@ fn the_tightest_promises_are_kept_over_4096_tokens() {
 #[test]
 fn promises_are_kept_over_8192_tokens() {
     let costs = [
-        (0.05, [[0.110, 0.0, 0.454], [0.108, 0.0, 0.326], [0.106, 0.0, 0.231], [0.105, 0.0, 0.151]]),
-        (0.1, [[0.086, 0.0, 0.364], [0.084, 0.0, 0.248], [0.083, 0.0, 0.167], [0.082, 0.0, 0.095]]),
+        (0.05, [[0.104, 0.0, 0.589], [0.101, 0.0, 0.416], [0.099, 0.0, 0.301], [0.097, 0.0, 0.209]]),
+        (0.1, [[0.082, 0.0, 0.495], [0.079, 0.0, 0.323], [0.077, 0.0, 0.214], [0.076, 0.0, 0.132]]),
     ];
     kept(8192, &[1, 2], &costs, 500);
 }
@@ -90,8 +90,8 @@ fn promises_are_kept_over_8192_tokens() {
 #[test]
 fn promises_are_kept_over_8192_tokens_on_a_middle_and_a_late_layer() {
     let costs = [
-        (0.05, [[0.100, 0.0, 0.618], [0.097, 0.0, 0.475], [0.094, 0.0, 0.317], [0.093, 0.0, 0.184]]),
-        (0.1, [[0.081, 0.0, 0.534], [0.079, 0.0, 0.401], [0.076, 0.0, 0.244], [0.075, 0.0, 0.138]]),
+        (0.05, [[0.098, 0.0, 0.723], [0.094, 0.0, 0.586], [0.091, 0.0, 0.435], [0.088, 0.0, 0.275]]),
+        (0.1, [[0.081, 0.0, 0.632], [0.077, 0.0, 0.485], [0.074, 0.0, 0.341], [0.072, 0.0, 0.197]]),
     ];
     kept(8192, &[14, 23], &costs, 200);
 }

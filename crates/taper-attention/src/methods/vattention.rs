@@ -70,8 +70,8 @@ struct Params {
     #[schemars(extend("exclusiveMinimum" = 0))]
     window: Amount,
     /// Predicted keys read exactly: a whole number, a share of the context below 1, or "auto": those that cost less than
-    /// sampling around them, a quarter of the context at most; 0.02 where `top` does not tell what shares of the attention mass
-    /// keys hold (hash_attention, kmeans, saap) or the tail is `hard`. Ignored where `top` has `probes`.
+    /// sampling around them, half of what `dense_share` leaves beside sinks and window at most; 0.02 where `top` does not tell what
+    /// shares of the attention mass keys hold (hash_attention, kmeans, saap) or the tail is `hard`. Ignored where `top` has `probes`.
     top_k: AutoAmount,
     /// What predicts them.
     #[schemars(schema_with = "top_schema")]
@@ -138,8 +138,7 @@ impl From<RuleName> for Rule {
     }
 }
 
-/// The most keys of a context that are read for paying, and those that are read where nothing tells which do.
-const MOST_PAYING: Amount = Amount::Share(0.25);
+/// Predicted keys that are read where nothing tells which of them pay.
 const FIXED: Amount = Amount::Share(0.02);
 
 /// What the promise rests on.
@@ -192,20 +191,29 @@ struct VAttention {
 }
 
 impl VAttention {
-    /// The most predicted keys that are read exactly, and what pays for a key if only such are.
-    fn top_k(&self) -> (Amount, Option<f64>) {
-        if let AutoAmount::Amount(amount) = self.top_k {
-            return (amount, None);
+    /// How much of what makes a key worth reading a predicted one must be expected to hold, if only such keys are read.
+    fn pays(&self) -> Option<f64> {
+        let auto = matches!(self.top_k, AutoAmount::Auto(_)) && self.tail == Tail::Clt;
+        self.top.method.pays().filter(|_| auto)
+    }
+
+    /// The most predicted keys of `n` that are read exactly, beside the `fixed` that always are.
+    fn most(&self, n: usize, fixed: usize) -> usize {
+        match self.top_k {
+            AutoAmount::Amount(amount) => amount.of(n),
+            // As many are left for a sample: with more the head would soon be dense.
+            AutoAmount::Auto(_) if self.pays().is_some() => {
+                ((self.sampling.dense_share * n as f64) as usize).saturating_sub(fixed) / 2
+            }
+            AutoAmount::Auto(_) => FIXED.of(n),
         }
-        let pays = self.top.method.pays().filter(|_| self.tail == Tail::Clt);
-        (if pays.is_some() { MOST_PAYING } else { FIXED }, pays)
     }
 
     /// What the predictor chose beside sinks and window, and a sample that relies on its having missed nothing heavy.
     fn sample(&self, step: &DecodeStep, (sink, window): (usize, usize)) -> Result<Choice> {
-        let (most, pays) = self.top_k();
-        let noise = pays.map(|pays| self.sampling.noise() * (pays * pays) as f32);
-        let keys = self.top.method.expected(step, step.per_head(|row| most.of(row.visible.len())));
+        let noise = self.pays().map(|pays| self.sampling.noise() * (pays * pays) as f32);
+        let keys = step.per_head(|row| self.most(row.visible.len(), sink + window));
+        let keys = self.top.method.expected(step, keys);
         let foreseen = foresee(&step.batch, (sink, window), &keys, step.streams, &self.sampling)?;
         let exact = self.top.method.select(step, sink, window, Most { keys: &foreseen.keys(keys), noise })?;
         let (selection, budgets) =
@@ -215,7 +223,7 @@ impl VAttention {
 
     /// The same, and a sample that does not rely on it.
     fn sample_certain(&self, step: &DecodeStep, (sink, window): (usize, usize)) -> Result<Choice> {
-        let keys = step.per_head(|row| self.top_k().0.of(row.visible.len()));
+        let keys = step.per_head(|row| self.most(row.visible.len(), sink + window));
         let exact = self.top.method.select(step, sink, window, Most { keys: &keys, noise: None })?;
         let how = Certainty {
             epsilon: self.epsilon,
@@ -241,8 +249,8 @@ impl DecodeMethod for VAttention {
     }
 
     fn reads_all(&self, keys: usize) -> bool {
-        let fixed = [self.sink, self.window, self.top_k().0].map(|amount| amount.of(keys));
-        fixed.iter().sum::<usize>() >= keys
+        let fixed = self.sink.of(keys) + self.window.of(keys);
+        fixed + self.most(keys, fixed) >= keys
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {
