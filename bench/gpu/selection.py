@@ -302,13 +302,15 @@ def bench(put, time):
         if n == 131072:
             for most in (4, 16):
                 f = GroupSelect(x, k, k=k)
-                f.p.base.reserved = most
+                f.p.base.blocks_most = most
                 put(f"select {n} 5% of tokens, clusters of {most} us", time(f))
         put(f"select {n} top-p 0.9 us", time(GroupSelect(x, n, mass=EXP, share=0.9)))
         put(f"select {n} torch.topk us", time(lambda: torch.topk(x, k)))
         g = torch.randn(lists * 4, n, device=DEV)
         put(f"select {n} 5% of tokens, sum of 4 heads us",
             time(GroupSelect(g, k, 4, SUM, torch.logsumexp(g, -1), k=k)))
+        put(f"select {n} what pays of the largest of 4 heads us",
+            time(GroupSelect(g, n // 4, 4, MAX, torch.logsumexp(g, -1), k=n // 4, noise=3e-4)))
         y = x[:, :n // 64].contiguous()
         put(f"select {n} 5% of blocks us", time(GroupSelect(y, k // 64, k=k // 64)))
         put(f"select {n} find_k 0.95 of block masses us",
