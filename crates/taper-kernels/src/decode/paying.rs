@@ -6,7 +6,7 @@
 //! taken from the heaviest on while that holds.
 
 /// Shares are told apart by eighths of an octave, the last of which holds shares from 30 on, or NaN, and the first all below 2^-27.
-pub(crate) const BINS: usize = 256;
+const BINS: usize = 256;
 /// Bits of a float's mantissa below those that tell the eighth.
 const SHIFT: u32 = 20;
 /// What the bits above are in the first bin.
@@ -27,7 +27,7 @@ const fn square(bin: usize) -> u64 {
     if octave < 8 { (middle * middle) >> (8 - octave) } else { (middle * middle) << (octave - 8) }
 }
 
-/// The least share that is read of `shares` `[n]`, pages of `page` keys each, at most `most` of them; with what is more, to an
+/// The least share that is read of `shares` `[n]`, pages of `page` keys each, at most `most` of them, told to an
 /// eighth of an octave.
 pub(super) fn least_paying(shares: &[f32], noise: f32, page: usize, most: usize) -> f32 {
     let mut counts = [0u32; BINS];
