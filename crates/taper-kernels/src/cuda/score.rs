@@ -262,8 +262,7 @@ pub fn top_p(batch: &Batch, scores: &Scores, between: Between, p: f32, capacity:
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_shares, &of) }?;
-    let how =
-        How { capacity, k: 0, ks: None, mass: ffi::TAPER_BY_SCORE, shares: Some(&shares), noise: 0.0, over: Over::Sum };
+    let how = How { capacity, mass: ffi::TAPER_BY_SCORE, shares: Some(&shares), ..How::default() };
     select(&op, batch, scores.of(), Between { lists: plan.into_lists(), begins, ends, whole }, &how)
 }
 
@@ -312,6 +311,7 @@ pub(super) fn largest(
 }
 
 /// What decides how many entries a list takes.
+#[derive(Default)]
 pub(super) struct How<'a> {
     capacity: usize,
     k: i32,
@@ -333,15 +333,7 @@ impl<'a> How<'a> {
     /// At most `k` of so many entries; of each list as many as `ks` `[lists]`, u32, says, which are no more.
     pub fn by_count(op: &Op, k: usize, ks: Option<&'a Tensor>, entries: usize) -> Result<Self> {
         let capacity = k.clamp(1, entries);
-        Ok(Self {
-            capacity,
-            k: op.int("k", k)?,
-            ks,
-            mass: ffi::TAPER_BY_COUNT,
-            shares: None,
-            noise: 0.0,
-            over: Over::Sum,
-        })
+        Ok(Self { capacity, k: op.int("k", k)?, ks, mass: ffi::TAPER_BY_COUNT, ..Self::default() })
     }
 }
 
