@@ -66,7 +66,7 @@ def test_every_parameter_of_every_method_has_a_control(page, ui, address):
         # One look at all controls: what each path shows, first of itself and not of what is within.
         shown = group.evaluate("""(group) => Object.fromEntries([...group.querySelectorAll("[data-path]")].map((one) => {
             const field = one.querySelector("input:not([type=range]), select, textarea");
-            const value = field.type === "checkbox" ? field.checked : field.selectedOptions?.[0].text ?? field.value;
+            const value = field.type === "checkbox" ? field.checked : field.selectedOptions?.[0].text ?? (field.value || field.placeholder);
             return [one.dataset.path, one.checkVisibility() ? value : null];
         }))""")
         for name, schema in method["parameters"]["properties"].items():
@@ -97,7 +97,9 @@ def test_what_the_controls_say_is_sent_and_no_more(page, ui):
     ui.number("attention.prefill.base.random", 5)
     ui.method("attention.decode", "vattention")
     ui.number("attention.decode.epsilon", 0.05)
-    ui.number("attention.decode.top_k", 0.02)
+    ui.number("attention.decode.delta", 0.1)
+    assert ui.control("attention.decode.top_k").locator("input").get_attribute("placeholder") == "auto"
+    ui.number("attention.decode.top_k", 0.05)
     ui.method("attention.decode.top", "quest")
     ui.method("attention.decode.top.page", "32")
     ui.number("attention.audit", 0.5)
@@ -105,7 +107,7 @@ def test_what_the_controls_say_is_sent_and_no_more(page, ui):
     base = {"method": "bigbird", "random": 5}
     wanted = {
         "prefill": {"method": "delta", "gamma": 32, "base": base},
-        "decode": {"method": "vattention", "epsilon": 0.05, "top": {"method": "quest", "page": 32}},
+        "decode": {"method": "vattention", "epsilon": 0.05, "top_k": 0.05, "top": {"method": "quest", "page": 32}},
         "question": "dense",
         "audit": 0.5,
         "trace": True,
@@ -115,9 +117,11 @@ def test_what_the_controls_say_is_sent_and_no_more(page, ui):
     page.locator(".sent summary").first.click()
     assert json.loads(page.locator(".sent code").first.inner_text()) == {"attention": wanted}
     ui.control("attention.decode.epsilon").locator(".reset").click()
+    ui.number("attention.decode.top_k", "")
     ui.number("attention.audit", "")
     ui.control("attention.trace").locator("input").uncheck()
-    wanted["decode"].pop("epsilon")
+    for name in ("epsilon", "top_k"):
+        wanted["decode"].pop(name)
     del wanted["audit"], wanted["trace"]
     assert asked() == wanted
     page.get_by_role("button", name="Reset to the server's default").first.click()

@@ -45,9 +45,8 @@ impl Serialize for Amount {
 }
 
 /// An [`Amount`], or as many tokens as it takes.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
-#[schemars(inline, extend("x-amount" = AUTO))]
 pub enum AutoAmount {
     /// So many tokens.
     Amount(Amount),
@@ -56,9 +55,8 @@ pub enum AutoAmount {
 }
 
 /// The name of as many as it takes.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-#[schemars(inline)]
 pub enum Auto {
     /// The only one.
     Auto,
@@ -87,6 +85,27 @@ impl JsonSchema for Amount {
                 { "minimum": 0, "exclusiveMaximum": 1 },
             ],
             AMOUNT: true,
+        })
+    }
+}
+
+impl JsonSchema for AutoAmount {
+    fn schema_name() -> Cow<'static, str> {
+        "AutoAmount".into()
+    }
+
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({
+            "anyOf": [
+                { "type": "integer", "minimum": 0, "maximum": 1_048_576 },
+                { "type": "number", "minimum": 0, "exclusiveMaximum": 1 },
+                { "const": AUTO },
+            ],
+            AMOUNT: AUTO,
         })
     }
 }

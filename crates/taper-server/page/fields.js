@@ -2,7 +2,7 @@
 
 import { el, freshId, short } from "./dom.js";
 import { inline } from "./inline.js";
-import { choices, kindOf, rangeOf, same, show } from "./schema.js";
+import { choices, kindOf, rangeOf, same, show, wordOf } from "./schema.js";
 
 /**
  * A control. `value()` is what it says (undefined: nothing), `set(value)` changes it, to its default if there is none,
@@ -68,12 +68,13 @@ export function field({ name, path, schema, fallback, onchange }) {
 
 function number(id, schema) {
   const range = rangeOf(schema);
+  const word = wordOf(schema);
   const box = el("input", {
     id,
     type: "number",
     step: range.step ?? "any",
     inputmode: range.whole ? "numeric" : "decimal",
-    placeholder: "not set",
+    placeholder: word ?? "not set",
     autocomplete: "off",
   });
   const bounded = !range.whole && range.least >= 0 && range.most <= 1;
@@ -87,14 +88,14 @@ function number(id, schema) {
   return {
     control: box,
     element: bounded ? el("span", { class: "pair" }, slider, box) : box,
-    get: () => (box.value === "" ? undefined : Number(box.value)),
+    get: () => (box.value === "" ? word : Number(box.value)),
     set(value) {
       // `true` is all of a share.
-      box.value = value === undefined || value === null ? "" : Number(value);
+      box.value = value === undefined || value === null || value === word ? "" : Number(value);
       slider.value = box.value;
     },
     hint: () => "",
-    range: range.words && `${range.words[0].toUpperCase()}${range.words.slice(1)}.`,
+    range: range.words && `${range.words[0].toUpperCase()}${range.words.slice(1)}${word ? `; empty: ${word}` : ""}.`,
     problem: () => (box.validity.badInput ? "This is not a number." : ""),
   };
 }

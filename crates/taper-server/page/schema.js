@@ -29,6 +29,11 @@ export function choices(schema) {
   return constant ? branches.map((branch) => ({ value: branch.const, description: branch.description })) : [];
 }
 
+/** The word that may stand in a number's place: `auto`. */
+export function wordOf(schema) {
+  return (schema.anyOf || []).find((branch) => typeof branch.const === "string")?.const;
+}
+
 /** The schemas of the numbers that a parameter may be. */
 function numbers(schema) {
   const numeric = (s) => [s.type].flat().some((type) => type === "number" || type === "integer");
