@@ -28,7 +28,7 @@ pub use selection::{HeadSelection, Keys, Sample, Selection, Values};
 #[cfg(feature = "cuda")]
 pub(crate) use selection::{counts, tokens};
 pub use values::{By, Spread, Targets, bernoulli_queries, sample_values};
-pub(crate) use {rows::Gathered, rows::dots, scores::HeadScores, scores::pass};
+pub(crate) use {scores::HeadScores, scores::pass};
 
 use crate::kv::{BLOCK_TOKENS, KvElement, PagedKv};
 use candle_core::{CpuStorage, Layout, Result, Storage, Tensor, bail};

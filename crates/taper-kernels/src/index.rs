@@ -98,8 +98,7 @@ impl<'a, T> Lookup<'a, T> {
 }
 
 impl<'a, T> Lookup<'a, T> {
-    /// The rows of some tokens, or pages of them of which a block holds `each`: block by block, with the first of each. Rows
-    /// are asked for some blocks ahead.
+    /// The rows of some tokens, or pages of them of which a block holds `each`: block by block, with the first of each.
     fn blocks(
         &self,
         table: &'a [u32],
@@ -107,15 +106,30 @@ impl<'a, T> Lookup<'a, T> {
         each: usize,
         entries: Range<usize>,
     ) -> impl Iterator<Item = (usize, &'a [T])> {
-        let (width, blocks) = (self.width / each, entries.start / each..entries.end.div_ceil(each));
+        let width = self.width / each;
+        self.whole_blocks(table, head, each, entries).map(move |(of, rows)| {
+            let block = of.start / each * each;
+            (of.start, &rows[(of.start - block) * width..(of.end - block) * width])
+        })
+    }
+
+    /// All rows of the blocks that hold some entries, `each` a block, with those of the entries that each block holds. Rows are
+    /// asked for some blocks ahead.
+    fn whole_blocks(
+        &self,
+        table: &'a [u32],
+        head: usize,
+        each: usize,
+        entries: Range<usize>,
+    ) -> impl Iterator<Item = (Range<usize>, &'a [T])> {
+        let blocks = entries.start / each..entries.end.div_ceil(each);
         blocks.clone().map(move |block| {
             if block + AHEAD_BLOCKS < blocks.end {
                 let later = self.block(table, head, (block + AHEAD_BLOCKS) * BLOCK_TOKENS);
                 prefetch(later.as_ptr(), later.len());
             }
-            let (start, end) = (entries.start.max(block * each), entries.end.min((block + 1) * each));
-            let rows = self.block(table, head, block * BLOCK_TOKENS);
-            (start, &rows[(start - block * each) * width..(end - block * each) * width])
+            let of = entries.start.max(block * each)..entries.end.min((block + 1) * each);
+            (of, self.block(table, head, block * BLOCK_TOKENS))
         })
     }
 }

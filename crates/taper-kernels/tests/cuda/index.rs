@@ -80,8 +80,11 @@ fn bounds_means_and_channels_are_those_of_the_cpu() {
         for part in &parts {
             for head in 0..kv_heads {
                 let at = (part.block as usize * kv_heads + head) * BLOCK_TOKENS * width as usize;
-                let n = part.rows.len() * width as usize;
-                assert_eq!(got[at..at + n], expected[at..at + n], "labels {dtype:?} {d}");
+                // On the CPU they lie channel by channel.
+                for (row, c) in part.rows.clone().flat_map(|row| (0..width as usize).map(move |c| (row, c))) {
+                    let (got, expected) = (got[at + row * width as usize + c], expected[at + c * BLOCK_TOKENS + row]);
+                    assert_eq!(got, expected, "labels {dtype:?} {d}");
+                }
             }
         }
         let empty = [Span { table: 0, tokens: (3, 3) }];
