@@ -80,7 +80,7 @@ impl Predictor for Channels {
     }
 
     fn pays(&self) -> Option<f64> {
-        Some(0.4)
+        Some(0.1)
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {
