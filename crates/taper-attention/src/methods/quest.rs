@@ -64,7 +64,7 @@ impl Predictor for Quest {
     }
 
     fn pays(&self) -> Option<f64> {
-        Some(0.3)
+        Some(0.1)
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {
