@@ -256,6 +256,12 @@ pub fn furthest(a: &Tensor, b: &Tensor) -> f64 {
     elements(a).into_iter().zip(elements(b)).map(apart).fold(0.0, worst)
 }
 
+/// Labels of the CPU `[blocks, kv_heads, 64, channels]`, which lie channel by channel there, key by key as on a device.
+pub fn by_key(labels: &Tensor) -> Tensor {
+    let (blocks, heads, rows, width) = labels.dims4().unwrap();
+    labels.reshape((blocks, heads, width, rows)).unwrap().transpose(2, 3).unwrap().contiguous().unwrap()
+}
+
 /// Fails where `error` is not below `limit`; NaN never is.
 #[track_caller]
 pub fn below(error: f64, limit: f64, what: &str) {

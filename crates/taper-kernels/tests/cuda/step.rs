@@ -1,6 +1,6 @@
 //! What decode methods call, on both devices: scores, choices, samples, indices, and the attention that follows.
 
-use crate::cache::{Caches, GRID, LIMIT, Numbers, Queries, below, device, furthest, relative};
+use crate::cache::{Caches, GRID, LIMIT, Numbers, Queries, below, by_key, device, furthest, relative};
 use candle_core::{DType, Device, Tensor};
 use taper_kernels::budget::{Promise, Rule};
 use taper_kernels::decode::{
@@ -289,10 +289,7 @@ fn pages_and_channels_choose_what_they_choose_on_the_cpu() {
             (0..kv_heads).map(|h| (0..width).map(|c| (3 * c + h) as u32 % d as u32).collect()).collect();
         let extend = |index: &Tensor, k: &Tensor, parts: &[Part]| labels::extend(index, k, parts, &channels).unwrap();
         let (cpu, cuda) = both.index((BLOCK_TOKENS, width, dtype), 50, extend);
-        // On the CPU they lie channel by channel.
-        let blocks = (cpu.dim(0).unwrap(), kv_heads, width, BLOCK_TOKENS);
-        let turned = cpu.reshape(blocks).unwrap().transpose(2, 3).unwrap().contiguous().unwrap();
-        assert_eq!(furthest(&cuda, &turned), 0.0, "{width} channels");
+        assert_eq!(furthest(&cuda, &by_key(&cpu)), 0.0, "{width} channels");
         let found = |over| {
             both.run(&rows, |batch| {
                 let index = if batch.q.device().is_cuda() { &cuda } else { &cpu };
