@@ -68,6 +68,14 @@ pub const AUTO: &str = "auto";
 /// Marks a property that is an [`Amount`], or with [`AUTO`] for its value an [`AutoAmount`].
 pub const AMOUNT: &str = "x-amount";
 
+/// The schemas of the numbers that an [`Amount`] may be.
+fn whole_or_share() -> [Schema; 2] {
+    [
+        json_schema!({ "type": "integer", "minimum": 0, "maximum": 1_048_576 }),
+        json_schema!({ "type": "number", "minimum": 0, "exclusiveMaximum": 1 }),
+    ]
+}
+
 impl JsonSchema for Amount {
     fn schema_name() -> Cow<'static, str> {
         "Amount".into()
@@ -78,14 +86,8 @@ impl JsonSchema for Amount {
     }
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({
-            "type": "number",
-            "anyOf": [
-                { "type": "integer", "minimum": 0, "maximum": 1_048_576 },
-                { "minimum": 0, "exclusiveMaximum": 1 },
-            ],
-            AMOUNT: true,
-        })
+        let [whole, share] = whole_or_share();
+        json_schema!({ "type": "number", "anyOf": [whole, share], AMOUNT: true })
     }
 }
 
@@ -99,14 +101,8 @@ impl JsonSchema for AutoAmount {
     }
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({
-            "anyOf": [
-                { "type": "integer", "minimum": 0, "maximum": 1_048_576 },
-                { "type": "number", "minimum": 0, "exclusiveMaximum": 1 },
-                { "const": AUTO },
-            ],
-            AMOUNT: AUTO,
-        })
+        let [whole, share] = whole_or_share();
+        json_schema!({ "anyOf": [whole, share, { "const": AUTO }], AMOUNT: AUTO })
     }
 }
 
