@@ -32,7 +32,7 @@ pub use batch::{AttentionBatch, DECODE_ROWS, DECODE_TOKENS, Replay, Span, leader
 pub use beginning::Beginning;
 pub use chunk::{Chunk, Slice};
 pub use layer::{AttentionShape, LayerAttention, PlainStep, Repeats, Rotary};
-pub use methods::{MethodInfo, catalogue};
+pub use methods::{ArtifactInfo, MethodInfo, catalogue};
 /// MInference's patterns, for what assigns them offline.
 pub mod minference {
     pub use crate::methods::minference::{Pattern, reads};

@@ -122,7 +122,7 @@ impl AttentionSpec {
     /// An unknown field or method, a value out of range, or an artefact that is not here; `path` is where the object
     /// stands in the request.
     pub fn from_json(value: &Value, path: &str, artifacts: &Artifacts) -> Result<Self, SpecError> {
-        let fields = &fields(value, path)?;
+        let fields = fields(value, path)?;
         let dense = json!({ "method": "dense" });
         let (prefill, decode) = (format!("{path}.prefill"), format!("{path}.decode"));
         let spec = Self {
@@ -160,7 +160,8 @@ impl AttentionSpec {
     /// As [`from_json`](Self::from_json), and a short form that contradicts the object.
     pub fn resolve(preset: &Self, wire: &Wire, artifacts: &Artifacts) -> Result<Self, SpecError> {
         let mut spec = preset.clone();
-        let object = &wire.attention.map_or(Ok(Map::new()), |value| fields(value, "attention"))?;
+        let nothing = Map::new();
+        let object = wire.attention.map_or(Ok(&nothing), |value| fields(value, "attention"))?;
         if let Some(audit) = object.get("audit") {
             spec.audit = audit_rate(audit, "attention.audit")?;
         }
@@ -217,8 +218,8 @@ impl AttentionSpec {
     }
 }
 
-/// The fields of an `attention` object; a phase's method that is only named is an object that names it.
-fn fields(value: &Value, path: &str) -> Result<Map<String, Value>, SpecError> {
+/// The fields of an `attention` object.
+fn fields<'a>(value: &'a Value, path: &str) -> Result<&'a Map<String, Value>, SpecError> {
     let known = ["prefill", "decode", "question", "question_tokens", "audit", "trace", "speculate"];
     let Value::Object(fields) = value else {
         return Err(SpecError::new(path, format!("must be an object with any of {}", known.join(", "))));
@@ -226,11 +227,7 @@ fn fields(value: &Value, path: &str) -> Result<Map<String, Value>, SpecError> {
     if let Some(key) = fields.keys().find(|key| !known.contains(&key.as_str())) {
         return Err(crate::schema::unknown_field(path, key, "attention", &known));
     }
-    let whole = |(key, value): (&String, &Value)| {
-        let named = value.is_string() && ["prefill", "decode"].contains(&key.as_str());
-        (key.clone(), if named { json!({ "method": value }) } else { value.clone() })
-    };
-    Ok(fields.iter().map(whole).collect())
+    Ok(fields)
 }
 
 fn question(value: &Value, path: &str) -> Result<Question, SpecError> {
@@ -294,7 +291,7 @@ fn merge(
     let given: Vec<(&str, &Value)> = short.iter().filter_map(|(name, value)| Some((*name, (*value)?))).collect();
     let path = format!("attention.{phase}");
     let mut chosen = match object {
-        Some(object) => object.clone(),
+        Some(object) => methods::whole(object).into_owned(),
         None if given.is_empty() => return Ok(None),
         None if preset["method"] == method => preset.clone(),
         None => over(preset),

@@ -69,11 +69,8 @@ impl Speculate {
         let whole = |field: &str, range, default| {
             fields.get(field).map_or(Ok(default), |value| whole_number(value, range, || at(field)))
         };
-        let method = match fields.get("method") {
-            Some(Value::String(name)) => Some(json!({ "method": name })),
-            method => method.cloned(),
-        };
-        let method = method.map(|method| methods::decode(&method, &at("method"), artifacts)).transpose()?;
+        let method =
+            fields.get("method").map(|method| methods::decode(method, &at("method"), artifacts)).transpose()?;
         let (tokens, lookup) = (whole("tokens", (1, MOST_DRAFTS), 4)?, whole("lookup", (0, MOST_LOOKUP), 0)?);
         if method.is_none() && lookup == 0 {
             let message = format!("is missing, and nothing is looked up; speculate must be {example}");

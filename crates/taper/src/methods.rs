@@ -32,6 +32,10 @@ pub fn run(args: &MethodsArgs) -> Result<()> {
             };
             out.push_str(&format!("    {name:<14} {about}{valid}{default}\n"));
         }
+        for learnt in &method.artifacts {
+            let when = if learnt.needed { "needs" } else { "may read" };
+            out.push_str(&format!("  {when} the artefact {}, which `{}` makes\n", learnt.file, learnt.made_by));
+        }
         out.push_str(&format!("  source: {}\n\n", method.source));
     }
     out.push_str("presets for --attention\n");

@@ -3,7 +3,7 @@
 //! Every `gamma`-th row (an anchor) is attended densely too, and the difference is added to the rows up to the next
 //! anchor. The last rows are dense unless `tail` is 0: they are part of the method, not a detail.
 
-use super::{Entry, prefill};
+use super::{Entry, parameter, prefill};
 use crate::method::{Carry, KeyCounts, PrefillChoice, PrefillLayer, PrefillMethod, PrefillOutput};
 use crate::schema::{parse, schema_of};
 use crate::spec::{Chosen, SpecError};
@@ -55,7 +55,7 @@ struct Params {
 }
 
 fn base_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
-    schemars::json_schema!({ "type": "object", "description": "The sparse prefill method underneath.", "x-method-of": "prefill" })
+    parameter("prefill", "The sparse prefill method underneath.")
 }
 
 /// What becomes of the difference at an anchor.

@@ -25,6 +25,7 @@ use crate::schema::{check_parameters, nearest};
 use crate::spec::{Chosen, SpecError, SpecResult};
 use serde::Serialize;
 use serde_json::{Value, json};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 static PREFILL: &[&Entry<dyn PrefillMethod>] = &[
@@ -94,6 +95,19 @@ pub struct MethodInfo {
     pub source: &'static str,
     /// JSON Schema of the parameters, with defaults and ranges.
     pub parameters: Value,
+    /// What it may have learnt offline.
+    pub artifacts: Vec<ArtifactInfo>,
+}
+
+/// A file of the folder that `--artifacts` names, as a method reads it.
+#[derive(Debug, Clone, Serialize)]
+pub struct ArtifactInfo {
+    /// The file's name.
+    pub file: &'static str,
+    /// The command that makes one.
+    pub made_by: &'static str,
+    /// Whether the method by its defaults is refused without it.
+    pub needed: bool,
 }
 
 /// Every method, prefill first, each phase by name.
@@ -105,6 +119,7 @@ pub fn catalogue() -> Vec<MethodInfo> {
             summary: e.summary,
             source: e.source,
             parameters: schema(e),
+            artifacts: e.artifacts.iter().map(|kind| learnt(e, kind)).collect(),
         };
         entries.iter().map(info).collect()
     }
@@ -114,6 +129,13 @@ pub fn catalogue() -> Vec<MethodInfo> {
         infos("predictor", PREDICTORS, |entry| (entry.schema)()),
     ]
     .concat()
+}
+
+/// What a method's artefact is to it.
+fn learnt<M: ?Sized>(entry: &Entry<M>, kind: &ArtifactKind) -> ArtifactInfo {
+    let without = (entry.build)(&json!({ "method": entry.name }), "", &Artifacts::default());
+    let needed = without.is_err_and(|error| error.artefact == Some(kind.file));
+    ArtifactInfo { file: kind.file, made_by: kind.made_by, needed }
 }
 
 /// What a decode method's object may say: its own parameters, and what every one but the dense one takes.
@@ -153,6 +175,19 @@ pub(crate) fn artifacts() -> Vec<ArtifactKind> {
     kinds
 }
 
+/// A method's object; one that is only named is an object that names it.
+pub(crate) fn whole(value: &Value) -> Cow<'_, Value> {
+    match value {
+        Value::String(name) => Cow::Owned(json!({ "method": name })),
+        value => Cow::Borrowed(value),
+    }
+}
+
+/// The JSON Schema of a parameter that is a method of a phase in its turn: an object, or a name.
+fn parameter(phase: &str, description: &str) -> schemars::Schema {
+    schemars::json_schema!({ "type": ["object", "string"], "description": description, "x-method-of": phase })
+}
+
 /// The method that `value` names; `stuck` says what of one cannot be done where it would run.
 fn choose<M: ?Sized>(
     (kind, entries, schema): (&str, &[&Entry<M>], Schema<M>),
@@ -162,9 +197,11 @@ fn choose<M: ?Sized>(
     stuck: impl Fn(&M) -> Option<HostOnly>,
 ) -> SpecResult<Chosen<M>> {
     let known = || entries.iter().map(|e| e.name).collect::<Vec<_>>();
-    let example = || format!("an object such as {{\"method\": \"{}\"}}", entries[0].name);
+    let value = &*whole(value);
     let Value::Object(fields) = value else {
-        return Err(SpecError::new(path, format!("must be {}; got {value}", example())));
+        let name = entries[0].name;
+        let message = format!("must be a {kind}'s name or an object such as {{\"method\": \"{name}\"}}; got {value}");
+        return Err(SpecError::new(path, message));
     };
     let name = fields.get("method").ok_or_else(|| {
         SpecError::new(format!("{path}.method"), format!("is missing; {kind}s: {}", known().join(", ")))

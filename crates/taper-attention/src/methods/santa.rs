@@ -1,6 +1,6 @@
 //! S²ANTA: exact probabilities from all keys, and a few values drawn from them.
 
-use super::{Entry, decode};
+use super::{Entry, decode, parameter};
 use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex};
 use crate::schema::{parse, schema_of};
 use crate::spec::{Chosen, SpecError};
@@ -57,11 +57,7 @@ struct Params {
 }
 
 fn within_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
-    schemars::json_schema!({
-        "type": "object",
-        "description": "The keys to draw from: those that another decode method reads.",
-        "x-method-of": "decode",
-    })
+    parameter("decode", "The keys to draw from: those that another decode method reads.")
 }
 
 impl Default for Params {

@@ -291,3 +291,17 @@ fn the_catalogue_has_a_schema_a_source_and_a_sentence_for_every_method() {
         }
     }
 }
+
+#[test]
+fn the_catalogue_says_who_needs_an_artefact_and_who_may_read_one() {
+    let of = |needed: bool| {
+        let reads = |method: &MethodInfo| method.artifacts.iter().any(|learnt| learnt.needed == needed);
+        catalogue().iter().filter(|m| reads(m)).map(|m| format!("{} {}", m.phase, m.name)).collect::<Vec<_>>()
+    };
+    let learnt = ["double_sparsity", "hash_attention", "kmeans", "saap"];
+    let needed: Vec<_> =
+        ["decode", "predictor"].iter().flat_map(|phase| learnt.map(|name| format!("{phase} {name}"))).collect();
+    assert_eq!(of(true), needed);
+    // `kmeans` reads one of two, by its parameter `rope`.
+    assert_eq!(of(false), ["prefill minference", "prefill sample_attention", "decode kmeans", "predictor kmeans"]);
+}

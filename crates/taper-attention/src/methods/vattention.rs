@@ -2,7 +2,7 @@
 //! keeps a promise on the output's relative error.
 
 use super::quest::Quest;
-use super::{Entry, predictor};
+use super::{Entry, parameter, predictor};
 use crate::amount::{Amount, Auto, AutoAmount};
 use crate::layer::AttentionShape;
 use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Most, Predictor, Rotations};
@@ -88,7 +88,7 @@ struct Params {
 }
 
 fn top_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
-    schemars::json_schema!({ "type": "object", "description": "What predicts the top keys.", "x-method-of": "predictor" })
+    parameter("predictor", "What predicts the top keys.")
 }
 
 impl Default for Params {

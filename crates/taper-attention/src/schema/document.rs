@@ -26,11 +26,7 @@ impl AttentionSpec {
 }
 
 fn attention_schema(methods: &[MethodInfo]) -> Value {
-    let named = |phase: &str| {
-        let names: Vec<&str> =
-            methods.iter().filter(|method| method.phase == phase).map(|method| method.name).collect();
-        [vec![json!({ "enum": names })], one_of(phase, methods, &[])].concat()
-    };
+    let named = |phase: &str| named(phase, methods, &[]);
     json!({
         "type": "object",
         "description": "How a request is attended; what is absent is the server's default.",
@@ -91,10 +87,12 @@ fn attention_schema(methods: &[MethodInfo]) -> Value {
     })
 }
 
-/// The objects of all methods of a phase but those that stand around it: none is its own base.
-fn one_of(phase: &str, methods: &[MethodInfo], around: &[(&str, &str)]) -> Vec<Value> {
+/// The names and the objects of all methods of a phase but those that stand around it: none is its own base.
+fn named(phase: &str, methods: &[MethodInfo], around: &[(&str, &str)]) -> Vec<Value> {
     let fits = |m: &&MethodInfo| m.phase == phase && !around.contains(&(m.phase, m.name));
-    methods.iter().filter(fits).map(|m| method_schema(m, methods, around)).collect()
+    let names: Vec<&str> = methods.iter().filter(fits).map(|m| m.name).collect();
+    let objects = methods.iter().filter(fits).map(|m| method_schema(m, methods, around));
+    std::iter::once(json!({ "enum": names })).chain(objects).collect()
 }
 
 /// A method's object: its name, its parameters, and nothing else.
@@ -106,7 +104,7 @@ fn method_schema(method: &MethodInfo, methods: &[MethodInfo], around: &[(&str, &
         let mut property = property.clone();
         // A parameter that is a method in its turn.
         if let Some(phase) = property["x-method-of"].as_str() {
-            property["oneOf"] = Value::from(one_of(phase, methods, &around));
+            property["oneOf"] = Value::from(named(phase, methods, &around));
         }
         properties.insert(name.clone(), property);
     }

@@ -50,6 +50,24 @@ fn a_method_may_be_a_name_alone() {
 }
 
 #[test]
+fn a_method_within_a_method_may_be_a_name_alone() {
+    let within = |method: Value| {
+        json!({
+            "prefill": { "method": "delta", "base": method["prefill"] },
+            "decode": { "method": "santa", "within": { "method": "vattention", "top": method["predictor"] } },
+            "speculate": { "method": { "method": "vattention", "top": method["predictor"] } },
+        })
+    };
+    let [object, name] = [
+        json!({ "prefill": { "method": "bigbird" }, "predictor": { "method": "quest" } }),
+        json!({ "prefill": "bigbird", "predictor": "quest" }),
+    ]
+    .map(|method| json!(AttentionSpec::from_json(&within(method), "attention", &Artifacts::default()).unwrap()));
+    assert_eq!(name, object);
+    assert_eq!(name["decode"]["within"]["top"]["method"], "quest");
+}
+
+#[test]
 fn every_error_names_its_path_and_what_is_valid() {
     let decode = |decode: Value| error(json!({ "decode": decode }));
     let names = |phase: &str| {
@@ -104,7 +122,16 @@ fn every_error_names_its_path_and_what_is_valid() {
                 names("decode")
             ),
         ),
-        (decode(json!(7)), "attention.decode", "must be an object such as {\"method\": \"dense\"}; got 7"),
+        (
+            decode(json!(7)),
+            "attention.decode",
+            "must be a decode method's name or an object such as {\"method\": \"dense\"}; got 7",
+        ),
+        (
+            decode(json!({ "method": "vattention", "top": "oracel" })),
+            "attention.decode.top.method",
+            &format!("unknown predictor \"oracel\", did you mean `oracle`?; predictors: {}", names("predictor")),
+        ),
         (
             decode(json!({ "method": "dense", "k": 3 })),
             "attention.decode.k",
