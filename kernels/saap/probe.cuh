@@ -18,7 +18,7 @@ constexpr int kProbeShare = 8192, kProbeTeam = 8;  // tokens a thread block, whe
 constexpr uint32_t kProbeRun = 8;                  // neighbouring tokens, whose clusters are one load
 
 struct ProbeShared {
-  uint64_t largest;           // of all keys
+  uint64_t next;              // the largest key of those that do not fit
   uint32_t size[kProbeMost];  // the share's tokens of each cluster
   uint8_t taken[kProbeMost];
   uint32_t scratch[33], found;
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kProbeThreads) probe_kernel(const ProbeParams 
   uint32_t ones[kOwn], held[kOwn] = {};
 #pragma unroll
   for (int j = 0; j < kOwn; ++j) ones[j] = 1;
-  if (tid == 0) sh.largest = 0;
+  if (tid == 0) sh.next = 0;
   __syncthreads();
   if (counts) {
     for_runs([&](uint32_t, const uint32_t(&c)[kProbeRun], uint32_t within) {
@@ -218,16 +218,21 @@ __global__ void __launch_bounds__(kProbeThreads) probe_kernel(const ProbeParams 
     key[j] = c < clusters ? (uint64_t)__float_as_uint(mass[j]) << 32 | (~c) : 0;
   }
   uint64_t last = (uint32_t)p.most < clusters ? last_left(key, ones, p.most, sh) : 0;
-  if (counts) {
-    if (p.first) {
-      uint64_t largest = key[0];
+  if (counts && p.at_least && limit == 0) {
+    last = ~0ull;
+  } else if (counts) {
+    uint64_t left = last_left(key, held, p.at_least ? limit - 1 : limit, sh);
+    if (p.at_least && left > 0) {
+      // The next one that holds anything.
+      uint64_t next = 0;
 #pragma unroll
-      for (int j = 1; j < kOwn; ++j) largest = max(largest, key[j]);
-      atomicMax(reinterpret_cast<unsigned long long*>(&sh.largest), (unsigned long long)largest);
+      for (int j = 0; j < kOwn; ++j)
+        if (key[j] <= left && held[j] > 0) next = max(next, key[j]);
+      atomicMax(reinterpret_cast<unsigned long long*>(&sh.next), (unsigned long long)next);
+      __syncthreads();
+      left = sh.next - 1;
     }
-    last = max(last, last_left(key, held, limit, sh));
-    // However much it holds.
-    if (p.first) last = min(last, sh.largest - 1);
+    last = max(last, left);
   }
 #pragma unroll
   for (int j = 0; j < kOwn; ++j)

@@ -270,14 +270,14 @@ pub fn nearest(products: &Tensor, at: &Tokens, index: &Tensor) -> Result<()> {
 pub struct Limits<'a> {
     /// Clusters at most.
     pub clusters: usize,
-    /// Tokens at most, of each list `[R * kv_heads]`, u32.
+    /// Tokens at most, or at least, of each list `[R * kv_heads]`, u32.
     pub tokens: &'a Tensor,
-    /// Whether the likeliest is taken whatever it holds.
-    pub first: bool,
+    /// Whether it is the fewest clusters that hold at least as many tokens, not as many as hold no more.
+    pub at_least: bool,
 }
 
 /// Adds to lists of two ranges the tokens between them that belong to the likeliest clusters: by the softmax of `logits`
-/// `[R, q_heads, clusters]`, f32, summed over the group, ties going to the earlier, until one would pass a limit. `index`
+/// `[R, q_heads, clusters]`, f32, summed over the group, ties going to the earlier, as many as the limits say. `index`
 /// `[blocks, kv_heads, 64]`, i16 of the same bits. At most 4,096 clusters.
 ///
 /// # Errors
@@ -314,7 +314,7 @@ pub fn probe(batch: &Batch, logits: &Tensor, index: &Tensor, mut lists: Lists, l
         clusters: op.int("logits", clusters)?,
         table_stride: op.int("tables", stride)?,
         most: op.int("limits", limits.clusters.min(clusters))?,
-        first: limits.first.into(),
+        at_least: limits.at_least.into(),
         capacity: op.int("max_len", capacity)?,
         overlap: 1,
         ..TaperProbeParams::zeroed()

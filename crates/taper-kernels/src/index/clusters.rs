@@ -161,8 +161,7 @@ pub fn products(centroids: &PerHead<Centroids>, q: &Tensor) -> Result<Lent> {
 pub enum Probes<'a> {
     /// So many, less where they would hold more than so many keys in all.
     Clusters(usize, usize),
-    /// As many as hold about so many keys `[R, kv_heads]`: never fewer than one, and no further one that would pass the
-    /// number. All there are: everything is read.
+    /// The fewest that hold at least so many keys `[R, kv_heads]`. All there are: everything is read.
     Keys(&'a [usize]),
 }
 
@@ -204,13 +203,14 @@ pub fn select(
             return None;
         }
         let keys = ClusteredKeys { lookup, table: row.table, head, between: between.clone() };
-        let (most, limit) = match probes {
-            Probes::Clusters(most, limit) => (most, limit),
-            Probes::Keys(k) => (usize::MAX, k[i]),
-        };
+        let most = if let Probes::Clusters(most, _) = probes { most.min(clusters) } else { clusters };
         let order = ranked(&preference[i]);
-        let parts = keys.of(&order[..most.min(clusters)], clusters);
-        let count = probed(&parts, clusters, limit, matches!(probes, Probes::Keys(_)));
+        let parts = keys.of(&order[..most], clusters);
+        let held = held(&parts, most);
+        let count = match probes {
+            Probes::Clusters(_, limit) => held.iter().filter(|held| **held <= limit).count(),
+            Probes::Keys(k) => usize::from(k[i] > 0) + held.iter().filter(|held| **held < k[i]).count(),
+        };
         let ids = first(&parts, count);
         (ids.len() < between.len()).then(|| HeadSelection::Keys(Keys { ranges: ranges.to_vec(), ids, sample: None }))
     };
@@ -281,16 +281,12 @@ fn ranked(preference: &[f32]) -> Vec<u16> {
     order
 }
 
-/// How many of the `clusters` looked for are read: those that hold at most `limit` keys in all, and the first of them even
-/// if it alone holds more where `at_least_one`.
-fn probed(keys: &[RankedKeys], clusters: usize, limit: usize, at_least_one: bool) -> usize {
-    let mut sizes = vec![0usize; clusters];
-    keys.iter().flat_map(|part| &part.ranks).for_each(|&rank| sizes[rank as usize] += 1);
-    let fit = sizes.iter().scan(0, |held, size| {
-        *held += size;
-        Some(*held)
-    });
-    fit.take_while(|held| *held <= limit).count().max(usize::from(at_least_one))
+/// How many keys each of the `clusters` looked for and all before it hold.
+fn held(keys: &[RankedKeys], clusters: usize) -> Vec<usize> {
+    let mut held = vec![0usize; clusters];
+    keys.iter().flat_map(|part| &part.ranks).for_each(|&rank| held[rank as usize] += 1);
+    (1..clusters).for_each(|i| held[i] += held[i - 1]);
+    held
 }
 
 /// The keys of the first `count` clusters, ascending.

@@ -263,12 +263,15 @@ fn clusters_are_read_by_preference_until_the_probes_or_the_keys_run_out() {
         };
         for count in 0..9 {
             assert_eq!(read(Probes::Clusters(count, n)), Some(members(count)), "{count} probes of {n} tokens");
-            // As many keys as these clusters hold: exactly these; one fewer: one cluster fewer, but never none.
+            // As many keys as these clusters hold, or one fewer: exactly these; one more: one cluster more.
             let size = members(count).len();
+            assert_eq!(read(Probes::Keys(&[size])), Some(members(count)));
             if count > 0 {
-                assert_eq!(read(Probes::Keys(&[size])), Some(members(count)));
-                assert_eq!(read(Probes::Keys(&[size - 1])), Some(members((count - 1).max(1))));
+                assert_eq!(read(Probes::Keys(&[size - 1])), Some(members(count)));
                 assert_eq!(read(Probes::Clusters(count, size - 1)), Some(members(count - 1)), "the cap");
+            }
+            if count < 8 {
+                assert_eq!(read(Probes::Keys(&[size + 1])), Some(members(count + 1)));
             }
         }
         assert_eq!(read(Probes::Clusters(9, n)), None, "all clusters are everything");
@@ -278,6 +281,40 @@ fn clusters_are_read_by_preference_until_the_probes_or_the_keys_run_out() {
         assert!(clusters::select(&batch, &to, &logits, (41, 20), Probes::Keys(&[1, 1])).is_err());
     }
     assert!(Centroids::new(&[], D).is_err() && Centroids::new(&[0.0; D + 1], D).is_err());
+}
+
+/// Clusters that hold nothing of a context are no answer to a wish for keys.
+#[test]
+fn empty_clusters_do_not_stand_for_keys() {
+    let n = 300;
+    let cache = Cache::new(&mut Numbers(58), n, 1, D, DType::F32);
+    let q = Numbers(59).tensor(&[1, 1, D]);
+    let rows = [DecodeRow { table: &cache.table, visible: 0..n }];
+    let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
+    // Cluster 4 holds 100 keys from token 10 on, cluster 7 all others; 0 to 3, which are preferred, none.
+    let to = index(&cache, 64, 1, DType::I16);
+    let blocks = to.dim(0).unwrap();
+    let mut ids = vec![0i16; blocks * BLOCK_TOKENS];
+    for token in 0..n {
+        let place = cache.table[token / BLOCK_TOKENS] as usize * BLOCK_TOKENS + token % BLOCK_TOKENS;
+        ids[place] = if (10..110).contains(&token) { 4 } else { 7 };
+    }
+    let to = Tensor::from_vec(ids, (blocks, 1, BLOCK_TOKENS, 1), &Device::Cpu).unwrap();
+    let logits = Tensor::from_vec((0..9).map(|c| -(c as f32)).collect(), (1, 1, 9), &Device::Cpu).unwrap();
+    let read = |probes: Probes| {
+        let selection = clusters::select(&batch, &to, &logits, (1, 1), probes).unwrap();
+        let HeadSelection::Keys(keys) = &selection.heads().unwrap()[0] else { return None };
+        Some(keys.ids.clone())
+    };
+    let fourth: Vec<u32> = (10..110).collect();
+    assert_eq!(read(Probes::Keys(&[0])), Some(vec![]));
+    for k in [1, 82, 100] {
+        assert_eq!(read(Probes::Keys(&[k])), Some(fourth.clone()), "{k} keys");
+    }
+    assert_eq!(read(Probes::Keys(&[101])), None);
+    // A cap is one still.
+    assert_eq!(read(Probes::Clusters(9, 99)), Some(vec![]));
+    assert_eq!(read(Probes::Clusters(9, 100)), Some(fourth));
 }
 
 /// Queries and keys are compared as they were before the rotary embedding.

@@ -194,13 +194,13 @@ pub(crate) fn probe(
         Probes::Clusters(_, most) => most.min(u32::MAX as usize) as u32,
         Probes::Keys(k) => k[i].min(u32::MAX as usize) as u32,
     };
-    let (clusters, first) = match probes {
+    let (clusters, at_least) = match probes {
         Probes::Clusters(clusters, _) => (clusters, false),
         Probes::Keys(_) => (usize::MAX, true),
     };
     let tokens = op.kept(&(0..heads).map(limit).collect::<Vec<_>>(), [heads])?;
     let lists = Between::of(&op, &step.lens, &fixed, 1)?.into_lists(&op)?;
-    let limits = Limits { clusters, tokens: &tokens, first };
+    let limits = Limits { clusters, tokens: &tokens, at_least };
     let lists = kernels::probe(&step.batch(), logits, &index.squeeze(3)?, lists, limits)?;
     Ok(Chosen::Keys(step.clone(), lists, None))
 }
