@@ -45,6 +45,14 @@ impl Sampling {
         (pilot.max(self.pilot_tokens).max(2), self.dense_share.min(1.0) * n as f64 - fixed as f64)
     }
 
+    /// The budget of heads that are not sampled, whatever their keys: since what was not chosen is no more than the first look
+    /// takes, or since a sample of that size is too large already.
+    pub(crate) fn whole(&self, n: usize, fixed: usize) -> Option<Budget> {
+        let (residual, (pilot, limit)) = (n.saturating_sub(fixed), self.bounds(n, fixed));
+        let dense = residual > pilot;
+        (!dense || pilot as f64 >= limit).then_some(Budget { residual, sampled: residual, pilot: 0, dense })
+    }
+
     /// What sampling costs, as [`top_paying`](super::top_paying) takes it.
     ///
     /// With o the output, d the distance of the values from it and z the quantile of the error's norm, n keys whose squared shares of
@@ -228,9 +236,9 @@ impl Sampler for Sampling {
         let n = visible.len();
         let HeadSelection::Keys(keys) = fixed else { return HeadSelection::Dense };
         let residual = n - keys.fixed();
-        budgets.fill(Budget { residual, sampled: residual, ..Budget::default() });
         let (pilot, limit) = self.bounds(n, keys.fixed());
-        if residual <= pilot || pilot as f64 >= limit {
+        if let Some(whole) = self.whole(n, keys.fixed()) {
+            budgets.fill(whole);
             return HeadSelection::Dense;
         }
         let known = attend_head::<T>(work.isa, view, work.row, work.head, fixed, work.scores);

@@ -214,7 +214,7 @@ fn samples_of_a_size_that_keeps_a_promise_are_those_of_the_cpu() {
     let mut numbers = Numbers(73);
     let mut apart = (0, 0);
     for grid in GRID {
-        let both = Both::new(&mut numbers, grid, &[100, 700, 6000]);
+        let both = Both::new(&mut numbers, grid, &[100, 250, 700, 6000]);
         let (rows, streams, kv_heads) = (both.caches.rows(), both.streams(&mut numbers), both.caches.kv_heads);
         let how = Sampling {
             promise: Promise::new(Rule::Chi2, 0.2, 0.1),

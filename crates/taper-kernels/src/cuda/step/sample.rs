@@ -45,6 +45,11 @@ impl First {
             Self::Size(pilot) => *pilot,
         }
     }
+
+    /// Whether a list that is not sampled has something to sample from, and no room for it.
+    fn too_large(&self, n: usize, fixed: usize) -> bool {
+        matches!(self, Self::Share(how) if how.whole(n, fixed).is_some_and(|whole| whole.dense))
+    }
 }
 
 impl Outcome {
@@ -95,11 +100,12 @@ impl Outcome {
     pub fn budgets(&self, step: &Step) -> Result<Vec<Budget>> {
         let group = step.q_heads / step.kv_heads;
         let budget = |(i, &[state, residual, sampled]): (usize, &[usize; 3])| {
-            let pilot = self.first.size(step.visible(i), step.visible(i) - residual);
+            let (n, fixed) = (step.visible(i), step.visible(i) - residual);
+            let pilot = self.first.size(n, fixed);
             match state as u32 {
                 SAMPLED => Budget { residual, sampled, pilot, dense: false },
                 DENSE => Budget { residual, sampled: residual, pilot, dense: true },
-                _ => Budget { residual, sampled: residual, pilot: 0, dense: false },
+                _ => Budget { residual, sampled: residual, pilot: 0, dense: self.first.too_large(n, fixed) },
             }
         };
         let lists = self.numbers()?.iter().enumerate().map(budget);

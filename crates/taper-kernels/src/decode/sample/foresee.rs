@@ -80,7 +80,12 @@ fn is_hopeless<T: KvElement>(
     let view: &View<T> = work.view;
     let visible = &view.rows[work.row].visible;
     let Some(fixed) = sink_window(visible, sink, window) else { return false };
-    let chosen = fixed.iter().map(|r| r.len()).sum::<usize>() + k;
+    let least = fixed.iter().map(|r| r.len()).sum();
+    // Even beside no chosen key the first look is too large.
+    if sampling.whole(visible.len(), least).is_some_and(|whole| whole.dense) {
+        return true;
+    }
+    let chosen = least + k;
     let (_, limit) = sampling.bounds(visible.len(), chosen);
     let Some(ranges) = sink_window(visible, sink.min(EXACT.0), window.min(EXACT.1)) else { return false };
     let mut keys = Keys { ranges: ranges.to_vec(), ..Keys::default() };

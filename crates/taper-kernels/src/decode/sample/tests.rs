@@ -449,14 +449,20 @@ fn a_look_ahead_gives_up_what_is_hopeless_and_nothing_that_pays() {
 }
 
 #[test]
-fn short_contexts_go_dense() {
-    let (cache, q) = cache(&mut Numbers(15), 150, 1.0, 1.0);
-    let rows = [DecodeRow { table: &cache.table, visible: 0..150 }];
-    let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
-    let fixed = Selection::sink_window(&rows, 1, 16, 64);
-    let stream = Stream { seed: 1, layer: 0, head: 0, position: 149 };
-    let (selection, budgets) =
-        sample(&batch, &fixed, &Foreseen::default(), None, &[stream], &sampling(Rule::Chi2, 0.2, 0.2)).unwrap();
-    assert_eq!(selection.heads().unwrap(), [HeadSelection::Dense]);
-    assert_eq!(budgets, [Budget { residual: 70, sampled: 70, pilot: 0, dense: false }]);
+fn short_contexts_go_dense_and_say_whether_a_sample_was_in_question() {
+    let how = sampling(Rule::Chi2, 0.2, 0.2);
+    // Of 140 tokens a first look takes all that is not chosen; of 150 it is more than half of all, which is too many.
+    for (n, residual, dense) in [(140, 60, false), (150, 70, true)] {
+        let (cache, q) = cache(&mut Numbers(15), n, 1.0, 1.0);
+        let rows = [DecodeRow { table: &cache.table, visible: 0..n }];
+        let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
+        let fixed = Selection::sink_window(&rows, 1, 16, 64);
+        let stream = Stream { seed: 1, layer: 0, head: 0, position: n as u32 - 1 };
+        let (selection, budgets) = sample(&batch, &fixed, &Foreseen::default(), None, &[stream], &how).unwrap();
+        assert_eq!(selection.heads().unwrap(), [HeadSelection::Dense]);
+        assert_eq!(budgets, [Budget { residual, sampled: residual, pilot: 0, dense }]);
+        // Nothing is ranked for a head that reads everything whatever comes first.
+        let foreseen = foresee(&batch, (16, 64), &[10], &[stream], &how).unwrap();
+        assert_eq!(foreseen.is_hopeless(0), dense);
+    }
 }
