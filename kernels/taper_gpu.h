@@ -818,19 +818,18 @@ typedef struct TaperChooseParams {
   int32_t index_capacity, capacity, overlap, reserved;
 } TaperChooseParams;
 
-// Whole clusters by the group's probabilities, the likeliest first and of equals the first, until one would be too
-// much: tokens between the two ranges of each list, ascending.
+// Whole clusters by the group's probabilities, the likeliest first and of equals the first, as many as a limit says: tokens between the two ranges of each list, ascending.
 typedef struct TaperProbeParams {
   const float* logits;          // [rows, q_heads, clusters]
   const uint16_t* ids;          // [blocks, kv_heads, 64]
   const uint32_t* block_table;  // [tables, table_stride]
   const uint32_t* row_table;    // [rows] or null
-  const uint32_t* limits;       // [rows, kv_heads], tokens taken at most
+  const uint32_t* limits;       // [rows, kv_heads], tokens taken at most, or at least
   TaperWorkList* work;          // [rows, kv_heads], given the slice of token_ids; ranges that meet leave none
   uint32_t* token_ids;          // [rows, kv_heads, capacity]
   int32_t rows, q_heads, kv_heads, clusters, table_stride;
   int32_t most;      // clusters taken at most
-  int32_t first;     // 1: the likeliest is taken whatever it holds
+  int32_t at_least;  // 1: the fewest that hold `limits` tokens, 0: as many as hold no more
   int32_t capacity;  // at least the tokens of any row
   int32_t overlap, reserved;
 } TaperProbeParams;

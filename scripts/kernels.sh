@@ -2,21 +2,15 @@
 # Compiles every CUDA kernel for sm_90a (H100, H200), those that need nothing of it for sm_80 (A100) too, and links them
 # into one library. Needs no GPU.
 #
-#   scripts/kernels.sh [--if-possible] [OUT]     OUT: a folder for the objects, default target/kernels
+#   scripts/kernels.sh [OUT]     OUT: a folder for the objects, default target/kernels
 #
 # nvcc 13.0 is taken from the PATH, else from TAPER_CUDA (default ~/.cache/taper/cuda-13.0), where it is installed from
-# Python packages on first use. With --if-possible a machine on which that fails is not an error; kernels that do not
-# compile always are. bench/gpu/check.py runs what this makes, on a machine with a GPU:
+# Python packages on first use. bench/gpu/check.py runs what this makes, on a machine with a GPU:
 # TAPER_GPU_LIB=target/kernels/libtaper_gpu.so. The same nvcc builds the feature `cuda` of taper-kernels.
 # TAPER_NVCC_FLAGS=-DTAPER_RACECHECK makes a library for compute-sanitizer's racecheck, which does not follow a
 # named barrier of part of a thread block (kernels/common/team.cuh); give it a folder of its own.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-optional=
-if [ "${1:-}" = --if-possible ]; then
-  optional=1
-  shift
-fi
 out=${1:-$root/target/kernels}
 cuda=${TAPER_CUDA:-${XDG_CACHE_HOME:-$HOME/.cache}/taper/cuda-13.0}
 library=$out/libtaper_gpu.so
@@ -36,9 +30,7 @@ install() {
 if ! command -v nvcc >/dev/null; then
   if [ ! -e "$cuda/ready" ] && ! install; then
     echo "kernels.sh: nvcc is not on the PATH and could not be installed under $cuda" >&2
-    [ -n "$optional" ] || exit 1
-    echo "kernels.sh: the kernels were NOT compiled" >&2
-    exit 0
+    exit 1
   fi
   CUDA_HOME=$(echo "$cuda"/lib/python3.*/site-packages/nvidia/cu13)
   ln -sfn lib "$CUDA_HOME/lib64"  # where nvcc looks for the runtime

@@ -245,14 +245,14 @@ struct PrefillConsumer {
       float sum = l[r];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const float inv = sum > 0.f ? 1.f / sum : 0.f;
+      const float inv = sum == 0.f ? 0.f : 1.f / sum;
       const uint32_t in_tile = row_of(p, wg * 64 + warp * 16 + lane / 4 + 8 * r);
       const bool live = in_tile < t.rows;
       const uint32_t row = t.row_begin + in_tile;
       int64_t slot = (int64_t)row * p.q_heads + head;
       if (p.splits > 0) slot = slot * p.splits + t.part;
       if (live && p.lse && (lane & 3) == 0)
-        p.lse[slot] = sum > 0.f ? m[r] * kLn2 + logf(sum) : -INFINITY;
+        p.lse[slot] = sum == 0.f ? -INFINITY : m[r] * kLn2 + logf(sum);
       if (p.out_f32) {
         float* out = static_cast<float*>(p.out) + slot * D;
         if (live) store_f32(out, r, inv);

@@ -46,20 +46,28 @@ struct SelectShared {
   PayShared paying;
 };
 
-// Four keys of a lane, 32 entries apart, straight from device memory.
+// Four keys of a lane, 32 entries apart, straight from device memory: sixteen loads of four heads on their way at a time.
 __device__ __noinline__ uint4 load_keys(const GroupSelectParams& p, const float* scores,
                                         const float* lse, uint32_t at, uint32_t count) {
   float x[4] = {};
 #pragma unroll 1
-  for (int g = 0; g < p.group; ++g) {
+  for (int g = 0; g < p.group; g += 4) {
     const float* row = scores + (int64_t)g * p.base.stride;
-    float y[4];
+    const int heads = min(p.group - g, 4);
+    float y[4][4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) y[j] = at + 32 * j < count ? row[at + 32 * j] : -INFINITY;
+    for (int h = 0; h < 4; ++h)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (lse) y[j] = exp2_fast((y[j] - lse[g]) * kLog2e);
-      x[j] = g == 0 ? y[j] : p.reduce == kMaxOfGroup ? fmaxf(x[j], y[j]) : x[j] + y[j];
+      for (int j = 0; j < 4; ++j)
+        y[h][j] = h < heads && at + 32 * j < count ? row[h * (int64_t)p.base.stride + at + 32 * j] : -INFINITY;
+#pragma unroll
+    for (int h = 0; h < 4; ++h) {
+      if (h >= heads) break;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (lse) y[h][j] = exp2_fast((y[h][j] - lse[g + h]) * kLog2e);
+        x[j] = g + h == 0 ? y[h][j] : p.reduce == kMaxOfGroup ? fmaxf(x[j], y[h][j]) : x[j] + y[h][j];
+      }
     }
   }
   return make_uint4(at < count ? ordered(x[0]) : 0, at + 32 < count ? ordered(x[1]) : 0,

@@ -192,9 +192,9 @@ pub fn values(batch: &Batch, streams: Streams, samples: usize, targets: Targets,
     scratch.check(&op, lists, group)?;
     op.check(samples > 0, "samples", samples, "at least 1")?;
     let most = batch.max_len.div_ceil(BLOCK_TOKENS);
-    let weights = op.empty((lists, most, group, BLOCK_TOKENS), DType::F16)?;
-    let part_lse = op.empty((lists, runs, group), DType::F32)?;
-    let parts = op.empty((lists, runs, group, head_dim), DType::F32)?;
+    let weights = op.lent((lists, most, group, BLOCK_TOKENS), DType::F16)?;
+    let part_lse = op.lent((lists, runs, group), DType::F32)?;
+    let parts = op.lent((lists, runs, group, head_dim), DType::F32)?;
     let out = op.empty((rows, q_heads, head_dim), DType::F32)?;
     let lse = op.empty((rows, q_heads), DType::F32)?;
     let ids = op.empty((rows, q_heads, samples), DType::U32)?;

@@ -197,7 +197,7 @@ fn a_row_is_the_same_bits_alone_and_beside_larger_queries() {
 }
 
 /// What `set` makes of some of a tensor's numbers.
-fn with(x: &Tensor, set: impl Fn(&mut [f32])) -> Tensor {
+pub fn with(x: &Tensor, set: impl Fn(&mut [f32])) -> Tensor {
     let mut values = x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
     set(&mut values);
     Tensor::from_vec(values, x.dims(), &device()).unwrap().to_dtype(x.dtype()).unwrap()
@@ -205,7 +205,7 @@ fn with(x: &Tensor, set: impl Fn(&mut [f32])) -> Tensor {
 
 /// Which heads of each row are wholly no numbers; fails where only a part of one is.
 #[track_caller]
-fn none(out: &Tensor) -> Vec<Vec<bool>> {
+pub fn none(out: &Tensor) -> Vec<Vec<bool>> {
     let rows = out.to_dtype(DType::F32).unwrap().to_vec3::<f32>().unwrap();
     let of = |head: &Vec<f32>| {
         let nan = head.iter().filter(|x| x.is_nan()).count();

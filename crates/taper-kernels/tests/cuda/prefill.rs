@@ -1,10 +1,11 @@
 //! Attention of many rows, and Delta's correction.
 
 use crate::cache::{Caches, GRID, LIMIT, Numbers, below, device, furthest, relative};
+use crate::decode::{none, with};
 use candle_core::{DType, Device, Tensor};
 use taper_kernels::correct::{Anchors, Correction, correct};
 use taper_kernels::cuda::{Chosen, Delta, Sparse, Tile, Tiles, block_lists, delta, drop_columns, prefill_tiles};
-use taper_kernels::kv::BLOCK_TOKENS;
+use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 use taper_kernels::prefill::stripes::Stripes;
 use taper_kernels::prefill::{HeadReads, Lists, Mask, Reads, Rows, Selection, prefill, query_blocks, sums};
 
@@ -94,6 +95,29 @@ fn few_rows_of_many_keys_agree_with_the_cpu() {
                 let what = format!("{dtype:?} {d} {kv_heads}x{group} {mask:?} within {window:?}");
                 compare(&caches, 0, &q, &positions, window, mask.into(), &what);
             }
+        }
+    }
+}
+
+#[test]
+fn a_key_that_is_no_number_shows_in_the_rows_that_read_it_in_parts_too() {
+    let mut numbers = Numbers(26);
+    for (dtype, d, kv_heads, group) in GRID {
+        let n = 3_000;
+        let caches = Caches::new(&mut numbers, &[n], kv_heads, d, dtype, 0.0);
+        // Of the last KV head a key of the second block, which one part of some reads.
+        let last = kv_heads - 1;
+        let at = ((caches.tables[0][1] as usize * kv_heads + last) * BLOCK_TOKENS + 10) * d;
+        let k = with(&caches.cuda.0, |k| k[at] = f32::NAN);
+        let kv = PagedKv { k: &k, v: &caches.cuda.1 };
+        for positions in [vec![50, 74, 75, 2_998, 2_999], (0..n as u32).collect()] {
+            let q = numbers.tensor(&[positions.len(), kv_heads * group, d], dtype).to_device(&device()).unwrap();
+            let rows = Rows { q: &q, kv, table: &caches.tables[0], positions: &positions, window: None };
+            let (out, _) = prefill(&rows, Mask::Causal.into()).unwrap();
+            let expected =
+                |position: &u32| (0..kv_heads * group).map(|h| *position >= 74 && h / group == last).collect();
+            let expected: Vec<Vec<bool>> = positions.iter().map(expected).collect();
+            assert_eq!(none(&out), expected, "{dtype:?} {d} {kv_heads}x{group}, {} rows", positions.len());
         }
     }
 }
