@@ -3,6 +3,8 @@
 //! Which tokens may come next is llguidance's to say, token by token; the [`Sampler`](crate::Sampler) draws among them. So a
 //! grammar holds whatever attention does, and a request without one pays nothing.
 
+mod limits;
+
 use crate::text::Text;
 use llguidance::api::TopLevelGrammar;
 use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
@@ -13,12 +15,6 @@ use std::sync::Arc;
 /// Most characters of white space between two parts of JSON: some models would go on with nothing else.
 const SPACES: u32 = 32;
 
-/// Most bytes of a grammar, schemas of other authors included.
-const BYTES: usize = 256 << 10;
-/// Most references of a schema to its parts, and rules of a grammar: each may lead to the next, and compiling follows them.
-const REFERENCES: usize = 1000;
-/// Most patterns of names in a schema: each is compared with every other.
-const PATTERNS: usize = 64;
 /// Stack for compiling, of which as much is used as references lead into one another.
 const STACK: usize = 256 << 20;
 /// Most characters of a message about a grammar.
@@ -108,7 +104,7 @@ impl Grammars {
 
     /// Compiles what an answer must be.
     pub(crate) fn compile(&self, shape: &Shape) -> Result<Grammar, GrammarError> {
-        check(shape)?;
+        limits::check(shape)?;
         std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().name("taper-grammar".into()).stack_size(STACK);
             let compiling = thread.spawn_scoped(scope, || self.compiled(shape)).map_err(GrammarError::of)?;
@@ -132,62 +128,31 @@ impl Grammars {
     }
 }
 
-/// Refuses what would take its compiler too long, or too deep.
-fn check(shape: &Shape) -> Result<(), GrammarError> {
-    let (mut references, mut patterns) = (0, 0);
-    let bytes = match shape {
-        Shape::Json(schema) => {
-            count(schema, &mut references, &mut patterns);
-            schema.to_string().len()
-        }
-        Shape::Regex(pattern) => pattern.len(),
-        Shape::Choice(texts) => texts.iter().map(|text| text.len() + 4).sum(),
-        Shape::Lark(grammar) => {
-            for rule in grammar.split("%json").skip(1) {
-                if let Some(Ok(schema)) = serde_json::Deserializer::from_str(rule).into_iter::<Value>().next() {
-                    let mut own = 0;
-                    count(&schema, &mut references, &mut own);
-                    patterns = patterns.max(own);
-                }
-            }
-            // Colons in JSON stand after a name in quotes, those of rules do not.
-            references += grammar.matches(':').count() - grammar.matches("\":").count();
-            grammar.len()
-        }
+/// Formats of text that are held to; others are words of advice to whoever reads an answer.
+const FORMATS: [&str; 10] =
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"];
+
+/// The schema without formats that nobody here knows.
+fn with_known_formats(schema: &Value) -> Value {
+    // What these hold are values, not schemas.
+    const VALUES: [&str; 4] = ["const", "default", "enum", "examples"];
+    let unknown =
+        |key: &str, value: &Value| key == "format" && value.as_str().is_some_and(|format| !FORMATS.contains(&format));
+    let kept = |(key, value): (&String, &Value)| {
+        let value = if VALUES.contains(&key.as_str()) { value.clone() } else { with_known_formats(value) };
+        (key.clone(), value)
     };
-    for (number, most, what) in [
-        (patterns, PATTERNS, "patternProperties"),
-        (bytes, BYTES, "bytes"),
-        (references, REFERENCES, "references or rules"),
-    ] {
-        if number > most {
-            return Err(GrammarError(format!("has {number} {what}; at most {most} are taken")));
-        }
-    }
-    Ok(())
-}
-
-/// Counts a schema's references and its patterns of names.
-fn count(schema: &Value, references: &mut usize, patterns: &mut usize) {
     match schema {
-        Value::Object(map) => {
-            for (key, value) in map {
-                *references += usize::from(matches!(key.as_str(), "$ref" | "$dynamicRef"));
-                if key == "patternProperties" {
-                    *patterns += value.as_object().map_or(0, serde_json::Map::len);
-                }
-                count(value, references, patterns);
-            }
-        }
-        Value::Array(list) => list.iter().for_each(|value| count(value, references, patterns)),
-        _ => {}
+        Value::Object(map) => map.iter().filter(|(key, value)| !unknown(key, value)).map(kept).collect(),
+        Value::Array(list) => list.iter().map(with_known_formats).collect(),
+        other => other.clone(),
     }
 }
 
-/// The schema, with little white space in its JSON unless it says itself how much.
+/// The schema, with little white space in its JSON unless it says itself how much, and without unknown formats.
 fn with_few_spaces(schema: &Value) -> Value {
     const OPTIONS: &str = "x-guidance";
-    match schema {
+    match &with_known_formats(schema) {
         Value::Object(map) if !map.contains_key(OPTIONS) => {
             let mut map = map.clone();
             map.insert(OPTIONS.into(), json!({"whitespace_pattern": format!(r"[\x20\x0A\x0D\x09]{{1,{SPACES}}}")}));

@@ -204,6 +204,11 @@ fn grammars_made_to_hurt_are_refused() {
         let rules: Vec<String> = (0..count).map(|i| format!("a{i}: a{}\n", i + 1)).collect();
         format!("start: a0\n{}a{count}: \"x\"\n", rules.concat())
     };
+    // Whether any text fits so many is found by trying: 16 of them took all memory.
+    let all = |count: usize| {
+        let patterns = (0..count).map(|k| json!({"type": "string", "pattern": format!("(a|b)*a(a|b){{{k}}}")}));
+        json!({"allOf": patterns.collect::<Vec<_>>()})
+    };
     let patterns: serde_json::Map<_, _> = (0..5000).map(|i| (format!("^a{i:05}$"), json!({}))).collect();
     for (shape, says) in [
         (Shape::Json(chain(5000)), "references"),
@@ -211,6 +216,12 @@ fn grammars_made_to_hurt_are_refused() {
         (Shape::Lark(format!("start: %json {}", chain(5000))), "references"),
         (Shape::Json(json!({"patternProperties": patterns})), "patternProperties"),
         (Shape::Regex("a".repeat(300_000)), "bytes"),
+        (Shape::Regex("(a|b)?".repeat(20_000)), "bytes in one regular expression"),
+        (Shape::Json(json!({"type": "string", "pattern": "(a|b)?".repeat(20_000)})), "bytes in one regular expression"),
+        (Shape::Lark(format!("start: /{}/", "(a|b)?".repeat(20_000))), "bytes in one regular expression"),
+        (Shape::Json(all(14)), "patterns that one text must fit"),
+        (Shape::Lark(format!("start: %json {}", all(14))), "patterns that one text must fit"),
+        (Shape::Lark(format!("start: A\nA: {}", ["/(a|b)*/"; 14].join(" & "))), "patterns that one text must fit"),
     ] {
         let error = engine.grammar(&shape).expect_err(says).to_string();
         assert!(error.contains(says) && error.len() < 200, "{error}");
@@ -219,6 +230,19 @@ fn grammars_made_to_hurt_are_refused() {
     let (text, _) = text(&engine, &Shape::Json(chain(900)), 1);
     assert!(text.parse::<f64>().is_ok(), "{text}");
     assert_eq!(self::text(&engine, &Shape::Lark(rules(900)), 1).0, "x");
+}
+
+/// A format that nobody here knows holds an answer to nothing, and a value that looks like one stays.
+#[test]
+fn unknown_formats_are_no_more_than_advice() {
+    let engine = engine();
+    let schema = json!({"type": "integer", "format": "int64", "minimum": 7, "maximum": 7});
+    assert_eq!(text(&engine, &Shape::Json(schema), 1).0, "7");
+    let value = json!({"format": "int64"});
+    let answer = text(&engine, &Shape::Json(json!({"const": value})), 1).0;
+    assert_eq!(serde_json::from_str::<Value>(&answer).unwrap(), value);
+    let date = text(&engine, &Shape::Json(json!({"type": "string", "format": "date"})), 1).0;
+    assert_eq!(date.len(), "\"2026-11-26\"".len(), "{date}");
 }
 
 #[test]
