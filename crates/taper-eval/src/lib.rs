@@ -26,7 +26,7 @@ pub use candle_core::DType;
 pub use error::EvalError;
 pub use heads::{Estimate, HeadsPlan, HeadsRow, Place, Promised, heads, heads_table, with_promises};
 pub use method::{Method, Phase};
-pub use results::{Cell, Header, Record, Results};
+pub use results::{Cell, Header, Record, Results, digests};
 pub use run::{Fork, Outcome, Plan, Watch, run, write_prompts};
 pub use score::share_found;
 pub use speed::{SpeedPlan, Timed, speed, speed_table};

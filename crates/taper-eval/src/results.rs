@@ -4,6 +4,7 @@ use crate::error::EvalError;
 use crate::method::{Method, Phase};
 use crate::tasks::Task;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
@@ -23,6 +24,23 @@ pub struct Header {
     pub question: String,
     /// Seed of the questions and of the methods' draws.
     pub seed: u64,
+    /// What methods had learnt: artefacts' files, and the beginnings of their SHA-256. Those that both have must be the same.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub artifacts: BTreeMap<String, String>,
+}
+
+/// Some files of a folder, and the beginnings of their SHA-256.
+///
+/// # Errors
+/// [`EvalError::Io`].
+pub fn digests(folder: &Path, files: &[&str]) -> Result<BTreeMap<String, String>, EvalError> {
+    let digest = |file: &&str| {
+        let path = folder.join(file);
+        let bytes = fs::read(&path).map_err(|reason| EvalError::Io { path, reason })?;
+        let digest: String = Sha256::digest(bytes).iter().take(8).map(|byte| format!("{byte:02x}")).collect();
+        Ok((file.to_string(), digest))
+    };
+    files.iter().map(digest).collect()
 }
 
 impl Header {
@@ -158,6 +176,11 @@ impl Results {
                 return Err(bad(format!("{name} is {theirs}; this run's is {ours}")));
             }
         }
+        for (file, theirs) in &results.header.artifacts {
+            if let Some(ours) = header.artifacts.get(file).filter(|ours| *ours != theirs) {
+                return Err(bad(format!("{file} is {theirs}; this run's is {ours}")));
+            }
+        }
         let sound = |r: &Record| r.prefill < results.prefills.len() && r.decode < results.decodes.len();
         if let Some(at) = results.records.iter().position(|record| !sound(record)) {
             return Err(bad(format!("records[{at}]: names a method that the file does not list")));
@@ -170,6 +193,7 @@ impl Results {
         let place = |to: &mut Self, phase, methods: &[Method]| -> Vec<usize> {
             methods.iter().map(|method| to.place(phase, method)).collect()
         };
+        self.header.artifacts.extend(other.header.artifacts);
         let prefills = place(self, Phase::Prefill, &other.prefills);
         let decodes = place(self, Phase::Decode, &other.decodes);
         for mut record in other.records {

@@ -14,7 +14,7 @@ use taper_attention::{Artifacts, Question};
 use taper_engine::{Backend, Handover, ModelBackend};
 use taper_eval::{
     EvalError, Fork, Header, Method, ModelText, Outcome, Phase, Plan, Results, Style, Task, Watch, accuracies, details,
-    write_prompts,
+    digests, write_prompts,
 };
 
 /// Runs the grid and prints its tables.
@@ -70,7 +70,14 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
     (plan.prefills, plan.decodes) = methods(&artifacts)?;
     plan.artifacts = artifacts;
     let text = ModelText::load(&model)?;
-    let header = Header { model: model.name.clone(), loaded, question: args.question.to_string(), seed: args.seed };
+    let learnt = config.artifacts.as_deref().map(|folder| digests(folder, &plan.artifacts.names())).transpose()?;
+    let header = Header {
+        model: model.name.clone(),
+        loaded,
+        question: args.question.to_string(),
+        seed: args.seed,
+        artifacts: learnt.unwrap_or_default(),
+    };
     let mut results = Results::new(header);
     for file in &args.resume {
         results.absorb(Results::load(file, &results.header)?);

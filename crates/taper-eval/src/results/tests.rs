@@ -2,7 +2,8 @@ use super::*;
 use serde_json::json;
 
 fn header() -> Header {
-    Header { model: "tiny".into(), loaded: "f32, cache f16".into(), question: "prefill".into(), seed: 1 }
+    let artifacts = BTreeMap::from([("saap.safetensors".to_owned(), "01ab".to_owned())]);
+    Header { model: "tiny".into(), loaded: "f32, cache f16".into(), question: "prefill".into(), seed: 1, artifacts }
 }
 
 fn method(name: &str) -> Method {
@@ -64,6 +65,13 @@ fn a_file_comes_back_as_it_was_and_refuses_another_run() {
     let other = Header { seed: 2, ..header() };
     let error = Results::load(&path, &other).unwrap_err().to_string();
     assert!(error.ends_with("out.json: seed is 1; this run's is 2"), "{error}");
+    // Trained anew it is another method; an artefact that only one of them has says nothing of the other's answers.
+    let with = |file: &str| Header { artifacts: BTreeMap::from([(file.to_owned(), "02cd".to_owned())]), ..header() };
+    let error = Results::load(&path, &with("saap.safetensors")).unwrap_err().to_string();
+    assert!(error.ends_with("out.json: saap.safetensors is 01ab; this run's is 02cd"), "{error}");
+    let mut results = Results::new(with("kmeans.safetensors"));
+    results.absorb(Results::load(&path, &results.header).unwrap());
+    assert_eq!(results.header.artifacts.len(), 2);
 }
 
 #[test]

@@ -2,6 +2,7 @@ use super::*;
 use crate::results::Header;
 use serde_json::json;
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use taper_attention::Sequence;
@@ -91,7 +92,13 @@ fn plan(samples: usize) -> Plan {
 }
 
 fn results() -> Results {
-    Results::new(Header { model: "stub".into(), loaded: String::new(), question: "prefill".into(), seed: 3 })
+    Results::new(Header {
+        model: "stub".into(),
+        loaded: String::new(),
+        question: "prefill".into(),
+        seed: 3,
+        artifacts: BTreeMap::new(),
+    })
 }
 
 /// A stub that always answers what the first question wants.
