@@ -74,13 +74,14 @@ fn an_index_taken_in_piece_by_piece_equals_one_taken_in_at_once() {
     let centroids: PerHead<Centroids> = (0..2).map(|_| centroids(&mut numbers, 7)).collect();
     let rotation = |position: usize| Rotation::new(position, &[0.5; D / 2], 1.0);
     type Extend<'a> = &'a dyn Fn(&Tensor, &[Part]) -> Result<()>;
-    let (k, page) = (&cache.k, 16);
+    let (k, v, page) = (&cache.k, cache.kv().v, 16);
     let (rows, width) = bounds::shape(page, D);
-    let all: [(Tensor, Extend); 4] = [
+    let all: [(Tensor, Extend); 5] = [
         (index(&cache, rows, width, DType::F16), &|to, parts| bounds::extend(to, k, parts)),
         (index(&cache, 64, 3, DType::F16), &|to, parts| labels::extend(to, k, parts, &channels)),
         (index(&cache, 64, 2, DType::U32), &|to, parts| codes::extend(to, k, parts, &maps)),
         (index(&cache, 64, 1, DType::I16), &|to, parts| clusters::extend(to, k, parts, &centroids, Some(&rotation))),
+        (index(&cache, 64 / page, 1, DType::F32), &|to, parts| norms::extend(to, v, parts)),
     ];
     for (to, extend) in all {
         extend(&to, &parts(&cache.table, 0, 300)).unwrap();

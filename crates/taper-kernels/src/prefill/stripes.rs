@@ -354,11 +354,22 @@ mod tests {
             };
             let runs = super::super::query_blocks(start..start + rows, stripes.block_tokens);
             let reads = stripes.reads(&runs);
+            let lists: Vec<(Vec<u32>, Vec<u32>)> = (0..runs.len())
+                .map(|run| reads.lists(run))
+                .map(|(blocks, tokens)| (blocks.unwrap().into_owned(), tokens.to_vec()))
+                .collect();
+            let starts: Vec<usize> = runs.iter().map(|run| run.start).collect();
             let selection = super::super::Selection::new(runs, vec![reads]).unwrap();
             let positions: Vec<u32> = (start as u32..(start + rows) as u32).collect();
             let counts = selection.counts(&positions, None);
             for (row, count) in (start..start + rows).zip(counts) {
                 prop_assert_eq!(count, (0..=row).filter(|&key| read(&stripes, row, key)).count(), "row {}", row);
+                let (blocks, tokens) = &lists[starts.partition_point(|&start| start <= row) - 1];
+                prop_assert!(blocks.is_sorted_by(|a, b| a < b), "{:?}", blocks);
+                for key in 0..=row {
+                    let listed = blocks.contains(&((key / BLOCK_TOKENS) as u32)) || tokens.contains(&(key as u32));
+                    prop_assert_eq!(listed, read(&stripes, row, key), "row {}, key {}", row, key);
+                }
             }
         }
     }

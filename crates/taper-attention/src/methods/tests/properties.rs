@@ -157,6 +157,47 @@ fn spoilt(decode: &Value, shape: AttentionShape, which: usize, token: usize, bad
     growing.to(206, 1)
 }
 
+/// A sample that no missed key breaks, where it leaves keys out: bounds of keys and norms of values, that it rests on, grow, are
+/// truncated and forked as every index is. Among random keys it reads everything, so that the tests above say nothing of it.
+#[test]
+fn the_hard_tails_bounds_grow_and_shrink_with_the_sequence() {
+    let shape = shape(3, 64, None);
+    let mut hard = typical("vattention").unwrap();
+    (hard["tail"], hard["top_k"]) = (json!("hard"), json!(4));
+    // Keys that weigh alike, and values that lean one way, those of every third token further.
+    let new = |prompt| {
+        let mut growing = Growing::new(&hard, shape, prompt);
+        let values = growing.inputs[2].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let width = shape.kv_heads * shape.head_dim;
+        let lean = |(i, x): (usize, f32)| 1.0 + 0.02 * x + if (i / width).is_multiple_of(3) { 0.2 } else { 0.0 };
+        let values: Vec<f32> = values.into_iter().enumerate().map(lean).collect();
+        growing.inputs[2] = Tensor::from_vec(values, growing.inputs[2].dims(), &Device::Cpu).unwrap();
+        growing.inputs[1] = growing.inputs[1].zeros_like().unwrap();
+        growing
+    };
+    let mut growing = new(300);
+    let expected = growing.to(370, 1);
+    let density = growing.sequence.usage().decode.density;
+    assert!(density < 0.9, "{density}: nearly everything was read, which says nothing");
+    assert_eq!(new(300).to(370, 35), expected, "rows together");
+    let width = shape.q_heads * shape.head_dim;
+    assert_eq!(new(369).to(370, 1), expected[69 * width..], "the index built at once");
+    // Other tokens, with longer keys and values, that are taken back or belong to a fork.
+    let mut growing = new(300);
+    let first = growing.to(325, 1);
+    let inputs = growing.inputs.clone();
+    let fork = growing.sequence.fork(&mut growing.pool, 5).unwrap();
+    let original = std::mem::replace(&mut growing.sequence, fork);
+    growing.inputs = Growing::new(&hard, shape, 300).inputs.map(|t| (t * 9.0).unwrap());
+    growing.to(400, 1);
+    growing.pool.release(growing.sequence.table_mut());
+    growing.sequence = original;
+    growing.to(410, 1);
+    growing.sequence.truncate(&mut growing.pool, 325).unwrap();
+    growing.inputs = inputs;
+    assert_eq!([first, growing.to(370, 1)].concat(), expected);
+}
+
 /// An output is a number, or it is none as dense attention's is none: what has no part in a row and KV head is untouched
 /// bit for bit, and what every method must read shows as it does densely.
 #[test]
