@@ -195,10 +195,10 @@ struct ValuesBlock {
   }
 
   // One warp: turns a head's tile masses of a run, the n-th of this rank's, into running sums. Short runs share a warp, `width`
-  // lanes each: the sums are those that a whole warp comes to.
-  __device__ __forceinline__ void accumulate(int h, uint32_t n, int width) {
+  // lanes each: the sums are those that a whole warp comes to. Lanes that have none of their own (`idle`) go along.
+  __device__ __forceinline__ void accumulate(int h, uint32_t n, int width, bool idle = false) {
     const int at = PACKED ? lane % width : lane;
-    const uint32_t begin = PACKED ? min(n * per, tiles) : 0, count = PACKED ? min(per, tiles - begin) : tiles;
+    const uint32_t begin = PACKED ? min(n * per, tiles) : 0, count = idle ? 0 : PACKED ? min(per, tiles - begin) : tiles;
     float* m = mass + h * mass_stride + begin;
     float top = -INFINITY, sum = 0;
     for (uint32_t t = at; t < count; t += width) top = fmaxf(top, m[t]);
@@ -213,7 +213,7 @@ struct ValuesBlock {
       if (t0 + at < count) m[t0 + at] = sum + x;
       sum += __shfl_sync(~0u, x, lane | (width - 1));
     }
-    if (at == 0) {
+    if (at == 0 && !idle) {
       sh.mass[n][h] = sum;
       p.part_lse[((int64_t)list * runs + run + n) * group + h] = count ? top + log2f(sum) : -INFINITY;
     }
@@ -420,8 +420,8 @@ struct ValuesBlock {
       const int tasks = group * (run_end - run);
 #pragma unroll 1
       for (int i = warp * beside; i < tasks; i += kValueWarps * beside) {
-        const int own = min(i + at, tasks - 1);  // The last one may be done twice.
-        accumulate(own % group, own / group, width);
+        const int own = min(i + at, tasks - 1);
+        accumulate(own % group, own / group, width, i + at >= tasks);
       }
     } else {
       for (int h = warp; h < group; h += kValueWarps) accumulate(h, 0, 32);
