@@ -19,7 +19,8 @@ impl Amount {
     pub fn of(&self, n: usize) -> usize {
         match *self {
             Self::Tokens(tokens) => tokens.min(n),
-            Self::Share(share) => ((share * n as f64).ceil() as usize).min(n),
+            // Less what a product that should be whole is beyond it: 0.07 of 100 are 7.
+            Self::Share(share) => ((share * n as f64 - 1e-9).ceil() as usize).min(n),
         }
     }
 
@@ -115,6 +116,8 @@ mod tests {
         for (amount, n, tokens) in [
             (Amount::Share(0.02), 1000, 20),
             (Amount::Share(0.02), 1001, 21),
+            (Amount::Share(0.07), 100, 7),
+            (Amount::Share(0.55), 100, 55),
             (Amount::Share(0.0), 9, 0),
             (Amount::Tokens(7), 1000, 7),
             (Amount::Tokens(7), 5, 5),

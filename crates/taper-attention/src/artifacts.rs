@@ -170,7 +170,7 @@ impl Artifacts {
             let place = match (&self.folder, self.foreign.get(kind.file)) {
                 (_, Some(foreign)) => foreign.to_string(),
                 (Some(folder), _) => format!("is not in {}", folder.display()),
-                (None, _) => "is not here: the server was started without --artifacts DIR".to_owned(),
+                (None, _) => "is not here: --artifacts DIR names the folder that has it".to_owned(),
             };
             let message = format!("needs the artefact {}, which {place}; `{}` makes it", kind.file, kind.made_by);
             SpecError { artefact: Some(kind.file), ..SpecError::new(path, message) }

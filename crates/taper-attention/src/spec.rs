@@ -202,6 +202,24 @@ impl AttentionSpec {
         (self.question, self.question_tokens)
     }
 
+    /// How many tokens of a prompt's end are the question; `found` says it where the request does not.
+    ///
+    /// # Errors
+    /// More than the prompt has, or a number that is missing.
+    pub fn question_of(&self, prompt: usize, found: impl FnOnce() -> Option<usize>) -> Result<usize, SpecError> {
+        let error = |message: String| SpecError::new("attention.question_tokens", message);
+        match (self.question, self.question_tokens) {
+            (Question::Prefill, _) => Ok(0),
+            (_, Some(tokens)) if tokens > prompt => {
+                Err(error(format!("is {tokens}, but the prompt has {prompt} tokens")))
+            }
+            (_, Some(tokens)) => Ok(tokens),
+            (_, None) => found().ok_or_else(|| {
+                error("is missing: here attention.question needs it, since no message marks the question".into())
+            }),
+        }
+    }
+
     /// Whether the request wants to see head by head and token by token what was read.
     pub fn traced(&self) -> bool {
         self.trace
@@ -273,7 +291,7 @@ fn audit_rate(value: &Value, path: &str) -> Result<f64, SpecError> {
         Value::Number(n) if n.as_f64().is_some_and(|x| (0.0..=1.0).contains(&x)) => Ok(n.as_f64().unwrap_or(0.0)),
         other => Err(SpecError::new(
             path,
-            format!("must be a share of heads between 0 and 1, or true for all of them; got {other}"),
+            format!("must be a share of (layer, token) pairs between 0 and 1, or true for all of them; got {other}"),
         )),
     }
 }

@@ -52,6 +52,26 @@ pub(crate) fn told(messages: &[Message], tools: &[Value]) -> Vec<Message> {
     all
 }
 
+/// The same said by a user and the assistant in turns: system messages begin what the user says next, and neighbours of one role are one
+/// message, but for those that say more than text.
+pub(crate) fn folded(messages: &[Message]) -> Vec<Message> {
+    let mut all: Vec<Message> = Vec::new();
+    for message in messages {
+        let mut message = message.clone();
+        if message.role == "system" {
+            message.role = "user".into();
+        }
+        match all.last_mut() {
+            Some(last) if last.role == message.role && last.extra.is_empty() && message.extra.is_empty() => {
+                let texts = [last.content.take(), message.content].into_iter().flatten();
+                last.content = Some(texts.collect::<Vec<_>>().join("\n\n"));
+            }
+            _ => all.push(message),
+        }
+    }
+    all
+}
+
 /// A message as text alone, where it is about calls.
 fn plain(message: &Message) -> Message {
     let calls = message.extra.get("tool_calls").and_then(Value::as_array);
@@ -112,5 +132,21 @@ mod tests {
         assert_eq!(told(&messages, &[])[..], all[1..], "the calls of before, and nothing about others");
         let all = told(&[Message::new("system", "Be brief.")], &tools);
         assert!(all.len() == 1 && all[0].content.as_deref().unwrap().starts_with("Be brief.\n\nYou may call"));
+    }
+
+    #[test]
+    fn a_template_of_two_roles_that_take_turns_is_given_two() {
+        let strict = template(
+            "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no') }}{% endif %}\
+             [{{ m.role }}]{{ m.content }}{% endfor %}",
+        );
+        let [system, user, assistant] =
+            ["system", "user", "assistant"].map(|role| Message::new(role, role.to_uppercase()));
+        let messages = [system, user.clone(), assistant.clone(), user.clone(), user, assistant];
+        assert!(strict.render(&messages, false, &Map::new()).is_err());
+        assert_eq!(
+            strict.render(&folded(&messages), false, &Map::new()).unwrap(),
+            "[user]SYSTEM\n\nUSER[assistant]ASSISTANT[user]USER\n\nUSER[assistant]ASSISTANT"
+        );
     }
 }

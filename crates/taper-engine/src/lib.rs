@@ -40,4 +40,4 @@ pub use request::{
 pub use sampler::{Sampler, SamplingParams, Undrawable};
 pub use stop::StopMatcher;
 pub use taper_kv_cache::BLOCK_TOKENS;
-pub use text::{Message, Text, TextError, TokenStream};
+pub use text::{Message, Text, TextError, TokenStream, question};

@@ -9,6 +9,23 @@ pub use taper_model::ChatMessage as Message;
 #[error("{0}")]
 pub struct TextError(pub String);
 
+/// How many tokens of a chat's end are the question: from where the last user message begins, where the prompt parts from that of
+/// the messages before it. None, where no user spoke.
+pub fn question(
+    text: &dyn Text,
+    messages: &[Message],
+    variables: &Map<String, Value>,
+    tokens: &[u32],
+) -> Option<usize> {
+    let last = messages.iter().rposition(|m| m.role == "user")?;
+    if last == 0 {
+        return Some(tokens.len());
+    }
+    // Not ready for an answer: that opens as a question does, by the same mark.
+    let before = text.turns(&messages[..last], variables).ok()?;
+    Some(tokens.len() - tokens.iter().zip(&before).take_while(|(a, b)| a == b).count())
+}
+
 /// Text to tokens and back.
 pub trait Text: Send + Sync + 'static {
     /// Tokenizes a text, if `special` with the tokens that the model wants at the start of each.

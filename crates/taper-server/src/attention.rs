@@ -5,7 +5,7 @@ use crate::error::ApiError;
 use crate::fields::{Fields, brief};
 use crate::knobs::near_miss;
 use serde_json::{Map, Value, json};
-use taper_attention::{AttentionSpec, Question, Wire, nearest};
+use taper_attention::{AttentionSpec, SpecError, Wire, nearest};
 
 /// What the request says of attention, in one shape whatever the spelling.
 #[derive(Debug, Default)]
@@ -70,19 +70,21 @@ pub(crate) fn question(
     prompt: usize,
     found: impl FnOnce() -> Option<usize>,
 ) -> Result<usize, ApiError> {
-    let path = "attention.question_tokens";
-    match spec.question() {
-        (Question::Prefill, _) => Ok(0),
-        (_, Some(tokens)) if tokens > prompt => {
-            Err(ApiError::invalid(path, format!("{path} is {tokens}, but the prompt has {prompt} tokens")))
-        }
-        (_, Some(tokens)) => Ok(tokens),
-        (_, None) => found().ok_or_else(|| {
-            let message =
-                format!("{path} is missing: here attention.question needs it, since no message marks the question");
-            ApiError::invalid(path, message)
-        }),
-    }
+    let named = |error: SpecError| {
+        let message = format!("{} {}", error.path, error.message);
+        ApiError::invalid(error.path, message)
+    };
+    spec.question_of(prompt, found).map_err(named)
+}
+
+/// The same of a prompt without messages: none, where it is the server's default alone that speaks of a question.
+pub(crate) fn plain_question(spec: &AttentionSpec, map: &Map<String, Value>, prompt: usize) -> Result<usize, ApiError> {
+    let asks = match map.get("attention") {
+        Some(Value::String(_)) => true,
+        Some(object) => object.get("question").is_some_and(|question| !question.is_null()),
+        None => map.get("vllm_xargs").is_some_and(|bag| bag.get("attention_question").is_some()),
+    };
+    question(spec, prompt, || (!asks).then_some(0))
 }
 
 impl Knobs {

@@ -80,15 +80,14 @@ impl Conversation {
         text.chat(&self.messages, &self.variables).map_err(|e| error::text(&e, "messages"))
     }
 
-    /// Tokens from where the last user message begins: where the prompt parts from that of the messages before it.
+    /// Without the opening of the assistant's answer.
+    pub(crate) fn turns(&self, text: &dyn Text) -> Result<Vec<u32>, ApiError> {
+        text.turns(&self.messages, &self.variables).map_err(|e| error::text(&e, "messages"))
+    }
+
+    /// Tokens from where the last user message begins.
     fn question(&self, text: &dyn Text, tokens: &[u32]) -> Option<usize> {
-        let last = self.messages.iter().rposition(|m| m.role == "user")?;
-        if last == 0 {
-            return Some(tokens.len());
-        }
-        // Not ready for an answer: that opens as a question does, by the same mark.
-        let before = text.turns(&self.messages[..last], &self.variables).ok()?;
-        Some(tokens.len() - tokens.iter().zip(&before).take_while(|(a, b)| a == b).count())
+        taper_engine::question(text, &self.messages, &self.variables, tokens)
     }
 }
 

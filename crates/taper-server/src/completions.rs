@@ -43,7 +43,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
         common.stop.max_tokens = Some(DEFAULT_TOKENS.max(common.stop.min_tokens).min(room.max(1)));
     }
     for prompt in &mut prompts {
-        prompt.question_tokens = attention::question(&attention, prompt.tokens.len(), || None)?;
+        prompt.question_tokens = attention::plain_question(&attention, map, prompt.tokens.len())?;
     }
     Ok(Call {
         kind: Kind::Text,

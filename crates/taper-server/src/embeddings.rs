@@ -1,6 +1,6 @@
 //! `/v1/embeddings`: what the model makes of a text, as the last layer's output for its last token, of length 1.
 
-use crate::answer::{Call, Kind, Prompt};
+use crate::answer::{Call, Kind};
 use crate::app::App;
 use crate::completions::{Reading, read_prompts};
 use crate::error::{self, ApiError};
@@ -53,8 +53,10 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked, ApiErr
     let (attention, mut ignored) = attention::read(&mut fields, &app.config)?;
     ignored.extend(knobs::unknown(map, fields.unread())?);
     let reading = Reading { name: "input", most: INPUTS, marks, echo: None };
-    let prompts = read_prompts(app, input, &reading)?;
-    let prompts = prompts.into_iter().map(|prompt| Prompt { question_tokens: 0, ..prompt }).collect();
+    let mut prompts = read_prompts(app, input, &reading)?;
+    for prompt in &mut prompts {
+        prompt.question_tokens = attention::plain_question(&attention, map, prompt.tokens.len())?;
+    }
     let call = Call {
         kind: Kind::Embedding,
         echo_only: false,

@@ -22,14 +22,11 @@ pub(crate) fn tokenize(app: &App, map: &Map<String, Value>) -> Result<Value, Api
             text.encode(prompt, special).map_err(|e| error::text(&e, "prompt"))?
         }
         (None, true) => {
-            if fields.bool("add_generation_prompt")? == Some(false) {
-                let message = "messages are always made ready for the assistant's answer here";
-                return Err(ApiError::invalid("add_generation_prompt", message));
-            }
+            let ready = fields.bool("add_generation_prompt")?.unwrap_or(true);
             let tools = Tools::read(&mut fields)?;
             let conversation = Conversation::read(&mut fields, tools.as_ref())?;
             knobs::unknown(map, fields.unread())?;
-            conversation.tokens(text)?
+            if ready { conversation.tokens(text)? } else { conversation.turns(text)? }
         }
         _ => return Err(ApiError::invalid("prompt", "either prompt or messages must be there, and not both")),
     };

@@ -22,6 +22,10 @@ async fn a_prompt_and_messages_are_the_tokens_that_a_request_has() {
     let chat = server.post("/tokenize", json!({"messages": messages})).await.json();
     let asked = server.chat(json!({"messages": messages})).await.json();
     assert_eq!(chat["count"], asked["usage"]["prompt_tokens"]);
+    // Not ready for an answer: without the assistant's opening.
+    let turns = server.post("/tokenize", json!({"messages": messages, "add_generation_prompt": false})).await.json();
+    let [ready, turns] = [&chat, &turns].map(|answer| answer["tokens"].as_array().unwrap());
+    assert!(turns.len() <= ready.len() && ready[..turns.len()] == turns[..], "{turns:?} of {ready:?}");
 }
 
 #[tokio::test]
@@ -33,7 +37,7 @@ async fn what_cannot_be_is_refused_with_its_field() {
         ("/tokenize", json!({"prompt": "a", "messages": []}), "prompt"),
         ("/tokenize", json!({"messages": []}), "messages"),
         ("/tokenize", json!({"messages": [{"role": "user"}]}), "messages[0].content"),
-        ("/tokenize", json!({"messages": [], "add_generation_prompt": false}), "add_generation_prompt"),
+        ("/tokenize", json!({"messages": [], "add_generation_prompt": 0}), "add_generation_prompt"),
         ("/tokenize", json!({"prompt": "a", "add_special_tokens": 1}), "add_special_tokens"),
         ("/detokenize", json!({"tokens": "a"}), "tokens"),
         ("/detokenize", json!({"tokens": [1, 257]}), "tokens"),

@@ -2,9 +2,9 @@
 
 use crate::args::ChatArgs;
 use crate::load::{self, Loaded};
+use crate::talk::Prompt;
 use crate::{config, talk};
 use anyhow::Result;
-use serde_json::Map;
 use std::io::{BufRead, IsTerminal};
 use std::sync::Arc;
 use taper_engine::Message;
@@ -66,7 +66,7 @@ pub fn run(args: ChatArgs) -> Result<()> {
             Line::Reset => messages = system.iter().cloned().collect(),
             Line::Attention(text) => match config.presets.find(text, &artifacts) {
                 Ok(spec) => attention = Arc::new(spec),
-                Err(error) => eprintln!("{error:#}"),
+                Err(error) => eprintln!("{}", talk::told(&error)),
             },
             Line::Unknown(command) => {
                 eprintln!(
@@ -75,14 +75,13 @@ pub fn run(args: ChatArgs) -> Result<()> {
             }
             Line::Said(text) => {
                 messages.push(Message::new("user", text));
-                let answer = engine.text().chat(&messages, &Map::new()).map_err(Into::into).and_then(|tokens| {
-                    talk::run(&engine, tokens, false, Arc::clone(&attention), &args.sampling, talk::print)
-                });
+                let answer = Prompt::chat(&engine, &messages)
+                    .and_then(|prompt| talk::run(&engine, prompt, Arc::clone(&attention), &args.sampling, talk::print));
                 match answer {
                     Ok((content, _)) => messages.push(Message::new("assistant", content)),
                     Err(error) => {
                         messages.pop();
-                        eprintln!("{error:#}");
+                        eprintln!("{}", talk::told(&error));
                     }
                 }
                 talk::print("\n")?;

@@ -160,7 +160,8 @@ fn origins(text: &str) -> Result<Origins> {
         origin.split_once("://").is_some_and(|(scheme, host)| plain(scheme) && plain(host))
     };
     let each = each.map(|origin| match sound(origin) {
-        true => Ok(origin.to_string()),
+        // As browsers write it.
+        true => Ok(origin.to_ascii_lowercase()),
         false => Err(anyhow!("cors_origins: {origin:?} is not like https://example.com, and not the only *")),
     });
     Ok(Origins::These(each.collect::<Result<_>>()?))

@@ -2,6 +2,7 @@
 
 use crate::args::GenerateArgs;
 use crate::load::{self, Loaded};
+use crate::talk::Prompt;
 use crate::{config, talk};
 use anyhow::Result;
 use std::sync::Arc;
@@ -15,12 +16,12 @@ pub fn run(args: GenerateArgs) -> Result<()> {
     let config = config::model(args.model)?;
     let Loaded { engine, attention, .. } = load::engine(&config)?;
     let prompt = if args.chat {
-        engine.text().chat(&[Message::new("user", args.prompt)], &serde_json::Map::new())?
+        Prompt::chat(&engine, &[Message::new("user", args.prompt)])?
     } else {
-        engine.text().encode(&args.prompt, true)?
+        Prompt::plain(&engine, &args.prompt)?
     };
     let show = |text: &str| if args.stream { talk::print(text) } else { Ok(()) };
-    let (text, _) = talk::run(&engine, prompt, !args.chat, Arc::new(attention), &args.sampling, show)?;
+    let (text, _) = talk::run(&engine, prompt, Arc::new(attention), &args.sampling, show)?;
     if !args.stream {
         talk::print(&text)?;
     }

@@ -50,6 +50,8 @@ pub fn log(format: LogFormat) {
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        // A line that cannot be written is lost, and nothing else: by default whoever logs it would panic.
+        .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal());
     match format {
         LogFormat::Text => lines.init(),
@@ -84,9 +86,10 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
+            let error = talk::told(&error);
             match JSON.load(Relaxed) {
-                true => tracing::error!("{error:#}"),
-                false => eprintln!("taper: {error:#}"),
+                true => tracing::error!("{error}"),
+                false => eprintln!("taper: {error}"),
             }
             // Like clap's own exit code: what was asked for cannot be done.
             ExitCode::from(2)

@@ -5,7 +5,8 @@ use crate::load::{self, Loaded};
 use crate::otlp::Otlp;
 use crate::settings::{self, LogFormat, ServeArgs, Settings};
 use crate::talk;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
+use std::io::Write;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use taper_attention::Artifacts;
@@ -72,7 +73,12 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     let (asked, mut stops) = (hang_up(), Stops::new().context("listening to signals")?);
     // The address first: that it is taken should not be known only after a large model has loaded.
     let at = format!("{}:{}", config.host, config.port);
-    let listener = listen(&config.host, config.port).await.with_context(|| at)?;
+    let listener = listen(&config.host, config.port).await;
+    let listener = listener.map_err(|error| match error.kind() {
+        std::io::ErrorKind::AddrInUse => anyhow!("{error}; --port names another, 0 any that is free"),
+        _ => error.into(),
+    });
+    let listener = listener.with_context(|| at)?;
     let address = listener.local_addr()?;
     let ServeConfig { model, keys, tls, otlp, log, mut server, .. } = config;
     let certificate = match tls {
@@ -91,7 +97,11 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     let names = if server.names.is_empty() { engine.model().id.clone() } else { server.names.join(", ") };
     greet(&engine, &names, address, certificate.is_some(), attention.names(), log)?;
     match log {
-        LogFormat::Text => eprintln!("settings:\n{}", text.trim_end().replace('\n', "\n  ").replacen("", "  ", 1)),
+        LogFormat::Text => {
+            let text = text.trim_end().replace('\n', "\n  ");
+            // Whoever read it may be gone.
+            let _ = writeln!(std::io::stderr(), "settings:\n  {text}");
+        }
         LogFormat::Json => tracing::info!(settings = text, "settings"),
     }
     if !address.ip().is_loopback() && open {

@@ -1,11 +1,49 @@
 //! One request from the terminal: what `generate` and `chat` share.
 
 use crate::args::SamplingArgs;
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use std::io::Write;
 use std::sync::Arc;
 use taper_attention::AttentionSpec;
-use taper_engine::{Engine, Event, Request, SamplingParams, StopRules, Usage};
+use taper_engine::{Engine, Event, Message, Request, SamplingParams, StopRules, Usage, question};
+
+/// An error with all that led to it, each reason once: some say in their own words what caused them.
+pub fn told(error: &anyhow::Error) -> String {
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !text.ends_with(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
+}
+
+/// What is put to a model.
+pub struct Prompt {
+    tokens: Vec<u32>,
+    /// How many of them the last user message is; none in text without messages.
+    question: Option<usize>,
+}
+
+impl Prompt {
+    /// Messages, ready for the assistant's answer.
+    ///
+    /// # Errors
+    /// What the chat template refuses.
+    pub fn chat(engine: &Engine, messages: &[Message]) -> Result<Self> {
+        let (text, variables) = (engine.text(), serde_json::Map::new());
+        let tokens = text.chat(messages, &variables)?;
+        Ok(Self { question: question(text, messages, &variables, &tokens), tokens })
+    }
+
+    /// Text as it is.
+    ///
+    /// # Errors
+    /// What the tokenizer refuses.
+    pub fn plain(engine: &Engine, text: &str) -> Result<Self> {
+        Ok(Self { tokens: engine.text().encode(text, true)?, question: None })
+    }
+}
 
 /// Runs a prompt and hands over text as it comes; returns the whole text.
 ///
@@ -13,14 +51,15 @@ use taper_engine::{Engine, Event, Request, SamplingParams, StopRules, Usage};
 /// A prompt that does not fit, a step that failed, or a terminal that is gone.
 pub fn run(
     engine: &Engine,
-    prompt: Vec<u32>,
-    continues: bool,
+    Prompt { tokens: prompt, question }: Prompt,
     attention: Arc<AttentionSpec>,
     args: &SamplingArgs,
     mut show: impl FnMut(&str) -> std::io::Result<()>,
 ) -> Result<(String, Usage)> {
     // The longest answer that fits is what a person means by a number that is too large.
     let prompt_tokens = prompt.len();
+    let question_tokens = (attention.question_of(prompt_tokens, || question))
+        .map_err(|error| anyhow!("{} {}", error.path, error.message))?;
     let room = engine.room(prompt_tokens, 1);
     if let Some(warning) = clamped(args.max_tokens, prompt_tokens, room) {
         eprintln!("{warning}");
@@ -28,8 +67,9 @@ pub fn run(
     let request = Request {
         id: "terminal".into(),
         prompt,
-        continues,
-        question_tokens: attention.question().1.unwrap_or(0).min(prompt_tokens),
+        // Text without messages goes on.
+        continues: question.is_none(),
+        question_tokens,
         attention,
         sampling: SamplingParams {
             temperature: args.temperature,

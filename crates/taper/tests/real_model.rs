@@ -25,7 +25,11 @@ impl Server {
     }
 
     fn with(args: &[&str], variables: &[(&str, &str)]) -> Self {
-        let mut child = Self::command(args, variables).spawn().expect("the program starts");
+        Self::of(Self::command(args, variables).spawn().expect("the program starts"))
+    }
+
+    /// One that has just started.
+    fn of(mut child: Child) -> Self {
         let mut out = BufReader::new(child.stdout.take().expect("piped"));
         let mut line = String::new();
         out.read_line(&mut line).expect("a greeting");
@@ -323,6 +327,20 @@ fn spans_reach_a_collector_before_the_program_ends() {
     }
 }
 
+/// A log that nobody reads any more costs lines, not requests.
+#[test]
+fn a_server_whose_log_is_gone_serves_and_ends() {
+    let mut child = Server::command(&[], &[]).stderr(Stdio::piped()).spawn().expect("the program starts");
+    drop(child.stderr.take());
+    let mut server = Server::of(child);
+    for _ in 0..2 {
+        let (status, answer) = server.request("POST", "/v1/completions", r#"{"prompt": "Once", "max_tokens": 2}"#);
+        assert_eq!(status, 200, "{answer}");
+    }
+    server.told_to_end();
+    server.ends();
+}
+
 /// As in a container, where nothing ends process 1 that it does not listen to.
 #[test]
 fn a_server_that_still_loads_ends_when_it_is_told_to() {
@@ -375,6 +393,16 @@ fn generate_and_chat_answer_in_the_terminal() {
     );
     assert_eq!(stream.stdout, once.stdout, "a short prompt reads all keys either way");
     assert!(String::from_utf8_lossy(&stream.stderr).contains("\"method\":\"vattention\""));
+
+    // A chat's question is its last message, as the server has it; text without messages has none.
+    let (long, window) = ("blue or green ".repeat(60), r#"{"method":"streaming_llm","sink":4,"window":64}"#);
+    let dense = format!(r#"{{"prefill":{window},"question":"dense"}}"#);
+    let ask = |more: &[&str]| {
+        let args = ["generate", "--prompt", &long, "--max-tokens", "1", "--usage", "--attention", &dense];
+        String::from_utf8(taper(&[&args[..], more].concat(), "").stderr).unwrap()
+    };
+    assert!(ask(&["--chat"]).contains(r#""density":1.0"#), "{}", ask(&["--chat"]));
+    assert!(ask(&[]).contains("attention.question_tokens is missing"), "{}", ask(&[]));
 
     let floats = taper(&["generate", "--prompt", prompt, "--max-tokens", "8", "--dequantize", "--dtype", "f32"], "");
     assert!(String::from_utf8_lossy(&floats.stdout).contains("Paris"), "{}", String::from_utf8_lossy(&floats.stderr));

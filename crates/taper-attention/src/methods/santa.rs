@@ -13,7 +13,7 @@ use taper_kernels::decode::{By, Spread, Targets, bernoulli_queries, sample_value
 
 pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     name: "santa",
-    summary: "Reads every key and a few values, drawn by their probabilities; unbiased.",
+    summary: "Reads every key and a few values, drawn by their probabilities: unbiased by exact scores and the kernels `prop` and `flash`.",
     source: "S²ANTA, section 3: SANTA (iid) and its stratified and systematic variants; `prop` draws with one offset over \
              the whole head, `prop_lr` and `flash` as the authors' kernels share draws out",
     schema: schema_of::<Params>,

@@ -21,8 +21,9 @@ use taper_kv_cache::IndexShape;
 
 pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     name: "vattention",
-    summary: "Relative output error at most epsilon with probability at least 1 - delta, per head and token, for as \
-              few keys as that takes; a head that cannot keep it reads everything.",
+    summary: "Relative output error at most epsilon with probability at least 1 - delta, per head and token, as long as the \
+              predictor misses no heavy key (or with the tail `hard`, whatever it misses), for as few keys as that takes; a head that \
+              cannot keep it reads everything.",
     source: "vAttention, Algorithm 1, Lemma 4.2, Theorem 4.3; the rules ratio and chi2 are sharper forms of the same \
              bound, with the noise of the pilot taken off, and a sample is measured anew as it grows",
     schema: schema_of::<Params>,

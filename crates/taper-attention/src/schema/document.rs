@@ -44,7 +44,7 @@ fn attention_schema(methods: &[MethodInfo]) -> Value {
                 "type": "integer", "minimum": 1, "maximum": 1_048_576,
             },
             "audit": {
-                "description": "The share of heads that are compared with dense attention; true for all of them.",
+                "description": "The share of (layer, token) pairs whose heads are compared with dense attention; true for all of them.",
                 "oneOf": [{ "type": "boolean" }, { "type": "number", "minimum": 0, "maximum": 1 }],
             },
             "trace": {

@@ -68,6 +68,19 @@ fn a_method_within_a_method_may_be_a_name_alone() {
 }
 
 #[test]
+fn a_question_has_tokens_that_somebody_knows() {
+    let spec = |attention: Value| AttentionSpec::from_json(&attention, "attention", &Artifacts::default()).unwrap();
+    let (plain, dense) = (spec(json!({})), spec(json!({ "question": "dense" })));
+    let told = spec(json!({ "question": "decode", "question_tokens": 30 }));
+    assert_eq!(plain.question_of(100, || Some(7)), Ok(0));
+    assert_eq!(dense.question_of(100, || Some(7)), Ok(7));
+    assert_eq!(told.question_of(100, || Some(7)), Ok(30));
+    let error = told.question_of(20, || None).unwrap_err();
+    assert_eq!((&*error.path, &*error.message), ("attention.question_tokens", "is 30, but the prompt has 20 tokens"));
+    assert!(dense.question_of(100, || None).unwrap_err().message.starts_with("is missing"));
+}
+
+#[test]
 fn every_error_names_its_path_and_what_is_valid() {
     let decode = |decode: Value| error(json!({ "decode": decode }));
     let names = |phase: &str| {
@@ -165,7 +178,7 @@ fn every_error_names_its_path_and_what_is_valid() {
         (
             error(json!({ "audit": 2 })),
             "attention.audit",
-            "must be a share of heads between 0 and 1, or true for all of them; got 2",
+            "must be a share of (layer, token) pairs between 0 and 1, or true for all of them; got 2",
         ),
         (
             error(json!({ "decoed": {} })),

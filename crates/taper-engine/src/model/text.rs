@@ -76,7 +76,10 @@ impl ModelText {
             let tools = variables.get("tools").and_then(Value::as_array);
             messages = calls::told(&messages, tools.map_or(&[], Vec::as_slice));
         }
-        let text = template.render(&messages, answer, variables);
+        let text = template.render(&messages, answer, variables).or_else(|refused| {
+            // Some know no system messages, and want users and the assistant to take turns.
+            template.render(&calls::folded(&messages), answer, variables).map_err(|_| refused)
+        });
         let text = text.map_err(|e| TextError(e.to_string()))?;
         self.tokens(&text, false, self.context)
     }

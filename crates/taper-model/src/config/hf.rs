@@ -132,6 +132,9 @@ fn present<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<O
 /// Reads a folder's configuration.
 pub(super) fn read(folder: &Path, name: &str) -> Result<ModelConfig, ModelError> {
     let path = folder.join("config.json");
+    if !path.exists() {
+        return Err(ModelError::missing(folder, "config.json, which a model's folder has,"));
+    }
     let raw: RawConfig = crate::json::read(&path)?;
     let architecture = architecture(&path, &raw)?;
     refuse_unsupported(&path, &raw)?;

@@ -154,7 +154,11 @@ pub(super) fn renamed(mut error: ApiError) -> ApiError {
         return error;
     }
     if let Some((old, new)) = NAMES.iter().find(|(old, _)| param.starts_with(old)) {
-        error.message = error.message.replace(old, new);
+        // The field, not a word of what is said of it.
+        error.message = match error.message.strip_prefix(param.as_str()) {
+            Some(rest) => format!("{}{rest}", param.replace(old, new)),
+            None => error.message,
+        };
         error.param = Some(param.replace(old, new));
     }
     error
