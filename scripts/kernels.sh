@@ -2,7 +2,7 @@
 # Compiles every CUDA kernel for sm_90a (H100, H200), those that need nothing of it for sm_80 (A100) too, and links them
 # into one library. Needs no GPU.
 #
-#   scripts/kernels.sh [OUT]     OUT: a folder for the objects, default target/kernels
+#   scripts/kernels.sh [OUT]     OUT: a folder for the objects, default target/kernels, or that of CARGO_TARGET_DIR
 #
 # nvcc 13.0 is taken from the PATH, else from TAPER_CUDA (default ~/.cache/taper/cuda-13.0), where it is installed from
 # Python packages on first use. bench/gpu/check.py runs what this makes, on a machine with a GPU:
@@ -11,7 +11,7 @@
 # named barrier of part of a thread block (kernels/common/team.cuh); give it a folder of its own.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-out=${1:-$root/target/kernels}
+out=${1:-${CARGO_TARGET_DIR:-$root/target}/kernels}
 cuda=${TAPER_CUDA:-${XDG_CACHE_HOME:-$HOME/.cache}/taper/cuda-13.0}
 library=$out/libtaper_gpu.so
 cd "$root"

@@ -58,8 +58,8 @@ fn check(index: &Tensor, channels: &[Vec<u32>], d: usize, kv_heads: usize) -> Re
     Ok(())
 }
 
-/// The share of attention mass that each key would hold by the channels kept of it, summed over the group, for the rows
-/// and KV heads `wanted` `[R, kv_heads]`.
+/// The share of attention mass that each key would hold by the channels kept of it, `over` the group its sum or its largest, for
+/// the rows and KV heads `wanted` `[R, kv_heads]`.
 ///
 /// # Errors
 /// Shapes or dtypes that differ.
