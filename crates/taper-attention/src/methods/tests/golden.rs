@@ -40,6 +40,13 @@ impl Golden {
         serde_json::from_str(&self.header["attention"]).unwrap()
     }
 
+    /// By how many KV heads each key is read, in each row of a decode file that says so.
+    fn reads(&self) -> Option<Vec<Vec<u32>>> {
+        let selected = self.tensors.get("selected").filter(|_| self.header["phase"] == "decode")?;
+        let by_key = selected.to_dtype(DType::U32).unwrap().sum(1).unwrap();
+        Some(by_key.to_vec2().unwrap())
+    }
+
     /// The learned part that the file brings for its method.
     pub fn artifacts(&self, shape: AttentionShape) -> Artifacts {
         let spec = self.spec();
@@ -77,7 +84,9 @@ fn methods_equal_independent_implementations() {
         let ((n, kv_heads, head_dim), (rows, q_heads, _)) = (k.dims3().unwrap(), q.dims3().unwrap());
         let window = golden.header.get("window").map(|window| window.parse().unwrap());
         let shape = AttentionShape { layers: 1, q_heads, kv_heads, head_dim, window };
-        let spec = AttentionSpec::from_json(&golden.spec(), "attention", &golden.artifacts(shape)).unwrap();
+        let (mut spec, reads) = (golden.spec(), golden.reads());
+        spec["trace"] = json!(reads.is_some());
+        let spec = AttentionSpec::from_json(&spec, "attention", &golden.artifacts(shape)).unwrap();
         chosen.push((golden.header["phase"].clone(), json!(spec)[&golden.header["phase"]].clone()));
         let seed = golden.header.get("seed").map_or(1, |seed| seed.parse().unwrap());
         let decode = golden.header["phase"] == "decode";
@@ -110,6 +119,19 @@ fn methods_equal_independent_implementations() {
         for (row, wanted) in checked.into_iter().zip(expected.chunks_exact(width)) {
             let error = relative(&out[row * width..(row + 1) * width], wanted);
             assert!(error < 1e-4, "{name}: row {row} differs by {error}");
+        }
+        // The very keys, where outputs alone would forgive one for another.
+        if let Some(reads) = reads {
+            let tokens = sequence.usage().trace.unwrap().tokens;
+            assert_eq!(tokens.len(), reads.len(), "{name}");
+            for (token, wanted) in tokens.iter().zip(reads) {
+                let mut found = vec![0u32; n];
+                for &(first, keys, heads) in token.reads.as_ref().unwrap() {
+                    found[first as usize..(first + keys) as usize].iter_mut().for_each(|count| *count += heads);
+                }
+                let differ = (0..n).find(|&key| found[key] != wanted[key]);
+                assert_eq!(differ, None, "{name}: row {}, a key that is read by other heads", token.position);
+            }
         }
         seen.push((golden.header["phase"].clone(), method));
     }
