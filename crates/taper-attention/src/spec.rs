@@ -197,11 +197,6 @@ impl AttentionSpec {
         Ok(spec)
     }
 
-    /// How the question is attended, and of how many tokens it is if the request says so.
-    pub fn question(&self) -> (Question, Option<usize>) {
-        (self.question, self.question_tokens)
-    }
-
     /// How many tokens of a prompt's end are the question; `found` says it where the request does not.
     ///
     /// # Errors

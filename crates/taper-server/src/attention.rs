@@ -79,11 +79,9 @@ pub(crate) fn question(
 
 /// The same of a prompt without messages: none, where it is the server's default alone that speaks of a question.
 pub(crate) fn plain_question(spec: &AttentionSpec, map: &Map<String, Value>, prompt: usize) -> Result<usize, ApiError> {
-    let asks = match map.get("attention") {
-        Some(Value::String(_)) => true,
-        Some(object) => object.get("question").is_some_and(|question| !question.is_null()),
-        None => map.get("vllm_xargs").is_some_and(|bag| bag.get("attention_question").is_some()),
-    };
+    let says = |field: &str, key: &str| map.get(field).is_some_and(|of| of.get(key).is_some());
+    let preset = map.get("attention").is_some_and(Value::is_string);
+    let asks = preset || says("attention", "question") || says("vllm_xargs", "attention_question");
     question(spec, prompt, || (!asks).then_some(0))
 }
 
@@ -269,5 +267,23 @@ mod tests {
         let e = refused(Some(json!({"decode": {"method": "dense"}})), json!({"attention_decode_method": "vattention"}));
         assert!(e.message.contains("keep one"), "{e}");
         assert!(refused(None, json!({"attention_gamma": [1]})).message.contains("not an array"));
+    }
+
+    /// What only the server's default says of a question is none of a plain prompt's; what the request says must be whole.
+    #[test]
+    fn a_plain_prompts_question_is_the_requests_own() {
+        let dense = json!({"question": "dense"});
+        let spec = AttentionSpec::from_json(&dense, "attention", &Default::default()).unwrap();
+        let of = |request: Value| plain_question(&spec, request.as_object().unwrap(), 9).ok();
+        for (request, tokens) in [
+            (json!({}), Some(0)),
+            (json!({"attention": {"audit": 0.1}}), Some(0)),
+            (json!({"attention": dense}), None),
+            (json!({"attention": "a preset"}), None),
+            (json!({"vllm_xargs": {"attention_question": "dense"}}), None),
+            (json!({"attention": {"audit": 0.1}, "vllm_xargs": {"attention_question": "dense"}}), None),
+        ] {
+            assert_eq!(of(request.clone()), tokens, "{request}");
+        }
     }
 }

@@ -199,7 +199,7 @@ async fn reloaded(
                     "keys, certificate, presets and attention ({prefill} / {decode}) read again; other settings need a new start"
                 );
             }
-            Err(error) => tracing::warn!("settings stay as they were: {error:#}"),
+            Err(error) => tracing::warn!("settings stay as they were: {}", talk::told(&error)),
         }
     }
 }
