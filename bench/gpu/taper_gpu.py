@@ -374,7 +374,7 @@ def quantiles(delta):
     two = lambda d: z(1 - d / 2)
     vector = lambda d: max(two(d), 1.24)
     shares = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
-    return (two(delta), vector(0.9 * delta), z(1 - delta), z(1 - 0.1 * delta),
+    return (two(delta), vector(0.9 * delta), z(1 - delta**1.05), z(1 - 0.1 * delta),
             (F32 * 6)(*[vector(delta * (1 - s)) for s in shares]),
             (F32 * 6)(*[two(delta * s) for s in shares]))
 
@@ -382,7 +382,7 @@ def quantiles(delta):
 def unseen(delta):
     """What chi2 adds to a sample's variance, in units of its heaviest key's share to the power of 3/2."""
     from math import log
-    return 1.2 * log(delta)**2
+    return 0.75 * log(1 / delta)**3
 
 
 def team_size(list_heads):

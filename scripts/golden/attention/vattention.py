@@ -20,11 +20,11 @@ T of e v and R of e (v - o) (traces of covariances), z(p) the normal distributio
 - lemma: least of (a1 + a2) / (epsilon / 2) over the splits delta2 / delta in .02, .05, .1, .2, .3, .5, with
   a1 = c(delta1) r sqrt(T) / |N| and a2 = z(1 - delta2 / 2) r s / D.  tight: (a1 + (1 + epsilon) a2) / epsilon.
 - ratio: c(0.9 delta) r sqrt(R) / (epsilon D |o|) + z(1 - 0.1 delta) r s / D.
-- chi2: C r sqrt(R (1 + u)) / (epsilon D |o|), where C^2 R is the 1 - delta quantile of a gamma variable of mean R and
+- chi2: C r sqrt(R (1 + u)) / (epsilon D |o|), where C^2 R is the 1 - delta^1.05 quantile of a gamma variable of mean R and
   variance 2 Tr(S^2), S the covariance of e (v - o), by Wilson and Hilferty. Tr(S^2) / Tr(S)^2, which is between 1 / d
   and 1, is of the first 40 keys drawn, their e (v - o) less the sample's mean, the sum over pairs of different ones of
   their squared products over that of the products of their squared norms. For keys heavier than all that were drawn,
-  u = 1.2 ln(delta)^2 s^1.5, s the heaviest's share of the sum of e^2.
+  u = 0.75 ln(1 / delta)^3 s^1.5, s the heaviest's share of the sum of e^2.
 
 |N| and |o| are less the sample's noise: of |N|^2 the part r^2 T (1 / b - 1 / r), of |o|^2 r^2 R (1 / b - 1 / r) / D^2
 is taken off; less than a quarter left is too noisy to tell. Without replacement it takes b / (1 + b / r), rounded up.
@@ -42,7 +42,8 @@ import quest
 SEED = 0x0123456789ABCDEF
 SPLITS = [0.02, 0.05, 0.1, 0.2, 0.3, 0.5]
 PAIRS = 40
-UNSEEN = 1.2
+UNSEEN = 0.75
+TAIL = 1.05
 PAYS = 0.18
 
 z = NormalDist().inv_cdf
@@ -132,8 +133,8 @@ def needed(
             norms = np.diag(few)
             different = ((few**2).sum() - (norms**2).sum()) / (norms.sum() ** 2 - (norms**2).sum())
             part = 2 / 9 * min(max(different, 1 / v.shape[1]), 1)
-            factor = (1 - part + z(1 - delta) * math.sqrt(part)) ** 1.5
-            heavier = unseen * math.log(delta) ** 2 * (e.max() ** 2 / (e**2).sum()) ** 1.5
+            factor = (1 - part + z(1 - delta**TAIL) * math.sqrt(part)) ** 1.5
+            heavier = unseen * math.log(1 / delta) ** 3 * (e.max() ** 2 / (e**2).sum()) ** 1.5
             root = factor * scale * math.sqrt(1 + heavier)
     return root**2 if replaced else root**2 / (1 + root**2 / rest)
 
@@ -282,7 +283,7 @@ def main() -> None:
         return quest.chooser(top_k, paged["sink"], paged["window"], 8)
 
     first_clear(lambda data: make("vattention-quest", paged, shape, data, 1.5, predict=by_pages))
-    hashed = own | {"top_k": 32, "top": {"method": "hash_attention"}}
+    hashed = own | {"top_k": 32, "epsilon": 0.12, "top": {"method": "hash_attention"}}
     shape = {"n": 501, "kv_heads": 1, "group": 2, "d": 32, "rows": 2}
 
     def by_codes(data: int) -> None:

@@ -267,3 +267,22 @@ pub fn by_key(labels: &Tensor) -> Tensor {
 pub fn below(error: f64, limit: f64, what: &str) {
     assert!(error < limit, "{what}: {error:.3e}, limit {limit:.1e}");
 }
+
+/// What `set` makes of some of a tensor's numbers.
+pub fn with(x: &Tensor, set: impl Fn(&mut [f32])) -> Tensor {
+    let mut values = x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    set(&mut values);
+    Tensor::from_vec(values, x.dims(), &device()).unwrap().to_dtype(x.dtype()).unwrap()
+}
+
+/// Which heads of each row are wholly no numbers; fails where only a part of one is.
+#[track_caller]
+pub fn none(out: &Tensor) -> Vec<Vec<bool>> {
+    let rows = out.to_dtype(DType::F32).unwrap().to_vec3::<f32>().unwrap();
+    let of = |head: &Vec<f32>| {
+        let nan = head.iter().filter(|x| x.is_nan()).count();
+        assert!(nan == 0 || nan == head.len(), "{nan} of {} numbers are none", head.len());
+        nan > 0
+    };
+    rows.iter().map(|row| row.iter().map(of).collect()).collect()
+}

@@ -2,7 +2,7 @@
 #![allow(clippy::single_range_in_vec_init)] // One range is what these tests mean.
 
 use crate::cache::{
-    Caches, LIMIT, Numbers, Queries, below, device, elements, every_group, furthest, relative, relative_of,
+    Caches, LIMIT, Numbers, Queries, below, device, elements, every_group, furthest, none, relative, relative_of, with,
 };
 use candle_core::{DType, Device, Tensor};
 use taper_kernels::cuda::{Batch, Lists, Plan, Scratch, Streams, listed};
@@ -194,25 +194,6 @@ fn a_row_is_the_same_bits_alone_and_beside_larger_queries() {
             }
         }
     }
-}
-
-/// What `set` makes of some of a tensor's numbers.
-pub fn with(x: &Tensor, set: impl Fn(&mut [f32])) -> Tensor {
-    let mut values = x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-    set(&mut values);
-    Tensor::from_vec(values, x.dims(), &device()).unwrap().to_dtype(x.dtype()).unwrap()
-}
-
-/// Which heads of each row are wholly no numbers; fails where only a part of one is.
-#[track_caller]
-pub fn none(out: &Tensor) -> Vec<Vec<bool>> {
-    let rows = out.to_dtype(DType::F32).unwrap().to_vec3::<f32>().unwrap();
-    let of = |head: &Vec<f32>| {
-        let nan = head.iter().filter(|x| x.is_nan()).count();
-        assert!(nan == 0 || nan == head.len(), "{nan} of {} numbers are none", head.len());
-        nan > 0
-    };
-    rows.iter().map(|row| row.iter().map(of).collect()).collect()
 }
 
 #[test]

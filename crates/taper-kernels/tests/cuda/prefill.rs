@@ -1,7 +1,6 @@
 //! Attention of many rows, and Delta's correction.
 
-use crate::cache::{Caches, GRID, LIMIT, Numbers, below, device, furthest, relative};
-use crate::decode::{none, with};
+use crate::cache::{Caches, GRID, LIMIT, Numbers, below, device, furthest, none, relative, with};
 use candle_core::{DType, Device, Tensor};
 use taper_kernels::correct::{Anchors, Correction, correct};
 use taper_kernels::cuda::{Chosen, Delta, Sparse, Tile, Tiles, block_lists, delta, drop_columns, prefill_tiles};
