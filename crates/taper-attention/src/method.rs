@@ -488,7 +488,7 @@ pub trait Predictor: std::fmt::Debug + Send + Sync {
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, most: Most) -> Result<Choice>;
 
     /// Where what it predicts is a share of the attention mass: how much of the share that would make a key, or a page, worth
-    /// reading it must be expected to hold. The less a prediction tells, the less that is: `bench/promise.md` has how it was found.
+    /// reading it must be expected to hold. The less a prediction tells, the less that is: `bench/promise-history.md` has how it was found.
     fn pays(&self) -> Option<f64> {
         None
     }

@@ -56,32 +56,33 @@ fn kept(length: usize, layers: &[usize], epsilons: &[(f64, Costs)], draws: usize
 #[test]
 fn every_promise_is_kept_on_an_early_a_middle_and_a_late_layer() {
     let costs = [
-        (0.05, [[0.473, 0.109, 0.161], [0.456, 0.081, 0.092], [0.437, 0.046, 0.072], [0.420, 0.016, 0.074]]),
-        (0.1, [[0.384, 0.0, 0.094], [0.383, 0.0, 0.017], [0.383, 0.0, 0.0], [0.383, 0.0, 0.0]]),
-        (0.2, [[0.356, 0.0, 0.040], [0.355, 0.0, 0.006], [0.355, 0.0, 0.0], [0.355, 0.0, 0.0]]),
+        (0.05, [[0.491, 0.133, 0.258], [0.466, 0.097, 0.129], [0.438, 0.047, 0.074], [0.424, 0.023, 0.067]]),
+        (0.1, [[0.391, 0.004, 0.230], [0.383, 0.0, 0.074], [0.382, 0.0, 0.001], [0.382, 0.0, 0.0]]),
+        (0.2, [[0.359, 0.003, 0.094], [0.355, 0.0, 0.022], [0.355, 0.0, 0.003], [0.355, 0.0, 0.0]]),
     ];
     kept(1024, &LAYERS, &costs, 2000);
 }
 
-/// The tightest, where a longer context leaves more to chance. Promises kept exactly would fail the test in a tenth of all seeds. Nor is the rule far too cautious: where
-/// it decides, a fifteenth of what it allows goes wrong at least.
+/// The tightest, where a longer context leaves more to chance, on the first layer, a middle and a late one. Promises kept exactly would
+/// fail the test in a tenth of all seeds. Nor is the rule far too cautious: where it decides, a fifth of what it allows goes wrong at
+/// least.
 #[test]
 fn the_tightest_promises_are_kept_over_4096_tokens() {
-    let costs = [[0.166, 0.0, 0.511], [0.162, 0.0, 0.377], [0.160, 0.0, 0.270], [0.158, 0.0, 0.191]];
-    for (promise, delta) in kept(4096, &LAYERS, &[(0.05, costs)], 500).iter().zip(DELTAS) {
-        assert!(promise.decided_over > delta / 15.0, "{delta}: {promise:?}");
+    let costs = [[0.214, 0.0, 0.762], [0.207, 0.0, 0.566], [0.201, 0.0, 0.411], [0.197, 0.0, 0.282]];
+    for (promise, delta) in kept(4096, &[0, 14, 28], &[(0.05, costs)], 500).iter().zip(DELTAS) {
+        assert!(promise.decided_over > delta / 5.0, "{delta}: {promise:?}");
     }
 }
 
-/// Two early layers, which a debug build soon comes to: heads of layer 0 come nearer to breaking theirs, and some do at 0.05 (bench/promise.md).
+/// The first two layers, which a debug build soon comes to: heads of layer 0 come nearest to breaking theirs (bench/promise.md).
 /// Eight promises, 18 heads: kept exactly, they would fail the test in a seventh of all seeds (144 times 1 in 1,000).
 #[test]
 fn promises_are_kept_over_8192_tokens() {
     let costs = [
-        (0.05, [[0.104, 0.0, 0.589], [0.101, 0.0, 0.416], [0.099, 0.0, 0.301], [0.097, 0.0, 0.209]]),
-        (0.1, [[0.082, 0.0, 0.495], [0.079, 0.0, 0.323], [0.077, 0.0, 0.214], [0.076, 0.0, 0.132]]),
+        (0.05, [[0.171, 0.0, 0.747], [0.166, 0.0, 0.566], [0.162, 0.0, 0.480], [0.158, 0.0, 0.354]]),
+        (0.1, [[0.116, 0.0, 0.649], [0.111, 0.0, 0.503], [0.108, 0.0, 0.369], [0.106, 0.0, 0.237]]),
     ];
-    kept(8192, &[1, 2], &costs, 500);
+    kept(8192, &[0, 1], &costs, 500);
 }
 
 /// A middle and a late layer, in fewer draws, since 8,192 tokens take a debug build longer to come there than to be drawn from.
@@ -90,8 +91,8 @@ fn promises_are_kept_over_8192_tokens() {
 #[test]
 fn promises_are_kept_over_8192_tokens_on_a_middle_and_a_late_layer() {
     let costs = [
-        (0.05, [[0.098, 0.0, 0.723], [0.094, 0.0, 0.586], [0.091, 0.0, 0.435], [0.088, 0.0, 0.275]]),
-        (0.1, [[0.081, 0.0, 0.632], [0.077, 0.0, 0.485], [0.074, 0.0, 0.341], [0.072, 0.0, 0.197]]),
+        (0.05, [[0.104, 0.0, 0.823], [0.096, 0.0, 0.656], [0.091, 0.0, 0.442], [0.088, 0.0, 0.249]]),
+        (0.1, [[0.086, 0.0, 0.760], [0.079, 0.0, 0.569], [0.074, 0.0, 0.343], [0.072, 0.0, 0.183]]),
     ];
     kept(8192, &[14, 23], &costs, 200);
 }

@@ -85,7 +85,7 @@ const LEAST_VECTOR_QUANTILE: f64 = 1.24;
 /// of 3/2, times the cube of ln(1 / delta). By exchangeability the share of such keys among those left is exponential with
 /// mean 1 / (drawn + 1), and its 1 − delta quantile goes with ln(1 / delta); how much heavier they are does so again, and how far
 /// the sample's own variance falls short where it missed them. Factor and powers are calibrated on real heads and held against
-/// others (bench/promise.md): without them single heads break their promise, those first of whose variance a few keys hold a large
+/// others (bench/promise.md and its history): without them single heads break their promise, those first of whose variance a few keys hold a large
 /// part because of their values, which their weights do not tell.
 const UNSEEN: f64 = 0.75;
 /// By what power of delta the norm's quantile is taken: errors of samples of some hundred keys go beyond a Gaussian's by more the

@@ -57,7 +57,7 @@ impl Sampling {
     ///
     /// With o the output, d the distance of the values from it and z the quantile of the error's norm, n keys whose squared shares of
     /// the attention mass sum to q need a sample of n q (z d / (epsilon ‖o‖))², less what drawing without replacement saves. z d / ‖o‖ is
-    /// taken to be the same for all heads; the factor was found on real ones (`bench/promise.md`).
+    /// taken to be the same for all heads; the factor was found on real ones (`bench/promise-history.md`).
     pub fn noise(&self) -> f32 {
         (0.18 * self.promise.epsilon).powi(2) as f32
     }
