@@ -85,6 +85,10 @@ impl Backend for Handover {
         self.prompts.free_blocks().min(self.answers.free_blocks())
     }
 
+    fn offloaded_blocks(&self) -> usize {
+        self.prompts.offloaded_blocks() + self.answers.offloaded_blocks()
+    }
+
     fn beginning(&self, attention: &Arc<AttentionSpec>, prompt: &[u32], question_tokens: usize) -> Beginning {
         self.prompts.beginning(attention, prompt, question_tokens)
     }
@@ -105,13 +109,13 @@ impl Backend for Handover {
     }
 
     fn rejoin(&mut self, sequences: Vec<&mut Held>, prompt: Held) -> Result<(), BackendError> {
-        let Held::Prompts(prompt) = prompt else {
-            return Err(BackendError("a sequence that was handed over cannot be computed again".into()));
-        };
+        let again = || BackendError("a sequence that was handed over cannot be computed again".into());
+        let Held::Prompts(prompt) = prompt else { return Err(again()) };
         let sequences = sequences.into_iter().map(|held| match held {
-            Held::Prompts(sequence) | Held::Answers(sequence) => sequence,
+            Held::Prompts(sequence) => Ok(sequence),
+            Held::Answers(_) => Err(again()),
         });
-        self.prompts.rejoin(sequences.collect(), prompt)
+        self.prompts.rejoin(sequences.collect::<Result<_, _>>()?, prompt)
     }
 
     fn fork(&mut self, held: &Held, seed: u64) -> Result<Held, BackendError> {
@@ -157,6 +161,27 @@ impl Backend for Handover {
 
     fn usage(&self, held: &Held) -> AttentionUsage {
         held.sequence().usage()
+    }
+
+    fn draft(&self, held: &mut Held, drafts: bool) {
+        match held {
+            Held::Prompts(sequence) => self.prompts.draft(sequence, drafts),
+            Held::Answers(sequence) => self.answers.draft(sequence, drafts),
+        }
+    }
+
+    fn drafted(&self, held: &mut Held, drafts: usize, right: usize, looked_up: bool) {
+        match held {
+            Held::Prompts(sequence) => self.prompts.drafted(sequence, drafts, right, looked_up),
+            Held::Answers(sequence) => self.answers.drafted(sequence, drafts, right, looked_up),
+        }
+    }
+
+    fn discard(&mut self, held: Held) {
+        match held {
+            Held::Prompts(sequence) => self.prompts.discard(sequence),
+            Held::Answers(sequence) => self.answers.discard(sequence),
+        }
     }
 
     fn close(&mut self, held: Held) {

@@ -578,6 +578,9 @@ impl<S> Choice<S> {
             let Some(sequence) = &mut self.sequence else { return Ok(()) };
             backend.drafted(sequence, made, right, looked_up);
             if end {
+                // What was tried beyond the answer's end is none of what its attention did.
+                self.rewind(backend, prompt.len())?;
+                let Some(sequence) = &mut self.sequence else { return Ok(()) };
                 self.usage = Some(backend.usage(sequence));
                 self.sequence.take().into_iter().for_each(|sequence| backend.close(sequence));
                 return Ok(());

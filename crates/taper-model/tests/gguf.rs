@@ -219,6 +219,46 @@ fn contradictions_name_the_file_and_the_field() {
 }
 
 #[test]
+fn what_ends_a_turn_is_told_by_three_keys_and_by_control_tokens_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let ends = |eos: u32, names: [&str; 5], kinds: [i32; 5], eom: Option<u32>| {
+        let path = convert(
+            "llama2-gqa",
+            |_| GgmlDType::F32,
+            folder.path(),
+            |metadata| {
+                let mut set = |key: &str, value| metadata.push((format!("tokenizer.ggml.{key}"), value));
+                set("eos_token_id", Value::U32(eos));
+                set("tokens", Value::Array(names.map(|name| Value::String(name.to_owned())).to_vec()));
+                set("token_type", Value::Array(kinds.map(Value::I32).to_vec()));
+                eom.into_iter().for_each(|id| set("eom_token_id", Value::U32(id)));
+            },
+        );
+        ModelConfig::read(&common::gguf(&path)).unwrap().eos_tokens
+    };
+    let names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "<|eot_id|>"];
+    assert_eq!(ends(0, names, [3, 3, 3, 1, 3], None), [0, 2, 4]);
+    // One that is text like any other ends nothing.
+    assert_eq!(ends(0, names, [3, 3, 1, 1, 4], Some(3)), [0, 3]);
+}
+
+#[test]
+fn a_layers_tensor_that_is_not_read_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = convert("llama2-gqa", |_| GgmlDType::F32, folder.path(), |_| ());
+    let mut bytes = fs::read(&path).unwrap();
+    let (old, new) = (b"blk.1.attn_q.weight", b"blk.1.attn_q.biases");
+    let at = bytes.windows(old.len()).position(|name| name == old).unwrap();
+    bytes[at..at + new.len()].copy_from_slice(new);
+    fs::write(&path, bytes).unwrap();
+    let message = Model::load(&common::gguf(&path), &LoadOptions::default(), &Device::Cpu).unwrap_err().to_string();
+    assert!(
+        message.contains("llama2-gqa.gguf: blk.1.attn_q.biases: is part of a layer, but no part that is read"),
+        "{message}"
+    );
+}
+
+#[test]
 fn no_cut_and_no_flipped_byte_panics() {
     let folder = tempfile::tempdir().unwrap();
     let path = convert("llama2-gqa", |_| GgmlDType::F16, folder.path(), |_| ());

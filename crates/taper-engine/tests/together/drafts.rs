@@ -76,3 +76,34 @@ fn an_answer_with_drafts_is_the_one_without() {
         assert_eq!(busy.load().counts.preemptions > 0, blocks == 16, "{:?}", busy.load());
     }
 }
+
+/// Drafts that were right beyond the token that ends an answer are none of it, nor of what is said of its attention.
+#[test]
+fn a_trace_ends_with_its_answer() {
+    let engine = engine(64, false, EngineConfig::default());
+    let ask = |speculate: Value, end: Option<u32>| {
+        let stop = StopRules {
+            tokens: end.into_iter().collect(),
+            ignore_eos: true,
+            max_tokens: Some(40),
+            ..StopRules::default()
+        };
+        let request = request(3, &json!({ "speculate": speculate, "trace": true }));
+        collect(engine.submit(Request { stop, choices: 1, logprobs: Some(0), ..request }).unwrap()).unwrap()
+    };
+    let (tokens, _) = ask(Value::Null, None);
+    let first = |at: usize| tokens[..at].iter().all(|(_, token, _)| *token != tokens[at].1);
+    let ends: Vec<u32> = (8..tokens.len()).filter(|&at| first(at)).map(|at| tokens[at].1).take(6).collect();
+    assert!(ends.len() > 2, "{tokens:?}");
+    for end in ends {
+        let traced = |speculate: Value| {
+            let (tokens, usage) = ask(speculate, Some(end));
+            let usage = serde_json::to_value(&usage.attention).unwrap();
+            let positions: Vec<Value> =
+                usage[0]["trace"]["tokens"].as_array().unwrap().iter().map(|t| t["position"].clone()).collect();
+            (tokens, positions)
+        };
+        let drafts = json!({ "method": "dense", "tokens": 9 });
+        assert_eq!(traced(drafts), traced(Value::Null), "ended by {end}");
+    }
+}

@@ -105,6 +105,11 @@ impl Gguf {
         self.tensors.get(name)
     }
 
+    /// The tensors' names, in no order.
+    pub(crate) fn tensor_names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
     /// The bytes of a tensor, checked to lie in the file when it was opened.
     pub(crate) fn tensor_bytes(&self, tensor: &TensorInfo) -> &[u8] {
         &self.file.bytes()[tensor.range.clone()]

@@ -12,14 +12,14 @@ use tokenizers::{AddedToken, DecoderWrapper, NormalizerWrapper, PostProcessorWra
 
 const MODEL: &str = "tokenizer.ggml.model";
 const PRE: &str = "tokenizer.ggml.pre";
-const TOKENS: &str = "tokenizer.ggml.tokens";
-const TYPES: &str = "tokenizer.ggml.token_type";
+pub(crate) const TOKENS: &str = "tokenizer.ggml.tokens";
+pub(crate) const TYPES: &str = "tokenizer.ggml.token_type";
 const MERGES: &str = "tokenizer.ggml.merges";
 const SCORES: &str = "tokenizer.ggml.scores";
 
 /// Token types, as the format numbers them.
 const TYPE_UNKNOWN: i64 = 2;
-const TYPE_CONTROL: i64 = 3;
+pub(crate) const TYPE_CONTROL: i64 = 3;
 const TYPE_USER_DEFINED: i64 = 4;
 
 /// The most bytes of a token. Known vocabularies have some of a few hundred; every cut of every token is looked up.

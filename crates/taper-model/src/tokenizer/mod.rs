@@ -1,6 +1,6 @@
 //! Text to tokens and back, from `tokenizer.json` or rebuilt from a GGUF file's metadata.
 
-mod gguf;
+pub(crate) mod gguf;
 mod pieces;
 mod stream;
 

@@ -41,6 +41,13 @@ impl<'a> GgufWeights<'a> {
             let reason = format!("is {}, but the file holds more layers", config.layers);
             return Err(ModelError::invalid(path, "llama.block_count", reason));
         }
+        if let Some(tensor) = weights.gguf.tensor_names().filter(|name| is_unread(name)).min() {
+            return Err(ModelError::invalid(
+                path,
+                tensor,
+                "is part of a layer, but no part that is read: answers would be others",
+            ));
+        }
         let in_layers = (0..config.layers).flat_map(|layer| Role::IN_LAYER.map(|role| (role, layer)));
         let matrices = in_layers.filter(|(role, _)| !role.is_norm()).chain([(weights.head_role(), 0)]);
         let stored = matrices.filter_map(|(role, layer)| Some(weights.gguf.tensor(&name(role, layer))?.dtype));
@@ -251,6 +258,13 @@ fn matrix_dtype(options: &LoadOptions, stored: DType, floats: Option<DType>, on_
 }
 
 /// llama.cpp's names.
+/// Whether a tensor is part of a layer and none that is read, such as a bias: without it a model's numbers would be others.
+/// Angles, which old files have beside their metadata, are no part of it.
+fn is_unread(name: &str) -> bool {
+    let Some((_, part)) = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) else { return false };
+    part != "attn_rot_embd.weight" && Role::IN_LAYER.iter().all(|&role| self::name(role, 0) != format!("blk.0.{part}"))
+}
+
 fn name(role: Role, layer: usize) -> String {
     let in_layer = |part: &str| format!("blk.{layer}.{part}.weight");
     match role {

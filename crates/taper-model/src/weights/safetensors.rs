@@ -198,11 +198,12 @@ impl Weights for Safetensors<'_> {
 fn list(folder: &Path) -> Result<(PathBuf, BTreeSet<String>), ModelError> {
     let index = folder.join(INDEX);
     let single = folder.join(SINGLE);
-    if !index.exists() {
-        if !single.exists() {
-            return Err(ModelError::missing(folder, format!("{SINGLE} or {INDEX}")));
-        }
+    // Beside a whole file an index is what is left of its parts.
+    if single.exists() {
         return Ok((single, BTreeSet::from([SINGLE.to_owned()])));
+    }
+    if !index.exists() {
+        return Err(ModelError::missing(folder, format!("{SINGLE} or {INDEX}")));
     }
     let parsed: Index = crate::json::read(&index)?;
     let names: BTreeSet<String> = parsed.weight_map.into_values().collect();
