@@ -16,6 +16,7 @@ use taper_eval::{
     EvalError, Fork, Header, Method, ModelText, Outcome, Phase, Plan, Results, Style, Task, Watch, accuracies, details,
     digests, write_prompts,
 };
+use taper_model::ModelConfig;
 
 /// Runs the grid and prints its tables.
 ///
@@ -41,10 +42,11 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
         chunk_tokens: 512,
     };
     let loaded = format!(
-        "weights {}{}, cache {}{}",
+        "weights {}{}, cache {}, on {}{}",
         args.model.dtype.as_deref().unwrap_or("auto"),
         if args.model.dequantize == Some(true) { " dequantized" } else { "" },
         args.model.kv_dtype.as_deref().unwrap_or("f16"),
+        args.model.device.as_deref().unwrap_or("cpu"),
         args.prefill_device.as_ref().map(|device| format!(", prompts on {device}")).unwrap_or_default(),
     );
     let prompts_on = args.prefill_device.as_deref().map(config::device).transpose().context("--prefill-device")?;
@@ -73,7 +75,8 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
     let learnt = config.artifacts.as_deref().map(|folder| digests(folder, &plan.artifacts.names())).transpose()?;
     let header = Header {
         model: model.name.clone(),
-        loaded,
+        // Two models may have one name: answers of both are not one grid's.
+        loaded: format!("{loaded}, configuration {}", ModelConfig::read(&model)?.key().fingerprint),
         question: args.question.to_string(),
         seed: args.seed,
         artifacts: learnt.unwrap_or_default(),
