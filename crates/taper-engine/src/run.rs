@@ -578,11 +578,12 @@ impl<S> Choice<S> {
             let Some(sequence) = &mut self.sequence else { return Ok(()) };
             backend.drafted(sequence, made, right, looked_up);
             if end {
-                // What was tried beyond the answer's end is none of what its attention did.
-                self.rewind(backend, prompt.len())?;
-                let Some(sequence) = &mut self.sequence else { return Ok(()) };
-                self.usage = Some(backend.usage(sequence));
-                self.sequence.take().into_iter().for_each(|sequence| backend.close(sequence));
+                // What was tried beyond the answer's end is none of what its attention did; a whole answer does not fail for it.
+                let _ = self.rewind(backend, prompt.len());
+                if let Some(sequence) = self.sequence.take() {
+                    self.usage = Some(backend.usage(&sequence));
+                    backend.close(sequence);
+                }
                 return Ok(());
             }
             self.draft(drafting, prompt);

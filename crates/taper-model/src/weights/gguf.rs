@@ -257,14 +257,15 @@ fn matrix_dtype(options: &LoadOptions, stored: DType, floats: Option<DType>, on_
     }
 }
 
-/// llama.cpp's names.
 /// Whether a tensor is part of a layer and none that is read, such as a bias: without it a model's numbers would be others.
 /// Angles, which old files have beside their metadata, are no part of it.
 fn is_unread(name: &str) -> bool {
     let Some((_, part)) = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) else { return false };
-    part != "attn_rot_embd.weight" && Role::IN_LAYER.iter().all(|&role| self::name(role, 0) != format!("blk.0.{part}"))
+    let first = format!("blk.0.{part}");
+    part != "attn_rot_embd.weight" && Role::IN_LAYER.iter().all(|&role| self::name(role, 0) != first)
 }
 
+/// llama.cpp's names.
 fn name(role: Role, layer: usize) -> String {
     let in_layer = |part: &str| format!("blk.{layer}.{part}.weight");
     match role {
