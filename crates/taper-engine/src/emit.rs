@@ -85,9 +85,7 @@ impl Output {
         }
         self.decoded += piece.len();
         self.characters += piece.chars().count();
-        // What comes this early is no stop, nor the start of one.
-        let early = self.generated <= self.rules.min_tokens;
-        let (text, hit) = if early { (piece, None) } else { self.matcher.push(&piece) };
+        let (text, hit) = self.search(&piece);
         if let Some(stop) = hit {
             return Some(self.cut(text, Finish::StopString(stop)));
         }
@@ -100,6 +98,15 @@ impl Output {
         self.emitted += text.len();
         let tokens = self.ready();
         (!text.is_empty() || !tokens.is_empty()).then_some(Delta { choice: self.choice, text, tokens, finish: None })
+    }
+
+    /// What of the text is safe to pass on, and the stop string that it ends, which none does before `min_tokens` have passed; what
+    /// begins before and ends behind them is one, as in vLLM.
+    fn search(&mut self, text: &str) -> (String, Option<String>) {
+        match self.generated <= self.rules.min_tokens {
+            true => (self.matcher.push_early(text), None),
+            false => self.matcher.push(text),
+        }
     }
 
     fn stop_token(&self, token: u32) -> Option<Finish> {
@@ -122,7 +129,7 @@ impl Output {
     fn end(&mut self, mut text: String, finish: Finish) -> Delta {
         // A character that did not come whole is none.
         let tail = self.stream.finish();
-        let (more, hit) = self.matcher.push(tail.trim_end_matches(char::REPLACEMENT_CHARACTER));
+        let (more, hit) = self.search(tail.trim_end_matches(char::REPLACEMENT_CHARACTER));
         text.push_str(&more);
         if let Some(stop) = hit {
             return self.cut(text, Finish::StopString(stop));

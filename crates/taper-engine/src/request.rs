@@ -17,7 +17,8 @@ pub struct StopRules {
     pub tokens: Vec<u32>,
     /// Go on past the model's own end tokens.
     pub ignore_eos: bool,
-    /// Tokens that come before anything may end the answer.
+    /// Tokens that come before anything may end the answer. A stop string that begins in them and ends behind them is found, and
+    /// the text ends where it begins.
     pub min_tokens: usize,
     /// Most tokens of a choice; `None`: as many as fit.
     pub max_tokens: Option<usize>,

@@ -141,6 +141,15 @@ fn stop_strings_and_stop_tokens_end_a_choice() {
     r.logprobs = Some(0);
     assert_eq!(run(&wide, r).tokens.len(), 7, "whatever the characters' width");
 
+    // What begins before `min_tokens` and ends behind them is found, what ends before them is not.
+    for (least, expected) in [(6, Some("one ")), (7, None)] {
+        let mut r = request("hi");
+        (r.stop.strings, r.stop.min_tokens, r.logprobs) = (vec!["two".into()], least, Some(0));
+        let answer = run(&engine, r);
+        assert_eq!(answer.texts, [expected.unwrap_or("one two three")], "{least}");
+        assert_eq!(answer.tokens.len(), answer.texts[0].len());
+    }
+
     let mut r = request("hi");
     r.stop.tokens = vec![u32::from(b't')];
     let answer = run(&engine, r);
