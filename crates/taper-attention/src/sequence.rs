@@ -96,19 +96,18 @@ impl Sequence {
         self
     }
 
-    /// Takes over what the pool remembers of the prompt's first tokens, as far as the prefill method lets it, and has the
+    /// Takes over what the pool remembers of the prompt's [beginning](Self::beginning), as far as the prefill method lets it, and has the
     /// pool remember the others as they come. For an empty sequence; afterwards [`len`](Self::len) tokens are cached.
     ///
     /// A prompt's last token is never taken over, since its logits are wanted.
-    pub fn reuse(&mut self, pool: &mut KvPool, prompt: &[u32], rotary: &dyn Rotary) {
-        let beginning = self.beginning(prompt, rotary);
+    pub fn reuse(&mut self, pool: &mut KvPool, beginning: &Beginning) {
         let taken = beginning.taken(pool);
         self.table = pool.recall(&beginning.keys[..taken]);
         self.len = taken * BLOCK_TOKENS;
-        self.prefix = beginning.keys;
+        self.prefix.clone_from(&beginning.keys);
     }
 
-    /// What [`reuse`](Self::reuse) asks the pool for.
+    /// What [`reuse`](Self::reuse) asks the pool for, by the prompt's tokens.
     pub fn beginning(&self, prompt: &[u32], rotary: &dyn Rotary) -> Beginning {
         Beginning::new(&self.spec, prompt, self.context, rotary.heeds_length())
     }

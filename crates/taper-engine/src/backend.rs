@@ -126,10 +126,10 @@ pub trait Backend: Send + 'static {
         question_tokens: usize,
     ) -> Result<Self::Sequence, BackendError>;
 
-    /// Has a new sequence share its prompt's beginning with others: some of its first tokens may be [cached](Self::cached) at
-    /// once, since an earlier prompt began with them; never all.
-    fn reuse(&mut self, sequence: &mut Self::Sequence, prompt: &[u32]) {
-        let _ = (sequence, prompt);
+    /// Has a new sequence share its prompt's [beginning](Self::beginning) with others: some of its first tokens may be
+    /// [cached](Self::cached) at once, since an earlier prompt began with them; never all.
+    fn reuse(&mut self, sequence: &mut Self::Sequence, beginning: &Beginning) {
+        let _ = (sequence, beginning);
     }
 
     /// Tokens of the sequence that are in the cache.

@@ -106,7 +106,7 @@ impl Counts {
 
 /// The handle to the engine's thread. Dropping it lets what was taken finish, then ends the thread.
 pub struct Engine {
-    queue: Arc<Queue<Job>>,
+    queue: Arc<Queue<Arc<Job>>>,
     text: Arc<dyn Text>,
     /// Made when the first grammar comes: a look at every token.
     grammars: OnceLock<Result<Grammars, GrammarError>>,
@@ -125,7 +125,7 @@ impl Engine {
         model: ModelInfo,
         config: EngineConfig,
     ) -> Result<Self, StartError> {
-        let queue = Arc::new(Queue::new(config.queue.max(1)).by(|job: &Job| job.request.priority));
+        let queue = Arc::new(Queue::new(config.queue.max(1)).by(|job: &Arc<Job>| job.request.priority));
         let limits = backend.limits();
         let (own_queue, own_text) = (Arc::clone(&queue), Arc::clone(&text));
         // Running requests never leave the thread, so their state need not be able to.
@@ -214,20 +214,20 @@ impl Engine {
         self.queue.limit()
     }
 
-    fn jobs(&self, requests: Vec<Request>) -> Result<(Vec<Job>, Vec<Events>), SubmitError> {
+    fn jobs(&self, requests: Vec<Request>) -> Result<(Vec<Arc<Job>>, Vec<Events>), SubmitError> {
         let jobs = requests.into_iter().map(|request| self.job(request)).collect::<Result<Vec<_>, _>>()?;
         Ok(jobs.into_iter().unzip())
     }
 
     /// A request with both ends of its way back.
-    fn job(&self, mut request: Request) -> Result<(Job, Events), SubmitError> {
+    fn job(&self, mut request: Request) -> Result<(Arc<Job>, Events), SubmitError> {
         request.choices = request.choices.max(1);
         let max_tokens = self.admit(&request)?;
         // Each choice sends at most one delta a token; `Prefilled`, `Prompt` and the last event come on top.
         let room = request.choices * max_tokens + 5;
         let (events, receiver) = mpsc::channel(room);
         let job = Job { request, max_tokens, events, beginning: OnceLock::new(), submitted: Instant::now() };
-        Ok((job, receiver))
+        Ok((job.into(), receiver))
     }
 
     /// Tokens that each choice may have.
@@ -290,7 +290,7 @@ impl Engine {
 
 /// A request of which more may come; the engine waits for it until this is dropped.
 pub struct Parts {
-    queue: Arc<Queue<Job>>,
+    queue: Arc<Queue<Arc<Job>>>,
 }
 
 impl Drop for Parts {

@@ -71,9 +71,9 @@ impl Backend for Handover {
         self.prompts.open(attention, seed, prompt, question_tokens).map(Held::Prompts)
     }
 
-    fn reuse(&mut self, held: &mut Held, prompt: &[u32]) {
+    fn reuse(&mut self, held: &mut Held, beginning: &Beginning) {
         if let Held::Prompts(sequence) = held {
-            self.prompts.reuse(sequence, prompt);
+            self.prompts.reuse(sequence, beginning);
         }
     }
 

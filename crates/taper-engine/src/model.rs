@@ -384,10 +384,8 @@ impl Backend for ModelBackend {
         Ok(Sequence::new(Arc::clone(attention), seed, prompt.len()).with_question(question_tokens))
     }
 
-    fn reuse(&mut self, sequence: &mut Sequence, prompt: &[u32]) {
-        if self.prefix {
-            sequence.reuse(&mut self.pool, prompt, self.model.rotary());
-        }
+    fn reuse(&mut self, sequence: &mut Sequence, beginning: &Beginning) {
+        sequence.reuse(&mut self.pool, beginning);
     }
 
     fn cached(&self, sequence: &Sequence) -> usize {

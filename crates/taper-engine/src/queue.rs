@@ -170,6 +170,14 @@ impl<T> Queue<T> {
         state.take(0)
     }
 
+    /// The jobs that are looked at when one is to start.
+    pub(crate) fn first(&self) -> Vec<T>
+    where
+        T: Clone,
+    {
+        self.lock().waiting.iter().take(LOOKS).cloned().collect()
+    }
+
     /// The first job that is not held back, if `fits` says so. Of many that are, a few are looked past.
     pub(crate) fn pop_if(&self, held: impl Fn(&T) -> bool, fits: impl FnOnce(&T) -> bool) -> Next<T> {
         let mut state = self.lock();

@@ -12,7 +12,7 @@ use crate::sampler::{Sampler, logprobs};
 use crate::schedule::{self, Place, Share, Standing};
 use crate::text::Text;
 use crate::worker::guard;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 use taper_attention::{AttentionUsage, Beginning, Drafting};
 use taper_kernels::token;
@@ -46,13 +46,15 @@ impl Job {
         (schedule::wanted(self.request.prompt.len(), std::iter::repeat_n(0, choices)), choices)
     }
 
-    /// What its prompt may share with others.
+    /// What its prompt may share with others. To find out takes a while, the first time.
     pub(crate) fn beginning<B: Backend>(&self, backend: &B) -> &Beginning {
-        let Request { attention, prompt, question_tokens, prompt_logprobs, .. } = &self.request;
-        self.beginning.get_or_init(|| match prompt_logprobs {
-            Some(_) => Beginning::default(),
-            None => backend.beginning(attention, prompt, *question_tokens),
-        })
+        let Request { attention, prompt, question_tokens, .. } = &self.request;
+        self.beginning.get_or_init(|| backend.beginning(attention, prompt, *question_tokens))
+    }
+
+    /// The same once it is known, if it shares anything from the start: what is cached is not scored.
+    pub(crate) fn shared(&self) -> Option<&Beginning> {
+        self.beginning.get().filter(|_| self.request.prompt_logprobs.is_none())
     }
 
     /// Sends the last event of a request that failed.
@@ -63,7 +65,7 @@ impl Job {
 
 /// A request that is being worked on.
 pub(crate) struct Run<S> {
-    job: Job,
+    job: Arc<Job>,
     /// The prompt's sequence until the choices go on from it, the first time or again.
     prompt: Option<S>,
     choices: Vec<Choice<S>>,
@@ -209,7 +211,7 @@ impl From<BackendError> for RequestError {
 }
 
 impl<S> Run<S> {
-    pub(crate) fn new(job: Job, text: &dyn Text) -> Self {
+    pub(crate) fn new(job: Arc<Job>, text: &dyn Text) -> Self {
         let request = &job.request;
         let choices = (0..request.choices)
             .map(|index| Choice {
@@ -254,12 +256,12 @@ impl<S> Run<S> {
 
     /// Takes its place in the cache, for the first time or after [`retract`](Self::retract).
     pub(crate) fn open<B: Backend<Sequence = S>>(&mut self, backend: &mut B) -> Result<(), RequestError> {
-        let request = &self.job.request;
-        let Request { attention, prompt, question_tokens, sampling, .. } = request;
+        let Request { attention, prompt, question_tokens, sampling, .. } = &self.job.request;
         let mut fresh = backend.open(attention, sampling.seed, prompt, *question_tokens)?;
-        // What is cached is not scored.
-        if request.prompt_logprobs.is_none() || self.begun() {
-            backend.reuse(&mut fresh, prompt);
+        let beginning = self.job.beginning(backend);
+        // What comes again is not scored again.
+        if self.job.shared().is_some() || self.begun() {
+            backend.reuse(&mut fresh, beginning);
         }
         let cached = backend.cached(&fresh);
         self.reused += cached.saturating_sub(self.known);
@@ -300,8 +302,8 @@ impl<S> Run<S> {
 
     /// Whether a waiting job has more to take over once this one's prompt is in.
     pub(crate) fn leads<B: Backend<Sequence = S>>(&self, job: &Job, backend: &B) -> bool {
-        let gains = |prompt| backend.gains(job.beginning(backend), self.job.beginning(backend), backend.cached(prompt));
-        self.prompt.as_ref().is_some_and(gains)
+        let gains = |prompt| Some(backend.gains(job.shared()?, self.job.shared()?, backend.cached(prompt)));
+        self.prompt.as_ref().and_then(gains).unwrap_or(false)
     }
 
     /// The sequences that steps go over: of the prompt, or of each choice that goes on.

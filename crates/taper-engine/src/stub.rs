@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use taper_attention::{AttentionSpec, AttentionUsage, Sequence};
+use taper_attention::{AttentionSpec, AttentionUsage, Beginning, Sequence};
 use taper_kernels::token;
 use taper_kv_cache::BLOCK_TOKENS;
 
@@ -40,6 +40,10 @@ pub struct Probe {
     pub drawn: AtomicUsize,
     /// How often the idle engine had the stub checked.
     pub checks: AtomicUsize,
+    /// How often it was asked what a prompt begins with, which it says once it can have the lock.
+    pub looked: AtomicUsize,
+    /// Held by tests that have it wait there.
+    pub look: Mutex<()>,
     /// The attention of the latest request.
     pub attention: Mutex<Option<AttentionSpec>>,
 }
@@ -180,6 +184,12 @@ impl Backend for StubBackend {
 
     fn free_blocks(&self) -> usize {
         self.limits.cache_tokens / BLOCK_TOKENS - self.held_blocks
+    }
+
+    fn beginning(&self, _: &Arc<AttentionSpec>, _: &[u32], _: usize) -> Beginning {
+        self.probe.looked.fetch_add(1, Ordering::SeqCst);
+        drop(self.probe.look.lock());
+        Beginning::default()
     }
 
     fn retract(&mut self, sequence: &mut StubSequence) {

@@ -68,8 +68,8 @@ impl<B: Backend> Backend for Watched<B> {
         Ok(sequence)
     }
 
-    fn reuse(&mut self, sequence: &mut B::Sequence, prompt: &[u32]) {
-        self.inner.reuse(sequence, prompt);
+    fn reuse(&mut self, sequence: &mut B::Sequence, beginning: &Beginning) {
+        self.inner.reuse(sequence, beginning);
     }
 
     fn cached(&self, sequence: &B::Sequence) -> usize {

@@ -23,7 +23,7 @@ use std::time::Instant;
 /// The thread's state.
 pub(crate) struct Worker<B: Backend> {
     backend: B,
-    queue: Arc<Queue<Job>>,
+    queue: Arc<Queue<Arc<Job>>>,
     text: Arc<dyn Text>,
     config: EngineConfig,
     pace: Pace,
@@ -41,7 +41,7 @@ pub(crate) struct Worker<B: Backend> {
 type Rows = Vec<Vec<Row>>;
 
 impl<B: Backend> Worker<B> {
-    pub(crate) fn new(backend: B, queue: Arc<Queue<Job>>, text: Arc<dyn Text>, config: EngineConfig) -> Self {
+    pub(crate) fn new(backend: B, queue: Arc<Queue<Arc<Job>>>, text: Arc<dyn Text>, config: EngineConfig) -> Self {
         let (pace, running, preempted, ended, failed) = Default::default();
         Self { backend, queue, text, config, pace, running, preempted, ended, failed }
     }
@@ -50,7 +50,7 @@ impl<B: Backend> Worker<B> {
     /// up; if not, that is all.
     pub(crate) fn work(mut self, ready: Sender<Result<(), RequestError>>) {
         // Whatever ends this thread, callers must learn of it.
-        struct Last(Arc<Queue<Job>>);
+        struct Last(Arc<Queue<Arc<Job>>>);
         impl Drop for Last {
             fn drop(&mut self) {
                 self.0.die();
@@ -120,7 +120,7 @@ impl<B: Backend> Worker<B> {
     /// Ends requests that nobody waits for any more, or that are late.
     fn let_go(&mut self) {
         let over = |job: &Job| job.abandoned() || job.late();
-        for job in self.queue.remove(|job| over(job)) {
+        for job in self.queue.remove(|job: &Arc<Job>| over(job)) {
             end(&job);
         }
         let mut at = 0;
@@ -146,17 +146,20 @@ impl<B: Backend> Worker<B> {
     /// same, and others go before it.
     fn admit(&mut self, standing: &mut Vec<Standing>) {
         loop {
+            // Not under the queue's lock, on which those wait who have more: it takes a while, the first time.
+            let looked_at = self.queue.first();
+            looked_at.iter().for_each(|job| drop(guard(|| Ok(job.beginning(&self.backend)))));
             let fits = |(blocks, sequences), job: &Job| {
                 let free = self.backend.free_blocks();
                 let admits = |blocks| schedule::admits(standing, free, self.config.sequences, (blocks, sequences));
                 // What others hold already takes no room. To look for it takes time.
-                let shared = || guard(|| Ok(self.backend.shared_blocks(job.beginning(&self.backend))));
-                admits(blocks) || admits(0) && admits(blocks.saturating_sub(shared().unwrap_or(0)))
+                let shared = |beginning| guard(|| Ok(self.backend.shared_blocks(beginning))).unwrap_or(0);
+                admits(blocks) || admits(0) && admits(blocks.saturating_sub(job.shared().map_or(0, shared)))
             };
             let before = self.preempted.front().map(Run::priority);
             let waits = |job: &Job| before.is_some_and(|before| before <= job.request.priority);
             // What one that runs is about to compute is not computed twice.
-            let held = |job: &Job| waits(job) || guard(|| Ok(self.held(job))).unwrap_or(false);
+            let held = |job: &Arc<Job>| waits(job) || guard(|| Ok(self.held(job))).unwrap_or(false);
             let any = schedule::admits(standing, self.backend.free_blocks(), self.config.sequences, (0, 1));
             let next = if any { self.queue.pop_if(held, |job| fits(job.wants(), job)) } else { Next::None };
             let again = || self.preempted.front().is_some_and(|run| fits(run.wants(), run.job()));
@@ -182,7 +185,7 @@ impl<B: Backend> Worker<B> {
     }
 
     /// Starts what comes from the queue; its place among those that run, if it can.
-    fn begin(&mut self, job: Job) -> Option<usize> {
+    fn begin(&mut self, job: Arc<Job>) -> Option<usize> {
         match guard(|| Ok(Run::new(job, &*self.text))) {
             Ok(run) => self.start(run),
             // Its caller sees the channel closed, which is an error.

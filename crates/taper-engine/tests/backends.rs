@@ -1,0 +1,64 @@
+//! The engine over backends that are slow or wrong: who waits for them, and who pays.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+use taper_engine::stub::{Probe, StubBackend};
+use taper_engine::{Engine, EngineConfig, Event, Events, Request, RequestError, SamplingParams, StopRules};
+
+fn request(prompt: &str) -> Request {
+    Request {
+        prompt: prompt.bytes().map(u32::from).collect(),
+        sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
+        ..Request::default()
+    }
+}
+
+/// One that goes on for long.
+fn endless(prompt: &str) -> Request {
+    let stop = StopRules { ignore_eos: true, max_tokens: Some(400), ..StopRules::default() };
+    Request { stop, ..request(prompt) }
+}
+
+fn start(backend: StubBackend) -> (Engine, Arc<Probe>) {
+    let probe = Arc::clone(&backend.probe);
+    (backend.engine(EngineConfig::default()), probe)
+}
+
+/// The text of a request with one answer, or why there is none.
+fn text(mut events: Events) -> Result<String, RequestError> {
+    let mut text = String::new();
+    while let Some(event) = events.blocking_recv() {
+        match event {
+            Event::Delta(delta) => text.push_str(&delta.text),
+            Event::Failed(error) => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(text)
+}
+
+#[test]
+fn nobody_waits_while_it_is_found_out_what_a_prompt_begins_with() {
+    let (engine, probe) = start(StubBackend::new("ab"));
+    let looked = |times| {
+        while probe.looked.load(Ordering::SeqCst) < times {
+            std::thread::yield_now();
+        }
+    };
+    let first = engine.submit(endless("SLOW")).unwrap();
+    looked(1);
+    let look = probe.look.lock().unwrap();
+    let second = engine.submit(request("hi")).unwrap();
+    looked(2);
+    std::thread::scope(|scope| {
+        let (told, tells) = std::sync::mpsc::channel();
+        let engine = &engine;
+        scope.spawn(move || told.send(engine.load().waiting));
+        let waiting = tells.recv_timeout(Duration::from_secs(20));
+        drop(look);
+        assert_eq!(waiting, Ok(1));
+    });
+    assert_eq!(text(second), Ok("ab".into()));
+    drop(first);
+}
