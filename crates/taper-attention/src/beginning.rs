@@ -19,11 +19,18 @@ pub struct Beginning {
 
 impl Beginning {
     /// Of the prompt `tokens`, of which all from `context` on are the question. `heeds_length` says whether the length of a
-    /// prompt changes its keys.
-    pub(crate) fn new(spec: &Arc<AttentionSpec>, tokens: &[u32], context: usize, heeds_length: bool) -> Self {
+    /// prompt changes its keys. No prompt of another `salt` has equal keys.
+    pub(crate) fn new(
+        spec: &Arc<AttentionSpec>,
+        tokens: &[u32],
+        context: usize,
+        heeds_length: bool,
+        salt: &str,
+    ) -> Self {
         let chosen = &spec.prefill;
         let length = if heeds_length { tokens.len() } else { 0 };
-        let seed = format!("{} {} {length}", chosen.name, chosen.json);
+        // The salt comes last: what is before it ends where it says itself.
+        let seed = format!("{} {} {length} {salt}", chosen.name, chosen.json);
         let most = tokens.len().saturating_sub(1) / BLOCK_TOKENS;
         let keys = PrefixKey::chain(seed.as_bytes(), &tokens[..context]);
         let mut beginning = Self { spec: Arc::clone(spec), context, keys, most };
@@ -69,13 +76,16 @@ mod tests {
         };
         let prompt: Vec<u32> = (0..1000).collect();
         let like: Vec<u32> = (0..500).chain(5000..5500).collect();
-        let new = |prefill: &str, tokens: &[u32], context| Beginning::new(&spec(prefill), tokens, context, false);
+        let new = |prefill: &str, tokens: &[u32], context| Beginning::new(&spec(prefill), tokens, context, false, "");
         let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 4 };
         let mut pool = KvPool::new(shape, DType::F32, 20, &Device::Cpu).unwrap();
         let gains = |pool: &KvPool, own: &Beginning, cached| own.gains(pool, &new("dense", &prompt, 1000), cached);
         // Seven whole blocks are the same.
         let own = new("dense", &like, 1000);
         assert_eq!([0, 447, 448, 1000].map(|cached| gains(&pool, &own, cached)), [true, true, false, false]);
+        // None of another salt.
+        let salted = Beginning::new(&spec("dense"), &prompt, 1000, false, "salt");
+        assert!(!gains(&pool, &salted, 0) && salted.gains(&pool, &salted.clone(), 0));
         // The whole prompt: its last token is its own to compute, 960 of 1,000 or 896 of 960 may be had.
         assert!(gains(&pool, &new("dense", &prompt, 1000), 959) && !gains(&pool, &new("dense", &prompt, 1000), 960));
         assert!(

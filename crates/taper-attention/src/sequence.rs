@@ -107,9 +107,9 @@ impl Sequence {
         self.prefix.clone_from(&beginning.keys);
     }
 
-    /// What [`reuse`](Self::reuse) asks the pool for, by the prompt's tokens.
-    pub fn beginning(&self, prompt: &[u32], rotary: &dyn Rotary) -> Beginning {
-        Beginning::new(&self.spec, prompt, self.context, rotary.heeds_length())
+    /// What [`reuse`](Self::reuse) asks the pool for, by the prompt's tokens. Prompts share with those of their own `salt` alone.
+    pub fn beginning(&self, prompt: &[u32], rotary: &dyn Rotary, salt: &str) -> Beginning {
+        Beginning::new(&self.spec, prompt, self.context, rotary.heeds_length(), salt)
     }
 
     /// Tokens whose keys and values are cached.

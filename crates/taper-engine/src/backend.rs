@@ -143,8 +143,14 @@ pub trait Backend: Send + 'static {
         0
     }
 
-    /// What such a sequence may share of its prompt with others: nothing.
-    fn beginning(&self, _attention: &Arc<AttentionSpec>, _prompt: &[u32], _question_tokens: usize) -> Beginning {
+    /// What such a sequence may share of its prompt with others of the same salt: nothing.
+    fn beginning(
+        &self,
+        _attention: &Arc<AttentionSpec>,
+        _prompt: &[u32],
+        _question_tokens: usize,
+        _salt: &str,
+    ) -> Beginning {
         Beginning::default()
     }
 

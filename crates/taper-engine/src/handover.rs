@@ -89,8 +89,14 @@ impl Backend for Handover {
         self.prompts.offloaded_blocks() + self.answers.offloaded_blocks()
     }
 
-    fn beginning(&self, attention: &Arc<AttentionSpec>, prompt: &[u32], question_tokens: usize) -> Beginning {
-        self.prompts.beginning(attention, prompt, question_tokens)
+    fn beginning(
+        &self,
+        attention: &Arc<AttentionSpec>,
+        prompt: &[u32],
+        question_tokens: usize,
+        salt: &str,
+    ) -> Beginning {
+        self.prompts.beginning(attention, prompt, question_tokens, salt)
     }
 
     fn shared_blocks(&self, beginning: &Beginning) -> usize {

@@ -400,12 +400,18 @@ impl Backend for ModelBackend {
         self.pool.offloaded_held()
     }
 
-    fn beginning(&self, attention: &Arc<AttentionSpec>, prompt: &[u32], question_tokens: usize) -> Beginning {
+    fn beginning(
+        &self,
+        attention: &Arc<AttentionSpec>,
+        prompt: &[u32],
+        question_tokens: usize,
+        salt: &str,
+    ) -> Beginning {
         if !self.prefix {
             return Beginning::default();
         }
         let sequence = Sequence::new(Arc::clone(attention), 0, prompt.len()).with_question(question_tokens);
-        sequence.beginning(prompt, self.model.rotary())
+        sequence.beginning(prompt, self.model.rotary(), salt)
     }
 
     fn shared_blocks(&self, beginning: &Beginning) -> usize {

@@ -48,8 +48,8 @@ impl Job {
 
     /// What its prompt may share with others. To find out takes a while, the first time.
     pub(crate) fn beginning<B: Backend>(&self, backend: &B) -> &Beginning {
-        let Request { attention, prompt, question_tokens, .. } = &self.request;
-        self.beginning.get_or_init(|| backend.beginning(attention, prompt, *question_tokens))
+        let Request { attention, prompt, question_tokens, salt, .. } = &self.request;
+        self.beginning.get_or_init(|| backend.beginning(attention, prompt, *question_tokens, salt))
     }
 
     /// The same once it is known, if it shares anything from the start: what is cached is not scored.

@@ -42,6 +42,8 @@ pub struct Probe {
     pub checks: AtomicUsize,
     /// How often it was asked what a prompt begins with, which it says once it can have the lock.
     pub looked: AtomicUsize,
+    /// The salt of the latest of them.
+    pub salt: Mutex<String>,
     /// Held by tests that have it wait there.
     pub look: Mutex<()>,
     /// The attention of the latest request.
@@ -186,7 +188,8 @@ impl Backend for StubBackend {
         self.limits.cache_tokens / BLOCK_TOKENS - self.held_blocks
     }
 
-    fn beginning(&self, _: &Arc<AttentionSpec>, _: &[u32], _: usize) -> Beginning {
+    fn beginning(&self, _: &Arc<AttentionSpec>, _: &[u32], _: usize, salt: &str) -> Beginning {
+        *self.probe.salt.lock().unwrap_or_else(PoisonError::into_inner) = salt.into();
         self.probe.looked.fetch_add(1, Ordering::SeqCst);
         drop(self.probe.look.lock());
         Beginning::default()

@@ -84,8 +84,8 @@ impl<B: Backend> Backend for Watched<B> {
         self.inner.offloaded_blocks()
     }
 
-    fn beginning(&self, spec: &Arc<AttentionSpec>, prompt: &[u32], question: usize) -> Beginning {
-        self.inner.beginning(spec, prompt, question)
+    fn beginning(&self, spec: &Arc<AttentionSpec>, prompt: &[u32], question: usize, salt: &str) -> Beginning {
+        self.inner.beginning(spec, prompt, question, salt)
     }
 
     fn shared_blocks(&self, beginning: &Beginning) -> usize {

@@ -13,7 +13,7 @@ use axum::response::{IntoResponse, Response};
 use futures_util::stream::{BoxStream, SelectAll, StreamExt, poll_fn, select_all};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 use taper_attention::AttentionSpec;
 use taper_attention::AttentionUsage;
 use taper_engine::{
@@ -90,12 +90,11 @@ pub(crate) struct Head {
 
 impl Call {
     /// Queues every prompt and answers.
-    pub(crate) async fn run(mut self, app: &Arc<App>, RequestId { id, came }: RequestId) -> Result<Response, ApiError> {
-        let prefix = if self.kind == Kind::Chat { "chatcmpl" } else { "cmpl" };
-        let head =
-            Head { kind: self.kind, id: format!("{prefix}-{id}"), created: unix_now(), model: app.model_name().into() };
-        let headers = self.headers(&head.id);
-        let events = self.submit(app, &head.id, came)?;
+    pub(crate) async fn run(mut self, app: &Arc<App>, asked: RequestId) -> Result<Response, ApiError> {
+        let asked = asked.named(if self.kind == Kind::Chat { "chatcmpl-" } else { "cmpl-" });
+        let headers = self.headers(&asked.id);
+        let events = self.submit(app, &asked)?;
+        let head = Head { kind: self.kind, id: asked.id, created: unix_now(), model: app.model_name().into() };
         let mut response = if self.common.stream {
             stream::answer(app, self, head, events).await?
         } else {
@@ -125,21 +124,17 @@ impl Call {
     }
 
     /// One request to the engine for each prompt; all or none.
-    pub(crate) fn submit(&mut self, app: &App, id: &str, came: Instant) -> Result<Merged, ApiError> {
-        self.submit_part(app, id, came, None)
+    pub(crate) fn submit(&mut self, app: &App, asked: &RequestId) -> Result<Merged, ApiError> {
+        self.submit_part(app, asked, None)
     }
 
     /// The same for prompts of a request of which others were taken before.
-    pub(crate) fn submit_part(
-        &mut self,
-        app: &App,
-        id: &str,
-        came: Instant,
-        of: Option<&Parts>,
-    ) -> Result<Merged, ApiError> {
+    pub(crate) fn submit_part(&mut self, app: &App, asked: &RequestId, of: Option<&Parts>) -> Result<Merged, ApiError> {
         self.check_tokens(app)?;
         self.check_trace()?;
         self.check_echo()?;
+        let RequestId { id, came, shares } = asked;
+        let salt = salt(shares.as_deref(), self.common.salt.as_deref());
         let deadline = self.common.timeout.and_then(|timeout| came.checked_add(timeout));
         // Answers are compared by their tokens' probabilities.
         let logprobs = if self.kept < self.common.choices { self.logprobs.or(Some(0)) } else { self.logprobs };
@@ -154,6 +149,7 @@ impl Call {
             special: self.common.special,
             attention: Arc::clone(&self.attention),
             question_tokens: prompt.question_tokens,
+            salt: Arc::clone(&salt),
             sampling: self.common.sampling.clone(),
             grammar: self.grammar.as_ref().map(Grammar::apart),
             stop: self.common.stop.clone(),
@@ -172,7 +168,7 @@ impl Call {
         let events =
             events.map_err(|e| error::refused(&e, self.prompt_field, self.count_field(), self.common.max_field))?;
         let numbered = |(index, mut events): (usize, Events)| {
-            let mut watch = app.watch(self, id, came);
+            let mut watch = app.watch(self, id, *came);
             let echo = self.prompts[index].echo.as_ref().map_or(0, |echo| echo.chars().count());
             let (echo_only, with_stop) = (self.echo_only, self.common.with_stop);
             let events = poll_fn(move |cx| events.poll_recv(cx)).map(move |event| {
@@ -261,6 +257,15 @@ impl Call {
     /// Choices in the answer.
     pub(crate) fn total(&self) -> usize {
         self.prompts.len() * self.common.choices
+    }
+}
+
+/// What prompts have alike that may share what they begin with: their keys' word, and the request's own.
+fn salt(shares: Option<&str>, own: Option<&str>) -> Arc<str> {
+    match (shares, own) {
+        (None, None) => "".into(),
+        // Not to be mistaken for one another, whatever stands in them.
+        both => json!(both).to_string().into(),
     }
 }
 

@@ -48,7 +48,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked, ApiErr
     };
     let dimensions = fields.int("dimensions", 1..=i64::MAX)?.map(|dimensions| dimensions as usize);
     let marks = fields.bool("add_special_tokens")?.unwrap_or(true);
-    let priority = sampling::priority(&mut fields, app)?;
+    let (priority, salt) = (sampling::priority(&mut fields, app)?, sampling::salt(&mut fields)?);
     let timeout = sampling::timeout(&mut fields, app.config.request_timeout)?;
     let (attention, mut ignored) = attention::read(&mut fields, &app.config)?;
     ignored.extend(knobs::unknown(map, fields.unread())?);
@@ -63,7 +63,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked, ApiErr
         kept: 1,
         prompts,
         prompt_field: "input",
-        common: sampling::none(timeout, priority),
+        common: sampling::none(timeout, priority, salt),
         logprobs: None,
         tools: None,
         grammar: None,
@@ -99,9 +99,9 @@ enum Written {
 
 impl Asked {
     /// Queues every text and answers.
-    pub(crate) async fn run(mut self, app: &Arc<App>, RequestId { id, came }: RequestId) -> Result<Response, ApiError> {
-        let id = format!("embd-{id}");
-        let headers = self.call.headers(&id);
+    pub(crate) async fn run(mut self, app: &Arc<App>, asked: RequestId) -> Result<Response, ApiError> {
+        let asked = asked.named("embd-");
+        let headers = self.call.headers(&asked.id);
         let parts = app.engine.parts().map_err(|error| error::refused(&error, "input", "", None))?;
         let mut rest = std::mem::take(&mut self.call.prompts);
         let count = rest.len();
@@ -112,7 +112,7 @@ impl Asked {
             let first = count - rest.len();
             self.call.prompts = rest.drain(..rest.len().min(AT_ONCE).min(app.engine.queue_limit())).collect();
             // What is taken is finished, whoever else comes, and even if the server is to end.
-            let mut events = self.call.submit_part(app, &id, came, Some(&parts).filter(|_| first > 0))?;
+            let mut events = self.call.submit_part(app, &asked, Some(&parts).filter(|_| first > 0))?;
             while let Some((index, event)) = events.next().await {
                 let index = first + index;
                 match event {

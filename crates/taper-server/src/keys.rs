@@ -6,6 +6,7 @@
 //! key = "a long random text" # or `sha256`, its digest in hex
 //! requests = 8               # most at once, waiting ones included, of however many prompts and choices; optional
 //! requests_per_minute = 120  # optional
+//! shares = "team"            # keys of one word take over what their prompts begin with from each other; without it the name
 //! ```
 
 use crate::error::ApiError;
@@ -34,6 +35,8 @@ struct Holder {
     /// A permit for each request that it may have at once, and how many these are.
     at_once: Option<(Arc<Semaphore>, usize)>,
     rate: Option<Arc<Rate>>,
+    /// Holders with the same share what their prompts begin with, and no others: how fast an answer comes tells what was asked before.
+    shares: Arc<str>,
 }
 
 // What stands for the key is nobody's business either.
@@ -85,6 +88,7 @@ struct Entry {
     sha256: Option<String>,
     requests: Option<usize>,
     requests_per_minute: Option<usize>,
+    shares: Option<String>,
 }
 
 impl Keys {
@@ -100,7 +104,7 @@ impl Keys {
             format!("line {line}: {}", if quotes { "a value of another type than it must be" } else { e.message() })
         })?;
         let mut keys = Self::default();
-        for Entry { name, key, sha256, requests, requests_per_minute } in file.keys {
+        for Entry { name, key, sha256, requests, requests_per_minute, shares } in file.keys {
             let digest = match (key, sha256) {
                 (Some(key), None) => checked(&name, &key)?,
                 (None, Some(text)) => hex(&text).ok_or_else(|| format!("{name}: `sha256` must be 64 hex digits"))?,
@@ -110,6 +114,7 @@ impl Keys {
                 return Err(format!("{name}: `requests` and `requests_per_minute` must be at least 1"));
             }
             keys.insert(Holder {
+                shares: shares.unwrap_or_else(|| name.clone()).into(),
                 name,
                 digest,
                 at_once: requests.map(|most| (Arc::new(Semaphore::new(most.min(Semaphore::MAX_PERMITS))), most)),
@@ -141,7 +146,13 @@ impl Keys {
     /// # Errors
     /// A name or key that is there already, or a key that no header could hold.
     pub fn add(&mut self, name: &str, key: &str) -> Result<(), String> {
-        self.insert(Holder { name: name.into(), digest: checked(name, key)?, at_once: None, rate: None })
+        self.insert(Holder {
+            name: name.into(),
+            digest: checked(name, key)?,
+            at_once: None,
+            rate: None,
+            shares: name.into(),
+        })
     }
 
     fn insert(&mut self, new: Holder) -> Result<(), String> {
@@ -223,7 +234,7 @@ pub(crate) async fn check(State(live): State<Arc<Live>>, mut request: Request, n
     if keys.is_empty() || looks {
         return next.run(request).await;
     }
-    let id = request.extensions().get().map_or("", |RequestId { id, .. }| id);
+    let id = request.extensions().get().map_or("", |RequestId { id, .. }| id).to_owned();
     let holder = match keys.holder(request.headers()) {
         Ok(holder) => holder,
         Err(error) => {
@@ -235,6 +246,9 @@ pub(crate) async fn check(State(live): State<Arc<Live>>, mut request: Request, n
     };
     if let Some(KeyName(name)) = request.extensions().get() {
         let _ = name.set(holder.name.clone());
+    }
+    if let Some(id) = request.extensions_mut().get_mut::<RequestId>() {
+        id.shares = Some(Arc::clone(&holder.shares));
     }
     if request.method() != Method::POST {
         return next.run(request).await;

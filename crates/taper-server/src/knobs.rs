@@ -16,7 +16,6 @@ const FOREIGN: &[&str] = &[
     "add_generation_prompt",
     "add_special_tokens",
     "audio",
-    "cache_salt",
     "chat_template",
     "continue_final_message",
     "custom_params",

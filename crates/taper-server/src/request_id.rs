@@ -1,9 +1,11 @@
-//! `X-Request-Id`: the client's name for its request, or one made here; in the answer's header and id, and in the log.
+//! `X-Request-Id`: the client's name for its request, or one made here; in the answer's header and id, and in the log. What else is
+//! known of a request before its body is read goes with it.
 
 use axum::extract::Request;
 use axum::http::{HeaderName, HeaderValue};
 use axum::middleware::Next;
 use axum::response::Response;
+use std::sync::Arc;
 use std::time::Instant;
 
 pub(crate) const HEADER: HeaderName = HeaderName::from_static("x-request-id");
@@ -11,19 +13,28 @@ pub(crate) const HEADER: HeaderName = HeaderName::from_static("x-request-id");
 /// Longest name that is taken over.
 const LENGTH_MAX: usize = 128;
 
-/// A request's name, and when it came.
+/// A request's name, when it came, and whom it comes from.
 #[derive(Debug, Clone)]
 pub(crate) struct RequestId {
     /// Plain characters, safe in headers, logs and JSON.
     pub(crate) id: String,
     /// Its time runs from here.
     pub(crate) came: Instant,
+    /// Whose prompts it may share what they begin with, where there are keys.
+    pub(crate) shares: Option<Arc<str>>,
+}
+
+impl RequestId {
+    /// The same by the name that its answer has.
+    pub(crate) fn named(self, prefix: &str) -> Self {
+        Self { id: format!("{prefix}{}", self.id), ..self }
+    }
 }
 
 /// Gives every request its name, and every answer the same in its header.
 pub(crate) async fn name(mut request: Request, next: Next) -> Response {
     let id = request.headers().get(HEADER).and_then(accept).unwrap_or_else(make);
-    request.extensions_mut().insert(RequestId { id: id.clone(), came: Instant::now() });
+    request.extensions_mut().insert(RequestId { id: id.clone(), came: Instant::now(), shares: None });
     let mut response = next.run(request).await;
     if let Ok(value) = HeaderValue::from_str(&id) {
         response.headers_mut().insert(HEADER, value);

@@ -17,6 +17,8 @@ const MAX_STOPS: usize = 16;
 const MAX_STOP: usize = 1024;
 /// Tokens that end an answer at most.
 const MAX_STOP_TOKENS: usize = 1024;
+/// Characters of a salt at most.
+const MAX_SALT: usize = 1024;
 /// Most words of one request that must not come.
 const MAX_BAD_WORDS: usize = 1000;
 /// Most characters of such a word.
@@ -33,6 +35,8 @@ pub(crate) struct Common {
     pub(crate) choices: usize,
     /// Requests with less of it go first.
     pub(crate) priority: i64,
+    /// A secret of those whose prompts share what they begin with.
+    pub(crate) salt: Option<String>,
     /// Whether marks between texts are shown.
     pub(crate) special: bool,
     /// Whether a stop string that ended an answer stands at its end.
@@ -65,7 +69,7 @@ pub(crate) fn read(fields: &mut Fields<'_>, app: &App, least: i64) -> Result<Com
         max_tokens,
     };
     let choices = fields.int("n", 1..=MAX_CHOICES)?.unwrap_or(1);
-    let priority = priority(fields, app)?;
+    let (priority, salt) = (priority(fields, app)?, salt(fields)?);
     let special = fields.bool("skip_special_tokens")? == Some(false);
     let with_stop = fields.bool("include_stop_str_in_output")?.unwrap_or(false);
     let timeout = timeout(fields, app.config.request_timeout)?;
@@ -86,6 +90,7 @@ pub(crate) fn read(fields: &mut Fields<'_>, app: &App, least: i64) -> Result<Com
         stop,
         choices: choices as usize,
         priority,
+        salt,
         special,
         with_stop,
         stream,
@@ -102,13 +107,24 @@ pub(crate) fn priority(fields: &mut Fields<'_>, app: &App) -> Result<i64> {
     Ok(fields.int("priority", least..=i64::MAX)?.unwrap_or(least.max(0)))
 }
 
+/// vLLM's `cache_salt`.
+pub(crate) fn salt(fields: &mut Fields<'_>) -> Result<Option<String>> {
+    let wrong = || format!("cache_salt must be a string of 1 to {MAX_SALT} characters");
+    match fields.get("cache_salt").map(Value::as_str) {
+        None => Ok(None),
+        Some(Some(salt)) if (1..=MAX_SALT).contains(&salt.chars().count()) => Ok(Some(salt.into())),
+        Some(_) => Err(ApiError::invalid("cache_salt", wrong())),
+    }
+}
+
 /// What a request has that draws nothing.
-pub(crate) fn none(timeout: Option<Duration>, priority: i64) -> Common {
+pub(crate) fn none(timeout: Option<Duration>, priority: i64, salt: Option<String>) -> Common {
     Common {
         sampling: SamplingParams::default(),
         stop: StopRules { max_tokens: Some(1), ..StopRules::default() },
         choices: 1,
         priority,
+        salt,
         special: false,
         with_stop: false,
         stream: false,

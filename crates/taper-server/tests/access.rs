@@ -107,6 +107,39 @@ async fn a_key_has_its_place_back_once_nothing_is_done_for_it() {
 }
 
 #[tokio::test]
+async fn prompts_are_shared_by_keys_of_one_word_and_requests_of_one_salt() {
+    let keys = "[[keys]]\nname = 'a'\nkey = 'k'\n[[keys]]\nname = 'b'\nkey = 'l'\nshares = 'team'\n\
+                [[keys]]\nname = 'c'\nkey = 'm'\nshares = 'team'";
+    let server = custom(StubBackend::new("ok"), EngineConfig::default(), with_keys(keys));
+    let open = custom(StubBackend::new("ok"), EngineConfig::default(), ServerConfig::default());
+    for (path, body) in [
+        ("/v1/chat/completions", chat()),
+        ("/v1/completions", complete()),
+        ("/v1/responses", json!({"input": "hi"})),
+        ("/v1/embeddings", json!({"input": "hi"})),
+    ] {
+        let salt = async |server: &Server, key: &str, salt: Option<&str>| {
+            let mut body = body.clone();
+            body["cache_salt"] = json!(salt);
+            let answer = server.send(of(key, path, Some(body))).await;
+            assert_eq!(answer.status, StatusCode::OK, "{path}: {}", answer.text);
+            assert!(!answer.headers.contains_key("x-taper-ignored-fields"), "{path}");
+            server.probe.salt.lock().unwrap().clone()
+        };
+        assert_eq!(salt(&server, "l", None).await, salt(&server, "m", None).await, "{path}");
+        assert_eq!(salt(&server, "l", Some("s")).await, salt(&server, "m", Some("s")).await, "{path}");
+        assert_eq!(salt(&open, "", None).await, "", "{path}");
+        let mut all = Vec::new();
+        for own in [None, Some("s"), Some("t")] {
+            all.extend([salt(&server, "k", own).await, salt(&server, "l", own).await, salt(&open, "", own).await]);
+        }
+        all.sort();
+        all.dedup();
+        assert_eq!(all.len(), 9, "{path}: {all:?}");
+    }
+}
+
+#[tokio::test]
 async fn keys_and_attention_change_while_the_server_runs() {
     let text = "[[keys]]\nname = 'a'\nkey = 'k'\nrequests_per_minute = 2\n[[keys]]\nname = 'b'\nkey = 'l'";
     let config = with_keys(text);

@@ -55,6 +55,12 @@ fn prompts_share_what_they_begin_with_where_their_methods_allow_it() {
         collect(shared.submit(request).unwrap()).unwrap().1.cached_tokens
     };
     assert_eq!((ask(600), ask(600), ask(128)), (576, 576, 128));
+    // Nor what was asked under another salt.
+    let salted = |salt: &str| {
+        let request = Request { salt: salt.into(), ..make(&prompt, &dense) };
+        collect(shared.submit(request).unwrap()).unwrap().1.cached_tokens
+    };
+    assert_eq!(["", "a", "b", "a", "b", ""].map(salted), [640, 0, 0, 640, 640, 640]);
     idle(&shared);
 }
 

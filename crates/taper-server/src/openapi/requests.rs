@@ -106,6 +106,10 @@ pub(crate) struct Attending {
     /// The same as flat keys, such as `attention_epsilon` or `attention_decode_method`, for gateways that pass only scalars on.
     #[schema(value_type = Option<Object>)]
     vllm_xargs: Option<Value>,
+    /// Keeps the prompt's keys and values for requests with the same salt: how fast an answer comes, and how much of its prompt was
+    /// cached, tells nobody else what was asked. Best long and random.
+    #[schema(value_type = Option<String>, min_length = 1, max_length = 1024)]
+    cache_salt: Option<String>,
 }
 
 /// `POST /v1/chat/completions`

@@ -22,11 +22,11 @@ use taper_engine::Event;
 
 impl Asked {
     /// Queues the prompt and answers.
-    pub(crate) async fn run(mut self, app: &Arc<App>, RequestId { id, came }: RequestId) -> Result<Response, ApiError> {
-        let id = format!("resp_{id}");
-        let headers = self.call.headers(&id);
-        let events = self.call.submit(app, &id, came).map_err(request::renamed)?;
-        let builder = Builder::new(app, id, self.echo, &self.call);
+    pub(crate) async fn run(mut self, app: &Arc<App>, asked: RequestId) -> Result<Response, ApiError> {
+        let asked = asked.named("resp_");
+        let headers = self.call.headers(&asked.id);
+        let events = self.call.submit(app, &asked).map_err(request::renamed)?;
+        let builder = Builder::new(app, asked.id, self.echo, &self.call);
         let mut response = match self.call.common.stream {
             true => streamed(app, self.call, builder, events).await?,
             false => whole(&self.call, builder, events).await?.into_response(),
