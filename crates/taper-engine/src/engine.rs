@@ -224,7 +224,7 @@ impl Engine {
         request.choices = request.choices.max(1);
         let max_tokens = self.admit(&request)?;
         // Each choice sends at most one delta a token; `Prefilled`, `Prompt` and the last event come on top.
-        let room = request.choices * max_tokens + 5;
+        let room = request.choices * max_tokens.max(1) + 5;
         let (events, receiver) = mpsc::channel(room);
         let job = Job { request, max_tokens, events, beginning: OnceLock::new(), submitted: Instant::now() };
         Ok((job.into(), receiver))
@@ -241,7 +241,7 @@ impl Engine {
             return Err(SubmitError::UnknownToken { token, vocab });
         }
         // An embedding has no token after it.
-        let wanted = if request.embeds { 0 } else { request.stop.max_tokens.unwrap_or(1).max(1) };
+        let wanted = if request.embeds { 0 } else { request.stop.max_tokens.unwrap_or(1) };
         if prompt.saturating_add(wanted) > context_tokens {
             return Err(SubmitError::Context { prompt, wanted, limit: context_tokens });
         }

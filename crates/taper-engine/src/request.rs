@@ -20,7 +20,7 @@ pub struct StopRules {
     /// Tokens that come before anything may end the answer. A stop string that begins in them and ends behind them is found, and
     /// the text ends where it begins.
     pub min_tokens: usize,
-    /// Most tokens of a choice; `None`: as many as fit.
+    /// Most tokens of a choice; 0: the prompt alone is wanted, and may be as long as the context; `None`: as many as fit.
     pub max_tokens: Option<usize>,
 }
 

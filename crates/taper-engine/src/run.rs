@@ -7,7 +7,7 @@ use crate::backend::{Backend, BackendError, Input, Row, Wanted};
 use crate::drafts::{Drafts, look_up};
 use crate::emit::{Drawn, Output};
 use crate::engine::Counts;
-use crate::request::{Event, Request, RequestError, Scored, StopRules, Times, Usage};
+use crate::request::{Delta, Event, Finish, Request, RequestError, Scored, StopRules, Times, Usage};
 use crate::sampler::{Sampler, logprobs};
 use crate::schedule::{self, Place, Share, Standing};
 use crate::text::Text;
@@ -76,8 +76,8 @@ pub(crate) struct Run<S> {
     started: Instant,
     /// When the first token was drawn.
     first: Option<Instant>,
-    /// What a request that wants no answer is told.
-    embedding: Option<Vec<f32>>,
+    /// What the model makes of the prompt, where no answer is wanted.
+    hidden: Option<Vec<f32>>,
     /// Log probabilities of the prompt's tokens from the second on, as far as they are known and wanted.
     scored: Vec<Scored>,
 }
@@ -224,8 +224,8 @@ impl<S> Run<S> {
                 usage: None,
             })
             .collect();
-        let (prompt, reused, known, first, embedding, scored) = Default::default();
-        Self { job, prompt, choices, reused, known, started: Instant::now(), first, embedding, scored }
+        let (prompt, reused, known, first, hidden, scored) = Default::default();
+        Self { job, prompt, choices, reused, known, started: Instant::now(), first, hidden, scored }
     }
 
     pub(crate) fn job(&self) -> &Job {
@@ -353,7 +353,7 @@ impl<S> Run<S> {
         let wants = match &self.choices[..] {
             // A prompt that comes again has been drawn from already.
             _ if begun => Vec::new(),
-            _ if self.job.request.embeds => vec![Wanted::Hidden],
+            _ if self.job.max_tokens == 0 => vec![Wanted::Hidden],
             [choice] => choice.wants(),
             // Several choices draw their first tokens from the same logits.
             _ => vec![Wanted::Logits],
@@ -414,7 +414,7 @@ impl<S> Run<S> {
             }
             let rows = &rows[rows.len().saturating_sub(1)..];
             if let [Row::Hidden(hidden)] = rows {
-                self.embedding = Some(hidden.clone());
+                self.hidden = Some(hidden.clone());
                 return Vec::new();
             }
             return self.choices.iter_mut().map(|choice| draw(choice, rows)).collect();
@@ -435,8 +435,8 @@ impl<S> Run<S> {
             if backend.cached(prompt) < self.job.request.prompt.len() {
                 return Ok(false);
             }
-            match self.embedding.take() {
-                Some(embedding) => self.embed(backend, embedding)?,
+            match self.hidden.take() {
+                Some(hidden) => self.end(backend, hidden)?,
                 None if self.begun() => self.rejoin(backend)?,
                 None => self.begin(backend)?,
             }
@@ -465,17 +465,7 @@ impl<S> Run<S> {
     /// The prompt is in: every choice takes its first token, those that go on get a sequence.
     fn begin<B: Backend<Sequence = S>>(&mut self, backend: &mut B) -> Result<(), RequestError> {
         self.first = Some(Instant::now());
-        send(&self.job.events, Event::Prefilled);
-        if self.job.request.prompt_logprobs.is_some() {
-            let scored = std::mem::take(&mut self.scored);
-            if scored.iter().any(|(token, _)| !token.logprob.is_finite()) {
-                return Err(RequestError::NonFinite);
-            }
-            if scored.len() + 1 != self.job.request.prompt.len() {
-                return Err(RequestError::Step("some of the prompt's tokens were not scored: a bug".into()));
-            }
-            send(&self.job.events, Event::Prompt(scored));
-        }
+        self.tell_prompt()?;
         let prompt = self.prompt.as_ref().expect("a step has just used it");
         for (index, choice) in self.choices.iter_mut().enumerate() {
             if choice.take(&self.job.events)? {
@@ -498,15 +488,39 @@ impl<S> Run<S> {
     }
 
     /// The prompt is in, and nothing more is wanted than what became of it.
-    fn embed<B: Backend<Sequence = S>>(&mut self, backend: &B, embedding: Vec<f32>) -> Result<(), RequestError> {
-        if embedding.iter().any(|x| !x.is_finite()) {
+    fn end<B: Backend<Sequence = S>>(&mut self, backend: &B, hidden: Vec<f32>) -> Result<(), RequestError> {
+        if hidden.iter().any(|x| !x.is_finite()) {
             return Err(RequestError::NonFinite);
         }
         self.first = Some(Instant::now());
+        self.tell_prompt()?;
         let prompt = self.prompt.as_ref().expect("a step has just used it");
         self.choices.iter_mut().for_each(|choice| choice.usage = Some(backend.usage(prompt)));
+        if self.job.request.embeds {
+            send(&self.job.events, Event::Embedding(hidden));
+            return Ok(());
+        }
+        for choice in 0..self.choices.len() {
+            let (text, tokens, finish) = (String::new(), Vec::new(), Some(Finish::Length));
+            send(&self.job.events, Event::Delta(Delta { choice, text, tokens, finish }));
+        }
+        Ok(())
+    }
+
+    /// Says that the prompt is in, and its tokens' log probabilities where they are wanted.
+    fn tell_prompt(&mut self) -> Result<(), RequestError> {
         send(&self.job.events, Event::Prefilled);
-        send(&self.job.events, Event::Embedding(embedding));
+        if self.job.request.prompt_logprobs.is_none() {
+            return Ok(());
+        }
+        let scored = std::mem::take(&mut self.scored);
+        if scored.iter().any(|(token, _)| !token.logprob.is_finite()) {
+            return Err(RequestError::NonFinite);
+        }
+        if scored.len() + 1 != self.job.request.prompt.len() {
+            return Err(RequestError::Step("some of the prompt's tokens were not scored: a bug".into()));
+        }
+        send(&self.job.events, Event::Prompt(scored));
         Ok(())
     }
 

@@ -56,8 +56,6 @@ pub(crate) struct Prompt {
 #[derive(Debug)]
 pub(crate) struct Call {
     pub(crate) kind: Kind,
-    /// Whether nothing is wanted but the prompt.
-    pub(crate) echo_only: bool,
     /// Answers to each prompt that the client gets, of those drawn.
     pub(crate) kept: usize,
     pub(crate) prompts: Vec<Prompt>,
@@ -170,9 +168,9 @@ impl Call {
         let numbered = |(index, mut events): (usize, Events)| {
             let mut watch = app.watch(self, id, *came);
             let echo = self.prompts[index].echo.as_ref().map_or(0, |echo| echo.chars().count());
-            let (echo_only, with_stop) = (self.echo_only, self.common.with_stop);
+            let with_stop = self.common.with_stop;
             let events = poll_fn(move |cx| events.poll_recv(cx)).map(move |event| {
-                let mut event = after_echo(event, echo, echo_only);
+                let mut event = after_echo(event, echo);
                 if let Event::Delta(Delta { text, finish: Some(Finish::StopString(stop)), .. }) = &mut event
                     && with_stop
                 {
@@ -340,18 +338,10 @@ impl Total {
     }
 }
 
-/// An event of an answer that comes after so many characters of its prompt, or of which nothing but those is wanted.
-fn after_echo(mut event: Event, echo: usize, echo_only: bool) -> Event {
-    match &mut event {
-        Event::Delta(delta) => {
-            delta.tokens.iter_mut().for_each(|token| token.text_offset += echo);
-            if echo_only {
-                (delta.text, delta.tokens) = Default::default();
-                delta.finish = delta.finish.take().map(|_| Finish::Length);
-            }
-        }
-        Event::Done(usage) if echo_only => usage.completion_tokens = 0,
-        _ => {}
+/// An event of an answer that comes after so many characters of its prompt.
+fn after_echo(mut event: Event, echo: usize) -> Event {
+    if let Event::Delta(delta) = &mut event {
+        delta.tokens.iter_mut().for_each(|token| token.text_offset += echo);
     }
     event
 }

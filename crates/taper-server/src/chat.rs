@@ -41,7 +41,6 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     let question_tokens = attention::question(&attention, tokens.len(), || conversation.question(text, &tokens))?;
     Ok(Call {
         kind: Kind::Chat,
-        echo_only: false,
         kept: common.choices,
         prompts: vec![Prompt { tokens, question_tokens, echo: None }],
         prompt_field: "messages",

@@ -20,12 +20,6 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     let marks = fields.bool("add_special_tokens")?.unwrap_or(true);
     // A prompt that is only wanted back needs no answer.
     let mut common = sampling::read(&mut fields, app, if echo { 0 } else { 1 })?;
-    let echo_only = common.stop.max_tokens == Some(0);
-    if echo_only {
-        // One token is drawn nonetheless, whichever it is, and not shown.
-        common.stop.max_tokens = Some(1);
-        (common.sampling.allowed, common.sampling.banned) = Default::default();
-    }
     let kept = common.choices;
     common.choices = best_of(&mut fields, &common)?;
     let logprobs = fields.int("logprobs", 0..=20)?.map(|n| n as usize);
@@ -47,7 +41,6 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     }
     Ok(Call {
         kind: Kind::Text,
-        echo_only,
         kept,
         prompts,
         prompt_field: "prompt",

@@ -59,7 +59,6 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked, ApiErr
     }
     let call = Call {
         kind: Kind::Embedding,
-        echo_only: false,
         kept: 1,
         prompts,
         prompt_field: "input",

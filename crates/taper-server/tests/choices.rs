@@ -78,6 +78,16 @@ async fn a_prompt_alone_may_be_wanted_back() {
         let choice = server.complete(ask).await.json()["choices"][0].take();
         assert_eq!((&choice["text"], &choice["logprobs"]["text_offset"]), (&json!(text), &offsets));
     }
+    // Nothing comes after it, so that it may be as long as the context.
+    let ask = |length| json!({"prompt": "p".repeat(length), "echo": true, "logprobs": 0, "max_tokens": 0, "n": 2});
+    let whole = server.complete(ask(512)).await.json();
+    assert_eq!(whole["choices"][1]["logprobs"]["token_logprobs"].as_array().unwrap().len(), 512);
+    assert_eq!(
+        (&whole["choices"][1]["finish_reason"], &whole["usage"]["completion_tokens"]),
+        (&json!("length"), &json!(0))
+    );
+    let refused = server.complete(ask(513)).await;
+    assert_eq!((refused.status.as_u16(), refused.error().1), (400, json!("prompt")));
     let plain = server.complete(json!({"prompt": "ab", "echo": true, "max_tokens": 0, "stream": true})).await;
     let text: String = plain.events().iter().map(|e| e["choices"][0]["text"].as_str().unwrap().to_string()).collect();
     assert_eq!(text, "ab");

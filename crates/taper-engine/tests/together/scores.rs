@@ -56,8 +56,12 @@ fn they_are_those_of_the_logits_token_by_token() {
     // In one pass of more rows than are scored at once, and in chunks that end anywhere.
     for chunk_tokens in [512, 100, 7] {
         let engine = engine(40, true, EngineConfig { chunk_tokens, ..EngineConfig::default() });
-        for _ in 0..2 {
-            let (told, usage) = scored(&engine, request(300, &json!({ "method": "dense" })));
+        // With an answer behind them, and without.
+        for most in [3, 0] {
+            let mut request = request(300, &json!({ "method": "dense" }));
+            request.stop.max_tokens = Some(most);
+            let (told, usage) = scored(&engine, request);
+            assert_eq!(usage.completion_tokens, most);
             assert_eq!((told.len(), usage.cached_tokens), (299, 0), "nothing is taken over from the first");
             for (place, ((chosen, top), (logprob, best))) in told.iter().zip(&expected).enumerate() {
                 assert_eq!(chosen.token, prompt(300)[place + 1]);
