@@ -169,6 +169,14 @@ pub enum RequestError {
     /// A step panicked.
     #[error("the step panicked: {0}")]
     Panic(String),
+    /// A step came back with more or fewer rows than it was asked for, so that nobody knows whose they are.
+    #[error("the step gave {got} rows where {wanted} were wanted: a bug of the backend")]
+    Rows {
+        /// Rows, or inputs with rows, that came.
+        got: usize,
+        /// Those that were wanted.
+        wanted: usize,
+    },
     /// Its deadline passed.
     #[error("the request was not done by its deadline")]
     Deadline,

@@ -64,6 +64,8 @@ pub struct StubBackend {
     pub cold: bool,
     /// Whether no step can succeed any more.
     pub dead: bool,
+    /// Spoils what a step gives back.
+    pub spoils: Option<fn(&mut Vec<Vec<Row>>)>,
     /// Blocks of the cache that sequences hold.
     pub held_blocks: usize,
     /// What tests watch.
@@ -113,6 +115,7 @@ impl StubBackend {
             draws: false,
             cold: false,
             dead: false,
+            spoils: None,
             held_blocks: 0,
             probe: Arc::default(),
         }
@@ -283,6 +286,9 @@ impl Backend for StubBackend {
         }
         if self.held_blocks > self.limits.cache_tokens / BLOCK_TOKENS {
             return Err(BackendError("the KV cache is full".into()));
+        }
+        if let Some(spoils) = self.spoils {
+            spoils(&mut rows);
         }
         Ok(rows)
     }

@@ -37,8 +37,24 @@ pub(crate) struct Worker<B: Backend> {
     failed: bool,
 }
 
-/// What a step's inputs wanted, in order.
+/// What inputs wanted, in order.
 type Rows = Vec<Vec<Row>>;
+
+/// The same of all inputs of a step that was done; those whose rows are not what was wanted cannot go on.
+type Counted = Vec<Result<Vec<Row>, RequestError>>;
+
+/// The rows of inputs that wanted so many; an input that is not through has none.
+fn counted(rows: Rows, wanted: &[usize]) -> Counted {
+    if rows.len() != wanted.len() {
+        let error = RequestError::Rows { got: rows.len(), wanted: wanted.len() };
+        return vec![Err(error); wanted.len()];
+    }
+    let count = |(rows, &wanted): (Vec<Row>, &usize)| match rows.len() {
+        got if got == wanted || got == 0 => Ok(rows),
+        got => Err(RequestError::Rows { got, wanted }),
+    };
+    rows.into_iter().zip(wanted).map(count).collect()
+}
 
 impl<B: Backend> Worker<B> {
     pub(crate) fn new(backend: B, queue: Arc<Queue<Arc<Job>>>, text: Arc<dyn Text>, config: EngineConfig) -> Self {
@@ -263,11 +279,15 @@ impl<B: Backend> Worker<B> {
                 tracing::debug!(generated, prompt, milliseconds = 1e3 * seconds, "step");
                 self.pace.note(generated, prompt, seconds);
                 let mut rows = rows.into_iter();
-                shares.iter().map(|shares| Ok(rows.by_ref().take(shares.len()).collect())).collect::<Vec<_>>()
+                // All of a request's, also where one of them is an error: the next ones are others'.
+                let own = |shares: &Vec<Share>| rows.by_ref().take(shares.len()).collect::<Counted>();
+                shares.iter().map(own).map(|own| own.into_iter().collect()).collect::<Vec<_>>()
             }
             Err(error) if shares.iter().filter(|shares| !shares.is_empty()).count() > 1 => {
                 tracing::warn!(%error, "a step failed and is tried again request by request");
-                (0..self.running.len()).map(|request| self.forward(&shares, Some(request))).collect()
+                let requests = 0..self.running.len();
+                let alone = |request| self.forward(&shares, Some(request)).and_then(|rows| rows.into_iter().collect());
+                requests.map(alone).collect()
             }
             Err(error) => {
                 shares.iter().map(|s| if s.is_empty() { Ok(Vec::new()) } else { Err(error.clone()) }).collect()
@@ -305,7 +325,7 @@ impl<B: Backend> Worker<B> {
     }
 
     /// The work on all requests' shares, or over those of one.
-    fn forward(&mut self, shares: &[Vec<Share>], only: Option<usize>) -> Result<Rows, RequestError> {
+    fn forward(&mut self, shares: &[Vec<Share>], only: Option<usize>) -> Result<Counted, RequestError> {
         let Self { backend, running, .. } = self;
         let wanted = |&(request, ..): &(usize, &mut Run<B::Sequence>)| only.is_none_or(|only| only == request);
         guard(|| {
@@ -315,7 +335,8 @@ impl<B: Backend> Worker<B> {
                 .filter(wanted)
                 .flat_map(|(request, run)| run.inputs(backend, &shares[request]))
                 .collect();
-            if inputs.is_empty() { Ok(Vec::new()) } else { Ok(backend.forward(inputs)?) }
+            let wanted: Vec<usize> = inputs.iter().map(|input| input.wants.len()).collect();
+            if inputs.is_empty() { Ok(Vec::new()) } else { Ok(counted(backend.forward(inputs)?, &wanted)) }
         })
     }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use taper_engine::stub::{Probe, StubBackend};
-use taper_engine::{Engine, EngineConfig, Event, Events, Request, RequestError, SamplingParams, StopRules};
+use taper_engine::{Engine, EngineConfig, Event, Events, Request, RequestError, Row, SamplingParams, StopRules};
 
 fn request(prompt: &str) -> Request {
     Request {
@@ -61,4 +61,44 @@ fn nobody_waits_while_it_is_found_out_what_a_prompt_begins_with() {
     });
     assert_eq!(text(second), Ok("ab".into()));
     drop(first);
+}
+
+#[test]
+fn rows_that_are_not_those_asked_for_end_requests_and_go_to_no_other() {
+    type Spoils = fn(&mut Vec<Vec<Row>>);
+    // What the one that is last hears, and what the other does.
+    let wrong = |got, wanted| Err(RequestError::Rows { got, wanted });
+    let more: Spoils = |rows| {
+        if rows.len() == 2 {
+            rows[1].push(Row::Token(None))
+        }
+    };
+    let none: Spoils = |rows| {
+        if rows.len() == 2 {
+            rows[1].clear()
+        }
+    };
+    let fewer: Spoils = |rows| drop(if rows.len() == 2 { rows.pop() } else { None });
+    let most: Spoils = |rows| {
+        if rows.len() == 2 {
+            rows.push(Vec::new())
+        }
+    };
+    let nothing = Err(RequestError::Step("the forward pass returned no logits".into()));
+    let whole = Ok("abcabcabc".to_string());
+    for (spoils, first, second) in [
+        (more, whole.clone(), wrong(2, 1)),
+        (none, whole, nothing),
+        (fewer, wrong(1, 2), wrong(1, 2)),
+        (most, wrong(3, 2), wrong(3, 2)),
+    ] {
+        let (engine, probe) = start(StubBackend { spoils: Some(spoils), ..StubBackend::new("abc") });
+        let stop = StopRules { ignore_eos: true, max_tokens: Some(12), ..StopRules::default() };
+        let asked = ["SLOW one", "SLOW two"].map(|prompt| Request { stop: stop.clone(), ..request(prompt) });
+        let events = engine.submit_all(asked.into()).unwrap();
+        let told: Vec<_> = events.into_iter().map(text).collect();
+        assert_eq!(told, [first, second]);
+        assert_eq!(text(engine.submit(request("hi")).unwrap()), Ok("abc".into()), "the engine goes on");
+        assert_eq!(probe.open.load(Ordering::SeqCst), 0);
+    }
 }
