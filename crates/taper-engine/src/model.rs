@@ -104,6 +104,9 @@ pub struct ModelBackend {
     ahead: Option<Ahead>,
     /// Rows that were asked for after they were begun.
     followed: usize,
+    /// What a test has the ends of the next steps begun ahead come to.
+    #[cfg(test)]
+    ends: std::vec::IntoIter<Result<(), BackendError>>,
 }
 
 /// Loads a model onto a device: what computes, and what reads and writes its text.
@@ -193,8 +196,22 @@ impl ModelBackend {
             let free = free_memory(device).map_or("unknown".into(), size);
             LoadError::Cache(format!("{e} ({wanted} wanted, {free} free beside the weights; see --kv-memory)"))
         })?;
-        // In host memory whoever waits for a step does its work.
-        Ok(Self { model, pool, prefix: cache.prefix, runs_ahead: !device.is_cpu(), ahead: None, followed: 0 })
+        Ok(Self::new(model, pool, cache.prefix))
+    }
+
+    /// In host memory whoever waits for a step does its work, and begins none ahead.
+    fn new(model: Model, pool: KvPool, prefix: bool) -> Self {
+        let runs_ahead = !model.device().is_cpu();
+        Self {
+            model,
+            pool,
+            prefix,
+            runs_ahead,
+            ahead: None,
+            followed: 0,
+            #[cfg(test)]
+            ends: Vec::new().into_iter(),
+        }
     }
 
     /// A sequence that goes on here from where another backend of the same model has brought it.

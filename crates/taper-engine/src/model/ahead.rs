@@ -46,6 +46,14 @@ pub(super) fn go_on(inputs: &[Placed]) -> bool {
     !inputs.is_empty() && inputs.iter().all(|(_, input)| draw(input).is_some() && input.next.is_some())
 }
 
+/// A part of a step, a panic of which is an error too.
+fn tried<T>(part: impl FnOnce() -> Result<T, BackendError>) -> Result<T, BackendError> {
+    guard(|| Ok(part()?)).map_err(|error| match error {
+        RequestError::Step(message) => BackendError(message),
+        other => BackendError(other.to_string()),
+    })
+}
+
 impl ModelBackend {
     /// Begins the step after one that is done but for its tokens, which are `[R]`, u32, where the logits are.
     fn begin_ahead(&mut self, inputs: &mut [Placed], tokens: &Tensor) {
@@ -108,18 +116,14 @@ impl ModelBackend {
                 self.begin_ahead(inputs, &tokens);
             }
         }
-        let all = chosen.read().inspect_err(|_| self.undo(inputs))?;
-        let settled = guard(|| {
-            let sequences = inputs.iter_mut().map(|(_, input)| &mut *input.sequence);
-            Ok(Sequence::settle(sequences).map_err(BackendError::from)?)
+        let ended = tried(|| {
+            #[cfg(test)]
+            self.ends.next().unwrap_or(Ok(()))?;
+            let all = chosen.read()?;
+            Sequence::settle(inputs.iter_mut().map(|(_, input)| &mut *input.sequence))?;
+            Ok(all)
         });
-        if let Err(error) = settled {
-            self.undo(inputs);
-            return Err(BackendError(match error {
-                RequestError::Step(message) => message,
-                other => other.to_string(),
-            }));
-        }
+        let all = ended.inspect_err(|_| self.undo(inputs))?;
         let tokens: Vec<Option<u32>> = at.iter().map(|&at| all[at]).collect();
         // Only now is it known which tokens the step ahead is of.
         let begun = self.ahead.iter_mut().flat_map(|ahead| &mut ahead.rows);
@@ -142,31 +146,31 @@ impl ModelBackend {
             }
         }
         let whole = rest.is_empty();
-        if !whole {
-            let (places, rest): (Vec<_>, Vec<_>) = rest.into_iter().unzip();
-            // First, since it may fail. What is begun ahead is begun for all or none, or they would never meet in a step again.
-            let rows = self.step(rest, found.is_empty())?;
-            places.into_iter().zip(rows).for_each(|(place, rows)| out[place] = rows);
-        }
         // In the order that they were begun in, in which answers by one method stand together.
         found.sort_by_key(|(at, _)| *at);
         let (at, mut found): (Vec<usize>, Vec<Placed>) = found.into_iter().unzip();
-        if found.is_empty() {
-            return Ok(out);
-        }
         for (&at, (_, input)) in at.iter().zip(&mut found) {
             if let Some(held) = ahead.rows[at].held.take() {
                 input.sequence.follow(&mut self.pool, held);
             }
         }
-        let begins = whole && go_on(&found);
-        let drawn = self.end_rows(&mut found, ahead.chosen, &at, begins)?;
+        if !found.is_empty() {
+            let begins = whole && go_on(&found);
+            let drawn = self.end_rows(&mut found, ahead.chosen, &at, begins)?;
+            found.iter().zip(drawn).for_each(|((place, _), row)| out[*place].push(row));
+        }
+        if !whole {
+            let (places, rest): (Vec<_>, Vec<_>) = rest.into_iter().unzip();
+            // Last: of what it has done, a prompt's tokens cannot be taken back, and of the others a row each can. What is begun ahead
+            // is begun for all or none, or they would never meet in a step again.
+            let rows = tried(|| self.step(rest, found.is_empty())).inspect_err(|_| self.undo(&mut found))?;
+            places.into_iter().zip(rows).for_each(|(place, rows)| out[place] = rows);
+        }
         self.followed += at.len();
-        found.into_iter().zip(drawn).for_each(|((place, _), row)| out[place].push(row));
         Ok(out)
     }
 
-    /// Takes one row of each back: its token never came, since the device failed.
+    /// Takes one row of each back: the step that it is of failed.
     fn undo(&mut self, inputs: &mut [Placed]) {
         self.ahead = None;
         for (_, input) in inputs {

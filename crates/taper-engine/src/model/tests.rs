@@ -22,7 +22,7 @@ fn backend() -> ModelBackend {
     let shape = model.attention_shape();
     let shape = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
     let pool = KvPool::new(shape, DType::F32, BLOCKS, &Device::Cpu).unwrap();
-    ModelBackend { model, pool, prefix: false, runs_ahead: false, ahead: None, followed: 0 }
+    ModelBackend::new(model, pool, false)
 }
 
 #[test]
@@ -232,4 +232,53 @@ fn first_steps_that_fail_for_want_of_memory_say_what_has_taken_it() {
     assert!(full.contains("15.0 GiB of weights, 40.0 GiB of KV cache and 1.0 MiB free"), "{full}");
     assert!(full.contains("--kv-memory") && full.ends_with("(santa: CUDA status 2 (out of memory))"), "{full}");
     assert_eq!(said("no kernel", Some(1 << 20)), "the first steps fail: no kernel");
+}
+
+#[test]
+fn a_step_begun_ahead_that_fails_beside_others_leaves_all_as_they_were() {
+    let spec = Arc::<AttentionSpec>::default();
+    let opened = || {
+        let mut backend = backend();
+        backend.run_ahead(true);
+        let sequences = [10..30, 5..12, 20..50].map(|prompt: std::ops::Range<u32>| {
+            let prompt: Vec<u32> = prompt.collect();
+            let mut sequence = backend.open(&spec, 1, &prompt, 0).unwrap();
+            backend.forward(vec![Input::whole(&mut sequence, &prompt, Some(Wanted::Logits))]).unwrap();
+            sequence
+        });
+        (backend, sequences)
+    };
+    let lengths = |all: [&Sequence; 3]| all.map(Sequence::len);
+    let (mut plain, [mut a, mut b, mut c]) = opened();
+    let (mut broken, [mut x, mut y, mut z]) = opened();
+    let first = step(&mut plain, &mut [&mut a, &mut b], &[1, 2], Some(DRAW)).unwrap();
+    assert_eq!(step(&mut broken, &mut [&mut x, &mut y], &[1, 2], Some(DRAW)).unwrap(), first);
+    let tokens = [first[0], first[1], 3];
+    let expected = step(&mut plain, &mut [&mut a, &mut b, &mut c], &tokens, None).unwrap();
+    assert_eq!(plain.followed, 2);
+
+    // The rows begun ahead fail at their end, beside one that was not.
+    let before = lengths([&x, &y, &z]);
+    broken.ends = vec![Err(BackendError("asked for".into()))].into_iter();
+    let failed = step(&mut broken, &mut [&mut x, &mut y, &mut z], &tokens, None).unwrap_err();
+    assert_eq!((failed.0.as_str(), lengths([&x, &y, &z])), ("asked for", before));
+    assert_eq!(step(&mut broken, &mut [&mut x, &mut y, &mut z], &tokens, None).unwrap(), expected);
+
+    // The one that was not fails: its block is not to be had.
+    let next = |drawn: &[u32]| [drawn[0], drawn[1], drawn[2]];
+    let ahead = step(&mut broken, &mut [&mut x, &mut y], &expected[..2], Some(DRAW)).unwrap();
+    let before = lengths([&x, &y, &z]);
+    let long: Vec<u32> = (0..64 * BLOCKS as u32).map(|token| token % 50).collect();
+    let mut large = broken.open(&spec, 1, &long, 0).unwrap();
+    let wants = |sequence, tokens| Input::whole(sequence, tokens, Some(Wanted::Token(DRAW)));
+    let inputs = vec![wants(&mut x, &ahead[..1]), wants(&mut y, &ahead[1..]), wants(&mut large, &long)];
+    assert!(broken.forward(inputs).unwrap_err().0.contains("full"));
+    assert_eq!((lengths([&x, &y, &z]), large.len()), (before, 0));
+    broken.close(large);
+    step(&mut plain, &mut [&mut a, &mut b], &expected[..2], None).unwrap();
+    let tokens = next(&[ahead[0], ahead[1], expected[2]]);
+    let expected = step(&mut plain, &mut [&mut a, &mut b, &mut c], &tokens, None).unwrap();
+    assert_eq!(step(&mut broken, &mut [&mut x, &mut y, &mut z], &tokens, None).unwrap(), expected);
+    [x, y, z].into_iter().for_each(|sequence| broken.close(sequence));
+    broken.check_idle();
 }

@@ -40,7 +40,7 @@ fn on_device(blocks: usize) -> ModelBackend {
     let shape = model.attention_shape();
     let shape = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
     let pool = KvPool::new(shape, DType::BF16, blocks, model.device()).unwrap();
-    ModelBackend { model, pool, prefix: false, runs_ahead: true, ahead: None, followed: 0 }
+    ModelBackend::new(model, pool, false)
 }
 
 #[test]
