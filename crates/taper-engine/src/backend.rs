@@ -25,6 +25,11 @@ pub struct Limits {
 #[error("{0}")]
 pub struct BackendError(pub String);
 
+/// Whether what failed did so for want of memory, by the words of CUDA and of allocators.
+pub(crate) fn lacks_memory(reason: &str) -> bool {
+    ["out of memory", "OUT_OF_MEMORY"].iter().any(|words| reason.contains(words))
+}
+
 /// One sequence's share of a step.
 #[derive(Debug)]
 pub struct Input<'a, S> {
@@ -227,6 +232,11 @@ pub trait Backend: Send + 'static {
     /// Whatever a step may fail with, and what to change.
     fn warm_up(&mut self) -> Result<(), BackendError> {
         Ok(())
+    }
+
+    /// Gives memory back that it can do without, after a step that lacked some; whether there was any.
+    fn spare(&mut self) -> bool {
+        false
     }
 
     /// Whether it still computes, asked after a request failed.

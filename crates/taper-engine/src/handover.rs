@@ -202,6 +202,11 @@ impl Backend for Handover {
         self.answers.warm_up()
     }
 
+    fn spare(&mut self) -> bool {
+        let prompts = self.prompts.spare();
+        self.answers.spare() || prompts
+    }
+
     fn check_alive(&mut self) -> Result<(), BackendError> {
         self.prompts.check_alive()?;
         self.answers.check_alive()

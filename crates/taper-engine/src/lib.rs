@@ -11,6 +11,7 @@ mod grammar;
 mod handover;
 mod model;
 mod pace;
+mod passes;
 mod queue;
 mod request;
 mod run;

@@ -5,7 +5,7 @@ mod device;
 mod room;
 mod text;
 
-use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted};
+use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted, lacks_memory};
 use crate::sampler::logprobs;
 use ahead::{Ahead, go_on};
 use candle_core::{DType, Device, Storage, Tensor, bail};
@@ -507,6 +507,10 @@ impl Backend for ModelBackend {
         self.try_out().map_err(|e| tried(e, weights, cache, free_memory(self.model.device())))
     }
 
+    fn spare(&mut self) -> bool {
+        self.pool.drop_idle_indices()
+    }
+
     /// A device that met an illegal address or a broken memory cell answers nothing any more, whoever asks.
     fn check_alive(&mut self) -> Result<(), BackendError> {
         let device = self.model.device();
@@ -525,8 +529,7 @@ impl Backend for ModelBackend {
 /// Why the first steps failed: where memory is what is missing, with what took it.
 fn tried(error: BackendError, weights: u64, cache: u64, free: Option<u64>) -> BackendError {
     let BackendError(reason) = error;
-    let memory = ["out of memory", "OUT_OF_MEMORY"].iter().any(|words| reason.contains(words));
-    BackendError(match free.filter(|_| memory) {
+    BackendError(match free.filter(|_| lacks_memory(&reason)) {
         None => format!("the first steps fail: {reason}"),
         Some(free) => format!(
             "the first steps fail for want of memory, with {} of weights, {} of KV cache and {} free: a smaller --kv-memory \

@@ -30,6 +30,8 @@ pub struct Probe {
     pub open: AtomicUsize,
     /// Most work that one step did for one sequence so far, in tokens.
     pub longest: AtomicUsize,
+    /// Steps that lacked memory.
+    pub lacked: AtomicUsize,
     /// Most sequences of one step so far.
     pub widest: AtomicUsize,
     /// Lengths of prompts, in the order in which they were all in.
@@ -64,6 +66,10 @@ pub struct StubBackend {
     pub cold: bool,
     /// Whether no step can succeed any more.
     pub dead: bool,
+    /// Most work, in tokens, that a step has the memory for.
+    pub memory: usize,
+    /// More of it, to be had back once.
+    pub spare: usize,
     /// Spoils what a step gives back.
     pub spoils: Option<fn(&mut Vec<Vec<Row>>)>,
     /// Blocks of the cache that sequences hold.
@@ -115,6 +121,8 @@ impl StubBackend {
             draws: false,
             cold: false,
             dead: false,
+            memory: usize::MAX,
+            spare: 0,
             spoils: None,
             held_blocks: 0,
             probe: Arc::default(),
@@ -232,6 +240,10 @@ impl Backend for StubBackend {
 
     fn forward(&mut self, inputs: Vec<Input<'_, StubSequence>>) -> Result<Vec<Vec<Row>>, BackendError> {
         self.probe.steps.fetch_add(1, Ordering::SeqCst);
+        if inputs.iter().map(|input| input.effort).sum::<usize>() > self.memory {
+            self.probe.lacked.fetch_add(1, Ordering::SeqCst);
+            return Err(BackendError("CUDA status 2 (out of memory)".into()));
+        }
         self.probe.widest.fetch_max(inputs.len(), Ordering::SeqCst);
         for Input { sequence, tokens, effort, .. } in &inputs {
             self.probe.longest.fetch_max(*effort, Ordering::SeqCst);
@@ -320,6 +332,12 @@ impl Backend for StubBackend {
 
     fn warm_up(&mut self) -> Result<(), BackendError> {
         if self.cold { Err(BackendError("it was asked to fail at once".into())) } else { Ok(()) }
+    }
+
+    fn spare(&mut self) -> bool {
+        let spare = std::mem::take(&mut self.spare);
+        self.memory = self.memory.saturating_add(spare);
+        spare > 0
     }
 
     fn check_alive(&mut self) -> Result<(), BackendError> {

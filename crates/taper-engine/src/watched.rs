@@ -154,6 +154,10 @@ impl<B: Backend> Backend for Watched<B> {
         self.inner.warm_up()
     }
 
+    fn spare(&mut self) -> bool {
+        self.inner.spare()
+    }
+
     fn check_alive(&mut self) -> Result<(), BackendError> {
         self.inner.check_alive()
     }

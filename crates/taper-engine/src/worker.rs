@@ -4,9 +4,10 @@
 //! [`schedule::plan`] what to do, and does it. A step that fails is tried again one request at a time, so that only the
 //! request at fault ends.
 
-use crate::backend::{Backend, Input, Row};
+use crate::backend::{Backend, Input, Row, lacks_memory};
 use crate::engine::{Counts, EngineConfig};
 use crate::pace::Pace;
+use crate::passes::Passes;
 use crate::queue::{Next, Queue};
 use crate::request::RequestError;
 use crate::run::{Draw, Job, Run};
@@ -15,6 +16,7 @@ use crate::text::Text;
 use rayon::prelude::*;
 use std::any::Any;
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -27,6 +29,7 @@ pub(crate) struct Worker<B: Backend> {
     text: Arc<dyn Text>,
     config: EngineConfig,
     pace: Pace,
+    passes: Passes,
     /// Requests that run, the urgent and then the oldest first. All go before those that were preempted.
     running: Vec<Run<B::Sequence>>,
     /// Requests that ran and gave their place up, in the same order.
@@ -58,8 +61,8 @@ fn counted(rows: Rows, wanted: &[usize]) -> Counted {
 
 impl<B: Backend> Worker<B> {
     pub(crate) fn new(backend: B, queue: Arc<Queue<Arc<Job>>>, text: Arc<dyn Text>, config: EngineConfig) -> Self {
-        let (pace, running, preempted, ended, failed) = Default::default();
-        Self { backend, queue, text, config, pace, running, preempted, ended, failed }
+        let (pace, passes, running, preempted, ended, failed) = Default::default();
+        Self { backend, queue, text, config, pace, passes, running, preempted, ended, failed }
     }
 
     /// Works until the queue drains and all is done, or the backend is dead. `ready` learns whether the backend could be warmed
@@ -271,28 +274,15 @@ impl<B: Backend> Worker<B> {
         let of = |request: usize| shares.iter().filter(move |s| s.request == request).copied().collect::<Vec<_>>();
         let shares: Vec<Vec<Share>> = (0..self.running.len()).map(of).collect();
         let (started, before) = (Instant::now(), self.progress());
-        let rows = match self.forward(&shares, None) {
-            Ok(rows) => {
-                let generated = shares.iter().flatten().filter(|share| share.generates).map(|share| share.tokens).sum();
-                let prompt = self.progress().saturating_sub(before + generated);
-                let seconds = started.elapsed().as_secs_f64();
-                tracing::debug!(generated, prompt, milliseconds = 1e3 * seconds, "step");
-                self.pace.note(generated, prompt, seconds);
-                let mut rows = rows.into_iter();
-                // All of a request's, also where one of them is an error: the next ones are others'.
-                let own = |shares: &Vec<Share>| rows.by_ref().take(shares.len()).collect::<Counted>();
-                shares.iter().map(own).map(|own| own.into_iter().collect()).collect::<Vec<_>>()
-            }
-            Err(error) if shares.iter().filter(|shares| !shares.is_empty()).count() > 1 => {
-                tracing::warn!(%error, "a step failed and is tried again request by request");
-                let requests = 0..self.running.len();
-                let alone = |request| self.forward(&shares, Some(request)).and_then(|rows| rows.into_iter().collect());
-                requests.map(alone).collect()
-            }
-            Err(error) => {
-                shares.iter().map(|s| if s.is_empty() { Ok(Vec::new()) } else { Err(error.clone()) }).collect()
-            }
-        };
+        let (rows, whole) = self.rows(&shares, 0..shares.len());
+        if whole {
+            let generated = shares.iter().flatten().filter(|share| share.generates).map(|share| share.tokens).sum();
+            let prompt = self.progress().saturating_sub(before + generated);
+            let seconds = started.elapsed().as_secs_f64();
+            tracing::debug!(generated, prompt, milliseconds = 1e3 * seconds, "step");
+            self.pace.note(generated, prompt, seconds);
+            self.passes.done();
+        }
         self.draw(&shares, &rows);
         let runs = std::mem::take(&mut self.running);
         let mut done = Counts::default();
@@ -324,17 +314,63 @@ impl<B: Backend> Worker<B> {
         }
     }
 
-    /// The work on all requests' shares, or over those of one.
-    fn forward(&mut self, shares: &[Vec<Share>], only: Option<usize>) -> Result<Counted, RequestError> {
+    /// What those of the requests `of` get from a step, in one pass or several, and whether none failed.
+    fn rows(&mut self, shares: &[Vec<Share>], of: Range<usize>) -> (Vec<Result<Rows, RequestError>>, bool) {
+        let efforts: Vec<usize> =
+            shares[of.clone()].iter().map(|shares| shares.iter().map(|share| share.effort).sum()).collect();
+        let (mut out, mut whole) = (Vec::with_capacity(of.len()), true);
+        for pass in self.passes.cut(&efforts) {
+            let (requests, efforts) = (of.start + pass.start..of.start + pass.end, &efforts[pass]);
+            let mut tried = self.forward(shares, requests.clone());
+            let lacked = |tried: &Result<Counted, RequestError>| match tried {
+                Err(RequestError::Step(reason)) => lacks_memory(reason),
+                _ => false,
+            };
+            if lacked(&tried) && self.backend.spare() {
+                tried = self.forward(shares, requests.clone());
+            }
+            let several = efforts.iter().filter(|effort| **effort > 0).count() > 1;
+            let lacks = lacked(&tried);
+            match tried {
+                Ok(rows) => {
+                    let mut rows = rows.into_iter();
+                    // All of a request's, also where one of them is an error: the next ones are others'.
+                    let own = |shares: &Vec<Share>| rows.by_ref().take(shares.len()).collect::<Counted>();
+                    out.extend(shares[requests].iter().map(own).map(|own| own.into_iter().collect()));
+                    continue;
+                }
+                Err(_) if several && lacks => {
+                    self.passes.lacked(efforts.iter().sum());
+                    out.extend(self.rows(shares, requests).0);
+                }
+                Err(error) if several => {
+                    tracing::warn!(%error, "a step failed and is tried again request by request");
+                    let alone = |at| self.forward(shares, at..at + 1).and_then(|rows| rows.into_iter().collect());
+                    out.extend(requests.map(alone));
+                }
+                Err(error) => {
+                    let none =
+                        |shares: &Vec<Share>| if shares.is_empty() { Ok(Vec::new()) } else { Err(error.clone()) };
+                    out.extend(shares[requests].iter().map(none));
+                }
+            }
+            whole = false;
+        }
+        (out, whole)
+    }
+
+    /// One pass over the shares of the requests `of`.
+    fn forward(&mut self, shares: &[Vec<Share>], of: Range<usize>) -> Result<Counted, RequestError> {
         let Self { backend, running, .. } = self;
-        let wanted = |&(request, ..): &(usize, &mut Run<B::Sequence>)| only.is_none_or(|only| only == request);
+        let all = of.len() == running.len();
         guard(|| {
-            let inputs: Vec<Input<'_, B::Sequence>> = running
-                .iter_mut()
-                .enumerate()
-                .filter(wanted)
-                .flat_map(|(request, run)| run.inputs(backend, &shares[request]))
-                .collect();
+            let runs = running[of.clone()].iter_mut().zip(&shares[of]);
+            let mut inputs: Vec<Input<'_, B::Sequence>> =
+                runs.flat_map(|(run, shares)| run.inputs(backend, shares)).collect();
+            if !all {
+                // A step ahead would be of these alone, and the next pass is of others.
+                inputs.iter_mut().for_each(|input| input.next = None);
+            }
             let wanted: Vec<usize> = inputs.iter().map(|input| input.wants.len()).collect();
             if inputs.is_empty() { Ok(Vec::new()) } else { Ok(counted(backend.forward(inputs)?, &wanted)) }
         })

@@ -102,3 +102,33 @@ fn rows_that_are_not_those_asked_for_end_requests_and_go_to_no_other() {
         assert_eq!(probe.open.load(Ordering::SeqCst), 0);
     }
 }
+
+#[test]
+fn steps_that_lack_memory_are_made_of_fewer_rows_from_then_on() {
+    // Eight of two tokens each, and memory for five; or for all, once some was given back.
+    for (spare, failed) in [(0, 3), (16, 1)] {
+        let mut backend = StubBackend { memory: 5, spare, ..StubBackend::new("abc") };
+        backend.limits.cache_tokens = 4096;
+        let (engine, probe) = start(backend);
+        let stop = StopRules { ignore_eos: true, max_tokens: Some(41), ..StopRules::default() };
+        let asked = vec![Request { stop, ..request("hi") }; 8];
+        let events = engine.submit_all(asked).unwrap();
+        for told in events.into_iter().map(text).collect::<Vec<_>>() {
+            assert_eq!(told, Ok("abc".repeat(10) + "a"));
+        }
+        assert_eq!(probe.lacked.load(Ordering::SeqCst), failed);
+        // Two passes of four rows for each token, or one of eight.
+        let passes = if spare == 0 { 2 } else { 1 };
+        let steps = probe.steps.load(Ordering::SeqCst);
+        assert!(steps <= 3 + 4 + 40 * passes + 1, "{steps}");
+    }
+}
+
+#[test]
+fn a_request_that_lacks_memory_alone_ends_and_no_other_does() {
+    let (engine, _) = start(StubBackend { memory: 5, ..StubBackend::new("abc") });
+    let events = engine.submit_all(["hi", "too long", "ho"].map(request).into()).unwrap();
+    let told: Vec<_> = events.into_iter().map(text).collect();
+    let lacks = Err(RequestError::Step("CUDA status 2 (out of memory)".into()));
+    assert_eq!(told, [Ok("abc".into()), lacks, Ok("abc".into())]);
+}

@@ -453,6 +453,13 @@ impl KvPool {
         self.step = self.clock;
     }
 
+    /// Drops the indices that the latest step has not asked for; whether there were any. Each is worked out again when it is asked for.
+    pub fn drop_idle_indices(&mut self) -> bool {
+        let before = self.indices.len();
+        self.indices.retain(|_, index| index.used > self.step);
+        self.indices.len() < before
+    }
+
     /// Drops indices, the one not asked for the longest first, until another layer of an index makes all of them half as large
     /// as the cache at most, or this step has asked for all that are left. What is dropped is worked out again when it is
     /// asked for.

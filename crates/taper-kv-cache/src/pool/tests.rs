@@ -362,3 +362,18 @@ fn indices_take_half_as_much_as_the_cache_and_those_not_asked_for_make_room() {
     assert_eq!(ask("large", IndexShape { width: 8, ..quarter }, true), (4, 4), "one alone may be larger");
     assert_eq!(ask("a", quarter, true), (4, 1));
 }
+
+#[test]
+fn indices_that_a_step_does_not_ask_for_can_be_dropped() {
+    let mut pool = pool(12);
+    let shape = IndexShape { rows: BLOCK_TOKENS, width: 1, dtype: DType::F32 };
+    let table = BlockTable::default();
+    let ask = |pool: &mut KvPool, name| drop(pool.index((name, shape), 0, &[(&table, 0)], |_, _, _| Ok(())).unwrap());
+    pool.begin_step();
+    ["one", "two"].into_iter().for_each(|name| ask(&mut pool, name));
+    assert!(!pool.drop_idle_indices(), "both are in use");
+    pool.begin_step();
+    ask(&mut pool, "two");
+    assert!(pool.drop_idle_indices() && !pool.drop_idle_indices());
+    assert_eq!(pool.indices.keys().collect::<Vec<_>>(), ["two"]);
+}
