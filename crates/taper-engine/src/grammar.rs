@@ -70,9 +70,14 @@ impl GrammarError {
 /// Compiles grammars for the vocabulary of one model.
 pub(crate) struct Grammars(ParserFactory);
 
-/// A compiled grammar, and how far an answer has come in it. Clones share what they find out on the way, under a lock.
+/// A compiled grammar, and how far an answer has come in it. Clones share what they find out on the way, under a lock, and how
+/// much of that there may be.
 #[derive(Clone)]
-pub struct Grammar(Matcher);
+pub struct Grammar {
+    matcher: Matcher,
+    /// Comes as far, and finds out for itself, once there are drafts: texts that are not the answer's use up nothing of its own.
+    drafts: Option<Box<Matcher>>,
+}
 
 impl Grammars {
     /// The texts of `vocab` tokens, in a tree.
@@ -123,7 +128,7 @@ impl Grammars {
         let matcher = Matcher::new(self.0.create_parser(top));
         match matcher.get_error() {
             Some(error) => Err(GrammarError::of(error)),
-            None => Ok(Grammar(matcher)),
+            None => Ok(Grammar { matcher, drafts: None }),
         }
     }
 }
@@ -177,12 +182,18 @@ fn one_of(texts: &[String]) -> String {
 impl Grammar {
     /// The same for an answer of its own, beside others on other threads.
     pub fn apart(&self) -> Self {
-        Self(self.0.deep_clone())
+        Self { matcher: self.matcher.deep_clone(), drafts: None }
+    }
+
+    /// The same for drafts of the answer's next tokens.
+    pub(crate) fn for_drafts(&mut self) -> Self {
+        let drafts = self.drafts.get_or_insert_with(|| Box::new(self.matcher.deep_clone()));
+        Self { matcher: Matcher::clone(drafts), drafts: None }
     }
 
     /// Takes all hope from the tokens that may not come next; once the answer is whole, from all but those that end it.
     pub(crate) fn mask(&mut self, logits: &mut [f32]) -> Result<(), GrammarError> {
-        let allowed = self.0.compute_mask_or_eos().map_err(GrammarError::of)?;
+        let allowed = self.matcher.compute_mask_or_eos().map_err(GrammarError::of)?;
         let words = allowed.as_slice();
         for (token, logit) in logits.iter_mut().enumerate() {
             let word = words.get(token / 32).copied().unwrap_or(0);
@@ -198,17 +209,50 @@ impl Grammar {
         if self.done() {
             return Ok(());
         }
-        self.0.consume_token(token).map_err(GrammarError::of)
+        // Where drafts have used up what they may find out, the next ones begin with what the answer has.
+        if self.drafts.as_mut().is_some_and(|drafts| drafts.consume_token(token).is_err()) {
+            self.drafts = None;
+        }
+        self.matcher.consume_token(token).map_err(GrammarError::of)
     }
 
     /// Whether nothing can follow.
     pub(crate) fn done(&self) -> bool {
-        self.0.is_stopped()
+        self.matcher.is_stopped()
     }
 }
 
 impl std::fmt::Debug for Grammar {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Grammar").field("done", &self.done()).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::stub::{StubText, VOCAB};
+
+    /// What was an `x` eight letters ago decides: of each row of letters the lexer has a state of its own.
+    #[test]
+    fn drafts_use_up_nothing_of_an_answers_grammar() {
+        let mut grammars = Grammars::new(&StubText, VOCAB).unwrap();
+        grammars.0.limits_mut().max_lexer_states = 150;
+        let mut answer = grammars.compile(&Shape::Regex("[xy]*x[xy]{8}z".into())).unwrap();
+        let letter = |draw: u32| u32::from(if draw.count_ones().is_multiple_of(2) { b'x' } else { b'y' });
+        let mut failed = 0;
+        for round in 0..60u32 {
+            let mut draft = answer.for_drafts();
+            let drafted = (0..12).try_for_each(|i| {
+                draft.mask(&mut vec![0.0; VOCAB])?;
+                draft.take(letter((round * 12 + i).wrapping_mul(2_654_435_761) >> 7))
+            });
+            failed += usize::from(drafted.is_err());
+            // The answer is one letter again and again.
+            answer.mask(&mut vec![0.0; VOCAB]).unwrap();
+            answer.take(u32::from(b'x')).unwrap();
+        }
+        assert!(failed > 0, "drafts alone come to their limit");
+        assert!(failed < 60, "and go on");
     }
 }

@@ -199,7 +199,7 @@ impl<S> Choice<S> {
             self.drafts = Drafts { wanted: found.len(), made: found.len(), looked_up: true, sampler: None };
             self.tokens.extend(found);
         } else if drafting.by_method && most > 0 {
-            self.drafts = Drafts { wanted: most, sampler: Some(self.sampler.clone()), ..Drafts::default() };
+            self.drafts = Drafts { wanted: most, sampler: Some(self.sampler.for_drafts()), ..Drafts::default() };
         }
     }
 }

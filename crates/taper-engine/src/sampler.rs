@@ -103,6 +103,15 @@ impl Sampler {
         Self { params, rng, uniform, prompt, counts, latest, looks_back, early, ends, grammar }
     }
 
+    /// The same for drafts of the next tokens, which leave nothing behind here.
+    pub(crate) fn for_drafts(&mut self) -> Self {
+        // What is cloned is the rest.
+        let mut own = self.grammar.take();
+        let drafts = Self { grammar: own.as_mut().map(Grammar::for_drafts), ..self.clone() };
+        self.grammar = own;
+        drafts
+    }
+
     /// The same, but none of the first `tokens` is one of `ends`.
     pub fn at_least(self, tokens: usize, ends: Vec<u32>) -> Self {
         Self { early: tokens, ends, ..self }
