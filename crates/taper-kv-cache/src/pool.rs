@@ -87,6 +87,8 @@ pub struct KvPool {
     tails: Vec<FileTail>,
     host_tails: Vec<HostTail>,
     offloaded: usize,
+    /// How many of these some table holds.
+    offloaded_held: usize,
 }
 
 impl KvPool {
@@ -124,6 +126,7 @@ impl KvPool {
             tails: Vec::new(),
             host_tails: Vec::new(),
             offloaded: 0,
+            offloaded_held: 0,
         }
     }
 
@@ -215,7 +218,29 @@ impl KvPool {
 
     /// Blocks of these that some table holds.
     pub fn offloaded_held(&self) -> usize {
-        self.references[self.blocks() - self.offloaded..].iter().filter(|&&tables| tables > 0).count()
+        self.offloaded_held
+    }
+
+    /// One more table holds a block: whether it is the first.
+    fn hold(&mut self, block: u32) -> bool {
+        let count = &mut self.references[block as usize];
+        *count += 1;
+        let first = *count == 1;
+        self.offloaded_held += usize::from(first && self.lies_elsewhere(block));
+        first
+    }
+
+    /// One table less holds a block: whether it was the last.
+    fn let_go(&mut self, block: u32) -> bool {
+        let count = &mut self.references[block as usize];
+        *count -= 1;
+        let last = *count == 0;
+        self.offloaded_held -= usize::from(last && self.lies_elsewhere(block));
+        last
+    }
+
+    fn lies_elsewhere(&self, block: u32) -> bool {
+        block as usize >= self.blocks() - self.offloaded
     }
 
     /// Bytes of pinned host memory that a device's pool holds.
@@ -254,7 +279,7 @@ impl KvPool {
         for _ in 0..wanted {
             let block =
                 self.free.pop().map(|Reverse(block)| block).or_else(|| self.prefixes.evict()).expect("counted above");
-            self.references[block as usize] = 1;
+            self.hold(block);
             self.indices.values_mut().for_each(|index| index.keep(block, 0));
             table.blocks.push(block);
         }
@@ -265,9 +290,7 @@ impl KvPool {
     /// the room is needed; a prompt's end goes before its beginning.
     pub fn release(&mut self, table: &mut BlockTable) {
         for block in table.blocks.drain(..).rev() {
-            let count = &mut self.references[block as usize];
-            *count -= 1;
-            if *count == 0 && !self.prefixes.keep(block) {
+            if self.let_go(block) && !self.prefixes.keep(block) {
                 self.free.push(Reverse(block));
             }
         }
@@ -288,9 +311,7 @@ impl KvPool {
     pub fn recall(&mut self, keys: &[PrefixKey]) -> BlockTable {
         let blocks: Vec<u32> = keys.iter().map_while(|key| self.prefixes.find(key)).collect();
         for &block in &blocks {
-            let count = &mut self.references[block as usize];
-            *count += 1;
-            if *count == 1 {
+            if self.hold(block) {
                 self.prefixes.hold(block);
             }
         }
@@ -310,7 +331,7 @@ impl KvPool {
         let whole = tokens / BLOCK_TOKENS;
         let mut fork = BlockTable { blocks: table.blocks[..whole].to_vec() };
         for &block in &fork.blocks {
-            self.references[block as usize] += 1;
+            self.hold(block);
         }
         if !tokens.is_multiple_of(BLOCK_TOKENS) {
             let copied = self.grow(&mut fork, tokens).and_then(|()| {
@@ -517,6 +538,8 @@ impl KvPool {
             }
         }
         assert_eq!(held, self.references, "reference counts differ from the tables");
+        let elsewhere = held[self.blocks() - self.offloaded..].iter().filter(|&&tables| tables > 0).count();
+        assert_eq!(elsewhere, self.offloaded_held, "the count of held blocks elsewhere differs from them");
         let mut free: Vec<u32> =
             self.free.iter().map(|Reverse(block)| *block).chain(self.prefixes.idle_blocks()).collect();
         free.sort_unstable();
