@@ -1,12 +1,13 @@
 //! A parsed request's run through the engine, and the answer in one piece.
 
 use crate::app::App;
+use crate::body::Parsed;
 use crate::error::{self, ApiError};
 use crate::knobs;
 use crate::request_id::RequestId;
 use crate::sampling::Common;
-use crate::stream;
 use crate::tools::{Calls, Tools};
+use crate::{stream, structured};
 use axum::Json;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
@@ -17,7 +18,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use taper_attention::AttentionSpec;
 use taper_attention::AttentionUsage;
 use taper_engine::{
-    Delta, Event, Events, Finish, Grammar, Parts, Request, RequestError, Scored, Text, TokenLogprob, TokenRecord, Usage,
+    Delta, Event, Events, Finish, Grammar, Parts, Request, RequestError, Scored, Shape, Text, TokenLogprob,
+    TokenRecord, Usage,
 };
 
 /// Names the top-level fields that had no effect.
@@ -64,6 +66,8 @@ pub(crate) struct Call {
     pub(crate) logprobs: Option<usize>,
     /// Functions that the answer may call.
     pub(crate) tools: Option<Tools>,
+    /// What the answer must be, until the grammar of it is compiled.
+    pub(crate) shape: Option<Shape>,
     pub(crate) grammar: Option<Grammar>,
     /// The field that asked for it.
     pub(crate) grammar_field: Option<String>,
@@ -84,6 +88,21 @@ pub(crate) struct Head {
     pub(crate) id: String,
     pub(crate) created: u64,
     pub(crate) model: String,
+}
+
+impl Parsed for Call {
+    fn has_grammar(&self) -> bool {
+        self.shape.is_some()
+    }
+
+    fn compile(&mut self, app: &App) -> Result<(), ApiError> {
+        let Some(shape) = self.shape.take() else { return Ok(()) };
+        let compiled = structured::compile(app, &shape, self.grammar_field.as_deref().unwrap_or_default());
+        // Which of the functions it is, their grammar together does not say.
+        let culprit = |error| self.tools.as_ref().and_then(|tools| tools.culprit(app)).unwrap_or(error);
+        self.grammar = Some(compiled.map_err(culprit)?);
+        Ok(())
+    }
 }
 
 impl Call {

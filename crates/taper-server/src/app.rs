@@ -111,17 +111,11 @@ pub(crate) struct App {
 }
 
 /// All routes.
-pub fn router(engine: Arc<Engine>, mut config: ServerConfig) -> Router {
-    if config.names.is_empty() {
-        config.names.push(engine.model().id.clone());
-    }
-    let bodies =
-        Arc::new(Semaphore::new(config.body_bytes.div_ceil(PIECE).saturating_mul(BODIES).min(Semaphore::MAX_PERMITS)));
+pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
     let live = Arc::clone(&config.live);
     let cors = config.origins.layer();
     let spans = config.spans.clone().map(|spans| middleware::from_fn_with_state(spans, spans::around));
-    let metrics = Arc::new(Metrics::new(&engine, &config.names[0]));
-    let app = Arc::new(App { engine, config, metrics, parsing: Parsing::default(), bodies });
+    let app = Arc::new(App::new(engine, config));
     let guard = middleware::from_fn_with_state(Arc::clone(&app), origin::check);
     let line = middleware::from_fn_with_state(Arc::clone(&app), access::around);
     routes::all()
@@ -141,6 +135,15 @@ pub fn router(engine: Arc<Engine>, mut config: ServerConfig) -> Router {
 }
 
 impl App {
+    pub(crate) fn new(engine: Arc<Engine>, mut config: ServerConfig) -> Self {
+        if config.names.is_empty() {
+            config.names.push(engine.model().id.clone());
+        }
+        let pieces = config.body_bytes.div_ceil(PIECE).saturating_mul(BODIES).min(Semaphore::MAX_PERMITS);
+        let metrics = Arc::new(Metrics::new(&engine, &config.names[0]));
+        Self { engine, config, metrics, parsing: Parsing::default(), bodies: Arc::new(Semaphore::new(pieces)) }
+    }
+
     /// Watches one prompt's events from now on, for metrics and spans.
     pub(crate) fn watch(&self, call: &answer::Call, id: &str, came: Instant) -> Watch {
         let spans = self.config.spans.as_ref();

@@ -22,16 +22,20 @@ pub(crate) const BODIES: usize = 16;
 /// Bytes above which a body has to wait for other large ones before it is parsed.
 const LARGE: usize = 256 << 10;
 
-/// Bodies that are parsed at a time, one for each core: large ones, which take seconds, do not hold up small ones.
+/// Bodies that are parsed at a time, one for each core: large ones, which take seconds, do not hold up small ones. Nor do
+/// grammars hold up bodies, or bodies grammars, for which there are places of their own.
 pub(crate) struct Parsing {
     small: Arc<Semaphore>,
     large: Arc<Semaphore>,
+    grammars: Arc<Semaphore>,
 }
 
 impl Default for Parsing {
     fn default() -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        Self { small: Arc::new(Semaphore::new(cores)), large: Arc::new(Semaphore::new(cores.div_ceil(2))) }
+        let [small, large, grammars] =
+            [cores, cores.div_ceil(2), cores.div_ceil(2)].map(|places| Arc::new(Semaphore::new(places)));
+        Self { small, large, grammars }
     }
 }
 
@@ -40,6 +44,35 @@ impl Parsing {
         let lane = if bytes > LARGE { &self.large } else { &self.small };
         Arc::clone(lane).acquire_owned().await.ok()
     }
+}
+
+/// What an endpoint reads of a body. A grammar that it asks for is compiled apart.
+pub(crate) trait Parsed: Send + 'static {
+    /// Whether there is one to compile.
+    fn has_grammar(&self) -> bool {
+        false
+    }
+
+    /// Compiles it.
+    fn compile(&mut self, _app: &App) -> Result<(), ApiError> {
+        Ok(())
+    }
+}
+
+impl Parsed for Value {}
+
+/// Does work off the async threads. It goes on where its client leaves, and keeps what it holds until then.
+async fn apart<T: Send + 'static, H: Send + 'static>(
+    app: &Arc<App>,
+    held: H,
+    work: impl FnOnce(&App) -> Result<T, ApiError> + Send + 'static,
+) -> Result<(T, H), ApiError> {
+    let app = Arc::clone(app);
+    let done = tokio::task::spawn_blocking(move || work(&app).map(|done| (done, held)));
+    done.await.unwrap_or_else(|panic| {
+        tracing::error!(%panic, "parsing a request panicked");
+        Err(ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "reading the request failed"))
+    })
 }
 
 /// A body within the size limit, with its room among all that are read or parsed, its key's place, and when its request came.
@@ -102,7 +135,7 @@ async fn read(request: Request, app: &App) -> Result<Body, ApiError> {
 
 impl Body {
     /// Parses the object and hands it to an endpoint's own parser; no longer than a request may take.
-    pub(crate) async fn parse<T: Send + 'static>(
+    pub(crate) async fn parse<T: Parsed>(
         self,
         app: &Arc<App>,
         endpoint: fn(&App, &Map<String, Value>) -> Result<T, ApiError>,
@@ -110,16 +143,16 @@ impl Body {
         let deadline = app.config.request_timeout.and_then(|most| self.came.checked_add(most));
         let parsed = async {
             let turn = app.parsing.turn(self.bytes.len()).await;
-            let app = Arc::clone(app);
-            let parsed = tokio::task::spawn_blocking(move || {
-                // The work goes on where its client leaves, and keeps its turn and its key's place.
-                let (_turn, Self { bytes, room: _room, place: _place, .. }) = (turn, self);
-                endpoint(&app, &object(&bytes)?)
-            });
-            parsed.await.unwrap_or_else(|panic| {
-                tracing::error!(%panic, "parsing a request panicked");
-                Err(ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "reading the request failed"))
-            })
+            let Self { bytes, room, place, .. } = self;
+            let (mut parsed, (turn, held)) =
+                apart(app, (turn, (room, place)), move |app| endpoint(app, &object(&bytes)?)).await?;
+            drop(turn);
+            if !parsed.has_grammar() {
+                return Ok(parsed);
+            }
+            let turn = Arc::clone(&app.parsing.grammars).acquire_owned().await.ok();
+            let compiled = apart(app, (turn, held), move |app| parsed.compile(app).map(|()| parsed));
+            compiled.await.map(|(parsed, _)| parsed)
         };
         match deadline {
             Some(deadline) => {
@@ -137,5 +170,41 @@ fn object(bytes: &[u8]) -> Result<Map<String, Value>, ApiError> {
         Ok(Value::Object(map)) => Ok(map),
         Ok(_) => Err(bad("the body must be a JSON object".to_string())),
         Err(error) => Err(bad(format!("the body is not valid JSON: {error}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ServerConfig;
+    use crate::app::App;
+    use serde_json::json;
+    use std::time::Duration;
+    use taper_engine::EngineConfig;
+    use taper_engine::stub::StubBackend;
+
+    #[tokio::test]
+    async fn grammars_do_not_hold_up_bodies_nor_bodies_grammars() {
+        let engine = StubBackend::new("ok").engine(EngineConfig::default());
+        let app = Arc::new(App::new(engine.into(), ServerConfig::default()));
+        let parse = |body: Value| {
+            let body = Body { bytes: body.to_string().into_bytes(), room: None, place: None, came: Instant::now() };
+            body.parse(&app, crate::completions::parse)
+        };
+        let plain = || parse(json!({"prompt": "hi"}));
+        let held = || parse(json!({"prompt": "hi", "structured_outputs": {"regex": "ok"}}));
+        let taken =
+            |places: &Arc<Semaphore>| Arc::clone(places).try_acquire_many_owned(places.available_permits() as u32);
+
+        let grammars = taken(&app.parsing.grammars).unwrap();
+        assert!(plain().await.unwrap().grammar.is_none());
+        let mut waits = std::pin::pin!(held());
+        assert!(tokio::time::timeout(Duration::from_secs(1), &mut waits).await.is_err(), "there is no place");
+        // Its body is read: what it waits for is its grammar alone.
+        let bodies = [taken(&app.parsing.small).unwrap(), taken(&app.parsing.large).unwrap()];
+        drop(grammars);
+        assert!(waits.await.unwrap().grammar.is_some());
+        drop(bodies);
+        assert!(held().await.unwrap().grammar.is_some());
     }
 }

@@ -33,10 +33,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
         let (shape, path) = wanted.unzip();
         wanted = tools.shape(text, shape)?.map(|shape| (shape, path.unwrap_or_else(|| "tools".into())));
     }
-    let compiled = structured::compile(app, wanted);
-    // Which of the functions it is, their grammar together does not say.
-    let (grammar, grammar_field) =
-        compiled.map_err(|error| tools.as_ref().and_then(|tools| tools.culprit(app)).unwrap_or(error))?;
+    let (shape, grammar_field) = wanted.unzip();
     let tokens = conversation.tokens(text)?;
     let question_tokens = attention::question(&attention, tokens.len(), || conversation.question(text, &tokens))?;
     Ok(Call {
@@ -47,7 +44,8 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
         common,
         logprobs: logprobs.then(|| top.unwrap_or(0) as usize),
         tools,
-        grammar,
+        shape,
+        grammar: None,
         grammar_field,
         attention: Arc::new(attention),
         ignored,

@@ -24,7 +24,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     common.choices = best_of(&mut fields, &common)?;
     let logprobs = fields.int("logprobs", 0..=20)?.map(|n| n as usize);
     let (attention, mut ignored) = attention::read(&mut fields, &app.config)?;
-    let (grammar, grammar_field) = structured::compile(app, structured::read(&mut fields)?)?;
+    let (shape, grammar_field) = structured::read(&mut fields)?.unzip();
     ignored.extend(knobs::unknown(map, fields.unread())?);
     ignored.append(&mut common.ignored);
     let most = app.config.prompts.min(app.engine.queue_limit());
@@ -47,7 +47,8 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
         common,
         logprobs,
         tools: None,
-        grammar,
+        shape,
+        grammar: None,
         grammar_field,
         attention: Arc::new(attention),
         ignored,

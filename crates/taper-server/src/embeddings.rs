@@ -2,6 +2,7 @@
 
 use crate::answer::{Call, Kind};
 use crate::app::App;
+use crate::body::Parsed;
 use crate::completions::{Reading, read_prompts};
 use crate::error::{self, ApiError};
 use crate::fields::Fields;
@@ -65,6 +66,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked, ApiErr
         common: sampling::none(timeout, priority, salt),
         logprobs: None,
         tools: None,
+        shape: None,
         grammar: None,
         grammar_field: None,
         attention: Arc::new(attention),
@@ -72,6 +74,8 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked, ApiErr
     };
     Ok(Asked { call, packed, dimensions })
 }
+
+impl Parsed for Asked {}
 
 /// The answer, written from numbers as they are: as JSON values they would take many times their room.
 #[derive(Serialize)]

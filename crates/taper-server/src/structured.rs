@@ -23,13 +23,9 @@ pub(crate) fn read(fields: &mut Fields<'_>) -> Result<Option<(Shape, String)>> {
     }
 }
 
-/// Its grammar, and the field that asks for it.
-pub(crate) fn compile(app: &App, wanted: Option<(Shape, String)>) -> Result<(Option<Grammar>, Option<String>)> {
-    let compile = |(shape, path): (Shape, String)| match app.engine.grammar(&shape) {
-        Ok(grammar) => Ok((grammar, path)),
-        Err(error) => Err(ApiError::invalid(&path, format!("{path}: {error}"))),
-    };
-    Ok(wanted.map(compile).transpose()?.unzip())
+/// Its grammar; `path` is the field that asks for it.
+pub(crate) fn compile(app: &App, shape: &Shape, path: &str) -> Result<Grammar> {
+    app.engine.grammar(shape).map_err(|error| ApiError::invalid(path, format!("{path}: {error}")))
 }
 
 /// What `response_format` asks for, and the path of it.

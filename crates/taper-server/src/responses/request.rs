@@ -2,6 +2,7 @@
 
 use crate::answer::Call;
 use crate::app::App;
+use crate::body::Parsed;
 use crate::chat::{self, BETWEEN_PARTS};
 use crate::error::ApiError;
 use crate::fields::{Fields, brief};
@@ -15,6 +16,16 @@ pub(crate) struct Asked {
     pub(crate) call: Call,
     /// What the answer says again of the request.
     pub(crate) echo: Map<String, Value>,
+}
+
+impl Parsed for Asked {
+    fn has_grammar(&self) -> bool {
+        self.call.has_grammar()
+    }
+
+    fn compile(&mut self, app: &App) -> Result<()> {
+        self.call.compile(app).map_err(renamed)
+    }
 }
 
 /// Fields that would need answers to be kept, or done later.
