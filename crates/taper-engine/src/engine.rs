@@ -2,9 +2,9 @@
 
 use crate::backend::{Backend, Limits};
 use crate::grammar::{Grammar, GrammarError, Grammars, Shape};
+use crate::job::Job;
 use crate::queue::Queue;
 use crate::request::{Events, Request, RequestError, SubmitError};
-use crate::run::Job;
 use crate::text::Text;
 use crate::worker::Worker;
 use std::sync::{Arc, OnceLock};

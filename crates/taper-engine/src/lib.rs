@@ -9,6 +9,7 @@ mod emit;
 mod engine;
 mod grammar;
 mod handover;
+mod job;
 mod model;
 mod pace;
 mod passes;

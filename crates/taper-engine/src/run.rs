@@ -7,61 +7,17 @@ use crate::backend::{Backend, BackendError, Input, Row, Wanted};
 use crate::drafts::{Drafts, look_up};
 use crate::emit::{Drawn, Output};
 use crate::engine::Counts;
+use crate::job::{Job, send};
 use crate::request::{Delta, Event, Finish, Request, RequestError, Scored, StopRules, Times, Usage};
 use crate::sampler::{Sampler, logprobs};
 use crate::schedule::{self, Place, Share, Standing};
 use crate::text::Text;
 use crate::worker::guard;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Instant;
-use taper_attention::{AttentionUsage, Beginning, Drafting};
+use taper_attention::{AttentionUsage, Drafting};
 use taper_kernels::token;
 use tokio::sync::mpsc;
-
-/// A request with its way back to the client.
-pub(crate) struct Job {
-    pub(crate) request: Request,
-    /// Tokens that each choice may have.
-    pub(crate) max_tokens: usize,
-    pub(crate) events: mpsc::Sender<Event>,
-    /// Found out when it is first asked for.
-    pub(crate) beginning: OnceLock<Beginning>,
-    pub(crate) submitted: Instant,
-}
-
-impl Job {
-    /// Whether nobody waits for the answer any more.
-    pub(crate) fn abandoned(&self) -> bool {
-        self.events.is_closed()
-    }
-
-    /// Whether it should have been done by now.
-    pub(crate) fn late(&self) -> bool {
-        self.request.deadline.is_some_and(|deadline| deadline <= Instant::now())
-    }
-
-    /// Blocks for the prompt, and sequences.
-    pub(crate) fn wants(&self) -> (usize, usize) {
-        let choices = self.request.choices;
-        (schedule::wanted(self.request.prompt.len(), std::iter::repeat_n(0, choices)), choices)
-    }
-
-    /// What its prompt may share with others. To find out takes a while, the first time.
-    pub(crate) fn beginning<B: Backend>(&self, backend: &B) -> &Beginning {
-        let Request { attention, prompt, question_tokens, salt, .. } = &self.request;
-        self.beginning.get_or_init(|| backend.beginning(attention, prompt, *question_tokens, salt))
-    }
-
-    /// The same once it is known, if it shares anything from the start: what is cached is not scored.
-    pub(crate) fn shared(&self) -> Option<&Beginning> {
-        self.beginning.get().filter(|_| self.request.prompt_logprobs.is_none())
-    }
-
-    /// Sends the last event of a request that failed.
-    pub(crate) fn fail(&self, error: RequestError) {
-        send(&self.events, Event::Failed(error));
-    }
-}
 
 /// A request that is being worked on.
 pub(crate) struct Run<S> {
@@ -632,13 +588,5 @@ impl<S> Choice<S> {
             }
         }
         Ok(false)
-    }
-}
-
-/// The channel has room for all that a request may send, so it is never full; a closed one is seen before the next
-/// step.
-fn send(events: &mpsc::Sender<Event>, event: Event) {
-    if let Err(mpsc::error::TrySendError::Full(_)) = events.try_send(event) {
-        tracing::error!("an event did not fit its channel: a bug");
     }
 }

@@ -6,11 +6,12 @@
 
 use crate::backend::{Backend, Input, Row, lacks_memory};
 use crate::engine::{Counts, EngineConfig};
+use crate::job::Job;
 use crate::pace::Pace;
 use crate::passes::Passes;
 use crate::queue::{Next, Queue};
 use crate::request::RequestError;
-use crate::run::{Draw, Job, Run};
+use crate::run::{Draw, Run};
 use crate::schedule::{self, Budget, Decision, Place, Share, Standing};
 use crate::text::Text;
 use rayon::prelude::*;
