@@ -7,7 +7,7 @@ use candle_core::quantized::gguf_file::{self, Value as Field};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
 use proptest::prelude::*;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 use std::sync::LazyLock;
@@ -22,11 +22,16 @@ fn fixture(name: &str) -> Value {
 
 /// A checkpoint folder with a tokenizer.json.
 fn from_json(tokenizer: &Value) -> Tokenizer {
+    from_folder(tokenizer, &json!({"eos_token": {"content": "<unk>"}})).unwrap()
+}
+
+/// With a tokenizer_config.json of one's own.
+fn from_folder(tokenizer: &Value, config: &Value) -> Result<Tokenizer, String> {
     let folder = tempfile::tempdir().unwrap();
     fs::copy(common::golden().join("llama3/config.json"), folder.path().join("config.json")).unwrap();
     fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
-    fs::write(folder.path().join("tokenizer_config.json"), r#"{"eos_token": {"content": "<unk>"}}"#).unwrap();
-    Tokenizer::load(&common::folder(folder.path())).unwrap()
+    fs::write(folder.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+    Tokenizer::load(&common::folder(folder.path())).map_err(|e| e.to_string())
 }
 
 /// The smallest GGUF file that holds a tokenizer.
@@ -172,6 +177,53 @@ fn ends_are_added_where_the_file_wants_them() {
     assert_eq!(encode(Some(false), None), [0; 0]);
     assert_eq!(encode(Some(true), Some(true)), [1, 2]);
     assert_eq!(encode(Some(false), Some(true)), [2]);
+}
+
+/// The rows are what transformers 4.57's AutoTokenizer gives for the same folders; those without a class, which it takes for
+/// a Llama tokenizer's by config.json, as it does where a flag is there.
+#[test]
+fn flags_of_llama_tokenizers_stand_above_the_post_processor() {
+    let mut tokenizer = fixture("llama-bpe")["tokenizer"].clone();
+    let opening = json!({"type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}});
+    let bytes = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": false, "use_regex": true});
+    let flags = [(None, None), (Some(true), None), (Some(false), None), (None, Some(true)), (Some(false), Some(true))];
+    let (heeded, opened, plain) = (["B", "B", "", "BE", "E"], ["B"; 5], [""; 5]);
+    for (class, processor, expected) in [
+        (Some("LlamaTokenizer"), &opening, heeded),
+        (Some("LlamaTokenizerFast"), &bytes, heeded),
+        (Some("LlamaTokenizerFast"), &Value::Null, heeded),
+        (Some("PreTrainedTokenizerFast"), &opening, opened),
+        (Some("PreTrainedTokenizerFast"), &bytes, plain),
+        (None, &opening, heeded),
+        (None, &bytes, ["", "B", "", "BE", "E"]),
+    ] {
+        tokenizer["post_processor"] = processor.clone();
+        for ((bos, eos), expected) in flags.into_iter().zip(expected) {
+            let mut config = json!({"bos_token": {"content": "<s>"}, "eos_token": "</s>"});
+            for (key, value) in
+                [("tokenizer_class", json!(class)), ("add_bos_token", json!(bos)), ("add_eos_token", json!(eos))]
+            {
+                config[key] = value;
+            }
+            let loaded = from_folder(&tokenizer, &config).unwrap();
+            let tokens = loaded.encode("", true).unwrap();
+            let ends: String = tokens.iter().map(|t| if *t == 1 { 'B' } else { 'E' }).collect();
+            assert_eq!(ends, expected, "{config} beside {processor}");
+            // What a chat template wrote has its own.
+            assert_eq!(loaded.encode("<s>", false).unwrap(), [1]);
+        }
+    }
+    let mut config = json!({"tokenizer_class": "LlamaTokenizer", "bos_token": "<nowhere>"});
+    assert_eq!(from_folder(&tokenizer, &config).unwrap().encode("", true).unwrap(), [0; 0]);
+    config["add_bos_token"] = json!(true);
+    let message = from_folder(&tokenizer, &config).unwrap_err();
+    assert!(message.ends_with("add_bos_token: is true, and bos_token names no token of the vocabulary"), "{message}");
+    config["add_bos_token"] = json!("yes");
+    let message = from_folder(&tokenizer, &config).unwrap_err();
+    assert!(message.contains("tokenizer_config.json: add_bos_token: invalid type"), "{message}");
 }
 
 #[test]

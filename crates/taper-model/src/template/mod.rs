@@ -7,7 +7,7 @@ mod python;
 use crate::error::{ModelError, quoted};
 use crate::gguf::Gguf;
 use crate::source::{ModelFiles, ResolvedModel};
-use crate::tokenizer::TokenName;
+use crate::tokenizer::TokenizerConfig;
 use apart::Apart;
 use minijinja::machinery::TemplateConfig;
 use minijinja::syntax::SyntaxConfig;
@@ -133,24 +133,21 @@ impl ChatTemplate {
     }
 
     fn from_folder(folder: &Path) -> Result<Option<Self>, ModelError> {
-        let path = folder.join("tokenizer_config.json");
-        let mut config: serde_json::Map<String, serde_json::Value> =
-            if path.exists() { crate::json::read(&path)? } else { serde_json::Map::new() };
+        let config = TokenizerConfig::read(folder)?;
         let mut special_tokens = serde_json::Map::new();
         for name in SPECIAL_TOKENS {
-            let Some(value) = config.remove(name).filter(|value| !value.is_null()) else { continue };
-            let token: TokenName = serde_json::from_value(value).map_err(|e| ModelError::invalid(&path, name, e))?;
-            special_tokens.insert(name.to_owned(), token.into_string().into());
+            special_tokens.extend(config.token(name)?.map(|token| (name.to_owned(), token.into())));
         }
         let own = folder.join("chat_template.jinja");
         if own.exists() {
             let text = crate::json::read_text(&own)?;
             return Self::compile(RawTemplate::One(text), special_tokens).map(Some).map_err(|e| at(&own, NAME, e));
         }
-        let Some(raw) = config.remove(NAME).filter(|raw| !raw.is_null()) else { return Ok(None) };
-        let raw = serde_json::from_value(raw)
-            .map_err(|_| ModelError::invalid(&path, NAME, "must be a string or a list of named templates"))?;
-        Self::compile(raw, special_tokens).map(Some).map_err(|e| at(&path, NAME, e))
+        let Some(raw) = config.field(NAME) else { return Ok(None) };
+        let path = config.path();
+        let raw = RawTemplate::deserialize(raw)
+            .map_err(|_| ModelError::invalid(path, NAME, "must be a string or a list of named templates"))?;
+        Self::compile(raw, special_tokens).map(Some).map_err(|e| at(path, NAME, e))
     }
 
     fn from_gguf(gguf: &Gguf) -> Result<Option<Self>, ModelError> {

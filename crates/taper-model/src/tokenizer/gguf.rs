@@ -1,5 +1,6 @@
 //! A tokenizer from a GGUF file's metadata: GPT-2's byte-level BPE, and Llama's SentencePiece BPE.
 
+use super::ends::surround;
 use crate::config::gguf::token;
 use crate::error::ModelError;
 use crate::gguf::Gguf;
@@ -8,7 +9,7 @@ use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::Path;
 use tokenizers::models::bpe::{BPE, Vocab};
-use tokenizers::{AddedToken, DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, Tokenizer};
+use tokenizers::{AddedToken, DecoderWrapper, NormalizerWrapper, PreTokenizerWrapper, Tokenizer};
 
 const MODEL: &str = "tokenizer.ggml.model";
 const PRE: &str = "tokenizer.ggml.pre";
@@ -175,32 +176,16 @@ fn add_ends(gguf: &Gguf, vocabulary: &Vocabulary<'_>, tokenizer: &mut Tokenizer)
         || matches!(gguf.optional_str(PRE)?, Some("llama-bpe" | "llama3" | "llama-v3" | "tekken"));
     let opens = gguf.optional_bool("tokenizer.ggml.add_bos_token")?.unwrap_or(opens_by_default);
     let closes = gguf.optional_bool("tokenizer.ggml.add_eos_token")?.unwrap_or(false);
-    let mut single = Vec::new();
-    let mut special = serde_json::Map::new();
-    let mut add = |key: &str, single: &mut Vec<Value>| -> Result<(), ModelError> {
+    let named = |key: &str| {
         let id = token(gguf, key)?.ok_or_else(|| ModelError::missing(path, key))?;
         let name = *vocabulary.tokens.get(id as usize).ok_or_else(|| {
             ModelError::invalid(path, key, format!("{id} is not one of {} tokens", vocabulary.tokens.len()))
         })?;
-        single.push(json!({"SpecialToken": {"id": name, "type_id": 0}}));
-        special.insert(name.to_owned(), json!({"id": name, "ids": [id], "tokens": [name]}));
-        Ok(())
+        Ok::<_, ModelError>((name.to_owned(), id))
     };
-    if opens {
-        add("tokenizer.ggml.bos_token_id", &mut single)?;
-    }
-    single.push(json!({"Sequence": {"id": "A", "type_id": 0}}));
-    if closes {
-        add("tokenizer.ggml.eos_token_id", &mut single)?;
-    }
-    if !opens && !closes {
-        return Ok(());
-    }
-    let mut pair = single.clone();
-    pair.push(json!({"Sequence": {"id": "B", "type_id": 1}}));
-    let processor = json!({"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special});
-    tokenizer.with_post_processor(Some(part::<PostProcessorWrapper>(path, MODEL, processor)?));
-    Ok(())
+    let opens = opens.then(|| named("tokenizer.ggml.bos_token_id")).transpose()?;
+    let closes = closes.then(|| named("tokenizer.ggml.eos_token_id")).transpose()?;
+    surround(tokenizer, opens, closes).map_err(|e| ModelError::invalid(path, MODEL, e))
 }
 
 /// A part of a tokenizer from its JSON form, the one that is documented and stable.

@@ -1,9 +1,12 @@
 //! Text to tokens and back, from `tokenizer.json` or rebuilt from a GGUF file's metadata.
 
+mod config;
+mod ends;
 pub(crate) mod gguf;
 mod pieces;
 mod stream;
 
+pub(crate) use config::TokenizerConfig;
 pub use stream::{StreamDecoder, TextStart};
 
 use crate::config::ModelConfig;
@@ -34,9 +37,11 @@ impl Tokenizer {
         let (path, inner) = match &model.files {
             ModelFiles::Folder(folder) => {
                 let path = folder.join("tokenizer.json");
-                let inner = from_json(&path)?;
+                let mut inner = from_json(&path)?;
+                let names = TokenizerConfig::read(folder)?;
+                ends::from_config(&names, &mut inner)?;
                 // Instruction models may name their end of turn only here.
-                let named = eos_name(folder)?.and_then(|name| inner.token_to_id(&name));
+                let named = names.token("eos_token")?.and_then(|name| inner.token_to_id(&name));
                 eos_tokens.extend(named.filter(|id| !config.eos_tokens.contains(id)));
                 (path, inner)
             }
@@ -141,36 +146,6 @@ fn guarded<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String>
             let text = panic.downcast_ref::<String>().map(String::as_str);
             let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no reason given");
             Err(quoted(format!("the tokenizer's parts contradict each other: {text}")))
-        }
-    }
-}
-
-/// The name of the end token in `tokenizer_config.json`.
-fn eos_name(folder: &Path) -> Result<Option<String>, ModelError> {
-    #[derive(Deserialize)]
-    struct Raw {
-        #[serde(default)]
-        eos_token: Option<TokenName>,
-    }
-    let path = folder.join("tokenizer_config.json");
-    if !path.exists() {
-        return Ok(None);
-    }
-    Ok(crate::json::read::<Raw>(&path)?.eos_token.map(TokenName::into_string))
-}
-
-/// A special token's name, plain or with its settings.
-#[derive(Deserialize)]
-#[serde(untagged)]
-pub(crate) enum TokenName {
-    Plain(String),
-    Settings { content: String },
-}
-
-impl TokenName {
-    pub(crate) fn into_string(self) -> String {
-        match self {
-            Self::Plain(name) | Self::Settings { content: name } => name,
         }
     }
 }
