@@ -150,6 +150,14 @@ fn a_gguf_file_rebuilds_the_same_byte_level_tokenizer() {
 }
 
 #[test]
+fn a_gguf_file_that_does_not_say_how_texts_are_cut_is_read_as_gpt_2() {
+    let fixture = fixture("gpt-2");
+    let mut fields = byte_level_fields("gpt-2", &fixture);
+    fields.retain(|(key, _)| *key != "tokenizer.ggml.pre");
+    check_cases("no pre-tokenizer", &from_gguf(fields).unwrap(), &fixture);
+}
+
+#[test]
 fn a_gguf_file_rebuilds_sentence_piece() {
     let tokenizer = sentence_piece();
     check_cases("sentencepiece", &tokenizer, &fixture("sentencepiece"));

@@ -95,7 +95,14 @@ fn byte_level(gguf: &Gguf, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer, Mod
         let split = json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
         json!({"type": "Sequence", "pretokenizers": [split, bytes]})
     };
-    let pre = gguf.optional_str(PRE)?.unwrap_or("default");
+    let pre = gguf.optional_str(PRE)?.unwrap_or_else(|| {
+        tracing::warn!(
+            "{}: {PRE} is missing, as in files of before May 2024: texts are cut as GPT-2 does it, which makes answers worse \
+             where the model was trained otherwise. A file that was converted anew says how",
+            path.display()
+        );
+        "default"
+    });
     let (pre_tokenizer, ignore_merges) = match pre {
         "default" | "gpt-2" => (whole.clone(), false),
         "smollm" | "starcoder" | "refact" => {
