@@ -61,7 +61,9 @@ fn bad_configurations_are_errors_that_name_the_field() {
         ("partial_rotary_factor", json!(0.5), &["partial_rotary_factor"]),
         ("quantization_config", json!({"quant_method": "awq"}), &["quantization_config"]),
         ("tie_word_embeddings", json!(3), &["tie_word_embeddings", "invalid type"]),
-        ("eos_token_id", json!("two"), &["eos_token_id"]),
+        ("eos_token_id", json!("two"), &["eos_token_id", "must be a token's id or a list of ids"]),
+        ("eos_token_id", json!([2, null]), &["eos_token_id", "must be a token's id or a list of ids"]),
+        ("eos_token_id", json!(1u64 << 32), &["eos_token_id", "4294967296 is not between 0 and 4294967295"]),
         ("rope_scaling", json!({"type": "linear"}), &["rope_scaling.factor is missing"]),
         ("rope_scaling", json!({"type": "linear", "factor": "big"}), &["rope_scaling.factor", "invalid type"]),
         ("rope_scaling", json!({"type": "dynamic", "factor": 0.0}), &["rope_scaling.factor", "1 or more"]),
@@ -93,6 +95,24 @@ fn bad_configurations_are_errors_that_name_the_field() {
             assert!(message.contains(part), "{field} = {value}: no '{part}' in '{message}'");
         }
     }
+}
+
+/// transformers takes such files too, and warns.
+#[test]
+fn negative_ids_and_null_end_no_answer() {
+    let folder = copy("llama2-gqa");
+    let ends = |config: Value, generation: Value| {
+        edit(folder.path(), |fields| {
+            fields.insert("eos_token_id".to_owned(), config);
+            fields.insert("bos_token_id".to_owned(), json!(-1));
+        });
+        fs::write(folder.path().join("generation_config.json"), json!({"eos_token_id": generation}).to_string())
+            .unwrap();
+        ModelConfig::read(&common::folder(folder.path())).unwrap().eos_tokens
+    };
+    assert_eq!(ends(json!(-1), Value::Null), [0; 0]);
+    assert_eq!(ends(json!([-1, 2]), json!(-2)), [2]);
+    assert_eq!(ends(Value::Null, json!([3, 2, -1])), [2, 3]);
 }
 
 #[test]

@@ -141,7 +141,7 @@ fn configurations_say_what_attention_and_generation_need() {
     let config = ModelConfig::read(&checkpoint("mistral-nemo")).unwrap();
     assert_eq!((config.hidden_size, config.head_dim, config.q_heads), (40, 8, 4));
     let config = ModelConfig::read(&checkpoint("llama3")).unwrap();
-    assert_eq!((config.bos_token, config.eos_tokens), (Some(1), vec![2, 3]));
+    assert_eq!(config.eos_tokens, [2, 3]);
     let config = ModelConfig::read(&checkpoint("llama1")).unwrap();
     assert_eq!((config.head_dim, config.kv_heads), (8, 4));
     let config = ModelConfig::read(&checkpoint("dynamic")).unwrap();

@@ -72,7 +72,6 @@ pub(super) fn read(gguf: &Gguf, name: &str) -> Result<ModelConfig, ModelError> {
         context_length: size(NAMES.context_length)?,
         sliding_window: optional(NAMES.sliding_window)?.filter(|window| *window > 0),
         tie_embeddings: gguf.tensor("output.weight").is_none(),
-        bos_token: token(gguf, "tokenizer.ggml.bos_token_id")?,
         eos_tokens: eos_tokens(gguf)?,
     };
     check(path, &NAMES, &config)?;

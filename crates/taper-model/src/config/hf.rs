@@ -65,8 +65,6 @@ struct RawConfig {
     #[serde(default)]
     quantization_config: Option<serde::de::IgnoredAny>,
     #[serde(default)]
-    bos_token_id: Option<u32>,
-    #[serde(default)]
     eos_token_id: Option<OneOrMany>,
 }
 
@@ -103,20 +101,12 @@ struct RawRope {
     truncate: Option<bool>,
 }
 
+/// Token ids as files write them.
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "must be a token's id or a list of ids")]
 enum OneOrMany {
-    One(u32),
-    Many(Vec<u32>),
-}
-
-impl OneOrMany {
-    fn into_vec(self) -> Vec<u32> {
-        match self {
-            Self::One(id) => vec![id],
-            Self::Many(ids) => ids,
-        }
-    }
+    One(i64),
+    Many(Vec<i64>),
 }
 
 #[derive(Deserialize)]
@@ -170,8 +160,7 @@ pub(super) fn read(folder: &Path, name: &str) -> Result<ModelConfig, ModelError>
         context_length,
         sliding_window,
         tie_embeddings: raw.tie_word_embeddings,
-        bos_token: raw.bos_token_id,
-        eos_tokens: eos_tokens(folder, raw.eos_token_id)?,
+        eos_tokens: eos_tokens(folder, &path, raw.eos_token_id)?,
     };
     check(&path, &NAMES, &config)?;
     Ok(config)
@@ -279,14 +268,33 @@ fn yarn_attention_factor(given: &RawRope, factor: f64) -> f64 {
 }
 
 /// The tokens that end a generation: those of both files, since instruction models list more in the second.
-fn eos_tokens(folder: &Path, from_config: Option<OneOrMany>) -> Result<Vec<u32>, ModelError> {
-    let mut tokens = from_config.map(OneOrMany::into_vec).unwrap_or_default();
+fn eos_tokens(folder: &Path, config: &Path, from_config: Option<OneOrMany>) -> Result<Vec<u32>, ModelError> {
+    let mut tokens = ids(config, from_config)?;
     let path = folder.join("generation_config.json");
     if path.exists() {
         let raw: RawGeneration = crate::json::read(&path)?;
-        tokens.extend(raw.eos_token_id.map(OneOrMany::into_vec).unwrap_or_default());
+        tokens.extend(ids(&path, raw.eos_token_id)?);
     }
     tokens.sort_unstable();
     tokens.dedup();
     Ok(tokens)
+}
+
+/// Ids that can be a token's. Negative ones stand for none: transformers warns of them too, and no token is one.
+fn ids(path: &Path, given: Option<OneOrMany>) -> Result<Vec<u32>, ModelError> {
+    const FIELD: &str = "eos_token_id";
+    let given = match given {
+        None => Vec::new(),
+        Some(OneOrMany::One(id)) => vec![id],
+        Some(OneOrMany::Many(ids)) => ids,
+    };
+    let (none, ids): (Vec<i64>, Vec<i64>) = given.into_iter().partition(|id| *id < 0);
+    if let Some(id) = none.first() {
+        tracing::warn!("{}: {FIELD}: {id} is no token: no answer ends by it", path.display());
+    }
+    let id = |id: i64| {
+        let most = u32::MAX;
+        u32::try_from(id).map_err(|_| ModelError::invalid(path, FIELD, format!("{id} is not between 0 and {most}")))
+    };
+    ids.into_iter().map(id).collect()
 }

@@ -79,8 +79,6 @@ pub struct ModelConfig {
     pub sliding_window: Option<usize>,
     /// Whether the output head is the embedding table.
     pub tie_embeddings: bool,
-    /// The token that opens a sequence, where the model has one.
-    pub bos_token: Option<u32>,
     /// The tokens that end a generation.
     pub eos_tokens: Vec<u32>,
 }

@@ -24,7 +24,6 @@ impl ModelConfig {
             context_length: 131_072,
             sliding_window: None,
             tie_embeddings: false,
-            bos_token: None,
             eos_tokens: Vec::new(),
         };
         Some(match name {

@@ -22,7 +22,6 @@ use std::sync::Arc;
 pub struct Tokenizer {
     inner: Arc<tokenizers::Tokenizer>,
     pieces: Arc<Pieces>,
-    bos_token: Option<u32>,
     eos_tokens: Arc<[u32]>,
 }
 
@@ -48,7 +47,7 @@ impl Tokenizer {
             ModelFiles::Gguf(path) => (path.clone(), gguf::build(&crate::gguf::Gguf::open(path)?)?),
         };
         let pieces = Arc::new(Pieces::of(&inner, &path)?);
-        Ok(Self { inner: Arc::new(inner), pieces, bos_token: config.bos_token, eos_tokens: eos_tokens.into() })
+        Ok(Self { inner: Arc::new(inner), pieces, eos_tokens: eos_tokens.into() })
     }
 
     /// Tokens of a text. Names of special tokens in it become those tokens, as in transformers.
@@ -91,11 +90,6 @@ impl Tokenizer {
     /// The id of a token by its exact name, such as `<|im_end|>`.
     pub fn token_id(&self, name: &str) -> Option<u32> {
         self.inner.token_to_id(name)
-    }
-
-    /// The token that opens a sequence, where the model has one.
-    pub fn bos_token(&self) -> Option<u32> {
-        self.bos_token
     }
 
     /// The tokens that end a generation.

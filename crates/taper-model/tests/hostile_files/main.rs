@@ -51,7 +51,6 @@ fn encoded(tokenizer: &Tokenizer) -> Vec<u32> {
         tokenizer.decode(&[0, 1, 2, 300, u32::MAX], skip);
     }
     tokenizer.decode(tokenizer.eos_tokens(), false);
-    tokenizer.decode(&tokenizer.bos_token().into_iter().collect::<Vec<_>>(), false);
     tokens
 }
 
