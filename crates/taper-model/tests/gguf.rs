@@ -69,11 +69,15 @@ fn convert(
         ("llama.attention.layer_norm_rms_epsilon".to_owned(), Value::F32(config.rms_norm_eps as f32)),
     ];
     change(&mut metadata);
-    let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(k, v)| (k.as_str(), v)).collect();
-    let tensors: Vec<(&str, &QTensor)> = converted.iter().map(|(k, v)| (k.as_str(), v)).collect();
     let path = folder.join(format!("{name}.gguf"));
-    gguf_file::write(&mut fs::File::create(&path).unwrap(), &metadata, &tensors).unwrap();
+    write(&path, &metadata, &converted);
     path
+}
+
+fn write(path: &Path, metadata: &[(String, Value)], tensors: &[(String, QTensor)]) {
+    let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(k, v)| (k.as_str(), v)).collect();
+    let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(k, v)| (k.as_str(), v)).collect();
+    gguf_file::write(&mut fs::File::create(path).unwrap(), &metadata, &tensors).unwrap();
 }
 
 fn gguf_name(name: &str) -> String {
@@ -240,6 +244,74 @@ fn what_ends_a_turn_is_told_by_three_keys_and_by_control_tokens_names() {
     assert_eq!(ends(0, names, [3, 3, 3, 1, 3], None), [0, 2, 4]);
     // One that is text like any other ends nothing.
     assert_eq!(ends(0, names, [3, 3, 1, 1, 4], Some(3)), [0, 3]);
+}
+
+/// Writes a golden checkpoint in parts, as llama-gguf-split cuts it: two of its tensors to a file.
+fn convert_split(folder: &Path) -> Vec<PathBuf> {
+    let whole = convert("llama2-gqa", |_| GgmlDType::F16, folder, |_| ());
+    let mut file = fs::File::open(&whole).unwrap();
+    let content = gguf_file::Content::read(&mut file).unwrap();
+    let mut names: Vec<&String> = content.tensor_infos.keys().collect();
+    names.sort();
+    let parts: Vec<&[&String]> = names.chunks(2).collect();
+    let paths: Vec<PathBuf> =
+        (1..=parts.len()).map(|number| folder.join(format!("tiny-{number:05}-of-{:05}.gguf", parts.len()))).collect();
+    for (number, (part, path)) in parts.iter().zip(&paths).enumerate() {
+        let mut metadata = vec![
+            ("split.no".to_owned(), Value::U16(number as u16)),
+            ("split.count".to_owned(), Value::U16(parts.len() as u16)),
+            ("split.tensors.count".to_owned(), Value::I32(names.len() as i32)),
+        ];
+        if number == 0 {
+            metadata.extend(content.metadata.clone());
+        }
+        let tensors: Vec<(String, QTensor)> =
+            part.iter().map(|name| ((*name).clone(), content.tensor(&mut file, name, &Device::Cpu).unwrap())).collect();
+        write(path, &metadata, &tensors);
+    }
+    paths
+}
+
+#[test]
+fn a_model_in_parts_is_read_from_its_first() {
+    let folder = tempfile::tempdir().unwrap();
+    let parts = convert_split(folder.path());
+    let (tokens, _) = expected("llama2-gqa");
+    let logits = |path: &Path| logits_of(&load(&common::gguf(path), false), &tokens);
+    assert_eq!(logits(&parts[0]), logits(&folder.path().join("llama2-gqa.gguf")));
+
+    let error = |path: &Path| {
+        let loaded = Model::load(&common::gguf(path), &LoadOptions::default(), &Device::Cpu);
+        loaded.map(|_| ()).unwrap_err().to_string()
+    };
+    let count = parts.len();
+    let message = error(&parts[1]);
+    assert!(
+        message.contains(&format!("split.no: is 1, so this is not the first of {count} parts: give tiny-00001-of-")),
+        "{message}"
+    );
+    let renamed = folder.path().join("renamed.gguf");
+    fs::copy(&parts[0], &renamed).unwrap();
+    let message = error(&renamed);
+    assert!(message.contains("no part is found; llama-gguf-split --merge"), "{message}");
+    // A part that is another one's copy.
+    let third = fs::read(&parts[2]).unwrap();
+    fs::copy(&parts[1], &parts[2]).unwrap();
+    let message = error(&parts[0]);
+    assert!(message.contains("tiny-00003-of-") && message.ends_with("split.no: is 1 in place of 2"), "{message}");
+    // The same tensors twice.
+    let mut twice = fs::read(&parts[1]).unwrap();
+    let at = twice.windows(8).position(|bytes| bytes == b"split.no").unwrap() + 8 + 4;
+    twice[at] = 2;
+    fs::write(&parts[2], twice).unwrap();
+    assert!(error(&parts[0]).ends_with("tensors: are in another part too"));
+    fs::write(&parts[2], third).unwrap();
+    fs::remove_file(&parts[1]).unwrap();
+    let message = error(&parts[0]);
+    assert!(
+        message.contains(&format!("split.count: is {count}, and tiny-00002-of-")) && message.contains("--merge"),
+        "{message}"
+    );
 }
 
 #[test]

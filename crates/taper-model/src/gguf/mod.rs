@@ -5,6 +5,7 @@
 //! arrays as borrowed ranges until somebody asks for them.
 
 mod cursor;
+pub(crate) mod split;
 mod tensors;
 mod value;
 
@@ -21,17 +22,24 @@ use std::path::Path;
 /// Where tensor data begins is rounded up to this, unless the file says otherwise.
 const DEFAULT_ALIGNMENT: u64 = 32;
 
-/// An opened GGUF file: its metadata, and where its tensors lie in the map.
+/// An opened GGUF model: its metadata, and where its tensors lie in the maps of its file or files.
 #[derive(Debug, Clone)]
 pub(crate) struct Gguf {
-    file: MappedFile,
+    /// The one that was named, and the other parts of a model in several.
+    files: Vec<MappedFile>,
     metadata: HashMap<String, Value>,
     tensors: HashMap<String, TensorInfo>,
 }
 
 impl Gguf {
-    /// Maps a file and reads its header.
+    /// Maps a file and reads its header; of a model in parts, all files from the first on.
     pub(crate) fn open(path: &Path) -> Result<Self, ModelError> {
+        let mut gguf = Self::open_one(path)?;
+        split::join(&mut gguf)?;
+        Ok(gguf)
+    }
+
+    fn open_one(path: &Path) -> Result<Self, ModelError> {
         let file = MappedFile::open(path)?;
         let mut cursor = Cursor::new(path, file.bytes());
         cursor.field("magic");
@@ -87,17 +95,17 @@ impl Gguf {
             tensor.place(path, name, start, file.bytes().len() as u64)?;
         }
         refuse_shared_bytes(path, &tensors)?;
-        Ok(Self { file, metadata, tensors })
+        Ok(Self { files: vec![file], metadata, tensors })
     }
 
-    /// The file.
+    /// The file, of several the first.
     pub(crate) fn path(&self) -> &Path {
-        self.file.path()
+        self.files[0].path()
     }
 
-    /// The file's bytes, shared.
-    pub(crate) fn file(&self) -> &MappedFile {
-        &self.file
+    /// The bytes of the file that holds a tensor, shared.
+    pub(crate) fn file(&self, tensor: &TensorInfo) -> &MappedFile {
+        &self.files[tensor.file]
     }
 
     /// A tensor's entry.
@@ -112,7 +120,7 @@ impl Gguf {
 
     /// The bytes of a tensor, checked to lie in the file when it was opened.
     pub(crate) fn tensor_bytes(&self, tensor: &TensorInfo) -> &[u8] {
-        &self.file.bytes()[tensor.range.clone()]
+        &self.file(tensor).bytes()[tensor.range.clone()]
     }
 
     /// A whole number that may be absent.
@@ -147,17 +155,17 @@ impl Gguf {
 
     /// An array of strings that may be absent.
     pub(crate) fn optional_strings(&self, key: &str) -> Result<Option<Vec<&str>>, ModelError> {
-        self.array(key)?.map(|a| a.strings(self.path(), self.file.bytes(), key)).transpose()
+        self.array(key)?.map(|a| a.strings(self.path(), self.files[0].bytes(), key)).transpose()
     }
 
     /// An array of whole numbers that may be absent.
     pub(crate) fn optional_integers(&self, key: &str) -> Result<Option<Vec<i64>>, ModelError> {
-        self.array(key)?.map(|a| a.integers(self.path(), self.file.bytes(), key)).transpose()
+        self.array(key)?.map(|a| a.integers(self.path(), self.files[0].bytes(), key)).transpose()
     }
 
     /// An array of f32 that may be absent.
     pub(crate) fn optional_floats(&self, key: &str) -> Result<Option<Vec<f32>>, ModelError> {
-        self.array(key)?.map(|a| a.floats(self.path(), self.file.bytes(), key)).transpose()
+        self.array(key)?.map(|a| a.floats(self.path(), self.files[0].bytes(), key)).transpose()
     }
 
     fn array(&self, key: &str) -> Result<Option<&Array>, ModelError> {

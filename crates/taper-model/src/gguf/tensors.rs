@@ -18,6 +18,8 @@ pub(crate) struct TensorInfo {
     pub(crate) dtype: GgmlDType,
     /// Bytes in the file; set by `place`.
     pub(crate) range: Range<usize>,
+    /// Which of a model's files that is.
+    pub(super) file: usize,
     offset: u64,
 }
 
@@ -37,7 +39,7 @@ impl TensorInfo {
         let tag = cursor.u32()?;
         let dtype = dtype_of(tag).ok_or_else(|| cursor.error(format!("has the unsupported block format {tag}")))?;
         let offset = cursor.u64()?;
-        Ok(Self { shape, dtype, range: 0..0, offset })
+        Ok(Self { shape, dtype, range: 0..0, file: 0, offset })
     }
 
     /// Checks that the tensor lies in the file, given where tensor data starts.

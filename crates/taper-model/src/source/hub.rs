@@ -54,7 +54,13 @@ pub(super) fn resolve(
     }
     let repo = answering(spec, wanted, &hub, progress)?;
     let files = match &wanted.file {
-        Some(file) => ModelFiles::Gguf(get(spec, &repo, file)?),
+        Some(file) => {
+            // Of a model in parts all that the name tells of; they are read from the one that was named.
+            for part in crate::gguf::split::parts(file).unwrap_or_default() {
+                get(spec, &repo, &part)?;
+            }
+            ModelFiles::Gguf(get(spec, &repo, file)?)
+        }
         None => folder(spec, &repo)?,
     };
     let path = match &files {

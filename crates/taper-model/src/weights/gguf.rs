@@ -83,7 +83,7 @@ impl<'a> GgufWeights<'a> {
                 }
             }
         }
-        self.gguf.file().release(&tensor.range);
+        self.gguf.file(tensor).release(&tensor.range);
     }
 
     /// Whether the output head's tensor is the table on the device, dtype and all.
@@ -162,7 +162,7 @@ impl Weights for GgufWeights<'_> {
             return Ok(Embedding::Table(self.table.get_or_init(|| table).clone()));
         }
         Ok(Embedding::File(FileRows {
-            file: self.gguf.file().clone(),
+            file: self.gguf.file(tensor).clone(),
             start: tensor.range.start,
             rows: self.config.vocab_size,
             columns: self.config.hidden_size,

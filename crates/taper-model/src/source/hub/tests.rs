@@ -153,3 +153,14 @@ fn a_gguf_file_is_fetched_by_name_only() {
     let ModelFiles::Gguf(path) = &found.files else { panic!("{found:?}") };
     assert_eq!(std::fs::read_to_string(path).unwrap(), "GGUF, longer");
 }
+
+#[test]
+fn a_gguf_model_in_parts_is_fetched_whole() {
+    let hub = LocalHub::start(&[("q/a-00001-of-00002.gguf", "one"), ("q/a-00002-of-00002.gguf", "two")]);
+    let cache = tempfile::tempdir().unwrap();
+    let wanted = hub.wanted(Some("q/a-00001-of-00002.gguf"));
+    let found = resolve("owner/tiny", &wanted, cache.path(), Progress::Hidden).unwrap();
+    let ModelFiles::Gguf(path) = &found.files else { panic!("{found:?}") };
+    let read = |name: &str| std::fs::read_to_string(path.with_file_name(name)).unwrap();
+    assert_eq!((read("a-00001-of-00002.gguf"), read("a-00002-of-00002.gguf")), ("one".to_owned(), "two".to_owned()));
+}
