@@ -314,6 +314,30 @@ fn a_model_in_parts_is_read_from_its_first() {
     );
 }
 
+/// As llama.cpp does it: what is divided is scaled besides.
+#[test]
+fn divisors_and_linear_scaling_both_hold() {
+    let folder = tempfile::tempdir().unwrap();
+    let frequencies = |kind: &str, factor: f32| {
+        let path = convert(
+            "llama3.1",
+            |_| GgmlDType::F32,
+            folder.path(),
+            |metadata| {
+                metadata.push(("llama.rope.scaling.type".to_owned(), Value::String(kind.to_owned())));
+                metadata.push(("llama.rope.scaling.factor".to_owned(), Value::F32(factor)));
+                metadata.push(("llama.rope.scaling.original_context_length".to_owned(), Value::U32(16)));
+            },
+        );
+        ModelConfig::read(&common::gguf(&path)).map(|config| config.rope.frequencies(1)).map_err(|e| e.to_string())
+    };
+    let (plain, scaled) = (frequencies("none", 4.0).unwrap(), frequencies("linear", 4.0).unwrap());
+    assert!(plain.iter().zip(&scaled).all(|(plain, scaled)| plain / scaled == 4.0), "{plain:?} {scaled:?}");
+    let error = frequencies("yarn", 4.0).unwrap_err();
+    assert!(error.contains("llama.rope.scaling.type: yarn beside the tensor rope_freqs.weight is not"), "{error}");
+    assert!(frequencies("linear", f32::MAX).unwrap_err().contains("rope_freqs.weight: holds values"));
+}
+
 #[test]
 fn a_layers_tensor_that_is_not_read_is_refused() {
     let folder = tempfile::tempdir().unwrap();

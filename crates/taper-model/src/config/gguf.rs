@@ -78,20 +78,41 @@ pub(super) fn read(gguf: &Gguf, name: &str) -> Result<ModelConfig, ModelError> {
     Ok(config)
 }
 
-/// llama.cpp writes Llama 3.1's rule as a tensor of divisors, the others as metadata.
+/// Llama 3.1's rule.
+const ROPE_FREQS: &str = "rope_freqs.weight";
+
+/// llama.cpp writes Llama 3.1's rule as a tensor of divisors, the others as metadata. Where a file has both, it applies both:
+/// a frequency is divided, and what comes of it scaled.
 fn scaling(gguf: &Gguf, head_dim: usize) -> Result<RopeScaling, ModelError> {
-    let path = gguf.path();
-    if let Some(tensor) = gguf.tensor("rope_freqs.weight") {
-        if tensor.dtype != candle_core::quantized::GgmlDType::F32 || tensor.shape != [head_dim / 2] {
-            return Err(ModelError::invalid(path, "rope_freqs.weight", format!("must be {} f32 values", head_dim / 2)));
+    let by_metadata = scaling_by_metadata(gguf)?;
+    let Some(mut divisors) = divisors(gguf, head_dim)? else { return Ok(by_metadata) };
+    match by_metadata {
+        RopeScaling::Default => {}
+        RopeScaling::Linear { factor } => divisors.iter_mut().for_each(|divisor| *divisor *= factor as f32),
+        _ => {
+            let reason = format!("yarn beside the tensor {ROPE_FREQS}");
+            return Err(ModelError::unsupported(gguf.path(), "llama.rope.scaling.type", reason));
         }
-        let divisors: Vec<f32> =
-            gguf.tensor_bytes(tensor).chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
-        if !divisors.iter().all(|d| d.is_finite() && *d > 0.0) {
-            return Err(ModelError::invalid(path, "rope_freqs.weight", "holds values that are not above 0"));
-        }
-        return Ok(RopeScaling::Divisors(divisors));
     }
+    if !divisors.iter().all(|d| d.is_finite() && *d > 0.0) {
+        let reason = "holds values that are not above 0, or beyond all numbers";
+        return Err(ModelError::invalid(gguf.path(), ROPE_FREQS, reason));
+    }
+    Ok(RopeScaling::Divisors(divisors))
+}
+
+/// The tensor of divisors, one for each pair of dimensions.
+fn divisors(gguf: &Gguf, head_dim: usize) -> Result<Option<Vec<f32>>, ModelError> {
+    let Some(tensor) = gguf.tensor(ROPE_FREQS) else { return Ok(None) };
+    if tensor.dtype != candle_core::quantized::GgmlDType::F32 || tensor.shape != [head_dim / 2] {
+        return Err(ModelError::invalid(gguf.path(), ROPE_FREQS, format!("must be {} f32 values", head_dim / 2)));
+    }
+    let bytes = gguf.tensor_bytes(tensor).chunks_exact(4);
+    Ok(Some(bytes.map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()))
+}
+
+fn scaling_by_metadata(gguf: &Gguf) -> Result<RopeScaling, ModelError> {
+    let path = gguf.path();
     const GROUP: &str = "llama.rope.scaling";
     let factor = match gguf.optional_f64("llama.rope.scaling.factor")? {
         Some(factor) => Some(factor),
