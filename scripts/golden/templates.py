@@ -22,6 +22,7 @@ OUT = Path("crates/taper-model/tests/golden/templates")
 HELLO = {"role": "user", "content": "Hello there!"}
 SYSTEM = {"role": "system", "content": "  You are a pirate. \n"}
 REPLY = {"role": "assistant", "content": " Ahoy! What be ye wantin'? "}
+THOUGHT = {"role": "user", "content": "<think>hm</think>the</think>answer"}
 ASK = {"role": "user", "content": "Say \"ship\" in Français & 日本語 <b>🚢</b>"}
 WEATHER = {
     "type": "function",
@@ -73,6 +74,7 @@ CASES = [
     ("mistral-v0.3", [HELLO, SYSTEM], MISTRAL, False),
     ("mistral-v0.3", [HELLO, CALL | {"tool_calls": [CALL["tool_calls"][0] | {"id": "short"}]}], MISTRAL, False),
     ("python-idioms", [HELLO], {"settings": SETTINGS}, False),
+    ("python-methods", [THOUGHT], {"roles": ["system", "user"], "loop_index": 4}, False),
 ]
 
 

@@ -5,6 +5,7 @@
 //! of what goes into operators, filters and methods, the larger of which cost something even if nothing comes out of them.
 //! What remains, long work on texts within these bounds, ends at a deadline (`apart`).
 
+use super::{methods, python};
 use minijinja::machinery::{CompiledTemplate, Instruction, Instructions, TemplateConfig};
 use minijinja::value::{Kwargs, Rest, Value, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, State};
@@ -131,9 +132,20 @@ pub(super) fn metered(plain: Environment<'static>) -> Environment<'static> {
         charge_deep(state, &b, 0)?;
         Ok(format!("{a}{b}"))
     });
+    let modulo = plain.clone();
+    environment.add_filter("%", move |state: &mut State<'_, '_>, a: Value, b: Value| match a.as_str() {
+        Some(format) => {
+            charge_call(state, "format", &[a.clone(), b.clone()])?;
+            python::percent(format, &b)
+        }
+        None => modulo.compile_expression("a % b")?.eval(minijinja::context!(a, b)),
+    });
     environment.set_unknown_method_callback(|state, value, method, args| {
         let all: Vec<Value> = std::iter::once(value.clone()).chain(args.iter().cloned()).collect();
         charge_call(state, method, &all)?;
+        if let Some(called) = methods::call(value, method, args) {
+            return called;
+        }
         minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
     });
     environment
@@ -155,6 +167,7 @@ pub(super) fn compile<'a>(
                 Instruction::Mul => Some("*"),
                 Instruction::In => Some("in"),
                 Instruction::StringConcat => Some("~"),
+                Instruction::Rem => Some("%"),
                 _ => None,
             };
             if let Some(name) = name {
@@ -200,7 +213,7 @@ pub(super) fn render(
 /// Counts what goes into a filter or a method, and what may come out of those that make more of it.
 fn charge_call(state: &mut State<'_, '_>, name: &str, args: &[Value]) -> Result<(), Error> {
     let text = |i: usize| args.get(i).and_then(Value::as_str).unwrap_or_default();
-    if matches!(name, "batch" | "indent" | "round" | "slice" | "tojson") {
+    if matches!(name, "batch" | "center" | "indent" | "ljust" | "rjust" | "round" | "slice" | "tojson") {
         for value in args.iter().skip(1) {
             let named = Kwargs::try_from(value.clone()).ok();
             let named = named.iter().flat_map(|kwargs| kwargs.args().filter_map(|key| kwargs.peek::<Value>(key).ok()));
@@ -220,6 +233,7 @@ fn charge_call(state: &mut State<'_, '_>, name: &str, args: &[Value]) -> Result<
             places(first).saturating_mul(text(1).len()).max(places(second).saturating_mul(text(0).len()))
         }
         "replace" => (text(0).len() / text(1).len().max(1) + 1).saturating_mul(text(2).len()),
+        "center" | "ljust" | "rjust" => WIDTH_MAX as usize * text(2).len().max(1),
         "indent" => text(0).len().saturating_mul(WIDTH_MAX as usize / 100),
         "format" if has_width(text(0)) => {
             let reason = "a format's width or precision takes at most four digits";

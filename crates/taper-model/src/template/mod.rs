@@ -2,6 +2,7 @@
 
 mod apart;
 mod meter;
+mod methods;
 mod python;
 
 use crate::error::{ModelError, quoted};

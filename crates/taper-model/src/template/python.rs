@@ -1,8 +1,10 @@
 //! Values in Python's spelling: templates were written against `str()` and `json.dumps`.
 
 use super::meter::charge_deep;
-use minijinja::value::{Kwargs, Value, ValueKind};
+use minijinja::formatting::FormatStyle;
+use minijinja::value::{Kwargs, Tuple, Value, ValueKind};
 use minijinja::{Error, ErrorKind, Output, State};
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 /// `json.dumps`'s arguments.
@@ -17,8 +19,31 @@ pub(super) struct JsonStyle {
 /// Prints a value where a template prints it.
 pub(super) fn format(out: &mut Output<'_>, state: &mut State<'_, '_>, value: &Value) -> Result<(), Error> {
     charge_deep(state, value, 0)?;
-    let text = match value.kind() {
-        ValueKind::Undefined => return Ok(()),
+    out.write_str(&text(value)).map_err(|_| Error::new(ErrorKind::WriteFailure, "output"))
+}
+
+/// Python's `%` with a text on its left: one value, a tuple's, or a mapping's by their names.
+pub(super) fn percent(format: &str, value: &Value) -> Result<Value, Error> {
+    // Numbers are for the format to write; of the rest it knows no spelling but the engine's.
+    let spelt = |value: Value| match value.kind() {
+        ValueKind::None | ValueKind::Bool | ValueKind::Seq | ValueKind::Map => Value::from(text(&value)),
+        _ => value,
+    };
+    let args: Vec<Value> = if value.downcast_object_ref::<Tuple>().is_some() {
+        value.try_iter()?.map(spelt).collect()
+    } else if value.kind() == ValueKind::Map && format.contains("%(") {
+        let entry = |key: Value| Ok((key.clone(), spelt(value.get_item(&key)?)));
+        vec![Value::from(value.try_iter()?.map(entry).collect::<Result<BTreeMap<Value, Value>, Error>>()?)]
+    } else {
+        vec![spelt(value.clone())]
+    };
+    minijinja::formatting::format(FormatStyle::Printf, format, &args).map(Value::from)
+}
+
+/// A value as `str()` has it.
+fn text(value: &Value) -> String {
+    match value.kind() {
+        ValueKind::Undefined => String::new(),
         ValueKind::None | ValueKind::Bool | ValueKind::Number | ValueKind::Seq | ValueKind::Map => {
             // What JSON cannot hold, such as a macro, prints as the engine would.
             match serde_json::to_value(value) {
@@ -27,8 +52,7 @@ pub(super) fn format(out: &mut Output<'_>, state: &mut State<'_, '_>, value: &Va
             }
         }
         _ => value.to_string(),
-    };
-    out.write_str(&text).map_err(|_| Error::new(ErrorKind::WriteFailure, "output"))
+    }
 }
 
 /// The `tojson` filter.
