@@ -2,8 +2,9 @@
 
 mod common;
 
-use candle_core::{DType, Device};
-use common::{PlainAttention, checkpoint, difference, expected, load, logits_of};
+use candle_core::{DType, Device, Tensor};
+use common::{PlainAttention, checkpoint, difference, expected, folder, golden, load, logits_of};
+use std::collections::HashMap;
 use std::sync::Arc;
 use taper_attention::{AttentionBatch, Sequence, Span};
 use taper_kv_cache::{KvPool, KvShape};
@@ -187,4 +188,35 @@ fn a_model_says_what_its_weights_take() {
     let matrices = config.multiplied_weights();
     assert_eq!(bytes(WeightDType::F32), (4 * matrices + norms) as u64);
     assert_eq!(bytes(WeightDType::BF16), (2 * matrices + norms) as u64);
+}
+
+/// A golden checkpoint of one file, its tensors under other names or left out.
+fn renamed(name: &str, rename: impl Fn(&str) -> Option<String>) -> tempfile::TempDir {
+    let (from, folder) = (golden().join(name), tempfile::tempdir().unwrap());
+    std::fs::copy(from.join("config.json"), folder.path().join("config.json")).unwrap();
+    let mut tensors: HashMap<String, Tensor> = HashMap::new();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        let file = path.file_name().unwrap().to_str().unwrap();
+        if file.starts_with("model") && file.ends_with(".safetensors") {
+            tensors.extend(candle_core::safetensors::load(path, &Device::Cpu).unwrap());
+        }
+    }
+    let tensors: HashMap<String, Tensor> =
+        tensors.into_iter().filter_map(|(name, tensor)| Some((rename(&name)?, tensor))).collect();
+    candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors")).unwrap();
+    folder
+}
+
+/// What is saved of LlamaModel or MistralModel in place of the class with a head.
+#[test]
+fn a_network_saved_without_its_head_is_loaded_where_the_head_is_its_table() {
+    let bare = |name: &str| name.strip_prefix("model.").map(str::to_owned);
+    let tied = renamed("llama3.2-tied", bare);
+    let (tokens, logits) = expected("llama3.2-tied");
+    let difference = difference(&logits_of(&load(&folder(tied.path()), false), &tokens), &logits);
+    assert!(difference < 1e-4, "logits differ by {difference}");
+    let untied = renamed("llama2-gqa", bare);
+    let error = Model::load(&folder(untied.path()), &LoadOptions::default(), &Device::Cpu).unwrap_err().to_string();
+    assert!(error.contains("model.safetensors: lm_head.weight, without which only a model with tie_word"), "{error}");
 }

@@ -33,12 +33,17 @@ struct Entry {
     range: Range<usize>,
 }
 
-/// An opened checkpoint with what its tensors must agree with.
-pub(super) struct Safetensors<'a> {
+/// The tensors of a folder's files.
+pub(super) struct Files {
     files: Vec<MappedFile>,
     entries: HashMap<String, Entry>,
     /// Where a tensor that is in no file should have been.
     listing: PathBuf,
+}
+
+/// An opened checkpoint with what its tensors must agree with.
+pub(super) struct Safetensors<'a> {
+    files: Files,
     config: &'a ModelConfig,
     options: LoadOptions,
     device: &'a Device,
@@ -46,25 +51,24 @@ pub(super) struct Safetensors<'a> {
     table: OnceCell<Tensor>,
 }
 
-impl<'a> Safetensors<'a> {
+impl Files {
     /// Maps the files and reads their headers.
-    pub(super) fn open(
-        folder: &Path,
-        config: &'a ModelConfig,
-        options: &LoadOptions,
-        device: &'a Device,
-    ) -> Result<Self, ModelError> {
+    pub(super) fn open(folder: &Path) -> Result<Self, ModelError> {
         let (listing, names) = list(folder)?;
-        let (files, entries, table, options) = (Vec::new(), HashMap::new(), OnceCell::new(), options.clone());
-        let mut weights = Self { files, entries, listing, config, options, device, table };
+        let mut files = Self { files: Vec::new(), entries: HashMap::new(), listing };
         for name in names {
-            weights.add(&folder.join(name))?;
+            files.add(&folder.join(name))?;
         }
-        if weights.entries.contains_key(&name(Role::AttentionNorm, config.layers)) {
-            let reason = format!("is {}, but the checkpoint holds more layers", config.layers);
-            return Err(ModelError::invalid(&folder.join("config.json"), "num_hidden_layers", reason));
-        }
-        Ok(weights)
+        Ok(files)
+    }
+
+    fn bytes(&self, entry: &Entry) -> &[u8] {
+        &self.files[entry.file].bytes()[entry.range.clone()]
+    }
+
+    /// A role's tensor by its name. A network saved without its head (LlamaModel, MistralModel) leaves out the prefix.
+    fn get(&self, name: &str) -> Option<&Entry> {
+        self.entries.get(name).or_else(|| self.entries.get(name.strip_prefix("model.")?))
     }
 
     fn add(&mut self, path: &Path) -> Result<(), ModelError> {
@@ -95,12 +99,34 @@ impl<'a> Safetensors<'a> {
         self.files.push(file);
         Ok(())
     }
+}
+
+impl<'a> Safetensors<'a> {
+    /// Maps the files and reads their headers.
+    pub(super) fn open(
+        folder: &Path,
+        config: &'a ModelConfig,
+        options: &LoadOptions,
+        device: &'a Device,
+    ) -> Result<Self, ModelError> {
+        let files = Files::open(folder)?;
+        if files.get(&name(Role::AttentionNorm, config.layers)).is_some() {
+            let reason = format!("is {}, but the checkpoint holds more layers", config.layers);
+            return Err(ModelError::invalid(&folder.join("config.json"), "num_hidden_layers", reason));
+        }
+        let (options, table) = (options.clone(), OnceCell::new());
+        Ok(Self { files, config, options, device, table })
+    }
 
     /// A role's tensor, its shape and dtype checked.
     fn find(&self, role: Role, layer: usize) -> Result<&Entry, ModelError> {
         let name = name(role, layer);
-        let entry = self.entries.get(&name).ok_or_else(|| ModelError::missing(&self.listing, &name))?;
-        let path = self.files[entry.file].path();
+        let missing = || match role {
+            Role::Head => "lm_head.weight, without which only a model with tie_word_embeddings = true has an output,",
+            _ => name.as_str(),
+        };
+        let entry = self.files.get(&name).ok_or_else(|| ModelError::missing(&self.files.listing, missing()))?;
+        let path = self.file(entry).path();
         let expected = expected_shape(self.config, role);
         if entry.shape != expected {
             return Err(ModelError::shape(path, &name, &expected, &entry.shape));
@@ -111,9 +137,14 @@ impl<'a> Safetensors<'a> {
         Ok(entry)
     }
 
+    /// The file that holds a tensor.
+    fn file(&self, entry: &Entry) -> &MappedFile {
+        &self.files.files[entry.file]
+    }
+
     /// One dtype for the whole network, after the first layer's query projection.
     fn weight_dtype(&self) -> DType {
-        let stored = self.entries.get(&name(Role::Query, 0)).map_or(DType::F32, |entry| entry.dtype);
+        let stored = self.files.get(&name(Role::Query, 0)).map_or(DType::F32, |entry| entry.dtype);
         float_dtype(&self.options, stored)
     }
 
@@ -125,10 +156,9 @@ impl<'a> Safetensors<'a> {
     /// A tensor as it is stored, on the device.
     fn load(&self, role: Role, layer: usize, dtype: DType) -> Result<Tensor, ModelError> {
         let entry = self.find(role, layer)?;
-        let file = &self.files[entry.file];
-        let bytes = &file.bytes()[entry.range.clone()];
+        let bytes = self.files.bytes(entry);
         let tensor = Tensor::from_raw_buffer(bytes, entry.dtype, &entry.shape, self.device)?.to_dtype(dtype)?;
-        file.release(&entry.range);
+        self.file(entry).release(&entry.range);
         Ok(tensor)
     }
 }
@@ -142,7 +172,7 @@ impl Weights for Safetensors<'_> {
             return Ok(Embedding::Table(self.table.get_or_init(|| table).clone()));
         }
         Ok(Embedding::File(FileRows {
-            file: self.files[entry.file].clone(),
+            file: self.file(entry).clone(),
             start: entry.range.start,
             rows: self.config.vocab_size,
             columns: self.config.hidden_size,
