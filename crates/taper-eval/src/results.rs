@@ -24,6 +24,9 @@ pub struct Header {
     pub question: String,
     /// Seed of the questions and of the methods' draws.
     pub seed: u64,
+    /// What tells the weights from others of the same configuration; files that were written before it was kept have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weights: Option<String>,
     /// What methods had learnt: artefacts' files, and the beginnings of their SHA-256. Those that both have must be the same.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub artifacts: BTreeMap<String, String>,
@@ -175,6 +178,13 @@ impl Results {
             if theirs != ours {
                 return Err(bad(format!("{name} is {theirs}; this run's is {ours}")));
             }
+        }
+        if let (Some(theirs), Some(ours)) = (&results.header.weights, &header.weights)
+            && theirs != ours
+        {
+            let reason =
+                format!("the answers are of weights {theirs}; this run's, of the same configuration, are {ours}");
+            return Err(bad(reason));
         }
         for (file, theirs) in &results.header.artifacts {
             if let Some(ours) = header.artifacts.get(file).filter(|ours| *ours != theirs) {

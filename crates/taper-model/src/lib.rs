@@ -26,3 +26,4 @@ pub use model::Model;
 pub use source::{DEFAULT_MODEL, ModelFiles, ModelSource, Progress, ResolvedModel, default_cache, resolve};
 pub use template::{ChatMessage, ChatTemplate};
 pub use tokenizer::{StreamDecoder, TextStart, Tokenizer};
+pub use weights::weights_digest;

@@ -5,10 +5,11 @@ mod common;
 use candle_core::{DType, Device, Tensor};
 use common::{PlainAttention, checkpoint, difference, expected, folder, golden, load, logits_of};
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::Arc;
 use taper_attention::{AttentionBatch, Sequence, Span};
 use taper_kv_cache::{KvPool, KvShape};
-use taper_model::{Architecture, LoadOptions, Model, ModelConfig, RopeScaling, WeightDType};
+use taper_model::{Architecture, LoadOptions, Model, ModelConfig, RopeScaling, WeightDType, weights_digest};
 
 const TOLERANCE: f32 = 1e-4;
 
@@ -219,4 +220,24 @@ fn a_network_saved_without_its_head_is_loaded_where_the_head_is_its_table() {
     let untied = renamed("llama2-gqa", bare);
     let error = Model::load(&folder(untied.path()), &LoadOptions::default(), &Device::Cpu).unwrap_err().to_string();
     assert!(error.contains("model.safetensors: lm_head.weight, without which only a model with tie_word"), "{error}");
+}
+
+#[test]
+fn weights_are_told_from_others_of_their_shape() {
+    let digest = |path: &Path| weights_digest(&folder(path)).unwrap();
+    let as_they_are = |name: &str| Some(name.to_owned());
+    // One file or two, it is the same model.
+    let whole = renamed("llama3", as_they_are);
+    assert_eq!(digest(whole.path()), digest(&golden().join("llama3")));
+    let path = whole.path().join("model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    // A small tensor in full, a large one at places: what is trained changes far more.
+    for (first, step) in [(header, usize::MAX), (bytes.len() - 1, usize::MAX), (header, 32)] {
+        let mut trained = bytes.clone();
+        trained[first..].iter_mut().step_by(step).for_each(|byte| *byte ^= 1);
+        std::fs::write(&path, trained).unwrap();
+        assert_ne!(digest(whole.path()), digest(&golden().join("llama3")));
+    }
+    assert!(weights_digest(&folder(Path::new("/nowhere"))).unwrap_err().to_string().contains("/nowhere"));
 }

@@ -16,7 +16,7 @@ use taper_eval::{
     EvalError, Fork, Header, Method, ModelText, Outcome, Phase, Plan, Results, Style, Task, Watch, accuracies, details,
     digests, write_prompts,
 };
-use taper_model::ModelConfig;
+use taper_model::weights_digest;
 
 /// Runs the grid and prints its tables.
 ///
@@ -76,14 +76,20 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
     let header = Header {
         model: model.name.clone(),
         // Two models may have one name: answers of both are not one grid's.
-        loaded: format!("{loaded}, configuration {}", ModelConfig::read(&model)?.key().fingerprint),
+        loaded: format!("{loaded}, configuration {}", backend.key().fingerprint),
         question: args.question.to_string(),
         seed: args.seed,
+        weights: Some(weights_digest(&model)?),
         artifacts: learnt.unwrap_or_default(),
     };
     let mut results = Results::new(header);
     for file in &args.resume {
-        results.absorb(Results::load(file, &results.header)?);
+        let theirs = Results::load(file, &results.header)?;
+        if theirs.header.weights.is_none() {
+            let file = file.display();
+            eprintln!("{file} does not say which weights its answers are of; they are taken to be this model's");
+        }
+        results.absorb(theirs);
     }
     let started = Instant::now();
     let mut terminal = Terminal::new(plan.answers(), json, stop_at_signal()?);

@@ -3,7 +3,14 @@ use serde_json::json;
 
 fn header() -> Header {
     let artifacts = BTreeMap::from([("saap.safetensors".to_owned(), "01ab".to_owned())]);
-    Header { model: "tiny".into(), loaded: "f32, cache f16".into(), question: "prefill".into(), seed: 1, artifacts }
+    Header {
+        model: "tiny".into(),
+        loaded: "f32, cache f16".into(),
+        question: "prefill".into(),
+        seed: 1,
+        weights: None,
+        artifacts,
+    }
 }
 
 fn method(name: &str) -> Method {
@@ -65,6 +72,16 @@ fn a_file_comes_back_as_it_was_and_refuses_another_run() {
     let other = Header { seed: 2, ..header() };
     let error = Results::load(&path, &other).unwrap_err().to_string();
     assert!(error.ends_with("out.json: seed is 1; this run's is 2"), "{error}");
+    let weights = |digest: &str| Header { weights: Some(digest.into()), ..header() };
+    saved.header = weights("aa00");
+    saved.save(&path).unwrap();
+    let error = Results::load(&path, &weights("bb11")).unwrap_err().to_string();
+    assert!(error.ends_with("weights aa00; this run's, of the same configuration, are bb11"), "{error}");
+    assert_eq!(Results::load(&path, &weights("aa00")).unwrap().header.weights.as_deref(), Some("aa00"));
+    // What was written before weights were told apart goes on.
+    saved.header = header();
+    saved.save(&path).unwrap();
+    assert_eq!(Results::load(&path, &weights("aa00")).unwrap().header.weights, None);
     // Trained anew it is another method; an artefact that only one of them has says nothing of the other's answers.
     let with = |file: &str| Header { artifacts: BTreeMap::from([(file.to_owned(), "02cd".to_owned())]), ..header() };
     let error = Results::load(&path, &with("saap.safetensors")).unwrap_err().to_string();

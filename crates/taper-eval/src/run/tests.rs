@@ -97,6 +97,7 @@ fn results() -> Results {
         loaded: String::new(),
         question: "prefill".into(),
         seed: 3,
+        weights: None,
         artifacts: BTreeMap::new(),
     })
 }

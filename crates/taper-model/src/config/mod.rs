@@ -116,7 +116,7 @@ impl ModelConfig {
         if let Some((rule, factor)) = self.rope.stretch() {
             text += &format!(" {rule} {factor}");
         }
-        let fingerprint = Sha256::digest(text.as_bytes()).iter().take(8).map(|byte| format!("{byte:02x}")).collect();
+        let fingerprint = fingerprint(Sha256::new().chain_update(text));
         ModelKey { shape: self.attention_shape(), fingerprint }
     }
 
@@ -131,6 +131,11 @@ impl ModelConfig {
             Some(limit) => Err(ModelError::ContextLimit { limit, model: self.context_length }),
         }
     }
+}
+
+/// The beginning of a hash, enough to tell things apart that nobody makes alike on purpose.
+pub(crate) fn fingerprint(hash: Sha256) -> String {
+    hash.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]

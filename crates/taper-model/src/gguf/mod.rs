@@ -118,6 +118,12 @@ impl Gguf {
         self.tensors.keys().map(String::as_str)
     }
 
+    /// Names, forms and bytes of all tensors, in no order.
+    pub(crate) fn tensors(&self) -> impl Iterator<Item = (&str, String, &[u8])> {
+        let form = |tensor: &TensorInfo| format!("{:?} {:?}", tensor.dtype, tensor.shape);
+        self.tensors.iter().map(move |(name, tensor)| (name.as_str(), form(tensor), self.tensor_bytes(tensor)))
+    }
+
     /// The bytes of a tensor, checked to lie in the file when it was opened.
     pub(crate) fn tensor_bytes(&self, tensor: &TensorInfo) -> &[u8] {
         &self.file(tensor).bytes()[tensor.range.clone()]

@@ -1,10 +1,12 @@
 //! Tensors by role, from safetensors or GGUF, each checked against the shape that the configuration asks for.
 
+mod digest;
 mod embedding;
 mod gguf;
 mod random;
 mod safetensors;
 
+pub use digest::weights_digest;
 pub(crate) use embedding::{Embedding, FileRows};
 pub(crate) use random::Random;
 

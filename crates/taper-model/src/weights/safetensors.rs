@@ -62,6 +62,12 @@ impl Files {
         Ok(files)
     }
 
+    /// Names, forms and bytes of all tensors, in no order.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = (&str, String, &[u8])> {
+        let form = |entry: &Entry| format!("{:?} {:?}", entry.dtype, entry.shape);
+        self.entries.iter().map(move |(name, entry)| (name.as_str(), form(entry), self.bytes(entry)))
+    }
+
     fn bytes(&self, entry: &Entry) -> &[u8] {
         &self.files[entry.file].bytes()[entry.range.clone()]
     }
