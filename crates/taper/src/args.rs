@@ -149,6 +149,7 @@ pub enum Eval {
 #[derive(Debug, Args)]
 #[command(
     mut_arg("attention", |a| a.hide(true)),
+    mut_arg("presets", |a| a.hide(true)),
     mut_arg("kv_memory", |a| a.hide(true)),
     mut_arg("kv_offload", |a| a.hide(true)),
     mut_arg("kv_offload_dir", |a| a.hide(true)),
@@ -203,6 +204,7 @@ pub struct HeadsArgs {
 #[derive(Debug, Args)]
 #[command(
     mut_arg("attention", |a| a.hide(true)),
+    mut_arg("presets", |a| a.hide(true)),
     after_help = "Tasks: single_1, single_2, single_3, multikey_1, multikey_2, multikey_3, multivalue, multiquery,
 variable_tracking, common_words, frequent_words.
 
@@ -303,6 +305,7 @@ pub enum Bench {
 #[derive(Debug, Args)]
 #[command(
     mut_arg("attention", |a| a.hide(true)),
+    mut_arg("presets", |a| a.hide(true)),
     after_help = "Rounds go through all methods in turn and medians are compared. \"next to none\" is a window of one token: what
 remains is not attention. \"allowed\" is the speed-up if attention took its density's share of dense attention's time.
 
@@ -420,6 +423,7 @@ pub enum Train {
 #[derive(Debug, Args)]
 #[command(
     mut_arg("attention", |a| a.hide(true)),
+    mut_arg("presets", |a| a.hide(true)),
     mut_arg("artifacts", |a| a.hide(true)),
     mut_arg("kv_memory", |a| a.hide(true)),
     mut_arg("kv_offload", |a| a.hide(true)),
@@ -548,6 +552,17 @@ mod tests {
     #[test]
     fn the_command_line_is_sound() {
         Cli::command().debug_assert();
+    }
+
+    /// A preset is what `--attention` names.
+    #[test]
+    fn presets_are_offered_where_attention_is() {
+        fn check(command: &clap::Command) {
+            let hidden = |id: &str| command.get_arguments().find(|arg| arg.get_id() == id).map(|arg| arg.is_hide_set());
+            assert_eq!(hidden("attention"), hidden("presets"), "{}", command.get_name());
+            command.get_subcommands().for_each(check);
+        }
+        check(&Cli::command());
     }
 
     #[test]

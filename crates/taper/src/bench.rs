@@ -17,9 +17,7 @@ use taper_model::Tokenizer;
 /// # Errors
 /// The argument or file at fault, or a step that failed.
 pub fn methods(args: BenchMethodsArgs) -> Result<()> {
-    if args.model.attention.is_some() {
-        bail!("--attention: give --prefill and --decode instead");
-    }
+    eval::without_attention(&args.model)?;
     let config = config::model(args.model)?;
     let read = |artifacts: &Artifacts| -> Result<_> {
         let prefills = eval::methods(Phase::Prefill, &args.prefill, artifacts)?;

@@ -2,6 +2,7 @@
 
 use crate::args::{self, NeedleArgs};
 use crate::load::{self, Ready};
+use crate::settings::ModelArgs;
 use crate::{config, talk};
 use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -23,9 +24,7 @@ use taper_model::weights_digest;
 /// # Errors
 /// The argument or file at fault, or a step that failed; what was measured is in the JSON file then.
 pub fn needle(args: NeedleArgs) -> Result<()> {
-    if args.model.attention.is_some() {
-        bail!("--attention: give --prefill and --decode instead");
-    }
+    without_attention(&args.model)?;
     let mut plan = Plan {
         tasks: tasks(&args.tasks)?,
         lengths: args.length.clone(),
@@ -110,6 +109,19 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
         Outcome::Stopped => {
             let kept = terminal.json.as_deref().map(|file| format!("; --resume {} goes on", file.display()));
             eprintln!("stopped after {} answers, {seconds:.0} s{}", results.records.len(), kept.unwrap_or_default());
+        }
+    }
+    Ok(())
+}
+
+/// Refuses what methods given one by one leave no use for.
+///
+/// # Errors
+/// The flag.
+pub fn without_attention(model: &ModelArgs) -> Result<()> {
+    for (flag, given) in [("attention", model.attention.is_some()), ("presets", model.presets.is_some())] {
+        if given {
+            bail!("--{flag}: give --prefill and --decode instead");
         }
     }
     Ok(())

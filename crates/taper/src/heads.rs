@@ -15,6 +15,7 @@ use taper_eval::{HeadsPlan, heads, heads_table, with_promises};
 pub fn run(args: HeadsArgs) -> Result<()> {
     let given = [
         ("attention", args.model.attention.is_some()),
+        ("presets", args.model.presets.is_some()),
         ("kv-dtype", args.model.kv_dtype.is_some()),
         ("kv-memory", args.model.kv_memory.is_some()),
         ("kv-offload", args.model.kv_offload.is_some()),

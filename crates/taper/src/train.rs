@@ -56,6 +56,7 @@ fn refuse(common: &TrainCommon) -> Result<()> {
     let model = &common.model;
     for (name, given) in [
         ("attention", model.attention.is_some()),
+        ("presets", model.presets.is_some()),
         ("artifacts", model.artifacts.is_some()),
         ("kv-memory", model.kv_memory.is_some()),
         ("kv-offload", model.kv_offload.is_some()),
