@@ -3,6 +3,7 @@
 mod config;
 mod ends;
 pub(crate) mod gguf;
+mod growth;
 mod pieces;
 mod stream;
 
@@ -104,9 +105,14 @@ impl Tokenizer {
 }
 
 fn from_json(path: &Path) -> Result<tokenizers::Tokenizer, ModelError> {
+    /// What is looked at before the library is given the file; a vocabulary is none of it.
     #[derive(Deserialize)]
     struct Raw {
         model: RawModel,
+        #[serde(default)]
+        normalizer: serde_json::Value,
+        #[serde(default)]
+        post_processor: serde_json::Value,
     }
     #[derive(Deserialize)]
     struct RawModel {
@@ -123,6 +129,7 @@ fn from_json(path: &Path) -> Result<tokenizers::Tokenizer, ModelError> {
             "a prefix of pieces within a word",
         ));
     }
+    growth::check(path, &raw.normalizer, &raw.post_processor)?;
     let mut inner: tokenizers::Tokenizer =
         guarded(|| text.parse()).map_err(|e| ModelError::invalid(path, "tokenizer", e))?;
     // Some files carry the settings of a training run.
