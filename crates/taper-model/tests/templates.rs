@@ -75,6 +75,19 @@ fn templates_come_from_every_place_that_checkpoints_keep_them() {
     assert_eq!(render(json!({"tools": null})), "plain");
     assert_eq!(render(json!({"tools": []})), "tools");
 
+    // Of two files that name a token, as transformers reads them.
+    let template = r#""eos_token": "old", "chat_template": "{{ bos_token }}{{ eos_token }}""#;
+    write("special_tokens_map.json", r#"{"bos_token": {"content": "<b>", "lstrip": false}, "eos_token": "<e>"}"#);
+    write("tokenizer_config.json", &format!("{{{template}}}"));
+    assert_eq!(render(json!({})), "<b><e>");
+    write("tokenizer_config.json", &format!(r#"{{{template}, "added_tokens_decoder": {{}}}}"#));
+    assert_eq!(render(json!({})), "old");
+    write("special_tokens_map.json", r#"{"bos_token": 3}"#);
+    write("tokenizer_config.json", &format!("{{{template}}}"));
+    let error = ChatTemplate::load(&model).unwrap_err().to_string();
+    assert!(error.contains("special_tokens_map.json: bos_token: must be a token's name"), "{error}");
+    write("special_tokens_map.json", "{}");
+
     write("chat_template.jinja", "own {{ strftime_now('%Y') | length }}");
     assert_eq!(render(json!({})), "own 4");
 }
