@@ -188,7 +188,8 @@ fn ends_are_added_where_the_file_wants_them() {
 }
 
 /// The rows are what transformers 4.57's AutoTokenizer gives for the same folders; those without a class, which it takes for
-/// a Llama tokenizer's by config.json, as it does where a flag is there.
+/// a Llama tokenizer's by config.json, as it does where a flag is there. A template without a flag beside it is what
+/// transformers 5 writes, and is read as it does.
 #[test]
 fn flags_of_llama_tokenizers_stand_above_the_post_processor() {
     let mut tokenizer = fixture("llama-bpe")["tokenizer"].clone();
@@ -196,11 +197,14 @@ fn flags_of_llama_tokenizers_stand_above_the_post_processor() {
         "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}});
+    let mut bare = opening.clone();
+    bare["single"].as_array_mut().unwrap().remove(0);
     let bytes = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": false, "use_regex": true});
     let flags = [(None, None), (Some(true), None), (Some(false), None), (None, Some(true)), (Some(false), Some(true))];
     let (heeded, opened, plain) = (["B", "B", "", "BE", "E"], ["B"; 5], [""; 5]);
     for (class, processor, expected) in [
         (Some("LlamaTokenizer"), &opening, heeded),
+        (Some("LlamaTokenizer"), &bare, ["", "B", "", "BE", "E"]),
         (Some("LlamaTokenizerFast"), &bytes, heeded),
         (Some("LlamaTokenizerFast"), &Value::Null, heeded),
         (Some("PreTrainedTokenizerFast"), &opening, opened),

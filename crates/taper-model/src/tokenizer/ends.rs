@@ -30,20 +30,32 @@ pub(super) fn surround(
 }
 
 /// Heeds `add_bos_token` and `add_eos_token`, as the Llama tokenizers of transformers 4 do, vLLM with them, and llama.cpp
-/// in what it converts: they stand above `post_processor`, and `add_bos_token` is true where it is not said.
+/// in what it converts: they stand above `post_processor`, and `add_bos_token` is true where it is not said. Where neither is
+/// there, a template of `tokenizer.json` stands: transformers 5 writes what it adds into that one alone.
 ///
 /// For other classes `tokenizer.json` alone says what stands around a text, in transformers too. A file that names no class
 /// has its flags heeded, and none supposed.
 pub(super) fn from_config(config: &TokenizerConfig, tokenizer: &mut Tokenizer) -> Result<(), ModelError> {
     let (bos, eos) = (config.flag("add_bos_token")?, config.flag("add_eos_token")?);
-    match config.class() {
-        Some("LlamaTokenizer" | "LlamaTokenizerFast" | "CodeLlamaTokenizer" | "CodeLlamaTokenizerFast") => {}
-        None if bos.is_some() || eos.is_some() => {}
-        _ => return Ok(()),
+    let told = bos.is_some() || eos.is_some();
+    let heeded = match config.class() {
+        Some("LlamaTokenizer" | "LlamaTokenizerFast" | "CodeLlamaTokenizer" | "CodeLlamaTokenizerFast") => {
+            told || !has_template(tokenizer)
+        }
+        Some(_) => false,
+        None => told,
+    };
+    if !heeded {
+        return Ok(());
     }
     let opens = wanted(config, tokenizer, "bos_token", "<s>", bos, true)?;
     let closes = wanted(config, tokenizer, "eos_token", "</s>", eos, false)?;
     surround(tokenizer, opens, closes).map_err(|e| ModelError::invalid(config.path(), "add_bos_token", e))
+}
+
+fn has_template(tokenizer: &Tokenizer) -> bool {
+    let description = tokenizer.get_post_processor().map(serde_json::to_string);
+    description.and_then(Result::ok).is_some_and(|text| text.contains(r#""type":"TemplateProcessing""#))
 }
 
 /// The token of a role, where it is to be added. `usual` is its name with Llama's tokenizers where the file has none.
