@@ -315,6 +315,9 @@ pub(super) unsafe fn score_keys<V: Simd, T: KvElement>(
     };
 }
 
+/// Tokens of one head that a thread works on at a time beside others at the same head: fewer are not worth another thread.
+const SHARED_TOKENS: usize = 256;
+
 /// The partial `[group, 2 + head_dim]` of one row and head over a selection, not normalised.
 pub(super) fn attend_head<T: KvElement>(
     isa: Isa,
@@ -329,10 +332,33 @@ pub(super) fn attend_head<T: KvElement>(
         HeadSelection::Keys(keys) => keys.len(),
         HeadSelection::Values(values) => values.ids.len(),
     };
-    let mut weights = vec![0f32; view.group * BLOCK_TOKENS];
-    let mut partial = vec![0f32; view.group * Partial::width(view.head_dim)];
-    run_unit::<T>(isa, view, &Unit { row, head, span: 0..len }, selection, scores, &mut weights, &mut partial);
+    let width = Partial::width(view.head_dim);
+    let parts = parallel::map(len.div_ceil(SHARED_TOKENS).max(1), |i| {
+        let (mut weights, mut part) = (vec![0f32; view.group * BLOCK_TOKENS], vec![0f32; view.group * width]);
+        let unit = Unit { row, head, span: i * SHARED_TOKENS..((i + 1) * SHARED_TOKENS).min(len) };
+        run_unit::<T>(isa, view, &unit, selection, scores, &mut weights, &mut part);
+        part
+    });
+    let mut partial = vec![0f32; view.group * width];
+    for (g, to) in partial.chunks_exact_mut(width).enumerate() {
+        let (head, values) = to.split_at_mut(2);
+        let (max, sum) = add_parts(parts.iter().map(|part| &part[g * width..][..width]), values);
+        head.copy_from_slice(&[max, sum]);
+    }
     partial
+}
+
+/// Adds the weighted values of one query head's partials, in token order, to `values`, which are zeros; returns the largest score and the
+/// sum of the weights.
+fn add_parts<'a>(parts: impl Iterator<Item = &'a [f32]> + Clone, values: &mut [f32]) -> (f32, f32) {
+    let max = parts.clone().map(|p| p[0]).fold(f32::NEG_INFINITY, |a, b| if a > b { a } else { b });
+    let mut sum = 0.0;
+    for part in parts.filter(|p| p[1] != 0.0) {
+        let scale = (part[0] - max).exp();
+        sum += part[1] * scale;
+        values.iter_mut().zip(&part[2..]).for_each(|(to, v)| *to += v * scale);
+    }
+    (max, sum)
 }
 
 /// Merges the partials of each row and head in token order and normalises.
@@ -345,16 +371,9 @@ fn merge<T: KvElement>(units: &[Unit], partials: &[f32], view: &View<T>, out: &m
         let partials = &partials[at * size..(at + units.len()) * size];
         at += units.len();
         for g in 0..view.group {
-            let parts = || partials.chunks_exact(size).map(|p| &p[g * width..][..width]);
-            let max = parts().map(|p| p[0]).fold(f32::NEG_INFINITY, |a, b| if a > b { a } else { b });
             let head = units[0].row * view.q_heads + units[0].head * view.group + g;
             let out = &mut out[head * d..][..d];
-            let mut sum = 0.0;
-            for part in parts().filter(|p| p[1] != 0.0) {
-                let scale = (part[0] - max).exp();
-                sum += part[1] * scale;
-                out.iter_mut().zip(&part[2..]).for_each(|(o, v)| *o += v * scale);
-            }
+            let (_, sum) = add_parts(partials.chunks_exact(size).map(|p| &p[g * width..][..width]), out);
             out.iter_mut().for_each(|o| *o /= sum);
         }
     }

@@ -85,7 +85,7 @@ const NOISY_LOOKS: usize = 5;
 /// is so many times the limit.
 const BENEFIT_OF_DOUBT: f64 = 2.0;
 /// Sampled keys that one thread works on at a time, whole blocks: fewer are not worth another thread.
-const CHUNK_KEYS: usize = 1024;
+const CHUNK_KEYS: usize = 256;
 
 /// The most that a sample of `drawn` keys grows to where its budget is beyond that.
 fn grown(drawn: usize) -> f64 {
