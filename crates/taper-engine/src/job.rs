@@ -42,9 +42,14 @@ impl Job {
         self.beginning.get_or_init(|| backend.beginning(attention, prompt, *question_tokens, salt))
     }
 
-    /// The same once it is known, if it shares anything from the start: what is cached is not scored.
+    /// The same once it is known, if it shares anything from the start.
     pub(crate) fn shared(&self) -> Option<&Beginning> {
-        self.beginning.get().filter(|_| self.request.prompt_logprobs.is_none())
+        self.beginning.get().filter(|_| !self.scores())
+    }
+
+    /// Whether its prompt is scored, which what is cached is not.
+    pub(crate) fn scores(&self) -> bool {
+        self.request.prompt_logprobs.is_some()
     }
 
     /// Sends the last event of a request that failed.

@@ -214,9 +214,9 @@ impl<S> Run<S> {
     pub(crate) fn open<B: Backend<Sequence = S>>(&mut self, backend: &mut B) -> Result<(), RequestError> {
         let Request { attention, prompt, question_tokens, sampling, .. } = &self.job.request;
         let mut fresh = backend.open(attention, sampling.seed, prompt, *question_tokens)?;
-        let beginning = self.job.beginning(backend);
-        // What comes again is not scored again.
-        if self.job.shared().is_some() || self.begun() {
+        // What is cached is not scored; what comes again is not scored again.
+        if !self.job.scores() || self.begun() {
+            let beginning = self.job.beginning(backend);
             backend.reuse(&mut fresh, beginning);
         }
         let cached = backend.cached(&fresh);

@@ -166,9 +166,11 @@ impl<B: Backend> Worker<B> {
     /// same, and others go before it.
     fn admit(&mut self, standing: &mut Vec<Standing>) {
         loop {
+            let any = schedule::admits(standing, self.backend.free_blocks(), self.config.sequences, (0, 1));
             // Not under the queue's lock, on which those wait who have more: it takes a while, the first time.
-            let looked_at = self.queue.first();
-            looked_at.iter().for_each(|job| drop(guard(|| Ok(job.beginning(&self.backend)))));
+            let looked_at = if any { self.queue.first() } else { Vec::new() };
+            let shares = looked_at.iter().filter(|job| !job.scores());
+            shares.for_each(|job| drop(guard(|| Ok(job.beginning(&self.backend)))));
             let fits = |(blocks, sequences), job: &Job| {
                 let free = self.backend.free_blocks();
                 let admits = |blocks| schedule::admits(standing, free, self.config.sequences, (blocks, sequences));
@@ -180,7 +182,6 @@ impl<B: Backend> Worker<B> {
             let waits = |job: &Job| before.is_some_and(|before| before <= job.request.priority);
             // What one that runs is about to compute is not computed twice.
             let held = |job: &Arc<Job>| waits(job) || guard(|| Ok(self.held(job))).unwrap_or(false);
-            let any = schedule::admits(standing, self.backend.free_blocks(), self.config.sequences, (0, 1));
             let next = if any { self.queue.pop_if(held, |job| fits(job.wants(), job)) } else { Next::None };
             let again = || self.preempted.front().is_some_and(|run| fits(run.wants(), run.job()));
             let place = match next {

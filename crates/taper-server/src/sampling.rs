@@ -109,11 +109,11 @@ pub(crate) fn priority(fields: &mut Fields<'_>, app: &App) -> Result<i64> {
 
 /// vLLM's `cache_salt`.
 pub(crate) fn salt(fields: &mut Fields<'_>) -> Result<Option<String>> {
-    let wrong = || format!("cache_salt must be a string of 1 to {MAX_SALT} characters");
-    match fields.get("cache_salt").map(Value::as_str) {
-        None => Ok(None),
-        Some(Some(salt)) if (1..=MAX_SALT).contains(&salt.chars().count()) => Ok(Some(salt.into())),
-        Some(_) => Err(ApiError::invalid("cache_salt", wrong())),
+    match fields.text("cache_salt")? {
+        Some(salt) if !(1..=MAX_SALT).contains(&salt.chars().count()) => {
+            Err(ApiError::invalid("cache_salt", format!("cache_salt must be a string of 1 to {MAX_SALT} characters")))
+        }
+        salt => Ok(salt.map(Into::into)),
     }
 }
 
