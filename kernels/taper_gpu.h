@@ -445,6 +445,22 @@ typedef struct TaperScoreParams {
   int32_t few, reserved;
 } TaperScoreParams;
 
+// Scores of every token by its quantized key (TaperAppendParams). Queries are rounded to bf16.
+typedef struct TaperQuantizedScoreParams {
+  const void* q;                // [rows, q_heads, head_dim]
+  const uint32_t* index;        // [blocks, kv_heads, 5 * head_dim]
+  const uint32_t* block_table;  // [tables, table_stride]
+  const uint32_t* row_table;    // [rows] or null
+  const uint32_t* lens;         // [rows], visible tokens
+  float* out;       // [rows, q_heads, stride]: scaled scores; of a row's last 64 whatever for those that are not visible
+  float* tile_max;  // [rows, q_heads, tile_stride]: of 64 tokens each
+  float* tile_sum;  // as tile_max: sum of exp(score - max)
+  int32_t rows, q_heads, kv_heads, head_dim, dtype, table_stride;
+  int32_t max_len, stride, tile_stride, overlap;  // stride: a multiple of 64
+  float scale;
+  int32_t reserved;
+} TaperQuantizedScoreParams;
+
 // The log-sum-exp of each row and head from what a score pass says of its tiles.
 typedef struct TaperLseParams {
   const float* tile_max;  // as the score pass has them
@@ -548,6 +564,7 @@ typedef struct TaperPagesParams {
 } TaperPagesParams;
 
 int taper_score(const TaperScoreParams* p, TaperStream stream);
+int taper_quantized_score(const TaperQuantizedScoreParams* p, TaperStream stream);
 int taper_lse(const TaperLseParams* p, TaperStream stream);
 int taper_hash_score(const TaperHashScoreParams* p, TaperStream stream);
 int taper_select(const TaperSelectParams* p, TaperStream stream);
@@ -699,6 +716,11 @@ typedef struct TaperAppendParams {
   void* labels;                 // [blocks, kv_heads, 64, width], or null
   void* pages;                  // [blocks, kv_heads, 64 / page, 2 * head_dim]: minima, then maxima; or null
   float* norms;                 // [blocks, kv_heads, 64 / page], the largest norm, rounded up; or null
+  // [blocks, kv_heads, 5 * head_dim], or null: keys of 2 bits a channel, channel by channel within a block of 64 tokens.
+  // Word w * 64 + t, w below head_dim / 16, holds channels 16 w to 16 w + 15 of token t: 16 w + 4 i + m from bit
+  // 8 * {0, 2, 1, 3}[m] + 2 i on. Behind them `base` and `step` [head_dim], bf16: a key is about base + code * step. Step is a
+  // quarter of the range of the visible keys, base half a step above the least, and a code the number of steps in it.
+  uint32_t* quantized;
   int32_t span_count, kv_heads, head_dim, dtype, table_stride;
   int32_t max_blocks;  // that one span touches
   int32_t width, overlap;

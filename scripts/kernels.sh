@@ -41,7 +41,7 @@ mkdir -p "$out"
 # The interface is C, for callers in any language.
 "${CC:-cc}" -std=c11 -Wall -Wextra -Werror -fsyntax-only -x c kernels/taper_gpu.h
 # Without clusters, tensor copies and warpgroup products.
-export TAPER_PORTABLE=" append delta distinct features hash layer merge pick project reduce saap score spread stripes walk "
+export TAPER_PORTABLE=" append delta distinct features hash layer merge pick project quantized reduce saap score spread stripes walk "
 compile() {
   local name older=
   name=$(basename "$2" .cu)

@@ -1,13 +1,17 @@
 // Entry points of the metadata kept beside the cache.
 #include "append.cuh"
+#include "quantized.cuh"
 
 namespace taper {
 namespace {
 
 template <class T, int D>
 cudaError_t go(const AppendParams& p, cudaStream_t s) {
-  return launch(append_kernel<T, D>, dim3(p.max_blocks, p.kv_heads, p.span_count), 128, 0, s,
-                p.overlap != 0, p);
+  const dim3 grid(p.max_blocks, p.kv_heads, p.span_count);
+  cudaError_t e = cudaSuccess;
+  if (p.quantized) e = launch(quantize_kernel<T, D>, grid, 128, 0, s, p.overlap != 0, p);
+  const bool more = p.upper || p.lower || p.mean || p.pages || p.norms || p.labels;
+  return e == cudaSuccess && more ? launch(append_kernel<T, D>, grid, 128, 0, s, p.overlap != 0, p) : e;
 }
 
 }  // namespace

@@ -6,6 +6,7 @@ use super::error::Result;
 use super::ffi::{self, TaperAppendParams, TaperAssignParams, TaperChooseParams, TaperCodeParams, TaperIndexParams};
 use super::ffi::{TaperClusteredParams, TaperHashScoreParams, TaperLinearParams, TaperNearestParams, TaperProbeParams};
 use super::op::{Op, renews};
+use super::quantized::words;
 use super::sample::{Scratch, prepare};
 use crate::index::clusters::MOST_ON_DEVICE;
 use crate::kv::BLOCK_TOKENS;
@@ -35,6 +36,8 @@ pub struct Metadata<'a> {
     pub pages: Option<&'a Tensor>,
     /// The largest norm of each page's visible rows, rounded up `[blocks, kv_heads, pages of a block, 1]`, f32.
     pub norms: Option<&'a Tensor>,
+    /// 2 bits a channel of each block's visible keys, `[blocks, kv_heads, 1, 5 head_dim]`, u32: taper_gpu.h says how.
+    pub quantized: Option<&'a Tensor>,
 }
 
 /// Spans as the interface takes them, each of which must have tokens, within one of so many tables of so many blocks.
@@ -86,6 +89,7 @@ pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], first: usize, to: &Me
         labels: op.maybe("labels", to.labels.map(|l| l.0), dtype, [blocks, kv_heads, BLOCK_TOKENS, width])?,
         pages: op.maybe("pages", to.pages, dtype, [blocks, kv_heads, pages, 2 * head_dim])?,
         norms: op.maybe("norms", to.norms, DType::F32, [blocks, kv_heads, pages, 1])?,
+        quantized: op.maybe("quantized", to.quantized, DType::U32, [blocks, kv_heads, 1, words(head_dim)])?,
         page: op.int("pages", BLOCK_TOKENS / pages)?,
         span_count: op.int("spans", spans.len())?,
         kv_heads: op.int("k", kv_heads)?,

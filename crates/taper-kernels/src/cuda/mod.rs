@@ -30,6 +30,7 @@ mod prefill;
 mod probe;
 mod product;
 mod project;
+mod quantized;
 mod range;
 mod sample;
 mod score;
@@ -54,6 +55,7 @@ pub use prefill::{KeyLists, RunLists, Sparse, TILE_ROWS, Tile, Tiles, prefill_ti
 pub use product::{
     AfterAttention, Inputs, after_attention, after_attention_at_once, product, product_add, product_gated, product_into,
 };
+pub use quantized::quantized_scores;
 pub use range::HostTail;
 pub use sample::{Sampled, Scratch, Streams, draw, listed, sampled};
 pub use score::{Between, Scores, View, pick_blocks, scores, top_k, top_k_by, top_p};

@@ -107,10 +107,8 @@ pub fn scores(batch: &Batch, q: &Tensor, view: View, scale: f32) -> Result<Score
     let at = ViewAt::new(&op, view, &ON_DEVICE, (blocks, kv_heads))?;
     let ViewAt { dtype, width, per_block, .. } = at;
     let page = BLOCK_TOKENS / per_block;
-    let entries = batch.max_len.div_ceil(page).next_multiple_of(64);
-    let tiles = entries / 64;
-    let scores = op.lent((rows, q_heads, entries), DType::F32)?;
-    let (top, sum) = (op.empty((rows, q_heads, tiles), DType::F32)?, op.empty((rows, q_heads, tiles), DType::F32)?);
+    let of = Passed::new(&op, (rows, q_heads), batch.max_len, page)?;
+    let (entries, tiles) = (of.entries, of.entries / 64);
     let p = TaperScoreParams {
         q: op.at("q", q, dtype, [rows, q_heads, width])?,
         view: at.upper.cast(),
@@ -119,9 +117,9 @@ pub fn scores(batch: &Batch, q: &Tensor, view: View, scale: f32) -> Result<Score
         block_table: op.at("tables", batch.tables, DType::U32, [tables, stride])?,
         row_table: op.maybe("row_tables", batch.row_tables, DType::U32, [rows])?,
         lens: op.at("lens", batch.lens, DType::U32, [rows])?,
-        out: op.at("out", &scores, DType::F32, [rows, q_heads, entries])?,
-        tile_max: op.at("tiles", &top, DType::F32, [rows, q_heads, tiles])?,
-        tile_sum: op.at("tiles", &sum, DType::F32, [rows, q_heads, tiles])?,
+        out: op.at("out", &of.scores, DType::F32, [rows, q_heads, entries])?,
+        tile_max: op.at("tiles", &of.top, DType::F32, [rows, q_heads, tiles])?,
+        tile_sum: op.at("tiles", &of.sum, DType::F32, [rows, q_heads, tiles])?,
         rows: op.int("q", rows)?,
         q_heads: op.int("q", q_heads)?,
         kv_heads: op.int("kv", kv_heads)?,
@@ -139,22 +137,50 @@ pub fn scores(batch: &Batch, q: &Tensor, view: View, scale: f32) -> Result<Score
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_score, &p) }?;
-    let lse = op.empty((rows, q_heads), DType::F32)?;
-    let p = TaperLseParams {
-        tile_max: p.tile_max,
-        tile_sum: p.tile_sum,
-        lens: p.lens,
-        lse: op.at("lse", &lse, DType::F32, [rows, q_heads])?,
-        rows: p.rows,
-        q_heads: p.q_heads,
-        tile_stride: p.tile_stride,
-        page: op.int("view", page)?,
-        overlap: 1,
-        reserved: 0,
-    };
-    // SAFETY: likewise.
-    unsafe { op.launch(ffi::taper_lse, &p) }?;
-    Ok(Scores { scores, tiles: (top, sum), lse, page })
+    of.summed(&op, batch)
+}
+
+/// What a score pass writes, behind which the log-sum-exp is taken.
+pub(super) struct Passed {
+    /// `[R, q_heads, entries]`, f32, and how many entries: a multiple of 64.
+    pub scores: Lent,
+    pub entries: usize,
+    /// `[R, q_heads, entries / 64]`, f32.
+    pub top: Tensor,
+    pub sum: Tensor,
+    page: usize,
+}
+
+impl Passed {
+    /// Room for pages of so many tokens of rows that see up to `max_len`.
+    pub fn new(op: &Op, (rows, q_heads): (usize, usize), max_len: usize, page: usize) -> Result<Self> {
+        let entries = max_len.div_ceil(page).next_multiple_of(64);
+        let tiles = entries / 64;
+        let scores = op.lent((rows, q_heads, entries), DType::F32)?;
+        let (top, sum) = (op.empty((rows, q_heads, tiles), DType::F32)?, op.empty((rows, q_heads, tiles), DType::F32)?);
+        Ok(Self { scores, entries, top, sum, page })
+    }
+
+    /// The launch that is to follow the pass, with what that has written.
+    pub fn summed(self, op: &Op, batch: &Batch) -> Result<Scores> {
+        let (rows, q_heads, tiles) = self.top.dims3()?;
+        let lse = op.empty((rows, q_heads), DType::F32)?;
+        let p = TaperLseParams {
+            tile_max: op.at("tiles", &self.top, DType::F32, [rows, q_heads, tiles])?,
+            tile_sum: op.at("tiles", &self.sum, DType::F32, [rows, q_heads, tiles])?,
+            lens: op.at("lens", batch.lens, DType::U32, [rows])?,
+            lse: op.at("lse", &lse, DType::F32, [rows, q_heads])?,
+            rows: op.int("q", rows)?,
+            q_heads: op.int("q", q_heads)?,
+            tile_stride: op.int("max_len", tiles)?,
+            page: op.int("view", self.page)?,
+            overlap: 1,
+            reserved: 0,
+        };
+        // SAFETY: every address was checked against the shapes given beside it.
+        unsafe { op.launch(ffi::taper_lse, &p) }?;
+        Ok(Scores { scores: self.scores, tiles: (self.top, self.sum), lse, page: self.page })
+    }
 }
 
 /// The sinks and the window of each row, as [`Lists`]; candidates lie between them.

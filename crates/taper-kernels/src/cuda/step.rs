@@ -14,7 +14,8 @@ mod values;
 
 pub(crate) use choose::{Scored, scores, top_p, top_paying};
 pub(crate) use index::{
-    bounds, equal_bits, extend_bounds, extend_clusters, extend_codes, extend_labels, extend_norms, labels, probe,
+    bounds, equal_bits, extend_bounds, extend_clusters, extend_codes, extend_labels, extend_norms, extend_quantized,
+    labels, probe, quantized,
 };
 pub(crate) use project::{Kept, per_head, products, undo};
 pub(crate) use sample::{sample, sample_certain, sample_some};

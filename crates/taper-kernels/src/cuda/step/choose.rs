@@ -5,6 +5,7 @@ use super::{Chosen, Step};
 use crate::cuda::batch::{Batch, Lists};
 use crate::cuda::error::Result;
 use crate::cuda::op::Op;
+use crate::cuda::quantized::quantized_scores;
 use crate::cuda::score::{self, Between, How, Scores, View, select};
 use crate::decode::{Decode, DecodeRow, Over, Selection, of_pages, sink_window};
 use crate::kv::BLOCK_TOKENS;
@@ -37,7 +38,18 @@ impl Scored {
     pub(super) fn by_view(step: Arc<Step>, q: Option<&Tensor>, view: View, wanted: &[bool]) -> Result<Self> {
         let batch = step.batch();
         let scores = score::scores(&batch, q.unwrap_or(batch.q), view, scale(&batch))?;
-        Ok(Self { by: By::Shares(Arc::new(scores)), wanted: wanted.to_vec(), step })
+        Ok(Self::by_scores(step, scores, wanted))
+    }
+
+    /// By scores of quantized keys.
+    pub(super) fn by_quantized(step: Arc<Step>, index: &Tensor, wanted: &[bool]) -> Result<Self> {
+        let batch = step.batch();
+        let scores = quantized_scores(&batch, index, scale(&batch))?;
+        Ok(Self::by_scores(step, scores, wanted))
+    }
+
+    fn by_scores(step: Arc<Step>, scores: Scores, wanted: &[bool]) -> Self {
+        Self { step, by: By::Shares(Arc::new(scores)), wanted: wanted.to_vec() }
     }
 
     /// By bounds of pages.

@@ -53,6 +53,11 @@ pub(crate) fn extend_labels(index: &Tensor, k: &Tensor, parts: &[Part], channels
     extend(&op, k, parts, &Metadata { labels: Some((index, &channels)), ..Metadata::default() })
 }
 
+/// [`crate::index`]'s quantized keys, whose checks the caller has made.
+pub(crate) fn extend_quantized(index: &Tensor, k: &Tensor, parts: &[Part]) -> Result<()> {
+    extend(&Op::new("quantized", "k", k)?, k, parts, &Metadata { quantized: Some(index), ..Metadata::default() })
+}
+
 /// Tokens that are projected at a time: what that takes of memory does not grow with the sequence.
 const TOKENS_AT_ONCE: usize = 8192;
 
@@ -158,6 +163,12 @@ pub(crate) fn labels(batch: &Decode, index: &Tensor, channels: &[Vec<u32>], want
     let channels = op.kept(&channels.concat(), [channels.len(), index.dim(3)?])?;
     let q = project::channels(step.batch().q, &channels)?;
     Scored::by_view(step.clone(), Some(&q), View::Rows(index), &super::wanted(batch.rows, wanted))
+}
+
+/// Importance by quantized keys, whose checks the caller has made.
+pub(crate) fn quantized(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<Scored> {
+    let op = Op::new("quantized", "q", batch.q)?;
+    Scored::by_quantized(Step::new(&op, batch)?, index, &super::wanted(batch.rows, wanted))
 }
 
 /// [`crate::index::codes::importance`], whose checks the caller has made.

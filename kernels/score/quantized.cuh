@@ -1,0 +1,194 @@
+// Scores of query rows against quantized keys (taper_gpu.h says how they lie), every token of each row.
+//
+// One warp scores a block of 64 tokens for all heads of a group. Two bits of a key become a bf16 by the mask and the or of
+// one instruction, as the mantissa of 128 + 4^s code for one of three places s; queries multiplied by steps and 4^-s undo
+// the place, and the sum of the 128s is taken off by a product of the same numbers. That product and the one with the
+// block's base begin the accumulators.
+#pragma once
+
+#include "../common/launch.cuh"
+#include "../common/ptx.cuh"
+
+namespace taper {
+
+using QuantizedScoreParams = TaperQuantizedScoreParams;
+
+// Blocks of a warp that are on their way or being scored: in shared memory, so that no registers wait for them.
+constexpr int kQuantizedWarps = 4, kQuantizedStages = 4;
+
+__device__ __forceinline__ uint32_t multiply2(uint32_t x, uint32_t y) {
+  const __nv_bfloat162 z = __hmul2(reinterpret_cast<const __nv_bfloat162&>(x), reinterpret_cast<const __nv_bfloat162&>(y));
+  return reinterpret_cast<const uint32_t&>(z);
+}
+// Pair k of a word's channels, k in 0 .. 7.
+__device__ __forceinline__ constexpr int place_of(int k) { return k % 3; }
+__device__ __forceinline__ uint32_t code2(uint32_t word, int k) {
+  return ((word >> (6 * (k / 3))) & (0x00030003u << (2 * place_of(k)))) | 0x43004300u;
+}
+// Which of the eight pairs of adjacent channels that is.
+__device__ __forceinline__ constexpr int channels_of(int k) { return k < 4 ? 2 * k : 2 * k - 7; }
+
+// One row's group of queries, and the copies of the blocks that a warp scores for them.
+template <class T, int W, int NT>
+struct QuantizedScorer {
+  static constexpr int kWords = W / 4, kBytes = 320 * W, kPieces = kBytes / 16, kCodes = 16 * W;
+  uint32_t ring;  // shared memory, kQuantizedStages blocks
+  int lane, quad, line;
+  uint32_t q[NT][kWords][8];  // channels 16 (quad + 4 j) on of head 8 t + lane / 4
+
+  // `first`: the group's first query.
+  __device__ __forceinline__ void load_queries(const T* first, int group) {
+#pragma unroll
+    for (int t = 0; t < NT; ++t)
+#pragma unroll
+      for (int j = 0; j < kWords; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int h = 8 * t + line;
+          uint4 raw = make_uint4(0, 0, 0, 0);
+          if (h < group) raw = reinterpret_cast<const uint4*>(first + (int64_t)h * 16 * W)[2 * (quad + 4 * j) + half];
+          const T* x = reinterpret_cast<const T*>(&raw);
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            q[t][j][4 * half + i] = pack2<__nv_bfloat16>(to_float(x[2 * i]), to_float(x[2 * i + 1]));
+        }
+  }
+  // Pieces of 16 bytes: those of four words stand at other columns each, or the four quads would read of the same banks.
+  __device__ __forceinline__ void fetch(uint32_t stage, const uint8_t* from) const {
+#pragma unroll
+    for (int i = 0; 32 * i < kPieces; ++i) {
+      const int piece = 32 * i + lane, to = 32 * i < kCodes ? piece ^ (piece >> 3 & 6) : piece;
+      if (32 * i + 32 <= kPieces || piece < kPieces) cp_async16(ring + stage * kBytes + 16 * to, from + 16 * piece);
+    }
+  }
+  __device__ __forceinline__ void load8(uint32_t (&x)[8], uint32_t first, uint32_t second) const {
+    const uint4 a = ld_shared_v4(first), b = ld_shared_v4(second);
+    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+  }
+  // Accumulator e of tile i: head 8 t + 2 quad + e % 2, token 4 line + i % 2 * 2 + e / 2 of the block's half i / 2.
+  __device__ __forceinline__ void score(float (&c)[NT][4][4], uint32_t stage) const {
+    const uint32_t at = ring + stage * kBytes;
+    uint32_t scaled[NT][kWords][8];
+    float base_of[NT][kWords][4] = {}, less[NT][kWords][4] = {};
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) {
+      uint32_t base[8], step[8];
+      const uint32_t own = at + 16 * kCodes + 32 * (quad + 4 * j);
+      load8(base, own, own + 16);
+      load8(step, own + 32 * W, own + 32 * W + 16);
+#pragma unroll
+      for (int t = 0; t < NT; ++t)
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+          scaled[t][j][k] = multiply2(q[t][j][channels_of(k)], step[channels_of(k)]);
+          // 1, 1/4, 1/16: exact.
+          if (place_of(k) > 0) scaled[t][j][k] = multiply2(scaled[t][j][k], place_of(k) == 1 ? 0x3E803E80u : 0x3D803D80u);
+        }
+#pragma unroll
+      for (int m = 0; m < 8; m += 2)
+#pragma unroll
+        for (int t = 0; t < NT; ++t) {
+          constexpr uint32_t kLess = 0xC300C300u;  // -128
+          mma_16x8x16<__nv_bfloat16>(base_of[t][j], base[m], base[m], base[m + 1], base[m + 1], q[t][j][m],
+                                     q[t][j][m + 1]);
+          mma_16x8x16<__nv_bfloat16>(less[t][j], kLess, kLess, kLess, kLess, scaled[t][j][m], scaled[t][j][m + 1]);
+        }
+    }
+#pragma unroll
+    for (int t = 0; t < NT; ++t)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float all = base_of[t][0][e] + less[t][0][e];
+#pragma unroll
+        for (int j = 1; j < kWords; ++j) all += base_of[t][j][e] + less[t][j][e];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) c[t][i][e] = all;
+      }
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) {
+      // Tokens 4 line to 4 line + 3 of both halves.
+      uint32_t word[8];
+      const uint32_t own = at + 256 * (quad + 4 * j) + 16 * (line ^ 2 * quad);
+      load8(word, own, own + 128);
+#pragma unroll
+      for (int m = 0; m < 8; m += 2)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t a0 = code2(word[2 * i], m), a1 = code2(word[2 * i + 1], m), a2 = code2(word[2 * i], m + 1),
+                         a3 = code2(word[2 * i + 1], m + 1);
+#pragma unroll
+          for (int t = 0; t < NT; ++t)
+            mma_16x8x16<__nv_bfloat16>(c[t][i], a0, a1, a2, a3, scaled[t][j][m], scaled[t][j][m + 1]);
+        }
+    }
+  }
+};
+
+template <class T, int W, int NT>
+__global__ void __launch_bounds__(kQuantizedWarps * 32, NT == 1 ? 4 : 3) quantized_kernel(const QuantizedScoreParams p) {
+  using Scorer = QuantizedScorer<T, W, NT>;
+  __shared__ __align__(128) uint8_t rings[kQuantizedWarps][kQuantizedStages * Scorer::kBytes];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane & 3, line = lane >> 2;
+  const int kv_head = blockIdx.y, row = blockIdx.z, group = p.q_heads / p.kv_heads;
+  wait_for_predecessor();
+  launch_dependents();
+  const uint32_t len = p.lens[row], blocks = (len + kBlock - 1) / kBlock;
+  const uint32_t first = blockIdx.x * kQuantizedWarps + warp, pace = gridDim.x * kQuantizedWarps;
+  if (first >= blocks) return;
+  const uint32_t runs = (blocks - first + pace - 1) / pace;
+  const uint32_t* table = p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
+  const int64_t head = (int64_t)row * p.q_heads + kv_head * group;
+  Scorer scorer{smem_u32(rings[warp]), lane, quad, line};
+
+  // The table's words come 32 runs at a time, one a lane.
+  uint32_t named = 0;
+  auto fetch = [&](uint32_t run) {
+    if (run < runs) {
+      if (run % 32 == 0) named = table[min(first + (run + lane) * pace, blocks - 1)];
+      const uint64_t block = __shfl_sync(~0u, named, run % 32);
+      scorer.fetch(run % kQuantizedStages,
+                   reinterpret_cast<const uint8_t*>(p.index) + (block * p.kv_heads + kv_head) * Scorer::kBytes);
+    }
+    cp_async_commit();
+  };
+#pragma unroll 1
+  for (uint32_t run = 0; run < kQuantizedStages - 1; ++run) fetch(run);
+  scorer.load_queries(static_cast<const T*>(p.q) + head * 16 * W, group);
+#pragma unroll 1
+  for (uint32_t run = 0; run < runs; ++run) {
+    cp_async_wait<kQuantizedStages - 2>();
+    __syncwarp();  // The whole warp's copies are there, and all have read what the next one is written over.
+    fetch(run + kQuantizedStages - 1);
+    float c[NT][4][4];
+    scorer.score(c, run % kQuantizedStages);
+
+    const uint32_t block = first + run * pace, left = len - block * kBlock;
+    auto visible = [&](int s) { return 4 * line + 32 * (s / 4) + s % 4 < left; };
+#pragma unroll
+    for (int t = 0; t < NT; ++t)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float v[8], top = -INFINITY, sum = 0.f;
+#pragma unroll
+        for (int s = 0; s < 8; ++s) {
+          v[s] = c[t][s / 2][2 * (s & 1) + e] * p.scale;
+          if (visible(s)) top = fmaxf(top, v[s]);
+        }
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+#pragma unroll
+        for (int s = 0; s < 8; ++s)
+          if (visible(s)) sum += exp2_fast((v[s] - top) * kLog2e);
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+        const int h = 8 * t + 2 * quad + e;
+        if (h >= group) continue;
+        float4* to = reinterpret_cast<float4*>(p.out + (head + h) * p.stride + (int64_t)block * kBlock) + line;
+        to[0] = make_float4(v[0], v[1], v[2], v[3]);
+        to[8] = make_float4(v[4], v[5], v[6], v[7]);
+        if (line == 0) p.tile_max[(head + h) * p.tile_stride + block] = top, p.tile_sum[(head + h) * p.tile_stride + block] = sum;
+      }
+  }
+}
+
+}  // namespace taper
