@@ -12,7 +12,7 @@ DEV = "cuda"
 
 AppendParams = struct("AppendParams", [
     ("k", P), ("block_table", P), ("spans", P), ("channels", P), ("upper", P), ("lower", P),
-    ("mean", P), ("labels", P), ("pages", P), ("norms", P), ("span_count", I32),
+    ("mean", P), ("labels", P), ("pages", P), ("norms", P), ("quantized", P), ("span_count", I32),
     ("kv_heads", I32), ("head_dim", I32), ("dtype", I32), ("table_stride", I32), ("max_blocks", I32), ("width", I32),
     ("overlap", I32), ("page", I32), ("reserved", I32)])
 CodeParams = struct("CodeParams", [
@@ -35,7 +35,7 @@ class Append:
         self.keep = (cache, channels)
         self.p = AppendParams(
             ptr(cache.k), ptr(cache.table), ptr(self.spans), ptr(channels), ptr(self.upper),
-            ptr(self.lower), ptr(self.mean), ptr(self.labels), None, None, len(spans),
+            ptr(self.lower), ptr(self.mean), ptr(self.labels), None, None, None, len(spans),
             cache.kv_heads, cache.head_dim, DTYPE[cache.dtype], cache.table.stride(0), most, width, int(overlap))
 
     def __call__(self):

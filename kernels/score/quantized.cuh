@@ -182,11 +182,15 @@ __global__ void __launch_bounds__(kQuantizedWarps * 32, NT == 1 ? 4 : 3) quantiz
 #pragma unroll
         for (int d = 4; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
         const int h = 8 * t + 2 * quad + e;
-        if (h >= group) continue;
-        float4* to = reinterpret_cast<float4*>(p.out + (head + h) * p.stride + (int64_t)block * kBlock) + line;
-        to[0] = make_float4(v[0], v[1], v[2], v[3]);
-        to[8] = make_float4(v[4], v[5], v[6], v[7]);
-        if (line == 0) p.tile_max[(head + h) * p.tile_stride + block] = top, p.tile_sum[(head + h) * p.tile_stride + block] = sum;
+        if (h < group) {
+          float4* to = reinterpret_cast<float4*>(p.out + (head + h) * p.stride + (int64_t)block * kBlock) + line;
+          to[0] = make_float4(v[0], v[1], v[2], v[3]);
+          to[8] = make_float4(v[4], v[5], v[6], v[7]);
+          if (line == 0) {
+            p.tile_max[(head + h) * p.tile_stride + block] = top;
+            p.tile_sum[(head + h) * p.tile_stride + block] = sum;
+          }
+        }
       }
   }
 }

@@ -9,6 +9,7 @@ mod lists;
 mod prefill;
 mod probe;
 mod project;
+mod quantized;
 mod sample;
 mod select;
 mod step;

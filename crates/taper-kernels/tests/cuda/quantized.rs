@@ -1,0 +1,238 @@
+//! Keys at 2 bits a channel: what is kept of them, and scores by it.
+
+use crate::cache::{Caches, Numbers, Queries, below, device, elements, u32s};
+use candle_core::{DType, Device, Tensor};
+use half::bf16;
+use taper_kernels::cuda::index::{Metadata, Span, extend};
+use taper_kernels::cuda::{Batch, Scores, quantized_scores};
+use taper_kernels::kv::BLOCK_TOKENS;
+
+/// What no launch writes.
+const UNWRITTEN: u32 = 0xDEAD_BEEF;
+const SHAPES: [(DType, usize); 4] = [(DType::BF16, 128), (DType::F16, 128), (DType::BF16, 64), (DType::F16, 64)];
+
+/// The words of a block of which so many rows are visible, by its keys `[64, d]`.
+fn words(keys: &[f64], rows: usize, d: usize) -> Vec<u32> {
+    let mut words = vec![0u32; 64 * d / 16];
+    let (mut base, mut step) = (Vec::new(), Vec::new());
+    for c in 0..d {
+        let line: Vec<f32> = (0..rows).map(|r| keys[r * d + c] as f32).collect();
+        let (mut lo, mut hi) = (line[0], line[0]);
+        for &x in &line {
+            lo = if x < lo || x.is_nan() { x } else { lo };
+            hi = if x > hi || x.is_nan() { x } else { hi };
+        }
+        let one = (hi - lo) * 0.25;
+        let limits = [1.0f32, 2.0, 3.0].map(|i| lo + i * one);
+        for (t, x) in line.iter().enumerate() {
+            let code = limits.iter().filter(|limit| x >= limit).count() as u32;
+            let (i, m) = (c % 16 / 4, c % 4);
+            words[c / 16 * 64 + t] |= code << (8 * [0, 2, 1, 3][m] + 2 * i);
+        }
+        base.push(bf16::from_f32(lo + 0.5 * one));
+        step.push(bf16::from_f32(one));
+    }
+    let pair = |two: &[bf16]| u32::from(two[0].to_bits()) | u32::from(two[1].to_bits()) << 16;
+    words.extend(base.chunks(2).chain(step.chunks(2)).map(pair));
+    words
+}
+
+fn halves(word: u32) -> [bf16; 2] {
+    [bf16::from_bits(word as u16), bf16::from_bits((word >> 16) as u16)]
+}
+
+/// An index of the cache in which nothing is yet.
+fn unwritten(caches: &Caches) -> Tensor {
+    let shape = (caches.cuda.0.dim(0).unwrap(), caches.kv_heads, 1, 5 * caches.head_dim);
+    Tensor::full(UNWRITTEN, shape, &device()).unwrap().contiguous().unwrap()
+}
+
+/// Takes in the tokens of every sequence from one to another, those that it has.
+fn take(caches: &Caches, index: &Tensor, from: usize, to: usize) {
+    let span = |(&n, table): (&usize, u32)| Span { table, tokens: (from as u32, to.min(n) as u32) };
+    let spans: Vec<Span> = caches.lens.iter().zip(0..).map(span).filter(|s| s.tokens.0 < s.tokens.1).collect();
+    let to = Metadata { quantized: Some(index), ..Metadata::default() };
+    extend(&caches.cuda.0, &caches.device_tables(), &spans, from, &to).unwrap();
+}
+
+fn read(index: &Tensor) -> Vec<u32> {
+    index.to_device(&Device::Cpu).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Fails unless the index has what a reference makes of the first `visible` tokens of each sequence, and nothing else.
+#[track_caller]
+fn right(caches: &Caches, index: &Tensor, visible: usize, what: &str) {
+    let (keys, got, d) = (elements(&caches.cpu.0), read(index), caches.head_dim);
+    let mut expected = vec![vec![UNWRITTEN; 5 * d]; got.len() / (5 * d)];
+    for (table, &n) in caches.tables.iter().zip(&caches.lens) {
+        for (b, &block) in table.iter().enumerate() {
+            let rows = n.min(visible).saturating_sub(b * BLOCK_TOKENS).min(BLOCK_TOKENS);
+            for head in 0..caches.kv_heads {
+                let at = block as usize * caches.kv_heads + head;
+                if rows > 0 {
+                    expected[at] = words(&keys[at * BLOCK_TOKENS * d..][..BLOCK_TOKENS * d], rows, d);
+                } else {
+                    expected[at] = got[at * 5 * d..][..5 * d].to_vec();
+                }
+            }
+        }
+    }
+    for (at, (got, expected)) in got.chunks(5 * d).zip(&expected).enumerate() {
+        let (codes, lines) = got.split_at(4 * d);
+        assert_eq!(codes, &expected[..4 * d], "{what}: codes of block {at}");
+        let same = |(a, b): (bf16, bf16)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
+        let equal = |(a, b): (&u32, &u32)| halves(*a).into_iter().zip(halves(*b)).all(same);
+        assert!(lines.iter().zip(&expected[4 * d..]).all(equal), "{what}: steps of block {at}");
+    }
+}
+
+#[test]
+fn a_block_is_a_function_of_its_visible_keys() {
+    let mut numbers = Numbers(121);
+    for (dtype, d) in SHAPES {
+        let lens = [1, 63, 64, 65, 150];
+        let caches = Caches::new(&mut numbers, &lens, 2, d, dtype, 0.0);
+        // Channels that are one number, zeros of both signs, of any size; and some that are not finite.
+        let mut odd = numbers.tensor(&[150, 2, d], dtype).flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        for (i, x) in odd.iter_mut().enumerate() {
+            *x = match i % d {
+                0 => 0.75,
+                1 => 0.0 * x.signum(),
+                2 => *x * 1e-6,
+                3 => *x * 3e4 / 5.0,
+                4 if i / (2 * d) == 100 => f32::NAN,
+                5 if i / (2 * d) == 90 => f32::INFINITY,
+                6 if i / (2 * d) == 80 => f32::NEG_INFINITY,
+                _ => *x,
+            };
+        }
+        let odd = Tensor::from_vec(odd, (150, 2, d), &Device::Cpu).unwrap();
+        caches.set_keys(4, &odd.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap());
+
+        let what = format!("{dtype:?} {d}");
+        let whole = unwritten(&caches);
+        take(&caches, &whole, 0, 150);
+        right(&caches, &whole, 150, &format!("{what} at once"));
+        let grown = unwritten(&caches);
+        for n in 0..150 {
+            take(&caches, &grown, n, n + 1);
+            if n % 50 == 13 {
+                right(&caches, &grown, n + 1, &format!("{what} row {n}"));
+            }
+        }
+        assert_eq!(read(&grown), read(&whole), "{what} row by row");
+        // Truncated, and grown again from there.
+        take(&caches, &whole, 40, 41);
+        right(&caches, &whole, 41, &format!("{what} cut"));
+        take(&caches, &whole, 41, 150);
+        assert_eq!(read(&whole), read(&grown), "{what} grown again");
+    }
+}
+
+/// Scaled scores of each row and head over its tokens, in f64, by what the index says.
+fn expected(caches: &Caches, queries: &Queries, index: &[u32], scale: f64) -> Vec<Vec<Vec<f64>>> {
+    let (d, q) = (caches.head_dim, queries.cpu.to_vec3::<f32>().unwrap());
+    let key = |words: &[u32], t: usize| -> Vec<f64> {
+        let line = |first: usize, c: usize| halves(words[first + c / 2])[c % 2].to_f64();
+        let code = |c: usize| words[c / 16 * 64 + t] >> (8 * [0, 2, 1, 3][c % 4] + 2 * (c % 16 / 4)) & 3;
+        (0..d).map(|c| line(4 * d, c) + line(4 * d + d / 2, c) * f64::from(code(c))).collect()
+    };
+    let row = |(row, (table, &n)): (usize, (&Vec<u32>, &usize))| {
+        let group = q[row].len() / caches.kv_heads;
+        let keys = |head: usize| -> Vec<Vec<f64>> {
+            let words = |t: usize| (table[t / BLOCK_TOKENS] as usize * caches.kv_heads + head) * 5 * d;
+            (0..n).map(|t| key(&index[words(t)..][..5 * d], t % BLOCK_TOKENS)).collect()
+        };
+        let head = |head: usize| {
+            let keys = keys(head);
+            let line = |q: &Vec<f32>| {
+                let dot = |k: &Vec<f64>| q.iter().zip(k).map(|(q, k)| f64::from(*q) * k).sum::<f64>() * scale;
+                keys.iter().map(dot).collect::<Vec<f64>>()
+            };
+            q[row][head * group..][..group].iter().map(line).collect::<Vec<_>>()
+        };
+        (0..caches.kv_heads).flat_map(head).collect()
+    };
+    caches.tables.iter().zip(&caches.lens).enumerate().map(row).collect()
+}
+
+fn scored(batch: &Batch, index: &Tensor) -> (Vec<Vec<Vec<f32>>>, Vec<Vec<f32>>) {
+    let found: Scores = quantized_scores(batch, index, 1.0 / (batch.q.dim(2).unwrap() as f32).sqrt()).unwrap();
+    (found.values().to_vec3().unwrap(), found.lse().to_vec2().unwrap())
+}
+
+#[test]
+fn scores_agree_with_f64_whatever_else_is_in_the_batch() {
+    let mut numbers = Numbers(122);
+    let lens = [1, 63, 64, 65, 1000, 5003];
+    for (dtype, d) in SHAPES {
+        for (kv_heads, group) in [(2, 1), (1, 3), (2, 4), (1, 8), (1, 16)] {
+            let what = format!("{dtype:?} {d} {kv_heads}x{group}");
+            let caches = Caches::new(&mut numbers, &lens, kv_heads, d, dtype, 0.0);
+            let queries = Queries::new(&mut numbers, &caches, group);
+            let index = unwritten(&caches);
+            take(&caches, &index, 0, 5003);
+            let batch = queries.batch(&caches);
+            let (values, lse) = scored(&batch, &index);
+            let want = expected(&caches, &queries, &read(&index), 1.0 / (d as f64).sqrt());
+            for (row, &n) in lens.iter().enumerate() {
+                let (q, table, len) =
+                    (batch.q.narrow(0, row, 1).unwrap(), u32s(vec![row as u32]), u32s(vec![n as u32]));
+                let alone = Batch { q: &q, row_tables: Some(&table), lens: &len, max_len: n, ..queries.batch(&caches) };
+                let (own, own_lse) = scored(&alone, &index);
+                for (head, want) in want[row].iter().enumerate() {
+                    let got = &values[row][head][..n];
+                    let most = want.iter().fold(0.0f64, |most, x| most.max(x.abs()));
+                    let apart = got.iter().zip(want).fold(0.0f64, |apart, (a, b)| {
+                        let off = (f64::from(*a) - b).abs();
+                        if off.is_nan() { off } else { apart.max(off) }
+                    });
+                    below(apart / most, 1e-2, &format!("{what} row {row} head {head}"));
+                    let sum: f64 = got.iter().map(|&x| f64::from(x).exp()).sum();
+                    below((f64::from(lse[row][head]) - sum.ln()).abs(), 1e-3, &format!("{what} row {row} lse"));
+                    let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                    assert_eq!(bits(&own[0][head][..n]), bits(got), "{what} row {row} alone");
+                    assert_eq!(own_lse[0][head].to_bits(), lse[row][head].to_bits(), "{what} row {row} lse alone");
+                }
+            }
+        }
+    }
+}
+
+/// A key that is no number takes its block's scores with it, and no other's; a query its own head's.
+#[test]
+fn what_is_no_number_stays_where_it_is() {
+    let mut numbers = Numbers(123);
+    let (dtype, d, lens, group) = (DType::BF16, 128, [130, 200], 4);
+    let caches = Caches::new(&mut numbers, &lens, 2, d, dtype, 0.0);
+    let mut keys = numbers.tensor(&[130, 2, d], dtype).flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    keys[(70 * 2) * d + 5] = f32::NAN;
+    caches.set_keys(0, &Tensor::from_vec(keys, (130, 2, d), &Device::Cpu).unwrap());
+    let queries = Queries::new(&mut numbers, &caches, group);
+    let q = crate::cache::with(&queries.cuda, |q| q[(8 + 6) * d + 77] = f32::NAN);
+    let index = unwritten(&caches);
+    take(&caches, &index, 0, 200);
+    let (values, _) = scored(&Batch { q: &q, ..queries.batch(&caches) }, &index);
+    for (row, &n) in lens.iter().enumerate() {
+        for (head, line) in values[row].iter().enumerate() {
+            for (t, x) in line[..n].iter().enumerate() {
+                let none = (row == 0 && head < group && t / BLOCK_TOKENS == 1) || (row == 1 && head == 6);
+                assert_eq!(x.is_nan(), none, "row {row} head {head} token {t}: {x}");
+            }
+        }
+    }
+}
+
+#[test]
+fn an_index_of_another_shape_is_an_error_that_says_so() {
+    let mut numbers = Numbers(124);
+    let caches = Caches::new(&mut numbers, &[70], 2, 64, DType::BF16, 0.0);
+    let queries = Queries::new(&mut numbers, &caches, 4);
+    let wrong = Tensor::zeros((caches.cuda.0.dim(0).unwrap(), 2, 1, 640), DType::U32, &device()).unwrap();
+    let error = quantized_scores(&queries.batch(&caches), &wrong, 1.0).unwrap_err().to_string();
+    assert!(error.starts_with("quantized_scores: index"), "{error}");
+    let to = Metadata { quantized: Some(&wrong), ..Metadata::default() };
+    let spans = [Span { table: 0, tokens: (0, 70) }];
+    let error = extend(&caches.cuda.0, &caches.device_tables(), &spans, 0, &to).unwrap_err().to_string();
+    assert!(error.starts_with("index-extend: quantized"), "{error}");
+}
