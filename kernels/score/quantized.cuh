@@ -23,7 +23,12 @@ __device__ __forceinline__ uint32_t multiply2(uint32_t x, uint32_t y) {
 // Pair k of a word's channels, k in 0 .. 7.
 __device__ __forceinline__ constexpr int place_of(int k) { return k % 3; }
 __device__ __forceinline__ uint32_t code2(uint32_t word, int k) {
-  return ((word >> (6 * (k / 3))) & (0x00030003u << (2 * place_of(k)))) | 0x43004300u;
+  uint32_t x;
+  // (a & b) | c; left to itself, the compiler takes two instructions for two constants.
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;"
+      : "=r"(x)
+      : "r"(word >> (6 * (k / 3))), "r"(0x00030003u << (2 * place_of(k))), "r"(0x43004300u));
+  return x;
 }
 // Which of the eight pairs of adjacent channels that is.
 __device__ __forceinline__ constexpr int channels_of(int k) { return k < 4 ? 2 * k : 2 * k - 7; }
@@ -69,12 +74,12 @@ struct QuantizedScorer {
   __device__ __forceinline__ void score(float (&c)[NT][4][4], uint32_t stage) const {
     const uint32_t at = ring + stage * kBytes;
     uint32_t scaled[NT][kWords][8];
-    float base_of[NT][kWords][4] = {}, less[NT][kWords][4] = {};
+    float even[NT][4] = {}, odd[NT][4] = {}, less[NT][kWords][4] = {};
 #pragma unroll
     for (int j = 0; j < kWords; ++j) {
-      uint32_t base[8], step[8];
+      uint32_t step[8];
       const uint32_t own = at + 16 * kCodes + 32 * (quad + 4 * j);
-      load8(base, own, own + 16);
+      const uint4 base[2] = {ld_shared_v4(own), ld_shared_v4(own + 16)};
       load8(step, own + 32 * W, own + 32 * W + 16);
 #pragma unroll
       for (int t = 0; t < NT; ++t)
@@ -84,25 +89,30 @@ struct QuantizedScorer {
           // 1, 1/4, 1/16: exact.
           if (place_of(k) > 0) scaled[t][j][k] = multiply2(scaled[t][j][k], place_of(k) == 1 ? 0x3E803E80u : 0x3D803D80u);
         }
+      // The base as it was loaded: even pairs are the upper rows, odd ones the lower, and each meets its own in half of
+      // what comes out.
 #pragma unroll
-      for (int m = 0; m < 8; m += 2)
+      for (int h = 0; h < 2; ++h)
 #pragma unroll
         for (int t = 0; t < NT; ++t) {
           constexpr uint32_t kLess = 0xC300C300u;  // -128
-          mma_16x8x16<__nv_bfloat16>(base_of[t][j], base[m], base[m], base[m + 1], base[m + 1], q[t][j][m],
-                                     q[t][j][m + 1]);
-          mma_16x8x16<__nv_bfloat16>(less[t][j], kLess, kLess, kLess, kLess, scaled[t][j][m], scaled[t][j][m + 1]);
+          const uint4 b = base[h];
+          mma_16x8x16<__nv_bfloat16>(even[t], b.x, b.y, b.z, b.w, q[t][j][4 * h], q[t][j][4 * h + 2]);
+          mma_16x8x16<__nv_bfloat16>(odd[t], b.x, b.y, b.z, b.w, q[t][j][4 * h + 1], q[t][j][4 * h + 3]);
+#pragma unroll
+          for (int k = 4 * h; k < 4 * h + 4; k += 2)
+            mma_16x8x16<__nv_bfloat16>(less[t][j], kLess, kLess, kLess, kLess, scaled[t][j][k], scaled[t][j][k + 1]);
         }
     }
 #pragma unroll
     for (int t = 0; t < NT; ++t)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float all = base_of[t][0][e] + less[t][0][e];
+      for (int e = 0; e < 2; ++e) {
+        float all = even[t][e] + odd[t][2 + e];
 #pragma unroll
-        for (int j = 1; j < kWords; ++j) all += base_of[t][j][e] + less[t][j][e];
+        for (int j = 0; j < kWords; ++j) all += less[t][j][e];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) c[t][i][e] = all;
+        for (int i = 0; i < 4; ++i) c[t][i][e] = c[t][i][2 + e] = all;
       }
 #pragma unroll
     for (int j = 0; j < kWords; ++j) {
@@ -154,6 +164,8 @@ __global__ void __launch_bounds__(kQuantizedWarps * 32, NT == 1 ? 4 : 3) quantiz
 #pragma unroll 1
   for (uint32_t run = 0; run < kQuantizedStages - 1; ++run) fetch(run);
   scorer.load_queries(static_cast<const T*>(p.q) + head * 16 * W, group);
+  float* lines = p.out + (head + 2 * quad) * p.stride + 4 * line;
+  const int64_t tiles = (head + 2 * quad) * p.tile_stride;
 #pragma unroll 1
   for (uint32_t run = 0; run < runs; ++run) {
     cp_async_wait<kQuantizedStages - 2>();
@@ -163,32 +175,41 @@ __global__ void __launch_bounds__(kQuantizedWarps * 32, NT == 1 ? 4 : 3) quantiz
     scorer.score(c, run % kQuantizedStages);
 
     const uint32_t block = first + run * pace, left = len - block * kBlock;
-    auto visible = [&](int s) { return 4 * line + 32 * (s / 4) + s % 4 < left; };
+#pragma unroll
+    for (int t = 0; t < NT; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) c[t][i][e] *= p.scale;
+    if (__builtin_expect(left < kBlock, 0)) {
+#pragma unroll
+      for (int t = 0; t < NT; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            if (4 * line + 32 * (i / 2) + 2 * (i % 2) + e / 2 >= left) c[t][i][e] = -INFINITY;
+    }
 #pragma unroll
     for (int t = 0; t < NT; ++t)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float v[8], top = -INFINITY, sum = 0.f;
 #pragma unroll
-        for (int s = 0; s < 8; ++s) {
-          v[s] = c[t][s / 2][2 * (s & 1) + e] * p.scale;
-          if (visible(s)) top = fmaxf(top, v[s]);
-        }
+        for (int s = 0; s < 8; ++s) v[s] = c[t][s / 2][2 * (s & 1) + e], top = fmaxf(top, v[s]);
 #pragma unroll
         for (int d = 4; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
 #pragma unroll
-        for (int s = 0; s < 8; ++s)
-          if (visible(s)) sum += exp2_fast((v[s] - top) * kLog2e);
+        for (int s = 0; s < 8; ++s) sum += exp2_fast(v[s] * kLog2e - top * kLog2e);
 #pragma unroll
         for (int d = 4; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-        const int h = 8 * t + 2 * quad + e;
-        if (h < group) {
-          float4* to = reinterpret_cast<float4*>(p.out + (head + h) * p.stride + (int64_t)block * kBlock) + line;
+        if (8 * t + 2 * quad + e < group) {
+          float4* to = reinterpret_cast<float4*>(lines + (8 * t + e) * (int64_t)p.stride + (int64_t)block * kBlock);
           to[0] = make_float4(v[0], v[1], v[2], v[3]);
           to[8] = make_float4(v[4], v[5], v[6], v[7]);
           if (line == 0) {
-            p.tile_max[(head + h) * p.tile_stride + block] = top;
-            p.tile_sum[(head + h) * p.tile_stride + block] = sum;
+            p.tile_max[tiles + (8 * t + e) * p.tile_stride + block] = top;
+            p.tile_sum[tiles + (8 * t + e) * p.tile_stride + block] = sum;
           }
         }
       }
