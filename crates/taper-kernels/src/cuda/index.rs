@@ -6,7 +6,7 @@ use super::error::Result;
 use super::ffi::{self, TaperAppendParams, TaperAssignParams, TaperChooseParams, TaperCodeParams, TaperIndexParams};
 use super::ffi::{TaperClusteredParams, TaperHashScoreParams, TaperLinearParams, TaperNearestParams, TaperProbeParams};
 use super::op::{Op, renews};
-use super::quantized::words;
+use super::quantized::quantized_words;
 use super::sample::{Scratch, prepare};
 use crate::index::clusters::MOST_ON_DEVICE;
 use crate::kv::BLOCK_TOKENS;
@@ -89,7 +89,7 @@ pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], first: usize, to: &Me
         labels: op.maybe("labels", to.labels.map(|l| l.0), dtype, [blocks, kv_heads, BLOCK_TOKENS, width])?,
         pages: op.maybe("pages", to.pages, dtype, [blocks, kv_heads, pages, 2 * head_dim])?,
         norms: op.maybe("norms", to.norms, DType::F32, [blocks, kv_heads, pages, 1])?,
-        quantized: op.maybe("quantized", to.quantized, DType::U32, [blocks, kv_heads, 1, words(head_dim)])?,
+        quantized: op.maybe("quantized", to.quantized, DType::U32, [blocks, kv_heads, 1, quantized_words(head_dim)])?,
         page: op.int("pages", BLOCK_TOKENS / pages)?,
         span_count: op.int("spans", spans.len())?,
         kv_heads: op.int("k", kv_heads)?,

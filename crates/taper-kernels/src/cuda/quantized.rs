@@ -9,7 +9,7 @@ use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
 
 /// Words that a block has for each KV head: 2 bits an element for each of 64 tokens, and two numbers of 16 bits a channel.
-pub(super) fn words(head_dim: usize) -> usize {
+pub(super) fn quantized_words(head_dim: usize) -> usize {
     80 * head_dim.div_ceil(16)
 }
 
@@ -25,7 +25,7 @@ pub fn quantized_scores(batch: &Batch, index: &Tensor, scale: f32) -> Result<Sco
     let (entries, tiles) = (of.entries, of.entries / 64);
     let p = TaperQuantizedScoreParams {
         q: op.at("q", batch.q, dtype, [rows, q_heads, head_dim])?,
-        index: op.at("index", index, DType::U32, [blocks, kv_heads, 1, words(head_dim)])?,
+        index: op.at("index", index, DType::U32, [blocks, kv_heads, 1, quantized_words(head_dim)])?,
         block_table: op.at("tables", batch.tables, DType::U32, [tables, stride])?,
         row_table: op.maybe("row_tables", batch.row_tables, DType::U32, [rows])?,
         lens: op.at("lens", batch.lens, DType::U32, [rows])?,
