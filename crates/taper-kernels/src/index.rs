@@ -8,6 +8,7 @@ pub mod clusters;
 pub mod codes;
 pub mod labels;
 pub mod norms;
+pub mod quantized;
 
 use crate::decode::Decode;
 use crate::kv::{BLOCK_TOKENS, KvElement};

@@ -10,6 +10,7 @@ mod kmeans;
 pub(crate) mod minference;
 mod oracle_top_k;
 mod oracle_top_p;
+mod quantized_keys;
 mod quest;
 mod random_sample;
 mod saap;
@@ -45,6 +46,7 @@ static DECODE: &[&Entry<dyn DecodeMethod>] = &[
     &kmeans::DECODE,
     &oracle_top_k::DECODE,
     &oracle_top_p::DECODE,
+    &quantized_keys::DECODE,
     &quest::DECODE,
     &random_sample::DECODE,
     &saap::DECODE,
@@ -58,6 +60,7 @@ static PREDICTORS: &[&Entry<dyn Predictor>] = &[
     &hash_attention::PREDICTOR,
     &kmeans::PREDICTOR,
     &oracle_top_k::PREDICTOR,
+    &quantized_keys::PREDICTOR,
     &quest::PREDICTOR,
     &saap::PREDICTOR,
 ];

@@ -271,7 +271,7 @@ fn what_runs_in_host_memory_alone_is_refused_elsewhere_with_what_is_not() {
         (
             json!({ "decode": { "method": "vattention", "top": labels } }),
             "attention.decode.top.method",
-            "predictors here: hash_attention, kmeans, oracle, quest, saap",
+            "predictors here: hash_attention, kmeans, oracle, quantized_keys, quest, saap",
         ),
     ] {
         let error = AttentionSpec::from_json(&attention, "attention", &device).unwrap_err();

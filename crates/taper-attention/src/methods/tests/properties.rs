@@ -7,7 +7,7 @@ fn typical(name: &str) -> Option<Value> {
     Some(match name {
         "dense" => json!({ "method": name }),
         "streaming_llm" => json!({ "method": name, "sink": 2, "window": 20 }),
-        "oracle_top_k" | "quest" | "double_sparsity" | "hash_attention" => {
+        "oracle_top_k" | "quantized_keys" | "quest" | "double_sparsity" | "hash_attention" => {
             json!({ "method": name, "k": 40, "sink": 2, "window": 20, "dense_layers": 0 })
         }
         "oracle_top_p" => json!({ "method": name, "p": 0.5, "sink": 2, "window": 20 }),
@@ -442,10 +442,11 @@ fn keys_that_are_scored_are_reported() {
         growing.to(n, 1);
         growing.sequence.usage().decode.scored.map(|share| (share * n as f64).round())
     };
-    // Pages of 16, labels, codes, 8 clusters, keys; nothing by what looks at none.
+    // Pages of 16, labels, quantised keys, codes, 8 clusters, keys; nothing by what looks at none.
     for (name, expected) in [
         ("quest", Some(19.0)),
         ("double_sparsity", Some(300.0)),
+        ("quantized_keys", Some(300.0)),
         ("hash_attention", Some(300.0)),
         ("saap", Some(8.0)),
         ("kmeans", Some(8.0)),

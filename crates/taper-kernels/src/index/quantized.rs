@@ -1,0 +1,353 @@
+//! Keys at two bits a channel: an eighth of their bytes in bf16 or f16, and a good guess of every score.
+//!
+//! Source: KIVI (Liu et al. 2024, arXiv:2402.02750), section 3, which quantises keys channel by channel in groups of tokens; a group is a
+//! block here. Twilight (Lin et al. 2025, arXiv:2502.02770), section 4, scores quantised keys to choose among them.
+
+use super::{Extend, Lookup, Part, dims, for_each_part, queries};
+use crate::decode::{Decode, Importance, Over, pass};
+use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
+use crate::simd::{Isa, Simd, dispatch};
+use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
+use half::bf16;
+use std::ops::Range;
+
+/// Channels of a key in a word.
+const CHANNELS: usize = 16;
+
+/// Where the codes of a word's channels lie: those of four channels side by side are a byte apart, and those of each pair two
+/// bytes, which is how vectors of bytes and matrix fragments of 16-bit floats take them.
+const BITS: [u32; CHANNELS] = {
+    let (mut bits, mut c) = ([0; CHANNELS], 0);
+    while c < CHANNELS {
+        bits[c] = 8 * [0, 2, 1, 3][c % 4] + 2 * (c / 4) as u32;
+        c += 1;
+    }
+    bits
+};
+
+/// Rows and width of the index of keys so wide, in u32: of a block and head `words = head_dim / 16`, rounded up, for each of its 64
+/// tokens, `[words, 64]`; then for each channel, as bf16, the score of code 0 and what each step adds, `[2, 16 words]`.
+pub fn shape(head_dim: usize) -> (usize, usize) {
+    let words = head_dim.div_ceil(CHANNELS);
+    (1, words * (BLOCK_TOKENS + CHANNELS))
+}
+
+/// Takes in rows of the keys `[blocks, kv_heads, 64, head_dim]` into an index of [`shape`], u32. A block's channels span from the least to the
+/// largest of the rows it has so far, in four parts of which each stands for its middle.
+///
+/// # Errors
+/// Shapes or dtypes that differ.
+pub fn extend(index: &Tensor, k: &Tensor, parts: &[Part]) -> Result<()> {
+    let dims = dims(index, k, parts)?;
+    let d = dims.1;
+    if (index.dim(2)?, index.dim(3)?) != shape(d) {
+        bail!("quantized keys: index {:?} for keys {:?}", index.shape(), k.shape());
+    }
+    let isa = Isa::best();
+    index.inplace_op2(
+        k,
+        &Extend(|index: &mut _, keys: &_| {
+            let CpuStorage::U32(index) = index else { bail!("quantized keys: the index is not u32") };
+            with_kv_element!(k.dtype(), T => {
+                let keys = T::slice(keys).expect("dtype matched");
+                for_each_part(dims, keys, index, parts, |part, _, keys, words| {
+                    let keys = &keys[..part.rows.end * d];
+                    dispatch!(isa, quantize::<_, T: KvElement>(keys: &[T], d: usize, words: &mut [u32]));
+                });
+            });
+            Ok(())
+        }),
+    )
+}
+
+/// The keys `[rows, d]` of a block.
+///
+/// # Safety
+/// `V`'s instruction set exists.
+#[inline(always)]
+unsafe fn quantize<V: Simd, T: KvElement>(keys: &[T], d: usize, words: &mut [u32]) {
+    let (codes, ends) = words.split_at_mut(d.div_ceil(CHANNELS) * BLOCK_TOKENS);
+    codes.fill(0);
+    let (base, steps) = ends.split_at_mut(ends.len() / 2);
+    for (w, line) in codes.chunks_exact_mut(BLOCK_TOKENS).enumerate() {
+        let first = w * CHANNELS;
+        let of =
+            |key: &[T]| -> [f32; CHANNELS] { std::array::from_fn(|c| key.get(first + c).map_or(0.0, |x| x.to_f32())) };
+        // NaN once is NaN from then on.
+        let (mut low, mut high) = ([f32::INFINITY; CHANNELS], [f32::NEG_INFINITY; CHANNELS]);
+        for key in keys.chunks_exact(d) {
+            let key = of(key);
+            for c in 0..CHANNELS {
+                low[c] = if key[c] < low[c] || key[c].is_nan() { key[c] } else { low[c] };
+                high[c] = if key[c] > high[c] || key[c].is_nan() { key[c] } else { high[c] };
+            }
+        }
+        let step: [f32; CHANNELS] = std::array::from_fn(|c| (high[c] - low[c]) * 0.25);
+        let bounds: [[f32; CHANNELS]; 3] =
+            std::array::from_fn(|i| std::array::from_fn(|c| low[c] + (i + 1) as f32 * step[c]));
+        for (word, key) in line.iter_mut().zip(keys.chunks_exact(d)) {
+            let key = of(key);
+            let mut code = [0u32; CHANNELS];
+            for bound in &bounds {
+                for c in 0..CHANNELS {
+                    code[c] += u32::from(key[c] >= bound[c]);
+                }
+            }
+            *word = (0..CHANNELS).fold(0, |word, c| word | code[c] << BITS[c]);
+        }
+        for (i, pair) in (first / 2..).zip((0..CHANNELS).step_by(2)) {
+            let both = |x: [f32; 2]| x.iter().rev().fold(0, |w, &x| w << 16 | u32::from(bf16::from_f32(x).to_bits()));
+            base[i] = both([0, 1].map(|j| low[pair + j] + 0.5 * step[pair + j]));
+            steps[i] = both([0, 1].map(|j| step[pair + j]));
+        }
+    }
+}
+
+/// The share of attention mass that each key would hold by its quantised scores, `over` the group its sum or its largest, for
+/// the rows and KV heads `wanted` `[R, kv_heads]`.
+///
+/// # Errors
+/// Shapes or dtypes that differ.
+pub fn importance(batch: &Decode, index: &Tensor, wanted: &[bool], over: Over) -> Result<Importance> {
+    let (rows, q_heads, kv_heads, d) = batch.dims()?;
+    if wanted.len() != rows * kv_heads || (index.dim(2)?, index.dim(3)?) != shape(d) {
+        bail!("quantized keys: index {:?}, {} heads wanted of {rows} rows of {kv_heads}", index.shape(), wanted.len());
+    }
+    let group = q_heads / kv_heads;
+    let q = queries(batch)?;
+    let (storage, _) = index.storage_and_layout();
+    let Storage::Cpu(CpuStorage::U32(data)) = &*storage else {
+        bail!("quantized keys: index {:?}; expected u32 on the CPU", index.dtype())
+    };
+    let lookup = &Lookup::new(data, index, kv_heads)?;
+    let spans: Vec<_> = batch.rows.iter().flat_map(|row| std::iter::repeat_n(row.visible.clone(), kv_heads)).collect();
+    let (isa, scale) = (Isa::best(), 1.0 / (d as f32).sqrt());
+    let heads = pass(isa, &spans, wanted, group, |i: usize, tokens: Range<usize>, out: *mut f32, stride: usize| {
+        let (row, head) = (i / kv_heads, i % kv_heads);
+        let q = &q[(row * q_heads + head * group) * d..][..group * d];
+        let unpacked = &mut Unpacked::new(d);
+        for (of, words) in lookup.whole_blocks(batch.rows[row].table, head, BLOCK_TOKENS, tokens.clone()) {
+            let line = out.wrapping_add(of.start - tokens.start);
+            let of = of.start % BLOCK_TOKENS..(of.end - 1) % BLOCK_TOKENS + 1;
+            dispatch!(isa, unpack::<_>(words: &[u32], unpacked: &mut Unpacked));
+            for (g, q) in q.chunks_exact(d).enumerate() {
+                let line = line.wrapping_add(g * stride);
+                dispatch!(isa, score::<_>(isa: Isa, q: &[f32], unpacked: &mut Unpacked, scale: f32));
+                let scores = &unpacked.scores[of.clone()];
+                // SAFETY: the pass gives each run its part of every line.
+                unsafe { std::ptr::copy_nonoverlapping(scores.as_ptr(), line, scores.len()) };
+            }
+        }
+    });
+    Ok(Importance::of_scores(1, heads.len(), |i| heads[i].as_ref(), over))
+}
+
+/// A block of an index as it is scored.
+struct Unpacked {
+    /// Of each channel what code 0 stands for, and what each step adds.
+    base: Vec<f32>,
+    steps: Vec<f32>,
+    /// Four channels of a token a word, a byte each.
+    codes: Vec<[u32; BLOCK_TOKENS]>,
+    /// A query's channels times their steps, where their codes lie.
+    weights: Vec<[i8; 4]>,
+    scores: [f32; BLOCK_TOKENS],
+}
+
+impl Unpacked {
+    fn new(d: usize) -> Self {
+        let words = d.div_ceil(CHANNELS);
+        let channels = || vec![0.0; words * CHANNELS];
+        let (codes, weights) = (vec![[0; BLOCK_TOKENS]; 4 * words], vec![[0; 4]; 4 * words]);
+        Self { base: channels(), steps: channels(), codes, weights, scores: [0.0; BLOCK_TOKENS] }
+    }
+}
+
+/// # Safety
+/// `V`'s instruction set exists.
+#[inline(always)]
+unsafe fn unpack<V: Simd>(words: &[u32], to: &mut Unpacked) {
+    let (words, ends) = words.split_at(to.codes.len() / 4 * BLOCK_TOKENS);
+    for (codes, words) in to.codes.chunks_exact_mut(4).zip(words.chunks_exact(BLOCK_TOKENS)) {
+        for (i, codes) in codes.iter_mut().enumerate() {
+            codes.iter_mut().zip(words).for_each(|(code, word)| *code = word >> (2 * i) & 0x0303_0303);
+        }
+    }
+    let (base, steps) = ends.split_at(ends.len() / 2);
+    for (to, from) in [(&mut to.base, base), (&mut to.steps, steps)] {
+        for (pair, word) in to.chunks_exact_mut(2).zip(from) {
+            pair.copy_from_slice(&[f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000)]);
+        }
+    }
+}
+
+/// The scaled scores of a query `[d]` with a block's keys. Sums over codes are of whole numbers, so that all instruction sets agree.
+///
+/// # Safety
+/// `V`'s instruction set exists.
+#[inline(always)]
+unsafe fn score<V: Simd>(isa: Isa, q: &[f32], block: &mut Unpacked, scale: f32) {
+    let Unpacked { base, steps, codes, weights, scores } = block;
+    // So that sums of half the channels stay below 2^15.
+    let most = (i16::MAX as usize / (6 * codes.len())).min(127) as f32;
+    let (mut sum, mut largest) = (0.0, f32::MIN_POSITIVE);
+    for ((q, base), step) in q.iter().zip(&*base).zip(&*steps) {
+        sum += q * base;
+        largest = (q * step).abs().max(largest);
+    }
+    let unit = largest / most;
+    for (c, (q, step)) in q.iter().zip(&*steps).enumerate() {
+        weights[c / 4][BITS[c % 4] as usize / 8] = (q * step / unit).round_ties_even() as i8;
+    }
+    let mut dots = [0i32; BLOCK_TOKENS];
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: whoever has AVX-512 has AVX2.
+        Isa::Avx2 | Isa::Avx512 => unsafe { dots_avx2(codes, weights, &mut dots) },
+        _ => dots_portable(codes, weights, &mut dots),
+    }
+    scores.iter_mut().zip(dots).for_each(|(score, dot)| *score = (dot as f32 * unit + sum) * scale);
+}
+
+/// Sums of weights times codes, a token each.
+fn dots_portable(codes: &[[u32; BLOCK_TOKENS]], weights: &[[i8; 4]], dots: &mut [i32; BLOCK_TOKENS]) {
+    for (codes, weights) in codes.iter().zip(weights) {
+        for (byte, &weight) in weights.iter().enumerate() {
+            for (dot, code) in dots.iter_mut().zip(codes) {
+                *dot += i32::from(weight) * (code >> (8 * byte) & 3) as i32;
+            }
+        }
+    }
+}
+
+/// The same, two products a lane of 16 bits at a time.
+///
+/// # Safety
+/// AVX2 exists.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+unsafe fn dots_avx2(codes: &[[u32; BLOCK_TOKENS]], weights: &[[i8; 4]], dots: &mut [i32; BLOCK_TOKENS]) {
+    use core::arch::x86_64::*;
+    const LANES: usize = 8;
+    unsafe {
+        let mut acc = [_mm256_setzero_si256(); BLOCK_TOKENS / LANES];
+        for (codes, &weights) in codes.iter().zip(weights) {
+            let weights = _mm256_set1_epi32(i32::from_le_bytes(weights.map(|w| w as u8)));
+            for (v, acc) in acc.iter_mut().enumerate() {
+                let codes = _mm256_loadu_si256(codes.as_ptr().add(v * LANES).cast());
+                *acc = _mm256_add_epi16(*acc, _mm256_maddubs_epi16(codes, weights));
+            }
+        }
+        for (v, acc) in acc.into_iter().enumerate() {
+            let both = _mm256_madd_epi16(acc, _mm256_set1_epi16(1));
+            _mm256_storeu_si256(dots.as_mut_ptr().add(v * LANES).cast(), both);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Numbers;
+
+    /// An index's block as it is read: what each channel's codes stand for `[d]`, and each token's codes `[64, d]`.
+    fn read(words: &[u32], d: usize) -> (Vec<(f32, f32)>, Vec<Vec<u32>>) {
+        let n = d.div_ceil(CHANNELS);
+        let ends: Vec<f32> = words[n * BLOCK_TOKENS..]
+            .iter()
+            .flat_map(|w| [*w as u16, (*w >> 16) as u16].map(|b| bf16::from_bits(b).to_f32()))
+            .collect();
+        let code = |t: usize, c: usize| words[c / CHANNELS * BLOCK_TOKENS + t] >> BITS[c % CHANNELS] & 3;
+        let codes = (0..BLOCK_TOKENS).map(|t| (0..d).map(|c| code(t, c)).collect()).collect();
+        ((0..d).map(|c| (ends[c], ends[n * CHANNELS + c])).collect(), codes)
+    }
+
+    fn quantized(isa: Isa, keys: &[f32], d: usize) -> Vec<u32> {
+        type T = f32;
+        let mut words = vec![7; shape(d).1];
+        let to = &mut words[..];
+        dispatch!(isa, quantize::<_, T: KvElement>(keys: &[T], d: usize, to: &mut [u32]));
+        words
+    }
+
+    fn scored(isa: Isa, q: &[f32], words: &[u32], scale: f32) -> [f32; BLOCK_TOKENS] {
+        let block = &mut Unpacked::new(q.len());
+        dispatch!(isa, unpack::<_>(words: &[u32], block: &mut Unpacked));
+        dispatch!(isa, score::<_>(isa: Isa, q: &[f32], block: &mut Unpacked, scale: f32));
+        block.scores
+    }
+
+    #[test]
+    fn places_of_codes_are_all_of_a_word() {
+        assert_eq!(BITS.iter().fold(0u32, |all, bit| all | 3 << bit), u32::MAX);
+    }
+
+    #[test]
+    fn a_key_is_within_half_a_step_of_what_stands_for_it() {
+        let mut numbers = Numbers(71);
+        for (d, rows) in [(1, 64), (8, 1), (16, 2), (40, 63), (64, 64), (128, 17)] {
+            let keys: Vec<f32> = (0..rows * d).map(|i| numbers.normal() * (1 + i % d) as f32).collect();
+            let words = quantized(Isa::Portable, &keys, d);
+            let (ends, codes) = read(&words, d);
+            for (row, codes) in codes.iter().enumerate() {
+                for (c, (&code, (base, step))) in codes.iter().zip(&ends).enumerate() {
+                    if row >= rows {
+                        assert_eq!(code, 0);
+                        continue;
+                    }
+                    let key = keys[row * d + c];
+                    let apart = (base + code as f32 * step - key).abs();
+                    // The ends are rounded to bf16.
+                    let rounded = (base.abs() + 3.0 * step) / 256.0;
+                    assert!(apart <= step / 2.0 + rounded, "{d} {rows}: {key} is {base} + {code} x {step}");
+                }
+            }
+            for isa in Isa::available() {
+                assert_eq!(quantized(isa, &keys, d), words, "{isa:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn scores_are_those_of_the_quantized_keys_by_every_instruction_set() {
+        let mut numbers = Numbers(72);
+        for d in [1, 8, 16, 40, 64, 128, 256] {
+            let keys: Vec<f32> = (0..BLOCK_TOKENS * d).map(|_| numbers.normal() + 2.0).collect();
+            let q: Vec<f32> = (0..d).map(|c| numbers.normal() * (1 + c % 3) as f32).collect();
+            let words = quantized(Isa::best(), &keys, d);
+            let (ends, codes) = read(&words, d);
+            let scores = scored(Isa::Portable, &q, &words, 0.25);
+            let steps = |(q, (_, step)): (&f32, &(f32, f32))| (q * step).abs();
+            let largest = q.iter().zip(&ends).map(steps).fold(0.0, f32::max);
+            for (row, codes) in codes.iter().enumerate() {
+                let channel = |(q, (code, (base, step))): (&f32, (&u32, &(f32, f32)))| {
+                    f64::from(*q) * (f64::from(*base) + f64::from(*code) * f64::from(*step))
+                };
+                let exact: f64 = q.iter().zip(codes.iter().zip(&ends)).map(channel).sum::<f64>() * 0.25;
+                // Weights are whole numbers of 1/127 of the largest, 1/85 where there are 256; codes at most 3.
+                let limit = 0.25 * f64::from(largest) * 3.0 * d as f64 / 2.0 / 85.0;
+                assert!((f64::from(scores[row]) - exact).abs() <= limit + 1e-4, "{d}: {} {exact}", scores[row]);
+            }
+            for isa in Isa::available() {
+                assert_eq!(scored(isa, &q, &words, 0.25), scores, "{isa:?} {d}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_number_stays_none_and_what_is_equal_is_exact() {
+        for isa in Isa::available() {
+            let words = quantized(isa, &[2.5; 3 * 16], 16);
+            assert_eq!(scored(isa, &[1.0; 16], &words, 1.0)[..3], [40.0; 3], "{isa:?}");
+            assert_eq!(scored(isa, &[0.0; 16], &words, 1.0)[..3], [0.0; 3], "{isa:?}");
+            let mut keys = [1.0; 3 * 16];
+            keys[20] = f32::NAN;
+            let words = quantized(isa, &keys, 16);
+            assert!(scored(isa, &[1.0; 16], &words, 1.0).iter().all(|s| s.is_nan()), "{isa:?}");
+            let words = quantized(isa, &[1.0; 3 * 16], 16);
+            let mut q = [1.0; 16];
+            q[3] = f32::INFINITY;
+            assert!(!scored(isa, &q, &words, 1.0)[0].is_finite(), "{isa:?}");
+        }
+    }
+}

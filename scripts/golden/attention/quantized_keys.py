@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""Quantised keys: top-k by the scores of keys at two bits a channel (see common.py).
+
+Channel by channel, the visible keys of each block of 64 lie between their least and largest; a quarter of that is a step, and a key
+stands where the middle of its quarter is. Middle of the first and step are rounded to bfloat16. An implementation may round queries, so
+what is taken and what is not lie well apart.
+"""
+
+from common import Array, Choose, Unclear, between, count, decode, first_clear, heads, importance, math, np, top
+
+SETTINGS = {"method": "quantized_keys", "k": 12, "sink": 4, "window": 16, "dense_layers": 0}
+BLOCK = 64
+APART = 0.05  # The last key taken and the next lie so far apart, relatively.
+
+
+def bf16(x: Array) -> Array:
+    bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def quarters(keys: Array, axis: int = 0, parts: int = 4) -> Array:
+    low, high = keys.min(axis=axis, keepdims=True), keys.max(axis=axis, keepdims=True)
+    step = (high - low) / parts
+    code = np.floor((keys - low) / np.where(step > 0, step, 1)).clip(0, parts - 1)
+    return bf16(low + step / 2) + bf16(step) * code
+
+
+def to_ends(keys: Array) -> Array:
+    """The nearest of four levels from the least to the largest."""
+    low, high = keys.min(axis=0), keys.max(axis=0)
+    step = np.where(high > low, (high - low) / 3, 1)
+    return low + step * np.round((keys - low) / step)
+
+
+def around_zero(keys: Array) -> Array:
+    step = np.abs(keys).max(axis=0) / 2
+    return (np.floor(keys / step).clip(-2, 1) + 0.5) * step
+
+
+def blocks(keys: Array, of: int, quantize) -> Array:
+    return np.concatenate([quantize(keys[start : start + of]) for start in range(0, len(keys), of)])
+
+
+def chooser(quantize=quarters, of: int = BLOCK, score=importance, more: int = 0, apart: float = 0.0) -> Choose:
+    def choose(q: Array, keys: Array, _: int) -> Array:
+        share = score(q @ blocks(keys, of, quantize).T / math.sqrt(q.shape[1]))
+        candidates = between(len(keys), SETTINGS["sink"], SETTINGS["window"])
+        k = count(SETTINGS["k"], len(keys)) + more
+        ranked = np.sort(share[candidates])[::-1]
+        if ranked[k - 1] - ranked[k] < apart * ranked[k - 1]:
+            raise Unclear("a query's rounding would decide")
+        chosen = ~candidates
+        chosen[top(share, np.flatnonzero(candidates), k, ties=True)] = True
+        return chosen
+
+    return choose
+
+
+def make(name: str, shape: dict, seed: int) -> None:
+    wrong = {
+        "whole keys": chooser(lambda keys: keys),
+        "eight parts": chooser(lambda keys: quarters(keys, parts=8)),
+        "token by token": chooser(lambda keys: quarters(keys, axis=1)),
+        "levels at the ends": chooser(to_ends),
+        "around zero": chooser(around_zero),
+        "blocks of 32": chooser(of=32),
+        "one block": chooser(of=10_000),
+        "summed scores": chooser(score=lambda s: s.sum(axis=0)),
+        "the first head": chooser(score=lambda s: importance(s[:1])),
+        "one key more": chooser(more=1),
+        "one key less": chooser(more=-1),
+    }
+    decode(name, SETTINGS, heads(seed, **shape), chooser(apart=APART), wrong)
+
+
+def main() -> None:
+    # The last block has 25 and 26 keys.
+    first_clear(lambda seed: make("quantized_keys", {"n": 410, "kv_heads": 1, "group": 3, "d": 32, "rows": 2}, seed))
+    first_clear(lambda seed: make("quantized_keys-wide", {"n": 150, "kv_heads": 1, "group": 4, "d": 128, "rows": 1}, seed))
+
+
+if __name__ == "__main__":
+    main()
