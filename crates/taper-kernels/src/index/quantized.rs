@@ -43,6 +43,10 @@ pub fn extend(index: &Tensor, k: &Tensor, parts: &[Part]) -> Result<()> {
     if (index.dim(2)?, index.dim(3)?) != shape(d) {
         bail!("quantized keys: index {:?} for keys {:?}", index.shape(), k.shape());
     }
+    #[cfg(feature = "cuda")]
+    if k.device().is_cuda() {
+        return Ok(crate::cuda::step::extend_quantized(index, k, parts)?);
+    }
     let isa = Isa::best();
     index.inplace_op2(
         k,
@@ -112,6 +116,10 @@ pub fn importance(batch: &Decode, index: &Tensor, wanted: &[bool], over: Over) -
     let (rows, q_heads, kv_heads, d) = batch.dims()?;
     if wanted.len() != rows * kv_heads || (index.dim(2)?, index.dim(3)?) != shape(d) {
         bail!("quantized keys: index {:?}, {} heads wanted of {rows} rows of {kv_heads}", index.shape(), wanted.len());
+    }
+    #[cfg(feature = "cuda")]
+    if batch.q.device().is_cuda() {
+        return Ok(Importance::of_scored(crate::cuda::step::quantized(batch, index, wanted)?, over));
     }
     let group = q_heads / kv_heads;
     let q = queries(batch)?;
