@@ -3,6 +3,8 @@
 check(report, small) compares with PyTorch; bench(put, time) measures, where time(f) is the
 median of a graph replay in microseconds.
 """
+import math
+
 import torch
 
 import taper_gpu as t
@@ -105,6 +107,16 @@ def keys_of(index):
     return base + codes * step
 
 
+def scales(q, index, table, n):
+    """What the scores of q [kv_heads, group, d] over n tokens are multiplied by [kv_heads, group, 1]: less than d**-0.5, the further off
+    they may be by the steps of four blocks."""
+    d, blocks = q.shape[-1], (n + 63) // 64
+    at = [(2 * i + 1) * blocks // 8 for i in range(4)]
+    step = index[table[at].long()][..., 4 * d:].contiguous().view(torch.bfloat16)[..., d:].double()
+    variance = ((q[None] * step[:, :, None]) ** 2).sum(-1).mean(0) / 12 / d
+    return (d**-0.5 / (1 + math.pi / 4 * variance).sqrt())[..., None]
+
+
 def visible(n, blocks):
     return (n - 64 * torch.arange(blocks, device=DEV)).clamp(0, 64)
 
@@ -150,6 +162,7 @@ def check_score(report, small):
                 cache.k *= (torch.randn(d, device=DEV).exp()).to(dtype)
                 cache.k += torch.randn(d, device=DEV).to(dtype)
                 q = torch.randn(len(lens), kv * group, d, device=DEV, dtype=dtype)
+                rounded = q.bfloat16().double()  # As the kernel takes them.
                 index = Quantize(cache, [(i, 0, n) for i, n in enumerate(lens)])()
                 f = QuantizedScore(cache, q, index)
                 f()
@@ -157,7 +170,9 @@ def check_score(report, small):
                 err = gap = moved = 0.0
                 for i, n in enumerate(lens):
                     k = keys_of(index[cache.table[i, :(n + 63) // 64].long()]).transpose(0, 1).reshape(kv, -1, d)[:, :n]
-                    want = torch.einsum("hgd,hnd->hgn", q[i].double().view(kv, group, d), k).flatten(0, 1) * d**-0.5
+                    want = torch.einsum("hgd,hnd->hgn", rounded[i].view(kv, group, d), k)
+                    want *= scales(rounded[i].view(kv, group, d), index, cache.table[i], n)
+                    want = want.flatten(0, 1)
                     off = (f.out[i, :, :n].double() - want).abs().amax(-1) / want.abs().amax(-1)
                     err = max(err, off.max().item() if not off.isnan().any() else float("inf"))
                     off = (lse[i].double() - torch.logsumexp(f.out[i, :, :n].double(), -1)).abs()
@@ -180,14 +195,14 @@ def check_score(report, small):
 
 
 def check_none(report):
-    """A key that is no number takes its block's scores with it, and no other's; a query its own head's."""
+    """A key that is no number takes its head's scores with it, since all four blocks tell how sure they are; a query its own head's."""
     cache = t.Cache([200], 2, 128, torch.bfloat16)
     cache.k[cache.table[0, 1].item(), 0, 7, 5] = float("nan")
     q = torch.randn(1, 8, 128, device=DEV, dtype=torch.bfloat16)
     q[0, 6, 77] = float("nan")
     f = QuantizedScore(cache, q, Quantize(cache, [(0, 0, 200)])())
     want = torch.zeros(8, 200, dtype=torch.bool, device=DEV)
-    want[:4, 64:128] = True
+    want[:4] = True
     want[6] = True
     report("quantized scores that are none", float((f()[0, :, :200].isnan() != want).any()), 0.5)
 

@@ -4,6 +4,9 @@
 // one instruction, as the mantissa of 128 + 4^s code for one of three places s; queries multiplied by steps and 4^-s undo
 // the place, and the sum of the 128s is taken off by a product of the same numbers. That product and the one with the
 // block's base begin the accumulators.
+//
+// Scores are brought nearer to one another by how far off they may be, which the steps of four blocks tell (the CPU's
+// index/quantized.rs says why): each warp works that out for itself while its first blocks are on their way.
 #pragma once
 
 #include "../common/launch.cuh"
@@ -15,6 +18,7 @@ using QuantizedScoreParams = TaperQuantizedScoreParams;
 
 // Blocks of a warp that are on their way or being scored: in shared memory, so that no registers wait for them.
 constexpr int kQuantizedWarps = 4, kQuantizedStages = 4;
+constexpr int kQuantizedMeasured = 4;  // blocks
 
 __device__ __forceinline__ uint32_t multiply2(uint32_t x, uint32_t y) {
   const __nv_bfloat162 z = __hmul2(reinterpret_cast<const __nv_bfloat162&>(x), reinterpret_cast<const __nv_bfloat162&>(y));
@@ -57,6 +61,38 @@ struct QuantizedScorer {
           for (int i = 0; i < 4; ++i)
             q[t][j][4 * half + i] = pack2<__nv_bfloat16>(to_float(x[2 * i]), to_float(x[2 * i + 1]));
         }
+  }
+  // What the heads of this lane's accumulators are multiplied by; `steps(i)` are those of one of the blocks that tell.
+  template <class Steps>
+  __device__ __forceinline__ void scales(float (&to)[NT][2], float scale, Steps steps) const {
+    float sum[NT] = {};
+#pragma unroll 1
+    for (int i = 0; i < kQuantizedMeasured; ++i)
+#pragma unroll
+      for (int j = 0; j < kWords; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint4 raw = steps(i)[2 * (quad + 4 * j) + half];
+          const uint32_t step[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+          for (int t = 0; t < NT; ++t)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              const uint32_t own = q[t][j][4 * half + k];
+              const float low = __uint_as_float(own << 16) * __uint_as_float(step[k] << 16);
+              const float high = __uint_as_float(own & 0xFFFF0000u) * __uint_as_float(step[k] & 0xFFFF0000u);
+              sum[t] += low * low + high * high;
+            }
+        }
+#pragma unroll
+    for (int t = 0; t < NT; ++t) {
+      sum[t] += __shfl_xor_sync(~0u, sum[t], 1);
+      sum[t] += __shfl_xor_sync(~0u, sum[t], 2);
+      const float variance = sum[t] * scale * scale / (12 * kQuantizedMeasured);
+      const float own = scale * rsqrtf(1.f + 0.785398163f * variance);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) to[t][e] = __shfl_sync(~0u, own, 4 * (2 * quad + e));
+    }
   }
   // Pieces of 16 bytes: those of four words stand at other columns each, or the four quads would read of the same banks.
   __device__ __forceinline__ void fetch(uint32_t stage, const uint8_t* from) const {
@@ -164,6 +200,12 @@ __global__ void __launch_bounds__(kQuantizedWarps * 32, NT == 1 ? 4 : 3) quantiz
 #pragma unroll 1
   for (uint32_t run = 0; run < kQuantizedStages - 1; ++run) fetch(run);
   scorer.load_queries(static_cast<const T*>(p.q) + head * 16 * W, group);
+  float scale[NT][2];
+  scorer.scales(scale, p.scale, [&](int i) {
+    const uint64_t block = table[(uint64_t)(2 * i + 1) * blocks / (2 * kQuantizedMeasured)];
+    const uint8_t* index = reinterpret_cast<const uint8_t*>(p.index) + (block * p.kv_heads + kv_head) * Scorer::kBytes;
+    return reinterpret_cast<const uint4*>(index + Scorer::kBytes - 32 * W);
+  });
   float* lines = p.out + (head + 2 * quad) * p.stride + 4 * line;
   const int64_t tiles = (head + 2 * quad) * p.tile_stride;
 #pragma unroll 1
@@ -180,7 +222,7 @@ __global__ void __launch_bounds__(kQuantizedWarps * 32, NT == 1 ? 4 : 3) quantiz
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) c[t][i][e] *= p.scale;
+        for (int e = 0; e < 4; ++e) c[t][i][e] *= scale[t][e & 1];
     if (__builtin_expect(left < kBlock, 0)) {
 #pragma unroll
       for (int t = 0; t < NT; ++t)

@@ -2,8 +2,9 @@
 """Quantised keys: top-k by the scores of keys at two bits a channel (see common.py).
 
 Channel by channel, the visible keys of each block of 64 lie between their least and largest; a quarter of that is a step, and a key
-stands where the middle of its quarter is. Middle of the first and step are rounded to bfloat16. An implementation may round queries, so
-what is taken and what is not lie well apart.
+stands where the middle of its quarter is. Middle of the first and step are rounded to bfloat16. Scores are divided by
+sqrt(1 + pi variance / 4), where the variance is that of what each step may hide, sum (q step)^2 / 12 / d, the mean over the blocks 1, 3, 5 and 7
+eighths of the way through the visible ones. An implementation may round queries, so what is taken and what is not lie well apart.
 """
 
 from common import Array, Choose, Unclear, between, count, decode, first_clear, heads, importance, math, np, top
@@ -18,9 +19,13 @@ def bf16(x: Array) -> Array:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).astype(np.uint32).view(np.float32).astype(np.float64)
 
 
-def quarters(keys: Array, axis: int = 0, parts: int = 4) -> Array:
+def steps(keys: Array, axis: int = 0, parts: int = 4) -> tuple[Array, Array]:
     low, high = keys.min(axis=axis, keepdims=True), keys.max(axis=axis, keepdims=True)
-    step = (high - low) / parts
+    return low, (high - low) / parts
+
+
+def quarters(keys: Array, axis: int = 0, parts: int = 4) -> Array:
+    low, step = steps(keys, axis, parts)
     code = np.floor((keys - low) / np.where(step > 0, step, 1)).clip(0, parts - 1)
     return bf16(low + step / 2) + bf16(step) * code
 
@@ -41,9 +46,23 @@ def blocks(keys: Array, of: int, quantize) -> Array:
     return np.concatenate([quantize(keys[start : start + of]) for start in range(0, len(keys), of)])
 
 
-def chooser(quantize=quarters, of: int = BLOCK, score=importance, more: int = 0, apart: float = 0.0) -> Choose:
+def doubt(q: Array, keys: Array) -> Array:
+    """[group, 1]: what scores are divided by."""
+    n = math.ceil(len(keys) / BLOCK)
+    starts = [(2 * i + 1) * n // 8 * BLOCK for i in range(4)]
+    squares = np.mean([bf16(steps(keys[start : start + BLOCK])[1][0]) ** 2 for start in starts], axis=0)
+    return np.sqrt(1 + np.pi / 4 * (q**2 @ squares) / 12 / q.shape[1])[:, None]
+
+
+def sure(q: Array, _: Array) -> Array:
+    return np.ones((len(q), 1))
+
+
+def chooser(
+    quantize=quarters, of: int = BLOCK, score=importance, more: int = 0, apart: float = 0.0, doubt=doubt
+) -> Choose:
     def choose(q: Array, keys: Array, _: int) -> Array:
-        share = score(q @ blocks(keys, of, quantize).T / math.sqrt(q.shape[1]))
+        share = score(q @ blocks(keys, of, quantize).T / math.sqrt(q.shape[1]) / doubt(q, keys))
         candidates = between(len(keys), SETTINGS["sink"], SETTINGS["window"])
         k = count(SETTINGS["k"], len(keys)) + more
         ranked = np.sort(share[candidates])[::-1]
@@ -56,7 +75,7 @@ def chooser(quantize=quarters, of: int = BLOCK, score=importance, more: int = 0,
     return choose
 
 
-def make(name: str, shape: dict, seed: int) -> None:
+def make(name: str, shape: dict, seed: int, other: dict[str, Choose]) -> None:
     wrong = {
         "whole keys": chooser(lambda keys: keys),
         "eight parts": chooser(lambda keys: quarters(keys, parts=8)),
@@ -70,13 +89,15 @@ def make(name: str, shape: dict, seed: int) -> None:
         "one key more": chooser(more=1),
         "one key less": chooser(more=-1),
     }
-    decode(name, SETTINGS, heads(seed, **shape), chooser(apart=APART), wrong)
+    decode(name, SETTINGS, heads(seed, **shape), chooser(apart=APART), wrong | other)
 
 
 def main() -> None:
     # The last block has 25 and 26 keys.
-    first_clear(lambda seed: make("quantized_keys", {"n": 410, "kv_heads": 1, "group": 3, "d": 32, "rows": 2}, seed))
-    first_clear(lambda seed: make("quantized_keys-wide", {"n": 150, "kv_heads": 1, "group": 4, "d": 128, "rows": 1}, seed))
+    shape, other = {"n": 410, "kv_heads": 1, "group": 3, "d": 32, "rows": 2}, {"sure of scores": chooser(doubt=sure)}
+    first_clear(lambda seed: make("quantized_keys", shape, seed, other))
+    shape = {"n": 150, "kv_heads": 1, "group": 4, "d": 128, "rows": 1}
+    first_clear(lambda seed: make("quantized_keys-wide", shape, seed, {}))
 
 
 if __name__ == "__main__":

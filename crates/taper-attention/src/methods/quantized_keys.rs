@@ -54,7 +54,7 @@ impl Predictor for QuantizedKeys {
     }
 
     fn pays(&self) -> Option<f64> {
-        Some(0.1)
+        Some(1.0)
     }
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {
