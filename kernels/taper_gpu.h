@@ -452,7 +452,7 @@ typedef struct TaperQuantizedScoreParams {
   const uint32_t* block_table;  // [tables, table_stride]
   const uint32_t* row_table;    // [rows] or null
   const uint32_t* lens;         // [rows], visible tokens
-  float* out;       // [rows, q_heads, stride]: scaled scores; of a row's last 64 whatever for those that are not visible
+  float* out;       // [rows, q_heads, stride]: scaled scores; -inf for what a row's last 64 have beyond it
   float* tile_max;  // [rows, q_heads, tile_stride]: of 64 tokens each
   float* tile_sum;  // as tile_max: sum of exp(score - max)
   int32_t rows, q_heads, kv_heads, head_dim, dtype, table_stride;

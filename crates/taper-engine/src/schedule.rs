@@ -205,16 +205,17 @@ pub(crate) fn plan(running: &[Standing], budget: Budget, cut: impl Fn(usize, usi
         standing.sequences[rest.sequence].growth(share.tokens) + if last { standing.fork_blocks() } else { 0 }
     };
     // A chunk underway takes memory for all its rows: beside the oldest prompt's there is one at a time. A prompt that is more
-    // urgent than two that have begun theirs waits until one is through.
+    // urgent than two that have begun theirs, and would begin one, waits until one is through.
     let mut underway = others.iter().filter(|rest| rest.begun).count();
-    let whole = share(oldest, most);
-    let waits = underway > 1 && !oldest.begun && oldest.done + whole.effort < whole.tokens;
+    let half = most.div_ceil(2);
+    // The others may leave it no more than half of the step.
+    let least = share(oldest, half);
+    let waits = underway > 1 && !oldest.begun && least.effort < least.tokens;
     // Room for all that the oldest may take is set aside before the others take theirs.
-    let whole = Some(whole).filter(|_| !waits);
+    let whole = Some(share(oldest, most)).filter(|_| !waits);
     let Some(mut free) = free.checked_sub(whole.map_or(0, |whole| growth(oldest, whole))) else {
         return if oldest.request < youngest || shares.is_empty() { Decision::Preempt } else { Decision::Step(shares) };
     };
-    let half = most.div_ceil(2);
     let (mut left, mut taken) = (most - whole.map_or(0, |whole| whole.effort.min(half)), 0);
     others.sort_by_key(|rest| (waits && !rest.begun, rest.tokens - rest.done));
     for &rest in &*others {

@@ -19,8 +19,8 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     name: "quantized_keys",
     summary: "Sinks, a window, and of the rest the keys that score highest at two bits a channel.",
     source: "Liu et al. 2024 (KIVI), arXiv:2402.02750, section 3, for the keys' quantisation, channel by channel within each block of 64 \
-             tokens; Lin et al. 2025 (Twilight), arXiv:2502.02770, section 4, for choosing by quantised keys; softmax summed over \
-             the GQA group",
+             tokens, to the middles of quarters, not to the ends; Lin et al. 2025 (Twilight), arXiv:2502.02770, section 4, for choosing \
+             by quantised keys, there four bits and top-p; scores divided by how far off they may be, softmax summed over the GQA group",
     schema: schema_of::<TopK<QuantizedKeys>>,
     build: |value, path, artifacts| top_k::decode::<QuantizedKeys>(value, path, artifacts),
     artifacts: &[],
@@ -54,6 +54,7 @@ impl Predictor for QuantizedKeys {
     }
 
     fn pays(&self) -> Option<f64> {
+        // As the oracle: less reads more and keeps no more promises (bench/promise.md, bench/fidelity.md).
         Some(1.0)
     }
 

@@ -66,6 +66,15 @@ fn a_chunk_that_cannot_be_cut_takes_no_more_of_a_step_than_another() {
 }
 
 #[test]
+fn a_more_urgent_chunk_begins_beside_two_others_where_half_a_step_ends_it() {
+    let running = |tokens: usize| [prompt(0, tokens, 1), underway(0, 600, 600, 100), underway(0, 600, 600, 200)];
+    let plan =
+        |tokens: usize| plan(&running(tokens), budget(100), |request, _| if request == 0 { tokens } else { 600 });
+    assert_eq!(plan(256), Decision::Step(vec![share(0, 0, 256), part(2, 600, 256)]));
+    assert_eq!(plan(257), Decision::Step(vec![part(1, 600, 112), part(2, 600, 400)]));
+}
+
+#[test]
 fn a_chunk_has_its_blocks_from_its_beginning() {
     // Ten blocks, and none later.
     assert_eq!(plan(&[prompt(0, 600, 1)], budget(9), |_, _| 600), Decision::Preempt);

@@ -1,4 +1,4 @@
-//! Keys at two bits a channel: an eighth of their bytes in bf16 or f16, and a good guess of every score.
+//! Keys at two bits a channel: with what the codes stand for a sixth of their bytes in bf16 or f16, and a good guess of every score.
 //!
 //! Source: KIVI (Liu et al. 2024, arXiv:2402.02750), section 3, which quantises keys channel by channel in groups of tokens; a group is a
 //! block here. Twilight (Lin et al. 2025, arXiv:2502.02770), section 4, scores quantised keys to choose among them.
@@ -27,7 +27,7 @@ const BITS: [u32; CHANNELS] = {
 };
 
 /// Rows and width of the index of keys so wide, in u32: of a block and head `words = head_dim / 16`, rounded up, for each of its 64
-/// tokens, `[words, 64]`; then for each channel, as bf16, the score of code 0 and what each step adds, `[2, 16 words]`.
+/// tokens, `[words, 64]`; then for each channel, as bf16, the key of code 0 and what each step adds, `[2, 16 words]`.
 pub fn shape(head_dim: usize) -> (usize, usize) {
     let words = head_dim.div_ceil(CHANNELS);
     (1, words * (BLOCK_TOKENS + CHANNELS))
@@ -108,13 +108,14 @@ unsafe fn quantize<V: Simd, T: KvElement>(keys: &[T], d: usize, words: &mut [u32
     }
 }
 
-/// The share of attention mass that each key may be expected to hold by its quantised scores, `over` the group its sum or its largest, for
-/// the rows and KV heads `wanted` `[R, kv_heads]`.
+/// The share of attention mass that each key would hold by its quantised scores, brought nearer to one another by how far off they may be, `over`
+/// the group its sum or its largest, for the rows and KV heads `wanted` `[R, kv_heads]`.
 ///
-/// A score is off by a sum of many channels' errors, each anywhere within half a step, so nearly normal, of variance sum (q step)² / 12. Of
-/// scores so uncertain the largest is not as sure to be the largest as it says; the softmax that is to be expected is, but for a hundredth, that of the
-/// scores over sqrt(1 + pi variance / 4) (MacKay 1992, "The evidence framework applied to classification networks", section 4, for the difference
-/// of two). The variance is the mean over [`MEASURED`] blocks.
+/// A score is off by a sum of many channels' errors, each anywhere within half a step: nearly normal, of variance sum (q step)² / 12, the mean
+/// over [`MEASURED`] blocks. In a sharp head that is several units, and the heaviest key may seem to hold nothing. Of two keys whose scores are so
+/// uncertain the share to expect is, to 0.02, that by scores over sqrt(1 + pi variance / 4) (MacKay 1992, on a classifier's moderated
+/// outputs). Of many keys that flattens more than what is to be expected; it is a rule of thumb, which loses no key that copies UUIDs
+/// (bench/fidelity.md).
 ///
 /// # Errors
 /// Shapes or dtypes that differ.
@@ -167,7 +168,7 @@ pub fn importance(batch: &Decode, index: &Tensor, wanted: &[bool], over: Over) -
     Ok(Importance::of_scores(1, heads.len(), |i| heads[i].as_ref(), over))
 }
 
-/// Blocks that tell how far off scores are, evenly spread over those that are visible.
+/// Blocks that tell how far off scores are, evenly spread over those that are visible; `kQuantizedMeasured` on a device.
 const MEASURED: usize = 4;
 
 /// What the scores of each query `[group, d]` of a row and KV head are multiplied by: `scale`, and less the less sure they are.
@@ -239,12 +240,13 @@ unsafe fn unpack<V: Simd>(words: &[u32], to: &mut Unpacked) {
 /// what the instruction sets differ by is the rounding of one sum a block.
 ///
 /// # Safety
-/// `V`'s instruction set exists.
+/// `V`'s instruction set exists; the query is as long as the block's `base`, which is a multiple of 16.
 #[inline(always)]
 unsafe fn score<V: Simd>(isa: Isa, q: &[f32], block: &mut Unpacked, scale: f32) {
     // Added to a number within a few millions it rounds that to a whole one, whose low bits are the sum's.
     const WHOLE: f32 = 12_582_912.0;
     let Unpacked { base, steps, codes, weights, products, scores } = block;
+    debug_assert_eq!(q.len(), base.len());
     // So that sums of half the channels stay below 2^15.
     let most = (i16::MAX as usize / (6 * codes.len())).min(127) as f32;
     let unit = unsafe {
@@ -403,6 +405,61 @@ mod tests {
             for isa in Isa::available() {
                 let near = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-5 * d as f32;
                 assert!(scored(isa, &q, &words, 0.25).iter().zip(&scores).all(near), "{isa:?} {d}");
+            }
+        }
+    }
+
+    #[test]
+    fn scores_are_nearer_to_one_another_the_further_off_four_blocks_say_they_are() {
+        let (mut numbers, d, kv_heads, blocks) = (Numbers(73), 24, 2, 12);
+        // Each block's steps are its own.
+        let mut data = Vec::new();
+        for block in 0..blocks * kv_heads {
+            let keys: Vec<f32> = (0..BLOCK_TOKENS * d).map(|_| numbers.normal() * (1 + block) as f32).collect();
+            data.extend(quantized(Isa::best(), &keys, d));
+        }
+        let index =
+            Tensor::from_vec(data.clone(), (blocks, kv_heads, 1, shape(d).1), &candle_core::Device::Cpu).unwrap();
+        let lookup = Lookup::new(&data, &index, kv_heads).unwrap();
+        let table: Vec<u32> = (0..blocks as u32).rev().collect();
+        let q: Vec<f32> = (0..3 * d).map(|_| 0.2 * numbers.normal()).collect();
+        for (visible, measured) in [
+            (0..1, [0, 0, 0, 0]),
+            (0..130, [0, 1, 1, 2]),
+            (0..12 * 64, [1, 4, 7, 10]),
+            (0..9 * 64 + 1, [1, 3, 6, 8]),
+            (70..600, [2, 4, 6, 8]),
+        ] {
+            for head in 0..kv_heads {
+                let row = DecodeRow { table: &table, visible: visible.clone() };
+                let found = scales((&lookup, d), &row, head, &q, 0.5);
+                for (found, q) in found.iter().zip(q.chunks_exact(d)) {
+                    let of = |block: usize| -> f64 {
+                        let at = (table[block] as usize * kv_heads + head) * shape(d).1;
+                        let (ends, _) = read(&data[at..][..shape(d).1], d);
+                        q.iter().zip(ends).map(|(q, (_, step))| (f64::from(*q) * f64::from(step)).powi(2) / 12.0).sum()
+                    };
+                    let variance = 0.25 * measured.map(of).iter().sum::<f64>() / 4.0;
+                    let exact = 0.5 / (1.0 + std::f64::consts::PI * variance / 4.0).sqrt();
+                    assert!((f64::from(*found) - exact).abs() < 1e-5 * exact, "{visible:?} {head}: {found} {exact}");
+                    assert!(exact < 0.45, "or it says nothing");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sums_of_the_largest_weights_and_codes_fit() {
+        for d in [128, 160, 240, 256] {
+            // Tokens take turns between the ends of every channel: codes 0 and 3.
+            let keys: Vec<f32> = (0..BLOCK_TOKENS * d).map(|i| (i / d % 2) as f32).collect();
+            let words = quantized(Isa::best(), &keys, d);
+            for isa in Isa::available() {
+                let scores = scored(isa, &vec![1.0; d], &words, 1.0);
+                for (t, score) in scores.iter().enumerate() {
+                    let exact = d as f32 * if t % 2 == 0 { 0.125 } else { 0.875 };
+                    assert!((score - exact).abs() < 1e-3 * exact, "{isa:?} {d}: {score} {exact}");
+                }
             }
         }
     }

@@ -76,10 +76,12 @@ fn an_index_taken_in_piece_by_piece_equals_one_taken_in_at_once() {
     type Extend<'a> = &'a dyn Fn(&Tensor, &[Part]) -> Result<()>;
     let (k, v, page) = (&cache.k, cache.kv().v, 16);
     let (rows, width) = bounds::shape(page, D);
-    let all: [(Tensor, Extend); 5] = [
+    let (one, words) = quantized::shape(D);
+    let all: [(Tensor, Extend); 6] = [
         (index(&cache, rows, width, DType::F16), &|to, parts| bounds::extend(to, k, parts)),
         (index(&cache, 64, 3, DType::F16), &|to, parts| labels::extend(to, k, parts, &channels)),
         (index(&cache, 64, 2, DType::U32), &|to, parts| codes::extend(to, k, parts, &maps)),
+        (index(&cache, one, words, DType::U32), &|to, parts| quantized::extend(to, k, parts)),
         (index(&cache, 64, 1, DType::I16), &|to, parts| clusters::extend(to, k, parts, &centroids, Some(&rotation))),
         (index(&cache, 64 / page, 1, DType::F32), &|to, parts| norms::extend(to, v, parts)),
     ];

@@ -434,7 +434,7 @@ fn decode_methods_at_their_limit_equal_dense_in_a_mixed_batch() {
             (outs, density)
         };
         let dense = vec![json!({ "method": "dense" }); lengths.len()];
-        let dense = [0, 1, 2, 3, 4].map(|at| run(at, &dense).0);
+        let dense: [_; ALL_HEADS.len()] = std::array::from_fn(|at| run(at, &dense).0);
         for_every_case("decode", lengths, |heads, settings| {
             let at = ALL_HEADS.iter().position(|h| *h == heads).unwrap();
             let (outs, density) = run(at, &settings);
