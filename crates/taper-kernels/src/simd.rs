@@ -77,11 +77,12 @@ pub trait Simd: Copy {
     unsafe fn max_lane(self) -> f32;
 }
 
+/// Added to a number within a few millions it rounds that to a whole one, whose low bits are the sum's.
+pub(crate) const WHOLE: f32 = 12_582_912.0;
+
 /// `exp(x)` for `x <= 0` with a relative error below 3e-7; exactly 0 below -87 and for -inf. NaN stays NaN.
 #[inline(always)]
 pub unsafe fn exp<V: Simd>(x: V) -> V {
-    // Adding it to a small number rounds that to a whole one.
-    const WHOLE: f32 = 12_582_912.0;
     unsafe {
         let n = x.mul_add(V::splat(std::f32::consts::LOG2_E), V::splat(WHOLE)).sub(V::splat(WHOLE));
         // ln 2 in two parts, so that n ln 2 loses nothing of the remainder.

@@ -6,9 +6,9 @@ use super::error::Result;
 use super::ffi::{self, TaperAppendParams, TaperAssignParams, TaperChooseParams, TaperCodeParams, TaperIndexParams};
 use super::ffi::{TaperClusteredParams, TaperHashScoreParams, TaperLinearParams, TaperNearestParams, TaperProbeParams};
 use super::op::{Op, renews};
-use super::quantized::quantized_words;
 use super::sample::{Scratch, prepare};
 use crate::index::clusters::MOST_ON_DEVICE;
+use crate::index::quantized;
 use crate::kv::BLOCK_TOKENS;
 use crate::lent::Lent;
 use bytemuck::Zeroable;
@@ -78,6 +78,7 @@ pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], first: usize, to: &Me
     let width = to.labels.map_or(Ok(0), |(labels, _)| labels.dim(3))?;
     let pages = to.pages.or(to.norms).map_or(Ok(1), |pages| pages.dim(2))?;
     op.check(pages > 0 && BLOCK_TOKENS.is_multiple_of(pages), "pages", pages, "a divisor of 64")?;
+    let (one, words) = quantized::shape(head_dim);
     let p = TaperAppendParams {
         k: op.at("k", k, dtype, [blocks, kv_heads, BLOCK_TOKENS, head_dim])?,
         block_table: op.at("tables", tables, DType::U32, [table_count, stride])?,
@@ -89,7 +90,7 @@ pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], first: usize, to: &Me
         labels: op.maybe("labels", to.labels.map(|l| l.0), dtype, [blocks, kv_heads, BLOCK_TOKENS, width])?,
         pages: op.maybe("pages", to.pages, dtype, [blocks, kv_heads, pages, 2 * head_dim])?,
         norms: op.maybe("norms", to.norms, DType::F32, [blocks, kv_heads, pages, 1])?,
-        quantized: op.maybe("quantized", to.quantized, DType::U32, [blocks, kv_heads, 1, quantized_words(head_dim)])?,
+        quantized: op.maybe("quantized", to.quantized, DType::U32, [blocks, kv_heads, one, words])?,
         page: op.int("pages", BLOCK_TOKENS / pages)?,
         span_count: op.int("spans", spans.len())?,
         kv_heads: op.int("k", kv_heads)?,

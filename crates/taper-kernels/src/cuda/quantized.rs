@@ -5,13 +5,9 @@ use super::error::Result;
 use super::ffi::{self, TaperQuantizedScoreParams};
 use super::op::Op;
 use super::score::{Passed, Scores};
+use crate::index::quantized;
 use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
-
-/// Words that a block has for each KV head: 2 bits an element for each of 64 tokens, and two numbers of 16 bits a channel.
-pub(super) fn quantized_words(head_dim: usize) -> usize {
-    80 * head_dim.div_ceil(16)
-}
 
 /// Scores every token that rows see by its quantized key, the batch's queries rounded to bf16; `index`
 /// `[blocks, kv_heads, 1, 5 head_dim]`, u32, as [`super::index::extend`] makes it. Scores are multiplied by `scale`.
@@ -21,11 +17,12 @@ pub(super) fn quantized_words(head_dim: usize) -> usize {
 pub fn quantized_scores(batch: &Batch, index: &Tensor, scale: f32) -> Result<Scores> {
     let op = Op::new("quantized_scores", "q", batch.q)?;
     let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(&op)?;
+    let (one, words) = quantized::shape(head_dim);
     let of = Passed::new(&op, (rows, q_heads), batch.max_len, 1)?;
     let (entries, tiles) = (of.entries, of.entries / 64);
     let p = TaperQuantizedScoreParams {
         q: op.at("q", batch.q, dtype, [rows, q_heads, head_dim])?,
-        index: op.at("index", index, DType::U32, [blocks, kv_heads, 1, quantized_words(head_dim)])?,
+        index: op.at("index", index, DType::U32, [blocks, kv_heads, one, words])?,
         block_table: op.at("tables", batch.tables, DType::U32, [tables, stride])?,
         row_table: op.maybe("row_tables", batch.row_tables, DType::U32, [rows])?,
         lens: op.at("lens", batch.lens, DType::U32, [rows])?,

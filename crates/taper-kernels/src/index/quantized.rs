@@ -7,7 +7,7 @@ use super::{Extend, Lookup, Part, dims, for_each_part, queries};
 use crate::decode::{Decode, DecodeRow, Importance, Over, pass};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
 use crate::parallel;
-use crate::simd::{Isa, Simd, dispatch};
+use crate::simd::{Isa, Simd, WHOLE, dispatch};
 use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
 use half::bf16;
 use std::ops::Range;
@@ -243,8 +243,6 @@ unsafe fn unpack<V: Simd>(words: &[u32], to: &mut Unpacked) {
 /// `V`'s instruction set exists; the query is as long as the block's `base`, which is a multiple of 16.
 #[inline(always)]
 unsafe fn score<V: Simd>(isa: Isa, q: &[f32], block: &mut Unpacked, scale: f32) {
-    // Added to a number within a few millions it rounds that to a whole one, whose low bits are the sum's.
-    const WHOLE: f32 = 12_582_912.0;
     let Unpacked { base, steps, codes, weights, products, scores } = block;
     debug_assert_eq!(q.len(), base.len());
     // So that sums of half the channels stay below 2^15.
