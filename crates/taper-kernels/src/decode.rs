@@ -22,13 +22,13 @@ pub(crate) use sample::Page;
 pub use sample::{Budget, Certainty, Foreseen, Sampling, foresee, sample, sample_certain, sample_some};
 #[cfg(feature = "cuda")]
 pub(crate) use sample::{GUESS_KEYS, LOOKS, check as sample_check};
+pub(crate) use scores::{HeadScores, Kept, pass};
 pub use scores::{Scores, scores};
 pub(crate) use selection::sink_window;
 pub use selection::{HeadSelection, Keys, Sample, Selection, Values};
 #[cfg(feature = "cuda")]
 pub(crate) use selection::{counts, tokens};
 pub use values::{By, Spread, Targets, bernoulli_queries, sample_values};
-pub(crate) use {scores::HeadScores, scores::pass};
 
 use crate::kv::{BLOCK_TOKENS, KvElement, PagedKv};
 use candle_core::{CpuStorage, Layout, Result, Storage, Tensor, bail};

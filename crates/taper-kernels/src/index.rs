@@ -124,10 +124,14 @@ impl<'a, T> Lookup<'a, T> {
         entries: Range<usize>,
     ) -> impl Iterator<Item = (Range<usize>, &'a [T])> {
         let blocks = entries.start / each..entries.end.div_ceil(each);
+        let ask = move |block: usize| {
+            let later = self.block(table, head, block * BLOCK_TOKENS);
+            prefetch(later.as_ptr(), later.len());
+        };
+        blocks.clone().take(AHEAD_BLOCKS).for_each(ask);
         blocks.clone().map(move |block| {
             if block + AHEAD_BLOCKS < blocks.end {
-                let later = self.block(table, head, (block + AHEAD_BLOCKS) * BLOCK_TOKENS);
-                prefetch(later.as_ptr(), later.len());
+                ask(block + AHEAD_BLOCKS);
             }
             let of = entries.start.max(block * each)..entries.end.min((block + 1) * each);
             (of, self.block(table, head, block * BLOCK_TOKENS))

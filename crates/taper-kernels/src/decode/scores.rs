@@ -9,6 +9,7 @@ use crate::kv::{BLOCK_TOKENS, KvElement};
 use crate::parallel::{self, SharedMut};
 use crate::simd::{Isa, Simd, dispatch, exp};
 use candle_core::{Result, bail};
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 /// Scores of every visible key `[R, kv_heads]`, where they were wanted.
@@ -43,7 +44,7 @@ impl From<Scored> for Scores {
 impl Scores {
     /// Keys scored in each of so many rows, over all KV heads.
     pub fn keys(&self, rows: usize) -> Vec<usize> {
-        let of_head = |head: &Option<HeadScores>| head.as_ref().map_or(0, |head| head.scores.len() / head.group);
+        let of_head = |head: &Option<HeadScores>| head.as_ref().map_or(0, HeadScores::len);
         let keys = |part: &Held| match part {
             Held::Host(heads) => heads.iter().map(of_head).collect::<Vec<_>>(),
             #[cfg(feature = "cuda")]
@@ -111,7 +112,7 @@ impl Scores {
 pub(crate) struct HeadScores {
     /// First token, or page.
     start: usize,
-    /// Scaled dot products `[group, tokens]`.
+    /// Scaled dot products `[group, tokens]`; empty where only shares were asked for.
     scores: Vec<f32>,
     /// exp(score − largest score of its unit of tokens) `[group, tokens]`.
     weights: Vec<f32>,
@@ -121,9 +122,14 @@ pub(crate) struct HeadScores {
 }
 
 impl HeadScores {
-    /// The scores of query head `g` of the group, by visible token.
+    /// Tokens, or pages of them.
+    fn len(&self) -> usize {
+        self.weights.len() / self.group
+    }
+
+    /// The scores of query head `g` of the group, by visible token; they were kept.
     pub fn of(&self, g: usize) -> &[f32] {
-        let n = self.scores.len() / self.group;
+        let n = self.len();
         &self.scores[g * n..(g + 1) * n]
     }
 
@@ -136,7 +142,7 @@ impl HeadScores {
 
     /// Each token's share of the attention mass, over the group: all sums together come to the group's size.
     pub fn importance(&self, over: Over) -> Vec<f32> {
-        let n = self.scores.len() / self.group;
+        let n = self.len();
         let mut importance = vec![0.0; n];
         for g in 0..self.group {
             let (max, sum) = self.mass(g);
@@ -193,73 +199,98 @@ pub fn scores(batch: &Decode, wanted: &[bool]) -> Result<Scores> {
                 view: &View<T>, row: usize, head: usize, tokens: Range<usize>, out: *mut f32, stride: usize
             ));
         };
-        Ok(Scores(vec![Held::Host(pass(isa, &spans, wanted, q_heads / kv_heads, score))]))
+        Ok(Scores(vec![Held::Host(pass(isa, &spans, wanted, (q_heads / kv_heads, Kept::Scores), score))]))
     })
 }
 
+/// What a [`pass`] leaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kept {
+    /// Scores, and shares of the mass.
+    Scores,
+    /// Shares alone.
+    Shares,
+}
+
+/// Units of tokens that one thread scores at a time: enough that what comes after the first was asked for ahead.
+const RUN_UNITS: usize = 4;
+
 /// Scores a span of tokens, or pages, of each row and KV head that is `wanted`.
 ///
-/// `score(i, tokens, out, stride)` writes the scores of head `i` for a run of tokens, one line a query head.
+/// `score(i, tokens, out, stride)` writes the scores of head `i` for every one of a run of tokens, one line a query head of the group.
 pub(crate) fn pass(
     isa: Isa,
     spans: &[Range<usize>],
     wanted: &[bool],
-    group: usize,
+    (group, kept): (usize, Kept),
     score: impl Fn(usize, Range<usize>, *mut f32, usize) + Sync,
 ) -> Vec<Option<HeadScores>> {
-    let mut all: Vec<Option<HeadScores>> = parallel::map(spans.len(), |i| {
-        let (span, units) = (&spans[i], spans[i].len().div_ceil(UNIT_TOKENS));
-        wanted[i].then(|| HeadScores {
+    // Without room for the scores that nobody asks for, and none of it cleared first.
+    let of_kept = |n: usize| if kept == Kept::Scores { n } else { 0 };
+    let empty = |(span, &wanted): (&Range<usize>, &bool)| {
+        let n = group * span.len();
+        wanted.then(|| HeadScores {
             start: span.start,
-            scores: vec![0.0; group * span.len()],
-            weights: vec![0.0; group * span.len()],
-            units: vec![(0.0, 0.0); units * group],
+            scores: Vec::with_capacity(of_kept(n)),
+            weights: Vec::with_capacity(n),
+            units: vec![(0.0, 0.0); span.len().div_ceil(UNIT_TOKENS) * group],
             group,
         })
-    });
-    let mut units = Vec::new();
+    };
+    let mut all: Vec<Option<HeadScores>> = spans.iter().zip(wanted).map(empty).collect();
+    let (mut runs, run) = (Vec::new(), RUN_UNITS * UNIT_TOKENS);
     for (i, span) in spans.iter().enumerate().filter(|(i, _)| wanted[*i]) {
-        units.extend((0..span.len().div_ceil(UNIT_TOKENS)).map(|unit| (i, unit)));
+        runs.extend((0..span.len()).step_by(run).map(|first| (i, first..(first + run).min(span.len()))));
     }
     let shared: Vec<_> = all.iter_mut().map(|head| head.as_mut().map(SharedScores::new)).collect();
     parallel::for_each(
-        units.len(),
+        runs.len(),
         || (),
         |(), at| {
-            let (i, unit) = units[at];
+            let (i, run) = (runs[at].0, runs[at].1.clone());
             let (Some(out), span) = (&shared[i], &spans[i]) else { return };
-            let first = unit * UNIT_TOKENS;
-            let len = UNIT_TOKENS.min(span.len() - first);
-            // Each unit has its own tokens of every line.
-            score(i, span.start + first..span.start + first + len, out.scores.pointer(first), span.len());
-            for g in 0..group {
-                let at = g * span.len() + first;
-                // SAFETY: as above.
-                let (scores, weights) = unsafe { (&*out.scores.slice(at, len), out.weights.slice(at, len)) };
-                let mut mass = (0.0, 0.0);
-                let to = &mut mass;
-                dispatch!(isa, weigh::<_>(scores: &[f32], weights: &mut [f32], to: &mut (f32, f32)));
-                // SAFETY: as above.
-                unsafe { out.units.slice(unit * group + g, 1)[0] = mass };
+            let to = if kept == Kept::Scores { &out.scores } else { &out.weights };
+            // Each run has its own tokens of every line.
+            score(i, span.start + run.start..span.start + run.end, to.pointer(run.start).cast(), span.len());
+            for first in run.clone().step_by(UNIT_TOKENS) {
+                for g in 0..group {
+                    let (at, len) = (g * span.len() + first, UNIT_TOKENS.min(run.end - first));
+                    let (from, weights) = (to.pointer(at).cast::<f32>().cast_const(), out.weights.pointer(at).cast());
+                    let mut mass = (0.0, 0.0);
+                    let mass_of = &mut mass;
+                    dispatch!(isa, weigh::<_>(from: *const f32, weights: *mut f32, len: usize, mass_of: &mut (f32, f32)));
+                    // SAFETY: as above.
+                    unsafe { out.units.slice(first / UNIT_TOKENS * group + g, 1)[0] = mass };
+                }
             }
         },
     );
     drop(shared);
+    for (head, span) in all.iter_mut().zip(spans) {
+        if let Some(head) = head {
+            let n = group * span.len();
+            // SAFETY: there is room for as many, and the runs have written every one.
+            unsafe {
+                head.scores.set_len(of_kept(n));
+                head.weights.set_len(n);
+            }
+        }
+    }
     all
 }
 
 /// The parts of [`HeadScores`] as the threads write them.
 struct SharedScores {
-    scores: SharedMut<f32>,
-    weights: SharedMut<f32>,
+    scores: SharedMut<MaybeUninit<f32>>,
+    weights: SharedMut<MaybeUninit<f32>>,
     units: SharedMut<(f32, f32)>,
 }
 
 impl SharedScores {
     fn new(head: &mut HeadScores) -> Self {
         Self {
-            scores: SharedMut::new(&mut head.scores),
-            weights: SharedMut::new(&mut head.weights),
+            scores: SharedMut::new(head.scores.spare_capacity_mut()),
+            weights: SharedMut::new(head.weights.spare_capacity_mut()),
             units: SharedMut::new(&mut head.units),
         }
     }
@@ -288,26 +319,31 @@ unsafe fn score_run<V: Simd, T: KvElement>(
     }
 }
 
-/// Sets weights to exp(score − largest score), and `mass` to the largest score and the sum of the weights.
+/// Sets `len` weights to exp(score − largest score), which may be written where the scores lie, and `mass` to the largest score and the
+/// sum of the weights.
+///
+/// # Safety
+/// Both cover `len` elements, of which the scores are there; `V`'s instruction set exists.
 #[inline(always)]
-unsafe fn weigh<V: Simd>(scores: &[f32], weights: &mut [f32], mass: &mut (f32, f32)) {
-    let whole = scores.len() - scores.len() % V::LANES;
+unsafe fn weigh<V: Simd>(scores: *const f32, weights: *mut f32, len: usize, mass: &mut (f32, f32)) {
+    let whole = len - len % V::LANES;
     unsafe {
         let mut top = V::splat(f32::NEG_INFINITY);
         for at in (0..whole).step_by(V::LANES) {
-            top = top.max(V::load(scores.as_ptr().add(at)));
+            top = top.max(V::load(scores.add(at)));
         }
-        let max = scores[whole..].iter().fold(top.max_lane(), |max, &score| max_of(max, score));
+        let max = (whole..len).fold(top.max_lane(), |max, at| max_of(max, *scores.add(at)));
         let mut total = V::splat(0.0);
         for at in (0..whole).step_by(V::LANES) {
-            let weight = exp(V::load(scores.as_ptr().add(at)).sub(V::splat(max)));
+            let weight = exp(V::load(scores.add(at)).sub(V::splat(max)));
             total = total.add(weight);
-            weight.store(weights.as_mut_ptr().add(at));
+            weight.store(weights.add(at));
         }
         let mut sum = total.sum();
-        for (weight, score) in weights[whole..].iter_mut().zip(&scores[whole..]) {
-            *weight = (score - max).exp();
-            sum += *weight;
+        for at in whole..len {
+            let weight = (*scores.add(at) - max).exp();
+            weights.add(at).write(weight);
+            sum += weight;
         }
         *mass = (max, sum);
     }

@@ -3,7 +3,7 @@
 //! Source: Quest (Tang et al. 2024, arXiv:2406.10774), section 3.2.
 
 use super::{Extend, Lookup, Part, dims, for_each_part};
-use crate::decode::{Decode, HeadScores, Importance, Over, Page, pass};
+use crate::decode::{Decode, HeadScores, Importance, Kept, Over, Page, pass};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
 use crate::simd::{Isa, Simd, dispatch};
 use candle_core::{Result, Storage, Tensor, bail};
@@ -96,7 +96,7 @@ fn scores(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<(usize, Vec
     let (isa, scale) = (Isa::best(), 1.0 / (d as f32).sqrt());
     let heads = with_kv_element!(index.dtype(), T => {
         let lookup = &Lookup::new(T::slice(storage).expect("dtype matched"), index, kv_heads)?;
-        pass(isa, &spans, wanted, group, |i: usize, pages: Range<usize>, out: *mut f32, stride: usize| {
+        pass(isa, &spans, wanted, (group, Kept::Scores), |i: usize, pages: Range<usize>, out: *mut f32, stride: usize| {
             let (row, head) = (i / kv_heads, i % kv_heads);
             let queries = &q[(row * q_heads + head * group) * d..][..group * d];
             let first = pages.start;

@@ -3,7 +3,7 @@
 //! Source: Double Sparsity (Yang et al. 2024, arXiv:2408.07092), section 3.
 
 use super::{Extend, Lookup, Part, dims, for_each_part};
-use crate::decode::{Decode, Importance, Over, pass};
+use crate::decode::{Decode, Importance, Kept, Over, pass};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
 use crate::simd::{Isa, Simd, dispatch};
 use candle_core::{Result, Storage, Tensor, bail};
@@ -92,7 +92,7 @@ pub fn importance(
     let (isa, scale) = (Isa::best(), 1.0 / (d as f32).sqrt());
     let heads = with_kv_element!(index.dtype(), T => {
         let lookup = &Lookup::new(T::slice(storage).expect("dtype matched"), index, kv_heads)?;
-        pass(isa, &spans, wanted, group, |i: usize, tokens: Range<usize>, out: *mut f32, stride: usize| {
+        pass(isa, &spans, wanted, (group, Kept::Shares), |i: usize, tokens: Range<usize>, out: *mut f32, stride: usize| {
             let (row, head) = (i / kv_heads, i % kv_heads);
             let q = &picked[(row * q_heads + head * group) * r..][..group * r];
             for (rows, labels) in lookup.whole_blocks(batch.rows[row].table, head, BLOCK_TOKENS, tokens.clone()) {

@@ -4,12 +4,13 @@
 //! block here. Twilight (Lin et al. 2025, arXiv:2502.02770), section 4, scores quantised keys to choose among them.
 
 use super::{Extend, Lookup, Part, dims, for_each_part, queries};
-use crate::decode::{Decode, DecodeRow, Importance, Over, pass};
+use crate::decode::{Decode, DecodeRow, Importance, Kept, Over, pass};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
 use crate::parallel;
 use crate::simd::{Isa, Simd, WHOLE, dispatch};
 use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
 use half::bf16;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 /// Channels of a key in a word.
@@ -144,27 +145,18 @@ pub fn importance(batch: &Decode, index: &Tensor, wanted: &[bool], over: Over) -
         }
         false => Vec::new(),
     });
-    let heads = pass(isa, &spans, wanted, group, |i: usize, tokens: Range<usize>, out: *mut f32, stride: usize| {
-        let (row, head) = (i / kv_heads, i % kv_heads);
-        let unpacked = &mut Unpacked::new(d);
-        let wide = unpacked.base.len();
-        let mut queries = vec![0.0; group * wide];
-        for (g, to) in queries.chunks_exact_mut(wide).enumerate() {
-            to[..d].copy_from_slice(&q[(row * q_heads + head * group + g) * d..][..d]);
-        }
-        for (of, words) in lookup.whole_blocks(batch.rows[row].table, head, BLOCK_TOKENS, tokens.clone()) {
-            let line = out.wrapping_add(of.start - tokens.start);
-            let of = of.start % BLOCK_TOKENS..(of.end - 1) % BLOCK_TOKENS + 1;
-            dispatch!(isa, unpack::<_>(words: &[u32], unpacked: &mut Unpacked));
-            for (g, q) in queries.chunks_exact(wide).enumerate() {
-                let (line, scale) = (line.wrapping_add(g * stride), scales[i][g]);
-                dispatch!(isa, score::<_>(isa: Isa, q: &[f32], unpacked: &mut Unpacked, scale: f32));
-                let scores = &unpacked.scores[of.clone()];
-                // SAFETY: the pass gives each run its part of every line.
-                unsafe { std::ptr::copy_nonoverlapping(scores.as_ptr(), line, scores.len()) };
+    let heads =
+        pass(isa, &spans, wanted, (group, Kept::Shares), |i, tokens: Range<usize>, out: *mut f32, stride: usize| {
+            let (row, head) = (i / kv_heads, i % kv_heads);
+            let queries = &mut Queries::new(&q[(row * q_heads + head * group) * d..][..group * d], d, &scales[i]);
+            for (of, words) in lookup.whole_blocks(batch.rows[row].table, head, BLOCK_TOKENS, tokens.clone()) {
+                let line = out.wrapping_add(of.start - tokens.start);
+                let of = of.start % BLOCK_TOKENS..(of.end - 1) % BLOCK_TOKENS + 1;
+                dispatch!(isa, score::<_>(
+                    isa: Isa, words: &[u32], queries: &mut Queries, of: Range<usize>, line: *mut f32, stride: usize
+                ));
             }
-        }
-    });
+        });
     Ok(Importance::of_scores(1, heads.len(), |i| heads[i].as_ref(), over))
 }
 
@@ -195,121 +187,170 @@ fn both(word: u32) -> [f32; 2] {
     [f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000)]
 }
 
-/// A block of an index as it is scored.
-struct Unpacked {
-    /// Of each channel what code 0 stands for, and what each step adds.
-    base: Vec<f32>,
-    steps: Vec<f32>,
-    /// Four channels of a token a word, a byte each.
-    codes: Vec<[u32; BLOCK_TOKENS]>,
-    /// A query's channels times their steps, as whole numbers, where their codes lie.
-    weights: Vec<u32>,
+/// A group's queries, and what a block makes of them.
+struct Queries<'a> {
+    /// `[group, channels]`, as many channels as the words have: zero beyond the head's own.
+    q: Vec<f32>,
+    /// What their scores are multiplied by.
+    scales: &'a [f32],
+    /// Words of a token.
+    words: usize,
+    /// A query's channels times the block's steps, in units of which each is a whole number, rounded by [`WHOLE`].
     products: Vec<f32>,
-    scores: [f32; BLOCK_TOKENS],
+    /// The same of four channels, a byte each, where their codes lie `[4 words, group]`.
+    weights: Vec<u32>,
+    /// The query's product with the block's base, and the unit.
+    ends: Vec<(f32, f32)>,
 }
 
-impl Unpacked {
-    fn new(d: usize) -> Self {
-        let words = d.div_ceil(CHANNELS);
-        let channels = || vec![0.0; words * CHANNELS];
-        let (codes, weights) = (vec![[0; BLOCK_TOKENS]; 4 * words], vec![0; 4 * words]);
-        let (base, steps, products) = (channels(), channels(), channels());
-        Self { base, steps, codes, weights, products, scores: [0.0; BLOCK_TOKENS] }
+impl<'a> Queries<'a> {
+    /// Of queries `[group, d]`.
+    fn new(q: &[f32], d: usize, scales: &'a [f32]) -> Self {
+        let (group, words) = (q.len() / d, d.div_ceil(CHANNELS));
+        let channels = words * CHANNELS;
+        let mut wide = vec![0.0; group * channels];
+        wide.chunks_exact_mut(channels).zip(q.chunks_exact(d)).for_each(|(to, q)| to[..d].copy_from_slice(q));
+        let (products, weights, ends) = (vec![0.0; channels], vec![0; 4 * words * group], vec![(0.0, 0.0); group]);
+        Self { q: wide, scales, words, products, weights, ends }
     }
-}
 
-/// # Safety
-/// `V`'s instruction set exists.
-#[inline(always)]
-unsafe fn unpack<V: Simd>(words: &[u32], to: &mut Unpacked) {
-    let (words, ends) = words.split_at(to.codes.len() / 4 * BLOCK_TOKENS);
-    for (codes, words) in to.codes.chunks_exact_mut(4).zip(words.chunks_exact(BLOCK_TOKENS)) {
-        for (i, codes) in codes.iter_mut().enumerate() {
-            codes.iter_mut().zip(words).for_each(|(code, word)| *code = word >> (2 * i) & 0x0303_0303);
-        }
-    }
-    let (base, steps) = ends.split_at(ends.len() / 2);
-    for (to, from) in [(&mut to.base, base), (&mut to.steps, steps)] {
-        for (pair, word) in to.chunks_exact_mut(2).zip(from) {
-            pair.copy_from_slice(&both(*word));
-        }
-    }
-}
-
-/// The scaled scores of a query, as wide as the block's words, with a block's keys. Codes are multiplied by whole numbers, so that
-/// what the instruction sets differ by is the rounding of one sum a block.
-///
-/// # Safety
-/// `V`'s instruction set exists; the query is as long as the block's `base`, which is a multiple of 16.
-#[inline(always)]
-unsafe fn score<V: Simd>(isa: Isa, q: &[f32], block: &mut Unpacked, scale: f32) {
-    let Unpacked { base, steps, codes, weights, products, scores } = block;
-    debug_assert_eq!(q.len(), base.len());
-    // So that sums of half the channels stay below 2^15.
-    let most = (i16::MAX as usize / (6 * codes.len())).min(127) as f32;
-    let unit = unsafe {
-        let (mut sum, mut largest) = (V::splat(0.0), V::splat(f32::MIN_POSITIVE));
-        for c in (0..q.len()).step_by(V::LANES) {
-            let q = V::load(q[c..].as_ptr());
-            sum = q.mul_add(V::load(base[c..].as_ptr()), sum);
-            let product = q.mul(V::load(steps[c..].as_ptr()));
-            largest = largest.max(product).max(V::splat(0.0).sub(product));
-            product.store(products[c..].as_mut_ptr());
-        }
-        let unit = largest.max_lane() / most;
-        for c in (0..q.len()).step_by(V::LANES) {
-            let whole = V::load(products[c..].as_ptr()).mul_add(V::splat(1.0 / unit), V::splat(WHOLE));
-            whole.store(products[c..].as_mut_ptr());
-        }
-        scores.fill(sum.sum());
-        unit
-    };
-    for (weights, four) in weights.iter_mut().zip(products.chunks_exact(4)) {
-        let byte = |c: usize| four[c].to_bits() as u8;
-        *weights = u32::from_le_bytes([byte(0), byte(2), byte(1), byte(3)]);
-    }
-    let mut dots = [0i32; BLOCK_TOKENS];
-    match isa {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: whoever has AVX-512 has AVX2.
-        Isa::Avx2 | Isa::Avx512 => unsafe { dots_avx2(codes, weights, &mut dots) },
-        _ => dots_portable(codes, weights, &mut dots),
-    }
-    scores.iter_mut().zip(dots).for_each(|(score, dot)| *score = (dot as f32 * unit + *score) * scale);
-}
-
-/// Sums of weights times codes, a token each.
-fn dots_portable(codes: &[[u32; BLOCK_TOKENS]], weights: &[u32], dots: &mut [i32; BLOCK_TOKENS]) {
-    for (codes, weights) in codes.iter().zip(weights) {
-        for (byte, weight) in weights.to_le_bytes().map(|w| w as i8).into_iter().enumerate() {
-            for (dot, code) in dots.iter_mut().zip(codes) {
-                *dot += i32::from(weight) * (code >> (8 * byte) & 3) as i32;
+    /// Gets ready for a block of such `base` and `steps`.
+    ///
+    /// # Safety
+    /// `V`'s instruction set exists, both cover all channels.
+    #[inline(always)]
+    unsafe fn meet<V: Simd>(&mut self, base: *const bf16, steps: *const bf16) {
+        let (channels, group) = (self.words * CHANNELS, self.ends.len());
+        // So that sums of half the channels stay below 2^15.
+        let most = (i16::MAX as usize / (6 * 4 * self.words)).min(127) as f32;
+        for (g, q) in self.q.chunks_exact(channels).enumerate() {
+            unsafe {
+                let (mut sum, mut largest) = (V::splat(0.0), V::splat(f32::MIN_POSITIVE));
+                for c in (0..channels).step_by(V::LANES) {
+                    let q = V::load(q[c..].as_ptr());
+                    sum = q.mul_add(V::load_bf16(base.add(c)), sum);
+                    let product = q.mul(V::load_bf16(steps.add(c)));
+                    largest = largest.max(product).max(V::splat(0.0).sub(product));
+                    product.store(self.products[c..].as_mut_ptr());
+                }
+                let unit = largest.max_lane() / most;
+                for c in (0..channels).step_by(V::LANES) {
+                    let product = V::load(self.products[c..].as_ptr());
+                    product.mul_add(V::splat(1.0 / unit), V::splat(WHOLE)).store(self.products[c..].as_mut_ptr());
+                }
+                self.ends[g] = (sum.sum(), unit);
+            }
+            for (weight, four) in self.weights[g..].iter_mut().step_by(group).zip(self.products.chunks_exact(4)) {
+                let byte = |c: usize| four[c].to_bits() as u8;
+                *weight = u32::from_le_bytes([byte(0), byte(2), byte(1), byte(3)]);
             }
         }
     }
 }
 
-/// The same, two products a lane of 16 bits at a time.
+/// Queries whose sums are made side by side, so that a code is taken out of its word once for them all.
+const TOGETHER: usize = 4;
+
+/// The scaled scores of each query with the keys `of` a block into lines `stride` apart. Codes are multiplied by whole numbers, so that what the
+/// instruction sets differ by is the rounding of one sum a block.
+///
+/// # Safety
+/// `V`'s instruction set exists; every line of `out` covers the keys.
+#[inline(always)]
+unsafe fn score<V: Simd>(
+    isa: Isa,
+    words: &[u32],
+    queries: &mut Queries,
+    of: Range<usize>,
+    out: *mut f32,
+    stride: usize,
+) {
+    let (words, ends) = words.split_at(queries.words * BLOCK_TOKENS);
+    let (base, steps) = ends.split_at(ends.len() / 2);
+    unsafe { queries.meet::<V>(base.as_ptr().cast(), steps.as_ptr().cast()) };
+    let group = queries.ends.len();
+    let mut dots = [[0i32; BLOCK_TOKENS]; TOGETHER];
+    for first in (0..group).step_by(TOGETHER) {
+        let (weights, dots) = ((&queries.weights[first..], group), &mut dots[..TOGETHER.min(group - first)]);
+        match (isa, dots.len()) {
+            // SAFETY: whoever has AVX-512 has AVX2.
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx2 | Isa::Avx512, n) => unsafe {
+                match n {
+                    1 => dots_avx2::<1>(words, weights, dots),
+                    2 => dots_avx2::<2>(words, weights, dots),
+                    3 => dots_avx2::<3>(words, weights, dots),
+                    _ => dots_avx2::<TOGETHER>(words, weights, dots),
+                }
+            },
+            _ => dots_portable(words, weights, dots),
+        }
+        for (g, dots) in (first..).zip(dots) {
+            let ((sum, unit), scale) = (queries.ends[g], queries.scales[g]);
+            // SAFETY: the caller's.
+            let to =
+                unsafe { std::slice::from_raw_parts_mut(out.add(g * stride).cast::<MaybeUninit<f32>>(), of.len()) };
+            for (to, &mut dot) in to.iter_mut().zip(&mut dots[of.clone()]) {
+                to.write((dot as f32 * unit + sum) * scale);
+            }
+        }
+    }
+}
+
+/// Sums of weights `[4 words, group]` times the codes of words `[words, 64]`: of each token, for as many queries as there are `dots`.
+fn dots_portable(words: &[u32], (weights, group): (&[u32], usize), dots: &mut [[i32; BLOCK_TOKENS]]) {
+    for (g, dots) in dots.iter_mut().enumerate() {
+        dots.fill(0);
+        let fours = words.chunks_exact(BLOCK_TOKENS).flat_map(|line| (0..4).map(move |four| (line, 2 * four)));
+        for ((line, shift), weights) in fours.zip(weights[g..].iter().step_by(group)) {
+            for (weight, shift) in
+                weights.to_le_bytes().map(|w| i32::from(w as i8)).into_iter().zip((shift..).step_by(8))
+            {
+                dots.iter_mut().zip(line).for_each(|(dot, word)| *dot += weight * (word >> shift & 3) as i32);
+            }
+        }
+    }
+}
+
+/// The same for `N` queries, two products a lane of 16 bits at a time.
 ///
 /// # Safety
 /// AVX2 exists.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-unsafe fn dots_avx2(codes: &[[u32; BLOCK_TOKENS]], weights: &[u32], dots: &mut [i32; BLOCK_TOKENS]) {
+unsafe fn dots_avx2<const N: usize>(
+    words: &[u32],
+    (weights, group): (&[u32], usize),
+    dots: &mut [[i32; BLOCK_TOKENS]],
+) {
     use core::arch::x86_64::*;
     const LANES: usize = 8;
-    unsafe {
-        let mut acc = [_mm256_setzero_si256(); BLOCK_TOKENS / LANES];
-        for (codes, &weights) in codes.iter().zip(weights) {
-            let weights = _mm256_set1_epi32(weights as i32);
-            for (v, acc) in acc.iter_mut().enumerate() {
-                let codes = _mm256_loadu_si256(codes.as_ptr().add(v * LANES).cast());
-                *acc = _mm256_add_epi16(*acc, _mm256_maddubs_epi16(codes, weights));
+    /// Vectors of tokens at a time: with their sums for `TOGETHER` queries they stay in registers.
+    const VECTORS: usize = 2;
+    let (mask, ones) = (_mm256_set1_epi8(3), _mm256_set1_epi16(1));
+    for first in (0..BLOCK_TOKENS).step_by(VECTORS * LANES) {
+        let mut acc = [[_mm256_setzero_si256(); VECTORS]; N];
+        for (line, weights) in words.chunks_exact(BLOCK_TOKENS).zip(weights.chunks(4 * group)) {
+            let line = &line[first..first + VECTORS * LANES];
+            // SAFETY: the slice is as long.
+            let mut words: [_; VECTORS] =
+                std::array::from_fn(|v| unsafe { _mm256_loadu_si256(line.as_ptr().add(v * LANES).cast()) });
+            for weights in weights.chunks(group) {
+                let codes = words.map(|word| _mm256_and_si256(word, mask));
+                for (acc, &weights) in acc.iter_mut().zip(weights) {
+                    let weights = _mm256_set1_epi32(weights as i32);
+                    for (acc, codes) in acc.iter_mut().zip(codes) {
+                        *acc = _mm256_add_epi16(*acc, _mm256_maddubs_epi16(codes, weights));
+                    }
+                }
+                words = words.map(|word| _mm256_srli_epi32::<2>(word));
             }
         }
-        for (v, acc) in acc.into_iter().enumerate() {
-            let both = _mm256_madd_epi16(acc, _mm256_set1_epi16(1));
-            _mm256_storeu_si256(dots.as_mut_ptr().add(v * LANES).cast(), both);
+        for (acc, dots) in acc.iter().zip(dots.iter_mut()) {
+            for (acc, to) in acc.iter().zip(dots[first..].chunks_exact_mut(LANES)) {
+                // SAFETY: a chunk is as long as a vector.
+                unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), _mm256_madd_epi16(*acc, ones)) };
+            }
         }
     }
 }
@@ -340,13 +381,14 @@ mod tests {
     }
 
     fn scored(isa: Isa, q: &[f32], words: &[u32], scale: f32) -> [f32; BLOCK_TOKENS] {
-        let block = &mut Unpacked::new(q.len());
-        let mut wide = vec![0.0; block.base.len()];
-        wide[..q.len()].copy_from_slice(q);
-        let q = &wide[..];
-        dispatch!(isa, unpack::<_>(words: &[u32], block: &mut Unpacked));
-        dispatch!(isa, score::<_>(isa: Isa, q: &[f32], block: &mut Unpacked, scale: f32));
-        block.scores
+        let scales = [scale];
+        let queries = &mut Queries::new(q, q.len(), &scales);
+        let mut scores = [0.0; BLOCK_TOKENS];
+        let (of, line, stride) = (0..BLOCK_TOKENS, scores.as_mut_ptr(), 0);
+        dispatch!(isa, score::<_>(
+            isa: Isa, words: &[u32], queries: &mut Queries, of: Range<usize>, line: *mut f32, stride: usize
+        ));
+        scores
     }
 
     #[test]
@@ -403,6 +445,33 @@ mod tests {
             for isa in Isa::available() {
                 let near = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-5 * d as f32;
                 assert!(scored(isa, &q, &words, 0.25).iter().zip(&scores).all(near), "{isa:?} {d}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_query_scores_alone_as_in_any_group_and_a_key_as_in_any_part_of_a_block() {
+        let mut numbers = Numbers(74);
+        for (d, group) in [(64, 1), (16, 2), (64, 3), (40, 4), (128, 5), (8, 7), (16, 9)] {
+            let keys: Vec<f32> = (0..BLOCK_TOKENS * d).map(|_| numbers.normal()).collect();
+            let q: Vec<f32> = (0..group * d).map(|_| numbers.normal()).collect();
+            let scales: Vec<f32> = (1..=group).map(|g| 0.1 * g as f32).collect();
+            let words = &quantized(Isa::best(), &keys, d)[..];
+            for isa in Isa::available() {
+                for of in [0..64, 0..1, 63..64, 5..38] {
+                    const UNTOUCHED: f32 = 1234.5;
+                    let (queries, stride) = (&mut Queries::new(&q, d, &scales), of.len() + 1);
+                    let mut scores = vec![UNTOUCHED; group * stride];
+                    let (part, line) = (of.clone(), scores.as_mut_ptr());
+                    dispatch!(isa, score::<_>(
+                        isa: Isa, words: &[u32], queries: &mut Queries, part: Range<usize>, line: *mut f32, stride: usize
+                    ));
+                    for (g, scores) in scores.chunks(stride).enumerate() {
+                        let alone = scored(isa, &q[g * d..][..d], words, scales[g]);
+                        assert_eq!(scores[..of.len()], alone[of.clone()], "{isa:?} {d}: {g} of {group}, {of:?}");
+                        assert_eq!(scores[of.len()], UNTOUCHED);
+                    }
+                }
             }
         }
     }
