@@ -102,7 +102,7 @@ impl Default for Params {
             sink: Amount::Tokens(128),
             window: Amount::Tokens(128),
             top_k: AutoAmount::Auto(Auto::Auto),
-            top: json!({ "method": "oracle" }),
+            top: json!({ "method": "quantized_keys" }),
             pilot_tokens: 64,
             pilot_share: 0.01,
             dense_share: 0.5,

@@ -111,7 +111,7 @@ fn pairs() -> Vec<Value> {
         json!({ "method": "vattention", "sink": 8, "window": 16, "epsilon": 0.3, "delta": 0.3 }),
         few("double_sparsity"),
         few("quantized_keys"),
-        over(json!({ "method": "quantized_keys" }), "clt"),
+        over(json!({ "method": "oracle" }), "clt"),
         few("hash_attention"),
         clusters("kmeans"),
         clusters("saap"),
