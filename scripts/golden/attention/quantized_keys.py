@@ -7,7 +7,7 @@ sqrt(1 + pi variance / 4), where the variance is that of what each step may hide
 eighths of the way through the visible ones. An implementation may round queries, so what is taken and what is not lie well apart.
 """
 
-from common import Array, Choose, Unclear, between, count, decode, first_clear, heads, importance, math, np, top
+from common import Array, Choose, Unclear, between, count, decode, f16, first_clear, heads, importance, math, np, top
 
 SETTINGS = {"method": "quantized_keys", "k": 12, "sink": 4, "window": 16, "dense_layers": 0}
 BLOCK = 64
@@ -46,33 +46,58 @@ def blocks(keys: Array, of: int, quantize) -> Array:
     return np.concatenate([quantize(keys[start : start + of]) for start in range(0, len(keys), of)])
 
 
-def doubt(q: Array, keys: Array) -> Array:
-    """[group, 1]: what scores are divided by."""
-    n = math.ceil(len(keys) / BLOCK)
-    starts = [(2 * i + 1) * n // 8 * BLOCK for i in range(4)]
-    squares = np.mean([bf16(steps(keys[start : start + BLOCK])[1][0]) ** 2 for start in starts], axis=0)
+def exact(seed: int, n: int, kv_heads: int, group: int, d: int, rows: int) -> tuple[Array, Array, Array]:
+    """Heads that rounding queries times steps to 127 whole numbers leaves as they are: the first two keys of each block span the same
+    range in every channel, and queries are such numbers themselves. Scores are as wide as those of other heads."""
+    q, k, v = heads(seed, n=n, kv_heads=kv_heads, group=group, d=d, rows=rows)
+    random = np.random.default_rng(seed)
+    k = f16(k.clip(-2, 2))
+    for start in range(0, n - 1, BLOCK):
+        k[start] = random.choice([-2, 2], k[start].shape)
+        k[start + 1] = -k[start]
+    whole = np.round(127 * q / np.abs(q).max(axis=-1, keepdims=True))
+    return whole / 64, k, v
+
+
+def doubt(q: Array, keys: Array, start: int = 0) -> Array:
+    """[group, 1]: what scores are divided by where `keys` from the one at `start` on are visible."""
+    first = start // BLOCK
+    n = math.ceil(len(keys) / BLOCK) - first
+    starts = [(first + (2 * i + 1) * n // 8) * BLOCK for i in range(4)]
+    squares = np.mean([bf16(steps(keys[at : at + BLOCK])[1][0]) ** 2 for at in starts], axis=0)
     return np.sqrt(1 + np.pi / 4 * (q**2 @ squares) / 12 / q.shape[1])[:, None]
 
 
-def sure(q: Array, _: Array) -> Array:
+def sure(q: Array, *_: object) -> Array:
     return np.ones((len(q), 1))
+
+
+def guessed(q: Array, keys: Array, start: int = 0, quantize=quarters, of: int = BLOCK, doubt=doubt) -> Array:
+    """[group, keys from `start` on]: scores by which shares are told."""
+    stand = blocks(keys, of, quantize)[start:]
+    return q @ stand.T / math.sqrt(q.shape[1]) / doubt(q, keys, start)
 
 
 def chooser(
     quantize=quarters, of: int = BLOCK, score=importance, more: int = 0, apart: float = 0.0, doubt=doubt
 ) -> Choose:
     def choose(q: Array, keys: Array, _: int) -> Array:
-        share = score(q @ blocks(keys, of, quantize).T / math.sqrt(q.shape[1]) / doubt(q, keys))
+        share = score(guessed(q, keys, 0, quantize, of, doubt))
         candidates = between(len(keys), SETTINGS["sink"], SETTINGS["window"])
         k = count(SETTINGS["k"], len(keys)) + more
-        ranked = np.sort(share[candidates])[::-1]
-        if ranked[k - 1] - ranked[k] < apart * ranked[k - 1]:
-            raise Unclear("a query's rounding would decide")
         chosen = ~candidates
-        chosen[top(share, np.flatnonzero(candidates), k, ties=True)] = True
+        chosen[clearly(share, np.flatnonzero(candidates), k, apart)] = True
         return chosen
 
     return choose
+
+
+def clearly(share: Array, candidates: Array, k: int, apart: float = APART) -> Array:
+    """The candidates of largest shares, if the next lies so far apart."""
+    ranked = np.sort(share[candidates])[::-1]
+    if ranked[k - 1] - ranked[k] < apart * ranked[k - 1]:
+        raise Unclear("a query's rounding would decide")
+    return top(share, candidates, k, ties=True)
 
 
 def make(name: str, shape: dict, seed: int, other: dict[str, Choose]) -> None:

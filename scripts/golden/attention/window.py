@@ -3,13 +3,15 @@
 
 That are the keys j with p - window < j <= p; metadata `window` says how many. A method chooses from these alone: its sinks
 are the first keys of the text as long as a row sees them, its shares those of the keys that the row sees. Quest's pages begin
-at multiples of their size whatever a row sees, and a page's bounds are those of all its keys up to the row's own.
+at multiples of their size whatever a row sees, and a page's bounds are those of all its keys up to the row's own; so do the blocks of
+quantised keys, of which those count to how far off scores are that hold a key that the row sees.
 """
 
 from collections.abc import Callable
 
 from common import Array, attend, between, check, count, dense, first_clear, heads, importance, np, scores, top, write
 
+import quantized_keys
 import quest
 
 WINDOW = 205
@@ -64,6 +66,21 @@ def by_pages(page: int, whole=True) -> Pick:
     return pick
 
 
+def by_quantized(begins=lambda start: 0, apart: float = 0.0) -> Pick:
+    """`begins`: where the first block begins."""
+
+    def pick(s: Array, q: Array, keys: Array, start: int, rest: Array, k: int) -> Array:
+        off = begins(start)
+        doubt = quantized_keys.doubt(q, keys, start)
+        score = quantized_keys.guessed(q, keys[off:], start - off, doubt=lambda *_: doubt)
+        chosen, share = np.zeros(len(keys), bool), np.zeros(len(keys))
+        share[start:] = importance(score)
+        chosen[quantized_keys.clearly(share, np.flatnonzero(rest), k, apart)] = True
+        return chosen
+
+    return pick
+
+
 def chosen(
     qkv: tuple[Array, Array, Array],
     settings: dict,
@@ -96,8 +113,10 @@ def chosen(
     return selected
 
 
-def sparse(name: str, settings: dict, shape: dict, pick: Pick, wrong: dict[str, Pick], seed: int) -> None:
-    q, k, v = qkv = heads(seed, **shape)
+def sparse(
+    name: str, settings: dict, shape: dict, pick: Pick, wrong: dict[str, Pick], seed: int, made=heads
+) -> None:
+    q, k, v = qkv = made(seed, **shape)
     selected = chosen(qkv, settings, pick)
     others = {key: chosen(qkv, settings, pick, window=window) for key, window in OTHERS.items()}
     others |= {
@@ -127,6 +146,12 @@ def main() -> None:
     settings = {"method": "quest", "k": 0.115, "sink": 4, "window": 16, "page": 8, "dense_layers": 0}
     wrong = {"bounds of the keys seen": by_pages(8, whole=False), "smaller pages": by_pages(4)}
     first_clear(lambda seed: sparse("quest-window", settings, shape, by_pages(8), wrong, seed))
+    # The first block has keys that no row sees.
+    settings = {"method": "quantized_keys", "k": 0.115, "sink": 4, "window": 16, "dense_layers": 0}
+    shape |= {"kv_heads": 1, "d": 32}
+    wrong = {"blocks of the keys seen": by_quantized(lambda start: start)}
+    pick, made = by_quantized(apart=0.001), quantized_keys.exact
+    first_clear(lambda seed: sparse("quantized_keys-window", settings, shape, pick, wrong, seed, made))
 
 
 if __name__ == "__main__":

@@ -64,6 +64,12 @@ impl Importance {
         Self::new(page, parallel::map(heads, |i| of(i).map(|scores| scores.importance(over))))
     }
 
+    /// That of a row and KV head, where it was wanted.
+    #[cfg(test)]
+    pub(crate) fn of(&self, head: usize) -> Option<&[f32]> {
+        self.host().expect("on the CPU").heads[head].as_deref()
+    }
+
     fn host(&self) -> Result<&HostImportance> {
         match &self.0 {
             Held::Host(importance) => Ok(importance),

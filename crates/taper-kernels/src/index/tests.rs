@@ -99,6 +99,72 @@ fn an_index_taken_in_piece_by_piece_equals_one_taken_in_at_once() {
     }
 }
 
+/// Keys whose channels all span the same within a block, and queries that are whole numbers: rounding leaves scores as they are.
+#[test]
+fn shares_of_quantized_keys_are_those_of_f64_whatever_is_visible() {
+    let (mut numbers, n, kv_heads, group) = (Numbers(57), 500usize, 2, 3);
+    let scale_of = |token: usize| (1 + token / BLOCK_TOKENS) as f32;
+    let mut keys = Vec::new();
+    for token in 0..n {
+        let end = |c: usize| if (token + c) % 2 == 0 { 2.0 } else { -2.0 };
+        let key = (0..kv_heads * D)
+            .map(|c| if token % BLOCK_TOKENS < 2 { end(c) } else { numbers.normal().clamp(-2.0, 2.0) });
+        keys.extend(key.map(|x: f32| x * scale_of(token)));
+    }
+    let keys = Tensor::from_vec(keys, (n, kv_heads, D), &Device::Cpu).unwrap();
+    let cache = Cache::from_rows(&keys, &keys, DType::F32);
+    let stands = |token: usize, head: usize| -> Vec<f64> {
+        let step = f64::from(scale_of(token));
+        let code = |&key: &f32| ((f64::from(key) + 2.0 * step) / step).floor().clamp(0.0, 3.0);
+        cache.keys[token][head].iter().map(|key| (code(key) - 1.5) * step).collect()
+    };
+    let (one, words) = quantized::shape(D);
+    let to = index(&cache, one, words, DType::U32);
+    quantized::extend(&to, &cache.k, &parts(&cache.table, 0, n)).unwrap();
+
+    let visible = [70..n, 0..130, 3..4, 128..n];
+    let rows = visible.clone().map(|visible| DecodeRow { table: &cache.table, visible });
+    let whole = |mut q: Vec<f32>| {
+        let most = q.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+        q.iter_mut().for_each(|x| *x = (127.0 * *x / most).round() / 512.0);
+        q
+    };
+    let q: Vec<f32> =
+        (0..rows.len() * kv_heads * group).flat_map(|_| whole((0..D).map(|_| numbers.normal()).collect())).collect();
+    let queries: Vec<_> = q.chunks_exact(D).collect();
+    let tensor = Tensor::from_slice(&q, (rows.len(), kv_heads * group, D), &Device::Cpu).unwrap();
+    let batch = Decode { q: &tensor, kv: cache.kv(), rows: &rows };
+    let wanted: Vec<bool> = (0..rows.len() * kv_heads).map(|i| i != 2).collect();
+    for over in [Over::Sum, Over::Max] {
+        let importance = quantized::importance(&batch, &to, &wanted, over).unwrap();
+        for (i, wanted) in wanted.iter().enumerate() {
+            let (visible, head) = (&visible[i / kv_heads], i % kv_heads);
+            let blocks = visible.start / BLOCK_TOKENS..visible.end.div_ceil(BLOCK_TOKENS);
+            let mut expected = vec![0.0f64; visible.len()];
+            for q in &queries[i * group..][..group] {
+                let square: f64 = q.iter().map(|&x| f64::from(x).powi(2)).sum();
+                let step =
+                    |i: usize| f64::from(scale_of((blocks.start + (2 * i + 1) * blocks.len() / 8) * BLOCK_TOKENS));
+                let variance = square * (0..4).map(|i| step(i).powi(2)).sum::<f64>() / 4.0 / 12.0 / D as f64;
+                let by = 1.0 / (D as f64).sqrt() / (1.0 + std::f64::consts::FRAC_PI_4 * variance).sqrt();
+                let score = |token| q.iter().zip(stands(token, head)).map(|(&q, k)| f64::from(q) * k).sum::<f64>() * by;
+                let own = shares(&[visible.clone().map(score).collect()]);
+                for (all, own) in expected.iter_mut().zip(own) {
+                    *all = if over == Over::Max { all.max(own) } else { *all + own };
+                }
+            }
+            let Some(found) = importance.of(i) else {
+                assert!(!wanted);
+                continue;
+            };
+            assert!(*wanted && found.len() == expected.len());
+            for (found, exact) in found.iter().zip(expected) {
+                assert!((f64::from(*found) - exact).abs() <= 2e-5 * exact, "{over:?} {i}: {found} {exact}");
+            }
+        }
+    }
+}
+
 #[test]
 fn bounds_hold_every_score_and_rank_pages_by_it() {
     let mut numbers = Numbers(52);
