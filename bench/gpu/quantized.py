@@ -131,6 +131,14 @@ def differing(index, cache, lens):
     return bad + int((index[untouched] != UNWRITTEN).sum())
 
 
+def apart_by_block(cache):
+    """Neighbouring blocks' steps of other sizes, so that it matters which of them are measured."""
+    for i, n in enumerate(cache.lens):
+        at = cache.table[i, :(n + 63) // 64].long()
+        sizes = torch.tensor([1.0, 0.25, 4.0, 0.5, 2.0], device=DEV)[torch.arange(len(at), device=DEV) * 3 % 5]
+        cache.k[at] *= sizes.to(cache.dtype).view(-1, 1, 1, 1)
+
+
 def check_append(report, small):
     lens = [1, 63, 64, 300, 65] if small else [1, 63, 64, 9000, 65, 70001]
     for dtype in (torch.bfloat16, torch.float16):
@@ -161,6 +169,7 @@ def check_score(report, small):
                 # Channels of unequal size and middle, as those of keys are.
                 cache.k *= (torch.randn(d, device=DEV).exp()).to(dtype)
                 cache.k += torch.randn(d, device=DEV).to(dtype)
+                apart_by_block(cache)
                 q = torch.randn(len(lens), kv * group, d, device=DEV, dtype=dtype)
                 rounded = q.bfloat16().double()  # As the kernel takes them.
                 index = Quantize(cache, [(i, 0, n) for i, n in enumerate(lens)])()

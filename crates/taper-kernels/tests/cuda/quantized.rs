@@ -168,6 +168,17 @@ fn expected(caches: &Caches, queries: &Queries, index: &[u32], scale: f64) -> Ve
     caches.tables.iter().zip(&caches.lens).enumerate().map(row).collect()
 }
 
+/// Gives neighbouring blocks steps of other sizes, so that it matters which of them tell how sure scores are.
+fn unequal(numbers: &mut Numbers, caches: &Caches) {
+    for (i, &n) in caches.lens.iter().enumerate() {
+        let keys = numbers.tensor(&[n, caches.kv_heads, caches.head_dim], caches.dtype);
+        // Powers of two, so that keys stay numbers of their dtype.
+        let scales: Vec<f32> = (0..n).map(|t| [1.0, 0.25, 4.0, 0.5, 2.0][t / BLOCK_TOKENS * 3 % 5]).collect();
+        let scales = Tensor::from_vec(scales, (n, 1, 1), &Device::Cpu).unwrap();
+        caches.set_keys(i, &keys.broadcast_mul(&scales).unwrap());
+    }
+}
+
 fn scored(batch: &Batch, index: &Tensor) -> (Vec<Vec<Vec<f32>>>, Vec<Vec<f32>>) {
     let found: Scores = quantized_scores(batch, index, 1.0 / (batch.q.dim(2).unwrap() as f32).sqrt()).unwrap();
     (found.values().to_vec3().unwrap(), found.lse().to_vec2().unwrap())
@@ -181,6 +192,7 @@ fn scores_agree_with_f64_whatever_else_is_in_the_batch() {
         for (kv_heads, group) in [(2, 1), (1, 3), (2, 4), (1, 8), (1, 16)] {
             let what = format!("{dtype:?} {d} {kv_heads}x{group}");
             let caches = Caches::new(&mut numbers, &lens, kv_heads, d, dtype, 0.0);
+            unequal(&mut numbers, &caches);
             let queries = Queries::new(&mut numbers, &caches, group);
             let index = unwritten(&caches);
             take(&caches, &index, 0, 5003);
