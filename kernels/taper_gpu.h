@@ -543,6 +543,36 @@ typedef struct TaperPickParams {
   float noise;   // as of TaperSelectParams, where pages have shares
 } TaperPickParams;
 
+// Tokens that cost less to read than to sample around, by their quantized keys (TaperQuantizedScoreParams): scored and
+// chosen in one launch. What comes out depends on a list alone, whatever its team and the batch.
+typedef struct TaperPickTokensParams {
+  const void* q;                // [rows, q_heads, head_dim]
+  const uint32_t* index;        // [blocks, kv_heads, 5 * head_dim]
+  const uint32_t* block_table;  // [tables, table_stride]
+  const uint32_t* row_table;    // [rows] or null
+  const uint32_t* lens;         // [rows], visible tokens
+  const uint32_t* begins;       // [lists], first candidate
+  const uint32_t* ends;         // [lists], one past the last; lists without candidates are not looked at
+  const uint32_t* ks;           // [lists], most to choose
+  const TaperWorkList* lists;   // [lists], what `work` begins as
+  float* scores;                // [rows, q_heads, stride], scratch
+  uint32_t* ids;                // [lists, capacity], ascending
+  TaperWorkList* work;          // [lists], given the slice of ids
+  uint32_t* sync;               // [(1 + lists) * 32], zero before and after
+  uint64_t* sums;               // [lists, taper_team, group, 4], zero before and after
+  uint32_t* bins;               // [lists, taper_team, 256], zero before and after
+  int32_t rows, q_heads, kv_heads, head_dim, dtype, table_stride;
+  int32_t stride;  // tokens of the longest row, a multiple of 64
+  int32_t capacity;
+  int32_t reduce;    // TAPER_MAX_OF_GROUP or TAPER_SUM_OF_GROUP of the heads' shares
+  int32_t fresh;     // as of TaperPickParams
+  int32_t team;      // thread blocks a list; 0: as many as do best
+  int32_t in_order;  // set by the entry point
+  int32_t overlap;
+  float scale, noise;  // noise: as of TaperSelectParams, above 0
+  int32_t reserved;
+} TaperPickTokensParams;
+
 // What candidates of each list are to hold of their own mass, for a choice of by-mass, where fixed keys hold some already:
 // max(0, 1 - (1 - p) whole / rest).
 typedef struct TaperSharesParams {
@@ -571,6 +601,7 @@ int taper_select(const TaperSelectParams* p, TaperStream stream);
 int taper_select_group(const TaperGroupSelectParams* p, TaperStream stream);
 // Scores and chooses pages in one launch.
 int taper_pick(const TaperPickParams* p, TaperStream stream);
+int taper_pick_tokens(const TaperPickTokensParams* p, TaperStream stream);
 int taper_pages(const TaperPagesParams* p, TaperStream stream);
 int taper_shares(const TaperSharesParams* p, TaperStream stream);
 

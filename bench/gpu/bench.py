@@ -385,7 +385,7 @@ PARTS = {"decode": decode, "prefill": prefill, "delta": delta, "sparse": sparse,
 # Modules beside this one that bring their own bench(put, time).
 PARTS |= {m: lambda m=m: __import__(m).bench(
     put, lambda f, iters=20: median_ms(graphed(f), iters) * 1e3) for m in (
-        "layer", "append", "quantized", "selection", "sample_attention", "saap", "narrow", "pick", "choose")}
+        "layer", "append", "quantized", "paying", "selection", "sample_attention", "saap", "narrow", "pick", "choose")}
 
 PARTS["columns"] = lambda: __import__("sample_attention").bench_columns(
     put, lambda f, iters=20: median_ms(graphed(f), iters) * 1e3)

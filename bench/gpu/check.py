@@ -328,7 +328,7 @@ CHECKS |= {m: lambda small, m=m: getattr(__import__("estimates"), f"check_{m}")(
 
 # Modules beside this one that bring their own check(report, small).
 CHECKS |= {m: lambda small, m=m: __import__(m).check(report, small) for m in (
-    "layer", "append", "quantized", "selection", "sample_attention", "saap", "narrow", "pick",
+    "layer", "append", "quantized", "paying", "selection", "sample_attention", "saap", "narrow", "pick",
     "choose")}
 
 

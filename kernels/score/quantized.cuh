@@ -6,7 +6,7 @@
 // block's base begin the accumulators.
 //
 // Scores are brought nearer to one another by how far off they may be, which the steps of four blocks tell (the CPU's
-// index/quantized.rs says why): each warp works that out for itself while its first blocks are on their way.
+// index/quantized.rs says why): a warp looks at each of them while the thread block's first blocks are on their way.
 #pragma once
 
 #include "../common/launch.cuh"
@@ -19,6 +19,12 @@ using QuantizedScoreParams = TaperQuantizedScoreParams;
 // Blocks of a warp that are on their way or being scored: in shared memory, so that no registers wait for them.
 constexpr int kQuantizedWarps = 4, kQuantizedStages = 4;
 constexpr int kQuantizedMeasured = 4;  // blocks; MEASURED on the CPU
+static_assert(kQuantizedMeasured <= kQuantizedWarps, "each has a warp");
+
+// The place in a row's table of one of the blocks that tell.
+__device__ __forceinline__ uint32_t measured_block(int i, uint32_t blocks) {
+  return (uint64_t)(2 * i + 1) * blocks / (2 * kQuantizedMeasured);
+}
 
 __device__ __forceinline__ uint32_t multiply2(uint32_t x, uint32_t y) {
   const __nv_bfloat162 z = __hmul2(reinterpret_cast<const __nv_bfloat162&>(x), reinterpret_cast<const __nv_bfloat162&>(y));
@@ -45,8 +51,11 @@ struct QuantizedScorer {
   int lane, quad, line;
   uint32_t q[NT][kWords][8];  // channels 16 (quad + 4 j) on of head 8 t + lane / 4
 
-  // `first`: the group's first query.
-  __device__ __forceinline__ void load_queries(const T* first, int group) {
+  struct Raw {
+    uint4 of[NT][kWords][2];
+  };
+  // `first`: the group's first query. Loads alone: what waits for them comes with take().
+  __device__ __forceinline__ void load_queries(Raw& raw, const T* first, int group) const {
 #pragma unroll
     for (int t = 0; t < NT; ++t)
 #pragma unroll
@@ -54,45 +63,63 @@ struct QuantizedScorer {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int h = 8 * t + line;
-          uint4 raw = make_uint4(0, 0, 0, 0);
-          if (h < group) raw = reinterpret_cast<const uint4*>(first + (int64_t)h * 16 * W)[2 * (quad + 4 * j) + half];
-          const T* x = reinterpret_cast<const T*>(&raw);
+          raw.of[t][j][half] = make_uint4(0, 0, 0, 0);
+          if (h < group)
+            raw.of[t][j][half] = reinterpret_cast<const uint4*>(first + (int64_t)h * 16 * W)[2 * (quad + 4 * j) + half];
+        }
+  }
+  __device__ __forceinline__ void take(const Raw& raw) {
+#pragma unroll
+    for (int t = 0; t < NT; ++t)
+#pragma unroll
+      for (int j = 0; j < kWords; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const T* x = reinterpret_cast<const T*>(&raw.of[t][j][half]);
 #pragma unroll
           for (int i = 0; i < 4; ++i)
             q[t][j][4 * half + i] = pack2<__nv_bfloat16>(to_float(x[2 * i]), to_float(x[2 * i + 1]));
         }
   }
-  // What the heads of this lane's accumulators are multiplied by; `steps(i)` are those of one of the blocks that tell.
-  template <class Steps>
-  __device__ __forceinline__ void scales(float (&to)[NT][2], float scale, Steps steps) const {
+  // What the steps of one of the blocks that tell say of each head, to `to` [8 NT].
+  __device__ __forceinline__ void measure(const uint4* steps, float* to) const {
     float sum[NT] = {};
-#pragma unroll 1
-    for (int i = 0; i < kQuantizedMeasured; ++i)
 #pragma unroll
-      for (int j = 0; j < kWords; ++j)
+    for (int j = 0; j < kWords; ++j)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const uint4 raw = steps(i)[2 * (quad + 4 * j) + half];
-          const uint32_t step[4] = {raw.x, raw.y, raw.z, raw.w};
+      for (int half = 0; half < 2; ++half) {
+        const uint4 raw = steps[2 * (quad + 4 * j) + half];
+        const uint32_t step[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-          for (int t = 0; t < NT; ++t)
+        for (int t = 0; t < NT; ++t)
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-              const uint32_t own = q[t][j][4 * half + k];
-              const float low = __uint_as_float(own << 16) * __uint_as_float(step[k] << 16);
-              const float high = __uint_as_float(own & 0xFFFF0000u) * __uint_as_float(step[k] & 0xFFFF0000u);
-              sum[t] += low * low + high * high;
-            }
-        }
+          for (int k = 0; k < 4; ++k) {
+            const uint32_t own = q[t][j][4 * half + k];
+            const float low = __uint_as_float(own << 16) * __uint_as_float(step[k] << 16);
+            const float high = __uint_as_float(own & 0xFFFF0000u) * __uint_as_float(step[k] & 0xFFFF0000u);
+            sum[t] += low * low + high * high;
+          }
+      }
 #pragma unroll
     for (int t = 0; t < NT; ++t) {
       sum[t] += __shfl_xor_sync(~0u, sum[t], 1);
       sum[t] += __shfl_xor_sync(~0u, sum[t], 2);
-      const float variance = sum[t] * scale * scale / (12 * kQuantizedMeasured);
-      const float own = scale * rsqrtf(1.f + 0.785398163f * variance);
-#pragma unroll
-      for (int e = 0; e < 2; ++e) to[t][e] = __shfl_sync(~0u, own, 4 * (2 * quad + e));
+      if (quad == 0) to[8 * t + line] = sum[t];
     }
+  }
+  // What the heads of this lane's accumulators are multiplied by.
+  __device__ __forceinline__ void scales(float (&to)[NT][2], float scale,
+                                         const float (&measured)[kQuantizedMeasured][8 * NT]) const {
+#pragma unroll
+    for (int t = 0; t < NT; ++t)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < kQuantizedMeasured; ++i) sum += measured[i][8 * t + 2 * quad + e];
+        const float variance = sum * scale * scale / (12 * kQuantizedMeasured);
+        to[t][e] = scale * rsqrtf(1.f + 0.785398163f * variance);
+      }
   }
   // Pieces of 16 bytes: those of four words stand at other columns each, or the four quads would read of the same banks.
   __device__ __forceinline__ void fetch(uint32_t stage, const uint8_t* from) const {
@@ -174,38 +201,42 @@ template <class T, int W, int NT>
 __global__ void __launch_bounds__(kQuantizedWarps * 32, NT == 1 ? 4 : 3) quantized_kernel(const QuantizedScoreParams p) {
   using Scorer = QuantizedScorer<T, W, NT>;
   __shared__ __align__(128) uint8_t rings[kQuantizedWarps][kQuantizedStages * Scorer::kBytes];
+  __shared__ float measured[kQuantizedMeasured][8 * NT];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane & 3, line = lane >> 2;
   const int kv_head = blockIdx.y, row = blockIdx.z, group = p.q_heads / p.kv_heads;
   wait_for_predecessor();
   launch_dependents();
   const uint32_t len = p.lens[row], blocks = (len + kBlock - 1) / kBlock;
   const uint32_t first = blockIdx.x * kQuantizedWarps + warp, pace = gridDim.x * kQuantizedWarps;
-  if (first >= blocks) return;
-  const uint32_t runs = (blocks - first + pace - 1) / pace;
+  if (blockIdx.x * kQuantizedWarps >= blocks) return;
+  const uint32_t runs = first < blocks ? (blocks - first + pace - 1) / pace : 0;
   const uint32_t* table = p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
   const int64_t head = (int64_t)row * p.q_heads + kv_head * group;
   Scorer scorer{smem_u32(rings[warp]), lane, quad, line};
 
-  // The table's words come 32 runs at a time, one a lane.
-  uint32_t named = 0;
+  // The table's words come 32 runs at a time, one a lane. All that waits for nothing else is asked for first.
+  uint32_t named = table[min(first + lane * pace, blocks - 1)], tells = 0;
+  if (warp < kQuantizedMeasured) tells = table[measured_block(warp, blocks)];
+  typename Scorer::Raw raw;
+  scorer.load_queries(raw, static_cast<const T*>(p.q) + head * 16 * W, group);
+  auto block_of = [&](uint64_t block) {
+    return reinterpret_cast<const uint8_t*>(p.index) + (block * p.kv_heads + kv_head) * Scorer::kBytes;
+  };
   auto fetch = [&](uint32_t run) {
     if (run < runs) {
-      if (run % 32 == 0) named = table[min(first + (run + lane) * pace, blocks - 1)];
-      const uint64_t block = __shfl_sync(~0u, named, run % 32);
-      scorer.fetch(run % kQuantizedStages,
-                   reinterpret_cast<const uint8_t*>(p.index) + (block * p.kv_heads + kv_head) * Scorer::kBytes);
+      if (run > 0 && run % 32 == 0) named = table[min(first + (run + lane) * pace, blocks - 1)];
+      scorer.fetch(run % kQuantizedStages, block_of(__shfl_sync(~0u, named, run % 32)));
     }
     cp_async_commit();
   };
 #pragma unroll 1
   for (uint32_t run = 0; run < kQuantizedStages - 1; ++run) fetch(run);
-  scorer.load_queries(static_cast<const T*>(p.q) + head * 16 * W, group);
+  scorer.take(raw);
+  if (warp < kQuantizedMeasured)
+    scorer.measure(reinterpret_cast<const uint4*>(block_of(tells) + Scorer::kBytes - 32 * W), measured[warp]);
+  __syncthreads();
   float scale[NT][2];
-  scorer.scales(scale, p.scale, [&](int i) {
-    const uint64_t block = table[(uint64_t)(2 * i + 1) * blocks / (2 * kQuantizedMeasured)];
-    const uint8_t* index = reinterpret_cast<const uint8_t*>(p.index) + (block * p.kv_heads + kv_head) * Scorer::kBytes;
-    return reinterpret_cast<const uint4*>(index + Scorer::kBytes - 32 * W);
-  });
+  scorer.scales(scale, p.scale, measured);
   float* lines = p.out + (head + 2 * quad) * p.stride + 4 * line;
   const int64_t tiles = (head + 2 * quad) * p.tile_stride;
 #pragma unroll 1

@@ -1,0 +1,51 @@
+// Entry point of scoring and choosing tokens in one launch.
+#include "tokens.cuh"
+
+namespace taper {
+namespace {
+
+constexpr int kTokenSmem = 218 * 1024;
+
+// Thread blocks a list: as many as end soonest, of which each takes some time for meetings beside its blocks of tokens.
+int best_team(int lists, int most, int warps, int blocks) {
+  constexpr int kMeetings = 6;
+  int best = 1;
+  int64_t least = INT64_MAX;
+  for (int team = 1; team <= most; ++team) {
+    const int64_t rounds = ((int64_t)lists * team + sm_count() - 1) / sm_count();
+    const int64_t cost = rounds * (kMeetings + (blocks + team * warps - 1) / (team * warps));
+    if (cost < least) best = team, least = cost;
+  }
+  return best;
+}
+
+template <class T, int W, int NT>
+cudaError_t go(TokensParams p, cudaStream_t s) {
+  constexpr int kWarps = token_warps(NT), kBytes = QuantizedScorer<T, W, NT>::kBytes, kRings = kWarps * kTokenStages * kBytes;
+  const int lists = p.rows * p.kv_heads, blocks = p.stride / kBlock, scores = p.q_heads / p.kv_heads * kBlock * 4;
+  if (p.team == 0) p.team = best_team(lists, team_size(p.kv_heads), kWarps, blocks);
+  const int grid = lists * p.team;
+  p.in_order = grid > sm_count();
+  const int runs = (blocks + p.team * kWarps - 1) / (p.team * kWarps) - (scores <= kBytes ? kTokenStages : 0);
+  const int fit = (kTokenSmem - kRings) / (kWarps * scores), kept = runs < 0 ? 0 : runs < fit ? runs : fit;
+  return launch(tokens_kernel<T, W, NT>, grid, kWarps * 32, kRings + kWarps * kept * scores, s, p.overlap != 0, p,
+                (uint32_t)kept);
+}
+
+}  // namespace
+}  // namespace taper
+
+extern "C" int taper_pick_tokens(const taper::TokensParams* p, cudaStream_t stream) {
+  using namespace taper;
+  const bool ok = p->rows > 0 && p->kv_heads > 0 && p->q_heads > 0 && p->q_heads % p->kv_heads == 0 &&
+                  p->q_heads / p->kv_heads <= 16 && p->stride > 0 && p->stride % kBlock == 0 && p->stride <= 1 << 25 &&
+                  p->capacity > 0 && (int64_t)p->rows * p->kv_heads * p->capacity <= UINT32_MAX && p->noise > 0.f &&
+                  p->team >= 0 && p->team <= team_size(p->kv_heads) &&
+                  (int64_t)p->rows * p->kv_heads <= INT32_MAX / kTeamMax;
+  if (!ok) return cudaErrorInvalidValue;
+  return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {
+    return for_group(p->q_heads / p->kv_heads, [&](auto heads) {
+      return go<decltype(t), decltype(d)::value / 16, decltype(heads)::value / 8>(*p, stream);
+    });
+  });
+}

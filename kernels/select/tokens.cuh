@@ -1,0 +1,378 @@
+// The tokens of each list that cost less to read than to sample around, by their quantized keys: scored and chosen in
+// one launch.
+//
+// A team of thread blocks has a list. Each warp scores cache blocks beside one another and keeps their scores in shared
+// memory, the last of them where its copies were; what does not fit goes to device memory. The team meets twice: for the
+// heads' sums of exponentials, and for counts of shares, which also say how many tokens the blocks before choose. Words
+// that they send each other carry their own flags.
+//
+// What is added up are whole numbers, so that a list's choice does not depend on who added them: on its team or batch.
+#pragma once
+
+#include <stddef.h>
+
+#include "../common/team.cuh"
+#include "../common/warp.cuh"
+#include "../common/worklist.cuh"
+#include "../score/quantized.cuh"
+#include "ordered.cuh"
+#include "paying.cuh"
+
+namespace taper {
+
+using TokensParams = TaperPickTokensParams;
+
+constexpr int kTokenStages = 3, kTokenBinCopies = 4;
+constexpr uint64_t kMassFlag = 1ull << 63;
+constexpr uint32_t kBinFlag = 1u << 31;
+// Registers of two tiles of heads leave room for half of the warps.
+__host__ __device__ constexpr int token_warps(int tiles) { return tiles == 1 ? 16 : 8; }
+
+// A sum of powers of two: sums[i] in units of 2^(16 (top - i) - 20).
+struct Mass {
+  int top;
+  uint64_t sums[3];
+};
+constexpr int kNoMass = -(1 << 28), kMassIsNone = 1 << 28;  // nothing yet; not a number
+
+// Adds what a few tokens have, the `sum` of powers of two relative to `most`.
+__device__ __forceinline__ void add(Mass& to, float most, float sum) {
+  const bool none = !(most < 8388608.f && sum < INFINITY);
+  const int octave = __float2int_rd(most), at = none ? kMassIsNone : octave >> 4;
+  uint64_t x = (uint64_t)__float2uint_rn(sum * exp2_fast(most - octave) * 1048576.f) << (octave & 15);
+  if (at != to.top) {
+    const int by = abs(at - to.top);
+    if (at > to.top) {
+      to.sums[2] = by == 1 ? to.sums[1] : by == 2 ? to.sums[0] : 0;
+      to.sums[1] = by == 1 ? to.sums[0] : 0;
+      to.sums[0] = 0, to.top = at;
+    } else {
+      to.sums[1] += by == 1 ? x : 0, to.sums[2] += by == 2 ? x : 0;
+      x = 0;
+    }
+  }
+  to.sums[0] += x;
+}
+// By a whole warp: the masses of lanes that are a multiple of FROM apart, added up but for what lies under the three parts
+// that count then.
+template <int FROM>
+__device__ __forceinline__ Mass merged(const Mass& own) {
+  Mass all{own.top, {}};
+#pragma unroll
+  for (int d = FROM; d < 32; d *= 2) all.top = max(all.top, __shfl_xor_sync(~0u, all.top, d));
+  const int down = all.top - own.top;
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+#pragma unroll
+    for (int j = 0; j <= i; ++j)
+      if (down == i - j) all.sums[i] = own.sums[j];
+#pragma unroll
+    for (int d = FROM; d < 32; d *= 2) all.sums[i] += __shfl_xor_sync(~0u, all.sums[i], d);
+  }
+  return all;
+}
+__device__ __forceinline__ float log2_of(const Mass& m) {
+  const float sum = (float)m.sums[0] + (float)m.sums[1] * 0x1p-16f + (float)m.sums[2] * 0x1p-32f;
+  return m.top < kMassIsNone && sum > 0.f ? 16.f * m.top - 20.f + __log2f(sum) : NAN;
+}
+
+template <int NT>
+struct TokensShared {
+  Mass masses[token_warps(NT)][8 * NT];
+  uint32_t bins[kTokenBinCopies][kPayBins];
+  float measured[kQuantizedMeasured][8 * NT], lse[8 * NT];
+  uint32_t own[token_warps(NT)], before[kPayWarps], chosen[kPayWarps], place, last;
+  PayShared paying;
+};
+
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
+  uint32_t x;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_relaxed(uint32_t* p, uint32_t x) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+
+// By a whole warp: a head's mass in all of the team, of which this block has `own`. `words` are those of rank 0, `pitch`
+// apart.
+__device__ __forceinline__ Mass exchanged(const Mass& own, uint64_t* words, uint32_t pitch, uint32_t rank, uint32_t team) {
+  const int lane = threadIdx.x & 31;
+  const uint64_t word = lane == 0   ? own.sums[0]
+                        : lane == 1 ? own.sums[1]
+                        : lane == 2 ? own.sums[2]
+                                    : (uint64_t)(uint32_t)own.top;
+  if (lane < 4) store_relaxed(words + rank * pitch + lane, word | kMassFlag);
+  Mass theirs{kNoMass, {}};
+  if (lane < team) {
+    const uint64_t* from = words + lane * pitch;
+    ulonglong2 a, b;
+    do a = load_relaxed(from), b = load_relaxed(from + 2);
+    while (!(a.x & a.y & b.x & b.y & kMassFlag));
+    theirs = Mass{(int)(uint32_t)b.y, {a.x & ~kMassFlag, a.y & ~kMassFlag, b.x & ~kMassFlag}};
+  }
+  __syncwarp();
+  return merged<1>(theirs);
+}
+
+template <class T, int W, int NT>
+__global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const TokensParams p, uint32_t kept) {
+  using Scorer = QuantizedScorer<T, W, NT>;
+  constexpr int kWarps = token_warps(NT);
+  // Each warp's ring, then each warp's scores of its first `kept` blocks.
+  extern __shared__ __align__(128) uint8_t rings[];
+  __shared__ TokensShared<NT> sh;
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = lane & 3, line = lane >> 2;
+  const uint32_t group = p.q_heads / p.kv_heads, most_team = team_size(p.kv_heads);
+  if (p.fresh <= 0) wait_for_predecessor();
+  launch_dependents();
+  if (tid == 0) sh.place = p.in_order ? team_place(p.sync) : blockIdx.x;
+  for (int i = tid; i < kTokenBinCopies * kPayBins; i += kWarps * 32) (&sh.bins[0][0])[i] = 0;
+  __syncthreads();
+  const uint32_t team = p.team, list = sh.place / team, rank = sh.place % team;
+  const uint32_t row = list / p.kv_heads, kv_head = list % p.kv_heads;
+  const uint32_t len = p.lens[row], blocks = (len + kBlock - 1) / kBlock;
+  const uint32_t begin = p.begins[list], end = min(p.ends[list], len), n = end > begin ? end - begin : 0;
+  // What the list is told of its `k` tokens.
+  auto tell = [&](uint32_t k) {
+    if (rank > 0 || tid >= 16) return;
+    uint32_t word = reinterpret_cast<const uint32_t*>(p.lists + list)[tid];
+    if (tid == offsetof(WorkList, token_first) / 4) word = list * p.capacity;
+    if (tid == offsetof(WorkList, token_count) / 4) word = k;
+    reinterpret_cast<uint32_t*>(p.work + list)[tid] = word;
+  };
+  if (n == 0) {
+    wait_for_predecessor();
+    tell(0);
+    return;
+  }
+
+  // Blocks from the warp's first on.
+  const uint32_t at = rank * kWarps + warp, of = team * kWarps;
+  const uint32_t first = (uint64_t)blocks * at / of, runs = (uint32_t)((uint64_t)blocks * (at + 1) / of) - first;
+  const uint32_t settled = p.fresh > 0 ? len - min((uint32_t)p.fresh, len) : ~0u;
+  const uint32_t* table = p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
+  uint8_t* const ring = rings + warp * kTokenStages * Scorer::kBytes;
+  float* const spare = reinterpret_cast<float*>(rings + kWarps * kTokenStages * Scorer::kBytes) + warp * kept * group * kBlock;
+  Scorer scorer{smem_u32(ring), lane, quad, line};
+  const uint8_t* const index = reinterpret_cast<const uint8_t*>(p.index);
+  auto block_of = [&](uint64_t block) { return index + (block * p.kv_heads + kv_head) * Scorer::kBytes; };
+  // All that waits for nothing else is asked for first.
+  uint32_t named = table[min(first + lane, blocks - 1)], tells = 0;
+  const uint32_t telling = measured_block(warp, blocks);
+  if (warp < kQuantizedMeasured) tells = table[telling];
+  typename Scorer::Raw raw;
+  scorer.load_queries(raw, static_cast<const T*>(p.q) + ((int64_t)row * p.q_heads + kv_head * group) * 16 * W, group);
+  auto fetch = [&](uint32_t run) {
+    if (run < runs) {
+      if (run > 0 && run % 32 == 0) named = table[min(first + run + lane, blocks - 1)];
+      const uint32_t block = __shfl_sync(~0u, named, run % 32);
+      if ((first + run + 1) * kBlock > settled) wait_for_predecessor();
+      scorer.fetch(run % kTokenStages, block_of(block));
+    }
+    cp_async_commit();
+  };
+#pragma unroll 1
+  for (uint32_t run = 0; run < kTokenStages - 1; ++run) fetch(run);
+  scorer.take(raw);
+  if (warp < kQuantizedMeasured) {
+    if ((telling + 1) * kBlock > settled) wait_for_predecessor();
+    scorer.measure(reinterpret_cast<const uint4*>(block_of(tells) + Scorer::kBytes - 32 * W), sh.measured[warp]);
+  }
+  __syncthreads();
+  float scale[NT][2];
+  scorer.scales(scale, p.scale, sh.measured);
+#pragma unroll
+  for (int t = 0; t < NT; ++t) scale[t][0] *= kLog2e, scale[t][1] *= kLog2e;
+  // Scores [group, 64] of a run, times log2(e).
+  const bool in_ring = group * kBlock * 4 <= Scorer::kBytes;
+  auto place = [&](uint32_t run) -> float* {
+    if (run < kept) return spare + run * group * kBlock;
+    if (in_ring && run + kTokenStages >= runs) return reinterpret_cast<float*>(ring + run % kTokenStages * Scorer::kBytes);
+    return p.scores + ((int64_t)list * (p.stride / kBlock) + first + run) * group * kBlock;
+  };
+  Mass masses[NT][2];
+#pragma unroll
+  for (int t = 0; t < NT; ++t) masses[t][0] = masses[t][1] = Mass{kNoMass, {}};
+#pragma unroll 1
+  for (uint32_t run = 0; run < runs; ++run) {
+    cp_async_wait<kTokenStages - 2>();
+    __syncwarp();  // The whole warp's copies are there, and all have read what the next one is written over.
+    fetch(run + kTokenStages - 1);
+    float c[NT][4][4];
+    scorer.score(c, run % kTokenStages);
+    __syncwarp();  // All have read what scores may be written over.
+    float* const to = place(run);
+    // What others read until then lies where scores go, if they leave shared memory.
+    if (run >= kept) wait_for_predecessor();
+#pragma unroll
+    for (int t = 0; t < NT; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) c[t][i][e] *= scale[t][e & 1];
+    const uint32_t left = len - (first + run) * kBlock;
+    if (__builtin_expect(left < kBlock, 0)) {
+#pragma unroll
+      for (int t = 0; t < NT; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            if (4 * line + 32 * (i / 2) + 2 * (i % 2) + e / 2 >= left) c[t][i][e] = -INFINITY;
+    }
+#pragma unroll
+    for (int t = 0; t < NT; ++t)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float v[8], top = -INFINITY, sum = 0.f;
+#pragma unroll
+        for (int s = 0; s < 8; ++s) v[s] = c[t][s / 2][2 * (s & 1) + e], top = fmaxf(top, v[s]);
+        const uint32_t h = 8 * t + 2 * quad + e;
+        if (h < group) {
+          float4* const lines = reinterpret_cast<float4*>(to + h * kBlock + 4 * line);
+          lines[0] = make_float4(v[0], v[1], v[2], v[3]);
+          lines[8] = make_float4(v[4], v[5], v[6], v[7]);
+        }
+        // A lane may see nothing of a last block.
+        const float base = top == -INFINITY ? 0.f : top;
+#pragma unroll
+        for (int s = 0; s < 8; ++s) sum += exp2_fast(v[s] - base);
+        add(masses[t][e], base, sum);
+      }
+  }
+#pragma unroll
+  for (int t = 0; t < NT; ++t)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const Mass own = merged<4>(masses[t][e]);
+      if (line == 0) sh.masses[warp][8 * t + 2 * quad + e] = own;
+    }
+  wait_for_predecessor();  // Who waits for this launch has waited for that one too.
+  __syncthreads();
+  uint64_t* const sums = p.sums + (uint64_t)list * most_team * group * 4;
+#pragma unroll 1
+  for (uint32_t h = warp; h < group; h += kWarps) {
+    Mass own{kNoMass, {}};
+    if (lane < kWarps) own = sh.masses[lane][h];
+    own = merged<1>(own);
+    if (team > 1) own = exchanged(own, sums + h * 4, group * 4, rank, team);
+    if (lane == 0) sh.lse[h] = log2_of(own);
+  }
+  __syncthreads();
+
+  // A key takes its first head's place. HEADS: how many, or 0.
+  uint32_t* const own_bins = sh.bins[warp % kTokenBinCopies];
+  auto count_shares = [&](auto heads) {
+    constexpr uint32_t HEADS = decltype(heads)::value;
+    constexpr int kAtOnce = HEADS ? HEADS : 1;
+#pragma unroll 1
+    for (uint32_t run = 0; run < runs; ++run) {
+      float* const x = place(run);
+      float share[2] = {};
+#pragma unroll kAtOnce
+      for (uint32_t h = 0; h < (HEADS ? HEADS : group); ++h)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float one = exp2_fast(x[h * kBlock + 32 * half + lane] - sh.lse[h]);
+          share[half] = h == 0 ? one : p.reduce == TAPER_MAX_OF_GROUP ? fmaxf(share[half], one) : share[half] + one;
+        }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t token = (first + run) * kBlock + 32 * half + lane;
+        const uint32_t key = token >= begin && token < end ? ordered(share[half]) : 0;
+        if (pay_counts(key)) atomicAdd(own_bins + pay_bin(key), 1u);
+        x[32 * half + lane] = __uint_as_float(key);
+      }
+    }
+  };
+  if (group == 4) count_shares(std::integral_constant<uint32_t, 4>{});
+  else count_shares(std::integral_constant<uint32_t, 0>{});
+  __syncthreads();
+  uint32_t count = 0, before = 0;
+  uint32_t* const bins = p.bins + (uint64_t)list * most_team * kPayBins;
+  if (tid < kPayBins) {
+    const uint32_t bin = kPayBins - 1 - tid;
+    uint32_t own = 0;
+#pragma unroll
+    for (int i = 0; i < kTokenBinCopies; ++i) own += sh.bins[i][bin];
+    if (team == 1) {
+      count = own;
+    } else {
+      store_relaxed(bins + rank * kPayBins + bin, own | kBinFlag);
+#pragma unroll 1
+      for (uint32_t r = 0; r < team; r += 8) {
+        uint32_t x[8], all;
+        do {
+          all = kBinFlag;
+#pragma unroll
+          for (uint32_t i = 0; i < 8; ++i) x[i] = r + i < team ? load_relaxed(bins + (r + i) * kPayBins + bin) : kBinFlag;
+#pragma unroll
+          for (int i = 0; i < 8; ++i) all &= x[i];
+        } while (!all);
+#pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+          count += x[i] & ~kBinFlag;
+          if (r + i < rank) before += x[i] & ~kBinFlag;
+        }
+      }
+    }
+  }
+  const uint32_t most = min(min(p.ks[list], n), (uint32_t)p.capacity);
+  const uint32_t least = least_paying(count, n, most, p.noise, sh.paying);
+  // The whole block has read what the others sent.
+  if (tid == 0 && team > 1) sh.last = add_acq_rel(p.sync + (1 + list) * kTeamLine, 1) == team - 1;
+  if (tid < kPayBins) {
+    const bool taken = tid < sh.paying.failing;
+    before = __reduce_add_sync(~0u, taken ? before : 0), count = __reduce_add_sync(~0u, taken ? count : 0);
+    if (lane == 0) sh.before[warp] = before, sh.chosen[warp] = count;
+  }
+  // Which of sixteen runs' tokens are chosen: 32 of them a lane.
+  auto chosen = [&](uint32_t from) {
+    uint32_t mask = 0;
+#pragma unroll 2
+    for (uint32_t run = from; run < min(from + 16, runs); ++run) {
+      const float* const x = place(run);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t all = __ballot_sync(~0u, __float_as_uint(x[32 * half + lane]) >= least);
+        if (lane == 2 * (run - from) + half) mask = all;
+      }
+    }
+    return mask;
+  };
+  uint32_t mask = chosen(0), own = __popc(mask);
+#pragma unroll 1
+  for (uint32_t from = 16; from < runs; from += 16) own += __popc(chosen(from));
+  own = __reduce_add_sync(~0u, own);
+  if (lane == 0) sh.own[warp] = own;
+  __syncthreads();
+  uint32_t to = 0, k = 0;
+#pragma unroll
+  for (int w = 0; w < kPayWarps; ++w) to += sh.before[w], k += sh.chosen[w];
+  for (int w = 0; w < warp; ++w) to += sh.own[w];
+  uint32_t* const ids = p.ids + (int64_t)list * p.capacity;
+#pragma unroll 1
+  for (uint32_t from = 0; from < runs; from += 16) {
+    if (from > 0) mask = chosen(from);
+    uint32_t mine = __popc(mask);
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const uint32_t x = __shfl_up_sync(~0u, mine, d);
+      if (lane >= d) mine += x;
+    }
+    const uint32_t all = __shfl_sync(~0u, mine, 31);
+    mine += to - __popc(mask);
+    for (; mask; mask &= mask - 1, ++mine)
+      if (mine < p.capacity) ids[mine] = (first + from) * kBlock + 32 * lane + __ffs(mask) - 1;
+    to += all;
+  }
+  tell(k);
+  if (team > 1 && sh.last) {
+    for (uint32_t i = tid; i < team * group * 4; i += kWarps * 32) sums[i] = 0;
+    for (uint32_t i = tid; i < team * kPayBins; i += kWarps * 32) bins[i] = 0;
+    if (tid == 0) p.sync[(1 + list) * kTeamLine] = 0;
+  }
+}
+
+}  // namespace taper
