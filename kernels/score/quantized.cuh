@@ -9,6 +9,8 @@
 // index/quantized.rs says why): a warp looks at each of them while the thread block's first blocks are on their way.
 #pragma once
 
+#include <utility>
+
 #include "../common/launch.cuh"
 #include "../common/ptx.cuh"
 
@@ -81,14 +83,25 @@ struct QuantizedScorer {
             q[t][j][4 * half + i] = pack2<__nv_bfloat16>(to_float(x[2 * i]), to_float(x[2 * i + 1]));
         }
   }
-  // What the steps of one of the blocks that tell say of each head, to `to` [8 NT].
-  __device__ __forceinline__ void measure(const uint4* steps, float* to) const {
+  // What one of the blocks that tell says: its steps, asked for before all else that waits for the table.
+  struct Steps {
+    uint4 of[kWords][2];
+  };
+  __device__ __forceinline__ void load_steps(Steps& steps, const uint8_t* block) const {
+    const uint4* from = reinterpret_cast<const uint4*>(block + kBytes - 32 * W);
+#pragma unroll
+    for (int j = 0; j < kWords; ++j)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) steps.of[j][half] = from[2 * (quad + 4 * j) + half];
+  }
+  // Of each head to `to` [8 NT].
+  __device__ __forceinline__ void measure(const Steps& steps, float* to) const {
     float sum[NT] = {};
 #pragma unroll
     for (int j = 0; j < kWords; ++j)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint4 raw = steps[2 * (quad + 4 * j) + half];
+        const uint4 raw = steps.of[j][half];
         const uint32_t step[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
         for (int t = 0; t < NT; ++t)
@@ -122,12 +135,19 @@ struct QuantizedScorer {
       }
   }
   // Pieces of 16 bytes: those of four words stand at other columns each, or the four quads would read of the same banks.
+  // `from`: this lane's first.
   __device__ __forceinline__ void fetch(uint32_t stage, const uint8_t* from) const {
-#pragma unroll
-    for (int i = 0; 32 * i < kPieces; ++i) {
-      const int piece = 32 * i + lane, to = 32 * i < kCodes ? piece ^ (piece >> 3 & 6) : piece;
-      if (32 * i + 32 <= kPieces || piece < kPieces) cp_async16(ring + stage * kBytes + 16 * to, from + 16 * piece);
-    }
+    const uint32_t at = ring + stage * kBytes;
+    fetch_pieces(at + 16 * (lane ^ (lane >> 3 & 6)), at + 16 * (lane ^ ((lane >> 3) + 4 & 6)), at + 16 * lane, from,
+                 std::make_integer_sequence<int, (kPieces + 31) / 32>{});
+  }
+  template <int... I>
+  __device__ __forceinline__ void fetch_pieces(uint32_t even, uint32_t odd, uint32_t line_to, const uint8_t* from,
+                                               std::integer_sequence<int, I...>) const {
+    ((32 * I + 32 <= kPieces || 32 * I + lane < kPieces
+          ? cp_async16<512 * I, 512 * I>(32 * I >= kCodes ? line_to : I % 2 ? odd : even, from)
+          : (void)0),
+     ...);
   }
   __device__ __forceinline__ void load8(uint32_t (&x)[8], uint32_t first, uint32_t second) const {
     const uint4 a = ld_shared_v4(first), b = ld_shared_v4(second);
@@ -225,15 +245,16 @@ __global__ void __launch_bounds__(kQuantizedWarps * 32, NT == 1 ? 4 : 3) quantiz
   auto fetch = [&](uint32_t run) {
     if (run < runs) {
       if (run > 0 && run % 32 == 0) named = table[min(first + (run + lane) * pace, blocks - 1)];
-      scorer.fetch(run % kQuantizedStages, block_of(__shfl_sync(~0u, named, run % 32)));
+      scorer.fetch(run % kQuantizedStages, block_of(__shfl_sync(~0u, named, run % 32)) + 16 * lane);
     }
     cp_async_commit();
   };
+  typename Scorer::Steps steps;
+  if (warp < kQuantizedMeasured) scorer.load_steps(steps, block_of(tells));
 #pragma unroll 1
   for (uint32_t run = 0; run < kQuantizedStages - 1; ++run) fetch(run);
   scorer.take(raw);
-  if (warp < kQuantizedMeasured)
-    scorer.measure(reinterpret_cast<const uint4*>(block_of(tells) + Scorer::kBytes - 32 * W), measured[warp]);
+  if (warp < kQuantizedMeasured) scorer.measure(steps, measured[warp]);
   __syncthreads();
   float scale[NT][2];
   scorer.scales(scale, p.scale, measured);

@@ -153,7 +153,6 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
   const uint32_t settled = p.fresh > 0 ? len - min((uint32_t)p.fresh, len) : ~0u;
   const uint32_t* table = p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
   uint8_t* const ring = rings + warp * kTokenStages * Scorer::kBytes;
-  float* const spare = reinterpret_cast<float*>(rings + kWarps * kTokenStages * Scorer::kBytes) + warp * kept * group * kBlock;
   Scorer scorer{smem_u32(ring), lane, quad, line};
   const uint8_t* const index = reinterpret_cast<const uint8_t*>(p.index);
   auto block_of = [&](uint64_t block) { return index + (block * p.kv_heads + kv_head) * Scorer::kBytes; };
@@ -163,33 +162,44 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
   if (warp < kQuantizedMeasured) tells = table[telling];
   typename Scorer::Raw raw;
   scorer.load_queries(raw, static_cast<const T*>(p.q) + ((int64_t)row * p.q_heads + kv_head * group) * 16 * W, group);
+  // Runs from this one on may be in the making.
+  const uint32_t unsettled = max(settled / kBlock, first) - first;
+  const uint64_t pitch = p.kv_heads * Scorer::kBytes;
+  const uint8_t* const own_index = index + kv_head * Scorer::kBytes + 16 * lane;
   auto fetch = [&](uint32_t run) {
     if (run < runs) {
       if (run > 0 && run % 32 == 0) named = table[min(first + run + lane, blocks - 1)];
       const uint32_t block = __shfl_sync(~0u, named, run % 32);
-      if ((first + run + 1) * kBlock > settled) wait_for_predecessor();
-      scorer.fetch(run % kTokenStages, block_of(block));
+      if (run >= unsettled) wait_for_predecessor();
+      scorer.fetch(run % kTokenStages, own_index + block * pitch);
     }
     cp_async_commit();
   };
+  typename Scorer::Steps steps;
+  if (warp < kQuantizedMeasured) {
+    if ((telling + 1) * kBlock > settled) wait_for_predecessor();
+    scorer.load_steps(steps, block_of(tells));
+  }
 #pragma unroll 1
   for (uint32_t run = 0; run < kTokenStages - 1; ++run) fetch(run);
   scorer.take(raw);
-  if (warp < kQuantizedMeasured) {
-    if ((telling + 1) * kBlock > settled) wait_for_predecessor();
-    scorer.measure(reinterpret_cast<const uint4*>(block_of(tells) + Scorer::kBytes - 32 * W), sh.measured[warp]);
-  }
+  if (warp < kQuantizedMeasured) scorer.measure(steps, sh.measured[warp]);
   __syncthreads();
   float scale[NT][2];
   scorer.scales(scale, p.scale, sh.measured);
 #pragma unroll
   for (int t = 0; t < NT; ++t) scale[t][0] *= kLog2e, scale[t][1] *= kLog2e;
   // Scores [group, 64] of a run, times log2(e).
-  const bool in_ring = group * kBlock * 4 <= Scorer::kBytes;
+  const uint32_t row_bytes = group * kBlock * 4, spare = kWarps * kTokenStages * Scorer::kBytes + warp * kept * row_bytes;
+  const uint32_t in_ring = row_bytes <= Scorer::kBytes && runs > kept + kTokenStages ? runs - kTokenStages
+                           : row_bytes <= Scorer::kBytes                             ? kept
+                                                                                     : runs;
   auto place = [&](uint32_t run) -> float* {
-    if (run < kept) return spare + run * group * kBlock;
-    if (in_ring && run + kTokenStages >= runs) return reinterpret_cast<float*>(ring + run % kTokenStages * Scorer::kBytes);
-    return p.scores + ((int64_t)list * (p.stride / kBlock) + first + run) * group * kBlock;
+    if (run >= kept && run < in_ring)
+      return p.scores + ((int64_t)list * (p.stride / kBlock) + first + run) * group * kBlock;
+    const uint32_t at = run < kept ? spare + run * row_bytes
+                                   : (warp * kTokenStages + run % kTokenStages) * (uint32_t)Scorer::kBytes;
+    return reinterpret_cast<float*>(rings + at);
   };
   Mass masses[NT][2];
 #pragma unroll
