@@ -4,7 +4,7 @@
 namespace taper {
 namespace {
 
-constexpr int kTokenSmem = 218 * 1024;
+constexpr int kTokenSmem = 217 * 1024;
 
 // Thread blocks a list: as many as end soonest, of which each takes some time for meetings beside its blocks of tokens.
 int best_team(int lists, int most, int warps, int blocks) {
@@ -24,10 +24,12 @@ cudaError_t go(TokensParams p, cudaStream_t s) {
   constexpr int kWarps = token_warps(NT), kBytes = QuantizedScorer<T, W, NT>::kBytes, kRings = kWarps * kTokenStages * kBytes;
   const int lists = p.rows * p.kv_heads, blocks = p.stride / kBlock, scores = p.q_heads / p.kv_heads * kBlock * 4;
   if (p.team == 0) p.team = best_team(lists, team_size(p.kv_heads), kWarps, blocks);
-  const int grid = lists * p.team;
-  p.in_order = grid > sm_count();
+  p.in_order = lists * p.team > sm_count();
+  p.group = p.q_heads / p.kv_heads, p.room = team_size(p.kv_heads);
   const int runs = (blocks + p.team * kWarps - 1) / (p.team * kWarps) - (scores <= kBytes ? kTokenStages : 0);
   const int fit = (kTokenSmem - kRings) / (kWarps * scores), kept = runs < 0 ? 0 : runs < fit ? runs : fit;
+  // Places that are dealt out are numbers.
+  const dim3 grid = p.in_order ? dim3(lists * p.team) : dim3(p.team, p.kv_heads, p.rows);
   return launch(tokens_kernel<T, W, NT>, grid, kWarps * 32, kRings + kWarps * kept * scores, s, p.overlap != 0, p,
                 (uint32_t)kept);
 }
@@ -38,7 +40,7 @@ cudaError_t go(TokensParams p, cudaStream_t s) {
 extern "C" int taper_pick_tokens(const taper::TokensParams* p, cudaStream_t stream) {
   using namespace taper;
   const bool ok = p->rows > 0 && p->kv_heads > 0 && p->q_heads > 0 && p->q_heads % p->kv_heads == 0 &&
-                  p->q_heads / p->kv_heads <= 16 && p->stride > 0 && p->stride % kBlock == 0 && p->stride <= 1 << 25 &&
+                  p->q_heads / p->kv_heads <= 16 && p->rows <= 65535 && p->kv_heads <= 65535 && p->stride > 0 && p->stride % kBlock == 0 && p->stride <= 1 << 25 &&
                   p->capacity > 0 && (int64_t)p->rows * p->kv_heads * p->capacity <= UINT32_MAX && p->noise > 0.f &&
                   p->team >= 0 && p->team <= team_size(p->kv_heads) &&
                   (int64_t)p->rows * p->kv_heads <= INT32_MAX / kTeamMax;

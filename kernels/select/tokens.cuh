@@ -54,21 +54,22 @@ __device__ __forceinline__ void add(Mass& to, float most, float sum) {
   to.sums[0] += x;
 }
 // By a whole warp: the masses of lanes that are a multiple of FROM apart, added up but for what lies under the three parts
-// that count then.
+// that count then. Short loops: code that is run once is waited for.
 template <int FROM>
 __device__ __forceinline__ Mass merged(const Mass& own) {
   Mass all{own.top, {}};
-#pragma unroll
+#pragma unroll 1
   for (int d = FROM; d < 32; d *= 2) all.top = max(all.top, __shfl_xor_sync(~0u, all.top, d));
   const int down = all.top - own.top;
 #pragma unroll
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < 3; ++i)
 #pragma unroll
     for (int j = 0; j <= i; ++j)
       if (down == i - j) all.sums[i] = own.sums[j];
+#pragma unroll 1
+  for (int d = FROM; d < 32; d *= 2)
 #pragma unroll
-    for (int d = FROM; d < 32; d *= 2) all.sums[i] += __shfl_xor_sync(~0u, all.sums[i], d);
-  }
+    for (int i = 0; i < 3; ++i) all.sums[i] += __shfl_xor_sync(~0u, all.sums[i], d);
   return all;
 }
 __device__ __forceinline__ float log2_of(const Mass& m) {
@@ -76,13 +77,14 @@ __device__ __forceinline__ float log2_of(const Mass& m) {
   return m.top < kMassIsNone && sum > 0.f ? 16.f * m.top - 20.f + __log2f(sum) : NAN;
 }
 
-template <int NT>
+template <int W, int NT>
 struct TokensShared {
   Mass masses[token_warps(NT)][8 * NT];
   uint32_t bins[kTokenBinCopies][kPayBins];
-  float measured[kQuantizedMeasured][8 * NT], lse[8 * NT];
+  float lse[8 * NT];
   uint32_t own[token_warps(NT)], before[kPayWarps], chosen[kPayWarps], place, last;
   PayShared paying;
+  QuantizedTold<W, NT> told;
 };
 
 __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
@@ -121,16 +123,24 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
   constexpr int kWarps = token_warps(NT);
   // Each warp's ring, then each warp's scores of its first `kept` blocks.
   extern __shared__ __align__(128) uint8_t rings[];
-  __shared__ TokensShared<NT> sh;
+  __shared__ TokensShared<W, NT> sh;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = lane & 3, line = lane >> 2;
-  const uint32_t group = p.q_heads / p.kv_heads, most_team = team_size(p.kv_heads);
   if (p.fresh <= 0) wait_for_predecessor();
   launch_dependents();
-  if (tid == 0) sh.place = p.in_order ? team_place(p.sync) : blockIdx.x;
+  if (tid == 0) {
+    if (p.in_order) sh.place = team_place(p.sync);
+    mbar_init(smem_u32(&sh.told.bar), kQuantizedMeasured), mbar_init_fence();
+  }
+#pragma unroll 1
   for (int i = tid; i < kTokenBinCopies * kPayBins; i += kWarps * 32) (&sh.bins[0][0])[i] = 0;
   __syncthreads();
-  const uint32_t team = p.team, list = sh.place / team, rank = sh.place % team;
-  const uint32_t row = list / p.kv_heads, kv_head = list % p.kv_heads;
+  const uint32_t team = p.team, group = p.group, most_team = p.room;
+  uint32_t rank = blockIdx.x, kv_head = blockIdx.y, row = blockIdx.z;
+  if (p.in_order) {
+    const uint32_t list = sh.place / team;
+    rank = sh.place % team, kv_head = list % p.kv_heads, row = list / p.kv_heads;
+  }
+  const uint32_t list = row * p.kv_heads + kv_head;
   const uint32_t len = p.lens[row], blocks = (len + kBlock - 1) / kBlock;
   const uint32_t begin = p.begins[list], end = min(p.ends[list], len), n = end > begin ? end - begin : 0;
   // What the list is told of its `k` tokens.
@@ -148,8 +158,8 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
   }
 
   // Blocks from the warp's first on.
-  const uint32_t at = rank * kWarps + warp, of = team * kWarps;
-  const uint32_t first = (uint64_t)blocks * at / of, runs = (uint32_t)((uint64_t)blocks * (at + 1) / of) - first;
+  const uint32_t at = rank * kWarps + warp, each = blocks / (team * kWarps), more = blocks - each * (team * kWarps);
+  const uint32_t first = at * each + min(at, more), runs = each + (at < more);
   const uint32_t settled = p.fresh > 0 ? len - min((uint32_t)p.fresh, len) : ~0u;
   const uint32_t* table = p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
   uint8_t* const ring = rings + warp * kTokenStages * Scorer::kBytes;
@@ -175,20 +185,19 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
     }
     cp_async_commit();
   };
-  typename Scorer::Steps steps;
   if (warp < kQuantizedMeasured) {
     if ((telling + 1) * kBlock > settled) wait_for_predecessor();
-    scorer.load_steps(steps, block_of(tells));
+    scorer.fetch_steps(smem_u32(sh.told.steps[warp]), block_of(tells));
   }
 #pragma unroll 1
   for (uint32_t run = 0; run < kTokenStages - 1; ++run) fetch(run);
   scorer.take(raw);
-  if (warp < kQuantizedMeasured) scorer.measure(steps, sh.measured[warp]);
-  __syncthreads();
+  if (runs == 0) {
+    cp_async_wait_all();
+    __syncwarp();
+    scorer.tell(sh.told, warp);
+  }
   float scale[NT][2];
-  scorer.scales(scale, p.scale, sh.measured);
-#pragma unroll
-  for (int t = 0; t < NT; ++t) scale[t][0] *= kLog2e, scale[t][1] *= kLog2e;
   // Scores [group, 64] of a run, times log2(e).
   const uint32_t row_bytes = group * kBlock * 4, spare = kWarps * kTokenStages * Scorer::kBytes + warp * kept * row_bytes;
   const uint32_t in_ring = row_bytes <= Scorer::kBytes && runs > kept + kTokenStages ? runs - kTokenStages
@@ -211,6 +220,13 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
     fetch(run + kTokenStages - 1);
     float c[NT][4][4];
     scorer.score(c, run % kTokenStages);
+    if (run == 0) {  // Not before: copies come while steps are on their way.
+      scorer.tell(sh.told, warp);
+      mbar_wait(smem_u32(&sh.told.bar), 0);
+      scorer.scales(scale, p.scale, sh.told.sums);
+#pragma unroll
+      for (int t = 0; t < NT; ++t) scale[t][0] *= kLog2e, scale[t][1] *= kLog2e;
+    }
     __syncwarp();  // All have read what scores may be written over.
     float* const to = place(run);
     // What others read until then lies where scores go, if they leave shared memory.
@@ -340,7 +356,7 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
   // Which of sixteen runs' tokens are chosen: 32 of them a lane.
   auto chosen = [&](uint32_t from) {
     uint32_t mask = 0;
-#pragma unroll 2
+#pragma unroll 1
     for (uint32_t run = from; run < min(from + 16, runs); ++run) {
       const float* const x = place(run);
 #pragma unroll
