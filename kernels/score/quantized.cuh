@@ -6,7 +6,7 @@
 // block's base begin the accumulators.
 //
 // Scores are brought nearer to one another by how far off they may be, which the steps of four blocks tell (the CPU's
-// index/quantized.rs says why): a warp of each thread block looks at each of them, when it has scored its own first.
+// index/quantized.rs says why): a warp of each thread block looks at each of them while its first blocks are on their way.
 #pragma once
 
 #include <utility>
@@ -45,18 +45,11 @@ __device__ __forceinline__ uint32_t code2(uint32_t word, int k) {
 // Which of the eight pairs of adjacent channels that is.
 __device__ __forceinline__ constexpr int channels_of(int k) { return k < 4 ? 2 * k : 2 * k - 7; }
 
-// What the blocks that tell say, in shared memory.
-template <int W, int NT>
-struct QuantizedTold {
-  alignas(16) uint8_t steps[kQuantizedMeasured][32 * W];
-  float sums[kQuantizedMeasured][8 * NT];
-  uint64_t bar;  // for an arrival of each warp that measures one
-};
-
 // One row's group of queries, and the copies of the blocks that a warp scores for them.
 template <class T, int W, int NT>
 struct QuantizedScorer {
   static constexpr int kWords = W / 4, kBytes = 320 * W, kPieces = kBytes / 16, kCodes = 16 * W;
+  static constexpr int kStepsAt = kBytes - 32 * W;
   uint32_t ring;  // shared memory, kQuantizedStages blocks
   int lane, quad, line;
   uint32_t q[NT][kWords][8];  // channels 16 (quad + 4 j) on of head 8 t + lane / 4
@@ -91,18 +84,24 @@ struct QuantizedScorer {
             q[t][j][4 * half + i] = pack2<__nv_bfloat16>(to_float(x[2 * i]), to_float(x[2 * i + 1]));
         }
   }
-  // The steps of one of the blocks that tell, to shared memory [16 W].
-  __device__ __forceinline__ void fetch_steps(uint32_t to, const uint8_t* block) const {
-    if (lane < 2 * W) cp_async16(to + 16 * lane, block + kBytes - 32 * W + 16 * lane);
+  // The steps of a block, in memory of either kind.
+  struct Steps {
+    uint4 of[kWords][2];
+  };
+  __device__ __forceinline__ void load_steps(Steps& to, const void* steps) const {
+#pragma unroll
+    for (int j = 0; j < kWords; ++j)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) to.of[j][half] = static_cast<const uint4*>(steps)[2 * (quad + 4 * j) + half];
   }
-  // What they say of each head, to `to` [8 NT].
-  __device__ __forceinline__ void measure(uint32_t steps, float* to) const {
+  // What those of one of the blocks that tell say of each head, to `to` [8 NT].
+  __device__ __forceinline__ void measure(const Steps& steps, float* to) const {
     float sum[NT] = {};
 #pragma unroll
     for (int j = 0; j < kWords; ++j)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint4 raw = ld_shared_v4(steps + 32 * (quad + 4 * j) + 16 * half);
+        const uint4 raw = steps.of[j][half];
         const uint32_t step[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
         for (int t = 0; t < NT; ++t)
@@ -134,13 +133,6 @@ struct QuantizedScorer {
         const float variance = sum * scale * scale / (12 * kQuantizedMeasured);
         to[t][e] = scale * rsqrtf(1.f + 0.785398163f * variance);
       }
-  }
-  // By a warp whose copies are there: measures what is its to measure.
-  __device__ __forceinline__ void tell(QuantizedTold<W, NT>& told, int warp) const {
-    if (warp >= kQuantizedMeasured) return;
-    measure(smem_u32(told.steps[warp]), told.sums[warp]);
-    __syncwarp();
-    if (lane == 0) mbar_arrive(smem_u32(&told.bar));
   }
   // Pieces of 16 bytes: those of four words stand at other columns each, or the four quads would read of the same banks.
   // `from`: this lane's first.
@@ -229,13 +221,11 @@ template <class T, int W, int NT>
 __global__ void __launch_bounds__(kQuantizedWarps * 32, NT == 1 ? 4 : 3) quantized_kernel(const QuantizedScoreParams p) {
   using Scorer = QuantizedScorer<T, W, NT>;
   __shared__ __align__(128) uint8_t rings[kQuantizedWarps][kQuantizedStages * Scorer::kBytes];
-  __shared__ QuantizedTold<W, NT> told;
+  __shared__ float measured[kQuantizedMeasured][8 * NT];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane & 3, line = lane >> 2;
   const int kv_head = blockIdx.y, row = blockIdx.z, group = p.q_heads / p.kv_heads;
-  if (threadIdx.x == 0) mbar_init(smem_u32(&told.bar), kQuantizedMeasured), mbar_init_fence();
   wait_for_predecessor();
   launch_dependents();
-  __syncthreads();
   const uint32_t len = p.lens[row], blocks = (len + kBlock - 1) / kBlock;
   const uint32_t first = blockIdx.x * kQuantizedWarps + warp, pace = gridDim.x * kQuantizedWarps;
   if (blockIdx.x * kQuantizedWarps >= blocks) return;
@@ -259,16 +249,15 @@ __global__ void __launch_bounds__(kQuantizedWarps * 32, NT == 1 ? 4 : 3) quantiz
     }
     cp_async_commit();
   };
-  if (warp < kQuantizedMeasured) scorer.fetch_steps(smem_u32(told.steps[warp]), block_of(tells));
+  typename Scorer::Steps steps;
+  if (warp < kQuantizedMeasured) scorer.load_steps(steps, block_of(tells) + Scorer::kStepsAt);
 #pragma unroll 1
   for (uint32_t run = 0; run < kQuantizedStages - 1; ++run) fetch(run);
   scorer.take(raw);
+  if (warp < kQuantizedMeasured) scorer.measure(steps, measured[warp]);
+  __syncthreads();
   float scale[NT][2];
-  if (runs == 0) {
-    cp_async_wait_all();
-    __syncwarp();
-    scorer.tell(told, warp);
-  }
+  scorer.scales(scale, p.scale, measured);
   float* lines = p.out + (head + 2 * quad) * p.stride + 4 * line;
   const int64_t tiles = (head + 2 * quad) * p.tile_stride;
 #pragma unroll 1
@@ -278,11 +267,6 @@ __global__ void __launch_bounds__(kQuantizedWarps * 32, NT == 1 ? 4 : 3) quantiz
     fetch(run + kQuantizedStages - 1);
     float c[NT][4][4];
     scorer.score(c, run % kQuantizedStages);
-    if (run == 0) {  // Not before: copies come while steps are on their way.
-      scorer.tell(told, warp);
-      mbar_wait(smem_u32(&told.bar), 0);
-      scorer.scales(scale, p.scale, told.sums);
-    }
 
     const uint32_t block = first + run * pace, left = len - block * kBlock;
 #pragma unroll

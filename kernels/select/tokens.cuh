@@ -81,10 +81,13 @@ template <int W, int NT>
 struct TokensShared {
   Mass masses[token_warps(NT)][8 * NT];
   uint32_t bins[kTokenBinCopies][kPayBins];
-  float lse[8 * NT];
-  uint32_t own[token_warps(NT)], before[kPayWarps], chosen[kPayWarps], place, last;
+  // What scores are multiplied by and what is then taken off.
+  float scales[8 * NT], lse[8 * NT];
+  float measured[kQuantizedMeasured][8 * NT];
+  alignas(16) uint8_t steps[kQuantizedMeasured][32 * W];
+  uint64_t told;  // a barrier for the warps that measure
+  uint32_t own[token_warps(NT)], before[kPayWarps], chosen[kPayWarps], place;
   PayShared paying;
-  QuantizedTold<W, NT> told;
 };
 
 __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
@@ -129,7 +132,7 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
   launch_dependents();
   if (tid == 0) {
     if (p.in_order) sh.place = team_place(p.sync);
-    mbar_init(smem_u32(&sh.told.bar), kQuantizedMeasured), mbar_init_fence();
+    mbar_init(smem_u32(&sh.told), kQuantizedMeasured), mbar_init_fence();
   }
 #pragma unroll 1
   for (int i = tid; i < kTokenBinCopies * kPayBins; i += kWarps * 32) (&sh.bins[0][0])[i] = 0;
@@ -187,18 +190,22 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
   };
   if (warp < kQuantizedMeasured) {
     if ((telling + 1) * kBlock > settled) wait_for_predecessor();
-    scorer.fetch_steps(smem_u32(sh.told.steps[warp]), block_of(tells));
+    if (lane < 2 * W) cp_async16(smem_u32(sh.steps[warp]) + 16 * lane, block_of(tells) + Scorer::kStepsAt + 16 * lane);
   }
 #pragma unroll 1
   for (uint32_t run = 0; run < kTokenStages - 1; ++run) fetch(run);
   scorer.take(raw);
-  if (runs == 0) {
-    cp_async_wait_all();
+  if (warp < kQuantizedMeasured) {
+    cp_async_wait<kTokenStages - 2>();
     __syncwarp();
-    scorer.tell(sh.told, warp);
+    typename Scorer::Steps steps;
+    scorer.load_steps(steps, sh.steps[warp]);
+    scorer.measure(steps, sh.measured[warp]);
+    __syncwarp();
+    if (lane == 0) mbar_arrive(smem_u32(&sh.told));
   }
   float scale[NT][2];
-  // Scores [group, 64] of a run, times log2(e).
+  // Products [group, 64] of a run.
   const uint32_t row_bytes = group * kBlock * 4, spare = kWarps * kTokenStages * Scorer::kBytes + warp * kept * row_bytes;
   const uint32_t in_ring = row_bytes <= Scorer::kBytes && runs > kept + kTokenStages ? runs - kTokenStages
                            : row_bytes <= Scorer::kBytes                             ? kept
@@ -220,10 +227,9 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
     fetch(run + kTokenStages - 1);
     float c[NT][4][4];
     scorer.score(c, run % kTokenStages);
-    if (run == 0) {  // Not before: copies come while steps are on their way.
-      scorer.tell(sh.told, warp);
-      mbar_wait(smem_u32(&sh.told.bar), 0);
-      scorer.scales(scale, p.scale, sh.told.sums);
+    if (run == 0) {
+      mbar_wait(smem_u32(&sh.told), 0);
+      scorer.scales(scale, p.scale, sh.measured);
 #pragma unroll
       for (int t = 0; t < NT; ++t) scale[t][0] *= kLog2e, scale[t][1] *= kLog2e;
     }
@@ -231,12 +237,6 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
     float* const to = place(run);
     // What others read until then lies where scores go, if they leave shared memory.
     if (run >= kept) wait_for_predecessor();
-#pragma unroll
-    for (int t = 0; t < NT; ++t)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) c[t][i][e] *= scale[t][e & 1];
     const uint32_t left = len - (first + run) * kBlock;
     if (__builtin_expect(left < kBlock, 0)) {
 #pragma unroll
@@ -261,9 +261,9 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
           lines[8] = make_float4(v[4], v[5], v[6], v[7]);
         }
         // A lane may see nothing of a last block.
-        const float base = top == -INFINITY ? 0.f : top;
+        const float base = top == -INFINITY ? 0.f : top * scale[t][e];
 #pragma unroll
-        for (int s = 0; s < 8; ++s) sum += exp2_fast(v[s] - base);
+        for (int s = 0; s < 8; ++s) sum += exp2_fast(fmaf(v[s], scale[t][e], -base));
         add(masses[t][e], base, sum);
       }
   }
@@ -272,7 +272,10 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const Mass own = merged<4>(masses[t][e]);
-      if (line == 0) sh.masses[warp][8 * t + 2 * quad + e] = own;
+      if (line == 0) {
+        sh.masses[warp][8 * t + 2 * quad + e] = own;
+        if (warp == 0) sh.scales[8 * t + 2 * quad + e] = scale[t][e];
+      }
     }
   wait_for_predecessor();  // Who waits for this launch has waited for that one too.
   __syncthreads();
@@ -300,7 +303,7 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
       for (uint32_t h = 0; h < (HEADS ? HEADS : group); ++h)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float one = exp2_fast(x[h * kBlock + 32 * half + lane] - sh.lse[h]);
+          const float one = exp2_fast(fmaf(x[h * kBlock + 32 * half + lane], sh.scales[h], -sh.lse[h]));
           share[half] = h == 0 ? one : p.reduce == TAPER_MAX_OF_GROUP ? fmaxf(share[half], one) : share[half] + one;
         }
 #pragma unroll
@@ -346,8 +349,6 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
   }
   const uint32_t most = min(min(p.ks[list], n), (uint32_t)p.capacity);
   const uint32_t least = least_paying(count, n, most, p.noise, sh.paying);
-  // The whole block has read what the others sent.
-  if (tid == 0 && team > 1) sh.last = add_acq_rel(p.sync + (1 + list) * kTeamLine, 1) == team - 1;
   if (tid < kPayBins) {
     const bool taken = tid < sh.paying.failing;
     before = __reduce_add_sync(~0u, taken ? before : 0), count = __reduce_add_sync(~0u, taken ? count : 0);
@@ -373,6 +374,10 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
   own = __reduce_add_sync(~0u, own);
   if (lane == 0) sh.own[warp] = own;
   __syncthreads();
+  // The whole block has read what the others sent.
+  const bool leaves = team > 1 && warp == kWarps - 1;
+  uint32_t left_before = 0;
+  if (leaves && lane == 0) left_before = add_acq_rel(p.sync + (1 + list) * kTeamLine, 1);
   uint32_t to = 0, k = 0;
 #pragma unroll
   for (int w = 0; w < kPayWarps; ++w) to += sh.before[w], k += sh.chosen[w];
@@ -394,10 +399,11 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
     to += all;
   }
   tell(k);
-  if (team > 1 && sh.last) {
-    for (uint32_t i = tid; i < team * group * 4; i += kWarps * 32) sums[i] = 0;
-    for (uint32_t i = tid; i < team * kPayBins; i += kWarps * 32) bins[i] = 0;
-    if (tid == 0) p.sync[(1 + list) * kTeamLine] = 0;
+  // The last to leave tidies up.
+  if (leaves && __shfl_sync(~0u, left_before, 0) == team - 1) {
+    for (uint32_t i = lane; i < team * group * 2; i += 32) reinterpret_cast<uint4*>(sums)[i] = make_uint4(0, 0, 0, 0);
+    for (uint32_t i = lane; i < team * (kPayBins / 4); i += 32) reinterpret_cast<uint4*>(bins)[i] = make_uint4(0, 0, 0, 0);
+    if (lane == 0) p.sync[(1 + list) * kTeamLine] = 0;
   }
 }
 

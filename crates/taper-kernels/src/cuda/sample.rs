@@ -45,6 +45,8 @@ pub struct Scratch {
     draw_counts: Tensor,
     /// `[1 + lists, team, group, 4]`, i64.
     pub(super) sums: Tensor,
+    /// `[1 + lists, team, 256]`, u32.
+    pub(super) bins: Tensor,
     lists: usize,
     team: usize,
     group: usize,
@@ -64,6 +66,7 @@ impl Scratch {
             sync: op.zeros((2 + lists, 32), DType::U32)?,
             draw_counts: op.zeros((1 + lists, 4, team * 4), DType::U32)?,
             sums: op.zeros((1 + lists, team, group, 4), DType::I64)?,
+            bins: op.zeros((1 + lists, team, 256), DType::U32)?,
             lists,
             team,
             group,

@@ -186,10 +186,10 @@ impl Passed {
 /// The sinks and the window of each row, as [`Lists`]; candidates lie between them.
 #[derive(Debug)]
 pub struct Between {
-    lists: Lists,
+    pub(super) lists: Lists,
     /// First candidate entry, and one past the last, of each list `[lists]`, u32.
-    begins: Tensor,
-    ends: Tensor,
+    pub(super) begins: Tensor,
+    pub(super) ends: Tensor,
     /// Whether ranges end where pages do.
     whole: bool,
 }
@@ -363,7 +363,8 @@ impl<'a> How<'a> {
     }
 }
 
-fn reduce(over: Over) -> i32 {
+/// How a group's shares become one.
+pub(super) fn reduce(over: Over) -> i32 {
     match over {
         Over::Sum => ffi::TAPER_SUM_OF_GROUP,
         Over::Max => ffi::TAPER_MAX_OF_GROUP,

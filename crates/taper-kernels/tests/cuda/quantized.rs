@@ -1,10 +1,13 @@
 //! Keys at 2 bits a channel: what is kept of them, and scores by it.
 
-use crate::cache::{Caches, Numbers, Queries, below, device, elements, u32s};
+use crate::cache::{Caches, GRID, Numbers, Queries, below, device, elements, u32s};
+use crate::step::Both;
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
 use taper_kernels::cuda::index::{Metadata, Span, extend};
 use taper_kernels::cuda::{Batch, Scores, quantized_scores};
+use taper_kernels::decode::{Decode, DecodeRow, Over, Selection, top_paying};
+use taper_kernels::index::quantized;
 use taper_kernels::kv::BLOCK_TOKENS;
 
 /// What no launch writes.
@@ -220,6 +223,131 @@ fn scores_agree_with_f64_whatever_else_is_in_the_batch() {
                 }
             }
         }
+    }
+}
+
+/// Sinks and window.
+const FIXED: (usize, usize) = (5, 37);
+
+/// The shares of a group's heads, by their scores `[heads][tokens]` and log-sum-exps, as one.
+fn shares(scores: &[Vec<f32>], lse: &[f32], n: usize, over: Over) -> Vec<f64> {
+    let share = |t: usize, head: usize| (f64::from(scores[head][t]) - f64::from(lse[head])).exp();
+    let heads = |t: usize| (0..scores.len()).map(move |head| share(t, head));
+    let one = |t: usize| match over {
+        Over::Sum => heads(t).sum(),
+        Over::Max => heads(t).fold(0.0, f64::max),
+    };
+    (0..n).map(one).collect()
+}
+
+/// The least share that pays, as the CPU finds it (src/decode/paying.rs).
+fn least(shares: &[f64], noise: f32, most: usize) -> f64 {
+    const FIRST: u32 = (127 + 5) * 8 - 256;
+    let bin = |share: &f64| (((*share as f32).to_bits() >> 20).saturating_sub(FIRST) as usize).min(255);
+    let square = |bin: usize| (((17 + 2 * (bin as u128 % 8)).pow(2) << (2 * (bin / 8))) >> 8) as u64;
+    let mut counts = [0u64; 256];
+    shares.iter().for_each(|share| counts[bin(share)] += 1);
+    let mut sum: u64 = (0..256).map(|bin| counts[bin] * square(bin)).sum();
+    let mut left = shares.len();
+    for bin in (0..256).rev().filter(|&bin| counts[bin] > 0) {
+        let pays =
+            square(bin) as f64 * left as f64 >= sum as f64 + f64::from(noise) * 18_014_398_509_481_984.0;
+        left -= counts[bin] as usize;
+        if !pays || shares.len() - left > most {
+            return f64::from(f32::from_bits((bin as u32 + 1 + FIRST) << 20));
+        }
+        sum -= counts[bin] * square(bin);
+    }
+    0.0
+}
+
+/// What rows of queries in f32 read of what pays.
+fn pays(
+    (q, caches, rows): (&Tensor, &Caches, &[DecodeRow]),
+    index: &Tensor,
+    (k, over, noise): (&[usize], Over, f32),
+) -> (Selection, Vec<Vec<u32>>) {
+    let batch = Decode { q, kv: caches.on_cuda(), rows };
+    let found = quantized::importance(&batch, index, &vec![true; k.len()], over).unwrap();
+    let chosen = top_paying(rows, &found, FIXED, k, Some(noise)).unwrap();
+    let tokens = chosen.tokens(rows).unwrap();
+    (chosen, tokens)
+}
+
+#[test]
+fn what_pays_is_what_scores_say_whatever_else_is_in_the_batch() {
+    let mut numbers = Numbers(125);
+    let lens = [3, 90, 700, 2500, 20_000];
+    let grid = GRID.into_iter().chain([(DType::BF16, 128, 1, 16), (DType::BF16, 128, 8, 4)]);
+    for (dtype, d, kv_heads, group) in grid {
+        let both = Both::new(&mut numbers, (dtype, d, kv_heads, group), &lens);
+        unequal(&mut numbers, &both.caches);
+        let rows = both.caches.rows();
+        let index = unwritten(&both.caches);
+        take(&both.caches, &index, 0, 20_000);
+        let (values, lse) = scored(&both.queries.batch(&both.caches), &index);
+        for (over, noise, few) in
+            [(Over::Max, 1e-7, 1), (Over::Sum, 1e-5, 1), (Over::Max, 1e-4, 20), (Over::Max, 1e6, 1)]
+        {
+            // Some lists take all there is, and are dense.
+            let k: Vec<usize> = (0..both.heads())
+                .map(|i| match lens[i / kv_heads] {
+                    700 if i % kv_heads == 1 => 700,
+                    n => n.saturating_sub(43) / few,
+                })
+                .collect();
+            let (selection, tokens) = pays((&both.cuda_q, &both.caches, &rows), &index, (&k, over, noise));
+            let what = format!("{dtype:?} {d} {kv_heads}x{group} {over:?} {noise}");
+            let counts = selection.counts(&rows).unwrap();
+            for (row, &n) in lens.iter().enumerate() {
+                for head in 0..kv_heads {
+                    let i = row * kv_heads + head;
+                    let got = &tokens[i];
+                    assert_eq!(got.len(), counts[i], "{what} list {i}");
+                    if n <= FIXED.0 + FIXED.1 || k[i] >= n - FIXED.0 - FIXED.1 {
+                        assert_eq!(got.len(), n, "{what} list {i}");
+                        continue;
+                    }
+                    let heads = head * group..(head + 1) * group;
+                    let all = shares(&values[row][heads.clone()], &lse[row][heads], n, over);
+                    let between = FIXED.0..n - FIXED.1;
+                    let least = least(&all[between.clone()], noise, k[i]);
+                    for (t, share) in all.iter().enumerate() {
+                        let taken = got.binary_search(&(t as u32)).is_ok();
+                        let near = (share / least - 1.0).abs() < 1e-4;
+                        assert!(
+                            near || taken == (!between.contains(&t) || *share >= least),
+                            "{what} list {i} of {}: token {t} of {share}, least {least}",
+                            got.len()
+                        );
+                    }
+                }
+                let own = row * kv_heads..(row + 1) * kv_heads;
+                let q = both.cuda_q.narrow(0, row, 1).unwrap();
+                let alone = (&q, &both.caches, &rows[row..=row]);
+                let (_, alone) = pays(alone, &index, (&k[own.clone()], over, noise));
+                assert_eq!(alone, tokens[own], "{what} row {row} alone");
+            }
+        }
+    }
+}
+
+/// The first step behind a prompt makes its index as a whole, right ahead of the launch that chooses by it.
+#[test]
+fn blocks_that_were_made_right_ahead_are_seen() {
+    let mut numbers = Numbers(126);
+    let both = Both::new(&mut numbers, GRID[0], &[40_000, 30_000]);
+    let rows = both.caches.rows();
+    let k = vec![20_000; both.heads()];
+    let choose = |index: &Tensor, from: usize| {
+        take(&both.caches, index, from, 40_000);
+        pays(&both, &rows, index, (&k, Over::Max, 1e-6)).1
+    };
+    let index = unwritten(&both.caches);
+    choose(&index, 0);
+    let settled = choose(&index, 29_999);
+    for i in 0..50 {
+        assert_eq!(choose(&unwritten(&both.caches), 0), settled, "{i}");
     }
 }
 

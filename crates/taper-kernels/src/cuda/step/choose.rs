@@ -5,7 +5,7 @@ use super::{Chosen, Step};
 use crate::cuda::batch::{Batch, Lists};
 use crate::cuda::error::Result;
 use crate::cuda::op::Op;
-use crate::cuda::quantized::quantized_scores;
+use crate::cuda::quantized::{pick_quantized, quantized_scores};
 use crate::cuda::score::{self, Between, How, Scores, View, select};
 use crate::decode::{Decode, DecodeRow, Over, Selection, of_pages, sink_window};
 use crate::kv::BLOCK_TOKENS;
@@ -29,6 +29,8 @@ enum By {
     Shares(Arc<Scores>),
     /// The same of pages by their bounds, which the choice scores: `[blocks, kv_heads, pages of a block, 2 head_dim]`.
     Bounds(Tensor),
+    /// The same of tokens by their quantized keys, which the choice scores or has scored.
+    Quantized(Tensor),
     /// What each KV head makes of tokens, `[R, kv_heads, tokens]`, f32.
     Groups(Lent),
 }
@@ -41,11 +43,9 @@ impl Scored {
         Ok(Self::by_scores(step, scores, wanted))
     }
 
-    /// By scores of quantized keys.
-    pub(super) fn by_quantized(step: Arc<Step>, index: &Tensor, wanted: &[bool]) -> Result<Self> {
-        let batch = step.batch();
-        let scores = quantized_scores(&batch, index, scale(&batch))?;
-        Ok(Self::by_scores(step, scores, wanted))
+    /// By quantized keys.
+    pub(super) fn by_quantized(step: Arc<Step>, index: &Tensor, wanted: &[bool]) -> Self {
+        Self { step, by: By::Quantized(index.clone()), wanted: wanted.to_vec() }
     }
 
     fn by_scores(step: Arc<Step>, scores: Scores, wanted: &[bool]) -> Self {
@@ -84,7 +84,7 @@ impl Scored {
         match &self.by {
             By::Shares(scores) => scores.page,
             By::Bounds(index) => BLOCK_TOKENS / index.dims()[2],
-            By::Groups(_) => 1,
+            By::Groups(_) | By::Quantized(_) => 1,
         }
     }
 
@@ -98,16 +98,23 @@ impl Scored {
         over: Over,
     ) -> Result<Lists> {
         let batch = self.step.batch();
+        let longest = self.step.lens.iter().copied().max().unwrap_or(0);
         let scored;
         let numbers = match &self.by {
             By::Shares(scores) => scores.of(),
             By::Groups(importance) => (&**importance, None, 1),
             By::Bounds(index) => {
                 if score::picks(batch.max_len, self.page()) {
-                    let longest = self.step.lens.iter().copied().max().unwrap_or(0);
                     return score::pick_pages(op, &batch, index, between, (most, k, noise), (longest, over));
                 }
                 scored = score::scores(&batch, batch.q, View::Pages(index), scale(&batch))?;
+                scored.of()
+            }
+            By::Quantized(index) => {
+                if let Some(noise) = noise.filter(|noise| *noise > 0.0) {
+                    return pick_quantized(op, &batch, index, between, (most, k, noise), (longest, over));
+                }
+                scored = quantized_scores(&batch, index, scale(&batch))?;
                 scored.of()
             }
         };
@@ -199,8 +206,14 @@ pub(crate) fn top_p(rows: &[DecodeRow], importance: &Scored, fixed: (usize, usiz
     let batch = step.batch();
     let op = Op::new("top_p", "q", batch.q)?;
     importance.check(&op, rows)?;
-    let By::Shares(scores) = &importance.by else {
-        return Err(op.error("importance", "not a share of the attention mass", "one by scores"));
+    let own;
+    let scores = match &importance.by {
+        By::Shares(scores) => &**scores,
+        By::Quantized(index) => {
+            own = quantized_scores(&batch, index, scale(&batch))?;
+            &own
+        }
+        _ => return Err(op.error("importance", "not a share of the attention mass", "one by scores")),
     };
     let fixed = importance.fixed(rows, fixed, |_, _| p >= 1.0);
     if fixed.iter().all(Option::is_none) {

@@ -168,7 +168,7 @@ pub(crate) fn labels(batch: &Decode, index: &Tensor, channels: &[Vec<u32>], want
 /// Importance by quantized keys, whose checks the caller has made.
 pub(crate) fn quantized(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<Scored> {
     let op = Op::new("quantized", "q", batch.q)?;
-    Scored::by_quantized(Step::new(&op, batch)?, index, &super::wanted(batch.rows, wanted))
+    Ok(Scored::by_quantized(Step::new(&op, batch)?, index, &super::wanted(batch.rows, wanted)))
 }
 
 /// [`crate::index::codes::importance`], whose checks the caller has made.
