@@ -4,13 +4,13 @@
 namespace taper {
 namespace {
 
-template <class T, int W, int NT>
+template <class T, int W, int G>
 cudaError_t go(const QuantizedScoreParams& p, cudaStream_t s) {
   // As many thread blocks as are resident, where the work allows; each warp walks on.
   const int runs = (p.max_len + kQuantizedWarps * kBlock - 1) / (kQuantizedWarps * kBlock);
-  const int room = (int)((int64_t)sm_count() * (NT == 1 ? 4 : 3) / ((int64_t)p.kv_heads * p.rows));
+  const int room = (int)((int64_t)sm_count() * (G <= 8 ? 4 : 3) / ((int64_t)p.kv_heads * p.rows));
   const dim3 grid(runs < room ? runs : room > 0 ? room : 1, p.kv_heads, p.rows);
-  return launch(quantized_kernel<T, W, NT>, grid, kQuantizedWarps * 32, 0, s, p.overlap != 0, p);
+  return launch(quantized_kernel<T, W, G>, grid, kQuantizedWarps * 32, 0, s, p.overlap != 0, p);
 }
 
 }  // namespace
@@ -24,8 +24,8 @@ extern "C" int taper_quantized_score(const taper::QuantizedScoreParams* p, cudaS
                   p->tile_max && p->tile_sum;
   if (!ok) return cudaErrorInvalidValue;
   return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {
-    return for_group(p->q_heads / p->kv_heads, [&](auto heads) {
-      return go<decltype(t), decltype(d)::value / 16, decltype(heads)::value / 8>(*p, stream);
+    return for_quantized_group(p->q_heads / p->kv_heads, [&](auto heads) {
+      return go<decltype(t), decltype(d)::value / 16, decltype(heads)::value>(*p, stream);
     });
   });
 }

@@ -23,6 +23,13 @@ constexpr int kQuantizedWarps = 4, kQuantizedStages = 4;
 constexpr int kQuantizedMeasured = 4;  // blocks; MEASURED on the CPU
 static_assert(kQuantizedMeasured <= kQuantizedWarps, "each has a warp");
 
+// f(heads): as for_group(), and four by themselves.
+template <class F>
+cudaError_t for_quantized_group(int group, F f) {
+  if (group <= 4) return f(std::integral_constant<int, 4>{});
+  return for_group(group, f);
+}
+
 // The place in a row's table of one of the blocks that tell.
 __device__ __forceinline__ uint32_t measured_block(int i, uint32_t blocks) {
   return (uint64_t)(2 * i + 1) * blocks / (2 * kQuantizedMeasured);
@@ -45,14 +52,20 @@ __device__ __forceinline__ uint32_t code2(uint32_t word, int k) {
 // Which of the eight pairs of adjacent channels that is.
 __device__ __forceinline__ constexpr int channels_of(int k) { return k < 4 ? 2 * k : 2 * k - 7; }
 
-// One row's group of queries, and the copies of the blocks that a warp scores for them.
-template <class T, int W, int NT>
+// One row's group of queries, up to G of them, and the copies of the blocks that a warp scores for them. Heads are columns
+// of matrix products; up to four take every other one, so that all lanes have something of what comes out.
+template <class T, int W, int G>
 struct QuantizedScorer {
+  static constexpr int NT = G > 8 ? 2 : 1, kEach = G > 4 ? 2 : 1;  // tiles of eight columns; heads of a lane in each
   static constexpr int kWords = W / 4, kBytes = 320 * W, kPieces = kBytes / 16, kCodes = 16 * W;
   static constexpr int kStepsAt = kBytes - 32 * W;
   uint32_t ring;  // shared memory, kQuantizedStages blocks
   int lane, quad, line;
-  uint32_t q[NT][kWords][8];  // channels 16 (quad + 4 j) on of head 8 t + lane / 4
+  uint32_t q[NT][kWords][8];  // channels 16 (quad + 4 j) on of the head of column 8 t + line
+
+  // The head of a lane's accumulators, and that of a lane's column.
+  __device__ __forceinline__ int head(int t, int e) const { return G > 4 ? 8 * t + 2 * quad + e : quad; }
+  __device__ __forceinline__ int column_head(int t) const { return G > 4 ? 8 * t + line : line % 2 ? G : line / 2; }
 
   struct Raw {
     uint4 of[NT][kWords][2];
@@ -65,7 +78,7 @@ struct QuantizedScorer {
       for (int j = 0; j < kWords; ++j)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int h = 8 * t + line;
+          const int h = column_head(t);
           raw.of[t][j][half] = make_uint4(0, 0, 0, 0);
           if (h < group)
             raw.of[t][j][half] = reinterpret_cast<const uint4*>(first + (int64_t)h * 16 * W)[2 * (quad + 4 * j) + half];
@@ -94,7 +107,7 @@ struct QuantizedScorer {
 #pragma unroll
       for (int half = 0; half < 2; ++half) to.of[j][half] = static_cast<const uint4*>(steps)[2 * (quad + 4 * j) + half];
   }
-  // What those of one of the blocks that tell say of each head, to `to` [8 NT].
+  // What those of one of the blocks that tell say of each head, to `to` [G].
   __device__ __forceinline__ void measure(const Steps& steps, float* to) const {
     float sum[NT] = {};
 #pragma unroll
@@ -117,19 +130,19 @@ struct QuantizedScorer {
     for (int t = 0; t < NT; ++t) {
       sum[t] += __shfl_xor_sync(~0u, sum[t], 1);
       sum[t] += __shfl_xor_sync(~0u, sum[t], 2);
-      if (quad == 0) to[8 * t + line] = sum[t];
+      if (quad == 0 && column_head(t) < G) to[column_head(t)] = sum[t];
     }
   }
   // What the heads of this lane's accumulators are multiplied by.
-  __device__ __forceinline__ void scales(float (&to)[NT][2], float scale,
-                                         const float (&sums)[kQuantizedMeasured][8 * NT]) const {
+  __device__ __forceinline__ void scales(float (&to)[NT][kEach], float scale,
+                                         const float (&sums)[kQuantizedMeasured][G]) const {
 #pragma unroll
     for (int t = 0; t < NT; ++t)
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
+      for (int e = 0; e < kEach; ++e) {
         float sum = 0.f;
 #pragma unroll
-        for (int i = 0; i < kQuantizedMeasured; ++i) sum += sums[i][8 * t + 2 * quad + e];
+        for (int i = 0; i < kQuantizedMeasured; ++i) sum += sums[i][head(t, e)];
         const float variance = sum * scale * scale / (12 * kQuantizedMeasured);
         to[t][e] = scale * rsqrtf(1.f + 0.785398163f * variance);
       }
@@ -153,7 +166,7 @@ struct QuantizedScorer {
     const uint4 a = ld_shared_v4(first), b = ld_shared_v4(second);
     x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
   }
-  // Accumulator e of tile i: head 8 t + 2 quad + e % 2, token 4 line + i % 2 * 2 + e / 2 of the block's half i / 2.
+  // Accumulator e of tile i: column 8 t + 2 quad + e % 2, token 4 line + i % 2 * 2 + e / 2 of the block's half i / 2.
   __device__ __forceinline__ void score(float (&c)[NT][4][4], uint32_t stage) const {
     const uint32_t at = ring + stage * kBytes;
     uint32_t scaled[NT][kWords][8];
@@ -217,11 +230,12 @@ struct QuantizedScorer {
   }
 };
 
-template <class T, int W, int NT>
-__global__ void __launch_bounds__(kQuantizedWarps * 32, NT == 1 ? 4 : 3) quantized_kernel(const QuantizedScoreParams p) {
-  using Scorer = QuantizedScorer<T, W, NT>;
+template <class T, int W, int G>
+__global__ void __launch_bounds__(kQuantizedWarps * 32, G <= 8 ? 4 : 3) quantized_kernel(const QuantizedScoreParams p) {
+  using Scorer = QuantizedScorer<T, W, G>;
+  constexpr int NT = Scorer::NT, kEach = Scorer::kEach;
   __shared__ __align__(128) uint8_t rings[kQuantizedWarps][kQuantizedStages * Scorer::kBytes];
-  __shared__ float measured[kQuantizedMeasured][8 * NT];
+  __shared__ float measured[kQuantizedMeasured][G];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane & 3, line = lane >> 2;
   const int kv_head = blockIdx.y, row = blockIdx.z, group = p.q_heads / p.kv_heads;
   wait_for_predecessor();
@@ -256,10 +270,10 @@ __global__ void __launch_bounds__(kQuantizedWarps * 32, NT == 1 ? 4 : 3) quantiz
   scorer.take(raw);
   if (warp < kQuantizedMeasured) scorer.measure(steps, measured[warp]);
   __syncthreads();
-  float scale[NT][2];
+  float scale[NT][kEach];
   scorer.scales(scale, p.scale, measured);
-  float* lines = p.out + (head + 2 * quad) * p.stride + 4 * line;
-  const int64_t tiles = (head + 2 * quad) * p.tile_stride;
+  float* lines = p.out + head * p.stride + 4 * line;
+  const int64_t tiles = head * p.tile_stride;
 #pragma unroll 1
   for (uint32_t run = 0; run < runs; ++run) {
     cp_async_wait<kQuantizedStages - 2>();
@@ -269,12 +283,6 @@ __global__ void __launch_bounds__(kQuantizedWarps * 32, NT == 1 ? 4 : 3) quantiz
     scorer.score(c, run % kQuantizedStages);
 
     const uint32_t block = first + run * pace, left = len - block * kBlock;
-#pragma unroll
-    for (int t = 0; t < NT; ++t)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) c[t][i][e] *= scale[t][e & 1];
     if (__builtin_expect(left < kBlock, 0)) {
 #pragma unroll
       for (int t = 0; t < NT; ++t)
@@ -287,23 +295,24 @@ __global__ void __launch_bounds__(kQuantizedWarps * 32, NT == 1 ? 4 : 3) quantiz
 #pragma unroll
     for (int t = 0; t < NT; ++t)
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
+      for (int e = 0; e < kEach; ++e) {
         float v[8], top = -INFINITY, sum = 0.f;
 #pragma unroll
-        for (int s = 0; s < 8; ++s) v[s] = c[t][s / 2][2 * (s & 1) + e], top = fmaxf(top, v[s]);
+        for (int s = 0; s < 8; ++s) v[s] = c[t][s / 2][2 * (s & 1) + e] * scale[t][e], top = fmaxf(top, v[s]);
 #pragma unroll
         for (int d = 4; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
 #pragma unroll
         for (int s = 0; s < 8; ++s) sum += exp2_fast(v[s] * kLog2e - top * kLog2e);
 #pragma unroll
         for (int d = 4; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-        if (8 * t + 2 * quad + e < group) {
-          float4* to = reinterpret_cast<float4*>(lines + (8 * t + e) * (int64_t)p.stride + (int64_t)block * kBlock);
+        const int h = scorer.head(t, e);
+        if (h < group) {
+          float4* to = reinterpret_cast<float4*>(lines + h * (int64_t)p.stride + (int64_t)block * kBlock);
           to[0] = make_float4(v[0], v[1], v[2], v[3]);
           to[8] = make_float4(v[4], v[5], v[6], v[7]);
           if (line == 0) {
-            p.tile_max[tiles + (8 * t + e) * p.tile_stride + block] = top;
-            p.tile_sum[tiles + (8 * t + e) * p.tile_stride + block] = sum;
+            p.tile_max[tiles + h * p.tile_stride + block] = top;
+            p.tile_sum[tiles + h * p.tile_stride + block] = sum;
           }
         }
       }

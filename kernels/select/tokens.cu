@@ -19,9 +19,9 @@ int best_team(int lists, int most, int warps, int blocks) {
   return best;
 }
 
-template <class T, int W, int NT>
+template <class T, int W, int G>
 cudaError_t go(TokensParams p, cudaStream_t s) {
-  constexpr int kWarps = token_warps(NT), kBytes = QuantizedScorer<T, W, NT>::kBytes, kRings = kWarps * kTokenStages * kBytes;
+  constexpr int kWarps = token_warps(G), kBytes = QuantizedScorer<T, W, G>::kBytes, kRings = kWarps * kTokenStages * kBytes;
   const int lists = p.rows * p.kv_heads, blocks = p.stride / kBlock, scores = p.q_heads / p.kv_heads * kBlock * 4;
   if (p.team == 0) p.team = best_team(lists, team_size(p.kv_heads), kWarps, blocks);
   p.in_order = lists * p.team > sm_count();
@@ -30,7 +30,7 @@ cudaError_t go(TokensParams p, cudaStream_t s) {
   const int fit = (kTokenSmem - kRings) / (kWarps * scores), kept = runs < 0 ? 0 : runs < fit ? runs : fit;
   // Places that are dealt out are numbers.
   const dim3 grid = p.in_order ? dim3(lists * p.team) : dim3(p.team, p.kv_heads, p.rows);
-  return launch(tokens_kernel<T, W, NT>, grid, kWarps * 32, kRings + kWarps * kept * scores, s, p.overlap != 0, p,
+  return launch(tokens_kernel<T, W, G>, grid, kWarps * 32, kRings + kWarps * kept * scores, s, p.overlap != 0, p,
                 (uint32_t)kept);
 }
 
@@ -40,14 +40,15 @@ cudaError_t go(TokensParams p, cudaStream_t s) {
 extern "C" int taper_pick_tokens(const taper::TokensParams* p, cudaStream_t stream) {
   using namespace taper;
   const bool ok = p->rows > 0 && p->kv_heads > 0 && p->q_heads > 0 && p->q_heads % p->kv_heads == 0 &&
-                  p->q_heads / p->kv_heads <= 16 && p->rows <= 65535 && p->kv_heads <= 65535 && p->stride > 0 && p->stride % kBlock == 0 && p->stride <= 1 << 25 &&
+                  p->q_heads / p->kv_heads <= 16 && p->rows <= 65535 && p->kv_heads <= 65535 && p->stride > 0 &&
+                  p->stride % kBlock == 0 && p->stride <= 1 << 25 &&
                   p->capacity > 0 && (int64_t)p->rows * p->kv_heads * p->capacity <= UINT32_MAX && p->noise > 0.f &&
                   p->team >= 0 && p->team <= team_size(p->kv_heads) &&
                   (int64_t)p->rows * p->kv_heads <= INT32_MAX / kTeamMax;
   if (!ok) return cudaErrorInvalidValue;
   return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {
-    return for_group(p->q_heads / p->kv_heads, [&](auto heads) {
-      return go<decltype(t), decltype(d)::value / 16, decltype(heads)::value / 8>(*p, stream);
+    return for_quantized_group(p->q_heads / p->kv_heads, [&](auto heads) {
+      return go<decltype(t), decltype(d)::value / 16, decltype(heads)::value>(*p, stream);
     });
   });
 }

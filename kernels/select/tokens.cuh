@@ -2,9 +2,9 @@
 // one launch.
 //
 // A team of thread blocks has a list. Each warp scores cache blocks beside one another and keeps their scores in shared
-// memory, the last of them where its copies were; what does not fit goes to device memory. The team meets twice: for the
-// heads' sums of exponentials, and for counts of shares, which also say how many tokens the blocks before choose. Words
-// that they send each other carry their own flags.
+// memory, the last of them where its copies were; what does not fit goes to device memory. The team meets twice: for
+// the heads' sums of exponentials, and for counts of shares, which also say how many tokens the blocks before choose.
+// Words that they send each other carry their own flags.
 //
 // What is added up are whole numbers, so that a list's choice does not depend on who added them: on its team or batch.
 #pragma once
@@ -22,11 +22,11 @@ namespace taper {
 
 using TokensParams = TaperPickTokensParams;
 
-constexpr int kTokenStages = 3, kTokenBinCopies = 4;
+constexpr int kTokenStages = 2, kTokenBinCopies = 4;
 constexpr uint64_t kMassFlag = 1ull << 63;
 constexpr uint32_t kBinFlag = 1u << 31;
 // Registers of two tiles of heads leave room for half of the warps.
-__host__ __device__ constexpr int token_warps(int tiles) { return tiles == 1 ? 16 : 8; }
+__host__ __device__ constexpr int token_warps(int heads) { return heads <= 8 ? 16 : 8; }
 
 // A sum of powers of two: sums[i] in units of 2^(16 (top - i) - 20).
 struct Mass {
@@ -53,8 +53,8 @@ __device__ __forceinline__ void add(Mass& to, float most, float sum) {
   }
   to.sums[0] += x;
 }
-// By a whole warp: the masses of lanes that are a multiple of FROM apart, added up but for what lies under the three parts
-// that count then. Short loops: code that is run once is waited for.
+// By a whole warp: the masses of lanes that are a multiple of FROM apart, added up but for what lies under the three
+// parts that count then. Short loops: code that is run once is waited for.
 template <int FROM>
 __device__ __forceinline__ Mass merged(const Mass& own) {
   Mass all{own.top, {}};
@@ -77,16 +77,16 @@ __device__ __forceinline__ float log2_of(const Mass& m) {
   return m.top < kMassIsNone && sum > 0.f ? 16.f * m.top - 20.f + __log2f(sum) : NAN;
 }
 
-template <int W, int NT>
+template <int W, int G>
 struct TokensShared {
-  Mass masses[token_warps(NT)][8 * NT];
+  Mass masses[token_warps(G)][G];
   uint32_t bins[kTokenBinCopies][kPayBins];
   // What scores are multiplied by and what is then taken off.
-  float scales[8 * NT], lse[8 * NT];
-  float measured[kQuantizedMeasured][8 * NT];
+  float scales[G], lse[G];
+  float measured[kQuantizedMeasured][G];
   alignas(16) uint8_t steps[kQuantizedMeasured][32 * W];
-  uint64_t told;  // a barrier for the warps that measure
-  uint32_t own[token_warps(NT)], before[kPayWarps], chosen[kPayWarps], place;
+  uint64_t told;  // a barrier at which the warps that measure arrive
+  uint32_t own[token_warps(G)], before[kPayWarps], chosen[kPayWarps], place;
   PayShared paying;
 };
 
@@ -99,9 +99,10 @@ __device__ __forceinline__ void store_relaxed(uint32_t* p, uint32_t x) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
 
-// By a whole warp: a head's mass in all of the team, of which this block has `own`. `words` are those of rank 0, `pitch`
-// apart.
-__device__ __forceinline__ Mass exchanged(const Mass& own, uint64_t* words, uint32_t pitch, uint32_t rank, uint32_t team) {
+// By a whole warp: a head's mass in all of the team, of which this block has `own`. `words` are those of rank 0,
+// `pitch` apart.
+__device__ __forceinline__ Mass exchanged(const Mass& own, uint64_t* words, uint32_t pitch, uint32_t rank,
+                                          uint32_t team) {
   const int lane = threadIdx.x & 31;
   const uint64_t word = lane == 0   ? own.sums[0]
                         : lane == 1 ? own.sums[1]
@@ -120,19 +121,19 @@ __device__ __forceinline__ Mass exchanged(const Mass& own, uint64_t* words, uint
   return merged<1>(theirs);
 }
 
-template <class T, int W, int NT>
-__global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const TokensParams p, uint32_t kept) {
-  using Scorer = QuantizedScorer<T, W, NT>;
-  constexpr int kWarps = token_warps(NT);
+template <class T, int W, int G>
+__global__ void __launch_bounds__(token_warps(G) * 32, 1) tokens_kernel(const TokensParams p, uint32_t kept) {
+  using Scorer = QuantizedScorer<T, W, G>;
+  constexpr int kWarps = token_warps(G), NT = Scorer::NT, kEach = Scorer::kEach;
   // Each warp's ring, then each warp's scores of its first `kept` blocks.
   extern __shared__ __align__(128) uint8_t rings[];
-  __shared__ TokensShared<W, NT> sh;
+  __shared__ TokensShared<W, G> sh;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = lane & 3, line = lane >> 2;
   if (p.fresh <= 0) wait_for_predecessor();
   launch_dependents();
   if (tid == 0) {
     if (p.in_order) sh.place = team_place(p.sync);
-    mbar_init(smem_u32(&sh.told), kQuantizedMeasured), mbar_init_fence();
+    mbar_init(smem_u32(&sh.told), 32 * kQuantizedMeasured), mbar_init_fence();
   }
 #pragma unroll 1
   for (int i = tid; i < kTokenBinCopies * kPayBins; i += kWarps * 32) (&sh.bins[0][0])[i] = 0;
@@ -167,8 +168,6 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
   const uint32_t* table = p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
   uint8_t* const ring = rings + warp * kTokenStages * Scorer::kBytes;
   Scorer scorer{smem_u32(ring), lane, quad, line};
-  const uint8_t* const index = reinterpret_cast<const uint8_t*>(p.index);
-  auto block_of = [&](uint64_t block) { return index + (block * p.kv_heads + kv_head) * Scorer::kBytes; };
   // All that waits for nothing else is asked for first.
   uint32_t named = table[min(first + lane, blocks - 1)], tells = 0;
   const uint32_t telling = measured_block(warp, blocks);
@@ -178,7 +177,7 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
   // Runs from this one on may be in the making.
   const uint32_t unsettled = max(settled / kBlock, first) - first;
   const uint64_t pitch = p.kv_heads * Scorer::kBytes;
-  const uint8_t* const own_index = index + kv_head * Scorer::kBytes + 16 * lane;
+  const uint8_t* const own_index = reinterpret_cast<const uint8_t*>(p.index) + kv_head * Scorer::kBytes + 16 * lane;
   auto fetch = [&](uint32_t run) {
     if (run < runs) {
       if (run > 0 && run % 32 == 0) named = table[min(first + run + lane, blocks - 1)];
@@ -190,7 +189,8 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
   };
   if (warp < kQuantizedMeasured) {
     if ((telling + 1) * kBlock > settled) wait_for_predecessor();
-    if (lane < 2 * W) cp_async16(smem_u32(sh.steps[warp]) + 16 * lane, block_of(tells) + Scorer::kStepsAt + 16 * lane);
+    const uint8_t* const from = own_index + tells * pitch + Scorer::kStepsAt;
+    if (lane < 2 * W) cp_async16(smem_u32(sh.steps[warp]) + 16 * lane, from);
   }
 #pragma unroll 1
   for (uint32_t run = 0; run < kTokenStages - 1; ++run) fetch(run);
@@ -201,25 +201,26 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
     typename Scorer::Steps steps;
     scorer.load_steps(steps, sh.steps[warp]);
     scorer.measure(steps, sh.measured[warp]);
-    __syncwarp();
-    if (lane == 0) mbar_arrive(smem_u32(&sh.told));
+    mbar_arrive(smem_u32(&sh.told));
   }
-  float scale[NT][2];
+  float scale[NT][kEach];
   // Products [group, 64] of a run.
-  const uint32_t row_bytes = group * kBlock * 4, spare = kWarps * kTokenStages * Scorer::kBytes + warp * kept * row_bytes;
-  const uint32_t in_ring = row_bytes <= Scorer::kBytes && runs > kept + kTokenStages ? runs - kTokenStages
-                           : row_bytes <= Scorer::kBytes                             ? kept
-                                                                                     : runs;
+  const uint32_t run_bytes = group * kBlock * 4;
+  const uint32_t spare = kWarps * kTokenStages * Scorer::kBytes + warp * kept * run_bytes;
+  uint32_t in_ring = runs;  // from this run on
+  if (run_bytes <= Scorer::kBytes) in_ring = max(kept + kTokenStages, runs) - kTokenStages;
   auto place = [&](uint32_t run) -> float* {
     if (run >= kept && run < in_ring)
       return p.scores + ((int64_t)list * (p.stride / kBlock) + first + run) * group * kBlock;
-    const uint32_t at = run < kept ? spare + run * row_bytes
+    const uint32_t at = run < kept ? spare + run * run_bytes
                                    : (warp * kTokenStages + run % kTokenStages) * (uint32_t)Scorer::kBytes;
     return reinterpret_cast<float*>(rings + at);
   };
-  Mass masses[NT][2];
+  Mass masses[NT][kEach];
 #pragma unroll
-  for (int t = 0; t < NT; ++t) masses[t][0] = masses[t][1] = Mass{kNoMass, {}};
+  for (int t = 0; t < NT; ++t)
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) masses[t][e] = Mass{kNoMass, {}};
 #pragma unroll 1
   for (uint32_t run = 0; run < runs; ++run) {
     cp_async_wait<kTokenStages - 2>();
@@ -231,7 +232,9 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
       mbar_wait(smem_u32(&sh.told), 0);
       scorer.scales(scale, p.scale, sh.measured);
 #pragma unroll
-      for (int t = 0; t < NT; ++t) scale[t][0] *= kLog2e, scale[t][1] *= kLog2e;
+      for (int t = 0; t < NT; ++t)
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) scale[t][e] *= kLog2e;
     }
     __syncwarp();  // All have read what scores may be written over.
     float* const to = place(run);
@@ -250,11 +253,11 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
 #pragma unroll
     for (int t = 0; t < NT; ++t)
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
+      for (int e = 0; e < kEach; ++e) {
         float v[8], top = -INFINITY, sum = 0.f;
 #pragma unroll
         for (int s = 0; s < 8; ++s) v[s] = c[t][s / 2][2 * (s & 1) + e], top = fmaxf(top, v[s]);
-        const uint32_t h = 8 * t + 2 * quad + e;
+        const uint32_t h = scorer.head(t, e);
         if (h < group) {
           float4* const lines = reinterpret_cast<float4*>(to + h * kBlock + 4 * line);
           lines[0] = make_float4(v[0], v[1], v[2], v[3]);
@@ -270,11 +273,11 @@ __global__ void __launch_bounds__(token_warps(NT) * 32, 1) tokens_kernel(const T
 #pragma unroll
   for (int t = 0; t < NT; ++t)
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
+    for (int e = 0; e < kEach; ++e) {
       const Mass own = merged<4>(masses[t][e]);
       if (line == 0) {
-        sh.masses[warp][8 * t + 2 * quad + e] = own;
-        if (warp == 0) sh.scales[8 * t + 2 * quad + e] = scale[t][e];
+        sh.masses[warp][scorer.head(t, e)] = own;
+        if (warp == 0) sh.scales[scorer.head(t, e)] = scale[t][e];
       }
     }
   wait_for_predecessor();  // Who waits for this launch has waited for that one too.
