@@ -250,8 +250,7 @@ fn least(shares: &[f64], noise: f32, most: usize) -> f64 {
     let mut sum: u64 = (0..256).map(|bin| counts[bin] * square(bin)).sum();
     let mut left = shares.len();
     for bin in (0..256).rev().filter(|&bin| counts[bin] > 0) {
-        let pays =
-            square(bin) as f64 * left as f64 >= sum as f64 + f64::from(noise) * 18_014_398_509_481_984.0;
+        let pays = square(bin) as f64 * left as f64 >= sum as f64 + f64::from(noise) * 18_014_398_509_481_984.0;
         left -= counts[bin] as usize;
         if !pays || shares.len() - left > most {
             return f64::from(f32::from_bits((bin as u32 + 1 + FIRST) << 20));
@@ -341,7 +340,7 @@ fn blocks_that_were_made_right_ahead_are_seen() {
     let k = vec![20_000; both.heads()];
     let choose = |index: &Tensor, from: usize| {
         take(&both.caches, index, from, 40_000);
-        pays(&both, &rows, index, (&k, Over::Max, 1e-6)).1
+        pays((&both.cuda_q, &both.caches, &rows), index, (&k, Over::Max, 1e-6)).1
     };
     let index = unwritten(&both.caches);
     choose(&index, 0);
