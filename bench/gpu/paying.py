@@ -64,15 +64,15 @@ def shares(scores, group, reduce):
     return torch.where(x.isnan(), -1.0, x).amax(1).masked_fill(x.isnan().all(1), float("nan"))
 
 
-def differs(ids, share, begin, end, noise, k):
+def differs(ids, share, begin, end, noise, k, rounding=2e-5):
     """Whether ids are not those of `share` [n] that pay; what is within rounding of the least share may be either."""
     own = share[begin:end]
-    for nudge in (0.0, 2e-6, -2e-6):
+    for nudge in (0.0, rounding / 10, -rounding / 10):
         least = least_paying((own * (1 + nudge)).float(), noise, k)
         got = torch.zeros(len(own), dtype=torch.bool, device=DEV)
         got[ids.long() - begin] = True
         wrong = got != (own >= least)
-        if not bool((wrong & ((own / least - 1).abs() > 2e-5)).any()):
+        if not bool((wrong & ((own / least - 1).abs() > rounding)).any()):
             return 0
     return 1
 
@@ -147,6 +147,24 @@ def check(report, small):
         check_case(report, torch.bfloat16, 128, 2, 4, [1100000], MAX, True)
         check_case(report, torch.bfloat16, 128, 8, 4, [3000 + 77 * i for i in range(40)], MAX, True)
     check_none(report)
+    check_far(report)
+
+
+def check_far(report):
+    """Scores that are all far from 0, on either side, of rows whose last block is not full."""
+    bad = 0
+    for n in (5003, 70, 641):
+        for sign in (1, -1):
+            cache = t.Cache([n], 2, 128, torch.bfloat16)
+            cache.k += 32
+            q = sign * torch.randn(1, 8, 128, device=DEV, dtype=torch.bfloat16).abs()
+            index = Quantize(cache, [(0, 0, n)])()
+            f = PickTokens(cache, q, index, 1e-6, [n - 68] * 2, [4] * 2, [n - 64] * 2)
+            f()
+            share = shares(QuantizedScore(cache, q, index)()[0, :, :n], 4, MAX)
+            for h, k in enumerate(f.work[:, 7].tolist()):
+                bad += differs(f.ids[h, :k], share[h], 4, n - 64, 1e-6, n - 68, 5e-4)
+    report("tokens that pay of scores far from 0", float(bad), 0.5)
 
 
 def check_none(report):

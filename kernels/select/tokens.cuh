@@ -38,7 +38,9 @@ constexpr int kNoMass = -(1 << 28), kMassIsNone = 1 << 28;  // nothing yet; not 
 // Adds what a few tokens have, the `sum` of powers of two relative to `most`.
 __device__ __forceinline__ void add(Mass& to, float most, float sum) {
   const bool none = !(most < 8388608.f && sum < INFINITY);
-  const int octave = __float2int_rd(most), at = none ? kMassIsNone : octave >> 4;
+  const int octave = __float2int_rd(most);
+  // Nothing of a lane that sees no token, wherever the others are.
+  const int at = none ? kMassIsNone : sum == 0.f ? kNoMass : octave >> 4;
   uint64_t x = (uint64_t)__float2uint_rn(sum * exp2_fast(most - octave) * 1048576.f) << (octave & 15);
   if (at != to.top) {
     const int by = abs(at - to.top);
