@@ -119,16 +119,18 @@ static inline cudaError_t slow_down() {
 // Launches in clusters of `cluster` thread blocks along x, 0: in none; sizes above 8 are not portable, so
 // cluster_fits() is asked first. With `overlap` the kernel may start before
 // its predecessor ends and must call wait_for_predecessor() before it reads what that one wrote.
+// `limit` is the shared memory that the kernel's launches may take from then on, beside what it declares: the most of any,
+// where the two come to more than 48 KB together or several threads launch.
 template <class... KArgs, class... Args>
-static cudaError_t launch_cluster(void (*kernel)(KArgs...), dim3 grid, dim3 block, size_t smem, int cluster,
-                                  cudaStream_t stream, bool overlap, Args&&... args) {
+static cudaError_t launch_within(size_t limit, void (*kernel)(KArgs...), dim3 grid, dim3 block, size_t smem, int cluster,
+                                 cudaStream_t stream, bool overlap, Args&&... args) {
   const void* function = reinterpret_cast<const void*>(kernel);
   cudaError_t e = cudaSuccess;
 #ifdef TAPER_SLOW
   e = slow_down();
 #endif
-  if (e == cudaSuccess && smem > 48 * 1024)
-    e = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
+  if (e == cudaSuccess && limit > 48 * 1024)
+    e = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)limit);
   if (e == cudaSuccess && cluster > 8)
     e = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (e != cudaSuccess) return e;
@@ -150,6 +152,11 @@ static cudaError_t launch_cluster(void (*kernel)(KArgs...), dim3 grid, dim3 bloc
   cfg.attrs = attr;
   cfg.numAttrs = count;
   return cudaLaunchKernelEx(&cfg, kernel, static_cast<KArgs>(args)...);
+}
+template <class... KArgs, class... Args>
+static cudaError_t launch_cluster(void (*kernel)(KArgs...), dim3 grid, dim3 block, size_t smem, int cluster,
+                                  cudaStream_t stream, bool overlap, Args&&... args) {
+  return launch_within(smem, kernel, grid, block, smem, cluster, stream, overlap, std::forward<Args>(args)...);
 }
 template <class... KArgs, class... Args>
 static cudaError_t launch(void (*kernel)(KArgs...), dim3 grid, dim3 block, size_t smem, cudaStream_t stream,
