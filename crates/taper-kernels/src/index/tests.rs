@@ -106,7 +106,7 @@ fn shares_of_quantized_keys_are_those_of_f64_whatever_is_visible() {
     let scale_of = |token: usize| (1 + token / BLOCK_TOKENS) as f32;
     let mut keys = Vec::new();
     for token in 0..n {
-        let end = |c: usize| if (token + c) % 2 == 0 { 2.0 } else { -2.0 };
+        let end = |c: usize| if (token + c).is_multiple_of(2) { 2.0 } else { -2.0 };
         let key = (0..kv_heads * D)
             .map(|c| if token % BLOCK_TOKENS < 2 { end(c) } else { numbers.normal().clamp(-2.0, 2.0) });
         keys.extend(key.map(|x: f32| x * scale_of(token)));
