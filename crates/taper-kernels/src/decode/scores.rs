@@ -199,7 +199,8 @@ pub fn scores(batch: &Decode, wanted: &[bool]) -> Result<Scores> {
                 view: &View<T>, row: usize, head: usize, tokens: Range<usize>, out: *mut f32, stride: usize
             ));
         };
-        Ok(Scores(vec![Held::Host(pass(isa, &spans, wanted, (q_heads / kv_heads, Kept::Scores), score))]))
+        // SAFETY: a run is scored block by block, all of it.
+        Ok(Scores(vec![Held::Host(unsafe { pass(isa, &spans, wanted, (q_heads / kv_heads, Kept::Scores), score) })]))
     })
 }
 
@@ -212,13 +213,18 @@ pub(crate) enum Kept {
     Shares,
 }
 
-/// Units of tokens that one thread scores at a time: enough that what comes after the first was asked for ahead.
+/// Units of tokens that one thread scores at a time at most: enough that what comes after the first was asked for ahead.
 const RUN_UNITS: usize = 4;
+/// Runs that are left for each thread at least, before one has more than a unit.
+const RUNS_A_THREAD: usize = 4;
 
 /// Scores a span of tokens, or pages, of each row and KV head that is `wanted`.
 ///
-/// `score(i, tokens, out, stride)` writes the scores of head `i` for every one of a run of tokens, one line a query head of the group.
-pub(crate) fn pass(
+/// `score(i, tokens, out, stride)` writes the scores of head `i` for a run of tokens, one line a query head of the group.
+///
+/// # Safety
+/// `score` writes every one of them.
+pub(crate) unsafe fn pass(
     isa: Isa,
     spans: &[Range<usize>],
     wanted: &[bool],
@@ -238,7 +244,9 @@ pub(crate) fn pass(
         })
     };
     let mut all: Vec<Option<HeadScores>> = spans.iter().zip(wanted).map(empty).collect();
-    let (mut runs, run) = (Vec::new(), RUN_UNITS * UNIT_TOKENS);
+    let units: usize = all.iter().flatten().map(|head| head.units.len() / group).sum();
+    let each = (units / (RUNS_A_THREAD * rayon::current_num_threads())).clamp(1, RUN_UNITS);
+    let (mut runs, run) = (Vec::new(), each * UNIT_TOKENS);
     for (i, span) in spans.iter().enumerate().filter(|(i, _)| wanted[*i]) {
         runs.extend((0..span.len()).step_by(run).map(|first| (i, first..(first + run).min(span.len()))));
     }
@@ -250,7 +258,7 @@ pub(crate) fn pass(
             let (i, run) = (runs[at].0, runs[at].1.clone());
             let (Some(out), span) = (&shared[i], &spans[i]) else { return };
             let to = if kept == Kept::Scores { &out.scores } else { &out.weights };
-            // Each run has its own tokens of every line.
+            // SAFETY of what follows: each run has its own tokens of every line.
             score(i, span.start + run.start..span.start + run.end, to.pointer(run.start).cast(), span.len());
             for first in run.clone().step_by(UNIT_TOKENS) {
                 for g in 0..group {

@@ -96,7 +96,7 @@ fn scores(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<(usize, Vec
     let (isa, scale) = (Isa::best(), 1.0 / (d as f32).sqrt());
     let heads = with_kv_element!(index.dtype(), T => {
         let lookup = &Lookup::new(T::slice(storage).expect("dtype matched"), index, kv_heads)?;
-        pass(isa, &spans, wanted, (group, Kept::Scores), |i: usize, pages: Range<usize>, out: *mut f32, stride: usize| {
+        let write = |i: usize, pages: Range<usize>, out: *mut f32, stride: usize| {
             let (row, head) = (i / kv_heads, i % kv_heads);
             let queries = &q[(row * q_heads + head * group) * d..][..group * d];
             let first = pages.start;
@@ -107,7 +107,9 @@ fn scores(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<(usize, Vec
                     queries: &[f32], d: usize, bounds: &[T], scale: f32, line: *mut f32, stride: usize
                 ));
             }
-        })
+        };
+        // SAFETY: the blocks of a run hold every one of its pages.
+        unsafe { pass(isa, &spans, wanted, (group, Kept::Scores), write) }
     });
     Ok((page, heads))
 }

@@ -92,7 +92,7 @@ pub fn importance(
     let (isa, scale) = (Isa::best(), 1.0 / (d as f32).sqrt());
     let heads = with_kv_element!(index.dtype(), T => {
         let lookup = &Lookup::new(T::slice(storage).expect("dtype matched"), index, kv_heads)?;
-        pass(isa, &spans, wanted, (group, Kept::Shares), |i: usize, tokens: Range<usize>, out: *mut f32, stride: usize| {
+        let write = |i: usize, tokens: Range<usize>, out: *mut f32, stride: usize| {
             let (row, head) = (i / kv_heads, i % kv_heads);
             let q = &picked[(row * q_heads + head * group) * r..][..group * r];
             for (rows, labels) in lookup.whole_blocks(batch.rows[row].table, head, BLOCK_TOKENS, tokens.clone()) {
@@ -102,7 +102,9 @@ pub fn importance(
                     q: &[f32], labels: &[T], rows: Range<usize>, scale: f32, line: *mut f32, stride: usize
                 ));
             }
-        })
+        };
+        // SAFETY: the blocks of a run hold every one of its tokens.
+        unsafe { pass(isa, &spans, wanted, (group, Kept::Shares), write) }
     });
     Ok(Importance::of_scores(1, heads.len(), |i| heads[i].as_ref(), over))
 }

@@ -145,18 +145,19 @@ pub fn importance(batch: &Decode, index: &Tensor, wanted: &[bool], over: Over) -
         }
         false => Vec::new(),
     });
-    let heads =
-        pass(isa, &spans, wanted, (group, Kept::Shares), |i, tokens: Range<usize>, out: *mut f32, stride: usize| {
-            let (row, head) = (i / kv_heads, i % kv_heads);
-            let queries = &mut Queries::new(&q[(row * q_heads + head * group) * d..][..group * d], d, &scales[i]);
-            for (of, words) in lookup.whole_blocks(batch.rows[row].table, head, BLOCK_TOKENS, tokens.clone()) {
-                let line = out.wrapping_add(of.start - tokens.start);
-                let of = of.start % BLOCK_TOKENS..(of.end - 1) % BLOCK_TOKENS + 1;
-                dispatch!(isa, score::<_>(
-                    isa: Isa, words: &[u32], queries: &mut Queries, of: Range<usize>, line: *mut f32, stride: usize
-                ));
-            }
-        });
+    let write = |i: usize, tokens: Range<usize>, out: *mut f32, stride: usize| {
+        let (row, head) = (i / kv_heads, i % kv_heads);
+        let queries = &mut Queries::new(&q[(row * q_heads + head * group) * d..][..group * d], d, &scales[i]);
+        for (of, words) in lookup.whole_blocks(batch.rows[row].table, head, BLOCK_TOKENS, tokens.clone()) {
+            let line = out.wrapping_add(of.start - tokens.start);
+            let of = of.start % BLOCK_TOKENS..(of.end - 1) % BLOCK_TOKENS + 1;
+            dispatch!(isa, score::<_>(
+                isa: Isa, words: &[u32], queries: &mut Queries, of: Range<usize>, line: *mut f32, stride: usize
+            ));
+        }
+    };
+    // SAFETY: the blocks of a run hold every one of its tokens.
+    let heads = unsafe { pass(isa, &spans, wanted, (group, Kept::Shares), write) };
     Ok(Importance::of_scores(1, heads.len(), |i| heads[i].as_ref(), over))
 }
 
