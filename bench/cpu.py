@@ -27,7 +27,7 @@ SPARSE = {
     "decode": {"method": "streaming_llm", "sink": 4, "window": 512},
 }
 # A promise that a sample keeps, with the predictor that scores every key.
-PROMISE = {"decode": {"method": "vattention", "epsilon": 0.05, "delta": 0.05}}
+PROMISE = {"decode": {"method": "vattention", "epsilon": 0.05, "delta": 0.05, "top": "oracle"}}
 # Practically every head goes dense: what a promise costs that only dense attention can keep.
 UNKEEPABLE = {"decode": {"method": "vattention", "epsilon": 0.00001, "delta": 0.05}}
 
