@@ -30,6 +30,14 @@ __device__ __forceinline__ uint32_t add_acq_rel(uint32_t* p, uint32_t x) {
 }
 
 // Words that carry their own flag: they order nothing else.
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
+  uint32_t x;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_relaxed(uint32_t* p, uint32_t x) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
 __device__ __forceinline__ void store_relaxed(uint64_t* p, uint64_t x) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(x) : "memory");
 }

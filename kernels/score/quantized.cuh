@@ -228,6 +228,17 @@ struct QuantizedScorer {
         }
     }
   }
+  // Tokens of a block from `left` on are none.
+  __device__ __forceinline__ void hide(float (&c)[NT][4][4], uint32_t left) const {
+    if (__builtin_expect(left >= kBlock, 1)) return;
+#pragma unroll
+    for (int t = 0; t < NT; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (4 * line + 32 * (i / 2) + 2 * (i % 2) + e / 2 >= left) c[t][i][e] = -INFINITY;
+  }
 };
 
 template <class T, int W, int G>
@@ -282,16 +293,8 @@ __global__ void __launch_bounds__(kQuantizedWarps * 32, G <= 8 ? 4 : 3) quantize
     float c[NT][4][4];
     scorer.score(c, run % kQuantizedStages);
 
-    const uint32_t block = first + run * pace, left = len - block * kBlock;
-    if (__builtin_expect(left < kBlock, 0)) {
-#pragma unroll
-      for (int t = 0; t < NT; ++t)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            if (4 * line + 32 * (i / 2) + 2 * (i % 2) + e / 2 >= left) c[t][i][e] = -INFINITY;
-    }
+    const uint32_t block = first + run * pace;
+    scorer.hide(c, len - block * kBlock);
 #pragma unroll
     for (int t = 0; t < NT; ++t)
 #pragma unroll

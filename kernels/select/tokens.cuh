@@ -92,15 +92,6 @@ struct TokensShared {
   PayShared paying;
 };
 
-__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
-  uint32_t x;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
-  return x;
-}
-__device__ __forceinline__ void store_relaxed(uint32_t* p, uint32_t x) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
-}
-
 // By a whole warp: a head's mass in all of the team, of which this block has `own`. `words` are those of rank 0,
 // `pitch` apart.
 __device__ __forceinline__ Mass exchanged(const Mass& own, uint64_t* words, uint32_t pitch, uint32_t rank,
@@ -242,16 +233,7 @@ __global__ void __launch_bounds__(token_warps(G) * 32, 1) tokens_kernel(const To
     float* const to = place(run);
     // What others read until then lies where scores go, if they leave shared memory.
     if (run >= kept) wait_for_predecessor();
-    const uint32_t left = len - (first + run) * kBlock;
-    if (__builtin_expect(left < kBlock, 0)) {
-#pragma unroll
-      for (int t = 0; t < NT; ++t)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            if (4 * line + 32 * (i / 2) + 2 * (i % 2) + e / 2 >= left) c[t][i][e] = -INFINITY;
-    }
+    scorer.hide(c, len - (first + run) * kBlock);
 #pragma unroll
     for (int t = 0; t < NT; ++t)
 #pragma unroll
