@@ -8,7 +8,7 @@ import math
 import torch
 
 import taper_gpu as t
-from quantized import Lse, Quantize, QuantizedScore, Steps, apart_by_block
+from quantized import Lse, Quantize, QuantizedScore, Steps, apart_by_block, copied
 from selection import MAX, SUM, GroupSelect, least_paying
 from taper_gpu import DTYPE, F32, I32, P, call, ptr, struct
 
@@ -197,11 +197,7 @@ def apart(cache, q, index, n, noise, ks):
 
 def bench(put, time):
     kv, group, d = 8, 4, 128
-    x = torch.empty(1 << 30, dtype=torch.uint8, device=DEV)
-    y = torch.empty_like(x)
-    rate = 2 * x.numel() / time(lambda: y.copy_(x))  # bytes a microsecond
-    del x, y
-    put("paying: copy TB/s, which floors are by", rate / 1e6)
+    rate = copied(put, time, "paying")
     for batch, n in ((1, 2048), (1, 8192), (1, 32768), (1, 131072), (1, 524288), (4, 32768), (16, 8192), (16, 32768)):
         cache = t.Cache([n] * batch, kv, d, torch.bfloat16, poison=False)
         index = Quantize(cache, [(i, 0, n) for i in range(batch)])()

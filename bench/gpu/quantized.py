@@ -243,13 +243,18 @@ def choices(scores, n, group):
             "and what pays of the largest of 4 heads": Steps(scores, lse, pays)}
 
 
-def bench(put, time):
-    kv, group, d = 8, 4, 128
+def copied(put, time, name):
+    """Bytes a microsecond that a copy moves."""
     x = torch.empty(1 << 30, dtype=torch.uint8, device=DEV)
     y = torch.empty_like(x)
-    rate = 2 * x.numel() / time(lambda: y.copy_(x))  # bytes a microsecond
-    del x, y
-    put("quantized: copy TB/s, which floors are by", rate / 1e6)
+    rate = 2 * x.numel() / time(lambda: y.copy_(x))
+    put(f"{name}: copy TB/s, which floors are by", rate / 1e6)
+    return rate
+
+
+def bench(put, time):
+    kv, group, d = 8, 4, 128
+    rate = copied(put, time, "quantized")
     for batch, n in ((1, 2048), (1, 32768), (1, 131072), (1, 524288), (16, 8192), (64, 2048)):
         cache = t.Cache([n] * batch, kv, d, torch.bfloat16, poison=False)
         tokens, key = batch * n * kv, f"b{batch} {n}"
