@@ -143,7 +143,7 @@ impl<'a, T> Lookup<'a, T> {
 const AHEAD_BLOCKS: usize = 4;
 
 /// Tokens that one thread looks up at a time.
-const SPAN_TOKENS: usize = 4096;
+pub(crate) const SPAN_TOKENS: usize = 4096;
 
 /// What `part` says of every span of some tokens, in their order, shared out among threads.
 pub(crate) fn map_spans<T: Send>(tokens: Range<usize>, part: impl Fn(Range<usize>) -> T + Sync) -> Vec<T> {

@@ -5,12 +5,17 @@
 //! would be sampled. So the next key, of share s, is cheaper to read than to sample around as long as n s² >= q + noise. Keys are
 //! taken from the heaviest on while that holds.
 
+use crate::index::map_spans;
+use std::ops::Range;
+
 /// Shares are told apart by eighths of an octave, the last of which holds shares from 30 on, or NaN, and the first all below 2^-27.
 const BINS: usize = 256;
 /// Bits of a float's mantissa below those that tell the eighth.
 const SHIFT: u32 = 20;
 /// What the bits above are in the first bin.
 const FIRST: u32 = (127 + 5) * 8 - BINS as u32;
+/// Counts of one bin that grow beside one another.
+const APART: usize = 4;
 /// Units to a squared share of 1, 2^54. Squares are counted in whole ones, which add up to the same in any order.
 const UNITS: f64 = 18_014_398_509_481_984.0;
 
@@ -27,11 +32,26 @@ const fn square(bin: usize) -> u64 {
     if octave < 8 { (middle * middle) >> (8 - octave) } else { (middle * middle) << (octave - 8) }
 }
 
+/// How many shares each bin has.
+fn counted(shares: &[f32]) -> [u32; BINS] {
+    let of_span = |span: Range<usize>| {
+        // Shares that follow one another count apart: many are alike, and a count would wait for the last one.
+        let mut counts = [[0u32; BINS]; APART];
+        let (together, rest) = shares[span].as_chunks::<APART>();
+        for shares in together {
+            shares.iter().zip(&mut counts).for_each(|(&share, counts)| counts[bin(share)] += 1);
+        }
+        rest.iter().for_each(|&share| counts[0][bin(share)] += 1);
+        counts
+    };
+    let all = map_spans(0..shares.len(), of_span);
+    std::array::from_fn(|bin| all.iter().flatten().map(|counts| counts[bin]).sum())
+}
+
 /// The least share that is read of `shares` `[n]`, pages of `page` keys each, at most `most` of them, told to an
 /// eighth of an octave.
 pub(super) fn least_paying(shares: &[f32], noise: f32, page: usize, most: usize) -> f32 {
-    let mut counts = [0u32; BINS];
-    shares.iter().for_each(|&share| counts[bin(share)] += 1);
+    let counts = counted(shares);
     let noise = f64::from(of_pages(noise, page)) * UNITS;
     let squares = |bin: usize| u64::from(counts[bin]).wrapping_mul(square(bin));
     let mut sum = (0..BINS).fold(0u64, |sum, bin| sum.wrapping_add(squares(bin)));

@@ -306,15 +306,18 @@ impl<'a, T: KvElement> Work<'a, T> {
 
     /// The budget of the group's neediest head from what is drawn so far.
     fn judge(&mut self, known: &[f32], residual: usize, how: &Sampling, limit: f64) -> Judgement {
-        let group = self.view.group;
         self.score_new();
         self.add_up(known);
-        let mut most = 0f64;
-        for g in 0..group {
+        let enough = grown(self.ids.len());
+        // Side by side: of the last row and head's judge the other threads have nothing else to do.
+        let verdicts = parallel::map(self.view.group, |g| {
             let known = &known[g * Partial::width(self.view.head_dim)..];
             let head = Head::new(self, g, known, residual);
-            let moments = head.moments();
-            match how.promise.verdict(&moments, (grown(self.ids.len()), limit), || head.alignment()) {
+            how.promise.verdict(&head.moments(), (enough, limit), || head.alignment())
+        });
+        let mut most = 0f64;
+        for verdict in verdicts {
+            match verdict {
                 Verdict::Sample(b) if b < limit => most = most.max(b),
                 Verdict::Noisy => return Judgement::Noisy,
                 Verdict::Sample(_) | Verdict::Dense => return Judgement::Dense,

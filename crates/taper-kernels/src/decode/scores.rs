@@ -5,6 +5,7 @@ use super::choose::per_row;
 use super::{Decode, Over, UNIT_TOKENS, View, with_view};
 #[cfg(feature = "cuda")]
 use crate::cuda::step::Scored;
+use crate::index::{SPAN_TOKENS, map_spans};
 use crate::kv::{BLOCK_TOKENS, KvElement};
 use crate::parallel::{self, SharedMut};
 use crate::simd::{Isa, Simd, dispatch, exp};
@@ -142,21 +143,29 @@ impl HeadScores {
 
     /// Each token's share of the attention mass, over the group: all sums together come to the group's size.
     pub fn importance(&self, over: Over) -> Vec<f32> {
-        let n = self.len();
-        let mut importance = vec![0.0; n];
-        for g in 0..self.group {
-            let (max, sum) = self.mass(g);
-            let weights = &self.weights[g * n..(g + 1) * n];
-            let units = importance.chunks_mut(UNIT_TOKENS).zip(weights.chunks(UNIT_TOKENS));
-            for ((to, weights), masses) in units.zip(self.units.chunks_exact(self.group)) {
-                let share = (masses[g].0 - max).exp() / sum;
-                let to = to.iter_mut().zip(weights);
-                match over {
-                    Over::Sum => to.for_each(|(total, weight)| *total += weight * share),
-                    Over::Max => to.for_each(|(most, weight)| *most = (weight * share).max(*most)),
-                }
+        let (n, isa) = (self.len(), Isa::best());
+        // What turns the weights of each unit into shares `[units, group]`.
+        let masses: Vec<(f32, f32)> = (0..self.group).map(|g| self.mass(g)).collect();
+        let share = |(i, unit): (usize, &(f32, f32))| {
+            let (max, sum) = masses[i % self.group];
+            (unit.0 - max).exp() / sum
+        };
+        let shares: Vec<f32> = self.units.iter().enumerate().map(share).collect();
+        let mut importance = Vec::with_capacity(n);
+        let to = SharedMut::new(importance.spare_capacity_mut());
+        map_spans(0..n, |span| {
+            for first in span.clone().step_by(UNIT_TOKENS) {
+                let len = UNIT_TOKENS.min(span.end - first);
+                let shares = &shares[first / UNIT_TOKENS * self.group..][..self.group];
+                // SAFETY: each span has its own tokens, whole units; every query head's weights of them lie `n` apart.
+                let (weights, to) = (self.weights[first..].as_ptr(), to.pointer(first).cast::<f32>());
+                dispatch!(isa, add_shares::<_>(
+                    weights: *const f32, n: usize, shares: &[f32], over: Over, len: usize, to: *mut f32
+                ));
             }
-        }
+        });
+        // SAFETY: there is room for as many, and the spans have written every one.
+        unsafe { importance.set_len(n) };
         importance
     }
 
@@ -203,6 +212,8 @@ pub fn scores(batch: &Decode, wanted: &[bool]) -> Result<Scores> {
         Ok(Scores(vec![Held::Host(unsafe { pass(isa, &spans, wanted, (q_heads / kv_heads, Kept::Scores), score) })]))
     })
 }
+
+const _: () = assert!(SPAN_TOKENS.is_multiple_of(UNIT_TOKENS), "spans are whole units");
 
 /// What a [`pass`] leaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -354,5 +365,37 @@ unsafe fn weigh<V: Simd>(scores: *const f32, weights: *mut f32, len: usize, mass
             sum += weight;
         }
         *mass = (max, sum);
+    }
+}
+
+/// Writes what `len` tokens hold over the group, of which each query head's line of weights, `stride` apart, tells its part of `shares`.
+///
+/// # Safety
+/// Every line and `to` cover `len` elements; `V`'s instruction set exists.
+#[inline(always)]
+unsafe fn add_shares<V: Simd>(
+    weights: *const f32,
+    stride: usize,
+    shares: &[f32],
+    over: Over,
+    len: usize,
+    to: *mut f32,
+) {
+    let whole = len - len % V::LANES;
+    for at in (0..whole).step_by(V::LANES) {
+        let mut all = unsafe { V::splat(0.0) };
+        for (g, &share) in shares.iter().enumerate() {
+            unsafe {
+                let part = V::load(weights.add(g * stride + at)).mul(V::splat(share));
+                all = if over == Over::Sum { all.add(part) } else { part.max(all) };
+            }
+        }
+        unsafe { all.store(to.add(at)) };
+    }
+    for at in whole..len {
+        let part = |(g, share): (usize, &f32)| unsafe { *weights.add(g * stride + at) } * share;
+        let parts = shares.iter().enumerate().map(part);
+        let all = if over == Over::Sum { parts.fold(0.0, |all, part| all + part) } else { parts.fold(0.0, f32::max) };
+        unsafe { to.add(at).write(all) };
     }
 }

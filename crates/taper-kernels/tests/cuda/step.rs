@@ -338,7 +338,9 @@ fn pages_that_were_made_right_ahead_are_seen() {
     let mut numbers = Numbers(79);
     let both = Both::new(&mut numbers, GRID[0], &[40_000, 30_000]);
     let (rows, wanted) = (both.caches.rows(), vec![true; both.heads()]);
-    let batch = Decode { q: &both.cuda_q, kv: both.caches.on_cuda(), rows: &rows };
+    // In the cache's own type: nothing else stands between the index and the choice.
+    let q = both.cuda_q.to_dtype(GRID[0].0).unwrap();
+    let batch = Decode { q: &q, kv: both.caches.on_cuda(), rows: &rows };
     let (pages, width) = bounds::shape(16, GRID[0].1);
     let blocks = both.caches.cuda.0.dim(0).unwrap();
     let parts = both.caches.parts(0, 40_000);

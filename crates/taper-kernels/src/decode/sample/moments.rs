@@ -212,11 +212,21 @@ unsafe fn add_pairs<V: Simd, T: KvElement>(head: &Head<T>, mean: &[f32], few: us
     let mut pointers = [std::ptr::null(); BLOCK_TOKENS];
     pointers.iter_mut().zip(rows.chunks_exact(d)).for_each(|(to, row)| *to = row.as_ptr());
     let mut products = vec![0f32; few * BLOCK_TOKENS];
-    let gathered = Gathered { rows: &pointers[..few], ahead: &[] };
-    unsafe { dots::<V, f32>(&rows, d, gathered, 1.0, products.as_mut_ptr(), BLOCK_TOKENS) };
-    let product = |i: usize, j: usize| f64::from(products[i * BLOCK_TOKENS + j]);
-    for (i, j) in (0..few).flat_map(|i| (0..i).map(move |j| (i, j))) {
-        to.0 += product(i, j).powi(2);
-        to.1 += product(i, i) * product(j, j);
+    // By each row with those up to it, three rows at a time.
+    for (i, some) in rows.chunks(3 * d).enumerate() {
+        let (gathered, to) = (Gathered { rows: &pointers[..few.min(3 * i + 3)], ahead: &[] }, 3 * i * BLOCK_TOKENS);
+        unsafe { dots::<V, f32>(some, d, gathered, 1.0, products[to..].as_mut_ptr(), BLOCK_TOKENS) };
+    }
+    let mut norms = 0.0;
+    for (i, line) in products.chunks_exact(BLOCK_TOKENS).enumerate() {
+        let ((others, rest), norm) = (line[..i].as_chunks::<4>(), f64::from(line[i]));
+        // Sums side by side, which need not wait for one another.
+        let mut squares = [0f64; 4];
+        for others in others.iter().map(<[f32; 4]>::as_slice).chain([rest]) {
+            squares.iter_mut().zip(others).for_each(|(sum, &product)| *sum += f64::from(product).powi(2));
+        }
+        to.0 += squares.iter().sum::<f64>();
+        to.1 += norm * norms;
+        norms += norm;
     }
 }
