@@ -33,6 +33,8 @@ pub struct ServerConfig {
     pub spans: Option<Spans>,
     /// Web pages that may ask.
     pub origins: Origins,
+    /// Whether the server listens on loopback alone; [`serve`](crate::serve) says so.
+    pub loopback: bool,
     /// How long a client may take to send a request's head, and idle between two requests.
     pub header_timeout: Duration,
     /// How long a client may take to send a request's body.
@@ -59,6 +61,7 @@ impl Default for ServerConfig {
             names: Vec::new(),
             spans: None,
             origins: Origins::None,
+            loopback: false,
             header_timeout: Duration::from_secs(30),
             body_timeout: Duration::from_secs(60),
             write_timeout: Duration::from_secs(60),

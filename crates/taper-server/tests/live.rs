@@ -65,6 +65,26 @@ async fn a_client_that_vanishes_is_cancelled_streaming_or_not() {
 }
 
 #[tokio::test]
+async fn on_loopback_no_name_but_localhost_makes_a_page_the_servers_own() {
+    let server = server("abc");
+    let (address, _stop, _task) = listen(&server).await;
+    let port = address.port();
+    for (host, status) in [("127.0.0.1", 200), ("localhost", 200), ("rebound.example", 403)] {
+        let mut socket = TcpStream::connect(address).await.unwrap();
+        let body = json!({"prompt": "hi", "max_tokens": 1}).to_string();
+        let head = format!(
+            "POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nOrigin: http://{host}:{port}\r\n\
+             Connection: close\r\nContent-Length: {}\r\n\r\n",
+            body.len()
+        );
+        socket.write_all((head + &body).as_bytes()).await.unwrap();
+        let mut heard = String::new();
+        socket.read_to_string(&mut heard).await.unwrap();
+        assert!(heard.starts_with(&format!("HTTP/1.1 {status}")), "{host}: {heard}");
+    }
+}
+
+#[tokio::test]
 async fn draining_answers_what_was_taken_and_then_closes() {
     let server = server("abcdefghij");
     let (address, stop, task) = listen(&server).await;
