@@ -207,6 +207,7 @@ def check_vattention(report, small):
         cases.append((b16, 128, 1, 12, "chi2", 0.2, 0.1, lens, 3, 40))
         cases.append((b16, 128, 2, 4, "chi2", 0.2, 0.5, [5000], 3, 40, 1, 10))
         cases.append((b16, 128, 3, 4, "chi2", 0.2, 0.5, [1500, 3000], 10, 0, 0, 20, 16, 128))
+        cases.append((b16, 128, 2, 4, "chi2", 0.2, 0.5, [5000], 0, 1100))
     else:
         cases += [(b16, 128, 2, 4, "lemma", 0.3, 0.5, lens, 0, 300),
                   (b16, 64, 2, 4, "tight", 0.3, 0.5, lens), (f16, 128, 2, 4, "denominator", 0.1, 0.5, lens),
@@ -215,6 +216,9 @@ def check_vattention(report, small):
                   (b16, 128, 2, 1, "chi2", 0.2, 0.2, [60000]), (f16, 128, 3, 3, "chi2", 0.2, 0.2, lens, 9, 9),
                   (b16, 128, 1, 16, "chi2", 0.2, 0.2, lens, 9, 100), (f16, 64, 4, 8, "chi2", 0.2, 0.2, lens),
                   (b16, 64, 2, 12, "chi2", 0.3, 0.1, [50000, 3000], 20, 0),
+                  # Tokens alone, of which the drawing warps keep some.
+                  (b16, 128, 8, 4, "chi2", 0.06, 0.5, [131072, 9000], 0, 3000),
+                  (f16, 64, 3, 3, "ratio", 0.2, 0.5, [60000, 1000], 0, 9000),
                   # Noisy pilots: they grow, and some lists go dense.
                   (b16, 128, 4, 4, "chi2", 0.5, 0.03, [100000], 20, 0),
                   (b16, 128, 4, 2, "chi2", 0.5, 0.01, [100000, 20000], 0, 100),

@@ -19,6 +19,7 @@ template <class T, int D>
 __global__ void __launch_bounds__(128) append_kernel(const AppendParams p) {
   constexpr int kPieces = D / 8, kRows = 128 / kPieces;
   __shared__ float part[3][128][9];
+  __shared__ __align__(16) T k[kBlock * D];
   wait_for_predecessor();
   launch_dependents();
   const AppendSpan span = p.spans[blockIdx.z];
@@ -28,8 +29,16 @@ __global__ void __launch_bounds__(128) append_kernel(const AppendParams p) {
   const uint32_t rows = min(span.end - b * kBlock, (uint32_t)kBlock);
   const uint64_t at =
       (uint64_t)p.block_table[(uint64_t)span.table * p.table_stride + b] * p.kv_heads + kv_head;
-  const T* k = static_cast<const T*>(p.k) + at * kBlock * D;
-  if (p.upper || p.lower || p.mean) {
+  // All rows that something is made of are on their way at once.
+  const uint32_t from = span.begin > b * kBlock ? span.begin - b * kBlock : 0;
+  const bool whole = p.upper || p.lower || p.mean, paged = p.pages || p.norms;
+  const uint32_t first = whole ? 0 : paged ? from / p.page * p.page : from;
+  const uint4* cached = reinterpret_cast<const uint4*>(static_cast<const T*>(p.k) + at * kBlock * D);
+#pragma unroll 8
+  for (uint32_t i = first * kPieces + tid; i < rows * kPieces; i += 128) cp_async16(smem_u32(k) + 16 * i, cached + i);
+  cp_async_wait_all();
+  __syncthreads();
+  if (whole) {
     float hi[8], lo[8], sum[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) hi[j] = -INFINITY, lo[j] = INFINITY, sum[j] = 0.f;
@@ -66,7 +75,6 @@ __global__ void __launch_bounds__(128) append_kernel(const AppendParams p) {
       if (p.mean) static_cast<T*>(p.mean)[at * D + e] = T(s / rows);
     }
   }
-  const uint32_t from = span.begin > b * kBlock ? span.begin - b * kBlock : 0;
   if (p.pages) {
     // Of every page with a new row, from its first row on; NaN once is NaN from then on.
     const uint32_t page = p.page;
@@ -75,17 +83,12 @@ __global__ void __launch_bounds__(128) append_kernel(const AppendParams p) {
       for (int e = tid; e < D; e += 128) {
         const uint32_t end = min((i + 1) * page, rows);
         T lo = k[i * page * D + e], hi = lo;
-        // Rows in sixteens, all on their way at once; the last counts for those that are not there.
-        for (uint32_t r0 = i * page; r0 < end; r0 += 16) {
-          T x[16];
-#pragma unroll
-          for (int r = 0; r < 16; ++r) x[r] = k[min(r0 + r, end - 1) * D + e];
-#pragma unroll
-          for (int r = 0; r < 16; ++r) {
-            const float y = to_float(x[r]);
-            if (y < to_float(lo) || y != y) lo = x[r];
-            if (y > to_float(hi) || y != y) hi = x[r];
-          }
+#pragma unroll 8
+        for (uint32_t r = i * page + 1; r < end; ++r) {
+          const T x = k[r * D + e];
+          const float y = to_float(x);
+          if (y < to_float(lo) || y != y) lo = x;
+          if (y > to_float(hi) || y != y) hi = x;
         }
         bounds[(2 * i) * D + e] = lo;
         bounds[(2 * i + 1) * D + e] = hi;
@@ -94,8 +97,8 @@ __global__ void __launch_bounds__(128) append_kernel(const AppendParams p) {
   if (p.norms) {
     // As the bounds: of every page with a new row, from its first row on.
     __shared__ float norm_of[kBlock];
-    const uint32_t page = p.page, first = from / page;
-    for (uint32_t r = first * page + tid / 32; r < rows; r += 4) {
+    const uint32_t page = p.page;
+    for (uint32_t r = first + tid / 32; r < rows; r += 4) {
       double square = 0.;
       for (int e = tid % 32; e < D; e += 32) {
         const double x = to_float(k[r * D + e]);
@@ -107,7 +110,7 @@ __global__ void __launch_bounds__(128) append_kernel(const AppendParams p) {
       if (tid % 32 == 0) norm_of[r] = nextafterf((float)sqrt(square), INFINITY);
     }
     __syncthreads();
-    for (uint32_t i = first + tid; i * page < rows; i += 128) {
+    for (uint32_t i = first / page + tid; i * page < rows; i += 128) {
       float most = norm_of[i * page];
       for (uint32_t r = i * page + 1; r < min((i + 1) * page, rows); ++r)
         if (norm_of[r] > most || norm_of[r] != norm_of[r]) most = norm_of[r];

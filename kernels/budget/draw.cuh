@@ -68,12 +68,20 @@ struct Drawer {
   Gate& gate;
   const int tid, warp, lane;  // of the drawing warps
   uint32_t turn = 0, drawn = 0;
-  // What the list reads by blocks or by pages of 2^shift tokens: their ids, and tokens that the bitmap covers.
+  // What the list reads by blocks or by pages of 2^shift tokens: their ids, and tokens that the bitmap covers. Of a list that
+  // reads tokens alone every so many-th id, `apart`, stands where the bitmap does.
   const uint32_t* ids = nullptr;
-  uint32_t count = 0, shift = 6, covered = 0;
+  uint32_t count = 0, shift = 6, covered = 0, apart = 0;
 
   __device__ __forceinline__ void mark() {
     const WorkList& w = o.w;
+    if (p.d.token_shift == 0 && w.block_count == 0 && w.token_count > 0) {
+      ids = p.d.token_ids + w.token_first, count = w.token_count, apart = (count + kMarkWords - 1) / kMarkWords;
+#pragma unroll 8
+      for (uint32_t i = tid; i < kMarkWords; i += kDrawThreads) sh.chosen[i] = i * apart < count ? ids[i * apart] : ~0u;
+      gate.meet();
+      return;
+    }
     if (p.d.token_shift > 0) {
       shift = p.d.token_shift;
       const uint32_t first = w.token_first >> shift, front = w.token_first - (first << shift);
@@ -90,6 +98,28 @@ struct Drawer {
       if (b < kMarkWords * 32) atomicOr(&sh.chosen[b / 32], 1u << (b % 32));
     }
     gate.meet();
+  }
+  // By `apart`: tokens that the list reads do not pass. All are looked for side by side.
+  template <int K>
+  __device__ __forceinline__ void leave_out(const uint32_t (&x)[K], bool (&pass)[K]) const {
+    uint32_t at[K] = {}, end[K];
+#pragma unroll
+    for (uint32_t d = kMarkWords / 2; d; d /= 2)
+#pragma unroll
+      for (int k = 0; k < K; ++k)
+        if (sh.chosen[at[k] + d] <= x[k]) at[k] += d;
+#pragma unroll
+    for (int k = 0; k < K; ++k) at[k] *= apart, end[k] = min(at[k] + apart, count);
+    for (uint32_t n = apart; n > 4; n = (n + 1) / 2)
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        const uint32_t mid = at[k] + (end[k] - at[k]) / 2;
+        (ids[mid] <= x[k] ? at[k] : end[k]) = mid;
+      }
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) pass[k] &= ids[min(at[k] + i, count - 1)] != x[k];
   }
   // What the bitmap does not hold.
   __device__ __forceinline__ bool is_listed(uint32_t t) const {
@@ -123,7 +153,9 @@ struct Drawer {
         pass[k] = (i < last) & (x[k] < len) & !block & !((x[k] >= begin0) & (x[k] < end0)) &
                   !((x[k] >= begin1) & (x[k] < end1));
       }
-      if (searches) {
+      if (apart > 0) {
+        leave_out(x, pass);
+      } else if (searches) {
 #pragma unroll
         for (int k = 0; k < kAhead; ++k)
           if (pass[k] && is_listed(x[k])) pass[k] = false;

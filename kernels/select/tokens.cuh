@@ -60,18 +60,34 @@ __device__ __forceinline__ void add(Mass& to, float most, float sum) {
 template <int FROM>
 __device__ __forceinline__ Mass merged(const Mass& own) {
   Mass all{own.top, {}};
+  if constexpr (FROM == 1) {
+    all.top = __reduce_max_sync(~0u, own.top);
+  } else {
 #pragma unroll 1
-  for (int d = FROM; d < 32; d *= 2) all.top = max(all.top, __shfl_xor_sync(~0u, all.top, d));
+    for (int d = FROM; d < 32; d *= 2) all.top = max(all.top, __shfl_xor_sync(~0u, all.top, d));
+  }
   const int down = all.top - own.top;
 #pragma unroll
   for (int i = 0; i < 3; ++i)
 #pragma unroll
     for (int j = 0; j <= i; ++j)
       if (down == i - j) all.sums[i] = own.sums[j];
-#pragma unroll 1
-  for (int d = FROM; d < 32; d *= 2)
+  if constexpr (FROM == 1) {
+    // By 26 bits, of which 32 lanes' sums fit into words.
+    constexpr uint32_t kLow = (1u << 26) - 1;
 #pragma unroll
-    for (int i = 0; i < 3; ++i) all.sums[i] += __shfl_xor_sync(~0u, all.sums[i], d);
+    for (int i = 0; i < 3; ++i) {
+      const uint64_t x = all.sums[i];
+      const uint32_t a = __reduce_add_sync(~0u, (uint32_t)x & kLow), b = __reduce_add_sync(~0u, (uint32_t)(x >> 26) & kLow),
+                     c = __reduce_add_sync(~0u, (uint32_t)(x >> 52));
+      all.sums[i] = a + ((uint64_t)b << 26) + ((uint64_t)c << 52);
+    }
+  } else {
+#pragma unroll 1
+    for (int d = FROM; d < 32; d *= 2)
+#pragma unroll
+      for (int i = 0; i < 3; ++i) all.sums[i] += __shfl_xor_sync(~0u, all.sums[i], d);
+  }
   return all;
 }
 __device__ __forceinline__ float log2_of(const Mass& m) {
@@ -307,31 +323,38 @@ __global__ void __launch_bounds__(token_warps(G) * 32, 1) tokens_kernel(const To
   __syncthreads();
   uint32_t count = 0, before = 0;
   uint32_t* const bins = p.bins + (uint64_t)list * most_team * kPayBins;
-  if (tid < kPayBins) {
-    const uint32_t bin = kPayBins - 1 - tid;
-    uint32_t own = 0;
+  // Where there are threads enough, two have a bin, of eight ranks at a time each.
+  constexpr uint32_t kParts = kWarps / kPayWarps;
+  const uint32_t bin = kPayBins - 1 - tid % kPayBins, part = tid / kPayBins;
+  uint32_t own_bin = 0;
 #pragma unroll
-    for (int i = 0; i < kTokenBinCopies; ++i) own += sh.bins[i][bin];
-    if (team == 1) {
-      count = own;
-    } else {
-      store_relaxed(bins + rank * kPayBins + bin, own | kBinFlag);
+  for (int i = 0; i < kTokenBinCopies; ++i) own_bin += sh.bins[i][bin];
+  if (team == 1) {
+    count = own_bin;
+  } else {
+    if (part == 0) store_relaxed(bins + rank * kPayBins + bin, own_bin | kBinFlag);
 #pragma unroll 1
-      for (uint32_t r = 0; r < team; r += 8) {
-        uint32_t x[8], all;
-        do {
-          all = kBinFlag;
+    for (uint32_t r = 8 * part; r < team; r += 8 * kParts) {
+      uint32_t x[8], all;
+      do {
+        all = kBinFlag;
 #pragma unroll
-          for (uint32_t i = 0; i < 8; ++i) x[i] = r + i < team ? load_relaxed(bins + (r + i) * kPayBins + bin) : kBinFlag;
+        for (uint32_t i = 0; i < 8; ++i) x[i] = r + i < team ? load_relaxed(bins + (r + i) * kPayBins + bin) : kBinFlag;
 #pragma unroll
-          for (int i = 0; i < 8; ++i) all &= x[i];
-        } while (!all);
+        for (int i = 0; i < 8; ++i) all &= x[i];
+      } while (!all);
 #pragma unroll
-        for (uint32_t i = 0; i < 8; ++i) {
-          count += x[i] & ~kBinFlag;
-          if (r + i < rank) before += x[i] & ~kBinFlag;
-        }
+      for (uint32_t i = 0; i < 8; ++i) {
+        count += x[i] & ~kBinFlag;
+        if (r + i < rank) before += x[i] & ~kBinFlag;
       }
+    }
+    if constexpr (kParts > 1) {
+      uint2* const more = reinterpret_cast<uint2*>(sh.masses);  // which nobody reads any more
+      static_assert(kParts == 2 && sizeof(sh.masses) >= kPayBins * sizeof(uint2), "room for a second part");
+      if (part > 0) more[tid - kPayBins] = make_uint2(count, before);
+      __syncthreads();
+      if (part == 0) count += more[tid].x, before += more[tid].y;
     }
   }
   const uint32_t most = min(min(p.ks[list], n), (uint32_t)p.capacity);
