@@ -790,7 +790,7 @@ enum { TAPER_LINEAR = 0, TAPER_RELU = 1, TAPER_SILU = 2 };
 // is the heads / maps-th of its number, what it reads of x the heads / x_heads-th.
 typedef struct TaperProjectParams {
   const float* x;       // [rows, x_heads, inputs]
-  const float* weight;  // [maps, outputs, inputs]
+  const void* weight;   // [maps, outputs, inputs], f32, or bf16 of inputs in eights
   const float* bias;    // [maps, outputs], or null
   void* out;            // f32, or bf16; a head's outputs lie beside each other
   int64_t row_stride, head_stride;  // elements
@@ -799,6 +799,8 @@ typedef struct TaperProjectParams {
   int32_t bf16;        // 1: out is bf16
   int32_t overlap;
   float scale;
+  int32_t weight_bf16;  // 1: weights are bf16
+  int32_t reserved;
 } TaperProjectParams;
 
 // Some channels of each query, those of its KV head.
@@ -834,6 +836,17 @@ typedef struct TaperNearestParams {
   uint16_t* ids;                // [blocks, kv_heads, 64]
   int32_t tokens, kv_heads, clusters, table_stride, overlap, reserved;
 } TaperNearestParams;
+
+// Single keys of the cache, by slots: `cos` and `sin` of the turn that is taken off each first, or null. In f32.
+typedef struct TaperKeyClusterParams {
+  const void* k;           // [blocks, kv_heads, 64, head_dim], bf16 or f16
+  const float* centroids;  // [kv_heads, clusters, head_dim]
+  const uint32_t* slots;   // [tokens], block * 64 + row
+  const float* cos;        // [tokens, head_dim / 2]
+  const float* sin;
+  uint16_t* ids;           // [blocks, kv_heads, 64]
+  int32_t tokens, kv_heads, head_dim, clusters, dtype, overlap;
+} TaperKeyClusterParams;
 
 typedef struct TaperIndexSpan {
   uint32_t table, begin, end, reserved;  // tokens to index
@@ -896,6 +909,7 @@ typedef struct TaperClusteredParams {
 
 int taper_saap_assign(const TaperAssignParams* p, TaperStream stream);
 int taper_saap_nearest(const TaperNearestParams* p, TaperStream stream);
+int taper_saap_key_clusters(const TaperKeyClusterParams* p, TaperStream stream);
 int taper_saap_index(const TaperIndexParams* p, TaperStream stream);
 int taper_saap_linear(const TaperLinearParams* p, TaperStream stream);
 int taper_saap_choose(const TaperChooseParams* p, TaperStream stream);

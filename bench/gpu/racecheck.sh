@@ -11,7 +11,7 @@
 #
 # Under racecheck a kernel that is launched in clusters fails with status 700 and "failed to handle a hardware exception"
 # where it is NOT looked at: seen with version 2025.3.1 on an H100, of a kernel of five lines too that reads no other
-# block's memory, whether launches overlap or are waited for. So in a test that launches such kernels (sample, look, token, probe)
+# block's memory, whether launches overlap or are waited for. So in a test that launches such kernels (sample, look, token, probe, key_clusters)
 # all of them are looked at, every time; and that takes seconds a launch.
 set -uo pipefail
 binary=$(realpath "$1")
@@ -42,6 +42,8 @@ step::clusters_of_long_rows_are_those_of_the_cpu 0 probe_kernel
 decode::selections_agree_with_the_cpu 24 decode_kernel
 select::the_largest_shares_and_the_fewest_that_hold_one_are_those_of_the_cpu 0 select_kernel
 project::layers_centroids_and_turns_are_those_of_the_cpu_whatever_the_widths_and_rows 60 project_kernel
+project::layers_centroids_and_turns_are_those_of_the_cpu_whatever_the_widths_and_rows 60 project_short_kernel
+project::a_key_is_taken_in_alike_alone_and_beside_a_prompt 0 key_clusters_kernel
 step::what_scores_choose_is_what_they_choose_on_the_cpu 40 lse_kernel
 '
 

@@ -6,7 +6,7 @@ time(f) is the median of a graph replay in microseconds.
 import torch
 
 import taper_gpu as t
-from taper_gpu import DTYPE, I32, P, call, ptr, struct
+from taper_gpu import DTYPE, I32, I64, P, call, ptr, struct
 
 DEV = "cuda"
 
@@ -29,6 +29,19 @@ ChooseParams = struct("ChooseParams", [
     ("overlap", I32), ("reserved", I32)])
 
 ClusteredParams = struct("ClusteredParams", [("s", t.SampledParams), ("c", ChooseParams)])
+RowsParams = struct("RowsParams", [
+    ("x", P), ("slots", P), ("cos", P), ("sin", P), ("out", P), ("tokens", I32), ("heads", I32), ("width", I32),
+    ("dtype", I32), ("x_f32", I32), ("overlap", I32)])
+ProjectParams = struct("ProjectParams", [
+    ("x", P), ("weight", P), ("bias", P), ("out", P), ("row_stride", I64), ("head_stride", I64), ("rows", I32),
+    ("heads", I32), ("x_heads", I32), ("maps", I32), ("inputs", I32), ("outputs", I32), ("activation", I32),
+    ("bf16", I32), ("overlap", I32), ("scale", t.F32), ("weight_bf16", I32), ("reserved", I32)])
+NearestParams = struct("NearestParams", [
+    ("products", P), ("positions", P), ("token_table", P), ("block_table", P), ("ids", P), ("tokens", I32),
+    ("kv_heads", I32), ("clusters", I32), ("table_stride", I32), ("overlap", I32), ("reserved", I32)])
+KeyClusterParams = struct("KeyClusterParams", [
+    ("k", P), ("centroids", P), ("slots", P), ("cos", P), ("sin", P), ("ids", P), ("tokens", I32), ("kv_heads", I32),
+    ("head_dim", I32), ("clusters", I32), ("dtype", I32), ("overlap", I32)])
 
 i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=DEV)
 
@@ -128,6 +141,48 @@ class Saap:
         self.classify()
         self.choose_and_attend()
         return self.out
+
+
+class Project:
+    """A layer of a perceptron for each map: `x` [rows, heads, inputs] by `weight` [maps, outputs, inputs], f32 or bf16."""
+
+    def __init__(self, x, weight, bias, by_head=False):
+        (rows, heads, inputs), (maps, outputs, _) = x.shape, weight.shape
+        self.out = torch.full((heads, rows, outputs) if by_head else (rows, heads, outputs), float("nan"), device=DEV)
+        self.keep = (x, weight, bias)
+        strides = (outputs, rows * outputs) if by_head else (heads * outputs, outputs)
+        self.p = ProjectParams(ptr(x), ptr(weight), ptr(bias), ptr(self.out), *strides, rows, heads, heads, maps, inputs,
+                               outputs, 0, 0, 1, 1.0, int(weight.dtype == torch.bfloat16), 0)
+
+    def __call__(self):
+        call("taper_project", self.p)
+
+
+class Keys:
+    """The cluster of each of the cache's keys in `slots`, turned back, in one launch; `apart` in three."""
+
+    def __init__(self, cache, slots, centroids, turns):
+        kv, clusters, d = centroids.shape
+        n = slots.shape[0]
+        self.ids = torch.zeros(cache.blocks, kv, 64, dtype=torch.int16, device=DEV) - 1
+        self.rows = torch.full((n, kv, d), float("nan"), device=DEV)
+        cos, sin = turns
+        self.products = Project(self.rows, centroids, None, True)
+        self.own = slots % 64, torch.arange(n, device=DEV, dtype=torch.int32), (slots // 64)[:, None].contiguous()
+        self.keep = (cache, slots, centroids, turns)
+        dtype = DTYPE[cache.k.dtype]
+        self.p = KeyClusterParams(ptr(cache.k), ptr(centroids), ptr(slots), ptr(cos), ptr(sin), ptr(self.ids), n, kv, d,
+                                  clusters, dtype, 1)
+        self.back = RowsParams(ptr(cache.k), ptr(slots), ptr(cos), ptr(sin), ptr(self.rows), n, kv, d, dtype, 0, 1)
+        self.nearest = NearestParams(ptr(self.products.out), *map(ptr, self.own), ptr(self.ids), n, kv, clusters, 1, 1, 0)
+
+    def apart(self):
+        call("taper_rows", self.back)
+        self.products()
+        call("taper_saap_nearest", self.nearest)
+
+    def __call__(self):
+        call("taper_saap_key_clusters", self.p)
 
 
 def check_index(report, small):
@@ -249,6 +304,41 @@ def check_step(report, small):
     report("saap overflow is dense", float((dense.out != f.out).any()), 0.5)
 
 
+def check_keys(report, small):
+    for dtype, d, kv, clusters, n in ((torch.bfloat16, 128, 8, 2048, 1), (torch.float16, 64, 3, 33, 5),
+                                      (torch.bfloat16, 64, 2, 4096, 37), (torch.float16, 128, 1, 1000, 64)):
+        cache = t.Cache([300, 700], kv, d, dtype)
+        slots = torch.randperm(700, device=DEV)[:n]
+        slots = (cache.table[1, slots // 64] * 64 + slots % 64).int()
+        angle = torch.rand(n, d // 2, device=DEV) * 6
+        f = Keys(cache, slots, torch.randn(kv, clusters, d, device=DEV), (angle.cos(), angle.sin()))
+        block, row = (slots // 64).long(), (slots % 64).long()
+        f()
+        got = f.ids[block, :, row].long() & 0xFFFF
+        f.ids.fill_(-1)
+        f.apart()
+        apart = f.ids[block, :, row].long() & 0xFFFF
+        a, b = cache.k[block, :, row].double().chunk(2, -1)
+        cos, sin = angle.cos().double()[:, None], angle.sin().double()[:, None]
+        keys = torch.cat([a * cos + b * sin, b * cos - a * sin], -1)
+        s = torch.einsum("nhd,hcd->nhc", keys, f.keep[2].double())
+        loss = s.amax(-1) - s.gather(-1, got[..., None])[..., 0]
+        report(f"clusters of {n} keys {dtype} d{d} {clusters}", (loss.max() / s.abs().max()).item(), 1e-6)
+        report("clusters of keys as by products", float((got != apart).double().mean()), 0.02)
+
+
+def check_project(report, small):
+    for rows, maps, group, inputs, outputs in ((1, 8, 4, 512, 2048), (3, 2, 4, 136, 77), (2, 1, 3, 1096, 9), (16, 8, 4, 512, 2048)):
+        x = torch.randn(rows, maps * group, inputs, device=DEV)
+        w, b = torch.randn(maps, outputs, inputs, device=DEV).bfloat16(), torch.randn(maps, outputs, device=DEV)
+        want = torch.einsum("rhgi,hoi->rhgo", x.double().view(rows, maps, group, inputs), w.double())
+        want = (want + b.double()[None, :, None]).flatten(1, 2)
+        for weight in (w, w.float()):
+            f = Project(x, weight, b)
+            f()
+            report(f"project {weight.dtype} {rows} {inputs} {outputs}", ((f.out - want).norm() / want.norm()).item(), 1e-5)
+
+
 def check_ties(report, small):
     """Of clusters with equal masses, more than a warp compares with one another, the lower ones are taken."""
     n, kv = (300 if small else 9000), 2
@@ -273,6 +363,8 @@ def check(report, small):
     check_index(report, small)
     check_ties(report, small)
     check_linear(report, small)
+    check_project(report, small)
+    check_keys(report, small)
     check_step(report, small)
 
 
@@ -304,6 +396,16 @@ def bench(put, time):
             mu = torch.randn(8, 1024, 128, device=DEV, dtype=torch.bfloat16)
             pos = torch.arange(n, device=DEV, dtype=torch.int32)
             put(f"saap {n} assign us", time(Assign(cache, k, mu, pos, torch.zeros_like(pos)), 3))
+            for dtype in (torch.float32, torch.bfloat16):
+                layer = lambda outputs, inputs: (torch.randn(8, outputs, inputs, device=DEV).to(dtype),
+                                                 torch.randn(8, outputs, device=DEV))
+                first = Project(torch.randn(1, 32, 128, device=DEV), *layer(512, 128))
+                second = Project(first.out, *layer(2048, 512))
+                put(f"saap perceptron 128 to 512 to 2048 {dtype} us", time(lambda: (first(), second())))
+            turn = torch.rand(1, 64, device=DEV)
+            keys = Keys(cache, cache.table[0, :1] * 64, torch.randn(8, 2048, 128, device=DEV), (turn, turn))
+            put("saap a key's cluster us", time(keys))
+            put("saap a key's cluster in three launches us", time(keys.apart))
             few = pos[-256:].contiguous()
             put("saap assign 256 tokens us",
                 time(Assign(cache, k[:256].contiguous(), mu, few, torch.zeros_like(few))))

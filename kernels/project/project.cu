@@ -15,7 +15,7 @@ extern "C" int taper_project(const taper::ProjectParams* p, cudaStream_t stream)
   const bool ok = p->rows > 0 && p->maps > 0 && p->maps <= 65535 && p->x_heads > 0 && p->heads % p->maps == 0 &&
                   p->heads % p->x_heads == 0 && p->heads > 0 && p->inputs > 0 && p->outputs > 0 &&
                   (int64_t)p->rows * (p->heads / p->maps) <= INT32_MAX - 16 &&
-                  (int64_t)p->rows * p->x_heads * p->inputs <= UINT32_MAX;
+                  (int64_t)p->rows * p->x_heads * p->inputs <= UINT32_MAX && (!p->weight_bf16 || p->inputs % 8 == 0);
   if (!ok) return cudaErrorInvalidValue;
   const int count = p->rows * (p->heads / p->maps);
   auto go = [&](auto kernel, int outputs) {
@@ -23,6 +23,7 @@ extern "C" int taper_project(const taper::ProjectParams* p, cudaStream_t stream)
     const dim3 grid((p->outputs + share - 1) / share, p->maps);
     return launch(kernel, grid, kProjectWarps * 32, 0, stream, p->overlap != 0, *p);
   };
+  if (p->weight_bf16) return go(project_short_kernel, 8);
   // Where there is enough for most multiprocessors, a number that is loaded serves many products.
   const int64_t wide = (int64_t)p->maps * ((p->outputs + 8 * kProjectWarps - 1) / (8 * kProjectWarps));
   if (count >= 16 && 2 * wide >= sm_count()) return go(project_kernel<16, 8>, 8);

@@ -1,10 +1,11 @@
 // What a few rows of queries or keys go through before they are compared with something learned: the rotary embedding
 // taken off, layers of a perceptron for each head, products with a head's centroids, some of their channels. All but the
-// channels in fp32, as on the CPU. A row's results do not depend on the rows beside it.
+// channels in fp32, as on the CPU, but that weights may be kept in bf16. A row's results do not depend on the rows beside it.
 #pragma once
 
 #include "../common/launch.cuh"
 #include "../common/ptx.cuh"
+#include "sums.cuh"
 
 namespace taper {
 
@@ -54,29 +55,6 @@ __device__ __forceinline__ float activated(float x, int which) {
   return which == TAPER_SILU ? x / (1.0f + expf(-x)) : x;
 }
 
-// Sums over a warp of N numbers a lane, a power of two of at least 16: lane l is left with those of the N / 32 numbers (of
-// 16 one, which its neighbour has too) from l N / 32 on. The order of a sum's parts does not depend on N.
-template <int N>
-__device__ __forceinline__ void warp_sums(float (&x)[N]) {
-  const int lane = threadIdx.x % 32;
-  int left = N;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    if (left > 1) {
-      left /= 2;
-      const bool upper = lane & step;
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) {
-        if (i >= left) break;
-        const float mine = upper ? x[i + left] : x[i], other = upper ? x[i] : x[i + left];
-        x[i] = mine + __shfl_xor_sync(~0u, other, step);
-      }
-    } else {
-      x[0] += __shfl_xor_sync(~0u, x[0], step);
-    }
-  }
-}
-
 // A warp takes O outputs of one map for all of its heads' rows, R at a time, its lanes an input in 32 each. Sums do
 // not depend on either.
 template <int R, int O>
@@ -84,7 +62,7 @@ __global__ void __launch_bounds__(kProjectWarps * 32) project_kernel(const Proje
   constexpr int kSums = O * R, kLane = kSums > 32 ? kSums / 32 : 1, kLanes = kSums / kLane;
   const int lane = threadIdx.x % 32, map = blockIdx.y, per = p.heads / p.maps, shared = p.heads / p.x_heads;
   const int first = (blockIdx.x * kProjectWarps + threadIdx.x / 32) * O;
-  const float* weight = p.weight + (int64_t)map * p.outputs * p.inputs;
+  const float* weight = static_cast<const float*>(p.weight) + (int64_t)map * p.outputs * p.inputs;
   const int64_t begin = (int64_t)first * p.inputs, end = (int64_t)p.outputs * p.inputs;
   // Weights are nobody's output: they come while the launch before goes on.
   for (int64_t i = begin + lane * 32; i < begin + O * p.inputs && i < end; i += 32 * 32)
@@ -144,6 +122,81 @@ __global__ void __launch_bounds__(kProjectWarps * 32) project_kernel(const Proje
       else
         static_cast<float*>(p.out)[at] = y;
     }
+  }
+}
+
+constexpr int kHeldInputs = 512;  // whose weights in bf16 a warp holds
+
+// The same of weights in bf16 and inputs in eights: a warp has eight outputs, a lane eight inputs in 256 each, and holds
+// its weights before it waits.
+__global__ void __launch_bounds__(kProjectWarps * 32, 2) project_short_kernel(const ProjectParams p) {
+  constexpr int O = 8, R = 2, kHeld = kHeldInputs / 256;
+  const int lane = threadIdx.x % 32, map = blockIdx.y, per = p.heads / p.maps, shared = p.heads / p.x_heads;
+  const int first = (blockIdx.x * kProjectWarps + threadIdx.x / 32) * O;
+  const __nv_bfloat16* weight = static_cast<const __nv_bfloat16*>(p.weight) + (int64_t)map * p.outputs * p.inputs;
+  uint4 w[kHeld][O];
+  auto hold = [&](int from) {
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h)
+#pragma unroll
+      for (int o = 0; o < O; ++o) {
+        const int i = from + 256 * h + 8 * lane;
+        w[h][o] = i < p.inputs
+                      ? *reinterpret_cast<const uint4*>(weight + (int64_t)min(first + o, p.outputs - 1) * p.inputs + i)
+                      : make_uint4(0, 0, 0, 0);
+      }
+  };
+  hold(0);
+  // The sum of two lanes: of output lane / 2 % 8 of row lane / 16.
+  const int output = first + lane / 2 % O;
+  const float bias = p.bias && output < p.outputs ? p.bias[map * p.outputs + output] : 0.0f;
+  launch_dependents();
+  wait_for_predecessor();
+  if (first >= p.outputs) return;
+  const int count = p.rows * per;
+#pragma unroll 1
+  for (int start = 0; start < count; start += R) {
+    float sums[R * O] = {};
+#pragma unroll 1
+    for (int from = 0; from < p.inputs; from += kHeldInputs) {
+      if (p.inputs > kHeldInputs) hold(from);
+      // As fp32 they would need twice the registers.
+#pragma unroll
+      for (int h = 0; h < kHeld; ++h)
+#pragma unroll
+        for (int o = 0; o < O; ++o)
+          asm volatile("" : "+r"(w[h][o].x), "+r"(w[h][o].y), "+r"(w[h][o].z), "+r"(w[h][o].w));
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        const int n = min(start + r, count - 1);
+        const float* x = p.x + ((int64_t)(n / per) * p.x_heads + (map * per + n % per) / shared) * p.inputs;
+#pragma unroll
+        for (int h = 0; h < kHeld; ++h) {
+          // Beyond the inputs weights are 0.
+          const int i = min(from + 256 * h + 8 * lane, p.inputs - 8);
+          const float4 a = reinterpret_cast<const float4*>(x + i)[0], b = reinterpret_cast<const float4*>(x + i)[1];
+          const float of[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+          for (int o = 0; o < O; ++o) {
+            const uint32_t words[4] = {w[h][o].x, w[h][o].y, w[h][o].z, w[h][o].w};
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              sums[r * O + o] = fmaf(__uint_as_float(words[k] << 16), of[2 * k], sums[r * O + o]);
+              sums[r * O + o] = fmaf(__uint_as_float(words[k] & 0xFFFF0000u), of[2 * k + 1], sums[r * O + o]);
+            }
+          }
+        }
+      }
+    }
+    warp_sums(sums);
+    const int n = start + lane / 16;
+    if (lane % 2 > 0 || n >= count || output >= p.outputs) continue;
+    const float y = activated(fmaf(sums[0], p.scale, bias), p.activation);
+    const int64_t at = n / per * p.row_stride + (map * per + n % per) * p.head_stride + output;
+    if (p.bf16)
+      static_cast<__nv_bfloat16*>(p.out)[at] = __float2bfloat16(y);
+    else
+      static_cast<float*>(p.out)[at] = y;
   }
 }
 

@@ -1,4 +1,5 @@
-// Entry point of the choice of whole clusters.
+// Entry points of what runs in clusters of thread blocks: new keys' clusters, the choice of whole clusters.
+#include "keys.cuh"
 #include "probe.cuh"
 
 extern "C" int taper_saap_probe(const taper::ProbeParams* p, cudaStream_t stream) {
@@ -16,4 +17,17 @@ extern "C" int taper_saap_probe(const taper::ProbeParams* p, cudaStream_t stream
   while (team < kProbeTeam && team < shares && (2 * team * lists <= sm_count() || smem(team) > kProbeSmem)) team *= 2;
   return launch_cluster(probe_kernel, lists * team, kProbeThreads, smem(team), team, stream, p->overlap != 0,
                         *p);
+}
+
+extern "C" int taper_saap_key_clusters(const taper::KeyClusterParams* p, cudaStream_t stream) {
+  using namespace taper;
+  const int64_t layers = ((int64_t)p->tokens + kKeyTokens - 1) / kKeyTokens;
+  if (p->tokens <= 0 || layers > 65535 || p->kv_heads <= 0 || p->kv_heads > 65535 || p->clusters <= 0 || p->clusters > 65536)
+    return cudaErrorInvalidValue;
+  int team = 1;
+  while (team < kKeyTeam && team * kKeyRows < p->clusters) team *= 2;
+  return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {
+    return launch_cluster(key_clusters_kernel<decltype(t), decltype(d)::value / 32>, dim3(team, p->kv_heads, layers),
+                          32 * kKeyWarps, 0, team, stream, p->overlap != 0, *p);
+  });
 }

@@ -4,8 +4,10 @@
 use super::batch::{Batch, Dims, Lists, WORDS};
 use super::error::Result;
 use super::ffi::{self, TaperAppendParams, TaperAssignParams, TaperChooseParams, TaperCodeParams, TaperIndexParams};
-use super::ffi::{TaperClusteredParams, TaperHashScoreParams, TaperLinearParams, TaperNearestParams, TaperProbeParams};
+use super::ffi::{TaperClusteredParams, TaperHashScoreParams, TaperKeyClusterParams, TaperLinearParams};
+use super::ffi::{TaperNearestParams, TaperProbeParams};
 use super::op::{Op, renews};
+use super::project::Turns;
 use super::sample::{Scratch, prepare};
 use crate::index::clusters::MOST_ON_DEVICE;
 use crate::index::quantized;
@@ -268,6 +270,40 @@ pub fn nearest(products: &Tensor, at: &Tokens, index: &Tensor) -> Result<()> {
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_saap_nearest, &p) }
+}
+
+/// The cluster of single keys of a cache `[blocks, kv_heads, 64, head_dim]`, bf16 or f16, each in its slot (block * 64 + row) `[T]`,
+/// u32, turned back, by products in f32 with `centroids` `[kv_heads, clusters, head_dim]`, f32. Into the index as [`assign`].
+///
+/// # Errors
+/// Shapes or dtypes that differ.
+pub fn key_clusters(
+    k: &Tensor,
+    slots: &Tensor,
+    turns: Option<Turns>,
+    centroids: &Tensor,
+    index: &Tensor,
+) -> Result<()> {
+    let op = Op::new("key_clusters", "k", k)?;
+    let ((blocks, kv_heads, _, head_dim), (_, clusters, _)) = (k.dims4()?, centroids.dims3()?);
+    let tokens = slots.dim(0)?;
+    let turn = |of: Option<&Tensor>| op.maybe::<f32>("turns", of, DType::F32, [tokens, head_dim / 2]);
+    let p = TaperKeyClusterParams {
+        k: op.at::<u8>("k", k, k.dtype(), [blocks, kv_heads, BLOCK_TOKENS, head_dim])?.cast_const().cast(),
+        centroids: op.at("centroids", centroids, DType::F32, [kv_heads, clusters, head_dim])?,
+        slots: op.at("slots", slots, DType::U32, [tokens])?,
+        cos: turn(turns.map(|turns| turns.cos))?,
+        sin: turn(turns.map(|turns| turns.sin))?,
+        ids: op.at("index", index, DType::I16, [blocks, kv_heads, BLOCK_TOKENS])?,
+        tokens: op.int("slots", tokens)?,
+        kv_heads: op.int("k", kv_heads)?,
+        head_dim: op.int("k", head_dim)?,
+        clusters: op.int("centroids", clusters)?,
+        dtype: op.dtype("k", k.dtype())?,
+        overlap: 1,
+    };
+    // SAFETY: every address was checked against the shapes given beside it; slots are the caller's, of its cache.
+    unsafe { op.launch(ffi::taper_saap_key_clusters, &p) }
 }
 
 /// How many clusters [`probe`] takes.

@@ -7,6 +7,7 @@ use super::op::Op;
 use crate::kv::BLOCK_TOKENS;
 use crate::lent::Lent;
 use crate::mlp::Activation;
+use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
 
 /// Cosines and sines `[T, width / 2]`, f32, of the turns that are taken off rows.
@@ -71,7 +72,7 @@ fn run(
 /// One layer, and how its results lie.
 #[derive(Clone, Copy)]
 pub struct Layer<'a> {
-    /// `[maps, outputs, inputs]`, f32.
+    /// `[maps, outputs, inputs]`, f32, or bf16 of inputs in eights.
     pub weight: &'a Tensor,
     /// `[maps, outputs]`, f32.
     pub bias: Option<&'a Tensor>,
@@ -96,6 +97,9 @@ pub fn project(x: &Tensor, heads: usize, layer: &Layer) -> Result<Lent> {
     let fits = maps > 0 && x_heads > 0 && heads.is_multiple_of(maps) && heads.is_multiple_of(x_heads);
     op.check(fits, "heads", heads, format_args!("a multiple of {maps} maps and {x_heads} heads"))?;
     op.check(matches!(layer.out, DType::F32 | DType::BF16), "out", format_args!("{:?}", layer.out), "f32 or bf16")?;
+    let weights = layer.weight.dtype();
+    let fits = weights == DType::F32 || (weights == DType::BF16 && inputs.is_multiple_of(8));
+    op.check(fits, "weight", format_args!("{weights:?} of {inputs} inputs"), "f32, or bf16 of inputs in eights")?;
     let (shape, row_stride, head_stride) = match layer.by_head {
         true => ([heads, rows, outputs], outputs, rows * outputs),
         false => ([rows, heads, outputs], heads * outputs, outputs),
@@ -103,7 +107,7 @@ pub fn project(x: &Tensor, heads: usize, layer: &Layer) -> Result<Lent> {
     let out = op.lent(shape.to_vec(), layer.out)?;
     let p = TaperProjectParams {
         x: op.at("x", x, DType::F32, [rows, x_heads, inputs])?,
-        weight: op.at("weight", layer.weight, DType::F32, [maps, outputs, inputs])?,
+        weight: op.at::<u8>("weight", layer.weight, weights, [maps, outputs, inputs])?.cast_const().cast(),
         bias: op.maybe("bias", layer.bias, DType::F32, [maps, outputs])?,
         out: op.at::<u8>("out", &out, layer.out, shape)?.cast(),
         row_stride: row_stride as i64,
@@ -122,6 +126,8 @@ pub fn project(x: &Tensor, heads: usize, layer: &Layer) -> Result<Lent> {
         bf16: (layer.out == DType::BF16).into(),
         overlap: 1,
         scale: layer.scale,
+        weight_bf16: (weights == DType::BF16).into(),
+        ..TaperProjectParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_project, &p) }?;

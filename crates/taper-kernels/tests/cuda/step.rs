@@ -360,9 +360,11 @@ fn pages_that_were_made_right_ahead_are_seen() {
 }
 
 /// A perceptron of the widths given.
+/// Weights that bf16 holds, as a device may keep them.
 pub fn perceptron(numbers: &mut Numbers, widths: &[usize], activation: Activation) -> Mlp {
+    let short = |x: f32| f32::from_bits(x.to_bits() & 0xFFFF_0000);
     let mut layer = |w: &[usize]| {
-        let weight = (0..w[0] * w[1]).map(|_| numbers.normal() / (w[0] as f32).sqrt()).collect();
+        let weight = (0..w[0] * w[1]).map(|_| short(numbers.normal() / (w[0] as f32).sqrt())).collect();
         (weight, (0..w[1]).map(|_| 0.1 * numbers.normal()).collect())
     };
     Mlp::new(widths.windows(2).map(&mut layer).collect(), activation).unwrap()

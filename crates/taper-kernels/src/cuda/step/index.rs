@@ -1,6 +1,6 @@
 //! The indices of [`crate::index`] on the device: rows taken in, and keys looked up. They lie as the CPU's do.
 
-use super::project::{forward, key_products, turns};
+use super::project::{centroids, forward, key_products, turns};
 use super::{Chosen, Scored, Step};
 use crate::cuda::error::Result;
 use crate::cuda::index::{self as kernels, Limits, Metadata, Span, Tokens};
@@ -113,10 +113,15 @@ impl Rows {
 
     /// Keys `[T, kv_heads, head_dim]`, f32, by `unrotate` as they were before the rotary embedding.
     fn keys(&self, op: &Op, k: &Tensor, unrotate: Option<&dyn Fn(usize) -> Rotation>) -> Result<Tensor> {
-        let Some(turn) = unrotate else { return cached_rows(k, &self.slots, None) };
+        let turns = self.turns(op, k, unrotate)?;
+        cached_rows(k, &self.slots, turns.as_ref().map(|[cos, sin]| Turns { cos, sin }))
+    }
+
+    /// Cosines and sines of what `unrotate` takes off them.
+    fn turns(&self, op: &Op, k: &Tensor, unrotate: Option<&dyn Fn(usize) -> Rotation>) -> Result<Option<[Tensor; 2]>> {
+        let Some(turn) = unrotate else { return Ok(None) };
         let of: Vec<Rotation> = self.positions.iter().map(|&at| turn(at)).collect();
-        let [cos, sin] = turns(op, &of, k.dim(3)?)?;
-        cached_rows(k, &self.slots, Some(Turns { cos: &cos, sin: &sin }))
+        turns(op, &of, k.dim(3)?).map(Some)
     }
 
     fn tokens(&self) -> Tokens<'_> {
@@ -129,7 +134,8 @@ pub(crate) fn extend_codes(index: &Tensor, k: &Tensor, parts: &[Part], maps: &Pe
     let op = Op::new("codes", "k", k)?;
     Rows::each(&op, parts, |rows| {
         // Rounding keeps the sign, which is all that a code keeps.
-        let codes = forward(&op, maps, (&rows.keys(&op, k, None)?, rows.single), maps.len(), DType::BF16)?;
+        let codes =
+            forward(&op, (maps, DType::F32), (&rows.keys(&op, k, None)?, rows.single), maps.len(), DType::BF16)?;
         kernels::codes(&codes, &rows.tokens(), index)
     })
 }
@@ -145,7 +151,12 @@ pub(crate) fn extend_clusters(
     let op = Op::new("clusters", "k", k)?;
     let ids = index.squeeze(3)?;
     Rows::each(&op, parts, |rows| {
-        let products = key_products(&op, of, (&rows.keys(&op, k, unrotate)?, rows.single))?;
+        if rows.single {
+            let turns = rows.turns(&op, k, unrotate)?;
+            let turns = turns.as_ref().map(|[cos, sin]| Turns { cos, sin });
+            return kernels::key_clusters(k, &rows.slots, turns, &centroids(&op, of)?, &ids);
+        }
+        let products = key_products(&op, of, &rows.keys(&op, k, unrotate)?)?;
         kernels::nearest(&products, &rows.tokens(), &ids)
     })
 }
@@ -175,7 +186,7 @@ pub(crate) fn quantized(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Resu
 pub(crate) fn equal_bits(batch: &Decode, index: &Tensor, maps: &PerHead<Mlp>, wanted: &[bool]) -> Result<Scored> {
     let op = Op::new("codes", "q", batch.q)?;
     let step = Step::new(&op, batch)?;
-    let made = forward(&op, maps, (&cast(&op, batch.q, DType::F32)?, true), step.q_heads, DType::BF16)?;
+    let made = forward(&op, (maps, DType::F32), (&cast(&op, batch.q, DType::F32)?, true), step.q_heads, DType::BF16)?;
     let codes = kernels::signs(&made)?;
     let importance = kernels::agreement(&step.batch(), &codes, index)?;
     Ok(Scored::by_group(step, importance, &super::wanted(batch.rows, wanted)))

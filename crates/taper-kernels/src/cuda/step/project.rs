@@ -32,10 +32,10 @@ impl Kept {
 }
 
 /// What all of `maps` make of rows `x` `[T, x_heads, inputs]`, f32, single ones or not, for `heads` heads: `[T, heads, outputs]`, f32
-/// or bf16.
+/// or bf16. Weights are kept as f32, or as bf16 where inputs come in eights.
 pub(super) fn forward(
     op: &Op,
-    maps: &PerHead<Mlp>,
+    (maps, weights): (&PerHead<Mlp>, DType),
     (x, single): (&Tensor, bool),
     heads: usize,
     out: DType,
@@ -52,7 +52,9 @@ pub(super) fn forward(
             let all = |of: fn(&crate::mlp::Dense) -> &[f32]| -> Vec<f32> {
                 maps.iter().flat_map(|map| of(&map.layers[depth]).iter().copied()).collect()
             };
-            tensors.push(op.upload(&all(|layer| &layer.weight), [maps.len(), outputs, inputs])?);
+            let weight = op.upload(&all(|layer| &layer.weight), [maps.len(), outputs, inputs])?;
+            let dtype = if inputs.is_multiple_of(8) { weights } else { DType::F32 };
+            tensors.push(weight.to_dtype(dtype)?);
             tensors.push(op.upload(&all(|layer| &layer.bias), [maps.len(), outputs])?);
         }
         Ok(tensors)
@@ -96,17 +98,17 @@ fn by_row(x: &Tensor, heads: usize) -> Result<Tensor> {
     Ok(x.reshape((heads, maps * each / heads, width))?.transpose(0, 1)?.contiguous()?)
 }
 
-/// [`crate::mlp::per_head`].
+/// [`crate::mlp::per_head`], with weights in bf16: they are most of what a step of SAAP reads besides keys.
 pub(crate) fn per_head(maps: &PerHead<Mlp>, q: &Tensor) -> Result<Lent> {
     let op = Op::new("per_head", "q", q)?;
     let (_, q_heads, d) = q.dims3()?;
     let fits = !maps.is_empty() && q_heads.is_multiple_of(maps.len()) && maps.iter().all(|map| map.inputs() == d);
     op.check(fits, "q", format_args!("{:?}", q.dims()), format_args!("queries for {} perceptrons", maps.len()))?;
-    forward(&op, maps, (&cast(&op, q, DType::F32)?, true), q_heads, DType::F32)
+    forward(&op, (maps, DType::BF16), (&cast(&op, q, DType::F32)?, true), q_heads, DType::F32)
 }
 
 /// The centroids of all KV heads `[kv_heads, clusters, d]`, f32.
-fn centroids(op: &Op, of: &PerHead<Centroids>) -> Result<Tensor> {
+pub(super) fn centroids(op: &Op, of: &PerHead<Centroids>) -> Result<Tensor> {
     let Some((clusters, d)) = of.first().map(|c| (c.clusters(), c.dim())) else {
         return Err(op.error("centroids", 0, "those of at least one head"));
     };
@@ -132,14 +134,10 @@ pub(crate) fn products(of: &PerHead<Centroids>, q: &Tensor) -> Result<Lent> {
     kernels::project(&cast(&op, q, DType::F32)?, q_heads, &layer)
 }
 
-/// Products of keys `[T, kv_heads, d]`, f32, single rows or not, with their head's centroids: `[kv_heads, T, clusters]`.
-pub(super) fn key_products(op: &Op, of: &PerHead<Centroids>, (keys, single): (&Tensor, bool)) -> Result<Lent> {
-    let centroids = centroids(op, of)?;
-    if single {
-        return kernels::project(keys, of.len(), &Layer { by_head: true, ..raw(&centroids) });
-    }
+/// Products of keys `[T, kv_heads, d]`, f32, of whole blocks with their head's centroids: `[kv_heads, T, clusters]`.
+pub(super) fn key_products(op: &Op, of: &PerHead<Centroids>, keys: &Tensor) -> Result<Tensor> {
     op.apart()?;
-    Ok(keys.transpose(0, 1)?.contiguous()?.matmul(&centroids.t()?)?.into())
+    Ok(keys.transpose(0, 1)?.contiguous()?.matmul(&centroids(op, of)?.t()?)?)
 }
 
 fn raw(weight: &Tensor) -> Layer<'_> {
