@@ -71,8 +71,6 @@ pub trait Simd: Copy {
     unsafe fn not_below(self, limit: Self) -> u32;
     /// Stores the lanes of which `lanes` has the bit side by side at `p`, where there is room for all of a vector.
     unsafe fn compress(self, lanes: u32, p: *mut f32);
-    /// Stores the low byte of each lane's bits, those of four lanes as a word in the order 0, 2, 1, 3 and words `stride` apart.
-    unsafe fn low_bytes(self, p: *mut u32, stride: usize);
     unsafe fn sum(self) -> f32;
     /// The sum of each of four vectors.
     unsafe fn sum4(x: [Self; 4]) -> [f32; 4];
@@ -204,13 +202,6 @@ impl Simd for Portable8 {
         }
     }
     #[inline(always)]
-    unsafe fn low_bytes(self, p: *mut u32, stride: usize) {
-        for (i, four) in self.0.as_chunks::<4>().0.iter().enumerate() {
-            let [a, b, c, d] = four.map(|x| x.to_bits() as u8);
-            unsafe { p.add(i * stride).write(u32::from_le_bytes([a, c, b, d])) };
-        }
-    }
-    #[inline(always)]
     unsafe fn sum(self) -> f32 {
         let [a, b, c, d, e, f, g, h] = self.0;
         ((a + e) + (c + g)) + ((b + f) + (d + h))
@@ -230,7 +221,7 @@ impl Simd for Portable8 {
 macro_rules! simd_x86 {
     ($type:ty, $lanes:literal, $registers:literal, $splat:ident, $load:ident, $store:ident, $f16:expr, $bf16:expr,
      $fma:ident, $add:ident,
-     $sub:ident, $mul:ident, $max:ident, $power:expr, $add_from:expr, $not_below:expr, $compress:expr, $low_bytes:expr, $sum:expr, $sum4:expr,
+     $sub:ident, $mul:ident, $max:ident, $power:expr, $add_from:expr, $not_below:expr, $compress:expr, $sum:expr, $sum4:expr,
      $max_lane:expr) => {
         impl Simd for $type {
             const LANES: usize = $lanes;
@@ -292,10 +283,6 @@ macro_rules! simd_x86 {
                 unsafe { $compress(self, lanes, p) }
             }
             #[inline(always)]
-            unsafe fn low_bytes(self, p: *mut u32, stride: usize) {
-                unsafe { $low_bytes(self, p, stride) }
-            }
-            #[inline(always)]
             unsafe fn sum(self) -> f32 {
                 unsafe { $sum(self) }
             }
@@ -353,7 +340,6 @@ simd_x86!(
         let places = _mm_loadl_epi64(COMPRESSED.as_ptr().add(lanes as usize).cast());
         _mm256_storeu_ps(p, _mm256_permutevar8x32_ps(x, _mm256_cvtepu8_epi32(places)))
     },
-    low_bytes_avx2,
     |x| {
         let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
         let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
@@ -386,28 +372,10 @@ simd_x86!(
     |y, x, limit| _mm512_mask_add_ps(y, _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, limit), y, x),
     |x, limit| u32::from(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, limit)),
     |x, lanes: u32, p| _mm512_storeu_ps(p, _mm512_maskz_compress_ps(lanes as u16, x)),
-    |x, p: *mut u32, stride| {
-        low_bytes_avx2(_mm512_castps512_ps256(x), p, stride);
-        let high = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(x)));
-        low_bytes_avx2(high, p.add(2 * stride), stride)
-    },
     |x| _mm512_reduce_add_ps(x),
     sum4_avx512,
     |x| _mm512_reduce_max_ps(x)
 );
-
-/// # Safety
-/// AVX2 exists.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-unsafe fn low_bytes_avx2(x: __m256, p: *mut u32, stride: usize) {
-    unsafe {
-        let order = _mm256_set1_epi32(i32::from_le_bytes([0, 8, 4, 12]));
-        let words = _mm256_shuffle_epi8(_mm256_castps_si256(x), order);
-        p.write(_mm_cvtsi128_si32(_mm256_castsi256_si128(words)) as u32);
-        p.add(stride).write(_mm_cvtsi128_si32(_mm256_extracti128_si256::<1>(words)) as u32);
-    }
-}
 
 /// # Safety
 /// AVX2 exists.

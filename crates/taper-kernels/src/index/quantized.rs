@@ -196,9 +196,9 @@ struct Queries<'a> {
     scales: &'a [f32],
     /// Words of a token.
     words: usize,
-    /// A query's channels times the block's steps.
+    /// A query's channels times the block's steps, in units of which each is a whole number, rounded by [`WHOLE`].
     products: Vec<f32>,
-    /// The same in units of which each is a whole number of a byte, four channels' where their codes lie `[4 words, group]`.
+    /// The same of four channels, a byte each, where their codes lie `[4 words, group]`.
     weights: Vec<u32>,
     /// The query's product with the block's base, and the unit.
     ends: Vec<(f32, f32)>,
@@ -236,10 +236,14 @@ impl<'a> Queries<'a> {
                 }
                 let unit = largest.max_lane() / most;
                 for c in (0..channels).step_by(V::LANES) {
-                    let whole = V::load(self.products[c..].as_ptr()).mul_add(V::splat(1.0 / unit), V::splat(WHOLE));
-                    whole.low_bytes(self.weights[c / 4 * group + g..].as_mut_ptr(), group);
+                    let product = V::load(self.products[c..].as_ptr());
+                    product.mul_add(V::splat(1.0 / unit), V::splat(WHOLE)).store(self.products[c..].as_mut_ptr());
                 }
                 self.ends[g] = (sum.sum(), unit);
+            }
+            for (weight, four) in self.weights[g..].iter_mut().step_by(group).zip(self.products.chunks_exact(4)) {
+                let byte = |c: usize| four[c].to_bits() as u8;
+                *weight = u32::from_le_bytes([byte(0), byte(2), byte(1), byte(3)]);
             }
         }
     }
