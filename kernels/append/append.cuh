@@ -66,9 +66,9 @@ __global__ void __launch_bounds__(128) append_kernel(const AppendParams p) {
       float h = -INFINITY, l = INFINITY, s = 0.f;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        const int from = r * kPieces + e / 8;
-        h = fmaxf(h, part[0][from][e % 8]), l = fminf(l, part[1][from][e % 8]);
-        s += part[2][from][e % 8];
+        const int of = r * kPieces + e / 8;
+        h = fmaxf(h, part[0][of][e % 8]), l = fminf(l, part[1][of][e % 8]);
+        s += part[2][of][e % 8];
       }
       if (p.upper) static_cast<T*>(p.upper)[at * D + e] = T(h);
       if (p.lower) static_cast<T*>(p.lower)[at * D + e] = T(l);
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(128) append_kernel(const AppendParams p) {
       }
   }
   if (p.norms) {
-    // As the bounds: of every page with a new row, from its first row on.
+    // As the bounds: of every page with a new row, or with one of those that are here for something else.
     __shared__ float norm_of[kBlock];
     const uint32_t page = p.page;
     for (uint32_t r = first + tid / 32; r < rows; r += 4) {

@@ -132,7 +132,7 @@ struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
   uint32_t drawn[kDrawTurns];  // after each turn
   uint32_t turn_at[kDrawTurns], turn_points[kDrawTurns];
   uint32_t before[kDrawTurns][kTeamMax * kDrawWarps];  // draws before each warp's
-  uint32_t chosen[kMarkWords];                         // bitmap of the first blocks or pages
+  uint32_t chosen[kMarkWords];                         // bitmap of the first blocks or pages, or ids of single tokens
   union {
     float merged[2][N][D];  // exact part and sample, over the team
     float pair[kCovarianceKeys][N][4];  // of a key, e in units of their mean: e, v . o, r . mean and |r - mean|^2

@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kProjectWarps * 32, 2) project_short_kernel(co
         const float* x = p.x + ((int64_t)(n / per) * p.x_heads + (map * per + n % per) / shared) * p.inputs;
 #pragma unroll
         for (int h = 0; h < kHeld; ++h) {
-          // Beyond the inputs weights are 0.
+          // Beyond the inputs weights are 0, so that infinite inputs come to NaN.
           const int i = min(from + 256 * h + 8 * lane, p.inputs - 8);
           const float4 a = reinterpret_cast<const float4*>(x + i)[0], b = reinterpret_cast<const float4*>(x + i)[1];
           const float of[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};

@@ -126,6 +126,8 @@ class Ui:
         bodies = []
         catch = lambda r: r.url.endswith("/v1/chat/completions") and bodies.append(r.post_data_json)  # noqa: E731
         self.page.on("request", catch)
+        # Before it knows the methods the page sends nothing.
+        self.page.locator("#send:enabled").wait_for()
         self.page.get_by_label("Message").press("Enter")
         if wait:
             self.done()

@@ -120,7 +120,7 @@ impl Mlp {
 }
 
 /// Runs the queries `[R, q_heads, inputs]`, f32, of each KV head through its own of `mlps` `[kv_heads]`: `[R, q_heads,
-/// outputs]`. A device keeps weights in bf16, and sums in f32.
+/// outputs]`. A device keeps weights of inputs in eights in bf16, and sums in f32.
 ///
 /// # Errors
 /// Shapes that differ.

@@ -48,7 +48,9 @@ fn stranger(headers: &HeaderMap, config: &ServerConfig) -> Option<String> {
             of.is_some() && of == host
         }
     };
-    let named = config.loopback && !of.is_some_and(|of| is_here(of.host()));
+    // What no page asks for, as an extension does not, is no rebound page's.
+    let asked_by_page = headers.get(SITE).is_none_or(|site| site != "none");
+    let named = config.loopback && asked_by_page && !of.is_some_and(|of| is_here(of.host()));
     (!known && (!own || named)).then_some(origin)
 }
 
@@ -105,6 +107,8 @@ mod tests {
             let headers = [("origin", origin), ("sec-fetch-site", "same-origin")];
             assert_eq!(at(&headers, &Origins::None, true), None, "{origin}");
         }
+        let extension = [("origin", "chrome-extension://abc"), ("host", "localhost:8080"), ("sec-fetch-site", "none")];
+        assert_eq!(at(&extension, &Origins::None, true), None);
         let friend = [("origin", "https://friend.example"), ("host", "friend.example")];
         assert_eq!(at(&friend, &these, true), None);
     }

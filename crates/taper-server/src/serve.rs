@@ -72,7 +72,7 @@ pub async fn serve(
     stop: impl Future<Output = ()> + Send + 'static,
 ) -> std::io::Result<()> {
     let (header_timeout, limit) = (config.header_timeout, config.write_timeout);
-    config.loopback = listener.local_addr()?.ip().is_loopback();
+    config.loopback = listener.local_addr()?.ip().to_canonical().is_loopback();
     let app = router(Arc::clone(&engine), config).into_make_service();
     let handle = Handle::new();
     let own = handle.clone();

@@ -104,7 +104,7 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
         }
         LogFormat::Json => tracing::info!(settings = text, "settings"),
     }
-    if !address.ip().is_loopback() && open {
+    if !address.ip().to_canonical().is_loopback() && open {
         tracing::warn!("anyone who reaches {address} may use this server: it asks for no key (--api-keys)");
     }
     (server.live, server.artifacts) = (Arc::new(Live::new(attention, presets, keys)), artifacts);

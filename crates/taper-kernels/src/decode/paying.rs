@@ -94,6 +94,16 @@ mod tests {
     }
 
     #[test]
+    fn bins_are_counted_over_several_spans() {
+        let shares: Vec<f32> =
+            (0..9_001u32).map(|i| 0.9f32.powi((i.wrapping_mul(2_654_435_761) >> 24) as i32)).collect();
+        let mut expected = [0u32; BINS];
+        shares.iter().for_each(|&share| expected[bin(share)] += 1);
+        assert_eq!(counted(&shares), expected);
+        assert!(expected.iter().filter(|&&count| count > 0).count() > 50);
+    }
+
+    #[test]
     fn nothing_is_worth_reading_of_what_is_spread_evenly() {
         let even = vec![1.0 / 4096.0; 4096];
         for noise in [1e-9, 1e-5, 1.0] {

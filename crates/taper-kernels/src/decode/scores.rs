@@ -143,7 +143,11 @@ impl HeadScores {
 
     /// Each token's share of the attention mass, over the group: all sums together come to the group's size.
     pub fn importance(&self, over: Over) -> Vec<f32> {
-        let (n, isa) = (self.len(), Isa::best());
+        self.importance_with(Isa::best(), over)
+    }
+
+    pub(super) fn importance_with(&self, isa: Isa, over: Over) -> Vec<f32> {
+        let n = self.len();
         // What turns the weights of each unit into shares `[units, group]`.
         let masses: Vec<(f32, f32)> = (0..self.group).map(|g| self.mass(g)).collect();
         let share = |(i, unit): (usize, &(f32, f32))| {

@@ -172,6 +172,36 @@ fn shares_over_a_group_are_their_sum_or_the_largest() {
     }
 }
 
+/// Over spans and units that end in their midst.
+#[test]
+fn shares_are_those_in_f64_wherever_a_token_stands() {
+    let mut numbers = Numbers(12);
+    let n = 9_001;
+    let cache = Cache::new(&mut numbers, n, 1, 16, DType::F32);
+    let q = numbers.tensor(&[1, 3, 16]).affine(4.0, 0.0).unwrap();
+    let rows = [DecodeRow { table: &cache.table, visible: 0..n }];
+    let known = all_scores(&Decode { q: &q, kv: cache.kv(), rows: &rows });
+    let scored = known.of(0).unwrap();
+    let shares = |g: usize| {
+        let weights: Vec<f64> = scored.of(g).iter().map(|&score| f64::from(score).exp()).collect();
+        let sum: f64 = weights.iter().sum();
+        weights.into_iter().map(move |weight| weight / sum).collect::<Vec<_>>()
+    };
+    let shares: Vec<_> = (0..3).map(shares).collect();
+    for isa in Isa::available() {
+        let (sums, most) = (scored.importance_with(isa, Over::Sum), scored.importance_with(isa, Over::Max));
+        assert_eq!((sums.len(), most.len()), (n, n));
+        for (i, (sum, most)) in sums.into_iter().zip(most).enumerate() {
+            let of = |g: usize| shares[g][i];
+            let close = |is: f32, expected: f64| (f64::from(is) - expected).abs() <= 1e-5 * expected;
+            assert!(
+                close(sum, of(0) + of(1) + of(2)) && close(most, of(0).max(of(1)).max(of(2))),
+                "{isa:?}: token {i}"
+            );
+        }
+    }
+}
+
 #[test]
 fn a_rows_result_does_not_depend_on_the_batch() {
     let mut numbers = Numbers(6);

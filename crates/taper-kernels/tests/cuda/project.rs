@@ -1,7 +1,7 @@
 //! What rows go through before they are compared with something learned.
 
 use crate::cache::{Numbers, below, device, relative};
-use crate::step::perceptron;
+use crate::step::{perceptron, short_perceptron};
 use candle_core::{DType, Device, Tensor};
 use taper_kernels::index::clusters::{self, Centroids};
 use taper_kernels::index::{Part, codes};
@@ -30,7 +30,7 @@ fn layers_centroids_and_turns_are_those_of_the_cpu_whatever_the_widths_and_rows(
     ] {
         let q_heads = kv_heads * group;
         let mut maps = |count: usize| -> PerHead<Mlp> {
-            (0..count).map(|_| perceptron(&mut numbers, &widths, activation)).collect()
+            (0..count).map(|_| short_perceptron(&mut numbers, &widths, activation)).collect()
         };
         let (by_kv_head, by_head) = (maps(kv_heads), maps(q_heads));
         let count = widths[widths.len() - 1];

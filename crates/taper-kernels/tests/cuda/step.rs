@@ -360,11 +360,18 @@ fn pages_that_were_made_right_ahead_are_seen() {
 }
 
 /// A perceptron of the widths given.
-/// Weights that bf16 holds, as a device may keep them.
 pub fn perceptron(numbers: &mut Numbers, widths: &[usize], activation: Activation) -> Mlp {
-    let short = |x: f32| f32::from_bits(x.to_bits() & 0xFFFF_0000);
+    made(numbers, widths, activation, |weight| weight)
+}
+
+/// One whose weights bf16 holds, as a device keeps them of a classifier.
+pub fn short_perceptron(numbers: &mut Numbers, widths: &[usize], activation: Activation) -> Mlp {
+    made(numbers, widths, activation, |weight| f32::from_bits(weight.to_bits() & 0xFFFF_0000))
+}
+
+fn made(numbers: &mut Numbers, widths: &[usize], activation: Activation, of: fn(f32) -> f32) -> Mlp {
     let mut layer = |w: &[usize]| {
-        let weight = (0..w[0] * w[1]).map(|_| short(numbers.normal() / (w[0] as f32).sqrt())).collect();
+        let weight = (0..w[0] * w[1]).map(|_| of(numbers.normal() / (w[0] as f32).sqrt())).collect();
         (weight, (0..w[1]).map(|_| 0.1 * numbers.normal()).collect())
     };
     Mlp::new(widths.windows(2).map(&mut layer).collect(), activation).unwrap()
@@ -433,7 +440,7 @@ fn clusters_and_classifiers_choose_what_they_choose_on_the_cpu() {
         assert!(apart * 1000 <= a.len(), "{grid:?}: {apart} of {} keys in other clusters", a.len());
 
         let classifiers: PerHead<Mlp> =
-            (0..kv_heads).map(|_| perceptron(&mut numbers, &[d, 40, count], Activation::Relu)).collect();
+            (0..kv_heads).map(|_| short_perceptron(&mut numbers, &[d, 40, count], Activation::Relu)).collect();
         let turns: Vec<Rotation> = both.caches.lens.iter().map(|n| rotation(n - 1)).collect();
         let of = |batch: &Decode| {
             let plain = rotary::undo(batch.q, &turns).unwrap();

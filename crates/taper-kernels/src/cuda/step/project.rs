@@ -44,6 +44,7 @@ pub(super) fn forward(
     let shape = |map: &Mlp| map.layers.iter().map(|l| (l.weight.len(), l.bias.len())).collect::<Vec<_>>();
     let alike = maps.iter().all(|map| shape(map) == shape(first) && map.activation == first.activation);
     op.check(alike, "maps", "of different widths", "perceptrons of one shape")?;
+    let kept_as = |inputs: usize| if inputs.is_multiple_of(8) { weights } else { DType::F32 };
     // Weights `[maps, outputs, inputs]`, then biases `[maps, outputs]`, layer after layer.
     let tensors = maps.kept.get(&op.device, || {
         let mut tensors = Vec::new();
@@ -53,12 +54,14 @@ pub(super) fn forward(
                 maps.iter().flat_map(|map| of(&map.layers[depth]).iter().copied()).collect()
             };
             let weight = op.upload(&all(|layer| &layer.weight), [maps.len(), outputs, inputs])?;
-            let dtype = if inputs.is_multiple_of(8) { weights } else { DType::F32 };
-            tensors.push(weight.to_dtype(dtype)?);
+            tensors.push(weight.to_dtype(kept_as(inputs))?);
             tensors.push(op.upload(&all(|layer| &layer.bias), [maps.len(), outputs])?);
         }
         Ok(tensors)
     })?;
+    let is_so =
+        tensors.iter().step_by(2).all(|weight| weight.dim(2).is_ok_and(|inputs| weight.dtype() == kept_as(inputs)));
+    op.check(is_so, "maps", "kept in another type", format_args!("used in {weights:?} alone"))?;
     let mut x = Lent::from(x.clone());
     if !single {
         op.apart()?;

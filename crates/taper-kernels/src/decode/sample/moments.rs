@@ -214,8 +214,9 @@ unsafe fn add_pairs<V: Simd, T: KvElement>(head: &Head<T>, mean: &[f32], few: us
     let mut products = vec![0f32; few * BLOCK_TOKENS];
     // By each row with those up to it, three rows at a time.
     for (i, some) in rows.chunks(3 * d).enumerate() {
-        let (gathered, to) = (Gathered { rows: &pointers[..few.min(3 * i + 3)], ahead: &[] }, 3 * i * BLOCK_TOKENS);
-        unsafe { dots::<V, f32>(some, d, gathered, 1.0, products[to..].as_mut_ptr(), BLOCK_TOKENS) };
+        let gathered = Gathered { rows: &pointers[..few.min(3 * i + 3)], ahead: &[] };
+        let line = products[3 * i * BLOCK_TOKENS..].as_mut_ptr();
+        unsafe { dots::<V, f32>(some, d, gathered, 1.0, line, BLOCK_TOKENS) };
     }
     let mut norms = 0.0;
     for (i, line) in products.chunks_exact(BLOCK_TOKENS).enumerate() {
