@@ -40,18 +40,18 @@ fn stranger(headers: &HeaderMap, config: &ServerConfig) -> Option<String> {
         Origins::These(these) => these.contains(&origin),
     };
     let of = origin.split_once("://").and_then(|(_, rest)| rest.parse::<Authority>().ok());
+    let named_here = !config.loopback || of.as_ref().is_some_and(|of| is_here(of.host()));
     let own = match headers.get(SITE) {
+        // No page's request, as an extension's.
+        Some(site) if site == "none" => true,
         // What a proxy makes of the host does not matter then.
-        Some(site) => site == "same-origin" || site == "none",
+        Some(site) => site == "same-origin" && named_here,
         None => {
             let host = headers.get(header::HOST).map(text).and_then(|host| host.parse::<Authority>().ok());
-            of.is_some() && of == host
+            of.is_some() && of == host && named_here
         }
     };
-    // What no page asks for, as an extension does not, is no rebound page's.
-    let asked_by_page = headers.get(SITE).is_none_or(|site| site != "none");
-    let named = config.loopback && asked_by_page && !of.is_some_and(|of| is_here(of.host()));
-    (!known && (!own || named)).then_some(origin)
+    (!known && !own).then_some(origin)
 }
 
 /// Whether a host is an address, or a name that stands for the browser's machine everywhere.

@@ -34,13 +34,16 @@ async fn with(
 
 async fn post(address: SocketAddr, prompt: &str, stream: bool) -> TcpStream {
     let body = json!({"prompt": prompt, "stream": stream, "temperature": 0, "max_tokens": 200, "ignore_eos": true});
-    let body = body.to_string();
+    send(address, "Host: x\r\n", &body.to_string()).await
+}
+
+async fn send(address: SocketAddr, headers: &str, body: &str) -> TcpStream {
     let mut socket = TcpStream::connect(address).await.unwrap();
     let head = format!(
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {}\r\n\r\n",
+        "POST /v1/completions HTTP/1.1\r\n{headers}Connection: close\r\nContent-Length: {}\r\n\r\n",
         body.len()
     );
-    socket.write_all((head + &body).as_bytes()).await.unwrap();
+    socket.write_all((head + body).as_bytes()).await.unwrap();
     socket
 }
 
@@ -70,14 +73,9 @@ async fn on_loopback_no_name_but_localhost_makes_a_page_the_servers_own() {
     let (address, _stop, _task) = listen(&server).await;
     let port = address.port();
     for (host, status) in [("127.0.0.1", 200), ("localhost", 200), ("rebound.example", 403)] {
-        let mut socket = TcpStream::connect(address).await.unwrap();
         let body = json!({"prompt": "hi", "max_tokens": 1}).to_string();
-        let head = format!(
-            "POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nOrigin: http://{host}:{port}\r\n\
-             Connection: close\r\nContent-Length: {}\r\n\r\n",
-            body.len()
-        );
-        socket.write_all((head + &body).as_bytes()).await.unwrap();
+        let headers = format!("Host: {host}:{port}\r\nOrigin: http://{host}:{port}\r\n");
+        let mut socket = send(address, &headers, &body).await;
         let mut heard = String::new();
         socket.read_to_string(&mut heard).await.unwrap();
         assert!(heard.starts_with(&format!("HTTP/1.1 {status}")), "{host}: {heard}");
