@@ -20,6 +20,8 @@ const LATEST: f64 = 0.2;
 const LEAST: usize = 4;
 /// Prompt tokens of a step without answers, and how many seconds more may take: so long whoever comes next may wait.
 const ALONE: (usize, f64) = (512, 0.3);
+/// The least of these where they take long, since weights are read once for all of a step, and how many seconds more than the least may take.
+const SLOW: (usize, f64) = (128, 1.0);
 /// After so many steps with prompts one goes without, to see how long rows take by now.
 const PROBE: usize = 32;
 
@@ -54,14 +56,17 @@ impl Pace {
         Some(seconds + row * further)
     }
 
-    /// Prompt tokens of a step that generates none, so many times two: the more, the less is lost between steps, and whether they take
-    /// a little more or less makes no difference.
+    /// Prompt tokens of a step that generates none, so many times two, or so many halves: the more, the less is lost between steps, and
+    /// whether they take a little more or less makes no difference.
     pub fn alone_tokens(&self, most: usize) -> usize {
-        let (usual, seconds) = ALONE;
-        let fits = |tokens: usize| self.prompt.is_some_and(|prompt| tokens as f64 * prompt <= seconds);
+        let ((usual, seconds), (least, longest)) = (ALONE, SLOW);
+        let takes = |tokens: usize| self.prompt.map(|prompt| tokens as f64 * prompt);
         let mut tokens = usual;
-        while tokens < most && fits(2 * tokens) {
+        while tokens < most && takes(2 * tokens).is_some_and(|takes| takes <= seconds) {
             tokens *= 2;
+        }
+        while tokens > least && takes(tokens).is_some_and(|takes| takes > longest) {
+            tokens /= 2;
         }
         tokens.min(most)
     }
@@ -117,12 +122,17 @@ mod tests {
     }
 
     #[test]
-    fn a_prompt_alone_takes_a_third_of_a_second_but_no_fewer_tokens_than_are_worth_it() {
+    fn a_prompt_alone_takes_a_third_of_a_second_or_a_second_but_no_fewer_tokens_than_are_worth_it() {
         let mut pace = Pace::default();
         assert_eq!((pace.alone_tokens(8192), pace.alone_tokens(100)), (512, 100), "nothing is known");
-        // 2 ms a token: 150 in that time.
-        pace.note(0, 512, 1.024);
+        // 1.5 ms a token: 200 in a third of a second, 512 in less than one.
+        pace.note(0, 512, 0.768);
         assert_eq!((pace.alone_tokens(8192), pace.alone_tokens(100)), (512, 100));
+        // A large model on few cores: 6 ms a token, 25 ms, 25 µs again.
+        for (token, tokens) in [(0.006, 128), (0.025, 128), (0.003, 256), (25e-6, 8192)] {
+            (0..100).for_each(|_| pace.note(0, 256, 256.0 * token));
+            assert_eq!(pace.alone_tokens(8192), tokens, "{token} s a token");
+        }
         // 3,000 in that time.
         let mut pace = Pace::default();
         pace.note(0, 512, 0.0512);

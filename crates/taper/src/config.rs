@@ -238,7 +238,12 @@ pub fn model(args: ModelArgs) -> Result<ModelConfig> {
         device,
         threads,
         cache: CacheOptions {
-            bytes: args.kv_memory.as_deref().map(size).transpose().context("--kv-memory")?,
+            bytes: args
+                .kv_memory
+                .as_deref()
+                .map(size)
+                .transpose()
+                .context("--kv-memory (kv_memory, TAPER_KV_MEMORY)")?,
             offload: self::offload(args.kv_offload.as_deref(), args.kv_offload_dir, device)?,
             dtype: kv_dtype,
             prefix: false,
@@ -255,7 +260,7 @@ pub fn model(args: ModelArgs) -> Result<ModelConfig> {
 
 /// Where the cache goes on beyond its memory: on the CPU in a file, else in the host's memory.
 fn offload(bytes: Option<&str>, folder: Option<PathBuf>, device: DeviceChoice) -> Result<Option<Offload>> {
-    let bytes = bytes.map(size).transpose().context("--kv-offload")?;
+    let bytes = bytes.map(size).transpose().context("--kv-offload (kv_offload, TAPER_KV_OFFLOAD)")?;
     Ok(match (bytes, folder, device) {
         (None, None, _) => None,
         (Some(bytes), Some(folder), DeviceChoice::Cpu) => Some(Offload::File { bytes, folder }),

@@ -88,7 +88,10 @@ impl Presets {
         }
         let names: Vec<&str> = self.0.keys().map(String::as_str).collect();
         let hint = nearest(text, &names).map_or(String::new(), |name| format!(", did you mean {name}?"));
-        bail!("no attention preset is called {text:?}{hint}; presets: {}; or give JSON", names.join(", "))
+        bail!(
+            "no attention preset is called {text:?}{hint}; presets: {}; or give JSON, such as {{\"decode\": \"quest\"}}",
+            names.join(", ")
+        )
     }
 
     /// Reads what follows `--attention`: JSON, or a preset's name.

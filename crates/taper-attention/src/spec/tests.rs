@@ -100,6 +100,16 @@ fn every_error_names_its_path_and_what_is_valid() {
              sink, window, top_k, top, pilot_tokens, pilot_share, dense_share, dense_below",
         ),
         (
+            decode(json!({ "method": "quest", "k": 1.0 })),
+            "attention.decode.k",
+            "must be a share of the context below 1, or 1, without a point, for one token; got 1.0",
+        ),
+        (
+            decode(json!({ "method": "vattention", "top_k": 1.0 })),
+            "attention.decode.top_k",
+            "must be a share of the context below 1, or 1, without a point, for one token; got 1.0",
+        ),
+        (
             decode(json!({ "method": "vattention", "rule": "exact" })),
             "attention.decode.rule",
             "must be one of \"chi2\", \"ratio\", \"tight\", \"lemma\", \"denominator\"; got \"exact\"",

@@ -187,7 +187,9 @@ fn fits(bytes: u64, least: u64, free: u64) -> Result<(), LoadError> {
 /// Blocks that fit into so many bytes.
 pub(super) fn fit(bytes: u64, block_bytes: u64) -> Result<usize, LoadError> {
     match usize::try_from(bytes / block_bytes).unwrap_or(usize::MAX) {
-        0 => Err(LoadError::Cache(format!("one block of {BLOCK_TOKENS} tokens takes {block_bytes} bytes"))),
+        0 => Err(LoadError::Cache(format!(
+            "{bytes} bytes (--kv-memory, --kv-offload) hold no block of {BLOCK_TOKENS} tokens, which takes {block_bytes}"
+        ))),
         blocks => Ok(blocks),
     }
 }
@@ -210,7 +212,10 @@ mod tests {
         assert_eq!(on_host(None, &SMALL, Some(4000)).unwrap(), 10);
         assert_eq!(on_host(None, &SMALL, Some(GIB)).unwrap(), 64);
         assert_eq!(on_host(None, &SMALL, None).unwrap(), 4);
-        assert_eq!(said(on_host(Some(99), &SMALL, None)), "the KV cache: one block of 64 tokens takes 100 bytes");
+        assert_eq!(
+            said(on_host(Some(99), &SMALL, None)),
+            "the KV cache: 99 bytes (--kv-memory, --kv-offload) hold no block of 64 tokens, which takes 100"
+        );
     }
 
     #[test]

@@ -49,5 +49,6 @@ fn a_file_that_the_disk_cannot_hold_is_an_error_that_says_where_and_how_large() 
         format!("the KV cache: {}: no file of {} bytes for the KV cache: ", folder.path().display(), 1u64 << 60);
     assert!(error.starts_with(&expected) && error.contains("No space left"), "{error}");
     let error = offloaded(3, 9, folder.path()).err().expect("no block fits").to_string();
-    assert_eq!(error, format!("the KV cache: one block of 64 tokens takes {} bytes", crate::BLOCK_BYTES));
+    let takes = format!("hold no block of 64 tokens, which takes {}", crate::BLOCK_BYTES);
+    assert_eq!(error, format!("the KV cache: 9 bytes (--kv-memory, --kv-offload) {takes}"));
 }
