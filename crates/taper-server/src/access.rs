@@ -2,9 +2,11 @@
 
 use crate::app::App;
 use crate::error;
+use crate::holding::holding;
 use crate::keys::KeyName;
 use crate::request_id::RequestId;
 use crate::spans::PROBES;
+use axum::body::HttpBody;
 use axum::extract::{MatchedPath, Request, State};
 use axum::http::Method;
 use axum::middleware::Next;
@@ -12,13 +14,13 @@ use axum::response::Response;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// The status of a request whose client left before there was an answer, by nginx's custom.
+/// The status of a request whose client left before it had the whole answer, by nginx's custom.
 const LEFT: u16 = 499;
 
 /// The most characters of a path in the log.
 const PATH_MAX: usize = 300;
 
-/// Writes the line once the answer begins: how a stream ends is the engine's to say.
+/// Writes the line once the answer was sent, or nobody waits for more of it.
 pub(crate) async fn around(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
     let route = request.extensions().get::<MatchedPath>().map(|route| route.as_str().to_owned());
     let method = match *request.method() {
@@ -29,13 +31,20 @@ pub(crate) async fn around(State(app): State<Arc<App>>, mut request: Request, ne
         // Clients may make names of methods up.
         _ => "other",
     };
+    let bare = *request.method() == Method::HEAD;
     let path = request.uri().path().to_owned();
     let key = KeyName::default();
     request.extensions_mut().insert(key.clone());
     let mut line = Line { app, method, route, path, id: request.extensions().get().cloned(), key, status: LEFT };
     let response = next.run(request).await;
-    line.status = response.status().as_u16();
-    response
+    let status = response.status().as_u16();
+    if bare || response.body().is_end_stream() {
+        line.status = status;
+        return response;
+    }
+    holding(response, Some((line, status)), |held| {
+        held.take().into_iter().for_each(|(mut line, status)| line.status = status);
+    })
 }
 
 struct Line {
@@ -51,6 +60,8 @@ struct Line {
 impl Drop for Line {
     fn drop(&mut self) {
         let Self { app, method, route, path, id, key, status } = self;
+        // Where an error ended a stream its status was not the one at the head.
+        *status = id.as_ref().and_then(|id| id.failed.status()).unwrap_or(*status);
         app.metrics.answered(route.as_deref().unwrap_or("none"), method, *status);
         if route.as_deref().is_some_and(|route| PROBES.contains(&route)) {
             return;

@@ -113,7 +113,7 @@ impl Call {
         let events = self.submit(app, &asked)?;
         let head = Head { kind: self.kind, id: asked.id, created: unix_now(), model: app.model_name().into() };
         let mut response = if self.common.stream {
-            stream::answer(app, self, head, events).await?
+            stream::answer(app, self, head, asked.failed, events).await?
         } else {
             whole(app, &self, &head, events).await?.into_response()
         };
@@ -150,7 +150,7 @@ impl Call {
         self.check_tokens(app)?;
         self.check_trace()?;
         self.check_echo()?;
-        let RequestId { id, came, shares } = asked;
+        let RequestId { id, came, shares, .. } = asked;
         let salt = salt(shares.as_deref(), self.common.salt.as_deref());
         let deadline = self.common.timeout.and_then(|timeout| came.checked_add(timeout));
         // Answers are compared by their tokens' probabilities.

@@ -46,8 +46,7 @@ pub(crate) fn read(fields: &mut Fields<'_>, config: &ServerConfig) -> Result<(At
     match AttentionSpec::resolve(&base, &wire, &config.artifacts) {
         Ok(spec) => Ok((spec, knobs.ignored)),
         Err(error) => {
-            let origin = knobs.origin.iter().find(|(path, _)| *path == error.path);
-            let path = origin.map_or(error.path, |(_, key)| format!("vllm_xargs.{key}"));
+            let path = knobs.key(&error.path).map_or(error.path, |key| format!("vllm_xargs.{key}"));
             let message = format!("{path}: {}", error.message);
             Err(ApiError::invalid(path, message))
         }
@@ -103,7 +102,7 @@ impl Knobs {
                 "gamma" => put(&mut self.gamma, value, &path)?,
                 "preset" if value.is_string() => put(&mut self.attention, value, &path)?,
                 _ => {
-                    let place = place(name).ok_or_else(|| {
+                    let place = place(name).filter(|_| slip(name).is_none()).ok_or_else(|| {
                         let hint = meant(name).map_or(String::new(), |meant| format!(", did you mean {meant}?"));
                         ApiError::invalid(&path, format!("unknown key `{key}`{hint}; known: {KEYS}"))
                     })?;
@@ -116,6 +115,18 @@ impl Knobs {
             self.origin.push((path.to_string(), key.clone()));
         }
         Ok(())
+    }
+
+    /// The key of `vllm_xargs` that says what is at a path, or has to where others speak of the same method.
+    fn key(&self, path: &str) -> Option<String> {
+        if let Some((_, key)) = self.origin.iter().find(|(from, _)| from == path) {
+            return Some(key.clone());
+        }
+        let phase = path.strip_prefix("attention.")?.strip_suffix(".method")?;
+        let beside = format!("attention.{phase}.");
+        let missing = self.attention.as_ref()?.pointer(&format!("/{phase}/method")).is_none();
+        let here = missing && self.origin.iter().any(|(from, _)| from.starts_with(&beside));
+        here.then(|| format!("attention_{phase}_method"))
     }
 
     /// Sets a field inside the `attention` object, which is made if the request has none.
@@ -148,7 +159,7 @@ const KEYS: &str = "attention_preset, attention_epsilon, attention_delta, attent
 
 /// The keys of `vllm_xargs` that an unknown one most likely means.
 fn meant(key: &str) -> Option<&'static str> {
-    Some(match near_miss(key)? {
+    Some(match near_miss(key).or_else(|| slip(key))? {
         "epsilon" => "`attention_epsilon`",
         "delta" => "`attention_delta`",
         "gamma" => "`attention_gamma`",
@@ -160,6 +171,17 @@ fn meant(key: &str) -> Option<&'static str> {
         // The bag holds scalars, so the whole object has no key in it.
         _ => "`attention_prefill_method` or `attention_decode_method`",
     })
+}
+
+/// The method whose name's place it is but for a slip; names of parameters are for the method to look at.
+fn slip(name: &str) -> Option<&'static str> {
+    let (phase, field) = name.split_once('_')?;
+    let near = field != "method" && nearest(field, &["method"]).is_some();
+    match phase {
+        "prefill" if near => Some("attention.prefill.method"),
+        "decode" if near => Some("attention.decode.method"),
+        _ => None,
+    }
 }
 
 /// Where `prefill_method` and the like belong in the `attention` object.
@@ -246,6 +268,7 @@ mod tests {
             ("prefill_method", "`attention_prefill_method`"),
             ("decode", "`attention_decode_method`"),
             ("decodeMethod", "`attention_decode_method`"),
+            ("decode_metho", "`attention_decode_method`"),
             ("attention", "`attention_prefill_method` or `attention_decode_method`"),
             ("attn_method", "`attention_prefill_method` or `attention_decode_method`"),
         ] {
@@ -264,9 +287,35 @@ mod tests {
             refused(None, json!({"attention_epsilonn": 0.1})).param.as_deref(),
             Some("vllm_xargs.attention_epsilonn")
         );
+        for (key, meant) in [
+            ("attention_decode_metho", "attention_decode_method"),
+            ("attention_decode_Method", "attention_decode_method"),
+            ("attention_prefill_mehtod", "attention_prefill_method"),
+        ] {
+            let e = refused(None, json!({key: "quest"}));
+            assert_eq!(e.message, format!("unknown key `{key}`, did you mean `{meant}`?; known: {KEYS}"));
+            assert_eq!(e.param, Some(format!("vllm_xargs.{key}")));
+        }
         let e = refused(Some(json!({"decode": {"method": "dense"}})), json!({"attention_decode_method": "vattention"}));
         assert!(e.message.contains("keep one"), "{e}");
         assert!(refused(None, json!({"attention_gamma": [1]})).message.contains("not an array"));
+    }
+
+    #[test]
+    fn what_is_missing_or_wrong_has_its_key() {
+        let k = knobs(None, json!({"attention_decode_k": 3, "attention_epsilon": 0.1})).unwrap();
+        for (path, key) in [
+            ("attention.decode.k", Some("attention_decode_k")),
+            ("attention.decode.method", Some("attention_decode_method")),
+            ("epsilon", Some("attention_epsilon")),
+            ("attention.prefill.method", None),
+            ("delta", None),
+        ] {
+            assert_eq!(k.key(path).as_deref(), key, "{path}");
+        }
+        // Said elsewhere, it is wrong there.
+        let k = knobs(Some(json!({"decode": "quest"})), json!({"attention_decode_k": 3})).unwrap();
+        assert_eq!(k.key("attention.decode.method"), None);
     }
 
     /// What only the server's default says of a question is none of a plain prompt's; what the request says must be whole.

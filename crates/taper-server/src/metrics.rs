@@ -246,7 +246,7 @@ impl Metrics {
             ended,
             requests: make.counters(
                 "http_requests_total",
-                "Requests by path, method and kind of status; that of a client that left before its answer began is 4xx.",
+                "Requests by path, method and kind of status; that of a client that left before it had its answer is 4xx, and of a stream that an error ended the error's.",
                 &["handler", "method", "status"],
             )?,
             first_token: make.histogram("vllm:time_to_first_token_seconds", "Time to the first token.", &LONG)?,

@@ -1,11 +1,12 @@
 //! `X-Request-Id`: the client's name for its request, or one made here; in the answer's header and id, and in the log. What else is
 //! known of a request before its body is read goes with it.
 
+use crate::error::ApiError;
 use axum::extract::Request;
 use axum::http::{HeaderName, HeaderValue};
 use axum::middleware::Next;
 use axum::response::Response;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 pub(crate) const HEADER: HeaderName = HeaderName::from_static("x-request-id");
@@ -22,6 +23,24 @@ pub(crate) struct RequestId {
     pub(crate) came: Instant,
     /// Whose prompts it may share what they begin with, where there are keys.
     pub(crate) shares: Option<Arc<str>>,
+    /// What became of its stream.
+    pub(crate) failed: Failed,
+}
+
+/// The status of the error that ended a stream, whose head had said another one, if one did.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Failed(Arc<OnceLock<u16>>);
+
+impl Failed {
+    /// Says so.
+    pub(crate) fn by(&self, error: &ApiError) {
+        let _ = self.0.set(error.status);
+    }
+
+    /// That status.
+    pub(crate) fn status(&self) -> Option<u16> {
+        self.0.get().copied()
+    }
 }
 
 impl RequestId {
@@ -34,7 +53,12 @@ impl RequestId {
 /// Gives every request its name, and every answer the same in its header.
 pub(crate) async fn name(mut request: Request, next: Next) -> Response {
     let id = request.headers().get(HEADER).and_then(accept).unwrap_or_else(make);
-    request.extensions_mut().insert(RequestId { id: id.clone(), came: Instant::now(), shares: None });
+    request.extensions_mut().insert(RequestId {
+        id: id.clone(),
+        came: Instant::now(),
+        shares: None,
+        failed: Failed::default(),
+    });
     let mut response = next.run(request).await;
     if let Ok(value) = HeaderValue::from_str(&id) {
         response.headers_mut().insert(HEADER, value);

@@ -3,7 +3,8 @@
 use crate::answer::{Call, Head, Kind, Merged, Total, cut_off, echoed, finish, logprobs, silent};
 use crate::app::App;
 use crate::error::ApiError;
-use crate::tools::{Calls, Told};
+use crate::request_id::Failed;
+use crate::tools::{Calls, Told, Tools};
 use axum::http::{HeaderName, HeaderValue};
 use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
@@ -18,9 +19,15 @@ use taper_engine::{Delta, Event, Scored};
 const UNBUFFERED: HeaderName = HeaderName::from_static("x-accel-buffering");
 
 /// Answers with a stream.
-pub(crate) async fn answer(app: &Arc<App>, call: Call, head: Head, mut events: Merged) -> Result<Response, ApiError> {
+pub(crate) async fn answer(
+    app: &Arc<App>,
+    call: Call,
+    head: Head,
+    failed: Failed,
+    mut events: Merged,
+) -> Result<Response, ApiError> {
     let first = first(&mut events, &call, app.config.keep_alive).await?;
-    let chunks = Chunks { app: Arc::clone(app), call, head };
+    let chunks = Chunks { app: Arc::clone(app), call, head, failed };
     Ok(respond(app, chunks.stream(first, events)))
 }
 
@@ -65,6 +72,7 @@ struct Chunks {
     app: Arc<App>,
     call: Call,
     head: Head,
+    failed: Failed,
 }
 
 impl Chunks {
@@ -105,6 +113,7 @@ impl Chunks {
                 }
             };
             if let Some(error) = failure {
+                self.failed.by(&error);
                 yield data(&error.body());
             } else if self.call.common.include_usage {
                 let mut chunk = self.head.object(true, Vec::new());
@@ -121,7 +130,7 @@ impl Chunks {
         for (prompt, p) in self.call.prompts.iter().enumerate() {
             for choice in 0..self.call.common.choices {
                 let mut object = match (self.call.kind, &p.echo) {
-                    (Kind::Chat, _) => json!({"delta": {"role": "assistant", "content": ""}}),
+                    (Kind::Chat, _) => json!({"delta": {"role": "assistant", "content": self.blank()}}),
                     // It comes with its log probabilities, once they are known.
                     (Kind::Text | Kind::Embedding, Some(_)) if self.call.logprobs.is_some() => continue,
                     (Kind::Text | Kind::Embedding, Some(echo)) => json!({"text": echo}),
@@ -134,6 +143,11 @@ impl Chunks {
             }
         }
         chunks
+    }
+
+    /// A chat's content where there is none: null, if it is to be calls alone.
+    fn blank(&self) -> Option<&'static str> {
+        (!self.call.tools.as_ref().is_some_and(Tools::forced)).then_some("")
     }
 
     /// The echoed prompt of each choice, with its log probabilities.
@@ -178,7 +192,7 @@ impl Chunks {
         }
         if deltas.is_empty() && logprobs.is_some() {
             // Tokens of what is not certain yet.
-            deltas.push(json!({"content": ""}));
+            deltas.push(json!({"content": self.blank()}));
         }
         let mut logprobs = logprobs;
         let chunk = |delta| make(json!({"delta": delta}), logprobs.take(), None);

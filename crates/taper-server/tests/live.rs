@@ -5,6 +5,7 @@ mod support;
 use serde_json::json;
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use support::{Server, server, wait};
 use taper_server::{ServerConfig, serve};
@@ -12,6 +13,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
+use tracing::field::{Field, Visit};
+use tracing::{Event, Metadata, Subscriber, span};
 
 async fn listen(server: &Server) -> (SocketAddr, oneshot::Sender<()>, JoinHandle<std::io::Result<()>>) {
     with(server, ServerConfig::default()).await
@@ -126,4 +129,89 @@ async fn clients_that_send_nothing_more_are_let_go() {
     let read = tokio::time::timeout(Duration::from_secs(5), socket.read_to_string(&mut heard));
     let _ = read.await.expect("half a body holds its connection");
     assert!(heard.starts_with("HTTP/1.1 408") && heard.contains("did not come within 0.2 seconds"), "{heard}");
+}
+
+/// The lines of the log that say how requests ended: their fields as text.
+#[derive(Clone, Default)]
+struct Lines(Arc<Mutex<Vec<Line>>>);
+
+type Line = std::collections::BTreeMap<&'static str, String>;
+
+/// Collects a line's fields.
+struct Fields<'a>(&'a mut Line);
+
+impl Lines {
+    /// Of the request of that id.
+    fn of(&self, id: &str) -> Option<Line> {
+        let mut lines = self.0.lock().unwrap().clone();
+        lines.retain(|line| line["id"] == format!("{id:?}"));
+        assert!(lines.len() <= 1, "{lines:?}");
+        lines.pop()
+    }
+}
+
+impl Visit for Fields<'_> {
+    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+        self.0.insert(field.name(), format!("{value:?}"));
+    }
+}
+
+impl Subscriber for Lines {
+    fn enabled(&self, about: &Metadata<'_>) -> bool {
+        about.target() == "taper_server::access"
+    }
+
+    fn event(&self, event: &Event<'_>) {
+        let mut line = Line::new();
+        event.record(&mut Fields(&mut line));
+        self.0.lock().unwrap().push(line);
+    }
+
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+
+    fn enter(&self, _: &span::Id) {}
+
+    fn exit(&self, _: &span::Id) {}
+}
+
+#[tokio::test]
+async fn a_line_says_how_an_answer_ended_and_when() {
+    let lines = Lines::default();
+    tracing::subscriber::set_global_default(lines.clone()).unwrap();
+    let server = server("abc");
+    let (address, _stop, _task) = listen(&server).await;
+    let cases = [
+        (false, 12, 9.0, false, "200"),
+        (true, 12, 9.0, false, "200"),
+        (true, 200, 0.3, false, "504"),
+        (false, 200, 0.3, false, "504"),
+        (true, 200, 9.0, true, "499"),
+        (false, 200, 9.0, true, "499"),
+    ];
+    for (case, (stream, most, timeout, leaves, status)) in cases.into_iter().enumerate() {
+        let id = format!("case-{case}");
+        let body =
+            json!({"prompt": "SLOW", "max_tokens": most, "ignore_eos": true, "stream": stream, "timeout": timeout});
+        let before = server.probe.steps.load(Ordering::SeqCst);
+        let mut socket = send(address, &format!("Host: x\r\nX-Request-Id: {id}\r\n"), &body.to_string()).await;
+        // They take 20 ms each.
+        wait("some steps", || server.probe.steps.load(Ordering::SeqCst) >= before + 5).await;
+        assert_eq!(lines.of(&id), None, "an answer that goes on has no line");
+        if leaves {
+            drop(socket);
+        } else {
+            socket.read_to_string(&mut String::new()).await.unwrap();
+        }
+        wait("a line", || lines.of(&id).is_some()).await;
+        let line = lines.of(&id).unwrap();
+        let seconds: f64 = line["seconds"].parse().unwrap();
+        assert_eq!((line["status"].as_str(), line["path"].as_str()), (status, "\"/v1/completions\""), "{line:?}");
+        assert!((0.08..5.0).contains(&seconds), "{stream} {line:?}");
+    }
 }

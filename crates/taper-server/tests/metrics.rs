@@ -100,8 +100,16 @@ async fn a_client_that_leaves_is_counted_and_the_cache_is_seen_in_use() {
     let late = server.complete(json!({"prompt": "SLOW", "max_tokens": 300, "timeout": 0.2})).await;
     assert_eq!(late.status, StatusCode::GATEWAY_TIMEOUT, "{}", late.text);
     wait("it is let go of", || server.engine.load().running == 0).await;
+    let stream = json!({"prompt": "SLOW", "max_tokens": 300, "timeout": 0.2, "stream": true});
+    assert_eq!(server.complete(stream).await.status, StatusCode::OK, "at its head");
+    wait("it is let go of", || server.engine.load().running == 0).await;
     let now = seen().await;
-    assert_eq!(now["vllm:request_success_total{finished_reason=\"abort\"}"], 2.0);
+    let requests = |status: &str| {
+        let name = format!("http_requests_total{{handler=\"/v1/completions\",method=\"POST\",status=\"{status}\"}}");
+        now.get(&name).copied()
+    };
+    assert_eq!((requests("2xx"), requests("4xx"), requests("5xx")), (None, Some(1.0), Some(2.0)));
+    assert_eq!(now["vllm:request_success_total{finished_reason=\"abort\"}"], 3.0);
     assert_eq!(now["vllm:request_success_total{finished_reason=\"error\"}"], 0.0);
     assert_eq!(now["vllm:kv_cache_usage_perc{}"], 0.0);
 }

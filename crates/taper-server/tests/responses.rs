@@ -252,6 +252,31 @@ async fn text_and_tools_are_held_to_schemas() {
 }
 
 #[tokio::test]
+async fn a_call_that_is_asked_for_and_cut_short_is_no_message() {
+    let server = roomy(CALLS);
+    let tools = json!([{"type": "function", "name": "get_weather", "parameters": {"type": "object"}}]);
+    let forced = |most: usize| json!({"tools": tools, "tool_choice": "required", "max_output_tokens": most});
+    let none = asked(&server, forced(8)).await;
+    assert_eq!((&none["output"], &none["status"]), (&json!([]), &json!("incomplete")), "{none}");
+    let mut stream = forced(8);
+    stream["stream"] = json!(true);
+    let events = events(&ask(&server, stream).await);
+    assert!(events.iter().all(|event| event.get("delta").is_none()), "{events:?}");
+    // A call that is whole is complete, whatever was to follow.
+    let one = "<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {}}\n</tool_call>";
+    let server = roomy(&format!("{one}\n{one}"));
+    for (most, status) in [(one.len() - 14, "incomplete"), (one.len() + 20, "completed")] {
+        let cut = asked(&server, forced(most)).await;
+        let output = cut["output"].as_array().unwrap();
+        assert_eq!(
+            (output.len(), &output[0]["status"], &cut["status"]),
+            (1, &json!(status), &json!("incomplete")),
+            "{cut}"
+        );
+    }
+}
+
+#[tokio::test]
 async fn what_cannot_be_is_refused_in_this_requests_words() {
     let server = server("x");
     for (extra, param) in [

@@ -129,3 +129,36 @@ async fn what_cannot_be_is_refused_with_its_path() {
     let (message, _) = server.complete(json!({"prompt": "a", "guided_json": {}})).await.error();
     assert!(message.contains("structured_outputs"), "{message}");
 }
+
+/// Some models write nothing but line ends where they may; JSON is as readable with one at a time.
+#[tokio::test]
+async fn white_space_between_parts_of_json_has_a_bound() {
+    let schema = json!({"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}, "b": {"type": "array",
+        "items": {"enum": [1, 2]}, "maxItems": 2}}, "required": ["a"], "additionalProperties": false});
+    let format = json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}});
+    let ask = async |script: &str, extra: Value| content(&server(script), extra).await;
+    let ways = [
+        json!({"response_format": format}),
+        json!({"response_format": {"type": "json_object", "schema": schema}}),
+        json!({"structured_outputs": {"json": schema}}),
+    ];
+    for way in &ways {
+        let mut extra = way.clone();
+        extra["temperature"] = json!(0);
+        for script in ["{\"a\":1}", "{\"a\": 1, \"b\": [2]}", "{\n  \"a\": 1,\n  \"b\": [\n\t\t1,\r\n    2\n  ]\n}"] {
+            assert_eq!(ask(script, extra.clone()).await, script, "{way}");
+        }
+        for (token, run) in [("10", "\n\n"), ("32", &" ".repeat(2)[..])] {
+            extra["logit_bias"] = json!({token: 50});
+            let text = ask("{\"a\": 1}", extra.clone()).await;
+            let value: Value = serde_json::from_str(&text).expect("JSON");
+            assert!(value["a"].is_i64() && text.contains(&run[..1]) && !text.contains(run), "{way} {text:?}");
+        }
+    }
+    // Any JSON at all, and what a schema says itself.
+    let any = json!({"structured_outputs": {"json": true}, "temperature": 0, "logit_bias": {"10": 50}});
+    assert_eq!(ask("[1]", any).await, "[\n]");
+    let own = json!({"json": schema, "whitespace_pattern": "\\n{1,3}"});
+    let own = json!({"structured_outputs": own, "temperature": 0, "logit_bias": {"10": 50}});
+    assert!(ask("{\"a\":1}", own).await.contains("\n\n\n"));
+}

@@ -165,6 +165,41 @@ async fn a_call_that_is_asked_for_comes_and_fits_its_schema() {
     }
 }
 
+/// Cut short wherever it is, an answer that is to be a call is never text.
+#[tokio::test]
+async fn a_call_that_is_asked_for_and_cut_short_is_no_text() {
+    let named = json!({"type": "function", "function": {"name": "get_weather"}});
+    let script = "<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": \"Rome\", \"days\": 3}}\n</tool_call>\n\
+                  <tool_call>\n{\"name\": \"get_time\", \"arguments\": {}}\n</tool_call>";
+    let server = server(script);
+    for wish in [json!("required"), named] {
+        for most in [1, 8, 20, 40, 66, 76, 85, 110] {
+            let extra = json!({"tool_choice": wish, "max_tokens": most, "logprobs": true});
+            let cut = choice(&server, extra.clone()).await;
+            let message = &cut["message"];
+            let ended = most == 110 && wish != "required";
+            let reason = json!(if ended { "tool_calls" } else { "length" });
+            assert_eq!((&message["content"], &cut["finish_reason"]), (&Value::Null, &reason), "{most}: {cut}");
+            let mut streamed = extra;
+            streamed["stream"] = json!(true);
+            let events = server.chat(chat(streamed)).await.events();
+            let texts = events.iter().filter_map(|event| event.pointer("/choices/0/delta/content"));
+            assert!(texts.clone().all(Value::is_null) && texts.count() > 0, "{most}: {events:?}");
+            let (_, told, ended) = joined(&events);
+            let told: Vec<Value> =
+                told.into_iter().map(|(_, name, arguments)| json!({"name": name, "arguments": arguments})).collect();
+            let whole = message["tool_calls"].as_array().into_iter().flatten().map(|call| call["function"].clone());
+            assert_eq!((told, ended), (whole.collect(), reason), "{most}");
+        }
+    }
+    // Where the model chose to make it, it may be text still, but not after a call.
+    let auto = choice(&server, json!({"max_tokens": 8})).await;
+    assert_eq!(auto["message"]["content"], "<tool_ca", "{auto}");
+    let auto = choice(&server, json!({"max_tokens": 110})).await;
+    assert_eq!((&auto["message"]["content"], &auto["finish_reason"]), (&Value::Null, &json!("length")), "{auto}");
+    assert_eq!(auto["message"]["tool_calls"].as_array().map(Vec::len), Some(1), "{auto}");
+}
+
 #[tokio::test]
 async fn beside_tools_an_answer_can_be_held_to_a_schema() {
     let server = server("~~~~ no");

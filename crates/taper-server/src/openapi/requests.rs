@@ -424,6 +424,7 @@ pub(crate) struct StructuredOutputs {
     grammar: Option<String>,
     /// Whether JSON has no spaces between its parts.
     disable_any_whitespace: Option<bool>,
-    /// A regular expression of the spaces between its parts.
+    /// A regular expression of the spaces between its parts; otherwise there is at most one space, or a line's end and 20 spaces or
+    /// tabs.
     whitespace_pattern: Option<String>,
 }

@@ -3,6 +3,7 @@
 use crate::answer::{Call, Kind, logprobs, unix_now, usage};
 use crate::app::App;
 use crate::error::ApiError;
+use crate::request_id::{Failed, RequestId};
 use crate::tools::{Calls, Told};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
@@ -12,6 +13,7 @@ use taper_engine::{Delta, Finish, TokenRecord, Usage};
 pub(super) struct Builder {
     app: Arc<App>,
     id: String,
+    failed: Failed,
     created: u64,
     /// Whether log probabilities are wanted.
     logprobs: bool,
@@ -28,12 +30,13 @@ pub(super) struct Builder {
 }
 
 impl Builder {
-    pub(super) fn new(app: &Arc<App>, id: String, echo: Map<String, Value>, call: &Call) -> Self {
+    pub(super) fn new(app: &Arc<App>, asked: RequestId, echo: Map<String, Value>, call: &Call) -> Self {
         let (output, open, finish) = (Vec::new(), None, None);
         let (calls, logprobs) = (call.calls(app.engine.text()), call.logprobs.is_some());
         Self {
             app: Arc::clone(app),
-            id,
+            id: asked.id,
+            failed: asked.failed,
             created: unix_now(),
             logprobs,
             tokens: Vec::new(),
@@ -209,12 +212,17 @@ impl Builder {
         let cut = self.finish == Some(Finish::Length);
         let status = if cut { "incomplete" } else { "completed" };
         let mut events = Vec::new();
-        if self.open.is_none() && self.output.is_empty() {
+        if self.open.is_none() && self.output.is_empty() && !self.calls.as_ref().is_some_and(Calls::forced) {
             events.extend(self.message());
         }
-        // A stop string may have cut a call short.
+        // A call may be whole where the answer is not, and a stop string may have cut it short.
         let whole = self.calls.as_ref().is_none_or(Calls::whole);
-        events.extend(self.close(if whole { status } else { "incomplete" }));
+        let call = self.open.as_ref().is_some_and(|open| open["type"] == "function_call");
+        events.extend(self.close(match (call, whole) {
+            (true, true) => "completed",
+            (true, false) => "incomplete",
+            (false, _) => status,
+        }));
         let mut response = self.response(status);
         if cut {
             response["incomplete_details"] = json!({"reason": "max_output_tokens"});
@@ -234,6 +242,7 @@ impl Builder {
 
     /// The end of one that failed after it had begun.
     pub(super) fn failed(&mut self, error: &ApiError) -> Vec<Value> {
+        self.failed.by(error);
         let mut response = self.response("failed");
         let code = match error.status {
             400..500 => "invalid_prompt",

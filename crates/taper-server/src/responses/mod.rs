@@ -26,7 +26,7 @@ impl Asked {
         let asked = asked.named("resp_");
         let headers = self.call.headers(&asked.id);
         let events = self.call.submit(app, &asked).map_err(request::renamed)?;
-        let builder = Builder::new(app, asked.id, self.echo, &self.call);
+        let builder = Builder::new(app, asked, self.echo, &self.call);
         let mut response = match self.call.common.stream {
             true => streamed(app, self.call, builder, events).await?,
             false => whole(&self.call, builder, events).await?.into_response(),

@@ -11,6 +11,7 @@ use parser::{Parser, Said};
 use crate::app::App;
 use crate::error::ApiError;
 use crate::fields::{Fields, brief};
+use crate::structured::with_few_spaces;
 use rand::Rng;
 use rand::distr::Alphanumeric;
 use serde_json::{Map, Value, json};
@@ -107,6 +108,11 @@ impl Tools {
         })
     }
 
+    /// Whether the answer is calls and nothing else.
+    pub(crate) fn forced(&self) -> bool {
+        self.wish != Wish::Auto
+    }
+
     /// What the chat template reads.
     pub(crate) fn for_template(&self) -> Value {
         Value::Array(self.raw.clone())
@@ -116,7 +122,8 @@ impl Tools {
     pub(crate) fn calls_in(&self, format: CallFormat) -> Calls {
         let known = self.raw.iter().filter_map(|tool| tool.pointer("/function/name")?.as_str().map(String::from));
         let only = self.some.then(|| self.functions.iter().map(|function| function.name.clone()).collect());
-        let parser = Parser::new(format, known.collect(), only, if self.parallel { usize::MAX } else { 1 });
+        let most = if self.parallel { usize::MAX } else { 1 };
+        let parser = Parser::new(format, known.collect(), only, most, self.forced());
         Calls { format, parser, text: String::new(), calls: Vec::new() }
     }
 
@@ -165,7 +172,7 @@ impl Tools {
             let close = if format == CallFormat::MistralNamed { "" } else { "\"}\"" };
             rules.push_str(&format!(
                 "call{index}: {open} args{index} {close}\nargs{index}: {}\n",
-                json_rule(parameters)
+                json_rule(&with_few_spaces(parameters))
             ));
             alternatives.push(format!("call{index}"));
         }
@@ -269,7 +276,8 @@ impl Calls {
 
     /// The whole message.
     pub(crate) fn message(&self) -> Value {
-        let content = if self.text.is_empty() && !self.calls.is_empty() { Value::Null } else { json!(self.text) };
+        let none = self.text.is_empty() && (self.forced() || !self.calls.is_empty());
+        let content = if none { Value::Null } else { json!(self.text) };
         let mut message = json!({"role": "assistant", "content": content});
         if !self.calls.is_empty() {
             let calls = self.calls.iter().map(|Call { id, name, arguments }| {
@@ -285,6 +293,11 @@ impl Calls {
         if !self.calls.is_empty() && self.whole() && choice["finish_reason"] == "stop" {
             choice["finish_reason"] = json!("tool_calls");
         }
+    }
+
+    /// Whether there is nothing but calls, be it that none came.
+    pub(crate) fn forced(&self) -> bool {
+        self.parser.forced
     }
 
     /// Whether the last call came to its end: a stop string may have cut it short.

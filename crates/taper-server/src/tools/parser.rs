@@ -24,6 +24,8 @@ pub(crate) struct Parser {
     names: Vec<String>,
     /// Functions that alone may be called, if not all of them: other calls are dropped.
     only: Option<Vec<String>>,
+    /// Whether the answer is calls and nothing else: what is none is dropped.
+    pub(super) forced: bool,
     /// Whether the latest call is one of those.
     skips: bool,
     /// Calls that may still begin; what more there are is dropped.
@@ -53,11 +55,18 @@ enum State {
 
 impl Parser {
     /// `most` calls are told of.
-    pub(super) fn new(format: CallFormat, names: Vec<String>, only: Option<Vec<String>>, most: usize) -> Self {
+    pub(super) fn new(
+        format: CallFormat,
+        names: Vec<String>,
+        only: Option<Vec<String>>,
+        most: usize,
+        forced: bool,
+    ) -> Self {
         Self {
             format,
             names,
             only,
+            forced,
             skips: false,
             left: most,
             calls: 0,
@@ -76,10 +85,12 @@ impl Parser {
         said
     }
 
-    /// The rest at the answer's end: what looked like the beginning of a call and is none is text.
+    /// The rest at the answer's end: what looked like the beginning of a call and is none is text, except right after a call, to
+    /// which another one was about to be added.
     pub(crate) fn finish(&mut self) -> Vec<Said> {
         let mut said = Vec::new();
         let begun = match &self.state {
+            _ if self.called => true,
             State::Object { told, .. } => *told,
             State::Arguments { .. } => true,
             State::Between { .. } => CLOSE.starts_with(self.held.trim()),
@@ -102,7 +113,7 @@ impl Parser {
 
     /// Passes text on; white space after a call is nothing to read.
     fn text(&mut self, text: String, said: &mut Vec<Said>) {
-        if text.is_empty() || self.called && text.trim().is_empty() {
+        if self.forced || text.is_empty() || self.called && text.trim().is_empty() {
             return;
         }
         self.called = false;

@@ -18,11 +18,15 @@ fn joined(said: Vec<Said>) -> Vec<String> {
 }
 
 fn parse(format: CallFormat, pieces: &[&str]) -> Vec<String> {
-    let mut parser = Parser::new(format, vec!["f".into(), "g".into()], None, usize::MAX);
+    joined(said(format, pieces, false))
+}
+
+fn said(format: CallFormat, pieces: &[&str], forced: bool) -> Vec<Said> {
+    let mut parser = Parser::new(format, vec!["f".into(), "g".into()], None, usize::MAX, forced);
     let mut said: Vec<Said> = pieces.iter().flat_map(|piece| parser.push(piece)).collect();
     said.extend(parser.finish());
     assert!(said.iter().all(|s| !matches!(s, Said::Text(text) | Said::Arguments(text) if text.is_empty())));
-    joined(said)
+    said
 }
 
 /// Answers, by format, and what they say.
@@ -103,7 +107,7 @@ fn calls_are_found_in_every_format() {
 
 #[test]
 fn arguments_stream_as_they_come() {
-    let mut parser = Parser::new(CallFormat::Tagged, vec!["f".into()], None, 1);
+    let mut parser = Parser::new(CallFormat::Tagged, vec!["f".into()], None, 1, false);
     assert_eq!(parser.push("<tool_call>\n{\"name\": \"f\", \"argu"), []);
     assert_eq!(parser.push("ments\": {\"x"), [Said::Call { name: "f".into() }, Said::Arguments("{\"x".into())]);
     assert_eq!(parser.push("\": 1"), [Said::Arguments("\": 1".into())]);
@@ -141,7 +145,7 @@ proptest! {
         let whole = parse(format, &[&text]);
         let pieces: Vec<&str> = parts.clone();
         prop_assert_eq!(&parse(format, &pieces), &whole);
-        let mark = Parser::new(format, Vec::new(), None, 1).mark();
+        let mark = Parser::new(format, Vec::new(), None, 1, false).mark();
         let bare = format == CallFormat::Llama && text.trim_start().starts_with('{');
         if !text.contains(mark) && !bare {
             prop_assert_eq!(whole.concat(), text);
@@ -173,7 +177,7 @@ fn calls_of_functions_that_are_not_allowed_are_dropped() {
             (Some(vec!["f".to_string()]), 1, &["f"]),
         ] {
             for step in [1, 7, text.len()] {
-                let mut parser = Parser::new(format, names(), only.clone(), most);
+                let mut parser = Parser::new(format, names(), only.clone(), most, false);
                 let mut said = Vec::new();
                 for piece in text.as_bytes().chunks(step) {
                     said.extend(parser.push(std::str::from_utf8(piece).unwrap()));
@@ -192,7 +196,7 @@ fn calls_of_functions_that_are_not_allowed_are_dropped() {
 
 #[test]
 fn an_end_within_a_call_is_known() {
-    let mut parser = Parser::new(CallFormat::Tagged, vec!["f".into()], None, usize::MAX);
+    let mut parser = Parser::new(CallFormat::Tagged, vec!["f".into()], None, usize::MAX, false);
     for (text, within) in [
         ("<tool_call>{\"name\": \"f\",", false),
         (" \"arguments\": {\"x\"", true),
@@ -202,5 +206,40 @@ fn an_end_within_a_call_is_known() {
     ] {
         parser.push(text);
         assert_eq!(parser.within(), within, "{text}");
+    }
+}
+
+/// Wherever an answer is cut: with calls that were asked for nothing is text, and otherwise nothing after the first one.
+#[test]
+fn an_unfinished_call_is_no_text_where_it_can_be_nothing_else() {
+    for (format, first, second) in [
+        (
+            CallFormat::Tagged,
+            "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": 1}}",
+            "\n</tool_call>\n<tool_call>\n{\"name\": \"g\", \"arguments\": {}}\n</tool_call>",
+        ),
+        (
+            CallFormat::Mistral,
+            "[TOOL_CALLS][{\"name\": \"f\", \"arguments\": {\"x\": 1}}",
+            ", {\"name\": \"g\", \"arguments\": {}}]",
+        ),
+        (CallFormat::MistralNamed, "[TOOL_CALLS]f[ARGS]{\"x\": 1}", "[TOOL_CALLS]g[ARGS]{}"),
+        (CallFormat::Llama, "{\"name\": \"f\", \"parameters\": {\"x\": 1}}", "; {\"name\": \"g\", \"parameters\": {}}"),
+    ] {
+        let all = [first, second].concat();
+        let whole = parse(format, &[&all]);
+        assert_eq!(whole, ["f:{\"x\": 1}", "g:{}"], "{format:?}");
+        for end in 0..=all.len() {
+            let cut = &all[..end];
+            for forced in [true, false] {
+                let said = said(format, &[cut], forced);
+                let text = said.iter().any(|said| matches!(said, Said::Text(_)));
+                assert!(!text || !forced && end < first.len(), "{cut}: {said:?}");
+                if forced {
+                    let said = joined(said);
+                    assert!(said.iter().zip(&whole).all(|(said, whole)| whole.starts_with(said)), "{cut}: {said:?}");
+                }
+            }
+        }
     }
 }
