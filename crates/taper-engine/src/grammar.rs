@@ -12,8 +12,9 @@ use llguidance::{Matcher, ParserFactory};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Most characters of white space between two parts of JSON: some models would go on with nothing else.
-const SPACES: u32 = 32;
+/// White space between two parts of JSON: a space, or a line's end and what the next line is indented by. Without a bound some models
+/// would go on with nothing else.
+const SPACES: &str = r"[ ]|\r?\n[ \t]{0,20}";
 
 /// Stack for compiling, of which as much is used as references lead into one another.
 const STACK: usize = 256 << 20;
@@ -156,15 +157,17 @@ fn with_known_formats(schema: &Value) -> Value {
 
 /// The schema, with little white space in its JSON unless it says itself how much, and without unknown formats.
 fn with_few_spaces(schema: &Value) -> Value {
-    const OPTIONS: &str = "x-guidance";
-    match &with_known_formats(schema) {
-        Value::Object(map) if !map.contains_key(OPTIONS) => {
-            let mut map = map.clone();
-            map.insert(OPTIONS.into(), json!({"whitespace_pattern": format!(r"[\x20\x0A\x0D\x09]{{1,{SPACES}}}")}));
-            Value::Object(map)
-        }
-        other => other.clone(),
+    let mut schema = match with_known_formats(schema) {
+        Value::Bool(true) => json!({}),
+        other => other,
+    };
+    if let Some(map) = schema.as_object_mut()
+        && let Some(options) = map.entry("x-guidance").or_insert_with(|| json!({})).as_object_mut()
+        && !["whitespace_pattern", "whitespace_flexible"].iter().any(|name| options.contains_key(*name))
+    {
+        options.insert("whitespace_pattern".into(), json!(SPACES));
     }
+    schema
 }
 
 /// The body of a rule, in Lark's format, of JSON that fits a schema.

@@ -11,13 +11,6 @@ type Result<T> = std::result::Result<T, ApiError>;
 /// Fields of `structured_outputs` that say what an answer must be; a request has one of them.
 const SHAPES: &str = "json, json_object, regex, choice, grammar";
 
-/// Where llguidance looks in a schema for what is none of its own.
-const OPTIONS: &str = "x-guidance";
-
-/// White space between two parts of JSON: a space, or a line's end and what the next line is indented by. As in llama.cpp there is
-/// a bound to it, or some models would go on with nothing else.
-const SPACES: &str = r"[ ]|\r?\n[ \t]{0,20}";
-
 /// What the request says, and where it does; none where the answer may be anything.
 pub(crate) fn read(fields: &mut Fields<'_>) -> Result<Option<(Shape, String)>> {
     let format = response_format(fields)?;
@@ -26,10 +19,7 @@ pub(crate) fn read(fields: &mut Fields<'_>) -> Result<Option<(Shape, String)>> {
         (Some(_), Some((_, path))) => {
             Err(ApiError::invalid(&path, format!("{path} and response_format both say what the answer must be")))
         }
-        (format, outputs) => Ok(format.or(outputs).map(|(shape, path)| match shape {
-            Shape::Json(schema) => (Shape::Json(with_few_spaces(&schema)), path),
-            other => (other, path),
-        })),
+        (format, outputs) => Ok(format.or(outputs)),
     }
 }
 
@@ -69,18 +59,6 @@ fn response_format(fields: &mut Fields<'_>) -> Result<Option<(Shape, String)>> {
             Err(ApiError::invalid(&path, message))
         }
     }
-}
-
-/// The schema, with little white space in its JSON unless it says itself how much.
-pub(crate) fn with_few_spaces(schema: &Value) -> Value {
-    let mut schema = if schema == &json!(true) { json!({}) } else { schema.clone() };
-    if let Some(map) = schema.as_object_mut()
-        && let Some(options) = map.entry(OPTIONS).or_insert_with(|| json!({})).as_object_mut()
-        && !["whitespace_pattern", "whitespace_flexible"].iter().any(|name| options.contains_key(*name))
-    {
-        options.insert("whitespace_pattern".into(), json!(SPACES));
-    }
-    schema
 }
 
 fn any_object() -> Shape {
@@ -149,7 +127,7 @@ fn structured_outputs(map: &Map<String, Value>) -> Result<(Shape, String)> {
             let name = fields.path(name);
             return Err(ApiError::invalid(&name, format!("{name} is for JSON by a schema that is an object")));
         };
-        let options = schema.entry(OPTIONS).or_insert_with(|| json!({}));
+        let options = schema.entry("x-guidance").or_insert_with(|| json!({}));
         if let Some(options) = options.as_object_mut() {
             match spaces {
                 Some(pattern) if !compact => options.insert("whitespace_pattern".into(), json!(pattern)),

@@ -11,7 +11,6 @@ use parser::{Parser, Said};
 use crate::app::App;
 use crate::error::ApiError;
 use crate::fields::{Fields, brief};
-use crate::structured::with_few_spaces;
 use rand::Rng;
 use rand::distr::Alphanumeric;
 use serde_json::{Map, Value, json};
@@ -172,7 +171,7 @@ impl Tools {
             let close = if format == CallFormat::MistralNamed { "" } else { "\"}\"" };
             rules.push_str(&format!(
                 "call{index}: {open} args{index} {close}\nargs{index}: {}\n",
-                json_rule(&with_few_spaces(parameters))
+                json_rule(parameters)
             ));
             alternatives.push(format!("call{index}"));
         }
