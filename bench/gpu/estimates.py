@@ -298,6 +298,14 @@ def check_fresh(report, small):
             early()
             bad += float((early.out != late.out).any())
         report(f"vattention {dtype} {rows} rows that the launch ahead writes, window {window}", bad)
+        # Positions that say nothing of how many tokens there are: what was asked for is not the sample's.
+        for apart in (-5, 7, 1 << 20):
+            p = [x + apart for x in positions]
+            late, early = (t.VAttention(cache, rope.q, lists, seeds, 0.1, 0.1, positions=p, row_table=as_i32([0] * rows), scouts=scouts)
+                           for scouts in (0, 1))
+            late(), early()
+            report(f"vattention {dtype} {rows} rows at {apart} from their tokens",
+                   float((early.out != late.out).any()) + float(early.out.isnan().any()))
 
 
 def check_values(report, small):

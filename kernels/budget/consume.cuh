@@ -20,16 +20,15 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
   Judge<T, D, N> judge;
 
   // The steps in their order; a loop over them keeps one copy of the code of a tile.
-  enum Phase { kSample, kExact, kAll };
+  enum Phase { kEarly, kExact, kSample, kAll };
 
   __device__ __forceinline__ void run() {
     const int tid = judge.tid;
     Decision decision{kDense, 0};
-    Phase phase = o.dense ? kAll : kSample;
+    // What was asked for early is the sample's, or nothing.
+    Phase phase = kEarly;
     uint32_t pos = 0, parts = 0, looks = 0, noisy = 0, from = 0, to = o.points, sifted = 0, passed = 0, drawn = 0;
-    // Tiles that were asked for early and are not the sample's come first, and are nothing.
-    uint32_t idle = o.hold(st.early_len) ? 0 : st.early;
-    float first_m[C], first_l[C], first_o[D / 64][N / 2];
+    float early_m[C], early_l[C], early_o[D / 64][N / 2];
     typename Judge<T, D, N>::Ahead ahead;
     ahead.first = 0;
     this->clear();
@@ -38,12 +37,12 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     mbar_wait(smem_u32(&st.q_full[0]), 0);
 #pragma unroll 1
     for (;;) {
-      const bool sampling = phase == kSample;
-      const uint32_t last = sampling ? to : 0;
-      const uint32_t n = idle + (sampling          ? Run(o, from, to).tiles()
-                                 : phase == kExact ? o.share_of(list_tiles(o.w), o.exact)
-                                                   : o.share_of(range_tiles(0, o.w.len), o.rank));
-      if (phase == kExact || (sampling && looks > 0)) judge.look_up(to, ahead);
+      const bool judging = phase == kSample;
+      uint32_t n = phase == kEarly   ? st.early
+                   : phase == kExact ? o.share_of(list_tiles(o.w), o.exact)
+                                     : o.share_of(range_tiles(0, o.w.len), o.rank);
+      if (judging) n = Run(o, from, to).tiles() - (looks == 0 ? sifted : 0);
+      if (phase == kExact || (judging && looks > 0)) judge.look_up(to, ahead);
       float* scores = p.scores + (int64_t)o.slot * p.capacity * group;
       // Each warpgroup takes every other tile.
 #pragma unroll 1
@@ -51,42 +50,42 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
         const uint32_t stage = (pos + i) % L::kStages;
         mbar_wait(smem_u32(&st.full[stage]), (pos + i) / L::kStages & 1);
         const uint32_t sampled = st.meta[stage].sampled;
-        if (sampled != kNotSampled) passed += sift(stage, sifted + i - idle);
+        const uint32_t last = sampled != kNotSampled ? to : 0;
+        if (last > 0) passed += sift(stage, sifted + i);
         this->template tile<true>(stage, q_s, [=](int row, int head, float score) {
           const uint32_t draw = sampled + row;
           if (draw >= from && draw < last && head < group) scores[(int64_t)draw * group + head] = score;
         });
-        if (sampling && o.near && sampled != kNotSampled) bring(stage, sampled);
+        if (last > 0 && o.near) bring(stage, sampled);
         __syncwarp();
         if (lane == 0) mbar_arrive(smem_u32(&st.empty[stage]));
       }
       pos += n;
-      if (sampling) sifted += n - idle;
-      idle = 0;
-      if (sampling && o.near) mbar_arrive(smem_u32(&st.brought));
+      if (judging || (phase == kEarly && o.hold(st.early_len))) sifted += n;
+      // The sums of the sample's first tiles wait for the exact part's.
+      if (phase == kEarly) {
+        put(early_m, early_l, early_o, this->m, l, Sums::o);
+        this->clear();
+        phase = o.dense ? kAll : kExact;
+        continue;
+      }
+      if (judging && o.near) mbar_arrive(smem_u32(&st.brought));
       // A sample's sums go on to be the larger sample's.
       float keep[C];
 #pragma unroll
       for (int c = 0; c < C; ++c) keep[c] = l[c];
       const int64_t at = judge.part(phase != kExact, o.rank, 0);
-      const bool first = sampling && looks == 0;
       this->store(p.d.part_o + at * D, p.d.part_lse + at, parts++);
 #pragma unroll
       for (int c = 0; c < C; ++c) l[c] = keep[c];
-      // The exact part stands beside the first run, whose sums wait.
-      if (first) {
-        put(first_m, first_l, first_o, this->m, l, Sums::o);
-        this->clear();
-        phase = kExact;
-        continue;
-      }
       if (phase == kExact) {
         // A single row's products are one launch with a thread block on each multiprocessor, which may now come as these leave.
         // Those of more rows would get in where the first ones end, two at a time, and leave the last ones' multiprocessors empty.
         if (p.d.rows == 1 && tid == 0) launch_dependents();
-        put(this->m, l, Sums::o, first_m, first_l, first_o);
+        put(this->m, l, Sums::o, early_m, early_l, early_o);
+        phase = kSample;
+        continue;
       }
-      const bool judging = phase != kAll;
       // Either the team meets to judge, or its last block merges. A scout that others have caught up with is done.
       if (o.scout && caught_up()) {
         if (tid == 0) {
@@ -96,7 +95,6 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
         return;
       }
       if (judging) {
-        phase = kSample;
         judge.tell(passed);
         passed = 0;
         if (!o.few_near) judge.prepare(pos, ahead);
@@ -316,21 +314,21 @@ __global__ void __launch_bounds__(kSampledThreads, 1)
   const Outline& o = sh.outline;
   const int group = p.d.q_heads / p.d.list_heads;
   if (warp >= 8) {
-    if (early.len > 0) permutation.n = o.w.len;
-    else permutation = Permutation(o.w.len, {o.seed, (uint32_t)p.layer, o.head, o.position});
+    if (sh.early_len == 0) permutation = Permutation(o.w.len, {o.seed, (uint32_t)p.layer, o.head, o.position});
+    permutation.n = o.w.len;
   }
   if (warp >= 12) {
-    regs_shrink<80>();
+    regs_shrink<72>();
     Gate gate{smem_u32(&sh.sieve_gate), kSieveGate, kSieveThreads};
     Sieve<SampledShared<D, N>>{p, sh, o, gate, (int)threadIdx.x - 384, warp - 12, lane, permutation}.run();
     return;
   }
   if (warp >= 8) {
-    regs_shrink<80>();
+    regs_shrink<64>();
     SampledFeed<T, D, N>{{maps, p.d, sh, o, stages, q_at, lane, warp - 8}, p, early, permutation}.run();
     return;
   }
-  regs_grow<176>();
+  regs_grow<184>();
   const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), tid = threadIdx.x % 128;
   Gate gate{smem_u32(&sh.gate), kConsumersGate, 256};
   SampledConsumer<T, D, N> c{

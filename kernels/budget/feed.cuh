@@ -169,7 +169,7 @@ struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
   __device__ __forceinline__ void settle(bool hold) {
     const uint32_t at = hold && !early.asked ? this->place(early.id) : ~0u;
     const bool some = __any_sync(~0u, at != ~0u);
-    for (; count < early.tiles; ++count) {
+    for (; count < sh.early; ++count) {
       const uint32_t start = (o.rank + count * o.team) * kBlock, full = smem_u32(&sh.full[count]);
       if (warp == 0 && lane == 0)
         sh.meta[count] = {0, hold ? min(o.points - start, (uint32_t)kBlock) : 0, 0.f, 1, hold ? start : kNotSampled, 0};
@@ -190,8 +190,8 @@ struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
   __device__ __forceinline__ void seek(uint32_t s) {
     if (s != ahead_at) ahead_at = s, ahead = this->place(permutation.point(point(s)));
   }
-  // A look at points [from, to), of whose tiles the first `done` are underway: the tiles, and behind the list's own the values of
-  // the whole sample, two tiles a stage; then, while the look is decided, where the next rows lie.
+  // A look at points [from, to), of whose tiles the first `done` are underway: the others, and the values of the whole sample, two
+  // tiles a stage; then, while the look is decided, where the next rows lie.
   __device__ __forceinline__ void look(uint32_t number, uint32_t from, uint32_t to, uint32_t done) {
     const Run g(o, from, to);
     // What is near lies by its number.
@@ -201,7 +201,6 @@ struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
     for (int step = kTiles; step <= kNext; ++step) {
       uint32_t s = g.first() + done * o.team, end = g.end();
       if (step == kValues) {
-        if (number == 0) this->exact();
         if (o.near) mbar_wait(smem_u32(&sh.brought), number & 1);
         s = o.rank;
       }
@@ -231,14 +230,15 @@ struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
 
   __device__ __forceinline__ void run() {
     this->queries();
-    const bool hold = o.hold(early.len);
-    settle(hold);
+    uint32_t done = o.hold(sh.early_len) ? sh.early : 0;
+    settle(done > 0);
+    if (!o.dense) this->exact();
     Decision d{o.dense ? (uint32_t)kDense : 0, o.points};
 #pragma unroll 1
     for (uint32_t number = 0, from = 0; d.state == 0; ++number) {
       const uint32_t to = d.count;
-      look(number, from, to, number == 0 && hold ? early.tiles : 0);
-      from = to;
+      look(number, from, to, done);
+      from = to, done = 0;
       mbar_wait(smem_u32(&sh.decided), number & 1);
       d = sh.decision;
       mbar_arrive(smem_u32(&sh.heeded));
