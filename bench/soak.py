@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Taper under a mixed load for a long time: streams of every kind, clients that leave, deadlines that pass, too little cache.
 
-    python3 bench/soak.py --taper target/release/taper [--model MODEL] [--minutes 30]
+    python3 bench/soak.py --taper target/release/taper [--model MODEL] [--minutes 30] [--device cuda --times 8]
 
-The server has little room, some fifteen hundred tokens in memory and seven hundred in a file, so that requests lose their place and are
-computed again.
+The server has little room, some fifteen hundred tokens in memory and seven hundred in a file (beside a GPU: in the host's memory), so that
+requests lose their place and are computed again.
 Every request must end as it should: answers with one reason to end for each choice and, where they cannot end early, all their
 tokens; one line of the log for each that the engine took; the same text for one request that comes again and again as it has
-alone. Whenever nothing runs, all blocks must be free. Says what the server's memory was and what its log complains of.
+alone (on a GPU, where products add by the number of rows, it says how many differed). Whenever nothing runs, all blocks must be free. Says
+what the server's memory was and what its log complains of.
 Python's standard library only.
 """
 
@@ -90,20 +91,24 @@ def main():
     parser.add_argument("--taper", required=True)
     parser.add_argument("--model")
     parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--times", type=float, default=1, help="so many times the requests a minute")
     args = parser.parse_args()
     folder, port = Path(tempfile.mkdtemp()), free_port()
     (folder / "keys.toml").write_text("".join(f'[[keys]]\nname = "{name}"\nkey = "{key}"\n' for name, key in KEYS.items()) + "requests = 1\n")
     command = [args.taper, "serve", "--port", str(port), "--api-keys", str(folder / "keys.toml")]
-    command += ["--kv-memory", "32MiB", "--kv-offload", "16MiB", "--kv-offload-dir", str(folder)]
+    on_cpu = args.device == "cpu"
+    command += ["--device", args.device, "--kv-memory", "32MiB", "--kv-offload", "16MiB"]
+    command += ["--kv-offload-dir", str(folder)] if on_cpu else []
     log = open(folder / "log", "w+")
     command += ["--model", args.model] if args.model else []
     server = Server(command, port, log, dict(os.environ, RUST_LOG="info,taper_engine=debug", NO_COLOR="1"))
     alone = steady(port)
     assert isinstance(alone, str) and alone, alone
-    loads = {}
+    loads, sent = {}, {name: round(load[0] * args.times * args.minutes) for name, load in LOADS.items()}
     for seed, (name, (rate, prompt, output, cancel, extra)) in enumerate(LOADS.items()):
         load = [args.taper, "bench", "serve", "--url", f"http://127.0.0.1:{port}/v1", "--endpoint", "completions", "--warm-up", "0"]
-        load += ["--rate", str(rate / 60), "--requests", str(round(rate * args.minutes)), "--prompt", prompt, "--output", output]
+        load += ["--rate", str(rate * args.times / 60), "--requests", str(sent[name]), "--prompt", prompt, "--output", output]
         load += ["--cancel", str(cancel), "--seed", str(seed), "--extra", json.dumps(extra), "--json", str(folder / f"{name}.json")]
         load += ["--shared-prefix", "100"] if name == "dense" else []
         key = KEYS["two" if name == "limited" else "one"]
@@ -122,7 +127,7 @@ def main():
         if not asking.is_alive():
             asking = threading.Thread(target=ask)
             asking.start()
-        time.sleep(10)
+        time.sleep(10 / args.times)
     asking.join()
     print(f"{(time.time() - begun) / 60:.1f} minutes")
     print("| load | sent | completed | left | refused or failed |\n| --- | --- | --- | --- | --- |")
@@ -131,10 +136,12 @@ def main():
         # A load of which none was answered ends with 1: all may be late.
         assert load.returncode == 0 or name in MAY_FAIL, name
         found = json.loads((folder / f"{name}.json").read_text())
-        check(name, round(LOADS[name][0] * args.minutes), found["figures"], found["requests"])
+        check(name, sent[name], found["figures"], found["requests"])
         refused += sum("HTTP 429" in (one["error"] or "") for one in found["requests"])
-    assert again and all(text == alone for text in again), f"{sum(text != alone for text in again)} of {len(again)} answers differ"
-    print(f"{len(again)} answers to one request beside all that, each as it was alone")
+    differ = sum(text != alone for text in again)
+    assert again and all(isinstance(text, str) for text in again), again[:3]
+    assert differ == 0 or not on_cpu, f"{differ} of {len(again)} answers differ"
+    print(f"{len(again)} answers to one request beside all that, {len(again) - differ} of them as it was alone")
     after = [mib for at, mib in seen if at > 180] or [mib for _, mib in seen]
     thirds = [sum(part) / len(part) for part in (after[i * len(after) // 3 : (i + 1) * len(after) // 3] or after for i in range(3))]
     print(f"anonymous memory from the fourth minute on: {min(after)} to {max(after)} MiB, {' '.join(f'{mib:.0f}' for mib in thirds)} in its thirds")

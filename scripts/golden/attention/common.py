@@ -235,27 +235,39 @@ assert philox([0xA4093822, 0x299F31D0], [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x0
 
 
 def permutation(n: int, key: list[int], stream: list[int]) -> list[int]:
-    """0..n in the order of a keyed permutation: six Feistel rounds over the next even power of two, points beyond n left
-    out. The rounds' keys are the words of Philox for the numbers 0x50450000 and 0x50450001 of the stream."""
+    """0..n in the order of a keyed permutation: six Feistel rounds over the next power of two, of an odd number of bits with the
+    smaller half first; a point that lands at n or beyond goes through the rounds again until it does not. The rounds' keys
+    are the words of Philox for the numbers 0x50450000 and 0x50450001 of the stream."""
     keys = philox(key, stream + [0x50450000]) + philox(key, stream + [0x50450001])[:2]
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    points = []
-    for i in range(1 << 2 * half):
-        left, right = i >> half, i & mask
-        for k in keys:
-            x = (right + k) * 0x9E3779B1 & 0xFFFFFFFF
+    bits = (n - 1).bit_length()
+    sizes = [bits // 2, bits - bits // 2]
+
+    def land(point: int) -> int:
+        halves = [point >> sizes[1], point & (1 << sizes[1]) - 1]
+        for turn, k in enumerate(keys):
+            x = (halves[1 - turn % 2] + k) * 0x9E3779B1 & 0xFFFFFFFF
             x = (x ^ x >> 15) * 0x85EBCA77 & 0xFFFFFFFF
-            left, right = right, left ^ ((x ^ x >> 13) & mask)
-        points.append(left << half | right)
-    assert sorted(points) == list(range(1 << 2 * half))
-    return [point for point in points if point < n]
+            halves[turn % 2] ^= (x ^ x >> 13) & (1 << sizes[turn % 2]) - 1
+        return halves[0] << sizes[1] | halves[1]
+
+    points = []
+    for i in range(n):
+        point = land(i)
+        while point >= n:
+            point = land(point)
+        points.append(point)
+    assert sorted(points) == list(range(n))
+    return points
+
+
+def order(fixed: Array, seed: int, head: int) -> list[int]:
+    """The permutation of all m keys by which is drawn for the last of the m positions in layer 0."""
+    return permutation(len(fixed), [seed & 0xFFFFFFFF, seed >> 32], [0, head, len(fixed) - 1])
 
 
 def drawn(fixed: Array, seed: int, head: int) -> Array:
-    """Keys that are not fixed [m], in the order of drawing, for the last of the m positions in layer 0."""
-    order = permutation(len(fixed), [seed & 0xFFFFFFFF, seed >> 32], [0, head, len(fixed) - 1])
-    return np.array([key for key in order if not fixed[key]])
+    """Keys that are not fixed [m], in the order of drawing."""
+    return np.array([key for key in order(fixed, seed, head) if not fixed[key]])
 
 
 def weighed(q: Array, k: Array, v: Array, weights: Array) -> Array:

@@ -6,11 +6,11 @@ summed over the group, or what quest.py or hash_attention.py predicts for as man
 are ranked by their largest probability p over the group, sorted into bins of an eighth of an octave, [2^a (1 + i / 8), 2^a (1 + (i + 1) / 8)),
 and read from the highest bin on: a bin is read while c^2 times how many keys there are in it and below is at least noise plus their sum of
 c^2, c the middle of each key's bin and noise = (0.18 epsilon)^2 (and while at most a quarter of all keys are read, which none of these
-reach). r keys are left. A pilot of the first b0 = `pilot_tokens` of them, in the order of a permutation
-of all visible keys that `seed` keys, says for each head how many keys the promise takes: relative error at most
-epsilon with probability at least 1 - delta. The group reads what its neediest head needs. Needed are more keys than
-were drawn: the sample grows to as many, but to at most twice its size, and is looked at again, until no
-head needs more. Where a head's sample is too noisy to tell, it grows fourfold. Each sampled key counts for r / b.
+reach). r of the n visible keys are left. A pilot of about `pilot_tokens` of them says for each head how many keys the promise takes:
+relative error at most epsilon with probability at least 1 - delta. The group reads what its neediest head needs. Needed are more
+keys than were drawn: the sample grows to about as many, but to at most about twice its size, and is looked at again, until no head needs
+more. Where a head's sample is too noisy to tell, it grows about fourfold. "About k": those left that are among the first k n / r,
+rounded up, in the order of a permutation of all visible keys that `seed` keys. Of a sample of b keys each counts for r / b.
 
 With e = exp(score - max), D = sum e, N = sum e v and o = N / D estimated from what is read, sample variances s2 of e,
 T of e v and R of e (v - o) (traces of covariances), z(p) the normal distribution's p quantile, c(p) = max(z(1 - p / 2),
@@ -22,8 +22,8 @@ T of e v and R of e (v - o) (traces of covariances), z(p) the normal distributio
 - ratio: c(0.9 delta) r sqrt(R) / (epsilon D |o|) + z(1 - 0.1 delta) r s / D.
 - chi2: C r sqrt(R (1 + u)) / (epsilon D |o|), where C^2 R is the 1 - delta^1.05 quantile of a gamma variable of mean R and
   variance 2 Tr(S^2), S the covariance of e (v - o), by Wilson and Hilferty. Tr(S^2) / Tr(S)^2, which is between 1 / d
-  and 1, is of the first 40 keys drawn, their e (v - o) less the sample's mean, the sum over pairs of different ones of
-  their squared products over that of the products of their squared norms. For keys heavier than all that were drawn,
+  and 1, is of the first 40 keys drawn (of the permutation's first 128 at most), their e (v - o) less the sample's mean, the sum over
+  pairs of different ones of their squared products over that of the products of their squared norms. For keys heavier than all that were drawn,
   u = 0.75 ln(1 / delta)^3 s^1.5, s the heaviest's share of the sum of e^2.
 
 |N| and |o| are less the sample's noise: of |N|^2 the part r^2 T (1 / b - 1 / r), of |o|^2 r^2 R (1 / b - 1 / r) / D^2
@@ -34,8 +34,8 @@ from collections.abc import Callable
 from functools import partial
 from statistics import NormalDist
 
-from common import Array, Unclear, between, check, dense, drawn, f16, first_clear, heads, importance, math, np
-from common import Choose, scores, softmax, top, weighed, write
+from common import Array, Unclear, between, check, dense, f16, first_clear, heads, importance, math, np
+from common import Choose, order, scores, softmax, top, weighed, write
 
 import hash_attention
 import quantized_keys
@@ -172,13 +172,14 @@ def make(
         over_all=False,
         one_look=False,
         unit=False,
+        exactly=False,
         seed=SEED,
         true=False,
         other: dict | None = None,
         **how: float | bool,
     ) -> Array:
         chosen = np.zeros((rows, kv_heads, n))
-        too_noisy = 0
+        too_noisy = most_looks = 0
         for r in range(rows):
             m = n - rows + r + 1
             for h in range(kv_heads):
@@ -196,35 +197,45 @@ def make(
                     fixed[top(importance(s), np.flatnonzero(candidates), top_k)] = True
                 elif top_k:
                     fixed = predict(top_k)(q[r, h * group : (h + 1) * group], k[:m, h], h)
-                sample = drawn(fixed, seed, h)
-                rest = len(sample)
-                size, looks = pilot, 0
-                while size < rest and not (one_look and looks):
+                places, rest = order(fixed, seed, h), int((~fixed).sum())
+                left = np.array([not fixed[key] for key in places])
+                aim, points, looks = pilot, 0, 0
+                while True:
+                    points = min(max(-(-aim * m // rest), points + 1), m)
+                    if exactly:
+                        points = int(np.searchsorted(left.cumsum(), aim)) + 1
+                    sample = np.array(places[:points])[left[:points]]
+                    size = len(sample)
+                    if aim >= rest or one_look and looks:
+                        break
                     budgets = []
                     for g in range(1 if first_head else group):
                         e = np.exp(s[g] - s[g].max())
                         known = (0 if over_all else e[fixed].sum(), e[fixed] @ v[:m, h][fixed])
-                        at = sample[:size]
-                        budgets.append(needed(settings | (other or {}), known, e[at], v[at, h], rest, **how))
+                        pairs = {"pairs": min(PAIRS, left[:128].sum())} | how
+                        budgets.append(needed(settings | (other or {}), known, e[sample], v[sample, h], rest, **pairs))
                     looks += 1
                     if None in budgets:
                         too_noisy += 1
-                        size = min(4 * size, rest)
+                        aim = min(4 * size, rest)
                         continue
                     b = max(budgets)
                     if true and abs(b - round(b)) < 0.01:
                         raise Unclear(f"a budget of {b}")
                     if b <= size:
                         break
-                    size = min(math.ceil(b), rest) if one_look else min(math.ceil(b), 2 * size, rest)
-                if true and (looks < 3 and not noisy or not 1.3 * pilot < size < 0.6 * rest):
+                    aim = min(math.ceil(b), rest) if one_look else min(math.ceil(b), 2 * size, rest)
+                most_looks = max(most_looks, looks)
+                if true and (looks < 2 and not noisy or not 1.3 * pilot < size < 0.6 * rest):
                     raise Unclear(f"{size} of {rest} after {looks} looks")
                 if true:
                     sizes[r, h] = size
                 chosen[r, h, :m] = fixed
-                chosen[r, h, sample[:size]] = 1 if unit else rest / size
+                chosen[r, h, sample] = 1 if unit else rest / size
         if true and noisy != (too_noisy > 0):
             raise Unclear(f"{too_noisy} looks are too noisy")
+        if true and most_looks < 3:
+            raise Unclear("no sample is looked at three times")
         return chosen
 
     chosen = weights(true=True)
@@ -239,6 +250,7 @@ def make(
         "no top keys": weights(top_k=0),
         "the pilot alone": weights(other={"epsilon": 100}),
         "one look": weights(one_look=True),
+        "exactly as many": weights(exactly=True),
         "another seed": weights(seed=SEED >> 32),
     }
     if settings["top_k"] == "auto":
@@ -289,7 +301,7 @@ def main() -> None:
     wide = {"n": 1501, "kv_heads": 1, "group": 2, "d": 32, "rows": 2}
     how = {"guess": quantized_keys.guessed, "made": quantized_keys.exact}
     first_clear(lambda data: make("vattention-quantized_keys", auto, wide, data, 0.5, **how))
-    paged = own | {"top_k": 32, "top": {"method": "quest", "page": 8}}
+    paged = own | {"top_k": 32, "epsilon": 0.12, "top": {"method": "quest", "page": 8}}
 
     def by_pages(top_k: int) -> Choose:
         return quest.chooser(top_k, paged["sink"], paged["window"], 8)

@@ -65,7 +65,7 @@ impl PrefillMethod for BigBird {
                 let mut blocks: Vec<u32> = (0..global.min(band) as u32).chain(band as u32..=own as u32).collect();
                 if !between.is_empty() {
                     let order = Permutation::new(between.len() as u32, &place);
-                    let drawn = (0..order.domain()).filter_map(|i| order.point(i)).take(self.random);
+                    let drawn = (0..order.domain()).map(|i| order.point(i)).take(self.random);
                     blocks.extend(drawn.map(|block| between.start as u32 + block));
                     blocks.sort_unstable();
                 }

@@ -84,8 +84,16 @@ const NOISY_LOOKS: usize = 5;
 /// A first look may err upwards: while a sample is below a quarter of the limit, a budget sends the head dense only if it
 /// is so many times the limit.
 const BENEFIT_OF_DOUBT: f64 = 2.0;
+/// Points of a permutation among which the keys are whose products with one another a judge takes.
+const FEW_POINTS: u32 = 128;
 /// Sampled keys that one thread works on at a time, whole blocks: fewer are not worth another thread.
 const CHUNK_KEYS: usize = 256;
+
+/// Points of the permutation of `visible` keys among which a sample of `wanted` of the `residual` that are left is expected: so the
+/// sample is told by the points alone, and where they are read by several, none needs to know how many the others found.
+fn points_for(wanted: usize, visible: usize, residual: usize) -> u32 {
+    (wanted as u64 * visible as u64).div_ceil(residual.max(1) as u64).min(visible as u64) as u32
+}
 
 /// The most that a sample of `drawn` keys grows to where its budget is beyond that.
 fn grown(drawn: usize) -> f64 {
@@ -243,27 +251,31 @@ impl Sampler for Sampling {
         }
         let known = attend_head::<T>(work.isa, view, work.row, work.head, fixed, work.scores);
         let mut draws = Draws::new(keys, &visible, stream);
-        let (mut drawn, mut noisy) = (pilot, 0);
+        let (mut wanted, mut points, mut first, mut noisy) = (pilot, 0, None, 0);
         let sampled = loop {
-            work.draw(&mut draws, drawn);
+            points = points_for(wanted, n, residual).max(points + 1);
+            let everything = Budget { residual, sampled: residual, pilot: first.unwrap_or(pilot), dense: true };
+            if wanted >= residual || wanted as f64 >= limit || points as usize >= n {
+                budgets.fill(everything);
+                return HeadSelection::Dense;
+            }
+            work.walk(&mut draws, points);
+            let drawn = work.ids.len();
+            first.get_or_insert(drawn);
             let doubt = if ((4 * drawn) as f64) < limit { BENEFIT_OF_DOUBT } else { 1.0 };
             // What a sample says of its own size is checked by what the larger sample says, until it is enough: the
             // pilot alone misses the rare heavy keys that its own spread depends on.
-            let wanted = match work.judge(&known, residual, self, doubt * limit) {
+            wanted = match work.judge(&known, residual, self, doubt * limit) {
                 Judgement::Budget(b) if b <= drawn as f64 => break drawn,
                 Judgement::Budget(b) => b.min(grown(drawn)) as usize,
                 Judgement::Noisy if noisy < NOISY_LOOKS - 1 => {
                     noisy += 1;
-                    GROWTH.1 * drawn
+                    GROWTH.1 * drawn.max(2)
                 }
                 Judgement::Noisy | Judgement::Dense => residual,
             };
-            if wanted >= residual || wanted as f64 >= limit {
-                budgets.fill(Budget { residual, sampled: residual, pilot, dense: true });
-                return HeadSelection::Dense;
-            }
-            drawn = wanted;
         };
+        let pilot = first.unwrap_or_default();
         // The group reads what its neediest head needs: the others may as well use it.
         budgets.fill(Budget { residual, sampled, pilot, dense: false });
         work.beside(keys.clone(), &known, residual)
@@ -278,6 +290,8 @@ struct Work<'a, T> {
     head: usize,
     scores: Option<&'a HeadScores>,
     ids: Vec<u32>,
+    /// How many of them are among the first [`FEW_POINTS`] of a permutation that was walked.
+    few: usize,
     /// Scores of the sampled keys `[group][keys]`.
     sampled: Vec<Vec<f32>>,
     /// What the looks so far have added up `[group]`.
@@ -288,24 +302,40 @@ impl<'a, T: KvElement> Work<'a, T> {
     fn new(isa: Isa, view: &'a View<'a, T>, row: usize, head: usize, scores: Option<&'a HeadScores>) -> Self {
         let running = vec![Running::default(); view.group];
         let (ids, sampled) = (Vec::new(), vec![Vec::new(); view.group]);
-        Self { isa, view, row, head, scores, ids, sampled, running }
+        Self { isa, view, row, head, scores, ids, few: 0, sampled, running }
     }
 
     /// Draws on until `wanted` keys are drawn.
     fn draw(&mut self, draws: &mut Draws, wanted: usize) {
-        let view = self.view;
-        for id in draws.by_ref().take(wanted.saturating_sub(self.ids.len())) {
-            let at = view.offset(self.row, self.head, id as usize);
-            prefetch(&raw const view.v[at], view.head_dim);
-            if self.scores.is_none() {
-                prefetch(&raw const view.k[at], view.head_dim);
+        let more = wanted.saturating_sub(self.ids.len());
+        draws.take(more).for_each(|id| self.take(id));
+    }
+
+    /// Draws what there is among the first `points` of the permutation.
+    fn walk(&mut self, draws: &mut Draws, points: u32) {
+        for end in [points.min(FEW_POINTS), points] {
+            draws.walk(end).iter().for_each(|&id| self.take(id));
+            if draws.walked <= FEW_POINTS {
+                self.few = self.ids.len();
             }
-            self.ids.push(id);
         }
+    }
+
+    /// Takes a key to the sample, and has its rows on their way.
+    fn take(&mut self, id: u32) {
+        let at = self.view.offset(self.row, self.head, id as usize);
+        prefetch(&raw const self.view.v[at], self.view.head_dim);
+        if self.scores.is_none() {
+            prefetch(&raw const self.view.k[at], self.view.head_dim);
+        }
+        self.ids.push(id);
     }
 
     /// The budget of the group's neediest head from what is drawn so far.
     fn judge(&mut self, known: &[f32], residual: usize, how: &Sampling, limit: f64) -> Judgement {
+        if self.ids.len() < 2 {
+            return Judgement::Noisy;
+        }
         self.score_new();
         self.add_up(known);
         let enough = grown(self.ids.len());
@@ -419,13 +449,16 @@ struct Draws {
     /// A bit for each visible key.
     chosen: Vec<u64>,
     /// Points of the permutation that were evaluated.
-    evaluated: u32,
-    /// Keys drawn from the last of them, and how many were given out.
+    walked: u32,
+    /// Keys drawn from the last run of them, and how many the iterator gave out.
     drawn: Vec<u32>,
     next: usize,
 }
 
 impl Draws {
+    /// Points that the iterator evaluates together.
+    const RUN: u32 = 256;
+
     fn new(keys: &Keys, visible: &Range<usize>, stream: &Stream) -> Self {
         let mut chosen = vec![0u64; visible.len().div_ceil(64)];
         let ids = keys.ranges.iter().flat_map(Clone::clone).chain(keys.ids.iter().map(|&i| i as usize));
@@ -434,20 +467,19 @@ impl Draws {
             chosen[at / 64] |= 1 << (at % 64);
         }
         let permutation = Permutation::new(visible.len() as u32, stream);
-        Self { permutation, start: visible.start as u32, chosen, evaluated: 0, drawn: Vec::new(), next: 0 }
+        Self { permutation, start: visible.start as u32, chosen, walked: 0, drawn: Vec::new(), next: 0 }
     }
 
-    /// Evaluates further points until some key is drawn; false if there are none.
-    fn draw_on(&mut self) -> bool {
+    /// The keys drawn from the points that were not evaluated yet, up to `end`.
+    fn walk(&mut self, end: u32) -> &[u32] {
         self.next = 0;
         self.drawn.clear();
-        while self.drawn.is_empty() && self.evaluated < self.permutation.domain() {
-            self.permutation.points(self.evaluated, &mut self.drawn);
-            self.evaluated += Permutation::TOGETHER as u32;
-            self.drawn.retain(|&p| self.chosen[p as usize / 64] >> (p % 64) & 1 == 0);
-            self.drawn.iter_mut().for_each(|p| *p += self.start);
-        }
-        !self.drawn.is_empty()
+        let end = end.min(self.permutation.domain()).max(self.walked);
+        self.permutation.points(self.walked..end, &mut self.drawn);
+        self.walked = end;
+        self.drawn.retain(|&p| self.chosen[p as usize / 64] >> (p % 64) & 1 == 0);
+        self.drawn.iter_mut().for_each(|p| *p += self.start);
+        &self.drawn
     }
 }
 
@@ -455,8 +487,11 @@ impl Iterator for Draws {
     type Item = u32;
 
     fn next(&mut self) -> Option<u32> {
-        if self.next == self.drawn.len() && !self.draw_on() {
-            return None;
+        while self.next == self.drawn.len() {
+            if self.walked == self.permutation.domain() {
+                return None;
+            }
+            self.walk(self.walked + Self::RUN);
         }
         self.next += 1;
         Some(self.drawn[self.next - 1])

@@ -7,7 +7,7 @@ use crate::kv::{BLOCK_TOKENS, KvElement};
 use crate::simd::{Simd, dispatch, exp_line};
 use std::ops::Range;
 
-/// Sampled keys whose products with one another are taken.
+/// Sampled keys whose products with one another are taken, at most.
 const COVARIANCE_KEYS: usize = 40;
 
 /// What is added up of one query head's sampled keys.
@@ -121,7 +121,7 @@ impl<'a, 'b, T: KvElement> Head<'a, 'b, T> {
     /// sampled keys the squared products of different ones over the products of their squared norms. 1 where all lie on a
     /// line; 1 / head_dim, the least that a covariance has, where no direction stands out.
     pub fn alignment(&self) -> f64 {
-        let (keys, few) = (self.running.keys, self.running.keys.min(COVARIANCE_KEYS));
+        let (keys, few) = (self.running.keys, self.work.few.min(COVARIANCE_KEYS));
         let sums = &self.running.sums;
         let mean = |(ev, o): (&f32, &f32)| ((f64::from(*ev) - f64::from(*o) * sums.e) / keys as f64) as f32;
         let mean: Vec<f32> = sums.ev.iter().zip(&self.output).map(mean).collect();

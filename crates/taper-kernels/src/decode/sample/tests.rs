@@ -398,7 +398,7 @@ fn the_same_seed_draws_the_same_and_another_request_layer_head_or_position_anoth
     assert_eq!(distinct.len(), first.ids.len(), "drawn without replacement");
     assert!(first.ids.iter().all(|&i| (16..4032).contains(&i)), "only keys that were not chosen");
     for other in [Stream { seed: 2, ..stream }, Stream { layer: 3, ..stream }, Stream { position: 4094, ..stream }] {
-        assert_ne!(first.ids[..64], ids(other).ids[..64], "{other:?}");
+        assert_ne!(first.ids[..40], ids(other).ids[..40], "{other:?}");
     }
     // The operation sets the head: the same keys twice, as two KV heads, are drawn from differently.
     let twice = |t: &Tensor| Tensor::cat(&[t, t], 1).unwrap();
@@ -408,10 +408,10 @@ fn the_same_seed_draws_the_same_and_another_request_layer_head_or_position_anoth
     let (selection, _) =
         sample(&both, &fixed, &Foreseen::default(), None, &[stream], &sampling(Rule::Chi2, 0.2, 0.2)).unwrap();
     let drawn = |head: usize| match &selection.heads().unwrap()[head] {
-        HeadSelection::Keys(keys) => keys.sample.clone().unwrap().ids[..64].to_vec(),
+        HeadSelection::Keys(keys) => keys.sample.clone().unwrap().ids[..40].to_vec(),
         _ => panic!("not keys"),
     };
-    assert_eq!(drawn(0), first.ids[..64]);
+    assert_eq!(drawn(0), first.ids[..40]);
     assert_ne!(drawn(1), drawn(0));
 }
 
@@ -465,4 +465,42 @@ fn short_contexts_go_dense_and_say_whether_a_sample_was_in_question() {
         let foreseen = foresee(&batch, (16, 64), &[10], &[stream], &how).unwrap();
         assert_eq!(foreseen.is_hopeless(0), dense);
     }
+}
+
+/// A look takes what the list leaves of the permutation's first points: as many as it wants on average (400 looks of some 64 keys,
+/// whose number varies by 3.1: within 5 standard errors, false alarm below 1e-6), and a larger one begins with a smaller.
+#[test]
+fn a_sample_is_what_the_first_points_leave() {
+    let (n, wanted) = (4000, 64);
+    let (cache, q) = cache(&mut Numbers(24), n, 0.0, 1.0);
+    let rows = [DecodeRow { table: &cache.table, visible: 0..n }];
+    let batch = Decode { q: &q, kv: cache.kv(), rows: &rows };
+    let known = all_scores(&batch);
+    let fixed = top_k(batch.rows, &importance(&known, Over::Sum), 100, 100, &[400]).unwrap();
+    let HeadSelection::Keys(keys) = &fixed.heads().unwrap()[0] else { panic!("dense") };
+    let residual = n - keys.fixed();
+    assert_eq!(points_for(wanted, n, residual), 76, "64 · 4000 / 3400");
+    let mut drawn = 0;
+    for seed in 0..400 {
+        let stream = Stream { seed, layer: 0, head: 0, position: n as u32 - 1 };
+        let how = sampling(Rule::Chi2, if seed % 2 == 0 { 0.5 } else { 0.03 }, 0.2);
+        let (selection, budgets) = sample(&batch, &fixed, &Foreseen::default(), Some(&known), &[stream], &how).unwrap();
+        let HeadSelection::Keys(Keys { sample: Some(sample), .. }) = &selection.heads().unwrap()[0] else {
+            panic!("no sample")
+        };
+        let order = Permutation::new(n as u32, &stream);
+        let left = |id: &u32| !keys.ranges.iter().any(|r| r.contains(&(*id as usize))) && !keys.ids.contains(id);
+        let first: Vec<u32> = (0..76).map(|i| order.point(i)).filter(left).collect();
+        assert_eq!(sample.ids[..first.len()], first, "seed {seed}");
+        assert_eq!(budgets[0].pilot, first.len());
+        assert_eq!(budgets[0].sampled > first.len(), seed % 2 == 1, "seed {seed}: one look, or more");
+        assert_eq!(
+            sample.ids,
+            (0..n as u32).map(|i| order.point(i)).filter(left).take(sample.ids.len()).collect::<Vec<_>>()
+        );
+        drawn += first.len();
+    }
+    let mean = f64::from(drawn as u32) / 400.0;
+    let expected = 76.0 * residual as f64 / n as f64;
+    assert!((mean - expected).abs() < 5.0 * 3.1 / 20.0, "{mean} keys a look, {expected} expected");
 }
