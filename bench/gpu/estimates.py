@@ -139,7 +139,7 @@ def judge64(q, k, v, lse_f, o_f, points, seen, rule, eps, delta, pilot_tokens, g
             return "dense", 0, look
         if grown >= res or grown >= limit:
             return "dense", 0, look
-        to = max(of(grown), walked + 1)
+        to = walked + of(grown - m)
         if to >= n:
             return "dense", 0, look
         # The points that end behind the last of `got` keys, of which the wanted number may be off by little.

@@ -20,15 +20,14 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
   Judge<T, D, N> judge;
 
   // The steps in their order; a loop over them keeps one copy of the code of a tile.
-  enum Phase { kEarly, kExact, kSample, kAll };
+  enum Phase { kLead, kExact, kSample, kAll };
 
   __device__ __forceinline__ void run() {
     const int tid = judge.tid;
     Decision decision{kDense, 0};
-    // What was asked for early is the sample's, or nothing.
-    Phase phase = kEarly;
+    Phase phase = kLead;
     uint32_t pos = 0, parts = 0, looks = 0, noisy = 0, from = 0, to = o.points, sifted = 0, passed = 0, drawn = 0;
-    float early_m[C], early_l[C], early_o[D / 64][N / 2];
+    float lead_m[C], lead_l[C], lead_o[D / 64][N / 2];
     typename Judge<T, D, N>::Ahead ahead;
     ahead.first = 0;
     this->clear();
@@ -38,10 +37,12 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
 #pragma unroll 1
     for (;;) {
       const bool judging = phase == kSample;
-      uint32_t n = phase == kEarly   ? st.early
+      // Tiles that were asked for early and are not the sample's come before all others, and are nothing.
+      const uint32_t skip = phase != kLead || o.hold(st.early_len) ? 0 : st.early;
+      uint32_t n = phase == kLead    ? skip + o.lead
                    : phase == kExact ? o.share_of(list_tiles(o.w), o.exact)
                                      : o.share_of(range_tiles(0, o.w.len), o.rank);
-      if (judging) n = Run(o, from, to).tiles() - (looks == 0 ? sifted : 0);
+      if (judging) n = Run(o, from, to).tiles() - (looks == 0 ? o.lead : 0);
       if (phase == kExact || (judging && looks > 0)) judge.look_up(to, ahead);
       float* scores = p.scores + (int64_t)o.slot * p.capacity * group;
       // Each warpgroup takes every other tile.
@@ -51,7 +52,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
         mbar_wait(smem_u32(&st.full[stage]), (pos + i) / L::kStages & 1);
         const uint32_t sampled = st.meta[stage].sampled;
         const uint32_t last = sampled != kNotSampled ? to : 0;
-        if (last > 0) passed += sift(stage, sifted + i);
+        if (last > 0) passed += sift(stage, sifted + i - skip);
         this->template tile<true>(stage, q_s, [=](int row, int head, float score) {
           const uint32_t draw = sampled + row;
           if (draw >= from && draw < last && head < group) scores[(int64_t)draw * group + head] = score;
@@ -61,10 +62,10 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
         if (lane == 0) mbar_arrive(smem_u32(&st.empty[stage]));
       }
       pos += n;
-      if (judging || (phase == kEarly && o.hold(st.early_len))) sifted += n;
+      if (judging || phase == kLead) sifted += n - skip;
       // The sums of the sample's first tiles wait for the exact part's.
-      if (phase == kEarly) {
-        put(early_m, early_l, early_o, this->m, l, Sums::o);
+      if (phase == kLead) {
+        put(lead_m, lead_l, lead_o, this->m, l, Sums::o);
         this->clear();
         phase = o.dense ? kAll : kExact;
         continue;
@@ -82,7 +83,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
         // A single row's products are one launch with a thread block on each multiprocessor, which may now come as these leave.
         // Those of more rows would get in where the first ones end, two at a time, and leave the last ones' multiprocessors empty.
         if (p.d.rows == 1 && tid == 0) launch_dependents();
-        put(this->m, l, Sums::o, early_m, early_l, early_o);
+        put(this->m, l, Sums::o, lead_m, lead_l, lead_o);
         phase = kSample;
         continue;
       }
@@ -232,6 +233,7 @@ __device__ __forceinline__ bool set_sampled_outline(const SampledParams& p, uint
   o.dense = residual <= pilot || pilot >= limit;
   o.points = o.dense ? 0 : o.points_of(pilot);
   o.dense |= o.points > (uint32_t)p.capacity;
+  o.lead = o.dense ? 0 : min(Run(o, 0, o.points).tiles(), kLeadTiles);
   // The list's tiles are dealt out from where the first look's end.
   o.exact = (o.rank + o.team - Run(o, 0, o.points).end() % o.team) % o.team;
   o.near = p.near_values ? static_cast<const uint8_t*>(p.near_values) + (int64_t)o.list * p.near_points * p.d.head_dim * 2
@@ -256,7 +258,7 @@ __device__ __forceinline__ bool set_scout_outline(const SampledParams& p, Outlin
   o.rank = o.exact = o.row = o.head = o.kv_head = 0;
   o.table = p.d.block_table + (uint64_t)(p.d.row_table ? p.d.row_table[0] : 0) * p.d.table_stride;
   o.seed = p.seeds[0], o.position = 0;
-  o.residual = kTokens - kBlock, o.points = o.points_of(kPilot);
+  o.residual = kTokens - kBlock, o.points = o.points_of(kPilot), o.lead = kLeadTiles;
   o.near = nullptr, o.few_near = false;
   o.limit = o.residual, o.most = o.residual, o.dense = false, o.scout = true;
   return true;

@@ -190,21 +190,27 @@ struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
   __device__ __forceinline__ void seek(uint32_t s) {
     if (s != ahead_at) ahead_at = s, ahead = this->place(permutation.point(point(s)));
   }
-  // A look at points [from, to), of whose tiles the first `done` are underway: the others, and the values of the whole sample, two
-  // tiles a stage; then, while the look is decided, where the next rows lie.
-  __device__ __forceinline__ void look(uint32_t number, uint32_t from, uint32_t to, uint32_t done) {
-    const Run g(o, from, to);
-    // What is near lies by its number.
-    const bool near = o.near && to <= p.near_points;
-    enum { kTiles, kValues, kNext };
+  __device__ __forceinline__ void run() {
+    this->queries();
+    const bool hold = o.hold(sh.early_len);
+    settle(hold);
+    // The tiles of the sample that come first, then the list's own; then for each look at points [from, to) the other tiles, the
+    // values of the whole sample, two tiles a stage, and, while the look is decided, where the next rows lie. One loop for all,
+    // so that there is one copy of the code.
+    enum { kLead, kTiles, kValues, kNext };
+    Decision d{o.dense ? (uint32_t)kDense : 0, o.points};
+    uint32_t number = 0, from = 0;
 #pragma unroll 1
-    for (int step = kTiles; step <= kNext; ++step) {
-      uint32_t s = g.first() + done * o.team, end = g.end();
-      if (step == kValues) {
-        if (o.near) mbar_wait(smem_u32(&sh.brought), number & 1);
-        s = o.rank;
-      }
+    for (int step = kLead; d.state == 0;) {
+      const uint32_t to = d.count, lead = number == 0 ? o.lead * o.team : 0;
+      const Run g(o, from, to);
+      uint32_t s = g.first() + lead, end = g.end();
+      if (step == kLead) s = o.rank + (hold ? sh.early * o.team : 0), end = min(end, o.rank + lead);
+      if (step == kValues) s = o.rank;
       if (step == kNext) s = Run(o, to, to).first(), end = s + 1;
+      // What is near lies by its number.
+      const bool near = o.near && to <= p.near_points;
+      if (step == kValues && o.near) mbar_wait(smem_u32(&sh.brought), number & 1);
 #pragma unroll 1
       for (; s < end; s += 2 * o.team) {
         uint32_t at = min(point(s), to - 1);
@@ -217,7 +223,7 @@ struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
           __syncwarp();
           if (lane == 0) mbar_arrive(full);
         }
-        if (step != kTiles) continue;
+        if (step >= kValues) continue;
 #pragma unroll 1
         for (uint32_t half = 0; half < 2 && s + half * o.team < end; ++half) {
           const uint32_t start = (s + half * o.team) * kBlock;
@@ -225,21 +231,13 @@ struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
                        min(to - start, (uint32_t)kBlock), start);
         }
       }
-    }
-  }
-
-  __device__ __forceinline__ void run() {
-    this->queries();
-    uint32_t done = o.hold(sh.early_len) ? sh.early : 0;
-    settle(done > 0);
-    if (!o.dense) this->exact();
-    Decision d{o.dense ? (uint32_t)kDense : 0, o.points};
-#pragma unroll 1
-    for (uint32_t number = 0, from = 0; d.state == 0; ++number) {
-      const uint32_t to = d.count;
-      look(number, from, to, done);
-      from = to, done = 0;
-      mbar_wait(smem_u32(&sh.decided), number & 1);
+      if (step == kLead) this->exact();
+      if (step < kNext) {
+        ++step;
+        continue;
+      }
+      step = kTiles, from = to;
+      mbar_wait(smem_u32(&sh.decided), number++ & 1);
       d = sh.decision;
       mbar_arrive(smem_u32(&sh.heeded));
     }
@@ -271,7 +269,7 @@ __device__ __forceinline__ Early ask_early(const SampledParams& p, uint32_t stag
   // A first look takes no fewer points, whatever the list reads.
   const uint32_t least = max((uint32_t)max(p.pilot_tokens, 2), (uint32_t)(p.pilot_share * n));
   const uint32_t end = min((least + kBlock - 1) / kBlock, n / kBlock);
-  early.tiles = rank < min(end, team) ? min((end - rank + team - 1) / team, kEarlyTiles) : 0;
+  early.tiles = rank < min(end, team) ? min((end - rank + team - 1) / team, kLeadTiles) : 0;
   if (early.tiles == 0) return early;
   const uint32_t* table = d.block_table + (uint64_t)(d.row_table ? d.row_table[row] : row) * d.table_stride;
   early.id = permutation.point((lane < 16 ? rank : rank + team) * kBlock + warp * 16 + (lane & 15));

@@ -195,7 +195,7 @@ struct Judge : Tally<T, D, N> {
       wanted = 4 * max(b, 2u);
     }
     if (wanted >= min(o.residual, o.most)) return {kDense, 0};
-    const uint32_t next = max(o.points_of(wanted), points + 1);
+    const uint32_t next = points + o.points_of(wanted - b);
     return next < o.w.len && next <= p.capacity ? Decision{0, next} : Decision{kDense, 0};
   }
 };

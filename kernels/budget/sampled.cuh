@@ -62,7 +62,7 @@ __host__ __device__ inline int sampled_team(int list_heads, int64_t len) {
 }
 constexpr int kSieveThreads = 128;
 constexpr uint32_t kSieved = 8;      // tiles sifted and not read yet; even
-constexpr uint32_t kEarlyTiles = 2;  // tiles of a rank that are asked for before the launch ahead has ended
+constexpr uint32_t kLeadTiles = 2;   // tiles of a rank's sample that come first; may be asked for before the launch ahead has ended
 
 // What every thread of a team knows of its list.
 struct Outline {
@@ -72,6 +72,7 @@ struct Outline {
   uint32_t room;      // members that a list has room for there
   bool scout;         // the list is made up, for its code alone
   uint32_t points;    // that the first look takes
+  uint32_t lead;      // the first tiles of this rank's sample, which come before the list's own
   uint32_t exact;     // tile of the list that this rank reads, and then every team-th; of the sample it reads the rank-th, and so on
   uint32_t row, head, kv_head, position;
   uint64_t seed;
