@@ -320,13 +320,13 @@ __global__ void __launch_bounds__(kSampledThreads, 1)
     permutation.n = o.w.len;
   }
   if (warp >= 12) {
-    regs_shrink<72>();
+    regs_shrink<64>();
     Gate gate{smem_u32(&sh.sieve_gate), kSieveGate, kSieveThreads};
     Sieve<SampledShared<D, N>>{p, sh, o, gate, (int)threadIdx.x - 384, warp - 12, lane, permutation}.run();
     return;
   }
   if (warp >= 8) {
-    regs_shrink<64>();
+    regs_shrink<72>();
     SampledFeed<T, D, N>{{maps, p.d, sh, o, stages, q_at, lane, warp - 8}, p, early, permutation}.run();
     return;
   }

@@ -84,49 +84,49 @@ struct ListFeed {
   __device__ __forceinline__ uint32_t block_tiles() const {
     return list_tiles(o.w) - (o.w.token_count + kBlock - 1) / kBlock;
   }
-  // The list's ranges, blocks and tokens.
-  __device__ __forceinline__ void exact() {
+  // Of the tokens of coming tiles: half the lanes hold one's ids, the others those of the next. They are read two such pairs ahead,
+  // and where their rows lie one.
+  struct Ids {
+    uint32_t now, next, later;
+  };
+  // The list's ranges, blocks and tokens, the first of which are `ids`.
+  __device__ __forceinline__ void exact(const Ids& ids) {
     const WorkList& w = o.w;
     blocks(w, o.exact, block_tiles());
-    auto at = [&](uint32_t i) { return (uint64_t)w.token_first + i; };
-    tokens_of([&](uint32_t i) { return token_at(d.token_ids, d.token_shift, at(i)); },
-              [&](uint32_t i) { return w.token_ln_weight + (d.token_ln_weight ? d.token_ln_weight[at(i)] : 0.f); });
+    tokens_of(ids, [&](uint32_t i) { return listed(i); }, [&](uint32_t i) {
+      return w.token_ln_weight + (d.token_ln_weight ? d.token_ln_weight[(uint64_t)w.token_first + i] : 0.f);
+    });
+  }
+  __device__ __forceinline__ uint32_t listed(uint32_t i) const {
+    return token_at(d.token_ids, d.token_shift, (uint64_t)o.w.token_first + i);
   }
   // The list's tokens, the i-th of which are of(i), of log weight weight(i).
-  template <class Of, class Weight>
-  __device__ __forceinline__ void tokens_of(Of of, Weight weight) {
-    const WorkList& w = o.w;
-    const uint32_t tiles = list_tiles(w), first = block_tiles();
-    uint32_t t = o.exact;
-    t += o.share_of(first, t) * o.team;
-    if (t >= tiles) return;
-    auto index = [&](uint32_t t) { return min((t - first) * kBlock + warp * 16 + (lane & 15), w.token_count - 1); };
+  __device__ __forceinline__ uint32_t first_of_tokens() const {
+    return o.exact + o.share_of(block_tiles(), o.exact) * o.team;
+  }
+  __device__ __forceinline__ uint32_t index(uint32_t t) const {
+    return min((t - block_tiles()) * kBlock + warp * 16 + (lane & 15), o.w.token_count - 1);
+  }
+  template <class Of>
+  __device__ __forceinline__ Ids first_ids(Of of) const {
+    const uint32_t t = first_of_tokens();
+    if (t >= list_tiles(o.w)) return {};
     auto id = [&](uint32_t t) { return of(index(lane < 16 ? t : t + o.team)); };
-    Rows rows = look_up(t, id);
+    return {id(t), id(t + 2 * o.team), id(t + 4 * o.team)};
+  }
+  template <class Of, class Weight>
+  __device__ __forceinline__ void tokens_of(const Ids& ids, Of of, Weight weight) {
+    const uint32_t tiles = list_tiles(o.w), first = block_tiles();
+    uint32_t t = first_of_tokens(), odd = 0;
+    if (t >= tiles) return;
+    uint32_t now = place(ids.now), next = place(ids.next), later = ids.later;
     for (; t < tiles; t += o.team) {
       const float ln_weight = weight(index(t));
-      tokens(take(rows), ln_weight, 0, min(w.token_count - (t - first) * kBlock, (uint32_t)kBlock), kNotSampled);
-      advance(rows, t, id);
+      tokens(__shfl_sync(~0u, now, odd * 16 + (lane & 15)), ln_weight, 0,
+             min(o.w.token_count - (t - first) * kBlock, (uint32_t)kBlock), kNotSampled);
+      if (odd) now = next, next = place(later), later = of(index(lane < 16 ? t + 5 * o.team : t + 6 * o.team));
+      odd ^= 1;
     }
-  }
-
-  // The places of coming tiles' rows: half the lanes hold a tile's, the others those of
-  // the next one, and ids are read two such pairs ahead.
-  struct Rows {
-    uint32_t now, next, later, odd;
-  };
-  template <class Id>
-  __device__ __forceinline__ Rows look_up(uint32_t t, Id id) const {
-    const uint32_t a = id(t), b = id(t + 2 * o.team), c = id(t + 4 * o.team);
-    return {place(a), place(b), c, 0};
-  }
-  __device__ __forceinline__ uint32_t take(const Rows& r) const {
-    return __shfl_sync(~0u, r.now, r.odd * 16 + (lane & 15));
-  }
-  template <class Id>
-  __device__ __forceinline__ void advance(Rows& r, uint32_t t, Id id) const {
-    if (r.odd) r.now = r.next, r.next = place(r.later), r.later = id(t + 5 * o.team);
-    r.odd ^= 1;
   }
 };
 
@@ -193,6 +193,9 @@ struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
   __device__ __forceinline__ void run() {
     this->queries();
     const bool hold = o.hold(sh.early_len);
+    // On their way while other tiles are asked for.
+    typename Base::Ids ids{};
+    if (!o.dense) ids = this->first_ids([&](uint32_t i) { return this->listed(i); });
     settle(hold);
     // The tiles of the sample that come first, then the list's own; then for each look at points [from, to) the other tiles, the
     // values of the whole sample, two tiles a stage, and, while the look is decided, where the next rows lie. One loop for all,
@@ -231,7 +234,7 @@ struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
                        min(to - start, (uint32_t)kBlock), start);
         }
       }
-      if (step == kLead) this->exact();
+      if (step == kLead) this->exact(ids);
       if (step < kNext) {
         ++step;
         continue;
@@ -251,8 +254,8 @@ struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
 };
 
 // By those who need a permutation, before the launch ahead has ended: makes it, and producers, the first four warps, ask for the
-// first tiles of the block's sample. It is that of a sequence that has as many tokens as its position says. Rows that this step writes may not be there yet: of a sequence with several rows in it those are
-// at most so many tokens before the position.
+// first tiles of the block's sample. It is that of a sequence that has as many tokens as its position says. Rows that this step
+// writes may not be there yet: of a sequence with several rows in it those are at most so many tokens before the position.
 template <class T, int D, int N>
 __device__ __forceinline__ Early ask_early(const SampledParams& p, uint32_t stages, Permutation& permutation, int lane, int warp) {
   using L = DecodeLayout<D, N, kSampledStages<D, N>>;

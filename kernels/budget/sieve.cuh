@@ -58,7 +58,8 @@ struct Sieve {
     }
     gate.meet();
   }
-  // By `apart`: whether the list reads token x.
+  // By `apart`: whether the list reads token x. The last few ids are loaded side by side.
+  static constexpr uint32_t kBeside = 8;
   __device__ __forceinline__ bool is_among(uint32_t x) const {
     uint32_t at = 0;
 #pragma unroll
@@ -66,13 +67,13 @@ struct Sieve {
       if (sh.chosen[at + d] <= x) at += d;
     at *= apart;
     uint32_t end = min(at + apart, count);
-    for (uint32_t n = apart; n > 4; n = (n + 1) / 2) {
+    for (uint32_t n = apart; n > kBeside; n = (n + 1) / 2) {
       const uint32_t mid = at + (end - at) / 2;
       (ids[mid] <= x ? at : end) = mid;
     }
     bool is = false;
 #pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) is |= ids[min(at + i, count - 1)] == x;
+    for (uint32_t i = 0; i < kBeside; ++i) is |= ids[min(at + i, count - 1)] == x;
     return is;
   }
   __device__ __forceinline__ bool passes(uint32_t x) const {
@@ -85,13 +86,18 @@ struct Sieve {
            !(p.d.token_shift == 0 && w.token_count > 0 && holds(p.d.token_ids + w.token_first, w.token_count, x));
   }
 
-  // The rank's tiles of a run, two at a time, each a half for two warps.
+  // The thread's token of the rank's tile s, or of the one after it: a tile is for two warps.
+  uint32_t token = 0, token_at = ~0u;
+  __device__ __forceinline__ void seek(uint32_t s) {
+    if (s != token_at) token_at = s, token = permutation.point((s + warp / 2 * o.team) * kBlock + warp % 2 * 32 + lane);
+  }
+  // The rank's tiles of a run, two at a time.
   __device__ __forceinline__ void sift(const Run& g) {
     const uint32_t n = g.tiles();
 #pragma unroll 1
     for (uint32_t i = warp / 2; i < n; i += 2) {
-      const uint32_t x = permutation.point((g.first() + i * o.team) * kBlock + warp % 2 * 32 + lane);
-      const uint32_t word = __ballot_sync(~0u, passes(x)), at = tiles + i;
+      seek(g.first() + (i - warp / 2) * o.team);
+      const uint32_t word = __ballot_sync(~0u, passes(token)), at = tiles + i;
       mbar_wait(smem_u32(&sh.used[at % kSieved]), (at / kSieved & 1) ^ 1);
       if (lane == 0) {
         sh.passes[at % kSieved][warp % 2] = word;
@@ -129,6 +135,7 @@ struct Sieve {
     // What the team will say to itself, before the tiles' bytes queue up in front of it.
     const uint32_t sums = o.room * (p.d.q_heads / p.d.list_heads) * 4;
     if (tid * 16 < sums) prefetch_l2(p.sums + (int64_t)o.slot * sums + tid * 16);
+    seek(o.rank);
     mark();
     Decision d{0, o.points};
 #pragma unroll 1
@@ -136,6 +143,7 @@ struct Sieve {
       sift(Run(o, from, d.count));
       if (look == 0) place();
       from = d.count;
+      seek(Run(o, from, from).first());
       mbar_wait(smem_u32(&sh.decided), look & 1);
       d = sh.decision;
       mbar_arrive(smem_u32(&sh.heeded));
