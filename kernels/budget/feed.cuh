@@ -84,47 +84,32 @@ struct ListFeed {
   __device__ __forceinline__ uint32_t block_tiles() const {
     return list_tiles(o.w) - (o.w.token_count + kBlock - 1) / kBlock;
   }
-  // Of the tokens of coming tiles: half the lanes hold one's ids, the others those of the next. They are read two such pairs ahead,
-  // and where their rows lie one.
-  struct Ids {
-    uint32_t now, next, later;
-  };
-  // The list's ranges, blocks and tokens, the first of which are `ids`.
-  __device__ __forceinline__ void exact(const Ids& ids) {
+  // The list's ranges, blocks and tokens.
+  __device__ __forceinline__ void exact() {
     const WorkList& w = o.w;
     blocks(w, o.exact, block_tiles());
-    tokens_of(ids, [&](uint32_t i) { return listed(i); }, [&](uint32_t i) {
-      return w.token_ln_weight + (d.token_ln_weight ? d.token_ln_weight[(uint64_t)w.token_first + i] : 0.f);
-    });
+    auto at = [&](uint32_t i) { return (uint64_t)w.token_first + i; };
+    tokens_of([&](uint32_t i) { return token_at(d.token_ids, d.token_shift, at(i)); },
+              [&](uint32_t i) { return w.token_ln_weight + (d.token_ln_weight ? d.token_ln_weight[at(i)] : 0.f); });
   }
-  __device__ __forceinline__ uint32_t listed(uint32_t i) const {
-    return token_at(d.token_ids, d.token_shift, (uint64_t)o.w.token_first + i);
-  }
-  // The list's tokens, the i-th of which are of(i), of log weight weight(i).
-  __device__ __forceinline__ uint32_t first_of_tokens() const {
-    return o.exact + o.share_of(block_tiles(), o.exact) * o.team;
-  }
-  __device__ __forceinline__ uint32_t index(uint32_t t) const {
-    return min((t - block_tiles()) * kBlock + warp * 16 + (lane & 15), o.w.token_count - 1);
-  }
-  template <class Of>
-  __device__ __forceinline__ Ids first_ids(Of of) const {
-    const uint32_t t = first_of_tokens();
-    if (t >= list_tiles(o.w)) return {};
-    auto id = [&](uint32_t t) { return of(index(lane < 16 ? t : t + o.team)); };
-    return {id(t), id(t + 2 * o.team), id(t + 4 * o.team)};
-  }
+  // The list's tokens, the i-th of which are of(i), of log weight weight(i). Of coming tiles half the lanes hold the ids of one, the
+  // others those of the next; they are read two such pairs ahead, and where their rows lie one.
   template <class Of, class Weight>
-  __device__ __forceinline__ void tokens_of(const Ids& ids, Of of, Weight weight) {
-    const uint32_t tiles = list_tiles(o.w), first = block_tiles();
-    uint32_t t = first_of_tokens(), odd = 0;
+  __device__ __forceinline__ void tokens_of(Of of, Weight weight) {
+    const WorkList& w = o.w;
+    const uint32_t tiles = list_tiles(w), first = block_tiles();
+    uint32_t t = o.exact, odd = 0;
+    t += o.share_of(first, t) * o.team;
     if (t >= tiles) return;
-    uint32_t now = place(ids.now), next = place(ids.next), later = ids.later;
+    auto index = [&](uint32_t t) { return min((t - first) * kBlock + warp * 16 + (lane & 15), w.token_count - 1); };
+    auto id = [&](uint32_t t) { return of(index(lane < 16 ? t : t + o.team)); };
+    const uint32_t a = id(t), b = id(t + 2 * o.team);
+    uint32_t later = id(t + 4 * o.team), now = place(a), next = place(b);
     for (; t < tiles; t += o.team) {
       const float ln_weight = weight(index(t));
       tokens(__shfl_sync(~0u, now, odd * 16 + (lane & 15)), ln_weight, 0,
-             min(o.w.token_count - (t - first) * kBlock, (uint32_t)kBlock), kNotSampled);
-      if (odd) now = next, next = place(later), later = of(index(lane < 16 ? t + 5 * o.team : t + 6 * o.team));
+             min(w.token_count - (t - first) * kBlock, (uint32_t)kBlock), kNotSampled);
+      if (odd) now = next, next = place(later), later = id(t + 5 * o.team);
       odd ^= 1;
     }
   }
@@ -190,25 +175,34 @@ struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
   __device__ __forceinline__ void seek(uint32_t s) {
     if (s != ahead_at) ahead_at = s, ahead = this->place(permutation.point(point(s)));
   }
+  // Tile s of the sample, of which points [from, to) are read: the `half`-th of the two whose places are known.
+  __device__ __forceinline__ void tile(uint32_t s, uint32_t half, uint32_t from, uint32_t to) {
+    const uint32_t start = s * kBlock;
+    this->tokens(__shfl_sync(~0u, ahead, half * 16 + (lane & 15)), 0.f, max(from, start) - start,
+                 min(to - start, (uint32_t)kBlock), start);
+  }
+
   __device__ __forceinline__ void run() {
     this->queries();
     const bool hold = o.hold(sh.early_len);
-    // On their way while other tiles are asked for.
-    typename Base::Ids ids{};
-    if (!o.dense) ids = this->first_ids([&](uint32_t i) { return this->listed(i); });
     settle(hold);
-    // The tiles of the sample that come first, then the list's own; then for each look at points [from, to) the other tiles, the
-    // values of the whole sample, two tiles a stage, and, while the look is decided, where the next rows lie. One loop for all,
-    // so that there is one copy of the code.
-    enum { kLead, kTiles, kValues, kNext };
+    // The tiles of the sample that come first, and the list's own.
+    uint32_t lead = hold ? sh.early : 0;
+    if (lead < o.lead) seek(o.rank);
+#pragma unroll 1
+    for (; lead < o.lead; ++lead) tile(o.rank + lead * o.team, lead, 0, o.points);
+    if (!o.dense) this->exact();
+    // Then for each look at points [from, to) the other tiles, the values of the whole sample, two tiles a stage, and, while the
+    // look is decided, where the next rows lie: in one loop, so that there is one copy of the code.
+    enum { kTiles, kValues, kNext };
     Decision d{o.dense ? (uint32_t)kDense : 0, o.points};
     uint32_t number = 0, from = 0;
 #pragma unroll 1
-    for (int step = kLead; d.state == 0;) {
-      const uint32_t to = d.count, lead = number == 0 ? o.lead * o.team : 0;
+    for (int step = kTiles; d.state == 0;) {
+      const uint32_t to = d.count;
       const Run g(o, from, to);
-      uint32_t s = g.first() + lead, end = g.end();
-      if (step == kLead) s = o.rank + (hold ? sh.early * o.team : 0), end = min(end, o.rank + lead);
+      uint32_t s = g.first(), end = g.end();
+      if (step == kTiles && number == 0) s += o.lead * o.team;
       if (step == kValues) s = o.rank;
       if (step == kNext) s = Run(o, to, to).first(), end = s + 1;
       // What is near lies by its number.
@@ -218,23 +212,18 @@ struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
       for (; s < end; s += 2 * o.team) {
         uint32_t at = min(point(s), to - 1);
         if (step != kValues || !near) seek(s), at = ahead;
-        if (step == kValues) {
-          const T* v = static_cast<const T*>(near ? o.near : p.d.v);
-          const uint32_t stage = this->claim(), full = smem_u32(&sh.full[stage]);
-          copy_rows<T, D>(stages + stage * L::kStage, v, v, at, evict_normal(), 16);
-          cp_async_arrive(full);
-          __syncwarp();
-          if (lane == 0) mbar_arrive(full);
-        }
-        if (step >= kValues) continue;
+        if (step == kTiles) {
 #pragma unroll 1
-        for (uint32_t half = 0; half < 2 && s + half * o.team < end; ++half) {
-          const uint32_t start = (s + half * o.team) * kBlock;
-          this->tokens(__shfl_sync(~0u, at, half * 16 + (lane & 15)), 0.f, max(from, start) - start,
-                       min(to - start, (uint32_t)kBlock), start);
+          for (uint32_t half = 0; half < 2 && s + half * o.team < end; ++half) tile(s + half * o.team, half, from, to);
         }
+        if (step != kValues) continue;
+        const T* v = static_cast<const T*>(near ? o.near : p.d.v);
+        const uint32_t stage = this->claim(), full = smem_u32(&sh.full[stage]);
+        copy_rows<T, D>(stages + stage * L::kStage, v, v, at, evict_normal(), 16);
+        cp_async_arrive(full);
+        __syncwarp();
+        if (lane == 0) mbar_arrive(full);
       }
-      if (step == kLead) this->exact(ids);
       if (step < kNext) {
         ++step;
         continue;

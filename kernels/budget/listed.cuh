@@ -129,9 +129,9 @@ __device__ __forceinline__ void attend_listed(const DecodeMaps& maps, const Samp
         }
         return tokens[sh.choice.from[lo] + (i - sh.choice.place[lo])];
       };
-      feed.tokens_of(feed.first_ids(of), of, [](uint32_t) { return 0.f; });
+      feed.tokens_of(of, [](uint32_t) { return 0.f; });
     } else {
-      feed.exact(feed.first_ids([&](uint32_t i) { return feed.listed(i); }));
+      feed.exact();
     }
     cp_async_wait_all();
     return;
