@@ -279,12 +279,15 @@ def check_fresh(report, small):
         as_i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=DEV)
         qkv = torch.randn(rows, (kv * g + 2 * kv) * d, device=DEV, dtype=dtype)
         rope = Rope(cache, qkv, angles_for(n, d), as_i32(positions), as_i32([0] * rows), kv * g)
-        ahead = t.Decode(busy, torch.randn(1, kv * g, d, device=DEV, dtype=dtype), [t.work_list(end=(busy.lens[0], 0), length=busy.lens[0])] * kv)
+        ahead = t.Decode(busy, torch.randn(1, kv * g, d, device=DEV, dtype=dtype),
+                         [t.work_list(end=(busy.lens[0], 0), length=busy.lens[0])] * kv)
         ahead.plan()
         lists = [t.work_list((0, p + 1 - window), (16, p + 1), length=p + 1) for p in positions for _ in range(kv)]
         seeds = torch.randint(0, 2**62, (rows,)).tolist()
-        make = lambda scouts: t.VAttention(cache, rope.q, lists, seeds, 0.1, 0.1, positions=positions, row_table=as_i32([0] * rows), scouts=scouts)
-        late, early = make(0), make(1)
+        # Scouts go with asking early.
+        make = lambda scouts, positions: t.VAttention(cache, rope.q, lists, seeds, 0.1, 0.1, positions=positions,
+                                                      row_table=as_i32([0] * rows), scouts=scouts)
+        late, early = make(0, positions), make(1, positions)
         rope()
         torch.cuda.synchronize()
         late()
@@ -300,9 +303,7 @@ def check_fresh(report, small):
         report(f"vattention {dtype} {rows} rows that the launch ahead writes, window {window}", bad)
         # Positions that say nothing of how many tokens there are: what was asked for is not the sample's.
         for apart in (-5, 7, 1 << 20):
-            p = [x + apart for x in positions]
-            late, early = (t.VAttention(cache, rope.q, lists, seeds, 0.1, 0.1, positions=p, row_table=as_i32([0] * rows), scouts=scouts)
-                           for scouts in (0, 1))
+            late, early = (make(scouts, [p + apart for p in positions]) for scouts in (0, 1))
             late(), early()
             report(f"vattention {dtype} {rows} rows at {apart} from their tokens",
                    float((early.out != late.out).any()) + float(early.out.isnan().any()))
