@@ -166,7 +166,8 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     for (uint32_t i = this->tid; i < kBlock * (D / 8); i += 128) {
       const uint32_t row = i / (D / 8), chunk = i % (D / 8);
       const uint4 x = ld_shared_v4(v_s + (chunk / 8) * L::kPanel + swizzled(row, chunk % 8));
-      if (row >= meta.lo && row < meta.hi && first + row < p.near_points) reinterpret_cast<uint4*>(to + (int64_t)(first + row) * D)[chunk] = x;
+      if (row >= meta.lo && row < meta.hi && first + row < p.near_points)
+        reinterpret_cast<uint4*>(to + (int64_t)(first + row) * D)[chunk] = x;
     }
   }
 

@@ -92,8 +92,8 @@ struct ListFeed {
     tokens_of([&](uint32_t i) { return token_at(d.token_ids, d.token_shift, at(i)); },
               [&](uint32_t i) { return w.token_ln_weight + (d.token_ln_weight ? d.token_ln_weight[at(i)] : 0.f); });
   }
-  // The list's tokens, the i-th of which are of(i), of log weight weight(i). Of coming tiles half the lanes hold the ids of one, the
-  // others those of the next; they are read two such pairs ahead, and where their rows lie one.
+  // The list's tokens, the i-th of which are of(i), of log weight weight(i). Of coming tiles half the lanes hold the ids of one,
+  // the others those of the next; they are read two such pairs ahead, and where their rows lie one.
   template <class Of, class Weight>
   __device__ __forceinline__ void tokens_of(Of of, Weight weight) {
     const WorkList& w = o.w;

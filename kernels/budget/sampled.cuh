@@ -73,7 +73,7 @@ struct Outline {
   bool scout;         // the list is made up, for its code alone
   uint32_t points;    // that the first look takes
   uint32_t lead;      // the first tiles of this rank's sample, which come before the list's own
-  uint32_t exact;     // tile of the list that this rank reads, and then every team-th; of the sample it reads the rank-th, and so on
+  uint32_t exact;     // tile of the list that this rank reads, and then every team-th; of the sample the rank-th, and so on
   uint32_t row, head, kv_head, position;
   uint64_t seed;
   const uint32_t* table;
