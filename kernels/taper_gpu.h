@@ -131,9 +131,7 @@ typedef struct TaperSampledParams {
   float* lse;                 // [rows, q_heads], of the estimate; or null
   uint32_t* sync;             // [(1 + lists) * 32], zero before and after
   // From here to `sums`: not used by TAPER_LISTED.
-  uint32_t* draws;            // [lists, draw_stride], scratch
-  uint32_t* draw_counts;      // [lists, 4, team * 4], zero before and after
-  float* scores;              // [lists, capacity, group], scratch: of the sample
+  float* scores;              // [lists, capacity, group], scratch: of the points that a sample is of
   uint64_t* sums;             // [lists, team, group, 4], zero before and after
   uint32_t* state;            // [lists], TAPER_SAMPLED and so on
   uint32_t* residual;         // [lists], keys that the sample stands for
@@ -143,23 +141,20 @@ typedef struct TaperSampledParams {
   float epsilon, whole, most, upper, rest, split_vector[6], split_scalar[6];
   float unseen;  // what chi2 adds to a sample's variance, in units of its heaviest key's share to the power of 3/2
   double pilot_share, dense_share;
-  int64_t draw_stride;  // at least taper_sampled_draws(max_len)
   int32_t pilot_tokens, rule, capacity, layer;
   int32_t out_f32;
-  // For a cache far away, such as in the host's memory: room for the values of each list's first draws
-  // [lists, near_draws, head_dim], which are looked at there; at least 64 draws. Null: they are read again.
-  int32_t near_draws;
+  // For a cache far away, such as in the host's memory: room for the values of each list's first points
+  // [lists, near_points, head_dim], which are looked at there; at least 64. Null: they are read again.
+  int32_t near_points;
   void* near_values;
-  // 1: part_o, part_lse, sync, draws, draw_counts, scores and sums have room for one list more; the tables, seeds and
-  // positions were there before the launch ahead began; and row 0's first 1,024 tokens, if it has as many, may be read at any
-  // time. Where a multiprocessor is to spare, a thread block then tries on them what the others will do, while the launch ahead
-  // ends.
-  int32_t scouts, reserved;
+  // 1: part_o, part_lse, sync, scores and sums have room for one list more; tables, seeds and positions, and the keys and values
+  // of all tokens but the step's own, were there before the launch ahead began: of a row those are as many before its position as
+  // there are rows, at most, and it. Where a multiprocessor is to spare, a thread block then tries on row 0's first 1,024 tokens
+  // what the others will do, while the launch ahead ends, and they ask for the first tiles of their samples.
+  int32_t scouts, ahead;  // ahead: set by the entry point
 } TaperSampledParams;
 
 int taper_sampled(const TaperSampledParams* p, TaperStream stream);
-// Elements of `draws` for each list, for sequences of up to `len` tokens.
-int64_t taper_sampled_draws(int64_t len);
 
 // --- Samples of keys (K4) and of values (S2ANTA) -------------------------------
 

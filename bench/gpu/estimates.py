@@ -7,6 +7,7 @@ import math
 import torch
 
 import taper_gpu as t
+from layer import Rope, angles_for
 from oracle import DEV, attend64, fixed_list, paged_list, permuted, philox, rel
 
 
@@ -46,8 +47,8 @@ def check_sample(report, small):
     report("sample draws the points of the CPU's permutation", float(bad))
 
 
-def moments64(s, v, lse_f, o_f, residual):
-    """vAttention's moments of a sample: scores s [b], values v [b, d], in float64."""
+def moments64(s, v, lse_f, o_f, residual, few):
+    """vAttention's moments of a sample: scores s [b], values v [b, d], in float64; of the first `few` also products."""
     b = len(s)
     top = max(lse_f.item(), s.max().item())
     e = torch.exp(s - top)
@@ -58,7 +59,6 @@ def moments64(s, v, lse_f, o_f, residual):
     o = (o_f * known + scale * ev) / den
     r = e[:, None] * (v - o)
     c = r - r.mean(0)
-    few = min(b, 40)
     dots = (c[:few] @ c[:few].T)**2
     norms = (c[:few]**2).sum(1)
     pairs = (norms.sum()**2 - (norms**2).sum()).item()
@@ -103,37 +103,49 @@ def budget64(rule, eps, delta, m, n, limit):
     return "sample", b
 
 
-def judge64(q, k, v, lse_f, o_f, order, res, n, fixed, rule, eps, delta, pilot_tokens, got):
-    """The CPU's rules for one group: (state, draws, looks). Where a budget is `got` but for rounding,
-    `got` is what is looked at next."""
-    want = max(pilot_tokens, math.ceil(0.01 * res))
+def judge64(q, k, v, lse_f, o_f, points, seen, rule, eps, delta, pilot_tokens, got):
+    """The CPU's rules for one group that reads what is `seen`: (state, sampled keys, looks). A look may take the points that
+    `got` keys are in where those that it wants come near them: a budget is what it is but for rounding."""
+    n = len(points)
+    passes = ~seen[points]
+    res = int(passes.sum())
+    fixed = n - res
+    upto = passes.cumsum(0)
+    of = lambda b: min(n, -(-b * n // res))
+    pilot = max(pilot_tokens, math.ceil(0.01 * res))
     limit = 0.5 * n - fixed
-    if res <= want or want >= limit:
+    if res <= pilot or pilot >= limit:
         return "whole", 0, 0
-    noisy = 0
+    noisy, walked = 0, of(pilot)
     for look in range(1, 1000):
-        draws = order[:want]
-        most = limit * (2 if 4 * want < limit else 1)
+        draws = points[:walked][passes[:walked]]
+        m = len(draws)
+        most = limit * (2 if 4 * m < limit else 1)
+        few = min(40, int(upto[min(walked, 128) - 1]))
         verdicts = []
-        for j in range(len(q)):
+        for j in range(len(q) if m > 1 else 0):
             sc = k[draws] @ q[j] * k.shape[1]**-0.5
             verdicts.append(budget64(rule, eps, delta,
-                                     moments64(sc, v[draws], lse_f[j], o_f[j], res), res, most))
-        bad = next((x for x in verdicts if x[0] != "sample" or x[1] >= most), None)
+                                     moments64(sc, v[draws], lse_f[j], o_f[j], res, few), res, most))
+        bad = next((x for x in verdicts if x[0] != "sample" or x[1] >= most), None if m > 1 else ("noisy",))
         if bad is None:
             b = max(x[1] for x in verdicts)
-            if b <= want * (1 + 2e-3 * (want == got)):
-                return "sampled", want, look
-            if abs(b - got) <= 2 + 1e-2 * b and got > want:
-                b = got
-            grown = min(b, 2 * want)
+            if b <= m * (1 + 2e-3 * (m == got)):
+                return "sampled", m, look
+            grown = min(b, 2 * m)
         elif bad[0] == "noisy" and noisy < 4:
-            noisy, grown = noisy + 1, 4 * want
+            noisy, grown = noisy + 1, 4 * max(m, 2)
         else:
             return "dense", 0, look
         if grown >= res or grown >= limit:
             return "dense", 0, look
-        want = grown
+        to = walked + of(grown - m)
+        if to >= n:
+            return "dense", 0, look
+        # The points that end behind the last of `got` keys, of which the wanted number may be off by little.
+        if got > m and abs(int(upto[to - 1]) - got) <= 2 + 1e-2 * got:
+            to = int((upto < got).sum()) + 1
+        walked = to
 
 
 def vattention_case(report, dtype, d, kv, g, rule, eps, shift, lens, blocks=0, tokens=0, heavy=0, pilot=64,
@@ -154,7 +166,7 @@ def vattention_case(report, dtype, d, kv, g, rule, eps, shift, lens, blocks=0, t
     as_i32 = lambda x: torch.tensor(x or [0], dtype=torch.int32, device=DEV)
     seeds = torch.randint(0, 2**62, (len(lens),)).tolist()
     ids = dict(block_ids=as_i32(bid), token_ids=as_i32(tid), token_shift=page.bit_length() - 1 if page else 0,
-               out_f32=page > 0, near_draws=near)
+               out_f32=page > 0, near_points=near)
     f = t.VAttention(cache, q, [m[0] for m in made], seeds, eps, 0.1, rule, layer=layer, pilot_tokens=pilot, **ids)
     f()
     gap = err = errors = 0.0
@@ -168,11 +180,11 @@ def vattention_case(report, dtype, d, kv, g, rule, eps, shift, lens, blocks=0, t
             hs = slice(h * g, (h + 1) * g)
             o_f, lse_f = attend64(q[i:i + 1, hs], k[h:h + 1], v[h:h + 1], seen[None])
             order = permuted(n, seeds[i], layer, h, n - 1).to(DEV)
+            got, count = f.state[i * kv + h].item(), f.counts[i * kv + h].item()
+            state, asked, look = judge64(q[i, hs].double(), k[h], v[h], lse_f[0], o_f[0], order, seen, rule, eps, 0.1,
+                                         pilot, count)
             order = order[~seen[order]]
             res = len(order)
-            got, count = f.state[i * kv + h].item(), f.counts[i * kv + h].item()
-            state, asked, look = judge64(q[i, hs].double(), k[h], v[h], lse_f[0], o_f[0], order, res, n,
-                                         n - res, rule, eps, 0.1, pilot, count)
             looks.append(look)
             states.append(state)
             moved += got != {"sampled": 1, "dense": 2, "whole": 3}[state]
@@ -254,6 +266,47 @@ def check_vattention(report, small):
                                  pilot_tokens=f.p.pilot_tokens, **ids)
             alone()
             report("vattention independent of the batch", float((alone.out[0] != first[i]).any()))
+    check_fresh(report, small)
+
+
+def check_fresh(report, small):
+    """Rows of one sequence whose last tokens the launch ahead writes, where what is asked for early finds NaN."""
+    for dtype, n, rows, window in ((torch.bfloat16, 3000, 1, 1), (torch.bfloat16, 40000, 4, 1), (torch.float16, 9000, 3, 2)):
+        d, kv, g = 128, 2, 4
+        cache, busy = t.Cache([n], kv, d, dtype), t.Cache([2000 if small else 60000], kv, d, dtype)
+        cache.v += 0.5
+        positions = list(range(n - rows, n))
+        as_i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=DEV)
+        qkv = torch.randn(rows, (kv * g + 2 * kv) * d, device=DEV, dtype=dtype)
+        rope = Rope(cache, qkv, angles_for(n, d), as_i32(positions), as_i32([0] * rows), kv * g)
+        ahead = t.Decode(busy, torch.randn(1, kv * g, d, device=DEV, dtype=dtype),
+                         [t.work_list(end=(busy.lens[0], 0), length=busy.lens[0])] * kv)
+        ahead.plan()
+        lists = [t.work_list((0, p + 1 - window), (16, p + 1), length=p + 1) for p in positions for _ in range(kv)]
+        seeds = torch.randint(0, 2**62, (rows,)).tolist()
+        # Scouts go with asking early.
+        make = lambda scouts, positions: t.VAttention(cache, rope.q, lists, seeds, 0.1, 0.1, positions=positions,
+                                                      row_table=as_i32([0] * rows), scouts=scouts)
+        late, early = make(0, positions), make(1, positions)
+        rope()
+        torch.cuda.synchronize()
+        late()
+        bad = float(late.out.isnan().any())
+        for _ in range(3 if small else 30):
+            for p in positions:
+                for x in (cache.k, cache.v):
+                    x[cache.table[0, p // 64], :, p % 64] = float("nan")
+            ahead()
+            rope()
+            early()
+            bad += float((early.out != late.out).any())
+        report(f"vattention {dtype} {rows} rows that the launch ahead writes, window {window}", bad)
+        # Positions that say nothing of how many tokens there are: what was asked for is not the sample's.
+        for apart in (-5, 7, 1 << 20):
+            late, early = (make(scouts, [p + apart for p in positions]) for scouts in (0, 1))
+            late(), early()
+            report(f"vattention {dtype} {rows} rows at {apart} from their tokens",
+                   float((early.out != late.out).any()) + float(early.out.isnan().any()))
 
 
 def check_values(report, small):

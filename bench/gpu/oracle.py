@@ -44,16 +44,27 @@ def permuted(n, seed, layer, head, position):
     key = (seed & 0xFFFFFFFF, seed >> 32)
     keys = [*philox(key, (layer, head, position, 0x50450000)),
             *philox(key, (layer, head, position, 0x50450001))][:6]
-    half = max(((n - 1).bit_length() + 1) // 2, 1)
-    mask = (1 << half) - 1
-    i = torch.arange(1 << (2 * half), dtype=torch.int64)
-    left, right = i >> half, i & mask
-    for k in keys:
-        x = ((right + k) & 0xFFFFFFFF) * 0x9E3779B1 & 0xFFFFFFFF
+    bits = (n - 1).bit_length()
+    low = bits - bits // 2
+
+    def mix(x):
+        x = (x & 0xFFFFFFFF) * 0x9E3779B1 & 0xFFFFFFFF
         x = (x ^ (x >> 15)) * 0x85EBCA77 & 0xFFFFFFFF
-        left, right = right, left ^ ((x ^ (x >> 13)) & mask)
-    point = (left << half) | right
-    return point[point < n]
+        return x ^ (x >> 13)
+
+    def land(x):
+        left, right = x >> low, x & ((1 << low) - 1)
+        for r, k in enumerate(keys):
+            if r % 2 == 0:
+                left = left ^ (mix(right + k) & ((1 << (bits // 2)) - 1))
+            else:
+                right = right ^ (mix(left + k) & ((1 << low) - 1))
+        return (left << low) | right
+
+    point = land(torch.arange(n, dtype=torch.int64))
+    while (beyond := point >= n).any():
+        point[beyond] = land(point[beyond])
+    return point
 
 
 def fixed_list(n, h, sink, win, blocks, tokens, bid, tid):

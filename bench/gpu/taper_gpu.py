@@ -113,13 +113,13 @@ SampleParams = struct("SampleParams", [
     ("capacity", I32), ("want", I32), ("max_len", I32), ("overlap", I32), ("state", U32),
     ("token_shift", I32), ("reserved", I32)])
 SampledParams = struct("SampledParams", [("d", DecodeParams)] + [(n, P) for n in (
-    "seeds positions out lse sync draws draw_counts scores sums state residual counts"
+    "seeds positions out lse sync scores sums state residual counts"
     ).split()] + [
     ("epsilon", F32), ("whole", F32), ("most", F32), ("upper", F32), ("rest", F32),
     ("split_vector", F32 * 6), ("split_scalar", F32 * 6), ("unseen", F32), ("pilot_share", F64),
-    ("dense_share", F64), ("draw_stride", I64), ("pilot_tokens", I32), ("rule", I32),
-    ("capacity", I32), ("layer", I32), ("out_f32", I32), ("near_draws", I32), ("near_values", P),
-    ("scouts", I32), ("reserved", I32)])
+    ("dense_share", F64), ("pilot_tokens", I32), ("rule", I32),
+    ("capacity", I32), ("layer", I32), ("out_f32", I32), ("near_points", I32), ("near_values", P),
+    ("scouts", I32), ("ahead", I32)])
 
 
 ValuesParams = struct("ValuesParams", [(n, P) for n in (
@@ -396,18 +396,14 @@ class VAttention:
     def __init__(self, cache, q, fixed, seeds, epsilon, delta, rule="chi2", block_ids=None,
                  token_ids=None, pilot_tokens=64, pilot_share=0.01, dense_share=0.5, layer=0,
                  row_table=None, positions=None, list_heads=None, token_ln_weight=None, overlap=True,
-                 token_shift=0, out_f32=False, near_draws=0, scouts=1):
+                 token_shift=0, out_f32=False, near_points=0, scouts=1):
         rows, q_heads, d = q.shape
         dev = q.device
         kv = list_heads or cache.kv_heads
         lists, group, team = rows * kv, q_heads // kv, team_size(kv)
         if not torch.is_tensor(fixed):
             fixed = torch.tensor(fixed, dtype=torch.int32, device=dev)
-        lib().taper_sampled_draws.restype = I64
-        stride = lib().taper_sampled_draws(I64(max(cache.lens)))
-        self.capacity = int(dense_share * max(cache.lens)) + 64
-        if rule == "listed":
-            stride = self.capacity = 1
+        self.capacity = 1 if rule == "listed" else int(dense_share * max(cache.lens)) + 64
         i32 = lambda *shape: torch.full(shape, -1, dtype=torch.int32, device=dev)
         f32 = lambda *shape: torch.full(shape, float("nan"), device=dev)
         self.fixed = fixed
@@ -419,11 +415,9 @@ class VAttention:
         self.out = torch.full(q.shape, float("nan"), device=dev, dtype=torch.float32 if out_f32 else q.dtype)
         self.lse = f32(rows, q_heads)
         self.sync = torch.zeros(1 + room, 32, dtype=torch.int32, device=dev)
-        self.draws = i32(room, stride)
-        self.draw_counts = torch.zeros(room, 4, team * 4, dtype=torch.int32, device=dev)
         self.scores = f32(room, self.capacity, group)
         self.sums = torch.zeros(room, team, group, 4, dtype=torch.int64, device=dev)
-        self.near = torch.full((lists, near_draws, d), float("nan"), device=dev, dtype=q.dtype) if near_draws else None
+        self.near = torch.full((lists, near_points, d), float("nan"), device=dev, dtype=q.dtype) if near_points else None
         self.state, self.residual, self.counts = i32(lists), i32(lists), i32(lists)
         self.keep = (cache, q, block_ids, token_ids, row_table, token_ln_weight)
         decode = DecodeParams(
@@ -434,11 +428,10 @@ class VAttention:
             cache.table.stride(0), 0, d**-0.5, 1, int(overlap), token_shift)
         self.p = SampledParams(
             decode, *[ptr(x) for x in (
-                self.seeds, self.positions, self.out, self.lse, self.sync, self.draws,
-                self.draw_counts, self.scores, self.sums, self.state, self.residual,
-                self.counts)],
-            epsilon, *quantiles(delta), unseen(delta), pilot_share, dense_share, stride, pilot_tokens, RULES[rule],
-            self.capacity, layer, int(out_f32), near_draws, ptr(self.near), scouts)
+                self.seeds, self.positions, self.out, self.lse, self.sync, self.scores,
+                self.sums, self.state, self.residual, self.counts)],
+            epsilon, *quantiles(delta), unseen(delta), pilot_share, dense_share, pilot_tokens, RULES[rule],
+            self.capacity, layer, int(out_f32), near_points, ptr(self.near), scouts)
 
     def __call__(self):
         call("taper_sampled", self.p)

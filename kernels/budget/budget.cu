@@ -18,6 +18,7 @@ cudaError_t go(SampledParams p, const ChooseParams* c, cudaStream_t stream) {
                                     : sampled_team(p.d.list_heads, (int64_t)p.d.table_stride * kBlock);
   const int grid = p.d.rows * p.d.list_heads * p.d.team;
   p.d.unit_capacity = grid > sm_count();  // Tells the kernel to form teams in order.
+  p.ahead = p.scouts > 0 && !p.d.unit_capacity;
   const bool overlap = p.d.overlap != 0;
   if (c && c->clusters <= 1024)
     return launch(clustered_kernel<T, D, N, 4>, grid, kListedThreads, kListedBytes<D, N>, stream, overlap, maps, p, *c);
@@ -35,7 +36,7 @@ bool valid(const SampledParams& p) {
          d.list_heads > 0 && d.list_heads % d.kv_heads == 0 && d.q_heads % d.list_heads == 0 &&
          d.q_heads / d.list_heads <= 16 && (d.dtype == kBf16 || d.dtype == kF16) &&
          d.blocks * d.kv_heads * kBlock <= INT32_MAX &&
-         (p.rule == kListed || (p.capacity > 0 && p.epsilon > 0 && p.draw_stride <= INT32_MAX));
+         (p.rule == kListed || (p.capacity > 0 && p.epsilon > 0));
 }
 
 cudaError_t start(const SampledParams& p, const ChooseParams* c, cudaStream_t stream) {
@@ -48,8 +49,6 @@ cudaError_t start(const SampledParams& p, const ChooseParams* c, cudaStream_t st
 
 }  // namespace
 }  // namespace taper
-
-extern "C" int64_t taper_sampled_draws(int64_t len) { return taper::sampled_draws(len); }
 
 extern "C" int taper_sampled(const taper::SampledParams* p, cudaStream_t stream) {
   using namespace taper;

@@ -1,7 +1,7 @@
 // The producers of a decode step in one launch: four warps that fill the ring.
 #pragma once
 
-#include "draw.cuh"
+#include "parts.cuh"
 
 namespace taper {
 
@@ -25,9 +25,9 @@ struct ListFeed {
   }
   // Few tiles are on their way at a time: more would not come faster, and what the team
   // says to itself queues behind them.
-  __device__ __forceinline__ uint32_t claim(uint32_t most = kOnTheirWay) {
-    if (count >= most) {
-      const uint32_t i = count - most;
+  __device__ __forceinline__ uint32_t claim() {
+    if (count >= kOnTheirWay) {
+      const uint32_t i = count - kOnTheirWay;
       mbar_wait(smem_u32(&sh.full[i % L::kStages]), i / L::kStages & 1);
     }
     mbar_wait(smem_u32(&sh.empty[count % L::kStages]), (count / L::kStages & 1) ^ 1);
@@ -45,9 +45,8 @@ struct ListFeed {
     if (lane == 0) mbar_arrive(full);
   }
   // Lane i < 16 holds the place and weight of the warp's i-th row.
-  __device__ __forceinline__ void tokens(uint32_t at, float weight, uint32_t lo, uint32_t hi,
-                                         uint32_t sampled, uint32_t most = kOnTheirWay) {
-    const uint32_t stage = claim(most), full = smem_u32(&sh.full[stage]);
+  __device__ __forceinline__ void tokens(uint32_t at, float weight, uint32_t lo, uint32_t hi, uint32_t sampled) {
+    const uint32_t stage = claim(), full = smem_u32(&sh.full[stage]);
     if (warp == 0 && lane == 0) sh.meta[stage] = {lo, hi, 0.f, 1, sampled, 0};
     if (lane < 16) sh.weight[stage][warp * 16 + lane] = weight;
     // Values of a sample are read again.
@@ -57,9 +56,9 @@ struct ListFeed {
     __syncwarp();
     if (lane == 0) mbar_arrive(full);
   }
-  // Tiles of ranges and blocks: every lane looks one up, then all are issued.
-  __device__ __forceinline__ void blocks(const WorkList& w, uint32_t tiles) {
-    for (uint32_t t0 = o.rank; t0 < tiles; t0 += 32 * o.team) {
+  // Tiles of ranges and blocks from `first` on: every lane looks one up, then all are issued.
+  __device__ __forceinline__ void blocks(const WorkList& w, uint32_t first, uint32_t tiles) {
+    for (uint32_t t0 = first; t0 < tiles; t0 += 32 * o.team) {
       BlockTile mine{0, 0, 0, 0.f};
       uint32_t row = 0;
       if (t0 + lane * o.team < tiles) {
@@ -88,145 +87,190 @@ struct ListFeed {
   // The list's ranges, blocks and tokens.
   __device__ __forceinline__ void exact() {
     const WorkList& w = o.w;
-    blocks(w, block_tiles());
+    blocks(w, o.exact, block_tiles());
     auto at = [&](uint32_t i) { return (uint64_t)w.token_first + i; };
     tokens_of([&](uint32_t i) { return token_at(d.token_ids, d.token_shift, at(i)); },
               [&](uint32_t i) { return w.token_ln_weight + (d.token_ln_weight ? d.token_ln_weight[at(i)] : 0.f); });
   }
-  // The list's tokens, the i-th of which are of(i), of log weight weight(i).
+  // The list's tokens, the i-th of which are of(i), of log weight weight(i). Of coming tiles half the lanes hold the ids of one,
+  // the others those of the next; they are read two such pairs ahead, and where their rows lie one.
   template <class Of, class Weight>
   __device__ __forceinline__ void tokens_of(Of of, Weight weight) {
     const WorkList& w = o.w;
     const uint32_t tiles = list_tiles(w), first = block_tiles();
-    uint32_t t = o.rank;
+    uint32_t t = o.exact, odd = 0;
     t += o.share_of(first, t) * o.team;
     if (t >= tiles) return;
     auto index = [&](uint32_t t) { return min((t - first) * kBlock + warp * 16 + (lane & 15), w.token_count - 1); };
     auto id = [&](uint32_t t) { return of(index(lane < 16 ? t : t + o.team)); };
-    Rows rows = look_up(t, id);
+    const uint32_t a = id(t), b = id(t + 2 * o.team);
+    uint32_t later = id(t + 4 * o.team), now = place(a), next = place(b);
     for (; t < tiles; t += o.team) {
       const float ln_weight = weight(index(t));
-      tokens(take(rows), ln_weight, 0, min(w.token_count - (t - first) * kBlock, (uint32_t)kBlock), kNotSampled);
-      advance(rows, t, id);
+      tokens(__shfl_sync(~0u, now, odd * 16 + (lane & 15)), ln_weight, 0,
+             min(w.token_count - (t - first) * kBlock, (uint32_t)kBlock), kNotSampled);
+      if (odd) now = next, next = place(later), later = id(t + 5 * o.team);
+      odd ^= 1;
     }
   }
-
-  // The places of coming tiles' rows: half the lanes hold a tile's, the others those of
-  // the next one, and ids are read two such pairs ahead.
-  struct Rows {
-    uint32_t now, next, later, odd;
-  };
-  template <class Id>
-  __device__ __forceinline__ Rows look_up(uint32_t t, Id id) const {
-    const uint32_t a = id(t), b = id(t + 2 * o.team), c = id(t + 4 * o.team);
-    return {place(a), place(b), c, 0};
-  }
-  __device__ __forceinline__ uint32_t take(const Rows& r) const {
-    return __shfl_sync(~0u, r.now, r.odd * 16 + (lane & 15));
-  }
-  template <class Id>
-  __device__ __forceinline__ void advance(Rows& r, uint32_t t, Id id) const {
-    if (r.odd) r.now = r.next, r.next = place(r.later), r.later = id(t + 5 * o.team);
-    r.odd ^= 1;
-  }
 };
+
+// The first tiles of a rank's sample: which rows they have depends on no list, so that a launch asks for them before the one
+// ahead, which may still make the lists, has ended.
+struct Early {
+  uint32_t tiles = 0, len = 0;  // asked for, and the tokens that the sequence was taken to have
+  uint32_t id = 0;              // the lane's token: of the first tile, or of the next from lane 16 on
+  bool asked = false;           // for its row
+};
+
+// Lane `from` + i < from + 16 holds the place of the warp's i-th row of a tile, ~0: that one is not copied.
+template <class T, int D>
+__device__ __forceinline__ void copy_some(uint32_t dst, const T* k, const T* v, uint32_t at, int from) {
+  constexpr int kChunks = D / 8, kRows = 32 / kChunks, kPanel = kBlock * 128, kTile = kPanel * (D / 64);
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+#pragma unroll
+  for (int i = 0; i < 16 / kRows; ++i) {
+    const int r = i * kRows + lane / kChunks, chunk = lane % kChunks;
+    const uint32_t row = __shfl_sync(~0u, at, from + r);
+    const uint32_t to = dst + (chunk / 8) * kPanel + swizzled(warp * 16 + r, chunk % 8);
+    if (row == ~0u) continue;
+    cp_async16(to, k + (int64_t)row * D + chunk * 8, evict_normal());
+    cp_async16(to + kTile, v + (int64_t)row * D + chunk * 8, evict_normal());
+  }
+}
 
 // And a sample of the rest.
 template <class T, int D, int N>
 struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
   using Base = ListFeed<T, D, N, SampledShared<D, N>>;
-  using typename Base::L, typename Base::Rows;
-  using Base::lane, Base::o, Base::sh, Base::stages, Base::warp;
+  using typename Base::L;
+  using Base::count, Base::lane, Base::o, Base::sh, Base::stages, Base::warp;
   const SampledParams& p;
-  Draws<SampledShared<D, N>> draws;
+  const Early& early;
+  const Permutation permutation;
 
-  // The lane's row of the sample's tile s, or of this rank's tile after it.
-  __device__ __forceinline__ uint32_t sampled_index(uint32_t s, uint32_t count) const {
-    return min((lane < 16 ? s : s + o.team) * kBlock + warp * 16 + (lane & 15), count - 1);
-  }
-  __device__ __forceinline__ uint32_t sampled_id(uint32_t s, uint32_t count) const {
-    return drawn_id(p, sh, sampled_index(s, count));
-  }
-  // Rows of the sample's tiles from `ahead_at` on, looked up when `known` were drawn.
-  Rows ahead;
-  uint32_t ahead_at = ~0u, known = 0;
-  // Makes them those of tile s and on, which draws up to `until` are asked of.
-  __device__ __forceinline__ void seek(uint32_t s, uint32_t until, uint32_t drawn) {
-    if (s == ahead_at && until <= known) return;
-    ahead_at = s, known = drawn;
-    ahead = this->look_up(s, [&](uint32_t s) { return sampled_id(s, known); });
-  }
-  // While a look at `from` draws is decided: where the next rows lie.
-  __device__ __forceinline__ void foresee(uint32_t from) {
-    const uint32_t drawn = draws.so_far(), s = Run(o, from, from).first();
-    if (s * kBlock < drawn) seek(s, min(grown(from), drawn), drawn);
-  }
-  // A run of the sample.
-  __device__ __forceinline__ void sample(const Run& g) {
-    const uint32_t drawn = draws.await(g.to), s = g.first();
-    if (s >= g.end()) return;
-    seek(s, g.to, drawn);
-    // A tile or two more need not wait for the list's own to be there: the team has nothing to say before they are.
-    const uint32_t most = g.from == 0 && g.tiles() <= 2 ? min(kOnTheirWay + 2, (uint32_t)L::kStages) : kOnTheirWay;
-    while (ahead_at < g.end()) {
-      const uint32_t start = ahead_at * kBlock;
-      this->tokens(this->take(ahead), 0.f, max(g.from, start) - start, min(g.to - start, (uint32_t)kBlock), start,
-                   most);
-      if (start + kBlock > g.to) return;  // The rest of the tile is the next run's.
-      this->advance(ahead, ahead_at, [&](uint32_t s) { return sampled_id(s, known); });
-      ahead_at += o.team;
-    }
-  }
-  // The values of a whole sample, two tiles a stage.
-  __device__ __forceinline__ void values(uint32_t count) {
-    const Run g(o, 0, count);
-    uint32_t s = o.first;
-    if (s >= g.end()) return;
-    const uint32_t step = 2 * o.team;
-    // What is near lies by its number.
-    const bool near = o.near && count <= p.near_draws;
-    const T* v = static_cast<const T*>(near ? o.near : p.d.v);
-    auto id = [&](uint32_t s) { return near ? sampled_index(s, count) : sampled_id(s, count); };
-    auto place = [&](uint32_t id) { return near ? id : this->place(id); };
-    uint32_t now = place(id(s)), next = id(s + step);
-    for (; s < g.end(); s += step) {
-      const uint32_t later = id(s + 2 * step), at = place(next);
-      const uint32_t stage = this->claim(), full = smem_u32(&sh.full[stage]);
-      copy_rows<T, D>(stages + stage * L::kStage, v, v, now, evict_normal(), 16);
+  // Says of the tiles that were asked for what they are, and asks for the rows that were not there to ask for. If they are no
+  // tiles of the sample nothing of them is read.
+  __device__ __forceinline__ void settle(bool hold) {
+    const uint32_t at = hold && !early.asked ? this->place(early.id) : ~0u;
+    const bool some = __any_sync(~0u, at != ~0u);
+    for (; count < sh.early; ++count) {
+      const uint32_t start = (o.rank + count * o.team) * kBlock, full = smem_u32(&sh.full[count]);
+      if (warp == 0 && lane == 0)
+        sh.meta[count] = {0, hold ? min(o.points - start, (uint32_t)kBlock) : 0, 0.f, 1, hold ? start : kNotSampled, 0};
+      if (some)
+        copy_some<T, D>(stages + count * L::kStage, static_cast<const T*>(p.d.k), static_cast<const T*>(p.d.v), at, count * 16);
       cp_async_arrive(full);
       __syncwarp();
       if (lane == 0) mbar_arrive(full);
-      now = at, next = later;
     }
+  }
+
+  // The lane's point of the sample's tile s, or of this rank's tile after it.
+  __device__ __forceinline__ uint32_t point(uint32_t s) const {
+    return (lane < 16 ? s : s + o.team) * kBlock + warp * 16 + (lane & 15);
+  }
+  // And the place of its row, of tile `ahead_at`.
+  uint32_t ahead = 0, ahead_at = ~0u;
+  __device__ __forceinline__ void seek(uint32_t s) {
+    if (s != ahead_at) ahead_at = s, ahead = this->place(permutation.point(point(s)));
+  }
+  // Tile s of the sample, of which points [from, to) are read: the `half`-th of the two whose places are known.
+  __device__ __forceinline__ void tile(uint32_t s, uint32_t half, uint32_t from, uint32_t to) {
+    const uint32_t start = s * kBlock;
+    this->tokens(__shfl_sync(~0u, ahead, half * 16 + (lane & 15)), 0.f, max(from, start) - start,
+                 min(to - start, (uint32_t)kBlock), start);
   }
 
   __device__ __forceinline__ void run() {
     this->queries();
-    bool dense = o.dense;
-    if (!dense) {
-      this->exact();
-      Decision d{0, o.pilot};
+    const bool hold = o.hold(sh.early_len);
+    settle(hold);
+    // The tiles of the sample that come first, and the list's own.
+    uint32_t lead = hold ? sh.early : 0;
+    if (lead < o.lead) seek(o.rank);
 #pragma unroll 1
-      for (uint32_t look = 0, from = 0; d.state == 0; ++look) {
-        const uint32_t to = d.count;
-        sample(Run(o, from, to));
-        if (o.near) mbar_wait(smem_u32(&sh.brought), look & 1);
-        values(to);
-        foresee(to);
-        from = to;
-        mbar_wait(smem_u32(&sh.decided), look & 1);
-        d = sh.decision;
-        mbar_arrive(smem_u32(&sh.heeded));
+    for (; lead < o.lead; ++lead) tile(o.rank + lead * o.team, lead, 0, o.points);
+    if (!o.dense) this->exact();
+    // Then for each look at points [from, to) the other tiles, the values of the whole sample, two tiles a stage, and, while the
+    // look is decided, where the next rows lie: in one loop, so that there is one copy of the code.
+    enum { kTiles, kValues, kNext };
+    Decision d{o.dense ? (uint32_t)kDense : 0, o.points};
+    uint32_t number = 0, from = 0;
+#pragma unroll 1
+    for (int step = kTiles; d.state == 0;) {
+      const uint32_t to = d.count;
+      const Run g(o, from, to);
+      uint32_t s = g.first(), end = g.end();
+      if (step == kTiles && number == 0) s += o.lead * o.team;
+      if (step == kValues) s = o.rank;
+      if (step == kNext) s = Run(o, to, to).first(), end = s + 1;
+      // What is near lies by its number.
+      const bool near = o.near && to <= p.near_points;
+      if (step == kValues && o.near) mbar_wait(smem_u32(&sh.brought), number & 1);
+#pragma unroll 1
+      for (; s < end; s += 2 * o.team) {
+        uint32_t at = min(point(s), to - 1);
+        if (step != kValues || !near) seek(s), at = ahead;
+        if (step == kTiles) {
+#pragma unroll 1
+          for (uint32_t half = 0; half < 2 && s + half * o.team < end; ++half) tile(s + half * o.team, half, from, to);
+        }
+        if (step != kValues) continue;
+        const T* v = static_cast<const T*>(near ? o.near : p.d.v);
+        const uint32_t stage = this->claim(), full = smem_u32(&sh.full[stage]);
+        copy_rows<T, D>(stages + stage * L::kStage, v, v, at, evict_normal(), 16);
+        cp_async_arrive(full);
+        __syncwarp();
+        if (lane == 0) mbar_arrive(full);
       }
-      dense = d.state == kDense;
+      if (step < kNext) {
+        ++step;
+        continue;
+      }
+      step = kTiles, from = to;
+      mbar_wait(smem_u32(&sh.decided), number++ & 1);
+      d = sh.decision;
+      mbar_arrive(smem_u32(&sh.heeded));
     }
-    if (dense) {
+    if (d.state == kDense) {
       WorkList all{};
       all.len = all.end[0] = o.w.len;
-      this->blocks(all, list_tiles(all));
+      this->blocks(all, o.rank, list_tiles(all));
     }
     cp_async_wait_all();
   }
 };
+
+// By those who need a permutation, before the launch ahead has ended: makes it, and producers, the first four warps, ask for the
+// first tiles of the block's sample. It is that of a sequence that has as many tokens as its position says. Rows that this step
+// writes may not be there yet: of a sequence with several rows in it those are at most so many tokens before the position.
+template <class T, int D, int N>
+__device__ __forceinline__ Early ask_early(const SampledParams& p, uint32_t stages, Permutation& permutation, int lane, int warp) {
+  using L = DecodeLayout<D, N, kSampledStages<D, N>>;
+  const DecodeParams& d = p.d;
+  const uint32_t place = blockIdx.x - p.scouts, list = place / d.team, row = list / d.list_heads, rank = place % d.team;
+  const uint32_t head = list % d.list_heads, kv_head = head * d.kv_heads / d.list_heads;
+  const uint32_t n = p.positions[row] + 1;
+  if (n == 0 || n > (uint32_t)d.table_stride * kBlock) return {};
+  permutation = Permutation(n, {p.seeds[row], (uint32_t)p.layer, head, n - 1});
+  Early early;
+  early.len = n;
+  if (warp >= 4) return early;
+  const uint32_t team = sampled_team(d.list_heads, n);
+  // A first look takes no fewer points, whatever the list reads.
+  const uint32_t least = max((uint32_t)max(p.pilot_tokens, 2), (uint32_t)(p.pilot_share * n));
+  const uint32_t end = min((least + kBlock - 1) / kBlock, n / kBlock);
+  early.tiles = rank < min(end, team) ? min((end - rank + team - 1) / team, kLeadTiles) : 0;
+  if (early.tiles == 0) return early;
+  const uint32_t* table = d.block_table + (uint64_t)(d.row_table ? d.row_table[row] : row) * d.table_stride;
+  early.id = permutation.point((lane < 16 ? rank : rank + team) * kBlock + warp * 16 + (lane & 15));
+  const uint32_t block = table[early.id / kBlock];
+  early.asked = early.id + d.rows < n && block < d.blocks;
+  const uint32_t at = early.asked ? (block * d.kv_heads + kv_head) * kBlock + early.id % kBlock : ~0u;
+  for (uint32_t i = 0; i < early.tiles; ++i)
+    copy_some<T, D>(stages + i * L::kStage, static_cast<const T*>(d.k), static_cast<const T*>(d.v), at, i * 16);
+  return early;
+}
 
 }  // namespace taper

@@ -13,6 +13,29 @@ struct Judge : Tally<T, D, N> {
   using Base::C, Base::kPairTiles, Base::V;
   using Base::gate, Base::group, Base::lane, Base::o, Base::p, Base::sh, Base::split, Base::warp;
 
+  uint32_t met = 0;  // meetings so far
+
+  // The team meets in two halves, so that there is work to do in between. `passed`: sampled keys of this warpgroup's tiles since
+  // the last meeting.
+  __device__ __forceinline__ void tell(uint32_t passed) {
+    if (this->tid % 128 == 0) sh.passed[this->tid / 128] = passed;
+    gate.meet();
+    ++met;
+    if (this->tid == 0) add_release(meeting(), (uint64_t)(sh.passed[0] + sh.passed[1]) << 32 | 1);
+  }
+  // Returns the team's sampled keys: no block tells of more before all have heard.
+  __device__ __forceinline__ uint32_t hear() {
+    if (this->tid == 0) {
+      uint64_t told;
+      do told = load_acquire(meeting());
+      while ((uint32_t)told < met * o.team);
+      sh.drawn = told >> 32;
+    }
+    gate.meet();
+    return sh.drawn;
+  }
+  __device__ __forceinline__ uint64_t* meeting() const { return reinterpret_cast<uint64_t*>(this->counter() + kMetWord); }
+
   // Merges the team's exact parts and samples, and estimates the output where a sampled key
   // stands for `scale` keys: `split` has it, rounded, among its rows.
   __device__ __forceinline__ void combine(float scale, bool exact) {
@@ -60,15 +83,15 @@ struct Judge : Tally<T, D, N> {
     gate.meet();
   }
 
-  // All consumers of the team, once the parts are combined. All return the same. `look` numbers
-  // the looks from 0, `noisy` counts those that could not tell.
-  __device__ __forceinline__ Decision decide(uint32_t b, uint32_t look, uint32_t& noisy, Ahead& a, uint32_t& pos) {
+  // All consumers of the team, once the parts are combined, of b keys among the first `points`. All return the same. `look`
+  // numbers the looks from 0, `noisy` counts those that could not tell.
+  __device__ __forceinline__ Decision decide(uint32_t points, uint32_t b, uint32_t look, uint32_t& noisy, Ahead& a, uint32_t& pos) {
     const int first_tile = a.first;
     // A first look may err upwards.
     const float limit = 4 * b < o.most ? kDoubt * o.limit : o.limit;
-    if (this->takes_few(b, pos, a)) this->look_at_few(a.few, b);
+    if (this->takes_few(pos, a)) this->look_at_few(a.few, b);
     Sums sum = {};
-    Base::look(b, pos, sum);
+    Base::look(points, pos, sum);
 #pragma unroll
     for (int d = 4; d < 32; d *= 2)
 #pragma unroll
@@ -92,12 +115,12 @@ struct Judge : Tally<T, D, N> {
       for (int w = 0; w < 8; ++w) own = this->join(lane & 3, own, sh.sums[w][g][lane & 3]);
       if (mixes) {
         float more[2] = {};
-        this->mix(first_tile, b, g, a.dot, more);
+        this->mix(first_tile, a.count, g, a.dot, more);
 #pragma unroll 1
         for (int t = first_tile + o.team; t < kPairTiles && !o.scout; t += o.team) {
           float dot[4];
-          this->gram(this->row_of(this->pair_draw(t, this->few_of(b))), dot);
-          this->mix(t, b, g, dot, more);
+          this->gram(this->pair_at(t, a.count), dot);
+          this->mix(t, a.count, g, dot, more);
         }
         warp_sums(more);
         // Of the two a ratio is wanted: eight bits of each are enough.
@@ -133,7 +156,7 @@ struct Judge : Tally<T, D, N> {
       // As a covariance in D dimensions has it, and 1 where nothing varies or a sum is too large to divide by.
       m.alignment = x[2] < x[3] && x[3] < 0x1p126f ? fmaxf(over(x[2], x[3]), 1.f / D) : 1.f;
       float budget = 0.f;
-      const Verdict v = Promise{p, m, limit}.verdict(lane, budget);
+      const Verdict v = b < 2 ? kNoisy : Promise{p, m, limit}.verdict(lane, budget);
       if (lane == 0) sh.verdict[g] = v, sh.budget[g] = budget;
     }
     // By the warp that has the fewest heads, and not waited for before the others are: the block has heard the team.
@@ -143,7 +166,7 @@ struct Judge : Tally<T, D, N> {
       if (lane == 0) heard = atomicAdd(this->counter() + kHeardWord, 1u);
     }
     gate.meet();
-    const Decision decision = settle(b, limit, noisy);
+    const Decision decision = settle(points, b, limit, noisy);
     if (warp == 7 && lane == 0) sh.last = heard == o.team * epoch - 1;
     return decision;
   }
@@ -155,7 +178,7 @@ struct Judge : Tally<T, D, N> {
   }
   // The group reads what its neediest head needs. What a sample says of its own size is checked
   // by what the larger sample says, until it is enough.
-  __device__ __forceinline__ Decision settle(uint32_t b, float limit, uint32_t& noisy) const {
+  __device__ __forceinline__ Decision settle(uint32_t points, uint32_t b, float limit, uint32_t& noisy) const {
     const bool in = lane < group;
     const float budget = in ? sh.budget[lane] : 0.f;
     uint32_t verdict = in ? sh.verdict[lane] : kSample;
@@ -169,9 +192,11 @@ struct Judge : Tally<T, D, N> {
       if (most <= b) return {kSampled, b};
       wanted = min(most, grown(b));
     } else if (first == kNoisy && ++noisy < kNoisyLooks) {
-      wanted = 4 * b;
+      wanted = 4 * max(b, 2u);
     }
-    return wanted < min(o.residual, o.most) && wanted <= p.capacity ? Decision{0, wanted} : Decision{kDense, 0};
+    if (wanted >= min(o.residual, o.most)) return {kDense, 0};
+    const uint32_t next = points + o.points_of(wanted - b);
+    return next < o.w.len && next <= p.capacity ? Decision{0, next} : Decision{kDense, 0};
   }
 };
 

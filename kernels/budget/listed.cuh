@@ -117,7 +117,7 @@ __device__ __forceinline__ void attend_listed(const DecodeMaps& maps, const Samp
     if constexpr (CLUSTERS > 0) {
       // The ranges need no choice, which will say how many tokens there are besides.
       const WorkList& w = o.w;
-      feed.blocks(w, range_tiles(w.begin[0], w.end[0]) + range_tiles(w.begin[1], w.end[1]));
+      feed.blocks(w, o.exact, range_tiles(w.begin[0], w.end[0]) + range_tiles(w.begin[1], w.end[1]));
       mbar_wait(smem_u32(&sh.chosen), 0);
       const uint32_t* tokens = c.tokens + index_of(c, o.list) * c.index_capacity;
       auto of = [&](uint32_t i) {

@@ -31,7 +31,7 @@ __device__ __forceinline__ void set_outline(const DecodeParams& d, const WorkLis
   const uint32_t list = place / d.team, row = list / d.list_heads;
   o.w = w;
   o.set_team(team);
-  o.list = o.slot = list, o.rank = place % d.team, o.scout = false;
+  o.list = o.slot = list, o.rank = o.exact = place % d.team, o.scout = false;
   o.room = team_size(d.list_heads);
   o.row = row, o.head = list % d.list_heads;
   o.kv_head = o.head * d.kv_heads / d.list_heads;
@@ -59,21 +59,8 @@ struct Member {
   const Outline& o;
   Gate& gate;
   const int tid, warp, lane, group;  // of the consumers
-  uint32_t met = 0;                  // meetings so far
 
   __device__ __forceinline__ uint32_t* counter() const { return p.sync + (1 + o.slot) * kTeamLine; }
-  // The team meets in two halves, so that there is work to do in between.
-  __device__ __forceinline__ void tell() {
-    gate.meet();
-    ++met;
-    if (tid == 0) add_release(counter() + kMetWord, 1);
-  }
-  __device__ __forceinline__ void hear() {
-    if (tid == 0)
-      while (load_acquire(counter() + kMetWord) < met * o.team) {
-      }
-    gate.meet();
-  }
   // Part 0 is exact, part 1 the sample, or all that a list reads.
   __device__ __forceinline__ int64_t part(int kind, uint32_t rank, int g) const {
     return ((o.slot * 2ll + kind) * o.room + rank) * group + g;

@@ -2,11 +2,15 @@
 // over a sample of the rest whose size is judged on the way.
 //
 // A team of thread blocks works on each list. Producer warps fill the ring of the decode
-// attention: the list's own tiles, then a pilot sample, then what each look at the sample adds to
-// it, and at each look the sample's values once more, for the variance. Four warps draw.
+// attention: a pilot sample, then the list's own tiles, then what each look at the sample adds to
+// it, and at each look the sample's values once more, for the variance. Four warps sift the sample.
 // Consumers sum up exact part and sample, and judge. Sampled keys weigh 1, and a head's sum is
 // scaled by what its sample stands for, so sums go on from look to look. A look merges the parts
 // in rank order, so the last one leaves the output in every thread block.
+//
+// A sample is what the list leaves out of the first so many points of the stream's permutation of all
+// tokens: as many points as hold the wanted keys on average. Which rows that reads depends on no list, so the
+// first of them are asked for while the launch ahead still chooses.
 //
 // The rules are those of the CPU: the sample grows to what its budget asks, at most twofold
 // from one look to the next, until its own budget is no larger than it is; one too noisy to tell
@@ -42,10 +46,10 @@ using SampledParams = TaperSampledParams;
 
 constexpr int kNoisyLooks = 5;         // after which a list is read whole
 constexpr float kDoubt = 2.f;          // times the limit that a sample below a quarter of it may ask for
-constexpr int kCovarianceKeys = 40;    // sampled keys whose products are taken
+constexpr int kCovarianceKeys = 40;    // sampled keys whose products are taken,
+constexpr uint32_t kFewPoints = 128;   // among those of so many points at most
 constexpr float kLeastSignal = 0.25f;  // of a squared norm, its noise taken off
 constexpr uint32_t kMarkWords = 1024;
-constexpr uint32_t kLongExact = 20;    // tiles of a rank, after which all draws are there in time
 // Thread blocks of a list's team, by its sequence's length: as it grows, all from so many tokens on, but with its root up to a
 // quarter of them. More have less to read each and as long to wait for one another, and of the lists of many sequences fewer are
 // read at a time.
@@ -56,30 +60,27 @@ __host__ __device__ inline int sampled_team(int list_heads, int64_t len) {
   const int wanted = (int)ceilf(fmaxf(share, few) * most);
   return wanted < 1 ? 1 : wanted < most ? wanted : most;
 }
-constexpr int kDrawTurns = 4, kDrawWarps = 4, kDrawThreads = 32 * kDrawWarps;
-
-// Points of the permutation that its domain may have for `len` tokens.
-__host__ __device__ inline int64_t sampled_draws(int64_t len) {
-  int64_t domain = 4;
-  while (domain < len) domain *= 4;
-  return domain + kDrawTurns * kTeamMax * kDrawWarps * 32;
-}
+constexpr int kSieveThreads = 128;
+constexpr uint32_t kSieved = 8;      // tiles sifted and not read yet; even
+constexpr uint32_t kLeadTiles = 2;   // tiles of a rank's sample that come first; may be asked for before the launch ahead has ended
 
 // What every thread of a team knows of its list.
 struct Outline {
   WorkList w;
-  uint32_t list, rank, team, inverse, fixed, residual, pilot;
+  uint32_t list, rank, team, inverse, residual;
   uint32_t slot;      // the list's, in scratch of which a list has as much whatever its team
   uint32_t room;      // members that a list has room for there
   bool scout;         // the list is made up, for its code alone
-  uint32_t aim, far;  // draws that are made beside the first look, and beside the second
-  uint32_t first;  // tile of the sample that this rank reads, and then every team-th
+  uint32_t points;    // that the first look takes
+  uint32_t lead;      // the first tiles of this rank's sample, which come before the list's own
+  uint32_t exact;     // tile of the list that this rank reads, and then every team-th; of the sample the rank-th, and so on
   uint32_t row, head, kv_head, position;
   uint64_t seed;
   const uint32_t* table;
   const void* near;  // the list's part of near_values, or null
-  float limit;    // draws from which reading everything is the better bargain
-  uint32_t most;  // the least whole number of draws that reaches it
+  bool few_near;     // it has room for all points that the first few keys are among
+  float limit;    // sampled keys from which reading everything is the better bargain
+  uint32_t most;  // the least whole number of them that reaches it
   bool dense;     // from the start: no sample can help
 
   // x / team for x below 2^27: a division costs as much as a look-up in memory, and looks have many.
@@ -89,6 +90,12 @@ struct Outline {
   __device__ __forceinline__ uint32_t share_of(uint32_t tiles, uint32_t from) const {
     return tiles > from ? over_team(tiles - from + team - 1) : 0;
   }
+  // Whether tiles that were asked for of a sequence of so many tokens are the sample's.
+  __device__ __forceinline__ bool hold(uint32_t len) const { return !dense && w.len == len; }
+  // Points that hold `keys` of the sample on average.
+  __device__ __forceinline__ uint32_t points_of(uint32_t keys) const {
+    return (uint32_t)min(((uint64_t)keys * w.len + residual - 1) / residual, (uint64_t)w.len);
+  }
 };
 
 // The most that a sample of b grows to at once.
@@ -96,20 +103,20 @@ __device__ __forceinline__ uint32_t grown(uint32_t b) { return 2 * b; }
 
 struct Decision {
   uint32_t state;  // 0: the sample grows
-  uint32_t count;  // draws to read, or to look at next
+  uint32_t count;  // sampled keys that are read, or points to look at next
 };
 
-// Draws [from, to) as tiles of 64: those of a number that `from` or `to` cuts are read in part,
+// Points [from, to) as tiles of 64: those of a number that `from` or `to` cuts are read in part,
 // and again in part by the next run. One rank reads every part of a tile.
 struct Run {
   const Outline& o;
   uint32_t from, to;
   __device__ __forceinline__ Run(const Outline& o, uint32_t from, uint32_t to) : o(o), from(from), to(to) {}
   __device__ __forceinline__ uint32_t end() const { return (to + kBlock - 1) / kBlock; }
-  __device__ __forceinline__ uint32_t skipped() const { return o.share_of(from / kBlock, o.first); }
-  __device__ __forceinline__ uint32_t tiles() const { return o.share_of(end(), o.first) - skipped(); }
+  __device__ __forceinline__ uint32_t skipped() const { return o.share_of(from / kBlock, o.rank); }
+  __device__ __forceinline__ uint32_t tiles() const { return o.share_of(end(), o.rank) - skipped(); }
   // The rank's first tile.
-  __device__ __forceinline__ uint32_t first() const { return o.first + skipped() * o.team; }
+  __device__ __forceinline__ uint32_t first() const { return o.rank + skipped() * o.team; }
 };
 
 template <int D, int N>
@@ -125,19 +132,20 @@ struct alignas(16) HeadStat {
 
 template <int D, int N>
 struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
-  uint64_t drew[kDrawTurns], placed, decided, heeded, heard, gate, draw_gate, brought;
+  uint64_t sieved[kSieved], used[kSieved], placed, decided, heeded, heard, gate, sieve_gate, brought;
   Outline outline;
-  uint32_t warp_kept[kDrawWarps], last;
+  uint32_t last;
   Decision decision;
-  uint32_t drawn[kDrawTurns];  // after each turn
-  uint32_t turn_at[kDrawTurns], turn_points[kDrawTurns];
-  uint32_t before[kDrawTurns][kTeamMax * kDrawWarps];  // draws before each warp's
-  uint32_t chosen[kMarkWords];                         // bitmap of the first blocks or pages, or ids of single tokens
+  uint32_t early, early_len;       // tiles that were asked for early, and the tokens that the sequence was taken to have
+  uint32_t passes[kSieved][2];     // a bit for each of a tile's points: whether the list leaves it out
+  uint32_t passed[2], drawn;       // such points of a warpgroup's tiles since the last look; the team's
+  uint32_t chosen[kMarkWords];     // bitmap of the first blocks or pages, or ids of single tokens
   union {
     float merged[2][N][D];  // exact part and sample, over the team
     float pair[kCovarianceKeys][N][4];  // of a key, e in units of their mean: e, v . o, r . mean and |r - mean|^2
   };
-  uint32_t few_rows[kCovarianceKeys], few_placed;  // and the list's first few, as the judge has them; how many those are
+  // The sample's first few keys: their points and rows, and how many there are.
+  uint32_t few_points[kCovarianceKeys], few_rows[kCovarianceKeys], few_placed, few_kept[kSieveThreads / 32];
   float merged_lse[2][N];
   HeadStat stat[N];
   alignas(16) float sums[8][N][4];

@@ -5,7 +5,6 @@
 // directions of r are, less its mean, the first few keys say.
 #pragma once
 
-#include "draw.cuh"
 #include "parts.cuh"
 
 namespace taper {
@@ -21,19 +20,15 @@ struct Tally : Member<D> {
 
   // The head of a thread's c-th pair of accumulators.
   __device__ __forceinline__ int head(int c) const { return c / 2 * 8 + (lane & 3) * 2 + (c & 1); }
-  // The first few draws' values, and the row of one.
-  __device__ __forceinline__ const T* values() const { return static_cast<const T*>(o.near ? o.near : p.d.v); }
-  __device__ __forceinline__ uint32_t row_of(uint32_t draw) const {
-    if (o.near) return draw;
-    const uint32_t id = drawn_id(p, sh, draw);
-    return (o.table[id / kBlock] * p.d.kv_heads + o.kv_head) * kBlock + id % kBlock;
-  }
-  __device__ __forceinline__ float score_of(uint32_t draw, int h) const {
+  // The first few keys' values.
+  __device__ __forceinline__ const T* values() const { return static_cast<const T*>(o.few_near ? o.near : p.d.v); }
+  // -inf of a point that is not the sample's.
+  __device__ __forceinline__ float score_of(uint32_t point, int h) const {
     const float* scores = p.scores + (int64_t)o.slot * p.capacity * group;
-    const float score = __ldcg(scores + (draw * group + min(h, group - 1)));  // below 2^32 of them
+    const float score = __ldcg(scores + (point * group + min(h, group - 1)));  // below 2^32 of them
     return h < group ? score : -INFINITY;
   }
-  // Of a rank's own draws: sums of e^2, |r|^2 and e^2 |v|^2 (of chi2 the largest e^2).
+  // Of a rank's own sampled keys: sums of e^2, |r|^2 and e^2 |v|^2 (of chi2 the largest e^2).
   using Sums = float[C][3];
 
   // One tile of values at v_s; `score` of the thread's rows and heads.
@@ -76,9 +71,9 @@ struct Tally : Member<D> {
   __device__ __forceinline__ float join(int k, float x, float y) const {
     return k == 2 && p.rule == kChi2 ? fmaxf(x, y) : x + y;
   }
-  // The values of all of the rank's draws of b, from the ring, two tiles a stage. `pos` counts stages.
-  __device__ __forceinline__ void look(uint32_t b, uint32_t& pos, Sums& sum) const {
-    const uint32_t tiles = Run(o, 0, b).tiles(), n = (tiles + 1) / 2;
+  // The values of all of the rank's points, from the ring, two tiles a stage. `pos` counts stages.
+  __device__ __forceinline__ void look(uint32_t points, uint32_t& pos, Sums& sum) const {
+    const uint32_t tiles = Run(o, 0, points).tiles(), n = (tiles + 1) / 2;
     const int r0 = warp % 4 * 16 + lane / 4;
 #pragma unroll 1
     for (uint32_t i = (warp / 4 ^ pos) & 1; i < n; i += 2) {
@@ -90,9 +85,9 @@ struct Tally : Member<D> {
         for (int c = 0; c < C; ++c)
 #pragma unroll
           for (int k = 0; k < 2; ++k) {
-            const uint32_t draw = (o.first + (2 * i + t) * o.team) * kBlock + r0 + 8 * k;
-            const float own = score_of(min(draw, b - 1), head(c));
-            score[t][c][k] = draw < b ? own : -INFINITY;
+            const uint32_t point = (o.rank + (2 * i + t) * o.team) * kBlock + r0 + 8 * k;
+            const float own = score_of(min(point, points - 1), head(c));
+            score[t][c][k] = point < points ? own : -INFINITY;
           }
       mbar_wait(smem_u32(&sh.full[stage]), (pos + i) / L::kStages & 1);
       fence_async_smem();
@@ -108,7 +103,7 @@ struct Tally : Member<D> {
     pos += n;
   }
 
-  // Of the first few draws, sixteen a warp: their values, and their row. The warpgroup that has
+  // Of the first few keys, sixteen a warp: their values, and their row. The warpgroup that has
   // fewer stages to look at takes them.
   struct Few {
     uint4 x[kLoads], y[kLoads];
@@ -118,13 +113,13 @@ struct Tally : Member<D> {
   // What of this does not depend on the team's parts.
   struct Ahead {
     Few few;
-    int first;     // of the rank's tiles of pairs
-    uint32_t row;  // of the lane's draw in it
+    uint32_t count;  // of the few
+    int first;       // of the rank's tiles of pairs
+    uint32_t row;    // of the lane's key in it
     float dot[4];
   };
-  static __device__ __forceinline__ uint32_t few_of(uint32_t b) { return min(b, (uint32_t)kCovarianceKeys); }
-  __device__ __forceinline__ bool takes_few(uint32_t b, uint32_t pos, const Ahead& a) const {
-    return mixes(a) && ((warp / 4 ^ pos) & 1) && warp % 4 * 16 < few_of(b);
+  __device__ __forceinline__ bool takes_few(uint32_t pos, const Ahead& a) const {
+    return mixes(a) && ((warp / 4 ^ pos) & 1) && warp % 4 * 16 < a.count;
   }
   __device__ __forceinline__ void fetch(Few& f) const {
     const T* lo = values() + (int64_t)__shfl_sync(~0u, f.row, lane / 4) * D;
@@ -136,15 +131,15 @@ struct Tally : Member<D> {
     }
   }
   // The thread's scores of them, once the team has met: all on their way before the first is used.
-  __device__ __forceinline__ void fetch_scores(Few& f, uint32_t few) const {
+  __device__ __forceinline__ void fetch_scores(Ahead& a) const {
 #pragma unroll
     for (int t = 0; t < NT; ++t)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t draw = warp % 4 * 16 + lane / 4 + 8 * (i / 2);
+        const uint32_t key = warp % 4 * 16 + lane / 4 + 8 * (i / 2);
         const int h = t * 8 + (lane & 3) * 2 + (i & 1);
-        const float score = score_of(min(draw, few - 1), h);
-        f.score[t][i] = draw < few ? score : -INFINITY;
+        const float score = score_of(sh.few_points[min(key, a.count - 1)], h);
+        a.few.score[t][i] = key < a.count ? score : -INFINITY;
       }
   }
   // Their e in units of the sample's mean, v . o, r . mean and |r - mean|^2, for products with one another.
@@ -180,30 +175,34 @@ struct Tally : Member<D> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int h = t * 8 + quad * 2 + (i & 1);
-        const uint32_t draw = warp % 4 * 16 + lane / 4 + 8 * (i / 2);
-        if (draw >= kCovarianceKeys) continue;
+        const uint32_t key = warp % 4 * 16 + lane / 4 + 8 * (i / 2);
+        if (key >= kCovarianceKeys) continue;
         const HeadStat& stat = sh.stat[h];
         const float e = b * exp2_fast(f.score[t][i] - stat.lse * kLog2e);
-        float* pair = sh.pair[draw][h];
+        float* pair = sh.pair[key][h];
         pair[0] = e, pair[1] = vo[t][i], pair[2] = e * (vl[t][i] - stat.ow);
         pair[3] = e * e * (v2[i / 2] - 2.f * vo[t][i] + stat.o2) - 2.f * pair[2] + stat.w2;
       }
   }
 
-  // The first few draws' r, centred, multiplied with one another: pairs (i, j) with i > j
+  // The first few keys' r, centred, multiplied with one another: pairs (i, j) with i > j
   // lie in eleven tiles of 16 by 8, which the ranks share from the least busy one on.
   static constexpr int kPairTiles = 11;
   static __device__ __forceinline__ int pair_row(int tile) { return tile < 2 ? 0 : tile < 6 ? 16 : 32; }
   static __device__ __forceinline__ int pair_col(int tile) {
     return 8 * (tile < 2 ? tile : tile < 6 ? tile - 2 : tile - 6);
   }
-  __device__ __forceinline__ int first_pair_tile(uint32_t b) const {
-    const uint32_t end = Run(o, 0, b).end(), at = o.first + o.team - (end - o.over_team(end) * o.team);
+  __device__ __forceinline__ int first_pair_tile(uint32_t points) const {
+    const uint32_t end = Run(o, 0, points).end(), at = o.rank + o.team - (end - o.over_team(end) * o.team);
     return at < o.team ? at : at - o.team;
   }
   __device__ __forceinline__ bool mixes(const Ahead& a) const { return p.rule == kChi2 && a.first < kPairTiles; }
-  __device__ __forceinline__ uint32_t pair_draw(int tile, uint32_t few) const {
-    return min(lane < 16 ? pair_row(tile) + lane : pair_col(tile) + (lane & 7), few - 1);
+  // The row of the lane's key in a tile.
+  __device__ __forceinline__ uint32_t pair_at(int tile, uint32_t few) const {
+    return few_row(lane < 16 ? pair_row(tile) + lane : pair_col(tile) + (lane & 7), few);
+  }
+  __device__ __forceinline__ uint32_t few_row(uint32_t key, uint32_t few) const {
+    return sh.few_rows[min(key, max(few, 1u) - 1)];
   }
   __device__ __forceinline__ void gram(uint32_t mine, float (&dot)[4]) const {
     const int quad = lane & 3;
@@ -223,9 +222,8 @@ struct Tally : Member<D> {
     }
   }
   // Adds up a head's squared products in a tile, and the products of their squared norms; each lane its own.
-  __device__ __forceinline__ void mix(int tile, uint32_t b, int h, const float (&dot)[4], float (&sum)[2]) const {
+  __device__ __forceinline__ void mix(int tile, uint32_t few, int h, const float (&dot)[4], float (&sum)[2]) const {
     const HeadStat& s = sh.stat[h];
-    const uint32_t few = few_of(b);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = pair_row(tile) + lane / 4 + 8 * (i / 2);
@@ -238,20 +236,24 @@ struct Tally : Member<D> {
     }
   }
 
-  // Where the first few values lie, while the sample's tiles are on their way,
-  __device__ __forceinline__ void look_up(uint32_t b, Ahead& a) const {
-    a.first = first_pair_tile(b);
+  // Where the first few values lie, while tiles are on their way,
+  __device__ __forceinline__ void look_up(uint32_t points, Ahead& a) const {
+    a.first = first_pair_tile(points);
     if (!mixes(a)) return;
     mbar_wait(smem_u32(&sh.placed), 0);
-    const uint32_t few = few_of(b);
-    if (few > sh.few_placed) Draws<Shared>{sh}.await(b);
-    auto row = [&](uint32_t draw) { return draw < sh.few_placed ? sh.few_rows[draw] : row_of(draw); };
-    a.few.row = row(min(warp % 4 * 16 + (lane & 15), few - 1));
-    a.row = row(pair_draw(a.first, few));
+    // Those of them that are among as many points.
+    a.count = 0;
+#pragma unroll
+    for (int i = 0; i < kCovarianceKeys; i += 32) {
+      const uint32_t key = i + lane;
+      a.count += __popc(__ballot_sync(~0u, key < sh.few_placed && sh.few_points[min(key, kCovarianceKeys - 1)] < points));
+    }
+    a.few.row = few_row(warp % 4 * 16 + (lane & 15), a.count);
+    a.row = pair_at(a.first, a.count);
   }
   // and they themselves, while the team meets.
-  __device__ __forceinline__ void prepare(uint32_t b, uint32_t pos, Ahead& a) const {
-    if (takes_few(b, pos, a)) fetch(a.few);
+  __device__ __forceinline__ void prepare(uint32_t pos, Ahead& a) const {
+    if (takes_few(pos, a)) fetch(a.few);
     if (mixes(a) && warp < group) gram(a.row, a.dot);
   }
 };

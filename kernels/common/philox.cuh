@@ -3,7 +3,7 @@
 //
 // Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"
 // (Philox4x32-10). The permutation is a Feistel network of six rounds over the next
-// even power of two.
+// power of two, walked until it lands below n.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -39,43 +39,54 @@ struct Stream {
 // key of round r.
 struct Permutation {
   static constexpr uint32_t kDraws = 0x50450000u;  // and the next: words of the round keys
-  uint32_t key, half_bits, n;
+  uint32_t key, n;  // the keys do not depend on n, which is at least 1
 
-  __device__ __forceinline__ explicit Permutation(uint32_t n) : n(n) {
-    const uint32_t bits = 32 - __clz((int)(n - 1));
-    half_bits = max((bits + 1) / 2, 1u);
-  }
-  __device__ __forceinline__ Permutation(uint32_t n, const Stream& s) : Permutation(n) {
+  Permutation() = default;
+  __device__ __forceinline__ Permutation(uint32_t n, const Stream& s) : n(n) {
     const uint4 w = s.words(kDraws + (threadIdx.x / 4 & 1));
     const uint32_t low = threadIdx.x & 1 ? w.y : w.x, high = threadIdx.x & 1 ? w.w : w.z;
     key = threadIdx.x & 2 ? high : low;
   }
-  __device__ __forceinline__ uint32_t domain() const { return 1u << (2 * half_bits); }
-  // By all lanes: where first, first + step, ... go; n or more means nowhere. Round by round for
-  // all of them, since one point is a chain of some fifty dependent instructions.
+  static __device__ __forceinline__ uint32_t mix(uint32_t x) {
+    x *= 0x9E3779B1u;
+    x = (x ^ (x >> 15)) * 0x85EBCA77u;
+    return x ^ (x >> 13);
+  }
+  // By all lanes: where each x goes, the last point's place where it is n or more. Round by round for all of them, since one
+  // is a chain of some fifty dependent instructions; those that land beyond n go on.
   template <int K>
-  __device__ __forceinline__ void points(uint32_t first, uint32_t step, uint32_t (&to)[K]) const {
-    const uint32_t mask = (1u << half_bits) - 1;
-    uint32_t left[K];
+  __device__ __forceinline__ void points(uint32_t (&x)[K]) const {
+    const uint32_t bits = 32 - __clz((int)(n - 1)), right_bits = bits - bits / 2;
+    const uint32_t left_mask = (1u << bits / 2) - 1, right_mask = (1u << right_bits) - 1;
+    bool on[K], any;
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-      const uint32_t i = first + k * step;
-      left[k] = i >> half_bits, to[k] = i & mask;
-    }
+    for (int k = 0; k < K; ++k) x[k] = min(x[k], n - 1), on[k] = true;
 #pragma unroll 1
-    for (int r = 0; r < 6; ++r) {
-      const uint32_t own = __shfl_sync(~0u, key, r);
+    do {
+      uint32_t left[K], right[K];
+#pragma unroll
+      for (int k = 0; k < K; ++k) left[k] = x[k] >> right_bits, right[k] = x[k] & right_mask;
+#pragma unroll 1
+      for (int r = 0; r < 6; r += 2) {
+        const uint32_t even = __shfl_sync(~0u, key, r), odd = __shfl_sync(~0u, key, r + 1);
+#pragma unroll
+        for (int k = 0; k < K; ++k) left[k] ^= mix(right[k] + even) & left_mask;
+#pragma unroll
+        for (int k = 0; k < K; ++k) right[k] ^= mix(left[k] + odd) & right_mask;
+      }
+      any = false;
 #pragma unroll
       for (int k = 0; k < K; ++k) {
-        uint32_t x = (to[k] + own) * 0x9E3779B1u;
-        x = (x ^ (x >> 15)) * 0x85EBCA77u;
-        const uint32_t next = left[k] ^ ((x ^ (x >> 13)) & mask);
-        left[k] = to[k];
-        to[k] = next;
+        if (on[k]) x[k] = left[k] << right_bits | right[k];
+        on[k] = x[k] >= n;
+        any |= on[k];
       }
-    }
-#pragma unroll
-    for (int k = 0; k < K; ++k) to[k] |= left[k] << half_bits;
+    } while (__any_sync(~0u, any));
+  }
+  __device__ __forceinline__ uint32_t point(uint32_t i) const {
+    uint32_t x[1] = {i};
+    points(x);
+    return x[0];
   }
 };
 

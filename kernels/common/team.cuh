@@ -29,6 +29,15 @@ __device__ __forceinline__ uint32_t add_acq_rel(uint32_t* p, uint32_t x) {
   return v;
 }
 
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void add_release(uint64_t* p, uint64_t x) {
+  asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(x) : "memory");
+}
+
 // Words that carry their own flag: they order nothing else.
 __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
   uint32_t x;
@@ -67,7 +76,7 @@ struct Gate {
   }
 };
 // Named barriers; warpgroups that sum tiles use 1 and 2.
-constexpr int kConsumersGate = 3, kDrawersGate = 4;
+constexpr int kConsumersGate = 3, kSieveGate = 4;
 
 // Blocks of one list's team at most; those of short lists may be smaller. What a team has depends on its list alone, so that
 // results do not depend on batch or device. (Those of sample/values do as well, but they only deal out what depends on the list.)
@@ -80,8 +89,9 @@ __host__ __device__ inline int team_size(int list_heads) {
 // Counters of a launch: the first line deals out places, then one line of 128 bytes for
 // each list. All are 0 before a launch and after it.
 constexpr int kTeamLine = 32;
-// Words of a list's line: blocks that met, that left, that know a turn's draws (a word a turn), that heard sums.
-constexpr int kMetWord = 8, kLeftWord = 16, kKnownWord = 20, kHeardWord = 24;
+// Words of a list's line: blocks that met and, in the next word, the sampled keys that they told of; blocks that left, that
+// heard sums.
+constexpr int kMetWord = 8, kLeftWord = 16, kHeardWord = 24;
 
 // One thread calls this: the place of its block in the order of starting.
 __device__ __forceinline__ uint32_t team_place(uint32_t* sync) {

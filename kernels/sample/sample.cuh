@@ -50,18 +50,18 @@ __global__ void __cluster_dims__(kSampleCluster, 1, 1) __launch_bounds__(kSample
   if (n > 0 && want > 0) {
     const Stream stream{p.seeds[row], p.layer, (uint32_t)(list % p.list_heads), p.positions[row]};
     const Permutation permutation(n, stream);
-    const uint32_t domain = permutation.domain();
     uint32_t* ids = p.ids + (int64_t)list * p.capacity;
     constexpr uint32_t kShare = kSampleThreads * kSamplePoints;
-    for (uint32_t at = 0, turn = 0; at < domain && drawn < want;
+    for (uint32_t at = 0, turn = 0; at < n && drawn < want;
          at += kShare * kSampleCluster, turn ^= 1) {
       uint32_t x[kSamplePoints], mine = 0;
       const uint32_t first = at + rank * kShare + tid * kSamplePoints;
-      permutation.points(first, 1, x);
+#pragma unroll
+      for (int k = 0; k < kSamplePoints; ++k) x[k] = first + k;
+      permutation.points(x);
 #pragma unroll
       for (int k = 0; k < kSamplePoints; ++k) {
-        if (first + k >= domain) x[k] = n;
-        if (x[k] < n && (chosen[x[k] / 32] >> (x[k] % 32) & 1)) x[k] = n;
+        if (first + k >= n || (chosen[x[k] / 32] >> (x[k] % 32) & 1)) x[k] = n;
         mine += x[k] < n;
       }
       uint32_t total, to = drawn + block_exclusive_sum(mine, scratch, total);

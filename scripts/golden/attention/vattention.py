@@ -199,9 +199,10 @@ def make(
                     fixed = predict(top_k)(q[r, h * group : (h + 1) * group], k[:m, h], h)
                 places, rest = order(fixed, seed, h), int((~fixed).sum())
                 left = np.array([not fixed[key] for key in places])
-                aim, points, looks = pilot, 0, 0
+                aim, size, points, looks = pilot, 0, 0, 0
                 while True:
-                    points = min(max(-(-aim * m // rest), points + 1), m)
+                    # The points in which the missing keys are expected.
+                    points = min(points - (-(aim - size) * m // rest), m)
                     if exactly:
                         points = int(np.searchsorted(left.cumsum(), aim)) + 1
                     sample = np.array(places[:points])[left[:points]]

@@ -42,7 +42,6 @@ thread_local! {
 pub struct Scratch {
     /// `[2 + lists, 32]`, u32, like what follows with room for one list more.
     pub(super) sync: Tensor,
-    draw_counts: Tensor,
     /// `[1 + lists, team, group, 4]`, i64.
     pub(super) sums: Tensor,
     /// `[1 + lists, team, 256]`, u32.
@@ -64,7 +63,6 @@ impl Scratch {
         let (lists, team, group) = (rows * list_heads, team(list_heads), q_heads / list_heads);
         Ok(Self {
             sync: op.zeros((2 + lists, 32), DType::U32)?,
-            draw_counts: op.zeros((1 + lists, 4, team * 4), DType::U32)?,
             sums: op.zeros((1 + lists, team, group, 4), DType::I64)?,
             bins: op.zeros((1 + lists, team, 256), DType::U32)?,
             lists,
@@ -191,8 +189,8 @@ fn run(
     Ok(of)
 }
 
-/// Draws of a list whose values stay on the device while a sample of a cache in the host's memory is looked at.
-const NEAR_DRAWS: usize = 16_384;
+/// Points of a list whose values stay on the device while a sample of a cache in the host's memory is looked at.
+const NEAR_POINTS: usize = 16_384;
 
 /// What a step in one launch is given, what it fills, and what it works with.
 pub(super) struct Prepared {
@@ -216,9 +214,7 @@ pub(super) fn prepare(
     op.check(lists.heads_sampled.is_none(), "lists", "lists with a sample", "lists without one")?;
     let mut d = batch.params(op, &dims, lists)?;
     let team = scratch.team;
-    // SAFETY: a function of a number.
-    let draws_each = how.map_or(1, |_| unsafe { ffi::taper_sampled_draws(batch.max_len as i64) } as usize);
-    // A sample reaches no further than to where reading everything is the better bargain.
+    // A sample, and the points that it is of, reach no further than to where reading everything is the better bargain.
     let most = |how: &Sampling| (how.dense_share.min(1.0) * batch.max_len as f64).ceil() as usize + BLOCK_TOKENS;
     let capacity = how.map_or(1, |(how, _)| most(how));
     let out_dtype = if how.is_some() { DType::F32 } else { dtype };
@@ -244,14 +240,11 @@ pub(super) fn prepare(
         out_f32: how.is_some().into(),
         lse: op.at("lse", &of.lse, DType::F32, [rows, q_heads])?,
         sync: op.at("scratch", &scratch.sync, DType::U32, [2 + count, 32])?,
-        draws: op.room("sampled-draws", room * draws_each, DType::U32)?,
-        draw_counts: op.at("scratch", &scratch.draw_counts, DType::U32, [1 + count, 4, team * 4])?,
         scores: op.room("sampled-scores", room * capacity * group, DType::F32)?,
         sums: op.at("scratch", &scratch.sums, DType::I64, [1 + count, team, group, 4])?,
         state: op.at("state", &of.state()?, DType::U32, [count])?,
         residual: op.at("residual", &of.residual()?, DType::U32, [count])?,
         counts: op.at("counts", &of.counts()?, DType::U32, [count])?,
-        draw_stride: draws_each as i64,
         capacity: op.int("max_len", capacity)?,
         rule: ffi::TAPER_LISTED,
         layer: streams.map_or(0, |s| s.layer as i32),
@@ -270,8 +263,8 @@ pub(super) fn prepare(
         p.pilot_tokens = op.int("pilot_tokens", how.pilot_tokens)?;
         p.rule = rule;
         if op.ends_on_host(batch.kv.v)? {
-            let near = capacity.next_multiple_of(BLOCK_TOKENS).min(NEAR_DRAWS);
-            p.near_draws = op.int("max_len", near)?;
+            let near = capacity.next_multiple_of(BLOCK_TOKENS).min(NEAR_POINTS);
+            p.near_points = op.int("max_len", near)?;
             p.near_values = op.room::<u16>("sampled-values", count * near * head_dim, dtype)?.cast();
         }
     }
@@ -288,7 +281,8 @@ pub fn draw(lists: &Lists, streams: Streams, max_len: usize, want: usize) -> Res
 }
 
 /// The keys of a sampled step's samples `[R * heads, most]`, u32, beside `lists`, which the step was given: of each list as
-/// many as it read, where it read a sample.
+/// many as it read, where it read a sample. Those are the first so many that the list leaves out, whose last is among the points
+/// that the sample was of.
 pub(super) fn sampled_keys(lists: &Lists, streams: Streams, max_len: usize, of: &Sampled) -> Result<Tensor> {
     Ok(draw_each(lists, streams, max_len, of.most, (Some(&of.counts()?), Some(&of.state()?)))?.0)
 }

@@ -251,16 +251,17 @@ impl Sampler for Sampling {
         }
         let known = attend_head::<T>(work.isa, view, work.row, work.head, fixed, work.scores);
         let mut draws = Draws::new(keys, &visible, stream);
-        let (mut wanted, mut points, mut first, mut noisy) = (pilot, 0, None, 0);
+        let (mut wanted, mut drawn, mut points, mut first, mut noisy) = (pilot, 0, 0, None, 0);
         let sampled = loop {
-            points = points_for(wanted, n, residual).max(points + 1);
+            // Those that are missing: a sample that has fewer keys than expected of its points catches up.
+            points += points_for(wanted - drawn, n, residual);
             let everything = Budget { residual, sampled: residual, pilot: first.unwrap_or(pilot), dense: true };
             if wanted >= residual || wanted as f64 >= limit || points as usize >= n {
                 budgets.fill(everything);
                 return HeadSelection::Dense;
             }
             work.walk(&mut draws, points);
-            let drawn = work.ids.len();
+            drawn = work.ids.len();
             first.get_or_insert(drawn);
             let doubt = if ((4 * drawn) as f64) < limit { BENEFIT_OF_DOUBT } else { 1.0 };
             // What a sample says of its own size is checked by what the larger sample says, until it is enough: the
