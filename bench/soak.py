@@ -154,10 +154,13 @@ def main():
     assert code == 0 and not late
     if args.minutes >= 10:
         assert thirds[2] < 1.1 * thirds[0] + 10, "memory grows"
-    ids = lambda pattern: collections.Counter(re.findall(rf": (?:{pattern}).* id=\"?(?:\w+-)?(\w+)", text))
-    taken, over = ids("asked"), ids(OVER)
-    assert set(over) <= set(taken) and set(over.values()) == {1}, [one for one in over if over[one] != 1 or one not in taken][:9]
-    assert len(set(taken) - set(over)) == refused, f"{len(set(taken) - set(over))} of those that asked are not over, {refused} refused"
+    ids = lambda pattern: collections.Counter(re.findall(rf": (?:{pattern})", text))
+    name = r'id="?(?:\w+-)?(\w+)'
+    answered, over = ids(rf'answered {name}" method="POST"'), ids(rf"(?:{OVER}).* {name}")
+    odd = [one for one in over if over[one] != 1 or answered[one] != 1]
+    assert over and not odd, f"{len(odd)} of {len(over)} are not over once and answered once: {odd[:9]}"
+    never = sum(one not in over for one in answered)
+    assert never == refused, f"{never} that were answered never ran, {refused} refused"
     free = {int(count) for count in re.findall(r"idle and sound free=(\d+)", text)}
     blocks = int(re.search(r"KV cache ([\d,]+) tokens", text)[1].replace(",", "")) // 64
     assert free == {blocks}, f"free blocks of {blocks} while idle: {free}"
