@@ -238,12 +238,7 @@ pub fn model(args: ModelArgs) -> Result<ModelConfig> {
         device,
         threads,
         cache: CacheOptions {
-            bytes: args
-                .kv_memory
-                .as_deref()
-                .map(size)
-                .transpose()
-                .context("--kv-memory (kv_memory, TAPER_KV_MEMORY)")?,
+            bytes: args.kv_memory.as_deref().map(size).transpose().context("--kv-memory")?,
             offload: self::offload(args.kv_offload.as_deref(), args.kv_offload_dir, device)?,
             dtype: kv_dtype,
             prefix: false,
@@ -260,7 +255,7 @@ pub fn model(args: ModelArgs) -> Result<ModelConfig> {
 
 /// Where the cache goes on beyond its memory: on the CPU in a file, else in the host's memory.
 fn offload(bytes: Option<&str>, folder: Option<PathBuf>, device: DeviceChoice) -> Result<Option<Offload>> {
-    let bytes = bytes.map(size).transpose().context("--kv-offload (kv_offload, TAPER_KV_OFFLOAD)")?;
+    let bytes = bytes.map(size).transpose().context("--kv-offload")?;
     Ok(match (bytes, folder, device) {
         (None, None, _) => None,
         (Some(bytes), Some(folder), DeviceChoice::Cpu) => Some(Offload::File { bytes, folder }),

@@ -323,8 +323,7 @@ pub fn unknown(environment: impl Iterator<Item = (OsString, OsString)>) -> Vec<S
 
 fn variables(environment: impl Iterator<Item = (OsString, OsString)>) -> Result<Layer> {
     let (known, mut layer) = (names(), Layer::new());
-    // One that is empty says nothing: that is how compose files leave one out.
-    for (variable, text) in ours(environment).filter(|(variable, text)| !text.is_empty() && !strange(variable)) {
+    for (variable, text) in ours(environment).filter(|(variable, _)| !strange(variable)) {
         let name = variable[PREFIX.len()..].to_lowercase();
         if !known.contains(&name) {
             bail!("{variable}: no setting is called `{name}`{}", meant(&name));
