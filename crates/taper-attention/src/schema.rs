@@ -87,7 +87,8 @@ fn check(value: &Value, schema: &Value, path: &str) -> Result<(), SpecError> {
         let is = |choice: &Value| choice == value || choice.is_number() && choice.as_f64() == value.as_f64();
         return if choices.iter().any(is) { Ok(()) } else { fail(listed(&choices)) };
     }
-    let (auto, amount) = (schema[AMOUNT] == AUTO, schema[AMOUNT] == AUTO || schema[AMOUNT] == true);
+    let auto = schema[AMOUNT] == AUTO;
+    let amount = auto || schema[AMOUNT] == true;
     // Who goes through shares up to all would read a single token.
     if amount && value.is_f64() && value.as_f64() == Some(1.0) {
         return fail("a share of the context below 1, or 1, without a point, for one token".into());
