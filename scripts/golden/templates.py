@@ -54,7 +54,7 @@ LLAMA = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
 MISTRAL = {"bos_token": "<s>", "eos_token": "</s>"}
 SMOL = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 
-# template, messages, variables, add_generation_prompt
+# template, messages, variables, add_generation_prompt; None: the last message goes on
 CASES = [
     *[(name, messages, tokens, prompt)
       for name, tokens in [("llama-3.1", LLAMA), ("mistral-v0.3", MISTRAL), ("smollm2", SMOL)]
@@ -73,6 +73,9 @@ CASES = [
     ("mistral-v0.3", [HELLO, HELLO], MISTRAL, False),
     ("mistral-v0.3", [HELLO, SYSTEM], MISTRAL, False),
     ("mistral-v0.3", [HELLO, CALL | {"tool_calls": [CALL["tool_calls"][0] | {"id": "short"}]}], MISTRAL, False),
+    *[(name, [HELLO, REPLY | {"content": content}], tokens, None)
+      for name, tokens in [("llama-3.1", LLAMA), ("mistral-v0.3", MISTRAL), ("smollm2", SMOL)]
+      for content in [" Ahoy! What be", "end", "one\n\n", "Hello there!", "{\"a\": "]],
     ("python-idioms", [HELLO], {"settings": SETTINGS}, False),
     ("python-methods", [THOUGHT], {"roles": ["system", "user"], "loop_index": 4}, False),
 ]
@@ -86,7 +89,8 @@ def main() -> None:
         case = {"template": name, "messages": messages, "variables": variables, "add_generation_prompt": prompt}
         try:
             rendered, _ = render_jinja_template(
-                [messages], chat_template=texts[name], add_generation_prompt=prompt, **{"tools": None} | variables
+                [messages], chat_template=texts[name], add_generation_prompt=prompt or False,
+                continue_final_message=prompt is None, **{"tools": None} | variables
             )
             case["rendered"] = rendered[0]
         except TemplateError as error:

@@ -374,6 +374,12 @@ impl Text for StubText {
         self.encode(&(text + "<assistant>"), true)
     }
 
+    fn open(&self, messages: &[Message], variables: &Map<String, Value>) -> Result<Vec<u32>, TextError> {
+        let mut tokens = self.chat(messages, variables)?;
+        tokens.truncate(tokens.len() - "\n<assistant>".len());
+        Ok(tokens)
+    }
+
     fn call_format(&self) -> CallFormat {
         CallFormat::Tagged
     }

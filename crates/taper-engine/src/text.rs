@@ -57,6 +57,12 @@ pub trait Text: Send + Sync + 'static {
         self.chat(messages, variables)
     }
 
+    /// The same up to where the last message's text ends, which the answer goes on with.
+    ///
+    /// # Errors
+    /// As [`chat`](Self::chat), or the template does not show that text.
+    fn open(&self, messages: &[Message], variables: &Map<String, Value>) -> Result<Vec<u32>, TextError>;
+
     /// How the model writes calls of functions.
     fn call_format(&self) -> CallFormat;
 

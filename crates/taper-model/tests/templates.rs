@@ -12,7 +12,8 @@ struct Case {
     template: String,
     messages: Vec<ChatMessage>,
     variables: Map<String, Value>,
-    add_generation_prompt: bool,
+    /// None: the last message goes on.
+    add_generation_prompt: Option<bool>,
     rendered: Option<String>,
     refused: Option<String>,
 }
@@ -33,7 +34,10 @@ fn conversations_render_as_in_transformers() {
     let mut templates: HashMap<String, ChatTemplate> = HashMap::new();
     for (i, case) in cases.iter().enumerate() {
         let template = templates.entry(case.template.clone()).or_insert_with(|| template(&case.template));
-        let got = template.render(&case.messages, case.add_generation_prompt, &case.variables);
+        let got = match case.add_generation_prompt {
+            Some(answer) => template.render(&case.messages, answer, &case.variables),
+            None => template.render_open(&case.messages, &case.variables),
+        };
         match (&case.rendered, &case.refused) {
             (Some(expected), None) => assert_eq!(&got.unwrap(), expected, "case {i}, {}", case.template),
             (None, Some(expected)) => match got {

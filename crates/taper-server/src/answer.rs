@@ -58,6 +58,8 @@ pub(crate) struct Prompt {
 #[derive(Debug)]
 pub(crate) struct Call {
     pub(crate) kind: Kind,
+    /// Whether answers go on with the prompt's text, instead of being a reply.
+    pub(crate) continues: bool,
     /// Answers to each prompt that the client gets, of those drawn.
     pub(crate) kept: usize,
     pub(crate) prompts: Vec<Prompt>,
@@ -162,7 +164,7 @@ impl Call {
                 true => prompt.tokens.clone(),
                 false => std::mem::take(&mut prompt.tokens),
             },
-            continues: self.kind == Kind::Text,
+            continues: self.continues,
             special: self.common.special,
             attention: Arc::clone(&self.attention),
             question_tokens: prompt.question_tokens,

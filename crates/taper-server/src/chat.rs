@@ -38,6 +38,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     let question_tokens = attention::question(&attention, tokens.len(), || conversation.question(text, &tokens))?;
     Ok(Call {
         kind: Kind::Chat,
+        continues: conversation.open,
         kept: common.choices,
         prompts: vec![Prompt { tokens, question_tokens, echo: None }],
         prompt_field: "messages",
@@ -56,10 +57,12 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
 pub(crate) struct Conversation {
     messages: Vec<Message>,
     variables: Map<String, Value>,
+    /// Whether the answer goes on with the last message.
+    pub(crate) open: bool,
 }
 
 impl Conversation {
-    /// Reads `messages` and `chat_template_kwargs`.
+    /// Reads `messages`, `chat_template_kwargs` and `continue_final_message`.
     pub(crate) fn read(fields: &mut Fields<'_>, tools: Option<&Tools>) -> Result<Self, ApiError> {
         let mut variables = fields.object("chat_template_kwargs")?.cloned().unwrap_or_default();
         if let Some(name) =
@@ -69,12 +72,21 @@ impl Conversation {
             return Err(ApiError::invalid(&path, format!("{path} is not for the request to set here")));
         }
         variables.extend(tools.map(|tools| ("tools".into(), tools.for_template())));
-        Ok(Self { messages: messages(fields)?, variables })
+        let messages = messages(fields)?;
+        let open = fields.bool("continue_final_message")?.unwrap_or(false);
+        if open {
+            check_open(fields, &messages)?;
+        }
+        Ok(Self { messages, variables, open })
     }
 
     /// Ready for the assistant's answer.
     pub(crate) fn tokens(&self, text: &dyn Text) -> Result<Vec<u32>, ApiError> {
-        text.chat(&self.messages, &self.variables).map_err(|e| error::text(&e, "messages"))
+        let tokens = match self.open {
+            true => text.open(&self.messages, &self.variables),
+            false => text.chat(&self.messages, &self.variables),
+        };
+        tokens.map_err(|e| error::text(&e, "messages"))
     }
 
     /// Without the opening of the assistant's answer.
@@ -85,6 +97,24 @@ impl Conversation {
     /// Tokens from where the last user message begins.
     fn question(&self, text: &dyn Text, tokens: &[u32]) -> Option<usize> {
         taper_engine::question(text, &self.messages, &self.variables, tokens)
+    }
+}
+
+/// Whether an answer can go on with the last message.
+fn check_open(fields: &mut Fields<'_>, messages: &[Message]) -> Result<(), ApiError> {
+    const FIELD: &str = "continue_final_message";
+    if fields.bool("add_generation_prompt")? == Some(true) {
+        return Err(ApiError::invalid(FIELD, format!("{FIELD} and add_generation_prompt exclude each other")));
+    }
+    let goes_on = |last: &Message| {
+        let text = last.content.as_deref().is_some_and(|text| !text.trim().is_empty());
+        last.role == "assistant" && text && !last.extra.contains_key("tool_calls")
+    };
+    match messages.last().is_some_and(goes_on) {
+        true => Ok(()),
+        false => {
+            Err(ApiError::invalid(FIELD, format!("{FIELD} needs a last message of the assistant's, of text alone")))
+        }
     }
 }
 
@@ -209,7 +239,7 @@ mod tests {
         ] {
             let text = text(template);
             let messages = talk.iter().map(|(role, content)| Message::new(*role, *content)).collect();
-            let conversation = Conversation { messages, variables: Map::new() };
+            let conversation = Conversation { messages, variables: Map::new(), open: false };
             let tokens = conversation.tokens(&text).unwrap();
             let count = conversation.question(&text, &tokens).unwrap();
             assert_eq!(text.decode(&tokens[tokens.len() - count..], true), question, "{template}");

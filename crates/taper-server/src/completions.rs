@@ -41,6 +41,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     }
     Ok(Call {
         kind: Kind::Text,
+        continues: true,
         kept,
         prompts,
         prompt_field: "prompt",

@@ -60,6 +60,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked, ApiErr
     }
     let call = Call {
         kind: Kind::Embedding,
+        continues: true,
         kept: 1,
         prompts,
         prompt_field: "input",

@@ -26,7 +26,7 @@ pub(crate) fn tokenize(app: &App, map: &Map<String, Value>) -> Result<Value, Api
             let tools = Tools::read(&mut fields)?;
             let conversation = Conversation::read(&mut fields, tools.as_ref())?;
             knobs::unknown(map, fields.unread())?;
-            if ready { conversation.tokens(text)? } else { conversation.turns(text)? }
+            if ready || conversation.open { conversation.tokens(text)? } else { conversation.turns(text)? }
         }
         _ => return Err(ApiError::invalid("prompt", "either prompt or messages must be there, and not both")),
     };

@@ -288,7 +288,9 @@ async fn every_field_out_of_range_is_a_400_that_names_it_and_the_range() {
         (json!({"guided_decoding": {"regex": "a"}}), "guided_decoding"),
         (json!({"regex": "a+"}), "regex"),
         (json!({"n_predict": 9}), "n_predict"),
+        // The last message is the user's.
         (json!({"continue_final_message": true}), "continue_final_message"),
+        (json!({"continue_final_message": 1}), "continue_final_message"),
         (json!({"add_generation_prompt": false}), "add_generation_prompt"),
         (json!({"prompt_logprobs": 1}), "prompt_logprobs"),
         (json!({"return_token_ids": true}), "return_token_ids"),

@@ -72,7 +72,10 @@ async fn every_field_that_is_told_is_known() {
                 "stream": true, "logprobs": true});
             match path {
                 "/v1/completions" => body["logprobs"] = json!(1),
-                "/tokenize" if ["messages", "tools", "chat_template_kwargs"].contains(&field.as_str()) => {
+                "/tokenize"
+                    if ["messages", "tools", "chat_template_kwargs", "continue_final_message"]
+                        .contains(&field.as_str()) =>
+                {
                     body["prompt"] = Value::Null;
                 }
                 "/tokenize" => body["messages"] = Value::Null,

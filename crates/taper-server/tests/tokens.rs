@@ -26,12 +26,21 @@ async fn a_prompt_and_messages_are_the_tokens_that_a_request_has() {
     let turns = server.post("/tokenize", json!({"messages": messages, "add_generation_prompt": false})).await.json();
     let [ready, turns] = [&chat, &turns].map(|answer| answer["tokens"].as_array().unwrap());
     assert!(turns.len() <= ready.len() && ready[..turns.len()] == turns[..], "{turns:?} of {ready:?}");
+    // An answer that goes on with the last message ends where its text does.
+    let open = json!([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So be"}]);
+    let body = json!({"messages": open, "continue_final_message": true});
+    let prompt = server.post("/tokenize", body.clone()).await.json();
+    let text = server.post("/detokenize", json!({"tokens": prompt["tokens"]})).await.json();
+    assert_eq!(text["prompt"], "<user>hi\n<assistant>So be");
+    let asked = server.chat(body).await.json();
+    assert_eq!(asked["usage"]["prompt_tokens"], prompt["count"]);
 }
 
 #[tokio::test]
 async fn what_cannot_be_is_refused_with_its_field() {
     let server = server("x");
-    let cases: [(&str, Value, &str); 9] = [
+    let open = |role: &str, text: &str, ready: bool| json!({"messages": [{"role": role, "content": text}], "continue_final_message": true, "add_generation_prompt": ready});
+    let cases: [(&str, Value, &str); 13] = [
         ("/tokenize", json!({}), "prompt"),
         ("/tokenize", json!({"prompt": 3}), "prompt"),
         ("/tokenize", json!({"prompt": "a", "messages": []}), "prompt"),
@@ -39,6 +48,10 @@ async fn what_cannot_be_is_refused_with_its_field() {
         ("/tokenize", json!({"messages": [{"role": "user"}]}), "messages[0].content"),
         ("/tokenize", json!({"messages": [], "add_generation_prompt": 0}), "add_generation_prompt"),
         ("/tokenize", json!({"prompt": "a", "add_special_tokens": 1}), "add_special_tokens"),
+        ("/tokenize", open("user", "So", false), "continue_final_message"),
+        ("/tokenize", open("assistant", " \n", false), "continue_final_message"),
+        ("/tokenize", open("assistant", "So", true), "continue_final_message"),
+        ("/v1/completions", json!({"prompt": "a", "continue_final_message": true}), "continue_final_message"),
         ("/detokenize", json!({"tokens": "a"}), "tokens"),
         ("/detokenize", json!({"tokens": [1, 257]}), "tokens"),
     ];

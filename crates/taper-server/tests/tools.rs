@@ -316,6 +316,10 @@ impl Text for Marked {
         StubText.chat(messages, variables)
     }
 
+    fn open(&self, messages: &[Message], variables: &Map<String, Value>) -> Result<Vec<u32>, TextError> {
+        StubText.open(messages, variables)
+    }
+
     fn call_format(&self) -> CallFormat {
         self.0
     }

@@ -3,7 +3,7 @@
 use crate::calls::{self, CallFormat};
 use crate::text::{Message, Text, TextError, TokenStream};
 use serde_json::{Map, Value};
-use taper_model::{ChatTemplate, StreamDecoder, TextStart, Tokenizer};
+use taper_model::{ChatTemplate, ModelError, StreamDecoder, TextStart, Tokenizer};
 
 /// Bytes that a token of plain text hardly has: a text with more of them for each token of the context is probed before it is
 /// tokenized whole.
@@ -55,12 +55,12 @@ impl ModelText {
 }
 
 impl ModelText {
-    /// The tokens of messages, with the opening of an answer or without.
+    /// The tokens of messages, by one of the template's ways to end them.
     fn rendered(
         &self,
         messages: &[Message],
-        answer: bool,
         variables: &Map<String, Value>,
+        render: impl Fn(&ChatTemplate, &[Message], &Map<String, Value>) -> Result<String, ModelError>,
     ) -> Result<Vec<u32>, TextError> {
         let template = self
             .template
@@ -76,9 +76,9 @@ impl ModelText {
             let tools = variables.get("tools").and_then(Value::as_array);
             messages = calls::told(&messages, tools.map_or(&[], Vec::as_slice));
         }
-        let text = template.render(&messages, answer, variables).or_else(|refused| {
+        let text = render(template, &messages, variables).or_else(|refused| {
             // Some know no system messages, and want users and the assistant to take turns.
-            template.render(&calls::folded(&messages), answer, variables).map_err(|_| refused)
+            render(template, &calls::folded(&messages), variables).map_err(|_| refused)
         });
         let text = text.map_err(|e| TextError(e.to_string()))?;
         self.tokens(&text, false, self.context)
@@ -95,11 +95,15 @@ impl Text for ModelText {
     }
 
     fn chat(&self, messages: &[Message], variables: &Map<String, Value>) -> Result<Vec<u32>, TextError> {
-        self.rendered(messages, true, variables)
+        self.rendered(messages, variables, |by, messages, variables| by.render(messages, true, variables))
     }
 
     fn turns(&self, messages: &[Message], variables: &Map<String, Value>) -> Result<Vec<u32>, TextError> {
-        self.rendered(messages, false, variables)
+        self.rendered(messages, variables, |by, messages, variables| by.render(messages, false, variables))
+    }
+
+    fn open(&self, messages: &[Message], variables: &Map<String, Value>) -> Result<Vec<u32>, TextError> {
+        self.rendered(messages, variables, ChatTemplate::render_open)
     }
 
     fn call_format(&self) -> CallFormat {

@@ -128,6 +128,31 @@ impl ChatTemplate {
         })
     }
 
+    /// Renders a conversation up to where its last message's text ends, for the model to go on with that.
+    ///
+    /// # Errors
+    /// As [`render`](Self::render); [`ModelError::TemplateRefused`] where that text is not shown.
+    pub fn render_open(
+        &self,
+        messages: &[ChatMessage],
+        variables: &serde_json::Map<String, serde_json::Value>,
+    ) -> Result<String, ModelError> {
+        /// Stands behind the text; its blank is lost where the template trims messages.
+        const END: &str = "<the text goes on here> ";
+        let not_shown = || ModelError::TemplateRefused("the last message's text is not shown".into());
+        let mut messages = messages.to_vec();
+        let text = messages.last_mut().and_then(|last| last.content.as_mut()).ok_or_else(not_shown)?;
+        text.push_str(END);
+        let mut rendered = self.render(&messages, false, variables)?;
+        let end = rendered.rfind(END.trim_end()).ok_or_else(not_shown)?;
+        let trimmed = !rendered[end..].starts_with(END);
+        rendered.truncate(end);
+        if trimmed {
+            rendered.truncate(rendered.trim_end().len());
+        }
+        Ok(rendered)
+    }
+
     /// Whether a template's source has a text in it: a name that it reads, or a mark that it prints.
     pub fn says(&self, text: &str) -> bool {
         std::iter::once(&self.texts.chat).chain(&self.texts.tools).any(|template| template.contains(text))

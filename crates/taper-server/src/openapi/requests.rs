@@ -137,6 +137,9 @@ pub(crate) struct ChatRequest {
     /// Variables for the model's chat template.
     #[schema(value_type = Option<Object>)]
     chat_template_kwargs: Option<Value>,
+    /// Whether the answer goes on with the last message, which is the assistant's, instead of being a reply.
+    #[schema(default = false)]
+    continue_final_message: Option<bool>,
     /// Whether tokens come with their log probabilities.
     #[schema(default = false)]
     logprobs: Option<bool>,
@@ -274,6 +277,9 @@ pub(crate) struct TokenizeRequest {
     /// Variables for the model's chat template.
     #[schema(value_type = Option<Object>)]
     chat_template_kwargs: Option<Value>,
+    /// Whether an answer would go on with the last message, which is the assistant's, instead of being a reply.
+    #[schema(default = false)]
+    continue_final_message: Option<bool>,
 }
 
 /// `POST /detokenize`
