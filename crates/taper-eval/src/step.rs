@@ -63,7 +63,7 @@ pub struct StepRow {
     pub method: String,
     /// Keys read over keys there.
     pub density: f64,
-    /// Median seconds of a step, or seconds until a prompt's first logits.
+    /// Seconds of a step, or seconds until a prompt's first logits.
     pub seconds: f64,
     /// Tokens that came through all layers in that time: the prompt's, or those of all sequences of a step.
     pub tokens: usize,
@@ -303,7 +303,9 @@ impl<'a> Bench<'a> {
             context: self.context,
             method: method.label.clone(),
             density,
-            seconds: median(seconds),
+            // A step that was begun ahead may be over when it is asked for, and the next one then waits for two: only all
+            // of them together say what one takes.
+            seconds: if ahead { mean(&seconds) } else { median(seconds) },
             tokens: batch * self.plan.rows,
             queued: Some(median(queued)),
             floor: Some(self.floor(density)),
@@ -321,6 +323,10 @@ impl<'a> Bench<'a> {
         let moved = read * self.pool.offloaded_blocks() as f64 / self.pool.blocks() as f64;
         (weights as f64 + read - moved) / self.plan.bandwidth + moved / self.plan.bus
     }
+}
+
+fn mean(of: &[f64]) -> f64 {
+    of.iter().sum::<f64>() / of.len().max(1) as f64
 }
 
 fn median(mut of: Vec<f64>) -> f64 {
@@ -343,7 +349,7 @@ pub fn step_caption(model: &Model, plan: &StepPlan) -> String {
     )
 }
 
-/// A row for each method and context: the median, tokens in a second, the host's share of it, the floor, and how far from it the
+/// A row for each method and context: the time, tokens in a second, the host's share of it, the floor, and how far from it the
 /// step is.
 pub fn step_table(rows: &[StepRow], style: Style) -> String {
     let head =

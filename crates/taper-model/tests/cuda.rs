@@ -8,6 +8,18 @@ use taper_kernels::cuda::graph_steps;
 use taper_kv_cache::{KvPool, KvShape};
 use taper_model::{Model, ModelConfig};
 
+/// The last rows' logits, three at most, of a step of so many tokens of each sequence.
+fn stepped(model: &Model, pool: &mut KvPool, sequences: Vec<&mut Sequence>, each: usize) -> Vec<Vec<f32>> {
+    let count = sequences.len() * each;
+    let tokens: Vec<u32> = (0..count).map(|i| ((i + sequences[0].len()) * 7919 % 300) as u32).collect();
+    let spans = sequences.into_iter().map(|sequence| Span { sequence, tokens: each }).collect();
+    let mut batch = AttentionBatch::new(model.attention_shape(), model.rotary(), pool, spans).unwrap();
+    let hidden = model.forward(&tokens, &batch.positions(), &mut batch).unwrap();
+    let logits = model.logits(&hidden).unwrap().to_vec2::<f32>().unwrap();
+    batch.finish().unwrap();
+    logits.into_iter().rev().take(3).collect()
+}
+
 /// Three sequences, generated one at a time, two together, and one again: all logits, and what was reported.
 fn generated(model: &Model, decode: &Value, artifacts: &Artifacts, audit: bool) -> (Vec<Vec<f32>>, Vec<Value>) {
     let spec = json!({ "decode": decode, "audit": audit });
@@ -18,16 +30,7 @@ fn generated(model: &Model, decode: &Value, artifacts: &Artifacts, audit: bool) 
     let prompts = [100, 250, 4090];
     let mut sequences: Vec<Sequence> = prompts.iter().map(|&n| Sequence::new(Arc::clone(&spec), 1, n)).collect();
     let mut out = Vec::new();
-    let mut step = |sequences: Vec<&mut Sequence>, each: usize| {
-        let count = sequences.len() * each;
-        let tokens: Vec<u32> = (0..count).map(|i| ((i + sequences[0].len()) * 7919 % 300) as u32).collect();
-        let spans = sequences.into_iter().map(|sequence| Span { sequence, tokens: each }).collect();
-        let mut batch = AttentionBatch::new(shape, model.rotary(), &mut pool, spans).unwrap();
-        let hidden = model.forward(&tokens, &batch.positions(), &mut batch).unwrap();
-        let logits = model.logits(&hidden).unwrap().to_vec2::<f32>().unwrap();
-        batch.finish().unwrap();
-        out.extend(logits.into_iter().rev().take(3));
-    };
+    let mut step = |sequences: Vec<&mut Sequence>, each| out.extend(stepped(model, &mut pool, sequences, each));
     for (sequence, &n) in sequences.iter_mut().zip(&prompts) {
         step(vec![sequence], n);
     }
@@ -116,6 +119,41 @@ fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
             assert!(a.as_object_mut().unwrap().remove("audit").is_some());
             assert_eq!(a, b);
         }
+    }
+}
+
+#[test]
+fn more_rows_than_are_chosen_for_together_go_by_a_graph_as_well() {
+    const ROWS: usize = 20;
+    let device = Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device");
+    let config = ModelConfig { layers: 3, vocab_size: 304, ..ModelConfig::of_shape("smollm2-135m").unwrap() };
+    let model = Model::random(&config, DType::BF16, &device).unwrap();
+    let shape = model.attention_shape();
+    let kv = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
+    let methods = [
+        json!({ "method": "quest", "k": 0.2, "sink": 2, "window": 20, "page": 16 }),
+        json!({ "method": "vattention", "sink": 16, "window": 16, "pilot_tokens": 16 }),
+    ];
+    for decode in methods {
+        let run = |audit: bool| {
+            let spec = json!({ "decode": decode, "audit": audit });
+            let spec = Arc::new(AttentionSpec::from_json(&spec, "attention", &Artifacts::default()).unwrap());
+            let mut pool = KvPool::new(kv, DType::BF16, 8 * ROWS, model.device()).unwrap();
+            let prompt = |i: usize| 200 + 10 * i;
+            let mut sequences: Vec<Sequence> =
+                (0..ROWS).map(|i| Sequence::new(Arc::clone(&spec), i as u64, prompt(i))).collect();
+            for (i, sequence) in sequences.iter_mut().enumerate() {
+                stepped(&model, &mut pool, vec![sequence], prompt(i));
+            }
+            let before = graph_steps();
+            let step = |_| stepped(&model, &mut pool, sequences.iter_mut().collect(), 1);
+            let out: Vec<Vec<f32>> = (0..20).flat_map(step).collect();
+            (out, graph_steps() - before)
+        };
+        let ((plain, none), (by_graph, steps)) = (run(true), run(false));
+        assert_eq!(none, 0, "{decode}");
+        assert!(steps >= 10, "{decode}: {steps} of 20 by a graph");
+        assert!(plain.iter().flatten().all(|x| x.is_finite()) && plain == by_graph, "{decode}");
     }
 }
 

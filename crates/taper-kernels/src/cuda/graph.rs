@@ -24,9 +24,10 @@ const ROWS_MAX: usize = 32;
 const TABLE_BLOCKS: usize = 64;
 /// Graphs that a thread keeps.
 const GRAPHS: usize = 16;
-/// Steps that a tape has to last for, or its kind has none for the next so many steps.
+/// Steps that a tape has to last for, or its kind has none for some steps: at first for so many, for twice as many each time that
+/// this happens again, and for so many at most.
 const STEPS_LEAST: usize = 8;
-const STEPS_WITHOUT: usize = 256;
+const STEPS_WITHOUT: (usize, usize) = (8, 256);
 
 /// What the launches of a step read that is another in the next, at addresses that stay.
 #[derive(Debug)]
@@ -115,19 +116,31 @@ enum Reads {
 }
 
 enum Known {
-    /// A step of its kind has been; so many are to come before a tape is made.
-    Seen(usize),
+    /// A step of its kind has been; so many are to come before a tape is made, and for so many had been without one before.
+    Seen {
+        left: usize,
+        without: usize,
+    },
     Ranges(StepInputs, Tape),
-    /// The residual stream and angles, and how many steps have gone by the tape.
-    Chosen([Tensor; 2], Tape, usize),
+    /// The residual stream and angles, how many steps have gone by the tape, and for how many there was none before.
+    Chosen([Tensor; 2], Tape, usize, usize),
 }
 
 impl Known {
+    const FIRST: Self = Self::Seen { left: 0, without: 0 };
+
+    /// Behind a tape that did not last.
+    fn without(before: usize) -> Self {
+        let (first, most) = STEPS_WITHOUT;
+        let steps = (2 * before).clamp(first, most);
+        Self::Seen { left: steps, without: steps }
+    }
+
     /// Bytes that it holds for what its launches make.
     fn bytes(&self) -> usize {
         match self {
-            Self::Seen(_) => 0,
-            Self::Ranges(_, tape) | Self::Chosen(_, tape, _) => tape.bytes,
+            Self::Seen { .. } => 0,
+            Self::Ranges(_, tape) | Self::Chosen(_, tape, ..) => tape.bytes,
         }
     }
 }
@@ -226,7 +239,7 @@ pub fn plain_step(
     let stride = step.rows.iter().map(wide).max().unwrap_or(1).next_multiple_of(TABLE_BLOCKS);
     let key = (step.weight.id(), step.kv.k.id(), rows, Reads::Ranges(stride));
     let (next, out) = match known(key) {
-        Some(Known::Seen(0)) => {
+        Some(Known::Seen { left: 0, .. }) => {
             let inputs = StepInputs::new(&op, step.x, step.angles, (stride, heads))?;
             // Once as it is: this is the step.
             inputs.write(&op, step, &lists)?;
@@ -235,7 +248,7 @@ pub fn plain_step(
             let out = inputs.x.copy()?;
             match tape {
                 Some(tape) => (Known::Ranges(inputs, tape), Some(out)),
-                None => (Known::Seen(usize::MAX), Some(out)),
+                None => (Known::Seen { left: usize::MAX, without: 0 }, Some(out)),
             }
         }
         Some(Known::Ranges(inputs, tape)) => {
@@ -245,8 +258,8 @@ pub fn plain_step(
             let out = inputs.x.clone();
             (Known::Ranges(inputs, tape), Some(out))
         }
-        Some(Known::Seen(steps)) => (Known::Seen(steps - 1), None),
-        None | Some(Known::Chosen(..)) => (Known::Seen(0), None),
+        Some(Known::Seen { left, without }) => (Known::Seen { left: left - 1, without }, None),
+        None | Some(Known::Chosen(..)) => (Known::FIRST, None),
     };
     keep(key, next);
     Ok(out)
@@ -284,37 +297,37 @@ pub fn repeated_step(
         return Ok(None);
     }
     let key = (step.weight.id(), step.k.id(), rows, Reads::Chosen(step.kind));
-    let (inputs, steps) = match known(key) {
-        Some(Known::Seen(0)) => {
+    let (inputs, steps, without) = match known(key) {
+        Some(Known::Seen { left: 0, without }) => {
             let inputs = [step.x.copy()?, step.angles.copy()?];
             tape::record(&op);
-            (inputs, 0)
+            (inputs, 0, without)
         }
-        Some(Known::Chosen(inputs, tape, steps)) => {
+        Some(Known::Chosen(inputs, tape, steps, without)) => {
             inputs[0].slice_set(step.x, 0, 0)?;
             inputs[1].slice_set(step.angles, 0, 0)?;
             tape::follow(tape);
-            (inputs, steps + 1)
+            (inputs, steps + 1, without)
         }
-        Some(Known::Seen(steps)) => {
-            keep(key, Known::Seen(steps - 1));
+        Some(Known::Seen { left, without }) => {
+            keep(key, Known::Seen { left: left - 1, without });
             return Ok(None);
         }
         None | Some(Known::Ranges(..)) => {
-            keep(key, Known::Seen(0));
+            keep(key, Known::FIRST);
             return Ok(None);
         }
     };
     let tape = by_tape(&op, || layers(&inputs[0], &inputs[1]));
-    let tape = tape.inspect_err(|_| keep(key, Known::Seen(STEPS_WITHOUT)))?;
+    let tape = tape.inspect_err(|_| keep(key, Known::without(without)))?;
     let out = inputs[0].clone();
     let next = match tape {
         Some(tape) => {
             STEPS.set(STEPS.get() + usize::from(steps > 0));
-            Known::Chosen(inputs, tape, steps)
+            Known::Chosen(inputs, tape, steps, without)
         }
-        None if steps < STEPS_LEAST => Known::Seen(STEPS_WITHOUT),
-        None => Known::Seen(0),
+        None if steps < STEPS_LEAST => Known::without(without),
+        None => Known::FIRST,
     };
     keep(key, next);
     Ok(Some(out))

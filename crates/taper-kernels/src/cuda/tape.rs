@@ -28,7 +28,7 @@ pub(super) type Entry<P> = unsafe extern "C" fn(*const P, *mut c_void) -> i32;
 /// one before, and so many at most: to queue one takes the host as long as to compare some of them.
 const LAUNCHES: (usize, usize) = (8, 64);
 /// Most bytes that a step makes, and words that it leaves for the host: where there are more, the host is not what limits.
-const MADE_BYTES_MAX: usize = 128 << 20;
+const MADE_BYTES_MAX: usize = 256 << 20;
 const TOLD_WORDS: usize = 1 << 18;
 
 thread_local! {

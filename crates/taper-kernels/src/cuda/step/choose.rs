@@ -162,8 +162,11 @@ pub(crate) fn scores(batch: &Decode, wanted: &[bool]) -> Result<Option<Scored>> 
     Scored::by_view(Step::new(&op, batch)?, None, View::Rows(batch.kv.k), &wanted).map(Some)
 }
 
-/// Entries and draws that there is room for are a multiple of so many, so that the next steps' choices are the same launches.
-pub(super) const ROOM: usize = 64;
+/// Entries or draws that there is room for where `most` are wanted: up to a quarter more, so that the choices of many steps are
+/// the same launches as a sequence grows.
+pub(super) fn room_for(most: usize) -> usize {
+    most.next_multiple_of((most.next_power_of_two() / 8).max(64))
+}
 
 /// [`crate::decode::top_paying`].
 pub(crate) fn top_paying(
@@ -187,7 +190,7 @@ pub(crate) fn top_paying(
     };
     let take: Vec<usize> = fixed.iter().zip(k).map(take).collect();
     let ks: Vec<u32> = take.iter().map(|&k| k as u32).collect();
-    let most = take.iter().copied().max().unwrap_or(0).next_multiple_of(ROOM);
+    let most = room_for(take.iter().copied().max().unwrap_or(0));
     let between = Between::of(&op, &step.lens, &fixed, page)?;
     let noise = noise.map(|noise| of_pages(noise, page));
     let lists = importance.choose(&op, between, (most, &op.kept(&ks, [ks.len()])?, noise), over)?;

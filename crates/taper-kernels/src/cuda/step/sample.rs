@@ -1,7 +1,7 @@
 //! Samples beside what was chosen: [`crate::decode::sample`] and [`crate::decode::sample_certain`], which attend as they
 //! sample, and [`crate::decode::sample_some`], all by the draws of the CPU.
 
-use super::choose::ROOM;
+use super::choose::room_for;
 use super::{Chosen, Seeds, Step, choosable};
 use crate::cuda::batch::{Draft, Lists};
 use crate::cuda::certain::certain;
@@ -208,7 +208,7 @@ pub(crate) fn sample_some(
         draws.push(size);
         ln_weights.extend(std::iter::repeat_n(ln_weight, group));
     }
-    let most = draws.iter().copied().max().unwrap_or(0).next_multiple_of(ROOM);
+    let most = room_for(draws.iter().copied().max().unwrap_or(0));
     made.samples(&draws, most);
     let mut lists = made.finish(&op, rows, kv_heads)?;
     if most > 0 {
