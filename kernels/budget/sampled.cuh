@@ -50,14 +50,11 @@ constexpr int kCovarianceKeys = 40;    // sampled keys whose products are taken,
 constexpr uint32_t kFewPoints = 128;   // among those of so many points at most
 constexpr float kLeastSignal = 0.25f;  // of a squared norm, its noise taken off
 constexpr uint32_t kMarkWords = 1024;
-// Thread blocks of a list's team, by its sequence's length: as it grows, all from so many tokens on, but with its root up to a
-// quarter of them. More have less to read each and as long to wait for one another, and of the lists of many sequences fewer are
-// read at a time.
+// Thread blocks of a list's team, by its sequence's length: as it grows, all from so many tokens on. More have less to read each and as
+// long to wait for one another, and of the lists of many sequences fewer are read at a time.
 constexpr float kWholeTeamTokens = 131072;
 __host__ __device__ inline int sampled_team(int list_heads, int64_t len) {
-  const int most = team_size(list_heads);
-  const float share = (float)len * (1.f / kWholeTeamTokens), few = fminf(sqrtf(share), 0.25f);
-  const int wanted = (int)ceilf(fmaxf(share, few) * most);
+  const int most = team_size(list_heads), wanted = (int)ceilf((float)len * (1.f / kWholeTeamTokens) * most);
   return wanted < 1 ? 1 : wanted < most ? wanted : most;
 }
 constexpr int kSieveThreads = 128;

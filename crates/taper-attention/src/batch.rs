@@ -3,7 +3,7 @@
 mod decode;
 mod replay;
 
-pub use decode::{DECODE_ROWS, DECODE_TOKENS};
+pub use decode::{DECODE_SEQUENCES, DECODE_TOKENS};
 pub use replay::{Replay, replay};
 
 use crate::audit;

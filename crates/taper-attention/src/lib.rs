@@ -28,7 +28,7 @@ mod trace;
 mod unread;
 
 pub use artifacts::{ArtifactError, Artifacts, ModelKey, Place, Places, Sizes};
-pub use batch::{AttentionBatch, DECODE_ROWS, DECODE_TOKENS, Replay, Span, leaders, replay};
+pub use batch::{AttentionBatch, DECODE_SEQUENCES, DECODE_TOKENS, Replay, Span, leaders, replay};
 pub use beginning::Beginning;
 pub use chunk::{Chunk, Slice};
 pub use layer::{AttentionShape, LayerAttention, PlainStep, Repeats, Rotary};

@@ -123,7 +123,7 @@ fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
 }
 
 #[test]
-fn more_rows_than_are_chosen_for_together_go_by_a_graph_as_well() {
+fn many_rows_go_by_a_graph_as_well() {
     const ROWS: usize = 20;
     let device = Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device");
     let config = ModelConfig { layers: 3, vocab_size: 304, ..ModelConfig::of_shape("smollm2-135m").unwrap() };

@@ -13,9 +13,11 @@ use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 use taper_kernels::philox::Stream;
 use taper_kv_cache::BlockTable;
 
-/// Most rows that keys are chosen for at a time: what a method scores for each takes memory.
-pub const DECODE_ROWS: usize = 16;
-/// Most rows times keys of the longest, where rows of several sequences are chosen for at a time. One row may have more.
+/// Most rows of one sequence that keys are chosen for at a time: what a method scores for each takes memory.
+const ROWS: usize = 16;
+/// Most sequences that keys are chosen for at a time,
+pub const DECODE_SEQUENCES: usize = 32;
+/// and most rows times keys of the longest then. One row may have more.
 pub const DECODE_TOKENS: usize = 1 << 21;
 
 impl Part<'_> {
@@ -25,7 +27,7 @@ impl Part<'_> {
         let method = sequence.decode_method().method.clone();
         // Where an index sums tokens up, a row must not see those of the rows after it.
         let whole = |index: &&dyn KeyIndex| index.shape(&self.shape, self.pool.dtype()).rows == BLOCK_TOKENS;
-        let together = if self.wanted(&*method).iter().all(whole) { DECODE_ROWS } else { 1 };
+        let together = if self.wanted(&*method).iter().all(whole) { ROWS } else { 1 };
         let mut outs = Vec::new();
         for first in (0..tokens).step_by(together) {
             let count = together.min(tokens - first);
@@ -154,7 +156,7 @@ impl Part<'_> {
             longest = longest.max(span.sequence.len + 1);
             *count == 0 || (count + 1) * longest <= DECODE_TOKENS
         };
-        let rows = spans.iter().take(DECODE_ROWS).take_while(with_first);
+        let rows = spans.iter().take(DECODE_SEQUENCES).take_while(with_first);
         rows.enumerate().take_while(fits).count()
     }
 

@@ -5,7 +5,7 @@
 
 use super::{LoadError, PROMPT_ROWS, SCORED_ROWS};
 use crate::EngineConfig;
-use taper_attention::{DECODE_ROWS, DECODE_TOKENS};
+use taper_attention::{DECODE_SEQUENCES, DECODE_TOKENS};
 use taper_kernels::GRAPH_BYTES;
 use taper_kv_cache::BLOCK_TOKENS;
 use taper_model::{ModelConfig, size};
@@ -70,7 +70,7 @@ impl Needs {
     pub(super) fn sum(&self, free: u64) -> Sum {
         let block_tokens = BLOCK_TOKENS as u64;
         let (spare, elsewhere) = (free / SPARE, self.elsewhere * self.block / 2);
-        let sampled_tokens = (DECODE_ROWS as u64 * self.context).min(self.context.max(DECODE_TOKENS as u64));
+        let sampled_tokens = (DECODE_SEQUENCES as u64 * self.context).min(self.context.max(DECODE_TOKENS as u64));
         let samples = self.sampled_token * sampled_tokens;
         let fixed = spare + GRAPHS + samples + self.least() + elsewhere;
         let left = free.saturating_sub(fixed);
