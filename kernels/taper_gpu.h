@@ -122,7 +122,7 @@ int taper_merge(const TaperMergeParams* p, TaperStream stream);
 
 typedef struct TaperSampledParams {
   // What is read exactly: `lists` with ascending, disjoint blocks and tokens and no
-  // sample. part_o, part_lse: [lists, 2, team, group(, head_dim)], scratch; teams are 128 / list_heads, at most 32, here
+  // sample. part_o, part_lse: [lists, 3, team, group(, head_dim)], scratch; teams are 128 / list_heads, at most 32, here
   // and below, though those of short lists are smaller. No units; unit_capacity is set by the entry point.
   TaperDecodeParams d;
   const uint64_t* seeds;      // [rows]
@@ -131,8 +131,8 @@ typedef struct TaperSampledParams {
   float* lse;                 // [rows, q_heads], of the estimate; or null
   uint32_t* sync;             // [(1 + lists) * 32], zero before and after
   // From here to `sums`: not used by TAPER_LISTED.
-  float* scores;              // [lists, capacity, group], scratch: of the points that a sample is of
-  uint64_t* sums;             // [lists, team, group, 4], zero before and after
+  float* scores;              // [lists, 128, group], scratch: of a sample's first points
+  float* sums;                // [lists, team, group, 4], scratch on 16 bytes
   uint32_t* state;            // [lists], TAPER_SAMPLED and so on
   uint32_t* residual;         // [lists], keys that the sample stands for
   uint32_t* counts;           // [lists], sampled keys read; 0 where everything is read
@@ -141,12 +141,8 @@ typedef struct TaperSampledParams {
   float epsilon, whole, most, upper, rest, split_vector[6], split_scalar[6];
   float unseen;  // what chi2 adds to a sample's variance, in units of its heaviest key's share to the power of 3/2
   double pilot_share, dense_share;
-  int32_t pilot_tokens, rule, capacity, layer;
+  int32_t pilot_tokens, rule, capacity, layer;  // capacity: points that a sample is of, at most
   int32_t out_f32;
-  // For a cache far away, such as in the host's memory: room for the values of each list's first points
-  // [lists, near_points, head_dim], which are looked at there; at least 64. Null: they are read again.
-  int32_t near_points;
-  void* near_values;
   // 1: part_o, part_lse, sync, scores and sums have room for one list more; tables, seeds and positions, and the keys and values
   // of all tokens but the step's own, were there before the launch ahead began: of a row those are as many before its position as
   // there are rows, at most, and it. Where a multiprocessor is to spare, a thread block then tries on row 0's first 1,024 tokens

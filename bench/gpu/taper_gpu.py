@@ -118,7 +118,7 @@ SampledParams = struct("SampledParams", [("d", DecodeParams)] + [(n, P) for n in
     ("epsilon", F32), ("whole", F32), ("most", F32), ("upper", F32), ("rest", F32),
     ("split_vector", F32 * 6), ("split_scalar", F32 * 6), ("unseen", F32), ("pilot_share", F64),
     ("dense_share", F64), ("pilot_tokens", I32), ("rule", I32),
-    ("capacity", I32), ("layer", I32), ("out_f32", I32), ("near_points", I32), ("near_values", P),
+    ("capacity", I32), ("layer", I32), ("out_f32", I32),
     ("scouts", I32), ("ahead", I32)])
 
 
@@ -396,7 +396,7 @@ class VAttention:
     def __init__(self, cache, q, fixed, seeds, epsilon, delta, rule="chi2", block_ids=None,
                  token_ids=None, pilot_tokens=64, pilot_share=0.01, dense_share=0.5, layer=0,
                  row_table=None, positions=None, list_heads=None, token_ln_weight=None, overlap=True,
-                 token_shift=0, out_f32=False, near_points=0, scouts=1):
+                 token_shift=0, out_f32=False, scouts=1):
         rows, q_heads, d = q.shape
         dev = q.device
         kv = list_heads or cache.kv_heads
@@ -408,16 +408,15 @@ class VAttention:
         f32 = lambda *shape: torch.full(shape, float("nan"), device=dev)
         self.fixed = fixed
         room = lists + scouts
-        self.part_o, self.part_lse = f32(room, 2, team, group, d), f32(room, 2, team, group)
+        self.part_o, self.part_lse = f32(room, 3, team, group, d), f32(room, 3, team, group)
         self.seeds = torch.tensor(seeds, dtype=torch.int64, device=dev)
         positions = [n - 1 for n in cache.lens] if positions is None else positions
         self.positions = torch.tensor(positions, dtype=torch.int32, device=dev)
         self.out = torch.full(q.shape, float("nan"), device=dev, dtype=torch.float32 if out_f32 else q.dtype)
         self.lse = f32(rows, q_heads)
         self.sync = torch.zeros(1 + room, 32, dtype=torch.int32, device=dev)
-        self.scores = f32(room, self.capacity, group)
-        self.sums = torch.zeros(room, team, group, 4, dtype=torch.int64, device=dev)
-        self.near = torch.full((lists, near_points, d), float("nan"), device=dev, dtype=q.dtype) if near_points else None
+        self.scores = f32(room, 128, group)
+        self.sums = f32(room, team, group, 4)
         self.state, self.residual, self.counts = i32(lists), i32(lists), i32(lists)
         self.keep = (cache, q, block_ids, token_ids, row_table, token_ln_weight)
         decode = DecodeParams(
@@ -431,7 +430,7 @@ class VAttention:
                 self.seeds, self.positions, self.out, self.lse, self.sync, self.scores,
                 self.sums, self.state, self.residual, self.counts)],
             epsilon, *quantiles(delta), unseen(delta), pilot_share, dense_share, pilot_tokens, RULES[rule],
-            self.capacity, layer, int(out_f32), near_points, ptr(self.near), scouts)
+            self.capacity, layer, int(out_f32), scouts)
 
     def __call__(self):
         call("taper_sampled", self.p)

@@ -8,14 +8,15 @@
 namespace taper {
 
 template <class T, int D, int N>
-struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
-  using Sums = TileSums<T, D, N, kSampledStages<D, N>>;
+struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>, true> {
+  using Sums = TileSums<T, D, N, kSampledStages<D, N>, true>;
   using L = typename Sums::L;
-  using Sums::C, Sums::group, Sums::l, Sums::lane, Sums::limit, Sums::wg;
+  using Sums::C, Sums::group, Sums::l, Sums::lane, Sums::limit, Sums::m, Sums::warp, Sums::wg;
   const SampledParams& p;
   SampledShared<D, N>& st;
   const Outline& o;
   const uint32_t q_s;
+  uint8_t* const ring;
   Gate& gate;
   Judge<T, D, N> judge;
 
@@ -26,13 +27,20 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     const int tid = judge.tid;
     Decision decision{kDense, 0};
     Phase phase = kLead;
-    uint32_t pos = 0, parts = 0, looks = 0, noisy = 0, from = 0, to = o.points, sifted = 0, passed = 0, drawn = 0;
-    float lead_m[C], lead_l[C], lead_o[D / 64][N / 2];
-    typename Judge<T, D, N>::Ahead ahead;
-    ahead.first = 0;
+    uint32_t pos = 0, looks = 0, noisy = 0, from = 0, to = o.points, sifted = 0, passed = 0, drawn = 0;
+    Aside aside;
+    this->clear();
+    swap(aside);
     this->clear();
 #pragma unroll
-    for (int c = 0; c < C; ++c) limit[c] = ~0u, this->ln_weight[c] = 0.f;
+    for (int c = 0; c < C; ++c) {
+      limit[c] = ~0u, this->ln_weight[c] = 0.f;
+      this->e2[c] = this->e2v2[c] = this->most[c] = 0.f;
+    }
+#pragma unroll
+    for (int h = 0; h < D / 64; ++h)
+#pragma unroll
+      for (int i = N / 2; i < N; ++i) Sums::o[h][i] = 0.f;
     mbar_wait(smem_u32(&st.q_full[0]), 0);
 #pragma unroll 1
     for (;;) {
@@ -43,50 +51,38 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
                    : phase == kExact ? o.share_of(list_tiles(o.w), o.exact)
                                      : o.share_of(range_tiles(0, o.w.len), o.rank);
       if (judging) n = Run(o, from, to).tiles() - (looks == 0 ? o.lead : 0);
-      if (phase == kExact || (judging && looks > 0)) judge.look_up(to, ahead);
-      float* scores = p.scores + (int64_t)o.slot * p.capacity * group;
+      if (phase < kSample) this->no_squares();
+      // Tiles are on their way meanwhile.
+      if (looks > 0 && tid == 0) judge.wait_for_slowest();
+      float* scores = p.scores + o.slot * kFewPoints * group;
       // Each warpgroup takes every other tile.
 #pragma unroll 1
       for (uint32_t i = (wg ^ pos) & 1; i < n; i += 2) {
         const uint32_t stage = (pos + i) % L::kStages;
         mbar_wait(smem_u32(&st.full[stage]), (pos + i) / L::kStages & 1);
         const uint32_t sampled = st.meta[stage].sampled;
-        const uint32_t last = sampled != kNotSampled ? to : 0;
+        const uint32_t last = sampled != kNotSampled ? min(to, kFewPoints) : 0;
         if (last > 0) passed += sift(stage, sifted + i - skip);
         this->template tile<true>(stage, q_s, [=](int row, int head, float score) {
-          const uint32_t draw = sampled + row;
-          if (draw >= from && draw < last && head < group) scores[(int64_t)draw * group + head] = score;
+          const uint32_t point = sampled + row;
+          if (point >= from && point < last && head < group) scores[point * group + head] = score;
         });
-        if (last > 0 && o.near) bring(stage, sampled);
         __syncwarp();
         if (lane == 0) mbar_arrive(smem_u32(&st.empty[stage]));
       }
       pos += n;
       if (judging || phase == kLead) sifted += n - skip;
-      // The sums of the sample's first tiles wait for the exact part's.
-      if (phase == kLead) {
-        put(lead_m, lead_l, lead_o, this->m, l, Sums::o);
-        this->clear();
-        phase = o.dense ? kAll : kExact;
-        continue;
-      }
-      if (judging && o.near) mbar_arrive(smem_u32(&st.brought));
-      // A sample's sums go on to be the larger sample's.
-      float keep[C];
-#pragma unroll
-      for (int c = 0; c < C; ++c) keep[c] = l[c];
-      const int64_t at = judge.part(phase != kExact, o.rank, 0);
-      this->store(p.d.part_o + at * D, p.d.part_lse + at, parts++);
-#pragma unroll
-      for (int c = 0; c < C; ++c) l[c] = keep[c];
-      if (phase == kExact) {
+      // The sums of the sample's first tiles wait for the exact part's, and these for the sample's.
+      if (phase < kSample) {
+        swap(aside);
         // A single row's products are one launch with a thread block on each multiprocessor, which may now come as these leave.
         // Those of more rows would get in where the first ones end, two at a time, and leave the last ones' multiprocessors empty.
-        if (p.d.rows == 1 && tid == 0) launch_dependents();
-        put(this->m, l, Sums::o, lead_m, lead_l, lead_o);
-        phase = kSample;
+        if (phase == kExact && p.d.rows == 1 && tid == 0) launch_dependents();
+        phase = o.dense ? kAll : phase == kLead ? kExact : kSample;
         continue;
       }
+      store(aside, looks == 0 || !judging);
+      aside = {};
       // Either the team meets to judge, or its last block merges. A scout that others have caught up with is done.
       if (o.scout && caught_up()) {
         if (tid == 0) {
@@ -98,17 +94,20 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       if (judging) {
         judge.tell(passed);
         passed = 0;
-        if (!o.few_near) judge.prepare(pos, ahead);
+        if (judge.holds()) judge.multiply();
         drawn = judge.hear();
-        if (o.few_near) judge.prepare(pos, ahead);
-        if (judge.takes_few(pos, ahead)) judge.fetch_scores(ahead);
+        judge.fetch();
       } else if (!leave()) {
         return;
       }
-      judge.combine(drawn > 0 ? over((float)o.residual, (float)drawn) : 1.f, judging);
+      judge.combine(drawn > 0 ? over((float)o.residual, (float)drawn) : 1.f);
       if (judging) {
-        decision = judge.decide(to, drawn, looks, noisy, ahead, pos);
+        decision = judge.decide(to, drawn, noisy);
         if (o.scout) decision = {kSampled, drawn};
+        if (decision.state == 0) {
+          recall();
+          gate.meet();
+        }
         if (tid == 0) {
           if (looks > 0) mbar_wait(smem_u32(&st.heeded), (looks - 1) & 1);
           st.decision = decision;
@@ -128,21 +127,115 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       }
       // Of a sample that is large enough every block has the output, and no block needs another.
       if ((!judging || o.rank == 0) && !o.scout) write(decision);
-      if (!judging || judge.was_last()) clean();
+      if (judging ? tid == judge.kTeller && judge.was_last() : tid == 0) clean();
       return;
     }
   }
 
-  static __device__ __forceinline__ void put(float (&to_m)[C], float (&to_l)[C], float (&to_o)[D / 64][N / 2],
-                                             const float (&from_m)[C], const float (&from_l)[C],
-                                             const float (&from_o)[D / 64][N / 2]) {
+  // Sums that wait while others are added up, in whose place they come.
+  struct Aside {
+    float m[C], l[C], o[D / 64][N / 2];
+  };
+  __device__ __forceinline__ void swap(Aside& a) {
+    auto each = [](float& x, float& y) {
+      const float z = x;
+      x = y, y = z;
+    };
 #pragma unroll
-    for (int c = 0; c < C; ++c) to_m[c] = from_m[c], to_l[c] = from_l[c];
+    for (int c = 0; c < C; ++c) each(a.m[c], m[c]), each(a.l[c], l[c]);
 #pragma unroll
     for (int h = 0; h < D / 64; ++h)
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) to_o[h][i] = from_o[h][i];
+      for (int i = 0; i < N / 2; ++i) each(a.o[h][i], Sums::o[h][i]);
   }
+
+  __device__ __forceinline__ Joined<D, N>& joined(int wg) const { return *reinterpret_cast<Joined<D, N>*>(ring + wg * L::kStage); }
+  // Sums of a sample that grows go on from what is joined: registers are scarce while the team looks.
+  __device__ __forceinline__ void recall() {
+#pragma unroll
+    for (int c = 0; c < C; ++c)
+#pragma unroll
+      for (int h = 0; h < D / 64; ++h)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int hd = this->head(c), j = this->acc(c) + 2 * i, d = h * 64 + warp * 16 + lane / 4 + 8 * i;
+          Sums::o[h][j] = joined(wg)[1][hd][d], Sums::o[h][N / 2 + j] = joined(wg)[2][hd][d];
+        }
+  }
+  // Joins the two warpgroups' samples, and their exact parts unless that is done, and leaves them where the team reads them.
+  __device__ __forceinline__ void store(const Aside& exact, bool first) const {
+    const int dim = warp * 16 + lane / 4;
+#pragma unroll
+    for (int c = 0; c < C; ++c) {
+      float x[4] = {exact.l[c], l[c], this->e2[c], this->e2v2[c]}, most = this->most[c];
+      const int hd = this->head(c);
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) x[k] += __shfl_xor_sync(~0u, x[k], d);
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
+      }
+      if (lane < 4) {
+        float* to = st.warp_sums[wg][warp][hd];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) to[k] = x[k];
+        to[4] = most, to[5] = exact.m[c], to[6] = m[c];
+      }
+#pragma unroll
+      for (int h = 0; h < D / 64; ++h)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int j = this->acc(c) + 2 * i, d = h * 64 + dim + 8 * i;
+          joined(wg)[0][hd][d] = exact.o[h][j], joined(wg)[1][hd][d] = Sums::o[h][j], joined(wg)[2][hd][d] = Sums::o[h][N / 2 + j];
+        }
+    }
+    gate.meet();
+    constexpr int V = D / 32;
+    using Vec = typename Member<D>::Vec;
+#pragma unroll 1
+    for (int item = judge.warp + (first ? 0 : group); item < 3 * group; item += 8) {
+      const int kind = item < group ? 0 : item < 2 * group ? 1 : 2, hd = item - kind * group, of = kind > 0;
+      // Both warpgroups' sum k, each in its units.
+      auto both = [&](int k, float (&x)[2]) {
+#pragma unroll
+        for (int g = 0; g < 2; ++g) {
+          x[g] = 0.f;
+#pragma unroll
+          for (int w = 0; w < 4; ++w) x[g] += st.warp_sums[g][w][hd][k];
+        }
+      };
+      float x[2], f[2];
+      both(of, x);
+      const float m0 = st.warp_sums[0][0][hd][5 + of], m1 = st.warp_sums[1][0][hd][5 + of], top = fmaxf(m0, m1);
+      f[0] = m0 == -INFINITY ? 0.f : exp2_fast(m0 - top), f[1] = m1 == -INFINITY ? 0.f : exp2_fast(m1 - top);
+      const float sum = this->mix(x[0], f[0], x[1], f[1]);
+      float inv = sum == 0.f ? 0.f : __fdividef(1.f, sum);
+      const uint32_t at = judge.part(kind, o.rank, hd);
+      if (kind < 2) {
+        if (lane == 0) p.d.part_lse[at] = sum == 0.f ? -INFINITY : top * kLn2 + __logf(sum);
+      } else {
+        inv *= 4.f * inv, f[0] *= f[0], f[1] *= f[1];
+        float e2[2], v2[2], most[2] = {};
+        both(2, e2), both(3, v2);
+#pragma unroll
+        for (int g = 0; g < 2; ++g)
+#pragma unroll
+          for (int w = 0; w < 4; ++w) most[g] = fmaxf(most[g], st.warp_sums[g][w][hd][4]);
+        if (lane == 0)
+          *judge.squares(o.rank, hd) = make_float4(this->mix(e2[0], f[0], e2[1], f[1]) * inv, this->mix(v2[0], f[0], v2[1], f[1]) * inv,
+                                                   fmaxf(most[0] * f[0], most[1] * f[1]) * inv, 0.f);
+      }
+      const Vec a = *reinterpret_cast<const Vec*>(&joined(0)[kind][hd][lane * V]);
+      const Vec b = *reinterpret_cast<const Vec*>(&joined(1)[kind][hd][lane * V]);
+      Vec out;
+#pragma unroll
+      for (int v = 0; v < V; ++v)
+        reinterpret_cast<float*>(&out)[v] =
+            this->mix(reinterpret_cast<const float*>(&a)[v], f[0], reinterpret_cast<const float*>(&b)[v], f[1]) * inv;
+      *reinterpret_cast<Vec*>(p.d.part_o + (int64_t)at * D + lane * V) = out;
+    }
+  }
+
   // Keys of the stage's tile that are not the sample's weigh nothing; returns how many are. `at` counts the rank's tiles.
   __device__ __forceinline__ uint32_t sift(uint32_t stage, uint32_t at) const {
     const uint32_t slot = at % kSieved;
@@ -155,20 +248,6 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     if (lane == 0) mbar_arrive(smem_u32(&st.used[slot]));
     const StageMeta& meta = st.meta[stage];
     return __popcll(passes >> meta.lo & ~0ull >> (kBlock - (meta.hi - meta.lo)));
-  }
-
-  // Leaves a tile's values where looks find them: those of this run's points, the others' rows are cleared.
-  __device__ __forceinline__ void bring(uint32_t stage, uint32_t first) const {
-    const uint32_t v_s = judge.stages + stage * L::kStage + L::kTile;
-    const StageMeta meta = st.meta[stage];
-    T* to = const_cast<T*>(static_cast<const T*>(o.near));
-#pragma unroll 1
-    for (uint32_t i = this->tid; i < kBlock * (D / 8); i += 128) {
-      const uint32_t row = i / (D / 8), chunk = i % (D / 8);
-      const uint4 x = ld_shared_v4(v_s + (chunk / 8) * L::kPanel + swizzled(row, chunk % 8));
-      if (row >= meta.lo && row < meta.hi && first + row < p.near_points)
-        reinterpret_cast<uint4*>(to + (int64_t)(first + row) * D)[chunk] = x;
-    }
   }
 
   // All of a scout's consumers: whether a block of the first list's team has come as far.
@@ -191,30 +270,26 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
     const int64_t head = (int64_t)o.list * group;
 #pragma unroll 1
     for (int i = 2 * tid; i < group * D; i += 512) {
-      const uint32_t high = ld_shared_u32(judge.split + split_at<D, N>(0, i / D, i % D));
+      const uint32_t high = ld_shared_u32(judge.split + split_at<D, N>(i / D, i % D));
       if (!p.out_f32) {
         static_cast<uint32_t*>(p.out)[(head * D + i) / 2] = high;
         continue;
       }
-      const uint32_t low = ld_shared_u32(judge.split + split_at<D, N>(0, N + i / D, i % D));
+      const uint32_t low = ld_shared_u32(judge.split + split_at<D, N>(N + i / D, i % D));
       const T *h = reinterpret_cast<const T*>(&high), *l = reinterpret_cast<const T*>(&low);
       static_cast<float2*>(p.out)[(head * D + i) / 2] =
           make_float2(to_float(h[0]) + to_float(l[0]), to_float(h[1]) + to_float(l[1]));
     }
-    if (p.lse && tid < group) p.lse[head + tid] = st.stat[tid].all;
+    if (p.lse && tid < group) p.lse[head + tid] = st.stat[0][tid].all;
     if (tid == 0) {
       p.state[o.list] = o.dense ? (uint32_t)kWhole : d.state;
       p.residual[o.list] = o.residual;
       p.counts[o.list] = d.count;
     }
   }
-  // The thread block that is the last to need the team.
+  // By one thread of the block that is the last to need the team.
   __device__ __forceinline__ void clean() const {
-    const int tid = judge.tid;
-    const uint32_t words = o.dense ? 0 : o.team * group * 4;
-#pragma unroll 1
-    for (uint32_t i = tid; i < words; i += 256) p.sums[(int64_t)o.slot * o.room * group * 4 + i] = 0;
-    if (tid == 0) *judge.meeting() = 0, judge.counter()[kLeftWord] = judge.counter()[kHeardWord] = 0;
+    *judge.meeting() = 0, judge.counter()[kLeftWord] = judge.counter()[kHeardWord] = 0;
   }
 };
 
@@ -237,9 +312,6 @@ __device__ __forceinline__ bool set_sampled_outline(const SampledParams& p, uint
   o.lead = o.dense ? 0 : min(Run(o, 0, o.points).tiles(), kLeadTiles);
   // The list's tiles are dealt out from where the first look's end.
   o.exact = (o.rank + o.team - Run(o, 0, o.points).end() % o.team) % o.team;
-  o.near = p.near_values ? static_cast<const uint8_t*>(p.near_values) + (int64_t)o.list * p.near_points * p.d.head_dim * 2
-                         : nullptr;
-  o.few_near = o.near && p.near_points >= kFewPoints;
   return true;
 }
 
@@ -260,7 +332,6 @@ __device__ __forceinline__ bool set_scout_outline(const SampledParams& p, Outlin
   o.table = p.d.block_table + (uint64_t)(p.d.row_table ? p.d.row_table[0] : 0) * p.d.table_stride;
   o.seed = p.seeds[0], o.position = 0;
   o.residual = kTokens - kBlock, o.points = o.points_of(kPilot), o.lead = kLeadTiles;
-  o.near = nullptr, o.few_near = false;
   o.limit = o.residual, o.most = o.residual, o.dense = false, o.scout = true;
   return true;
 }
@@ -276,11 +347,9 @@ __global__ void __launch_bounds__(kSampledThreads, 1)
   extern __shared__ uint8_t raw[];
   __shared__ SampledShared<D, N> sh;
   const uint32_t stages = (smem_u32(raw) + 1023) & ~1023u;
-  const uint32_t q_at = stages + S * L::kStage;
+  const uint32_t q_at = stages + S * L::kStage, values = q_at + L::kQuery, prob_at = values + D / 64 * kFewPanel;
   if (threadIdx.x == 0) {
     init_ring(sh, maps);
-    mbar_init(smem_u32(&sh.join_full), 128);
-    mbar_init(smem_u32(&sh.join_empty), 128);
     for (uint32_t i = 0; i < kSieved; ++i) {
       mbar_init(smem_u32(&sh.sieved[i]), 2);
       mbar_init(smem_u32(&sh.used[i]), 4);
@@ -288,10 +357,8 @@ __global__ void __launch_bounds__(kSampledThreads, 1)
     mbar_init(smem_u32(&sh.decided), 1);
     mbar_init(smem_u32(&sh.heeded), kSieveThreads + 128);
     mbar_init(smem_u32(&sh.placed), kSieveThreads);
-    mbar_init(smem_u32(&sh.heard), min(p.d.q_heads / p.d.list_heads, 8));
     mbar_init(smem_u32(&sh.sieve_gate), kSieveThreads);
     mbar_init(smem_u32(&sh.gate), 256);
-    mbar_init(smem_u32(&sh.brought), 256);
     mbar_init_fence();
   }
   // The first thread block may be a scout, which needs nothing of the launch ahead.
@@ -323,7 +390,7 @@ __global__ void __launch_bounds__(kSampledThreads, 1)
   if (warp >= 12) {
     regs_shrink<64>();
     Gate gate{smem_u32(&sh.sieve_gate), kSieveGate, kSieveThreads};
-    Sieve<SampledShared<D, N>>{p, sh, o, gate, (int)threadIdx.x - 384, warp - 12, lane, permutation}.run();
+    Sieve<D, SampledShared<D, N>>{p, sh, o, gate, values, (int)threadIdx.x - 384, warp - 12, lane, permutation}.run();
     return;
   }
   if (warp >= 8) {
@@ -334,10 +401,13 @@ __global__ void __launch_bounds__(kSampledThreads, 1)
   regs_grow<184>();
   const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), tid = threadIdx.x % 128;
   Gate gate{smem_u32(&sh.gate), kConsumersGate, 256};
+  static_assert(sizeof(LookRoom<D, N>) <= (S - 2) * L::kStage && sizeof(Joined<D, N>) <= L::kStage);
+  uint8_t* ring = raw + (stages - smem_u32(raw));
+  auto& room = *reinterpret_cast<LookRoom<D, N>*>(ring + 2 * L::kStage);
   SampledConsumer<T, D, N> c{
-      {sh, p.d.scale * kLog2e, stages, q_at + L::kQuery + wg * L::kProb, wg, tid, tid / 32, lane, group},
-      p, sh, o, q_at, gate,
-      {{{p, o, gate, (int)threadIdx.x, warp, lane, group}, sh, stages, q_at + L::kQuery + 2 * L::kProb}}};
+      {sh, p.d.scale * kLog2e, stages, prob_at + wg * 2 * L::kProb, wg, tid, tid / 32, lane, group},
+      p, sh, o, q_at, ring, gate,
+      {{{p, o, gate, (int)threadIdx.x, warp, lane, group}, sh, room, values, smem_u32(room.split)}}};
   c.run();
 }
 

@@ -49,9 +49,7 @@ struct ListFeed {
     const uint32_t stage = claim(), full = smem_u32(&sh.full[stage]);
     if (warp == 0 && lane == 0) sh.meta[stage] = {lo, hi, 0.f, 1, sampled, 0};
     if (lane < 16) sh.weight[stage][warp * 16 + lane] = weight;
-    // Values of a sample are read again.
-    copy_rows<T, D>(stages + stage * L::kStage, static_cast<const T*>(d.k), static_cast<const T*>(d.v), at,
-                    sampled == kNotSampled ? once : evict_normal());
+    copy_rows<T, D>(stages + stage * L::kStage, static_cast<const T*>(d.k), static_cast<const T*>(d.v), at, once);
     cp_async_arrive(full);
     __syncwarp();
     if (lane == 0) mbar_arrive(full);
@@ -192,43 +190,27 @@ struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
 #pragma unroll 1
     for (; lead < o.lead; ++lead) tile(o.rank + lead * o.team, lead, 0, o.points);
     if (!o.dense) this->exact();
-    // Then for each look at points [from, to) the other tiles, the values of the whole sample, two tiles a stage, and, while the
-    // look is decided, where the next rows lie: in one loop, so that there is one copy of the code.
-    enum { kTiles, kValues, kNext };
+    // Then for each look at points [from, to) the other tiles, and, while the look is decided, where the next rows lie: in one
+    // loop, so that there is one copy of the code.
     Decision d{o.dense ? (uint32_t)kDense : 0, o.points};
     uint32_t number = 0, from = 0;
+    bool next = false;
 #pragma unroll 1
-    for (int step = kTiles; d.state == 0;) {
+    while (d.state == 0) {
       const uint32_t to = d.count;
-      const Run g(o, from, to);
-      uint32_t s = g.first(), end = g.end();
-      if (step == kTiles && number == 0) s += o.lead * o.team;
-      if (step == kValues) s = o.rank;
-      if (step == kNext) s = Run(o, to, to).first(), end = s + 1;
-      // What is near lies by its number.
-      const bool near = o.near && to <= p.near_points;
-      if (step == kValues && o.near) mbar_wait(smem_u32(&sh.brought), number & 1);
+      const Run g = next ? Run(o, to, to) : Run(o, from, to);
+      uint32_t s = g.first();
+      const uint32_t end = next ? s + 1 : g.end();
+      if (!next && number == 0) s += o.lead * o.team;
 #pragma unroll 1
       for (; s < end; s += 2 * o.team) {
-        uint32_t at = min(point(s), to - 1);
-        if (step != kValues || !near) seek(s), at = ahead;
-        if (step == kTiles) {
+        seek(s);
 #pragma unroll 1
-          for (uint32_t half = 0; half < 2 && s + half * o.team < end; ++half) tile(s + half * o.team, half, from, to);
-        }
-        if (step != kValues) continue;
-        const T* v = static_cast<const T*>(near ? o.near : p.d.v);
-        const uint32_t stage = this->claim(), full = smem_u32(&sh.full[stage]);
-        copy_rows<T, D>(stages + stage * L::kStage, v, v, at, evict_normal(), 16);
-        cp_async_arrive(full);
-        __syncwarp();
-        if (lane == 0) mbar_arrive(full);
+        for (uint32_t half = 0; half < 2 && s + half * o.team < end && !next; ++half) tile(s + half * o.team, half, from, to);
       }
-      if (step < kNext) {
-        ++step;
-        continue;
-      }
-      step = kTiles, from = to;
+      next = !next;
+      if (next) continue;
+      from = to;
       mbar_wait(smem_u32(&sh.decided), number++ & 1);
       d = sh.decision;
       mbar_arrive(smem_u32(&sh.heeded));

@@ -1,19 +1,19 @@
 // A meeting of the team: estimates, moments, budgets and the group's decision at each look.
 #pragma once
 
+#include "pairs.cuh"
 #include "promise.cuh"
-#include "tally.cuh"
 
 namespace taper {
 
 template <class T, int D, int N>
-struct Judge : Tally<T, D, N> {
-  using Base = Tally<T, D, N>;
-  using typename Base::Ahead, typename Base::Sums;
-  using Base::C, Base::kPairTiles, Base::V;
+struct Judge : Pairs<T, D, N> {
+  using Base = Pairs<T, D, N>;
   using Base::gate, Base::group, Base::lane, Base::o, Base::p, Base::sh, Base::split, Base::warp;
 
-  uint32_t met = 0;  // meetings so far
+  uint32_t met = 0;    // meetings so far
+  static constexpr int kTeller = 224;  // the thread that says when all parts are read,
+  uint32_t heard = 0;                  // and knows how often blocks of the team had said so before
 
   // The team meets in two halves, so that there is work to do in between. `passed`: sampled keys of this warpgroup's tiles since
   // the last meeting.
@@ -36,146 +36,129 @@ struct Judge : Tally<T, D, N> {
   }
   __device__ __forceinline__ uint64_t* meeting() const { return reinterpret_cast<uint64_t*>(this->counter() + kMetWord); }
 
-  // Merges the team's exact parts and samples, and estimates the output where a sampled key
-  // stands for `scale` keys: `split` has it, rounded, among its rows.
-  __device__ __forceinline__ void combine(float scale, bool exact) {
+  // From the second look on, by one thread: a block writes and tells again only when all have heard of the last, and read it.
+  __device__ __forceinline__ void wait_for_slowest() const {
+    while (load_acquire(this->counter() + kHeardWord) < met * o.team) {
+    }
+  }
+
+  // Merges the team's exact parts, samples and their squares, and estimates the output where a sampled key stands for `scale`
+  // keys: half of a head's dimensions a warp.
+  __device__ __forceinline__ void combine(float scale) {
+    constexpr int kLanes = D / 8, kBeside = 32 / kLanes, kLoads = 16 / kBeside;  // a part's lanes, parts side by side
 #pragma unroll 1
     for (int item = warp; item < 2 * group; item += 8) {
-      const int kind = item & 1, g = item / 2;
-      float mean[V] = {}, lse = -INFINITY;
-      if (kind == 1 || exact) lse = this->gather(kind, g, mean);
-#pragma unroll
-      for (int v = 0; v < V; ++v) sh.merged[kind][g][lane * V + v] = mean[v];
-      if (lane == 0) sh.merged_lse[kind][g] = lse;
-    }
-    gate.meet();
+      const int half = item & 1, g = item / 2, d = half * (D / 2) + lane % kLanes * 4;
+      const bool is = lane < o.team;
+      const float lse[2] = {is ? __ldcg(p.d.part_lse + this->part(0, lane, g)) : -INFINITY,
+                            is ? __ldcg(p.d.part_lse + this->part(1, lane, g)) : -INFINITY};
+      const float4 square = __ldcg(this->squares(min((uint32_t)lane, o.team - 1), g));
+      const uint8_t* src = reinterpret_cast<const uint8_t*>(p.d.part_o + (int64_t)this->part(0, 0, g) * D + d);
+      const uint32_t step = group * D * 4, last = (o.team - 1) * step, kind = o.room * step;  // in bytes
+      float sum[3][4] = {};
+      typename Base::Weights known{}, own{};
 #pragma unroll 1
-    for (int g = warp; g < group; g += 8) {
-      const float known = sh.merged_lse[0][g], own = sh.merged_lse[1][g], ahead = own + __logf(scale);
-      // Shares of the two in the denominator; they are 0 and 0 where nothing is seen.
-      const float top = max_nan(known, ahead), none = top == -INFINITY ? 0.f : 1.f;
-      const float a = none * exp2_fast((known - top) * kLog2e), c = none * exp2_fast((ahead - top) * kLog2e);
-      const float all = none > 0.f ? a + c : 1.f, inverse = __fdividef(none, all);
-      float o2 = 0, ow = 0, w2 = 0, a2 = 0;
-      float part[2][V];  // the output, and the sample's mean less it
+      for (uint32_t r0 = 0; r0 < o.team; r0 += 16) {
+        const uint32_t first = r0 + lane / kLanes;
+        float4 x[3][kLoads];
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
-        const float mean = sh.merged[1][g][lane * V + v];
-        const float out = (a * sh.merged[0][g][lane * V + v] + c * mean) * inverse, lean = mean - out;
-        part[0][v] = out, part[1][v] = lean;
-        o2 += out * out, ow += out * lean, w2 += lean * lean, a2 += mean * mean;
+        for (int i = 0; i < 3; ++i)
+#pragma unroll
+          for (int k = 0; k < kLoads; ++k)
+            x[i][k] = __ldcg(reinterpret_cast<const float4*>(src + i * kind + min((first + k * kBeside) * step, last)));
+        if (r0 == 0) known = this->weigh(lse[0]), own = this->weigh(lse[1]);  // While the parts are on their way.
+#pragma unroll
+        for (int k = 0; k < kLoads; ++k) {
+          const int rank = (first + k * kBeside) & 31;  // A weight is 0 beyond the team.
+          const float a = __shfl_sync(~0u, known.own, rank), c = __shfl_sync(~0u, own.own, rank), w[3] = {a, c, c * c};
+#pragma unroll
+          for (int i = 0; i < 3; ++i)
+#pragma unroll
+            for (int v = 0; v < 4; ++v) sum[i][v] += w[i] * reinterpret_cast<const float*>(&x[i][k])[v];
+        }
       }
 #pragma unroll
-      for (int k = 0; k < 2; ++k)
+      for (int d = kLanes; d < 32; d *= 2)
 #pragma unroll
-        for (int v = 0; v < V; v += 2) {
-          const float x = part[k][v], y = part[k][v + 1];
-          const float x_high = to_float(static_cast<T>(x)), y_high = to_float(static_cast<T>(y));
-          const int d = lane * V + v;
-          st_shared_u32(split + split_at<D, N>(k, g, d), pack2<T>(x, y));
-          st_shared_u32(split + split_at<D, N>(k, g + N, d), pack2<T>(x - x_high, y - y_high));
-        }
-      float x[4] = {o2, ow, w2, a2};
+        for (int i = 0; i < 3; ++i)
+#pragma unroll
+          for (int v = 0; v < 4; ++v) sum[i][v] += __shfl_xor_sync(~0u, sum[i][v], d);
+
+      const float ahead = own.lse + __logf(scale);
+      // Shares of the two in the denominator; they are 0 and 0 where nothing is seen.
+      const float top = max_nan(known.lse, ahead), none = top == -INFINITY ? 0.f : 1.f;
+      const float a = none * exp2_fast((known.lse - top) * kLog2e), c = none * exp2_fast((ahead - top) * kLog2e);
+      const float all = none > 0.f ? a + c : 1.f, inverse = __fdividef(none, all);
+      float part[2][4];  // the output, and the sample's mean less it
+      float x[7] = {};
+#pragma unroll
+      for (int v = 0; v < 4; ++v) {
+        const float mean = sum[1][v] * own.inverse;
+        const float out = (a * (sum[0][v] * known.inverse) + c * mean) * inverse, lean = mean - out;
+        part[0][v] = out, part[1][v] = lean;
+        x[0] += out * out, x[1] += out * lean, x[2] += lean * lean, x[3] += mean * mean, x[4] += out * sum[2][v];
+      }
+      // The first lanes' output, the next ones' mean less it; any others as these.
+      const int k = lane / kLanes & 1;
+#pragma unroll
+      for (int v = 0; v < 4; v += 2) {
+        const float y = k ? part[1][v] : part[0][v], z = k ? part[1][v + 1] : part[0][v + 1];
+        const float y_high = to_float(static_cast<T>(y)), z_high = to_float(static_cast<T>(z));
+        st_shared_u32(split + split_at<D, N>(2 * k * N + g, d + v), pack2<T>(y, z));
+        st_shared_u32(split + split_at<D, N>((2 * k + 1) * N + g, d + v), pack2<T>(y - y_high, z - z_high));
+      }
+      const float w = own.own * own.inverse, w2 = is ? w * w : 0.f;
+      x[5] = w2 * square.x, x[6] = w2 * square.y;
+      const float most = warp_max(w2 * square.z);
       warp_sums(x);
-      if (lane == 0) sh.stat[g] = {own, x[0], x[1], x[2], __fdividef(c, all * scale), x[3], top + __logf(all)};
+#pragma unroll
+      for (int i = 0; i < 5; ++i) x[i] *= 1.f / kBeside;  // Each was in so many lanes.
+      if (lane == 0)
+        sh.stat[half][g] = {x[0], x[1], x[2], x[3], x[4] * own.inverse * own.inverse, own.lse,
+                            __fdividef(c, all * scale), top + __logf(all), x[5], x[6], most};
     }
+    cp_async_wait_all();  // Scores of the few.
     fence_async_smem();
     gate.meet();
   }
 
-  // All consumers of the team, once the parts are combined, of b keys among the first `points`. All return the same. `look`
-  // numbers the looks from 0, `noisy` counts those that could not tell.
-  __device__ __forceinline__ Decision decide(uint32_t points, uint32_t b, uint32_t look, uint32_t& noisy, Ahead& a, uint32_t& pos) {
-    const int first_tile = a.first;
+  // All consumers of the team, once the parts are combined, of b keys among the first `points`. All return the same. `noisy`
+  // counts the looks that could not tell.
+  __device__ __forceinline__ Decision decide(uint32_t points, uint32_t b, uint32_t& noisy) {
     // A first look may err upwards.
     const float limit = 4 * b < o.most ? kDoubt * o.limit : o.limit;
-    if (this->takes_few(pos, a)) this->look_at_few(a.few, b);
-    Sums sum = {};
-    Base::look(points, pos, sum);
-#pragma unroll
-    for (int d = 4; d < 32; d *= 2)
-#pragma unroll
-      for (int c = 0; c < C; ++c)
-#pragma unroll
-        for (int k = 0; k < 3; ++k) sum[c][k] = this->join(k, sum[c][k], __shfl_xor_sync(~0u, sum[c][k], d));
-#pragma unroll
-    for (int c = 0; c < C; ++c)
-      if (lane < 4)
-        // The fourth is the pairs'.
-        *reinterpret_cast<float4*>(sh.sums[warp][this->head(c)]) = make_float4(sum[c][0], sum[c][1], sum[c][2], 0.f);
-    gate.meet();
-    // A sum travels with the number of its look in place of a flag. One warp a head.
-    uint64_t* sums = p.sums + (int64_t)o.slot * o.room * group * 4;
-    const uint32_t epoch = look + 1;
-    const bool mixes = this->mixes(a);
+    if (this->wanted()) {
+      if (this->holds()) this->look(b);
+      gate.meet();
+    }
+    // All parts are read. By a warp that has the fewest heads.
+    if (this->tid == kTeller) heard = fetch_add_release(this->counter() + kHeardWord, 1);
+    const uint32_t few = this->wanted() ? this->count(points) : 0;
 #pragma unroll 1
     for (int g = warp; g < group; g += 8) {
-      float own = 0;
-#pragma unroll
-      for (int w = 0; w < 8; ++w) own = this->join(lane & 3, own, sh.sums[w][g][lane & 3]);
-      if (mixes) {
-        float more[2] = {};
-        this->mix(first_tile, a.count, g, a.dot, more);
-#pragma unroll 1
-        for (int t = first_tile + o.team; t < kPairTiles && !o.scout; t += o.team) {
-          float dot[4];
-          this->gram(this->pair_at(t, a.count), dot);
-          this->mix(t, a.count, g, dot, more);
-        }
-        warp_sums(more);
-        // Of the two a ratio is wanted: eight bits of each are enough.
-        if ((lane & 3) == 3) own = __uint_as_float(pack2<__nv_bfloat16>(more[0], more[1]));
-      }
-      if (lane < 4)
-        store_relaxed(sums + ((int64_t)o.rank * group + g) * 4 + lane,
-                      (uint64_t)__float_as_uint(own) << 32 | epoch);
-      const uint64_t* of = sums + ((int64_t)min((uint32_t)lane, o.team - 1) * group + g) * 4;
-      ulonglong2 lo, hi;
-      do {
-        lo = load_relaxed(of), hi = load_relaxed(of + 2);
-      } while ((uint32_t)lo.x != epoch || (uint32_t)lo.y != epoch || (uint32_t)hi.x != epoch ||
-               (uint32_t)hi.y != epoch);
-      __syncwarp();
-      if (g + 8 >= group && lane == 0) mbar_arrive(smem_u32(&sh.heard));
-      auto of_rank = [&](uint64_t word) {
-        return lane < o.team ? __uint_as_float((uint32_t)(word >> 32)) : 0.f;
-      };
-      const uint32_t pairs = lane < o.team ? hi.y >> 32 : 0;
-      float x[4] = {of_rank(lo.x), of_rank(lo.y), __uint_as_float(pairs << 16), __uint_as_float(pairs & 0xFFFF0000)};
-      warp_sums(x);
-      const float e2 = x[0], away = x[1];
-      const float third = p.rule == kChi2 ? warp_max(of_rank(hi.x)) : warp_sum(of_rank(hi.x));
-      const HeadStat& s = sh.stat[g];
-      const float d = b, free = over(1.f, d - 1);
+      const HeadStat s = this->stat(g);
+      float pairs[2] = {};
+      if (few > 0) this->sum(g, s, few, pairs);
+      const float d = b, free = over(1.f, d - 1), away = s.v2 - 2.f * s.oe + s.o2 * s.e2;
       Moments m;
       m.n = o.residual, m.b = d, m.inverse = s.inverse, m.o2 = s.o2;
-      m.variance_d = (e2 - over(1.f, d)) * free;
+      m.variance_d = (s.e2 - over(1.f, d)) * free;
       m.trace_r = (away - over(s.w2, d)) * free;
-      m.trace_n = (third - over(s.a2, d)) * free;
-      m.heaviest = over(third, fmaxf(e2, FLT_MIN));
+      m.trace_n = (s.v2 - over(s.a2, d)) * free;
+      m.heaviest = over(s.most, fmaxf(s.e2, FLT_MIN));
       // As a covariance in D dimensions has it, and 1 where nothing varies or a sum is too large to divide by.
-      m.alignment = x[2] < x[3] && x[3] < 0x1p126f ? fmaxf(over(x[2], x[3]), 1.f / D) : 1.f;
+      m.alignment = pairs[0] < pairs[1] && pairs[1] < 0x1p126f ? fmaxf(over(pairs[0], pairs[1]), 1.f / D) : 1.f;
       float budget = 0.f;
       const Verdict v = b < 2 ? kNoisy : Promise{p, m, limit}.verdict(lane, budget);
       if (lane == 0) sh.verdict[g] = v, sh.budget[g] = budget;
     }
-    // By the warp that has the fewest heads, and not waited for before the others are: the block has heard the team.
-    uint32_t heard = 0;
-    if (warp == 7) {
-      mbar_wait(smem_u32(&sh.heard), look & 1);
-      if (lane == 0) heard = atomicAdd(this->counter() + kHeardWord, 1u);
-    }
+    fence_async_smem();  // What this wrote where tiles were comes before tiles.
     gate.meet();
-    const Decision decision = settle(points, b, limit, noisy);
-    if (warp == 7 && lane == 0) sh.last = heard == o.team * epoch - 1;
-    return decision;
+    return settle(points, b, limit, noisy);
   }
 
-  // By all consumers, after the last look: whether no other block of the team was later in hearing it.
-  __device__ __forceinline__ bool was_last() const {
-    gate.meet();
-    return sh.last;
-  }
+  // By one thread, after the last look: whether no other block of the team was later in reading it.
+  __device__ __forceinline__ bool was_last() const { return heard == met * o.team - 1; }
   // The group reads what its neediest head needs. What a sample says of its own size is checked
   // by what the larger sample says, until it is enough.
   __device__ __forceinline__ Decision settle(uint32_t points, uint32_t b, float limit, uint32_t& noisy) const {

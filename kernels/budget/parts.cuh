@@ -61,17 +61,30 @@ struct Member {
   const int tid, warp, lane, group;  // of the consumers
 
   __device__ __forceinline__ uint32_t* counter() const { return p.sync + (1 + o.slot) * kTeamLine; }
-  // Part 0 is exact, part 1 the sample, or all that a list reads.
-  __device__ __forceinline__ int64_t part(int kind, uint32_t rank, int g) const {
-    return ((o.slot * 2ll + kind) * o.room + rank) * group + g;
+  // Part 0 is exact, part 1 the sample, or all that a list reads, part 2 the sample's squares.
+  __device__ __forceinline__ uint32_t part(int kind, uint32_t rank, int g) const {
+    return ((o.slot * 3 + kind) * o.room + rank) * group + g;
+  }
+  // Of a rank's sample, with e in units of its sum: the sums of e^2 and of e^2 |v|^2, and the largest e^2.
+  __device__ __forceinline__ float4* squares(uint32_t rank, int g) const {
+    return reinterpret_cast<float4*>(p.sums) + ((o.slot * o.room + rank) * group + g);
   }
 
+  // Of a head's parts, whose log-sum-exps the lanes hold, -inf beyond the team: the lane's weight, 1 over the sum of weights,
+  // and the log-sum-exp of all.
+  struct Weights {
+    float own, inverse, lse;
+  };
+  static __device__ __forceinline__ Weights weigh(float lse) {
+    const float top = warp_max(lse), own = lse == -INFINITY ? 0.f : exp2_fast((lse - top) * kLog2e), sum = warp_sum(own);
+    return {own, sum == 0.f ? 0.f : __fdividef(1.f, sum), sum == 0.f ? -INFINITY : top + __logf(sum)};
+  }
   // One head's parts of the team, in rank order: this lane's share of their mean, and its log-sum-exp.
   __device__ __forceinline__ float gather(int kind, int g, float (&mean)[V]) const {
-    const uint8_t* src = reinterpret_cast<const uint8_t*>(p.d.part_o + part(kind, 0, g) * D + lane * V);
+    const uint8_t* src = reinterpret_cast<const uint8_t*>(p.d.part_o + (int64_t)part(kind, 0, g) * D + lane * V);
     const uint32_t step = group * D * 4, last = (o.team - 1) * step;  // in bytes
     const float lse = lane < o.team ? __ldcg(p.d.part_lse + part(kind, lane, g)) : -INFINITY;
-    float weight = 0.f, sum = 0.f, top = -INFINITY;
+    Weights weights{};
 #pragma unroll
     for (int v = 0; v < V; ++v) mean[v] = 0.f;
 #pragma unroll 1
@@ -80,22 +93,17 @@ struct Member {
 #pragma unroll
       for (int k = 0; k < 16; ++k)
         x[k] = __ldcg(reinterpret_cast<const Vec*>(src + min((r0 + k) * step, last)));
-      if (r0 == 0) {  // While the parts are on their way.
-        top = warp_max(lse);
-        weight = lse == -INFINITY ? 0.f : exp2_fast((lse - top) * kLog2e);
-        sum = warp_sum(weight);
-      }
+      if (r0 == 0) weights = weigh(lse);  // While the parts are on their way.
 #pragma unroll
       for (int k = 0; k < 16; ++k) {
-        const float w = __shfl_sync(~0u, weight, (r0 + k) & 31);  // 0 beyond the team
+        const float w = __shfl_sync(~0u, weights.own, (r0 + k) & 31);  // 0 beyond the team
 #pragma unroll
         for (int v = 0; v < V; ++v) mean[v] += w * reinterpret_cast<const float*>(&x[k])[v];
       }
     }
-    const float inverse = sum == 0.f ? 0.f : __fdividef(1.f, sum);
 #pragma unroll
-    for (int v = 0; v < V; ++v) mean[v] *= inverse;
-    return sum == 0.f ? -INFINITY : top + __logf(sum);
+    for (int v = 0; v < V; ++v) mean[v] *= weights.inverse;
+    return weights.lse;
   }
 };
 

@@ -3,10 +3,14 @@
 //
 // A team of thread blocks works on each list. Producer warps fill the ring of the decode
 // attention: a pilot sample, then the list's own tiles, then what each look at the sample adds to
-// it, and at each look the sample's values once more, for the variance. Four warps sift the sample.
-// Consumers sum up exact part and sample, and judge. Sampled keys weigh 1, and a head's sum is
-// scaled by what its sample stands for, so sums go on from look to look. A look merges the parts
-// in rank order, so the last one leaves the output in every thread block.
+// it. Four warps sift the sample. Consumers sum up exact part and sample, and judge. Sampled keys
+// weigh 1, and a head's sum is scaled by what its sample stands for, so sums go on from look to
+// look. At a look the team meets once: each thread block tells its parts, merges all in rank order
+// and comes to the same decision, so the last look leaves the output in every one.
+//
+// With e a sampled key's weight, v its value and o the estimated output, the variance is that of
+// e (v - o), and sum e^2 |v - o|^2 = sum e^2 |v|^2 - 2 o . sum e^2 v + |o|^2 sum e^2: three sums that
+// need no o, of the same rounded e^2, so that what cancels does.
 //
 // A sample is what the list leaves out of the first so many points of the stream's permutation of all
 // tokens: as many points as hold the wanted keys on average. Which rows that reads depends on no list, so the
@@ -57,7 +61,8 @@ __host__ __device__ inline int sampled_team(int list_heads, int64_t len) {
   const int most = team_size(list_heads), wanted = (int)ceilf((float)len * (1.f / kWholeTeamTokens) * most);
   return wanted < 1 ? 1 : wanted < most ? wanted : most;
 }
-constexpr int kSieveThreads = 128;
+constexpr int kSieveThreads = 128;  // a thread for each of the few points
+static_assert(kSieveThreads == kFewPoints);
 constexpr uint32_t kSieved = 8;      // tiles sifted and not read yet; even
 constexpr uint32_t kLeadTiles = 2;   // tiles of a rank's sample that come first; may be asked for before the launch ahead has ended
 
@@ -74,8 +79,6 @@ struct Outline {
   uint32_t row, head, kv_head, position;
   uint64_t seed;
   const uint32_t* table;
-  const void* near;  // the list's part of near_values, or null
-  bool few_near;     // it has room for all points that the first few keys are among
   float limit;    // sampled keys from which reading everything is the better bargain
   uint32_t most;  // the least whole number of them that reaches it
   bool dense;     // from the start: no sample can help
@@ -121,15 +124,17 @@ inline constexpr int kSampledStages = N == 16 ? kDecodeStages<D> - kDecodeStages
                                               : kDecodeStages<D>;
 
 // What the parts say of a head, with the sampled weights e = exp(score - lse) in units of
-// their sum: squares and products of the estimated output o and of the sample's mean less
-// it, the square of that mean, the inverse of the denominator, and the estimate's log-sum-exp.
+// their sum. First what is summed over the values' dimensions: squares and products of the
+// estimated output o and of the sample's mean less it, the square of that mean, and o . sum e^2 v.
+// Then the inverse of the denominator, the estimate's log-sum-exp, the sums of e^2 and of
+// e^2 |v|^2, and the largest e^2.
 struct alignas(16) HeadStat {
-  float lse, o2, ow, w2, inverse, a2, all;
+  float o2, ow, w2, a2, oe, lse, inverse, all, e2, v2, most;
 };
 
 template <int D, int N>
 struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
-  uint64_t sieved[kSieved], used[kSieved], placed, decided, heeded, heard, gate, sieve_gate, brought;
+  uint64_t sieved[kSieved], used[kSieved], placed, decided, heeded, gate, sieve_gate;
   Outline outline;
   uint32_t last;
   Decision decision;
@@ -137,30 +142,37 @@ struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
   uint32_t passes[kSieved][2];     // a bit for each of a tile's points: whether the list leaves it out
   uint32_t passed[2], drawn;       // such points of a warpgroup's tiles since the last look; the team's
   uint32_t chosen[kMarkWords];     // bitmap of the first blocks or pages, or ids of single tokens
-  union {
-    float merged[2][N][D];  // exact part and sample, over the team
-    float pair[kCovarianceKeys][N][4];  // of a key, e in units of their mean: e, v . o, r . mean and |r - mean|^2
-  };
   // The sample's first few keys: their points and rows, and how many there are.
   uint32_t few_points[kCovarianceKeys], few_rows[kCovarianceKeys], few_placed, few_kept[kSieveThreads / 32];
-  float merged_lse[2][N];
-  HeadStat stat[N];
-  alignas(16) float sums[8][N][4];
+  float warp_sums[2][4][N][7];  // of exact part and sample: sums, sums of squares, alone and with norms, the largest; two maxima
+  HeadStat stat[2][N];  // by the halves of the dimensions
   float budget[N];
   uint32_t verdict[N];
 };
 
-// The estimated outputs, then the samples' means less them, as the other sides of products with
-// values: of each the values in rows 0 to N and their remainders in rows N to 2 N, a head a row.
+// What a look works with, where tiles were. A warpgroup's own sums of exact part, sample and its squares: in the ring's first
+// stage that is its own, since the other may still read tiles;
 template <int D, int N>
-inline constexpr int kSplitBytes = 4 * N * D * 2;
+using Joined = float[3][N][D + 4];
+// and from the third on what there is once all have met.
 template <int D, int N>
-__device__ __forceinline__ uint32_t split_at(int kind, int row, int d) {
-  return kind * (kSplitBytes<D, N> / 2) + d / 64 * (2 * N * 128) + swizzled(row, d % 64 / 8) + d % 8 * 2;
+struct LookRoom {
+  // The estimated outputs, then the samples' means less them, as the other side of a product with
+  // values: of each the values in N rows and then their remainders, a head a row, in panels of 64.
+  uint16_t split[D / 64][4 * N][64];
+  // Of the first few keys: products of their values, and, e in units of their mean, each one's e, v . o, r . mean and |r - mean|^2.
+  float gram[kCovarianceKeys][kCovarianceKeys], pair[kCovarianceKeys][N][4];
+};
+template <int D, int N>
+__device__ __forceinline__ uint32_t split_at(int row, int d) {
+  return d / 64 * (4 * N * 128) + swizzled(row, d % 64 / 8) + d % 8 * 2;
 }
-// One query buffer instead of two, and the products' other side.
+
+// Beside the stages: one query buffer, the first few keys' values, and probabilities and their squares. Products read
+// 64 rows of those values, what follows the last of them too.
+constexpr int kFewPanel = kCovarianceKeys * 128;
 template <int D, int N>
-inline constexpr int kSampledBytes =
-    DecodeLayout<D, N, kSampledStages<D, N>>::kBytes - DecodeLayout<D, N>::kQuery + kSplitBytes<D, N>;
+inline constexpr int kSampledBytes = DecodeLayout<D, N, kSampledStages<D, N>>::kBytes - DecodeLayout<D, N>::kQuery +
+                                     2 * DecodeLayout<D, N>::kProb + D / 64 * kFewPanel;
 
 }  // namespace taper

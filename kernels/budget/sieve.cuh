@@ -18,12 +18,13 @@ static __device__ __noinline__ bool holds(const uint32_t* ids, uint32_t count, u
   return lo < count && ids[lo] == x;
 }
 
-template <class Shared>
+template <int D, class Shared>
 struct Sieve {
   const SampledParams& p;
   Shared& sh;
   const Outline& o;
   Gate& gate;
+  const uint32_t values;  // of the sample's first few keys, in shared memory
   const int tid, warp, lane;  // of the sifting warps
   const Permutation permutation;
   uint32_t tiles = 0;  // sifted so far
@@ -107,7 +108,7 @@ struct Sieve {
     tiles += n;
   }
 
-  // The sample's first few keys, a point a thread: for the judge, which has no time for it between tiles.
+  // The sample's first few keys, a point a thread, and their values: for the judge, which has no time for it between tiles.
   __device__ __forceinline__ void place() {
     const uint32_t x = permutation.point(tid);
     const bool pass = tid < o.w.len && passes(x);
@@ -122,32 +123,37 @@ struct Sieve {
       few += sh.few_kept[w];
     }
     few = min(few, (uint32_t)kCovarianceKeys);
-    auto put = [&](uint32_t to) { sh.few_points[to] = tid, sh.few_rows[to] = o.few_near ? tid : row; };
+    auto put = [&](uint32_t to) { sh.few_points[to] = tid, sh.few_rows[to] = row; };
     if (pass && at < few) put(at);
-    // Whoever looks beyond them finds a row that may be read.
+    // Whoever looks beyond them finds a point that may be asked for.
     if (tid >= few && tid < kCovarianceKeys) put(tid);
     if (tid == 0) sh.few_placed = few;
-    mbar_arrive(smem_u32(&sh.placed));
+    gate.meet();
+#pragma unroll 1
+    for (uint32_t i = tid; i < few * (D / 8); i += kSieveThreads) {
+      const uint32_t key = i / (D / 8), chunk = i % (D / 8);
+      cp_async16(values + chunk / 8 * kFewPanel + swizzled(key, chunk % 8),
+                 static_cast<const uint16_t*>(p.d.v) + (int64_t)sh.few_rows[key] * D + chunk * 8);
+    }
+    cp_async_arrive(smem_u32(&sh.placed));
   }
 
   __device__ __forceinline__ void run() {
     if (o.dense) return;
-    // What the team will say to itself, before the tiles' bytes queue up in front of it.
-    const uint32_t sums = o.room * (p.d.q_heads / p.d.list_heads) * 4;
-    if (tid * 16 < sums) prefetch_l2(p.sums + (int64_t)o.slot * sums + tid * 16);
     seek(o.rank);
     mark();
     Decision d{0, o.points};
 #pragma unroll 1
     for (uint32_t look = 0, from = 0; d.state == 0; ++look) {
       sift(Run(o, from, d.count));
-      if (look == 0) place();
+      if (look == 0 && p.rule == kChi2) place();
       from = d.count;
       seek(Run(o, from, from).first());
       mbar_wait(smem_u32(&sh.decided), look & 1);
       d = sh.decision;
       mbar_arrive(smem_u32(&sh.heeded));
     }
+    cp_async_wait_all();
   }
 };
 

@@ -17,6 +17,11 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
 __device__ __forceinline__ void add_release(uint32_t* p, uint32_t x) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
+__device__ __forceinline__ uint32_t fetch_add_release(uint32_t* p, uint32_t x) {
+  uint32_t v;
+  asm volatile("atom.release.gpu.global.add.u32 %0, [%1], %2;" : "=r"(v) : "l"(p), "r"(x) : "memory");
+  return v;
+}
 __device__ __forceinline__ uint32_t add_acq_rel(uint32_t* p, uint32_t x) {
   uint32_t v;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
@@ -87,7 +92,7 @@ __host__ __device__ inline int team_size(int list_heads) {
 // each list. All are 0 before a launch and after it.
 constexpr int kTeamLine = 32;
 // Words of a list's line: blocks that met and, in the next word, the sampled keys that they told of; blocks that left, that
-// heard sums.
+// have read what the others told.
 constexpr int kMetWord = 8, kLeftWord = 16, kHeardWord = 24;
 
 // One thread calls this: the place of its block in the order of starting.

@@ -164,16 +164,16 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[
 }
 
 // Products of 64 rows with N others, such as keys with queries, both [.., D] in shared memory as tensor copies leave them, in panels of 64
-// elements. Done when it returns.
-template <class T, int D, int N>
+// elements, so many bytes apart. Done when it returns.
+template <class T, int D, int N, int KEYS_APART = 64 * 128, int QUERIES_APART = N * 128>
 __device__ __forceinline__ void score_tile(float (&s)[N / 2], uint32_t keys, uint32_t queries) {
   const uint64_t k_desc = smem_desc(keys), q_desc = smem_desc(queries);
   __syncwarp();  // Lanes may have left a wait one by one; the products want whole warps.
   wgmma_fence();
 #pragma unroll
   for (int kk = 0; kk < D / 16; ++kk)
-    wgmma_ss<T, N, false>(s, k_desc + (((kk / 4) * 64 * 128 + (kk % 4) * 32) >> 4),
-                          q_desc + (((kk / 4) * (N * 128) + (kk % 4) * 32) >> 4), kk > 0);
+    wgmma_ss<T, N, false>(s, k_desc + (((kk / 4) * KEYS_APART + (kk % 4) * 32) >> 4),
+                          q_desc + (((kk / 4) * QUERIES_APART + (kk % 4) * 32) >> 4), kk > 0);
   wgmma_commit();
   wgmma_wait<0>();
   pin(s);

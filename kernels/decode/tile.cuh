@@ -10,7 +10,9 @@ struct NoScores {
   __device__ __forceinline__ void operator()(int, int, float) const {}
 };
 
-template <class T, int D, int N, int S = kStagesBeside<D, N>>
+// SQUARES: of sampled keys quarters of their probabilities' squares, rounded as the product with values takes them, are summed
+// too, for the error of the sums. They are N columns more of that product.
+template <class T, int D, int N, int S = kStagesBeside<D, N>, bool SQUARES = false>
 struct TileSums {
   using L = DecodeLayout<D, N, S>;
   static constexpr int C = N / 4;  // head columns per thread
@@ -18,9 +20,11 @@ struct TileSums {
   const float scale2;  // of scores, times log2(e)
   const uint32_t stages, prob_s;
   const int wg, tid, warp, lane, group;
-  float m[C], l[C], o[D / 64][N / 2];
+  static constexpr int kColumns = SQUARES ? 2 * N : N;
+  float m[C], l[C], o[D / 64][kColumns / 2];
   uint32_t limit[C];   // sampled keys that the head reads; of rows that share a list: tokens at its end that it does not see
   float ln_weight[C];  // and their log weight
+  float e2[C], e2v2[C], most[C];  // squares alone, times values' squared norms, the largest
 
   // Head column of accumulator column c, and its first accumulator.
   __device__ __forceinline__ int head(int c) const { return (c / 2) * 8 + (lane & 3) * 2 + (c & 1); }
@@ -34,9 +38,14 @@ struct TileSums {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) o[h][i] = 0.f;
   }
+  // Before tiles of which some are not sampled: the squares of those.
+  __device__ __forceinline__ void no_squares() const {
+    bar_sync(1 + wg, 128);  // The products before may read the last tile's.
+    if (tid < N * 8) st_shared_v4(prob_s + L::kProb + tid * 16, make_uint4(0, 0, 0, 0));
+  }
 
-  // Raises the running maximum to cover this tile and rescales what was summed.
-  __device__ __forceinline__ void rebase(const float (&s)[N / 2]) {
+  // Raises the running maximum to cover this tile and rescales what was summed; `squared`: of squares too.
+  __device__ __forceinline__ void rebase(const float (&s)[N / 2], bool squared) {
 #pragma unroll
     for (int c = 0; c < C; ++c) {
       float top = fmaxf(s[acc(c)], s[acc(c) + 2]);
@@ -54,6 +63,37 @@ struct TileSums {
       l[c] *= f;
 #pragma unroll
       for (int h = 0; h < D / 64; ++h) o[h][acc(c)] *= f, o[h][acc(c) + 2] *= f;
+      if constexpr (SQUARES) {
+        const float f2 = squared ? f * f : 1.f;
+        e2[c] *= f2, e2v2[c] *= f2, most[c] *= f2;
+#pragma unroll
+        for (int h = 0; h < D / 64; ++h) o[h][N / 2 + acc(c)] *= f2, o[h][N / 2 + acc(c) + 2] *= f2;
+      }
+    }
+  }
+
+  // A tile's squares, alone and times its values' squared norms.
+  __device__ __forceinline__ void add(const float (&square)[C][2], uint32_t v_s) {
+    // Half a row a lane.
+    const int row = warp * 16 + lane / 2, half = lane & 1;
+    float norm = 0.f;
+#pragma unroll 2
+    for (int i = 0; i < D / 16; ++i) {
+      const uint32_t at = D == 128 ? half * L::kPanel + swizzled(row, i ^ (half * 4)) : swizzled(row, half * 4 + i);
+      const uint4 y = ld_shared_v4(v_s + at);
+      const T* v = reinterpret_cast<const T*>(&y);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) norm += to_float(v[k]) * to_float(v[k]);
+    }
+    norm += __shfl_xor_sync(~0u, norm, 1);
+    float v2[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) v2[i] = __shfl_sync(~0u, norm, lane / 4 * 2 + 16 * i);
+#pragma unroll
+    for (int c = 0; c < C; ++c) {
+      e2[c] += square[c][0] + square[c][1];
+      e2v2[c] += square[c][0] * v2[0] + square[c][1] * v2[1];
+      most[c] = fmaxf(most[c], fmaxf(square[c][0], square[c][1]));
     }
   }
 
@@ -61,6 +101,7 @@ struct TileSums {
   template <bool GATHER, bool FOLD = false, class Save = NoScores>
   __device__ __forceinline__ void tile(int stage, uint32_t q_s, Save save = {}) {
     const StageMeta meta = sh.meta[stage];
+    const bool squared = SQUARES && __any_sync(~0u, meta.sampled != kNotSampled);
     const uint32_t k_s = stages + stage * L::kStage, v_s = k_s + L::kTile;
     const int r0 = warp * 16 + lane / 4;
     if (GATHER && meta.gathered) fence_async_smem();
@@ -105,7 +146,8 @@ struct TileSums {
       over |= head(c) < group && fmaxf(s[j], s[j + 2]) > m[c] + 8.f;
     }
     // The maximum may lag by 2^8: fp32 sums carry it, and rescaling becomes rare.
-    if (bar_any(1 + wg, 128, over)) rebase(s);
+    if (bar_any(1 + wg, 128, over)) rebase(s, squared);
+    float square[C][2];
 #pragma unroll
     for (int c = 0; c < C; ++c) {
       const int j = acc(c), h = head(c);
@@ -115,6 +157,15 @@ struct TileSums {
       const uint32_t pair = pack2<T>(e0, e1);
       st_shared_u16(prob_s + swizzled(h, r0 / 8) + (r0 % 8) * 2, (uint16_t)pair);
       st_shared_u16(prob_s + swizzled(h, r0 / 8 + 1) + (r0 % 8) * 2, (uint16_t)(pair >> 16));
+      if constexpr (SQUARES) {
+        if (!squared) continue;
+        // Quarters, since a maximum that lags makes squares of 2^16, more than fp16 holds.
+        const uint32_t both = pack2<T>(0.25f * e0 * e0, 0.25f * e1 * e1);
+        st_shared_u16(prob_s + L::kProb + swizzled(h, r0 / 8) + (r0 % 8) * 2, (uint16_t)both);
+        st_shared_u16(prob_s + L::kProb + swizzled(h, r0 / 8 + 1) + (r0 % 8) * 2, (uint16_t)(both >> 16));
+        const T* of = reinterpret_cast<const T*>(&both);
+        square[c][0] = to_float(of[0]), square[c][1] = to_float(of[1]);
+      }
     }
     fence_async_smem();
     bar_sync(1 + wg, 128);
@@ -126,9 +177,12 @@ struct TileSums {
     for (int kk = 0; kk < kBlock / 16; ++kk)
 #pragma unroll
       for (int h = 0; h < D / 64; ++h)
-        wgmma_ss<T, N, true>(o[h], v_desc + ((h * L::kPanel + kk * 2048) >> 4),
-                             p_desc + ((kk * 32) >> 4), 1);
+        wgmma_ss<T, kColumns, true>(o[h], v_desc + ((h * L::kPanel + kk * 2048) >> 4),
+                                    p_desc + ((kk * 32) >> 4), 1);
     wgmma_commit();
+    if constexpr (SQUARES) {
+      if (squared) add(square, v_s);
+    }
     wgmma_wait<0>();
 #pragma unroll
     for (int h = 0; h < D / 64; ++h) pin(o[h]);

@@ -128,18 +128,6 @@ impl Op {
         Ok(storage.as_cuda_slice::<T>()?.device_ptr(&self.stream).0)
     }
 
-    /// Whether a tensor's end lies in the host's memory, where every read comes over the bus.
-    pub fn ends_on_host(&self, tensor: &Tensor) -> Result<bool> {
-        let at = self.at::<u8>("tensor", tensor, tensor.dtype(), tensor.dims())? as u64;
-        let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
-        let mut kind = 0u32;
-        let what = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
-        // SAFETY: the answer is a number of 32 bits, of an address within the tensor.
-        let asked = unsafe { sys::cuPointerGetAttribute((&raw mut kind).cast(), what, at + bytes as u64 - 1) };
-        asked.result().map_err(candle_core::Error::wrap)?;
-        Ok(kind == sys::CUmemorytype::CU_MEMORYTYPE_HOST as u32)
-    }
-
     /// [`Op::at`], or null.
     pub fn maybe<T>(
         &self,

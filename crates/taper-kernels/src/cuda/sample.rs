@@ -189,9 +189,6 @@ fn run(
     Ok(of)
 }
 
-/// Points of a list whose values stay on the device while a sample of a cache in the host's memory is looked at.
-const NEAR_POINTS: usize = 16_384;
-
 /// What a step in one launch is given, what it fills, and what it works with.
 pub(super) struct Prepared {
     pub p: TaperSampledParams,
@@ -228,7 +225,7 @@ pub(super) fn prepare(
     };
     // Room for the list that a thread block may try its code on.
     let room = count + usize::from(how.is_some());
-    let parts = room * 2 * team * group;
+    let parts = room * 3 * team * group;
     d.part_o = op.room("sampled-parts", parts * head_dim, DType::F32)?;
     d.part_lse = op.room("sampled-lse", parts, DType::F32)?;
     d.gather = 1;
@@ -240,8 +237,8 @@ pub(super) fn prepare(
         out_f32: how.is_some().into(),
         lse: op.at("lse", &of.lse, DType::F32, [rows, q_heads])?,
         sync: op.at("scratch", &scratch.sync, DType::U32, [2 + count, 32])?,
-        scores: op.room("sampled-scores", room * capacity * group, DType::F32)?,
-        sums: op.at("scratch", &scratch.sums, DType::I64, [1 + count, team, group, 4])?,
+        scores: op.room("sampled-scores", room * 128 * group, DType::F32)?,
+        sums: op.room("sampled-sums", room * team * group * 4, DType::F32)?,
         state: op.at("state", &of.state()?, DType::U32, [count])?,
         residual: op.at("residual", &of.residual()?, DType::U32, [count])?,
         counts: op.at("counts", &of.counts()?, DType::U32, [count])?,
@@ -262,11 +259,6 @@ pub(super) fn prepare(
         (p.pilot_share, p.dense_share) = (how.pilot_share, how.dense_share);
         p.pilot_tokens = op.int("pilot_tokens", how.pilot_tokens)?;
         p.rule = rule;
-        if op.ends_on_host(batch.kv.v)? {
-            let near = capacity.next_multiple_of(BLOCK_TOKENS).min(NEAR_POINTS);
-            p.near_points = op.int("max_len", near)?;
-            p.near_values = op.room::<u16>("sampled-values", count * near * head_dim, dtype)?.cast();
-        }
     }
     Ok(Prepared { p, of })
 }
