@@ -165,6 +165,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>, true> {
   // Joins the two warpgroups' samples, and their exact parts unless that is done, and leaves them where the team reads them.
   __device__ __forceinline__ void store(const Aside& exact, bool first) const {
     const int dim = warp * 16 + lane / 4;
+    bar_sync(1 + wg, 128);  // Another warp's product may still read the last tile, which may be where sums are joined.
 #pragma unroll
     for (int c = 0; c < C; ++c) {
       float x[4] = {exact.l[c], l[c], this->e2[c], this->e2v2[c]}, most = this->most[c];
@@ -316,7 +317,7 @@ __device__ __forceinline__ bool set_sampled_outline(const SampledParams& p, uint
 }
 
 // A list for a thread block that goes ahead of the others, on a multiprocessor that none of them has: what a look does is
-// some 60 KB of code that runs once, one part after the other, and memory would be waited for at every few hundred bytes of
+// some 33 KB of code that runs once, one part after the other, and memory would be waited for at every few hundred bytes of
 // it. It is there once somebody has run it. One thread writes the outline; false: there is too little to make it of.
 __device__ __forceinline__ bool set_scout_outline(const SampledParams& p, Outline& o) {
   constexpr uint32_t kTokens = 1024, kPilot = 64;

@@ -189,6 +189,9 @@ fn run(
     Ok(of)
 }
 
+/// Points of a list whose scores are kept: those that a sample's first few keys are among.
+const FEW_POINTS: usize = 128;
+
 /// What a step in one launch is given, what it fills, and what it works with.
 pub(super) struct Prepared {
     pub p: TaperSampledParams,
@@ -237,7 +240,7 @@ pub(super) fn prepare(
         out_f32: how.is_some().into(),
         lse: op.at("lse", &of.lse, DType::F32, [rows, q_heads])?,
         sync: op.at("scratch", &scratch.sync, DType::U32, [2 + count, 32])?,
-        scores: op.room("sampled-scores", room * 128 * group, DType::F32)?,
+        scores: op.room("sampled-scores", room * FEW_POINTS * group, DType::F32)?,
         sums: op.room("sampled-sums", room * team * group * 4, DType::F32)?,
         state: op.at("state", &of.state()?, DType::U32, [count])?,
         residual: op.at("residual", &of.residual()?, DType::U32, [count])?,
