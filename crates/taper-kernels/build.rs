@@ -93,7 +93,9 @@ fn compile(nvcc: &Path, kernels: &Path, out: &Path) -> Result<Vec<PathBuf>, Stri
 fn up_to_date(object: &Path, read: &Path, besides: &[&Path]) -> bool {
     let changed = |path: &Path| fs::metadata(path).and_then(|m| m.modified()).ok();
     let (Some(made), Ok(rule)) = (changed(object), fs::read_to_string(read)) else { return false };
-    let files = rule.split_whitespace().filter(|word| *word != "\\" && !word.ends_with(':')).map(Path::new);
+    // What is made, a colon, and what was read.
+    let Some((_, files)) = rule.split_once(':') else { return false };
+    let files = files.split_whitespace().filter(|word| *word != "\\").map(Path::new);
     files.chain(besides.iter().copied()).all(|file| changed(file).is_some_and(|at| at < made))
 }
 
