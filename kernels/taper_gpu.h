@@ -139,6 +139,9 @@ typedef struct TaperSampledParams {
   // Quantiles, from the host: of the whole delta, of 0.9 delta for a vector, of the whole
   // one-sided, of 0.1 delta, and of six splits of delta.
   float epsilon, whole, most, upper, rest, split_vector[6], split_scalar[6];
+  // Where a budget asks for more than twice the sample, it grows to this share of that, at most so many times itself, and at
+  // least twice.
+  float growth_share, growth_most;
   float unseen;  // what chi2 adds to a sample's variance, in units of its heaviest key's share to the power of 3/2
   double pilot_share, dense_share;
   int32_t pilot_tokens, rule, capacity, layer;  // capacity: points that a sample is of, at most

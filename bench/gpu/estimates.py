@@ -132,7 +132,7 @@ def judge64(q, k, v, lse_f, o_f, points, seen, rule, eps, delta, pilot_tokens, g
             b = max(x[1] for x in verdicts)
             if b <= m * (1 + 2e-3 * (m == got)):
                 return "sampled", m, look
-            grown = min(b, 2 * m)
+            grown = t.grown(m, b)
         elif bad[0] == "noisy" and noisy < 4:
             noisy, grown = noisy + 1, 4 * max(m, 2)
         else:
@@ -218,7 +218,7 @@ def check_vattention(report, small):
     if small:
         cases.append((b16, 128, 1, 12, "chi2", 0.2, 0.1, lens, 3, 40))
         cases.append((b16, 128, 2, 4, "chi2", 0.2, 0.5, [5000], 3, 40, 1, 10))
-        cases.append((b16, 128, 3, 4, "chi2", 0.2, 0.5, [1500, 3000], 10, 0, 0, 20, 16, 128))
+        cases.append((b16, 128, 3, 4, "chi2", 0.2, 0.5, [1500, 3000], 10, 0, 0, 20, 16))
         cases.append((b16, 128, 2, 4, "chi2", 0.2, 0.5, [5000], 0, 1100))
     else:
         cases += [(b16, 128, 2, 4, "lemma", 0.3, 0.5, lens, 0, 300),

@@ -116,7 +116,8 @@ SampledParams = struct("SampledParams", [("d", DecodeParams)] + [(n, P) for n in
     "seeds positions out lse sync scores sums state residual counts"
     ).split()] + [
     ("epsilon", F32), ("whole", F32), ("most", F32), ("upper", F32), ("rest", F32),
-    ("split_vector", F32 * 6), ("split_scalar", F32 * 6), ("unseen", F32), ("pilot_share", F64),
+    ("split_vector", F32 * 6), ("split_scalar", F32 * 6),
+    ("growth_share", F32), ("growth_most", F32), ("unseen", F32), ("pilot_share", F64),
     ("dense_share", F64), ("pilot_tokens", I32), ("rule", I32),
     ("capacity", I32), ("layer", I32), ("out_f32", I32),
     ("scouts", I32), ("ahead", I32)])
@@ -385,6 +386,14 @@ def unseen(delta):
     return 0.75 * log(1 / delta)**3
 
 
+# Of what a budget asks for, and times the sample, that a sample grows to.
+GROWTH = (0.5, 8)
+
+
+def grown(b, asked):
+    return min(asked, max(2 * b, int(min(GROWTH[0] * asked, GROWTH[1] * b))))
+
+
 def team_size(list_heads):
     return min(max(128 // list_heads, 1), 32)
 
@@ -396,7 +405,7 @@ class VAttention:
     def __init__(self, cache, q, fixed, seeds, epsilon, delta, rule="chi2", block_ids=None,
                  token_ids=None, pilot_tokens=64, pilot_share=0.01, dense_share=0.5, layer=0,
                  row_table=None, positions=None, list_heads=None, token_ln_weight=None, overlap=True,
-                 token_shift=0, out_f32=False, scouts=1):
+                 token_shift=0, out_f32=False, scouts=1, growth=GROWTH):
         rows, q_heads, d = q.shape
         dev = q.device
         kv = list_heads or cache.kv_heads
@@ -429,7 +438,7 @@ class VAttention:
             decode, *[ptr(x) for x in (
                 self.seeds, self.positions, self.out, self.lse, self.sync, self.scores,
                 self.sums, self.state, self.residual, self.counts)],
-            epsilon, *quantiles(delta), unseen(delta), pilot_share, dense_share, pilot_tokens, RULES[rule],
+            epsilon, *quantiles(delta), *growth, unseen(delta), pilot_share, dense_share, pilot_tokens, RULES[rule],
             self.capacity, layer, int(out_f32), scouts)
 
     def __call__(self):

@@ -173,7 +173,7 @@ struct Judge : Pairs<T, D, N> {
     uint32_t wanted = o.residual;
     if (!bad) {
       if (most <= b) return {kSampled, b};
-      wanted = min(most, grown(b));
+      wanted = grown(p, b, most);
     } else if (first == kNoisy && ++noisy < kNoisyLooks) {
       wanted = 4 * max(b, 2u);
     }

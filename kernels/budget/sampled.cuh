@@ -16,9 +16,8 @@
 // tokens: as many points as hold the wanted keys on average. Which rows that reads depends on no list, so the
 // first of them are asked for while the launch ahead still chooses.
 //
-// The rules are those of the CPU: the sample grows to what its budget asks, at most twofold
-// from one look to the next, until its own budget is no larger than it is; one too noisy to tell
-// grows fourfold at most four times; a head that would read `dense_share` of the context, or
+// The rules are those of the CPU: the sample grows towards what its budget asks from one look
+// to the next, until its own budget is no larger than it is; one too noisy to tell grows fourfold at most four times; a head that would read `dense_share` of the context, or
 // cannot tell, makes its group read everything.
 #pragma once
 
@@ -98,8 +97,11 @@ struct Outline {
   }
 };
 
-// The most that a sample of b grows to at once.
-__device__ __forceinline__ uint32_t grown(uint32_t b) { return 2 * b; }
+// What a sample of b grows to at once where its budget asks for so many keys.
+__device__ __forceinline__ uint32_t grown(const SampledParams& p, uint32_t b, uint32_t asked) {
+  const float some = fminf(p.growth_share * asked, p.growth_most * b);
+  return min(asked, max(2 * b, (uint32_t)some));
+}
 
 struct Decision {
   uint32_t state;  // 0: the sample grows

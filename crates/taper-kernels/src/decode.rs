@@ -7,7 +7,7 @@ mod attend;
 mod choose;
 mod paying;
 mod rows;
-mod sample;
+pub(crate) mod sample;
 mod scores;
 mod selection;
 mod values;

@@ -8,6 +8,7 @@ use super::op::{Op, team};
 use super::told::Told;
 use crate::budget::Rule;
 use crate::decode::Sampling;
+use crate::decode::sample::GROWTH;
 use crate::kv::BLOCK_TOKENS;
 use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
@@ -256,6 +257,7 @@ pub(super) fn prepare(
         p.epsilon = q.epsilon as f32;
         (p.whole, p.most, p.upper, p.rest) = (q.whole as f32, q.most as f32, q.upper as f32, q.rest as f32);
         p.unseen = q.unseen as f32;
+        (p.growth_share, p.growth_most) = GROWTH;
         for (i, &(vector, scalar)) in q.splits.iter().enumerate().take(p.split_vector.len()) {
             (p.split_vector[i], p.split_scalar[i]) = (vector as f32, scalar as f32);
         }

@@ -77,8 +77,11 @@ pub struct Budget {
     pub dense: bool,
 }
 
-/// How far a sample grows between two looks: the most where its budget is beyond it, and where it is too noisy to tell.
-const GROWTH: (usize, usize) = (2, 4);
+/// Where a budget asks for more than twice the sample, it grows to this share of that, at most so many times itself, and at least
+/// twice.
+pub(crate) const GROWTH: (f32, f32) = (0.5, 8.0);
+/// How many times itself a sample grows to that is too noisy to tell.
+const NOISY_GROWTH: usize = 4;
 /// Looks at samples too noisy to tell, after which the head goes dense.
 const NOISY_LOOKS: usize = 5;
 /// A first look may err upwards: while a sample is below a quarter of the limit, a budget sends the head dense only if it
@@ -95,9 +98,10 @@ fn points_for(wanted: usize, visible: usize, residual: usize) -> u32 {
     (wanted as u64 * visible as u64).div_ceil(residual.max(1) as u64).min(visible as u64) as u32
 }
 
-/// The most that a sample of `drawn` keys grows to where its budget is beyond that.
-fn grown(drawn: usize) -> f64 {
-    (GROWTH.0 * drawn) as f64
+/// What a sample of `drawn` keys grows to at once where its budget asks for so many.
+fn grown(drawn: usize, asked: f64) -> usize {
+    let some = (GROWTH.0 * asked as f32).min(GROWTH.1 * drawn as f32);
+    (asked as usize).min((2 * drawn).max(some as usize))
 }
 
 /// Adds to a selection, per row and KV head, a sample of the keys it leaves out: without replacement, of the least size
@@ -268,10 +272,10 @@ impl Sampler for Sampling {
             // pilot alone misses the rare heavy keys that its own spread depends on.
             wanted = match work.judge(&known, residual, self, doubt * limit) {
                 Judgement::Budget(b) if b <= drawn as f64 => break drawn,
-                Judgement::Budget(b) => b.min(grown(drawn)) as usize,
+                Judgement::Budget(b) => grown(drawn, b),
                 Judgement::Noisy if noisy < NOISY_LOOKS - 1 => {
                     noisy += 1;
-                    GROWTH.1 * drawn.max(2)
+                    NOISY_GROWTH * drawn.max(2)
                 }
                 Judgement::Noisy | Judgement::Dense => residual,
             };
@@ -339,7 +343,8 @@ impl<'a, T: KvElement> Work<'a, T> {
         }
         self.score_new();
         self.add_up(known);
-        let enough = grown(self.ids.len());
+        // Of budgets beyond this a sample grows to as much.
+        let enough = (GROWTH.1 / GROWTH.0) as f64 * self.ids.len() as f64;
         // Side by side: of the last row and head's judge the other threads have nothing else to do.
         let verdicts = parallel::map(self.view.group, |g| {
             let known = &known[g * Partial::width(self.view.head_dim)..];
