@@ -4,6 +4,7 @@ use crate::beginning::Beginning;
 use crate::chunk::Underway;
 use crate::layer::{AttentionShape, Rotary};
 use crate::method::{Carry, DecodeMethod, PrefillLayer, PrefillMethod};
+use crate::methods::is_dense;
 use crate::report::{AttentionUsage, PhaseReport, Report};
 use crate::round::Round;
 use crate::spec::{AttentionSpec, Chosen, Question};
@@ -194,9 +195,9 @@ impl Sequence {
         self.spec.trace
     }
 
-    /// How large a share of heads is audited.
+    /// How large a share of tokens is audited where the decode method attends for them. Dense ones would be compared with themselves.
     pub(crate) fn audit(&self) -> f64 {
-        if self.drafting { 0.0 } else { self.spec.audit }
+        if self.drafting || is_dense(self.decode_method()) { 0.0 } else { self.spec.audit }
     }
 
     /// Whether the next generated tokens are drafts, which the spec's `speculate` attends for, until it is said otherwise: then
