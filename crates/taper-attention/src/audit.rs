@@ -1,4 +1,7 @@
-//! The audit: a sample of (layer, token) pairs is attended densely as well and compared, head by head.
+//! The audit: a sample of tokens is attended densely as well, in every layer, and compared, head by head.
+//!
+//! What is audited goes layer by layer, without graphs, and so does all that goes with it in a step. So a token is audited in all layers
+//! or in none: of steps a share is slow, and not nearly all of them in a deep model.
 
 use crate::method::{DecodeStep, PrefillLayer};
 use candle_core::{Result, Tensor};
@@ -9,9 +12,10 @@ use taper_kernels::prefill::Mask;
 /// The draw that decides; no sampling method uses its number.
 const DRAW: u32 = 0x4155_4449;
 
-/// Whether a (layer, token) pair is audited at the rate given: decided by the stream alone, so that what is audited
+/// Whether the token at a position is audited at the rate given: decided by its sequence's seed alone, so that what is audited
 /// does not depend on the batch.
-pub fn wanted(stream: &Stream, rate: f64) -> bool {
+pub fn wanted(seed: u64, position: usize, rate: f64) -> bool {
+    let stream = Stream { seed, layer: 0, head: 0, position: position as u32 };
     rate > 0.0 && f64::from(stream.uniform(DRAW)) < rate
 }
 

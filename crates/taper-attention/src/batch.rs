@@ -158,8 +158,7 @@ impl<'a> AttentionBatch<'a> {
     pub fn generates(&self) -> bool {
         let row = |Started { sequence, tokens, .. }: &Started| {
             let row = *tokens == 1 && sequence.attended_by() == By::DecodeMethod;
-            let stream = |layer| stream(sequence.seed, layer, sequence.len);
-            row && !(0..self.shape.layers).any(|layer| audit::wanted(&stream(layer), sequence.audit()))
+            row && !audit::wanted(sequence.seed, sequence.len, sequence.audit())
         };
         self.spans.iter().all(row)
     }
@@ -308,8 +307,9 @@ struct Part<'a> {
 }
 
 impl Part<'_> {
+    /// What keys a row's random draws.
     fn stream(&self, seed: u64, position: usize) -> Stream {
-        stream(seed, self.layer, position)
+        Stream { seed, layer: self.layer as u32, head: 0, position: position as u32 }
     }
 
     fn prefill(&self, sequence: &mut Sequence, q: Tensor, by: By) -> Result<Tensor> {
@@ -333,11 +333,6 @@ impl Part<'_> {
     }
 }
 
-/// What keys a row's random draws in a layer.
-fn stream(seed: u64, layer: usize, position: usize) -> Stream {
-    Stream { seed, layer: layer as u32, head: 0, position: position as u32 }
-}
-
 /// Takes what rows of a prompt read into a report, and compares with dense attention those that the spec wants compared;
 /// returns their outputs.
 pub(crate) fn report_prompt(
@@ -356,7 +351,7 @@ pub(crate) fn report_prompt(
         trace.add_prompt(shape, rows.layer, &keys, there as u64);
     }
     report.add_kept(&kept);
-    let wanted = |row: &usize| audit::wanted(&stream(seed, rows.layer, rows.start + row), spec.audit);
+    let wanted = |row: &usize| audit::wanted(seed, rows.start + row, spec.audit);
     let audited: Vec<usize> = (0..positions.len()).filter(wanted).collect();
     if !audited.is_empty() {
         report.add_errors(&audit::prefill(rows, &out, &audited)?, None);

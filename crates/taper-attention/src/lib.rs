@@ -39,7 +39,7 @@ pub mod minference {
 }
 pub use report::{AttentionUsage, AuditUsage, CraUsage, GuessUsage, PhaseUsage, SpeculationUsage};
 pub use schema::{nearest, valid_values};
-pub use sequence::{Held, NextRow, Sequence, decode_rows};
+pub use sequence::{Before, Held, NextRow, Sequence, decode_rows};
 pub use spec::{AttentionSpec, Question, SpecError, Wire};
 pub use speculate::Drafting;
 pub use trace::{HeadsUsage, TokenUsage, TraceUsage};

@@ -169,7 +169,7 @@ pub struct PhaseUsage {
     /// drawn at random.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cra: Option<CraUsage>,
-    /// Errors against dense attention; absent if nothing was audited.
+    /// Errors against dense attention; absent if nothing was audited, as of generated tokens by `dense`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub audit: Option<AuditUsage>,
 }
@@ -188,7 +188,7 @@ pub struct CraUsage {
 #[derive(Debug, Clone, Serialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct AuditUsage {
-    /// Heads audited (per layer and token).
+    /// Heads audited (per layer and token; of a token all of them in all layers, or none).
     pub heads: u64,
     /// Mean relative error.
     pub error_mean: f64,

@@ -4,6 +4,7 @@ use crate::beginning::Beginning;
 use crate::chunk::Underway;
 use crate::layer::{AttentionShape, Rotary};
 use crate::method::{Carry, DecodeMethod, PrefillLayer, PrefillMethod};
+use crate::methods::is_dense;
 use crate::report::{AttentionUsage, PhaseReport, Report};
 use crate::round::Round;
 use crate::spec::{AttentionSpec, Chosen, Question};
@@ -44,6 +45,14 @@ pub struct Sequence {
 /// What the choices of a row came to that is not asked for yet.
 #[derive(Debug)]
 pub struct Held(pub(crate) Vec<Unread>);
+
+/// What a sequence was before its latest token, for [`Sequence::take_back`].
+#[derive(Debug)]
+pub struct Before {
+    len: usize,
+    reported: usize,
+    report: Report,
+}
 
 /// What the row of a sequence's next token depends on, beside the token and what is cached.
 #[derive(Debug, Clone)]
@@ -194,9 +203,9 @@ impl Sequence {
         self.spec.trace
     }
 
-    /// How large a share of heads is audited.
+    /// How large a share of tokens is audited where the decode method attends for them. Dense ones would be compared with themselves.
     pub(crate) fn audit(&self) -> f64 {
-        if self.drafting { 0.0 } else { self.spec.audit }
+        if self.drafting || is_dense(self.decode_method()) { 0.0 } else { self.spec.audit }
     }
 
     /// Whether the next generated tokens are drafts, which the spec's `speculate` attends for, until it is said otherwise: then
@@ -324,6 +333,21 @@ impl Sequence {
         Ok(())
     }
 
+    /// What it is now, to be that again if the next generated token has to be taken back.
+    pub fn before(&self) -> Before {
+        Before { len: self.len, reported: self.reported, report: self.report.clone() }
+    }
+
+    /// Lets a token go whose step failed after it was taken as cached, its report with it.
+    ///
+    /// # Errors
+    /// As [`truncate`](Self::truncate).
+    pub fn take_back(&mut self, pool: &mut KvPool, before: Before) -> std::result::Result<(), KvError> {
+        self.truncate(pool, before.len)?;
+        (self.reported, self.report) = (before.reported, before.report);
+        Ok(())
+    }
+
     /// One layer of a prompt's rows with queries `[T, q_heads, head_dim]`, the first `row` tokens after those cached.
     pub(crate) fn prompt_layer<'s>(
         &'s self,
@@ -345,11 +369,17 @@ impl Sequence {
 
     /// Takes the next tokens as cached, and the report with them unless they come a second time.
     pub(crate) fn advance(&mut self, pool: &mut KvPool, tokens: usize, report: Report) {
+        if self.go_on(pool, tokens) {
+            self.report = report;
+        }
+    }
+
+    /// Takes the next tokens as cached; whether the report is to have them.
+    fn go_on(&mut self, pool: &mut KvPool, tokens: usize) -> bool {
         let before = self.len;
         self.len += tokens;
-        if self.len > self.reported {
-            self.report = report;
-        } else {
+        let new = self.len > self.reported;
+        if !new {
             self.unread.clear();
         }
         if before < self.context {
@@ -359,12 +389,13 @@ impl Sequence {
         if self.len >= self.context {
             self.carries.clear();
         }
+        new
     }
 
     /// Takes the next token as cached, whose row was attended [ahead](crate::AttentionBatch::hold) and there is room for.
     pub fn follow(&mut self, pool: &mut KvPool, held: Held) {
         self.unread = held.0;
-        self.advance(pool, 1, self.report.clone());
+        self.go_on(pool, 1);
     }
 
     /// Takes into the reports what was put off, of all sequences or, on an error, of none: the device is waited for once a step,

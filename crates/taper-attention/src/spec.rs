@@ -286,7 +286,7 @@ fn audit_rate(value: &Value, path: &str) -> Result<f64, SpecError> {
         Value::Number(n) if n.as_f64().is_some_and(|x| (0.0..=1.0).contains(&x)) => Ok(n.as_f64().unwrap_or(0.0)),
         other => Err(SpecError::new(
             path,
-            format!("must be a share of (layer, token) pairs between 0 and 1, or true for all of them; got {other}"),
+            format!("must be a share of tokens between 0 and 1, or true for all of them; got {other}"),
         )),
     }
 }

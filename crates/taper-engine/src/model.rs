@@ -269,6 +269,8 @@ impl ModelBackend {
         let mut spans = Vec::new();
         let chooses = self.model.config().vocab_size <= token::MOST_VOCAB;
         let goes_on = begins && chooses && self.runs_ahead && chunks.is_empty() && go_on(&inputs);
+        let before =
+            if goes_on { inputs.iter().map(|(_, input)| input.sequence.before()).collect() } else { Vec::new() };
         for (place, input) in &mut inputs {
             tokens.extend_from_slice(input.tokens);
             rows.extend(tokens.len() as u32 - input.wants.len() as u32..tokens.len() as u32);
@@ -288,7 +290,8 @@ impl ModelBackend {
                 let chosen = Chosen::new(&self.model.logits(&hidden)?, &draws)?;
                 batch.advance();
                 let at: Vec<usize> = (0..draws.len()).collect();
-                let drawn = self.end_rows(&mut inputs, chosen, &at, true)?;
+                let drawn = self.end_rows(&mut inputs, chosen, &at, true);
+                let drawn = drawn.inspect_err(|_| self.undo(&mut inputs, before))?;
                 places.into_iter().zip(drawn).for_each(|(place, row)| out[place].push(row));
                 return Ok(out);
             }

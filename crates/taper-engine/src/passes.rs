@@ -1,7 +1,7 @@
 //! How many rows go through the model together, once that was too many for the memory that there is.
 //!
 //! A cache that was asked for, and not measured, may leave a device less memory than a step of many requests takes. The step is
-//! made of several passes then, and so are those after it.
+//! made of several passes then, and so are those after it, unless it was a single request that there was too little for.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use std::ops::Range;
 const CALM: usize = 10_000;
 
 /// The most rows of several requests in one pass, if that is bounded.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Passes {
     most: Option<usize>,
     /// Steps since that changed.
@@ -38,7 +38,7 @@ impl Passes {
         if self.most != Some(most) {
             tracing::warn!(
                 rows,
-                "too little memory for a step of so many rows; from now on at most {most} go together"
+                "too little memory for a step of so many rows; at most {most} go together, from now on unless one lacks it alone"
             );
         }
         (self.most, self.since) = (Some(most), 0);

@@ -1,7 +1,7 @@
 //! A scripted model for tests of the engine and of what sits on it: bytes are tokens, the answer is a fixed text.
 //!
-//! Words in the prompt ask for trouble: `PANIC` and `NAN` strike at the third token, `NIL` at the first, `FAIL` at the first
-//! prefill chunk, `DIE` there too and at every step from then on, `SLOW` makes each step take 20 ms.
+//! Words in the prompt ask for trouble: `PANIC`, `HUGE` (no memory is enough) and `NAN` strike at the third token, `NIL` at the
+//! first, `FAIL` at the first prefill chunk, `DIE` there too and at every step from then on, `SLOW` makes each step take 20 ms.
 
 use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted};
 use crate::calls::CallFormat;
@@ -164,6 +164,11 @@ impl StubBackend {
     }
 }
 
+/// What a device says that has too little memory.
+fn lacks() -> BackendError {
+    BackendError("CUDA status 2 (out of memory)".into())
+}
+
 impl Backend for StubBackend {
     type Sequence = StubSequence;
 
@@ -242,7 +247,7 @@ impl Backend for StubBackend {
         self.probe.steps.fetch_add(1, Ordering::SeqCst);
         if inputs.iter().map(|input| input.effort).sum::<usize>() > self.memory {
             self.probe.lacked.fetch_add(1, Ordering::SeqCst);
-            return Err(BackendError("CUDA status 2 (out of memory)".into()));
+            return Err(lacks());
         }
         self.probe.widest.fetch_max(inputs.len(), Ordering::SeqCst);
         for Input { sequence, tokens, effort, .. } in &inputs {
@@ -255,7 +260,12 @@ impl Backend for StubBackend {
             if self.dead || sequence.says("FAIL", known) {
                 return Err(BackendError("the prompt asked for it".into()));
             }
-            if sequence.says("PANIC", known) && (sequence.tokens.len()..known).contains(&(sequence.prompt.len() + 1)) {
+            let third = (sequence.tokens.len()..known).contains(&(sequence.prompt.len() + 1));
+            if third && sequence.says("HUGE", known) {
+                self.probe.lacked.fetch_add(1, Ordering::SeqCst);
+                return Err(lacks());
+            }
+            if third && sequence.says("PANIC", known) {
                 panic!("the prompt asked for a panic");
             }
         }

@@ -275,8 +275,12 @@ impl<B: Backend> Worker<B> {
     fn step(&mut self, shares: &[Share]) {
         let of = |request: usize| shares.iter().filter(move |s| s.request == request).copied().collect::<Vec<_>>();
         let shares: Vec<Vec<Share>> = (0..self.running.len()).map(of).collect();
-        let (started, before) = (Instant::now(), self.progress());
+        let (started, before, passes) = (Instant::now(), self.progress(), self.passes);
         let (rows, whole) = self.rows(&shares, 0..shares.len());
+        if rows.iter().any(lacked) {
+            // What a request lacks alone says nothing of how many go together.
+            self.passes = passes;
+        }
         if whole {
             let generated = shares.iter().flatten().filter(|share| share.generates).map(|share| share.tokens).sum();
             let prompt = self.progress().saturating_sub(before + generated);
@@ -324,10 +328,6 @@ impl<B: Backend> Worker<B> {
         for pass in self.passes.cut(&efforts) {
             let (requests, efforts) = (of.start + pass.start..of.start + pass.end, &efforts[pass]);
             let mut tried = self.forward(shares, requests.clone());
-            let lacked = |tried: &Result<Counted, RequestError>| match tried {
-                Err(RequestError::Step(reason)) => lacks_memory(reason),
-                _ => false,
-            };
             if lacked(&tried) && self.backend.spare() {
                 tried = self.forward(shares, requests.clone());
             }
@@ -414,6 +414,11 @@ impl<B: Backend> Worker<B> {
             Err(error) => tracing::error!(%error, "the idle engine is not sound: a bug"),
         }
     }
+}
+
+/// Whether it failed for want of memory.
+fn lacked<T>(tried: &Result<T, RequestError>) -> bool {
+    matches!(tried, Err(RequestError::Step(reason)) if lacks_memory(reason))
 }
 
 /// The end of a request that is over before it is done.

@@ -130,5 +130,18 @@ fn a_request_that_lacks_memory_alone_ends_and_no_other_does() {
     let events = engine.submit_all(["hi", "too long", "ho"].map(request).into()).unwrap();
     let told: Vec<_> = events.into_iter().map(text).collect();
     let lacks = Err(RequestError::Step("CUDA status 2 (out of memory)".into()));
-    assert_eq!(told, [Ok("abc".into()), lacks, Ok("abc".into())]);
+    assert_eq!(told, [Ok("abc".into()), lacks.clone(), Ok("abc".into())]);
+
+    // The others go together afterwards as they did before.
+    let (engine, probe) = start(StubBackend::new("abc"));
+    let stop = StopRules { ignore_eos: true, max_tokens: Some(41), ..StopRules::default() };
+    let asked = ["hi", "ho", "HUGE", "he", "ha"].map(|prompt| Request { stop: stop.clone(), ..request(prompt) });
+    let events = engine.submit_all(asked.into()).unwrap();
+    let mut told: Vec<_> = events.into_iter().map(text).collect();
+    assert_eq!(told.remove(2), lacks);
+    assert!(told.iter().all(|told| *told == Ok("abc".repeat(10) + "a")), "{told:?}");
+    // Five rows, the half of them that has it, it alone; and the rows of the others in one pass for each token.
+    assert_eq!(probe.lacked.load(Ordering::SeqCst), 3);
+    let steps = probe.steps.load(Ordering::SeqCst);
+    assert!(steps <= 41 + 8, "{steps}");
 }

@@ -3,8 +3,10 @@
 use candle_core::{DType, Device};
 use serde_json::{Value, json};
 use std::sync::Arc;
+use taper_attention::method::{Choice, DecodeMethod, DecodeStep};
 use taper_attention::{Artifacts, AttentionBatch, AttentionSpec, Chunk, Place, Places, Sequence, Sizes, Span};
 use taper_kernels::cuda::graph_steps;
+use taper_kernels::decode::Selection;
 use taper_kv_cache::{KvPool, KvShape};
 use taper_model::{Model, ModelConfig};
 
@@ -20,6 +22,16 @@ fn stepped(model: &Model, pool: &mut KvPool, sequences: Vec<&mut Sequence>, each
     logits.into_iter().rev().take(3).collect()
 }
 
+/// Dense attention by another name, which is audited.
+#[derive(Debug)]
+struct Audited;
+
+impl DecodeMethod for Audited {
+    fn select(&self, step: &DecodeStep) -> candle_core::Result<Choice> {
+        Ok(Selection::dense(step.batch.rows.len(), step.kv_heads).into())
+    }
+}
+
 /// Three sequences, generated one at a time, two together, and one again: all logits, and what was reported.
 fn generated(model: &Model, decode: &Value, artifacts: &Artifacts, audit: bool) -> (Vec<Vec<f32>>, Vec<Value>) {
     let spec = json!({ "decode": decode, "audit": audit });
@@ -29,6 +41,9 @@ fn generated(model: &Model, decode: &Value, artifacts: &Artifacts, audit: bool) 
     let mut pool = KvPool::new(kv, DType::BF16, 100, model.device()).unwrap();
     let prompts = [100, 250, 4090];
     let mut sequences: Vec<Sequence> = prompts.iter().map(|&n| Sequence::new(Arc::clone(&spec), 1, n)).collect();
+    if audit && decode["method"] == "dense" {
+        sequences.iter_mut().for_each(|sequence| sequence.decode_by_own("audited", Arc::new(Audited)));
+    }
     let mut out = Vec::new();
     let mut step = |sequences: Vec<&mut Sequence>, each| out.extend(stepped(model, &mut pool, sequences, each));
     for (sequence, &n) in sequences.iter_mut().zip(&prompts) {
@@ -117,6 +132,7 @@ fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
         assert_eq!(plain.len(), by_graph.len());
         for (mut a, b) in reported.into_iter().zip(reported_by_graph) {
             assert!(a.as_object_mut().unwrap().remove("audit").is_some());
+            a["method"] = decode["method"].clone();
             assert_eq!(a, b);
         }
     }

@@ -147,13 +147,16 @@ fn sampling(fields: &mut Fields<'_>, text: &dyn Text) -> Result<SamplingParams> 
     let frequency = fields.number("frequency_penalty", "[-2, 2]", penalty)?;
     let repetition = fields.number("repetition_penalty", "[0.01, 10]", |x| (0.01..=10.0).contains(&x))?;
     let seed = fields.seed("seed")?;
+    let temperature = temperature.unwrap_or(1.0);
+    // Small enough for every JSON reader, so that the seed in the usage can be sent again. Whoever asks for the likeliest tokens
+    // wants the same ones each time, also of attention that samples.
+    let fresh = || if temperature == 0.0 { 0 } else { u64::from(rand::random::<u32>()) };
     Ok(SamplingParams {
-        temperature: temperature.unwrap_or(1.0),
+        temperature,
         top_k: top_k.map(|k| k as usize),
         top_p: top_p.unwrap_or(1.0),
         min_p: min_p.unwrap_or(0.0),
-        // Small enough for every JSON reader, so that the seed in the usage can be sent again.
-        seed: seed.unwrap_or_else(|| u64::from(rand::random::<u32>())),
+        seed: seed.unwrap_or_else(fresh),
         presence_penalty: presence.unwrap_or(0.0),
         frequency_penalty: frequency.unwrap_or(0.0),
         repetition_penalty: repetition.unwrap_or(1.0),
@@ -265,4 +268,26 @@ fn token_ids(fields: &mut Fields<'_>) -> Result<Vec<u32>> {
 /// An array of token ids; `None` if an element is something else.
 pub(crate) fn ids(list: &[Value]) -> Option<Vec<u32>> {
     list.iter().map(|v| v.as_u64().and_then(|n| u32::try_from(n).ok())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+    use taper_engine::stub::StubText;
+
+    #[test]
+    fn without_a_seed_all_draws_are_random_but_at_temperature_0_none() {
+        let seed = |body: Value| {
+            let body = body.as_object().cloned().unwrap_or_default();
+            sampling(&mut Fields::new(&body, ""), &StubText).ok().map(|params| params.seed)
+        };
+        assert_eq!(seed(json!({"temperature": 0})), Some(0));
+        assert_eq!(seed(json!({"temperature": 0, "seed": 7})), Some(7));
+        // Of eight equal ones once in 2^224.
+        for body in [json!({}), json!({"temperature": 0.1})] {
+            let seeds: HashSet<_> = (0..8).map(|_| seed(body.clone())).collect();
+            assert!(seeds.len() > 1 && !seeds.contains(&None), "{body}");
+        }
+    }
 }

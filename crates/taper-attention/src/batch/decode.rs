@@ -210,7 +210,7 @@ impl Part<'_> {
         positions: Range<usize>,
         indices: &[(String, Tensor)],
     ) -> Result<()> {
-        let wanted = |&row: &usize| audit::wanted(&self.stream(sequence.seed, positions.start + row), sequence.audit());
+        let wanted = |&row: &usize| audit::wanted(sequence.seed, positions.start + row, sequence.audit());
         let audited: Vec<usize> = (0..positions.len()).filter(wanted).collect();
         if audited.is_empty() {
             return Ok(());

@@ -7,6 +7,8 @@ use std::sync::Arc;
 use taper_kv_cache::KvShape;
 
 const SHAPE: AttentionShape = AttentionShape { layers: 1, q_heads: 2, kv_heads: 1, head_dim: 8, window: None };
+/// One with so many layers that an audit of each by itself would be seen in nearly every step.
+const DEEP: AttentionShape = AttentionShape { layers: 16, ..SHAPE };
 
 fn pool(blocks: usize) -> KvPool {
     KvPool::new(KvShape { layers: 1, kv_heads: 1, head_dim: 8 }, DType::F32, blocks, &Device::Cpu).unwrap()
@@ -50,6 +52,38 @@ fn tokens_that_come_again_are_not_taken_together_with_new_ones() {
         assert!(sequence.chunk(1000) > 300, "then as much as it likes");
     }
     pool.check_integrity([]);
+}
+
+#[test]
+fn a_share_of_the_tokens_is_audited_in_all_layers_and_the_others_in_none() {
+    let kv = KvShape { layers: DEEP.layers, kv_heads: 1, head_dim: 8 };
+    let mut pool = KvPool::new(kv, DType::F32, 1, &Device::Cpu).unwrap();
+    let (tokens, mut audited) = (1000, 0);
+    let ones = Tensor::ones((1, 2, 8), DType::F32, &Device::Cpu).unwrap();
+    let mut step = |decode: &str, audit: f64, seed| {
+        let spec = json!({ "decode": { "method": decode }, "audit": audit });
+        let spec = AttentionSpec::from_json(&spec, "attention", &Artifacts::default()).unwrap();
+        let mut sequence = Sequence::new(Arc::new(spec), seed, 0);
+        let spans = vec![Span { sequence: &mut sequence, tokens: 1 }];
+        let mut batch = AttentionBatch::new(DEEP, &PlainRotary(8), &mut pool, spans).unwrap();
+        let whole = batch.generates();
+        let kv = ones.narrow(1, 0, 1).unwrap();
+        for layer in 0..DEEP.layers {
+            batch.attend(layer, &ones, &kv, &kv).unwrap();
+        }
+        batch.finish().unwrap();
+        pool.release(sequence.table_mut());
+        let heads = sequence.usage().decode.audit.map_or(0, |audit| audit.heads);
+        assert_eq!(heads, if whole { 0 } else { (DEEP.layers * DEEP.q_heads) as u64 });
+        !whole
+    };
+    for seed in 0..tokens {
+        audited += usize::from(step("streaming_llm", 0.05, seed));
+    }
+    // 50 on average, and more than 4.5 standard deviations away from that once in 100,000 sets of seeds.
+    assert!((19..=81).contains(&audited), "{audited} of {tokens}");
+    assert!((0..20).all(|seed| step("streaming_llm", 1.0, seed)), "all");
+    assert!(!(0..20).any(|seed| step("dense", 1.0, seed)), "dense attention is what is compared with");
 }
 
 #[test]

@@ -141,6 +141,11 @@ fn learnt<M: ?Sized>(entry: &Entry<M>, kind: &ArtifactKind) -> ArtifactInfo {
     ArtifactInfo { file: kind.file, made_by: kind.made_by, needed }
 }
 
+/// Whether it is dense attention.
+pub(crate) fn is_dense(chosen: &Chosen<dyn DecodeMethod>) -> bool {
+    chosen.name == dense::DECODE.name
+}
+
 /// What a decode method's object may say: its own parameters, and what every one but the dense one takes.
 fn decode_schema(entry: &Entry<dyn DecodeMethod>) -> Value {
     let mut schema = (entry.schema)();

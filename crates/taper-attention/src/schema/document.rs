@@ -44,7 +44,8 @@ fn attention_schema(methods: &[MethodInfo]) -> Value {
                 "type": "integer", "minimum": 1, "maximum": 1_048_576,
             },
             "audit": {
-                "description": "The share of (layer, token) pairs whose heads are compared with dense attention; true for all of them.",
+                "description": "The share of tokens whose heads are compared with dense attention in every layer; true for all of them. \
+                                A step with such a token is slower. What `dense` generates is not compared.",
                 "oneOf": [{ "type": "boolean" }, { "type": "number", "minimum": 0, "maximum": 1 }],
             },
             "trace": {

@@ -188,7 +188,7 @@ fn every_error_names_its_path_and_what_is_valid() {
         (
             error(json!({ "audit": 2 })),
             "attention.audit",
-            "must be a share of (layer, token) pairs between 0 and 1, or true for all of them; got 2",
+            "must be a share of tokens between 0 and 1, or true for all of them; got 2",
         ),
         (
             error(json!({ "decoed": {} })),

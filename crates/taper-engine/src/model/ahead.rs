@@ -10,7 +10,7 @@ use crate::backend::{BackendError, Input, Row, Wanted};
 use crate::request::RequestError;
 use crate::worker::guard;
 use candle_core::Tensor;
-use taper_attention::{AttentionBatch, Held, NextRow, Sequence, Span};
+use taper_attention::{AttentionBatch, Before, Held, NextRow, Sequence, Span};
 use taper_kernels::token::{Chosen, Draw};
 
 /// A step that is underway.
@@ -99,7 +99,7 @@ impl ModelBackend {
     }
 
     /// What the rows `at` of a step drew, a row an input, which is done but for that and the reports; first it begins the next
-    /// step, if it may.
+    /// step, if it may. Inputs whose step fails are left as they are, to be [taken back](Self::undo).
     pub(super) fn end_rows(
         &mut self,
         inputs: &mut [Placed],
@@ -123,7 +123,7 @@ impl ModelBackend {
             Sequence::settle(inputs.iter_mut().map(|(_, input)| &mut *input.sequence))?;
             Ok(all)
         });
-        let all = ended.inspect_err(|_| self.undo(inputs))?;
+        let all = ended?;
         let tokens: Vec<Option<u32>> = at.iter().map(|&at| all[at]).collect();
         // Only now is it known which tokens the step ahead is of.
         let begun = self.ahead.iter_mut().flat_map(|ahead| &mut ahead.rows);
@@ -149,33 +149,37 @@ impl ModelBackend {
         // In the order that they were begun in, in which answers by one method stand together.
         found.sort_by_key(|(at, _)| *at);
         let (at, mut found): (Vec<usize>, Vec<Placed>) = found.into_iter().unzip();
+        let before = found.iter().map(|(_, input)| input.sequence.before()).collect();
         for (&at, (_, input)) in at.iter().zip(&mut found) {
             if let Some(held) = ahead.rows[at].held.take() {
                 input.sequence.follow(&mut self.pool, held);
             }
         }
-        if !found.is_empty() {
-            let begins = whole && go_on(&found);
-            let drawn = self.end_rows(&mut found, ahead.chosen, &at, begins)?;
-            found.iter().zip(drawn).for_each(|((place, _), row)| out[*place].push(row));
-        }
-        if !whole {
-            let (places, rest): (Vec<_>, Vec<_>) = rest.into_iter().unzip();
-            // Last: of what it has done, a prompt's tokens cannot be taken back, and of the others a row each can. What is begun ahead
-            // is begun for all or none, or they would never meet in a step again.
-            let rows = tried(|| self.step(rest, found.is_empty())).inspect_err(|_| self.undo(&mut found))?;
-            places.into_iter().zip(rows).for_each(|(place, rows)| out[place] = rows);
-        }
+        let done = || -> Result<(), BackendError> {
+            if !found.is_empty() {
+                let begins = whole && go_on(&found);
+                let drawn = self.end_rows(&mut found, ahead.chosen, &at, begins)?;
+                found.iter().zip(drawn).for_each(|((place, _), row)| out[*place].push(row));
+            }
+            if !whole {
+                let (places, rest): (Vec<_>, Vec<_>) = rest.into_iter().unzip();
+                // Last: of what it has done, a prompt's tokens cannot be taken back, and of the others a row each can. What is begun
+                // ahead is begun for all or none, or they would never meet in a step again.
+                let rows = tried(|| self.step(rest, found.is_empty()))?;
+                places.into_iter().zip(rows).for_each(|(place, rows)| out[place] = rows);
+            }
+            Ok(())
+        };
+        done().inspect_err(|_| self.undo(&mut found, before))?;
         self.followed += at.len();
         Ok(out)
     }
 
-    /// Takes one row of each back: the step that it is of failed.
-    fn undo(&mut self, inputs: &mut [Placed]) {
+    /// Makes each what it was before: the step failed that took a row of it in.
+    pub(super) fn undo(&mut self, inputs: &mut [Placed], before: Vec<Before>) {
         self.ahead = None;
-        for (_, input) in inputs {
-            let tokens = input.sequence.len() - 1;
-            if let Err(error) = input.sequence.truncate(&mut self.pool, tokens) {
+        for ((_, input), before) in inputs.iter_mut().zip(before) {
+            if let Err(error) = input.sequence.take_back(&mut self.pool, before) {
                 tracing::error!(%error, "a step that failed could not be undone");
             }
         }

@@ -51,6 +51,10 @@ fn every_prefill_method_goes_with_every_decode_method() {
                 // Bounds that hold for every key are too wide for so few.
                 let read_all = settings["method"] == "dense" || settings["tail"] == "hard";
                 assert!(density > 0.0 && (density == 1.0) == read_all, "{pair}: {phase} has read {density}");
+                if phase == "decode" && settings["method"] == "dense" {
+                    assert!(part["audit"].is_null(), "{pair}: it is what others are compared with");
+                    continue;
+                }
                 assert_eq!(part["audit"]["heads"], rows * SHAPE.q_heads, "{pair}: {phase}");
                 let error = part["audit"]["error_mean"].as_f64().unwrap();
                 assert!((error < 1e-5) == read_all, "{pair}: {phase} errs by {error}");

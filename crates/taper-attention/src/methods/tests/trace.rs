@@ -53,6 +53,10 @@ fn of_answers_by_every_decode_method() {
             audited += usize::from(token.error.is_some());
             errors += f64::from(token.error.unwrap_or(0.0));
         }
+        if method.name == "dense" {
+            assert!(usage.audit.is_none() && audited == 0, "it is what others are compared with");
+            continue;
+        }
         let audit = usage.audit.unwrap();
         assert_eq!(audited * 6, audit.heads as usize, "{decode}");
         assert!((errors / audited as f64 - audit.error_mean).abs() < 1e-5, "{decode}");
