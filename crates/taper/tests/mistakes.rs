@@ -146,7 +146,9 @@ fn the_settings_that_would_be_are_shown_and_checked() {
     };
     assert_eq!(collector(&[], &[]).as_deref(), Some("\"http://c:4318/v1/traces\""));
     assert_eq!(collector(&["--otlp-traces-endpoint", "http://d"], &[]).as_deref(), Some("\"http://d\""));
-    assert_eq!(collector(&[], &[("TAPER_OTLP_TRACES_ENDPOINT", "")]).as_deref(), Some("\"\""));
+    assert_eq!(collector(&["--otlp-traces-endpoint", ""], &[]).as_deref(), Some("\"\""));
+    let empty = &[("TAPER_OTLP_TRACES_ENDPOINT", ""), ("TAPER_KV_MEMORY", ""), ("TAPER_PORT", "")];
+    assert_eq!(collector(&[], empty), collector(&[], &[]));
     let key = path.to_str().expect("UTF-8");
     for (args, variables, says) in [
         (&["--tls-cert", key][..], &[][..], "tls_cert needs tls_key"),
