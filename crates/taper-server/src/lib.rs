@@ -34,6 +34,7 @@ mod tokens;
 mod tools;
 
 pub use app::{Origins, ServerConfig, router};
+pub use attention::phase as method_phase;
 pub use error::ApiError;
 pub use keys::Keys;
 pub use live::{Live, Presets};

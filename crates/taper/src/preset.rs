@@ -6,6 +6,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 use taper_attention::{Artifacts, AttentionSpec, nearest};
+use taper_server::method_phase;
 
 static OWN: Dir = include_dir!("$CARGO_MANIFEST_DIR/../../configs/attention");
 
@@ -88,8 +89,10 @@ impl Presets {
         }
         let names: Vec<&str> = self.0.keys().map(String::as_str).collect();
         let hint = nearest(text, &names).map_or(String::new(), |name| format!(", did you mean {name}?"));
+        // Of a method's name just that.
+        let (phase, method) = method_phase(text).map_or(("decode", "quest"), |phase| (phase, text));
         bail!(
-            "no attention preset is called {text:?}{hint}; presets: {}; or give JSON, such as {{\"decode\": \"quest\"}}",
+            "no attention preset is called {text:?}{hint}; presets: {}; or give JSON, such as {{{phase:?}: {method:?}}}",
             names.join(", ")
         )
     }
@@ -150,6 +153,7 @@ mod tests {
         assert_eq!(find(r#" {"decode": {"method": "vattention"}}"#).unwrap().names(), ("dense", "vattention"));
         let error = |text| format!("{:#}", find(text).unwrap_err());
         assert!(error("densee").contains("did you mean dense?"), "{}", error("densee"));
+        assert!(error("hip").ends_with(r#"or give JSON, such as {"prefill": "hip"}"#), "{}", error("hip"));
         assert!(error("{").contains("not valid JSON"));
         let bad = error(r#"{"decode": {"method": "vattention", "epsilon": 7}}"#);
         assert!(bad.starts_with("attention.decode.epsilon: "), "{bad}");
