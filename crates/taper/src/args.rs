@@ -116,9 +116,9 @@ pub struct GenerateArgs {
 
 #[derive(Debug, Args)]
 #[command(after_help = "In the chat:
-  /attention <preset or JSON>   change how the next answers attend
-  /reset                        forget the conversation
-  /quit                         leave (so does the end of input)
+  /attention <preset, method or JSON>   change how the next answers attend; a method goes by its defaults
+  /reset                                forget the conversation
+  /quit                                 leave (so does the end of input)
 A line that begins with a space goes to the model, whatever follows.
 
 Example:

@@ -1,7 +1,8 @@
 //! What cannot be done ends with exit code 2 and one clear line.
 
+use std::io::Write;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 fn fails(args: &[&str], says: &str) {
     let output = Command::new(env!("CARGO_BIN_EXE_taper")).args(args).output().expect("the program starts");
@@ -113,6 +114,27 @@ fn an_answer_shorter_than_was_wanted_is_said_to_be() {
     let says = "warning: --max-tokens: 62 is more than fits after the prompt's 3 tokens; at most 61 are generated\n";
     assert_eq!(run("62"), says);
     assert_eq!(run("61"), "");
+}
+
+/// What is said to standard error; `input` comes from standard input.
+fn said(args: &[&str], input: &str) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_taper"));
+    command.args(args).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("the program starts");
+    child.stdin.take().expect("piped").write_all(input.as_bytes()).expect("taken");
+    let output = child.wait_with_output().expect("it ends");
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stderr).expect("UTF-8")
+}
+
+#[test]
+fn a_chat_says_what_attention_it_has_from_now_on() {
+    let model = tiny_model();
+    let chat = ["chat", "--kv-memory", "64MiB", "--model", model.path().to_str().expect("UTF-8")];
+    let said = said(&chat, "/attention quest\n/attention delta\n/attention qest\n/quit\n");
+    let lines: Vec<&str> = said.lines().collect();
+    assert_eq!(lines[..2], ["prompts go by dense, answers by quest", "prompts go by delta, answers by dense"]);
+    assert!(lines.len() == 3 && lines[2].contains("did you mean quest?"), "{said}");
 }
 
 #[test]
