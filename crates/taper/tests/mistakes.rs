@@ -138,6 +138,22 @@ fn a_chat_says_what_attention_it_has_from_now_on() {
 }
 
 #[test]
+fn what_attention_did_has_no_density_of_nothing() {
+    let model = tiny_model();
+    let model = model.path().to_str().expect("UTF-8");
+    let densities = |tokens: &str| {
+        let line = format!("generate --prompt xxx --kv-memory 64MiB --usage --max-tokens {tokens} --model {model}");
+        let said = said(&line.split(' ').collect::<Vec<_>>(), "");
+        let told = said.lines().find_map(|line| line.strip_prefix("attention ")).unwrap_or_else(|| panic!("{said}"));
+        let told: serde_json::Value = serde_json::from_str(told).expect("JSON");
+        ["prefill", "decode"].map(|phase| told[phase].get("density").cloned())
+    };
+    // The prompt gives the first token.
+    assert_eq!(densities("1"), [Some(1.0.into()), None]);
+    assert_eq!(densities("2"), [Some(1.0.into()), Some(1.0.into())]);
+}
+
+#[test]
 fn the_settings_that_would_be_are_shown_and_checked() {
     let check = |args: &[&str], variables: &[(&str, &str)]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_taper"));
