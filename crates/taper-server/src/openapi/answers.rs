@@ -289,9 +289,8 @@ pub(crate) struct OutputText {
     /// Always empty.
     #[schema(value_type = Vec<Object>)]
     annotations: Vec<Value>,
-    /// Always empty.
-    #[schema(value_type = Vec<Object>)]
-    logprobs: Vec<Value>,
+    /// Its tokens, where `include` or `top_logprobs` asks for their log probabilities.
+    logprobs: Vec<ChatToken>,
 }
 
 /// Why a response failed after it had begun.
