@@ -7,7 +7,7 @@ use crate::knobs;
 use crate::request_id::RequestId;
 use crate::sampling::Common;
 use crate::tools::{Calls, Tools};
-use crate::{stream, structured};
+use crate::{stream, structured, usage};
 use axum::Json;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
@@ -340,12 +340,12 @@ impl Total {
         let all: Vec<AttentionUsage> = self.attention.into_iter().flat_map(|(_, a)| a).collect();
         let attention = match &all[..] {
             [] => Value::Null,
-            [one] => json!(one),
+            [one] => usage::attention(one),
             [_, ..] => {
-                let choices = json!(all);
+                let choices: Vec<Value> = all.iter().map(usage::attention).collect();
                 let mut attention = choices[0].clone();
                 attention.as_object_mut().into_iter().for_each(|first| drop(first.shift_remove("trace")));
-                attention["choices"] = choices;
+                attention["choices"] = json!(choices);
                 attention
             }
         };

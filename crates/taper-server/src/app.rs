@@ -14,7 +14,7 @@ use axum::middleware;
 use std::fmt::Display;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use taper_attention::Artifacts;
+use taper_attention::{Artifacts, nearest};
 use taper_engine::Engine;
 use tokio::sync::Semaphore;
 use tower::util::option_layer;
@@ -113,6 +113,29 @@ pub(crate) struct App {
     pub(crate) bodies: Arc<Semaphore>,
 }
 
+/// Paths that clients miss by a base with `/v1` too few or too many, or by a slip.
+const PATHS: [&str; 10] = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/models",
+    "/v1/attention/methods",
+    "/tokenize",
+    "/detokenize",
+    "/health",
+    "/metrics",
+];
+
+/// The one that a path which leads nowhere most likely means.
+fn meant(path: &str) -> Option<&'static str> {
+    fn end(path: &str) -> &str {
+        path.trim_end_matches('/').trim_start_matches("/v1")
+    }
+    let close = || (path.len() < 64).then(|| nearest(path, &PATHS)).flatten();
+    PATHS.into_iter().find(|known| end(known) == end(path)).or_else(close)
+}
+
 /// All routes.
 pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
     let live = Arc::clone(&config.live);
@@ -122,7 +145,10 @@ pub fn router(engine: Arc<Engine>, config: ServerConfig) -> Router {
     let guard = middleware::from_fn_with_state(Arc::clone(&app), origin::check);
     let line = middleware::from_fn_with_state(Arc::clone(&app), access::around);
     routes::all()
-        .fallback(async |uri: Uri| ApiError::new(StatusCode::NOT_FOUND, format!("no such path: {}", uri.path())))
+        .fallback(async |uri: Uri| {
+            let hint = meant(uri.path()).map_or(String::new(), |path| format!("; did you mean {path}?"));
+            ApiError::new(StatusCode::NOT_FOUND, format!("no such path: {}{hint}", uri.path()))
+        })
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             let message = format!("{} does not take {method}; the header Allow names what it takes", uri.path());
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, message)

@@ -58,9 +58,20 @@ fn preset(name: &str, config: &ServerConfig) -> Result<AttentionSpec, ApiError> 
     presets.get(name).cloned().ok_or_else(|| {
         let names: Vec<&str> = presets.keys().map(String::as_str).collect();
         let hint = nearest(name, &names).map_or(String::new(), |name| format!(", did you mean {name:?}?"));
+        let method = phase(name).map_or(String::new(), |phase| format!("; the method is {{{phase:?}: {name:?}}}"));
         let (name, names) = (brief(&name.into()), names.join(", "));
-        ApiError::invalid("attention", format!("attention: no preset is called {name}{hint}; there are {names}"))
+        ApiError::invalid(
+            "attention",
+            format!("attention: no preset is called {name}{hint}; there are {names}{method}"),
+        )
     })
+}
+
+/// What a method of this name attends: answers (`decode`), and where it cannot, prompts (`prefill`).
+pub fn phase(name: &str) -> Option<&'static str> {
+    let methods = taper_attention::catalogue();
+    let is = |phase: &&str| methods.iter().any(|method| method.phase == *phase && method.name == name);
+    ["decode", "prefill"].into_iter().find(is)
 }
 
 /// Tokens of a prompt's end that are the question; `found` says where it begins if the request does not.

@@ -32,10 +32,13 @@ mod stream;
 mod structured;
 mod tokens;
 mod tools;
+mod usage;
 
 pub use app::{Origins, ServerConfig, router};
+pub use attention::phase as method_phase;
 pub use error::ApiError;
 pub use keys::Keys;
 pub use live::{Live, Presets};
 pub use serve::{Certificate, Tls, serve};
 pub use spans::Spans;
+pub use usage::attention as attention_usage;

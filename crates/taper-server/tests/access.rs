@@ -239,6 +239,10 @@ async fn attention_may_be_a_presets_name() {
     let wrong = ask(json!({"attention": "lonk"})).await;
     let said = "attention: no preset is called \"lonk\", did you mean \"long\"?; there are dense, long";
     assert_eq!((wrong.status, wrong.error()), (StatusCode::BAD_REQUEST, (said.into(), json!("attention"))));
+    for (name, method) in [("quest", "decode"), ("streaming_llm", "decode"), ("hip", "prefill")] {
+        let said = format!("; the method is {{\"{method}\": \"{name}\"}}");
+        assert!(ask(json!({"attention": name})).await.error().0.ends_with(&said), "{name}");
+    }
     let both = json!({"vllm_xargs": {"attention_preset": "long", "attention_decode_method": "dense"}});
     assert_eq!(ask(both).await.status, StatusCode::BAD_REQUEST);
     let listed = server.get("/v1/attention/methods").await.json()["presets"].clone();

@@ -55,6 +55,18 @@ async fn paths_and_methods_that_do_not_exist() {
     let missing = server.get("/v1/nothing").await;
     assert_eq!(missing.status, StatusCode::NOT_FOUND);
     assert_eq!(missing.error().0, "no such path: /v1/nothing");
+    for (path, meant) in [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/models", "/v1/models"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/tokenize", "/tokenize"),
+        ("/healthz", "/health"),
+    ] {
+        let missed = server.get(path).await;
+        assert_eq!(missed.error().0, format!("no such path: {path}; did you mean {meant}?"));
+        assert_ne!(server.get(meant).await.status, StatusCode::NOT_FOUND);
+    }
     assert_eq!(missing.json()["error"]["type"], "NotFoundError");
     let wrong = server.get("/v1/completions").await;
     assert_eq!(wrong.status, StatusCode::METHOD_NOT_ALLOWED);

@@ -131,7 +131,12 @@ async fn requests_and_their_answers_are_as_it_says() {
             "TextCompletion",
             json!({"prompt": [1, 2], "echo": true, "logprobs": 1, "max_tokens": 0, "best_of": 2, "priority": 1}),
         ),
-        ("/v1/responses", "ResponseRequest", "ResponseAnswer", json!({"input": "hi", "max_output_tokens": 9})),
+        (
+            "/v1/responses",
+            "ResponseRequest",
+            "ResponseAnswer",
+            json!({"input": "hi", "max_output_tokens": 9, "top_logprobs": 1}),
+        ),
         ("/v1/embeddings", "EmbeddingRequest", "Embeddings", json!({"input": ["a", "b"], "encoding_format": "base64"})),
         ("/tokenize", "TokenizeRequest", "Tokens", json!({"prompt": "hello", "return_token_strs": true})),
         ("/detokenize", "DetokenizeRequest", "Prompt", json!({"tokens": [1, 2]})),

@@ -326,3 +326,27 @@ async fn what_cannot_be_is_refused_in_this_requests_words() {
     assert_eq!((&last["type"], &last["response"]["status"]), (&json!("response.failed"), &json!("failed")));
     assert!(last["response"]["error"]["message"].as_str().unwrap().contains("not finite"), "{last}");
 }
+
+#[tokio::test]
+async fn a_stream_that_fails_ends_with_what_there_was() {
+    // The third token fails.
+    let failed = |script: &'static str, tools: Value| async move {
+        let extra = json!({"input": "NAN", "stream": true, "tools": tools});
+        events(&ask(&roomy(script), extra).await)
+    };
+    let told = failed("The sky", json!([])).await;
+    let last = &told[told.len() - 1]["response"];
+    let output = last["output"].as_array().unwrap();
+    assert_eq!((output.len(), &last["status"], &last["usage"]), (1, &json!("failed"), &Value::Null), "{last}");
+    assert_eq!((&output[0]["status"], &output[0]["content"][0]["text"]), (&json!("incomplete"), &json!("Th")));
+    let kinds: Vec<&str> = told.iter().rev().take(4).map(|event| event["type"].as_str().unwrap()).collect();
+    assert_eq!(
+        kinds,
+        ["response.failed", "response.output_item.done", "response.content_part.done", "response.output_text.done"]
+    );
+    assert_eq!(told[told.len() - 2]["item"], output[0]);
+    // Nothing was told of what may become a call.
+    let tools = json!([{"type": "function", "name": "get_weather", "parameters": {"type": "object"}}]);
+    let told = failed("<tool_call>", tools).await;
+    assert_eq!(told[told.len() - 1]["response"]["output"], json!([]));
+}

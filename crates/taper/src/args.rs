@@ -3,6 +3,7 @@
 use crate::bench_model::BenchModelArgs;
 use crate::load_test::BenchServeArgs;
 use crate::settings::{ModelArgs, ServeArgs};
+use crate::train::TrainArgs;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 
@@ -115,9 +116,9 @@ pub struct GenerateArgs {
 
 #[derive(Debug, Args)]
 #[command(after_help = "In the chat:
-  /attention <preset or JSON>   change how the next answers attend
-  /reset                        forget the conversation
-  /quit                         leave (so does the end of input)
+  /attention <preset, method or JSON>   change how the next answers attend; a method goes by its defaults
+  /reset                                forget the conversation
+  /quit                                 leave (so does the end of input)
 A line that begins with a space goes to the model, whatever follows.
 
 Example:
@@ -342,152 +343,6 @@ pub struct BenchMethodsArgs {
     pub markdown: Option<PathBuf>,
 }
 
-#[derive(Debug, Args)]
-pub struct TrainArgs {
-    #[command(subcommand)]
-    pub what: Train,
-}
-
-#[derive(Debug, Subcommand)]
-#[command(after_help = "The model runs densely over text; every eighth sequence is held out, and a table says how much
-of its attention mass the keys that the method would read hold (of decode methods: of that on far keys). Without --text the text is generated prose, which
-has little to say about the model's use. Ctrl-C ends the run; finished layers are in the file, and --resume keeps them.
-
-Examples:
-  taper train saap --model ./model --text book.txt --out artefacts --layers 1-29
-  taper train kmeans --rope --out artefacts --clusters 512
-  taper train double_sparsity --text texts/ --out artefacts
-  taper train sample_attention --text texts/ --out artefacts --length 8192 --queries 512 --cra 0.97
-  taper serve --model ./model --artifacts artefacts --attention '{\"decode\": {\"method\": \"saap\"}}'")]
-pub enum Train {
-    /// The channels by which Double Sparsity ranks keys
-    #[command(name = "double_sparsity")]
-    DoubleSparsity {
-        #[command(flatten)]
-        common: TrainCommon,
-        /// Channels of a KV head [default: a quarter of its width]
-        #[arg(long, value_name = "N")]
-        channels: Option<usize>,
-    },
-    /// Clusters of keys
-    #[command(name = "kmeans")]
-    KMeans {
-        #[command(flatten)]
-        common: TrainCommon,
-        /// Cluster keys after the rotary embedding
-        #[arg(long)]
-        rope: bool,
-        /// Clusters of a KV head [default: four times the root of --length, as a power of two]
-        #[arg(long, value_name = "N")]
-        clusters: Option<usize>,
-    },
-    /// SAAP's clusters of keys and its classifier of queries
-    #[command(name = "saap")]
-    Saap {
-        #[command(flatten)]
-        common: TrainCommon,
-        /// Clusters of a KV head [default: four times the root of --length, as a power of two]
-        #[arg(long, value_name = "N")]
-        clusters: Option<usize>,
-        #[command(flatten)]
-        network: NetworkArgs,
-    },
-    /// HashAttention's maps from queries and keys to codes
-    #[command(name = "hash_attention")]
-    HashAttention {
-        #[command(flatten)]
-        common: TrainCommon,
-        #[command(flatten)]
-        network: NetworkArgs,
-    },
-    /// A pattern of MInference for every query head
-    #[command(name = "minference")]
-    MInference {
-        #[command(flatten)]
-        common: TrainCommon,
-        /// Keys that a row reads on average, whatever the pattern [default: an eighth of --length, at least 512]
-        #[arg(long, value_name = "N")]
-        keys: Option<usize>,
-    },
-    /// SampleAttention's thresholds, for prompts of --length and of each half of it
-    #[command(name = "sample_attention")]
-    SampleAttention {
-        #[command(flatten)]
-        common: TrainCommon,
-        /// Share of the attention mass that rows keep on average
-        #[arg(long, value_name = "SHARE", default_value_t = 0.95, value_parser = share_kept)]
-        cra: f64,
-    },
-}
-
-#[derive(Debug, Args)]
-#[command(
-    mut_arg("attention", |a| a.hide(true)),
-    mut_arg("presets", |a| a.hide(true)),
-    mut_arg("artifacts", |a| a.hide(true)),
-    mut_arg("kv_memory", |a| a.hide(true)),
-    mut_arg("kv_offload", |a| a.hide(true)),
-    mut_arg("kv_offload_dir", |a| a.hide(true)),
-    mut_arg("kv_dtype", |a| a.hide(true))
-)]
-pub struct TrainCommon {
-    #[command(flatten)]
-    pub model: ModelArgs,
-    /// Text to learn from: a file, or a folder of .txt and .md files; may be repeated [default: generated prose]
-    #[arg(long, value_name = "FILE|FOLDER")]
-    pub text: Vec<PathBuf>,
-    /// Folder that the artefact is written to
-    #[arg(long, value_name = "DIR")]
-    pub out: PathBuf,
-    /// Layers, such as 3,7-9 [default: all]
-    #[arg(long, value_name = "LAYERS", value_parser = layers)]
-    pub layers: Option<Layers>,
-    /// Tokens of a sequence
-    #[arg(long, value_name = "TOKENS", default_value_t = 4096, value_parser = positive)]
-    pub length: usize,
-    /// Most sequences
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = positive)]
-    pub sequences: usize,
-    /// Most queries of a sequence and head; of minference and sample_attention in whole blocks of 64
-    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = positive)]
-    pub queries: usize,
-    /// Decode methods: tokens at the start that are read whatever is learned [default: 1 of kmeans and saap; 4; 128 of hash_attention]
-    #[arg(long, value_name = "TOKENS")]
-    pub sink: Option<usize>,
-    /// Decode methods: recent tokens that are read whatever is learned [default: 2047 of kmeans and saap, at most a quarter of --length;
-    /// 64 and 128, at most a sixteenth]
-    #[arg(long, value_name = "TOKENS")]
-    pub window: Option<usize>,
-    /// Seed of generated text, clusters and networks
-    #[arg(long, default_value_t = 1, allow_negative_numbers = true, value_parser = seed)]
-    pub seed: u64,
-    /// Memory for captured queries and keys; the more, the fewer passes over the text
-    #[arg(long, value_name = "SIZE", default_value = "2GiB")]
-    pub memory: String,
-    /// Keep the finished layers of the file that is there
-    #[arg(long)]
-    pub resume: bool,
-    /// Write the table of what was measured
-    #[arg(long, value_name = "FILE")]
-    pub markdown: Option<PathBuf>,
-}
-
-#[derive(Debug, Clone, Args)]
-pub struct NetworkArgs {
-    /// Width of hidden layers [default: four times a head's of saap, 128 of hash_attention]
-    #[arg(long, value_name = "N")]
-    pub hidden: Option<usize>,
-    /// Steps of training [default: 1000 of saap, 1500 of hash_attention]
-    #[arg(long, value_name = "N")]
-    pub iterations: Option<usize>,
-    /// Queries of a step of saap [default: 1000], rows of one of hash_attention [default: 64]
-    #[arg(long, value_name = "N")]
-    pub batch: Option<usize>,
-    /// Learning rate at the start [default: 1e-3]
-    #[arg(long, value_name = "RATE")]
-    pub learning_rate: Option<f64>,
-}
-
 /// Layers of a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layers(pub Vec<usize>);
@@ -507,13 +362,13 @@ pub(crate) fn positive(text: &str) -> Result<usize, String> {
 }
 
 /// A negative seed is the same as in a request: what it is modulo 2^64.
-fn seed(text: &str) -> Result<u64, String> {
+pub(crate) fn seed(text: &str) -> Result<u64, String> {
     let parsed = text.parse::<u64>().or_else(|_| text.parse::<i64>().map(|seed| seed as u64));
     parsed.map_err(|_| "must be a whole number of 64 bits".into())
 }
 
 /// Numbers and ranges with commas between them. No model has more layers than a range may span.
-fn layers(text: &str) -> Result<Layers, String> {
+pub(crate) fn layers(text: &str) -> Result<Layers, String> {
     let invalid = || format!("{text:?} must be layers such as 3 or 3,7-9");
     let mut layers = Vec::new();
     for part in text.split(',') {
@@ -540,13 +395,10 @@ fn share(text: &str) -> Result<f32, String> {
     text.parse().ok().filter(|&p| p > 0.0 && p <= 1.0).ok_or_else(|| "must be a number in (0, 1]".into())
 }
 
-fn share_kept(text: &str) -> Result<f64, String> {
-    text.parse().ok().filter(|&p| p > 0.0 && p <= 1.0).ok_or_else(|| "must be a number in (0, 1]".into())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::train::Train;
     use clap::CommandFactory;
 
     #[test]

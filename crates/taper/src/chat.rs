@@ -64,8 +64,12 @@ pub fn run(args: ChatArgs) -> Result<()> {
             Line::Empty => continue,
             Line::Quit => break,
             Line::Reset => messages = system.iter().cloned().collect(),
-            Line::Attention(text) => match config.presets.find(text, &artifacts) {
-                Ok(spec) => attention = Arc::new(spec),
+            Line::Attention(text) => match config.presets.meant(text, &artifacts) {
+                Ok(spec) => {
+                    let (prefill, decode) = spec.names();
+                    eprintln!("prompts go by {prefill}, answers by {decode}");
+                    attention = Arc::new(spec);
+                }
                 Err(error) => eprintln!("{}", talk::told(&error)),
             },
             Line::Unknown(command) => {

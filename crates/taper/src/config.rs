@@ -187,7 +187,7 @@ fn keys(file: Option<&Path>, variable: Option<OsString>) -> Result<Keys> {
         bail!("{}: holds no keys", file.unwrap_or(Path::new("")).display());
     }
     if let Some(key) = variable {
-        // What is no text holds no key, which must not let everyone in.
+        // What is no text, or empty, holds no key, which must not let everyone in.
         keys.add(KEY_VARIABLE, &key.to_string_lossy()).map_err(|e| anyhow!("{e}"))?;
     }
     Ok(keys)

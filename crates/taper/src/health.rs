@@ -3,6 +3,7 @@
 use crate::args::HealthArgs;
 use crate::settings::{ServeArgs, Settings};
 use anyhow::{Context, Result, bail};
+use reqwest::Url;
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -15,7 +16,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// No answer in five seconds, or another one than 200.
 pub fn run(args: HealthArgs) -> Result<()> {
     let base = match args.url {
-        Some(url) => url.trim_end_matches('/').to_owned(),
+        Some(url) => given(&url)?,
         None => {
             let given = ServeArgs { config: args.config, ..ServeArgs::default() };
             own(&Settings::read(given, std::env::vars_os())?)
@@ -26,9 +27,16 @@ pub fn run(args: HealthArgs) -> Result<()> {
     runtime.block_on(ask(&url)).context(url)
 }
 
+/// The address that was given, without a slash at its end.
+fn given(url: &str) -> Result<String> {
+    let parsed = Url::parse(url).ok().filter(|url| ["http", "https"].contains(&url.scheme()));
+    parsed.with_context(|| format!("--url: {url:?} must be like http://127.0.0.1:8080"))?;
+    Ok(url.trim_end_matches('/').to_owned())
+}
+
 async fn ask(url: &str) -> Result<()> {
     let http = reqwest::Client::builder().timeout(PATIENCE).danger_accept_invalid_certs(true).no_proxy().build()?;
-    let answer = http.get(url).send().await?;
+    let answer = http.get(url).send().await.map_err(reqwest::Error::without_url)?;
     match answer.status().as_u16() {
         200 => Ok(()),
         status => bail!("answers {status}: {}", answer.text().await?),
@@ -87,6 +95,11 @@ mod tests {
         asked(false).unwrap();
         assert!(format!("{:#}", asked(true).unwrap_err()).ends_with("answers 503: busy"));
         assert_eq!(server.join().unwrap(), ["GET /health ", "GET /ready H"]);
-        assert!(asked(false).is_err(), "nobody is there any more");
+        let gone = format!("{:#}", asked(false).unwrap_err());
+        assert_eq!(gone.matches(url.trim_end_matches('/')).count(), 1, "said once: {gone}");
+        for url in ["127.0.0.1:8080", "localhost:8080", "nowhere"] {
+            let error = run(HealthArgs { url: Some(url.into()), ready: false, config: None }).unwrap_err();
+            assert_eq!(error.to_string(), format!("--url: {url:?} must be like http://127.0.0.1:8080"));
+        }
     }
 }

@@ -19,7 +19,7 @@ mod settings;
 mod talk;
 mod train;
 
-use args::{Bench, BenchArgs, Cli, Command, ConfigArgs, ConfigCommand, Eval, EvalArgs, TrainArgs};
+use args::{Bench, BenchArgs, Cli, Command, ConfigArgs, ConfigCommand, Eval, EvalArgs};
 use clap::Parser;
 use mimalloc::MiMalloc;
 use settings::LogFormat;
@@ -27,6 +27,7 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use tracing_subscriber::EnvFilter;
+use train::TrainArgs;
 
 /// A layer's scores are megabytes that come and go with every token: the system's allocator would give them back and clear
 /// new ones each time.

@@ -138,7 +138,7 @@ pub struct ServerArgs {
     /// The certificate's private key in PEM
     #[arg(long, value_name = "FILE")]
     pub tls_key: Option<PathBuf>,
-    /// Collector that takes spans of requests, by OTLP over HTTP, such as http://localhost:4318/v1/traces; empty for none
+    /// Collector that takes spans of requests, by OTLP over HTTP, such as http://localhost:4318/v1/traces; '' for none
     /// [default: OpenTelemetry's variables, of which OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME and more hold too]
     #[arg(long, value_name = "URL")]
     pub otlp_traces_endpoint: Option<String>,
@@ -299,12 +299,14 @@ fn file(path: &Path) -> Result<Layer> {
     layer(&Settings { model, server })
 }
 
-/// Variables of our prefix with what they say, but for those that are about something else.
+/// Variables of our prefix with what they say, but for those that are about something else. One that is empty says nothing: so
+/// compose files hand on what is not set.
 fn ours(environment: impl Iterator<Item = (OsString, OsString)>) -> impl Iterator<Item = (String, String)> {
     environment
         .filter_map(|(variable, text)| Some((variable.into_string().ok()?, text.to_string_lossy().into_owned())))
         .filter(|(variable, text)| {
             variable.starts_with(PREFIX)
+                && !text.is_empty()
                 && ![KEY, CONFIG].contains(&variable.as_str())
                 && !of_kubernetes(variable, text)
         })
@@ -449,6 +451,21 @@ mod tests {
             said(read(&["--config", "nowhere.toml"], &named)).starts_with("nowhere.toml"),
             "the command line's goes first"
         );
+    }
+
+    #[test]
+    fn an_empty_variable_is_one_that_is_not_set() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("some.toml");
+        std::fs::write(&path, "kv_memory = '3GiB'\nport = 1\notlp_traces_endpoint = 'http://c:4318/'\n").unwrap();
+        let others = ["config", "qeue", "something_else_entirely"].map(str::to_owned);
+        let variables: Vec<String> =
+            names().into_iter().chain(others).map(|name| format!("TAPER_{}", name.to_uppercase())).collect();
+        let empty: Vec<(&str, &str)> = variables.iter().map(|variable| (variable.as_str(), "")).collect();
+        for line in [&[][..], &["--config", path.to_str().unwrap()]] {
+            assert_eq!(read(line, &empty).unwrap().text().unwrap(), read(line, &[]).unwrap().text().unwrap());
+        }
+        assert_eq!(unknown(empty.iter().map(|(name, text)| (name.into(), text.into()))), [""; 0]);
     }
 
     #[test]

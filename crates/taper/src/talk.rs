@@ -92,7 +92,7 @@ pub fn run(
             }
             Event::Done(usage) => {
                 if args.usage {
-                    report(&usage)?;
+                    report(&usage);
                 }
                 return Ok((text, usage));
             }
@@ -122,12 +122,11 @@ pub fn print(text: &str) -> std::io::Result<()> {
     out.flush()
 }
 
-fn report(usage: &Usage) -> Result<()> {
+fn report(usage: &Usage) {
     eprintln!("prompt {} tokens, answer {} tokens", usage.prompt_tokens, usage.completion_tokens);
     for attention in &usage.attention {
-        eprintln!("attention {}", serde_json::to_string(attention)?);
+        eprintln!("attention {}", taper_server::attention_usage(attention));
     }
-    Ok(())
 }
 
 #[cfg(test)]

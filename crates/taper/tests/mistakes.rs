@@ -1,7 +1,8 @@
 //! What cannot be done ends with exit code 2 and one clear line.
 
+use std::io::Write;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 fn fails(args: &[&str], says: &str) {
     let output = Command::new(env!("CARGO_BIN_EXE_taper")).args(args).output().expect("the program starts");
@@ -115,6 +116,43 @@ fn an_answer_shorter_than_was_wanted_is_said_to_be() {
     assert_eq!(run("61"), "");
 }
 
+/// What is said to standard error; `input` comes from standard input.
+fn said(args: &[&str], input: &str) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_taper"));
+    command.args(args).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("the program starts");
+    child.stdin.take().expect("piped").write_all(input.as_bytes()).expect("taken");
+    let output = child.wait_with_output().expect("it ends");
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stderr).expect("UTF-8")
+}
+
+#[test]
+fn a_chat_says_what_attention_it_has_from_now_on() {
+    let model = tiny_model();
+    let chat = ["chat", "--kv-memory", "64MiB", "--model", model.path().to_str().expect("UTF-8")];
+    let said = said(&chat, "/attention quest\n/attention delta\n/attention qest\n/quit\n");
+    let lines: Vec<&str> = said.lines().collect();
+    assert_eq!(lines[..2], ["prompts go by dense, answers by quest", "prompts go by delta, answers by dense"]);
+    assert!(lines.len() == 3 && lines[2].contains("did you mean quest?"), "{said}");
+}
+
+#[test]
+fn what_attention_did_has_no_density_of_nothing() {
+    let model = tiny_model();
+    let model = model.path().to_str().expect("UTF-8");
+    let densities = |tokens: &str| {
+        let line = format!("generate --prompt xxx --kv-memory 64MiB --usage --max-tokens {tokens} --model {model}");
+        let said = said(&line.split(' ').collect::<Vec<_>>(), "");
+        let told = said.lines().find_map(|line| line.strip_prefix("attention ")).unwrap_or_else(|| panic!("{said}"));
+        let told: serde_json::Value = serde_json::from_str(told).expect("JSON");
+        ["prefill", "decode"].map(|phase| told[phase].get("density").cloned())
+    };
+    // The prompt gives the first token.
+    assert_eq!(densities("1"), [Some(1.0.into()), None]);
+    assert_eq!(densities("2"), [Some(1.0.into()), Some(1.0.into())]);
+}
+
 #[test]
 fn the_settings_that_would_be_are_shown_and_checked() {
     let check = |args: &[&str], variables: &[(&str, &str)]| {
@@ -146,7 +184,9 @@ fn the_settings_that_would_be_are_shown_and_checked() {
     };
     assert_eq!(collector(&[], &[]).as_deref(), Some("\"http://c:4318/v1/traces\""));
     assert_eq!(collector(&["--otlp-traces-endpoint", "http://d"], &[]).as_deref(), Some("\"http://d\""));
-    assert_eq!(collector(&[], &[("TAPER_OTLP_TRACES_ENDPOINT", "")]).as_deref(), Some("\"\""));
+    assert_eq!(collector(&["--otlp-traces-endpoint", ""], &[]).as_deref(), Some("\"\""));
+    let empty = &[("TAPER_OTLP_TRACES_ENDPOINT", ""), ("TAPER_KV_MEMORY", ""), ("TAPER_PORT", "")];
+    assert_eq!(collector(&[], empty), collector(&[], &[]));
     let key = path.to_str().expect("UTF-8");
     for (args, variables, says) in [
         (&["--tls-cert", key][..], &[][..], "tls_cert needs tls_key"),

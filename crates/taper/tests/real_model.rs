@@ -416,5 +416,5 @@ fn generate_and_chat_answer_in_the_terminal() {
     let (out, err) = (String::from_utf8_lossy(&talk.stdout), String::from_utf8_lossy(&talk.stderr));
     assert!(talk.status.success(), "{err}");
     assert!(out.contains("Paris"), "{out}");
-    assert!(err.contains("no attention preset is called \"nonsense\""), "{err}");
+    assert!(err.contains("no attention preset or method is called \"nonsense\""), "{err}");
 }

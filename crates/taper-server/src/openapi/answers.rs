@@ -220,7 +220,7 @@ pub(crate) struct ResponseAnswer {
     /// `response`
     object: String,
     created_at: u64,
-    /// `completed`, or `incomplete` where its length ended it.
+    /// `completed`, `incomplete` where its length ended it, or in a stream `failed`, with the output that there was.
     status: String,
     model: String,
     output: Vec<OutputItem>,
@@ -228,7 +228,7 @@ pub(crate) struct ResponseAnswer {
     error: Option<ResponseError>,
     #[schema(required)]
     incomplete_details: Option<Incomplete>,
-    /// None in the events before the last.
+    /// None in the events before the last, and where it failed.
     #[schema(required)]
     usage: Option<ResponseUsage>,
     /// Always false.
@@ -289,15 +289,14 @@ pub(crate) struct OutputText {
     /// Always empty.
     #[schema(value_type = Vec<Object>)]
     annotations: Vec<Value>,
-    /// Always empty.
-    #[schema(value_type = Vec<Object>)]
-    logprobs: Vec<Value>,
+    /// Its tokens, where `include` or `top_logprobs` asks for their log probabilities.
+    logprobs: Vec<ChatToken>,
 }
 
 /// Why a response failed after it had begun.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct ResponseError {
-    /// `server_error`
+    /// `server_error` or `invalid_prompt`
     code: String,
     message: String,
 }

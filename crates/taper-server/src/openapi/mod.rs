@@ -6,6 +6,7 @@ pub(crate) mod answers;
 #[allow(dead_code)]
 pub(crate) mod requests;
 
+use crate::usage;
 use axum::Json;
 use serde_json::{Value, json};
 use taper_attention::AttentionSpec;
@@ -39,6 +40,7 @@ pub(crate) fn document(document: OpenApi) -> Json<Value> {
     let mut attention = AttentionSpec::default().document();
     let name = json!({"type": "string", "description": "A preset's name."});
     document["components"]["schemas"]["Attention"] = json!({"oneOf": [attention["schema"].take(), name]});
+    usage::describe(&mut document["components"]["schemas"]["PhaseUsage"]);
     // An event's data is JSON as text; what OpenAI streamed first ends with a word that is none, and may tell of a failure.
     let text = |content| json!({"type": "string", "contentMediaType": "application/json", "contentSchema": content});
     for event in ["ChatEvent", "TextEvent", "ResponseEvent"] {

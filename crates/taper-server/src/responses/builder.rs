@@ -207,6 +207,18 @@ impl Builder {
         events
     }
 
+    /// Ends the last item, in a response of this status.
+    fn end(&mut self, status: &str) -> Vec<Value> {
+        // A call may be whole where the answer is not, and a stop string may have cut it short.
+        let whole = self.calls.as_ref().is_none_or(Calls::whole);
+        let call = self.open.as_ref().is_some_and(|open| open["type"] == "function_call");
+        self.close(match (call, whole) {
+            (true, true) => "completed",
+            (true, false) => "incomplete",
+            (false, _) => status,
+        })
+    }
+
     /// The end: its events, and the whole response.
     pub(super) fn done(&mut self, total: Usage) -> (Vec<Value>, Value) {
         let cut = self.finish == Some(Finish::Length);
@@ -215,14 +227,7 @@ impl Builder {
         if self.open.is_none() && self.output.is_empty() && !self.calls.as_ref().is_some_and(Calls::forced) {
             events.extend(self.message());
         }
-        // A call may be whole where the answer is not, and a stop string may have cut it short.
-        let whole = self.calls.as_ref().is_none_or(Calls::whole);
-        let call = self.open.as_ref().is_some_and(|open| open["type"] == "function_call");
-        events.extend(self.close(match (call, whole) {
-            (true, true) => "completed",
-            (true, false) => "incomplete",
-            (false, _) => status,
-        }));
+        events.extend(self.end(status));
         let mut response = self.response(status);
         if cut {
             response["incomplete_details"] = json!({"reason": "max_output_tokens"});
@@ -240,16 +245,18 @@ impl Builder {
         (events, response)
     }
 
-    /// The end of one that failed after it had begun.
+    /// The end of one that failed after it had begun, with what there was of it.
     pub(super) fn failed(&mut self, error: &ApiError) -> Vec<Value> {
         self.failed.by(error);
+        let mut events = self.end("incomplete");
         let mut response = self.response("failed");
         let code = match error.status {
             400..500 => "invalid_prompt",
             _ => "server_error",
         };
         response["error"] = json!({"code": code, "message": error.body()["error"]["message"]});
-        vec![self.event("response.failed", json!({"response": response}))]
+        events.push(self.event("response.failed", json!({"response": response})));
+        events
     }
 }
 

@@ -1,8 +1,12 @@
 //! `taper train`: what attention methods learn offline.
 
-use crate::args::{NetworkArgs, Train, TrainCommon};
+mod args;
+
+pub use args::{Train, TrainArgs};
+
 use crate::{config, eval, load};
 use anyhow::{Context, Result, bail};
+use args::{NetworkArgs, TrainCommon};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
