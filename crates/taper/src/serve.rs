@@ -7,7 +7,6 @@ use crate::settings::{self, LogFormat, ServeArgs, Settings};
 use crate::talk;
 use anyhow::{Context, Result, anyhow, bail};
 use std::io::Write;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use taper_attention::Artifacts;
 use taper_engine::{Engine, of_them_offloaded};
@@ -95,7 +94,8 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     let engine = Arc::new(engine);
     let open = keys.is_empty();
     let names = if server.names.is_empty() { engine.model().id.clone() } else { server.names.join(", ") };
-    greet(&engine, &names, address, certificate.is_some(), attention.names(), log)?;
+    let scheme = if certificate.is_some() { "https" } else { "http" };
+    greet(&engine, &names, &format!("{scheme}://{address}"), open, attention.names(), log)?;
     match log {
         LogFormat::Text => {
             let text = text.trim_end().replace('\n', "\n  ");
@@ -126,19 +126,18 @@ async fn certificate(tls: &Tls) -> Result<Certificate> {
 fn greet(
     engine: &Engine,
     id: &str,
-    address: SocketAddr,
-    tls: bool,
+    url: &str,
+    open: bool,
     (prefill, decode): (&str, &str),
     log: LogFormat,
 ) -> Result<()> {
     let limits = engine.limits();
-    let scheme = if tls { "https" } else { "http" };
     let cache_mib = limits.cache_bytes >> 20;
     if log == LogFormat::Json {
         let (context, cache, offloaded) = (limits.context_tokens, limits.cache_tokens, limits.offloaded_tokens);
         tracing::info!(
             model = id,
-            url = format!("{scheme}://{address}"),
+            url,
             context_tokens = context,
             cache_tokens = cache,
             offloaded_tokens = offloaded,
@@ -150,18 +149,27 @@ fn greet(
         return Ok(());
     }
     let greeting = format!(
-        r#"taper serves {id} at {scheme}://{address}
+        "taper serves {id} at {url}
 context {} tokens, KV cache {} tokens{} in {} MiB, attention {prefill} / {decode} unless a request says otherwise
 
-curl {scheme}://{address}/v1/chat/completions -H 'Content-Type: application/json' -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "epsilon": 0.1}}'
+{}
 
-"#,
+",
         limits.context_tokens,
         limits.cache_tokens,
         of_them_offloaded(limits.offloaded_tokens),
-        cache_mib
+        cache_mib,
+        example(url, open)
     );
     Ok(talk::print(&greeting)?)
+}
+
+/// A first request.
+fn example(url: &str, open: bool) -> String {
+    let key = if open { "" } else { " -H 'Authorization: Bearer KEY'" };
+    format!(
+        r#"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "epsilon": 0.1}}'"#
+    )
 }
 
 /// Reads keys, default attention, presets and certificate again whenever SIGHUP asks for it. What cannot be used changes nothing.
@@ -257,5 +265,18 @@ impl Stops {
             self.next().await;
             std::process::exit(130);
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_example_has_a_key_where_one_is_wanted() {
+        let said = |open| example("http://127.0.0.1:8080", open);
+        assert!(said(true).starts_with("curl http://127.0.0.1:8080/v1/chat/completions -H 'Content-Type"));
+        assert_eq!(said(false).replace(" -H 'Authorization: Bearer KEY'", ""), said(true));
+        assert_ne!(said(false), said(true));
     }
 }
