@@ -111,6 +111,8 @@ pub(crate) struct App {
     pub(crate) parsing: Parsing,
     /// Room for the bodies that are read or parsed, in [pieces](crate::body::PIECE).
     pub(crate) bodies: Arc<Semaphore>,
+    /// How many there are in all.
+    pub(crate) pieces: usize,
 }
 
 /// Paths that clients miss by a base with `/v1` too few or too many, or by a slip.
@@ -170,7 +172,8 @@ impl App {
         }
         let pieces = config.body_bytes.div_ceil(PIECE).saturating_mul(BODIES).min(Semaphore::MAX_PERMITS);
         let metrics = Arc::new(Metrics::new(&engine, &config.names[0]));
-        Self { engine, config, metrics, parsing: Parsing::default(), bodies: Arc::new(Semaphore::new(pieces)) }
+        let bodies = Arc::new(Semaphore::new(pieces));
+        Self { engine, config, metrics, parsing: Parsing::default(), bodies, pieces }
     }
 
     /// Watches one prompt's events from now on, for metrics and spans.

@@ -16,6 +16,9 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 /// Bytes in which the room for bodies is counted.
 pub(crate) const PIECE: usize = 1024;
 
+/// Bytes that one of a body's values takes once it is parsed, which of numbers is far more than their text.
+const VALUE: usize = size_of::<Value>();
+
 /// So many bodies of the largest size may be read and parsed at a time.
 pub(crate) const BODIES: usize = 16;
 
@@ -43,6 +46,29 @@ impl Parsing {
     async fn turn(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
         let lane = if bytes > LARGE { &self.large } else { &self.small };
         Arc::clone(lane).acquire_owned().await.ok()
+    }
+}
+
+/// Values of a JSON text so far, at most.
+#[derive(Default)]
+struct Values {
+    count: usize,
+    in_text: bool,
+    escaped: bool,
+}
+
+impl Values {
+    fn see(&mut self, part: &[u8]) {
+        for byte in part {
+            match byte {
+                _ if self.escaped => self.escaped = false,
+                b'\\' => self.escaped = self.in_text,
+                b'"' => self.in_text = !self.in_text,
+                // Behind each of these one begins, or none.
+                b',' | b'[' | b'{' | b':' if !self.in_text => self.count += 1,
+                _ => {}
+            }
+        }
     }
 }
 
@@ -112,14 +138,24 @@ async fn read(request: Request, app: &App) -> Result<Body, ApiError> {
     // Memory that nothing is written to costs nothing, and what does not grow is not copied.
     let (mut bytes, mut room) = (Vec::with_capacity(told as usize), None::<OwnedSemaphorePermit>);
     let mut parts = body.into_data_stream();
+    let mut values = Values::default();
     while let Some(part) = parts.next().await {
         let part =
             part.map_err(|e| ApiError::new(StatusCode::BAD_REQUEST, format!("reading the request body: {e}")))?;
         if bytes.len() + part.len() > most {
             return Err(large());
         }
+        values.see(&part);
         let has = room.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
-        let more = (bytes.len() + part.len()).div_ceil(PIECE) - has;
+        let wanted = (bytes.len() + part.len()).max(values.count * VALUE).div_ceil(PIECE);
+        if wanted > app.pieces {
+            let message = format!(
+                "the request body has {} JSON values and more, which would take more memory than there is for bodies",
+                values.count
+            );
+            return Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message));
+        }
+        let more = wanted - has;
         let more = Arc::clone(&app.bodies).try_acquire_many_owned(more as u32).map_err(|_| {
             let message = "too many large request bodies are on their way; try again later";
             ApiError { retry_after: Some(1), ..ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message) }
@@ -206,5 +242,19 @@ mod tests {
         assert!(waits.await.unwrap().grammar.is_some());
         drop(bodies);
         assert!(held().await.unwrap().grammar.is_some());
+    }
+
+    #[test]
+    fn values_are_those_outside_of_texts() {
+        for (text, most) in
+            [(r#"{"prompt": [1, 2, 3], "n": 1}"#, 7), (r#"{"prompt": "a, b: [c] {d} \" , \\", "n": 1}"#, 4), ("[]", 1)]
+        {
+            for cut in 0..text.len() {
+                let mut values = Values::default();
+                let (one, two) = text.as_bytes().split_at(cut);
+                [one, two].map(|part| values.see(part));
+                assert_eq!(values.count, most, "{text} cut at {cut}");
+            }
+        }
     }
 }

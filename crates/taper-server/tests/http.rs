@@ -343,12 +343,20 @@ async fn bodies_that_are_no_request() {
         assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{raw}");
         answer.error();
     }
-    let deep = "[".repeat(900);
+    let deep = "[".repeat(200);
     assert_eq!(server.post_raw("/v1/completions", deep).await.status, StatusCode::BAD_REQUEST);
     let large = server.complete(complete(json!({"prompt": "p".repeat(1001)}))).await;
     assert_eq!(large.status, StatusCode::PAYLOAD_TOO_LARGE);
     assert_eq!(large.error().0, "the request body is larger than 1000 bytes, the limit here");
     assert_eq!(large.json()["error"]["type"], "Payload Too Large");
+    // What is small as text may be large once it is parsed.
+    let many = server.complete(complete(json!({ "prompt": vec![0; 450] }))).await;
+    assert_eq!(many.status, StatusCode::PAYLOAD_TOO_LARGE);
+    assert!(many.error().0.contains("JSON values and more"), "{:?}", many.error());
+    assert_ne!(
+        server.complete(complete(json!({ "prompt": ",".repeat(450) }))).await.status,
+        StatusCode::PAYLOAD_TOO_LARGE
+    );
 }
 
 #[tokio::test]
