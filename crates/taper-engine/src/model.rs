@@ -25,10 +25,9 @@ use taper_model::{
 pub use text::ModelText;
 
 /// How the KV cache stores keys and values.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CacheDType {
     /// Half precision: half the memory of f32.
-    #[default]
     F16,
     /// Single precision.
     F32,
@@ -44,8 +43,8 @@ pub struct CacheOptions {
     pub bytes: Option<u64>,
     /// What lies elsewhere beyond them.
     pub offload: Option<Offload>,
-    /// Type of keys and values.
-    pub dtype: CacheDType,
+    /// Type of keys and values; `None`: on a device bf16 beside weights of that type, else f16.
+    pub dtype: Option<CacheDType>,
     /// Whether prompts that begin alike share what they begin with.
     pub prefix: bool,
 }
@@ -137,6 +136,11 @@ impl From<KvError> for BackendError {
     }
 }
 
+/// The type of keys and values where nothing is said: on a device activations of another type would be rounded once more.
+fn own_dtype(on_device: bool, activation: DType) -> DType {
+    if on_device && activation == DType::BF16 { DType::BF16 } else { DType::F16 }
+}
+
 impl ModelBackend {
     /// Loads a model onto a device.
     ///
@@ -148,16 +152,17 @@ impl ModelBackend {
         cache: CacheOptions,
         device: &Device,
     ) -> Result<Self, LoadError> {
-        let dtype = match cache.dtype {
+        let asked = cache.dtype.map(|dtype| match dtype {
             CacheDType::F16 => DType::F16,
             CacheDType::F32 => DType::F32,
             CacheDType::BF16 => DType::BF16,
-        };
+        });
         if device.is_cuda() {
             // Before weights are loaded, which takes minutes.
-            runs_on_cuda(&ModelConfig::read(model)?.attention_shape(), dtype)?;
+            runs_on_cuda(&ModelConfig::read(model)?.attention_shape(), asked.unwrap_or(DType::F16))?;
         }
         let model = Model::load(model, options, device)?;
+        let dtype = asked.unwrap_or(own_dtype(device.is_cuda(), model.activation()));
         let shape = model.attention_shape();
         let shape = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
         let block = shape.block_bytes(dtype);

@@ -105,6 +105,11 @@ impl Model {
         &self.config
     }
 
+    /// The dtype of activations: on the CPU f32, on a device that of float weights.
+    pub fn activation(&self) -> DType {
+        self.activation
+    }
+
     /// What attention needs to know.
     pub fn attention_shape(&self) -> AttentionShape {
         self.config.attention_shape()

@@ -226,8 +226,8 @@ pub fn model(args: ModelArgs) -> Result<ModelConfig> {
     if threads == Some(0) {
         bail!("threads must be at least 1");
     }
-    let kv_dtype = args.kv_dtype.as_deref().map_or(Ok(CacheDType::default()), cache_dtype)?;
-    if device != DeviceChoice::Cpu && kv_dtype == CacheDType::F32 {
+    let kv_dtype = args.kv_dtype.as_deref().map_or(Ok(None), cache_dtype)?;
+    if device != DeviceChoice::Cpu && kv_dtype == Some(CacheDType::F32) {
         bail!("--kv-dtype: f32 goes with the device cpu alone; cuda has kernels for f16 and bf16");
     }
     Ok(ModelConfig {
@@ -279,13 +279,14 @@ pub fn device(name: &str) -> Result<DeviceChoice> {
     number.map(DeviceChoice::Cuda).with_context(|| format!("device {name:?}: must be cpu, cuda or cuda:N"))
 }
 
-fn cache_dtype(name: &str) -> Result<CacheDType> {
-    Ok(match name {
+fn cache_dtype(name: &str) -> Result<Option<CacheDType>> {
+    Ok(Some(match name {
+        "auto" => return Ok(None),
         "f16" => CacheDType::F16,
         "bf16" => CacheDType::BF16,
         "f32" => CacheDType::F32,
-        other => bail!("--kv-dtype: {other:?} must be f16, bf16 or f32"),
-    })
+        other => bail!("--kv-dtype: {other:?} must be auto, f16, bf16 or f32"),
+    }))
 }
 
 fn weight_dtype(name: &str) -> Result<WeightDType> {
@@ -465,7 +466,7 @@ mod tests {
             ("kv_offload_dir = '/tmp'\n", "--kv-offload-dir needs --kv-offload"),
             ("kv_offload = '2GiB'\nkv_offload_dir = '/tmp'\ndevice = 'cuda:1'\n", "goes with the device cpu"),
             ("kv_offload = '2 parsecs'\nkv_offload_dir = '/tmp'\n", "--kv-offload: \"2 parsecs\" has the unknown unit"),
-            ("kv_dtype = 'f8'\n", "--kv-dtype: \"f8\" must be f16, bf16 or f32"),
+            ("kv_dtype = 'f8'\n", "--kv-dtype: \"f8\" must be auto, f16, bf16 or f32"),
             ("kv_dtype = 'f32'\ndevice = 'cuda'\n", "--kv-dtype: f32 goes with the device cpu alone"),
             ("dtype = 'int4'\n", "must be auto, f32"),
             ("device = 'gpu'\n", "must be cpu, cuda or cuda:N"),

@@ -44,7 +44,7 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
         "weights {}{}, cache {}, on {}{}",
         args.model.dtype.as_deref().unwrap_or("auto"),
         if args.model.dequantize == Some(true) { " dequantized" } else { "" },
-        args.model.kv_dtype.as_deref().unwrap_or("f16"),
+        args.model.kv_dtype.as_deref().unwrap_or("auto"),
         args.model.device.as_deref().unwrap_or("cpu"),
         args.prefill_device.as_ref().map(|device| format!(", prompts on {device}")).unwrap_or_default(),
     );

@@ -66,7 +66,7 @@ pub struct ModelArgs {
     /// Folder of that file, on a disk; the device cpu alone has one
     #[arg(long, value_name = "DIR")]
     pub kv_offload_dir: Option<PathBuf>,
-    /// Type of cached keys and values: f16, bf16 or f32 [default: f16]
+    /// Type of cached keys and values: auto, f16, bf16 or f32 [default: auto, which on cuda is bf16 beside such weights, else f16]
     #[arg(long, value_name = "TYPE")]
     pub kv_dtype: Option<String>,
     /// Type that float weights are kept in: auto, f32, f16 or bf16 [default: auto, which is the file's own]
@@ -225,7 +225,7 @@ impl Settings {
             model: ModelArgs {
                 model: Some(taper_model::DEFAULT_MODEL.into()),
                 device: Some("cpu".into()),
-                kv_dtype: Some("f16".into()),
+                kv_dtype: Some("auto".into()),
                 dtype: Some("auto".into()),
                 dequantize: Some(false),
                 ..ModelArgs::default()

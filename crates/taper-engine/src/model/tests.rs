@@ -14,6 +14,15 @@ use taper_model::ModelFiles;
 
 const BLOCKS: usize = 5;
 
+#[test]
+fn a_cache_is_of_the_type_of_a_devices_activations() {
+    assert_eq!(own_dtype(true, DType::BF16), DType::BF16);
+    assert_eq!(own_dtype(true, DType::F16), DType::F16);
+    // Beside quantised weights activations are f32.
+    assert_eq!(own_dtype(true, DType::F32), DType::F16);
+    assert_eq!(own_dtype(false, DType::F32), DType::F16);
+}
+
 /// A real model, if a small one, with a context of one block and a cache of five.
 fn backend() -> ModelBackend {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../taper-model/tests/golden/llama3");

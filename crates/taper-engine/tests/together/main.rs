@@ -44,7 +44,7 @@ fn backend(blocks: u64, cache: CacheOptions) -> Result<ModelBackend, taper_engin
     hyper["max_position_embeddings"] = json!(CONTEXT);
     fs::write(folder.path().join("config.json"), hyper.to_string()).unwrap();
     let model = ResolvedModel { name: "tiny".into(), files: ModelFiles::Folder(folder.path().into()) };
-    let cache = CacheOptions { bytes: Some(blocks * BLOCK_BYTES), dtype: CacheDType::F32, ..cache };
+    let cache = CacheOptions { bytes: Some(blocks * BLOCK_BYTES), dtype: Some(CacheDType::F32), ..cache };
     ModelBackend::load(&model, &LoadOptions::default(), cache, &Device::Cpu)
 }
 

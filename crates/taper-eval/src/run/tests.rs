@@ -242,7 +242,7 @@ fn tiny(folder: &Path) -> ModelBackend {
     let tokenizer = read("tokenizers/smollm.json")["tokenizer"].to_string();
     std::fs::write(folder.join("tokenizer.json"), tokenizer).unwrap();
     let model = ResolvedModel { name: "tiny".into(), files: ModelFiles::Folder(folder.to_owned()) };
-    let cache = CacheOptions { dtype: CacheDType::F32, ..CacheOptions::default() };
+    let cache = CacheOptions { dtype: Some(CacheDType::F32), ..CacheOptions::default() };
     taper_engine::load(&model, &LoadOptions::default(), cache, &candle_core::Device::Cpu).unwrap().0
 }
 

@@ -217,7 +217,7 @@ fn what_is_trained_loads_for_its_model_alone_and_serves_requests() {
         let other = ModelKey { fingerprint: "another".into(), ..key };
         let foreign = Artifacts::open(folder.path(), &other).unwrap();
         assert_eq!((foreign.names().len(), foreign.foreign().count()), (0, 7));
-        let cache = CacheOptions { dtype: CacheDType::F32, ..CacheOptions::default() };
+        let cache = CacheOptions { dtype: Some(CacheDType::F32), ..CacheOptions::default() };
         let (mut backend, _) =
             taper_engine::load(&with_tokenizer(name).1, &LoadOptions::default(), cache, &candle_core::Device::Cpu)
                 .unwrap();
