@@ -26,6 +26,11 @@ impl<'a> Fields<'a> {
         format!("{}{name}", self.prefix)
     }
 
+    /// A field's value, whoever reads it.
+    pub(crate) fn peek(&self, name: &str) -> Option<&'a Value> {
+        self.map.get(name)
+    }
+
     /// A field of any type.
     pub(crate) fn get(&mut self, name: &'static str) -> Option<&'a Value> {
         self.seen.insert(name);

@@ -150,7 +150,8 @@ fn sampling(fields: &mut Fields<'_>, text: &dyn Text) -> Result<SamplingParams> 
     let temperature = temperature.unwrap_or(1.0);
     // Small enough for every JSON reader, so that the seed in the usage can be sent again. Whoever asks for the likeliest tokens
     // wants the same ones each time, also of attention that samples.
-    let fresh = || if temperature == 0.0 { 0 } else { u64::from(rand::random::<u32>()) };
+    let prompt = ["messages", "prompt", "input"].map(|name| fields.peek(name));
+    let fresh = || if temperature == 0.0 { own_seed(&prompt) } else { u64::from(rand::random::<u32>()) };
     Ok(SamplingParams {
         temperature,
         top_k: top_k.map(|k| k as usize),
@@ -270,6 +271,12 @@ pub(crate) fn ids(list: &[Value]) -> Option<Vec<u32>> {
     list.iter().map(|v| v.as_u64().and_then(|n| u32::try_from(n).ok())).collect()
 }
 
+/// A seed of 32 bits that a prompt decides, by FNV-1a. Of one for all prompts the same tokens would be audited in every answer.
+fn own_seed(prompt: &[Option<&Value>]) -> u64 {
+    let bytes = prompt.iter().flatten().flat_map(|value| value.to_string().into_bytes());
+    u64::from(bytes.fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -277,12 +284,16 @@ mod tests {
     use taper_engine::stub::StubText;
 
     #[test]
-    fn without_a_seed_all_draws_are_random_but_at_temperature_0_none() {
+    fn without_a_seed_all_draws_are_random_but_at_temperature_0_they_are_the_prompts() {
         let seed = |body: Value| {
             let body = body.as_object().cloned().unwrap_or_default();
             sampling(&mut Fields::new(&body, ""), &StubText).ok().map(|params| params.seed)
         };
-        assert_eq!(seed(json!({"temperature": 0})), Some(0));
+        let of = |prompt: &str| seed(json!({"temperature": 0, "prompt": prompt}));
+        assert_eq!(of("a"), of("a"));
+        assert_ne!(of("a"), of("b"));
+        assert_eq!(of("a"), seed(json!({"stream": true, "prompt": "a", "temperature": 0})));
+        assert!(of("a").is_some_and(|seed| u32::try_from(seed).is_ok()));
         assert_eq!(seed(json!({"temperature": 0, "seed": 7})), Some(7));
         // Of eight equal ones once in 2^224.
         for body in [json!({}), json!({"temperature": 0.1})] {

@@ -75,7 +75,10 @@ pub fn run(
             temperature: args.temperature,
             top_p: args.top_p,
             top_k: args.top_k,
-            seed: args.seed.unwrap_or_else(|| u64::from(rand::random::<u32>())),
+            // So that attention that samples is the same each time.
+            seed: args
+                .seed
+                .unwrap_or_else(|| if args.temperature == 0.0 { 0 } else { u64::from(rand::random::<u32>()) }),
             ..SamplingParams::default()
         },
         stop: StopRules { max_tokens: Some(args.max_tokens.min(room.max(1))), ..StopRules::default() },

@@ -52,7 +52,7 @@ pub(crate) struct Drawing {
     /// What logits of tokens in prompt and answer are divided by (multiplied, below 0).
     #[schema(minimum = 0.01, maximum = 10, default = 1)]
     repetition_penalty: Option<f32>,
-    /// Seed of all draws, the sampler's and attention's: an integer of 64 bits, signed or not. Without it a new one, which the usage tells.
+    /// Seed of all draws, the sampler's and attention's: an integer of 64 bits, signed or not. Without it a new one, or at temperature 0 one that the prompt decides, which the usage tells.
     seed: Option<i64>,
     /// Added to the logits of tokens, by id; each from -100 to 100.
     #[schema(value_type = Option<BTreeMap<String, f32>>)]
