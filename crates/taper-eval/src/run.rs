@@ -39,7 +39,7 @@ pub struct Plan {
     /// How the question after the context is attended. By the decode method, only the context is prefilled once for
     /// all of them.
     pub question: Question,
-    /// Share of (layer, token) pairs compared with dense attention, 0 to 1.
+    /// Share of tokens compared with dense attention, in all layers, 0 to 1.
     pub audit: f64,
     /// What methods learned offline.
     pub artifacts: Artifacts,

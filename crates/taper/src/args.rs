@@ -251,7 +251,7 @@ pub struct NeedleArgs {
     /// Seed of questions and methods
     #[arg(long, default_value_t = 1, allow_negative_numbers = true, value_parser = seed)]
     pub seed: u64,
-    /// Share of (layer, token) pairs compared with dense attention, for the mean error beside accuracy and density; 0 for none
+    /// Share of tokens compared with dense attention, in all layers, for the mean error beside accuracy and density; 0 for none
     #[arg(long, value_name = "SHARE", default_value_t = 0.005, value_parser = audit)]
     pub audit: f64,
     /// Write every answer and the table, as they come
