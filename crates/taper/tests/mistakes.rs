@@ -65,7 +65,7 @@ fn arguments_that_mean_nothing() {
             "--kv-memory: \"many\" has the unknown unit \"many\"; write for example 512MiB or 2GiB",
         ),
         ("--kv-memory", "-1GiB", "--kv-memory: \"-1GiB\" must be greater than 0"),
-        ("--kv-dtype", "f8", "--kv-dtype: \"f8\" must be f16, bf16 or f32"),
+        ("--kv-dtype", "f8", "--kv-dtype: \"f8\" must be auto, f16, bf16 or f32"),
         ("--context", "0", "--context: 0 must be at least 1"),
         (
             "--context",

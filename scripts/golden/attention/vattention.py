@@ -8,8 +8,8 @@ and read from the highest bin on: a bin is read while c^2 times how many keys th
 c^2, c the middle of each key's bin and noise = (0.18 epsilon)^2 (and while at most a quarter of all keys are read, which none of these
 reach). r of the n visible keys are left. A pilot of about `pilot_tokens` of them says for each head how many keys the promise takes:
 relative error at most epsilon with probability at least 1 - delta. The group reads what its neediest head needs. Needed are more
-keys than were drawn: the sample grows to about as many, but to at most about twice its size, and is looked at again, until no head needs
-more. Where a head's sample is too noisy to tell, it grows about fourfold. "About k": those left that are among the first k n / r,
+keys than were drawn: the sample grows to about as many, or, where these are more than twice its size, to half of them, but to at most
+eight times and at least twice its size, and is looked at again, until no head needs more. Where a head's sample is too noisy to tell, it grows about fourfold. "About k": those left that are among the first k n / r,
 rounded up, in the order of a permutation of all visible keys that `seed` keys. Of a sample of b keys each counts for r / b.
 
 With e = exp(score - max), D = sum e, N = sum e v and o = N / D estimated from what is read, sample variances s2 of e,
@@ -225,7 +225,8 @@ def make(
                         raise Unclear(f"a budget of {b}")
                     if b <= size:
                         break
-                    aim = min(math.ceil(b), rest) if one_look else min(math.ceil(b), 2 * size, rest)
+                    b = math.ceil(b)
+                    aim = min(b, rest) if one_look else min(b, max(2 * size, min(b // 2, 8 * size)), rest)
                 most_looks = max(most_looks, looks)
                 if true and (looks < 2 and not noisy or not 1.3 * pilot < size < 0.6 * rest):
                     raise Unclear(f"{size} of {rest} after {looks} looks")
