@@ -37,18 +37,14 @@ impl GenerationConfig {
     }
 
     fn check(&self, path: &Path) -> Result<(), ModelError> {
-        let fields: [(&str, Option<f64>, &str, fn(f64) -> bool); 4] = [
-            ("temperature", self.temperature, "between 0 and 2", |x| (0.0..=2.0).contains(&x)),
-            ("top_p", self.top_p, "above 0 and at most 1", |x| x > 0.0 && x <= 1.0),
-            ("min_p", self.min_p, "between 0 and 1", |x| (0.0..=1.0).contains(&x)),
-            ("repetition_penalty", self.repetition_penalty, "between 0.01 and 10", |x| (0.01..=10.0).contains(&x)),
-        ];
-        for (name, value, range, valid) in fields {
-            if let Some(value) = value.filter(|&value| !valid(value)) {
-                return Err(ModelError::invalid(path, name, format!("{value} is not {range}")));
-            }
-        }
-        Ok(())
+        let check = |name: &str, value: Option<f64>, range: &str, valid: fn(f64) -> bool| match value {
+            Some(value) if !valid(value) => Err(ModelError::invalid(path, name, format!("{value} is not {range}"))),
+            _ => Ok(()),
+        };
+        check("temperature", self.temperature, "between 0 and 2", |x| (0.0..=2.0).contains(&x))?;
+        check("top_p", self.top_p, "above 0 and at most 1", |x| x > 0.0 && x <= 1.0)?;
+        check("min_p", self.min_p, "between 0 and 1", |x| (0.0..=1.0).contains(&x))?;
+        check("repetition_penalty", self.repetition_penalty, "between 0.01 and 10", |x| (0.01..=10.0).contains(&x))
     }
 }
 
