@@ -15,7 +15,7 @@ use std::fmt::Display;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use taper_attention::{Artifacts, nearest};
-use taper_engine::Engine;
+use taper_engine::{Engine, SamplingParams};
 use tokio::sync::Semaphore;
 use tower::util::option_layer;
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
@@ -45,6 +45,8 @@ pub struct ServerConfig {
     pub body_bytes: usize,
     /// Most prompts of one text completion.
     pub prompts: usize,
+    /// What requests are sampled by that say nothing of it: temperature, top_k, top_p, min_p and repetition_penalty.
+    pub sampling: SamplingParams,
     /// Least `priority` that requests may have: those with less go first.
     pub least_priority: i64,
     /// How long a request may take, waiting included; `None`: as long as it does.
@@ -67,6 +69,7 @@ impl Default for ServerConfig {
             write_timeout: Duration::from_secs(60),
             body_bytes: 16 << 20,
             prompts: 64,
+            sampling: SamplingParams::default(),
             least_priority: 0,
             request_timeout: None,
             keep_alive: Duration::from_secs(10),

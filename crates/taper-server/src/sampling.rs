@@ -54,7 +54,7 @@ pub(crate) struct Common {
 
 /// Reads them. An answer has at least `least` tokens' room.
 pub(crate) fn read(fields: &mut Fields<'_>, app: &App, least: i64) -> Result<Common> {
-    let sampling = sampling(fields, app.engine.text())?;
+    let sampling = sampling(fields, app.engine.text(), &app.config.sampling)?;
     let (max_tokens, max_field) = max_tokens(fields, least)?;
     let min_tokens = fields.int("min_tokens", 0..=i64::MAX)?.unwrap_or(0) as usize;
     if let Some(most) = max_tokens.filter(|most| *most < min_tokens) {
@@ -135,32 +135,33 @@ pub(crate) fn none(timeout: Option<Duration>, priority: i64, salt: Option<String
     }
 }
 
-fn sampling(fields: &mut Fields<'_>, text: &dyn Text) -> Result<SamplingParams> {
+/// `own` says what holds where the request says nothing.
+fn sampling(fields: &mut Fields<'_>, text: &dyn Text, own: &SamplingParams) -> Result<SamplingParams> {
     let penalty = |x: f64| (-2.0..=2.0).contains(&x);
     let unit = |x: f64| (0.0..=1.0).contains(&x);
     let temperature = fields.number("temperature", "[0, 2]", |x| (0.0..=2.0).contains(&x))?;
     let top_p = fields.number("top_p", "(0, 1]", |x| x > 0.0 && x <= 1.0)?;
     let min_p = fields.number("min_p", "[0, 1]", unit)?;
     // 0 and -1 both mean all, as in vLLM.
-    let top_k = fields.int("top_k", -1..=i64::MAX)?.filter(|&k| k > 0);
+    let top_k = fields.int("top_k", -1..=i64::MAX)?;
     let presence = fields.number("presence_penalty", "[-2, 2]", penalty)?;
     let frequency = fields.number("frequency_penalty", "[-2, 2]", penalty)?;
     let repetition = fields.number("repetition_penalty", "[0.01, 10]", |x| (0.01..=10.0).contains(&x))?;
     let seed = fields.seed("seed")?;
-    let temperature = temperature.unwrap_or(1.0);
+    let temperature = temperature.unwrap_or(own.temperature);
     // Small enough for every JSON reader, so that the seed in the usage can be sent again. Whoever asks for the likeliest tokens
     // wants the same ones each time, also of attention that samples.
     let prompt = ["messages", "prompt", "input"].map(|name| fields.peek(name));
     let fresh = || if temperature == 0.0 { own_seed(&prompt) } else { u64::from(rand::random::<u32>()) };
     Ok(SamplingParams {
         temperature,
-        top_k: top_k.map(|k| k as usize),
-        top_p: top_p.unwrap_or(1.0),
-        min_p: min_p.unwrap_or(0.0),
+        top_k: top_k.map_or(own.top_k, |k| (k > 0).then_some(k as usize)),
+        top_p: top_p.unwrap_or(own.top_p),
+        min_p: min_p.unwrap_or(own.min_p),
         seed: seed.unwrap_or_else(fresh),
         presence_penalty: presence.unwrap_or(0.0),
         frequency_penalty: frequency.unwrap_or(0.0),
-        repetition_penalty: repetition.unwrap_or(1.0),
+        repetition_penalty: repetition.unwrap_or(own.repetition_penalty),
         logit_bias: logit_bias(fields)?,
         allowed: allowed(fields)?.map(Arc::from),
         banned: banned(fields, text)?.into(),
@@ -287,7 +288,7 @@ mod tests {
     fn without_a_seed_all_draws_are_random_but_at_temperature_0_they_are_the_prompts() {
         let seed = |body: Value| {
             let body = body.as_object().cloned().unwrap_or_default();
-            sampling(&mut Fields::new(&body, ""), &StubText).ok().map(|params| params.seed)
+            sampling(&mut Fields::new(&body, ""), &StubText, &SamplingParams::default()).ok().map(|params| params.seed)
         };
         let of = |prompt: &str| seed(json!({"temperature": 0, "prompt": prompt}));
         assert_eq!(of("a"), of("a"));
@@ -300,5 +301,25 @@ mod tests {
             let seeds: HashSet<_> = (0..8).map(|_| seed(body.clone())).collect();
             assert!(seeds.len() > 1 && !seeds.contains(&None), "{body}");
         }
+    }
+
+    #[test]
+    fn what_a_request_does_not_say_is_the_models() {
+        let own = SamplingParams {
+            temperature: 0.6,
+            top_k: Some(20),
+            top_p: 0.9,
+            min_p: 0.1,
+            repetition_penalty: 1.1,
+            ..Default::default()
+        };
+        let read = |body: Value| {
+            let body = body.as_object().cloned().unwrap_or_default();
+            let of = sampling(&mut Fields::new(&body, ""), &StubText, &own).ok();
+            of.map(|of| (of.temperature, of.top_k, of.top_p, of.min_p, of.repetition_penalty))
+        };
+        assert_eq!(read(json!({"temperature": null})), Some((0.6, Some(20), 0.9, 0.1, 1.1)));
+        let plain = json!({"temperature": 1, "top_k": -1, "top_p": 1, "min_p": 0, "repetition_penalty": 1});
+        assert_eq!(read(plain), Some((1.0, None, 1.0, 0.0, 1.0)));
     }
 }

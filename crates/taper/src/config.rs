@@ -71,6 +71,8 @@ pub struct ServeConfig {
     pub tls: Option<Tls>,
     /// The collector of spans, if there is one.
     pub otlp: Option<Otlp>,
+    /// Whether the model's own file says what requests leave out.
+    pub generation_config: bool,
     pub server: ServerConfig,
 }
 
@@ -131,6 +133,7 @@ pub fn serve(settings: Settings) -> Result<ServeConfig> {
         log: args.log.unwrap_or_default(),
         tls,
         otlp,
+        generation_config: args.generation_config.unwrap_or(true),
         server,
     })
 }

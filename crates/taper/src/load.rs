@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 use taper_attention::{Artifacts, AttentionSpec, ModelKey, Place, Places};
 use taper_engine::{DeviceChoice, Engine, LoadError, ModelBackend, ModelInfo, ModelText};
-use taper_model::{Model, ModelError, Progress, ResolvedModel, Tokenizer, default_cache, resolve};
+use taper_model::{GenerationConfig, Model, ModelError, Progress, ResolvedModel, Tokenizer, default_cache, resolve};
 
 /// A model at work.
 pub struct Loaded {
@@ -18,6 +18,8 @@ pub struct Loaded {
     pub attention: AttentionSpec,
     /// What requests may say of it by a name.
     pub presets: BTreeMap<String, AttentionSpec>,
+    /// How its authors would have it sampled.
+    pub generation: GenerationConfig,
 }
 
 /// A model that waits for somebody to make its steps.
@@ -36,10 +38,11 @@ pub struct Ready {
 pub fn engine(config: &ModelConfig) -> Result<Loaded> {
     let Ready { model, backend, text, artifacts } = backend(config)?;
     let (attention, presets) = attention(config, &artifacts)?;
+    let generation = GenerationConfig::read(&model)?;
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let info = ModelInfo { id: model.name.clone(), created };
     let engine = Engine::start(backend, Arc::new(text), info, config.engine).context("starting the engine")?;
-    Ok(Loaded { engine, artifacts: Arc::new(artifacts), attention, presets })
+    Ok(Loaded { engine, artifacts: Arc::new(artifacts), attention, presets, generation })
 }
 
 /// Attention where a request says nothing of it, and what has a name.

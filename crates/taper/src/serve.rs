@@ -9,7 +9,8 @@ use anyhow::{Context, Result, anyhow, bail};
 use std::io::Write;
 use std::sync::Arc;
 use taper_attention::Artifacts;
-use taper_engine::{Engine, of_them_offloaded};
+use taper_engine::{Engine, SamplingParams, of_them_offloaded};
+use taper_model::GenerationConfig;
 use taper_server::{Certificate, Live, Tls};
 use tokio::net::{TcpListener, TcpSocket};
 
@@ -79,7 +80,7 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     });
     let listener = listener.with_context(|| at)?;
     let address = listener.local_addr()?;
-    let ServeConfig { model, keys, tls, otlp, log, mut server, .. } = config;
+    let ServeConfig { model, keys, tls, otlp, log, generation_config, mut server, .. } = config;
     let certificate = match tls {
         Some(tls) => Some((certificate(&tls).await?, tls)),
         None => None,
@@ -87,10 +88,13 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     let exporter = otlp.map(Otlp::start).transpose()?;
     server.spans = exporter.as_ref().map(|exporter| exporter.spans(certificate.is_some()));
     let loading = tokio::task::spawn_blocking(move || load::engine(&model));
-    let Loaded { engine, artifacts, attention, presets } = tokio::select! {
+    let Loaded { engine, artifacts, attention, presets, generation } = tokio::select! {
         loaded = loading => loaded??,
         () = stops.next() => bail!("stopped before the model was loaded"),
     };
+    if generation_config {
+        server.sampling = sampling(&generation);
+    }
     let engine = Arc::new(engine);
     let open = keys.is_empty();
     let names = if server.names.is_empty() { engine.model().id.clone() } else { server.names.join(", ") };
@@ -115,6 +119,20 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
         exporter.stop().await;
     }
     served
+}
+
+/// What requests are sampled by that say nothing of it.
+fn sampling(by: &GenerationConfig) -> SamplingParams {
+    let plain = SamplingParams::default();
+    let or = |said: Option<f64>, plain: f32| said.map_or(plain, |said| said as f32);
+    SamplingParams {
+        temperature: or(by.temperature, plain.temperature),
+        top_k: by.top_k.and_then(|k| usize::try_from(k).ok()).filter(|&k| k > 0),
+        top_p: or(by.top_p, plain.top_p),
+        min_p: or(by.min_p, plain.min_p),
+        repetition_penalty: or(by.repetition_penalty, plain.repetition_penalty),
+        ..plain
+    }
 }
 
 async fn certificate(tls: &Tls) -> Result<Certificate> {

@@ -1,12 +1,14 @@
 //! What a checkpoint says about itself, checked once: the same for a Hugging Face folder and for a GGUF file.
 
 mod checked;
+mod generation;
 pub(crate) mod gguf;
 mod hf;
 mod shapes;
 
 use crate::error::ModelError;
 pub use crate::rope::{Rope, RopeScaling};
+pub use generation::GenerationConfig;
 
 use crate::source::{ModelFiles, Progress, ResolvedModel};
 use sha2::{Digest, Sha256};

@@ -31,16 +31,17 @@ pub(crate) struct Common {
 /// How tokens are drawn, when an answer ends, and when it comes; every endpoint that answers has these.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct Drawing {
-    /// Randomness of the draws; 0 always takes the most probable token.
+    /// Randomness of the draws; 0 always takes the most probable token. Where the model's
+    /// generation_config.json says another default, that holds.
     #[schema(minimum = 0, maximum = 2, default = 1)]
     temperature: Option<f32>,
-    /// Draws from the most probable tokens up to this sum of probabilities.
+    /// Draws from the most probable tokens up to this sum of probabilities. Without it as `temperature`.
     #[schema(exclusive_minimum = 0, maximum = 1, default = 1)]
     top_p: Option<f32>,
-    /// Draws from so many of the most probable tokens; 0 and -1 are all.
+    /// Draws from so many of the most probable tokens; 0 and -1 are all. Without it as `temperature`.
     #[schema(minimum = -1, default = 0)]
     top_k: Option<i64>,
-    /// Draws from tokens at least this share as probable as the most probable one.
+    /// Draws from tokens at least this share as probable as the most probable one. Without it as `temperature`.
     #[schema(minimum = 0, maximum = 1, default = 0)]
     min_p: Option<f32>,
     /// What tokens that stand in the answer lose of their logit.
@@ -49,7 +50,7 @@ pub(crate) struct Drawing {
     /// What they lose for each time that they stand there.
     #[schema(minimum = -2, maximum = 2, default = 0)]
     frequency_penalty: Option<f32>,
-    /// What logits of tokens in prompt and answer are divided by (multiplied, below 0).
+    /// What logits of tokens in prompt and answer are divided by (multiplied, below 0). Without it as `temperature`.
     #[schema(minimum = 0.01, maximum = 10, default = 1)]
     repetition_penalty: Option<f32>,
     /// Seed of all draws, the sampler's and attention's: an integer of 64 bits, signed or not. Without it a new one, or at temperature 0 one that the prompt decides, which the usage tells.
