@@ -166,22 +166,21 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>, true> {
   __device__ __forceinline__ void store(const Aside& exact, bool first) const {
     const int dim = warp * 16 + lane / 4;
     bar_sync(1 + wg, 128);  // Another warp's product may still read the last tile, which may be where sums are joined.
+    auto& sums = st.warp_sums[wg][warp];
+#pragma unroll
+    for (int c = 0; c < C; c += 2) {
+      float x[8] = {exact.l[c],     l[c],     this->e2[c],     this->e2v2[c],
+                    exact.l[c + 1], l[c + 1], this->e2[c + 1], this->e2v2[c + 1]};
+      const float one = sums_apart(x);
+      sums[this->head(c + lane / 16)][lane / 4 % 4] = one;
+    }
 #pragma unroll
     for (int c = 0; c < C; ++c) {
-      float x[4] = {exact.l[c], l[c], this->e2[c], this->e2v2[c]}, most = this->most[c];
+      float most = this->most[c];
       const int hd = this->head(c);
 #pragma unroll
-      for (int d = 4; d < 32; d *= 2) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) x[k] += __shfl_xor_sync(~0u, x[k], d);
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
-      }
-      if (lane < 4) {
-        float* to = st.warp_sums[wg][warp][hd];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) to[k] = x[k];
-        to[4] = most, to[5] = exact.m[c], to[6] = m[c];
-      }
+      for (int d = 4; d < 32; d *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
+      if (lane < 4) sums[hd][4] = most, sums[hd][5] = exact.m[c], sums[hd][6] = m[c];
 #pragma unroll
       for (int h = 0; h < D / 64; ++h)
 #pragma unroll

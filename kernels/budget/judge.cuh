@@ -15,17 +15,22 @@ struct Judge : Pairs<T, D, N> {
   static constexpr int kTeller = 224;  // the thread that says when all parts are read,
   uint32_t heard = 0;                  // and knows how often blocks of the team had said so before
 
+  // A team of one has nobody to tell. What a scout goes through is what others will, who have more.
+  __device__ __forceinline__ bool alone() const { return (o.team == 1) & !o.scout; }
   // The team meets in two halves, so that there is work to do in between. `passed`: sampled keys of this warpgroup's tiles since
   // the last meeting.
   __device__ __forceinline__ void tell(uint32_t passed) {
     if (this->tid % 128 == 0) sh.passed[this->tid / 128] = passed;
     gate.meet();
     ++met;
-    if (this->tid == 0) add_release(meeting(), (uint64_t)(sh.passed[0] + sh.passed[1]) << 32 | 1);
+    if (this->tid > 0) return;
+    const uint32_t both = sh.passed[0] + sh.passed[1];
+    if (alone()) sh.drawn = met == 1 ? both : sh.drawn + both;
+    else add_release(meeting(), (uint64_t)both << 32 | 1);
   }
   // Returns the team's sampled keys: no block tells of more before all have heard.
   __device__ __forceinline__ uint32_t hear() {
-    if (this->tid == 0) {
+    if (this->tid == 0 && !alone()) {
       uint64_t told;
       do told = load_acquire(meeting());
       while ((uint32_t)told < met * o.team);
@@ -38,6 +43,7 @@ struct Judge : Pairs<T, D, N> {
 
   // From the second look on, by one thread: a block writes and tells again only when all have heard of the last, and read it.
   __device__ __forceinline__ void wait_for_slowest() const {
+    if (alone()) return;
     while (load_acquire(this->counter() + kHeardWord) < met * o.team) {
     }
   }
@@ -45,77 +51,70 @@ struct Judge : Pairs<T, D, N> {
   // Merges the team's exact parts, samples and their squares, and estimates the output where a sampled key stands for `scale`
   // keys: half of a head's dimensions a warp.
   __device__ __forceinline__ void combine(float scale) {
-    constexpr int kLanes = D / 8, kBeside = 32 / kLanes, kLoads = 16 / kBeside;  // a part's lanes, parts side by side
+    constexpr int kLanes = D / 4, kBeside = 32 / kLanes, kLoads = 8 / kBeside;  // a part's lanes, parts side by side
 #pragma unroll 1
     for (int item = warp; item < 2 * group; item += 8) {
-      const int half = item & 1, g = item / 2, d = half * (D / 2) + lane % kLanes * 4;
+      const int half = item & 1, g = item / 2, d = half * (D / 2) + lane % kLanes * 2;
       const bool is = lane < o.team;
       const float lse[2] = {is ? __ldcg(p.d.part_lse + this->part(0, lane, g)) : -INFINITY,
                             is ? __ldcg(p.d.part_lse + this->part(1, lane, g)) : -INFINITY};
       const float4 square = __ldcg(this->squares(min((uint32_t)lane, o.team - 1), g));
       const uint8_t* src = reinterpret_cast<const uint8_t*>(p.d.part_o + (int64_t)this->part(0, 0, g) * D + d);
       const uint32_t step = group * D * 4, last = (o.team - 1) * step, kind = o.room * step;  // in bytes
-      float sum[3][4] = {};
+      float2 sum[3] = {};
       typename Base::Weights known{}, own{};
 #pragma unroll 1
-      for (uint32_t r0 = 0; r0 < o.team; r0 += 16) {
+      for (uint32_t r0 = 0; r0 < o.team; r0 += 8) {
         const uint32_t first = r0 + lane / kLanes;
-        float4 x[3][kLoads];
+        float2 x[3][kLoads];
 #pragma unroll
         for (int i = 0; i < 3; ++i)
 #pragma unroll
           for (int k = 0; k < kLoads; ++k)
-            x[i][k] = __ldcg(reinterpret_cast<const float4*>(src + i * kind + min((first + k * kBeside) * step, last)));
+            x[i][k] = __ldcg(reinterpret_cast<const float2*>(src + i * kind + min((first + k * kBeside) * step, last)));
         if (r0 == 0) known = this->weigh(lse[0]), own = this->weigh(lse[1]);  // While the parts are on their way.
 #pragma unroll
         for (int k = 0; k < kLoads; ++k) {
           const int rank = (first + k * kBeside) & 31;  // A weight is 0 beyond the team.
           const float a = __shfl_sync(~0u, known.own, rank), c = __shfl_sync(~0u, own.own, rank), w[3] = {a, c, c * c};
 #pragma unroll
-          for (int i = 0; i < 3; ++i)
-#pragma unroll
-            for (int v = 0; v < 4; ++v) sum[i][v] += w[i] * reinterpret_cast<const float*>(&x[i][k])[v];
+          for (int i = 0; i < 3; ++i) sum[i].x += w[i] * x[i][k].x, sum[i].y += w[i] * x[i][k].y;
         }
       }
 #pragma unroll
       for (int d = kLanes; d < 32; d *= 2)
 #pragma unroll
         for (int i = 0; i < 3; ++i)
-#pragma unroll
-          for (int v = 0; v < 4; ++v) sum[i][v] += __shfl_xor_sync(~0u, sum[i][v], d);
+          sum[i].x += __shfl_xor_sync(~0u, sum[i].x, d), sum[i].y += __shfl_xor_sync(~0u, sum[i].y, d);
 
       const float ahead = own.lse + __logf(scale);
       // Shares of the two in the denominator; they are 0 and 0 where nothing is seen.
       const float top = max_nan(known.lse, ahead), none = top == -INFINITY ? 0.f : 1.f;
       const float a = none * exp2_fast((known.lse - top) * kLog2e), c = none * exp2_fast((ahead - top) * kLog2e);
       const float all = none > 0.f ? a + c : 1.f, inverse = __fdividef(none, all);
-      float part[2][4];  // the output, and the sample's mean less it
-      float x[7] = {};
-#pragma unroll
-      for (int v = 0; v < 4; ++v) {
-        const float mean = sum[1][v] * own.inverse;
-        const float out = (a * (sum[0][v] * known.inverse) + c * mean) * inverse, lean = mean - out;
-        part[0][v] = out, part[1][v] = lean;
-        x[0] += out * out, x[1] += out * lean, x[2] += lean * lean, x[3] += mean * mean, x[4] += out * sum[2][v];
-      }
-      // The first lanes' output, the next ones' mean less it; any others as these.
-      const int k = lane / kLanes & 1;
-#pragma unroll
-      for (int v = 0; v < 4; v += 2) {
-        const float y = k ? part[1][v] : part[0][v], z = k ? part[1][v + 1] : part[0][v + 1];
-        const float y_high = to_float(static_cast<T>(y)), z_high = to_float(static_cast<T>(z));
-        st_shared_u32(split + split_at<D, N>(2 * k * N + g, d + v), pack2<T>(y, z));
-        st_shared_u32(split + split_at<D, N>((2 * k + 1) * N + g, d + v), pack2<T>(y - y_high, z - z_high));
-      }
+      // The output, and the sample's mean less it.
+      const float2 mean = {sum[1].x * own.inverse, sum[1].y * own.inverse};
+      const float2 out = {(a * (sum[0].x * known.inverse) + c * mean.x) * inverse,
+                          (a * (sum[0].y * known.inverse) + c * mean.y) * inverse};
+      const float2 lean = {mean.x - out.x, mean.y - out.y};
+      auto put = [&](int row, float2 y) {
+        const float high[2] = {to_float(static_cast<T>(y.x)), to_float(static_cast<T>(y.y))};
+        st_shared_u32(split + split_at<D, N>(2 * row * N + g, d), pack2<T>(y.x, y.y));
+        st_shared_u32(split + split_at<D, N>((2 * row + 1) * N + g, d), pack2<T>(y.x - high[0], y.y - high[1]));
+      };
+      put(0, out), put(1, lean);
       const float w = own.own * own.inverse, w2 = is ? w * w : 0.f;
-      x[5] = w2 * square.x, x[6] = w2 * square.y;
       const float most = warp_max(w2 * square.z);
-      warp_sums(x);
+      constexpr float kOnce = 1.f / kBeside;  // Each dimension is in so many lanes.
+      auto dot = [](float2 a, float2 b) { return kOnce * (a.x * b.x + a.y * b.y); };
+      float x[8] = {dot(out, out), dot(out, lean), dot(lean, lean), dot(mean, mean),
+                    own.inverse * own.inverse * dot(out, sum[2]), w2 * square.x, w2 * square.y, 0.f};
+      float one = sums_apart(x);
 #pragma unroll
-      for (int i = 0; i < 5; ++i) x[i] *= 1.f / kBeside;  // Each was in so many lanes.
-      if (lane == 0)
-        sh.stat[half][g] = {x[0], x[1], x[2], x[3], x[4] * own.inverse * own.inverse, own.lse,
-                            __fdividef(c, all * scale), top + __logf(all), x[5], x[6], most};
+      for (int d = 2; d; d /= 2) one += __shfl_xor_sync(~0u, one, d);
+      HeadStat& to = sh.stat[half][g];
+      if (lane % 4 == 0) reinterpret_cast<float*>(&to)[lane / 4] = one;
+      if (lane == 1) *reinterpret_cast<float4*>(&to.lse) = make_float4(own.lse, __fdividef(c, all * scale), top + __logf(all), most);
     }
     cp_async_wait_all();  // Scores of the few.
     fence_async_smem();
@@ -132,13 +131,20 @@ struct Judge : Pairs<T, D, N> {
       gate.meet();
     }
     // All parts are read. By a warp that has the fewest heads.
-    if (this->tid == kTeller) heard = fetch_add_release(this->counter() + kHeardWord, 1);
+    if (this->tid == kTeller) heard = alone() ? met - 1 : fetch_add_release(this->counter() + kHeardWord, 1);
     const uint32_t few = this->wanted() ? this->count(points) : 0;
+    if (few > 0) {
+      this->sum(few);
+      gate.meet();
+    }
 #pragma unroll 1
     for (int g = warp; g < group; g += 8) {
       const HeadStat s = this->stat(g);
-      float pairs[2] = {};
-      if (few > 0) this->sum(g, s, few, pairs);
+      float2 pairs{};
+      if (few > 0) {
+        pairs = {sh.pairs[g][0][0], sh.pairs[g][0][1]};
+        if (group <= 4) pairs.x += sh.pairs[g][1][0], pairs.y += sh.pairs[g][1][1];
+      }
       const float d = b, free = over(1.f, d - 1), away = s.v2 - 2.f * s.oe + s.o2 * s.e2;
       Moments m;
       m.n = o.residual, m.b = d, m.inverse = s.inverse, m.o2 = s.o2;
@@ -147,7 +153,7 @@ struct Judge : Pairs<T, D, N> {
       m.trace_n = (s.v2 - over(s.a2, d)) * free;
       m.heaviest = over(s.most, fmaxf(s.e2, FLT_MIN));
       // As a covariance in D dimensions has it, and 1 where nothing varies or a sum is too large to divide by.
-      m.alignment = pairs[0] < pairs[1] && pairs[1] < 0x1p126f ? fmaxf(over(pairs[0], pairs[1]), 1.f / D) : 1.f;
+      m.alignment = pairs.x < pairs.y && pairs.y < 0x1p126f ? fmaxf(over(pairs.x, pairs.y), 1.f / D) : 1.f;
       float budget = 0.f;
       const Verdict v = b < 2 ? kNoisy : Promise{p, m, limit}.verdict(lane, budget);
       if (lane == 0) sh.verdict[g] = v, sh.budget[g] = budget;

@@ -48,6 +48,7 @@ struct Pairs : Member<D> {
 
   // The few that are among so many points.
   __device__ __forceinline__ uint32_t count(uint32_t points) const {
+    if (points >= kFewPoints) return sh.few_placed;
     uint32_t n = 0;
 #pragma unroll
     for (int i = 0; i < kCovarianceKeys; i += 32) {
@@ -63,7 +64,7 @@ struct Pairs : Member<D> {
 #pragma unroll 1
     for (int k = this->tid / N; k < kCovarianceKeys; k += 256 / N) {
       const int h = this->tid % N;
-      if (h < group) cp_async4(smem_u32(room.pair[k][h]), scores + (sh.few_points[k] * group + h));
+      if (h < group) cp_async4(smem_u32(room.pair[h][k]), scores + (sh.few_points[k] * group + h));
     }
   }
   // By those who hold rows, of a sample of b keys: e in units of its mean, v . o, r . mean and |r - mean|^2.
@@ -79,30 +80,46 @@ struct Pairs : Member<D> {
         if (k >= kCovarianceKeys) continue;
         const HeadStat s = stat(h);
         const float vo = x[at] + x[N / 2 + at], vl = x[N + at] + x[3 * N / 2 + at];
-        const float e = b * exp2_fast(room.pair[k][h][0] - s.lse * kLog2e), rw = e * (vl - s.ow);
-        *reinterpret_cast<float4*>(room.pair[k][h]) =
+        const float e = b * exp2_fast(room.pair[h][k][0] - s.lse * kLog2e), rw = e * (vl - s.ow);
+        *reinterpret_cast<float4*>(room.pair[h][k]) =
             make_float4(e, vo, rw, e * e * (room.gram[k][k] - 2.f * vo + s.o2) - 2.f * rw + s.w2);
       }
   }
-  // By a whole warp, of the first n keys' r, centred: sums of their squared products, and of products of their squared norms,
-  // over pairs (i, j) with i > j, which lie in eleven tiles of 16 by 8.
-  __device__ __forceinline__ void sum(int h, const HeadStat& s, uint32_t n, float (&sum)[2]) const {
+  // Of the first n keys' r, centred: sums of their squared products, and of products of their squared norms, over pairs (i, j)
+  // with i > j, which lie in eleven tiles of 16 by 8. Where there are warps enough two share a head.
+  __device__ __forceinline__ void sum(uint32_t n) const {
+    const int each = group <= 4 ? 2 : 1, items = group * each;
 #pragma unroll 1
-    for (int tile = 0; tile < 11; ++tile) {
+    for (int item = warp; item < items; item += 8) {
+      const int h = item / each;
+      float x[2] = {};
+      add_pairs(h, n, item % each, each, x);
+      // One half of the warp adds up the one, the other the other.
+      const bool which = lane >= 16;
+      float one = (which ? x[1] : x[0]) + __shfl_xor_sync(~0u, which ? x[0] : x[1], 16);
+#pragma unroll
+      for (int d = 8; d; d /= 2) one += __shfl_xor_sync(~0u, one, d);
+      if (lane % 16 == 0) sh.pairs[h][item % each][which] = one;
+    }
+  }
+  // By a whole warp, every `each`-th of the tiles.
+  __device__ __forceinline__ void add_pairs(int h, uint32_t n, int first, int each, float (&sum)[2]) const {
+    const HeadStat s = stat(h);
+#pragma unroll 1
+    for (int tile = first; tile < 11; tile += each) {
       const int row0 = (tile < 2 ? 0 : tile < 6 ? 16 : 32) + lane / 4;
       const int col0 = 8 * (tile < 2 ? tile : tile < 6 ? tile - 2 : tile - 6) + (lane & 3) * 2;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         // Beyond the few is room that nothing was written to.
         const uint32_t row = row0 + 8 * (i / 2), col = col0 + (i & 1), at = min(row, kCovarianceKeys - 1);
-        const float4 a = *reinterpret_cast<const float4*>(room.pair[at][h]);
-        const float4 c = *reinterpret_cast<const float4*>(room.pair[col][h]);
+        const float4 a = *reinterpret_cast<const float4*>(room.pair[h][at]);
+        const float4 c = *reinterpret_cast<const float4*>(room.pair[h][col]);
         const float x = a.x * c.x * (room.gram[at][col] - a.y - c.y + s.o2) - a.z - c.z + s.w2;
         const bool is = row < n && col < row;
         sum[0] += is ? x * x : 0.f, sum[1] += is ? a.w * c.w : 0.f;
       }
     }
-    warp_sums(sum);
   }
 };
 

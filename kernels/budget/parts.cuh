@@ -10,13 +10,20 @@ __device__ __forceinline__ float warp_sum(float x) {
   for (int d = 16; d; d /= 2) x += __shfl_xor_sync(~0u, x, d);
   return x;
 }
-// Several side by side: shuffles are issued in their order, so that one sum after another would wait for each.
-template <int K>
-__device__ __forceinline__ void warp_sums(float (&x)[K]) {
+// Of eight numbers the sums over lanes that are a multiple of four apart: lane l gets that of number l / 4. What is added up is
+// halved with every step, so that it takes seven shuffles.
+__device__ __forceinline__ float sums_apart(float (&x)[8]) {
+  const int lane = threadIdx.x & 31;
 #pragma unroll
-  for (int d = 16; d; d /= 2)
+  for (int n = 4; n; n /= 2) {
+    const bool upper = lane & 4 * n;
 #pragma unroll
-    for (int k = 0; k < K; ++k) x[k] += __shfl_xor_sync(~0u, x[k], d);
+    for (int i = 0; i < n; ++i) {
+      const float give = upper ? x[i] : x[i + n];
+      x[i] = (upper ? x[i + n] : x[i]) + __shfl_xor_sync(~0u, give, 4 * n);
+    }
+  }
+  return x[0];
 }
 // Of numbers that are none of them NaN, as integers of the same order.
 __device__ __forceinline__ float warp_max(float x) {

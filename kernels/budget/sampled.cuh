@@ -128,10 +128,11 @@ inline constexpr int kSampledStages = N == 16 ? kDecodeStages<D> - kDecodeStages
 // What the parts say of a head, with the sampled weights e = exp(score - lse) in units of
 // their sum. First what is summed over the values' dimensions: squares and products of the
 // estimated output o and of the sample's mean less it, the square of that mean, and o . sum e^2 v.
-// Then the inverse of the denominator, the estimate's log-sum-exp, the sums of e^2 and of
-// e^2 |v|^2, and the largest e^2.
+// Then the sums of e^2 and of e^2 |v|^2; and the sample's log-sum-exp, the inverse of the denominator,
+// the estimate's log-sum-exp, and the largest e^2.
 struct alignas(16) HeadStat {
-  float o2, ow, w2, a2, oe, lse, inverse, all, e2, v2, most;
+  float o2, ow, w2, a2, oe, e2, v2, none;
+  float lse, inverse, all, most;
 };
 
 template <int D, int N>
@@ -148,6 +149,7 @@ struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
   uint32_t few_points[kCovarianceKeys], few_rows[kCovarianceKeys], few_placed, few_kept[kSieveThreads / 32];
   float warp_sums[2][4][N][7];  // of exact part and sample: sums, sums of squares, alone and with norms, the largest; two maxima
   HeadStat stat[2][N];  // by the halves of the dimensions
+  float pairs[N][2][2];  // of a head's tiles, or of every other one: the two sums
   float budget[N];
   uint32_t verdict[N];
 };
@@ -163,7 +165,7 @@ struct LookRoom {
   // values: of each the values in N rows and then their remainders, a head a row, in panels of 64.
   uint16_t split[D / 64][4 * N][64];
   // Of the first few keys: products of their values, and, e in units of their mean, each one's e, v . o, r . mean and |r - mean|^2.
-  float gram[kCovarianceKeys][kCovarianceKeys], pair[kCovarianceKeys][N][4];
+  float gram[kCovarianceKeys][kCovarianceKeys], pair[N][kCovarianceKeys][4];
 };
 template <int D, int N>
 __device__ __forceinline__ uint32_t split_at(int row, int d) {
