@@ -388,10 +388,9 @@ __global__ void __launch_bounds__(token_warps(G) * 32, 1) tokens_kernel(const To
   const bool leaves = team > 1 && warp == kWarps - 1;
   uint32_t left_before = 0;
   if (leaves && lane == 0) left_before = add_acq_rel(p.sync + (1 + list) * kTeamLine, 1);
-  uint32_t to = 0, k = 0;
-#pragma unroll
-  for (int w = 0; w < kPayWarps; ++w) to += sh.before[w], k += sh.chosen[w];
-  for (int w = 0; w < warp; ++w) to += sh.own[w];
+  const uint32_t earlier = lane < kPayWarps ? sh.before[lane] : 0, beside = lane < warp ? sh.own[lane] : 0;
+  uint32_t to = __reduce_add_sync(~0u, earlier + beside);
+  const uint32_t k = __reduce_add_sync(~0u, lane < kPayWarps ? sh.chosen[lane] : 0);
   uint32_t* const ids = p.ids + (int64_t)list * p.capacity;
 #pragma unroll 1
   for (uint32_t from = 0; from < runs; from += 16) {
@@ -409,12 +408,17 @@ __global__ void __launch_bounds__(token_warps(G) * 32, 1) tokens_kernel(const To
     to += all;
   }
   tell(k);
-  // The last to leave tidies up.
-  if (leaves && __shfl_sync(~0u, left_before, 0) == team - 1) {
-    for (uint32_t i = lane; i < team * group * 2; i += 32) reinterpret_cast<uint4*>(sums)[i] = make_uint4(0, 0, 0, 0);
-    for (uint32_t i = lane; i < team * (kPayBins / 4); i += 32) reinterpret_cast<uint4*>(bins)[i] = make_uint4(0, 0, 0, 0);
-    if (lane == 0) p.sync[(1 + list) * kTeamLine] = 0;
-  }
+  // The last block to leave tidies up.
+  if (team == 1) return;
+  if (leaves && lane == 0) sh.place = left_before;
+  __syncthreads();
+  if (sh.place < team - 1) return;
+  auto clear = [&](void* words, uint32_t count) {
+#pragma unroll 1
+    for (uint32_t i = tid; i < count / 4; i += kWarps * 32) static_cast<uint4*>(words)[i] = make_uint4(0, 0, 0, 0);
+  };
+  clear(sums, team * group * 8), clear(bins, team * kPayBins);
+  if (tid == 0) p.sync[(1 + list) * kTeamLine] = 0;
 }
 
 }  // namespace taper
