@@ -98,7 +98,7 @@ __device__ __forceinline__ float log2_of(const Mass& m) {
 template <int W, int G>
 struct TokensShared {
   Mass masses[token_warps(G)][G];
-  uint32_t bins[kTokenBinCopies][kPayBins];
+  uint32_t bins[kPayBins][kTokenBinCopies];  // lanes that are as many apart count in one copy
   // What scores are multiplied by and what is then taken off.
   float scales[G], lse[G];
   float measured[kQuantizedMeasured][G];
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(token_warps(G) * 32, 1) tokens_kernel(const To
   __syncthreads();
 
   // A key takes its first head's place. HEADS: how many, or 0.
-  uint32_t* const own_bins = sh.bins[warp % kTokenBinCopies];
+  uint32_t* const own_bins = &sh.bins[0][lane % kTokenBinCopies];
   auto count_shares = [&](auto heads) {
     constexpr uint32_t HEADS = decltype(heads)::value;
     constexpr int kAtOnce = HEADS ? HEADS : 1;
@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(token_warps(G) * 32, 1) tokens_kernel(const To
       for (int half = 0; half < 2; ++half) {
         const uint32_t token = (first + run) * kBlock + 32 * half + lane;
         const uint32_t key = token >= begin && token < end ? ordered(share[half]) : 0;
-        if (pay_counts(key)) atomicAdd(own_bins + pay_bin(key), 1u);
+        if (pay_counts(key)) atomicAdd(own_bins + pay_bin(key) * kTokenBinCopies, 1u);
         x[32 * half + lane] = __uint_as_float(key);
       }
     }
@@ -328,7 +328,7 @@ __global__ void __launch_bounds__(token_warps(G) * 32, 1) tokens_kernel(const To
   const uint32_t bin = kPayBins - 1 - tid % kPayBins, part = tid / kPayBins;
   uint32_t own_bin = 0;
 #pragma unroll
-  for (int i = 0; i < kTokenBinCopies; ++i) own_bin += sh.bins[i][bin];
+  for (int i = 0; i < kTokenBinCopies; ++i) own_bin += sh.bins[bin][i];
   if (team == 1) {
     count = own_bin;
   } else {
