@@ -103,7 +103,7 @@ impl Default for Params {
             window: Amount::Tokens(128),
             top_k: AutoAmount::Auto(Auto::Auto),
             top: json!({ "method": "quantized_keys" }),
-            pilot_tokens: 128,
+            pilot_tokens: 64,
             pilot_share: 0.01,
             dense_share: 0.5,
         }

@@ -173,7 +173,7 @@ fn the_hard_tail_stops_early_where_the_rest_is_flat() {
         assert_eq!((over, sampled), (0, DRAWS), "epsilon {epsilon}");
         let budgets = drawn.budgets.unwrap();
         assert!(
-            budgets.iter().all(|b| b.sampled == budgets[0].sampled && b.pilot == 128),
+            budgets.iter().all(|b| b.sampled == budgets[0].sampled && b.pilot == 64),
             "epsilon {epsilon}: {budgets:?}"
         );
         // Beside the sample: sinks, window, predicted keys, and the 32 keys of the first guess. No page is worth reading.
