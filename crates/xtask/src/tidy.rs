@@ -80,7 +80,11 @@ fn is_test(file: &Path) -> bool {
 /// Dependencies that point backwards.
 fn arrows(root: &Path) -> Result<Vec<String>> {
     let args = ["metadata", "--format-version", "1", "--no-deps", "--offline"];
-    let output = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())).args(args).current_dir(root).output().context("cargo metadata")?;
+    let output = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+        .args(args)
+        .current_dir(root)
+        .output()
+        .context("cargo metadata")?;
     let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).context("cargo metadata")?;
     let place = |name: &str| ORDER.iter().position(|&n| n == name);
     let mut problems = Vec::new();
