@@ -83,7 +83,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>, true> {
       }
       store(aside, looks == 0 || !judging);
       aside = {};
-      // Either the team meets to judge, or its last block merges. A scout that others have caught up with is done.
+      // Either the team meets to judge, or its last block merges. A scout that others have caught up with is done; those that are alone do not tell it.
       if (o.scout && caught_up()) {
         if (tid == 0) {
           st.decision = {kSampled, 0};
@@ -250,7 +250,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>, true> {
     return __popcll(passes >> meta.lo & ~0ull >> (kBlock - (meta.hi - meta.lo)));
   }
 
-  // All of a scout's consumers: whether a block of the first list's team has come as far.
+  // All of a scout's consumers: whether a block of the first list's team has told that it has come as far.
   __device__ __forceinline__ bool caught_up() {
     if (judge.tid == 0) st.last = load_acquire(p.sync + kTeamLine + kMetWord) > 0;
     gate.meet();

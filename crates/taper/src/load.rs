@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 use taper_attention::{Artifacts, AttentionSpec, ModelKey, Place, Places};
 use taper_engine::{DeviceChoice, Engine, LoadError, ModelBackend, ModelInfo, ModelText};
-use taper_model::{GenerationConfig, Model, ModelError, Progress, ResolvedModel, Tokenizer, default_cache, resolve};
+use taper_model::{Model, ModelError, Progress, ResolvedModel, Tokenizer, default_cache, resolve};
 
 /// A model at work.
 pub struct Loaded {
@@ -18,8 +18,6 @@ pub struct Loaded {
     pub attention: AttentionSpec,
     /// What requests may say of it by a name.
     pub presets: BTreeMap<String, AttentionSpec>,
-    /// How its authors would have it sampled.
-    pub generation: GenerationConfig,
 }
 
 /// A model that waits for somebody to make its steps.
@@ -36,13 +34,20 @@ pub struct Ready {
 /// # Errors
 /// The file and field at fault, or a machine that cannot hold the model.
 pub fn engine(config: &ModelConfig) -> Result<Loaded> {
-    let Ready { model, backend, text, artifacts } = backend(config)?;
+    engine_of(config, find(config)?)
+}
+
+/// Loads and starts a model that was found.
+///
+/// # Errors
+/// As [`engine`].
+pub fn engine_of(config: &ModelConfig, model: ResolvedModel) -> Result<Loaded> {
+    let Ready { model, backend, text, artifacts } = backend_of(config, model)?;
     let (attention, presets) = attention(config, &artifacts)?;
-    let generation = GenerationConfig::read(&model)?;
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let info = ModelInfo { id: model.name.clone(), created };
     let engine = Engine::start(backend, Arc::new(text), info, config.engine).context("starting the engine")?;
-    Ok(Loaded { engine, artifacts: Arc::new(artifacts), attention, presets, generation })
+    Ok(Loaded { engine, artifacts: Arc::new(artifacts), attention, presets })
 }
 
 /// Attention where a request says nothing of it, and what has a name.
@@ -63,8 +68,11 @@ pub fn attention(
 /// # Errors
 /// As [`engine`].
 pub fn backend(config: &ModelConfig) -> Result<Ready> {
+    backend_of(config, find(config)?)
+}
+
+fn backend_of(config: &ModelConfig, model: ResolvedModel) -> Result<Ready> {
     start_threads(config)?;
-    let model = find(config)?;
     let (backend, text) = taper_engine::load(&model, &config.load, config.cache.clone(), &config.device.open()?)
         .map_err(|error| match error {
             LoadError::Model(error) => by_flag(error),

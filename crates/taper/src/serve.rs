@@ -87,14 +87,20 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     };
     let exporter = otlp.map(Otlp::start).transpose()?;
     server.spans = exporter.as_ref().map(|exporter| exporter.spans(certificate.is_some()));
-    let loading = tokio::task::spawn_blocking(move || load::engine(&model));
-    let Loaded { engine, artifacts, attention, presets, generation } = tokio::select! {
+    let loading = tokio::task::spawn_blocking(move || {
+        let found = load::find(&model)?;
+        // A mistake in it should be known before a large model has loaded.
+        let generation = match generation_config {
+            true => GenerationConfig::read(&found).context("--generation-config false does without this file")?,
+            false => GenerationConfig::default(),
+        };
+        anyhow::Ok((load::engine_of(&model, found)?, generation))
+    });
+    let (Loaded { engine, artifacts, attention, presets }, generation) = tokio::select! {
         loaded = loading => loaded??,
         () = stops.next() => bail!("stopped before the model was loaded"),
     };
-    if generation_config {
-        server.sampling = sampling(&generation);
-    }
+    server.sampling = sampling(&generation);
     let engine = Arc::new(engine);
     let open = keys.is_empty();
     let names = if server.names.is_empty() { engine.model().id.clone() } else { server.names.join(", ") };
@@ -107,6 +113,10 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
             let _ = writeln!(std::io::stderr(), "settings:\n  {text}");
         }
         LogFormat::Json => tracing::info!(settings = text, "settings"),
+    }
+    let said = said(&generation);
+    if !said.is_empty() {
+        tracing::info!("by the model's generation_config.json, unless a request says otherwise: {said}");
     }
     if !address.ip().to_canonical().is_loopback() && open {
         tracing::warn!("anyone who reaches {address} may use this server: it asks for no key (--api-keys)");
@@ -133,6 +143,20 @@ fn sampling(by: &GenerationConfig) -> SamplingParams {
         repetition_penalty: or(by.repetition_penalty, plain.repetition_penalty),
         ..plain
     }
+}
+
+/// What a model's file says of sampling.
+fn said(by: &GenerationConfig) -> String {
+    let top_k = by.top_k.map(|k| k as f64);
+    let all = [
+        ("temperature", by.temperature),
+        ("top_k", top_k),
+        ("top_p", by.top_p),
+        ("min_p", by.min_p),
+        ("repetition_penalty", by.repetition_penalty),
+    ];
+    let said = all.into_iter().filter_map(|(name, value)| Some(format!("{name} {}", value?)));
+    said.collect::<Vec<_>>().join(", ")
 }
 
 async fn certificate(tls: &Tls) -> Result<Certificate> {
@@ -289,6 +313,20 @@ impl Stops {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn requests_start_from_what_a_models_file_says() {
+        let of = |top_k| {
+            let by = GenerationConfig { temperature: Some(0.0), top_k, min_p: Some(0.25), ..Default::default() };
+            let SamplingParams { temperature, top_k, top_p, min_p, repetition_penalty, .. } = sampling(&by);
+            assert_eq!((temperature, top_p, min_p, repetition_penalty), (0.0, 1.0, 0.25, 1.0));
+            top_k
+        };
+        assert_eq!([None, Some(-1), Some(0), Some(20)].map(of), [None, None, None, Some(20)]);
+        let all = GenerationConfig { top_k: Some(20), top_p: Some(0.9), ..Default::default() };
+        assert_eq!(said(&all), "top_k 20, top_p 0.9");
+        assert_eq!(said(&GenerationConfig::default()), "");
+    }
 
     #[test]
     fn the_example_has_a_key_where_one_is_wanted() {

@@ -1,7 +1,8 @@
 //! What cannot be done ends with exit code 2 and one clear line.
 
+mod tiny;
+
 use std::io::Write;
-use std::path::Path;
 use std::process::{Command, Stdio};
 
 fn fails(args: &[&str], says: &str) {
@@ -19,22 +20,6 @@ fn fails_in_one_line(args: &[&str], says: &str) {
     let error = String::from_utf8_lossy(&output.stderr);
     assert_eq!(error.lines().count(), 1, "{error}");
     assert!(error.starts_with("taper: "), "{error}");
-}
-
-/// A folder with a model of a context of 64 tokens, and a tokenizer of one letter.
-fn tiny_model() -> tempfile::TempDir {
-    let folder = tempfile::tempdir().expect("a folder");
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../taper-model/tests/golden/smollm2");
-    for file in ["config.json", "model.safetensors"] {
-        std::fs::copy(golden.join(file), folder.path().join(file)).expect("copied");
-    }
-    let bytes = r#"{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}"#;
-    let model = r#"{"type": "BPE", "vocab": {"x": 0}, "merges": []}"#;
-    let tokenizer = format!(
-        r#"{{"version": "1.0", "added_tokens": [], "pre_tokenizer": {bytes}, "decoder": {bytes}, "model": {model}}}"#
-    );
-    std::fs::write(folder.path().join("tokenizer.json"), tokenizer).expect("written");
-    folder
 }
 
 #[test]
@@ -56,7 +41,7 @@ fn arguments_that_mean_nothing() {
         &["serve", "--attention", r#"{"decode": {"method": "dense", "epsilon": 1}}"#],
         "attention.decode.epsilon",
     );
-    let model = tiny_model();
+    let model = tiny::model();
     let model = model.path().to_str().expect("UTF-8");
     for (flag, value, says) in [
         (
@@ -101,9 +86,22 @@ fn arguments_that_mean_nothing() {
     fails(&["generate"], "--prompt");
 }
 
+/// It stands in nobody's way who does not ask for it.
+#[test]
+fn a_models_sampling_that_no_request_may_have() {
+    let model = tiny::model();
+    std::fs::write(model.path().join("generation_config.json"), r#"{"temperature": 2.5}"#).expect("written");
+    let model = model.path().to_str().expect("UTF-8");
+    fails_in_one_line(&["serve", "--port", "0", "--model", model], "generation_config.json: temperature: 2.5 is not");
+    fails_in_one_line(&["serve", "--port", "0", "--model", model], "--generation-config false");
+    let args = ["generate", "--prompt", "x", "--max-tokens", "1", "--kv-memory", "64MiB", "--model", model];
+    let output = Command::new(env!("CARGO_BIN_EXE_taper")).args(args).output().expect("the program starts");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
 #[test]
 fn an_answer_shorter_than_was_wanted_is_said_to_be() {
-    let model = tiny_model();
+    let model = tiny::model();
     let run = |max_tokens: &str| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_taper"));
         command.args(["generate", "--prompt", "xxx", "--kv-memory", "64MiB", "--max-tokens", max_tokens, "--model"]);
@@ -129,7 +127,7 @@ fn said(args: &[&str], input: &str) -> String {
 
 #[test]
 fn a_chat_says_what_attention_it_has_from_now_on() {
-    let model = tiny_model();
+    let model = tiny::model();
     let chat = ["chat", "--kv-memory", "64MiB", "--model", model.path().to_str().expect("UTF-8")];
     let said = said(&chat, "/attention quest\n/attention delta\n/attention qest\n/quit\n");
     let lines: Vec<&str> = said.lines().collect();
@@ -139,7 +137,7 @@ fn a_chat_says_what_attention_it_has_from_now_on() {
 
 #[test]
 fn what_attention_did_has_no_density_of_nothing() {
-    let model = tiny_model();
+    let model = tiny::model();
     let model = model.path().to_str().expect("UTF-8");
     let densities = |tokens: &str| {
         let line = format!("generate --prompt xxx --kv-memory 64MiB --usage --max-tokens {tokens} --model {model}");

@@ -1,5 +1,7 @@
 //! The program itself with the default model, which is fetched on first use: over HTTP and from the terminal.
 
+mod tiny;
+
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use prost::Message;
 use serde_json::{Value, json};
@@ -417,4 +419,26 @@ fn generate_and_chat_answer_in_the_terminal() {
     assert!(talk.status.success(), "{err}");
     assert!(out.contains("Paris"), "{out}");
     assert!(err.contains("no attention preset or method is called \"nonsense\""), "{err}");
+}
+
+/// At temperature 0 a prompt decides its seed, at any other a request without one gets a random one: those two are alike in one
+/// run of four billion.
+#[test]
+fn requests_that_do_not_say_how_are_sampled_as_the_models_file_has_it() {
+    let model = tiny::model();
+    std::fs::write(model.path().join("generation_config.json"), r#"{"temperature": 0, "top_k": 1}"#).expect("written");
+    let seeds = |args: &[&str]| {
+        let folder = ["--model", model.path().to_str().expect("UTF-8")];
+        let server = Server::with(&[&folder, args].concat(), &[]);
+        [(); 2].map(|()| {
+            let (status, body) = server.request("POST", "/v1/completions", r#"{"prompt": "xx", "max_tokens": 2}"#);
+            assert_eq!(status, 200, "{body}");
+            let answer: Value = serde_json::from_str(&body).expect("JSON");
+            answer["usage"]["attention"]["prefill"]["seed"].as_u64().unwrap_or_else(|| panic!("a seed: {answer}"))
+        })
+    };
+    let [one, other] = seeds(&[]);
+    assert_eq!(one, other);
+    let [one, other] = seeds(&["--generation-config", "false"]);
+    assert_ne!(one, other);
 }
