@@ -73,7 +73,7 @@ fn compile(nvcc: &Path, kernels: &Path, out: &Path) -> Result<Vec<PathBuf>, Stri
     let one = |source: &Path| {
         let (flags, object) = (kernels.join("nvcc.flags"), object(source));
         let read = object.with_extension("d");
-        if up_to_date(&object, &read, &[nvcc, &flags]) {
+        if up_to_date(source, &object, &read, &[nvcc, &flags]) {
             return Ok(());
         }
         let mut command = Command::new(nvcc);
@@ -89,14 +89,16 @@ fn compile(nvcc: &Path, kernels: &Path, out: &Path) -> Result<Vec<PathBuf>, Stri
     Ok(sources.iter().map(|source| object(source)).collect())
 }
 
-/// Whether an object is newer than everything that its compiler says it read, and than what it depends on besides.
-fn up_to_date(object: &Path, read: &Path, besides: &[&Path]) -> bool {
+/// Whether an object was made of this very source, since checkouts may share a target folder, and is newer than everything that
+/// its compiler says it read, and than what it depends on besides.
+fn up_to_date(source: &Path, object: &Path, read: &Path, besides: &[&Path]) -> bool {
     let changed = |path: &Path| fs::metadata(path).and_then(|m| m.modified()).ok();
     let (Some(made), Ok(rule)) = (changed(object), fs::read_to_string(read)) else { return false };
     // What is made, a colon, and what was read.
     let Some((_, files)) = rule.split_once(':') else { return false };
-    let files = files.split_whitespace().filter(|word| *word != "\\").map(Path::new);
-    files.chain(besides.iter().copied()).all(|file| changed(file).is_some_and(|at| at < made))
+    let mut files = files.split_whitespace().filter(|word| *word != "\\").map(Path::new).peekable();
+    files.peek() == Some(&source)
+        && files.chain(besides.iter().copied()).all(|file| changed(file).is_some_and(|at| at < made))
 }
 
 fn entries(folder: &Path) -> Result<Vec<PathBuf>, String> {
