@@ -123,8 +123,9 @@ def check(report, small):
 
 def check_shares(report, small):
     """Pages of the largest share of the mass, as lists that attention reads: against float64."""
+    # First: a process's first launch of a kernel, whose shared memory is over 48 KB only with what the kernel declares.
     for dtype, d, kv, group, page, lens in (
-            (torch.bfloat16, 128, 2, 4, 16, [700, 5000]), (torch.float16, 64, 3, 3, 4, [300, 2500]),
+            (torch.float16, 64, 1, 4, 16, [20500]), (torch.bfloat16, 128, 2, 4, 16, [700, 5000]), (torch.float16, 64, 3, 3, 4, [300, 2500]),
             (torch.bfloat16, 128, 1, 16, 64, [4000]), (torch.bfloat16, 64, 2, 12, 8, [1000, 64]),
             (torch.bfloat16, 128, 8, 4, 16, [2000] * 5), (torch.float16, 128, 8, 1, 32, [5000, 70])):
         lens = lens if small else [n * 9 for n in lens]
