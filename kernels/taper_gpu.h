@@ -136,6 +136,7 @@ typedef struct TaperSampledParams {
   uint32_t* state;            // [lists], TAPER_SAMPLED and so on
   uint32_t* residual;         // [lists], keys that the sample stands for
   uint32_t* counts;           // [lists], sampled keys read; 0 where everything is read
+  uint32_t* first;            // [lists], sampled keys of the first look; 0 where there was none; not used by TAPER_LISTED
   // Quantiles, from the host: of the whole delta, of 0.9 delta for a vector, of the whole
   // one-sided, of 0.1 delta, and of six splits of delta.
   float epsilon, whole, most, upper, rest, split_vector[6], split_scalar[6];

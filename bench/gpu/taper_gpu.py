@@ -113,7 +113,7 @@ SampleParams = struct("SampleParams", [
     ("capacity", I32), ("want", I32), ("max_len", I32), ("overlap", I32), ("state", U32),
     ("token_shift", I32), ("reserved", I32)])
 SampledParams = struct("SampledParams", [("d", DecodeParams)] + [(n, P) for n in (
-    "seeds positions out lse sync scores sums state residual counts"
+    "seeds positions out lse sync scores sums state residual counts first"
     ).split()] + [
     ("epsilon", F32), ("whole", F32), ("most", F32), ("upper", F32), ("rest", F32),
     ("split_vector", F32 * 6), ("split_scalar", F32 * 6),
@@ -426,7 +426,7 @@ class VAttention:
         self.sync = torch.zeros(1 + room, 32, dtype=torch.int32, device=dev)
         self.scores = f32(room, 128, group)
         self.sums = f32(room, team, group, 4)
-        self.state, self.residual, self.counts = i32(lists), i32(lists), i32(lists)
+        self.state, self.residual, self.counts, self.first = i32(lists), i32(lists), i32(lists), i32(lists)
         self.keep = (cache, q, block_ids, token_ids, row_table, token_ln_weight)
         decode = DecodeParams(
             ptr(q), ptr(cache.k), ptr(cache.v), ptr(cache.table), ptr(row_table), ptr(fixed),
@@ -437,7 +437,7 @@ class VAttention:
         self.p = SampledParams(
             decode, *[ptr(x) for x in (
                 self.seeds, self.positions, self.out, self.lse, self.sync, self.scores,
-                self.sums, self.state, self.residual, self.counts)],
+                self.sums, self.state, self.residual, self.counts, self.first)],
             epsilon, *quantiles(delta), *growth, unseen(delta), pilot_share, dense_share, pilot_tokens, RULES[rule],
             self.capacity, layer, int(out_f32), scouts)
 

@@ -75,15 +75,17 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>, true> {
       // The sums of the sample's first tiles wait for the exact part's, and these for the sample's.
       if (phase < kSample) {
         swap(aside);
-        // A single row's products are one launch with a thread block on each multiprocessor, which may now come as these leave.
-        // Those of more rows would get in where the first ones end, two at a time, and leave the last ones' multiprocessors empty.
+        // A single row's products are one launch with a thread block on each multiprocessor, which may now come as
+        // these leave. Those of more rows would get in where the first ones end, two at a time, and leave the last
+        // ones' multiprocessors empty.
         if (phase == kExact && p.d.rows == 1 && tid == 0) launch_dependents();
         phase = o.dense ? kAll : phase == kLead ? kExact : kSample;
         continue;
       }
       store(aside, looks == 0 || !judging);
       aside = {};
-      // Either the team meets to judge, or its last block merges. A scout that others have caught up with is done; those that are alone do not tell it.
+      // Either the team meets to judge, or its last block merges. A scout that others have caught up with is done;
+      // those that are alone do not tell it.
       if (o.scout && caught_up()) {
         if (tid == 0) {
           st.decision = {kSampled, 0};
@@ -97,6 +99,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>, true> {
         if (judge.holds()) judge.multiply();
         drawn = judge.hear();
         judge.fetch();
+        if (looks == 0 && o.rank == 0 && tid == 0 && !o.scout) p.first[o.list] = drawn;
       } else if (!leave()) {
         return;
       }
@@ -285,6 +288,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>, true> {
       p.state[o.list] = o.dense ? (uint32_t)kWhole : d.state;
       p.residual[o.list] = o.residual;
       p.counts[o.list] = d.count;
+      if (o.dense) p.first[o.list] = 0;
     }
   }
   // By one thread of the block that is the last to need the team.

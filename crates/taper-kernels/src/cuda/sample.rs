@@ -97,6 +97,9 @@ impl Scratch {
     }
 }
 
+/// Numbers that are told of a list.
+pub(super) const NUMBERS: usize = 4;
+
 /// What a sampled step did, beside its output; all on the device.
 #[derive(Debug, Clone)]
 pub struct Sampled {
@@ -104,9 +107,9 @@ pub struct Sampled {
     pub out: Tensor,
     /// Natural logarithm of each head's estimated sum of exponentials `[R, q_heads]`, f32.
     pub lse: Tensor,
-    /// Of each list, u32 `[3, lists or a few more]`: what it came to (1 sampled, 2 dense since no sample keeps the promise, 3
-    /// dense since there is too little to sample from), the keys that the sample stands for, and the sampled keys that were
-    /// read; 0 where everything was.
+    /// Of each list, u32 `[NUMBERS, lists or a few more]`: what it came to (1 sampled, 2 dense since no sample keeps
+    /// the promise, 3 dense since there is too little to sample from), the keys that the sample stands for, the sampled
+    /// keys that were read, 0 where everything was, and of [`sampled`] those of the first look, 0 where there was none.
     pub(super) numbers: Told,
     pub(super) lists: usize,
     /// Keys of a list's sample at most.
@@ -116,7 +119,7 @@ pub struct Sampled {
 impl Sampled {
     fn number(&self, row: usize) -> Result<Tensor> {
         let each = self.lists.next_multiple_of(4);
-        Ok(self.numbers.tensor((3, each))?.get(row)?.narrow(0, 0, self.lists)?)
+        Ok(self.numbers.tensor((NUMBERS, each))?.get(row)?.narrow(0, 0, self.lists)?)
     }
 
     /// What each list came to `[R * kv_heads]`, u32: 1 sampled, 2 dense since no sample keeps the promise, 3 dense since
@@ -142,6 +145,14 @@ impl Sampled {
     /// None that are known.
     pub fn counts(&self) -> Result<Tensor> {
         self.number(2)
+    }
+
+    /// Of [`sampled`], sampled keys of the first look `[R * kv_heads]`, u32; 0 where there was none.
+    ///
+    /// # Errors
+    /// None that are known.
+    pub fn first(&self) -> Result<Tensor> {
+        self.number(3)
     }
 }
 
@@ -223,7 +234,7 @@ pub(super) fn prepare(
         out: op.empty((rows, q_heads, head_dim), out_dtype)?,
         lse: op.empty((rows, q_heads), DType::F32)?,
         // Each row begins on 16 bytes.
-        numbers: Told::new(op, 3 * count.next_multiple_of(4))?,
+        numbers: Told::new(op, NUMBERS * count.next_multiple_of(4))?,
         lists: count,
         most: capacity,
     };
@@ -246,6 +257,7 @@ pub(super) fn prepare(
         state: op.at("state", &of.state()?, DType::U32, [count])?,
         residual: op.at("residual", &of.residual()?, DType::U32, [count])?,
         counts: op.at("counts", &of.counts()?, DType::U32, [count])?,
+        first: op.at("first", &of.first()?, DType::U32, [count])?,
         capacity: op.int("max_len", capacity)?,
         rule: ffi::TAPER_LISTED,
         layer: streams.map_or(0, |s| s.layer as i32),

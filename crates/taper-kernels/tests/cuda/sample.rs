@@ -115,6 +115,17 @@ fn a_sampled_step_reads_the_draws_of_the_cpu_and_keeps_its_promise() {
         };
         let apart: Vec<usize> = (0..state.len()).filter(apart).collect();
         assert!(apart.len() <= 1, "{what}, apart {apart:?} from {budgets:?}");
+        // The first look is at the same points, of which a list leaves the same out.
+        let first = of.first().unwrap().to_vec1::<u32>().unwrap();
+        for i in (0..state.len()).filter(|&i| state[i] == 1) {
+            assert_eq!(first[i] as usize, budgets[i * group].pilot, "{what}, list {i}");
+        }
+        let known = |i: usize| match state[i] {
+            2 => first[i] > 0 && (!budgets[i * group].dense || first[i] as usize == budgets[i * group].pilot),
+            3 => first[i] == 0,
+            _ => true,
+        };
+        assert!((0..state.len()).all(known), "{what}, first {first:?} of {budgets:?}");
         let same = sample_some(&decode, &selection, &sizes, &seeds.cpu).unwrap();
         below(relative(&of.out, &attend(&decode, &same, None).unwrap()), LIMIT, &what);
         let dense = attend(&decode, &Selection::dense(3, kv_heads), None).unwrap();

@@ -7,7 +7,7 @@ use crate::cuda::batch::{Draft, Lists};
 use crate::cuda::certain::certain;
 use crate::cuda::error::Result;
 use crate::cuda::op::Op;
-use crate::cuda::sample::{Sampled, Scratch, draw, sampled};
+use crate::cuda::sample::{NUMBERS, Sampled, Scratch, draw, sampled};
 use crate::decode::{self, Budget, Certainty, Decode, HeadSelection, Sampling, Selection};
 use crate::philox::Stream;
 use candle_core::Tensor;
@@ -24,28 +24,20 @@ pub(crate) struct Outcome {
     /// What it was beside.
     lists: Lists,
     first: First,
-    /// State, residual and sampled keys of each list, once they have been read.
-    read: OnceLock<Vec<[usize; 3]>>,
+    /// State, residual, sampled keys and those of the first look of each list, once they have been read.
+    read: OnceLock<Vec<[usize; NUMBERS]>>,
 }
 
-/// What decides the size of the first sample that is looked at.
+/// What decided the size of the first sample that was looked at.
 #[derive(Debug, Clone)]
 enum First {
-    /// A share of what it stands for, within bounds.
+    /// A share of what it stands for, within bounds; the device tells what it came to.
     Share(Box<Sampling>),
     /// It is given.
     Size(usize),
 }
 
 impl First {
-    /// Of `n` visible keys of which `fixed` are chosen.
-    fn size(&self, n: usize, fixed: usize) -> usize {
-        match self {
-            Self::Share(how) => how.bounds(n, fixed).0,
-            Self::Size(pilot) => *pilot,
-        }
-    }
-
     /// Whether a list that is not sampled has something to sample from, and no room for it.
     fn too_large(&self, n: usize, fixed: usize) -> bool {
         matches!(self, Self::Share(how) if how.whole(n, fixed).is_some_and(|whole| whole.dense))
@@ -63,13 +55,14 @@ impl Outcome {
     }
 
     /// Waits for the device, the first time.
-    fn numbers(&self) -> Result<&[[usize; 3]]> {
+    fn numbers(&self) -> Result<&[[usize; NUMBERS]]> {
         if let Some(lists) = self.read.get() {
             return Ok(lists);
         }
         let all = self.of.numbers.read()?;
-        let each = all.len() / 3;
-        let lists = (0..self.of.lists).map(|i| [0, 1, 2].map(|row| all[row * each + i] as usize)).collect();
+        let each = all.len() / NUMBERS;
+        let of = |i: usize| std::array::from_fn(|row| all[row * each + i] as usize);
+        let lists = (0..self.of.lists).map(of).collect();
         Ok(self.read.get_or_init(|| lists))
     }
 
@@ -89,7 +82,7 @@ impl Outcome {
 
     /// Keys that each list reads.
     pub fn counts(&self, step: &Step) -> Result<Vec<usize>> {
-        let count = |(i, &[state, residual, sampled]): (usize, &[usize; 3])| match state as u32 {
+        let count = |(i, &[state, residual, sampled, _]): (usize, &[usize; NUMBERS])| match state as u32 {
             SAMPLED => step.visible(i) - residual + sampled,
             _ => step.visible(i),
         };
@@ -99,9 +92,12 @@ impl Outcome {
     /// The budget of each query head `[R, q_heads]`.
     pub fn budgets(&self, step: &Step) -> Result<Vec<Budget>> {
         let group = step.q_heads / step.kv_heads;
-        let budget = |(i, &[state, residual, sampled]): (usize, &[usize; 3])| {
+        let budget = |(i, &[state, residual, sampled, first]): (usize, &[usize; NUMBERS])| {
             let (n, fixed) = (step.visible(i), step.visible(i) - residual);
-            let pilot = self.first.size(n, fixed);
+            let pilot = match self.first {
+                First::Share(_) => first,
+                First::Size(pilot) => pilot,
+            };
             match state as u32 {
                 SAMPLED => Budget { residual, sampled, pilot, dense: false },
                 DENSE => Budget { residual, sampled: residual, pilot, dense: true },
