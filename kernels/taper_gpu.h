@@ -628,23 +628,38 @@ typedef struct TaperReduceParams {
   int32_t window, reserved;  // keys that a row sees, its own the last; 0: all before it
 } TaperReduceParams;
 
+enum { TAPER_TWO_BLOCKS = 0, TAPER_DIAGONALS = 1 };  // StripesParams: a slash
+
 typedef struct TaperStripesParams {
-  const uint32_t* columns;                   // [slices, heads, column_stride] block numbers
+  const uint32_t* columns;                   // [slices, heads, column_stride] block numbers; null: none
   const uint32_t* column_counts;             // [slices, heads]
-  const uint32_t* slashes;                   // [slices, heads, slash_stride]
+  const uint32_t* slashes;                   // [slices, heads, slash_stride]; null: `bitmaps` are made already
   const uint32_t* slash_counts;              // [slices, heads]
   const uint32_t* slice_ends;                // [slices] ascending: rows below it follow that slice
-  const TaperPrefillTile* tiles;             // [tile_count]
+  const TaperPrefillTile* tiles;             // [tile_count]; null: only `bitmaps` are made
   const uint32_t* list_begin;                // [heads, tile_count] by tile id: room for pos_max / 64 + 1
-  uint32_t* bitmaps;                         // [slices, heads, 2, words], scratch
+  uint32_t* bitmaps;                         // [slices, heads, 2, words]
   uint32_t* blocks;                          // what list_begin points into; ascending
   uint32_t* counts;                          // [heads, tile_count]
   int32_t slices, heads, tile_count, words;  // words: blocks of the sequence / 32, rounded up
   int32_t column_stride, slash_stride, overlap;
-  int32_t exact;  // 1: a slash stands for that distance alone, not the next too, and block 0 must be chosen
+  // TAPER_TWO_BLOCKS: that many blocks back and one more, and block 0 is chosen. TAPER_DIAGONALS: so many tokens back,
+  // in every block that this touches.
+  int32_t slash;
   // 1: rows 64 and on of a tile are the next query block's, and blocks that only one of the two reads are marked so.
   int32_t halves, reserved;
 } TaperStripesParams;
+
+// How many keys each run of rows, within one block of 64, reads before that block: by bitmaps, and single tokens in no
+// block that it reads.
+typedef struct TaperBeforeParams {
+  const uint32_t* bitmaps;       // [heads, 2, words] as taper_stripes makes them
+  const uint32_t* tokens;        // [heads, token_stride]; or null
+  const uint32_t* token_counts;  // [heads]
+  const uint32_t* own;           // [runs], the block of each
+  uint32_t* before;              // [heads, runs]
+  int32_t heads, runs, words, token_stride, overlap, reserved;
+} TaperBeforeParams;
 
 // Single columns of each head, less those that a tile's blocks hold already or that lie beyond
 // its rows: vertical lines beside slashes, each key once. Marked where some rows read it within a block.
@@ -682,6 +697,7 @@ int taper_means(const TaperMeansParams* p, TaperStream stream);
 int taper_own(const TaperOwnParams* p, TaperStream stream);
 int taper_reduce(const TaperReduceParams* p, TaperStream stream);
 int taper_stripes(const TaperStripesParams* p, TaperStream stream);
+int taper_before(const TaperBeforeParams* p, TaperStream stream);
 int taper_drop_columns(const TaperColumnsParams* p, TaperStream stream);
 
 // --- Search by halves for prefill (HiP Attention) ------------------------------

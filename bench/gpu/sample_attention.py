@@ -23,7 +23,7 @@ StripesParams = struct("StripesParams", [
     ("columns", P), ("column_counts", P), ("slashes", P), ("slash_counts", P), ("slice_ends", P),
     ("tiles", P), ("list_begin", P), ("bitmaps", P), ("blocks", P), ("counts", P), ("slices", I32),
     ("heads", I32), ("tile_count", I32), ("words", I32), ("column_stride", I32),
-    ("slash_stride", I32), ("overlap", I32), ("exact", I32), ("halves", I32), ("reserved", I32)])
+    ("slash_stride", I32), ("overlap", I32), ("slash", I32), ("halves", I32), ("reserved", I32)])
 ColumnsParams = struct("ColumnsParams", [(n, P) for n in (
     "columns counts tiles list_begin list_counts blocks column_begin column_ids column_counts").split()] + [
     (n, I32) for n in "heads list_heads tile_count column_stride overlap reserved".split()])

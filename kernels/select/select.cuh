@@ -170,7 +170,8 @@ __global__ void __launch_bounds__(kSelectThreads)
 
   float top = 0.f;
   if constexpr (kMasses) {
-    each([&](uint32_t u, uint32_t) { most = max(most, u); });
+    // By scores, what is no number is more than any.
+    each([&](uint32_t u, uint32_t) { most = max(most, MASS == kByScore && u == 1 ? ~0u : u); });
     most = __reduce_max_sync(~0u, most);
     if (lane == 0) sh.warps[warp].x = most;
     __syncthreads();
@@ -191,9 +192,9 @@ __global__ void __launch_bounds__(kSelectThreads)
     search = n > 0 && wanted > 0.f && wanted < 1.f && top > (MASS == kByExp ? -INFINITY : 0.f);
     need = n;
     if (!search) {
-      // Nothing, or all that weighs anything.
+      // Nothing, all that weighs anything, or everything where not all are numbers.
       fixed = 32, need = 0;
-      prefix = wanted > 0.f ? ordered(MASS == kByExp ? -INFINITY : 0.f) : 0xFFFFFFFFu;
+      prefix = wanted <= 0.f ? 0xFFFFFFFFu : most == ~0u ? 0 : ordered(MASS == kByExp ? -INFINITY : 0.f);
     }
   }
   // The lowest key with that prefix; shifts by 32 would not clear the word.

@@ -4,7 +4,7 @@
 // key blocks qb - b and qb - b - 1 of query block qb. Both kinds of choice become
 // bitmaps first, one pair for each list head and slice; a tile's blocks are then the
 // union over its query blocks of the columns up to the diagonal and of the slashes'
-// bitmap read backwards. Block 0 and the diagonal always belong, the first unless `exact`. Lists have room
+// bitmap read backwards. The diagonal always belongs, and block 0 where slashes are of two blocks. Lists have room
 // for all blocks up to the diagonal at offsets that the host knows, so nothing is scanned.
 #pragma once
 
@@ -15,29 +15,50 @@ namespace taper {
 
 using StripesParams = TaperStripesParams;
 
-// Bits of the chosen columns, and of the slashes b and, unless `exact`, b + 1 for every chosen slash b.
+// Bits of the chosen columns, and of the blocks back that chosen slashes touch.
 __global__ void __launch_bounds__(256) stripe_bits_kernel(const StripesParams p) {
   extern __shared__ uint32_t bits[];
   wait_for_predecessor();
   launch_dependents();
+  const uint32_t most = 32u * p.words;
+  auto set = [&](uint32_t b) {
+    if (b < most) atomicOr(&bits[b / 32], 1u << (b % 32));
+  };
   for (int kind = 0; kind < 2; ++kind) {
     const uint32_t* ids = kind == 0 ? p.columns + (int64_t)blockIdx.x * p.column_stride
                                     : p.slashes + (int64_t)blockIdx.x * p.slash_stride;
     const uint32_t room = kind == 0 ? p.column_stride : p.slash_stride;
-    const uint32_t n = min(kind == 0 ? p.column_counts[blockIdx.x] : p.slash_counts[blockIdx.x], room);
-    const uint32_t most = 32u * p.words;
+    const uint32_t* counts = kind == 0 ? p.column_counts : p.slash_counts;
+    const uint32_t n = kind == 0 && !p.columns ? 0 : min(counts[blockIdx.x], room);
     for (int i = threadIdx.x; i < p.words; i += 256) bits[i] = 0;
     __syncthreads();
+    if (kind == 0 && p.slash == TAPER_TWO_BLOCKS && threadIdx.x == 0) set(0);
     for (uint32_t i = threadIdx.x; i < n; i += 256) {
       const uint32_t b = ids[i];
-      if (b < most) atomicOr(&bits[b / 32], 1u << (b % 32));
-      if (kind == 1 && !p.exact && b + 1 < most) atomicOr(&bits[(b + 1) / 32], 1u << ((b + 1) % 32));
+      if (kind == 1 && p.slash == TAPER_DIAGONALS) {
+        set(b / kBlock), set((b + kBlock - 1) / kBlock);
+      } else {
+        set(b);
+        if (kind == 1 && p.slash == TAPER_TWO_BLOCKS) set(b + 1);
+      }
     }
     __syncthreads();
     uint32_t* to = p.bitmaps + ((int64_t)blockIdx.x * 2 + kind) * p.words;
     for (int i = threadIdx.x; i < p.words; i += 256) to[i] = bits[i];
     __syncthreads();
   }
+}
+
+// Which of the blocks 32 word and on, up to its own, the rows of query block qb read by `columns` and `slashes` [words].
+__device__ __forceinline__ uint32_t blocks_read(const uint32_t* columns, const uint32_t* slashes, uint32_t qb,
+                                                uint32_t word) {
+  if (word * 32 > qb) return 0;
+  // Bit i: is slash qb - (32 word + i) chosen? A run of 32 bits ending at `high`.
+  const uint32_t high = qb - word * 32, w = high / 32, s = high % 32;
+  const uint32_t upper = slashes[w], lower = w > 0 ? slashes[w - 1] : 0;
+  uint32_t y = columns[word] | __brev(__funnelshift_l(lower, upper, 31 - s));
+  if (w == 0) y = (y | 1u << s) & (s < 31 ? (2u << s) - 1 : ~0u);
+  return y;
 }
 
 // One warp a head and tile.
@@ -61,17 +82,7 @@ __global__ void __launch_bounds__(128) stripe_lists_kernel(const StripesParams p
     for (uint32_t qb = first; qb <= last; ++qb) {
       while (slice + 1 < p.slices && p.slice_ends[slice] <= qb * kBlock) ++slice;
       const uint32_t* columns = p.bitmaps + ((int64_t)slice * p.heads + head) * 2 * p.words;
-      const uint32_t* slashes = columns + p.words;
-      if (halves) (qb == first ? ours : others) = 0;
-      if (word * 32 > qb) continue;
-      uint32_t y = columns[word];
-      // Bit i: is slash qb - (32 word + i) chosen? A run of 32 bits ending at `high`.
-      const uint32_t high = qb - word * 32, w = high / 32, s = high % 32;
-      const uint32_t upper = slashes[w], lower = w > 0 ? slashes[w - 1] : 0;
-      y |= __brev(__funnelshift_l(lower, upper, 31 - s));
-      if (word == 0 && !p.exact) y |= 1;
-      if (qb / 32 == word) y |= 1u << (qb % 32);
-      if (qb - word * 32 < 31) y &= (2u << (qb - word * 32)) - 1;
+      const uint32_t y = blocks_read(columns, columns + p.words, qb, word);
       x |= y;
       if (halves) (qb == first ? ours : others) = y;
     }
@@ -90,6 +101,34 @@ __global__ void __launch_bounds__(128) stripe_lists_kernel(const StripesParams p
     count += __shfl_sync(~0u, sum, 31);
   }
   if (lane == 0) p.counts[at] = count;
+}
+
+using BeforeParams = TaperBeforeParams;
+
+// One warp a head and run.
+__global__ void __launch_bounds__(128) before_kernel(const BeforeParams p) {
+  const int lane = threadIdx.x & 31;
+  const int64_t item = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5);
+  wait_for_predecessor();
+  launch_dependents();
+  if (item >= (int64_t)p.heads * p.runs) return;
+  const int head = (int)(item / p.runs);
+  const uint32_t own = p.own[item % p.runs];
+  const uint32_t *columns = p.bitmaps + (int64_t)head * 2 * p.words, *slashes = columns + p.words;
+  uint32_t keys = 0;
+  for (uint32_t word = lane; word * 32 < own; word += 32) {
+    uint32_t read = blocks_read(columns, slashes, own, word);
+    if (own / 32 == word) read &= (1u << (own % 32)) - 1;
+    keys += __popc(read) * kBlock;
+  }
+  const uint32_t n = p.tokens ? min(p.token_counts[head], (uint32_t)p.token_stride) : 0;
+  const uint32_t* tokens = p.tokens + (int64_t)head * p.token_stride;
+  for (uint32_t i = lane; i < n; i += 32) {
+    const uint32_t block = tokens[i] / kBlock;
+    if (block < own) keys += ~blocks_read(columns, slashes, own, block / 32) >> (block % 32) & 1;
+  }
+  keys = __reduce_add_sync(~0u, keys);
+  if (lane == 0) p.before[item] = keys;
 }
 
 using ColumnsParams = TaperColumnsParams;

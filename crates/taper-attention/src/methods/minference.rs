@@ -203,7 +203,7 @@ fn read_table(file: &ArtifactFile) -> std::result::Result<Loaded, String> {
 }
 
 /// Keys at the start and diagonals next to the query that vertical_slash always reads.
-const FORCED: (usize, usize) = (30, 100);
+const FORCED: Counts = Counts { columns: 30, slashes: 100 };
 
 #[derive(Debug)]
 struct MInference {
@@ -279,15 +279,12 @@ pub fn reads(
     let wanted: Vec<_> = patterns.iter().enumerate().filter_map(wanted).collect();
     let (blocks, products) = if wanted.is_empty() { Default::default() } else { pooled(rows, runs, &wanted)? };
     let striped = |(head, pattern): (usize, &Pattern)| match *pattern {
-        Pattern::VerticalSlash { vertical, slash } => {
-            let (forced_columns, forced_slashes) = FORCED;
-            Some((head, Counts { columns: vertical, slashes: slash, forced_columns, forced_slashes }))
-        }
+        Pattern::VerticalSlash { vertical, slash } => Some((head, Counts { columns: vertical, slashes: slash })),
         _ => None,
     };
     let striped: Vec<_> = patterns.iter().enumerate().filter_map(striped).collect();
-    let stripes = sums.map_or(Ok(Vec::new()), |sums| by_count(sums, &striped))?;
-    let (mut blocks, mut stripes) = (blocks.into_iter(), stripes.into_iter().map(|stripes| stripes.reads(runs)));
+    let stripes = sums.map_or(Ok(Vec::new()), |sums| by_count(sums, &striped, FORCED, runs, rows.window))?;
+    let (mut blocks, mut stripes) = (blocks.into_iter(), stripes.into_iter());
     let of = |pattern: &Pattern| match *pattern {
         Pattern::AShape { init, local } => Some(Mask::SinkWindow { sink: init, window: local }.into()),
         Pattern::VerticalSlash { .. } => stripes.next(),

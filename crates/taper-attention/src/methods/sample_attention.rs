@@ -217,9 +217,8 @@ impl PrefillMethod for SampleAttention {
         let q = layer.q.narrow(0, first, sampled)?;
         let sums = sums(&layer.select(&q, &positions[first..]))?;
         let shares = Shares { columns: band.alpha_c, slashes: band.alpha_s, block_tokens: self.block };
-        let stripes = by_share(&sums, layer.kv_heads(), &shares)?;
         let runs = query_blocks(layer.start..layer.start + rows, self.block);
-        let heads = stripes.iter().map(|stripes| stripes.reads(&runs)).collect();
+        let heads = by_share(&sums, layer.kv_heads(), &shares, &runs, layer.window)?;
         Ok(PrefillChoice {
             selection: Some(Selection::new(runs, heads)?),
             measured: Some((layer.start + first, sums.lse)),

@@ -90,7 +90,7 @@ pub(super) fn measure(prompt: &Prompt, length: usize) -> Result<Vec<Tally>> {
             let shares = Shares { columns: thresholds.alpha_c, slashes: thresholds.alpha_s, block_tokens: BLOCK };
             for (rows, sums) in parts.iter().zip(&sums) {
                 let runs = query_blocks(rows.clone(), BLOCK);
-                let heads = by_share(sums, kv_heads, &shares)?.iter().map(|stripes| stripes.reads(&runs)).collect();
+                let heads = by_share(sums, kv_heads, &shares, &runs, prompt.window())?;
                 selections.push((*thresholds, Selection::new(runs, heads)?));
             }
         }

@@ -2,16 +2,18 @@
 //!
 //! The same functions as the CPU's run on either device and come here by themselves: [`crate::kv::append`],
 //! [`crate::kv::copy_block`], [`crate::prefill::prefill`] and what chooses for it, [`crate::correct::correct`],
-//! [`crate::mlp::per_head`], [`crate::rotary::undo`], and all of [`crate::decode`] and [`crate::index`] that decode methods
-//! call: selections, scores and importance then stay on the device (`step`). What this module offers besides are the parts of
-//! that, by which a step needs no host at all: [`Batch`] for [`crate::decode::Decode`], [`Lists`] for [`crate::decode::Selection`].
+//! [`crate::mlp::per_head`], [`crate::rotary::undo`], and all of [`crate::decode`] and [`crate::index`] that decode
+//! methods call: selections, scores and importance then stay on the device (`step`). What this module offers besides
+//! are the parts of that, by which a step needs no host at all: [`Batch`] for [`crate::decode::Decode`], [`Lists`] for
+//! [`crate::decode::Selection`].
 //!
 //! Every function queues its work on candle's stream of the device and returns; none waits for a launch to end, but for
-//! [`Lists::read_back`], those of `step` that say so, and those that choose for a prompt, once a layer and chunk: `probe`, the
-//! heaviest columns and diagonals, and `pooled` in a model with a window of its own. Host slices are copied on the same stream, and from pageable memory: large ones may hold the caller
-//! up, so what serves many layers ([`Tiles`], [`Plan`], tables) is made once a step. Caches are bf16 or f16, head_dim 64 or
-//! 128, at most 16 query heads a KV head. Errors name the operation and the parameter. What tensors of tables, lengths and
-//! ids say is not looked at on the host and must be true.
+//! [`Lists::read_back`], those of `step` that say so, and those that choose for a prompt, once a layer and chunk, for
+//! how much that is: `probe`, [`DeviceStripes`], and in a model with a window of its own for what it is, those of
+//! `pooled` and the heaviest diagonals too. Host slices are copied on the same stream, and from pageable memory: large ones may hold the caller up, so what serves many layers
+//! ([`Tiles`], [`Plan`], tables) is made once a step. Caches are bf16 or f16, head_dim 64 or 128, at most 16 query
+//! heads a KV head. Errors name the operation and the parameter. What tensors of tables, lengths and ids say is not
+//! looked at on the host and must be true.
 
 mod batch;
 mod certain;
@@ -51,7 +53,7 @@ pub use error::{Error, Result};
 pub use graph::{PlainStep, RepeatedStep, StepInputs, graph_steps, plain_step, repeated_step};
 pub use layer::{Rotate, Rotated, angles, norm, norm_f32, rotate_append, silu_mul};
 pub use op::prepare;
-pub use prefill::{KeyLists, RunLists, Sparse, TILE_ROWS, Tile, Tiles, prefill_tiles};
+pub use prefill::{DeviceReads, KeyLists, RunLists, Sparse, TILE_ROWS, Tile, Tiles, prefill_tiles};
 pub use product::{
     AfterAttention, Inputs, after_attention, after_attention_at_once, product, product_add, product_gated, product_into,
 };
@@ -60,7 +62,7 @@ pub use range::HostTail;
 pub use sample::{Sampled, Scratch, Streams, draw, listed, sampled};
 pub use score::{Between, Scores, View, pick_blocks, scores, top_k, top_k_by, top_p};
 pub use spread::{Values, spread_values, values, values_fit};
-pub use stripes::{Chosen, block_lists, drop_columns};
+pub use stripes::{Chosen, DeviceStripes, Slash, block_lists, drop_columns, stripe_bits};
 
 pub(crate) use coming::Coming;
 pub(crate) use delta::correct;

@@ -5,6 +5,7 @@ mod launches;
 use super::error::Result;
 use super::ffi::{TaperMergeParams, TaperPrefillParams, TaperSparsePrefillParams, taper_merge, taper_prefill_sparse};
 use super::op::Op;
+use super::stripes::DeviceStripes;
 use crate::kv::{BLOCK_TOKENS, PagedKv};
 use crate::prefill::{Blocks, HeadReads, Lists, Mask, Reads, Rows};
 use bytemuck::Zeroable;
@@ -136,6 +137,14 @@ pub struct KeyLists {
 }
 
 impl KeyLists {
+    /// Of each head and tile, with this much room for each tile's list, yet unwritten.
+    pub(super) fn with_room(op: &Op, heads: usize, room: impl ExactSizeIterator<Item = usize> + Clone) -> Result<Self> {
+        let tiles = room.len();
+        let (begins, total) = places(op, heads, room)?;
+        let (counts, ids) = (op.empty((heads, tiles), DType::U32)?, op.empty(total, DType::U32)?);
+        Ok(Self { heads, begins: op.kept(&begins, [heads, tiles])?, counts, ids })
+    }
+
     /// The lists of each list of heads. Waits for the device.
     ///
     /// # Errors
@@ -160,7 +169,19 @@ impl KeyLists {
     }
 }
 
-/// What a device chose to read for each list of heads and run of rows, `[heads, runs]`.
+/// Where each head's list of each tile begins, one after the other with this much room, and the room of all.
+pub(super) fn places(op: &Op, heads: usize, room: impl Iterator<Item = usize> + Clone) -> Result<(Vec<u32>, usize)> {
+    let all = heads * room.clone().sum::<usize>();
+    op.check(u32::try_from(all).is_ok(), "tiles", format_args!("{all} ids in all lists"), "fewer than 2³²")?;
+    let mut total = 0;
+    let begins = (0..heads).flat_map(|_| room.clone()).map(|room| {
+        total += room;
+        (total - room) as u32
+    });
+    Ok((begins.collect(), total))
+}
+
+/// What a device chose to read for each list of heads and run of rows, or tile, `[heads, runs]`.
 #[derive(Debug)]
 pub struct RunLists {
     /// Blocks of 64 tokens.
@@ -174,12 +195,7 @@ impl RunLists {
     /// of its own the host has to know the lists, for what rows see of them: then this waits for the device.
     pub(crate) fn into_reads(self, before: Vec<Vec<u32>>, window: Option<usize>) -> Result<Vec<HeadReads>> {
         if window.is_none() {
-            let lists = Arc::new(self);
-            let of = |(list, before): (usize, Vec<u32>)| {
-                let blocks = Blocks::Device { lists: lists.clone(), list, before };
-                HeadReads { mask: Mask::Causal, blocks: Some(blocks), tokens: Lists::default() }
-            };
-            return Ok(before.into_iter().enumerate().map(of).collect());
+            return Ok(DeviceReads::Lists(self).into_reads(before));
         }
         let blocks = self.blocks.read_back()?;
         let columns = self.columns.map_or(Ok(Vec::new()), |columns| columns.read_back())?;
@@ -189,13 +205,34 @@ impl RunLists {
     }
 }
 
-impl PartialEq for RunLists {
+/// What a device chose for lists of heads, and keeps.
+#[derive(Debug)]
+pub enum DeviceReads {
+    /// Blocks, and single tokens, of each run of rows.
+    Lists(RunLists),
+    /// Columns and diagonals.
+    Stripes(DeviceStripes),
+}
+
+impl DeviceReads {
+    /// What each list of heads reads; `before` `[heads][runs]` are the keys before a run's first block.
+    pub(super) fn into_reads(self, before: Vec<Vec<u32>>) -> Vec<HeadReads> {
+        let reads = Arc::new(self);
+        let of = |(list, before): (usize, Vec<u32>)| {
+            let blocks = Blocks::Device { reads: reads.clone(), list, before };
+            HeadReads { mask: Mask::Causal, blocks: Some(blocks), tokens: Lists::default() }
+        };
+        before.into_iter().enumerate().map(of).collect()
+    }
+}
+
+impl PartialEq for DeviceReads {
     fn eq(&self, other: &Self) -> bool {
         std::ptr::eq(self, other)
     }
 }
 
-impl Eq for RunLists {}
+impl Eq for DeviceReads {}
 
 /// What a launch reads of the cache. Without lists: everything that is causal and within the window.
 #[derive(Clone, Copy, Default)]
@@ -368,8 +405,8 @@ fn merge(op: &Op, part_o: &Tensor, part_lse: &Tensor, parts: usize, dtype: i32) 
     Ok((out, lse))
 }
 
-/// [`crate::prefill::prefill`]: queries in f32 are rounded to the cache's dtype, outputs are f32. One launch for each way in which
-/// lists of heads come to what they read.
+/// [`crate::prefill::prefill`]: queries in f32 are rounded to the cache's dtype, outputs are f32. One launch for each
+/// way in which lists of heads come to what they read.
 pub(crate) fn prefill(rows: &Rows, reads: Reads) -> Result<(Tensor, Tensor)> {
     let op = Op::new("prefill", "q", rows.q)?;
     let (count, q_heads, head_dim) = rows.q.dims3()?;
@@ -395,7 +432,7 @@ pub(crate) fn prefill(rows: &Rows, reads: Reads) -> Result<(Tensor, Tensor)> {
             all if all == q_heads => None,
             some => Some(op.kept(&launch.heads, [some])?),
         };
-        let (blocks, columns) = launch.lists.upload(&op, launch, &tiles)?;
+        let (blocks, columns) = launch.lists.upload(&op, &tiles)?;
         let reads = Sparse {
             sink: launch.key.sink,
             window: launch.key.window,

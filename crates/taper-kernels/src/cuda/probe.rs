@@ -3,8 +3,7 @@
 use super::error::Result;
 use super::ffi::{TaperSearchParams, taper_search};
 use super::op::Op;
-use super::prefill::{KeyLists, RunLists};
-use super::stripes::places;
+use super::prefill::{KeyLists, RunLists, places};
 use crate::kv::BLOCK_TOKENS;
 use crate::prefill::{HeadReads, Hierarchy, Reach, Rows, neighbours};
 use bytemuck::Zeroable;

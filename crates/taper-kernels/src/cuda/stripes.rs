@@ -1,13 +1,19 @@
-//! From chosen columns and diagonals to lists of keys, without the host: [`crate::prefill::stripes::Stripes`] on a CUDA device.
+//! From sums to chosen columns and diagonals and to lists of keys, without the host: [`crate::prefill::stripes`] on a
+//! CUDA device.
 
 use super::error::Result;
-use super::ffi::{self, TaperColumnsParams, TaperStripesParams};
+use super::ffi::{
+    self, TaperBeforeParams, TaperColumnsParams, TaperGroupSelectParams, TaperSelectParams, TaperStripesParams,
+};
 use super::op::Op;
-use super::prefill::{KeyLists, TILE_WORDS, Tiles};
+use super::prefill::{DeviceReads, KeyLists, RunLists, TILE_WORDS, Tiles};
 use super::score::largest;
 use crate::kv::BLOCK_TOKENS;
+use crate::prefill::stripes::Counts;
+use crate::prefill::{HeadReads, Sums};
 use bytemuck::Zeroable;
-use candle_core::{DType, Tensor};
+use candle_core::{D, DType, Tensor};
+use std::ops::Range;
 
 /// Numbers chosen for each slice of rows and head: `ids` `[slices, heads, room]` and how many of them count
 /// `[slices, heads]`, u32.
@@ -19,87 +25,250 @@ pub struct Chosen<'a> {
     pub counts: &'a Tensor,
 }
 
-/// The blocks that each tile and list of heads reads: block 0, the tile's own, the chosen `columns` before those, and for
-/// each chosen slash s those that lie s and s + 1 blocks before a row's own. `slice_ends` `[slices]` ascend: rows below one
-/// follow its choice, and rows beyond the last do too. `tokens`: of the longest row. `exact`: a slash stands for s blocks alone,
-/// block 0 must be chosen, and blocks that only one half of a tile's two query blocks reads are marked.
+/// What a chosen slash stands for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Slash {
+    /// The blocks so many, and one more, before a row's own; block 0 is chosen besides. SampleAttention, `merge_index`.
+    TwoBlocks,
+    /// The blocks that the tokens so many before the rows of a block lie in. MInference, the vertical-slash pattern.
+    Diagonals,
+}
+
+/// What is chosen for each slice of rows and head, of key blocks and of blocks back, as bitmaps `[slices, heads, 2, words]`,
+/// u32, over a sequence of so many `tokens`.
 ///
 /// # Errors
-/// Shapes or dtypes that differ, no slice.
-///
-/// # Source
-/// SampleAttention, `merge_index`.
-pub fn block_lists(
-    tiles: &Tiles,
-    columns: Chosen,
-    slashes: Chosen,
-    slice_ends: &[u32],
-    tokens: usize,
-    exact: bool,
-) -> Result<KeyLists> {
-    let op = Op::new("block_lists", "columns", columns.ids)?;
-    let (slices, heads, column_room) = columns.ids.dims3()?;
-    let slash_room = slashes.ids.dim(2)?;
-    let ascends = slices > 0 && slice_ends.len() == slices && slice_ends.is_sorted_by(|a, b| a < b);
-    op.check(ascends, "slice_ends", format_args!("{slice_ends:?}"), format_args!("{slices}, ascending"))?;
-    let most = tiles.last.iter().copied().max().unwrap_or(0) as usize;
-    op.check(most < tokens, "tokens", tokens, format_args!("more than {most}"))?;
+/// Shapes or dtypes that differ.
+pub fn stripe_bits(columns: Option<Chosen>, slashes: Chosen, slash: Slash, tokens: usize) -> Result<Tensor> {
+    let op = Op::new("stripe_bits", "slashes", slashes.ids)?;
+    let (slices, heads, slash_room) = slashes.ids.dims3()?;
     let words = tokens.div_ceil(BLOCK_TOKENS).div_ceil(32);
-    let room = |&last: &u32| last as usize / BLOCK_TOKENS + 1;
-    let (begins, total) = places(&op, heads, tiles.last.iter().map(room))?;
-    let of = KeyLists {
-        heads,
-        begins: op.kept(&begins, [heads, tiles.count])?,
-        counts: op.empty((heads, tiles.count), DType::U32)?,
-        ids: op.empty(total, DType::U32)?,
-    };
     let bitmaps = op.empty((slices, heads, 2, words), DType::U32)?;
-    let ends = op.kept(slice_ends, [slices])?;
+    let column_room = columns.map_or(Ok(0), |columns| columns.ids.dim(2))?;
+    let (column_ids, column_counts) = columns.map(|columns| (columns.ids, columns.counts)).unzip();
     let p = TaperStripesParams {
-        columns: op.at("columns", columns.ids, DType::U32, [slices, heads, column_room])?,
-        column_counts: op.at("columns", columns.counts, DType::U32, [slices, heads])?,
+        columns: op.maybe("columns", column_ids, DType::U32, [slices, heads, column_room])?,
+        column_counts: op.maybe("columns", column_counts, DType::U32, [slices, heads])?,
         slashes: op.at("slashes", slashes.ids, DType::U32, [slices, heads, slash_room])?,
         slash_counts: op.at("slashes", slashes.counts, DType::U32, [slices, heads])?,
-        slice_ends: op.at("slice_ends", &ends, DType::U32, [slices])?,
-        tiles: op.at::<u32>("tiles", &tiles.tiles, DType::U32, [tiles.count, TILE_WORDS])?.cast(),
-        list_begin: op.at("begins", &of.begins, DType::U32, [heads, tiles.count])?,
         bitmaps: op.at("bitmaps", &bitmaps, DType::U32, bitmaps.dims())?,
-        blocks: op.at("ids", &of.ids, DType::U32, of.ids.dims())?,
-        counts: op.at("counts", &of.counts, DType::U32, [heads, tiles.count])?,
-        slices: op.int("columns", slices)?,
-        heads: op.int("columns", heads)?,
-        tile_count: op.int("tiles", tiles.count)?,
+        slices: op.int("slashes", slices)?,
+        heads: op.int("slashes", heads)?,
         words: op.int("tokens", words)?,
         column_stride: op.int("columns", column_room)?,
         slash_stride: op.int("slashes", slash_room)?,
         overlap: 1,
-        exact: exact.into(),
-        halves: exact.into(),
-        reserved: 0,
+        slash: match slash {
+            Slash::TwoBlocks => ffi::TAPER_TWO_BLOCKS,
+            Slash::Diagonals => ffi::TAPER_DIAGONALS,
+        },
+        ..TaperStripesParams::zeroed()
+    };
+    // SAFETY: every address was checked against the shapes given beside it.
+    unsafe { op.launch(ffi::taper_stripes, &p) }?;
+    Ok(bitmaps)
+}
+
+/// The blocks that each tile and list of heads reads by [`stripe_bits`]: the tile's own, the chosen columns before
+/// those, and those that lie as far back as a slash says. `slice_ends` `[slices]` ascend: rows below one follow its
+/// choice, and rows beyond the last do too. `halves`: rows 64 and on of a tile are the next query block's, and blocks
+/// that only one of the two reads are marked.
+///
+/// # Errors
+/// Shapes or dtypes that differ, no slice, tiles beyond the sequence.
+///
+/// # Source
+/// SampleAttention, `merge_index`.
+pub fn block_lists(tiles: &Tiles, bitmaps: &Tensor, slice_ends: &[u32], halves: bool) -> Result<KeyLists> {
+    let op = Op::new("block_lists", "bitmaps", bitmaps)?;
+    let (slices, heads, _, words) = bitmaps.dims4()?;
+    let ascends = slices > 0 && slice_ends.len() == slices && slice_ends.is_sorted_by(|a, b| a < b);
+    op.check(ascends, "slice_ends", format_args!("{slice_ends:?}"), format_args!("{slices}, ascending"))?;
+    let most = tiles.last.iter().copied().max().unwrap_or(0) as usize;
+    let tokens = words * 32 * BLOCK_TOKENS;
+    op.check(most < tokens, "bitmaps", format_args!("{tokens} tokens"), format_args!("more than {most}"))?;
+    let room = |&last: &u32| last as usize / BLOCK_TOKENS + 1;
+    let of = KeyLists::with_room(&op, heads, tiles.last.iter().map(room))?;
+    let ends = op.kept(slice_ends, [slices])?;
+    let p = TaperStripesParams {
+        slice_ends: op.at("slice_ends", &ends, DType::U32, [slices])?,
+        tiles: op.at::<u32>("tiles", &tiles.tiles, DType::U32, [tiles.count, TILE_WORDS])?.cast(),
+        list_begin: op.at("begins", &of.begins, DType::U32, [heads, tiles.count])?,
+        bitmaps: op.at("bitmaps", bitmaps, DType::U32, [slices, heads, 2, words])?,
+        blocks: op.at("ids", &of.ids, DType::U32, of.ids.dims())?,
+        counts: op.at("counts", &of.counts, DType::U32, [heads, tiles.count])?,
+        slices: op.int("bitmaps", slices)?,
+        heads: op.int("bitmaps", heads)?,
+        tile_count: op.int("tiles", tiles.count)?,
+        words: op.int("bitmaps", words)?,
+        overlap: 1,
+        halves: halves.into(),
+        ..TaperStripesParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_stripes, &p) }?;
     Ok(of)
 }
 
-/// [`crate::prefill::stripes::top`] of some lists of masses `[lists, n]`: which, how many to keep, and how many of the first.
-/// Waits for the device, since the host counts what rows read.
-pub(crate) fn top(mass: &Tensor, wanted: &[(usize, usize, usize)]) -> Result<Vec<Vec<u32>>> {
-    let op = Op::new("top", "mass", mass)?;
-    let (lists, n) = mass.dims2()?;
-    let (mut begins, mut ks) = (vec![0; lists], vec![0; lists]);
-    for &(list, keep, forced) in wanted {
-        op.check(list < lists, "list", list, format_args!("less than {lists}"))?;
-        let forced = forced.min(n);
-        (begins[list], ks[list]) = (forced as u32, (keep.clamp(forced, n) - forced) as u32);
+/// What lists of heads read of a prompt by columns and diagonals that a device chose and keeps.
+#[derive(Debug)]
+pub struct DeviceStripes {
+    /// `[1, lists, 2, words]`, of [`stripe_bits`].
+    bitmaps: Tensor,
+    /// Single tokens `[lists, room]`, ascending, and how many count `[lists]`, u32.
+    tokens: Option<(Tensor, Tensor)>,
+}
+
+impl DeviceStripes {
+    /// [`by_share`](crate::prefill::stripes::by_share) in blocks of 64: of sums by block `[q_heads, blocks]` the
+    /// fewest, over each KV head's group, that hold the share `alpha_c` of the columns' mass, and `alpha_s` of the
+    /// slashes'.
+    pub(crate) fn by_share(
+        (columns, slashes): (&Tensor, &Tensor),
+        kv_heads: usize,
+        (alpha_c, alpha_s): (f64, f64),
+    ) -> Result<Self> {
+        let op = Op::new("by_share", "columns", columns)?;
+        let (heads, blocks) = columns.dims2()?;
+        let fits = kv_heads > 0 && heads.is_multiple_of(kv_heads);
+        op.check(fits, "columns", format_args!("{heads} heads"), format_args!("a multiple of {kv_heads}"))?;
+        let (columns, slashes) = (fewest(&op, columns, kv_heads, alpha_c)?, fewest(&op, slashes, kv_heads, alpha_s)?);
+        let of = |(ids, counts): &(Tensor, Tensor)| -> Result<_> { Ok((ids.unsqueeze(0)?, counts.unsqueeze(0)?)) };
+        let (columns, slashes) = (of(&columns)?, of(&slashes)?);
+        let chosen = |(ids, counts)| Chosen { ids, counts };
+        let (columns, slashes) = (chosen((&columns.0, &columns.1)), chosen((&slashes.0, &slashes.1)));
+        let bitmaps = stripe_bits(Some(columns), slashes, Slash::TwoBlocks, blocks * BLOCK_TOKENS)?;
+        Ok(Self { bitmaps, tokens: None })
     }
-    let capacity = ks.iter().copied().max().unwrap_or(0).max(1) as usize;
-    let (ids, _) = largest(&op, mass, [&begins, &vec![n as u32; lists], &ks], capacity)?;
-    let ids = ids.to_vec2::<u32>()?;
-    let of = |&(list, ..): &(usize, usize, usize)| {
-        (0..begins[list]).chain(ids[list].iter().copied().take(ks[list] as usize)).collect()
+
+    /// [`by_count`](crate::prefill::stripes::by_count), a list for each of the `heads`.
+    pub(crate) fn by_count(sums: &Sums, heads: &[(usize, Counts)], forced: Counts) -> Result<Self> {
+        let op = Op::new("by_count", "columns", &sums.columns)?;
+        let wanted =
+            |of: fn(&Counts) -> usize| -> Vec<_> { heads.iter().map(|(head, of_head)| (*head, of(of_head))).collect() };
+        let tokens = heaviest(&op, &sums.columns, &wanted(|counts| counts.columns), forced.columns)?;
+        let (ids, counts) = heaviest(&op, &sums.diagonals, &wanted(|counts| counts.slashes), forced.slashes)?;
+        let (ids, counts) = (ids.unsqueeze(0)?, counts.unsqueeze(0)?);
+        let n = sums.diagonals.dim(1)?;
+        let bitmaps = stripe_bits(None, Chosen { ids: &ids, counts: &counts }, Slash::Diagonals, n)?;
+        Ok(Self { bitmaps, tokens: Some(tokens) })
+    }
+
+    /// What each list of heads reads in runs of rows, each within one block. Waits for the device, for how many keys those are.
+    pub(crate) fn into_reads(self, runs: &[Range<usize>]) -> Result<Vec<HeadReads>> {
+        let op = Op::new("before", "bitmaps", &self.bitmaps)?;
+        let (_, lists, _, words) = self.bitmaps.dims4()?;
+        if runs.is_empty() {
+            return Ok(DeviceReads::Stripes(self).into_reads(vec![Vec::new(); lists]));
+        }
+        let own: Vec<u32> = runs.iter().map(|run| (run.start / BLOCK_TOKENS) as u32).collect();
+        let most = own.iter().copied().max().unwrap_or(0) as usize;
+        op.check(most < 32 * words, "runs", format_args!("block {most}"), format_args!("less than {}", 32 * words))?;
+        let own = op.kept(&own, [runs.len()])?;
+        let before = op.empty((lists, runs.len()), DType::U32)?;
+        let (tokens, counts) = self.tokens.as_ref().map(|(tokens, counts)| (tokens, counts)).unzip();
+        let room = tokens.map_or(Ok(0), |tokens| tokens.dim(1))?;
+        let p = TaperBeforeParams {
+            bitmaps: op.at("bitmaps", &self.bitmaps, DType::U32, [1, lists, 2, words])?,
+            tokens: op.maybe("tokens", tokens, DType::U32, [lists, room])?,
+            token_counts: op.maybe("tokens", counts, DType::U32, [lists])?,
+            own: op.at("runs", &own, DType::U32, [runs.len()])?,
+            before: op.at("before", &before, DType::U32, [lists, runs.len()])?,
+            heads: op.int("bitmaps", lists)?,
+            runs: op.int("runs", runs.len())?,
+            words: op.int("bitmaps", words)?,
+            token_stride: op.int("tokens", room)?,
+            overlap: 1,
+            reserved: 0,
+        };
+        // SAFETY: every address was checked against the shapes given beside it.
+        unsafe { op.launch(ffi::taper_before, &p) }?;
+        let before = op.read("before", &before)?.chunks(runs.len()).map(<[u32]>::to_vec).collect();
+        Ok(DeviceReads::Stripes(self).into_reads(before))
+    }
+
+    /// What each tile reads, by some of the lists of heads; blocks that one half of a tile reads alone are marked.
+    ///
+    /// # Errors
+    /// A device error, tiles beyond the sequence.
+    pub fn lists(&self, tiles: &Tiles, which: &[usize]) -> Result<RunLists> {
+        let some = |of: &Tensor, dim: usize| -> Result<Tensor> {
+            if which.iter().copied().eq(0..of.dim(dim)?) {
+                return Ok(of.clone());
+            }
+            let which: Vec<u32> = which.iter().map(|&list| list as u32).collect();
+            Ok(of.index_select(&Tensor::new(which, of.device())?, dim)?)
+        };
+        let blocks = block_lists(tiles, &some(&self.bitmaps, 1)?, &[u32::MAX], true)?;
+        let columns = match &self.tokens {
+            Some((ids, counts)) => Some(drop_columns(tiles, &some(ids, 0)?, &some(counts, 0)?, &blocks)?),
+            None => None,
+        };
+        Ok(RunLists { blocks, columns })
+    }
+}
+
+/// The fewest of `mass` `[q_heads, entries]`, added up over each KV head's group, that hold the share `alpha` of it, of
+/// equals the first: ids `[kv_heads, entries]`, ascending, and how many `[kv_heads]`, u32.
+fn fewest(op: &Op, mass: &Tensor, kv_heads: usize, alpha: f64) -> Result<(Tensor, Tensor)> {
+    let (q_heads, entries) = mass.dims2()?;
+    let mass = mass.contiguous()?;
+    let (ids, counts) = (op.empty((kv_heads, entries), DType::U32)?, op.empty(kv_heads, DType::U32)?);
+    // All, what weighs nothing too, or none at all.
+    let by_count = alpha <= 0.0 || alpha >= 1.0;
+    let p = TaperGroupSelectParams {
+        base: TaperSelectParams {
+            scores: op.at("mass", &mass, DType::F32, [q_heads, entries])?,
+            ids: op.at("ids", &ids, DType::U32, [kv_heads, entries])?,
+            counts: op.at("counts", &counts, DType::U32, [kv_heads])?,
+            lists: op.int("kv_heads", kv_heads)?,
+            stride: op.int("mass", entries)?,
+            capacity: op.int("mass", entries)?,
+            entries: op.int("mass", entries)?,
+            k: if alpha >= 1.0 { op.int("mass", entries)? } else { 0 },
+            target: ffi::TAPER_NO_TARGET,
+            overlap: 1,
+            ..TaperSelectParams::zeroed()
+        },
+        group: op.int("mass", q_heads / kv_heads)?,
+        reduce: ffi::TAPER_SUM_OF_GROUP,
+        mass: if by_count { ffi::TAPER_BY_COUNT } else { ffi::TAPER_BY_SCORE },
+        share: alpha as f32,
+        ..TaperGroupSelectParams::zeroed()
     };
-    Ok(wanted.iter().map(of).collect())
+    // SAFETY: every address was checked against the shapes given beside it.
+    unsafe { op.launch(ffi::taper_select_group, &p) }?;
+    Ok((ids, counts))
+}
+
+/// Of some lists of `mass` `[lists, n]`, which and how many to keep, the first `forced` and the heaviest others: ids, ascending
+/// `[wanted, room]`, and how many `[wanted]`, u32.
+fn heaviest(op: &Op, mass: &Tensor, wanted: &[(usize, usize)], forced: usize) -> Result<(Tensor, Tensor)> {
+    let (lists, n) = mass.dims2()?;
+    for &(list, _) in wanted {
+        op.check(list < lists, "head", list, format_args!("less than {lists}"))?;
+    }
+    let which: Vec<u32> = wanted.iter().map(|&(list, _)| list as u32).collect();
+    let mass = mass.index_select(&op.kept(&which, [which.len()])?, 0)?;
+    let (lists, forced) = (which.len(), forced.min(n));
+    let ks: Vec<u32> = wanted.iter().map(|&(_, keep)| (keep.clamp(forced, n) - forced) as u32).collect();
+    let capacity = ks.iter().copied().max().unwrap_or(0).max(1) as usize;
+    let ends = [&vec![forced as u32; lists][..], &vec![n as u32; lists], &ks];
+    let (others, _) = largest(op, &mass, ends, capacity)?;
+    let counts: Vec<u32> = ks.iter().map(|k| k + forced as u32).collect();
+    let counts = op.kept(&counts, [lists])?;
+    if forced == 0 {
+        return Ok((others, counts));
+    }
+    let first = Tensor::arange(0, forced as u32, mass.device())?.unsqueeze(0)?.repeat((lists, 1))?;
+    Ok((Tensor::cat(&[&first, &others], D::Minus1)?.contiguous()?, counts))
+}
+
+/// [`crate::prefill::stripes::top`] of some lists of masses `[lists, n]`: which, and how many to keep. Waits for the device.
+pub(crate) fn top(mass: &Tensor, wanted: &[(usize, usize)], forced: usize) -> Result<Vec<Vec<u32>>> {
+    let (ids, counts) = heaviest(&Op::new("top", "mass", mass)?, mass, wanted, forced)?;
+    let (ids, counts) = (ids.to_vec2::<u32>()?, counts.to_vec1::<u32>()?);
+    Ok(ids.into_iter().zip(counts).map(|(ids, count)| ids.into_iter().take(count as usize).collect()).collect())
 }
 
 /// Single tokens of each head `[heads, room]`, ascending, `counts` `[heads]` of them, as lists of each tile: without those
@@ -115,13 +284,7 @@ pub fn drop_columns(tiles: &Tiles, tokens: &Tensor, counts: &Tensor, blocks: &Ke
     let (heads, room) = tokens.dims2()?;
     let fits = blocks.heads > 0 && heads.is_multiple_of(blocks.heads);
     op.check(fits, "tokens", format_args!("{heads} heads"), format_args!("a multiple of {}", blocks.heads))?;
-    let (begins, total) = places(&op, heads, tiles.last.iter().map(|_| room))?;
-    let of = KeyLists {
-        heads,
-        begins: op.kept(&begins, [heads, tiles.count])?,
-        counts: op.empty((heads, tiles.count), DType::U32)?,
-        ids: op.empty(total, DType::U32)?,
-    };
+    let of = KeyLists::with_room(&op, heads, tiles.last.iter().map(|_| room))?;
     let listed = [blocks.heads, tiles.count];
     let p = TaperColumnsParams {
         columns: op.at("tokens", tokens, DType::U32, [heads, room])?,
@@ -143,16 +306,4 @@ pub fn drop_columns(tiles: &Tiles, tokens: &Tensor, counts: &Tensor, blocks: &Ke
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_drop_columns, &p) }?;
     Ok(of)
-}
-
-/// Where each head's list of each tile begins, one after the other with this much room, and the room of all.
-pub(super) fn places(op: &Op, heads: usize, room: impl Iterator<Item = usize> + Clone) -> Result<(Vec<u32>, usize)> {
-    let all = heads * room.clone().sum::<usize>();
-    op.check(u32::try_from(all).is_ok(), "tiles", format_args!("{all} ids in all lists"), "fewer than 2³²")?;
-    let mut total = 0;
-    let begins = (0..heads).flat_map(|_| room.clone()).map(|room| {
-        total += room;
-        (total - room) as u32
-    });
-    Ok((begins.collect(), total))
 }

@@ -3,7 +3,7 @@
 use super::Mask;
 use super::stripes::Stripes;
 #[cfg(feature = "cuda")]
-use crate::cuda::RunLists;
+use crate::cuda::DeviceReads;
 use crate::kv::BLOCK_TOKENS;
 use candle_core::{Result, bail};
 use std::borrow::Cow;
@@ -61,11 +61,11 @@ pub enum Blocks {
         /// The runs.
         runs: Vec<StripedRun>,
     },
-    /// Lists that a device made and keeps, of single tokens too. A run's rows read all keys from its first block on.
+    /// What a device chose and keeps, of single tokens too. A run's rows read all keys from its first block on.
     #[cfg(feature = "cuda")]
     Device {
-        /// Those of all heads.
-        lists: Arc<RunLists>,
+        /// That of all lists of heads.
+        reads: Arc<DeviceReads>,
         /// Which of them.
         list: usize,
         /// Keys that each run's rows read before its first block.
@@ -99,7 +99,7 @@ impl Blocks {
         }
     }
 
-    /// The blocks of run `i`, which there must be; none of lists that a device keeps.
+    /// The blocks of run `i`, which there must be; none of what a device keeps.
     pub fn get(&self, i: usize) -> Cow<'_, [u32]> {
         match self {
             Self::Listed(lists) => lists.get(i).into(),
@@ -236,7 +236,7 @@ impl Selection {
     }
 
     /// The share of a row's probability that one list of heads reads; `None` for a row without a run. `sums` are the sums
-    /// of the probabilities before each key, and of all: `[position + 2]`. `None` too of lists that a device keeps.
+    /// of the probabilities before each key, and of all: `[position + 2]`. `None` too of what a device keeps.
     pub fn held(&self, list: usize, position: usize, window: Option<usize>, sums: &[f64]) -> Option<f64> {
         let run = self.runs.partition_point(|run| run.end <= position);
         self.runs.get(run).filter(|run| run.contains(&position))?;

@@ -2,6 +2,8 @@
 
 use super::selection::{Blocks, HeadReads, StripedRun};
 use super::{Mask, Sums};
+#[cfg(feature = "cuda")]
+use crate::cuda::DeviceStripes;
 use crate::kv::BLOCK_TOKENS;
 use crate::parallel;
 use candle_core::{Result, Tensor, bail};
@@ -170,60 +172,87 @@ pub struct Shares {
     pub block_tokens: usize,
 }
 
-/// SampleAttention's choice for each KV head: the sums of its group, added up by blocks of keys and by blocks of
-/// diagonals, each cut to the fewest that reach their share. A slash `b` stands for the diagonals `b` blocks down to the
-/// next, which cross two key blocks of a query block; block 0 is always kept.
+/// SampleAttention's choice for each KV head, of what runs of rows within one block read: the sums of its group, added up by
+/// blocks of keys and by blocks of diagonals, each cut to the fewest that reach their share. A slash `b` stands for the diagonals
+/// `b` blocks down to the next, which cross two key blocks of a query block; block 0 is always kept. `window` is the model's own.
 ///
 /// # Errors
 /// A device error, query heads that are not a multiple of the KV heads, a block that is not a multiple of 64.
 ///
 /// # Source
 /// SampleAttention, Algorithm 1: `find_k` and `merge_index`.
-pub fn by_share(sums: &Sums, kv_heads: usize, shares: &Shares) -> Result<Vec<Stripes>> {
+pub fn by_share(
+    sums: &Sums,
+    kv_heads: usize,
+    shares: &Shares,
+    runs: &[Range<usize>],
+    window: Option<usize>,
+) -> Result<Vec<HeadReads>> {
     let Shares { columns: alpha_c, slashes: alpha_s, block_tokens } = *shares;
     if block_tokens == 0 || !block_tokens.is_multiple_of(BLOCK_TOKENS) {
         bail!("stripes: blocks of {block_tokens} tokens; expected a multiple of {BLOCK_TOKENS}");
     }
-    // A device adds blocks up itself: what goes to the host is smaller by as much.
+    // A device adds blocks up itself: what goes to the host, if anything does, is smaller by as much.
     let each = if sums.columns.device().is_cpu() { 1 } else { block_tokens };
-    let (columns, slashes) =
-        (Table::of(&added_up(&sums.columns, each)?)?, Table::of(&added_up(&sums.diagonals, each)?)?);
+    let (columns, slashes) = (added_up(&sums.columns, each)?, added_up(&sums.diagonals, each)?);
+    #[cfg(feature = "cuda")]
+    if kept_on_device(sums, window) && block_tokens == BLOCK_TOKENS {
+        return Ok(DeviceStripes::by_share((&columns, &slashes), kv_heads, (alpha_c, alpha_s))?.into_reads(runs)?);
+    }
+    let (columns, slashes) = (Table::of(&columns)?, Table::of(&slashes)?);
     let mut all = Vec::with_capacity(kv_heads);
     for heads in columns.groups(kv_heads)? {
         let columns = find_k(&columns.by_block(heads.clone(), block_tokens / each), alpha_c);
         let slashes = find_k(&slashes.by_block(heads, block_tokens / each), alpha_s);
         let blocks = merge(std::iter::once(0), columns.into_iter()).collect();
         let distances = merge(slashes.clone().into_iter(), slashes.into_iter().map(|b| b + 1)).collect();
-        all.push(Stripes { blocks, tokens: Vec::new(), distances, block_tokens });
+        all.push(Stripes { blocks, tokens: Vec::new(), distances, block_tokens }.reads(runs));
     }
     Ok(all)
+}
+
+/// Whether what is chosen by these sums can stay on their device: in a model with a window of its own the host has to
+/// know it, for what rows see of it.
+#[cfg(feature = "cuda")]
+fn kept_on_device(sums: &Sums, window: Option<usize>) -> bool {
+    sums.columns.device().is_cuda() && window.is_none()
 }
 
 /// How many columns and slashes a head keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Counts {
-    /// Keys, of which the first `forced_columns`.
+    /// Keys.
     pub columns: usize,
-    /// Diagonals, of which the first `forced_slashes`.
+    /// Diagonals.
     pub slashes: usize,
-    /// Keys at the start of the sequence that are always kept.
-    pub forced_columns: usize,
-    /// Diagonals next to the query that are always kept.
-    pub forced_slashes: usize,
 }
 
-/// MInference's vertical-slash choice for each query head asked for: the heaviest keys, and every block that one of the
-/// heaviest diagonals touches.
+/// MInference's vertical-slash choice for each query head asked for, of what runs of rows within one block of 64 read:
+/// the heaviest keys, and every block that one of the heaviest diagonals touches. Among them are always the `forced` first
+/// keys of the sequence and diagonals next to the query. `window` is the model's own.
 ///
 /// # Errors
 /// A device error, a head that is not there.
 ///
 /// # Source
 /// MInference, Algorithm 2.
-pub fn by_count(sums: &Sums, heads: &[(usize, Counts)]) -> Result<Vec<Stripes>> {
-    let columns = heads.iter().map(|&(head, of)| (head, of.columns, of.forced_columns)).collect::<Vec<_>>();
-    let slashes = heads.iter().map(|&(head, of)| (head, of.slashes, of.forced_slashes)).collect::<Vec<_>>();
-    let (columns, slashes) = (tops(&sums.columns, &columns)?, tops(&sums.diagonals, &slashes)?);
+pub fn by_count(
+    sums: &Sums,
+    heads: &[(usize, Counts)],
+    forced: Counts,
+    runs: &[Range<usize>],
+    window: Option<usize>,
+) -> Result<Vec<HeadReads>> {
+    if heads.is_empty() {
+        return Ok(Vec::new());
+    }
+    #[cfg(feature = "cuda")]
+    if kept_on_device(sums, window) {
+        return Ok(DeviceStripes::by_count(sums, heads, forced)?.into_reads(runs)?);
+    }
+    let wanted = |of: fn(&Counts) -> usize| heads.iter().map(|(head, counts)| (*head, of(counts))).collect::<Vec<_>>();
+    let columns = tops(&sums.columns, &wanted(|counts| counts.columns), forced.columns)?;
+    let slashes = tops(&sums.diagonals, &wanted(|counts| counts.slashes), forced.slashes)?;
     let of = |(tokens, offsets): (Vec<u32>, Vec<u32>)| {
         // Diagonal o of a query block of 64 rows crosses the blocks o / 64 back and, unless they line up, one more.
         let block = BLOCK_TOKENS as u32;
@@ -231,20 +260,19 @@ pub fn by_count(sums: &Sums, heads: &[(usize, Counts)]) -> Result<Vec<Stripes>> 
         near.dedup();
         far.dedup();
         let distances = merge(near.into_iter(), far.into_iter()).collect();
-        Stripes { blocks: Vec::new(), tokens, distances, block_tokens: BLOCK_TOKENS }
+        Stripes { blocks: Vec::new(), tokens, distances, block_tokens: BLOCK_TOKENS }.reads(runs)
     };
     Ok(columns.into_iter().zip(slashes).map(of).collect())
 }
 
-/// [`top`] of some lists of `mass` `[lists, n]`: which, how many to keep, and how many of the first.
-fn tops(mass: &Tensor, wanted: &[(usize, usize, usize)]) -> Result<Vec<Vec<u32>>> {
+/// [`top`] of some lists of `mass` `[lists, n]`: which, and how many to keep.
+fn tops(mass: &Tensor, wanted: &[(usize, usize)], forced: usize) -> Result<Vec<Vec<u32>>> {
     #[cfg(feature = "cuda")]
     if mass.device().is_cuda() {
-        return Ok(crate::cuda::top(mass, wanted)?);
+        return Ok(crate::cuda::top(mass, wanted, forced)?);
     }
-    let one = |&(list, keep, forced): &(usize, usize, usize)| {
-        Ok(top(&mass.narrow(0, list, 1)?.flatten_all()?.to_vec1()?, keep, forced))
-    };
+    let one =
+        |&(list, keep): &(usize, usize)| Ok(top(&mass.narrow(0, list, 1)?.flatten_all()?.to_vec1()?, keep, forced));
     wanted.iter().map(one).collect()
 }
 

@@ -3,8 +3,9 @@
 use crate::cache::{Caches, GRID, LIMIT, Numbers, below, device, furthest, relative};
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
+use taper_kernels::cuda::{DeviceReads, RunLists, Tile, Tiles};
 use taper_kernels::kv::BLOCK_TOKENS;
-use taper_kernels::prefill::stripes::{Counts, Stripes, by_count};
+use taper_kernels::prefill::stripes::{Counts, Shares, Stripes, by_count, by_share};
 use taper_kernels::prefill::{Blocks, HeadReads, Mask, Reads, Rows, Selection, Sums, pooled, prefill, query_blocks};
 
 /// Attention of rows of sequence 0 by what was chosen on either side.
@@ -21,7 +22,8 @@ pub fn compare(caches: &Caches, q: &Tensor, positions: &[u32], (cpu, cuda): (Rea
 /// Blocks of each run that a head reads, wherever they are.
 fn blocks_of(reads: &HeadReads) -> Vec<Vec<u32>> {
     match reads.blocks.as_ref().unwrap() {
-        Blocks::Device { lists, list, before } => {
+        Blocks::Device { reads, list, before } => {
+            let DeviceReads::Lists(lists) = &**reads else { panic!("stripes") };
             let lists = lists.blocks.read_back().unwrap();
             (0..before.len()).map(|run| lists[*list].get(run).to_vec()).collect()
         }
@@ -62,25 +64,139 @@ fn the_best_blocks_by_means_are_those_of_the_cpu() {
     }
 }
 
+/// Sums of so many heads over `n` tokens, on either side: few different values, so that there are ties, and sums are exact.
+fn random_sums(numbers: &mut Numbers, heads: usize, n: usize) -> (Sums, Sums) {
+    let mut masses = || {
+        let mass: Vec<f32> = (0..heads * n).map(|_| numbers.below(300) as f32 / 64.0).collect();
+        Tensor::from_vec(mass, (heads, n), &Device::Cpu).unwrap()
+    };
+    let (columns, diagonals) = (masses(), masses());
+    let cpu = Sums { columns, diagonals, lse: Tensor::zeros((1, heads), DType::F32, &Device::Cpu).unwrap() };
+    let there = |t: &Tensor| t.to_device(&device()).unwrap();
+    let cuda = Sums { columns: there(&cpu.columns), diagonals: there(&cpu.diagonals), lse: there(&cpu.lse) };
+    (cpu, cuda)
+}
+
+/// Blocks and single tokens in none of them that each run reads by a device's stripes.
+fn stripes_of(reads: &HeadReads, runs: &[Range<usize>]) -> Vec<(Vec<u32>, Vec<u32>)> {
+    let Some(Blocks::Device { reads, list, .. }) = &reads.blocks else { panic!("chosen by the host") };
+    let DeviceReads::Stripes(stripes) = &**reads else { panic!("lists") };
+    let start = runs[0].start;
+    let tile = |run: &Range<usize>| Tile {
+        row: (run.start - start) as u32,
+        rows: run.len() as u32,
+        table: 0,
+        tokens: run.end as u32,
+        positions: (run.start as u32, run.end as u32 - 1),
+    };
+    let positions: Vec<u32> = (start as u32..runs[runs.len() - 1].end as u32).collect();
+    let like = Tensor::zeros(1, DType::F32, &device()).unwrap();
+    let tiles = Tiles::new(&like, &positions, &runs.iter().map(tile).collect::<Vec<_>>(), None).unwrap();
+    let RunLists { blocks, columns } = stripes.lists(&tiles, &[*list]).unwrap();
+    let (blocks, columns) = (blocks.read_back().unwrap(), columns.map(|columns| columns.read_back().unwrap()));
+    let of = |run: usize| {
+        let singles = columns.as_ref().map(|columns| columns[0].get(run).to_vec());
+        (blocks[0].get(run).to_vec(), singles.unwrap_or_default())
+    };
+    (0..runs.len()).map(of).collect()
+}
+
+/// The same of stripes in host memory.
+fn host_stripes_of(reads: &HeadReads, runs: &[Range<usize>]) -> Vec<(Vec<u32>, Vec<u32>)> {
+    let of = |(at, run): (usize, &Range<usize>)| {
+        let blocks = reads.blocks.as_ref().unwrap().get(at).into_owned();
+        let tokens = if reads.tokens.is_empty() { &[] } else { reads.tokens.get(0) };
+        let alone = |t: &&u32| (**t as usize) < run.end && !blocks.contains(&(**t / BLOCK_TOKENS as u32));
+        let singles = tokens.iter().filter(alone).copied().collect();
+        (blocks, singles)
+    };
+    runs.iter().enumerate().map(of).collect()
+}
+
+/// What was chosen on either side is read by the same rows.
+fn same_stripes(cpu: &[HeadReads], cuda: &[HeadReads], runs: &[Range<usize>], what: &str) {
+    assert_eq!(cpu.len(), cuda.len(), "{what}");
+    for (list, (cpu, cuda)) in cpu.iter().zip(cuda).enumerate() {
+        let (host, there) = (host_stripes_of(cpu, runs), stripes_of(cuda, runs));
+        for ((host, there), run) in host.iter().zip(&there).zip(runs) {
+            assert_eq!(host, there, "{what}: list {list}, rows {run:?}");
+        }
+    }
+    let positions: Vec<u32> = runs.iter().cloned().flatten().map(|row| row as u32).collect();
+    let counts = |reads: &[HeadReads]| Selection::new(runs.to_vec(), reads.to_vec()).unwrap().counts(&positions, None);
+    assert_eq!(counts(cpu), counts(cuda), "{what}");
+}
+
 #[test]
 fn heaviest_columns_and_diagonals_are_those_of_the_cpu() {
     let mut numbers = Numbers(72);
-    for n in [40, 700, 20_000] {
-        let heads = 6;
-        // Few different values, so that there are ties.
-        let mut masses = || {
-            let mass: Vec<f32> = (0..heads * n).map(|_| numbers.below(300) as f32 / 64.0).collect();
-            Tensor::from_vec(mass, (heads, n), &Device::Cpu).unwrap()
+    // Runs of the longest are more blocks from its start than a warp counts at a time.
+    for (n, starts) in [(40, [0, 37]), (700, [0, 37]), (5_000, [0, 37]), (80_000, [79_000, 66_001])] {
+        let (cpu, cuda) = random_sums(&mut numbers, 6, n);
+        let of = |columns, slashes| Counts { columns, slashes };
+        let wanted = [(5, of(1, 1)), (0, of(1000, 6000)), (3, of(50, 130)), (4, of(30_000, 30_000))];
+        for (start, forced) in starts.into_iter().zip([of(30, 100), of(0, 0)]) {
+            let runs = query_blocks(start..n, BLOCK_TOKENS);
+            let by_count = |sums, wanted: &[_], window| by_count(sums, wanted, forced, &runs, window);
+            let on_cpu = by_count(&cpu, &wanted, None).unwrap();
+            same_stripes(&on_cpu, &by_count(&cuda, &wanted, None).unwrap(), &runs, &format!("{n} from {start}"));
+            // The host knows what it is where rows lose some of it to the model's own window.
+            assert_eq!(by_count(&cuda, &wanted, Some(n)).unwrap(), on_cpu);
+            assert!(by_count(&cuda, &[(6, of(1, 1))], None).is_err());
+            assert!(by_count(&cuda, &[], None).unwrap().is_empty());
+        }
+    }
+}
+
+#[test]
+fn columns_and_diagonals_that_hold_a_share_are_those_of_the_cpu() {
+    let mut numbers = Numbers(75);
+    for n in [40, 700, 5_003, 20_000, 100_000] {
+        let (cpu, cuda) = random_sums(&mut numbers, 6, n);
+        let runs = query_blocks(n - n.min(9_999)..n, BLOCK_TOKENS);
+        for kv_heads in [2, 6] {
+            for (columns, slashes) in [(0.3721, 0.9013), (0.0, 0.2017), (0.7331, 0.0), (1.0, 0.5519), (0.111, 1.0)] {
+                let what = format!("{n} tokens, {kv_heads} lists, {columns} and {slashes}");
+                let shares = Shares { columns, slashes, block_tokens: BLOCK_TOKENS };
+                let of = |sums: &Sums, window| by_share(sums, kv_heads, &shares, &runs, window).unwrap();
+                let on_cpu = of(&cpu, None);
+                same_stripes(&on_cpu, &of(&cuda, None), &runs, &what);
+                assert_eq!(of(&cuda, Some(n)), on_cpu, "{what}");
+            }
+        }
+        let larger = Shares { columns: 0.8, slashes: 0.6, block_tokens: 2 * BLOCK_TOKENS };
+        let runs = query_blocks(0..n, 2 * BLOCK_TOKENS);
+        let of = |sums: &Sums| by_share(sums, 2, &larger, &runs, None).unwrap();
+        assert_eq!(of(&cpu), of(&cuda), "{n} in larger blocks");
+        assert!(by_share(&cuda, 4, &larger, &runs, None).is_err());
+        let shares = Shares { block_tokens: BLOCK_TOKENS, ..larger };
+        assert!(by_share(&cuda, 4, &shares, &runs, None).is_err());
+        assert!(by_share(&cuda, 0, &shares, &runs, None).is_err());
+    }
+}
+
+/// Sums that are no numbers keep everything, of their own group of heads.
+#[test]
+fn sums_that_are_no_numbers_keep_everything_on_either_side() {
+    let (mut numbers, n) = (Numbers(76), 3_000);
+    let runs = query_blocks(0..n, BLOCK_TOKENS);
+    let (cpu, _) = random_sums(&mut numbers, 6, n);
+    for all in [false, true] {
+        let none = |sums: &Tensor| {
+            let mut mass = sums.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let some = if all { 3 * n..4 * n } else { 4 * n - 7..4 * n };
+            mass[some].fill(f32::NAN);
+            Tensor::from_vec(mass, (6, n), &Device::Cpu).unwrap()
         };
-        let (columns, diagonals) = (masses(), masses());
-        let lse = Tensor::zeros((1, heads), DType::F32, &Device::Cpu).unwrap();
-        let cpu = Sums { columns, diagonals, lse };
+        let cpu = Sums { columns: none(&cpu.columns), diagonals: none(&cpu.diagonals), lse: cpu.lse.clone() };
         let there = |t: &Tensor| t.to_device(&device()).unwrap();
         let cuda = Sums { columns: there(&cpu.columns), diagonals: there(&cpu.diagonals), lse: there(&cpu.lse) };
-        let of = |columns, slashes| Counts { columns, slashes, forced_columns: 30, forced_slashes: 100 };
-        let wanted = [(5, of(1, 1)), (0, of(1000, 6000)), (3, of(50, 130)), (4, of(30_000, 30_000))];
-        assert_eq!(by_count(&cuda, &wanted).unwrap(), by_count(&cpu, &wanted).unwrap(), "{n}");
-        assert!(by_count(&cuda, &[(6, of(1, 1))]).is_err());
+        let shares = Shares { columns: 0.2345, slashes: 0.3456, block_tokens: BLOCK_TOKENS };
+        let of = |sums: &Sums| by_share(sums, 3, &shares, &runs, None).unwrap();
+        let on_cpu = of(&cpu);
+        let counts = Selection::new(runs.clone(), on_cpu.clone()).unwrap().counts(&[n as u32 - 1], None);
+        assert!(counts[1] == n && counts[0] < n && counts[2] < n, "{counts:?}");
+        same_stripes(&on_cpu, &of(&cuda), &runs, &format!("all {all}"));
     }
 }
 
@@ -117,14 +233,30 @@ fn heads_of_every_kind_beside_each_other_agree_with_the_cpu() {
             let (pools, _) =
                 pooled(&rows, &runs, &(0..lists).map(|list| (list, 3 + list)).collect::<Vec<_>>()).unwrap();
             let masks = [Mask::SinkWindow { sink: 70, window: 300 }, Mask::SinkWindow { sink: 3, window: 64 }];
+            let (sums, sums_there) = random_sums(&mut numbers, lists, n);
+            let counts: Vec<_> = (0..lists).map(|list| (list, Counts { columns: 9, slashes: 200 })).collect();
+            let forced = Counts { columns: 3, slashes: 2 };
+            let shares = Shares { columns: 0.1, slashes: 0.05, block_tokens: BLOCK_TOKENS };
+            let chosen = |sums: &Sums| {
+                [
+                    by_count(sums, &counts, forced, &runs, None).unwrap(),
+                    by_share(sums, lists, &shares, &runs, None).unwrap(),
+                ]
+            };
+            let (chosen, chosen_there) = (chosen(&sums), chosen(&sums_there));
             let (mut on_cpu, mut on_cuda) = (Vec::new(), Vec::new());
             for (list, pool) in pools.into_iter().enumerate() {
-                let reads = match (list + at) % 6 {
+                let reads = match (list + at) % 8 {
                     0 => masks[list % 2].into(),
                     1 => stripes(&mut numbers, n, &runs, true),
                     2 => stripes(&mut numbers, n, &runs, false),
                     3 => Mask::Causal.into(),
                     4 => HeadReads::blocks(runs.iter().map(|_| numbers.some(n / BLOCK_TOKENS, 3)).collect()),
+                    of @ (5 | 6) => {
+                        on_cpu.push(chosen[of - 5][list].clone());
+                        on_cuda.push(chosen_there[of - 5][list].clone());
+                        continue;
+                    }
                     _ => {
                         on_cpu.push(HeadReads::blocks(blocks_of(&pool).into_iter().collect()));
                         on_cuda.push(pool);

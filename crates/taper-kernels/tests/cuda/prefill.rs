@@ -3,7 +3,9 @@
 use crate::cache::{Caches, GRID, LIMIT, Numbers, below, device, furthest, none, relative, with};
 use candle_core::{DType, Device, Tensor};
 use taper_kernels::correct::{Anchors, Correction, correct};
-use taper_kernels::cuda::{Chosen, Delta, Sparse, Tile, Tiles, block_lists, delta, drop_columns, prefill_tiles};
+use taper_kernels::cuda::{
+    Chosen, Delta, Slash, Sparse, Tile, Tiles, block_lists, delta, drop_columns, prefill_tiles, stripe_bits,
+};
 use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 use taper_kernels::prefill::stripes::Stripes;
 use taper_kernels::prefill::{HeadReads, Lists, Mask, Reads, Rows, Selection, prefill, query_blocks, sums};
@@ -283,8 +285,9 @@ fn lists_of_columns_and_slashes_are_those_of_the_cpu() {
     let (columns, column_ids, column_counts) = choose(&mut numbers, blocks, 5);
     let (slashes, slash_ids, slash_counts) = choose(&mut numbers, blocks, 8);
     let of = |ids, counts| Chosen { ids, counts };
-    let lists =
-        block_lists(&tiles, of(&column_ids, &column_counts), of(&slash_ids, &slash_counts), &ends, n, false).unwrap();
+    let (columns_there, slashes_there) = (of(&column_ids, &column_counts), of(&slash_ids, &slash_counts));
+    let bitmaps = stripe_bits(Some(columns_there), slashes_there, Slash::TwoBlocks, n).unwrap();
+    let lists = block_lists(&tiles, &bitmaps, &ends, false).unwrap();
     let got = lists.read_back().unwrap();
     let sorted = |ids: &mut Vec<u32>| {
         ids.sort_unstable();

@@ -4,6 +4,7 @@ use crate::cache::{Caches, GRID, Numbers, device};
 use crate::lists;
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
+use taper_kernels::cuda::DeviceReads;
 use taper_kernels::prefill::{Blocks, HeadReads, Hierarchy, Rows, Selection, Stage, probe, query_blocks};
 
 /// A sequence of `n` tokens beside a short one, of keys that are whole numbers.
@@ -25,7 +26,8 @@ fn with(x: &Tensor, mut change: impl FnMut(&mut [f32])) -> Tensor {
 
 /// The blocks and the single tokens of each run, wherever they are.
 fn lists_of(reads: &HeadReads, runs: usize) -> Vec<(Vec<u32>, Vec<u32>)> {
-    if let Some(Blocks::Device { lists, list, .. }) = &reads.blocks {
+    if let Some(Blocks::Device { reads, list, .. }) = &reads.blocks {
+        let DeviceReads::Lists(lists) = &**reads else { panic!("stripes") };
         let blocks = lists.blocks.read_back().unwrap();
         let columns = lists.columns.as_ref().map(|columns| columns.read_back().unwrap());
         let single = |run| columns.as_ref().map_or(&[][..], |columns| columns[*list].get(run)).to_vec();

@@ -2,12 +2,9 @@
 
 use super::super::error::Result;
 use super::super::op::Op;
-use super::super::stripes::{Chosen, block_lists, drop_columns};
-use super::{KeyLists, RunLists, TILE_ROWS, Tile, Tiles};
+use super::{DeviceReads, KeyLists, RunLists, TILE_ROWS, Tile, Tiles};
 use crate::kv::BLOCK_TOKENS;
-use crate::prefill::stripes::Stripes;
 use crate::prefill::{Blocks, HeadReads, Mask, Reads, Rows, outside, rows_of};
-use candle_core::Tensor;
 use std::ops::Range;
 
 /// A mask as launches know it.
@@ -34,10 +31,8 @@ pub(super) enum HeadLists<'a> {
     All,
     /// Lists in host memory `[lists][tiles]`.
     Host(Vec<Vec<Read>>),
-    /// What stripes say, and single tokens `[lists]`.
-    Striped(Vec<(&'a Stripes, &'a [u32])>),
-    /// Some of the lists that a device keeps, and the run of each tile.
-    Device(&'a RunLists, Vec<usize>, Vec<u32>),
+    /// Some of the lists of heads that a device chose for, and the run of each tile.
+    Device(&'a DeviceReads, Vec<usize>, Vec<u32>),
 }
 
 /// What one tile and list of heads reads.
@@ -52,27 +47,22 @@ pub(super) struct Read {
 enum Way<'a> {
     Rule(Mask),
     Host(Mask),
-    Striped,
-    Device(&'a RunLists),
+    Device(&'a DeviceReads),
 }
 
 impl<'a> Way<'a> {
-    fn of(head: &'a HeadReads, window: Option<usize>) -> Self {
+    fn of(head: &'a HeadReads) -> Self {
         match &head.blocks {
             None => Way::Rule(head.mask),
-            Some(Blocks::Device { lists, .. }) => Way::Device(lists),
-            Some(Blocks::Striped { stripes, .. }) => {
-                let plain = head.mask == Mask::Causal && window.is_none() && head.tokens.len() <= 1;
-                if plain && stripes.block_tokens == BLOCK_TOKENS { Way::Striped } else { Way::Host(head.mask) }
-            }
-            Some(Blocks::Listed(_)) => Way::Host(head.mask),
+            Some(Blocks::Device { reads, .. }) => Way::Device(reads),
+            Some(Blocks::Striped { .. } | Blocks::Listed(_)) => Way::Host(head.mask),
         }
     }
 
     fn mask(&self) -> Mask {
         match *self {
             Way::Rule(mask) | Way::Host(mask) => mask,
-            Way::Striped | Way::Device(_) => Mask::Causal,
+            Way::Device(_) => Mask::Causal,
         }
     }
 }
@@ -104,7 +94,7 @@ pub(super) fn launches<'a>(
     op.check(all, "reads", format_args!("no run for row {next}"), "a run for every row")?;
     let mut ways: Vec<(Way, Vec<usize>)> = Vec::new();
     for (list, head) in selection.heads().iter().enumerate() {
-        let way = Way::of(head, rows.window);
+        let way = Way::of(head);
         match ways.iter_mut().find(|(known, _)| *known == way) {
             Some((_, lists)) => lists.push(list),
             None => ways.push((way, vec![list])),
@@ -148,7 +138,7 @@ fn group<'a>(
         }
     }
     let launch = |(key, mut cuts): (Key, Vec<Cut>)| {
-        if matches!(way, Way::Striped) && !each.is_multiple_of(2) {
+        if matches!(way, Way::Device(DeviceReads::Stripes(_))) && !each.is_multiple_of(2) {
             join_halves(rows, &mut cuts);
         }
         let tiles: Vec<Tile> = cuts.iter().map(|(_, cut)| tile(rows, cut.clone())).collect();
@@ -166,13 +156,6 @@ fn group<'a>(
                 let of =
                     |head: &&HeadReads| cuts.iter().map(|(run, cut)| read(rows, head, *run, cut.clone())).collect();
                 HeadLists::Host(lists.iter().map(of).collect())
-            }
-            Way::Striped => {
-                let of = |head: &&'a HeadReads| match &head.blocks {
-                    Some(Blocks::Striped { stripes, .. }) => Ok((stripes, head.tokens(0))),
-                    _ => Err(op.error("reads", "lists", "stripes")),
-                };
-                HeadLists::Striped(lists.iter().map(of).collect::<Result<_>>()?)
             }
             Way::Device(all) => {
                 let which = |head: &&HeadReads| match &head.blocks {
@@ -195,13 +178,13 @@ impl HeadLists<'_> {
     /// Which of how many lists of a head each tile reads, where they are not its own.
     pub fn of_tiles(&self) -> Option<(&[u32], usize)> {
         match self {
-            Self::Device(all, _, of_tiles) => Some((of_tiles, all.blocks.begins.dims()[1])),
+            Self::Device(DeviceReads::Lists(all), _, of_tiles) => Some((of_tiles, all.blocks.begins.dims()[1])),
             _ => None,
         }
     }
 
     /// Lists of blocks and of single tokens on the device; none where the mask says it all.
-    pub fn upload(&self, op: &Op, launch: &Launch, tiles: &Tiles) -> Result<(Option<KeyLists>, Option<KeyLists>)> {
+    pub fn upload(&self, op: &Op, tiles: &Tiles) -> Result<(Option<KeyLists>, Option<KeyLists>)> {
         match self {
             Self::All => Ok((None, None)),
             Self::Host(reads) => {
@@ -214,23 +197,13 @@ impl HeadLists<'_> {
                     single.then(|| flat(op, reads, |read: &Read| read.columns.clone())).transpose()?,
                 ))
             }
-            Self::Striped(stripes) => {
-                let tokens = launch.tiles.iter().map(|tile| tile.positions.1 as usize + 1).max().unwrap_or(0);
-                let blocks = of_stripes(op, stripes, tiles, tokens)?;
-                let singles: Vec<&[u32]> = stripes.iter().map(|(_, tokens)| *tokens).collect();
-                let columns = match singles.iter().any(|tokens| !tokens.is_empty()) {
-                    true => {
-                        let (ids, counts) = padded(op, &singles)?;
-                        let (ids, counts) = (ids.squeeze(0)?, counts.squeeze(0)?);
-                        Some(drop_columns(tiles, &ids, &counts, &blocks)?)
-                    }
-                    false => None,
-                };
-                Ok((Some(blocks), columns))
-            }
-            Self::Device(all, which, _) => {
+            Self::Device(DeviceReads::Lists(all), which, _) => {
                 let some = |lists: &KeyLists| lists.some(which);
                 Ok((Some(some(&all.blocks)?), all.columns.as_ref().map(some).transpose()?))
+            }
+            Self::Device(DeviceReads::Stripes(stripes), which, _) => {
+                let RunLists { blocks, columns } = stripes.lists(tiles, which)?;
+                Ok((Some(blocks), columns))
             }
         }
     }
@@ -252,23 +225,6 @@ fn flat(op: &Op, reads: &[Vec<Read>], ids: impl Fn(&Read) -> Vec<u32>) -> Result
         counts: op.upload(&counts, shape)?,
         ids: op.upload(&flat, [flat.len()])?,
     })
-}
-
-/// Lists of one room each: ids `[1, lists, room]`, and how many of them count `[1, lists]`.
-fn padded(op: &Op, of: &[&[u32]]) -> Result<(Tensor, Tensor)> {
-    let room = of.iter().map(|ids| ids.len()).max().unwrap_or(0).max(1);
-    let counts: Vec<u32> = of.iter().map(|ids| ids.len() as u32).collect();
-    let ids: Vec<u32> = of.iter().flat_map(|ids| ids.iter().copied().chain(std::iter::repeat(0)).take(room)).collect();
-    Ok((op.upload(&ids, [1, of.len(), room])?, op.upload(&counts, [1, of.len()])?))
-}
-
-/// Lists of blocks, made on the device.
-fn of_stripes(op: &Op, stripes: &[(&Stripes, &[u32])], tiles: &Tiles, tokens: usize) -> Result<KeyLists> {
-    let of = |ids: fn(&Stripes) -> &[u32]| padded(op, &stripes.iter().map(|(s, _)| ids(s)).collect::<Vec<_>>());
-    let (columns, column_counts) = of(|stripes| &stripes.blocks)?;
-    let (far, far_counts) = of(|stripes| &stripes.distances)?;
-    let columns = Chosen { ids: &columns, counts: &column_counts };
-    block_lists(tiles, columns, Chosen { ids: &far, counts: &far_counts }, &[tokens as u32], tokens, true)
 }
 
 fn tile(rows: &Rows, span: Range<usize>) -> Tile {
