@@ -894,7 +894,8 @@ typedef struct TaperChooseParams {
   int32_t index_capacity, capacity, overlap, reserved;
 } TaperChooseParams;
 
-// Whole clusters by the group's probabilities, the likeliest first and of equals the first, as many as a limit says: tokens between the two ranges of each list, ascending.
+// Whole clusters by the group's probabilities, the likeliest first and of equals the first, as many as a limit says:
+// tokens between the two ranges of each list, ascending.
 typedef struct TaperProbeParams {
   const float* logits;          // [rows, q_heads, clusters]
   const uint16_t* ids;          // [blocks, kv_heads, 64]

@@ -16,9 +16,9 @@
 // tokens: as many points as hold the wanted keys on average. Which rows that reads depends on no list, so the
 // first of them are asked for while the launch ahead still chooses.
 //
-// The rules are those of the CPU: the sample grows towards what its budget asks from one look
-// to the next, until its own budget is no larger than it is; one too noisy to tell grows fourfold at most four times; a head that would read `dense_share` of the context, or
-// cannot tell, makes its group read everything.
+// The rules are those of the CPU: the sample grows towards what its budget asks from one look to the next, until its
+// own budget is no larger than it is; one too noisy to tell grows fourfold at most four times; a head that would read
+// `dense_share` of the context, or cannot tell, makes its group read everything.
 #pragma once
 
 #include "../common/philox.cuh"
@@ -53,8 +53,8 @@ constexpr int kCovarianceKeys = 40;    // sampled keys whose products are taken,
 constexpr uint32_t kFewPoints = 128;   // among those of so many points at most
 constexpr float kLeastSignal = 0.25f;  // of a squared norm, its noise taken off
 constexpr uint32_t kMarkWords = 1024;
-// Thread blocks of a list's team, by its sequence's length: as it grows, all from so many tokens on. More have less to read each and as
-// long to wait for one another, and of the lists of many sequences fewer are read at a time.
+// Thread blocks of a list's team, by its sequence's length: as it grows, all from so many tokens on. More have less to
+// read each and as long to wait for one another, and of the lists of many sequences fewer are read at a time.
 constexpr float kWholeTeamTokens = 131072;
 __host__ __device__ inline int sampled_team(int list_heads, int64_t len) {
   const int most = team_size(list_heads), wanted = (int)ceilf((float)len * (1.f / kWholeTeamTokens) * most);
@@ -164,7 +164,8 @@ struct LookRoom {
   // The estimated outputs, then the samples' means less them, as the other side of a product with
   // values: of each the values in N rows and then their remainders, a head a row, in panels of 64.
   uint16_t split[D / 64][4 * N][64];
-  // Of the first few keys: products of their values, and, e in units of their mean, each one's e, v . o, r . mean and |r - mean|^2.
+  // Of the first few keys: products of their values, and, e in units of their mean, each one's e, v . o, r . mean and
+  // |r - mean|^2.
   float gram[kCovarianceKeys][kCovarianceKeys], pair[N][kCovarianceKeys][4];
 };
 template <int D, int N>

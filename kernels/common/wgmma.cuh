@@ -163,8 +163,8 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[
   }
 }
 
-// Products of 64 rows with N others, such as keys with queries, both [.., D] in shared memory as tensor copies leave them, in panels of 64
-// elements, so many bytes apart. Done when it returns.
+// Products of 64 rows with N others, such as keys with queries, both [.., D] in shared memory as tensor copies leave
+// them, in panels of 64 elements, so many bytes apart. Done when it returns.
 template <class T, int D, int N, int KEYS_APART = 64 * 128, int QUERIES_APART = N * 128>
 __device__ __forceinline__ void score_tile(float (&s)[N / 2], uint32_t keys, uint32_t queries) {
   const uint64_t k_desc = smem_desc(keys), q_desc = smem_desc(queries);

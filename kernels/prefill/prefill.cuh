@@ -1,10 +1,10 @@
 // Prefill attention: 128 query rows at any absolute positions against paged keys.
 //
-// A tile is up to 128 rows of one launch and one query head, or 64 of each of two heads that read alike. Ids of its lists may
-// be marked as read by one half of the rows alone; a value there that is no number reaches the others too, as 0 times it. Its keys are all blocks
-// up to its last position (dense), sink and window blocks (sliding window), or the
-// blocks of a compressed row list; the causal test uses each row's own position, so
-// strided anchor rows, tails and sampled slices are ordinary tiles.
+// A tile is up to 128 rows of one launch and one query head, or 64 of each of two heads that read alike. Ids of its
+// lists may be marked as read by one half of the rows alone; a value there that is no number reaches the others too, as
+// 0 times it. Its keys are all blocks up to its last position (dense), sink and window blocks (sliding window), or the
+// blocks of a compressed row list; the causal test uses each row's own position, so strided anchor rows, tails and
+// sampled slices are ordinary tiles.
 //
 // One thread block per multiprocessor walks the tiles in a snake over a table that
 // the caller sorts longest first. One warp streams pairs of 64-token blocks by bulk

@@ -1,13 +1,13 @@
 // A search by halves through a hierarchy of chunks: which keys the rows of a run read (HiP Attention).
 //
-// Means of neighbouring queries look for keys. A chunk is halved by way of the half whose middle key scores
-// higher, its score is the best that was seen; the best chunks of a stage are cut into the next one's. Tokens that are searched
-// are whole blocks and chunks are falling powers of two, so a chunk is a number that says where it begins, and only the one
-// that ends where the search ends may be shorter. Chunks do not depend on each other within a stage, so that a warpgroup takes 32 of
-// them all the way down, by itself: their keys, as fragments of matrix products in registers, meet all lines of mean queries,
-// which lie in shared memory. A thread block takes one run and KV head at a time, all KV heads one after the other, whose
-// keys then stay in L2, whose rate is the bound. Nothing depends on which block or warp does what: maxima, counts and a stable
-// choice.
+// Means of neighbouring queries look for keys. A chunk is halved by way of the half whose middle key scores higher, its
+// score is the best that was seen; the best chunks of a stage are cut into the next one's. Tokens that are searched are
+// whole blocks and chunks are falling powers of two, so a chunk is a number that says where it begins, and only the one
+// that ends where the search ends may be shorter. Chunks do not depend on each other within a stage, so that a
+// warpgroup takes 32 of them all the way down, by itself: their keys, as fragments of matrix products in registers,
+// meet all lines of mean queries, which lie in shared memory. A thread block takes one run and KV head at a time, all
+// KV heads one after the other, whose keys then stay in L2, whose rate is the bound. Nothing depends on which block or
+// warp does what: maxima, counts and a stable choice.
 #pragma once
 
 #include "../common/eight.cuh"
@@ -45,10 +45,10 @@ __device__ __forceinline__ void wgmma_lines(float (&d)[kProductTiles * 4], uint3
   else TAPER_WGMMA_LINES("f16");
 }
 
-// A line for each mean and query head of the group, in tiles of 8. A lane that reads a key has 8 of its elements in a row, and
-// the next 32 are other lanes', so that one product takes the first 4 of every 8 elements and the next one the others: 32 elements
-// of a tile are four matrices, of which each has two elements in a row of every 8, for all lines. What fills up the last tile
-// repeats its last line, which changes no maximum.
+// A line for each mean and query head of the group, in tiles of 8. A lane that reads a key has 8 of its elements in a
+// row, and the next 32 are other lanes', so that one product takes the first 4 of every 8 elements and the next one the
+// others: 32 elements of a tile are four matrices, of which each has two elements in a row of every 8, for all lines.
+// What fills up the last tile repeats its last line, which changes no maximum.
 template <class T, int D>
 __global__ void __launch_bounds__(256) search_lines_kernel(const __grid_constant__ SearchParams p) {
   constexpr uint32_t kPieces = D;  // of 8 elements, in a tile of 8 lines
@@ -267,8 +267,8 @@ __device__ __forceinline__ void keep_best(WarpSums& sums, uint32_t (*digits)[32]
   __syncthreads();
 }
 
-// Kept chunks of `size`, fewer tokens than a block has: blocks that are kept whole, and the tokens of all others. Returns how many of
-// each. All threads call it.
+// Kept chunks of `size`, fewer tokens than a block has: blocks that are kept whole, and the tokens of all others.
+// Returns how many of each. All threads call it.
 __device__ __forceinline__ uint2 write_small(WarpSums& sums, const uint32_t* kept, uint32_t count, uint32_t size,
                                              uint32_t far, uint32_t* blocks, uint32_t* columns) {
   const uint32_t per = kBlock / size;

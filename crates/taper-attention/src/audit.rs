@@ -1,7 +1,7 @@
 //! The audit: a sample of tokens is attended densely as well, in every layer, and compared, head by head.
 //!
-//! What is audited goes layer by layer, without graphs, and so does all that goes with it in a step. So a token is audited in all layers
-//! or in none: of steps a share is slow, and not nearly all of them in a deep model.
+//! What is audited goes layer by layer, without graphs, and so does all that goes with it in a step. So a token is
+//! audited in all layers or in none: of steps a share is slow, and not nearly all of them in a deep model.
 
 use crate::method::{DecodeStep, PrefillLayer};
 use candle_core::{Result, Tensor};

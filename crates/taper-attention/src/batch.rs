@@ -143,8 +143,9 @@ impl<'a> AttentionBatch<'a> {
         }
     }
 
-    /// What was [put off](Self::put_off) of each span, for [`Sequence::follow`]: sequences stay as they were, as if nobody had asked
-    /// for the step. What indices took in of its tokens stays until another batch is made of the sequence.
+    /// What was [put off](Self::put_off) of each span, for [`Sequence::follow`]: sequences stay as they were, as if
+    /// nobody had asked for the step. What indices took in of its tokens stays until another batch is made of the
+    /// sequence.
     pub fn hold(mut self) -> Vec<Held> {
         let held = |Started { sequence, report, carries, unread, .. }| {
             let sequence: &mut Sequence = sequence;

@@ -254,8 +254,9 @@ pub trait DecodeMethod: std::fmt::Debug + Send + Sync {
         None
     }
 
-    /// Whether a row that sees so many keys reads all of them, or does not draw from them, whatever its query. A device has another
-    /// way for such rows, so that they are not chosen for together with others: a row's outputs do not depend on them.
+    /// Whether a row that sees so many keys reads all of them, or does not draw from them, whatever its query. A device
+    /// has another way for such rows, so that they are not chosen for together with others: a row's outputs do not
+    /// depend on them.
     fn reads_all(&self, _keys: usize) -> bool {
         false
     }
@@ -467,8 +468,8 @@ pub struct Most<'a> {
     /// So many `[R, kv_heads]`. A head for which they are all there is reads everything, and nothing is spent on it.
     pub keys: &'a [usize],
     /// Of them those that are cheaper to read than to sample around, by what that costs
-    /// ([`Sampling::noise`](taper_kernels::decode::Sampling::noise)); none where nothing is sampled, and for a predictor that cannot tell
-    /// what [`pays`](Predictor::pays).
+    /// ([`Sampling::noise`](taper_kernels::decode::Sampling::noise)); none where nothing is sampled, and for a
+    /// predictor that cannot tell what [`pays`](Predictor::pays).
     pub noise: Option<f32>,
 }
 
@@ -487,8 +488,9 @@ pub trait Predictor: std::fmt::Debug + Send + Sync {
     /// A device error.
     fn select(&self, step: &DecodeStep, sink: usize, window: usize, most: Most) -> Result<Choice>;
 
-    /// Where what it predicts is a share of the attention mass: how much of the share that would make a key, or a page, worth
-    /// reading it must be expected to hold. The less a prediction tells, the less that is: `bench/promise-history.md` has how it was found.
+    /// Where what it predicts is a share of the attention mass: how much of the share that would make a key, or a page,
+    /// worth reading it must be expected to hold. The less a prediction tells, the less that is:
+    /// `bench/promise-history.md` has how it was found.
     fn pays(&self) -> Option<f64> {
         None
     }

@@ -105,8 +105,9 @@ impl Sequence {
         self
     }
 
-    /// Takes over what the pool remembers of the prompt's [beginning](Self::beginning), as far as the prefill method lets it, and has the
-    /// pool remember the others as they come. For an empty sequence; afterwards [`len`](Self::len) tokens are cached.
+    /// Takes over what the pool remembers of the prompt's [beginning](Self::beginning), as far as the prefill method
+    /// lets it, and has the pool remember the others as they come. For an empty sequence; afterwards [`len`](Self::len)
+    /// tokens are cached.
     ///
     /// A prompt's last token is never taken over, since its logits are wanted.
     pub fn reuse(&mut self, pool: &mut KvPool, beginning: &Beginning) {
@@ -203,7 +204,8 @@ impl Sequence {
         self.spec.trace
     }
 
-    /// How large a share of tokens is audited where the decode method attends for them. Dense ones would be compared with themselves.
+    /// How large a share of tokens is audited where the decode method attends for them. Dense ones would be compared
+    /// with themselves.
     pub(crate) fn audit(&self) -> f64 {
         if self.drafting || is_dense(self.decode_method()) { 0.0 } else { self.spec.audit }
     }

@@ -115,8 +115,9 @@ pub struct Wire<'a> {
 }
 
 impl AttentionSpec {
-    /// Reads `{ "prefill": {…}, "decode": {…}, "question": "decode", "audit": 0.01, "trace": true, "speculate": { "method": {…},
-    /// "tokens": 4, "choose": "round", "lookup": 3 } }`; what is absent is dense, nothing special, no audit, no trace, and no drafts.
+    /// Reads `{ "prefill": {…}, "decode": {…}, "question": "decode", "audit": 0.01, "trace": true, "speculate": {
+    /// "method": {…}, "tokens": 4, "choose": "round", "lookup": 3 } }`; what is absent is dense, nothing special, no
+    /// audit, no trace, and no drafts.
     ///
     /// # Errors
     /// An unknown field or method, a value out of range, or an artefact that is not here; `path` is where the object

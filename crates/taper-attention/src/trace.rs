@@ -212,8 +212,8 @@ pub struct TraceUsage {
     pub prefill: Option<HeadsUsage>,
     /// What the decode method attended for; absent where that is nothing.
     pub decode: Option<HeadsUsage>,
-    /// The first 1,024 tokens that the decode method attended for, from the prompt's last one on. The one at position p made the token at p + 1; an answer's
-    /// first token is made by the prompt's last.
+    /// The first 1,024 tokens that the decode method attended for, from the prompt's last one on. The one at position p
+    /// made the token at p + 1; an answer's first token is made by the prompt's last.
     pub tokens: Vec<TokenUsage>,
 }
 

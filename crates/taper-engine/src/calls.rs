@@ -52,8 +52,8 @@ pub(crate) fn told(messages: &[Message], tools: &[Value]) -> Vec<Message> {
     all
 }
 
-/// The same said by a user and the assistant in turns: system messages begin what the user says next, and neighbours of one role are one
-/// message, but for those that say more than text.
+/// The same said by a user and the assistant in turns: system messages begin what the user says next, and neighbours of
+/// one role are one message, but for those that say more than text.
 pub(crate) fn folded(messages: &[Message]) -> Vec<Message> {
     let mut all: Vec<Message> = Vec::new();
     for message in messages {

@@ -100,8 +100,8 @@ impl Output {
         (!text.is_empty() || !tokens.is_empty()).then_some(Delta { choice: self.choice, text, tokens, finish: None })
     }
 
-    /// What of the text is safe to pass on, and the stop string that it ends, which none does before `min_tokens` have passed; what
-    /// begins before and ends behind them is one, as in vLLM.
+    /// What of the text is safe to pass on, and the stop string that it ends, which none does before `min_tokens` have
+    /// passed; what begins before and ends behind them is one, as in vLLM.
     fn search(&mut self, text: &str) -> (String, Option<String>) {
         match self.generated <= self.rules.min_tokens {
             true => (self.matcher.push_early(text), None),

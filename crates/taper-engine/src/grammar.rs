@@ -12,8 +12,8 @@ use llguidance::{Matcher, ParserFactory};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// White space between two parts of JSON: a space, or a line's end and what the next line is indented by. Without a bound some models
-/// would go on with nothing else.
+/// White space between two parts of JSON: a space, or a line's end and what the next line is indented by. Without a
+/// bound some models would go on with nothing else.
 const SPACES: &str = r"[ ]|\r?\n[ \t]{0,20}";
 
 /// Stack for compiling, of which as much is used as references lead into one another.

@@ -20,7 +20,8 @@ const LATEST: f64 = 0.2;
 const LEAST: usize = 4;
 /// Prompt tokens of a step without answers, and how many seconds more may take: so long whoever comes next may wait.
 const ALONE: (usize, f64) = (512, 0.3);
-/// The least of these where they take long, since weights are read once for all of a step, and how many seconds more than the least may take.
+/// The least of these where they take long, since weights are read once for all of a step, and how many seconds more
+/// than the least may take.
 const SLOW: (usize, f64) = (128, 1.0);
 /// After so many steps with prompts one goes without, to see how long rows take by now.
 const PROBE: usize = 32;
@@ -56,8 +57,8 @@ impl Pace {
         Some(seconds + row * further)
     }
 
-    /// Prompt tokens of a step that generates none, so many times two, or so many halves: the more, the less is lost between steps, and
-    /// whether they take a little more or less makes no difference.
+    /// Prompt tokens of a step that generates none, so many times two, or so many halves: the more, the less is lost
+    /// between steps, and whether they take a little more or less makes no difference.
     pub fn alone_tokens(&self, most: usize) -> usize {
         let ((usual, seconds), (least, longest)) = (ALONE, SLOW);
         let takes = |tokens: usize| self.prompt.map(|prompt| tokens as f64 * prompt);

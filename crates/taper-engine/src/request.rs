@@ -39,8 +39,8 @@ pub struct Request {
     pub attention: Arc<AttentionSpec>,
     /// How many tokens of the prompt's end are the question; of use where the attention treats it in a way of its own.
     pub question_tokens: usize,
-    /// Whose prompts it may share keys and values with: those of requests with an equal salt. How fast an answer comes, and how much
-    /// of its prompt was cached, tells what others asked before.
+    /// Whose prompts it may share keys and values with: those of requests with an equal salt. How fast an answer comes,
+    /// and how much of its prompt was cached, tells what others asked before.
     pub salt: Arc<str>,
     /// How tokens are chosen.
     pub sampling: SamplingParams,

@@ -158,12 +158,13 @@ struct Rest {
 /// What the running requests, oldest first, do next. `cut(request, max)` says how many tokens the next chunk of a request's
 /// prompt has if it should have at most `max`; its method may want more, and a chunk that is underway has what it has.
 ///
-/// Let a step do work for `b` prompt tokens, and prompts be of one chunk, or of chunks that can be cut anywhere. The oldest
-/// prompt has at least `b / 2` of it, rounded up, so a prompt is in after at most the sum of `n / (b / 2)` steps over it and
-/// the prompts before it, whatever comes later that is no more urgent. The others share at least `b / 2`, rounded down, those first that have the
-/// least left: a prompt of `n` tokens is in after `m / (b / 2)` steps, where `m` is `n` and what is left of prompts that
-/// have less left than it. A chunk that cannot be cut elsewhere adds a step, since the next one does not begin in its last;
-/// beside the oldest prompt's one such chunk is underway at a time, and one that has begun ends before another begins.
+/// Let a step do work for `b` prompt tokens, and prompts be of one chunk, or of chunks that can be cut anywhere. The
+/// oldest prompt has at least `b / 2` of it, rounded up, so a prompt is in after at most the sum of `n / (b / 2)` steps
+/// over it and the prompts before it, whatever comes later that is no more urgent. The others share at least `b / 2`,
+/// rounded down, those first that have the least left: a prompt of `n` tokens is in after `m / (b / 2)` steps, where
+/// `m` is `n` and what is left of prompts that have less left than it. A chunk that cannot be cut elsewhere adds a
+/// step, since the next one does not begin in its last; beside the oldest prompt's one such chunk is underway at a
+/// time, and one that has begun ends before another begins.
 pub(crate) fn plan(running: &[Standing], budget: Budget, cut: impl Fn(usize, usize) -> usize) -> Decision {
     let mut free = budget.blocks;
     let youngest = running.len().saturating_sub(1);

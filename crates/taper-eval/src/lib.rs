@@ -2,9 +2,8 @@
 //!
 //! The tasks are those of RULER (Hsieh et al. 2024, arXiv:2404.06654) with its wording, from generators of our own;
 //! [`run`] prefills each prompt once per prefill method and decodes it with every decode method from there. Knows the
-//! engine's backend, no HTTP and no terminal. [`heads()`] measures a method's error and promise head by head, [`speed()`] its time, [`steps`] that of a
-//! model's whole step. [`train`]
-//! makes what some methods learn offline.
+//! engine's backend, no HTTP and no terminal. [`heads()`] measures a method's error and promise head by head,
+//! [`speed()`] its time, [`steps`] that of a model's whole step. [`train`] makes what some methods learn offline.
 
 mod error;
 mod fit;

@@ -70,9 +70,10 @@ fn every_promise_is_kept_on_an_early_a_middle_and_a_late_layer() {
     kept(ORACLE, 1024, &LAYERS, &costs, 2000);
 }
 
-/// The tightest, where a longer context leaves more to chance, on the first layer, a middle and a late one, over all scores and over those of
-/// quantised keys. Promises kept exactly would fail the test in a fifth of all seeds (216 times 1 in 1,000). Nor is the rule far too cautious:
-/// where it decides, a fifth of what it allows goes wrong at least; not so over quantised keys, which take more of them to be heavy.
+/// The tightest, where a longer context leaves more to chance, on the first layer, a middle and a late one, over all
+/// scores and over those of quantised keys. Promises kept exactly would fail the test in a fifth of all seeds (216
+/// times 1 in 1,000). Nor is the rule far too cautious: where it decides, a fifth of what it allows goes wrong at
+/// least; not so over quantised keys, which take more of them to be heavy.
 #[test]
 fn the_tightest_promises_are_kept_over_4096_tokens() {
     let costs = [[0.214, 0.0, 0.762], [0.207, 0.0, 0.566], [0.201, 0.0, 0.411], [0.197, 0.0, 0.282]];
@@ -94,9 +95,10 @@ fn promises_are_kept_over_8192_tokens() {
     kept(ORACLE, 8192, &[0, 1], &costs, 500);
 }
 
-/// A middle and a late layer, in fewer draws, since 8,192 tokens take a debug build longer to come there than to be drawn from.
-/// Twice as many promises of as many heads as above: kept exactly, they would fail the test in a quarter of all seeds. A head is found that
-/// breaks its promise of 0.05 in more than a tenth of its draws (21 of 200 are allowed), one of 0.4 in more than half.
+/// A middle and a late layer, in fewer draws, since 8,192 tokens take a debug build longer to come there than to be
+/// drawn from. Twice as many promises of as many heads as above: kept exactly, they would fail the test in a quarter of
+/// all seeds. A head is found that breaks its promise of 0.05 in more than a tenth of its draws (21 of 200 are
+/// allowed), one of 0.4 in more than half.
 #[test]
 fn promises_are_kept_over_8192_tokens_on_a_middle_and_a_late_layer() {
     let costs = [
@@ -121,10 +123,10 @@ fn larger(a: &HeadsRow, b: &HeadsRow) -> f64 {
     difference / variance.sqrt()
 }
 
-/// The order of the variances, iid above stratified and that at least systematic, head by head: of each pair the logarithms' difference,
-/// summed over 27 heads, in units of its standard error, which is 0.3 to 0.4 % of a variance. Measured are ratios of 2.8 and 1.19. Were
-/// stratified and systematic draws equal, the second comparison would fail in 1 of 740 seeds; it fails at even odds where systematic
-/// ones err by 0.9 % more, nearly always at 2 %.
+/// The order of the variances, iid above stratified and that at least systematic, head by head: of each pair the
+/// logarithms' difference, summed over 27 heads, in units of its standard error, which is 0.3 to 0.4 % of a variance.
+/// Measured are ratios of 2.8 and 1.19. Were stratified and systematic draws equal, the second comparison would fail in
+/// 1 of 740 seeds; it fails at even odds where systematic ones err by 0.9 % more, nearly always at 2 %.
 #[test]
 fn santas_ways_of_drawing_err_in_the_order_of_their_variances() {
     let santa = |variant| json!({ "method": "santa", "samples": 64, "variant": variant });

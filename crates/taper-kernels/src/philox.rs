@@ -45,9 +45,9 @@ impl Stream {
     }
 }
 
-/// A random permutation of `0..n`, evaluated point by point: a Feistel network of six rounds over the next power of two,
-/// keyed by Philox, and walked on from what lies at or beyond `n` until it lands below. Its first points, less those that a filter
-/// leaves out, are a uniform sample without replacement, which grows without redrawing.
+/// A random permutation of `0..n`, evaluated point by point: a Feistel network of six rounds over the next power of
+/// two, keyed by Philox, and walked on from what lies at or beyond `n` until it lands below. Its first points, less
+/// those that a filter leaves out, are a uniform sample without replacement, which grows without redrawing.
 #[derive(Debug, Clone, Copy)]
 pub struct Permutation {
     keys: [u32; 6],
@@ -155,9 +155,10 @@ mod tests {
         }
     }
 
-    /// Every token should be among the first 30 of n with probability 30 / n, and every pair of neighbours with
-    /// 30 / n · 29 / (n - 1). Chi-square over 20,000 permutations at 5 standard deviations: false alarm below 1e-5 over all. Of 1000
-    /// points nearly all of the power of two are there, with halves of five bits; of 300 little more than half, of nine.
+    /// Every token should be among the first 30 of n with probability 30 / n, and every pair of neighbours with 30 / n
+    /// · 29 / (n - 1). Chi-square over 20,000 permutations at 5 standard deviations: false alarm below 1e-5 over all.
+    /// Of 1000 points nearly all of the power of two are there, with halves of five bits; of 300 little more than half,
+    /// of nine.
     #[test]
     fn the_first_points_are_a_uniform_sample() {
         for n in [1000u32, 300] {

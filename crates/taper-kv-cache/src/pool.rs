@@ -474,7 +474,8 @@ impl KvPool {
         self.step = self.clock;
     }
 
-    /// Drops the indices that the latest step has not asked for; whether there were any. Each is worked out again when it is asked for.
+    /// Drops the indices that the latest step has not asked for; whether there were any. Each is worked out again when
+    /// it is asked for.
     pub fn drop_idle_indices(&mut self) -> bool {
         let before = self.indices.len();
         self.indices.retain(|_, index| index.used > self.step);

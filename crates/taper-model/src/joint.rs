@@ -97,8 +97,8 @@ pub(crate) fn replay(
     Ok(out)
 }
 
-/// The same where this step's attention says that it repeats itself, and such a step has been before: all layers are gone through, but
-/// what they queue is queued by a few calls.
+/// The same where this step's attention says that it repeats itself, and such a step has been before: all layers are
+/// gone through, but what they queue is queued by a few calls.
 fn repeat(
     model: &Model,
     layers: &[Matrices],

@@ -35,7 +35,8 @@ struct Holder {
     /// A permit for each request that it may have at once, and how many these are.
     at_once: Option<(Arc<Semaphore>, usize)>,
     rate: Option<Arc<Rate>>,
-    /// Holders with the same share what their prompts begin with, and no others: how fast an answer comes tells what was asked before.
+    /// Holders with the same share what their prompts begin with, and no others: how fast an answer comes tells what
+    /// was asked before.
     shares: Arc<str>,
 }
 

@@ -29,8 +29,8 @@ pub(crate) async fn check(State(app): State<Arc<App>>, request: Request, next: N
 
 /// The origin of a page that is neither the server's own nor among those that may ask.
 ///
-/// A page is the server's own if it came from where it asks. That says little where a name's owner may say that it stands for this very machine
-/// (DNS rebinding): on loopback the server goes by addresses and `localhost` alone.
+/// A page is the server's own if it came from where it asks. That says little where a name's owner may say that it
+/// stands for this very machine (DNS rebinding): on loopback the server goes by addresses and `localhost` alone.
 fn stranger(headers: &HeaderMap, config: &ServerConfig) -> Option<String> {
     let text = |value: &axum::http::HeaderValue| value.to_str().map(str::to_owned).unwrap_or_default();
     let origin = headers.get(header::ORIGIN).map(text)?;

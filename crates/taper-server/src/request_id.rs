@@ -1,5 +1,5 @@
-//! `X-Request-Id`: the client's name for its request, or one made here; in the answer's header and id, and in the log. What else is
-//! known of a request before its body is read goes with it.
+//! `X-Request-Id`: the client's name for its request, or one made here; in the answer's header and id, and in the log.
+//! What else is known of a request before its body is read goes with it.
 
 use crate::error::ApiError;
 use axum::extract::Request;

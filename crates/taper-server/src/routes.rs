@@ -125,8 +125,8 @@ async fn detokenize(State(app): State<Arc<App>>, body: Body) -> Result<Json<Valu
 
 /// Attention methods
 ///
-/// Every method with its parameters, the schema of the `attention` object, the presets that may stand in its place by their names,
-/// and the attention of a request that says nothing of it.
+/// Every method with its parameters, the schema of the `attention` object, the presets that may stand in its place by
+/// their names, and the attention of a request that says nothing of it.
 #[utoipa::path(get, path = "/v1/attention/methods", tag = "Look", responses(
         (status = 200, description = "All of them", body = Object), (status = "4XX", description = "No key", body = Failure)))]
 async fn methods(State(app): State<Arc<App>>) -> Json<Value> {

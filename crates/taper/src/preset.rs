@@ -37,8 +37,8 @@ impl Preset {
 }
 
 impl Presets {
-    /// The program's own, and those of a folder: every `.toml` file there, by its name. One that is called as one of the program's
-    /// is in its place.
+    /// The program's own, and those of a folder: every `.toml` file there, by its name. One that is called as one of
+    /// the program's is in its place.
     ///
     /// # Errors
     /// A folder or file that cannot be read, or that is no TOML.

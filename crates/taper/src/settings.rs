@@ -66,7 +66,8 @@ pub struct ModelArgs {
     /// Folder of that file, on a disk; the device cpu alone has one
     #[arg(long, value_name = "DIR")]
     pub kv_offload_dir: Option<PathBuf>,
-    /// Type of cached keys and values: auto, f16, bf16 or f32 [default: auto, which on cuda is bf16 beside such weights, else f16]
+    /// Type of cached keys and values: auto, f16, bf16 or f32 [default: auto, which on cuda is bf16 beside such
+    /// weights, else f16]
     #[arg(long, value_name = "TYPE")]
     pub kv_dtype: Option<String>,
     /// Type that float weights are kept in: auto, f32, f16 or bf16 [default: auto, which is the file's own]

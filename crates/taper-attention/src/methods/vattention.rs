@@ -70,9 +70,10 @@ struct Params {
     /// Most recent tokens, always read, the query's own included: a whole number, or a share of the context below 1.
     #[schemars(extend("exclusiveMinimum" = 0))]
     window: Amount,
-    /// Predicted keys read exactly: a whole number, a share of the context below 1, or "auto": those that cost less than
-    /// sampling around them, half of what `dense_share` leaves beside sinks and window at most; 0.1 where `top` does not tell what
-    /// shares of the attention mass keys hold (hash_attention, kmeans, saap), 0.02 where the tail is `hard`. Ignored where `top` has `probes`.
+    /// Predicted keys read exactly: a whole number, a share of the context below 1, or "auto": those that cost less
+    /// than sampling around them, half of what `dense_share` leaves beside sinks and window at most; 0.1 where `top`
+    /// does not tell what shares of the attention mass keys hold (hash_attention, kmeans, saap), 0.02 where the tail is
+    /// `hard`. Ignored where `top` has `probes`.
     top_k: AutoAmount,
     /// What predicts them.
     #[schemars(schema_with = "top_schema")]
@@ -139,8 +140,9 @@ impl From<RuleName> for Rule {
     }
 }
 
-/// Predicted keys that are read where nothing tells which of them pay: a predictor's ranking misses keys that no sample shows, and
-/// with a tenth as many keys are read in all as with 0.02, for answers like dense attention's (`bench/fidelity.md`).
+/// Predicted keys that are read where nothing tells which of them pay: a predictor's ranking misses keys that no sample
+/// shows, and with a tenth as many keys are read in all as with 0.02, for answers like dense attention's
+/// (`bench/fidelity.md`).
 const RANKED: Amount = Amount::Share(0.1);
 
 /// The same beside the tail `hard`, which relies on no ranking.

@@ -12,8 +12,8 @@ const EXPRESSION: usize = 16 << 10;
 const REFERENCES: usize = 1000;
 /// Most patterns of names in a schema: each is compared with every other.
 const NAMES: usize = 64;
-/// Most patterns and formats that one text has to fit at once, by `allOf` or by `&`: whether any text fits is found by trying, and each
-/// one more takes four times as long and as much memory.
+/// Most patterns and formats that one text has to fit at once, by `allOf` or by `&`: whether any text fits is found by
+/// trying, and each one more takes four times as long and as much memory.
 const TOGETHER: usize = 8;
 /// Parts of a schema that are looked at to find those, and references that are followed into one another.
 const VISITS: usize = 100_000;

@@ -163,8 +163,8 @@ impl ModelBackend {
             }
             if !whole {
                 let (places, rest): (Vec<_>, Vec<_>) = rest.into_iter().unzip();
-                // Last: of what it has done, a prompt's tokens cannot be taken back, and of the others a row each can. What is begun
-                // ahead is begun for all or none, or they would never meet in a step again.
+                // Last: of what it has done, a prompt's tokens cannot be taken back, and of the others a row each can.
+                // What is begun ahead is begun for all or none, or they would never meet in a step again.
                 let rows = tried(|| self.step(rest, found.is_empty()))?;
                 places.into_iter().zip(rows).for_each(|(place, rows)| out[place] = rows);
             }

@@ -20,8 +20,8 @@ const GRAPHS: u64 = GRAPH_BYTES as u64;
 const LIBRARIES: u64 = 512 << 20;
 /// Chunks of whole prompts that are underway at a time.
 const CHUNKS: u64 = 2;
-/// Bytes that a sample takes for each key and KV head of rows that are chosen for at a time: the keys themselves, where somebody asks
-/// which they are, as many again since room grows by doubling. Scores are for up to half of the keys.
+/// Bytes that a sample takes for each key and KV head of rows that are chosen for at a time: the keys themselves, where
+/// somebody asks which they are, as many again since room grows by doubling. Scores are for up to half of the keys.
 const DRAWN_BYTES: u64 = 8;
 /// Of what is free this share is left alone, for other programs and the driver.
 const SPARE: u64 = 20;

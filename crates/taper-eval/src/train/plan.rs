@@ -75,8 +75,8 @@ pub struct Plan {
     /// Most rows of a sequence whose queries are kept, drawn at random; of prefill methods whole query blocks of 64, evenly
     /// apart.
     pub queries: usize,
-    /// Of decode methods: tokens at the start that count as sinks: read whatever is learned [1; 4 of double_sparsity; of hash_attention 128,
-    /// or a sixteenth of the sequences' length if that is less].
+    /// Of decode methods: tokens at the start that count as sinks: read whatever is learned [1; 4 of double_sparsity;
+    /// of hash_attention 128, or a sixteenth of the sequences' length if that is less].
     pub sink: Option<usize>,
     /// Of decode methods: most recent tokens, read whatever is learned [2047, or a quarter of the length if that is less; 64 of
     /// double_sparsity and 128 of hash_attention, or a sixteenth].

@@ -2,11 +2,12 @@
 //! them a query's far attention mass lies.
 //!
 //! Source: SAAP (Mazaré et al. 2025, arXiv:2502.08213), section 4 and appendix A. As there: spherical k-means of ten
-//! rounds from random rows; two linear layers with batch normalisation and ReLU between and a softmax; the KL divergence
-//! from the mass of each cluster; only queries whose best key is far. Ours: one classifier serves the query heads of a
-//! group; far is what sinks and window leave, for the mass and for the choice of queries alike; a minibatch is drawn from
-//! all sequences instead of one; the classifier begins as the centroids' own scores, and Adam at 1e-3 and falling, for a
-//! thousand iterations instead of 40,000 at 1e-5; batch normalisation uses, in the artefact, the statistics of all training queries.
+//! rounds from random rows; two linear layers with batch normalisation and ReLU between and a softmax; the KL
+//! divergence from the mass of each cluster; only queries whose best key is far. Ours: one classifier serves the query
+//! heads of a group; far is what sinks and window leave, for the mass and for the choice of queries alike; a minibatch
+//! is drawn from all sequences instead of one; the classifier begins as the centroids' own scores, and Adam at 1e-3 and
+//! falling, for a thousand iterations instead of 40,000 at 1e-5; batch normalisation uses, in the artefact, the
+//! statistics of all training queries.
 
 use super::head::{Far, Head, softmax};
 use super::net::{self, Columns, Course, Descent, Linear};

@@ -82,7 +82,8 @@ pub(super) struct Upload {
 impl Upload {
     pub fn new(op: &Op, decode: &Decode) -> Result<Self> {
         let blocks = |row: &DecodeRow| row.visible.end.div_ceil(BLOCK_TOKENS);
-        // Operations are told of somewhat longer rows than there are, so that steps one after the other differ in what is copied alone.
+        // Operations are told of somewhat longer rows than there are, so that steps one after the other differ in what
+        // is copied alone.
         let stride = decode.rows.iter().map(blocks).max().unwrap_or(1).next_multiple_of(TABLE_BLOCKS);
         let mut tables = vec![0u32; decode.rows.len() * stride];
         for (row, to) in decode.rows.iter().zip(tables.chunks_exact_mut(stride)) {

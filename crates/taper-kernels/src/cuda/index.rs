@@ -272,8 +272,9 @@ pub fn nearest(products: &Tensor, at: &Tokens, index: &Tensor) -> Result<()> {
     unsafe { op.launch(ffi::taper_saap_nearest, &p) }
 }
 
-/// The cluster of single keys of a cache `[blocks, kv_heads, 64, head_dim]`, bf16 or f16, each in its slot (block * 64 + row) `[T]`,
-/// u32, turned back, by products in f32 with `centroids` `[kv_heads, clusters, head_dim]`, f32. Into the index as [`assign`].
+/// The cluster of single keys of a cache `[blocks, kv_heads, 64, head_dim]`, bf16 or f16, each in its slot
+/// (block * 64 + row) `[T]`, u32, turned back, by products in f32 with `centroids` `[kv_heads, clusters, head_dim]`, f32. Into the
+/// index as [`assign`].
 ///
 /// # Errors
 /// Shapes or dtypes that differ.

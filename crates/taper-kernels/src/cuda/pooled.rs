@@ -97,7 +97,8 @@ pub(crate) fn pooled(
     Ok((RunLists { blocks, columns: None }.into_reads(before.collect(), rows.window)?, products as u64))
 }
 
-/// Means `[heads, runs, head_dim]`, f32, of runs of rows of `x` `[rows, heads, head_dim]`, or of a sequence's tokens in the cache.
+/// Means `[heads, runs, head_dim]`, f32, of runs of rows of `x` `[rows, heads, head_dim]`, or of a sequence's tokens in
+/// the cache.
 fn means(
     op: &Op,
     x: &Tensor,

@@ -1,10 +1,10 @@
 //! What decode methods ask for, on a CUDA device: the operations of [`crate::decode`] and [`crate::index`] over the same
 //! arguments, whose scores and choices stay on the device.
 //!
-//! Operations choose for rows that see their sequence from its first token on. Rows of a model with a window of its own, once
-//! it has left the first token behind, read everything that they see: they count as not [`wanted`]. What a choice came to is read back where the host must know it, for
-//! reports: [`Chosen::counts`], [`Chosen::budgets`] and [`Chosen::scored`] wait for the device, which callers put off to the
-//! end of a step.
+//! Operations choose for rows that see their sequence from its first token on. Rows of a model with a window of its
+//! own, once it has left the first token behind, read everything that they see: they count as not [`wanted`]. What a
+//! choice came to is read back where the host must know it, for reports: [`Chosen::counts`], [`Chosen::budgets`] and
+//! [`Chosen::scored`] wait for the device, which callers put off to the end of a step.
 
 mod choose;
 mod index;

@@ -24,8 +24,8 @@ use std::sync::{Arc, Weak};
 /// An entry point of the interface.
 pub(super) type Entry<P> = unsafe extern "C" fn(*const P, *mut c_void) -> i32;
 
-/// Launches of a step's first graph, for which the device waits until the host has compared them all; each has twice as many as the
-/// one before, and so many at most: to queue one takes the host as long as to compare some of them.
+/// Launches of a step's first graph, for which the device waits until the host has compared them all; each has twice as
+/// many as the one before, and so many at most: to queue one takes the host as long as to compare some of them.
 const LAUNCHES: (usize, usize) = (8, 64);
 /// Most bytes that a step makes, and words that it leaves for the host: where there are more, the host is not what limits.
 const MADE_BYTES_MAX: usize = 256 << 20;

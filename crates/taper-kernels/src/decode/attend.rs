@@ -348,8 +348,8 @@ pub(super) fn attend_head<T: KvElement>(
     partial
 }
 
-/// Adds the weighted values of one query head's partials, in token order, to `values`, which are zeros; returns the largest score and the
-/// sum of the weights.
+/// Adds the weighted values of one query head's partials, in token order, to `values`, which are zeros; returns the
+/// largest score and the sum of the weights.
 fn add_parts<'a>(parts: impl Iterator<Item = &'a [f32]> + Clone, values: &mut [f32]) -> (f32, f32) {
     let max = parts.clone().map(|p| p[0]).fold(f32::NEG_INFINITY, |a, b| if a > b { a } else { b });
     let mut sum = 0.0;

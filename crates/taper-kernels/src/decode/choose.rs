@@ -123,8 +123,8 @@ pub fn top_k(
     top_paying(rows, importance, (sink, window), k, None)
 }
 
-/// As [`top_k`], and of those keys, or pages, the ones that are cheaper to read than to sample around, by importance that is a share
-/// of the attention mass, told apart to an eighth of an octave; all where there is no `noise`.
+/// As [`top_k`], and of those keys, or pages, the ones that are cheaper to read than to sample around, by importance
+/// that is a share of the attention mass, told apart to an eighth of an octave; all where there is no `noise`.
 ///
 /// `noise` says what sampling costs: with shares whose squares sum to it half of the keys would be sampled.
 ///
@@ -227,8 +227,8 @@ const GUESS_STEP: usize = 64;
 /// Values whose comparisons make a word.
 const WORD: usize = 64;
 
-/// Indices of the `k` largest values, ascending; ties go to the lower index. `k <= values.len()`; values are not negative, and NaN
-/// counts as largest.
+/// Indices of the `k` largest values, ascending; ties go to the lower index. `k <= values.len()`; values are not
+/// negative, and NaN counts as largest.
 fn largest(values: &[f32], k: usize) -> Vec<u32> {
     if k == 0 {
         return Vec::new();

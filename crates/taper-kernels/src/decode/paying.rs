@@ -1,14 +1,15 @@
 //! Which predicted keys, or pages of them, cost less than sampling around them.
 //!
-//! Of n keys whose squared shares of the attention mass sum to q a sample of n q / (q + noise) keeps a promise: the usual size, n²
-//! times the variance over the squared error, with the correction for drawing without replacement; noise is the sum of which half
-//! would be sampled. So the next key, of share s, is cheaper to read than to sample around as long as n s² >= q + noise. Keys are
-//! taken from the heaviest on while that holds.
+//! Of n keys whose squared shares of the attention mass sum to q a sample of n q / (q + noise) keeps a promise: the
+//! usual size, n² times the variance over the squared error, with the correction for drawing without replacement; noise
+//! is the sum of which half would be sampled. So the next key, of share s, is cheaper to read than to sample around as
+//! long as n s² >= q + noise. Keys are taken from the heaviest on while that holds.
 
 use crate::index::map_spans;
 use std::ops::Range;
 
-/// Shares are told apart by eighths of an octave, the last of which holds shares from 30 on, or NaN, and the first all below 2^-27.
+/// Shares are told apart by eighths of an octave, the last of which holds shares from 30 on, or NaN, and the first all
+/// below 2^-27.
 const BINS: usize = 256;
 /// Bits of a float's mantissa below those that tell the eighth.
 const SHIFT: u32 = 20;

@@ -55,9 +55,10 @@ impl Sampling {
 
     /// What sampling costs, as [`top_paying`](super::top_paying) takes it.
     ///
-    /// With o the output, d the distance of the values from it and z the quantile of the error's norm, n keys whose squared shares of
-    /// the attention mass sum to q need a sample of n q (z d / (epsilon ‖o‖))², less what drawing without replacement saves. z d / ‖o‖ is
-    /// taken to be the same for all heads; the factor was found on real ones (`bench/promise-history.md`).
+    /// With o the output, d the distance of the values from it and z the quantile of the error's norm, n keys whose
+    /// squared shares of the attention mass sum to q need a sample of n q (z d / (epsilon ‖o‖))², less what drawing
+    /// without replacement saves. z d / ‖o‖ is taken to be the same for all heads; the factor was found on real ones
+    /// (`bench/promise-history.md`).
     pub fn noise(&self) -> f32 {
         (0.18 * self.promise.epsilon).powi(2) as f32
     }
@@ -92,8 +93,9 @@ const FEW_POINTS: u32 = 128;
 /// Sampled keys that one thread works on at a time, whole blocks: fewer are not worth another thread.
 const CHUNK_KEYS: usize = 256;
 
-/// Points of the permutation of `visible` keys among which a sample of `wanted` of the `residual` that are left is expected: so the
-/// sample is told by the points alone, and where they are read by several, none needs to know how many the others found.
+/// Points of the permutation of `visible` keys among which a sample of `wanted` of the `residual` that are left is
+/// expected: so the sample is told by the points alone, and where they are read by several, none needs to know how many
+/// the others found.
 fn points_for(wanted: usize, visible: usize, residual: usize) -> u32 {
     (wanted as u64 * visible as u64).div_ceil(residual.max(1) as u64).min(visible as u64) as u32
 }

@@ -342,8 +342,8 @@ unsafe fn score_run<V: Simd, T: KvElement>(
     }
 }
 
-/// Sets `len` weights to exp(score − largest score), which may be written where the scores lie, and `mass` to the largest score and the
-/// sum of the weights.
+/// Sets `len` weights to exp(score − largest score), which may be written where the scores lie, and `mass` to the
+/// largest score and the sum of the weights.
 ///
 /// # Safety
 /// Both cover `len` elements, of which the scores are there; `V`'s instruction set exists.
@@ -372,7 +372,8 @@ unsafe fn weigh<V: Simd>(scores: *const f32, weights: *mut f32, len: usize, mass
     }
 }
 
-/// Writes what `len` tokens hold over the group, of which each query head's line of weights, `stride` apart, tells its part of `shares`.
+/// Writes what `len` tokens hold over the group, of which each query head's line of weights, `stride` apart, tells its
+/// part of `shares`.
 ///
 /// # Safety
 /// Every line and `to` cover `len` elements; `V`'s instruction set exists.

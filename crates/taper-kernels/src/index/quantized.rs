@@ -1,7 +1,9 @@
-//! Keys at two bits a channel: with what the codes stand for a sixth of their bytes in bf16 or f16, and a good guess of every score.
+//! Keys at two bits a channel: with what the codes stand for a sixth of their bytes in bf16 or f16, and a good guess of
+//! every score.
 //!
-//! Source: KIVI (Liu et al. 2024, arXiv:2402.02750), section 3, which quantises keys channel by channel in groups of tokens; a group is a
-//! block here. Twilight (Lin et al. 2025, arXiv:2502.02770), section 4, scores quantised keys to choose among them.
+//! Source: KIVI (Liu et al. 2024, arXiv:2402.02750), section 3, which quantises keys channel by channel in groups of
+//! tokens; a group is a block here. Twilight (Lin et al. 2025, arXiv:2502.02770), section 4, scores quantised keys to
+//! choose among them.
 
 use super::{Extend, Lookup, Part, dims, for_each_part, queries};
 use crate::decode::{Decode, DecodeRow, Importance, Kept, Over, pass};
@@ -27,15 +29,16 @@ const BITS: [u32; CHANNELS] = {
     bits
 };
 
-/// Rows and width of the index of keys so wide, in u32: of a block and head `words = head_dim / 16`, rounded up, for each of its 64
-/// tokens, `[words, 64]`; then for each channel, as bf16, the key of code 0 and what each step adds, `[2, 16 words]`.
+/// Rows and width of the index of keys so wide, in u32: of a block and head `words = head_dim / 16`, rounded up, for
+/// each of its 64 tokens, `[words, 64]`; then for each channel, as bf16, the key of code 0 and what each step adds,
+/// `[2, 16 words]`.
 pub fn shape(head_dim: usize) -> (usize, usize) {
     let words = head_dim.div_ceil(CHANNELS);
     (1, words * (BLOCK_TOKENS + CHANNELS))
 }
 
-/// Takes in rows of the keys `[blocks, kv_heads, 64, head_dim]` into an index of [`shape`], u32. A block's channels span from the least to the
-/// largest of the rows it has so far, in four parts of which each stands for its middle.
+/// Takes in rows of the keys `[blocks, kv_heads, 64, head_dim]` into an index of [`shape`], u32. A block's channels
+/// span from the least to the largest of the rows it has so far, in four parts of which each stands for its middle.
 ///
 /// # Errors
 /// Shapes or dtypes that differ.
@@ -109,14 +112,14 @@ unsafe fn quantize<V: Simd, T: KvElement>(keys: &[T], d: usize, words: &mut [u32
     }
 }
 
-/// The share of attention mass that each key would hold by its quantised scores, brought nearer to one another by how far off they may be, `over`
-/// the group its sum or its largest, for the rows and KV heads `wanted` `[R, kv_heads]`.
+/// The share of attention mass that each key would hold by its quantised scores, brought nearer to one another by how
+/// far off they may be, `over` the group its sum or its largest, for the rows and KV heads `wanted` `[R, kv_heads]`.
 ///
-/// A score is off by a sum of many channels' errors, each anywhere within half a step: nearly normal, of variance sum (q step)² / 12, the mean
-/// over [`MEASURED`] blocks. In a sharp head that is several units, and the heaviest key may seem to hold nothing. Of two keys whose scores are so
-/// uncertain the share to expect is, to 0.02, that by scores over sqrt(1 + pi variance / 4) (MacKay 1992, on a classifier's moderated
-/// outputs). Of many keys that flattens more than what is to be expected; it is a rule of thumb, which loses no key that copies UUIDs
-/// (bench/fidelity.md).
+/// A score is off by a sum of many channels' errors, each anywhere within half a step: nearly normal, of variance sum
+/// (q step)² / 12, the mean over [`MEASURED`] blocks. In a sharp head that is several units, and the heaviest key may
+/// seem to hold nothing. Of two keys whose scores are so uncertain the share to expect is, to 0.02, that by scores over
+/// sqrt(1 + pi variance / 4) (MacKay 1992, on a classifier's moderated outputs). Of many keys that flattens more than
+/// what is to be expected; it is a rule of thumb, which loses no key that copies UUIDs (bench/fidelity.md).
 ///
 /// # Errors
 /// Shapes or dtypes that differ.
@@ -252,8 +255,8 @@ impl<'a> Queries<'a> {
 /// Queries whose sums are made side by side, so that a code is taken out of its word once for them all.
 const TOGETHER: usize = 4;
 
-/// The scaled scores of each query with the keys `of` a block into lines `stride` apart. Codes are multiplied by whole numbers, so that what the
-/// instruction sets differ by is the rounding of one sum a block.
+/// The scaled scores of each query with the keys `of` a block into lines `stride` apart. Codes are multiplied by whole
+/// numbers, so that what the instruction sets differ by is the rounding of one sum a block.
 ///
 /// # Safety
 /// `V`'s instruction set exists; every line of `out` covers the keys.
@@ -298,7 +301,8 @@ unsafe fn score<V: Simd>(
     }
 }
 
-/// Sums of weights `[4 words, group]` times the codes of words `[words, 64]`: of each token, for as many queries as there are `dots`.
+/// Sums of weights `[4 words, group]` times the codes of words `[words, 64]`: of each token, for as many queries as
+/// there are `dots`.
 fn dots_portable(words: &[u32], (weights, group): (&[u32], usize), dots: &mut [[i32; BLOCK_TOKENS]]) {
     for (g, dots) in dots.iter_mut().enumerate() {
         dots.fill(0);

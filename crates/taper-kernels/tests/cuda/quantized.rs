@@ -171,7 +171,8 @@ fn expected(caches: &Caches, queries: &Queries, index: &[u32], scale: f64) -> Ve
     caches.tables.iter().zip(&caches.lens).enumerate().map(row).collect()
 }
 
-/// Gives neighbouring blocks steps of other sizes, so that it matters which of them tell how sure scores are, and keys of that mean.
+/// Gives neighbouring blocks steps of other sizes, so that it matters which of them tell how sure scores are, and keys
+/// of that mean.
 fn unequal(numbers: &mut Numbers, caches: &Caches, mean: f64) {
     for (i, &n) in caches.lens.iter().enumerate() {
         let keys = numbers.tensor(&[n, caches.kv_heads, caches.head_dim], caches.dtype);
@@ -333,8 +334,9 @@ fn what_pays_is_what_scores_say_whatever_else_is_in_the_batch() {
     }
 }
 
-/// A launch that chooses begins while the one right ahead still makes the end of the index, all of it behind a prompt; queries come in the
-/// cache's dtype, so that nothing stands between the two. Of 40,000 and 30,000 tokens the last 10,001 and one are in the making, then all.
+/// A launch that chooses begins while the one right ahead still makes the end of the index, all of it behind a prompt;
+/// queries come in the cache's dtype, so that nothing stands between the two. Of 40,000 and 30,000 tokens the last
+/// 10,001 and one are in the making, then all.
 #[test]
 fn blocks_that_were_made_right_ahead_are_seen() {
     let mut numbers = Numbers(126);
@@ -358,8 +360,8 @@ fn blocks_that_were_made_right_ahead_are_seen() {
     }
 }
 
-/// A key that is no number takes its head's scores with it where its block is one of those that tell how sure scores are, else its block's; a
-/// query its own head's.
+/// A key that is no number takes its head's scores with it where its block is one of those that tell how sure scores
+/// are, else its block's; a query its own head's.
 #[test]
 fn what_is_no_number_stays_where_it_is() {
     let mut numbers = Numbers(123);

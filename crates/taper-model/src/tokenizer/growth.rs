@@ -1,5 +1,5 @@
-//! How much a tokenizer.json may make of a text. A file comes from strangers, and a few words of it can turn a short text into more
-//! than memory holds: a space that is replaced by a megabyte, and each of its letters again.
+//! How much a tokenizer.json may make of a text. A file comes from strangers, and a few words of it can turn a short
+//! text into more than memory holds: a space that is replaced by a megabyte, and each of its letters again.
 
 use crate::error::ModelError;
 use serde_json::Value;
@@ -11,8 +11,8 @@ const GROWTH_MAX: usize = 256;
 /// Pieces that a post-processor may put together, each the text or a special token, and tokens that it may have for one.
 const PIECES_MAX: usize = 64;
 
-/// Refuses a file whose normalizers or post-processors make too much of a text. What decodes makes nothing: tokens are turned into
-/// text without it.
+/// Refuses a file whose normalizers or post-processors make too much of a text. What decodes makes nothing: tokens are
+/// turned into text without it.
 pub(super) fn check(path: &Path, normalizer: &Value, post_processor: &Value) -> Result<(), ModelError> {
     let growth = normalized(normalizer);
     if growth > GROWTH_MAX {

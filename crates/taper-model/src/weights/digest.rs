@@ -12,8 +12,8 @@ use sha2::{Digest, Sha256};
 const PLACES: usize = 16;
 const PLACE_BYTES: usize = 64;
 
-/// The beginning of a SHA-256 over names, types and shapes of a checkpoint's tensors and a sample of their bytes. However they are
-/// cut into files, it is the same; that of a GGUF file and of the folder that it was made from differ.
+/// The beginning of a SHA-256 over names, types and shapes of a checkpoint's tensors and a sample of their bytes.
+/// However they are cut into files, it is the same; that of a GGUF file and of the folder that it was made from differ.
 ///
 /// # Errors
 /// [`ModelError`] naming the file that cannot be read.

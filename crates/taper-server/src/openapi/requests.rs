@@ -53,7 +53,8 @@ pub(crate) struct Drawing {
     /// What logits of tokens in prompt and answer are divided by (multiplied, below 0). Without it as `temperature`.
     #[schema(minimum = 0.01, maximum = 10, default = 1)]
     repetition_penalty: Option<f32>,
-    /// Seed of all draws, the sampler's and attention's: an integer of 64 bits, signed or not. Without it a new one, or at temperature 0 one that the prompt decides, which the usage tells.
+    /// Seed of all draws, the sampler's and attention's: an integer of 64 bits, signed or not. Without it a new one, or
+    /// at temperature 0 one that the prompt decides, which the usage tells.
     seed: Option<i64>,
     /// Added to the logits of tokens, by id; each from -100 to 100.
     #[schema(value_type = Option<BTreeMap<String, f32>>)]
@@ -61,7 +62,8 @@ pub(crate) struct Drawing {
     /// The only tokens that may come, by id; with end tokens only if they are named.
     #[schema(value_type = Option<Vec<u32>>, min_items = 1)]
     allowed_token_ids: Option<Vec<u32>>,
-    /// Words that do not come, up to 1,000 of 200 characters, in the tokens that they have at a text's beginning and after a space.
+    /// Words that do not come, up to 1,000 of 200 characters, in the tokens that they have at a text's beginning and
+    /// after a space.
     #[schema(value_type = Option<Vec<String>>, max_items = 1000)]
     bad_words: Option<Vec<String>>,
     /// Tokens before which an answer does not end.
@@ -107,8 +109,8 @@ pub(crate) struct Attending {
     /// The same as flat keys, such as `attention_epsilon` or `attention_decode_method`, for gateways that pass only scalars on.
     #[schema(value_type = Option<Object>)]
     vllm_xargs: Option<Value>,
-    /// Keeps the prompt's keys and values for requests with the same salt: how fast an answer comes, and how much of its prompt was
-    /// cached, tells nobody else what was asked. Best long and random.
+    /// Keeps the prompt's keys and values for requests with the same salt: how fast an answer comes, and how much of
+    /// its prompt was cached, tells nobody else what was asked. Best long and random.
     #[schema(value_type = Option<String>, min_length = 1, max_length = 1024)]
     cache_salt: Option<String>,
 }
@@ -431,7 +433,7 @@ pub(crate) struct StructuredOutputs {
     grammar: Option<String>,
     /// Whether JSON has no spaces between its parts.
     disable_any_whitespace: Option<bool>,
-    /// A regular expression of the spaces between its parts; otherwise there is at most one space, or a line's end and 20 spaces or
-    /// tabs.
+    /// A regular expression of the spaces between its parts; otherwise there is at most one space, or a line's end and
+    /// 20 spaces or tabs.
     whitespace_pattern: Option<String>,
 }

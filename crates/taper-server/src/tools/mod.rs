@@ -126,7 +126,8 @@ impl Tools {
         Calls { format, parser, text: String::new(), calls: Vec::new() }
     }
 
-    /// What the answer must be, if a call is asked for or what is said otherwise must fit `format`; none where it may be anything.
+    /// What the answer must be, if a call is asked for or what is said otherwise must fit `format`; none where it may
+    /// be anything.
     pub(crate) fn shape(&self, text: &dyn Text, format: Option<Shape>) -> Result<Option<Shape>> {
         let answer = match (&self.wish, format) {
             (Wish::Auto, None) => return Ok(None),

@@ -114,11 +114,12 @@ pub struct TrainCommon {
     /// Most queries of a sequence and head; of minference and sample_attention in whole blocks of 64
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = positive)]
     pub queries: usize,
-    /// Decode methods: tokens at the start that are read whatever is learned [default: 1 of kmeans and saap; 4; 128 of hash_attention]
+    /// Decode methods: tokens at the start that are read whatever is learned [default: 1 of kmeans and saap; 4; 128 of
+    /// hash_attention]
     #[arg(long, value_name = "TOKENS")]
     pub sink: Option<usize>,
-    /// Decode methods: recent tokens that are read whatever is learned [default: 2047 of kmeans and saap, at most a quarter of --length;
-    /// 64 and 128, at most a sixteenth]
+    /// Decode methods: recent tokens that are read whatever is learned [default: 2047 of kmeans and saap, at most a
+    /// quarter of --length; 64 and 128, at most a sixteenth]
     #[arg(long, value_name = "TOKENS")]
     pub window: Option<usize>,
     /// Seed of generated text, clusters and networks

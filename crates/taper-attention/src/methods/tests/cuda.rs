@@ -130,8 +130,8 @@ fn every_decode_method_does_on_a_device_what_it_does_on_the_cpu() {
             let (cuda, on_cuda) = attended(&spec, if joint { &plain } else { &input }, &device, joint);
             let steps = PROMPT * SHAPE.q_heads * SHAPE.head_dim;
             let error = relative(&cuda[steps..], &out[steps..]);
-            // Draws of values, a budget at an edge, or a choice by queries that are rounded to bytes or bf16 may fall otherwise; all
-            // others choose the same.
+            // Draws of values, a budget at an edge, or a choice by queries that are rounded to bytes or bf16 may fall
+            // otherwise; all others choose the same.
             let loose = matches!(decode["method"].as_str(), Some("santa" | "vattention" | "quantized_keys"));
             let most = if loose { 0.3 } else { 0.05 };
             assert!(error < most, "{decode}, joint {joint}: outputs differ by {error}");

@@ -159,10 +159,11 @@ fn a_heavy_value_breaks_every_rule_for_the_output_and_not_the_hard_tail() {
     }
 }
 
-/// What is flat within narrow bounds takes few looks, the fewer the larger epsilon; each look's sample is twice the one before. By
-/// hand, of b keys, with L = ln(64 / 0.1), values of norm 8 that deviate by a tenth, and bounds that allow twice that norm: the
-/// error is at most (0.1 √(2L/b) + 2 (2 + 4/3) L/b) / (1 − √(2L/b) − (2 + 4/3) L/b), which is 0.28 at 256 keys, 0.13 at 512 and
-/// 0.06 at 1,024, and above 0.7 at 128; allowed are epsilon / (1 + epsilon): 0.375, 0.23 and 0.083.
+/// What is flat within narrow bounds takes few looks, the fewer the larger epsilon; each look's sample is twice the one
+/// before. By hand, of b keys, with L = ln(64 / 0.1), values of norm 8 that deviate by a tenth, and bounds that allow
+/// twice that norm: the error is at most (0.1 √(2L/b) + 2 (2 + 4/3) L/b) / (1 − √(2L/b) − (2 + 4/3) L/b), which is 0.28
+/// at 256 keys, 0.13 at 512 and 0.06 at 1,024, and above 0.7 at 128; allowed are epsilon / (1 + epsilon): 0.375, 0.23
+/// and 0.083.
 #[test]
 fn the_hard_tail_stops_early_where_the_rest_is_flat() {
     let head = Head::flat(0.1);

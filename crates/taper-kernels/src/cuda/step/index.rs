@@ -63,8 +63,8 @@ const TOKENS_AT_ONCE: usize = 8192;
 
 /// New keys of some parts, on their way into an index of something for each.
 struct Rows {
-    /// Whether they are single rows of blocks, as steps bring them, not whole blocks, as prompts do: what an index makes of a key must
-    /// not depend on the keys that come with it.
+    /// Whether they are single rows of blocks, as steps bring them, not whole blocks, as prompts do: what an index
+    /// makes of a key must not depend on the keys that come with it.
     single: bool,
     /// Their slots `[T]`, and their positions.
     slots: Tensor,

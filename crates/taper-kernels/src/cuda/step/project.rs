@@ -1,6 +1,6 @@
 //! What queries and keys go through before they are compared, in f32 as on the CPU: perceptrons, centroids, the rotary
-//! embedding taken off. Single rows go by operations whose results depend on no other row, and so steps do; whole blocks of a prompt by
-//! candle's products.
+//! embedding taken off. Single rows go by operations whose results depend on no other row, and so steps do; whole
+//! blocks of a prompt by candle's products.
 
 use crate::cuda::error::Result;
 use crate::cuda::layer::cast;
@@ -31,8 +31,8 @@ impl Kept {
     }
 }
 
-/// What all of `maps` make of rows `x` `[T, x_heads, inputs]`, f32, single ones or not, for `heads` heads: `[T, heads, outputs]`, f32
-/// or bf16. Weights are kept as f32, or as bf16 where inputs come in eights.
+/// What all of `maps` make of rows `x` `[T, x_heads, inputs]`, f32, single ones or not, for `heads` heads: `[T, heads,
+/// outputs]`, f32 or bf16. Weights are kept as f32, or as bf16 where inputs come in eights.
 pub(super) fn forward(
     op: &Op,
     (maps, weights): (&PerHead<Mlp>, DType),

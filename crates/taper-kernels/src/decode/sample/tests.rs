@@ -467,8 +467,9 @@ fn short_contexts_go_dense_and_say_whether_a_sample_was_in_question() {
     }
 }
 
-/// A look takes what the list leaves of the permutation's first points: as many as it wants on average (400 looks of some 64 keys,
-/// whose number varies by 3.1: within 5 standard errors, false alarm below 1e-6), and a larger one begins with a smaller.
+/// A look takes what the list leaves of the permutation's first points: as many as it wants on average (400 looks of
+/// some 64 keys, whose number varies by 3.1: within 5 standard errors, false alarm below 1e-6), and a larger one begins
+/// with a smaller.
 #[test]
 fn a_sample_is_what_the_first_points_leave() {
     let (n, wanted) = (4000, 64);
