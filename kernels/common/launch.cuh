@@ -8,6 +8,8 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include <map>
+#include <mutex>
 #include <type_traits>
 #include <utility>
 
@@ -116,21 +118,35 @@ static inline cudaError_t slow_down() {
 }
 #endif
 
+// Lets launches of a kernel take so many bytes of shared memory beside what it declares. What it may take already it keeps:
+// another thread may be about to launch it with more.
+inline cudaError_t allow_shared(const void* kernel, size_t bytes) {
+  static std::mutex lock;
+  static auto& allowed = *new std::map<std::pair<int, const void*>, size_t>;  // Threads may launch until the very end.
+  int device = 0;
+  if (const cudaError_t e = cudaGetDevice(&device)) return e;
+  const std::lock_guard<std::mutex> held(lock);
+  size_t& most = allowed[{device, kernel}];
+  if (bytes <= most) return cudaSuccess;
+  const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+  if (e == cudaSuccess) most = bytes;
+  return e;
+}
+// Nobody has to ask for so little: with what a kernel declares it is below the 48 KB that any may take.
+constexpr size_t kSharedUnasked = 16 * 1024;
+
 // Launches in clusters of `cluster` thread blocks along x, 0: in none; sizes above 8 are not portable, so
 // cluster_fits() is asked first. With `overlap` the kernel may start before
 // its predecessor ends and must call wait_for_predecessor() before it reads what that one wrote.
-// `limit` is the shared memory that the kernel's launches may take from then on, beside what it declares: the most of any,
-// where the two come to more than 48 KB together or several threads launch.
 template <class... KArgs, class... Args>
-static cudaError_t launch_within(size_t limit, void (*kernel)(KArgs...), dim3 grid, dim3 block, size_t smem, int cluster,
-                                 cudaStream_t stream, bool overlap, Args&&... args) {
+static cudaError_t launch_cluster(void (*kernel)(KArgs...), dim3 grid, dim3 block, size_t smem, int cluster,
+                                  cudaStream_t stream, bool overlap, Args&&... args) {
   const void* function = reinterpret_cast<const void*>(kernel);
   cudaError_t e = cudaSuccess;
 #ifdef TAPER_SLOW
   e = slow_down();
 #endif
-  if (e == cudaSuccess && limit > 48 * 1024)
-    e = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)limit);
+  if (e == cudaSuccess && smem > kSharedUnasked) e = allow_shared(function, smem);
   if (e == cudaSuccess && cluster > 8)
     e = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (e != cudaSuccess) return e;
@@ -152,11 +168,6 @@ static cudaError_t launch_within(size_t limit, void (*kernel)(KArgs...), dim3 gr
   cfg.attrs = attr;
   cfg.numAttrs = count;
   return cudaLaunchKernelEx(&cfg, kernel, static_cast<KArgs>(args)...);
-}
-template <class... KArgs, class... Args>
-static cudaError_t launch_cluster(void (*kernel)(KArgs...), dim3 grid, dim3 block, size_t smem, int cluster,
-                                  cudaStream_t stream, bool overlap, Args&&... args) {
-  return launch_within(smem, kernel, grid, block, smem, cluster, stream, overlap, std::forward<Args>(args)...);
 }
 template <class... KArgs, class... Args>
 static cudaError_t launch(void (*kernel)(KArgs...), dim3 grid, dim3 block, size_t smem, cudaStream_t stream,

@@ -17,10 +17,7 @@ cudaError_t go(PickParams p, cudaStream_t s) {
   const size_t scores = (size_t)(share > round ? share : few < round ? few : round) * group * 4;
   const size_t smem = shares && scores > keys ? scores : keys;
   p.in_order = grid > sm_count();
-  // Keys of some 11,000 pages are over 48 KB only with what the kernel declares.
-  auto start = [&](auto kernel) {
-    return launch_within(kPickSmem, kernel, grid, kPickThreads, smem, 0, s, p.overlap != 0, p);
-  };
+  auto start = [&](auto kernel) { return launch(kernel, grid, kPickThreads, smem, s, p.overlap != 0, p); };
   if (shares) return start(pick_kernel<T, W, NT, true, true>);
   return p.lower ? start(pick_kernel<T, W, NT, true, false>) : start(pick_kernel<T, W, NT, false, false>);
 }

@@ -20,7 +20,7 @@ namespace taper {
 using PickParams = TaperPickParams;
 
 constexpr int kPickThreads = 512, kPickWarps = kPickThreads / 32, kPickBins = 2 * kPickThreads;
-constexpr int kPickMost = 32768, kPickSmem = 220 * 1024;
+constexpr int kPickMost = 32768;
 
 // Thread blocks of a list's team, by the pages that its row sees: a warp for every sixteen of them, up to a whole team.
 __host__ __device__ inline int pick_team(int kv_heads, uint32_t entries) {

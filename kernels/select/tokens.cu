@@ -30,8 +30,8 @@ cudaError_t go(TokensParams p, cudaStream_t s) {
   const int fit = (kTokenSmem - kRings) / (kWarps * scores), kept = runs < 0 ? 0 : runs < fit ? runs : fit;
   // Places that are dealt out are numbers.
   const dim3 grid = p.in_order ? dim3(lists * p.team) : dim3(p.team, p.kv_heads, p.rows);
-  return launch_within(kTokenSmem, tokens_kernel<T, W, G>, grid, kWarps * 32, kRings + kWarps * kept * scores, 0, s,
-                       p.overlap != 0, p, (uint32_t)kept);
+  return launch(tokens_kernel<T, W, G>, grid, kWarps * 32, kRings + kWarps * kept * scores, s, p.overlap != 0, p,
+                (uint32_t)kept);
 }
 
 }  // namespace
