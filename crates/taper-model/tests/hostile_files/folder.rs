@@ -31,7 +31,9 @@ fn good(name: &str, tokenizer: &str) -> Files {
         json!({"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": false}, "chat_template": template});
     files.insert("tokenizer.json".to_owned(), fixture["tokenizer"].to_string().into());
     files.insert("tokenizer_config.json".to_owned(), config.to_string().into());
-    files.insert("generation_config.json".to_owned(), json!({"eos_token_id": [2, 3]}).to_string().into());
+    let sampling =
+        json!({"eos_token_id": [2, 3], "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05});
+    files.insert("generation_config.json".to_owned(), sampling.to_string().into());
     files
 }
 

@@ -12,7 +12,9 @@ use candle_core::Device;
 use common::PlainAttention;
 use serde_json::{Map, json};
 use std::path::Path;
-use taper_model::{ChatMessage, ChatTemplate, LoadOptions, Model, ModelConfig, ModelError, ResolvedModel, Tokenizer};
+use taper_model::{
+    ChatMessage, ChatTemplate, GenerationConfig, LoadOptions, Model, ModelConfig, ModelError, ResolvedModel, Tokenizer,
+};
 
 /// Reads all of a model as `taper serve` does, and uses what there is: text to tokens and back, a prompt, a step.
 ///
@@ -27,6 +29,7 @@ fn used(model: &ResolvedModel) -> bool {
     if let Some(config) = checked(&file, ModelConfig::read(model)) {
         config.key();
     }
+    checked(&file, GenerationConfig::read(model));
     if let Some(template) = template {
         let messages = [ChatMessage::new("user", "hi"), ChatMessage::new("assistant", "{{ 1/0 }}")];
         let tools = json!({"tools": [{"type": "function", "function": {"name": "f"}}]});
