@@ -67,8 +67,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>, true> {
           const uint32_t point = sampled + row;
           if (point >= from && point < last && head < group) scores[point * group + head] = score;
         });
-        __syncwarp();
-        if (lane == 0) mbar_arrive(smem_u32(&st.empty[stage]));
+        mbar_arrive_warp(smem_u32(&st.empty[stage]), lane);
       }
       pos += n;
       if (judging || phase == kLead) sifted += n - skip;
@@ -247,8 +246,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>, true> {
     // Each warp looks at its own rows' weights alone.
     const int row = this->warp * 16 + (lane & 15);
     if (lane < 16) st.weight[stage][row] = passes >> row & 1 ? 0.f : -INFINITY;
-    __syncwarp();
-    if (lane == 0) mbar_arrive(smem_u32(&st.used[slot]));
+    mbar_arrive_warp(smem_u32(&st.used[slot]), lane);
     const StageMeta& meta = st.meta[stage];
     return __popcll(passes >> meta.lo & ~0ull >> (kBlock - (meta.hi - meta.lo)));
   }
@@ -356,7 +354,7 @@ __global__ void __launch_bounds__(kSampledThreads, 1)
     init_ring(sh, maps);
     for (uint32_t i = 0; i < kSieved; ++i) {
       mbar_init(smem_u32(&sh.sieved[i]), 2);
-      mbar_init(smem_u32(&sh.used[i]), 4);
+      mbar_init(smem_u32(&sh.used[i]), 4 * kWarpArrivals);
     }
     mbar_init(smem_u32(&sh.decided), 1);
     mbar_init(smem_u32(&sh.heeded), kSieveThreads + 128);

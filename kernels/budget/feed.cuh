@@ -41,8 +41,7 @@ struct ListFeed {
     } else {
       mbar_arrive(full);
     }
-    __syncwarp();
-    if (lane == 0) mbar_arrive(full);
+    mbar_arrive_warp(full, lane);
   }
   // Lane i < 16 holds the place and weight of the warp's i-th row.
   __device__ __forceinline__ void tokens(uint32_t at, float weight, uint32_t lo, uint32_t hi, uint32_t sampled) {
@@ -51,8 +50,7 @@ struct ListFeed {
     if (lane < 16) sh.weight[stage][warp * 16 + lane] = weight;
     copy_rows<T, D>(stages + stage * L::kStage, static_cast<const T*>(d.k), static_cast<const T*>(d.v), at, once);
     cp_async_arrive(full);
-    __syncwarp();
-    if (lane == 0) mbar_arrive(full);
+    mbar_arrive_warp(full, lane);
   }
   // Tiles of ranges and blocks from `first` on: every lane looks one up, then all are issued.
   __device__ __forceinline__ void blocks(const WorkList& w, uint32_t first, uint32_t tiles) {
@@ -159,8 +157,7 @@ struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
       if (some)
         copy_some<T, D>(stages + count * L::kStage, static_cast<const T*>(p.d.k), static_cast<const T*>(p.d.v), at, count * 16);
       cp_async_arrive(full);
-      __syncwarp();
-      if (lane == 0) mbar_arrive(full);
+      mbar_arrive_warp(full, lane);
     }
   }
 

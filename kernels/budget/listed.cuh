@@ -47,8 +47,7 @@ struct ListedConsumer : TileSums<T, D, N, kSampledStages<D, N>> {
       const uint32_t stage = i % L::kStages;
       mbar_wait(smem_u32(&st.full[stage]), i / L::kStages & 1);
       this->template tile<true>(stage, q_s, [](int, int, float) {});
-      __syncwarp();
-      if (this->lane == 0) mbar_arrive(smem_u32(&st.empty[stage]));
+      mbar_arrive_warp(smem_u32(&st.empty[stage]), this->lane);
     }
     const int64_t at = member.part(1, o.rank, 0);
     this->store(p.d.part_o + at * D, p.d.part_lse + at, 0);

@@ -49,8 +49,8 @@ __device__ __forceinline__ void set_outline(const DecodeParams& d, const WorkLis
 template <class Shared>
 __device__ __forceinline__ void init_ring(Shared& sh, const DecodeMaps& maps) {
   for (int i = 0; i < Shared::kStages; ++i) {
-    mbar_init(smem_u32(&sh.full[i]), 132);
-    mbar_init(smem_u32(&sh.empty[i]), 4);
+    mbar_init(smem_u32(&sh.full[i]), 128 + 4 * kWarpArrivals);
+    mbar_init(smem_u32(&sh.empty[i]), 4 * kWarpArrivals);
   }
   mbar_init(smem_u32(&sh.q_full[0]), 1);
   tma_prefetch_map(&maps.q);

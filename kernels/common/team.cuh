@@ -59,8 +59,8 @@ __device__ __forceinline__ ulonglong2 load_relaxed(const uint64_t* p) {
 }
 
 // A barrier of some warps of a block. racecheck does not follow a named barrier of fewer threads than
-// the block has, nor one thread that arrives for its warp: compiled with TAPER_RACECHECK the barrier is one in
-// shared memory that every thread arrives at, which it follows and which takes some 0.2 us longer.
+// the block has: compiled with TAPER_RACECHECK the barrier is one in shared memory that every thread
+// arrives at, which it follows and which takes some 0.2 us longer.
 struct Gate {
   const uint32_t bar;  // an mbarrier for as many arrivals as threads
   const int id, threads;

@@ -45,12 +45,10 @@ struct DecodeConsumer : TileSums<T, D, N> {
         const uint32_t stage = (count + i) % L::kStages, round = (count + i) / L::kStages;
         mbar_wait(smem_u32(&sh.full[stage]), round & 1);
         this->template tile<GATHER, FOLD>(stage, q_ring + slot * L::kQuery);
-        __syncwarp();
-        if (lane == 0) mbar_arrive(smem_u32(&sh.empty[stage]));
+        mbar_arrive_warp(smem_u32(&sh.empty[stage]), lane);
       }
       count += u.tiles;
-      __syncwarp();
-      if (lane == 0) mbar_arrive(smem_u32(&sh.q_empty[slot]));
+      mbar_arrive_warp(smem_u32(&sh.q_empty[slot]), lane);
       this->store(p.part_o + (int64_t)u.unit * group * L::kDim, p.part_lse + (int64_t)u.unit * group, k);
     }
   }

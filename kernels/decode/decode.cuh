@@ -30,12 +30,12 @@ __global__ void __launch_bounds__(GATHER ? 384 : 288, 1)
   const uint32_t q_ring = stages + L::kStages * L::kStage;
   if (threadIdx.x == 0) {
     for (int i = 0; i < L::kStages; ++i) {
-      mbar_init(smem_u32(&sh.full[i]), GATHER ? 132 : 1);
-      mbar_init(smem_u32(&sh.empty[i]), 4);
+      mbar_init(smem_u32(&sh.full[i]), GATHER ? 128 + 4 * kWarpArrivals : 1);
+      mbar_init(smem_u32(&sh.empty[i]), 4 * kWarpArrivals);
     }
     for (int i = 0; i < 2; ++i) {
       mbar_init(smem_u32(&sh.q_full[i]), 1);
-      mbar_init(smem_u32(&sh.q_empty[i]), 8);
+      mbar_init(smem_u32(&sh.q_empty[i]), 8 * kWarpArrivals);
     }
     mbar_init(smem_u32(&sh.join_full), 128);
     mbar_init(smem_u32(&sh.join_empty), 128);

@@ -263,8 +263,7 @@ __device__ __forceinline__ void produce_any(const DecodeMaps& maps, const Decode
         copy_rows<T, D>(dst, k_base, v_base, at, once);
         cp_async_arrive(full);
       }
-      __syncwarp();
-      if (lane == 0) mbar_arrive(full);  // Publishes the warp's plain stores.
+      mbar_arrive_warp(full, lane);  // Publishes the warp's plain stores.
       at = next;
       weight = next_weight;
     }

@@ -150,8 +150,7 @@ struct ValuesBlock {
       mbar_wait(smem_u32(&sh.full[stage]), t / L::kStages & 1);
       float s[N / 2];
       score_tile<T, D, N>(s, stages + stage * L::kStage, q_at);
-      __syncwarp();
-      if (lane == 0) mbar_arrive(smem_u32(&sh.empty[stage]));
+      mbar_arrive_warp(smem_u32(&sh.empty[stage]), lane);
 
       const uint32_t token = (first + t) * kBlock + r0;
       const bool in[2] = {token < len, token + 8 < len};
@@ -529,7 +528,7 @@ __global__ void __launch_bounds__(kValueThreads + 32, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < L::kStages; ++i) {
       mbar_init(smem_u32(&sh.full[i]), 1);
-      mbar_init(smem_u32(&sh.empty[i]), 4);
+      mbar_init(smem_u32(&sh.empty[i]), 4 * kWarpArrivals);
     }
     mbar_init(smem_u32(&sh.q_full), 1);
     mbar_init(smem_u32(&sh.gate), kValueThreads);
