@@ -186,7 +186,7 @@ pub fn by_share(
     kv_heads: usize,
     shares: &Shares,
     runs: &[Range<usize>],
-    window: Option<usize>,
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables))] window: Option<usize>,
 ) -> Result<Vec<HeadReads>> {
     let Shares { columns: alpha_c, slashes: alpha_s, block_tokens } = *shares;
     if block_tokens == 0 || !block_tokens.is_multiple_of(BLOCK_TOKENS) {
@@ -241,7 +241,7 @@ pub fn by_count(
     heads: &[(usize, Counts)],
     forced: Counts,
     runs: &[Range<usize>],
-    window: Option<usize>,
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables))] window: Option<usize>,
 ) -> Result<Vec<HeadReads>> {
     if heads.is_empty() {
         return Ok(Vec::new());
