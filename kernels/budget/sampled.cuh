@@ -146,7 +146,7 @@ struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
   uint32_t passed[2], drawn;       // such points of a warpgroup's tiles since the last look; the team's
   uint32_t chosen[kMarkWords];     // bitmap of the first blocks or pages, or ids of single tokens
   // The sample's first few keys: their points and rows, and how many there are.
-  uint32_t few_points[kCovarianceKeys], few_rows[kCovarianceKeys], few_placed, few_kept[kSieveThreads / 32];
+  uint32_t few_points[kCovarianceKeys], few_rows[kCovarianceKeys], few_kept[kSieveThreads / 32], few_placed;
   float warp_sums[2][4][N][7];  // of exact part and sample: sums, sums of squares, alone and with norms, the largest; two maxima
   HeadStat stat[2][N];  // by the halves of the dimensions
   float pairs[N][2][2];  // of a head's tiles, or of every other one: the two sums
