@@ -7,8 +7,9 @@
 # nvcc 13.0 is taken from the PATH, else from TAPER_CUDA (default ~/.cache/taper/cuda-13.0), where it is installed from
 # Python packages on first use. bench/gpu/check.py runs what this makes, on a machine with a GPU:
 # TAPER_GPU_LIB=target/kernels/libtaper_gpu.so. The same nvcc builds the feature `cuda` of taper-kernels.
-# TAPER_NVCC_FLAGS=-DTAPER_RACECHECK makes a library for compute-sanitizer's racecheck, which does not follow a
-# named barrier of part of a thread block (kernels/common/team.cuh); give it a folder of its own.
+# TAPER_NVCC_FLAGS=-DTAPER_RACECHECK makes a library for compute-sanitizer's racecheck, which follows neither a named
+# barrier of part of a thread block (kernels/common/team.cuh) nor a lane that speaks for its warp (common/ptx.cuh); give it a
+# folder of its own. With it `compute-sanitizer --tool racecheck python3 check.py --small vattention` reports no hazard.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 out=${1:-${CARGO_TARGET_DIR:-$root/target}/kernels}
