@@ -62,8 +62,7 @@ __device__ __forceinline__ void send_word(uint32_t to, uint64_t value, uint32_t 
 inline bool cluster_fits(const void* kernel, int threads, size_t smem, int cluster) {
   if (cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) !=
           cudaSuccess ||
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem) !=
-          cudaSuccess) {
+      allow_shared(kernel, smem) != cudaSuccess) {
     cudaGetLastError();
     return false;
   }

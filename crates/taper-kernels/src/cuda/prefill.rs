@@ -9,7 +9,7 @@ use super::stripes::DeviceStripes;
 use crate::kv::{BLOCK_TOKENS, PagedKv};
 use crate::prefill::{Blocks, HeadReads, Lists, Mask, Reads, Rows};
 use bytemuck::Zeroable;
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use launches::{HeadLists, Key, Launch, launches};
 use std::sync::Arc;
 
@@ -158,14 +158,27 @@ impl KeyLists {
 
     /// Those of some lists of heads.
     fn some(&self, heads: &[usize]) -> Result<Self> {
-        if heads.iter().copied().eq(0..self.heads) {
-            return Ok(self.clone());
-        }
-        let which: Vec<u32> = heads.iter().map(|&head| head as u32).collect();
-        let which = Tensor::from_vec(which, heads.len(), self.ids.device())?;
-        let of = |each: &Tensor| each.index_select(&which, 0);
-        let (begins, counts) = (of(&self.begins)?, of(&self.counts)?);
+        let some = Picked::new(heads, self.heads, self.ids.device())?;
+        let (begins, counts) = (some.of(&self.begins, 0)?, some.of(&self.counts, 0)?);
         Ok(Self { heads: heads.len(), begins, counts, ids: self.ids.clone() })
+    }
+}
+
+/// Which of lists of heads are wanted, on the device; none: all of them, in their order.
+pub(super) struct Picked(Option<Tensor>);
+
+impl Picked {
+    pub fn new(which: &[usize], all: usize, device: &Device) -> Result<Self> {
+        if which.iter().copied().eq(0..all) {
+            return Ok(Self(None));
+        }
+        let which: Vec<u32> = which.iter().map(|&list| list as u32).collect();
+        Ok(Self(Some(Tensor::new(which, device)?)))
+    }
+
+    /// What a tensor has of them along a dimension.
+    pub fn of(&self, all: &Tensor, dim: usize) -> Result<Tensor> {
+        Ok(self.0.as_ref().map_or_else(|| Ok(all.clone()), |which| all.index_select(which, dim))?)
     }
 }
 

@@ -6,7 +6,7 @@ use super::ffi::{
     self, TaperBeforeParams, TaperColumnsParams, TaperGroupSelectParams, TaperSelectParams, TaperStripesParams,
 };
 use super::op::Op;
-use super::prefill::{DeviceReads, KeyLists, RunLists, TILE_WORDS, Tiles};
+use super::prefill::{DeviceReads, KeyLists, Picked, RunLists, TILE_WORDS, Tiles};
 use super::score::largest;
 use crate::kv::BLOCK_TOKENS;
 use crate::prefill::stripes::Counts;
@@ -132,11 +132,10 @@ impl DeviceStripes {
         let (heads, blocks) = columns.dims2()?;
         let fits = kv_heads > 0 && heads.is_multiple_of(kv_heads);
         op.check(fits, "columns", format_args!("{heads} heads"), format_args!("a multiple of {kv_heads}"))?;
-        let (columns, slashes) = (fewest(&op, columns, kv_heads, alpha_c)?, fewest(&op, slashes, kv_heads, alpha_s)?);
-        let of = |(ids, counts): &(Tensor, Tensor)| -> Result<_> { Ok((ids.unsqueeze(0)?, counts.unsqueeze(0)?)) };
-        let (columns, slashes) = (of(&columns)?, of(&slashes)?);
-        let chosen = |(ids, counts)| Chosen { ids, counts };
-        let (columns, slashes) = (chosen((&columns.0, &columns.1)), chosen((&slashes.0, &slashes.1)));
+        let (column_ids, column_counts) = fewest(&op, columns, kv_heads, alpha_c)?;
+        let (slash_ids, slash_counts) = fewest(&op, slashes, kv_heads, alpha_s)?;
+        let columns = Chosen { ids: &column_ids, counts: &column_counts };
+        let slashes = Chosen { ids: &slash_ids, counts: &slash_counts };
         let bitmaps = stripe_bits(Some(columns), slashes, Slash::TwoBlocks, blocks * BLOCK_TOKENS)?;
         Ok(Self { bitmaps, tokens: None })
     }
@@ -192,16 +191,10 @@ impl DeviceStripes {
     /// # Errors
     /// A device error, tiles beyond the sequence.
     pub fn lists(&self, tiles: &Tiles, which: &[usize]) -> Result<RunLists> {
-        let some = |of: &Tensor, dim: usize| -> Result<Tensor> {
-            if which.iter().copied().eq(0..of.dim(dim)?) {
-                return Ok(of.clone());
-            }
-            let which: Vec<u32> = which.iter().map(|&list| list as u32).collect();
-            Ok(of.index_select(&Tensor::new(which, of.device())?, dim)?)
-        };
-        let blocks = block_lists(tiles, &some(&self.bitmaps, 1)?, &[u32::MAX], true)?;
+        let some = Picked::new(which, self.bitmaps.dim(1)?, self.bitmaps.device())?;
+        let blocks = block_lists(tiles, &some.of(&self.bitmaps, 1)?, &[u32::MAX], true)?;
         let columns = match &self.tokens {
-            Some((ids, counts)) => Some(drop_columns(tiles, &some(ids, 0)?, &some(counts, 0)?, &blocks)?),
+            Some((ids, counts)) => Some(drop_columns(tiles, &some.of(ids, 0)?, &some.of(counts, 0)?, &blocks)?),
             None => None,
         };
         Ok(RunLists { blocks, columns })
@@ -209,18 +202,18 @@ impl DeviceStripes {
 }
 
 /// The fewest of `mass` `[q_heads, entries]`, added up over each KV head's group, that hold the share `alpha` of it, of
-/// equals the first: ids `[kv_heads, entries]`, ascending, and how many `[kv_heads]`, u32.
+/// equals the first: ids `[1, kv_heads, entries]`, ascending, and how many `[1, kv_heads]`, u32.
 fn fewest(op: &Op, mass: &Tensor, kv_heads: usize, alpha: f64) -> Result<(Tensor, Tensor)> {
     let (q_heads, entries) = mass.dims2()?;
     let mass = mass.contiguous()?;
-    let (ids, counts) = (op.empty((kv_heads, entries), DType::U32)?, op.empty(kv_heads, DType::U32)?);
+    let (ids, counts) = (op.empty((1, kv_heads, entries), DType::U32)?, op.empty((1, kv_heads), DType::U32)?);
     // All, what weighs nothing too, or none at all.
     let by_count = alpha <= 0.0 || alpha >= 1.0;
     let p = TaperGroupSelectParams {
         base: TaperSelectParams {
             scores: op.at("mass", &mass, DType::F32, [q_heads, entries])?,
-            ids: op.at("ids", &ids, DType::U32, [kv_heads, entries])?,
-            counts: op.at("counts", &counts, DType::U32, [kv_heads])?,
+            ids: op.at("ids", &ids, DType::U32, [1, kv_heads, entries])?,
+            counts: op.at("counts", &counts, DType::U32, [1, kv_heads])?,
             lists: op.int("kv_heads", kv_heads)?,
             stride: op.int("mass", entries)?,
             capacity: op.int("mass", entries)?,

@@ -77,21 +77,26 @@ fn random_sums(numbers: &mut Numbers, heads: usize, n: usize) -> (Sums, Sums) {
     (cpu, cuda)
 }
 
-/// Blocks and single tokens in none of them that each run reads by a device's stripes.
-fn stripes_of(reads: &HeadReads, runs: &[Range<usize>]) -> Vec<(Vec<u32>, Vec<u32>)> {
-    let Some(Blocks::Device { reads, list, .. }) = &reads.blocks else { panic!("chosen by the host") };
-    let DeviceReads::Stripes(stripes) = &**reads else { panic!("lists") };
-    let start = runs[0].start;
+/// A tile of each run, of at most 128 neighbouring rows, up to the last of the cached tokens.
+pub fn tiles_of(runs: &[Range<usize>]) -> Tiles {
+    let (start, end) = (runs[0].start, runs[runs.len() - 1].end);
     let tile = |run: &Range<usize>| Tile {
         row: (run.start - start) as u32,
         rows: run.len() as u32,
         table: 0,
-        tokens: run.end as u32,
+        tokens: end as u32,
         positions: (run.start as u32, run.end as u32 - 1),
     };
-    let positions: Vec<u32> = (start as u32..runs[runs.len() - 1].end as u32).collect();
+    let positions: Vec<u32> = (start as u32..end as u32).collect();
     let like = Tensor::zeros(1, DType::F32, &device()).unwrap();
-    let tiles = Tiles::new(&like, &positions, &runs.iter().map(tile).collect::<Vec<_>>(), None).unwrap();
+    Tiles::new(&like, &positions, &runs.iter().map(tile).collect::<Vec<_>>(), None).unwrap()
+}
+
+/// Blocks and single tokens in none of them that each run reads by a device's stripes.
+fn stripes_of(reads: &HeadReads, runs: &[Range<usize>]) -> Vec<(Vec<u32>, Vec<u32>)> {
+    let Some(Blocks::Device { reads, list, .. }) = &reads.blocks else { panic!("chosen by the host") };
+    let DeviceReads::Stripes(stripes) = &**reads else { panic!("lists") };
+    let tiles = tiles_of(runs);
     let RunLists { blocks, columns } = stripes.lists(&tiles, &[*list]).unwrap();
     let (blocks, columns) = (blocks.read_back().unwrap(), columns.map(|columns| columns.read_back().unwrap()));
     let of = |run: usize| {

@@ -1,10 +1,11 @@
 //! Attention of many rows, and Delta's correction.
 
 use crate::cache::{Caches, GRID, LIMIT, Numbers, below, device, furthest, none, relative, with};
+use crate::lists::tiles_of;
 use candle_core::{DType, Device, Tensor};
 use taper_kernels::correct::{Anchors, Correction, correct};
 use taper_kernels::cuda::{
-    Chosen, Delta, Slash, Sparse, Tile, Tiles, block_lists, delta, drop_columns, prefill_tiles, stripe_bits,
+    Chosen, Delta, Slash, Sparse, Tiles, block_lists, delta, drop_columns, prefill_tiles, stripe_bits,
 };
 use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 use taper_kernels::prefill::stripes::Stripes;
@@ -259,17 +260,7 @@ fn lists_of_columns_and_slashes_are_those_of_the_cpu() {
     let on = device();
     let (heads, start, n) = (3, 40usize, 1500usize);
     let (blocks, runs) = (n.div_ceil(BLOCK_TOKENS), query_blocks(start..n, BLOCK_TOKENS));
-    let positions: Vec<u32> = (start as u32..n as u32).collect();
-    let tile = |run: &std::ops::Range<usize>| Tile {
-        row: (run.start - start) as u32,
-        rows: run.len() as u32,
-        table: 0,
-        tokens: n as u32,
-        positions: (run.start as u32, run.end as u32 - 1),
-    };
-    let like = Tensor::zeros(1, DType::F32, &on).unwrap();
-    let tiles: Vec<Tile> = runs.iter().map(tile).collect();
-    let tiles = Tiles::new(&like, &positions, &tiles, None).unwrap();
+    let tiles = tiles_of(&runs);
     // Two slices, whose border lies between two blocks.
     let ends = [640, n as u32];
     let choose = |numbers: &mut Numbers, most: usize, of: usize| -> (Vec<Vec<u32>>, Tensor, Tensor) {

@@ -2,7 +2,7 @@
 
 use super::super::error::Result;
 use super::super::op::Op;
-use super::{DeviceReads, KeyLists, RunLists, TILE_ROWS, Tile, Tiles};
+use super::{DeviceReads, DeviceStripes, KeyLists, RunLists, TILE_ROWS, Tile, Tiles};
 use crate::kv::BLOCK_TOKENS;
 use crate::prefill::{Blocks, HeadReads, Mask, Reads, Rows, outside, rows_of};
 use std::ops::Range;
@@ -31,8 +31,10 @@ pub(super) enum HeadLists<'a> {
     All,
     /// Lists in host memory `[lists][tiles]`.
     Host(Vec<Vec<Read>>),
-    /// Some of the lists of heads that a device chose for, and the run of each tile.
-    Device(&'a DeviceReads, Vec<usize>, Vec<u32>),
+    /// Some of the lists that a device keeps, and the run of each tile.
+    Device(&'a RunLists, Vec<usize>, Vec<u32>),
+    /// Some of the lists of heads whose columns and diagonals a device keeps.
+    Stripes(&'a DeviceStripes, Vec<usize>),
 }
 
 /// What one tile and list of heads reads.
@@ -162,8 +164,13 @@ fn group<'a>(
                     Some(Blocks::Device { list, .. }) => Ok(*list),
                     _ => Err(op.error("reads", "lists", "a device's")),
                 };
-                let of_tiles = cuts.iter().map(|(run, _)| *run as u32).collect();
-                HeadLists::Device(all, lists.iter().map(which).collect::<Result<_>>()?, of_tiles)
+                let which = lists.iter().map(which).collect::<Result<_>>()?;
+                match all {
+                    DeviceReads::Lists(all) => {
+                        HeadLists::Device(all, which, cuts.iter().map(|(run, _)| *run as u32).collect())
+                    }
+                    DeviceReads::Stripes(all) => HeadLists::Stripes(all, which),
+                }
             }
         };
         // Half a tile is idle where runs are short: two heads that read alike fill it.
@@ -178,7 +185,7 @@ impl HeadLists<'_> {
     /// Which of how many lists of a head each tile reads, where they are not its own.
     pub fn of_tiles(&self) -> Option<(&[u32], usize)> {
         match self {
-            Self::Device(DeviceReads::Lists(all), _, of_tiles) => Some((of_tiles, all.blocks.begins.dims()[1])),
+            Self::Device(all, _, of_tiles) => Some((of_tiles, all.blocks.begins.dims()[1])),
             _ => None,
         }
     }
@@ -197,11 +204,11 @@ impl HeadLists<'_> {
                     single.then(|| flat(op, reads, |read: &Read| read.columns.clone())).transpose()?,
                 ))
             }
-            Self::Device(DeviceReads::Lists(all), which, _) => {
+            Self::Device(all, which, _) => {
                 let some = |lists: &KeyLists| lists.some(which);
                 Ok((Some(some(&all.blocks)?), all.columns.as_ref().map(some).transpose()?))
             }
-            Self::Device(DeviceReads::Stripes(stripes), which, _) => {
+            Self::Stripes(stripes, which) => {
                 let RunLists { blocks, columns } = stripes.lists(tiles, which)?;
                 Ok((Some(blocks), columns))
             }
