@@ -631,6 +631,7 @@ typedef struct TaperReduceParams {
 enum { TAPER_TWO_BLOCKS = 0, TAPER_DIAGONALS = 1 };  // StripesParams: a slash
 
 typedef struct TaperStripesParams {
+  // Blocks of `each` times 64 tokens, but in what `blocks` lists, which are of 64. More than 1: slashes are TAPER_TWO_BLOCKS.
   const uint32_t* columns;                   // [slices, heads, column_stride] block numbers; null: none
   const uint32_t* column_counts;             // [slices, heads]
   const uint32_t* slashes;                   // [slices, heads, slash_stride]; null: `bitmaps` are made already
@@ -646,19 +647,19 @@ typedef struct TaperStripesParams {
   // TAPER_TWO_BLOCKS: that many blocks back and one more, and block 0 is chosen. TAPER_DIAGONALS: so many tokens back,
   // in every block that this touches.
   int32_t slash;
-  // 1: rows 64 and on of a tile are the next query block's, and blocks that only one of the two reads are marked so.
-  int32_t halves, reserved;
+  // 1: rows 64 and on of a tile are the next query block's, and blocks that only one of the two reads are marked so; `each` is 1.
+  int32_t halves, each;
 } TaperStripesParams;
 
-// How many keys each run of rows, within one block of 64, reads before that block: by bitmaps, and single tokens in no
-// block that it reads.
+// How many keys each run of rows, within one block of so many tokens, reads before that block: by bitmaps, and single tokens in
+// no block that it reads.
 typedef struct TaperBeforeParams {
   const uint32_t* bitmaps;       // [heads, 2, words] as taper_stripes makes them
   const uint32_t* tokens;        // [heads, token_stride]; or null
   const uint32_t* token_counts;  // [heads]
   const uint32_t* own;           // [runs], the block of each
   uint32_t* before;              // [heads, runs]
-  int32_t heads, runs, words, token_stride, overlap, reserved;
+  int32_t heads, runs, words, token_stride, overlap, block_tokens;
 } TaperBeforeParams;
 
 // Single columns of each head, less those that a tile's blocks hold already or that lie beyond

@@ -23,7 +23,7 @@ StripesParams = struct("StripesParams", [
     ("columns", P), ("column_counts", P), ("slashes", P), ("slash_counts", P), ("slice_ends", P),
     ("tiles", P), ("list_begin", P), ("bitmaps", P), ("blocks", P), ("counts", P), ("slices", I32),
     ("heads", I32), ("tile_count", I32), ("words", I32), ("column_stride", I32),
-    ("slash_stride", I32), ("overlap", I32), ("slash", I32), ("halves", I32), ("reserved", I32)])
+    ("slash_stride", I32), ("overlap", I32), ("slash", I32), ("halves", I32), ("each", I32)])
 ColumnsParams = struct("ColumnsParams", [(n, P) for n in (
     "columns counts tiles list_begin list_counts blocks column_begin column_ids column_counts").split()] + [
     (n, I32) for n in "heads list_heads tile_count column_stride overlap reserved".split()])
@@ -115,7 +115,7 @@ class Stripes:
             ptr(columns.ids), ptr(columns.counts), ptr(slashes.ids), ptr(slashes.counts),
             ptr(self.ends), ptr(self.tiles), ptr(self.begin), ptr(self.bitmaps), ptr(self.blocks),
             ptr(self.counts), slices, heads, len(tiles), words, columns.ids.shape[1],
-            slashes.ids.shape[1], int(overlap), 0, 0, 0)
+            slashes.ids.shape[1], int(overlap), 0, 0, 1)
 
     def __call__(self):
         call("taper_stripes", self.p)

@@ -17,7 +17,7 @@ namespace taper {
 
 using SampleParams = TaperSampleParams;
 
-constexpr int kSampleThreads = 1024, kSamplePoints = 8;  // consecutive points a thread
+constexpr int kSampleThreads = 1024, kSamplePoints = 2;  // consecutive points a thread, of which a few walk long
 constexpr int kSampleCluster = 8;
 
 __global__ void __cluster_dims__(kSampleCluster, 1, 1) __launch_bounds__(kSampleThreads)

@@ -1,7 +1,7 @@
 // Columns and slashes to lists of key blocks: the form that the prefill attention reads.
 //
-// A slash b stands for the diagonals 64 b .. 64 b + 63 (row less key), which cross the
-// key blocks qb - b and qb - b - 1 of query block qb. Both kinds of choice become
+// Blocks are of 64 tokens, or of a multiple, B. A slash b stands for the diagonals B b .. B b + B - 1 (row less key), which
+// cross the key blocks qb - b and qb - b - 1 of query block qb. Both kinds of choice become
 // bitmaps first, one pair for each list head and slice; a tile's blocks are then the
 // union over its query blocks of the columns up to the diagonal and of the slashes'
 // bitmap read backwards. The diagonal always belongs, and block 0 where slashes are of two blocks. Lists have room
@@ -61,6 +61,21 @@ __device__ __forceinline__ uint32_t blocks_read(const uint32_t* columns, const u
   return y;
 }
 
+// The same in blocks of 64 tokens, of which each of the bitmaps' has `each`.
+__device__ __forceinline__ uint32_t blocks_read_of(const uint32_t* columns, const uint32_t* slashes, uint32_t qb,
+                                                   uint32_t word, uint32_t each) {
+  if (each == 1) return blocks_read(columns, slashes, qb, word);
+  const uint32_t base = word * 32, end = min(base + 32, qb + 1), own = qb / each;
+  auto bit = [](const uint32_t* bits, uint32_t at) { return bits[at / 32] >> (at % 32) & 1; };
+  uint32_t y = 0;
+  for (uint32_t at = base; at < end;) {
+    const uint32_t block = at / each, next = min((block + 1) * each, end);
+    if (block == own || bit(columns, block) || bit(slashes, own - block)) y |= ~0u >> (32 - (next - at)) << (at - base);
+    at = next;
+  }
+  return y;
+}
+
 // One warp a head and tile.
 __global__ void __launch_bounds__(128) stripe_lists_kernel(const StripesParams p) {
   const int lane = threadIdx.x & 31;
@@ -82,7 +97,7 @@ __global__ void __launch_bounds__(128) stripe_lists_kernel(const StripesParams p
     for (uint32_t qb = first; qb <= last; ++qb) {
       while (slice + 1 < p.slices && p.slice_ends[slice] <= qb * kBlock) ++slice;
       const uint32_t* columns = p.bitmaps + ((int64_t)slice * p.heads + head) * 2 * p.words;
-      const uint32_t y = blocks_read(columns, columns + p.words, qb, word);
+      const uint32_t y = blocks_read_of(columns, columns + p.words, qb, word, p.each);
       x |= y;
       if (halves) (qb == first ? ours : others) = y;
     }
@@ -119,12 +134,12 @@ __global__ void __launch_bounds__(128) before_kernel(const BeforeParams p) {
   for (uint32_t word = lane; word * 32 < own; word += 32) {
     uint32_t read = blocks_read(columns, slashes, own, word);
     if (own / 32 == word) read &= (1u << (own % 32)) - 1;
-    keys += __popc(read) * kBlock;
+    keys += __popc(read) * p.block_tokens;
   }
   const uint32_t n = p.tokens ? min(p.token_counts[head], (uint32_t)p.token_stride) : 0;
   const uint32_t* tokens = p.tokens + (int64_t)head * p.token_stride;
   for (uint32_t i = lane; i < n; i += 32) {
-    const uint32_t block = tokens[i] / kBlock;
+    const uint32_t block = tokens[i] / p.block_tokens;
     if (block < own) keys += ~blocks_read(columns, slashes, own, block / 32) >> (block % 32) & 1;
   }
   keys = __reduce_add_sync(~0u, keys);

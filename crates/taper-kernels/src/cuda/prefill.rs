@@ -228,6 +228,14 @@ pub enum DeviceReads {
 }
 
 impl DeviceReads {
+    /// Tokens of the block from which on a run's rows, which lie within it, read everything.
+    pub(crate) fn block_tokens(&self) -> usize {
+        match self {
+            Self::Lists(_) => BLOCK_TOKENS,
+            Self::Stripes(stripes) => stripes.block_tokens(),
+        }
+    }
+
     /// What each list of heads reads; `before` `[heads][runs]` are the keys before a run's first block.
     pub(super) fn into_reads(self, before: Vec<Vec<u32>>) -> Vec<HeadReads> {
         let reads = Arc::new(self);

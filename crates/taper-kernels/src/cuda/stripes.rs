@@ -9,7 +9,7 @@ use super::op::Op;
 use super::prefill::{DeviceReads, KeyLists, Picked, RunLists, TILE_WORDS, Tiles};
 use super::score::largest;
 use crate::kv::BLOCK_TOKENS;
-use crate::prefill::stripes::Counts;
+use crate::prefill::stripes::{Counts, Shares};
 use crate::prefill::{HeadReads, Sums};
 use bytemuck::Zeroable;
 use candle_core::{D, DType, Tensor};
@@ -35,14 +35,14 @@ pub enum Slash {
 }
 
 /// What is chosen for each slice of rows and head, of key blocks and of blocks back, as bitmaps `[slices, heads, 2, words]`,
-/// u32, over a sequence of so many `tokens`.
+/// u32, over a sequence of so many `blocks`.
 ///
 /// # Errors
 /// Shapes or dtypes that differ.
-pub fn stripe_bits(columns: Option<Chosen>, slashes: Chosen, slash: Slash, tokens: usize) -> Result<Tensor> {
+pub fn stripe_bits(columns: Option<Chosen>, slashes: Chosen, slash: Slash, blocks: usize) -> Result<Tensor> {
     let op = Op::new("stripe_bits", "slashes", slashes.ids)?;
     let (slices, heads, slash_room) = slashes.ids.dims3()?;
-    let words = tokens.div_ceil(BLOCK_TOKENS).div_ceil(32);
+    let words = blocks.div_ceil(32);
     let bitmaps = op.empty((slices, heads, 2, words), DType::U32)?;
     let column_room = columns.map_or(Ok(0), |columns| columns.ids.dim(2))?;
     let (column_ids, column_counts) = columns.map(|columns| (columns.ids, columns.counts)).unzip();
@@ -54,7 +54,7 @@ pub fn stripe_bits(columns: Option<Chosen>, slashes: Chosen, slash: Slash, token
         bitmaps: op.at("bitmaps", &bitmaps, DType::U32, bitmaps.dims())?,
         slices: op.int("slashes", slices)?,
         heads: op.int("slashes", heads)?,
-        words: op.int("tokens", words)?,
+        words: op.int("blocks", words)?,
         column_stride: op.int("columns", column_room)?,
         slash_stride: op.int("slashes", slash_room)?,
         overlap: 1,
@@ -62,6 +62,7 @@ pub fn stripe_bits(columns: Option<Chosen>, slashes: Chosen, slash: Slash, token
             Slash::TwoBlocks => ffi::TAPER_TWO_BLOCKS,
             Slash::Diagonals => ffi::TAPER_DIAGONALS,
         },
+        each: 1,
         ..TaperStripesParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
@@ -69,23 +70,31 @@ pub fn stripe_bits(columns: Option<Chosen>, slashes: Chosen, slash: Slash, token
     Ok(bitmaps)
 }
 
-/// The blocks that each tile and list of heads reads by [`stripe_bits`]: the tile's own, the chosen columns before
-/// those, and those that lie as far back as a slash says. `slice_ends` `[slices]` ascend: rows below one follow its
-/// choice, and rows beyond the last do too. `halves`: rows 64 and on of a tile are the next query block's, and blocks
-/// that only one of the two reads are marked.
+/// The blocks of 64 that each tile and list of heads reads by [`stripe_bits`], whose blocks have `block_tokens`: the tile's
+/// own, the chosen columns before those, and those that lie as far back as a slash says. `slice_ends` `[slices]` ascend: rows
+/// below one follow its choice, and rows beyond the last do too. `halves`, where blocks are of 64: rows 64 and on of a tile
+/// are the next query block's, and blocks that only one of the two reads are marked.
 ///
 /// # Errors
 /// Shapes or dtypes that differ, no slice, tiles beyond the sequence.
 ///
 /// # Source
 /// SampleAttention, `merge_index`.
-pub fn block_lists(tiles: &Tiles, bitmaps: &Tensor, slice_ends: &[u32], halves: bool) -> Result<KeyLists> {
+pub fn block_lists(
+    tiles: &Tiles,
+    (bitmaps, block_tokens): (&Tensor, usize),
+    slice_ends: &[u32],
+    halves: bool,
+) -> Result<KeyLists> {
     let op = Op::new("block_lists", "bitmaps", bitmaps)?;
     let (slices, heads, _, words) = bitmaps.dims4()?;
     let ascends = slices > 0 && slice_ends.len() == slices && slice_ends.is_sorted_by(|a, b| a < b);
     op.check(ascends, "slice_ends", format_args!("{slice_ends:?}"), format_args!("{slices}, ascending"))?;
+    let each = block_tokens / BLOCK_TOKENS;
+    let fits = each > 0 && block_tokens.is_multiple_of(BLOCK_TOKENS) && (each == 1 || !halves);
+    op.check(fits, "block_tokens", block_tokens, "a multiple of 64, and 64 beside halves")?;
     let most = tiles.last.iter().copied().max().unwrap_or(0) as usize;
-    let tokens = words * 32 * BLOCK_TOKENS;
+    let tokens = words * 32 * block_tokens;
     op.check(most < tokens, "bitmaps", format_args!("{tokens} tokens"), format_args!("more than {most}"))?;
     let room = |&last: &u32| last as usize / BLOCK_TOKENS + 1;
     let of = KeyLists::with_room(&op, heads, tiles.last.iter().map(room))?;
@@ -103,6 +112,7 @@ pub fn block_lists(tiles: &Tiles, bitmaps: &Tensor, slice_ends: &[u32], halves: 
         words: op.int("bitmaps", words)?,
         overlap: 1,
         halves: halves.into(),
+        each: op.int("block_tokens", each)?,
         ..TaperStripesParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
@@ -115,29 +125,26 @@ pub fn block_lists(tiles: &Tiles, bitmaps: &Tensor, slice_ends: &[u32], halves: 
 pub struct DeviceStripes {
     /// `[1, lists, 2, words]`, of [`stripe_bits`].
     bitmaps: Tensor,
+    /// Tokens of their blocks.
+    block_tokens: usize,
     /// Single tokens `[lists, room]`, ascending, and how many count `[lists]`, u32.
     tokens: Option<(Tensor, Tensor)>,
 }
 
 impl DeviceStripes {
-    /// [`by_share`](crate::prefill::stripes::by_share) in blocks of 64: of sums by block `[q_heads, blocks]` the
-    /// fewest, over each KV head's group, that hold the share `alpha_c` of the columns' mass, and `alpha_s` of the
-    /// slashes'.
-    pub(crate) fn by_share(
-        (columns, slashes): (&Tensor, &Tensor),
-        kv_heads: usize,
-        (alpha_c, alpha_s): (f64, f64),
-    ) -> Result<Self> {
+    /// [`by_share`](crate::prefill::stripes::by_share): of sums by block `[q_heads, blocks]` the fewest, over each KV
+    /// head's group, that hold their share of the columns' and of the slashes' mass.
+    pub(crate) fn by_share((columns, slashes): (&Tensor, &Tensor), kv_heads: usize, shares: &Shares) -> Result<Self> {
         let op = Op::new("by_share", "columns", columns)?;
         let (heads, blocks) = columns.dims2()?;
         let fits = kv_heads > 0 && heads.is_multiple_of(kv_heads);
         op.check(fits, "columns", format_args!("{heads} heads"), format_args!("a multiple of {kv_heads}"))?;
-        let (column_ids, column_counts) = fewest(&op, columns, kv_heads, alpha_c)?;
-        let (slash_ids, slash_counts) = fewest(&op, slashes, kv_heads, alpha_s)?;
+        let (column_ids, column_counts) = fewest(&op, columns, kv_heads, shares.columns)?;
+        let (slash_ids, slash_counts) = fewest(&op, slashes, kv_heads, shares.slashes)?;
         let columns = Chosen { ids: &column_ids, counts: &column_counts };
         let slashes = Chosen { ids: &slash_ids, counts: &slash_counts };
-        let bitmaps = stripe_bits(Some(columns), slashes, Slash::TwoBlocks, blocks * BLOCK_TOKENS)?;
-        Ok(Self { bitmaps, tokens: None })
+        let bitmaps = stripe_bits(Some(columns), slashes, Slash::TwoBlocks, blocks)?;
+        Ok(Self { bitmaps, block_tokens: shares.block_tokens, tokens: None })
     }
 
     /// [`by_count`](crate::prefill::stripes::by_count), a list for each of the `heads`.
@@ -148,9 +155,9 @@ impl DeviceStripes {
         let tokens = heaviest(&op, &sums.columns, &wanted(|counts| counts.columns), forced.columns)?;
         let (ids, counts) = heaviest(&op, &sums.diagonals, &wanted(|counts| counts.slashes), forced.slashes)?;
         let (ids, counts) = (ids.unsqueeze(0)?, counts.unsqueeze(0)?);
-        let n = sums.diagonals.dim(1)?;
-        let bitmaps = stripe_bits(None, Chosen { ids: &ids, counts: &counts }, Slash::Diagonals, n)?;
-        Ok(Self { bitmaps, tokens: Some(tokens) })
+        let blocks = sums.diagonals.dim(1)?.div_ceil(BLOCK_TOKENS);
+        let bitmaps = stripe_bits(None, Chosen { ids: &ids, counts: &counts }, Slash::Diagonals, blocks)?;
+        Ok(Self { bitmaps, block_tokens: BLOCK_TOKENS, tokens: Some(tokens) })
     }
 
     /// What each list of heads reads in runs of rows, each within one block. Waits for the device, for how many keys those are.
@@ -160,7 +167,7 @@ impl DeviceStripes {
         if runs.is_empty() {
             return Ok(DeviceReads::Stripes(self).into_reads(vec![Vec::new(); lists]));
         }
-        let own: Vec<u32> = runs.iter().map(|run| (run.start / BLOCK_TOKENS) as u32).collect();
+        let own: Vec<u32> = runs.iter().map(|run| (run.start / self.block_tokens) as u32).collect();
         let most = own.iter().copied().max().unwrap_or(0) as usize;
         op.check(most < 32 * words, "runs", format_args!("block {most}"), format_args!("less than {}", 32 * words))?;
         let own = op.kept(&own, [runs.len()])?;
@@ -178,7 +185,7 @@ impl DeviceStripes {
             words: op.int("bitmaps", words)?,
             token_stride: op.int("tokens", room)?,
             overlap: 1,
-            reserved: 0,
+            block_tokens: op.int("block_tokens", self.block_tokens)?,
         };
         // SAFETY: every address was checked against the shapes given beside it.
         unsafe { op.launch(ffi::taper_before, &p) }?;
@@ -186,13 +193,19 @@ impl DeviceStripes {
         Ok(DeviceReads::Stripes(self).into_reads(before))
     }
 
-    /// What each tile reads, by some of the lists of heads; blocks that one half of a tile reads alone are marked.
+    /// Tokens of the blocks within one of which each tile lies; where they are 64, each half of it.
+    pub fn block_tokens(&self) -> usize {
+        self.block_tokens
+    }
+
+    /// What each tile reads, by some of the lists of heads; blocks of 64 that one half of a tile reads alone are marked.
     ///
     /// # Errors
     /// A device error, tiles beyond the sequence.
     pub fn lists(&self, tiles: &Tiles, which: &[usize]) -> Result<RunLists> {
         let some = Picked::new(which, self.bitmaps.dim(1)?, self.bitmaps.device())?;
-        let blocks = block_lists(tiles, &some.of(&self.bitmaps, 1)?, &[u32::MAX], true)?;
+        let (bitmaps, halves) = (some.of(&self.bitmaps, 1)?, self.block_tokens == BLOCK_TOKENS);
+        let blocks = block_lists(tiles, (&bitmaps, self.block_tokens), &[u32::MAX], halves)?;
         let columns = match &self.tokens {
             Some((ids, counts)) => Some(drop_columns(tiles, &some.of(ids, 0)?, &some.of(counts, 0)?, &blocks)?),
             None => None,

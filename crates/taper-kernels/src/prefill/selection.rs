@@ -117,7 +117,7 @@ impl Blocks {
             Self::Listed(_) => None,
             Self::Striped { stripes, runs } => Some((first(stripes.block_tokens), runs[i].keys as usize)),
             #[cfg(feature = "cuda")]
-            Self::Device { before, .. } => Some((first(BLOCK_TOKENS), before[i] as usize)),
+            Self::Device { reads, before, .. } => Some((first(reads.block_tokens()), before[i] as usize)),
         }
     }
 

@@ -188,7 +188,7 @@ pub fn by_share(
     runs: &[Range<usize>],
     #[cfg_attr(not(feature = "cuda"), expect(unused_variables))] window: Option<usize>,
 ) -> Result<Vec<HeadReads>> {
-    let Shares { columns: alpha_c, slashes: alpha_s, block_tokens } = *shares;
+    let block_tokens = shares.block_tokens;
     if block_tokens == 0 || !block_tokens.is_multiple_of(BLOCK_TOKENS) {
         bail!("stripes: blocks of {block_tokens} tokens; expected a multiple of {BLOCK_TOKENS}");
     }
@@ -196,14 +196,14 @@ pub fn by_share(
     let each = if sums.columns.device().is_cpu() { 1 } else { block_tokens };
     let (columns, slashes) = (added_up(&sums.columns, each)?, added_up(&sums.diagonals, each)?);
     #[cfg(feature = "cuda")]
-    if kept_on_device(sums, window) && block_tokens == BLOCK_TOKENS {
-        return Ok(DeviceStripes::by_share((&columns, &slashes), kv_heads, (alpha_c, alpha_s))?.into_reads(runs)?);
+    if kept_on_device(sums, window) {
+        return Ok(DeviceStripes::by_share((&columns, &slashes), kv_heads, shares)?.into_reads(runs)?);
     }
     let (columns, slashes) = (Table::of(&columns)?, Table::of(&slashes)?);
     let mut all = Vec::with_capacity(kv_heads);
     for heads in columns.groups(kv_heads)? {
-        let columns = find_k(&columns.by_block(heads.clone(), block_tokens / each), alpha_c);
-        let slashes = find_k(&slashes.by_block(heads, block_tokens / each), alpha_s);
+        let columns = find_k(&columns.by_block(heads.clone(), block_tokens / each), shares.columns);
+        let slashes = find_k(&slashes.by_block(heads, block_tokens / each), shares.slashes);
         let blocks = merge(std::iter::once(0), columns.into_iter()).collect();
         let distances = merge(slashes.clone().into_iter(), slashes.into_iter().map(|b| b + 1)).collect();
         all.push(Stripes { blocks, tokens: Vec::new(), distances, block_tokens }.reads(runs));

@@ -106,25 +106,32 @@ fn stripes_of(reads: &HeadReads, runs: &[Range<usize>]) -> Vec<(Vec<u32>, Vec<u3
     (0..runs.len()).map(of).collect()
 }
 
-/// The same of stripes in host memory.
-fn host_stripes_of(reads: &HeadReads, runs: &[Range<usize>]) -> Vec<(Vec<u32>, Vec<u32>)> {
-    let of = |(at, run): (usize, &Range<usize>)| {
-        let blocks = reads.blocks.as_ref().unwrap().get(at).into_owned();
+/// The same of stripes in host memory, for the rows `of` runs.
+fn host_stripes_of(reads: &HeadReads, of: &[(usize, Range<usize>)]) -> Vec<(Vec<u32>, Vec<u32>)> {
+    let one = |(run, rows): &(usize, Range<usize>)| {
+        let mut blocks = reads.blocks.as_ref().unwrap().get(*run).into_owned();
+        blocks.retain(|&block| (block as usize * BLOCK_TOKENS) < rows.end);
         let tokens = if reads.tokens.is_empty() { &[] } else { reads.tokens.get(0) };
-        let alone = |t: &&u32| (**t as usize) < run.end && !blocks.contains(&(**t / BLOCK_TOKENS as u32));
+        let alone = |t: &&u32| (**t as usize) < rows.end && !blocks.contains(&(**t / BLOCK_TOKENS as u32));
         let singles = tokens.iter().filter(alone).copied().collect();
         (blocks, singles)
     };
-    runs.iter().enumerate().map(of).collect()
+    of.iter().map(one).collect()
 }
 
 /// What was chosen on either side is read by the same rows.
 fn same_stripes(cpu: &[HeadReads], cuda: &[HeadReads], runs: &[Range<usize>], what: &str) {
     assert_eq!(cpu.len(), cuda.len(), "{what}");
+    // What a tile holds, of runs that may be longer.
+    let part = |(run, rows): (usize, &Range<usize>)| -> Vec<_> {
+        query_blocks(rows.clone(), 2 * BLOCK_TOKENS).into_iter().map(|rows| (run, rows)).collect()
+    };
+    let parts: Vec<(usize, Range<usize>)> = runs.iter().enumerate().flat_map(part).collect();
+    let rows: Vec<_> = parts.iter().map(|part| part.1.clone()).collect();
     for (list, (cpu, cuda)) in cpu.iter().zip(cuda).enumerate() {
-        let (host, there) = (host_stripes_of(cpu, runs), stripes_of(cuda, runs));
-        for ((host, there), run) in host.iter().zip(&there).zip(runs) {
-            assert_eq!(host, there, "{what}: list {list}, rows {run:?}");
+        let (host, there) = (host_stripes_of(cpu, &parts), stripes_of(cuda, &rows));
+        for ((host, there), rows) in host.iter().zip(&there).zip(&rows) {
+            assert_eq!(host, there, "{what}: list {list}, rows {rows:?}");
         }
     }
     let positions: Vec<u32> = runs.iter().cloned().flatten().map(|row| row as u32).collect();
@@ -169,14 +176,21 @@ fn columns_and_diagonals_that_hold_a_share_are_those_of_the_cpu() {
                 assert_eq!(of(&cuda, Some(n)), on_cpu, "{what}");
             }
         }
-        let larger = Shares { columns: 0.8, slashes: 0.6, block_tokens: 2 * BLOCK_TOKENS };
-        let runs = query_blocks(0..n, 2 * BLOCK_TOKENS);
-        let of = |sums: &Sums| by_share(sums, 2, &larger, &runs, None).unwrap();
-        assert_eq!(of(&cpu), of(&cuda), "{n} in larger blocks");
-        assert!(by_share(&cuda, 4, &larger, &runs, None).is_err());
-        let shares = Shares { block_tokens: BLOCK_TOKENS, ..larger };
-        assert!(by_share(&cuda, 4, &shares, &runs, None).is_err());
-        assert!(by_share(&cuda, 0, &shares, &runs, None).is_err());
+        for each in [2, 3, 5, 32, 33, 64] {
+            let shares = Shares { columns: 0.0832, slashes: 0.1217, block_tokens: each * BLOCK_TOKENS };
+            for length in [shares.block_tokens, BLOCK_TOKENS] {
+                let runs = query_blocks(n - n.min(9_999)..n, length);
+                let of = |sums: &Sums, window| by_share(sums, 2, &shares, &runs, window).unwrap();
+                let what = format!("{n} tokens in blocks of {each}, runs of {length}");
+                let on_cpu = of(&cpu, None);
+                same_stripes(&on_cpu, &of(&cuda, None), &runs, &what);
+                assert_eq!(of(&cuda, Some(n)), on_cpu, "{what}");
+            }
+        }
+        for kv_heads in [0, 4] {
+            let shares = Shares { columns: 0.8, slashes: 0.6, block_tokens: BLOCK_TOKENS };
+            assert!(by_share(&cuda, kv_heads, &shares, &runs, None).is_err());
+        }
     }
 }
 
@@ -202,6 +216,33 @@ fn sums_that_are_no_numbers_keep_everything_on_either_side() {
         let counts = Selection::new(runs.clone(), on_cpu.clone()).unwrap().counts(&[n as u32 - 1], None);
         assert!(counts[1] == n && counts[0] < n && counts[2] < n, "{counts:?}");
         same_stripes(&on_cpu, &of(&cuda), &runs, &format!("all {all}"));
+    }
+}
+
+/// Rows attend by what was chosen in larger blocks, wherever a prompt's rows begin.
+#[test]
+fn larger_blocks_are_attended_as_on_the_cpu() {
+    let mut numbers = Numbers(77);
+    for (dtype, d, kv_heads, group) in GRID {
+        let (n, q_heads) = (1_900usize, kv_heads * group);
+        let caches = Caches::new(&mut numbers, &[n, 70], kv_heads, d, dtype, 0.0);
+        let (cpu, cuda) = random_sums(&mut numbers, q_heads, n);
+        for (each, start) in [(2, 0), (2, 1_037), (3, 700), (5, 63), (32, 1_090)] {
+            let shares = Shares { columns: 0.1, slashes: 0.07, block_tokens: each * BLOCK_TOKENS };
+            let runs = query_blocks(start..n, shares.block_tokens);
+            let of = |sums: &Sums| {
+                let reads = by_share(sums, kv_heads, &shares, &runs, None).unwrap();
+                Selection::new(runs.clone(), reads).unwrap()
+            };
+            let (cpu, cuda) = (of(&cpu), of(&cuda));
+            let all: Vec<u32> = (start as u32..n as u32).collect();
+            let queries = numbers.tensor(&[all.len(), q_heads, d], dtype);
+            for positions in [&all[..], &all[27..411], &all[500..505]] {
+                let q = queries.narrow(0, positions[0] as usize - start, positions.len()).unwrap();
+                let what = format!("{dtype:?} {d} {kv_heads}x{group}, blocks of {each}, rows from {start}");
+                compare(&caches, &q, positions, ((&cpu).into(), (&cuda).into()), &what);
+            }
+        }
     }
 }
 
@@ -241,23 +282,24 @@ fn heads_of_every_kind_beside_each_other_agree_with_the_cpu() {
             let (sums, sums_there) = random_sums(&mut numbers, lists, n);
             let counts: Vec<_> = (0..lists).map(|list| (list, Counts { columns: 9, slashes: 200 })).collect();
             let forced = Counts { columns: 3, slashes: 2 };
-            let shares = Shares { columns: 0.1, slashes: 0.05, block_tokens: BLOCK_TOKENS };
+            let share = |block_tokens| Shares { columns: 0.1, slashes: 0.05, block_tokens };
             let chosen = |sums: &Sums| {
                 [
                     by_count(sums, &counts, forced, &runs, None).unwrap(),
-                    by_share(sums, lists, &shares, &runs, None).unwrap(),
+                    by_share(sums, lists, &share(BLOCK_TOKENS), &runs, None).unwrap(),
+                    by_share(sums, lists, &share(3 * BLOCK_TOKENS), &runs, None).unwrap(),
                 ]
             };
             let (chosen, chosen_there) = (chosen(&sums), chosen(&sums_there));
             let (mut on_cpu, mut on_cuda) = (Vec::new(), Vec::new());
             for (list, pool) in pools.into_iter().enumerate() {
-                let reads = match (list + at) % 8 {
+                let reads = match (list + at) % 9 {
                     0 => masks[list % 2].into(),
                     1 => stripes(&mut numbers, n, &runs, true),
                     2 => stripes(&mut numbers, n, &runs, false),
                     3 => Mask::Causal.into(),
                     4 => HeadReads::blocks(runs.iter().map(|_| numbers.some(n / BLOCK_TOKENS, 3)).collect()),
-                    of @ (5 | 6) => {
+                    of @ (5..=7) => {
                         on_cpu.push(chosen[of - 5][list].clone());
                         on_cuda.push(chosen_there[of - 5][list].clone());
                         continue;

@@ -277,8 +277,8 @@ fn lists_of_columns_and_slashes_are_those_of_the_cpu() {
     let (slashes, slash_ids, slash_counts) = choose(&mut numbers, blocks, 8);
     let of = |ids, counts| Chosen { ids, counts };
     let (columns_there, slashes_there) = (of(&column_ids, &column_counts), of(&slash_ids, &slash_counts));
-    let bitmaps = stripe_bits(Some(columns_there), slashes_there, Slash::TwoBlocks, n).unwrap();
-    let lists = block_lists(&tiles, &bitmaps, &ends, false).unwrap();
+    let bitmaps = stripe_bits(Some(columns_there), slashes_there, Slash::TwoBlocks, blocks).unwrap();
+    let lists = block_lists(&tiles, (&bitmaps, BLOCK_TOKENS), &ends, false).unwrap();
     let got = lists.read_back().unwrap();
     let sorted = |ids: &mut Vec<u32>| {
         ids.sort_unstable();

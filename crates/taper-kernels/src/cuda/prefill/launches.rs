@@ -140,7 +140,8 @@ fn group<'a>(
         }
     }
     let launch = |(key, mut cuts): (Key, Vec<Cut>)| {
-        if matches!(way, Way::Device(DeviceReads::Stripes(_))) && !each.is_multiple_of(2) {
+        let halves = |stripes: &DeviceStripes| stripes.block_tokens() == BLOCK_TOKENS && !each.is_multiple_of(2);
+        if matches!(way, Way::Device(DeviceReads::Stripes(stripes)) if halves(stripes)) {
             join_halves(rows, &mut cuts);
         }
         let tiles: Vec<Tile> = cuts.iter().map(|(_, cut)| tile(rows, cut.clone())).collect();
