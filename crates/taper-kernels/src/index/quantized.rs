@@ -77,15 +77,26 @@ pub fn extend(index: &Tensor, k: &Tensor, parts: &[Part]) -> Result<()> {
 unsafe fn quantize<V: Simd, T: KvElement>(keys: &[T], d: usize, words: &mut [u32]) {
     let (codes, ends) = words.split_at_mut(d.div_ceil(CHANNELS) * BLOCK_TOKENS);
     codes.fill(0);
+    // A word's channels of every key.
+    let mut wide = [[0.0f32; CHANNELS]; BLOCK_TOKENS];
     let (base, steps) = ends.split_at_mut(ends.len() / 2);
     for (w, line) in codes.chunks_exact_mut(BLOCK_TOKENS).enumerate() {
         let first = w * CHANNELS;
-        let of =
-            |key: &[T]| -> [f32; CHANNELS] { std::array::from_fn(|c| key.get(first + c).map_or(0.0, |x| x.to_f32())) };
+        let rows = keys.len() / d;
+        for (key, to) in keys.chunks_exact(d).zip(&mut wide) {
+            if let Some(key) = key.get(first..first + CHANNELS) {
+                for (from, to) in key.chunks_exact(V::LANES).zip(to.chunks_exact_mut(V::LANES)) {
+                    // SAFETY: both are as long as a vector.
+                    unsafe { T::load::<V>(from.as_ptr()).store(to.as_mut_ptr()) };
+                }
+            } else {
+                to.fill(0.0);
+                to.iter_mut().zip(&key[first..]).for_each(|(to, x)| *to = x.to_f32());
+            }
+        }
         // NaN once is NaN from then on.
         let (mut low, mut high) = ([f32::INFINITY; CHANNELS], [f32::NEG_INFINITY; CHANNELS]);
-        for key in keys.chunks_exact(d) {
-            let key = of(key);
+        for key in &wide[..rows] {
             for c in 0..CHANNELS {
                 low[c] = if key[c] < low[c] || key[c].is_nan() { key[c] } else { low[c] };
                 high[c] = if key[c] > high[c] || key[c].is_nan() { key[c] } else { high[c] };
@@ -94,8 +105,7 @@ unsafe fn quantize<V: Simd, T: KvElement>(keys: &[T], d: usize, words: &mut [u32
         let step: [f32; CHANNELS] = std::array::from_fn(|c| (high[c] - low[c]) * 0.25);
         let bounds: [[f32; CHANNELS]; 3] =
             std::array::from_fn(|i| std::array::from_fn(|c| low[c] + (i + 1) as f32 * step[c]));
-        for (word, key) in line.iter_mut().zip(keys.chunks_exact(d)) {
-            let key = of(key);
+        for (word, key) in line.iter_mut().zip(&wide[..rows]) {
             let mut code = [0u32; CHANNELS];
             for bound in &bounds {
                 for c in 0..CHANNELS {
@@ -199,12 +209,15 @@ struct Queries<'a> {
     scales: &'a [f32],
     /// Words of a token.
     words: usize,
-    /// A query's channels times the block's steps, in units of which each is a whole number, rounded by [`WHOLE`].
+    /// Each query's channels times the block's steps `[group, channels]`, in units of which each is a whole number, rounded by
+    /// [`WHOLE`].
     products: Vec<f32>,
-    /// The same of four channels, a byte each, where their codes lie `[4 words, group]`.
+    /// The same of four channels, a byte each, where their codes lie `[group, 4 words]`.
     weights: Vec<u32>,
     /// The query's product with the block's base, and the unit.
     ends: Vec<(f32, f32)>,
+    /// Sums of codes by weights, of [`TOGETHER`] queries at a time.
+    dots: Vec<[i32; BLOCK_TOKENS]>,
 }
 
 impl<'a> Queries<'a> {
@@ -214,8 +227,9 @@ impl<'a> Queries<'a> {
         let channels = words * CHANNELS;
         let mut wide = vec![0.0; group * channels];
         wide.chunks_exact_mut(channels).zip(q.chunks_exact(d)).for_each(|(to, q)| to[..d].copy_from_slice(q));
-        let (products, weights, ends) = (vec![0.0; channels], vec![0; 4 * words * group], vec![(0.0, 0.0); group]);
-        Self { q: wide, scales, words, products, weights, ends }
+        let (products, weights) = (vec![0.0; group * channels], vec![0; 4 * words * group]);
+        let (ends, dots) = (vec![(0.0, 0.0); group], vec![[0; BLOCK_TOKENS]; TOGETHER.min(group)]);
+        Self { q: wide, scales, words, products, weights, ends, dots }
     }
 
     /// Gets ready for a block of such `base` and `steps`.
@@ -224,29 +238,56 @@ impl<'a> Queries<'a> {
     /// `V`'s instruction set exists, both cover all channels.
     #[inline(always)]
     unsafe fn meet<V: Simd>(&mut self, base: *const bf16, steps: *const bf16) {
-        let (channels, group) = (self.words * CHANNELS, self.ends.len());
+        for first in (0..self.ends.len()).step_by(TOGETHER) {
+            unsafe {
+                match self.ends.len() - first {
+                    1 => self.meet_some::<V, 1>(first, base, steps),
+                    2 => self.meet_some::<V, 2>(first, base, steps),
+                    3 => self.meet_some::<V, 3>(first, base, steps),
+                    _ => self.meet_some::<V, TOGETHER>(first, base, steps),
+                }
+            }
+        }
+        for (weight, four) in self.weights.iter_mut().zip(self.products.chunks_exact(4)) {
+            let byte = |c: usize| four[c].to_bits() as u8;
+            *weight = u32::from_le_bytes([byte(0), byte(2), byte(1), byte(3)]);
+        }
+    }
+
+    /// The products and ends of `N` queries, side by side since each is a chain of steps that wait for one another.
+    ///
+    /// # Safety
+    /// As of `meet`.
+    #[inline(always)]
+    unsafe fn meet_some<V: Simd, const N: usize>(&mut self, first: usize, base: *const bf16, steps: *const bf16) {
+        let channels = self.words * CHANNELS;
         // So that sums of half the channels stay below 2^15.
         let most = (i16::MAX as usize / (6 * 4 * self.words)).min(127) as f32;
-        for (g, q) in self.q.chunks_exact(channels).enumerate() {
-            unsafe {
-                let (mut sum, mut largest) = (V::splat(0.0), V::splat(f32::MIN_POSITIVE));
-                for c in (0..channels).step_by(V::LANES) {
-                    let q = V::load(q[c..].as_ptr());
-                    sum = q.mul_add(V::load_bf16(base.add(c)), sum);
-                    let product = q.mul(V::load_bf16(steps.add(c)));
-                    largest = largest.max(product).max(V::splat(0.0).sub(product));
-                    product.store(self.products[c..].as_mut_ptr());
+        let span = first * channels..(first + N) * channels;
+        let (q, products) = (self.q[span.clone()].as_ptr(), self.products[span].as_mut_ptr());
+        // SAFETY: the spans have the channels of `N` queries, of which there are whole vectors.
+        unsafe {
+            let (mut sums, mut largest) = ([V::splat(0.0); N], [V::splat(f32::MIN_POSITIVE); N]);
+            for c in (0..channels).step_by(V::LANES) {
+                let (base, step) = (V::load_bf16(base.add(c)), V::load_bf16(steps.add(c)));
+                for g in 0..N {
+                    let q = V::load(q.add(g * channels + c));
+                    sums[g] = q.mul_add(base, sums[g]);
+                    let product = q.mul(step);
+                    largest[g] = largest[g].max(product).max(V::splat(0.0).sub(product));
+                    product.store(products.add(g * channels + c));
                 }
-                let unit = largest.max_lane() / most;
-                for c in (0..channels).step_by(V::LANES) {
-                    let product = V::load(self.products[c..].as_ptr());
-                    product.mul_add(V::splat(1.0 / unit), V::splat(WHOLE)).store(self.products[c..].as_mut_ptr());
-                }
-                self.ends[g] = (sum.sum(), unit);
             }
-            for (weight, four) in self.weights[g..].iter_mut().step_by(group).zip(self.products.chunks_exact(4)) {
-                let byte = |c: usize| four[c].to_bits() as u8;
-                *weight = u32::from_le_bytes([byte(0), byte(2), byte(1), byte(3)]);
+            let units = largest.map(|largest| largest.max_lane() / most);
+            let parts = units.map(|unit| V::splat(1.0 / unit));
+            for c in (0..channels).step_by(V::LANES) {
+                for (g, part) in parts.iter().enumerate() {
+                    let at = products.add(g * channels + c);
+                    V::load(at).mul_add(*part, V::splat(WHOLE)).store(at);
+                }
+            }
+            for (g, end) in self.ends[first..first + N].iter_mut().enumerate() {
+                *end = (sums[g].sum(), units[g]);
             }
         }
     }
@@ -272,10 +313,9 @@ unsafe fn score<V: Simd>(
     let (words, ends) = words.split_at(queries.words * BLOCK_TOKENS);
     let (base, steps) = ends.split_at(ends.len() / 2);
     unsafe { queries.meet::<V>(base.as_ptr().cast(), steps.as_ptr().cast()) };
-    let group = queries.ends.len();
-    let mut dots = [[0i32; BLOCK_TOKENS]; TOGETHER];
+    let (group, each) = (queries.ends.len(), 4 * queries.words);
     for first in (0..group).step_by(TOGETHER) {
-        let (weights, dots) = ((&queries.weights[first..], group), &mut dots[..TOGETHER.min(group - first)]);
+        let (weights, dots) = (&queries.weights[first * each..], &mut queries.dots[..TOGETHER.min(group - first)]);
         match (isa, dots.len()) {
             // SAFETY: whoever has AVX-512 has AVX2.
             #[cfg(target_arch = "x86_64")]
@@ -301,13 +341,13 @@ unsafe fn score<V: Simd>(
     }
 }
 
-/// Sums of weights `[4 words, group]` times the codes of words `[words, 64]`: of each token, for as many queries as
+/// Sums of weights `[queries, 4 words]` times the codes of words `[words, 64]`: of each token, for as many queries as
 /// there are `dots`.
-fn dots_portable(words: &[u32], (weights, group): (&[u32], usize), dots: &mut [[i32; BLOCK_TOKENS]]) {
-    for (g, dots) in dots.iter_mut().enumerate() {
+fn dots_portable(words: &[u32], weights: &[u32], dots: &mut [[i32; BLOCK_TOKENS]]) {
+    for (weights, dots) in weights.chunks_exact(4 * (words.len() / BLOCK_TOKENS)).zip(dots) {
         dots.fill(0);
         let fours = words.chunks_exact(BLOCK_TOKENS).flat_map(|line| (0..4).map(move |four| (line, 2 * four)));
-        for ((line, shift), weights) in fours.zip(weights[g..].iter().step_by(group)) {
+        for ((line, shift), weights) in fours.zip(weights) {
             for (weight, shift) in
                 weights.to_le_bytes().map(|w| i32::from(w as i8)).into_iter().zip((shift..).step_by(8))
             {
@@ -323,27 +363,26 @@ fn dots_portable(words: &[u32], (weights, group): (&[u32], usize), dots: &mut [[
 /// AVX2 exists.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-unsafe fn dots_avx2<const N: usize>(
-    words: &[u32],
-    (weights, group): (&[u32], usize),
-    dots: &mut [[i32; BLOCK_TOKENS]],
-) {
+unsafe fn dots_avx2<const N: usize>(words: &[u32], weights: &[u32], dots: &mut [[i32; BLOCK_TOKENS]]) {
     use core::arch::x86_64::*;
     const LANES: usize = 8;
     /// Vectors of tokens at a time: with their sums for `TOGETHER` queries they stay in registers.
     const VECTORS: usize = 2;
     let (mask, ones) = (_mm256_set1_epi8(3), _mm256_set1_epi16(1));
+    let each = words.len() / BLOCK_TOKENS;
+    // Four weights for each word of a token.
+    let weights: [&[[u32; 4]]; N] = std::array::from_fn(|g| &weights.as_chunks().0[g * each..][..each]);
     for first in (0..BLOCK_TOKENS).step_by(VECTORS * LANES) {
         let mut acc = [[_mm256_setzero_si256(); VECTORS]; N];
-        for (line, weights) in words.chunks_exact(BLOCK_TOKENS).zip(weights.chunks(4 * group)) {
-            let line = &line[first..first + VECTORS * LANES];
+        for (w, line) in words.chunks_exact(BLOCK_TOKENS).enumerate() {
+            let (line, weights) = (&line[first..first + VECTORS * LANES], weights.map(|weights| &weights[w]));
             // SAFETY: the slice is as long.
             let mut words: [_; VECTORS] =
                 std::array::from_fn(|v| unsafe { _mm256_loadu_si256(line.as_ptr().add(v * LANES).cast()) });
-            for weights in weights.chunks(group) {
+            for four in 0..4 {
                 let codes = words.map(|word| _mm256_and_si256(word, mask));
-                for (acc, &weights) in acc.iter_mut().zip(weights) {
-                    let weights = _mm256_set1_epi32(weights as i32);
+                for (acc, weights) in acc.iter_mut().zip(weights) {
+                    let weights = _mm256_set1_epi32(weights[four] as i32);
                     for (acc, codes) in acc.iter_mut().zip(codes) {
                         *acc = _mm256_add_epi16(*acc, _mm256_maddubs_epi16(codes, weights));
                     }
