@@ -268,7 +268,12 @@ impl<B: Backend> Worker<B> {
 
     /// The work that those that run have had done, in tokens.
     fn progress(&self) -> usize {
-        self.running.iter().flat_map(|run| run.standing(&self.backend).sequences).map(Place::done).sum()
+        self.running.iter().map(|run| self.done(run)).sum()
+    }
+
+    /// That of one of them.
+    fn done(&self, run: &Run<B::Sequence>) -> usize {
+        run.standing(&self.backend).sequences.into_iter().map(Place::done).sum()
     }
 
     /// One step, and what follows from it for each request.
@@ -327,6 +332,7 @@ impl<B: Backend> Worker<B> {
         let (mut out, mut whole) = (Vec::with_capacity(of.len()), true);
         for pass in self.passes.cut(&efforts) {
             let (requests, efforts) = (of.start + pass.start..of.start + pass.end, &efforts[pass]);
+            let before: Vec<usize> = self.running[requests.clone()].iter().map(|run| self.done(run)).collect();
             let mut tried = self.forward(shares, requests.clone());
             if lacked(&tried) && self.backend.spare() {
                 tried = self.forward(shares, requests.clone());
@@ -347,8 +353,12 @@ impl<B: Backend> Worker<B> {
                 }
                 Err(error) if several => {
                     tracing::warn!(%error, "a step failed and is tried again request by request");
-                    let alone = |at| self.forward(shares, at..at + 1).and_then(|rows| rows.into_iter().collect());
-                    out.extend(requests.map(alone));
+                    let alone = |(at, before)| match self.done(&self.running[at]) < before {
+                        // It failed in the middle of a chunk, which would begin again, and come to the same place again.
+                        true => Err(error.clone()),
+                        false => self.forward(shares, at..at + 1).and_then(|rows| rows.into_iter().collect()),
+                    };
+                    out.extend(requests.zip(before).map(alone));
                 }
                 Err(error) => {
                     let none =

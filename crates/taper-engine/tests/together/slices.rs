@@ -174,6 +174,14 @@ fn a_panic_in_a_slice_ends_its_request_and_no_other() {
         together(&busy, &requests, &alone);
         assert_eq!(collect(ends).unwrap_err(), RequestError::Panic(message.into()));
         sound(&busy, &seen, 300);
+        // Nor does it wait for the others to be done: beside an answer that goes on it fails as soon.
+        let before = busy.load().counts.generated_tokens;
+        let endless = busy.submit(long(0, &json!({}), (20, 3_000))).unwrap();
+        wait("the answer has begun", || busy.load().counts.generated_tokens > before);
+        assert_eq!(collect(busy.submit(victim.clone()).unwrap()).unwrap_err(), RequestError::Panic(message.into()));
+        assert_eq!(busy.load().running, 1, "it came to the same place again and again");
+        drop(endless);
+        sound(&busy, &seen, 300);
     }
 }
 
