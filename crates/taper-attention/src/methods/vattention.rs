@@ -34,7 +34,8 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
         let promise = |epsilon| Promise::new(params.rule.into(), epsilon, params.delta);
         let sampling = Sampling {
             promise: promise(params.epsilon),
-            hopeless: promise((HOPELESS * params.epsilon).min((1.0 + params.epsilon) / 2.0)),
+            // Below 1 however near epsilon is to it.
+            hopeless: promise((HOPELESS * params.epsilon).min((1.0 + params.epsilon) / 2.0).min(1f64.next_down())),
             pilot_tokens: params.pilot_tokens,
             pilot_share: params.pilot_share,
             dense_share: params.dense_share,

@@ -444,3 +444,16 @@ fn decode_methods_at_their_limit_equal_dense_in_a_mixed_batch() {
         });
     }
 }
+
+/// Whatever is below 1 and above 0 can be promised, by every rule.
+#[test]
+fn promises_next_to_their_bounds_are_taken() {
+    let (least, most) = (f64::from_bits(1), 1f64.next_down());
+    for (epsilon, delta) in [(most, most), (most, least), (least, most), (least, least)] {
+        for rule in ["chi2", "ratio", "tight", "lemma", "denominator"] {
+            let value = json!({ "method": "vattention", "epsilon": epsilon, "delta": delta, "rule": rule });
+            let method = crate::methods::decode(&value, "decode", &Artifacts::default()).unwrap();
+            assert_eq!(method.method.promise().is_some(), rule != "denominator", "{value}");
+        }
+    }
+}
