@@ -174,6 +174,13 @@ pub struct PhaseUsage {
     pub audit: Option<AuditUsage>,
 }
 
+impl PhaseUsage {
+    /// Whether a query read anything: of what none did there is no density.
+    pub fn has_read(&self) -> bool {
+        self.budget_max > 0
+    }
+}
+
 /// Cumulative residual attention, of sampled queries: the share of a query's attention mass that the keys read hold.
 #[derive(Debug, Clone, Serialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

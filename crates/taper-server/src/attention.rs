@@ -90,7 +90,7 @@ pub(crate) fn question(
 /// The same of a prompt without messages: none, where it is the server's default alone that speaks of a question.
 pub(crate) fn plain_question(spec: &AttentionSpec, map: &Map<String, Value>, prompt: usize) -> Result<usize, ApiError> {
     let says = |field: &str, key: &str| map.get(field).is_some_and(|of| of.get(key).is_some());
-    let preset = map.get("attention").is_some_and(Value::is_string);
+    let preset = map.get("attention").is_some_and(Value::is_string) || says("vllm_xargs", "attention_preset");
     let asks = preset || says("attention", "question") || says("vllm_xargs", "attention_question");
     question(spec, prompt, || (!asks).then_some(0))
 }
@@ -341,6 +341,7 @@ mod tests {
             (json!({"attention": dense}), None),
             (json!({"attention": "a preset"}), None),
             (json!({"vllm_xargs": {"attention_question": "dense"}}), None),
+            (json!({"vllm_xargs": {"attention_preset": "a preset"}}), None),
             (json!({"attention": {"audit": 0.1}, "vllm_xargs": {"attention_question": "dense"}}), None),
         ] {
             assert_eq!(of(request.clone()), tokens, "{request}");

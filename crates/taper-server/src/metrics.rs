@@ -10,7 +10,7 @@ use prometheus::{
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
-use taper_attention::PhaseUsage;
+use taper_attention::{AttentionUsage, PhaseUsage};
 use taper_engine::{BLOCK_TOKENS, Engine, Event, Finish, RequestError, Usage};
 
 /// Seconds until a first token, of a prompt, of a whole request.
@@ -135,12 +135,12 @@ impl Attention {
         Ok(Self {
             density: make.histograms(
                 "taper:attention_density",
-                "Share of (query, key) pairs attended to, a choice of a request.",
+                "Share of (query, key) pairs attended to, of a prompt or of a choice of its answers.",
                 &SHARES,
             )?,
             budget: make.histograms(
                 "taper:attention_budget_tokens",
-                "Keys read per query, layer and KV head on average, a choice of a request.",
+                "Keys read per query, layer and KV head on average, of a prompt or of a choice of its answers.",
                 &TOKENS,
             )?,
             dense_heads: make.counters(
@@ -167,12 +167,12 @@ impl Attention {
             ))?,
             error_mean: make.histograms(
                 "taper:audit_error_mean",
-                "Mean relative error of a choice's audited heads.",
+                "Mean relative error of a prompt's or a choice's audited heads.",
                 &SHARES,
             )?,
             error_p99: make.histograms(
                 "taper:audit_error_p99",
-                "99th percentile of the relative errors of a choice's audited heads.",
+                "99th percentile of the relative errors of a prompt's or a choice's audited heads.",
                 &SHARES,
             )?,
             drafted: make.counter("taper:draft_tokens_total", "Tokens drafted by a sparser method, or looked up in the text.")?,
@@ -180,10 +180,25 @@ impl Attention {
         })
     }
 
+    /// What the choices of a prompt came to, which they share.
+    fn done(&self, choices: &[AttentionUsage]) {
+        choices.first().into_iter().for_each(|choice| self.add("prefill", &choice.prefill));
+        for choice in choices {
+            self.add("decode", &choice.decode);
+            if let Some(speculation) = &choice.speculation {
+                speculation.draft.iter().for_each(|draft| self.add("draft", draft));
+                self.drafted.inc_by(speculation.drafted);
+                self.accepted.inc_by(speculation.accepted);
+            }
+        }
+    }
+
     fn add(&self, phase: &str, usage: &PhaseUsage) {
         let of = [phase, usage.method];
-        self.density.with_label_values(&of).observe(usage.density);
-        self.budget.with_label_values(&of).observe(usage.budget_mean);
+        if usage.has_read() {
+            self.density.with_label_values(&of).observe(usage.density);
+            self.budget.with_label_values(&of).observe(usage.budget_mean);
+        }
         if let Some(heads) = usage.dense_heads {
             self.dense_heads.with_label_values(&of).inc_by(heads);
         }
@@ -327,15 +342,7 @@ impl Metrics {
         if each > 1 {
             self.per_token.observe(times.decode.as_secs_f64() / (each - 1) as f64);
         }
-        for choice in &usage.attention {
-            self.attention.add("prefill", &choice.prefill);
-            self.attention.add("decode", &choice.decode);
-            if let Some(speculation) = &choice.speculation {
-                speculation.draft.iter().for_each(|draft| self.attention.add("draft", draft));
-                self.attention.drafted.inc_by(speculation.drafted);
-                self.attention.accepted.inc_by(speculation.accepted);
-            }
-        }
+        self.attention.done(&usage.attention);
     }
 }
 
@@ -393,5 +400,52 @@ impl Drop for Watch {
         if self.open > 0 {
             self.end(self.unfinished, self.open);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use taper_attention::AuditUsage;
+
+    #[test]
+    fn a_prompt_counts_once_and_what_read_nothing_has_no_density() {
+        let make = Maker { registry: Registry::new(), labels: HashMap::new() };
+        let attention = Attention::new(&make).unwrap();
+        let phase = |budget_max: u64, heads: u64| PhaseUsage {
+            method: "vattention",
+            density: 0.25,
+            scored: None,
+            budget_mean: budget_max as f64,
+            budget_max,
+            seed: 7,
+            dense_heads: Some(3),
+            cra: None,
+            audit: Some(AuditUsage {
+                heads,
+                error_mean: 0.01,
+                error_p99: 0.02,
+                error_max: 0.03,
+                over_epsilon: Some(0.1),
+                delta: Some(0.2),
+            }),
+        };
+        let choice =
+            |read| AttentionUsage { prefill: phase(40, 50), decode: phase(read, 20), speculation: None, trace: None };
+        attention.done(&[choice(9), choice(9), choice(0)]);
+        let of = |phase: &str| {
+            let of = [phase, "vattention"];
+            let count = |all: &HistogramVec| all.with_label_values(&of).get_sample_count();
+            let total = |all: &IntCounterVec| all.with_label_values(&of).get();
+            let totals = [&attention.dense_heads, &attention.audited, &attention.over].map(total);
+            (
+                count(&attention.density),
+                count(&attention.budget),
+                totals,
+                attention.allowed.with_label_values(&of).get(),
+            )
+        };
+        assert_eq!(of("prefill"), (1, 1, [3, 50, 5], 10.0));
+        assert_eq!(of("decode"), (2, 2, [9, 60, 6], 12.0));
     }
 }

@@ -287,6 +287,13 @@ async fn what_cannot_be_is_refused_in_this_requests_words() {
         (json!({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}), "input[0].content[0]"),
         (json!({"input": [{"role": "user"}]}), "input[0].content"),
         (json!({"input": [{"role": "odd", "content": "x"}]}), "input"),
+        // Items are counted, not what they become in a chat.
+        (json!({"instructions": "Be brief.", "input": [{"role": "", "content": "x"}]}), "input[0].role"),
+        (json!({"instructions": "Be brief.", "input": [{"content": "x"}]}), "input[0].role"),
+        (json!({"input": [{"type": "reasoning"}, {"type": "function_call", "arguments": "{}"}]}), "input[1].name"),
+        (json!({"input": [{"type": "function_call", "name": "f", "arguments": 1}]}), "input[0].arguments"),
+        (json!({"input": [{"type": "function_call", "name": "f", "call_id": 1}]}), "input[0].call_id"),
+        (json!({"input": [{"type": "function_call_output", "output": "x", "call_id": 1}]}), "input[0].call_id"),
         (json!({"input": "x".repeat(600)}), "input"),
         (json!({"instructions": 1}), "instructions"),
         (json!({"max_output_tokens": 0}), "max_output_tokens"),

@@ -195,9 +195,15 @@ fn item(messages: &mut Vec<Value>, path: &str, value: &Value) -> Result<()> {
     let wrong = |what: &str| ApiError::invalid(path, format!("{path} must be {what}, not {}", brief(value)));
     let map = value.as_object().ok_or_else(|| wrong("an object"))?;
     let mut fields = Fields::new(map, &format!("{path}."));
+    let missing = |fields: &Fields<'_>, name: &str, what: &str| {
+        let path = fields.path(name);
+        ApiError::invalid(&path, format!("{path} must be {what}"))
+    };
+    // Whatever a message of the chat could be refused for is found here, where the item's own place is known.
     match fields.text("type")?.unwrap_or("message") {
         "message" => {
-            let role = match fields.text("role")?.unwrap_or_default() {
+            let role = fields.text("role")?.filter(|role| !role.is_empty());
+            let role = match role.ok_or_else(|| missing(&fields, "role", "a string such as \"user\""))? {
                 "developer" => "system",
                 role => role,
             };
@@ -205,8 +211,13 @@ fn item(messages: &mut Vec<Value>, path: &str, value: &Value) -> Result<()> {
             messages.push(json!({"role": role, "content": content}));
         }
         "function_call" => {
-            let function = json!({"name": map.get("name"), "arguments": map.get("arguments")});
-            let call = json!({"id": map.get("call_id"), "type": "function", "function": function});
+            let name = fields.text("name")?.ok_or_else(|| missing(&fields, "name", "a string"))?;
+            let arguments = map.get("arguments").unwrap_or(&Value::Null);
+            if !matches!(arguments, Value::Null | Value::String(_) | Value::Object(_)) {
+                return Err(missing(&fields, "arguments", "a JSON object, as text"));
+            }
+            let function = json!({"name": name, "arguments": arguments});
+            let call = json!({"id": fields.text("call_id")?, "type": "function", "function": function});
             // Calls that came together are of one message.
             match messages.last_mut().and_then(|last| last.get_mut("tool_calls")).and_then(Value::as_array_mut) {
                 Some(calls) => calls.push(call),
@@ -215,7 +226,7 @@ fn item(messages: &mut Vec<Value>, path: &str, value: &Value) -> Result<()> {
         }
         "function_call_output" => {
             let content = content(&fields.path("output"), map.get("output"))?;
-            messages.push(json!({"role": "tool", "tool_call_id": map.get("call_id"), "content": content}));
+            messages.push(json!({"role": "tool", "tool_call_id": fields.text("call_id")?, "content": content}));
         }
         // What the model thought is not shown to it again.
         "reasoning" => {}

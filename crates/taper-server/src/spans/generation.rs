@@ -181,11 +181,10 @@ fn cost(usage: &Usage) -> Vec<KeyValue> {
 
 fn phase(name: &str, usage: &PhaseUsage) -> Vec<KeyValue> {
     let at = |what: &str, value: Value| KeyValue::new(format!("taper.attention.{name}.{what}"), value);
-    let mut all = vec![
-        at("method", usage.method.into()),
-        at("density", usage.density.into()),
-        at("budget_mean", usage.budget_mean.into()),
-    ];
+    let mut all = vec![at("method", usage.method.into())];
+    if usage.has_read() {
+        all.extend([at("density", usage.density.into()), at("budget_mean", usage.budget_mean.into())]);
+    }
     all.extend(usage.dense_heads.map(|heads| at("dense_heads", count(heads as usize).into())));
     if let Some(audit) = &usage.audit {
         all.extend([
