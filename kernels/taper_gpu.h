@@ -787,7 +787,7 @@ int taper_codes(const TaperCodeParams* p, TaperStream stream);
 // Rows as f32, the rotary embedding taken off.
 typedef struct TaperRowsParams {
   const void* x;          // [tokens, heads, width], or with `slots` the cache [blocks, heads, 64, width]
-  const uint32_t* slots;  // [tokens], block * 64 + row; or null
+  const uint32_t* slots;  // [tokens], block * 64 + row, UINT32_MAX for none, which is zeros; or null
   const float* cos;       // [tokens, width / 2], or null: as they are
   const float* sin;       // as cos
   float* out;             // [tokens, heads, width]

@@ -15,8 +15,8 @@ struct Judge : Pairs<T, D, N> {
   static constexpr int kTeller = 224;  // the thread that says when all parts are read,
   uint32_t heard = 0;                  // and knows how often blocks of the team had said so before
 
-  // A team of one has nobody to tell. A scout does as if it had: what it goes through is what larger teams will.
-  __device__ __forceinline__ bool alone() const { return (o.team == 1) & !o.scout; }
+  // A team of one has nobody to tell. Nor has a scout, which may run beside the last launch's: they have one line of counters.
+  __device__ __forceinline__ bool alone() const { return o.team == 1; }
   // The team meets in two halves, so that there is work to do in between. `passed`: sampled keys of this warpgroup's tiles since
   // the last meeting.
   __device__ __forceinline__ void tell(uint32_t passed) {

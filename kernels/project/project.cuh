@@ -26,13 +26,16 @@ __global__ void __launch_bounds__(256) rows_kernel(const RowsParams p) {
   const int at = (int)(i % half), head = (int)(i / half % p.heads);
   const int64_t token = i / half / p.heads;
   int64_t row = token * p.heads + head;
+  bool none = false;
   if (p.slots) {
     const uint32_t slot = p.slots[token];
+    none = slot == UINT32_MAX;
     row = ((int64_t)(slot / kBlock) * p.heads + head) * kBlock + slot % kBlock;
   }
   const T* from = static_cast<const T*>(p.x) + row * p.width;
-  float a, b;
-  if constexpr (std::is_same_v<T, float>) {
+  float a = 0.f, b = 0.f;
+  if (none) {
+  } else if constexpr (std::is_same_v<T, float>) {
     a = from[at];
     b = from[at + half];
   } else {

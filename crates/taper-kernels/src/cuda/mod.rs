@@ -57,6 +57,7 @@ pub use prefill::{DeviceReads, KeyLists, RunLists, Sparse, TILE_ROWS, Tile, Tile
 pub use product::{
     AfterAttention, Inputs, after_attention, after_attention_at_once, product, product_add, product_gated, product_into,
 };
+pub use project::gather;
 pub use quantized::quantized_scores;
 pub use range::HostTail;
 pub use sample::{Sampled, Scratch, Streams, draw, listed, sampled};

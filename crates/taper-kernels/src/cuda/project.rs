@@ -41,6 +41,19 @@ pub fn cached_rows(k: &Tensor, slots: &Tensor, turns: Option<Turns>) -> Result<T
     run(&op, (slots.dim(0)?, heads, width), (at, k.dtype()), Some(slots), turns)
 }
 
+/// Rows of a table `[rows, width]`, f32, bf16 or f16, as f32, by their numbers `[T]`, u32: `[T, width]`. One of `u32::MAX` is
+/// zeros; the others must be of the table.
+///
+/// # Errors
+/// Shapes that differ.
+pub fn gather(table: &Tensor, numbers: &Tensor) -> Result<Tensor> {
+    let op = Op::new("gather", "table", table)?;
+    let ((_, width), count) = (table.dims2()?, numbers.dims1()?);
+    let at = op.at::<u8>("table", table, table.dtype(), table.dims())?;
+    // As slots of a cache of one head.
+    Ok(run(&op, (count, 1, width), (at, table.dtype()), Some(numbers), None)?.squeeze(1)?)
+}
+
 fn run(
     op: &Op,
     (tokens, heads, width): (usize, usize, usize),

@@ -462,9 +462,14 @@ pub fn pick_blocks(batch: &Batch, view: View, between: Between, k: usize) -> Res
 /// Most pages that [`pick`] chooses among.
 const PICK_MOST: usize = 32_768;
 
-/// Whether [`pick_pages`] chooses among so many pages.
-pub(super) fn picks(max_len: usize, page: usize) -> bool {
-    max_len.div_ceil(page) <= PICK_MOST
+/// Bytes that a thread block has for its own pages' scores of a group.
+const PICK_SCORES: usize = 220 * 1024;
+
+/// Whether [`pick_pages`] chooses among so many pages of so many query and KV heads.
+pub(super) fn picks(max_len: usize, page: usize, (q_heads, kv_heads): (usize, usize)) -> bool {
+    let pages = max_len.div_ceil(page);
+    let own = pages.div_ceil(16).div_ceil(op::team(kv_heads)) * 16;
+    pages <= PICK_MOST && own * (q_heads / kv_heads) * size_of::<f32>() <= PICK_SCORES
 }
 
 /// As [`select`] by the scores of pages, which are scored and chosen in one launch; see [`picks`]. `k` is the most, how
@@ -549,4 +554,21 @@ fn pick(
         ffi::TAPER_BLOCKS => Lists { work, told, block_ids: Some(ids), ..lists },
         _ => Lists { work, told, token_ids: Some(ids), token_shift: page.trailing_zeros(), ..lists },
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the launch in kernels/select/pick.cu asks for.
+    #[test]
+    fn pages_are_picked_where_a_thread_blocks_scores_have_room() {
+        assert!(picks(524_288, 16, (32, 8)) && picks(1_048_576, 64, (128, 8)));
+        assert!(!picks(524_289, 16, (32, 8)), "more pages than 32,768");
+        assert!(
+            picks(450_000, 16, (256, 16)) && !picks(455_000, 16, (256, 16)),
+            "16 pages of 16 heads on each of 8 blocks"
+        );
+        assert!(picks(16_384, 16, (9, 3)) && picks(64, 64, (1, 1)));
+    }
 }

@@ -3,6 +3,7 @@
 use crate::cache::{Numbers, below, device, relative};
 use crate::step::{perceptron, short_perceptron};
 use candle_core::{DType, Device, Tensor};
+use taper_kernels::cuda::gather;
 use taper_kernels::index::clusters::{self, Centroids};
 use taper_kernels::index::{Part, codes};
 use taper_kernels::kv::BLOCK_TOKENS;
@@ -116,4 +117,22 @@ fn what_does_not_fit_is_an_error() {
         [8, 9].into_iter().map(|width| perceptron(&mut numbers, &[64, width], Activation::Relu)).collect();
     let error = mlp::per_head(&other, &x.to_dtype(DType::BF16).unwrap()).unwrap_err().to_string();
     assert!(error.contains("perceptrons of one shape"), "{error}");
+}
+
+#[test]
+fn rows_of_a_table_are_gathered_and_none_is_zeros() {
+    let mut numbers = Numbers(94);
+    for (dtype, count, width) in [(DType::BF16, 700, 96), (DType::F16, 65, 2), (DType::F32, 3, 576)] {
+        let table = numbers.tensor(&[count, width], dtype).to_dtype(dtype).unwrap();
+        let mut wanted = vec![count as u32 - 1, 0, u32::MAX, 0];
+        wanted.extend((0..300).map(|i| i * 7 % count as u32));
+        let there =
+            gather(&table.to_device(&device()).unwrap(), &Tensor::new(&wanted[..], &device()).unwrap()).unwrap();
+        assert_eq!((there.dims(), there.dtype()), (&[wanted.len(), width][..], DType::F32));
+        let there = there.to_vec2::<f32>().unwrap();
+        let table = table.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap();
+        for (&number, row) in wanted.iter().zip(there) {
+            assert_eq!(row, table.get(number as usize).cloned().unwrap_or(vec![0.0; width]), "{dtype:?}, row {number}");
+        }
+    }
 }

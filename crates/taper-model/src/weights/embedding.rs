@@ -34,7 +34,7 @@ impl Embedding {
         match self {
             Self::File(file) if file.device.is_cpu() => self.lookup(&tokens.to_vec1()?).map(Some),
             Self::File(_) => Ok(None),
-            Self::Table(table) => table.index_select(tokens, 0)?.to_dtype(DType::F32).map(Some),
+            Self::Table(table) => gathered(table, tokens).map(Some),
         }
     }
 
@@ -51,10 +51,19 @@ impl Embedding {
             Self::File(file) => file.lookup(tokens),
             Self::Table(table) => {
                 let tokens = Tensor::from_slice(tokens, tokens.len(), table.device())?;
-                table.index_select(&tokens, 0)?.to_dtype(DType::F32)
+                gathered(table, &tokens)
             }
         }
     }
+}
+
+/// Those rows of a table, as f32.
+fn gathered(table: &Tensor, tokens: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if table.device().is_cuda() {
+        return Ok(taper_kernels::cuda::gather(table, tokens)?);
+    }
+    table.index_select(tokens, 0)?.to_dtype(DType::F32)
 }
 
 impl FileRows {

@@ -104,7 +104,8 @@ impl Scored {
             By::Shares(scores) => scores.of(),
             By::Groups(importance) => (&**importance, None, 1),
             By::Bounds(index) => {
-                if score::picks(batch.max_len, self.page()) {
+                let heads = (batch.q.dims()[1], batch.kv.k.dims()[1]);
+                if score::picks(batch.max_len, self.page(), heads) {
                     return score::pick_pages(op, &batch, index, between, (most, k, noise), (longest, over));
                 }
                 scored = score::scores(&batch, batch.q, View::Pages(index), scale(&batch))?;
