@@ -334,7 +334,8 @@ CHECKS |= {m: lambda small, m=m: __import__(m).check(report, small) for m in (
 
 def main():
     args = [a for a in sys.argv[1:] if not a.startswith("-")]
-    torch.manual_seed(time.time_ns() % (1 << 31))
+    given = [int(a.removeprefix("--seed=")) for a in sys.argv if a.startswith("--seed=")]
+    torch.manual_seed(given[0] if given else time.time_ns() % (1 << 31))
     print("seed", torch.initial_seed(), torch.cuda.get_device_name())
     for name in args or CHECKS:
         CHECKS[name]("--small" in sys.argv)

@@ -130,7 +130,7 @@ def judge64(q, k, v, lse_f, o_f, points, seen, rule, eps, delta, pilot_tokens, g
         bad = next((x for x in verdicts if x[0] != "sample" or x[1] >= most), None if m > 1 else ("noisy",))
         if bad is None:
             b = max(x[1] for x in verdicts)
-            if b <= m * (1 + 2e-3 * (m == got)):
+            if b <= m * (1 + 4e-3 * (m == got)):
                 return "sampled", m, look
             grown = t.grown(m, b)
         elif bad[0] == "noisy" and noisy < 4:
