@@ -1,7 +1,7 @@
 """Checks every kernel against float64 attention on fresh random inputs.
 
 Outputs, partials and every cache slot that no sequence owns start as NaN. Usage:
-check.py [--small] [names...]; --small keeps shapes fit for compute-sanitizer.
+check.py [--small] [--seed=N] [names...]; --small keeps shapes fit for compute-sanitizer, --seed repeats a run.
 """
 import math
 import sys
