@@ -27,7 +27,7 @@ pub struct BackendError(pub String);
 
 /// Whether what failed did so for want of memory, by the words of CUDA and of allocators.
 pub(crate) fn lacks_memory(reason: &str) -> bool {
-    ["out of memory", "OUT_OF_MEMORY"].iter().any(|words| reason.contains(words))
+    ["out of memory", "OUT_OF_MEMORY", "ALLOC_FAILED"].iter().any(|words| reason.contains(words))
 }
 
 /// One sequence's share of a step.
@@ -195,7 +195,7 @@ pub trait Backend: Send + 'static {
     }
 
     /// One step over all inputs; for each what it wants, or nothing if it is not through. If it fails, panics included, the
-    /// sequences are as they were, but for room in the cache and chunks underway, which may have to begin again.
+    /// sequences are as they were, but for room in the cache and the chunk that it failed in, which has to begin again.
     ///
     /// # Errors
     /// No room in the cache, or a device error.

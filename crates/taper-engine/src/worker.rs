@@ -332,9 +332,11 @@ impl<B: Backend> Worker<B> {
         let (mut out, mut whole) = (Vec::with_capacity(of.len()), true);
         for pass in self.passes.cut(&efforts) {
             let (requests, efforts) = (of.start + pass.start..of.start + pass.end, &efforts[pass]);
-            let before: Vec<usize> = self.running[requests.clone()].iter().map(|run| self.done(run)).collect();
+            let done = |worker: &Self| worker.running[requests.clone()].iter().map(|run| worker.done(run)).collect();
+            let mut before: Vec<usize> = done(self);
             let mut tried = self.forward(shares, requests.clone());
             if lacked(&tried) && self.backend.spare() {
+                before = done(self);
                 tried = self.forward(shares, requests.clone());
             }
             let several = efforts.iter().filter(|effort| **effort > 0).count() > 1;
@@ -353,10 +355,12 @@ impl<B: Backend> Worker<B> {
                 }
                 Err(error) if several => {
                     tracing::warn!(%error, "a step failed and is tried again request by request");
-                    let alone = |(at, before)| match self.done(&self.running[at]) < before {
-                        // It failed in the middle of a chunk, which would begin again, and come to the same place again.
-                        true => Err(error.clone()),
-                        false => self.forward(shares, at..at + 1).and_then(|rows| rows.into_iter().collect()),
+                    let alone = |(at, before): (usize, usize)| {
+                        if !shares[at].is_empty() && self.done(&self.running[at]) < before {
+                            // It failed in the middle of a chunk, which would begin again, and come to the same place again.
+                            return Err(error.clone());
+                        }
+                        self.forward(shares, at..at + 1).and_then(|rows| rows.into_iter().collect())
                     };
                     out.extend(requests.zip(before).map(alone));
                 }

@@ -104,15 +104,16 @@ impl Found {
 
     /// A grammar in Lark's format.
     fn lark(&mut self, grammar: &str) {
-        let mut parts = grammar.split("%json");
-        // The grammar without its schemas, in which colons stand behind names as well.
-        let mut rules = parts.next().unwrap_or_default().to_string();
-        for part in parts {
-            let mut schemas = serde_json::Deserializer::from_str(part).into_iter::<Value>();
-            let schema = schemas.next();
-            let end = if matches!(schema, Some(Ok(_))) { schemas.byte_offset() } else { 0 };
-            rules.push_str(&part[end..]);
-            if let Some(Ok(schema)) = schema {
+        // Colons in JSON stand after a name in quotes, those of rules do not.
+        let rules = |text: &str| text.matches(':').count() - text.matches("\":").count();
+        self.references += rules(grammar);
+        for rule in grammar.split("%json").skip(1) {
+            let mut schemas = serde_json::Deserializer::from_str(rule).into_iter::<Value>();
+            if let Some(Ok(schema)) = schemas.next() {
+                if schema.is_object() {
+                    // Nor are those within its texts rules. Nothing that is one can stand in an object: a rule is no JSON.
+                    self.references -= rules(&rule[..schemas.byte_offset()]);
+                }
                 let mut own = Self::default();
                 own.schema(&schema);
                 self.references += own.references;
@@ -123,8 +124,7 @@ impl Found {
             }
         }
         self.bytes = grammar.len();
-        let (colons, ands, longest) = operators(&rules);
-        self.references += colons;
+        let (ands, longest) = operators(grammar);
         self.together = self.together.max(ands + usize::from(ands > 0));
         self.expression = self.expression.max(longest);
     }
@@ -177,12 +177,11 @@ impl Meeting<'_> {
     }
 }
 
-/// How many `:` and `&` of a grammar stand outside of texts and regular expressions, and how long the longest of those is.
-fn operators(grammar: &str) -> (usize, usize, usize) {
-    let (mut colons, mut ands, mut longest, mut rest) = (0, 0, 0, grammar.chars().peekable());
+/// How many `&` of a grammar stand outside of texts and regular expressions, and how long the longest of those is.
+fn operators(grammar: &str) -> (usize, usize) {
+    let (mut ands, mut longest, mut rest) = (0, 0, grammar.chars().peekable());
     while let Some(c) = rest.next() {
         match c {
-            ':' => colons += 1,
             '&' => ands += 1,
             '/' if rest.peek() == Some(&'/') => drop(rest.find(|&c| c == '\n')),
             '"' | '/' => {
@@ -198,7 +197,7 @@ fn operators(grammar: &str) -> (usize, usize, usize) {
             _ => {}
         }
     }
-    (colons, ands, longest)
+    (ands, longest)
 }
 
 #[cfg(test)]
@@ -237,19 +236,24 @@ mod tests {
     fn operators_are_those_outside_of_texts_and_expressions() {
         let grammar = r#"start: A & B | "a & \" & b" // c & "d
             A: /x&\/&y/ & /z/"#;
-        assert_eq!(operators(grammar), (2, 2, 6));
-        assert_eq!(operators("start: \"a"), (1, 0, 0));
+        assert_eq!(operators(grammar), (2, 6));
+        assert_eq!(operators("start: \"a"), (0, 0));
     }
 
     #[test]
-    fn colons_within_schemas_texts_and_expressions_are_no_rules() {
+    fn colons_within_schemas_are_no_rules() {
         let of = |grammar: &str| {
             let mut found = Found::default();
             found.lark(grammar);
-            (found.references, found.expression)
+            found.references
         };
-        let schema = json!({ "description": "e.g. 10:00:00Z, format: \"a:b\"", "$ref": "#/x:y", "pattern": "(?:a:b)" });
-        assert_eq!(of(&format!("start: a | b\na: %json {schema}\nb: \"x:y\" /(?:z)/\n")), (3 + 1, 7));
-        assert_eq!(of("start: a\na: %json {\n"), (2, 0), "no JSON");
+        let schema = json!({ "description": "e.g. 10:00:00Z, \"a:b\": \u{3a}", "$ref": "#/x:y", "pattern": "(?:a:b)" });
+        assert_eq!(of(&format!("start: a | b\na: %json {schema}\nb: \"x\"\n")), 3 + 1);
+        assert_eq!(of("start: a\na: %json {\n"), 2, "no JSON");
+        // What only looks like a schema hides nothing.
+        assert_eq!(of("start: A\nA: (/z/ | \"%json\")\nb: c // \"\n"), 3);
+        assert_eq!(of("start: a\n# %json \"\na: b\nb: \"x\"\n"), 3);
+        assert_eq!(of("start: a\n# %json [\"\na: b\nb: \"x\"]\n"), 3);
+        assert_eq!(of("start: a\na: %json {\"x\": \"\\u003a\\u003a\\u003a\"}\nb: a\n"), 3);
     }
 }
