@@ -447,5 +447,14 @@ mod tests {
         };
         assert_eq!(of("prefill"), (1, 1, [3, 50, 5], 10.0));
         assert_eq!(of("decode"), (2, 2, [9, 60, 6], 12.0));
+        // As they are asked for.
+        let text = TextEncoder::new().encode_to_string(&make.registry.gather()).unwrap();
+        for line in [
+            "taper:attention_density_count{method=\"vattention\",phase=\"decode\"} 2",
+            "taper:attention_budget_tokens_count{method=\"vattention\",phase=\"prefill\"} 1",
+            "taper:audit_heads_total{method=\"vattention\",phase=\"prefill\"} 50",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line}: {text}");
+        }
     }
 }
