@@ -403,6 +403,7 @@ unsafe fn dots_avx2<const N: usize>(words: &[u32], weights: &[u32], dots: &mut [
 mod tests {
     use super::*;
     use crate::testing::Numbers;
+    use half::f16;
 
     /// An index's block as it is read: what each channel's codes stand for `[d]`, and each token's codes `[64, d]`.
     fn read(words: &[u32], d: usize) -> (Vec<(f32, f32)>, Vec<Vec<u32>>) {
@@ -416,8 +417,7 @@ mod tests {
         ((0..d).map(|c| (ends[c], ends[n * CHANNELS + c])).collect(), codes)
     }
 
-    fn quantized(isa: Isa, keys: &[f32], d: usize) -> Vec<u32> {
-        type T = f32;
+    fn quantized<T: KvElement>(isa: Isa, keys: &[T], d: usize) -> Vec<u32> {
         let mut words = vec![7; shape(d).1];
         let to = &mut words[..];
         dispatch!(isa, quantize::<_, T: KvElement>(keys: &[T], d: usize, to: &mut [u32]));
@@ -433,6 +433,21 @@ mod tests {
             isa: Isa, words: &[u32], queries: &mut Queries, of: Range<usize>, line: *mut f32, stride: usize
         ));
         scores
+    }
+
+    #[test]
+    fn keys_of_16_bits_are_quantized_as_what_they_stand_for() {
+        let mut numbers = Numbers(72);
+        for (d, rows) in [(8, 3), (16, 64), (40, 33), (128, 64)] {
+            let keys: Vec<f32> = (0..rows * d).map(|_| numbers.normal()).collect();
+            for isa in Isa::available() {
+                let (half, bf): (Vec<f16>, Vec<bf16>) =
+                    keys.iter().map(|&key| (f16::from_f32(key), bf16::from_f32(key))).unzip();
+                let wide = |keys: &mut dyn Iterator<Item = f32>| quantized(Isa::Portable, &keys.collect::<Vec<_>>(), d);
+                assert_eq!(quantized(isa, &half, d), wide(&mut half.iter().map(|key| key.to_f32())), "{isa:?} {d}");
+                assert_eq!(quantized(isa, &bf, d), wide(&mut bf.iter().map(|key| key.to_f32())), "{isa:?} {d}");
+            }
+        }
     }
 
     #[test]

@@ -61,7 +61,8 @@ pub enum Blocks {
         /// The runs.
         runs: Vec<StripedRun>,
     },
-    /// What a device chose and keeps, of single tokens too. A run's rows read all keys from its first block on.
+    /// What a device chose and keeps, of single tokens too. A run's rows read all keys from its first block on, of the size of
+    /// what was chosen.
     #[cfg(feature = "cuda")]
     Device {
         /// That of all lists of heads.
