@@ -96,9 +96,9 @@ def in_parts(tiles, splits):
 
 
 class Stripes:
-    """Blocks of each head and tile from the columns and slashes chosen per slice and head."""
+    """Blocks of each head and tile from the columns and slashes chosen per slice and head, by `each` blocks at a time."""
 
-    def __init__(self, columns, slashes, ends, tiles, heads, blocks, overlap=True):
+    def __init__(self, columns, slashes, ends, tiles, heads, blocks, overlap=True, each=1):
         slices, words = len(ends), (blocks + 31) // 32
         i32 = lambda x: torch.as_tensor(x, dtype=torch.int32).to(DEV)
         self.tiles = i32(tiles)
@@ -115,7 +115,7 @@ class Stripes:
             ptr(columns.ids), ptr(columns.counts), ptr(slashes.ids), ptr(slashes.counts),
             ptr(self.ends), ptr(self.tiles), ptr(self.begin), ptr(self.bitmaps), ptr(self.blocks),
             ptr(self.counts), slices, heads, len(tiles), words, columns.ids.shape[1],
-            slashes.ids.shape[1], int(overlap), 0, 0, 1)
+            slashes.ids.shape[1], int(overlap), 0, 0, each)
 
     def __call__(self):
         call("taper_stripes", self.p)
@@ -226,25 +226,28 @@ def check_reduce(report, small):
             report(name + " diagonals", max(err[1], err[3]))
 
 
-def stripes_wanted(columns, slashes, ends, tile):
+def stripes_wanted(columns, slashes, ends, tile, each):
     first, last = tile[4] // 64, tile[5] // 64
     want = set()
     for qb in range(first, last + 1):
         i = next((j for j, e in enumerate(ends) if qb * 64 < e), len(ends) - 1)
-        want |= {c for c in columns[i] if c <= qb} | {0, qb}
+        own = qb // each
+        large = {c for c in columns[i] if c <= own} | {0, own}
         for b in slashes[i]:
-            want |= {x for x in (qb - b, qb - b - 1) if x >= 0}
+            large |= {x for x in (own - b, own - b - 1) if x >= 0}
+        want |= {x for c in large for x in range(c * each, (c + 1) * each) if x <= qb}
     return sorted(want)
 
 
 def check_stripes(report, small):
     class Chosen:
         pass
-    for n, heads, slices in ((500, 2, 1), (5000, 3, 2)) if small else (
-            (500, 2, 1), (5000, 3, 2), (20001, 4, 3), (70000, 2, 1)):
-        nb = (n + 63) // 64
+    few = ((500, 2, 1, 1, 0), (5000, 3, 2, 1, 0), (500, 2, 1, 2, 37), (5000, 3, 2, 3, 1037), (5000, 2, 1, 33, 70))
+    for n, heads, slices, each, start in few if small else few + (
+            (20001, 4, 3, 1, 0), (70000, 2, 1, 1, 0), (70000, 2, 1, 2, 10001), (300000, 2, 1, 64, 250001)):
+        nb = (n + 64 * each - 1) // (64 * each)
         ends = [(i + 1) * n // slices for i in range(slices)]
-        tiles = t.tiles_for(torch.arange(n), 0, n)
+        tiles = t.tiles_for(torch.arange(start, n), 0, n)
         made, sets = [], []
         for density in (0.02, 0.05):
             c = Chosen()
@@ -258,7 +261,7 @@ def check_stripes(report, small):
                 kept.append(x.tolist())
             made.append(c)
             sets.append(kept)
-        f = Stripes(*made, ends, tiles, heads, nb)
+        f = Stripes(*made, ends, tiles, heads, nb, each=each)
         f()
         begin, counts, blocks = f.begin.cpu(), f.counts.cpu(), f.blocks.cpu()
         bad = 0
@@ -267,8 +270,8 @@ def check_stripes(report, small):
             sls = [sets[1][s * heads + h] for s in range(slices)]
             for tile in tiles:
                 b, m = int(begin[h * len(tiles) + tile[6]]), int(counts[h, tile[6]])
-                bad += blocks[b:b + m].tolist() != stripes_wanted(cols, sls, ends, tile)
-        report(f"stripes {n} tokens {heads} heads {slices} slices", float(bad), 0.5)
+                bad += blocks[b:b + m].tolist() != stripes_wanted(cols, sls, ends, tile, each)
+        report(f"stripes {n} tokens {heads} heads {slices} slices by {each} from {start}", float(bad), 0.5)
 
 
 def check_columns(report, small):
