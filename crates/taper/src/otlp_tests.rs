@@ -133,9 +133,7 @@ async fn a_collector_gets_the_tree_of_a_request_with_its_resource() {
     let trace = 0x4bf9_2f35_77b3_4da6_a3ce_929d_0e0e_4736_u128.to_be_bytes();
     assert!(spans.iter().all(|span| span.trace_id == trace && span.start_time_unix_nano <= span.end_time_unix_nano));
     let has = |key: &str| llm.attributes.iter().any(|one| one.key == key);
-    assert!(
-        has("gen_ai.usage.completion_tokens") && has("gen_ai.latency.e2e") && has("taper.attention.decode.density")
-    );
+    assert!(has("gen_ai.usage.completion_tokens") && has("gen_ai.latency.e2e") && has("taper.attention.decode.method"));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -179,7 +179,8 @@ fn a_panic_in_a_slice_ends_its_request_and_no_other() {
         let endless = busy.submit(long(0, &json!({}), (20, 3_000))).unwrap();
         wait("the answer has begun", || busy.load().counts.generated_tokens > before);
         assert_eq!(collect(busy.submit(victim.clone()).unwrap()).unwrap_err(), RequestError::Panic(message.into()));
-        assert_eq!(busy.load().running, 1, "it came to the same place again and again");
+        let then = busy.load().counts.generated_tokens;
+        wait("the answer goes on", || busy.load().counts.generated_tokens > then);
         drop(endless);
         sound(&busy, &seen, 300);
     }
