@@ -35,7 +35,7 @@ pub struct ArtifactError {
     pub message: String,
 }
 
-/// What methods find where they run: the artefacts at hand, and the place.
+/// What methods find where they run: the artefacts at hand, the place, and what goes without saying there.
 #[derive(Debug, Clone, Default)]
 pub struct Artifacts {
     folder: Option<PathBuf>,
@@ -43,6 +43,7 @@ pub struct Artifacts {
     /// What was made for another model, with the fingerprints of both.
     foreign: BTreeMap<&'static str, Foreign>,
     places: Places,
+    dense_below: usize,
 }
 
 /// Whom an artefact fits, and whom it would have to.
@@ -141,13 +142,25 @@ impl Artifacts {
             let known: Vec<&str> = kinds.iter().map(|kind| kind.file).collect();
             return Err(fail(folder, format!("holds none of {}", known.join(", "))));
         }
-        Ok(Self { folder: Some(folder.to_owned()), loaded, foreign, places: Places::default() })
+        Ok(Self { folder: Some(folder.to_owned()), loaded, foreign, places: Places::default(), dense_below: 0 })
     }
 
     /// The same, for methods that run in these places.
     #[must_use]
     pub fn at(self, places: Places) -> Self {
         Self { places, ..self }
+    }
+
+    /// The same, where rows that see fewer tokens read all of them by any decode method, unless a spec's `dense_below` says
+    /// otherwise.
+    #[must_use]
+    pub fn with_dense_below(self, tokens: usize) -> Self {
+        Self { dense_below: tokens, ..self }
+    }
+
+    /// From how many tokens on decode methods choose, where a spec does not say it.
+    pub fn dense_below(&self) -> usize {
+        self.dense_below
     }
 
     pub(crate) fn place(&self) -> Places {

@@ -1,6 +1,7 @@
 //! Contexts too short to be worth choosing from: a parameter of every decode method but the dense one.
 
 use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex};
+use crate::methods::is_dense;
 use crate::spec::Chosen;
 use candle_core::Result;
 use serde_json::{Value, json};
@@ -10,27 +11,34 @@ use taper_kernels::decode::{DecodeRow, Selection};
 /// Its name.
 pub(crate) const FIELD: &str = "dense_below";
 
+/// The most that it can be.
+pub const MOST: usize = 1_048_576;
+
 /// Its JSON Schema.
 pub(crate) fn property() -> Value {
     json!({
-        "description": "Rows that see fewer tokens, within the model's window if it has one, read all of them: where choosing costs more than it saves.",
-        "type": "integer", "minimum": 0, "maximum": 1_048_576, "default": 0,
+        "description": "Rows that see fewer tokens, within the model's window if it has one, read all of them: where choosing costs more than it saves. Where it is not said, the server's `--dense-below` holds, 0 unless set.",
+        "type": "integer", "minimum": 0, "maximum": MOST,
     })
 }
 
 /// What a method's object, which was checked, says of it.
-pub(crate) fn least(value: &Value) -> usize {
-    value[FIELD].as_f64().map_or(0, |least| least as usize)
+pub(crate) fn least(value: &Value) -> Option<usize> {
+    value[FIELD].as_f64().map(|least| least as usize)
 }
 
-/// The method for contexts of so many tokens and more.
+/// The method for contexts of so many tokens and more, which its object says.
 pub(crate) fn over(chosen: Chosen<dyn DecodeMethod>, least: usize) -> Chosen<dyn DecodeMethod> {
-    if least == 0 {
-        return chosen;
-    }
     let Chosen { name, mut json, method } = chosen;
     json[FIELD] = json!(least);
-    Chosen { name, json, method: Arc::new(Below { least, method }) }
+    let method = if least == 0 { method } else { Arc::new(Below { least, method }) };
+    Chosen { name, json, method }
+}
+
+/// The same where the request says nothing of it; dense attention stays what it is.
+pub(crate) fn by_default(chosen: Chosen<dyn DecodeMethod>, least: usize) -> Chosen<dyn DecodeMethod> {
+    let open = least > 0 && !is_dense(&chosen) && chosen.json.get(FIELD).is_none();
+    if open { over(chosen, least) } else { chosen }
 }
 
 #[derive(Debug)]
@@ -103,8 +111,11 @@ mod tests {
         assert_eq!((counts(&[windowed(6)]), counts(&[windowed(5)])), (Some(vec![4]), Some(vec![2])));
         assert!(method.method.reads_all(4) && !method.method.reads_all(5));
         assert_eq!(method.json, json!({ "method": "streaming_llm", "sink": 0, "window": 2, FIELD: 5 }));
-        let none = super::tests::method(0);
-        assert_eq!(none.json, json!({ "method": "streaming_llm", "sink": 0, "window": 2 }));
+        // What is said stays said, so that no default takes its place.
+        assert_eq!(
+            super::tests::method(0).json,
+            json!({ "method": "streaming_llm", "sink": 0, "window": 2, FIELD: 0 })
+        );
     }
 
     #[test]

@@ -30,6 +30,7 @@ mod unread;
 pub use artifacts::{ArtifactError, Artifacts, ModelKey, Place, Places, Sizes};
 pub use batch::{AttentionBatch, DECODE_SEQUENCES, DECODE_TOKENS, Replay, Span, leaders, replay};
 pub use beginning::Beginning;
+pub use below::MOST as DENSE_BELOW_MAX;
 pub use chunk::{Chunk, Slice};
 pub use layer::{AttentionShape, LayerAttention, PlainStep, Repeats, Rotary};
 pub use methods::{ArtifactInfo, MethodInfo, catalogue};

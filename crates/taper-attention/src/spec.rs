@@ -1,6 +1,7 @@
 //! What a request says of its attention, and the errors when it says something else.
 
 use crate::artifacts::Artifacts;
+use crate::below;
 use crate::method::{DecodeMethod, PrefillMethod};
 use crate::methods;
 use crate::speculate::{Drafting, Speculate};
@@ -128,7 +129,7 @@ impl AttentionSpec {
         let (prefill, decode) = (format!("{path}.prefill"), format!("{path}.decode"));
         let spec = Self {
             prefill: methods::prefill(fields.get("prefill").unwrap_or(&dense), &prefill, artifacts)?,
-            decode: methods::decode(fields.get("decode").unwrap_or(&dense), &decode, artifacts)?,
+            decode: answers(fields.get("decode").unwrap_or(&dense), &decode, artifacts)?,
             question: fields.get("question").map_or(Ok(Question::default()), |q| question(q, path))?,
             question_tokens: fields.get("question_tokens").map(|tokens| question_tokens(tokens, path)).transpose()?,
             audit: fields.get("audit").map_or(Ok(0.0), |audit| audit_rate(audit, &format!("{path}.audit")))?,
@@ -182,8 +183,7 @@ impl AttentionSpec {
         let short = [("epsilon", wire.epsilon), ("delta", wire.delta)];
         let decode = merge("vattention", "decode", object.get("decode"), &spec.decode.json, &short, |_| json!({}))?;
         if let Some(decode) = decode {
-            spec.decode =
-                methods::decode(&decode.0, &decode.1, artifacts).map_err(|e| to_short_form(e, &short, &decode.1))?;
+            spec.decode = answers(&decode.0, &decode.1, artifacts).map_err(|e| to_short_form(e, &short, &decode.1))?;
         }
         let short = [("gamma", wire.gamma)];
         let over = |preset: &Value| match preset["method"].as_str() {
@@ -230,6 +230,11 @@ impl AttentionSpec {
     pub fn names(&self) -> (&'static str, &'static str) {
         (self.prefill.name, self.decode.name)
     }
+}
+
+/// The method of generated tokens, with what goes without saying where it runs.
+fn answers(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Chosen<dyn DecodeMethod>> {
+    Ok(below::by_default(methods::decode(value, path, artifacts)?, artifacts.dense_below()))
 }
 
 /// The fields of an `attention` object.

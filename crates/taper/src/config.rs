@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use taper_attention::{Artifacts, AttentionSpec};
+use taper_attention::{Artifacts, AttentionSpec, DENSE_BELOW_MAX};
 use taper_engine::{CacheDType, CacheOptions, DeviceChoice, EngineConfig, Offload};
 use taper_model::{DEFAULT_MODEL, LoadOptions, Progress, WeightDType};
 use taper_server::{Keys, Origins, ServerConfig, Tls};
@@ -53,6 +53,8 @@ pub struct ModelConfig {
     pub presets: Presets,
     /// Folder of what methods learned offline.
     pub artifacts: Option<PathBuf>,
+    /// Contexts that decode methods read whole where nothing else is said.
+    pub dense_below: usize,
     pub device: DeviceChoice,
     pub threads: Option<u16>,
     pub cache: CacheOptions,
@@ -98,6 +100,10 @@ pub fn serve(settings: Settings) -> Result<ServeConfig> {
         sequences: at_least_one("sequences", args.sequences)?.unwrap_or(engine.sequences),
         stretch,
     };
+    model.dense_below = args.dense_below.unwrap_or(0);
+    if model.dense_below > DENSE_BELOW_MAX {
+        bail!("dense_below is {}; must be at most {DENSE_BELOW_MAX}", model.dense_below);
+    }
     model.cache.prefix = args.prefix_cache.unwrap_or(true);
     let seconds = |name: &str, value: Option<u32>| match value {
         Some(0) => Err(anyhow!("{name} must be at least 1")),
@@ -238,6 +244,7 @@ pub fn model(args: ModelArgs) -> Result<ModelConfig> {
         attention,
         presets,
         artifacts,
+        dense_below: 0,
         device,
         threads,
         cache: CacheOptions {

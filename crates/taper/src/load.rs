@@ -121,7 +121,7 @@ pub fn artifacts(config: &ModelConfig, key: &ModelKey) -> Result<Artifacts> {
         None => Artifacts::default(),
     };
     artifacts.foreign().for_each(|(file, why)| tracing::warn!("{file} {why}; requests for it are refused"));
-    Ok(artifacts.at(places(config.device, config.device)))
+    Ok(artifacts.at(places(config.device, config.device)).with_dense_below(config.dense_below))
 }
 
 /// Where methods run, by the devices that prompts and answers are computed on.

@@ -165,7 +165,10 @@ pub(crate) fn decode(value: &Value, path: &str, artifacts: &Artifacts) -> SpecRe
     let chosen = choose(("decode method", DECODE, decode_schema), value, path, artifacts, |m| {
         m.host_only().filter(|_| artifacts.place().decode == Place::Device)
     })?;
-    Ok(below::over(chosen, below::least(value)))
+    Ok(match below::least(value) {
+        Some(least) => below::over(chosen, least),
+        None => chosen,
+    })
 }
 
 fn predictor(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Chosen<dyn Predictor>> {

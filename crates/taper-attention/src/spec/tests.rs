@@ -260,6 +260,33 @@ fn an_error_in_a_short_form_names_the_short_form() {
 }
 
 #[test]
+fn contexts_that_the_server_has_read_whole_are_those_where_nobody_says_otherwise() {
+    let here = Artifacts::default().with_dense_below(4096);
+    let of = |preset: Value, attention: Option<Value>, epsilon: Option<Value>| {
+        let preset = AttentionSpec::from_json(&preset, "attention", &here).unwrap();
+        let wire = Wire { attention: attention.as_ref(), epsilon: epsilon.as_ref(), ..Wire::default() };
+        let spec = AttentionSpec::resolve(&preset, &wire, &here).unwrap();
+        json!(spec)["decode"].get("dense_below").cloned()
+    };
+    let quest = |least: usize| json!({ "decode": { "method": "quest", "dense_below": least } });
+    let (server, said) = (Some(json!(4096)), |tokens: usize| Some(json!(tokens)));
+    // By short form, by name, by the server's own default; dense attention reads everything anyway.
+    assert_eq!(of(json!({}), None, Some(json!(0.1))), server);
+    assert_eq!(of(json!({}), Some(json!({ "decode": "quest" })), None), server);
+    assert_eq!(of(json!({ "decode": "vattention" }), None, None), server);
+    assert_eq!(of(json!({ "decode": "vattention" }), None, Some(json!(0.1))), server);
+    assert_eq!(of(json!({}), None, None), None);
+    // Whoever says it, in the request or the preset, is heard, also that it is nothing.
+    assert_eq!(of(json!({}), Some(quest(7)), None), said(7));
+    assert_eq!(of(json!({}), Some(quest(0)), None), said(0));
+    assert_eq!(of(quest(9), None, None), said(9));
+    // Drafts are another matter: what they are for is to be cheap.
+    let drafts = json!({ "speculate": { "method": "quest" } });
+    let spec = AttentionSpec::from_json(&drafts, "attention", &here).unwrap();
+    assert_eq!(json!(spec)["speculate"]["method"].get("dense_below"), None);
+}
+
+#[test]
 fn what_runs_in_host_memory_alone_is_refused_elsewhere_with_what_is_not() {
     // Channels of 8 elements, for which a device has no kernel.
     let shape = AttentionShape { layers: 1, q_heads: 4, kv_heads: 2, head_dim: 64, window: None };
