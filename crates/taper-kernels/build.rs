@@ -53,8 +53,8 @@ fn nvcc() -> Result<PathBuf, String> {
     let path = env::var_os("PATH").unwrap_or_default();
     let on_path = env::split_paths(&path).map(|folder| folder.join("nvcc"));
     home.into_iter().chain(on_path).find(|nvcc| nvcc.is_file()).ok_or_else(|| {
-        "the feature `cuda` needs nvcc 13, which is neither in CUDA_HOME/bin nor on the PATH; scripts/kernels.sh \
-         installs one under ~/.cache/taper/cuda-13.0"
+        "the feature `cuda` needs nvcc 13, which is neither in CUDA_HOME/bin nor on the PATH; eval \"$(scripts/cuda.sh)\" \
+         finds one, or installs it"
             .into()
     })
 }
