@@ -16,6 +16,7 @@ use crate::unread::Unread;
 use candle_core::{Result, Tensor, bail};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
+use std::sync::OnceLock;
 use taper_kernels::decode::{DecodeRow, Selection, stacked};
 use taper_kernels::philox::Stream;
 use taper_kernels::prefill::Mask;
@@ -360,10 +361,17 @@ pub(crate) fn report_prompt(
     Ok(out)
 }
 
-/// The rotary embedding of a token, in a sequence whose prompt is so long.
-fn rotation(rotary: &dyn Rotary, prompt: usize, position: usize) -> Rotation {
-    let length = if rotary.heeds_length() { prompt.max(position + 1) } else { 0 };
-    Rotation::new(position, &rotary.frequencies(length), rotary.factor())
+/// The rotary embedding of each token of a sequence whose prompt is so long.
+fn rotations(rotary: &dyn Rotary, prompt: usize) -> impl Fn(usize) -> Rotation + Sync {
+    // Those of all positions, or of the prompt's where they heed the length, are made once, and only if they are wanted.
+    let shared = OnceLock::new();
+    move |position| match rotary.heeds_length() && position >= prompt {
+        true => Rotation::new(position, &rotary.frequencies(position + 1), rotary.factor()),
+        false => {
+            let length = if rotary.heeds_length() { prompt } else { 0 };
+            Rotation::new(position, shared.get_or_init(|| rotary.frequencies(length)), rotary.factor())
+        }
+    }
 }
 
 #[cfg(test)]

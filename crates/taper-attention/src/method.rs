@@ -9,7 +9,7 @@ use taper_kernels::index::Part;
 use taper_kernels::kv::PagedKv;
 use taper_kernels::philox::Stream;
 use taper_kernels::prefill::{self, Mask, Reads, Rows, Selection as PrefillSelection};
-use taper_kernels::rotary::{self, Rotation};
+use taper_kernels::rotary;
 use taper_kv_cache::IndexShape;
 
 /// How a prompt's rows attend. In each layer a chunk of a prompt is chosen for at once, and attended at once or slice by
@@ -298,8 +298,7 @@ pub trait KeyIndex: std::fmt::Debug + Send + Sync {
     fn extend(&self, layer: usize, index: &Tensor, kv: PagedKv, parts: &[Part], rotation: &Rotations) -> Result<()>;
 }
 
-/// The rotary embedding of each position of a sequence.
-pub type Rotations<'a> = dyn Fn(usize) -> Rotation + 'a;
+pub use taper_kernels::rotary::Rotations;
 
 /// Query rows of one layer that share a method.
 pub struct DecodeStep<'a> {

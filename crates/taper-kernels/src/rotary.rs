@@ -6,6 +6,9 @@ use candle_core::{Result, Tensor, bail};
 #[derive(Debug, Clone)]
 pub struct Rotation(pub(crate) Vec<(f32, f32)>);
 
+/// The turn of each position of a sequence.
+pub type Rotations<'a> = dyn Fn(usize) -> Rotation + Sync + 'a;
+
 impl Rotation {
     /// That of a position, from the angle per position of each pair of dimensions `[head_dim / 2]`; `factor` is what the
     /// embedding multiplies cosines and sines by.

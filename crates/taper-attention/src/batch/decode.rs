@@ -1,6 +1,6 @@
 //! Rows after the prompt: chosen for, of one sequence or of several, attended together, reported and audited.
 
-use super::{Part, Started, next_row, plain, rotation, row, visible};
+use super::{Part, Started, next_row, plain, rotations, row, visible};
 use crate::audit;
 use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex};
 use crate::sequence::Sequence;
@@ -15,10 +15,15 @@ use taper_kv_cache::BlockTable;
 
 /// Most rows of one sequence that keys are chosen for at a time: what a method scores for each takes memory.
 const ROWS: usize = 16;
-/// Most sequences that keys are chosen for at a time,
+/// Most sequences that keys are chosen for at a time.
 pub const DECODE_SEQUENCES: usize = 32;
-/// and most rows times keys of the longest then. One row may have more.
+/// Most rows that keys are chosen for at a time, times the keys of the longest. One row may have more.
 pub const DECODE_TOKENS: usize = 1 << 21;
+
+/// How many rows of a sequence of so many keys are chosen for at a time.
+pub(super) fn rows_together(keys: usize) -> usize {
+    (DECODE_TOKENS / keys.max(1)).clamp(1, ROWS)
+}
 
 impl Part<'_> {
     /// Several tokens of one sequence. `q` `[tokens, q_heads, head_dim]`.
@@ -27,7 +32,10 @@ impl Part<'_> {
         let method = sequence.decode_method().method.clone();
         // Where an index sums tokens up, a row must not see those of the rows after it.
         let whole = |index: &&dyn KeyIndex| index.shape(&self.shape, self.pool.dtype()).rows == BLOCK_TOKENS;
-        let together = if self.wanted(&*method).iter().all(whole) { ROWS } else { 1 };
+        let together = match self.wanted(&*method).iter().all(whole) {
+            true => rows_together(sequence.len + tokens),
+            false => 1,
+        };
         let mut outs = Vec::new();
         for first in (0..tokens).step_by(together) {
             let count = together.min(tokens - first);
@@ -59,7 +67,7 @@ impl Part<'_> {
         }
         for index in self.wanted(method) {
             let (name, shape) = (index.name(), index.shape(&self.shape, self.pool.dtype()));
-            let rotation = |position: usize| rotation(self.rotary, prompt, position);
+            let rotation = rotations(self.rotary, prompt);
             let extend =
                 |to: &Tensor, kv: PagedKv<'_>, parts: &[IndexPart]| index.extend(self.layer, to, kv, parts, &rotation);
             let tensor = self.pool.index((&name, shape), self.layer, tables, extend);
@@ -188,7 +196,7 @@ impl Part<'_> {
             kv_heads: self.shape.kv_heads,
             streams: &streams,
             indices,
-            rotation: &|position| rotation(self.rotary, rows[0].0.prompt, position),
+            rotation: &rotations(self.rotary, rows[0].0.prompt),
         })
     }
 

@@ -1,6 +1,6 @@
 //! One query over and over: what a decode method's draws come to.
 
-use super::{Part, Sequence, rotation, row};
+use super::{Part, Sequence, rotations, row};
 use crate::audit;
 use crate::layer::{AttentionShape, Rotary};
 use crate::method::DecodeStep;
@@ -54,7 +54,7 @@ pub fn replay(
         kv_heads: shape.kv_heads,
         streams: &streams,
         indices: &indices,
-        rotation: &|position| rotation(rotary, sequence.prompt, position),
+        rotation: &rotations(rotary, sequence.prompt),
     };
     let (choice, out) = step.run(&*method)?;
     let errors = audit::errors(&out, &dense.repeat((seeds.len(), 1, 1))?)?;

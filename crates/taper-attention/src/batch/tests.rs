@@ -125,6 +125,13 @@ fn spans_that_cannot_be_are_errors() {
     pool.check_integrity([long.table()]);
 }
 
+/// What choosing works with for several rows of a long sequence is no more than for one of twice a million tokens.
+#[test]
+fn the_longer_a_sequence_the_fewer_rows_are_chosen_for_together() {
+    let of = [1, 131_072, 131_073, 1 << 20, 1 << 21, 1 << 22].map(decode::rows_together);
+    assert_eq!(of, [16, 16, 15, 2, 1, 1]);
+}
+
 #[test]
 fn rows_of_one_method_are_brought_together() {
     let decode = |prompt: usize, len: usize, decode: serde_json::Value| {

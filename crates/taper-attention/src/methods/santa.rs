@@ -159,7 +159,8 @@ impl Santa {
 
 impl DecodeMethod for Santa {
     fn select(&self, step: &DecodeStep) -> Result<Choice> {
-        self.draw(step, self.within.method.select(step)?)
+        // In layers that it reads whole, the values are drawn of all.
+        self.draw(step, step.choose(&*self.within.method)?)
     }
 
     fn reads_all(&self, keys: usize) -> bool {
@@ -168,9 +169,5 @@ impl DecodeMethod for Santa {
 
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         self.within.method.indices()
-    }
-
-    fn dense_layers(&self) -> usize {
-        self.within.method.dense_layers()
     }
 }

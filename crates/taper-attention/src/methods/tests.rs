@@ -255,6 +255,20 @@ fn choices_beyond_the_context_read_everything_of_it() {
     }
 }
 
+/// Values are drawn in every layer, also in those that the method they are drawn within reads whole.
+#[test]
+fn values_are_drawn_where_the_method_within_reads_everything() {
+    for dense_layers in [0, 1] {
+        let within = json!({ "method": "quest", "k": 0.1, "sink": 2, "window": 20, "dense_layers": dense_layers });
+        let spec = json!({ "decode": { "method": "santa", "samples": 16, "within": within } });
+        let (_, sequence) = run(&spec, AttentionShape { layers: 1, ..shape(3, 64, None) }, (500, 4), 4096);
+        let usage = sequence.usage().decode;
+        // All keys of a layer that is read whole are scored, and the values of at most sixteen are read in any.
+        assert!(usage.budget_max <= 3 * 16, "{usage:?}");
+        assert_eq!(usage.scored.is_some_and(|scored| scored >= 1.0), dense_layers == 1, "{usage:?}");
+    }
+}
+
 #[test]
 fn reports_say_what_was_read_and_how_far_off_it_was() {
     let spec = json!({

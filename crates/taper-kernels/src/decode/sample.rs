@@ -21,6 +21,7 @@ use crate::philox::{Permutation, Stream};
 use crate::simd::{Isa, dispatch, prefetch};
 use candle_core::{Result, bail};
 use moments::{Head, Running, Sums, sum_up};
+use std::borrow::Cow;
 use std::ops::Range;
 
 /// How a sample starts and when it gives up.
@@ -134,12 +135,17 @@ pub fn sample(
     if !foreseen.fits(fixed.len()) {
         bail!("sample: heads foreseen for another batch than one of {}", fixed.len());
     }
-    let (mut selection, mut budgets) = head_by_head(batch, fixed, scores, streams, sampling)?;
-    let (heads, kv_heads) = (selection.len(), selection.len() / batch.rows.len().max(1));
+    let (heads, kv_heads) = (fixed.len(), fixed.len() / batch.rows.len().max(1));
+    let given_up: Vec<usize> = (0..heads).filter(|&i| foreseen.is_hopeless(i)).collect();
+    let mut fixed = Cow::Borrowed(fixed);
+    if !given_up.is_empty() {
+        let all = fixed.to_mut();
+        given_up.iter().for_each(|&i| all[i] = HeadSelection::Dense);
+    }
+    let (selection, mut budgets) = head_by_head(batch, &fixed, scores, streams, sampling)?;
     let group = budgets.len() / heads.max(1);
-    for i in (0..heads).filter(|&i| foreseen.is_hopeless(i)) {
+    for i in given_up {
         let n = batch.rows[i / kv_heads].visible.len();
-        selection[i] = HeadSelection::Dense;
         budgets[i * group..][..group].fill(Budget { residual: n, sampled: n, pilot: 0, dense: true });
     }
     Ok((selection.into(), budgets))

@@ -10,7 +10,7 @@ use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
 use crate::lent::Lent;
 use crate::mlp::{PerHead, for_kv_heads};
 use crate::parallel;
-use crate::rotary::Rotation;
+use crate::rotary::Rotations;
 use crate::simd::{Isa, Simd, dispatch, exp_line};
 use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
 use std::ops::Range;
@@ -100,7 +100,7 @@ pub fn extend(
     k: &Tensor,
     parts: &[Part],
     centroids: &PerHead<Centroids>,
-    unrotate: Option<&dyn Fn(usize) -> Rotation>,
+    unrotate: Option<&Rotations>,
 ) -> Result<()> {
     let dims = dims(index, k, parts)?;
     let (kv_heads, d, _) = dims;
@@ -111,12 +111,6 @@ pub fn extend(
     if k.device().is_cuda() {
         return Ok(crate::cuda::step::extend_clusters(index, k, parts, centroids, unrotate)?);
     }
-    let (first, last) = (parts.iter().map(|p| p.start).min(), parts.iter().map(|p| p.start + BLOCK_TOKENS).max());
-    let first = first.unwrap_or(0);
-    let wanted =
-        |position: usize| parts.iter().any(|p| p.rows.contains(&position.wrapping_sub(p.start))).then_some(position);
-    let rotations: Option<Vec<Option<Rotation>>> =
-        unrotate.map(|of| (first..last.unwrap_or(0)).map(|position| wanted(position).map(of)).collect());
     index.inplace_op2(
         k,
         &Extend(|index: &mut _, keys: &_| {
@@ -126,10 +120,8 @@ pub fn extend(
                 for_each_part(dims, keys, index, parts, |part, head, keys, rows| {
                     let new = part.rows.start * d..part.rows.end * d;
                     let mut keys: Vec<f32> = keys[new].iter().map(|x| x.to_f32()).collect();
-                    for (row, key) in part.rows.clone().zip(keys.chunks_exact_mut(d)) {
-                        if let Some(rotation) = rotations.as_ref().and_then(|r| r[part.start + row - first].as_ref()) {
-                            rotation.undo(key);
-                        }
+                    if let Some(of) = unrotate {
+                        part.rows.clone().zip(keys.chunks_exact_mut(d)).for_each(|(row, key)| of(part.start + row).undo(key));
                     }
                     let clusters = centroids[head].assign(&keys);
                     rows[part.rows.clone()].iter_mut().zip(clusters).for_each(|(to, c)| *to = c as i16);

@@ -12,7 +12,7 @@ use taper_kernels::index::{Part, bounds, codes, labels, quantized};
 use taper_kernels::kv::BLOCK_TOKENS;
 use taper_kernels::mlp::{self, Activation, Mlp, PerHead};
 use taper_kernels::philox::Stream;
-use taper_kernels::rotary::{self, Rotation};
+use taper_kernels::rotary::{self, Rotation, Rotations};
 
 const LENS: [usize; 4] = [3, 90, 700, 2500];
 /// Keys that are read whatever is chosen: neither number ends a page.
@@ -428,7 +428,7 @@ fn clusters_and_classifiers_choose_what_they_choose_on_the_cpu() {
             .collect();
         let frequencies: Vec<f32> = (0..d / 2).map(|i| 1e4f32.powf(-2.0 * i as f32 / d as f32)).collect();
         let rotation = |position: usize| Rotation::new(position, &frequencies, 1.0);
-        let turned: Option<&dyn Fn(usize) -> Rotation> = if at % 2 == 0 { Some(&rotation) } else { None };
+        let turned: Option<&Rotations> = if at % 2 == 0 { Some(&rotation) } else { None };
         let extend = |index: &Tensor, k: &Tensor, parts: &[Part]| {
             clusters::extend(index, k, parts, &centroids, turned).unwrap();
         };

@@ -13,7 +13,7 @@ use crate::index::Part;
 use crate::index::clusters::{Centroids, Probes};
 use crate::kv::BLOCK_TOKENS;
 use crate::mlp::{Mlp, PerHead};
-use crate::rotary::Rotation;
+use crate::rotary::Rotations;
 use candle_core::{DType, Tensor};
 
 /// Takes parts in, as sequences of one block each.
@@ -112,16 +112,15 @@ impl Rows {
     }
 
     /// Keys `[T, kv_heads, head_dim]`, f32, by `unrotate` as they were before the rotary embedding.
-    fn keys(&self, op: &Op, k: &Tensor, unrotate: Option<&dyn Fn(usize) -> Rotation>) -> Result<Tensor> {
+    fn keys(&self, op: &Op, k: &Tensor, unrotate: Option<&Rotations>) -> Result<Tensor> {
         let turns = self.turns(op, k, unrotate)?;
         cached_rows(k, &self.slots, turns.as_ref().map(|[cos, sin]| Turns { cos, sin }))
     }
 
     /// Cosines and sines of what `unrotate` takes off them.
-    fn turns(&self, op: &Op, k: &Tensor, unrotate: Option<&dyn Fn(usize) -> Rotation>) -> Result<Option<[Tensor; 2]>> {
+    fn turns(&self, op: &Op, k: &Tensor, unrotate: Option<&Rotations>) -> Result<Option<[Tensor; 2]>> {
         let Some(turn) = unrotate else { return Ok(None) };
-        let of: Vec<Rotation> = self.positions.iter().map(|&at| turn(at)).collect();
-        turns(op, &of, k.dim(3)?).map(Some)
+        turns(op, [self.positions.len(), k.dim(3)?], |row| turn(self.positions[row])).map(Some)
     }
 
     fn tokens(&self) -> Tokens<'_> {
@@ -146,7 +145,7 @@ pub(crate) fn extend_clusters(
     k: &Tensor,
     parts: &[Part],
     of: &PerHead<Centroids>,
-    unrotate: Option<&dyn Fn(usize) -> Rotation>,
+    unrotate: Option<&Rotations>,
 ) -> Result<()> {
     let op = Op::new("clusters", "k", k)?;
     let ids = index.squeeze(3)?;

@@ -9,6 +9,7 @@ use crate::cuda::project::{self as kernels, Layer, Turns};
 use crate::index::clusters::Centroids;
 use crate::lent::Lent;
 use crate::mlp::{Activation, Mlp, PerHead};
+use crate::parallel;
 use crate::rotary::Rotation;
 use candle_core::{DType, Device, Tensor};
 use std::sync::OnceLock;
@@ -147,20 +148,30 @@ fn raw(weight: &Tensor) -> Layer<'_> {
     Layer { weight, bias: None, scale: 1.0, activation: None, out: DType::F32, by_head: false }
 }
 
-/// Turns of rows of `width` numbers on the device: cosines, then sines `[T, width / 2]`.
-pub(super) fn turns(op: &Op, turns: &[Rotation], width: usize) -> Result<[Tensor; 2]> {
+/// Rows whose turns a thread makes at a time.
+const ROWS_AT_ONCE: usize = 256;
+
+/// Turns of so many rows of `width` numbers on the device: cosines, then sines `[T, width / 2]`.
+pub(super) fn turns(op: &Op, [rows, width]: [usize; 2], of: impl Fn(usize) -> Rotation + Sync) -> Result<[Tensor; 2]> {
     let half = width / 2;
-    op.check(turns.iter().all(|turn| turn.0.len() == half), "turns", "of another width", format_args!("{half} pairs"))?;
-    let part = |of: fn(&(f32, f32)) -> f32| {
-        let all: Vec<f32> = turns.iter().flat_map(|turn| turn.0.iter().map(of)).collect();
-        op.kept(&all, [turns.len(), half])
+    let all = parallel::map(rows.div_ceil(ROWS_AT_ONCE), |unit| {
+        let rows = unit * ROWS_AT_ONCE..rows.min((unit + 1) * ROWS_AT_ONCE);
+        let turns: Vec<Rotation> = rows.map(&of).collect();
+        let part =
+            |of: fn(&(f32, f32)) -> f32| turns.iter().flat_map(|turn| turn.0.iter().map(of)).collect::<Vec<f32>>();
+        (part(|t| t.0), part(|t| t.1))
+    });
+    let part = |of: fn(&(Vec<f32>, Vec<f32>)) -> &Vec<f32>| {
+        let flat: Vec<f32> = all.iter().flat_map(of).copied().collect();
+        op.check(flat.len() == rows * half, "turns", "of another width", format_args!("{half} pairs"))?;
+        op.kept(&flat, [rows, half])
     };
-    Ok([part(|t| t.0)?, part(|t| t.1)?])
+    Ok([part(|both| &both.0)?, part(|both| &both.1)?])
 }
 
 /// [`crate::rotary::undo`], whose checks the caller has made.
 pub(crate) fn undo(x: &Tensor, of: &[Rotation]) -> Result<Tensor> {
     let op = Op::new("undo", "x", x)?;
-    let [cos, sin] = turns(&op, of, x.dim(2)?)?;
+    let [cos, sin] = turns(&op, [of.len(), x.dim(2)?], |row| of[row].clone())?;
     kernels::rows(x, Some(Turns { cos: &cos, sin: &sin }))
 }
