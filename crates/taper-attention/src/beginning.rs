@@ -103,7 +103,7 @@ mod tests {
         // What the pool has already is no gain.
         let mut table = BlockTable::default();
         pool.grow(&mut table, 448).unwrap();
-        pool.remember(&table, &own.keys[..7]);
+        pool.remember(&table, &own.keys[..7], 0);
         assert!(!gains(&pool, &own, 0));
         assert_eq!((own.taken(&pool), own.shared_blocks(&pool)), (7, 7));
         pool.release(&mut table);

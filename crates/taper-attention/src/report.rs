@@ -115,6 +115,16 @@ pub struct AttentionUsage {
     pub trace: Option<TraceUsage>,
 }
 
+impl AttentionUsage {
+    /// The same, of a request whose seed is this one.
+    #[must_use]
+    pub fn with_seed(mut self, seed: u64) -> Self {
+        let drafts = self.speculation.as_mut().and_then(|speculation| speculation.draft.as_mut());
+        [&mut self.prefill, &mut self.decode].into_iter().chain(drafts).for_each(|phase| phase.seed = seed as i64);
+        self
+    }
+}
+
 /// What speculation came to.
 #[derive(Debug, Clone, Serialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

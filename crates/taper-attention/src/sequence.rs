@@ -27,6 +27,8 @@ pub struct Sequence {
     /// Tokens that the report has: those that were cached before the blocks were given back count once.
     pub(crate) reported: usize,
     pub(crate) table: BlockTable,
+    /// Blocks of its beginning that it took over from another prompt's.
+    pub(crate) taken: usize,
     /// What stands for the blocks of the context that other prompts may take over.
     pub(crate) prefix: Vec<PrefixKey>,
     /// What of its latest step the report does not have yet: see [`settle`](Self::settle).
@@ -86,6 +88,7 @@ impl Sequence {
             len: 0,
             reported: 0,
             table: BlockTable::default(),
+            taken: 0,
             prefix: Vec::new(),
             unread: Vec::new(),
             carries: Vec::new(),
@@ -114,6 +117,7 @@ impl Sequence {
         let taken = beginning.taken(pool);
         self.table = pool.recall(&beginning.keys[..taken]);
         self.len = taken * BLOCK_TOKENS;
+        self.taken = taken;
         self.prefix.clone_from(&beginning.keys);
     }
 
@@ -282,7 +286,7 @@ impl Sequence {
                     }
                 },
             };
-            (sequence.len, sequence.underway) = (prompt.len, None);
+            (sequence.len, sequence.taken, sequence.underway) = (prompt.len, prompt.taken, None);
         }
         pool.release(&mut prompt.table);
         Ok(())
@@ -377,7 +381,7 @@ impl Sequence {
     }
 
     /// Takes the next tokens as cached; whether the report is to have them.
-    fn go_on(&mut self, pool: &mut KvPool, tokens: usize) -> bool {
+    pub(crate) fn go_on(&mut self, pool: &mut KvPool, tokens: usize) -> bool {
         let before = self.len;
         self.len += tokens;
         let new = self.len > self.reported;
@@ -386,12 +390,28 @@ impl Sequence {
         }
         if before < self.context {
             let whole = self.len.min(self.context) / BLOCK_TOKENS;
-            pool.remember(&self.table, &self.prefix[..whole.min(self.prefix.len())]);
+            match self.stands_on_what_is_remembered(pool) {
+                true => pool.remember(&self.table, &self.prefix[..whole.min(self.prefix.len())], before / BLOCK_TOKENS),
+                false => pool.forget(&self.table, self.taken),
+            }
         }
         if self.len >= self.context {
             self.carries.clear();
         }
         new
+    }
+
+    /// Whether the blocks that it took over may still be taken over: they are forgotten where the request that computed them has
+    /// failed, and what was computed from them is then nobody else's either.
+    fn stands_on_what_is_remembered(&self, pool: &KvPool) -> bool {
+        let (blocks, keys) = (self.table.blocks().get(..self.taken), self.prefix.get(..self.taken));
+        let last = blocks.zip(keys).and_then(|(blocks, keys)| blocks.last().zip(keys.last()));
+        last.is_none_or(|(&block, key)| pool.remembers(block, key))
+    }
+
+    /// How many of its first blocks it took over.
+    pub fn taken(&self) -> usize {
+        self.taken
     }
 
     /// Takes the next token as cached, whose row was attended [ahead](crate::AttentionBatch::hold) and there is room for.

@@ -506,7 +506,8 @@ impl Backend for ModelBackend {
     }
 
     fn discard(&mut self, sequence: Sequence) {
-        self.pool.forget(sequence.table());
+        // What it took over is as good as ever.
+        self.pool.forget(sequence.table(), sequence.taken());
         self.close(sequence);
     }
 

@@ -502,13 +502,15 @@ impl<S> Run<S> {
     fn usage(&self) -> Usage {
         let (began, now) = (self.started, Instant::now());
         let first = self.first.unwrap_or(now);
+        let seed = self.job.request.sampling.seed;
         let times = Times { queued: began - self.job.submitted, prefill: first - began, decode: now - first };
         Usage {
             times,
             prompt_tokens: self.job.request.prompt.len(),
             cached_tokens: self.reused,
             completion_tokens: self.choices.iter().map(|c| c.output.generated()).sum(),
-            attention: self.choices.iter().filter_map(|c| c.usage.clone()).collect(),
+            // Later choices' attention draws by numbers of their own, which follow from the request's.
+            attention: self.choices.iter().filter_map(|c| Some(c.usage.clone()?.with_seed(seed))).collect(),
         }
     }
 

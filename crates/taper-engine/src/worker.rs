@@ -325,7 +325,7 @@ impl<B: Backend> Worker<B> {
         }
     }
 
-    /// What those of the requests `of` get from a step, in one pass or several, and whether none failed.
+    /// What those of the requests `of` get from a step, in one pass or several, and whether all did at the first try.
     fn rows(&mut self, shares: &[Vec<Share>], of: Range<usize>) -> (Vec<Result<Rows, RequestError>>, bool) {
         let efforts: Vec<usize> =
             shares[of.clone()].iter().map(|shares| shares.iter().map(|share| share.effort).sum()).collect();
@@ -338,6 +338,8 @@ impl<B: Backend> Worker<B> {
             if lacked(&tried) && self.backend.spare() {
                 before = done(self);
                 tried = self.forward(shares, requests.clone());
+                // Its time is two steps', and what the first try lost counts against what was done.
+                whole = false;
             }
             let several = efforts.iter().filter(|effort| **effort > 0).count() > 1;
             let lacks = lacked(&tried);

@@ -99,17 +99,25 @@ impl KvPool {
     /// # Errors
     /// [`KvError::Device`] if the device lacks the memory or the dtype is another.
     pub fn new(shape: KvShape, dtype: DType, blocks: usize, device: &Device) -> Result<Self, KvError> {
-        let dims = (blocks, shape.kv_heads, BLOCK_TOKENS, shape.head_dim);
-        let make = || (0..shape.layers).map(|_| kv::zeros(dims, dtype, device)).collect::<Result<Vec<_>, _>>();
-        Ok(Self::over((shape, dtype, device), make()?, make()?, blocks))
+        Self::zeros((shape, dtype, device), (blocks, 0))
     }
 
-    /// A pool over its tensors.
+    /// The same, of which the last few blocks are to lie elsewhere.
+    fn zeros(
+        (shape, dtype, device): (KvShape, DType, &Device),
+        (blocks, offloaded): (usize, usize),
+    ) -> Result<Self, KvError> {
+        let dims = (blocks, shape.kv_heads, BLOCK_TOKENS, shape.head_dim);
+        let make = || (0..shape.layers).map(|_| kv::zeros(dims, dtype, device)).collect::<Result<Vec<_>, _>>();
+        Ok(Self::over((shape, dtype, device), make()?, make()?, (blocks, offloaded)))
+    }
+
+    /// A pool over its tensors, of so many blocks, of which the last few lie elsewhere.
     fn over(
         (shape, dtype, device): (KvShape, DType, &Device),
         keys: Vec<Tensor>,
         values: Vec<Tensor>,
-        blocks: usize,
+        (blocks, offloaded): (usize, usize),
     ) -> Self {
         Self {
             shape,
@@ -122,10 +130,10 @@ impl KvPool {
             values,
             references: vec![0; blocks],
             free: (0..blocks as u32).map(Reverse).collect(),
-            prefixes: Prefixes::new(blocks),
+            prefixes: Prefixes::new(blocks, blocks - offloaded),
             tails: Vec::new(),
             host_tails: Vec::new(),
-            offloaded: 0,
+            offloaded,
             offloaded_held: 0,
         }
     }
@@ -148,12 +156,11 @@ impl KvPool {
         let refused = |reason: &dyn Display| KvError::File { folder: folder.into(), bytes, reason: reason.to_string() };
         let handle = tempfile::tempfile_in(folder).and_then(|handle| offload::reserve(&handle, bytes).map(|()| handle));
         let handle = Arc::new(handle.map_err(|error| refused(&error))?);
-        let mut pool = Self::new(shape, dtype, memory + file, &Device::Cpu)?;
+        let mut pool = Self::zeros((shape, dtype, &Device::Cpu), (memory + file, file))?;
         for (tensor, place) in pool.keys.iter().chain(&pool.values).zip(0..) {
             let tail = FileTail::new(tensor, memory, Arc::clone(&handle), place * each);
             pool.tails.push(tail.map_err(|error| refused(&error))?);
         }
-        pool.offloaded = file;
         Ok(pool)
     }
 
@@ -181,8 +188,8 @@ impl KvPool {
             (0..shape.layers).map(one).collect()
         };
         let (keys, values) = (make()?, make()?);
-        let mut pool = Self::over((shape, dtype, device), keys, values, memory + host);
-        (pool.host_tails, pool.offloaded) = (tails, host);
+        let mut pool = Self::over((shape, dtype, device), keys, values, (memory + host, host));
+        pool.host_tails = tails;
         Ok(pool)
     }
 
@@ -277,13 +284,22 @@ impl KvPool {
             return Err(KvError::OutOfBlocks { wanted, free, total: self.blocks() });
         }
         for _ in 0..wanted {
-            let block =
-                self.free.pop().map(|Reverse(block)| block).or_else(|| self.prefixes.evict()).expect("counted above");
+            let block = self.take().expect("counted above");
             self.hold(block);
             self.indices.values_mut().for_each(|index| index.keep(block, 0));
             table.blocks.push(block);
         }
         Ok(())
+    }
+
+    /// A block that no table holds: of those at hand a free one before a remembered one, and then of those elsewhere. What is
+    /// cached for whoever asks next does not drive who asks now out of memory.
+    fn take(&mut self) -> Option<u32> {
+        let at_hand = self.free.peek().is_some_and(|&Reverse(block)| !self.lies_elsewhere(block));
+        if !at_hand && let Some(block) = self.prefixes.evict(false) {
+            return Some(block);
+        }
+        self.free.pop().map(|Reverse(block)| block).or_else(|| self.prefixes.evict(true))
     }
 
     /// Gives the table's blocks back; a block is free once no table holds it. Remembered ones keep what they hold until
@@ -318,9 +334,14 @@ impl KvPool {
         BlockTable { blocks }
     }
 
-    /// Remembers the first blocks of a table, which are full, for later prompts.
-    pub fn remember(&mut self, table: &BlockTable, keys: &[PrefixKey]) {
-        table.blocks.iter().zip(keys).for_each(|(&block, &key)| self.prefixes.remember(key, block));
+    /// Remembers the first blocks of a table, as many as there are keys, for later prompts: those from `from` on, which are full.
+    pub fn remember(&mut self, table: &BlockTable, keys: &[PrefixKey], from: usize) {
+        table.blocks.iter().zip(keys).skip(from).for_each(|(&block, &key)| self.prefixes.remember(key, block));
+    }
+
+    /// Whether a block is the one that is remembered for a key.
+    pub fn remembers(&self, block: u32, key: &PrefixKey) -> bool {
+        self.prefixes.find(key) == Some(block)
     }
 
     /// A second table over the first `tokens` tokens: whole blocks are shared, a started block is copied.
@@ -410,9 +431,9 @@ impl KvPool {
         Ok(())
     }
 
-    /// Forgets what was [remembered](Self::remember) of a table's blocks: no other prompt takes them over.
-    pub fn forget(&mut self, table: &BlockTable) {
-        table.blocks.iter().for_each(|&block| self.prefixes.forget(block));
+    /// Forgets what was [remembered](Self::remember) of a table's blocks from `from` on: no other prompt takes them over.
+    pub fn forget(&mut self, table: &BlockTable, from: usize) {
+        table.blocks.iter().skip(from).for_each(|&block| self.prefixes.forget(block));
     }
 
     /// Lets the indices forget what they have taken in after the first `tokens` tokens of a table, which were appended but

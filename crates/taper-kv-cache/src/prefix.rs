@@ -34,18 +34,22 @@ pub(crate) struct Prefixes {
     keys: Vec<Option<PrefixKey>>,
     /// When a remembered block that no table holds was let go; 0 for the others.
     since: Vec<u64>,
-    /// Those blocks, the one to lose first in front.
-    idle: BTreeMap<u64, u32>,
+    /// Those blocks, the one to lose first in front: those at hand, then those that lie elsewhere.
+    idle: [BTreeMap<u64, u32>; 2],
+    /// The first block that lies elsewhere.
+    elsewhere: u32,
     clock: u64,
 }
 
 impl Prefixes {
-    pub fn new(blocks: usize) -> Self {
+    /// Of so many blocks, of which all from `elsewhere` on do not lie at hand.
+    pub fn new(blocks: usize, elsewhere: usize) -> Self {
         Self {
             blocks: HashMap::new(),
             keys: vec![None; blocks],
             since: vec![0; blocks],
-            idle: BTreeMap::new(),
+            idle: Default::default(),
+            elsewhere: elsewhere as u32,
             clock: 0,
         }
     }
@@ -77,19 +81,26 @@ impl Prefixes {
         }
         self.clock += 1;
         self.since[block as usize] = self.clock;
-        self.idle.insert(self.clock, block);
+        let place = self.place(block);
+        self.idle[place].insert(self.clock, block);
         true
+    }
+
+    /// Which of the idle ones a block is among.
+    fn place(&self, block: u32) -> usize {
+        usize::from(block >= self.elsewhere)
     }
 
     /// A table holds this block again.
     pub fn hold(&mut self, block: u32) {
         let since = std::mem::take(&mut self.since[block as usize]);
-        self.idle.remove(&since);
+        let place = self.place(block);
+        self.idle[place].remove(&since);
     }
 
-    /// Gives up the block that was let go longest ago.
-    pub fn evict(&mut self) -> Option<u32> {
-        let (_, block) = self.idle.pop_first()?;
+    /// Gives up the block that was let go longest ago of those at hand, or of those elsewhere.
+    pub fn evict(&mut self, elsewhere: bool) -> Option<u32> {
+        let (_, block) = self.idle[usize::from(elsewhere)].pop_first()?;
         self.since[block as usize] = 0;
         self.forget(block);
         Some(block)
@@ -97,11 +108,11 @@ impl Prefixes {
 
     /// Remembered blocks that no table holds.
     pub fn idle(&self) -> usize {
-        self.idle.len()
+        self.idle.iter().map(BTreeMap::len).sum()
     }
 
     /// They.
     pub fn idle_blocks(&self) -> impl Iterator<Item = u32> {
-        self.idle.values().copied()
+        self.idle.iter().flat_map(BTreeMap::values).copied()
     }
 }

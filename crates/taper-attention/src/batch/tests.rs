@@ -125,6 +125,44 @@ fn spans_that_cannot_be_are_errors() {
     pool.check_integrity([long.table()]);
 }
 
+/// A request that fails takes with it what it computed, and what others go on to compute from that, and nothing else.
+#[test]
+fn what_stands_on_a_failed_request_is_not_remembered() {
+    let mut pool = pool(12);
+    let tokens: Vec<u32> = (0..400).collect();
+    let start = |pool: &mut KvPool, prompt: usize| {
+        let mut sequence = sequence(prompt, json!({ "method": "dense" }));
+        let beginning = sequence.beginning(&tokens[..prompt], &PlainRotary(8), "");
+        sequence.reuse(pool, &beginning);
+        (sequence, beginning)
+    };
+    let go_on = |pool: &mut KvPool, sequence: &mut Sequence, tokens: usize| {
+        pool.grow(&mut sequence.table, sequence.len + tokens).unwrap();
+        sequence.go_on(pool, tokens);
+    };
+    // One computes a block, the next takes it over and computes another, the third takes both over.
+    let (mut first, _) = start(&mut pool, 70);
+    go_on(&mut pool, &mut first, 70);
+    let (mut failing, _) = start(&mut pool, 200);
+    assert_eq!((failing.len(), failing.taken()), (64, 1));
+    go_on(&mut pool, &mut failing, 80);
+    let (mut third, beginning) = start(&mut pool, 400);
+    assert_eq!((third.len(), third.taken()), (128, 2));
+    go_on(&mut pool, &mut third, 64);
+    assert_eq!(pool.remembered(&beginning.keys), 3);
+    pool.forget(&failing.table, failing.taken());
+    assert_eq!(pool.remembered(&beginning.keys), 1, "what the first one computed is as good as ever");
+    go_on(&mut pool, &mut third, 100);
+    assert_eq!(pool.remembered(&beginning.keys), 1);
+    // Even where that block is computed again.
+    let (mut again, _) = start(&mut pool, 130);
+    go_on(&mut pool, &mut again, 66);
+    assert_eq!(pool.remembered(&beginning.keys[..2]), 2);
+    go_on(&mut pool, &mut third, 100);
+    let blocks = pool.recall(&beginning.keys);
+    assert_eq!(blocks.blocks(), &again.table.blocks()[..2]);
+}
+
 /// What choosing works with for several rows of a long sequence is no more than for one of twice a million tokens.
 #[test]
 fn the_longer_a_sequence_the_fewer_rows_are_chosen_for_together() {

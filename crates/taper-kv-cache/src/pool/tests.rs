@@ -80,7 +80,7 @@ fn a_prompt_finds_its_blocks_again_until_the_room_is_needed() {
     assert_eq!(keys.len(), 3);
     let mut first = BlockTable::default();
     pool.grow(&mut first, 200).unwrap();
-    pool.remember(&first, &keys);
+    pool.remember(&first, &keys, 0);
     let blocks = first.blocks()[..3].to_vec();
     let mut second = pool.recall(&keys[..2]);
     assert_eq!(second.blocks(), &blocks[..2]);
@@ -120,8 +120,8 @@ fn a_block_is_remembered_once_for_a_key_and_for_one_key() {
     let (mut a, mut b) = (BlockTable::default(), BlockTable::default());
     pool.grow(&mut a, 128).unwrap();
     pool.grow(&mut b, 128).unwrap();
-    pool.remember(&a, &keys);
-    pool.remember(&b, &keys);
+    pool.remember(&a, &keys, 0);
+    pool.remember(&b, &keys, 0);
     let mut found = pool.recall(&keys);
     assert_eq!(found.blocks(), a.blocks());
     [&mut a, &mut b, &mut found].into_iter().for_each(|table| pool.release(table));
@@ -206,7 +206,7 @@ proptest! {
                 (3, Some(_)) => pool.release(&mut tables.swap_remove(which).table),
                 (4, Some(Written { table, values })) => {
                     let pure = values.iter().zip(0..).take_while(|(value, token)| **value == prompt(*token)).count();
-                    pool.remember(table, &keys[..pure / 64]);
+                    pool.remember(table, &keys[..pure / 64], 0);
                 }
                 (5, Some(Written { table, values })) => {
                     let keep = values.len().saturating_sub(tokens);
@@ -261,6 +261,35 @@ fn blocks_in_memory_are_taken_first_and_those_in_the_file_hold_the_same() {
     (0..2).for_each(|layer| assert!(read(&both, layer) == read(&memory, layer), "layer {layer}"));
 }
 
+/// What is remembered for others does not drive who asks now out of memory, and what lies in the file goes last.
+#[cfg(target_os = "linux")]
+#[test]
+fn remembered_blocks_in_memory_go_before_free_ones_in_the_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 1 };
+    let mut pool = KvPool::with_file(shape, DType::F32, (3, 3), folder.path()).unwrap();
+    let key = |prompt: u32| PrefixKey::chain(b"", &[prompt; 64]);
+    let mut ended = |prompt: u32, tokens: usize, held: &mut BlockTable| {
+        let mut table = BlockTable::default();
+        pool.grow(&mut table, 64).unwrap();
+        pool.remember(&table, &key(prompt), 0);
+        let block = table.blocks()[0];
+        pool.release(&mut table);
+        pool.grow(held, tokens).unwrap();
+        pool.check_integrity([&*held]);
+        (block, held.blocks().to_vec(), pool.remembered_blocks(), pool.offloaded_held())
+    };
+    let (mut none, mut held) = (BlockTable::default(), BlockTable::default());
+    assert_eq!(ended(1, 0, &mut none), (0, vec![], 1, 0));
+    assert_eq!(ended(2, 0, &mut none), (1, vec![], 2, 0));
+    // The last free one at hand, then what was let go longest ago there; the file only once all of that is held.
+    assert_eq!(ended(3, 128, &mut held), (2, vec![0, 1], 1, 0));
+    assert_eq!(ended(4, 192, &mut held), (2, vec![0, 1, 2], 0, 0));
+    assert_eq!(ended(5, 192, &mut held), (3, vec![0, 1, 2], 1, 0));
+    // Free ones in the file before remembered ones there.
+    assert_eq!(ended(6, 320, &mut held), (4, vec![0, 1, 2, 5, 3], 1, 2));
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 fn a_file_that_cannot_be_had_is_an_error_that_says_where_and_how_large() {
@@ -299,7 +328,7 @@ fn an_index_takes_a_row_in_once_for_all_who_share_it() {
     // The fork has the whole blocks in common, and of the started one a copy with its part of the index.
     let mut fork = pool.fork(&first, 141).unwrap();
     assert_eq!((rows(&mut pool, &fork, 141), rows(&mut pool, &fork, 142), rows(&mut pool, &first, 141)), (0, 1, 0));
-    pool.remember(&first, &keys);
+    pool.remember(&first, &keys, 0);
     [&mut first, &mut fork].into_iter().for_each(|table| pool.release(table));
     let mut later = pool.recall(&keys);
     assert_eq!((later.capacity(), rows(&mut pool, &later, 128)), (128, 0));
@@ -317,7 +346,7 @@ fn what_is_taken_over_is_given_up_after_what_is_not() {
     for prompt in [1, 2, 3] {
         let mut table = BlockTable::default();
         pool.grow(&mut table, 64).unwrap();
-        pool.remember(&table, &key(prompt));
+        pool.remember(&table, &key(prompt), 0);
         pool.release(&mut table);
     }
     // The oldest is the latest again.
