@@ -220,8 +220,8 @@ pub enum SubmitError {
         /// Size of the vocabulary.
         vocab: usize,
     },
-    /// Prompt and answer are longer than the model's context.
-    #[error("the model's context is {limit} tokens; the prompt has {prompt}{}", match wanted {
+    /// Prompt and answer are longer than the model's context. Clients' libraries know it by OpenAI's first words.
+    #[error("This model's maximum context length is {limit} tokens; the prompt has {prompt}{}", match wanted {
         0 => String::new(),
         wanted => format!(" and the answer asks for {wanted} more"),
     })]

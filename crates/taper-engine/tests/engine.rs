@@ -488,7 +488,7 @@ fn an_embedding_needs_no_room_beyond_its_prompt() {
     }
     let error = engine.submit(embeds(513)).unwrap_err();
     assert_eq!(error, SubmitError::Context { prompt: 513, wanted: 0, limit: 512 });
-    assert_eq!(error.to_string(), "the model's context is 512 tokens; the prompt has 513");
+    assert_eq!(error.to_string(), "This model's maximum context length is 512 tokens; the prompt has 513");
     let limits = Limits { cache_tokens: 4 * 64, ..limits };
     let engine = StubBackend { limits, ..StubBackend::new("x") }.engine(EngineConfig::default());
     assert!(engine.submit(embeds(256)).is_ok());

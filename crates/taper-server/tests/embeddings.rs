@@ -93,7 +93,10 @@ async fn a_text_may_be_as_long_as_the_context() {
     assert!(near(&body["data"][0]["embedding"], 512.0), "{body}");
     let refused = server.post("/v1/embeddings", json!({"input": "p".repeat(513)})).await;
     assert_eq!(refused.status, StatusCode::BAD_REQUEST);
-    assert_eq!(refused.error(), ("the model's context is 512 tokens; the prompt has 513".into(), json!("input")));
+    assert_eq!(
+        refused.error(),
+        ("This model's maximum context length is 512 tokens; the prompt has 513".into(), json!("input"))
+    );
 }
 
 #[tokio::test]

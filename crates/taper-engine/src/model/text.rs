@@ -40,9 +40,11 @@ impl ModelText {
                 tokens += encode(first)?.len();
                 if tokens > most + most / 2 + 64 {
                     let bytes = text.len();
-                    let times = if most > self.context { format!("{COUNTED} times ") } else { String::new() };
+                    let times =
+                        if most > self.context { format!(" than {COUNTED} times as many") } else { String::new() };
+                    // Begun as `SubmitError::Context` is.
                     let message = format!(
-                        "a text of {bytes} bytes has far more tokens than {times}the context of {}",
+                        "This model's maximum context length is {} tokens; a text of {bytes} bytes has far more{times}",
                         self.context
                     );
                     return Err(TextError(message));
@@ -173,7 +175,8 @@ mod tests {
             ["word ".repeat(3 << 20), "é".repeat(4 << 20), format!("{}{}", " ".repeat(700), "a b ".repeat(4 << 20))]
         {
             let error = text.prompt(&long, true).unwrap_err().to_string();
-            assert_eq!(error, format!("a text of {} bytes has far more tokens than the context of 100", long.len()));
+            let told = "This model's maximum context length is 100 tokens; a text of";
+            assert_eq!(error, format!("{told} {} bytes has far more", long.len()));
         }
     }
 
@@ -191,6 +194,7 @@ mod tests {
         // To count them there is more room.
         let more = "word ".repeat(400);
         assert!(text(100).prompt(&more, false).is_err() && text(100).encode(&more, false).is_ok());
-        assert!(text(100).encode(&"word ".repeat(1 << 20), false).is_err());
+        let error = text(100).encode(&"word ".repeat(1 << 20), false).unwrap_err().to_string();
+        assert!(error.ends_with("has far more than 16 times as many"), "{error}");
     }
 }
