@@ -117,6 +117,11 @@ impl<'a> Fields<'a> {
     }
 }
 
+/// The number that people wrote: 0.9 rather than 0.8999999761581421.
+pub(crate) fn exact(x: f32) -> f64 {
+    x.to_string().parse().unwrap_or(x.into())
+}
+
 /// A value in an error message: short, and never a whole prompt.
 pub(crate) fn brief(value: &Value) -> String {
     match value {

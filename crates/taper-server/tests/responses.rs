@@ -234,6 +234,49 @@ async fn a_conversation_comes_whole_with_calls_and_their_results() {
 }
 
 #[tokio::test]
+async fn what_was_said_before_a_call_is_of_the_same_turn() {
+    let server = roomy("ok");
+    let input = json!([
+        {"role": "user", "content": "hi"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "reasoning", "summary": []},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "g", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "one"},
+        {"type": "function_call_output", "call_id": "c2", "output": "two"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "so"}]},
+        {"role": "user", "content": "and?"},
+    ]);
+    let call =
+        |id: &str, name: &str| json!({"id": id, "type": "function", "function": {"name": name, "arguments": "{}"}});
+    let messages = json!([
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call("c1", "f"), call("c2", "g")]},
+        {"role": "tool", "tool_call_id": "c1", "content": "one"},
+        {"role": "tool", "tool_call_id": "c2", "content": "two"},
+        {"role": "assistant", "content": "so"},
+        {"role": "user", "content": "and?"},
+    ]);
+    let chat = server.chat(json!({"messages": messages})).await.json();
+    // Of two turns there would be more.
+    assert_eq!(asked(&server, json!({"input": input})).await["usage"]["input_tokens"], chat["usage"]["prompt_tokens"]);
+    // Beside another's words a call begins a turn.
+    let input = json!([{"role": "user", "content": "hi"}, {"type": "function_call", "name": "f", "arguments": "{}"}]);
+    let messages = json!([{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [
+        {"id": null, "type": "function", "function": {"name": "f", "arguments": "{}"}}]}]);
+    let chat = server.chat(json!({"messages": messages})).await.json();
+    assert_eq!(asked(&server, json!({"input": input})).await["usage"]["input_tokens"], chat["usage"]["prompt_tokens"]);
+}
+
+#[tokio::test]
+async fn numbers_come_back_as_they_were_written() {
+    let server = server("ok");
+    let answer = ask(&server, json!({"temperature": 0.7, "top_p": 0.95, "max_output_tokens": 1})).await;
+    assert!(answer.text.contains("\"temperature\":0.7,"), "{}", answer.text);
+    assert!(answer.text.contains("\"top_p\":0.95,") || answer.text.contains("\"top_p\":0.95}"), "{}", answer.text);
+}
+
+#[tokio::test]
 async fn text_and_tools_are_held_to_schemas() {
     let server = roomy("~~ no");
     let schema = json!({"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": false});

@@ -5,7 +5,7 @@ use crate::app::App;
 use crate::body::Parsed;
 use crate::chat::{self, BETWEEN_PARTS};
 use crate::error::ApiError;
-use crate::fields::{Fields, brief};
+use crate::fields::{Fields, brief, exact};
 use serde_json::{Map, Value, json};
 
 type Result<T> = std::result::Result<T, ApiError>;
@@ -145,8 +145,8 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked> {
         "max_output_tokens": most,
         "metadata": said("metadata").unwrap_or(&json!({})),
         "parallel_tool_calls": said("parallel_tool_calls").unwrap_or(&json!(true)),
-        "temperature": call.common.sampling.temperature,
-        "top_p": call.common.sampling.top_p,
+        "temperature": exact(call.common.sampling.temperature),
+        "top_p": exact(call.common.sampling.top_p),
         "text": {"format": format.unwrap_or(&json!({"type": "text"}))},
         "tool_choice": said("tool_choice").unwrap_or(&json!("auto")),
         "tools": said("tools").unwrap_or(&json!([])),
@@ -218,10 +218,11 @@ fn item(messages: &mut Vec<Value>, path: &str, value: &Value) -> Result<()> {
             }
             let function = json!({"name": name, "arguments": arguments});
             let call = json!({"id": fields.text("call_id")?, "type": "function", "function": function});
-            // Calls that came together are of one message.
-            match messages.last_mut().and_then(|last| last.get_mut("tool_calls")).and_then(Value::as_array_mut) {
-                Some(calls) => calls.push(call),
-                None => messages.push(json!({"role": "assistant", "content": null, "tool_calls": [call]})),
+            // Calls that came together, after text or not, are of one message.
+            let last = messages.last_mut().filter(|last| last["role"] == "assistant").and_then(Value::as_object_mut);
+            match last.map(|last| last.entry("tool_calls").or_insert_with(|| json!([]))) {
+                Some(Value::Array(calls)) => calls.push(call),
+                _ => messages.push(json!({"role": "assistant", "content": null, "tool_calls": [call]})),
             }
         }
         "function_call_output" => {

@@ -3,6 +3,7 @@
 
 use super::{ERROR_TYPE, Spans};
 use crate::answer::{Call, Kind};
+use crate::fields::exact;
 use opentelemetry::trace::{Span, Status, TraceContextExt, Tracer};
 use opentelemetry::{Array, Context, KeyValue, StringValue, Value};
 use opentelemetry_sdk::trace::SdkTracer;
@@ -79,11 +80,6 @@ fn asked(call: &Call, id: &str, model: &str) -> Vec<KeyValue> {
 
 fn count(n: usize) -> i64 {
     i64::try_from(n).unwrap_or(i64::MAX)
-}
-
-/// The number that people wrote: 0.9 rather than 0.8999999761581421.
-fn exact(x: f32) -> f64 {
-    x.to_string().parse().unwrap_or(x.into())
 }
 
 fn seconds(name: &'static str, time: Duration) -> KeyValue {
