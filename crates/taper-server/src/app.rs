@@ -1,7 +1,7 @@
 //! What every handler shares, and what stands around all of them.
 
 use crate::body::{BODIES, PIECE, Parsing};
-use crate::error::ApiError;
+use crate::error::{self, ApiError};
 use crate::keys;
 use crate::live::Live;
 use crate::metrics::{Metrics, Watch};
@@ -99,7 +99,7 @@ impl Origins {
                 AllowOrigin::list(origins.iter().filter_map(|origin| HeaderValue::from_str(origin).ok()))
             }
         };
-        let shown = [request_id::HEADER, answer::IGNORED, header::RETRY_AFTER];
+        let shown = [request_id::HEADER, answer::IGNORED, header::RETRY_AFTER, error::RETRY];
         let layer = CorsLayer::new().allow_origin(allowed).allow_methods([Method::GET, Method::POST]);
         Some(layer.allow_headers(AllowHeaders::mirror_request()).expose_headers(shown))
     }

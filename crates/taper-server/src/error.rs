@@ -1,7 +1,7 @@
 //! One table: what went wrong -> status, type, message, `param`, headers.
 
 use axum::Json;
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use std::borrow::Cow;
@@ -19,7 +19,12 @@ pub struct ApiError {
     pub param: Option<String>,
     /// Seconds after which a client that was refused for want of room should try again.
     pub retry_after: Option<u64>,
+    /// Whether the same request would end so again, for what clients else try again of their own accord.
+    pub lasting: bool,
 }
+
+/// Says to OpenAI's clients whether to try again, whatever the status; it is only said where they should not.
+pub(crate) const RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 
 /// The most characters of a message and of a field's path, both of which may quote the request.
 const MESSAGE_MAX: usize = 1000;
@@ -36,12 +41,12 @@ pub(crate) fn beginning(text: &str, most: usize) -> Cow<'_, str> {
 impl ApiError {
     /// A field that cannot be accepted.
     pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> Self {
-        Self { status: 400, message: message.into(), param: Some(param.into()), retry_after: None }
+        Self { status: 400, message: message.into(), param: Some(param.into()), retry_after: None, lasting: false }
     }
 
     /// An error without a field.
     pub fn new(status: StatusCode, message: impl Into<String>) -> Self {
-        Self { status: status.as_u16(), message: message.into(), param: None, retry_after: None }
+        Self { status: status.as_u16(), message: message.into(), param: None, retry_after: None, lasting: false }
     }
 
     /// The error object that goes under `error`, in a body or in a stream.
@@ -67,6 +72,9 @@ impl IntoResponse for ApiError {
         if let Some(seconds) = self.retry_after {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
+        if self.lasting {
+            response.headers_mut().insert(RETRY, HeaderValue::from_static("false"));
+        }
         response
     }
 }
@@ -79,7 +87,9 @@ impl From<RequestError> for ApiError {
             RequestError::Grammar(_) | RequestError::NoToken => StatusCode::BAD_REQUEST,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         };
-        Self::new(status, error.to_string())
+        // It would take as long again, and the weights give the same numbers.
+        let lasting = matches!(error, RequestError::Deadline | RequestError::NonFinite);
+        Self { lasting, ..Self::new(status, error.to_string()) }
     }
 }
 
