@@ -25,6 +25,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     let (attention, mut ignored) = attention::read(&mut fields, &app.config)?;
     let mut wanted = structured::read(&mut fields)?;
     ignored.extend(knobs::unknown(map, fields.unread())?);
+    ignored.extend_from_slice(&conversation.ignored);
     ignored.append(&mut common.ignored);
     let text = app.engine.text();
     if let Some(tools) = &tools {
@@ -59,6 +60,8 @@ pub(crate) struct Conversation {
     variables: Map<String, Value>,
     /// Whether the answer goes on with the last message.
     pub(crate) open: bool,
+    /// Fields of messages that have no effect.
+    ignored: Vec<String>,
 }
 
 impl Conversation {
@@ -72,12 +75,12 @@ impl Conversation {
             return Err(ApiError::invalid(&path, format!("{path} is not for the request to set here")));
         }
         variables.extend(tools.map(|tools| ("tools".into(), tools.for_template())));
-        let messages = messages(fields)?;
+        let (messages, ignored) = messages(fields)?;
         let open = fields.bool("continue_final_message")?.unwrap_or(false);
         if open {
             check_open(fields, &messages)?;
         }
-        Ok(Self { messages, variables, open })
+        Ok(Self { messages, variables, open, ignored })
     }
 
     /// Ready for the assistant's answer.
@@ -118,15 +121,18 @@ fn check_open(fields: &mut Fields<'_>, messages: &[Message]) -> Result<(), ApiEr
     }
 }
 
-fn messages(fields: &mut Fields<'_>) -> Result<Vec<Message>, ApiError> {
+/// The messages, and their fields that have no effect.
+fn messages(fields: &mut Fields<'_>) -> Result<(Vec<Message>, Vec<String>), ApiError> {
     let list = fields.array("messages")?;
     let list = list
         .filter(|list| !list.is_empty())
         .ok_or_else(|| ApiError::invalid("messages", "messages must be an array of at least one message"))?;
-    list.iter().enumerate().map(message).collect()
+    let mut ignored = Vec::new();
+    let messages = list.iter().enumerate().map(|(index, value)| message(index, value, &mut ignored));
+    Ok((messages.collect::<Result<_, _>>()?, ignored))
 }
 
-fn message((index, value): (usize, &Value)) -> Result<Message, ApiError> {
+fn message(index: usize, value: &Value, ignored: &mut Vec<String>) -> Result<Message, ApiError> {
     let path = format!("messages[{index}]");
     let map = value
         .as_object()
@@ -161,6 +167,7 @@ fn message((index, value): (usize, &Value)) -> Result<Message, ApiError> {
             return Err(ApiError::invalid(&path, format!("{path} must be a string or an array of text parts")));
         }
     };
+    ignored.extend(knobs::unknown_of_message(&format!("messages[{index}]"), map, fields.unread())?);
     Ok(Message { role: role.to_string(), content, extra })
 }
 
@@ -239,7 +246,7 @@ mod tests {
         ] {
             let text = text(template);
             let messages = talk.iter().map(|(role, content)| Message::new(*role, *content)).collect();
-            let conversation = Conversation { messages, variables: Map::new(), open: false };
+            let conversation = Conversation { messages, variables: Map::new(), open: false, ignored: Vec::new() };
             let tokens = conversation.tokens(&text).unwrap();
             let count = conversation.question(&text, &tokens).unwrap();
             assert_eq!(text.decode(&tokens[tokens.len() - count..], true), question, "{template}");

@@ -100,8 +100,29 @@ const REFUSED: &[(&str, &str)] = &[
 /// What holds an answer to a form in other servers' words.
 const FORMS: [&str; 4] = ["regex", "ebnf", "json_schema", "grammar"];
 
+/// Fields of a message that come back from other servers' answers, or say nothing of what is said.
+const MESSAGE: &[&str] = &[
+    "annotations",
+    "audio",
+    "cache_control",
+    "id",
+    "metadata",
+    "reasoning",
+    "reasoning_content",
+    "reasoning_details",
+    "refusal",
+    "status",
+    "thinking",
+    "timestamp",
+    "type",
+    "weight",
+];
+
 /// Whether clients of other servers send it.
 pub(crate) fn known(name: &str) -> bool {
+    if let Some((_, field)) = name.split_once("].").filter(|_| name.starts_with("messages[")) {
+        return MESSAGE.contains(&field);
+    }
     let nested = ["include", "text.verbosity", "truncation"];
     FOREIGN.contains(&name) || nested.contains(&name) || name.starts_with("stream_options.")
 }
@@ -128,6 +149,44 @@ pub(crate) fn unknown<'a>(
     Ok(ignored)
 }
 
+/// The same of the fields of a message at a path. What is empty, as a text that says nothing of a refusal, is no news.
+pub(crate) fn unknown_of_message<'a>(
+    path: &str,
+    map: &Map<String, Value>,
+    unread: impl Iterator<Item = &'a str>,
+) -> Result<Vec<String>, ApiError> {
+    let mut ignored = Vec::new();
+    for name in unread {
+        let value = &map[name];
+        let hint = match name {
+            "function_call" => "calls of functions are now tool_calls",
+            // Of DeepSeek and Mistral, and of Moonshot.
+            "prefix" | "partial" => {
+                "continue_final_message: true, beside the messages, has an answer go on with the last one"
+            }
+            _ => "",
+        };
+        let path = format!("{path}.{name}");
+        if value.is_null() || is_empty(value) || !hint.is_empty() && value == false {
+            continue;
+        }
+        if !hint.is_empty() {
+            return Err(ApiError::invalid(&path, format!("{path} is not supported here: {hint}")));
+        }
+        ignored.push(path);
+    }
+    Ok(ignored)
+}
+
+fn is_empty(value: &Value) -> bool {
+    match value {
+        Value::String(text) => text.is_empty(),
+        Value::Array(list) => list.is_empty(),
+        Value::Object(map) => map.is_empty(),
+        _ => false,
+    }
+}
+
 fn refuse(name: &str, value: &Value, map: &Map<String, Value>) -> Result<(), ApiError> {
     if let Some((_, why)) = REFUSED.iter().find(|(field, _)| *field == name) {
         return Err(ApiError::invalid(name, *why));
@@ -135,25 +194,27 @@ fn refuse(name: &str, value: &Value, map: &Map<String, Value>) -> Result<(), Api
     let hint = match name {
         "prompt_logprobs" => "; /v1/completions has echo with logprobs",
         _ if FORMS.contains(&name) => "; structured_outputs says what an answer must be",
-        "n_predict" => "; max_tokens says how long an answer may be",
+        "n_predict" | "max_new_tokens" => "; max_tokens says how long an answer may be",
+        "min_new_tokens" => "; min_tokens says how long an answer is at least",
+        "repeat_penalty" => "; repetition_penalty is its name here",
+        "stop_regex" => "; stop takes strings",
         _ => "",
     };
-    let empty = match value {
-        Value::String(text) => text.is_empty(),
-        Value::Array(list) => list.is_empty(),
-        Value::Object(map) => map.is_empty(),
-        _ => false,
-    };
     let is = |harmless: bool| value == &Value::Bool(harmless);
+    let number = |harmless: &[f64]| value.as_f64().is_some_and(|x| harmless.contains(&x));
+    // Some clients send other servers' names beside ours.
+    let says = |own: &str| value.is_number() && map.get(own).is_some_and(|own| own.as_f64() == value.as_f64());
     let harmless = match name {
-        _ if empty => true,
-        // llama.cpp's name, which some clients send beside ours.
-        "n_predict" => map.get("max_tokens") == Some(value) || value == -1,
+        _ if is_empty(value) => true,
+        "n_predict" | "max_new_tokens" => says("max_tokens") || says("max_completion_tokens") || value == -1,
         // As much as the context holds: what is longer is refused for that.
         "truncate_prompt_tokens" => value == -1,
         "tool_choice" => matches!(value.as_str(), Some("none" | "auto")),
-        "best_of" | "typical_p" | "tfs_z" => value.as_f64() == Some(1.0),
-        "mirostat" | "dry_multiplier" | "xtc_probability" => value.as_f64() == Some(0.0),
+        "best_of" | "typical_p" | "tfs_z" => number(&[1.0]),
+        "repeat_penalty" => number(&[1.0]) || says("repetition_penalty"),
+        "mirostat" | "dry_multiplier" | "xtc_probability" | "dynatemp_range" => number(&[0.0]),
+        "min_new_tokens" => number(&[0.0]) || says("min_tokens"),
+        "top_n_sigma" => number(&[-1.0, 0.0]),
         "continue_final_message"
         | "echo"
         | "prompt_logprobs"
@@ -162,7 +223,7 @@ fn refuse(name: &str, value: &Value, map: &Map<String, Value>) -> Result<(), Api
         | "use_beam_search" => is(false),
         "add_generation_prompt" | "detokenize" => is(true),
         "modalities" => value == &serde_json::json!(["text"]),
-        "tools" | "documents" | "chat_template" | "lora_path" | "logits_processors" => false,
+        "tools" | "documents" | "chat_template" | "lora_path" | "logits_processors" | "stop_regex" => false,
         _ if FORMS.contains(&name) || name.starts_with("guided_") => false,
         _ => true,
     };
