@@ -57,8 +57,14 @@ pub fn unknown_field(path: &str, key: &str, owner: &str, known: &[&str]) -> Spec
     SpecError::new(format!("{path}.{key}"), format!("unknown field `{key}`{hint}; {takes}"))
 }
 
+/// Bytes of the longest name that is compared with known ones: the time that it takes grows with them, and requests choose them.
+const NAME_BYTES: usize = 64;
+
 /// The known name that a misspelt one is closest to, if any is close.
 pub fn nearest<'a>(name: &str, known: &[&'a str]) -> Option<&'a str> {
+    if name.len() > NAME_BYTES {
+        return None;
+    }
     let lower = name.to_lowercase();
     let distance = |k: &str| strsim::damerau_levenshtein(&lower, k);
     // One slip in a short name, two in a long one; a swap of neighbours is one slip.

@@ -137,7 +137,7 @@ fn meant(path: &str) -> Option<&'static str> {
     fn end(path: &str) -> &str {
         path.trim_end_matches('/').trim_start_matches("/v1")
     }
-    let close = || (path.len() < 64).then(|| nearest(path, &PATHS)).flatten();
+    let close = || nearest(path, &PATHS);
     PATHS.into_iter().find(|known| end(known) == end(path)).or_else(close)
 }
 
