@@ -422,6 +422,16 @@ async fn a_call_that_was_cut_short_is_not_said_to_be_one() {
     assert_eq!(cut["finish_reason"], "stop", "{cut}");
     let events = server.chat(chat(json!({"stop": "Gen", "stream": true}))).await.events();
     assert_eq!(joined(&events).2, "stop");
+    // A model may leave out what closes the object around its arguments, and the tag.
+    let open = self::server(CALLS.strip_suffix("}\n</tool_call>").unwrap());
+    let left = choice(&open, json!({})).await;
+    assert_eq!(
+        (&left["finish_reason"], &left["message"]["tool_calls"][1]["function"]["arguments"]),
+        (&json!("tool_calls"), &json!("{}")),
+        "{left}"
+    );
+    let events = open.chat(chat(json!({"stream": true}))).await.events();
+    assert_eq!(joined(&events).2, "tool_calls");
     // After it, it is one.
     let whole = choice(&server, json!({"stop": "get_time"})).await;
     assert_eq!(whole["finish_reason"], "tool_calls", "{whole}");

@@ -217,9 +217,15 @@ impl Parser {
         self.left -= usize::from(!self.skips);
     }
 
-    /// Whether the text stops within a call that was told of.
+    /// Whether the text stops within a call that was told of, before its arguments' end: what ends the object around them a model
+    /// may leave out.
     pub(crate) fn within(&self) -> bool {
-        !self.skips && matches!(self.state, State::Object { told: true, .. } | State::Arguments { .. })
+        let open = match &self.state {
+            State::Object { object, told, .. } => *told && object.arguments.is_none_or(|(_, end)| end.is_none()),
+            State::Arguments { .. } => true,
+            State::Text | State::Between { .. } => false,
+        };
+        open && !self.skips
     }
 
     /// Passes arguments on, unless the call is dropped.

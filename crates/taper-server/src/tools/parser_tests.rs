@@ -200,10 +200,18 @@ fn an_end_within_a_call_is_known() {
     for (text, within) in [
         ("<tool_call>{\"name\": \"f\",", false),
         (" \"arguments\": {\"x\"", true),
-        (": 1}", true),
+        (": 1", true),
+        // Nothing is left to say of it.
         ("}", false),
+        (", \"odd\": {", false),
+        ("}}", false),
         ("</tool_call>", false),
     ] {
+        parser.push(text);
+        assert_eq!(parser.within(), within, "{text}");
+    }
+    let mut parser = Parser::new(CallFormat::MistralNamed, vec!["f".into()], None, usize::MAX, false);
+    for (text, within) in [("[TOOL_CALLS]f[ARGS]", false), ("{\"x\": {}", true), ("}", false)] {
         parser.push(text);
         assert_eq!(parser.within(), within, "{text}");
     }
