@@ -201,10 +201,12 @@ impl App {
         &self.config.names[0]
     }
 
-    /// Refuses the name of a model that is not served; none means the one there is.
+    /// Refuses the name of a model that is not served; none means the one there is, and so does an empty one, as in vLLM.
     pub(crate) fn check_model(&self, name: Option<&str>) -> Result<(), ApiError> {
         let names = &self.config.names;
-        let Some(name) = name.filter(|&name| names.iter().all(|served| served != name)) else { return Ok(()) };
+        let Some(name) = name.filter(|&name| !name.is_empty() && names.iter().all(|served| served != name)) else {
+            return Ok(());
+        };
         let served = names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
         let is = if names.len() == 1 { "is" } else { "are" };
         Err(ApiError {

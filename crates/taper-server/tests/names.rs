@@ -19,7 +19,7 @@ async fn a_model_is_asked_for_by_any_of_its_names_and_answers_by_the_first() {
     let ids: Vec<&str> = listed["data"].as_array().unwrap().iter().map(|card| card["id"].as_str().unwrap()).collect();
     assert_eq!(ids, names);
     assert_eq!(server.get("/v1/models/gpt-4o-mini").await.json(), listed["data"][1]);
-    for model in [json!("llama"), json!("gpt-4o-mini"), Value::Null] {
+    for model in [json!("llama"), json!("gpt-4o-mini"), json!(""), Value::Null] {
         for (path, body) in [
             ("/v1/chat/completions", json!({"model": model, "messages": messages})),
             ("/v1/completions", json!({"model": model, "prompt": "hi"})),
