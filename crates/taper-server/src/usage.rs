@@ -9,11 +9,12 @@ const PHASES: [&str; 3] = ["/prefill", "/decode", "/speculation/draft"];
 /// One choice's: what its type says, but for a density of nothing, as of the decode of one token, which the prompt gives.
 pub fn attention(usage: &AttentionUsage) -> Value {
     let mut told = json!(usage);
-    for phase in PHASES {
-        if let Some(Value::Object(phase)) = told.pointer_mut(phase)
-            && phase["budget_max"] == 0
+    let draft = usage.speculation.as_ref().and_then(|speculation| speculation.draft.as_ref());
+    for (place, phase) in PHASES.iter().zip([Some(&usage.prefill), Some(&usage.decode), draft]) {
+        if let (Some(Value::Object(told)), Some(phase)) = (told.pointer_mut(place), phase)
+            && !phase.has_read()
         {
-            phase.shift_remove("density");
+            told.shift_remove("density");
         }
     }
     told
