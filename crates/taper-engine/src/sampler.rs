@@ -79,7 +79,7 @@ pub struct Sampler {
     rng: ChaCha8Rng,
     /// The stream's number for the next token, in [0, 1).
     uniform: f64,
-    prompt: HashSet<u32>,
+    prompt: Arc<HashSet<u32>>,
     counts: HashMap<u32, u32>,
     /// The answer's last tokens, as many as a banned row may look back.
     latest: VecDeque<u32>,
@@ -97,7 +97,10 @@ impl Sampler {
         rng.set_stream(choice as u64);
         let uniform = rng.random();
         // Only the repetition penalty asks what the prompt held.
-        let prompt = if params.repetition_penalty == 1.0 { HashSet::new() } else { prompt.iter().copied().collect() };
+        let prompt = match params.repetition_penalty == 1.0 {
+            true => Arc::default(),
+            false => Arc::new(prompt.iter().copied().collect()),
+        };
         let looks_back = params.banned.iter().map(|row| row.len().saturating_sub(1)).max().unwrap_or(0);
         let (counts, latest, early, ends, grammar) = Default::default();
         Self { params, rng, uniform, prompt, counts, latest, looks_back, early, ends, grammar }
