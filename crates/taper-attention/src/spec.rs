@@ -1,7 +1,7 @@
 //! What a request says of its attention, and the errors when it says something else.
 
 use crate::artifacts::Artifacts;
-use crate::below;
+use crate::dense_below;
 use crate::method::{DecodeMethod, PrefillMethod};
 use crate::methods;
 use crate::speculate::{Drafting, Speculate};
@@ -234,7 +234,7 @@ impl AttentionSpec {
 
 /// The method of generated tokens, with what goes without saying where it runs.
 fn answers(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Chosen<dyn DecodeMethod>> {
-    Ok(below::by_default(methods::decode(value, path, artifacts)?, artifacts.dense_below()))
+    Ok(dense_below::by_default(methods::decode(value, path, artifacts)?, artifacts.dense_below()))
 }
 
 /// The fields of an `attention` object.

@@ -1,15 +1,15 @@
 //! The real model behind the engine's seams: weights and KV pool here, tokenizer and chat template in `text`.
 
-mod ahead;
 mod device;
+mod lookahead;
 mod room;
 mod text;
 
 use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted, lacks_memory};
 use crate::sampler::logprobs;
-use ahead::{Ahead, go_on};
 use candle_core::{DType, Device, Storage, Tensor, bail};
 pub use device::{DeviceChoice, runs_on_cuda};
+use lookahead::{Lookahead, go_on};
 use rayon::prelude::*;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -100,7 +100,7 @@ pub struct ModelBackend {
     prefix: bool,
     /// Whether the next step is begun before it is asked for, where it can be.
     runs_ahead: bool,
-    ahead: Option<Ahead>,
+    ahead: Option<Lookahead>,
     /// Rows that were asked for after they were begun.
     followed: usize,
     /// What a test has the ends of the next steps begun ahead come to.

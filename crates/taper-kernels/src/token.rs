@@ -85,7 +85,7 @@ impl Chosen {
         #[cfg(feature = "cuda")]
         let coming = match tokens.device().is_cuda() {
             true => {
-                crate::cuda::send_told()?;
+                crate::cuda::send_readback()?;
                 Some(crate::cuda::Coming::new(&tokens)?)
             }
             false => None,

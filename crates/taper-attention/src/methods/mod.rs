@@ -20,7 +20,7 @@ mod streaming_llm;
 mod vattention;
 
 use crate::artifacts::{ArtifactKind, Artifacts, Place};
-use crate::below;
+use crate::dense_below;
 use crate::method::{DecodeMethod, HostOnly, Predictor, PrefillMethod};
 use crate::schema::{check_parameters, nearest};
 use crate::spec::{Chosen, SpecError, SpecResult};
@@ -150,7 +150,7 @@ pub(crate) fn is_dense(chosen: &Chosen<dyn DecodeMethod>) -> bool {
 fn decode_schema(entry: &Entry<dyn DecodeMethod>) -> Value {
     let mut schema = (entry.schema)();
     if entry.name != dense::DECODE.name {
-        schema["properties"][below::FIELD] = below::property();
+        schema["properties"][dense_below::FIELD] = dense_below::property();
     }
     schema
 }
@@ -165,8 +165,8 @@ pub(crate) fn decode(value: &Value, path: &str, artifacts: &Artifacts) -> SpecRe
     let chosen = choose(("decode method", DECODE, decode_schema), value, path, artifacts, |m| {
         m.host_only().filter(|_| artifacts.place().decode == Place::Device)
     })?;
-    Ok(match below::least(value) {
-        Some(least) => below::over(chosen, least),
+    Ok(match dense_below::least(value) {
+        Some(least) => dense_below::over(chosen, least),
         None => chosen,
     })
 }

@@ -3,8 +3,8 @@
 use super::error::Result;
 use super::layer::cast;
 use super::op::Op;
+use super::readback::Readback;
 use super::tape;
-use super::told::Told;
 use crate::decode::{Decode, DecodeRow, HeadSelection, Keys, Sample, Values};
 use crate::kv::{BLOCK_TOKENS, PagedKv};
 use crate::lent::Lent;
@@ -112,7 +112,7 @@ pub(super) const WORDS: usize = 16;
 pub struct Lists {
     pub(super) work: Tensor,
     /// The same for the host, where an operation has written them.
-    pub(super) told: Option<Told>,
+    pub(super) told: Option<Readback>,
     pub(super) block_ids: Option<Lent>,
     pub(super) token_ids: Option<Lent>,
     /// Each of `token_ids` stands for a page of 2^token_shift tokens, of which a list names a run of tokens.
@@ -206,8 +206,8 @@ impl Lists {
     }
 
     /// Words of so many lists, for an operation that writes them all.
-    pub(super) fn told(op: &Op, count: usize) -> Result<(Option<Told>, Tensor)> {
-        let told = Told::new(op, count * WORDS)?;
+    pub(super) fn told(op: &Op, count: usize) -> Result<(Option<Readback>, Tensor)> {
+        let told = Readback::new(op, count * WORDS)?;
         let work = told.tensor((count, WORDS))?;
         Ok((Some(told), work))
     }

@@ -6,9 +6,9 @@ use super::decode::Plan;
 use super::error::Result;
 use super::ffi::{self, TaperCertainParams};
 use super::op::Op;
+use super::readback::Readback;
 use super::sample::{NUMBERS, Sampled, Streams, draw, draw_each};
 use super::score::{View, scores};
-use super::told::Told;
 use crate::decode::{Certainty, GUESS_KEYS, LOOKS};
 use crate::kv::BLOCK_TOKENS;
 use bytemuck::Zeroable;
@@ -62,7 +62,7 @@ pub(super) fn certain(
     let (wants, rest) = (op.empty(count, DType::U32)?, op.empty(count, DType::U32)?);
     // Each row begins on 16 bytes.
     let each = count.next_multiple_of(4);
-    let numbers = Told::new(&op, NUMBERS * each)?;
+    let numbers = Readback::new(&op, NUMBERS * each)?;
     let number = |row: usize| -> Result<*mut u32> {
         let words = numbers.tensor((NUMBERS, each))?.get(row)?.narrow(0, 0, count)?;
         op.at("numbers", &words, DType::U32, [count])

@@ -5,7 +5,7 @@ use super::batch::{Batch, Dims, Lists, WORDS};
 use super::error::Result;
 use super::ffi::{self, TaperSampleParams, TaperSampledParams};
 use super::op::{Op, team};
-use super::told::Told;
+use super::readback::Readback;
 use crate::budget::Rule;
 use crate::decode::Sampling;
 use crate::decode::sample::GROWTH;
@@ -110,7 +110,7 @@ pub struct Sampled {
     /// Of each list, u32 `[NUMBERS, lists or a few more]`: what it came to (1 sampled, 2 dense since no sample keeps
     /// the promise, 3 dense since there is too little to sample from), the keys that the sample stands for, the sampled
     /// keys that were read, 0 where everything was, and of [`sampled`] those of the first look, 0 where there was none.
-    pub(super) numbers: Told,
+    pub(super) numbers: Readback,
     pub(super) lists: usize,
     /// Keys of a list's sample at most.
     pub(super) most: usize,
@@ -234,7 +234,7 @@ pub(super) fn prepare(
         out: op.empty((rows, q_heads, head_dim), out_dtype)?,
         lse: op.empty((rows, q_heads), DType::F32)?,
         // Each row begins on 16 bytes.
-        numbers: Told::new(op, NUMBERS * count.next_multiple_of(4))?,
+        numbers: Readback::new(op, NUMBERS * count.next_multiple_of(4))?,
         lists: count,
         most: capacity,
     };

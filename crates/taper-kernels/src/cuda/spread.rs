@@ -5,9 +5,9 @@ use super::batch::{Batch, Dims, Lists, WORDS, tokens_of};
 use super::error::Result;
 use super::ffi::{self, TaperDistinctParams, TaperFeaturesParams, TaperSpreadParams, TaperValuesParams};
 use super::op::{Op, team};
+use super::readback::Readback;
 use super::sample::{Scratch, Streams};
 use super::score::Scores;
-use super::told::Told;
 use super::walk::{ListScores, Walked};
 use crate::decode::{Spread, Targets};
 use crate::kv::BLOCK_TOKENS;
@@ -241,9 +241,9 @@ pub fn values(batch: &Batch, streams: Streams, samples: usize, targets: Targets,
 }
 
 /// How many tokens each KV head's query heads read between them `[R * kv_heads]`, by lists of tokens for each query head.
-pub(super) fn distinct(op: &Op, lists: &Lists, kv_heads: usize, max_len: usize) -> Result<Told> {
+pub(super) fn distinct(op: &Op, lists: &Lists, kv_heads: usize, max_len: usize) -> Result<Readback> {
     let (count, pool) = (lists.rows * kv_heads, lists.token_ids.as_deref());
-    let told = Told::new(op, count)?;
+    let told = Readback::new(op, count)?;
     let p = TaperDistinctParams {
         work: op.at::<u32>("lists", &lists.work, DType::U32, [lists.rows * lists.heads, WORDS])?.cast(),
         token_ids: op.pool("lists", pool)?,

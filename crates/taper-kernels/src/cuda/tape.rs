@@ -73,7 +73,7 @@ enum Call {
     Made(Tensor),
     Lent(usize),
     Input(usize),
-    Told(usize, usize),
+    Readback(usize, usize),
     Launch(Box<dyn Queue>),
 }
 
@@ -422,11 +422,11 @@ impl Tape {
                     return None;
                 }
                 *given += words;
-                self.calls.push(Call::Told(from, words));
+                self.calls.push(Call::Readback(from, words));
                 Some(from)
             }
             State::Following { .. } => self.next(|call| match call {
-                Call::Told(from, count) if *count == words => Some(*from),
+                Call::Readback(from, count) if *count == words => Some(*from),
                 _ => None,
             }),
         }

@@ -5,8 +5,8 @@ use super::batch::{Batch, Dims, Lists, WORDS};
 use super::error::Result;
 use super::ffi::{self, TaperScoreParams, TaperWalkParams, TaperWeighParams};
 use super::op::Op;
+use super::readback::Readback;
 use super::sample::Sampled;
-use super::told::Told;
 use crate::kv::BLOCK_TOKENS;
 use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
@@ -20,7 +20,7 @@ pub(super) struct Walked {
     /// Tokens `[lists, places]`, u32; what lies beyond a list's keys is unwritten. `places` is a multiple of 64.
     pub ids: Tensor,
     /// Keys of each list.
-    pub counts: Told,
+    pub counts: Readback,
     /// The first key of each list's sample `[lists]`, u32; the list's end where it has none.
     firsts: Tensor,
     pub heads: usize,
@@ -34,7 +34,7 @@ impl Walked {
     pub fn new(op: &Op, lists: &Lists, beside: Option<Beside>, most: usize) -> Result<Self> {
         let (count, places) = (lists.rows * lists.heads, most.next_multiple_of(BLOCK_TOKENS));
         let ids = op.empty((count, places), DType::U32)?;
-        let (counts, firsts) = (Told::new(op, count)?, op.empty(count, DType::U32)?);
+        let (counts, firsts) = (Readback::new(op, count)?, op.empty(count, DType::U32)?);
         let mut p = TaperWalkParams {
             work: op.at("lists", &lists.work, DType::U32, [count, WORDS])?,
             block_ids: op.pool("lists", lists.block_ids.as_deref())?,

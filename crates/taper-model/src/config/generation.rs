@@ -2,7 +2,8 @@
 
 use crate::error::ModelError;
 use crate::source::{ModelFiles, ResolvedModel};
-use serde::Deserialize;
+use serde::de::Error;
+use serde::{Deserialize, Deserializer};
 use std::path::Path;
 
 /// What a request that says nothing of it is sampled by; what is `None` is not said.
@@ -11,6 +12,7 @@ pub struct GenerationConfig {
     /// What logits are divided by; 0 is greedy.
     pub temperature: Option<f64>,
     /// Only so many of the most probable tokens; below 1 it is all of them.
+    #[serde(default, deserialize_with = "whole")]
     pub top_k: Option<i64>,
     /// The fewest most probable tokens whose probabilities reach this sum.
     pub top_p: Option<f64>,
@@ -18,6 +20,19 @@ pub struct GenerationConfig {
     pub min_p: Option<f64>,
     /// Divides positive and multiplies negative logits of tokens in prompt or answer.
     pub repetition_penalty: Option<f64>,
+    /// Most tokens of an answer.
+    #[serde(default, deserialize_with = "whole")]
+    pub max_new_tokens: Option<i64>,
+}
+
+/// A whole number, which some files write as 50.0.
+fn whole<'de, D: Deserializer<'de>>(from: D) -> Result<Option<i64>, D::Error> {
+    let Some(number) = Option::<f64>::deserialize(from)? else { return Ok(None) };
+    // Up to where floats have no gaps.
+    if number.fract() != 0.0 || number.abs() > 9e15 {
+        return Err(D::Error::custom(format!("{number} is not a whole number")));
+    }
+    Ok(Some(number as i64))
 }
 
 impl GenerationConfig {
@@ -44,6 +59,7 @@ impl GenerationConfig {
         check("temperature", self.temperature, "between 0 and 2", |x| (0.0..=2.0).contains(&x))?;
         check("top_p", self.top_p, "above 0 and at most 1", |x| x > 0.0 && x <= 1.0)?;
         check("min_p", self.min_p, "between 0 and 1", |x| (0.0..=1.0).contains(&x))?;
+        check("max_new_tokens", self.max_new_tokens.map(|n| n as f64), "at least 1", |n| n >= 1.0)?;
         check("repetition_penalty", self.repetition_penalty, "between 0.01 and 10", |x| (0.01..=10.0).contains(&x))
     }
 }
@@ -76,8 +92,22 @@ mod tests {
             ..Default::default()
         };
         assert_eq!(read(Some(all)), Ok(expected));
+        let points = json!({"top_k": 50.0, "max_new_tokens": 2048.0});
+        let expected = GenerationConfig { top_k: Some(50), max_new_tokens: Some(2048), ..Default::default() };
+        assert_eq!(read(Some(points)), Ok(expected));
+        assert_eq!(read(Some(json!({"top_k": -1}))).unwrap().top_k, Some(-1));
+        for wrong in [json!(0.5), json!("50"), json!(1e300)] {
+            let error = read(Some(json!({"top_k": wrong}))).unwrap_err();
+            assert!(error.contains("generation_config.json: top_k: "), "{error}");
+        }
         assert_eq!(read(None), Ok(GenerationConfig::default()));
-        for (name, value) in [("temperature", 2.5), ("top_p", 0.0), ("min_p", -0.1), ("repetition_penalty", 0.0)] {
+        for (name, value) in [
+            ("temperature", 2.5),
+            ("top_p", 0.0),
+            ("min_p", -0.1),
+            ("repetition_penalty", 0.0),
+            ("max_new_tokens", 0.0),
+        ] {
             let error = read(Some(json!({ name: value }))).unwrap_err();
             assert!(error.contains("generation_config.json") && error.contains(name), "{error}");
         }

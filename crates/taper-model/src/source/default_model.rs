@@ -69,7 +69,7 @@ fn reason(error: &ModelError) -> String {
 
 fn from_hub(scratch: &Path, progress: Progress) -> Result<PathBuf, ModelError> {
     let wanted =
-        hub::Wanted { repo: HUB_REPO.to_owned(), revision: HUB_REVISION.to_owned(), file: None, endpoint: None };
+        hub::HubModel { repo: HUB_REPO.to_owned(), revision: HUB_REVISION.to_owned(), file: None, endpoint: None };
     let link = hub::fetch_file("default", &wanted, FILE, scratch, progress)?;
     let path = link.canonicalize().map_err(|e| ModelError::io(&link, e))?;
     let mut file = File::open(&path).map_err(|e| ModelError::io(&path, e))?;

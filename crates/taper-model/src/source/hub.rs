@@ -27,7 +27,7 @@ const SMALL_FILES: [&str; 6] = [
 ];
 
 /// What to fetch.
-pub(super) struct Wanted {
+pub(super) struct HubModel {
     pub(super) repo: String,
     pub(super) revision: String,
     pub(super) file: Option<String>,
@@ -38,7 +38,7 @@ pub(super) struct Wanted {
 /// Finds a repository's files in the cache, or fetches them.
 pub(super) fn resolve(
     spec: &str,
-    wanted: &Wanted,
+    wanted: &HubModel,
     cache: &Path,
     progress: Progress,
 ) -> Result<ResolvedModel, ModelError> {
@@ -77,7 +77,7 @@ pub(super) fn resolve(
 /// Fetches one file into a cache folder of the hub's layout.
 pub(super) fn fetch_file(
     spec: &str,
-    wanted: &Wanted,
+    wanted: &HubModel,
     file: &str,
     hub: &Path,
     progress: Progress,
@@ -98,7 +98,7 @@ struct Answering {
 ///
 /// The question runs on a thread of its own, because the client has no time limit; a thread that never gets its
 /// answer holds a socket until the system gives up on it.
-fn answering(spec: &str, wanted: &Wanted, hub: &Path, progress: Progress) -> Result<Answering, ModelError> {
+fn answering(spec: &str, wanted: &HubModel, hub: &Path, progress: Progress) -> Result<Answering, ModelError> {
     let build = || -> Result<Api, ApiError> {
         let mut builder = ApiBuilder::from_env().with_cache_dir(hub.to_owned());
         if let Ok(token) = std::env::var("HF_TOKEN") {

@@ -101,7 +101,7 @@ pub fn resolve(spec: &str, cache: &Path, progress: Progress) -> Result<ResolvedM
     let files = match ModelSource::parse(spec)? {
         ModelSource::Default => return default_model::resolve(cache, progress),
         ModelSource::Hub { repo, revision, file } => {
-            return hub::resolve(spec, &hub::Wanted { repo, revision, file, endpoint: None }, cache, progress);
+            return hub::resolve(spec, &hub::HubModel { repo, revision, file, endpoint: None }, cache, progress);
         }
         ModelSource::Folder(path) => ModelFiles::Folder(path),
         ModelSource::Gguf(path) => ModelFiles::Gguf(path),

@@ -1,19 +1,19 @@
 //! Chat templates: a conversation to the text that the model was trained on, as transformers renders it.
 
-mod apart;
 mod meter;
 mod methods;
 mod python;
+mod sandbox;
 
 use crate::error::{ModelError, quoted};
 use crate::gguf::Gguf;
 use crate::source::{ModelFiles, ResolvedModel};
 use crate::tokenizer::TokenizerConfig;
-use apart::Apart;
 use minijinja::machinery::TemplateConfig;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde, Value};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind};
+use sandbox::Sandbox;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::sync::Arc;
@@ -48,7 +48,7 @@ impl ChatMessage {
 pub struct ChatTemplate {
     texts: Arc<Texts>,
     special_tokens: serde_json::Map<String, serde_json::Value>,
-    apart: Apart,
+    sandbox: Sandbox,
 }
 
 /// What is compiled whenever it is rendered: that takes less than a millisecond.
@@ -122,7 +122,7 @@ impl ChatTemplate {
         context.insert("messages".to_owned(), messages);
         context.insert("add_generation_prompt".to_owned(), add_generation_prompt.into());
         let texts = self.texts.clone();
-        self.apart.run(move || {
+        self.sandbox.run(move || {
             let text = texts.tools.as_ref().filter(|_| has_tools).unwrap_or(&texts.chat);
             render(&texts.environment, text, &context).map_err(|e| refused(&e).unwrap_or_else(|| broken(&e)))
         })
@@ -199,13 +199,13 @@ impl ChatTemplate {
         raw: RawTemplate,
         special_tokens: serde_json::Map<String, serde_json::Value>,
     ) -> Result<Self, ModelError> {
-        let (mut environment, apart) = (meter::metered(environment()), Apart::default());
+        let (mut environment, sandbox) = (meter::metered(environment()), Sandbox::default());
         let mut checked = |text: String| {
             if text.len() > TEXT_MAX {
                 return Err(ModelError::template(format!("has {} bytes; at most {TEXT_MAX} are read", text.len())));
             }
             let text = without_generation_tags(&text);
-            let (text, steps) = apart.run(move || {
+            let (text, steps) = sandbox.run(move || {
                 let steps = meter::steps(&meter::compile(NAME, &text, &config()?).map_err(|e| broken(&e))?);
                 Ok((text, steps))
             })?;
@@ -228,7 +228,7 @@ impl ChatTemplate {
             }
         };
         let chat = chat.ok_or_else(|| ModelError::template("none of the named templates is called default"))?;
-        Ok(Self { texts: Arc::new(Texts { environment, chat, tools }), special_tokens, apart })
+        Ok(Self { texts: Arc::new(Texts { environment, chat, tools }), special_tokens, sandbox })
     }
 }
 

@@ -154,19 +154,18 @@ const ROWS_AT_ONCE: usize = 256;
 /// Turns of so many rows of `width` numbers on the device: cosines, then sines `[T, width / 2]`.
 pub(super) fn turns(op: &Op, [rows, width]: [usize; 2], of: impl Fn(usize) -> Rotation + Sync) -> Result<[Tensor; 2]> {
     let half = width / 2;
-    let all = parallel::map(rows.div_ceil(ROWS_AT_ONCE), |unit| {
+    let parts: Vec<[Vec<f32>; 2]> = parallel::map(rows.div_ceil(ROWS_AT_ONCE), |unit| {
         let rows = unit * ROWS_AT_ONCE..rows.min((unit + 1) * ROWS_AT_ONCE);
         let turns: Vec<Rotation> = rows.map(&of).collect();
-        let part =
-            |of: fn(&(f32, f32)) -> f32| turns.iter().flat_map(|turn| turn.0.iter().map(of)).collect::<Vec<f32>>();
-        (part(|t| t.0), part(|t| t.1))
+        let part = |of: fn(&(f32, f32)) -> f32| turns.iter().flat_map(|turn| turn.0.iter().map(of)).collect();
+        [part(|t| t.0), part(|t| t.1)]
     });
-    let part = |of: fn(&(Vec<f32>, Vec<f32>)) -> &Vec<f32>| {
-        let flat: Vec<f32> = all.iter().flat_map(of).copied().collect();
-        op.check(flat.len() == rows * half, "turns", "of another width", format_args!("{half} pairs"))?;
-        op.kept(&flat, [rows, half])
+    let part = |which: usize| {
+        let all: Vec<f32> = parts.iter().flat_map(|part| &part[which]).copied().collect();
+        op.check(all.len() == rows * half, "turns", "of another width", format_args!("{half} pairs"))?;
+        op.kept(&all, [rows, half])
     };
-    Ok([part(|both| &both.0)?, part(|both| &both.1)?])
+    Ok([part(0)?, part(1)?])
 }
 
 /// [`crate::rotary::undo`], whose checks the caller has made.

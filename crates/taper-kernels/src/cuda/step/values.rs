@@ -7,10 +7,10 @@ use crate::cuda::batch::Lists;
 use crate::cuda::error::Result;
 use crate::cuda::layer::cast;
 use crate::cuda::op::Op;
+use crate::cuda::readback::Readback;
 use crate::cuda::sample::{Scratch, sampled_keys};
 use crate::cuda::score::{View, scores};
 use crate::cuda::spread::{distinct, features, spread_listed, spread_values, values, values_fit};
-use crate::cuda::told::Told;
 use crate::cuda::walk::{ScoredBy, Walked, list_scores};
 use crate::decode::{self, By, Decode, HeadSelection, Selection, Spread};
 use crate::philox::Stream;
@@ -22,13 +22,13 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 pub(crate) struct Source {
     /// How many each KV head's query heads read between them.
-    read: Told,
+    read: Readback,
     /// What attending gave, where drawing and reading were one launch.
     pub(super) out: Option<Tensor>,
     /// The sample that keeps a promise from which they were drawn.
     sampled: Option<Arc<Outcome>>,
     /// Keys of each list, more than how many were scored to draw from them, and which lists were if so.
-    scored: Option<(Told, usize, Vec<bool>)>,
+    scored: Option<(Readback, usize, Vec<bool>)>,
 }
 
 impl Source {

@@ -34,8 +34,8 @@ impl LocalHub {
         Self { endpoint, requests }
     }
 
-    fn wanted(&self, file: Option<&str>) -> Wanted {
-        Wanted {
+    fn wanted(&self, file: Option<&str>) -> HubModel {
+        HubModel {
             repo: "owner/tiny".to_owned(),
             revision: "main".to_owned(),
             file: file.map(str::to_owned),
@@ -88,7 +88,7 @@ fn answer(mut stream: TcpStream, files: &HashMap<String, String>) {
 fn a_hub_that_does_not_answer_costs_less_than_five_seconds() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let cache = tempfile::tempdir().unwrap();
-    let wanted = Wanted {
+    let wanted = HubModel {
         repo: "owner/tiny".to_owned(),
         revision: "main".to_owned(),
         file: None,

@@ -69,7 +69,7 @@ pub(crate) fn send() -> Result<()> {
 
 /// Words for one launch, or launches one after the other that nothing reads between.
 #[derive(Debug, Clone)]
-pub(super) struct Told {
+pub(super) struct Readback {
     page: Arc<Page>,
     start: usize,
     words: usize,
@@ -77,7 +77,7 @@ pub(super) struct Told {
     before: Option<Tensor>,
 }
 
-impl Told {
+impl Readback {
     /// So many words, u32, which begin on 16 bytes. The caller's next launches write them.
     pub fn new(op: &Op, words: usize) -> Result<Self> {
         CURRENT.with_borrow_mut(|current| {

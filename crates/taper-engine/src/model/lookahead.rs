@@ -14,7 +14,7 @@ use taper_attention::{AttentionBatch, Before, Held, NextRow, Sequence, Span};
 use taper_kernels::token::{Chosen, Draw};
 
 /// A step that is underway.
-pub(super) struct Ahead {
+pub(super) struct Lookahead {
     rows: Vec<Begun>,
     /// What the rows drew.
     chosen: Chosen,
@@ -71,7 +71,7 @@ impl ModelBackend {
         match guard(|| Ok(self.begin_rows(inputs, tokens, &draws)?)) {
             Ok(Some((chosen, held))) => {
                 let row = |((row, draw), held)| Begun { row, token: None, draw, held: Some(held) };
-                self.ahead = Some(Ahead { rows: begun.into_iter().zip(held).map(row).collect(), chosen });
+                self.ahead = Some(Lookahead { rows: begun.into_iter().zip(held).map(row).collect(), chosen });
             }
             Ok(None) => {}
             // Whoever asks for the step gets it again, or its error.
@@ -134,7 +134,7 @@ impl ModelBackend {
     /// A step of which a part is underway.
     pub(super) fn follow(
         &mut self,
-        mut ahead: Ahead,
+        mut ahead: Lookahead,
         inputs: Vec<Input<'_, Sequence>>,
     ) -> Result<Vec<Vec<Row>>, BackendError> {
         let mut out = vec![Vec::new(); inputs.len()];
@@ -186,7 +186,7 @@ impl ModelBackend {
     }
 }
 
-impl Ahead {
+impl Lookahead {
     /// The row that is what an input asks for.
     fn row_of(&self, input: &Input<'_, Sequence>) -> Option<usize> {
         let (draw, row) = (draw(input)?, input.sequence.next_row()?);

@@ -15,12 +15,12 @@ const STACK: usize = 512 << 20;
 
 /// Runs what a template asks for; one that once took too long waits until that work has ended.
 #[derive(Debug, Default)]
-pub(super) struct Apart {
+pub(super) struct Sandbox {
     /// Whether work that was left behind still runs.
     lost: Arc<AtomicBool>,
 }
 
-impl Apart {
+impl Sandbox {
     /// Runs work, and lets it be when it takes too long.
     ///
     /// # Errors
@@ -71,18 +71,18 @@ mod tests {
 
     #[test]
     fn work_that_takes_too_long_is_an_error_and_so_is_other_work_until_it_has_ended() {
-        let apart = Apart::default();
-        assert_eq!(apart.run(|| Ok(1)).unwrap(), 1);
-        assert!(apart.run(|| Err::<(), _>(ModelError::template("no"))).unwrap_err().to_string().contains("no"));
+        let sandbox = Sandbox::default();
+        assert_eq!(sandbox.run(|| Ok(1)).unwrap(), 1);
+        assert!(sandbox.run(|| Err::<(), _>(ModelError::template("no"))).unwrap_err().to_string().contains("no"));
         let (go, wait) = channel::<()>();
         let work = move || Ok(wait.recv().is_ok());
-        assert!(apart.run_for(Duration::ZERO, work).unwrap_err().to_string().contains("takes longer"));
-        assert!(apart.run(|| Ok(1)).unwrap_err().to_string().contains("still at an earlier"));
+        assert!(sandbox.run_for(Duration::ZERO, work).unwrap_err().to_string().contains("takes longer"));
+        assert!(sandbox.run(|| Ok(1)).unwrap_err().to_string().contains("still at an earlier"));
         go.send(()).unwrap();
-        while apart.lost.load(Relaxed) {
+        while sandbox.lost.load(Relaxed) {
             std::thread::yield_now();
         }
-        assert_eq!(apart.run(|| Ok(2)).unwrap(), 2);
-        assert!(apart.run(|| -> Result<(), _> { panic!("a defect") }).unwrap_err().to_string().contains("defect"));
+        assert_eq!(sandbox.run(|| Ok(2)).unwrap(), 2);
+        assert!(sandbox.run(|| -> Result<(), _> { panic!("a defect") }).unwrap_err().to_string().contains("defect"));
     }
 }
