@@ -47,6 +47,8 @@ pub struct ServerConfig {
     pub prompts: usize,
     /// What requests are sampled by that say nothing of it: temperature, top_k, top_p, min_p and repetition_penalty.
     pub sampling: SamplingParams,
+    /// Most tokens of an answer whose request does not say it; `None`: as many as fit, and of a text completion 16.
+    pub max_tokens: Option<usize>,
     /// Least `priority` that requests may have: those with less go first.
     pub least_priority: i64,
     /// How long a request may take, waiting included; `None`: as long as it does.
@@ -70,6 +72,7 @@ impl Default for ServerConfig {
             body_bytes: 16 << 20,
             prompts: 64,
             sampling: SamplingParams::default(),
+            max_tokens: None,
             least_priority: 0,
             request_timeout: None,
             keep_alive: Duration::from_secs(10),

@@ -30,12 +30,9 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     let most = app.config.prompts.min(app.engine.queue_limit());
     let reading = Reading { name: "prompt", most, marks, echo: echo.then_some(common.special) };
     let mut prompts = read_prompts(app, prompts, &reading)?;
-    if common.stop.max_tokens.is_none() {
-        // A default never makes a request too long.
-        let longest = prompts.iter().map(|p| p.tokens.len()).max().unwrap_or(0);
-        let room = app.engine.room(longest, common.choices);
-        common.stop.max_tokens = Some(DEFAULT_TOKENS.max(common.stop.min_tokens).min(room.max(1)));
-    }
+    // As in vLLM, where the model's own length may be less than a completion's, and not more.
+    let default = app.config.max_tokens.map_or(DEFAULT_TOKENS, |own| own.min(DEFAULT_TOKENS));
+    common.default_length(app, Some(default), prompts.iter().map(|p| p.tokens.len()).max().unwrap_or(0));
     for prompt in &mut prompts {
         prompt.question_tokens = attention::plain_question(&attention, map, prompt.tokens.len())?;
     }

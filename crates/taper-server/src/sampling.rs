@@ -52,6 +52,16 @@ pub(crate) struct Common {
     pub(crate) ignored: Vec<String>,
 }
 
+impl Common {
+    /// Sets the length where the request names none. A default never makes a request too long.
+    pub(crate) fn default_length(&mut self, app: &App, default: Option<usize>, longest_prompt: usize) {
+        if let (None, Some(most)) = (self.stop.max_tokens, default) {
+            let room = app.engine.room(longest_prompt, self.choices);
+            self.stop.max_tokens = Some(most.max(self.stop.min_tokens).min(room.max(1)));
+        }
+    }
+}
+
 /// Reads them. An answer has at least `least` tokens' room.
 pub(crate) fn read(fields: &mut Fields<'_>, app: &App, least: i64) -> Result<Common> {
     let sampling = sampling(fields, app.engine.text(), &app.config.sampling)?;

@@ -5,7 +5,10 @@ mod support;
 use axum::http::StatusCode;
 use serde_json::{Value, json};
 use std::time::Instant;
-use support::server;
+use support::{custom, server};
+use taper_engine::EngineConfig;
+use taper_engine::stub::StubBackend;
+use taper_server::ServerConfig;
 
 fn chat(extra: Value) -> Value {
     let mut body = json!({"messages": [{"role": "user", "content": "hi"}], "temperature": 0});
@@ -117,4 +120,27 @@ async fn a_name_of_megabytes_is_compared_with_none() {
     let preset = server.chat(chat(json!({"attention": "e".repeat(8 << 20)}))).await;
     assert_eq!((preset.status, preset.error().1), (StatusCode::BAD_REQUEST, json!("attention")));
     assert!(start.elapsed().as_secs() < 5, "{:?}", start.elapsed());
+}
+
+/// Of a text completion it is the protocol's 16 where that is less, as in vLLM.
+#[tokio::test]
+async fn an_answers_length_is_the_models_where_the_request_has_none() {
+    let long = "abcdefghijklmnopqrstuvwxyz";
+    let with = |max_tokens| {
+        custom(StubBackend::new(long), EngineConfig::default(), ServerConfig { max_tokens, ..ServerConfig::default() })
+    };
+    let said = |answer: support::Answer| answer.json()["usage"]["completion_tokens"].as_u64().unwrap();
+    for (most, expected) in [(Some(5), [5, 5, 5]), (Some(20), [20, 16, 20]), (None, [27, 16, 27])] {
+        let server = with(most);
+        let chat = said(server.chat(chat(json!({}))).await);
+        let text = said(server.complete(json!({"prompt": "hi", "temperature": 0})).await);
+        let items = server.post("/v1/responses", json!({"input": "hi", "temperature": 0})).await.json();
+        assert_eq!([chat, text, items["usage"]["output_tokens"].as_u64().unwrap()], expected, "{most:?}");
+    }
+    let server = with(Some(5));
+    assert_eq!(said(server.chat(chat(json!({"max_tokens": 9}))).await), 9);
+    assert_eq!(said(server.chat(chat(json!({"min_tokens": 8}))).await), 8);
+    // It makes nothing too long.
+    let nearly = json!([{"role": "user", "content": "p".repeat(490)}]);
+    assert_eq!(said(with(Some(1000)).chat(chat(json!({"messages": nearly}))).await), 4);
 }

@@ -62,6 +62,31 @@ pub struct ModelConfig {
     pub engine: EngineConfig,
 }
 
+/// Whose `generation_config.json` says what requests leave out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Generation {
+    /// The model's.
+    Model,
+    /// Nobody's.
+    Plain,
+    /// A folder's.
+    Folder(PathBuf),
+}
+
+impl Generation {
+    /// From vLLM's words, a truth value, or a folder.
+    fn new(text: &str) -> Result<Self> {
+        match text {
+            "auto" | "true" => Ok(Self::Model),
+            "vllm" | "false" => Ok(Self::Plain),
+            folder if Path::new(folder).join("generation_config.json").is_file() => Ok(Self::Folder(folder.into())),
+            other => {
+                bail!("generation_config: {other:?} must be auto, vllm or a folder with a generation_config.json")
+            }
+        }
+    }
+}
+
 /// What `taper serve` needs, checked.
 #[derive(Debug)]
 pub struct ServeConfig {
@@ -73,8 +98,8 @@ pub struct ServeConfig {
     pub tls: Option<Tls>,
     /// The collector of spans, if there is one.
     pub otlp: Option<Otlp>,
-    /// Whether the model's own file says what requests leave out.
-    pub generation_config: bool,
+    /// What says how requests are sampled that do not say it.
+    pub generation: Generation,
     pub server: ServerConfig,
 }
 
@@ -139,7 +164,7 @@ pub fn serve(settings: Settings) -> Result<ServeConfig> {
         log: args.log.unwrap_or_default(),
         tls,
         otlp,
-        generation_config: args.generation_config.unwrap_or(true),
+        generation: args.generation_config.as_deref().map_or(Ok(Generation::Model), Generation::new)?,
         server,
     })
 }
@@ -410,6 +435,24 @@ mod tests {
     }
 
     #[test]
+    fn what_requests_leave_out_is_the_models_nobodys_or_a_folders() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("generation_config.json"), "{}").unwrap();
+        let name = folder.path().to_str().unwrap();
+        for (text, generation) in [
+            ("", Generation::Model),
+            ("generation_config = true", Generation::Model),
+            ("generation_config = 'auto'", Generation::Model),
+            ("generation_config = false", Generation::Plain),
+            ("generation_config = 'vllm'", Generation::Plain),
+            (&format!("generation_config = '{name}'"), Generation::Folder(folder.path().into())),
+        ] {
+            let (_folder, path) = file(text);
+            assert_eq!(of_file(&path).unwrap().generation, generation, "{text}");
+        }
+    }
+
+    #[test]
     fn a_name_that_is_there_twice_counts_once() {
         let (_folder, path) = file("served_model_name = 'a, b,a'");
         assert_eq!(of_file(&path).unwrap().server.names, ["a", "b"]);
@@ -485,6 +528,11 @@ mod tests {
             ("queue = 0\n", "queue must be"),
             ("served_model_name = 'a,,b'\n", "served_model_name: \"\" is no name; must be one or more"),
             ("served_model_name = ['a', 3]\n", ":1: must be a name or a list of names"),
+            (
+                "generation_config = '/nowhere'\n",
+                "generation_config: \"/nowhere\" must be auto, vllm or a folder with a generation_config.json",
+            ),
+            ("generation_config = 1\n", ":1: must be auto, vllm, a folder, true or false"),
             ("header_seconds = 0\n", "header_seconds must be at least 1"),
             ("tls_cert = 'a.pem'\n", "tls_cert needs tls_key"),
             ("tls_key = 'a.pem'\n", "tls_key needs tls_cert"),

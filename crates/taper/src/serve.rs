@@ -1,6 +1,6 @@
 //! `taper serve` and `taper config check`.
 
-use crate::config::{self, ServeConfig};
+use crate::config::{self, Generation, ServeConfig};
 use crate::load::{self, Loaded};
 use crate::otlp::Otlp;
 use crate::settings::{self, LogFormat, ServeArgs, Settings};
@@ -10,7 +10,7 @@ use std::io::Write;
 use std::sync::Arc;
 use taper_attention::Artifacts;
 use taper_engine::{Engine, SamplingParams, of_them_offloaded};
-use taper_model::GenerationConfig;
+use taper_model::{GenerationConfig, ModelError, ModelFiles, ResolvedModel};
 use taper_server::{Certificate, Live, Tls};
 use tokio::net::{TcpListener, TcpSocket};
 
@@ -80,7 +80,7 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     });
     let listener = listener.with_context(|| at)?;
     let address = listener.local_addr()?;
-    let ServeConfig { model, keys, tls, otlp, log, generation_config, mut server, .. } = config;
+    let ServeConfig { model, keys, tls, otlp, log, generation, mut server, .. } = config;
     let certificate = match tls {
         Some(tls) => Some((certificate(&tls).await?, tls)),
         None => None,
@@ -90,10 +90,7 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     let loading = tokio::task::spawn_blocking(move || {
         let found = load::find(&model)?;
         // A mistake in it should be known before a large model has loaded.
-        let generation = match generation_config {
-            true => GenerationConfig::read(&found).context("--generation-config false does without this file")?,
-            false => GenerationConfig::default(),
-        };
+        let generation = by(generation, &found)?;
         anyhow::Ok((load::engine_of(&model, found)?, generation))
     });
     let (Loaded { engine, artifacts, attention, presets }, generation) = tokio::select! {
@@ -101,6 +98,7 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
         () = stops.next() => bail!("stopped before the model was loaded"),
     };
     server.sampling = sampling(&generation);
+    server.max_tokens = generation.max_new_tokens.and_then(|most| usize::try_from(most).ok());
     let engine = Arc::new(engine);
     let open = keys.is_empty();
     let names = if server.names.is_empty() { engine.model().id.clone() } else { server.names.join(", ") };
@@ -116,7 +114,7 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     }
     let said = said(&generation);
     if !said.is_empty() {
-        tracing::info!("by the model's generation_config.json, unless a request says otherwise: {said}");
+        tracing::info!("by generation_config.json, unless a request says otherwise: {said}");
     }
     if !address.ip().to_canonical().is_loopback() && open {
         tracing::warn!("anyone who reaches {address} may use this server: it asks for no key (--api-keys)");
@@ -129,6 +127,24 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
         exporter.stop().await;
     }
     served
+}
+
+/// What the file says that is to say it.
+fn by(generation: Generation, model: &ResolvedModel) -> Result<GenerationConfig> {
+    let read = match generation {
+        Generation::Plain => return Ok(GenerationConfig::default()),
+        Generation::Model => GenerationConfig::read(model),
+        Generation::Folder(folder) => {
+            let files = ModelFiles::Folder(folder);
+            GenerationConfig::read(&ResolvedModel { name: String::new(), files })
+        }
+    };
+    // A file that is no JSON at all the model cannot do without: it names tokens that end answers.
+    let avoidable = |error: &ModelError| matches!(error, ModelError::Invalid { field, .. } if field != "file");
+    read.map_err(|error| match avoidable(&error) {
+        true => anyhow!(error).context("--generation-config vllm does without"),
+        false => error.into(),
+    })
 }
 
 /// What requests are sampled by that say nothing of it.
@@ -147,13 +163,14 @@ fn sampling(by: &GenerationConfig) -> SamplingParams {
 
 /// What a model's file says of sampling.
 fn said(by: &GenerationConfig) -> String {
-    let top_k = by.top_k.map(|k| k as f64);
+    let [top_k, most] = [by.top_k, by.max_new_tokens].map(|whole| whole.map(|whole| whole as f64));
     let all = [
         ("temperature", by.temperature),
         ("top_k", top_k),
         ("top_p", by.top_p),
         ("min_p", by.min_p),
         ("repetition_penalty", by.repetition_penalty),
+        ("max_new_tokens", most),
     ];
     let said = all.into_iter().filter_map(|(name, value)| Some(format!("{name} {}", value?)));
     said.collect::<Vec<_>>().join(", ")
@@ -323,9 +340,25 @@ mod tests {
             top_k
         };
         assert_eq!([None, Some(-1), Some(0), Some(20)].map(of), [None, None, None, Some(20)]);
-        let all = GenerationConfig { top_k: Some(20), top_p: Some(0.9), ..Default::default() };
-        assert_eq!(said(&all), "top_k 20, top_p 0.9");
+        let all =
+            GenerationConfig { top_k: Some(20), top_p: Some(0.9), max_new_tokens: Some(2048), ..Default::default() };
+        assert_eq!(said(&all), "top_k 20, top_p 0.9, max_new_tokens 2048");
         assert_eq!(said(&GenerationConfig::default()), "");
+    }
+
+    #[test]
+    fn a_file_that_can_be_done_without_is_said_to_be() {
+        let folder = tempfile::tempdir().unwrap();
+        let model = ResolvedModel { name: "m".into(), files: ModelFiles::Folder(folder.path().into()) };
+        let other = tempfile::tempdir().unwrap();
+        std::fs::write(other.path().join("generation_config.json"), r#"{"top_k": 7}"#).unwrap();
+        for (text, without) in [(r#"{"temperature": 2.5}"#, true), (r#"{"top_k": "x"}"#, true), ("{", false)] {
+            std::fs::write(folder.path().join("generation_config.json"), text).unwrap();
+            let error = format!("{:#}", by(Generation::Model, &model).unwrap_err());
+            assert_eq!(error.contains("--generation-config vllm"), without, "{error}");
+            assert_eq!(by(Generation::Plain, &model).unwrap(), GenerationConfig::default());
+            assert_eq!(by(Generation::Folder(other.path().into()), &model).unwrap().top_k, Some(7));
+        }
     }
 
     #[test]

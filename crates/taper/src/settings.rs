@@ -112,9 +112,11 @@ pub struct ServerArgs {
     /// Whether prompts that begin alike share what they begin with [default: true]
     #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     pub prefix_cache: Option<bool>,
-    /// Whether requests that do not say how are sampled as the model's generation_config.json has it [default: true]
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
-    pub generation_config: Option<bool>,
+    /// Whose generation_config.json says how requests are sampled that do not say it, and how long answers are: auto (the
+    /// model's), vllm (none), or a folder; true and false are auto and vllm [default: auto]
+    #[arg(long, value_name = "auto|vllm|DIR", num_args = 0..=1, default_missing_value = "auto")]
+    #[serde(default, deserialize_with = "text_of")]
+    pub generation_config: Option<String>,
     /// Least `priority` of requests: those with less go before those with more [default: 0]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub least_priority: Option<i64>,
@@ -165,6 +167,20 @@ fn names_of<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Option<Vec<Stri
     Ok(Option::<Names>::deserialize(from)?.map(|names| match names {
         Names::Text(text) => text.split(',').map(str::to_owned).collect(),
         Names::List(list) => list,
+    }))
+}
+
+/// A text, or a truth value, by its name.
+fn text_of<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Option<String>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "must be auto, vllm, a folder, true or false")]
+    enum Text {
+        Bool(bool),
+        Text(String),
+    }
+    Ok(Option::<Text>::deserialize(from)?.map(|text| match text {
+        Text::Bool(is) => is.to_string(),
+        Text::Text(text) => text,
     }))
 }
 
@@ -246,7 +262,7 @@ impl Settings {
                 stretch: Some(stretch),
                 dense_below: Some(0),
                 prefix_cache: Some(true),
-                generation_config: Some(true),
+                generation_config: Some("auto".into()),
                 body_mib: Some(16),
                 body_seconds: Some(60),
                 write_seconds: Some(60),
@@ -414,6 +430,16 @@ mod tests {
             .collect();
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
         assert_eq!(read(&flags, &[]).unwrap().text().unwrap(), by_file);
+        // What is a word may be a truth value too.
+        for (text, word) in [("'vllm'", "vllm"), ("true", "true"), ("'/a/folder'", "/a/folder")] {
+            std::fs::write(&path, format!("generation_config={text}")).unwrap();
+            let by_file = read(&["--config", path.to_str().unwrap()], &[]).unwrap();
+            let by_variable = read(&[], &[("TAPER_GENERATION_CONFIG", word)]).unwrap();
+            let by_flag = read(&["--generation-config", word], &[]).unwrap();
+            for settings in [by_file, by_variable, by_flag] {
+                assert_eq!(settings.server.generation_config.as_deref(), Some(word));
+            }
+        }
         // And what is printed can be read again.
         std::fs::write(&path, &by_file).unwrap();
         assert_eq!(read(&["--config", path.to_str().unwrap()], &[]).unwrap().text().unwrap(), by_file);

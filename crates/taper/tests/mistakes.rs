@@ -93,7 +93,7 @@ fn a_models_sampling_that_no_request_may_have() {
     std::fs::write(model.path().join("generation_config.json"), r#"{"temperature": 2.5}"#).expect("written");
     let model = model.path().to_str().expect("UTF-8");
     fails_in_one_line(&["serve", "--port", "0", "--model", model], "generation_config.json: temperature: 2.5 is not");
-    fails_in_one_line(&["serve", "--port", "0", "--model", model], "--generation-config false");
+    fails_in_one_line(&["serve", "--port", "0", "--model", model], "--generation-config vllm");
     let args = ["generate", "--prompt", "x", "--max-tokens", "1", "--kv-memory", "64MiB", "--model", model];
     let output = Command::new(env!("CARGO_BIN_EXE_taper")).args(args).output().expect("the program starts");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
