@@ -4,6 +4,8 @@ mod support;
 
 use boon::{Compiler, Schemas};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::path::Path;
 use support::{Server, server};
 
 const AT: &str = "http://taper/openapi.json";
@@ -73,8 +75,7 @@ async fn every_field_that_is_told_is_known() {
             match path {
                 "/v1/completions" => body["logprobs"] = json!(1),
                 "/tokenize"
-                    if ["messages", "tools", "chat_template_kwargs", "continue_final_message"]
-                        .contains(&field.as_str()) =>
+                    if !["model", "prompt", "add_special_tokens", "return_token_strs"].contains(&field.as_str()) =>
                 {
                     body["prompt"] = Value::Null;
                 }
@@ -87,6 +88,60 @@ async fn every_field_that_is_told_is_known() {
             body[&field] = json!([[{"x": false}]]);
             let answer = server.post(path, body.clone()).await;
             assert_eq!(answer.status, 400, "{path} takes {field} as anything: {}", answer.text);
+        }
+    }
+}
+
+/// Names of the fields that the server's source reads, of whatever object.
+fn read_somewhere() -> BTreeSet<String> {
+    fn sources(folder: &Path, all: &mut String) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            match path.is_dir() {
+                true => sources(&path, all),
+                false => all.push_str(&std::fs::read_to_string(path).unwrap_or_default()),
+            }
+        }
+    }
+    let mut all = String::new();
+    sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut all);
+    let by = ["bool", "text", "int", "seed", "number", "object", "array", "get", "peek"].map(|by| format!(".{by}(\""));
+    let names = by.iter().flat_map(|by| all.split(by.as_str()).skip(1)).filter_map(|rest| rest.split_once('"'));
+    let plain = |name: &&str| !name.is_empty() && name.bytes().all(|b| b.is_ascii_lowercase() || b == b'_');
+    names.map(|(name, _)| name).filter(plain).map(str::to_owned).collect()
+}
+
+#[tokio::test]
+async fn every_field_that_is_read_is_told() {
+    let server = server("hello there");
+    let document = document(&server).await;
+    let names = read_somewhere();
+    for name in ["temperature", "continue_final_message", "best_of", "dimensions", "truncation", "return_token_strs"] {
+        assert!(names.contains(name), "{name}: {names:?}");
+    }
+    let chat = json!({"messages": [{"role": "user", "content": "hi"}]});
+    for (path, name, body) in [
+        ("/v1/chat/completions", "ChatRequest", &chat),
+        ("/v1/completions", "TextRequest", &json!({"prompt": "a"})),
+        ("/v1/responses", "ResponseRequest", &json!({"input": "a"})),
+        ("/v1/embeddings", "EmbeddingRequest", &json!({"input": "a"})),
+        ("/tokenize", "TokenizeRequest", &chat),
+        ("/tokenize", "TokenizeRequest", &json!({"prompt": "a"})),
+        ("/detokenize", "DetokenizeRequest", &json!({"tokens": [1]})),
+    ] {
+        let told = properties(&document, &document["components"]["schemas"][name]);
+        for field in names.iter().filter(|&name| !told.contains(name)) {
+            let mut body = body.clone();
+            body[field] = json!([[{"x": false}]]);
+            let answer = server.post(path, body).await;
+            if answer.status == 200 {
+                continue;
+            }
+            // What has no place here may be refused for that.
+            let (message, _) = answer.error();
+            let none =
+                ["is not supported", "would change the answer", "did you mean", "is a chat's", "both be", "not both"];
+            assert!(none.iter().any(|none| message.contains(none)), "{path} reads {field}, untold: {message}");
         }
     }
 }
@@ -114,6 +169,13 @@ async fn requests_and_their_answers_are_as_it_says() {
             "/v1/chat/completions",
             "ChatRequest",
             "ChatCompletion",
+            json!({"messages": [user[0], {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
+                "response_format": {"type": "json_object", "schema": {"type": "object"}}, "max_tokens": 5}),
+        ),
+        (
+            "/v1/chat/completions",
+            "ChatRequest",
+            "ChatCompletion",
             json!({"messages": user, "attention": attention, "n": 2, "seed": -3, "stop": ["x"], "max_tokens": 3,
                 "logit_bias": {"3": 1}, "logprobs": true, "top_logprobs": 2, "tools": [tool], "tool_choice": "auto",
                 "temperature": 0, "top_k": -1, "timeout": 30}),
@@ -135,7 +197,8 @@ async fn requests_and_their_answers_are_as_it_says() {
             "/v1/responses",
             "ResponseRequest",
             "ResponseAnswer",
-            json!({"input": "hi", "max_output_tokens": 9, "top_logprobs": 1}),
+            json!({"input": "hi", "max_output_tokens": 9, "top_logprobs": 1, "n": 1, "store": false, "metadata": {"a": "b"},
+                "truncation": "auto", "add_generation_prompt": true}),
         ),
         ("/v1/embeddings", "EmbeddingRequest", "Embeddings", json!({"input": ["a", "b"], "encoding_format": "base64"})),
         ("/tokenize", "TokenizeRequest", "Tokens", json!({"prompt": "hello", "return_token_strs": true})),
@@ -174,6 +237,8 @@ async fn requests_and_their_answers_are_as_it_says() {
     for (name, body) in [
         ("ChatRequest", json!({"messages": []})),
         ("ChatRequest", json!({"messages": user, "temperature": 3})),
+        ("ChatRequest", json!({"messages": [{"role": "user", "content": [{"type": "refusal", "text": "no"}]}]})),
+        ("ResponseRequest", json!({"input": "a", "truncation": "never"})),
         ("ChatRequest", json!({"messages": user, "attention": {"decode": {"method": "nonsense"}}})),
         ("TextRequest", json!({"prompt": {}})),
         ("EmbeddingRequest", json!({"input": "a", "encoding_format": "int8"})),

@@ -131,7 +131,9 @@ pub(crate) struct ChatRequest {
     max_completion_tokens: Option<i64>,
     /// Functions that the answer may call.
     tools: Option<Vec<Tool>>,
-    /// `none`, `auto`, `required`, or `{"type": "function", "function": {"name": …}}`.
+    /// `none`, `auto`, `required`, `{"type": "function", "function": {"name": …}}`, or of some of the functions alone
+    /// `{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": …}}]}}`,
+    /// where `mode` may be `required`.
     #[schema(value_type = Option<Choice>)]
     tool_choice: Option<Value>,
     /// Whether an answer may have more than one call.
@@ -143,6 +145,8 @@ pub(crate) struct ChatRequest {
     /// Whether the answer goes on with the last message, which is the assistant's, instead of being a reply.
     #[schema(default = false)]
     continue_final_message: Option<bool>,
+    /// False only beside `continue_final_message`, with which it may not be true.
+    add_generation_prompt: Option<bool>,
     /// Whether tokens come with their log probabilities.
     #[schema(default = false)]
     logprobs: Option<bool>,
@@ -201,7 +205,8 @@ pub(crate) struct ResponseRequest {
     /// Functions that the answer may call: a chat's, without an object of its own around the function.
     #[schema(value_type = Option<Vec<Object>>)]
     tools: Option<Value>,
-    /// `none`, `auto`, `required`, or `{"type": "function", "name": …}`.
+    /// `none`, `auto`, `required`, `{"type": "function", "name": …}`, or of some of the functions alone
+    /// `{"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": …}]}`, where `mode` may be `required`.
     #[schema(value_type = Option<Choice>)]
     tool_choice: Option<Value>,
     /// Whether an answer may have more than one call.
@@ -215,6 +220,21 @@ pub(crate) struct ResponseRequest {
     /// Variables for the model's chat template.
     #[schema(value_type = Option<Object>)]
     chat_template_kwargs: Option<Value>,
+    /// Whether the answer goes on with the last message, which is the assistant's, instead of being a reply.
+    #[schema(default = false)]
+    continue_final_message: Option<bool>,
+    /// False only beside `continue_final_message`, with which it may not be true.
+    add_generation_prompt: Option<bool>,
+    /// Answers: one.
+    #[schema(minimum = 1, maximum = 1, default = 1)]
+    n: Option<i64>,
+    /// What comes back with the answer.
+    #[schema(value_type = Option<Object>)]
+    metadata: Option<Value>,
+    /// Whether the answer is to be kept: it never is.
+    store: Option<bool>,
+    /// What is to become of an input that is too long: it is refused, whatever is said here.
+    truncation: Option<Truncation>,
     /// `message.output_text.logprobs` for the tokens' log probabilities.
     #[schema(value_type = Option<Vec<String>>)]
     include: Option<Vec<String>>,
@@ -224,6 +244,16 @@ pub(crate) struct ResponseRequest {
     /// Whether the answer comes as it is made, as events.
     #[schema(default = false)]
     stream: Option<bool>,
+    /// Needs `stream`; the last event has the usage, whatever is said here.
+    stream_options: Option<StreamOptions>,
+}
+
+/// What OpenAI does with an input that is too long.
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Truncation {
+    Auto,
+    Disabled,
 }
 
 /// `POST /v1/embeddings`
@@ -267,10 +297,19 @@ pub(crate) struct TokenizeRequest {
     model: Option<String>,
     /// A text.
     prompt: Option<String>,
-    /// A conversation, made ready for the assistant's answer.
+    /// A conversation.
     messages: Option<Vec<Message>>,
+    /// Whether it is made ready for the assistant's answer.
+    #[schema(default = true)]
+    add_generation_prompt: Option<bool>,
     /// Functions that the answer may call.
     tools: Option<Vec<Tool>>,
+    /// As in a chat: with `none` the model is told of no functions.
+    #[schema(value_type = Option<Choice>)]
+    tool_choice: Option<Value>,
+    /// As in a chat.
+    #[schema(default = true)]
+    parallel_tool_calls: Option<bool>,
     /// Whether a text begins as the model's texts do.
     #[schema(default = true)]
     add_special_tokens: Option<bool>,
@@ -336,7 +375,7 @@ pub(crate) struct Message {
     /// `system`, `user`, `assistant`, `tool`: what the model's template knows.
     #[schema(min_length = 1)]
     role: String,
-    /// Text, or parts `{"type": "text", "text": …}`; an assistant's that calls functions needs none.
+    /// Text, or parts `{"type": "text", "text": …}` and `{"type": "refusal", "refusal": …}`; an assistant's that calls functions needs none.
     #[schema(value_type = Option<Content>)]
     content: Option<Value>,
     /// Who speaks.
@@ -353,21 +392,15 @@ pub(crate) struct Message {
 #[serde(untagged)]
 pub(crate) enum Content {
     Text(String),
-    Parts(Vec<TextPart>),
+    Parts(Vec<Part>),
 }
 
-/// A part of a message.
+/// A part of a message: text, or what an earlier answer said in refusing.
 #[derive(Serialize, ToSchema)]
-pub(crate) struct TextPart {
-    r#type: TextKind,
-    text: String,
-}
-
-/// The one kind of part there is.
-#[derive(Serialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum TextKind {
-    Text,
+#[serde(tag = "type", rename_all = "lowercase")]
+pub(crate) enum Part {
+    Text { text: String },
+    Refusal { refusal: String },
 }
 
 /// A function that an answer may call.
@@ -409,7 +442,11 @@ pub(crate) struct StreamOptions {
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(crate) enum ResponseFormat {
     Text,
-    JsonObject,
+    JsonObject {
+        /// A JSON schema, as llama.cpp takes one here.
+        #[schema(value_type = Option<Object>)]
+        schema: Option<Value>,
+    },
     JsonSchema {
         /// `{"name": …, "schema": …}`
         #[schema(value_type = Object)]

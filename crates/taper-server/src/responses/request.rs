@@ -71,10 +71,11 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked> {
     {
         chat.shift_remove(name);
     }
-    for name in STORED.iter().chain(&["truncation", "top_logprobs"]) {
+    for name in STORED.iter().chain(&["truncation", "top_logprobs", "metadata"]) {
         chat.shift_remove(*name);
     }
     fields.int("n", 1..=1)?;
+    let metadata = fields.object("metadata")?;
     if fields.bool("store")? == Some(true) {
         ignored.push("store".into());
     }
@@ -143,7 +144,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked> {
     let echo = json!({
         "instructions": instructions,
         "max_output_tokens": most,
-        "metadata": said("metadata").unwrap_or(&json!({})),
+        "metadata": metadata.unwrap_or(&Map::new()),
         "parallel_tool_calls": said("parallel_tool_calls").unwrap_or(&json!(true)),
         "temperature": exact(call.common.sampling.temperature),
         "top_p": exact(call.common.sampling.top_p),
