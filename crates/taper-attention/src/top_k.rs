@@ -13,10 +13,17 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use taper_kernels::decode::{self, Importance};
 
+/// What is read whatever is predicted: tokens at the start, the most recent ones, and everything in so many of the first layers.
+pub(crate) struct Fixed {
+    pub sink: usize,
+    pub window: usize,
+    pub dense_layers: usize,
+}
+
 /// Parameters of a predictor that is a decode method of its own as well.
 pub(crate) trait Ranked: JsonSchema + Serialize + DeserializeOwned + Default {
-    /// Defaults of the decode method: sinks, window, and how many of the first layers are dense.
-    const DEFAULTS: (usize, usize, usize);
+    /// Defaults of the decode method.
+    const FIXED: Fixed;
 
     /// The predictor; `path` is where the parameters stand in the request.
     fn predictor(&self, path: &str, artifacts: &Artifacts) -> SpecResult<Arc<dyn Predictor>>;
@@ -44,7 +51,7 @@ pub(crate) struct TopK<P> {
 
 impl<P: Ranked> Default for TopK<P> {
     fn default() -> Self {
-        let (sink, window, dense_layers) = P::DEFAULTS;
+        let Fixed { sink, window, dense_layers } = P::FIXED;
         Self { k: Amount::Share(0.05), sink, window, dense_layers, predictor: P::default() }
     }
 }

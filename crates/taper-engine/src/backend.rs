@@ -111,6 +111,17 @@ pub struct Underway {
     pub done: usize,
 }
 
+/// What the drafts that one step checked came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CheckedDrafts {
+    /// How many there were.
+    pub made: usize,
+    /// So many of the first were right.
+    pub right: usize,
+    /// Whether they were looked up, all of them, or attended for.
+    pub looked_up: bool,
+}
+
 /// What computes logits. All calls come from the engine's one thread.
 pub trait Backend: Send + 'static {
     /// The state of one sequence: its attention and its place in the cache.
@@ -204,9 +215,8 @@ pub trait Backend: Send + 'static {
     /// Says whether the tokens of the sequence's next steps are drafts, which its spec's `speculate` attends for.
     fn draft(&self, _sequence: &mut Self::Sequence, _drafts: bool) {}
 
-    /// Takes so many drafts, of which the first `right` were right, into the sequence's report; all of them were
-    /// looked up or none.
-    fn drafted(&self, _sequence: &mut Self::Sequence, _drafts: usize, _right: usize, _looked_up: bool) {}
+    /// Takes what drafts came to into the sequence's report.
+    fn drafted(&self, _sequence: &mut Self::Sequence, _drafts: CheckedDrafts) {}
 
     /// Lets all tokens but the first `tokens` of a sequence go, as if they had never come; those of the prompt stay.
     ///

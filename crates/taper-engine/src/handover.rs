@@ -1,6 +1,6 @@
 //! Prompts on one device, answers on another: two backends of one model as one.
 
-use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway};
+use crate::backend::{Backend, BackendError, CheckedDrafts, Input, Limits, Row, Underway};
 use crate::model::ModelBackend;
 use std::sync::Arc;
 use taper_attention::{AttentionSpec, AttentionUsage, Beginning, Sequence};
@@ -176,10 +176,10 @@ impl Backend for Handover {
         }
     }
 
-    fn drafted(&self, held: &mut Held, drafts: usize, right: usize, looked_up: bool) {
+    fn drafted(&self, held: &mut Held, drafts: CheckedDrafts) {
         match held {
-            Held::Prompts(sequence) => self.prompts.drafted(sequence, drafts, right, looked_up),
-            Held::Answers(sequence) => self.answers.drafted(sequence, drafts, right, looked_up),
+            Held::Prompts(sequence) => self.prompts.drafted(sequence, drafts),
+            Held::Answers(sequence) => self.answers.drafted(sequence, drafts),
         }
     }
 

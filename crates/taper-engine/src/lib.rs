@@ -27,7 +27,7 @@ pub mod stub;
 #[cfg(any(test, feature = "stub"))]
 pub mod watched;
 
-pub use backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted};
+pub use backend::{Backend, BackendError, CheckedDrafts, Input, Limits, Row, Underway, Wanted};
 pub use calls::CallFormat;
 pub use engine::{Counts, Engine, EngineConfig, Load, ModelInfo, Parts, StartError};
 pub use grammar::{Grammar, GrammarError, Shape, json_rule};

@@ -5,7 +5,7 @@ mod lookahead;
 mod room;
 mod text;
 
-use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted, lacks_memory};
+use crate::backend::{Backend, BackendError, CheckedDrafts, Input, Limits, Row, Underway, Wanted, lacks_memory};
 use crate::sampler::logprobs;
 use candle_core::{DType, Device, Storage, Tensor, bail};
 pub use device::{DeviceChoice, runs_on_cuda};
@@ -69,8 +69,9 @@ pub enum Offload {
 /// Least tokens of a prompt's chunk on a device, where few rows take as long as many: what is more than a step's work goes
 /// through the layers in slices.
 const DEVICE_CHUNK: usize = 2048;
-/// The same in host memory behind so many tokens: few rows read that many keys for themselves alone.
+/// The same in host memory behind [`HOST_LONG`] tokens: few rows read that many keys for themselves alone.
 const HOST_CHUNK: usize = 64;
+/// Tokens before a chunk from which on that holds.
 const HOST_LONG: usize = 2048;
 /// Most rows of a prompt that go through a layer at a time; those of a larger chunk do in slices.
 const PROMPT_ROWS: usize = 4 * DEVICE_CHUNK;
@@ -489,8 +490,8 @@ impl Backend for ModelBackend {
         sequence.draft(drafts);
     }
 
-    fn drafted(&self, sequence: &mut Sequence, drafts: usize, right: usize, looked_up: bool) {
-        sequence.drafted(drafts as u64, right as u64, looked_up);
+    fn drafted(&self, sequence: &mut Sequence, CheckedDrafts { made, right, looked_up }: CheckedDrafts) {
+        sequence.drafted(made as u64, right as u64, looked_up);
     }
 
     fn truncate(&mut self, sequence: &mut Sequence, tokens: usize) -> Result<(), BackendError> {

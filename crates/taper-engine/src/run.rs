@@ -3,7 +3,7 @@
 //! A request may lose its place in the cache at any time between two steps ([`Run::retract`]) and be computed again from
 //! the tokens that it knows; what it sends does not show it.
 
-use crate::backend::{Backend, BackendError, Input, Row, Wanted};
+use crate::backend::{Backend, BackendError, CheckedDrafts, Input, Row, Wanted};
 use crate::drafts::{Drafts, look_up};
 use crate::emit::{Drawn, Output};
 use crate::engine::Counts;
@@ -550,7 +550,7 @@ impl<S> Choice<S> {
             // An answer may end among them.
             let right = right.min(self.output.generated() - before);
             let Some(sequence) = &mut self.sequence else { return Ok(()) };
-            backend.drafted(sequence, made, right, looked_up);
+            backend.drafted(sequence, CheckedDrafts { made, right, looked_up });
             if end {
                 // What was tried beyond the answer's end is none of what its attention did; a whole answer does not fail for it.
                 let _ = self.rewind(backend, prompt.len());

@@ -3,7 +3,7 @@
 //! Words in the prompt ask for trouble: `PANIC`, `HUGE` (no memory is enough) and `NAN` strike at the third token, `NIL` at the
 //! first, `FAIL` at the first prefill chunk, `DIE` there too and at every step from then on, `SLOW` makes each step take 20 ms.
 
-use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway, Wanted};
+use crate::backend::{Backend, BackendError, CheckedDrafts, Input, Limits, Row, Underway, Wanted};
 use crate::calls::CallFormat;
 use crate::engine::{Engine, EngineConfig, ModelInfo};
 use crate::sampler::logprobs;
@@ -319,8 +319,8 @@ impl Backend for StubBackend {
         sequence.drafting = drafts;
     }
 
-    fn drafted(&self, sequence: &mut StubSequence, drafts: usize, right: usize, looked_up: bool) {
-        sequence.report.drafted(drafts as u64, right as u64, looked_up);
+    fn drafted(&self, sequence: &mut StubSequence, CheckedDrafts { made, right, looked_up }: CheckedDrafts) {
+        sequence.report.drafted(made as u64, right as u64, looked_up);
     }
 
     fn truncate(&mut self, sequence: &mut StubSequence, tokens: usize) -> Result<(), BackendError> {

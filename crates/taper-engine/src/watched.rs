@@ -1,6 +1,6 @@
 //! A backend that tests look at, with something done around what another one does.
 
-use crate::backend::{Backend, BackendError, Input, Limits, Row, Underway};
+use crate::backend::{Backend, BackendError, CheckedDrafts, Input, Limits, Row, Underway};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use taper_attention::{AttentionSpec, AttentionUsage, Beginning};
@@ -128,8 +128,8 @@ impl<B: Backend> Backend for Watched<B> {
         self.inner.draft(sequence, drafts);
     }
 
-    fn drafted(&self, sequence: &mut B::Sequence, drafts: usize, right: usize, looked_up: bool) {
-        self.inner.drafted(sequence, drafts, right, looked_up);
+    fn drafted(&self, sequence: &mut B::Sequence, drafts: CheckedDrafts) {
+        self.inner.drafted(sequence, drafts);
     }
 
     fn truncate(&mut self, sequence: &mut B::Sequence, tokens: usize) -> Result<(), BackendError> {

@@ -52,8 +52,8 @@ impl Part<'_> {
         if self.layer < method.dense_layers() { Vec::new() } else { method.indices() }
     }
 
-    /// They and their names, over the first tokens of each table, whose prompt is so long; none where what the rows read follows
-    /// from what they see.
+    /// A method's indices and their names, each over the first tokens of every table; `prompt` is the sequences' prompt length. None
+    /// where what the rows read follows from what they see.
     pub(super) fn indices(
         &mut self,
         method: &dyn DecodeMethod,

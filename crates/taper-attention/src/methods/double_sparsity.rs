@@ -6,7 +6,7 @@ use crate::layer::AttentionShape;
 use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex, Most, Predictor, Rotations};
 use crate::schema::schema_of;
 use crate::spec::SpecResult;
-use crate::top_k::{self, Ranked, TopK, most_important, wanted};
+use crate::top_k::{self, Fixed, Ranked, TopK, most_important, wanted};
 use candle_core::{DType, Result, Tensor};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -45,7 +45,7 @@ const ARTIFACT: ArtifactKind = ArtifactKind {
 struct DoubleSparsity {}
 
 impl Ranked for DoubleSparsity {
-    const DEFAULTS: (usize, usize, usize) = (4, 64, 2);
+    const FIXED: Fixed = Fixed { sink: 4, window: 64, dense_layers: 2 };
 
     fn predictor(&self, path: &str, artifacts: &Artifacts) -> SpecResult<Arc<dyn Predictor>> {
         Ok(artifacts.get::<Channels>(&ARTIFACT, path)?)

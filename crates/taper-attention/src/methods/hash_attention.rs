@@ -6,7 +6,7 @@ use crate::layer::AttentionShape;
 use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Most, Predictor, Rotations};
 use crate::schema::schema_of;
 use crate::spec::SpecResult;
-use crate::top_k::{self, Ranked, TopK, most_important, wanted};
+use crate::top_k::{self, Fixed, Ranked, TopK, most_important, wanted};
 use candle_core::{DType, Result, Tensor};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -45,7 +45,7 @@ const ARTIFACT: ArtifactKind = ArtifactKind {
 struct HashAttention {}
 
 impl Ranked for HashAttention {
-    const DEFAULTS: (usize, usize, usize) = (128, 128, 0);
+    const FIXED: Fixed = Fixed { sink: 128, window: 128, dense_layers: 0 };
 
     fn predictor(&self, path: &str, artifacts: &Artifacts) -> SpecResult<Arc<dyn Predictor>> {
         Ok(artifacts.get::<Maps>(&ARTIFACT, path)?)

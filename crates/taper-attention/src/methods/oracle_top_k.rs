@@ -5,7 +5,7 @@ use crate::artifacts::Artifacts;
 use crate::method::{Choice, DecodeMethod, DecodeStep, Most, Predictor};
 use crate::schema::schema_of;
 use crate::spec::SpecResult;
-use crate::top_k::{self, Ranked, TopK, wanted};
+use crate::top_k::{self, Fixed, Ranked, TopK, wanted};
 use candle_core::Result;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -35,7 +35,7 @@ pub(super) static PREDICTOR: Entry<dyn Predictor> = Entry {
 struct Oracle {}
 
 impl Ranked for Oracle {
-    const DEFAULTS: (usize, usize, usize) = (4, 64, 0);
+    const FIXED: Fixed = Fixed { sink: 4, window: 64, dense_layers: 0 };
 
     fn predictor(&self, _: &str, _: &Artifacts) -> SpecResult<Arc<dyn Predictor>> {
         Ok(Arc::new(self.clone()))

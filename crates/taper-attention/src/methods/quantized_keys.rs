@@ -6,7 +6,7 @@ use crate::layer::AttentionShape;
 use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Most, Predictor, Rotations};
 use crate::schema::schema_of;
 use crate::spec::SpecResult;
-use crate::top_k::{self, Ranked, TopK, most_important, wanted};
+use crate::top_k::{self, Fixed, Ranked, TopK, most_important, wanted};
 use candle_core::{DType, Result, Tensor};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -40,7 +40,7 @@ pub(super) static PREDICTOR: Entry<dyn Predictor> = Entry {
 struct QuantizedKeys {}
 
 impl Ranked for QuantizedKeys {
-    const DEFAULTS: (usize, usize, usize) = (4, 64, 2);
+    const FIXED: Fixed = Fixed { sink: 4, window: 64, dense_layers: 2 };
 
     fn predictor(&self, _: &str, _: &Artifacts) -> SpecResult<Arc<dyn Predictor>> {
         Ok(Arc::new(self.clone()))
