@@ -1,13 +1,14 @@
 //! The command line.
 
 use clap::{Args, ValueEnum};
+use serde::Serialize;
 use std::path::PathBuf;
 
 #[derive(Debug, Clone, Args)]
 #[command(
     after_help = "Prompts are drawn from common English words, one token each for most tokenizers; lengths are in such words. Rates use the
 token counts that the server states where it states any. TTFT is from sending a request to its first text, ITL the time
-between texts, TPOT (end - first text) / (tokens - 1). Lengths of A:B are equally likely; those of MEDIAN~SPREAD are
+between texts, TPOT (end - first text) / (tokens - 1); calls of functions and what a model thinks count as text. Lengths of A:B are equally likely; those of MEDIAN~SPREAD are
 log-normal, where SPREAD is the deviation of the logarithm: of 500~1, one in six is over 1,359 and one in 44 over 3,694.
 
 Examples:
@@ -72,7 +73,8 @@ pub struct BenchServeArgs {
     pub plot: Option<PathBuf>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Endpoint {
     /// /chat/completions
     Chat,

@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 pub struct Client {
     http: reqwest::Client,
     base: String,
-    model: String,
+    /// What is asked.
+    pub model: String,
     endpoint: Endpoint,
     key: Option<String>,
 }
@@ -154,7 +155,7 @@ impl Seen {
     }
 
     /// Takes one event of the stream.
-    fn take(&mut self, event: &Value, start: Instant) -> Result<()> {
+    pub(super) fn take(&mut self, event: &Value, start: Instant) -> Result<()> {
         if let Some(error) = event.get("error").filter(|error| !error.is_null()) {
             bail!("{}", error["message"].as_str().map_or_else(|| error.to_string(), str::to_owned));
         }
@@ -165,8 +166,7 @@ impl Seen {
                 bail!("a choice with the index {index}");
             }
             self.texts.resize(self.texts.len().max(index + 1), Vec::new());
-            let text = choice["delta"]["content"].as_str().or(choice["text"].as_str());
-            if text.is_some_and(|text| !text.is_empty()) {
+            if says(choice) {
                 self.texts[index].push(now);
             }
             self.finish.extend(choice["finish_reason"].as_str().map(str::to_owned));
@@ -179,6 +179,14 @@ impl Seen {
         }
         Ok(())
     }
+}
+
+/// Whether something of the answer comes with this part of a choice: text, a call of a function, or what the model thinks.
+fn says(choice: &Value) -> bool {
+    let delta = &choice["delta"];
+    let text = |value: &Value| value.as_str().is_some_and(|text| !text.is_empty());
+    let texts = [&choice["text"], &delta["content"], &delta["reasoning_content"], &delta["reasoning"]];
+    texts.into_iter().any(text) || delta["tool_calls"].as_array().is_some_and(|calls| !calls.is_empty())
 }
 
 /// Cuts a stream of server-sent events into the data of its lines.

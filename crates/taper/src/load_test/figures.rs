@@ -203,12 +203,13 @@ impl Figures {
     }
 
     /// Figures, settings and every request.
-    pub fn json(&self, args: &BenchServeArgs, seen: &[Seen]) -> Value {
+    pub fn json(&self, args: &BenchServeArgs, model: &str, seen: &[Seen]) -> Value {
         json!({
             "settings": {
-                "url": args.url, "requests": args.requests, "clients": args.rate.is_none().then_some(args.clients),
+                "url": args.url, "model": model, "endpoint": args.endpoint, "requests": args.requests, "clients": args.rate.is_none().then_some(args.clients),
                 "rate": args.rate, "prompt": args.prompt, "output": args.output, "shared_prefix": args.shared_prefix,
-                "cancel": args.cancel, "extra": args.extra, "seed": args.seed,
+                "cancel": args.cancel, "warm_up": args.warm_up, "extra": args.extra, "goodput": args.goodput,
+                "timeout": args.timeout, "seed": args.seed,
             },
             "figures": self,
             "requests": seen,

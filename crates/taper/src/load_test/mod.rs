@@ -28,11 +28,11 @@ pub fn run(args: BenchServeArgs) -> Result<()> {
     let plan = Plan::new(&args)?;
     let target = args.goodput.as_deref().map(Target::parse).transpose()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    let (seen, elapsed) = runtime.block_on(load(&args, &plan))?;
+    let Load { model, seen, elapsed } = runtime.block_on(load(&args, &plan))?;
     let figures = Figures::new(&seen, elapsed, target);
     print!("{}", figures.table());
     if let Some(path) = &args.json {
-        let text = serde_json::to_string_pretty(&figures.json(&args, &seen))?;
+        let text = serde_json::to_string_pretty(&figures.json(&args, &model, &seen))?;
         std::fs::write(path, text + "\n").with_context(|| path.display().to_string())?;
     }
     if let Some(path) = &args.plot {
@@ -44,7 +44,14 @@ pub fn run(args: BenchServeArgs) -> Result<()> {
     Ok(())
 }
 
-async fn load(args: &BenchServeArgs, plan: &Plan) -> Result<(Vec<Seen>, Duration)> {
+/// What was asked, and what came of it.
+struct Load {
+    model: String,
+    seen: Vec<Seen>,
+    elapsed: Duration,
+}
+
+async fn load(args: &BenchServeArgs, plan: &Plan) -> Result<Load> {
     let client = Arc::new(Client::new(args).await?);
     for request in plan.warm_up() {
         let seen = client.send(request, Instant::now()).await;
@@ -82,7 +89,7 @@ async fn load(args: &BenchServeArgs, plan: &Plan) -> Result<(Vec<Seen>, Duration
     }
     bar.finish_and_clear();
     seen.sort_by_key(|one| one.number);
-    Ok((seen, started.elapsed()))
+    Ok(Load { model: client.model.clone(), seen, elapsed: started.elapsed() })
 }
 
 #[cfg(test)]

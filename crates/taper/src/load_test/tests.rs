@@ -3,7 +3,8 @@
 use super::client::{Lines, base};
 use super::figures::{Times, percentile};
 use super::*;
-use clap::Parser;
+use clap::{CommandFactory, Parser};
+use serde_json::{Value, json};
 use taper_engine::EngineConfig;
 use taper_engine::stub::StubBackend;
 use taper_server::ServerConfig;
@@ -34,7 +35,8 @@ fn run_against_stub(line: &str) -> (Vec<Seen>, Figures) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let args = args(&format!("--url {} {line}", server(&runtime)));
     let plan = Plan::new(&args).unwrap();
-    let (seen, elapsed) = runtime.block_on(load(&args, &plan)).unwrap();
+    let Load { model, seen, elapsed } = runtime.block_on(load(&args, &plan)).unwrap();
+    assert_eq!(model, "stub");
     let target = args.goodput.as_deref().map(|text| Target::parse(text).unwrap());
     let figures = Figures::new(&seen, elapsed, target);
     (seen, figures)
@@ -115,7 +117,7 @@ fn an_address_alone_gets_the_version() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let url = server(&runtime);
     let args = args(&format!("--url {} --requests 2 --prompt 5 --output 5", url.trim_end_matches("/v1")));
-    let (seen, _) = runtime.block_on(load(&args, &Plan::new(&args).unwrap())).unwrap();
+    let Load { seen, .. } = runtime.block_on(load(&args, &Plan::new(&args).unwrap())).unwrap();
     assert!(seen.len() == 2 && seen.iter().all(|one| one.error.is_none()), "{seen:?}");
 }
 
@@ -180,6 +182,48 @@ fn mistakes_name_the_argument() {
         Target::parse("ttft=2000,tpot=50").unwrap(),
         Target { ttft: Some(2000.0), tpot: Some(50.0), ..Target::default() }
     );
+}
+
+#[test]
+fn whatever_comes_of_an_answer_is_counted() {
+    let mut seen = Seen::default();
+    let delta = |delta: Value| json!({"choices": [{"index": 0, "delta": delta}]});
+    for (event, texts) in [
+        (delta(json!({"role": "assistant", "content": ""})), 0),
+        (delta(json!({"content": "a", "tool_calls": null})), 1),
+        (delta(json!({"reasoning_content": "so"})), 2),
+        (delta(json!({"reasoning": "so", "reasoning_content": "so"})), 3),
+        (delta(json!({"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]})), 4),
+        (delta(json!({"tool_calls": [], "reasoning": ""})), 4),
+        (json!({"choices": [{"index": 0, "text": "a"}]}), 5),
+        (json!({"choices": [], "usage": {"prompt_tokens": 1}}), 5),
+    ] {
+        seen.take(&event, Instant::now()).unwrap();
+        assert_eq!(seen.texts(), texts, "{event}");
+    }
+}
+
+#[test]
+fn a_run_says_all_that_it_was_asked() {
+    let args = args("--endpoint completions --warm-up 3 --timeout 9 --goodput ttft=5,tpot=7 --extra {\"top_p\":0.5}");
+    let told = Figures::new(&[], Duration::from_secs(1), None).json(&args, "stub", &[]);
+    let settings = &told["settings"];
+    for (name, value) in [
+        ("model", json!("stub")),
+        ("endpoint", json!("completions")),
+        ("warm_up", json!(3)),
+        ("timeout", json!(9)),
+        ("goodput", json!("ttft=5,tpot=7")),
+        ("extra", json!("{\"top_p\":0.5}")),
+    ] {
+        assert_eq!(settings[name], value, "{name}");
+    }
+    // Where it goes, and the key, make no difference to what is measured.
+    let told = settings.as_object().unwrap();
+    for argument in Line::command().get_arguments().filter_map(|argument| argument.get_long()) {
+        let aside = ["json", "plot", "key-env", "help"].contains(&argument);
+        assert_eq!(told.contains_key(&argument.replace('-', "_")), !aside, "--{argument}");
+    }
 }
 
 #[test]
