@@ -105,6 +105,12 @@ impl Sequence {
         if self.spec.question != Question::Prefill {
             self.context = self.prompt.saturating_sub(tokens);
         }
+        // A prompt that is a dense question from its beginning is a dense prompt, whose chunks go in slices.
+        if self.spec.question == Question::Dense && self.context == 0 {
+            let AttentionSpec { prefill, question, .. } = AttentionSpec::default();
+            self.spec = Arc::new(AttentionSpec { prefill, question, ..(*self.spec).clone() });
+            self.context = self.prompt;
+        }
         self
     }
 

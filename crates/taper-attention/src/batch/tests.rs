@@ -163,6 +163,30 @@ fn what_stands_on_a_failed_request_is_not_remembered() {
     assert_eq!(blocks.blocks(), &again.table.blocks()[..2]);
 }
 
+/// A dense question that is all of the prompt is a dense prompt: in slices, shared with such, and reported as one.
+#[test]
+fn a_prompt_that_is_a_dense_question_is_a_dense_prompt() {
+    let mut pool = pool(12);
+    let prompt: Vec<u32> = (0..300).collect();
+    let asked = |question: &str, tokens: usize| {
+        let value = json!({ "prefill": { "method": "delta" }, "question": question });
+        let spec = AttentionSpec::from_json(&value, "attention", &Artifacts::default()).unwrap();
+        Sequence::new(Arc::new(spec), 1, 300).with_question(tokens)
+    };
+    let whole = asked("dense", 300);
+    assert!(whole.takes_slices());
+    assert_eq!((whole.usage().prefill.method, asked("dense", 299).usage().prefill.method), ("dense", "delta"));
+    let mut dense = sequence(300, json!({ "method": "dense" }));
+    let beginning = dense.beginning(&prompt, &PlainRotary(8), "");
+    dense.reuse(&mut pool, &beginning);
+    pool.grow(&mut dense.table, 300).unwrap();
+    dense.go_on(&mut pool, 300);
+    let taken = |sequence: &Sequence| sequence.beginning(&prompt, &PlainRotary(8), "").taken(&pool);
+    assert_eq!((taken(&whole), taken(&asked("dense", 100))), (4, 0));
+    // By the decode method its rows are steps, however long it is.
+    assert!(!asked("decode", 300).takes_slices());
+}
+
 /// What choosing works with for several rows of a long sequence is no more than for one of twice a million tokens.
 #[test]
 fn the_longer_a_sequence_the_fewer_rows_are_chosen_for_together() {
