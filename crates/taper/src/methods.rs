@@ -14,7 +14,9 @@ use taper_attention::{Artifacts, AttentionSpec};
 pub fn run(args: &MethodsArgs) -> Result<()> {
     if args.json {
         let mut document = AttentionSpec::default().document();
-        document["presets"] = serde_json::to_value(Presets::read(None)?.specs(&Artifacts::default())?)?;
+        let artifacts = Artifacts::default();
+        document["presets"] = serde_json::to_value(Presets::read(None)?.specs(&artifacts)?)?;
+        document["dense_below"] = artifacts.dense_below().into();
         talk::print(&serde_json::to_string_pretty(&document)?)?;
         talk::print("\n")?;
         return Ok(());
