@@ -1,7 +1,7 @@
 //! The command line.
 
-use crate::bench_model::BenchModelArgs;
-use crate::load_test::BenchServeArgs;
+use crate::bench::model::BenchModelArgs;
+use crate::bench::serve::BenchServeArgs;
 use crate::settings::{ModelArgs, ServeArgs};
 use crate::train::TrainArgs;
 use clap::{Args, Parser, Subcommand, ValueEnum};

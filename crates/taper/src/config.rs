@@ -18,20 +18,20 @@ use taper_server::{Keys, Origins, ServerConfig, Tls};
 /// is loaded.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
-pub enum Wanted {
+pub enum AttentionSetting {
     /// A preset's name, or JSON.
     Text(String),
     /// The object of a settings file.
     Object(serde_json::Value),
 }
 
-impl From<&str> for Wanted {
+impl From<&str> for AttentionSetting {
     fn from(text: &str) -> Self {
         Self::Text(text.into())
     }
 }
 
-impl Wanted {
+impl AttentionSetting {
     /// The spec.
     ///
     /// # Errors
@@ -48,7 +48,7 @@ impl Wanted {
 #[derive(Debug)]
 pub struct ModelConfig {
     pub model: String,
-    pub attention: Option<Wanted>,
+    pub attention: Option<AttentionSetting>,
     /// What may be said of attention by a name.
     pub presets: Presets,
     /// Folder of what methods learned offline.
@@ -237,7 +237,7 @@ pub fn model(args: ModelArgs) -> Result<ModelConfig> {
     let presets = Presets::read(args.presets.as_deref())?;
     match (&attention, &artifacts) {
         (Some(wanted), None) => drop(wanted.resolve(&presets, &Artifacts::default()).context("attention")?),
-        (Some(Wanted::Text(text)), Some(_)) => drop(presets.check(text).context("attention")?),
+        (Some(AttentionSetting::Text(text)), Some(_)) => drop(presets.check(text).context("attention")?),
         _ => {}
     }
     if artifacts.is_none() {

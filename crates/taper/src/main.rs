@@ -2,15 +2,12 @@
 
 mod args;
 mod bench;
-mod bench_model;
 mod chat;
 mod config;
 mod eval;
 mod generate;
-mod heads;
 mod health;
 mod load;
-mod load_test;
 mod methods;
 mod otlp;
 mod preset;
@@ -77,10 +74,10 @@ fn main() -> ExitCode {
         Command::Chat(args) => chat::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Eval(EvalArgs { what: Eval::Needle(args) }) => eval::needle(args),
-        Command::Eval(EvalArgs { what: Eval::Heads(args) }) => heads::run(args),
-        Command::Bench(BenchArgs { what: Bench::Methods(args) }) => bench::methods(args),
-        Command::Bench(BenchArgs { what: Bench::Model(args) }) => bench_model::run(&args),
-        Command::Bench(BenchArgs { what: Bench::Serve(args) }) => load_test::run(args),
+        Command::Eval(EvalArgs { what: Eval::Heads(args) }) => eval::heads::run(args),
+        Command::Bench(BenchArgs { what: Bench::Methods(args) }) => bench::methods::run(args),
+        Command::Bench(BenchArgs { what: Bench::Model(args) }) => bench::model::run(&args),
+        Command::Bench(BenchArgs { what: Bench::Serve(args) }) => bench::serve::run(args),
         Command::Train(TrainArgs { what }) => train::run(what),
         Command::Methods(args) => methods::run(&args),
     };

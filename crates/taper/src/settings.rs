@@ -3,7 +3,7 @@
 //! Every setting is one field of [`ModelArgs`] or [`ServerArgs`]: `--kv-memory`, `TAPER_KV_MEMORY` and the file's `kv_memory`
 //! are the same by construction.
 
-use crate::config::Wanted;
+use crate::config::AttentionSetting;
 use crate::otlp;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, ValueEnum};
@@ -43,7 +43,7 @@ pub struct ModelArgs {
     /// Attention where a request says nothing of it: a preset (see `taper methods`), or JSON such as
     /// '{"decode": {"method": "vattention", "epsilon": 0.1}}'
     #[arg(long, value_name = "PRESET|JSON")]
-    pub attention: Option<Wanted>,
+    pub attention: Option<AttentionSetting>,
     /// Folder of more presets, a TOML file each as those of configs/attention; requests may say their names
     #[arg(long, value_name = "DIR")]
     pub presets: Option<PathBuf>,

@@ -16,7 +16,7 @@ use taper_model::Tokenizer;
 ///
 /// # Errors
 /// The argument or file at fault, or a step that failed.
-pub fn methods(args: BenchMethodsArgs) -> Result<()> {
+pub fn run(args: BenchMethodsArgs) -> Result<()> {
     eval::without_attention(&args.model)?;
     let config = config::model(args.model)?;
     let read = |artifacts: &Artifacts| -> Result<_> {

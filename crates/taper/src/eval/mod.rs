@@ -1,4 +1,7 @@
-//! `taper eval needle`: long-context tasks over pairs of methods.
+//! `taper eval`: `needle`, long-context tasks over pairs of methods, is here, with what the other measuring commands share; promises
+//! head by head are in `heads`.
+
+pub mod heads;
 
 use crate::args::{self, NeedleArgs};
 use crate::load::{self, Ready};
