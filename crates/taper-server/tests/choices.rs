@@ -107,6 +107,23 @@ async fn a_prompt_alone_may_be_wanted_back() {
     assert_eq!((refused.status.as_u16(), refused.error().1), (400, json!("max_tokens")));
 }
 
+/// Each choice draws by numbers of its own, and all of them follow from the seed that each reports.
+#[tokio::test]
+async fn every_choice_reports_the_seed_that_draws_all_of_them_again() {
+    let server = server("some words to say");
+    let ask = |seed: i64| json!({"prompt": "p", "n": 3, "temperature": 2, "seed": seed, "max_tokens": 12, "ignore_eos": true});
+    let first = server.complete(ask(i64::MIN)).await.json();
+    let reported: Vec<&Value> = first["usage"]["attention"]["choices"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|choice| &choice["decode"]["seed"])
+        .collect();
+    assert_eq!(reported, [&json!(i64::MIN); 3]);
+    let again = server.complete(ask(i64::MIN)).await.json();
+    assert_eq!(again["choices"], first["choices"]);
+}
+
 #[tokio::test]
 async fn the_best_of_many_answers_come_first() {
     let server = server("script");
