@@ -7,28 +7,37 @@
 # from Python packages into TAPER_CUDA (default ~/.cache/taper/cuda-13.0; 0.3 GB for the compiler, 1.2 GB for all). Needs no GPU
 # and no root, but Python 3 with venv. The machine that runs the build needs a driver of 580 or later.
 set -eu
+
+# `false` is what a shell gets to see that evaluates the lines.
 fail() {
     echo "cuda.sh: $1" >&2
+    echo false
     exit 1
 }
 
-# Whether a folder has nvcc 13, and with the second argument `all` the libraries that a build links.
-has() {
-    [ -x "$1/bin/nvcc" ] && "$1/bin/nvcc" --version | grep -q 'release 13\.' || return
-    [ "$2" = compiler ] || [ -e "$1/lib64/libcublas.so" ] || [ -e "$1/targets/x86_64-linux/lib/libcublas.so" ]
+# The folder of a toolkit's libraries.
+libraries() {
+    if [ -d "$1/lib64" ]; then echo "$1/lib64"; else echo "$1/targets/x86_64-linux/lib"; fi
 }
 
-# Every part pinned: a newer nvvm or crt than nvcc makes PTX that ptxas rejects.
+# Whether a folder has nvcc 13, and where all is wanted the libraries that a build links.
+has() {
+    [ -x "$1/bin/nvcc" ] && "$1/bin/nvcc" --version | grep -q 'release 13\.' || return
+    [ "$want" = compiler ] || { [ -e "$(libraries "$1")/libcublas.so" ] && [ -e "$(libraries "$1")/libcurand.so" ]; }
+}
+
+# Every part pinned: a newer nvvm or crt than nvcc makes PTX that ptxas rejects. Whatever is said goes to the terminal.
 install() {
-    echo "cuda.sh: installing CUDA 13.0 ($want) under $folder" >&2
-    python3 -m venv --clear "$folder" &&
-        "$folder/bin/pip" install --quiet --disable-pip-version-check --no-cache-dir \
-            "cuda-toolkit[$1]==13.0.2" 'nvidia-nvvm==13.0.88' 'nvidia-cuda-crt==13.0.88' >&2 || return
+    echo "cuda.sh: installing CUDA 13.0 ($want) under $folder"
+    [ -x "$folder/bin/pip" ] || python3 -m venv "$folder" || return
+    "$folder/bin/pip" install --quiet --disable-pip-version-check --no-cache-dir \
+        "cuda-toolkit[$1]==13.0.2" 'nvidia-nvvm==13.0.88' 'nvidia-cuda-crt==13.0.88' || return
     home=$(echo "$folder"/lib/python3.*/site-packages/nvidia/cu13)
     # Where nvcc looks for the runtime, and the linker for libraries by their plain names.
-    ln -sfn lib "$home/lib64"
+    ln -sfn lib "$home/lib64" || return
     for library in "$home"/lib/lib*.so.*; do
-        ln -sf "${library##*/}" "${library%%.so*}.so"
+        library=${library##*/}
+        ln -sf "$library" "$home/lib/${library%%.so*}.so" || return
     done
     [ "$want" = compiler ] || driver "$home"
 }
@@ -49,19 +58,24 @@ folder=${TAPER_CUDA:-${XDG_CACHE_HOME:-$HOME/.cache}/taper/cuda-13.0}
 home=
 nvcc=$(command -v nvcc || true)
 for candidate in "${CUDA_HOME:-}" "${nvcc:+$(dirname "$(dirname "$(realpath "$nvcc")")")}" /usr/local/cuda /usr/local/cuda-13.0; do
-    if [ -n "$candidate" ] && has "$candidate" "$want"; then
+    if [ -n "$candidate" ] && has "$candidate"; then
         home=$candidate
         break
     fi
 done
 if [ -z "$home" ]; then
-    if [ ! -e "$folder/has-$want" ]; then
+    # `ready` is what was written where only the compiler could be had.
+    if [ ! -e "$folder/has-$want" ] && ! { [ "$want" = compiler ] && [ -e "$folder/ready" ]; }; then
         parts=nvcc,cudart,crt,cccl
         [ "$want" = compiler ] || parts=$parts,cublas,curand,nvrtc
-        install "$parts" || fail "there is no CUDA 13 in CUDA_HOME, on the PATH or in /usr/local/cuda, and it could not be installed under $folder"
+        install "$parts" >&2 ||
+            fail "there is no CUDA 13 in CUDA_HOME, on the PATH or in /usr/local/cuda, and it could not be installed under $folder"
         touch "$folder/has-compiler" "$folder/has-$want"
     fi
     home=$(echo "$folder"/lib/python3.*/site-packages/nvidia/cu13)
 fi
+if ! "$home/bin/nvcc" --version | grep -q 'release 13\.0'; then
+    echo "cuda.sh: $home is newer than CUDA 13.0: a driver of its release is needed, 580 is too old for it" >&2
+fi
 printf "export CUDA_HOME='%s' CUDA_COMPUTE_CAP='%s' PATH='%s':\"\$PATH\"\n" "$home" "${CUDA_COMPUTE_CAP:-90}" "$home/bin"
-[ "$want" = compiler ] || printf "export LD_LIBRARY_PATH='%s'\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}\n" "$home/lib64"
+[ "$want" = compiler ] || printf "export LD_LIBRARY_PATH='%s'\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}\n" "$(libraries "$home")"

@@ -74,6 +74,10 @@ impl DecodeMethod for Below {
         self.method.dense_layers()
     }
 
+    fn indexed_from(&self) -> usize {
+        self.method.indexed_from()
+    }
+
     fn plain(&self, rows: &[DecodeRow], kv_heads: usize) -> Option<Selection> {
         match rows.iter().filter(|row| self.few(row)).count() {
             0 => self.method.plain(rows, kv_heads),

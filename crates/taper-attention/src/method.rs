@@ -271,6 +271,11 @@ pub trait DecodeMethod: std::fmt::Debug + Send + Sync {
         0
     }
 
+    /// The first layer in which it asks for its indices.
+    fn indexed_from(&self) -> usize {
+        self.dense_layers()
+    }
+
     /// What rows read, where that follows from what they see alone and is the same in every layer.
     fn plain(&self, _rows: &[DecodeRow], _kv_heads: usize) -> Option<Selection> {
         None

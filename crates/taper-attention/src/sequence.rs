@@ -415,11 +415,6 @@ impl Sequence {
         last.is_none_or(|(&block, key)| pool.remembers(block, key))
     }
 
-    /// How many of its first blocks it took over.
-    pub fn taken(&self) -> usize {
-        self.taken
-    }
-
     /// Takes the next token as cached, whose row was attended [ahead](crate::AttentionBatch::hold) and there is room for.
     pub fn follow(&mut self, pool: &mut KvPool, held: Held) {
         self.unread = held.0;

@@ -507,8 +507,8 @@ impl Backend for ModelBackend {
     }
 
     fn discard(&mut self, sequence: Sequence) {
-        // What it took over is as good as ever.
-        self.pool.forget(sequence.table(), sequence.taken());
+        // Also what it took over: a bad block of another's would fail whoever comes next.
+        self.pool.forget(sequence.table(), 0);
         self.close(sequence);
     }
 

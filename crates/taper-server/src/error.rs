@@ -87,7 +87,7 @@ impl From<RequestError> for ApiError {
             RequestError::Grammar(_) | RequestError::NoToken => StatusCode::BAD_REQUEST,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         };
-        // It would take as long again, and the weights give the same numbers.
+        // What had no time adds to what leaves others none, and the weights give the same numbers.
         let lasting = matches!(error, RequestError::Deadline | RequestError::NonFinite);
         Self { lasting, ..Self::new(status, error.to_string()) }
     }

@@ -49,7 +49,7 @@ impl Part<'_> {
 
     /// The indices that a method wants in this layer.
     fn wanted<'m>(&self, method: &'m dyn DecodeMethod) -> Vec<&'m dyn KeyIndex> {
-        if self.layer < method.dense_layers() { Vec::new() } else { method.indices() }
+        if self.layer < method.indexed_from() { Vec::new() } else { method.indices() }
     }
 
     /// A method's indices and their names, each over the first tokens of every table; `prompt` is the sequences' prompt length. None

@@ -170,4 +170,8 @@ impl DecodeMethod for Santa {
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         self.within.method.indices()
     }
+
+    fn indexed_from(&self) -> usize {
+        self.within.method.indexed_from()
+    }
 }

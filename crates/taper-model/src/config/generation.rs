@@ -46,8 +46,10 @@ impl GenerationConfig {
         if !path.exists() {
             return Ok(Self::default());
         }
-        let of: Self = crate::json::read(&path)?;
+        let mut of: Self = crate::json::read(&path)?;
         of.check(&path)?;
+        // Some files write a number that is none for no limit.
+        of.max_new_tokens = of.max_new_tokens.filter(|&tokens| tokens > 0);
         Ok(of)
     }
 
@@ -59,7 +61,6 @@ impl GenerationConfig {
         check("temperature", self.temperature, "between 0 and 2", |x| (0.0..=2.0).contains(&x))?;
         check("top_p", self.top_p, "above 0 and at most 1", |x| x > 0.0 && x <= 1.0)?;
         check("min_p", self.min_p, "between 0 and 1", |x| (0.0..=1.0).contains(&x))?;
-        check("max_new_tokens", self.max_new_tokens.map(|n| n as f64), "at least 1", |n| n >= 1.0)?;
         check("repetition_penalty", self.repetition_penalty, "between 0.01 and 10", |x| (0.01..=10.0).contains(&x))
     }
 }
@@ -96,18 +97,13 @@ mod tests {
         let expected = GenerationConfig { top_k: Some(50), max_new_tokens: Some(2048), ..Default::default() };
         assert_eq!(read(Some(points)), Ok(expected));
         assert_eq!(read(Some(json!({"top_k": -1}))).unwrap().top_k, Some(-1));
+        assert_eq!([0, -1].map(|n| read(Some(json!({"max_new_tokens": n}))).unwrap().max_new_tokens), [None, None]);
         for wrong in [json!(0.5), json!("50"), json!(1e300)] {
             let error = read(Some(json!({"top_k": wrong}))).unwrap_err();
             assert!(error.contains("generation_config.json: top_k: "), "{error}");
         }
         assert_eq!(read(None), Ok(GenerationConfig::default()));
-        for (name, value) in [
-            ("temperature", 2.5),
-            ("top_p", 0.0),
-            ("min_p", -0.1),
-            ("repetition_penalty", 0.0),
-            ("max_new_tokens", 0.0),
-        ] {
+        for (name, value) in [("temperature", 2.5), ("top_p", 0.0), ("min_p", -0.1), ("repetition_penalty", 0.0)] {
             let error = read(Some(json!({ name: value }))).unwrap_err();
             assert!(error.contains("generation_config.json") && error.contains(name), "{error}");
         }

@@ -101,7 +101,10 @@ struct Answering {
 fn answering(spec: &str, wanted: &HubModel, hub: &Path, progress: Progress) -> Result<Answering, ModelError> {
     let build = || -> Result<Api, ApiError> {
         let mut builder = ApiBuilder::from_env().with_cache_dir(hub.to_owned());
-        if let Ok(token) = std::env::var("HF_TOKEN") {
+        // An empty one is none: what passes variables on does not know whether there is one.
+        if let Ok(token) = std::env::var("HF_TOKEN")
+            && !token.is_empty()
+        {
             builder = builder.with_token(Some(token));
         }
         if let Some(endpoint) = &wanted.endpoint {

@@ -123,7 +123,7 @@ pub(crate) struct ChatRequest {
     /// The conversation so far.
     #[schema(min_items = 1)]
     messages: Vec<Message>,
-    /// Most tokens of an answer, what fits if nothing is said.
+    /// Most tokens of an answer; if nothing is said as many as fit, or as the model's generation_config.json has it.
     #[schema(minimum = 1)]
     max_tokens: Option<i64>,
     /// The same by its newer name, which goes first.
@@ -165,7 +165,7 @@ pub(crate) struct TextRequest {
     /// Whether texts get the marks that the model wants at their start.
     #[schema(default = true)]
     add_special_tokens: Option<bool>,
-    /// Most tokens of an answer; 0 with `echo` alone.
+    /// Most tokens of an answer, 16 or fewer (by the model's generation_config.json) if nothing is said; 0 with `echo` alone.
     #[schema(minimum = 0, default = 16)]
     max_tokens: Option<i64>,
     /// The same by its newer name, which goes first.
