@@ -32,8 +32,9 @@ def small(body):
     if isinstance(body, dict):
         # What is null is as if it were not there.
         body = {name: value for name, value in body.items() if value is not None or name not in LENGTHS}
-        # What is almost never right would leave little else to be seen: names of models, numbers in an embedding, tiny errors.
-        for name in ["timeout", "dimensions", "model"]:
+        # What is almost never right would leave little else to be seen: names of models, numbers in an embedding, tiny errors, what goes
+        # with some last messages alone.
+        for name in ["timeout", "dimensions", "model", "add_generation_prompt", "continue_final_message"]:
             body.pop(name, None)
         for name in ["epsilon", "delta"]:
             if isinstance(body.get(name), float):
