@@ -17,8 +17,8 @@ pub const MOST: usize = 1_048_576;
 /// Its JSON Schema.
 pub(crate) fn property() -> Value {
     json!({
-        "description": "Rows that see fewer tokens, within the model's window if it has one, read all of them: where choosing costs more than it saves. Where it is not said, the server's `--dense-below` holds, 0 unless set.",
-        "type": "integer", "minimum": 0, "maximum": MOST,
+        "description": "Rows that see fewer tokens, within the model's window if it has one, read all of them: where choosing costs more than it saves. Where it is not said, the server's `--dense-below` holds.",
+        "type": "integer", "minimum": 0, "maximum": MOST, "default": 0,
     })
 }
 

@@ -126,13 +126,12 @@ async fn detokenize(State(app): State<Arc<App>>, body: Body) -> Result<Json<Valu
 /// Attention methods
 ///
 /// Every method with its parameters, the schema of the `attention` object, the presets that may stand in its place by
-/// their names, the attention of a request that says nothing of it, and the server's `dense_below`.
+/// their names, and the attention of a request that says nothing of it.
 #[utoipa::path(get, path = "/v1/attention/methods", tag = "Look", responses(
         (status = 200, description = "All of them", body = Object), (status = "4XX", description = "No key", body = Failure)))]
 async fn methods(State(app): State<Arc<App>>) -> Json<Value> {
-    let mut document = app.config.live.attention().document();
+    let mut document = app.config.live.attention().document(app.config.artifacts.dense_below());
     document["presets"] = json!(*app.config.live.presets());
-    document["dense_below"] = json!(app.config.artifacts.dense_below());
     Json(document)
 }
 

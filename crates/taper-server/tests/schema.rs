@@ -4,8 +4,12 @@ mod support;
 
 use boon::{Compiler, SchemaIndex, Schemas};
 use serde_json::{Value, json};
-use support::server;
+use std::sync::Arc;
+use support::{custom, server};
 use taper_attention::{Artifacts, AttentionSpec};
+use taper_engine::EngineConfig;
+use taper_engine::stub::StubBackend;
+use taper_server::ServerConfig;
 
 const GOOD: &[&str] = &[
     r#"{}"#,
@@ -154,6 +158,20 @@ async fn schema_and_parser_take_the_same() {
             let parsed = AttentionSpec::from_json(&value, "attention", &Artifacts::default());
             assert_eq!(parsed.is_ok(), good, "the parser on {text}: {parsed:?}");
         }
+    }
+}
+
+/// What a server has by default stands where other defaults stand, and holds for requests that say nothing.
+#[tokio::test]
+async fn contexts_read_whole_by_default_are_the_servers() {
+    let artifacts = Arc::new(Artifacts::default().with_dense_below(512));
+    let config = ServerConfig { artifacts, ..ServerConfig::default() };
+    let server = custom(StubBackend::new("x"), EngineConfig::default(), config);
+    let document = server.get("/v1/attention/methods").await.json();
+    for method in document["data"].as_array().expect("a list") {
+        let decodes = method["phase"] == "decode" && method["name"] != "dense";
+        let default = &method["parameters"]["properties"]["dense_below"]["default"];
+        assert_eq!(default, &if decodes { json!(512) } else { Value::Null }, "{}", method["name"]);
     }
 }
 

@@ -13,10 +13,8 @@ use taper_attention::{Artifacts, AttentionSpec};
 /// A terminal that is gone.
 pub fn run(args: &MethodsArgs) -> Result<()> {
     if args.json {
-        let mut document = AttentionSpec::default().document();
-        let artifacts = Artifacts::default();
-        document["presets"] = serde_json::to_value(Presets::read(None)?.specs(&artifacts)?)?;
-        document["dense_below"] = artifacts.dense_below().into();
+        let mut document = AttentionSpec::default().document(0);
+        document["presets"] = serde_json::to_value(Presets::read(None)?.specs(&Artifacts::default())?)?;
         talk::print(&serde_json::to_string_pretty(&document)?)?;
         talk::print("\n")?;
         return Ok(());

@@ -1,6 +1,7 @@
 //! What `GET /v1/attention/methods` answers: every method, and the JSON Schema of the whole `attention` object. What
 //! the schema takes is what a request may say, no more and no less.
 
+use crate::dense_below;
 use crate::methods::{MethodInfo, catalogue};
 use crate::spec::AttentionSpec;
 use crate::speculate::{Choose, MOST_DRAFTS, MOST_LOOKUP};
@@ -8,9 +9,14 @@ use serde_json::{Map, Value, json};
 
 impl AttentionSpec {
     /// Every method with the JSON Schema of its object, the schema of the `attention` object, and `self` as the
-    /// attention of a request that says nothing of it.
-    pub fn document(&self) -> Value {
-        let methods = catalogue();
+    /// attention of a request that says nothing of it. `least` is the server's default of `dense_below`.
+    pub fn document(&self, least: usize) -> Value {
+        let mut methods = catalogue();
+        for method in &mut methods {
+            if let Some(property) = method.parameters["properties"].get_mut(dense_below::FIELD) {
+                property["default"] = json!(least);
+            }
+        }
         let data = methods.iter().map(|method| {
             let mut info = json!(method);
             info["parameters"] = method_schema(method, &methods, &[]);

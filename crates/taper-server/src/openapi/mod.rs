@@ -37,7 +37,7 @@ pub(crate) fn about() -> OpenApi {
 /// The document, with the attention methods of this build in it.
 pub(crate) fn document(document: OpenApi) -> Json<Value> {
     let mut document = json!(document);
-    let mut attention = AttentionSpec::default().document();
+    let mut attention = AttentionSpec::default().document(0);
     let name = json!({"type": "string", "description": "A preset's name."});
     document["components"]["schemas"]["Attention"] = json!({"oneOf": [attention["schema"].take(), name]});
     usage::describe(&mut document["components"]["schemas"]["PhaseUsage"]);
