@@ -121,7 +121,7 @@ def test_toolchains_are_those_that_the_project_is_tested_with():
     }
     assert len(versions) == 1
     assert [int(part) for part in versions.pop().split(".")] >= [int(part) for part in oldest.split(".")]
-    kernels = re.search(r"cuda-toolkit\[.*?\]==([\d.]+)", (ROOT / "scripts/kernels.sh").read_text())[1]
+    kernels = re.search(r"cuda-toolkit\[.*?\]==([\d.]+)", (ROOT / "scripts/cuda.sh").read_text())[1]
     (toolkit,) = [stage.base for stage in stages("cuda") if stage.base.startswith("nvidia/cuda:")]
     assert toolkit.startswith(f"nvidia/cuda:{kernels}-devel-")
     # The same folder wherever it is named.

@@ -111,13 +111,22 @@ def settings(kind, all_of, taper, tmp_path_factory):
     readme = (DOCKER / "README.md").read_text()
     text = readme.partition("cat > keys.toml <<KEYS\n")[2].partition("KEYS\n")[0]
     (folder / keys.name).write_text(text.replace("$(openssl rand -hex 32)", "0123456789abcdef" * 4))
-    environment = image(kind).environment() | {variable["name"]: variable["value"] for variable in taper["env"]}
+    # What comes of a secret is no setting of the server's.
+    said = {variable["name"]: variable["value"] for variable in taper["env"] if "value" in variable}
+    environment = image(kind).environment() | said
     return checked(["--config", str(folder / file[0]), "--api-keys", str(folder / keys.name)], environment)
 
 
 def test_the_server_accepts_its_settings(kind, settings, pod, taper):
     assert settings["host"] == "0.0.0.0" and settings["port"] == taper["ports"][0]["containerPort"]
     assert settings["device"] == kind
+
+
+def test_a_token_of_the_hub_may_be_there_and_is_named_as_the_readme_has_it(taper):
+    (token,) = [variable["valueFrom"]["secretKeyRef"] for variable in taper["env"] if variable["name"] == "HF_TOKEN"]
+    assert token["optional"] is True
+    command = f"kubectl create secret generic {token['name']} --from-literal={token['key']}="
+    assert command in (DOCKER / "README.md").read_text()
 
 
 def test_the_secret_is_named_as_the_readme_has_it(pod):
