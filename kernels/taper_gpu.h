@@ -8,9 +8,9 @@
 // after" is scratch that the caller zeroes once and a launch leaves zeroed; it must not be
 // shared by launches that may run at the same time.
 //
-// `overlap` 1 lets a launch start before its predecessor in the stream has ended; it waits
-// itself before it reads what that one wrote. A predecessor that is not of this library is
-// safe too: the launch then starts when that one has ended.
+// A launch may start before its predecessor in the stream has ended; it waits itself before it
+// reads what that one wrote. A predecessor that is not of this library is safe too: the launch
+// then starts when that one has ended.
 //
 // Caches are [blocks, kv_heads, 64, head_dim], blocks of 64 tokens named by block tables.
 // head_dim is 64 or 128; a group, the query heads that share a list, has at most 16.
@@ -84,7 +84,6 @@ typedef struct TaperDecodeParams {
   int32_t table_stride, unit_capacity;
   float scale;
   int32_t gather;   // 0 promises that no list names single tokens
-  int32_t overlap;  // allow the launch to overlap its predecessor's tail
   // Each of token_ids stands for a page of 2^token_shift tokens, at most 64, and slices count tokens. Lists
   // of pages name no blocks and no sample.
   int32_t token_shift;
@@ -105,7 +104,7 @@ typedef struct TaperMergeParams {
   const float* base_o;         // [rows, q_heads, head_dim], one more partial; or null
   const float* base_lse;       // [rows, q_heads]
   int32_t rows, q_heads, list_heads, head_dim, dtype;  // rows: of queries
-  int32_t out_f32, overlap;
+  int32_t out_f32;
   int32_t fold;  // as of the attention
   const TaperWorkList* lists;  // of an attention that cut them itself, in place of list_units; or null
 } TaperMergeParams;
@@ -169,9 +168,9 @@ typedef struct TaperSampleParams {
   uint32_t* ids;              // [rows, list_heads, capacity], in drawing order
   uint32_t* counts;           // [rows, list_heads] drawn
   uint32_t layer;
-  int32_t rows, list_heads, capacity, want, max_len, overlap;
+  int32_t rows, list_heads, capacity, want, max_len;
   uint32_t state;
-  int32_t token_shift, reserved;  // as of decode attention
+  int32_t token_shift;  // as of decode attention
 } TaperSampleParams;
 
 typedef struct TaperValuesParams {
@@ -194,7 +193,7 @@ typedef struct TaperValuesParams {
   int32_t rows, q_heads, kv_heads, head_dim, dtype, table_stride;
   int32_t max_len, samples, rule, layer;
   float scale;
-  int32_t overlap, in_order, out_f32;
+  int32_t in_order, out_f32;
 } TaperValuesParams;
 
 // How many tokens each KV head's query heads read between them, by lists of tokens.
@@ -205,7 +204,6 @@ typedef struct TaperDistinctParams {
   uint32_t* counts;              // [rows, kv_heads]
   int32_t rows, q_heads, kv_heads;
   int32_t max_len;  // tokens of the longest row, at most 1.8 million
-  int32_t overlap, reserved;
 } TaperDistinctParams;
 
 // Values that stand for all of a head's, drawn from its scores, as token lists with log weights that
@@ -229,7 +227,6 @@ typedef struct TaperSpreadParams {
   int32_t samples, spread, layer;
   int32_t tile_tokens;  // of the tiles that get draws of their own; where none do, 64
   int32_t most_tiles;   // of the longest row
-  int32_t overlap;
   int32_t list_heads;  // of tokens and counts, if given
 } TaperSpreadParams;
 
@@ -246,7 +243,7 @@ typedef struct TaperWalkParams {
   uint32_t* ids;              // [lists, capacity]
   uint32_t* counts;           // [lists], keys of each, at most `capacity`
   uint32_t* firsts;           // [lists], the first key of the sample; the count where there is none
-  int32_t lists, capacity, draw_stride, token_shift, overlap, reserved;
+  int32_t lists, capacity, draw_stride, token_shift;
 } TaperWalkParams;
 
 // Scores of what was walked, with the log weights of samples, and what taper_spread takes of every 64.
@@ -263,7 +260,7 @@ typedef struct TaperWeighParams {
   float* tile_sum;              // as tile_max
   int32_t rows, q_heads, kv_heads;
   int32_t stride;  // a multiple of 64
-  int32_t known_stride, overlap;
+  int32_t known_stride;
 } TaperWeighParams;
 
 // Queries of which only some features are left, drawn by their size.
@@ -274,7 +271,7 @@ typedef struct TaperFeaturesParams {
   float* out;                 // as q
   int32_t rows, q_heads;
   int32_t group;  // heads that keep one set of features; 0: each its own, as signs of one size
-  int32_t head_dim, draws, layer, overlap, reserved;
+  int32_t head_dim, draws, layer;
 } TaperFeaturesParams;
 
 // A sample that is sure of its promise by the bounds of pages: one structure for its two launches, which other launches
@@ -317,9 +314,8 @@ typedef struct TaperCertainParams {
   int32_t score_stride, page_stride, words, capacity;
   int32_t draw_stride;   // of the first all that a guess is made from, at most 32
   int32_t pilot_tokens;  // of the first look; it doubles from one to the next
-  int32_t looks, token_shift, overlap;
+  int32_t looks, token_shift;
   float scale;
-  int32_t reserved;
 } TaperCertainParams;
 
 int taper_certain_promote(const TaperCertainParams* p, TaperStream stream);
@@ -368,9 +364,8 @@ typedef struct TaperPrefillParams {
   int32_t csr_heads;      // lists of heads: 1, kv_heads or q_heads
   int32_t sink, window;   // window 0: no window
   int32_t anchor_stride;  // 0: no anchor output
-  int32_t out_f32, overlap;
+  int32_t out_f32;
   float scale;
-  int32_t reserved;
 } TaperPrefillParams;
 
 // What a sparse prefill adds.
@@ -407,7 +402,6 @@ typedef struct TaperDeltaParams {
   int32_t tokens, q_heads, head_dim, dtype;
   int32_t gamma;
   int32_t propagate;  // 0: only anchors and tail change (the recompute mode)
-  int32_t overlap, reserved;
 } TaperDeltaParams;
 
 int taper_prefill(const TaperPrefillParams* p, TaperStream stream);
@@ -429,7 +423,7 @@ typedef struct TaperScoreParams {
   float* tile_sum;  // as tile_max: sum of exp(score - max)
   int32_t rows, q_heads, kv_heads, width, dtype, table_stride;
   int32_t per_block, max_entries, stride, tile_stride;
-  int32_t reduce, overlap;
+  int32_t reduce;
   float scale;
   int32_t pitch;  // elements from an entry of the view to the next; 0: width
   // Where only some tokens are scored (a view of keys, TAPER_PER_HEAD, no tiles, width 64 or 128): entry i of a list is
@@ -437,7 +431,7 @@ typedef struct TaperScoreParams {
   const uint32_t* ids;     // [rows, kv_heads, stride]
   const uint32_t* counts;  // [rows, kv_heads]
   const void* q_few;       // as q: the queries of lists of no more than `few` tokens; null: q
-  int32_t few, reserved;
+  int32_t few;
 } TaperScoreParams;
 
 // Scores of every token by its quantized key (TaperAppendParams). Queries are rounded to bf16.
@@ -451,9 +445,8 @@ typedef struct TaperQuantizedScoreParams {
   float* tile_max;  // [rows, q_heads, tile_stride]: of 64 tokens each
   float* tile_sum;  // as tile_max: sum of exp(score - max)
   int32_t rows, q_heads, kv_heads, head_dim, dtype, table_stride;
-  int32_t max_len, stride, tile_stride, overlap;  // stride: a multiple of 64
+  int32_t max_len, stride, tile_stride;  // stride: a multiple of 64
   float scale;
-  int32_t reserved;
 } TaperQuantizedScoreParams;
 
 // The log-sum-exp of each row and head from what a score pass says of its tiles.
@@ -462,7 +455,7 @@ typedef struct TaperLseParams {
   const float* tile_sum;
   const uint32_t* lens;   // [rows], visible tokens
   float* lse;             // [rows, q_heads]
-  int32_t rows, q_heads, tile_stride, page, overlap, reserved;
+  int32_t rows, q_heads, tile_stride, page;
 } TaperLseParams;
 
 typedef struct TaperHashScoreParams {
@@ -473,7 +466,7 @@ typedef struct TaperHashScoreParams {
   const uint32_t* lens;         // [rows], visible tokens
   float* out;                   // [rows, q_heads or kv_heads, stride]
   int32_t rows, q_heads, kv_heads, words, per_head, table_stride;
-  int32_t max_len, stride, reduce, overlap;
+  int32_t max_len, stride, reduce;
 } TaperHashScoreParams;
 
 typedef struct TaperSelectParams {
@@ -484,7 +477,7 @@ typedef struct TaperSelectParams {
   uint32_t* ids;           // [lists, capacity], ascending
   uint32_t* counts;        // [lists], or null
   TaperWorkList* work;     // [lists], patched as `target` says; or null
-  int32_t lists, stride, capacity, entries, k, target, overlap;
+  int32_t lists, stride, capacity, entries, k, target;
   int32_t blocks_most;  // thread blocks a list at most, 0: as many as help; for measurements
   // By count, of shares of the attention mass: above 0 only entries that are cheaper to take than to sample around, to an eighth
   // of an octave. Of n entries whose squares sum to q that is so for the next one, of square s, while n s >= q + noise.
@@ -527,7 +520,6 @@ typedef struct TaperPickParams {
   // TAPER_MAX_OF_GROUP of the products; by bounds TAPER_SUM_OF_GROUP or TAPER_MAX_SHARE_OF_GROUP of shares of the mass
   int32_t reduce;
   int32_t target;  // TAPER_BLOCKS, or TAPER_TOKENS: pages, cut to what lies between the list's ranges
-  int32_t overlap;
   float scale;       // of the sum's scores
   int32_t in_order;  // set by the entry point
   // Above 0: the launch right ahead changes nothing that this one reads but the bounds of pages with any of a row's last
@@ -562,7 +554,6 @@ typedef struct TaperPickTokensParams {
   int32_t reduce;    // TAPER_MAX_OF_GROUP or TAPER_SUM_OF_GROUP of the heads' shares
   int32_t fresh;     // as of TaperPickParams
   int32_t team;      // thread blocks a list; 0: as many as do best
-  int32_t overlap;
   float scale, noise;             // noise: as of TaperSelectParams, above 0
   int32_t in_order, group, room;  // set by the entry point; room: teams' in sums and bins
 } TaperPickTokensParams;
@@ -573,9 +564,8 @@ typedef struct TaperSharesParams {
   const float* held;  // [rows, q_heads], log-sum-exp of the fixed keys
   const float* lse;   // [rows, q_heads], of all
   float* shares;      // [rows, kv_heads]
-  int32_t rows, q_heads, kv_heads, overlap;
+  int32_t rows, q_heads, kv_heads;
   float p;
-  int32_t reserved;
 } TaperSharesParams;
 
 // Pages that were chosen, as the tokens of each that lie between the two ranges of its list.
@@ -584,7 +574,7 @@ typedef struct TaperPagesParams {
   const uint32_t* counts;  // [lists]
   uint32_t* ids;           // [lists, capacity * page]
   TaperWorkList* work;     // [lists], given the slice of ids; ranges that meet leave none
-  int32_t lists, capacity, page, overlap;
+  int32_t lists, capacity, page;
 } TaperPagesParams;
 
 int taper_score(const TaperScoreParams* p, TaperStream stream);
@@ -623,9 +613,8 @@ typedef struct TaperReduceParams {
   int32_t slice_count, q_heads, kv_heads, head_dim, dtype, table_stride;
   int32_t max_blocks;  // of the longest slice's keys
   int32_t splits;      // at least max_blocks / 32, rounded up
-  int32_t overlap;
   float scale;
-  int32_t window, reserved;  // keys that a row sees, its own the last; 0: all before it
+  int32_t window;  // keys that a row sees, its own the last; 0: all before it
 } TaperReduceParams;
 
 enum { TAPER_TWO_BLOCKS = 0, TAPER_DIAGONALS = 1 };  // StripesParams: a slash
@@ -643,7 +632,7 @@ typedef struct TaperStripesParams {
   uint32_t* blocks;                          // what list_begin points into; ascending
   uint32_t* counts;                          // [heads, tile_count]
   int32_t slices, heads, tile_count, words;  // words: blocks of the sequence / 32, rounded up
-  int32_t column_stride, slash_stride, overlap;
+  int32_t column_stride, slash_stride;
   // TAPER_TWO_BLOCKS: that many blocks back and one more, and block 0 is chosen. TAPER_DIAGONALS: so many tokens back,
   // in every block that this touches.
   int32_t slash;
@@ -659,7 +648,7 @@ typedef struct TaperBeforeParams {
   const uint32_t* token_counts;  // [heads]
   const uint32_t* own;           // [runs], the block of each
   uint32_t* before;              // [heads, runs]
-  int32_t heads, runs, words, token_stride, overlap, block_tokens;
+  int32_t heads, runs, words, token_stride, block_tokens;
 } TaperBeforeParams;
 
 // Single columns of each head, less those that a tile's blocks hold already or that lie beyond
@@ -674,7 +663,7 @@ typedef struct TaperColumnsParams {
   const uint32_t* column_begin;   // [heads * tile_count] by tile id: room for counts[head]
   uint32_t* column_ids;           // what column_begin points into; ascending
   uint32_t* column_counts;        // [heads * tile_count]
-  int32_t heads, list_heads, tile_count, column_stride, overlap, reserved;
+  int32_t heads, list_heads, tile_count, column_stride;
 } TaperColumnsParams;
 
 // Means of runs of rows.
@@ -683,7 +672,7 @@ typedef struct TaperMeansParams {
   const uint32_t* block_table;  // [blocks of the sequence]: rows are its tokens, a run's all of one block; or null
   const uint32_t* runs;         // [run_count, 2]: first row, and how many, at least 1
   float* out;                   // [heads, run_count, head_dim]
-  int32_t run_count, heads, head_dim, dtype, overlap, reserved;
+  int32_t run_count, heads, head_dim, dtype;
 } TaperMeansParams;
 
 // One more block at the end of each list.
@@ -691,7 +680,7 @@ typedef struct TaperOwnParams {
   uint32_t* ids;        // [lists, capacity]
   uint32_t* counts;     // [lists], below capacity; one more after
   const uint32_t* own;  // [run_count]: list l gets that of run l % run_count
-  int32_t lists, run_count, capacity, overlap;
+  int32_t lists, run_count, capacity;
 } TaperOwnParams;
 
 int taper_means(const TaperMeansParams* p, TaperStream stream);
@@ -736,7 +725,6 @@ typedef struct TaperSearchParams {
   int32_t kept_room;            // most chunks that a stage keeps
   int32_t stages;               // at most 12
   uint32_t chunk[12];           // of each stage: powers of two, 2 to 4096, falling
-  int32_t overlap, reserved;
 } TaperSearchParams;
 
 int taper_search(const TaperSearchParams* p, TaperStream stream);
@@ -765,8 +753,7 @@ typedef struct TaperAppendParams {
   uint32_t* quantized;
   int32_t span_count, kv_heads, head_dim, dtype, table_stride;
   int32_t max_blocks;  // that one span touches
-  int32_t width, overlap;
-  int32_t page, reserved;
+  int32_t width, page;
 } TaperAppendParams;
 
 // Signs of activations as bits: bit i of word w is set where element 32 w + i is not negative.
@@ -776,7 +763,7 @@ typedef struct TaperCodeParams {
   const uint32_t* token_table;  // [tokens]
   const uint32_t* block_table;  // [tables, table_stride]
   uint32_t* codes;              // [blocks, kv_heads, 64, heads / kv_heads * words]
-  int32_t tokens, heads, kv_heads, words, dtype, table_stride, overlap, reserved;
+  int32_t tokens, heads, kv_heads, words, dtype, table_stride;
 } TaperCodeParams;
 
 int taper_append(const TaperAppendParams* p, TaperStream stream);
@@ -793,7 +780,6 @@ typedef struct TaperRowsParams {
   float* out;             // [tokens, heads, width]
   int32_t tokens, heads, width, dtype;
   int32_t x_f32;  // 1: x is f32
-  int32_t overlap;
 } TaperRowsParams;
 
 enum { TAPER_LINEAR = 0, TAPER_RELU = 1, TAPER_SILU = 2 };
@@ -809,10 +795,8 @@ typedef struct TaperProjectParams {
   int32_t rows, heads, x_heads, maps, inputs, outputs;
   int32_t activation;  // TAPER_LINEAR and so on
   int32_t bf16;        // 1: out is bf16
-  int32_t overlap;
   float scale;
   int32_t weight_bf16;  // 1: weights are bf16
-  int32_t reserved;
 } TaperProjectParams;
 
 // Some channels of each query, those of its KV head.
@@ -820,7 +804,7 @@ typedef struct TaperChannelsParams {
   const void* q;             // [rows, q_heads, head_dim], 16 bits an element
   const uint32_t* channels;  // [kv_heads, width]
   void* out;                 // [rows, q_heads, width]
-  int32_t rows, q_heads, kv_heads, head_dim, width, overlap;
+  int32_t rows, q_heads, kv_heads, head_dim, width;
 } TaperChannelsParams;
 
 int taper_rows(const TaperRowsParams* p, TaperStream stream);
@@ -836,7 +820,7 @@ typedef struct TaperAssignParams {
   const uint32_t* token_table;  // [tokens]
   const uint32_t* block_table;  // [tables, table_stride]
   uint16_t* ids;                // [blocks, kv_heads, 64]
-  int32_t tokens, kv_heads, head_dim, clusters, dtype, table_stride, overlap, reserved;
+  int32_t tokens, kv_heads, head_dim, clusters, dtype, table_stride;
 } TaperAssignParams;
 
 // The same of products that are there: the first of the largest of each token's.
@@ -846,7 +830,7 @@ typedef struct TaperNearestParams {
   const uint32_t* token_table;  // [tokens]
   const uint32_t* block_table;  // [tables, table_stride]
   uint16_t* ids;                // [blocks, kv_heads, 64]
-  int32_t tokens, kv_heads, clusters, table_stride, overlap, reserved;
+  int32_t tokens, kv_heads, clusters, table_stride;
 } TaperNearestParams;
 
 // Single keys of the cache, by slots: `cos` and `sin` of the turn that is taken off each first, or null. In f32.
@@ -857,7 +841,7 @@ typedef struct TaperKeyClusterParams {
   const float* cos;        // [tokens, head_dim / 2]
   const float* sin;
   uint16_t* ids;           // [blocks, kv_heads, 64]
-  int32_t tokens, kv_heads, head_dim, clusters, dtype, overlap;
+  int32_t tokens, kv_heads, head_dim, clusters, dtype;
 } TaperKeyClusterParams;
 
 typedef struct TaperIndexSpan {
@@ -871,7 +855,7 @@ typedef struct TaperIndexParams {
   uint32_t* counts;             // [sequences * kv_heads, segments, clusters], scratch
   uint32_t* offsets;            // [sequences * kv_heads, clusters + 1]
   uint32_t* tokens;             // [sequences * kv_heads, capacity], by cluster, ascending
-  int32_t sequences, kv_heads, clusters, segments, capacity, table_stride, overlap, reserved;
+  int32_t sequences, kv_heads, clusters, segments, capacity, table_stride;
 } TaperIndexParams;
 
 typedef struct TaperLinearParams {
@@ -879,7 +863,7 @@ typedef struct TaperLinearParams {
   const void* weight;  // [kv_heads, outputs, inputs]
   const float* bias;   // [kv_heads, outputs]
   void* out;           // [rows, q_heads, outputs]: dtype after max(., 0) if `relu`, else f32
-  int32_t rows, q_heads, kv_heads, inputs, outputs, dtype, relu, overlap;
+  int32_t rows, q_heads, kv_heads, inputs, outputs, dtype, relu;
 } TaperLinearParams;
 
 typedef struct TaperChooseParams {
@@ -892,7 +876,7 @@ typedef struct TaperChooseParams {
   TaperWorkList* work;        // [rows, kv_heads]
   uint32_t* token_ids;        // [rows, kv_heads, capacity]
   int32_t rows, q_heads, kv_heads, clusters, take, sink;
-  int32_t index_capacity, capacity, overlap, reserved;
+  int32_t index_capacity, capacity;
 } TaperChooseParams;
 
 // Whole clusters by the group's probabilities, the likeliest first and of equals the first, as many as a limit says:
@@ -909,7 +893,6 @@ typedef struct TaperProbeParams {
   int32_t most;      // clusters taken at most
   int32_t at_least;  // 1: the fewest that hold `limits` tokens, 0: as many as hold no more
   int32_t capacity;  // at least the tokens of any row
-  int32_t overlap, reserved;
 } TaperProbeParams;
 
 // Choice and attention in one launch. `s` as for TAPER_LISTED, `lists` not read; of `c` not read: work,
@@ -944,10 +927,10 @@ typedef struct TaperRopeParams {
   void* k;                      // cache, [blocks, kv_heads, 64, head_dim]
   void* v;
   int64_t row_stride;
-  int32_t tokens, q_heads, kv_heads, head_dim, dtype, table_stride, interleaved, overlap;
+  int32_t tokens, q_heads, kv_heads, head_dim, dtype, table_stride, interleaved;
   const uint32_t* slots;  // [tokens], block * 64 + row; the angles are then each token's own, and neither
                           // positions nor tables are read; or null
-  int32_t qkv_dtype, reserved;  // dtype is that of all else
+  int32_t qkv_dtype;  // dtype is that of all else
 } TaperRopeParams;
 
 // Cosines and sines of positions times frequencies, both times factor. The product is rounded to f32, as
@@ -956,7 +939,7 @@ typedef struct TaperAnglesParams {
   const uint32_t* positions;  // [rows]
   const float* frequencies;   // [half]
   float* angles;              // [rows, 2 * half]: cosines, then sines
-  int32_t rows, half, overlap;
+  int32_t rows, half;
   float factor;
 } TaperAnglesParams;
 
@@ -965,7 +948,7 @@ typedef struct TaperWriteParams {
   const void* rows;       // [tokens, kv_heads, head_dim], f32 or the pool's dtype
   const uint32_t* slots;  // [tokens]
   void* pool;             // [blocks, kv_heads, 64, head_dim]
-  int32_t tokens, kv_heads, head_dim, dtype, rows_f32, overlap;
+  int32_t tokens, kv_heads, head_dim, dtype, rows_f32;
 } TaperWriteParams;
 
 typedef struct TaperNormParams {
@@ -973,7 +956,7 @@ typedef struct TaperNormParams {
   const void* weight;  // [width]
   void* residual;      // [rows, width]: becomes residual + x; null: x alone is normalised
   void* out;           // [rows, width]
-  int32_t rows, width, dtype, overlap;
+  int32_t rows, width, dtype;
   float epsilon;
   // x and weight are f32, and there is no residual; dtype is that of out. Without a weight x is only rounded.
   int32_t x_f32;
@@ -983,7 +966,7 @@ typedef struct TaperSiluParams {
   const void* gate_up;  // [rows, 2 * width]: gate, then up
   void* out;            // [rows, width]: silu(gate) * up
   int64_t rows;
-  int32_t width, dtype, overlap, reserved;
+  int32_t width, dtype;
 } TaperSiluParams;
 
 // Where a product goes: to a tensor of the weight's dtype or in f32, added to one in f32, or, of a
@@ -996,7 +979,7 @@ typedef struct TaperProductParams {
   const void* weight;  // [outputs, inputs]
   const float* norm;   // [inputs]: x is normalised by its root mean square and multiplied by this; or null
   void* out;           // [rows, outputs], or half as many where gated
-  int32_t rows, inputs, outputs, dtype, x_f32, to, overlap;
+  int32_t rows, inputs, outputs, dtype, x_f32, to;
   float epsilon;
 } TaperProductParams;
 
@@ -1013,7 +996,6 @@ typedef struct TaperChainParams {
   uint32_t* sync;                  // [32]: 0 before the launch and after it
   int32_t count;                   // products, at most TAPER_CHAIN_MAX
   int32_t inputs_most;             // set by the entry point
-  int32_t overlap, reserved;
 } TaperChainParams;
 
 int taper_chain(const TaperChainParams* p, TaperStream stream);
@@ -1039,7 +1021,7 @@ typedef struct TaperTokenParams {
   const float* logits;       // [rows, vocab]
   const TaperTokenRow* how;  // [rows], or null: the likeliest
   uint32_t* tokens;          // [rows]; 2^32 - 1 where a logit is NaN or +infinity, or none is finite
-  int32_t rows, vocab, overlap, reserved;
+  int32_t rows, vocab;
 } TaperTokenParams;
 
 // vocab up to 262,144.

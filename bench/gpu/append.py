@@ -14,17 +14,17 @@ AppendParams = struct("AppendParams", [
     ("k", P), ("block_table", P), ("spans", P), ("channels", P), ("upper", P), ("lower", P),
     ("mean", P), ("labels", P), ("pages", P), ("norms", P), ("quantized", P), ("span_count", I32),
     ("kv_heads", I32), ("head_dim", I32), ("dtype", I32), ("table_stride", I32), ("max_blocks", I32), ("width", I32),
-    ("overlap", I32), ("page", I32), ("reserved", I32)])
+    ("page", I32)])
 CodeParams = struct("CodeParams", [
     ("x", P), ("positions", P), ("token_table", P), ("block_table", P), ("codes", P),
     ("tokens", I32), ("heads", I32), ("kv_heads", I32), ("words", I32), ("dtype", I32),
-    ("table_stride", I32), ("overlap", I32), ("reserved", I32)])
+    ("table_stride", I32)])
 
 
 class Append:
     """spans: (table, begin, end) tuples; channels [kv_heads, width]."""
 
-    def __init__(self, cache, spans, channels=None, overlap=True):
+    def __init__(self, cache, spans, channels=None):
         nan = lambda *s: torch.full(s, float("nan"), device=DEV, dtype=cache.dtype)
         shape = (cache.blocks, cache.kv_heads, 1, cache.head_dim)
         self.upper, self.lower, self.mean = nan(*shape), nan(*shape), nan(*shape)
@@ -36,7 +36,7 @@ class Append:
         self.p = AppendParams(
             ptr(cache.k), ptr(cache.table), ptr(self.spans), ptr(channels), ptr(self.upper),
             ptr(self.lower), ptr(self.mean), ptr(self.labels), None, None, None, len(spans),
-            cache.kv_heads, cache.head_dim, DTYPE[cache.dtype], cache.table.stride(0), most, width, int(overlap))
+            cache.kv_heads, cache.head_dim, DTYPE[cache.dtype], cache.table.stride(0), most, width)
 
     def __call__(self):
         call("taper_append", self.p)
@@ -45,8 +45,7 @@ class Append:
 class Codes:
     """Signs of x [tokens, heads, 32 * words] as bits, into the cache's codes or as they lie."""
 
-    def __init__(self, x, words, cache=None, codes=None, positions=None, token_table=None,
-                 overlap=True):
+    def __init__(self, x, words, cache=None, codes=None, positions=None, token_table=None):
         tokens, heads, _ = x.shape
         kv = cache.kv_heads if cache else heads
         self.codes = codes if codes is not None else torch.zeros(tokens, heads, words, device=DEV,
@@ -54,8 +53,7 @@ class Codes:
         self.keep = (x, cache, positions, token_table)
         self.p = CodeParams(ptr(x), ptr(positions), ptr(token_table),
                             ptr(cache.table) if cache else None, ptr(self.codes), tokens, heads, kv,
-                            words, DTYPE[x.dtype], cache.table.stride(0) if cache else 0,
-                            int(overlap), 0)
+                            words, DTYPE[x.dtype], cache.table.stride(0) if cache else 0)
 
     def __call__(self):
         call("taper_codes", self.p)

@@ -11,8 +11,8 @@ from taper_gpu import struct as fields
 
 DEV = "cuda"
 
-TokenParams = fields("TokenParams", [("logits", P), ("how", P), ("tokens", P), ("rows", I32), ("vocab", I32),
-                                     ("overlap", I32), ("reserved", I32)])
+TokenParams = fields("TokenParams", [
+    ("logits", P), ("how", P), ("tokens", P), ("rows", I32), ("vocab", I32)])
 
 
 class Choose:
@@ -24,7 +24,7 @@ class Choose:
         words = b"".join(struct.pack("<fffid", *h) for h in how) if how else b""
         self.how = torch.frombuffer(bytearray(words), dtype=torch.uint8).to(DEV) if how else None
         self.keep = logits
-        self.p = TokenParams(ptr(logits), ptr(self.how), ptr(self.tokens), rows, vocab, 1, 0)
+        self.p = TokenParams(ptr(logits), ptr(self.how), ptr(self.tokens), rows, vocab)
 
     def __call__(self):
         call("taper_tokens", self.p)

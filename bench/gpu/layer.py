@@ -14,20 +14,19 @@ RopeParams = struct("RopeParams", [
     ("qkv", P), ("angles", P), ("positions", P), ("token_table", P), ("block_table", P), ("q", P),
     ("q_plain", P), ("k_plain", P), ("k", P), ("v", P), ("row_stride", I64), ("tokens", I32),
     ("q_heads", I32), ("kv_heads", I32), ("head_dim", I32), ("dtype", I32), ("table_stride", I32),
-    ("interleaved", I32), ("overlap", I32), ("slots", P), ("qkv_dtype", I32), ("reserved", I32)])
+    ("interleaved", I32), ("slots", P), ("qkv_dtype", I32)])
 NormParams = struct("NormParams", [
     ("x", P), ("weight", P), ("residual", P), ("out", P), ("rows", I32), ("width", I32),
-    ("dtype", I32), ("overlap", I32), ("epsilon", F32), ("reserved", I32)])
+    ("dtype", I32), ("epsilon", F32), ("x_f32", I32)])
 SiluParams = struct("SiluParams", [
-    ("gate_up", P), ("out", P), ("rows", I64), ("width", I32), ("dtype", I32), ("overlap", I32),
-    ("reserved", I32)])
+    ("gate_up", P), ("out", P), ("rows", I64), ("width", I32), ("dtype", I32)])
 
 
 class Rope:
     """qkv [tokens, (q_heads + 2 kv_heads) * d] into q and the cache."""
 
     def __init__(self, cache, qkv, angles, positions, token_table, q_heads, plain=False,
-                 interleaved=False, overlap=True):
+                 interleaved=False):
         n, d, kv = qkv.shape[0], cache.head_dim, cache.kv_heads
         nan = lambda heads: torch.full((n, heads, d), float("nan"), device=DEV, dtype=qkv.dtype)
         self.q = nan(q_heads)
@@ -36,31 +35,30 @@ class Rope:
         self.p = RopeParams(
             ptr(qkv), ptr(angles), ptr(positions), ptr(token_table), ptr(cache.table), ptr(self.q),
             ptr(self.q_plain), ptr(self.k_plain), ptr(cache.k), ptr(cache.v), qkv.stride(0), n,
-            q_heads, kv, d, DTYPE[qkv.dtype], cache.table.stride(0), int(interleaved), int(overlap), None,
-            DTYPE[qkv.dtype], 0)
+            q_heads, kv, d, DTYPE[qkv.dtype], cache.table.stride(0), int(interleaved), None,
+            DTYPE[qkv.dtype])
 
     def __call__(self):
         call("taper_rope", self.p)
 
 
 class Norm:
-    def __init__(self, x, weight, residual=None, epsilon=1e-5, overlap=True):
+    def __init__(self, x, weight, residual=None, epsilon=1e-5):
         self.out = torch.full_like(x, float("nan"))
         self.keep = (x, weight, residual)
         self.p = NormParams(ptr(x), ptr(weight), ptr(residual), ptr(self.out), x.shape[0],
-                            x.shape[1], DTYPE[x.dtype], int(overlap), epsilon, 0)
+                            x.shape[1], DTYPE[x.dtype], epsilon, 0)
 
     def __call__(self):
         call("taper_norm", self.p)
 
 
 class Silu:
-    def __init__(self, gate_up, overlap=True):
+    def __init__(self, gate_up):
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         self.out = torch.full((rows, width), float("nan"), device=DEV, dtype=gate_up.dtype)
         self.keep = gate_up
-        self.p = SiluParams(ptr(gate_up), ptr(self.out), rows, width, DTYPE[gate_up.dtype],
-                            int(overlap), 0)
+        self.p = SiluParams(ptr(gate_up), ptr(self.out), rows, width, DTYPE[gate_up.dtype])
 
     def __call__(self):
         call("taper_silu", self.p)

@@ -20,9 +20,9 @@ from taper_gpu import F32, I32, P, call, ptr, struct
 
 DEV, DT, HQ, HK, D, HIDDEN, INNER = "cuda", torch.bfloat16, 32, 8, 128, 4096, 14336
 ProductParams = struct("ProductParams", [(n, P) for n in "x weight norm out".split()] + [
-    (n, I32) for n in "rows inputs outputs dtype x_f32 to overlap".split()] + [("epsilon", F32)])
-ChainParams = struct("ChainParams", [("products", ProductParams * 4), ("sync", P), ("count", I32), ("inputs_most", I32),
-                                     ("overlap", I32), ("reserved", I32)])
+    (n, I32) for n in "rows inputs outputs dtype x_f32 to".split()] + [("epsilon", F32)])
+ChainParams = struct("ChainParams", [
+    ("products", ProductParams * 4), ("sync", P), ("count", I32), ("inputs_most", I32)])
 SAME, ADD, GATED = 0, 2, 3
 
 
@@ -35,12 +35,12 @@ class Products:
         self.norm, self.inner = torch.ones(HIDDEN, device=DEV), torch.empty(INNER, device=DEV, dtype=DT)
         self.keep = (attended, residual, qkv, sync)
         x = lambda of, w, norm, out, f32, to: ProductParams(
-            ptr(of), ptr(w), ptr(norm), ptr(out), 1, w.shape[1], w.shape[0], 0, f32, to, 1, 1e-5)
+            ptr(of), ptr(w), ptr(norm), ptr(out), 1, w.shape[1], w.shape[0], 0, f32, to, 1e-5)
         o, gate, down, next_qkv = self.weights
         self.p = ChainParams((ProductParams * 4)(
             x(attended, o, None, residual, 1, ADD), x(residual, gate, self.norm, self.inner, 1, GATED),
             x(self.inner, down, None, residual, 0, ADD), x(residual, next_qkv, self.norm, qkv, 1, SAME)),
-            ptr(sync), 4, 0, 1, 0)
+            ptr(sync), 4, 0)
 
     def __call__(self):
         call("taper_chain", self.p)

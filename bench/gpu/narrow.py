@@ -34,8 +34,7 @@ def delta_chunk(cache, q, begin, end, n, gamma, carried, sink, window):
     if held:
         base[first], dense[0] = carried
     p = t.DeltaParams(g.out.data_ptr(), base[first:].data_ptr(), dense.data_ptr(), begin, tail,
-                      first, held + len(anchors), end - begin, hq, d, t.DTYPE[q.dtype], gamma, 1, 1,
-                      0)
+                      first, held + len(anchors), end - begin, hq, d, t.DTYPE[q.dtype], gamma, 1)
     # Tail rows stand at anchors + position - tail_begin: count from the first tail row here.
     if begin > tail:
         p.anchors -= begin - tail

@@ -16,8 +16,8 @@ DEV = "cuda"
 
 PickTokensParams = struct("PickTokensParams", [(n, P) for n in (
     "q index block_table row_table lens begins ends ks lists scores ids work sync sums bins").split()] + [
-    (n, I32) for n in ("rows q_heads kv_heads head_dim dtype table_stride stride capacity reduce fresh team overlap"
-                       ).split()] + [("scale", F32), ("noise", F32), ("in_order", I32), ("group", I32), ("room", I32)])
+    (n, I32) for n in "rows q_heads kv_heads head_dim dtype table_stride stride capacity reduce fresh team".split()] + [
+    ("scale", F32), ("noise", F32), ("in_order", I32), ("group", I32), ("room", I32)])
 
 
 class PickTokens:
@@ -44,7 +44,7 @@ class PickTokens:
         self.p = PickTokensParams(
             *[ptr(x) for x in (q, index, cache.table, row_table, self.lens, self.begins, self.ends, self.ks, self.lists,
                                self.scores, self.ids, self.work, self.sync, self.sums, self.bins)],
-            rows, q_heads, kv, d, DTYPE[q.dtype], cache.table.stride(0), stride, capacity, reduce, fresh, team, 1,
+            rows, q_heads, kv, d, DTYPE[q.dtype], cache.table.stride(0), stride, capacity, reduce, fresh, team,
             d**-0.5, noise)
 
     def __call__(self):

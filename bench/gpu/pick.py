@@ -16,7 +16,7 @@ DEV = "cuda"
 PickParams = struct("PickParams", [(n, P) for n in (
     "q view lower block_table row_table lens begins ends ks lists keys ids counts work sync masses").split()] + [
     (n, I32) for n in ("rows q_heads kv_heads width dtype table_stride per_block pitch stride capacity k reduce "
-                       "target overlap").split()] + [("scale", F32), ("in_order", I32), ("fresh", I32), ("team", I32),
+                       "target").split()] + [("scale", F32), ("in_order", I32), ("fresh", I32), ("team", I32),
     ("noise", F32)])
 BLOCKS, TOKENS = 1, 2
 
@@ -27,7 +27,7 @@ class Pick:
     any; and with `noise` only those that are cheaper to read than to sample around."""
 
     def __init__(self, cache, q, view, lower=None, k=1, begins=None, ends=None, ks=None, work=None,
-                 capacity=None, row_table=None, lens=None, overlap=True, shares=False, lists=None, target=BLOCKS,
+                 capacity=None, row_table=None, lens=None, shares=False, lists=None, target=BLOCKS,
                  pitch=0, fresh=0, noise=0.0, reduce=1):
         rows, q_heads, width = q.shape
         count, dev, per_block = rows * cache.kv_heads, q.device, view.shape[2] if view.dim() == 4 else 1
@@ -45,7 +45,7 @@ class Pick:
             *[ptr(x) for x in (q, view, lower, cache.table, row_table, self.lens, begins, ends, ks, lists,
                                self.keys, self.ids, self.counts, work, self.sync, self.masses)],
             rows, q_heads, cache.kv_heads, width, DTYPE[q.dtype], cache.table.stride(0), per_block, pitch, stride,
-            capacity, k, reduce if shares else 0, target, int(overlap), width**-0.5, 0, fresh, 0, noise)
+            capacity, k, reduce if shares else 0, target, width**-0.5, 0, fresh, 0, noise)
 
     def __call__(self):
         call("taper_pick", self.p)
@@ -220,7 +220,7 @@ def beside_append(f, cache, lower, page, times):
     spans = torch.tensor([[i, n - newest, n, 0] for i, n in enumerate(cache.lens)], dtype=torch.int32, device=DEV)
     p = AppendParams(ptr(cache.k), ptr(cache.table), ptr(spans))
     p.pages, p.span_count, p.kv_heads, p.head_dim = lower.data_ptr(), len(cache.lens), cache.kv_heads, cache.head_dim
-    p.dtype, p.table_stride, p.max_blocks, p.overlap, p.page = DTYPE[cache.dtype], cache.table.stride(0), 2, 1, page
+    p.dtype, p.table_stride, p.max_blocks, p.page = DTYPE[cache.dtype], cache.table.stride(0), 2, page
     last = [cache.table[i, (n - 1) // 64].item() for i, n in enumerate(cache.lens)]
     bounds = torch.as_strided(lower, (cache.blocks, cache.kv_heads, 64 // page, 2 * cache.head_dim),
                               (cache.kv_heads * 64 // page * 2 * cache.head_dim, 64 // page * 2 * cache.head_dim,

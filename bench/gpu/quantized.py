@@ -17,10 +17,10 @@ UNWRITTEN = 0x5EADBEEF
 
 QuantizedScoreParams = struct("QuantizedScoreParams", [(n, P) for n in (
     "q index block_table row_table lens out tile_max tile_sum").split()] + [(n, I32) for n in (
-    "rows q_heads kv_heads head_dim dtype table_stride max_len stride tile_stride overlap").split()] + [
-    ("scale", F32), ("reserved", I32)])
+    "rows q_heads kv_heads head_dim dtype table_stride max_len stride tile_stride").split()] + [
+    ("scale", F32)])
 LseParams = struct("LseParams", [(n, P) for n in "tile_max tile_sum lens lse".split()] + [
-    (n, I32) for n in "rows q_heads tile_stride page overlap reserved".split()])
+    (n, I32) for n in "rows q_heads tile_stride page".split()])
 
 
 class Quantize:
@@ -36,7 +36,7 @@ class Quantize:
         self.p = AppendParams(ptr(cache.k), ptr(cache.table), ptr(self.spans))
         self.p.quantized, self.p.span_count, self.p.kv_heads = index.data_ptr(), len(spans), cache.kv_heads
         self.p.head_dim, self.p.dtype = cache.head_dim, DTYPE[cache.dtype]
-        self.p.table_stride, self.p.overlap = cache.table.stride(0), 1
+        self.p.table_stride = cache.table.stride(0)
         self.p.max_blocks = max((e + 63) // 64 - b // 64 for _, b, e in spans)
 
     def __call__(self):
@@ -73,7 +73,7 @@ class Lse:
         rows, q_heads, tiles = of.tile_max.shape
         self.lse = torch.full((rows, q_heads), float("nan"), device=DEV)
         self.keep = of
-        self.p = LseParams(ptr(of.tile_max), ptr(of.tile_sum), ptr(of.lens), ptr(self.lse), rows, q_heads, tiles, 1, 1)
+        self.p = LseParams(ptr(of.tile_max), ptr(of.tile_sum), ptr(of.lens), ptr(self.lse), rows, q_heads, tiles, 1)
 
     def __call__(self):
         call("taper_lse", self.p)

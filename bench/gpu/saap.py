@@ -13,47 +13,45 @@ DEV = "cuda"
 AssignParams = struct("AssignParams", [
     ("k", P), ("centroids", P), ("positions", P), ("token_table", P), ("block_table", P),
     ("ids", P), ("tokens", I32), ("kv_heads", I32), ("head_dim", I32), ("clusters", I32),
-    ("dtype", I32), ("table_stride", I32), ("overlap", I32), ("reserved", I32)])
+    ("dtype", I32), ("table_stride", I32)])
 IndexParams = struct("IndexParams", [
     ("ids", P), ("block_table", P), ("spans", P), ("counts", P), ("offsets", P), ("tokens", P),
     ("sequences", I32), ("kv_heads", I32), ("clusters", I32), ("segments", I32), ("capacity", I32),
-    ("table_stride", I32), ("overlap", I32), ("reserved", I32)])
+    ("table_stride", I32)])
 LinearParams = struct("LinearParams", [
     ("x", P), ("weight", P), ("bias", P), ("out", P), ("rows", I32), ("q_heads", I32),
-    ("kv_heads", I32), ("inputs", I32), ("outputs", I32), ("dtype", I32), ("relu", I32),
-    ("overlap", I32)])
+    ("kv_heads", I32), ("inputs", I32), ("outputs", I32), ("dtype", I32), ("relu", I32)])
 ChooseParams = struct("ChooseParams", [
     ("logits", P), ("offsets", P), ("tokens", P), ("sequences", P), ("lens", P), ("indexed", P),
     ("work", P), ("token_ids", P), ("rows", I32), ("q_heads", I32), ("kv_heads", I32),
-    ("clusters", I32), ("take", I32), ("sink", I32), ("index_capacity", I32), ("capacity", I32),
-    ("overlap", I32), ("reserved", I32)])
+    ("clusters", I32), ("take", I32), ("sink", I32), ("index_capacity", I32), ("capacity", I32)])
 
 ClusteredParams = struct("ClusteredParams", [("s", t.SampledParams), ("c", ChooseParams)])
 RowsParams = struct("RowsParams", [
     ("x", P), ("slots", P), ("cos", P), ("sin", P), ("out", P), ("tokens", I32), ("heads", I32), ("width", I32),
-    ("dtype", I32), ("x_f32", I32), ("overlap", I32)])
+    ("dtype", I32), ("x_f32", I32)])
 ProjectParams = struct("ProjectParams", [
     ("x", P), ("weight", P), ("bias", P), ("out", P), ("row_stride", I64), ("head_stride", I64), ("rows", I32),
     ("heads", I32), ("x_heads", I32), ("maps", I32), ("inputs", I32), ("outputs", I32), ("activation", I32),
-    ("bf16", I32), ("overlap", I32), ("scale", t.F32), ("weight_bf16", I32), ("reserved", I32)])
+    ("bf16", I32), ("scale", t.F32), ("weight_bf16", I32)])
 NearestParams = struct("NearestParams", [
     ("products", P), ("positions", P), ("token_table", P), ("block_table", P), ("ids", P), ("tokens", I32),
-    ("kv_heads", I32), ("clusters", I32), ("table_stride", I32), ("overlap", I32), ("reserved", I32)])
+    ("kv_heads", I32), ("clusters", I32), ("table_stride", I32)])
 KeyClusterParams = struct("KeyClusterParams", [
     ("k", P), ("centroids", P), ("slots", P), ("cos", P), ("sin", P), ("ids", P), ("tokens", I32), ("kv_heads", I32),
-    ("head_dim", I32), ("clusters", I32), ("dtype", I32), ("overlap", I32)])
+    ("head_dim", I32), ("clusters", I32), ("dtype", I32)])
 
 i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=DEV)
 
 
 class Assign:
-    def __init__(self, cache, k, centroids, positions, token_table, overlap=True):
+    def __init__(self, cache, k, centroids, positions, token_table):
         self.ids = torch.zeros(cache.blocks, cache.kv_heads, 64, dtype=torch.int16, device=DEV) - 1
         self.keep = (cache, k, centroids, positions, token_table)
         self.p = AssignParams(
             ptr(k), ptr(centroids), ptr(positions), ptr(token_table), ptr(cache.table),
             ptr(self.ids), k.shape[0], cache.kv_heads, k.shape[2], centroids.shape[1],
-            DTYPE[k.dtype], cache.table.stride(0), int(overlap), 0)
+            DTYPE[k.dtype], cache.table.stride(0))
 
     def __call__(self):
         call("taper_saap_assign", self.p)
@@ -62,7 +60,7 @@ class Assign:
 class Index:
     """spans: (begin, end) tokens of each sequence."""
 
-    def __init__(self, cache, ids, clusters, spans, overlap=True):
+    def __init__(self, cache, ids, clusters, spans):
         most = max(e - b for b, e in spans)
         lists, segments = len(spans) * cache.kv_heads, max((most + 2047) // 2048, 1)
         self.spans = i32([[i, b, e, 0] for i, (b, e) in enumerate(spans)])
@@ -73,29 +71,28 @@ class Index:
         self.p = IndexParams(
             ptr(ids), ptr(cache.table), ptr(self.spans), ptr(self.counts), ptr(self.offsets),
             ptr(self.tokens), len(spans), cache.kv_heads, clusters, segments, max(most, 1),
-            cache.table.stride(0), int(overlap), 0)
+            cache.table.stride(0))
 
     def __call__(self):
         call("taper_saap_index", self.p)
 
 
 class Linear:
-    def __init__(self, x, weight, bias, relu, overlap=True):
+    def __init__(self, x, weight, bias, relu):
         rows, q_heads, inputs = x.shape
         kv, outputs, _ = weight.shape
         self.out = torch.full((rows, q_heads, outputs), float("nan"), device=DEV,
                               dtype=x.dtype if relu else torch.float32)
         self.keep = (x, weight, bias)
         self.p = LinearParams(ptr(x), ptr(weight), ptr(bias), ptr(self.out), rows, q_heads, kv,
-                              inputs, outputs, DTYPE[x.dtype], int(relu), int(overlap))
+                              inputs, outputs, DTYPE[x.dtype], int(relu))
 
     def __call__(self):
         call("taper_saap_linear", self.p)
 
 
 class Choose:
-    def __init__(self, logits, index, lens, indexed, kv_heads, take, capacity, sink=1,
-                 overlap=True):
+    def __init__(self, logits, index, lens, indexed, kv_heads, take, capacity, sink=1):
         rows, q_heads, clusters = logits.shape
         self.work = torch.full((rows * kv_heads, 16), -1, dtype=torch.int32, device=DEV)
         self.token_ids = torch.full((rows * kv_heads, capacity), -1, dtype=torch.int32, device=DEV)
@@ -104,7 +101,7 @@ class Choose:
         self.p = ChooseParams(
             ptr(logits), ptr(index.offsets), ptr(index.tokens), None, ptr(self.lens),
             ptr(self.indexed), ptr(self.work), ptr(self.token_ids), rows, q_heads, kv_heads,
-            clusters, take, sink, index.tokens.shape[1], capacity, int(overlap), 0)
+            clusters, take, sink, index.tokens.shape[1], capacity)
 
     def __call__(self):
         call("taper_saap_choose", self.p)
@@ -152,7 +149,7 @@ class Project:
         self.keep = (x, weight, bias)
         strides = (outputs, rows * outputs) if by_head else (heads * outputs, outputs)
         self.p = ProjectParams(ptr(x), ptr(weight), ptr(bias), ptr(self.out), *strides, rows, heads, heads, maps, inputs,
-                               outputs, 0, 0, 1, 1.0, int(weight.dtype == torch.bfloat16), 0)
+                               outputs, 0, 0, 1.0, int(weight.dtype == torch.bfloat16))
 
     def __call__(self):
         call("taper_project", self.p)
@@ -172,9 +169,9 @@ class Keys:
         self.keep = (cache, slots, centroids, turns)
         dtype = DTYPE[cache.k.dtype]
         self.p = KeyClusterParams(ptr(cache.k), ptr(centroids), ptr(slots), ptr(cos), ptr(sin), ptr(self.ids), n, kv, d,
-                                  clusters, dtype, 1)
-        self.back = RowsParams(ptr(cache.k), ptr(slots), ptr(cos), ptr(sin), ptr(self.rows), n, kv, d, dtype, 0, 1)
-        self.nearest = NearestParams(ptr(self.products.out), *map(ptr, self.own), ptr(self.ids), n, kv, clusters, 1, 1, 0)
+                                  clusters, dtype)
+        self.back = RowsParams(ptr(cache.k), ptr(slots), ptr(cos), ptr(sin), ptr(self.rows), n, kv, d, dtype, 0)
+        self.nearest = NearestParams(ptr(self.products.out), *map(ptr, self.own), ptr(self.ids), n, kv, clusters, 1)
 
     def apart(self):
         call("taper_rows", self.back)

@@ -18,15 +18,15 @@ ReduceParams = struct("ReduceParams", [
     ("q", P), ("k", P), ("block_table", P), ("slices", P), ("parts", P), ("tile_diagonals", P),
     ("block_columns", P), ("block_diagonals", P), ("columns", P), ("diagonals", P), ("lse", P),
     ("slice_count", I32), ("q_heads", I32), ("kv_heads", I32), ("head_dim", I32), ("dtype", I32),
-    ("table_stride", I32), ("max_blocks", I32), ("splits", I32), ("overlap", I32), ("scale", F32), ("window", I32), ("reserved", I32)])
+    ("table_stride", I32), ("max_blocks", I32), ("splits", I32), ("scale", F32), ("window", I32)])
 StripesParams = struct("StripesParams", [
     ("columns", P), ("column_counts", P), ("slashes", P), ("slash_counts", P), ("slice_ends", P),
     ("tiles", P), ("list_begin", P), ("bitmaps", P), ("blocks", P), ("counts", P), ("slices", I32),
     ("heads", I32), ("tile_count", I32), ("words", I32), ("column_stride", I32),
-    ("slash_stride", I32), ("overlap", I32), ("slash", I32), ("halves", I32), ("each", I32)])
+    ("slash_stride", I32), ("slash", I32), ("halves", I32), ("each", I32)])
 ColumnsParams = struct("ColumnsParams", [(n, P) for n in (
     "columns counts tiles list_begin list_counts blocks column_begin column_ids column_counts").split()] + [
-    (n, I32) for n in "heads list_heads tile_count column_stride overlap reserved".split()])
+    (n, I32) for n in "heads list_heads tile_count column_stride".split()])
 SparsePrefillParams = struct("SparsePrefillParams", [
     ("base", PrefillParams), ("csr_counts", P), ("column_begin", P), ("column_counts", P),
     ("column_ids", P), ("column_heads", I32), ("splits", I32), ("head_major", I32),
@@ -36,7 +36,7 @@ SparsePrefillParams = struct("SparsePrefillParams", [
 class Reduce:
     """Sums of probabilities of `slices`, tuples (q_row, rows, position, table)."""
 
-    def __init__(self, cache, q, slices, tokens=False, lse=False, overlap=True):
+    def __init__(self, cache, q, slices, tokens=False, lse=False):
         _, q_heads, d = q.shape
         n = len(slices)
         nb = max((s[2] + s[1] + 63) // 64 for s in slices)
@@ -54,7 +54,7 @@ class Reduce:
             ptr(q), ptr(cache.k), ptr(cache.table), ptr(self.slices), ptr(self.parts),
             ptr(self.tiles), ptr(self.block_columns), ptr(self.block_diagonals), ptr(self.columns),
             ptr(self.diagonals), ptr(self.lse), n, q_heads, cache.kv_heads, d, DTYPE[q.dtype],
-            cache.table.stride(0), nb, splits, int(overlap), d**-0.5, 0, 0)
+            cache.table.stride(0), nb, splits, d**-0.5, 0)
 
     def __call__(self):
         call("taper_reduce", self.p)
@@ -79,7 +79,7 @@ class SparsePrefill(t.Prefill):
             self.out = torch.full((rows, heads, d), float("nan"), device=DEV, dtype=args[1].dtype)
             self.m = t.MergeParams(ptr(self.part_o), ptr(self.part_lse), ptr(units), ptr(self.out),
                                    ptr(self.lse), None, None, rows, heads, heads, d,
-                                   DTYPE[args[1].dtype], 0, 1, 0)
+                                   DTYPE[args[1].dtype], 0, 0)
         self.splits = splits
         self.s = SparsePrefillParams(self.p, ptr(csr_counts), ptr(begin), ptr(counts), ptr(ids),
                                      column_heads, splits, int(head_major), 0, None, 0, 0)
@@ -98,7 +98,7 @@ def in_parts(tiles, splits):
 class Stripes:
     """Blocks of each head and tile from the columns and slashes chosen per slice and head, by `each` blocks at a time."""
 
-    def __init__(self, columns, slashes, ends, tiles, heads, blocks, overlap=True, each=1):
+    def __init__(self, columns, slashes, ends, tiles, heads, blocks, each=1):
         slices, words = len(ends), (blocks + 31) // 32
         i32 = lambda x: torch.as_tensor(x, dtype=torch.int32).to(DEV)
         self.tiles = i32(tiles)
@@ -115,7 +115,7 @@ class Stripes:
             ptr(columns.ids), ptr(columns.counts), ptr(slashes.ids), ptr(slashes.counts),
             ptr(self.ends), ptr(self.tiles), ptr(self.begin), ptr(self.bitmaps), ptr(self.blocks),
             ptr(self.counts), slices, heads, len(tiles), words, columns.ids.shape[1],
-            slashes.ids.shape[1], int(overlap), 0, 0, each)
+            slashes.ids.shape[1], 0, 0, each)
 
     def __call__(self):
         call("taper_stripes", self.p)
@@ -124,7 +124,7 @@ class Stripes:
 class DropColumns:
     """Columns [heads, stride] of each head that a tile's blocks do not hold: ids at begin."""
 
-    def __init__(self, columns, counts, tiles, list_begin, list_counts, blocks, overlap=True):
+    def __init__(self, columns, counts, tiles, list_begin, list_counts, blocks):
         heads, stride = columns.shape
         i32 = lambda x: torch.as_tensor(x, dtype=torch.int32).to(DEV)
         self.begin = i32(torch.arange(heads * len(tiles)) * stride)
@@ -133,8 +133,7 @@ class DropColumns:
         self.keep = (columns, counts, i32(tiles), list_begin, list_counts, blocks)
         self.p = ColumnsParams(
             ptr(columns), ptr(counts), ptr(self.keep[2]), ptr(list_begin), ptr(list_counts), ptr(blocks),
-            ptr(self.begin), ptr(self.ids), ptr(self.counts), heads, list_counts.shape[0], len(tiles), stride,
-            int(overlap), 0)
+            ptr(self.begin), ptr(self.ids), ptr(self.counts), heads, list_counts.shape[0], len(tiles), stride)
 
     def __call__(self):
         call("taper_drop_columns", self.p)

@@ -21,15 +21,14 @@ GroupSelectParams = struct("GroupSelectParams", [
 HashScoreParams = struct("HashScoreParams", [
     ("q", P), ("codes", P), ("block_table", P), ("row_table", P), ("lens", P), ("out", P),
     ("rows", I32), ("q_heads", I32), ("kv_heads", I32), ("words", I32), ("per_head", I32),
-    ("table_stride", I32), ("max_len", I32), ("stride", I32), ("reduce", I32), ("overlap", I32)])
+    ("table_stride", I32), ("max_len", I32), ("stride", I32), ("reduce", I32)])
 
 
 class GroupSelect:
     """Ascending ids of each list's best entries; a list reduces `group` rows of scores."""
 
     def __init__(self, scores, capacity, group=1, reduce=MAX, lse=None, k=0, ks=None, mass=COUNT,
-                 share=0.0, shares=None, ties=False, begins=None, ends=None, work=None, target=0,
-                 overlap=True, noise=0.0):
+                 share=0.0, shares=None, ties=False, begins=None, ends=None, work=None, target=0, noise=0.0):
         rows, stride = scores.shape
         lists, dev = rows // group, scores.device
         self.ids = torch.full((lists, capacity), -1, dtype=torch.int32, device=dev)
@@ -37,7 +36,7 @@ class GroupSelect:
         self.keep = (scores, lse, ks, shares, begins, ends, work)
         base = SelectParams(ptr(scores), ptr(begins), ptr(ends), ptr(ks), ptr(self.ids),
                             ptr(self.counts), ptr(work), lists, stride, capacity, stride, k, target,
-                            int(overlap), 0, noise)
+                            0, noise)
         self.p = GroupSelectParams(base, ptr(lse), ptr(shares), group, reduce, mass, int(ties),
                                    share, 0)
 
@@ -49,7 +48,7 @@ class GroupSelect:
 class HashScore:
     """q [rows, q_heads, words] against codes [blocks, kv_heads, 64, width], both int32."""
 
-    def __init__(self, cache, q, codes, per_head, reduce=HASH_PER_HEAD, overlap=True):
+    def __init__(self, cache, q, codes, per_head, reduce=HASH_PER_HEAD):
         rows, q_heads, words = q.shape
         stride, dev = max(cache.lens), q.device
         heads = q_heads if reduce == HASH_PER_HEAD else cache.kv_heads
@@ -58,8 +57,7 @@ class HashScore:
         self.keep = (cache, q, codes)
         self.p = HashScoreParams(ptr(q), ptr(codes), ptr(cache.table), None, ptr(self.lens),
                                  ptr(self.out), rows, q_heads, cache.kv_heads, words,
-                                 int(per_head), cache.table.stride(0), stride, stride, reduce,
-                                 int(overlap))
+                                 int(per_head), cache.table.stride(0), stride, stride, reduce)
 
     def __call__(self):
         call("taper_hash_score", self.p)

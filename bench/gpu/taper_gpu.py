@@ -79,39 +79,38 @@ DecodeParams = struct("DecodeParams", [
     ("part_o", P), ("part_lse", P), ("blocks", I64), ("rows", I32), ("q_heads", I32),
     ("kv_heads", I32), ("list_heads", I32), ("head_dim", I32), ("dtype", I32),
     ("table_stride", I32), ("unit_capacity", I32), ("scale", F32), ("gather", I32),
-    ("overlap", I32), ("token_shift", I32), ("fold", I32), ("reserved", I32)])
+    ("token_shift", I32), ("fold", I32), ("team", I32)])
 MergeParams = struct("MergeParams", [
     ("part_o", P), ("part_lse", P), ("list_units", P), ("out", P), ("lse", P),
     ("base_o", P), ("base_lse", P), ("rows", I32), ("q_heads", I32), ("list_heads", I32),
-    ("head_dim", I32), ("dtype", I32), ("out_f32", I32), ("overlap", I32), ("fold", I32), ("lists", P)])
+    ("head_dim", I32), ("dtype", I32), ("out_f32", I32), ("fold", I32), ("lists", P)])
 PrefillParams = struct("PrefillParams", [
     ("q", P), ("k", P), ("v", P), ("block_table", P), ("q_rows", P), ("positions", P),
     ("tiles", P), ("csr_begin", P), ("csr_blocks", P), ("out", P), ("lse", P), ("anchor_out", P),
     ("blocks", I64), ("tile_count", I32), ("q_heads", I32), ("kv_heads", I32), ("head_dim", I32),
     ("dtype", I32), ("table_stride", I32), ("csr_heads", I32), ("sink", I32), ("window", I32),
-    ("anchor_stride", I32), ("out_f32", I32), ("overlap", I32), ("scale", F32),
-    ("reserved", I32)])
+    ("anchor_stride", I32), ("out_f32", I32), ("scale", F32)])
 DeltaParams = struct("DeltaParams", [
     ("out", P), ("anchor_base", P), ("anchor_dense", P), ("position", I64), ("tail_begin", I64),
     ("anchor_first", I64), ("anchors", I64), ("tokens", I32), ("q_heads", I32), ("head_dim", I32),
-    ("dtype", I32), ("gamma", I32), ("propagate", I32), ("overlap", I32), ("reserved", I32)])
+    ("dtype", I32), ("gamma", I32), ("propagate", I32)])
 
 
 ScoreParams = struct("ScoreParams", [
     ("q", P), ("view", P), ("lower", P), ("block_table", P), ("row_table", P), ("lens", P),
     ("lse", P), ("out", P), ("tile_max", P), ("tile_sum", P), ("rows", I32), ("q_heads", I32),
     ("kv_heads", I32), ("width", I32), ("dtype", I32), ("table_stride", I32), ("per_block", I32),
-    ("max_entries", I32), ("stride", I32), ("tile_stride", I32), ("reduce", I32), ("overlap", I32),
-    ("scale", F32), ("pitch", I32), ("ids", P), ("counts", P), ("q_few", P), ("few", I32), ("reserved", I32)])
+    ("max_entries", I32), ("stride", I32), ("tile_stride", I32), ("reduce", I32),
+    ("scale", F32), ("pitch", I32), ("ids", P), ("counts", P), ("q_few", P), ("few", I32)])
 SelectParams = struct("SelectParams", [
     ("scores", P), ("begins", P), ("ends", P), ("ks", P), ("ids", P), ("counts", P), ("work", P),
     ("lists", I32), ("stride", I32), ("capacity", I32), ("entries", I32), ("k", I32),
-    ("target", I32), ("overlap", I32), ("blocks_most", I32), ("noise", F32)])
+    ("target", I32), ("blocks_most", I32), ("noise", F32)])
 SampleParams = struct("SampleParams", [
     ("work", P), ("block_ids", P), ("token_ids", P), ("seeds", P), ("positions", P), ("wants", P),
     ("states", P), ("ids", P), ("counts", P), ("layer", U32), ("rows", I32), ("list_heads", I32),
-    ("capacity", I32), ("want", I32), ("max_len", I32), ("overlap", I32), ("state", U32),
-    ("token_shift", I32), ("reserved", I32)])
+    ("capacity", I32), ("want", I32), ("max_len", I32), ("state", U32),
+    ("token_shift", I32)])
 SampledParams = struct("SampledParams", [("d", DecodeParams)] + [(n, P) for n in (
     "seeds positions out lse sync scores sums state residual counts first"
     ).split()] + [
@@ -128,7 +127,7 @@ ValuesParams = struct("ValuesParams", [(n, P) for n in (
     ).split()] + [
     ("blocks", I64), ("rows", I32), ("q_heads", I32), ("kv_heads", I32), ("head_dim", I32),
     ("dtype", I32), ("table_stride", I32), ("max_len", I32), ("samples", I32), ("rule", I32),
-    ("layer", I32), ("scale", F32), ("overlap", I32), ("in_order", I32), ("out_f32", I32)])
+    ("layer", I32), ("scale", F32), ("in_order", I32), ("out_f32", I32)])
 
 
 class Cache:
@@ -179,7 +178,7 @@ class Decode:
     """Decode attention over `lists` (a list of rows * list_heads word tuples)."""
 
     def __init__(self, cache, q, lists, list_heads=None, block_ids=None, token_ids=None,
-                 token_ln_weight=None, row_table=None, overlap=True, unit_capacity=None,
+                 token_ln_weight=None, row_table=None, unit_capacity=None,
                  out_f32=False, head_counts=None, head_ln_weight=None, base_o=None,
                  base_lse=None, token_shift=0):
         rows, q_heads, d = q.shape
@@ -205,10 +204,10 @@ class Decode:
             ptr(head_ln_weight), ptr(self.units),
             ptr(self.list_units), ptr(self.part_o), ptr(self.part_lse), cache.blocks, rows, q_heads,
             cache.kv_heads, list_heads, d, DTYPE[q.dtype], cache.table.stride(0), cap, d**-0.5,
-            int(token_ids is not None), int(overlap), token_shift)
+            int(token_ids is not None), token_shift)
         self.m = MergeParams(ptr(self.part_o), ptr(self.part_lse), ptr(self.list_units),
                              ptr(self.out), ptr(self.lse), ptr(base_o), ptr(base_lse), rows, q_heads,
-                             list_heads, d, DTYPE[q.dtype], int(out_f32), int(overlap), 0)
+                             list_heads, d, DTYPE[q.dtype], int(out_f32), 0)
 
     def plan(self):
         call("taper_decode_plan", self.p)
@@ -238,8 +237,7 @@ def tiles_for(positions, table=0, kv_len=None, rows_per_tile=128):
 
 class Prefill:
     def __init__(self, cache, q, positions, tiles, q_rows=None, csr=None, csr_heads=0, sink=0,
-                 window=0, lse=True, out=None, out_f32=False, anchor_stride=0, anchor_out=None,
-                 overlap=True):
+                 window=0, lse=True, out=None, out_f32=False, anchor_stride=0, anchor_out=None):
         dev = q.device
         _, q_heads, d = q.shape
         rows = positions.numel()
@@ -257,8 +255,7 @@ class Prefill:
             ptr(q), ptr(cache.k), ptr(cache.v), ptr(cache.table), ptr(q_rows), ptr(self.positions),
             ptr(self.tiles), ptr(begin), ptr(blocks), ptr(out), ptr(self.lse), ptr(anchor_out),
             cache.blocks, len(tiles), q_heads, cache.kv_heads, d, DTYPE[q.dtype],
-            cache.table.stride(0), csr_heads, sink, window, anchor_stride, int(out_f32),
-            int(overlap), d**-0.5, 0)
+            cache.table.stride(0), csr_heads, sink, window, anchor_stride, int(out_f32), d**-0.5)
 
     def __call__(self):
         call("taper_prefill", self.p)
@@ -282,7 +279,7 @@ class Delta:
                             lse=False, anchor_stride=gamma, anchor_out=self.base_rows)
         self.out = self.base.out
         self.p = DeltaParams(ptr(self.out), ptr(self.base_rows), ptr(self.dense.out), 0, self.tail,
-                             0, anchors, n, q_heads, d, DTYPE[q.dtype], gamma, int(propagate), 1, 0)
+                             0, anchors, n, q_heads, d, DTYPE[q.dtype], gamma, int(propagate))
 
     def __call__(self):
         self.dense()
@@ -298,7 +295,7 @@ class Score:
     """Scores of query rows against a view [blocks, kv_heads, per_block, width]."""
 
     def __init__(self, cache, q, view, lower=None, reduce=PER_HEAD, lse=None, tiles=False,
-                 scale=None, overlap=True):
+                 scale=None):
         rows, q_heads, width = q.shape
         per_block = view.shape[2]
         dev = q.device
@@ -314,7 +311,7 @@ class Score:
             ptr(q), ptr(view), ptr(lower), ptr(cache.table), None, ptr(self.lens), ptr(lse),
             ptr(self.out), ptr(self.tile_max), ptr(self.tile_sum), rows, q_heads, cache.kv_heads,
             width, DTYPE[q.dtype], cache.table.stride(0), per_block, most, most, n_tiles, reduce,
-            int(overlap), width**-0.5 if scale is None else scale, 0)
+            width**-0.5 if scale is None else scale, 0)
 
     def __call__(self):
         call("taper_score", self.p)
@@ -325,7 +322,7 @@ class Select:
     """The k best of each list of scores [lists, stride], as ascending ids."""
 
     def __init__(self, scores, k, begins=None, ends=None, ks=None, work=None, target=0,
-                 capacity=None, overlap=True):
+                 capacity=None):
         lists, stride = scores.shape
         dev = scores.device
         capacity = capacity or k
@@ -334,7 +331,7 @@ class Select:
         self.keep = (scores, begins, ends, ks, work)
         self.p = SelectParams(ptr(scores), ptr(begins), ptr(ends), ptr(ks), ptr(self.ids),
                               ptr(self.counts), ptr(work), lists, stride, capacity, stride, k,
-                              target, int(overlap), 0)
+                              target, 0)
 
     def __call__(self):
         call("taper_select", self.p)
@@ -345,7 +342,7 @@ class Sample:
     """The first `want` points of each list's permutation that the list leaves out."""
 
     def __init__(self, work, list_heads, seeds, positions, want, max_len, layer=0, block_ids=None,
-                 token_ids=None, wants=None, states=None, state=0, ids=None, overlap=True):
+                 token_ids=None, wants=None, states=None, state=0, ids=None):
         dev = work.device
         lists = work.shape[0]
         if ids is None:
@@ -358,7 +355,7 @@ class Sample:
         self.p = SampleParams(ptr(work), ptr(block_ids), ptr(token_ids), ptr(self.seeds),
                               ptr(self.positions), ptr(wants), ptr(states), ptr(self.ids),
                               ptr(self.counts), layer, lists // list_heads, list_heads, want, want,
-                              max_len, int(overlap), state)
+                              max_len, state)
 
     def __call__(self):
         call("taper_sample", self.p)
@@ -404,7 +401,7 @@ class VAttention:
 
     def __init__(self, cache, q, fixed, seeds, epsilon, delta, rule="chi2", block_ids=None,
                  token_ids=None, pilot_tokens=64, pilot_share=0.01, dense_share=0.5, layer=0,
-                 row_table=None, positions=None, list_heads=None, token_ln_weight=None, overlap=True,
+                 row_table=None, positions=None, list_heads=None, token_ln_weight=None,
                  token_shift=0, out_f32=False, scouts=1, growth=GROWTH):
         rows, q_heads, d = q.shape
         dev = q.device
@@ -433,7 +430,7 @@ class VAttention:
             ptr(block_ids), ptr(token_ids), ptr(token_ln_weight), None, None, None, None,
             ptr(self.part_o), ptr(self.part_lse), cache.blocks, rows, q_heads, cache.kv_heads, kv, d,
             DTYPE[q.dtype],
-            cache.table.stride(0), 0, d**-0.5, 1, int(overlap), token_shift)
+            cache.table.stride(0), 0, d**-0.5, 1, token_shift)
         self.p = SampledParams(
             decode, *[ptr(x) for x in (
                 self.seeds, self.positions, self.out, self.lse, self.sync, self.scores,
@@ -458,7 +455,7 @@ class Values:
     """Attention over all keys and `samples` values of each head (S2ANTA)."""
 
     def __init__(self, cache, q, seeds, samples=128, rule="systematic", layer=0, row_table=None,
-                 positions=None, lens=None, overlap=True):
+                 positions=None, lens=None):
         rows, q_heads, d = q.shape
         dev, kv = q.device, cache.kv_heads
         lens = lens or cache.lens
@@ -480,7 +477,7 @@ class Values:
                                self.positions, self.out, self.lse, self.sync, self.weights,
                                self.part_lse, self.parts, self.ids)],
             cache.blocks, rows, q_heads, kv, d, DTYPE[q.dtype], cache.table.stride(0), max(lens),
-            samples, TARGETS[rule], layer, d**-0.5, int(overlap), 0, 0)
+            samples, TARGETS[rule], layer, d**-0.5, 0, 0)
 
     def __call__(self):
         call("taper_values", self.p)

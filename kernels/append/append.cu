@@ -9,9 +9,9 @@ template <class T, int D>
 cudaError_t go(const AppendParams& p, cudaStream_t s) {
   const dim3 grid(p.max_blocks, p.kv_heads, p.span_count);
   cudaError_t e = cudaSuccess;
-  if (p.quantized) e = launch(quantize_kernel<T, D>, grid, 128, 0, s, p.overlap != 0, p);
+  if (p.quantized) e = launch(quantize_kernel<T, D>, grid, 128, 0, s, p);
   const bool more = p.upper || p.lower || p.mean || p.pages || p.norms || p.labels;
-  return e == cudaSuccess && more ? launch(append_kernel<T, D>, grid, 128, 0, s, p.overlap != 0, p) : e;
+  return e == cudaSuccess && more ? launch(append_kernel<T, D>, grid, 128, 0, s, p) : e;
 }
 
 }  // namespace
@@ -35,6 +35,6 @@ extern "C" int taper_codes(const taper::CodeParams* p, cudaStream_t stream) {
   if (grid <= 0 || grid > INT32_MAX || p->kv_heads <= 0 || p->heads % p->kv_heads)
     return cudaErrorInvalidValue;
   return p->dtype == kBf16
-             ? launch(code_kernel<__nv_bfloat16>, (unsigned)grid, 256, 0, stream, p->overlap != 0, *p)
-             : launch(code_kernel<__half>, (unsigned)grid, 256, 0, stream, p->overlap != 0, *p);
+             ? launch(code_kernel<__nv_bfloat16>, (unsigned)grid, 256, 0, stream, *p)
+             : launch(code_kernel<__half>, (unsigned)grid, 256, 0, stream, *p);
 }

@@ -19,15 +19,14 @@ cudaError_t go(SampledParams p, const ChooseParams* c, cudaStream_t stream) {
   const int grid = p.d.rows * p.d.list_heads * p.d.team;
   p.d.unit_capacity = grid > sm_count();  // Tells the kernel to form teams in order.
   p.ahead = p.scouts > 0 && !p.d.unit_capacity;
-  const bool overlap = p.d.overlap != 0;
   if (c && c->clusters <= 1024)
-    return launch(clustered_kernel<T, D, N, 4>, grid, kListedThreads, kListedBytes<D, N>, stream, overlap, maps, p, *c);
+    return launch(clustered_kernel<T, D, N, 4>, grid, kListedThreads, kListedBytes<D, N>, stream, maps, p, *c);
   if (c)
-    return launch(clustered_kernel<T, D, N, 16>, grid, kListedThreads, kListedBytes<D, N>, stream, overlap, maps, p, *c);
+    return launch(clustered_kernel<T, D, N, 16>, grid, kListedThreads, kListedBytes<D, N>, stream, maps, p, *c);
   if (p.rule == kListed)
-    return launch(listed_kernel<T, D, N>, grid, kListedThreads, kListedBytes<D, N>, stream, overlap, maps, p);
+    return launch(listed_kernel<T, D, N>, grid, kListedThreads, kListedBytes<D, N>, stream, maps, p);
   if (p.scouts > 0) p.scouts = grid < sm_count();  // One multiprocessor at least would have nothing to do.
-  return launch(sampled_kernel<T, D, N>, grid + p.scouts, kSampledThreads, kSampledBytes<D, N>, stream, overlap, maps, p);
+  return launch(sampled_kernel<T, D, N>, grid + p.scouts, kSampledThreads, kSampledBytes<D, N>, stream, maps, p);
 }
 
 bool valid(const SampledParams& p) {

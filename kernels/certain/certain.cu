@@ -20,8 +20,7 @@ extern "C" int taper_certain_promote(const taper::CertainParams* p, cudaStream_t
   using namespace taper;
   if (!valid(*p) || p->draw_stride > kGuessMost) return cudaErrorInvalidValue;
   return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {
-    return launch(promote_kernel<decltype(t), decltype(d)::value>, p->rows * p->kv_heads, kPromoteThreads, 0, stream,
-                  p->overlap != 0, *p);
+    return launch(promote_kernel<decltype(t), decltype(d)::value>, p->rows * p->kv_heads, kPromoteThreads, 0, stream, *p);
   });
 }
 
@@ -30,6 +29,6 @@ extern "C" int taper_certain_look(const taper::CertainParams* p, cudaStream_t st
   if (!valid(*p)) return cudaErrorInvalidValue;
   return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {
     return launch(look_kernel<decltype(t), decltype(d)::value>, p->rows * p->kv_heads * kLookCluster, kLookThreads, 0,
-                  stream, p->overlap != 0, *p);
+                  stream, *p);
   });
 }

@@ -136,11 +136,11 @@ inline cudaError_t allow_shared(const void* kernel, size_t bytes) {
 constexpr size_t kSharedUnasked = 16 * 1024;
 
 // Launches in clusters of `cluster` thread blocks along x, 0: in none; sizes above 8 are not portable, so
-// cluster_fits() is asked first. With `overlap` the kernel may start before
-// its predecessor ends and must call wait_for_predecessor() before it reads what that one wrote.
+// cluster_fits() is asked first. The kernel may start before its predecessor ends and must call
+// wait_for_predecessor() before it reads what that one wrote.
 template <class... KArgs, class... Args>
 static cudaError_t launch_cluster(void (*kernel)(KArgs...), dim3 grid, dim3 block, size_t smem, int cluster,
-                                  cudaStream_t stream, bool overlap, Args&&... args) {
+                                  cudaStream_t stream, Args&&... args) {
   const void* function = reinterpret_cast<const void*>(kernel);
   cudaError_t e = cudaSuccess;
 #ifdef TAPER_SLOW
@@ -152,7 +152,7 @@ static cudaError_t launch_cluster(void (*kernel)(KArgs...), dim3 grid, dim3 bloc
   if (e != cudaSuccess) return e;
   cudaLaunchAttribute attr[2];
   int count = 0;
-  if (overlap && launches_depend()) {
+  if (launches_depend()) {
     attr[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attr[count++].val.programmaticStreamSerializationAllowed = 1;
   }
@@ -171,8 +171,8 @@ static cudaError_t launch_cluster(void (*kernel)(KArgs...), dim3 grid, dim3 bloc
 }
 template <class... KArgs, class... Args>
 static cudaError_t launch(void (*kernel)(KArgs...), dim3 grid, dim3 block, size_t smem, cudaStream_t stream,
-                          bool overlap, Args&&... args) {
-  return launch_cluster(kernel, grid, block, smem, 0, stream, overlap, std::forward<Args>(args)...);
+                          Args&&... args) {
+  return launch_cluster(kernel, grid, block, smem, 0, stream, std::forward<Args>(args)...);
 }
 
 // f(element, size) for an element type and a head size, which are compiled in: `decltype(element)`,

@@ -19,7 +19,7 @@ cudaError_t go(const DecodeParams& p, cudaStream_t stream) {
   if (e != cudaSuccess) return e;
   const int grid = p.unit_capacity < sm_count() ? p.unit_capacity : sm_count();
   return launch(decode_kernel<T, D, N, GATHER, FOLD>, grid, GATHER ? 384 : 288,
-                DecodeLayout<D, N>::kBytes, stream, p.overlap != 0, maps, p);
+                DecodeLayout<D, N>::kBytes, stream, maps, p);
 }
 bool valid(const DecodeParams& p) {
   return (p.head_dim == 64 || p.head_dim == 128) && p.list_heads > 0 && p.kv_heads > 0 &&
@@ -37,7 +37,7 @@ bool valid(const DecodeParams& p) {
 extern "C" int taper_decode_plan(const taper::DecodeParams* p, cudaStream_t stream) {
   if (!p->units || !taper::valid(*p)) return cudaErrorInvalidValue;
   const int lists = p->rows * p->list_heads, blocks = (lists + taper::kPlanLists - 1) / taper::kPlanLists;
-  return taper::launch(taper::decode_plan_kernel, blocks < 64 ? blocks : 64, 1024, 0, stream, p->overlap != 0, *p);
+  return taper::launch(taper::decode_plan_kernel, blocks < 64 ? blocks : 64, 1024, 0, stream, *p);
 }
 
 extern "C" int taper_decode(const taper::DecodeParams* p, cudaStream_t stream) {

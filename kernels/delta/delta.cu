@@ -7,7 +7,7 @@ namespace {
 template <class T, int D>
 cudaError_t go(const DeltaParams& p, cudaStream_t s) {
   const int64_t chunks = (int64_t)p.tokens * p.q_heads * (D / 8);
-  return launch(delta_kernel<T, D>, (unsigned)((chunks + 255) / 256), 256, 0, s, p.overlap != 0, p);
+  return launch(delta_kernel<T, D>, (unsigned)((chunks + 255) / 256), 256, 0, s, p);
 }
 
 }  // namespace

@@ -8,14 +8,14 @@ template <class T, int D>
 cudaError_t rope(const RopeParams& p, cudaStream_t s) {
   const int64_t items = (int64_t)p.tokens * (p.q_heads + 2 * p.kv_heads) * (D / 16);
   auto kernel = p.qkv_dtype == kBf16 ? rope_kernel<__nv_bfloat16, T, D> : rope_kernel<__half, T, D>;
-  return launch(kernel, (unsigned)((items + 255) / 256), 256, 0, s, p.overlap != 0, p);
+  return launch(kernel, (unsigned)((items + 255) / 256), 256, 0, s, p);
 }
 
 template <class T>
 cudaError_t write(const WriteParams& p, cudaStream_t s) {
   const int64_t grid = ((int64_t)p.tokens * p.kv_heads * (p.head_dim / 8) + 255) / 256;
   auto kernel = p.rows_f32 ? write_kernel<T, float> : write_kernel<T, T>;
-  return launch(kernel, (unsigned)grid, 256, 0, s, p.overlap != 0, p);
+  return launch(kernel, (unsigned)grid, 256, 0, s, p);
 }
 
 // How many threads share a row depends on its width alone.
@@ -25,12 +25,12 @@ cudaError_t norm(const NormParams& p, cudaStream_t s) {
   if (p.x_f32) {
     const int room = 2 * sm_count();
     auto kernel = pieces <= 512 ? norm_f32_kernel<T, 1> : norm_f32_kernel<T, 2>;
-    return launch(kernel, p.rows < room ? p.rows : room, 512, 0, s, p.overlap != 0, p);
+    return launch(kernel, p.rows < room ? p.rows : room, 512, 0, s, p);
   }
   auto go = [&](auto kernel, int per, int resident) {
     const int threads = ((pieces + per - 1) / per + 31) / 32 * 32;
     const int room = sm_count() * (resident / threads > 0 ? resident / threads : 1);
-    return launch(kernel, p.rows < room ? p.rows : room, threads, 0, s, p.overlap != 0, p);
+    return launch(kernel, p.rows < room ? p.rows : room, threads, 0, s, p);
   };
   if (pieces <= 512) return go(norm_kernel<T, 1>, 1, 1536);
   if (pieces <= 1024) return go(norm_kernel<T, 2>, 2, 1024);
@@ -52,7 +52,7 @@ extern "C" int taper_angles(const taper::AnglesParams* p, cudaStream_t stream) {
   using namespace taper;
   if (p->rows <= 0 || p->half <= 0) return cudaErrorInvalidValue;
   const int64_t grid = ((int64_t)p->rows * p->half + 255) / 256;
-  return launch(angles_kernel, (unsigned)grid, 256, 0, stream, p->overlap != 0, *p);
+  return launch(angles_kernel, (unsigned)grid, 256, 0, stream, *p);
 }
 
 extern "C" int taper_write(const taper::WriteParams* p, cudaStream_t stream) {
@@ -77,6 +77,6 @@ extern "C" int taper_silu(const taper::SiluParams* p, cudaStream_t stream) {
   if (p->rows <= 0 || p->width <= 0 || p->width % 8 || grid > INT32_MAX)
     return cudaErrorInvalidValue;
   return p->dtype == kBf16
-             ? launch(silu_kernel<__nv_bfloat16>, (unsigned)grid, 256, 0, stream, p->overlap != 0, *p)
-             : launch(silu_kernel<__half>, (unsigned)grid, 256, 0, stream, p->overlap != 0, *p);
+             ? launch(silu_kernel<__nv_bfloat16>, (unsigned)grid, 256, 0, stream, *p)
+             : launch(silu_kernel<__half>, (unsigned)grid, 256, 0, stream, *p);
 }

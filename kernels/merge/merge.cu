@@ -7,10 +7,10 @@ namespace {
 template <int D, int W>
 cudaError_t pick_type(const MergeParams& p, cudaStream_t s) {
   const int grid = p.rows * p.q_heads;
-  if (p.out_f32) return launch(merge_kernel<D, W, float>, grid, W * 32, 0, s, p.overlap != 0, p);
+  if (p.out_f32) return launch(merge_kernel<D, W, float>, grid, W * 32, 0, s, p);
   if (p.dtype == kBf16)
-    return launch(merge_kernel<D, W, __nv_bfloat16>, grid, W * 32, 0, s, p.overlap != 0, p);
-  return launch(merge_kernel<D, W, __half>, grid, W * 32, 0, s, p.overlap != 0, p);
+    return launch(merge_kernel<D, W, __nv_bfloat16>, grid, W * 32, 0, s, p);
+  return launch(merge_kernel<D, W, __half>, grid, W * 32, 0, s, p);
 }
 template <int D>
 cudaError_t pick_warps(const MergeParams& p, cudaStream_t s) {

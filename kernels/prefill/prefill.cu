@@ -14,10 +14,8 @@ cudaError_t go(const SparsePrefillParams& p, cudaStream_t stream) {
   const int64_t work = (int64_t)p.tile_count * item_heads(p);
   const int grid = work < sm_count() ? (int)work : sm_count();
   if (p.column_begin)
-    return launch(prefill_kernel<T, D, true>, grid, 384, PrefillLayout<D>::kBytes, stream,
-                  p.overlap != 0, km, vm, p);
-  return launch(prefill_kernel<T, D, false>, grid, 384, PrefillLayout<D>::kBytes, stream,
-                p.overlap != 0, km, vm, p);
+    return launch(prefill_kernel<T, D, true>, grid, 384, PrefillLayout<D>::kBytes, stream, km, vm, p);
+  return launch(prefill_kernel<T, D, false>, grid, 384, PrefillLayout<D>::kBytes, stream, km, vm, p);
 }
 
 }  // namespace

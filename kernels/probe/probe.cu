@@ -7,11 +7,11 @@ namespace {
 template <class T, int D>
 cudaError_t go(const SearchParams& p, cudaStream_t s) {
   const dim3 each(p.run_count, p.kv_heads);
-  const cudaError_t e = launch(search_lines_kernel<T, D>, each, 256, 0, s, p.overlap != 0, p);
+  const cudaError_t e = launch(search_lines_kernel<T, D>, each, 256, 0, s, p);
   if (e != cudaSuccess) return e;
   const int64_t units = (int64_t)p.kv_heads * p.run_count;
   const unsigned grid = (unsigned)(units < p.slots ? units : p.slots);
-  return launch(search_kernel<T, D>, grid, kSearchThreads, 0, s, p.overlap != 0, p);
+  return launch(search_kernel<T, D>, grid, kSearchThreads, 0, s, p);
 }
 
 }  // namespace

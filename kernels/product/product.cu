@@ -12,8 +12,7 @@ cudaError_t go(const ProductParams& p, cudaStream_t s) {
   // More rows take more arithmetic, and so more warps.
   const int resident = p.rows == 1 || smem > 100 * 1024 ? 1 : 2;
   const int blocks = (p.outputs / 2 + kProductWarps - 1) / kProductWarps, room = resident * sm_count();
-  return launch(product_kernel<T, ROWS>, blocks < room ? blocks : room, kProductThreads, smem, s,
-                p.overlap != 0, p);
+  return launch(product_kernel<T, ROWS>, blocks < room ? blocks : room, kProductThreads, smem, s, p);
 }
 
 template <class T>
@@ -47,7 +46,7 @@ extern "C" int taper_chain(const taper::ChainParams* given, cudaStream_t stream)
     if (of.inputs > p.inputs_most) p.inputs_most = of.inputs;
   }
   auto go = [&](auto kernel) {
-    return launch(kernel, sm_count(), kProductThreads, kChainRing + (size_t)p.inputs_most * 2, stream, p.overlap != 0, p);
+    return launch(kernel, sm_count(), kProductThreads, kChainRing + (size_t)p.inputs_most * 2, stream, p);
   };
   return p.products[0].dtype == kBf16 ? go(chain_kernel<__nv_bfloat16>) : go(chain_kernel<__half>);
 }

@@ -7,7 +7,7 @@ extern "C" int taper_rows(const taper::RowsParams* p, cudaStream_t stream) {
   if (p->tokens <= 0 || p->heads <= 0 || p->width <= 0 || p->width % 2 || grid > INT32_MAX)
     return cudaErrorInvalidValue;
   auto kernel = p->x_f32 ? rows_kernel<float> : p->dtype == kBf16 ? rows_kernel<__nv_bfloat16> : rows_kernel<__half>;
-  return launch(kernel, (unsigned)grid, 256, 0, stream, p->overlap != 0, *p);
+  return launch(kernel, (unsigned)grid, 256, 0, stream, *p);
 }
 
 extern "C" int taper_project(const taper::ProjectParams* p, cudaStream_t stream) {
@@ -21,7 +21,7 @@ extern "C" int taper_project(const taper::ProjectParams* p, cudaStream_t stream)
   auto go = [&](auto kernel, int outputs) {
     const int share = kProjectWarps * outputs;
     const dim3 grid((p->outputs + share - 1) / share, p->maps);
-    return launch(kernel, grid, kProjectWarps * 32, 0, stream, p->overlap != 0, *p);
+    return launch(kernel, grid, kProjectWarps * 32, 0, stream, *p);
   };
   if (p->weight_bf16) return go(project_short_kernel, 8);
   // Where there is enough for most multiprocessors, a number that is loaded serves many products.
@@ -35,5 +35,5 @@ extern "C" int taper_channels(const taper::ChannelsParams* p, cudaStream_t strea
   const int64_t grid = ((int64_t)p->rows * p->q_heads * p->width + 255) / 256;
   const bool ok = p->rows > 0 && p->kv_heads > 0 && p->q_heads % p->kv_heads == 0 && p->width > 0 && grid <= INT32_MAX;
   if (!ok || p->head_dim <= 0) return cudaErrorInvalidValue;
-  return launch(channels_kernel, (unsigned)grid, 256, 0, stream, p->overlap != 0, *p);
+  return launch(channels_kernel, (unsigned)grid, 256, 0, stream, *p);
 }

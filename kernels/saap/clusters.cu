@@ -15,7 +15,7 @@ extern "C" int taper_saap_probe(const taper::ProbeParams* p, cudaStream_t stream
   // A share's bits have to fit, however many lists there are.
   auto smem = [&](int team) { return sizeof(ProbeShared) + (p->capacity / 8 + 2 + team - 1) / team + 1; };
   while (team < kProbeTeam && team < shares && (2 * team * lists <= sm_count() || smem(team) > kProbeSmem)) team *= 2;
-  return launch_cluster(probe_kernel, lists * team, kProbeThreads, smem(team), team, stream, p->overlap != 0,
+  return launch_cluster(probe_kernel, lists * team, kProbeThreads, smem(team), team, stream,
                         *p);
 }
 
@@ -28,6 +28,6 @@ extern "C" int taper_saap_key_clusters(const taper::KeyClusterParams* p, cudaStr
   while (team < kKeyTeam && team * kKeyRows < p->clusters) team *= 2;
   return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {
     return launch_cluster(key_clusters_kernel<decltype(t), decltype(d)::value / 32>, dim3(team, p->kv_heads, layers),
-                          32 * kKeyWarps, 0, team, stream, p->overlap != 0, *p);
+                          32 * kKeyWarps, 0, team, stream, *p);
   });
 }

@@ -7,14 +7,13 @@ namespace {
 
 template <class T>
 cudaError_t linear(const LinearParams& p, cudaStream_t s) {
-  const bool overlap = p.overlap != 0;
   auto grid = [&](int tiles) { return dim3(p.outputs / (16 * tiles), p.kv_heads); };
   switch (p.inputs) {
-    case 64: return launch(linear_kernel<T, 64, 1>, grid(4), 128, 0, s, overlap, p);
-    case 128: return launch(linear_kernel<T, 128, 1>, grid(4), 128, 0, s, overlap, p);
-    case 256: return launch(linear_kernel<T, 64, 4>, grid(1), 128, 0, s, overlap, p);
-    case 512: return launch(linear_kernel<T, 128, 4>, grid(1), 128, 0, s, overlap, p);
-    case 1024: return launch(linear_kernel<T, 256, 4>, grid(1), 128, 0, s, overlap, p);
+    case 64: return launch(linear_kernel<T, 64, 1>, grid(4), 128, 0, s, p);
+    case 128: return launch(linear_kernel<T, 128, 1>, grid(4), 128, 0, s, p);
+    case 256: return launch(linear_kernel<T, 64, 4>, grid(1), 128, 0, s, p);
+    case 512: return launch(linear_kernel<T, 128, 4>, grid(1), 128, 0, s, p);
+    case 1024: return launch(linear_kernel<T, 256, 4>, grid(1), 128, 0, s, p);
   }
   return cudaErrorInvalidValue;
 }
@@ -22,9 +21,9 @@ template <class T>
 cudaError_t assign(const AssignParams& p, cudaStream_t s) {
   const dim3 grid((p.tokens + kAssignTokens - 1) / kAssignTokens, p.kv_heads);
   if (p.head_dim == 128)
-    return launch(assign_kernel<T, 128>, grid, kAssignWarps * 32, 0, s, p.overlap != 0, p);
+    return launch(assign_kernel<T, 128>, grid, kAssignWarps * 32, 0, s, p);
   if (p.head_dim == 64)
-    return launch(assign_kernel<T, 64>, grid, kAssignWarps * 32, 0, s, p.overlap != 0, p);
+    return launch(assign_kernel<T, 64>, grid, kAssignWarps * 32, 0, s, p);
   return cudaErrorInvalidValue;
 }
 
@@ -43,7 +42,7 @@ extern "C" int taper_saap_nearest(const taper::NearestParams* p, cudaStream_t st
   using namespace taper;
   if (p->tokens <= 0 || p->kv_heads <= 0 || p->kv_heads > 65535 || p->clusters <= 0 || p->clusters > 65536)
     return cudaErrorInvalidValue;
-  return launch(nearest_kernel, dim3((p->tokens + 7) / 8, p->kv_heads), 256, 0, stream, p->overlap != 0, *p);
+  return launch(nearest_kernel, dim3((p->tokens + 7) / 8, p->kv_heads), 256, 0, stream, *p);
 }
 
 extern "C" int taper_saap_index(const taper::IndexParams* p, cudaStream_t stream) {
@@ -54,10 +53,9 @@ extern "C" int taper_saap_index(const taper::IndexParams* p, cudaStream_t stream
   const int lists = p->sequences * p->kv_heads;
   const dim3 grid(p->segments, lists);
   const size_t smem = p->clusters * 4;
-  const bool overlap = p->overlap != 0;
-  cudaError_t e = launch(index_kernel<false>, grid, 32, smem, stream, overlap, *p);
-  if (e == cudaSuccess) e = launch(index_scan_kernel, lists, 1024, 0, stream, overlap, *p);
-  if (e == cudaSuccess) e = launch(index_kernel<true>, grid, 32, smem, stream, overlap, *p);
+  cudaError_t e = launch(index_kernel<false>, grid, 32, smem, stream, *p);
+  if (e == cudaSuccess) e = launch(index_scan_kernel, lists, 1024, 0, stream, *p);
+  if (e == cudaSuccess) e = launch(index_kernel<true>, grid, 32, smem, stream, *p);
   return e;
 }
 
@@ -77,6 +75,6 @@ extern "C" int taper_saap_choose(const taper::ChooseParams* p, cudaStream_t stre
   if (!ok) return cudaErrorInvalidValue;
   const dim3 grid(kChooseShare, p->rows * p->kv_heads);
   if (p->clusters <= 1024)
-    return launch(choose_kernel<4>, grid, kChooseThreads, 0, stream, p->overlap != 0, *p);
-  return launch(choose_kernel<16>, grid, kChooseThreads, 0, stream, p->overlap != 0, *p);
+    return launch(choose_kernel<4>, grid, kChooseThreads, 0, stream, *p);
+  return launch(choose_kernel<16>, grid, kChooseThreads, 0, stream, *p);
 }

@@ -7,5 +7,5 @@ extern "C" int taper_distinct(const taper::DistinctParams* p, cudaStream_t strea
   const bool ok = p->rows > 0 && p->kv_heads > 0 && p->q_heads > 0 && p->q_heads % p->kv_heads == 0 && p->max_len > 0 &&
                   bytes <= kMostMarks;
   if (!ok) return cudaErrorInvalidValue;
-  return launch(distinct_kernel, p->rows * p->kv_heads, kDistinctThreads, bytes, stream, p->overlap != 0, *p);
+  return launch(distinct_kernel, p->rows * p->kv_heads, kDistinctThreads, bytes, stream, *p);
 }

@@ -7,6 +7,5 @@ extern "C" int taper_sample(const taper::SampleParams* p, cudaStream_t stream) {
   const bool ok = p->rows > 0 && p->list_heads > 0 && p->capacity > 0 && p->max_len > 0 &&
                   p->max_len <= (1 << 30) && bitmap <= 224 * 1024;
   if (!ok) return cudaErrorInvalidValue;
-  return launch(sample_kernel, p->rows * p->list_heads * kSampleCluster, kSampleThreads, bitmap, stream,
-                p->overlap != 0, *p);
+  return launch(sample_kernel, p->rows * p->list_heads * kSampleCluster, kSampleThreads, bitmap, stream, *p);
 }

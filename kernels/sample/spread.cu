@@ -13,5 +13,5 @@ extern "C" int taper_spread(const taper::SpreadParams* p, cudaStream_t stream) {
                   p->capacity >= needed && p->spread >= TAPER_SYSTEMATIC && p->spread <= TAPER_LARGEST_REMAINDER &&
                   (int64_t)p->rows * p->q_heads * p->capacity <= UINT32_MAX;
   if (!ok) return cudaErrorInvalidValue;
-  return launch(spread_kernel, p->rows * p->q_heads, kSpreadThreads, smem, stream, p->overlap != 0, *p);
+  return launch(spread_kernel, p->rows * p->q_heads, kSpreadThreads, smem, stream, *p);
 }

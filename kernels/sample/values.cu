@@ -46,7 +46,7 @@ cudaError_t go(ValuesParams p, cudaStream_t stream) {
   p.in_order = grid > sm_count();
   auto start = [&](auto kernel) {
     return launch(kernel, (int)grid, kValueThreads + 32, ValuesLayout<D, N>::bytes(packed) + 1024 + tile * teams.stride, stream,
-                  p.overlap != 0, maps, p, teams);
+                  maps, p, teams);
   };
   if (p.rule == kPerTile) return start(values_kernel<T, D, N, true, false>);
   return packed ? start(values_kernel<T, D, N, false, true>) : start(values_kernel<T, D, N, false, false>);

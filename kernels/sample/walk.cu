@@ -19,7 +19,7 @@ extern "C" int taper_walk(const taper::WalkParams* p, cudaStream_t stream) {
                   !p->states == !p->sampled && !p->states == !p->draws;
   if (!ok) return cudaErrorInvalidValue;
   const int most = (p->capacity + kWalkThreads - 1) / kWalkThreads;
-  return launch(walk_kernel, dim3(beside(most, p->lists), p->lists), kWalkThreads, 0, stream, p->overlap != 0, *p);
+  return launch(walk_kernel, dim3(beside(most, p->lists), p->lists), kWalkThreads, 0, stream, *p);
 }
 
 extern "C" int taper_weigh(const taper::WeighParams* p, cudaStream_t stream) {
@@ -29,6 +29,6 @@ extern "C" int taper_weigh(const taper::WeighParams* p, cudaStream_t stream) {
                   p->stride > 0 && p->stride % kBlock == 0;
   if (!ok) return cudaErrorInvalidValue;
   const int most = (p->stride / kBlock + kWeighWarps - 1) / kWeighWarps;
-  return launch(weigh_kernel, dim3(beside(most, heads), (unsigned)heads), kWeighWarps * 32, 0, stream, p->overlap != 0,
+  return launch(weigh_kernel, dim3(beside(most, heads), (unsigned)heads), kWeighWarps * 32, 0, stream,
                 *p);
 }

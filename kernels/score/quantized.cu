@@ -10,7 +10,7 @@ cudaError_t go(const QuantizedScoreParams& p, cudaStream_t s) {
   const int runs = (p.max_len + kQuantizedWarps * kBlock - 1) / (kQuantizedWarps * kBlock);
   const int room = (int)((int64_t)sm_count() * (G <= 8 ? 4 : 3) / ((int64_t)p.kv_heads * p.rows));
   const dim3 grid(runs < room ? runs : room > 0 ? room : 1, p.kv_heads, p.rows);
-  return launch(quantized_kernel<T, W, G>, grid, kQuantizedWarps * 32, 0, s, p.overlap != 0, p);
+  return launch(quantized_kernel<T, W, G>, grid, kQuantizedWarps * 32, 0, s, p);
 }
 
 }  // namespace

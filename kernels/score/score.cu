@@ -10,7 +10,7 @@ cudaError_t go(const ScoreParams& p, cudaStream_t s) {
   const int runs = (p.max_entries + kScoreWarps * 64 - 1) / (kScoreWarps * 64);
   const int room = sm_count() * (W <= 32 ? 4 : 2) / (p.kv_heads * p.rows);
   const dim3 grid(runs < room ? runs : room > 0 ? room : 1, p.kv_heads, p.rows);
-  auto start = [&](auto kernel) { return launch(kernel, grid, kScoreWarps * 32, 0, s, p.overlap != 0, p); };
+  auto start = [&](auto kernel) { return launch(kernel, grid, kScoreWarps * 32, 0, s, p); };
   if constexpr (W >= 64)
     if (p.ids) return start(score_kernel<T, W, NT, false, true>);
   return start(p.lower ? score_kernel<T, W, NT, true, false> : score_kernel<T, W, NT, false, false>);
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kLseThreads) lse_kernel(const TaperLseParams p
 extern "C" int taper_lse(const TaperLseParams* p, cudaStream_t stream) {
   using namespace taper;
   if (p->rows <= 0 || p->q_heads <= 0 || p->page <= 0) return cudaErrorInvalidValue;
-  return launch(lse_kernel, p->rows * p->q_heads, kLseThreads, 0, stream, p->overlap != 0, *p);
+  return launch(lse_kernel, p->rows * p->q_heads, kLseThreads, 0, stream, *p);
 }
 
 extern "C" int taper_score(const taper::ScoreParams* p, cudaStream_t stream) {

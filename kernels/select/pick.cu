@@ -17,7 +17,7 @@ cudaError_t go(PickParams p, cudaStream_t s) {
   const size_t scores = (size_t)(share > round ? share : few < round ? few : round) * group * 4;
   const size_t smem = shares && scores > keys ? scores : keys;
   p.in_order = grid > sm_count();
-  auto start = [&](auto kernel) { return launch(kernel, grid, kPickThreads, smem, s, p.overlap != 0, p); };
+  auto start = [&](auto kernel) { return launch(kernel, grid, kPickThreads, smem, s, p); };
   if (shares) return start(pick_kernel<T, W, NT, true, true>);
   return p.lower ? start(pick_kernel<T, W, NT, true, false>) : start(pick_kernel<T, W, NT, false, false>);
 }

@@ -23,7 +23,7 @@ cudaError_t go(const GroupSelectParams& p, cudaStream_t s) {
   const uint32_t fit = (kSelectSmem / 4 - inbox) & ~4095u;
   const uint32_t room = share * 32 < fit ? share * 32 : fit;
   return launch_cluster(select_kernel<MASS>, p.base.lists * cluster, kSelectThreads,
-                        (inbox + room) * 4, cluster, s, p.base.overlap != 0, p, room);
+                        (inbox + room) * 4, cluster, s, p, room);
 }
 
 }  // namespace
@@ -54,13 +54,12 @@ extern "C" int taper_pages(const taper::PagesParams* p, cudaStream_t stream) {
                   (int64_t)p->lists * p->capacity * p->page <= UINT32_MAX;
   if (!ok) return cudaErrorInvalidValue;
   const int64_t blocks = ((int64_t)p->capacity * p->page + 255) / 256;
-  return launch(pages_kernel, dim3((unsigned)(blocks < 64 ? blocks : 64), p->lists), 256, 0, stream,
-                p->overlap != 0, *p);
+  return launch(pages_kernel, dim3((unsigned)(blocks < 64 ? blocks : 64), p->lists), 256, 0, stream, *p);
 }
 
 extern "C" int taper_shares(const taper::SharesParams* p, cudaStream_t stream) {
   using namespace taper;
   if (p->rows <= 0 || p->kv_heads <= 0 || p->q_heads % p->kv_heads || p->rows > INT32_MAX / p->kv_heads - 256)
     return cudaErrorInvalidValue;
-  return launch(shares_kernel, (p->rows * p->kv_heads + 255) / 256, 256, 0, stream, p->overlap != 0, *p);
+  return launch(shares_kernel, (p->rows * p->kv_heads + 255) / 256, 256, 0, stream, *p);
 }

@@ -8,12 +8,11 @@ extern "C" int taper_stripes(const taper::StripesParams* p, cudaStream_t stream)
                   (p->each == 1 || (!p->halves && p->slash == TAPER_TWO_BLOCKS));
   if (!ok) return cudaErrorInvalidValue;
   if (p->slashes) {
-    const cudaError_t e = launch(stripe_bits_kernel, p->slices * p->heads, 256, p->words * 4, stream, p->overlap != 0, *p);
+    const cudaError_t e = launch(stripe_bits_kernel, p->slices * p->heads, 256, p->words * 4, stream, *p);
     if (e != cudaSuccess || !p->tiles) return e;
   }
   const int64_t items = (int64_t)p->heads * p->tile_count;
-  return launch(stripe_lists_kernel, (unsigned)((items + 3) / 4), 128, 0, stream,
-                p->overlap != 0, *p);
+  return launch(stripe_lists_kernel, (unsigned)((items + 3) / 4), 128, 0, stream, *p);
 }
 
 extern "C" int taper_before(const taper::BeforeParams* p, cudaStream_t stream) {
@@ -22,7 +21,7 @@ extern "C" int taper_before(const taper::BeforeParams* p, cudaStream_t stream) {
   const bool ok = p->heads > 0 && p->runs > 0 && p->words > 0 && p->block_tokens > 0 && (!p->tokens || p->token_stride > 0) &&
                   items < INT32_MAX;
   if (!ok) return cudaErrorInvalidValue;
-  return launch(before_kernel, (unsigned)((items + 3) / 4), 128, 0, stream, p->overlap != 0, *p);
+  return launch(before_kernel, (unsigned)((items + 3) / 4), 128, 0, stream, *p);
 }
 
 extern "C" int taper_drop_columns(const taper::ColumnsParams* p, cudaStream_t stream) {
@@ -31,5 +30,5 @@ extern "C" int taper_drop_columns(const taper::ColumnsParams* p, cudaStream_t st
                   p->heads % p->list_heads == 0;
   if (!ok) return cudaErrorInvalidValue;
   const int64_t items = (int64_t)p->heads * p->tile_count;
-  return launch(drop_columns_kernel, (unsigned)((items + 3) / 4), 128, 0, stream, p->overlap != 0, *p);
+  return launch(drop_columns_kernel, (unsigned)((items + 3) / 4), 128, 0, stream, *p);
 }

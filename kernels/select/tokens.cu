@@ -30,7 +30,7 @@ cudaError_t go(TokensParams p, cudaStream_t s) {
   const int fit = (kTokenSmem - kRings) / (kWarps * scores), kept = runs < 0 ? 0 : runs < fit ? runs : fit;
   // Places that are dealt out are numbers.
   const dim3 grid = p.in_order ? dim3(lists * p.team) : dim3(p.team, p.kv_heads, p.rows);
-  return launch(tokens_kernel<T, W, G>, grid, kWarps * 32, kRings + kWarps * kept * scores, s, p.overlap != 0, p,
+  return launch(tokens_kernel<T, W, G>, grid, kWarps * 32, kRings + kWarps * kept * scores, s, p,
                 (uint32_t)kept);
 }
 

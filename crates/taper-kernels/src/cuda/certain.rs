@@ -111,7 +111,6 @@ pub(super) fn certain(
         pilot_tokens: op.int("pilot_tokens", how.pilot_tokens)?,
         looks: op.int("looks", LOOKS)?,
         token_shift: lists.token_shift as i32,
-        overlap: 1,
         scale,
         ..TaperCertainParams::zeroed()
     };

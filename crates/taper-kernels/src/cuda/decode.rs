@@ -78,7 +78,6 @@ impl Batch<'_> {
             table_stride: op.int("tables", stride)?,
             scale: 1.0 / (head_dim as f32).sqrt(),
             gather: lists.token_ids.is_some().into(),
-            overlap: 1,
             token_shift: lists.token_shift as i32,
             ..TaperDecodeParams::zeroed()
         })
@@ -226,7 +225,6 @@ impl Plan {
             head_dim: p.head_dim,
             dtype: p.dtype,
             out_f32: (out_dtype == DType::F32).into(),
-            overlap: 1,
             fold: p.fold,
             lists: if self.cut.is_none() { p.lists } else { std::ptr::null() },
         };

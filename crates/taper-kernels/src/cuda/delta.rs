@@ -4,7 +4,6 @@ use super::error::Result;
 use super::ffi::{self, TaperDeltaParams, taper_delta};
 use super::op::Op;
 use crate::correct::{Anchors, Correction};
-use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
 
 /// Rows of a prompt to correct in place.
@@ -72,8 +71,6 @@ pub fn delta(of: &Delta) -> Result<()> {
         dtype: if dtype == DType::F32 { ffi::TAPER_F32 } else { op.dtype("rows", dtype)? },
         gamma: op.int("gamma", of.gamma)?,
         propagate: (of.correction == Correction::Propagate).into(),
-        overlap: 1,
-        ..TaperDeltaParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(taper_delta, &p) }

@@ -101,8 +101,6 @@ pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], first: usize, to: &Me
         table_stride: op.int("tables", stride)?,
         max_blocks: most as i32,
         width: op.int("labels", width)?,
-        overlap: 1,
-        ..TaperAppendParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_append, &p) }?;
@@ -146,8 +144,6 @@ pub fn codes(x: &Tensor, at: &Tokens, index: &Tensor) -> Result<()> {
         words: op.int("x", words)?,
         dtype: op.dtype("x", dtype)?,
         table_stride: op.int("tables", stride)?,
-        overlap: 1,
-        ..TaperCodeParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_codes, &p) }
@@ -170,7 +166,6 @@ pub fn signs(x: &Tensor) -> Result<Tensor> {
         kv_heads: op.int("x", heads)?,
         words: op.int("x", width / 32)?,
         dtype: op.dtype("x", dtype)?,
-        overlap: 1,
         ..TaperCodeParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
@@ -208,7 +203,6 @@ pub fn agreement(batch: &Batch, q: &Tensor, index: &Tensor) -> Result<Lent> {
         max_len: op.int("max_len", batch.max_len)?,
         stride: op.int("max_len", entries)?,
         reduce: ffi::TAPER_GROUP_MASS,
-        overlap: 1,
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_hash_score, &p) }?;
@@ -240,8 +234,6 @@ pub fn assign(k: &Tensor, centroids: &Tensor, at: &Tokens, index: &Tensor) -> Re
         clusters: op.int("centroids", clusters)?,
         dtype: op.dtype("k", dtype)?,
         table_stride: op.int("tables", stride)?,
-        overlap: 1,
-        ..TaperAssignParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_saap_assign, &p) }
@@ -265,8 +257,6 @@ pub fn nearest(products: &Tensor, at: &Tokens, index: &Tensor) -> Result<()> {
         kv_heads: op.int("products", kv_heads)?,
         clusters: op.int("products", clusters)?,
         table_stride: op.int("tables", stride)?,
-        overlap: 1,
-        ..TaperNearestParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_saap_nearest, &p) }
@@ -301,7 +291,6 @@ pub fn key_clusters(
         head_dim: op.int("k", head_dim)?,
         clusters: op.int("centroids", clusters)?,
         dtype: op.dtype("k", k.dtype())?,
-        overlap: 1,
     };
     // SAFETY: every address was checked against the shapes given beside it; slots are the caller's, of its cache.
     unsafe { op.launch(ffi::taper_saap_key_clusters, &p) }
@@ -358,8 +347,6 @@ pub fn probe(batch: &Batch, logits: &Tensor, index: &Tensor, mut lists: Lists, l
         most: op.int("limits", limits.clusters.min(clusters))?,
         at_least: limits.at_least.into(),
         capacity: op.int("max_len", capacity)?,
-        overlap: 1,
-        ..TaperProbeParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_saap_probe, &p) }?;
@@ -413,8 +400,6 @@ pub fn invert(ids: &Tensor, tables: &Tensor, spans: &[Span], clusters: usize) ->
         segments: op.int("spans", segments)?,
         capacity: op.int("spans", capacity)?,
         table_stride: op.int("tables", stride)?,
-        overlap: 1,
-        ..TaperIndexParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_saap_index, &p) }?;
@@ -445,7 +430,6 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: &Tensor, relu: bool) -> Result<
         outputs: op.int("weight", outputs)?,
         dtype: op.dtype("x", dtype)?,
         relu: relu.into(),
-        overlap: 1,
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_saap_linear, &p) }?;
@@ -493,7 +477,6 @@ impl Inverted {
             sink: op.int("sink", of.sink)?,
             index_capacity: op.int("index", self.capacity)?,
             capacity: op.int("capacity", of.capacity)?,
-            overlap: 1,
             ..TaperChooseParams::zeroed()
         })
     }

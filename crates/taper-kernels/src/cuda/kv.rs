@@ -29,7 +29,6 @@ pub(crate) fn append(pool: &Tensor, rows: &Tensor, slots: &[u32]) -> Result<()> 
         head_dim: op.int("pool", head_dim)?,
         dtype: op.dtype("pool", pool.dtype())?,
         rows_f32: rows_f32.into(),
-        overlap: 1,
     };
     // SAFETY: every address was checked against the shapes given beside it, and slots lie within the pool.
     unsafe { op.launch(taper_write, &p) }

@@ -86,10 +86,8 @@ pub fn rotate_append(of: &Rotate, kv: PagedKv) -> Result<Rotated> {
         dtype: op.dtype("kv", dtype)?,
         table_stride: op.int("tables", stride)?,
         interleaved: of.interleaved.into(),
-        overlap: 1,
         slots: std::ptr::null(),
         qkv_dtype: op.dtype("kv", dtype)?,
-        reserved: 0,
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(taper_rope, &p) }?;
@@ -113,7 +111,6 @@ pub fn angles(positions: &[u32], frequencies: &[f32], factor: f32, device: &Devi
         angles: op.at("angles", &angles, DType::F32, [rows, 2 * half])?,
         rows: op.int("positions", rows)?,
         half: op.int("frequencies", half)?,
-        overlap: 1,
         factor,
     };
     // SAFETY: every address was checked against the shapes given beside it.
@@ -164,7 +161,6 @@ pub(super) fn append_joint_at(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots:
         kv_heads: op.int("kv", kv_heads)?,
         head_dim: op.int("kv", head_dim)?,
         dtype: op.dtype("kv", dtype)?,
-        overlap: 1,
         slots: op.at("slots", slots, DType::U32, [tokens])?,
         qkv_dtype: op.dtype("qkv", qkv.dtype())?,
         ..TaperRopeParams::zeroed()
@@ -192,7 +188,6 @@ pub fn norm(x: &Tensor, weight: &Tensor, residual: Option<&Tensor>, epsilon: f32
         rows: op.int("x", rows)?,
         width: op.int("x", width)?,
         dtype: op.dtype("x", dtype)?,
-        overlap: 1,
         epsilon,
         ..TaperNormParams::zeroed()
     };
@@ -248,7 +243,6 @@ fn from_f32(op: &Op, x: &Tensor, norm: Option<(&Tensor, f32)>, dtype: DType) -> 
         rows: op.int("x", rows)?,
         width: op.int("x", width)?,
         dtype: op.dtype("out", dtype)?,
-        overlap: 1,
         epsilon: norm.map_or(0.0, |norm| norm.1),
         x_f32: 1,
     };
@@ -272,8 +266,6 @@ pub fn silu_mul(gate_up: &Tensor) -> Result<Tensor> {
         rows: rows as i64,
         width: op.int("gate_up", both / 2)?,
         dtype: op.dtype("gate_up", dtype)?,
-        overlap: 1,
-        ..TaperSiluParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(taper_silu, &p) }?;

@@ -7,7 +7,6 @@ use super::prefill::{KeyLists, RunLists};
 use super::score::largest;
 use crate::kv::BLOCK_TOKENS;
 use crate::prefill::{HeadReads, Lists, Mask, Rows};
-use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
 use std::ops::Range;
 
@@ -70,7 +69,6 @@ pub(crate) fn pooled(
             lists: op.int("runs", lists)?,
             run_count: op.int("runs", part.len())?,
             capacity: op.int("keep", capacity)?,
-            overlap: 1,
         };
         // SAFETY: every address was checked against the shapes given beside it.
         unsafe { op.launch(taper_own, &p) }?;
@@ -120,8 +118,6 @@ fn means(
         heads: op.int("q", heads)?,
         head_dim: op.int("q", head_dim)?,
         dtype: op.dtype("x", x.dtype())?,
-        overlap: 1,
-        ..TaperMeansParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(taper_means, &p) }?;

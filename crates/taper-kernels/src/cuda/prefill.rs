@@ -376,9 +376,7 @@ fn attend_into(
         window: op.int("window", reads.window)?,
         anchor_stride: if reads.anchors.is_some() { op.int("anchor_stride", reads.anchor_stride)? } else { 0 },
         out_f32: by_row.into(),
-        overlap: 1,
         scale: 1.0 / (head_dim as f32).sqrt(),
-        ..TaperPrefillParams::zeroed()
     };
     let p = TaperSparsePrefillParams {
         base,
@@ -418,7 +416,6 @@ fn merge(op: &Op, part_o: &Tensor, part_lse: &Tensor, parts: usize, dtype: i32) 
         head_dim: op.int("q", head_dim)?,
         dtype,
         out_f32: 1,
-        overlap: 1,
         ..TaperMergeParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.

@@ -6,7 +6,6 @@ use super::op::Op;
 use super::prefill::{KeyLists, RunLists, places};
 use crate::kv::BLOCK_TOKENS;
 use crate::prefill::{HeadReads, Hierarchy, Reach, Rows, neighbours};
-use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
 use std::ops::Range;
 
@@ -84,8 +83,6 @@ pub(crate) fn probe(
         kept_room: op.int("stages", plan.kept_room)?,
         stages: op.int("stages", hierarchy.stages.len())?,
         chunk,
-        overlap: 1,
-        ..TaperSearchParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(taper_search, &p) }?;

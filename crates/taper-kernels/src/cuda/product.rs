@@ -126,7 +126,7 @@ pub fn after_attention_at_once(attended: &Tensor, x: &Tensor, of: &AfterAttentio
     let inner = op.empty((x.dim(0)?, of.gate_up.dim(0)? / 2), dtype)?;
     let add = (ffi::TAPER_PRODUCT_ADD, DType::F32);
     let normed = |norm| Inputs { x, norm: Some(norm) };
-    let mut p = TaperChainParams { count: 3, overlap: 1, sync: counters(&op)?, ..TaperChainParams::zeroed() };
+    let mut p = TaperChainParams { count: 3, sync: counters(&op)?, ..TaperChainParams::zeroed() };
     p.products[0] = params(&op, Inputs { x: attended, norm: None }, of.output, x, add)?;
     p.products[1] = params(&op, normed(of.norm), of.gate_up, &inner, (ffi::TAPER_PRODUCT_GATED, dtype))?;
     p.products[2] = params(&op, Inputs { x: &inner, norm: None }, of.down, x, add)?;
@@ -220,7 +220,6 @@ fn params(
         dtype: op.dtype("weight", dtype)?,
         x_f32: x_f32.into(),
         to,
-        overlap: 1,
         epsilon: of.norm.map_or(0.0, |norm| norm.1),
     })
 }

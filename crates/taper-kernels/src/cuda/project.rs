@@ -7,7 +7,6 @@ use super::op::Op;
 use crate::kv::BLOCK_TOKENS;
 use crate::lent::Lent;
 use crate::mlp::Activation;
-use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
 
 /// Cosines and sines `[T, width / 2]`, f32, of the turns that are taken off rows.
@@ -75,7 +74,6 @@ fn run(
         width: op.int("x", width)?,
         dtype: if dtype == DType::F32 { ffi::TAPER_BF16 } else { op.dtype("x", dtype)? },
         x_f32: (dtype == DType::F32).into(),
-        overlap: 1,
     };
     // SAFETY: every address was checked against the shapes given beside it; slots are the caller's, of its cache.
     unsafe { op.launch(ffi::taper_rows, &p) }?;
@@ -137,10 +135,8 @@ pub fn project(x: &Tensor, heads: usize, layer: &Layer) -> Result<Lent> {
             Some(Activation::Silu) => ffi::TAPER_SILU,
         },
         bf16: (layer.out == DType::BF16).into(),
-        overlap: 1,
         scale: layer.scale,
         weight_bf16: (weights == DType::BF16).into(),
-        ..TaperProjectParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_project, &p) }?;
@@ -167,7 +163,6 @@ pub fn channels(q: &Tensor, channels: &Tensor) -> Result<Tensor> {
         kv_heads: op.int("channels", kv_heads)?,
         head_dim: op.int("q", head_dim)?,
         width: op.int("channels", width)?,
-        overlap: 1,
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_channels, &p) }?;

@@ -40,9 +40,7 @@ pub fn quantized_scores(batch: &Batch, index: &Tensor, scale: f32) -> Result<Sco
         max_len: op.int("max_len", batch.max_len)?,
         stride: op.int("max_len", entries)?,
         tile_stride: op.int("max_len", tiles)?,
-        overlap: 1,
         scale,
-        ..TaperQuantizedScoreParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_quantized_score, &p) }?;
@@ -99,7 +97,6 @@ pub(super) fn pick_quantized(
         reduce: reduce(over),
         // Older tokens' blocks are scored while those of the newest are being made.
         fresh: op::fresh(longest),
-        overlap: 1,
         scale: 1.0 / (head_dim as f32).sqrt(),
         noise,
         ..TaperPickTokensParams::zeroed()

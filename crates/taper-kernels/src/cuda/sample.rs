@@ -325,10 +325,8 @@ pub(super) fn draw_each(
         capacity: op.int("want", most)?,
         want: op.int("want", most)?,
         max_len: op.int("max_len", max_len)?,
-        overlap: 1,
         state: ffi::TAPER_SAMPLED as u32,
         token_shift: lists.token_shift as i32,
-        ..TaperSampleParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_sample, &p) }?;

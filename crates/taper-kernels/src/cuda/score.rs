@@ -131,7 +131,6 @@ pub fn scores(batch: &Batch, q: &Tensor, view: View, scale: f32) -> Result<Score
         stride: op.int("max_len", entries)?,
         tile_stride: op.int("max_len", tiles)?,
         reduce: ffi::TAPER_PER_HEAD,
-        overlap: 1,
         scale,
         ..TaperScoreParams::zeroed()
     };
@@ -174,8 +173,6 @@ impl Passed {
             q_heads: op.int("q", q_heads)?,
             tile_stride: op.int("max_len", tiles)?,
             page: op.int("view", self.page)?,
-            overlap: 1,
-            reserved: 0,
         };
         // SAFETY: every address was checked against the shapes given beside it.
         unsafe { op.launch(ffi::taper_lse, &p) }?;
@@ -282,9 +279,7 @@ pub fn top_p(batch: &Batch, scores: &Scores, between: Between, p: f32, capacity:
         rows: op.int("q", rows)?,
         q_heads: op.int("q", q_heads)?,
         kv_heads: op.int("kv", kv_heads)?,
-        overlap: 1,
         p,
-        reserved: 0,
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_shares, &of) }?;
@@ -328,7 +323,6 @@ pub(super) fn largest(
         capacity: op.int("capacity", capacity)?,
         entries: op.int("scores", entries)?,
         target: ffi::TAPER_NO_TARGET,
-        overlap: 1,
         ..TaperSelectParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
@@ -407,7 +401,6 @@ pub(super) fn select(
         entries: op.int("scores", entries)?,
         k: how.k,
         target,
-        overlap: 1,
         noise: how.noise,
         ..TaperSelectParams::zeroed()
     };
@@ -442,7 +435,6 @@ fn pages(op: &Op, lists: &Lists, chosen: &Tensor, counts: &Tensor, page: usize) 
         lists: op.int("scores", count)?,
         capacity: op.int("capacity", capacity)?,
         page: op.int("page", page)?,
-        overlap: 1,
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_pages, &p) }?;
@@ -541,7 +533,6 @@ fn pick(
         k: op.int("k", k)?,
         reduce,
         target,
-        overlap: 1,
         scale: 1.0 / (head_dim as f32).sqrt(),
         // Pages of older tokens are scored while those of the newest are being made.
         fresh: op::fresh(longest),

@@ -103,7 +103,6 @@ fn spread_over(
         layer: streams.layer as i32,
         tile_tokens: op.int("spread", tile)?,
         most_tiles: op.int("max_len", most)?,
-        overlap: 1,
         list_heads: op.int("lists", heads)?,
     };
     // SAFETY: every address was checked against the shapes given beside it.
@@ -136,8 +135,6 @@ pub(super) fn features(q: &Tensor, streams: Streams, draws: usize, group: Option
         head_dim: op.int("q", head_dim)?,
         draws: op.int("draws", draws)?,
         layer: streams.layer as i32,
-        overlap: 1,
-        reserved: 0,
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_features, &p) }?;
@@ -231,7 +228,6 @@ pub fn values(batch: &Batch, streams: Streams, samples: usize, targets: Targets,
         },
         layer: streams.layer as i32,
         scale: 1.0 / (head_dim as f32).sqrt(),
-        overlap: 1,
         out_f32: 1,
         ..TaperValuesParams::zeroed()
     };
@@ -258,8 +254,6 @@ pub(super) fn distinct(op: &Op, lists: &Lists, kv_heads: usize, max_len: usize) 
         q_heads: op.int("lists", lists.heads)?,
         kv_heads: op.int("kv", kv_heads)?,
         max_len: op.int("max_len", max_len)?,
-        overlap: 1,
-        ..TaperDistinctParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_distinct, &p) }?;

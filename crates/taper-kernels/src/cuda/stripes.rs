@@ -57,7 +57,6 @@ pub fn stripe_bits(columns: Option<Chosen>, slashes: Chosen, slash: Slash, block
         words: op.int("blocks", words)?,
         column_stride: op.int("columns", column_room)?,
         slash_stride: op.int("slashes", slash_room)?,
-        overlap: 1,
         slash: match slash {
             Slash::TwoBlocks => ffi::TAPER_TWO_BLOCKS,
             Slash::Diagonals => ffi::TAPER_DIAGONALS,
@@ -110,7 +109,6 @@ pub fn block_lists(
         heads: op.int("bitmaps", heads)?,
         tile_count: op.int("tiles", tiles.count)?,
         words: op.int("bitmaps", words)?,
-        overlap: 1,
         halves: halves.into(),
         each: op.int("block_tokens", each)?,
         ..TaperStripesParams::zeroed()
@@ -184,7 +182,6 @@ impl DeviceStripes {
             runs: op.int("runs", runs.len())?,
             words: op.int("bitmaps", words)?,
             token_stride: op.int("tokens", room)?,
-            overlap: 1,
             block_tokens: op.int("block_tokens", self.block_tokens)?,
         };
         // SAFETY: every address was checked against the shapes given beside it.
@@ -233,7 +230,6 @@ fn fewest(op: &Op, mass: &Tensor, kv_heads: usize, alpha: f64) -> Result<(Tensor
             entries: op.int("mass", entries)?,
             k: if alpha >= 1.0 { op.int("mass", entries)? } else { 0 },
             target: ffi::TAPER_NO_TARGET,
-            overlap: 1,
             ..TaperSelectParams::zeroed()
         },
         group: op.int("mass", q_heads / kv_heads)?,
@@ -306,8 +302,6 @@ pub fn drop_columns(tiles: &Tiles, tokens: &Tensor, counts: &Tensor, blocks: &Ke
         list_heads: op.int("blocks", blocks.heads)?,
         tile_count: op.int("tiles", tiles.count)?,
         column_stride: op.int("tokens", room)?,
-        overlap: 1,
-        ..TaperColumnsParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_drop_columns, &p) }?;

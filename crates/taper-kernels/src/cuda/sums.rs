@@ -70,7 +70,6 @@ fn few(op: &Op, rows: &Rows, q: &Tensor, table: &Tensor, slices: &[(u32, u32, u3
         table_stride: op.int("table", key_blocks)?,
         max_blocks: op.int("positions", key_blocks)?,
         splits: op.int("positions", splits)?,
-        overlap: 1,
         scale: 1.0 / (head_dim as f32).sqrt(),
         window: op.int("window", rows.window.unwrap_or(0))?,
         ..TaperReduceParams::zeroed()

@@ -24,8 +24,6 @@ pub(crate) fn tokens(logits: &Tensor, draws: &[Draw]) -> Result<Tensor> {
         tokens: op.at("tokens", &out, DType::U32, [rows])?,
         rows: op.int("logits", rows)?,
         vocab: op.int("logits", vocab)?,
-        overlap: 1,
-        reserved: 0,
     };
     // SAFETY: every address was checked against the shapes given beside it, and draws are within their ranges.
     unsafe { op.launch(taper_tokens, &p) }?;

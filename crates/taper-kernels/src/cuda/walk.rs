@@ -45,7 +45,6 @@ impl Walked {
             lists: op.int("lists", count)?,
             capacity: op.int("max_len", places)?,
             token_shift: lists.token_shift as i32,
-            overlap: 1,
             ..TaperWalkParams::zeroed()
         };
         if let Some((of, keys)) = beside {
@@ -130,7 +129,6 @@ pub(super) fn list_scores(
             max_entries: op.int("max_len", places)?,
             stride: op.int("max_len", places)?,
             reduce: ffi::TAPER_PER_HEAD,
-            overlap: 1,
             scale: 1.0 / (head_dim as f32).sqrt(),
             ids: ids_at,
             counts: counts_at,
@@ -167,7 +165,6 @@ pub(super) fn list_scores(
         kv_heads: op.int("kv", kv_heads)?,
         stride: op.int("max_len", places)?,
         known_stride: op.int("scores", entries)?,
-        overlap: 1,
     };
     // SAFETY: likewise.
     unsafe { op.launch(ffi::taper_weigh, &p) }?;
