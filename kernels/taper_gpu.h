@@ -182,7 +182,7 @@ typedef struct TaperValuesParams {
   const uint32_t* lens;         // [rows], visible tokens, at least 1
   const uint64_t* seeds;        // [rows]
   const uint32_t* positions;    // [rows], absolute position of the query
-  void* out;                    // [rows, q_heads, head_dim], f32 where out_f32 says so
+  float* out;                   // [rows, q_heads, head_dim]
   float* lse;                   // [rows, q_heads] or null; exact
   uint32_t* sync;               // [(1 + lists) * 32], zero before and after
   void* weights;                // [lists, blocks of max_len, group, 64], scratch
@@ -193,7 +193,7 @@ typedef struct TaperValuesParams {
   int32_t rows, q_heads, kv_heads, head_dim, dtype, table_stride;
   int32_t max_len, samples, rule, layer;
   float scale;
-  int32_t in_order, out_f32;
+  int32_t in_order;  // set by the entry point
 } TaperValuesParams;
 
 // How many tokens each KV head's query heads read between them, by lists of tokens.
@@ -790,8 +790,7 @@ typedef struct TaperProjectParams {
   const float* x;       // [rows, x_heads, inputs]
   const void* weight;   // [maps, outputs, inputs], f32, or bf16 of inputs in eights
   const float* bias;    // [maps, outputs], or null
-  void* out;            // f32, or bf16; a head's outputs lie beside each other
-  int64_t row_stride, head_stride;  // elements
+  void* out;            // [rows, heads, outputs], f32 or bf16
   int32_t rows, heads, x_heads, maps, inputs, outputs;
   int32_t activation;  // TAPER_LINEAR and so on
   int32_t bf16;        // 1: out is bf16

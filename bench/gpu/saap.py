@@ -6,7 +6,7 @@ time(f) is the median of a graph replay in microseconds.
 import torch
 
 import taper_gpu as t
-from taper_gpu import DTYPE, I32, I64, P, call, ptr, struct
+from taper_gpu import DTYPE, I32, P, call, ptr, struct
 
 DEV = "cuda"
 
@@ -31,7 +31,7 @@ RowsParams = struct("RowsParams", [
     ("x", P), ("slots", P), ("cos", P), ("sin", P), ("out", P), ("tokens", I32), ("heads", I32), ("width", I32),
     ("dtype", I32), ("x_f32", I32)])
 ProjectParams = struct("ProjectParams", [
-    ("x", P), ("weight", P), ("bias", P), ("out", P), ("row_stride", I64), ("head_stride", I64), ("rows", I32),
+    ("x", P), ("weight", P), ("bias", P), ("out", P), ("rows", I32),
     ("heads", I32), ("x_heads", I32), ("maps", I32), ("inputs", I32), ("outputs", I32), ("activation", I32),
     ("bf16", I32), ("scale", t.F32), ("weight_bf16", I32)])
 NearestParams = struct("NearestParams", [
@@ -143,20 +143,19 @@ class Saap:
 class Project:
     """A layer of a perceptron for each map: `x` [rows, heads, inputs] by `weight` [maps, outputs, inputs], f32 or bf16."""
 
-    def __init__(self, x, weight, bias, by_head=False):
+    def __init__(self, x, weight, bias):
         (rows, heads, inputs), (maps, outputs, _) = x.shape, weight.shape
-        self.out = torch.full((heads, rows, outputs) if by_head else (rows, heads, outputs), float("nan"), device=DEV)
+        self.out = torch.full((rows, heads, outputs), float("nan"), device=DEV)
         self.keep = (x, weight, bias)
-        strides = (outputs, rows * outputs) if by_head else (heads * outputs, outputs)
-        self.p = ProjectParams(ptr(x), ptr(weight), ptr(bias), ptr(self.out), *strides, rows, heads, heads, maps, inputs,
-                               outputs, 0, 0, 1.0, int(weight.dtype == torch.bfloat16))
+        self.p = ProjectParams(ptr(x), ptr(weight), ptr(bias), ptr(self.out), rows, heads, heads, maps, inputs, outputs,
+                               0, 0, 1.0, int(weight.dtype == torch.bfloat16))
 
     def __call__(self):
         call("taper_project", self.p)
 
 
 class Keys:
-    """The cluster of each of the cache's keys in `slots`, turned back, in one launch; `apart` in three."""
+    """The cluster of each of the cache's keys in `slots`, turned back, in one launch; `apart` by a product of torch's."""
 
     def __init__(self, cache, slots, centroids, turns):
         kv, clusters, d = centroids.shape
@@ -164,18 +163,18 @@ class Keys:
         self.ids = torch.zeros(cache.blocks, kv, 64, dtype=torch.int16, device=DEV) - 1
         self.rows = torch.full((n, kv, d), float("nan"), device=DEV)
         cos, sin = turns
-        self.products = Project(self.rows, centroids, None, True)
+        self.products = torch.full((kv, n, clusters), float("nan"), device=DEV)
         self.own = slots % 64, torch.arange(n, device=DEV, dtype=torch.int32), (slots // 64)[:, None].contiguous()
-        self.keep = (cache, slots, centroids, turns)
+        self.centroids, self.keep = centroids, (cache, slots, turns)
         dtype = DTYPE[cache.k.dtype]
         self.p = KeyClusterParams(ptr(cache.k), ptr(centroids), ptr(slots), ptr(cos), ptr(sin), ptr(self.ids), n, kv, d,
                                   clusters, dtype)
         self.back = RowsParams(ptr(cache.k), ptr(slots), ptr(cos), ptr(sin), ptr(self.rows), n, kv, d, dtype, 0)
-        self.nearest = NearestParams(ptr(self.products.out), *map(ptr, self.own), ptr(self.ids), n, kv, clusters, 1)
+        self.nearest = NearestParams(ptr(self.products), *map(ptr, self.own), ptr(self.ids), n, kv, clusters, 1)
 
     def apart(self):
         call("taper_rows", self.back)
-        self.products()
+        torch.matmul(self.rows.transpose(0, 1), self.centroids.transpose(1, 2), out=self.products)
         call("taper_saap_nearest", self.nearest)
 
     def __call__(self):
@@ -318,7 +317,7 @@ def check_keys(report, small):
         a, b = cache.k[block, :, row].double().chunk(2, -1)
         cos, sin = angle.cos().double()[:, None], angle.sin().double()[:, None]
         keys = torch.cat([a * cos + b * sin, b * cos - a * sin], -1)
-        s = torch.einsum("nhd,hcd->nhc", keys, f.keep[2].double())
+        s = torch.einsum("nhd,hcd->nhc", keys, f.centroids.double())
         loss = s.amax(-1) - s.gather(-1, got[..., None])[..., 0]
         report(f"clusters of {n} keys {dtype} d{d} {clusters}", (loss.max() / s.abs().max()).item(), 1e-6)
         report("clusters of keys as by products", float((got != apart).double().mean()), 0.02)
@@ -402,7 +401,7 @@ def bench(put, time):
             turn = torch.rand(1, 64, device=DEV)
             keys = Keys(cache, cache.table[0, :1] * 64, torch.randn(8, 2048, 128, device=DEV), (turn, turn))
             put("saap a key's cluster us", time(keys))
-            put("saap a key's cluster in three launches us", time(keys.apart))
+            put("saap a key's cluster by a product of torch's us", time(keys.apart))
             few = pos[-256:].contiguous()
             put("saap assign 256 tokens us",
                 time(Assign(cache, k[:256].contiguous(), mu, few, torch.zeros_like(few))))

@@ -127,7 +127,7 @@ ValuesParams = struct("ValuesParams", [(n, P) for n in (
     ).split()] + [
     ("blocks", I64), ("rows", I32), ("q_heads", I32), ("kv_heads", I32), ("head_dim", I32),
     ("dtype", I32), ("table_stride", I32), ("max_len", I32), ("samples", I32), ("rule", I32),
-    ("layer", I32), ("scale", F32), ("in_order", I32), ("out_f32", I32)])
+    ("layer", I32), ("scale", F32), ("in_order", I32)])
 
 
 class Cache:
@@ -464,7 +464,7 @@ class Values:
         f32 = lambda *shape: torch.full(shape, float("nan"), device=dev)
         self.lens, self.positions = i32(lens), i32([n - 1 for n in lens] if positions is None else positions)
         self.seeds = torch.tensor(seeds, dtype=torch.int64, device=dev)
-        self.out = torch.full(q.shape, float("nan"), device=dev, dtype=q.dtype)
+        self.out = f32(*q.shape)
         self.lse = f32(rows, q_heads)
         self.sync = torch.zeros(1 + lists, 32, dtype=torch.int32, device=dev)
         padded = (max(lens) + 63) // 64 * 64
@@ -477,7 +477,7 @@ class Values:
                                self.positions, self.out, self.lse, self.sync, self.weights,
                                self.part_lse, self.parts, self.ids)],
             cache.blocks, rows, q_heads, kv, d, DTYPE[q.dtype], cache.table.stride(0), max(lens),
-            samples, TARGETS[rule], layer, d**-0.5, 0, 0)
+            samples, TARGETS[rule], layer, d**-0.5, 0)
 
     def __call__(self):
         call("taper_values", self.p)

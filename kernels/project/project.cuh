@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kProjectWarps * 32) project_kernel(const Proje
       const int n = start + (own + i) / O, output = first + (own + i) % O;
       if (n >= count || output >= p.outputs) continue;
       const float y = activated(fmaf(sums[i], p.scale, bias[i]), p.activation);
-      const int64_t at = n / per * p.row_stride + (map * per + n % per) * p.head_stride + output;
+      const int64_t at = ((int64_t)(n / per) * p.heads + map * per + n % per) * p.outputs + output;
       if (p.bf16)
         static_cast<__nv_bfloat16*>(p.out)[at] = __float2bfloat16(y);
       else
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kProjectWarps * 32, 2) project_short_kernel(co
     const int n = start + lane / 16;
     if (lane % 2 > 0 || n >= count || output >= p.outputs) continue;
     const float y = activated(fmaf(sums[0], p.scale, bias), p.activation);
-    const int64_t at = n / per * p.row_stride + (map * per + n % per) * p.head_stride + output;
+    const int64_t at = ((int64_t)(n / per) * p.heads + map * per + n % per) * p.outputs + output;
     if (p.bf16)
       static_cast<__nv_bfloat16*>(p.out)[at] = __float2bfloat16(y);
     else

@@ -483,8 +483,7 @@ struct ValuesBlock {
       float x = 0;
 #pragma unroll 16
       for (uint32_t r = 0; r < runs; ++r) x += __ldcg(from + (int64_t)r * group * D);
-      if (p.out_f32) static_cast<float*>(p.out)[head * D + i] = x * inverse;
-      else static_cast<T*>(p.out)[head * D + i] = static_cast<T>(x * inverse);
+      p.out[head * D + i] = x * inverse;
     }
     if (tid == 0 && !alone) sync[0] = sync[8] = 0;  // All have left.
   }

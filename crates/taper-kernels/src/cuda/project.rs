@@ -80,7 +80,7 @@ fn run(
     Ok(out)
 }
 
-/// One layer, and how its results lie.
+/// One layer.
 #[derive(Clone, Copy)]
 pub struct Layer<'a> {
     /// `[maps, outputs, inputs]`, f32, or bf16 of inputs in eights.
@@ -93,12 +93,10 @@ pub struct Layer<'a> {
     pub activation: Option<Activation>,
     /// f32 or bf16.
     pub out: DType,
-    /// Whether results are `[heads, T, outputs]` in place of `[T, heads, outputs]`.
-    pub by_head: bool,
 }
 
 /// What a layer makes of rows `x` `[T, x_heads, inputs]`, f32, for `heads` heads, a multiple of both the maps and `x_heads`:
-/// neighbours share them.
+/// neighbours share them: `[T, heads, outputs]`.
 ///
 /// # Errors
 /// Shapes that do not fit.
@@ -111,18 +109,12 @@ pub fn project(x: &Tensor, heads: usize, layer: &Layer) -> Result<Lent> {
     let weights = layer.weight.dtype();
     let fits = weights == DType::F32 || (weights == DType::BF16 && inputs.is_multiple_of(8));
     op.check(fits, "weight", format_args!("{weights:?} of {inputs} inputs"), "f32, or bf16 of inputs in eights")?;
-    let (shape, row_stride, head_stride) = match layer.by_head {
-        true => ([heads, rows, outputs], outputs, rows * outputs),
-        false => ([rows, heads, outputs], heads * outputs, outputs),
-    };
-    let out = op.lent(shape.to_vec(), layer.out)?;
+    let out = op.lent((rows, heads, outputs), layer.out)?;
     let p = TaperProjectParams {
         x: op.at("x", x, DType::F32, [rows, x_heads, inputs])?,
         weight: op.at::<u8>("weight", layer.weight, weights, [maps, outputs, inputs])?.cast_const().cast(),
         bias: op.maybe("bias", layer.bias, DType::F32, [maps, outputs])?,
-        out: op.at::<u8>("out", &out, layer.out, shape)?.cast(),
-        row_stride: row_stride as i64,
-        head_stride: head_stride as i64,
+        out: op.at::<u8>("out", &out, layer.out, [rows, heads, outputs])?.cast(),
         rows: op.int("x", rows)?,
         heads: op.int("heads", heads)?,
         x_heads: op.int("x", x_heads)?,

@@ -228,7 +228,6 @@ pub fn values(batch: &Batch, streams: Streams, samples: usize, targets: Targets,
         },
         layer: streams.layer as i32,
         scale: 1.0 / (head_dim as f32).sqrt(),
-        out_f32: 1,
         ..TaperValuesParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.

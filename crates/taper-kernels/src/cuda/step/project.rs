@@ -74,7 +74,7 @@ pub(super) fn forward(
         let (weight, bias) = (&layer[0], &layer[1]);
         if single {
             let out = if depth < last { DType::F32 } else { out };
-            let layer = Layer { weight, bias: Some(bias), scale: 1.0, activation, out, by_head: false };
+            let layer = Layer { weight, bias: Some(bias), scale: 1.0, activation, out };
             x = kernels::project(&x, heads, &layer)?;
             continue;
         }
@@ -145,7 +145,7 @@ pub(super) fn key_products(op: &Op, of: &PerHead<Centroids>, keys: &Tensor) -> R
 }
 
 fn raw(weight: &Tensor) -> Layer<'_> {
-    Layer { weight, bias: None, scale: 1.0, activation: None, out: DType::F32, by_head: false }
+    Layer { weight, bias: None, scale: 1.0, activation: None, out: DType::F32 }
 }
 
 /// Rows whose turns a thread makes at a time.
