@@ -915,21 +915,14 @@ int taper_saap_attend(const TaperClusteredParams* p, TaperStream stream);
 
 // Keys and values of a step's tokens into the cache, keys and queries rotated.
 typedef struct TaperRopeParams {
-  const void* qkv;              // [tokens, row_stride]: q heads, k heads, v heads side by side
-  const float* angles;          // [positions, head_dim]: cosines of the halves' pairs, then sines
-  const uint32_t* positions;    // [tokens]
-  const uint32_t* token_table;  // [tokens], the block table of each token's sequence
-  const uint32_t* block_table;  // [tables, table_stride]
-  void* q;                      // [tokens, q_heads, head_dim]
-  void* q_plain;                // as q, before the rotation; or null
-  void* k_plain;                // [tokens, kv_heads, head_dim] before the rotation; or null
-  void* k;                      // cache, [blocks, kv_heads, 64, head_dim]
+  const void* qkv;        // [tokens, q_heads + 2 kv_heads, head_dim]: q heads, k heads, v heads
+  const float* angles;    // [tokens, head_dim]: cosines of the halves' pairs, then sines
+  const uint32_t* slots;  // [tokens], block * 64 + row
+  void* q;                // [tokens, q_heads, head_dim]
+  void* k;                // cache, [blocks, kv_heads, 64, head_dim]
   void* v;
-  int64_t row_stride;
-  int32_t tokens, q_heads, kv_heads, head_dim, dtype, table_stride, interleaved;
-  const uint32_t* slots;  // [tokens], block * 64 + row; the angles are then each token's own, and neither
-                          // positions nor tables are read; or null
-  int32_t qkv_dtype;  // dtype is that of all else
+  int32_t tokens, q_heads, kv_heads, head_dim;
+  int32_t dtype, qkv_dtype;  // of all else, and of qkv
 } TaperRopeParams;
 
 // Cosines and sines of positions times frequencies, both times factor. The product is rounded to f32, as
@@ -951,14 +944,11 @@ typedef struct TaperWriteParams {
 } TaperWriteParams;
 
 typedef struct TaperNormParams {
-  const void* x;       // [rows, width], what the block before put out
-  const void* weight;  // [width]
-  void* residual;      // [rows, width]: becomes residual + x; null: x alone is normalised
-  void* out;           // [rows, width]
+  const float* x;       // [rows, width]
+  const float* weight;  // [width]; null: x is only rounded
+  void* out;            // [rows, width], of dtype
   int32_t rows, width, dtype;
   float epsilon;
-  // x and weight are f32, and there is no residual; dtype is that of out. Without a weight x is only rounded.
-  int32_t x_f32;
 } TaperNormParams;
 
 typedef struct TaperSiluParams {

@@ -12,7 +12,7 @@ import torch
 
 import taper_gpu as t
 from append import AppendParams
-from layer import Rope, angles_for
+from layer import Rope, angles_for, slots_for
 from paying import PickTokens
 from pick import TOKENS, Pick, paged_bounds
 from quantized import Quantize
@@ -82,7 +82,7 @@ class Layer:
         cache, (qkv, attended, residual, sync, angles) = self.cache, shared
         self.cache.v += 0.5
         pos = torch.tensor([n - 1], device=DEV, dtype=torch.int32)
-        self.rope = Rope(cache, qkv, angles, pos, torch.zeros_like(pos), HQ)
+        self.rope = Rope(cache, qkv, angles[n - 1:], slots_for(cache, torch.zeros_like(pos), pos), HQ)
         lists = torch.tensor([t.work_list((0, n - 64), (4, n), length=n)] * HK, dtype=torch.int32, device=DEV)
         i32 = lambda x: torch.full((HK,), x, dtype=torch.int32, device=DEV)
         if by == "tokens":

@@ -18,23 +18,11 @@ cudaError_t write(const WriteParams& p, cudaStream_t s) {
   return launch(kernel, (unsigned)grid, 256, 0, s, p);
 }
 
-// How many threads share a row depends on its width alone.
 template <class T>
 cudaError_t norm(const NormParams& p, cudaStream_t s) {
-  const int pieces = p.width / 8;
-  if (p.x_f32) {
-    const int room = 2 * sm_count();
-    auto kernel = pieces <= 512 ? norm_f32_kernel<T, 1> : norm_f32_kernel<T, 2>;
-    return launch(kernel, p.rows < room ? p.rows : room, 512, 0, s, p);
-  }
-  auto go = [&](auto kernel, int per, int resident) {
-    const int threads = ((pieces + per - 1) / per + 31) / 32 * 32;
-    const int room = sm_count() * (resident / threads > 0 ? resident / threads : 1);
-    return launch(kernel, p.rows < room ? p.rows : room, threads, 0, s, p);
-  };
-  if (pieces <= 512) return go(norm_kernel<T, 1>, 1, 1536);
-  if (pieces <= 1024) return go(norm_kernel<T, 2>, 2, 1024);
-  return go(norm_kernel<T, 4>, 4, 1024);
+  const int room = 2 * sm_count();
+  auto kernel = p.width / 8 <= 512 ? norm_kernel<T, 1> : norm_kernel<T, 2>;
+  return launch(kernel, p.rows < room ? p.rows : room, 512, 0, s, p);
 }
 
 }  // namespace
@@ -64,10 +52,7 @@ extern "C" int taper_write(const taper::WriteParams* p, cudaStream_t stream) {
 
 extern "C" int taper_norm(const taper::NormParams* p, cudaStream_t stream) {
   using namespace taper;
-  const int pieces = p->width / 8;
-  const bool fits = p->x_f32 ? !p->residual : pieces <= 1024 * kNormPieces;
-  if (p->rows <= 0 || pieces <= 0 || p->width % 8 || !fits)
-    return cudaErrorInvalidValue;
+  if (p->rows <= 0 || p->width <= 0 || p->width % 8) return cudaErrorInvalidValue;
   return p->dtype == kBf16 ? norm<__nv_bfloat16>(*p, stream) : norm<__half>(*p, stream);
 }
 

@@ -1,6 +1,6 @@
 // The steps between matrix products and attention, each in one pass over its data:
 // rotation of queries and keys with the append to the paged cache, root-mean-square
-// normalisation with the residual sum before it, and the gated activation.
+// normalisation, and the gated activation.
 #pragma once
 
 #include "../common/launch.cuh"
@@ -38,8 +38,7 @@ __device__ __forceinline__ uint4 as(const Eight<In>& from) {
   return to.pack();
 }
 
-// A thread takes two pieces of eight elements that rotate into one another: the same
-// place in both halves of a head, or neighbours where pairs are interleaved.
+// A thread takes two pieces of eight elements that rotate into one another: the same place in both halves of a head.
 template <class In, class T, int D>
 __global__ void __launch_bounds__(256) rope_kernel(const RopeParams p) {
   constexpr int kPairs = D / 16;  // pairs of pieces a head
@@ -51,27 +50,22 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams p) {
   if (i >= (int64_t)p.tokens * heads * kPairs) return;
   const int pair = (int)(i % kPairs), head = (int)(i / kPairs % heads);
   const int64_t token = i / kPairs / heads;
-  const int lo = p.interleaved ? 2 * pair : pair, hi = p.interleaved ? lo + 1 : pair + kPairs;
-  const uint4* src = reinterpret_cast<const uint4*>(static_cast<const In*>(p.qkv) +
-                                                    token * p.row_stride + (int64_t)head * D);
+  const int lo = pair, hi = pair + kPairs;
+  const uint4* src = reinterpret_cast<const uint4*>(static_cast<const In*>(p.qkv) + (token * heads + head) * D);
   const Eight<In> a(src[lo]), b(src[hi]);
-  const uint4 raw_a = as<T>(a), raw_b = as<T>(b);
-  const uint32_t pos = p.slots ? (uint32_t)token : p.positions[token];
   auto cache_row = [&](void* base, int kv_head) {
-    const uint32_t* table = p.block_table + (uint64_t)(p.slots ? 0 : p.token_table[token]) * p.table_stride;
-    const uint32_t block = p.slots ? p.slots[token] / kBlock : table[pos / kBlock];
-    const uint32_t row = (p.slots ? p.slots[token] : pos) % kBlock;
+    const uint32_t slot = p.slots[token];
     return reinterpret_cast<uint4*>(
-        static_cast<T*>(base) + (((uint64_t)block * p.kv_heads + kv_head) * kBlock + row) * D);
+        static_cast<T*>(base) + (((uint64_t)(slot / kBlock) * p.kv_heads + kv_head) * kBlock + slot % kBlock) * D);
   };
   if (head >= p.q_heads + p.kv_heads) {
     uint4* to = cache_row(p.v, head - p.q_heads - p.kv_heads);
-    to[lo] = raw_a;
-    to[hi] = raw_b;
+    to[lo] = as<T>(a);
+    to[hi] = as<T>(b);
     return;
   }
   // Eight angles: of pairs 8 * pair .. 8 * pair + 7.
-  const float* angle = p.angles + (int64_t)pos * D + 8 * pair;
+  const float* angle = p.angles + token * D + 8 * pair;
   float c[8], s[8];
 #pragma unroll
   for (int j = 0; j < 8; j += 4) {
@@ -79,37 +73,15 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams p) {
     *reinterpret_cast<float4*>(s + j) = *reinterpret_cast<const float4*>(angle + D / 2 + j);
   }
   Eight<T> x, y;
-  if (p.interleaved) {
-    // Elements 2j, 2j + 1 of the 16 are pair j.
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float u = j < 4 ? a.x[2 * (j & 3)] : b.x[2 * (j & 3)];
-      const float v = j < 4 ? a.x[2 * (j & 3) + 1] : b.x[2 * (j & 3) + 1];
-      (j < 4 ? x : y).x[2 * (j & 3)] = u * c[j] - v * s[j];
-      (j < 4 ? x : y).x[2 * (j & 3) + 1] = v * c[j] + u * s[j];
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      x.x[j] = a.x[j] * c[j] - b.x[j] * s[j];
-      y.x[j] = b.x[j] * c[j] + a.x[j] * s[j];
-    }
+  for (int j = 0; j < 8; ++j) {
+    x.x[j] = a.x[j] * c[j] - b.x[j] * s[j];
+    y.x[j] = b.x[j] * c[j] + a.x[j] * s[j];
   }
-  const bool query = head < p.q_heads;
-  const int kv_head = head - p.q_heads;
-  uint4* to = query ? reinterpret_cast<uint4*>(static_cast<T*>(p.q) +
-                                               (token * p.q_heads + head) * D)
-                    : cache_row(p.k, kv_head);
+  uint4* to = head < p.q_heads ? reinterpret_cast<uint4*>(static_cast<T*>(p.q) + (token * p.q_heads + head) * D)
+                               : cache_row(p.k, head - p.q_heads);
   to[lo] = x.pack();
   to[hi] = y.pack();
-  void* plain = query ? p.q_plain : p.k_plain;
-  if (plain) {
-    uint4* at = reinterpret_cast<uint4*>(
-        static_cast<T*>(plain) +
-        (query ? token * p.q_heads + head : token * p.kv_heads + kv_head) * D);
-    at[lo] = raw_a;
-    at[hi] = raw_b;
-  }
 }
 
 // A thread takes one pair of a row.
@@ -151,88 +123,18 @@ __global__ void __launch_bounds__(256) write_kernel(const WriteParams p) {
   static_cast<uint4*>(p.pool)[row * pieces + piece] = raw;
 }
 
-constexpr int kNormPieces = 4;  // of eight elements a thread keeps at most
-
-// A thread block walks rows, keeps the weights and has the next row on its way. The sum
-// is rounded to T before it is squared, since that is what the next layer will add to.
-template <class T, int PIECES>
-__global__ void __launch_bounds__(PIECES == 4 ? 1024 : 512) norm_kernel(const NormParams p) {
-  __shared__ float sums[2][32];
-  const int tid = threadIdx.x, threads = blockDim.x, pieces = p.width / 8;
-  const uint4* w = static_cast<const uint4*>(p.weight);
-  uint4 scale[PIECES], x[PIECES], added[PIECES];
-#pragma unroll
-  for (int i = 0; i < PIECES; ++i) {
-    const int at = tid + i * threads;
-    scale[i] = at < pieces ? w[at] : make_uint4(0, 0, 0, 0);  // The predecessor writes no weights.
-  }
-  wait_for_predecessor();
-  launch_dependents();
-  auto load = [&](int row) {
-#pragma unroll
-    for (int i = 0; i < PIECES; ++i) {
-      const int at = tid + i * threads;
-      const bool live = at < pieces && row < p.rows;
-      const int64_t from = (int64_t)row * pieces + at;
-      x[i] = live ? static_cast<const uint4*>(p.x)[from] : make_uint4(0, 0, 0, 0);
-      added[i] = live && p.residual ? static_cast<const uint4*>(p.residual)[from]
-                                    : make_uint4(0, 0, 0, 0);
-    }
-  };
-  load(blockIdx.x);
-  for (int row = blockIdx.x, turn = 0; row < p.rows; row += gridDim.x, turn ^= 1) {
-    const int64_t to = (int64_t)row * pieces;
-    uint4 kept[PIECES];
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < PIECES; ++i) {
-      kept[i] = x[i];
-      Eight<T> a(kept[i]);
-      if (p.residual) {
-        const Eight<T> b(added[i]);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) a.x[j] += b.x[j];
-        kept[i] = a.pack();
-        a = Eight<T>(kept[i]);
-      }
-#pragma unroll
-      for (int j = 0; j < 8; ++j) sum += a.x[j] * a.x[j];
-    }
-    load(row + gridDim.x);
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-    if ((tid & 31) == 0) sums[turn][tid / 32] = sum;
-    __syncthreads();
-    sum = (tid & 31) < threads / 32 ? sums[turn][tid & 31] : 0.f;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-    const float inv = rsqrtf(sum / p.width + p.epsilon);
-#pragma unroll
-    for (int i = 0; i < PIECES; ++i) {
-      const int at = tid + i * threads;
-      if (at >= pieces) continue;
-      if (p.residual) static_cast<uint4*>(p.residual)[to + at] = kept[i];
-      Eight<T> a(kept[i]);
-      const Eight<T> g(scale[i]);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) a.x[j] *= inv * g.x[j];
-      static_cast<uint4*>(p.out)[to + at] = a.pack();
-    }
-  }
-}
-
 // Rows in f32 by a weight in f32, or, without one, rounded as they are: a thread block walks rows, keeps the weights and has the
 // next row on its way. Rows too wide to be kept are read twice.
 template <class T, int HELD>
-__global__ void __launch_bounds__(512, 2) norm_f32_kernel(const NormParams p) {
+__global__ void __launch_bounds__(512, 2) norm_kernel(const NormParams p) {
   constexpr int kHeld = HELD;  // pieces of eight elements that a thread keeps
   __shared__ float sums[2][16];
   const int tid = threadIdx.x, pieces = p.width / 8;
   const bool scaled = p.weight != nullptr, kept = pieces <= kHeld * 512;
   float g[kHeld][8], x[kHeld][8];
-  auto eight = [](const void* from, int64_t at, float (&to)[8]) {
-    *reinterpret_cast<float4*>(to) = static_cast<const float4*>(from)[2 * at];
-    *reinterpret_cast<float4*>(to + 4) = static_cast<const float4*>(from)[2 * at + 1];
+  auto eight = [](const float* from, int64_t at, float (&to)[8]) {
+    *reinterpret_cast<float4*>(to) = reinterpret_cast<const float4*>(from)[2 * at];
+    *reinterpret_cast<float4*>(to + 4) = reinterpret_cast<const float4*>(from)[2 * at + 1];
   };
   auto load = [&](int row) {
 #pragma unroll

@@ -8,91 +8,7 @@ use super::ffi::{
 use super::op::Op;
 use super::project::rows;
 use crate::kv::{BLOCK_TOKENS, PagedKv};
-use bytemuck::Zeroable;
 use candle_core::{DType, Device, Tensor};
-
-/// A step's projections on their way to the cache.
-#[derive(Clone, Copy)]
-pub struct Rotate<'a> {
-    /// Queries, keys and values side by side `[T, (q_heads + 2 kv_heads) head_dim]`, in the cache's dtype.
-    pub qkv: &'a Tensor,
-    /// Cosines of the pairs' angles, then their sines `[positions, head_dim]`, f32.
-    pub angles: &'a Tensor,
-    /// Absolute positions `[T]`, u32, each below the angles' number.
-    pub positions: &'a Tensor,
-    /// The block table of each token's sequence `[T]`, u32.
-    pub token_tables: &'a Tensor,
-    /// Block tables `[tables, stride]`, u32.
-    pub tables: &'a Tensor,
-    /// Whether pairs are neighbours instead of halves.
-    pub interleaved: bool,
-    /// Whether queries and keys are also wanted as they were before.
-    pub plain: bool,
-}
-
-/// What [`rotate_append`] gives beside the cache's new rows.
-#[derive(Debug)]
-pub struct Rotated {
-    /// Queries `[T, q_heads, head_dim]`.
-    pub q: Tensor,
-    /// Queries before the rotation, where asked for.
-    pub q_plain: Option<Tensor>,
-    /// Keys before the rotation `[T, kv_heads, head_dim]`, where asked for.
-    pub k_plain: Option<Tensor>,
-}
-
-/// Rotates queries and keys, and writes keys and values into the cache, in place.
-///
-/// # Errors
-/// Shapes or dtypes that differ; head_dim other than 64 and 128.
-pub fn rotate_append(of: &Rotate, kv: PagedKv) -> Result<Rotated> {
-    let op = Op::new("rotate_append", "qkv", of.qkv)?;
-    let (blocks, kv_heads, head_dim) = kv.dims()?;
-    let (tokens, width) = of.qkv.dims2()?;
-    let heads = width / head_dim;
-    let fits = width == heads * head_dim && heads > 2 * kv_heads && (heads - 2 * kv_heads).is_multiple_of(kv_heads);
-    op.check(
-        fits,
-        "qkv",
-        format_args!("{width} wide"),
-        format_args!("q heads and twice {kv_heads} KV heads of {head_dim}, q heads a multiple of the KV heads"),
-    )?;
-    op.check(matches!(head_dim, 64 | 128), "kv", format_args!("head_dim {head_dim}"), "64 or 128")?;
-    let q_heads = heads - 2 * kv_heads;
-    let dtype = kv.k.dtype();
-    let (positions, angle_rows) = (of.positions.dims1()?, of.angles.dim(0)?);
-    let (tables, stride) = of.tables.dims2()?;
-    let pool = [blocks, kv_heads, BLOCK_TOKENS, head_dim];
-    let q = op.empty((tokens, q_heads, head_dim), dtype)?;
-    let plain = |heads: usize| of.plain.then(|| op.empty((tokens, heads, head_dim), dtype)).transpose();
-    let (q_plain, k_plain) = (plain(q_heads)?, plain(kv_heads)?);
-    op.check(positions == tokens, "positions", positions, tokens)?;
-    let p = TaperRopeParams {
-        qkv: op.at("qkv", of.qkv, dtype, [tokens, width])?,
-        angles: op.at("angles", of.angles, DType::F32, [angle_rows, head_dim])?,
-        positions: op.at("positions", of.positions, DType::U32, [tokens])?,
-        token_table: op.at("token_tables", of.token_tables, DType::U32, [tokens])?,
-        block_table: op.at("tables", of.tables, DType::U32, [tables, stride])?,
-        q: op.at("q", &q, dtype, [tokens, q_heads, head_dim])?,
-        q_plain: op.maybe("q_plain", q_plain.as_ref(), dtype, [tokens, q_heads, head_dim])?,
-        k_plain: op.maybe("k_plain", k_plain.as_ref(), dtype, [tokens, kv_heads, head_dim])?,
-        k: op.at("kv.k", kv.k, dtype, pool)?,
-        v: op.at("kv.v", kv.v, dtype, pool)?,
-        row_stride: width as i64,
-        tokens: op.int("qkv", tokens)?,
-        q_heads: op.int("qkv", q_heads)?,
-        kv_heads: op.int("kv", kv_heads)?,
-        head_dim: op.int("kv", head_dim)?,
-        dtype: op.dtype("kv", dtype)?,
-        table_stride: op.int("tables", stride)?,
-        interleaved: of.interleaved.into(),
-        slots: std::ptr::null(),
-        qkv_dtype: op.dtype("kv", dtype)?,
-    };
-    // SAFETY: every address was checked against the shapes given beside it.
-    unsafe { op.launch(taper_rope, &p) }?;
-    Ok(Rotated { q, q_plain, k_plain })
-}
 
 /// Cosines and then sines of each position times each of the frequencies, all times `factor`: `[positions, 2 frequencies]`,
 /// f32, on a CUDA device. What is rotated by them there is by the same bits however positions are grouped.
@@ -152,54 +68,26 @@ pub(super) fn append_joint_at(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots:
     let p = TaperRopeParams {
         qkv: op.at("qkv", qkv, qkv.dtype(), [tokens, width])?,
         angles: op.at("angles", angles, DType::F32, [tokens, head_dim])?,
+        slots: op.at("slots", slots, DType::U32, [tokens])?,
         q: op.at("q", &q, dtype, [tokens, q_heads, head_dim])?,
         k: op.at("kv.k", kv.k, dtype, pool)?,
         v: op.at("kv.v", kv.v, dtype, pool)?,
-        row_stride: width as i64,
         tokens: op.int("qkv", tokens)?,
         q_heads: op.int("qkv", q_heads)?,
         kv_heads: op.int("kv", kv_heads)?,
         head_dim: op.int("kv", head_dim)?,
         dtype: op.dtype("kv", dtype)?,
-        slots: op.at("slots", slots, DType::U32, [tokens])?,
         qkv_dtype: op.dtype("qkv", qkv.dtype())?,
-        ..TaperRopeParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it, and slots lie within the cache.
     unsafe { op.launch(taper_rope, &p) }?;
     Ok(q)
 }
 
-/// `residual`, if given, becomes `residual + x` in place; returns the root-mean-square normalisation of it, or of `x`, times
-/// `weight`. All `[T, width]` and `[width]` of one dtype, bf16 or f16.
-///
-/// # Errors
-/// Shapes or dtypes that differ, a width that is not a multiple of 8.
-pub fn norm(x: &Tensor, weight: &Tensor, residual: Option<&Tensor>, epsilon: f32) -> Result<Tensor> {
-    let op = Op::new("norm", "x", x)?;
-    let ((rows, width), dtype) = (x.dims2()?, x.dtype());
-    op.check(width > 0 && width.is_multiple_of(8), "x", format_args!("{width} wide"), "a multiple of 8")?;
-    let out = op.empty((rows, width), dtype)?;
-    let p = TaperNormParams {
-        x: op.at("x", x, dtype, [rows, width])?,
-        weight: op.at("weight", weight, dtype, [width])?,
-        residual: op.maybe("residual", residual, dtype, [rows, width])?,
-        out: op.at("out", &out, dtype, [rows, width])?,
-        rows: op.int("x", rows)?,
-        width: op.int("x", width)?,
-        dtype: op.dtype("x", dtype)?,
-        epsilon,
-        ..TaperNormParams::zeroed()
-    };
-    // SAFETY: every address was checked against the shapes given beside it.
-    unsafe { op.launch(taper_norm, &p) }?;
-    Ok(out)
-}
-
 /// The root-mean-square normalisation of `x` `[T, width]` times `weight` `[width]`, both f32, as bf16 or f16.
 ///
 /// # Errors
-/// As [`norm`].
+/// Shapes that differ, another dtype, a width that is not a multiple of 8.
 pub fn norm_f32(x: &Tensor, weight: &Tensor, epsilon: f32, dtype: DType) -> Result<Tensor> {
     from_f32(&Op::new("norm_f32", "x", x)?, x, Some((weight, epsilon)), dtype)
 }
@@ -207,7 +95,7 @@ pub fn norm_f32(x: &Tensor, weight: &Tensor, epsilon: f32, dtype: DType) -> Resu
 /// `x` `[T, width]`, f32, as bf16 or f16.
 ///
 /// # Errors
-/// As [`norm`].
+/// As [`norm_f32`].
 pub(super) fn rounded(x: &Tensor, dtype: DType) -> Result<Tensor> {
     from_f32(&Op::new("rounded", "x", x)?, x, None, dtype)
 }
@@ -238,13 +126,11 @@ fn from_f32(op: &Op, x: &Tensor, norm: Option<(&Tensor, f32)>, dtype: DType) -> 
     let p = TaperNormParams {
         x: op.at("x", x, DType::F32, [rows, width])?,
         weight: op.maybe("weight", norm.map(|norm| norm.0), DType::F32, [width])?,
-        residual: std::ptr::null_mut(),
         out: op.at("out", &out, dtype, [rows, width])?,
         rows: op.int("x", rows)?,
         width: op.int("x", width)?,
         dtype: op.dtype("out", dtype)?,
         epsilon: norm.map_or(0.0, |norm| norm.1),
-        x_f32: 1,
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(taper_norm, &p) }?;

@@ -51,7 +51,7 @@ pub use decode::Plan;
 pub use delta::{Delta, delta};
 pub use error::{Error, Result};
 pub use graph::{PlainStep, RepeatedStep, StepInputs, graph_steps, plain_step, repeated_step};
-pub use layer::{Rotate, Rotated, angles, norm, norm_f32, rotate_append, silu_mul};
+pub use layer::{angles, norm_f32, silu_mul};
 pub use op::prepare;
 pub use prefill::{DeviceReads, KeyLists, RunLists, Sparse, TILE_ROWS, Tile, Tiles, prefill_tiles};
 pub use product::{
