@@ -61,7 +61,7 @@ pub use project::gather;
 pub use quantized::quantized_scores;
 pub use range::HostTail;
 pub use sample::{Sampled, Scratch, Streams, draw, listed, sampled};
-pub use score::{Between, Scores, View, pick_blocks, scores, top_k, top_k_by, top_p};
+pub use score::{Scores, View, scores};
 pub use spread::{Values, spread_values, values, values_fit};
 pub use stripes::{Chosen, DeviceStripes, Slash, block_lists, drop_columns, stripe_bits};
 

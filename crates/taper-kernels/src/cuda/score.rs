@@ -24,9 +24,8 @@ pub enum View<'a> {
     /// Keys, or some channels of them, or means of pages `[blocks, kv_heads, entries of a block, width]`; width 16, 32, 64
     /// or 128 is that of the queries.
     Rows(&'a Tensor),
-    /// Channel-wise bounds of pages, upper and lower, each as `Rows`: the largest score that they allow.
-    Bounds(&'a Tensor, &'a Tensor),
-    /// The same beside each other, `[blocks, kv_heads, pages of a block, 2 width]`: minima, then maxima.
+    /// Channel-wise bounds of pages `[blocks, kv_heads, pages of a block, 2 width]`, minima, then maxima: the largest score
+    /// that they allow.
     Pages(&'a Tensor),
 }
 
@@ -74,14 +73,13 @@ struct ViewAt {
 
 impl ViewAt {
     fn new(op: &Op, view: View, widths: &[usize], (blocks, kv_heads): (usize, usize)) -> Result<Self> {
-        let pages = matches!(view, View::Pages(_));
-        let (view, lower) = match view {
-            View::Rows(view) | View::Pages(view) => (view, None),
-            View::Bounds(upper, lower) => (upper, Some(lower)),
+        let (view, pages) = match view {
+            View::Rows(view) => (view, false),
+            View::Pages(view) => (view, true),
         };
         let (_, _, per_block, pitch) = view.dims4()?;
         let width = if pages { pitch / 2 } else { pitch };
-        let widths = if pages || lower.is_some() { &[64, 128][..] } else { widths };
+        let widths = if pages { &[64, 128][..] } else { widths };
         op.check(widths.contains(&width), "view", format_args!("{width} wide"), format_args!("{widths:?}"))?;
         let fits = per_block > 0 && BLOCK_TOKENS.is_multiple_of(per_block);
         op.check(fits, "view", format_args!("{per_block} entries a block"), "a divisor of 64")?;
@@ -90,7 +88,7 @@ impl ViewAt {
         // Of minima and maxima beside each other the upper bounds come second.
         let (upper, lower) = match pages {
             true => (first.wrapping_add(width), first),
-            false => (first, op.maybe::<u16>("view", lower, dtype, shape)?.cast_const()),
+            false => (first, std::ptr::null()),
         };
         Ok(Self { upper, lower, dtype, width, pitch, per_block })
     }
@@ -182,44 +180,17 @@ impl Passed {
 
 /// The sinks and the window of each row, as [`Lists`]; candidates lie between them.
 #[derive(Debug)]
-pub struct Between {
-    pub(super) lists: Lists,
+pub(super) struct Between {
+    pub lists: Lists,
     /// First candidate entry, and one past the last, of each list `[lists]`, u32.
-    pub(super) begins: Tensor,
-    pub(super) ends: Tensor,
-    /// Whether ranges end where pages do.
-    whole: bool,
+    pub begins: Tensor,
+    pub ends: Tensor,
 }
 
 impl Between {
-    /// The first `sink` and the last `window` (at least 1) of each row's visible tokens `[R]`; a row that has no more reads
-    /// everything and has no candidates. With pages of more than a token sinks grow and the window grows to whole pages.
-    ///
-    /// # Errors
-    /// A page that does not divide 64.
-    pub fn new(like: &Tensor, heads: usize, lens: &[u32], sink: u32, window: u32, page: u32) -> Result<Self> {
-        let op = Op::new("sink_window", "like", like)?;
-        op.check(page > 0 && (BLOCK_TOKENS as u32).is_multiple_of(page), "page", page, "a divisor of 64")?;
-        let (mut rows, mut begins, mut ends) = (Vec::new(), Vec::new(), Vec::new());
-        for &len in lens {
-            let sinks = sink.next_multiple_of(page).min(len);
-            let start = len.saturating_sub(window.max(1)) / page * page;
-            let apart = sinks < start;
-            rows.push(if apart { ([(0, sinks), (start, len)], len) } else { ([(0, len), (0, 0)], len) });
-            begins.extend(vec![if apart { sinks / page } else { 0 }; heads]);
-            ends.extend(vec![if apart { start / page } else { 0 }; heads]);
-        }
-        Ok(Self {
-            lists: Lists::ranges(like, heads, &rows)?,
-            begins: op.kept(&begins, [begins.len()])?,
-            ends: op.kept(&ends, [ends.len()])?,
-            whole: true,
-        })
-    }
-
     /// Of each list `[R * heads]` the two ranges that its candidates lie between, token by token, or none for a list that
     /// reads all of its `lens` `[R]` tokens.
-    pub(super) fn of(op: &Op, lens: &[usize], fixed: &[Option<[Range<usize>; 2]>], page: usize) -> Result<Self> {
+    pub fn of(op: &Op, lens: &[usize], fixed: &[Option<[Range<usize>; 2]>], page: usize) -> Result<Self> {
         let heads = fixed.len() / lens.len().max(1);
         let (mut made, mut begins, mut ends) = (Draft::default(), Vec::new(), Vec::new());
         for (i, fixed) in fixed.iter().enumerate() {
@@ -236,25 +207,13 @@ impl Between {
             lists: made.finish(op, lens.len(), heads)?,
             begins: op.kept(&begins, [begins.len()])?,
             ends: op.kept(&ends, [ends.len()])?,
-            whole: page == 1,
         })
     }
 
     /// The lists, before anything is chosen for them, to be written to.
-    pub(super) fn into_lists(self, op: &Op) -> Result<Lists> {
+    pub fn into_lists(self, op: &Op) -> Result<Lists> {
         self.lists.writable(op)
     }
-}
-
-/// The sinks, the window, and of the entries between them the `k` that hold the largest share of the attention mass, summed
-/// over the group; ties go to the earlier.
-///
-/// # Errors
-/// Shapes that differ.
-pub fn top_k(batch: &Batch, scores: &Scores, between: Between, k: usize) -> Result<Lists> {
-    let op = Op::new("top_k", "q", batch.q)?;
-    let how = How::by_count(&op, k, None, scores.scores.dim(2)?)?;
-    select(&op, batch, scores.of(), between, &how)
 }
 
 /// The sinks, the window, and of the tokens between them the fewest with which the whole choice holds the share `p` of the
@@ -263,12 +222,12 @@ pub fn top_k(batch: &Batch, scores: &Scores, between: Between, k: usize) -> Resu
 ///
 /// # Errors
 /// Shapes that differ; scores of pages.
-pub fn top_p(batch: &Batch, scores: &Scores, between: Between, p: f32, capacity: usize) -> Result<Lists> {
+pub(super) fn top_p(batch: &Batch, scores: &Scores, between: Between, p: f32, capacity: usize) -> Result<Lists> {
     let op = Op::new("top_p", "q", batch.q)?;
     let Dims { rows, q_heads, kv_heads, .. } = batch.dims(&op)?;
     op.check(scores.page == 1, "scores", format_args!("of pages of {}", scores.page), "of tokens")?;
     // What sinks and window hold already, from attention over them alone.
-    let Between { lists, begins, ends, whole } = between;
+    let Between { lists, begins, ends } = between;
     let plan = Plan::new(lists, batch)?;
     let held = plan.attend(batch, None, DType::F32)?.1;
     let shares = op.empty(rows * kv_heads, DType::F32)?;
@@ -284,18 +243,7 @@ pub fn top_p(batch: &Batch, scores: &Scores, between: Between, p: f32, capacity:
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_shares, &of) }?;
     let how = How { capacity, mass: ffi::TAPER_BY_SCORE, shares: Some(&shares), ..How::default() };
-    select(&op, batch, scores.of(), Between { lists: plan.into_lists(), begins, ends, whole }, &how)
-}
-
-/// The sinks, the window, and of the tokens between them the `k` that matter most by `importance` `[R, kv_heads, entries]`,
-/// f32, whatever it is; ties go to the earlier.
-///
-/// # Errors
-/// Shapes that differ.
-pub fn top_k_by(batch: &Batch, importance: &Tensor, between: Between, k: usize) -> Result<Lists> {
-    let op = Op::new("top_k_by", "importance", importance)?;
-    let how = How::by_count(&op, k, None, importance.dim(2)?)?;
-    select(&op, batch, (importance, None, 1), between, &how)
+    select(&op, batch, scores.of(), Between { lists: plan.into_lists(), begins, ends }, &how)
 }
 
 /// Of each list of `scores` `[lists, entries]`, f32, the `ks` `[lists]` largest within `[begins, ends)` `[lists]`, ties to the
@@ -351,9 +299,9 @@ impl<'a> How<'a> {
     }
 
     /// At most `k` of so many entries; of each list as many as `ks` `[lists]`, u32, says, which are no more.
-    pub fn by_count(op: &Op, k: usize, ks: Option<&'a Tensor>, entries: usize) -> Result<Self> {
+    pub fn by_count(op: &Op, k: usize, ks: &'a Tensor, entries: usize) -> Result<Self> {
         let capacity = k.clamp(1, entries);
-        Ok(Self { capacity, k: op.int("k", k)?, ks, mass: ffi::TAPER_BY_COUNT, ..Self::default() })
+        Ok(Self { capacity, k: op.int("k", k)?, ks: Some(ks), mass: ffi::TAPER_BY_COUNT, ..Self::default() })
     }
 }
 
@@ -375,16 +323,12 @@ pub(super) fn select(
 ) -> Result<Lists> {
     let Dims { rows, q_heads, kv_heads, .. } = batch.dims(op)?;
     let heads = if lse.is_some() { q_heads } else { kv_heads };
-    let Between { lists, begins, ends, whole } = between;
+    let Between { lists, begins, ends } = between;
     let mut lists = lists.writable(op)?;
     let (count, entries) = (rows * kv_heads, scores.dim(2)?);
     let expected = format!("{rows} rows of {kv_heads}");
     op.check(lists.rows == rows && lists.heads == kv_heads, "between", format_args!("{} rows", lists.rows), expected)?;
-    let target = match page {
-        1 => ffi::TAPER_TOKENS,
-        BLOCK_TOKENS if whole => ffi::TAPER_BLOCKS,
-        _ => ffi::TAPER_NO_TARGET,
-    };
+    let target = if page == 1 { ffi::TAPER_TOKENS } else { ffi::TAPER_NO_TARGET };
     let chosen = op.empty(count, DType::U32)?;
     let ids = op.lent((count, how.capacity), DType::U32)?;
     let base = TaperSelectParams {
@@ -415,11 +359,10 @@ pub(super) fn select(
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_select_group, &p) }?;
-    match target {
-        ffi::TAPER_TOKENS => lists.token_ids = Some(ids.reshape(count * how.capacity)?),
-        ffi::TAPER_BLOCKS => lists.block_ids = Some(ids),
-        _ => lists.token_ids = Some(pages(op, &lists, &ids, &chosen, page)?),
-    }
+    lists.token_ids = Some(match page {
+        1 => ids.reshape(count * how.capacity)?,
+        _ => pages(op, &lists, &ids, &chosen, page)?,
+    });
     Ok(lists)
 }
 
@@ -441,17 +384,7 @@ fn pages(op: &Op, lists: &Lists, chosen: &Tensor, counts: &Tensor, page: usize) 
     Ok(ids)
 }
 
-/// The sinks, the window, and of the blocks between them the `k` whose score is largest for some head of the group, scored
-/// and chosen in one launch. `view` has one entry a block and the queries' width.
-///
-/// # Errors
-/// Shapes or dtypes that differ, rows of more than 32,768 blocks.
-pub fn pick_blocks(batch: &Batch, view: View, between: Between, k: usize) -> Result<Lists> {
-    let op = Op::new("pick_blocks", "q", batch.q)?;
-    pick(&op, batch, view, between, (k, None, None), (ffi::TAPER_MAX_OF_GROUP, ffi::TAPER_BLOCKS), batch.max_len)
-}
-
-/// Most pages that [`pick`] chooses among.
+/// Most pages that [`pick_pages`] chooses among.
 const PICK_MOST: usize = 32_768;
 
 /// Bytes that a thread block has for its own pages' scores of a group.
@@ -464,37 +397,20 @@ pub(super) fn picks(max_len: usize, page: usize, (q_heads, kv_heads): (usize, us
     pages <= PICK_MOST && own * (q_heads / kv_heads) * size_of::<f32>() <= PICK_SCORES
 }
 
-/// As [`select`] by the scores of pages, which are scored and chosen in one launch; see [`picks`]. `k` is the most, how
-/// many of each list `[lists]`, u32, and what sampling costs in squared shares of pages.
+/// As [`select`] by the scores of pages, which are scored and chosen in one launch; see [`picks`]. `k` is the most, `ks` how
+/// many of each list `[lists]`, u32, `noise` what sampling costs in squared shares of pages.
 pub(super) fn pick_pages(
     op: &Op,
     batch: &Batch,
     bounds: &Tensor,
     between: Between,
-    (most, k, noise): (usize, &Tensor, Option<f32>),
+    (k, ks, noise): (usize, &Tensor, Option<f32>),
     (longest, over): (usize, Over),
 ) -> Result<Lists> {
-    let reduce = match over {
-        Over::Sum => ffi::TAPER_SUM_OF_GROUP,
-        Over::Max => ffi::TAPER_MAX_SHARE_OF_GROUP,
-    };
-    let how = (reduce, ffi::TAPER_TOKENS);
-    pick(op, batch, View::Pages(bounds), between, (most, Some(k), noise), how, longest)
-}
-
-fn pick(
-    op: &Op,
-    batch: &Batch,
-    view: View,
-    between: Between,
-    (k, ks, noise): (usize, Option<&Tensor>, Option<f32>),
-    (reduce, target): (i32, i32),
-    longest: usize,
-) -> Result<Lists> {
     let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(op)?;
-    let at = ViewAt::new(op, view, &[64, 128], (blocks, kv_heads))?;
+    let at = ViewAt::new(op, View::Pages(bounds), &[64, 128], (blocks, kv_heads))?;
     op.check(at.width == head_dim && at.dtype == dtype, "view", at.width, format_args!("{head_dim} of {dtype:?}"))?;
-    let Between { lists, begins, ends, .. } = between;
+    let Between { lists, begins, ends } = between;
     let expected = format!("{rows} rows of {kv_heads}");
     op.check(lists.rows == rows && lists.heads == kv_heads, "between", format_args!("{} rows", lists.rows), expected)?;
     let page = BLOCK_TOKENS / at.per_block;
@@ -513,7 +429,7 @@ fn pick(
         lens: op.at("lens", batch.lens, DType::U32, [rows])?,
         begins: op.at("between", &begins, DType::U32, [count])?,
         ends: op.at("between", &ends, DType::U32, [count])?,
-        ks: op.maybe("k", ks, DType::U32, [count])?,
+        ks: op.at("k", ks, DType::U32, [count])?,
         lists: op.at("between", &lists.work, DType::U32, [count, WORDS])?,
         keys: op.room("pick-keys", count * most, DType::U32)?,
         ids: op.at("ids", &ids, DType::U32, [count, capacity])?,
@@ -531,8 +447,11 @@ fn pick(
         stride: op.int("max_len", most)?,
         capacity: op.int("k", capacity)?,
         k: op.int("k", k)?,
-        reduce,
-        target,
+        reduce: match over {
+            Over::Sum => ffi::TAPER_SUM_OF_GROUP,
+            Over::Max => ffi::TAPER_MAX_SHARE_OF_GROUP,
+        },
+        target: ffi::TAPER_TOKENS,
         scale: 1.0 / (head_dim as f32).sqrt(),
         // Pages of older tokens are scored while those of the newest are being made.
         fresh: op::fresh(longest),
@@ -541,10 +460,7 @@ fn pick(
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_pick, &p) }?;
-    Ok(match target {
-        ffi::TAPER_BLOCKS => Lists { work, told, block_ids: Some(ids), ..lists },
-        _ => Lists { work, told, token_ids: Some(ids), token_shift: page.trailing_zeros(), ..lists },
-    })
+    Ok(Lists { work, told, token_ids: Some(ids), token_shift: page.trailing_zeros(), ..lists })
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use taper_kernels::cuda::index::{
     Choice, Classified, Metadata, Span, Tokens, agreement, assign, attend_classified, choose, codes, extend, invert,
     linear,
 };
-use taper_kernels::cuda::{Between, Plan, Scratch, top_k_by};
+use taper_kernels::cuda::{Plan, Scratch};
 use taper_kernels::decode::HeadSelection;
 use taper_kernels::index::{Part, bounds, clusters, labels};
 use taper_kernels::kv::BLOCK_TOKENS;
@@ -124,17 +124,6 @@ fn codes_are_the_signs_and_their_distances_are_counted() {
                 let expected: i32 = (0..group).map(same).sum();
                 assert_eq!(equal[row][head][position], expected as f32, "{dtype:?} {kv_heads}x{group}");
             }
-        }
-        let between = Between::new(batch.q, kv_heads, &LENS.map(|n| n as u32), 4, 30, 1).unwrap();
-        let read = top_k_by(&batch, &found, between, 20).unwrap().read_back().unwrap();
-        for head in 0..kv_heads {
-            // Counts of bits tie all the time: the earlier comes first.
-            let mut order: Vec<u32> = (4..LENS[2] as u32 - 30).collect();
-            order.sort_by(|&a, &b| equal[2][head][b as usize].total_cmp(&equal[2][head][a as usize]));
-            let mut expected: Vec<u32> = order[..20].to_vec();
-            expected.extend((0..4).chain(LENS[2] as u32 - 30..LENS[2] as u32));
-            expected.sort_unstable();
-            assert_eq!(read[2 * kv_heads + head], expected, "{dtype:?} {kv_heads}x{group}");
         }
     }
 }

@@ -119,7 +119,7 @@ impl Scored {
                 scored.of()
             }
         };
-        select(op, &batch, numbers, between, &How::by_count(op, most, Some(k), numbers.0.dim(2)?)?.paying(noise, over))
+        select(op, &batch, numbers, between, &How::by_count(op, most, k, numbers.0.dim(2)?)?.paying(noise, over))
     }
 
     /// The ranges that each row and KV head reads whatever is chosen; none where it reads everything: where nothing is
