@@ -1,5 +1,6 @@
 //! The paged KV cache's layout, and writing to it.
 
+use crate::CUDA_HEAD_DIMS;
 use crate::memory;
 use crate::simd::Simd;
 use candle_core::backend::BackendStorage;
@@ -189,7 +190,7 @@ impl InplaceOp2 for Append<'_> {
 pub fn append_joint(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots: &[u32]) -> Result<Option<Tensor>> {
     let (blocks, _, head_dim) = kv.dims()?;
     let sixteen = |t: &Tensor| matches!(t.dtype(), DType::BF16 | DType::F16);
-    if !qkv.device().is_cuda() || !sixteen(kv.k) || !sixteen(qkv) || !matches!(head_dim, 64 | 128) {
+    if !qkv.device().is_cuda() || !sixteen(kv.k) || !sixteen(qkv) || !CUDA_HEAD_DIMS.contains(&head_dim) {
         return Ok(None);
     }
     if let Some(slot) = slots.iter().find(|&&s| s as usize >= blocks * BLOCK_TOKENS) {

@@ -33,3 +33,9 @@ pub use lent::Lent;
 
 /// Most bytes of a CUDA device's memory that a thread keeps for steps that are queued as graphs.
 pub const GRAPH_BYTES: usize = 512 << 20;
+
+/// Head sizes that a CUDA device's kernels are made for.
+pub const CUDA_HEAD_DIMS: [usize; 2] = [64, 128];
+
+/// Most query heads a KV head that they are made for.
+pub const CUDA_GROUP_MAX: usize = 16;

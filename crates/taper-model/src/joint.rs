@@ -4,6 +4,7 @@
 use crate::model::{Layer, Model};
 use candle_core::{DType, Result, Tensor};
 use taper_attention::LayerAttention;
+use taper_kernels::CUDA_HEAD_DIMS;
 use taper_kernels::cuda::{
     AfterAttention, Inputs, PlainStep as PlainRows, RepeatedStep, after_attention, plain_step, product, repeated_step,
 };
@@ -77,7 +78,7 @@ pub(crate) fn replay(
     let (Some(kv), Some(of)) = (step.layers.first().copied(), layers.first()) else { return Ok(None) };
     let (q_heads, slots, rows) = (model.config().q_heads, step.slots, &step.rows[..]);
     // What `append_joint` has an operation for.
-    let sixteen = kv.k.dtype().size_in_bytes() == 2 && matches!(kv.k.dim(3)?, 64 | 128);
+    let sixteen = kv.k.dtype().size_in_bytes() == 2 && CUDA_HEAD_DIMS.contains(&kv.k.dim(3)?);
     if !sixteen || rows.len() != x.dim(0)? {
         return Ok(None);
     }

@@ -3,6 +3,7 @@
 use super::LoadError;
 use candle_core::{DType, Device};
 use taper_attention::AttentionShape;
+use taper_kernels::{CUDA_GROUP_MAX, CUDA_HEAD_DIMS};
 
 /// What computes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -38,10 +39,6 @@ impl DeviceChoice {
     }
 }
 
-/// Head sizes, and most query heads a KV head, that the kernels of `taper_kernels::cuda` are made for.
-const HEAD_DIMS: [usize; 2] = [64, 128];
-const GROUP_MAX: usize = 16;
-
 /// Whether a CUDA device has kernels for a model's heads and a cache of this type.
 ///
 /// # Errors
@@ -53,14 +50,14 @@ pub fn runs_on_cuda(shape: &AttentionShape, cache: DType) -> Result<(), LoadErro
     if !matches!(cache, DType::F16 | DType::BF16) {
         return refused(format!("a KV cache of {}: --kv-dtype must be f16 or bf16 there", cache.as_str()));
     }
-    if !HEAD_DIMS.contains(&head_dim) {
+    if !CUDA_HEAD_DIMS.contains(&head_dim) {
         return refused(format!(
             "this model's heads of {head_dim} numbers: they must have 64 or 128, or the device be cpu"
         ));
     }
-    if group > GROUP_MAX {
+    if group > CUDA_GROUP_MAX {
         return refused(format!(
-            "this model's {group} query heads a KV head: it must be {GROUP_MAX} at most, or the device be cpu"
+            "this model's {group} query heads a KV head: it must be {CUDA_GROUP_MAX} at most, or the device be cpu"
         ));
     }
     Ok(())

@@ -8,6 +8,7 @@ use super::tape;
 use crate::decode::{Decode, DecodeRow, HeadSelection, Keys, Sample, Values};
 use crate::kv::{BLOCK_TOKENS, PagedKv};
 use crate::lent::Lent;
+use crate::{CUDA_GROUP_MAX, CUDA_HEAD_DIMS};
 use candle_core::{DType, Tensor};
 
 /// Query rows, each of any sequence: [`Decode`] with everything on the device.
@@ -43,9 +44,6 @@ pub(super) struct Dims {
     pub dtype: DType,
 }
 
-/// Most query heads that share a KV head.
-const GROUP_MAX: usize = 16;
-
 impl Batch<'_> {
     pub(super) fn dims(&self, op: &Op) -> Result<Dims> {
         let (rows, q_heads, head_dim) = self.q.dims3()?;
@@ -53,12 +51,12 @@ impl Batch<'_> {
         let (tables, stride) = self.tables.dims2()?;
         let group = q_heads / kv_heads.max(1);
         let fits =
-            head_dim == kv_dim && kv_heads > 0 && group * kv_heads == q_heads && (1..=GROUP_MAX).contains(&group);
+            head_dim == kv_dim && kv_heads > 0 && group * kv_heads == q_heads && (1..=CUDA_GROUP_MAX).contains(&group);
         op.check(
-            fits && matches!(head_dim, 64 | 128) && rows > 0,
+            fits && CUDA_HEAD_DIMS.contains(&head_dim) && rows > 0,
             "q",
             format_args!("{:?}", self.q.dims()),
-            format_args!("[rows, 1 to {GROUP_MAX} times {kv_heads}, {kv_dim}], head_dim 64 or 128"),
+            format_args!("[rows, 1 to {CUDA_GROUP_MAX} times {kv_heads}, {kv_dim}], head_dim 64 or 128"),
         )?;
         let limit = stride * BLOCK_TOKENS;
         op.check(self.max_len > 0 && self.max_len <= limit, "max_len", self.max_len, format_args!("1 to {limit}"))?;

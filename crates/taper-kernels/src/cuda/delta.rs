@@ -37,7 +37,7 @@ pub fn delta(of: &Delta) -> Result<()> {
     let (anchors, dense) = (of.base.dim(0)?, of.dense.dim(0)?);
     let end = of.position + tokens;
     op.check(of.gamma > 0, "gamma", of.gamma, "at least 1")?;
-    op.check(matches!(head_dim, 64 | 128), "rows", format_args!("head_dim {head_dim}"), "64 or 128")?;
+    op.head_dim("rows", head_dim)?;
     let sparse_end = end.min(of.tail);
     if of.position < sparse_end {
         // Without propagation rows before the first anchor need none.

@@ -3,6 +3,7 @@
 use super::error::{Error, Result};
 use super::ffi;
 use super::tape::{self, Entry};
+use crate::CUDA_HEAD_DIMS;
 use crate::lent::Lent;
 use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, result as driver, sys};
@@ -82,6 +83,12 @@ impl Op {
     /// Fails unless a condition on a parameter holds.
     pub fn check(&self, holds: bool, parameter: &'static str, got: impl Display, expected: impl Display) -> Result<()> {
         if holds { Ok(()) } else { Err(self.error(parameter, got, expected)) }
+    }
+
+    /// Fails unless there are kernels for heads of this size.
+    pub fn head_dim(&self, parameter: &'static str, head_dim: usize) -> Result<()> {
+        let has = CUDA_HEAD_DIMS.contains(&head_dim);
+        self.check(has, parameter, format_args!("head_dim {head_dim}"), "64 or 128")
     }
 
     /// The address of a tensor of this dtype and shape, contiguous and on 16 bytes.

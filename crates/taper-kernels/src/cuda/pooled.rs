@@ -104,7 +104,7 @@ fn means(
     runs: impl Iterator<Item = Range<usize>>,
     (heads, head_dim): (usize, usize),
 ) -> Result<Tensor> {
-    op.check(matches!(head_dim, 64 | 128), "q", format_args!("head_dim {head_dim}"), "64 or 128")?;
+    op.head_dim("q", head_dim)?;
     let words: Vec<u32> = runs.flat_map(|run| [run.start as u32, run.len() as u32]).collect();
     let count = words.len() / 2;
     let words = op.kept(&words, [count, 2])?;

@@ -6,6 +6,7 @@ use super::error::Result;
 use super::ffi::{TaperMergeParams, TaperPrefillParams, TaperSparsePrefillParams, taper_merge, taper_prefill_sparse};
 use super::op::Op;
 use super::stripes::DeviceStripes;
+use crate::CUDA_HEAD_DIMS;
 use crate::kv::{BLOCK_TOKENS, PagedKv};
 use crate::prefill::{Blocks, HeadReads, Lists, Mask, Reads, Rows};
 use bytemuck::Zeroable;
@@ -318,7 +319,7 @@ fn attend_into(
     let (table_count, stride) = tables.dims2()?;
     let (dtype, out_dtype) = (kv.k.dtype(), out.dtype());
     op.check(
-        head_dim == kv_dim && kv_heads > 0 && q_heads.is_multiple_of(kv_heads) && matches!(head_dim, 64 | 128),
+        head_dim == kv_dim && kv_heads > 0 && q_heads.is_multiple_of(kv_heads) && CUDA_HEAD_DIMS.contains(&head_dim),
         "q",
         format_args!("{:?}", q.dims()),
         format_args!("[rows, a multiple of {kv_heads}, {kv_dim}], head_dim 64 or 128"),

@@ -30,7 +30,7 @@ pub(crate) fn probe(
     let op = Op::new("probe", "q", rows.q)?;
     let (count, q_heads, head_dim) = rows.q.dims3()?;
     let (blocks, kv_heads, _) = rows.kv.dims()?;
-    op.check(matches!(head_dim, 64 | 128), "q", format_args!("head_dim {head_dim}"), "64 or 128")?;
+    op.head_dim("q", head_dim)?;
     if runs.is_empty() {
         return Ok((Vec::new(), 0));
     }

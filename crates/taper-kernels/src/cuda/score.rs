@@ -10,6 +10,7 @@ use super::ffi::{
 };
 use super::op::{self, Op};
 use super::sample::Scratch;
+use crate::CUDA_HEAD_DIMS;
 use crate::decode::Over;
 use crate::index::labels::ON_DEVICE;
 use crate::kv::BLOCK_TOKENS;
@@ -79,7 +80,7 @@ impl ViewAt {
         };
         let (_, _, per_block, pitch) = view.dims4()?;
         let width = if pages { pitch / 2 } else { pitch };
-        let widths = if pages { &[64, 128][..] } else { widths };
+        let widths = if pages { &CUDA_HEAD_DIMS[..] } else { widths };
         op.check(widths.contains(&width), "view", format_args!("{width} wide"), format_args!("{widths:?}"))?;
         let fits = per_block > 0 && BLOCK_TOKENS.is_multiple_of(per_block);
         op.check(fits, "view", format_args!("{per_block} entries a block"), "a divisor of 64")?;
@@ -408,7 +409,7 @@ pub(super) fn pick_pages(
     (longest, over): (usize, Over),
 ) -> Result<Lists> {
     let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(op)?;
-    let at = ViewAt::new(op, View::Pages(bounds), &[64, 128], (blocks, kv_heads))?;
+    let at = ViewAt::new(op, View::Pages(bounds), &CUDA_HEAD_DIMS, (blocks, kv_heads))?;
     op.check(at.width == head_dim && at.dtype == dtype, "view", at.width, format_args!("{head_dim} of {dtype:?}"))?;
     let Between { lists, begins, ends } = between;
     let expected = format!("{rows} rows of {kv_heads}");

@@ -19,7 +19,7 @@ pub(crate) fn sums(rows: &Rows) -> Result<Sums> {
     let op = Op::new("sums", "q", rows.q)?;
     let (count, _, head_dim) = rows.q.dims3()?;
     op.check(count > 0, "q", "no rows", "at least one")?;
-    op.check(matches!(head_dim, 64 | 128), "q", format_args!("head_dim {head_dim}"), "64 or 128")?;
+    op.head_dim("q", head_dim)?;
     let slices = slices(rows.positions);
     let n = rows.positions[count - 1] as usize + 1;
     let (key_blocks, dtype) = (n.div_ceil(BLOCK_TOKENS), rows.kv.k.dtype());
