@@ -1,27 +1,14 @@
 //! What the tests of several operations share: random caches and the plainest attention there is, in f64.
 
+mod numbers;
+
 use crate::kv::{self, BLOCK_TOKENS, PagedKv};
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 
-/// A repeatable stream of numbers: splitmix64.
-pub struct Numbers(pub u64);
+pub use numbers::Numbers;
 
 impl Numbers {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    /// Standard normal.
-    pub fn normal(&mut self) -> f32 {
-        let uniform = |x: u64| ((x >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
-        let (a, b) = (uniform(self.next()), uniform(self.next()));
-        ((-2.0 * a.ln()).sqrt() * (std::f64::consts::TAU * b).cos()) as f32
-    }
-
     pub fn tensor(&mut self, shape: &[usize]) -> Tensor {
         let values: Vec<f32> = (0..shape.iter().product()).map(|_| self.normal()).collect();
         Tensor::from_vec(values, shape, &Device::Cpu).unwrap()

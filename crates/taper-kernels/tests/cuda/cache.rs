@@ -6,6 +6,8 @@ use taper_kernels::decode::{Decode, DecodeRow};
 use taper_kernels::index::Part;
 use taper_kernels::kv::{self, BLOCK_TOKENS, PagedKv};
 
+pub use crate::numbers::Numbers;
+
 /// bf16 keeps 8 bits of a number; an output's relative error stays below this.
 pub const LIMIT: f64 = 1e-2;
 /// Dtypes, head sizes and (KV heads, group) that operations are tried with.
@@ -47,26 +49,9 @@ pub fn device() -> Device {
     DEVICE.with(Clone::clone)
 }
 
-/// A repeatable stream of numbers: splitmix64.
-pub struct Numbers(pub u64);
-
 impl Numbers {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
     pub fn below(&mut self, n: usize) -> usize {
         (self.next() % n as u64) as usize
-    }
-
-    /// Standard normal.
-    pub fn normal(&mut self) -> f32 {
-        let uniform = |x: u64| ((x >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
-        let (a, b) = (uniform(self.next()), uniform(self.next()));
-        ((-2.0 * a.ln()).sqrt() * (std::f64::consts::TAU * b).cos()) as f32
     }
 
     /// f32, on the CPU, of values that the dtype holds exactly.

@@ -6,6 +6,8 @@ mod decode;
 mod index;
 mod layer;
 mod lists;
+#[path = "../../src/testing/numbers.rs"]
+mod numbers;
 mod prefill;
 mod probe;
 mod project;

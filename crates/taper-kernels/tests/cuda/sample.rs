@@ -1,7 +1,7 @@
 //! Draws, and steps that read them.
 
 use crate::cache::{
-    Caches, GRID, LIMIT, Numbers, Queries, below, device, elements, every_group, furthest, relative, relative_of,
+    Caches, GRID, LIMIT, Numbers, Queries, below, device, elements, every_group, furthest, relative, relative_of, u32s,
 };
 use candle_core::{DType, Tensor};
 use taper_kernels::budget::{Promise, Rule};
@@ -191,7 +191,7 @@ fn drawn_values_are_right_on_average_and_their_sums_exact() {
         let seeds = Seeds::new(&mut numbers, &vec![n - 1; 256]);
         let many = |t: &Tensor| t.repeat((256, 1, 1)).unwrap();
         let (q, tables) = (many(&queries.cuda), caches.device_tables());
-        let (row_tables, lens) = (u32s(0), u32s(n as u32));
+        let (row_tables, lens) = (u32s(vec![0; 256]), u32s(vec![n as u32; 256]));
         let (kv, rows) = (caches.on_cuda(), Some(&row_tables));
         let batch =
             taper_kernels::cuda::Batch { q: &q, kv, tables: &tables, row_tables: rows, lens: &lens, max_len: n };
@@ -300,9 +300,4 @@ fn values_drawn_from_scores_are_those_of_the_cpu() {
             below(relative(&out, &want), if missed > 0 { 0.1 } else { LIMIT }, &what);
         }
     }
-}
-
-/// 256 times the same number.
-fn u32s(x: u32) -> Tensor {
-    crate::cache::u32s(vec![x; 256])
 }
