@@ -21,7 +21,7 @@ pub struct PerHead<M> {
     each: Vec<M>,
     /// A copy of all of them, side by side, on the device that first asked.
     #[cfg(feature = "cuda")]
-    pub(crate) kept: crate::cuda::step::Kept,
+    pub(crate) kept: crate::cuda::step::OnDevice,
 }
 
 impl<M> From<Vec<M>> for PerHead<M> {

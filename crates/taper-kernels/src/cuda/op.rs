@@ -224,7 +224,7 @@ impl Op {
         let bytes = from.elem_count() * dtype.size_in_bytes();
         let (from, to) = (self.at(parameter, from, dtype, shape)?, self.at(parameter, to, dtype, shape)?);
         // SAFETY: both were checked, and are of that size.
-        unsafe { self.launch(copy, &OnDevice { from, to, bytes }) }
+        unsafe { self.launch(copy, &DeviceCopy { from, to, bytes }) }
     }
 
     /// Tensors of one dtype, one behind the other along the first dimension.
@@ -318,16 +318,16 @@ impl Op {
 
 /// A copy from the device to itself.
 #[derive(Clone, Copy, PartialEq)]
-struct OnDevice {
+struct DeviceCopy {
     from: *mut u8,
     to: *mut u8,
     bytes: usize,
 }
 
-unsafe extern "C" fn copy(p: *const OnDevice, stream: *mut c_void) -> i32 {
+unsafe extern "C" fn copy(p: *const DeviceCopy, stream: *mut c_void) -> i32 {
     // SAFETY: the caller's promise.
     let copied = unsafe {
-        let OnDevice { from, to, bytes } = *p;
+        let DeviceCopy { from, to, bytes } = *p;
         driver::memcpy_dtod_async(to as u64, from as u64, bytes, stream.cast())
     };
     copied.map_or_else(|failed| failed.0 as i32, |()| 0)

@@ -16,9 +16,9 @@ use std::sync::OnceLock;
 
 /// Tensors on the device that first asked for them.
 #[derive(Debug, Default)]
-pub(crate) struct Kept(OnceLock<(Device, Vec<Tensor>)>);
+pub(crate) struct OnDevice(OnceLock<(Device, Vec<Tensor>)>);
 
-impl Kept {
+impl OnDevice {
     /// What `make` gives, made once for one device, and each time for others.
     fn get(&self, device: &Device, make: impl Fn() -> Result<Vec<Tensor>>) -> Result<Vec<Tensor>> {
         match self.0.get() {

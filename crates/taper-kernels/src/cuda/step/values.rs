@@ -10,7 +10,7 @@ use crate::cuda::op::Op;
 use crate::cuda::readback::Readback;
 use crate::cuda::sample::{Scratch, sampled_keys};
 use crate::cuda::score::{View, scores};
-use crate::cuda::spread::{distinct, features, spread_listed, spread_values, values, values_fit};
+use crate::cuda::values::{distinct, features, spread_listed, spread_values, values, values_fit};
 use crate::cuda::walk::{ScoredBy, Walked, list_scores};
 use crate::decode::{self, By, Decode, HeadSelection, Selection, Spread};
 use crate::philox::Stream;
