@@ -8,7 +8,7 @@ use super::ffi::{self, TaperCertainParams};
 use super::op::Op;
 use super::readback::Readback;
 use super::sample::{NUMBERS, Sampled, Streams, draw, draw_each};
-use super::score::{View, scores};
+use super::score::{Scores, View, scores};
 use crate::decode::{Certainty, GUESS_KEYS, LOOKS};
 use crate::kv::BLOCK_TOKENS;
 use bytemuck::Zeroable;
@@ -34,7 +34,31 @@ pub(super) fn certain(
     how: &Certainty,
 ) -> Result<(Sampled, Lists)> {
     let op = Op::new("certain", "q", batch.q)?;
-    let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(&op)?;
+    let promoted = promote(&op, batch, lists, streams, (bounds, norms), how)?;
+    look(&op, batch, promoted, streams, how)
+}
+
+/// What is read whatever is sampled.
+struct Promoted {
+    /// Of that launch, and for the next.
+    p: TaperCertainParams,
+    exact: Lists,
+    /// The most draws of each list that are looked at `[R * kv_heads]`, u32.
+    wants: Tensor,
+    numbers: Readback,
+    /// What `p` names besides.
+    _held: (Scores, [Tensor; 6]),
+}
+
+fn promote(
+    op: &Op,
+    batch: &Batch,
+    lists: &Lists,
+    streams: Streams,
+    (bounds, norms): (&Tensor, &Tensor),
+    how: &Certainty,
+) -> Result<Promoted> {
+    let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(op)?;
     let (count, max_len) = (rows * kv_heads, batch.max_len);
     let plain = lists.heads_sampled.is_none() && lists.token_ln_weights.is_none();
     let expected = format!("{rows} rows of {kv_heads} without a sample");
@@ -47,7 +71,6 @@ pub(super) fn certain(
     let per_block = bounds.dim(2)?;
     let scale = 1.0 / (head_dim as f32).sqrt();
 
-    // What is read whatever is sampled.
     let (o, lse) = Plan::new(lists.clone(), batch)?.attend(batch, None, DType::F32)?;
     let guesses = draw(lists, streams, max_len, GUESS_KEYS)?.0;
     let pages = scores(batch, batch.q, View::Pages(bounds), scale)?;
@@ -57,18 +80,18 @@ pub(super) fn certain(
     let page_stride = max_len.div_ceil(BLOCK_TOKENS / per_block);
     let centre = op.empty((rows, q_heads, head_dim), DType::F32)?;
     let reach = op.empty((rows, q_heads, 2), DType::F32)?;
-    let [work, last] = [op.empty((count, WORDS), DType::U32)?, op.empty((count, WORDS), DType::U32)?];
+    let work = op.empty((count, WORDS), DType::U32)?;
     let ids = op.empty(count * capacity, DType::U32)?;
     let (wants, rest) = (op.empty(count, DType::U32)?, op.empty(count, DType::U32)?);
     // Each row begins on 16 bytes.
     let each = count.next_multiple_of(4);
-    let numbers = Readback::new(&op, NUMBERS * each)?;
+    let numbers = Readback::new(op, NUMBERS * each)?;
     let number = |row: usize| -> Result<*mut u32> {
         let words = numbers.tensor((NUMBERS, each))?.get(row)?.narrow(0, 0, count)?;
         op.at("numbers", &words, DType::U32, [count])
     };
     let pool = [blocks, kv_heads, BLOCK_TOKENS, head_dim];
-    let mut p = TaperCertainParams {
+    let p = TaperCertainParams {
         q: op.at("q", batch.q, dtype, [rows, q_heads, head_dim])?,
         k: op.at("kv.k", batch.kv.k, dtype, pool)?,
         v: op.at("kv.v", batch.kv.v, dtype, pool)?,
@@ -116,13 +139,20 @@ pub(super) fn certain(
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_certain_promote, &p) }?;
-
-    // A sample beside that.
     let exact = Lists { token_ids: Some(ids.into()), ..Lists::over(work, rows, kv_heads) };
+    Ok(Promoted { p, exact, wants, numbers, _held: (pages, [o, lse, guesses, centre, reach, rest]) })
+}
+
+/// A sample beside that, and everything for lists that came to that.
+fn look(op: &Op, batch: &Batch, promoted: Promoted, streams: Streams, how: &Certainty) -> Result<(Sampled, Lists)> {
+    let Promoted { mut p, exact, wants, numbers, _held } = promoted;
+    let Dims { rows, q_heads, kv_heads, head_dim, .. } = batch.dims(op)?;
+    let count = rows * kv_heads;
     let (o, lse) = Plan::new(exact.clone(), batch)?.attend(batch, None, DType::F32)?;
-    let most = capacity.min(how.pilot().saturating_mul(1 << (LOOKS - 1)));
-    let draws = draw_each(&exact, streams, max_len, most, (Some(&wants), None))?.0;
+    let most = (p.capacity as usize).min(how.pilot().saturating_mul(1 << (LOOKS - 1)));
+    let draws = draw_each(&exact, streams, batch.max_len, most, (Some(&wants), None))?.0;
     let sampled = (op.empty((rows, q_heads, head_dim), DType::F32)?, op.empty((rows, q_heads), DType::F32)?);
+    let last = op.empty((count, WORDS), DType::U32)?;
     p.lists = p.work;
     p.work = op.at("work", &last, DType::U32, [count, WORDS])?;
     p.known_o = op.at("known", &o, DType::F32, [rows, q_heads, head_dim])?;
@@ -134,7 +164,6 @@ pub(super) fn certain(
     // SAFETY: likewise.
     unsafe { op.launch(ffi::taper_certain_look, &p) }?;
 
-    // Everything, for lists that came to that.
     let plan = Plan::new(Lists::over(last, rows, kv_heads), batch)?;
     let (out, lse) = plan.attend(batch, Some((&sampled.0, &sampled.1)), DType::F32)?;
     Ok((Sampled { out, lse, numbers, lists: count, most }, exact))

@@ -9,7 +9,7 @@ use crate::cuda::layer::cast;
 use crate::cuda::op::Op;
 use crate::cuda::readback::Readback;
 use crate::cuda::sample::{Scratch, sampled_keys};
-use crate::cuda::score::{View, scores};
+use crate::cuda::score::{Scores, View, scores};
 use crate::cuda::values::{distinct, features, spread_listed, spread_values, values, values_fit};
 use crate::cuda::walk::{ScoredBy, Walked, list_scores};
 use crate::decode::{self, By, Decode, HeadSelection, Selection, Spread};
@@ -152,29 +152,9 @@ fn drawn(
         && !(few && other.is_some())
         && new.is_none()
     {
-        if let (None, None, Spread::Whole(targets), false, true) = (known, &other, spread, few, values_fit(&own)) {
-            let scratch = Scratch::kept(batch.q, step.lens.len(), step.q_heads, step.kv_heads)?;
-            let drawn = values(&own, seeds.streams(), samples, targets, &scratch)?;
-            let lists = drawn.lists(op, &step.lens)?;
-            let read = distinct(op, &lists, step.kv_heads, own.max_len)?;
-            return Ok(Some(Chosen::Values(
-                step,
-                lists,
-                Source { read, out: Some(drawn.out), sampled: None, scored: None },
-            )));
-        }
-        let found;
-        let scores = match known {
-            Some(scores) => scores,
-            None => {
-                let scale = 1.0 / (batch.q.dim(2)? as f32).sqrt();
-                found = scores(&own, other.as_ref().unwrap_or(own.q), View::Rows(batch.kv.k), scale)?;
-                &found
-            }
-        };
-        let lists = spread_values(&own, scores, seeds.streams(), samples, spread)?;
+        let (lists, out) = of_all(op, &step, (known, other.as_ref()), &seeds, (samples, spread), few)?;
         let read = distinct(op, &lists, step.kv_heads, own.max_len)?;
-        return Ok(Some(Chosen::Values(step, lists, Source { read, out: None, sampled: None, scored: None })));
+        return Ok(Some(Chosen::Values(step, lists, Source { read, out, sampled: None, scored: None })));
     }
     let uploaded;
     let (lists, outcome) = match part {
@@ -206,6 +186,34 @@ fn drawn(
     let read = distinct(op, &values, step.kv_heads, own.max_len)?;
     let scored = new.map(|new| (found.of.counts, samples, new));
     Ok(Some(Chosen::Values(step, values, Source { read, out: None, sampled: outcome.cloned(), scored })))
+}
+
+/// Values of lists that read all keys of their rows, and what attending gave, where drawing and reading are one launch: where
+/// rows are drawn from by their own queries and see more than the draws.
+fn of_all(
+    op: &Op,
+    step: &Step,
+    (known, other): (Option<&Scores>, Option<&Tensor>),
+    seeds: &Seeds,
+    (samples, spread): (usize, Spread),
+    few: bool,
+) -> Result<(Lists, Option<Tensor>)> {
+    let own = step.batch();
+    if let (None, None, Spread::Whole(targets), false, true) = (known, other, spread, few, values_fit(&own)) {
+        let scratch = Scratch::kept(own.q, step.lens.len(), step.q_heads, step.kv_heads)?;
+        let drawn = values(&own, seeds.streams(), samples, targets, &scratch)?;
+        return Ok((drawn.lists(op, &step.lens)?, Some(drawn.out)));
+    }
+    let found;
+    let scores = match known {
+        Some(scores) => scores,
+        None => {
+            let scale = 1.0 / (own.q.dim(2)? as f32).sqrt();
+            found = scores(&own, other.unwrap_or(own.q), View::Rows(own.kv.k), scale)?;
+            &found
+        }
+    };
+    Ok((spread_values(&own, scores, seeds.streams(), samples, spread)?, None))
 }
 
 /// [`crate::decode::bernoulli_queries`], whose numbers the caller has checked.
