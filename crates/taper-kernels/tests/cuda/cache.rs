@@ -22,7 +22,7 @@ pub const GRID: [(DType, usize, usize, usize); 8] = [
     (DType::F16, 64, 2, 3),
 ];
 /// Groups of other sizes: up to 16 query heads share a KV head, more than 8 by another tile of matrix products.
-const GROUPS: [(DType, usize, usize, usize); 11] = [
+const GROUPS: [(DType, usize, usize, usize); 15] = [
     (DType::BF16, 128, 2, 5),
     (DType::F16, 64, 1, 6),
     (DType::BF16, 64, 2, 7),
@@ -34,6 +34,10 @@ const GROUPS: [(DType, usize, usize, usize); 11] = [
     (DType::BF16, 128, 1, 14),
     (DType::BF16, 64, 2, 15),
     (DType::F16, 128, 1, 16),
+    (DType::BF16, 128, 2, 2),
+    (DType::BF16, 64, 1, 2),
+    (DType::F16, 128, 1, 2),
+    (DType::F16, 64, 3, 2),
 ];
 
 /// All of `GRID`, and every other size of a group.

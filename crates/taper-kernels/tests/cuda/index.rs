@@ -1,7 +1,8 @@
 //! Indices beside the cache.
 
 use crate::cache::{
-    Caches, GRID, LIMIT, Numbers, Queries, below, by_key, device, elements, furthest, relative, relative_of, u32s,
+    Caches, GRID, LIMIT, Numbers, Queries, below, by_key, device, elements, every_group, furthest, relative,
+    relative_of, u32s,
 };
 use candle_core::{DType, Device, Tensor};
 use taper_kernels::cuda::index::{
@@ -101,7 +102,7 @@ fn places(caches: &Caches) -> (Tensor, Tensor, Vec<(usize, usize)>) {
 #[test]
 fn codes_are_the_signs_and_their_distances_are_counted() {
     let mut numbers = Numbers(52);
-    for (dtype, d, kv_heads, group) in GRID {
+    for (dtype, d, kv_heads, group) in every_group() {
         let caches = Caches::new(&mut numbers, &LENS, kv_heads, d, dtype, 0.0);
         let queries = Queries::new(&mut numbers, &caches, group);
         let (positions, tables_of, tokens) = places(&caches);
@@ -132,7 +133,7 @@ fn codes_are_the_signs_and_their_distances_are_counted() {
 fn clusters_and_lists_of_them_are_those_of_the_cpu() {
     let mut numbers = Numbers(53);
     let on = device();
-    for (dtype, d, kv_heads, group) in GRID {
+    for (dtype, d, kv_heads, group) in every_group() {
         let caches = Caches::new(&mut numbers, &LENS, kv_heads, d, dtype, 0.0);
         let queries = Queries::new(&mut numbers, &caches, group);
         let (positions, tables_of, tokens) = places(&caches);
@@ -228,7 +229,7 @@ fn clusters_and_lists_of_them_are_those_of_the_cpu() {
 fn a_perceptrons_layer_agrees_with_f64() {
     let mut numbers = Numbers(54);
     let on = device();
-    for (dtype, _, kv_heads, group) in GRID {
+    for (dtype, _, kv_heads, group) in every_group() {
         for (inputs, outputs) in [(64, 64), (128, 1024), (512, 64)] {
             let x = numbers.tensor(&[3, kv_heads * group, inputs], dtype);
             let weight = numbers.tensor(&[kv_heads, outputs, inputs], dtype);

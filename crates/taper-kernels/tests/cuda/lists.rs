@@ -1,6 +1,6 @@
 //! What prefill methods choose on the device: stripes by the heaviest sums, blocks by their means, and attention by both.
 
-use crate::cache::{Caches, GRID, LIMIT, Numbers, below, device, furthest, relative};
+use crate::cache::{Caches, LIMIT, Numbers, below, device, every_group, furthest, relative};
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 use taper_kernels::cuda::{DeviceReads, RunLists, Tile, Tiles};
@@ -35,7 +35,7 @@ fn blocks_of(reads: &HeadReads) -> Vec<Vec<u32>> {
 #[test]
 fn the_best_blocks_by_means_are_those_of_the_cpu() {
     let mut numbers = Numbers(71);
-    for (dtype, d, kv_heads, group) in GRID {
+    for (dtype, d, kv_heads, group) in every_group() {
         // The first run has 16 rows and the last 32: with whole numbers all means and products are exact.
         let (start, n, q_heads) = (48usize, 1_504usize, kv_heads * group);
         let caches = Caches::new(&mut numbers, &[n, 100], kv_heads, d, dtype, 0.0).whole_keys(&mut numbers);
@@ -223,7 +223,7 @@ fn sums_that_are_no_numbers_keep_everything_on_either_side() {
 #[test]
 fn larger_blocks_are_attended_as_on_the_cpu() {
     let mut numbers = Numbers(77);
-    for (dtype, d, kv_heads, group) in GRID {
+    for (dtype, d, kv_heads, group) in every_group() {
         let (n, q_heads) = (1_900usize, kv_heads * group);
         let caches = Caches::new(&mut numbers, &[n, 70], kv_heads, d, dtype, 0.0);
         let (cpu, cuda) = random_sums(&mut numbers, q_heads, n);
@@ -261,7 +261,7 @@ fn stripes(numbers: &mut Numbers, n: usize, runs: &[Range<usize>], tokens: bool)
 #[test]
 fn heads_of_every_kind_beside_each_other_agree_with_the_cpu() {
     let mut numbers = Numbers(73);
-    for (at, (dtype, d, kv_heads, group)) in GRID.into_iter().enumerate() {
+    for (at, (dtype, d, kv_heads, group)) in every_group().enumerate() {
         let (start, n, q_heads) = (37usize, 1_500usize, kv_heads * group);
         let caches = Caches::new(&mut numbers, &[n, 70], kv_heads, d, dtype, 0.0);
         let all: Vec<u32> = (start as u32..n as u32).collect();
