@@ -3,6 +3,7 @@
 mod cache;
 mod certain;
 mod decode;
+mod far;
 mod index;
 mod layer;
 mod lists;
