@@ -1,7 +1,7 @@
 """Layers of a step of vAttention in a row, with the products between them, as the model queues them: llama-3.1-8b's
 shape, every layer with weights, cache and index of its own.
 
-layers.py [LIBRARY...] times the libraries in turn; without one, the tree's.
+layers.py [LIBRARY...] times the libraries, all of the interface of the tree, in turn; without one, the tree's.
 """
 import ctypes as C
 import json
