@@ -18,6 +18,8 @@ const SPACES: &str = r"[ ]|\r?\n[ \t]{0,20}";
 
 /// Stack for compiling, of which as much is used as references lead into one another.
 const STACK: usize = 256 << 20;
+/// Bytes of a token above which no grammar takes it: the tree of all tokens is walked by recursion, a byte a step.
+const WORD: usize = 1000;
 /// Most characters of a message about a grammar.
 const MESSAGE: usize = 400;
 
@@ -87,11 +89,7 @@ impl Grammars {
         let [end, ..] = ends[..] else {
             return Err(GrammarError("the model has no token that ends an answer".into()));
         };
-        let word = |token: u32| match text.special(token) {
-            // No answer's text: the grammar names them apart.
-            true => [&[TokTrie::SPECIAL_TOKEN_MARKER], &text.token_bytes(token)[..]].concat(),
-            false => text.token_bytes(token),
-        };
+        let word = |token: u32| word(text.token_bytes(token), text.special(token));
         let words: Vec<Vec<u8>> = (0..vocab as u32).map(word).collect();
         let trie = TokTrie::from(&TokRxInfo::new(vocab as u32, end), &words).with_eos_tokens(&ends);
         let tokens: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
@@ -131,6 +129,16 @@ impl Grammars {
             Some(error) => Err(GrammarError::of(error)),
             None => Ok(Grammar { matcher, drafts: None }),
         }
+    }
+}
+
+/// A token's text as a grammar takes it, which is none for one that no grammar allows.
+fn word(text: Vec<u8>, special: bool) -> Vec<u8> {
+    match special {
+        _ if text.len() > WORD => Vec::new(),
+        // No answer's text: the grammar names them apart.
+        true => [&[TokTrie::SPECIAL_TOKEN_MARKER], &text[..]].concat(),
+        false => text,
     }
 }
 
@@ -237,6 +245,17 @@ mod tests {
     use crate::stub::{StubText, VOCAB};
 
     /// What was an `x` eight letters ago decides: of each row of letters the lexer has a state of its own.
+    #[test]
+    fn no_grammar_takes_a_token_as_long_as_a_page() {
+        let of = |length: usize, special| word(vec![b'a'; length], special).len();
+        assert_eq!([of(WORD, false), of(WORD, true), of(WORD + 1, false), of(WORD + 1, true)], [WORD, WORD + 1, 0, 0]);
+        // As deep as that a tree can be built, and walked on a thread of usual size.
+        let words: Vec<Vec<u8>> =
+            (1..=WORD).map(|length| vec![b'a'; length]).chain([vec![TokTrie::SPECIAL_TOKEN_MARKER]]).collect();
+        let trie = TokTrie::from(&TokRxInfo::new(words.len() as u32, WORD as u32), &words);
+        assert_eq!(trie.token(WORD as u32 - 1).len(), WORD);
+    }
+
     #[test]
     fn drafts_use_up_nothing_of_an_answers_grammar() {
         let mut grammars = Grammars::new(&StubText, VOCAB).unwrap();

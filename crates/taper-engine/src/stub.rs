@@ -50,6 +50,8 @@ pub struct Probe {
     pub look: Mutex<()>,
     /// The attention of the latest request.
     pub attention: Mutex<Option<AttentionSpec>>,
+    /// The seed of each sequence's attention, in the order in which they were opened.
+    pub seeds: Mutex<Vec<u64>>,
 }
 
 /// The scripted backend.
@@ -184,6 +186,7 @@ impl Backend for StubBackend {
         question_tokens: usize,
     ) -> Result<StubSequence, BackendError> {
         self.probe.open.fetch_add(1, Ordering::SeqCst);
+        self.probe.seeds.lock().unwrap_or_else(PoisonError::into_inner).push(seed);
         *self.probe.attention.lock().unwrap_or_else(PoisonError::into_inner) = Some(AttentionSpec::clone(attention));
         Ok(StubSequence {
             spec: Arc::clone(attention),
@@ -361,12 +364,13 @@ impl Backend for StubBackend {
     }
 }
 
-/// Bytes as tokens.
+/// Bytes as tokens. A text that says `MARKED` has a mark at its start, `^`, where marks are wanted.
 pub struct StubText;
 
 impl Text for StubText {
-    fn encode(&self, text: &str, _: bool) -> Result<Vec<u32>, TextError> {
-        Ok(text.bytes().map(u32::from).collect())
+    fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError> {
+        let mark = (special && text.contains("MARKED")).then_some(b'^');
+        Ok(mark.into_iter().chain(text.bytes()).map(u32::from).collect())
     }
 
     fn chat(&self, messages: &[Message], variables: &Map<String, Value>) -> Result<Vec<u32>, TextError> {

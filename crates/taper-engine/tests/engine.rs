@@ -516,6 +516,16 @@ fn a_request_that_loses_its_place_answers_as_if_it_had_not() {
     }
 }
 
+/// What attention draws for one choice must not be what it draws for another.
+#[test]
+fn each_choice_has_an_attention_seed_of_its_own() {
+    let (engine, probe) = stub("abc");
+    let mut request = request("hi");
+    (request.choices, request.sampling.seed) = (3, u64::MAX - 1);
+    run(&engine, request);
+    assert_eq!(*probe.seeds.lock().unwrap(), [u64::MAX - 1, u64::MAX, 0], "one that can be counted on from it");
+}
+
 #[test]
 fn an_idle_engine_is_checked() {
     let (engine, probe) = stub("abc");

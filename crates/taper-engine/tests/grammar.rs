@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use taper_attention::{Artifacts, AttentionSpec};
 use taper_engine::stub::StubBackend;
 use taper_engine::{
-    Engine, EngineConfig, Event, Finish, Request, RequestError, SamplingParams, Shape, StopRules, Usage,
+    Engine, EngineConfig, Event, Events, Finish, Limits, Request, RequestError, SamplingParams, Shape, StopRules, Usage,
 };
 
 /// What a stub says by itself, and no grammar here has.
@@ -32,12 +32,16 @@ fn request(engine: &Engine, shape: &Shape, seed: u64) -> Request {
 
 /// Each choice's text and how it ended.
 fn run(engine: &Engine, request: Request) -> (Vec<(String, Finish)>, Result<Usage, RequestError>) {
-    let mut answers = vec![(String::new(), None); request.choices];
-    let mut events = engine.submit(request).unwrap();
+    collect(engine.submit(request).unwrap())
+}
+
+fn collect(mut events: Events) -> (Vec<(String, Finish)>, Result<Usage, RequestError>) {
+    let mut answers = Vec::new();
     while let Some(event) = events.blocking_recv() {
         match event {
             Event::Prefilled | Event::Prompt(_) | Event::Embedding(_) => {}
             Event::Delta(delta) => {
+                answers.resize(answers.len().max(delta.choice + 1), (String::new(), None));
                 answers[delta.choice].0.push_str(&delta.text);
                 answers[delta.choice].1 = delta.finish;
             }
@@ -171,6 +175,46 @@ fn penalties_biases_and_log_probabilities_go_with_a_grammar() {
     let count = |digit: char| answers[0].0.chars().filter(|c| *c == digit).count();
     assert!(('0'..='9').all(|digit| count(digit) == 2), "each taken once before any comes again: {}", answers[0].0);
     assert!(answers[0].0.starts_with('7'));
+}
+
+/// Grammars, counts that penalties go by, and least lengths go on where an answer was interrupted.
+#[test]
+fn an_answer_that_loses_its_place_goes_on_as_if_it_had_not() {
+    let alone = engine();
+    let small = StubBackend::new(SCRIPT);
+    // Five blocks for four requests, each of which takes one to begin with and up to three in the end.
+    let limits = Limits { cache_tokens: 5 * 64, ..small.limits };
+    let small = StubBackend { limits, ..small }.engine(EngineConfig::default());
+    let words = Shape::Lark("start: /[a-d]{2,6}/ (\" \" /[a-d]{2,6}/)*".into());
+    for round in 0..5 {
+        let requests = |engine: &Engine| -> Vec<Request> {
+            let shapes =
+                [Some(Shape::Json(person())), Some(words.clone()), Some(Shape::Regex("[0-9]{150}".into())), None];
+            let of = |(i, shape): (usize, Option<Shape>)| Request {
+                sampling: SamplingParams {
+                    temperature: 1.5,
+                    seed: 10 * round + i as u64,
+                    frequency_penalty: 0.7,
+                    presence_penalty: 0.3,
+                    repetition_penalty: 1.2,
+                    banned: [vec![u32::from(b'a'), u32::from(b'b')]].into(),
+                    ..SamplingParams::default()
+                },
+                grammar: shape.map(|shape| engine.grammar(&shape).unwrap()),
+                stop: StopRules { max_tokens: Some(170), min_tokens: 120, ..StopRules::default() },
+                logprobs: Some(1),
+                ..request(engine, &words, 0)
+            };
+            shapes.into_iter().enumerate().map(of).collect()
+        };
+        let expected: Vec<_> = requests(&alone).into_iter().map(|request| run(&alone, request).0).collect();
+        let together: Vec<_> = small.submit_all(requests(&small)).unwrap().into_iter().map(collect).collect();
+        for (i, (together, expected)) in together.into_iter().zip(expected).enumerate() {
+            assert_eq!(together.0, expected, "round {round}, request {i}");
+        }
+    }
+    assert!(small.load().counts.preemptions > 0);
+    assert_eq!(alone.load().counts.preemptions, 0);
 }
 
 #[test]

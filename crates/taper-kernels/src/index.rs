@@ -49,6 +49,11 @@ fn dims(index: &Tensor, k: &Tensor, parts: &[Part]) -> Result<(usize, usize, usi
     if rows != BLOCK_TOKENS || (index_blocks, index_heads) != (blocks, kv_heads) || !parts.iter().all(inside) {
         bail!("index {:?} over keys {:?}: {} parts, or one of them beyond", index.shape(), k.shape(), parts.len());
     }
+    let mut seen: Vec<u32> = parts.iter().map(|part| part.block).collect();
+    seen.sort_unstable();
+    if let Some(pair) = seen.windows(2).find(|pair| pair[0] == pair[1]) {
+        bail!("index {:?}: two parts are of block {}", index.shape(), pair[0]);
+    }
     Ok((kv_heads, head_dim, index.elem_count() / (blocks * kv_heads).max(1)))
 }
 
@@ -68,7 +73,7 @@ fn for_each_part<T: KvElement, U: Send>(
             let (part, head) = (&parts[i / kv_heads], i % kv_heads);
             let at = part.block as usize * kv_heads + head;
             let keys = &keys[at * BLOCK_TOKENS * head_dim..][..BLOCK_TOKENS * head_dim];
-            // SAFETY: each block and head has its own rows.
+            // SAFETY: each block and head has its own rows, and no two parts are of one block (`dims`).
             fill(part, head, keys, unsafe { shared.slice(at * width, width) });
         },
     );

@@ -314,6 +314,27 @@ mod tests {
     }
 
     #[test]
+    fn each_number_goes_where_its_name_says() {
+        let body = json!({"temperature": 0.3, "top_p": 0.4, "min_p": 0.05, "top_k": 6, "seed": 7, "presence_penalty": 0.8,
+            "frequency_penalty": -0.9, "repetition_penalty": 1.1, "allowed_token_ids": [11, 12], "logit_bias": {"13": -1}});
+        let found = sampling(&mut Fields::new(body.as_object().unwrap(), ""), &StubText, &SamplingParams::default());
+        let expected = SamplingParams {
+            temperature: 0.3,
+            top_k: Some(6),
+            top_p: 0.4,
+            min_p: 0.05,
+            seed: 7,
+            presence_penalty: 0.8,
+            frequency_penalty: -0.9,
+            repetition_penalty: 1.1,
+            logit_bias: vec![(13, -1.0)],
+            allowed: Some([11, 12].into()),
+            banned: [].into(),
+        };
+        assert_eq!(found.ok(), Some(expected));
+    }
+
+    #[test]
     fn what_a_request_does_not_say_is_the_models() {
         let own = SamplingParams {
             temperature: 0.6,

@@ -1,9 +1,12 @@
-//! Which answers come back and what they may hold: `best_of`, `echo` with `logprobs`, `allowed_token_ids`, `bad_words`.
+//! Which answers come back, when and what they may hold: `best_of`, `echo` with `logprobs`, `allowed_token_ids`, `bad_words`, `priority`.
 
 mod support;
 
 use serde_json::{Value, json};
-use support::{Answer, server};
+use support::{Answer, custom, server, wait};
+use taper_engine::EngineConfig;
+use taper_engine::stub::StubBackend;
+use taper_server::ServerConfig;
 
 fn texts(answer: &Answer) -> Vec<String> {
     assert_eq!(answer.status, 200, "{}", answer.text);
@@ -203,6 +206,41 @@ async fn only_allowed_tokens_come_and_no_bad_word() {
     let nothing = server.complete(ask(json!({"allowed_token_ids": [104], "bad_words": ["h"]}))).await;
     assert_eq!(nothing.status, 400);
     assert!(nothing.error().0.contains("no token may come next"), "{}", nothing.text);
+}
+
+/// With one place, who waits for it goes by priority and not by when they came.
+#[tokio::test]
+async fn the_urgent_go_first() {
+    let config = EngineConfig { sequences: 1, ..EngineConfig::default() };
+    let server =
+        custom(StubBackend::new("hello"), config, ServerConfig { least_priority: -10, ..ServerConfig::default() });
+    let ask = |prompt: &str, priority: Value| server.complete(json!({"prompt": prompt, "priority": priority}));
+    let first = ask("SLOW SLOW", json!(null));
+    let others = async {
+        wait("the first one runs", || server.engine.load().running == 1).await;
+        let late = ask("12345", json!(5));
+        let soon = async {
+            wait("one waits", || server.engine.load().waiting == 1).await;
+            tokio::join!(ask("1234567", json!(-10)), ask("123456", json!(0)))
+        };
+        tokio::join!(late, soon)
+    };
+    tokio::join!(first, others);
+    assert_eq!(*server.probe.prefilled.lock().unwrap(), [9, 7, 6, 5]);
+    let refused = ask("1", json!(-11)).await;
+    assert_eq!((refused.status.as_u16(), refused.error().1), (400, json!("priority")));
+}
+
+#[tokio::test]
+async fn marks_are_added_to_a_text_unless_they_are_not_wanted() {
+    let server = server("hello");
+    for (path, field) in [("/v1/completions", "prompt"), ("/v1/embeddings", "input"), ("/tokenize", "prompt")] {
+        for (wanted, tokens) in [(json!(null), 7), (json!(true), 7), (json!(false), 6)] {
+            let answer = server.post(path, json!({field: "MARKED", "add_special_tokens": wanted})).await.json();
+            let found = if path == "/tokenize" { &answer["count"] } else { &answer["usage"]["prompt_tokens"] };
+            assert_eq!(found, tokens, "{path}: {answer}");
+        }
+    }
 }
 
 #[tokio::test]

@@ -6,7 +6,7 @@ summed over the group, or what quest.py or hash_attention.py predicts for as man
 are ranked by their largest probability p over the group, sorted into bins of an eighth of an octave, [2^a (1 + i / 8), 2^a (1 + (i + 1) / 8)),
 and read from the highest bin on: a bin is read while c^2 times how many keys there are in it and below is at least noise plus their sum of
 c^2, c the middle of each key's bin and noise = (0.18 epsilon)^2 (and while at most a quarter of all keys are read, which none of these
-reach). r of the n visible keys are left. A pilot of about `pilot_tokens` of them says for each head how many keys the promise takes:
+reach). r of the n visible keys are left. A pilot of about `pilot_tokens` of them, or, where that is more, the share `pilot_share` of r, rounded up, says for each head how many keys the promise takes:
 relative error at most epsilon with probability at least 1 - delta. The group reads what its neediest head needs. Needed are more
 keys than were drawn: the sample grows to about as many, or, where these are more than twice its size, to half of them, but to at most
 eight times and at least twice its size, and is looked at again, until no head needs more. Where a head's sample is too noisy to tell, it grows about fourfold. "About k": those left that are among the first k n / r,
@@ -158,7 +158,7 @@ def make(
     q, k, v = made(data, **shape)
     v = f16(v + lean)
     rows, n, kv_heads, group = len(q), len(k), k.shape[1], shape["group"]
-    sink, window, pilot, rule = settings["sink"], settings["window"], settings["pilot_tokens"], settings["rule"]
+    sink, window, rule = settings["sink"], settings["window"], settings["rule"]
     all_scores = scores(q, k)
     sizes = np.zeros((rows, kv_heads), int)
 
@@ -175,6 +175,7 @@ def make(
         exactly=False,
         seed=SEED,
         true=False,
+        pilot_share=settings["pilot_share"],
         other: dict | None = None,
         **how: float | bool,
     ) -> Array:
@@ -199,6 +200,7 @@ def make(
                     fixed = predict(top_k)(q[r, h * group : (h + 1) * group], k[:m, h], h)
                 places, rest = order(fixed, seed, h), int((~fixed).sum())
                 left = np.array([not fixed[key] for key in places])
+                pilot = max(settings["pilot_tokens"], math.ceil(pilot_share * rest))
                 aim, size, points, looks = pilot, 0, 0, 0
                 while True:
                     # The points in which the missing keys are expected.
@@ -255,6 +257,8 @@ def make(
         "exactly as many": weights(exactly=True),
         "another seed": weights(seed=SEED >> 32),
     }
+    if settings["pilot_share"] > 0:
+        wrong["no share in the pilot"] = weights(pilot_share=0)
     if settings["top_k"] == "auto":
         wrong["all of the group count"] = weights(largest=False)
     if predict or guess:
@@ -297,6 +301,8 @@ def main() -> None:
     first_clear(lambda data: make("vattention-noisy", own, shape, data, 0.2, noisy=True))
 
     own = settings | {"rule": "chi2", "epsilon": 0.1, "delta": 0.1}
+    by_share = own | {"pilot_tokens": 12, "pilot_share": 0.05}
+    first_clear(lambda data: make("vattention-pilot_share", by_share, shape, data, 1.5))
     auto = own | {"top_k": "auto", "pilot_tokens": 12, "epsilon": 0.2}
     first_clear(lambda data: make("vattention-auto", auto, shape | {"n": 1501, "kv_heads": 1}, data, 0.5))
     auto |= {"top": {"method": "quantized_keys"}}

@@ -27,46 +27,47 @@ impl Sizes {
     }
 }
 
-/// Tensors by name, for one layer.
-type Layer = Vec<(String, Tensor)>;
+/// Tensors by name.
+type Named = Vec<(String, Tensor)>;
 
 impl Artifacts {
-    /// Random content of every kind that is tensors, the same in all layers.
+    /// Random content of every kind that is tensors.
     ///
     /// # Errors
     /// More memory than there is.
     pub fn random(shape: AttentionShape, sizes: Sizes) -> Result<Self> {
         let (q_heads, kv_heads, d) = (shape.q_heads, shape.kv_heads, shape.head_dim);
-        let mut next = noise(1);
-        let mut tensor = |dims: &[usize]| {
-            let all: Vec<f32> = (0..dims.iter().product()).map(|_| next()).collect();
-            Tensor::from_vec(all, dims, &Device::Cpu)
-        };
-        let mut layers = |of: &str, heads: usize, widths: &[usize]| -> Result<Layer> {
-            let mut all = Layer::new();
-            for (depth, width) in widths.windows(2).enumerate() {
-                all.push((format!("{of}.{depth}.weight"), tensor(&[heads, width[1], width[0]])?));
-                all.push((format!("{of}.{depth}.bias"), tensor(&[heads, width[1]])?));
-            }
-            Ok(all)
-        };
-        let query = layers("query", q_heads, &[d, sizes.maps, sizes.maps, 32])?;
-        let key = layers("key", kv_heads, &[d, sizes.maps, sizes.maps, 32])?;
-        let classifier = layers("classifier", kv_heads, &[d, sizes.classifier, sizes.clusters])?;
-        let centroids = vec![("centroids".to_owned(), tensor(&[kv_heads, sizes.clusters, d])?)];
-        let channel = |i: usize| ((i % sizes.channels * 5 + i / sizes.channels) % d) as u32;
-        let channels = (0..shape.layers).flat_map(|_| (0..kv_heads * sizes.channels).map(channel)).collect();
+        let [mut hash, mut kmeans, mut saap] = [(); 3].map(|()| Named::new());
+        let mut channels = Vec::new();
+        for layer in 0..shape.layers {
+            let mut next = noise(1 + layer as u64);
+            let mut tensor = |of: &str, dims: &[usize]| -> Result<(String, Tensor)> {
+                let all: Vec<f32> = (0..dims.iter().product()).map(|_| next()).collect();
+                Ok((format!("layers.{layer}.{of}"), Tensor::from_vec(all, dims, &Device::Cpu)?))
+            };
+            let mut perceptrons = |of: &str, heads: usize, widths: &[usize]| -> Result<Named> {
+                let mut all = Named::new();
+                for (depth, width) in widths.windows(2).enumerate() {
+                    all.push(tensor(&format!("{of}.{depth}.weight"), &[heads, width[1], width[0]])?);
+                    all.push(tensor(&format!("{of}.{depth}.bias"), &[heads, width[1]])?);
+                }
+                Ok(all)
+            };
+            hash.extend(perceptrons("query", q_heads, &[d, sizes.maps, sizes.maps, 32])?);
+            hash.extend(perceptrons("key", kv_heads, &[d, sizes.maps, sizes.maps, 32])?);
+            saap.extend(perceptrons("classifier", kv_heads, &[d, sizes.classifier, sizes.clusters])?);
+            kmeans.push(tensor("centroids", &[kv_heads, sizes.clusters, d])?);
+            let channel = |i: usize| ((i % sizes.channels * 5 + i / sizes.channels + layer) % d) as u32;
+            channels.extend((0..kv_heads * sizes.channels).map(channel));
+        }
+        saap.extend(kmeans.iter().cloned());
         let channels = Tensor::from_vec(channels, (shape.layers, kv_heads, sizes.channels), &Device::Cpu)?;
-        let every = |one: Layer| -> Layer {
-            let of = |layer: usize| one.iter().map(move |(name, t)| (format!("layers.{layer}.{name}"), t.clone()));
-            (0..shape.layers).flat_map(of).collect()
-        };
         let files = [
             ("double_sparsity", vec![("channels".to_owned(), channels)]),
-            ("hash_attention", every([query, key].concat())),
-            ("kmeans", every(centroids.clone())),
-            ("kmeans-rope", every(centroids.clone())),
-            ("saap", every([centroids, classifier].concat())),
+            ("hash_attention", hash),
+            ("kmeans", kmeans.clone()),
+            ("kmeans-rope", kmeans),
+            ("saap", saap),
         ];
         let model = ModelKey { shape, fingerprint: "random".to_owned() };
         files.iter().try_fold(Self::default(), |all, (method, tensors)| {

@@ -75,10 +75,11 @@ impl Maps {
         let mut codes = None;
         let mut layers = Vec::new();
         for layer in 0..shape.layers {
-            let Some(maps) = tensors.shape(&format!("layers.{layer}.key.0.weight")).map(|s| s[0]) else {
+            let Some(found) = tensors.shape(&format!("layers.{layer}.key.0.weight")) else {
                 layers.push(None);
                 continue;
             };
+            let maps = found.first().copied().unwrap_or(0);
             if maps != shape.q_heads && maps != shape.kv_heads {
                 let (kv, q) = (shape.kv_heads, shape.q_heads);
                 return Err(format!("`layers.{layer}.key.0.weight` has {maps} maps; expected {kv} or {q}"));

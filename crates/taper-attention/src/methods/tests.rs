@@ -9,9 +9,11 @@ mod cuda;
 mod drafts;
 mod golden;
 mod hard;
+mod layers;
 mod limits;
 mod prefill;
 mod properties;
+mod settings;
 mod together;
 mod trace;
 use candle_core::{DType, Device, Tensor};
@@ -103,23 +105,38 @@ pub(crate) fn run_on(
     decoded: usize,
     chunk: usize,
 ) -> (Vec<f32>, Sequence) {
+    let (mut layers, sequence) = run_in(spec, artifacts, (shape, DType::F32), input, decoded, chunk);
+    (layers.swap_remove(0), sequence)
+}
+
+/// The same with a cache of a type; what each layer gives for the tokens, which are the same in all of them.
+fn run_in(
+    spec: &Value,
+    artifacts: &Artifacts,
+    (shape, cache): (AttentionShape, DType),
+    input: &Input,
+    decoded: usize,
+    chunk: usize,
+) -> (Vec<Vec<f32>>, Sequence) {
     let n = input.k.dims()[0];
     let Input { q, k, v } = input;
     let spec = Arc::new(AttentionSpec::from_json(spec, "attention", artifacts).unwrap());
-    let kv = KvShape { layers: 1, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
-    let mut pool = KvPool::new(kv, DType::F32, n.div_ceil(64), &Device::Cpu).unwrap();
+    let kv = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
+    let mut pool = KvPool::new(kv, cache, n.div_ceil(64), &Device::Cpu).unwrap();
     let mut sequence = Sequence::new(spec, 5, n - decoded);
     let rotary = PlainRotary(shape.head_dim);
-    let mut outs = Vec::new();
+    let mut outs = vec![Vec::new(); shape.layers];
     while sequence.len() < n {
         let tokens = sequence.chunk(chunk).max(1);
         let start = sequence.len();
         let part = |t: &Tensor| t.narrow(0, start, tokens).unwrap();
         let spans = vec![Span { sequence: &mut sequence, tokens }];
         let mut batch = AttentionBatch::new(shape, &rotary, &mut pool, spans).unwrap();
-        let out = batch.attend(0, &part(q), &part(k), &part(v)).unwrap();
+        for (layer, outs) in outs.iter_mut().enumerate() {
+            let out = batch.attend(layer, &part(q), &part(k), &part(v)).unwrap();
+            outs.extend(out.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+        }
         batch.finish().unwrap();
-        outs.extend(out.flatten_all().unwrap().to_vec1::<f32>().unwrap());
     }
     (outs, sequence)
 }
@@ -135,8 +152,9 @@ pub(crate) fn relative(a: &[f32], b: &[f32]) -> f32 {
 
 #[test]
 fn a_promise_out_of_reach_equals_dense_within_a_models_own_window() {
-    let (out, _) =
+    let (out, sequence) =
         run(&json!({ "decode": limits::limit("vattention", "decode") }), shape(3, 64, Some(300)), (900, 3), 4096);
+    assert_eq!(sequence.usage().decode.dense_heads, Some(3 * 6), "heads that went dense are counted");
     let (dense, _) = run(&json!({}), shape(3, 64, Some(300)), (900, 3), 4096);
     assert!(relative(&out, &dense) < 1e-5);
 }

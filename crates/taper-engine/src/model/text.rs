@@ -3,11 +3,15 @@
 use crate::calls::{self, CallFormat};
 use crate::text::{Message, Text, TextError, TokenStream};
 use serde_json::{Map, Value};
+use std::sync::{Mutex, PoisonError};
 use taper_model::{ChatTemplate, ModelError, StreamDecoder, TextStart, Tokenizer};
 
 /// Bytes that a token of plain text hardly has: a text with more of them for each token of the context is probed before it is
 /// tokenized whole.
 const TOKEN_BYTES: usize = 8;
+
+/// Bytes above which a text waits for other large ones: a megabyte takes a hundred of memory while it is tokenized.
+const LARGE: usize = 1 << 20;
 
 /// Contexts whose tokens are counted for who wants to know how many there are.
 const COUNTED: usize = 16;
@@ -18,17 +22,20 @@ pub struct ModelText {
     template: Option<ChatTemplate>,
     /// Tokens of the longest prompt.
     context: usize,
+    /// Held while a text of more than [`LARGE`] bytes is tokenized.
+    large: Mutex<()>,
 }
 
 impl ModelText {
     /// Of a model whose longest prompt has so many tokens.
     pub fn new(tokenizer: Tokenizer, template: Option<ChatTemplate>, context: usize) -> Self {
-        Self { tokenizer, template, context }
+        Self { tokenizer, template, context, large: Mutex::default() }
     }
 
     /// The tokens of a text. One of far more than `most` is not read to its end, which takes a core seconds, and a hundred
     /// megabytes of memory, for each of its own.
     fn tokens(&self, text: &str, special: bool, most: usize) -> Result<Vec<u32>, TextError> {
+        let _alone = (text.len() > LARGE).then(|| self.large.lock().unwrap_or_else(PoisonError::into_inner));
         let encode = |text: &str| self.tokenizer.encode(text, special).map_err(|e| TextError(e.to_string()));
         let piece = most.saturating_mul(TOKEN_BYTES);
         if text.len() > piece {

@@ -1,9 +1,8 @@
 //! A thread for what a template does: its stack holds whatever a template can nest, and work that does not end is left behind.
 
 use crate::error::ModelError;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::mpsc::{RecvTimeoutError, TryRecvError, channel};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 /// Rendering takes some milliseconds.
@@ -16,8 +15,8 @@ const STACK: usize = 512 << 20;
 /// Runs what a template asks for; one that once took too long waits until that work has ended.
 #[derive(Debug, Default)]
 pub(super) struct Sandbox {
-    /// Whether work that was left behind still runs.
-    lost: Arc<AtomicBool>,
+    /// Work that was left behind, each there for as long as it runs.
+    lost: Mutex<Vec<Weak<()>>>,
 }
 
 impl Sandbox {
@@ -37,14 +36,15 @@ impl Sandbox {
         time_max: Duration,
         work: impl FnOnce() -> Result<T, ModelError> + Send + 'static,
     ) -> Result<T, ModelError> {
-        if self.lost.load(Relaxed) {
+        if self.still_runs() {
             return Err(ModelError::template("is still at an earlier conversation, which takes it too long"));
         }
-        let (lost, (sender, ended)) = (self.lost.clone(), channel());
+        let (running, (sender, ended)) = (Arc::new(()), channel());
+        let lost = Arc::downgrade(&running);
         let work = move || {
+            let _running = running;
             // Nobody may wait any more.
             let _ = sender.send(work());
-            lost.store(false, Relaxed);
         };
         let thread = std::thread::Builder::new().name("template".to_owned()).stack_size(STACK);
         thread.spawn(work).map_err(|e| ModelError::template(format!("no thread for it: {e}")))?;
@@ -54,14 +54,16 @@ impl Sandbox {
                 Err(ModelError::template("failed while it ran, by a defect of Taper"))
             }
             Err(RecvTimeoutError::Timeout) => {
-                self.lost.store(true, Relaxed);
-                // It may have ended just before, and nobody will say so again.
-                if !matches!(ended.try_recv(), Err(TryRecvError::Empty)) {
-                    self.lost.store(false, Relaxed);
-                }
+                self.lost.lock().unwrap_or_else(PoisonError::into_inner).push(lost);
                 Err(ModelError::template(format!("takes longer than {} s for one conversation", time_max.as_secs())))
             }
         }
+    }
+
+    fn still_runs(&self) -> bool {
+        let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
+        lost.retain(|work| work.strong_count() > 0);
+        !lost.is_empty()
     }
 }
 
@@ -74,15 +76,22 @@ mod tests {
         let sandbox = Sandbox::default();
         assert_eq!(sandbox.run(|| Ok(1)).unwrap(), 1);
         assert!(sandbox.run(|| Err::<(), _>(ModelError::template("no"))).unwrap_err().to_string().contains("no"));
-        let (go, wait) = channel::<()>();
-        let work = move || Ok(wait.recv().is_ok());
-        assert!(sandbox.run_for(Duration::ZERO, work).unwrap_err().to_string().contains("takes longer"));
-        assert!(sandbox.run(|| Ok(1)).unwrap_err().to_string().contains("still at an earlier"));
-        go.send(()).unwrap();
-        while sandbox.lost.load(Relaxed) {
-            std::thread::yield_now();
+        // Whether it ends as it should or by a defect.
+        for defect in [false, true] {
+            let (go, wait) = channel::<()>();
+            let work = move || {
+                let ended = wait.recv().is_ok();
+                assert!(!defect, "a defect");
+                Ok(ended)
+            };
+            assert!(sandbox.run_for(Duration::ZERO, work).unwrap_err().to_string().contains("takes longer"));
+            assert!(sandbox.run(|| Ok(1)).unwrap_err().to_string().contains("still at an earlier"));
+            go.send(()).unwrap();
+            while sandbox.still_runs() {
+                std::thread::yield_now();
+            }
+            assert_eq!(sandbox.run(|| Ok(2)).unwrap(), 2);
         }
-        assert_eq!(sandbox.run(|| Ok(2)).unwrap(), 2);
         assert!(sandbox.run(|| -> Result<(), _> { panic!("a defect") }).unwrap_err().to_string().contains("defect"));
     }
 }

@@ -26,6 +26,9 @@ const TYPE_USER_DEFINED: i64 = 4;
 /// The most bytes of a token. Known vocabularies have some of a few hundred; every cut of every token is looked up.
 const TOKEN_BYTES_MAX: usize = 1024;
 
+/// The most bytes of all merges: those of known vocabularies take some megabytes.
+const MERGES_BYTES_MAX: usize = 1 << 28;
+
 /// How Llama 3 cuts a text before merging: contractions, words, up to three digits, punctuation, line ends, spaces.
 const LLAMA3_PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
@@ -130,10 +133,11 @@ fn sentence_piece(gguf: &Gguf, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer,
         let reason = format!("has {} entries for {} tokens", scores.len(), vocabulary.tokens.len());
         return Err(ModelError::invalid(path, SCORES, reason));
     }
-    let mut model = BPE::builder()
-        .vocab_and_merges(vocabulary.ids(), ranked_merges(&vocabulary.tokens, &scores))
-        .byte_fallback(true)
-        .fuse_unk(true);
+    let merges = ranked_merges(&vocabulary.tokens, &scores).ok_or_else(|| {
+        let reason = format!("join in more ways than fit {} MiB", MERGES_BYTES_MAX >> 20);
+        ModelError::invalid(path, TOKENS, reason)
+    })?;
+    let mut model = BPE::builder().vocab_and_merges(vocabulary.ids(), merges).byte_fallback(true).fuse_unk(true);
     if let Some(unknown) = vocabulary.types.iter().position(|t| *t == TYPE_UNKNOWN) {
         model = model.unk_token(vocabulary.tokens[unknown].to_owned());
     }
@@ -159,20 +163,28 @@ fn sentence_piece(gguf: &Gguf, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer,
     Ok(tokenizer)
 }
 
-/// Every way in which two tokens join into a third, the best-scored third first.
-fn ranked_merges(tokens: &[&str], scores: &[f32]) -> Vec<(String, String)> {
+/// Every way in which two tokens join into a third, the best-scored third first. None where these take more memory than
+/// [`MERGES_BYTES_MAX`].
+fn ranked_merges(tokens: &[&str], scores: &[f32]) -> Option<Vec<(String, String)>> {
     let ids: HashMap<&str, usize> = tokens.iter().enumerate().map(|(id, name)| (*name, id)).collect();
     let mut merges: Vec<(f32, usize, usize)> = Vec::new();
-    for (name, score) in tokens.iter().zip(scores) {
+    let mut bytes = 0;
+    // A name that several tokens share is the last one's.
+    let named = tokens.iter().enumerate().filter(|(id, name)| ids[**name] == *id);
+    for (id, name) in named {
         for (at, _) in name.char_indices().skip(1) {
             let (left, right) = name.split_at(at);
             if let (Some(left), Some(right)) = (ids.get(left), ids.get(right)) {
-                merges.push((*score, *left, *right));
+                bytes += name.len() + size_of::<(String, String)>();
+                if bytes > MERGES_BYTES_MAX {
+                    return None;
+                }
+                merges.push((scores[id], *left, *right));
             }
         }
     }
     merges.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)).then(a.2.cmp(&b.2)));
-    merges.into_iter().map(|(_, left, right)| (tokens[left].to_owned(), tokens[right].to_owned())).collect()
+    Some(merges.into_iter().map(|(_, left, right)| (tokens[left].to_owned(), tokens[right].to_owned())).collect())
 }
 
 /// Adds the tokens that open and close a sequence, where the file wants them.

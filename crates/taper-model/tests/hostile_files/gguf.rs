@@ -368,16 +368,37 @@ fn tensors_that_share_their_bytes_cost_no_more_than_the_file() {
     assert!(!loads(written(&parts).0));
 }
 
-#[test]
-fn a_token_as_long_as_a_book_takes_no_longer_than_reading_it() {
+/// Whether a file of SentencePiece's kind with these tokens is a model.
+fn loads_with(tokens: &[String]) -> bool {
     let mut parts = good(Style::SentencePiece);
     for (key, value) in [
-        ("tokenizer.ggml.tokens", texts(&["a", &"a".repeat(1_000_000)])),
-        ("tokenizer.ggml.scores", f32s(&[0.0, 1.0])),
-        ("tokenizer.ggml.token_type", i32s(&[1, 1])),
+        ("tokenizer.ggml.tokens", texts(tokens)),
+        ("tokenizer.ggml.scores", f32s(&vec![0.0; tokens.len()])),
+        ("tokenizer.ggml.token_type", i32s(&vec![1; tokens.len()])),
     ] {
         parts.metadata.retain(|(k, _)| k != key);
         parts.metadata.push((key.to_owned(), value));
     }
-    loads(written(&parts).0);
+    loads(written(&parts).0)
+}
+
+#[test]
+fn a_token_as_long_as_a_book_takes_no_longer_than_reading_it() {
+    assert!(!loads_with(&["a".into(), "a".repeat(1_000_000)]));
+}
+
+/// A megabyte of names whose merges would take a hundred.
+#[test]
+fn a_name_that_many_tokens_share_is_cut_once() {
+    let mut tokens: Vec<String> = (1..=400).map(|length| "a".repeat(length)).collect();
+    tokens.extend(vec!["a".repeat(400); 2000]);
+    loads_with(&tokens);
+}
+
+/// Each of these joins from two others in as many ways as it is long.
+#[test]
+fn tokens_that_join_in_too_many_ways_are_refused() {
+    let tokens: Vec<String> = (1..=1000).map(|length| "a".repeat(length)).collect();
+    assert!(!loads_with(&tokens));
+    assert!(loads_with(&tokens[..300]));
 }

@@ -129,7 +129,12 @@ fn with(mut settings: Value, name: &str, value: impl Into<Value>) -> Value {
 fn a_heavy_key_that_the_predictor_missed_breaks_every_rule_and_not_the_hard_tail() {
     let head = Head::flat(0.1).with_heavy_key(0.1);
     for rule in RULES {
-        let missed = came(&head.draw(json!({ "rule": rule })), EPSILON);
+        let drawn = head.draw(json!({ "rule": rule }));
+        // The denominator's rule promises nothing of the output, under this tail.
+        assert_eq!(drawn.promise, (rule != "denominator").then_some((0.09, 0.1)), "{rule}");
+        let first = |b: &taper_kernels::decode::Budget| (140..190).contains(&b.pilot);
+        assert!(drawn.budgets.as_ref().unwrap().iter().all(first), "{rule}: a hundredth of what is not read exactly");
+        let missed = came(&drawn, EPSILON);
         assert!(
             missed.over > 80 && missed.sampled > 80,
             "{rule}: has it learnt of a key that it never saw? {missed:?}"
@@ -137,7 +142,9 @@ fn a_heavy_key_that_the_predictor_missed_breaks_every_rule_and_not_the_hard_tail
         let found = came(&head.draw(json!({ "rule": rule, "top": { "method": "oracle" } })), EPSILON);
         assert_eq!((found.over, found.sampled), (0, DRAWS), "{rule}, the key predicted");
         // Nor does the rule have a say under the other tail.
-        let hard = came(&head.draw(json!({ "rule": rule, "tail": "hard" })), EPSILON);
+        let drawn = head.draw(json!({ "rule": rule, "tail": "hard" }));
+        assert_eq!(drawn.promise, Some((0.09, 0.1)), "hard, {rule}");
+        let hard = came(&drawn, EPSILON);
         assert_eq!((hard.over, hard.sampled), (0, DRAWS), "hard, {rule}");
         assert!(hard.most < N / 4, "hard, {rule}: {} of {N} keys", hard.most);
     }

@@ -1,7 +1,6 @@
 //! Sparse prefill methods: at all their limits, cut into chunks, over later tokens, bad numbers and bad parameters.
 
 use super::golden::{Golden, files};
-use super::properties::all_typical;
 use super::*;
 use crate::Chunk;
 
@@ -293,65 +292,6 @@ fn delta_over_every_method_is_dense_at_its_anchors_and_its_tail() {
             assert!(relative(&row(&delta, at), &expected) < 1e-5, "{base} row {at}");
         }
     }
-}
-
-#[test]
-fn dense_layers_are_the_first_and_no_others() {
-    let shape = AttentionShape { layers: 2, ..shape(3, 64, None) };
-    let artifacts = random_artifacts(shape);
-    let mut checked = 0;
-    for method in catalogue().into_iter().filter(|m| m.parameters["properties"].get("dense_layers").is_some()) {
-        let decode = method.phase == "decode";
-        let settings = if decode { all_typical() } else { sparse(method.name) };
-        let settings = settings.into_iter().find(|settings| settings["method"] == method.name).unwrap();
-        for dense_layers in 0..3 {
-            let mut settings = settings.clone();
-            settings["dense_layers"] = json!(dense_layers);
-            let spec = if decode { json!({ "decode": settings }) } else { prefill(&settings) };
-            let input = Input::random(shape, 1000);
-            // The answer's steps come after a dense prompt; both layers have the same heads.
-            let decoded = if decode { 5 } else { 0 };
-            let both = |spec: &Value| [0, 1].map(|layer| in_layer(spec, &artifacts, shape, &input, decoded, layer));
-            for (layer, (out, dense)) in both(&spec).iter().zip(both(&json!({}))).enumerate() {
-                let error = relative(out, &dense);
-                assert!((error < 1e-5) == (layer < dense_layers), "{settings}: layer {layer} errs by {error}");
-            }
-            checked += 1;
-        }
-    }
-    assert!(checked >= 3 * 5, "{checked}");
-}
-
-/// What [`run_on`] gives in one of several layers, of which each has the same tokens.
-fn in_layer(
-    spec: &Value,
-    artifacts: &Artifacts,
-    shape: AttentionShape,
-    input: &Input,
-    decoded: usize,
-    layer: usize,
-) -> Vec<f32> {
-    let n = input.k.dims()[0];
-    let spec = Arc::new(AttentionSpec::from_json(spec, "attention", artifacts).unwrap());
-    let kv = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
-    let mut pool = KvPool::new(kv, DType::F32, n.div_ceil(64), &Device::Cpu).unwrap();
-    let mut sequence = Sequence::new(spec, 5, n - decoded);
-    let rotary = PlainRotary(shape.head_dim);
-    let mut outs = Vec::new();
-    while sequence.len() < n {
-        let (start, tokens) = (sequence.len(), sequence.chunk(4096).max(1));
-        let part = |t: &Tensor| t.narrow(0, start, tokens).unwrap();
-        let spans = vec![Span { sequence: &mut sequence, tokens }];
-        let mut batch = AttentionBatch::new(shape, &rotary, &mut pool, spans).unwrap();
-        for at in 0..shape.layers {
-            let out = batch.attend(at, &part(&input.q), &part(&input.k), &part(&input.v)).unwrap();
-            if at == layer && (decoded == 0 || start >= n - decoded) {
-                outs.extend(out.flatten_all().unwrap().to_vec1::<f32>().unwrap());
-            }
-        }
-        batch.finish().unwrap();
-    }
-    outs
 }
 
 #[test]
