@@ -64,7 +64,7 @@ def moments64(s, v, lse_f, o_f, residual, few):
     pairs = (norms.sum()**2 - (norms**2).sum()).item()
     alike = (dots.sum() - dots.diagonal().sum()).item() / pairs if pairs > 0 else 1.0
     return {"b": b, "den": den, "o2": (o @ o).item(), "var_d": e.var().item(),
-            "heaviest": ((e * e).max() / (e * e).sum()).item(),
+            "heaviest": max((w.max() / w.sum()).item() for w in (e * e, e * e * (v * v).sum(1))),
             "tr_n": (e[:, None] * v).var(0).sum().item(), "tr_r": r.var(0).sum().item(),
             "alike": min(max(alike, 1 / v.shape[1]), 1.0)}
 

@@ -380,7 +380,7 @@ def quantiles(delta):
 def unseen(delta):
     """What chi2 adds to a sample's variance, in units of its heaviest key's share to the power of 3/2."""
     from math import log
-    return 0.75 * log(1 / delta)**3
+    return 0.5 * log(1 / delta)**3
 
 
 # Of what a budget asks for, and times the sample, that a sample grows to.

@@ -35,7 +35,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>, true> {
 #pragma unroll
     for (int c = 0; c < C; ++c) {
       limit[c] = ~0u, this->ln_weight[c] = 0.f;
-      this->e2[c] = this->e2v2[c] = this->most[c] = 0.f;
+      this->e2[c] = this->e2v2[c] = this->most[c] = this->most_v[c] = 0.f;
     }
 #pragma unroll
     for (int h = 0; h < D / 64; ++h)
@@ -178,11 +178,12 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>, true> {
     }
 #pragma unroll
     for (int c = 0; c < C; ++c) {
-      float most = this->most[c];
+      float most = this->most[c], most_v = this->most_v[c];
       const int hd = this->head(c);
 #pragma unroll
-      for (int d = 4; d < 32; d *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
-      if (lane < 4) sums[hd][4] = most, sums[hd][5] = exact.m[c], sums[hd][6] = m[c];
+      for (int d = 4; d < 32; d *= 2)
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, d)), most_v = fmaxf(most_v, __shfl_xor_sync(~0u, most_v, d));
+      if (lane < 4) sums[hd][4] = most, sums[hd][5] = most_v, sums[hd][6] = exact.m[c], sums[hd][7] = m[c];
 #pragma unroll
       for (int h = 0; h < D / 64; ++h)
 #pragma unroll
@@ -208,7 +209,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>, true> {
       };
       float x[2], f[2];
       both(of, x);
-      const float m0 = st.warp_sums[0][0][hd][5 + of], m1 = st.warp_sums[1][0][hd][5 + of], top = fmaxf(m0, m1);
+      const float m0 = st.warp_sums[0][0][hd][6 + of], m1 = st.warp_sums[1][0][hd][6 + of], top = fmaxf(m0, m1);
       f[0] = m0 == -INFINITY ? 0.f : exp2_fast(m0 - top), f[1] = m1 == -INFINITY ? 0.f : exp2_fast(m1 - top);
       const float sum = this->mix(x[0], f[0], x[1], f[1]);
       float inv = sum == 0.f ? 0.f : __fdividef(1.f, sum);
@@ -217,15 +218,19 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>, true> {
         if (lane == 0) p.d.part_lse[at] = sum == 0.f ? -INFINITY : top * kLn2 + __logf(sum);
       } else {
         inv *= 4.f * inv, f[0] *= f[0], f[1] *= f[1];
-        float e2[2], v2[2], most[2] = {};
+        float e2[2], v2[2], most[2] = {}, most_v[2] = {};
         both(2, e2), both(3, v2);
 #pragma unroll
         for (int g = 0; g < 2; ++g)
 #pragma unroll
-          for (int w = 0; w < 4; ++w) most[g] = fmaxf(most[g], st.warp_sums[g][w][hd][4]);
+          for (int w = 0; w < 4; ++w) {
+            most[g] = fmaxf(most[g], st.warp_sums[g][w][hd][4]);
+            most_v[g] = fmaxf(most_v[g], st.warp_sums[g][w][hd][5]);
+          }
         if (lane == 0)
           *judge.squares(o.rank, hd) = make_float4(this->mix(e2[0], f[0], e2[1], f[1]) * inv, this->mix(v2[0], f[0], v2[1], f[1]) * inv,
-                                                   fmaxf(most[0] * f[0], most[1] * f[1]) * inv, 0.f);
+                                                   fmaxf(most[0] * f[0], most[1] * f[1]) * inv,
+                                                   fmaxf(most_v[0] * f[0], most_v[1] * f[1]) * inv);
       }
       const Vec a = *reinterpret_cast<const Vec*>(&joined(0)[kind][hd][lane * V]);
       const Vec b = *reinterpret_cast<const Vec*>(&joined(1)[kind][hd][lane * V]);

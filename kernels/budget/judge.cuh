@@ -104,11 +104,11 @@ struct Judge : Pairs<T, D, N> {
       };
       put(0, out), put(1, lean);
       const float w = own.own * own.inverse, w2 = is ? w * w : 0.f;
-      const float most = warp_max(w2 * square.z);
+      const float most = warp_max(w2 * square.z), most_v = warp_max(w2 * square.w);
       constexpr float kOnce = 1.f / kBeside;  // Each dimension is in so many lanes.
       auto dot = [](float2 a, float2 b) { return kOnce * (a.x * b.x + a.y * b.y); };
       float x[8] = {dot(out, out), dot(out, lean), dot(lean, lean), dot(mean, mean),
-                    own.inverse * own.inverse * dot(out, sum[2]), w2 * square.x, w2 * square.y, 0.f};
+                    own.inverse * own.inverse * dot(out, sum[2]), w2 * square.x, w2 * square.y, lane == 0 ? most_v : 0.f};
       float one = sums_apart(x);
 #pragma unroll
       for (int d = 2; d; d /= 2) one += __shfl_xor_sync(~0u, one, d);
@@ -151,7 +151,7 @@ struct Judge : Pairs<T, D, N> {
       m.variance_d = (s.e2 - over(1.f, d)) * free;
       m.trace_r = (away - over(s.w2, d)) * free;
       m.trace_n = (s.v2 - over(s.a2, d)) * free;
-      m.heaviest = over(s.most, fmaxf(s.e2, FLT_MIN));
+      m.heaviest = fmaxf(over(s.most, fmaxf(s.e2, FLT_MIN)), over(s.most_v, fmaxf(s.v2, FLT_MIN)));
       // As a covariance in D dimensions has it, and 1 where nothing varies or a sum is too large to divide by.
       m.alignment = pairs.x < pairs.y && pairs.y < 0x1p126f ? fmaxf(over(pairs.x, pairs.y), 1.f / D) : 1.f;
       float budget = 0.f;

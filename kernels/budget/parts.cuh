@@ -72,7 +72,7 @@ struct Member {
   __device__ __forceinline__ uint32_t part(int kind, uint32_t rank, int g) const {
     return ((o.slot * 3 + kind) * o.room + rank) * group + g;
   }
-  // Of a rank's sample, with e in units of its sum: the sums of e^2 and of e^2 |v|^2, and the largest e^2.
+  // Of a rank's sample, with e in units of its sum: the sums of e^2 and of e^2 |v|^2, and the largest of each.
   __device__ __forceinline__ float4* squares(uint32_t rank, int g) const {
     return reinterpret_cast<float4*>(p.sums) + ((o.slot * o.room + rank) * group + g);
   }

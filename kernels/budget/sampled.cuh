@@ -128,10 +128,10 @@ inline constexpr int kSampledStages = N == 16 ? kDecodeStages<D> - kDecodeStages
 // What the parts say of a head, with the sampled weights e = exp(score - lse) in units of
 // their sum. First what is summed over the values' dimensions: squares and products of the
 // estimated output o and of the sample's mean less it, the square of that mean, and o . sum e^2 v.
-// Then the sums of e^2 and of e^2 |v|^2; and the sample's log-sum-exp, the inverse of the denominator,
-// the estimate's log-sum-exp, and the largest e^2.
+// Then the sums of e^2 and of e^2 |v|^2, and the largest e^2 |v|^2; and the sample's log-sum-exp, the inverse of the
+// denominator, the estimate's log-sum-exp, and the largest e^2.
 struct alignas(16) HeadStat {
-  float o2, ow, w2, a2, oe, e2, v2, none;
+  float o2, ow, w2, a2, oe, e2, v2, most_v;
   float lse, inverse, all, most;
 };
 
@@ -147,7 +147,7 @@ struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
   uint32_t chosen[kMarkWords];     // bitmap of the first blocks or pages, or ids of single tokens
   // The sample's first few keys: their points and rows, and how many there are.
   uint32_t few_points[kCovarianceKeys], few_rows[kCovarianceKeys], few_kept[kSieveThreads / 32], few_placed;
-  float warp_sums[2][4][N][7];  // of exact part and sample: sums, sums of squares, alone and with norms, the largest; two maxima
+  float warp_sums[2][4][N][8];  // of exact part and sample: sums, sums of squares, alone and with norms, the largest of each; two maxima
   HeadStat stat[2][N];  // by the halves of the dimensions
   float pairs[N][2][2];  // of a head's tiles, or of every other one: the two sums
   float budget[N];

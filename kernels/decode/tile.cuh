@@ -24,7 +24,7 @@ struct TileSums {
   float m[C], l[C], o[D / 64][kColumns / 2];
   uint32_t limit[C];   // sampled keys that the head reads; of rows that share a list: tokens at its end that it does not see
   float ln_weight[C];  // and their log weight
-  float e2[C], e2v2[C], most[C];  // squares alone, times values' squared norms, the largest
+  float e2[C], e2v2[C], most[C], most_v[C];  // squares alone and times values' squared norms: their sums, and the largest
 
   // Head column of accumulator column c, and its first accumulator.
   __device__ __forceinline__ int head(int c) const { return (c / 2) * 8 + (lane & 3) * 2 + (c & 1); }
@@ -65,7 +65,7 @@ struct TileSums {
       for (int h = 0; h < D / 64; ++h) o[h][acc(c)] *= f, o[h][acc(c) + 2] *= f;
       if constexpr (SQUARES) {
         const float f2 = squared ? f * f : 1.f;
-        e2[c] *= f2, e2v2[c] *= f2, most[c] *= f2;
+        e2[c] *= f2, e2v2[c] *= f2, most[c] *= f2, most_v[c] *= f2;
 #pragma unroll
         for (int h = 0; h < D / 64; ++h) o[h][N / 2 + acc(c)] *= f2, o[h][N / 2 + acc(c) + 2] *= f2;
       }
@@ -92,8 +92,10 @@ struct TileSums {
 #pragma unroll
     for (int c = 0; c < C; ++c) {
       e2[c] += square[c][0] + square[c][1];
-      e2v2[c] += square[c][0] * v2[0] + square[c][1] * v2[1];
+      const float with[2] = {square[c][0] * v2[0], square[c][1] * v2[1]};
+      e2v2[c] += with[0] + with[1];
       most[c] = fmaxf(most[c], fmaxf(square[c][0], square[c][1]));
+      most_v[c] = fmaxf(most_v[c], fmaxf(with[0], with[1]));
     }
   }
 

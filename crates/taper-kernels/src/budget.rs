@@ -64,7 +64,7 @@ pub struct Moments {
     pub trace_n: f64,
     /// Trace of the sample covariance of e (v − o).
     pub trace_r: f64,
-    /// The heaviest sampled key's share of the sum of e².
+    /// The heaviest sampled key's share of the sum of e², or, if that is more, of e²‖v‖².
     pub heaviest: f64,
 }
 
@@ -84,11 +84,10 @@ const LEAST_VECTOR_QUANTILE: f64 = 1.24;
 /// What keys heavier than all that were sampled add to the variance, in units of the heaviest's own share of it to the
 /// power of 3/2, times the cube of ln(1 / delta). By exchangeability the share of such keys among those left is
 /// exponential with mean 1 / (drawn + 1), and its 1 − delta quantile goes with ln(1 / delta); how much heavier they are
-/// does so again, and how far the sample's own variance falls short where it missed them. Factor and powers are
-/// calibrated on real heads and held against others (bench/promise.md and its history): without them single heads break
-/// their promise, those first of whose variance a few keys hold a large part because of their values, which their
-/// weights do not tell.
-const UNSEEN: f64 = 0.75;
+/// does so again, and how far the sample's own variance falls short where it missed them. A key is heavy by its weight or
+/// by its value, which no predictor ranks by. Factor and powers are calibrated on real heads and held against others
+/// (bench/promise.md and its history): without them single heads break their promise.
+const UNSEEN: f64 = 0.5;
 /// By what power of delta the norm's quantile is taken: errors of samples of some hundred keys go beyond a Gaussian's
 /// by more the further out one asks. Calibrated as `UNSEEN`: with 1 heads of the first layer break promises of 0.05,
 /// and none of 0.1 and more.

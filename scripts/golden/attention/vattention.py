@@ -24,7 +24,7 @@ T of e v and R of e (v - o) (traces of covariances), z(p) the normal distributio
   variance 2 Tr(S^2), S the covariance of e (v - o), by Wilson and Hilferty. Tr(S^2) / Tr(S)^2, which is between 1 / d
   and 1, is of the first 40 keys drawn (of the permutation's first 128 at most), their e (v - o) less the sample's mean, the sum over
   pairs of different ones of their squared products over that of the products of their squared norms. For keys heavier than all that were drawn,
-  u = 0.75 ln(1 / delta)^3 s^1.5, s the heaviest's share of the sum of e^2.
+  u = 0.5 ln(1 / delta)^3 s^1.5, s the heaviest's share of the sum of e^2, or of e^2 |v|^2 if that is more.
 
 |N| and |o| are less the sample's noise: of |N|^2 the part r^2 T (1 / b - 1 / r), of |o|^2 r^2 R (1 / b - 1 / r) / D^2
 is taken off; less than a quarter left is too noisy to tell. Without replacement it takes b / (1 + b / r), rounded up.
@@ -44,7 +44,7 @@ import quest
 SEED = 0x0123456789ABCDEF
 SPLITS = [0.02, 0.05, 0.1, 0.2, 0.3, 0.5]
 PAIRS = 40
-UNSEEN = 0.75
+UNSEEN = 0.5
 TAIL = 1.05
 PAYS = 0.18
 
@@ -87,6 +87,7 @@ def needed(
     pairs: int = PAIRS,
     unseen: float = UNSEEN,
     one_sided: bool = False,
+    by_weight: bool = False,
     replaced: bool = False,
 ) -> float | None:
     """Keys that one head needs by a sample e [b], v [b, d] of `rest` keys, with sums of those known; None: too noisy."""
@@ -136,7 +137,8 @@ def needed(
             different = ((few**2).sum() - (norms**2).sum()) / (norms.sum() ** 2 - (norms**2).sum())
             part = 2 / 9 * min(max(different, 1 / v.shape[1]), 1)
             factor = (1 - part + z(1 - delta**TAIL) * math.sqrt(part)) ** 1.5
-            heavier = unseen * math.log(1 / delta) ** 3 * (e.max() ** 2 / (e**2).sum()) ** 1.5
+            shares = [w.max() / w.sum() for w in ([e**2] if by_weight else [e**2, e**2 * (v**2).sum(1)])]
+            heavier = unseen * math.log(1 / delta) ** 3 * max(shares) ** 1.5
             root = factor * scale * math.sqrt(1 + heavier)
     return root**2 if replaced else root**2 / (1 + root**2 / rest)
 
@@ -275,6 +277,7 @@ def make(
         wrong["a scalar's quantile"] = weights(least=0.0)
     if rule == "chi2":
         wrong |= {"nothing unseen": weights(unseen=0.0), "all pairs": weights(pairs=n)}
+        wrong["heavy by weight alone"] = weights(by_weight=True)
     out = weighed(q, k, v, chosen)
     check(out, dense(q, k, v), {key: weighed(q, k, v, other) for key, other in wrong.items()})
     arrays = {"q": q, "k": k, "v": v, "out": out, "selected": chosen > 0, "sizes": sizes}

@@ -22,7 +22,7 @@ pub(super) struct Running {
     pub sums: Sums,
 }
 
-/// Sums over the sampled keys, with e = exp(score − max): e, e², e v, e² v, e²‖v‖².
+/// Sums over the sampled keys, with e = exp(score − max): e, e², e v, e² v, e²‖v‖²; and the largest e²‖v‖².
 #[derive(Debug, Clone, Default)]
 pub(super) struct Sums {
     pub e: f64,
@@ -30,6 +30,7 @@ pub(super) struct Sums {
     pub ev: Vec<f32>,
     pub e2v: Vec<f32>,
     pub e2v2: f64,
+    pub most_v: f64,
 }
 
 impl Sums {
@@ -41,6 +42,7 @@ impl Sums {
         self.e += more.e;
         self.e2 += more.e2;
         self.e2v2 += more.e2v2;
+        self.most_v = self.most_v.max(more.most_v);
         self.ev.iter_mut().zip(&more.ev).for_each(|(x, more)| *x += more);
         self.e2v.iter_mut().zip(&more.e2v).for_each(|(x, more)| *x += more);
     }
@@ -61,6 +63,7 @@ impl Running {
         s.e *= f64::from(once);
         s.e2 *= f64::from(twice);
         s.e2v2 *= f64::from(twice);
+        s.most_v *= f64::from(twice);
         s.ev.iter_mut().for_each(|x| *x *= once);
         s.e2v.iter_mut().for_each(|x| *x *= twice);
         self.max = max;
@@ -104,6 +107,8 @@ impl<'a, 'b, T: KvElement> Head<'a, 'b, T> {
         let o2 = dot(&self.output, &self.output);
         let centred: f64 =
             s.ev.iter().zip(&self.output).map(|(a, o)| (f64::from(*a) - f64::from(*o) * s.e).powi(2)).sum();
+        let heaviest = f64::from((2.0 * (self.running.heaviest - self.running.max)).exp());
+        let share = |most: f64, of: f64| most / of.max(f64::MIN_POSITIVE);
         Moments {
             residual: self.residual,
             drawn: b,
@@ -112,7 +117,7 @@ impl<'a, 'b, T: KvElement> Head<'a, 'b, T> {
             output_norm2: o2,
             variance_d: (s.e2 - s.e * s.e / b) / (b - 1.0),
             trace_n: (s.e2v2 - dot(&s.ev, &s.ev) / b) / (b - 1.0),
-            heaviest: f64::from((2.0 * (self.running.heaviest - self.running.max)).exp()) / s.e2.max(f64::MIN_POSITIVE),
+            heaviest: share(heaviest, s.e2).max(share(s.most_v, s.e2v2)),
             trace_r: (s.e2v2 - 2.0 * dot(&self.output, &s.e2v) + o2 * s.e2 - centred / b) / (b - 1.0),
         }
     }
@@ -160,6 +165,8 @@ pub(super) unsafe fn sum_up<V: Simd, T: KvElement>(work: &Work<T>, keys: Range<u
             sums.e += once.iter().map(|e| f64::from(*e)).sum::<f64>();
             sums.e2 += total(once, once);
             sums.e2v2 += total(twice, &norms);
+            let most = twice.iter().zip(&norms).map(|(e2, norm)| e2 * norm).fold(0.0, f32::max);
+            sums.most_v = sums.most_v.max(f64::from(most));
         }
         unsafe {
             add_values::<V, T>(&once, gathered, d, &mut ev);
