@@ -175,7 +175,8 @@ pub struct PhaseUsage {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dense_heads: Option<u64>,
     /// Share of attention mass that the keys read hold, of the queries that the method sampled to choose by (the last ones of a
-    /// prompt or of a part of it) and of no others, which may keep less; absent where it samples none. `audit` measures queries
+    /// prompt or of a part of it) and of no others, which may keep less; absent where it samples none. Under `delta` it is the
+    /// base's, also of rows that are attended densely. `audit` measures queries
     /// drawn at random.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cra: Option<CraUsage>,

@@ -34,7 +34,7 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
 #[derive(Debug, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 struct Params {
-    /// Values drawn for each query head.
+    /// Values drawn for each query head; under the kernel `flash` the same for every tile, at least one.
     #[schemars(range(min = 1, max = 65_536))]
     samples: usize,
     /// Where the draws fall, under the kernel `prop`; ignored under the others.

@@ -305,6 +305,11 @@ fn reports_say_what_was_read_and_how_far_off_it_was() {
     assert_eq!((audit.heads, audit.over_epsilon), (10 * 6, None));
     assert!(audit.error_mean > 0.0 && audit.error_mean <= audit.error_p99 && audit.error_p99 <= audit.error_max);
     assert_eq!(usage.prefill.audit.unwrap().heads, 990 * 6);
+    // Beside all keys, by which the oracle ranks, the bounds of every page of 16.
+    let hard = json!({ "decode": { "method": "vattention", "tail": "hard", "top": { "method": "oracle" } } });
+    let (_, sequence) = run(&hard, shape(3, 64, None), (1000, 10), 4096);
+    let scored = sequence.usage().decode.scored.unwrap();
+    assert!((1.0 + 1.0 / 16.0..1.064).contains(&scored), "{scored}");
     let (_, sequence) = run(&json!({ "audit": 0.2 }), shape(3, 64, None), (500, 0), 4096);
     let audit = sequence.usage().prefill.audit.unwrap();
     // 500 rows at 0.2 with 6 heads each: 100 rows ± 4 standard deviations.

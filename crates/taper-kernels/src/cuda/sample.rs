@@ -266,7 +266,7 @@ pub(super) fn prepare(
     };
     if let Some((how, rule)) = how {
         let q = &how.promise;
-        p.epsilon = q.epsilon as f32;
+        p.epsilon = (q.epsilon as f32).max(f32::MIN_POSITIVE);
         (p.whole, p.most, p.upper, p.rest) = (q.whole as f32, q.most as f32, q.upper as f32, q.rest as f32);
         p.unseen = q.unseen as f32;
         (p.growth_share, p.growth_most) = GROWTH;
