@@ -7,7 +7,7 @@ import math
 import torch
 
 import taper_gpu as t
-from layer import Rope, angles_for
+from layer import Rope, angles_for, slots_for
 from oracle import DEV, attend64, fixed_list, paged_list, permuted, philox, rel
 
 
@@ -287,7 +287,7 @@ def check_fresh(report, small):
         positions = list(range(n - rows, n))
         as_i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=DEV)
         qkv = torch.randn(rows, (kv * g + 2 * kv) * d, device=DEV, dtype=dtype)
-        rope = Rope(cache, qkv, angles_for(n, d), as_i32(positions), as_i32([0] * rows), kv * g)
+        rope = Rope(cache, qkv, angles_for(n, d)[n - rows:], slots_for(cache, as_i32([0] * rows), as_i32(positions)), kv * g)
         ahead = t.Decode(busy, torch.randn(1, kv * g, d, device=DEV, dtype=dtype),
                          [t.work_list(end=(busy.lens[0], 0), length=busy.lens[0])] * kv)
         ahead.plan()
