@@ -243,7 +243,11 @@ impl VAttention {
         let pages = (step.index(&BOUNDS)?, step.index(&ValueNorms)?);
         let (selection, budgets) =
             sample_certain(&step.batch, &exact.selection, exact.scores.as_ref(), step.streams, pages, &how)?;
-        Ok(Choice { selection, budgets: Some(budgets), ..exact })
+        let mut scored = exact.scored;
+        scored.resize(step.batch.rows.len(), 0);
+        let bounds = |row: &DecodeRow| step.kv_heads * row.visible.len().div_ceil(PAGE);
+        scored.iter_mut().zip(step.batch.rows).for_each(|(scored, row)| *scored += bounds(row));
+        Ok(Choice { selection, budgets: Some(budgets), scored, ..exact })
     }
 }
 
