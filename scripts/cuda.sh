@@ -64,8 +64,7 @@ for candidate in "${CUDA_HOME:-}" "${nvcc:+$(dirname "$(dirname "$(realpath "$nv
     fi
 done
 if [ -z "$home" ]; then
-    # `ready` is what was written where only the compiler could be had.
-    if [ ! -e "$folder/has-$want" ] && ! { [ "$want" = compiler ] && [ -e "$folder/ready" ]; }; then
+    if [ ! -e "$folder/has-$want" ]; then
         parts=nvcc,cudart,crt,cccl
         [ "$want" = compiler ] || parts=$parts,cublas,curand,nvrtc
         install "$parts" >&2 ||

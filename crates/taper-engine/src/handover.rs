@@ -12,21 +12,12 @@ pub struct Handover {
     answers: ModelBackend,
 }
 
-/// A sequence, by the backend that has it.
+/// A sequence of one of them.
 #[derive(Debug)]
-pub enum Held {
-    /// The one for prompts.
-    Prompts(Sequence),
-    /// The one for answers.
-    Answers(Sequence),
-}
-
-impl Held {
-    fn sequence(&self) -> &Sequence {
-        match self {
-            Self::Prompts(sequence) | Self::Answers(sequence) => sequence,
-        }
-    }
+pub struct HandoverSequence {
+    sequence: Sequence,
+    /// Whether the backend for answers has it.
+    pub(crate) answers: bool,
 }
 
 impl Handover {
@@ -35,23 +26,36 @@ impl Handover {
         Self { prompts, answers }
     }
 
+    fn of(&self, held: &HandoverSequence) -> &ModelBackend {
+        if held.answers { &self.answers } else { &self.prompts }
+    }
+
+    fn of_mut(&mut self, held: &HandoverSequence) -> &mut ModelBackend {
+        if held.answers { &mut self.answers } else { &mut self.prompts }
+    }
+
     /// A copy of a sequence for answers, with draws of its own, that is attended by the decode method of `spec` from here
     /// on.
     ///
     /// # Errors
     /// No room in the cache, or a prompt that is not all there.
-    pub fn hand_over(&mut self, held: &Held, spec: &AttentionSpec, seed: u64) -> Result<Held, BackendError> {
-        let mut sequence = match held {
-            Held::Prompts(sequence) => self.answers.adopt(&self.prompts, sequence, seed)?,
-            Held::Answers(sequence) => self.answers.fork(sequence, seed)?,
+    pub fn hand_over(
+        &mut self,
+        held: &HandoverSequence,
+        spec: &AttentionSpec,
+        seed: u64,
+    ) -> Result<HandoverSequence, BackendError> {
+        let mut sequence = match held.answers {
+            false => self.answers.adopt(&self.prompts, &held.sequence, seed)?,
+            true => self.answers.fork(&held.sequence, seed)?,
         };
         sequence.decode_by(spec);
-        Ok(Held::Answers(sequence))
+        Ok(HandoverSequence { sequence, answers: true })
     }
 }
 
 impl Backend for Handover {
-    type Sequence = Held;
+    type Sequence = HandoverSequence;
 
     fn limits(&self) -> Limits {
         let (prompts, answers) = (self.prompts.limits(), self.answers.limits());
@@ -67,18 +71,19 @@ impl Backend for Handover {
         seed: u64,
         prompt: &[u32],
         question_tokens: usize,
-    ) -> Result<Held, BackendError> {
-        self.prompts.open(attention, seed, prompt, question_tokens).map(Held::Prompts)
+    ) -> Result<HandoverSequence, BackendError> {
+        let sequence = self.prompts.open(attention, seed, prompt, question_tokens)?;
+        Ok(HandoverSequence { sequence, answers: false })
     }
 
-    fn reuse(&mut self, held: &mut Held, beginning: &Beginning) {
-        if let Held::Prompts(sequence) = held {
-            self.prompts.reuse(sequence, beginning);
+    fn reuse(&mut self, held: &mut HandoverSequence, beginning: &Beginning) {
+        if !held.answers {
+            self.prompts.reuse(&mut held.sequence, beginning);
         }
     }
 
-    fn cached(&self, held: &Held) -> usize {
-        held.sequence().len()
+    fn cached(&self, held: &HandoverSequence) -> usize {
+        held.sequence.len()
     }
 
     fn free_blocks(&self) -> usize {
@@ -107,94 +112,66 @@ impl Backend for Handover {
         self.prompts.gains(beginning, other, cached)
     }
 
-    fn retract(&mut self, held: &mut Held) {
-        match held {
-            Held::Prompts(sequence) => self.prompts.retract(sequence),
-            Held::Answers(sequence) => self.answers.retract(sequence),
+    fn retract(&mut self, held: &mut HandoverSequence) {
+        self.of_mut(held).retract(&mut held.sequence);
+    }
+
+    fn rejoin(&mut self, sequences: Vec<&mut HandoverSequence>, prompt: HandoverSequence) -> Result<(), BackendError> {
+        if prompt.answers || sequences.iter().any(|held| held.answers) {
+            return Err(BackendError("a sequence that was handed over cannot be computed again".into()));
         }
+        self.prompts.rejoin(sequences.into_iter().map(|held| &mut held.sequence).collect(), prompt.sequence)
     }
 
-    fn rejoin(&mut self, sequences: Vec<&mut Held>, prompt: Held) -> Result<(), BackendError> {
-        let again = || BackendError("a sequence that was handed over cannot be computed again".into());
-        let Held::Prompts(prompt) = prompt else { return Err(again()) };
-        let sequences = sequences.into_iter().map(|held| match held {
-            Held::Prompts(sequence) => Ok(sequence),
-            Held::Answers(_) => Err(again()),
-        });
-        self.prompts.rejoin(sequences.collect::<Result<_, _>>()?, prompt)
+    fn fork(&mut self, held: &HandoverSequence, seed: u64) -> Result<HandoverSequence, BackendError> {
+        let sequence = self.of_mut(held).fork(&held.sequence, seed)?;
+        Ok(HandoverSequence { sequence, answers: held.answers })
     }
 
-    fn fork(&mut self, held: &Held, seed: u64) -> Result<Held, BackendError> {
-        match held {
-            Held::Prompts(sequence) => self.prompts.fork(sequence, seed).map(Held::Prompts),
-            Held::Answers(sequence) => self.answers.fork(sequence, seed).map(Held::Answers),
+    fn chunk(&self, held: &HandoverSequence, max: usize) -> usize {
+        self.of(held).chunk(&held.sequence, max)
+    }
+
+    fn underway(&self, held: &HandoverSequence) -> Underway {
+        self.of(held).underway(&held.sequence)
+    }
+
+    fn forward(&mut self, inputs: Vec<Input<'_, HandoverSequence>>) -> Result<Vec<Vec<Row>>, BackendError> {
+        let answers = inputs.iter().filter(|input| input.sequence.answers).count();
+        // The second of two steps could fail after the first was done.
+        if 0 < answers && answers < inputs.len() {
+            return Err(BackendError("a step over prompts and over answers on another device".into()));
         }
+        let own = |Input { sequence, tokens, effort, wants, next }| {
+            let HandoverSequence { sequence, .. } = sequence;
+            Input { sequence, tokens, effort, wants, next }
+        };
+        let backend = if answers > 0 { &mut self.answers } else { &mut self.prompts };
+        backend.forward(inputs.into_iter().map(own).collect())
     }
 
-    fn chunk(&self, held: &Held, max: usize) -> usize {
-        held.sequence().chunk(max)
+    fn truncate(&mut self, held: &mut HandoverSequence, tokens: usize) -> Result<(), BackendError> {
+        self.of_mut(held).truncate(&mut held.sequence, tokens)
     }
 
-    fn underway(&self, held: &Held) -> Underway {
-        match held {
-            Held::Prompts(sequence) => self.prompts.underway(sequence),
-            Held::Answers(sequence) => self.answers.underway(sequence),
-        }
+    fn usage(&self, held: &HandoverSequence) -> AttentionUsage {
+        held.sequence.usage()
     }
 
-    fn forward(&mut self, inputs: Vec<Input<'_, Held>>) -> Result<Vec<Vec<Row>>, BackendError> {
-        let (mut prompts, mut answers) = (Vec::new(), Vec::new());
-        for Input { sequence, tokens, effort, wants, next } in inputs {
-            match sequence {
-                Held::Prompts(sequence) => prompts.push(Input { sequence, tokens, effort, wants, next }),
-                Held::Answers(sequence) => answers.push(Input { sequence, tokens, effort, wants, next }),
-            }
-        }
-        match (prompts.is_empty(), answers.is_empty()) {
-            // The second of two steps could fail after the first was done.
-            (false, false) => Err(BackendError("a step over prompts and over answers on another device".into())),
-            (false, true) => self.prompts.forward(prompts),
-            (true, _) => self.answers.forward(answers),
-        }
+    fn draft(&self, held: &mut HandoverSequence, drafts: bool) {
+        self.of(held).draft(&mut held.sequence, drafts);
     }
 
-    fn truncate(&mut self, held: &mut Held, tokens: usize) -> Result<(), BackendError> {
-        match held {
-            Held::Prompts(sequence) => self.prompts.truncate(sequence, tokens),
-            Held::Answers(sequence) => self.answers.truncate(sequence, tokens),
-        }
+    fn drafted(&self, held: &mut HandoverSequence, drafts: CheckedDrafts) {
+        self.of(held).drafted(&mut held.sequence, drafts);
     }
 
-    fn usage(&self, held: &Held) -> AttentionUsage {
-        held.sequence().usage()
+    fn discard(&mut self, held: HandoverSequence) {
+        self.of_mut(&held).discard(held.sequence);
     }
 
-    fn draft(&self, held: &mut Held, drafts: bool) {
-        match held {
-            Held::Prompts(sequence) => self.prompts.draft(sequence, drafts),
-            Held::Answers(sequence) => self.answers.draft(sequence, drafts),
-        }
-    }
-
-    fn drafted(&self, held: &mut Held, drafts: CheckedDrafts) {
-        match held {
-            Held::Prompts(sequence) => self.prompts.drafted(sequence, drafts),
-            Held::Answers(sequence) => self.answers.drafted(sequence, drafts),
-        }
-    }
-
-    fn discard(&mut self, held: Held) {
-        match held {
-            Held::Prompts(sequence) => self.prompts.discard(sequence),
-            Held::Answers(sequence) => self.answers.discard(sequence),
-        }
-    }
-
-    fn close(&mut self, held: Held) {
-        match held {
-            Held::Prompts(sequence) => self.prompts.close(sequence),
-            Held::Answers(sequence) => self.answers.close(sequence),
-        }
+    fn close(&mut self, held: HandoverSequence) {
+        self.of_mut(&held).close(held.sequence);
     }
 
     fn warm_up(&mut self) -> Result<(), BackendError> {

@@ -31,7 +31,7 @@ pub use backend::{Backend, BackendError, CheckedDrafts, Input, Limits, Row, Unde
 pub use calls::CallFormat;
 pub use engine::{Counts, Engine, EngineConfig, Load, ModelInfo, Parts, StartError};
 pub use grammar::{Grammar, GrammarError, Shape, json_rule};
-pub use handover::{Handover, Held};
+pub use handover::{Handover, HandoverSequence};
 pub use model::{
     CacheDType, CacheOptions, DeviceChoice, LoadError, ModelBackend, ModelText, Offload, load, runs_on_cuda,
 };

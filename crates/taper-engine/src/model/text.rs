@@ -141,19 +141,17 @@ impl Text for ModelText {
 
     fn stream(&self, continues: bool, special: bool) -> Box<dyn TokenStream> {
         let start = if continues { TextStart::Continued } else { TextStart::Fresh };
-        Box::new(Stream(self.tokenizer.stream(start, !special)))
+        Box::new(self.tokenizer.stream(start, !special))
     }
 }
 
-struct Stream(StreamDecoder);
-
-impl TokenStream for Stream {
+impl TokenStream for StreamDecoder {
     fn push(&mut self, token: u32) -> String {
-        self.0.push(token)
+        StreamDecoder::push(self, token)
     }
 
     fn finish(&mut self) -> String {
-        self.0.finish()
+        StreamDecoder::finish(self)
     }
 }
 
