@@ -66,6 +66,8 @@ pub struct Load {
     pub free_blocks: usize,
     /// Blocks outside its memory, in a file or beside a device, that requests hold.
     pub offloaded_blocks: usize,
+    /// For how long it has been at its present turn, a step and what stands around it.
+    pub turn: Option<Duration>,
     /// Whether new requests are refused because the engine shuts down.
     pub draining: bool,
     /// Whether the engine's thread has ended.

@@ -45,6 +45,8 @@ struct State<T> {
     counts: Counts,
     free_blocks: usize,
     offloaded_blocks: usize,
+    /// When the turn began that the engine is at.
+    turn: Option<Instant>,
     draining: bool,
     dead: bool,
 }
@@ -72,7 +74,7 @@ impl<T> State<T> {
 impl<T> Queue<T> {
     pub(crate) fn new(limit: usize) -> Self {
         let (waiting, since) = (VecDeque::new(), Instant::now());
-        let (counts, free_blocks, offloaded_blocks, draining, dead) = Default::default();
+        let (counts, free_blocks, offloaded_blocks, turn, draining, dead) = Default::default();
         let state = State {
             waiting,
             running: 0,
@@ -82,6 +84,7 @@ impl<T> Queue<T> {
             counts,
             free_blocks,
             offloaded_blocks,
+            turn,
             draining,
             dead,
         };
@@ -220,6 +223,11 @@ impl<T> Queue<T> {
         (state.free_blocks, state.offloaded_blocks) = (free, offloaded);
     }
 
+    /// A turn of the engine begins, or is over.
+    pub(crate) fn turn(&self, begins: bool) {
+        self.lock().turn = begins.then(Instant::now);
+    }
+
     /// From now on nothing is taken; what waits is still run.
     pub(crate) fn drain(&self) {
         self.lock().draining = true;
@@ -237,8 +245,9 @@ impl<T> Queue<T> {
     /// How all of it stands; blocks as they were after the latest step.
     pub(crate) fn load(&self) -> Load {
         let state = self.lock();
-        let &State { running, counts, free_blocks, offloaded_blocks, draining, dead, .. } = &*state;
-        Load { waiting: state.waiting.len(), running, counts, free_blocks, offloaded_blocks, draining, dead }
+        let &State { running, counts, free_blocks, offloaded_blocks, turn, draining, dead, .. } = &*state;
+        let (waiting, turn) = (state.waiting.len(), turn.map(|since| since.elapsed()));
+        Load { waiting, running, counts, free_blocks, offloaded_blocks, turn, draining, dead }
     }
 }
 

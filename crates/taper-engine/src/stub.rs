@@ -1,7 +1,8 @@
 //! A scripted model for tests of the engine and of what sits on it: bytes are tokens, the answer is a fixed text.
 //!
 //! Words in the prompt ask for trouble: `PANIC`, `HUGE` (no memory is enough) and `NAN` strike at the third token, `NIL` at the
-//! first, `FAIL` at the first prefill chunk, `DIE` there too and at every step from then on, `SLOW` makes each step take 20 ms.
+//! first, `FAIL` at the first prefill chunk, `DIE` there too and at every step from then on, `SLOW` makes each step take 20 ms,
+//! `HANG` has it wait as long as [`Probe::hang`] says.
 
 use crate::backend::{Backend, BackendError, CheckedDrafts, Input, Limits, Row, Underway, Wanted};
 use crate::calls::CallFormat;
@@ -9,7 +10,7 @@ use crate::engine::{Engine, EngineConfig, ModelInfo};
 use crate::sampler::logprobs;
 use crate::text::{Message, Text, TextError, TokenStream};
 use serde_json::{Map, Value};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use taper_attention::{AttentionSpec, AttentionUsage, Beginning, Sequence};
@@ -48,6 +49,8 @@ pub struct Probe {
     pub salt: Mutex<String>,
     /// Held by tests that have it wait there.
     pub look: Mutex<()>,
+    /// Whether a step that is to hang still does.
+    pub hang: AtomicBool,
     /// The attention of the latest request.
     pub attention: Mutex<Option<AttentionSpec>>,
     /// The seed of each sequence's attention, in the order in which they were opened.
@@ -258,6 +261,9 @@ impl Backend for StubBackend {
             let known = sequence.tokens.len() + tokens.len();
             if sequence.says("SLOW", known) {
                 std::thread::sleep(Duration::from_millis(20));
+            }
+            while sequence.says("HANG", known) && self.probe.hang.load(Ordering::SeqCst) {
+                std::thread::sleep(Duration::from_millis(1));
             }
             self.dead |= sequence.says("DIE", known);
             if self.dead || sequence.says("FAIL", known) {

@@ -90,6 +90,7 @@ impl<B: Backend> Worker<B> {
                 let Some(job) = self.queue.pop() else { return };
                 self.begin(job);
             }
+            self.queue.turn(true);
             let turned = guard(|| {
                 self.turn();
                 Ok(())
@@ -106,6 +107,7 @@ impl<B: Backend> Worker<B> {
                 self.fail_all(&error);
                 return;
             }
+            self.queue.turn(false);
         }
     }
 
@@ -437,13 +439,13 @@ fn lacked<T>(tried: &Result<T, RequestError>) -> bool {
     matches!(tried, Err(RequestError::Step(reason)) if lacks_memory(reason))
 }
 
-/// The end of a request that is over before it is done.
+/// The end of a request that is over before it is done. Of one that is late its caller may know already.
 fn end(job: &Job) {
-    if job.abandoned() {
-        tracing::info!(id = job.request.id, "cancelled: the client is gone");
-    } else {
+    if job.late() {
         tracing::info!(id = job.request.id, "late: its deadline has passed");
         job.fail(RequestError::Deadline);
+    } else {
+        tracing::info!(id = job.request.id, "cancelled: the client is gone");
     }
 }
 

@@ -11,10 +11,11 @@ use crate::{stream, structured, usage};
 use axum::Json;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
-use futures_util::stream::{BoxStream, SelectAll, StreamExt, poll_fn, select_all};
+use futures_util::stream::{BoxStream, SelectAll, Stream, StreamExt, poll_fn, select_all};
 use serde_json::{Map, Value, json};
+use std::pin::pin;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use taper_attention::AttentionSpec;
 use taper_attention::AttentionUsage;
 use taper_engine::{
@@ -82,6 +83,27 @@ pub(crate) type Merged = SelectAll<Numbered>;
 
 /// Events of one prompt with its number.
 type Numbered = BoxStream<'static, (usize, Event)>;
+
+/// Events until the deadline. The engine ends a late request at its next step; its client waits for no step.
+fn by(deadline: Option<Instant>, events: impl Stream<Item = Event>) -> impl Stream<Item = Event> {
+    async_stream::stream! {
+        let mut events = pin!(events);
+        loop {
+            let next = match deadline {
+                Some(deadline) => tokio::time::timeout_at(deadline.into(), events.next()).await,
+                None => Ok(events.next().await),
+            };
+            match next {
+                Ok(Some(event)) => yield event,
+                Ok(None) => break,
+                Err(_) => {
+                    yield Event::Failed(RequestError::Deadline);
+                    break;
+                }
+            }
+        }
+    }
+}
 
 /// What all parts of one answer have in common.
 #[derive(Debug, Clone)]
@@ -190,7 +212,8 @@ impl Call {
             let mut watch = app.watch(self, id, *came);
             let echo = self.prompts[index].echo.as_ref().map_or(0, |echo| echo.chars().count());
             let with_stop = self.common.with_stop;
-            let events = poll_fn(move |cx| events.poll_recv(cx)).map(move |event| {
+            let events = poll_fn(move |cx| events.poll_recv(cx));
+            let events = by(deadline, events).map(move |event| {
                 let mut event = after_echo(event, echo);
                 if let Event::Delta(Delta { text, finish: Some(Finish::StopString(stop)), .. }) = &mut event
                     && with_stop

@@ -53,6 +53,8 @@ pub struct ServerConfig {
     pub least_priority: i64,
     /// How long a request may take, waiting included; `None`: as long as it does.
     pub request_timeout: Option<Duration>,
+    /// How long a step may take of a server that is well.
+    pub step_timeout: Duration,
     /// Silence in a stream after which a comment keeps proxies from closing it.
     pub keep_alive: Duration,
 }
@@ -75,6 +77,7 @@ impl Default for ServerConfig {
             max_tokens: None,
             least_priority: 0,
             request_timeout: None,
+            step_timeout: Duration::from_secs(300),
             keep_alive: Duration::from_secs(10),
         }
     }

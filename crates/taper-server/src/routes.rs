@@ -167,13 +167,23 @@ fn card(app: &App, name: &str) -> Value {
 ///
 /// It stays 200 while the server drains.
 #[utoipa::path(get, path = "/health", tag = "Operate", security(()),
-    responses((status = 200, description = "It does"), (status = 503, description = "It died")))]
-async fn health(State(app): State<Arc<App>>) -> StatusCode {
+    responses(
+        (status = 200, description = "It does"),
+        (status = 503, description = "It died, or hangs: a step takes longer than `step_seconds`", body = Failure)))]
+async fn health(State(app): State<Arc<App>>) -> Result<StatusCode, ApiError> {
     let load = app.engine.load();
     if load.dead && !load.draining {
-        return StatusCode::SERVICE_UNAVAILABLE;
+        return Err(error::refused(&SubmitError::Dead, "", "", None));
     }
-    StatusCode::OK
+    let most = app.config.step_timeout;
+    match load.turn.filter(|turn| *turn > most) {
+        Some(turn) => {
+            let (turn, most) = (turn.as_secs(), most.as_secs());
+            let message = format!("a step has taken {turn} seconds, and step_seconds is {most}");
+            Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message))
+        }
+        None => Ok(StatusCode::OK),
+    }
 }
 
 /// Whether a request would be taken

@@ -140,6 +140,7 @@ pub fn serve(settings: Settings) -> Result<ServeConfig> {
     }
     server.names = model_names(args.served_model_name.unwrap_or_default())?;
     server.request_timeout = seconds("request_seconds", args.request_seconds)?;
+    server.step_timeout = seconds("step_seconds", args.step_seconds)?.unwrap_or(server.step_timeout);
     server.body_timeout = seconds("body_seconds", args.body_seconds)?.unwrap_or(server.body_timeout);
     server.write_timeout = seconds("write_seconds", args.write_seconds)?.unwrap_or(server.write_timeout);
     server.least_priority = args.least_priority.unwrap_or(server.least_priority);
@@ -403,10 +404,11 @@ mod tests {
 
     #[test]
     fn the_engine_is_set_by_the_file() {
-        let (_folder, path) = file("sequences = 3\nstretch = 1.5\nrequest_seconds = 9");
+        let (_folder, path) = file("sequences = 3\nstretch = 1.5\nrequest_seconds = 9\nstep_seconds = 8");
         let config = of_file(&path).unwrap();
         assert_eq!((config.model.engine.sequences, config.model.engine.stretch), (3, 1.5));
         assert_eq!(config.server.request_timeout, Some(Duration::from_secs(9)));
+        assert_eq!(config.server.step_timeout, Duration::from_secs(8));
         assert!(config.model.cache.prefix);
         assert!(
             !read(Some(&path), ModelArgs::default(), ServerArgs { prefix_cache: Some(false), ..ServerArgs::default() })
@@ -419,6 +421,7 @@ mod tests {
             ("stretch = 0.5", "stretch is 0.5; must be from 1 to 1000"),
             ("sequences = 0", "sequences must be at least 1"),
             ("request_seconds = 0", "request_seconds must be at least 1"),
+            ("step_seconds = 0", "step_seconds must be at least 1"),
         ] {
             let (_folder, path) = file(text);
             assert_eq!(of_file(&path).unwrap_err().to_string(), said);

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use taper_engine::EngineConfig;
 use taper_engine::stub::StubBackend;
 use taper_server::ServerConfig;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::oneshot;
 
 /// What a collector does.
@@ -138,7 +138,10 @@ async fn a_collector_gets_the_tree_of_a_request_with_its_resource() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn answers_do_not_wait_for_a_collector_and_neither_does_the_end() {
-    let nobody = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
+    // Bound, so that nobody else gets the port, and never listening.
+    let silent = TcpSocket::new_v4().unwrap();
+    silent.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let nobody = silent.local_addr().unwrap();
     let (refuses, of_refusal) = Collector::start(Mood::Refuses).await;
     let (hangs, of_silence) = Collector::start(Mood::Hangs).await;
     for url in [&format!("http://{nobody}"), "http://no-such-host.invalid", &refuses, &hangs] {

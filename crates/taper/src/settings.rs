@@ -123,6 +123,9 @@ pub struct ServerArgs {
     /// How long a request may take, waiting included, and the most of its `timeout`; then it ends with a 504 [default: no limit]
     #[arg(long, value_name = "SECONDS")]
     pub request_seconds: Option<u32>,
+    /// How long a step may take before /health says that the server hangs [default: 300]
+    #[arg(long, value_name = "SECONDS")]
+    pub step_seconds: Option<u32>,
     /// Largest request body [default: 16]
     #[arg(long, value_name = "MIB")]
     pub body_mib: Option<usize>,
@@ -263,6 +266,7 @@ impl Settings {
                 dense_below: Some(0),
                 prefix_cache: Some(true),
                 generation_config: Some("auto".into()),
+                step_seconds: Some(300),
                 body_mib: Some(16),
                 body_seconds: Some(60),
                 write_seconds: Some(60),

@@ -157,7 +157,7 @@ fn steps_begun_ahead(decode: &serde_json::Value) {
 fn engine(fails_at: usize) -> (Engine, Arc<Seen>, Arc<AtomicUsize>) {
     let (mut backend, steps) = (Watched::new(backend()), Arc::new(AtomicUsize::new(0)));
     let (seen, count) = (Arc::clone(&backend.seen), Arc::clone(&steps));
-    backend.before = Box::new(|_| std::thread::sleep(Duration::from_millis(5)));
+    backend.before = Box::new(|_| std::thread::sleep(Duration::from_millis(20)));
     backend.after = Box::new(move |inner| {
         assert!(inner.free_blocks() < BLOCKS, "a running request holds blocks");
         let step = count.fetch_add(1, Ordering::SeqCst) + 1;
