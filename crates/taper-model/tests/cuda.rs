@@ -8,7 +8,48 @@ use taper_attention::{Artifacts, AttentionBatch, AttentionSpec, Chunk, Place, Pl
 use taper_kernels::cuda::graph_steps;
 use taper_kernels::decode::Selection;
 use taper_kv_cache::{KvPool, KvShape};
-use taper_model::{Model, ModelConfig};
+use taper_model::{Architecture, Model, ModelConfig};
+
+/// Small models of other shapes, types and caches: bf16 with head_dim 64 and groups of 3; f16 with 128 and 8; the same of bf16 with groups
+/// of 4 and a window of its own, which the longest prompt of these tests leaves behind.
+fn models() -> Vec<Run> {
+    let device = Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device");
+    let small = ModelConfig { layers: 3, vocab_size: 304, ..ModelConfig::of_shape("smollm2-135m").unwrap() };
+    let of_llama = ModelConfig {
+        layers: 2,
+        vocab_size: 304,
+        hidden_size: 512,
+        intermediate_size: 1024,
+        q_heads: 16,
+        kv_heads: 2,
+        ..ModelConfig::of_shape("llama-3.1-8b").unwrap()
+    };
+    let of_mistral = ModelConfig {
+        q_heads: 8,
+        sliding_window: Some(1000),
+        name: "mistral-7b".into(),
+        architecture: Architecture::Mistral,
+        ..of_llama.clone()
+    };
+    [(small, DType::BF16), (of_llama, DType::F16), (of_mistral, DType::BF16)]
+        .map(|(config, dtype)| Run { model: Model::random(&config, dtype, &device).unwrap(), dtype })
+        .into()
+}
+
+/// A model, and the type of its weights and its cache.
+struct Run {
+    model: Model,
+    dtype: DType,
+}
+
+impl Run {
+    /// A cache of so many blocks.
+    fn pool(&self, blocks: usize) -> KvPool {
+        let shape = self.model.attention_shape();
+        let kv = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
+        KvPool::new(kv, self.dtype, blocks, self.model.device()).unwrap()
+    }
+}
 
 /// The last rows' logits, three at most, of a step of so many tokens of each sequence.
 fn stepped(model: &Model, pool: &mut KvPool, sequences: Vec<&mut Sequence>, each: usize) -> Vec<Vec<f32>> {
@@ -33,19 +74,17 @@ impl DecodeMethod for Audited {
 }
 
 /// Three sequences, generated one at a time, two together, and one again: all logits, and what was reported.
-fn generated(model: &Model, decode: &Value, artifacts: &Artifacts, audit: bool) -> (Vec<Vec<f32>>, Vec<Value>) {
+fn generated(run: &Run, decode: &Value, artifacts: &Artifacts, audit: bool) -> (Vec<Vec<f32>>, Vec<Value>) {
     let spec = json!({ "decode": decode, "audit": audit });
     let spec = Arc::new(AttentionSpec::from_json(&spec, "attention", artifacts).unwrap());
-    let shape = model.attention_shape();
-    let kv = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
-    let mut pool = KvPool::new(kv, DType::BF16, 100, model.device()).unwrap();
+    let mut pool = run.pool(100);
     let prompts = [100, 250, 4090];
     let mut sequences: Vec<Sequence> = prompts.iter().map(|&n| Sequence::new(Arc::clone(&spec), 1, n)).collect();
     if audit && decode["method"] == "dense" {
         sequences.iter_mut().for_each(|sequence| sequence.decode_by_own("audited", Arc::new(Audited)));
     }
     let mut out = Vec::new();
-    let mut step = |sequences: Vec<&mut Sequence>, each| out.extend(stepped(model, &mut pool, sequences, each));
+    let mut step = |sequences: Vec<&mut Sequence>, each| out.extend(stepped(&run.model, &mut pool, sequences, each));
     for (sequence, &n) in sequences.iter_mut().zip(&prompts) {
         step(vec![sequence], n);
     }
@@ -67,9 +106,6 @@ fn generated(model: &Model, decode: &Value, artifacts: &Artifacts, audit: bool) 
 
 #[test]
 fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
-    let device = Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device");
-    let config = ModelConfig { layers: 3, vocab_size: 304, ..ModelConfig::of_shape("smollm2-135m").unwrap() };
-    let model = Model::random(&config, DType::BF16, &device).unwrap();
     let quest =
         |page: usize| json!({ "method": "quest", "k": 0.2, "sink": 2, "window": 20, "page": page, "dense_layers": 1 });
     let ranked = |name: &str| json!({ "method": name, "k": 0.2, "sink": 2, "window": 20, "dense_layers": 1 });
@@ -115,25 +151,28 @@ fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
         assert!(methods.iter().any(|decode| decode["method"] == method.name), "no row for {}", method.name);
     }
     let sizes = Sizes { clusters: 64, classifier: 64, maps: 64, channels: 16 };
-    let artifacts = Artifacts::random(model.attention_shape(), sizes).unwrap();
-    let artifacts = artifacts.at(Places { prefill: Place::Device, decode: Place::Device });
-    for decode in methods {
-        // What is audited goes layer by layer.
-        let before = graph_steps();
-        let (plain, reported) = generated(&model, &decode, &artifacts, true);
-        assert_eq!(graph_steps(), before, "{decode}");
-        let (by_graph, reported_by_graph) = generated(&model, &decode, &artifacts, false);
-        let steps = graph_steps() - before;
-        println!("{decode}: {steps} steps of 60 by a graph");
-        assert!(steps >= 30, "{decode}: {steps} steps by a graph");
-        for (i, (a, b)) in plain.iter().zip(&by_graph).enumerate() {
-            assert!(a.iter().all(|x| x.is_finite()) && a == b, "{decode}: row {i}");
-        }
-        assert_eq!(plain.len(), by_graph.len());
-        for (mut a, b) in reported.into_iter().zip(reported_by_graph) {
-            assert!(a.as_object_mut().unwrap().remove("audit").is_some());
-            a["method"] = decode["method"].clone();
-            assert_eq!(a, b);
+    for run in models() {
+        let artifacts = Artifacts::random(run.model.attention_shape(), sizes).unwrap();
+        let artifacts = artifacts.at(Places { prefill: Place::Device, decode: Place::Device });
+        let of = format!("{} in {:?}", run.model.config().name, run.dtype);
+        for decode in &methods {
+            // What is audited goes layer by layer.
+            let before = graph_steps();
+            let (plain, reported) = generated(&run, decode, &artifacts, true);
+            assert_eq!(graph_steps(), before, "{of}, {decode}");
+            let (by_graph, reported_by_graph) = generated(&run, decode, &artifacts, false);
+            let steps = graph_steps() - before;
+            println!("{of}, {decode}: {steps} steps of 60 by a graph");
+            assert!(steps >= 30, "{of}, {decode}: {steps} steps by a graph");
+            for (i, (a, b)) in plain.iter().zip(&by_graph).enumerate() {
+                assert!(a.iter().all(|x| x.is_finite()) && a == b, "{of}, {decode}: row {i}");
+            }
+            assert_eq!(plain.len(), by_graph.len());
+            for (mut a, b) in reported.into_iter().zip(reported_by_graph) {
+                assert!(a.as_object_mut().unwrap().remove("audit").is_some());
+                a["method"] = decode["method"].clone();
+                assert_eq!(a, b, "{of}");
+            }
         }
     }
 }
@@ -141,46 +180,42 @@ fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
 #[test]
 fn many_rows_go_by_a_graph_as_well() {
     const ROWS: usize = 20;
-    let device = Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device");
-    let config = ModelConfig { layers: 3, vocab_size: 304, ..ModelConfig::of_shape("smollm2-135m").unwrap() };
-    let model = Model::random(&config, DType::BF16, &device).unwrap();
-    let shape = model.attention_shape();
-    let kv = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
     let methods = [
         json!({ "method": "quest", "k": 0.2, "sink": 2, "window": 20, "page": 16 }),
         json!({ "method": "vattention", "sink": 16, "window": 16, "pilot_tokens": 16 }),
     ];
-    for decode in methods {
-        let run = |audit: bool| {
+    for (run, decode) in models().iter().flat_map(|run| methods.iter().map(move |decode| (run, decode))) {
+        let of = format!("{} in {:?}, {decode}", run.model.config().name, run.dtype);
+        let generated = |audit: bool| {
             let spec = json!({ "decode": decode, "audit": audit });
             let spec = Arc::new(AttentionSpec::from_json(&spec, "attention", &Artifacts::default()).unwrap());
-            let mut pool = KvPool::new(kv, DType::BF16, 8 * ROWS, model.device()).unwrap();
+            let mut pool = run.pool(8 * ROWS);
             let prompt = |i: usize| 200 + 10 * i;
             let mut sequences: Vec<Sequence> =
                 (0..ROWS).map(|i| Sequence::new(Arc::clone(&spec), i as u64, prompt(i))).collect();
             for (i, sequence) in sequences.iter_mut().enumerate() {
-                stepped(&model, &mut pool, vec![sequence], prompt(i));
+                stepped(&run.model, &mut pool, vec![sequence], prompt(i));
             }
             let before = graph_steps();
-            let step = |_| stepped(&model, &mut pool, sequences.iter_mut().collect(), 1);
+            let step = |_| stepped(&run.model, &mut pool, sequences.iter_mut().collect(), 1);
             let out: Vec<Vec<f32>> = (0..20).flat_map(step).collect();
             (out, graph_steps() - before)
         };
-        let ((plain, none), (by_graph, steps)) = (run(true), run(false));
-        assert_eq!(none, 0, "{decode}");
-        assert!(steps >= 10, "{decode}: {steps} of 20 by a graph");
-        assert!(plain.iter().flatten().all(|x| x.is_finite()) && plain == by_graph, "{decode}");
+        let ((plain, none), (by_graph, steps)) = (generated(true), generated(false));
+        assert_eq!(none, 0, "{of}");
+        assert!(steps >= 10, "{of}: {steps} of 20 by a graph");
+        assert!(plain.iter().flatten().all(|x| x.is_finite()) && plain == by_graph, "{of}");
     }
 }
 
 /// The last token's hidden state of a prompt, and of one token after it, and what was reported; in one piece, or by so much
 /// work at a time.
-fn prompted(model: &Model, prefill: &Value, tokens: usize, effort: Option<usize>) -> (Vec<f32>, Value) {
+fn prompted(run: &Run, prefill: &Value, tokens: usize, effort: Option<usize>) -> (Vec<f32>, Value) {
+    let model = &run.model;
     let spec = json!({ "prefill": prefill, "decode": { "method": "dense" } });
     let spec = Arc::new(AttentionSpec::from_json(&spec, "attention", &Artifacts::default()).unwrap());
     let shape = model.attention_shape();
-    let kv = KvShape { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.head_dim };
-    let mut pool = KvPool::new(kv, DType::BF16, tokens / 64 + 1, model.device()).unwrap();
+    let mut pool = run.pool(tokens / 64 + 1);
     let mut sequence = Sequence::new(spec, 1, tokens);
     let words: Vec<u32> = (0..=tokens).map(|i| (i * 7919 % 300) as u32).collect();
     let mut out = Vec::new();
@@ -211,26 +246,25 @@ fn prompted(model: &Model, prefill: &Value, tokens: usize, effort: Option<usize>
 
 #[test]
 fn a_chunk_in_slices_gives_what_it_gives_in_one_piece() {
-    let device = Device::new_cuda_with_stream(0).expect("the feature `cuda` needs a CUDA device");
-    let config = ModelConfig { layers: 3, vocab_size: 304, ..ModelConfig::of_shape("smollm2-135m").unwrap() };
-    let model = Model::random(&config, DType::BF16, &device).unwrap();
     let sampled = json!({ "method": "sample_attention", "alpha_c": 0.6, "alpha_s": 0.6, "min_tokens": 0 });
     let halves = json!({ "method": "sample_attention", "alpha_c": 0.6, "alpha_s": 0.6, "min_tokens": 0, "chunks": 2 });
-    for prefill in [sampled.clone(), halves, json!({ "method": "delta", "base": sampled })] {
+    let prefills = [sampled.clone(), halves, json!({ "method": "delta", "base": sampled })];
+    for (run, prefill) in models().iter().flat_map(|run| prefills.iter().map(move |prefill| (run, prefill))) {
+        let of = format!("{} in {:?}, {prefill}", run.model.config().name, run.dtype);
         for tokens in [1_000, 5_003] {
-            let (whole, reported) = prompted(&model, &prefill, tokens, None);
+            let (whole, reported) = prompted(run, prefill, tokens, None);
             for effort in [37, 500, 100_000] {
-                let (sliced, in_slices) = prompted(&model, &prefill, tokens, Some(effort));
+                let (sliced, in_slices) = prompted(run, prefill, tokens, Some(effort));
                 assert_eq!(sliced.len(), whole.len());
                 let error: f32 = whole.iter().zip(&sliced).map(|(a, b)| (a - b).powi(2)).sum();
                 let error = (error / whole.iter().map(|a| a.powi(2)).sum::<f32>()).sqrt();
-                println!("{prefill}, {tokens} tokens by {effort}: {error}, bits {}", whole == sliced);
+                println!("{of}, {tokens} tokens by {effort}: {error}, bits {}", whole == sliced);
                 // Products of another number of rows may add in another order, and what is chosen at an edge with them.
-                assert!(error < 0.03, "{prefill}, {tokens} tokens by {effort}: {error}");
+                assert!(error < 0.03, "{of}, {tokens} tokens by {effort}: {error}");
                 for name in ["density", "scored"] {
-                    let of = |usage: &Value| usage["prefill"][name].as_f64().unwrap();
-                    let (a, b) = (of(&reported), of(&in_slices));
-                    assert!((a - b).abs() <= 0.01 * a.max(b), "{prefill}: {name} {a} and {b}");
+                    let value = |usage: &Value| usage["prefill"][name].as_f64().unwrap();
+                    let (a, b) = (value(&reported), value(&in_slices));
+                    assert!((a - b).abs() <= 0.01 * a.max(b), "{of}: {name} {a} and {b}");
                 }
             }
         }
