@@ -32,7 +32,7 @@ pytest_in() {
     venv=${XDG_CACHE_HOME:-$HOME/.cache}/taper/python-$(cksum <"$1/requirements.txt" | cut -d ' ' -f 1)
     if [ ! -e "$venv/ready" ]; then
         python3 -m venv --clear "$venv"
-        step "$venv/bin/pip" install --quiet --disable-pip-version-check -r "$1/requirements.txt"
+        step "$venv/bin/pip" install --quiet --disable-pip-version-check --retries 8 --timeout 60 -r "$1/requirements.txt"
         touch "$venv/ready"
     fi
     step "$venv/bin/python" -m pytest -q -p no:cacheprovider "$1"
@@ -46,9 +46,9 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     command -v "${CHROMIUM:-chromium}" >/dev/null || missing=chromium
     command -v promtool >/dev/null || missing="$missing prometheus"
     if [ -n "$missing" ]; then
-        step apt-get update -qq
+        step apt-get -o Acquire::Retries=5 update -qq
         # shellcheck disable=SC2086
-        step env DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $missing
+        step env DEBIAN_FRONTEND=noninteractive apt-get -o Acquire::Retries=5 install -qq --no-install-recommends $missing
     fi
 fi
 pytest_in scripts/page

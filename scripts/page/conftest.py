@@ -71,6 +71,9 @@ def visit(browser, address):
         page.on("console", lambda m: m.type in ("error", "warning") and seen["problems"].append(m.text))
         opened.append(seen)
         page.goto(url)
+        if page.locator("#send").count():
+            # Before it has fetched what methods there are, the chat hears nothing.
+            page.locator("#send:enabled, #key-dialog[open]").first.wait_for()
         return page
 
     yield visit

@@ -23,7 +23,8 @@ def test_chat_streams(page, ui):
     [body] = ui.ask("What is the capital of France?")
     assert body["messages"] == [{"role": "user", "content": "What is the capital of France?"}]
     assert (body["stream"], body["stream_options"], body["max_tokens"]) == (True, {"include_usage": True}, 8)
-    assert page.evaluate("seen.size") > 4, "the answer grows"
+    # Shown once a frame at most: nothing, a part, all of it.
+    assert page.evaluate("seen.size") > 2, "the answer grows"
     first = page.locator(".answer .content").inner_text()
     stats = page.locator(".stats").inner_text()
     assert re.search(r"TTFT\s*[\d.,]+ ms", stats) and re.search(r"tokens/s\s*[\d.]+", stats), stats

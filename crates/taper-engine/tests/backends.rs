@@ -47,7 +47,10 @@ fn nobody_waits_while_it_is_found_out_what_a_prompt_begins_with() {
         }
     };
     let first = engine.submit(endless("SLOW")).unwrap();
-    looked(1);
+    // It has been looked at, and has begun.
+    while probe.steps.load(Ordering::SeqCst) == 0 {
+        std::thread::yield_now();
+    }
     let look = probe.look.lock().unwrap();
     let second = engine.submit(request("hi")).unwrap();
     looked(2);

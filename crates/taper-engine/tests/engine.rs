@@ -334,10 +334,12 @@ fn the_urgent_start_first_and_keep_their_place() {
     let probe = Arc::clone(&backend.probe);
     let engine = backend.engine(EngineConfig { sequences: 1, ..EngineConfig::default() });
     let wish = |tokens: usize, priority| Request { priority, ..request(&"p".repeat(tokens)) };
-    let first = engine.submit(Request { priority: 9, ..request("SLOW") }).unwrap();
+    probe.hang.store(true, Ordering::SeqCst);
+    let first = engine.submit(Request { priority: 9, ..request("HANG") }).unwrap();
     wait("it runs", || engine.load().running == 1);
     let rest =
         [(20, 0), (30, 5), (40, -5), (41, -5), (21, 0)].map(|(tokens, p)| engine.submit(wish(tokens, p)).unwrap());
+    probe.hang.store(false, Ordering::SeqCst);
     std::iter::once(first).chain(rest).for_each(|events| assert!(collect(events).end.unwrap().is_ok()));
     assert_eq!(*probe.prefilled.lock().unwrap(), [4, 40, 41, 20, 21, 30]);
 
@@ -529,7 +531,7 @@ fn each_choice_has_an_attention_seed_of_its_own() {
 #[test]
 fn an_idle_engine_is_checked() {
     let (engine, probe) = stub("abc");
-    let waiting: Vec<Events> = ["SLOW", "FAIL", "hi"].map(|p| engine.submit(request(p)).unwrap()).into();
+    let waiting = engine.submit_all(["SLOW", "FAIL", "hi"].map(request).into()).unwrap();
     waiting.into_iter().for_each(|events| drop(collect(events)));
     wait("it is idle", || engine.load().running == 0);
     assert_eq!(probe.checks.load(Ordering::SeqCst), 1, "only once nothing waits");
@@ -552,13 +554,17 @@ fn requests_queue_in_order_and_none_is_lost() {
 
 #[test]
 fn a_full_queue_refuses_and_draining_finishes_what_was_taken() {
-    let engine = StubBackend::new("abc").engine(EngineConfig { queue: 1, sequences: 1, ..Default::default() });
-    let running = engine.submit(request("SLOW one")).unwrap();
+    let backend = StubBackend::new("abc");
+    let probe = Arc::clone(&backend.probe);
+    probe.hang.store(true, Ordering::SeqCst);
+    let engine = backend.engine(EngineConfig { queue: 1, sequences: 1, ..Default::default() });
+    let running = engine.submit(request("HANG one")).unwrap();
     wait("the first runs", || engine.load().running == 1);
     let waiting = engine.submit(request("two")).unwrap();
     assert_eq!(engine.submit(request("three")).unwrap_err(), SubmitError::Busy { queued: 1, retry_seconds: 1 });
     engine.drain();
     assert_eq!(engine.submit(request("four")).unwrap_err(), SubmitError::Draining);
+    probe.hang.store(false, Ordering::SeqCst);
     assert_eq!(collect(running).texts, ["abc"]);
     assert_eq!(collect(waiting).texts, ["abc"]);
     wait("the thread ends", || engine.load().dead);
@@ -591,8 +597,9 @@ fn a_backend_that_died_ends_the_engine_and_all_requests_and_one_that_failed_does
     assert!(collect(engine.submit(request("fine")).unwrap()).end.unwrap().is_ok());
     assert!(!engine.load().dead);
 
-    let beside = engine.submit(request("SLOW and long")).unwrap();
-    let dying = collect(engine.submit(request("DIE")).unwrap());
+    let both = engine.submit_all(["SLOW and long", "DIE"].map(request).into()).unwrap();
+    let [beside, dying] = <[Events; 2]>::try_from(both).unwrap();
+    let dying = collect(dying);
     assert!(matches!(dying.end, Some(Err(RequestError::Step(_)))));
     assert!(matches!(collect(beside).end, Some(Err(RequestError::Step(_)))));
     let start = Instant::now();

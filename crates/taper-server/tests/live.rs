@@ -107,7 +107,7 @@ async fn draining_answers_what_was_taken_and_then_closes() {
 #[tokio::test]
 async fn clients_that_send_nothing_more_are_let_go() {
     let server = server("ok");
-    let soon = Duration::from_millis(200);
+    let soon = Duration::from_secs(1);
     let config = ServerConfig { header_timeout: soon, body_timeout: soon, ..ServerConfig::default() };
     let (address, _stop, _task) = with(&server, config).await;
     // Nothing at all, half a head, and nothing after an answer.
@@ -128,7 +128,7 @@ async fn clients_that_send_nothing_more_are_let_go() {
     let mut heard = String::new();
     let read = tokio::time::timeout(Duration::from_secs(5), socket.read_to_string(&mut heard));
     let _ = read.await.expect("half a body holds its connection");
-    assert!(heard.starts_with("HTTP/1.1 408") && heard.contains("did not come within 0.2 seconds"), "{heard}");
+    assert!(heard.starts_with("HTTP/1.1 408") && heard.contains("did not come within 1 seconds"), "{heard}");
 }
 
 /// The lines of the log that say how requests ended: their fields as text.
@@ -187,10 +187,10 @@ async fn a_line_says_how_an_answer_ended_and_when() {
     let server = server("abc");
     let (address, _stop, _task) = listen(&server).await;
     let cases = [
-        (false, 12, 9.0, false, "200"),
-        (true, 12, 9.0, false, "200"),
-        (true, 200, 0.3, false, "504"),
-        (false, 200, 0.3, false, "504"),
+        (false, 60, 9.0, false, "200"),
+        (true, 60, 9.0, false, "200"),
+        (true, 200, 1.5, false, "504"),
+        (false, 200, 1.5, false, "504"),
         (true, 200, 9.0, true, "499"),
         (false, 200, 9.0, true, "499"),
     ];

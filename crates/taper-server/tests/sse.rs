@@ -125,11 +125,11 @@ async fn a_long_prefill_sends_comments_and_its_failure_is_an_event() {
     let config = ServerConfig { keep_alive: Duration::from_millis(30), ..Default::default() };
     let engine = EngineConfig { chunk_tokens: 8, ..Default::default() };
     let server = custom(StubBackend::new("abc"), engine, config);
-    let answer = server.chat(chat(&format!("SLOW {}", "p".repeat(80)), json!({}))).await;
+    let answer = server.chat(chat(&format!("SLOW {}", "p".repeat(300)), json!({}))).await;
     assert!(answer.text.contains(": keep-alive\n\n"), "{}", answer.text);
     assert_eq!(answer.events()[0]["choices"][0]["delta"]["role"], "assistant");
     // The prompt says FAIL only in its last chunk: by then the status has been sent.
-    let answer = server.chat(chat(&format!("SLOW {} FAIL", "p".repeat(80)), json!({}))).await;
+    let answer = server.chat(chat(&format!("SLOW {} FAIL", "p".repeat(300)), json!({}))).await;
     assert_eq!(answer.status, StatusCode::OK);
     assert_eq!(answer.events().last().unwrap()["error"]["code"], 500);
 }

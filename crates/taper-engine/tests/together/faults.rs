@@ -109,7 +109,8 @@ fn alone(request: &Request) -> crate::Answer {
 #[test]
 fn a_request_that_waits_for_its_place_to_come_again_can_be_cancelled() {
     // Both would need eleven blocks.
-    let watched = Watched::new(backend(12, CacheOptions::default()).unwrap());
+    let mut watched = Watched::new(backend(12, CacheOptions::default()).unwrap());
+    watched.before = Box::new(|_| std::thread::sleep(Duration::from_millis(1)));
     let seen = Arc::clone(&watched.seen);
     let busy = start(watched, EngineConfig::default());
     let (older, younger) = (long(0, 600), long(4, 600));
@@ -124,7 +125,9 @@ fn a_request_that_waits_for_its_place_to_come_again_can_be_cancelled() {
 
 #[test]
 fn a_request_that_waits_in_the_queue_can_be_cancelled() {
-    let busy: Engine = engine(64, false, EngineConfig { sequences: 1, ..EngineConfig::default() });
+    let mut watched = Watched::new(backend(64, CacheOptions::default()).unwrap());
+    watched.before = Box::new(|_| std::thread::sleep(Duration::from_millis(1)));
+    let busy: Engine = start(watched, EngineConfig { sequences: 1, ..EngineConfig::default() });
     let (first, last) = (long(0, 600), long(4, 20));
     let mut running = busy.submit(first.clone()).unwrap();
     let waiting: Vec<_> = (1..4).map(|number| busy.submit(long(number, 600)).unwrap()).collect();

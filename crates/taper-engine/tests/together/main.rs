@@ -168,7 +168,7 @@ fn idle(engine: &Engine) {
 
 /// All at once, each against what it gets alone.
 fn together(busy: &Engine, requests: &[Request], alone: &[Answer]) {
-    let events: Vec<Events> = requests.iter().map(|r| busy.submit(r.clone()).unwrap()).collect();
+    let events = busy.submit_all(requests.to_vec()).unwrap();
     for ((events, expected), request) in events.into_iter().zip(alone).zip(requests) {
         let (tokens, usage) = collect(events).unwrap();
         let pair = Value::from((*request.attention).clone());

@@ -67,7 +67,9 @@ fn prompts_share_what_they_begin_with_where_their_methods_allow_it() {
 #[test]
 fn what_others_hold_of_a_prompt_takes_no_room() {
     // Sixteen blocks of a prompt, two for each answer: both fit if fifteen are shared.
-    let engine = engine(23, true, EngineConfig::default());
+    let mut watched = with_prefix(23);
+    watched.before = Box::new(|_| std::thread::sleep(Duration::from_millis(1)));
+    let engine = start(watched, EngineConfig::default());
     let make = |number: usize| Request {
         prompt: (0..1000u32).map(|i| (i * i + 3 * i) % 64).collect(),
         stop: StopRules { ignore_eos: true, max_tokens: Some(150), ..StopRules::default() },

@@ -103,8 +103,8 @@ fn a_prompt_that_loses_its_place_is_scored_once() {
     // Two tokens of the prompt go in with each of the first answer; in the end both need more room than there is.
     let config = EngineConfig { chunk_tokens: 2, ..EngineConfig::default() };
     let small = start(backend(11, CacheOptions::default()).unwrap(), config);
-    let events = [make(60, 260), make(440, 60)].map(|request| small.submit(request).unwrap());
-    let told = events.map(|mut events| {
+    let events = small.submit_all(vec![make(60, 260), make(440, 60)]).unwrap();
+    let told = events.into_iter().map(|mut events| {
         let mut told = Vec::new();
         while let Some(event) = events.blocking_recv() {
             match event {
@@ -115,6 +115,7 @@ fn a_prompt_that_loses_its_place_is_scored_once() {
         }
         told
     });
+    let told: Vec<_> = told.collect();
     assert!(small.load().counts.preemptions > 0);
     assert!(told.iter().all(|told| told.len() == 1));
     // Rows add in another order where they go with others.

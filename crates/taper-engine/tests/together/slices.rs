@@ -120,7 +120,7 @@ fn a_client_that_leaves_ends_a_chunk_within_a_step() {
         let count = Arc::clone(&steps);
         watched.before = Box::new(move |_| {
             count.fetch_add(1, Ordering::SeqCst);
-            std::thread::sleep(Duration::from_millis(5));
+            std::thread::sleep(Duration::from_millis(20));
         });
         let seen = Arc::clone(&watched.seen);
         let busy = start(watched, EngineConfig { chunk_tokens: 16, ..EngineConfig::default() });

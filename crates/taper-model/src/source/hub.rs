@@ -14,7 +14,7 @@ const ANSWER_MAX: Duration = Duration::from_secs(4);
 
 /// How long a download may stand still. The hub's files come from other machines than its answers, and a network may
 /// let the one through and not the other.
-const STILL_MAX: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
+const STILL_MAX: Duration = Duration::from_secs(if cfg!(test) { 3 } else { 30 });
 
 /// Files of a folder checkpoint that loading reads, besides its weights.
 const SMALL_FILES: [&str; 6] = [

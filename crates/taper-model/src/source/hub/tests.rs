@@ -85,7 +85,7 @@ fn answer(mut stream: TcpStream, files: &HashMap<String, String>) {
 }
 
 #[test]
-fn a_hub_that_does_not_answer_costs_less_than_five_seconds() {
+fn a_hub_that_does_not_answer_is_waited_for_no_longer() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let cache = tempfile::tempdir().unwrap();
     let wanted = HubModel {
@@ -96,7 +96,7 @@ fn a_hub_that_does_not_answer_costs_less_than_five_seconds() {
     };
     let start = Instant::now();
     let error = resolve("owner/tiny", &wanted, cache.path(), Progress::Hidden).unwrap_err().to_string();
-    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    assert!(start.elapsed() < ANSWER_MAX + Duration::from_secs(10), "{:?}", start.elapsed());
     assert!(error.contains("the hub did not answer within 4 s"), "{error}");
 }
 
@@ -109,8 +109,8 @@ fn a_file_that_stands_still_is_given_up() {
         let cache = tempfile::tempdir().unwrap();
         let start = Instant::now();
         let error = resolve("owner/tiny", &hub.wanted(Some(file)), cache.path(), Progress::Hidden).unwrap_err();
-        assert!(start.elapsed() < STILL_MAX + Duration::from_secs(3), "{:?}", start.elapsed());
-        assert!(error.to_string().contains(&format!("{file}: nothing came for 1 s")), "{error}");
+        assert!(start.elapsed() < STILL_MAX + Duration::from_secs(10), "{:?}", start.elapsed());
+        assert!(error.to_string().contains(&format!("{file}: nothing came for 3 s")), "{error}");
     }
 }
 
