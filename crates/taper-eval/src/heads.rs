@@ -16,6 +16,7 @@ use serde_json::{Value, json};
 use statrs::distribution::{Binomial, DiscreteCDF};
 use std::sync::Arc;
 use taper_attention::{Artifacts, AttentionShape, AttentionSpec, Replay, replay};
+use taper_kernels::decode::Budget;
 use taper_model::Model;
 
 /// What is measured.
@@ -82,6 +83,9 @@ pub struct Promised {
     pub decided: f64,
     /// Share over epsilon among those; 0 where there are none.
     pub decided_over: f64,
+    /// Share of the keys read that could have been spared among those, had it been known beforehand how large a sample each
+    /// head's promise takes: one that delta of them err by more than epsilon with, and the first look's at least.
+    pub spare: f64,
     /// Share of draws that read everything to keep the promise.
     pub dense: f64,
 }
@@ -200,8 +204,8 @@ struct Tally {
     promise: Option<(f64, f64)>,
     over: u64,
     dense: u64,
-    decided: u64,
-    decided_over: u64,
+    /// Error and budget of the draws whose size the promise decided.
+    decided: Vec<(f32, Budget)>,
 }
 
 /// The draws of every query head of one layer.
@@ -245,15 +249,36 @@ impl Tally {
         self.there += drawn.visible as u64;
         self.promise = drawn.promise;
         let Some((epsilon, _)) = drawn.promise else { return };
-        let over = u64::from(error.is_nan() || f64::from(error) > epsilon);
-        self.over += over;
+        self.over += u64::from(error.is_nan() || f64::from(error) > epsilon);
         if let Some(budget) = drawn.budgets.as_ref().map(|budgets| budgets[head]) {
             self.dense += u64::from(budget.dense);
             if budget.pilot > 0 && !budget.dense && budget.sampled > budget.pilot {
-                self.decided += 1;
-                self.decided_over += over;
+                self.decided.push((error, budget));
             }
         }
+    }
+
+    /// Decided draws over epsilon.
+    fn decided_over(&self) -> u64 {
+        let epsilon = self.promise.map_or(f64::INFINITY, |(epsilon, _)| epsilon);
+        self.decided.iter().filter(|(error, _)| error.is_nan() || f64::from(*error) > epsilon).count() as u64
+    }
+
+    /// Keys that decided draws read beyond what the promise takes, by the errors that they came to: a squared error goes with
+    /// 1 / sampled − 1 / residual.
+    fn spare(&self) -> f64 {
+        let Some((epsilon, delta)) = self.promise else { return 0.0 };
+        let mut errors: Vec<f32> = self.decided.iter().map(|(error, _)| *error).collect();
+        errors.sort_by(f32::total_cmp);
+        let kept = ((1.0 - delta) * errors.len() as f64).ceil() as usize;
+        let Some(quantile) = errors.get(kept.saturating_sub(1)).filter(|error| error.is_finite()) else { return 0.0 };
+        let slack = (f64::from(*quantile) / epsilon).powi(2);
+        let spare = |budget: &Budget| {
+            let [sampled, pilot, residual] = [budget.sampled, budget.pilot, budget.residual].map(|keys| keys as f64);
+            let enough = 1.0 / ((1.0 / sampled - 1.0 / residual) / slack + 1.0 / residual);
+            sampled - enough.max(pilot)
+        };
+        self.decided.iter().map(|(_, budget)| spare(budget)).sum()
     }
 
     /// The mean of the squared errors.
@@ -282,8 +307,9 @@ fn summed(length: usize, method: String, tallies: &[Tally]) -> HeadsRow {
         most: rate(worst),
         worst: worst.place,
         broken: tallies.iter().filter(|t| t.over > most_violations(t.errors.len() as u64, delta)).count(),
-        decided: share(sum(|t| t.decided), draws),
-        decided_over: share(sum(|t| t.decided_over), sum(|t| t.decided)),
+        decided: share(sum(|t| t.decided.len() as u64), draws),
+        decided_over: share(sum(Tally::decided_over), sum(|t| t.decided.len() as u64)),
+        spare: tallies.iter().map(Tally::spare).sum::<f64>() / sum(|t| t.read).max(1) as f64,
         dense: share(sum(|t| t.dense), draws),
     });
     let density = share(sum(|t| t.read), sum(|t| t.there));
@@ -298,7 +324,7 @@ fn most_violations(draws: u64, delta: f64) -> u64 {
 /// One row a method and length.
 pub fn heads_table(rows: &[HeadsRow], style: Style) -> String {
     let names = ["length", "decode", "heads", "density", "error rms", "error p99"];
-    let promised = ["over epsilon", "most", "text/layer/head", "broken", "decided", "over, decided", "dense"];
+    let promised = ["over epsilon", "most", "text/layer/head", "broken", "decided", "over, decided", "spare", "dense"];
     let any = rows.iter().any(|row| row.promise.is_some());
     let head = names.into_iter().chain(if any { &promised[..] } else { &[] }.iter().copied());
     let mut lines = vec![head.map(str::to_owned).collect::<Vec<_>>()];
@@ -309,7 +335,7 @@ pub fn heads_table(rows: &[HeadsRow], style: Style) -> String {
             let percent = |share: f64| format!("{:.2} %", 100.0 * share);
             let Place { text, layer, head } = p.worst;
             line.extend([percent(p.over), percent(p.most), format!("{text}/{layer}/{head}"), p.broken.to_string()]);
-            line.extend([p.decided, p.decided_over, p.dense].map(percent));
+            line.extend([p.decided, p.decided_over, p.spare, p.dense].map(percent));
         } else if any {
             line.extend(vec![String::new(); promised.len()]);
         }

@@ -1,7 +1,6 @@
 use super::*;
 use crate::train::CorpusSize;
 use std::path::Path;
-use taper_kernels::decode::Budget;
 use taper_model::{LoadOptions, ModelFiles, ResolvedModel};
 
 /// A random model of two layers.
@@ -72,7 +71,7 @@ fn tallies_tell_violations_and_decided_draws() {
     let row = summed(100, "x".into(), &[tally]);
     assert_eq!(row.density, 0.4);
     let (over, most, decided_over) = (0.75, 0.75, 1.0);
-    let promise = Promised { over, most, worst: place, broken: 0, decided: 0.5, decided_over, dense: 0.25 };
+    let promise = Promised { over, most, worst: place, broken: 0, decided: 0.5, decided_over, spare: 0.0, dense: 0.25 };
     assert_eq!(row.promise, Some(promise));
     assert!(row.squares[0].mean.is_nan());
     // Squares 1, 9 and 17 up to rounding: a variance of 64.
@@ -81,7 +80,24 @@ fn tallies_tell_violations_and_decided_draws() {
     // 2,000 draws at 0.05.
     assert_eq!(most_violations(2000, 0.05), 131);
     let table = heads_table(&[row], Style::Markdown);
-    assert!(table.contains("| 75.00 % | 75.00 % | 1/4/7 | 0 | 50.00 % | 100.00 % | 25.00 % |"), "{table}");
+    assert!(table.contains("| 75.00 % | 75.00 % | 1/4/7 | 0 | 50.00 % | 100.00 % | 0.00 % | 25.00 % |"), "{table}");
+}
+
+#[test]
+fn a_sample_that_is_larger_than_its_promise_takes_could_have_been_smaller() {
+    let tally = |errors: [f32; 4], pilot| {
+        let budget = Budget { residual: 1000, sampled: 40, pilot, dense: false };
+        let decided = errors.map(|error| (error, budget)).into();
+        Tally { decided, promise: Some((0.1, 0.25)), read: 800, ..Tally::default() }
+    };
+    let spare = |errors, pilot| summed(100, "x".into(), &[tally(errors, pilot)]).promise.unwrap().spare;
+    // The third of four errs by half of epsilon: a quarter of 1 / 40 − 1 / 1000 is what 10.3 keys have.
+    let errors = [0.02, 0.05, 0.01, 0.3];
+    assert!((spare(errors, 10) - 4.0 * (40.0 - 10.309) / 800.0).abs() < 1e-5);
+    assert!((spare(errors, 20) - 0.1).abs() < 1e-9, "the first look's keys are read anyway");
+    assert!(spare([0.1; 4], 10).abs() < 1e-6, "exactly as large as it must be");
+    assert!(spare([0.2; 4], 10) < -0.2, "too small");
+    assert_eq!(spare([f32::NAN; 4], 10), 0.0);
 }
 
 #[test]
