@@ -15,6 +15,9 @@ out=${1:-${CARGO_TARGET_DIR:-$root/target}/kernels}
 library=$out/libtaper_gpu.so
 cd "$root"
 
+# The interface is C, for callers in any language; bench/gpu reads it as a compiler does.
+python3 bench/gpu/header.py | "${CC:-cc}" -std=c11 -Wall -Wextra -Werror -fsyntax-only -x c -
+
 if [ -f "$library" ] && [ -z "$(find kernels scripts/kernels.sh -newer "$library" -type f)" ]; then
   echo "$library is up to date"
   exit
@@ -24,8 +27,6 @@ environment=$(scripts/cuda.sh --compiler)
 eval "$environment"
 
 mkdir -p "$out"
-# The interface is C, for callers in any language.
-"${CC:-cc}" -std=c11 -Wall -Wextra -Werror -fsyntax-only -x c kernels/taper_gpu.h
 # Without clusters, tensor copies and warpgroup products.
 export TAPER_PORTABLE=" append delta distinct features hash layer merge pick project quantized reduce saap score spread stripes walk "
 compile() {

@@ -6,23 +6,29 @@ median of a graph replay in microseconds.
 import torch
 
 import taper_gpu as t
-from taper_gpu import DTYPE, I32, P, call, ptr, struct
+from oracle import rel
+from taper_gpu import AppendParams, AppendSpan, CodeParams, call
 
 DEV = "cuda"
 
-AppendParams = struct("AppendParams", [
-    ("k", P), ("block_table", P), ("spans", P), ("channels", P), ("upper", P), ("lower", P),
-    ("mean", P), ("labels", P), ("pages", P), ("norms", P), ("quantized", P), ("span_count", I32),
-    ("kv_heads", I32), ("head_dim", I32), ("dtype", I32), ("table_stride", I32), ("max_blocks", I32), ("width", I32),
-    ("page", I32)])
-CodeParams = struct("CodeParams", [
-    ("x", P), ("positions", P), ("token_table", P), ("block_table", P), ("codes", P),
-    ("tokens", I32), ("heads", I32), ("kv_heads", I32), ("words", I32), ("dtype", I32),
-    ("table_stride", I32)])
-
 
 class Append:
-    """spans: (table, begin, end) tuples; channels [kv_heads, width]."""
+    """What is kept beside the cache of spans, (table, begin, end) tuples; `where`: fields of AppendParams that say what, and
+    where it lies."""
+
+    def __init__(self, cache, spans, **where):
+        spans = [AppendSpan(table=i, begin=b, end=e) for i, b, e in spans]
+        self.p = AppendParams(
+            k=cache.k, **cache.where, spans=torch.tensor([t.words(s) for s in spans], dtype=torch.int32, device=DEV),
+            span_count=len(spans), head_dim=cache.head_dim, dtype=cache.dtype,
+            max_blocks=max((s.end + 63) // 64 - s.begin // 64 for s in spans), **where)
+
+    def __call__(self):
+        call("taper_append", self.p)
+
+
+class Metadata(Append):
+    """Bounds, means and labels; channels [kv_heads, width]."""
 
     def __init__(self, cache, spans, channels=None):
         nan = lambda *s: torch.full(s, float("nan"), device=DEV, dtype=cache.dtype)
@@ -30,16 +36,8 @@ class Append:
         self.upper, self.lower, self.mean = nan(*shape), nan(*shape), nan(*shape)
         width = channels.shape[1] if channels is not None else 0
         self.labels = nan(cache.blocks, cache.kv_heads, 64, width) if width else None
-        self.spans = torch.tensor([[*s, 0] for s in spans], dtype=torch.int32, device=DEV)
-        most = max((e + 63) // 64 - b // 64 for _, b, e in spans)
-        self.keep = (cache, channels)
-        self.p = AppendParams(
-            ptr(cache.k), ptr(cache.table), ptr(self.spans), ptr(channels), ptr(self.upper),
-            ptr(self.lower), ptr(self.mean), ptr(self.labels), None, None, None, len(spans),
-            cache.kv_heads, cache.head_dim, DTYPE[cache.dtype], cache.table.stride(0), most, width)
-
-    def __call__(self):
-        call("taper_append", self.p)
+        super().__init__(cache, spans, channels=channels, upper=self.upper, lower=self.lower, mean=self.mean,
+                         labels=self.labels, width=width)
 
 
 class Codes:
@@ -47,13 +45,10 @@ class Codes:
 
     def __init__(self, x, words, cache=None, codes=None, positions=None, token_table=None):
         tokens, heads, _ = x.shape
-        kv = cache.kv_heads if cache else heads
         self.codes = codes if codes is not None else torch.zeros(tokens, heads, words, device=DEV,
                                                                  dtype=torch.int32)
-        self.keep = (x, cache, positions, token_table)
-        self.p = CodeParams(ptr(x), ptr(positions), ptr(token_table),
-                            ptr(cache.table) if cache else None, ptr(self.codes), tokens, heads, kv,
-                            words, DTYPE[x.dtype], cache.table.stride(0) if cache else 0)
+        self.p = CodeParams(x=x, positions=positions, token_table=token_table, codes=self.codes, tokens=tokens, heads=heads,
+                            words=words, dtype=x.dtype, **(cache.where if cache else {"kv_heads": heads}))
 
     def __call__(self):
         call("taper_codes", self.p)
@@ -72,7 +67,7 @@ def check(report, small):
             cache = t.Cache(lens, kv, d, dtype)
             channels = torch.stack([torch.randperm(d)[:16] for _ in range(kv)])
             channels = channels.to(device=DEV, dtype=torch.int32)
-            f = Append(cache, [(i, b, n) for i, (b, n) in enumerate(zip(begins, lens))], channels)
+            f = Metadata(cache, [(i, b, n) for i, (b, n) in enumerate(zip(begins, lens))], channels)
             f()
             bad, err, untouched = 0.0, 0.0, torch.ones(cache.blocks, dtype=torch.bool, device=DEV)
             for i, n in enumerate(lens):
@@ -83,8 +78,7 @@ def check(report, small):
                     x = k[:, b * 64:b * 64 + 64]
                     bad += float((f.upper[at, :, 0] != x.amax(1)).any())
                     bad += float((f.lower[at, :, 0] != x.amin(1)).any())
-                    want = x.double().mean(1)
-                    err = max(err, ((f.mean[at, :, 0].double() - want).norm() / want.norm()).item())
+                    err = max(err, rel(f.mean[at, :, 0], x.double().mean(1)))
                     for h in range(kv):
                         y = x[h][:, channels[h].long()]
                         lo = max(begins[i] - b * 64, 0)
@@ -115,8 +109,8 @@ def bench(put, time):
     for n in (131072,):
         cache = t.Cache([n], 8, 128, torch.bfloat16, poison=False)
         channels = torch.stack([torch.randperm(128)[:16] for _ in range(8)]).to(DEV, torch.int32)
-        put("append metadata 1 token us", time(Append(cache, [(0, n - 1, n)], channels)))
-        put(f"append metadata {n} tokens us", time(Append(cache, [(0, 0, n)], channels)))
+        put("append metadata 1 token us", time(Metadata(cache, [(0, n - 1, n)], channels)))
+        put(f"append metadata {n} tokens us", time(Metadata(cache, [(0, 0, n)], channels)))
         x = torch.randn(n, 32, 32, device=DEV, dtype=torch.bfloat16)
         codes = torch.zeros(cache.blocks, 8, 64, 4, device=DEV, dtype=torch.int32)
         pos = torch.arange(n, device=DEV, dtype=torch.int32)

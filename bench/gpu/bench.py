@@ -242,7 +242,7 @@ def sparse():
         fixed = torch.tensor([t.work_list((0, n - 128), (128, n), length=n)] * HK,
                              dtype=torch.int32, device=DEV)
         k = nb // 20
-        pick = t.Select(bound.out[0], k, ends(2), ends(nb - 2), work=fixed, target=1)
+        pick = t.Select(bound.out[0], k, ends(2), ends(nb - 2), work=fixed, target=t.BLOCKS)
         put(f"{key} select 5% of blocks us", median_ms(graphed(pick)) * 1e3)
         pick()
         one = Pick(cache, q, hi, lo, k, ends(2), ends(nb - 2), work=fixed)
@@ -264,7 +264,7 @@ def sparse():
         put(f"{key} vattention density", tries[eps])
         put(f"{key} vattention us", median_ms(graphed(v)) * 1e3)
         put(f"{key} vattention with score and select us", median_ms(graphed(step)) * 1e3)
-        put(f"{key} vattention dense lists", int((v.state == 2).sum()))
+        put(f"{key} vattention dense lists", int((v.state == t.DENSE).sum()))
         try:
             put(f"{key} flashinfer graph us", median_ms(graphed(flashinfer_decode(n, 1))) * 1e3)
         except ImportError:

@@ -10,7 +10,7 @@ import time
 import torch
 
 import taper_gpu as t
-from oracle import DEV, attend64, fixed_list, rel
+from oracle import DEV, attend64, causal, fixed_list, rel
 
 LIMIT = 1e-2
 FAILED = []
@@ -156,15 +156,6 @@ def check_pinned(small):
             _, lse = attend64(q[i:i + 1], *cache.dense(i), torch.ones_like(seen[:1, None]))
             err = max(err, (w.lse[i] - lse[0]).abs().max().item())
         report(f"pinned {dtype} d{d} lists, values", err)
-
-
-def causal(pos, n, sink=0, window=0):
-    key = torch.arange(n, device=DEV)
-    p = pos.to(DEV)[:, None]
-    seen = key <= p
-    if window:
-        seen &= (key < sink) | (key + window > p)
-    return seen
 
 
 def check_prefill(small):

@@ -2,32 +2,29 @@
 
 check(report, small) compares with PyTorch; bench(put, time) measures.
 """
-import struct
-
 import torch
 
-from taper_gpu import I32, P, call, ptr
-from taper_gpu import struct as fields
+from taper_gpu import TokenParams, TokenRow, call, words
 
 DEV = "cuda"
 
-TokenParams = fields("TokenParams", [
-    ("logits", P), ("how", P), ("tokens", P), ("rows", I32), ("vocab", I32)])
-
 
 class Choose:
-    """how: (temperature, top_p, min_p, top_k, uniform) of each row, or None."""
+    """how: fields of TokenRow for each row, or None."""
 
     def __init__(self, logits, how=None):
         rows, vocab = logits.shape
         self.tokens = torch.full((rows,), -2, dtype=torch.int32, device=DEV)
-        words = b"".join(struct.pack("<fffid", *h) for h in how) if how else b""
-        self.how = torch.frombuffer(bytearray(words), dtype=torch.uint8).to(DEV) if how else None
-        self.keep = logits
-        self.p = TokenParams(ptr(logits), ptr(self.how), ptr(self.tokens), rows, vocab)
+        if how:
+            how = torch.tensor([words(TokenRow(**row)) for row in how], dtype=torch.int32, device=DEV)
+        self.p = TokenParams(logits=logits, how=how, tokens=self.tokens, rows=rows, vocab=vocab)
 
     def __call__(self):
         call("taper_tokens", self.p)
+
+
+def drawn(uniforms, top_p=1.0, top_k=0):
+    return [{"temperature": 0.8, "top_p": top_p, "top_k": top_k, "uniform": u} for u in uniforms]
 
 
 def check(report, small):
@@ -37,7 +34,7 @@ def check(report, small):
         f()
         report(f"likeliest of {vocab}", float((f.tokens.long() != x.argmax(1)).any()), 0.5)
         u = torch.rand(16, dtype=torch.float64).tolist()
-        f = Choose(x, [(0.8, 0.9, 0.0, 0, v) for v in u])
+        f = Choose(x, drawn(u, top_p=0.9))
         f()
         w, order = (x.double() / 0.8).softmax(1).sort(1, descending=True)
         kept = w * (w.cumsum(1) - w < 0.9)
@@ -52,8 +49,8 @@ def bench(put, time):
         name = f"{rows} rows of {vocab} logits"
         u = [(i + 0.5) / rows for i in range(rows)]
         put(f"likeliest of {name} us", time(Choose(x)))
-        put(f"temperature of {name} us", time(Choose(x, [(0.8, 1.0, 0.0, 0, v) for v in u])))
-        put(f"top_p of {name} us", time(Choose(x, [(0.8, 0.9, 0.0, 0, v) for v in u])))
-        put(f"top_k and top_p of {name} us", time(Choose(x, [(0.8, 0.9, 0.0, 40, v) for v in u])))
+        put(f"temperature of {name} us", time(Choose(x, drawn(u))))
+        put(f"top_p of {name} us", time(Choose(x, drawn(u, top_p=0.9))))
+        put(f"top_k and top_p of {name} us", time(Choose(x, drawn(u, top_p=0.9, top_k=40))))
         put(f"argmax by torch of {name} us", time(lambda: x.argmax(1)))
         put(f"softmax and sort by torch of {name} us", time(lambda: x.softmax(1).sort(1, descending=True)))

@@ -53,7 +53,7 @@ def moments64(s, v, lse_f, o_f, residual, few):
     top = max(lse_f.item(), s.max().item())
     e = torch.exp(s - top)
     known = math.exp(lse_f.item() - top)
-    ev, e2v = (e[:, None] * v).sum(0), (e[:, None]**2 * v).sum(0)
+    ev = (e[:, None] * v).sum(0)
     scale = residual / b
     den = known + scale * e.sum().item()
     o = (o_f * known + scale * ev) / den
@@ -71,7 +71,7 @@ def moments64(s, v, lse_f, o_f, residual, few):
 
 def budget64(rule, eps, delta, m, n, limit):
     """(verdict, draws) of one head."""
-    whole, most, upper, rest, vector, scalar = t.quantiles(delta)
+    whole, most, upper, rest, vector, scalar = t.quantiles(delta).values()
     sc = n * math.sqrt(m["var_d"]) / m["den"]
     draws = lambda r: math.ceil(r * r / (1 + r * r / n))
     if rule == "denominator":
@@ -187,16 +187,16 @@ def vattention_case(report, dtype, d, kv, g, rule, eps, shift, lens, blocks=0, t
             near = lambda came: came[0] != "sampled" or abs(count - came[1]) <= 2 + 0.01 * came[1]
             state, asked, look = first = judged(0.0)
             # A key more or less of a look may be a heavy one, which moves all that comes after.
-            if got == 1 and not near(first):
+            if got == t.SAMPLED and not near(first):
                 others = (judged(lean) for lean in (1e-3, -1e-3, 2e-3, -2e-3, 4e-3, -4e-3))
                 state, asked, look = next((came for came in others if came[0] == "sampled" and near(came)), first)
             order = order[~seen[order]]
             res = len(order)
             looks.append(look)
             states.append(state)
-            moved += got != {"sampled": 1, "dense": 2, "whole": 3}[state]
+            moved += got != {"sampled": t.SAMPLED, "dense": t.DENSE, "whole": t.WHOLE}[state]
             gap = max(gap, float(f.residual[i * kv + h].item() != res))
-            if got != 1:
+            if got != t.SAMPLED:
                 read[hs] = True
                 gap = max(gap, float(count != 0))
                 continue

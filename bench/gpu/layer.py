@@ -6,16 +6,10 @@ median of a graph replay in microseconds.
 import torch
 
 import taper_gpu as t
-from taper_gpu import DTYPE, F32, I32, I64, P, call, ptr, struct
+from oracle import rel
+from taper_gpu import NormParams, RopeParams, SiluParams, call
 
 DEV = "cuda"
-
-RopeParams = struct("RopeParams", [(n, P) for n in "qkv angles slots q k v".split()] + [
-    (n, I32) for n in "tokens q_heads kv_heads head_dim dtype qkv_dtype".split()])
-NormParams = struct("NormParams", [
-    ("x", P), ("weight", P), ("out", P), ("rows", I32), ("width", I32), ("dtype", I32), ("epsilon", F32)])
-SiluParams = struct("SiluParams", [
-    ("gate_up", P), ("out", P), ("rows", I64), ("width", I32), ("dtype", I32)])
 
 
 def slots_for(cache, tables, positions):
@@ -27,11 +21,10 @@ class Rope:
     """qkv [tokens, (q_heads + 2 kv_heads) * d] into q and the cache at slots, by each token's angles [tokens, d]."""
 
     def __init__(self, cache, qkv, angles, slots, q_heads):
-        n, d, kv = qkv.shape[0], cache.head_dim, cache.kv_heads
+        n, d = qkv.shape[0], cache.head_dim
         self.q = torch.full((n, q_heads, d), float("nan"), device=DEV, dtype=cache.dtype)
-        self.keep = (cache, qkv, angles, slots)
-        self.p = RopeParams(ptr(qkv), ptr(angles), ptr(slots), ptr(self.q), ptr(cache.k), ptr(cache.v), n, q_heads, kv,
-                            d, DTYPE[cache.dtype], DTYPE[qkv.dtype])
+        self.p = RopeParams(qkv=qkv, angles=angles, slots=slots, q=self.q, k=cache.k, v=cache.v, tokens=n, q_heads=q_heads,
+                            kv_heads=cache.kv_heads, head_dim=d, dtype=cache.dtype, qkv_dtype=qkv.dtype)
 
     def __call__(self):
         call("taper_rope", self.p)
@@ -42,8 +35,7 @@ class Norm:
 
     def __init__(self, x, weight, dtype, epsilon=1e-5):
         self.out = torch.full(x.shape, float("nan"), device=DEV, dtype=dtype)
-        self.keep = (x, weight)
-        self.p = NormParams(ptr(x), ptr(weight), ptr(self.out), x.shape[0], x.shape[1], DTYPE[dtype], epsilon)
+        self.p = NormParams(x=x, weight=weight, out=self.out, rows=x.shape[0], width=x.shape[1], dtype=dtype, epsilon=epsilon)
 
     def __call__(self):
         call("taper_norm", self.p)
@@ -53,8 +45,7 @@ class Silu:
     def __init__(self, gate_up):
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         self.out = torch.full((rows, width), float("nan"), device=DEV, dtype=gate_up.dtype)
-        self.keep = gate_up
-        self.p = SiluParams(ptr(gate_up), ptr(self.out), rows, width, DTYPE[gate_up.dtype])
+        self.p = SiluParams(gate_up=gate_up, out=self.out, rows=rows, width=width, dtype=gate_up.dtype)
 
     def __call__(self):
         call("taper_silu", self.p)
@@ -64,10 +55,6 @@ def angles_for(n, d, theta=500000.0):
     f = theta ** (-torch.arange(0, d, 2, dtype=torch.float64, device=DEV) / d)
     a = torch.arange(n, dtype=torch.float64, device=DEV)[:, None] * f
     return torch.cat([a.cos(), a.sin()], 1).float().contiguous()
-
-
-def rel(a, b):
-    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
 
 
 def check(report, small):

@@ -3,7 +3,6 @@ shape, every layer with weights, cache and index of its own.
 
 layers.py [LIBRARY...] times the libraries, all of the interface of the tree, in turn; without one, the tree's.
 """
-import ctypes as C
 import json
 import os
 import sys
@@ -11,19 +10,16 @@ import sys
 import torch
 
 import taper_gpu as t
-from append import AppendParams
+from append import Append
+from bench import graphed, median_ms
 from layer import Rope, angles_for, slots_for
 from paying import PickTokens
-from pick import TOKENS, Pick, paged_bounds
+from pick import Pick, paged_bounds
 from quantized import Quantize
-from taper_gpu import F32, I32, P, call, ptr, struct
+from taper_gpu import ChainParams, ProductParams, call
 
 DEV, DT, HQ, HK, D, HIDDEN, INNER = "cuda", torch.bfloat16, 32, 8, 128, 4096, 14336
-ProductParams = struct("ProductParams", [(n, P) for n in "x weight norm out".split()] + [
-    (n, I32) for n in "rows inputs outputs dtype x_f32 to".split()] + [("epsilon", F32)])
-ChainParams = struct("ChainParams", [
-    ("products", ProductParams * 4), ("sync", P), ("count", I32), ("inputs_most", I32)])
-SAME, ADD, GATED = 0, 2, 3
+SAME, ADD, GATED = t.PRODUCT_SAME, t.PRODUCT_ADD, t.PRODUCT_GATED
 
 
 class Products:
@@ -31,43 +27,18 @@ class Products:
 
     def __init__(self, attended, residual, qkv, sync):
         w = lambda outputs, inputs: torch.randn(outputs, inputs, device=DEV, dtype=DT) * inputs**-0.5
-        self.weights = [w(HIDDEN, HQ * D), w(2 * INNER, HIDDEN), w(HIDDEN, INNER), w((HQ + 2 * HK) * D, HIDDEN)]
-        self.norm, self.inner = torch.ones(HIDDEN, device=DEV), torch.empty(INNER, device=DEV, dtype=DT)
-        self.keep = (attended, residual, qkv, sync)
-        x = lambda of, w, norm, out, f32, to: ProductParams(
-            ptr(of), ptr(w), ptr(norm), ptr(out), 1, w.shape[1], w.shape[0], 0, f32, to, 1e-5)
-        o, gate, down, next_qkv = self.weights
-        self.p = ChainParams((ProductParams * 4)(
-            x(attended, o, None, residual, 1, ADD), x(residual, gate, self.norm, self.inner, 1, GATED),
-            x(self.inner, down, None, residual, 0, ADD), x(residual, next_qkv, self.norm, qkv, 1, SAME)),
-            ptr(sync), 4, 0)
+        norm, inner = torch.ones(HIDDEN, device=DEV), torch.empty(INNER, device=DEV, dtype=DT)
+        x = lambda x, weight, norm, out, x_f32, to: ProductParams(
+            x=x, weight=weight, norm=norm, out=out, rows=1, inputs=weight.shape[1], outputs=weight.shape[0], dtype=DT,
+            x_f32=x_f32, to=to, epsilon=1e-5)
+        products = (x(attended, w(HIDDEN, HQ * D), None, residual, 1, ADD),
+                    x(residual, w(2 * INNER, HIDDEN), norm, inner, 1, GATED),
+                    x(inner, w(HIDDEN, INNER), None, residual, 0, ADD),
+                    x(residual, w((HQ + 2 * HK) * D, HIDDEN), norm, qkv, 1, SAME))
+        self.p = ChainParams(products=products, sync=sync, count=len(products))
 
     def __call__(self):
         call("taper_chain", self.p)
-
-
-def graph(f):
-    side = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        f()
-    torch.cuda.synchronize()
-    g = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(g, stream=side):
-        f()
-    return g
-
-
-def microseconds(g, layers, runs=15):
-    times = []
-    for _ in range(runs + 3):
-        s, e = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        s.record()
-        g.replay()
-        e.record()
-        torch.cuda.synchronize()
-        times.append(s.elapsed_time(e) * 1e3 / layers)
-    return sorted(times[3:])[runs // 2]
 
 
 PARTS = {"products": (), "and rotation": ("rope",), "and index": ("rope", "index"),
@@ -78,9 +49,9 @@ class Layer:
     """By tokens' quantized keys, or by 2 % of the keys in pages of `by`."""
 
     def __init__(self, n, by, epsilon, shared):
-        self.cache = t.Cache([n], HK, D, DT, poison=False)
-        cache, (qkv, attended, residual, sync, angles) = self.cache, shared
-        self.cache.v += 0.5
+        cache = t.Cache([n], HK, D, DT, poison=False)
+        qkv, attended, residual, sync, angles = shared
+        cache.v += 0.5
         pos = torch.tensor([n - 1], device=DEV, dtype=torch.int32)
         self.rope = Rope(cache, qkv, angles[n - 1:], slots_for(cache, torch.zeros_like(pos), pos), HQ)
         lists = torch.tensor([t.work_list((0, n - 64), (4, n), length=n)] * HK, dtype=torch.int32, device=DEV)
@@ -92,14 +63,13 @@ class Layer:
             work, ids, shift = self.pick.work, self.pick.ids, 0
         else:
             hi, lo, pitch = paged_bounds(cache.k, by)
-            self.index = Quantize(cache, [(0, n - 1, n)], lo)
-            self.index.p.quantized, self.index.p.pages, self.index.p.page = None, lo.data_ptr(), by
+            self.index = Append(cache, [(0, n - 1, n)], pages=lo, page=by)
             k, shift = n // 50 // by, by.bit_length() - 1
             self.pick = Pick(cache, self.rope.q, hi, lo, k, i32(4 // by), i32((n - 64 + by - 1) // by),
-                             work=torch.empty_like(lists), shares=True, lists=lists, target=TOKENS, pitch=pitch, fresh=1)
+                             work=torch.empty_like(lists), shares=True, lists=lists, target=t.TOKENS, pitch=pitch, fresh=1)
             work, ids = self.pick.work, self.pick.ids
         self.attend = t.VAttention(cache, self.rope.q, work, [7], epsilon, 0.1, token_ids=ids, token_shift=shift, out_f32=True)
-        self.attend.p.out = ptr(attended)
+        self.attend.p.out = attended
         self.products = Products(attended, residual, qkv, sync)
 
     def __call__(self, parts):
@@ -116,7 +86,7 @@ class Layer:
 
 def main():
     libraries = sys.argv[1:] or [None]
-    loaded = [t.lib() if path is None else C.CDLL(path) for path in libraries]
+    loaded = [t.lib() if path is None else t.load(path) for path in libraries]
     found = {}
     for n, by, epsilon in ((32768, "tokens", 0.3), (131072, "tokens", 0.1), (131072, 64, 0.3)):
         torch.manual_seed(1)
@@ -129,16 +99,16 @@ def main():
         for at, library in enumerate(loaded):
             t.LIB = library
             for name, parts in PARTS.items():
-                graphs[name, at] = graph(lambda: [layer(parts) for layer in layers])
+                graphs[name, at] = graphed(lambda: [layer(parts) for layer in layers])
             shared[0].copy_(qkv0), shared[2].copy_(residual0)
-            graphs["all", at].replay()
+            graphs["all", at]()
             torch.cuda.synchronize()
             outs.append((shared[2].clone(), *[x.clone() for l in layers for x in (l.pick.work, l.attend.counts)]))
         same = [all(torch.equal(a, b) for a, b in zip(o, outs[0])) for o in outs]
         print(n, by, epsilon, "density", layers[0].attend.keys_read() / HK / n, "same", same, flush=True)
         for turn in range(2):
             for name in PARTS:
-                times = [microseconds(graphs[name, at], len(layers)) for at in range(len(loaded))]
+                times = [median_ms(graphs[name, at], 15, cold=False) * 1e3 / len(layers) for at in range(len(loaded))]
                 found.update({f"{n} {by} {name} {at} {turn}": us for at, us in enumerate(times)})
                 print(f"  {name:12s}", *[f"{us:8.2f}" for us in times], flush=True)
         del layers, graphs

@@ -28,6 +28,16 @@ def attend64(q, k, v, seen, ln_w=None):
     return o, lse.t()
 
 
+def causal(pos, n, sink=0, window=0):
+    """What rows at `pos` see of n keys: all before them, or the first `sink` and the `window` last ones."""
+    key = torch.arange(n, device=DEV)
+    p = pos.to(DEV)[:, None]
+    seen = key <= p
+    if window:
+        seen &= (key < sink) | (key + window > p)
+    return seen
+
+
 def philox(key, c):
     m = 0xFFFFFFFF
     k0, k1 = key

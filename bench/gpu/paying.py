@@ -3,21 +3,14 @@
 check(report, small) compares with shares in float64 of the scores that another launch gives; bench(put, time) measures,
 where time(f) is the median of a graph replay in microseconds.
 """
-import math
-
 import torch
 
 import taper_gpu as t
 from quantized import Lse, Quantize, QuantizedScore, Steps, apart_by_block, copied
 from selection import MAX, SUM, GroupSelect, least_paying
-from taper_gpu import DTYPE, F32, I32, P, call, ptr, struct
+from taper_gpu import PickTokensParams, call
 
 DEV = "cuda"
-
-PickTokensParams = struct("PickTokensParams", [(n, P) for n in (
-    "q index block_table row_table lens begins ends ks lists scores ids work sync sums bins").split()] + [
-    (n, I32) for n in "rows q_heads kv_heads head_dim dtype table_stride stride capacity reduce fresh team".split()] + [
-    ("scale", F32), ("noise", F32), ("in_order", I32), ("group", I32), ("room", I32)])
 
 
 class PickTokens:
@@ -29,23 +22,20 @@ class PickTokens:
         lists, group = rows * kv, q_heads // kv
         stride, capacity = (max(lens) + 63) // 64 * 64, max(max(ks), 1)
         i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=DEV)
-        self.lens, self.ks, self.begins, self.ends = i32(lens), i32(ks), i32(begins), i32(ends)
         apart = [e > b for b, e in zip(begins, ends)]
         self.lists = i32([t.work_list((0, e) if a else (0, 0), (b, n) if a else (n, 0), length=n)
                           for n, a, b, e in zip([n for n in lens for _ in range(kv)], apart, begins, ends)])
-        self.scores = torch.full((rows, q_heads, stride), float("nan"), device=DEV)
         self.ids = torch.full((lists, capacity), -1, dtype=torch.int32, device=DEV)
         self.work = torch.full((lists, 16), -1, dtype=torch.int32, device=DEV)
         most = t.team_size(kv)
         self.sync = torch.zeros(1 + lists, 32, dtype=torch.int32, device=DEV)
         self.sums = torch.zeros(lists, most, group, 4, dtype=torch.int64, device=DEV)
         self.bins = torch.zeros(lists, most, 256, dtype=torch.int32, device=DEV)
-        self.keep = (cache, q, index, row_table)
         self.p = PickTokensParams(
-            *[ptr(x) for x in (q, index, cache.table, row_table, self.lens, self.begins, self.ends, self.ks, self.lists,
-                               self.scores, self.ids, self.work, self.sync, self.sums, self.bins)],
-            rows, q_heads, kv, d, DTYPE[q.dtype], cache.table.stride(0), stride, capacity, reduce, fresh, team,
-            d**-0.5, noise)
+            q=q, index=index, **cache.where, row_table=row_table, lens=i32(lens), begins=i32(begins), ends=i32(ends), ks=i32(ks),
+            lists=self.lists, scores=torch.full((rows, q_heads, stride), float("nan"), device=DEV), ids=self.ids, work=self.work,
+            sync=self.sync, sums=self.sums, bins=self.bins, rows=rows, q_heads=q_heads, head_dim=d, dtype=q.dtype, stride=stride,
+            capacity=capacity, reduce=reduce, fresh=fresh, team=team, scale=d**-0.5, noise=noise)
 
     def __call__(self):
         call("taper_pick_tokens", self.p)

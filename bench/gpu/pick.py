@@ -6,46 +6,38 @@ is the median of a graph replay in microseconds.
 import torch
 
 import taper_gpu as t
-from append import AppendParams
+from append import Append
 from oracle import attend64, rel
 from selection import least_paying
-from taper_gpu import DTYPE, F32, I32, P, call, ptr, struct
+from taper_gpu import PickParams, call
 
 DEV = "cuda"
-
-PickParams = struct("PickParams", [(n, P) for n in (
-    "q view lower block_table row_table lens begins ends ks lists keys ids counts work sync masses").split()] + [
-    (n, I32) for n in ("rows q_heads kv_heads width dtype table_stride per_block pitch stride capacity k reduce "
-                       "target").split()] + [("scale", F32), ("in_order", I32), ("fresh", I32), ("team", I32),
-    ("noise", F32)])
-BLOCKS, TOKENS = 1, 2
 
 
 class Pick:
     """The k pages of each list whose bounds or means score best, best head of a group counting; `shares`: that hold
-    the largest share of the mass by their bounds, all heads of a group counting, or by reduce 2 the largest share of
-    any; and with `noise` only those that are cheaper to read than to sample around."""
+    the largest share of the mass by their bounds, all heads of a group counting, or of any by
+    MAX_SHARE_OF_GROUP; and with `noise` only those that are cheaper to read than to sample around."""
 
     def __init__(self, cache, q, view, lower=None, k=1, begins=None, ends=None, ks=None, work=None,
-                 capacity=None, row_table=None, lens=None, shares=False, lists=None, target=BLOCKS,
-                 pitch=0, fresh=0, noise=0.0, reduce=1):
+                 capacity=None, shares=False, lists=None, target=t.BLOCKS, pitch=0, fresh=0, noise=0.0,
+                 reduce=t.SUM_OF_GROUP):
         rows, q_heads, width = q.shape
         count, dev, per_block = rows * cache.kv_heads, q.device, view.shape[2] if view.dim() == 4 else 1
         page = 64 // per_block
         stride, capacity = (max(cache.lens) + page - 1) // page, capacity or k
         i32 = lambda *s: torch.full(s, -1, dtype=torch.int32, device=dev)
-        self.lens = torch.tensor(lens or cache.lens, dtype=torch.int32, device=dev)
         self.keys, self.ids, self.counts = i32(count, stride), i32(count, capacity), i32(count)
         self.sync = torch.zeros(1 + count, 32, dtype=torch.int32, device=dev)
         group = q_heads // cache.kv_heads
         self.masses = torch.zeros(count, t.team_size(cache.kv_heads), group, 2, dtype=torch.int64, device=dev)
         self.work = work
-        self.keep = (cache, q, view, lower, begins, ends, ks, lists, row_table)
         self.p = PickParams(
-            *[ptr(x) for x in (q, view, lower, cache.table, row_table, self.lens, begins, ends, ks, lists,
-                               self.keys, self.ids, self.counts, work, self.sync, self.masses)],
-            rows, q_heads, cache.kv_heads, width, DTYPE[q.dtype], cache.table.stride(0), per_block, pitch, stride,
-            capacity, k, reduce if shares else 0, target, width**-0.5, 0, fresh, 0, noise)
+            q=q, view=view, lower=lower, **cache.where, lens=torch.tensor(cache.lens, dtype=torch.int32, device=dev),
+            begins=begins, ends=ends, ks=ks, lists=lists, keys=self.keys, ids=self.ids, counts=self.counts, work=work,
+            sync=self.sync, masses=self.masses, rows=rows, q_heads=q_heads, width=width, dtype=q.dtype, per_block=per_block,
+            pitch=pitch, stride=stride, capacity=capacity, k=k, reduce=reduce if shares else t.MAX_OF_GROUP, target=target,
+            scale=width**-0.5, fresh=fresh, noise=noise)
 
     def __call__(self):
         call("taper_pick", self.p)
@@ -143,7 +135,7 @@ def check_shares(report, small):
                 ends.append(-(-(n - window) // page) if apart else 0)
                 ks.append(min((k, 1, 7)[h % 3], ends[-1] - begins[-1]))
         fixed, work = i32(fixed), torch.full((len(fixed), 16), -1, dtype=torch.int32, device=DEV)
-        f = Pick(cache, q, hi, lo, k, i32(begins), i32(ends), i32(ks), work, shares=True, lists=fixed, target=TOKENS,
+        f = Pick(cache, q, hi, lo, k, i32(begins), i32(ends), i32(ks), work, shares=True, lists=fixed, target=t.TOKENS,
                  pitch=pitch)
         bad = repeats = 0
         for again in range(2 if small else 20):
@@ -157,7 +149,7 @@ def check_shares(report, small):
         # A quarter of the pages of the shortest row would be sampled if all held the same.
         noise = 3 * page / min(lens)
         some = Pick(cache, q, hi, lo, k, i32(begins), i32(ends), i32(ks), torch.empty_like(fixed), shares=True,
-                    lists=fixed, target=TOKENS, pitch=pitch, noise=noise, reduce=2)
+                    lists=fixed, target=t.TOKENS, pitch=pitch, noise=noise, reduce=t.MAX_SHARE_OF_GROUP)
         some()
         for i, n in enumerate(lens):
             rows = cache.table[i, :(n + 63) // 64].long()
@@ -217,10 +209,7 @@ def check_shares(report, small):
 def beside_append(f, cache, lower, page, times):
     """How often pages are chosen otherwise while the launch ahead renews the bounds of each row's last tokens."""
     newest = min(3, min(cache.lens))
-    spans = torch.tensor([[i, n - newest, n, 0] for i, n in enumerate(cache.lens)], dtype=torch.int32, device=DEV)
-    p = AppendParams(ptr(cache.k), ptr(cache.table), ptr(spans))
-    p.pages, p.span_count, p.kv_heads, p.head_dim = lower.data_ptr(), len(cache.lens), cache.kv_heads, cache.head_dim
-    p.dtype, p.table_stride, p.max_blocks, p.page = DTYPE[cache.dtype], cache.table.stride(0), 2, page
+    append = Append(cache, [(i, n - newest, n) for i, n in enumerate(cache.lens)], pages=lower, page=page)
     last = [cache.table[i, (n - 1) // 64].item() for i, n in enumerate(cache.lens)]
     bounds = torch.as_strided(lower, (cache.blocks, cache.kv_heads, 64 // page, 2 * cache.head_dim),
                               (cache.kv_heads * 64 // page * 2 * cache.head_dim, 64 // page * 2 * cache.head_dim,
@@ -230,7 +219,7 @@ def beside_append(f, cache, lower, page, times):
         for block, n in zip(last, cache.lens):  # A page whose oldest row is a new one is not what it was.
             bounds[block, :, (n - 1) % 64 // page] = 100.0
         f.p.fresh = fresh
-        call("taper_append", p)
+        append()
         f()
         found.append((f.ids.clone(), f.work.clone()))
     f.p.fresh = 0
@@ -254,7 +243,7 @@ def bench_paged(put, time):
             whole = lambda x: torch.full((kv,), x // page, dtype=torch.int32, device=DEV)
             k, shift = int(n * 0.09) // page, page.bit_length() - 1
             pick = Pick(cache, q, hi, lo, k, whole(128), whole(n - 100 + page - 1), work=torch.empty_like(fixed),
-                        shares=True, lists=fixed, target=TOKENS, pitch=pitch)
+                        shares=True, lists=fixed, target=t.TOKENS, pitch=pitch)
             pick()
             f = t.VAttention(cache, q, pick.work, [7], eps, 0.05, token_ids=pick.ids, token_shift=shift, out_f32=True)
 

@@ -8,22 +8,15 @@ import math
 import torch
 
 import taper_gpu as t
-from append import AppendParams
+from append import Append
 from selection import MAX, SUM, GroupSelect
-from taper_gpu import DTYPE, F32, I32, P, call, ptr, struct
+from taper_gpu import LseParams, QuantizedScoreParams, call
 
 DEV = "cuda"
 UNWRITTEN = 0x5EADBEEF
 
-QuantizedScoreParams = struct("QuantizedScoreParams", [(n, P) for n in (
-    "q index block_table row_table lens out tile_max tile_sum").split()] + [(n, I32) for n in (
-    "rows q_heads kv_heads head_dim dtype table_stride max_len stride tile_stride").split()] + [
-    ("scale", F32)])
-LseParams = struct("LseParams", [(n, P) for n in "tile_max tile_sum lens lse".split()] + [
-    (n, I32) for n in "rows q_heads tile_stride page".split()])
 
-
-class Quantize:
+class Quantize(Append):
     """The blocks of spans, (table, begin, end) tuples, into an index [blocks, kv_heads, 5 head_dim], int32."""
 
     def __init__(self, cache, spans, index=None):
@@ -31,16 +24,10 @@ class Quantize:
             index = torch.full((cache.blocks, cache.kv_heads, 5 * cache.head_dim), UNWRITTEN, dtype=torch.int32,
                                device=DEV)
         self.index = index
-        self.spans = torch.tensor([[*s, 0] for s in spans], dtype=torch.int32, device=DEV)
-        self.keep = cache
-        self.p = AppendParams(ptr(cache.k), ptr(cache.table), ptr(self.spans))
-        self.p.quantized, self.p.span_count, self.p.kv_heads = index.data_ptr(), len(spans), cache.kv_heads
-        self.p.head_dim, self.p.dtype = cache.head_dim, DTYPE[cache.dtype]
-        self.p.table_stride = cache.table.stride(0)
-        self.p.max_blocks = max((e + 63) // 64 - b // 64 for _, b, e in spans)
+        super().__init__(cache, spans, quantized=index)
 
     def __call__(self):
-        call("taper_append", self.p)
+        super().__call__()
         return self.index
 
 
@@ -55,11 +42,10 @@ class QuantizedScore:
         self.out = torch.full((rows, q_heads, stride), float("nan"), device=DEV)
         self.tile_max, self.tile_sum = (torch.full((rows, q_heads, stride // 64), float("nan"), device=DEV)
                                         for _ in range(2))
-        self.keep = (cache, q, index, row_table)
         self.p = QuantizedScoreParams(
-            ptr(q), ptr(index), ptr(cache.table), ptr(row_table), ptr(self.lens), ptr(self.out), ptr(self.tile_max),
-            ptr(self.tile_sum), rows, q_heads, cache.kv_heads, d, DTYPE[q.dtype], cache.table.stride(0), max(lens),
-            stride, stride // 64, 1, d**-0.5, 0)
+            q=q, index=index, **cache.where, row_table=row_table, lens=self.lens, out=self.out, tile_max=self.tile_max,
+            tile_sum=self.tile_sum, rows=rows, q_heads=q_heads, head_dim=d, dtype=q.dtype, max_len=max(lens), stride=stride,
+            tile_stride=stride // 64, scale=d**-0.5)
 
     def __call__(self):
         call("taper_quantized_score", self.p)
@@ -72,8 +58,8 @@ class Lse:
     def __init__(self, of):
         rows, q_heads, tiles = of.tile_max.shape
         self.lse = torch.full((rows, q_heads), float("nan"), device=DEV)
-        self.keep = of
-        self.p = LseParams(ptr(of.tile_max), ptr(of.tile_sum), ptr(of.lens), ptr(self.lse), rows, q_heads, tiles, 1)
+        self.p = LseParams(tile_max=of.tile_max, tile_sum=of.tile_sum, lens=of.lens, lse=self.lse, rows=rows, q_heads=q_heads,
+                           tile_stride=tiles, page=1)
 
     def __call__(self):
         call("taper_lse", self.p)

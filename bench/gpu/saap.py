@@ -6,40 +6,11 @@ time(f) is the median of a graph replay in microseconds.
 import torch
 
 import taper_gpu as t
-from taper_gpu import DTYPE, I32, P, call, ptr, struct
+from oracle import rel
+from taper_gpu import (AssignParams, ChooseParams, ClusteredParams, IndexParams, IndexSpan, KeyClusterParams, LinearParams,
+                       NearestParams, ProjectParams, RowsParams, call, words)
 
 DEV = "cuda"
-
-AssignParams = struct("AssignParams", [
-    ("k", P), ("centroids", P), ("positions", P), ("token_table", P), ("block_table", P),
-    ("ids", P), ("tokens", I32), ("kv_heads", I32), ("head_dim", I32), ("clusters", I32),
-    ("dtype", I32), ("table_stride", I32)])
-IndexParams = struct("IndexParams", [
-    ("ids", P), ("block_table", P), ("spans", P), ("counts", P), ("offsets", P), ("tokens", P),
-    ("sequences", I32), ("kv_heads", I32), ("clusters", I32), ("segments", I32), ("capacity", I32),
-    ("table_stride", I32)])
-LinearParams = struct("LinearParams", [
-    ("x", P), ("weight", P), ("bias", P), ("out", P), ("rows", I32), ("q_heads", I32),
-    ("kv_heads", I32), ("inputs", I32), ("outputs", I32), ("dtype", I32), ("relu", I32)])
-ChooseParams = struct("ChooseParams", [
-    ("logits", P), ("offsets", P), ("tokens", P), ("sequences", P), ("lens", P), ("indexed", P),
-    ("work", P), ("token_ids", P), ("rows", I32), ("q_heads", I32), ("kv_heads", I32),
-    ("clusters", I32), ("take", I32), ("sink", I32), ("index_capacity", I32), ("capacity", I32)])
-
-ClusteredParams = struct("ClusteredParams", [("s", t.SampledParams), ("c", ChooseParams)])
-RowsParams = struct("RowsParams", [
-    ("x", P), ("slots", P), ("cos", P), ("sin", P), ("out", P), ("tokens", I32), ("heads", I32), ("width", I32),
-    ("dtype", I32), ("x_f32", I32)])
-ProjectParams = struct("ProjectParams", [
-    ("x", P), ("weight", P), ("bias", P), ("out", P), ("rows", I32),
-    ("heads", I32), ("x_heads", I32), ("maps", I32), ("inputs", I32), ("outputs", I32), ("activation", I32),
-    ("bf16", I32), ("scale", t.F32), ("weight_bf16", I32)])
-NearestParams = struct("NearestParams", [
-    ("products", P), ("positions", P), ("token_table", P), ("block_table", P), ("ids", P), ("tokens", I32),
-    ("kv_heads", I32), ("clusters", I32), ("table_stride", I32)])
-KeyClusterParams = struct("KeyClusterParams", [
-    ("k", P), ("centroids", P), ("slots", P), ("cos", P), ("sin", P), ("ids", P), ("tokens", I32), ("kv_heads", I32),
-    ("head_dim", I32), ("clusters", I32), ("dtype", I32)])
 
 i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=DEV)
 
@@ -47,11 +18,9 @@ i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=DEV)
 class Assign:
     def __init__(self, cache, k, centroids, positions, token_table):
         self.ids = torch.zeros(cache.blocks, cache.kv_heads, 64, dtype=torch.int16, device=DEV) - 1
-        self.keep = (cache, k, centroids, positions, token_table)
         self.p = AssignParams(
-            ptr(k), ptr(centroids), ptr(positions), ptr(token_table), ptr(cache.table),
-            ptr(self.ids), k.shape[0], cache.kv_heads, k.shape[2], centroids.shape[1],
-            DTYPE[k.dtype], cache.table.stride(0))
+            k=k, centroids=centroids, positions=positions, token_table=token_table, **cache.where, ids=self.ids,
+            tokens=k.shape[0], head_dim=k.shape[2], clusters=centroids.shape[1], dtype=k.dtype)
 
     def __call__(self):
         call("taper_saap_assign", self.p)
@@ -63,15 +32,12 @@ class Index:
     def __init__(self, cache, ids, clusters, spans):
         most = max(e - b for b, e in spans)
         lists, segments = len(spans) * cache.kv_heads, max((most + 2047) // 2048, 1)
-        self.spans = i32([[i, b, e, 0] for i, (b, e) in enumerate(spans)])
+        spans = [words(IndexSpan(table=i, begin=b, end=e)) for i, (b, e) in enumerate(spans)]
         neg = lambda *s: torch.full(s, -1, dtype=torch.int32, device=DEV)
-        self.counts = neg(lists, segments, clusters)
         self.offsets, self.tokens = neg(lists, clusters + 1), neg(lists, max(most, 1))
-        self.keep = (cache, ids)
         self.p = IndexParams(
-            ptr(ids), ptr(cache.table), ptr(self.spans), ptr(self.counts), ptr(self.offsets),
-            ptr(self.tokens), len(spans), cache.kv_heads, clusters, segments, max(most, 1),
-            cache.table.stride(0))
+            ids=ids, **cache.where, spans=i32(spans), counts=neg(lists, segments, clusters), offsets=self.offsets,
+            tokens=self.tokens, sequences=len(spans), clusters=clusters, segments=segments, capacity=max(most, 1))
 
     def __call__(self):
         call("taper_saap_index", self.p)
@@ -83,25 +49,22 @@ class Linear:
         kv, outputs, _ = weight.shape
         self.out = torch.full((rows, q_heads, outputs), float("nan"), device=DEV,
                               dtype=x.dtype if relu else torch.float32)
-        self.keep = (x, weight, bias)
-        self.p = LinearParams(ptr(x), ptr(weight), ptr(bias), ptr(self.out), rows, q_heads, kv,
-                              inputs, outputs, DTYPE[x.dtype], int(relu))
+        self.p = LinearParams(x=x, weight=weight, bias=bias, out=self.out, rows=rows, q_heads=q_heads, kv_heads=kv,
+                              inputs=inputs, outputs=outputs, dtype=x.dtype, relu=relu)
 
     def __call__(self):
         call("taper_saap_linear", self.p)
 
 
 class Choose:
-    def __init__(self, logits, index, lens, indexed, kv_heads, take, capacity, sink=1):
+    def __init__(self, logits, index, lens, indexed, kv_heads, take, capacity):
         rows, q_heads, clusters = logits.shape
         self.work = torch.full((rows * kv_heads, 16), -1, dtype=torch.int32, device=DEV)
         self.token_ids = torch.full((rows * kv_heads, capacity), -1, dtype=torch.int32, device=DEV)
-        self.lens, self.indexed = i32(lens), i32(indexed)
-        self.keep = (logits, index)
         self.p = ChooseParams(
-            ptr(logits), ptr(index.offsets), ptr(index.tokens), None, ptr(self.lens),
-            ptr(self.indexed), ptr(self.work), ptr(self.token_ids), rows, q_heads, kv_heads,
-            clusters, take, sink, index.tokens.shape[1], capacity)
+            logits=logits, offsets=index.offsets, tokens=index.tokens, lens=i32(lens), indexed=i32(indexed), work=self.work,
+            token_ids=self.token_ids, rows=rows, q_heads=q_heads, kv_heads=kv_heads, clusters=clusters, take=take, sink=1,
+            index_capacity=index.tokens.shape[1], capacity=capacity)
 
     def __call__(self):
         call("taper_saap_choose", self.p)
@@ -118,7 +81,7 @@ class Saap:
         self.attend = t.VAttention(cache, q, self.choose.work, [0] * len(cache.lens), 1.0, 0.05,
                                    "listed", token_ids=self.choose.token_ids)
         self.out = self.attend.out
-        self.p = ClusteredParams(self.attend.p, self.choose.p)
+        self.p = ClusteredParams(s=self.attend.p, c=self.choose.p)
         self.p.s.d.lists = self.p.s.d.token_ids = self.p.c.work = self.p.c.token_ids = None
 
     def classify(self):
@@ -146,9 +109,9 @@ class Project:
     def __init__(self, x, weight, bias):
         (rows, heads, inputs), (maps, outputs, _) = x.shape, weight.shape
         self.out = torch.full((rows, heads, outputs), float("nan"), device=DEV)
-        self.keep = (x, weight, bias)
-        self.p = ProjectParams(ptr(x), ptr(weight), ptr(bias), ptr(self.out), rows, heads, heads, maps, inputs, outputs,
-                               0, 0, 1.0, int(weight.dtype == torch.bfloat16))
+        self.p = ProjectParams(
+            x=x, weight=weight, bias=bias, out=self.out, rows=rows, heads=heads, x_heads=heads, maps=maps, inputs=inputs,
+            outputs=outputs, activation=t.LINEAR, scale=1.0, weight_bf16=weight.dtype == torch.bfloat16)
 
     def __call__(self):
         call("taper_project", self.p)
@@ -164,13 +127,16 @@ class Keys:
         self.rows = torch.full((n, kv, d), float("nan"), device=DEV)
         cos, sin = turns
         self.products = torch.full((kv, n, clusters), float("nan"), device=DEV)
-        self.own = slots % 64, torch.arange(n, device=DEV, dtype=torch.int32), (slots // 64)[:, None].contiguous()
-        self.centroids, self.keep = centroids, (cache, slots, turns)
-        dtype = DTYPE[cache.k.dtype]
-        self.p = KeyClusterParams(ptr(cache.k), ptr(centroids), ptr(slots), ptr(cos), ptr(sin), ptr(self.ids), n, kv, d,
-                                  clusters, dtype)
-        self.back = RowsParams(ptr(cache.k), ptr(slots), ptr(cos), ptr(sin), ptr(self.rows), n, kv, d, dtype, 0)
-        self.nearest = NearestParams(ptr(self.products), *map(ptr, self.own), ptr(self.ids), n, kv, clusters, 1)
+        self.centroids = centroids
+        self.p = KeyClusterParams(k=cache.k, centroids=centroids, slots=slots, cos=cos, sin=sin, ids=self.ids, tokens=n,
+                                  kv_heads=kv, head_dim=d, clusters=clusters, dtype=cache.dtype)
+        self.back = RowsParams(x=cache.k, slots=slots, cos=cos, sin=sin, out=self.rows, tokens=n, heads=kv, width=d,
+                               dtype=cache.dtype)
+        # A table of one block for each token.
+        self.nearest = NearestParams(
+            products=self.products, positions=slots % 64, token_table=torch.arange(n, device=DEV, dtype=torch.int32),
+            block_table=(slots // 64)[:, None].contiguous(), ids=self.ids, tokens=n, kv_heads=kv, clusters=clusters,
+            table_stride=1)
 
     def apart(self):
         call("taper_rows", self.back)
@@ -229,7 +195,7 @@ def check_linear(report, small):
                                         w.double()) + b.double()[None, :, None]
                     want = want.clamp_min(0) if relu else want
                     want = want.flatten(1, 2)
-                    err = ((f.out.double() - want).norm() / want.norm()).item()
+                    err = rel(f.out, want)
                     if err > 1e-3 or relu:
                         report(f"linear {dtype} {rows}x{kv}x{group} {inputs} {outputs} {relu}", err)
 
@@ -265,7 +231,7 @@ def check_step(report, small):
         for _ in range(3 if small else 50):
             f.out.fill_(float("nan"))
             f()
-            moved += float(((f.out.double() - listed.double()).norm() / listed.double().norm()).item() > 1e-3)
+            moved += float(rel(f.out, listed) > 1e-3)
         report(f"saap in one launch as in two, {clusters} clusters, {take} taken", moved)
         bad, err = 0, 0.0
         for i, n in enumerate(lens):
@@ -288,8 +254,7 @@ def check_step(report, small):
                 for g in range(group):
                     s = k[h].double() @ q[i, h * group + g].double() * d**-0.5
                     a = torch.softmax(s.masked_fill(~read, float("-inf")), -1) @ v[h].double()
-                    x = f.out[i, h * group + g].double()
-                    err = max(err, ((x - a).norm() / a.norm()).item())
+                    err = max(err, rel(f.out[i, h * group + g], a))
         report(f"saap lists {clusters} clusters, {take} taken", float(bad), 0.5)
         report(f"saap output {clusters} clusters, {take} taken", err)
     # More tokens than fit: the list reads everything.
@@ -332,7 +297,7 @@ def check_project(report, small):
         for weight in (w, w.float()):
             f = Project(x, weight, b)
             f()
-            report(f"project {weight.dtype} {rows} {inputs} {outputs}", ((f.out - want).norm() / want.norm()).item(), 1e-5)
+            report(f"project {weight.dtype} {rows} {inputs} {outputs}", rel(f.out, want), 1e-5)
 
 
 def check_ties(report, small):

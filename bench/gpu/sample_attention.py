@@ -9,28 +9,11 @@ import math
 import torch
 
 import taper_gpu as t
-from selection import SCORE, GroupSelect
-from taper_gpu import DTYPE, F32, I32, P, PrefillParams, call, ptr, struct
+from oracle import attend64, causal, rel
+from selection import SCORE, SUM, GroupSelect
+from taper_gpu import ColumnsParams, ReduceParams, Slice, SparsePrefillParams, StripesParams, call
 
 DEV = "cuda"
-
-ReduceParams = struct("ReduceParams", [
-    ("q", P), ("k", P), ("block_table", P), ("slices", P), ("parts", P), ("tile_diagonals", P),
-    ("block_columns", P), ("block_diagonals", P), ("columns", P), ("diagonals", P), ("lse", P),
-    ("slice_count", I32), ("q_heads", I32), ("kv_heads", I32), ("head_dim", I32), ("dtype", I32),
-    ("table_stride", I32), ("max_blocks", I32), ("splits", I32), ("scale", F32), ("window", I32)])
-StripesParams = struct("StripesParams", [
-    ("columns", P), ("column_counts", P), ("slashes", P), ("slash_counts", P), ("slice_ends", P),
-    ("tiles", P), ("list_begin", P), ("bitmaps", P), ("blocks", P), ("counts", P), ("slices", I32),
-    ("heads", I32), ("tile_count", I32), ("words", I32), ("column_stride", I32),
-    ("slash_stride", I32), ("slash", I32), ("halves", I32), ("each", I32)])
-ColumnsParams = struct("ColumnsParams", [(n, P) for n in (
-    "columns counts tiles list_begin list_counts blocks column_begin column_ids column_counts").split()] + [
-    (n, I32) for n in "heads list_heads tile_count column_stride".split()])
-SparsePrefillParams = struct("SparsePrefillParams", [
-    ("base", PrefillParams), ("csr_counts", P), ("column_begin", P), ("column_counts", P),
-    ("column_ids", P), ("column_heads", I32), ("splits", I32), ("head_major", I32),
-    ("list_stride", I32), ("heads", P), ("head_count", I32), ("head_pairs", I32)])
 
 
 class Reduce:
@@ -42,19 +25,16 @@ class Reduce:
         nb = max((s[2] + s[1] + 63) // 64 for s in slices)
         splits = (nb + 31) // 32
         nan = lambda *s: torch.full(s, float("nan"), device=DEV)
-        self.slices = torch.tensor(slices, dtype=torch.int32, device=DEV)
-        self.parts = nan(n, q_heads, splits, 64, 2)
-        self.tiles = nan(n, q_heads, nb, 128)
         self.block_columns, self.block_diagonals = nan(n, q_heads, nb), nan(n, q_heads, nb)
         self.columns = nan(n, q_heads, nb * 64) if tokens else None
         self.diagonals = nan(n, q_heads, nb * 64) if tokens else None
         self.lse = nan(n, q_heads, 64) if lse else None
-        self.keep = (cache, q)
+        slices = [t.words(Slice(q_row=row, rows=r, position=p, table=i)) for row, r, p, i in slices]
         self.p = ReduceParams(
-            ptr(q), ptr(cache.k), ptr(cache.table), ptr(self.slices), ptr(self.parts),
-            ptr(self.tiles), ptr(self.block_columns), ptr(self.block_diagonals), ptr(self.columns),
-            ptr(self.diagonals), ptr(self.lse), n, q_heads, cache.kv_heads, d, DTYPE[q.dtype],
-            cache.table.stride(0), nb, splits, d**-0.5, 0)
+            q=q, k=cache.k, **cache.where, slices=torch.tensor(slices, dtype=torch.int32, device=DEV),
+            parts=nan(n, q_heads, splits, 64, 2), tile_diagonals=nan(n, q_heads, nb, 128), block_columns=self.block_columns,
+            block_diagonals=self.block_diagonals, columns=self.columns, diagonals=self.diagonals, lse=self.lse, slice_count=n,
+            q_heads=q_heads, head_dim=d, dtype=q.dtype, max_blocks=nb, splits=splits, scale=d**-0.5)
 
     def __call__(self):
         call("taper_reduce", self.p)
@@ -63,26 +43,23 @@ class Reduce:
 class SparsePrefill(t.Prefill):
     """Prefill over lists with counts of their own, with extra columns, or in parts."""
 
-    def __init__(self, *args, csr_counts=None, columns=None, column_heads=0, splits=0,
-                 head_major=False, **kw):
-        super().__init__(*args, **kw)
-        begin, counts, ids = columns or (None, None, None)
-        self.keep_sparse = (csr_counts, columns)
+    def __init__(self, cache, q, positions, tiles, csr_counts=None, columns=(None, None, None), column_heads=0, splits=0,
+                 head_major=False, **more):
+        super().__init__(cache, q, positions, tiles, **more)
         if splits:
-            rows, heads, d = self.positions.numel(), *args[1].shape[1:]
+            rows, (_, heads, d) = positions.numel(), q.shape
             nan = lambda *s: torch.full(s, float("nan"), device=DEV)
-            self.part_o, self.part_lse = nan(rows, heads, splits, d), nan(rows, heads, splits)
-            self.p.out, self.p.lse, self.p.out_f32 = ptr(self.part_o), ptr(self.part_lse), 1
+            part_o, part_lse = nan(rows, heads, splits, d), nan(rows, heads, splits)
+            self.p.out, self.p.lse, self.p.out_f32 = part_o, part_lse, 1
             units = torch.arange(rows * heads + 1, device=DEV, dtype=torch.int32) * splits
-            self.units = units
             self.lse = nan(rows, heads)
-            self.out = torch.full((rows, heads, d), float("nan"), device=DEV, dtype=args[1].dtype)
-            self.m = t.MergeParams(ptr(self.part_o), ptr(self.part_lse), ptr(units), ptr(self.out),
-                                   ptr(self.lse), None, None, rows, heads, heads, d,
-                                   DTYPE[args[1].dtype], 0, 0)
+            self.out = torch.full((rows, heads, d), float("nan"), device=DEV, dtype=q.dtype)
+            self.m = t.MergeParams(part_o=part_o, part_lse=part_lse, list_units=units, out=self.out, lse=self.lse, rows=rows,
+                                   q_heads=heads, list_heads=heads, head_dim=d, dtype=q.dtype)
         self.splits = splits
-        self.s = SparsePrefillParams(self.p, ptr(csr_counts), ptr(begin), ptr(counts), ptr(ids),
-                                     column_heads, splits, int(head_major), 0, None, 0, 0)
+        self.s = SparsePrefillParams(
+            base=self.p, csr_counts=csr_counts, column_begin=columns[0], column_counts=columns[1], column_ids=columns[2],
+            column_heads=column_heads, splits=splits, head_major=head_major)
 
     def __call__(self):
         call("taper_prefill_sparse", self.s)
@@ -101,21 +78,18 @@ class Stripes:
     def __init__(self, columns, slashes, ends, tiles, heads, blocks, each=1):
         slices, words = len(ends), (blocks + 31) // 32
         i32 = lambda x: torch.as_tensor(x, dtype=torch.int32).to(DEV)
-        self.tiles = i32(tiles)
         need = torch.zeros(len(tiles), dtype=torch.int64)
         need[torch.tensor([x[6] for x in tiles])] = torch.tensor([x[5] // 64 + 1 for x in tiles])
         begin = torch.cumsum(need.repeat(heads), 0)
         self.begin = i32(torch.cat([torch.zeros(1, dtype=torch.int64), begin]))
         self.blocks = torch.full((int(begin[-1]),), -1, dtype=torch.int32, device=DEV)
         self.counts = torch.full((heads, len(tiles)), -1, dtype=torch.int32, device=DEV)
-        self.bitmaps = torch.full((slices * heads * 2 * words,), -1, dtype=torch.int32, device=DEV)
-        self.ends = i32(ends)
-        self.keep = (columns, slashes)
         self.p = StripesParams(
-            ptr(columns.ids), ptr(columns.counts), ptr(slashes.ids), ptr(slashes.counts),
-            ptr(self.ends), ptr(self.tiles), ptr(self.begin), ptr(self.bitmaps), ptr(self.blocks),
-            ptr(self.counts), slices, heads, len(tiles), words, columns.ids.shape[1],
-            slashes.ids.shape[1], 0, 0, each)
+            columns=columns.ids, column_counts=columns.counts, slashes=slashes.ids, slash_counts=slashes.counts,
+            slice_ends=i32(ends), tiles=i32(tiles), list_begin=self.begin,
+            bitmaps=torch.full((slices * heads * 2 * words,), -1, dtype=torch.int32, device=DEV), blocks=self.blocks,
+            counts=self.counts, slices=slices, heads=heads, tile_count=len(tiles), words=words,
+            column_stride=columns.ids.shape[1], slash_stride=slashes.ids.shape[1], slash=t.TWO_BLOCKS, each=each)
 
     def __call__(self):
         call("taper_stripes", self.p)
@@ -127,13 +101,12 @@ class DropColumns:
     def __init__(self, columns, counts, tiles, list_begin, list_counts, blocks):
         heads, stride = columns.shape
         i32 = lambda x: torch.as_tensor(x, dtype=torch.int32).to(DEV)
-        self.begin = i32(torch.arange(heads * len(tiles)) * stride)
         self.ids = torch.full((heads * len(tiles), stride), -1, dtype=torch.int32, device=DEV)
         self.counts = torch.full((heads, len(tiles)), -1, dtype=torch.int32, device=DEV)
-        self.keep = (columns, counts, i32(tiles), list_begin, list_counts, blocks)
         self.p = ColumnsParams(
-            ptr(columns), ptr(counts), ptr(self.keep[2]), ptr(list_begin), ptr(list_counts), ptr(blocks),
-            ptr(self.begin), ptr(self.ids), ptr(self.counts), heads, list_counts.shape[0], len(tiles), stride)
+            columns=columns, counts=counts, tiles=i32(tiles), list_begin=list_begin, list_counts=list_counts, blocks=blocks,
+            column_begin=i32(torch.arange(heads * len(tiles)) * stride), column_ids=self.ids, column_counts=self.counts,
+            heads=heads, list_heads=list_counts.shape[0], tile_count=len(tiles), column_stride=stride)
 
     def __call__(self):
         call("taper_drop_columns", self.p)
@@ -151,10 +124,9 @@ class SampleAttention:
         slices = [(e - min(64, e), min(64, e), e - min(64, e), 0) for e in ends]
         self.sums = Reduce(cache, q, slices)
         nb = (n + 63) // 64
-        lists = chunks * heads
         per_list = lambda x: torch.tensor(x, dtype=torch.int32, device=DEV).repeat_interleave(heads)
         last = per_list([(e + 63) // 64 for e in ends])
-        pick = lambda x, share: GroupSelect(x.view(chunks * q_heads, nb), nb, group, reduce=1,
+        pick = lambda x, share: GroupSelect(x.view(chunks * q_heads, nb), nb, group, reduce=SUM,
                                             mass=SCORE, share=share, ends=last)
         self.pick_columns = pick(self.sums.block_columns, alpha_c)
         self.pick_slashes = pick(self.sums.block_diagonals, alpha_s)
@@ -164,7 +136,6 @@ class SampleAttention:
         self.attend = SparsePrefill(cache, q, pos, tiles, csr=(self.lists.begin, self.lists.blocks),
                                     csr_heads=heads, csr_counts=self.lists.counts, lse=False,
                                     head_major=head_major)
-        self.group = group
 
     def select(self):
         self.sums()
@@ -192,7 +163,7 @@ def check_reduce(report, small):
         for tokens in (False, True):
             lens = [130, 300] if small else [130, 5000, 9001]
             cache = t.Cache(lens, kv, d, dtype)
-            slices, refs, rows = [], [], 0
+            slices, rows = [], 0
             for i, n in enumerate(lens):
                 for r, end in ((64, n), (17, n - 3), (64, 64), (1, n // 2)):
                     slices.append((rows, r, end - r, i))
@@ -201,7 +172,6 @@ def check_reduce(report, small):
             f = Reduce(cache, q, slices, tokens, lse=True)
             f()
             err = [0.0] * 4
-            rel = lambda a, b: ((a.double() - b).norm() / b.norm().clamp_min(1e-30)).item()
             for s, (at, r, pos, i) in enumerate(slices):
                 k, _ = cache.dense(i)
                 k = k[:, :pos + r]
@@ -311,18 +281,10 @@ def check_columns(report, small):
         f = SparsePrefill(cache, q, pos, tiles, csr=(i32(begin), i32(blocks)), csr_heads=heads,
                           columns=(i32(cb), i32(cc), i32(ci)), column_heads=heads)
         f()
-        k, v = cache.dense(0)
-        s = torch.einsum("rhd,hnd->hrn", q.double(),
-                         k.double().repeat_interleave(group, 0)) * d**-0.5
-        causal = torch.arange(n)[None, :] <= torch.arange(n)[:, None]
-        mask = (seen & causal).to(DEV).repeat_interleave(kv * group // heads, 0)
-        s = s.masked_fill(~mask, -math.inf)
-        p = torch.softmax(s, -1).nan_to_num(0.0)
-        want = torch.einsum("hrn,hnd->rhd", p, v.double().repeat_interleave(group, 0))
-        err = ((f.out.double() - want).norm() / want.norm()).item()
-        lse = torch.logsumexp(s, -1).t()
+        seen = seen.to(DEV).repeat_interleave(kv * group // heads, 0) & causal(pos, n)
+        want, lse = attend64(q, *cache.dense(0), seen)
         err_lse = (f.lse.double() - lse).nan_to_num(0.0).abs().max().item()
-        report(f"prefill columns {dtype} d{d} group {group}", max(err, err_lse))
+        report(f"prefill columns {dtype} d{d} group {group}", max(rel(f.out, want), err_lse))
 
 
 def check_splits(report, small):
@@ -337,20 +299,10 @@ def check_splits(report, small):
                 f = SparsePrefill(cache, q, pos, tiles, splits=splits, window=window,
                                   sink=70 if window else 0)
                 f()
-                k, v = cache.dense(0)
-                s = torch.einsum("rhd,hnd->hrn", q.double(),
-                                 k.double().repeat_interleave(group, 0)) * d**-0.5
-                key, p = torch.arange(n, device=DEV), pos.to(DEV)[:, None]
-                seen = key <= p
-                if window:
-                    seen &= (key < 70) | (key + window > p)
-                s = s.masked_fill(~seen, -math.inf)
-                want = torch.einsum("hrn,hnd->rhd", torch.softmax(s, -1),
-                                    v.double().repeat_interleave(group, 0))
-                err = ((f.out.double() - want).norm() / want.norm()).item()
-                err_lse = (f.lse.double() - torch.logsumexp(s, -1).t()).abs().max().item()
+                want, lse = attend64(q, *cache.dense(0), causal(pos, n, 70, window))
+                err_lse = (f.lse.double() - lse).abs().max().item()
                 report(f"prefill {rows} rows in {splits} parts, window {window} {dtype} d{d}",
-                       max(err, err_lse))
+                       max(rel(f.out, want), err_lse))
 
 
 def check_whole(report, small):
@@ -364,8 +316,7 @@ def check_whole(report, small):
     for chunks, share in ((1, False), (2, True)):
         f = SampleAttention(cache, q, 1.0, 1.0, chunks, share)
         f()
-        err = ((f.attend.out.double() - dense.out.double()).norm() / dense.out.double().norm())
-        report(f"sample attention, alpha 1, {chunks} slices, share {share}", err.item())
+        report(f"sample attention, alpha 1, {chunks} slices, share {share}", rel(f.attend.out, dense.out))
     f = SampleAttention(cache, q, 0.9, 0.0, 1)
     f()
     col = f.sums.block_columns[0]
@@ -433,22 +384,21 @@ def bench(put, time):
         ms = time(dense, 3) / 1e3
         put(f"sample attention {n} dense ms", ms)
         for chunks, alphas in ((1, (0.95, 0.85)), (1, (0.5, 0.5)), (2, (0.95, 0.85))):
-            if True:
-                f = SampleAttention(cache, q, *alphas, chunks)
-                key = f"sample attention {n} {alphas[0]} {alphas[1]} {chunks} slices"
-                whole, select = time(f, 3) / 1e3, time(f.select) / 1e3
-                live = (f.lists.begin[1:] - f.lists.begin[:-1]).sum().item()
-                put(f"{key} density", f.lists.counts.sum().item() / live)
-                put(f"{key} select ms", select)
-                put(f"{key} whole ms", whole)
-                put(f"{key} attend ms", time(f.attend, 3) / 1e3)
-                g = SampleAttention(cache, q, *alphas, chunks, head_major=False)
-                g()
-                torch.cuda.synchronize()
-                put(f"{key} attend, heads side by side ms", time(g.attend, 3) / 1e3)
-                put(f"{key} select share of dense", select / ms)
-                for name in ("sums", "pick_columns", "lists"):
-                    put(f"{key} {name} us", time(getattr(f, name)))
+            f = SampleAttention(cache, q, *alphas, chunks)
+            key = f"sample attention {n} {alphas[0]} {alphas[1]} {chunks} slices"
+            whole, select = time(f, 3) / 1e3, time(f.select) / 1e3
+            live = (f.lists.begin[1:] - f.lists.begin[:-1]).sum().item()
+            put(f"{key} density", f.lists.counts.sum().item() / live)
+            put(f"{key} select ms", select)
+            put(f"{key} whole ms", whole)
+            put(f"{key} attend ms", time(f.attend, 3) / 1e3)
+            g = SampleAttention(cache, q, *alphas, chunks, head_major=False)
+            g()
+            torch.cuda.synchronize()
+            put(f"{key} attend, heads side by side ms", time(g.attend, 3) / 1e3)
+            put(f"{key} select share of dense", select / ms)
+            for name in ("sums", "pick_columns", "lists"):
+                put(f"{key} {name} us", time(getattr(f, name)))
         f = Reduce(cache, q, [(n - 64, 64, n - 64, 0)], tokens=True)
         put(f"reduce {n} with tokens us", time(f))
         # Few rows over a long context.

@@ -8,37 +8,27 @@ import math
 import torch
 
 import taper_gpu as t
-from taper_gpu import DTYPE, F32, I32, P, SelectParams, call, ptr, struct
+from oracle import rel
+from taper_gpu import GroupSelectParams, HashScoreParams, SelectParams, call
 
 DEV = "cuda"
-MAX, SUM = 0, 1
-COUNT, EXP, SCORE = 0, 1, 2
-HASH_PER_HEAD, HASH_MAX, HASH_SUM = 0, 1, 2
-
-GroupSelectParams = struct("GroupSelectParams", [
-    ("base", SelectParams), ("lse", P), ("shares", P), ("group", I32), ("reduce", I32),
-    ("mass", I32), ("ties", I32), ("share", F32), ("reserved", I32)])
-HashScoreParams = struct("HashScoreParams", [
-    ("q", P), ("codes", P), ("block_table", P), ("row_table", P), ("lens", P), ("out", P),
-    ("rows", I32), ("q_heads", I32), ("kv_heads", I32), ("words", I32), ("per_head", I32),
-    ("table_stride", I32), ("max_len", I32), ("stride", I32), ("reduce", I32)])
+MAX, SUM = t.MAX_OF_GROUP, t.SUM_OF_GROUP
+COUNT, EXP, SCORE = t.BY_COUNT, t.BY_EXP, t.BY_SCORE
 
 
 class GroupSelect:
-    """Ascending ids of each list's best entries; a list reduces `group` rows of scores."""
+    """Ascending ids of each list's best entries; a list reduces `group` rows of scores. `base`: further fields of SelectParams."""
 
-    def __init__(self, scores, capacity, group=1, reduce=MAX, lse=None, k=0, ks=None, mass=COUNT,
-                 share=0.0, shares=None, ties=False, begins=None, ends=None, work=None, target=0, noise=0.0):
+    def __init__(self, scores, capacity, group=1, reduce=MAX, lse=None, k=0, mass=COUNT,
+                 share=0.0, ties=False, **base):
         rows, stride = scores.shape
         lists, dev = rows // group, scores.device
         self.ids = torch.full((lists, capacity), -1, dtype=torch.int32, device=dev)
         self.counts = torch.full((lists,), -1, dtype=torch.int32, device=dev)
-        self.keep = (scores, lse, ks, shares, begins, ends, work)
-        base = SelectParams(ptr(scores), ptr(begins), ptr(ends), ptr(ks), ptr(self.ids),
-                            ptr(self.counts), ptr(work), lists, stride, capacity, stride, k, target,
-                            0, noise)
-        self.p = GroupSelectParams(base, ptr(lse), ptr(shares), group, reduce, mass, int(ties),
-                                   share, 0)
+        self.p = GroupSelectParams(
+            base=SelectParams(scores=scores, ids=self.ids, counts=self.counts, lists=lists, stride=stride, capacity=capacity,
+                              entries=stride, k=k, **base),
+            lse=lse, group=group, reduce=reduce, mass=mass, ties=ties, share=share)
 
     def __call__(self):
         call("taper_select_group", self.p)
@@ -48,16 +38,14 @@ class GroupSelect:
 class HashScore:
     """q [rows, q_heads, words] against codes [blocks, kv_heads, 64, width], both int32."""
 
-    def __init__(self, cache, q, codes, per_head, reduce=HASH_PER_HEAD):
+    def __init__(self, cache, q, codes, per_head, reduce):
         rows, q_heads, words = q.shape
         stride, dev = max(cache.lens), q.device
-        heads = q_heads if reduce == HASH_PER_HEAD else cache.kv_heads
-        self.lens = torch.tensor(cache.lens, dtype=torch.int32, device=dev)
+        heads = q_heads if reduce == t.PER_HEAD else cache.kv_heads
         self.out = torch.full((rows, heads, stride), float("nan"), device=dev)
-        self.keep = (cache, q, codes)
-        self.p = HashScoreParams(ptr(q), ptr(codes), ptr(cache.table), None, ptr(self.lens),
-                                 ptr(self.out), rows, q_heads, cache.kv_heads, words,
-                                 int(per_head), cache.table.stride(0), stride, stride, reduce)
+        self.p = HashScoreParams(
+            q=q, codes=codes, **cache.where, lens=torch.tensor(cache.lens, dtype=torch.int32, device=dev), out=self.out,
+            rows=rows, q_heads=q_heads, words=words, per_head=per_head, max_len=stride, stride=stride, reduce=reduce)
 
     def __call__(self):
         call("taper_hash_score", self.p)
@@ -152,7 +140,7 @@ def check_count(report, small):
     ends = torch.tensor([3000, 2000, 3000, 3000, 101], dtype=torch.int32, device=DEV)
     ks = torch.tensor([7, 3000, 4, 4, 0], dtype=torch.int32, device=DEV)
     work = torch.tensor([t.work_list(length=n)] * lists, dtype=torch.int32, device=DEV)
-    f = GroupSelect(x, 2500, ks=ks, begins=begins, ends=ends, work=work, target=2)
+    f = GroupSelect(x, 2500, ks=ks, begins=begins, ends=ends, work=work, target=t.TOKENS)
     f()
     bad = 0
     for i in range(lists):
@@ -251,7 +239,7 @@ def check_hash(report, small):
         bits = lambda *s: torch.randint(-2**31, 2**31, s, device=DEV).to(torch.int32)
         codes = bits(cache.blocks, kv, 64, width)
         q = bits(len(lens), kv * group, words)
-        for reduce in (HASH_PER_HEAD, HASH_MAX, HASH_SUM):
+        for reduce in (t.PER_HEAD, t.GROUP_MAX, t.GROUP_MASS):
             f = HashScore(cache, q, codes, per_head, reduce)
             f()
             bad = 0.0
@@ -260,7 +248,7 @@ def check_hash(report, small):
                 c = c.reshape(kv, -1, group if per_head else 1, words)[:, :n]
                 x = c.transpose(1, 2) ^ q[i].view(kv, group, 1, words)
                 s = (32 * words - 2 * popcount(x).sum(-1)).float()
-                want = s.flatten(0, 1) if reduce == 0 else s.amax(1) if reduce == 1 else s.sum(1)
+                want = {t.PER_HEAD: s.flatten(0, 1), t.GROUP_MAX: s.amax(1), t.GROUP_MASS: s.sum(1)}[reduce]
                 bad += float((f.out[i, :, :n] != want).any())
             report(f"hash scores {kv}x{group} {words} words {reduce}", bad, 0.5)
 
@@ -279,7 +267,7 @@ def check_labels(report, small):
                 x = labels[cache.table[i, :(n + 63) // 64].long()].permute(1, 0, 2, 3)
                 x = x.reshape(kv, -1, 16)[:, :n].double().repeat_interleave(group, 0)
                 want = 0.25 * torch.einsum("hd,hnd->hn", q[i].double(), x)
-                err = max(err, ((f.out[i, :, :n].double() - want).norm() / want.norm()).item())
+                err = max(err, rel(f.out[i, :, :n], want))
             report(f"score 16 labels {dtype} group {group}", err)
 
 
@@ -318,7 +306,7 @@ def bench(put, time):
         q = torch.randint(-2**31, 2**31, (1, 32, 1), device=DEV).to(torch.int32)
         codes = torch.randint(-2**31, 2**31, (cache.blocks, 8, 64, 4), device=DEV).to(torch.int32)
         put(f"score {n} hash codes, 16 B a token us",
-            time(HashScore(cache, q, codes, True, HASH_SUM)))
+            time(HashScore(cache, q, codes, True, t.GROUP_MASS)))
         labels = torch.randn(cache.blocks, 8, 64, 16, device=DEV, dtype=torch.bfloat16)
         q = torch.randn(1, 32, 16, device=DEV, dtype=torch.bfloat16)
         put(f"score {n} 16 labels us", time(t.Score(cache, q, labels, reduce=t.GROUP_MAX)))
