@@ -4,7 +4,7 @@ use crate::{Artifacts, AttentionSpec};
 use candle_core::{DType, Device};
 use serde_json::json;
 use std::sync::Arc;
-use taper_kv_cache::KvShape;
+use taper_kv_cache::{BLOCK_TOKENS, KvShape};
 
 const SHAPE: AttentionShape = AttentionShape { layers: 1, q_heads: 2, kv_heads: 1, head_dim: 8, window: None };
 /// One with so many layers that an audit of each by itself would be seen in nearly every step.
@@ -111,6 +111,59 @@ fn a_batch_of_sequences_gives_each_what_it_gets_alone() {
     batch.finish().unwrap();
     assert_eq!((a.len(), b.len()), (70, 10));
     assert_eq!(out, [alone(0, 70), alone(70, 10)].concat());
+}
+
+/// Beyond what is chosen for together, and with one that is alone at the end.
+#[test]
+fn many_answers_get_what_each_gets_alone() {
+    const SEQUENCES: usize = 2 * DECODE_SEQUENCES + 1;
+    let prompt = |number: usize| 60 + 5 * number;
+    let tensor = |rows: usize, heads: usize, salt: usize| {
+        let values = (0..rows * heads * 8).map(|i| ((i * i + 7 * i + 31 * salt) % 101) as f32 / 50.0 - 1.0).collect();
+        Tensor::from_vec::<_, f32>(values, (rows, heads, 8), &Device::Cpu).unwrap()
+    };
+    let of = |number: usize, rows: usize| {
+        // Values with a mean, which a sample can tell.
+        let v = (tensor(rows, 1, number + 2) + 2.0).unwrap();
+        [tensor(rows, 2, number), tensor(rows, 1, number + 1), v]
+    };
+    let attend = |pool: &mut KvPool, spans: Vec<Span>, [q, k, v]: [Tensor; 3]| {
+        let mut batch = AttentionBatch::new(SHAPE, &PlainRotary(8), pool, spans).unwrap();
+        let out = batch.attend(0, &q, &k, &v).unwrap().to_vec3::<f32>().unwrap();
+        batch.finish().unwrap();
+        out
+    };
+    // The answers' outputs, and what is reported of them, where so many of those of these numbers go together.
+    let run = |decode: &serde_json::Value, numbers: std::ops::Range<usize>| {
+        let spec = json!({ "decode": decode });
+        let spec = Arc::new(AttentionSpec::from_json(&spec, "attention", &Artifacts::default()).unwrap());
+        let mut pool = pool(numbers.clone().map(|number| prompt(number) / BLOCK_TOKENS + 1).sum());
+        let mut sequences: Vec<Sequence> =
+            numbers.clone().map(|number| Sequence::new(Arc::clone(&spec), number as u64, prompt(number))).collect();
+        for (sequence, number) in sequences.iter_mut().zip(numbers.clone()) {
+            attend(&mut pool, vec![Span { sequence, tokens: prompt(number) }], of(number, prompt(number)));
+        }
+        let spans = sequences.iter_mut().map(|sequence| Span { sequence, tokens: 1 }).collect();
+        let rows: Vec<[Tensor; 3]> = numbers.map(|number| of(number + 100, 1)).collect();
+        let joined =
+            [0, 1, 2].map(|part| Tensor::cat(&rows.iter().map(|row| &row[part]).collect::<Vec<_>>(), 0).unwrap());
+        let out = attend(&mut pool, spans, joined);
+        let usage = |sequence: &Sequence| serde_json::to_value(sequence.usage()).unwrap()["decode"].clone();
+        out.into_iter().zip(sequences.iter().map(usage).collect::<Vec<_>>()).collect::<Vec<_>>()
+    };
+    for decode in [
+        json!({ "method": "vattention", "sink": 4, "window": 8, "pilot_tokens": 8, "epsilon": 0.3, "top": "oracle" }),
+        json!({ "method": "quest", "k": 0.2, "sink": 4, "window": 8, "dense_layers": 0 }),
+        json!({ "method": "santa", "samples": 16 }),
+        json!({ "method": "streaming_llm", "sink": 4, "window": 30 }),
+    ] {
+        let together = run(&decode, 0..SEQUENCES);
+        assert_eq!(together.len(), SEQUENCES);
+        assert!(together.iter().any(|(_, usage)| usage["density"].as_f64().unwrap() < 0.9), "{decode}");
+        for (number, got) in together.iter().enumerate() {
+            assert_eq!(got, &run(&decode, number..number + 1)[0], "{decode}: {number}");
+        }
+    }
 }
 
 #[test]
