@@ -38,7 +38,7 @@ pub use methods::{ArtifactInfo, MethodInfo, catalogue};
 pub mod minference {
     pub use crate::methods::minference::{Pattern, reads};
 }
-pub use report::{AttentionUsage, AuditUsage, CraUsage, GuessUsage, PhaseUsage, SpeculationUsage};
+pub use report::{AttentionUsage, AuditUsage, CraUsage, GuessUsage, PhaseUsage, PromiseUsage, SpeculationUsage};
 pub use schema::{nearest, valid_values};
 pub use sequence::{Before, Held, NextRow, Sequence, decode_rows};
 pub use spec::{AttentionSpec, Question, SpecError, Wire};

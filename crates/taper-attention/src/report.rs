@@ -16,8 +16,9 @@ pub(crate) struct PhaseReport {
     /// (query, KV head) pairs, for the mean budget.
     queries: u64,
     most: u64,
-    /// Query heads that went dense to keep a promise.
-    dense_heads: Option<u64>,
+    /// Query heads whose keys were chosen to keep a promise, and those of them that went dense.
+    promised_heads: u64,
+    dense_heads: u64,
     /// Keys, or what stands for some, that were scored to choose what is read.
     scored: u64,
     /// Shares of the attention mass that were kept, where a method measured them.
@@ -46,7 +47,8 @@ impl PhaseReport {
 
     /// Adds what sampling came to.
     pub fn add_budgets(&mut self, budgets: &[Budget]) {
-        *self.dense_heads.get_or_insert(0) += budgets.iter().filter(|b| b.dense).count() as u64;
+        self.promised_heads += budgets.len() as u64;
+        self.dense_heads += budgets.iter().filter(|b| b.dense).count() as u64;
     }
 
     /// Adds keys that were scored to choose.
@@ -70,7 +72,8 @@ impl PhaseReport {
         self.errors.delta = promise.map(|(_, delta)| delta);
     }
 
-    fn usage(&self, method: &'static str, seed: u64, promises: bool) -> PhaseUsage {
+    /// What `method` came to, which promises (epsilon, delta) or nothing.
+    fn usage(&self, method: &'static str, seed: u64, promise: Option<(f64, f64)>) -> PhaseUsage {
         let share = |a: u64, b: u64| if b == 0 { 1.0 } else { a as f64 / b as f64 };
         PhaseUsage {
             method,
@@ -79,7 +82,8 @@ impl PhaseReport {
             budget_max: self.most,
             scored: (self.scored > 0).then(|| share(self.scored, self.there)),
             seed: seed as i64,
-            dense_heads: promises.then(|| self.dense_heads.unwrap_or(0)),
+            promise: promise.map(|(epsilon, delta)| PromiseUsage { epsilon, delta, heads: self.promised_heads }),
+            dense_heads: promise.is_some().then_some(self.dense_heads),
             cra: (self.kept.count > 0)
                 .then(|| CraUsage { mean: self.kept.sum / self.kept.count as f64, min: f64::from(self.kept.min) }),
             audit: self.errors.usage(),
@@ -171,7 +175,10 @@ pub struct PhaseUsage {
     pub budget_max: u64,
     /// Seed of the method's random draws; a request with it draws the same.
     pub seed: i64,
-    /// Query heads (per layer and token) that read everything to keep a promise; absent where none is made.
+    /// What the method promised; absent where that is nothing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub promise: Option<PromiseUsage>,
+    /// Query heads (per layer and token) that read everything to keep the promise; absent where none is made.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dense_heads: Option<u64>,
     /// Share of attention mass that the keys read hold, of the queries that the method sampled to choose by (the last ones of a
@@ -190,6 +197,19 @@ impl PhaseUsage {
     pub fn has_read(&self) -> bool {
         self.budget_max > 0
     }
+}
+
+/// A promise: a relative error of at most epsilon with a probability of at least 1 − delta, of each head.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct PromiseUsage {
+    /// The relative error that a head may have.
+    pub epsilon: f64,
+    /// The share of heads whose error may be larger.
+    pub delta: f64,
+    /// Query heads (per layer and token) whose keys were chosen to keep it. What sees no more keys than are read anyway is not
+    /// among them.
+    pub heads: u64,
 }
 
 /// Cumulative residual attention, of sampled queries: the share of a query's attention mass that the keys read hold.
@@ -303,15 +323,15 @@ impl Report {
             draft: speculate
                 .method
                 .as_ref()
-                .map(|method| self.drafts.usage(method.name, seed, method.method.promise().is_some())),
+                .map(|method| self.drafts.usage(method.name, seed, method.method.promise())),
             lookup: (speculate.lookup > 0).then_some(*looked_up),
         }
     }
 
     pub fn usage(&self, spec: &AttentionSpec, seed: u64) -> AttentionUsage {
         AttentionUsage {
-            prefill: self.prefill.usage(spec.prefill.name, seed, false),
-            decode: self.decode.usage(spec.decode.name, seed, spec.decode.method.promise().is_some()),
+            prefill: self.prefill.usage(spec.prefill.name, seed, None),
+            decode: self.decode.usage(spec.decode.name, seed, spec.decode.method.promise()),
             speculation: spec.speculate.as_ref().map(|speculate| self.speculation(speculate, seed)),
             trace: self.prefill.trace.as_ref().zip(self.decode.trace.as_ref()).map(|(p, d)| TraceUsage::new(p, d)),
         }
@@ -321,6 +341,17 @@ impl Report {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_promise_is_told_with_how_many_heads_it_was_made_for() {
+        let mut report = PhaseReport::default();
+        report.add_budgets(&[Budget { dense: true, ..Budget::default() }, Budget::default(), Budget::default()]);
+        let promised = report.usage("vattention", 7, Some((0.1, 0.2)));
+        let promise = PromiseUsage { epsilon: 0.1, delta: 0.2, heads: 3 };
+        assert_eq!((promised.promise, promised.dense_heads), (Some(promise), Some(1)));
+        let plain = report.usage("quest", 7, None);
+        assert_eq!((plain.promise, plain.dense_heads), (None, None));
+    }
 
     #[test]
     fn percentiles_and_shares_are_those_of_the_errors() {

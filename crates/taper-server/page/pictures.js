@@ -134,6 +134,7 @@ function phases(attention) {
     ["keys read", (p) => (p.budget_mean === undefined ? null : short(p.budget_mean, 4))],
     ["at most", (p) => p.budget_max?.toLocaleString("en")],
     ["scored", (p) => (p.scored === undefined ? null : percent(p.scored))],
+    ["promise", (p) => (p.promise ? `ε ${p.promise.epsilon}, δ ${p.promise.delta}` : null)],
     ["dense heads", (p) => p.dense_heads?.toLocaleString("en")],
     ["mass kept", (p) => (p.cra ? percent(p.cra.mean) : null)],
   ];

@@ -419,6 +419,7 @@ mod tests {
             budget_mean: budget_max as f64,
             budget_max,
             seed: 7,
+            promise: None,
             dense_heads: Some(3),
             cra: None,
             audit: Some(AuditUsage {

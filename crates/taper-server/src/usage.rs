@@ -43,6 +43,7 @@ mod tests {
             budget_mean: budget_max as f64,
             budget_max,
             seed: 7,
+            promise: None,
             dense_heads: None,
             cra: None,
             audit: None,

@@ -219,7 +219,14 @@ fn choose<M: ?Sized>(
     })?;
     let Some(entry) = entries.iter().find(|e| name == e.name) else {
         let hint = name.as_str().and_then(|n| nearest(n, &known()));
-        let hint = hint.map_or(String::new(), |name| format!(", did you mean `{name}`?"));
+        let elsewhere = || catalogue().iter().find(|other| name == other.name).map(|other| other.phase);
+        let hint = match hint {
+            Some(name) => format!(", did you mean `{name}`?"),
+            None => elsewhere().map_or(String::new(), |phase| match phase {
+                "predictor" => ", which is a predictor".into(),
+                phase => format!(", which is a {phase} method"),
+            }),
+        };
         let message = format!("unknown {kind} {name}{hint}; {kind}s: {}", known().join(", "));
         return Err(SpecError::new(format!("{path}.method"), message));
     };

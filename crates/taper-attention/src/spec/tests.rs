@@ -128,6 +128,19 @@ fn every_error_names_its_path_and_what_is_valid() {
             ),
         ),
         (
+            decode(json!("delta")),
+            "attention.decode.method",
+            &format!("unknown decode method \"delta\", which is a prefill method; decode methods: {}", names("decode")),
+        ),
+        (
+            error(json!({ "prefill": "quest" })),
+            "attention.prefill.method",
+            &format!(
+                "unknown prefill method \"quest\", which is a decode method; prefill methods: {}",
+                names("prefill")
+            ),
+        ),
+        (
             decode(json!({ "epsilon": 0.1 })),
             "attention.decode.method",
             &format!("is missing; decode methods: {}", names("decode")),
