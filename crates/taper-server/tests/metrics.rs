@@ -6,7 +6,6 @@ use axum::http::StatusCode;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 use support::{server, wait};
 
 /// Every sample by its name and its labels, without those that all have.

@@ -12,7 +12,6 @@ use opentelemetry_sdk::trace::{SdkTracerProvider, SpanData, SpanExporter};
 use serde_json::json;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 use support::{Server, custom, wait};
 use taper_engine::EngineConfig;
 use taper_engine::stub::StubBackend;
