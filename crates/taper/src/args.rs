@@ -119,6 +119,8 @@ pub struct GenerateArgs {
   /attention <preset, method or JSON>   change how the next answers attend; a method goes by its defaults
   /reset                                forget the conversation
   /quit                                 leave (so does the end of input)
+  Ctrl-C                                end the answer, of which the conversation keeps what there is; at the prompt, or
+                                        once more before it has ended, leave
 A line that begins with a space goes to the model, whatever follows.
 
 Example:

@@ -1,6 +1,7 @@
 //! `taper chat`: a conversation in the terminal.
 
 use crate::args::ChatArgs;
+use crate::interrupt::Answers;
 use crate::load::{self, Loaded};
 use crate::talk::Prompt;
 use crate::{config, talk};
@@ -48,6 +49,7 @@ pub fn run(args: ChatArgs) -> Result<()> {
     config.cache.prefix = true;
     let Loaded { engine, artifacts, attention, .. } = load::engine(&config)?;
     let mut attention = Arc::new(attention);
+    let answers = Answers::new()?;
     let system = args.system.map(|content| Message::new("system", content));
     let mut messages: Vec<Message> = system.iter().cloned().collect();
     let prompt = std::io::stdin().is_terminal();
@@ -79,10 +81,17 @@ pub fn run(args: ChatArgs) -> Result<()> {
             }
             Line::Said(text) => {
                 messages.push(Message::new("user", text));
-                let answer = Prompt::chat(&engine, &messages)
-                    .and_then(|prompt| talk::run(&engine, prompt, Arc::clone(&attention), &args.sampling, talk::print));
+                let stop = answers.begin();
+                let answer = Prompt::chat(&engine, &messages).and_then(|prompt| {
+                    talk::run(&engine, prompt, Arc::clone(&attention), &args.sampling, stop, talk::print)
+                });
+                let stopped = answers.end();
                 match answer {
-                    Ok((content, _)) => messages.push(Message::new("assistant", content)),
+                    // Templates want an answer between two questions: one that never began takes its question along.
+                    Ok(content) if stopped && content.is_empty() => {
+                        messages.pop();
+                    }
+                    Ok(content) => messages.push(Message::new("assistant", content)),
                     Err(error) => {
                         messages.pop();
                         eprintln!("{}", talk::told(&error));

@@ -21,7 +21,9 @@ pub fn run(args: GenerateArgs) -> Result<()> {
         Prompt::plain(&engine, &args.prompt)?
     };
     let show = |text: &str| if args.stream { talk::print(text) } else { Ok(()) };
-    let (text, _) = talk::run(&engine, prompt, Arc::new(attention), &args.sampling, show)?;
+    // Ctrl-C ends the process: there is nothing to keep.
+    let never = std::future::pending::<()>();
+    let text = talk::run(&engine, prompt, Arc::new(attention), &args.sampling, never, show)?;
     if !args.stream {
         talk::print(&text)?;
     }

@@ -7,6 +7,7 @@ mod config;
 mod eval;
 mod generate;
 mod health;
+mod interrupt;
 mod load;
 mod methods;
 mod otlp;

@@ -1,8 +1,9 @@
 //! One request from the terminal: what `generate` and `chat` share.
 
 use crate::args::SamplingArgs;
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow};
 use std::io::Write;
+use std::pin::pin;
 use std::sync::Arc;
 use taper_attention::AttentionSpec;
 use taper_engine::{Engine, Event, Message, Request, SamplingParams, StopRules, Usage, question};
@@ -45,7 +46,7 @@ impl Prompt {
     }
 }
 
-/// Runs a prompt and hands over text as it comes; returns the whole text.
+/// Runs a prompt and hands over text as it comes; returns the whole text, or what there is of it when `stop` comes.
 ///
 /// # Errors
 /// A prompt that does not fit, a step that failed, or a terminal that is gone.
@@ -54,8 +55,9 @@ pub fn run(
     Prompt { tokens: prompt, question }: Prompt,
     attention: Arc<AttentionSpec>,
     args: &SamplingArgs,
+    stop: impl Future,
     mut show: impl FnMut(&str) -> std::io::Result<()>,
-) -> Result<(String, Usage)> {
+) -> Result<String> {
     // The longest answer that fits is what a person means by a number that is too large.
     let prompt_tokens = prompt.len();
     let question_tokens = (attention.question_of(prompt_tokens, || question))
@@ -86,8 +88,18 @@ pub fn run(
     };
     let mut events = engine.submit(request)?;
     let mut text = String::new();
-    while let Some(event) = events.blocking_recv() {
-        match event {
+    let runtime = tokio::runtime::Builder::new_current_thread().build()?;
+    let mut stop = pin!(stop);
+    loop {
+        let event = runtime.block_on(async {
+            tokio::select! {
+                event = events.recv() => Some(event),
+                _ = &mut stop => None,
+            }
+        });
+        // Nobody takes its events any more: the request ends with the step under way.
+        let Some(event) = event else { return Ok(text) };
+        match event.context("the engine stopped before the answer was complete")? {
             Event::Prefilled | Event::Prompt(_) | Event::Embedding(_) => {}
             Event::Delta(delta) => {
                 show(&delta.text)?;
@@ -97,12 +109,11 @@ pub fn run(
                 if args.usage {
                     report(&usage);
                 }
-                return Ok((text, usage));
+                return Ok(text);
             }
             Event::Failed(error) => return Err(error.into()),
         }
     }
-    bail!("the engine stopped before the answer was complete")
 }
 
 /// What is said where an answer may not be as long as it was wanted. A prompt that leaves no room at all is refused.

@@ -421,6 +421,40 @@ fn generate_and_chat_answer_in_the_terminal() {
     assert!(err.contains("no attention preset or method is called \"nonsense\""), "{err}");
 }
 
+/// As in a terminal, where the signal goes to the program and not to its input.
+#[cfg(unix)]
+#[test]
+fn ctrl_c_ends_an_answer_and_then_the_chat() {
+    let mut child = Command::new(PROGRAM)
+        .args(["chat", "--max-tokens", "1000", "--kv-memory", "256MiB", "--usage"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    let interrupt = |child: &Child| {
+        let killed = Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill runs");
+        assert!(killed.success());
+    };
+    let (mut input, mut out) = (child.stdin.take().expect("piped"), child.stdout.take().expect("piped"));
+    writeln!(input, "Write a very long story about a fox.").expect("read");
+    let mut begun = [0; 300];
+    out.read_exact(&mut begun).expect("a story");
+    interrupt(&child);
+    writeln!(input, "Name the capital city of France in one word.\n/attention quest").expect("read");
+    let mut said = BufReader::new(child.stderr.take().expect("piped")).lines();
+    let mut line = || said.next().expect("it is still there").expect("text");
+    // Of the story there was no usage: it was not told to its end.
+    let usage = line();
+    let prompt = usage.split(' ').nth(1).and_then(|tokens| tokens.parse::<usize>().ok()).expect("its tokens");
+    // By itself the second question is of 42 tokens with what the template puts before it; the first one has some 20 and its
+    // answer at least 60.
+    assert!((110..1100).contains(&prompt), "{usage}");
+    while line() != "prompts go by dense, answers by quest" {}
+    interrupt(&child);
+    assert_eq!(child.wait().expect("it ends").code(), Some(130));
+}
+
 /// At temperature 0 a prompt decides its seed, at any other a request without one gets a random one: those two are alike in one
 /// run of four billion.
 #[test]

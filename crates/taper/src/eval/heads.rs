@@ -2,7 +2,7 @@
 
 use crate::args::HeadsArgs;
 use crate::train::Terminal;
-use crate::{config, eval, load};
+use crate::{config, eval, interrupt, load};
 use anyhow::{Context, Result, bail};
 use taper_attention::Artifacts;
 use taper_eval::train::{Corpus, CorpusSize};
@@ -51,7 +51,7 @@ pub fn run(args: HeadsArgs) -> Result<()> {
         texts: args.texts,
         artifacts,
     };
-    let mut terminal = Terminal::new(eval::stop_at_signal()?);
+    let mut terminal = Terminal::new(interrupt::stop()?);
     let mut rows = Vec::new();
     for &length in &args.length {
         let size = CorpusSize { length, sequences: args.texts.max(2) };

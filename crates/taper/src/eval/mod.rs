@@ -6,7 +6,7 @@ pub mod heads;
 use crate::args::{self, NeedleArgs};
 use crate::load::{self, Ready};
 use crate::settings::ModelArgs;
-use crate::{config, talk};
+use crate::{config, interrupt, talk};
 use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
@@ -94,7 +94,7 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
         results.absorb(theirs);
     }
     let started = Instant::now();
-    let mut terminal = Terminal::new(plan.answers(), json, stop_at_signal()?);
+    let mut terminal = Terminal::new(plan.answers(), json, interrupt::stop()?);
     let outcome = match prompts_on {
         None => taper_eval::run(&mut backend, FORK, &text, &plan, &mut results, &mut terminal),
         Some(device) => {
@@ -208,30 +208,6 @@ pub fn value(text: &str) -> Result<Value> {
         return serde_json::from_str(text).context("the method is not valid JSON");
     }
     Ok(json!({ "method": text }))
-}
-
-/// Set by the first Ctrl-C; a second one ends the process at once.
-pub fn stop_at_signal() -> Result<Arc<AtomicBool>> {
-    let stop = Arc::new(AtomicBool::new(false));
-    let seen = Arc::clone(&stop);
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build().context("signals")?;
-    std::thread::Builder::new().name("signals".into()).spawn(move || {
-        runtime.block_on(async {
-            interrupt().await;
-            eprintln!("stopping; press Ctrl-C again to stop at once");
-            seen.store(true, Ordering::SeqCst);
-            interrupt().await;
-            std::process::exit(130);
-        });
-    })?;
-    Ok(stop)
-}
-
-async fn interrupt() {
-    // An error means that no signal can come: wait for none.
-    if tokio::signal::ctrl_c().await.is_err() {
-        std::future::pending::<()>().await;
-    }
 }
 
 /// Shows progress and keeps results.

@@ -4,7 +4,7 @@ mod args;
 
 pub use args::{Train, TrainArgs};
 
-use crate::{config, eval, load};
+use crate::{config, eval, interrupt, load};
 use anyhow::{Context, Result, bail};
 use args::{NetworkArgs, TrainCommon};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -41,7 +41,7 @@ pub fn run(what: Train) -> Result<()> {
     let started = Instant::now();
     let (model, tokenizer) = load::model(&config::model(common.model)?)?;
     let corpus = Corpus::open(&tokenizer, &common.text, common.seed, size)?;
-    let mut terminal = Terminal::new(eval::stop_at_signal()?);
+    let mut terminal = Terminal::new(interrupt::stop()?);
     let trained = train(&model, &corpus, &plan, &common.out, &mut terminal);
     terminal.done();
     let trained = trained.map_err(|error| match error {
