@@ -4,7 +4,7 @@ use crate::bench::model::BenchModelArgs;
 use crate::bench::serve::BenchServeArgs;
 use crate::settings::{ModelArgs, ServeArgs};
 use crate::train::TrainArgs;
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 
 /// An LLM inference server whose attention is a request parameter.
@@ -94,16 +94,20 @@ pub struct SamplingArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(group = ArgGroup::new("text").required(true).args(["prompt", "prompt_file"]))]
 #[command(after_help = "Examples:
   taper generate --prompt 'The capital of France is' --stream
   taper generate --chat --prompt 'Why is the sky blue?' --attention vattention --usage
-  taper generate --prompt \"$(cat long.txt)\" --attention '{\"prefill\": {\"method\": \"delta\", \"gamma\": 32}}'")]
+  taper generate --prompt-file long.txt --attention '{\"prefill\": {\"method\": \"delta\", \"gamma\": 32}}'")]
 pub struct GenerateArgs {
     #[command(flatten)]
     pub model: ModelArgs,
     /// The text to continue
     #[arg(long)]
-    pub prompt: String,
+    pub prompt: Option<String>,
+    /// A file of that text, without the line break at its end; - is standard input
+    #[arg(long, value_name = "FILE")]
+    pub prompt_file: Option<PathBuf>,
     /// Put the prompt into the model's chat template, as a user's message
     #[arg(long)]
     pub chat: bool,
@@ -216,12 +220,12 @@ Every prompt is prefilled once by each prefill method and answered from there by
 Ctrl-C ends the run; what was measured is in the JSON file.
 
 Examples:
-  taper eval needle --model ./needle --length 4096 --tasks multikey_1,multikey_3 --samples 20
-  taper eval needle --model ./needle --length 8192 --length 16384 --json grid.json \\
+  taper eval needle --length 4096 --tasks multikey_1,multikey_3 --samples 20
+  taper eval needle --length 4096 --length 8192 --json grid.json \\
     --prefill dense --prefill '{\"method\": \"streaming_llm\", \"window\": 512}' --prefill delta \\
     --decode dense --decode vattention --audit 0.01
-  taper eval needle --model ./needle --resume grid.json --length 8192 --samples 100
-  taper eval needle --model ./needle --length 8192 --samples 100 --prompts asked.jsonl"
+  taper eval needle --resume grid.json --length 8192 --samples 100
+  taper eval needle --model FOLDER --length 32768 --samples 100 --prompts asked.jsonl"
 )]
 pub struct NeedleArgs {
     #[command(flatten)]
@@ -314,8 +318,8 @@ pub enum Bench {
 remains is not attention. \"allowed\" is the speed-up if attention took its density's share of dense attention's time.
 
 Examples:
-  taper bench methods --length 16384 --tokens 0 --prefill streaming_llm --prefill delta --prefill sample_attention
-  taper bench methods --length 32768 --no-prefill --prefill streaming_llm --decode vattention --decode quest"
+  taper bench methods --length 4096 --tokens 0 --prefill streaming_llm --prefill delta --prefill sample_attention
+  taper bench methods --model FOLDER --length 32768 --no-prefill --prefill streaming_llm --decode vattention --decode quest"
 )]
 pub struct BenchMethodsArgs {
     #[command(flatten)]
@@ -323,9 +327,9 @@ pub struct BenchMethodsArgs {
     /// Text of the prompt: a file, or a folder of .txt and .md files; may be repeated [default: generated prose]
     #[arg(long, value_name = "FILE|FOLDER")]
     pub text: Vec<PathBuf>,
-    /// Tokens of the prompt
-    #[arg(long, value_name = "TOKENS", default_value_t = 8192, value_parser = positive)]
-    pub length: usize,
+    /// Tokens of the prompt [default: 8192, or as many as fit]
+    #[arg(long, value_name = "TOKENS", value_parser = positive)]
+    pub length: Option<usize>,
     /// How prompts are attended; may be repeated; the first makes the prompt that tokens are generated from
     #[arg(long, value_name = "NAME|JSON", default_values_t = ["dense".to_owned()])]
     pub prefill: Vec<String>,
@@ -344,6 +348,13 @@ pub struct BenchMethodsArgs {
     /// Write the table
     #[arg(long, value_name = "FILE")]
     pub markdown: Option<PathBuf>,
+}
+
+impl BenchMethodsArgs {
+    /// Tokens of a method after the prompt.
+    pub fn more_tokens(&self) -> usize {
+        if self.tokens == 0 { 0 } else { self.rounds * self.tokens + 2 }
+    }
 }
 
 /// Layers of a model.
@@ -407,6 +418,47 @@ mod tests {
     #[test]
     fn the_command_line_is_sound() {
         Cli::command().debug_assert();
+    }
+
+    /// The command lines of a help text; one that ends with a backslash goes on.
+    fn examples(command: &clap::Command) -> Vec<String> {
+        let help = command.get_after_help().map(ToString::to_string).unwrap_or_default().replace("\\\n", "");
+        let here = help.lines().filter(|line| line.starts_with("  taper ")).map(str::to_owned);
+        here.chain(command.get_subcommands().flat_map(examples)).collect()
+    }
+
+    /// Words as a shell has them, as far as examples need it: single quotes, and nothing after a pipe.
+    fn words(line: &str) -> Vec<String> {
+        let (mut words, mut quoted) = (vec![String::new()], false);
+        for letter in line.trim().chars() {
+            match letter {
+                '\'' => quoted = !quoted,
+                '|' if !quoted => break,
+                ' ' if !quoted => words.push(String::new()),
+                _ => words.last_mut().unwrap().push(letter),
+            }
+        }
+        words.retain(|word| !word.is_empty());
+        words
+    }
+
+    /// With the default model, whose context is 8192 tokens, unless they name another one.
+    #[test]
+    fn examples_in_help_can_be_run() {
+        let examples = examples(&Cli::command());
+        assert!(examples.len() > 20, "{examples:?}");
+        for line in examples {
+            let words = words(&line);
+            let cli = Cli::try_parse_from(&words).unwrap_or_else(|error| panic!("{line}\n{error}"));
+            let more = match cli.command {
+                Command::Bench(BenchArgs { what: Bench::Methods(args) }) => args.more_tokens(),
+                _ => 0,
+            };
+            let mut lengths =
+                words.windows(2).filter(|pair| pair[0] == "--length").map(|pair| pair[1].parse::<usize>());
+            let fits = lengths.all(|length| length.unwrap() + more <= 8192);
+            assert!(fits || words.iter().any(|word| word == "--model"), "{line}");
+        }
     }
 
     /// A preset is what `--attention` names.

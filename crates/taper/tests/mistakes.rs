@@ -84,6 +84,8 @@ fn arguments_that_mean_nothing() {
     fails(&["serve", "--port", "70000"], "70000");
     fails(&["generate", "--prompt", "x", "--temperature", "3"], "[0, 2]");
     fails(&["generate"], "--prompt");
+    fails(&["generate", "--prompt", "x", "--prompt-file", "y"], "cannot be used with");
+    fails_in_one_line(&["generate", "--prompt-file", "/does/not/exist"], "--prompt-file: /does/not/exist: ");
 }
 
 /// It stands in nobody's way who does not ask for it.
@@ -112,6 +114,33 @@ fn an_answer_shorter_than_was_wanted_is_said_to_be() {
     let says = "warning: --max-tokens: 62 is more than fits after the prompt's 3 tokens; at most 61 are generated\n";
     assert_eq!(run("62"), says);
     assert_eq!(run("61"), "");
+}
+
+#[test]
+fn a_prompt_of_a_file_is_as_long_as_it_fits() {
+    let model = tiny::model();
+    let prompt = model.path().join("prompt.txt");
+    std::fs::write(&prompt, "xxx\n").expect("written");
+    let line = ["generate", "--kv-memory", "64MiB", "--max-tokens", "1", "--usage", "--model"];
+    let line = [&line[..], &[model.path().to_str().expect("UTF-8"), "--prompt-file"]].concat();
+    for (file, input) in [(prompt.to_str().expect("UTF-8"), ""), ("-", "xxx\n")] {
+        let said = said(&[&line[..], &[file]].concat(), input);
+        assert!(said.starts_with("prompt 3 tokens, answer 1 tokens\n"), "{said}");
+    }
+}
+
+#[test]
+fn a_bench_takes_what_fits_unless_it_is_told_how_much() {
+    let model = tiny::model();
+    let text = model.path().join("text.txt");
+    std::fs::write(&text, "x".repeat(200)).expect("written");
+    let [model, text] = [model.path(), &text].map(|path| path.to_str().expect("UTF-8"));
+    let bench = ["bench", "methods", "--rounds", "1", "--tokens", "4", "--kv-memory", "64MiB"];
+    let bench = [&bench[..], &["--model", model, "--text", text]].concat();
+    let output = Command::new(env!("CARGO_BIN_EXE_taper")).args(&bench).output().expect("the program starts");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let says = "--length: 59 tokens and 6 more of each method do not fit; the model's context is 64";
+    fails_in_one_line(&[&bench[..], &["--length", "59"]].concat(), says);
 }
 
 /// What is said to standard error; `input` comes from standard input.

@@ -12,12 +12,16 @@ use taper_eval::train::{Corpus, CorpusSize};
 use taper_eval::{Phase, SpeedPlan, speed, speed_table};
 use taper_model::Tokenizer;
 
+/// Tokens of the prompt where nothing else is said, and they fit.
+const LENGTH: usize = 8192;
+
 /// Times and prints the table.
 ///
 /// # Errors
 /// The argument or file at fault, or a step that failed.
 pub fn run(args: BenchMethodsArgs) -> Result<()> {
     eval::without_attention(&args.model)?;
+    let tokens = args.more_tokens();
     let config = config::model(args.model)?;
     let read = |artifacts: &Artifacts| -> Result<_> {
         let prefills = eval::methods(Phase::Prefill, &args.prefill, artifacts)?;
@@ -31,18 +35,18 @@ pub fn run(args: BenchMethodsArgs) -> Result<()> {
     let (prefills, decodes) = read(&artifacts)?;
     let limits = backend.limits();
     // Every method's own tokens follow the prompt, in blocks of its own.
-    let tokens = if args.tokens == 0 { 0 } else { args.rounds * args.tokens + 2 };
-    let all = args.length + (decodes.len() + 2) * (tokens + 128);
-    if args.length + tokens > limits.context_tokens || all > limits.cache_tokens {
+    let room = limits.context_tokens.saturating_sub(tokens);
+    let room = room.min(limits.cache_tokens.saturating_sub((decodes.len() + 2) * (tokens + 128)));
+    let length = args.length.unwrap_or(LENGTH.min(room).max(1));
+    if length > room {
         bail!(
-            "--length: {} tokens and {tokens} more of each method do not fit; the model's context is {}, the cache holds {}",
-            args.length,
+            "--length: {length} tokens and {tokens} more of each method do not fit; the model's context is {}, the cache holds {}",
             limits.context_tokens,
             limits.cache_tokens
         );
     }
     let tokenizer = Tokenizer::load(&model)?;
-    let size = CorpusSize { length: args.length, sequences: 2 };
+    let size = CorpusSize { length, sequences: 2 };
     let corpus = Corpus::open(&tokenizer, &args.text, 1, size)?;
     let plan = SpeedPlan {
         prefills,

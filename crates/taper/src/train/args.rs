@@ -17,11 +17,11 @@ of its attention mass the keys that the method would read hold (of decode method
 has little to say about the model's use. Ctrl-C ends the run; finished layers are in the file, and --resume keeps them.
 
 Examples:
-  taper train saap --model ./model --text book.txt --out artefacts --layers 1-29
+  taper train saap --text book.txt --out artefacts --layers 1-29
   taper train kmeans --rope --out artefacts --clusters 512
   taper train double_sparsity --text texts/ --out artefacts
   taper train sample_attention --text texts/ --out artefacts --length 8192 --queries 512 --cra 0.97
-  taper serve --model ./model --artifacts artefacts --attention '{\"decode\": {\"method\": \"saap\"}}'")]
+  taper serve --artifacts artefacts --attention '{\"decode\": {\"method\": \"saap\"}}'")]
 pub enum Train {
     /// The channels by which Double Sparsity ranks keys
     #[command(name = "double_sparsity")]
