@@ -634,58 +634,6 @@ async fn a_request_may_say_how_long_it_may_take() {
     }
 }
 
-#[tokio::test]
-async fn draining_refuses_new_requests_and_finishes_old_ones() {
-    let server = server("abc");
-    server.probe.hang.store(true, Ordering::SeqCst);
-    let running = server.complete(complete(json!({"prompt": "HANG"})));
-    let late = async {
-        wait("it runs", || server.engine.load().running == 1).await;
-        server.engine.drain();
-        let late = server.complete(complete(json!({}))).await;
-        let health = (server.get("/health").await.status, server.get("/ready").await.status);
-        server.probe.hang.store(false, Ordering::SeqCst);
-        (late, health)
-    };
-    let (first, (late, health)) = tokio::join!(running, late);
-    assert_eq!(first.json()["choices"][0]["text"], "abc");
-    assert_eq!(late.status, StatusCode::SERVICE_UNAVAILABLE);
-    assert_eq!(health, (StatusCode::OK, StatusCode::SERVICE_UNAVAILABLE));
-    tokio::time::timeout(Duration::from_secs(5), server.engine.idle()).await.unwrap();
-    assert_eq!(server.get("/health").await.status, StatusCode::OK, "a drained engine is no dead one");
-}
-
-#[tokio::test]
-async fn a_backend_that_died_is_told_by_health() {
-    let server = server("abc");
-    assert_eq!(server.complete(complete(json!({"prompt": "FAIL"}))).await.status, StatusCode::INTERNAL_SERVER_ERROR);
-    assert_eq!(server.get("/health").await.status, StatusCode::OK, "one request failed");
-    assert_eq!(server.complete(complete(json!({"prompt": "DIE"}))).await.status, StatusCode::INTERNAL_SERVER_ERROR);
-    wait("it dies", || server.engine.load().dead).await;
-    let after = (server.get("/health").await.status, server.get("/ready").await.status);
-    assert_eq!(after, (StatusCode::SERVICE_UNAVAILABLE, StatusCode::SERVICE_UNAVAILABLE));
-}
-
-#[tokio::test]
-async fn a_step_that_hangs_is_told_by_health_and_keeps_no_client_beyond_its_deadline() {
-    let config = ServerConfig { step_timeout: Duration::from_millis(100), ..ServerConfig::default() };
-    let server = custom(StubBackend::new("abc"), EngineConfig::default(), config);
-    server.probe.hang.store(true, Ordering::SeqCst);
-    for stream in [false, true] {
-        let late = server.complete(complete(json!({"prompt": "HANG", "timeout": 0.05, "stream": stream}))).await;
-        assert_eq!(late.status, StatusCode::GATEWAY_TIMEOUT);
-        assert!(late.error().0.contains("deadline"));
-    }
-    wait("it hangs for long", || server.engine.load().turn.is_some_and(|turn| turn > Duration::from_millis(100))).await;
-    let health = server.get("/health").await;
-    assert_eq!(health.status, StatusCode::SERVICE_UNAVAILABLE);
-    assert!(health.error().0.starts_with("a step has taken "), "{}", health.text);
-    server.probe.hang.store(false, Ordering::SeqCst);
-    wait("it goes on", || server.engine.load().running == 0 && server.engine.load().turn.is_none()).await;
-    assert_eq!(server.get("/health").await.status, StatusCode::OK);
-    assert_eq!(server.complete(complete(json!({}))).await.status, StatusCode::OK);
-}
-
 /// What is quoted of a request, and what a line of the log says of it, has an end.
 #[tokio::test]
 async fn an_answer_does_not_repeat_all_of_a_bad_request() {

@@ -227,7 +227,7 @@ context {} tokens, KV cache {} tokens{} in {} MiB, attention {prefill} / {decode
 fn example(url: &str, open: bool) -> String {
     let key = if open { "" } else { " -H 'Authorization: Bearer KEY'" };
     format!(
-        r#"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "epsilon": 0.1}}'"#
+        r#"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "epsilon": 0.1, "max_tokens": 64}}'"#
     )
 }
 
