@@ -47,7 +47,8 @@ impl PhaseReport {
 
     /// Adds what sampling came to.
     pub fn add_budgets(&mut self, budgets: &[Budget]) {
-        self.promised_heads += budgets.len() as u64;
+        // Where all that a head sees is read anyway nothing is left to choose.
+        self.promised_heads += budgets.iter().filter(|b| b.residual > 0).count() as u64;
         self.dense_heads += budgets.iter().filter(|b| b.dense).count() as u64;
     }
 
@@ -345,7 +346,8 @@ mod tests {
     #[test]
     fn a_promise_is_told_with_how_many_heads_it_was_made_for() {
         let mut report = PhaseReport::default();
-        report.add_budgets(&[Budget { dense: true, ..Budget::default() }, Budget::default(), Budget::default()]);
+        let budget = |dense| Budget { residual: 100, sampled: 50, pilot: 10, dense };
+        report.add_budgets(&[budget(true), budget(false), budget(false), Budget::default()]);
         let promised = report.usage("vattention", 7, Some((0.1, 0.2)));
         let promise = PromiseUsage { epsilon: 0.1, delta: 0.2, heads: 3 };
         assert_eq!((promised.promise, promised.dense_heads), (Some(promise), Some(1)));

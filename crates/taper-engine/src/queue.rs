@@ -238,6 +238,7 @@ impl<T> Queue<T> {
     pub(crate) fn die(&self) {
         let mut state = self.lock();
         state.dead = true;
+        state.turn = None;
         state.running = 0;
         state.waiting.clear();
     }

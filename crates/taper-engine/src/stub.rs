@@ -2,7 +2,8 @@
 //!
 //! Words in the prompt ask for trouble: `PANIC`, `HUGE` (no memory is enough) and `NAN` strike at the third token, `NIL` at the
 //! first, `FAIL` at the first prefill chunk, `DIE` there too and at every step from then on, `SLOW` makes each step take 20 ms,
-//! `HANG` has it wait as long as [`Probe::hang`] says.
+//! `HANG` has it wait as long as [`Probe::hang`] says, and for
+//! half a minute at most.
 
 use crate::backend::{Backend, BackendError, CheckedDrafts, Input, Limits, Row, Underway, Wanted};
 use crate::calls::CallFormat;
@@ -12,7 +13,7 @@ use crate::text::{Message, Text, TextError, TokenStream};
 use serde_json::{Map, Value};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use taper_attention::{AttentionSpec, AttentionUsage, Beginning, Sequence};
 use taper_kernels::token;
 use taper_kv_cache::BLOCK_TOKENS;
@@ -262,7 +263,11 @@ impl Backend for StubBackend {
             if sequence.says("SLOW", known) {
                 std::thread::sleep(Duration::from_millis(20));
             }
-            while sequence.says("HANG", known) && self.probe.hang.load(Ordering::SeqCst) {
+            let since = Instant::now();
+            while sequence.says("HANG", known)
+                && self.probe.hang.load(Ordering::SeqCst)
+                && since.elapsed() < Duration::from_secs(30)
+            {
                 std::thread::sleep(Duration::from_millis(1));
             }
             self.dead |= sequence.says("DIE", known);

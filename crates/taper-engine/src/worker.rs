@@ -88,9 +88,11 @@ impl<B: Backend> Worker<B> {
         loop {
             if self.running.is_empty() && self.preempted.is_empty() {
                 let Some(job) = self.queue.pop() else { return };
+                self.queue.turn(true);
                 self.begin(job);
+            } else {
+                self.queue.turn(true);
             }
-            self.queue.turn(true);
             let turned = guard(|| {
                 self.turn();
                 Ok(())

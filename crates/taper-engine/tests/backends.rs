@@ -1,8 +1,8 @@
 //! The engine over backends that are slow or wrong: who waits for them, and who pays.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 use taper_engine::stub::{Probe, StubBackend};
 use taper_engine::{Engine, EngineConfig, Event, Events, Request, RequestError, Row, SamplingParams, StopRules};
 
@@ -41,19 +41,19 @@ fn text(mut events: Events) -> Result<String, RequestError> {
 #[test]
 fn nobody_waits_while_it_is_found_out_what_a_prompt_begins_with() {
     let (engine, probe) = start(StubBackend::new("ab"));
-    let looked = |times| {
-        while probe.looked.load(Ordering::SeqCst) < times {
+    let reaches = |count: &AtomicUsize, times| {
+        let start = Instant::now();
+        while count.load(Ordering::SeqCst) < times {
+            assert!(start.elapsed() < Duration::from_secs(60), "waited in vain");
             std::thread::yield_now();
         }
     };
     let first = engine.submit(endless("SLOW")).unwrap();
     // It has been looked at, and has begun.
-    while probe.steps.load(Ordering::SeqCst) == 0 {
-        std::thread::yield_now();
-    }
+    reaches(&probe.steps, 1);
     let look = probe.look.lock().unwrap();
     let second = engine.submit(request("hi")).unwrap();
-    looked(2);
+    reaches(&probe.looked, 2);
     std::thread::scope(|scope| {
         let (told, tells) = std::sync::mpsc::channel();
         let engine = &engine;

@@ -84,7 +84,8 @@ pub struct Promised {
     /// Share over epsilon among those; 0 where there are none.
     pub decided_over: f64,
     /// Share of the keys read that could have been spared among those, had it been known beforehand how large a sample each
-    /// head's promise takes: one that delta of them err by more than epsilon with, and the first look's at least.
+    /// head's promise takes: one that delta of them err by more than epsilon with, and the first look's at least. Of heads alone: a group reads what its
+    /// neediest one takes.
     pub spare: f64,
     /// Share of draws that read everything to keep the promise.
     pub dense: f64,

@@ -19,7 +19,7 @@ use axum::routing::get;
 use axum::{Json, Router};
 use serde_json::{Value, json};
 use std::sync::Arc;
-use taper_engine::SubmitError;
+use taper_engine::{Load, SubmitError};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
@@ -175,6 +175,12 @@ async fn health(State(app): State<Arc<App>>) -> Result<StatusCode, ApiError> {
     if load.dead && !load.draining {
         return Err(error::refused(&SubmitError::Dead, "", "", None));
     }
+    moves(&app, &load)?;
+    Ok(StatusCode::OK)
+}
+
+/// Fails where the engine has been at a step for too long.
+fn moves(app: &App, load: &Load) -> Result<(), ApiError> {
     let most = app.config.step_timeout;
     match load.turn.filter(|turn| *turn > most) {
         Some(turn) => {
@@ -182,28 +188,29 @@ async fn health(State(app): State<Arc<App>>) -> Result<StatusCode, ApiError> {
             let message = format!("a step has taken {turn} seconds, and step_seconds is {most}");
             Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message))
         }
-        None => Ok(StatusCode::OK),
+        None => Ok(()),
     }
 }
 
 /// Whether a request would be taken
 #[utoipa::path(get, path = "/ready", tag = "Operate", security(()),
     responses(
-        (status = 200, description = "It would", body = Ready), (status = 503, description = "It would not", body = Failure)))]
-async fn ready(State(app): State<Arc<App>>) -> Response {
+        (status = 200, description = "It would", body = Ready),
+        (status = 503, description = "It would not, or a step takes longer than `step_seconds`", body = Failure)))]
+async fn ready(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
     let load = app.engine.load();
     if load.draining || load.dead {
-        return error::refused(&if load.dead { SubmitError::Dead } else { SubmitError::Draining }, "", "", None)
-            .into_response();
+        let error = if load.dead { SubmitError::Dead } else { SubmitError::Draining };
+        return Err(error::refused(&error, "", "", None));
     }
+    moves(&app, &load)?;
     let limits = app.engine.limits();
-    Json(json!({
+    Ok(Json(json!({
         "waiting": load.waiting,
         "running": load.running,
         "cache_tokens": limits.cache_tokens,
         "offloaded_tokens": limits.offloaded_tokens,
-    }))
-    .into_response()
+    })))
 }
 
 /// The program's version

@@ -60,7 +60,7 @@ impl Certificate {
 }
 
 /// Serves until `stop`, by HTTPS if there is a certificate, then drains: what was taken is finished and answered, new requests
-/// get a 503, `/health` stays 200; the socket closes when the engine is idle.
+/// get a 503, `/health` stays 200 as long as steps end; the socket closes when the engine is idle.
 ///
 /// # Errors
 /// The listener's.

@@ -55,7 +55,7 @@ async fn a_step_that_hangs_is_told_by_health_and_keeps_no_client_beyond_its_dead
     let server = custom(StubBackend::new("abc"), EngineConfig::default(), config);
     server.probe.hang.store(true, Ordering::SeqCst);
     for stream in [false, true] {
-        let late = server.complete(complete(json!({"prompt": "HANG", "timeout": 0.05, "stream": stream}))).await;
+        let late = server.complete(complete(json!({"prompt": "HANG", "timeout": 0.5, "stream": stream}))).await;
         assert_eq!(late.status, StatusCode::GATEWAY_TIMEOUT);
         assert!(late.error().0.contains("deadline"));
     }
@@ -63,6 +63,7 @@ async fn a_step_that_hangs_is_told_by_health_and_keeps_no_client_beyond_its_dead
     let health = server.get("/health").await;
     assert_eq!(health.status, StatusCode::SERVICE_UNAVAILABLE);
     assert!(health.error().0.starts_with("a step has taken "), "{}", health.text);
+    assert_eq!(server.get("/ready").await.status, StatusCode::SERVICE_UNAVAILABLE);
     server.probe.hang.store(false, Ordering::SeqCst);
     wait("it goes on", || server.engine.load().running == 0 && server.engine.load().turn.is_none()).await;
     assert_eq!(server.get("/health").await.status, StatusCode::OK);

@@ -165,7 +165,8 @@ pub enum Eval {
 and errors are relative to dense attention. A head breaks a promise of delta if it is over epsilon more often than the
 99.9 % quantile of the binomial distribution of (draws, delta). \"decided\" are draws whose size the promise decided:
 neither the first look's nor everything; \"spare\" is the share of all keys read that these could have done without, had it been
-known beforehand how large a sample each head takes to err by more than epsilon in delta of them.
+known beforehand how large a sample each head takes to err by more than epsilon in delta of them (with --alone; else heads of a
+group read what its neediest one takes).
 
 Examples:
   taper eval heads --length 1024 --length 4096 --layers 1,14,28 --epsilon 0.05,0.1 --delta 0.05,0.2

@@ -142,6 +142,7 @@ fn a_real_model_answers_with_the_attention_that_the_request_chose() {
     let decode = &promised["usage"]["attention"]["decode"];
     assert_eq!(decode["method"], "vattention", "{promised}");
     assert_eq!((&decode["dense_heads"], &decode["density"]), (&json!(0), &json!(1.0)), "{decode}");
+    assert_eq!(decode["promise"], json!({"epsilon": 0.1, "delta": 0.1, "heads": 0}), "{decode}");
     assert!(decode["audit"]["error_max"].as_f64().expect("an error") < 1e-3, "{decode}");
     assert_eq!(text(&promised), text(&dense));
 
@@ -445,7 +446,12 @@ fn ctrl_c_ends_an_answer_and_then_the_chat() {
     let mut said = BufReader::new(child.stderr.take().expect("piped")).lines();
     let mut line = || said.next().expect("it is still there").expect("text");
     // Of the story there was no usage: it was not told to its end.
-    let usage = line();
+    let usage = loop {
+        let said = line();
+        if said.starts_with("prompt ") {
+            break said;
+        }
+    };
     let prompt = usage.split(' ').nth(1).and_then(|tokens| tokens.parse::<usize>().ok()).expect("its tokens");
     // By itself the second question is of 42 tokens with what the template puts before it; the first one has some 20 and its
     // answer at least 60.
