@@ -96,7 +96,8 @@ impl Packed {
         let tokens = x.len() / self.inputs;
         let activations = Activations::round(isa, x, self.inputs);
         let panels = self.outputs.div_ceil(ROWS);
-        let (out, pairs) = (SharedMut::new(out), pairs(isa));
+        // Whether two panels are taken at once.
+        let (out, pairs) = (SharedMut::new(out), isa.adds_byte_products());
         // Neighbouring units share a stretch of weights, not of tokens: the weights are the larger.
         parallel::for_each_block((panels, UNIT_PANELS), (tokens, UNIT_TOKENS), |mut panels, tokens| {
             while !panels.is_empty() {
@@ -165,14 +166,6 @@ const UNIT_TOKENS: usize = 64;
 const TILE_TOKENS: usize = 4;
 /// Tokens of a register tile of two panels, and of a group of activations.
 const TOGETHER: usize = 8;
-
-/// Whether two panels are taken at once.
-fn pairs(isa: Isa) -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return isa == Isa::Avx512 && avx512::exists();
-    #[cfg(not(target_arch = "x86_64"))]
-    return false;
-}
 
 /// Puts one row's block in its place: weight `k` of row `r` at byte `4 r + k % 4` of vector `k / 4`; of two 4-bit
 /// vectors `j` and `j + 4`, one takes the low half of the bytes and the other the high.

@@ -41,6 +41,15 @@ impl Isa {
         }
         all
     }
+
+    /// Whether it has products of bytes that are added up four to a lane (AVX-512's VNNI).
+    pub fn adds_byte_products(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        if self == Self::Avx512 {
+            return is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vnni");
+        }
+        false
+    }
 }
 
 /// A vector of f32 lanes.

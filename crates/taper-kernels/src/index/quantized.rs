@@ -5,6 +5,9 @@
 //! tokens; a group is a block here. Twilight (Lin et al. 2025, arXiv:2502.02770), section 4, scores quantised keys to
 //! choose among them.
 
+mod dots;
+
+use self::dots::TOGETHER;
 use super::{Extend, Lookup, Part, dims, for_each_part, queries};
 use crate::decode::{Decode, DecodeRow, Importance, Kept, Over, pass};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
@@ -293,9 +296,6 @@ impl<'a> Queries<'a> {
     }
 }
 
-/// Queries whose sums are made side by side, so that a code is taken out of its word once for them all.
-const TOGETHER: usize = 4;
-
 /// The scaled scores of each query with the keys `of` a block into lines `stride` apart. Codes are multiplied by whole
 /// numbers, so that what the instruction sets differ by is the rounding of one sum a block.
 ///
@@ -316,19 +316,7 @@ unsafe fn score<V: Simd>(
     let (group, each) = (queries.ends.len(), 4 * queries.words);
     for first in (0..group).step_by(TOGETHER) {
         let (weights, dots) = (&queries.weights[first * each..], &mut queries.dots[..TOGETHER.min(group - first)]);
-        match (isa, dots.len()) {
-            // SAFETY: whoever has AVX-512 has AVX2.
-            #[cfg(target_arch = "x86_64")]
-            (Isa::Avx2 | Isa::Avx512, n) => unsafe {
-                match n {
-                    1 => dots_avx2::<1>(words, weights, dots),
-                    2 => dots_avx2::<2>(words, weights, dots),
-                    3 => dots_avx2::<3>(words, weights, dots),
-                    _ => dots_avx2::<TOGETHER>(words, weights, dots),
-                }
-            },
-            _ => dots_portable(words, weights, dots),
-        }
+        dots::dots(isa, words, weights, dots);
         for (g, dots) in (first..).zip(dots) {
             let ((sum, unit), scale) = (queries.ends[g], queries.scales[g]);
             // SAFETY: the caller's.
@@ -336,64 +324,6 @@ unsafe fn score<V: Simd>(
                 unsafe { std::slice::from_raw_parts_mut(out.add(g * stride).cast::<MaybeUninit<f32>>(), of.len()) };
             for (to, &mut dot) in to.iter_mut().zip(&mut dots[of.clone()]) {
                 to.write((dot as f32 * unit + sum) * scale);
-            }
-        }
-    }
-}
-
-/// Sums of weights `[queries, 4 words]` times the codes of words `[words, 64]`: of each token, for as many queries as
-/// there are `dots`.
-fn dots_portable(words: &[u32], weights: &[u32], dots: &mut [[i32; BLOCK_TOKENS]]) {
-    for (weights, dots) in weights.chunks_exact(4 * (words.len() / BLOCK_TOKENS)).zip(dots) {
-        dots.fill(0);
-        let fours = words.chunks_exact(BLOCK_TOKENS).flat_map(|line| (0..4).map(move |four| (line, 2 * four)));
-        for ((line, shift), weights) in fours.zip(weights) {
-            for (weight, shift) in
-                weights.to_le_bytes().map(|w| i32::from(w as i8)).into_iter().zip((shift..).step_by(8))
-            {
-                dots.iter_mut().zip(line).for_each(|(dot, word)| *dot += weight * (word >> shift & 3) as i32);
-            }
-        }
-    }
-}
-
-/// The same for `N` queries, two products a lane of 16 bits at a time.
-///
-/// # Safety
-/// AVX2 exists.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-unsafe fn dots_avx2<const N: usize>(words: &[u32], weights: &[u32], dots: &mut [[i32; BLOCK_TOKENS]]) {
-    use core::arch::x86_64::*;
-    const LANES: usize = 8;
-    /// Vectors of tokens at a time: with their sums for `TOGETHER` queries they stay in registers.
-    const VECTORS: usize = 2;
-    let (mask, ones) = (_mm256_set1_epi8(3), _mm256_set1_epi16(1));
-    let each = words.len() / BLOCK_TOKENS;
-    // Four weights for each word of a token.
-    let weights: [&[[u32; 4]]; N] = std::array::from_fn(|g| &weights.as_chunks().0[g * each..][..each]);
-    for first in (0..BLOCK_TOKENS).step_by(VECTORS * LANES) {
-        let mut acc = [[_mm256_setzero_si256(); VECTORS]; N];
-        for (w, line) in words.chunks_exact(BLOCK_TOKENS).enumerate() {
-            let (line, weights) = (&line[first..first + VECTORS * LANES], weights.map(|weights| &weights[w]));
-            // SAFETY: the slice is as long.
-            let mut words: [_; VECTORS] =
-                std::array::from_fn(|v| unsafe { _mm256_loadu_si256(line.as_ptr().add(v * LANES).cast()) });
-            for four in 0..4 {
-                let codes = words.map(|word| _mm256_and_si256(word, mask));
-                for (acc, weights) in acc.iter_mut().zip(weights) {
-                    let weights = _mm256_set1_epi32(weights[four] as i32);
-                    for (acc, codes) in acc.iter_mut().zip(codes) {
-                        *acc = _mm256_add_epi16(*acc, _mm256_maddubs_epi16(codes, weights));
-                    }
-                }
-                words = words.map(|word| _mm256_srli_epi32::<2>(word));
-            }
-        }
-        for (acc, dots) in acc.iter().zip(dots.iter_mut()) {
-            for (acc, to) in acc.iter().zip(dots[first..].chunks_exact_mut(LANES)) {
-                // SAFETY: a chunk is as long as a vector.
-                unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), _mm256_madd_epi16(*acc, ones)) };
             }
         }
     }

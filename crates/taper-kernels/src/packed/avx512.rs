@@ -3,11 +3,6 @@
 use super::{BLOCK, Bits, ROWS, Tile};
 use core::arch::x86_64::*;
 
-/// Whether the instructions exist.
-pub fn exists() -> bool {
-    is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vnni")
-}
-
 /// `out` is `[2, tokens]`; 1, 2, 4 or 8 tokens.
 ///
 /// # Safety
