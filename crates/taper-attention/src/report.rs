@@ -70,7 +70,6 @@ impl PhaseReport {
     /// Adds relative errors of audited heads, under a promise of (epsilon, delta) if there is one.
     pub fn add_errors(&mut self, errors: &[f32], promise: Option<(f64, f64)>) {
         errors.iter().for_each(|&error| self.errors.add(error, promise.map(|(epsilon, _)| epsilon)));
-        self.errors.delta = promise.map(|(_, delta)| delta);
     }
 
     /// What `method` came to, which promises (epsilon, delta) or nothing.
@@ -87,7 +86,7 @@ impl PhaseReport {
             dense_heads: promise.is_some().then_some(self.dense_heads),
             cra: (self.kept.count > 0)
                 .then(|| CraUsage { mean: self.kept.sum / self.kept.count as f64, min: f64::from(self.kept.min) }),
-            audit: self.errors.usage(),
+            audit: self.errors.usage(promise.map(|(_, delta)| delta)),
         }
     }
 }
@@ -251,8 +250,6 @@ struct Errors {
     max: f32,
     /// Errors over epsilon, where one is promised.
     over: Option<u64>,
-    /// The share of them that may be.
-    delta: Option<f64>,
     /// Errors by size: `BUCKETS_PER_OCTAVE` buckets to a factor of two, the smallest for 0, the largest for NaN.
     buckets: BTreeMap<i16, u64>,
 }
@@ -274,7 +271,8 @@ impl Errors {
         *self.buckets.entry(bucket).or_insert(0) += 1;
     }
 
-    fn usage(&self) -> Option<AuditUsage> {
+    /// Of them; `delta` is the share that may be over epsilon, where one is promised.
+    fn usage(&self, delta: Option<f64>) -> Option<AuditUsage> {
         let wanted = (self.count * 99).div_ceil(100);
         let mut seen = 0;
         let (&bucket, _) = self.buckets.iter().find(|(_, count)| {
@@ -288,7 +286,7 @@ impl Errors {
             error_p99: f64::from(if bucket == i16::MAX { f32::NAN } else { end.min(self.max) }),
             error_max: f64::from(self.max),
             over_epsilon: self.over.map(|over| over as f64 / self.count as f64),
-            delta: self.delta,
+            delta,
         })
     }
 }
@@ -360,7 +358,7 @@ mod tests {
         let of = |errors: &[f32], epsilon| {
             let mut all = Errors::default();
             errors.iter().for_each(|&e| all.add(e, epsilon));
-            all.usage()
+            all.usage(None)
         };
         let errors: Vec<f32> = (1..=200).rev().map(|i| i as f32 / 1000.0).collect();
         let audit = of(&errors, Some(0.1505)).unwrap();

@@ -84,8 +84,8 @@ pub struct Promised {
     /// Share over epsilon among those; 0 where there are none.
     pub decided_over: f64,
     /// Share of the keys read that could have been spared among those, had it been known beforehand how large a sample each
-    /// head's promise takes: one that delta of them err by more than epsilon with, and the first look's at least. Of heads alone: a group reads what its
-    /// neediest one takes.
+    /// head's promise takes: one that delta of them err by more than epsilon with, and the first look's at least. Of heads
+    /// alone: a group reads what its neediest one takes.
     pub spare: f64,
     /// Share of draws that read everything to keep the promise.
     pub dense: f64,
@@ -250,7 +250,7 @@ impl Tally {
         self.there += drawn.visible as u64;
         self.promise = drawn.promise;
         let Some((epsilon, _)) = drawn.promise else { return };
-        self.over += u64::from(error.is_nan() || f64::from(error) > epsilon);
+        self.over += u64::from(over(error, epsilon));
         if let Some(budget) = drawn.budgets.as_ref().map(|budgets| budgets[head]) {
             self.dense += u64::from(budget.dense);
             if budget.pilot > 0 && !budget.dense && budget.sampled > budget.pilot {
@@ -262,7 +262,7 @@ impl Tally {
     /// Decided draws over epsilon.
     fn decided_over(&self) -> u64 {
         let epsilon = self.promise.map_or(f64::INFINITY, |(epsilon, _)| epsilon);
-        self.decided.iter().filter(|(error, _)| error.is_nan() || f64::from(*error) > epsilon).count() as u64
+        self.decided.iter().filter(|(error, _)| over(*error, epsilon)).count() as u64
     }
 
     /// Keys that decided draws read beyond what the promise takes, by the errors that they came to: a squared error goes with
@@ -315,6 +315,11 @@ fn summed(length: usize, method: String, tallies: &[Tally]) -> HeadsRow {
     });
     let density = share(sum(|t| t.read), sum(|t| t.there));
     HeadsRow { length, method, heads: tallies.len(), density, rms, p99: p99.into(), promise, squares }
+}
+
+/// Whether an error breaks a promise of epsilon.
+fn over(error: f32, epsilon: f64) -> bool {
+    error.is_nan() || f64::from(error) > epsilon
 }
 
 /// Violations in `draws` that a promise of `delta` kept exactly has at most, with probability [`CONFIDENCE`].

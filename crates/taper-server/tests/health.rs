@@ -3,19 +3,13 @@
 mod support;
 
 use axum::http::StatusCode;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use support::{custom, server, wait};
+use support::{complete, custom, server, wait};
 use taper_engine::EngineConfig;
 use taper_engine::stub::StubBackend;
 use taper_server::ServerConfig;
-
-fn complete(extra: Value) -> Value {
-    let mut body = json!({"model": "stub", "prompt": "hi", "temperature": 0});
-    body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
-    body
-}
 
 #[tokio::test]
 async fn draining_refuses_new_requests_and_finishes_old_ones() {

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use support::{custom, server, wait};
+use support::{complete, custom, server, wait};
 use taper_attention::{Artifacts, AttentionShape, ModelKey, Place, Places};
 use taper_engine::stub::StubBackend;
 use taper_engine::{EngineConfig, Load};
@@ -19,12 +19,6 @@ use tower::ServiceExt;
 
 fn chat(extra: Value) -> Value {
     let mut body = json!({"model": "stub", "messages": [{"role": "user", "content": "hi"}], "temperature": 0});
-    body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
-    body
-}
-
-fn complete(extra: Value) -> Value {
-    let mut body = json!({"model": "stub", "prompt": "hi", "temperature": 0});
     body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
     body
 }

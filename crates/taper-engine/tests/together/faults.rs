@@ -1,6 +1,6 @@
 //! What goes wrong in one request, or is not wanted any more, is not seen by those beside it.
 
-use crate::{Watched, answer, backend, collect, engine, idle, pairs, request, sound, start};
+use crate::{Watched, answer, backend, collect, engine, idle, pairs, request, sound, start, unhurried};
 use candle_core::Result;
 use serde_json::json;
 use std::io::{self, Write};
@@ -109,8 +109,7 @@ fn alone(request: &Request) -> crate::Answer {
 #[test]
 fn a_request_that_waits_for_its_place_to_come_again_can_be_cancelled() {
     // Both would need eleven blocks.
-    let mut watched = Watched::new(backend(12, CacheOptions::default()).unwrap());
-    watched.before = Box::new(|_| std::thread::sleep(Duration::from_millis(1)));
+    let watched = unhurried(Watched::new(backend(12, CacheOptions::default()).unwrap()));
     let seen = Arc::clone(&watched.seen);
     let busy = start(watched, EngineConfig::default());
     let (older, younger) = (long(0, 600), long(4, 600));
@@ -125,8 +124,7 @@ fn a_request_that_waits_for_its_place_to_come_again_can_be_cancelled() {
 
 #[test]
 fn a_request_that_waits_in_the_queue_can_be_cancelled() {
-    let mut watched = Watched::new(backend(64, CacheOptions::default()).unwrap());
-    watched.before = Box::new(|_| std::thread::sleep(Duration::from_millis(1)));
+    let watched = unhurried(Watched::new(backend(64, CacheOptions::default()).unwrap()));
     let busy: Engine = start(watched, EngineConfig { sequences: 1, ..EngineConfig::default() });
     let (first, last) = (long(0, 600), long(4, 20));
     let mut running = busy.submit(first.clone()).unwrap();

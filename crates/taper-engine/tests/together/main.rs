@@ -166,6 +166,12 @@ fn idle(engine: &Engine) {
     }
 }
 
+/// With steps that leave a test the time to act while a request runs.
+fn unhurried(mut watched: Watched) -> Watched {
+    watched.before = Box::new(|_| std::thread::sleep(Duration::from_millis(1)));
+    watched
+}
+
 /// All at once, each against what it gets alone.
 fn together(busy: &Engine, requests: &[Request], alone: &[Answer]) {
     let events = busy.submit_all(requests.to_vec()).unwrap();

@@ -1,7 +1,7 @@
 //! What prompts begin with in common.
 
 use crate::faults::Faulty;
-use crate::{Watched, answer, backend, collect, engine, idle, request, sound, spec, start};
+use crate::{Watched, answer, backend, collect, engine, idle, request, sound, spec, start, unhurried};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -67,9 +67,7 @@ fn prompts_share_what_they_begin_with_where_their_methods_allow_it() {
 #[test]
 fn what_others_hold_of_a_prompt_takes_no_room() {
     // Sixteen blocks of a prompt, two for each answer: both fit if fifteen are shared.
-    let mut watched = with_prefix(23);
-    watched.before = Box::new(|_| std::thread::sleep(Duration::from_millis(1)));
-    let engine = start(watched, EngineConfig::default());
+    let engine = start(unhurried(with_prefix(23)), EngineConfig::default());
     let make = |number: usize| Request {
         prompt: (0..1000u32).map(|i| (i * i + 3 * i) % 64).collect(),
         stop: StopRules { ignore_eos: true, max_tokens: Some(150), ..StopRules::default() },

@@ -4,7 +4,7 @@
 use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::http::{HeaderMap, Request, StatusCode};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use taper_engine::stub::{Probe, StubBackend};
@@ -96,6 +96,13 @@ impl Server {
     pub async fn complete(&self, body: Value) -> Answer {
         self.post("/v1/completions", body).await
     }
+}
+
+/// The body of a text completion with these fields.
+pub fn complete(extra: Value) -> Value {
+    let mut body = json!({"model": "stub", "prompt": "hi", "temperature": 0});
+    body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+    body
 }
 
 pub async fn wait(what: &str, done: impl Fn() -> bool) {
