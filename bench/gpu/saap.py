@@ -8,7 +8,7 @@ import torch
 import taper_gpu as t
 from oracle import rel
 from taper_gpu import (AssignParams, ChooseParams, ClusteredParams, IndexParams, IndexSpan, KeyClusterParams, LinearParams,
-                       NearestParams, ProjectParams, RowsParams, call, words)
+                       NearestParams, ProbeParams, ProjectParams, RowsParams, call, words)
 
 DEV = "cuda"
 
@@ -101,6 +101,26 @@ class Saap:
         self.classify()
         self.choose_and_attend()
         return self.out
+
+
+class Probe:
+    """Whole clusters between the two ranges `fixed` of each row: at most `most`, and tokens by `limits` of each list."""
+
+    def __init__(self, cache, logits, ids, fixed, most, limits, at_least):
+        rows, q_heads, clusters = logits.shape
+        lists, capacity = rows * cache.kv_heads, max(cache.lens)
+        self.given = i32([t.work_list((0, b), (a, n), length=n) for (a, b), n in zip(fixed, cache.lens)
+                          for _ in range(cache.kv_heads)])
+        self.work = torch.zeros_like(self.given)
+        self.token_ids = torch.full((lists, capacity), -1, dtype=torch.int32, device=DEV)
+        self.p = ProbeParams(
+            logits=logits, ids=ids, **cache.where, row_table=None, limits=i32(limits), work=self.work,
+            token_ids=self.token_ids, rows=rows, q_heads=q_heads, clusters=clusters, most=most, at_least=at_least,
+            capacity=capacity)
+
+    def __call__(self):
+        self.work.copy_(self.given)
+        call("taper_saap_probe", self.p)
 
 
 class Project:
@@ -320,8 +340,54 @@ def check_ties(report, small):
         report(f"saap takes the lower of equal clusters, {take} of {clusters}", float(bad), 0.5)
 
 
+def check_probe(report, small):
+    """Whole clusters in the order of their masses, which fall on many bins, on the first, on few or on one."""
+    long = 5000 if small else 150000
+    for lens, kv, group, clusters in (([long, 300, 70], 2, 4, 2048), ([long // 3], 3, 3, 33), ([700, long], 1, 16, 4096),
+                                      ([long] * 9, 8, 1, 1000)):
+        cache = t.Cache(lens, kv, 64, torch.float16)
+        ids = torch.randint(0, clusters, (cache.blocks, kv, 64), device=DEV)
+        ids[ids % 3 == 0] //= 2  # Clusters of many sizes, some of nothing.
+        ids = ids.to(torch.int16)
+        fixed = [(min(3, n // 2), max(n - 77, n // 2)) for n in lens]
+        between = [b - a for a, b in fixed for _ in range(kv)]
+        logits, compared = torch.randn(len(lens), kv * group, clusters, device=DEV), 0
+        for kind, logits in (("normal", logits), ("sharp", logits * 8), ("flat", logits / 64), ("equal", logits * 0)):
+            for most, share, at_least in ((clusters, 1, 0), (max(clusters // 64, 1), 1, 0), (clusters // 2, 0.1, 0),
+                                          (clusters, 0.05, 1), (clusters, 0, 1), (clusters, 0.6, 1)):
+                limits = [int(share * n) if share < 1 else -1 for n in between]
+                f = Probe(cache, logits, ids, fixed, most, limits, at_least)
+                f()
+                once = f.token_ids.clone()
+                f()
+                bad, lists = int(not torch.equal(once, f.token_ids)), 0
+                for line in range(0, len(limits), max(len(limits) // 6, 1)):
+                    i, h = divmod(line, kv)
+                    n, (a, b) = lens[i], fixed[i]
+                    of = ids[cache.table[i, :(n + 63) // 64].long(), h].flatten()[:n].long()
+                    mass = torch.softmax(logits[i, h * group:(h + 1) * group].double(), -1).sum(0)
+                    order = torch.sort(mass.float(), descending=True, stable=True).indices
+                    size = torch.bincount(of[a:b], minlength=clusters)[order].cumsum(0)
+                    limit = limits[line] if limits[line] >= 0 else n
+                    take = int((size < limit).sum()) + 1 if at_least else int((size <= limit).sum())
+                    take = 0 if at_least and limit == 0 else min(take, most)
+                    last = mass[order[take - 1:take + 1]]
+                    if kind != "equal" and 0 < take < clusters and last[0] < last[1] * (1 + 1e-6):
+                        continue  # Rounding may say either.
+                    lists += 1
+                    read = torch.isin(of, order[:take])
+                    read[:a] = read[b:] = False
+                    got = f.token_ids[line, :f.work[line, 7].item()].long()
+                    bad += not torch.equal(got, read.nonzero().flatten())
+                compared += lists
+                report(f"probe {kind} {lens[0]} x {len(lens)}, {clusters} clusters, {most} or {share}, {lists} lists",
+                       float(bad), 0.5)
+        report(f"probe lists compared: {compared}", 20 / max(compared, 1), 0.5)
+
+
 def check(report, small):
     check_index(report, small)
+    check_probe(report, small)
     check_ties(report, small)
     check_linear(report, small)
     check_project(report, small)
@@ -329,8 +395,21 @@ def check(report, small):
     check_step(report, small)
 
 
+def bench_probe(put, time):
+    for n, rows in ((32768, 1), (131072, 1), (524288, 1), (32768, 16)):
+        cache = t.Cache([n] * rows, 8, 128, torch.bfloat16)
+        ids = torch.randint(0, 2048, (cache.blocks, 8, 64), device=DEV).to(torch.int16)
+        logits = torch.randn(rows, 32, 2048, device=DEV)
+        for what, most, limit, at_least in (("32 clusters", 32, -1, 0), ("32 clusters, half", 32, n // 2, 0),
+                                            ("2 % of the tokens", 2048, n // 50, 1)):
+            f = Probe(cache, logits, ids, [(1, n - 2047)] * rows, most, [limit] * rows * 8, at_least)
+            f()
+            put(f"saap probe {rows} x {n} {what} us", time(lambda: call("taper_saap_probe", f.p)))
+
+
 def bench(put, time):
     from bench import flashinfer_decode
+    bench_probe(put, time)
     for n, take in ((171008, 51), (524288, 51)):
         try:
             put(f"saap {n} flashinfer us", time(flashinfer_decode(n, 1)))

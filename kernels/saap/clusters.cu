@@ -12,11 +12,14 @@ extern "C" int taper_saap_probe(const taper::ProbeParams* p, cudaStream_t stream
   const int64_t shares = ((int64_t)p->capacity + kProbeShare - 1) / kProbeShare;
   const int lists = p->rows * p->kv_heads;
   int team = 1;
-  // A share's bits have to fit, however many lists there are.
-  auto smem = [&](int team) { return sizeof(ProbeShared) + (p->capacity / 8 + 2 + team - 1) / team + 1; };
+  // The bits of a thread's runs have to fit, however many lists there are.
+  auto smem = [&](int team) {
+    const int each = (p->capacity / (int)kProbeRun + 2 + team - 1) / team;
+    return sizeof(ProbeShared) + (each + kProbeThreads - 1) / kProbeThreads * kProbeThreads;
+  };
   while (team < kProbeTeam && team < shares && (2 * team * lists <= sm_count() || smem(team) > kProbeSmem)) team *= 2;
-  return launch_cluster(probe_kernel, lists * team, kProbeThreads, smem(team), team, stream,
-                        *p);
+  const auto kernel = p->clusters <= 4 * kProbeThreads ? probe_kernel<4> : probe_kernel<8>;
+  return launch_cluster(kernel, lists * team, kProbeThreads, smem(team), team, stream, *p);
 }
 
 extern "C" int taper_saap_key_clusters(const taper::KeyClusterParams* p, cudaStream_t stream) {

@@ -45,6 +45,12 @@ __device__ __forceinline__ uint32_t read_in_block(const uint32_t& here, uint32_t
                : "memory");
   return x;
 }
+__device__ __forceinline__ void write_in_block(uint32_t& there, uint32_t rank, uint32_t x) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;"
+               :
+               : "r"(in_block((uint32_t)__cvta_generic_to_shared(&there), rank)), "r"(x)
+               : "memory");
+}
 __device__ __forceinline__ void send_four(uint32_t to, uint4 v, uint32_t bar) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
