@@ -210,14 +210,10 @@ impl Lists {
         Ok((Some(told), work))
     }
 
-    /// How many rows they are for.
-    pub fn rows(&self) -> usize {
-        self.rows
-    }
-
-    /// Lists of a row.
-    pub fn heads(&self) -> usize {
-        self.heads
+    /// Whether they are for so many rows of so many heads.
+    pub(super) fn fits(&self, op: &Op, rows: usize, heads: usize) -> Result<()> {
+        let got = format_args!("{} rows of {}", self.rows, self.heads);
+        op.check((self.rows, self.heads) == (rows, heads), "lists", got, format_args!("{rows} rows of {heads}"))
     }
 
     /// The tokens that each list reads whatever its sample `[rows, heads]`, ascending, but for those of no weight. Waits for

@@ -60,14 +60,9 @@ fn promote(
 ) -> Result<Promoted> {
     let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(op)?;
     let (count, max_len) = (rows * kv_heads, batch.max_len);
+    lists.fits(op, rows, kv_heads)?;
     let plain = lists.heads_sampled.is_none() && lists.token_ln_weights.is_none();
-    let expected = format!("{rows} rows of {kv_heads} without a sample");
-    op.check(
-        plain && (lists.rows, lists.heads) == (rows, kv_heads),
-        "lists",
-        format_args!("{} rows of {}, or sampled", lists.rows, lists.heads),
-        expected,
-    )?;
+    op.check(plain, "lists", "lists with a sample or weights", "lists without")?;
     let per_block = bounds.dim(2)?;
     let scale = 1.0 / (head_dim as f32).sqrt();
 

@@ -328,8 +328,7 @@ pub fn probe(batch: &Batch, logits: &Tensor, index: &Tensor, mut lists: Lists, l
         format_args!("1 to {most}"),
     )?;
     let (count, capacity) = (rows * kv_heads, batch.max_len);
-    let expected = format!("{rows} rows of {kv_heads}");
-    op.check((lists.rows, lists.heads) == (rows, kv_heads), "lists", format_args!("{} rows", lists.rows), expected)?;
+    lists.fits(&op, rows, kv_heads)?;
     let ids = op.lent(count * capacity, DType::U32)?;
     let p = TaperProbeParams {
         logits: op.at("logits", logits, DType::F32, [rows, q_heads, clusters])?,

@@ -61,8 +61,7 @@ pub(super) fn pick_quantized(
     let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(op)?;
     let (one, words) = quantized::shape(head_dim);
     let Between { lists, begins, ends, .. } = between;
-    let expected = format!("{rows} rows of {kv_heads}");
-    op.check(lists.rows == rows && lists.heads == kv_heads, "between", format_args!("{} rows", lists.rows), expected)?;
+    lists.fits(op, rows, kv_heads)?;
     let (count, entries) = (rows * kv_heads, batch.max_len.next_multiple_of(64));
     let capacity = most.clamp(1, entries);
     let ids = op.lent((count, capacity), DType::U32)?;

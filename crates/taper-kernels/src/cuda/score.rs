@@ -327,8 +327,7 @@ pub(super) fn select(
     let Between { lists, begins, ends } = between;
     let mut lists = lists.writable(op)?;
     let (count, entries) = (rows * kv_heads, scores.dim(2)?);
-    let expected = format!("{rows} rows of {kv_heads}");
-    op.check(lists.rows == rows && lists.heads == kv_heads, "between", format_args!("{} rows", lists.rows), expected)?;
+    lists.fits(op, rows, kv_heads)?;
     let target = if page == 1 { ffi::TAPER_TOKENS } else { ffi::TAPER_NO_TARGET };
     let chosen = op.empty(count, DType::U32)?;
     let ids = op.lent((count, how.capacity), DType::U32)?;
@@ -412,8 +411,7 @@ pub(super) fn pick_pages(
     let at = ViewAt::new(op, View::Pages(bounds), &CUDA_HEAD_DIMS, (blocks, kv_heads))?;
     op.check(at.width == head_dim && at.dtype == dtype, "view", at.width, format_args!("{head_dim} of {dtype:?}"))?;
     let Between { lists, begins, ends } = between;
-    let expected = format!("{rows} rows of {kv_heads}");
-    op.check(lists.rows == rows && lists.heads == kv_heads, "between", format_args!("{} rows", lists.rows), expected)?;
+    lists.fits(op, rows, kv_heads)?;
     let page = BLOCK_TOKENS / at.per_block;
     let (count, most) = (rows * kv_heads, batch.max_len.div_ceil(page));
     op.check(most <= PICK_MOST, "max_len", batch.max_len, format_args!("{PICK_MOST} pages of {page}"))?;

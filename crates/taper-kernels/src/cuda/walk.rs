@@ -98,13 +98,7 @@ pub(super) fn list_scores(
 ) -> Result<ListScores> {
     let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(op)?;
     let (count, places) = of.ids.dims2()?;
-    let fits = (lists.rows, lists.heads, count) == (rows, kv_heads, rows * kv_heads);
-    op.check(
-        fits,
-        "lists",
-        format_args!("{} rows of {}", lists.rows, lists.heads),
-        format_args!("{rows} rows of {kv_heads}"),
-    )?;
+    lists.fits(op, rows, kv_heads)?;
     let scores = op.empty((rows, q_heads, places), DType::F32)?;
     let counts = of.count()?;
     let ids_at = op.at("ids", &of.ids, DType::U32, [count, places])?;
