@@ -740,9 +740,6 @@ typedef struct TaperAppendParams {
   const uint32_t* block_table;   // [tables, table_stride]
   const TaperAppendSpan* spans;  // [span_count]
   const uint32_t* channels;      // [kv_heads, width], which elements are labels
-  void* upper;                   // [blocks, kv_heads, head_dim], or null; likewise lower, mean
-  void* lower;
-  void* mean;
   void* labels;                 // [blocks, kv_heads, 64, width], or null
   void* pages;                  // [blocks, kv_heads, 64 / page, 2 * head_dim]: minima, then maxima; or null
   float* norms;                 // [blocks, kv_heads, 64 / page], the largest norm, rounded up; or null

@@ -10,7 +10,7 @@ cudaError_t go(const AppendParams& p, cudaStream_t s) {
   const dim3 grid(p.max_blocks, p.kv_heads, p.span_count);
   cudaError_t e = cudaSuccess;
   if (p.quantized) e = launch(quantize_kernel<T, D>, grid, 128, 0, s, p);
-  const bool more = p.upper || p.lower || p.mean || p.pages || p.norms || p.labels;
+  const bool more = p.pages || p.norms || p.labels;
   return e == cudaSuccess && more ? launch(append_kernel<T, D>, grid, 128, 0, s, p) : e;
 }
 

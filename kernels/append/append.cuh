@@ -1,8 +1,8 @@
 // What sparse methods keep beside the cache, brought up to date after an append: bounds
-// and means of blocks, label channels, norms of values, binary codes.
+// of pages, label channels, norms of values, binary codes.
 //
-// Block views are rebuilt from all visible rows of every block that the append touched,
-// so the same call also repairs them after a truncation.
+// What is kept of a page is rebuilt from all visible rows of every page that the append touched,
+// so the same call also repairs it after a truncation.
 #pragma once
 
 #include "../common/launch.cuh"
@@ -14,11 +14,10 @@ using AppendSpan = TaperAppendSpan;
 using AppendParams = TaperAppendParams;
 using CodeParams = TaperCodeParams;
 
-// A thread block a cache block and head: 128 threads are 128 / (D / 8) rows of 16-byte pieces.
+// A thread block a cache block and head.
 template <class T, int D>
 __global__ void __launch_bounds__(128) append_kernel(const AppendParams p) {
-  constexpr int kPieces = D / 8, kRows = 128 / kPieces;
-  __shared__ float part[3][128][9];
+  constexpr int kPieces = D / 8;
   __shared__ __align__(16) T k[kBlock * D];
   wait_for_predecessor();
   launch_dependents();
@@ -31,50 +30,12 @@ __global__ void __launch_bounds__(128) append_kernel(const AppendParams p) {
       (uint64_t)p.block_table[(uint64_t)span.table * p.table_stride + b] * p.kv_heads + kv_head;
   // All rows that something is made of are on their way at once.
   const uint32_t from = span.begin > b * kBlock ? span.begin - b * kBlock : 0;
-  const bool whole = p.upper || p.lower || p.mean, paged = p.pages || p.norms;
-  const uint32_t first = whole ? 0 : paged ? from / p.page * p.page : from;
+  const uint32_t first = p.pages || p.norms ? from / p.page * p.page : from;
   const uint4* cached = reinterpret_cast<const uint4*>(static_cast<const T*>(p.k) + at * kBlock * D);
 #pragma unroll 8
   for (uint32_t i = first * kPieces + tid; i < rows * kPieces; i += 128) cp_async16(smem_u32(k) + 16 * i, cached + i);
   cp_async_wait_all();
   __syncthreads();
-  if (whole) {
-    float hi[8], lo[8], sum[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) hi[j] = -INFINITY, lo[j] = INFINITY, sum[j] = 0.f;
-    uint4 raw[kBlock / kRows];
-#pragma unroll
-    for (int i = 0; i < kBlock / kRows; ++i) {
-      const uint32_t r = tid / kPieces + i * kRows;
-      raw[i] = reinterpret_cast<const uint4*>(k + min(r, rows - 1) * D)[tid % kPieces];
-    }
-#pragma unroll
-    for (int i = 0; i < kBlock / kRows; ++i) {
-      const bool live = tid / kPieces + i * kRows < rows;
-      const T* x = reinterpret_cast<const T*>(&raw[i]);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float y = to_float(x[j]);
-        hi[j] = fmaxf(hi[j], y), lo[j] = fminf(lo[j], y), sum[j] += live ? y : 0.f;
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < 8; ++j)
-      part[0][tid][j] = hi[j], part[1][tid][j] = lo[j], part[2][tid][j] = sum[j];
-    __syncthreads();
-    for (int e = tid; e < D; e += 128) {
-      float h = -INFINITY, l = INFINITY, s = 0.f;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int of = r * kPieces + e / 8;
-        h = fmaxf(h, part[0][of][e % 8]), l = fminf(l, part[1][of][e % 8]);
-        s += part[2][of][e % 8];
-      }
-      if (p.upper) static_cast<T*>(p.upper)[at * D + e] = T(h);
-      if (p.lower) static_cast<T*>(p.lower)[at * D + e] = T(l);
-      if (p.mean) static_cast<T*>(p.mean)[at * D + e] = T(s / rows);
-    }
-  }
   if (p.pages) {
     // Of every page with a new row, from its first row on; NaN once is NaN from then on.
     const uint32_t page = p.page;
@@ -95,7 +56,7 @@ __global__ void __launch_bounds__(128) append_kernel(const AppendParams p) {
       }
   }
   if (p.norms) {
-    // As the bounds: of every page with a new row, or with one of those that are here for something else.
+    // As the bounds: of every page with a new row.
     __shared__ float norm_of[kBlock];
     const uint32_t page = p.page;
     for (uint32_t r = first + tid / 32; r < rows; r += 4) {

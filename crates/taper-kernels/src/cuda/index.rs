@@ -1,4 +1,4 @@
-//! Indices beside the cache: bounds, means and channels of keys, binary codes, clusters; what [`crate::index`] keeps, on a
+//! Indices beside the cache: bounds and channels of keys, binary codes, clusters; what [`crate::index`] keeps, on a
 //! CUDA device.
 
 use super::batch::{Batch, Dims, Lists, WORDS};
@@ -28,10 +28,6 @@ pub struct Span {
 /// What [`extend`] writes, each where wanted; of the keys' dtype, where nothing else is said.
 #[derive(Clone, Copy, Default)]
 pub struct Metadata<'a> {
-    /// Channel-wise maxima and minima of each block's visible keys, `[blocks, kv_heads, head_dim]` each.
-    pub bounds: Option<(&'a Tensor, &'a Tensor)>,
-    /// Their mean, of that shape.
-    pub mean: Option<&'a Tensor>,
     /// Channels of every key `[blocks, kv_heads, 64, width]`, and which `[kv_heads, width]`, u32.
     pub labels: Option<(&'a Tensor, &'a Tensor)>,
     /// Channel-wise minima, then maxima, of each page's visible keys `[blocks, kv_heads, pages of a block, 2 head_dim]`.
@@ -76,7 +72,6 @@ pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], first: usize, to: &Me
         return Ok(());
     }
     let at = op.kept(&words, [spans.len(), 4])?;
-    let block = [blocks, kv_heads, head_dim];
     let width = to.labels.map_or(Ok(0), |(labels, _)| labels.dim(3))?;
     let pages = to.pages.or(to.norms).map_or(Ok(1), |pages| pages.dim(2))?;
     op.check(pages > 0 && BLOCK_TOKENS.is_multiple_of(pages), "pages", pages, "a divisor of 64")?;
@@ -86,9 +81,6 @@ pub fn extend(k: &Tensor, tables: &Tensor, spans: &[Span], first: usize, to: &Me
         block_table: op.at("tables", tables, DType::U32, [table_count, stride])?,
         spans: op.at("spans", &at, DType::U32, [spans.len(), 4])?,
         channels: op.maybe("labels", to.labels.map(|l| l.1), DType::U32, [kv_heads, width])?,
-        upper: op.maybe("bounds", to.bounds.map(|b| b.0), dtype, block)?,
-        lower: op.maybe("bounds", to.bounds.map(|b| b.1), dtype, block)?,
-        mean: op.maybe("mean", to.mean, dtype, block)?,
         labels: op.maybe("labels", to.labels.map(|l| l.0), dtype, [blocks, kv_heads, BLOCK_TOKENS, width])?,
         pages: op.maybe("pages", to.pages, dtype, [blocks, kv_heads, pages, 2 * head_dim])?,
         norms: op.maybe("norms", to.norms, DType::F32, [blocks, kv_heads, pages, 1])?,

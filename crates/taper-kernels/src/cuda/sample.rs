@@ -106,7 +106,7 @@ pub struct Sampled {
     /// `[R, q_heads, head_dim]`, f32.
     pub out: Tensor,
     /// Natural logarithm of each head's estimated sum of exponentials `[R, q_heads]`, f32.
-    pub lse: Tensor,
+    pub(super) lse: Tensor,
     /// Of each list, u32 `[NUMBERS, lists or a few more]`: what it came to (1 sampled, 2 dense since no sample keeps
     /// the promise, 3 dense since there is too little to sample from), the keys that the sample stands for, the sampled
     /// keys that were read, 0 where everything was, and of [`sampled`] those of the first look, 0 where there was none.
