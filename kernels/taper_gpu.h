@@ -26,7 +26,6 @@ extern "C" {
 typedef struct CUstream_st* TaperStream;  // cudaStream_t
 
 enum { TAPER_BF16 = 0, TAPER_F16 = 1, TAPER_F32 = 2 };  // dtype; the last where it says so
-enum { TAPER_PER_HEAD = 0, TAPER_GROUP_MAX = 1, TAPER_GROUP_MASS = 2 };  // ScoreParams, HashScoreParams: reduce
 enum { TAPER_NO_TARGET = 0, TAPER_BLOCKS = 1, TAPER_TOKENS = 2 };        // SelectParams: target
 enum { TAPER_MAX_OF_GROUP = 0, TAPER_SUM_OF_GROUP = 1 };                 // GroupSelectParams: reduce
 enum { TAPER_MAX_SHARE_OF_GROUP = 2 };                                   // PickParams: reduce, besides those
@@ -417,16 +416,14 @@ typedef struct TaperScoreParams {
   const uint32_t* block_table;  // [tables, table_stride]
   const uint32_t* row_table;    // [rows] or null
   const uint32_t* lens;         // [rows], visible tokens
-  const float* lse;             // [rows, q_heads], for TAPER_GROUP_MASS
-  float* out;       // [rows, q_heads or kv_heads, stride]: scaled scores, or the group's
+  float* out;                   // [rows, q_heads, stride]: scaled scores
   float* tile_max;  // [rows, q_heads, tile_stride]: of 64 entries each, or null
   float* tile_sum;  // as tile_max: sum of exp(score - max)
   int32_t rows, q_heads, kv_heads, width, dtype, table_stride;
   int32_t per_block, max_entries, stride, tile_stride;
-  int32_t reduce;
   float scale;
   int32_t pitch;  // elements from an entry of the view to the next; 0: width
-  // Where only some tokens are scored (a view of keys, TAPER_PER_HEAD, no tiles, width 64 or 128): entry i of a list is
+  // Where only some tokens are scored (a view of keys, no tiles, width 64 or 128): entry i of a list is
   // token ids[i], and max_entries the most of them. Or null, and counts as well.
   const uint32_t* ids;     // [rows, kv_heads, stride]
   const uint32_t* counts;  // [rows, kv_heads]
@@ -458,15 +455,16 @@ typedef struct TaperLseParams {
   int32_t rows, q_heads, tile_stride, page;
 } TaperLseParams;
 
+// Agreement of binary codes: bits that are equal less those that differ, summed over the group.
 typedef struct TaperHashScoreParams {
   const uint32_t* q;            // [rows, q_heads, words]
   const uint32_t* codes;        // [blocks, kv_heads, 64, per_head ? group * words : words]
   const uint32_t* block_table;  // [tables, table_stride]
   const uint32_t* row_table;    // [rows] or null
   const uint32_t* lens;         // [rows], visible tokens
-  float* out;                   // [rows, q_heads or kv_heads, stride]
+  float* out;                   // [rows, kv_heads, stride]
   int32_t rows, q_heads, kv_heads, words, per_head, table_stride;
-  int32_t max_len, stride, reduce;
+  int32_t max_len, stride;
 } TaperHashScoreParams;
 
 typedef struct TaperSelectParams {

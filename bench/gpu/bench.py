@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import taper_gpu as t
 from pick import Pick
+from selection import GroupSelect
 
 DEV, HQ, HK, D, DT = "cuda", 32, 8, 128, torch.bfloat16
 RES = {}
@@ -232,19 +233,19 @@ def sparse():
         hi = cache.k.amax(2, keepdim=True).contiguous()
         lo = cache.k.amin(2, keepdim=True).contiguous()
         nb, key = n // 64, f"sparse b1 {n}"
-        full = t.Score(cache, q, cache.k, reduce=t.GROUP_MAX)
+        full = t.Score(cache, q, cache.k)
         put(f"{key} score all keys us", median_ms(graphed(full)) * 1e3)
-        top = t.Select(full.out[0], n // 20)
+        best = lambda scores, k, **more: GroupSelect(scores.out[0], k, HQ // HK, k=k, **more)
+        top = best(full, n // 20)
         put(f"{key} select 5% of tokens us", median_ms(graphed(top)) * 1e3)
-        bound = t.Score(cache, q, hi, lo, reduce=t.GROUP_MAX)
+        bound = t.Score(cache, q, hi, lo)
         put(f"{key} score block bounds us", median_ms(graphed(bound)) * 1e3)
         ends = lambda x: torch.full((HK,), x, dtype=torch.int32, device=DEV)
         fixed = torch.tensor([t.work_list((0, n - 128), (128, n), length=n)] * HK,
                              dtype=torch.int32, device=DEV)
         k = nb // 20
-        pick = t.Select(bound.out[0], k, ends(2), ends(nb - 2), work=fixed, target=t.BLOCKS)
+        pick = best(bound, k, begins=ends(2), ends=ends(nb - 2))
         put(f"{key} select 5% of blocks us", median_ms(graphed(pick)) * 1e3)
-        pick()
         one = Pick(cache, q, hi, lo, k, ends(2), ends(nb - 2), work=fixed)
         one()
         make = lambda eps: t.VAttention(cache, q, fixed, [7], eps, 0.05, "chi2", block_ids=one.ids)

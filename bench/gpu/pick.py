@@ -8,7 +8,7 @@ import torch
 import taper_gpu as t
 from append import Append
 from oracle import attend64, rel
-from selection import least_paying
+from selection import GroupSelect, least_paying
 from taper_gpu import PickParams, call
 
 DEV = "cuda"
@@ -269,9 +269,9 @@ def bench(put, time):
         k = n // 64 // 20
         put(f"pick {n} 5% of the blocks by bounds us", time(Pick(cache, q, hi, lo, k)))
         put(f"pick {n} 5% of the blocks by means us", time(Pick(cache, q, hi, None, k)))
-        score = t.Score(cache, q, hi, lo, reduce=t.GROUP_MAX)
+        score = t.Score(cache, q, hi, lo)
         score()
-        top = t.Select(score.out[0], k)
+        top = GroupSelect(score.out[0], k, q.shape[1] // kv, k=k)
 
         def both():
             score()

@@ -38,14 +38,13 @@ class GroupSelect:
 class HashScore:
     """q [rows, q_heads, words] against codes [blocks, kv_heads, 64, width], both int32."""
 
-    def __init__(self, cache, q, codes, per_head, reduce):
+    def __init__(self, cache, q, codes, per_head):
         rows, q_heads, words = q.shape
         stride, dev = max(cache.lens), q.device
-        heads = q_heads if reduce == t.PER_HEAD else cache.kv_heads
-        self.out = torch.full((rows, heads, stride), float("nan"), device=dev)
+        self.out = torch.full((rows, cache.kv_heads, stride), float("nan"), device=dev)
         self.p = HashScoreParams(
             q=q, codes=codes, **cache.where, lens=torch.tensor(cache.lens, dtype=torch.int32, device=dev), out=self.out,
-            rows=rows, q_heads=q_heads, words=words, per_head=per_head, max_len=stride, stride=stride, reduce=reduce)
+            rows=rows, q_heads=q_heads, words=words, per_head=per_head, max_len=stride, stride=stride)
 
     def __call__(self):
         call("taper_hash_score", self.p)
@@ -239,18 +238,16 @@ def check_hash(report, small):
         bits = lambda *s: torch.randint(-2**31, 2**31, s, device=DEV).to(torch.int32)
         codes = bits(cache.blocks, kv, 64, width)
         q = bits(len(lens), kv * group, words)
-        for reduce in (t.PER_HEAD, t.GROUP_MAX, t.GROUP_MASS):
-            f = HashScore(cache, q, codes, per_head, reduce)
-            f()
-            bad = 0.0
-            for i, n in enumerate(lens):
-                c = codes[cache.table[i, :(n + 63) // 64].long()].permute(1, 0, 2, 3)
-                c = c.reshape(kv, -1, group if per_head else 1, words)[:, :n]
-                x = c.transpose(1, 2) ^ q[i].view(kv, group, 1, words)
-                s = (32 * words - 2 * popcount(x).sum(-1)).float()
-                want = {t.PER_HEAD: s.flatten(0, 1), t.GROUP_MAX: s.amax(1), t.GROUP_MASS: s.sum(1)}[reduce]
-                bad += float((f.out[i, :, :n] != want).any())
-            report(f"hash scores {kv}x{group} {words} words {reduce}", bad, 0.5)
+        f = HashScore(cache, q, codes, per_head)
+        f()
+        bad = 0.0
+        for i, n in enumerate(lens):
+            c = codes[cache.table[i, :(n + 63) // 64].long()].permute(1, 0, 2, 3)
+            c = c.reshape(kv, -1, group if per_head else 1, words)[:, :n]
+            x = c.transpose(1, 2) ^ q[i].view(kv, group, 1, words)
+            want = (32 * words - 2 * popcount(x).sum(-1)).float().sum(1)
+            bad += float((f.out[i, :, :n] != want).any())
+        report(f"hash scores {kv}x{group} {words} words", bad, 0.5)
 
 
 def check_labels(report, small):
@@ -306,14 +303,14 @@ def bench(put, time):
         q = torch.randint(-2**31, 2**31, (1, 32, 1), device=DEV).to(torch.int32)
         codes = torch.randint(-2**31, 2**31, (cache.blocks, 8, 64, 4), device=DEV).to(torch.int32)
         put(f"score {n} hash codes, 16 B a token us",
-            time(HashScore(cache, q, codes, True, t.GROUP_MASS)))
+            time(HashScore(cache, q, codes, True)))
         labels = torch.randn(cache.blocks, 8, 64, 16, device=DEV, dtype=torch.bfloat16)
         q = torch.randn(1, 32, 16, device=DEV, dtype=torch.bfloat16)
-        put(f"score {n} 16 labels us", time(t.Score(cache, q, labels, reduce=t.GROUP_MAX)))
+        put(f"score {n} 16 labels us", time(t.Score(cache, q, labels)))
         means = torch.randn(cache.blocks, 8, 1, 128, device=DEV, dtype=torch.bfloat16)
         q = torch.randn(1, 32, 128, device=DEV, dtype=torch.bfloat16)
         if n == 131072:
             keys = t.Cache([n], 8, 128, torch.bfloat16, poison=False)
             wide = torch.randn(1, 32, 128, device=DEV, dtype=torch.bfloat16)
-            put(f"score {n} all keys us", time(t.Score(keys, wide, keys.k, reduce=t.GROUP_MAX)))
-        put(f"score {n} block means us", time(t.Score(cache, q, means, reduce=t.GROUP_MAX)))
+            put(f"score {n} all keys us", time(t.Score(keys, wide, keys.k)))
+        put(f"score {n} block means us", time(t.Score(cache, q, means)))

@@ -219,22 +219,20 @@ class Delta:
 class Score:
     """Scores of query rows against a view [blocks, kv_heads, per_block, width]."""
 
-    def __init__(self, cache, q, view, lower=None, reduce=PER_HEAD, lse=None, tiles=False,
-                 scale=None):
+    def __init__(self, cache, q, view, lower=None, tiles=False, scale=None):
         rows, q_heads, width = q.shape
         per_block = view.shape[2]
         dev = q.device
         most = (max(cache.lens) * per_block + 63) // 64
-        heads = q_heads if reduce == PER_HEAD else cache.kv_heads
-        self.out = torch.full((rows, heads, most), float("nan"), device=dev)
+        self.out = torch.full((rows, q_heads, most), float("nan"), device=dev)
         n_tiles = (most + 63) // 64
         nan = lambda: torch.full((rows, q_heads, n_tiles), float("nan"), device=dev)
         self.tile_max, self.tile_sum = (nan(), nan()) if tiles else (None, None)
         self.lens = torch.tensor(cache.lens, dtype=torch.int32, device=dev)
         self.p = ScoreParams(
-            q=q, view=view, lower=lower, **cache.where, lens=self.lens, lse=lse, out=self.out, tile_max=self.tile_max,
+            q=q, view=view, lower=lower, **cache.where, lens=self.lens, out=self.out, tile_max=self.tile_max,
             tile_sum=self.tile_sum, rows=rows, q_heads=q_heads, width=width, dtype=q.dtype, per_block=per_block,
-            max_entries=most, stride=most, tile_stride=n_tiles, reduce=reduce, scale=width**-0.5 if scale is None else scale)
+            max_entries=most, stride=most, tile_stride=n_tiles, scale=width**-0.5 if scale is None else scale)
 
     def __call__(self):
         call("taper_score", self.p)

@@ -1,7 +1,7 @@
 // Scores of query rows against binary codes of the keys.
 //
 // A code is `words` 32-bit words; the score of a pair of codes is their bits that agree
-// less those that differ, bits - 2 popcount(xor). Codes lie beside the cache as
+// less those that differ, bits - 2 popcount(xor), and the group's the sum of its heads'. Codes lie beside the cache as
 // [blocks, kv_heads, 64, width]: with a code for each query head of the group
 // (HashAttention) width is group * words, else one code serves the group and width is
 // words. A thread takes four tokens, whose loads are in flight together.
@@ -11,12 +11,6 @@
 #include "../common/ptx.cuh"
 
 namespace taper {
-
-enum HashReduce : int32_t {
-  kHashPerHead = TAPER_PER_HEAD,
-  kHashMax = TAPER_GROUP_MAX,
-  kHashSum = TAPER_GROUP_MASS
-};
 
 using HashScoreParams = TaperHashScoreParams;
 
@@ -55,33 +49,22 @@ __global__ void __launch_bounds__(kHashThreads) hash_score_kernel(const HashScor
         x[t][i] = code[t] ? reinterpret_cast<const uint4*>(code[t])[i] : make_uint4(0, 0, 0, 0);
   }
   __syncthreads();
-  const int bits = 32 * p.words;
+  const int bits = 32 * p.words * group;
 #pragma unroll
   for (int t = 0; t < kHashTokens; ++t) {
     if (!code[t]) continue;
     const uint32_t e = first + t * kHashThreads;
-    float joint = p.reduce == kHashMax ? -INFINITY : 0.f;
-    auto take = [&](int h, int differ) {
-      const float s = (float)(bits - 2 * differ);
-      if (p.reduce == kHashPerHead)
-        p.out[((int64_t)row * p.q_heads + kv_head * group + h) * p.stride + e] = s;
-      joint = p.reduce == kHashMax ? fmaxf(joint, s) : joint + s;
-    };
+    int differ = 0;  // over all heads
     if constexpr (G > 0) {
 #pragma unroll
-      for (int h = 0; h < G; ++h)
-        take(h, __popc(reinterpret_cast<const uint32_t*>(&x[t][0])[h] ^ q[h]));
+      for (int h = 0; h < G; ++h) differ += __popc(reinterpret_cast<const uint32_t*>(&x[t][0])[h] ^ q[h]);
     } else {
 #pragma unroll 1
-      for (int h = 0; h < group; ++h) {
-        int differ = 0;
+      for (int h = 0; h < group; ++h)
         for (int i = 0; i < p.words; ++i)
           differ += __popc(code[t][p.per_head ? h * p.words + i : i] ^ q[h * p.words + i]);
-        take(h, differ);
-      }
     }
-    if (p.reduce != kHashPerHead)
-      p.out[((int64_t)row * p.kv_heads + kv_head) * p.stride + e] = joint;
+    p.out[((int64_t)row * p.kv_heads + kv_head) * p.stride + e] = (float)(bits - 2 * differ);
   }
 }
 

@@ -75,9 +75,8 @@ extern "C" int taper_score(const taper::ScoreParams* p, cudaStream_t stream) {
   const bool ok = p->rows > 0 && p->max_entries > 0 && p->kv_heads > 0 &&
                   p->q_heads % p->kv_heads == 0 && p->q_heads / p->kv_heads <= 16 &&
                   p->per_block > 0 && kBlock % p->per_block == 0 &&
-                  (p->reduce != kGroupMass || p->lse) && !p->tile_max == !p->tile_sum && !p->ids == !p->counts &&
-                  (!p->ids || (p->width >= 64 && p->per_block == kBlock && p->reduce == kPerHead && !p->tile_max &&
-                               !p->lower));
+                  !p->tile_max == !p->tile_sum && !p->ids == !p->counts &&
+                  (!p->ids || (p->width >= 64 && p->per_block == kBlock && !p->tile_max && !p->lower));
   if (!ok) return cudaErrorInvalidValue;
   return p->dtype == kBf16 ? pick_width<__nv_bfloat16>(*p, stream)
                            : pick_width<__half>(*p, stream);

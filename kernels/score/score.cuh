@@ -11,12 +11,6 @@
 
 namespace taper {
 
-enum ScoreReduce : int32_t {
-  kPerHead = TAPER_PER_HEAD,
-  kGroupMax = TAPER_GROUP_MAX,
-  kGroupMass = TAPER_GROUP_MASS
-};
-
 using ScoreParams = TaperScoreParams;
 
 constexpr int kScoreWarps = 8;
@@ -86,32 +80,14 @@ __global__ void __launch_bounds__(kScoreWarps * 32) score_kernel(const ScorePara
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint32_t e = first + r * 16 + lane / 4 + 8 * half;
-        float joint = p.reduce == kGroupMax ? -INFINITY : 0.f;
 #pragma unroll
         for (int t = 0; t < NT; ++t)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int h = head_of(t, i);
-            const float s = c[r][t][2 * half + i];
-            if (h >= group) continue;
-            const int64_t qh = kv_head * group + h;
-            if (p.reduce == kPerHead) {
-              if (e < entries) p.out[((int64_t)row * p.q_heads + qh) * p.stride + e] = s;
-            } else if (p.reduce == kGroupMax) {
-              joint = fmaxf(joint, s);
-            } else {
-              joint += exp2_fast((s - p.lse[(int64_t)row * p.q_heads + qh]) * kLog2e);
-            }
+            if (h < group && e < entries)
+              p.out[((int64_t)row * p.q_heads + kv_head * group + h) * p.stride + e] = c[r][t][2 * half + i];
           }
-        if (p.reduce != kPerHead) {
-#pragma unroll
-          for (int d = 1; d < 4; d *= 2) {
-            const float other = __shfl_xor_sync(~0u, joint, d);
-            joint = p.reduce == kGroupMax ? fmaxf(joint, other) : joint + other;
-          }
-          if (quad == 0 && e < entries)
-            p.out[((int64_t)row * p.kv_heads + kv_head) * p.stride + e] = joint;
-        }
       }
     }
     if (!p.tile_max) continue;

@@ -194,7 +194,6 @@ pub fn agreement(batch: &Batch, q: &Tensor, index: &Tensor) -> Result<Lent> {
         table_stride: op.int("tables", stride)?,
         max_len: op.int("max_len", batch.max_len)?,
         stride: op.int("max_len", entries)?,
-        reduce: ffi::TAPER_GROUP_MASS,
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_hash_score, &p) }?;

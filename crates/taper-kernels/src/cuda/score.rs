@@ -129,7 +129,6 @@ pub fn scores(batch: &Batch, q: &Tensor, view: View, scale: f32) -> Result<Score
         max_entries: op.int("max_len", batch.max_len.div_ceil(page))?,
         stride: op.int("max_len", entries)?,
         tile_stride: op.int("max_len", tiles)?,
-        reduce: ffi::TAPER_PER_HEAD,
         scale,
         ..TaperScoreParams::zeroed()
     };

@@ -122,7 +122,6 @@ pub(super) fn list_scores(
             per_block: BLOCK_TOKENS as i32,
             max_entries: op.int("max_len", places)?,
             stride: op.int("max_len", places)?,
-            reduce: ffi::TAPER_PER_HEAD,
             scale: 1.0 / (head_dim as f32).sqrt(),
             ids: ids_at,
             counts: counts_at,
