@@ -26,10 +26,10 @@ extern "C" {
 typedef struct CUstream_st* TaperStream;  // cudaStream_t
 
 enum { TAPER_BF16 = 0, TAPER_F16 = 1, TAPER_F32 = 2 };  // dtype; the last where it says so
-enum { TAPER_NO_TARGET = 0, TAPER_BLOCKS = 1, TAPER_TOKENS = 2 };        // SelectParams: target
+enum { TAPER_BLOCKS = 0, TAPER_TOKENS = 1 };                             // PickParams: target
 enum { TAPER_MAX_OF_GROUP = 0, TAPER_SUM_OF_GROUP = 1 };                 // GroupSelectParams: reduce
 enum { TAPER_MAX_SHARE_OF_GROUP = 2 };                                   // PickParams: reduce, besides those
-enum { TAPER_BY_COUNT = 0, TAPER_BY_EXP = 1, TAPER_BY_SCORE = 2 };       // GroupSelectParams: mass
+enum { TAPER_BY_COUNT = 0, TAPER_BY_SCORE = 1 };                         // GroupSelectParams: mass
 enum { TAPER_DENOMINATOR = 0, TAPER_LEMMA, TAPER_TIGHT, TAPER_RATIO, TAPER_CHI2, TAPER_LISTED };  // SampledParams: rule
 enum { TAPER_SAMPLED = 1, TAPER_DENSE = 2, TAPER_WHOLE = 3, TAPER_AS_LISTED = 4 };                // SampledParams: state
 enum { TAPER_SYSTEMATIC = 0, TAPER_STRATIFIED = 1, TAPER_INDEPENDENT = 2, TAPER_PER_TILE = 3,
@@ -474,9 +474,8 @@ typedef struct TaperSelectParams {
   const uint32_t* ks;      // [lists]; null: `k`
   uint32_t* ids;           // [lists, capacity], ascending
   uint32_t* counts;        // [lists], or null
-  TaperWorkList* work;     // [lists], patched as `target` says; or null
-  int32_t lists, stride, capacity, entries, k, target;
-  int32_t blocks_most;  // thread blocks a list at most, 0: as many as help; for measurements
+  TaperWorkList* work;     // [lists], given the slice of ids as its tokens; or null
+  int32_t lists, stride, capacity, entries, k;
   // By count, of shares of the attention mass: above 0 only entries that are cheaper to take than to sample around, to an eighth
   // of an octave. Of n entries whose squares sum to q that is so for the next one, of square s, while n s >= q + noise.
   float noise;
@@ -488,10 +487,8 @@ typedef struct TaperGroupSelectParams {
   const float* shares;     // [lists]; null: `share`
   int32_t group;           // rows of scores that one list reduces
   int32_t reduce;          // TAPER_MAX_OF_GROUP or TAPER_SUM_OF_GROUP
-  int32_t mass;            // TAPER_BY_COUNT and so on; by mass, `k` is the least number to take
-  int32_t ties;            // by mass: also take all entries equal to the last
+  int32_t mass;            // TAPER_BY_COUNT, or TAPER_BY_SCORE: the fewest that hold a share of the sum
   float share;
-  int32_t reserved;
 } TaperGroupSelectParams;
 
 typedef struct TaperPickParams {

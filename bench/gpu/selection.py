@@ -13,14 +13,13 @@ from taper_gpu import GroupSelectParams, HashScoreParams, SelectParams, call
 
 DEV = "cuda"
 MAX, SUM = t.MAX_OF_GROUP, t.SUM_OF_GROUP
-COUNT, EXP, SCORE = t.BY_COUNT, t.BY_EXP, t.BY_SCORE
+COUNT, SCORE = t.BY_COUNT, t.BY_SCORE
 
 
 class GroupSelect:
     """Ascending ids of each list's best entries; a list reduces `group` rows of scores. `base`: further fields of SelectParams."""
 
-    def __init__(self, scores, capacity, group=1, reduce=MAX, lse=None, k=0, mass=COUNT,
-                 share=0.0, ties=False, **base):
+    def __init__(self, scores, capacity, group=1, reduce=MAX, lse=None, k=0, mass=COUNT, share=0.0, **base):
         rows, stride = scores.shape
         lists, dev = rows // group, scores.device
         self.ids = torch.full((lists, capacity), -1, dtype=torch.int32, device=dev)
@@ -28,7 +27,7 @@ class GroupSelect:
         self.p = GroupSelectParams(
             base=SelectParams(scores=scores, ids=self.ids, counts=self.counts, lists=lists, stride=stride, capacity=capacity,
                               entries=stride, k=k, **base),
-            lse=lse, group=group, reduce=reduce, mass=mass, ties=ties, share=share)
+            lse=lse, group=group, reduce=reduce, mass=mass, share=share)
 
     def __call__(self):
         call("taper_select_group", self.p)
@@ -139,7 +138,7 @@ def check_count(report, small):
     ends = torch.tensor([3000, 2000, 3000, 3000, 101], dtype=torch.int32, device=DEV)
     ks = torch.tensor([7, 3000, 4, 4, 0], dtype=torch.int32, device=DEV)
     work = torch.tensor([t.work_list(length=n)] * lists, dtype=torch.int32, device=DEV)
-    f = GroupSelect(x, 2500, ks=ks, begins=begins, ends=ends, work=work, target=t.TOKENS)
+    f = GroupSelect(x, 2500, ks=ks, begins=begins, ends=ends, work=work)
     f()
     bad = 0
     for i in range(lists):
@@ -176,47 +175,31 @@ def check_group(report, small):
 def check_mass(report, small):
     sizes = [1, 9000] if small else [1, 100, 2048, 5000, 33000, 131072, 600000]
     for n in sizes:
-        for mass in (EXP, SCORE):
-            for kind in ("normal", "ties", "equal"):
-                for share in (0.9, 1.0) if small else (0.0, 0.1, 0.9, 0.999, 1.0):
-                    for ties in (False, True):
-                        x = spread(kind, 2, n)
-                        if mass == SCORE:
-                            x = x.abs() if kind != "equal" else x + 0.25
-                            if n > 3:
-                                x[:, 3] = 0.0
-                        f = GroupSelect(x, n, mass=mass, share=share, ties=ties)
-                        f()
-                        bad = 0
-                        for i in range(2):
-                            w = torch.exp(x[i].double() - x[i].max().double()) if mass == EXP \
-                                else x[i].double()
-                            bad += not mass_holds(w, x[i], f.ids[i], int(f.counts[i]), share, ties)
-                        if bad:
-                            report(f"select mass {n} {mass} {kind} {share} {ties}", float(bad), 0.5)
-            report(f"select mass {n} {'exp' if mass == EXP else 'score'}", 0.0, 0.5)
+        for kind in ("normal", "ties", "equal"):
+            for share in (0.9, 1.0) if small else (0.0, 0.1, 0.9, 0.999, 1.0):
+                x = spread(kind, 2, n)
+                x = x.abs() if kind != "equal" else x + 0.25
+                if n > 3:
+                    x[:, 3] = 0.0
+                f = GroupSelect(x, n, mass=SCORE, share=share)
+                f()
+                bad = sum(not mass_holds(x[i].double(), f.ids[i], int(f.counts[i]), share) for i in range(2))
+                report(f"select mass {n} {kind} {share}", float(bad), 0.5)
 
 
-def mass_holds(w, x, ids, k, share, ties):
+def mass_holds(w, ids, k, share):
     """The fewest best entries that reach the share, within 1e-5 of the total."""
     n, total = len(w), w.sum()
     if share <= 0 or total == 0:
         return k == 0
     if share >= 1:
         return same(ids, k, (w > 0).nonzero().flatten())
-    order = torch.sort(x.double(), descending=True, stable=True).indices
+    order = torch.sort(w, descending=True, stable=True).indices
     run = torch.cumsum(w[order], 0)
     slack = 1e-5 * total
     if k == 0 or k > n or run[k - 1] < share * total - slack:
         return False
-    edge = x[order[k - 1]]
-    if ties:
-        if not bool((x[order[k:]] < edge).all()):
-            return False
-        before = int((x > edge).sum())
-        reached = run[before - 1] if before else 0.0
-    else:
-        reached = run[k - 2] if k > 1 else 0.0
+    reached = run[k - 2] if k > 1 else 0.0
     return bool(reached <= share * total + slack) and same(ids, k, order[:k].sort().values)
 
 
@@ -282,12 +265,8 @@ def bench(put, time):
         x = torch.randn(lists, n, device=DEV)
         k = n // 20
         put(f"select {n} 5% of tokens us", time(GroupSelect(x, k, k=k)))
-        if n == 131072:
-            for most in (4, 16):
-                f = GroupSelect(x, k, k=k)
-                f.p.base.blocks_most = most
-                put(f"select {n} 5% of tokens, clusters of {most} us", time(f))
-        put(f"select {n} top-p 0.9 us", time(GroupSelect(x, n, mass=EXP, share=0.9)))
+        lse = torch.logsumexp(x, -1)
+        put(f"select {n} top-p 0.9 us", time(GroupSelect(x, n, lse=lse, mass=SCORE, share=0.9)))
         put(f"select {n} torch.topk us", time(lambda: torch.topk(x, k)))
         g = torch.randn(lists * 4, n, device=DEV)
         put(f"select {n} 5% of tokens, sum of 4 heads us",

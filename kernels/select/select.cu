@@ -7,22 +7,21 @@ namespace {
 // As many blocks as leave a thread eight entries; 16 only for very long lists, since so
 // large a cluster may wait for room. Where there are many lists no more than the device has at a time, unless what they
 // have to keep is more than fits. Results do not depend on the choice.
-template <int MASS>
+template <bool MASSES>
 cudaError_t go(const GroupSelectParams& p, cudaStream_t s) {
   static const bool wide =
-      cluster_fits((const void*)select_kernel<MASS>, kSelectThreads, kSelectSmem, kClusterMost);
-  const uint32_t n = p.base.stride, asked = p.base.blocks_most;
-  const uint32_t most = asked ? asked : wide ? kClusterMost : 8;
+      cluster_fits((const void*)select_kernel<MASSES>, kSelectThreads, kSelectSmem, kClusterMost);
+  const uint32_t n = p.base.stride, most = wide ? kClusterMost : 8;
   auto crowded = [&](uint32_t cluster) {
-    return !asked && (int64_t)2 * cluster * p.base.lists > sm_count() && n <= cluster * kSelectKept;
+    return (int64_t)2 * cluster * p.base.lists > sm_count() && n <= cluster * kSelectKept;
   };
   uint32_t cluster = 1;
   while (cluster < most && n > cluster * kSelectThreads * (cluster < 8 ? 8 : 40) && !crowded(cluster)) cluster *= 2;
-  const uint32_t inbox = cluster > 1 ? 2 * cluster * kSelectBins * (MASS == kByCount ? 1 : 2) : 0;
+  const uint32_t inbox = cluster > 1 ? 2 * cluster * kSelectBins * (MASSES ? 2 : 1) : 0;
   const uint32_t share = ((n + cluster * 32 - 1) / (cluster * 32) + 127) & ~127u;
   const uint32_t fit = (kSelectSmem / 4 - inbox) & ~4095u;
   const uint32_t room = share * 32 < fit ? share * 32 : fit;
-  return launch_cluster(select_kernel<MASS>, p.base.lists * cluster, kSelectThreads,
+  return launch_cluster(select_kernel<MASSES>, p.base.lists * cluster, kSelectThreads,
                         (inbox + room) * 4, cluster, s, p, room);
 }
 
@@ -36,9 +35,7 @@ extern "C" int taper_select_group(const taper::GroupSelectParams* p, cudaStream_
                   b.stride <= 1 << 25 && (int64_t)b.lists * b.capacity <= UINT32_MAX &&
                   b.lists <= INT32_MAX / kClusterMost;
   if (!ok) return cudaErrorInvalidValue;
-  if (p->mass == kByExp) return go<kByExp>(*p, stream);
-  if (p->mass == kByScore) return go<kByScore>(*p, stream);
-  return go<kByCount>(*p, stream);
+  return p->mass == kByScore ? go<true>(*p, stream) : go<false>(*p, stream);
 }
 
 extern "C" int taper_select(const taper::SelectParams* p, cudaStream_t stream) {

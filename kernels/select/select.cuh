@@ -21,10 +21,9 @@
 
 namespace taper {
 
-enum SelectTarget : int32_t { kNoTarget = TAPER_NO_TARGET, kBlocks = TAPER_BLOCKS, kTokens = TAPER_TOKENS };
 enum SelectReduce : int32_t { kMaxOfGroup = TAPER_MAX_OF_GROUP, kSumOfGroup = TAPER_SUM_OF_GROUP };
-// What an entry weighs: nothing (the count decides), exp(score), or the score itself.
-enum SelectMass : int32_t { kByCount = TAPER_BY_COUNT, kByExp = TAPER_BY_EXP, kByScore = TAPER_BY_SCORE };
+// What an entry weighs: nothing (the count decides), or its score.
+enum SelectMass : int32_t { kByCount = TAPER_BY_COUNT, kByScore = TAPER_BY_SCORE };
 
 using SelectParams = TaperSelectParams;
 using GroupSelectParams = TaperGroupSelectParams;
@@ -75,21 +74,15 @@ __device__ __noinline__ uint4 load_keys(const GroupSelectParams& p, const float*
 }
 
 // The mass of an entry in units of the list's heaviest / 2^38.
-template <int MASS>
 __device__ __forceinline__ uint64_t mass_of(uint32_t u, float top) {
   const float x = value_of(u);
-  if constexpr (MASS == kByExp) {
-    if (x == top) return (uint64_t)kMassUnit;
-    return (uint64_t)(exp2_fast((x - top) * kLog2e) * kMassUnit);
-  }
   return x > 0.f ? (uint64_t)(__fdividef(x, top) * kMassUnit) : 0;
 }
 
-template <int MASS>
+template <bool kMasses>
 __global__ void __launch_bounds__(kSelectThreads)
     select_kernel(const __grid_constant__ GroupSelectParams p, uint32_t room) {
-  using Sum = typename std::conditional<MASS == kByCount, uint32_t, uint64_t>::type;
-  constexpr bool kMasses = MASS != kByCount;
+  using Sum = typename std::conditional<kMasses, uint64_t, uint32_t>::type;
   constexpr int kBins = kSelectBins * (kMasses ? 2 : 1);
   // [2][size][kBins] as the blocks sent them, then keys [room], a multiple of 128 a warp.
   extern __shared__ __align__(16) uint32_t inbox[];
@@ -170,8 +163,8 @@ __global__ void __launch_bounds__(kSelectThreads)
 
   float top = 0.f;
   if constexpr (kMasses) {
-    // By scores, what is no number is more than any.
-    each([&](uint32_t u, uint32_t) { most = max(most, MASS == kByScore && u == 1 ? ~0u : u); });
+    // What is no number is more than any.
+    each([&](uint32_t u, uint32_t) { most = max(most, u == 1 ? ~0u : u); });
     most = __reduce_max_sync(~0u, most);
     if (lane == 0) sh.warps[warp].x = most;
     __syncthreads();
@@ -189,12 +182,12 @@ __global__ void __launch_bounds__(kSelectThreads)
   float wanted = 0.f;
   if constexpr (kMasses) {
     wanted = p.shares ? p.shares[list] : p.share;
-    search = n > 0 && wanted > 0.f && wanted < 1.f && top > (MASS == kByExp ? -INFINITY : 0.f);
+    search = n > 0 && wanted > 0.f && wanted < 1.f && top > 0.f;
     need = n;
     if (!search) {
       // Nothing, all that weighs anything, or everything where not all are numbers.
       fixed = 32, need = 0;
-      prefix = wanted <= 0.f ? 0xFFFFFFFFu : most == ~0u ? 0 : ordered(MASS == kByExp ? -INFINITY : 0.f);
+      prefix = wanted <= 0.f ? 0xFFFFFFFFu : most == ~0u ? 0 : ordered(0.f);
     }
   }
   // The lowest key with that prefix; shifts by 32 would not clear the word.
@@ -207,10 +200,10 @@ __global__ void __launch_bounds__(kSelectThreads)
     if (kMasses || pass > 0) each([&](uint32_t u, uint32_t) {
       if (u - low <= span) {
         const uint32_t bin = (u - low) >> shift;
-        if constexpr (MASS == kByCount) {
+        if constexpr (!kMasses) {
           atomicAdd(&bins[bin], 1u);
         } else {
-          const uint64_t m = mass_of<MASS>(u, top);
+          const uint64_t m = mass_of(u, top);
           const uint32_t old = atomicAdd(&bins[bin], (uint32_t)m);
           const uint32_t up = (uint32_t)(m >> 32) + (old + (uint32_t)m < old);
           if (up) atomicAdd(&bins[kSelectBins + bin], up);
@@ -287,8 +280,8 @@ __global__ void __launch_bounds__(kSelectThreads)
   }
   if constexpr (kMasses) {
     if (search) {
-      const uint64_t one = mass_of<MASS>(prefix, top);
-      need = p.ties || one == 0 ? n : (need + one - 1) / one;
+      const uint64_t one = mass_of(prefix, top);
+      need = one == 0 ? n : (need + one - 1) / one;
     }
   }
 
@@ -337,18 +330,13 @@ __global__ void __launch_bounds__(kSelectThreads)
   });
   if (tid == 0 && rank == 0) {
     if (b.counts) b.counts[list] = k;
-    if (b.work && b.target != kNoTarget) {
+    if (b.work) {
       WorkList& w = b.work[list];
       const bool fits = k <= capacity;
       // More than fit: the list reads everything. Its second range ends with the row, as any list's.
       if (!fits) w.begin[0] = 0, w.end[0] = w.begin[1] = w.end[1] = w.len;
-      if (b.target == kBlocks) {
-        w.block_first = list * capacity;
-        w.block_count = fits ? k : 0;
-      } else {
-        w.token_first = list * capacity;
-        w.token_count = fits ? k : 0;
-      }
+      w.token_first = list * capacity;
+      w.token_count = fits ? k : 0;
     }
   }
 }

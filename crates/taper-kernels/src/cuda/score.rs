@@ -270,7 +270,6 @@ pub(super) fn largest(
         stride: op.int("scores", entries)?,
         capacity: op.int("capacity", capacity)?,
         entries: op.int("scores", entries)?,
-        target: ffi::TAPER_NO_TARGET,
         ..TaperSelectParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
@@ -327,7 +326,8 @@ pub(super) fn select(
     let mut lists = lists.writable(op)?;
     let (count, entries) = (rows * kv_heads, scores.dim(2)?);
     lists.fits(op, rows, kv_heads)?;
-    let target = if page == 1 { ffi::TAPER_TOKENS } else { ffi::TAPER_NO_TARGET };
+    // Of pages the lists are told by the launch behind.
+    let work = (page == 1).then_some(&lists.work);
     let chosen = op.empty(count, DType::U32)?;
     let ids = op.lent((count, how.capacity), DType::U32)?;
     let base = TaperSelectParams {
@@ -337,15 +337,13 @@ pub(super) fn select(
         ids: op.at("ids", &ids, DType::U32, [count, how.capacity])?,
         ks: op.maybe("k", how.ks, DType::U32, [count])?,
         counts: op.at("counts", &chosen, DType::U32, [count])?,
-        work: op.at("between", &lists.work, DType::U32, lists.work.dims())?,
+        work: op.maybe("between", work, DType::U32, lists.work.dims())?,
         lists: op.int("scores", count)?,
         stride: op.int("scores", entries)?,
         capacity: op.int("capacity", how.capacity)?,
         entries: op.int("scores", entries)?,
         k: how.k,
-        target,
         noise: how.noise,
-        ..TaperSelectParams::zeroed()
     };
     let p = TaperGroupSelectParams {
         base,

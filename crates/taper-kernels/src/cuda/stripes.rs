@@ -229,7 +229,6 @@ fn fewest(op: &Op, mass: &Tensor, kv_heads: usize, alpha: f64) -> Result<(Tensor
             capacity: op.int("mass", entries)?,
             entries: op.int("mass", entries)?,
             k: if alpha >= 1.0 { op.int("mass", entries)? } else { 0 },
-            target: ffi::TAPER_NO_TARGET,
             ..TaperSelectParams::zeroed()
         },
         group: op.int("mass", q_heads / kv_heads)?,
