@@ -493,26 +493,25 @@ typedef struct TaperGroupSelectParams {
 
 typedef struct TaperPickParams {
   const void* q;                // [rows, q_heads, width]
-  const void* view;             // [blocks, kv_heads, per_block, pitch]: means, or upper bounds if `lower`
-  const void* lower;            // lower bounds, or null
+  const void* view;             // [blocks, kv_heads, per_block, pitch], upper bounds
+  const void* lower;            // as view, lower bounds
   const uint32_t* block_table;  // [tables, table_stride]
   const uint32_t* row_table;    // [rows] or null
   const uint32_t* lens;         // [rows], visible tokens
   const uint32_t* begins;       // [lists], first candidate page; null: 0
   const uint32_t* ends;         // [lists], one past the last candidate; null: all pages
   const uint32_t* ks;           // [lists]; null: `k`
-  const TaperWorkList* lists;   // [lists], what `work` begins as; null: as it is
+  const TaperWorkList* lists;   // [lists], what `work` begins as
   uint32_t* keys;               // [lists, stride], scratch
   uint32_t* ids;                // [lists, capacity], ascending
-  uint32_t* counts;             // [lists], or null
-  TaperWorkList* work;          // [lists], given the slice of ids; or null
+  TaperWorkList* work;          // [lists], given the slice of ids
   uint32_t* sync;               // [(1 + lists) * 32], zero before and after
   uint64_t* masses;             // of shares: [lists, team, group, 2], zero before and after
   int32_t rows, q_heads, kv_heads, width, dtype, table_stride;
   int32_t per_block, pitch;  // pitch 0: `width`
   int32_t stride;            // most candidates of a list, at most 32768; of the sum, most pages
   int32_t capacity, k;
-  // TAPER_MAX_OF_GROUP of the products; by bounds TAPER_SUM_OF_GROUP or TAPER_MAX_SHARE_OF_GROUP of shares of the mass
+  // TAPER_MAX_OF_GROUP of the products; TAPER_SUM_OF_GROUP or TAPER_MAX_SHARE_OF_GROUP of shares of the mass
   int32_t reduce;
   int32_t target;  // TAPER_BLOCKS, or TAPER_TOKENS: pages, cut to what lies between the list's ranges
   float scale;       // of the sum's scores

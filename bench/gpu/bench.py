@@ -246,9 +246,9 @@ def sparse():
         k = nb // 20
         pick = best(bound, k, begins=ends(2), ends=ends(nb - 2))
         put(f"{key} select 5% of blocks us", median_ms(graphed(pick)) * 1e3)
-        one = Pick(cache, q, hi, lo, k, ends(2), ends(nb - 2), work=fixed)
+        one = Pick(cache, q, hi, lo, fixed, k, ends(2), ends(nb - 2))
         one()
-        make = lambda eps: t.VAttention(cache, q, fixed, [7], eps, 0.05, "chi2", block_ids=one.ids)
+        make = lambda eps: t.VAttention(cache, q, one.work, [7], eps, 0.05, "chi2", block_ids=one.ids)
         # The epsilon at which this data needs about 10% of the keys.
         tries = {}
         for eps in (0.025, 0.03, 0.035, 0.04, 0.045, 0.05, 0.055, 0.06, 0.065, 0.07, 0.08, 0.1, 0.15):
@@ -298,9 +298,9 @@ def sampled():
             for name, (share, loose, pilot) in [*settings.items(), ("blocks alone", (0.05, 1, 0.01))]:
                 fixed = torch.tensor([t.work_list((0, n - 128), (128, n), length=n)] * HK,
                                      dtype=torch.int32, device=DEV)
-                pick = Pick(cache, q, hi, lo, int(nb * share), ends(2), ends(nb - 2), work=fixed)
+                pick = Pick(cache, q, hi, lo, fixed, int(nb * share), ends(2), ends(nb - 2))
                 pick()
-                f = t.VAttention(cache, q, fixed, [7], loose * eps, 0.05, "listed" if "alone" in name else "chi2",
+                f = t.VAttention(cache, q, pick.work, [7], loose * eps, 0.05, "listed" if "alone" in name else "chi2",
                                  block_ids=pick.ids, pilot_share=pilot)
 
                 def step():

@@ -65,8 +65,8 @@ class Layer:
             hi, lo, pitch = paged_bounds(cache.k, by)
             self.index = Append(cache, [(0, n - 1, n)], pages=lo, page=by)
             k, shift = n // 50 // by, by.bit_length() - 1
-            self.pick = Pick(cache, self.rope.q, hi, lo, k, i32(4 // by), i32((n - 64 + by - 1) // by),
-                             work=torch.empty_like(lists), shares=True, lists=lists, target=t.TOKENS, pitch=pitch, fresh=1)
+            self.pick = Pick(cache, self.rope.q, hi, lo, lists, k, i32(4 // by), i32((n - 64 + by - 1) // by), shares=True,
+                             target=t.TOKENS, pitch=pitch, fresh=1)
             work, ids = self.pick.work, self.pick.ids
         self.attend = t.VAttention(cache, self.rope.q, work, [7], epsilon, 0.1, token_ids=ids, token_shift=shift, out_f32=True)
         self.attend.p.out = attended

@@ -15,26 +15,24 @@ DEV = "cuda"
 
 
 class Pick:
-    """The k pages of each list whose bounds or means score best, best head of a group counting; `shares`: that hold
+    """The k pages of each list whose bounds score best, best head of a group counting; `shares`: that hold
     the largest share of the mass by their bounds, all heads of a group counting, or of any by
     MAX_SHARE_OF_GROUP; and with `noise` only those that are cheaper to read than to sample around."""
 
-    def __init__(self, cache, q, view, lower=None, k=1, begins=None, ends=None, ks=None, work=None,
-                 capacity=None, shares=False, lists=None, target=t.BLOCKS, pitch=0, fresh=0, noise=0.0,
-                 reduce=t.SUM_OF_GROUP):
+    def __init__(self, cache, q, view, lower, lists, k=1, begins=None, ends=None, ks=None, capacity=None, shares=False,
+                 target=t.BLOCKS, pitch=0, fresh=0, noise=0.0, reduce=t.SUM_OF_GROUP):
         rows, q_heads, width = q.shape
         count, dev, per_block = rows * cache.kv_heads, q.device, view.shape[2] if view.dim() == 4 else 1
         page = 64 // per_block
         stride, capacity = (max(cache.lens) + page - 1) // page, capacity or k
         i32 = lambda *s: torch.full(s, -1, dtype=torch.int32, device=dev)
-        self.keys, self.ids, self.counts = i32(count, stride), i32(count, capacity), i32(count)
+        self.keys, self.ids, self.work = i32(count, stride), i32(count, capacity), torch.full_like(lists, -1)
         self.sync = torch.zeros(1 + count, 32, dtype=torch.int32, device=dev)
         group = q_heads // cache.kv_heads
         self.masses = torch.zeros(count, t.team_size(cache.kv_heads), group, 2, dtype=torch.int64, device=dev)
-        self.work = work
         self.p = PickParams(
             q=q, view=view, lower=lower, **cache.where, lens=torch.tensor(cache.lens, dtype=torch.int32, device=dev),
-            begins=begins, ends=ends, ks=ks, lists=lists, keys=self.keys, ids=self.ids, counts=self.counts, work=work,
+            begins=begins, ends=ends, ks=ks, lists=lists, keys=self.keys, ids=self.ids, work=self.work,
             sync=self.sync, masses=self.masses, rows=rows, q_heads=q_heads, width=width, dtype=q.dtype, per_block=per_block,
             pitch=pitch, stride=stride, capacity=capacity, k=k, reduce=reduce if shares else t.MAX_OF_GROUP, target=target,
             scale=width**-0.5, fresh=fresh, noise=noise)
@@ -56,10 +54,9 @@ def paged_bounds(k, page):
 def check(report, small):
     lens = [1, 64, 700, 5000] if small else [1, 64, 700, 5000, 130000, 1048576]
     i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=DEV)
-    for dtype, d, kv, group, bounds, coarse in (
-            (torch.bfloat16, 128, 2, 4, True, False), (torch.float16, 64, 3, 3, True, False),
-            (torch.bfloat16, 128, 1, 16, False, True), (torch.float16, 128, 8, 1, False, False),
-            (torch.bfloat16, 64, 2, 12, True, True)):
+    for dtype, d, kv, group, coarse in (
+            (torch.bfloat16, 128, 2, 4, False), (torch.float16, 64, 3, 3, False), (torch.bfloat16, 128, 1, 16, True),
+            (torch.float16, 128, 8, 1, False), (torch.bfloat16, 64, 2, 12, True)):
         blocks = [(n + 63) // 64 for n in lens]
         cache = t.Cache([64], kv, d, dtype)  # Its table is made for the longer lens below.
         cache.lens, cache.blocks = lens, sum(blocks)
@@ -78,8 +75,8 @@ def check(report, small):
         ends = i32([n - (n > 4) for n in blocks for _ in range(kv)])
         ks = i32([(0, 1, 7, 40000, max(n // 20, 1))[(i + h) % 5]
                   for i, n in enumerate(blocks) for h in range(kv)])
-        work = i32([t.work_list(length=n) for n in lens for _ in range(kv)])
-        f = Pick(cache, q, hi, lo if bounds else None, 1, begins, ends, ks, work, max(blocks))
+        lists = i32([t.work_list(length=n) for n in lens for _ in range(kv)])
+        f = Pick(cache, q, hi, lo, lists, 1, begins, ends, ks, max(blocks))
         bad, repeats = 0, 0
         for again in range(2 if small else 20):
             f.ids.fill_(-1)
@@ -91,16 +88,12 @@ def check(report, small):
             rows = cache.table[i, :n].long()
             for h in range(kv):
                 x = q[i, h * group:(h + 1) * group].double()
-                s = x.clamp_min(0) @ hi[rows, h].double().T if bounds else x @ hi[rows, h].double().T
-                if bounds:
-                    s = s + x.clamp_max(0) @ lo[rows, h].double().T
-                s = s.amax(0)
+                s = (x.clamp_min(0) @ hi[rows, h].double().T + x.clamp_max(0) @ lo[rows, h].double().T).amax(0)
                 b, e = begins[i * kv + h].item(), ends[i * kv + h].item()
                 s[:b], s[e:] = -torch.inf, -torch.inf
                 k = min(ks[i * kv + h].item(), max(e - b, 0))
                 got = f.ids[i * kv + h]
-                bad += int(f.counts[i * kv + h].item() != k)
-                w = work[i * kv + h].tolist()
+                w = f.work[i * kv + h].tolist()
                 bad += int(w[4] != (i * kv + h) * max(blocks) or w[5] != k)
                 got, rest = got[:k].long(), got[k:]
                 bad += int(bool((rest != -1).any()) or bool((got[1:] <= got[:-1]).any()))
@@ -109,7 +102,7 @@ def check(report, small):
                     bad += int(not torch.equal(got, want))
                 elif k:  # Rounding may swap what is nearly equal.
                     bad += int(s[got].min() < s[want].min() - 1e-4 * s[want].abs().max())
-        report(f"pick {dtype} d{d} kv {kv} group {group} bounds {bounds} ties {coarse}", bad + repeats, 0.5)
+        report(f"pick {dtype} d{d} kv {kv} group {group} ties {coarse}", bad + repeats, 0.5)
     check_shares(report, small)
 
 
@@ -134,9 +127,9 @@ def check_shares(report, small):
                 begins.append(sink // page if apart else 0)
                 ends.append(-(-(n - window) // page) if apart else 0)
                 ks.append(min((k, 1, 7)[h % 3], ends[-1] - begins[-1]))
-        fixed, work = i32(fixed), torch.full((len(fixed), 16), -1, dtype=torch.int32, device=DEV)
-        f = Pick(cache, q, hi, lo, k, i32(begins), i32(ends), i32(ks), work, shares=True, lists=fixed, target=t.TOKENS,
-                 pitch=pitch)
+        fixed = i32(fixed)
+        f = Pick(cache, q, hi, lo, fixed, k, i32(begins), i32(ends), i32(ks), shares=True, target=t.TOKENS, pitch=pitch)
+        work, found = f.work, lambda of, j: int((of.ids[j] != -1).sum())
         bad = repeats = 0
         for again in range(2 if small else 20):
             f.ids.fill_(-1), work.fill_(-1)
@@ -148,8 +141,8 @@ def check_shares(report, small):
         seen = torch.zeros(len(lens), kv, max(lens), dtype=torch.bool, device=DEV)
         # A quarter of the pages of the shortest row would be sampled if all held the same.
         noise = 3 * page / min(lens)
-        some = Pick(cache, q, hi, lo, k, i32(begins), i32(ends), i32(ks), torch.empty_like(fixed), shares=True,
-                    lists=fixed, target=t.TOKENS, pitch=pitch, noise=noise, reduce=t.MAX_SHARE_OF_GROUP)
+        some = Pick(cache, q, hi, lo, fixed, k, i32(begins), i32(ends), i32(ks), shares=True, target=t.TOKENS, pitch=pitch,
+                    noise=noise, reduce=t.MAX_SHARE_OF_GROUP)
         some()
         for i, n in enumerate(lens):
             rows = cache.table[i, :(n + 63) // 64].long()
@@ -160,11 +153,11 @@ def check_shares(report, small):
                 s = (x.clamp_min(0) @ up[h].T + x.clamp_max(0) @ down[h].T) * d**-0.5
                 mass = torch.softmax(s, -1).sum(0)[begins[j]:ends[j]]
                 got = f.ids[j, :ks[j]].long() - begins[j]
-                bad += int(f.counts[j].item() != ks[j] or bool((got[1:] <= got[:-1]).any()))
+                bad += int(found(f, j) != ks[j] or bool((got[1:] <= got[:-1]).any()))
                 if ks[j]:  # Rounding may swap what is nearly equal.
                     bad += int(mass[got].min() < mass.sort(descending=True).values[ks[j] - 1] * (1 - 1e-3))
                 # By the shares that it found, exactly those that pay.
-                few = some.counts[j].item()
+                few = found(some, j)
                 most = torch.softmax(s, -1).amax(0)[begins[j]:ends[j]]
                 shares = some.keys[j, :ends[j] - begins[j]].bitwise_and(0x7FFFFFFF).view(torch.float32)
                 bad += int(not torch.allclose(shares.double(), most, rtol=2e-3, atol=1e-12))
@@ -242,8 +235,8 @@ def bench_paged(put, time):
             fixed = torch.tensor([t.work_list((0, n - 100), (128, n), length=n)] * kv, dtype=torch.int32, device=DEV)
             whole = lambda x: torch.full((kv,), x // page, dtype=torch.int32, device=DEV)
             k, shift = int(n * 0.09) // page, page.bit_length() - 1
-            pick = Pick(cache, q, hi, lo, k, whole(128), whole(n - 100 + page - 1), work=torch.empty_like(fixed),
-                        shares=True, lists=fixed, target=t.TOKENS, pitch=pitch)
+            pick = Pick(cache, q, hi, lo, fixed, k, whole(128), whole(n - 100 + page - 1), shares=True, target=t.TOKENS,
+                        pitch=pitch)
             pick()
             f = t.VAttention(cache, q, pick.work, [7], eps, 0.05, token_ids=pick.ids, token_shift=shift, out_f32=True)
 
@@ -267,8 +260,8 @@ def bench(put, time):
         q = torch.randn(1, 32, d, device=DEV, dtype=dtype)
         hi, lo = cache.k.amax(2, keepdim=True).contiguous(), cache.k.amin(2, keepdim=True).contiguous()
         k = n // 64 // 20
-        put(f"pick {n} 5% of the blocks by bounds us", time(Pick(cache, q, hi, lo, k)))
-        put(f"pick {n} 5% of the blocks by means us", time(Pick(cache, q, hi, None, k)))
+        lists = torch.tensor([t.work_list(length=n)] * kv, dtype=torch.int32, device=DEV)
+        put(f"pick {n} 5% of the blocks by bounds us", time(Pick(cache, q, hi, lo, lists, k)))
         score = t.Score(cache, q, hi, lo)
         score()
         top = GroupSelect(score.out[0], k, q.shape[1] // kv, k=k)

@@ -21,7 +21,6 @@ struct ViewRows {
   // A lane reads 16 consecutive bytes a load; of 16 labels only 8, and half a fragment.
   static constexpr int kLoads = W < 32 ? 1 : W / 32;
   static constexpr bool kHalf = W == 16;
-  static constexpr bool kBounds = BOUNDS;
   static constexpr int kColumns = 8 * NT;  // heads, of which the group's are the first
   const uint32_t* table;
   uint32_t entries, kv_head, kv_heads, per_block, pitch;

@@ -18,8 +18,7 @@ cudaError_t go(PickParams p, cudaStream_t s) {
   const size_t smem = shares && scores > keys ? scores : keys;
   p.in_order = grid > sm_count();
   auto start = [&](auto kernel) { return launch(kernel, grid, kPickThreads, smem, s, p); };
-  if (shares) return start(pick_kernel<T, W, NT, true, true>);
-  return p.lower ? start(pick_kernel<T, W, NT, true, false>) : start(pick_kernel<T, W, NT, false, false>);
+  return shares ? start(pick_kernel<T, W, NT, true>) : start(pick_kernel<T, W, NT, false>);
 }
 
 }  // namespace
@@ -33,7 +32,7 @@ extern "C" int taper_pick(const taper::PickParams* p, cudaStream_t stream) {
                   (p->dtype == kBf16 || p->dtype == kF16) && p->capacity > 0 && p->stride > 0 &&
                   p->stride <= kPickMost && p->per_block > 0 && kBlock % p->per_block == 0 &&
                   (int64_t)p->rows * p->kv_heads * p->capacity * (kBlock / p->per_block) <= UINT32_MAX &&
-                  (!shares || (p->lower && p->masses)) && (p->target != TAPER_BLOCKS || p->per_block == 1);
+                  (!shares || p->masses) && (p->target != TAPER_BLOCKS || p->per_block == 1);
   if (!ok) return cudaErrorInvalidValue;
   return for_shape(p->dtype, p->width, [&](auto t, auto d) {
     return for_group(p->q_heads / p->kv_heads, [&](auto n) {

@@ -1,6 +1,6 @@
 // The pages that a group of query heads wants most, scored and chosen in one launch.
 //
-// A team of thread blocks scores a list's pages against their bounds or means. What counts is the best of the
+// A team of thread blocks scores a list's pages against their bounds. What counts is the best of the
 // group's heads, or the sum of their shares of the mass, for which the team meets: shares need the logarithm of
 // each head's sum of exponentials over all pages. Whichever block of the team is done last chooses. Keys are
 // counted in bins between the smallest and the largest, then in the bin that holds the last one
@@ -78,10 +78,10 @@ __device__ __forceinline__ void score_tiles(const PickParams& p, const PickPlace
       const uint32_t a = __shfl_sync(~0u, rows, half * 16 + lane / 4), b = __shfl_sync(~0u, rows, half * 16 + lane / 4 + 8);
       typename View::Rows upper, lower;
       view.fetch_lines(upper, p.view, a, b);
-      if (View::kBounds) view.fetch_lines(lower, p.lower, a, b);
+      view.fetch_lines(lower, p.lower, a, b);
       float c[NT][4] = {};
       view.multiply(c, upper, true);
-      if (View::kBounds) view.multiply(c, lower, false);
+      view.multiply(c, lower, false);
       f(c, own, first);
     }
     rows = next;
@@ -293,17 +293,16 @@ __device__ __forceinline__ void choose_pages(const PickParams& p, const PickPlac
     }
   }
   __syncthreads();
-  if (p.lists && tid < 16)
+  if (tid < 16)
     reinterpret_cast<uint32_t*>(p.work + list)[tid] = reinterpret_cast<const uint32_t*>(p.lists + list)[tid];
   __syncthreads();
   if (tid == 0) {
-    if (p.counts) p.counts[list] = k;
-    if (p.work) give(p, list, k, sh);
+    give(p, list, k, sh);
     p.sync[(1 + list) * kTeamLine] = 0;
   }
 }
 
-template <class T, int W, int NT, bool BOUNDS, bool SHARES>
+template <class T, int W, int NT, bool SHARES>
 __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams p) {
   extern __shared__ __align__(16) uint32_t keys[];  // or scores, before
   __shared__ PickShared sh;
@@ -328,7 +327,7 @@ __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams 
   at.settled = p.fresh > 0 ? (p.lens[at.row] - min((uint32_t)p.fresh, p.lens[at.row])) / page : ~0u;
   uint32_t* out = p.keys + (int64_t)at.list * p.stride;
   if (at.n > 0) {
-    ViewRows<T, W, NT, BOUNDS> view{
+    ViewRows<T, W, NT, true> view{
         p.block_table + (uint64_t)(p.row_table ? p.row_table[at.row] : at.row) * p.table_stride, at.entries, at.kv_head,
         (uint32_t)p.kv_heads, (uint32_t)p.per_block, (uint32_t)(p.pitch ? p.pitch : W), tid & 31};
     view.load_queries(static_cast<const T*>(p.q) + ((int64_t)at.row * p.q_heads + at.kv_head * at.group) * W, at.group);
