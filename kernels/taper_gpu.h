@@ -545,11 +545,10 @@ typedef struct TaperPickTokensParams {
   int32_t rows, q_heads, kv_heads, head_dim, dtype, table_stride;
   int32_t stride;  // tokens of the longest row, a multiple of 64
   int32_t capacity;
-  int32_t reduce;    // TAPER_MAX_OF_GROUP or TAPER_SUM_OF_GROUP of the heads' shares
-  int32_t fresh;     // as of TaperPickParams
-  int32_t team;      // thread blocks a list; 0: as many as do best
-  float scale, noise;             // noise: as of TaperSelectParams, above 0
-  int32_t in_order, group, room;  // set by the entry point; room: teams' in sums and bins
+  int32_t reduce;  // TAPER_MAX_OF_GROUP or TAPER_SUM_OF_GROUP of the heads' shares
+  int32_t fresh;   // as of TaperPickParams
+  float scale, noise;  // noise: as of TaperSelectParams, above 0
+  int32_t team, in_order, group, room;  // set by the entry point; team: thread blocks a list; room: teams' in sums and bins
 } TaperPickTokensParams;
 
 // What candidates of each list are to hold of their own mass, for a choice of by-mass, where fixed keys hold some already:

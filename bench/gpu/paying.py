@@ -16,7 +16,7 @@ DEV = "cuda"
 class PickTokens:
     """Of the tokens between `begins` and `ends` of each list those that pay, at most `ks` of them."""
 
-    def __init__(self, cache, q, index, noise, ks, begins, ends, reduce=MAX, row_table=None, lens=None, team=0, fresh=0):
+    def __init__(self, cache, q, index, noise, ks, begins, ends, reduce=MAX, row_table=None, lens=None, fresh=0):
         rows, q_heads, d = q.shape
         lens, kv = lens or cache.lens, cache.kv_heads
         lists, group = rows * kv, q_heads // kv
@@ -35,7 +35,7 @@ class PickTokens:
             q=q, index=index, **cache.where, row_table=row_table, lens=i32(lens), begins=i32(begins), ends=i32(ends), ks=i32(ks),
             lists=self.lists, scores=torch.full((rows, q_heads, stride), float("nan"), device=DEV), ids=self.ids, work=self.work,
             sync=self.sync, sums=self.sums, bins=self.bins, rows=rows, q_heads=q_heads, head_dim=d, dtype=q.dtype, stride=stride,
-            capacity=capacity, reduce=reduce, fresh=fresh, team=team, scale=d**-0.5, noise=noise)
+            capacity=capacity, reduce=reduce, fresh=fresh, scale=d**-0.5, noise=noise)
 
     def __call__(self):
         call("taper_pick_tokens", self.p)
@@ -103,15 +103,12 @@ def check_case(report, dtype, d, kv, group, lens, reduce, small):
                 chosen += k
         first, taken = f.ids.clone(), f.work.clone()
         dirty += not f.clean()
-        # Teams of any size, again and again, rows alone.
-        for team in {1, 2, 3, t.team_size(kv), 0}:
-            if team <= t.team_size(kv):
-                for _ in range(1 if small else 4):
-                    f.ids.fill_(-1), f.work.fill_(-1)
-                    f.p.team = team
-                    f()
-                    moved += not torch.equal(f.ids, first) or not torch.equal(f.work, taken)
-                    dirty += not f.clean()
+        # Again and again, and rows alone, whose teams are larger.
+        for _ in range(2 if small else 10):
+            f.ids.fill_(-1), f.work.fill_(-1)
+            f()
+            moved += not torch.equal(f.ids, first) or not torch.equal(f.work, taken)
+            dirty += not f.clean()
         for i, n in enumerate(lens):
             one = slice(i * kv, i * kv + kv)
             alone = PickTokens(cache, q[i:i + 1].contiguous(), index, noise, ks[one], begins[one], ends[one], reduce,
@@ -198,11 +195,7 @@ def bench(put, time):
         put(f"paying {key} scores us", time(scores))
         put(f"paying {key} in three launches us", time(steps))
         lists = batch * kv
-        f = PickTokens(cache, q, index, 3e-4, [n // 4] * lists, [0] * lists, [n] * lists, team=0)
+        f = PickTokens(cache, q, index, 3e-4, [n // 4] * lists, [0] * lists, [n] * lists)
         put(f"paying {key} in one us", time(f))
-        for team in (1, 2, 4, 8, 16):
-            if team * lists <= 1024 and team * 16 <= 2 * n // 64:
-                f.p.team = team
-                put(f"paying {key} in one, teams of {team} us", time(f))
         del cache, index, scores, steps, f
         torch.cuda.empty_cache()

@@ -23,7 +23,7 @@ template <class T, int W, int G>
 cudaError_t go(TokensParams p, cudaStream_t s) {
   constexpr int kWarps = token_warps(G), kBytes = QuantizedScorer<T, W, G>::kBytes, kRings = kWarps * kTokenStages * kBytes;
   const int lists = p.rows * p.kv_heads, blocks = p.stride / kBlock, scores = p.q_heads / p.kv_heads * kBlock * 4;
-  if (p.team == 0) p.team = best_team(lists, team_size(p.kv_heads), kWarps, blocks);
+  p.team = best_team(lists, team_size(p.kv_heads), kWarps, blocks);
   p.in_order = lists * p.team > sm_count();
   p.group = p.q_heads / p.kv_heads, p.room = team_size(p.kv_heads);
   const int runs = (blocks + p.team * kWarps - 1) / (p.team * kWarps) - (scores <= kBytes ? kTokenStages : 0);
@@ -43,7 +43,6 @@ extern "C" int taper_pick_tokens(const taper::TokensParams* p, cudaStream_t stre
                   p->q_heads / p->kv_heads <= 16 && p->rows <= 65535 && p->kv_heads <= 65535 && p->stride > 0 &&
                   p->stride % kBlock == 0 && p->stride <= 1 << 25 &&
                   p->capacity > 0 && (int64_t)p->rows * p->kv_heads * p->capacity <= UINT32_MAX && p->noise > 0.f &&
-                  p->team >= 0 && p->team <= team_size(p->kv_heads) &&
                   (int64_t)p->rows * p->kv_heads <= INT32_MAX / kTeamMax;
   if (!ok) return cudaErrorInvalidValue;
   return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {
