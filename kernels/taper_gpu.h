@@ -66,8 +66,7 @@ typedef struct TaperDecodeParams {
   const void* q;                 // [rows, q_heads, head_dim]
   const void* k;                 // [blocks, kv_heads, 64, head_dim]
   const void* v;                 // as k
-  const uint32_t* block_table;   // [tables, table_stride]
-  const uint32_t* row_table;     // [rows], the table of each row; null: row r uses table r
+  const uint32_t* block_table;   // [rows, table_stride]
   const TaperWorkList* lists;    // [rows, list_heads]
   const uint32_t* block_ids;     // pool that the lists slice
   const uint32_t* token_ids;     // pool that the lists slice; of pages: see token_shift
@@ -176,8 +175,7 @@ typedef struct TaperValuesParams {
   const void* q;                // [rows, q_heads, head_dim]
   const void* k;                // [blocks, kv_heads, 64, head_dim]
   const void* v;                // as k
-  const uint32_t* block_table;  // [tables, table_stride]
-  const uint32_t* row_table;    // [rows] or null
+  const uint32_t* block_table;  // [rows, table_stride]
   const uint32_t* lens;         // [rows], visible tokens, at least 1
   const uint64_t* seeds;        // [rows]
   const uint32_t* positions;    // [rows], absolute position of the query
@@ -280,8 +278,7 @@ typedef struct TaperCertainParams {
   const void* q;                // [rows, q_heads, head_dim]
   const void* k;                // [blocks, kv_heads, 64, head_dim]
   const void* v;                // as k
-  const uint32_t* block_table;  // [tables, table_stride]
-  const uint32_t* row_table;    // [rows] or null
+  const uint32_t* block_table;  // [rows, table_stride]
   const TaperWorkList* lists;   // [rows, kv_heads], without samples and log weights; the second's are the first's `work`
   const uint32_t* block_ids;    // pools that the lists slice; not read by the second
   const uint32_t* token_ids;    // of pages: see token_shift
@@ -413,8 +410,7 @@ typedef struct TaperScoreParams {
   const void* q;                // [rows, q_heads, width]
   const void* view;             // [blocks, kv_heads, per_block, width]; upper bounds if `lower`
   const void* lower;            // lower bounds, or null
-  const uint32_t* block_table;  // [tables, table_stride]
-  const uint32_t* row_table;    // [rows] or null
+  const uint32_t* block_table;  // [rows, table_stride]
   const uint32_t* lens;         // [rows], visible tokens
   float* out;                   // [rows, q_heads, stride]: scaled scores
   float* tile_max;  // [rows, q_heads, tile_stride]: of 64 entries each, or null
@@ -435,8 +431,7 @@ typedef struct TaperScoreParams {
 typedef struct TaperQuantizedScoreParams {
   const void* q;                // [rows, q_heads, head_dim]
   const uint32_t* index;        // [blocks, kv_heads, 5 * head_dim]
-  const uint32_t* block_table;  // [tables, table_stride]
-  const uint32_t* row_table;    // [rows] or null
+  const uint32_t* block_table;  // [rows, table_stride]
   const uint32_t* lens;         // [rows], visible tokens
   float* out;       // [rows, q_heads, stride]: scaled scores; -inf for what a row's last 64 have beyond it
   float* tile_max;  // [rows, q_heads, tile_stride]: of 64 tokens each
@@ -459,8 +454,7 @@ typedef struct TaperLseParams {
 typedef struct TaperHashScoreParams {
   const uint32_t* q;            // [rows, q_heads, words]
   const uint32_t* codes;        // [blocks, kv_heads, 64, per_head ? group * words : words]
-  const uint32_t* block_table;  // [tables, table_stride]
-  const uint32_t* row_table;    // [rows] or null
+  const uint32_t* block_table;  // [rows, table_stride]
   const uint32_t* lens;         // [rows], visible tokens
   float* out;                   // [rows, kv_heads, stride]
   int32_t rows, q_heads, kv_heads, words, per_head, table_stride;
@@ -495,8 +489,7 @@ typedef struct TaperPickParams {
   const void* q;                // [rows, q_heads, width]
   const void* view;             // [blocks, kv_heads, per_block, pitch], upper bounds
   const void* lower;            // as view, lower bounds
-  const uint32_t* block_table;  // [tables, table_stride]
-  const uint32_t* row_table;    // [rows] or null
+  const uint32_t* block_table;  // [rows, table_stride]
   const uint32_t* lens;         // [rows], visible tokens
   const uint32_t* begins;       // [lists], first candidate page; null: 0
   const uint32_t* ends;         // [lists], one past the last candidate; null: all pages
@@ -529,8 +522,7 @@ typedef struct TaperPickParams {
 typedef struct TaperPickTokensParams {
   const void* q;                // [rows, q_heads, head_dim]
   const uint32_t* index;        // [blocks, kv_heads, 5 * head_dim]
-  const uint32_t* block_table;  // [tables, table_stride]
-  const uint32_t* row_table;    // [rows] or null
+  const uint32_t* block_table;  // [rows, table_stride]
   const uint32_t* lens;         // [rows], visible tokens
   const uint32_t* begins;       // [lists], first candidate
   const uint32_t* ends;         // [lists], one past the last; lists without candidates are not looked at
@@ -873,8 +865,7 @@ typedef struct TaperChooseParams {
 typedef struct TaperProbeParams {
   const float* logits;          // [rows, q_heads, clusters]
   const uint16_t* ids;          // [blocks, kv_heads, 64]
-  const uint32_t* block_table;  // [tables, table_stride]
-  const uint32_t* row_table;    // [rows] or null
+  const uint32_t* block_table;  // [rows, table_stride]
   const uint32_t* limits;       // [rows, kv_heads], tokens taken at most, or at least
   TaperWorkList* work;          // [rows, kv_heads], given the slice of token_ids; ranges that meet leave none
   uint32_t* token_ids;          // [rows, kv_heads, capacity]

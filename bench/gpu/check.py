@@ -56,9 +56,7 @@ def check_decode(small):
     # One sequence alone must give the very bits that it gives in the batch.
     i = len(lens) - 1
     n = lens[i]
-    alone = t.Decode(cache, q[i:i + 1].contiguous(),
-                     [t.work_list(end=(n, 0), length=n)] * cache.kv_heads,
-                     row_table=torch.tensor([i], device=DEV, dtype=torch.int32))
+    alone = t.Decode(cache.rows(i), q[i:i + 1].contiguous(), [t.work_list(end=(n, 0), length=n)] * cache.kv_heads)
     alone.plan()
     alone()
     report("decode independent of the batch", float((alone.out[0] != f.out[i]).any()))

@@ -269,10 +269,8 @@ def check_vattention(report, small):
                 moved += float((f.out != first).any())
             report("vattention repeats itself", moved)
             i = len(cache.lens) - 1
-            alone = t.VAttention(cache, q[i:i + 1].contiguous(), lists[i * cache.kv_heads:], seeds[i:],
-                                 case[5], 0.1, case[4], layer=layer, positions=[cache.lens[i] - 1],
-                                 row_table=torch.tensor([i], device=DEV, dtype=torch.int32),
-                                 pilot_tokens=f.p.pilot_tokens, **ids)
+            alone = t.VAttention(cache.rows(i), q[i:i + 1].contiguous(), lists[i * cache.kv_heads:], seeds[i:],
+                                 case[5], 0.1, case[4], layer=layer, pilot_tokens=f.p.pilot_tokens, **ids)
             alone()
             report("vattention independent of the batch", float((alone.out[0] != first[i]).any()))
     check_fresh(report, small)
@@ -294,8 +292,8 @@ def check_fresh(report, small):
         lists = [t.work_list((0, p + 1 - window), (16, p + 1), length=p + 1) for p in positions for _ in range(kv)]
         seeds = torch.randint(0, 2**62, (rows,)).tolist()
         # Scouts go with asking early.
-        make = lambda scouts, positions: t.VAttention(cache, rope.q, lists, seeds, 0.1, 0.1, positions=positions,
-                                                      row_table=as_i32([0] * rows), scouts=scouts)
+        make = lambda scouts, positions: t.VAttention(cache.rows(*[0] * rows), rope.q, lists, seeds, 0.1, 0.1,
+                                                      positions=positions, scouts=scouts)
         late, early = make(0, positions), make(1, positions)
         rope()
         torch.cuda.synchronize()
@@ -363,8 +361,7 @@ def check_values(report, small):
             f()
             moved += float((f.out != first).any())
         i = len(lens) - 1
-        alone = t.Values(names, q[i:].contiguous(), seeds[i:], 128, "independent", lens=lens[i:],
-                         row_table=torch.tensor([i], device=DEV, dtype=torch.int32))
+        alone = t.Values(names.rows(i), q[i:].contiguous(), seeds[i:], 128, "independent")
         alone()
         report(f"values {dtype} d{d} kv {kv} group {g} repeats itself, alone and in a batch",
                moved + float((alone.out[0] != first[i]).any()))
@@ -373,17 +370,14 @@ def check_values(report, small):
         heavy.k, heavy.v, heavy.table = cache.k.clone(), cache.v.clone(), cache.table
         heavy.k[cache.table[i, 0]], heavy.v[cache.table[i, 0]] = 4.0, 1.0
         for rule in t.TARGETS:
-            f = t.Values(heavy, q[i:].abs().contiguous(), seeds[i:], 16, rule, lens=lens[i:],
-                         row_table=torch.tensor([i], device=DEV, dtype=torch.int32))
+            f = t.Values(heavy.rows(i), q[i:].abs().contiguous(), seeds[i:], 16, rule)
             f()
             report(f"values {rule} {dtype} d{d} kv {kv} group {g} one block holds the mass", (f.out - 1).abs().max().item())
         # Over many seeds the mean goes to the exact output, by its own standard error.
         runs = 8 if small else 512
-        table = torch.full((runs,), i, device=DEV, dtype=torch.int32)
         many = q[i:].expand(runs, -1, -1).contiguous()
         for rule in t.TARGETS:
-            f = t.Values(cache, many, torch.randint(0, 2**62, (runs,)).tolist(), 16, rule,
-                         row_table=table, lens=[lens[i]] * runs)
+            f = t.Values(cache.rows(*[i] * runs), many, torch.randint(0, 2**62, (runs,)).tolist(), 16, rule)
             f()
             x = f.out.double()
             z = (x.mean(0) - exact[i][0][0]) / (x.std(0) / runs**0.5).clamp_min(1e-3)

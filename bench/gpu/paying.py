@@ -16,9 +16,9 @@ DEV = "cuda"
 class PickTokens:
     """Of the tokens between `begins` and `ends` of each list those that pay, at most `ks` of them."""
 
-    def __init__(self, cache, q, index, noise, ks, begins, ends, reduce=MAX, row_table=None, lens=None, fresh=0):
+    def __init__(self, cache, q, index, noise, ks, begins, ends, reduce=MAX, fresh=0):
         rows, q_heads, d = q.shape
-        lens, kv = lens or cache.lens, cache.kv_heads
+        lens, kv = cache.lens, cache.kv_heads
         lists, group = rows * kv, q_heads // kv
         stride, capacity = (max(lens) + 63) // 64 * 64, max(max(ks), 1)
         i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=DEV)
@@ -32,7 +32,7 @@ class PickTokens:
         self.sums = torch.zeros(lists, most, group, 4, dtype=torch.int64, device=DEV)
         self.bins = torch.zeros(lists, most, 256, dtype=torch.int32, device=DEV)
         self.p = PickTokensParams(
-            q=q, index=index, **cache.where, row_table=row_table, lens=i32(lens), begins=i32(begins), ends=i32(ends), ks=i32(ks),
+            q=q, index=index, **cache.where, lens=i32(lens), begins=i32(begins), ends=i32(ends), ks=i32(ks),
             lists=self.lists, scores=torch.full((rows, q_heads, stride), float("nan"), device=DEV), ids=self.ids, work=self.work,
             sync=self.sync, sums=self.sums, bins=self.bins, rows=rows, q_heads=q_heads, head_dim=d, dtype=q.dtype, stride=stride,
             capacity=capacity, reduce=reduce, fresh=fresh, scale=d**-0.5, noise=noise)
@@ -111,8 +111,8 @@ def check_case(report, dtype, d, kv, group, lens, reduce, small):
             dirty += not f.clean()
         for i, n in enumerate(lens):
             one = slice(i * kv, i * kv + kv)
-            alone = PickTokens(cache, q[i:i + 1].contiguous(), index, noise, ks[one], begins[one], ends[one], reduce,
-                               torch.tensor([i], dtype=torch.int32, device=DEV), [n], fresh=(0, 1, 70, n)[i % 4])
+            alone = PickTokens(cache.rows(i), q[i:i + 1].contiguous(), index, noise, ks[one], begins[one], ends[one],
+                               reduce, fresh=(0, 1, 70, n)[i % 4])
             alone()
             for h in range(kv):
                 k = counts[i * kv + h]

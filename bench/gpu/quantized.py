@@ -34,16 +34,16 @@ class Quantize(Append):
 class QuantizedScore:
     """Scores of q [rows, q_heads, head_dim] by an index."""
 
-    def __init__(self, cache, q, index, row_table=None, lens=None):
+    def __init__(self, cache, q, index):
         rows, q_heads, d = q.shape
-        lens = lens or cache.lens
+        lens = cache.lens
         stride = (max(lens) + 63) // 64 * 64
         self.lens = torch.tensor(lens, dtype=torch.int32, device=DEV)
         self.out = torch.full((rows, q_heads, stride), float("nan"), device=DEV)
         self.tile_max, self.tile_sum = (torch.full((rows, q_heads, stride // 64), float("nan"), device=DEV)
                                         for _ in range(2))
         self.p = QuantizedScoreParams(
-            q=q, index=index, **cache.where, row_table=row_table, lens=self.lens, out=self.out, tile_max=self.tile_max,
+            q=q, index=index, **cache.where, lens=self.lens, out=self.out, tile_max=self.tile_max,
             tile_sum=self.tile_sum, rows=rows, q_heads=q_heads, head_dim=d, dtype=q.dtype, max_len=max(lens), stride=stride,
             tile_stride=stride // 64, scale=d**-0.5)
 
@@ -172,8 +172,7 @@ def check_score(report, small):
                     err = max(err, off.max().item() if not off.isnan().any() else float("inf"))
                     off = (lse[i].double() - torch.logsumexp(f.out[i, :, :n].double(), -1)).abs()
                     gap = max(gap, off.max().item() if not off.isnan().any() else float("inf"))
-                    alone = QuantizedScore(cache, q[i:i + 1].contiguous(), index,
-                                           torch.tensor([i], dtype=torch.int32, device=DEV), [n])
+                    alone = QuantizedScore(cache.rows(i), q[i:i + 1].contiguous(), index)
                     alone()
                     moved += float((alone.out[0, :, :n] != f.out[i, :, :n]).any())
                     moved += float((Lse(alone)()[0] != lse[i]).any())

@@ -114,7 +114,7 @@ class Probe:
         self.work = torch.zeros_like(self.given)
         self.token_ids = torch.full((lists, capacity), -1, dtype=torch.int32, device=DEV)
         self.p = ProbeParams(
-            logits=logits, ids=ids, **cache.where, row_table=None, limits=i32(limits), work=self.work,
+            logits=logits, ids=ids, **cache.where, limits=i32(limits), work=self.work,
             token_ids=self.token_ids, rows=rows, q_heads=q_heads, clusters=clusters, most=most, at_least=at_least,
             capacity=capacity)
 

@@ -1,5 +1,6 @@
 """Calls the kernels on torch tensors: the structures, constants and functions of kernels/taper_gpu.h, under their names there
 without Taper and TAPER_, and what most calls are made of."""
+import copy
 import ctypes as C
 import os
 import pathlib
@@ -99,6 +100,12 @@ class Cache:
     def where(self):
         """What structures say of where its tokens lie."""
         return {"block_table": self.table, "table_stride": self.table.stride(0), "kv_heads": self.kv_heads}
+
+    def rows(self, *of):
+        """The same cache, for rows of those of its sequences."""
+        cache = copy.copy(self)
+        cache.lens, cache.table = [self.lens[i] for i in of], self.table[list(of)]
+        return cache
 
     def dense(self, i):
         """K and V of sequence i as [kv_heads, len, head_dim]."""
@@ -356,10 +363,10 @@ TARGETS = {"systematic": SYSTEMATIC, "stratified": STRATIFIED, "independent": IN
 class Values:
     """Attention over all keys and `samples` values of each head (S2ANTA)."""
 
-    def __init__(self, cache, q, seeds, samples=128, rule="systematic", row_table=None, lens=None):
+    def __init__(self, cache, q, seeds, samples=128, rule="systematic"):
         rows, q_heads, d = q.shape
         dev, kv = q.device, cache.kv_heads
-        lens = lens or cache.lens
+        lens = cache.lens
         lists, group, team = rows * kv, q_heads // kv, team_size(kv)
         i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=dev)
         f32 = lambda *shape: torch.full(shape, float("nan"), device=dev)
@@ -368,7 +375,7 @@ class Values:
         padded = (max(lens) + 63) // 64 * 64
         self.ids = None if rule == "per tile" else i32([-1]).repeat(rows * q_heads * samples).view(rows, q_heads, samples)
         self.p = ValuesParams(
-            q=q, k=cache.k, v=cache.v, **cache.where, row_table=row_table, lens=i32(lens),
+            q=q, k=cache.k, v=cache.v, **cache.where, lens=i32(lens),
             seeds=torch.tensor(seeds, dtype=torch.int64, device=dev), positions=i32([n - 1 for n in lens]), out=self.out,
             lse=self.lse, sync=torch.zeros(1 + lists, 32, dtype=torch.int32, device=dev),
             weights=torch.full((lists, padded, group), float("nan"), device=dev, dtype=torch.float16),

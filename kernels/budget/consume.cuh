@@ -336,7 +336,7 @@ __device__ __forceinline__ bool set_scout_outline(const SampledParams& p, Outlin
   // The scratch of one list more; queries beyond the last are zeros.
   o.list = o.slot = lists, o.room = team_size(p.d.list_heads);
   o.rank = o.exact = o.row = o.head = o.kv_head = 0;
-  o.table = p.d.block_table + (uint64_t)(p.d.row_table ? p.d.row_table[0] : 0) * p.d.table_stride;
+  o.table = p.d.block_table;
   o.seed = p.seeds[0], o.position = 0;
   o.residual = kTokens - kBlock, o.points = o.points_of(kPilot), o.lead = kLeadTiles;
   o.limit = o.residual, o.most = o.residual, o.dense = false, o.scout = true;

@@ -242,7 +242,7 @@ __device__ __forceinline__ Early ask_early(const SampledParams& p, uint32_t stag
   const uint32_t end = min((least + kBlock - 1) / kBlock, n / kBlock);
   early.tiles = rank < min(end, team) ? min((end - rank + team - 1) / team, kLeadTiles) : 0;
   if (early.tiles == 0) return early;
-  const uint32_t* table = d.block_table + (uint64_t)(d.row_table ? d.row_table[row] : row) * d.table_stride;
+  const uint32_t* table = d.block_table + (uint64_t)row * d.table_stride;
   early.id = permutation.point((lane < 16 ? rank : rank + team) * kBlock + warp * 16 + (lane & 15));
   const uint32_t block = table[early.id / kBlock];
   early.asked = early.id + d.rows < n && block < d.blocks;

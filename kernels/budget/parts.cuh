@@ -42,7 +42,7 @@ __device__ __forceinline__ void set_outline(const DecodeParams& d, const WorkLis
   o.room = team_size(d.list_heads);
   o.row = row, o.head = list % d.list_heads;
   o.kv_head = o.head * d.kv_heads / d.list_heads;
-  o.table = d.block_table + (uint64_t)(d.row_table ? d.row_table[row] : row) * d.table_stride;
+  o.table = d.block_table + (uint64_t)row * d.table_stride;
 }
 
 // The ring's barriers; one thread calls this.

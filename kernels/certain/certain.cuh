@@ -29,7 +29,7 @@ __device__ __forceinline__ double dense_limit(const CertainParams& p, uint32_t l
 
 // Which row of the cache a token is, for one head.
 __device__ __forceinline__ uint64_t cache_row(const CertainParams& p, int row, int kv_head, uint32_t token) {
-  const uint32_t* table = p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
+  const uint32_t* table = p.block_table + (uint64_t)row * p.table_stride;
   return ((uint64_t)table[token / kBlock] * p.kv_heads + kv_head) * kBlock + token % kBlock;
 }
 

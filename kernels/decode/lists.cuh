@@ -47,8 +47,8 @@ __device__ __forceinline__ uint32_t unit_count(const WorkList& w, uint32_t list_
 }
 // The i-th of a list's n units.
 __device__ __forceinline__ Unit unit_of(const DecodeParams& p, uint32_t list, const WorkList& work, uint32_t i, uint32_t n) {
-  const uint32_t tiles = list_tiles(work), row = list / p.list_heads;
-  return {list, i * tiles / n, (i + 1) * tiles / n, p.row_table ? p.row_table[row] : row, work};
+  const uint32_t tiles = list_tiles(work);
+  return {list, i * tiles / n, (i + 1) * tiles / n, list / p.list_heads, work};
 }
 
 // Lists that change in every layer are cut by every thread block of the attention for itself, if they are no more.

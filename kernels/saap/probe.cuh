@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kProbeThreads) probe_kernel(const ProbeParams 
     if (tid == 0 && rank == 0) w.token_first = w.token_count = 0;
     return;
   }
-  const uint32_t* table = p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
+  const uint32_t* table = p.block_table + (uint64_t)row * p.table_stride;
   // Runs of the share; `own` neighbouring ones are a thread's.
   const uint32_t first_run = from / kProbeRun, runs = (to + kProbeRun - 1) / kProbeRun - first_run;
   const uint32_t each = (runs + team - 1) / team, begin = first_run + min(rank * each, runs);

@@ -554,7 +554,7 @@ __global__ void __launch_bounds__(kValueThreads + 32, 1)
   const uint32_t run = PACKED ? rank * runs / team : rank, run_end = PACKED ? (rank + 1) * runs / team : rank + 1;
   const uint32_t row = list / p.kv_heads, len = p.lens[row], all = (len + kBlock - 1) / kBlock;
   const uint32_t per = rank_tiles(all, runs), first = min(run * per, all);
-  const uint32_t* table = p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
+  const uint32_t* table = p.block_table + (uint64_t)row * p.table_stride;
   float* keys = reinterpret_cast<float*>(raw + (stages - smem_u32(raw)));
   float* mass = reinterpret_cast<float*>(raw + (stages + L::bytes(PACKED) - smem_u32(raw)));
   ValuesBlock<T, D, N, PER_TILE, PACKED> block{maps, p, sh, stages, q_at, keys, mass, stride, list, rank, team, row,

@@ -26,8 +26,7 @@ __global__ void __launch_bounds__(kHashThreads) hash_score_kernel(const HashScor
   launch_dependents();
   const uint32_t len = p.lens[row];
   const uint32_t first = blockIdx.x * kHashThreads * kHashTokens + threadIdx.x;
-  const uint32_t* table =
-      p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
+  const uint32_t* table = p.block_table + (uint64_t)row * p.table_stride;
   const int width = p.per_head ? group * p.words : p.words;
   for (int i = threadIdx.x; i < group * p.words; i += kHashThreads)
     q[i] = p.q[((int64_t)row * p.q_heads + kv_head * group) * p.words + i];

@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kQuantizedWarps * 32, G <= 8 ? 4 : 3) quantize
   const uint32_t first = blockIdx.x * kQuantizedWarps + warp, pace = gridDim.x * kQuantizedWarps;
   if (blockIdx.x * kQuantizedWarps >= blocks) return;
   const uint32_t runs = first < blocks ? (blocks - first + pace - 1) / pace : 0;
-  const uint32_t* table = p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
+  const uint32_t* table = p.block_table + (uint64_t)row * p.table_stride;
   const int64_t head = (int64_t)row * p.q_heads + kv_head * group;
   Scorer scorer{smem_u32(rings[warp]), lane, quad, line};
 

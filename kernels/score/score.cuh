@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kScoreWarps * 32) score_kernel(const ScorePara
   const int64_t list = (int64_t)row * p.kv_heads + kv_head;
   const uint32_t entries = LISTED ? p.counts[list] : (len + span - 1) / span;
   const uint32_t* ids = LISTED ? p.ids + list * p.stride : nullptr;
-  View view{p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride, LISTED ? len : entries,
+  View view{p.block_table + (uint64_t)row * p.table_stride, LISTED ? len : entries,
             (uint32_t)kv_head, (uint32_t)p.kv_heads, (uint32_t)p.per_block, (uint32_t)(p.pitch ? p.pitch : W), lane};
   const void* q = LISTED && p.q_few && entries <= (uint32_t)p.few ? p.q_few : p.q;
   view.load_queries(static_cast<const T*>(q) + ((int64_t)row * p.q_heads + kv_head * group) * W, group);

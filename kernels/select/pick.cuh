@@ -328,7 +328,7 @@ __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams 
   uint32_t* out = p.keys + (int64_t)at.list * p.stride;
   if (at.n > 0) {
     ViewRows<T, W, NT, true> view{
-        p.block_table + (uint64_t)(p.row_table ? p.row_table[at.row] : at.row) * p.table_stride, at.entries, at.kv_head,
+        p.block_table + (uint64_t)at.row * p.table_stride, at.entries, at.kv_head,
         (uint32_t)p.kv_heads, (uint32_t)p.per_block, (uint32_t)(p.pitch ? p.pitch : W), tid & 31};
     view.load_queries(static_cast<const T*>(p.q) + ((int64_t)at.row * p.q_heads + at.kv_head * at.group) * W, at.group);
     if constexpr (SHARES) score_shares(p, at, view, reinterpret_cast<float*>(keys), sh, out);

@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(token_warps(G) * 32, 1) tokens_kernel(const To
   const uint32_t at = rank * kWarps + warp, each = blocks / (team * kWarps), more = blocks - each * (team * kWarps);
   const uint32_t first = at * each + min(at, more), runs = each + (at < more);
   const uint32_t settled = p.fresh > 0 ? len - min((uint32_t)p.fresh, len) : ~0u;
-  const uint32_t* table = p.block_table + (uint64_t)(p.row_table ? p.row_table[row] : row) * p.table_stride;
+  const uint32_t* table = p.block_table + (uint64_t)row * p.table_stride;
   uint8_t* const ring = rings + warp * kTokenStages * Scorer::kBytes;
   Scorer scorer{smem_u32(ring), lane, quad, line};
   // All that waits for nothing else is asked for first.

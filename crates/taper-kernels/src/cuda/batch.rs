@@ -21,10 +21,8 @@ pub struct Batch<'a> {
     pub q: &'a Tensor,
     /// The layer's cache.
     pub kv: PagedKv<'a>,
-    /// Block tables `[tables, stride]`, u32.
+    /// The rows' block tables `[R, stride]`, or more, u32.
     pub tables: &'a Tensor,
-    /// Which table each row uses `[R]`, u32; absent, row r uses table r.
-    pub row_tables: Option<&'a Tensor>,
     /// Visible tokens of each row `[R]`, u32, at least 1.
     pub lens: &'a Tensor,
     /// The most of them, at least.
@@ -60,7 +58,7 @@ impl Batch<'_> {
         )?;
         let limit = stride * BLOCK_TOKENS;
         op.check(self.max_len > 0 && self.max_len <= limit, "max_len", self.max_len, format_args!("1 to {limit}"))?;
-        op.check(self.row_tables.is_some() || tables >= rows, "tables", tables, format_args!("{rows}, or row_tables"))?;
+        op.check(tables >= rows, "tables", tables, format_args!("at least {rows}"))?;
         Ok(Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype: self.kv.k.dtype() })
     }
 }
@@ -97,7 +95,7 @@ impl Upload {
     }
 
     pub fn batch<'a>(&'a self, kv: PagedKv<'a>) -> Batch<'a> {
-        Batch { q: &self.q, kv, tables: &self.tables, row_tables: None, lens: &self.lens, max_len: self.max_len }
+        Batch { q: &self.q, kv, tables: &self.tables, lens: &self.lens, max_len: self.max_len }
     }
 }
 

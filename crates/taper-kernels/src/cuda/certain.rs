@@ -91,7 +91,6 @@ fn promote(
         k: op.at("kv.k", batch.kv.k, dtype, pool)?,
         v: op.at("kv.v", batch.kv.v, dtype, pool)?,
         block_table: op.at("tables", batch.tables, DType::U32, [tables, stride])?,
-        row_table: op.maybe("row_tables", batch.row_tables, DType::U32, [rows])?,
         lists: op.at("lists", &lists.work, DType::U32, [count, WORDS])?,
         block_ids: op.pool("lists", lists.block_ids.as_deref())?,
         token_ids: op.pool("lists", lists.token_ids.as_deref())?,

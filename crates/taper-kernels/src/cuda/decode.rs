@@ -61,7 +61,6 @@ impl Batch<'_> {
             k: op.at("kv.k", self.kv.k, dtype, pool)?,
             v: op.at("kv.v", self.kv.v, dtype, pool)?,
             block_table: op.at("tables", self.tables, DType::U32, [tables, stride])?,
-            row_table: op.maybe("row_tables", self.row_tables, DType::U32, [rows])?,
             lists: op.at("lists", &lists.work, DType::U32, [rows * heads, WORDS])?,
             block_ids: op.pool("lists", lists.block_ids.as_deref())?,
             token_ids: op.pool("lists", lists.token_ids.as_deref())?,

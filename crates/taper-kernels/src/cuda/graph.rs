@@ -95,7 +95,7 @@ impl StepInputs {
     pub fn attend(&self, kv: PagedKv, q: &Tensor, plan: &mut Option<Plan>, weight: DType) -> Result<Tensor> {
         let out = if takes_sixteen(q.dim(0)?) && weight == kv.k.dtype() { weight } else { DType::F32 };
         let max_len = self.tables.dim(1)? * BLOCK_TOKENS;
-        let batch = Batch { q, kv, tables: &self.tables, row_tables: None, lens: &self.lens, max_len };
+        let batch = Batch { q, kv, tables: &self.tables, lens: &self.lens, max_len };
         let plan = match plan {
             Some(plan) => plan,
             None => plan.insert(Plan::shared(self.lists.clone(), &batch)?),

@@ -110,7 +110,6 @@ pub(super) fn list_scores(
             q: op.at("q", q, dtype, [rows, q_heads, head_dim])?,
             view: op.at("kv.k", batch.kv.k, dtype, [blocks, kv_heads, BLOCK_TOKENS, head_dim])?,
             block_table: op.at("tables", batch.tables, DType::U32, [tables, stride])?,
-            row_table: op.maybe("row_tables", batch.row_tables, DType::U32, [rows])?,
             lens: op.at("lens", batch.lens, DType::U32, [rows])?,
             out: scores_at,
             rows: op.int("q", rows)?,

@@ -206,7 +206,7 @@ impl Queries {
 
     pub fn batch<'a>(&'a self, caches: &'a Caches) -> Batch<'a> {
         let (q, kv) = (&self.cuda, caches.on_cuda());
-        Batch { q, kv, tables: &self.tables, row_tables: None, lens: &self.lens, max_len: self.max_len }
+        Batch { q, kv, tables: &self.tables, lens: &self.lens, max_len: self.max_len }
     }
 
     pub fn decode<'a>(&'a self, caches: &'a Caches, rows: &'a [DecodeRow<'a>]) -> Decode<'a> {

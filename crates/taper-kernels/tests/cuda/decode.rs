@@ -303,7 +303,7 @@ fn a_million_tokens_agree_with_f64() {
     let tables = Tensor::from_vec(table, (1, blocks), &device()).unwrap();
     let q = q.to_device(&device()).unwrap().to_dtype(DType::BF16).unwrap();
     let (kv, lens) = (PagedKv { k: &k, v: &v }, crate::cache::u32s(vec![N as u32]));
-    let batch = Batch { q: &q, kv, tables: &tables, row_tables: None, lens: &lens, max_len: N };
+    let batch = Batch { q: &q, kv, tables: &tables, lens: &lens, max_len: N };
     let n = N as u32;
     // As one range, and cut where no tile ends.
     for ranges in [[(0, n), (0, 0)], [(0, 333_333), (333_333, n)]] {

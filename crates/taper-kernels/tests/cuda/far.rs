@@ -270,9 +270,8 @@ const OPERATIONS: &[(&str, Operation)] = &[
     ("sinks and window", |s, g| s.reads(&g.q, sink_window)),
     ("scores", |s, g| {
         let (q, lens) = (g.q.to_dtype(DTYPE).unwrap(), u32s(LENS.map(|n| n as u32).to_vec()));
-        let (tables, row_tables) = (u32s(s.table.clone()).reshape((1, USED)).unwrap(), u32s(vec![0; LENS.len()]));
-        let rows = Some(&row_tables);
-        let batch = Batch { q: &q, kv: s.kv(), tables: &tables, row_tables: rows, lens: &lens, max_len: TOKENS };
+        let tables = u32s(s.table.repeat(LENS.len())).reshape((LENS.len(), USED)).unwrap();
+        let batch = Batch { q: &q, kv: s.kv(), tables: &tables, lens: &lens, max_len: TOKENS };
         let found = cuda::scores(&batch, &q, View::Rows(&s.k), 0.1).unwrap();
         let all: Vec<Vec<Vec<f32>>> = found.values().to_vec3().unwrap();
         let seen = all.iter().zip(LENS).flat_map(|(row, n)| row.iter().flat_map(move |head| &head[..n]));

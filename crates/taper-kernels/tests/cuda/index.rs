@@ -153,10 +153,8 @@ fn clusters_and_lists_of_them_are_those_of_the_cpu() {
         let inverted = invert(&index, &tables, &spans, count).unwrap();
         let logits = numbers.tensor(&[2, kv_heads * group, count], DType::F32);
         let (q, lens) = (queries.cuda.narrow(0, 1, 2).unwrap(), u32s(long.map(|s| LENS[s] as u32).to_vec()));
-        let row_tables = u32s(vec![1, 2]);
-        let (kv, rows) = (caches.on_cuda(), Some(&row_tables));
-        let batch =
-            taper_kernels::cuda::Batch { q: &q, kv, tables: &tables, row_tables: rows, lens: &lens, max_len: LENS[2] };
+        let (kv, own) = (caches.on_cuda(), tables.index_select(&u32s(vec![1, 2]), 0).unwrap());
+        let batch = taper_kernels::cuda::Batch { q: &q, kv, tables: &own, lens: &lens, max_len: LENS[2] };
         let of = Choice {
             logits: &logits.to_device(&on).unwrap(),
             take,

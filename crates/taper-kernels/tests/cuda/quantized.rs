@@ -205,9 +205,10 @@ fn scores_agree_with_f64_whatever_else_is_in_the_batch() {
             let (values, lse) = scored(&batch, &index);
             let want = expected(&caches, &queries, &read(&index), 1.0 / (d as f64).sqrt());
             for (row, &n) in lens.iter().enumerate() {
-                let (q, table, len) =
-                    (batch.q.narrow(0, row, 1).unwrap(), u32s(vec![row as u32]), u32s(vec![n as u32]));
-                let alone = Batch { q: &q, row_tables: Some(&table), lens: &len, max_len: n, ..queries.batch(&caches) };
+                let (q, len) = (batch.q.narrow(0, row, 1).unwrap(), u32s(vec![n as u32]));
+                // In memory of its own: a view may begin anywhere.
+                let table = batch.tables.index_select(&u32s(vec![row as u32]), 0).unwrap();
+                let alone = Batch { q: &q, tables: &table, lens: &len, max_len: n, ..queries.batch(&caches) };
                 let (own, own_lse) = scored(&alone, &index);
                 for (head, want) in want[row].iter().enumerate() {
                     let got = &values[row][head][..n];

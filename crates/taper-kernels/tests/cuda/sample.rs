@@ -189,12 +189,11 @@ fn drawn_values_are_right_on_average_and_their_sums_exact() {
         let caches = Caches::new(&mut numbers, &[n], kv_heads, d, dtype, 0.0);
         let queries = Queries::new(&mut numbers, &caches, group);
         let seeds = Seeds::new(&mut numbers, &vec![n - 1; 256]);
-        let many = |t: &Tensor| t.repeat((256, 1, 1)).unwrap();
-        let (q, tables) = (many(&queries.cuda), caches.device_tables());
-        let (row_tables, lens) = (u32s(vec![0; 256]), u32s(vec![n as u32; 256]));
-        let (kv, rows) = (caches.on_cuda(), Some(&row_tables));
-        let batch =
-            taper_kernels::cuda::Batch { q: &q, kv, tables: &tables, row_tables: rows, lens: &lens, max_len: n };
+        let q = queries.cuda.repeat((256, 1, 1)).unwrap();
+        let (tables, lens) = (u32s(caches.tables[0].repeat(256)), u32s(vec![n as u32; 256]));
+        let tables = tables.reshape((256, caches.tables[0].len())).unwrap();
+        let kv = caches.on_cuda();
+        let batch = taper_kernels::cuda::Batch { q: &q, kv, tables: &tables, lens: &lens, max_len: n };
         let scratch = Scratch::new(&q, 256, kv_heads * group, kv_heads).unwrap();
         let targets = [Targets::Systematic, Targets::Stratified, Targets::Independent][at % 3];
         let Values { out, lse, .. } = values(&batch, seeds.streams(), 128, targets, &scratch).unwrap();
