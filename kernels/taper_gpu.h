@@ -590,11 +590,9 @@ typedef struct TaperReduceParams {
   const TaperSlice* slices;     // [slice_count]
   float* parts;                 // [slice_count, q_heads, splits, 64]: maximum and sum
   float* tile_diagonals;        // [slice_count, q_heads, max_blocks, 128], scratch
-  float* block_columns;         // [slice_count, q_heads, max_blocks], or null
-  float* block_diagonals;       // [slice_count, q_heads, max_blocks], or null: by (row - key) / 64
-  float* columns;               // [slice_count, q_heads, 64 * max_blocks] a token each, or null
-  float* diagonals;             // as columns, by row - key; or null
-  float* lse;                   // [slice_count, q_heads, 64], or null
+  float* columns;               // [slice_count, q_heads, 64 * max_blocks], by key
+  float* diagonals;             // as columns, by row - key
+  float* lse;                   // [slice_count, q_heads, 64]
   int32_t slice_count, q_heads, kv_heads, head_dim, dtype, table_stride;
   int32_t max_blocks;  // of the longest slice's keys
   int32_t splits;      // at least max_blocks / 32, rounded up

@@ -19,22 +19,18 @@ DEV = "cuda"
 class Reduce:
     """Sums of probabilities of `slices`, tuples (q_row, rows, position, table)."""
 
-    def __init__(self, cache, q, slices, tokens=False, lse=False):
+    def __init__(self, cache, q, slices):
         _, q_heads, d = q.shape
         n = len(slices)
         nb = max((s[2] + s[1] + 63) // 64 for s in slices)
         splits = (nb + 31) // 32
         nan = lambda *s: torch.full(s, float("nan"), device=DEV)
-        self.block_columns, self.block_diagonals = nan(n, q_heads, nb), nan(n, q_heads, nb)
-        self.columns = nan(n, q_heads, nb * 64) if tokens else None
-        self.diagonals = nan(n, q_heads, nb * 64) if tokens else None
-        self.lse = nan(n, q_heads, 64) if lse else None
+        self.columns, self.diagonals, self.lse = nan(n, q_heads, nb * 64), nan(n, q_heads, nb * 64), nan(n, q_heads, 64)
         slices = [t.words(Slice(q_row=row, rows=r, position=p, table=i)) for row, r, p, i in slices]
         self.p = ReduceParams(
             q=q, k=cache.k, **cache.where, slices=torch.tensor(slices, dtype=torch.int32, device=DEV),
-            parts=nan(n, q_heads, splits, 64, 2), tile_diagonals=nan(n, q_heads, nb, 128), block_columns=self.block_columns,
-            block_diagonals=self.block_diagonals, columns=self.columns, diagonals=self.diagonals, lse=self.lse, slice_count=n,
-            q_heads=q_heads, head_dim=d, dtype=q.dtype, max_blocks=nb, splits=splits, scale=d**-0.5)
+            parts=nan(n, q_heads, splits, 64, 2), tile_diagonals=nan(n, q_heads, nb, 128), columns=self.columns,
+            diagonals=self.diagonals, lse=self.lse, slice_count=n, q_heads=q_heads, head_dim=d, dtype=q.dtype, max_blocks=nb, splits=splits, scale=d**-0.5)
 
     def __call__(self):
         call("taper_reduce", self.p)
@@ -113,7 +109,7 @@ class DropColumns:
 
 
 class SampleAttention:
-    """The whole prompt of one sequence: sums, choice, lists, attention. `share`: a list a KV
+    """The whole prompt of one sequence: sums, choice by block, lists, attention. `share`: a list a KV
     head, from the sum over its group."""
 
     def __init__(self, cache, q, alpha_c, alpha_s, chunks=1, share=False, head_major=True):
@@ -124,12 +120,13 @@ class SampleAttention:
         slices = [(e - min(64, e), min(64, e), e - min(64, e), 0) for e in ends]
         self.sums = Reduce(cache, q, slices)
         nb = (n + 63) // 64
+        self.columns, self.diagonals = torch.empty(2, chunks * q_heads, nb, device=DEV)
         per_list = lambda x: torch.tensor(x, dtype=torch.int32, device=DEV).repeat_interleave(heads)
         last = per_list([(e + 63) // 64 for e in ends])
-        pick = lambda x, share: GroupSelect(x.view(chunks * q_heads, nb), nb, group, reduce=SUM,
+        pick = lambda x, share: GroupSelect(x, nb, group, reduce=SUM,
                                             mass=SCORE, share=share, ends=last)
-        self.pick_columns = pick(self.sums.block_columns, alpha_c)
-        self.pick_slashes = pick(self.sums.block_diagonals, alpha_s)
+        self.pick_columns = pick(self.columns, alpha_c)
+        self.pick_slashes = pick(self.diagonals, alpha_s)
         pos = torch.arange(n)
         tiles = t.tiles_for(pos, 0, n)
         self.lists = Stripes(self.pick_columns, self.pick_slashes, ends, tiles, heads, nb)
@@ -137,8 +134,13 @@ class SampleAttention:
                                     csr_heads=heads, csr_counts=self.lists.counts, lse=False,
                                     head_major=head_major)
 
+    def add_up(self):
+        for blocks, keys in ((self.columns, self.sums.columns), (self.diagonals, self.sums.diagonals)):
+            torch.sum(keys.view(*blocks.shape, 64), -1, out=blocks)
+
     def select(self):
         self.sums()
+        self.add_up()
         self.pick_columns()
         self.pick_slashes()
         self.lists()
@@ -160,39 +162,33 @@ def probabilities(q, k, position):
 def check_reduce(report, small):
     for dtype, d, kv, group in ((torch.bfloat16, 128, 2, 4), (torch.float16, 64, 1, 3),
                                 (torch.bfloat16, 64, 1, 16), (torch.float16, 128, 2, 1)):
-        for tokens in (False, True):
-            lens = [130, 300] if small else [130, 5000, 9001]
-            cache = t.Cache(lens, kv, d, dtype)
-            slices, rows = [], 0
-            for i, n in enumerate(lens):
-                for r, end in ((64, n), (17, n - 3), (64, 64), (1, n // 2)):
-                    slices.append((rows, r, end - r, i))
-                    rows += r
-            q = torch.randn(rows, kv * group, d, device=DEV, dtype=dtype) * 2
-            f = Reduce(cache, q, slices, tokens, lse=True)
-            f()
-            err = [0.0] * 4
-            for s, (at, r, pos, i) in enumerate(slices):
-                k, _ = cache.dense(i)
-                k = k[:, :pos + r]
-                p = probabilities(q[at:at + r], k, pos)
-                nb = (pos + r + 63) // 64
-                col = torch.zeros(kv * group, nb * 64, dtype=torch.float64, device=DEV)
-                col[:, :pos + r] = p.sum(1)
-                diag = torch.zeros_like(col)
-                off = (torch.arange(pos, pos + r, device=DEV)[:, None] -
-                       torch.arange(pos + r, device=DEV))
-                seen = off >= 0
-                diag.index_add_(1, off[seen], p[:, seen])
-                blocks = lambda x: x.view(kv * group, nb, 64).sum(-1)
-                err[0] = max(err[0], rel(f.block_columns[s, :, :nb], blocks(col)))
-                err[1] = max(err[1], rel(f.block_diagonals[s, :, :nb], blocks(diag)))
-                if tokens:
-                    err[2] = max(err[2], rel(f.columns[s, :, :nb * 64], col))
-                    err[3] = max(err[3], rel(f.diagonals[s, :, :nb * 64], diag))
-            name = f"reduce {dtype} d{d} group {group}{' tokens' if tokens else ''}"
-            report(name + " columns", max(err[0], err[2]))
-            report(name + " diagonals", max(err[1], err[3]))
+        lens = [130, 300] if small else [130, 5000, 9001]
+        cache = t.Cache(lens, kv, d, dtype)
+        slices, rows = [], 0
+        for i, n in enumerate(lens):
+            for r, end in ((64, n), (17, n - 3), (64, 64), (1, n // 2)):
+                slices.append((rows, r, end - r, i))
+                rows += r
+        q = torch.randn(rows, kv * group, d, device=DEV, dtype=dtype) * 2
+        f = Reduce(cache, q, slices)
+        f()
+        err = [0.0] * 2
+        for s, (at, r, pos, i) in enumerate(slices):
+            k, _ = cache.dense(i)
+            k = k[:, :pos + r]
+            p = probabilities(q[at:at + r], k, pos)
+            nb = (pos + r + 63) // 64
+            col = torch.zeros(kv * group, nb * 64, dtype=torch.float64, device=DEV)
+            col[:, :pos + r] = p.sum(1)
+            diag = torch.zeros_like(col)
+            off = (torch.arange(pos, pos + r, device=DEV)[:, None] -
+                   torch.arange(pos + r, device=DEV))
+            seen = off >= 0
+            diag.index_add_(1, off[seen], p[:, seen])
+            err[0] = max(err[0], rel(f.columns[s, :, :nb * 64], col))
+            err[1] = max(err[1], rel(f.diagonals[s, :, :nb * 64], diag))
+        report(f"reduce {dtype} d{d} group {group} columns", err[0])
+        report(f"reduce {dtype} d{d} group {group} diagonals", err[1])
 
 
 def stripes_wanted(columns, slashes, ends, tile, each):
@@ -319,7 +315,7 @@ def check_whole(report, small):
         report(f"sample attention, alpha 1, {chunks} slices, share {share}", rel(f.attend.out, dense.out))
     f = SampleAttention(cache, q, 0.9, 0.0, 1)
     f()
-    col = f.sums.block_columns[0]
+    col = f.columns
     kept = min((col[h, f.pick_columns.ids[h, :int(f.pick_columns.counts[h])].long()].sum() /
                 col[h].sum()).item() for h in range(8))
     report(f"sample attention keeps {kept:.4f} of 0.9", 0.0 if kept > 0.9 - 1e-4 else 1.0)
@@ -397,10 +393,8 @@ def bench(put, time):
             torch.cuda.synchronize()
             put(f"{key} attend, heads side by side ms", time(g.attend, 3) / 1e3)
             put(f"{key} select share of dense", select / ms)
-            for name in ("sums", "pick_columns", "lists"):
+            for name in ("sums", "add_up", "pick_columns", "lists"):
                 put(f"{key} {name} us", time(getattr(f, name)))
-        f = Reduce(cache, q, [(n - 64, 64, n - 64, 0)], tokens=True)
-        put(f"reduce {n} with tokens us", time(f))
         # Few rows over a long context.
         for rows in (1, 16, 128, 512):
             few = torch.arange(n - rows, n)

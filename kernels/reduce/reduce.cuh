@@ -138,13 +138,12 @@ struct SliceShared {
   float prob[kSliceRows * kProbStride];
   float lse2[kSliceRows];  // log2 of the row's sum of exp2
   float half[kBlock];
-  float buckets[4][4];
 };
 
 template <class T, int D>
 __global__ void __launch_bounds__(128) slice_mass_kernel(const ReduceParams p) {
   __shared__ SliceShared sh;
-  const int head = blockIdx.y, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const int head = blockIdx.y, tid = threadIdx.x, lane = tid & 31;
   const Slice s = p.slices[blockIdx.z];
   wait_for_predecessor();
   launch_dependents();
@@ -164,7 +163,7 @@ __global__ void __launch_bounds__(128) slice_mass_kernel(const ReduceParams p) {
     }
     const bool live = tid < s.rows;
     sh.lse2[tid] = live ? top + log2f(sum) : INFINITY;  // A row beyond the slice weighs nothing.
-    if (p.lse && blockIdx.x == 0 && live) p.lse[at * kSliceRows + tid] = (top + log2f(sum)) * kLn2;
+    if (blockIdx.x == 0 && live) p.lse[at * kSliceRows + tid] = (top + log2f(sum)) * kLn2;
   }
   __syncthreads();
   const SliceScores<T, D> scores(p, s, head);
@@ -191,40 +190,14 @@ __global__ void __launch_bounds__(128) slice_mass_kernel(const ReduceParams p) {
       if (k >= 0 && k < kBlock) diagonal += sh.prob[r * kProbStride + k];
     }
     if (tid >= 64) sh.half[key] = column;
-    // The diagonals of a tile fall into at most three buckets of 64; the first one's
-    // number is floor((position - 63) / 64) - b.
-    const int bucket = ((int)((s.position + 1) & 63) + tid) / 64;
-    float part[3];
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      part[i] = bucket == i ? diagonal : 0.f;
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) part[i] += __shfl_xor_sync(~0u, part[i], d);
-      if (lane == 0) sh.buckets[warp][i] = part[i];
-    }
     __syncthreads();
-    float* tile = p.tile_diagonals + (at * p.max_blocks + b) * 128;
-    if (p.diagonals) tile[tid] = diagonal;
-    else if (tid < 3)
-      tile[tid] = (sh.buckets[0][tid] + sh.buckets[1][tid]) +
-                  (sh.buckets[2][tid] + sh.buckets[3][tid]);
-    if (tid < 64) {
-      column += sh.half[key];
-      if (p.columns) p.columns[(at * p.max_blocks + b) * kBlock + key] = column;
-      if (p.block_columns) {
-        float sum = column;
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-        if (lane == 0) sh.buckets[warp][3] = sum;
-      }
-    }
+    p.tile_diagonals[(at * p.max_blocks + b) * 128 + tid] = diagonal;
+    if (tid < 64) p.columns[(at * p.max_blocks + b) * kBlock + key] = column + sh.half[key];
     __syncthreads();
-    if (p.block_columns && tid == 0)
-      p.block_columns[at * p.max_blocks + b] = sh.buckets[0][3] + sh.buckets[1][3];
   }
 }
 
-// Adds the tiles' diagonals up: a token's comes from two tiles, a bucket's from three.
+// Adds the tiles' diagonals up: each comes from two tiles.
 __global__ void __launch_bounds__(256) slice_diagonals_kernel(const ReduceParams p) {
   const int head = blockIdx.y;
   wait_for_predecessor();
@@ -247,22 +220,8 @@ __global__ void __launch_bounds__(256) slice_diagonals_kernel(const ReduceParams
     }
     return sum;
   };
-  float sum = 0.f;
-  if (p.diagonals) {
-    for (int i = 0; i < kBlock; ++i) {
-      const float x = token((int64_t)b * kBlock + i);
-      p.diagonals[(at * p.max_blocks + b) * kBlock + i] = x;
-      sum += x;
-    }
-  } else {
-    const int first = ((int)s.position + 1) / kBlock - 1;  // floor((position - 63) / 64)
-#pragma unroll
-    for (int j = 0; j < 3; ++j) {
-      const int tile = first - b + j;
-      if (tile >= 0 && tile < nb) sum += tiles[(int64_t)tile * 128 + j];
-    }
-  }
-  if (p.block_diagonals) p.block_diagonals[at * p.max_blocks + b] = sum;
+  for (int i = 0; i < kBlock; ++i)
+    p.diagonals[(at * p.max_blocks + b) * kBlock + i] = token((int64_t)b * kBlock + i);
 }
 
 }  // namespace taper

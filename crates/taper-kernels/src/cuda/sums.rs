@@ -5,7 +5,6 @@ use super::ffi::{TaperReduceParams, taper_reduce};
 use super::op::Op;
 use crate::kv::BLOCK_TOKENS;
 use crate::prefill::{Rows, Sums};
-use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
 
 /// Rows of a slice, and blocks of keys that one thread block sums.
@@ -72,7 +71,6 @@ fn few(op: &Op, rows: &Rows, q: &Tensor, table: &Tensor, slices: &[(u32, u32, u3
         splits: op.int("positions", splits)?,
         scale: 1.0 / (head_dim as f32).sqrt(),
         window: op.int("window", rows.window.unwrap_or(0))?,
-        ..TaperReduceParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(taper_reduce, &p) }?;
