@@ -604,17 +604,16 @@ enum { TAPER_TWO_BLOCKS = 0, TAPER_DIAGONALS = 1 };  // StripesParams: a slash
 
 typedef struct TaperStripesParams {
   // Blocks of `each` times 64 tokens, but in what `blocks` lists, which are of 64. More than 1: slashes are TAPER_TWO_BLOCKS.
-  const uint32_t* columns;                   // [slices, heads, column_stride] block numbers; null: none
-  const uint32_t* column_counts;             // [slices, heads]
-  const uint32_t* slashes;                   // [slices, heads, slash_stride]; null: `bitmaps` are made already
-  const uint32_t* slash_counts;              // [slices, heads]
-  const uint32_t* slice_ends;                // [slices] ascending: rows below it follow that slice
-  const TaperPrefillTile* tiles;             // [tile_count]; null: only `bitmaps` are made
-  const uint32_t* list_begin;                // [heads, tile_count] by tile id: room for pos_max / 64 + 1
-  uint32_t* bitmaps;                         // [slices, heads, 2, words]
-  uint32_t* blocks;                          // what list_begin points into; ascending
-  uint32_t* counts;                          // [heads, tile_count]
-  int32_t slices, heads, tile_count, words;  // words: blocks of the sequence / 32, rounded up
+  const uint32_t* columns;           // [heads, column_stride] block numbers; null: none
+  const uint32_t* column_counts;     // [heads]
+  const uint32_t* slashes;           // [heads, slash_stride]; null: `bitmaps` are made already
+  const uint32_t* slash_counts;      // [heads]
+  const TaperPrefillTile* tiles;     // [tile_count]; null: only `bitmaps` are made
+  const uint32_t* list_begin;        // [heads, tile_count] by tile id: room for pos_max / 64 + 1
+  uint32_t* bitmaps;                 // [heads, 2, words]
+  uint32_t* blocks;                  // what list_begin points into; ascending
+  uint32_t* counts;                  // [heads, tile_count]
+  int32_t heads, tile_count, words;  // words: blocks of the sequence / 32, rounded up
   int32_t column_stride, slash_stride;
   // TAPER_TWO_BLOCKS: that many blocks back and one more, and block 0 is chosen. TAPER_DIAGONALS: so many tokens back,
   // in every block that this touches.

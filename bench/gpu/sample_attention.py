@@ -30,7 +30,8 @@ class Reduce:
         self.p = ReduceParams(
             q=q, k=cache.k, **cache.where, slices=torch.tensor(slices, dtype=torch.int32, device=DEV),
             parts=nan(n, q_heads, splits, 64, 2), tile_diagonals=nan(n, q_heads, nb, 128), columns=self.columns,
-            diagonals=self.diagonals, lse=self.lse, slice_count=n, q_heads=q_heads, head_dim=d, dtype=q.dtype, max_blocks=nb, splits=splits, scale=d**-0.5)
+            diagonals=self.diagonals, lse=self.lse, slice_count=n, q_heads=q_heads, head_dim=d, dtype=q.dtype, max_blocks=nb,
+            splits=splits, scale=d**-0.5)
 
     def __call__(self):
         call("taper_reduce", self.p)
@@ -69,10 +70,10 @@ def in_parts(tiles, splits):
 
 
 class Stripes:
-    """Blocks of each head and tile from the columns and slashes chosen per slice and head, by `each` blocks at a time."""
+    """Blocks of each head and tile from the columns and slashes chosen per head, by `each` blocks at a time."""
 
-    def __init__(self, columns, slashes, ends, tiles, heads, blocks, each=1):
-        slices, words = len(ends), (blocks + 31) // 32
+    def __init__(self, columns, slashes, tiles, heads, blocks, each=1):
+        words = (blocks + 31) // 32
         i32 = lambda x: torch.as_tensor(x, dtype=torch.int32).to(DEV)
         need = torch.zeros(len(tiles), dtype=torch.int64)
         need[torch.tensor([x[6] for x in tiles])] = torch.tensor([x[5] // 64 + 1 for x in tiles])
@@ -82,9 +83,9 @@ class Stripes:
         self.counts = torch.full((heads, len(tiles)), -1, dtype=torch.int32, device=DEV)
         self.p = StripesParams(
             columns=columns.ids, column_counts=columns.counts, slashes=slashes.ids, slash_counts=slashes.counts,
-            slice_ends=i32(ends), tiles=i32(tiles), list_begin=self.begin,
-            bitmaps=torch.full((slices * heads * 2 * words,), -1, dtype=torch.int32, device=DEV), blocks=self.blocks,
-            counts=self.counts, slices=slices, heads=heads, tile_count=len(tiles), words=words,
+            tiles=i32(tiles), list_begin=self.begin,
+            bitmaps=torch.full((heads * 2 * words,), -1, dtype=torch.int32, device=DEV), blocks=self.blocks,
+            counts=self.counts, heads=heads, tile_count=len(tiles), words=words,
             column_stride=columns.ids.shape[1], slash_stride=slashes.ids.shape[1], slash=t.TWO_BLOCKS, each=each)
 
     def __call__(self):
@@ -112,24 +113,20 @@ class SampleAttention:
     """The whole prompt of one sequence: sums, choice by block, lists, attention. `share`: a list a KV
     head, from the sum over its group."""
 
-    def __init__(self, cache, q, alpha_c, alpha_s, chunks=1, share=False, head_major=True):
+    def __init__(self, cache, q, alpha_c, alpha_s, share=False, head_major=True):
         n, q_heads, d = q.shape
         group = q_heads // cache.kv_heads if share else 1
         heads = q_heads // group
-        ends = [(i + 1) * n // chunks for i in range(chunks)]
-        slices = [(e - min(64, e), min(64, e), e - min(64, e), 0) for e in ends]
-        self.sums = Reduce(cache, q, slices)
+        first = n - min(64, n)
+        self.sums = Reduce(cache, q, [(first, n - first, first, 0)])
         nb = (n + 63) // 64
-        self.columns, self.diagonals = torch.empty(2, chunks * q_heads, nb, device=DEV)
-        per_list = lambda x: torch.tensor(x, dtype=torch.int32, device=DEV).repeat_interleave(heads)
-        last = per_list([(e + 63) // 64 for e in ends])
-        pick = lambda x, share: GroupSelect(x, nb, group, reduce=SUM,
-                                            mass=SCORE, share=share, ends=last)
+        self.columns, self.diagonals = torch.empty(2, q_heads, nb, device=DEV)
+        pick = lambda x, share: GroupSelect(x, nb, group, reduce=SUM, mass=SCORE, share=share)
         self.pick_columns = pick(self.columns, alpha_c)
         self.pick_slashes = pick(self.diagonals, alpha_s)
         pos = torch.arange(n)
         tiles = t.tiles_for(pos, 0, n)
-        self.lists = Stripes(self.pick_columns, self.pick_slashes, ends, tiles, heads, nb)
+        self.lists = Stripes(self.pick_columns, self.pick_slashes, tiles, heads, nb)
         self.attend = SparsePrefill(cache, q, pos, tiles, csr=(self.lists.begin, self.lists.blocks),
                                     csr_heads=heads, csr_counts=self.lists.counts, lse=False,
                                     head_major=head_major)
@@ -191,14 +188,13 @@ def check_reduce(report, small):
         report(f"reduce {dtype} d{d} group {group} diagonals", err[1])
 
 
-def stripes_wanted(columns, slashes, ends, tile, each):
+def stripes_wanted(columns, slashes, tile, each):
     first, last = tile[4] // 64, tile[5] // 64
     want = set()
     for qb in range(first, last + 1):
-        i = next((j for j, e in enumerate(ends) if qb * 64 < e), len(ends) - 1)
         own = qb // each
-        large = {c for c in columns[i] if c <= own} | {0, own}
-        for b in slashes[i]:
+        large = {c for c in columns if c <= own} | {0, own}
+        for b in slashes:
             large |= {x for x in (own - b, own - b - 1) if x >= 0}
         want |= {x for c in large for x in range(c * each, (c + 1) * each) if x <= qb}
     return sorted(want)
@@ -207,36 +203,33 @@ def stripes_wanted(columns, slashes, ends, tile, each):
 def check_stripes(report, small):
     class Chosen:
         pass
-    few = ((500, 2, 1, 1, 0), (5000, 3, 2, 1, 0), (500, 2, 1, 2, 37), (5000, 3, 2, 3, 1037), (5000, 2, 1, 33, 70))
-    for n, heads, slices, each, start in few if small else few + (
-            (20001, 4, 3, 1, 0), (70000, 2, 1, 1, 0), (70000, 2, 1, 2, 10001), (300000, 2, 1, 64, 250001)):
+    few = ((500, 2, 1, 0), (5000, 6, 1, 0), (500, 2, 2, 37), (5000, 6, 3, 1037), (5000, 2, 33, 70))
+    for n, heads, each, start in few if small else few + (
+            (20001, 12, 1, 0), (70000, 2, 1, 0), (70000, 2, 2, 10001), (300000, 2, 64, 250001)):
         nb = (n + 64 * each - 1) // (64 * each)
-        ends = [(i + 1) * n // slices for i in range(slices)]
         tiles = t.tiles_for(torch.arange(start, n), 0, n)
         made, sets = [], []
         for density in (0.02, 0.05):
             c = Chosen()
-            c.ids = torch.full((slices * heads, nb), -1, dtype=torch.int32, device=DEV)
-            c.counts = torch.zeros(slices * heads, dtype=torch.int32, device=DEV)
+            c.ids = torch.full((heads, nb), -1, dtype=torch.int32, device=DEV)
+            c.counts = torch.zeros(heads, dtype=torch.int32, device=DEV)
             kept = []
-            for i in range(slices * heads):
+            for i in range(heads):
                 x = (torch.rand(nb) < density * (i % 3)).nonzero().flatten()
                 c.ids[i, :len(x)] = x.to(DEV)
                 c.counts[i] = len(x)
                 kept.append(x.tolist())
             made.append(c)
             sets.append(kept)
-        f = Stripes(*made, ends, tiles, heads, nb, each=each)
+        f = Stripes(*made, tiles, heads, nb, each=each)
         f()
         begin, counts, blocks = f.begin.cpu(), f.counts.cpu(), f.blocks.cpu()
         bad = 0
         for h in range(heads):
-            cols = [sets[0][s * heads + h] for s in range(slices)]
-            sls = [sets[1][s * heads + h] for s in range(slices)]
             for tile in tiles:
                 b, m = int(begin[h * len(tiles) + tile[6]]), int(counts[h, tile[6]])
-                bad += blocks[b:b + m].tolist() != stripes_wanted(cols, sls, ends, tile, each)
-        report(f"stripes {n} tokens {heads} heads {slices} slices by {each} from {start}", float(bad), 0.5)
+                bad += blocks[b:b + m].tolist() != stripes_wanted(sets[0][h], sets[1][h], tile, each)
+        report(f"stripes {n} tokens {heads} heads by {each} from {start}", float(bad), 0.5)
 
 
 def check_columns(report, small):
@@ -309,11 +302,11 @@ def check_whole(report, small):
     pos = torch.arange(n)
     dense = t.Prefill(cache, q, pos, t.tiles_for(pos, 0, n))
     dense()
-    for chunks, share in ((1, False), (2, True)):
-        f = SampleAttention(cache, q, 1.0, 1.0, chunks, share)
+    for share in (False, True):
+        f = SampleAttention(cache, q, 1.0, 1.0, share)
         f()
-        report(f"sample attention, alpha 1, {chunks} slices, share {share}", rel(f.attend.out, dense.out))
-    f = SampleAttention(cache, q, 0.9, 0.0, 1)
+        report(f"sample attention, alpha 1, share {share}", rel(f.attend.out, dense.out))
+    f = SampleAttention(cache, q, 0.9, 0.0)
     f()
     col = f.columns
     kept = min((col[h, f.pick_columns.ids[h, :int(f.pick_columns.counts[h])].long()].sum() /
@@ -379,16 +372,16 @@ def bench(put, time):
         del plain
         ms = time(dense, 3) / 1e3
         put(f"sample attention {n} dense ms", ms)
-        for chunks, alphas in ((1, (0.95, 0.85)), (1, (0.5, 0.5)), (2, (0.95, 0.85))):
-            f = SampleAttention(cache, q, *alphas, chunks)
-            key = f"sample attention {n} {alphas[0]} {alphas[1]} {chunks} slices"
+        for alphas in ((0.95, 0.85), (0.5, 0.5)):
+            f = SampleAttention(cache, q, *alphas)
+            key = f"sample attention {n} {alphas[0]} {alphas[1]}"
             whole, select = time(f, 3) / 1e3, time(f.select) / 1e3
             live = (f.lists.begin[1:] - f.lists.begin[:-1]).sum().item()
             put(f"{key} density", f.lists.counts.sum().item() / live)
             put(f"{key} select ms", select)
             put(f"{key} whole ms", whole)
             put(f"{key} attend ms", time(f.attend, 3) / 1e3)
-            g = SampleAttention(cache, q, *alphas, chunks, head_major=False)
+            g = SampleAttention(cache, q, *alphas, head_major=False)
             g()
             torch.cuda.synchronize()
             put(f"{key} attend, heads side by side ms", time(g.attend, 3) / 1e3)

@@ -3,12 +3,12 @@
 
 extern "C" int taper_stripes(const taper::StripesParams* p, cudaStream_t stream) {
   using namespace taper;
-  const bool ok = p->slices > 0 && p->heads > 0 && p->words > 0 && p->words <= 12288 &&
+  const bool ok = p->heads > 0 && p->words > 0 && p->words <= 12288 &&
                   (!p->tiles || p->tile_count > 0) && (p->tiles || p->slashes) && p->each > 0 &&
                   (p->each == 1 || (!p->halves && p->slash == TAPER_TWO_BLOCKS));
   if (!ok) return cudaErrorInvalidValue;
   if (p->slashes) {
-    const cudaError_t e = launch(stripe_bits_kernel, p->slices * p->heads, 256, p->words * 4, stream, *p);
+    const cudaError_t e = launch(stripe_bits_kernel, p->heads, 256, p->words * 4, stream, *p);
     if (e != cudaSuccess || !p->tiles) return e;
   }
   const int64_t items = (int64_t)p->heads * p->tile_count;

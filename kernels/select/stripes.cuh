@@ -2,7 +2,7 @@
 //
 // Blocks are of 64 tokens, or of a multiple, B. A slash b stands for the diagonals B b .. B b + B - 1 (row less key), which
 // cross the key blocks qb - b and qb - b - 1 of query block qb. Both kinds of choice become
-// bitmaps first, one pair for each list head and slice; a tile's blocks are then the
+// bitmaps first, one pair for each list head; a tile's blocks are then the
 // union over its query blocks of the columns up to the diagonal and of the slashes'
 // bitmap read backwards. The diagonal always belongs, and block 0 where slashes are of two blocks. Lists have room
 // for all blocks up to the diagonal at offsets that the host knows, so nothing is scanned.
@@ -87,17 +87,15 @@ __global__ void __launch_bounds__(128) stripe_lists_kernel(const StripesParams p
   const PrefillTile t = p.tiles[item / p.heads];
   const uint32_t first = t.pos_min / kBlock, last = t.pos_max / kBlock;
   const int64_t at = (int64_t)head * p.tile_count + t.id;
+  const uint32_t *columns = p.bitmaps + (int64_t)head * 2 * p.words, *slashes = columns + p.words;
   uint32_t* out = p.blocks + p.list_begin[at];
   uint32_t count = 0;
   const bool halves = p.halves && first < last;
   for (uint32_t base = 0; base * 32 <= last; base += 32) {
     const uint32_t word = base + lane;
     uint32_t x = 0, ours = ~0u, others = ~0u;  // of the first query block, of the last
-    int slice = 0;
     for (uint32_t qb = first; qb <= last; ++qb) {
-      while (slice + 1 < p.slices && p.slice_ends[slice] <= qb * kBlock) ++slice;
-      const uint32_t* columns = p.bitmaps + ((int64_t)slice * p.heads + head) * 2 * p.words;
-      const uint32_t y = blocks_read_of(columns, columns + p.words, qb, word, p.each);
+      const uint32_t y = blocks_read_of(columns, slashes, qb, word, p.each);
       x |= y;
       if (halves) (qb == first ? ours : others) = y;
     }

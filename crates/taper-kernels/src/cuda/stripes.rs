@@ -15,8 +15,7 @@ use bytemuck::Zeroable;
 use candle_core::{D, DType, Tensor};
 use std::ops::Range;
 
-/// Numbers chosen for each slice of rows and head: `ids` `[slices, heads, room]` and how many of them count
-/// `[slices, heads]`, u32.
+/// Numbers chosen for each list of heads: `ids` `[heads, room]` and how many of them count `[heads]`, u32.
 #[derive(Clone, Copy)]
 pub struct Chosen<'a> {
     /// Numbers, in any order.
@@ -34,25 +33,24 @@ pub enum Slash {
     Diagonals,
 }
 
-/// What is chosen for each slice of rows and head, of key blocks and of blocks back, as bitmaps `[slices, heads, 2, words]`,
-/// u32, over a sequence of so many `blocks`.
+/// What is chosen for each list of heads, of key blocks and of blocks back, as bitmaps `[heads, 2, words]`, u32, over a
+/// sequence of so many `blocks`.
 ///
 /// # Errors
 /// Shapes or dtypes that differ.
 pub fn stripe_bits(columns: Option<Chosen>, slashes: Chosen, slash: Slash, blocks: usize) -> Result<Tensor> {
     let op = Op::new("stripe_bits", "slashes", slashes.ids)?;
-    let (slices, heads, slash_room) = slashes.ids.dims3()?;
+    let (heads, slash_room) = slashes.ids.dims2()?;
     let words = blocks.div_ceil(32);
-    let bitmaps = op.empty((slices, heads, 2, words), DType::U32)?;
-    let column_room = columns.map_or(Ok(0), |columns| columns.ids.dim(2))?;
+    let bitmaps = op.empty((heads, 2, words), DType::U32)?;
+    let column_room = columns.map_or(Ok(0), |columns| columns.ids.dim(1))?;
     let (column_ids, column_counts) = columns.map(|columns| (columns.ids, columns.counts)).unzip();
     let p = TaperStripesParams {
-        columns: op.maybe("columns", column_ids, DType::U32, [slices, heads, column_room])?,
-        column_counts: op.maybe("columns", column_counts, DType::U32, [slices, heads])?,
-        slashes: op.at("slashes", slashes.ids, DType::U32, [slices, heads, slash_room])?,
-        slash_counts: op.at("slashes", slashes.counts, DType::U32, [slices, heads])?,
+        columns: op.maybe("columns", column_ids, DType::U32, [heads, column_room])?,
+        column_counts: op.maybe("columns", column_counts, DType::U32, [heads])?,
+        slashes: op.at("slashes", slashes.ids, DType::U32, [heads, slash_room])?,
+        slash_counts: op.at("slashes", slashes.counts, DType::U32, [heads])?,
         bitmaps: op.at("bitmaps", &bitmaps, DType::U32, bitmaps.dims())?,
-        slices: op.int("slashes", slices)?,
         heads: op.int("slashes", heads)?,
         words: op.int("blocks", words)?,
         column_stride: op.int("columns", column_room)?,
@@ -70,25 +68,17 @@ pub fn stripe_bits(columns: Option<Chosen>, slashes: Chosen, slash: Slash, block
 }
 
 /// The blocks of 64 that each tile and list of heads reads by [`stripe_bits`], whose blocks have `block_tokens`: the tile's
-/// own, the chosen columns before those, and those that lie as far back as a slash says. `slice_ends` `[slices]` ascend: rows
-/// below one follow its choice, and rows beyond the last do too. `halves`, where blocks are of 64: rows 64 and on of a tile
-/// are the next query block's, and blocks that only one of the two reads are marked.
+/// own, the chosen columns before those, and those that lie as far back as a slash says. `halves`, where blocks are of 64:
+/// rows 64 and on of a tile are the next query block's, and blocks that only one of the two reads are marked.
 ///
 /// # Errors
-/// Shapes or dtypes that differ, no slice, tiles beyond the sequence.
+/// Shapes or dtypes that differ, tiles beyond the sequence.
 ///
 /// # Source
 /// SampleAttention, `merge_index`.
-pub fn block_lists(
-    tiles: &Tiles,
-    (bitmaps, block_tokens): (&Tensor, usize),
-    slice_ends: &[u32],
-    halves: bool,
-) -> Result<KeyLists> {
+pub fn block_lists(tiles: &Tiles, (bitmaps, block_tokens): (&Tensor, usize), halves: bool) -> Result<KeyLists> {
     let op = Op::new("block_lists", "bitmaps", bitmaps)?;
-    let (slices, heads, _, words) = bitmaps.dims4()?;
-    let ascends = slices > 0 && slice_ends.len() == slices && slice_ends.is_sorted_by(|a, b| a < b);
-    op.check(ascends, "slice_ends", format_args!("{slice_ends:?}"), format_args!("{slices}, ascending"))?;
+    let (heads, _, words) = bitmaps.dims3()?;
     let each = block_tokens / BLOCK_TOKENS;
     let fits = each > 0 && block_tokens.is_multiple_of(BLOCK_TOKENS) && (each == 1 || !halves);
     op.check(fits, "block_tokens", block_tokens, "a multiple of 64, and 64 beside halves")?;
@@ -97,15 +87,12 @@ pub fn block_lists(
     op.check(most < tokens, "bitmaps", format_args!("{tokens} tokens"), format_args!("more than {most}"))?;
     let room = |&last: &u32| last as usize / BLOCK_TOKENS + 1;
     let of = KeyLists::with_room(&op, heads, tiles.last.iter().map(room))?;
-    let ends = op.kept(slice_ends, [slices])?;
     let p = TaperStripesParams {
-        slice_ends: op.at("slice_ends", &ends, DType::U32, [slices])?,
         tiles: op.at::<u32>("tiles", &tiles.tiles, DType::U32, [tiles.count, TILE_WORDS])?.cast(),
         list_begin: op.at("begins", &of.begins, DType::U32, [heads, tiles.count])?,
-        bitmaps: op.at("bitmaps", bitmaps, DType::U32, [slices, heads, 2, words])?,
+        bitmaps: op.at("bitmaps", bitmaps, DType::U32, [heads, 2, words])?,
         blocks: op.at("ids", &of.ids, DType::U32, of.ids.dims())?,
         counts: op.at("counts", &of.counts, DType::U32, [heads, tiles.count])?,
-        slices: op.int("bitmaps", slices)?,
         heads: op.int("bitmaps", heads)?,
         tile_count: op.int("tiles", tiles.count)?,
         words: op.int("bitmaps", words)?,
@@ -121,7 +108,7 @@ pub fn block_lists(
 /// What lists of heads read of a prompt by columns and diagonals that a device chose and keeps.
 #[derive(Debug)]
 pub struct DeviceStripes {
-    /// `[1, lists, 2, words]`, of [`stripe_bits`].
+    /// `[lists, 2, words]`, of [`stripe_bits`].
     bitmaps: Tensor,
     /// Tokens of their blocks.
     block_tokens: usize,
@@ -152,7 +139,6 @@ impl DeviceStripes {
             |of: fn(&Counts) -> usize| -> Vec<_> { heads.iter().map(|(head, of_head)| (*head, of(of_head))).collect() };
         let tokens = heaviest(&op, &sums.columns, &wanted(|counts| counts.columns), forced.columns)?;
         let (ids, counts) = heaviest(&op, &sums.diagonals, &wanted(|counts| counts.slashes), forced.slashes)?;
-        let (ids, counts) = (ids.unsqueeze(0)?, counts.unsqueeze(0)?);
         let blocks = sums.diagonals.dim(1)?.div_ceil(BLOCK_TOKENS);
         let bitmaps = stripe_bits(None, Chosen { ids: &ids, counts: &counts }, Slash::Diagonals, blocks)?;
         Ok(Self { bitmaps, block_tokens: BLOCK_TOKENS, tokens: Some(tokens) })
@@ -161,7 +147,7 @@ impl DeviceStripes {
     /// What each list of heads reads in runs of rows, each within one block. Waits for the device, for how many keys those are.
     pub(crate) fn into_reads(self, runs: &[Range<usize>]) -> Result<Vec<HeadReads>> {
         let op = Op::new("before", "bitmaps", &self.bitmaps)?;
-        let (_, lists, _, words) = self.bitmaps.dims4()?;
+        let (lists, _, words) = self.bitmaps.dims3()?;
         if runs.is_empty() {
             return Ok(DeviceReads::Stripes(self).into_reads(vec![Vec::new(); lists]));
         }
@@ -173,7 +159,7 @@ impl DeviceStripes {
         let (tokens, counts) = self.tokens.as_ref().map(|(tokens, counts)| (tokens, counts)).unzip();
         let room = tokens.map_or(Ok(0), |tokens| tokens.dim(1))?;
         let p = TaperBeforeParams {
-            bitmaps: op.at("bitmaps", &self.bitmaps, DType::U32, [1, lists, 2, words])?,
+            bitmaps: op.at("bitmaps", &self.bitmaps, DType::U32, [lists, 2, words])?,
             tokens: op.maybe("tokens", tokens, DType::U32, [lists, room])?,
             token_counts: op.maybe("tokens", counts, DType::U32, [lists])?,
             own: op.at("runs", &own, DType::U32, [runs.len()])?,
@@ -200,9 +186,9 @@ impl DeviceStripes {
     /// # Errors
     /// A device error, tiles beyond the sequence.
     pub fn lists(&self, tiles: &Tiles, which: &[usize]) -> Result<RunLists> {
-        let some = Picked::new(which, self.bitmaps.dim(1)?, self.bitmaps.device())?;
-        let (bitmaps, halves) = (some.of(&self.bitmaps, 1)?, self.block_tokens == BLOCK_TOKENS);
-        let blocks = block_lists(tiles, (&bitmaps, self.block_tokens), &[u32::MAX], halves)?;
+        let some = Picked::new(which, self.bitmaps.dim(0)?, self.bitmaps.device())?;
+        let (bitmaps, halves) = (some.of(&self.bitmaps, 0)?, self.block_tokens == BLOCK_TOKENS);
+        let blocks = block_lists(tiles, (&bitmaps, self.block_tokens), halves)?;
         let columns = match &self.tokens {
             Some((ids, counts)) => Some(drop_columns(tiles, &some.of(ids, 0)?, &some.of(counts, 0)?, &blocks)?),
             None => None,
@@ -212,18 +198,18 @@ impl DeviceStripes {
 }
 
 /// The fewest of `mass` `[q_heads, entries]`, added up over each KV head's group, that hold the share `alpha` of it, of
-/// equals the first: ids `[1, kv_heads, entries]`, ascending, and how many `[1, kv_heads]`, u32.
+/// equals the first: ids `[kv_heads, entries]`, ascending, and how many `[kv_heads]`, u32.
 fn fewest(op: &Op, mass: &Tensor, kv_heads: usize, alpha: f64) -> Result<(Tensor, Tensor)> {
     let (q_heads, entries) = mass.dims2()?;
     let mass = mass.contiguous()?;
-    let (ids, counts) = (op.empty((1, kv_heads, entries), DType::U32)?, op.empty((1, kv_heads), DType::U32)?);
+    let (ids, counts) = (op.empty((kv_heads, entries), DType::U32)?, op.empty(kv_heads, DType::U32)?);
     // All, what weighs nothing too, or none at all.
     let by_count = alpha <= 0.0 || alpha >= 1.0;
     let p = TaperGroupSelectParams {
         base: TaperSelectParams {
             scores: op.at("mass", &mass, DType::F32, [q_heads, entries])?,
-            ids: op.at("ids", &ids, DType::U32, [1, kv_heads, entries])?,
-            counts: op.at("counts", &counts, DType::U32, [1, kv_heads])?,
+            ids: op.at("ids", &ids, DType::U32, [kv_heads, entries])?,
+            counts: op.at("counts", &counts, DType::U32, [kv_heads])?,
             lists: op.int("kv_heads", kv_heads)?,
             stride: op.int("mass", entries)?,
             capacity: op.int("mass", entries)?,

@@ -263,24 +263,22 @@ fn lists_of_columns_and_slashes_are_those_of_the_cpu() {
     let (heads, start, n) = (3, 40usize, 1500usize);
     let (blocks, runs) = (n.div_ceil(BLOCK_TOKENS), query_blocks(start..n, BLOCK_TOKENS));
     let tiles = tiles_of(&runs);
-    // Two slices, whose border lies between two blocks.
-    let ends = [640, n as u32];
     let choose = |numbers: &mut Numbers, most: usize, of: usize| -> (Vec<Vec<u32>>, Tensor, Tensor) {
-        let all: Vec<Vec<u32>> = (0..2 * heads).map(|_| numbers.some(most, of)).collect();
-        let mut flat = vec![u32::MAX; 2 * heads * most];
+        let all: Vec<Vec<u32>> = (0..heads).map(|_| numbers.some(most, of)).collect();
+        let mut flat = vec![u32::MAX; heads * most];
         for (to, ids) in flat.chunks_exact_mut(most).zip(&all) {
             to[..ids.len()].copy_from_slice(ids);
         }
         let counts: Vec<u32> = all.iter().map(|ids| ids.len() as u32).collect();
-        let ids = Tensor::from_vec(flat, (2, heads, most), &on).unwrap();
-        (all, ids, Tensor::from_vec(counts, (2, heads), &on).unwrap())
+        let ids = Tensor::from_vec(flat, (heads, most), &on).unwrap();
+        (all, ids, Tensor::from_vec(counts, heads, &on).unwrap())
     };
     let (columns, column_ids, column_counts) = choose(&mut numbers, blocks, 5);
     let (slashes, slash_ids, slash_counts) = choose(&mut numbers, blocks, 8);
     let of = |ids, counts| Chosen { ids, counts };
     let (columns_there, slashes_there) = (of(&column_ids, &column_counts), of(&slash_ids, &slash_counts));
     let bitmaps = stripe_bits(Some(columns_there), slashes_there, Slash::TwoBlocks, blocks).unwrap();
-    let lists = block_lists(&tiles, (&bitmaps, BLOCK_TOKENS), &ends, false).unwrap();
+    let lists = block_lists(&tiles, (&bitmaps, BLOCK_TOKENS), false).unwrap();
     let got = lists.read_back().unwrap();
     let sorted = |ids: &mut Vec<u32>| {
         ids.sort_unstable();
@@ -288,10 +286,9 @@ fn lists_of_columns_and_slashes_are_those_of_the_cpu() {
     };
     for (head, got) in got.iter().enumerate().take(heads) {
         for (at, run) in runs.iter().enumerate() {
-            let slice = usize::from(run.start as u32 >= ends[0]) * heads + head;
-            let mut listed = columns[slice].clone();
+            let mut listed = columns[head].clone();
             listed.push(0);
-            let mut distances: Vec<u32> = slashes[slice].iter().flat_map(|s| [*s, s + 1]).collect();
+            let mut distances: Vec<u32> = slashes[head].iter().flat_map(|s| [*s, s + 1]).collect();
             sorted(&mut listed);
             sorted(&mut distances);
             let stripes = Stripes { blocks: listed, tokens: Vec::new(), distances, block_tokens: BLOCK_TOKENS };
