@@ -375,9 +375,6 @@ typedef struct TaperSparsePrefillParams {
   // Above 0: a tile stands in `tiles` once for every part of its keys, and the launch writes
   // partial results, f32 `out` [rows, q_heads, splits, head_dim] and `lse` [rows, q_heads, splits].
   int32_t splits;
-  // All tiles of a head before the next head: for lists of each head's own, whose keys would
-  // otherwise not stay in L2. Else all heads of a tile side by side.
-  int32_t head_major;
   // From one list head to the next in csr_begin, csr_counts and their like of columns; 0: tile_count. Tiles may then share an id.
   int32_t list_stride;
   const uint32_t* heads;  // [head_count], the query heads of the launch; null: all. Others' outputs stay as they are

@@ -40,8 +40,7 @@ class Reduce:
 class SparsePrefill(t.Prefill):
     """Prefill over lists with counts of their own, with extra columns, or in parts."""
 
-    def __init__(self, cache, q, positions, tiles, csr_counts=None, columns=(None, None, None), column_heads=0, splits=0,
-                 head_major=False, **more):
+    def __init__(self, cache, q, positions, tiles, csr_counts=None, columns=(None, None, None), column_heads=0, splits=0, **more):
         super().__init__(cache, q, positions, tiles, **more)
         if splits:
             rows, (_, heads, d) = positions.numel(), q.shape
@@ -56,7 +55,7 @@ class SparsePrefill(t.Prefill):
         self.splits = splits
         self.s = SparsePrefillParams(
             base=self.p, csr_counts=csr_counts, column_begin=columns[0], column_counts=columns[1], column_ids=columns[2],
-            column_heads=column_heads, splits=splits, head_major=head_major)
+            column_heads=column_heads, splits=splits)
 
     def __call__(self):
         call("taper_prefill_sparse", self.s)
@@ -113,7 +112,7 @@ class SampleAttention:
     """The whole prompt of one sequence: sums, choice by block, lists, attention. `share`: a list a KV
     head, from the sum over its group."""
 
-    def __init__(self, cache, q, alpha_c, alpha_s, share=False, head_major=True):
+    def __init__(self, cache, q, alpha_c, alpha_s, share=False):
         n, q_heads, d = q.shape
         group = q_heads // cache.kv_heads if share else 1
         heads = q_heads // group
@@ -128,8 +127,7 @@ class SampleAttention:
         tiles = t.tiles_for(pos, 0, n)
         self.lists = Stripes(self.pick_columns, self.pick_slashes, tiles, heads, nb)
         self.attend = SparsePrefill(cache, q, pos, tiles, csr=(self.lists.begin, self.lists.blocks),
-                                    csr_heads=heads, csr_counts=self.lists.counts, lse=False,
-                                    head_major=head_major)
+                                    csr_heads=heads, csr_counts=self.lists.counts, lse=False)
 
     def add_up(self):
         for blocks, keys in ((self.columns, self.sums.columns), (self.diagonals, self.sums.diagonals)):
@@ -381,10 +379,6 @@ def bench(put, time):
             put(f"{key} select ms", select)
             put(f"{key} whole ms", whole)
             put(f"{key} attend ms", time(f.attend, 3) / 1e3)
-            g = SampleAttention(cache, q, *alphas, head_major=False)
-            g()
-            torch.cuda.synchronize()
-            put(f"{key} attend, heads side by side ms", time(g.attend, 3) / 1e3)
             put(f"{key} select share of dense", select / ms)
             for name in ("sums", "add_up", "pick_columns", "lists"):
                 put(f"{key} {name} us", time(getattr(f, name)))
@@ -437,12 +431,11 @@ def bench_columns(put, time):
         begin = lambda each: i32(torch.arange(lists + 1) * each)
         pick = lambda among, count: torch.stack([torch.randperm(among)[:count] for _ in range(lists)]).sort().values
         whole = torch.cat([pick(far, chosen // 64), last], 1)
-        f = SparsePrefill(cache, q, pos, tiles, csr=(begin(whole.shape[1]), i32(whole)), csr_heads=hk, lse=False,
-                          head_major=True)
+        f = SparsePrefill(cache, q, pos, tiles, csr=(begin(whole.shape[1]), i32(whole)), csr_heads=hk, lse=False)
         put(f"prefill {rows} rows of {n}, 2,048 tokens in blocks us", time(f))
         for run in (64, 8, 1):
             ids = (pick(far * 64 // run, chosen // run)[..., None] * run + torch.arange(run)).flatten(1)
             columns = (begin(chosen), torch.full((lists,), chosen, device=DEV, dtype=torch.int32), i32(ids))
             f = SparsePrefill(cache, q, pos, tiles, csr=(begin(16), i32(last)), csr_heads=hk, columns=columns,
-                              column_heads=hk, lse=False, head_major=True)
+                              column_heads=hk, lse=False)
             put(f"prefill {rows} rows of {n}, 2,048 tokens in runs of {run} us", time(f))

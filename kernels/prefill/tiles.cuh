@@ -22,9 +22,6 @@ struct SparsePrefillParams : PrefillParams {
   // Above 0: a tile stands in `tiles` once for every part of its keys, and the launch writes
   // partial results, f32 `out` [rows, q_heads, splits, head_dim] and `lse` [rows, q_heads, splits].
   int32_t splits;
-  // All tiles of a head before the next head: for lists of each head's own, whose keys would
-  // otherwise not stay in L2. Else all heads of a tile side by side.
-  int32_t head_major;
   // From one list head to the next in csr_begin, csr_counts and their like of columns; 0: tile_count. Tiles may then share an id.
   int32_t list_stride;
   const uint32_t* heads;  // [head_count], the query heads of the launch; null: all. Others' outputs stay as they are
@@ -149,14 +146,14 @@ __device__ __forceinline__ int items(const SparsePrefillParams& p) {
 }
 // The place of an item's head among those of the launch, or of the first of a pair.
 __device__ __forceinline__ int item_place(const SparsePrefillParams& p, int w) {
-  const int at = p.head_major ? w / p.tile_count : w % item_heads(p);
+  const int at = w % item_heads(p);
   return p.head_pairs ? 2 * at : at;
 }
 __device__ __forceinline__ int head_at(const SparsePrefillParams& p, int place) {
   return p.heads ? (int)p.heads[place] : place;
 }
 __device__ __forceinline__ int item_tile(const SparsePrefillParams& p, int w) {
-  return p.head_major ? w % p.tile_count : w / item_heads(p);
+  return w / item_heads(p);
 }
 
 }  // namespace taper

@@ -267,8 +267,6 @@ pub struct Sparse<'a> {
     pub blocks: Option<&'a KeyLists>,
     /// Single tokens that stand in none of the blocks, causally, whatever the window.
     pub columns: Option<&'a KeyLists>,
-    /// All tiles of a head before the next head, for lists of each head's own.
-    pub head_major: bool,
     /// The query heads of the launch, u32; absent, all. Others' outputs stay as they are.
     pub heads: Option<&'a Tensor>,
     /// Tiles have at most 64 rows, and two neighbouring heads of the launch, which share a list, are worked on at once.
@@ -386,7 +384,6 @@ fn attend_into(
         column_counts,
         column_ids,
         column_heads: op.int("columns", column_heads)?,
-        head_major: reads.head_major.into(),
         splits: if parts > 1 { op.int("tiles", parts)? } else { 0 },
         list_stride: op.int("tiles", tiles.lists)?,
         heads: op.maybe("heads", reads.heads, DType::U32, [heads])?,
