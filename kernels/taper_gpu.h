@@ -349,40 +349,34 @@ typedef struct TaperPrefillParams {
   const uint32_t* q_rows;         // [rows], the row of q (and of out) per row; null: itself
   const uint32_t* positions;      // [rows], absolute
   const TaperPrefillTile* tiles;  // [tile_count], longest first
+  const uint32_t* heads;          // [head_count], the query heads of the launch; null: all. Others' outputs stay as they are
   const uint32_t* csr_begin;      // [csr_heads * tile_count + 1], or null
+  const uint32_t* csr_counts;     // [csr_heads * tile_count]; null: a list ends where the next begins
   // Ascending logical blocks of each (head, tile), maybe marked; beyond pos_max none is read.
   const uint32_t* csr_blocks;
+  const uint32_t* column_begin;   // [column_heads * tile_count] by tile id, into column_ids; or null
+  const uint32_t* column_counts;
+  const uint32_t* column_ids;     // tokens that the tile's rows see besides its blocks, maybe marked
   void* out;                      // [rows, q_heads, head_dim], dtype or f32; by launch row if f32
   float* lse;                     // [rows, q_heads] by launch row, or null
   float* anchor_out;              // [.., q_heads, head_dim]: rows at multiples of anchor_stride
   int64_t blocks;                 // of the cache
   int32_t tile_count, q_heads, kv_heads, head_dim, dtype, table_stride;
-  int32_t csr_heads;      // lists of heads: 1, kv_heads or q_heads
+  int32_t head_count;
+  int32_t csr_heads, column_heads;  // lists of heads: divisors of head_count, of whose heads they are
+  // From one list head to the next in csr_begin, csr_counts and their like of columns; 0: tile_count. Tiles may then share an id.
+  int32_t list_stride;
   int32_t sink, window;   // window 0: no window
   int32_t anchor_stride;  // 0: no anchor output
   int32_t out_f32;
-  float scale;
-} TaperPrefillParams;
-
-// What a sparse prefill adds.
-typedef struct TaperSparsePrefillParams {
-  TaperPrefillParams base;
-  const uint32_t* csr_counts;    // [csr_heads * tile_count]; null: a list ends where the next begins
-  const uint32_t* column_begin;  // [column_heads * tile_count] by tile id, into column_ids; or null
-  const uint32_t* column_counts;
-  const uint32_t* column_ids;    // tokens that the tile's rows see besides its blocks, maybe marked
-  int32_t column_heads;
   // Above 0: a tile stands in `tiles` once for every part of its keys, and the launch writes
   // partial results, f32 `out` [rows, q_heads, splits, head_dim] and `lse` [rows, q_heads, splits].
   int32_t splits;
-  // From one list head to the next in csr_begin, csr_counts and their like of columns; 0: tile_count. Tiles may then share an id.
-  int32_t list_stride;
-  const uint32_t* heads;  // [head_count], the query heads of the launch; null: all. Others' outputs stay as they are
-  int32_t head_count;     // csr_heads and column_heads divide it: lists are those of the launch's heads
   // 1: tiles have at most 64 rows, and a tile is worked on for two neighbouring heads of the launch at once: of one KV head
   // and one list.
   int32_t head_pairs;
-} TaperSparsePrefillParams;
+  float scale;
+} TaperPrefillParams;
 
 typedef struct TaperDeltaParams {
   void* out;                  // [tokens, q_heads, head_dim], dtype or TAPER_F32: sparse rows in, corrected out
@@ -398,7 +392,6 @@ typedef struct TaperDeltaParams {
 } TaperDeltaParams;
 
 int taper_prefill(const TaperPrefillParams* p, TaperStream stream);
-int taper_prefill_sparse(const TaperSparsePrefillParams* p, TaperStream stream);
 int taper_delta(const TaperDeltaParams* p, TaperStream stream);
 
 // --- Scores of views (K8), selection (K3) --------------------------------------

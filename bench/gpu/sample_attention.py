@@ -11,7 +11,7 @@ import torch
 import taper_gpu as t
 from oracle import attend64, causal, rel
 from selection import SCORE, SUM, GroupSelect
-from taper_gpu import ColumnsParams, ReduceParams, Slice, SparsePrefillParams, StripesParams, call
+from taper_gpu import ColumnsParams, ReduceParams, Slice, StripesParams, call
 
 DEV = "cuda"
 
@@ -38,10 +38,11 @@ class Reduce:
 
 
 class SparsePrefill(t.Prefill):
-    """Prefill over lists with counts of their own, with extra columns, or in parts."""
+    """Prefill with extra columns, or in parts."""
 
-    def __init__(self, cache, q, positions, tiles, csr_counts=None, columns=(None, None, None), column_heads=0, splits=0, **more):
-        super().__init__(cache, q, positions, tiles, **more)
+    def __init__(self, cache, q, positions, tiles, columns=(None, None, None), splits=0, **more):
+        super().__init__(cache, q, positions, tiles, column_begin=columns[0], column_counts=columns[1], column_ids=columns[2],
+                         splits=splits, **more)
         if splits:
             rows, (_, heads, d) = positions.numel(), q.shape
             nan = lambda *s: torch.full(s, float("nan"), device=DEV)
@@ -53,12 +54,9 @@ class SparsePrefill(t.Prefill):
             self.m = t.MergeParams(part_o=part_o, part_lse=part_lse, list_units=units, out=self.out, lse=self.lse, rows=rows,
                                    q_heads=heads, list_heads=heads, head_dim=d, dtype=q.dtype)
         self.splits = splits
-        self.s = SparsePrefillParams(
-            base=self.p, csr_counts=csr_counts, column_begin=columns[0], column_counts=columns[1], column_ids=columns[2],
-            column_heads=column_heads, splits=splits)
 
     def __call__(self):
-        call("taper_prefill_sparse", self.s)
+        super().__call__()
         if self.splits:
             call("taper_merge", self.m)
         return self.out

@@ -25,7 +25,7 @@ struct PrefillConsumer {
   using L = PrefillLayout<D>;
   static constexpr float kFloor = -1e30f;  // Stands for "no key seen"; finite, so it subtracts.
   static constexpr float kSumMax = 1024.f;
-  const SparsePrefillParams& p;
+  const PrefillParams& p;
   PrefillShared<L::kStages>& sh;
   const uint32_t bars, q_s, k_s, v_s;  // shared-memory addresses
   const uint64_t q_desc, k_desc, v_desc;

@@ -1,11 +1,11 @@
-// Entry points of the prefill attention.
+// Entry point of the prefill attention.
 #include "prefill.cuh"
 
 namespace taper {
 namespace {
 
 template <class T, int D>
-cudaError_t go(const SparsePrefillParams& p, cudaStream_t stream) {
+cudaError_t go(const PrefillParams& p, cudaStream_t stream) {
   CUtensorMap km, vm;
   const int64_t rows = p.blocks * p.kv_heads * kBlock;
   cudaError_t e = row_map(&km, p.k, p.dtype, rows, D, kBlock);
@@ -21,9 +21,9 @@ cudaError_t go(const SparsePrefillParams& p, cudaStream_t stream) {
 }  // namespace
 }  // namespace taper
 
-extern "C" int taper_prefill_sparse(const TaperSparsePrefillParams* params, cudaStream_t stream) {
+extern "C" int taper_prefill(const taper::PrefillParams* params, cudaStream_t stream) {
   using namespace taper;
-  SparsePrefillParams own = *reinterpret_cast<const SparsePrefillParams*>(params);
+  PrefillParams own = *params;
   if (!own.heads) own.head_count = own.q_heads;
   if (own.list_stride == 0) own.list_stride = own.tile_count;
   const auto* p = &own;
@@ -40,10 +40,4 @@ extern "C" int taper_prefill_sparse(const TaperSparsePrefillParams* params, cuda
   return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {
     return go<decltype(t), decltype(d)::value>(*p, stream);
   });
-}
-
-extern "C" int taper_prefill(const taper::PrefillParams* p, cudaStream_t stream) {
-  taper::SparsePrefillParams sparse{};
-  static_cast<taper::PrefillParams&>(sparse) = *p;
-  return taper_prefill_sparse(reinterpret_cast<const TaperSparsePrefillParams*>(&sparse), stream);
 }

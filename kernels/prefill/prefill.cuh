@@ -24,7 +24,7 @@ namespace taper {
 template <class T, int D, bool COLUMNS>
 __global__ void __launch_bounds__(384, 1)
     prefill_kernel(const __grid_constant__ CUtensorMap km, const __grid_constant__ CUtensorMap vm,
-                   const __grid_constant__ SparsePrefillParams p) {
+                   const __grid_constant__ PrefillParams p) {
   using L = PrefillLayout<D>;
   extern __shared__ uint8_t raw[];
   __shared__ PrefillShared<L::kStages> sh;

@@ -14,7 +14,7 @@ struct TileWalk {
   uint32_t kv_head, block, y, pairs;
   int chunk;
 
-  __device__ __forceinline__ void look_up(const SparsePrefillParams& p) {
+  __device__ __forceinline__ void look_up(const PrefillParams& p) {
     const uint32_t at = chunk * 32 + (threadIdx.x & 31), pair = at / 2;
     const uint32_t e = (pair + 1 < pairs ? pair + 1 : 0) * 2 + at % 2;
     block = kNoBlock, y = 0;
@@ -23,7 +23,7 @@ struct TileWalk {
       y = (table[unmarked(block)] * p.kv_heads + kv_head) * kBlock;
     }
   }
-  __device__ __forceinline__ bool open(const SparsePrefillParams& p, int round) {
+  __device__ __forceinline__ bool open(const PrefillParams& p, int round) {
     const int w = work_item(round);
     if (w >= items(p)) return false;
     const int place = item_place(p, w);
@@ -55,7 +55,7 @@ struct ColumnWalk {
       far[i] = keys.columns > 0 ? keys.ids[min(place(first, i), keys.columns - 1)] : 0;
   }
   // Moves on: from here on the stage that begins `first` columns behind the tile's first is the farthest known.
-  __device__ __forceinline__ void next(const SparsePrefillParams& p, const TileWalk& walk, uint32_t first) {
+  __device__ __forceinline__ void next(const PrefillParams& p, const TileWalk& walk, uint32_t first) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       id[i] = far[i];
@@ -83,7 +83,7 @@ __device__ __forceinline__ void copy_columns(const void* from, uint32_t to, int 
 }
 
 template <class T, int D>
-__device__ __forceinline__ void produce_columns(const SparsePrefillParams& p,
+__device__ __forceinline__ void produce_columns(const PrefillParams& p,
                                                 PrefillShared<PrefillLayout<D>::kStages>& sh,
                                                 const TileWalk& walk, ColumnWalk& columns, uint32_t first,
                                                 uint32_t count, uint32_t k_s, uint32_t v_s) {
@@ -117,7 +117,7 @@ __device__ __forceinline__ void produce_columns(const SparsePrefillParams& p,
 
 template <class T, int D, bool COLUMNS>
 __device__ __forceinline__ void produce_keys(const CUtensorMap* km, const CUtensorMap* vm,
-                                             const SparsePrefillParams& p,
+                                             const PrefillParams& p,
                                              PrefillShared<PrefillLayout<D>::kStages>& sh,
                                              uint32_t k_s, uint32_t v_s, int part) {
   using L = PrefillLayout<D>;
@@ -183,7 +183,7 @@ __device__ __forceinline__ void produce_keys(const CUtensorMap* km, const CUtens
 
 // The other warps copy the next tile's query rows, wherever they lie, and its outline.
 template <class T, int D, bool COLUMNS, class Shared>
-__device__ __forceinline__ void produce_queries(const SparsePrefillParams& p, Shared& sh,
+__device__ __forceinline__ void produce_queries(const PrefillParams& p, Shared& sh,
                                                 uint32_t q_s) {
   using L = PrefillLayout<D>;
   constexpr int kThreads = kQueryThreads<COLUMNS>;

@@ -12,26 +12,6 @@ static_assert(sizeof(PrefillTile) == 32, "shared with the caller");
 
 using PrefillParams = TaperPrefillParams;
 
-// What a sparse prefill adds. TaperSparsePrefillParams, but derived instead of nested.
-struct SparsePrefillParams : PrefillParams {
-  const uint32_t* csr_counts;    // [csr_heads * tile_count]; null: a list ends where the next begins
-  const uint32_t* column_begin;  // [column_heads * tile_count] by tile id, into column_ids; or null
-  const uint32_t* column_counts;
-  const uint32_t* column_ids;    // tokens that the tile's rows see besides its blocks
-  int32_t column_heads;
-  // Above 0: a tile stands in `tiles` once for every part of its keys, and the launch writes
-  // partial results, f32 `out` [rows, q_heads, splits, head_dim] and `lse` [rows, q_heads, splits].
-  int32_t splits;
-  // From one list head to the next in csr_begin, csr_counts and their like of columns; 0: tile_count. Tiles may then share an id.
-  int32_t list_stride;
-  const uint32_t* heads;  // [head_count], the query heads of the launch; null: all. Others' outputs stay as they are
-  int32_t head_count;     // csr_heads and column_heads divide it: lists are those of the launch's heads
-  // 1: tiles have at most 64 rows, and a tile is worked on for two neighbouring heads of the launch at once: of one KV head
-  // and one list.
-  int32_t head_pairs;
-};
-static_assert(sizeof(SparsePrefillParams) == sizeof(TaperSparsePrefillParams), "the same layout");
-
 constexpr int kTileRows = 128, kTileKeys = 128;
 constexpr uint32_t kNoBlock = 0x1FFFFFF;  // its keys lie just below 2^31, beyond every position
 constexpr uint32_t kColumns = kNoBlock - 1;  // a pair that holds 128 single tokens instead
@@ -95,7 +75,7 @@ struct TileKeys {
 };
 
 // `place` is the head's among those of the launch.
-__device__ __forceinline__ TileKeys tile_keys(const SparsePrefillParams& p, const PrefillTile& t,
+__device__ __forceinline__ TileKeys tile_keys(const PrefillParams& p, const PrefillTile& t,
                                               int place) {
   TileKeys r{};
   if (p.column_begin) {
@@ -134,25 +114,25 @@ __device__ __forceinline__ int work_item(int round) {
   return round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 // The row of a tile that is row r of its 128.
-__device__ __forceinline__ uint32_t row_of(const SparsePrefillParams& p, uint32_t r) {
+__device__ __forceinline__ uint32_t row_of(const PrefillParams& p, uint32_t r) {
   return p.head_pairs ? r % (kTileRows / 2) : r;
 }
 // Heads of the launch, or pairs of them.
-__host__ __device__ __forceinline__ int item_heads(const SparsePrefillParams& p) {
+__host__ __device__ __forceinline__ int item_heads(const PrefillParams& p) {
   return p.head_pairs ? p.head_count / 2 : p.head_count;
 }
-__device__ __forceinline__ int items(const SparsePrefillParams& p) {
+__device__ __forceinline__ int items(const PrefillParams& p) {
   return p.tile_count * item_heads(p);
 }
 // The place of an item's head among those of the launch, or of the first of a pair.
-__device__ __forceinline__ int item_place(const SparsePrefillParams& p, int w) {
+__device__ __forceinline__ int item_place(const PrefillParams& p, int w) {
   const int at = w % item_heads(p);
   return p.head_pairs ? 2 * at : at;
 }
-__device__ __forceinline__ int head_at(const SparsePrefillParams& p, int place) {
+__device__ __forceinline__ int head_at(const PrefillParams& p, int place) {
   return p.heads ? (int)p.heads[place] : place;
 }
-__device__ __forceinline__ int item_tile(const SparsePrefillParams& p, int w) {
+__device__ __forceinline__ int item_tile(const PrefillParams& p, int w) {
   return w / item_heads(p);
 }
 

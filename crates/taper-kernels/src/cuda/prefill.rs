@@ -3,7 +3,7 @@
 mod launches;
 
 use super::error::Result;
-use super::ffi::{TaperMergeParams, TaperPrefillParams, TaperSparsePrefillParams, taper_merge, taper_prefill_sparse};
+use super::ffi::{TaperMergeParams, TaperPrefillParams, taper_merge, taper_prefill};
 use super::op::Op;
 use super::stripes::DeviceStripes;
 use crate::CUDA_HEAD_DIMS;
@@ -347,7 +347,7 @@ fn attend_into(
     };
     let (csr_begin, csr_counts, csr_blocks, csr_heads) = lists("blocks", reads.blocks)?;
     let (column_begin, column_counts, column_ids, column_heads) = lists("columns", reads.columns)?;
-    let base = TaperPrefillParams {
+    let p = TaperPrefillParams {
         q: op.at("q", q, dtype, [q_rows, q_heads, head_dim])?,
         k: op.at("kv.k", kv.k, dtype, pool)?,
         v: op.at("kv.v", kv.v, dtype, pool)?,
@@ -376,9 +376,6 @@ fn attend_into(
         anchor_stride: if reads.anchors.is_some() { op.int("anchor_stride", reads.anchor_stride)? } else { 0 },
         out_f32: by_row.into(),
         scale: 1.0 / (head_dim as f32).sqrt(),
-    };
-    let p = TaperSparsePrefillParams {
-        base,
         csr_counts,
         column_begin,
         column_counts,
@@ -391,7 +388,7 @@ fn attend_into(
         head_pairs: reads.head_pairs.into(),
     };
     // SAFETY: every address was checked against the shapes given beside it.
-    unsafe { op.launch(taper_prefill_sparse, &p) }
+    unsafe { op.launch(taper_prefill, &p) }
 }
 
 /// Outputs and logarithms from those of parts `[T, q_heads parts, head_dim]` and `[T, q_heads parts]`, all f32.
