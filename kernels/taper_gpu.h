@@ -346,7 +346,7 @@ typedef struct TaperPrefillParams {
   const void* k;                  // [blocks, kv_heads, 64, head_dim]
   const void* v;                  // as k
   const uint32_t* block_table;    // [tables, table_stride]
-  const uint32_t* q_rows;         // [rows], the row of q (and of out) per row; null: itself
+  const uint32_t* q_rows;         // [rows], the row of q per row; null: itself
   const uint32_t* positions;      // [rows], absolute
   const TaperPrefillTile* tiles;  // [tile_count], longest first
   const uint32_t* heads;          // [head_count], the query heads of the launch; null: all. Others' outputs stay as they are
@@ -357,8 +357,8 @@ typedef struct TaperPrefillParams {
   const uint32_t* column_begin;   // [column_heads * tile_count] by tile id, into column_ids; or null
   const uint32_t* column_counts;
   const uint32_t* column_ids;     // tokens that the tile's rows see besides its blocks, maybe marked
-  void* out;                      // [rows, q_heads, head_dim], dtype or f32; by launch row if f32
-  float* lse;                     // [rows, q_heads] by launch row, or null
+  float* out;                     // [rows, q_heads, head_dim]
+  float* lse;                     // [rows, q_heads], or null
   float* anchor_out;              // [.., q_heads, head_dim]: rows at multiples of anchor_stride
   int64_t blocks;                 // of the cache
   int32_t tile_count, q_heads, kv_heads, head_dim, dtype, table_stride;
@@ -368,9 +368,8 @@ typedef struct TaperPrefillParams {
   int32_t list_stride;
   int32_t sink, window;   // window 0: no window
   int32_t anchor_stride;  // 0: no anchor output
-  int32_t out_f32;
   // Above 0: a tile stands in `tiles` once for every part of its keys, and the launch writes
-  // partial results, f32 `out` [rows, q_heads, splits, head_dim] and `lse` [rows, q_heads, splits].
+  // partial results, `out` [rows, q_heads, splits, head_dim] and `lse` [rows, q_heads, splits].
   int32_t splits;
   // 1: tiles have at most 64 rows, and a tile is worked on for two neighbouring heads of the launch at once: of one KV head
   // and one list.

@@ -185,11 +185,11 @@ def check_prefill(small):
             gap = ((f.lse - lse).abs() / lse.abs().clamp_min(1)).max().item()
             report(f"prefill {dtype} d{d} group {g} rising scores x{factor}",
                    max(rel(f.out, o), gap))
-        # Rows gathered at a stride, f32 output, of the second sequence.
+        # Rows gathered at a stride, of the second sequence.
         n2 = n + 77
         pos = torch.cat([torch.arange(0, n2 - 60, 7), torch.arange(n2 - 60, n2)])
         q = torch.randn(n2, kv * g, d, device=DEV, dtype=dtype)
-        f = t.Prefill(cache, q, pos, t.tiles_for(pos, 1, n2), out_f32=True,
+        f = t.Prefill(cache, q, pos, t.tiles_for(pos, 1, n2),
                       q_rows=pos.to(device=DEV, dtype=torch.int32))
         f()
         k2, v2 = cache.dense(1)

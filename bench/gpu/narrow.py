@@ -25,7 +25,7 @@ def delta_chunk(cache, q, begin, end, n, gamma, carried, sink, window):
     dense = torch.full((held + len(rows), hq, d), float("nan"), device=DEV)
     base = torch.full((end // gamma + 2, hq, d), float("nan"), device=DEV)
     if len(rows):
-        f = t.Prefill(cache, q, rows, t.tiles_for(rows, 0, n), lse=False, out_f32=True,
+        f = t.Prefill(cache, q, rows, t.tiles_for(rows, 0, n), lse=False,
                       q_rows=(rows - begin).to(device=DEV, dtype=torch.int32), out=dense[held:])
         f()
     pos = torch.arange(begin, end)
@@ -36,7 +36,8 @@ def delta_chunk(cache, q, begin, end, n, gamma, carried, sink, window):
         base[first], dense[0] = carried
     p = t.DeltaParams(
         out=g.out, anchor_base=base[first:], anchor_dense=dense, position=begin, tail_begin=tail, anchor_first=first,
-        anchors=held + len(anchors), tokens=end - begin, q_heads=hq, head_dim=d, dtype=q.dtype, gamma=gamma, propagate=1)
+        anchors=held + len(anchors), tokens=end - begin, q_heads=hq, head_dim=d, dtype=torch.float32, gamma=gamma,
+        propagate=1)
     # Tail rows stand at anchors + position - tail_begin: count from the first tail row here.
     if begin > tail:
         p.anchors -= begin - tail

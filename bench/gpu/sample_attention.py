@@ -47,12 +47,11 @@ class SparsePrefill(t.Prefill):
             rows, (_, heads, d) = positions.numel(), q.shape
             nan = lambda *s: torch.full(s, float("nan"), device=DEV)
             part_o, part_lse = nan(rows, heads, splits, d), nan(rows, heads, splits)
-            self.p.out, self.p.lse, self.p.out_f32 = part_o, part_lse, 1
+            self.p.out, self.p.lse = part_o, part_lse
             units = torch.arange(rows * heads + 1, device=DEV, dtype=torch.int32) * splits
-            self.lse = nan(rows, heads)
-            self.out = torch.full((rows, heads, d), float("nan"), device=DEV, dtype=q.dtype)
+            self.out, self.lse = nan(rows, heads, d), nan(rows, heads)
             self.m = t.MergeParams(part_o=part_o, part_lse=part_lse, list_units=units, out=self.out, lse=self.lse, rows=rows,
-                                   q_heads=heads, list_heads=heads, head_dim=d, dtype=q.dtype)
+                                   q_heads=heads, list_heads=heads, head_dim=d, dtype=q.dtype, out_f32=1)
         self.splits = splits
 
     def __call__(self):

@@ -176,19 +176,16 @@ def tiles_for(positions, table, kv_len):
 class Prefill:
     """`more`: further fields of PrefillParams."""
 
-    def __init__(self, cache, q, positions, tiles, csr=(None, None), lse=True, out=None, out_f32=False, **more):
+    def __init__(self, cache, q, positions, tiles, csr=(None, None), lse=True, out=None, **more):
         dev = q.device
         _, q_heads, d = q.shape
         rows = positions.numel()
-        if out is None:
-            shape = (rows, q_heads, d) if out_f32 else q.shape
-            out = torch.full(shape, float("nan"), device=dev, dtype=torch.float32 if out_f32 else q.dtype)
-        self.out = out
+        self.out = torch.full((rows, q_heads, d), float("nan"), device=dev) if out is None else out
         self.lse = torch.full((rows, q_heads), float("nan"), device=dev) if lse else None
         self.p = PrefillParams(
             q=q, k=cache.k, v=cache.v, **cache.where, positions=positions.to(device=dev, dtype=torch.int32),
-            tiles=torch.tensor(tiles, dtype=torch.int32, device=dev), csr_begin=csr[0], csr_blocks=csr[1], out=out, lse=self.lse,
-            blocks=cache.blocks, tile_count=len(tiles), q_heads=q_heads, head_dim=d, dtype=q.dtype, out_f32=out_f32,
+            tiles=torch.tensor(tiles, dtype=torch.int32, device=dev), csr_begin=csr[0], csr_blocks=csr[1], out=self.out,
+            lse=self.lse, blocks=cache.blocks, tile_count=len(tiles), q_heads=q_heads, head_dim=d, dtype=q.dtype,
             scale=d**-0.5, **more)
 
     def __call__(self):
@@ -206,7 +203,7 @@ class Delta:
         anchors = self.tail // gamma
         rows = torch.cat([torch.arange(0, self.tail, gamma), torch.arange(self.tail, n)])
         self.base_rows = torch.full((n // gamma + 1, q_heads, d), float("nan"), device=dev)
-        self.dense = Prefill(cache, q, rows, tiles_for(rows, 0, n), lse=False, out_f32=True,
+        self.dense = Prefill(cache, q, rows, tiles_for(rows, 0, n), lse=False,
                              q_rows=rows.to(device=dev, dtype=torch.int32))
         pos = torch.arange(n)
         self.base = Prefill(cache, q, pos, tiles_for(pos, 0, n), sink=sink, window=window,
@@ -214,7 +211,7 @@ class Delta:
         self.out = self.base.out
         self.p = DeltaParams(
             out=self.out, anchor_base=self.base_rows, anchor_dense=self.dense.out, tail_begin=self.tail, anchors=anchors,
-            tokens=n, q_heads=q_heads, head_dim=d, dtype=q.dtype, gamma=gamma, propagate=propagate)
+            tokens=n, q_heads=q_heads, head_dim=d, dtype=torch.float32, gamma=gamma, propagate=propagate)
 
     def __call__(self):
         self.dense()

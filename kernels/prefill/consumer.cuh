@@ -7,19 +7,6 @@
 
 namespace taper {
 
-// Turns words held column-wise by the four lanes of a quad into 16 consecutive bytes
-// per lane: lane q gets block q of the four.
-__device__ __forceinline__ uint4 quad_transpose(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  const int lane = threadIdx.x & 3;
-  const bool odd = lane & 1, high = lane & 2;
-  const uint32_t s0 = __shfl_xor_sync(~0u, odd ? a : b, 1);
-  const uint32_t s1 = __shfl_xor_sync(~0u, odd ? c : d, 1);
-  const uint32_t e0 = odd ? s0 : a, e1 = odd ? b : s0, e2 = odd ? s1 : c, e3 = odd ? d : s1;
-  const uint32_t t0 = __shfl_xor_sync(~0u, high ? e0 : e2, 2);
-  const uint32_t t1 = __shfl_xor_sync(~0u, high ? e1 : e3, 2);
-  return high ? make_uint4(t0, t1, e2, e3) : make_uint4(e0, e1, t0, t1);
-}
-
 template <class T, int D, bool COLUMNS>
 struct PrefillConsumer {
   using L = PrefillLayout<D>;
@@ -253,28 +240,13 @@ struct PrefillConsumer {
       if (p.splits > 0) slot = slot * p.splits + t.part;
       if (live && p.lse && (lane & 3) == 0)
         p.lse[slot] = sum == 0.f ? -INFINITY : m[r] * kLn2 + logf(sum);
-      if (p.out_f32) {
-        float* out = static_cast<float*>(p.out) + slot * D;
-        if (live) store_f32(out, r, inv);
-      } else {
-        const uint32_t to = live && p.q_rows ? p.q_rows[row] : row;
-        T* out = static_cast<T*>(p.out) + ((int64_t)to * p.q_heads + head) * D;
-#pragma unroll
-        for (int j = 0; j < D / 8; j += 4) {
-          uint32_t w[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            w[i] = pack2<T>(o[4 * (j + i) + 2 * r] * inv, o[4 * (j + i) + 2 * r + 1] * inv);
-          const uint4 x = quad_transpose(w[0], w[1], w[2], w[3]);
-          if (live) *reinterpret_cast<uint4*>(out + (j + (lane & 3)) * 8) = x;
-        }
-      }
+      if (live) store_row(p.out + slot * D, r, inv);
       if (live && p.anchor_stride > 0 && pos[r] % p.anchor_stride == 0)
-        store_f32(p.anchor_out + ((int64_t)(pos[r] / p.anchor_stride) * p.q_heads + head) * D, r,
+        store_row(p.anchor_out + ((int64_t)(pos[r] / p.anchor_stride) * p.q_heads + head) * D, r,
                   inv);
     }
   }
-  __device__ __forceinline__ void store_f32(float* out, int r, float inv) {
+  __device__ __forceinline__ void store_row(float* out, int r, float inv) {
 #pragma unroll
     for (int j = 0; j < D / 8; ++j)
       *reinterpret_cast<float2*>(out + j * 8 + (lane & 3) * 2) =

@@ -35,7 +35,7 @@ extern "C" int taper_prefill(const taper::PrefillParams* params, cudaStream_t st
                   (!p->column_begin ||
                    (p->column_heads > 0 && p->head_count % p->column_heads == 0)) &&
                   p->head_count > 0 && (!p->head_pairs || p->head_count % 2 == 0) &&
-                  (p->splits <= 0 || (p->out_f32 && p->lse));
+                  (p->splits <= 0 || p->lse);
   if (!ok) return cudaErrorInvalidValue;
   return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {
     return go<decltype(t), decltype(d)::value>(*p, stream);

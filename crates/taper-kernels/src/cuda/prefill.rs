@@ -58,7 +58,7 @@ pub struct Tiles {
 
 impl Tiles {
     /// Of rows at absolute `positions`, on the device of a tensor. A row outside all tiles is not written. Longest tiles
-    /// are worked on first. With `q_rows`, row i reads and, unless outputs are f32, writes row `q_rows[i]`.
+    /// are worked on first. With `q_rows`, row i has the query of row `q_rows[i]`.
     ///
     /// # Errors
     /// A tile of no or more than 128 rows, or with rows beyond the positions.
@@ -66,8 +66,8 @@ impl Tiles {
         Self::cut(like, positions, tiles, q_rows, 1, None)
     }
 
-    /// The same, each tile's keys in so many parts: for launches without lists, whose outputs are f32. With `lists`, which of
-    /// how many lists of a head each tile reads, in place of one for each.
+    /// The same, each tile's keys in so many parts: for launches without lists. With `lists`, which of how many lists of a
+    /// head each tile reads, in place of one for each.
     fn cut(
         like: &Tensor,
         positions: &[u32],
@@ -277,8 +277,8 @@ pub struct Sparse<'a> {
     pub anchors: Option<&'a Tensor>,
 }
 
-/// Attends; returns outputs `[T, q_heads, head_dim]` of the dtype asked for, f32 or the cache's, and the natural logarithm
-/// of each row's sum of exponentials `[T, q_heads]`, f32. A row that reads nothing gives 0 and -inf.
+/// Attends; returns outputs `[T, q_heads, head_dim]` and the natural logarithm of each row's sum of exponentials
+/// `[T, q_heads]`, f32. A row that reads nothing gives 0 and -inf.
 ///
 /// `q` `[T, q_heads, head_dim]` has the cache's dtype; `tables` `[tables, stride]`, u32. Blocks that tables and lists name
 /// must lie within the cache; those of a list beyond the tile's last position are not read.
@@ -291,12 +291,11 @@ pub fn prefill_tiles(
     tables: &Tensor,
     tiles: &Tiles,
     reads: &Sparse,
-    out_dtype: DType,
 ) -> Result<(Tensor, Tensor)> {
     let op = Op::new("prefill", "q", q)?;
-    let (q_rows, q_heads, head_dim) = q.dims3()?;
-    let (parts, by_row) = (tiles.parts, out_dtype == DType::F32);
-    let out = op.empty((if by_row { tiles.rows } else { q_rows }, q_heads * parts, head_dim), out_dtype)?;
+    let (_, q_heads, head_dim) = q.dims3()?;
+    let parts = tiles.parts;
+    let out = op.empty((tiles.rows, q_heads * parts, head_dim), DType::F32)?;
     let lse = op.empty((tiles.rows, q_heads * parts), DType::F32)?;
     attend_into(&op, q, kv, tables, tiles, reads, (&out, &lse))?;
     if parts == 1 { Ok((out, lse)) } else { merge(&op, &out, &lse, parts, op.dtype("kv", kv.k.dtype())?) }
@@ -315,19 +314,17 @@ fn attend_into(
     let (q_rows, q_heads, head_dim) = q.dims3()?;
     let (blocks, kv_heads, kv_dim) = kv.dims()?;
     let (table_count, stride) = tables.dims2()?;
-    let (dtype, out_dtype) = (kv.k.dtype(), out.dtype());
+    let dtype = kv.k.dtype();
     op.check(
         head_dim == kv_dim && kv_heads > 0 && q_heads.is_multiple_of(kv_heads) && CUDA_HEAD_DIMS.contains(&head_dim),
         "q",
         format_args!("{:?}", q.dims()),
         format_args!("[rows, a multiple of {kv_heads}, {kv_dim}], head_dim 64 or 128"),
     )?;
-    let by_row = out_dtype == DType::F32;
-    op.check(by_row || out_dtype == dtype, "out", format_args!("{out_dtype:?}"), format_args!("F32 or {dtype:?}"))?;
     op.check(tiles.q_rows.is_some() || tiles.rows == q_rows, "tiles", tiles.rows, format_args!("{q_rows} rows"))?;
     let parts = tiles.parts;
-    let alone = parts == 1 || by_row && reads.blocks.is_none() && reads.columns.is_none();
-    op.check(alone, "tiles", format_args!("{parts} parts"), "one, of f32 outputs without lists")?;
+    let alone = parts == 1 || reads.blocks.is_none() && reads.columns.is_none();
+    op.check(alone, "tiles", format_args!("{parts} parts"), "one, or no lists")?;
     if tiles.count == 0 {
         return Ok(());
     }
@@ -357,7 +354,7 @@ fn attend_into(
         tiles: op.at("tiles", &tiles.tiles, DType::U32, [tiles.count, TILE_WORDS])?,
         csr_begin,
         csr_blocks,
-        out: op.at("out", out, out_dtype, [if by_row { tiles.rows } else { q_rows }, q_heads * parts, head_dim])?,
+        out: op.at("out", out, DType::F32, [tiles.rows, q_heads * parts, head_dim])?,
         lse: op.at("lse", lse, DType::F32, [tiles.rows, q_heads * parts])?,
         anchor_out: match reads.anchors {
             Some(anchors) => op.at("anchors", anchors, DType::F32, [anchors.dim(0)?, q_heads, head_dim])?,
@@ -374,7 +371,6 @@ fn attend_into(
         sink: op.int("sink", reads.sink)?,
         window: op.int("window", reads.window)?,
         anchor_stride: if reads.anchors.is_some() { op.int("anchor_stride", reads.anchor_stride)? } else { 0 },
-        out_f32: by_row.into(),
         scale: 1.0 / (head_dim as f32).sqrt(),
         csr_counts,
         column_begin,
@@ -436,7 +432,7 @@ pub(crate) fn prefill(rows: &Rows, reads: Reads) -> Result<(Tensor, Tensor)> {
         let blocks = if window == 0 { needed } else { needed.min((sink + window) / BLOCK_TOKENS + 3) };
         let parts = (BUSY / (tiles.len() * q_heads).max(1)).min(blocks / PART_BLOCKS).clamp(1, PARTS_MAX);
         let tiles = Tiles::cut(&q, rows.positions, tiles, None, parts, None)?;
-        return prefill_tiles(&q, rows.kv, &tables, &tiles, &Sparse { sink, window, ..Sparse::default() }, DType::F32);
+        return prefill_tiles(&q, rows.kv, &tables, &tiles, &Sparse { sink, window, ..Sparse::default() });
     }
     let (out, lse) = (op.empty((count, q_heads, head_dim), DType::F32)?, op.empty((count, q_heads), DType::F32)?);
     for launch in &launches {

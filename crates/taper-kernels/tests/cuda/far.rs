@@ -349,7 +349,7 @@ const OPERATIONS: &[(&str, Operation)] = &[
         let q = g.prompt.to_dtype(DTYPE).unwrap();
         let tiles = Tiles::span(&q, 0..TOKENS as u32, 0).unwrap();
         let tables = u32s(s.table.clone()).reshape((1, USED)).unwrap();
-        outputs(prefill_tiles(&q, s.kv(), &tables, &tiles, &Default::default(), DTYPE).unwrap())
+        outputs(prefill_tiles(&q, s.kv(), &tables, &tiles, &Default::default()).unwrap())
     }),
     ("prefill over lists", |s, g| {
         let runs = query_blocks(0..TOKENS, BLOCK_TOKENS);
