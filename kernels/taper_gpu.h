@@ -359,15 +359,13 @@ typedef struct TaperPrefillParams {
   const uint32_t* column_ids;     // tokens that the tile's rows see besides its blocks, maybe marked
   float* out;                     // [rows, q_heads, head_dim]
   float* lse;                     // [rows, q_heads], or null
-  float* anchor_out;              // [.., q_heads, head_dim]: rows at multiples of anchor_stride
   int64_t blocks;                 // of the cache
   int32_t tile_count, q_heads, kv_heads, head_dim, dtype, table_stride;
   int32_t head_count;
   int32_t csr_heads, column_heads;  // lists of heads: divisors of head_count, of whose heads they are
   // From one list head to the next in csr_begin, csr_counts and their like of columns; 0: tile_count. Tiles may then share an id.
   int32_t list_stride;
-  int32_t sink, window;   // window 0: no window
-  int32_t anchor_stride;  // 0: no anchor output
+  int32_t sink, window;  // window 0: no window
   // Above 0: a tile stands in `tiles` once for every part of its keys, and the launch writes
   // partial results, `out` [rows, q_heads, splits, head_dim] and `lse` [rows, q_heads, splits].
   int32_t splits;

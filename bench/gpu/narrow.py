@@ -23,27 +23,26 @@ def delta_chunk(cache, q, begin, end, n, gamma, carried, sink, window):
     rows = torch.tensor(anchors + list(range(max(tail, begin), end)), dtype=torch.int64)
     held = 1 if begin % gamma else 0  # rows of the arrays that the carry fills
     dense = torch.full((held + len(rows), hq, d), float("nan"), device=DEV)
-    base = torch.full((end // gamma + 2, hq, d), float("nan"), device=DEV)
+    base = torch.full((held + len(anchors), hq, d), float("nan"), device=DEV)
     if len(rows):
         f = t.Prefill(cache, q, rows, t.tiles_for(rows, 0, n), lse=False,
                       q_rows=(rows - begin).to(device=DEV, dtype=torch.int32), out=dense[held:])
         f()
     pos = torch.arange(begin, end)
-    g = t.Prefill(cache, q, pos, t.tiles_for(pos, 0, n), sink=sink, window=window, lse=False,
-                  anchor_stride=gamma, anchor_out=base)
+    g = t.Prefill(cache, q, pos, t.tiles_for(pos, 0, n), sink=sink, window=window, lse=False)
     g()
     if held:
-        base[first], dense[0] = carried
+        base[0], dense[0] = carried
+    base[held:] = g.out[torch.tensor(anchors, dtype=torch.int64, device=DEV) - begin]
     p = t.DeltaParams(
-        out=g.out, anchor_base=base[first:], anchor_dense=dense, position=begin, tail_begin=tail, anchor_first=first,
+        out=g.out, anchor_base=base, anchor_dense=dense, position=begin, tail_begin=tail, anchor_first=first,
         anchors=held + len(anchors), tokens=end - begin, q_heads=hq, head_dim=d, dtype=torch.float32, gamma=gamma,
         propagate=1)
     # Tail rows stand at anchors + position - tail_begin: count from the first tail row here.
     if begin > tail:
         p.anchors -= begin - tail
     t.call("taper_delta", p)
-    last = first + held + len(anchors) - 1
-    return g.out, (base[last], dense[held + len(anchors) - 1])
+    return g.out, (base[-1], dense[held + len(anchors) - 1])
 
 
 def check(report, small):

@@ -202,12 +202,12 @@ class Delta:
         self.tail = max(0, (n - max(128, gamma)) // gamma * gamma)
         anchors = self.tail // gamma
         rows = torch.cat([torch.arange(0, self.tail, gamma), torch.arange(self.tail, n)])
-        self.base_rows = torch.full((n // gamma + 1, q_heads, d), float("nan"), device=dev)
+        self.anchors = rows[:anchors].to(dev)
+        self.base_rows = torch.full((anchors, q_heads, d), float("nan"), device=dev)
         self.dense = Prefill(cache, q, rows, tiles_for(rows, 0, n), lse=False,
                              q_rows=rows.to(device=dev, dtype=torch.int32))
         pos = torch.arange(n)
-        self.base = Prefill(cache, q, pos, tiles_for(pos, 0, n), sink=sink, window=window,
-                            lse=False, anchor_stride=gamma, anchor_out=self.base_rows)
+        self.base = Prefill(cache, q, pos, tiles_for(pos, 0, n), sink=sink, window=window, lse=False)
         self.out = self.base.out
         self.p = DeltaParams(
             out=self.out, anchor_base=self.base_rows, anchor_dense=self.dense.out, tail_begin=self.tail, anchors=anchors,
@@ -216,6 +216,7 @@ class Delta:
     def __call__(self):
         self.dense()
         self.base()
+        torch.index_select(self.out, 0, self.anchors, out=self.base_rows)
         call("taper_delta", self.p)
         return self.out
 

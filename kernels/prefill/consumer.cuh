@@ -241,9 +241,6 @@ struct PrefillConsumer {
       if (live && p.lse && (lane & 3) == 0)
         p.lse[slot] = sum == 0.f ? -INFINITY : m[r] * kLn2 + logf(sum);
       if (live) store_row(p.out + slot * D, r, inv);
-      if (live && p.anchor_stride > 0 && pos[r] % p.anchor_stride == 0)
-        store_row(p.anchor_out + ((int64_t)(pos[r] / p.anchor_stride) * p.q_heads + head) * D, r,
-                  inv);
     }
   }
   __device__ __forceinline__ void store_row(float* out, int r, float inv) {

@@ -271,10 +271,6 @@ pub struct Sparse<'a> {
     pub heads: Option<&'a Tensor>,
     /// Tiles have at most 64 rows, and two neighbouring heads of the launch, which share a list, are worked on at once.
     pub head_pairs: bool,
-    /// Rows at multiples of this absolute position are also written in f32 to `anchors`; 0: none.
-    pub anchor_stride: usize,
-    /// `[.., q_heads, head_dim]`, f32, by position / anchor_stride.
-    pub anchors: Option<&'a Tensor>,
 }
 
 /// Attends; returns outputs `[T, q_heads, head_dim]` and the natural logarithm of each row's sum of exponentials
@@ -356,10 +352,6 @@ fn attend_into(
         csr_blocks,
         out: op.at("out", out, DType::F32, [tiles.rows, q_heads * parts, head_dim])?,
         lse: op.at("lse", lse, DType::F32, [tiles.rows, q_heads * parts])?,
-        anchor_out: match reads.anchors {
-            Some(anchors) => op.at("anchors", anchors, DType::F32, [anchors.dim(0)?, q_heads, head_dim])?,
-            None => std::ptr::null_mut(),
-        },
         blocks: blocks as i64,
         tile_count: op.int("tiles", tiles.count)?,
         q_heads: op.int("q", q_heads)?,
@@ -370,7 +362,6 @@ fn attend_into(
         csr_heads: op.int("blocks", csr_heads)?,
         sink: op.int("sink", reads.sink)?,
         window: op.int("window", reads.window)?,
-        anchor_stride: if reads.anchors.is_some() { op.int("anchor_stride", reads.anchor_stride)? } else { 0 },
         scale: 1.0 / (head_dim as f32).sqrt(),
         csr_counts,
         column_begin,
@@ -449,7 +440,6 @@ pub(crate) fn prefill(rows: &Rows, reads: Reads) -> Result<(Tensor, Tensor)> {
             columns: columns.as_ref(),
             heads: heads.as_ref(),
             head_pairs: launch.head_pairs,
-            ..Sparse::default()
         };
         attend_into(&op, &q, rows.kv, &tables, &tiles, &reads, (&out, &lse))?;
     }
