@@ -342,11 +342,10 @@ typedef struct TaperPrefillTile {
 } TaperPrefillTile;
 
 typedef struct TaperPrefillParams {
-  const void* q;                  // [tokens, q_heads, head_dim]
+  const void* q;                  // [rows, q_heads, head_dim]
   const void* k;                  // [blocks, kv_heads, 64, head_dim]
   const void* v;                  // as k
   const uint32_t* block_table;    // [tables, table_stride]
-  const uint32_t* q_rows;         // [rows], the row of q per row; null: itself
   const uint32_t* positions;      // [rows], absolute
   const TaperPrefillTile* tiles;  // [tile_count], longest first
   const uint32_t* heads;          // [head_count], the query heads of the launch; null: all. Others' outputs stay as they are

@@ -25,8 +25,7 @@ def delta_chunk(cache, q, begin, end, n, gamma, carried, sink, window):
     dense = torch.full((held + len(rows), hq, d), float("nan"), device=DEV)
     base = torch.full((held + len(anchors), hq, d), float("nan"), device=DEV)
     if len(rows):
-        f = t.Prefill(cache, q, rows, t.tiles_for(rows, 0, n), lse=False,
-                      q_rows=(rows - begin).to(device=DEV, dtype=torch.int32), out=dense[held:])
+        f = t.Prefill(cache, q[(rows - begin).to(DEV)], rows, t.tiles_for(rows, 0, n), lse=False, out=dense[held:])
         f()
     pos = torch.arange(begin, end)
     g = t.Prefill(cache, q, pos, t.tiles_for(pos, 0, n), sink=sink, window=window, lse=False)

@@ -178,8 +178,7 @@ class Prefill:
 
     def __init__(self, cache, q, positions, tiles, csr=(None, None), lse=True, out=None, **more):
         dev = q.device
-        _, q_heads, d = q.shape
-        rows = positions.numel()
+        rows, q_heads, d = q.shape
         self.out = torch.full((rows, q_heads, d), float("nan"), device=dev) if out is None else out
         self.lse = torch.full((rows, q_heads), float("nan"), device=dev) if lse else None
         self.p = PrefillParams(
@@ -202,10 +201,10 @@ class Delta:
         self.tail = max(0, (n - max(128, gamma)) // gamma * gamma)
         anchors = self.tail // gamma
         rows = torch.cat([torch.arange(0, self.tail, gamma), torch.arange(self.tail, n)])
-        self.anchors = rows[:anchors].to(dev)
+        self.q, self.rows = q, rows.to(dev)
+        self.q_dense = torch.empty(len(rows), q_heads, d, device=dev, dtype=q.dtype)
         self.base_rows = torch.full((anchors, q_heads, d), float("nan"), device=dev)
-        self.dense = Prefill(cache, q, rows, tiles_for(rows, 0, n), lse=False,
-                             q_rows=rows.to(device=dev, dtype=torch.int32))
+        self.dense = Prefill(cache, self.q_dense, rows, tiles_for(rows, 0, n), lse=False)
         pos = torch.arange(n)
         self.base = Prefill(cache, q, pos, tiles_for(pos, 0, n), sink=sink, window=window, lse=False)
         self.out = self.base.out
@@ -214,9 +213,10 @@ class Delta:
             tokens=n, q_heads=q_heads, head_dim=d, dtype=torch.float32, gamma=gamma, propagate=propagate)
 
     def __call__(self):
+        torch.index_select(self.q, 0, self.rows, out=self.q_dense)
         self.dense()
         self.base()
-        torch.index_select(self.out, 0, self.anchors, out=self.base_rows)
+        torch.index_select(self.out, 0, self.rows[:len(self.base_rows)], out=self.base_rows)
         call("taper_delta", self.p)
         return self.out
 

@@ -8,7 +8,7 @@
 //
 // One thread block per multiprocessor walks the tiles in a snake over a table that
 // the caller sorts longest first. One warp streams pairs of 64-token blocks by bulk
-// tensor copies, or two do so and gather single tokens, the others gather the next tile's query rows, and two consumer
+// tensor copies, or two do so and gather single tokens, the others copy the next tile's query rows, and two consumer
 // warpgroups of 64 rows each take turns at the tensor cores: while one computes its softmax the other
 // multiplies. Inside a warpgroup the next scores are computed beside the present
 // value product. No maximum is taken in the common case: probabilities are computed

@@ -181,7 +181,7 @@ __device__ __forceinline__ void produce_keys(const CUtensorMap* km, const CUtens
   if constexpr (COLUMNS) cp_async_wait_all();
 }
 
-// The other warps copy the next tile's query rows, wherever they lie, and its outline.
+// The other warps copy the next tile's query rows, and its outline.
 template <class T, int D, bool COLUMNS, class Shared>
 __device__ __forceinline__ void produce_queries(const PrefillParams& p, Shared& sh,
                                                 uint32_t q_s) {
@@ -202,9 +202,9 @@ __device__ __forceinline__ void produce_queries(const PrefillParams& p, Shared& 
       const uint32_t r = i / (D / 8), chunk = i % (D / 8);
       const uint32_t dst = q_s + slot * L::kTile + (chunk / 8) * L::kPanel + swizzled(r, chunk % 8);
       if (row_of(p, r) < t.rows) {
-        const uint32_t row = t.row_begin + row_of(p, r), src = p.q_rows ? p.q_rows[row] : row;
+        const uint32_t row = t.row_begin + row_of(p, r);
         const int of = p.head_pairs && r >= kTileRows / 2 ? head + 1 : head;
-        cp_async16(dst, static_cast<const T*>(p.q) + ((int64_t)src * p.q_heads + of) * D + chunk * 8);
+        cp_async16(dst, static_cast<const T*>(p.q) + ((int64_t)row * p.q_heads + of) * D + chunk * 8);
       } else {
         st_shared_v4(dst, make_uint4(0, 0, 0, 0));
       }

@@ -52,18 +52,16 @@ pub struct Tiles {
     lists: usize,
     positions: Tensor,
     rows: usize,
-    /// Which row of the queries each row is; absent, itself.
-    q_rows: Option<Tensor>,
 }
 
 impl Tiles {
     /// Of rows at absolute `positions`, on the device of a tensor. A row outside all tiles is not written. Longest tiles
-    /// are worked on first. With `q_rows`, row i has the query of row `q_rows[i]`.
+    /// are worked on first.
     ///
     /// # Errors
     /// A tile of no or more than 128 rows, or with rows beyond the positions.
-    pub fn new(like: &Tensor, positions: &[u32], tiles: &[Tile], q_rows: Option<&[u32]>) -> Result<Self> {
-        Self::cut(like, positions, tiles, q_rows, 1, None)
+    pub fn new(like: &Tensor, positions: &[u32], tiles: &[Tile]) -> Result<Self> {
+        Self::cut(like, positions, tiles, 1, None)
     }
 
     /// The same, each tile's keys in so many parts: for launches without lists. With `lists`, which of how many lists of a
@@ -72,7 +70,6 @@ impl Tiles {
         like: &Tensor,
         positions: &[u32],
         tiles: &[Tile],
-        q_rows: Option<&[u32]>,
         parts: usize,
         lists: Option<(&[u32], usize)>,
     ) -> Result<Self> {
@@ -92,9 +89,6 @@ impl Tiles {
             let list = lists.map_or(i as u32, |(of, _)| of[i]);
             (0..parts as u32).for_each(|part| words.extend([row, rows, table, tokens, first, last, list, part]));
         }
-        if let Some(q_rows) = q_rows {
-            op.check(q_rows.len() == positions.len(), "q_rows", q_rows.len(), positions.len())?;
-        }
         Ok(Self {
             tiles: op.kept(&words, [tiles.len() * parts, TILE_WORDS])?,
             count: tiles.len() * parts,
@@ -103,7 +97,6 @@ impl Tiles {
             lists: lists.map_or(tiles.len() * parts, |(_, count)| count),
             positions: op.kept(positions, [positions.len()])?,
             rows: positions.len(),
-            q_rows: q_rows.map(|rows| op.kept(rows, [rows.len()])).transpose()?,
         })
     }
 
@@ -119,7 +112,7 @@ impl Tiles {
         };
         let tiles: Vec<Tile> = (0..positions.len() as u32).step_by(TILE_ROWS).map(tile).collect();
         let positions: Vec<u32> = positions.clone().collect();
-        Self::new(like, &positions, &tiles, None)
+        Self::new(like, &positions, &tiles)
     }
 }
 
@@ -307,7 +300,7 @@ fn attend_into(
     reads: &Sparse,
     (out, lse): (&Tensor, &Tensor),
 ) -> Result<()> {
-    let (q_rows, q_heads, head_dim) = q.dims3()?;
+    let (rows, q_heads, head_dim) = q.dims3()?;
     let (blocks, kv_heads, kv_dim) = kv.dims()?;
     let (table_count, stride) = tables.dims2()?;
     let dtype = kv.k.dtype();
@@ -317,7 +310,7 @@ fn attend_into(
         format_args!("{:?}", q.dims()),
         format_args!("[rows, a multiple of {kv_heads}, {kv_dim}], head_dim 64 or 128"),
     )?;
-    op.check(tiles.q_rows.is_some() || tiles.rows == q_rows, "tiles", tiles.rows, format_args!("{q_rows} rows"))?;
+    op.check(tiles.rows == rows, "tiles", tiles.rows, format_args!("{rows} rows"))?;
     let parts = tiles.parts;
     let alone = parts == 1 || reads.blocks.is_none() && reads.columns.is_none();
     op.check(alone, "tiles", format_args!("{parts} parts"), "one, or no lists")?;
@@ -341,11 +334,10 @@ fn attend_into(
     let (csr_begin, csr_counts, csr_blocks, csr_heads) = lists("blocks", reads.blocks)?;
     let (column_begin, column_counts, column_ids, column_heads) = lists("columns", reads.columns)?;
     let p = TaperPrefillParams {
-        q: op.at("q", q, dtype, [q_rows, q_heads, head_dim])?,
+        q: op.at("q", q, dtype, [rows, q_heads, head_dim])?,
         k: op.at("kv.k", kv.k, dtype, pool)?,
         v: op.at("kv.v", kv.v, dtype, pool)?,
         block_table: op.at("tables", tables, DType::U32, [table_count, stride])?,
-        q_rows: op.maybe("tiles", tiles.q_rows.as_ref(), DType::U32, [tiles.rows])?,
         positions: op.at("tiles", &tiles.positions, DType::U32, [tiles.rows])?,
         tiles: op.at("tiles", &tiles.tiles, DType::U32, [tiles.count, TILE_WORDS])?,
         csr_begin,
@@ -422,12 +414,12 @@ pub(crate) fn prefill(rows: &Rows, reads: Reads) -> Result<(Tensor, Tensor)> {
         let (sink, window) = (*sink, *window);
         let blocks = if window == 0 { needed } else { needed.min((sink + window) / BLOCK_TOKENS + 3) };
         let parts = (BUSY / (tiles.len() * q_heads).max(1)).min(blocks / PART_BLOCKS).clamp(1, PARTS_MAX);
-        let tiles = Tiles::cut(&q, rows.positions, tiles, None, parts, None)?;
+        let tiles = Tiles::cut(&q, rows.positions, tiles, parts, None)?;
         return prefill_tiles(&q, rows.kv, &tables, &tiles, &Sparse { sink, window, ..Sparse::default() });
     }
     let (out, lse) = (op.empty((count, q_heads, head_dim), DType::F32)?, op.empty((count, q_heads), DType::F32)?);
     for launch in &launches {
-        let tiles = Tiles::cut(&q, rows.positions, &launch.tiles, None, 1, launch.lists.of_tiles())?;
+        let tiles = Tiles::cut(&q, rows.positions, &launch.tiles, 1, launch.lists.of_tiles())?;
         let heads = match launch.heads.len() {
             all if all == q_heads => None,
             some => Some(op.kept(&launch.heads, [some])?),

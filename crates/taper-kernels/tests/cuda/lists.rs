@@ -89,7 +89,7 @@ pub fn tiles_of(runs: &[Range<usize>]) -> Tiles {
     };
     let positions: Vec<u32> = (start as u32..end as u32).collect();
     let like = Tensor::zeros(1, DType::F32, &device()).unwrap();
-    Tiles::new(&like, &positions, &runs.iter().map(tile).collect::<Vec<_>>(), None).unwrap()
+    Tiles::new(&like, &positions, &runs.iter().map(tile).collect::<Vec<_>>()).unwrap()
 }
 
 /// Blocks and single tokens in none of them that each run reads by a device's stripes.
