@@ -375,14 +375,14 @@ typedef struct TaperPrefillParams {
 } TaperPrefillParams;
 
 typedef struct TaperDeltaParams {
-  void* out;                  // [tokens, q_heads, head_dim], dtype or TAPER_F32: sparse rows in, corrected out
+  float* out;                 // [tokens, q_heads, head_dim]: sparse rows in, corrected out
   const float* anchor_base;   // [anchors, q_heads, head_dim], sparse output of the anchors
   const float* anchor_dense;  // [anchors + tail rows, q_heads, head_dim]
   int64_t position;           // absolute position of row 0
   int64_t tail_begin;         // absolute position from which rows are dense
   int64_t anchor_first;       // anchors before it are not in the arrays
   int64_t anchors;            // dense tail rows start at this row of anchor_dense
-  int32_t tokens, q_heads, head_dim, dtype;
+  int32_t tokens, q_heads, head_dim;
   int32_t gamma;
   int32_t propagate;  // 0: only anchors and tail change (the recompute mode)
 } TaperDeltaParams;

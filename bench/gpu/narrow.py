@@ -35,8 +35,7 @@ def delta_chunk(cache, q, begin, end, n, gamma, carried, sink, window):
     base[held:] = g.out[torch.tensor(anchors, dtype=torch.int64, device=DEV) - begin]
     p = t.DeltaParams(
         out=g.out, anchor_base=base, anchor_dense=dense, position=begin, tail_begin=tail, anchor_first=first,
-        anchors=held + len(anchors), tokens=end - begin, q_heads=hq, head_dim=d, dtype=torch.float32, gamma=gamma,
-        propagate=1)
+        anchors=held + len(anchors), tokens=end - begin, q_heads=hq, head_dim=d, gamma=gamma, propagate=1)
     # Tail rows stand at anchors + position - tail_begin: count from the first tail row here.
     if begin > tail:
         p.anchors -= begin - tail

@@ -210,7 +210,7 @@ class Delta:
         self.out = self.base.out
         self.p = DeltaParams(
             out=self.out, anchor_base=self.base_rows, anchor_dense=self.dense.out, tail_begin=self.tail, anchors=anchors,
-            tokens=n, q_heads=q_heads, head_dim=d, dtype=torch.float32, gamma=gamma, propagate=propagate)
+            tokens=n, q_heads=q_heads, head_dim=d, gamma=gamma, propagate=propagate)
 
     def __call__(self):
         torch.index_select(self.q, 0, self.rows, out=self.q_dense)

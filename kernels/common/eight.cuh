@@ -1,4 +1,4 @@
-// Eight numbers of a row at a time, of 16 bits or fp32, as fp32.
+// Eight numbers of a row at a time: read from 16 bits or fp32, written in fp32.
 #pragma once
 
 #include "ptx.cuh"
@@ -17,13 +17,7 @@ __device__ __forceinline__ void load8<float>(const float* from, float (&x)[8]) {
   *reinterpret_cast<float4*>(x) = reinterpret_cast<const float4*>(from)[0];
   *reinterpret_cast<float4*>(x + 4) = reinterpret_cast<const float4*>(from)[1];
 }
-template <class T>
-__device__ __forceinline__ void store8(T* to, const float (&x)[8]) {
-  *reinterpret_cast<uint4*>(to) = make_uint4(pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]),
-                                             pack2<T>(x[4], x[5]), pack2<T>(x[6], x[7]));
-}
-template <>
-__device__ __forceinline__ void store8<float>(float* to, const float (&x)[8]) {
+__device__ __forceinline__ void store8(float* to, const float (&x)[8]) {
   reinterpret_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
   reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
 }

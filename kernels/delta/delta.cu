@@ -4,10 +4,10 @@
 namespace taper {
 namespace {
 
-template <class T, int D>
+template <int D>
 cudaError_t go(const DeltaParams& p, cudaStream_t s) {
   const int64_t chunks = (int64_t)p.tokens * p.q_heads * (D / 8);
-  return launch(delta_kernel<T, D>, (unsigned)((chunks + 255) / 256), 256, 0, s, p);
+  return launch(delta_kernel<D>, (unsigned)((chunks + 255) / 256), 256, 0, s, p);
 }
 
 }  // namespace
@@ -16,11 +16,6 @@ cudaError_t go(const DeltaParams& p, cudaStream_t s) {
 extern "C" int taper_delta(const taper::DeltaParams* p, cudaStream_t stream) {
   using namespace taper;
   if (p->tokens <= 0 || p->gamma <= 0 || p->position < 0) return cudaErrorInvalidValue;
-  if (p->dtype == TAPER_F32) {
-    if (p->head_dim == 128) return go<float, 128>(*p, stream);
-    return p->head_dim == 64 ? go<float, 64>(*p, stream) : cudaErrorInvalidValue;
-  }
-  return for_shape(p->dtype, p->head_dim, [&](auto t, auto d) {
-    return go<decltype(t), decltype(d)::value>(*p, stream);
-  });
+  if (p->head_dim == 128) return go<128>(*p, stream);
+  return p->head_dim == 64 ? go<64>(*p, stream) : cudaErrorInvalidValue;
 }

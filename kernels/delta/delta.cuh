@@ -2,8 +2,7 @@
 //
 // Every row takes the difference between the dense and the sparse output of the last
 // anchor row at or before it (multiples of gamma by absolute position). Anchors and
-// the tail become the dense rows themselves. The difference is taken in fp32; rows are
-// of 16 bits or fp32.
+// the tail become the dense rows themselves.
 #pragma once
 
 #include "../common/eight.cuh"
@@ -13,7 +12,7 @@ namespace taper {
 
 using DeltaParams = TaperDeltaParams;
 
-template <class T, int D>
+template <int D>
 __global__ void __launch_bounds__(256) delta_kernel(const DeltaParams p) {
   constexpr int kChunks = D / 8;
   wait_for_predecessor();
@@ -27,7 +26,7 @@ __global__ void __launch_bounds__(256) delta_kernel(const DeltaParams p) {
   const bool tail = pos >= p.tail_begin, on_anchor = pos % p.gamma == 0;
   const int64_t dense_row = tail ? p.anchors + pos - p.tail_begin : anchor;
   if (!tail && !on_anchor && !p.propagate) return;
-  T* out = reinterpret_cast<T*>(p.out) + (row * per_row + in_row) * 8;
+  float* out = p.out + (row * per_row + in_row) * 8;
   float x[8];
   load8(p.anchor_dense + (dense_row * per_row + in_row) * 8, x);
   if (!tail && !on_anchor) {

@@ -1,37 +1,36 @@
-//! Delta Attention's epilogue: [`crate::correct::correct`] on a CUDA device, and the pass in place.
+//! Delta Attention's epilogue: [`crate::correct::correct`] on a CUDA device.
 
 use super::error::Result;
-use super::ffi::{self, TaperDeltaParams, taper_delta};
+use super::ffi::{TaperDeltaParams, taper_delta};
 use super::op::Op;
 use crate::correct::{Anchors, Correction};
 use candle_core::{DType, Tensor};
 
 /// Rows of a prompt to correct in place.
-#[derive(Clone, Copy)]
-pub struct Delta<'a> {
-    /// Sparse rows `[T, q_heads, head_dim]`, bf16, f16 or f32, which become the corrected ones.
-    pub rows: &'a Tensor,
+struct Delta<'a> {
+    /// Sparse rows `[T, q_heads, head_dim]`, f32, which become the corrected ones.
+    rows: &'a Tensor,
     /// Absolute position of row 0.
-    pub position: usize,
+    position: usize,
     /// Sparse rows of the anchors `[A, q_heads, head_dim]`, f32.
-    pub base: &'a Tensor,
+    base: &'a Tensor,
     /// Dense rows of the anchors, then those of the rows from `tail` on `[A + D, q_heads, head_dim]`, f32.
-    pub dense: &'a Tensor,
+    dense: &'a Tensor,
     /// Which multiple of gamma the arrays' first anchor is.
-    pub first_anchor: usize,
+    first_anchor: usize,
     /// Absolute position from which rows are dense.
-    pub tail: usize,
+    tail: usize,
     /// From one anchor to the next; anchors stand at its multiples.
-    pub gamma: usize,
+    gamma: usize,
     /// What the difference at an anchor does.
-    pub correction: Correction,
+    correction: Correction,
 }
 
 /// Corrects rows in place by the difference at the anchor before each.
 ///
 /// # Errors
 /// Shapes or dtypes that differ, rows without an anchor, fewer dense rows than the tail has.
-pub fn delta(of: &Delta) -> Result<()> {
+fn delta(of: &Delta) -> Result<()> {
     let op = Op::new("delta", "rows", of.rows)?;
     let (tokens, q_heads, head_dim) = of.rows.dims3()?;
     let (anchors, dense) = (of.base.dim(0)?, of.dense.dim(0)?);
@@ -56,9 +55,8 @@ pub fn delta(of: &Delta) -> Result<()> {
     if tokens == 0 {
         return Ok(());
     }
-    let dtype = of.rows.dtype();
     let p = TaperDeltaParams {
-        out: op.at("rows", of.rows, dtype, [tokens, q_heads, head_dim])?,
+        out: op.at("rows", of.rows, DType::F32, [tokens, q_heads, head_dim])?,
         anchor_base: op.at("base", of.base, DType::F32, [anchors, q_heads, head_dim])?,
         anchor_dense: op.at("dense", of.dense, DType::F32, [dense, q_heads, head_dim])?,
         position: of.position as i64,
@@ -68,7 +66,6 @@ pub fn delta(of: &Delta) -> Result<()> {
         tokens: op.int("rows", tokens)?,
         q_heads: op.int("rows", q_heads)?,
         head_dim: op.int("rows", head_dim)?,
-        dtype: if dtype == DType::F32 { ffi::TAPER_F32 } else { op.dtype("rows", dtype)? },
         gamma: op.int("gamma", of.gamma)?,
         propagate: (of.correction == Correction::Propagate).into(),
     };

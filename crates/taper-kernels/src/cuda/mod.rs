@@ -48,7 +48,6 @@ mod walk;
 
 pub use batch::{Batch, Lists};
 pub use decode::Plan;
-pub use delta::{Delta, delta};
 pub use error::{Error, Result};
 pub use graph::{PlainStep, RepeatedStep, StepInputs, graph_steps, plain_step, repeated_step};
 pub use host_tail::HostTail;

@@ -2,11 +2,9 @@
 
 use crate::cache::{Caches, GRID, LIMIT, Numbers, below, device, every_group, furthest, none, relative, with};
 use crate::lists::tiles_of;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use taper_kernels::correct::{Anchors, Correction, correct};
-use taper_kernels::cuda::{
-    Chosen, Delta, Slash, Sparse, Tiles, block_lists, delta, drop_columns, prefill_tiles, stripe_bits,
-};
+use taper_kernels::cuda::{Chosen, Slash, Sparse, Tiles, block_lists, drop_columns, prefill_tiles, stripe_bits};
 use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 use taper_kernels::prefill::stripes::Stripes;
 use taper_kernels::prefill::{HeadReads, Lists, Mask, Reads, Rows, Selection, prefill, query_blocks, sums};
@@ -212,18 +210,6 @@ fn delta_agrees_with_the_cpu() {
                         correct(all, &there(&dense), anchors, Some(&there(&carry)), correction).unwrap();
                     below(relative(&cuda, &out), 1e-6, &format!("{what}, correct"));
                     below(relative(&cuda_next.unwrap(), &next.unwrap()), 1e-6, &format!("{what}, carry"));
-                    if first > 0 || tail > 0 {
-                        continue;
-                    }
-                    let pick: Vec<u32> = anchors.below(rows).map(|row| row as u32).collect();
-                    let at = Tensor::from_vec(pick, count, &Device::Cpu).unwrap();
-                    let base = sparse.index_select(&at, 0).unwrap();
-                    let in_place = there(&sparse.to_dtype(dtype).unwrap());
-                    let (base, dense) = (&there(&base), &there(&dense));
-                    let rows = &in_place;
-                    let of = Delta { rows, position: 0, base, dense, first_anchor: 0, tail: 200, gamma, correction };
-                    delta(&of).unwrap();
-                    below(relative(&in_place, &out), LIMIT, &format!("{what}, in place"));
                 }
             }
         }
