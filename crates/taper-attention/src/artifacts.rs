@@ -42,7 +42,7 @@ pub struct Artifacts {
     loaded: BTreeMap<&'static str, Loaded>,
     /// What was made for another model, with the fingerprints of both.
     foreign: BTreeMap<&'static str, Foreign>,
-    places: Places,
+    place: Place,
     dense_below: usize,
 }
 
@@ -54,7 +54,7 @@ struct Foreign {
     own: String,
 }
 
-/// Where the cache is that a method attends over.
+/// Where the cache is that a method of generated tokens attends over.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Place {
     /// In host memory: every method runs.
@@ -62,15 +62,6 @@ pub enum Place {
     Host,
     /// On a device of its own: methods and settings that only run in host memory are refused.
     Device,
-}
-
-/// That of prompts, and of generated tokens.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Places {
-    /// Where prompts are attended.
-    pub prefill: Place,
-    /// Where generated tokens are.
-    pub decode: Place,
 }
 
 /// What a file was read into.
@@ -142,13 +133,13 @@ impl Artifacts {
             let known: Vec<&str> = kinds.iter().map(|kind| kind.file).collect();
             return Err(fail(folder, format!("holds none of {}", known.join(", "))));
         }
-        Ok(Self { folder: Some(folder.to_owned()), loaded, foreign, places: Places::default(), dense_below: 0 })
+        Ok(Self { folder: Some(folder.to_owned()), loaded, foreign, place: Place::default(), dense_below: 0 })
     }
 
-    /// The same, for methods that run in these places.
+    /// The same, for methods that run there.
     #[must_use]
-    pub fn at(self, places: Places) -> Self {
-        Self { places, ..self }
+    pub fn at(self, place: Place) -> Self {
+        Self { place, ..self }
     }
 
     /// The same, where rows that see fewer tokens read all of them by any decode method, unless a spec's `dense_below` says
@@ -163,8 +154,8 @@ impl Artifacts {
         self.dense_below
     }
 
-    pub(crate) fn place(&self) -> Places {
-        self.places
+    pub(crate) fn place(&self) -> Place {
+        self.place
     }
 
     /// The names of those that are loaded.

@@ -1,6 +1,6 @@
 //! Contexts too short to be worth choosing from: a parameter of every decode method but the dense one.
 
-use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex};
+use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex};
 use crate::methods::is_dense;
 use crate::spec::Chosen;
 use candle_core::Result;
@@ -85,7 +85,7 @@ impl DecodeMethod for Below {
         }
     }
 
-    fn host_only(&self) -> Option<HostOnly> {
+    fn host_only(&self) -> Option<String> {
         self.method.host_only()
     }
 }

@@ -27,7 +27,7 @@ mod top_k;
 mod trace;
 mod unread;
 
-pub use artifacts::{ArtifactError, Artifacts, ModelKey, Place, Places, Sizes};
+pub use artifacts::{ArtifactError, Artifacts, ModelKey, Place, Sizes};
 pub use batch::{AttentionBatch, DECODE_SEQUENCES, DECODE_TOKENS, Replay, Span, leaders, replay};
 pub use beginning::Beginning;
 pub use chunk::{Chunk, Slice};

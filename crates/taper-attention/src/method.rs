@@ -43,20 +43,6 @@ pub trait PrefillMethod: std::fmt::Debug + Send + Sync {
     fn reuse(&self, _prompt: usize, _cached: usize) -> usize {
         0
     }
-
-    /// What of it only the operations in host memory can do; nothing, for most.
-    fn host_only(&self) -> Option<HostOnly> {
-        None
-    }
-}
-
-/// A part of a method whose operations run in host memory alone.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HostOnly {
-    /// The parameter that asks for it, such as `tail`; `method` for all of the method.
-    pub field: &'static str,
-    /// What it is, and what may stand in its place.
-    pub what: String,
 }
 
 /// A [cut](PrefillMethod::cut) for methods that choose by all rows of a block: no block is cut apart.
@@ -281,8 +267,8 @@ pub trait DecodeMethod: std::fmt::Debug + Send + Sync {
         None
     }
 
-    /// As of a [`PrefillMethod`].
-    fn host_only(&self) -> Option<HostOnly> {
+    /// What of it only the operations in host memory can do; nothing, for most.
+    fn host_only(&self) -> Option<String> {
         None
     }
 }
@@ -515,8 +501,8 @@ pub trait Predictor: std::fmt::Debug + Send + Sync {
         Vec::new()
     }
 
-    /// As of a [`PrefillMethod`].
-    fn host_only(&self) -> Option<HostOnly> {
+    /// As of a [`DecodeMethod`].
+    fn host_only(&self) -> Option<String> {
         None
     }
 }

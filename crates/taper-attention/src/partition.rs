@@ -2,7 +2,7 @@
 
 use crate::artifacts::Tensors;
 use crate::layer::AttentionShape;
-use crate::method::{Choice, DecodeStep, HostOnly, KeyIndex, Rotations};
+use crate::method::{Choice, DecodeStep, KeyIndex, Rotations};
 use candle_core::{DType, Result, Tensor};
 use taper_kernels::index::Part;
 use taper_kernels::index::clusters::{self, Centroids, Probes};
@@ -57,10 +57,10 @@ impl Partition {
     }
 
     /// More clusters than a device ranks at once.
-    pub fn host_only(&self) -> Option<HostOnly> {
+    pub fn host_only(&self) -> Option<String> {
         let most = self.layers.iter().flatten().flat_map(|heads| heads.iter()).map(Centroids::clusters).max()?;
         let what = || format!("an artefact of {most} clusters, more than {},", clusters::MOST_ON_DEVICE);
-        (most > clusters::MOST_ON_DEVICE).then(|| HostOnly { field: "method", what: what() })
+        (most > clusters::MOST_ON_DEVICE).then(what)
     }
 
     /// The queries `[R, q_heads, head_dim]` as keys were clustered.

@@ -1,6 +1,6 @@
 //! Reading whole clusters: the decode method and the predictor that SAAP and k-means share, whichever way they rank clusters.
 
-use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex, Most, Predictor};
+use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Most, Predictor};
 use crate::partition::Partition;
 use candle_core::Result;
 use schemars::JsonSchema;
@@ -93,7 +93,7 @@ impl<P: Prober> DecodeMethod for Probing<P> {
         self.params.dense_layers
     }
 
-    fn host_only(&self) -> Option<HostOnly> {
+    fn host_only(&self) -> Option<String> {
         self.prober.partition().host_only()
     }
 }
@@ -160,7 +160,7 @@ impl<P: Prober> Predictor for Predicting<P> {
         vec![self.prober.partition()]
     }
 
-    fn host_only(&self) -> Option<HostOnly> {
+    fn host_only(&self) -> Option<String> {
         self.prober.partition().host_only()
     }
 }

@@ -4,6 +4,7 @@ use crate::spec::AttentionSpec;
 use crate::speculate::Speculate;
 use crate::trace::{Trace, TraceUsage};
 use serde::Serialize;
+use serde_json::Value;
 use std::collections::BTreeMap;
 use taper_kernels::decode::Budget;
 
@@ -72,11 +73,13 @@ impl PhaseReport {
         errors.iter().for_each(|&error| self.errors.add(error, promise.map(|(epsilon, _)| epsilon)));
     }
 
-    /// What `method` came to, which promises (epsilon, delta) or nothing.
-    fn usage(&self, method: &'static str, seed: u64, promise: Option<(f64, f64)>) -> PhaseUsage {
+    /// What a method of this name and wire's form came to, which promises (epsilon, delta) or nothing.
+    fn usage(&self, (method, json): (&'static str, &Value), seed: u64, promise: Option<(f64, f64)>) -> PhaseUsage {
+        let over = ["top", "base", "within"].iter().find_map(|field| json[field]["method"].as_str());
         let share = |a: u64, b: u64| if b == 0 { 1.0 } else { a as f64 / b as f64 };
         PhaseUsage {
             method,
+            over: over.map(str::to_owned),
             density: share(self.read, self.there),
             budget_mean: if self.queries == 0 { 0.0 } else { self.read as f64 / self.queries as f64 },
             budget_max: self.most,
@@ -163,6 +166,9 @@ pub struct GuessUsage {
 pub struct PhaseUsage {
     /// The method.
     pub method: &'static str,
+    /// What it is over: the predictor of `vattention`'s `top`, `delta`'s `base`, the method `within` which `santa` draws.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub over: Option<String>,
     /// Share of (query, key) pairs attended to, the causal pairs within the model's window as the whole; 1 if there were none.
     pub density: f64,
     /// Keys, or what stands for some of them (a mean, a page's bounds, a code, a centroid), that were scored to choose what is
@@ -322,15 +328,15 @@ impl Report {
             draft: speculate
                 .method
                 .as_ref()
-                .map(|method| self.drafts.usage(method.name, seed, method.method.promise())),
+                .map(|method| self.drafts.usage((method.name, &method.json), seed, method.method.promise())),
             lookup: (speculate.lookup > 0).then_some(*looked_up),
         }
     }
 
     pub fn usage(&self, spec: &AttentionSpec, seed: u64) -> AttentionUsage {
         AttentionUsage {
-            prefill: self.prefill.usage(spec.prefill.name, seed, None),
-            decode: self.decode.usage(spec.decode.name, seed, spec.decode.method.promise()),
+            prefill: self.prefill.usage((spec.prefill.name, &spec.prefill.json), seed, None),
+            decode: self.decode.usage((spec.decode.name, &spec.decode.json), seed, spec.decode.method.promise()),
             speculation: spec.speculate.as_ref().map(|speculate| self.speculation(speculate, seed)),
             trace: self.prefill.trace.as_ref().zip(self.decode.trace.as_ref()).map(|(p, d)| TraceUsage::new(p, d)),
         }
@@ -346,11 +352,13 @@ mod tests {
         let mut report = PhaseReport::default();
         let budget = |dense| Budget { residual: 100, sampled: 50, pilot: 10, dense };
         report.add_budgets(&[budget(true), budget(false), budget(false), Budget::default()]);
-        let promised = report.usage("vattention", 7, Some((0.1, 0.2)));
+        let over = serde_json::json!({ "top": { "method": "quest" } });
+        let promised = report.usage(("vattention", &over), 7, Some((0.1, 0.2)));
+        assert_eq!(promised.over.as_deref(), Some("quest"));
         let promise = PromiseUsage { epsilon: 0.1, delta: 0.2, heads: 3 };
         assert_eq!((promised.promise, promised.dense_heads), (Some(promise), Some(1)));
-        let plain = report.usage("quest", 7, None);
-        assert_eq!((plain.promise, plain.dense_heads), (None, None));
+        let plain = report.usage(("quest", &Value::Null), 7, None);
+        assert_eq!((plain.promise, plain.dense_heads, plain.over), (None, None, None));
     }
 
     #[test]

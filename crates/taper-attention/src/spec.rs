@@ -127,30 +127,41 @@ impl AttentionSpec {
         let fields = fields(value, path)?;
         let dense = json!({ "method": "dense" });
         let (prefill, decode) = (format!("{path}.prefill"), format!("{path}.decode"));
-        let spec = Self {
+        let mut spec = Self {
             prefill: methods::prefill(fields.get("prefill").unwrap_or(&dense), &prefill, artifacts)?,
             decode: answers(fields.get("decode").unwrap_or(&dense), &decode, artifacts)?,
-            question: fields.get("question").map_or(Ok(Question::default()), |q| question(q, path))?,
-            question_tokens: fields.get("question_tokens").map(|tokens| question_tokens(tokens, path)).transpose()?,
-            audit: fields.get("audit").map_or(Ok(0.0), |audit| audit_rate(audit, &format!("{path}.audit")))?,
-            trace: fields.get("trace").map_or(Ok(false), |value| trace(value, path))?,
-            speculate: fields
-                .get("speculate")
-                .map_or(Ok(None), |value| Speculate::from_json(value, path, artifacts))?,
+            question: Question::default(),
+            question_tokens: None,
+            audit: 0.0,
+            trace: false,
+            speculate: None,
         };
-        spec.heeds(fields, path)?;
+        spec.take(fields, path, artifacts)?;
         Ok(spec)
     }
 
-    /// Fails on a field that says nothing beside the others.
-    fn heeds(&self, fields: &Map<String, Value>, path: &str) -> Result<(), SpecError> {
-        match fields.contains_key("question_tokens") && self.question == Question::Prefill {
-            true => {
-                let message = "goes with `question`: \"dense\" or \"decode\"; without it the prompt's end is attended as the rest";
-                Err(SpecError::new(format!("{path}.question_tokens"), message))
-            }
-            false => Ok(()),
+    /// Takes over what an `attention` object at a path says besides its methods.
+    fn take(&mut self, fields: &Map<String, Value>, path: &str, artifacts: &Artifacts) -> Result<(), SpecError> {
+        if let Some(value) = fields.get("question") {
+            self.question = question(value, path)?;
         }
+        if let Some(tokens) = fields.get("question_tokens") {
+            self.question_tokens = Some(question_tokens(tokens, path)?);
+            if self.question == Question::Prefill {
+                let message = "goes with `question`: \"dense\" or \"decode\"; without it the prompt's end is attended as the rest";
+                return Err(SpecError::new(format!("{path}.question_tokens"), message));
+            }
+        }
+        if let Some(audit) = fields.get("audit") {
+            self.audit = audit_rate(audit, &format!("{path}.audit"))?;
+        }
+        if let Some(value) = fields.get("trace") {
+            self.trace = trace(value, path)?;
+        }
+        if let Some(value) = fields.get("speculate") {
+            self.speculate = Speculate::from_json(value, path, artifacts)?;
+        }
+        Ok(())
     }
 
     /// A request's spec: the server's preset, over it the `attention` object, over that the short forms.
@@ -164,22 +175,7 @@ impl AttentionSpec {
         let mut spec = preset.clone();
         let nothing = Map::new();
         let object = wire.attention.map_or(Ok(&nothing), |value| fields(value, "attention"))?;
-        if let Some(audit) = object.get("audit") {
-            spec.audit = audit_rate(audit, "attention.audit")?;
-        }
-        if let Some(value) = object.get("question") {
-            spec.question = question(value, "attention")?;
-        }
-        if let Some(tokens) = object.get("question_tokens") {
-            spec.question_tokens = Some(question_tokens(tokens, "attention")?);
-        }
-        spec.heeds(object, "attention")?;
-        if let Some(value) = object.get("trace") {
-            spec.trace = trace(value, "attention")?;
-        }
-        if let Some(value) = object.get("speculate") {
-            spec.speculate = Speculate::from_json(value, "attention", artifacts)?;
-        }
+        spec.take(object, "attention", artifacts)?;
         let short = [("epsilon", wire.epsilon), ("delta", wire.delta)];
         let decode = merge("vattention", "decode", object.get("decode"), &spec.decode.json, &short, |_| json!({}))?;
         if let Some(decode) = decode {

@@ -2,7 +2,7 @@
 
 use crate::amount::Amount;
 use crate::artifacts::Artifacts;
-use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex, Most, Predictor};
+use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Most, Predictor};
 use crate::schema::parse;
 use crate::spec::SpecResult;
 use candle_core::Result;
@@ -106,7 +106,7 @@ impl DecodeMethod for Method {
         self.dense_layers
     }
 
-    fn host_only(&self) -> Option<HostOnly> {
+    fn host_only(&self) -> Option<String> {
         self.predictor.host_only()
     }
 }

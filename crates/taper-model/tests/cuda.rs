@@ -4,7 +4,7 @@ use candle_core::{DType, Device};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use taper_attention::method::{Choice, DecodeMethod, DecodeStep};
-use taper_attention::{Artifacts, AttentionBatch, AttentionSpec, Chunk, Place, Places, Sequence, Sizes, Span};
+use taper_attention::{Artifacts, AttentionBatch, AttentionSpec, Chunk, Place, Sequence, Sizes, Span};
 use taper_kernels::cuda::graph_steps;
 use taper_kernels::decode::Selection;
 use taper_kv_cache::{KvPool, KvShape};
@@ -153,7 +153,7 @@ fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
     let sizes = Sizes { clusters: 64, classifier: 64, maps: 64, channels: 16 };
     for run in models() {
         let artifacts = Artifacts::random(run.model.attention_shape(), sizes).unwrap();
-        let artifacts = artifacts.at(Places { prefill: Place::Device, decode: Place::Device });
+        let artifacts = artifacts.at(Place::Device);
         let of = format!("{} in {:?}", run.model.config().name, run.dtype);
         for decode in &methods {
             // What is audited goes layer by layer.

@@ -5,7 +5,7 @@ use anyhow::{Context, Error, Result, anyhow};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
-use taper_attention::{Artifacts, AttentionSpec, ModelKey, Place, Places};
+use taper_attention::{Artifacts, AttentionSpec, ModelKey, Place};
 use taper_engine::{DeviceChoice, Engine, LoadError, ModelBackend, ModelInfo, ModelText};
 use taper_model::{Model, ModelError, Progress, ResolvedModel, Tokenizer, default_cache, resolve};
 
@@ -121,13 +121,12 @@ pub fn artifacts(config: &ModelConfig, key: &ModelKey) -> Result<Artifacts> {
         None => Artifacts::default(),
     };
     artifacts.foreign().for_each(|(file, why)| tracing::warn!("{file} {why}; requests for it are refused"));
-    Ok(artifacts.at(places(config.device, config.device)).with_dense_below(config.dense_below))
+    Ok(artifacts.at(place(config.device)).with_dense_below(config.dense_below))
 }
 
-/// Where methods run, by the devices that prompts and answers are computed on.
-pub fn places(prompts: DeviceChoice, answers: DeviceChoice) -> Places {
-    let place = |device: DeviceChoice| if device == DeviceChoice::Cpu { Place::Host } else { Place::Device };
-    Places { prefill: place(prompts), decode: place(answers) }
+/// Where methods run, by the device that answers are computed on.
+pub fn place(answers: DeviceChoice) -> Place {
+    if answers == DeviceChoice::Cpu { Place::Host } else { Place::Device }
 }
 
 fn start_threads(config: &ModelConfig) -> Result<()> {

@@ -3,7 +3,7 @@
 use super::Entry;
 use crate::artifacts::{ArtifactFile, ArtifactKind, Artifacts, Loaded};
 use crate::layer::AttentionShape;
-use crate::method::{Choice, DecodeMethod, DecodeStep, HostOnly, KeyIndex, Most, Predictor, Rotations};
+use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Most, Predictor, Rotations};
 use crate::schema::schema_of;
 use crate::spec::SpecResult;
 use crate::top_k::{self, Fixed, Ranked, TopK, most_important, wanted};
@@ -87,9 +87,9 @@ impl Predictor for Channels {
         vec![self]
     }
 
-    fn host_only(&self) -> Option<HostOnly> {
+    fn host_only(&self) -> Option<String> {
         let what = || format!("an artefact of {} channels, not {:?},", self.width, labels::ON_DEVICE);
-        (!labels::ON_DEVICE.contains(&self.width)).then(|| HostOnly { field: "method", what: what() })
+        (!labels::ON_DEVICE.contains(&self.width)).then(what)
     }
 }
 

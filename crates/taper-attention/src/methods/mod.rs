@@ -21,7 +21,7 @@ mod vattention;
 
 use crate::artifacts::{ArtifactKind, Artifacts, Place};
 use crate::dense_below;
-use crate::method::{DecodeMethod, HostOnly, Predictor, PrefillMethod};
+use crate::method::{DecodeMethod, Predictor, PrefillMethod};
 use crate::schema::{check_parameters, nearest};
 use crate::spec::{Chosen, SpecError, SpecResult};
 use serde::Serialize;
@@ -156,14 +156,12 @@ fn decode_schema(entry: &Entry<dyn DecodeMethod>) -> Value {
 }
 
 pub(crate) fn prefill(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Chosen<dyn PrefillMethod>> {
-    choose(("prefill method", PREFILL, |entry| (entry.schema)()), value, path, artifacts, |m| {
-        m.host_only().filter(|_| artifacts.place().prefill == Place::Device)
-    })
+    choose(("prefill method", PREFILL, |entry| (entry.schema)()), value, path, artifacts, |_| None)
 }
 
 pub(crate) fn decode(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Chosen<dyn DecodeMethod>> {
     let chosen = choose(("decode method", DECODE, decode_schema), value, path, artifacts, |m| {
-        m.host_only().filter(|_| artifacts.place().decode == Place::Device)
+        m.host_only().filter(|_| artifacts.place() == Place::Device)
     })?;
     Ok(match dense_below::least(value) {
         Some(least) => dense_below::over(chosen, least),
@@ -173,7 +171,7 @@ pub(crate) fn decode(value: &Value, path: &str, artifacts: &Artifacts) -> SpecRe
 
 fn predictor(value: &Value, path: &str, artifacts: &Artifacts) -> SpecResult<Chosen<dyn Predictor>> {
     choose(("predictor", PREDICTORS, |entry| (entry.schema)()), value, path, artifacts, |m| {
-        m.host_only().filter(|_| artifacts.place().decode == Place::Device)
+        m.host_only().filter(|_| artifacts.place() == Place::Device)
     })
 }
 
@@ -205,7 +203,7 @@ fn choose<M: ?Sized>(
     value: &Value,
     path: &str,
     artifacts: &Artifacts,
-    stuck: impl Fn(&M) -> Option<HostOnly>,
+    stuck: impl Fn(&M) -> Option<String>,
 ) -> SpecResult<Chosen<M>> {
     let known = || entries.iter().map(|e| e.name).collect::<Vec<_>>();
     let value = &*whole(value);
@@ -232,13 +230,13 @@ fn choose<M: ?Sized>(
     };
     check_parameters(entry.name, fields, &schema(entry), path)?;
     let (method, mut json) = (entry.build)(value, path, artifacts)?;
-    if let Some(HostOnly { field, what }) = stuck(&method) {
+    if let Some(what) = stuck(&method) {
         let plain = |e: &&&Entry<M>| (e.build)(&json!({ "method": e.name }), path, artifacts);
         let able = entries.iter().filter(|e| plain(e).is_ok_and(|(method, _)| stuck(&method).is_none()));
         let able: Vec<&str> = able.map(|e| e.name).collect();
         let message =
             format!("{what} runs on the CPU only, and this model does not; {kind}s here: {}", able.join(", "));
-        return Err(SpecError::new(format!("{path}.{field}"), message));
+        return Err(SpecError::new(format!("{path}.method"), message));
     }
     json["method"] = Value::from(entry.name);
     Ok(Chosen { name: entry.name, json, method })

@@ -1,5 +1,5 @@
 use super::*;
-use crate::artifacts::{Place, Places};
+use crate::artifacts::Place;
 use crate::layer::AttentionShape;
 use crate::methods::catalogue;
 use crate::methods::tests::random_artifacts;
@@ -304,7 +304,7 @@ fn what_runs_in_host_memory_alone_is_refused_elsewhere_with_what_is_not() {
     // Channels of 8 elements, for which a device has no kernel.
     let shape = AttentionShape { layers: 1, q_heads: 4, kv_heads: 2, head_dim: 64, window: None };
     let narrow = || random_artifacts(shape);
-    let device = narrow().at(Places { prefill: Place::Device, decode: Place::Device });
+    let device = narrow().at(Place::Device);
     let channels = "an artefact of 8 channels, not [16, 32, 64, 128], runs on the CPU only, and this model does not; ";
     let labels = json!({ "method": "double_sparsity" });
     for (attention, path, message) in [
@@ -329,11 +329,8 @@ fn what_runs_in_host_memory_alone_is_refused_elsewhere_with_what_is_not() {
         assert!(error.message.starts_with(&format!("{channels}{message}")), "{attention}: {}", error.message);
         assert!(AttentionSpec::from_json(&attention, "attention", &narrow()).is_ok(), "{attention}");
     }
-    // A prompt attended elsewhere is refused nothing that its answer would be.
-    let prompts = narrow().at(Places { prefill: Place::Device, decode: Place::Host });
-    let sparse = json!({ "decode": labels });
-    assert!(AttentionSpec::from_json(&sparse, "attention", &prompts).is_ok());
     // A request over a preset says so too.
+    let sparse = json!({ "decode": labels });
     let wire = Wire { attention: Some(&sparse), ..Wire::default() };
     let error = AttentionSpec::resolve(&AttentionSpec::default(), &wire, &device).unwrap_err();
     assert_eq!(error.path, "attention.decode.method");

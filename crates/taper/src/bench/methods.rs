@@ -29,7 +29,7 @@ pub fn run(args: BenchMethodsArgs) -> Result<()> {
     };
     // A mistake should be known before a large model has loaded, unless only its artefacts can tell.
     if config.artifacts.is_none() {
-        read(&Artifacts::default().at(load::places(config.device, config.device)))?;
+        read(&Artifacts::default().at(load::place(config.device)))?;
     }
     let Ready { model, mut backend, artifacts, .. } = load::backend(&config)?;
     let (prefills, decodes) = read(&artifacts)?;

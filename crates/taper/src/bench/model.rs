@@ -1,7 +1,7 @@
 //! `taper bench model`: how long a model's steps take, with random weights made on the spot.
 
-use crate::load;
-use crate::{config, eval};
+use crate::args::positive;
+use crate::{config, eval, load};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use std::path::PathBuf;
@@ -25,8 +25,8 @@ pub struct BenchModelArgs {
     /// The shape: llama-3.1-8b, mistral-7b or smollm2-135m
     #[arg(long, value_name = "NAME")]
     pub shape: String,
-    /// Random weights; a shape has no others, so it must be said
-    #[arg(long, required = true)]
+    /// Random weights: a shape has no others
+    #[arg(long)]
     pub random: bool,
     /// What computes: cpu, cuda or cuda:N, of a build with that feature [default: cuda where there is one, else cpu]
     #[arg(long, value_name = "DEVICE")]
@@ -38,7 +38,7 @@ pub struct BenchModelArgs {
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     pub kv_dtype: String,
     /// Tokens of the contexts
-    #[arg(long, value_name = "TOKENS", value_delimiter = ',', default_value = "2048")]
+    #[arg(long, value_name = "TOKENS", value_delimiter = ',', default_value = "2048", value_parser = positive)]
     pub context: Vec<usize>,
     /// Sequences of a step
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
@@ -50,10 +50,10 @@ pub struct BenchModelArgs {
     #[arg(long, value_name = "NAME|JSON")]
     pub prefill: Vec<String>,
     /// Most prompt tokens of a step
-    #[arg(long, value_name = "TOKENS", default_value_t = 8192)]
+    #[arg(long, value_name = "TOKENS", default_value_t = 8192, value_parser = positive)]
     pub chunk: usize,
     /// Steps timed
-    #[arg(long, value_name = "N", default_value_t = 32)]
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = positive)]
     pub tokens: usize,
     /// Tokens of each sequence in a step, which are let go after it, as where drafts are checked
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
@@ -63,17 +63,22 @@ pub struct BenchModelArgs {
     #[arg(long)]
     pub greedy: bool,
     /// What the device's memory moves, in TB/s, for the floor [default: 4.27 with cuda; on the CPU none, and no floor]
-    #[arg(long, value_name = "TB/S")]
+    #[arg(long, value_name = "TB/S", value_parser = above_zero)]
     pub bandwidth: Option<f64>,
     /// The share of the cache that lies in pinned host memory beside a CUDA device
     #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
     pub offloaded: f64,
     /// What the device reads of the host's memory, in GB/s, for the floor
-    #[arg(long, value_name = "GB/S", default_value_t = 51.3)]
+    #[arg(long, value_name = "GB/S", default_value_t = 51.3, value_parser = above_zero)]
     pub bus: f64,
     /// Write the table
     #[arg(long, value_name = "FILE")]
     pub markdown: Option<PathBuf>,
+}
+
+/// A rate of the command line.
+fn above_zero(text: &str) -> Result<f64, String> {
+    text.parse().ok().filter(|&rate| rate > 0.0).ok_or_else(|| "must be a number above 0".into())
 }
 
 /// What an H200's memory moves, in TB/s, as measured.
@@ -87,12 +92,6 @@ pub fn run(args: &BenchModelArgs) -> Result<()> {
     let Some(mut shape) = ModelConfig::of_shape(&args.shape) else {
         bail!("--shape: {:?} is none of {}", args.shape, ModelConfig::SHAPES.join(", "));
     };
-    if args.context.contains(&0) || args.chunk == 0 || args.tokens == 0 {
-        bail!("--context, --chunk and --tokens must be at least 1");
-    }
-    if !(args.bandwidth.is_none_or(|bandwidth| bandwidth > 0.0) && args.bus > 0.0) {
-        bail!("--bandwidth and --bus must be above 0");
-    }
     let device = args.device.as_deref().map_or_else(|| Ok(DeviceChoice::found()), config::device)?;
     if !(0.0..=1.0).contains(&args.offloaded) || args.offloaded > 0.0 && device == DeviceChoice::Cpu {
         bail!("--offloaded: {} must be a share from 0 to 1, and 0 on the CPU", args.offloaded);
@@ -108,14 +107,14 @@ pub fn run(args: &BenchModelArgs) -> Result<()> {
         let decodes = eval::methods(Phase::Decode, &args.decode, artifacts)?;
         Ok((decodes, eval::methods(Phase::Prefill, &args.prefill, artifacts)?))
     };
-    let places = load::places(device, device);
-    let mut artifacts = Artifacts::default().at(places);
+    let place = load::place(device);
+    let mut artifacts = Artifacts::default().at(place);
     let lacks = |error: anyhow::Error| matches!(error.downcast_ref(), Some(EvalError::Artefact { .. }));
     if methods(&artifacts).is_err_and(lacks) {
         // What is learned is as random as the model.
         let attention = shape.attention_shape();
         let random = Artifacts::random(attention, Sizes::usual(&attention, longest)).context("random artefacts")?;
-        artifacts = random.at(places);
+        artifacts = random.at(place);
     }
     let (decodes, prefills) = methods(&artifacts)?;
     // What a GPU's memory moves says nothing of another.
@@ -196,8 +195,9 @@ mod tests {
     }
 
     #[test]
-    fn a_bandwidth_is_above_0() {
-        let error = run(&args("--device cpu --bandwidth 0")).unwrap_err().to_string();
-        assert_eq!(error, "--bandwidth and --bus must be above 0");
+    fn rates_and_counts_are_above_0() {
+        for (rate, valid) in [("0.5", true), ("0", false), ("-1", false), ("NaN", false), ("fast", false)] {
+            assert_eq!(above_zero(rate).is_ok(), valid, "{rate}");
+        }
     }
 }

@@ -64,13 +64,11 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
         let prefills = methods(Phase::Prefill, &args.prefill, artifacts)?;
         Ok((prefills, methods(Phase::Decode, &args.decode, artifacts)?))
     };
-    let places = load::places(prompts_on.unwrap_or(config.device), config.device);
     // A mistake should be known before a large model has loaded, unless only its artefacts can tell.
     if config.artifacts.is_none() {
-        methods(&Artifacts::default().at(places))?;
+        methods(&Artifacts::default().at(load::place(config.device)))?;
     }
     let Ready { model, mut backend, artifacts, .. } = load::backend(&config)?;
-    let artifacts = artifacts.at(places);
     (plan.prefills, plan.decodes) = methods(&artifacts)?;
     plan.artifacts = artifacts;
     let text = ModelText::load(&model)?;

@@ -6,7 +6,7 @@ use super::prefill::{every_sparse, over_delta, sparse};
 use super::properties::all_typical;
 use super::together::chosen_for_together;
 use super::*;
-use crate::artifacts::{Place, Places, Sizes};
+use crate::artifacts::{Place, Sizes};
 use crate::batch::Replay;
 use crate::replay;
 
@@ -18,7 +18,7 @@ const STEPS: usize = 6;
 fn artifacts(device: &Device) -> Artifacts {
     let all = Artifacts::random(SHAPE, Sizes { clusters: 8, classifier: 16, maps: 16, channels: 16 }).unwrap();
     let place = if device.is_cpu() { Place::Host } else { Place::Device };
-    all.at(Places { prefill: place, decode: place })
+    all.at(place)
 }
 
 /// Outputs of all rows, of which the last [`STEPS`] are decoded, and what they came to, attended on a device over a cache of
