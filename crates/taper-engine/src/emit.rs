@@ -75,7 +75,9 @@ impl Output {
     /// Takes the token just drawn; returns what became final, if anything did.
     pub(crate) fn push(&mut self, Drawn { token, logprobs, last }: Drawn) -> Option<Delta> {
         self.generated += 1;
-        if let Some(finish) = self.stop_token(token) {
+        let ends = self.stop_token(token);
+        let shown = self.rules.shown && matches!(ends, Some(Finish::StopToken(_)));
+        if let Some(finish) = ends.clone().filter(|_| !shown) {
             return Some(self.end(String::new(), finish));
         }
         let piece = self.stream.push(token);
@@ -87,7 +89,10 @@ impl Output {
         self.characters += piece.chars().count();
         let (text, hit) = self.search(&piece);
         if let Some(stop) = hit {
-            return Some(self.cut(text, Finish::StopString(stop)));
+            return Some(self.cut(text, stop));
+        }
+        if let Some(finish) = ends {
+            return Some(self.end(text, finish));
         }
         if last {
             return Some(self.end(text, Finish::Whole));
@@ -132,7 +137,7 @@ impl Output {
         let (more, hit) = self.search(tail.trim_end_matches(char::REPLACEMENT_CHARACTER));
         text.push_str(&more);
         if let Some(stop) = hit {
-            return self.cut(text, Finish::StopString(stop));
+            return self.cut(text, stop);
         }
         text.push_str(&self.matcher.finish());
         Delta {
@@ -143,11 +148,14 @@ impl Output {
         }
     }
 
-    /// Ends at a stop string: tokens that begin at or after it are not shown.
-    fn cut(&mut self, text: String, finish: Finish) -> Delta {
+    /// Ends at a stop string: tokens that begin at or after it are not shown, or behind it where it is shown itself.
+    fn cut(&mut self, mut text: String, stop: String) -> Delta {
+        if self.rules.shown {
+            text.push_str(&stop);
+        }
         self.emitted += text.len();
         let shown = self.pending.drain(..).filter(|token| token.start < self.emitted);
         let tokens = shown.map(|token| token.record).collect();
-        Delta { choice: self.choice, text, tokens, finish: Some(finish) }
+        Delta { choice: self.choice, text, tokens, finish: Some(Finish::StopString(stop)) }
     }
 }

@@ -56,7 +56,7 @@ pub enum StartError {
 /// How busy the engine is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Load {
-    /// Requests waiting.
+    /// Requests waiting, preempted ones among them.
     pub waiting: usize,
     /// Requests running.
     pub running: usize,

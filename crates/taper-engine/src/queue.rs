@@ -35,7 +35,9 @@ pub(crate) enum Next<T> {
 struct State<T> {
     /// By priority, then by arrival.
     waiting: VecDeque<T>,
+    /// Jobs that were popped and have not ended, and how many of them wait again.
     running: usize,
+    preempted: usize,
     /// Requests of which more will come: while there are any, the queue is not at its end.
     unfinished: usize,
     /// Between ends of jobs while some run, of late.
@@ -78,6 +80,7 @@ impl<T> Queue<T> {
         let state = State {
             waiting,
             running: 0,
+            preempted: 0,
             unfinished: 0,
             gap_seconds: 1.0,
             since,
@@ -223,6 +226,11 @@ impl<T> Queue<T> {
         (state.free_blocks, state.offloaded_blocks) = (free, offloaded);
     }
 
+    /// So many of the popped jobs wait again.
+    pub(crate) fn set_preempted(&self, jobs: usize) {
+        self.lock().preempted = jobs;
+    }
+
     /// A turn of the engine begins, or is over.
     pub(crate) fn turn(&self, begins: bool) {
         self.lock().turn = begins.then(Instant::now);
@@ -246,8 +254,9 @@ impl<T> Queue<T> {
     /// How all of it stands; blocks as they were after the latest step.
     pub(crate) fn load(&self) -> Load {
         let state = self.lock();
-        let &State { running, counts, free_blocks, offloaded_blocks, turn, draining, dead, .. } = &*state;
-        let (waiting, turn) = (state.waiting.len(), turn.map(|since| since.elapsed()));
+        let &State { preempted, counts, free_blocks, offloaded_blocks, turn, draining, dead, .. } = &*state;
+        let (waiting, running) = (state.waiting.len() + preempted, state.running.saturating_sub(preempted));
+        let turn = turn.map(|since| since.elapsed());
         Load { waiting, running, counts, free_blocks, offloaded_blocks, turn, draining, dead }
     }
 }
@@ -261,6 +270,17 @@ mod tests {
     fn load(queue: &Queue<i32>) -> (usize, usize, bool, bool) {
         let Load { waiting, running, draining, dead, .. } = queue.load();
         (waiting, running, draining, dead)
+    }
+
+    #[test]
+    fn who_was_preempted_waits() {
+        let queue = Queue::new(4);
+        queue.push(vec![1, 2, 3], |_| false).unwrap();
+        (queue.pop(), queue.pop(), queue.pop());
+        queue.set_preempted(2);
+        assert_eq!(load(&queue), (2, 1, false, false));
+        queue.set_preempted(0);
+        assert_eq!(load(&queue), (0, 3, false, false));
     }
 
     #[test]

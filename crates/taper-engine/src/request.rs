@@ -11,7 +11,7 @@ use tokio::sync::mpsc;
 /// When a choice ends, besides the length limits.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StopRules {
-    /// Texts that end the answer; they and what follows are never emitted.
+    /// Texts that end the answer; what follows is never emitted, and they themselves only if `shown`.
     pub strings: Vec<String>,
     /// Tokens that end the answer, besides the model's own.
     pub tokens: Vec<u32>,
@@ -22,6 +22,8 @@ pub struct StopRules {
     pub min_tokens: usize,
     /// Most tokens of a choice; 0: the prompt alone is wanted, and may be as long as the context; `None`: as many as fit.
     pub max_tokens: Option<usize>,
+    /// Whether the string or token of these that ended the answer stands at its end.
+    pub shown: bool,
 }
 
 /// One prompt and what to make of it.

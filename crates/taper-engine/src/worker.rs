@@ -138,6 +138,7 @@ impl<B: Backend> Worker<B> {
     /// Tells the queue of those that ended, and what the cache has free.
     fn count_ended(&mut self) {
         self.queue.set_blocks(self.backend.free_blocks(), self.backend.offloaded_blocks());
+        self.queue.set_preempted(self.preempted.len());
         (0..std::mem::take(&mut self.ended)).for_each(|_| self.queue.finished());
     }
 

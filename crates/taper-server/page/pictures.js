@@ -130,6 +130,7 @@ function phases(attention) {
   const columns = [
     ["phase", (p) => p.name],
     ["method", (p) => p.method],
+    ["over", (p) => p.over],
     ["density", (p) => (p.density === undefined ? null : percent(p.density))],
     ["keys read", (p) => (p.budget_mean === undefined ? null : short(p.budget_mean, 4))],
     ["at most", (p) => p.budget_max?.toLocaleString("en")],

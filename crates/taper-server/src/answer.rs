@@ -7,7 +7,7 @@ use crate::knobs;
 use crate::request_id::RequestId;
 use crate::sampling::Common;
 use crate::tools::{Calls, Tools};
-use crate::{stream, structured, usage};
+use crate::{sampling, stream, structured, usage};
 use axum::Json;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
@@ -19,8 +19,8 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use taper_attention::AttentionSpec;
 use taper_attention::AttentionUsage;
 use taper_engine::{
-    Delta, Event, Events, Finish, Grammar, Parts, Request, RequestError, Scored, Shape, Text, TokenLogprob,
-    TokenRecord, Usage,
+    Delta, Event, Events, Finish, Grammar, Parts, Request, RequestError, SamplingParams, Scored, Shape, Text,
+    TokenLogprob, TokenRecord, Usage,
 };
 
 /// Names the top-level fields that had no effect.
@@ -174,12 +174,16 @@ impl Call {
         self.check_tokens(app)?;
         self.check_trace()?;
         self.check_echo()?;
-        let RequestId { id, came, shares, .. } = asked;
+        let RequestId { id, came, shares, priority, .. } = asked;
+        let priority = match priority {
+            Some(said) => sampling::said_priority(said, app)?,
+            None => self.common.priority,
+        };
         let salt = salt(shares.as_deref(), self.common.salt.as_deref());
         let deadline = self.common.timeout.and_then(|timeout| came.checked_add(timeout));
         // Answers are compared by their tokens' probabilities.
         let logprobs = if self.kept < self.common.choices { self.logprobs.or(Some(0)) } else { self.logprobs };
-        let request = |prompt: &mut Prompt| Request {
+        let request = |(index, prompt): (usize, &mut Prompt)| Request {
             id: id.to_string(),
             // Those of a prompt that comes back with its log probabilities are wanted again.
             prompt: match prompt.echo.is_some() && self.logprobs.is_some() {
@@ -191,17 +195,20 @@ impl Call {
             attention: Arc::clone(&self.attention),
             question_tokens: prompt.question_tokens,
             salt: Arc::clone(&salt),
-            sampling: self.common.sampling.clone(),
+            sampling: match self.common.drawn_seed && index > 0 {
+                true => SamplingParams { seed: sampling::draw_seed(), ..self.common.sampling.clone() },
+                false => self.common.sampling.clone(),
+            },
             grammar: self.grammar.as_ref().map(Grammar::apart),
             stop: self.common.stop.clone(),
             embeds: self.kind == Kind::Embedding,
             choices: self.common.choices,
             logprobs,
             prompt_logprobs: if prompt.echo.is_some() { self.logprobs } else { None },
-            priority: self.common.priority,
+            priority,
             deadline,
         };
-        let requests = self.prompts.iter_mut().map(request).collect();
+        let requests = self.prompts.iter_mut().enumerate().map(request).collect();
         let events = match of {
             Some(parts) => app.engine.submit_more(parts, requests),
             None => app.engine.submit_all(requests),
@@ -211,15 +218,9 @@ impl Call {
         let numbered = |(index, mut events): (usize, Events)| {
             let mut watch = app.watch(self, id, *came);
             let echo = self.prompts[index].echo.as_ref().map_or(0, |echo| echo.chars().count());
-            let with_stop = self.common.with_stop;
             let events = poll_fn(move |cx| events.poll_recv(cx));
             let events = by(deadline, events).map(move |event| {
-                let mut event = after_echo(event, echo);
-                if let Event::Delta(Delta { text, finish: Some(Finish::StopString(stop)), .. }) = &mut event
-                    && with_stop
-                {
-                    text.push_str(stop);
-                }
+                let event = after_echo(event, echo);
                 watch.see(&event);
                 (index, event)
             });

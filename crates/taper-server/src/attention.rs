@@ -4,6 +4,7 @@ use crate::app::ServerConfig;
 use crate::error::ApiError;
 use crate::fields::{Fields, brief};
 use crate::knobs::near_miss;
+use crate::live::Presets;
 use serde_json::{Map, Value, json};
 use taper_attention::{AttentionSpec, SpecError, Wire, nearest};
 
@@ -32,16 +33,28 @@ pub(crate) fn read(fields: &mut Fields<'_>, config: &ServerConfig) -> Result<(At
     if let Some(bag) = fields.object("vllm_xargs")? {
         knobs.xargs(bag)?;
     }
+    let presets = config.live.presets();
+    let mut base = config.live.attention();
+    if let Some(name) = knobs.attention.as_ref().and_then(Value::as_str) {
+        // A preset stands for all of it, a method for its phase by its defaults; the short forms still go over either.
+        knobs.attention = match (presets.get(name), phase(name)) {
+            (Some(preset), _) => {
+                base = preset.clone().into();
+                None
+            }
+            (None, Some(phase)) => Some(json!({(phase): name})),
+            (None, None) => {
+                let presets: Vec<&str> = presets.keys().map(String::as_str).collect();
+                let message = format!("attention: no {}", nameless(name, &presets));
+                return Err(ApiError::invalid("attention", message));
+            }
+        };
+    }
     let wire = Wire {
         attention: knobs.attention.as_ref(),
         epsilon: knobs.epsilon.as_ref(),
         delta: knobs.delta.as_ref(),
         gamma: knobs.gamma.as_ref(),
-    };
-    // A name stands for all of it; the short forms still go over it.
-    let (base, wire) = match knobs.attention.as_ref().and_then(Value::as_str) {
-        Some(name) => (preset(name, config)?.into(), Wire { attention: None, ..wire }),
-        None => (config.live.attention(), wire),
     };
     match AttentionSpec::resolve(&base, &wire, &config.artifacts) {
         Ok(spec) => Ok((spec, knobs.ignored)),
@@ -53,18 +66,16 @@ pub(crate) fn read(fields: &mut Fields<'_>, config: &ServerConfig) -> Result<(At
     }
 }
 
-fn preset(name: &str, config: &ServerConfig) -> Result<AttentionSpec, ApiError> {
-    let presets = config.live.presets();
-    presets.get(name).cloned().ok_or_else(|| {
-        let names: Vec<&str> = presets.keys().map(String::as_str).collect();
-        let hint = nearest(name, &names).map_or(String::new(), |name| format!(", did you mean {name:?}?"));
-        let method = phase(name).map_or(String::new(), |phase| format!("; the method is {{{phase:?}: {name:?}}}"));
-        let (name, names) = (brief(&name.into()), names.join(", "));
-        ApiError::invalid(
-            "attention",
-            format!("attention: no preset is called {name}{hint}; there are {names}{method}"),
-        )
-    })
+/// That neither a preset nor a method has this name, what was most likely meant, and what there is.
+pub fn nameless(name: &str, presets: &[&str]) -> String {
+    let methods = taper_attention::catalogue();
+    let mut methods: Vec<&str> = methods.iter().filter(|m| m.phase != "predictor").map(|m| m.name).collect();
+    methods.sort_unstable();
+    methods.dedup();
+    let hint = nearest(name, &[presets, &methods].concat());
+    let hint = hint.map_or(String::new(), |name| format!(", did you mean {name:?}?"));
+    let (name, presets, methods) = (brief(&name.into()), presets.join(", "), methods.join(", "));
+    format!("preset or method is called {name}{hint}; presets: {presets}; methods: {methods}")
 }
 
 /// What a method of this name attends: answers (`decode`), and where it cannot, prompts (`prefill`).
@@ -88,10 +99,16 @@ pub(crate) fn question(
 }
 
 /// The same of a prompt without messages: none, where it is the server's default alone that speaks of a question.
-pub(crate) fn plain_question(spec: &AttentionSpec, map: &Map<String, Value>, prompt: usize) -> Result<usize, ApiError> {
-    let says = |field: &str, key: &str| map.get(field).is_some_and(|of| of.get(key).is_some());
-    let preset = map.get("attention").is_some_and(Value::is_string) || says("vllm_xargs", "attention_preset");
-    let asks = preset || says("attention", "question") || says("vllm_xargs", "attention_question");
+pub(crate) fn plain_question(
+    spec: &AttentionSpec,
+    presets: &Presets,
+    map: &Map<String, Value>,
+    prompt: usize,
+) -> Result<usize, ApiError> {
+    let at = |field: &str, key: &str| map.get(field).and_then(|of| of.get(key));
+    let preset = [map.get("attention"), at("vllm_xargs", "attention_preset")].into_iter().flatten();
+    let preset = preset.filter_map(Value::as_str).any(|name| presets.contains_key(name));
+    let asks = preset || at("attention", "question").or(at("vllm_xargs", "attention_question")).is_some();
     question(spec, prompt, || (!asks).then_some(0))
 }
 
@@ -334,12 +351,15 @@ mod tests {
     fn a_plain_prompts_question_is_the_requests_own() {
         let dense = json!({"question": "dense"});
         let spec = AttentionSpec::from_json(&dense, "attention", &Default::default()).unwrap();
-        let of = |request: Value| plain_question(&spec, request.as_object().unwrap(), 9).ok();
+        let presets = [("a preset".to_owned(), spec.clone())].into();
+        let of = |request: Value| plain_question(&spec, &presets, request.as_object().unwrap(), 9).ok();
         for (request, tokens) in [
             (json!({}), Some(0)),
             (json!({"attention": {"audit": 0.1}}), Some(0)),
             (json!({"attention": dense}), None),
             (json!({"attention": "a preset"}), None),
+            (json!({"attention": "quest"}), Some(0)),
+            (json!({"vllm_xargs": {"attention_preset": "quest"}}), Some(0)),
             (json!({"vllm_xargs": {"attention_question": "dense"}}), None),
             (json!({"vllm_xargs": {"attention_preset": "a preset"}}), None),
             (json!({"attention": {"audit": 0.1}, "vllm_xargs": {"attention_question": "dense"}}), None),

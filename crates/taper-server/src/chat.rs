@@ -16,6 +16,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     app.check_model(fields.text("model")?)?;
     let tools = Tools::read(&mut fields)?;
     let conversation = Conversation::read(&mut fields, tools.as_ref())?;
+    let tools = tools.filter(Tools::callable);
     let mut common = sampling::read(&mut fields, app, 1)?;
     let top = fields.int("top_logprobs", 0..=20)?;
     let logprobs = fields.bool("logprobs")?.unwrap_or(false);

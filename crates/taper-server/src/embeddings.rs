@@ -6,6 +6,7 @@ use crate::body::Parsed;
 use crate::completions::{Reading, read_prompts};
 use crate::error::{self, ApiError};
 use crate::fields::Fields;
+use crate::openapi::answers::{Embedding, Embeddings, Numbers};
 use crate::request_id::RequestId;
 use crate::{answer, attention, knobs, sampling};
 use axum::Json;
@@ -13,7 +14,6 @@ use axum::response::{IntoResponse, Response};
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use futures_util::stream::StreamExt;
-use serde::Serialize;
 use serde_json::{Map, Value};
 use std::sync::Arc;
 use taper_engine::Event;
@@ -55,8 +55,9 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked, ApiErr
     ignored.extend(knobs::unknown(map, fields.unread())?);
     let reading = Reading { name: "input", most: INPUTS, marks, echo: None };
     let mut prompts = read_prompts(app, input, &reading)?;
+    let presets = app.config.live.presets();
     for prompt in &mut prompts {
-        prompt.question_tokens = attention::plain_question(&attention, map, prompt.tokens.len())?;
+        prompt.question_tokens = attention::plain_question(&attention, &presets, map, prompt.tokens.len())?;
     }
     let call = Call {
         kind: Kind::Embedding,
@@ -78,29 +79,6 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked, ApiErr
 
 impl Parsed for Asked {}
 
-/// The answer, written from numbers as they are: as JSON values they would take many times their room.
-#[derive(Serialize)]
-struct List<'a> {
-    object: &'static str,
-    data: Vec<Option<Item>>,
-    model: &'a str,
-    usage: Value,
-}
-
-#[derive(Serialize)]
-struct Item {
-    object: &'static str,
-    index: usize,
-    embedding: Written,
-}
-
-#[derive(Serialize)]
-#[serde(untagged)]
-enum Written {
-    Plain(Vec<f32>),
-    Packed(String),
-}
-
 impl Asked {
     /// Queues every text and answers.
     pub(crate) async fn run(mut self, app: &Arc<App>, asked: RequestId) -> Result<Response, ApiError> {
@@ -109,7 +87,7 @@ impl Asked {
         let parts = app.engine.parts().map_err(|error| error::refused(&error, "input", "", None))?;
         let mut rest = std::mem::take(&mut self.call.prompts);
         let count = rest.len();
-        let mut data: Vec<Option<Item>> = Vec::new();
+        let mut data: Vec<Option<Embedding>> = Vec::new();
         data.resize_with(count, || None);
         let mut total = answer::Total::default();
         while !rest.is_empty() {
@@ -123,7 +101,7 @@ impl Asked {
                     Event::Prefilled | Event::Prompt(_) | Event::Delta(_) => {}
                     Event::Embedding(hidden) => {
                         self.check_dimensions(hidden.len())?;
-                        data[index] = Some(Item { object: "embedding", index, embedding: self.written(&hidden) });
+                        data[index] = Some(Embedding { object: "embedding", index, embedding: self.written(&hidden) });
                     }
                     Event::Done(usage) => total.add(index, usage),
                     Event::Failed(error) => return Err(self.call.failed(error)),
@@ -135,7 +113,8 @@ impl Asked {
         }
         let mut usage = total.json();
         usage.as_object_mut().into_iter().for_each(|usage| drop(usage.shift_remove("completion_tokens")));
-        let body = List { object: "list", data, model: app.model_name(), usage };
+        let data = data.into_iter().flatten().collect();
+        let body = Embeddings { object: "list", data, model: app.model_name().to_owned(), usage };
         let mut response = Json(body).into_response();
         response.headers_mut().extend(headers);
         Ok(response)
@@ -151,15 +130,15 @@ impl Asked {
         }
     }
 
-    fn written(&self, hidden: &[f32]) -> Written {
+    fn written(&self, hidden: &[f32]) -> Numbers {
         let length = hidden.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
         let scale = if length > 0.0 { 1.0 / length } else { 1.0 };
         let unit: Vec<f32> = hidden.iter().map(|x| (f64::from(*x) * scale) as f32).collect();
         match self.packed {
             true => {
-                Written::Packed(BASE64_STANDARD.encode(unit.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>()))
+                Numbers::Base64(BASE64_STANDARD.encode(unit.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>()))
             }
-            false => Written::Plain(unit),
+            false => Numbers::Plain(unit),
         }
     }
 }

@@ -84,12 +84,14 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A whole number of 64 bits, signed or not; a negative one becomes what it is modulo 2^64.
+    /// A whole number of 64 bits, signed or not; a negative one becomes what it is modulo 2^64, and -1 is none, as in vLLM and
+    /// llama.cpp.
     pub(crate) fn seed(&mut self, name: &'static str) -> Result<Option<u64>> {
-        match self.get(name).and_then(Value::as_u64) {
-            Some(seed) => Ok(Some(seed)),
-            None => Ok(self.int(name, i64::MIN..=i64::MAX)?.map(|seed| seed as u64)),
-        }
+        let seed = match self.get(name).and_then(Value::as_u64) {
+            None => self.int(name, i64::MIN..=i64::MAX)?.map(|seed| seed as u64),
+            seed => seed,
+        };
+        Ok(seed.filter(|&seed| seed != u64::MAX))
     }
 
     /// A number for which `valid` holds; `range` says in words when it does.

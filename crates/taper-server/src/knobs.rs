@@ -191,6 +191,15 @@ fn refuse(name: &str, value: &Value, map: &Map<String, Value>) -> Result<(), Api
     if let Some((_, why)) = REFUSED.iter().find(|(field, _)| *field == name) {
         return Err(ApiError::invalid(name, *why));
     }
+    if name == "custom_params"
+        && let Some(key) = value.as_object().and_then(|bag| bag.keys().find(|key| says_attention(key)))
+    {
+        let path = format!("custom_params.{key}");
+        let message = format!(
+            "{path} is not read here; attention, epsilon, delta and gamma are fields of their own, or vllm_xargs.attention_… says them"
+        );
+        return Err(ApiError::invalid(path, message));
+    }
     let hint = match name {
         "prompt_logprobs" => "; /v1/completions has echo with logprobs",
         _ if FORMS.contains(&name) => "; structured_outputs says what an answer must be",
@@ -198,6 +207,8 @@ fn refuse(name: &str, value: &Value, map: &Map<String, Value>) -> Result<(), Api
         "min_new_tokens" => "; min_tokens says how long an answer is at least",
         "repeat_penalty" => "; repetition_penalty is its name here",
         "stop_regex" => "; stop takes strings",
+        "no_stop_trim" => "; include_stop_str_in_output is its name here",
+        "n_probs" | "logprob_token_ids" => "; logprobs says which are wanted",
         _ => "",
     };
     let is = |harmless: bool| value == &Value::Bool(harmless);
@@ -215,15 +226,21 @@ fn refuse(name: &str, value: &Value, map: &Map<String, Value>) -> Result<(), Api
         "mirostat" | "dry_multiplier" | "xtc_probability" | "dynatemp_range" => number(&[0.0]),
         "min_new_tokens" => number(&[0.0]) || says("min_tokens"),
         "top_n_sigma" => number(&[-1.0, 0.0]),
-        "continue_final_message"
+        "n_probs" => number(&[0.0]),
+        "t_max_predict_ms" => value.as_f64().is_some_and(|most| most <= 0.0),
+        // Of a chat's prompt the template says what stands before it.
+        "add_special_tokens"
+        | "continue_final_message"
         | "echo"
+        | "no_stop_trim"
         | "prompt_logprobs"
         | "return_token_ids"
         | "return_tokens_as_token_ids"
         | "use_beam_search" => is(false),
         "add_generation_prompt" | "detokenize" => is(true),
         "modalities" => value == &serde_json::json!(["text"]),
-        "tools" | "documents" | "chat_template" | "lora_path" | "logits_processors" | "stop_regex" => false,
+        "tools" | "documents" | "chat_template" | "lora" | "lora_path" | "logits_processors" | "stop_regex" => false,
+        "logprob_token_ids" | "repetition_detection" | "thinking_token_budget" => false,
         _ if FORMS.contains(&name) || name.starts_with("guided_") => false,
         _ => true,
     };
@@ -232,6 +249,11 @@ fn refuse(name: &str, value: &Value, map: &Map<String, Value>) -> Result<(), Api
     }
     let message = format!("{name} is not supported here: {} would change the answer{hint}", brief(value));
     Err(ApiError::invalid(name, message))
+}
+
+/// Whether a key of another server's bag speaks of attention.
+fn says_attention(key: &str) -> bool {
+    key.starts_with("attention") || near_miss(key).is_some()
 }
 
 /// The knob that an unknown name most likely means.

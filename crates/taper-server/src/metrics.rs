@@ -414,6 +414,7 @@ mod tests {
         let attention = Attention::new(&make).unwrap();
         let phase = |budget_max: u64, heads: u64| PhaseUsage {
             method: "vattention",
+            over: None,
             density: 0.25,
             scored: None,
             budget_mean: budget_max as f64,

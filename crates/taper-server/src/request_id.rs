@@ -11,6 +11,9 @@ use std::time::Instant;
 
 pub(crate) const HEADER: HeaderName = HeaderName::from_static("x-request-id");
 
+/// vLLM's header, which gateways set.
+pub(crate) const PRIORITY: HeaderName = HeaderName::from_static("x-vllm-priority");
+
 /// Longest name that is taken over.
 const LENGTH_MAX: usize = 128;
 
@@ -23,6 +26,8 @@ pub(crate) struct RequestId {
     pub(crate) came: Instant,
     /// Whose prompts it may share what they begin with, where there are keys.
     pub(crate) shares: Option<Arc<str>>,
+    /// A gateway's word on its priority, which goes over the body's.
+    pub(crate) priority: Option<HeaderValue>,
     /// What became of its stream.
     pub(crate) failed: Failed,
 }
@@ -53,10 +58,12 @@ impl RequestId {
 /// Gives every request its name, and every answer the same in its header.
 pub(crate) async fn name(mut request: Request, next: Next) -> Response {
     let id = request.headers().get(HEADER).and_then(accept).unwrap_or_else(make);
+    let priority = request.headers().get(PRIORITY).cloned();
     request.extensions_mut().insert(RequestId {
         id: id.clone(),
         came: Instant::now(),
         shares: None,
+        priority,
         failed: Failed::default(),
     });
     let mut response = next.run(request).await;

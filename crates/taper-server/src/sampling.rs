@@ -3,6 +3,8 @@
 use crate::app::App;
 use crate::error::{self, ApiError};
 use crate::fields::Fields;
+use crate::request_id::PRIORITY;
+use axum::http::{HeaderValue, StatusCode};
 use serde_json::Value;
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -30,6 +32,8 @@ type Result<T> = std::result::Result<T, ApiError>;
 #[derive(Debug)]
 pub(crate) struct Common {
     pub(crate) sampling: SamplingParams,
+    /// Whether the seed is one drawn for this request: each of its prompts has its own then.
+    pub(crate) drawn_seed: bool,
     pub(crate) stop: StopRules,
     /// Answers drawn.
     pub(crate) choices: usize,
@@ -39,8 +43,6 @@ pub(crate) struct Common {
     pub(crate) salt: Option<String>,
     /// Whether marks between texts are shown.
     pub(crate) special: bool,
-    /// Whether a stop string that ended an answer stands at its end.
-    pub(crate) with_stop: bool,
     pub(crate) stream: bool,
     /// How long it may take, waiting included.
     pub(crate) timeout: Option<Duration>,
@@ -65,6 +67,7 @@ impl Common {
 /// Reads them. An answer has at least `least` tokens' room.
 pub(crate) fn read(fields: &mut Fields<'_>, app: &App, least: i64) -> Result<Common> {
     let sampling = sampling(fields, app.engine.text(), &app.config.sampling)?;
+    let drawn_seed = fields.seed("seed")?.is_none() && sampling.temperature > 0.0;
     let (max_tokens, max_field) = max_tokens(fields, least)?;
     let min_tokens = fields.int("min_tokens", 0..=i64::MAX)?.unwrap_or(0) as usize;
     if let Some(most) = max_tokens.filter(|most| *most < min_tokens) {
@@ -77,11 +80,11 @@ pub(crate) fn read(fields: &mut Fields<'_>, app: &App, least: i64) -> Result<Com
         ignore_eos: fields.bool("ignore_eos")?.unwrap_or(false),
         min_tokens,
         max_tokens,
+        shown: fields.bool("include_stop_str_in_output")?.unwrap_or(false),
     };
     let choices = fields.int("n", 1..=MAX_CHOICES)?.unwrap_or(1);
     let (priority, salt) = (priority(fields, app)?, salt(fields)?);
     let special = fields.bool("skip_special_tokens")? == Some(false);
-    let with_stop = fields.bool("include_stop_str_in_output")?.unwrap_or(false);
     let timeout = timeout(fields, app.config.request_timeout)?;
     let stream = fields.bool("stream")?.unwrap_or(false);
     let (mut include_usage, mut ignored) = (false, Vec::new());
@@ -97,12 +100,12 @@ pub(crate) fn read(fields: &mut Fields<'_>, app: &App, least: i64) -> Result<Com
     }
     Ok(Common {
         sampling,
+        drawn_seed,
         stop,
         choices: choices as usize,
         priority,
         salt,
         special,
-        with_stop,
         stream,
         timeout,
         include_usage,
@@ -115,6 +118,17 @@ pub(crate) fn read(fields: &mut Fields<'_>, app: &App, least: i64) -> Result<Com
 pub(crate) fn priority(fields: &mut Fields<'_>, app: &App) -> Result<i64> {
     let least = app.config.least_priority;
     Ok(fields.int("priority", least..=i64::MAX)?.unwrap_or(least.max(0)))
+}
+
+/// The same by a header, which goes over the field.
+pub(crate) fn said_priority(header: &HeaderValue, app: &App) -> Result<i64> {
+    let least = app.config.least_priority;
+    let said = header.to_str().ok().and_then(|text| text.trim().parse().ok()).filter(|priority| *priority >= least);
+    let wrong = || {
+        let message = format!("the header {PRIORITY} must be an integer of at least {least}; it is {header:?}");
+        ApiError::new(StatusCode::BAD_REQUEST, message)
+    };
+    said.ok_or_else(wrong)
 }
 
 /// vLLM's `cache_salt`.
@@ -131,12 +145,12 @@ pub(crate) fn salt(fields: &mut Fields<'_>) -> Result<Option<String>> {
 pub(crate) fn none(timeout: Option<Duration>, priority: i64, salt: Option<String>) -> Common {
     Common {
         sampling: SamplingParams::default(),
+        drawn_seed: false,
         stop: StopRules { max_tokens: Some(1), ..StopRules::default() },
         choices: 1,
         priority,
         salt,
         special: false,
-        with_stop: false,
         stream: false,
         timeout,
         include_usage: false,
@@ -162,7 +176,7 @@ fn sampling(fields: &mut Fields<'_>, text: &dyn Text, own: &SamplingParams) -> R
     // Small enough for every JSON reader, so that the seed in the usage can be sent again. Whoever asks for the likeliest tokens
     // wants the same ones each time, also of attention that samples.
     let prompt = ["messages", "prompt", "input"].map(|name| fields.peek(name));
-    let fresh = || if temperature == 0.0 { own_seed(&prompt) } else { u64::from(rand::random::<u32>()) };
+    let fresh = || if temperature == 0.0 { own_seed(&prompt) } else { draw_seed() };
     Ok(SamplingParams {
         temperature,
         top_k: top_k.map_or(own.top_k, |k| (k > 0).then_some(k as usize)),
@@ -282,6 +296,11 @@ pub(crate) fn ids(list: &[Value]) -> Option<Vec<u32>> {
     list.iter().map(|v| v.as_u64().and_then(|n| u32::try_from(n).ok())).collect()
 }
 
+/// A seed of 32 bits that nothing decides.
+pub(crate) fn draw_seed() -> u64 {
+    u64::from(rand::random::<u32>())
+}
+
 /// A seed of 32 bits that a prompt decides, by FNV-1a. Of one for all prompts the same tokens would be audited in every answer.
 fn own_seed(prompt: &[Option<&Value>]) -> u64 {
     let bytes = prompt.iter().flatten().flat_map(|value| value.to_string().into_bytes());
@@ -306,8 +325,9 @@ mod tests {
         assert_eq!(of("a"), seed(json!({"stream": true, "prompt": "a", "temperature": 0})));
         assert!(of("a").is_some_and(|seed| u32::try_from(seed).is_ok()));
         assert_eq!(seed(json!({"temperature": 0, "seed": 7})), Some(7));
+        assert_eq!(seed(json!({"seed": -2})), Some(u64::MAX - 1));
         // Of eight equal ones once in 2^224.
-        for body in [json!({}), json!({"temperature": 0.1})] {
+        for body in [json!({}), json!({"temperature": 0.1}), json!({"seed": -1}), json!({"seed": null})] {
             let seeds: HashSet<_> = (0..8).map(|_| seed(body.clone())).collect();
             assert!(seeds.len() > 1 && !seeds.contains(&None), "{body}");
         }

@@ -13,6 +13,10 @@ pub(crate) fn tokenize(app: &App, map: &Map<String, Value>) -> Result<Value, Api
     let mut fields = Fields::new(map, "");
     app.check_model(fields.text("model")?)?;
     let names = fields.bool("return_token_strs")?.unwrap_or(false);
+    // How a prompt is attended changes none of its tokens.
+    for knob in knobs::KNOBS {
+        fields.get(knob);
+    }
     let prompt = fields.text("prompt")?;
     let text = app.engine.text();
     let tokens = match (prompt, fields.get("messages").is_some()) {

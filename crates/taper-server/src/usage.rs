@@ -38,6 +38,7 @@ mod tests {
     fn nothing_has_no_density() {
         let phase = |budget_max: u64| PhaseUsage {
             method: "dense",
+            over: None,
             density: 1.0,
             scored: None,
             budget_mean: budget_max as f64,

@@ -238,12 +238,17 @@ async fn attention_may_be_a_presets_name() {
         (json!("delta"), json!("vattention"))
     );
     let wrong = ask(json!({"attention": "lonk"})).await;
-    let said = "attention: no preset is called \"lonk\", did you mean \"long\"?; there are dense, long";
-    assert_eq!((wrong.status, wrong.error()), (StatusCode::BAD_REQUEST, (said.into(), json!("attention"))));
-    for (name, method) in [("quest", "decode"), ("streaming_llm", "decode"), ("hip", "prefill")] {
-        let said = format!("; the method is {{\"{method}\": \"{name}\"}}");
-        assert!(ask(json!({"attention": name})).await.error().0.ends_with(&said), "{name}");
+    let said = "attention: no preset or method is called \"lonk\", did you mean \"long\"?; presets: dense, long; methods: bigbird, ";
+    let (message, param) = wrong.error();
+    assert_eq!((wrong.status, param), (StatusCode::BAD_REQUEST, json!("attention")));
+    assert!(message.starts_with(said), "{message}");
+    // A method's name alone: the rest is the server's default.
+    for (name, prefill, decode) in
+        [("quest", "dense", "quest"), ("streaming_llm", "dense", "streaming_llm"), ("hip", "hip", "dense")]
+    {
+        assert_eq!(used(json!({"attention": name})).await, (json!(prefill), json!(decode)), "{name}");
     }
+    assert_eq!(used(json!({"attention": "quest", "gamma": 8})).await, (json!("delta"), json!("quest")));
     let both = json!({"vllm_xargs": {"attention_preset": "long", "attention_decode_method": "dense"}});
     assert_eq!(ask(both).await.status, StatusCode::BAD_REQUEST);
     let listed = server.get("/v1/attention/methods").await.json()["presets"].clone();

@@ -2,7 +2,10 @@
 
 mod support;
 
+use axum::body::Body;
+use axum::http::Request;
 use serde_json::{Value, json};
+use std::collections::HashSet;
 use std::sync::atomic::Ordering;
 use support::{Answer, custom, server, wait};
 use taper_engine::EngineConfig;
@@ -128,6 +131,22 @@ async fn every_choice_reports_the_seed_that_draws_all_of_them_again() {
     assert_eq!(again["choices"], first["choices"]);
 }
 
+/// Without a seed each prompt draws by one of its own, with one all by that.
+#[tokio::test]
+async fn equal_prompts_have_answers_of_their_own_unless_a_seed_is_given() {
+    let server = server("some words to say");
+    let ask = async |seed: Value| {
+        let body = json!({"prompt": ["p", "p", "p", "p"], "temperature": 2, "seed": seed, "max_tokens": 12, "ignore_eos": true});
+        let choices = server.complete(body).await.json()["choices"].as_array().unwrap().clone();
+        choices.iter().map(|choice| choice["text"].to_string()).collect::<Vec<_>>()
+    };
+    assert_eq!(ask(json!(7)).await, vec![ask(json!(7)).await[0].clone(); 4]);
+    for none in [json!(null), json!(-1)] {
+        let drawn: HashSet<String> = ask(none.clone()).await.into_iter().chain(ask(none).await).collect();
+        assert!(drawn.len() > 2, "{drawn:?}");
+    }
+}
+
 #[tokio::test]
 async fn the_best_of_many_answers_come_first() {
     let server = server("script");
@@ -216,6 +235,11 @@ async fn the_urgent_go_first() {
     let server =
         custom(StubBackend::new("hello"), config, ServerConfig { least_priority: -10, ..ServerConfig::default() });
     let ask = |prompt: &str, priority: Value| server.complete(json!({"prompt": prompt, "priority": priority}));
+    let said = |prompt: &str, priority: &str| {
+        let body = Body::from(json!({"prompt": prompt, "priority": 9}).to_string());
+        let request = Request::post("/v1/completions").header("x-vllm-priority", priority);
+        server.send(request.body(body).unwrap())
+    };
     server.probe.hang.store(true, Ordering::SeqCst);
     let first = ask("HANG HANG", json!(null));
     let others = async {
@@ -223,7 +247,8 @@ async fn the_urgent_go_first() {
         let late = ask("12345", json!(5));
         let soon = async {
             wait("one waits", || server.engine.load().waiting == 1).await;
-            tokio::join!(ask("1234567", json!(-10)), ask("123456", json!(0)))
+            // A gateway's header goes over the body's field.
+            tokio::join!(said("1234567", "-10"), ask("123456", json!(0)))
         };
         let all = async {
             wait("all wait", || server.engine.load().waiting == 3).await;
@@ -235,6 +260,10 @@ async fn the_urgent_go_first() {
     assert_eq!(*server.probe.prefilled.lock().unwrap(), [9, 7, 6, 5]);
     let refused = ask("1", json!(-11)).await;
     assert_eq!((refused.status.as_u16(), refused.error().1), (400, json!("priority")));
+    for wrong in ["-11", "soon", "1.5", ""] {
+        let (message, param) = said("1", wrong).await.error();
+        assert!(message.contains("x-vllm-priority must be an integer of at least -10") && param.is_null(), "{message}");
+    }
 }
 
 #[tokio::test]

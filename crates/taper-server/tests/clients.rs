@@ -57,6 +57,12 @@ async fn what_other_servers_call_otherwise_or_have_alone_is_refused() {
         ("max_new_tokens", json!(3), "max_tokens"),
         ("max_new_tokens", json!("3"), "max_tokens"),
         ("stop_regex", json!("a+"), "stop takes strings"),
+        ("no_stop_trim", json!(true), "include_stop_str_in_output"),
+        ("n_probs", json!(3), "logprobs"),
+        ("t_max_predict_ms", json!(500), ""),
+        ("lora", json!([{"id": 0, "scale": 1}]), ""),
+        ("thinking_token_budget", json!(10), ""),
+        ("add_special_tokens", json!(true), ""),
     ] {
         let mut extra = json!({});
         extra[field] = value;
@@ -70,10 +76,23 @@ async fn what_other_servers_call_otherwise_or_have_alone_is_refused() {
         json!({"stop_regex": "", "max_new_tokens": 3, "max_tokens": 3}),
         json!({"max_new_tokens": 3, "max_completion_tokens": 3.0, "min_new_tokens": 2, "min_tokens": 2}),
         json!({"repeat_penalty": 1.1, "repetition_penalty": 1.1}),
+        json!({"no_stop_trim": false, "n_probs": 0, "t_max_predict_ms": -1, "lora": [], "add_special_tokens": false}),
+        json!({"custom_params": {"top": 3}}),
     ] {
         let answer = server.chat(chat(harmless.clone())).await;
         assert_eq!(answer.status, StatusCode::OK, "{harmless}: {}", answer.text);
         assert!(answer.headers.contains_key("x-taper-ignored-fields"), "{harmless}");
+    }
+}
+
+/// What looks as if it chose attention is never passed over, wherever it stands.
+#[tokio::test]
+async fn another_servers_bag_chooses_no_attention() {
+    let server = server("x");
+    for key in ["attention_epsilon", "epsilon", "decode_method"] {
+        let (message, param) = server.chat(chat(json!({"custom_params": {key: 0.1}}))).await.error();
+        assert_eq!(param, format!("custom_params.{key}"), "{message}");
+        assert!(message.contains("vllm_xargs"), "{message}");
     }
 }
 

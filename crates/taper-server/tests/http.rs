@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use support::{complete, custom, server, wait};
-use taper_attention::{Artifacts, AttentionShape, ModelKey, Place, Places};
+use taper_attention::{Artifacts, AttentionShape, ModelKey, Place};
 use taper_engine::stub::StubBackend;
 use taper_engine::{EngineConfig, Load};
 use taper_server::ServerConfig;
@@ -475,7 +475,7 @@ fn narrow_channels(folder: &Path) -> Artifacts {
 #[tokio::test]
 async fn attention_that_the_models_device_lacks_is_refused_with_what_there_is() {
     let folder = tempfile::tempdir().unwrap();
-    let artifacts = narrow_channels(folder.path()).at(Places { prefill: Place::Device, decode: Place::Device });
+    let artifacts = narrow_channels(folder.path()).at(Place::Device);
     let config = ServerConfig { artifacts: Arc::new(artifacts), ..Default::default() };
     let server = custom(StubBackend::new("abc"), EngineConfig::default(), config);
     for (extra, field) in [
@@ -509,7 +509,11 @@ async fn attention_is_chosen_by_every_spelling_and_reported() {
         let answer = server.chat(chat(extra.clone())).await;
         assert_eq!(answer.status, StatusCode::OK, "{extra}: {}", answer.text);
         let usage = &answer.json()["usage"]["attention"];
-        assert_eq!(usage["decode"]["method"], "vattention", "{extra}: {usage}");
+        assert_eq!(
+            (&usage["decode"]["method"], &usage["decode"]["over"]),
+            (&json!("vattention"), &json!("quantized_keys")),
+            "{extra}: {usage}"
+        );
         let spec = received();
         assert_eq!((&spec["decode"]["epsilon"], &spec["decode"]["delta"]), (&json!(0.2), &json!(0.1)), "{extra}");
     }
@@ -657,6 +661,21 @@ async fn a_stop_string_may_stand_at_the_answers_end() {
             true => answer.events().iter().filter_map(|event| event["choices"][0]["text"].as_str()).collect(),
         };
         assert_eq!(text, "one two");
+    }
+    // So may a token that ends it, and the log probabilities are those of what is shown.
+    for (extra, text) in [
+        (json!({"stop": " two"}), "one"),
+        (json!({"stop": " two", "include_stop_str_in_output": true}), "one two"),
+        (json!({"stop": "wo t", "include_stop_str_in_output": true}), "one two t"),
+        (json!({"stop_token_ids": [32]}), "one"),
+        (json!({"stop_token_ids": [32], "include_stop_str_in_output": true}), "one "),
+    ] {
+        let mut body = complete(json!({"prompt": "hi", "logprobs": 0}));
+        body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        let choice = &server.complete(body).await.json()["choices"][0];
+        let shown = choice["logprobs"]["tokens"].as_array().unwrap().iter().filter_map(|token| token.as_str());
+        assert_eq!((&choice["text"], shown.collect::<String>()), (&json!(text), text.to_owned()), "{extra}");
+        assert_eq!(choice["finish_reason"], "stop", "{extra}");
     }
 }
 

@@ -15,6 +15,8 @@ async fn a_prompt_and_messages_are_the_tokens_that_a_request_has() {
     assert_eq!(answer.json(), json!({"count": 3, "max_model_len": 512, "token_strs": null, "tokens": tokens}));
     let named = server.post("/tokenize", json!({"prompt": "hi", "return_token_strs": true})).await.json();
     assert_eq!(named["token_strs"], json!(["h", "i"]));
+    let attended = server.post("/tokenize", json!({"prompt": "hi", "attention": "quest", "epsilon": 0.1})).await;
+    assert_eq!(attended.json()["tokens"], json!([104, 105]));
     let back = server.post("/detokenize", json!({"model": "stub", "tokens": tokens})).await;
     assert_eq!(back.json(), json!({"prompt": "hé"}));
 

@@ -106,6 +106,11 @@ async fn one_call_or_none_where_the_request_says_so() {
         assert_eq!((&none["message"]["content"], &none["finish_reason"]), (&json!(CALLS), &json!("stop")));
         assert!(none["message"].get("tool_calls").is_none());
     }
+    // The model is told of what it may not call, so that a conversation keeps its beginning.
+    let prompt = async |extra: Value| server.chat(chat(extra)).await.json()["usage"]["prompt_tokens"].clone();
+    let told = prompt(json!({"tool_choice": "auto"})).await;
+    assert_eq!(prompt(json!({"tool_choice": "none"})).await, told);
+    assert_ne!(prompt(json!({"tools": []})).await, told);
     let cut = choice(&server, json!({"max_tokens": 60})).await;
     assert_eq!(
         (&cut["finish_reason"], &cut["message"]["tool_calls"][0]["function"]["name"]),

@@ -66,7 +66,7 @@ pub fn run(args: ChatArgs) -> Result<()> {
             Line::Empty => continue,
             Line::Quit => break,
             Line::Reset => messages = system.iter().cloned().collect(),
-            Line::Attention(text) => match config.presets.meant(text, &artifacts) {
+            Line::Attention(text) => match config.presets.find(text, &artifacts) {
                 Ok(spec) => {
                     let (prefill, decode) = spec.names();
                     eprintln!("prompts go by {prefill}, answers by {decode}");

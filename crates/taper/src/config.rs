@@ -2,8 +2,7 @@
 
 use crate::otlp::Otlp;
 use crate::preset::{self, Presets};
-use crate::settings::Settings;
-use crate::settings::{LogFormat, ModelArgs};
+use crate::settings::{KEY, LogFormat, ModelArgs, Settings};
 use anyhow::{Context, Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
@@ -19,7 +18,7 @@ use taper_server::{Keys, Origins, ServerConfig, Tls};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum AttentionSetting {
-    /// A preset's name, or JSON.
+    /// A preset's or method's name, or JSON.
     Text(String),
     /// The object of a settings file.
     Object(serde_json::Value),
@@ -111,7 +110,7 @@ pub fn serve(settings: Settings) -> Result<ServeConfig> {
     let Settings { model, server: args } = settings;
     let mut model = self::model(model)?;
     let at_least_one = |name: &str, value: Option<usize>| match value {
-        Some(0) => Err(anyhow!("{name} must be at least 1")),
+        Some(0) => Err(anyhow!("{name} is 0; must be at least 1")),
         other => Ok(other),
     };
     let engine = EngineConfig::default();
@@ -131,7 +130,7 @@ pub fn serve(settings: Settings) -> Result<ServeConfig> {
     }
     model.cache.prefix = args.prefix_cache.unwrap_or(true);
     let seconds = |name: &str, value: Option<u32>| match value {
-        Some(0) => Err(anyhow!("{name} must be at least 1")),
+        Some(0) => Err(anyhow!("{name} is 0; must be at least 1")),
         other => Ok(other.map(|seconds| Duration::from_secs(seconds.into()))),
     };
     let mut server = ServerConfig::default();
@@ -159,7 +158,7 @@ pub fn serve(settings: Settings) -> Result<ServeConfig> {
     server.prompts = server.prompts.min(model.engine.queue);
     Ok(ServeConfig {
         model,
-        keys: keys(args.api_keys.as_deref(), std::env::var_os(KEY_VARIABLE))?,
+        keys: keys(args.api_keys.as_deref(), std::env::var_os(KEY))?,
         host: args.host.unwrap_or_else(|| "127.0.0.1".into()),
         port: args.port.unwrap_or(8080),
         log: args.log.unwrap_or_default(),
@@ -202,9 +201,6 @@ fn origins(text: &str) -> Result<Origins> {
     Ok(Origins::These(each.collect::<Result<_>>()?))
 }
 
-/// The environment variable that holds a key of the server.
-const KEY_VARIABLE: &str = "TAPER_API_KEY";
-
 /// The keys of a file and of the environment.
 fn keys(file: Option<&Path>, variable: Option<OsString>) -> Result<Keys> {
     let mut keys = match file {
@@ -212,7 +208,7 @@ fn keys(file: Option<&Path>, variable: Option<OsString>) -> Result<Keys> {
         Some(path) => {
             let text = std::fs::read_to_string(path).with_context(|| match path.components().count() {
                 // It may be a key in the wrong place, and is not shown.
-                1 => format!("api_keys: there is no such file; a key itself goes into {KEY_VARIABLE}"),
+                1 => format!("api_keys: there is no such file; a key itself goes into {KEY}"),
                 _ => path.display().to_string(),
             })?;
             Keys::parse(&text).map_err(|e| anyhow!("{}: {e}", path.display()))?
@@ -223,7 +219,7 @@ fn keys(file: Option<&Path>, variable: Option<OsString>) -> Result<Keys> {
     }
     if let Some(key) = variable {
         // What is no text, or empty, holds no key, which must not let everyone in.
-        keys.add(KEY_VARIABLE, &key.to_string_lossy()).map_err(|e| anyhow!("{e}"))?;
+        keys.add(KEY, &key.to_string_lossy()).map_err(|e| anyhow!("{e}"))?;
     }
     Ok(keys)
 }
@@ -259,7 +255,7 @@ pub fn model(args: ModelArgs) -> Result<ModelConfig> {
     }
     let device = args.device.as_deref().map_or(Ok(DeviceChoice::default()), self::device)?;
     if threads == Some(0) {
-        bail!("threads must be at least 1");
+        bail!("threads is 0; must be at least 1");
     }
     let kv_dtype = args.kv_dtype.as_deref().map_or(Ok(None), cache_dtype)?;
     if device != DeviceChoice::Cpu && kv_dtype == Some(CacheDType::F32) {
@@ -419,9 +415,9 @@ mod tests {
         );
         for (text, said) in [
             ("stretch = 0.5", "stretch is 0.5; must be from 1 to 1000"),
-            ("sequences = 0", "sequences must be at least 1"),
-            ("request_seconds = 0", "request_seconds must be at least 1"),
-            ("step_seconds = 0", "step_seconds must be at least 1"),
+            ("sequences = 0", "sequences is 0; must be at least 1"),
+            ("request_seconds = 0", "request_seconds is 0; must be at least 1"),
+            ("step_seconds = 0", "step_seconds is 0; must be at least 1"),
         ] {
             let (_folder, path) = file(text);
             assert_eq!(of_file(&path).unwrap_err().to_string(), said);
@@ -528,7 +524,7 @@ mod tests {
             ("device = 'gpu'\n", "must be cpu, cuda or cuda:N"),
             ("device = 'cuda:x'\n", "must be cpu, cuda or cuda:N"),
             ("dequantize = 'yes'\n", ":1: invalid type"),
-            ("queue = 0\n", "queue must be"),
+            ("queue = 0\n", "queue is 0; must be"),
             ("served_model_name = 'a,,b'\n", "served_model_name: \"\" is no name; must be one or more"),
             ("served_model_name = ['a', 3]\n", ":1: must be a name or a list of names"),
             (
@@ -536,7 +532,7 @@ mod tests {
                 "generation_config: \"/nowhere\" must be auto, vllm or a folder with a generation_config.json",
             ),
             ("generation_config = 1\n", ":1: must be auto, vllm, a folder, true or false"),
-            ("header_seconds = 0\n", "header_seconds must be at least 1"),
+            ("header_seconds = 0\n", "header_seconds is 0; must be at least 1"),
             ("tls_cert = 'a.pem'\n", "tls_cert needs tls_key"),
             ("tls_key = 'a.pem'\n", "tls_key needs tls_cert"),
             ("cors_origins = 'example.com'\n", "\"example.com\" is not like https://example.com"),

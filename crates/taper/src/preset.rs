@@ -5,8 +5,8 @@ use include_dir::{Dir, include_dir};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
-use taper_attention::{Artifacts, AttentionSpec, nearest};
-use taper_server::method_phase;
+use taper_attention::{Artifacts, AttentionSpec};
+use taper_server::{method_phase, nameless};
 
 static OWN: Dir = include_dir!("$CARGO_MANIFEST_DIR/../../configs/attention");
 
@@ -76,10 +76,11 @@ impl Presets {
         self.0.iter().map(|(name, preset)| Ok((name.clone(), preset.spec(artifacts)?))).collect()
     }
 
-    /// Whether what follows `--attention` may be something, as far as that is known without artefacts.
+    /// The JSON form of what follows `--attention`: JSON, a preset's name, or a method's, which then goes by its defaults: answers
+    /// by a method of both phases, prompts by one for prompts alone, and all else is dense.
     ///
     /// # Errors
-    /// Text that is no JSON, or a name that no preset has.
+    /// Text that is no JSON, or a name that neither a preset nor a method has.
     pub fn check(&self, text: &str) -> Result<Value> {
         if text.trim_start().starts_with('{') {
             return serde_json::from_str(text).context("the attention is not valid JSON");
@@ -87,17 +88,14 @@ impl Presets {
         if let Some(preset) = self.0.get(text) {
             return Ok(preset.value.clone());
         }
-        let names: Vec<&str> = self.0.keys().map(String::as_str).collect();
-        let hint = nearest(text, &names).map_or(String::new(), |name| format!(", did you mean {name}?"));
-        // Of a method's name just that.
-        let (phase, method) = method_phase(text).map_or(("decode", "quest"), |phase| (phase, text));
-        bail!(
-            "no attention preset is called {text:?}{hint}; presets: {}; or give JSON, such as {{{phase:?}: {method:?}}}",
-            names.join(", ")
-        )
+        if let Some(phase) = method_phase(text) {
+            return Ok(json!({(phase): text}));
+        }
+        let presets: Vec<&str> = self.0.keys().map(String::as_str).collect();
+        bail!("no attention {}, or give JSON, such as {{\"decode\": \"quest\"}}", nameless(text, &presets))
     }
 
-    /// Reads what follows `--attention`: JSON, or a preset's name.
+    /// What follows `--attention`, as [`check`](Self::check) reads it.
     ///
     /// # Errors
     /// As [`check`](Self::check), or what is no valid spec.
@@ -107,32 +105,6 @@ impl Presets {
             Some(preset) => preset.spec(artifacts),
             None => spec(&value, artifacts),
         }
-    }
-
-    /// What a person means in a chat: as [`find`](Self::find), or a method's name, by its defaults. Answers go by a method of
-    /// both phases, prompts by one for prompts alone, and all else is dense.
-    ///
-    /// # Errors
-    /// As [`find`](Self::find).
-    pub fn meant(&self, text: &str, artifacts: &Artifacts) -> Result<AttentionSpec> {
-        if self.0.contains_key(text) || text.trim_start().starts_with('{') {
-            return self.find(text, artifacts);
-        }
-        if let Some(phase) = method_phase(text) {
-            return spec(&json!({(phase): text}), artifacts);
-        }
-        let methods = taper_attention::catalogue();
-        let presets: Vec<&str> = self.0.keys().map(String::as_str).collect();
-        let mut methods: Vec<&str> = methods.iter().filter(|m| m.phase != "predictor").map(|m| m.name).collect();
-        methods.sort_unstable();
-        methods.dedup();
-        let hint = nearest(text, &[&presets[..], &methods].concat());
-        let hint = hint.map_or(String::new(), |name| format!(", did you mean {name}?"));
-        bail!(
-            "no attention preset or method is called {text:?}{hint}; presets: {}; methods: {}; or give JSON, such as {{\"decode\": \"quest\"}}",
-            presets.join(", "),
-            methods.join(", ")
-        )
     }
 }
 
@@ -178,19 +150,15 @@ mod tests {
     fn json_and_mistakes() {
         assert_eq!(find(r#" {"decode": {"method": "vattention"}}"#).unwrap().names(), ("dense", "vattention"));
         let error = |text| format!("{:#}", find(text).unwrap_err());
-        assert!(error("densee").contains("did you mean dense?"), "{}", error("densee"));
-        assert!(error("hip").ends_with(r#"or give JSON, such as {"prefill": "hip"}"#), "{}", error("hip"));
         assert!(error("{").contains("not valid JSON"));
         let bad = error(r#"{"decode": {"method": "vattention", "epsilon": 7}}"#);
         assert!(bad.starts_with("attention.decode.epsilon: "), "{bad}");
     }
 
     #[test]
-    fn in_a_chat_a_method_goes_by_its_name() {
+    fn a_method_goes_by_its_name() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("quest.toml"), "[decode]\nmethod = 'santa'\n").unwrap();
-        let own = Presets::read(None).unwrap();
-        let meant = |text: &str| own.meant(text, &Artifacts::default());
         for (text, prefill, decode) in [
             ("quest", "dense", "quest"),
             ("streaming_llm", "dense", "streaming_llm"),
@@ -200,19 +168,19 @@ mod tests {
             ("delta-vattention", "delta", "vattention"),
             (r#"{"prefill": "bigbird"}"#, "bigbird", "dense"),
         ] {
-            assert_eq!(meant(text).unwrap().names(), (prefill, decode), "{text}");
+            assert_eq!(find(text).unwrap().names(), (prefill, decode), "{text}");
         }
         let other = Presets::read(Some(folder.path())).unwrap();
-        assert_eq!(other.meant("quest", &Artifacts::default()).unwrap().names(), ("dense", "santa"));
+        assert_eq!(other.find("quest", &Artifacts::default()).unwrap().names(), ("dense", "santa"));
         for (text, says) in [
-            ("qest", "no attention preset or method is called \"qest\", did you mean quest?; presets: "),
-            ("vatention", ", did you mean vattention?"),
+            ("qest", "no attention preset or method is called \"qest\", did you mean \"quest\"?; presets: "),
+            ("vatention", ", did you mean \"vattention\"?"),
             ("oracle", "no attention preset or method is called \"oracle\""),
             ("", "methods: bigbird, delta, dense, "),
             ("saap", "saap"),
             ("{", "not valid JSON"),
         ] {
-            let error = format!("{:#}", meant(text).unwrap_err());
+            let error = format!("{:#}", find(text).unwrap_err());
             assert!(error.contains(says), "{text}: {error}");
         }
     }

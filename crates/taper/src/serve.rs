@@ -11,7 +11,7 @@ use std::sync::Arc;
 use taper_attention::Artifacts;
 use taper_engine::{Engine, SamplingParams, of_them_offloaded};
 use taper_model::{GenerationConfig, ModelError, ModelFiles, ResolvedModel};
-use taper_server::{Certificate, Live, Tls};
+use taper_server::{Certificate, Live, Tls, answer_meanwhile};
 use tokio::net::{TcpListener, TcpSocket};
 
 /// Loads the model and serves until Ctrl-C or SIGTERM.
@@ -85,6 +85,7 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
         Some(tls) => Some((certificate(&tls).await?, tls)),
         None => None,
     };
+    let (listener, waiting) = answer_meanwhile(listener, certificate.as_ref().map(|(own, _)| own.clone()), &server)?;
     let exporter = otlp.map(Otlp::start).transpose()?;
     server.spans = exporter.as_ref().map(|exporter| exporter.spans(certificate.is_some()));
     let loading = tokio::task::spawn_blocking(move || {
@@ -97,6 +98,8 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
         loaded = loading => loaded??,
         () = stops.next() => bail!("stopped before the model was loaded"),
     };
+    // Nobody is to be told that it serves and then that it loads.
+    waiting.end().await;
     server.sampling = sampling(&generation);
     server.max_tokens = generation.max_new_tokens.and_then(|most| usize::try_from(most).ok());
     let engine = Arc::new(engine);

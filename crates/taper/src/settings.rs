@@ -11,8 +11,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use taper_attention::nearest;
 use taper_engine::EngineConfig;
+use taper_server::ServerConfig;
 
 #[derive(Debug, Clone, Default, Args)]
 #[command(after_help = "Examples:
@@ -40,9 +42,9 @@ pub struct ModelArgs {
     /// default (SmolLM2-135M-Instruct, fetched once), a folder, a .gguf file, or a hub id (owner/name[@revision][:file.gguf])
     #[arg(long, value_name = "MODEL")]
     pub model: Option<String>,
-    /// Attention where a request says nothing of it: a preset (see `taper methods`), or JSON such as
+    /// Attention where a request says nothing of it: a preset or method (see `taper methods`), or JSON such as
     /// '{"decode": {"method": "vattention", "epsilon": 0.1}}'
-    #[arg(long, value_name = "PRESET|JSON")]
+    #[arg(long, value_name = "PRESET|METHOD|JSON")]
     pub attention: Option<AttentionSetting>,
     /// Folder of more presets, a TOML file each as those of configs/attention; requests may say their names
     #[arg(long, value_name = "DIR")]
@@ -201,7 +203,7 @@ pub enum LogFormat {
 /// What comes before a setting's name in the environment.
 const PREFIX: &str = "TAPER_";
 /// Variables of that prefix that are no settings: a key, and the file of the settings.
-const KEY: &str = "TAPER_API_KEY";
+pub(crate) const KEY: &str = "TAPER_API_KEY";
 const CONFIG: &str = "TAPER_CONFIG";
 
 /// Whether Kubernetes has set a variable, on behalf of a service whose name begins as ours.
@@ -247,6 +249,8 @@ impl Settings {
     /// What holds where nothing is said; none where that depends on machine and model.
     fn defaults() -> Self {
         let EngineConfig { queue, chunk_tokens, sequences, stretch } = EngineConfig::default();
+        let server = ServerConfig::default();
+        let seconds = |time: Duration| u32::try_from(time.as_secs()).ok();
         Self {
             model: ModelArgs {
                 model: Some(taper_model::DEFAULT_MODEL.into()),
@@ -266,12 +270,12 @@ impl Settings {
                 dense_below: Some(0),
                 prefix_cache: Some(true),
                 generation_config: Some("auto".into()),
-                step_seconds: Some(300),
-                body_mib: Some(16),
-                body_seconds: Some(60),
-                write_seconds: Some(60),
-                least_priority: Some(0),
-                header_seconds: Some(30),
+                step_seconds: seconds(server.step_timeout),
+                body_mib: Some(server.body_bytes >> 20),
+                body_seconds: seconds(server.body_timeout),
+                write_seconds: seconds(server.write_timeout),
+                least_priority: Some(server.least_priority),
+                header_seconds: seconds(server.header_timeout),
                 log: Some(Default::default()),
                 ..ServerArgs::default()
             },

@@ -36,7 +36,7 @@ fn models_that_cannot_be_loaded() {
 
 #[test]
 fn arguments_that_mean_nothing() {
-    fails_in_one_line(&["generate", "--prompt", "x", "--attention", "vatention"], "did you mean vattention?");
+    fails_in_one_line(&["generate", "--prompt", "x", "--attention", "vatention"], "did you mean \"vattention\"?");
     fails_in_one_line(
         &["serve", "--attention", r#"{"decode": {"method": "dense", "epsilon": 1}}"#],
         "attention.decode.epsilon",
@@ -78,7 +78,7 @@ fn arguments_that_mean_nothing() {
         }
         fails_in_one_line(
             &[what, &["--artifacts", "/tmp", "--attention", "vatention"]].concat(),
-            "did you mean vattention?",
+            "did you mean \"vattention\"?",
         );
     }
     fails(&["serve", "--port", "70000"], "70000");
@@ -161,7 +161,7 @@ fn a_chat_says_what_attention_it_has_from_now_on() {
     let said = said(&chat, "/attention quest\n/attention delta\n/attention qest\n/quit\n");
     let lines: Vec<&str> = said.lines().collect();
     assert_eq!(lines[..2], ["prompts go by dense, answers by quest", "prompts go by delta, answers by dense"]);
-    assert!(lines.len() == 3 && lines[2].contains("did you mean quest?"), "{said}");
+    assert!(lines.len() == 3 && lines[2].contains("did you mean \"quest\"?"), "{said}");
 }
 
 #[test]
@@ -225,7 +225,7 @@ fn the_settings_that_would_be_are_shown_and_checked() {
             &[("OTEL_EXPORTER_OTLP_HEADERS", "hidden")],
             "OTEL_EXPORTER_OTLP_HEADERS: must be name=value, with commas between them",
         ),
-        (&[], &[("TAPER_QUEUE", "0")], "queue must be at least 1"),
+        (&[], &[("TAPER_QUEUE", "0")], "queue is 0; must be at least 1"),
         (&[], &[("TAPER_QEUE", "1")], "TAPER_QEUE: no setting is called `qeue`; did you mean `queue`?"),
         (&["--cors-origins", "nobody"], &[], "cors_origins"),
     ] {

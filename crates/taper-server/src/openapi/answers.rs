@@ -326,14 +326,15 @@ pub(crate) struct OutputDetails {
     reasoning_tokens: usize,
 }
 
-/// What was embedded.
+/// What was embedded, written from numbers as they are: as JSON values they would take many times their room.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct Embeddings {
     /// `list`
-    object: String,
-    model: String,
-    data: Vec<Embedding>,
-    usage: EmbeddingUsage,
+    pub(crate) object: &'static str,
+    pub(crate) model: String,
+    pub(crate) data: Vec<Embedding>,
+    #[schema(value_type = EmbeddingUsage)]
+    pub(crate) usage: Value,
 }
 
 /// Tokens, and what attention did.
@@ -349,10 +350,10 @@ pub(crate) struct EmbeddingUsage {
 #[derive(Serialize, ToSchema)]
 pub(crate) struct Embedding {
     /// `embedding`
-    object: String,
-    index: usize,
+    pub(crate) object: &'static str,
+    pub(crate) index: usize,
     /// Of length 1.
-    embedding: Numbers,
+    pub(crate) embedding: Numbers,
 }
 
 /// Numbers, or the same in base64.

@@ -38,7 +38,7 @@ pub(crate) fn about() -> OpenApi {
 pub(crate) fn document(document: OpenApi) -> Json<Value> {
     let mut document = json!(document);
     let mut attention = AttentionSpec::default().document(0);
-    let name = json!({"type": "string", "description": "A preset's name."});
+    let name = json!({"type": "string", "description": "A preset's name, or that of a method, which goes by its defaults: of one for prompts and answers, answers by it."});
     document["components"]["schemas"]["Attention"] = json!({"oneOf": [attention["schema"].take(), name]});
     usage::describe(&mut document["components"]["schemas"]["PhaseUsage"]);
     // An event's data is JSON as text; what OpenAI streamed first ends with a word that is none, and may tell of a failure.

@@ -53,8 +53,8 @@ pub(crate) struct Drawing {
     /// What logits of tokens in prompt and answer are divided by (multiplied, below 0). Without it as `temperature`.
     #[schema(minimum = 0.01, maximum = 10, default = 1)]
     repetition_penalty: Option<f32>,
-    /// Seed of all draws, the sampler's and attention's: an integer of 64 bits, signed or not. Without it a new one, or
-    /// at temperature 0 one that the prompt decides, which the usage tells.
+    /// Seed of all draws, the sampler's and attention's: an integer of 64 bits, signed or not. Without it, or by -1, a new one for
+    /// each prompt, or at temperature 0 one that the prompts decide, which the usage tells.
     seed: Option<i64>,
     /// Added to the logits of tokens, by id; each from -100 to 100.
     #[schema(value_type = Option<BTreeMap<String, f32>>)]
@@ -71,7 +71,7 @@ pub(crate) struct Drawing {
     min_tokens: Option<i64>,
     /// Where an answer ends: a string, or up to 16; none is part of it.
     stop: Option<Strings>,
-    /// Whether the string that ended an answer stands at its end nonetheless.
+    /// Whether the string, or the token of `stop_token_ids`, that ended an answer stands at its end nonetheless.
     #[schema(default = false)]
     include_stop_str_in_output: Option<bool>,
     /// Tokens that end an answer.
@@ -83,7 +83,8 @@ pub(crate) struct Drawing {
     /// Whether the model's own marks between texts are left out.
     #[schema(default = true)]
     skip_special_tokens: Option<bool>,
-    /// Requests with less of it go before those with more; the server says how little one may have, 0 by default.
+    /// Requests with less of it go before those with more; the server says how little one may have, 0 by default. The header
+    /// `X-Vllm-Priority` goes over it.
     #[schema(default = 0)]
     priority: Option<i64>,
     /// Seconds that the request may take, waiting included; then it ends with a 504.

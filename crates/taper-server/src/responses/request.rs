@@ -54,26 +54,18 @@ const LOGPROBS: &str = "message.output_text.logprobs";
 /// Parses and tokenizes the request.
 pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked> {
     let mut fields = Fields::new(map, "");
+    let mut says = |name: &'static str| fields.get(name).is_some_and(|value| value != &Value::Bool(false));
     for name in STORED {
-        if map.get(name).is_some_and(|value| !value.is_null() && value != &Value::Bool(false)) {
+        if says(name) {
             return Err(ApiError::invalid(name, format!("{name} is not supported: nothing is stored here")));
         }
     }
-    let mut chat = map.clone();
-    let mut ignored = Vec::new();
     for (name, here) in CHATS {
-        if map.get(name).is_some_and(|value| !value.is_null() && value != &Value::Bool(false)) {
+        if says(name) {
             return Err(ApiError::invalid(name, format!("{name} is a chat's; here it is {here}")));
         }
-        chat.shift_remove(name);
     }
-    for name in ["input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "store", "include", "n"]
-    {
-        chat.shift_remove(name);
-    }
-    for name in STORED.iter().chain(&["truncation", "top_logprobs", "metadata"]) {
-        chat.shift_remove(*name);
-    }
+    let (mut own, mut ignored) = (Map::new(), Vec::new());
     fields.int("n", 1..=1)?;
     let metadata = fields.object("metadata")?;
     if fields.bool("store")? == Some(true) {
@@ -97,36 +89,19 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked> {
         ignored.push("include".into());
     }
     if top.is_some_and(|top| top > 0) || included.iter().any(|name| name == LOGPROBS) {
-        chat.insert("logprobs".into(), true.into());
-        chat.insert("top_logprobs".into(), top.unwrap_or(0).into());
+        own.insert("logprobs".into(), true.into());
+        own.insert("top_logprobs".into(), top.unwrap_or(0).into());
     }
     let instructions = fields.text("instructions")?;
-    chat.insert("messages".into(), messages(fields.get("input"), instructions)?);
+    own.insert("messages".into(), messages(fields.get("input"), instructions)?);
     let most = fields.int("max_output_tokens", 1..=i64::MAX)?;
-    chat.extend(most.map(|most| ("max_tokens".to_string(), json!(most))));
+    own.extend(most.map(|most| ("max_tokens".to_string(), json!(most))));
     if let Some(tools) = fields.array("tools")? {
         let tools = tools.iter().enumerate().map(tool).collect::<Result<Vec<_>>>()?;
-        chat.insert("tools".into(), tools.into());
+        own.insert("tools".into(), tools.into());
     }
-    match fields.get("tool_choice") {
-        Some(Value::Object(map)) if map.get("type").is_some_and(|kind| kind == "allowed_tools") => {
-            let tools = map.get("tools").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
-            let tools = tools.iter().map(|tool| json!({"function": {"name": tool.get("name")}}));
-            let allowed =
-                json!({"mode": map.get("mode").unwrap_or(&json!("auto")), "tools": tools.collect::<Vec<_>>()});
-            chat.insert("tool_choice".into(), json!({"type": "allowed_tools", "allowed_tools": allowed}));
-        }
-        Some(Value::Object(map)) => {
-            let name = map.get("name").and_then(Value::as_str);
-            let name = name.filter(|_| map.get("type").is_some_and(|kind| kind == "function")).ok_or_else(|| {
-                let message =
-                    "tool_choice must be \"none\", \"auto\", \"required\" or {\"type\": \"function\", \"name\": …}";
-                ApiError::invalid("tool_choice", message)
-            })?;
-            chat.insert("tool_choice".into(), json!({"type": "function", "function": {"name": name}}));
-        }
-        Some(choice) => drop(chat.insert("tool_choice".into(), choice.clone())),
-        None => {}
+    if let Some(choice) = fields.get("tool_choice") {
+        own.insert("tool_choice".into(), tool_choice(choice)?);
     }
     let mut format = None;
     if let Some(text) = fields.object("text")? {
@@ -136,9 +111,11 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked> {
         text.finish()?;
     }
     if let Some(format) = format {
-        chat.insert("response_format".into(), response_format(format)?);
+        own.insert("response_format".into(), response_format(format)?);
     }
-    let mut call = chat::parse(app, &chat).map_err(renamed)?;
+    // What is a chat's too is as it came.
+    own.extend(fields.unread().map(|name| (name.to_owned(), map[name].clone())));
+    let mut call = chat::parse(app, &own).map_err(renamed)?;
     call.ignored.extend(ignored);
     let said = |name| map.get(name).filter(|value: &&Value| !value.is_null());
     let echo = json!({
@@ -153,6 +130,26 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Asked> {
         "tools": said("tools").unwrap_or(&json!([])),
     });
     Ok(Asked { call, echo: echo.as_object().cloned().unwrap_or_default() })
+}
+
+/// A chat's, which has objects around names.
+fn tool_choice(choice: &Value) -> Result<Value> {
+    let Value::Object(map) = choice else { return Ok(choice.clone()) };
+    match map.get("type").and_then(Value::as_str) {
+        Some("allowed_tools") => {
+            let tools = map.get("tools").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+            let tools: Vec<Value> = tools.iter().map(|tool| json!({"function": {"name": tool.get("name")}})).collect();
+            let mode = map.get("mode").cloned().unwrap_or_else(|| json!("auto"));
+            Ok(json!({"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}))
+        }
+        Some("function") if map.get("name").is_some_and(Value::is_string) => {
+            Ok(json!({"type": "function", "function": {"name": map["name"]}}))
+        }
+        _ => {
+            let message = "tool_choice must be \"none\", \"auto\", \"required\", {\"type\": \"function\", \"name\": …} or {\"type\": \"allowed_tools\", …}";
+            Err(ApiError::invalid("tool_choice", message))
+        }
+    }
 }
 
 /// An error about the chat, in this request's words.

@@ -201,10 +201,21 @@ mod tests {
     fn what_read_nothing_has_no_density() {
         for (budget_max, told) in [(3, 3), (0, 1)] {
             let (method, density, budget_mean) = ("quest", 0.5, budget_max as f64);
-            let (scored, promise, dense_heads, cra, audit) = Default::default();
+            let (over, scored, promise, dense_heads, cra, audit) = Default::default();
             let seed = 7;
-            let usage =
-                PhaseUsage { method, density, scored, budget_mean, budget_max, seed, promise, dense_heads, cra, audit };
+            let usage = PhaseUsage {
+                method,
+                over,
+                density,
+                scored,
+                budget_mean,
+                budget_max,
+                seed,
+                promise,
+                dense_heads,
+                cra,
+                audit,
+            };
             assert_eq!(phase("decode", &usage).len(), told);
         }
     }

@@ -35,6 +35,7 @@ struct Function {
 /// Whether functions are called.
 #[derive(Debug, Clone, PartialEq)]
 enum Wish {
+    Never,
     Auto,
     Required,
     Named(String),
@@ -54,7 +55,7 @@ pub(crate) struct Tools {
 }
 
 impl Tools {
-    /// Reads them; none also where the request says that none is to be called.
+    /// Reads them.
     pub(crate) fn read(fields: &mut Fields<'_>) -> Result<Option<Self>> {
         let raw = fields.array("tools")?.cloned().unwrap_or_default();
         let parallel = fields.bool("parallel_tool_calls")?.unwrap_or(true);
@@ -68,7 +69,7 @@ impl Tools {
             let path = format!("tools[{}].function.name", twice.0);
             return Err(ApiError::invalid(&path, format!("{path} is {:?}, as another one's is", twice.1.name)));
         }
-        let (Some(wish), allowed) = wish(fields)? else { return Ok(None) };
+        let (wish, allowed) = wish(fields)?;
         if let Some(name) =
             allowed.iter().flatten().find(|name| !functions.iter().any(|function| function.name == **name))
         {
@@ -78,7 +79,7 @@ impl Tools {
             ));
         }
         let wish = match (wish, functions.is_empty()) {
-            (Wish::Auto, true) => return Ok(None),
+            (Wish::Never | Wish::Auto, true) => return Ok(None),
             (_, true) => return Err(ApiError::invalid("tool_choice", "tool_choice needs tools")),
             (wish, false) => wish,
         };
@@ -105,6 +106,11 @@ impl Tools {
             let path = format!("tools[{}].function.parameters", self.raw.iter().position(named)?);
             Some(ApiError::invalid(&path, format!("{path}: {error}")))
         })
+    }
+
+    /// Whether any may be called: of others the model is told all the same, so that a conversation keeps its beginning.
+    pub(crate) fn callable(&self) -> bool {
+        self.wish != Wish::Never
     }
 
     /// Whether the answer is calls and nothing else.
@@ -321,7 +327,7 @@ fn quoted(text: &str) -> String {
 }
 
 /// Whether functions are called, none where they never are; and the only ones that may be, if not all.
-fn wish(fields: &mut Fields<'_>) -> Result<(Option<Wish>, Option<Vec<String>>)> {
+fn wish(fields: &mut Fields<'_>) -> Result<(Wish, Option<Vec<String>>)> {
     let wrong = |value: &Value| {
         let message = format!(
             "tool_choice must be \"none\", \"auto\", \"required\" or {{\"type\": \"function\", \"function\": {{\"name\": …}}}}, or {{\"type\": \"allowed_tools\", …}}, not {}",
@@ -329,11 +335,11 @@ fn wish(fields: &mut Fields<'_>) -> Result<(Option<Wish>, Option<Vec<String>>)> 
         );
         ApiError::invalid("tool_choice", message)
     };
-    let Some(value) = fields.get("tool_choice") else { return Ok((Some(Wish::Auto), None)) };
+    let Some(value) = fields.get("tool_choice") else { return Ok((Wish::Auto, None)) };
     let mode = |mode: &Value| match mode.as_str() {
-        Some("none") => Ok(None),
-        Some("auto") => Ok(Some(Wish::Auto)),
-        Some("required") => Ok(Some(Wish::Required)),
+        Some("none") => Ok(Wish::Never),
+        Some("auto") => Ok(Wish::Auto),
+        Some("required") => Ok(Wish::Required),
         _ => Err(wrong(value)),
     };
     match value {
@@ -347,7 +353,7 @@ fn wish(fields: &mut Fields<'_>) -> Result<(Option<Wish>, Option<Vec<String>>)> 
         }
         Value::Object(map) if map.get("type").and_then(Value::as_str) == Some("function") => {
             let name = value.pointer("/function/name").and_then(Value::as_str);
-            name.map(|name| (Some(Wish::Named(name.into())), None)).ok_or_else(|| wrong(value))
+            name.map(|name| (Wish::Named(name.into()), None)).ok_or_else(|| wrong(value))
         }
         other => Err(wrong(other)),
     }
