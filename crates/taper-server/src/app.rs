@@ -125,7 +125,7 @@ pub(crate) struct App {
 }
 
 /// Paths that clients miss by a base with `/v1` too few or too many, or by a slip.
-const PATHS: [&str; 10] = [
+const PATHS: [&str; 12] = [
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
@@ -135,6 +135,8 @@ const PATHS: [&str; 10] = [
     "/tokenize",
     "/detokenize",
     "/health",
+    "/ready",
+    "/version",
     "/metrics",
 ];
 

@@ -1,4 +1,4 @@
-//! The `taper` program: serve, chat, generate, eval, bench, train, methods.
+//! The `taper` program: serve, config, health, chat, generate, eval, bench, train, methods.
 
 mod args;
 mod bench;

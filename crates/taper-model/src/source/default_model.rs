@@ -36,7 +36,10 @@ pub(super) fn resolve(cache: &Path, progress: Progress) -> Result<ResolvedModel,
     std::fs::create_dir_all(cache).map_err(|e| ModelError::io(cache, e))?;
     let lock_path = cache.join(format!("{FILE}.lock"));
     let lock = File::create(&lock_path).map_err(|e| ModelError::io(&lock_path, e))?;
-    lock.lock().map_err(|e| ModelError::io(&lock_path, e))?;
+    if lock.try_lock().is_err() {
+        tracing::info!("another process is fetching {FILE}: waiting for it ({})", lock_path.display());
+        lock.lock().map_err(|e| ModelError::io(&lock_path, e))?;
+    }
     if is_complete(&path) {
         return Ok(resolved);
     }

@@ -74,17 +74,17 @@ async fn load(args: &BenchServeArgs, plan: &Plan) -> Result<Load> {
         if let Arrivals::Open(_) = plan.arrivals {
             tokio::time::sleep_until((started + request.at).into()).await;
         }
-        let (client, results) = (Arc::clone(&client), results.clone());
+        let (client, results, bar) = (Arc::clone(&client), results.clone(), bar.clone());
         tokio::spawn(async move {
             let seen = client.send(request, started).await;
             drop(permit);
+            bar.inc(1);
             _ = results.send(seen);
         });
     }
     drop(results);
     let mut seen = Vec::new();
     while let Some(one) = received.recv().await {
-        bar.inc(1);
         seen.push(one);
     }
     bar.finish_and_clear();
