@@ -276,7 +276,7 @@ mod tests {
     fn who_was_preempted_waits() {
         let queue = Queue::new(4);
         queue.push(vec![1, 2, 3], |_| false).unwrap();
-        (queue.pop(), queue.pop(), queue.pop());
+        assert!([queue.pop(), queue.pop(), queue.pop()].iter().all(Option::is_some));
         queue.set_preempted(2);
         assert_eq!(load(&queue), (2, 1, false, false));
         queue.set_preempted(0);

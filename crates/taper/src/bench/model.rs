@@ -171,8 +171,9 @@ mod tests {
         args: BenchModelArgs,
     }
 
-    fn args(line: &str) -> BenchModelArgs {
-        Line::parse_from(["model", "--shape", "smollm2-135m", "--random"].into_iter().chain(line.split(' '))).args
+    fn args(line: &str) -> std::result::Result<BenchModelArgs, String> {
+        let line = Line::try_parse_from(["model", "--shape", "smollm2-135m"].into_iter().chain(line.split(' ')));
+        line.map(|line| line.args).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -196,8 +197,14 @@ mod tests {
 
     #[test]
     fn rates_and_counts_are_above_0() {
-        for (rate, valid) in [("0.5", true), ("0", false), ("-1", false), ("NaN", false), ("fast", false)] {
-            assert_eq!(above_zero(rate).is_ok(), valid, "{rate}");
+        assert!(args("--random --bandwidth=0.5 --bus=40 --context=1,2 --chunk=1 --tokens=1").is_ok());
+        for (flag, values) in
+            [("bandwidth", "0 -1 NaN fast"), ("bus", "0"), ("context", "0 64,0"), ("chunk", "0"), ("tokens", "0")]
+        {
+            for value in values.split(' ') {
+                let error = args(&format!("--{flag}={value}")).unwrap_err();
+                assert!(error.contains(&format!("'--{flag} <")) && error.contains("must be a "), "{error}");
+            }
         }
     }
 }
