@@ -25,7 +25,7 @@ extern "C" {
 
 typedef struct CUstream_st* TaperStream;  // cudaStream_t
 
-enum { TAPER_BF16 = 0, TAPER_F16 = 1, TAPER_F32 = 2 };  // dtype; the last where it says so
+enum { TAPER_BF16 = 0, TAPER_F16 = 1 };  // dtype
 enum { TAPER_BLOCKS = 0, TAPER_TOKENS = 1 };                             // PickParams: target
 enum { TAPER_MAX_OF_GROUP = 0, TAPER_SUM_OF_GROUP = 1 };                 // GroupSelectParams: reduce
 enum { TAPER_MAX_SHARE_OF_GROUP = 2 };                                   // PickParams: reduce, besides those

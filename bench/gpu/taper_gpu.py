@@ -32,7 +32,7 @@ class Params(C.Structure):
 
 STRUCTURES, CONSTANTS, FUNCTIONS = header.read(header.PATH.read_text(), Params)
 globals().update({name.removeprefix("Taper").removeprefix("TAPER_"): x for name, x in (STRUCTURES | CONSTANTS).items()})
-DTYPE = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
+DTYPE = {torch.bfloat16: BF16, torch.float16: F16}
 DEV = "cuda"
 LIB = None
 

@@ -240,14 +240,23 @@ struct PrefillConsumer {
       if (p.splits > 0) slot = slot * p.splits + t.part;
       if (live && p.lse && (lane & 3) == 0)
         p.lse[slot] = sum == 0.f ? -INFINITY : m[r] * kLn2 + logf(sum);
-      if (live) store_row(p.out + slot * D, r, inv);
+      store_row(p.out + slot * D, r, inv, live);
     }
   }
-  __device__ __forceinline__ void store_row(float* out, int r, float inv) {
+  // Neighbouring lanes have two columns each of eight and of the next eight: they trade, so that each stores four in a row.
+  __device__ __forceinline__ void store_row(float* out, int r, float inv, bool live) {
+    const bool odd = lane & 1;
 #pragma unroll
-    for (int j = 0; j < D / 8; ++j)
-      *reinterpret_cast<float2*>(out + j * 8 + (lane & 3) * 2) =
-          make_float2(o[4 * j + 2 * r] * inv, o[4 * j + 2 * r + 1] * inv);
+    for (int j = 0; j < D / 8; j += 2) {
+      const float *here = o + 4 * j + 2 * r, *next = here + 4;
+      const float2 give = odd ? make_float2(here[0], here[1]) : make_float2(next[0], next[1]);
+      const float2 keep = odd ? make_float2(next[0], next[1]) : make_float2(here[0], here[1]);
+      const float2 got = make_float2(__shfl_xor_sync(~0u, give.x, 1), __shfl_xor_sync(~0u, give.y, 1));
+      const float2 a = odd ? got : keep, b = odd ? keep : got;
+      if (live)
+        *reinterpret_cast<float4*>(out + (j + odd) * 8 + (lane & 2) * 2) =
+            make_float4(a.x * inv, a.y * inv, b.x * inv, b.y * inv);
+    }
   }
 
   __device__ __forceinline__ void run() {

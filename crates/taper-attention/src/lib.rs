@@ -33,7 +33,7 @@ pub use beginning::Beginning;
 pub use chunk::{Chunk, Slice};
 pub use dense_below::MOST as DENSE_BELOW_MAX;
 pub use layer::{AttentionShape, LayerAttention, PlainStep, Repeats, Rotary};
-pub use methods::{ArtifactInfo, MethodInfo, catalogue};
+pub use methods::{ArtifactInfo, MethodInfo, catalogue, phase_of};
 /// MInference's patterns, for what assigns them offline.
 pub mod minference {
     pub use crate::methods::minference::{Pattern, reads};

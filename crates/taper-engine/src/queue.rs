@@ -247,7 +247,7 @@ impl<T> Queue<T> {
         let mut state = self.lock();
         state.dead = true;
         state.turn = None;
-        state.running = 0;
+        (state.running, state.preempted) = (0, 0);
         state.waiting.clear();
     }
 

@@ -122,7 +122,8 @@ impl<B: Backend> Worker<B> {
         if let Some(shares) = self.decide(standing) {
             self.step(&shares);
         }
-        if self.running.is_empty() && self.preempted.is_empty() && self.queue.load().waiting == 0 {
+        self.queue.set_preempted(self.preempted.len());
+        if self.running.is_empty() && self.queue.load().waiting == 0 {
             self.check();
         }
         self.count_ended();

@@ -6,7 +6,7 @@ use crate::fields::{Fields, brief};
 use crate::knobs::near_miss;
 use crate::live::Presets;
 use serde_json::{Map, Value, json};
-use taper_attention::{AttentionSpec, SpecError, Wire, nearest};
+use taper_attention::{AttentionSpec, SpecError, Wire, nearest, phase_of};
 
 /// What the request says of attention, in one shape whatever the spelling.
 #[derive(Debug, Default)]
@@ -35,19 +35,18 @@ pub(crate) fn read(fields: &mut Fields<'_>, config: &ServerConfig) -> Result<(At
     }
     let presets = config.live.presets();
     let mut base = config.live.attention();
-    if let Some(name) = knobs.attention.as_ref().and_then(Value::as_str) {
+    let named = knobs.attention.as_ref().and_then(Value::as_str).map(str::to_owned);
+    if let Some(name) = &named {
         // A preset stands for all of it, a method for its phase by its defaults; the short forms still go over either.
-        knobs.attention = match (presets.get(name), phase(name)) {
-            (Some(preset), _) => {
-                base = preset.clone().into();
-                None
-            }
-            (None, Some(phase)) => Some(json!({(phase): name})),
-            (None, None) => {
-                let presets: Vec<&str> = presets.keys().map(String::as_str).collect();
-                let message = format!("attention: no {}", nameless(name, &presets));
-                return Err(ApiError::invalid("attention", message));
-            }
+        knobs.attention = if let Some(preset) = presets.get(name) {
+            base = preset.clone().into();
+            None
+        } else if let Some(phase) = phase_of(name) {
+            Some(json!({(phase): name}))
+        } else {
+            let presets: Vec<&str> = presets.keys().map(String::as_str).collect();
+            let message = format!("attention: no {}", nameless(name, &presets));
+            return Err(ApiError::invalid("attention", message));
         };
     }
     let wire = Wire {
@@ -59,7 +58,9 @@ pub(crate) fn read(fields: &mut Fields<'_>, config: &ServerConfig) -> Result<(At
     match AttentionSpec::resolve(&base, &wire, &config.artifacts) {
         Ok(spec) => Ok((spec, knobs.ignored)),
         Err(error) => {
-            let path = knobs.key(&error.path).map_or(error.path, |key| format!("vllm_xargs.{key}"));
+            // Of a method's name the request has no more than that.
+            let path = if named.is_some() && error.path.starts_with("attention.") { "attention" } else { &error.path };
+            let path = knobs.key(path).map_or(path.to_owned(), |key| format!("vllm_xargs.{key}"));
             let message = format!("{path}: {}", error.message);
             Err(ApiError::invalid(path, message))
         }
@@ -76,13 +77,6 @@ pub fn nameless(name: &str, presets: &[&str]) -> String {
     let hint = hint.map_or(String::new(), |name| format!(", did you mean {name:?}?"));
     let (name, presets, methods) = (brief(&name.into()), presets.join(", "), methods.join(", "));
     format!("preset or method is called {name}{hint}; presets: {presets}; methods: {methods}")
-}
-
-/// What a method of this name attends: answers (`decode`), and where it cannot, prompts (`prefill`).
-pub fn phase(name: &str) -> Option<&'static str> {
-    let methods = taper_attention::catalogue();
-    let is = |phase: &&str| methods.iter().any(|method| method.phase == *phase && method.name == name);
-    ["decode", "prefill"].into_iter().find(is)
 }
 
 /// Tokens of a prompt's end that are the question; `found` says where it begins if the request does not.

@@ -208,7 +208,7 @@ fn refuse(name: &str, value: &Value, map: &Map<String, Value>) -> Result<(), Api
         "repeat_penalty" => "; repetition_penalty is its name here",
         "stop_regex" => "; stop takes strings",
         "no_stop_trim" => "; include_stop_str_in_output is its name here",
-        "n_probs" | "logprob_token_ids" => "; logprobs says which are wanted",
+        "n_probs" | "logprob_token_ids" => "; logprobs, in a chat with top_logprobs, says how many come",
         _ => "",
     };
     let is = |harmless: bool| value == &Value::Bool(harmless);

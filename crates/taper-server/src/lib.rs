@@ -35,10 +35,10 @@ mod tools;
 mod usage;
 
 pub use app::{Origins, ServerConfig, router};
-pub use attention::{nameless, phase as method_phase};
+pub use attention::nameless;
 pub use error::ApiError;
 pub use keys::Keys;
 pub use live::{Live, Presets};
-pub use serve::{Certificate, Loading, Tls, answer_meanwhile, serve};
+pub use serve::{Certificate, Listening, Tls, serve};
 pub use spans::Spans;
 pub use usage::attention as attention_usage;

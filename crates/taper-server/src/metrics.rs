@@ -242,7 +242,7 @@ impl Metrics {
         ["stop", "length", "abort", "error"].iter().for_each(|reason| drop(ended.with_label_values(&[reason])));
         Ok(Self {
             running: make.gauge("vllm:num_requests_running", "Requests that run.")?,
-            waiting: make.gauge("vllm:num_requests_waiting", "Requests that wait.")?,
+            waiting: make.gauge("vllm:num_requests_waiting", "Requests that wait, preempted ones among them.")?,
             cache_usage: make.add(Gauge::with_opts(
                 make.opts("vllm:kv_cache_usage_perc", "Share of the KV cache's blocks that requests hold, 0 to 1."),
             ))?,

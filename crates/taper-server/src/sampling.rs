@@ -66,8 +66,7 @@ impl Common {
 
 /// Reads them. An answer has at least `least` tokens' room.
 pub(crate) fn read(fields: &mut Fields<'_>, app: &App, least: i64) -> Result<Common> {
-    let sampling = sampling(fields, app.engine.text(), &app.config.sampling)?;
-    let drawn_seed = fields.seed("seed")?.is_none() && sampling.temperature > 0.0;
+    let (sampling, drawn_seed) = sampling(fields, app.engine.text(), &app.config.sampling)?;
     let (max_tokens, max_field) = max_tokens(fields, least)?;
     let min_tokens = fields.int("min_tokens", 0..=i64::MAX)?.unwrap_or(0) as usize;
     if let Some(most) = max_tokens.filter(|most| *most < min_tokens) {
@@ -159,8 +158,8 @@ pub(crate) fn none(timeout: Option<Duration>, priority: i64, salt: Option<String
     }
 }
 
-/// `own` says what holds where the request says nothing.
-fn sampling(fields: &mut Fields<'_>, text: &dyn Text, own: &SamplingParams) -> Result<SamplingParams> {
+/// `own` says what holds where the request says nothing; told beside is whether the seed was drawn.
+fn sampling(fields: &mut Fields<'_>, text: &dyn Text, own: &SamplingParams) -> Result<(SamplingParams, bool)> {
     let penalty = |x: f64| (-2.0..=2.0).contains(&x);
     let unit = |x: f64| (0.0..=1.0).contains(&x);
     let temperature = fields.number("temperature", "[0, 2]", |x| (0.0..=2.0).contains(&x))?;
@@ -177,7 +176,7 @@ fn sampling(fields: &mut Fields<'_>, text: &dyn Text, own: &SamplingParams) -> R
     // wants the same ones each time, also of attention that samples.
     let prompt = ["messages", "prompt", "input"].map(|name| fields.peek(name));
     let fresh = || if temperature == 0.0 { own_seed(&prompt) } else { draw_seed() };
-    Ok(SamplingParams {
+    let params = SamplingParams {
         temperature,
         top_k: top_k.map_or(own.top_k, |k| (k > 0).then_some(k as usize)),
         top_p: top_p.unwrap_or(own.top_p),
@@ -189,7 +188,8 @@ fn sampling(fields: &mut Fields<'_>, text: &dyn Text, own: &SamplingParams) -> R
         logit_bias: logit_bias(fields)?,
         allowed: allowed(fields)?.map(Arc::from),
         banned: banned(fields, text)?.into(),
-    })
+    };
+    Ok((params, seed.is_none() && temperature > 0.0))
 }
 
 /// Seconds; at most, and without the field, what the server allows.
@@ -317,7 +317,9 @@ mod tests {
     fn without_a_seed_all_draws_are_random_but_at_temperature_0_they_are_the_prompts() {
         let seed = |body: Value| {
             let body = body.as_object().cloned().unwrap_or_default();
-            sampling(&mut Fields::new(&body, ""), &StubText, &SamplingParams::default()).ok().map(|params| params.seed)
+            sampling(&mut Fields::new(&body, ""), &StubText, &SamplingParams::default())
+                .ok()
+                .map(|(params, _)| params.seed)
         };
         let of = |prompt: &str| seed(json!({"temperature": 0, "prompt": prompt}));
         assert_eq!(of("a"), of("a"));
@@ -351,7 +353,7 @@ mod tests {
             allowed: Some([11, 12].into()),
             banned: [].into(),
         };
-        assert_eq!(found.ok(), Some(expected));
+        assert_eq!(found.ok(), Some((expected, false)));
     }
 
     #[test]
@@ -367,7 +369,7 @@ mod tests {
         let read = |body: Value| {
             let body = body.as_object().cloned().unwrap_or_default();
             let of = sampling(&mut Fields::new(&body, ""), &StubText, &own).ok();
-            of.map(|of| (of.temperature, of.top_k, of.top_p, of.min_p, of.repetition_penalty))
+            of.map(|(of, _)| (of.temperature, of.top_k, of.top_p, of.min_p, of.repetition_penalty))
         };
         assert_eq!(read(json!({"temperature": null})), Some((0.6, Some(20), 0.9, 0.1, 1.1)));
         let plain = json!({"temperature": 1, "top_k": -1, "top_p": 1, "min_p": 0, "repetition_penalty": 1});

@@ -4,18 +4,21 @@ use crate::app::{ServerConfig, router};
 use crate::error::ApiError;
 use crate::stalled::Patience;
 use axum::Router;
-use axum::http::{StatusCode, header};
+use axum::extract::Request;
+use axum::http::StatusCode;
+use axum::response::IntoResponse;
 use axum_server::accept::NoDelayAcceptor;
 use axum_server::tls_rustls::{RustlsAcceptor, RustlsConfig};
 use axum_server::{Handle, Server};
 use std::future::Future;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use taper_engine::Engine;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
+use tower::ServiceExt;
 
 /// How long clients may take to read the rest of finished answers once the server stops.
 const FLUSH: Duration = Duration::from_secs(10);
@@ -63,48 +66,79 @@ impl Certificate {
     }
 }
 
-/// Answers whatever is asked that the model is still loading, until the [`Loading`] is ended, and gives the listener back for what
-/// comes then: connections that nobody has taken by that time wait for it.
-///
-/// # Errors
-/// The listener's.
-pub fn answer_meanwhile(
-    listener: TcpListener,
-    certificate: Option<Certificate>,
-    config: &ServerConfig,
-) -> std::io::Result<(TcpListener, Loading)> {
-    let listener = listener.into_std()?;
-    let both = (TcpListener::from_std(listener.try_clone()?)?, TcpListener::from_std(listener)?);
-    let handle = Handle::new();
-    let limits = (config.header_timeout, config.write_timeout);
-    let loading = || async {
-        let message = "the model is still loading";
-        let error = ApiError { retry_after: Some(1), ..ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message) };
-        // Who asks again is to ask the server itself.
-        ([(header::CONNECTION, "close")], error)
-    };
-    let answers = answer(both.0, certificate, Router::new().fallback(loading), limits, handle.clone());
-    Ok((both.1, Loading { handle, answers: tokio::spawn(answers) }))
-}
-
-/// What answers while the model loads.
-pub struct Loading {
-    handle: Handle<SocketAddr>,
+/// A server that has its address, and answers whatever is asked that the model is still loading, until it is opened.
+pub struct Listening {
+    app: Arc<OnceLock<Router>>,
     answers: JoinHandle<std::io::Result<()>>,
+    handle: Handle<SocketAddr>,
+    loopback: bool,
 }
 
-impl Loading {
-    /// Ends it once what it has taken is answered.
-    pub async fn end(self) {
-        self.handle.graceful_shutdown(Some(FLUSH));
-        if let Err(error) = self.answers.await.map_err(std::io::Error::from).and_then(|served| served) {
-            tracing::warn!(%error, "answering while the model loaded");
-        }
+impl Listening {
+    /// Answers from now on, by HTTPS if there is a certificate; of `config` clients' limits of time are read.
+    ///
+    /// # Errors
+    /// The listener's.
+    pub fn start(
+        listener: TcpListener,
+        certificate: Option<Certificate>,
+        config: &ServerConfig,
+    ) -> std::io::Result<Self> {
+        let loopback = listener.local_addr()?.ip().to_canonical().is_loopback();
+        let (app, handle) = (Arc::<OnceLock<Router>>::default(), Handle::new());
+        let opened = Arc::clone(&app);
+        let door = Router::new().fallback(move |request: Request| {
+            let app = opened.get().cloned();
+            async move {
+                match app {
+                    Some(app) => app.oneshot(request).await.into_response(),
+                    None => loading().into_response(),
+                }
+            }
+        });
+        let limits = (config.header_timeout, config.write_timeout);
+        let answers = tokio::spawn(answer(listener, certificate, door, limits, handle.clone()));
+        Ok(Self { app, answers, handle, loopback })
+    }
+
+    /// From now on requests are the engine's.
+    pub fn open(&self, engine: Arc<Engine>, mut config: ServerConfig) {
+        config.loopback = self.loopback;
+        // Who opens twice has the first.
+        let _ = self.app.set(router(engine, config));
+    }
+
+    /// Serves until `stop`, then drains: what was taken is finished and answered, new requests get a 503, `/health` stays 200 as
+    /// long as steps end; the socket closes when the engine is idle.
+    ///
+    /// # Errors
+    /// The listener's.
+    pub async fn until(
+        self,
+        engine: Arc<Engine>,
+        stop: impl Future<Output = ()> + Send + 'static,
+    ) -> std::io::Result<()> {
+        let handle = self.handle;
+        let drained = tokio::spawn(async move {
+            stop.await;
+            tracing::info!("draining: finishing what was taken");
+            engine.drain();
+            engine.idle().await;
+            handle.graceful_shutdown(Some(FLUSH));
+        });
+        let served = self.answers.await.map_err(std::io::Error::from).and_then(|served| served);
+        // Where serving ended by itself nobody drains any more.
+        drained.abort();
+        served
     }
 }
 
-/// Serves until `stop`, by HTTPS if there is a certificate, then drains: what was taken is finished and answered, new requests
-/// get a 503, `/health` stays 200 as long as steps end; the socket closes when the engine is idle.
+fn loading() -> ApiError {
+    let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the model is still loading");
+    ApiError { retry_after: Some(1), ..error }
+}
+
+/// Serves an engine that is there until `stop`: [`Listening::start`], [`open`](Listening::open) and [`until`](Listening::until).
 ///
 /// # Errors
 /// The listener's.
@@ -112,25 +146,12 @@ pub async fn serve(
     listener: TcpListener,
     certificate: Option<Certificate>,
     engine: Arc<Engine>,
-    mut config: ServerConfig,
+    config: ServerConfig,
     stop: impl Future<Output = ()> + Send + 'static,
 ) -> std::io::Result<()> {
-    let (header_timeout, limit) = (config.header_timeout, config.write_timeout);
-    config.loopback = listener.local_addr()?.ip().to_canonical().is_loopback();
-    let app = router(Arc::clone(&engine), config);
-    let handle = Handle::new();
-    let own = handle.clone();
-    let drained = tokio::spawn(async move {
-        stop.await;
-        tracing::info!("draining: finishing what was taken");
-        engine.drain();
-        engine.idle().await;
-        own.graceful_shutdown(Some(FLUSH));
-    });
-    let served = answer(listener, certificate, app, (header_timeout, limit), handle).await;
-    // Where serving ended by itself nobody drains any more.
-    drained.abort();
-    served
+    let listening = Listening::start(listener, certificate, &config)?;
+    listening.open(Arc::clone(&engine), config);
+    listening.until(engine, stop).await
 }
 
 /// Answers what comes until the handle says otherwise, giving clients so long to send a request's head, and to take what is sent.

@@ -18,10 +18,11 @@ pub(crate) fn tokenize(app: &App, map: &Map<String, Value>) -> Result<Value, Api
         fields.get(knob);
     }
     let prompt = fields.text("prompt")?;
+    // Of messages' tokens the template says what stands before them.
+    let special = fields.bool("add_special_tokens")?.unwrap_or(true);
     let text = app.engine.text();
     let tokens = match (prompt, fields.get("messages").is_some()) {
         (Some(prompt), false) => {
-            let special = fields.bool("add_special_tokens")?.unwrap_or(true);
             knobs::unknown(map, fields.unread())?;
             text.encode(prompt, special).map_err(|e| error::text(&e, "prompt"))?
         }

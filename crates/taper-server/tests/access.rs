@@ -249,6 +249,14 @@ async fn attention_may_be_a_presets_name() {
         assert_eq!(used(json!({"attention": name})).await, (json!(prefill), json!(decode)), "{name}");
     }
     assert_eq!(used(json!({"attention": "quest", "gamma": 8})).await, (json!("delta"), json!("quest")));
+    for (named, field) in [
+        (json!({"attention": "saap"}), "attention"),
+        (json!({"vllm_xargs": {"attention_preset": "saap"}}), "vllm_xargs.attention_preset"),
+    ] {
+        let (message, param) = ask(named).await.error();
+        assert_eq!(param, field, "{message}");
+        assert!(message.starts_with(field) && message.contains("--artifacts"), "{message}");
+    }
     let both = json!({"vllm_xargs": {"attention_preset": "long", "attention_decode_method": "dense"}});
     assert_eq!(ask(both).await.status, StatusCode::BAD_REQUEST);
     let listed = server.get("/v1/attention/methods").await.json()["presets"].clone();

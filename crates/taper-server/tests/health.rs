@@ -4,12 +4,13 @@ mod support;
 
 use axum::http::StatusCode;
 use serde_json::{Value, json};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use support::{complete, custom, server, wait};
 use taper_engine::EngineConfig;
 use taper_engine::stub::StubBackend;
-use taper_server::{ServerConfig, answer_meanwhile, serve};
+use taper_server::{Listening, ServerConfig};
 use tokio::net::TcpListener;
 
 #[tokio::test]
@@ -17,7 +18,7 @@ async fn while_the_model_loads_all_are_told_so() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let at = format!("http://{}", listener.local_addr().unwrap());
     let config = ServerConfig::default();
-    let (listener, loading) = answer_meanwhile(listener, None, &config).unwrap();
+    let listening = Listening::start(listener, None, &config).unwrap();
     let client = reqwest::Client::new();
     for path in ["/health", "/ready", "/v1/models", "/"] {
         let answer = client.get(format!("{at}{path}")).send().await.unwrap();
@@ -27,13 +28,14 @@ async fn while_the_model_loads_all_are_told_so() {
     let asked = client.post(format!("{at}/v1/completions")).body(r#"{"prompt": "a"}"#).send().await.unwrap();
     let error = asked.json::<Value>().await.unwrap();
     assert_eq!(error["error"]["message"], "the model is still loading");
-    loading.end().await;
-    // Whoever comes now waits until somebody takes it.
-    let early = tokio::spawn(client.post(format!("{at}/v1/completions")).body(r#"{"prompt": "a"}"#).send());
-    let engine = std::sync::Arc::clone(&server("ok").engine);
-    tokio::spawn(serve(listener, None, engine, config, std::future::pending()));
-    assert_eq!(early.await.unwrap().unwrap().json::<Value>().await.unwrap()["choices"][0]["text"], "ok");
+    // The client has kept its connection, which goes on with the engine.
+    let engine = Arc::clone(&server("ok").engine);
+    listening.open(Arc::clone(&engine), config);
+    let answer = client.post(format!("{at}/v1/completions")).body(r#"{"prompt": "a"}"#).send().await.unwrap();
+    assert_eq!(answer.json::<Value>().await.unwrap()["choices"][0]["text"], "ok");
     assert_eq!(client.get(format!("{at}/health")).send().await.unwrap().status(), 200);
+    drop(client);
+    listening.until(engine, std::future::ready(())).await.unwrap();
 }
 
 #[tokio::test]

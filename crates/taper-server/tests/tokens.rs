@@ -22,6 +22,8 @@ async fn a_prompt_and_messages_are_the_tokens_that_a_request_has() {
 
     let messages = json!([{"role": "user", "content": "hi"}]);
     let chat = server.post("/tokenize", json!({"messages": messages})).await.json();
+    let with = json!({"messages": messages, "add_special_tokens": true});
+    assert_eq!(server.post("/tokenize", with).await.json(), chat, "the template says what stands before them");
     let asked = server.chat(json!({"messages": messages})).await.json();
     assert_eq!(chat["count"], asked["usage"]["prompt_tokens"]);
     // Not ready for an answer: without the assistant's opening.

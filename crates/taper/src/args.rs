@@ -376,7 +376,7 @@ pub(crate) fn positive(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "must be a whole number of at least 1".into())
 }
 
-/// A negative seed is the same as in a request: what it is modulo 2^64.
+/// A negative seed is what it is modulo 2^64.
 pub(crate) fn seed(text: &str) -> Result<u64, String> {
     let parsed = text.parse::<u64>().or_else(|_| text.parse::<i64>().map(|seed| seed as u64));
     parsed.map_err(|_| "must be a whole number of 64 bits".into())

@@ -5,8 +5,8 @@ use include_dir::{Dir, include_dir};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
-use taper_attention::{Artifacts, AttentionSpec};
-use taper_server::{method_phase, nameless};
+use taper_attention::{Artifacts, AttentionSpec, phase_of};
+use taper_server::nameless;
 
 static OWN: Dir = include_dir!("$CARGO_MANIFEST_DIR/../../configs/attention");
 
@@ -88,7 +88,7 @@ impl Presets {
         if let Some(preset) = self.0.get(text) {
             return Ok(preset.value.clone());
         }
-        if let Some(phase) = method_phase(text) {
+        if let Some(phase) = phase_of(text) {
             return Ok(json!({(phase): text}));
         }
         let presets: Vec<&str> = self.0.keys().map(String::as_str).collect();

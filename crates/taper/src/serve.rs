@@ -11,7 +11,7 @@ use std::sync::Arc;
 use taper_attention::Artifacts;
 use taper_engine::{Engine, SamplingParams, of_them_offloaded};
 use taper_model::{GenerationConfig, ModelError, ModelFiles, ResolvedModel};
-use taper_server::{Certificate, Live, Tls, answer_meanwhile};
+use taper_server::{Certificate, Listening, Live, Tls};
 use tokio::net::{TcpListener, TcpSocket};
 
 /// Loads the model and serves until Ctrl-C or SIGTERM.
@@ -85,7 +85,7 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
         Some(tls) => Some((certificate(&tls).await?, tls)),
         None => None,
     };
-    let (listener, waiting) = answer_meanwhile(listener, certificate.as_ref().map(|(own, _)| own.clone()), &server)?;
+    let listening = Listening::start(listener, certificate.as_ref().map(|(own, _)| own.clone()), &server)?;
     let exporter = otlp.map(Otlp::start).transpose()?;
     server.spans = exporter.as_ref().map(|exporter| exporter.spans(certificate.is_some()));
     let loading = tokio::task::spawn_blocking(move || {
@@ -98,15 +98,17 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
         loaded = loading => loaded??,
         () = stops.next() => bail!("stopped before the model was loaded"),
     };
-    // Nobody is to be told that it serves and then that it loads.
-    waiting.end().await;
     server.sampling = sampling(&generation);
     server.max_tokens = generation.max_new_tokens.and_then(|most| usize::try_from(most).ok());
     let engine = Arc::new(engine);
     let open = keys.is_empty();
     let names = if server.names.is_empty() { engine.model().id.clone() } else { server.names.join(", ") };
     let scheme = if certificate.is_some() { "https" } else { "http" };
-    greet(&engine, &names, &format!("{scheme}://{address}"), open, attention.names(), log)?;
+    let methods = attention.names();
+    (server.live, server.artifacts) = (Arc::new(Live::new(attention, presets, keys)), artifacts);
+    tokio::spawn(reloaded(asked, args, Arc::clone(&server.live), Arc::clone(&server.artifacts), certificate));
+    listening.open(Arc::clone(&engine), server);
+    greet(&engine, &names, &format!("{scheme}://{address}"), open, methods, log)?;
     match log {
         LogFormat::Text => {
             let text = text.trim_end().replace('\n', "\n  ");
@@ -122,10 +124,7 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     if !address.ip().to_canonical().is_loopback() && open {
         tracing::warn!("anyone who reaches {address} may use this server: it asks for no key (--api-keys)");
     }
-    (server.live, server.artifacts) = (Arc::new(Live::new(attention, presets, keys)), artifacts);
-    tokio::spawn(reloaded(asked, args, Arc::clone(&server.live), Arc::clone(&server.artifacts), certificate.clone()));
-    let certificate = certificate.map(|(certificate, _)| certificate);
-    let served = taper_server::serve(listener, certificate, engine, server, stops.stopped()).await.context("serving");
+    let served = listening.until(engine, stops.stopped()).await.context("serving");
     if let Some(exporter) = exporter {
         exporter.stop().await;
     }

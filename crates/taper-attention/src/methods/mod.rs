@@ -134,6 +134,12 @@ pub fn catalogue() -> Vec<MethodInfo> {
     .concat()
 }
 
+/// What a method of this name attends: answers (`decode`), and where it cannot, prompts (`prefill`).
+pub fn phase_of(method: &str) -> Option<&'static str> {
+    let decode = DECODE.iter().any(|entry| entry.name == method).then_some("decode");
+    decode.or_else(|| PREFILL.iter().any(|entry| entry.name == method).then_some("prefill"))
+}
+
 /// What a method's artefact is to it.
 fn learnt<M: ?Sized>(entry: &Entry<M>, kind: &ArtifactKind) -> ArtifactInfo {
     let without = (entry.build)(&json!({ "method": entry.name }), "", &Artifacts::default());

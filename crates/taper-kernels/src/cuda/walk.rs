@@ -97,7 +97,7 @@ pub(super) fn list_scores(
     by: &ScoredBy,
 ) -> Result<ListScores> {
     let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(op)?;
-    let (count, places) = of.ids.dims2()?;
+    let (count, places) = (rows * kv_heads, of.ids.dim(1)?);
     lists.fits(op, rows, kv_heads)?;
     let scores = op.empty((rows, q_heads, places), DType::F32)?;
     let counts = of.count()?;

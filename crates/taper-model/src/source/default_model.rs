@@ -4,7 +4,7 @@
 use super::{Loading, ModelFiles, Progress, ResolvedModel, fetch_failed, hub};
 use crate::error::ModelError;
 use sha2::{Digest, Sha256};
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -36,10 +36,10 @@ pub(super) fn resolve(cache: &Path, progress: Progress) -> Result<ResolvedModel,
     std::fs::create_dir_all(cache).map_err(|e| ModelError::io(cache, e))?;
     let lock_path = cache.join(format!("{FILE}.lock"));
     let lock = File::create(&lock_path).map_err(|e| ModelError::io(&lock_path, e))?;
-    if lock.try_lock().is_err() {
+    if matches!(lock.try_lock(), Err(TryLockError::WouldBlock)) {
         tracing::info!("another process is fetching {FILE}: waiting for it ({})", lock_path.display());
-        lock.lock().map_err(|e| ModelError::io(&lock_path, e))?;
     }
+    lock.lock().map_err(|e| ModelError::io(&lock_path, e))?;
     if is_complete(&path) {
         return Ok(resolved);
     }

@@ -1,6 +1,6 @@
 //! `/openapi.json`: what the endpoints take and answer, from the types here and what stands at each handler.
 
-// Nothing makes these: their derives alone are wanted.
+// Nothing makes these, but for an embedding's answer: their derives alone are wanted.
 #[allow(dead_code)]
 pub(crate) mod answers;
 #[allow(dead_code)]

@@ -53,7 +53,7 @@ pub(crate) struct Drawing {
     /// What logits of tokens in prompt and answer are divided by (multiplied, below 0). Without it as `temperature`.
     #[schema(minimum = 0.01, maximum = 10, default = 1)]
     repetition_penalty: Option<f32>,
-    /// Seed of all draws, the sampler's and attention's: an integer of 64 bits, signed or not. Without it, or by -1, a new one for
+    /// Seed of all draws, the sampler's and attention's: an integer of 64 bits, signed or not. Without it, or by -1 (2^64 - 1 is the same), a new one for
     /// each prompt, or at temperature 0 one that the prompts decide, which the usage tells.
     seed: Option<i64>,
     /// Added to the logits of tokens, by id; each from -100 to 100.
@@ -305,7 +305,7 @@ pub(crate) struct TokenizeRequest {
     add_generation_prompt: Option<bool>,
     /// Functions that the answer may call.
     tools: Option<Vec<Tool>>,
-    /// As in a chat: with `none` the model is told of no functions.
+    /// As in a chat: it changes none of the tokens.
     #[schema(value_type = Option<Choice>)]
     tool_choice: Option<Value>,
     /// As in a chat.

@@ -326,7 +326,7 @@ fn quoted(text: &str) -> String {
     json!(text).to_string()
 }
 
-/// Whether functions are called, none where they never are; and the only ones that may be, if not all.
+/// Whether functions are called; and the only ones that may be, if not all.
 fn wish(fields: &mut Fields<'_>) -> Result<(Wish, Option<Vec<String>>)> {
     let wrong = |value: &Value| {
         let message = format!(

@@ -25,7 +25,7 @@ pub struct BenchModelArgs {
     /// The shape: llama-3.1-8b, mistral-7b or smollm2-135m
     #[arg(long, value_name = "NAME")]
     pub shape: String,
-    /// Random weights: a shape has no others
+    /// Random weights, as a shape has no others, said or not
     #[arg(long)]
     pub random: bool,
     /// What computes: cpu, cuda or cuda:N, of a build with that feature [default: cuda where there is one, else cpu]
