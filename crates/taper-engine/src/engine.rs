@@ -62,6 +62,8 @@ pub struct Load {
     pub running: usize,
     /// What was done so far.
     pub counts: Counts,
+    /// In which steps.
+    pub steps: Steps,
     /// Blocks of the KV cache that no request holds.
     pub free_blocks: usize,
     /// Blocks outside its memory, in a file or beside a device, that requests hold.
@@ -103,6 +105,27 @@ impl Counts {
             cached_tokens: self.cached_tokens - before.cached_tokens,
             generated_tokens: self.generated_tokens - before.generated_tokens,
         }
+    }
+}
+
+/// Steps by how many tokens went through each, those of bin `i` up to 2^i, and so many more of the last: how many steps, and the
+/// tokens of all of them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Steps {
+    /// Steps of each bin.
+    pub counts: [u64; Self::BINS],
+    /// Their tokens.
+    pub tokens: [u64; Self::BINS],
+}
+
+impl Steps {
+    /// How many bins there are.
+    pub const BINS: usize = 21;
+
+    pub(crate) fn add(&mut self, tokens: usize) {
+        let bin = (tokens.next_power_of_two().trailing_zeros() as usize).min(Self::BINS - 1);
+        self.counts[bin] += 1;
+        self.tokens[bin] += tokens as u64;
     }
 }
 

@@ -29,7 +29,7 @@ pub mod watched;
 
 pub use backend::{Backend, BackendError, CheckedDrafts, Input, Limits, Row, Underway, Wanted};
 pub use calls::CallFormat;
-pub use engine::{Counts, Engine, EngineConfig, Load, ModelInfo, Parts, StartError};
+pub use engine::{Counts, Engine, EngineConfig, Load, ModelInfo, Parts, StartError, Steps};
 pub use grammar::{Grammar, GrammarError, Shape, json_rule};
 pub use handover::{Handover, HandoverSequence};
 pub use model::{

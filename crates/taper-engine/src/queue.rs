@@ -1,7 +1,7 @@
 //! The bounded queue in front of the engine's thread. A request in it is never lost: it is run, refused aloud, or its
 //! client is gone.
 
-use crate::engine::{Counts, Load};
+use crate::engine::{Counts, Load, Steps};
 use crate::request::SubmitError;
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -45,6 +45,7 @@ struct State<T> {
     /// When the last one ended, or the first began where none ran.
     since: Instant,
     counts: Counts,
+    steps: Steps,
     free_blocks: usize,
     offloaded_blocks: usize,
     /// When the turn began that the engine is at.
@@ -76,7 +77,7 @@ impl<T> State<T> {
 impl<T> Queue<T> {
     pub(crate) fn new(limit: usize) -> Self {
         let (waiting, since) = (VecDeque::new(), Instant::now());
-        let (counts, free_blocks, offloaded_blocks, turn, draining, dead) = Default::default();
+        let (counts, steps, free_blocks, offloaded_blocks, turn, draining, dead) = Default::default();
         let state = State {
             waiting,
             running: 0,
@@ -85,6 +86,7 @@ impl<T> Queue<T> {
             gap_seconds: 1.0,
             since,
             counts,
+            steps,
             free_blocks,
             offloaded_blocks,
             turn,
@@ -220,6 +222,11 @@ impl<T> Queue<T> {
         self.lock().counts.add(done);
     }
 
+    /// So many tokens went through a step.
+    pub(crate) fn count_step(&self, tokens: usize) {
+        self.lock().steps.add(tokens);
+    }
+
     /// So many blocks of the cache are free by now, and so many of those outside its memory held.
     pub(crate) fn set_blocks(&self, free: usize, offloaded: usize) {
         let mut state = self.lock();
@@ -254,10 +261,10 @@ impl<T> Queue<T> {
     /// How all of it stands; blocks as they were after the latest step.
     pub(crate) fn load(&self) -> Load {
         let state = self.lock();
-        let &State { preempted, counts, free_blocks, offloaded_blocks, turn, draining, dead, .. } = &*state;
+        let &State { preempted, counts, steps, free_blocks, offloaded_blocks, turn, draining, dead, .. } = &*state;
         let (waiting, running) = (state.waiting.len() + preempted, state.running.saturating_sub(preempted));
         let turn = turn.map(|since| since.elapsed());
-        Load { waiting, running, counts, free_blocks, offloaded_blocks, turn, draining, dead }
+        Load { waiting, running, counts, steps, free_blocks, offloaded_blocks, turn, draining, dead }
     }
 }
 

@@ -16,6 +16,7 @@ use crate::schedule::{self, Budget, Decision, Place, Share, Standing};
 use crate::text::Text;
 use rayon::prelude::*;
 use std::any::Any;
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -186,12 +187,18 @@ impl<B: Backend> Worker<B> {
             };
             let before = self.preempted.front().map(Run::priority);
             let waits = |job: &Job| before.is_some_and(|before| before <= job.request.priority);
-            // What one that runs is about to compute is not computed twice.
-            let held = |job: &Arc<Job>| waits(job) || guard(|| Ok(self.held(job))).unwrap_or(false);
+            // What one that runs is about to compute is not computed twice; nor is what has come since looked at yet.
+            let late = Cell::new(false);
+            let held = |job: &Arc<Job>| {
+                let seen = looked_at.iter().any(|seen| Arc::ptr_eq(seen, job));
+                late.set(late.get() || !seen);
+                !seen || waits(job) || guard(|| Ok(self.held(job))).unwrap_or(false)
+            };
             let next = if any { self.queue.pop_if(held, |job| fits(job.wants(), job)) } else { Next::None };
             let again = || self.preempted.front().is_some_and(|run| fits(run.wants(), run.job()));
             let place = match next {
                 Next::Job(job) => self.begin(job),
+                Next::None | Next::Waits if late.get() => continue,
                 Next::None if again() => self.preempted.pop_front().and_then(|run| self.start(run)),
                 Next::None | Next::Waits => return,
             };
@@ -298,6 +305,7 @@ impl<B: Backend> Worker<B> {
             let seconds = started.elapsed().as_secs_f64();
             tracing::debug!(generated, prompt, milliseconds = 1e3 * seconds, "step");
             self.pace.note(generated, prompt, seconds);
+            self.queue.count_step(generated + prompt);
             self.passes.done();
         }
         self.draw(&shares, &rows);

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use taper_attention::{AttentionUsage, PhaseUsage};
-use taper_engine::{BLOCK_TOKENS, Engine, Event, Finish, RequestError, Usage};
+use taper_engine::{BLOCK_TOKENS, Engine, Event, Finish, RequestError, Steps, Usage};
 
 /// Seconds until a first token, of a prompt, of a whole request.
 const LONG: [f64; 16] =
@@ -67,8 +67,9 @@ pub(crate) struct Metrics {
     request_prompt: Histogram,
     request_generation: Histogram,
     attention: Attention,
-    /// Held while the engine's own counts are taken over.
-    scrape: Mutex<()>,
+    steps: Histogram,
+    /// The steps that were taken over from the engine; held while its counts are.
+    scrape: Mutex<Steps>,
 }
 
 /// What attention did, by phase (`prefill`, `decode`, `draft`) and method.
@@ -283,14 +284,19 @@ impl Metrics {
                 &TOKENS,
             )?,
             attention: Attention::new(&make)?,
+            steps: make.histogram(
+                "vllm:iteration_tokens_total",
+                "Tokens that went through the model in a step.",
+                &std::array::from_fn::<_, { Steps::BINS }, _>(|bin| (1u64 << bin) as f64),
+            )?,
             registry: make.registry,
-            scrape: Mutex::new(()),
+            scrape: Mutex::default(),
         })
     }
 
     /// All of it as Prometheus reads it (text format 0.0.4), with how things stand now.
     pub(crate) fn text(&self, engine: &Engine) -> String {
-        let _alone = self.scrape.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = self.scrape.lock().unwrap_or_else(PoisonError::into_inner);
         let (load, limits) = (engine.load(), engine.limits());
         self.running.set(load.running as i64);
         self.waiting.set(load.waiting as i64);
@@ -308,6 +314,13 @@ impl Metrics {
             (&self.prefix_hits, counts.cached_tokens),
         ] {
             metric.inc_by(now.saturating_sub(metric.get()));
+        }
+        let before = std::mem::replace(&mut *seen, load.steps);
+        for bin in 0..Steps::BINS {
+            let steps = load.steps.counts[bin] - before.counts[bin];
+            let tokens = load.steps.tokens[bin] - before.tokens[bin];
+            // Their mean lies in the same bin, and adds up to the same sum.
+            (0..steps).for_each(|_| self.steps.observe(tokens as f64 / steps as f64));
         }
         let mut text = Vec::new();
         match TextEncoder::new().encode(&self.registry.gather(), &mut text) {

@@ -82,6 +82,21 @@ async fn what_requests_came_to_is_counted() {
     );
 }
 
+/// Two tokens of a prompt, then each token of the answer, whose last one ends it.
+#[tokio::test]
+async fn steps_are_counted_by_their_tokens() {
+    let server = server("Hello!");
+    for told in 1..3 {
+        let answer = server.complete(json!({"prompt": "hi", "temperature": 0})).await;
+        assert_eq!(answer.json()["choices"][0]["text"], "Hello!");
+        let seen = samples(&server.get("/metrics").await.text);
+        let of = |sample: &str| seen[&format!("vllm:iteration_tokens_total_{sample}")];
+        let [single, both, all, tokens] =
+            [r#"bucket{le="1"}"#, r#"bucket{le="2"}"#, "count{}", "sum{}"].map(|sample| of(sample) / f64::from(told));
+        assert_eq!((single, both, all, tokens), (6.0, 7.0, 7.0, 8.0), "after {told}");
+    }
+}
+
 #[tokio::test]
 async fn a_client_that_leaves_is_counted_and_the_cache_is_seen_in_use() {
     let server = server(&"x".repeat(400));
