@@ -75,9 +75,8 @@ impl Output {
     /// Takes the token just drawn; returns what became final, if anything did.
     pub(crate) fn push(&mut self, Drawn { token, logprobs, last }: Drawn) -> Option<Delta> {
         self.generated += 1;
-        let ends = self.stop_token(token);
-        let shown = self.rules.shown && matches!(ends, Some(Finish::StopToken(_)));
-        if let Some(finish) = ends.clone().filter(|_| !shown) {
+        let (mut ends, shown) = (self.stop_token(token), self.rules.shown);
+        if let Some(finish) = ends.take_if(|finish| !shown || *finish == Finish::Eos) {
             return Some(self.end(String::new(), finish));
         }
         let piece = self.stream.push(token);

@@ -178,6 +178,11 @@ impl<T> Queue<T> {
         state.take(0)
     }
 
+    /// Whether none waits to be popped.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.lock().waiting.is_empty()
+    }
+
     /// The jobs that are looked at when one is to start.
     pub(crate) fn first(&self) -> Vec<T>
     where

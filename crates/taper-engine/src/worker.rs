@@ -123,8 +123,7 @@ impl<B: Backend> Worker<B> {
         if let Some(shares) = self.decide(standing) {
             self.step(&shares);
         }
-        self.queue.set_preempted(self.preempted.len());
-        if self.running.is_empty() && self.queue.load().waiting == 0 {
+        if self.running.is_empty() && self.preempted.is_empty() && self.queue.is_empty() {
             self.check();
         }
         self.count_ended();

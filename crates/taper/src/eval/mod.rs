@@ -213,8 +213,6 @@ struct Terminal {
     bar: ProgressBar,
     json: Option<PathBuf>,
     stop: Arc<AtomicBool>,
-    /// What was said last.
-    part: String,
 }
 
 impl Terminal {
@@ -222,7 +220,7 @@ impl Terminal {
         let bar = ProgressBar::new(answers as u64);
         let style = ProgressStyle::with_template("{bar:24} {pos}/{len} answers, {elapsed} of {eta} left  {msg}");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        Self { bar, json, stop, part: String::new() }
+        Self { bar, json, stop }
     }
 }
 
@@ -234,12 +232,11 @@ impl Watch for Terminal {
 
     fn begins(&mut self, task: Task, length: usize, prefill: &Method) {
         let part = format!("{task} {length} {}", prefill.label);
-        if self.bar.is_hidden() && self.part != part {
+        if self.bar.is_hidden() && self.bar.message() != part {
             let seconds = self.bar.elapsed().as_secs_f64();
             eprintln!("{seconds:>6.0} s  {}/{} answers; {part}", self.bar.position(), self.bar.length().unwrap_or(0));
         }
-        self.bar.set_message(part.clone());
-        self.part = part;
+        self.bar.set_message(part);
     }
 
     fn done(&mut self, answers: usize, results: &mut Results) -> Result<(), EvalError> {
