@@ -9,6 +9,7 @@ pub use replay::{Replay, replay};
 use crate::audit;
 use crate::layer::{AttentionShape, LayerAttention, PlainStep, Repeats, Rotary};
 use crate::method::{Carry, PrefillLayer, PrefillOutput};
+use crate::methods::is_dense;
 use crate::report::{PhaseReport, Report};
 use crate::sequence::{By, Held, Phase, Sequence};
 use crate::spec::AttentionSpec;
@@ -89,8 +90,9 @@ impl<'a> AttentionBatch<'a> {
         spans: Vec<Span<'a>>,
     ) -> std::result::Result<Self, KvError> {
         pool.begin_step();
-        let (mut slots, mut lengths) = (Vec::new(), Vec::new());
-        let mut started = Vec::with_capacity(spans.len());
+        // Of the spans before one that fails, sequences are as they were once this is dropped.
+        let (slots, lengths, started) = (Vec::new(), Vec::new(), Vec::with_capacity(spans.len()));
+        let mut batch = Self { shape, rotary, pool, spans: started, slots, lengths, puts_off: false };
         for Span { sequence, tokens } in spans {
             let end = sequence.len + tokens;
             let limit = match sequence.phase() {
@@ -102,17 +104,17 @@ impl<'a> AttentionBatch<'a> {
                 let message = format!("a span ends at {end}, beyond a part of the prompt that ends at {limit}");
                 return Err(candle_core::Error::Msg(message).into());
             }
-            pool.grow(&mut sequence.table, end)?;
+            batch.pool.grow(&mut sequence.table, end)?;
             // What a step ahead took in that nobody asked for.
-            pool.unindex(&sequence.table, sequence.len);
-            sequence.underway = None;
-            slots.extend((sequence.len..end).map(|token| sequence.table.slot(token)));
-            lengths.extend((sequence.len..end).map(|token| sequence.prompt.max(token + 1) as u32));
+            batch.pool.unindex(&sequence.table, sequence.len);
+            batch.slots.extend((sequence.len..end).map(|token| sequence.table.slot(token)));
+            batch.lengths.extend((sequence.len..end).map(|token| sequence.prompt.max(token + 1) as u32));
             let (report, carries) = (sequence.report.clone(), sequence.carries.clone());
             let unread = std::mem::take(&mut sequence.unread);
-            started.push(Started { sequence, tokens, report, carries, unread });
+            batch.spans.push(Started { sequence, tokens, report, carries, unread });
         }
-        Ok(Self { shape, rotary, pool, spans: started, slots, lengths, puts_off: false })
+        batch.spans.iter_mut().for_each(|span| span.sequence.underway = None);
+        Ok(batch)
     }
 
     /// Leaves what its choices come to, all of it, to [`Sequence::settle`] or [`hold`](Self::hold).
@@ -160,7 +162,7 @@ impl<'a> AttentionBatch<'a> {
     pub fn generates(&self) -> bool {
         let row = |Started { sequence, tokens, .. }: &Started| {
             let row = *tokens == 1 && sequence.attended_by() == By::DecodeMethod;
-            row && !audit::wanted(sequence.seed, sequence.len, sequence.audit())
+            row && !audited(self.shape, sequence, sequence.len)
         };
         self.spans.iter().all(row)
     }
@@ -255,7 +257,18 @@ fn next_row(shape: AttentionShape, sequence: &Sequence) -> DecodeRow<'_> {
 
 /// What it reads by its decode method, where that is plain.
 fn plain(shape: AttentionShape, sequence: &Sequence) -> Option<Selection> {
-    sequence.decode_method().method.plain(&[next_row(shape, sequence)], shape.kv_heads)
+    plain_at(shape, sequence, sequence.len)
+}
+
+/// The same of its token at a position.
+fn plain_at(shape: AttentionShape, sequence: &Sequence, position: usize) -> Option<Selection> {
+    sequence.decode_method().method.plain(&[row(shape, sequence, position)], shape.kv_heads)
+}
+
+/// Whether a sequence's token at a position, for which its decode method attends, is compared with dense attention: not with
+/// itself.
+fn audited(shape: AttentionShape, sequence: &Sequence, position: usize) -> bool {
+    sequence.audits(position) && !plain_at(shape, sequence, position).is_some_and(|selection| selection.is_dense())
 }
 
 /// The tokens that one at a position sees, itself included.
@@ -329,18 +342,24 @@ impl Part<'_> {
                 method.attend(&rows, &choice, &mut carry)?
             }
         };
-        let out = report_prompt(&self.shape, &rows, (&sequence.spec, sequence.seed), output, &mut report)?;
+        let audit = if by == By::PrefillMethod { prompt_audit(&sequence.spec) } else { 0.0 };
+        let out = report_prompt(&self.shape, &rows, (audit, sequence.seed), output, &mut report)?;
         (sequence.carries[self.layer], sequence.report.prefill) = (carry, report);
         Ok(out)
     }
 }
 
-/// Takes what rows of a prompt read into a report, and compares with dense attention those that the spec wants compared;
+/// The share of the rows that a spec's prefill method attends which is compared with dense attention: not with itself.
+pub(crate) fn prompt_audit(spec: &AttentionSpec) -> f64 {
+    if is_dense(&spec.prefill) { 0.0 } else { spec.audit }
+}
+
+/// Takes what rows of a prompt read into a report, and compares such a share of them, drawn by the seed, with dense attention;
 /// returns their outputs.
 pub(crate) fn report_prompt(
     shape: &AttentionShape,
     rows: &PrefillLayer,
-    (spec, seed): (&AttentionSpec, u64),
+    (audit, seed): (f64, u64),
     output: PrefillOutput,
     report: &mut PhaseReport,
 ) -> Result<Tensor> {
@@ -353,7 +372,7 @@ pub(crate) fn report_prompt(
         trace.add_prompt(shape, rows.layer, &keys, there as u64);
     }
     report.add_kept(&kept);
-    let wanted = |row: &usize| audit::wanted(seed, rows.start + row, spec.audit);
+    let wanted = |row: &usize| audit::wanted(seed, rows.start + row, audit);
     let audited: Vec<usize> = (0..positions.len()).filter(wanted).collect();
     if !audited.is_empty() {
         report.add_errors(&audit::prefill(rows, &out, &audited)?, None);

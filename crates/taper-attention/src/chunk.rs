@@ -5,7 +5,7 @@
 //! each a slice ends the layer before (attention, projections) and begins the next one (queries, keys, values). Between
 //! two passes the method chooses.
 
-use crate::batch::report_prompt;
+use crate::batch::{prompt_audit, report_prompt};
 use crate::layer::AttentionShape;
 use crate::method::{Carry, PrefillChoice};
 use crate::report::Report;
@@ -207,7 +207,8 @@ impl<'a> Chunk<'a> {
         let rows = self.sequence.prompt_layer(&self.shape, self.pool, layer, (q, slice.rows.start));
         let spec = self.sequence.spec.clone();
         let output = spec.prefill.method.attend(&rows, &self.work.choice, &mut self.work.carries[layer])?;
-        report_prompt(&self.shape, &rows, (&spec, self.sequence.seed), output, &mut self.work.report.prefill)
+        let audit = (prompt_audit(&spec), self.sequence.seed);
+        report_prompt(&self.shape, &rows, audit, output, &mut self.work.report.prefill)
     }
 
     /// Takes a slice as done whose residual stream is as it should be, and for the layer that it begins queries, keys and

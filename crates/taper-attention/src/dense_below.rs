@@ -17,7 +17,7 @@ pub const MOST: usize = 1_048_576;
 /// Its JSON Schema.
 pub(crate) fn property() -> Value {
     json!({
-        "description": "Rows that see fewer tokens, within the model's window if it has one, read all of them: where choosing costs more than it saves. Where it is not said, the server's `--dense-below` holds.",
+        "description": "Rows that see fewer tokens, within the model's window if it has one, read all of them: where choosing costs more than it saves. Where it is not said, the server's `--dense-below` holds, but for drafts and for the method `within` which `santa` draws.",
         "type": "integer", "minimum": 0, "maximum": MOST, "default": 0,
     })
 }

@@ -48,8 +48,8 @@ impl PhaseReport {
 
     /// Adds what sampling came to.
     pub fn add_budgets(&mut self, budgets: &[Budget]) {
-        // Where all that a head sees is read anyway nothing is left to choose.
-        self.promised_heads += budgets.iter().filter(|b| b.residual > 0).count() as u64;
+        // Where no more is left than a first look takes, all is read and nothing chosen.
+        self.promised_heads += budgets.iter().filter(|b| b.dense || b.pilot > 0).count() as u64;
         self.dense_heads += budgets.iter().filter(|b| b.dense).count() as u64;
     }
 
@@ -193,7 +193,7 @@ pub struct PhaseUsage {
     /// drawn at random.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cra: Option<CraUsage>,
-    /// Errors against dense attention; absent if nothing was audited, as of generated tokens by `dense`.
+    /// Errors against dense attention; absent if nothing was audited, as of what is attended densely.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub audit: Option<AuditUsage>,
 }
@@ -351,7 +351,8 @@ mod tests {
     fn a_promise_is_told_with_how_many_heads_it_was_made_for() {
         let mut report = PhaseReport::default();
         let budget = |dense| Budget { residual: 100, sampled: 50, pilot: 10, dense };
-        report.add_budgets(&[budget(true), budget(false), budget(false), Budget::default()]);
+        let few = Budget { residual: 20, sampled: 20, pilot: 0, dense: false };
+        report.add_budgets(&[budget(true), budget(false), budget(false), Budget::default(), few]);
         let over = serde_json::json!({ "top": { "method": "quest" } });
         let promised = report.usage(("vattention", &over), 7, Some((0.1, 0.2)));
         assert_eq!(promised.over.as_deref(), Some("quest"));

@@ -1,10 +1,10 @@
 //! One sequence's attention: its spec, how far it is, its blocks, its report.
 
+use crate::audit;
 use crate::beginning::Beginning;
 use crate::chunk::Underway;
 use crate::layer::{AttentionShape, Rotary};
 use crate::method::{Carry, DecodeMethod, PrefillLayer, PrefillMethod};
-use crate::methods::is_dense;
 use crate::report::{AttentionUsage, PhaseReport, Report};
 use crate::round::Round;
 use crate::spec::{AttentionSpec, Chosen, Question};
@@ -214,10 +214,9 @@ impl Sequence {
         self.spec.trace
     }
 
-    /// How large a share of tokens is audited where the decode method attends for them. Dense ones would be compared
-    /// with themselves.
-    pub(crate) fn audit(&self) -> f64 {
-        if self.drafting || is_dense(self.decode_method()) { 0.0 } else { self.spec.audit }
+    /// Whether its token at a position is drawn for the audit, if the decode method attends for it.
+    pub(crate) fn audits(&self, position: usize) -> bool {
+        !self.drafting && audit::wanted(self.seed, position, self.spec.audit)
     }
 
     /// Whether the next generated tokens are drafts, which the spec's `speculate` attends for, until it is said otherwise: then

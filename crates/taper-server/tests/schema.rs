@@ -173,6 +173,13 @@ async fn contexts_read_whole_by_default_are_the_servers() {
         let default = &method["parameters"]["properties"]["dense_below"]["default"];
         assert_eq!(default, &if decodes { json!(512) } else { Value::Null }, "{}", method["name"]);
     }
+    // In the whole object too, but not of drafts nor of what santa is within.
+    let of = |attention: &Value| attention["oneOf"][1]["properties"]["dense_below"]["default"].clone();
+    let properties = &document["schema"]["properties"];
+    assert_eq!(of(&properties["decode"]), json!(512));
+    assert_eq!(of(&properties["speculate"]["properties"]["method"]), json!(0));
+    let santa = document["data"].as_array().into_iter().flatten().find(|method| method["name"] == "santa");
+    assert_eq!(of(&santa.expect("santa")["parameters"]["properties"]["within"]), json!(0));
 }
 
 #[tokio::test]

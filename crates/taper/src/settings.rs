@@ -108,7 +108,7 @@ pub struct ServerArgs {
     /// How many times as long a step may take because of others' prompts [default: 2]
     #[arg(long, value_name = "TIMES")]
     pub stretch: Option<f64>,
-    /// Tokens below which every decode method reads all of them, where a request's method has no `dense_below` [default: 0]
+    /// Tokens below which answers read all of them, where a request's decode method has no `dense_below` [default: 0]
     #[arg(long, value_name = "TOKENS")]
     pub dense_below: Option<usize>,
     /// Whether prompts that begin alike share what they begin with [default: true]

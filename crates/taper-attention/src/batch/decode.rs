@@ -1,6 +1,6 @@
 //! Rows after the prompt: chosen for, of one sequence or of several, attended together, reported and audited.
 
-use super::{Part, Started, next_row, plain, rotations, row, visible};
+use super::{Part, Started, audited, next_row, plain, rotations, row, visible};
 use crate::audit;
 use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex};
 use crate::sequence::Sequence;
@@ -218,7 +218,7 @@ impl Part<'_> {
         positions: Range<usize>,
         indices: &[(String, Tensor)],
     ) -> Result<()> {
-        let wanted = |&row: &usize| audit::wanted(sequence.seed, positions.start + row, sequence.audit());
+        let wanted = |&row: &usize| audited(self.shape, sequence, positions.start + row);
         let audited: Vec<usize> = (0..positions.len()).filter(wanted).collect();
         if audited.is_empty() {
             return Ok(());

@@ -60,8 +60,8 @@ fn a_share_of_the_tokens_is_audited_in_all_layers_and_the_others_in_none() {
     let mut pool = KvPool::new(kv, DType::F32, 1, &Device::Cpu).unwrap();
     let (tokens, mut audited) = (1000, 0);
     let ones = Tensor::ones((1, 2, 8), DType::F32, &Device::Cpu).unwrap();
-    let mut step = |decode: &str, audit: f64, seed| {
-        let spec = json!({ "decode": { "method": decode }, "audit": audit });
+    let mut step = |decode: serde_json::Value, audit: f64, seed| {
+        let spec = json!({ "decode": decode, "audit": audit });
         let spec = AttentionSpec::from_json(&spec, "attention", &Artifacts::default()).unwrap();
         let mut sequence = Sequence::new(Arc::new(spec), seed, 0);
         let spans = vec![Span { sequence: &mut sequence, tokens: 1 }];
@@ -77,13 +77,21 @@ fn a_share_of_the_tokens_is_audited_in_all_layers_and_the_others_in_none() {
         assert_eq!(heads, if whole { 0 } else { (DEEP.layers * DEEP.q_heads) as u64 });
         !whole
     };
+    let chooses = || json!({ "method": "quest" });
     for seed in 0..tokens {
-        audited += usize::from(step("streaming_llm", 0.05, seed));
+        audited += usize::from(step(chooses(), 0.05, seed));
     }
     // 50 on average, and more than 4.5 standard deviations away from that once in 100,000 sets of seeds.
     assert!((19..=81).contains(&audited), "{audited} of {tokens}");
-    assert!((0..20).all(|seed| step("streaming_llm", 1.0, seed)), "all");
-    assert!(!(0..20).any(|seed| step("dense", 1.0, seed)), "dense attention is what is compared with");
+    assert!((0..20).all(|seed| step(chooses(), 1.0, seed)), "all");
+    // Dense attention is what is compared with: by its name, of a context too short to choose from, and within a window.
+    for whole in [
+        json!({ "method": "dense" }),
+        json!({ "method": "quest", "dense_below": 2 }),
+        json!({ "method": "streaming_llm", "window": 1 }),
+    ] {
+        assert!(!(0..20).any(|seed| step(whole.clone(), 1.0, seed)), "{whole}");
+    }
 }
 
 #[test]

@@ -148,7 +148,7 @@ fn learnt<M: ?Sized>(entry: &Entry<M>, kind: &ArtifactKind) -> ArtifactInfo {
 }
 
 /// Whether it is dense attention.
-pub(crate) fn is_dense(chosen: &Chosen<dyn DecodeMethod>) -> bool {
+pub(crate) fn is_dense<M: ?Sized>(chosen: &Chosen<M>) -> bool {
     chosen.name == dense::DECODE.name
 }
 

@@ -310,8 +310,12 @@ fn reports_say_what_was_read_and_how_far_off_it_was() {
     let (_, sequence) = run(&hard, shape(3, 64, None), (1000, 10), 4096);
     let scored = sequence.usage().decode.scored.unwrap();
     assert!((1.0 + 1.0 / 16.0..1.064).contains(&scored), "{scored}");
-    let (_, sequence) = run(&json!({ "audit": 0.2 }), shape(3, 64, None), (500, 0), 4096);
-    let audit = sequence.usage().prefill.audit.unwrap();
+    let audited = |prefill: Value| {
+        let (_, sequence) = run(&json!({ "prefill": prefill, "audit": 0.2 }), shape(3, 64, None), (500, 0), 4096);
+        sequence.usage().prefill.audit
+    };
+    assert!(audited(json!({ "method": "dense" })).is_none(), "it is what others are compared with");
+    let audit = audited(json!({ "method": "streaming_llm", "window": 500 })).unwrap();
     // 500 rows at 0.2 with 6 heads each: 100 rows ± 4 standard deviations.
     assert!((64 * 6..136 * 6).contains(&audit.heads), "{}", audit.heads);
     assert!(audit.error_max < 1e-6);

@@ -11,23 +11,23 @@ impl AttentionSpec {
     /// Every method with the JSON Schema of its object, the schema of the `attention` object, and `self` as the
     /// attention of a request that says nothing of it. `least` is the server's default of `dense_below`.
     pub fn document(&self, least: usize) -> Value {
-        let mut methods = catalogue();
-        for method in &mut methods {
-            if let Some(property) = method.parameters["properties"].get_mut(dense_below::FIELD) {
+        let methods = catalogue();
+        // Not of drafts, nor of a method within another.
+        let by_default = |schema: &mut Value| {
+            let properties = schema.get_mut("properties");
+            if let Some(property) = properties.and_then(|properties| properties.get_mut(dense_below::FIELD)) {
                 property["default"] = json!(least);
             }
-        }
+        };
         let data = methods.iter().map(|method| {
             let mut info = json!(method);
             info["parameters"] = method_schema(method, &methods, &[]);
+            by_default(&mut info["parameters"]);
             info
         });
-        json!({
-            "object": "list",
-            "data": data.collect::<Vec<_>>(),
-            "schema": attention_schema(&methods),
-            "default": self,
-        })
+        let mut schema = attention_schema(&methods);
+        schema["properties"]["decode"]["oneOf"].as_array_mut().into_iter().flatten().for_each(by_default);
+        json!({ "object": "list", "data": data.collect::<Vec<_>>(), "schema": schema, "default": self })
     }
 }
 
@@ -51,7 +51,7 @@ fn attention_schema(methods: &[MethodInfo]) -> Value {
             },
             "audit": {
                 "description": "The share of tokens whose heads are compared with dense attention in every layer; true for all of them. \
-                                A step with such a token is slower. What `dense` generates is not compared.",
+                                A step with such a token is slower. What is attended densely is not compared.",
                 "oneOf": [{ "type": "boolean" }, { "type": "number", "minimum": 0, "maximum": 1 }],
             },
             "trace": {

@@ -128,6 +128,11 @@ impl Selection {
         vec![HeadSelection::Dense; rows * kv_heads].into()
     }
 
+    /// Whether it is known, in host memory, to be every visible key of every row.
+    pub fn is_dense(&self) -> bool {
+        self.heads().is_ok_and(|heads| heads.iter().all(|head| matches!(head, HeadSelection::Dense)))
+    }
+
     /// The first `sink` and last `window` visible keys of each row; a row that has no more is dense.
     pub fn sink_window(rows: &[DecodeRow], kv_heads: usize, sink: usize, window: usize) -> Self {
         let head = |row: &DecodeRow| match sink_window(&row.visible, sink, window) {
