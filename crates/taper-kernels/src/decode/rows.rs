@@ -86,11 +86,14 @@ unsafe fn tile<V: Simd, T: KvElement, const G: usize, const K: usize>(
     unsafe {
         let mut acc = [[V::splat(0.0); K]; G];
         for c in (0..whole).step_by(V::LANES) {
-            let q: [V; G] = std::array::from_fn(|g| V::load(q.as_ptr().add(g * d + c)));
+            let mut q_c = [V::splat(0.0); G];
+            for (g, q_c) in q_c.iter_mut().enumerate() {
+                *q_c = V::load(q.as_ptr().add(g * d + c));
+            }
             for (i, key) in keys.iter().enumerate() {
                 let k = T::load::<V>(key.add(c));
-                for (acc, q) in acc.iter_mut().zip(q) {
-                    acc[i] = k.mul_add(q, acc[i]);
+                for (acc, q_c) in acc.iter_mut().zip(q_c) {
+                    acc[i] = k.mul_add(q_c, acc[i]);
                 }
             }
         }
@@ -208,7 +211,10 @@ unsafe fn add_columns<V: Simd, T: KvElement, const G: usize, const C: usize>(
             if let Some(&row) = ahead.get(t) {
                 prefetch(row, d);
             }
-            let weight: [V; G] = std::array::from_fn(|g| V::splat(*weights.get_unchecked(g * BLOCK_TOKENS + t)));
+            let mut weight = [V::splat(0.0); G];
+            for (g, weight) in weight.iter_mut().enumerate() {
+                *weight = V::splat(*weights.get_unchecked(g * BLOCK_TOKENS + t));
+            }
             for i in 0..C {
                 let v = T::load::<V>(value.add(c + i * V::LANES));
                 for (acc, weight) in acc.iter_mut().zip(weight) {

@@ -281,16 +281,17 @@ impl<'a> Queries<'a> {
                     product.store(products.add(g * channels + c));
                 }
             }
-            let units = largest.map(|largest| largest.max_lane() / most);
-            let parts = units.map(|unit| V::splat(1.0 / unit));
+            let mut parts = largest;
+            for ((end, part), sum) in self.ends[first..first + N].iter_mut().zip(&mut parts).zip(sums) {
+                let unit = part.max_lane() / most;
+                *part = V::splat(1.0 / unit);
+                *end = (sum.sum(), unit);
+            }
             for c in (0..channels).step_by(V::LANES) {
                 for (g, part) in parts.iter().enumerate() {
                     let at = products.add(g * channels + c);
                     V::load(at).mul_add(*part, V::splat(WHOLE)).store(at);
                 }
-            }
-            for (g, end) in self.ends[first..first + N].iter_mut().enumerate() {
-                *end = (sums[g].sum(), units[g]);
             }
         }
     }

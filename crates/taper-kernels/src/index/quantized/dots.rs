@@ -1,4 +1,6 @@
 //! Whole weights times codes of two bits, whose sums are exact: the same by every instruction set.
+//!
+//! Vectors go through loops, not through closures, which are not always compiled for the instruction set.
 
 use crate::kv::BLOCK_TOKENS;
 use crate::simd::Isa;
@@ -66,19 +68,23 @@ unsafe fn avx2<const N: usize>(words: &[u32], weights: &[u32], dots: &mut [[i32;
     for first in (0..BLOCK_TOKENS).step_by(VECTORS * LANES) {
         let mut acc = [[_mm256_setzero_si256(); VECTORS]; N];
         for (w, line) in words.chunks_exact(BLOCK_TOKENS).enumerate() {
-            let (line, weights) = (&line[first..first + VECTORS * LANES], weights.map(|weights| &weights[w]));
-            // SAFETY: the slice is as long.
-            let mut words: [_; VECTORS] =
-                std::array::from_fn(|v| unsafe { _mm256_loadu_si256(line.as_ptr().add(v * LANES).cast()) });
+            let mut codes = [mask; VECTORS];
+            let mut words = codes;
+            for (word, line) in words.iter_mut().zip(line[first..].chunks_exact(LANES)) {
+                // SAFETY: a chunk is as long as a vector.
+                *word = unsafe { _mm256_loadu_si256(line.as_ptr().cast()) };
+            }
             for four in 0..4 {
-                let codes = words.map(|word| _mm256_and_si256(word, mask));
+                for (codes, word) in codes.iter_mut().zip(&mut words) {
+                    *codes = _mm256_and_si256(*word, mask);
+                    *word = _mm256_srli_epi32::<2>(*word);
+                }
                 for (acc, weights) in acc.iter_mut().zip(weights) {
-                    let weights = _mm256_set1_epi32(weights[four] as i32);
+                    let weights = _mm256_set1_epi32(weights[w][four] as i32);
                     for (acc, codes) in acc.iter_mut().zip(codes) {
                         *acc = _mm256_add_epi16(*acc, _mm256_maddubs_epi16(codes, weights));
                     }
                 }
-                words = words.map(|word| _mm256_srli_epi32::<2>(word));
             }
         }
         for (acc, dots) in acc.iter().zip(dots.iter_mut()) {
@@ -104,19 +110,23 @@ unsafe fn avx512<const N: usize>(words: &[u32], weights: &[u32], dots: &mut [[i3
     let weights: [&[[u32; 4]]; N] = by_word(weights, words.len() / BLOCK_TOKENS);
     let mut acc = [[_mm512_setzero_si512(); VECTORS]; N];
     for (w, line) in words.chunks_exact(BLOCK_TOKENS).enumerate() {
-        let weights = weights.map(|weights| &weights[w]);
-        // SAFETY: a line is as long as all vectors.
-        let mut words: [_; VECTORS] =
-            std::array::from_fn(|v| unsafe { _mm512_loadu_si512(line.as_ptr().add(v * LANES).cast()) });
+        let mut codes = [mask; VECTORS];
+        let mut words = codes;
+        for (word, line) in words.iter_mut().zip(line.chunks_exact(LANES)) {
+            // SAFETY: a chunk is as long as a vector.
+            *word = unsafe { _mm512_loadu_si512(line.as_ptr().cast()) };
+        }
         for four in 0..4 {
-            let codes = words.map(|word| _mm512_and_si512(word, mask));
+            for (codes, word) in codes.iter_mut().zip(&mut words) {
+                *codes = _mm512_and_si512(*word, mask);
+                *word = _mm512_srli_epi32::<2>(*word);
+            }
             for (acc, weights) in acc.iter_mut().zip(weights) {
-                let weights = _mm512_set1_epi32(weights[four] as i32);
+                let weights = _mm512_set1_epi32(weights[w][four] as i32);
                 for (acc, codes) in acc.iter_mut().zip(codes) {
                     *acc = _mm512_dpbusd_epi32(*acc, codes, weights);
                 }
             }
-            words = words.map(|word| _mm512_srli_epi32::<2>(word));
         }
     }
     for (acc, dots) in acc.iter().zip(dots) {
