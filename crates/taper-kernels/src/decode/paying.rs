@@ -6,6 +6,7 @@
 //! long as n s² >= q + noise. Keys are taken from the heaviest on while that holds.
 
 use crate::index::map_spans;
+use crate::simd::{Isa, Simd, dispatch};
 use std::ops::Range;
 
 /// Shares are told apart by eighths of an octave, the last of which holds shares from 30 on, or NaN, and the first all
@@ -33,16 +34,31 @@ const fn square(bin: usize) -> u64 {
     if octave < 8 { (middle * middle) >> (8 - octave) } else { (middle * middle) << (octave - 8) }
 }
 
+/// Shares whose bins are found before they are counted.
+const RUN: usize = 512;
+
+/// The bins of as many shares.
+#[inline(always)]
+unsafe fn find_bins<V: Simd>(shares: &[f32], to: &mut [u8]) {
+    for (to, &share) in to.iter_mut().zip(shares) {
+        *to = bin(share) as u8;
+    }
+}
+
 /// How many shares each bin has.
 fn counted(shares: &[f32]) -> [u32; BINS] {
+    let isa = Isa::best();
     let of_span = |span: Range<usize>| {
-        // Shares that follow one another count apart: many are alike, and a count would wait for the last one.
-        let mut counts = [[0u32; BINS]; APART];
-        let (together, rest) = shares[span].as_chunks::<APART>();
-        for shares in together {
-            shares.iter().zip(&mut counts).for_each(|(&share, counts)| counts[bin(share)] += 1);
+        let (mut counts, mut bins) = ([[0u32; BINS]; APART], [0u8; RUN]);
+        for run in shares[span].chunks(RUN) {
+            let bins = &mut bins[..run.len()];
+            let to = &mut *bins;
+            dispatch!(isa, find_bins::<_>(run: &[f32], to: &mut [u8]));
+            // Shares that follow one another count apart: many are alike, and a count would wait for the last one.
+            for bins in bins.chunks(APART) {
+                bins.iter().zip(&mut counts).for_each(|(&bin, counts)| counts[usize::from(bin)] += 1);
+            }
         }
-        rest.iter().for_each(|&share| counts[0][bin(share)] += 1);
         counts
     };
     let all = map_spans(0..shares.len(), of_span);

@@ -205,11 +205,9 @@ fn both(word: u32) -> [f32; 2] {
 }
 
 /// A group's queries, and what a block makes of them.
-struct Queries<'a> {
-    /// `[group, channels]`, as many channels as the words have: zero beyond the head's own.
+struct Queries {
+    /// `[group, channels]`, times what scores are multiplied by; as many channels as the words have: zero beyond the head's own.
     q: Vec<f32>,
-    /// What their scores are multiplied by.
-    scales: &'a [f32],
     /// Words of a token.
     words: usize,
     /// Each query's channels times the block's steps `[group, channels]`, in units of which each is a whole number, rounded by
@@ -223,16 +221,18 @@ struct Queries<'a> {
     dots: Vec<[i32; BLOCK_TOKENS]>,
 }
 
-impl<'a> Queries<'a> {
-    /// Of queries `[group, d]`.
-    fn new(q: &[f32], d: usize, scales: &'a [f32]) -> Self {
+impl Queries {
+    /// Of queries `[group, d]` whose scores are multiplied by `scales` `[group]`.
+    fn new(q: &[f32], d: usize, scales: &[f32]) -> Self {
         let (group, words) = (q.len() / d, d.div_ceil(CHANNELS));
         let channels = words * CHANNELS;
         let mut wide = vec![0.0; group * channels];
-        wide.chunks_exact_mut(channels).zip(q.chunks_exact(d)).for_each(|(to, q)| to[..d].copy_from_slice(q));
+        for ((to, q), scale) in wide.chunks_exact_mut(channels).zip(q.chunks_exact(d)).zip(scales) {
+            to.iter_mut().zip(q).for_each(|(to, q)| *to = q * scale);
+        }
         let (products, weights) = (vec![0.0; group * channels], vec![0; 4 * words * group]);
         let (ends, dots) = (vec![(0.0, 0.0); group], vec![[0; BLOCK_TOKENS]; TOGETHER.min(group)]);
-        Self { q: wide, scales, words, products, weights, ends, dots }
+        Self { q: wide, words, products, weights, ends, dots }
     }
 
     /// Gets ready for a block of such `base` and `steps`.
@@ -319,12 +319,12 @@ unsafe fn score<V: Simd>(
         let (weights, dots) = (&queries.weights[first * each..], &mut queries.dots[..TOGETHER.min(group - first)]);
         dots::dots(isa, words, weights, dots);
         for (g, dots) in (first..).zip(dots) {
-            let ((sum, unit), scale) = (queries.ends[g], queries.scales[g]);
+            let (sum, unit) = queries.ends[g];
             // SAFETY: the caller's.
             let to =
                 unsafe { std::slice::from_raw_parts_mut(out.add(g * stride).cast::<MaybeUninit<f32>>(), of.len()) };
             for (to, &mut dot) in to.iter_mut().zip(&mut dots[of.clone()]) {
-                to.write((dot as f32 * unit + sum) * scale);
+                to.write(dot as f32 * unit + sum);
             }
         }
     }
