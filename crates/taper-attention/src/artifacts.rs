@@ -15,6 +15,7 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use taper_kernels::mlp::{Activation, Mlp, PerHead};
 
 /// Which model artefacts must have been made for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -198,7 +199,7 @@ pub(crate) struct Tensors<'a>(SafeTensors<'a>);
 const FORMAT: (&str, &str) = ("format", "taper-artefact-1");
 const MODEL: &str = "model";
 
-impl ArtifactFile<'_> {
+impl<'a> ArtifactFile<'a> {
     /// What model it was made for, if it is an artefact of ours and that is another one.
     fn foreign(&self) -> Option<Foreign> {
         let header = |key: &str| match SafeTensors::read_metadata(self.bytes) {
@@ -217,9 +218,7 @@ impl ArtifactFile<'_> {
         let own = &self.model.fingerprint;
         if made_for == own { Ok(()) } else { Err(Foreign { made_for: plain(made_for), own: own.clone() }) }
     }
-}
 
-impl<'a> ArtifactFile<'a> {
     /// The tensors, once the header agrees with the method and the model.
     pub fn tensors(&self, method: &str) -> Result<(Tensors<'a>, Metadata), String> {
         let (_, metadata) =
@@ -238,9 +237,7 @@ impl<'a> ArtifactFile<'a> {
         let tensors = SafeTensors::deserialize(self.bytes).map_err(|e| format!("is no safetensors file: {e}"))?;
         Ok((Tensors(tensors), metadata))
     }
-}
 
-impl ArtifactFile<'_> {
     /// The content of a TOML artefact, once its fields `format`, `method` and `model` agree with the method and the
     /// model; the other fields are `T`'s, but for the table `trained`, which says what made it.
     pub fn toml<T: DeserializeOwned>(&self, method: &str) -> Result<T, String> {
@@ -284,6 +281,29 @@ impl Tensors<'_> {
             return Err(format!("`{name}` holds NaN or infinity"));
         }
         Ok((tensor.shape().to_vec(), numbers))
+    }
+
+    /// Perceptrons side by side, one for each of `heads`, from `inputs` numbers to `outputs` in so many layers:
+    /// `prefix.DEPTH.weight` `[heads, outputs, inputs]` and `prefix.DEPTH.bias` `[heads, outputs]`.
+    pub fn perceptrons(
+        &self,
+        prefix: &str,
+        heads: usize,
+        (inputs, layers, outputs): (usize, usize, usize),
+        activation: Activation,
+    ) -> Result<PerHead<Mlp>, String> {
+        let (mut all, mut width) = (vec![Vec::new(); heads], inputs);
+        for depth in 0..layers {
+            let wanted = if depth + 1 == layers { outputs } else { 0 };
+            let (found, weight) = self.numbers(&format!("{prefix}.{depth}.weight"), &[heads, wanted, width])?;
+            let (_, bias) = self.numbers(&format!("{prefix}.{depth}.bias"), &[heads, found[1]])?;
+            let parts = weight.chunks(found[1] * width).zip(bias.chunks(found[1]));
+            all.iter_mut()
+                .zip(parts)
+                .for_each(|(layers, (weight, bias))| layers.push((weight.to_vec(), bias.to_vec())));
+            width = found[1];
+        }
+        all.into_iter().map(|layers| Mlp::new(layers, activation).map_err(|e| e.to_string())).collect()
     }
 
     /// A tensor of whole numbers below `limit` (u32 or i64) of a shape as in [`numbers`](Self::numbers).

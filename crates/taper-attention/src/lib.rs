@@ -11,7 +11,6 @@ mod batch;
 mod beginning;
 mod chunk;
 mod dense_below;
-mod kept;
 mod layer;
 pub mod method;
 mod methods;

@@ -1,6 +1,5 @@
 //! The two seams that a method implements. A method decides what is read; the operations of taper-kernels read it.
 
-use crate::kept::kept;
 use crate::layer::AttentionShape;
 use candle_core::{DType, Result, Tensor, bail};
 use std::ops::Range;
@@ -76,6 +75,13 @@ pub struct PrefillChoice {
     pub measured: Option<(usize, Tensor)>,
     /// Products of a query, or a mean of some, with a key, or a mean of some, that choosing took over all query heads.
     pub scored: u64,
+}
+
+/// Shares of the dense probability that rows keep, from the logarithms of what is read and of all `[R, q_heads]`.
+pub(crate) fn kept(read: &Tensor, all: &Tensor) -> Result<Vec<f32>> {
+    let shares: Vec<f32> = (read - all)?.exp()?.flatten_all()?.to_vec1()?;
+    // Rounding alone would make more than everything of it.
+    Ok(shares.into_iter().map(|share| if share > 1.0 { 1.0 } else { share }).collect())
 }
 
 /// Consecutive rows of one sequence's prompt in one layer, a chunk or a slice of one; the chunk's keys and values are in

@@ -11,10 +11,10 @@ use taper_kernels::decode::Budget;
 /// Counts of one phase of one sequence, over all layers and heads.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct PhaseReport {
-    /// (query, key) pairs read and there, per KV head.
+    /// (query, key) pairs read and there: of prompts per query head, of answers per KV head.
     read: u64,
     there: u64,
-    /// (query, KV head) pairs, for the mean budget.
+    /// (query, head) pairs of the same, for the mean budget.
     queries: u64,
     most: u64,
     /// Query heads whose keys were chosen to keep a promise, and those of them that went dense.

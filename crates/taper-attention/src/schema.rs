@@ -24,7 +24,7 @@ pub fn schema_of<P: JsonSchema>() -> Value {
 }
 
 /// Checks `{ "method": name, …parameters }` against a schema of the parameters: their names, and what each is. Properties that
-/// hold methods are checked only for being objects.
+/// hold methods are left to who reads those.
 pub fn check_parameters(name: &str, fields: &Map<String, Value>, schema: &Value, path: &str) -> Result<(), SpecError> {
     let empty = Map::new();
     let properties = schema["properties"].as_object().unwrap_or(&empty);

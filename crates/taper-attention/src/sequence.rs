@@ -149,11 +149,6 @@ impl Sequence {
         self.len == 0
     }
 
-    /// Tokens of the prompt.
-    pub fn prompt_tokens(&self) -> usize {
-        self.prompt
-    }
-
     /// Prompt tokens that the next step takes: at most `max_tokens`, unless the prefill method must see more at once, and
     /// [fewer](decode_rows) where the decode method attends for them. 0 once the prompt is done. Tokens that come a second
     /// time are not taken together with new ones. A chunk that is [underway](Self::underway) goes on.
@@ -257,10 +252,14 @@ impl Sequence {
     /// # Errors
     /// [`KvError::OutOfBlocks`].
     pub fn fork(&self, pool: &mut KvPool, seed: u64) -> std::result::Result<Self, KvError> {
-        let table = pool.fork(&self.table, self.len)?;
-        let (spec, carries, report) = (self.spec.clone(), self.carries.clone(), self.report.clone());
+        Ok(self.copied(pool.fork(&self.table, self.len)?, self.carries.clone(), seed))
+    }
+
+    /// A copy on other blocks, with draws of its own.
+    fn copied(&self, table: BlockTable, carries: Vec<Carry>, seed: u64) -> Self {
+        let (spec, report) = (self.spec.clone(), self.report.clone());
         let (prefix, unread, underway, drafting, round) = Default::default();
-        Ok(Self { spec, seed, table, prefix, unread, carries, report, underway, drafting, round, ..*self })
+        Self { spec, seed, table, prefix, unread, carries, report, underway, drafting, round, ..*self }
     }
 
     /// Gives the blocks back, to [rejoin](Self::rejoin) its prompt later.
@@ -306,10 +305,7 @@ impl Sequence {
             let message = format!("{} of {} prompt tokens are cached; the rest comes first", self.len, self.context);
             return Err(candle_core::Error::Msg(message).into());
         }
-        let table = to.adopt(from, &self.table, self.len)?;
-        let (spec, report) = (self.spec.clone(), self.report.clone());
-        let (prefix, unread, carries, underway, drafting, round) = Default::default();
-        Ok(Self { spec, seed, table, prefix, unread, carries, report, underway, drafting, round, ..*self })
+        Ok(self.copied(to.adopt(from, &self.table, self.len)?, Vec::new(), seed))
     }
 
     /// From here on tokens are attended by the decode method of `spec`, and audited as often as it says.

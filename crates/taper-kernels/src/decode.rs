@@ -37,7 +37,7 @@ use std::ops::Range;
 /// Query rows of a batch, each of any sequence.
 #[derive(Clone, Copy)]
 pub struct Decode<'a> {
-    /// Queries `[R, q_heads, head_dim]`, f32.
+    /// Queries `[R, q_heads, head_dim]`, f32; on a device as wide as the cache.
     pub q: &'a Tensor,
     /// The layer's cache.
     pub kv: PagedKv<'a>,

@@ -108,7 +108,7 @@ fn pack<T: KvElement + bytemuck::Zeroable>(weight: &[T], outputs: usize, inputs:
     data
 }
 
-/// Some panels against all tokens.
+/// Some panels against some tokens.
 struct Unit<'a, T> {
     data: &'a [T],
     x: &'a [f32],

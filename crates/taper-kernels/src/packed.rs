@@ -109,7 +109,7 @@ impl Packed {
         });
     }
 
-    /// The products of a panel, or of two if the instruction set takes [`pairs`], with some tokens.
+    /// The products of a panel, or of two if the instruction set takes pairs of them, with some tokens.
     ///
     /// # Safety
     /// Nobody else holds their part of `out` meanwhile.

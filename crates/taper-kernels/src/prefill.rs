@@ -56,7 +56,7 @@ impl Mask {
             Mask::Causal => [lowest..lowest, lowest..end],
             Mask::SinkWindow { sink, window } => {
                 let start = end.saturating_sub(window.max(1)).max(lowest);
-                let sinks = lowest.min(start)..sink.clamp(lowest.min(start), start);
+                let sinks = lowest..sink.clamp(lowest, start);
                 [sinks, start..end]
             }
         }
@@ -71,7 +71,7 @@ impl Mask {
 /// Query rows of one sequence, and what there is for them to read.
 #[derive(Clone, Copy)]
 pub struct Rows<'a> {
-    /// Queries `[T, q_heads, head_dim]`, f32.
+    /// Queries `[T, q_heads, head_dim]`, f32; on a device as wide as the cache.
     pub q: &'a Tensor,
     /// The layer's cache.
     pub kv: PagedKv<'a>,

@@ -3,15 +3,13 @@
 //! Rows of queries that see everything, which the paper has too, mean nothing for a causal model and are left out. The
 //! random blocks depend on layer, KV head and place alone: equal tokens have equal keys whatever request they stand in.
 
-use super::Entry;
+use super::{Entry, read};
 use crate::amount::Amount;
 use crate::method::{PrefillChoice, PrefillLayer, PrefillMethod};
-use crate::schema::{parse, schema_of};
+use crate::schema::schema_of;
 use candle_core::Result;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use serde_json::json;
-use std::sync::Arc;
 use taper_kernels::kv::BLOCK_TOKENS;
 use taper_kernels::philox::{Permutation, Stream};
 use taper_kernels::prefill::{HeadReads, Lists, Mask, Selection, query_blocks};
@@ -22,11 +20,7 @@ pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
     source: "Zaheer et al. 2020, arXiv:2007.14062, section 2; causal, so no query sees later keys and none is global; \
              shares of the prompt as in SampleAttention's comparison",
     schema: schema_of::<BigBird>,
-    build: |value, path, _| {
-        let method: BigBird = parse(value, path)?;
-        let json = json!(method);
-        Ok((Arc::new(method), json))
-    },
+    build: |value, path, _| read::<BigBird>(value, path).map(|(method, json)| (method as _, json)),
     artifacts: &[],
 };
 

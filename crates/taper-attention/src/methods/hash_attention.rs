@@ -1,7 +1,7 @@
 //! HashAttention: keys ranked by the Hamming distance of learned binary codes.
 
 use super::Entry;
-use crate::artifacts::{ArtifactFile, ArtifactKind, Artifacts, Loaded, Tensors};
+use crate::artifacts::{ArtifactFile, ArtifactKind, Artifacts, Loaded};
 use crate::layer::AttentionShape;
 use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex, Most, Predictor, Rotations};
 use crate::schema::schema_of;
@@ -87,34 +87,14 @@ impl Maps {
             if *codes.get_or_insert(maps / shape.kv_heads) != maps / shape.kv_heads {
                 return Err("the layers have different numbers of key maps".to_owned());
             }
-            let read = |of: &str, maps| perceptrons(&tensors, &format!("layers.{layer}.{of}"), maps, shape.head_dim);
+            let sizes = (shape.head_dim, 3, codes::BITS);
+            let read =
+                |of: &str, maps| tensors.perceptrons(&format!("layers.{layer}.{of}"), maps, sizes, Activation::Silu);
             layers.push(Some(LayerMaps { query: read("query", shape.q_heads)?, key: read("key", maps)? }));
         }
         let codes = codes.ok_or("holds no layer: `layers.0.key.0.weight` and the like are missing")?;
         Ok(Self { layers, codes })
     }
-}
-
-/// `maps` perceptrons of three layers from `inputs` numbers to a code.
-fn perceptrons(
-    tensors: &Tensors,
-    prefix: &str,
-    maps: usize,
-    inputs: usize,
-) -> std::result::Result<PerHead<Mlp>, String> {
-    let mut layers = vec![Vec::new(); maps];
-    let mut width = inputs;
-    for depth in 0..3 {
-        let outputs = if depth == 2 { codes::BITS } else { 0 };
-        let (found, weight) = tensors.numbers(&format!("{prefix}.{depth}.weight"), &[maps, outputs, width])?;
-        let (_, bias) = tensors.numbers(&format!("{prefix}.{depth}.bias"), &[maps, found[1]])?;
-        for (map, layers) in layers.iter_mut().enumerate() {
-            let of = |all: &[f32], size: usize| all[map * size..(map + 1) * size].to_vec();
-            layers.push((of(&weight, found[1] * width), of(&bias, found[1])));
-        }
-        width = found[1];
-    }
-    layers.into_iter().map(|layers| Mlp::new(layers, Activation::Silu).map_err(|e| e.to_string())).collect()
 }
 
 impl Predictor for Maps {

@@ -33,8 +33,7 @@
 
 use super::Entry;
 use crate::artifacts::{ArtifactFile, ArtifactKind, Loaded};
-use crate::kept::kept;
-use crate::method::{PrefillChoice, PrefillLayer, PrefillMethod, cut_at_blocks};
+use crate::method::{PrefillChoice, PrefillLayer, PrefillMethod, cut_at_blocks, kept};
 use crate::schema::{parse, schema_of};
 use candle_core::{Error, Result, Tensor};
 use schemars::JsonSchema;

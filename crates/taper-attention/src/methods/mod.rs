@@ -22,9 +22,11 @@ mod vattention;
 use crate::artifacts::{ArtifactKind, Artifacts, Place};
 use crate::dense_below;
 use crate::method::{DecodeMethod, Predictor, PrefillMethod};
-use crate::schema::{check_parameters, nearest};
+use crate::schema::{check_parameters, nearest, parse};
 use crate::spec::{Chosen, SpecError, SpecResult};
+use schemars::JsonSchema;
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -145,6 +147,13 @@ fn learnt<M: ?Sized>(entry: &Entry<M>, kind: &ArtifactKind) -> ArtifactInfo {
     let without = (entry.build)(&json!({ "method": entry.name }), "", &Artifacts::default());
     let needed = without.is_err_and(|error| error.artefact == Some(kind.file));
     ArtifactInfo { file: kind.file, made_by: kind.made_by, needed }
+}
+
+/// A method that is its own parameters, and its wire's form.
+fn read<P: JsonSchema + DeserializeOwned + Serialize>(value: &Value, path: &str) -> SpecResult<(Arc<P>, Value)> {
+    let method: P = parse(value, path)?;
+    let json = json!(method);
+    Ok((Arc::new(method), json))
 }
 
 /// Whether it is dense attention.

@@ -1,13 +1,11 @@
 //! Oracle top-p: the fewest keys that hold a share of the attention mass. Reads every key: a yardstick.
 
-use super::Entry;
+use super::{Entry, read};
 use crate::method::{Choice, DecodeMethod, DecodeStep};
-use crate::schema::{parse, schema_of};
+use crate::schema::schema_of;
 use candle_core::Result;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use serde_json::json;
-use std::sync::Arc;
 use taper_kernels::decode::{Over, importance, scores, top_p};
 
 pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
@@ -16,11 +14,7 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     source: "the adaptive upper bound that vAttention (section 5) compares with; p is of the whole mass, sinks and \
              window included, as the mean over the GQA group",
     schema: schema_of::<OracleTopP>,
-    build: |value, path, _| {
-        let method: OracleTopP = parse(value, path)?;
-        let json = json!(method);
-        Ok((Arc::new(method), json))
-    },
+    build: |value, path, _| read::<OracleTopP>(value, path).map(|(method, json)| (method as _, json)),
     artifacts: &[],
 };
 

@@ -1,14 +1,12 @@
 //! Random sampling: sinks, a window, and a uniform sample that stands for the rest.
 
-use super::Entry;
+use super::{Entry, read};
 use crate::amount::Amount;
 use crate::method::{Choice, DecodeMethod, DecodeStep};
-use crate::schema::{parse, schema_of};
+use crate::schema::schema_of;
 use candle_core::Result;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use serde_json::json;
-use std::sync::Arc;
 use taper_kernels::decode::{Selection, sample_some};
 
 pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
@@ -17,11 +15,7 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     source: "the baseline of vAttention (section 5); drawn without replacement among the keys left out, so numerator and \
              denominator are unbiased",
     schema: schema_of::<RandomSample>,
-    build: |value, path, _| {
-        let method: RandomSample = parse(value, path)?;
-        let json = json!(method);
-        Ok((Arc::new(method), json))
-    },
+    build: |value, path, _| read::<RandomSample>(value, path).map(|(method, json)| (method as _, json)),
     artifacts: &[],
 };
 

@@ -66,23 +66,9 @@ impl Saap {
                 classifiers.push(None);
                 continue;
             };
-            let (heads, d, clusters) = (shape.kv_heads, shape.head_dim, centroids[0].clusters());
-            let name = |depth: usize, part: &str| format!("layers.{layer}.classifier.{depth}.{part}");
-            let (found, first) = tensors.numbers(&name(0, "weight"), &[heads, 0, d])?;
-            let hidden = found[1];
-            let (_, first_bias) = tensors.numbers(&name(0, "bias"), &[heads, hidden])?;
-            let (_, second) = tensors.numbers(&name(1, "weight"), &[heads, clusters, hidden])?;
-            let (_, second_bias) = tensors.numbers(&name(1, "bias"), &[heads, clusters])?;
-            let of = |all: &[f32], head: usize| {
-                let size = all.len() / heads;
-                all[head * size..(head + 1) * size].to_vec()
-            };
-            let mlp = |head: usize| {
-                let layers =
-                    vec![(of(&first, head), of(&first_bias, head)), (of(&second, head), of(&second_bias, head))];
-                Mlp::new(layers, Activation::Relu).map_err(|e| e.to_string())
-            };
-            classifiers.push(Some((0..heads).map(mlp).collect::<std::result::Result<PerHead<_>, _>>()?));
+            let sizes = (shape.head_dim, 2, centroids[0].clusters());
+            let prefix = format!("layers.{layer}.classifier");
+            classifiers.push(Some(tensors.perceptrons(&prefix, shape.kv_heads, sizes, Activation::Relu)?));
         }
         Ok(Self { partition, classifiers })
     }

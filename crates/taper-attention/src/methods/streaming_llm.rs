@@ -1,16 +1,13 @@
 //! StreamingLLM: the first tokens and the most recent ones, as a mask with true positions.
 
-use super::Entry;
+use super::{Entry, read};
 use crate::method::{
     Carry, Choice, DecodeMethod, DecodeStep, PrefillChoice, PrefillLayer, PrefillMethod, PrefillOutput,
 };
-use crate::schema::{parse, schema_of};
-use crate::spec::SpecError;
+use crate::schema::schema_of;
 use candle_core::Result;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
-use std::sync::Arc;
 use taper_kernels::decode::{DecodeRow, Selection};
 use taper_kernels::prefill::Mask;
 
@@ -19,7 +16,7 @@ pub(super) static PREFILL: Entry<dyn PrefillMethod> = Entry {
     summary: "The first tokens (attention sinks) and a sliding window.",
     source: "Xiao et al. 2023, arXiv:2309.17453, section 3; nothing is evicted and positions stay true",
     schema: schema_of::<StreamingLlm>,
-    build: |value, path, _| read(value, path).map(|(method, json)| (method as _, json)),
+    build: |value, path, _| read::<StreamingLlm>(value, path).map(|(method, json)| (method as _, json)),
     artifacts: &[],
 };
 
@@ -28,15 +25,9 @@ pub(super) static DECODE: Entry<dyn DecodeMethod> = Entry {
     summary: PREFILL.summary,
     source: PREFILL.source,
     schema: schema_of::<StreamingLlm>,
-    build: |value, path, _| read(value, path).map(|(method, json)| (method as _, json)),
+    build: |value, path, _| read::<StreamingLlm>(value, path).map(|(method, json)| (method as _, json)),
     artifacts: &[],
 };
-
-fn read(value: &Value, path: &str) -> std::result::Result<(Arc<StreamingLlm>, Value), SpecError> {
-    let method: StreamingLlm = parse(value, path)?;
-    let json = json!(method);
-    Ok((Arc::new(method), json))
-}
 
 /// Which tokens every query reads.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize, JsonSchema)]

@@ -117,21 +117,12 @@ struct Unit {
     span: Range<usize>,
 }
 
-/// Tokens of the list of one row and head.
-fn length(head: &HeadSelection, visible: &Range<usize>) -> usize {
-    match head {
-        HeadSelection::Dense => visible.len(),
-        HeadSelection::Keys(keys) => keys.len(),
-        HeadSelection::Values(values) => values.ids.len(),
-    }
-}
-
 /// Cuts every list that is to be read into units, in order of row, head and token.
 fn units(rows: &[super::DecodeRow], heads: &[HeadSelection], kv_heads: usize) -> Vec<Unit> {
     let mut units = Vec::new();
     for (i, head) in heads.iter().enumerate() {
         let (row, head_index) = (i / kv_heads, i % kv_heads);
-        let len = if known(head).is_some() { 0 } else { length(head, &rows[row].visible) };
+        let len = if known(head).is_some() { 0 } else { head.len(&rows[row].visible) };
         let cut = |start| Unit { row, head: head_index, span: start..(start + UNIT_TOKENS).min(len) };
         units.extend((0..len).step_by(UNIT_TOKENS).map(cut));
     }
@@ -331,7 +322,7 @@ pub(super) fn attend_head<T: KvElement>(
     selection: &HeadSelection,
     scores: Option<&HeadScores>,
 ) -> Vec<f32> {
-    let len = length(selection, &view.rows[row].visible);
+    let len = selection.len(&view.rows[row].visible);
     let width = Partial::width(view.head_dim);
     let parts = parallel::map(len.div_ceil(SHARED_TOKENS).max(1), |i| {
         let (mut weights, mut part) = (vec![0f32; view.group * BLOCK_TOKENS], vec![0f32; view.group * width]);

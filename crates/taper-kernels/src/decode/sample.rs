@@ -279,13 +279,13 @@ impl Sampler for Sampling {
             // What a sample says of its own size is checked by what the larger sample says, until it is enough: the
             // pilot alone misses the rare heavy keys that its own spread depends on.
             wanted = match work.judge(&known, residual, self, doubt * limit) {
-                Judgement::Budget(b) if b <= drawn as f64 => break drawn,
-                Judgement::Budget(b) => grown(drawn, b),
-                Judgement::Noisy if noisy < NOISY_LOOKS - 1 => {
+                Verdict::Sample(b) if b <= drawn as f64 => break drawn,
+                Verdict::Sample(b) => grown(drawn, b),
+                Verdict::Noisy if noisy < NOISY_LOOKS - 1 => {
                     noisy += 1;
                     NOISY_GROWTH * drawn.max(2)
                 }
-                Judgement::Noisy | Judgement::Dense => residual,
+                Verdict::Noisy | Verdict::Dense => residual,
             };
         };
         let pilot = first.unwrap_or_default();
@@ -345,9 +345,9 @@ impl<'a, T: KvElement> Work<'a, T> {
     }
 
     /// The budget of the group's neediest head from what is drawn so far.
-    fn judge(&mut self, known: &[f32], residual: usize, how: &Sampling, limit: f64) -> Judgement {
+    fn judge(&mut self, known: &[f32], residual: usize, how: &Sampling, limit: f64) -> Verdict {
         if self.ids.len() < 2 {
-            return Judgement::Noisy;
+            return Verdict::Noisy;
         }
         self.score_new();
         self.add_up(known);
@@ -363,11 +363,11 @@ impl<'a, T: KvElement> Work<'a, T> {
         for verdict in verdicts {
             match verdict {
                 Verdict::Sample(b) if b < limit => most = most.max(b),
-                Verdict::Noisy => return Judgement::Noisy,
-                Verdict::Sample(_) | Verdict::Dense => return Judgement::Dense,
+                Verdict::Noisy => return Verdict::Noisy,
+                Verdict::Sample(_) | Verdict::Dense => return Verdict::Dense,
             }
         }
-        Judgement::Budget(most)
+        Verdict::Sample(most)
     }
 
     /// Scores the keys drawn since the last time.
@@ -448,12 +448,6 @@ impl<'a, T: KvElement> Work<'a, T> {
     fn value(&self, key: usize) -> *const T {
         self.view.value(self.row, self.head, self.ids[key])
     }
-}
-
-enum Judgement {
-    Budget(f64),
-    Noisy,
-    Dense,
 }
 
 /// Keys in drawing order: a permutation of the visible ones, less those chosen.

@@ -281,18 +281,34 @@ fn extended(heads: &[HeadSelection], visible: &Range<usize>, seen: usize) -> Opt
     heads.iter().map(of).collect()
 }
 
+impl HeadSelection {
+    /// Tokens that it reads.
+    pub(super) fn len(&self, visible: &Range<usize>) -> usize {
+        match self {
+            Self::Dense => visible.len(),
+            Self::Keys(keys) => keys.len(),
+            Self::Values(values) => values.ids.len(),
+        }
+    }
+
+    /// Those tokens in its order, but for a sample.
+    pub(super) fn tokens(&self, visible: &Range<usize>) -> Vec<u32> {
+        match self {
+            Self::Dense => visible.clone().map(|t| t as u32).collect(),
+            Self::Keys(keys) => {
+                let ranges = keys.ranges.iter().flat_map(Clone::clone).map(|t| t as u32);
+                ranges.chain(keys.ids.iter().copied()).collect()
+            }
+            Self::Values(values) => values.ids.clone(),
+        }
+    }
+}
+
 /// The tokens that each row and KV head reads, ascending, but for samples.
 pub(crate) fn tokens(heads: &[HeadSelection], rows: &[DecodeRow]) -> Vec<Vec<u32>> {
     let kv_heads = heads.len() / rows.len().max(1);
     let of = |(i, head): (usize, &HeadSelection)| {
-        let mut all: Vec<u32> = match head {
-            HeadSelection::Dense => rows[i / kv_heads].visible.clone().map(|t| t as u32).collect(),
-            HeadSelection::Keys(keys) => {
-                let ranges = keys.ranges.iter().flat_map(Clone::clone).map(|t| t as u32);
-                ranges.chain(keys.ids.iter().copied()).collect()
-            }
-            HeadSelection::Values(values) => values.ids.clone(),
-        };
+        let mut all = head.tokens(&rows[i / kv_heads].visible);
         all.sort_unstable();
         all
     };
@@ -302,12 +318,7 @@ pub(crate) fn tokens(heads: &[HeadSelection], rows: &[DecodeRow]) -> Vec<Vec<u32
 /// Keys that each row and KV head reads.
 pub(crate) fn counts(heads: &[HeadSelection], rows: &[DecodeRow]) -> Vec<usize> {
     let kv_heads = heads.len() / rows.len().max(1);
-    let count = |(i, head): (usize, &HeadSelection)| match head {
-        HeadSelection::Dense => rows[i / kv_heads].visible.len(),
-        HeadSelection::Keys(keys) => keys.len(),
-        HeadSelection::Values(values) => values.ids.len(),
-    };
-    heads.iter().enumerate().map(count).collect()
+    heads.iter().enumerate().map(|(i, head)| head.len(&rows[i / kv_heads].visible)).collect()
 }
 
 #[cfg(feature = "cuda")]

@@ -119,16 +119,13 @@ pub fn sample_values(
     })
 }
 
-/// The tokens of a selection in its order.
+/// The tokens of a selection in its order, its sample last.
 fn tokens(visible: &std::ops::Range<usize>, head: &HeadSelection) -> Vec<u32> {
-    match head {
-        HeadSelection::Dense => visible.clone().map(|t| t as u32).collect(),
-        HeadSelection::Keys(Keys { ranges, ids, sample }) => {
-            let fixed = ranges.iter().flat_map(Clone::clone).map(|t| t as u32).chain(ids.iter().copied());
-            fixed.chain(sample.iter().flat_map(|s| s.ids.iter().copied())).collect()
-        }
-        HeadSelection::Values(values) => values.ids.clone(),
+    let mut all = head.tokens(visible);
+    if let HeadSelection::Keys(Keys { sample: Some(sample), .. }) = head {
+        all.extend(&sample.ids);
     }
+    all
 }
 
 /// exp(score + log weight − largest) of the tokens, a line a query head.
@@ -287,7 +284,7 @@ pub fn bernoulli_queries(batch: &Decode, streams: &[Stream], draws: usize, share
         return Ok(crate::cuda::step::bernoulli_queries(batch, streams, draws, shared)?);
     }
     let group = if shared { q_heads / kv_heads } else { 1 };
-    let mut q = batch.q.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+    let mut q = batch.q.flatten_all()?.to_vec1::<f32>()?;
     for (i, heads) in q.chunks_exact_mut(group * d).enumerate() {
         let stream = Stream { head: (i * group % q_heads) as u32, ..streams[i * group / q_heads] };
         let size: Vec<f32> =

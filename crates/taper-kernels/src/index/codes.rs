@@ -29,7 +29,7 @@ pub fn extend(index: &Tensor, k: &Tensor, parts: &[Part], maps: &PerHead<Mlp>) -
     index.inplace_op2(
         k,
         &Extend(|index: &mut _, keys: &_| {
-            let CpuStorage::U32(index) = index else { bail!("codes: index {:?}; expected u32", index_dtype(index)) };
+            let CpuStorage::U32(index) = index else { bail!("codes: the index is not u32") };
             with_kv_element!(k.dtype(), T => {
                 let keys = T::slice(keys).expect("dtype matched");
                 for_each_part(dims, keys, index, parts, |part, head, keys, rows| {
@@ -44,10 +44,6 @@ pub fn extend(index: &Tensor, k: &Tensor, parts: &[Part], maps: &PerHead<Mlp>) -
             Ok(())
         }),
     )
-}
-
-fn index_dtype(storage: &CpuStorage) -> candle_core::DType {
-    candle_core::backend::BackendStorage::dtype(storage)
 }
 
 /// Codes of a key, where the maps fit the index.

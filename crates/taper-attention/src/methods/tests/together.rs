@@ -160,7 +160,7 @@ pub(super) fn chosen_for_together(
                         Some(before) => before.fork(&mut pool, seed).unwrap(),
                         None => {
                             let mut one = [Sequence::new(spec.clone(), seed, prompt)];
-                            attend(&mut pool, &mut one, &|sequence| sequence.prompt_tokens());
+                            attend(&mut pool, &mut one, &|sequence| sequence.prompt);
                             let [one] = one;
                             one
                         }
