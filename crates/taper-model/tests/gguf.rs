@@ -223,7 +223,7 @@ fn contradictions_name_the_file_and_the_field() {
 }
 
 #[test]
-fn what_ends_a_turn_is_told_by_three_keys_and_by_control_tokens_names() {
+fn what_ends_an_answer_is_told_by_three_keys_and_by_the_names_of_marks() {
     let folder = tempfile::tempdir().unwrap();
     let ends = |eos: u32, names: [&str; 5], kinds: [i32; 5], eom: Option<u32>| {
         let path = convert(
@@ -242,8 +242,9 @@ fn what_ends_a_turn_is_told_by_three_keys_and_by_control_tokens_names() {
     };
     let names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "<|eot_id|>"];
     assert_eq!(ends(0, names, [3, 3, 3, 1, 3], None), [0, 2, 4]);
-    // One that is text like any other ends nothing.
-    assert_eq!(ends(0, names, [3, 3, 1, 1, 4], Some(3)), [0, 3]);
+    // One that its file calls its own word is an end all the same, and one that is text like any other ends nothing.
+    assert_eq!(ends(3, names, [3, 3, 1, 1, 4], Some(1)), [0, 1, 3, 4]);
+    assert_eq!(ends(1, ["</s>", "a", "<｜end▁of▁sentence｜>", "</s>", "[EOS]"], [1, 1, 4, 3, 2], None), [1, 2, 3]);
 }
 
 /// Writes a golden checkpoint in parts, as llama-gguf-split cuts it: two of its tensors to a file.

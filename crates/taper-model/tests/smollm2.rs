@@ -104,7 +104,7 @@ fn the_quantised_model_mostly_agrees() {
 fn the_tokenizer_rebuilt_from_the_file_encodes_as_transformers_does() {
     let tokenizer = Tokenizer::load(&default_model()).unwrap();
     assert_eq!(tokenizer.vocab_size(), 49152);
-    assert_eq!(tokenizer.eos_tokens(), [2]);
+    assert_eq!(tokenizer.eos_tokens(), [0, 2], "<|endoftext|> too, by its name");
     for case in cases() {
         assert_eq!(tokenizer.encode(&case.prompt, true).unwrap(), case.tokens, "{:?}", case.prompt);
         assert_eq!(tokenizer.decode(&case.tokens, false), case.prompt);

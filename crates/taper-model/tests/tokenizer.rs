@@ -158,6 +158,23 @@ fn a_gguf_file_that_does_not_say_how_texts_are_cut_is_read_as_gpt_2() {
 }
 
 #[test]
+fn an_end_that_a_gguf_file_calls_a_word_is_no_text() {
+    let fields = |kind: i32| {
+        vec![
+            ("tokenizer.ggml.model", Field::String("llama".to_owned())),
+            ("tokenizer.ggml.tokens", strings(["<unk>", "<s>", "</s>", "<|end|>", "<think>", "▁"])),
+            ("tokenizer.ggml.scores", Field::Array(vec![Field::F32(0.0); 6])),
+            ("tokenizer.ggml.token_type", Field::Array([2, 3, 3, kind, 4, 1].map(Field::I32).to_vec())),
+        ]
+    };
+    let tokenizer = from_gguf(fields(4)).unwrap();
+    assert_eq!(tokenizer.encode("<|end|><think>", false).unwrap(), [3, 4]);
+    assert_eq!(tokenizer.decode(&[4, 3], true), "<think>");
+    assert_eq!(tokenizer.eos_tokens(), [2, 3]);
+    assert_eq!(from_gguf(fields(1)).unwrap().eos_tokens(), [2]);
+}
+
+#[test]
 fn a_gguf_file_rebuilds_sentence_piece() {
     let tokenizer = sentence_piece();
     check_cases("sentencepiece", &tokenizer, &fixture("sentencepiece"));

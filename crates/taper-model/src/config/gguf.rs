@@ -5,7 +5,7 @@ use super::{Architecture, ModelConfig};
 use crate::error::ModelError;
 use crate::gguf::Gguf;
 use crate::rope::{Rope, RopeScaling};
-use crate::tokenizer::gguf::{TOKENS, TYPE_CONTROL, TYPES};
+use crate::tokenizer::gguf::{TOKENS, TYPES, ends_by_name};
 
 const NAMES: FieldNames = FieldNames {
     vocab_size: "token_embd.weight",
@@ -158,10 +158,7 @@ pub(crate) fn token(gguf: &Gguf, key: &str) -> Result<Option<u32>, ModelError> {
     }
 }
 
-/// Tokens that end a turn whatever a file says of them, as llama.cpp has it: some name another end of sequence alone.
-const ENDS: [&str; 5] = ["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"];
-
-/// End of sequence, of a turn and of a message where the file has them, and control tokens that end a turn by their names.
+/// End of sequence, of a turn and of a message where the file has them, and tokens that are an end by their names.
 fn eos_tokens(gguf: &Gguf) -> Result<Vec<u32>, ModelError> {
     let mut tokens = Vec::new();
     for part in ["eos", "eot", "eom"] {
@@ -169,7 +166,7 @@ fn eos_tokens(gguf: &Gguf) -> Result<Vec<u32>, ModelError> {
     }
     let types = gguf.optional_integers(TYPES)?.unwrap_or_default();
     let names = gguf.optional_strings(TOKENS)?.unwrap_or_default();
-    let ends = (0u32..).zip(names).zip(types).filter(|((_, name), kind)| *kind == TYPE_CONTROL && ENDS.contains(name));
+    let ends = (0u32..).zip(names).zip(types).filter(|((_, name), kind)| ends_by_name(name, *kind));
     tokens.extend(ends.map(|((id, _), _)| id));
     tokens.sort_unstable();
     tokens.dedup();

@@ -20,8 +20,34 @@ const SCORES: &str = "tokenizer.ggml.scores";
 
 /// Token types, as the format numbers them.
 const TYPE_UNKNOWN: i64 = 2;
-pub(crate) const TYPE_CONTROL: i64 = 3;
+const TYPE_CONTROL: i64 = 3;
 const TYPE_USER_DEFINED: i64 = 4;
+
+/// Tokens that end an answer whatever a file says of them, as llama.cpp has it: some files name another end alone. Without those
+/// of families that are not read here.
+const ENDS: [&str; 15] = [
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<|im_end|>",
+    "<|end|>",
+    "</s>",
+    "<eos>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<｜end▁of▁sentence｜>",
+];
+
+/// Whether a token of a type ends an answer by its name. llama.cpp asks for no type; but one of plain text is what a model
+/// writes of others' marks, as `</s>` of HTML, and means to go on after.
+pub(crate) fn ends_by_name(name: &str, kind: i64) -> bool {
+    matches!(kind, TYPE_CONTROL | TYPE_USER_DEFINED) && ENDS.contains(&name)
+}
 
 /// The most bytes of a token. Known vocabularies have some of a few hundred; every cut of every token is looked up.
 const TOKEN_BYTES_MAX: usize = 1024;
@@ -45,8 +71,8 @@ pub(super) fn build(gguf: &Gguf) -> Result<Tokenizer, ModelError> {
         other => return Err(ModelError::unsupported(path, MODEL, other)),
     };
     let failed = |e| ModelError::invalid(path, TYPES, e);
-    tokenizer.add_special_tokens(vocabulary.added(TYPE_CONTROL, true)).map_err(failed)?;
-    tokenizer.add_tokens(vocabulary.added(TYPE_USER_DEFINED, false)).map_err(failed)?;
+    tokenizer.add_special_tokens(vocabulary.added(true)).map_err(failed)?;
+    tokenizer.add_tokens(vocabulary.added(false)).map_err(failed)?;
     add_ends(gguf, &vocabulary, &mut tokenizer)?;
     Ok(tokenizer)
 }
@@ -77,8 +103,14 @@ impl<'a> Vocabulary<'a> {
         self.tokens.iter().map(|name| (*name).to_owned()).zip(0u32..).collect()
     }
 
-    fn added(&self, kind: i64, special: bool) -> Vec<AddedToken> {
-        let of_kind = self.tokens.iter().zip(&self.types).filter(|(_, t)| **t == kind);
+    /// The marks among them, which users do not see, or else the words that are never cut.
+    fn added(&self, special: bool) -> Vec<AddedToken> {
+        let all = self.tokens.iter().zip(&self.types);
+        let of_kind = all.filter(|(name, kind)| match **kind {
+            TYPE_CONTROL => special,
+            TYPE_USER_DEFINED => special == ends_by_name(name, TYPE_USER_DEFINED),
+            _ => false,
+        });
         of_kind.map(|(name, _)| AddedToken::from((*name).to_owned(), special).normalized(false)).collect()
     }
 }
