@@ -87,16 +87,18 @@ pub enum ModelError {
     /// The chat template itself does not compile or run.
     #[error("chat template: {0}")]
     Template(String),
-    /// Weights that the device has no room for.
+    /// Weights that there is no room for.
     #[error(
-        "the weights take {} of the device's memory while they are loaded, and {} are free there: a --dtype of 16 bits, a \
-         quantised file, a smaller model or another --device takes less", size(*wanted), size(*free)
+        "the weights take {} of {place} memory while they are loaded, of which there are {}: a --dtype of 16 bits, a quantised \
+         file, a smaller model or another --device takes less", size(*wanted), size(*room)
     )]
     Memory {
-        /// Bytes that they take, of the dtypes that they have on the device.
+        /// Bytes that they take, of the dtypes that they are kept in.
         wanted: u64,
-        /// Bytes that are free.
-        free: u64,
+        /// Bytes that can be had; of host memory with what could be moved to swap space.
+        room: u64,
+        /// Whose memory.
+        place: &'static str,
     },
     /// A tensor operation failed while loading.
     #[error("loading weights: {0}")]

@@ -5,7 +5,7 @@
 
 use crate::config::{LoadOptions, ModelConfig};
 use crate::error::ModelError;
-use crate::memory::free_memory;
+use crate::memory::most_memory;
 use crate::rope::RopeTable;
 use crate::source::{Loading, Progress, ResolvedModel};
 use crate::swiglu::swiglu;
@@ -48,7 +48,7 @@ impl Model {
     ///
     /// # Errors
     /// [`ModelError`] naming the file and the field or tensor that is missing, malformed, of the wrong shape or not
-    /// supported, or what the weights take and a CUDA device has not free. A hostile file is an error, not a panic.
+    /// supported, or what the weights take and there is no room for. A hostile file is an error, not a panic.
     pub fn load(
         model: &ResolvedModel,
         options: &LoadOptions,
@@ -78,10 +78,9 @@ impl Model {
     ) -> std::result::Result<Self, ModelError> {
         #[cfg(feature = "cuda")]
         taper_kernels::cuda::prepare(device)?;
-        let sizes = Sizes::of(config, weights)?;
-        // In host memory the system makes room, and the weights that it may forget are the file's own pages.
-        if let Some(free) = free_memory(device).filter(|_| device.is_cuda()) {
-            sizes.fit(free)?;
+        let sizes = Sizes::of(config, weights, device)?;
+        if let Some(room) = most_memory(device) {
+            sizes.fit(room, device)?;
         }
         let mut loading = Loading::new(progress, sizes.total);
         let mut layers = Vec::with_capacity(config.layers);

@@ -183,6 +183,22 @@ fn a_files_floats_are_loaded_in_the_dtype_asked_for() {
     }
 }
 
+/// As `Packed` keeps them: eight rows' scales and offsets, in f16, before their weights.
+#[test]
+fn what_quantised_weights_take_on_the_cpu_is_what_they_are_packed_into() {
+    let folder = tempfile::tempdir().unwrap();
+    let bytes = |dtype| {
+        let format = move |name: &str| if name.contains("ffn_down") { GgmlDType::F32 } else { dtype };
+        load(&common::gguf(&convert("llama2-gqa", format, folder.path(), |_| ())), false).weight_bytes()
+    };
+    let floats = bytes(GgmlDType::F32);
+    let config = ModelConfig::read(&common::gguf(&folder.path().join("llama2-gqa.gguf"))).unwrap();
+    let packed = config.multiplied_weights() - config.layers * config.hidden_size * config.intermediate_size;
+    for (dtype, block) in [(GgmlDType::Q4_0, 20), (GgmlDType::Q8_0, 34)] {
+        assert_eq!(floats - bytes(dtype), (packed * 4 - packed / 32 * block) as u64, "{dtype:?}");
+    }
+}
+
 #[test]
 fn contradictions_name_the_file_and_the_field() {
     let folder = tempfile::tempdir().unwrap();

@@ -147,6 +147,16 @@ impl<'a> GgufWeights<'a> {
         Ok(Linear::dense(weight.to_dtype(dtype)?)?)
     }
 
+    /// What a tensor that stays quantised takes: on the CPU a block of Q4_0 has an offset beside its scale, as one of Q4_1 has.
+    fn quantised_bytes(&self, tensor: &TensorInfo) -> usize {
+        match tensor.dtype {
+            GgmlDType::Q4_0 if self.device.is_cpu() => {
+                tensor.range.len() / GgmlDType::Q4_0.type_size() * GgmlDType::Q4_1.type_size()
+            }
+            _ => tensor.range.len(),
+        }
+    }
+
     /// Whose tensor the output head is.
     fn head_role(&self) -> Role {
         if self.config.tie_embeddings { Role::Embedding } else { Role::Head }
@@ -202,7 +212,7 @@ impl Weights for GgufWeights<'_> {
             Role::Embedding => self.table_dtype(tensor).map_or(0, floats),
             Role::Head if self.is_table(tensor) => 0,
             role if role.is_norm() => floats(DType::F32),
-            _ => self.dtype(tensor.dtype).map_or(tensor.range.len(), floats),
+            _ => self.dtype(tensor.dtype).map_or_else(|| self.quantised_bytes(tensor), floats),
         } as u64)
     }
 

@@ -81,7 +81,8 @@ pub(crate) trait Weights {
 pub(crate) struct Sizes {
     /// All of them.
     pub(crate) total: u64,
-    /// The most that is there twice while parts are joined or turned into another dtype.
+    /// What is there twice while parts are joined or turned into another dtype: on a device the most of it, in host memory, of
+    /// which there may be more than it seems, the head alone, which comes last.
     pub(crate) joining: u64,
 }
 
@@ -90,18 +91,19 @@ impl Sizes {
     ///
     /// # Errors
     /// A tensor that is missing or of another shape.
-    pub(crate) fn of(config: &ModelConfig, weights: &dyn Weights) -> Result<Self, ModelError> {
+    pub(crate) fn of(config: &ModelConfig, weights: &dyn Weights, device: &Device) -> Result<Self, ModelError> {
         let sum = |roles: &[Role], layer| roles.iter().map(|role| weights.bytes(*role, layer)).sum::<Result<u64, _>>();
         let layers = (0..config.layers).map(|layer| layer_bytes(weights, layer)).sum::<Result<u64, _>>()?;
         let outside = sum(&Role::OUTSIDE, 0)?;
-        let joining = sum(&[Role::Gate, Role::Up], 0)?.max(sum(&[Role::Head], 0)?);
+        let head = sum(&[Role::Head], 0)?;
+        let joining = if device.is_cpu() { head } else { sum(&[Role::Gate, Role::Up], 0)?.max(head) };
         Ok(Self { total: outside + layers, joining })
     }
 
-    /// Refuses what a device with so many bytes free cannot hold.
-    pub(crate) fn fit(&self, free: u64) -> Result<(), ModelError> {
-        let wanted = self.total + self.joining;
-        if wanted > free { Err(ModelError::Memory { wanted, free }) } else { Ok(()) }
+    /// Refuses what a device that can give so many bytes cannot hold.
+    pub(crate) fn fit(&self, room: u64, device: &Device) -> Result<(), ModelError> {
+        let (wanted, place) = (self.total + self.joining, if device.is_cpu() { "host" } else { "device's" });
+        if wanted > room { Err(ModelError::Memory { wanted, room, place }) } else { Ok(()) }
     }
 }
 
@@ -161,19 +163,25 @@ mod tests {
 
     #[test]
     fn what_weights_take_is_held_against_what_is_free() {
-        let config = ModelConfig::of_shape("llama-3.1-8b").unwrap();
-        let of = |dtype| Sizes::of(&config, &Random { config: &config, dtype, device: &Device::Cpu }).unwrap();
+        let (config, device) = (ModelConfig::of_shape("llama-3.1-8b").unwrap(), &Device::Cpu);
+        let of = |dtype| Sizes::of(&config, &Random { config: &config, dtype, device }, device).unwrap();
         let half = of(DType::BF16);
         // 8,030,261,248 weights, of which those of 65 norms are f32.
         assert_eq!(half.total, 2 * 8_030_261_248 + 2 * 65 * 4096);
         assert_eq!(half.joining, 2 * 128_256 * 4096, "the head");
         assert_eq!(of(DType::F32).total, 4 * 8_030_261_248);
-        half.fit(half.total + half.joining).unwrap();
-        let error = half.fit(12 << 30).unwrap_err().to_string();
-        assert!(
-            error.contains("take 15.9 GiB of the device's memory") && error.contains("12.0 GiB are free"),
-            "{error}"
-        );
+        half.fit(half.total + half.joining, device).unwrap();
+        let error = half.fit(12 << 30, device).unwrap_err().to_string();
+        assert!(error.contains("take 15.9 GiB of host memory") && error.contains("12.0 GiB"), "{error}");
         assert!(error.contains("--dtype"), "{error}");
+    }
+
+    /// Otherwise the system ends the process once they are half there.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn weights_beyond_host_memory_are_refused_before_they_are_made() {
+        let config = ModelConfig { layers: 1 << 20, ..ModelConfig::of_shape("llama-3.1-8b").unwrap() };
+        let error = crate::Model::random(&config, DType::F32, &Device::Cpu).unwrap_err();
+        assert!(matches!(error, ModelError::Memory { wanted, .. } if wanted > 800 << 40), "{error}");
     }
 }
