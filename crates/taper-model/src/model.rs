@@ -55,11 +55,9 @@ impl Model {
         device: &Device,
     ) -> std::result::Result<Self, ModelError> {
         let mut config = ModelConfig::read(model)?;
-        let weights = weights::open(model, &config, options, device)?;
-        let made = Self::of(&config, &*weights, device, options.progress)?;
-        drop(weights);
         config.limit_context(options.context_limit)?;
-        Ok(Self { config, ..made })
+        let weights = weights::open(model, &config, options, device)?;
+        Self::of(&config, &*weights, device, options.progress)
     }
 
     /// A model of random weights of a dtype, f32, f16 or bf16, made on the device: for measurements of speed.

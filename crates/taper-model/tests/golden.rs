@@ -166,6 +166,12 @@ fn a_context_limit_is_kept_or_refused() {
         let error = load(limit).unwrap_err().to_string();
         assert!(error.contains("between 1 and the model's own 64"), "{error}");
     }
+    // Of weights, which may take minutes, nothing is asked before.
+    let bare = tempfile::tempdir().unwrap();
+    std::fs::copy(golden().join("llama3/config.json"), bare.path().join("config.json")).unwrap();
+    let options = LoadOptions { context_limit: Some(65), ..LoadOptions::default() };
+    let error = Model::load(&folder(bare.path()), &options, &Device::Cpu).unwrap_err().to_string();
+    assert!(error.contains("context limit 65"), "{error}");
 }
 
 #[test]
