@@ -224,7 +224,9 @@ fn no_cut_and_no_flipped_byte_panics() {
 fn damaged_tokenizers_are_errors_that_name_the_file() {
     let folder = copy("llama2-gqa");
     let error = || Tokenizer::load(&common::folder(folder.path())).unwrap_err().to_string();
-    assert!(error().contains("tokenizer.json"));
+    let missing = error();
+    let way = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), is missing";
+    assert!(missing.contains(": tokenizer.json, which transformers writes") && missing.ends_with(way), "{missing}");
     let path = folder.path().join("tokenizer.json");
     for text in ["", "{}", r#"{"model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}"#] {
         fs::write(&path, text).unwrap();

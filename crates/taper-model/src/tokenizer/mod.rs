@@ -18,6 +18,14 @@ use serde::Deserialize;
 use std::path::Path;
 use std::sync::Arc;
 
+/// A folder's file.
+pub(crate) const FILE: &str = "tokenizer.json";
+
+/// The file with the way to it, for those who lack it.
+pub(crate) fn needed() -> String {
+    format!("{FILE}, which transformers writes by AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)")
+}
+
 /// A model's tokenizer; clones are cheap and share it.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
@@ -36,7 +44,10 @@ impl Tokenizer {
         let mut eos_tokens = config.eos_tokens.clone();
         let (path, inner) = match &model.files {
             ModelFiles::Folder(folder) => {
-                let path = folder.join("tokenizer.json");
+                let path = folder.join(FILE);
+                if !path.exists() {
+                    return Err(ModelError::missing(folder, needed() + ","));
+                }
                 let mut inner = from_json(&path)?;
                 let names = TokenizerConfig::read(folder)?;
                 ends::from_config(&names, &mut inner)?;
