@@ -71,8 +71,13 @@ fn reason(error: &ModelError) -> String {
 }
 
 fn from_hub(scratch: &Path, progress: Progress) -> Result<PathBuf, ModelError> {
-    let wanted =
-        hub::HubModel { repo: HUB_REPO.to_owned(), revision: HUB_REVISION.to_owned(), file: None, endpoint: None };
+    let wanted = hub::HubModel {
+        repo: HUB_REPO.to_owned(),
+        revision: HUB_REVISION.to_owned(),
+        file: None,
+        endpoint: None,
+        patience: hub::Patience::SHORT,
+    };
     let link = hub::fetch_file("default", &wanted, FILE, scratch, progress)?;
     let path = link.canonicalize().map_err(|e| ModelError::io(&link, e))?;
     let mut file = File::open(&path).map_err(|e| ModelError::io(&path, e))?;

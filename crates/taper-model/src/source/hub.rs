@@ -1,15 +1,30 @@
 //! Models from the Hugging Face hub.
 
 use super::{Loading, ModelFiles, Progress, ResolvedModel, fetch_failed};
+use crate::config::ModelConfig;
 use crate::error::ModelError;
+use crate::tokenizer;
 use hf_hub::api::sync::{Api, ApiBuilder, ApiError};
 use hf_hub::{Cache, Repo, RepoType};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-/// How long the hub has for its first answer. Past it, it counts as not there.
-const ANSWER_MAX: Duration = Duration::from_secs(4);
+/// How long the hub has for its first answer.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Patience {
+    /// Each time.
+    pub(super) answer_max: Duration,
+    /// How often it is asked. After that it counts as not there.
+    pub(super) times: u64,
+}
+
+impl Patience {
+    /// For what only the hub has.
+    pub(super) const LONG: Self = Self { answer_max: Duration::from_secs(30), times: 2 };
+    /// For what is to be had elsewhere too.
+    pub(super) const SHORT: Self = Self { answer_max: Duration::from_secs(4), times: 1 };
+}
 
 /// How long a download may stand still. The hub's files come from other machines than its answers, and a network may
 /// let the one through and not the other.
@@ -19,7 +34,7 @@ const STILL_MAX: Duration = Duration::from_secs(if cfg!(test) { 3 } else { 30 })
 const SMALL_FILES: [&str; 6] = [
     "config.json",
     "generation_config.json",
-    "tokenizer.json",
+    tokenizer::FILE,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
@@ -32,6 +47,7 @@ pub(super) struct HubModel {
     pub(super) file: Option<String>,
     /// Another hub than the usual one, which the environment's `HF_ENDPOINT` may name too.
     pub(super) endpoint: Option<String>,
+    pub(super) patience: Patience,
 }
 
 /// Finds a repository's files in the cache, or fetches them.
@@ -60,7 +76,7 @@ pub(super) fn resolve(
             }
             ModelFiles::Gguf(get(spec, &repo, file)?)
         }
-        None => folder(spec, &repo)?,
+        None => ModelFiles::Folder(folder(spec, &repo)?),
     };
     let path = match &files {
         ModelFiles::Folder(path) | ModelFiles::Gguf(path) => path,
@@ -93,7 +109,7 @@ struct Answering {
     files: Vec<String>,
 }
 
-/// Asks the hub what the repository holds, and waits for `ANSWER_MAX` at most.
+/// Asks the hub what the repository holds, as patiently as is wanted.
 ///
 /// The question runs on a thread of its own, because the client has no time limit; a thread that never gets its
 /// answer holds a socket until the system gives up on it.
@@ -113,22 +129,25 @@ fn answering(spec: &str, wanted: &HubModel, hub: &Path, progress: Progress) -> R
     };
     let api = build().map_err(|e| fetch_failed(spec, format!("the hub client: {e}")))?;
     let repo = Repo::with_revision(wanted.repo.clone(), RepoType::Model, wanted.revision.clone());
-    let (send, receive) = mpsc::channel();
-    let asked = api.repo(repo.clone());
-    std::thread::spawn(move || {
-        // The receiver may be gone by then.
-        let _ = send.send(asked.info());
-    });
-    let info = receive
-        .recv_timeout(ANSWER_MAX)
-        .map_err(|_| fetch_failed(spec, format!("the hub did not answer within {} s", ANSWER_MAX.as_secs())))?
-        .map_err(|e| fetch_failed(spec, format!("the hub: {e}")))?;
-    let files = info.siblings.into_iter().map(|s| s.rfilename).collect();
+    let Patience { answer_max, times } = wanted.patience;
+    let ask = || {
+        let (send, receive) = mpsc::channel();
+        let asked = api.repo(repo.clone());
+        std::thread::spawn(move || {
+            // The receiver may be gone by then.
+            let _ = send.send(asked.info());
+        });
+        let answer = receive.recv_timeout(answer_max);
+        let late = |_| format!("the hub did not answer within {} s", answer_max.as_secs() * times);
+        answer.map_err(late)?.map_err(|e| format!("the hub: {e}"))
+    };
+    let info = (1..times).fold(ask(), |answer, _| answer.or_else(|_| ask()));
+    let files = info.map_err(|reason| fetch_failed(spec, reason))?.siblings.into_iter().map(|s| s.rfilename).collect();
     Ok(Answering { api, repo, cache: Cache::new(hub.to_owned()), progress, files })
 }
 
-/// Fetches what a folder checkpoint needs.
-fn folder(spec: &str, hub: &Answering) -> Result<ModelFiles, ModelError> {
+/// Fetches what a folder checkpoint needs. Whether it is a model that Taper can read is known before its weights are asked for.
+fn folder(spec: &str, hub: &Answering) -> Result<PathBuf, ModelError> {
     let listed = |file: &str| hub.files.iter().any(|f| f == file);
     let mut weights: Vec<&String> = hub
         .files
@@ -144,23 +163,28 @@ fn folder(spec: &str, hub: &Answering) -> Result<ModelFiles, ModelError> {
         };
         return Err(fetch_failed(spec, reason));
     }
+    let config = get(spec, hub, SMALL_FILES[0])?;
+    let folder = config.parent().ok_or_else(|| fetch_failed(spec, "the hub client put the files nowhere"))?;
+    for file in SMALL_FILES[1..].iter().filter(|f| listed(f)) {
+        get(spec, hub, file)?;
+    }
+    let model = ResolvedModel { name: spec.to_owned(), files: ModelFiles::Folder(folder.to_owned()) };
+    ModelConfig::read(&model)?;
+    if !listed(tokenizer::FILE) {
+        let reason =
+            format!("the repository has no {}; --model takes a folder with all files as well", tokenizer::needed());
+        return Err(fetch_failed(spec, reason));
+    }
     // A whole file beside its shards would be fetched twice over.
     if listed("model.safetensors") {
         weights.retain(|f| *f == "model.safetensors");
     } else {
         get(spec, hub, "model.safetensors.index.json")?;
     }
-    let config = get(spec, hub, SMALL_FILES[0])?;
-    for file in SMALL_FILES[1..].iter().filter(|f| listed(f)) {
-        get(spec, hub, file)?;
-    }
     for file in weights {
         get(spec, hub, file)?;
     }
-    match config.parent() {
-        Some(folder) => Ok(ModelFiles::Folder(folder.to_owned())),
-        None => Err(fetch_failed(spec, "the hub client put the files nowhere")),
-    }
+    Ok(folder.to_owned())
 }
 
 /// Finds one file in the cache or downloads it, for as long as it moves.

@@ -101,7 +101,8 @@ pub fn resolve(spec: &str, cache: &Path, progress: Progress) -> Result<ResolvedM
     let files = match ModelSource::parse(spec)? {
         ModelSource::Default => return default_model::resolve(cache, progress),
         ModelSource::Hub { repo, revision, file } => {
-            return hub::resolve(spec, &hub::HubModel { repo, revision, file, endpoint: None }, cache, progress);
+            let wanted = hub::HubModel { repo, revision, file, endpoint: None, patience: hub::Patience::LONG };
+            return hub::resolve(spec, &wanted, cache, progress);
         }
         ModelSource::Folder(path) => ModelFiles::Folder(path),
         ModelSource::Gguf(path) => ModelFiles::Gguf(path),

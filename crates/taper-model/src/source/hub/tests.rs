@@ -11,6 +11,9 @@ const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 /// Where a file's answer stops coming.
 const STALLS: &str = "(stalls here)";
 
+/// A file of a hub that does not answer the first question.
+const SILENT_ONCE: &str = "(silent once)";
+
 /// A hub on this machine that serves the files of one repository, `owner/tiny`, and counts what it is asked.
 struct LocalHub {
     endpoint: String,
@@ -26,9 +29,15 @@ impl LocalHub {
         let requests = Arc::new(AtomicUsize::new(0));
         let counter = requests.clone();
         std::thread::spawn(move || {
+            let mut unanswered = Vec::new();
             for stream in listener.incoming() {
-                counter.fetch_add(1, Ordering::SeqCst);
-                answer(stream.unwrap(), &files.lock().unwrap());
+                let asked = counter.fetch_add(1, Ordering::SeqCst);
+                let (stream, files) = (stream.unwrap(), files.lock().unwrap());
+                if asked == 0 && files.contains_key(SILENT_ONCE) {
+                    unanswered.push(stream);
+                } else {
+                    answer(stream, &files);
+                }
             }
         });
         Self { endpoint, requests }
@@ -40,6 +49,7 @@ impl LocalHub {
             revision: "main".to_owned(),
             file: file.map(str::to_owned),
             endpoint: Some(self.endpoint.clone()),
+            patience: Patience::LONG,
         }
     }
 }
@@ -88,16 +98,29 @@ fn answer(mut stream: TcpStream, files: &HashMap<String, String>) {
 fn a_hub_that_does_not_answer_is_waited_for_no_longer() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let cache = tempfile::tempdir().unwrap();
-    let wanted = HubModel {
+    let wanted = |times| HubModel {
         repo: "owner/tiny".to_owned(),
         revision: "main".to_owned(),
         file: None,
         endpoint: Some(format!("http://{}", listener.local_addr().unwrap())),
+        patience: Patience { answer_max: Duration::from_secs(1), times },
     };
-    let start = Instant::now();
-    let error = resolve("owner/tiny", &wanted, cache.path(), Progress::Hidden).unwrap_err().to_string();
-    assert!(start.elapsed() < ANSWER_MAX + Duration::from_secs(10), "{:?}", start.elapsed());
-    assert!(error.contains("the hub did not answer within 4 s"), "{error}");
+    for times in [1, 2] {
+        let start = Instant::now();
+        let error = resolve("owner/tiny", &wanted(times), cache.path(), Progress::Hidden).unwrap_err().to_string();
+        let waited = Duration::from_secs(times);
+        assert!((waited..waited + Duration::from_secs(10)).contains(&start.elapsed()), "{:?}", start.elapsed());
+        assert!(error.contains(&format!("the hub did not answer within {times} s")), "{error}");
+    }
+}
+
+#[test]
+fn a_hub_that_is_silent_once_is_asked_again() {
+    let hub = LocalHub::start(&[("a.gguf", "GGUF"), (SILENT_ONCE, "")]);
+    let cache = tempfile::tempdir().unwrap();
+    let patience = Patience { answer_max: Duration::from_secs(1), times: 2 };
+    let wanted = HubModel { patience, ..hub.wanted(Some("a.gguf")) };
+    resolve("owner/tiny", &wanted, cache.path(), Progress::Hidden).unwrap();
 }
 
 #[test]
@@ -114,10 +137,32 @@ fn a_file_that_stands_still_is_given_up() {
     }
 }
 
+/// The configuration of a model that can be read.
+const CONFIG: &str = include_str!("../../../tests/golden/llama3/config.json");
+
+#[test]
+fn weights_are_not_fetched_of_a_model_that_cannot_be_read() {
+    let other = CONFIG.replace("LlamaForCausalLM", "Qwen2ForCausalLM");
+    let quantised = CONFIG.replacen('{', r#"{"quantization_config": {"quant_method": "gptq"},"#, 1);
+    let tokenizer = ("tokenizer.json", "{}");
+    for (config, tokenizer, says) in [
+        (other.as_str(), tokenizer, "config.json: architectures: Qwen2ForCausalLM is not supported"),
+        (&quantised, tokenizer, "config.json: quantization_config: a quantised safetensors checkpoint"),
+        (CONFIG, ("tokenizer.model", ""), "the repository has no tokenizer.json, which transformers writes by AutoTok"),
+    ] {
+        let hub = LocalHub::start(&[("config.json", config), tokenizer, ("model.safetensors", "weights")]);
+        let cache = tempfile::tempdir().unwrap();
+        let error = resolve("owner/tiny", &hub.wanted(None), cache.path(), Progress::Hidden).unwrap_err().to_string();
+        assert!(error.contains(says), "{error}");
+        let repo = Cache::new(cache.path().join("hub")).model("owner/tiny".to_owned());
+        assert!(repo.get("config.json").is_some() && repo.get("model.safetensors").is_none(), "{says}");
+    }
+}
+
 #[test]
 fn a_folder_is_fetched_once_and_then_found_without_asking() {
     let hub = LocalHub::start(&[
-        ("config.json", "{}"),
+        ("config.json", CONFIG),
         ("tokenizer.json", "{\"a\": 1}"),
         ("model.safetensors", "weights"),
         ("model-00001-of-00001.safetensors", "the same weights"),
