@@ -96,7 +96,8 @@ fn within_group(folder: &Path, swap: u64) -> Option<Host> {
             let (limit, used) = (number("memory.limit_in_bytes")?, number("memory.usage_in_bytes")?);
             // Of memory and swap space together.
             let both = number("memory.memsw.limit_in_bytes").zip(number("memory.memsw.usage_in_bytes"));
-            let swap_left = |(most, all): (u64, u64)| most.saturating_sub(limit).saturating_sub(all.saturating_sub(used));
+            let swap_left =
+                |(most, all): (u64, u64)| most.saturating_sub(limit).saturating_sub(all.saturating_sub(used));
             (limit, used, both.map(swap_left))
         }
     };

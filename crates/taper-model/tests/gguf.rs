@@ -331,6 +331,25 @@ fn a_model_in_parts_is_read_from_its_first() {
     );
 }
 
+#[test]
+fn a_context_that_yarn_stretches_is_what_the_file_says_or_what_it_comes_to() {
+    let folder = tempfile::tempdir().unwrap();
+    let context = |kind: &str, factor: f32| {
+        let path = convert(
+            "yarn",
+            |_| GgmlDType::F32,
+            folder.path(),
+            |metadata| {
+                metadata.push(("llama.rope.scaling.type".to_owned(), Value::String(kind.to_owned())));
+                metadata.push(("llama.rope.scaling.factor".to_owned(), Value::F32(factor)));
+                metadata.push(("llama.rope.scaling.original_context_length".to_owned(), Value::U32(16)));
+            },
+        );
+        ModelConfig::read(&common::gguf(&path)).unwrap().context_length
+    };
+    assert_eq!([context("yarn", 2.0), context("yarn", 8.0), context("linear", 8.0)], [64, 128, 64]);
+}
+
 /// As llama.cpp does it: what is divided is scaled besides.
 #[test]
 fn divisors_and_linear_scaling_both_hold() {

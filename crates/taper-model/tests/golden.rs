@@ -152,6 +152,13 @@ fn configurations_say_what_attention_and_generation_need() {
 }
 
 #[test]
+fn a_stretched_context_is_as_long_as_its_rule_reaches() {
+    let context = |name: &str| ModelConfig::read(&checkpoint(name)).unwrap().context_length;
+    // 16 positions times 4 in a file of 64; times 8 in one of 64; a linear file's own number.
+    assert_eq!([context("yarn"), context("yarn-mscale"), context("linear")], [64, 128, 64]);
+}
+
+#[test]
 fn a_context_limit_is_kept_or_refused() {
     let load = |limit| {
         let options = LoadOptions { context_limit: Some(limit), ..LoadOptions::default() };

@@ -92,3 +92,8 @@ pub(super) fn check_scaling(path: &Path, field: &str, scaling: &RopeScaling) -> 
         }
     }
 }
+
+/// Positions that a rule reaches which stretches so many by a factor.
+pub(super) fn stretched(positions: usize, factor: f64) -> usize {
+    (positions as f64 * factor.max(1.0)) as usize
+}

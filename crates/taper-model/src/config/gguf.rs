@@ -1,6 +1,6 @@
 //! A GGUF file's metadata as a configuration.
 
-use super::checked::{FieldNames, check, check_scaling};
+use super::checked::{FieldNames, check, check_scaling, stretched};
 use super::{Architecture, ModelConfig};
 use crate::error::ModelError;
 use crate::gguf::Gguf;
@@ -55,6 +55,13 @@ pub(super) fn read(gguf: &Gguf, name: &str) -> Result<ModelConfig, ModelError> {
         return Err(ModelError::unsupported(path, "llama.rope.dimension_count", reason));
     }
     let theta = gguf.optional_f64(NAMES.rope_theta)?.unwrap_or(10_000.0);
+    let scaling = scaling(gguf, head_dim)?;
+    let context_length = match scaling {
+        RopeScaling::Yarn { factor, original_context, .. } => {
+            size(NAMES.context_length)?.max(stretched(original_context, factor))
+        }
+        _ => size(NAMES.context_length)?,
+    };
     let config = ModelConfig {
         name: name.to_owned(),
         architecture: Architecture::Llama,
@@ -68,8 +75,8 @@ pub(super) fn read(gguf: &Gguf, name: &str) -> Result<ModelConfig, ModelError> {
         rms_norm_eps: gguf
             .optional_f64(NAMES.rms_norm_eps)?
             .ok_or_else(|| ModelError::missing(path, NAMES.rms_norm_eps))?,
-        rope: Rope { theta, head_dim, scaling: scaling(gguf, head_dim)? },
-        context_length: size(NAMES.context_length)?,
+        rope: Rope { theta, head_dim, scaling },
+        context_length,
         sliding_window: optional(NAMES.sliding_window)?.filter(|window| *window > 0),
         tie_embeddings: gguf.tensor("output.weight").is_none(),
         eos_tokens: eos_tokens(gguf)?,

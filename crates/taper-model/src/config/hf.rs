@@ -2,7 +2,7 @@
 //!
 //! Own serde types: candle-transformers' configurations know neither YaRN nor a sliding window that may be null.
 
-use super::checked::{FieldNames, check, check_scaling};
+use super::checked::{FieldNames, check, check_scaling, stretched};
 use super::{Architecture, ModelConfig};
 use crate::error::ModelError;
 use crate::rope::{Rope, RopeScaling};
@@ -226,7 +226,7 @@ fn rope(path: &Path, raw: &RawConfig, head_dim: usize) -> Result<(Rope, usize), 
         "dynamic" => {
             let factor = need("factor", given.factor)?;
             // The stretch sets in past max_position_embeddings, so the context reaches beyond it.
-            context_length = (positions as f64 * factor.max(1.0)) as usize;
+            context_length = stretched(positions, factor);
             RopeScaling::Dynamic { factor, original_context: positions }
         }
         "llama3" => RopeScaling::Llama3 {
@@ -237,9 +237,8 @@ fn rope(path: &Path, raw: &RawConfig, head_dim: usize) -> Result<(Rope, usize), 
         },
         "yarn" => {
             let factor = given.factor.unwrap_or(positions as f64 / original as f64);
-            if given.original_max_position_embeddings.is_none() {
-                context_length = (positions as f64 * factor.max(1.0)) as usize;
-            }
+            // Some files say what the stretch comes to, others what there was before it.
+            context_length = positions.max(stretched(original, factor));
             RopeScaling::Yarn {
                 factor,
                 original_context: original,
