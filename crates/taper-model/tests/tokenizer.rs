@@ -149,6 +149,25 @@ fn a_gguf_file_rebuilds_the_same_byte_level_tokenizer() {
     }
 }
 
+/// As llama.cpp has them: names of one rule, of which Llama 3's opens a sequence where the file does not say.
+#[test]
+fn a_rule_goes_by_several_names() {
+    for (rule, opens, names) in [
+        ("gpt-2", false, &["phi-2", "mellum"][..]),
+        ("smollm", false, &["codeshell", "minerva-7b"]),
+        ("llama-bpe", true, &["falcon3", "pixtral", "midm-2.0"]),
+    ] {
+        let fixture = fixture(rule);
+        for name in names {
+            let mut fields = byte_level_fields(name, &fixture);
+            fields.retain(|(key, _)| *key != "tokenizer.ggml.add_bos_token");
+            let tokenizer = from_gguf(fields).unwrap();
+            check_cases(name, &tokenizer, &fixture);
+            assert_eq!(tokenizer.encode("", true).unwrap().len(), usize::from(opens), "{name}");
+        }
+    }
+}
+
 #[test]
 fn a_gguf_file_that_does_not_say_how_texts_are_cut_is_read_as_gpt_2() {
     let fixture = fixture("gpt-2");

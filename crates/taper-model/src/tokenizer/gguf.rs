@@ -58,6 +58,9 @@ const MERGES_BYTES_MAX: usize = 1 << 28;
 /// How Llama 3 cuts a text before merging: contractions, words, up to three digits, punctuation, line ends, spaces.
 const LLAMA3_PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
+/// What llama.cpp calls that rule, by the models that it is of.
+const LLAMA3_NAMES: [&str; 6] = ["llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"];
+
 /// How Mistral NeMo does: words split where case changes, single digits.
 const TEKKEN_PATTERN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
@@ -139,12 +142,12 @@ fn byte_level(gguf: &Gguf, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer, Mod
         "default"
     });
     let (pre_tokenizer, ignore_merges) = match pre {
-        "default" | "gpt-2" => (whole.clone(), false),
-        "smollm" | "starcoder" | "refact" => {
+        "default" | "gpt-2" | "phi-2" | "mellum" => (whole.clone(), false),
+        "smollm" | "starcoder" | "refact" | "codeshell" | "minerva-7b" => {
             let digits = json!({"type": "Digits", "individual_digits": true});
             (json!({"type": "Sequence", "pretokenizers": [digits, whole]}), false)
         }
-        "llama-bpe" | "llama3" | "llama-v3" => (split(LLAMA3_PATTERN), true),
+        llama3 if LLAMA3_NAMES.contains(&llama3) => (split(LLAMA3_PATTERN), true),
         "tekken" => (split(TEKKEN_PATTERN), true),
         other => return Err(ModelError::unsupported(path, PRE, format!("the pre-tokenizer '{other}'"))),
     };
@@ -224,7 +227,7 @@ fn add_ends(gguf: &Gguf, vocabulary: &Vocabulary<'_>, tokenizer: &mut Tokenizer)
     let path = gguf.path();
     // llama.cpp's defaults for files that do not say.
     let opens_by_default = gguf.str(MODEL)? == "llama"
-        || matches!(gguf.optional_str(PRE)?, Some("llama-bpe" | "llama3" | "llama-v3" | "tekken"));
+        || gguf.optional_str(PRE)?.is_some_and(|pre| pre == "tekken" || LLAMA3_NAMES.contains(&pre));
     let opens = gguf.optional_bool("tokenizer.ggml.add_bos_token")?.unwrap_or(opens_by_default);
     let closes = gguf.optional_bool("tokenizer.ggml.add_eos_token")?.unwrap_or(false);
     let named = |key: &str| {
