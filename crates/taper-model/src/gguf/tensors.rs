@@ -37,7 +37,7 @@ impl TensorInfo {
         }
         shape.reverse();
         let tag = cursor.u32()?;
-        let dtype = dtype_of(tag).ok_or_else(|| cursor.error(format!("has the unsupported block format {tag}")))?;
+        let dtype = dtype_of(tag).ok_or_else(|| cursor.error(unread(tag)))?;
         let offset = cursor.u64()?;
         Ok(Self { shape, dtype, range: 0..0, file: 0, offset })
     }
@@ -78,22 +78,49 @@ impl TensorInfo {
     }
 }
 
-/// The block formats that candle multiplies, by the format's numbers.
+/// The block formats that are read, by the format's numbers: those that candle multiplies.
+const READ: [(u32, &str, GgmlDType); 13] = [
+    (0, "F32", GgmlDType::F32),
+    (1, "F16", GgmlDType::F16),
+    (30, "BF16", GgmlDType::BF16),
+    (2, "Q4_0", GgmlDType::Q4_0),
+    (3, "Q4_1", GgmlDType::Q4_1),
+    (6, "Q5_0", GgmlDType::Q5_0),
+    (7, "Q5_1", GgmlDType::Q5_1),
+    (8, "Q8_0", GgmlDType::Q8_0),
+    (10, "Q2_K", GgmlDType::Q2K),
+    (11, "Q3_K", GgmlDType::Q3K),
+    (12, "Q4_K", GgmlDType::Q4K),
+    (13, "Q5_K", GgmlDType::Q5K),
+    (14, "Q6_K", GgmlDType::Q6K),
+];
+
+/// Others, for messages: files of them are about.
+const UNREAD: [(u32, &str); 15] = [
+    (9, "Q8_1"),
+    (15, "Q8_K"),
+    (16, "IQ2_XXS"),
+    (17, "IQ2_XS"),
+    (18, "IQ3_XXS"),
+    (19, "IQ1_S"),
+    (20, "IQ4_NL"),
+    (21, "IQ3_S"),
+    (22, "IQ2_S"),
+    (23, "IQ4_XS"),
+    (29, "IQ1_M"),
+    (34, "TQ1_0"),
+    (35, "TQ2_0"),
+    (39, "MXFP4"),
+    (40, "NVFP4"),
+];
+
 fn dtype_of(tag: u32) -> Option<GgmlDType> {
-    Some(match tag {
-        0 => GgmlDType::F32,
-        1 => GgmlDType::F16,
-        2 => GgmlDType::Q4_0,
-        3 => GgmlDType::Q4_1,
-        6 => GgmlDType::Q5_0,
-        7 => GgmlDType::Q5_1,
-        8 => GgmlDType::Q8_0,
-        10 => GgmlDType::Q2K,
-        11 => GgmlDType::Q3K,
-        12 => GgmlDType::Q4K,
-        13 => GgmlDType::Q5K,
-        14 => GgmlDType::Q6K,
-        30 => GgmlDType::BF16,
-        _ => return None,
-    })
+    READ.iter().find(|(number, ..)| *number == tag).map(|(.., dtype)| *dtype)
+}
+
+/// What is said of a block format that is not read.
+fn unread(tag: u32) -> String {
+    let name = UNREAD.iter().find(|(number, _)| *number == tag).map(|(_, name)| (*name).to_owned());
+    let name = name.unwrap_or_else(|| format!("{tag}, of no name"));
+    format!("has the block format {name}; those that are read are {}", READ.map(|(_, name, _)| name).join(", "))
 }
