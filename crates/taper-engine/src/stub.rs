@@ -387,8 +387,11 @@ impl Text for StubText {
     fn chat(&self, messages: &[Message], variables: &Map<String, Value>) -> Result<Vec<u32>, TextError> {
         let mut text = variables.get("tools").map_or(String::new(), |tools| format!("<tools>{tools}\n"));
         for message in messages {
-            if message.role == "odd" {
-                return Err(TextError("the template knows no role odd".into()));
+            match message.role.as_str() {
+                "odd" => return Err(TextError::Refused("the template knows no role odd".into())),
+                "slow" => return Err(TextError::Busy("the template is at another conversation".into())),
+                "broken" => return Err(TextError::Failed("the template fails".into())),
+                _ => {}
             }
             text.push_str(&format!("<{}>{}", message.role, message.content.as_deref().unwrap_or_default()));
             if !message.extra.is_empty() {

@@ -4,10 +4,19 @@ use crate::calls::CallFormat;
 use serde_json::{Map, Value};
 pub use taper_model::ChatMessage as Message;
 
-/// Text that the tokenizer or the chat template refuses; the caller's fault.
+/// Why a text has no tokens.
 #[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct TextError(pub String);
+pub enum TextError {
+    /// The tokenizer or the chat template refuses it: the caller's fault.
+    #[error("{0}")]
+    Refused(String),
+    /// There was no time for it, as there may be later.
+    #[error("{0}")]
+    Busy(String),
+    /// The chat template fails, whoever asks.
+    #[error("{0}")]
+    Failed(String),
+}
 
 /// How many tokens of a chat's end are the question: from where the last user message begins, where the prompt parts from that of
 /// the messages before it. None, where no user spoke.
@@ -46,7 +55,7 @@ pub trait Text: Send + Sync + 'static {
     /// else the template reads: `tools`, an array, is told to the model in any case.
     ///
     /// # Errors
-    /// The model has no template, or the template refuses the messages.
+    /// The model has no template, or the template refuses the messages, fails, or takes too long.
     fn chat(&self, messages: &[Message], variables: &Map<String, Value>) -> Result<Vec<u32>, TextError>;
 
     /// The same without the opening of the assistant's answer.

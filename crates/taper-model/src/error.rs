@@ -87,6 +87,9 @@ pub enum ModelError {
     /// The chat template itself does not compile or run.
     #[error("chat template: {0}")]
     Template(String),
+    /// The chat template had no time or no thread for the conversation, which it may have later.
+    #[error("the chat template {0}")]
+    TemplateBusy(String),
     /// Weights that there is no room for.
     #[error(
         "the weights take {} of {place} memory while they are loaded, of which there are {}: a --dtype of 16 bits, a quantised \

@@ -115,7 +115,15 @@ pub(crate) fn refused(error: &SubmitError, prompt: &str, count: &str, max_tokens
     }
 }
 
-/// Text that tokenizer or template refused.
+/// A text that got no tokens; `param` names its field.
 pub(crate) fn text(error: &TextError, param: &str) -> ApiError {
-    ApiError::invalid(param, error.to_string())
+    let message = error.to_string();
+    match error {
+        TextError::Refused(_) => ApiError::invalid(param, message),
+        TextError::Busy(_) => {
+            ApiError { retry_after: Some(1), ..ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message) }
+        }
+        // A template that fails on messages fails on them again.
+        TextError::Failed(_) => ApiError { lasting: true, ..ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, message) },
+    }
 }

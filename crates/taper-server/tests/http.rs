@@ -330,6 +330,17 @@ async fn every_field_out_of_range_is_a_400_that_names_it_and_the_range() {
 }
 
 #[tokio::test]
+async fn a_template_that_fails_or_has_no_time_is_not_the_clients_fault() {
+    let server = server("x");
+    let ask = async |role: &str| server.chat(chat(json!({"messages": [{"role": role, "content": "x"}]}))).await;
+    let failed = ask("broken").await;
+    assert_eq!((failed.status, failed.error().0.as_str()), (StatusCode::INTERNAL_SERVER_ERROR, "the template fails"));
+    assert_eq!(failed.headers["x-should-retry"], "false");
+    let busy = ask("slow").await;
+    assert_eq!((busy.status, busy.headers["retry-after"].to_str().unwrap()), (StatusCode::SERVICE_UNAVAILABLE, "1"));
+}
+
+#[tokio::test]
 async fn bodies_that_are_no_request() {
     let small = ServerConfig { body_bytes: 1000, ..Default::default() };
     let server = custom(StubBackend::new("x"), EngineConfig::default(), small);

@@ -36,7 +36,7 @@ impl ModelText {
     /// megabytes of memory, for each of its own.
     fn tokens(&self, text: &str, special: bool, most: usize) -> Result<Vec<u32>, TextError> {
         let _alone = (text.len() > LARGE).then(|| self.large.lock().unwrap_or_else(PoisonError::into_inner));
-        let encode = |text: &str| self.tokenizer.encode(text, special).map_err(|e| TextError(e.to_string()));
+        let encode = |text: &str| self.tokenizer.encode(text, special).map_err(failed);
         let piece = most.saturating_mul(TOKEN_BYTES);
         if text.len() > piece {
             let (mut rest, mut tokens) = (text, 0);
@@ -54,7 +54,7 @@ impl ModelText {
                         "This model's maximum context length is {} tokens; a text of {bytes} bytes has far more{times}",
                         self.context
                     );
-                    return Err(TextError(message));
+                    return Err(TextError::Refused(message));
                 }
                 rest = after;
             }
@@ -71,10 +71,7 @@ impl ModelText {
         variables: &Map<String, Value>,
         render: impl Fn(&ChatTemplate, &[Message], &Map<String, Value>) -> Result<String, ModelError>,
     ) -> Result<Vec<u32>, TextError> {
-        let template = self
-            .template
-            .as_ref()
-            .ok_or_else(|| TextError("the model has no chat template; a text completion needs none".into()))?;
+        let template = self.template.as_ref().ok_or_else(|| TextError::Refused("the model has no chat template; a text completion needs none".into()))?;
         let mut messages = messages.to_vec();
         if !template.says("developer") {
             // OpenAI's newer word for the same.
@@ -85,12 +82,22 @@ impl ModelText {
             let tools = variables.get("tools").and_then(Value::as_array);
             messages = calls::told(&messages, tools.map_or(&[], Vec::as_slice));
         }
-        let text = render(template, &messages, variables).or_else(|refused| {
+        let text = render(template, &messages, variables).or_else(|error| match error {
             // Some know no system messages, and want users and the assistant to take turns.
-            render(template, &calls::folded(&messages), variables).map_err(|_| refused)
+            ModelError::TemplateRefused(_) => render(template, &calls::folded(&messages), variables).map_err(|_| error),
+            other => Err(other),
         });
-        let text = text.map_err(|e| TextError(e.to_string()))?;
-        self.tokens(&text, false, self.context)
+        self.tokens(&text.map_err(failed)?, false, self.context)
+    }
+}
+
+/// Whose fault it is that a text has no tokens.
+fn failed(error: ModelError) -> TextError {
+    let message = error.to_string();
+    match error {
+        ModelError::TemplateBusy(_) => TextError::Busy(message),
+        ModelError::TemplateRefused(_) | ModelError::Encode(_) => TextError::Refused(message),
+        _ => TextError::Failed(message),
     }
 }
 
@@ -162,6 +169,11 @@ mod tests {
     use taper_model::{ModelFiles, ResolvedModel};
 
     fn text(context: usize) -> ModelText {
+        under(None, context)
+    }
+
+    fn under(template: Option<&str>, context: usize) -> ModelText {
+        let template = template.map(|text| ChatTemplate::new(text, Map::new()).unwrap());
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../taper-model/tests/golden");
         let folder = tempfile::tempdir().unwrap();
         let fixture = std::fs::read(golden.join("tokenizers/smollm.json")).unwrap();
@@ -169,7 +181,21 @@ mod tests {
         std::fs::copy(golden.join("llama3/config.json"), folder.path().join("config.json")).unwrap();
         std::fs::write(folder.path().join("tokenizer.json"), fixture["tokenizer"].to_string()).unwrap();
         let model = ResolvedModel { name: "tiny".into(), files: ModelFiles::Folder(folder.path().to_owned()) };
-        ModelText::new(Tokenizer::load(&model).unwrap(), None, context)
+        ModelText::new(Tokenizer::load(&model).unwrap(), template, context)
+    }
+
+    #[test]
+    fn messages_are_put_otherwise_for_a_template_that_refuses_them_and_not_for_one_that_fails() {
+        let of = |at_system: &str| {
+            let template = format!("{{% if messages[0].role == 'system' %}}{{{{ {at_system} }}}}{{% endif %}}hi");
+            let messages = [Message::new("system", "a"), Message::new("user", "b")];
+            under(Some(&template), 100).chat(&messages, &Map::new())
+        };
+        assert_eq!(of("raise_exception('no')").unwrap(), text(100).encode("hi", false).unwrap());
+        let failed = of("nothing()").unwrap_err();
+        assert!(matches!(&failed, TextError::Failed(reason) if reason.contains("nothing")), "{failed:?}");
+        let refused = under(Some("{{ raise_exception('no') }}"), 100).chat(&[Message::new("user", "b")], &Map::new());
+        assert!(matches!(refused, Err(TextError::Refused(_))), "{refused:?}");
     }
 
     /// Else this would take a minute and gigabytes.

@@ -106,7 +106,7 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// [`ModelError::TemplateRefused`] where the template turns the conversation down, [`ModelError::Template`] where
-    /// it fails.
+    /// it fails, [`ModelError::TemplateBusy`] where it takes too long.
     pub fn render(
         &self,
         messages: &[ChatMessage],

@@ -23,7 +23,7 @@ impl Sandbox {
     /// Runs work, and lets it be when it takes too long.
     ///
     /// # Errors
-    /// Those of the work, and one for work that does not end.
+    /// Those of the work, and [`ModelError::TemplateBusy`] for work that does not end.
     pub fn run<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, ModelError> + Send + 'static,
@@ -37,7 +37,9 @@ impl Sandbox {
         work: impl FnOnce() -> Result<T, ModelError> + Send + 'static,
     ) -> Result<T, ModelError> {
         if self.still_runs() {
-            return Err(ModelError::template("is still at an earlier conversation, which takes it too long"));
+            return Err(ModelError::TemplateBusy(
+                "is still at an earlier conversation, which takes it too long".into(),
+            ));
         }
         let (running, (sender, ended)) = (Arc::new(()), channel());
         let lost = Arc::downgrade(&running);
@@ -47,7 +49,7 @@ impl Sandbox {
             let _ = sender.send(work());
         };
         let thread = std::thread::Builder::new().name("template".to_owned()).stack_size(STACK);
-        thread.spawn(work).map_err(|e| ModelError::template(format!("no thread for it: {e}")))?;
+        thread.spawn(work).map_err(|e| ModelError::TemplateBusy(format!("has no thread: {e}")))?;
         match ended.recv_timeout(time_max) {
             Ok(result) => result,
             Err(RecvTimeoutError::Disconnected) => {
@@ -55,7 +57,8 @@ impl Sandbox {
             }
             Err(RecvTimeoutError::Timeout) => {
                 self.lost.lock().unwrap_or_else(PoisonError::into_inner).push(lost);
-                Err(ModelError::template(format!("takes longer than {} s for one conversation", time_max.as_secs())))
+                let reason = format!("takes longer than {} s for one conversation", time_max.as_secs());
+                Err(ModelError::TemplateBusy(reason))
             }
         }
     }
@@ -84,8 +87,11 @@ mod tests {
                 assert!(!defect, "a defect");
                 Ok(ended)
             };
-            assert!(sandbox.run_for(Duration::ZERO, work).unwrap_err().to_string().contains("takes longer"));
-            assert!(sandbox.run(|| Ok(1)).unwrap_err().to_string().contains("still at an earlier"));
+            let busy = [sandbox.run_for(Duration::ZERO, work).map(usize::from), sandbox.run(|| Ok(1))];
+            for (busy, says) in busy.into_iter().zip(["takes longer", "still at an earlier"]) {
+                let Err(ModelError::TemplateBusy(reason)) = busy else { panic!("{busy:?}") };
+                assert!(reason.contains(says), "{reason}");
+            }
             go.send(()).unwrap();
             while sandbox.still_runs() {
                 std::thread::yield_now();
