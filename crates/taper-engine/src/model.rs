@@ -119,7 +119,7 @@ pub fn load(
     cache: CacheOptions,
     device: &Device,
 ) -> Result<(ModelBackend, ModelText), LoadError> {
-    let (tokenizer, template) = (Tokenizer::load(model)?, ChatTemplate::load(model)?);
+    let (tokenizer, template) = (Tokenizer::load(model)?, ChatTemplate::load(model, options.chat_template.as_deref())?);
     let backend = ModelBackend::load(model, options, cache, device)?;
     let text = ModelText::new(tokenizer, template, backend.limits().context_tokens);
     Ok((backend, text))

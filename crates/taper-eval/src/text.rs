@@ -1,6 +1,7 @@
 //! Prompts as a chat model takes them: a user's turn, and an answer that has already begun.
 
 use crate::error::EvalError;
+use std::path::Path;
 use taper_model::{ChatMessage, ChatTemplate, ResolvedModel, Tokenizer};
 
 /// What generators and runner need of a model's text.
@@ -26,12 +27,12 @@ pub struct ModelText {
 }
 
 impl ModelText {
-    /// Reads both from a checkpoint. A model without a template takes the plain text.
+    /// Reads both from a checkpoint, or the template from the file `instead`. A model without a template takes the plain text.
     ///
     /// # Errors
     /// The file and field at fault.
-    pub fn load(model: &ResolvedModel) -> Result<Self, EvalError> {
-        Ok(Self { tokenizer: Tokenizer::load(model)?, template: ChatTemplate::load(model)? })
+    pub fn load(model: &ResolvedModel, instead: Option<&Path>) -> Result<Self, EvalError> {
+        Ok(Self { tokenizer: Tokenizer::load(model)?, template: ChatTemplate::load(model, instead)? })
     }
 }
 

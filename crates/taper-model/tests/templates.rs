@@ -2,9 +2,11 @@
 
 mod common;
 
+use candle_core::quantized::gguf_file::{self, Value as Field};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
+use std::path::Path;
 use taper_model::{ChatMessage, ChatTemplate, ModelError, Progress, default_cache, resolve};
 
 #[derive(Deserialize)]
@@ -21,7 +23,7 @@ struct Case {
 fn template(name: &str) -> ChatTemplate {
     if name == "smollm2" {
         let model = resolve("default", &default_cache(), Progress::Hidden).unwrap();
-        return ChatTemplate::load(&model).unwrap().unwrap();
+        return ChatTemplate::load(&model, None).unwrap().unwrap();
     }
     let path = common::golden().join("templates").join(format!("{name}.jinja"));
     ChatTemplate::new(&std::fs::read_to_string(path).unwrap(), Map::new()).unwrap()
@@ -55,13 +57,13 @@ fn templates_come_from_every_place_that_checkpoints_keep_them() {
     let model = common::folder(folder.path());
     let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
     let render = |variables: Value| {
-        let template = ChatTemplate::load(&model).unwrap().unwrap();
+        let template = ChatTemplate::load(&model, None).unwrap().unwrap();
         let Value::Object(variables) = variables else { panic!() };
         template.render(&[ChatMessage::new("user", "hi")], false, &variables).unwrap()
     };
-    assert!(ChatTemplate::load(&model).unwrap().is_none());
+    assert!(ChatTemplate::load(&model, None).unwrap().is_none());
     write("tokenizer_config.json", r#"{"bos_token": null}"#);
-    assert!(ChatTemplate::load(&model).unwrap().is_none());
+    assert!(ChatTemplate::load(&model, None).unwrap().is_none());
 
     write(
         "tokenizer_config.json",
@@ -88,7 +90,7 @@ fn templates_come_from_every_place_that_checkpoints_keep_them() {
     assert_eq!(render(json!({})), "old");
     write("special_tokens_map.json", r#"{"bos_token": 3}"#);
     write("tokenizer_config.json", &format!("{{{template}}}"));
-    let error = ChatTemplate::load(&model).unwrap_err().to_string();
+    let error = ChatTemplate::load(&model, None).unwrap_err().to_string();
     assert!(error.contains("special_tokens_map.json: bos_token: must be a token's name"), "{error}");
     write("special_tokens_map.json", "{}");
 
@@ -97,12 +99,56 @@ fn templates_come_from_every_place_that_checkpoints_keep_them() {
 }
 
 #[test]
+fn a_gguf_file_has_a_template_for_tools_beside_the_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let render = |templates: &[(&str, &str)], instead: Option<&Path>| {
+        let path = folder.path().join("tiny.gguf");
+        let text = |text: &str| Field::String(text.to_owned());
+        let mut fields = vec![
+            ("tokenizer.ggml.tokens".to_owned(), Field::Array(vec![text("<s>"), text("</s>")])),
+            ("tokenizer.ggml.eos_token_id".to_owned(), Field::U32(1)),
+        ];
+        fields.extend(templates.iter().map(|(key, template)| (format!("tokenizer.{key}"), text(template))));
+        let fields: Vec<(&str, &Field)> = fields.iter().map(|(key, field)| (key.as_str(), field)).collect();
+        gguf_file::write(&mut std::fs::File::create(&path).unwrap(), &fields, &[]).unwrap();
+        let template = ChatTemplate::load(&common::gguf(&path), instead).unwrap()?;
+        let tools = Map::from_iter([("tools".to_owned(), json!([]))]);
+        let rendered = [Map::new(), tools].map(|variables| template.render(&[], false, &variables).unwrap());
+        Some(rendered.join(", "))
+    };
+    let (chat, tools) = (("chat_template", "chat{{ eos_token }}"), ("chat_template.tool_use", "tools{{ eos_token }}"));
+    assert_eq!(render(&[chat, tools], None).unwrap(), "chat</s>, tools</s>");
+    assert_eq!(render(&[chat], None).unwrap(), "chat</s>, chat</s>");
+    assert_eq!(render(&[tools], None), None);
+    // One's own goes before both, and knows the model's tokens.
+    let own = folder.path().join("own.jinja");
+    std::fs::write(&own, "own{{ eos_token }}").unwrap();
+    assert_eq!(render(&[chat, tools], Some(&own)).unwrap(), "own</s>, own</s>");
+    assert_eq!(render(&[], Some(&own)).unwrap(), "own</s>, own</s>");
+}
+
+#[test]
+fn one_s_own_template_stands_in_place_of_a_folders() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = common::folder(folder.path());
+    let config = r#"{"bos_token": "<b>", "chat_template": "{% broken"}"#;
+    std::fs::write(folder.path().join("tokenizer_config.json"), config).unwrap();
+    let own = folder.path().join("own.jinja");
+    let load = || ChatTemplate::load(&model, Some(&own)).map_err(|e| e.to_string());
+    assert!(load().unwrap_err().contains("own.jinja: "), "it is not there");
+    std::fs::write(&own, "{{ bos_token }}own").unwrap();
+    assert_eq!(load().unwrap().unwrap().render(&[], false, &Map::new()).unwrap(), "<b>own");
+    std::fs::write(&own, "{% if %}").unwrap();
+    assert!(load().unwrap_err().contains("own.jinja: chat_template: "), "it is broken");
+}
+
+#[test]
 fn broken_templates_name_their_file() {
     let folder = tempfile::tempdir().unwrap();
     let model = common::folder(folder.path());
     let error = |config: &str| {
         std::fs::write(folder.path().join("tokenizer_config.json"), config).unwrap();
-        ChatTemplate::load(&model).unwrap_err().to_string()
+        ChatTemplate::load(&model, None).unwrap_err().to_string()
     };
     for (config, part) in [
         (r#"{"chat_template": "{% if %}"}"#, "chat_template: "),

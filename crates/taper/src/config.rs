@@ -246,6 +246,9 @@ pub fn model(args: ModelArgs) -> Result<ModelConfig> {
             bail!("{setting}: {} is no folder", folder.display());
         }
     }
+    if let Some(file) = args.chat_template.as_deref().filter(|file| !file.is_file()) {
+        bail!("chat_template: {} is no file", file.display());
+    }
     let model = args.model.unwrap_or_else(|| DEFAULT_MODEL.into());
     if model.trim().is_empty() {
         bail!("model: must be a name or a path");
@@ -279,6 +282,7 @@ pub fn model(args: ModelArgs) -> Result<ModelConfig> {
             dtype: args.dtype.as_deref().map_or(Ok(WeightDType::default()), weight_dtype)?,
             dequantize: args.dequantize.unwrap_or(false),
             context_limit: args.context,
+            chat_template: args.chat_template,
             progress: Progress::Shown,
         },
         engine: EngineConfig::default(),

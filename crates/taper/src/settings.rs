@@ -42,6 +42,9 @@ pub struct ModelArgs {
     /// default (SmolLM2-135M-Instruct, fetched once), a folder, a .gguf file, or a hub id (owner/name[@revision][:file.gguf])
     #[arg(long, value_name = "MODEL")]
     pub model: Option<String>,
+    /// Chat template (Jinja) to use in place of the model's own, or for a model that has none [default: the model's]
+    #[arg(long, value_name = "FILE")]
+    pub chat_template: Option<PathBuf>,
     /// Attention where a request says nothing of it: a preset or method (see `taper methods`), or JSON such as
     /// '{"decode": {"method": "vattention", "epsilon": 0.1}}'
     #[arg(long, value_name = "PRESET|METHOD|JSON")]
@@ -416,7 +419,7 @@ mod tests {
         names.push("config".into());
         assert!(flags.iter().all(|flag| names.contains(flag)), "{flags:?}");
         // Each is read from the environment as from a file, whatever its type.
-        let all = "model='m'\nserved_model_name='n,o'\nattention='dense'\npresets='p'\nartifacts='a'\ndevice='cpu'\nthreads=2\nkv_memory='1GiB'\nkv_offload='2GiB'\nkv_offload_dir='d'\n\
+        let all = "model='m'\nchat_template='j'\nserved_model_name='n,o'\nattention='dense'\npresets='p'\nartifacts='a'\ndevice='cpu'\nthreads=2\nkv_memory='1GiB'\nkv_offload='2GiB'\nkv_offload_dir='d'\n\
                    kv_dtype='f32'\ndtype='f16'\ndequantize=true\ncontext=99\nhost='h'\nport=1\nqueue=2\nchunk_tokens=3\nsequences=4\nstretch=1.5\n\
                    dense_below=9\nprefix_cache=false\ngeneration_config=false\nrequest_seconds=5\nstep_seconds=9\nbody_mib=6\nbody_seconds=7\nwrite_seconds=6\nleast_priority=-2\nheader_seconds=8\napi_keys='k'\ncors_origins='*'\n\
                    tls_cert='c'\ntls_key='t'\notlp_traces_endpoint='http://c:4318/'\nlog='json'\n";

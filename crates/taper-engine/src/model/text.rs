@@ -16,6 +16,10 @@ const LARGE: usize = 1 << 20;
 /// Contexts whose tokens are counted for who wants to know how many there are.
 const COUNTED: usize = 16;
 
+/// What is said of messages to a base model.
+const NO_TEMPLATE: &str =
+    "the model has no chat template, which the server's --chat-template FILE may give it; a text completion needs none";
+
 /// A model's tokenizer and template.
 pub struct ModelText {
     tokenizer: Tokenizer,
@@ -71,7 +75,7 @@ impl ModelText {
         variables: &Map<String, Value>,
         render: impl Fn(&ChatTemplate, &[Message], &Map<String, Value>) -> Result<String, ModelError>,
     ) -> Result<Vec<u32>, TextError> {
-        let template = self.template.as_ref().ok_or_else(|| TextError::Refused("the model has no chat template; a text completion needs none".into()))?;
+        let template = self.template.as_ref().ok_or_else(|| TextError::Refused(NO_TEMPLATE.into()))?;
         let mut messages = messages.to_vec();
         if !template.says("developer") {
             // OpenAI's newer word for the same.

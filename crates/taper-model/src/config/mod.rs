@@ -12,6 +12,7 @@ pub use generation::GenerationConfig;
 
 use crate::source::{ModelFiles, Progress, ResolvedModel};
 use sha2::{Digest, Sha256};
+use std::path::PathBuf;
 use taper_attention::{AttentionShape, ModelKey};
 
 /// The families that the forward pass knows; they differ only in the sliding window.
@@ -46,6 +47,8 @@ pub struct LoadOptions {
     pub dequantize: bool,
     /// Lowers the context length that the model reports; a limit above the model's own is an error.
     pub context_limit: Option<usize>,
+    /// A file of the chat template that stands in place of the model's own.
+    pub chat_template: Option<PathBuf>,
     /// Whether loading says how far it is.
     pub progress: Progress,
 }

@@ -15,11 +15,15 @@ use minijinja::value::{Kwargs, Serde, Value};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind};
 use sandbox::Sandbox;
 use serde::{Deserialize, Serialize};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The name of the one template in its environment.
 const NAME: &str = "chat_template";
+
+/// Names of several templates: the one for all conversations, and the one for those with tools.
+const DEFAULT: &str = "default";
+const TOOL_USE: &str = "tool_use";
 
 /// Tokens that templates know by name.
 const SPECIAL_TOKENS: [&str; 5] = ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token"];
@@ -78,17 +82,27 @@ struct NamedTemplate {
 }
 
 impl ChatTemplate {
-    /// Reads a checkpoint's template; none for a base model, which has no template.
+    /// Reads a checkpoint's template, or the one in the file `instead`, with the checkpoint's special tokens; none for a base
+    /// model, which has no template.
     ///
     /// Looks in `chat_template.jinja`, then in `tokenizer_config.json`; or in a GGUF's metadata.
     ///
     /// # Errors
     /// [`ModelError`] naming the file, if it cannot be read or the template does not compile.
-    pub fn load(model: &ResolvedModel) -> Result<Option<Self>, ModelError> {
-        match &model.files {
-            ModelFiles::Folder(folder) => Self::from_folder(folder),
-            ModelFiles::Gguf(path) => Self::from_gguf(&Gguf::open(path)?),
-        }
+    pub fn load(model: &ResolvedModel, instead: Option<&Path>) -> Result<Option<Self>, ModelError> {
+        let given = instead.map(Found::file).transpose()?;
+        let (special_tokens, found) = match &model.files {
+            ModelFiles::Folder(folder) => {
+                let config = TokenizerConfig::read(folder)?;
+                (tokens_of_folder(&config)?, given.map_or_else(|| Found::in_folder(folder, &config), |f| Ok(Some(f)))?)
+            }
+            ModelFiles::Gguf(path) => {
+                let gguf = Gguf::open(path)?;
+                (tokens_of_gguf(&gguf)?, given.map_or_else(|| Found::in_gguf(&gguf), |f| Ok(Some(f)))?)
+            }
+        };
+        let Some(Found { path, field, raw }) = found else { return Ok(None) };
+        Self::compile(raw, special_tokens).map(Some).map_err(|e| at(&path, field, e))
     }
 
     /// Compiles a template's text. `special_tokens` gives `bos_token` and its like.
@@ -158,43 +172,6 @@ impl ChatTemplate {
         std::iter::once(&self.texts.chat).chain(&self.texts.tools).any(|template| template.contains(text))
     }
 
-    fn from_folder(folder: &Path) -> Result<Option<Self>, ModelError> {
-        let config = TokenizerConfig::read(folder)?;
-        let mut special_tokens = serde_json::Map::new();
-        for name in SPECIAL_TOKENS {
-            special_tokens.extend(config.token(name)?.map(|token| (name.to_owned(), token.into())));
-        }
-        let own = folder.join("chat_template.jinja");
-        if own.exists() {
-            let text = crate::json::read_text(&own)?;
-            return Self::compile(RawTemplate::One(text), special_tokens).map(Some).map_err(|e| at(&own, NAME, e));
-        }
-        let Some(raw) = config.field(NAME) else { return Ok(None) };
-        let path = config.path();
-        let raw = RawTemplate::deserialize(raw)
-            .map_err(|_| ModelError::invalid(path, NAME, "must be a string or a list of named templates"))?;
-        Self::compile(raw, special_tokens).map(Some).map_err(|e| at(path, NAME, e))
-    }
-
-    fn from_gguf(gguf: &Gguf) -> Result<Option<Self>, ModelError> {
-        const KEY: &str = "tokenizer.chat_template";
-        let Some(text) = gguf.optional_str(KEY)? else { return Ok(None) };
-        let tokens = gguf.optional_strings("tokenizer.ggml.tokens")?.unwrap_or_default();
-        let mut special_tokens = serde_json::Map::new();
-        for (name, key) in [
-            ("bos_token", "tokenizer.ggml.bos_token_id"),
-            ("eos_token", "tokenizer.ggml.eos_token_id"),
-            ("unk_token", "tokenizer.ggml.unknown_token_id"),
-            ("pad_token", "tokenizer.ggml.padding_token_id"),
-        ] {
-            let id = crate::config::gguf::token(gguf, key)?;
-            if let Some(token) = id.and_then(|id| tokens.get(id as usize)) {
-                special_tokens.insert(name.to_owned(), (*token).into());
-            }
-        }
-        Self::new(text, special_tokens).map(Some).map_err(|e| at(gguf.path(), KEY, e))
-    }
-
     fn compile(
         raw: RawTemplate,
         special_tokens: serde_json::Map<String, serde_json::Value>,
@@ -219,8 +196,8 @@ impl ChatTemplate {
                 let (mut chat, mut tools) = (None, None);
                 for NamedTemplate { name, template } in templates {
                     match name.as_str() {
-                        "default" => chat = Some(checked(template)?),
-                        "tool_use" => tools = Some(checked(template)?),
+                        DEFAULT => chat = Some(checked(template)?),
+                        TOOL_USE => tools = Some(checked(template)?),
                         _ => {}
                     }
                 }
@@ -230,6 +207,73 @@ impl ChatTemplate {
         let chat = chat.ok_or_else(|| ModelError::template("none of the named templates is called default"))?;
         Ok(Self { texts: Arc::new(Texts { environment, chat, tools }), special_tokens, sandbox })
     }
+}
+
+/// A template that was found.
+struct Found {
+    path: PathBuf,
+    /// What it is called there.
+    field: &'static str,
+    raw: RawTemplate,
+}
+
+impl Found {
+    /// The whole of a file.
+    fn file(path: &Path) -> Result<Self, ModelError> {
+        let raw = RawTemplate::One(crate::json::read_text(path)?);
+        Ok(Self { path: path.to_owned(), field: NAME, raw })
+    }
+
+    fn in_folder(folder: &Path, config: &TokenizerConfig) -> Result<Option<Self>, ModelError> {
+        let own = folder.join("chat_template.jinja");
+        if own.exists() {
+            return Self::file(&own).map(Some);
+        }
+        let Some(raw) = config.field(NAME) else { return Ok(None) };
+        let path = config.path();
+        let raw = RawTemplate::deserialize(raw)
+            .map_err(|_| ModelError::invalid(path, NAME, "must be a string or a list of named templates"))?;
+        Ok(Some(Self { path: path.to_owned(), field: NAME, raw }))
+    }
+
+    fn in_gguf(gguf: &Gguf) -> Result<Option<Self>, ModelError> {
+        const KEY: &str = "tokenizer.chat_template";
+        let named = |key: &str, name: &str| {
+            let template = gguf.optional_str(key)?;
+            Ok::<_, ModelError>(template.map(|text| NamedTemplate { name: name.to_owned(), template: text.to_owned() }))
+        };
+        let Some(chat) = named(KEY, DEFAULT)? else { return Ok(None) };
+        let tools = named("tokenizer.chat_template.tool_use", TOOL_USE)?;
+        let raw = RawTemplate::Named([chat].into_iter().chain(tools).collect());
+        Ok(Some(Self { path: gguf.path().to_owned(), field: KEY, raw }))
+    }
+}
+
+/// Special tokens by the names that templates know, of a folder.
+fn tokens_of_folder(config: &TokenizerConfig) -> Result<serde_json::Map<String, serde_json::Value>, ModelError> {
+    let mut tokens = serde_json::Map::new();
+    for name in SPECIAL_TOKENS {
+        tokens.extend(config.token(name)?.map(|token| (name.to_owned(), token.into())));
+    }
+    Ok(tokens)
+}
+
+/// The same of a GGUF file.
+fn tokens_of_gguf(gguf: &Gguf) -> Result<serde_json::Map<String, serde_json::Value>, ModelError> {
+    let names = gguf.optional_strings("tokenizer.ggml.tokens")?.unwrap_or_default();
+    let mut tokens = serde_json::Map::new();
+    for (name, key) in [
+        ("bos_token", "tokenizer.ggml.bos_token_id"),
+        ("eos_token", "tokenizer.ggml.eos_token_id"),
+        ("unk_token", "tokenizer.ggml.unknown_token_id"),
+        ("pad_token", "tokenizer.ggml.padding_token_id"),
+    ] {
+        let id = crate::config::gguf::token(gguf, key)?;
+        if let Some(token) = id.and_then(|id| names.get(id as usize)) {
+            tokens.insert(name.to_owned(), (*token).into());
+        }
+    }
+    Ok(tokens)
 }
 
 /// Compiles a text and runs it.

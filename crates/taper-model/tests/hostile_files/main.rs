@@ -24,7 +24,7 @@ fn used(model: &ResolvedModel) -> bool {
         taper_model::ModelFiles::Folder(path) | taper_model::ModelFiles::Gguf(path) => path.clone(),
     };
     let tokenizer = checked(&file, Tokenizer::load(model));
-    let template = checked(&file, ChatTemplate::load(model)).flatten();
+    let template = checked(&file, ChatTemplate::load(model, None)).flatten();
     let loaded = checked(&file, Model::load(model, &LoadOptions::default(), &Device::Cpu));
     if let Some(config) = checked(&file, ModelConfig::read(model)) {
         config.key();

@@ -55,7 +55,7 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
     let json = json_file(&args)?;
     let config = config::model(args.model)?;
     if let Some(file) = &args.prompts {
-        let text = ModelText::load(&load::find(&config)?)?;
+        let text = ModelText::load(&load::find(&config)?, config.load.chat_template.as_deref())?;
         let prompts = write_prompts(&plan, args.seed, &text, file)?;
         eprintln!("{prompts} prompts");
         return Ok(());
@@ -71,7 +71,7 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
     let Ready { model, mut backend, artifacts, .. } = load::backend(&config)?;
     (plan.prefills, plan.decodes) = methods(&artifacts)?;
     plan.artifacts = artifacts;
-    let text = ModelText::load(&model)?;
+    let text = ModelText::load(&model, config.load.chat_template.as_deref())?;
     let learnt = config.artifacts.as_deref().map(|folder| digests(folder, &plan.artifacts.names())).transpose()?;
     let header = Header {
         model: model.name.clone(),
