@@ -130,7 +130,7 @@ pub(super) fn metered(plain: Environment<'static>) -> Environment<'static> {
     environment.add_filter("~", |state: &mut State<'_, '_>, a: Value, b: Value| {
         charge_deep(state, &a, 0)?;
         charge_deep(state, &b, 0)?;
-        Ok(format!("{a}{b}"))
+        Ok(python::text(&a) + &python::text(&b))
     });
     let modulo = plain.clone();
     environment.add_filter("%", move |state: &mut State<'_, '_>, a: Value, b: Value| match a.as_str() {

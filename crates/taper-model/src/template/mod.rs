@@ -299,6 +299,8 @@ fn environment() -> Environment<'static> {
     environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     environment.set_formatter(python::format);
     environment.add_filter("tojson", python::to_json);
+    environment.add_filter("join", python::join);
+    environment.add_filter("string", |value: &Value| python::text(value));
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Refusal(message)))
     });

@@ -40,8 +40,33 @@ pub(super) fn percent(format: &str, value: &Value) -> Result<Value, Error> {
     minijinja::formatting::format(FormatStyle::Printf, format, &args).map(Value::from)
 }
 
+/// The `join` filter: of texts as `str()` has them, or of those of an attribute.
+pub(super) fn join(
+    state: &mut State<'_, '_>,
+    value: &Value,
+    between: Option<Value>,
+    attribute: Option<Value>,
+    named: Kwargs,
+) -> Result<String, Error> {
+    let between = between.or(named.get("d")?).filter(|between| !between.is_none());
+    let attribute = attribute.or(named.get("attribute")?).filter(|attribute| !attribute.is_none());
+    named.assert_all_used()?;
+    let items = match attribute {
+        Some(attribute) => {
+            let attribute = Value::from(Kwargs::from_iter([("attribute", attribute)]));
+            state.apply_filter("map", &[value.clone(), attribute])?
+        }
+        None => value.clone(),
+    };
+    let parts: Vec<String> = match items.as_str() {
+        Some(text) => text.chars().map(String::from).collect(),
+        None => items.try_iter()?.map(|item| text(&item)).collect(),
+    };
+    Ok(parts.join(&between.as_ref().map(text).unwrap_or_default()))
+}
+
 /// A value as `str()` has it.
-fn text(value: &Value) -> String {
+pub(super) fn text(value: &Value) -> String {
     match value.kind() {
         ValueKind::Undefined => String::new(),
         ValueKind::None | ValueKind::Bool | ValueKind::Number | ValueKind::Seq | ValueKind::Map => {
