@@ -236,6 +236,24 @@ fn a_network_saved_without_its_head_is_loaded_where_the_head_is_its_table() {
 }
 
 #[test]
+fn biases_that_the_configuration_does_not_tell_of_are_refused_unless_they_are_0() {
+    let folder_of = |bias: f32| {
+        let whole = renamed("llama2-gqa", |name| Some(name.to_owned()));
+        let path = whole.path().join("model.safetensors");
+        let mut tensors = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
+        let bias = Tensor::full(bias, 64, &Device::Cpu).unwrap();
+        tensors.insert("model.layers.1.self_attn.q_proj.bias".to_owned(), bias);
+        candle_core::safetensors::save(&tensors, path).unwrap();
+        whole
+    };
+    load(&folder(folder_of(0.0).path()), false);
+    let biased = folder_of(0.5);
+    let error = Model::load(&folder(biased.path()), &LoadOptions::default(), &Device::Cpu).unwrap_err().to_string();
+    let says = "model.safetensors: model.layers.1.self_attn.q_proj.bias: is part of a layer, but no part that is read";
+    assert!(error.contains(says), "{error}");
+}
+
+#[test]
 fn weights_are_told_from_others_of_their_shape() {
     let digest = |path: &Path| weights_digest(&folder(path)).unwrap();
     let as_they_are = |name: &str| Some(name.to_owned());

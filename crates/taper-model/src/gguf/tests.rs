@@ -53,8 +53,16 @@ fn absurd_lengths_end_at_the_end_of_the_file() {
         ("many dimensions", header(3, 1, 0, &tensor(9, 1, 0, 0)), "weight: has 9 dimensions"),
         ("no dimension", header(3, 1, 0, &tensor(1, 0, 0, 0)), "weight: has a dimension of no sound size"),
         ("overflow", header(3, 1, 0, &tensor(4, 1 << 40, 0, 0)), "weight: has an absurd shape or offset"),
-        ("odd format", header(3, 1, 0, &tensor(1, 32, 99, 0)), "weight: has the block format 99, of no name; those that"),
-        ("IQ4_XS", header(3, 1, 0, &tensor(1, 32, 23, 0)), "weight: has the block format IQ4_XS; those that are read are F32,"),
+        (
+            "odd format",
+            header(3, 1, 0, &tensor(1, 32, 99, 0)),
+            "weight: has the block format 99, of no name; those that",
+        ),
+        (
+            "IQ4_XS",
+            header(3, 1, 0, &tensor(1, 32, 23, 0)),
+            "weight: has the block format IQ4_XS; those that are read are F32,",
+        ),
         ("part of a block", header(3, 1, 0, &tensor(1, 33, 3, 0)), "weight: rows of 33 do not divide"),
         ("past the end", header(3, 1, 0, &tensor(1, 32, 0, 0)), "weight: ends at byte"),
         ("far away", header(3, 1, 0, &tensor(1, 32, 0, u64::MAX - 5)), "weight: has an absurd shape or offset"),

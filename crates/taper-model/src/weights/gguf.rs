@@ -3,7 +3,7 @@
 //! llama.cpp interleaves the rows of each query and key head, so that its rotary embedding turns neighbours. Rows
 //! are whole quantised blocks, so the usual order (halves) is restored exactly, by moving bytes.
 
-use super::{Embedding, FileRows, Role, Weights, activation_dtype, expected_shape, float_dtype};
+use super::{Embedding, FileRows, Role, UNREAD, Weights, activation_dtype, expected_shape, float_dtype, unread_part};
 use crate::config::{LoadOptions, ModelConfig};
 use crate::error::ModelError;
 use crate::gguf::{Gguf, TensorInfo};
@@ -41,12 +41,11 @@ impl<'a> GgufWeights<'a> {
             let reason = format!("is {}, but the file holds more layers", config.layers);
             return Err(ModelError::invalid(path, "llama.block_count", reason));
         }
-        if let Some(tensor) = weights.gguf.tensor_names().filter(|name| is_unread(name)).min() {
-            return Err(ModelError::invalid(
-                path,
-                tensor,
-                "is part of a layer, but no part that is read: answers would be others",
-            ));
+        // Angles, which old files have beside their metadata, are no part of a layer.
+        let is_unread =
+            |tensor: &&str| unread_part(tensor, "blk.", name).is_some_and(|part| part != "attn_rot_embd.weight");
+        if let Some(tensor) = weights.gguf.tensor_names().filter(is_unread).min() {
+            return Err(ModelError::invalid(path, tensor, UNREAD));
         }
         let in_layers = (0..config.layers).flat_map(|layer| Role::IN_LAYER.map(|role| (role, layer)));
         let matrices = in_layers.filter(|(role, _)| !role.is_norm()).chain([(weights.head_role(), 0)]);
@@ -265,14 +264,6 @@ fn matrix_dtype(options: &LoadOptions, stored: DType, floats: Option<DType>, on_
         Some(first) => float_dtype(options, first),
         None => DType::F32,
     }
-}
-
-/// Whether a tensor is part of a layer and none that is read, such as a bias: without it a model's numbers would be others.
-/// Angles, which old files have beside their metadata, are no part of it.
-fn is_unread(name: &str) -> bool {
-    let Some((_, part)) = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) else { return false };
-    let first = format!("blk.0.{part}");
-    part != "attn_rot_embd.weight" && Role::IN_LAYER.iter().all(|&role| self::name(role, 0) != first)
 }
 
 /// llama.cpp's names.

@@ -115,6 +115,17 @@ pub(crate) fn layer_bytes(weights: &dyn Weights, layer: usize) -> Result<u64, Mo
     Role::IN_LAYER.iter().map(|role| weights.bytes(*role, layer)).sum()
 }
 
+/// The part of a layer that a tensor is, where it is none of those that are read: without it a model's numbers may be others.
+/// `name` names a role's tensor, which in a layer begins with `prefix` and the layer's number.
+fn unread_part<'a>(tensor: &'a str, prefix: &str, name: fn(Role, usize) -> String) -> Option<&'a str> {
+    let (_, part) = tensor.strip_prefix(prefix)?.split_once('.')?;
+    let first = format!("{prefix}0.{part}");
+    Role::IN_LAYER.iter().all(|&role| name(role, 0) != first).then_some(part)
+}
+
+/// What is said of such a part where it is known to matter.
+const UNREAD: &str = "is part of a layer, but no part that is read: answers would be others";
+
 /// Opens a checkpoint's weights.
 pub(crate) fn open<'a>(
     model: &ResolvedModel,

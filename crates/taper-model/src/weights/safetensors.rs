@@ -1,8 +1,8 @@
 //! Float weights from safetensors: one file, or shards with an index.
 
-use super::{Embedding, FileRows, Role, Weights, activation_dtype, expected_shape, float_dtype};
+use super::{Embedding, FileRows, Role, UNREAD, Weights, activation_dtype, expected_shape, float_dtype, unread_part};
 use crate::config::{LoadOptions, ModelConfig};
-use crate::error::ModelError;
+use crate::error::{ModelError, quoted};
 use crate::mapped::MappedFile;
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Tensor};
@@ -77,6 +77,38 @@ impl Files {
         self.entries.get(name).or_else(|| self.entries.get(name.strip_prefix("model.")?))
     }
 
+    /// Refuses biases, which the configuration would have to tell of, unless they are 0, as converters write them; warns of
+    /// other parts of layers that nothing reads.
+    fn check_unread(&self) -> Result<(), ModelError> {
+        let unread = self.unread();
+        let adds =
+            |name: &&&str| name.ends_with(".bias") && self.bytes(&self.entries[**name]).iter().any(|byte| *byte != 0);
+        if let Some(bias) = unread.iter().find(adds) {
+            return Err(ModelError::invalid(self.files[self.entries[*bias].file].path(), bias, UNREAD));
+        }
+        let others: Vec<&str> = unread.into_iter().filter(|name| !name.ends_with(".bias")).collect();
+        if !others.is_empty() {
+            let few = quoted(others[..others.len().min(3)].join(", "));
+            let (path, count) = (self.listing.display(), others.len());
+            tracing::warn!(
+                "{path}: {count} tensors of layers are not read ({few}): answers may be others than they should be"
+            );
+        }
+        Ok(())
+    }
+
+    /// Parts of layers that nothing reads, but for angles, which old files keep. In order of their names.
+    fn unread(&self) -> Vec<&str> {
+        let is_unread = |tensor: &&str| {
+            let tensor = if tensor.starts_with("model.") { (*tensor).to_owned() } else { format!("model.{tensor}") };
+            let part = unread_part(&tensor, "model.layers.", name);
+            part.is_some_and(|part| part != "self_attn.rotary_emb.inv_freq")
+        };
+        let mut unread: Vec<&str> = self.entries.keys().map(String::as_str).filter(is_unread).collect();
+        unread.sort_unstable();
+        unread
+    }
+
     fn add(&mut self, path: &Path) -> Result<(), ModelError> {
         let file = MappedFile::open(path)?;
         let bytes = file.bytes();
@@ -120,6 +152,7 @@ impl<'a> Safetensors<'a> {
             let reason = format!("is {}, but the checkpoint holds more layers", config.layers);
             return Err(ModelError::invalid(&folder.join("config.json"), "num_hidden_layers", reason));
         }
+        files.check_unread()?;
         let (options, table) = (options.clone(), OnceCell::new());
         Ok(Self { files, config, options, device, table })
     }
@@ -272,5 +305,27 @@ fn name(role: Role, layer: usize) -> String {
         Role::Gate => in_layer("mlp.gate_proj"),
         Role::Up => in_layer("mlp.up_proj"),
         Role::Down => in_layer("mlp.down_proj"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_layers_that_nothing_reads_are_told() {
+        let entry = || Entry { file: 0, dtype: DType::F32, shape: vec![1], range: 0..4 };
+        let names = [
+            "model.layers.0.self_attn.q_proj.weight",
+            "layers.1.mlp.up_proj.weight",
+            "model.layers.0.self_attn.rotary_emb.inv_freq",
+            "model.layers.1.self_attn.q_norm.weight",
+            "layers.10.self_attn.q_proj.bias",
+            "model.embed_tokens.weight",
+            "lm_head.weight",
+        ];
+        let entries = names.map(|name| (name.to_owned(), entry())).into();
+        let files = Files { files: Vec::new(), entries, listing: PathBuf::new() };
+        assert_eq!(files.unread(), ["layers.10.self_attn.q_proj.bias", "model.layers.1.self_attn.q_norm.weight"]);
     }
 }
