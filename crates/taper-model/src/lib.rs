@@ -19,7 +19,7 @@ mod template;
 mod tokenizer;
 mod weights;
 
-pub use config::{Architecture, GenerationConfig, LoadOptions, ModelConfig, Rope, RopeScaling, WeightDType};
+pub use config::{GenerationConfig, LoadOptions, ModelConfig, Rope, RopeScaling, WeightDType};
 pub use error::ModelError;
 pub use memory::{free_memory, size};
 pub use model::Model;

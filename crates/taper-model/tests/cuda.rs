@@ -8,7 +8,7 @@ use taper_attention::{Artifacts, AttentionBatch, AttentionSpec, Chunk, Place, Se
 use taper_kernels::cuda::graph_steps;
 use taper_kernels::decode::Selection;
 use taper_kv_cache::{KvPool, KvShape};
-use taper_model::{Architecture, Model, ModelConfig};
+use taper_model::{Model, ModelConfig};
 
 /// Small models of other shapes, types and caches: bf16 with head_dim 64 and groups of 3; f16 with 128 and 8; the same of bf16 with groups
 /// of 4 and a window of its own, which the longest prompt of these tests leaves behind.
@@ -24,13 +24,8 @@ fn models() -> Vec<Run> {
         kv_heads: 2,
         ..ModelConfig::of_shape("llama-3.1-8b").unwrap()
     };
-    let of_mistral = ModelConfig {
-        q_heads: 8,
-        sliding_window: Some(1000),
-        name: "mistral-7b".into(),
-        architecture: Architecture::Mistral,
-        ..of_llama.clone()
-    };
+    let of_mistral =
+        ModelConfig { q_heads: 8, sliding_window: Some(1000), name: "mistral-7b".into(), ..of_llama.clone() };
     [(small, DType::BF16), (of_llama, DType::F16), (of_mistral, DType::BF16)]
         .map(|(config, dtype)| Run { model: Model::random(&config, dtype, &device).unwrap(), dtype })
         .into()

@@ -1,7 +1,7 @@
 //! A GGUF file's metadata as a configuration.
 
+use super::ModelConfig;
 use super::checked::{FieldNames, check, check_scaling, stretched};
-use super::{Architecture, ModelConfig};
 use crate::error::ModelError;
 use crate::gguf::Gguf;
 use crate::rope::{Rope, RopeScaling};
@@ -64,7 +64,6 @@ pub(super) fn read(gguf: &Gguf, name: &str) -> Result<ModelConfig, ModelError> {
     };
     let config = ModelConfig {
         name: name.to_owned(),
-        architecture: Architecture::Llama,
         vocab_size: embedding.shape[0],
         hidden_size,
         intermediate_size: size(NAMES.intermediate_size)?,

@@ -2,8 +2,8 @@
 //!
 //! Own serde types: candle-transformers' configurations know neither YaRN nor a sliding window that may be null.
 
+use super::ModelConfig;
 use super::checked::{FieldNames, check, check_scaling, stretched};
-use super::{Architecture, ModelConfig};
 use crate::error::ModelError;
 use crate::rope::{Rope, RopeScaling};
 use serde::Deserialize;
@@ -66,6 +66,15 @@ struct RawConfig {
     quantization_config: Option<serde::de::IgnoredAny>,
     #[serde(default)]
     eos_token_id: Option<OneOrMany>,
+}
+
+/// The families that the forward pass knows; they differ only in the sliding window.
+#[derive(Debug, Clone, Copy)]
+enum Architecture {
+    /// Llama 1, 2, 3, 3.1, 3.2 and SmolLM2.
+    Llama,
+    /// Mistral 7B v0.1 to v0.3 and NeMo.
+    Mistral,
 }
 
 /// `rope_scaling` of older files, `rope_parameters` of newer ones.
@@ -147,7 +156,6 @@ pub(super) fn read(folder: &Path, name: &str) -> Result<ModelConfig, ModelError>
     let (rope, context_length) = rope(&path, &raw, head_dim)?;
     let config = ModelConfig {
         name: name.to_owned(),
-        architecture,
         vocab_size: raw.vocab_size,
         hidden_size: raw.hidden_size,
         intermediate_size: raw.intermediate_size,

@@ -15,15 +15,6 @@ use sha2::{Digest, Sha256};
 use std::path::PathBuf;
 use taper_attention::{AttentionShape, ModelKey};
 
-/// The families that the forward pass knows; they differ only in the sliding window.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Architecture {
-    /// Llama 1, 2, 3, 3.1, 3.2 and SmolLM2.
-    Llama,
-    /// Mistral 7B v0.1 to v0.3 and NeMo.
-    Mistral,
-}
-
 /// The dtype that a float checkpoint's weights are kept in.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum WeightDType {
@@ -58,8 +49,6 @@ pub struct LoadOptions {
 pub struct ModelConfig {
     /// The model's name, for `/v1/models`.
     pub name: String,
-    /// The family.
-    pub architecture: Architecture,
     /// Rows of the embedding table, and logits of a token.
     pub vocab_size: usize,
     /// Width of the residual stream.

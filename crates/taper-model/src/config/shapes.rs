@@ -1,6 +1,6 @@
 //! Shapes of well-known models, for measurements with random weights: no checkpoint is read.
 
-use super::{Architecture, ModelConfig};
+use super::ModelConfig;
 use crate::rope::{Rope, RopeScaling};
 
 impl ModelConfig {
@@ -11,7 +11,6 @@ impl ModelConfig {
     pub fn of_shape(name: &str) -> Option<Self> {
         let base = Self {
             name: name.to_owned(),
-            architecture: Architecture::Llama,
             vocab_size: 128_256,
             hidden_size: 4096,
             intermediate_size: 14_336,
@@ -37,7 +36,6 @@ impl ModelConfig {
                 Self { rope: Rope { scaling, ..base.rope.clone() }, ..base }
             }
             "mistral-7b" => Self {
-                architecture: Architecture::Mistral,
                 vocab_size: 32_768,
                 rope: Rope { theta: 1_000_000.0, ..base.rope },
                 context_length: 32_768,
