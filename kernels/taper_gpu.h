@@ -30,8 +30,8 @@ enum { TAPER_BLOCKS = 0, TAPER_TOKENS = 1 };                             // Pick
 enum { TAPER_MAX_OF_GROUP = 0, TAPER_SUM_OF_GROUP = 1 };                 // GroupSelectParams: reduce
 enum { TAPER_MAX_SHARE_OF_GROUP = 2 };                                   // PickParams: reduce, besides those
 enum { TAPER_BY_COUNT = 0, TAPER_BY_SCORE = 1 };                         // GroupSelectParams: mass
-enum { TAPER_DENOMINATOR = 0, TAPER_LEMMA, TAPER_TIGHT, TAPER_RATIO, TAPER_CHI2, TAPER_LISTED };  // SampledParams: rule
-enum { TAPER_SAMPLED = 1, TAPER_DENSE = 2, TAPER_WHOLE = 3, TAPER_AS_LISTED = 4 };                // SampledParams: state
+enum { TAPER_DENOMINATOR = 0, TAPER_LEMMA, TAPER_TIGHT, TAPER_RATIO, TAPER_CHI2 };  // SampledParams: rule
+enum { TAPER_SAMPLED = 1, TAPER_DENSE = 2, TAPER_WHOLE = 3 };                       // SampledParams: state
 enum { TAPER_SYSTEMATIC = 0, TAPER_STRATIFIED = 1, TAPER_INDEPENDENT = 2, TAPER_PER_TILE = 3,
        TAPER_LARGEST_REMAINDER = 4 };  // ValuesParams: rule, but for the last; SpreadParams: spread
 
@@ -115,7 +115,7 @@ int taper_decode(const TaperDecodeParams* p, TaperStream stream);
 // Partial results to outputs.
 int taper_merge(const TaperMergeParams* p, TaperStream stream);
 
-// --- A decode step in one launch: sampled (vAttention), or of the lists alone ---
+// --- A sampled decode step in one launch (vAttention) ---------------------------
 
 typedef struct TaperSampledParams {
   // What is read exactly: `lists` with ascending, disjoint blocks and tokens and no
@@ -127,13 +127,12 @@ typedef struct TaperSampledParams {
   void* out;                  // [rows, q_heads, head_dim], dtype or f32
   float* lse;                 // [rows, q_heads], of the estimate; or null
   uint32_t* sync;             // [(1 + lists) * 32], zero before and after
-  // From here to `sums`: not used by TAPER_LISTED.
   float* scores;              // [lists, 128, group], scratch: of a sample's first points
   float* sums;                // [lists, team, group, 4], scratch on 16 bytes
   uint32_t* state;            // [lists], TAPER_SAMPLED and so on
   uint32_t* residual;         // [lists], keys that the sample stands for
   uint32_t* counts;           // [lists], sampled keys read; 0 where everything is read
-  uint32_t* first;            // [lists], sampled keys of the first look; 0 where there was none; not used by TAPER_LISTED
+  uint32_t* first;            // [lists], sampled keys of the first look; 0 where there was none
   // Quantiles, from the host: of the whole delta, of 0.9 delta for a vector, of the whole
   // one-sided, of 0.1 delta, and of six splits of delta.
   float epsilon, whole, most, upper, rest, split_vector[6], split_scalar[6];
@@ -777,17 +776,7 @@ int taper_channels(const TaperChannelsParams* p, TaperStream stream);
 
 // --- SAAP ----------------------------------------------------------------------
 
-typedef struct TaperAssignParams {
-  const void* k;                // [tokens, kv_heads, head_dim], before the rotation
-  const void* centroids;        // [kv_heads, clusters, head_dim], unit length
-  const uint32_t* positions;    // [tokens]
-  const uint32_t* token_table;  // [tokens]
-  const uint32_t* block_table;  // [tables, table_stride]
-  uint16_t* ids;                // [blocks, kv_heads, 64]
-  int32_t tokens, kv_heads, head_dim, clusters, dtype, table_stride;
-} TaperAssignParams;
-
-// The same of products that are there: the first of the largest of each token's.
+// The cluster of each new key of a prompt's blocks: the first of the largest of its products with centroids.
 typedef struct TaperNearestParams {
   const float* products;        // [kv_heads, tokens, clusters]
   const uint32_t* positions;    // [tokens]
@@ -808,41 +797,6 @@ typedef struct TaperKeyClusterParams {
   int32_t tokens, kv_heads, head_dim, clusters, dtype;
 } TaperKeyClusterParams;
 
-typedef struct TaperIndexSpan {
-  uint32_t table, begin, end, reserved;  // tokens to index
-} TaperIndexSpan;
-
-typedef struct TaperIndexParams {
-  const uint16_t* ids;          // [blocks, kv_heads, 64]
-  const uint32_t* block_table;  // [tables, table_stride]
-  const TaperIndexSpan* spans;  // [sequences]
-  uint32_t* counts;             // [sequences * kv_heads, segments, clusters], scratch
-  uint32_t* offsets;            // [sequences * kv_heads, clusters + 1]
-  uint32_t* tokens;             // [sequences * kv_heads, capacity], by cluster, ascending
-  int32_t sequences, kv_heads, clusters, segments, capacity, table_stride;
-} TaperIndexParams;
-
-typedef struct TaperLinearParams {
-  const void* x;       // [rows, q_heads, inputs]
-  const void* weight;  // [kv_heads, outputs, inputs]
-  const float* bias;   // [kv_heads, outputs]
-  void* out;           // [rows, q_heads, outputs]: dtype after max(., 0) if `relu`, else f32
-  int32_t rows, q_heads, kv_heads, inputs, outputs, dtype, relu;
-} TaperLinearParams;
-
-typedef struct TaperChooseParams {
-  const float* logits;        // [rows, q_heads, clusters]
-  const uint32_t* offsets;    // [sequences, kv_heads, clusters + 1]
-  const uint32_t* tokens;     // [sequences, kv_heads, index_capacity]
-  const uint32_t* sequences;  // [rows], which index each row reads; null: row r reads r
-  const uint32_t* lens;       // [rows], visible tokens
-  const uint32_t* indexed;    // [rows], the first token after the index, read as a range from there
-  TaperWorkList* work;        // [rows, kv_heads]
-  uint32_t* token_ids;        // [rows, kv_heads, capacity]
-  int32_t rows, q_heads, kv_heads, clusters, take, sink;
-  int32_t index_capacity, capacity;
-} TaperChooseParams;
-
 // Whole clusters by the group's probabilities, the likeliest first and of equals the first, as many as a limit says:
 // tokens between the two ranges of each list, ascending.
 typedef struct TaperProbeParams {
@@ -858,22 +812,9 @@ typedef struct TaperProbeParams {
   int32_t capacity;  // at least the tokens of any row
 } TaperProbeParams;
 
-// Choice and attention in one launch. `s` as for TAPER_LISTED, `lists` not read; of `c` not read: work,
-// token_ids and capacity; take at most 1024. Queries, tables and cache are read while the launch before is
-// still going on, which must be the classifier's last layer.
-typedef struct TaperClusteredParams {
-  TaperSampledParams s;
-  TaperChooseParams c;
-} TaperClusteredParams;
-
-int taper_saap_assign(const TaperAssignParams* p, TaperStream stream);
 int taper_saap_nearest(const TaperNearestParams* p, TaperStream stream);
 int taper_saap_key_clusters(const TaperKeyClusterParams* p, TaperStream stream);
-int taper_saap_index(const TaperIndexParams* p, TaperStream stream);
-int taper_saap_linear(const TaperLinearParams* p, TaperStream stream);
-int taper_saap_choose(const TaperChooseParams* p, TaperStream stream);
 int taper_saap_probe(const TaperProbeParams* p, TaperStream stream);
-int taper_saap_attend(const TaperClusteredParams* p, TaperStream stream);
 
 // --- Between matrix products ---------------------------------------------------
 

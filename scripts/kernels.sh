@@ -28,7 +28,7 @@ eval "$environment"
 
 mkdir -p "$out"
 # Without clusters, tensor copies and warpgroup products.
-export TAPER_PORTABLE=" append delta distinct features hash layer merge pick project quantized reduce saap score spread stripes walk "
+export TAPER_PORTABLE=" append delta distinct features hash layer merge pick project quantized reduce score spread stripes walk "
 compile() {
   local name older=
   name=$(basename "$2" .cu)

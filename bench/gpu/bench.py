@@ -295,23 +295,21 @@ def sampled():
             hi, lo = (f(2, keepdim=True).contiguous() for f in (cache.k.amax, cache.k.amin))
             ends = lambda x: torch.full((HK,), x, dtype=torch.int32, device=DEV)
             row = {}
-            for name, (share, loose, pilot) in [*settings.items(), ("blocks alone", (0.05, 1, 0.01))]:
+            for name, (share, loose, pilot) in settings.items():
                 fixed = torch.tensor([t.work_list((0, n - 128), (128, n), length=n)] * HK,
                                      dtype=torch.int32, device=DEV)
                 pick = Pick(cache, q, hi, lo, fixed, int(nb * share), ends(2), ends(nb - 2))
                 pick()
-                f = t.VAttention(cache, q, pick.work, [7], loose * eps, 0.05, "listed" if "alone" in name else "chi2",
-                                 block_ids=pick.ids, pilot_share=pilot)
+                f = t.VAttention(cache, q, pick.work, [7], loose * eps, 0.05, block_ids=pick.ids, pilot_share=pilot)
 
                 def step():
                     pick()
                     f()
                 row[f"{name} us"] = median_ms(graphed(f)) * 1e3
                 row[f"{name} with predictor us"] = median_ms(graphed(step)) * 1e3
-                if name in settings:
-                    row |= {f"{name} density": f.keys_read() / (n * HK),
-                            f"{name} largest sample": f.counts.max().item() / n,
-                            f"{name} smallest sample": f.counts.min().item() / n}
+                row |= {f"{name} density": f.keys_read() / (n * HK),
+                        f"{name} largest sample": f.counts.max().item() / n,
+                        f"{name} smallest sample": f.counts.min().item() / n}
             rows.append(row)
             del cache, hi, lo, pick, f, step
         for name in rows[0]:

@@ -276,7 +276,7 @@ class Sample:
         return self.ids
 
 
-RULES = {"denominator": DENOMINATOR, "lemma": LEMMA, "tight": TIGHT, "ratio": RATIO, "chi2": CHI2, "listed": LISTED}
+RULES = {"denominator": DENOMINATOR, "lemma": LEMMA, "tight": TIGHT, "ratio": RATIO, "chi2": CHI2}
 
 
 def quantiles(delta):
@@ -311,8 +311,8 @@ def team_size(list_heads):
 
 
 class VAttention:
-    """Exact attention over `fixed` lists plus a sample of the rest, sized on the device; rule
-    "listed": over the lists alone. `more`: further fields of DecodeParams."""
+    """Exact attention over `fixed` lists plus a sample of the rest, sized on the device. `more`: further fields of
+    DecodeParams."""
 
     def __init__(self, cache, q, fixed, seeds, epsilon, delta, rule="chi2", pilot_tokens=64, pilot_share=0.01, layer=0,
                  positions=None, list_heads=None, out_f32=False, scouts=1, **more):
@@ -323,7 +323,7 @@ class VAttention:
         if not torch.is_tensor(fixed):
             fixed = torch.tensor(fixed, dtype=torch.int32, device=dev)
         dense_share = 0.5
-        capacity = 1 if rule == "listed" else int(dense_share * max(cache.lens)) + 64
+        capacity = int(dense_share * max(cache.lens)) + 64
         i32 = lambda *shape: torch.full(shape, -1, dtype=torch.int32, device=dev)
         f32 = lambda *shape: torch.full(shape, float("nan"), device=dev)
         self.fixed = fixed

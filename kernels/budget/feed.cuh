@@ -8,12 +8,12 @@ namespace taper {
 constexpr uint32_t kOnTheirWay = 4;  // tiles that are asked for and not there yet
 
 // What lists name.
-template <class T, int D, int N, class Shared>
+template <class T, int D, int N>
 struct ListFeed {
   using L = DecodeLayout<D, N, kSampledStages<D, N>>;
   const DecodeMaps& maps;
   const DecodeParams& d;
-  Shared& sh;
+  SampledShared<D, N>& sh;
   const Outline& o;
   const uint32_t stages, q_at;
   const int lane, warp;
@@ -77,32 +77,22 @@ struct ListFeed {
     }
     __syncwarp();
   }
-  __device__ __forceinline__ uint32_t block_tiles() const {
-    return list_tiles(o.w) - (o.w.token_count + kBlock - 1) / kBlock;
-  }
-  // The list's ranges, blocks and tokens.
+  // The list's ranges, blocks and tokens. Of coming tiles of tokens half the lanes hold the ids of one, the others those of the
+  // next; they are read two such pairs ahead, and where their rows lie one.
   __device__ __forceinline__ void exact() {
     const WorkList& w = o.w;
-    blocks(w, o.exact, block_tiles());
-    auto at = [&](uint32_t i) { return (uint64_t)w.token_first + i; };
-    tokens_of([&](uint32_t i) { return token_at(d.token_ids, d.token_shift, at(i)); },
-              [&](uint32_t i) { return w.token_ln_weight + (d.token_ln_weight ? d.token_ln_weight[at(i)] : 0.f); });
-  }
-  // The list's tokens, the i-th of which are of(i), of log weight weight(i). Of coming tiles half the lanes hold the ids of one,
-  // the others those of the next; they are read two such pairs ahead, and where their rows lie one.
-  template <class Of, class Weight>
-  __device__ __forceinline__ void tokens_of(Of of, Weight weight) {
-    const WorkList& w = o.w;
-    const uint32_t tiles = list_tiles(w), first = block_tiles();
+    const uint32_t tiles = list_tiles(w), first = tiles - (w.token_count + kBlock - 1) / kBlock;
+    blocks(w, o.exact, first);
     uint32_t t = o.exact, odd = 0;
     t += o.share_of(first, t) * o.team;
     if (t >= tiles) return;
     auto index = [&](uint32_t t) { return min((t - first) * kBlock + warp * 16 + (lane & 15), w.token_count - 1); };
-    auto id = [&](uint32_t t) { return of(index(lane < 16 ? t : t + o.team)); };
+    auto at = [&](uint32_t t) { return (uint64_t)w.token_first + index(t); };
+    auto id = [&](uint32_t t) { return token_at(d.token_ids, d.token_shift, at(lane < 16 ? t : t + o.team)); };
     const uint32_t a = id(t), b = id(t + 2 * o.team);
     uint32_t later = id(t + 4 * o.team), now = place(a), next = place(b);
     for (; t < tiles; t += o.team) {
-      const float ln_weight = weight(index(t));
+      const float ln_weight = w.token_ln_weight + (d.token_ln_weight ? d.token_ln_weight[at(t)] : 0.f);
       tokens(__shfl_sync(~0u, now, odd * 16 + (lane & 15)), ln_weight, 0,
              min(w.token_count - (t - first) * kBlock, (uint32_t)kBlock), kNotSampled);
       if (odd) now = next, next = place(later), later = id(t + 5 * o.team);
@@ -137,8 +127,8 @@ __device__ __forceinline__ void copy_some(uint32_t dst, const T* k, const T* v, 
 
 // And a sample of the rest.
 template <class T, int D, int N>
-struct SampledFeed : ListFeed<T, D, N, SampledShared<D, N>> {
-  using Base = ListFeed<T, D, N, SampledShared<D, N>>;
+struct SampledFeed : ListFeed<T, D, N> {
+  using Base = ListFeed<T, D, N>;
   using typename Base::L;
   using Base::count, Base::lane, Base::o, Base::sh, Base::stages, Base::warp;
   const SampledParams& p;

@@ -27,22 +27,19 @@
 
 namespace taper {
 
-// kListed: no sample; the lists are all that is read.
 enum BudgetRule : int32_t {
   kDenominator = TAPER_DENOMINATOR,
   kLemma = TAPER_LEMMA,
   kTight = TAPER_TIGHT,
   kRatio = TAPER_RATIO,
-  kChi2 = TAPER_CHI2,
-  kListed = TAPER_LISTED
+  kChi2 = TAPER_CHI2
 };
 // Everything is read: where no sample keeps the promise, or where there is too little to
 // sample from.
 enum ListState : uint32_t {
   kSampled = TAPER_SAMPLED,
   kDense = TAPER_DENSE,
-  kWhole = TAPER_WHOLE,
-  kAsListed = TAPER_AS_LISTED
+  kWhole = TAPER_WHOLE
 };
 
 using SampledParams = TaperSampledParams;

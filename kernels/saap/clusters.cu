@@ -1,4 +1,4 @@
-// Entry points of what runs in clusters of thread blocks: new keys' clusters, the choice of whole clusters.
+// Entry points of keys' clusters and of the choice of whole ones.
 #include "keys.cuh"
 #include "probe.cuh"
 
@@ -20,6 +20,13 @@ extern "C" int taper_saap_probe(const taper::ProbeParams* p, cudaStream_t stream
   while (team < kProbeTeam && team < shares && (2 * team * lists <= sm_count() || smem(team) > kProbeSmem)) team *= 2;
   const auto kernel = p->clusters <= 4 * kProbeThreads ? probe_kernel<4> : probe_kernel<8>;
   return launch_cluster(kernel, lists * team, kProbeThreads, smem(team), team, stream, *p);
+}
+
+extern "C" int taper_saap_nearest(const taper::NearestParams* p, cudaStream_t stream) {
+  using namespace taper;
+  if (p->tokens <= 0 || p->kv_heads <= 0 || p->kv_heads > 65535 || p->clusters <= 0 || p->clusters > 65536)
+    return cudaErrorInvalidValue;
+  return launch(nearest_kernel, dim3((p->tokens + 7) / 8, p->kv_heads), 256, 0, stream, *p);
 }
 
 extern "C" int taper_saap_key_clusters(const taper::KeyClusterParams* p, cudaStream_t stream) {

@@ -1,5 +1,6 @@
 // The cluster of each of a few new keys, in one launch: the rotary embedding is taken off, and the products with a head's
-// centroids are compared by a cluster of thread blocks. A key's cluster does not depend on the keys beside it.
+// centroids are compared by a cluster of thread blocks. A key's cluster does not depend on the keys beside it. And that of many,
+// by products that are there.
 #pragma once
 
 #include "../common/launch.cuh"
@@ -101,6 +102,40 @@ __global__ void __launch_bounds__(32 * kKeyWarps, 1) key_clusters_kernel(const K
   __syncwarp();
   cluster_release();
   cluster_wait();
+}
+
+using NearestParams = TaperNearestParams;
+
+// A warp a token and head.
+__global__ void __launch_bounds__(256) nearest_kernel(const NearestParams p) {
+  wait_for_predecessor();
+  launch_dependents();
+  const int lane = threadIdx.x & 31, kv_head = blockIdx.y;
+  const int token = blockIdx.x * 8 + (threadIdx.x >> 5);
+  if (token >= p.tokens) return;
+  const float* products = p.products + ((int64_t)kv_head * p.tokens + token) * p.clusters;
+  float best = -INFINITY;
+  uint32_t id = 0;
+  const uint32_t clusters = p.clusters;
+  constexpr int kAhead = 8;
+  for (uint32_t first = lane; first < clusters; first += 32 * kAhead) {
+    float x[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) x[j] = first + 32 * j < clusters ? products[first + 32 * j] : -INFINITY;
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j)
+      if (x[j] > best) best = x[j], id = first + 32 * j;
+  }
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const float o = __shfl_xor_sync(~0u, best, d);
+    const uint32_t oi = __shfl_xor_sync(~0u, id, d);
+    if (o > best || (o == best && oi < id)) best = o, id = oi;
+  }
+  if (lane > 0) return;
+  const uint32_t pos = p.positions[token];
+  const uint64_t block = p.block_table[(uint64_t)p.token_table[token] * p.table_stride + pos / kBlock];
+  p.ids[(block * p.kv_heads + kv_head) * kBlock + pos % kBlock] = (uint16_t)id;
 }
 
 }  // namespace taper

@@ -3,12 +3,10 @@
 
 use super::batch::{Batch, Dims, Lists, WORDS};
 use super::error::Result;
-use super::ffi::{self, TaperAppendParams, TaperAssignParams, TaperChooseParams, TaperCodeParams, TaperIndexParams};
-use super::ffi::{TaperClusteredParams, TaperHashScoreParams, TaperKeyClusterParams, TaperLinearParams};
+use super::ffi::{self, TaperAppendParams, TaperCodeParams, TaperHashScoreParams, TaperKeyClusterParams};
 use super::ffi::{TaperNearestParams, TaperProbeParams};
 use super::op::{Op, renews};
 use super::project::Turns;
-use super::sample::{Scratch, prepare};
 use crate::index::clusters::MOST_ON_DEVICE;
 use crate::index::quantized;
 use crate::kv::BLOCK_TOKENS;
@@ -199,37 +197,8 @@ pub fn agreement(batch: &Batch, q: &Tensor, index: &Tensor) -> Result<Lent> {
     Ok(out)
 }
 
-/// The cluster of each new key into the index `[blocks, kv_heads, 64]`, i16 of the same bits: that of the largest product
-/// with its centroid, the first of equals. Keys `[T, kv_heads, head_dim]` as before the rotary embedding, centroids
-/// `[kv_heads, clusters, head_dim]` of their dtype.
-///
-/// # Errors
-/// Shapes or dtypes that differ, clusters that are not 8 to 4,096 in eights.
-pub fn assign(k: &Tensor, centroids: &Tensor, at: &Tokens, index: &Tensor) -> Result<()> {
-    let op = Op::new("assign", "k", k)?;
-    let ((tokens, kv_heads, head_dim), dtype) = (k.dims3()?, k.dtype());
-    let clusters = centroids.dim(1)?;
-    let (tables, stride) = at.tables.dims2()?;
-    let blocks = index.dim(0)?;
-    let p = TaperAssignParams {
-        k: op.at("k", k, dtype, [tokens, kv_heads, head_dim])?,
-        centroids: op.at("centroids", centroids, dtype, [kv_heads, clusters, head_dim])?,
-        positions: op.at("positions", at.positions, DType::U32, [tokens])?,
-        token_table: op.at("tables_of", at.tables_of, DType::U32, [tokens])?,
-        block_table: op.at("tables", at.tables, DType::U32, [tables, stride])?,
-        ids: op.at("index", index, DType::I16, [blocks, kv_heads, BLOCK_TOKENS])?,
-        tokens: op.int("k", tokens)?,
-        kv_heads: op.int("k", kv_heads)?,
-        head_dim: op.int("k", head_dim)?,
-        clusters: op.int("centroids", clusters)?,
-        dtype: op.dtype("k", dtype)?,
-        table_stride: op.int("tables", stride)?,
-    };
-    // SAFETY: every address was checked against the shapes given beside it.
-    unsafe { op.launch(ffi::taper_saap_assign, &p) }
-}
-
-/// As [`assign`], by products `[kv_heads, T, clusters]`, f32, of the keys with all centroids.
+/// The cluster of each new key into the index `[blocks, kv_heads, 64]`, i16 of the same bits: that of the largest of its products
+/// `[kv_heads, T, clusters]`, f32, with all centroids, the first of equals.
 ///
 /// # Errors
 /// Shapes or dtypes that differ.
@@ -254,7 +223,7 @@ pub fn nearest(products: &Tensor, at: &Tokens, index: &Tensor) -> Result<()> {
 
 /// The cluster of single keys of a cache `[blocks, kv_heads, 64, head_dim]`, bf16 or f16, each in its slot
 /// (block * 64 + row) `[T]`, u32, turned back, by products in f32 with `centroids` `[kv_heads, clusters, head_dim]`, f32. Into the
-/// index as [`assign`].
+/// index as [`nearest`].
 ///
 /// # Errors
 /// Shapes or dtypes that differ.
@@ -340,202 +309,4 @@ pub fn probe(batch: &Batch, logits: &Tensor, index: &Tensor, mut lists: Lists, l
     unsafe { op.launch(ffi::taper_saap_probe, &p) }?;
     lists.token_ids = Some(ids);
     Ok(lists)
-}
-
-/// Tokens of each sequence and KV head in the order of their clusters.
-#[derive(Debug)]
-pub struct Inverted {
-    offsets: Tensor,
-    tokens: Tensor,
-    sequences: usize,
-    clusters: usize,
-    capacity: usize,
-}
-
-/// Tokens of a segment that one warp counts.
-const SEGMENT: usize = 2048;
-
-/// Inverts the clusters `[blocks, kv_heads, 64]` of the tokens in each span; `clusters` is their number.
-///
-/// # Errors
-/// Shapes or dtypes that differ, an empty span.
-pub fn invert(ids: &Tensor, tables: &Tensor, spans: &[Span], clusters: usize) -> Result<Inverted> {
-    let op = Op::new("invert", "ids", ids)?;
-    let (blocks, kv_heads, _) = ids.dims3()?;
-    let (table_count, stride) = tables.dims2()?;
-    let words = span_words(&op, spans, (table_count, stride))?;
-    let capacity = spans.iter().map(|s| s.tokens.1 - s.tokens.0).max().unwrap_or(1) as usize;
-    let (lists, segments) = (spans.len() * kv_heads, capacity.div_ceil(SEGMENT));
-    let counts = op.empty((lists, segments, clusters), DType::U32)?;
-    let of = Inverted {
-        offsets: op.empty((lists, clusters + 1), DType::U32)?,
-        tokens: op.empty((lists, capacity), DType::U32)?,
-        sequences: spans.len(),
-        clusters,
-        capacity,
-    };
-    let at = op.kept(&words, [spans.len(), 4])?;
-    let p = TaperIndexParams {
-        ids: op.at("ids", ids, DType::I16, [blocks, kv_heads, BLOCK_TOKENS])?,
-        block_table: op.at("tables", tables, DType::U32, [table_count, stride])?,
-        spans: op.at("spans", &at, DType::U32, [spans.len(), 4])?,
-        counts: op.at("counts", &counts, DType::U32, [lists, segments, clusters])?,
-        offsets: op.at("offsets", &of.offsets, DType::U32, [lists, clusters + 1])?,
-        tokens: op.at("tokens", &of.tokens, DType::U32, [lists, capacity])?,
-        sequences: op.int("spans", spans.len())?,
-        kv_heads: op.int("ids", kv_heads)?,
-        clusters: op.int("clusters", clusters)?,
-        segments: op.int("spans", segments)?,
-        capacity: op.int("spans", capacity)?,
-        table_stride: op.int("tables", stride)?,
-    };
-    // SAFETY: every address was checked against the shapes given beside it.
-    unsafe { op.launch(ffi::taper_saap_index, &p) }?;
-    Ok(of)
-}
-
-/// One layer of a perceptron a KV head: `x` `[R, q_heads, inputs]` times `weight` `[kv_heads, outputs, inputs]` plus `bias`
-/// `[kv_heads, outputs]`, f32. With `relu`, max(·, 0) in the dtype of `x`; else f32. Inputs are 64, 128, 256, 512 or 1,024,
-/// outputs a multiple of 64.
-///
-/// # Errors
-/// Shapes or dtypes that differ.
-pub fn linear(x: &Tensor, weight: &Tensor, bias: &Tensor, relu: bool) -> Result<Tensor> {
-    let op = Op::new("linear", "x", x)?;
-    let ((rows, q_heads, inputs), dtype) = (x.dims3()?, x.dtype());
-    let (kv_heads, outputs, _) = weight.dims3()?;
-    let out_dtype = if relu { dtype } else { DType::F32 };
-    let out = op.empty((rows, q_heads, outputs), out_dtype)?;
-    let p = TaperLinearParams {
-        x: op.at("x", x, dtype, [rows, q_heads, inputs])?,
-        weight: op.at("weight", weight, dtype, [kv_heads, outputs, inputs])?,
-        bias: op.at("bias", bias, DType::F32, [kv_heads, outputs])?,
-        out: op.at("out", &out, out_dtype, [rows, q_heads, outputs])?,
-        rows: op.int("x", rows)?,
-        q_heads: op.int("x", q_heads)?,
-        kv_heads: op.int("weight", kv_heads)?,
-        inputs: op.int("x", inputs)?,
-        outputs: op.int("weight", outputs)?,
-        dtype: op.dtype("x", dtype)?,
-        relu: relu.into(),
-    };
-    // SAFETY: every address was checked against the shapes given beside it.
-    unsafe { op.launch(ffi::taper_saap_linear, &p) }?;
-    Ok(out)
-}
-
-/// What a choice of clusters reads besides them.
-#[derive(Clone, Copy)]
-pub struct Choice<'a> {
-    /// Logits of every cluster `[R, q_heads, clusters]`, f32; a group's probabilities are added.
-    pub logits: &'a Tensor,
-    /// Clusters taken.
-    pub take: usize,
-    /// First tokens that are always read.
-    pub sink: usize,
-    /// The first token of each row that the index does not hold `[R]`, u32: from there on all is read.
-    pub indexed: &'a Tensor,
-    /// Tokens of the taken clusters that a list holds at most; one with more reads everything.
-    pub capacity: usize,
-}
-
-impl Inverted {
-    /// A choice of its clusters as the interface takes it, but for where lists go.
-    fn choice(&self, op: &Op, batch: &Batch, of: &Choice) -> Result<TaperChooseParams> {
-        let Dims { rows, q_heads, kv_heads, .. } = batch.dims(op)?;
-        let expected = format!("{rows} sequences");
-        op.check(
-            self.sequences == rows && of.take > 0,
-            "index",
-            format_args!("{} sequences", self.sequences),
-            expected,
-        )?;
-        let lists = rows * kv_heads;
-        Ok(TaperChooseParams {
-            logits: op.at("logits", of.logits, DType::F32, [rows, q_heads, self.clusters])?,
-            offsets: op.at("index", &self.offsets, DType::U32, [lists, self.clusters + 1])?,
-            tokens: op.at("index", &self.tokens, DType::U32, [lists, self.capacity])?,
-            lens: op.at("lens", batch.lens, DType::U32, [rows])?,
-            indexed: op.at("indexed", of.indexed, DType::U32, [rows])?,
-            rows: op.int("logits", rows)?,
-            q_heads: op.int("logits", q_heads)?,
-            kv_heads: op.int("index", kv_heads)?,
-            clusters: op.int("index", self.clusters)?,
-            take: op.int("take", of.take)?,
-            sink: op.int("sink", of.sink)?,
-            index_capacity: op.int("index", self.capacity)?,
-            capacity: op.int("capacity", of.capacity)?,
-            ..TaperChooseParams::zeroed()
-        })
-    }
-}
-
-/// The sinks, the tokens of the likeliest clusters, and all that is not yet indexed.
-///
-/// # Errors
-/// Shapes or dtypes that differ.
-pub fn choose(batch: &Batch, of: &Choice, index: &Inverted) -> Result<Lists> {
-    let op = Op::new("choose", "logits", of.logits)?;
-    let Dims { rows, kv_heads, .. } = batch.dims(&op)?;
-    let lists = rows * kv_heads;
-    let (told, work) = Lists::told(&op, lists)?;
-    let token_ids = op.empty((lists, of.capacity), DType::U32)?;
-    let p = TaperChooseParams {
-        work: op.at("work", &work, DType::U32, [lists, WORDS])?,
-        token_ids: op.at("token_ids", &token_ids, DType::U32, [lists, of.capacity])?,
-        ..index.choice(&op, batch, of)?
-    };
-    // SAFETY: every address was checked against the shapes given beside it.
-    unsafe { op.launch(ffi::taper_saap_choose, &p) }?;
-    Ok(Lists { told, token_ids: Some(token_ids.into()), ..Lists::over(work, rows, kv_heads) })
-}
-
-/// Clusters by a classifier of two layers a KV head, as [`linear`] has them, and what is read besides.
-#[derive(Clone, Copy)]
-pub struct Classified<'a> {
-    /// Queries before the rotary embedding `[R, q_heads, head_dim]`.
-    pub plain: &'a Tensor,
-    /// Weight and bias of the first layer, whose outputs below 0 are cut off.
-    pub hidden: (&'a Tensor, &'a Tensor),
-    /// And of the second: a logit a cluster.
-    pub logits: (&'a Tensor, &'a Tensor),
-    /// Clusters taken, at most 1,024.
-    pub take: usize,
-    /// First tokens that are always read.
-    pub sink: usize,
-    /// The first token of each row that the index does not hold `[R]`, u32: from there on all is read.
-    pub indexed: &'a Tensor,
-}
-
-/// SAAP's step: classifies, and attends to the sinks, the likeliest clusters and all that is not yet indexed, in three
-/// launches, the last of which chooses. Outputs `[R, q_heads, head_dim]` of the cache's dtype, and each head's log-sum-exp
-/// `[R, q_heads]`, f32.
-///
-/// # Errors
-/// Shapes or dtypes that differ.
-///
-/// # Source
-/// SAAP, as [`crate::index::clusters`].
-pub fn attend_classified(
-    batch: &Batch,
-    of: &Classified,
-    index: &Inverted,
-    scratch: &Scratch,
-) -> Result<(Tensor, Tensor)> {
-    let op = Op::new("attend_classified", "q", batch.q)?;
-    let Dims { rows, kv_heads, .. } = batch.dims(&op)?;
-    op.check(of.take <= 1024, "take", of.take, "at most 1024")?;
-    // Of the lists that the launch makes nothing is written.
-    let lists = Lists::over(op.empty((rows * kv_heads, WORDS), DType::U32)?, rows, kv_heads);
-    let prepared = prepare(&op, batch, &lists, None, None, scratch)?;
-    // The attention reads cache and queries while the second layer is still at work: the first, which waits for
-    // whatever came before it, has to be launched right here.
-    let hidden = linear(of.plain, of.hidden.0, of.hidden.1, true)?;
-    let logits = linear(&hidden, of.logits.0, of.logits.1, false)?;
-    let Classified { take, sink, indexed, .. } = *of;
-    let choice = Choice { logits: &logits, take, sink, indexed, capacity: index.capacity };
-    let p = TaperClusteredParams { s: prepared.p, c: index.choice(&op, batch, &choice)? };
-    // SAFETY: every address was checked against the shapes given beside it.
-    unsafe { op.launch(ffi::taper_saap_attend, &p) }?;
-    Ok((prepared.of.out, prepared.of.lse))
 }

@@ -59,7 +59,7 @@ pub use product::{
 };
 pub use project::gather;
 pub use quantized::quantized_scores;
-pub use sample::{Sampled, Scratch, Streams, draw, listed, sampled};
+pub use sample::{Sampled, Scratch, Streams, draw, sampled};
 pub use score::{Scores, View, scores};
 pub use stripes::{Chosen, DeviceStripes, Slash, block_lists, drop_columns, stripe_bits};
 pub use values::{Values, spread_values, values, values_fit};

@@ -156,6 +156,9 @@ impl Sampled {
     }
 }
 
+/// Points of a list whose scores are kept: those that a sample's first few keys are among.
+const FEW_POINTS: usize = 128;
+
 /// Attends to what lists name exactly and to a sample of the rest, without replacement, of the least size for which every
 /// head of the group keeps the promise. Lists name ascending, disjoint blocks and tokens, and no sample.
 ///
@@ -173,83 +176,36 @@ pub fn sampled(batch: &Batch, lists: &Lists, streams: Streams, how: &Sampling, s
         Rule::Ratio => ffi::TAPER_RATIO,
         Rule::Chi2 => ffi::TAPER_CHI2,
     };
-    run(&op, batch, lists, streams, Some((how, rule)), scratch)
-}
-
-/// Attends to lists in one launch, without plan and merge: for few rows. Outputs `[R, q_heads, head_dim]` of the cache's
-/// dtype, and log-sum-exp `[R, q_heads]`, f32.
-///
-/// # Errors
-/// Shapes or dtypes that differ.
-pub fn listed(batch: &Batch, lists: &Lists, streams: Streams, scratch: &Scratch) -> Result<(Tensor, Tensor)> {
-    let op = Op::new("listed", "q", batch.q)?;
-    let Sampled { out, lse, .. } = run(&op, batch, lists, streams, None, scratch)?;
-    Ok((out, lse))
-}
-
-fn run(
-    op: &Op,
-    batch: &Batch,
-    lists: &Lists,
-    streams: Streams,
-    how: Option<(&Sampling, i32)>,
-    scratch: &Scratch,
-) -> Result<Sampled> {
-    let Prepared { p, of } = prepare(op, batch, lists, Some(streams), how, scratch)?;
-    // SAFETY: every address was checked against the shapes given beside it.
-    unsafe { op.launch(ffi::taper_sampled, &p) }?;
-    Ok(of)
-}
-
-/// Points of a list whose scores are kept: those that a sample's first few keys are among.
-const FEW_POINTS: usize = 128;
-
-/// What a step in one launch is given, what it fills, and what it works with.
-pub(super) struct Prepared {
-    pub p: TaperSampledParams,
-    pub of: Sampled,
-}
-
-/// For [`run`]; lists alone need no streams.
-pub(super) fn prepare(
-    op: &Op,
-    batch: &Batch,
-    lists: &Lists,
-    streams: Option<Streams>,
-    how: Option<(&Sampling, i32)>,
-    scratch: &Scratch,
-) -> Result<Prepared> {
-    let dims = batch.dims(op)?;
-    let Dims { rows, q_heads, head_dim, dtype, .. } = dims;
+    let dims = batch.dims(&op)?;
+    let Dims { rows, q_heads, head_dim, .. } = dims;
     let (count, group) = (rows * lists.heads, q_heads / lists.heads.max(1));
-    scratch.check(op, count, group)?;
+    scratch.check(&op, count, group)?;
     op.check(lists.heads_sampled.is_none(), "lists", "lists with a sample", "lists without one")?;
-    let mut d = batch.params(op, &dims, lists)?;
+    let mut d = batch.params(&op, &dims, lists)?;
     let team = scratch.team;
     // A sample, and the points that it is of, reach no further than to where reading everything is the better bargain.
-    let most = |how: &Sampling| (how.dense_share.min(1.0) * batch.max_len as f64).ceil() as usize + BLOCK_TOKENS;
-    let capacity = how.map_or(1, |(how, _)| most(how));
-    let out_dtype = if how.is_some() { DType::F32 } else { dtype };
+    let capacity = (how.dense_share.min(1.0) * batch.max_len as f64).ceil() as usize + BLOCK_TOKENS;
     let of = Sampled {
-        out: op.empty((rows, q_heads, head_dim), out_dtype)?,
+        out: op.empty((rows, q_heads, head_dim), DType::F32)?,
         lse: op.empty((rows, q_heads), DType::F32)?,
         // Each row begins on 16 bytes.
-        numbers: Readback::new(op, NUMBERS * count.next_multiple_of(4))?,
+        numbers: Readback::new(&op, NUMBERS * count.next_multiple_of(4))?,
         lists: count,
         most: capacity,
     };
     // Room for the list that a thread block may try its code on.
-    let room = count + usize::from(how.is_some());
+    let room = count + 1;
     let parts = room * 3 * team * group;
     d.part_o = op.room("sampled-parts", parts * head_dim, DType::F32)?;
     d.part_lse = op.room("sampled-lse", parts, DType::F32)?;
     d.gather = 1;
+    let promise = &how.promise;
     let mut p = TaperSampledParams {
         d,
-        seeds: op.maybe("seeds", streams.map(|s| s.seeds), DType::I64, [rows])?,
-        positions: op.maybe("positions", streams.map(|s| s.positions), DType::U32, [rows])?,
-        out: op.at("out", &of.out, out_dtype, [rows, q_heads, head_dim])?,
-        out_f32: how.is_some().into(),
+        seeds: op.at("seeds", streams.seeds, DType::I64, [rows])?,
+        positions: op.at("positions", streams.positions, DType::U32, [rows])?,
+        out: op.at("out", &of.out, DType::F32, [rows, q_heads, head_dim])?,
+        out_f32: 1,
         lse: op.at("lse", &of.lse, DType::F32, [rows, q_heads])?,
         sync: op.at("scratch", &scratch.sync, DType::U32, [2 + count, 32])?,
         scores: op.room("sampled-scores", room * FEW_POINTS * group, DType::F32)?,
@@ -259,25 +215,28 @@ pub(super) fn prepare(
         counts: op.at("counts", &of.counts()?, DType::U32, [count])?,
         first: op.at("first", &of.first()?, DType::U32, [count])?,
         capacity: op.int("max_len", capacity)?,
-        rule: ffi::TAPER_LISTED,
-        layer: streams.map_or(0, |s| s.layer as i32),
-        scouts: how.is_some().into(),
+        rule,
+        layer: streams.layer as i32,
+        scouts: 1,
+        epsilon: (promise.epsilon as f32).max(f32::MIN_POSITIVE),
+        whole: promise.whole as f32,
+        most: promise.most as f32,
+        upper: promise.upper as f32,
+        rest: promise.rest as f32,
+        unseen: promise.unseen as f32,
+        growth_share: GROWTH.0,
+        growth_most: GROWTH.1,
+        pilot_share: how.pilot_share,
+        dense_share: how.dense_share,
+        pilot_tokens: op.int("pilot_tokens", how.pilot_tokens)?,
         ..TaperSampledParams::zeroed()
     };
-    if let Some((how, rule)) = how {
-        let q = &how.promise;
-        p.epsilon = (q.epsilon as f32).max(f32::MIN_POSITIVE);
-        (p.whole, p.most, p.upper, p.rest) = (q.whole as f32, q.most as f32, q.upper as f32, q.rest as f32);
-        p.unseen = q.unseen as f32;
-        (p.growth_share, p.growth_most) = GROWTH;
-        for (i, &(vector, scalar)) in q.splits.iter().enumerate().take(p.split_vector.len()) {
-            (p.split_vector[i], p.split_scalar[i]) = (vector as f32, scalar as f32);
-        }
-        (p.pilot_share, p.dense_share) = (how.pilot_share, how.dense_share);
-        p.pilot_tokens = op.int("pilot_tokens", how.pilot_tokens)?;
-        p.rule = rule;
+    for (i, &(vector, scalar)) in promise.splits.iter().enumerate().take(p.split_vector.len()) {
+        (p.split_vector[i], p.split_scalar[i]) = (vector as f32, scalar as f32);
     }
-    Ok(Prepared { p, of })
+    // SAFETY: every address was checked against the shapes given beside it.
+    unsafe { op.launch(ffi::taper_sampled, &p) }?;
+    Ok(of)
 }
 
 /// The first `want` keys of each list's permutation that the list leaves out `[R * heads, want]`, u32, and how many there

@@ -5,7 +5,7 @@ use crate::cache::{
     Caches, LIMIT, Numbers, Queries, below, device, elements, every_group, furthest, none, relative, relative_of, with,
 };
 use candle_core::{DType, Device, Tensor};
-use taper_kernels::cuda::{Batch, Lists, Plan, Scratch, Streams, listed};
+use taper_kernels::cuda::{Batch, Lists, Plan};
 use taper_kernels::decode::{
     Decode, DecodeRow, HeadSelection, Keys, Over, Sample, Selection, Values, attend, importance, scores, top_k,
 };
@@ -128,16 +128,6 @@ fn plans_serve_any_layer_and_partial_results_join() {
         let (joined, joined_lse) = rest.attend(&batch, Some((&first.0, &first.1)), DType::F32).unwrap();
         below(relative(&joined, &dense), LIMIT, "joined");
         below(furthest(&joined_lse, &lse), LIMIT, "joined lse");
-        // And in one launch, without plan and merge.
-        let lists = lists(&[[(0, 70), (0, 0)], [(0, 2000), (0, 0)]]);
-        let scratch = Scratch::new(batch.q, 2, kv_heads * group, kv_heads).unwrap();
-        let seeds = Tensor::from_vec(vec![0i64; 2], 2, &device()).unwrap();
-        let streams = Streams { seeds: &seeds, positions: batch.lens, layer: 0 };
-        for _ in 0..2 {
-            let (out, one_lse) = listed(&batch, &lists, streams, &scratch).unwrap();
-            below(relative(&out, &dense), LIMIT, "one launch");
-            below(furthest(&one_lse, &lse), LIMIT, "one launch's lse");
-        }
     }
 }
 
@@ -220,14 +210,9 @@ fn a_head_whose_numbers_are_none_gives_none_and_spoils_no_other() {
         let ranges = [([(0, 200), (0, 0)], 200), ([(0, 3000), (0, 0)], 3000)];
         let lists = |q: &Tensor| Lists::ranges(q, kv_heads, &ranges).unwrap();
         let asked = queries.batch(&caches);
-        let scratch = Scratch::new(asked.q, 2, q_heads, kv_heads).unwrap();
-        let seeds = Tensor::from_vec(vec![0i64; 2], 2, &device()).unwrap();
-        let streams = Streams { seeds: &seeds, positions: asked.lens, layer: 0 };
-        let (out, lse) = listed(&asked, &lists(asked.q), streams, &scratch).unwrap();
         let of_lse = |lse: &Tensor| -> Vec<Vec<bool>> {
             lse.to_vec2::<f32>().unwrap().iter().map(|row| row.iter().map(|x| x.is_nan()).collect()).collect()
         };
-        assert_eq!((none(&out), of_lse(&lse)), (expected.clone(), expected.clone()), "{what}, one launch");
         let first = Plan::new(lists(asked.q), &asked).unwrap().attend(&asked, None, DType::F32).unwrap();
         assert_eq!(of_lse(&first.1), expected, "{what}");
         // Joined to what has numbers.

@@ -1,17 +1,9 @@
 //! Indices beside the cache.
 
-use crate::cache::{
-    Caches, GRID, LIMIT, Numbers, Queries, below, by_key, device, elements, every_group, furthest, relative,
-    relative_of, u32s,
-};
+use crate::cache::{Caches, GRID, Numbers, Queries, by_key, device, elements, every_group, u32s};
 use candle_core::{DType, Device, Tensor};
-use taper_kernels::cuda::index::{
-    Choice, Classified, Metadata, Span, Tokens, agreement, assign, attend_classified, choose, codes, extend, invert,
-    linear,
-};
-use taper_kernels::cuda::{Plan, Scratch};
-use taper_kernels::decode::HeadSelection;
-use taper_kernels::index::{Part, bounds, clusters, labels};
+use taper_kernels::cuda::index::{Metadata, Span, Tokens, agreement, codes, extend};
+use taper_kernels::index::{Part, bounds, labels};
 use taper_kernels::kv::BLOCK_TOKENS;
 
 const LENS: [usize; 3] = [1, 130, 700];
@@ -106,129 +98,6 @@ fn codes_are_the_signs_and_their_distances_are_counted() {
                 let same = |g: usize| 32 - 2 * (of(line) ^ q[(row * kv_heads + head) * group + g]).count_ones() as i32;
                 let expected: i32 = (0..group).map(same).sum();
                 assert_eq!(equal[row][head][position], expected as f32, "{dtype:?} {kv_heads}x{group}");
-            }
-        }
-    }
-}
-
-#[test]
-fn clusters_and_lists_of_them_are_those_of_the_cpu() {
-    let mut numbers = Numbers(53);
-    let on = device();
-    for (dtype, d, kv_heads, group) in every_group() {
-        let caches = Caches::new(&mut numbers, &LENS, kv_heads, d, dtype, 0.0);
-        let queries = Queries::new(&mut numbers, &caches, group);
-        let (positions, tables_of, tokens) = places(&caches);
-        let (blocks, count) = (caches.cuda.0.dim(0).unwrap(), 64);
-        let keys = numbers.tensor(&[tokens.len(), kv_heads, d], dtype);
-        let centroids = numbers.tensor(&[kv_heads, count, d], dtype);
-        let index = Tensor::zeros((blocks, kv_heads, BLOCK_TOKENS), DType::I16, &on).unwrap();
-        let tables = caches.device_tables();
-        let at = Tokens { positions: &positions, tables_of: &tables_of, tables: &tables };
-        let there = |t: &Tensor| t.to_device(&on).unwrap().to_dtype(dtype).unwrap();
-        assign(&there(&keys), &there(&centroids), &at, &index).unwrap();
-        let got = index.to_device(&Device::Cpu).unwrap();
-        let ids = got.flatten_all().unwrap().to_vec1::<i16>().unwrap();
-        let rows: Vec<Vec<Vec<f32>>> = keys.to_vec3().unwrap();
-        for head in 0..kv_heads {
-            let own = centroids.get(head).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-            let centroids = clusters::Centroids::new(&own, d).unwrap();
-            let flat: Vec<f32> = rows.iter().flat_map(|row| row[head].clone()).collect();
-            let scores = centroids.scores(&flat);
-            for ((line, best), &(s, p)) in scores.chunks_exact(count).zip(centroids.assign(&flat)).zip(&tokens) {
-                let slot =
-                    (caches.tables[s][p / BLOCK_TOKENS] as usize * kv_heads + head) * BLOCK_TOKENS + p % BLOCK_TOKENS;
-                let id = ids[slot] as u16;
-                // Products that differ by rounding alone may change places.
-                assert!(id == best || line[best as usize] - line[id as usize] < 1e-3, "{id} for {best}");
-            }
-        }
-
-        // The lists, by the device's own clusters; the CPU's index has a fourth dimension.
-        let on_cpu = got.reshape((blocks, kv_heads, BLOCK_TOKENS, 1)).unwrap();
-        let long = [1usize, 2];
-        let (sink, window, take) = (1u32, 20, 9);
-        let spans: Vec<Span> =
-            long.iter().map(|&s| Span { table: s as u32, tokens: (sink, (LENS[s] - window) as u32) }).collect();
-        let inverted = invert(&index, &tables, &spans, count).unwrap();
-        let logits = numbers.tensor(&[2, kv_heads * group, count], DType::F32);
-        let (q, lens) = (queries.cuda.narrow(0, 1, 2).unwrap(), u32s(long.map(|s| LENS[s] as u32).to_vec()));
-        let (kv, own) = (caches.on_cuda(), tables.index_select(&u32s(vec![1, 2]), 0).unwrap());
-        let batch = taper_kernels::cuda::Batch { q: &q, kv, tables: &own, lens: &lens, max_len: LENS[2] };
-        let of = Choice {
-            logits: &logits.to_device(&on).unwrap(),
-            take,
-            sink: sink as usize,
-            indexed: &u32s(spans.iter().map(|s| s.tokens.1).collect()),
-            capacity: 700,
-        };
-        let read = choose(&batch, &of, &inverted).unwrap().read_back().unwrap();
-
-        // The launch that chooses and attends, by the same lists; classified by random layers.
-        let random = |numbers: &mut Numbers, shape: &[usize]| there(&(numbers.tensor(shape, dtype) * 0.2).unwrap());
-        let plain = random(&mut numbers, &[2, kv_heads * group, d]);
-        let layer = |numbers: &mut Numbers, outputs: usize, inputs: usize| {
-            let bias = numbers.tensor(&[kv_heads, outputs], DType::F32).to_device(&on).unwrap();
-            (random(numbers, &[kv_heads, outputs, inputs]), bias)
-        };
-        let (hidden, last) = (layer(&mut numbers, 128, d), layer(&mut numbers, count, 128));
-        let classified = Classified {
-            plain: &plain,
-            hidden: (&hidden.0, &hidden.1),
-            logits: (&last.0, &last.1),
-            take,
-            sink: sink as usize,
-            indexed: of.indexed,
-        };
-        let scratch = Scratch::new(&q, 2, kv_heads * group, kv_heads).unwrap();
-        let found = linear(&linear(&plain, &hidden.0, &hidden.1, true).unwrap(), &last.0, &last.1, false).unwrap();
-        let lists = choose(&batch, &Choice { logits: &found, ..of }, &inverted).unwrap();
-        let (want, want_lse) = Plan::new(lists, &batch).unwrap().attend(&batch, None, DType::F32).unwrap();
-        for _ in 0..3 {
-            let (out, lse) = attend_classified(&batch, &classified, &inverted, &scratch).unwrap();
-            below(relative(&out, &want), LIMIT, "clusters chosen by the attention");
-            below(furthest(&lse, &want_lse), LIMIT, "clusters chosen by the attention, lse");
-        }
-        let logits = logits.to_device(&candle_core::Device::Cpu).unwrap();
-        let all_rows = caches.rows();
-        let cpu_q = queries.cpu.narrow(0, 1, 2).unwrap();
-        let decode = taper_kernels::decode::Decode { q: &cpu_q, kv: caches.on_cpu(), rows: &all_rows[1..] };
-        let probes = clusters::Probes::Clusters(take, usize::MAX);
-        let cpu = clusters::select(&decode, &on_cpu, &logits, (sink as usize, window), probes).unwrap();
-        for (i, (head, read)) in cpu.heads().unwrap().iter().zip(&read).enumerate() {
-            let HeadSelection::Keys(keys) = head else { panic!("dense") };
-            let ranges = keys.ranges.iter().flat_map(|r| r.start as u32..r.end as u32);
-            let mut expected: Vec<u32> = ranges.chain(keys.ids.iter().copied()).collect();
-            expected.sort_unstable();
-            assert_eq!(read, &expected, "{dtype:?} list {i}");
-        }
-    }
-}
-
-#[test]
-fn a_perceptrons_layer_agrees_with_f64() {
-    let mut numbers = Numbers(54);
-    let on = device();
-    for (dtype, _, kv_heads, group) in every_group() {
-        for (inputs, outputs) in [(64, 64), (128, 1024), (512, 64)] {
-            let x = numbers.tensor(&[3, kv_heads * group, inputs], dtype);
-            let weight = numbers.tensor(&[kv_heads, outputs, inputs], dtype);
-            let bias = numbers.tensor(&[kv_heads, outputs], DType::F32);
-            let there = |t: &Tensor| t.to_device(&on).unwrap().to_dtype(dtype).unwrap();
-            let bias_there = bias.to_device(&on).unwrap();
-            let (x64, w64, b64) = (elements(&x), elements(&weight), elements(&bias));
-            let of = |i: usize| -> f64 {
-                let (line, o) = (i / outputs, i % outputs);
-                let head = line % (kv_heads * group) / group;
-                let row = &w64[(head * outputs + o) * inputs..][..inputs];
-                x64[line * inputs..][..inputs].iter().zip(row).map(|(a, b)| a * b).sum::<f64>()
-                    + b64[head * outputs + o]
-            };
-            let expected: Vec<f64> = (0..3 * kv_heads * group * outputs).map(of).collect();
-            for relu in [false, true] {
-                let expected: Vec<f64> = expected.iter().map(|&y| if relu { y.max(0.0) } else { y }).collect();
-                let out = linear(&there(&x), &there(&weight), &bias_there, relu).unwrap();
-                below(relative_of(&elements(&out), &expected), if relu { LIMIT } else { 1e-5 }, "linear");
             }
         }
     }
