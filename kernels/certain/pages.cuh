@@ -2,6 +2,7 @@
 // block of kPromoteThreads.
 #pragma once
 
+#include "../common/scan.cuh"
 #include "certain.cuh"
 
 namespace taper {

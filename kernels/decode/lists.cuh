@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../common/ptx.cuh"
+#include "../common/scan.cuh"
 #include "../common/worklist.cuh"
 
 namespace taper {
@@ -68,13 +69,7 @@ struct Units {
     if (threadIdx.x < 32) {
       uint32_t base = 0;
       for (int at = 0; at < lists; at += 32) {
-        const uint32_t x = at + lane < lists ? firsts[at + lane] : 0;
-        uint32_t sum = x;
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-          const uint32_t o = __shfl_up_sync(~0u, sum, d);
-          if (lane >= d) sum += o;
-        }
+        const uint32_t x = at + lane < lists ? firsts[at + lane] : 0, sum = warp_upto(x);
         if (at + lane < lists) firsts[at + lane] = base + sum - x;
         base += __shfl_sync(~0u, sum, 31);
       }

@@ -12,6 +12,7 @@
 
 #include "../common/eight.cuh"
 #include "../common/launch.cuh"
+#include "../common/scan.cuh"
 #include "../common/wgmma.cuh"
 #include "../select/ordered.cuh"
 
@@ -242,13 +243,7 @@ __device__ __forceinline__ void keep_best(WarpSums& sums, uint32_t (*digits)[32]
     }
     __syncthreads();
     // Every warp adds them up for itself, the highest first.
-    const uint32_t own = counts[31 - lane];
-    uint32_t sum = own;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const uint32_t before = __shfl_up_sync(~0u, sum, d);
-      sum += lane >= d ? before : 0;
-    }
+    const uint32_t own = counts[31 - lane], sum = warp_upto(own);
     const int last = __ffs(__ballot_sync(~0u, sum >= equals)) - 1;
     const uint32_t upto = __shfl_sync(~0u, sum, last);
     lowest |= (uint32_t)(31 - last) << low;

@@ -6,6 +6,7 @@
 
 #include "../common/launch.cuh"
 #include "../common/ptx.cuh"
+#include "../common/scan.cuh"
 #include "../common/worklist.cuh"
 #include "../select/cluster.cuh"
 
@@ -84,15 +85,6 @@ __device__ __forceinline__ uint64_t first_left(const uint64_t (&keys)[N], const 
     __syncthreads();
     // Every warp on its own: 32 bins a lane from the top, then the bins of the lane where the limit is passed.
     constexpr int kLaneBins = kProbeBins / 32;
-    auto before = [&](uint32_t x) {
-      uint32_t sum = x;
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        const uint32_t o = __shfl_up_sync(~0u, sum, d);
-        if (lane >= d) sum += o;
-      }
-      return sum - x;
-    };
     uint32_t mine = 0;
 #pragma unroll
     for (int i = 0; i < kLaneBins / 4; ++i) {
@@ -100,12 +92,12 @@ __device__ __forceinline__ uint64_t first_left(const uint64_t (&keys)[N], const 
       const uint4 x = *reinterpret_cast<const uint4*>(&sh.held[kProbeBins - kLaneBins * (lane + 1) + 4 * four]);
       mine += x.x + x.y + x.z + x.w;
     }
-    const uint32_t above = before(mine);
+    const uint32_t above = warp_upto(mine) - mine;
     const uint32_t passed = __ballot_sync(~0u, above <= limit && above + mine > limit);
     if (passed == 0) return 0;
     const int owner = __ffs(passed) - 1;
     uint32_t bin = kProbeBins - 1 - kLaneBins * owner - lane;
-    const uint32_t held = sh.held[bin], over = __shfl_sync(~0u, above, owner) + before(held);
+    const uint32_t held = sh.held[bin], over = __shfl_sync(~0u, above, owner) + warp_upto(held) - held;
     const int at = __ffs(__ballot_sync(~0u, over <= limit && over + held > limit)) - 1;
     limit -= __shfl_sync(~0u, over, at);
     bin = __shfl_sync(~0u, bin, at);
@@ -285,12 +277,7 @@ __global__ void __launch_bounds__(kProbeThreads) probe_kernel(const ProbeParams 
     mine += __popc(taken);
   });
   // What each warp has found goes to all blocks of the list, so that everyone knows where its own begins.
-  uint32_t at = mine;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const uint32_t o = __shfl_up_sync(~0u, at, d);
-    if (lane >= d) at += o;
-  }
+  uint32_t at = warp_upto(mine);
   const uint32_t found = __shfl_sync(~0u, at, 31);
   at -= mine;
   cluster_wait();

@@ -9,6 +9,7 @@
 #include "../common/launch.cuh"
 #include "../common/philox.cuh"
 #include "../common/ptx.cuh"
+#include "../common/scan.cuh"
 
 namespace taper {
 
@@ -36,12 +37,7 @@ struct SpreadShared {
 template <class S>
 __device__ __forceinline__ S spread_before(S x, S* warps, S& total) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  S sum = x;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const S o = __shfl_up_sync(~0u, sum, d);
-    if (lane >= d) sum += o;
-  }
+  const S sum = warp_upto(x);
   __syncthreads();
   if (lane == 31) warps[warp] = sum;
   __syncthreads();

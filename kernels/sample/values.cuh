@@ -16,6 +16,7 @@
 #pragma once
 
 #include "../common/philox.cuh"
+#include "../common/scan.cuh"
 #include "../common/team.cuh"
 #include "../common/wgmma.cuh"
 #include "../common/worklist.cuh"
@@ -232,12 +233,7 @@ struct ValuesBlock {
     const float share = lse == -INFINITY ? 0.f : exp2_fast(lse - top);
     // Whole numbers, whose sums do not depend on the order that they are taken in: a run without mass begins where it ends.
     const uint32_t own = __float2uint_rn(share * kWholeMass);
-    uint32_t upto = own;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const uint32_t y = __shfl_up_sync(~0u, upto, d);
-      if (lane >= d) upto += y;
-    }
+    const uint32_t upto = warp_upto(own);
     const bool numbers = !__any_sync(~0u, isnan(share));
     const float total = numbers ? __shfl_sync(~0u, upto, 31) : NAN;
     // The last run with mass ends the line, so that rounding loses no target either.
@@ -499,12 +495,7 @@ __device__ __forceinline__ void find_seat(const ValuesParams& p, const ValuesTea
   all = __reduce_add_sync(~0u, all);
   for (uint32_t r0 = 0; r0 < p.rows; r0 += 32) {
     const uint32_t tiles = tiles_of(r0 + lane), team = tiles ? values_team(teams, tiles, all, runs) : 0;
-    uint32_t upto = team * p.kv_heads;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const uint32_t y = __shfl_up_sync(~0u, upto, d);
-      if (lane >= d) upto += y;
-    }
+    const uint32_t upto = warp_upto(team * p.kv_heads);
     const bool beyond = before + upto > place;
     if (beyond && before + upto - team * p.kv_heads <= place) {
       const uint32_t at = place - (before + upto - team * p.kv_heads);

@@ -5,6 +5,7 @@
 
 #include <stdint.h>
 
+#include "../common/scan.cuh"
 #include "../taper_gpu.h"
 #include "ordered.cuh"
 
@@ -40,13 +41,9 @@ __device__ __forceinline__ uint32_t least_paying(uint32_t count, uint32_t n, uin
   uint32_t above = count;
   if (tid < kPayBins) {
     square = pay_square(kPayBins - 1 - tid);
-    sum = own = count * square;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const uint64_t s = __shfl_up_sync(~0u, sum, d);
-      const uint32_t c = __shfl_up_sync(~0u, above, d);
-      if (lane >= d) sum += s, above += c;
-    }
+    own = count * square;
+    sum = warp_upto(own);
+    above = warp_upto(count);
     if (lane == 31) sh.squares[warp] = sum, sh.counts[warp] = above;
     if (tid == 0) sh.failing = kPayBins;
   }

@@ -8,6 +8,7 @@
 // few bins. Ties go to the lower id, as everywhere.
 #pragma once
 
+#include "../common/scan.cuh"
 #include "../common/team.cuh"
 #include "../common/warp.cuh"
 #include "../common/worklist.cuh"

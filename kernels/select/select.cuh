@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "../common/ptx.cuh"
+#include "../common/scan.cuh"
 #include "../common/worklist.cuh"
 #include "cluster.cuh"
 #include "ordered.cuh"
@@ -241,12 +242,7 @@ __global__ void __launch_bounds__(kSelectThreads)
         sum += bins[r * kBins + bin];
         if constexpr (kMasses) sum += (Sum)bins[r * kBins + kSelectBins + bin] << 32;
       }
-      above = sum;
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        const Sum o = __shfl_up_sync(~0u, above, d);
-        if (lane >= d) above += o;
-      }
+      above = warp_upto(sum);
       if (lane == 31) sh.warp_sums[warp] = above;
     } else if (pass > 0 && tid < kSelectBins + kBins) {
       // All blocks have these: they sent this pass's after they got them.

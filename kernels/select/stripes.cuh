@@ -9,6 +9,7 @@
 #pragma once
 
 #include "../common/launch.cuh"
+#include "../common/scan.cuh"
 #include "../prefill/tiles.cuh"
 
 namespace taper {
@@ -99,13 +100,7 @@ __global__ void __launch_bounds__(128) stripe_lists_kernel(const StripesParams p
       x |= y;
       if (halves) (qb == first ? ours : others) = y;
     }
-    const uint32_t mine = __popc(x);
-    uint32_t sum = mine;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const uint32_t o = __shfl_up_sync(~0u, sum, d);
-      if (lane >= d) sum += o;
-    }
+    const uint32_t mine = __popc(x), sum = warp_upto(mine);
     for (uint32_t to = count + sum - mine; x; x &= x - 1) {
       const uint32_t bit = __ffs(x) - 1;
       const uint32_t mark = !(others >> bit & 1) ? kFirstRows : !(ours >> bit & 1) ? kOtherRows : 0;

@@ -11,6 +11,7 @@
 
 #include <stddef.h>
 
+#include "../common/scan.cuh"
 #include "../common/team.cuh"
 #include "../common/warp.cuh"
 #include "../common/worklist.cuh"
@@ -395,12 +396,7 @@ __global__ void __launch_bounds__(token_warps(G) * 32, 1) tokens_kernel(const To
 #pragma unroll 1
   for (uint32_t from = 0; from < runs; from += 16) {
     if (from > 0) mask = chosen(from);
-    uint32_t mine = __popc(mask);
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const uint32_t x = __shfl_up_sync(~0u, mine, d);
-      if (lane >= d) mine += x;
-    }
+    uint32_t mine = warp_upto<uint32_t>(__popc(mask));
     const uint32_t all = __shfl_sync(~0u, mine, 31);
     mine += to - __popc(mask);
     for (; mask; mask &= mask - 1, ++mine)

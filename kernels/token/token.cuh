@@ -9,6 +9,7 @@
 
 #include "../common/launch.cuh"
 #include "../common/ptx.cuh"
+#include "../common/scan.cuh"
 
 namespace taper {
 
@@ -80,21 +81,13 @@ struct TokenBlock {
   }
   // The grid, a number for each i and warp, becomes what comes before each, in the order of tokens.
   __device__ __forceinline__ void scan() {
-    auto within_warp = [&](uint64_t v) {
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        const uint64_t o = __shfl_up_sync(~0u, v, d);
-        if (lane >= d) v += o;
-      }
-      return v;
-    };
     __syncthreads();
-    const uint64_t own = threadIdx.x < PER * kTokenWarps ? sh.grid[threadIdx.x] : 0, to = within_warp(own);
+    const uint64_t own = threadIdx.x < PER * kTokenWarps ? sh.grid[threadIdx.x] : 0, to = warp_upto(own);
     if (lane == 31) sh.warps[0][warp] = to;
     __syncthreads();
     if (warp == 0) {
       const uint64_t v = sh.warps[0][lane];
-      sh.warps[0][lane] = within_warp(v) - v;
+      sh.warps[0][lane] = warp_upto(v) - v;
     }
     __syncthreads();
     if (threadIdx.x < PER * kTokenWarps) sh.grid[threadIdx.x] = sh.warps[0][warp] + to - own;
@@ -165,13 +158,7 @@ struct TokenBlock {
 #pragma unroll
     for (int i = 0; i < PER; ++i) {
       const uint64_t own = mass(w[i]);
-      uint64_t to = own;
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        const uint64_t o = __shfl_up_sync(~0u, to, d);
-        if (lane >= d) to += o;
-      }
-      to += first + sh.grid[i * kTokenWarps + warp];
+      const uint64_t to = first + sh.grid[i * kTokenWarps + warp] + warp_upto(own);
       if (to > target && to - own <= target) *out = token(i);
     }
   }
