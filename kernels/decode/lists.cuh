@@ -13,8 +13,8 @@ static_assert(sizeof(Unit) == 80, "sized by the caller");
 
 using DecodeParams = TaperDecodeParams;
 
-// A long row makes two units for each of an H200's 132 multiprocessors. The figure is
-// fixed, so that results do not depend on the batch or on the device.
+// A long row makes two units for each of an H200's 132 multiprocessors, a short one at most one: with some more a few of
+// them would have two of the few. The figure is fixed, so that results do not depend on the batch or on the device.
 constexpr uint32_t kUnitTilesMin = 4, kUnitsPerRow = 264;
 
 __host__ __device__ inline uint32_t range_tiles(uint32_t b, uint32_t e) {
@@ -41,7 +41,8 @@ __device__ __forceinline__ uint32_t fixed_keys(const WorkList& w, const uint32_t
 }
 // Units of a list: even parts, but none too short to be worth a merge.
 __device__ __forceinline__ uint32_t list_unit_count(uint32_t tiles, uint32_t list_heads) {
-  return min((tiles + kUnitTilesMin - 1) / kUnitTilesMin, max(kUnitsPerRow / list_heads, 1u));
+  const uint32_t units = (tiles + kUnitTilesMin - 1) / kUnitTilesMin, most = max(kUnitsPerRow / list_heads, 1u);
+  return units < most ? min(units, max(most / 2, 1u)) : most;
 }
 __device__ __forceinline__ uint32_t unit_count(const WorkList& w, uint32_t list_heads) {
   return list_unit_count(list_tiles(w), list_heads);
