@@ -453,6 +453,7 @@ typedef struct TaperSelectParams {
   const uint32_t* ks;      // [lists]; null: `k`
   uint32_t* ids;           // [lists, capacity], ascending
   uint32_t* counts;        // [lists], or null
+  const TaperWorkList* given;  // [lists], what `work` begins as
   TaperWorkList* work;     // [lists], given the slice of ids as its tokens; or null
   int32_t lists, stride, capacity, entries, k;
   // By count, of shares of the attention mass: above 0 only entries that are cheaper to take than to sample around, to an eighth
@@ -543,7 +544,8 @@ typedef struct TaperPagesParams {
   const uint32_t* pages;   // [lists, capacity], ascending, all of them between the ranges or over their ends
   const uint32_t* counts;  // [lists]
   uint32_t* ids;           // [lists, capacity * page]
-  TaperWorkList* work;     // [lists], given the slice of ids; ranges that meet leave none
+  const TaperWorkList* given;  // [lists], what `work` begins as; ranges that meet leave no tokens
+  TaperWorkList* work;     // [lists], given the slice of ids
   int32_t lists, capacity, page;
 } TaperPagesParams;
 
@@ -751,7 +753,9 @@ enum { TAPER_LINEAR = 0, TAPER_RELU = 1, TAPER_SILU = 2 };
 // One layer of a perceptron for each head, or products with a head's centroids, times `scale`: any widths. A head's map
 // is the heads / maps-th of its number, what it reads of x the heads / x_heads-th.
 typedef struct TaperProjectParams {
-  const float* x;       // [rows, x_heads, inputs]
+  const void* x;        // [rows, x_heads, inputs]
+  const float* cos;     // [rows, inputs / 2] of the turn that is taken off x first, or null
+  const float* sin;     // as cos
   const void* weight;   // [maps, outputs, inputs], f32, or bf16 of inputs in eights
   const float* bias;    // [maps, outputs], or null
   void* out;            // [rows, heads, outputs], f32 or bf16
@@ -760,6 +764,11 @@ typedef struct TaperProjectParams {
   int32_t bf16;        // 1: out is bf16
   float scale;
   int32_t weight_bf16;  // 1: weights are bf16
+  int32_t dtype, x_f32;  // of x
+  // 1: the launch right ahead changes nothing that this one reads, and lets its successor begin only once all launches before it
+  // have ended, as taper_saap_key_clusters does: it is not waited for but at the end. 0: nothing is read before it has ended.
+  int32_t fresh;
+  int32_t staged;  // rows in shared memory, set by the entry point
 } TaperProjectParams;
 
 // Some channels of each query, those of its KV head.
@@ -804,7 +813,8 @@ typedef struct TaperProbeParams {
   const uint16_t* ids;          // [blocks, kv_heads, 64]
   const uint32_t* block_table;  // [rows, table_stride]
   const uint32_t* limits;       // [rows, kv_heads], tokens taken at most, or at least
-  TaperWorkList* work;          // [rows, kv_heads], given the slice of token_ids; ranges that meet leave none
+  const TaperWorkList* lists;   // [rows, kv_heads], what `work` begins as; ranges that meet leave no tokens
+  TaperWorkList* work;          // [rows, kv_heads], given the slice of token_ids
   uint32_t* token_ids;          // [rows, kv_heads, capacity]
   int32_t rows, q_heads, kv_heads, clusters, table_stride;
   int32_t most;      // clusters taken at most

@@ -1,5 +1,5 @@
-"""Layers of a step of vAttention in a row, with the products between them, as the model queues them: llama-3.1-8b's
-shape, every layer with weights, cache and index of its own.
+"""Layers of a step of vAttention, or of SAAP, in a row, with the products between them, as the model queues them:
+llama-3.1-8b's shape, every layer with weights, cache and index of its own.
 
 layers.py [LIBRARY...] times the libraries, all of the interface of the tree, in turn; without one, the tree's.
 """
@@ -16,6 +16,7 @@ from layer import Rope, angles_for, slots_for
 from paying import PickTokens
 from pick import Pick, paged_bounds
 from quantized import Quantize
+from saap import Step
 from taper_gpu import ChainParams, ProductParams, call
 
 DEV, DT, HQ, HK, D, HIDDEN, INNER = "cuda", torch.bfloat16, 32, 8, 128, 4096, 14336
@@ -84,30 +85,61 @@ class Layer:
         self.products()
 
 
+CLUSTERED = {"products": (), "and rotation": ("rope",), "and index": ("rope", "index"),
+             "and classifier": ("rope", "index", "classify"), "and choice": ("rope", "index", "classify", "pick"),
+             "all": ("rope", "index", "classify", "pick", "attend")}
+
+
+class Clustered(Layer):
+    """By 32 of 2,048 clusters, of a window of 2,047 and a classifier 128 to 512 to 2,048."""
+
+    def __init__(self, n, shared):
+        cache = t.Cache([n], HK, D, DT, poison=False)
+        qkv, attended, residual, sync, angles = shared
+        pos = torch.tensor([n - 1], device=DEV, dtype=torch.int32)
+        slots = slots_for(cache, torch.zeros_like(pos), pos)
+        self.rope = Rope(cache, qkv, angles[n - 1:], slots, HQ)
+        turns = [x.contiguous() for x in angles[n - 1:].chunk(2, 1)]
+        ids = torch.randint(0, 2048, (cache.blocks, HK, 64), device=DEV).to(torch.int16)
+        step = Step(cache, self.rope.q, turns, slots, ids, out=attended)
+        self.index, self.classify, self.pick, self.attend = step.keys, step.classify, step.probe, step.attend
+        self.products = Products(attended, residual, qkv, sync)
+
+    def __call__(self, parts):
+        for part in parts:
+            getattr(self, part)()
+        self.products()
+
+
 def main():
     libraries = sys.argv[1:] or [None]
     loaded = [t.lib() if path is None else t.load(path) for path in libraries]
     found = {}
-    for n, by, epsilon in ((32768, "tokens", 0.3), (131072, "tokens", 0.1), (131072, 64, 0.3)):
+    cases = ((32768, "clusters", 0), (131072, "clusters", 0), (32768, "tokens", 0.3), (131072, "tokens", 0.1), (131072, 64, 0.3))
+    for n, by, epsilon in cases:
         torch.manual_seed(1)
         shared = (torch.randn(1, (HQ + 2 * HK) * D, device=DEV, dtype=DT), torch.zeros(1, HQ, D, device=DEV),
                   torch.randn(1, HIDDEN, device=DEV), torch.zeros(32, device=DEV, dtype=torch.int32), angles_for(n, D))
         t.LIB = loaded[0]
-        layers = [Layer(n, by, epsilon, shared) for _ in range(4)]
+        clustered = by == "clusters"
+        layers = [Clustered(n, shared) if clustered else Layer(n, by, epsilon, shared) for _ in range(4)]
+        steps = CLUSTERED if clustered else PARTS
         qkv0, residual0 = shared[0].clone(), shared[2].clone()
         outs, graphs = [], {}
         for at, library in enumerate(loaded):
             t.LIB = library
-            for name, parts in PARTS.items():
+            for name, parts in steps.items():
                 graphs[name, at] = graphed(lambda: [layer(parts) for layer in layers])
             shared[0].copy_(qkv0), shared[2].copy_(residual0)
             graphs["all", at]()
             torch.cuda.synchronize()
-            outs.append((shared[2].clone(), *[x.clone() for l in layers for x in (l.pick.work, l.attend.counts)]))
+            told = [x.clone() for l in layers for x in ((l.pick.work,) if clustered else (l.pick.work, l.attend.counts))]
+            outs.append((shared[2].clone(), *told))
         same = [all(torch.equal(a, b) for a, b in zip(o, outs[0])) for o in outs]
-        print(n, by, epsilon, "density", layers[0].attend.keys_read() / HK / n, "same", same, flush=True)
+        density = None if clustered else layers[0].attend.keys_read() / HK / n
+        print(n, by, epsilon, "density", density, "same", same, flush=True)
         for turn in range(2):
-            for name in PARTS:
+            for name in steps:
                 times = [median_ms(graphs[name, at], 15, cold=False) * 1e3 / len(layers) for at in range(len(loaded))]
                 found.update({f"{n} {by} {name} {at} {turn}": us for at, us in enumerate(times)})
                 print(f"  {name:12s}", *[f"{us:8.2f}" for us in times], flush=True)
@@ -117,4 +149,5 @@ def main():
         json.dump(found, f, indent=1)
 
 
-main()
+if __name__ == "__main__":
+    main()

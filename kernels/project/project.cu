@@ -1,6 +1,8 @@
 // Entry points of what rows go through before they are compared with something learned.
 #include "project.cuh"
 
+#include <algorithm>
+
 extern "C" int taper_rows(const taper::RowsParams* p, cudaStream_t stream) {
   using namespace taper;
   const int64_t grid = ((int64_t)p->tokens * p->heads * (p->width / 2) + 255) / 256;
@@ -15,19 +17,23 @@ extern "C" int taper_project(const taper::ProjectParams* p, cudaStream_t stream)
   const bool ok = p->rows > 0 && p->maps > 0 && p->maps <= 65535 && p->x_heads > 0 && p->heads % p->maps == 0 &&
                   p->heads % p->x_heads == 0 && p->heads > 0 && p->inputs > 0 && p->outputs > 0 &&
                   (int64_t)p->rows * (p->heads / p->maps) <= INT32_MAX - 16 &&
-                  (int64_t)p->rows * p->x_heads * p->inputs <= UINT32_MAX && (!p->weight_bf16 || p->inputs % 8 == 0);
+                  (int64_t)p->rows * p->x_heads * p->inputs <= UINT32_MAX && (!p->weight_bf16 || p->inputs % 8 == 0) &&
+                  (!p->cos || p->inputs % 2 == 0);
   if (!ok) return cudaErrorInvalidValue;
   const int count = p->rows * (p->heads / p->maps);
-  auto go = [&](auto kernel, int outputs) {
-    const int share = kProjectWarps * outputs;
+  // A warp takes so many outputs of so many rows at a time.
+  auto go = [&](auto kernel, int outputs, int rows) {
+    ProjectParams q = *p;
+    const int fit = std::max(kStagedBytes / 4 / p->inputs, 1), share = kProjectWarps * outputs;
+    q.staged = std::min(fit > rows ? fit / rows * rows : fit, count);
     const dim3 grid((p->outputs + share - 1) / share, p->maps);
-    return launch(kernel, grid, kProjectWarps * 32, 0, stream, *p);
+    return launch(kernel, grid, kProjectWarps * 32, (size_t)q.staged * p->inputs * sizeof(float), stream, q);
   };
-  if (p->weight_bf16) return go(project_short_kernel, 8);
+  if (p->weight_bf16) return go(project_short_kernel, 8, 2);
   // Where there is enough for most multiprocessors, a number that is loaded serves many products.
   const int64_t wide = (int64_t)p->maps * ((p->outputs + 8 * kProjectWarps - 1) / (8 * kProjectWarps));
-  if (count >= 16 && 2 * wide >= sm_count()) return go(project_kernel<16, 8>, 8);
-  return count <= 4 ? go(project_kernel<4, 4>, 4) : go(project_kernel<8, 4>, 4);
+  if (count >= 16 && 2 * wide >= sm_count()) return go(project_kernel<16, 8>, 8, 16);
+  return count <= 4 ? go(project_kernel<4, 4>, 4, 4) : go(project_kernel<8, 4>, 4, 8);
 }
 
 extern "C" int taper_channels(const taper::ChannelsParams* p, cudaStream_t stream) {

@@ -45,10 +45,10 @@ __global__ void __launch_bounds__(32 * kKeyWarps, 1) key_clusters_kernel(const K
 #pragma unroll
     for (int i = 0; i < 32; ++i)
       *reinterpret_cast<Vec*>(w[i]) = *reinterpret_cast<const Vec*>(centroids + (int64_t)min(c0 + i, p.clusters - 1) * D);
-    // Centroids are nobody's output.
+    // Centroids are nobody's output. Who is launched next may begin once all before this one has ended.
     if (waits) {
-      launch_dependents();
       wait_for_predecessor();
+      launch_dependents();
       waits = false;
     }
 #pragma unroll 1

@@ -1,12 +1,13 @@
 // Whole clusters by how likely they are, as many as a limit on their tokens allows: the exact counterpart of a
 // choice that may not take what it likes. A list has a cluster of thread blocks, each with a share of the tokens between the
 // list's two ranges: they count the clusters' tokens, if there could be too many, find which clusters are taken, each for
-// itself, and write the tokens of those, ascending.
+// itself, and write the tokens of those, ascending. What runs once runs at the rate at which its code comes: loops stay loops.
 #pragma once
 
 #include "../common/launch.cuh"
 #include "../common/ptx.cuh"
 #include "../common/scan.cuh"
+#include "../common/warp.cuh"
 #include "../common/worklist.cuh"
 #include "../select/cluster.cuh"
 
@@ -19,38 +20,46 @@ constexpr int kProbeShare = 8192, kProbeTeam = 8;  // tokens a thread block, whe
 constexpr uint32_t kProbeRun = 8;                  // neighbouring tokens, whose clusters are one load
 constexpr int kProbeHeads = 4;                     // whose softmax is computed side by side
 constexpr int kProbeBins = 1024, kProbeFew = 32;
+constexpr uint32_t kProbeAhead = 4;  // runs of a thread that are asked for together
 
 struct ProbeShared {
   alignas(16) uint32_t held[kProbeBins], keys[kProbeBins];  // of keys in bins, their weights, and how many
   uint64_t few[kProbeFew];                                  // keys of one bin, and their weights
   uint32_t few_held[kProbeFew], few_count;
-  alignas(16) uint32_t found[kProbeTeam][kProbeWarps];  // tokens taken by each warp of each block
-  float warps[2][2][kProbeHeads][kProbeWarps];          // largest logits, sums of exponentials; in turns
-  uint32_t size[kProbeMost];                            // the share's tokens of each cluster
+  alignas(16) uint32_t found[kProbeTeam][kProbeWarps];        // tokens taken by each warp of each block
+  float top[2][kProbeHeads][kProbeWarps], sum[2][kProbeHeads][kProbeWarps];  // logits and exponentials, by turns
+  uint32_t size[kProbeMost];                                // the share's tokens of each cluster
   uint8_t taken[kProbeMost];
+  alignas(16) uint4 ids[kProbeAhead][kProbeThreads];  // clusters of some of each thread's runs
   // Behind it: of each run of the share which tokens are taken, a bit each.
 };
 
-// Four numbers over the thread block; all threads get the results. The warps' own meet in `warps`.
-template <class F>
-__device__ __forceinline__ void over_block(float (&x)[kProbeHeads], float (&warps)[kProbeHeads][kProbeWarps], F f) {
-  static_assert(kProbeHeads * kProbeWarps == 64);
+// What each head's exponentials by the warp's own largest logit are to be multiplied by. The warps meet once, in `tops` and
+// `sums`, so that equal logits of two warps may differ in the last place of their masses, always alike.
+__device__ __forceinline__ void over_warps(const float (&top)[kProbeHeads], const float (&sum)[kProbeHeads],
+                                           float (&tops)[kProbeHeads][kProbeWarps], float (&sums)[kProbeHeads][kProbeWarps],
+                                           float (&factor)[kProbeHeads]) {
+  static_assert(kProbeHeads == 4 && kProbeWarps == 16);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
-  for (int d = 1; d < 32; d *= 2)
-#pragma unroll
-    for (int i = 0; i < kProbeHeads; ++i) x[i] = f(x[i], __shfl_xor_sync(~0u, x[i], d));
-#pragma unroll
-  for (int i = 0; i < kProbeHeads; ++i)
-    if (lane == 0) warps[i][warp] = x[i];
+  for (int g = 0; g < kProbeHeads; ++g)
+    if (lane == g) tops[g][warp] = top[g], sums[g][warp] = sum[g];
   __syncthreads();
-  float two[2] = {warps[0][lane], warps[2][lane]};  // of the first two heads, and the others
+  float own[2];  // of a warp in the first two heads, and in the others
 #pragma unroll
-  for (int d = 1; d < kProbeWarps; d *= 2)
+  for (int i = 0; i < 2; ++i) {
+    const float t = (&tops[2 * i][0])[lane];
+    float most = t;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) two[i] = f(two[i], __shfl_xor_sync(~0u, two[i], d));
+    for (int d = 1; d < kProbeWarps; d *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
+    own[i] = t == -INFINITY ? 0.f : exp2_fast((t - most) * kLog2e);
+    float all = own[i] * (&sums[2 * i][0])[lane];
 #pragma unroll
-  for (int i = 0; i < kProbeHeads; ++i) x[i] = __shfl_sync(~0u, two[i / 2], kProbeWarps * (i % 2));
+    for (int d = 1; d < kProbeWarps; d *= 2) all += __shfl_xor_sync(~0u, all, d);
+    own[i] = __fdividef(own[i], all);
+  }
+#pragma unroll
+  for (int g = 0; g < kProbeHeads; ++g) factor[g] = __shfl_sync(~0u, own[g / 2], kProbeWarps * (g % 2) + warp);
 }
 
 // Bins of sixteen to a power of two, for masses from 2^-59 to 32; what is beyond falls on the first or last.
@@ -58,9 +67,15 @@ __device__ __forceinline__ uint32_t probe_bin(uint64_t key) {
   const int bin = (int)(key >> 51) - ((127 + 5 - kProbeBins / 16) << 4);
   return min(max(bin, 0), kProbeBins - 1);
 }
+__device__ __forceinline__ void clear_bins(ProbeShared& sh) {
+#pragma unroll
+  for (int i = 0; i < kProbeBins / kProbeThreads; ++i)
+    sh.held[threadIdx.x + i * kProbeThreads] = sh.keys[threadIdx.x + i * kProbeThreads] = 0;
+  if (threadIdx.x == 0) sh.few_count = 0;
+}
 
 // Keys, of which no two are equal and 0 is none, are taken from the largest on, as long as their weights come to no more than
-// `limit`: the first one that is not, 0 if all are. By bins, until those of one bin are few.
+// `limit`: the first one that is not, 0 if all are. By bins, which are empty before it, until those of one bin are few.
 template <int N>
 __device__ __forceinline__ uint64_t first_left(const uint64_t (&keys)[N], const uint32_t (&weights)[N], uint32_t limit,
                                                ProbeShared& sh) {
@@ -72,10 +87,6 @@ __device__ __forceinline__ uint64_t first_left(const uint64_t (&keys)[N], const 
   for (int shift = 64;;) {
     const bool masses = shift == 64;
     auto digit = [&](uint64_t key) { return masses ? probe_bin(key) : (uint32_t)(key >> shift) % kProbeBins; };
-    __syncthreads();  // The bins may still be read.
-    for (int i = threadIdx.x; i < kProbeBins; i += kProbeThreads) sh.held[i] = sh.keys[i] = 0;
-    if (threadIdx.x == 0) sh.few_count = 0;
-    __syncthreads();
 #pragma unroll
     for (int j = 0; j < N; ++j)
       if (in >> j & 1) {
@@ -107,6 +118,9 @@ __device__ __forceinline__ uint64_t first_left(const uint64_t (&keys)[N], const 
       if (digit(keys[j]) != bin) in &= ~(1u << j);
     if (size <= kProbeFew) break;
     shift = max((masses && bin > 0 && bin < kProbeBins - 1 ? 51 : shift) - 10, 0);
+    __syncthreads();
+    clear_bins(sh);
+    __syncthreads();
   }
 #pragma unroll
   for (int j = 0; j < N; ++j)
@@ -126,61 +140,69 @@ __device__ __forceinline__ uint64_t first_left(const uint64_t (&keys)[N], const 
 
 // OWN: clusters of which a thread speaks.
 template <int OWN>
-__global__ void __launch_bounds__(kProbeThreads) probe_kernel(const ProbeParams p) {
+__global__ void __launch_bounds__(kProbeThreads, 1) probe_kernel(const ProbeParams p) {
   extern __shared__ __align__(16) uint8_t raw[];
   ProbeShared& sh = *reinterpret_cast<ProbeShared*>(raw);
   uint8_t* masks = raw + sizeof(ProbeShared);
   const uint32_t team = cluster_size(), rank = cluster_rank();
   const uint32_t tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, list = blockIdx.x / team, clusters = p.clusters;
   const uint32_t row = list / p.kv_heads, kv_head = list % p.kv_heads, group = p.q_heads / p.kv_heads;
+  clear_bins(sh);
+#pragma unroll 1
   for (uint32_t c = tid; c < clusters; c += kProbeThreads) sh.size[c] = 0;
   wait_for_predecessor();
   launch_dependents();
-  WorkList& w = p.work[list];
-  const uint32_t from = w.end[0], to = w.begin[1];
-  if (from >= to) {
-    if (tid == 0 && rank == 0) w.token_first = w.token_count = 0;
-    return;
-  }
+  const WorkList& given = p.lists[list];
+  const uint32_t from = given.end[0], to = given.begin[1];
+  // What the list is told of its tokens.
+  auto tell = [&](uint32_t count) {
+    if (rank > 0 || tid >= 16) return;
+    uint32_t word = reinterpret_cast<const uint32_t*>(&given)[tid];
+    if (tid == offsetof(WorkList, token_first) / 4) word = list * p.capacity;
+    if (tid == offsetof(WorkList, token_count) / 4) word = count;
+    reinterpret_cast<uint32_t*>(p.work + list)[tid] = word;
+  };
+  if (from >= to) return tell(0);
   const uint32_t* table = p.block_table + (uint64_t)row * p.table_stride;
   // Runs of the share; `own` neighbouring ones are a thread's.
   const uint32_t first_run = from / kProbeRun, runs = (to + kProbeRun - 1) / kProbeRun - first_run;
   const uint32_t each = (runs + team - 1) / team, begin = first_run + min(rank * each, runs);
   const uint32_t count = first_run + min((rank + 1) * each, runs) - begin;
   const uint32_t own = (each + kProbeThreads - 1) / kProbeThreads;
-  // The clusters of the tokens of a thread's run.
-  auto load = [&](uint32_t r) {
-    const uint32_t t = (begin + tid * own + r) * kProbeRun;
-    if (r >= own || tid * own + r >= count) return make_uint4(~0u, ~0u, ~0u, ~0u);
-    return *reinterpret_cast<const uint4*>(p.ids + ((uint64_t)table[t / kBlock] * p.kv_heads + kv_head) * kBlock + t % kBlock);
-  };
-  constexpr int kAhead = 4;
-  uint4 first[kAhead];
+  const uint32_t mine = tid * own, end = min(mine + own, count);
+  // Has the clusters of a thread's runs from `r` on copied to shared memory.
+  uint32_t asked = mine;
+  auto ask = [&](uint32_t r) {
+    asked = r;
+    uint32_t at[kProbeAhead];
 #pragma unroll
-  for (int j = 0; j < kAhead; ++j) first[j] = load(j);
-  // f(a thread's run, clusters of its tokens, which of them lie between the ranges): several loads at a time.
+    for (uint32_t j = 0; j < kProbeAhead; ++j) {
+      const uint32_t t = (begin + r + j) * kProbeRun;
+      at[j] = r + j < end ? (table[t / kBlock] * p.kv_heads + kv_head) * (kBlock / kProbeRun) + t % kBlock / kProbeRun : 0;
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < kProbeAhead; ++j)
+      if (r + j < end) cp_async16(smem_u32(&sh.ids[j][tid]), p.ids + (uint64_t)at[j] * kProbeRun);
+  };
+  // f(a run, clusters of its tokens, which of them lie between the ranges).
   auto for_runs = [&](auto f) {
 #pragma unroll 1
-    for (uint32_t r = 0; r < own; r += kAhead) {
-      uint4 ids[kAhead];
+    for (uint32_t r = mine; r < end; ++r) {
+      const uint32_t j = (r - mine) % kProbeAhead;
+      if (r - j != asked) ask(r - j);
+      if (j == 0) cp_async_wait_all();
+      const uint4 ids = sh.ids[j][tid];
+      const uint32_t t = (begin + r) * kProbeRun, words[4] = {ids.x, ids.y, ids.z, ids.w};
+      uint32_t within = 0xff;
+      if (t < from) within &= 0xffu << (from - t);
+      if (t + kProbeRun > to) within &= 0xffu >> (t + kProbeRun - to);
+      uint32_t c[kProbeRun];
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j) ids[j] = r == 0 ? first[j] : load(r + j);
-#pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        const uint32_t t = (begin + tid * own + r + j) * kProbeRun;
-        if (r + j >= own || tid * own + r + j >= count) break;
-        uint32_t within = 0xff;
-        if (t < from) within &= 0xffu << (from - t);
-        if (t + kProbeRun > to) within &= 0xffu >> (t + kProbeRun - to);
-        const uint32_t words[4] = {ids[j].x, ids[j].y, ids[j].z, ids[j].w};
-        uint32_t c[kProbeRun];
-#pragma unroll
-        for (int k = 0; k < (int)kProbeRun; ++k) {
-          c[k] = k % 2 ? words[k / 2] >> 16 : words[k / 2] & 0xffff;
-          if (c[k] >= clusters) within &= ~(1u << k);
-        }
-        f(r + j, c, within);
+      for (int k = 0; k < (int)kProbeRun; ++k) {
+        c[k] = k % 2 ? words[k / 2] >> 16 : words[k / 2] & 0xffff;
+        if (c[k] >= clusters) within &= ~(1u << k);
       }
+      f(r, c, within);
     }
   };
   const uint32_t limit = p.limits[list];
@@ -191,7 +213,7 @@ __global__ void __launch_bounds__(kProbeThreads) probe_kernel(const ProbeParams 
 #pragma unroll 1
   for (uint32_t g0 = 0, turn = 0; g0 < group; g0 += kProbeHeads, turn ^= 1) {
     const float* logits = p.logits + ((uint64_t)row * p.q_heads + kv_head * group + g0) * clusters;
-    float x[kProbeHeads][OWN], top[kProbeHeads], sum[kProbeHeads];
+    float x[kProbeHeads][OWN], top[kProbeHeads], sum[kProbeHeads], factor[kProbeHeads];
 #pragma unroll
     for (int g = 0; g < kProbeHeads; ++g)
 #pragma unroll
@@ -199,28 +221,24 @@ __global__ void __launch_bounds__(kProbeThreads) probe_kernel(const ProbeParams 
         const uint32_t c = tid + j * kProbeThreads;
         x[g][j] = g0 + g < group && c < clusters ? logits[(uint64_t)g * clusters + c] : -INFINITY;
       }
+    if (g0 == 0) ask(mine);  // On their way while probabilities are made.
 #pragma unroll
     for (int g = 0; g < kProbeHeads; ++g) {
       top[g] = x[g][0];
 #pragma unroll
       for (int j = 1; j < OWN; ++j) top[g] = fmaxf(top[g], x[g][j]);
-    }
-    over_block(top, sh.warps[0][turn], [](float a, float b) { return fmaxf(a, b); });
-#pragma unroll
-    for (int g = 0; g < kProbeHeads; ++g) {
+      top[g] = warp_max(top[g]);
+      const float base = top[g] == -INFINITY ? 0.f : top[g];
       sum[g] = 0.f;
 #pragma unroll
-      for (int j = 0; j < OWN; ++j) {
-        x[g][j] = g0 + g < group && tid + j * kProbeThreads < clusters ? expf(x[g][j] - top[g]) : 0.f;
-        sum[g] += x[g][j];
-      }
+      for (int j = 0; j < OWN; ++j) sum[g] += x[g][j] = exp2_fast((x[g][j] - base) * kLog2e);
+      sum[g] = warp_sum(sum[g]);
     }
-    over_block(sum, sh.warps[1][turn], [](float a, float b) { return a + b; });
+    over_warps(top, sum, sh.top[turn], sh.sum[turn], factor);
 #pragma unroll
     for (int g = 0; g < kProbeHeads; ++g)
 #pragma unroll
-      for (int j = 0; j < OWN; ++j)
-        if (g0 + g < group) mass[j] += x[g][j] / sum[g];
+      for (int j = 0; j < OWN; ++j) mass[j] += g0 + g < group ? x[g][j] * factor[g] : 0.f;
   }
   // The bits of what is not negative order as the numbers do.
   uint64_t key[OWN];
@@ -248,38 +266,43 @@ __global__ void __launch_bounds__(kProbeThreads) probe_kernel(const ProbeParams 
           if (r < team) held[j] += read_in_block(sh.size[tid + j * kProbeThreads], r);
   }
   cluster_release();  // Waited for before others are written to: all have begun then.
-  uint64_t last = 0;  // taken are those above it
-  if ((uint32_t)p.most < clusters) {
-    uint32_t ones[OWN];
+  // Taken are those above it: by how many there are, then by their tokens.
+  uint64_t last = counts && p.at_least && limit == 0 ? ~0ull : 0;
+#pragma unroll 1
+  for (bool tokens = (uint32_t)p.most >= clusters, again = false; last != ~0ull && (!tokens || counts); tokens = true) {
+    if (again) {
+      __syncthreads();
+      clear_bins(sh);
+      __syncthreads();
+    }
+    uint32_t weights[OWN];
 #pragma unroll
-    for (int j = 0; j < OWN; ++j) ones[j] = 1;
-    last = first_left(key, ones, p.most, sh);
-  }
-  if (counts && p.at_least && limit == 0) {
-    last = ~0ull;
-  } else if (counts) {
-    // At least so many: the first one too with which it is more than one less.
-    const uint64_t left = first_left(key, held, limit - p.at_least, sh);
-    last = max(last, left > 0 ? left - p.at_least : 0);
+    for (int j = 0; j < OWN; ++j) weights[j] = tokens ? held[j] : 1;
+    // At least so many tokens: the first cluster too with which they are more than one less.
+    const uint32_t least = tokens ? p.at_least : 0;
+    const uint64_t left = first_left(key, weights, tokens ? limit - least : (uint32_t)p.most, sh);
+    last = max(last, left > 0 ? left - least : 0);
+    again = true;
+    if (tokens) break;
   }
 #pragma unroll
   for (int j = 0; j < OWN; ++j)
     if (key[j] != 0) sh.taken[tid + j * kProbeThreads] = key[j] > last;
   __syncthreads();
 
-  uint32_t mine = 0;
+  uint32_t taken_here = 0;
   for_runs([&](uint32_t r, const uint32_t(&c)[kProbeRun], uint32_t within) {
     uint32_t taken = 0;
 #pragma unroll
     for (int k = 0; k < (int)kProbeRun; ++k)
       if (within >> k & 1) taken |= (uint32_t)sh.taken[c[k]] << k;
-    masks[r * kProbeThreads + tid] = taken;
-    mine += __popc(taken);
+    masks[(r - mine) * kProbeThreads + tid] = taken;
+    taken_here += __popc(taken);
   });
   // What each warp has found goes to all blocks of the list, so that everyone knows where its own begins.
-  uint32_t at = warp_upto(mine);
+  uint32_t at = warp_upto(taken_here);
   const uint32_t found = __shfl_sync(~0u, at, 31);
-  at -= mine;
+  at -= taken_here;
   cluster_wait();
   if (lane < team) write_in_block(sh.found[rank][warp], lane, found);
   cluster_release();
@@ -294,13 +317,11 @@ __global__ void __launch_bounds__(kProbeThreads) probe_kernel(const ProbeParams 
   at += __reduce_add_sync(~0u, earlier(four, n.x) + earlier(four + 1, n.y) + earlier(four + 2, n.z) + earlier(four + 3, n.w));
   uint32_t* ids = p.token_ids + (uint64_t)list * p.capacity;
 #pragma unroll 1
-  for (uint32_t r = 0; r < own && tid * own + r < count; ++r)
-    for (uint32_t taken = masks[r * kProbeThreads + tid]; taken; taken &= taken - 1, ++at)
-      if (at < (uint32_t)p.capacity) ids[at] = (begin + tid * own + r) * kProbeRun + __ffs(taken) - 1;
-  if (tid == 0 && rank == 0) {
-    w.token_first = list * p.capacity;
-    w.token_count = min(all, (uint32_t)p.capacity);
-  }
+  for (uint32_t r = mine; r < end; ++r)
+#pragma unroll 1
+    for (uint32_t taken = masks[(r - mine) * kProbeThreads + tid]; taken; taken &= taken - 1, ++at)
+      if (at < (uint32_t)p.capacity) ids[at] = (begin + r) * kProbeRun + __ffs(taken) - 1;
+  tell(min(all, (uint32_t)p.capacity));
 }
 
 }  // namespace taper

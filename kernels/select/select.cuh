@@ -327,12 +327,13 @@ __global__ void __launch_bounds__(kSelectThreads)
   if (tid == 0 && rank == 0) {
     if (b.counts) b.counts[list] = k;
     if (b.work) {
-      WorkList& w = b.work[list];
+      WorkList w = b.given[list];
       const bool fits = k <= capacity;
       // More than fit: the list reads everything. Its second range ends with the row, as any list's.
       if (!fits) w.begin[0] = 0, w.end[0] = w.begin[1] = w.end[1] = w.len;
       w.token_first = list * capacity;
       w.token_count = fits ? k : 0;
+      b.work[list] = w;
     }
   }
 }
@@ -352,7 +353,7 @@ __global__ void __launch_bounds__(256) pages_kernel(const PagesParams p) {
   for (uint32_t i = blockIdx.x * 256 + threadIdx.x; i < count * page; i += gridDim.x * 256)
     ids[i] = pages[i / page] * page + i % page;
   if (blockIdx.x > 0 || threadIdx.x > 0) return;
-  WorkList& w = p.work[list];
+  WorkList w = p.given[list];
   const uint32_t from = w.end[0], to = w.begin[1];
   uint32_t front = 0, back = 0;
   if (count > 0) {
@@ -362,6 +363,7 @@ __global__ void __launch_bounds__(256) pages_kernel(const PagesParams p) {
   }
   w.token_first = list * capacity * page + front;
   w.token_count = count > 0 && from < to ? count * page - front - back : 0;
+  p.work[list] = w;
 }
 
 // A thread a list.

@@ -8,7 +8,7 @@ use taper_kernels::index::Part;
 use taper_kernels::kv::PagedKv;
 use taper_kernels::philox::Stream;
 use taper_kernels::prefill::{self, Mask, Reads, Rows, Selection as PrefillSelection};
-use taper_kernels::rotary;
+use taper_kernels::rotary::Rotation;
 use taper_kv_cache::IndexShape;
 
 /// How a prompt's rows attend. In each layer a chunk of a prompt is chosen for at once, and attended at once or slice by
@@ -394,13 +394,9 @@ impl DecodeStep<'_> {
         }
     }
 
-    /// The queries `[R, q_heads, head_dim]` as they were before the rotary embedding.
-    ///
-    /// # Errors
-    /// A device error.
-    pub fn unrotated(&self) -> Result<Tensor> {
-        let turns: Vec<_> = self.batch.rows.iter().map(|row| (self.rotation)(row.visible.end - 1)).collect();
-        rotary::undo(self.batch.q, &turns)
+    /// The rotary embedding of each row's query `[R]`.
+    pub fn turns(&self) -> Vec<Rotation> {
+        self.batch.rows.iter().map(|row| (self.rotation)(row.visible.end - 1)).collect()
     }
 }
 

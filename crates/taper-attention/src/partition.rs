@@ -8,6 +8,7 @@ use taper_kernels::index::Part;
 use taper_kernels::index::clusters::{self, Centroids, Probes};
 use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 use taper_kernels::mlp::PerHead;
+use taper_kernels::rotary::Rotation;
 use taper_kv_cache::IndexShape;
 
 /// Centroids of every layer and KV head: `layers.l.centroids` `[kv_heads, clusters, head_dim]` for each layer `l` that has
@@ -63,9 +64,9 @@ impl Partition {
         (most > clusters::MOST_ON_DEVICE).then(what)
     }
 
-    /// The queries `[R, q_heads, head_dim]` as keys were clustered.
-    pub fn queries(&self, step: &DecodeStep) -> Result<Tensor> {
-        if self.unrotated { step.unrotated() } else { Ok(step.batch.q.clone()) }
+    /// What is to be taken off queries `[R]`, so that they are as keys were clustered.
+    pub fn turns(&self, step: &DecodeStep) -> Option<Vec<Rotation>> {
+        self.unrotated.then(|| step.turns())
     }
 
     /// Sinks, window, and the clusters that come first by `logits` `[R, q_heads, clusters]`.

@@ -2,6 +2,7 @@
 
 use crate::lent::Lent;
 use crate::parallel::{self, SharedMut};
+use crate::rotary::{self, Rotation};
 use crate::simd::{Isa, Simd, dispatch, dot, exp_line, prefetch};
 use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
@@ -119,17 +120,19 @@ impl Mlp {
     }
 }
 
-/// Runs the queries `[R, q_heads, inputs]`, f32, of each KV head through its own of `mlps` `[kv_heads]`: `[R, q_heads,
-/// outputs]`. A device keeps weights of inputs in eights in bf16, and sums in f32.
+/// Runs the queries `[R, q_heads, inputs]`, f32 or, on a device, 16 bits, of each KV head through its own of `mlps` `[kv_heads]`:
+/// `[R, q_heads, outputs]`; with `turns` `[R]` as they were before the rotary embedding. A device keeps weights of inputs in eights
+/// in bf16, and sums in f32.
 ///
 /// # Errors
 /// Shapes that differ.
-pub fn per_head(mlps: &PerHead<Mlp>, q: &Tensor) -> Result<Lent> {
+pub fn per_head(mlps: &PerHead<Mlp>, q: &Tensor, turns: Option<&[Rotation]>) -> Result<Lent> {
     #[cfg(feature = "cuda")]
     if q.device().is_cuda() {
-        return Ok(crate::cuda::step::per_head(mlps, q)?);
+        rotary::fit(q, turns)?;
+        return Ok(crate::cuda::step::per_head(mlps, q, turns)?);
     }
-    Ok(for_kv_heads(q, mlps, Mlp::inputs, Mlp::outputs, Mlp::forward)?.into())
+    Ok(for_kv_heads(&rotary::undo(q, turns)?, mlps, Mlp::inputs, Mlp::outputs, Mlp::forward)?.into())
 }
 
 /// Maps the queries `[R, q_heads, d]` of each KV head by its own of `maps`; widths must be equal.
@@ -248,11 +251,15 @@ mod tests {
         assert!((silu - (1.0 + 2.0 * of(-0.5) + 10.0 * of(-8.0))).abs() < 1e-5, "{silu}");
         let q = Tensor::new(&[[[1f32, 1.], [1., -1.], [2., 0.], [0., 2.]]], &candle_core::Device::Cpu).unwrap();
         let other = Mlp::new(vec![(vec![1., 0.], vec![0.])], Activation::Relu).unwrap();
-        let both =
-            per_head(&vec![mlp.clone(), other].into(), &q).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let both = per_head(&vec![mlp.clone(), other].into(), &q, None)
+            .unwrap()
+            .flatten_all()
+            .unwrap()
+            .to_vec1::<f32>()
+            .unwrap();
         assert_eq!(both, [mlp.forward(&[1., 1., 1., -1.]), vec![2.0, 0.0]].concat());
         let three = vec![mlp.clone(), mlp.clone(), mlp.clone()];
-        assert!(per_head(&Vec::new().into(), &q).is_err() && per_head(&three.into(), &q).is_err());
+        assert!(per_head(&Vec::new().into(), &q, None).is_err() && per_head(&three.into(), &q, None).is_err());
         for bad in [vec![], vec![(vec![1.0; 3], vec![0.0; 2])], vec![layers().remove(0), (vec![1.0; 3], vec![0.0])]] {
             assert!(Mlp::new(bad, Activation::Relu).is_err());
         }

@@ -29,19 +29,22 @@ impl Rotation {
     }
 }
 
-/// Queries `[R, heads, head_dim]`, f32, as they were before the rotary embedding, whose turn of each row is given `[R]`.
-///
-/// # Errors
-/// Another number of rows or dimensions.
-pub fn undo(x: &Tensor, turns: &[Rotation]) -> Result<Tensor> {
-    let (rows, heads, d) = x.dims3()?;
-    if turns.len() != rows || turns.iter().any(|turn| 2 * turn.0.len() != d) {
-        bail!("rotary: {} turns for rows of shape {:?}", turns.len(), x.shape());
+/// Fails unless there is a turn for each of the queries `[R, heads, head_dim]`, if there are any.
+pub(crate) fn fit(x: &Tensor, turns: Option<&[Rotation]>) -> Result<()> {
+    let (rows, _, d) = x.dims3()?;
+    match turns {
+        Some(turns) if turns.len() != rows || turns.iter().any(|turn| 2 * turn.0.len() != d) => {
+            bail!("rotary: {} turns for rows of shape {:?}", turns.len(), x.shape())
+        }
+        _ => Ok(()),
     }
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        return Ok(crate::cuda::step::undo(x, turns)?);
-    }
+}
+
+/// Queries `[R, heads, head_dim]`, f32, in host memory as they were before the rotary embedding, whose turn of each row is given
+/// `[R]`.
+pub(crate) fn undo(x: &Tensor, turns: Option<&[Rotation]>) -> Result<Tensor> {
+    fit(x, turns)?;
+    let (Some(turns), (rows, heads, d)) = (turns, x.dims3()?) else { return Ok(x.clone()) };
     let mut data = x.flatten_all()?.to_vec1::<f32>()?;
     for (row, turn) in data.chunks_exact_mut(heads * d).zip(turns) {
         row.chunks_exact_mut(d).for_each(|x| turn.undo(x));
@@ -65,11 +68,12 @@ mod tests {
         }
         let rows = Tensor::new(&[[turned, turned], [x, x]], &candle_core::Device::Cpu).unwrap();
         let turns = [Rotation::new(77, &frequencies, factor), Rotation::new(0, &frequencies, 1.0)];
-        let rows = undo(&rows, &turns).unwrap().to_vec3::<f32>().unwrap();
+        let rows = undo(&rows, Some(&turns)).unwrap().to_vec3::<f32>().unwrap();
         for row in rows.iter().flatten() {
             assert!(row.iter().zip(x).all(|(a, b)| (a - b).abs() < 1e-5), "{row:?}");
         }
         let other = Tensor::zeros((2, 1, 4), candle_core::DType::F32, &candle_core::Device::Cpu).unwrap();
-        assert!(undo(&other, &turns).is_err() && undo(&other.narrow(0, 0, 1).unwrap(), &turns).is_err());
+        let wrong = |x: &Tensor| undo(x, Some(&turns)).is_err();
+        assert!(wrong(&other) && wrong(&other.narrow(0, 0, 1).unwrap()));
     }
 }

@@ -100,7 +100,7 @@ impl Clusters {
 impl Prober for Clusters {
     fn probe(&self, step: &DecodeStep, fixed: (usize, usize), probes: Probes) -> Result<Choice> {
         let Some(centroids) = self.0.layer(step.layer) else { return Ok(step.dense()) };
-        let logits = clusters::products(centroids, &self.0.queries(step)?)?;
+        let logits = clusters::products(centroids, step.batch.q, self.0.turns(step).as_deref())?;
         self.0.select(step, fixed, probes, &logits)
     }
 

@@ -77,7 +77,7 @@ impl Saap {
 impl Prober for Saap {
     fn probe(&self, step: &DecodeStep, fixed: (usize, usize), probes: Probes) -> Result<Choice> {
         let Some(classifiers) = &self.classifiers[step.layer] else { return Ok(step.dense()) };
-        let logits = mlp::per_head(classifiers, &self.partition.queries(step)?)?;
+        let logits = mlp::per_head(classifiers, step.batch.q, self.partition.turns(step).as_deref())?;
         self.partition.select(step, fixed, probes, &logits)
     }
 

@@ -194,13 +194,6 @@ impl Lists {
         Self { told: self.told.clone(), since: self.since, ..Self::over(work, self.rows, self.heads) }
     }
 
-    /// The same in memory of their own, for an operation that writes what it chooses into them.
-    pub(super) fn writable(self, op: &Op) -> Result<Self> {
-        let (told, work) = Self::told(op, self.rows * self.heads)?;
-        op.copy("work", &self.work, &work)?;
-        Ok(Self { work, told, since: 0, ..self })
-    }
-
     /// Words of so many lists, for an operation that writes them all.
     pub(super) fn told(op: &Op, count: usize) -> Result<(Option<Readback>, Tensor)> {
         let told = Readback::new(op, count * WORDS)?;

@@ -223,13 +223,13 @@ pub fn nearest(products: &Tensor, at: &Tokens, index: &Tensor) -> Result<()> {
 
 /// The cluster of single keys of a cache `[blocks, kv_heads, 64, head_dim]`, bf16 or f16, each in its slot
 /// (block * 64 + row) `[T]`, u32, turned back, by products in f32 with `centroids` `[kv_heads, clusters, head_dim]`, f32. Into the
-/// index as [`nearest`].
+/// index as [`nearest`]. `first` is the lowest position in its sequence that any of them has.
 ///
 /// # Errors
 /// Shapes or dtypes that differ.
 pub fn key_clusters(
     k: &Tensor,
-    slots: &Tensor,
+    (slots, first): (&Tensor, usize),
     turns: Option<Turns>,
     centroids: &Tensor,
     index: &Tensor,
@@ -252,7 +252,9 @@ pub fn key_clusters(
         dtype: op.dtype("k", k.dtype())?,
     };
     // SAFETY: every address was checked against the shapes given beside it; slots are the caller's, of its cache.
-    unsafe { op.launch(ffi::taper_saap_key_clusters, &p) }
+    unsafe { op.launch(ffi::taper_saap_key_clusters, &p) }?;
+    renews(first);
+    Ok(())
 }
 
 /// How many clusters [`probe`] takes.
@@ -275,7 +277,7 @@ pub struct Limits<'a> {
 ///
 /// # Source
 /// As [`crate::index::clusters::select`].
-pub fn probe(batch: &Batch, logits: &Tensor, index: &Tensor, mut lists: Lists, limits: Limits) -> Result<Lists> {
+pub fn probe(batch: &Batch, logits: &Tensor, index: &Tensor, lists: Lists, limits: Limits) -> Result<Lists> {
     let op = Op::new("probe", "logits", logits)?;
     let Dims { rows, q_heads, kv_heads, blocks, tables, stride, .. } = batch.dims(&op)?;
     let clusters = logits.dim(2)?;
@@ -289,12 +291,14 @@ pub fn probe(batch: &Batch, logits: &Tensor, index: &Tensor, mut lists: Lists, l
     let (count, capacity) = (rows * kv_heads, batch.max_len);
     lists.fits(&op, rows, kv_heads)?;
     let ids = op.lent(count * capacity, DType::U32)?;
+    let (told, work) = Lists::told(&op, count)?;
     let p = TaperProbeParams {
         logits: op.at("logits", logits, DType::F32, [rows, q_heads, clusters])?,
         ids: op.at("index", index, DType::I16, [blocks, kv_heads, BLOCK_TOKENS])?,
         block_table: op.at("tables", batch.tables, DType::U32, [tables, stride])?,
         limits: op.at("limits", limits.tokens, DType::U32, [count])?,
-        work: op.at("lists", &lists.work, DType::U32, [count, WORDS])?,
+        lists: op.at("lists", &lists.work, DType::U32, [count, WORDS])?,
+        work: op.at("lists", &work, DType::U32, [count, WORDS])?,
         token_ids: op.at("ids", &ids, DType::U32, [count * capacity])?,
         rows: op.int("q", rows)?,
         q_heads: op.int("q", q_heads)?,
@@ -307,6 +311,5 @@ pub fn probe(batch: &Batch, logits: &Tensor, index: &Tensor, mut lists: Lists, l
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_saap_probe, &p) }?;
-    lists.token_ids = Some(ids);
-    Ok(lists)
+    Ok(Lists { work, told, token_ids: Some(ids), ..lists })
 }

@@ -110,7 +110,7 @@ pub(super) fn cast(op: &Op, x: &Tensor, dtype: DType) -> Result<Tensor> {
                 return Ok(rounded(&x.reshape((x.elem_count() / width, width))?, dtype)?.reshape(x.shape())?);
             }
             (DType::BF16 | DType::F16, DType::F32) if width.is_multiple_of(2) => {
-                return Ok(rows(&x.reshape((x.elem_count() / width, 1, width))?, None)?.reshape(x.shape())?);
+                return Ok(rows(&x.reshape((x.elem_count() / width, 1, width))?)?.reshape(x.shape())?);
             }
             _ => {}
         }

@@ -2,7 +2,7 @@
 //!
 //! The same functions as the CPU's run on either device and come here by themselves: [`crate::kv::append`],
 //! [`crate::kv::copy_block`], [`crate::prefill::prefill`] and what chooses for it, [`crate::correct::correct`],
-//! [`crate::mlp::per_head`], [`crate::rotary::undo`], and all of [`crate::decode`] and [`crate::index`] that decode
+//! [`crate::mlp::per_head`], and all of [`crate::decode`] and [`crate::index`] that decode
 //! methods call: selections, scores and importance then stay on the device (`step`). What this module offers besides
 //! are the parts of that, by which a step needs no host at all: [`Batch`] for [`crate::decode::Decode`], [`Lists`] for
 //! [`crate::decode::Selection`].

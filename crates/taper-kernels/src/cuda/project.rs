@@ -3,10 +3,11 @@
 
 use super::error::Result;
 use super::ffi::{self, TaperChannelsParams, TaperProjectParams, TaperRowsParams};
-use super::op::Op;
+use super::op::{Op, fresh};
 use crate::kv::BLOCK_TOKENS;
 use crate::lent::Lent;
 use crate::mlp::Activation;
+use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
 
 /// Cosines and sines `[T, width / 2]`, f32, of the turns that are taken off rows.
@@ -18,18 +19,18 @@ pub struct Turns<'a> {
     pub sin: &'a Tensor,
 }
 
-/// Rows `[T, heads, width]`, f32, bf16 or f16, as f32, turned back.
+/// Rows `[T, heads, width]`, f32, bf16 or f16, as f32.
 ///
 /// # Errors
 /// Shapes that differ.
-pub fn rows(x: &Tensor, turns: Option<Turns>) -> Result<Tensor> {
+pub fn rows(x: &Tensor) -> Result<Tensor> {
     let op = Op::new("rows", "x", x)?;
     let dims = x.dims3()?;
     let at = op.at::<u8>("x", x, x.dtype(), x.dims())?;
-    run(&op, dims, (at, x.dtype()), None, turns)
+    run(&op, dims, (at, x.dtype()), None, None)
 }
 
-/// The same of tokens of a cache `[blocks, heads, 64, width]`, each in its slot (block * 64 + row) `[T]`, u32.
+/// The same, turned back, of tokens of a cache `[blocks, heads, 64, width]`, each in its slot (block * 64 + row) `[T]`, u32.
 ///
 /// # Errors
 /// Shapes that differ.
@@ -95,12 +96,12 @@ pub struct Layer<'a> {
     pub out: DType,
 }
 
-/// What a layer makes of rows `x` `[T, x_heads, inputs]`, f32, for `heads` heads, a multiple of both the maps and `x_heads`:
-/// neighbours share them: `[T, heads, outputs]`.
+/// What a layer makes of rows `x` `[T, x_heads, inputs]`, f32, bf16 or f16, which it turns back first, for `heads` heads, a multiple
+/// of both the maps and `x_heads`: neighbours share them: `[T, heads, outputs]`.
 ///
 /// # Errors
 /// Shapes that do not fit.
-pub fn project(x: &Tensor, heads: usize, layer: &Layer) -> Result<Lent> {
+pub fn project(x: &Tensor, turns: Option<Turns>, heads: usize, layer: &Layer) -> Result<Lent> {
     let op = Op::new("project", "x", x)?;
     let ((rows, x_heads, inputs), (maps, outputs, _)) = (x.dims3()?, layer.weight.dims3()?);
     let fits = maps > 0 && x_heads > 0 && heads.is_multiple_of(maps) && heads.is_multiple_of(x_heads);
@@ -110,8 +111,12 @@ pub fn project(x: &Tensor, heads: usize, layer: &Layer) -> Result<Lent> {
     let fits = weights == DType::F32 || (weights == DType::BF16 && inputs.is_multiple_of(8));
     op.check(fits, "weight", format_args!("{weights:?} of {inputs} inputs"), "f32, or bf16 of inputs in eights")?;
     let out = op.lent((rows, heads, outputs), layer.out)?;
+    let turn = |of: Option<&Tensor>| op.maybe::<f32>("turns", of, DType::F32, [rows, inputs / 2]);
+    let x_f32 = x.dtype() == DType::F32;
     let p = TaperProjectParams {
-        x: op.at("x", x, DType::F32, [rows, x_heads, inputs])?,
+        x: op.at::<u8>("x", x, x.dtype(), [rows, x_heads, inputs])?.cast_const().cast(),
+        cos: turn(turns.map(|turns| turns.cos))?,
+        sin: turn(turns.map(|turns| turns.sin))?,
         weight: op.at::<u8>("weight", layer.weight, weights, [maps, outputs, inputs])?.cast_const().cast(),
         bias: op.maybe("bias", layer.bias, DType::F32, [maps, outputs])?,
         out: op.at::<u8>("out", &out, layer.out, [rows, heads, outputs])?.cast(),
@@ -129,6 +134,11 @@ pub fn project(x: &Tensor, heads: usize, layer: &Layer) -> Result<Lent> {
         bf16: (layer.out == DType::BF16).into(),
         scale: layer.scale,
         weight_bf16: (weights == DType::BF16).into(),
+        dtype: if x_f32 { ffi::TAPER_BF16 } else { op.dtype("x", x.dtype())? },
+        x_f32: x_f32.into(),
+        // New keys' clusters are nothing that it reads.
+        fresh: (fresh(usize::MAX) > 0).into(),
+        ..TaperProjectParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_project, &p) }?;

@@ -208,11 +208,6 @@ impl Between {
             ends: op.kept(&ends, [ends.len()])?,
         })
     }
-
-    /// The lists, before anything is chosen for them, to be written to.
-    pub fn into_lists(self, op: &Op) -> Result<Lists> {
-        self.lists.writable(op)
-    }
 }
 
 /// The sinks, the window, and of the tokens between them the fewest with which the whole choice holds the share `p` of the
@@ -322,11 +317,9 @@ pub(super) fn select(
     let Dims { rows, q_heads, kv_heads, .. } = batch.dims(op)?;
     let heads = if lse.is_some() { q_heads } else { kv_heads };
     let Between { lists, begins, ends } = between;
-    let mut lists = lists.writable(op)?;
     let (count, entries) = (rows * kv_heads, scores.dim(2)?);
     lists.fits(op, rows, kv_heads)?;
-    // Of pages the lists are told by the launch behind.
-    let work = (page == 1).then_some(&lists.work);
+    let (told, work) = Lists::told(op, count)?;
     let chosen = op.empty(count, DType::U32)?;
     let ids = op.lent((count, how.capacity), DType::U32)?;
     let base = TaperSelectParams {
@@ -336,7 +329,9 @@ pub(super) fn select(
         ids: op.at("ids", &ids, DType::U32, [count, how.capacity])?,
         ks: op.maybe("k", how.ks, DType::U32, [count])?,
         counts: op.at("counts", &chosen, DType::U32, [count])?,
-        work: op.maybe("between", work, DType::U32, lists.work.dims())?,
+        given: op.at("between", &lists.work, DType::U32, [count, WORDS])?,
+        // Of pages the lists are told by the launch behind.
+        work: op.maybe("between", (page == 1).then_some(&work), DType::U32, [count, WORDS])?,
         lists: op.int("scores", count)?,
         stride: op.int("scores", entries)?,
         capacity: op.int("capacity", how.capacity)?,
@@ -355,22 +350,23 @@ pub(super) fn select(
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_select_group, &p) }?;
-    lists.token_ids = Some(match page {
+    let token_ids = match page {
         1 => ids.reshape(count * how.capacity)?,
-        _ => pages(op, &lists, &ids, &chosen, page)?,
-    });
-    Ok(lists)
+        _ => pages(op, [&lists.work, &work], &ids, &chosen, page)?,
+    };
+    Ok(Lists { work, told, token_ids: Some(token_ids), ..lists })
 }
 
 /// The tokens of the pages chosen that lie between the lists' ranges, which the lists are made to name.
-fn pages(op: &Op, lists: &Lists, chosen: &Tensor, counts: &Tensor, page: usize) -> Result<Lent> {
+fn pages(op: &Op, [given, work]: [&Tensor; 2], chosen: &Tensor, counts: &Tensor, page: usize) -> Result<Lent> {
     let (count, capacity) = chosen.dims2()?;
     let ids = op.lent(count * capacity * page, DType::U32)?;
     let p = TaperPagesParams {
         pages: op.at("pages", chosen, DType::U32, [count, capacity])?,
         counts: op.at("counts", counts, DType::U32, [count])?,
         ids: op.at("ids", &ids, DType::U32, [count * capacity * page])?,
-        work: op.at("between", &lists.work, DType::U32, lists.work.dims())?,
+        given: op.at("between", given, DType::U32, [count, WORDS])?,
+        work: op.at("between", work, DType::U32, [count, WORDS])?,
         lists: op.int("scores", count)?,
         capacity: op.int("capacity", capacity)?,
         page: op.int("page", page)?,

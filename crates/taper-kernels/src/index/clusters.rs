@@ -10,7 +10,7 @@ use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
 use crate::lent::Lent;
 use crate::mlp::{PerHead, for_kv_heads};
 use crate::parallel;
-use crate::rotary::Rotations;
+use crate::rotary::{self, Rotation, Rotations};
 use crate::simd::{Isa, Simd, dispatch, exp_line};
 use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
 use std::ops::Range;
@@ -132,20 +132,22 @@ pub fn extend(
     )
 }
 
-/// Scaled products of every query of `q` `[R, q_heads, d]` with the centroids of its KV head: `[R, q_heads, clusters]`.
+/// Scaled products of every query of `q` `[R, q_heads, d]` with the centroids of its KV head: `[R, q_heads, clusters]`; with `turns`
+/// `[R]` of the queries as they were before the rotary embedding.
 ///
 /// # Errors
 /// Shapes that differ.
-pub fn products(centroids: &PerHead<Centroids>, q: &Tensor) -> Result<Lent> {
+pub fn products(centroids: &PerHead<Centroids>, q: &Tensor, turns: Option<&[Rotation]>) -> Result<Lent> {
     #[cfg(feature = "cuda")]
     if q.device().is_cuda() {
-        return Ok(crate::cuda::step::products(centroids, q)?);
+        rotary::fit(q, turns)?;
+        return Ok(crate::cuda::step::products(centroids, q, turns)?);
     }
     let scaled = |centroids: &Centroids, q: &[f32]| {
         let scale = 1.0 / (centroids.d as f32).sqrt();
         centroids.scores(q).into_iter().map(|x| x * scale).collect()
     };
-    Ok(for_kv_heads(q, centroids, Centroids::dim, Centroids::clusters, scaled)?.into())
+    Ok(for_kv_heads(&rotary::undo(q, turns)?, centroids, Centroids::dim, Centroids::clusters, scaled)?.into())
 }
 
 /// How many of the clusters are read.

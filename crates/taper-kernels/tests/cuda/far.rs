@@ -308,7 +308,7 @@ const OPERATIONS: &[(&str, Operation)] = &[
         s.reads(&g.q, |b| heaviest(b, &codes::importance(b, &index, &g.maps[1], &every(true)).unwrap()))
     }),
     ("clusters", |s, g| {
-        let (index, logits) = (s.clusters(g), mlp::per_head(&g.maps[2], &g.q).unwrap());
+        let (index, logits) = (s.clusters(g), mlp::per_head(&g.maps[2], &g.q, None).unwrap());
         s.reads(&g.q, |b| clusters::select(b, &index, &logits, FIXED, Probes::Clusters(5, usize::MAX)).unwrap())
     }),
     ("sampled", |s, g| {

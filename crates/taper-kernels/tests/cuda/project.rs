@@ -8,7 +8,7 @@ use taper_kernels::index::clusters::{self, Centroids};
 use taper_kernels::index::{Part, codes};
 use taper_kernels::kv::BLOCK_TOKENS;
 use taper_kernels::mlp::{self, Activation, Mlp, PerHead};
-use taper_kernels::rotary::{self, Rotation};
+use taper_kernels::rotary::Rotation;
 
 fn rows(numbers: &mut Numbers, dims: (usize, usize, usize)) -> Tensor {
     let all: Vec<f32> = (0..dims.0 * dims.1 * dims.2).map(|_| numbers.normal()).collect();
@@ -39,17 +39,18 @@ fn layers_centroids_and_turns_are_those_of_the_cpu_whatever_the_widths_and_rows(
             .map(|_| Centroids::new(&(0..count * d).map(|_| numbers.normal()).collect::<Vec<_>>(), d).unwrap())
             .collect();
         let frequencies: Vec<f32> = (0..d / 2).map(|i| 1e4f32.powf(-2.0 * i as f32 / d as f32)).collect();
-        for n in [1, 2, 5, 16, 65, 130] {
-            let x = rows(&mut numbers, (n, q_heads, d));
-            let on_device = x.to_device(&device()).unwrap();
+        for (n, dtype) in
+            [1, 2, 5, 16, 65, 130].into_iter().zip([DType::F32, DType::BF16, DType::F16].into_iter().cycle())
+        {
+            let x = rows(&mut numbers, (n, q_heads, d)).to_dtype(dtype).unwrap();
+            let (x, on_device) = (x.to_dtype(DType::F32).unwrap(), x.to_device(&device()).unwrap());
             let turns: Vec<Rotation> = (0..n).map(|i| Rotation::new(977 * i, &frequencies, 1.5)).collect();
             let of = |x: &Tensor| {
-                let plain = rotary::undo(x, &turns).unwrap();
                 [
-                    mlp::per_head(&by_kv_head, &plain).unwrap(),
-                    mlp::per_head(&by_head, x).unwrap(),
-                    clusters::products(&centroids, &plain).unwrap(),
-                    plain.into(),
+                    mlp::per_head(&by_kv_head, x, Some(&turns)).unwrap(),
+                    mlp::per_head(&by_head, x, None).unwrap(),
+                    clusters::products(&centroids, x, Some(&turns)).unwrap(),
+                    clusters::products(&centroids, x, None).unwrap(),
                 ]
             };
             for (i, (cpu, cuda)) in of(&x).iter().zip(&of(&on_device)).enumerate() {
@@ -68,11 +69,12 @@ fn a_row_is_the_same_bits_alone_and_among_others() {
     let maps: PerHead<Mlp> =
         (0..kv_heads).map(|_| perceptron(&mut numbers, &[d, 300, 2200, 77], Activation::Silu)).collect();
     let all = rows(&mut numbers, (21, q_heads, d)).to_device(&device()).unwrap();
-    let together = mlp::per_head(&maps, &all).unwrap();
+    let turns: Vec<Rotation> = (0..21).map(|i| Rotation::new(31 * i, &[0.1; 64], 1.0)).collect();
+    let together = mlp::per_head(&maps, &all, Some(&turns)).unwrap();
     // More and fewer than are gone through at a time.
     for (first, count) in [(0, 1), (20, 1), (3, 2), (7, 6), (1, 20)] {
         let alone = all.narrow(0, first, count).unwrap().copy().unwrap();
-        let alone = mlp::per_head(&maps, &alone).unwrap();
+        let alone = mlp::per_head(&maps, &alone, Some(&turns[first..first + count])).unwrap();
         assert_eq!(bits(&alone), bits(&together.narrow(0, first, count).unwrap()), "{count} rows from {first} on");
     }
 }
@@ -111,11 +113,11 @@ fn what_does_not_fit_is_an_error() {
     let mut numbers = Numbers(93);
     let maps: PerHead<Mlp> = (0..3).map(|_| perceptron(&mut numbers, &[64, 8], Activation::Relu)).collect();
     let x = rows(&mut numbers, (2, 4, 64)).to_device(&device()).unwrap();
-    let error = mlp::per_head(&maps, &x).unwrap_err().to_string();
+    let error = mlp::per_head(&maps, &x, None).unwrap_err().to_string();
     assert!(error.contains("per_head") && error.contains("3 perceptrons"), "{error}");
     let other: PerHead<Mlp> =
         [8, 9].into_iter().map(|width| perceptron(&mut numbers, &[64, width], Activation::Relu)).collect();
-    let error = mlp::per_head(&other, &x.to_dtype(DType::BF16).unwrap()).unwrap_err().to_string();
+    let error = mlp::per_head(&other, &x.to_dtype(DType::BF16).unwrap(), None).unwrap_err().to_string();
     assert!(error.contains("perceptrons of one shape"), "{error}");
 }
 

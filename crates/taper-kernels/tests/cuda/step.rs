@@ -12,7 +12,7 @@ use taper_kernels::index::{Part, bounds, codes, labels, quantized};
 use taper_kernels::kv::BLOCK_TOKENS;
 use taper_kernels::mlp::{self, Activation, Mlp, PerHead};
 use taper_kernels::philox::Stream;
-use taper_kernels::rotary::{self, Rotation, Rotations};
+use taper_kernels::rotary::{Rotation, Rotations};
 
 const LENS: [usize; 4] = [3, 90, 700, 2500];
 /// Keys that are read whatever is chosen: neither number ends a page.
@@ -454,8 +454,11 @@ fn clusters_and_classifiers_choose_what_they_choose_on_the_cpu() {
             (0..kv_heads).map(|_| short_perceptron(&mut numbers, &[d, 40, count], Activation::Relu)).collect();
         let turns: Vec<Rotation> = both.caches.lens.iter().map(|n| rotation(n - 1)).collect();
         let of = |batch: &Decode| {
-            let plain = rotary::undo(batch.q, &turns).unwrap();
-            [mlp::per_head(&classifiers, &plain).unwrap(), clusters::products(&centroids, &plain).unwrap()]
+            let turns = Some(&turns[..]);
+            [
+                mlp::per_head(&classifiers, batch.q, turns).unwrap(),
+                clusters::products(&centroids, batch.q, turns).unwrap(),
+            ]
         };
         let (logits, cuda_logits) = both.run(&rows, of);
         for (a, b) in logits.iter().zip(&cuda_logits) {

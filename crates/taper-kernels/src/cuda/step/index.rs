@@ -1,10 +1,9 @@
 //! The indices of [`crate::index`] on the device: rows taken in, and keys looked up. They lie as the CPU's do.
 
-use super::project::{centroids, forward, key_products, turns};
+use super::project::{self as through, centroids, forward, key_products, turns};
 use super::{Chosen, Scored, Step};
 use crate::cuda::error::Result;
 use crate::cuda::index::{self as kernels, Limits, Metadata, Span, Tokens};
-use crate::cuda::layer::cast;
 use crate::cuda::op::Op;
 use crate::cuda::project::{self, Turns, cached_rows};
 use crate::cuda::score::{Between, View};
@@ -133,8 +132,9 @@ pub(crate) fn extend_codes(index: &Tensor, k: &Tensor, parts: &[Part], maps: &Pe
     let op = Op::new("codes", "k", k)?;
     Rows::each(&op, parts, |rows| {
         // Rounding keeps the sign, which is all that a code keeps.
-        let codes =
-            forward(&op, (maps, DType::F32), (&rows.keys(&op, k, None)?, rows.single), maps.len(), DType::BF16)?;
+        let keys = &rows.keys(&op, k, None)?;
+        let keys = if rows.single { through::Rows::Single(keys, None) } else { through::Rows::Whole(keys) };
+        let codes = forward(&op, (maps, DType::F32), keys, maps.len(), DType::BF16)?;
         kernels::codes(&codes, &rows.tokens(), index)
     })
 }
@@ -153,7 +153,8 @@ pub(crate) fn extend_clusters(
         if rows.single {
             let turns = rows.turns(&op, k, unrotate)?;
             let turns = turns.as_ref().map(|[cos, sin]| Turns { cos, sin });
-            return kernels::key_clusters(k, &rows.slots, turns, &centroids(&op, of)?, &ids);
+            let first = rows.positions.iter().copied().min().unwrap_or(0);
+            return kernels::key_clusters(k, (&rows.slots, first), turns, &centroids(&op, of)?, &ids);
         }
         let products = key_products(&op, of, &rows.keys(&op, k, unrotate)?)?;
         kernels::nearest(&products, &rows.tokens(), &ids)
@@ -185,7 +186,7 @@ pub(crate) fn quantized(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Resu
 pub(crate) fn equal_bits(batch: &Decode, index: &Tensor, maps: &PerHead<Mlp>, wanted: &[bool]) -> Result<Scored> {
     let op = Op::new("codes", "q", batch.q)?;
     let step = Step::new(&op, batch)?;
-    let made = forward(&op, (maps, DType::F32), (&cast(&op, batch.q, DType::F32)?, true), step.q_heads, DType::BF16)?;
+    let made = forward(&op, (maps, DType::F32), through::Rows::Single(batch.q, None), step.q_heads, DType::BF16)?;
     let codes = kernels::signs(&made)?;
     let importance = kernels::agreement(&step.batch(), &codes, index)?;
     Ok(Scored::by_group(step, importance, &super::wanted(batch.rows, wanted)))
@@ -220,7 +221,7 @@ pub(crate) fn probe(
         Probes::Keys(_) => (usize::MAX, true),
     };
     let tokens = op.kept(&(0..heads).map(limit).collect::<Vec<_>>(), [heads])?;
-    let lists = Between::of(&op, &step.lens, &fixed, 1)?.into_lists(&op)?;
+    let lists = Between::of(&op, &step.lens, &fixed, 1)?.lists;
     let limits = Limits { clusters, tokens: &tokens, at_least };
     let lists = kernels::probe(&step.batch(), logits, &index.squeeze(3)?, lists, limits)?;
     Ok(Chosen::Keys(step.clone(), lists, None))

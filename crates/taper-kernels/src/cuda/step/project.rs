@@ -3,7 +3,6 @@
 //! blocks of a prompt by candle's products.
 
 use crate::cuda::error::Result;
-use crate::cuda::layer::cast;
 use crate::cuda::op::Op;
 use crate::cuda::project::{self as kernels, Layer, Turns};
 use crate::index::clusters::Centroids;
@@ -32,12 +31,20 @@ impl OnDevice {
     }
 }
 
-/// What all of `maps` make of rows `x` `[T, x_heads, inputs]`, f32, single ones or not, for `heads` heads: `[T, heads,
-/// outputs]`, f32 or bf16. Weights are kept as f32, or as bf16 where inputs come in eights.
+/// Rows on their way through perceptrons.
+pub(super) enum Rows<'a> {
+    /// Single ones `[T, x_heads, inputs]`, f32, bf16 or f16, and turns `[T]` that are taken off them first.
+    Single(&'a Tensor, Option<&'a [Rotation]>),
+    /// Those of whole blocks, f32.
+    Whole(&'a Tensor),
+}
+
+/// What all of `maps` make of rows for `heads` heads: `[T, heads, outputs]`, f32 or bf16. Weights are kept as f32, or as bf16
+/// where inputs come in eights.
 pub(super) fn forward(
     op: &Op,
     (maps, weights): (&PerHead<Mlp>, DType),
-    (x, single): (&Tensor, bool),
+    rows: Rows,
     heads: usize,
     out: DType,
 ) -> Result<Lent> {
@@ -63,11 +70,13 @@ pub(super) fn forward(
     let is_so =
         tensors.iter().step_by(2).all(|weight| weight.dim(2).is_ok_and(|inputs| weight.dtype() == kept_as(inputs)));
     op.check(is_so, "maps", "kept in another type", format_args!("used in {weights:?} alone"))?;
-    let mut x = Lent::from(x.clone());
-    if !single {
-        op.apart()?;
-        x = by_map(&x, heads, maps.len())?.into();
-    }
+    let (mut x, mut turns, single) = match rows {
+        Rows::Single(x, turns) => (Lent::from(whole(op, x)?), on_device(op, x, turns)?, true),
+        Rows::Whole(x) => {
+            op.apart()?;
+            (by_map(x, heads, maps.len())?.into(), None, false)
+        }
+    };
     let last = first.layers.len() - 1;
     for (depth, layer) in tensors.chunks_exact(2).enumerate() {
         let activation = (depth < last).then_some(first.activation);
@@ -75,7 +84,8 @@ pub(super) fn forward(
         if single {
             let out = if depth < last { DType::F32 } else { out };
             let layer = Layer { weight, bias: Some(bias), scale: 1.0, activation, out };
-            x = kernels::project(&x, heads, &layer)?;
+            let turned = turns.take();
+            x = kernels::project(&x, turned.as_ref().map(|[cos, sin]| Turns { cos, sin }), heads, &layer)?;
             continue;
         }
         let sums = x.matmul(&weight.t()?)?.broadcast_add(&bias.unsqueeze(1)?)?;
@@ -87,6 +97,20 @@ pub(super) fn forward(
         .into();
     }
     if single { Ok(x) } else { Ok(by_row(&x, heads)?.to_dtype(out)?.into()) }
+}
+
+/// Itself, or a contiguous copy.
+fn whole(op: &Op, x: &Tensor) -> Result<Tensor> {
+    if x.is_contiguous() {
+        return Ok(x.clone());
+    }
+    op.apart()?;
+    Ok(x.contiguous()?)
+}
+
+/// Turns of rows `x` `[T, heads, width]` on the device.
+fn on_device(op: &Op, x: &Tensor, of: Option<&[Rotation]>) -> Result<Option<[Tensor; 2]>> {
+    of.map(|of| turns(op, [of.len(), x.dim(2)?], |row| of[row].clone())).transpose()
 }
 
 /// Rows `[T, x_heads, width]`, f32, by the map of each of `heads` heads: `[maps, heads / maps * T, width]`.
@@ -103,12 +127,12 @@ fn by_row(x: &Tensor, heads: usize) -> Result<Tensor> {
 }
 
 /// [`crate::mlp::per_head`], with weights in bf16: they are most of what a step of SAAP reads besides keys.
-pub(crate) fn per_head(maps: &PerHead<Mlp>, q: &Tensor) -> Result<Lent> {
+pub(crate) fn per_head(maps: &PerHead<Mlp>, q: &Tensor, turns: Option<&[Rotation]>) -> Result<Lent> {
     let op = Op::new("per_head", "q", q)?;
     let (_, q_heads, d) = q.dims3()?;
     let fits = !maps.is_empty() && q_heads.is_multiple_of(maps.len()) && maps.iter().all(|map| map.inputs() == d);
     op.check(fits, "q", format_args!("{:?}", q.dims()), format_args!("queries for {} perceptrons", maps.len()))?;
-    forward(&op, (maps, DType::BF16), (&cast(&op, q, DType::F32)?, true), q_heads, DType::F32)
+    forward(&op, (maps, DType::BF16), Rows::Single(q, turns), q_heads, DType::F32)
 }
 
 /// The centroids of all KV heads `[kv_heads, clusters, d]`, f32.
@@ -128,14 +152,15 @@ pub(super) fn centroids(op: &Op, of: &PerHead<Centroids>) -> Result<Tensor> {
 }
 
 /// [`crate::index::clusters::products`].
-pub(crate) fn products(of: &PerHead<Centroids>, q: &Tensor) -> Result<Lent> {
+pub(crate) fn products(of: &PerHead<Centroids>, q: &Tensor, turns: Option<&[Rotation]>) -> Result<Lent> {
     let op = Op::new("products", "q", q)?;
     let (_, q_heads, d) = q.dims3()?;
     let centroids = centroids(&op, of)?;
     let fits = q_heads.is_multiple_of(of.len()) && centroids.dim(2)? == d;
     op.check(fits, "q", format_args!("{:?}", q.dims()), format_args!("queries for centroids of {} heads", of.len()))?;
     let layer = Layer { scale: 1.0 / (d as f32).sqrt(), ..raw(&centroids) };
-    kernels::project(&cast(&op, q, DType::F32)?, q_heads, &layer)
+    let turns = on_device(&op, q, turns)?;
+    kernels::project(&whole(&op, q)?, turns.as_ref().map(|[cos, sin]| Turns { cos, sin }), q_heads, &layer)
 }
 
 /// Products of keys `[T, kv_heads, d]`, f32, of whole blocks with their head's centroids: `[kv_heads, T, clusters]`.
@@ -166,11 +191,4 @@ pub(super) fn turns(op: &Op, [rows, width]: [usize; 2], of: impl Fn(usize) -> Ro
         op.kept(&all, [rows, half])
     };
     Ok([part(0)?, part(1)?])
-}
-
-/// [`crate::rotary::undo`], whose checks the caller has made.
-pub(crate) fn undo(x: &Tensor, of: &[Rotation]) -> Result<Tensor> {
-    let op = Op::new("undo", "x", x)?;
-    let [cos, sin] = turns(&op, [of.len(), x.dim(2)?], |row| of[row].clone())?;
-    kernels::rows(x, Some(Turns { cos: &cos, sin: &sin }))
 }
