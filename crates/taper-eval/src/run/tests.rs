@@ -268,7 +268,7 @@ fn a_real_model_reports_density_and_error() {
     run(&mut backend, own_spec, &text, &plan, &mut results, &mut watch).unwrap();
     let cells = results.cells();
     let [dense, streaming, delta] = &cells[..] else { panic!("{cells:?}") };
-    assert_eq!((dense.prefill_density, dense.prefill_error), (1.0, Some(0.0)));
+    assert_eq!((dense.prefill_density, dense.prefill_error), (1.0, None), "it is what others are compared with");
     assert!(streaming.prefill_density < 0.3 && streaming.prefill_density < delta.prefill_density);
     // On random weights the correction need not help; that the errors differ shows that each method ran.
     assert!(streaming.prefill_error.unwrap() > 0.0 && delta.prefill_error != streaming.prefill_error);
