@@ -354,12 +354,12 @@ pub(crate) fn prompt_audit(spec: &AttentionSpec) -> f64 {
     if is_dense(&spec.prefill) { 0.0 } else { spec.audit }
 }
 
-/// Takes what rows of a prompt read into a report, and compares such a share of them, drawn by the seed, with dense attention;
+/// Takes what rows of a prompt read into a report, and compares a share of them, drawn by the seed, with dense attention;
 /// returns their outputs.
 pub(crate) fn report_prompt(
     shape: &AttentionShape,
     rows: &PrefillLayer,
-    (audit, seed): (f64, u64),
+    (share, seed): (f64, u64),
     output: PrefillOutput,
     report: &mut PhaseReport,
 ) -> Result<Tensor> {
@@ -372,7 +372,7 @@ pub(crate) fn report_prompt(
         trace.add_prompt(shape, rows.layer, &keys, there as u64);
     }
     report.add_kept(&kept);
-    let wanted = |row: &usize| audit::wanted(seed, rows.start + row, audit);
+    let wanted = |row: &usize| audit::wanted(seed, rows.start + row, share);
     let audited: Vec<usize> = (0..positions.len()).filter(wanted).collect();
     if !audited.is_empty() {
         report.add_errors(&audit::prefill(rows, &out, &audited)?, None);

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use common::{difference, expected, load, logits_of};
 use std::fs;
 use std::path::{Path, PathBuf};
-use taper_model::{LoadOptions, Model, ModelConfig, RopeScaling, WeightDType};
+use taper_model::{LoadOptions, Model, ModelConfig, ModelError, RopeScaling, WeightDType};
 
 /// Writes a golden checkpoint as GGUF, each matrix in the format that `dtype` says for its name.
 fn convert(
@@ -331,22 +331,20 @@ fn a_model_in_parts_is_read_from_its_first() {
     );
 }
 
+/// What is read of a checkpoint as GGUF whose positions are said to be scaled, from 16 on.
+fn scaled(name: &str, folder: &Path, kind: &str, factor: f32) -> Result<ModelConfig, ModelError> {
+    let change = |metadata: &mut Vec<(String, Value)>| {
+        metadata.push(("llama.rope.scaling.type".to_owned(), Value::String(kind.to_owned())));
+        metadata.push(("llama.rope.scaling.factor".to_owned(), Value::F32(factor)));
+        metadata.push(("llama.rope.scaling.original_context_length".to_owned(), Value::U32(16)));
+    };
+    ModelConfig::read(&common::gguf(&convert(name, |_| GgmlDType::F32, folder, change)))
+}
+
 #[test]
 fn a_context_that_yarn_stretches_is_what_the_file_says_or_what_it_comes_to() {
     let folder = tempfile::tempdir().unwrap();
-    let context = |kind: &str, factor: f32| {
-        let path = convert(
-            "yarn",
-            |_| GgmlDType::F32,
-            folder.path(),
-            |metadata| {
-                metadata.push(("llama.rope.scaling.type".to_owned(), Value::String(kind.to_owned())));
-                metadata.push(("llama.rope.scaling.factor".to_owned(), Value::F32(factor)));
-                metadata.push(("llama.rope.scaling.original_context_length".to_owned(), Value::U32(16)));
-            },
-        );
-        ModelConfig::read(&common::gguf(&path)).unwrap().context_length
-    };
+    let context = |kind, factor| scaled("yarn", folder.path(), kind, factor).unwrap().context_length;
     assert_eq!([context("yarn", 2.0), context("yarn", 8.0), context("linear", 8.0)], [64, 128, 64]);
 }
 
@@ -354,18 +352,9 @@ fn a_context_that_yarn_stretches_is_what_the_file_says_or_what_it_comes_to() {
 #[test]
 fn divisors_and_linear_scaling_both_hold() {
     let folder = tempfile::tempdir().unwrap();
-    let frequencies = |kind: &str, factor: f32| {
-        let path = convert(
-            "llama3.1",
-            |_| GgmlDType::F32,
-            folder.path(),
-            |metadata| {
-                metadata.push(("llama.rope.scaling.type".to_owned(), Value::String(kind.to_owned())));
-                metadata.push(("llama.rope.scaling.factor".to_owned(), Value::F32(factor)));
-                metadata.push(("llama.rope.scaling.original_context_length".to_owned(), Value::U32(16)));
-            },
-        );
-        ModelConfig::read(&common::gguf(&path)).map(|config| config.rope.frequencies(1)).map_err(|e| e.to_string())
+    let frequencies = |kind, factor| {
+        let config = scaled("llama3.1", folder.path(), kind, factor);
+        config.map(|config| config.rope.frequencies(1)).map_err(|e| e.to_string())
     };
     let (plain, scaled) = (frequencies("none", 4.0).unwrap(), frequencies("linear", 4.0).unwrap());
     assert!(plain.iter().zip(&scaled).all(|(plain, scaled)| plain / scaled == 4.0), "{plain:?} {scaled:?}");

@@ -130,6 +130,7 @@ fn answering(spec: &str, wanted: &HubModel, hub: &Path, progress: Progress) -> R
     let api = build().map_err(|e| fetch_failed(spec, format!("the hub client: {e}")))?;
     let repo = Repo::with_revision(wanted.repo.clone(), RepoType::Model, wanted.revision.clone());
     let Patience { answer_max, times } = wanted.patience;
+    // Its answer, if it comes in time.
     let ask = || {
         let (send, receive) = mpsc::channel();
         let asked = api.repo(repo.clone());
@@ -137,12 +138,12 @@ fn answering(spec: &str, wanted: &HubModel, hub: &Path, progress: Progress) -> R
             // The receiver may be gone by then.
             let _ = send.send(asked.info());
         });
-        let answer = receive.recv_timeout(answer_max);
-        let late = |_| format!("the hub did not answer within {} s", answer_max.as_secs() * times);
-        answer.map_err(late)?.map_err(|e| format!("the hub: {e}"))
+        receive.recv_timeout(answer_max).ok()
     };
-    let info = (1..times).fold(ask(), |answer, _| answer.or_else(|_| ask()));
-    let files = info.map_err(|reason| fetch_failed(spec, reason))?.siblings.into_iter().map(|s| s.rfilename).collect();
+    let late = || fetch_failed(spec, format!("the hub did not answer within {} s", answer_max.as_secs() * times));
+    let answer = (0..times).find_map(|_| ask()).ok_or_else(late)?;
+    let info = answer.map_err(|e| fetch_failed(spec, format!("the hub: {e}")))?;
+    let files = info.siblings.into_iter().map(|s| s.rfilename).collect();
     Ok(Answering { api, repo, cache: Cache::new(hub.to_owned()), progress, files })
 }
 
