@@ -9,6 +9,7 @@ use crate::memory;
 use crate::parallel::{self, SharedMut};
 use crate::simd::{Isa, Simd, dispatch};
 use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 /// Outputs of a panel.
@@ -62,30 +63,34 @@ impl Panels {
         (self.outputs, self.inputs)
     }
 
-    /// `x` `[T, inputs]` → `out` `[T, outputs]`.
-    pub fn multiply(&self, x: &[f32], out: &mut [f32]) {
-        self.multiply_with(Isa::best(), x, out);
+    /// `x` `[T, inputs]` → `[T, outputs]`, on top of `onto` `[T, outputs]` if there is any.
+    pub fn multiply(&self, x: &[f32], onto: Option<&[f32]>) -> Vec<f32> {
+        self.multiply_with(Isa::best(), x, onto)
     }
 
-    fn multiply_with(&self, isa: Isa, x: &[f32], out: &mut [f32]) {
+    fn multiply_with(&self, isa: Isa, x: &[f32], onto: Option<&[f32]>) -> Vec<f32> {
         match &self.data {
-            Data::F32(data) => self.multiply_by(isa, data, x, out),
-            Data::F16(data) => self.multiply_by(isa, data, x, out),
-            Data::BF16(data) => self.multiply_by(isa, data, x, out),
+            Data::F32(data) => self.multiply_by(isa, data, x, onto),
+            Data::F16(data) => self.multiply_by(isa, data, x, onto),
+            Data::BF16(data) => self.multiply_by(isa, data, x, onto),
         }
     }
 
-    fn multiply_by<T: KvElement>(&self, isa: Isa, data: &[T], x: &[f32], out: &mut [f32]) {
+    fn multiply_by<T: KvElement>(&self, isa: Isa, data: &[T], x: &[f32], onto: Option<&[f32]>) -> Vec<f32> {
         let (outputs, inputs) = (self.outputs, self.inputs);
-        let (tokens, panels) = (out.len() / outputs.max(1), outputs.div_ceil(PANEL));
-        assert_eq!((x.len(), out.len()), (tokens * inputs, tokens * outputs), "activations of another width");
+        let (tokens, panels) = (x.len() / inputs.max(1), outputs.div_ceil(PANEL));
+        let fits = onto.is_none_or(|onto| onto.len() == tokens * outputs);
+        assert!(x.len() == tokens * inputs && fits, "activations of another width");
         let unit_panels = (UNIT_BYTES / (inputs * PANEL * size_of::<T>()).max(1)).next_power_of_two().clamp(2, 8);
-        let out = SharedMut::new(out);
-        // Neighbouring units share a stretch of weights, not of tokens: the weights are the larger.
-        parallel::for_each_block((panels, unit_panels), (tokens, UNIT_TOKENS), |panels, tokens| {
-            let unit = &Unit { data, x, out, outputs, inputs, panels };
-            dispatch!(isa, products::<_, T: KvElement>(unit: &Unit<T>, tokens: Range<usize>));
-        });
+        let write = |out| {
+            // Neighbouring units share a stretch of weights, not of tokens: the weights are the larger.
+            parallel::for_each_block((panels, unit_panels), (tokens, UNIT_TOKENS), |panels, tokens| {
+                let unit = &Unit { data, x, onto, out, outputs, inputs, panels };
+                dispatch!(isa, products::<_, T: KvElement>(unit: &Unit<T>, tokens: Range<usize>));
+            });
+        };
+        // SAFETY: every output of every token belongs to one unit, which writes it.
+        unsafe { parallel::written(tokens * outputs, write) }
     }
 }
 
@@ -112,7 +117,8 @@ fn pack<T: KvElement + bytemuck::Zeroable>(weight: &[T], outputs: usize, inputs:
 struct Unit<'a, T> {
     data: &'a [T],
     x: &'a [f32],
-    out: SharedMut<f32>,
+    onto: Option<&'a [f32]>,
+    out: SharedMut<MaybeUninit<f32>>,
     outputs: usize,
     inputs: usize,
     panels: Range<usize>,
@@ -180,14 +186,24 @@ unsafe fn tiles<V: Simd, T: KvElement, const R: usize, const N: usize>(unit: &Un
                 for (v, sum) in sums.iter().enumerate().take(vectors - first) {
                     let (panel, lane) = place(v);
                     let output = panel * PANEL + lane;
-                    let mut values = [0f32; PANEL];
-                    // SAFETY: a panel is no narrower than a vector; each token and panel belongs to one unit.
+                    if output >= outputs {
+                        continue;
+                    }
+                    let (at, count) = ((token + r) * outputs + output, V::LANES.min(outputs - output));
+                    let to = unit.out.pointer(at).cast::<f32>();
+                    // SAFETY: so many outputs are left; each token and panel belongs to one unit.
                     unsafe {
-                        sum.store(values.as_mut_ptr());
-                        let count = V::LANES.min(outputs.saturating_sub(output));
-                        unit.out
-                            .slice((token + r) * outputs + output.min(outputs), count)
-                            .copy_from_slice(&values[..count]);
+                        match unit.onto {
+                            _ if count < V::LANES => {
+                                let mut values = [0f32; PANEL];
+                                sum.store(values.as_mut_ptr());
+                                for (i, value) in values[..count].iter().enumerate() {
+                                    to.add(i).write(unit.onto.map_or(0.0, |onto| onto[at + i]) + value);
+                                }
+                            }
+                            Some(onto) => V::load(onto[at..].as_ptr()).add(*sum).store(to),
+                            None => sum.store(to),
+                        }
                     }
                 }
             }
@@ -202,10 +218,7 @@ mod tests {
     use candle_core::{DType, Device};
 
     fn product(panels: &Panels, isa: Isa, x: &[f32]) -> Vec<f32> {
-        let (outputs, inputs) = panels.dims();
-        let mut out = vec![f32::NAN; x.len() / inputs * outputs];
-        panels.multiply_with(isa, x, &mut out);
-        out
+        panels.multiply_with(isa, x, None)
     }
 
     #[test]
@@ -246,6 +259,18 @@ mod tests {
                     assert_eq!(some, all[first * 200..][..count * 200], "{isa:?}: {count} tokens from {first}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn products_go_onto_what_is_there() {
+        let mut numbers = Numbers(7);
+        let panels = Panels::new(&numbers.tensor(&[45, 24])).unwrap();
+        let [x, onto] = [24, 45].map(|width| numbers.tensor(&[9, width]).flatten_all().unwrap().to_vec1().unwrap());
+        for isa in Isa::available() {
+            let alone = product(&panels, isa, &x);
+            let sums: Vec<f32> = onto.iter().zip(alone).map(|(onto, product)| onto + product).collect();
+            assert_eq!(panels.multiply_with(isa, &x, Some(&onto)), sums, "{isa:?}");
         }
     }
 

@@ -2,6 +2,7 @@
 
 use crate::CUDA_HEAD_DIMS;
 use crate::memory;
+use crate::parallel::{self, SharedMut};
 use crate::simd::Simd;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, InplaceOp2, Layout, Result, Tensor, bail};
@@ -155,15 +156,25 @@ struct Append<'a> {
 
 impl Append<'_> {
     fn write<T: KvElement>(&self, pool: &mut [T], rows: &[f32]) {
-        for (row, &slot) in rows.chunks_exact(self.kv_heads * self.head_dim).zip(self.slots) {
-            let (block, offset) = (slot as usize / BLOCK_TOKENS, slot as usize % BLOCK_TOKENS);
-            for (head, source) in row.chunks_exact(self.head_dim).enumerate() {
-                let at = ((block * self.kv_heads + head) * BLOCK_TOKENS + offset) * self.head_dim;
-                for (to, &from) in pool[at..at + self.head_dim].iter_mut().zip(source) {
-                    *to = T::from_f32(from);
+        let (pool, width) = (SharedMut::new(pool), self.kv_heads * self.head_dim);
+        // One thread takes all of a few tokens.
+        let heads = if self.slots.len() < BLOCK_TOKENS { self.kv_heads } else { 1 };
+        parallel::for_each(
+            self.kv_heads / heads,
+            || (),
+            |(), unit| {
+                for (row, &slot) in rows.chunks_exact(width).zip(self.slots) {
+                    let (block, offset) = (slot as usize / BLOCK_TOKENS, slot as usize % BLOCK_TOKENS);
+                    for head in unit * heads..(unit + 1) * heads {
+                        let at = ((block * self.kv_heads + head) * BLOCK_TOKENS + offset) * self.head_dim;
+                        // SAFETY: each head belongs to one unit.
+                        let to = unsafe { pool.slice(at, self.head_dim) };
+                        let from = &row[head * self.head_dim..][..self.head_dim];
+                        to.iter_mut().zip(from).for_each(|(to, from)| *to = T::from_f32(*from));
+                    }
                 }
-            }
-        }
+            },
+        );
     }
 }
 

@@ -5,7 +5,7 @@
 use crate::dense::Panels;
 use crate::packed::Packed;
 use candle_core::quantized::{QMatMul, QTensor};
-use candle_core::{CpuStorage, Module, Result, Storage, Tensor, bail};
+use candle_core::{CpuStorage, DType, Module, Result, Storage, Tensor, bail};
 use std::sync::Arc;
 
 /// The weight of a linear layer without bias, `y = x Wᵀ`.
@@ -51,23 +51,49 @@ impl Linear {
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::Dense(w) => x.matmul(&w.t()?),
-            Self::Panels(w) => on_cpu(w.dims(), x, |x, out| w.multiply(x, out)),
-            Self::Packed(w) => on_cpu(w.dims(), x, |x, out| w.multiply(x, out)),
+            Self::Panels(w) => on_cpu(w.dims(), x, None, |x, onto| w.multiply(x, onto)),
+            Self::Packed(w) => on_cpu(w.dims(), x, None, |x, onto| w.multiply(x, onto)),
             Self::Quantized(m) => m.forward(x),
+        }
+    }
+
+    /// The same on top of `onto` `[T, out]`, f32.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn forward_onto(&self, x: &Tensor, onto: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Panels(w) => on_cpu(w.dims(), x, Some(onto), |x, onto| w.multiply(x, onto)),
+            Self::Packed(w) => on_cpu(w.dims(), x, Some(onto), |x, onto| w.multiply(x, onto)),
+            Self::Dense(_) | Self::Quantized(_) => onto + self.forward(x)?.to_dtype(DType::F32)?,
         }
     }
 }
 
-fn on_cpu((outputs, inputs): (usize, usize), x: &Tensor, multiply: impl FnOnce(&[f32], &mut [f32])) -> Result<Tensor> {
+fn on_cpu(
+    (outputs, inputs): (usize, usize),
+    x: &Tensor,
+    onto: Option<&Tensor>,
+    multiply: impl FnOnce(&[f32], Option<&[f32]>) -> Vec<f32>,
+) -> Result<Tensor> {
     let (tokens, width) = x.dims2()?;
+    if width != inputs {
+        bail!("linear: activations {:?} with a weight of {inputs} inputs", x.shape());
+    }
+    let out = match onto {
+        None => with_floats(x, |x| Ok(multiply(x, None)))?,
+        Some(onto) if onto.dims() == [tokens, outputs] => {
+            with_floats(x, |x| with_floats(onto, |onto| Ok(multiply(x, Some(onto)))))?
+        }
+        Some(onto) => bail!("linear: {:?} to add to {tokens} tokens of {outputs} outputs", onto.shape()),
+    };
+    Tensor::from_vec(out, (tokens, outputs), x.device())
+}
+
+fn with_floats<R>(x: &Tensor, run: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
     let (storage, layout) = x.storage_and_layout();
     let (Storage::Cpu(CpuStorage::F32(data)), Some((from, to))) = (&*storage, layout.contiguous_offsets()) else {
         bail!("linear: activations {:?}; expected contiguous f32 on the CPU", x.dtype())
     };
-    if width != inputs {
-        bail!("linear: activations {:?} with a weight of {inputs} inputs", x.shape());
-    }
-    let mut out = vec![0f32; tokens * outputs];
-    multiply(&data[from..to], &mut out);
-    Tensor::from_vec(out, (tokens, outputs), x.device())
+    run(&data[from..to])
 }

@@ -5,6 +5,7 @@ use crate::parallel::{self, SharedMut};
 use crate::rotary::{self, Rotation};
 use crate::simd::{Isa, Simd, dispatch, dot, exp_line, prefetch};
 use candle_core::{Result, Tensor, bail};
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 /// What stands between two layers.
@@ -211,17 +212,19 @@ fn silu_by(x: f32, e: f32) -> f32 {
 }
 
 /// silu(gate) · up, element by element, where silu(x) = x / (1 + exp(−x)).
-pub fn silu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) {
-    dispatch!(Isa::best(), gated::<_>(gate: &[f32], up: &[f32], out: &mut [f32]));
+pub fn silu_mul(gate: &[f32], up: &[f32], out: &mut [MaybeUninit<f32>]) {
+    dispatch!(Isa::best(), gated::<_>(gate: &[f32], up: &[f32], out: &mut [MaybeUninit<f32>]));
 }
 
 #[inline(always)]
-unsafe fn gated<V: Simd>(gate: &[f32], up: &[f32], out: &mut [f32]) {
+unsafe fn gated<V: Simd>(gate: &[f32], up: &[f32], out: &mut [MaybeUninit<f32>]) {
     let n = out.len();
     let (gate, up) = (&gate[..n], &up[..n]);
     for i in 0..n {
-        out[i] = -gate[i].abs();
+        out[i].write(-gate[i].abs());
     }
+    // SAFETY: all of it was written.
+    let out = unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast::<f32>(), n) };
     unsafe { exp_line::<V>(out, 0.0) };
     for i in 0..n {
         out[i] = silu_by(gate[i], out[i]) * up[i];

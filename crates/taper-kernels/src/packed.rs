@@ -14,6 +14,7 @@ use crate::parallel::{self, SharedMut};
 use crate::simd::Isa;
 use candle_core::quantized::GgmlDType;
 use half::f16;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 /// Weights and activations of a block, along the input.
@@ -87,33 +88,45 @@ impl Packed {
         (self.outputs, self.inputs)
     }
 
-    /// `x` `[T, inputs]` → `out` `[T, outputs]`.
-    pub fn multiply(&self, x: &[f32], out: &mut [f32]) {
-        self.multiply_with(Isa::best(), x, out);
+    /// `x` `[T, inputs]` → `[T, outputs]`, on top of `onto` `[T, outputs]` if there is any.
+    pub fn multiply(&self, x: &[f32], onto: Option<&[f32]>) -> Vec<f32> {
+        self.multiply_with(Isa::best(), x, onto)
     }
 
-    fn multiply_with(&self, isa: Isa, x: &[f32], out: &mut [f32]) {
+    fn multiply_with(&self, isa: Isa, x: &[f32], onto: Option<&[f32]>) -> Vec<f32> {
         let tokens = x.len() / self.inputs;
         let activations = Activations::round(isa, x, self.inputs);
         let panels = self.outputs.div_ceil(ROWS);
         // Whether two panels are taken at once.
-        let (out, pairs) = (SharedMut::new(out), isa.adds_byte_products());
-        // Neighbouring units share a stretch of weights, not of tokens: the weights are the larger.
-        parallel::for_each_block((panels, UNIT_PANELS), (tokens, UNIT_TOKENS), |mut panels, tokens| {
-            while !panels.is_empty() {
-                let wide = if pairs && panels.len() > 1 { 2 } else { 1 };
-                // SAFETY: each panel and token belongs to one unit.
-                unsafe { self.strip(isa, &activations, panels.start..panels.start + wide, tokens.clone(), out) };
-                panels.start += wide;
-            }
-        });
+        let pairs = isa.adds_byte_products();
+        let write = |out| {
+            // Neighbouring units share a stretch of weights, not of tokens: the weights are the larger.
+            parallel::for_each_block((panels, UNIT_PANELS), (tokens, UNIT_TOKENS), |mut panels, tokens| {
+                while !panels.is_empty() {
+                    let wide = if pairs && panels.len() > 1 { 2 } else { 1 };
+                    let pair = panels.start..panels.start + wide;
+                    // SAFETY: each panel and token belongs to one unit.
+                    unsafe { self.strip(isa, &activations, pair, tokens.clone(), (onto, out)) };
+                    panels.start += wide;
+                }
+            });
+        };
+        // SAFETY: which writes their products.
+        unsafe { parallel::written(tokens * self.outputs, write) }
     }
 
     /// The products of a panel, or of two if the instruction set takes pairs of them, with some tokens.
     ///
     /// # Safety
     /// Nobody else holds their part of `out` meanwhile.
-    unsafe fn strip(&self, isa: Isa, x: &Activations, panels: Range<usize>, tokens: Range<usize>, out: SharedMut<f32>) {
+    unsafe fn strip(
+        &self,
+        isa: Isa,
+        x: &Activations,
+        panels: Range<usize>,
+        tokens: Range<usize>,
+        (onto, out): (Option<&[f32]>, SharedMut<MaybeUninit<f32>>),
+    ) {
         let wide = panels.len();
         let mut token = tokens.start;
         while token < tokens.end {
@@ -126,9 +139,16 @@ impl Packed {
             for (panel, tile) in panels.clone().zip(tile.chunks_exact(count)) {
                 let rows = ROWS.min(self.outputs - panel * ROWS);
                 for (token, values) in (token..).zip(tile) {
+                    let at = token * self.outputs + panel * ROWS;
                     // SAFETY: as the caller says.
-                    let to = unsafe { out.slice(token * self.outputs + panel * ROWS, rows) };
-                    to.copy_from_slice(&values[..rows]);
+                    let to = unsafe { out.slice(at, rows) };
+                    match onto {
+                        Some(onto) => {
+                            let sums = onto[at..].iter().zip(values).map(|(onto, value)| onto + value);
+                            to.iter_mut().zip(sums).for_each(|(to, sum)| _ = to.write(sum));
+                        }
+                        None => to.iter_mut().zip(values).for_each(|(to, value)| _ = to.write(*value)),
+                    }
                 }
             }
             token += count;
@@ -324,8 +344,7 @@ mod tests {
                 let x = numbers.tensor(&[tokens, inputs]).to_vec2::<f32>().unwrap();
                 let mut last: Option<Vec<f32>> = None;
                 for isa in Isa::available() {
-                    let mut out = vec![f32::NAN; tokens * outputs];
-                    packed.multiply_with(isa, &x.concat(), &mut out);
+                    let out = packed.multiply_with(isa, &x.concat(), None);
                     for (x, out) in x.iter().zip(out.chunks_exact(outputs)) {
                         let exact: Vec<f64> = (exact.iter())
                             .map(|w| w.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum())
@@ -353,13 +372,13 @@ mod tests {
             let x = numbers.tensor(&[93, 96]).to_vec2::<f32>().unwrap();
             let mut vectors: Vec<Vec<f32>> = Vec::new();
             for isa in Isa::available() {
-                let mut all = vec![f32::NAN; 93 * 70];
-                packed.multiply_with(isa, &x.concat(), &mut all);
+                let all = packed.multiply_with(isa, &x.concat(), None);
                 for (x, together) in x.iter().zip(all.chunks_exact(70)) {
-                    let mut alone = vec![f32::NAN; 70];
-                    packed.multiply_with(isa, x, &mut alone);
-                    assert_eq!(alone, together, "{isa:?} {dtype:?}");
+                    assert_eq!(packed.multiply_with(isa, x, None), together, "{isa:?} {dtype:?}");
                 }
+                let onto: Vec<f32> = (0..all.len()).map(|i| i as f32).collect();
+                let sums: Vec<f32> = onto.iter().zip(&all).map(|(onto, product)| onto + product).collect();
+                assert_eq!(packed.multiply_with(isa, &x.concat(), Some(&onto)), sums, "{isa:?} {dtype:?}");
                 vectors.extend((isa != Isa::Portable).then_some(all));
             }
             assert!(vectors.windows(2).all(|two| two[0] == two[1]), "{dtype:?}");
@@ -371,8 +390,7 @@ mod tests {
         let mut numbers = Numbers(4);
         let (packed, exact) = weights(&mut numbers, GgmlDType::Q4_1, 24, 64);
         let x: Vec<f32> = (0..64).map(|i| if i % 32 == 0 { 127.0 } else { ((i * 37) % 255) as f32 - 127.0 }).collect();
-        let mut out = vec![0f32; 24];
-        packed.multiply(&x, &mut out);
+        let out = packed.multiply(&x, None);
         let exact: Vec<f64> =
             exact.iter().map(|w| w.iter().zip(&x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum()).collect();
         assert!(crate::testing::relative_error(&out, &exact) < 1e-6);
@@ -382,12 +400,10 @@ mod tests {
     fn nan_activations_give_nan_and_zeros_give_zero() {
         let (packed, _) = weights(&mut Numbers(5), GgmlDType::Q4_1, 8, 64);
         let mut x = vec![0f32; 64];
-        let mut out = vec![1f32; 8];
-        packed.multiply(&x, &mut out);
-        assert_eq!(out, [0.0; 8]);
+        assert_eq!(packed.multiply(&x, None), [0.0; 8]);
         for bad in [f32::NAN, f32::INFINITY] {
             x[40] = bad;
-            packed.multiply(&x, &mut out);
+            let out = packed.multiply(&x, None);
             assert!(out.iter().all(|o| o.is_nan()), "{out:?}");
         }
     }

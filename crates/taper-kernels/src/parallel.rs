@@ -1,6 +1,7 @@
 //! Work shared out among the threads of the pool that the caller runs in.
 
 use std::cell::Cell;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize};
@@ -248,6 +249,18 @@ impl<F: FnMut()> Drop for Defer<F> {
     fn drop(&mut self) {
         (self.0)();
     }
+}
+
+/// A buffer of `len` elements that `write` writes, every one: nobody clears it first.
+///
+/// # Safety
+/// It does.
+pub unsafe fn written<T>(len: usize, write: impl FnOnce(SharedMut<MaybeUninit<T>>)) -> Vec<T> {
+    let mut all = Vec::with_capacity(len);
+    write(SharedMut::new(&mut all.spare_capacity_mut()[..len]));
+    // SAFETY: there is room for as many, and the caller says that they are there.
+    unsafe { all.set_len(len) };
+    all
 }
 
 /// A buffer whose disjoint parts several threads write.

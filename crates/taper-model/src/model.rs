@@ -264,9 +264,9 @@ impl Model {
     /// What it does after: from the residual stream before it and what was attended to the residual stream after it.
     fn end(&self, layer: &Layer, x: &Tensor, attended: &Tensor) -> Result<Tensor> {
         let attended = attended.flatten_from(1)?.to_dtype(self.activation)?;
-        let x = (x + self.project(&layer.output, &attended)?)?;
+        let x = &layer.output.forward_onto(&attended, x)?;
 
-        let normed = self.normed(&x, &layer.feed_forward_norm)?.to_dtype(self.activation)?;
+        let normed = self.normed(x, &layer.feed_forward_norm)?.to_dtype(self.activation)?;
         let gate_up = match &layer.gate_up[..] {
             [joint] => joint.forward(&normed)?,
             parts => {
@@ -274,7 +274,7 @@ impl Model {
                 Tensor::cat(&parts, 1)?
             }
         };
-        x + self.project(&layer.down, &swiglu(&gate_up)?)?
+        layer.down.forward_onto(&swiglu(&gate_up)?, x)
     }
 
     /// [`begin`](Self::begin) for a chunk's slice, whose residual stream is there.

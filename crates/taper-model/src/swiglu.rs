@@ -1,8 +1,8 @@
 //! The feed-forward layer's gate: `silu(gate) · up` in one pass over the joint projection's output.
 
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType};
-use rayon::prelude::*;
 use taper_kernels::mlp::silu_mul;
+use taper_kernels::parallel;
 
 /// Elements that one task handles; below this a second thread costs more than it saves.
 const CHUNK: usize = 16 * 1024;
@@ -32,18 +32,19 @@ impl CustomOp1 for Swiglu {
         }
         let half = width / 2;
         let x = &storage.as_slice::<f32>()?[start..end];
-        let mut out = vec![0f32; rows * half];
-        let row = |(x, out): (&[f32], &mut [f32])| {
-            let (gate, up) = x.split_at(half);
-            silu_mul(gate, up, out);
-        };
         let rows_per_task = (CHUNK / width.max(1)).max(1);
-        if rows <= rows_per_task {
-            x.chunks_exact(width).zip(out.chunks_exact_mut(half)).for_each(row);
-        } else {
-            let inputs = x.par_chunks_exact(width).with_min_len(rows_per_task);
-            inputs.zip(out.par_chunks_exact_mut(half)).for_each(row);
-        }
+        // SAFETY: each row belongs to one task, which writes it.
+        let out = unsafe {
+            parallel::written(rows * half, |out| {
+                let task = |(): &mut (), task: usize| {
+                    for row in task * rows_per_task..rows.min((task + 1) * rows_per_task) {
+                        let (gate, up) = x[row * width..][..width].split_at(half);
+                        silu_mul(gate, up, out.slice(row * half, half));
+                    }
+                };
+                parallel::for_each(rows.div_ceil(rows_per_task), || (), task);
+            })
+        };
         Ok((f32::to_cpu_storage_owned(out), (rows, half).into()))
     }
 }
