@@ -6,6 +6,7 @@ use crate::parallel::{self, SharedMut};
 use crate::simd::Simd;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, InplaceOp2, Layout, Result, Tensor, bail};
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 /// Tokens of a block: one kernel tile.
@@ -44,8 +45,6 @@ impl PagedKv<'_> {
 pub trait KvElement: Copy + Send + Sync + 'static {
     /// Which dtype it is.
     const DTYPE: DType;
-    /// Rounds to the element type.
-    fn from_f32(x: f32) -> Self;
     /// Widens, exactly.
     fn to_f32(self) -> f32;
     /// The storage's elements, if they are of this type.
@@ -57,16 +56,14 @@ pub trait KvElement: Copy + Send + Sync + 'static {
     /// # Safety
     /// `p` covers `V::LANES` elements and `V`'s instruction set exists.
     unsafe fn load<V: Simd>(p: *const Self) -> V;
+    /// Rounds a row to the element type; both are of one length.
+    fn round(from: &[f32], to: &mut [Self]);
 }
 
 macro_rules! kv_element {
-    ($type:ty, $variant:ident, $load:ident, $from:expr, $to:expr) => {
+    ($type:ty, $variant:ident, $load:ident, $to:expr, $round:expr) => {
         impl KvElement for $type {
             const DTYPE: DType = DType::$variant;
-            #[inline(always)]
-            fn from_f32(x: f32) -> Self {
-                $from(x)
-            }
             #[inline(always)]
             fn to_f32(self) -> f32 {
                 $to(self)
@@ -81,12 +78,15 @@ macro_rules! kv_element {
             unsafe fn load<V: Simd>(p: *const Self) -> V {
                 unsafe { V::$load(p) }
             }
+            fn round(from: &[f32], to: &mut [Self]) {
+                ($round)(to, from)
+            }
         }
     };
 }
-kv_element!(f32, F32, load, |x| x, |x| x);
-kv_element!(f16, F16, load_f16, f16::from_f32, f16::to_f32);
-kv_element!(bf16, BF16, load_bf16, bf16::from_f32, bf16::to_f32);
+kv_element!(f32, F32, load, |x| x, <[f32]>::copy_from_slice);
+kv_element!(f16, F16, load_f16, f16::to_f32, HalfFloatSliceExt::convert_from_f32_slice);
+kv_element!(bf16, BF16, load_bf16, bf16::to_f32, HalfFloatSliceExt::convert_from_f32_slice);
 
 /// Runs an expression with `$T` bound to the KV element type of a dtype.
 macro_rules! with_kv_element {
@@ -170,7 +170,7 @@ impl Append<'_> {
                         // SAFETY: each head belongs to one unit.
                         let to = unsafe { pool.slice(at, self.head_dim) };
                         let from = &row[head * self.head_dim..][..self.head_dim];
-                        to.iter_mut().zip(from).for_each(|(to, from)| *to = T::from_f32(*from));
+                        T::round(from, to);
                     }
                 }
             },

@@ -15,6 +15,7 @@ pub mod linear;
 pub mod logits;
 mod memory;
 pub mod mlp;
+pub mod norm;
 pub mod offload;
 pub mod packed;
 pub mod parallel;

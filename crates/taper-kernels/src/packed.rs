@@ -133,21 +133,24 @@ impl Packed {
             let left = tokens.end - token;
             // Tiles of two panels come in powers of two, so that few sizes are compiled; none leaves its group.
             let count = if wide == 1 { left.min(TILE_TOKENS) } else { TOGETHER.min(1 << left.ilog2()) };
-            let mut tile = [[0f32; ROWS]; 2 * TOGETHER];
+            let mut tile = [const { MaybeUninit::<[f32; ROWS]>::uninit() }; 2 * TOGETHER];
             let tile = &mut tile[..wide * count];
             self.tile(isa, x, panels.clone(), token, tile);
+            // SAFETY: the kernel has written all of them.
+            let tile = unsafe { std::slice::from_raw_parts(tile.as_ptr().cast::<[f32; ROWS]>(), tile.len()) };
             for (panel, tile) in panels.clone().zip(tile.chunks_exact(count)) {
                 let rows = ROWS.min(self.outputs - panel * ROWS);
                 for (token, values) in (token..).zip(tile) {
                     let at = token * self.outputs + panel * ROWS;
+                    let mut values = *values;
+                    if let Some(onto) = onto {
+                        values.iter_mut().zip(&onto[at..at + rows]).for_each(|(value, onto)| *value += onto);
+                    }
                     // SAFETY: as the caller says.
                     let to = unsafe { out.slice(at, rows) };
-                    match onto {
-                        Some(onto) => {
-                            let sums = onto[at..].iter().zip(values).map(|(onto, value)| onto + value);
-                            to.iter_mut().zip(sums).for_each(|(to, sum)| _ = to.write(sum));
-                        }
-                        None => to.iter_mut().zip(values).for_each(|(to, value)| _ = to.write(*value)),
+                    match to.first_chunk_mut::<ROWS>() {
+                        Some(whole) => *whole = values.map(MaybeUninit::new),
+                        None => to.iter_mut().zip(values).for_each(|(to, value)| _ = to.write(value)),
                     }
                 }
             }
@@ -156,7 +159,14 @@ impl Packed {
     }
 
     /// The same with consecutive tokens of one tile, `[panels, tokens]`.
-    fn tile(&self, isa: Isa, x: &Activations, panels: Range<usize>, token: usize, out: &mut [[f32; ROWS]]) {
+    fn tile(
+        &self,
+        isa: Isa,
+        x: &Activations,
+        panels: Range<usize>,
+        token: usize,
+        out: &mut [MaybeUninit<[f32; ROWS]>],
+    ) {
         let blocks = self.inputs / BLOCK;
         let size = blocks * self.bits.block();
         let tile = Tile { weights: &self.data[panels.start * size..panels.end * size], x, token, blocks };
@@ -231,6 +241,8 @@ impl Activations {
         let mut total = vec![0i32; groups * size];
         let (q_out, scale_out) = (SharedMut::new(&mut q), SharedMut::new(&mut scale));
         let (total_out, sum_out) = (SharedMut::new(&mut total), SharedMut::new(&mut sum));
+        #[cfg(target_arch = "x86_64")]
+        let round = if isa == Isa::Portable { round } else { avx2::round };
         parallel::for_each(
             groups,
             || (),
@@ -249,7 +261,8 @@ impl Activations {
                 for (t, x) in tokens.enumerate() {
                     for (block, x) in x.as_chunks::<BLOCK>().0.iter().enumerate() {
                         let at = block * TOGETHER + t;
-                        (scale[at], total[at]) = round(isa, x, &mut q[at]);
+                        // SAFETY: the other instruction sets include AVX2.
+                        (scale[at], total[at]) = unsafe { round(x, &mut q[at]) };
                         sum[at] = total[at] as f32 * scale[at];
                     }
                 }
@@ -265,13 +278,7 @@ impl Activations {
 }
 
 /// Rounds a block: what a step is worth, and the sum of the steps.
-fn round(isa: Isa, x: &[f32; BLOCK], q: &mut [i8; BLOCK]) -> (f32, i32) {
-    #[cfg(target_arch = "x86_64")]
-    if isa != Isa::Portable {
-        // SAFETY: the other instruction sets include AVX2.
-        return unsafe { avx2::round(x, q) };
-    }
-    let _ = isa;
+unsafe fn round(x: &[f32; BLOCK], q: &mut [i8; BLOCK]) -> (f32, i32) {
     let largest = x.iter().fold(0f32, |a, x| a.max(x.abs()));
     let (step, inverse) = step(largest, x.iter().all(|x| x.is_finite()));
     for (q, x) in q.iter_mut().zip(x) {
@@ -296,10 +303,10 @@ struct Tile<'a> {
 }
 
 impl Tile<'_> {
-    fn portable(&self, bits: Bits, out: &mut [[f32; ROWS]]) {
+    fn portable(&self, bits: Bits, out: &mut [MaybeUninit<[f32; ROWS]>]) {
         let half = |at: &[u8], i: usize| f16::from_le_bytes([at[2 * i], at[2 * i + 1]]).to_f32();
         for (t, out) in out.iter_mut().enumerate() {
-            let token = self.token + t;
+            let (token, out) = (self.token + t, out.write([0.0; ROWS]));
             for block in 0..self.blocks {
                 let w = &self.weights[block * bits.block()..][..bits.block()];
                 let at = self.x.at(token, block);

@@ -1,6 +1,9 @@
-//! Taking the rotary embedding off queries and keys again, for methods that look at them as they were before it.
+//! The rotary embedding of queries and keys, and taking it off again for methods that look at them as they were before it.
 
-use candle_core::{Result, Tensor, bail};
+use crate::parallel::{self, SharedMut};
+use crate::simd::{Isa, Simd, dispatch};
+use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
+use std::mem::MaybeUninit;
 
 /// The turn of one position: cosines and sines of its angles, `[head_dim / 2]`.
 #[derive(Debug, Clone)]
@@ -52,6 +55,106 @@ pub(crate) fn undo(x: &Tensor, turns: Option<&[Rotation]>) -> Result<Tensor> {
     Tensor::from_vec(data, (rows, heads, d), x.device())
 }
 
+/// Tokens that one thread splits at a time.
+const SPAN_TOKENS: usize = 16;
+
+/// Queries `[T, q_heads, head_dim]`, keys and values `[T, kv_heads, head_dim]` of joint projections `qkv`
+/// `[T, (q_heads + 2 kv_heads) head_dim]`, f32 on the CPU; queries and keys turned by each token's cosines and sines
+/// `[T, head_dim / 2]`.
+///
+/// # Errors
+/// Shapes that differ; what is not contiguous f32 on the CPU.
+///
+/// # Source
+/// RoPE: Su et al. 2021, arXiv:2104.09864; dimension `i` is paired with `i + head_dim / 2`.
+pub fn split(
+    qkv: &Tensor,
+    (q_heads, kv_heads): (usize, usize),
+    (cos, sin): (&Tensor, &Tensor),
+) -> Result<(Tensor, Tensor, Tensor)> {
+    let ((tokens, width), (turns, half)) = (qkv.dims2()?, cos.dims2()?);
+    let d = 2 * half;
+    if (turns, sin.dims()) != (tokens, cos.dims()) || width != (q_heads + 2 * kv_heads) * d {
+        bail!(
+            "rotary: joint projections {:?} of {q_heads} and {kv_heads} heads, turns {:?} and {:?}",
+            qkv.shape(),
+            cos.shape(),
+            sin.shape()
+        );
+    }
+    let held = [qkv, cos, sin].map(|x| x.storage_and_layout());
+    let mut data = [&[][..]; 3];
+    for (to, (storage, layout)) in data.iter_mut().zip(&held) {
+        let (Storage::Cpu(CpuStorage::F32(all)), Some((from, end))) = (&**storage, layout.contiguous_offsets()) else {
+            bail!("rotary: expected contiguous f32 on the CPU")
+        };
+        *to = &all[from..end];
+    }
+    let ([x, cos, sin], isa, heads) = (data, Isa::best(), [q_heads, kv_heads, kv_heads]);
+    let [mut k, mut v] = [const { Vec::new() }; 2];
+    let write = |out: [SharedMut<MaybeUninit<f32>>; 3]| {
+        parallel::for_each(
+            tokens.div_ceil(SPAN_TOKENS),
+            || (),
+            |(), span| {
+                for token in span * SPAN_TOKENS..tokens.min((span + 1) * SPAN_TOKENS) {
+                    let mut x = &x[token * width..][..width];
+                    let (cos, sin) = (&cos[token * half..][..half], &sin[token * half..][..half]);
+                    for (part, (out, heads)) in out.iter().zip(heads).enumerate() {
+                        let (from, rest) = x.split_at(heads * d);
+                        // SAFETY: each token belongs to one span.
+                        let to = unsafe { out.slice(token * heads * d, heads * d) };
+                        if part < 2 {
+                            dispatch!(isa, turn::<_>(
+                                from: &[f32], cos: &[f32], sin: &[f32], to: &mut [MaybeUninit<f32>]
+                            ));
+                        } else {
+                            to.iter_mut().zip(from).for_each(|(to, from)| _ = to.write(*from));
+                        }
+                        x = rest;
+                    }
+                }
+            },
+        );
+    };
+    // SAFETY: every head of every token is written.
+    let q = unsafe {
+        parallel::written(tokens * heads[0] * d, |q| {
+            k = parallel::written(tokens * heads[1] * d, |k| {
+                v = parallel::written(tokens * heads[2] * d, |v| write([q, k, v]));
+            });
+        })
+    };
+    let tensor = |data, heads| Tensor::from_vec(data, (tokens, heads, d), qkv.device());
+    Ok((tensor(q, q_heads)?, tensor(k, kv_heads)?, tensor(v, kv_heads)?))
+}
+
+/// Heads of one token, turned by its `cos` and `sin` `[head_dim / 2]`.
+///
+/// # Safety
+/// `V`'s instruction set exists.
+#[inline(always)]
+unsafe fn turn<V: Simd>(from: &[f32], cos: &[f32], sin: &[f32], to: &mut [MaybeUninit<f32>]) {
+    let half = cos.len();
+    let (whole, sin) = (half - half % V::LANES, &sin[..half]);
+    for (from, to) in from.chunks_exact(2 * half).zip(to.chunks_exact_mut(2 * half)) {
+        for i in (0..whole).step_by(V::LANES) {
+            // SAFETY: whole vectors of either half.
+            unsafe {
+                let (a, b) = (V::load(from.as_ptr().add(i)), V::load(from.as_ptr().add(half + i)));
+                let (cos, sin) = (V::load(cos.as_ptr().add(i)), V::load(sin.as_ptr().add(i)));
+                a.mul(cos).sub(b.mul(sin)).store(to.as_mut_ptr().add(i).cast());
+                b.mul(cos).add(a.mul(sin)).store(to.as_mut_ptr().add(half + i).cast());
+            }
+        }
+        for i in whole..half {
+            let (a, b) = (from[i], from[half + i]);
+            to[i].write(a * cos[i] - b * sin[i]);
+            to[half + i].write(b * cos[i] + a * sin[i]);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -75,5 +178,32 @@ mod tests {
         let other = Tensor::zeros((2, 1, 4), candle_core::DType::F32, &candle_core::Device::Cpu).unwrap();
         let wrong = |x: &Tensor| undo(x, Some(&turns)).is_err();
         assert!(wrong(&other) && wrong(&other.narrow(0, 0, 1).unwrap()));
+    }
+
+    #[test]
+    fn joint_projections_come_apart_turned() {
+        let mut numbers = crate::testing::Numbers(11);
+        for (tokens, q_heads, kv_heads, d) in [(1, 3, 1, 6), (40, 4, 2, 64), (17, 1, 1, 40)] {
+            let qkv = numbers.tensor(&[tokens, (q_heads + 2 * kv_heads) * d]);
+            let frequencies: Vec<f32> = (0..d / 2).map(|i| 0.7f32.powi(i as i32)).collect();
+            let turns: Vec<_> = (0..tokens).map(|t| Rotation::new(3 * t, &frequencies, 1.0)).collect();
+            let table = |of: fn(&(f32, f32)) -> f32| {
+                let all: Vec<f32> = turns.iter().flat_map(|turn| turn.0.iter().map(of)).collect();
+                Tensor::from_vec(all, (tokens, d / 2), qkv.device()).unwrap()
+            };
+            let (cos, sin) = (table(|turn| turn.0), table(|turn| turn.1));
+            let (q, k, v) = split(&qkv, (q_heads, kv_heads), (&cos, &sin)).unwrap();
+            let mut start = 0;
+            for (part, turned) in [(q, true), (k, true), (v, false)] {
+                let heads = part.dim(1).unwrap();
+                let expected = qkv.narrow(1, start, heads * d).unwrap().flatten_all().unwrap();
+                let part = if turned { undo(&part, Some(&turns)).unwrap() } else { part };
+                let error = (part.flatten_all().unwrap() - expected).unwrap().abs().unwrap().max_all().unwrap();
+                assert!(error.to_scalar::<f32>().unwrap() < 1e-5, "{tokens} {heads} {d}");
+                start += heads * d;
+            }
+            assert!(split(&qkv, (q_heads + 1, kv_heads), (&cos, &sin)).is_err());
+            assert!(split(&qkv, (q_heads, kv_heads), (&cos, &sin.narrow(0, 0, tokens - 1).unwrap())).is_err());
+        }
     }
 }

@@ -11,10 +11,10 @@ use crate::source::{Loading, Progress, ResolvedModel};
 use crate::swiglu::swiglu;
 use crate::weights::{self, Embedding, Random, Role, Sizes, Weights};
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
-use candle_nn::ops::rms_norm;
 use candle_nn::rotary_emb::rope_thd;
 use taper_attention::{AttentionShape, Chunk, LayerAttention, Rotary, Slice};
 use taper_kernels::linear::Linear;
+use taper_kernels::{norm, rotary};
 
 /// A loaded model. Shapes below: T tokens of a batch, R rows of it.
 #[derive(Debug)]
@@ -257,7 +257,12 @@ impl Model {
 
     /// What a layer does before attention: queries, keys and values as [`LayerAttention::attend`] takes them.
     fn begin(&self, layer: &Layer, x: &Tensor, table: &RopeTable) -> Result<(Tensor, Tensor, Tensor)> {
-        let (q, k, v) = self.qkv(layer, &self.normed(x, &layer.attention_norm)?)?;
+        let normed = self.normed(x, &layer.attention_norm)?;
+        if let (true, [joint]) = (self.device.is_cpu(), &layer.qkv[..]) {
+            let heads = (self.config.q_heads, self.config.kv_heads);
+            return rotary::split(&joint.forward(&normed)?, heads, (&table.cos, &table.sin));
+        }
+        let (q, k, v) = self.qkv(layer, &normed)?;
         Ok((self.rotate(&q, table)?, self.rotate(&k, table)?, v))
     }
 
@@ -335,7 +340,8 @@ impl Model {
     }
 
     fn normed(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        rms_norm(x, weight, self.config.rms_norm_eps as f32)
+        let eps = self.config.rms_norm_eps as f32;
+        if self.device.is_cpu() { norm::rms_norm(x, weight, eps) } else { candle_nn::ops::rms_norm(x, weight, eps) }
     }
 
     /// A projection whose output goes back to f32.

@@ -2,6 +2,7 @@
 
 use super::{BLOCK, Bits, ROWS, Tile};
 use core::arch::x86_64::*;
+use std::mem::MaybeUninit;
 
 /// Rounds a block: what a step is worth, and the sum of the steps.
 ///
@@ -47,7 +48,7 @@ pub unsafe fn round(x: &[f32; BLOCK], q: &mut [i8; BLOCK]) -> (f32, i32) {
 /// # Safety
 /// AVX2, FMA and F16C exist.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub unsafe fn tile(bits: Bits, tile: &Tile, out: &mut [[f32; ROWS]]) {
+pub unsafe fn tile(bits: Bits, tile: &Tile, out: &mut [MaybeUninit<[f32; ROWS]>]) {
     unsafe {
         match (bits, out.len()) {
             (Bits::Four, 4) => four::<4>(tile, out),
@@ -75,7 +76,7 @@ unsafe fn four_of(x: *const i8) -> __m256i {
 
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "adapters are not inlined here")]
-unsafe fn four<const T: usize>(tile: &Tile, out: &mut [[f32; ROWS]]) {
+unsafe fn four<const T: usize>(tile: &Tile, out: &mut [MaybeUninit<[f32; ROWS]>]) {
     unsafe {
         let mut acc = [_mm256_setzero_ps(); T];
         let (low, ones) = (_mm256_set1_epi8(15), _mm256_set1_epi16(1));
@@ -106,13 +107,13 @@ unsafe fn four<const T: usize>(tile: &Tile, out: &mut [[f32; ROWS]]) {
             }
         }
         for (out, acc) in out.iter_mut().zip(acc) {
-            _mm256_storeu_ps(out.as_mut_ptr(), acc);
+            _mm256_storeu_ps(out.as_mut_ptr().cast(), acc);
         }
     }
 }
 
 #[inline(always)]
-unsafe fn eight<const T: usize>(tile: &Tile, out: &mut [[f32; ROWS]]) {
+unsafe fn eight<const T: usize>(tile: &Tile, out: &mut [MaybeUninit<[f32; ROWS]>]) {
     unsafe {
         let mut acc = [_mm256_setzero_ps(); T];
         let ones = _mm256_set1_epi16(1);
@@ -139,7 +140,7 @@ unsafe fn eight<const T: usize>(tile: &Tile, out: &mut [[f32; ROWS]]) {
             }
         }
         for (out, acc) in out.iter_mut().zip(acc) {
-            _mm256_storeu_ps(out.as_mut_ptr(), acc);
+            _mm256_storeu_ps(out.as_mut_ptr().cast(), acc);
         }
     }
 }

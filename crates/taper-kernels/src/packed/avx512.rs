@@ -2,13 +2,14 @@
 
 use super::{BLOCK, Bits, ROWS, Tile};
 use core::arch::x86_64::*;
+use std::mem::MaybeUninit;
 
 /// `out` is `[2, tokens]`; 1, 2, 4 or 8 tokens.
 ///
 /// # Safety
 /// The instructions exist, F16C and FMA as well; the weights are of two panels.
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx2,fma,f16c")]
-pub unsafe fn tile(bits: Bits, tile: &Tile, out: &mut [[f32; ROWS]]) {
+pub unsafe fn tile(bits: Bits, tile: &Tile, out: &mut [MaybeUninit<[f32; ROWS]>]) {
     unsafe {
         match (bits, out.len() / 2) {
             (Bits::Four, 8) => four::<8>(tile, out),
@@ -56,19 +57,19 @@ unsafe fn add<const T: usize>(dots: &mut [__m512i; T], q: &[__m512i; 8], x: *con
 }
 
 #[inline(always)]
-unsafe fn store<const T: usize>(acc: [__m512; T], out: &mut [[f32; ROWS]]) {
+unsafe fn store<const T: usize>(acc: [__m512; T], out: &mut [MaybeUninit<[f32; ROWS]>]) {
     for t in 0..T {
         unsafe {
-            _mm256_storeu_ps(out[t].as_mut_ptr(), _mm512_castps512_ps256(acc[t]));
+            _mm256_storeu_ps(out[t].as_mut_ptr().cast(), _mm512_castps512_ps256(acc[t]));
             let high =
                 _mm512_castpd_ps(_mm512_shuffle_f64x2::<0b1110>(_mm512_castps_pd(acc[t]), _mm512_castps_pd(acc[t])));
-            _mm256_storeu_ps(out[T + t].as_mut_ptr(), _mm512_castps512_ps256(high));
+            _mm256_storeu_ps(out[T + t].as_mut_ptr().cast(), _mm512_castps512_ps256(high));
         }
     }
 }
 
 #[inline(always)]
-unsafe fn four<const T: usize>(tile: &Tile, out: &mut [[f32; ROWS]]) {
+unsafe fn four<const T: usize>(tile: &Tile, out: &mut [MaybeUninit<[f32; ROWS]>]) {
     unsafe {
         let (apart, low) = (tile.blocks * Bits::Four.block(), _mm512_set1_epi8(15));
         let mut acc = [_mm512_setzero_ps(); T];
@@ -98,7 +99,7 @@ unsafe fn four<const T: usize>(tile: &Tile, out: &mut [[f32; ROWS]]) {
 
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "adapters are not inlined here")]
-unsafe fn eight<const T: usize>(tile: &Tile, out: &mut [[f32; ROWS]]) {
+unsafe fn eight<const T: usize>(tile: &Tile, out: &mut [MaybeUninit<[f32; ROWS]>]) {
     unsafe {
         let (apart, sign) = (tile.blocks * Bits::Eight.block(), _mm512_set1_epi8(-128));
         let mut acc = [_mm512_setzero_ps(); T];
