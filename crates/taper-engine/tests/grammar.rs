@@ -253,6 +253,9 @@ fn grammars_made_to_hurt_are_refused() {
         let patterns = (0..count).map(|k| json!({"type": "string", "pattern": format!("(a|b)*a(a|b){{{k}}}")}));
         json!({"allOf": patterns.collect::<Vec<_>>()})
     };
+    // Of what names another twice, and that the next one, the compiler makes one long expression.
+    let twice: String = (0..17).map(|i| format!("A{i}: A{} A{}\n", i + 1, i + 1)).collect();
+    let spaces = |option: &str| json!({"x-guidance": {option: "(a|b)?".repeat(20_000)}, "type": "object"});
     let patterns: serde_json::Map<_, _> = (0..5000).map(|i| (format!("^a{i:05}$"), json!({}))).collect();
     for (shape, says) in [
         (Shape::Json(chain(5000)), "references"),
@@ -263,9 +266,18 @@ fn grammars_made_to_hurt_are_refused() {
         (Shape::Regex("(a|b)?".repeat(20_000)), "bytes in one regular expression"),
         (Shape::Json(json!({"type": "string", "pattern": "(a|b)?".repeat(20_000)})), "bytes in one regular expression"),
         (Shape::Lark(format!("start: /{}/", "(a|b)?".repeat(20_000))), "bytes in one regular expression"),
+        (Shape::Lark(format!("start: A0\n{twice}A17: /(a|b)?/\n")), "bytes in one regular expression"),
+        (Shape::Json(spaces("whitespace_pattern")), "bytes in one regular expression"),
+        (Shape::Json(spaces("item_separator")), "bytes in one regular expression"),
+        (Shape::Json(spaces("key_separator")), "bytes in one regular expression"),
         (Shape::Json(all(14)), "patterns that one text must fit"),
         (Shape::Lark(format!("start: %json {}", all(14))), "patterns that one text must fit"),
         (Shape::Lark(format!("start: A\nA: {}", ["/(a|b)*/"; 14].join(" & "))), "patterns that one text must fit"),
+        // A quote in a comment, or in a mark, begins no text.
+        (
+            Shape::Lark(format!("start: A\n# \"\nA: {}\n# \"", ["/(a|b)*/"; 14].join(" & "))),
+            "patterns that one text must fit",
+        ),
     ] {
         let error = engine.grammar(&shape).expect_err(says).to_string();
         assert!(error.contains(says) && error.len() < 200, "{error}");

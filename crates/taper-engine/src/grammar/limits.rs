@@ -72,7 +72,11 @@ impl Found {
                     self.references += usize::from(matches!(key.as_str(), "$ref" | "$dynamicRef"));
                     let length = |pattern: &str| pattern.len();
                     self.expression = self.expression.max(match (key.as_str(), value) {
-                        ("pattern", Value::String(pattern)) => length(pattern),
+                        // The others are options of the compiler's own, in `x-guidance`.
+                        (
+                            "pattern" | "whitespace_pattern" | "item_separator" | "key_separator",
+                            Value::String(pattern),
+                        ) => length(pattern),
                         ("patternProperties", Value::Object(names)) => {
                             self.names += names.len();
                             names.keys().map(|name| length(name)).max().unwrap_or(0)
@@ -96,7 +100,17 @@ impl Found {
                 self.visits = meeting.visits;
                 self.together = self.together.max(meeting.at.into_values().max().unwrap_or(0));
             }
-            Value::Object(map) => map.values().for_each(|value| self.meetings(value, root)),
+            Value::Object(map) => {
+                for (key, value) in map {
+                    match (key.as_str(), value) {
+                        // Keys of these are names, `allOf` among them if somebody likes.
+                        ("properties" | "patternProperties" | "$defs" | "definitions", Value::Object(parts)) => {
+                            parts.values().for_each(|part| self.meetings(part, root));
+                        }
+                        _ => self.meetings(value, root),
+                    }
+                }
+            }
             Value::Array(list) => list.iter().for_each(|value| self.meetings(value, root)),
             _ => {}
         }
@@ -124,9 +138,12 @@ impl Found {
             }
         }
         self.bytes = grammar.len();
-        let (ands, longest) = operators(grammar);
-        self.together = self.together.max(ands + usize::from(ands > 0));
-        self.expression = self.expression.max(longest);
+        // More lead as deep into one another as there are of them, and are refused anyway.
+        if self.references <= REFERENCES {
+            let (together, longest) = Terminals::of(grammar).most();
+            self.together = self.together.max(together);
+            self.expression = self.expression.max(longest);
+        }
     }
 }
 
@@ -177,27 +194,125 @@ impl Meeting<'_> {
     }
 }
 
-/// How many `&` of a grammar stand outside of texts and regular expressions, and how long the longest of those is.
-fn operators(grammar: &str) -> (usize, usize) {
-    let (mut ands, mut longest, mut rest) = (0, 0, grammar.chars().peekable());
-    while let Some(c) = rest.next() {
-        match c {
-            '&' => ands += 1,
-            '/' if rest.peek() == Some(&'/') => drop(rest.find(|&c| c == '\n')),
-            '"' | '/' => {
-                let mut length = 0;
-                while let Some(inside) = rest.next().filter(|&inside| inside != c) {
-                    length += inside.len_utf8();
-                    if inside == '\\' {
-                        length += rest.next().map_or(0, char::len_utf8);
+/// The rules and terminals of a grammar in Lark's format, by name.
+#[derive(Default)]
+struct Terminals<'a> {
+    all: HashMap<&'a str, Terminal<'a>>,
+    /// How long each is with all that it names, and how many `&` it has, once that is known.
+    whole: HashMap<&'a str, (usize, usize)>,
+    /// Of the longest regular expression.
+    longest: usize,
+}
+
+/// What stands in one of them outside of texts.
+#[derive(Default)]
+struct Terminal<'a> {
+    /// Whether it is compiled as one expression: a terminal, a rule with attributes, or what is ignored.
+    one: bool,
+    /// Bytes of regular expressions, and one for each name and sign.
+    length: usize,
+    ands: usize,
+    /// The terminals that it names. The compiler puts what they are in their places: of seventeen lines, each of which names
+    /// the next one twice, it makes one expression of 2^17 parts.
+    names: Vec<&'a str>,
+}
+
+impl<'a> Terminals<'a> {
+    fn of(grammar: &'a str) -> Self {
+        let mut found = Self::default();
+        let (mut at, mut name) = (0, "");
+        // Of the line: its first name, what there was before it, and what the latest part began with, or a line's end.
+        let (mut first, mut before, mut last) = ("", (0, 0), b'\n');
+        while at < grammar.len() {
+            let length = part(&grammar.as_bytes()[at..]);
+            let text = grammar.get(at..at + length).unwrap_or_default();
+            at += length;
+            let own = found.all.entry(name).or_default();
+            match text.as_bytes() {
+                [] | [b' ' | b'\t' | b'\r'] | [b'#', ..] | [b'/', b'/', ..] => continue,
+                b"\n" => (first, before) = ("", (own.names.len(), own.length)),
+                // A colon after a text is JSON's.
+                [sign @ (b':' | b'%')]
+                    if (*sign == b'%' && last == b'\n') || (*sign == b':' && !first.is_empty() && last != b'"') =>
+                {
+                    // The name was another's, not what the terminal before names.
+                    own.names.truncate(before.0);
+                    own.length = before.1;
+                    name = if *sign == b'%' { text } else { first };
+                    let own = found.all.entry(name).or_default();
+                    own.one |= *sign == b'%' || last == b']' || is_terminal(name);
+                    before = (own.names.len(), own.length);
+                }
+                [b'"', ..] => {}
+                [b'/', ..] => {
+                    let length = length.saturating_sub(2);
+                    found.longest = found.longest.max(length);
+                    own.length += length;
+                }
+                [c, ..] => {
+                    own.length += 1;
+                    own.ands += usize::from(*c == b'&');
+                    if c.is_ascii_alphabetic() || *c == b'_' {
+                        first = if first.is_empty() { text } else { first };
+                        own.names.extend(is_terminal(text).then_some(text));
                     }
                 }
-                longest = if c == '/' { longest.max(length) } else { longest };
             }
-            _ => {}
+            last = text.as_bytes()[0];
         }
+        found
     }
-    (ands, longest)
+
+    /// How many patterns one text must fit at most, and how long the longest expression is.
+    fn most(mut self) -> (usize, usize) {
+        let (mut ands, mut longest) = (0_usize, self.longest);
+        let names: Vec<&str> = self.all.iter().filter(|(_, own)| own.one).map(|(name, _)| *name).collect();
+        for name in names {
+            let whole = self.whole(name);
+            (longest, ands) = (longest.max(whole.0), ands.max(whole.1));
+        }
+        (ands.saturating_add(usize::from(ands > 0)), longest)
+    }
+
+    /// A terminal that leads back to itself is refused by the compiler.
+    fn whole(&mut self, name: &'a str) -> (usize, usize) {
+        if let Some(own) = self.all.remove(name) {
+            let add = |(length, ands): (usize, usize), name| {
+                let (more, others) = self.whole(name);
+                (length.saturating_add(more), ands.saturating_add(others))
+            };
+            let whole = own.names.into_iter().fold((own.length, own.ands), add);
+            self.whole.insert(name, whole);
+        }
+        self.whole.get(name).copied().unwrap_or_default()
+    }
+}
+
+fn is_terminal(name: &str) -> bool {
+    name.contains(|c: char| c.is_ascii_uppercase())
+}
+
+/// Bytes of what a grammar goes on with: a comment, a text, an expression, a mark in `<>`, a name, or a sign.
+fn part(bytes: &[u8]) -> usize {
+    let run = |goes_on: fn(&u8) -> bool| 1 + bytes.iter().skip(1).take_while(|c| goes_on(c)).count();
+    match bytes {
+        [b'#', ..] | [b'/', b'/', ..] => run(|c| *c != b'\n'),
+        [quote @ (b'"' | b'/'), ..] => {
+            let mut end = 1;
+            while let Some(c) = bytes.get(end).filter(|c| *c != quote) {
+                end += 1 + usize::from(*c == b'\\');
+            }
+            bytes.len().min(end + 1)
+        }
+        [b'<', ..] => {
+            let end = run(|c| !c.is_ascii_whitespace() && !b"<>".contains(c));
+            if bytes.get(end) == Some(&b'>') { end + 1 } else { 1 }
+        }
+        [b'A'..=b'Z', ..] | [b'_', b'A'..=b'Z', ..] => run(|c| matches!(c, b'A'..=b'Z' | b'0'..=b'9' | b'_' | b'-')),
+        [b'a'..=b'z', ..] => run(|c| matches!(c, b'a'..=b'z' | b'0'..=b'9' | b'_' | b'-')),
+        [b':', b':', ..] => 2,
+        _ => 1,
+    }
 }
 
 #[cfg(test)]
@@ -227,17 +342,36 @@ mod tests {
             (json!({ "$defs": { "t": { "allOf": [text, text] } }, "allOf": [{ "$ref": "#/$defs/t" }, text] }), 3),
             (json!({ "$defs": { "t": { "allOf": [{ "$ref": "#/$defs/t" }, text] } }, "$ref": "#/$defs/t" }), DEPTH + 1),
             (json!({ "allOf": [{ "const": { "pattern": "a" } }, text] }), 1),
+            (named(&["a", "b", "allOf"]), 0),
+            (json!({ "properties": { "allOf": { "allOf": [text, text] } } }), 2),
         ] {
             assert_eq!(together(&schema), found, "{schema}");
         }
     }
 
     #[test]
-    fn operators_are_those_outside_of_texts_and_expressions() {
-        let grammar = r#"start: A & B | "a & \" & b" // c & "d
-            A: /x&\/&y/ & /z/"#;
-        assert_eq!(operators(grammar), (2, 6));
-        assert_eq!(operators("start: \"a"), (0, 0));
+    fn terminals_are_as_long_as_what_they_name_and_fit_as_many_patterns() {
+        let of = |grammar: &str| Terminals::of(grammar).most();
+        let grammar = r#"start: B & D | "a & \" & b" // c & "d
+            B: /x&\/&y/ & /z/"#;
+        assert_eq!(of(grammar), (2, 8));
+        assert_eq!(of("start: \"a"), (0, 0));
+        // Of a rule each expression is one for itself, and so is every terminal's.
+        assert_eq!(of("start: /abc/ /de/ B\nB: /abcdef/ \"ghi\"\n"), (0, 6));
+        assert_eq!(of("B: C C\nC: D D\n  | E\nE: /abcd/\nD: (/abc/ & /x/)?\n"), (5, 2 + 2 * (4 + 2 * 8 + 4)));
+        // So is a rule with attributes, and what is ignored.
+        assert_eq!(of("B: /ab/\nstart[lazy]: B B B\n%ignore B B\nx: B B B B"), (0, 3 + 3 * 2));
+        assert_eq!(of("B: /ab/\n%ignore B B"), (0, 3 + 2 * 2));
+        // The name of another begins in the line that has its colon; what is named beside `%regex` is the first one's.
+        assert_eq!(of("B: /ab/\nC.1: B\n  | %regex {\"substring\": \"x:\"} B\n"), (0, 8 + 2 * 2));
+        // Of terminals that name the next one twice 2^n are written out; those that lead back to themselves are none.
+        let twice: String = (0..900).map(|i| format!("A{i}: A{} A{}\n", i + 1, i + 1)).collect();
+        assert_eq!(of(&format!("{twice}A900: \"a\"?")), (0, usize::MAX));
+        assert!(of("B: C\nC: B").1 < 9);
+        // Nothing hides between the quotes of comments and marks.
+        for hides in ["# \"", "// \"", "start: <\">"] {
+            assert_eq!(of(&format!("{hides}\nB: /x/ & /y/\n{hides}")).0, 2, "{hides}");
+        }
     }
 
     #[test]
