@@ -11,7 +11,7 @@ use taper_engine::stub::{StubBackend, StubText};
 use taper_engine::watched::{Seen, Watched};
 use taper_engine::{
     Engine, EngineConfig, Event, Events, Finish, Limits, ModelInfo, Request, RequestError, SamplingParams, Scored,
-    StopRules, SubmitError, Usage,
+    Shape, StopRules, SubmitError, Usage,
 };
 
 /// Something that happens.
@@ -43,6 +43,13 @@ struct Wish {
     priority: i64,
     /// A row of tokens of the answer that must not come.
     banned: bool,
+    /// Whether tokens cost something once they have come.
+    penalized: bool,
+    /// Texts and tokens that end the answer, whether they are shown, and how many tokens come before.
+    ends: (&'static [&'static str], Option<u8>, bool),
+    least: usize,
+    /// What the answer must be.
+    shape: Option<&'static str>,
     /// What the [stub](StubBackend) does at its sight.
     trouble: Option<&'static str>,
     /// Microseconds until its deadline.
@@ -59,10 +66,11 @@ impl Wish {
         AttentionSpec::from_json(&json!({ "speculate": speculate }), "attention", &Artifacts::default()).unwrap()
     }
 
-    fn request(&self) -> Request {
+    fn request(&self, engine: &Engine) -> Request {
         // The word first, so that it is seen in the first chunk.
         let word = self.trouble.unwrap_or_default();
         let prompt = word.bytes().chain(std::iter::repeat_n(b'x', self.prompt)).map(u32::from).collect();
+        let (strings, token, shown) = self.ends;
         Request {
             id: "history".into(),
             prompt,
@@ -72,9 +80,19 @@ impl Wish {
                 top_p: 0.95,
                 seed: self.seed,
                 banned: self.banned.then(|| b"len".map(u32::from).to_vec()).into_iter().collect(),
+                frequency_penalty: if self.penalized { 0.5 } else { 0.0 },
+                repetition_penalty: if self.penalized { 1.2 } else { 1.0 },
                 ..Default::default()
             },
-            stop: StopRules { ignore_eos: self.ignore_eos, max_tokens: Some(self.max_tokens), ..StopRules::default() },
+            grammar: self.shape.map(|shape| engine.grammar(&Shape::Regex(shape.into())).unwrap()),
+            stop: StopRules {
+                strings: strings.iter().map(|string| (*string).into()).collect(),
+                tokens: token.into_iter().map(u32::from).collect(),
+                ignore_eos: self.ignore_eos,
+                min_tokens: self.least,
+                max_tokens: Some(self.max_tokens),
+                shown,
+            },
             choices: self.choices,
             logprobs: self.logprobs.then_some(0),
             prompt_logprobs: self.scored.then_some(1),
@@ -127,9 +145,13 @@ impl Answer {
 
 const CONTEXT: usize = 640;
 
-/// An engine over the stub with so many blocks, and its idle checks that passed.
-fn engine(blocks: usize, (multiple, draws): (usize, bool), config: EngineConfig) -> (Engine, Arc<Seen>) {
-    let mut stub = StubBackend { draws, ..StubBackend::new("an answer of some length, which repeats") };
+/// An engine over the stub with so many blocks and the memory for steps of so many tokens, and its idle checks that passed.
+fn engine(
+    (blocks, memory): (usize, usize),
+    (multiple, draws): (usize, bool),
+    config: EngineConfig,
+) -> (Engine, Arc<Seen>) {
+    let mut stub = StubBackend { draws, memory, ..StubBackend::new("an answer of some length, which repeats") };
     stub.limits = Limits { context_tokens: CONTEXT, cache_tokens: blocks * 64, ..stub.limits };
     stub.chunk_multiple = multiple;
     let watched = Watched::new(stub);
@@ -145,11 +167,22 @@ fn wish() -> impl Strategy<Value = Wish> {
     let sampling = (prop_oneof![Just(0f32), Just(4f32)], any::<u64>(), any::<bool>());
     let drafts = (prop_oneof![2 => Just(0), 1 => 1usize..16], any::<bool>());
     let more = (prop::bool::weighted(0.2), -1i64..=1, prop::bool::weighted(0.2));
-    let answer = prop_oneof![1 => 1usize..60, 1 => 150usize..350];
+    let strings = prop_oneof![
+        12 => Just(&[][..]),
+        1 => Just(&["h, w", "some length", "zz"][..]),
+        1 => Just(&["a"][..]),
+        1 => Just(&["an answer of some length, which repeats"][..])
+    ];
+    let ends = (strings, prop_oneof![12 => Just(None), 1 => Just(Some(b'g'))], any::<bool>());
+    let ends = (ends, prop_oneof![2 => Just(0), 1 => 1usize..60]);
+    let shape = prop_oneof![12 => Just(None), 1 => Just(Some("[a-z ]{3,90}")), 1 => Just(Some("([a-d]{2,6} )+"))];
+    let answer = prop_oneof![1 => 0usize..60, 1 => 150usize..350];
     let prompt = prop_oneof![2 => 1usize..80, 1 => 80usize..280];
-    (prompt, answer, 1usize..4, (sampling, drafts, more), (trouble, deadline)).prop_map(
-        |(prompt, max_tokens, choices, (sampling, (drafts, logprobs), more), (trouble, deadline))| {
-            let ((temperature, seed, ignore_eos), (scored, priority, banned)) = (sampling, more);
+    let sampling = (sampling, drafts, more, (any::<bool>(), shape));
+    (prompt, answer, 1usize..4, sampling, (trouble, deadline), ends).prop_map(
+        |(prompt, max_tokens, choices, sampling, (trouble, deadline), (ends, least))| {
+            let (sampling, (drafts, logprobs), (scored, priority, banned), (penalized, shape)) = sampling;
+            let (temperature, seed, ignore_eos) = sampling;
             Wish {
                 prompt,
                 max_tokens,
@@ -162,6 +195,10 @@ fn wish() -> impl Strategy<Value = Wish> {
                 scored,
                 priority,
                 banned,
+                penalized,
+                ends,
+                least,
+                shape,
                 trouble,
                 deadline,
             }
@@ -176,6 +213,11 @@ fn act() -> impl Strategy<Value = Act> {
         1 => any::<usize>().prop_map(Act::Drop),
         2 => (0u64..500).prop_map(Act::Wait),
     ]
+}
+
+/// Whether a text has no letter that its shape does not have.
+fn fits(wish: &Wish, text: &str) -> bool {
+    wish.shape.is_none() || text.chars().all(|c| c.is_ascii_lowercase() || c == ' ')
 }
 
 static TRIED: AtomicU32 = AtomicU32::new(0);
@@ -195,15 +237,15 @@ proptest! {
         acts in prop::collection::vec(act(), 1..40),
         (blocks, multiple, queue) in (6usize..24, prop_oneof![Just(1usize), Just(16), Just(200)], 1usize..40),
         (chunk_tokens, sequences) in (prop_oneof![Just(1usize), Just(7), Just(64), Just(512)], 1usize..12),
-        draws: bool,
+        (draws, memory) in (any::<bool>(), prop_oneof![2 => Just(usize::MAX), 1 => 300usize..900]),
         last in wish(),
     ) {
         let config = EngineConfig { queue, chunk_tokens, sequences, stretch: 2.0 };
-        let (small, seen) = engine(blocks, (multiple, draws), config);
+        let (small, seen) = engine((blocks, memory), (multiple, draws), config);
         let (mut taken, mut dropped) = (Vec::new(), 0);
         for act in acts {
             match act {
-                Act::Submit(wish) => match small.submit(wish.request()) {
+                Act::Submit(wish) => match small.submit(wish.request(&small)) {
                     Ok(events) => taken.push((wish, events, Answer::default())),
                     Err(SubmitError::Busy { queued, .. }) => prop_assert!(queued >= queue),
                     Err(SubmitError::Cache { needed, limit, .. }) => prop_assert!(needed > limit),
@@ -222,11 +264,11 @@ proptest! {
                 _ => {}
             }
         }
-        let (alone, _) = engine(64, (1, false), EngineConfig::default());
+        let (alone, _) = engine((64, usize::MAX), (1, false), EngineConfig::default());
         for (wish, events, answer) in taken {
             let answer = answer.finish(events);
             let expected = Wish { deadline: None, drafts: 0, ..wish.clone() };
-            let expected = Answer::default().finish(alone.submit(expected.request()).unwrap());
+            let expected = Answer::default().finish(alone.submit(expected.request(&alone)).unwrap());
             match (&answer.end, &expected.end) {
                 (Some(Err(RequestError::Deadline)), _) => {
                     prop_assert!(wish.deadline.is_some());
@@ -238,9 +280,10 @@ proptest! {
                     prop_assert_eq!(&answer.choices, &expected.choices, "{:?}", wish);
                     prop_assert_eq!(&answer.scored, &expected.scored, "{:?}", wish);
                     let scored = wish.scored.then(|| usage.prompt_tokens - 1);
-                    prop_assert_eq!(answer.scored.map(|scored| scored.len()), scored, "{:?}", wish);
+                    prop_assert_eq!(answer.scored.as_ref().map(Vec::len), scored, "{:?}", wish);
                     let banned = |text: &str| wish.banned && text.contains("len");
                     prop_assert!(!answer.choices.iter().any(|(_, text, _)| banned(text)), "{wish:?}");
+                    prop_assert!(answer.choices.iter().all(|(_, text, _)| fits(&wish, text)), "{wish:?}: {answer:?}");
                     prop_assert_eq!(usage.prompt_tokens, other.prompt_tokens);
                     prop_assert_eq!(usage.completion_tokens, other.completion_tokens);
                     prop_assert_eq!(usage.attention.len(), wish.choices);
@@ -250,6 +293,8 @@ proptest! {
                     prop_assert!(wish.trouble.is_some());
                     prop_assert_eq!(error, other);
                 }
+                // A draft meets what an answer ends before.
+                (Some(Err(_)), Some(Ok(_))) if wish.trouble.is_some() && wish.drafts > 0 => {}
                 (end, other) => prop_assert!(false, "{wish:?} ended {end:?}, alone {other:?}"),
             }
         }
@@ -260,8 +305,8 @@ proptest! {
             std::thread::sleep(Duration::from_micros(200));
         }
         let checks = seen.checks.load(Ordering::SeqCst);
-        let last = Wish { prompt: 1, max_tokens: 1, choices: 1, trouble: None, deadline: None, ..last };
-        let last = Answer::default().finish(small.submit(last.request()).unwrap());
+        let last = Wish { prompt: 1, max_tokens: 1, choices: 1, trouble: None, deadline: None, shape: None, ..last };
+        let last = Answer::default().finish(small.submit(last.request(&small)).unwrap());
         prop_assert!(matches!(last.end, Some(Ok(_))));
         while seen.checks.load(Ordering::SeqCst) == checks {
             prop_assert!(started.elapsed() < Duration::from_secs(10), "the idle engine is not sound");
