@@ -80,6 +80,7 @@ pub struct Sampler {
     /// The stream's number for the next token, in [0, 1).
     uniform: f64,
     prompt: Arc<HashSet<u32>>,
+    /// How often the answer has each token, where a penalty asks.
     counts: HashMap<u32, u32>,
     /// The answer's last tokens, as many as a banned row may look back.
     latest: VecDeque<u32>,
@@ -169,7 +170,9 @@ impl Sampler {
 
     /// Remembers the next token.
     pub fn take(&mut self, token: u32) {
-        *self.counts.entry(token).or_default() += 1;
+        if self.penalizes() {
+            *self.counts.entry(token).or_default() += 1;
+        }
         if self.looks_back > 0 {
             self.latest.push_back(token);
             self.latest.drain(..self.latest.len().saturating_sub(self.looks_back));
@@ -180,8 +183,12 @@ impl Sampler {
 
     /// Whether [`bias`](Self::bias) may change anything.
     fn biases(&self) -> bool {
+        !self.params.logit_bias.is_empty() || self.penalizes()
+    }
+
+    fn penalizes(&self) -> bool {
         let p = &self.params;
-        !p.logit_bias.is_empty() || (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
+        (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
     }
 
     /// Whether the request names tokens that may come or may not.
