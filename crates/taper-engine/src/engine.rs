@@ -200,9 +200,7 @@ impl Engine {
     /// # Errors
     /// A request that can never run, or a queue that takes no more.
     pub fn submit(&self, request: Request) -> Result<Events, SubmitError> {
-        let (job, events) = self.job(request)?;
-        self.queue.push(vec![job], |job| job.events.is_closed())?;
-        Ok(events)
+        Ok(self.submit_all(vec![request])?.remove(0))
     }
 
     /// The same for several, all of them or none.
@@ -211,7 +209,7 @@ impl Engine {
     /// As [`submit`](Self::submit).
     pub fn submit_all(&self, requests: Vec<Request>) -> Result<Vec<Events>, SubmitError> {
         let (jobs, events) = self.jobs(requests)?;
-        self.queue.push(jobs, |job| job.events.is_closed())?;
+        self.queue.push(jobs, |job| job.abandoned())?;
         Ok(events)
     }
 

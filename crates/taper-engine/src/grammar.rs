@@ -1,6 +1,6 @@
 //! Answers that fit a grammar: JSON by a schema, a regular expression, one of some texts, or any context-free grammar.
 //!
-//! Which tokens may come next is llguidance's to say, token by token; the [`Sampler`](crate::Sampler) draws among them. So a
+//! Which tokens may come next is llguidance's to say, token by token; the sampler draws among them. So a
 //! grammar holds whatever attention does, and a request without one pays nothing.
 
 mod limits;

@@ -39,7 +39,6 @@ pub use request::{
     Delta, Event, Events, Finish, Request, RequestError, Scored, StopRules, SubmitError, Times, TokenLogprob,
     TokenRecord, Usage, of_them_offloaded,
 };
-pub use sampler::{Sampler, SamplingParams, Undrawable};
-pub use stop::StopMatcher;
+pub use sampler::SamplingParams;
 pub use taper_kv_cache::BLOCK_TOKENS;
 pub use text::{Message, Text, TextError, TokenStream, question};

@@ -268,11 +268,6 @@ impl KvPool {
         self.free.len() + self.prefixes.idle()
     }
 
-    /// Blocks that are remembered for later prompts and that no table holds.
-    pub fn remembered_blocks(&self) -> usize {
-        self.prefixes.idle()
-    }
-
     /// Makes room for `tokens` tokens in all; a no-op if the table has it. All or nothing.
     ///
     /// # Errors

@@ -89,7 +89,7 @@ fn a_prompt_finds_its_blocks_again_until_the_room_is_needed() {
     pool.release(&mut first);
     assert_eq!((pool.held(&keys), pool.free_blocks()), (2, 2), "the third is remembered, and free");
     pool.release(&mut second);
-    assert_eq!((pool.held(&keys), pool.free_blocks(), pool.remembered_blocks()), (0, 4, 3));
+    assert_eq!((pool.held(&keys), pool.free_blocks(), pool.prefixes.idle()), (0, 4, 3));
 
     // Another way of making them, or another first token, is another prompt.
     let mut others = tokens.clone();
@@ -125,7 +125,7 @@ fn a_block_is_remembered_once_for_a_key_and_for_one_key() {
     let mut found = pool.recall(&keys);
     assert_eq!(found.blocks(), a.blocks());
     [&mut a, &mut b, &mut found].into_iter().for_each(|table| pool.release(table));
-    assert_eq!((pool.free_blocks(), pool.remembered_blocks()), (4, 2));
+    assert_eq!((pool.free_blocks(), pool.prefixes.idle()), (4, 2));
     pool.check_integrity([]);
 }
 
@@ -277,7 +277,7 @@ fn remembered_blocks_in_memory_go_before_free_ones_in_the_file() {
         pool.release(&mut table);
         pool.grow(held, tokens).unwrap();
         pool.check_integrity([&*held]);
-        (block, held.blocks().to_vec(), pool.remembered_blocks(), pool.offloaded_held())
+        (block, held.blocks().to_vec(), pool.prefixes.idle(), pool.offloaded_held())
     };
     let (mut none, mut held) = (BlockTable::default(), BlockTable::default());
     assert_eq!(ended(1, 0, &mut none), (0, vec![], 1, 0));
