@@ -511,7 +511,7 @@ mod tests {
     fn mistakes_name_the_file_the_line_and_the_key() {
         for (text, says) in [
             ("port = 1\nprot = 2\n", ":2: unknown setting `prot`"),
-            ("port = 99999\n", ":1: "),
+            ("port = 99999\n", ":1: port: invalid value"),
             ("attention = 'nope'\n", "no attention preset"),
             ("[attention.decode]\nmethod = 'nope'\n", "attention.decode.method"),
             (
@@ -527,15 +527,15 @@ mod tests {
             ("dtype = 'int4'\n", "must be auto, f32"),
             ("device = 'gpu'\n", "must be cpu, cuda or cuda:N"),
             ("device = 'cuda:x'\n", "must be cpu, cuda or cuda:N"),
-            ("dequantize = 'yes'\n", ":1: invalid type"),
+            ("dequantize = 'yes'\n", ":1: dequantize: invalid type"),
             ("queue = 0\n", "queue is 0; must be"),
             ("served_model_name = 'a,,b'\n", "served_model_name: \"\" is no name; must be one or more"),
-            ("served_model_name = ['a', 3]\n", ":1: must be a name or a list of names"),
+            ("served_model_name = ['a', 3]\n", ":1: served_model_name: must be a name or a list of names"),
             (
                 "generation_config = '/nowhere'\n",
                 "generation_config: \"/nowhere\" must be auto, vllm or a folder with a generation_config.json",
             ),
-            ("generation_config = 1\n", ":1: must be auto, vllm, a folder, true or false"),
+            ("generation_config = 1\n", ":1: generation_config: must be auto, vllm, a folder, true or false"),
             ("header_seconds = 0\n", "header_seconds is 0; must be at least 1"),
             ("tls_cert = 'a.pem'\n", "tls_cert needs tls_key"),
             ("tls_key = 'a.pem'\n", "tls_key needs tls_cert"),
@@ -545,7 +545,7 @@ mod tests {
                 "otlp_traces_endpoint = 'grpc://localhost:4317'\n",
                 "otlp_traces_endpoint must be like http://localhost:4318",
             ),
-            ("log = 'xml'\n", ":1: unknown variant `xml`"),
+            ("log = 'xml'\n", ":1: log: unknown variant `xml`"),
         ] {
             let (_folder, path) = file(text);
             let error = format!("{:#}", of_file(&path).unwrap_err());

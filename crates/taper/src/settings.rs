@@ -9,12 +9,14 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use taper_attention::nearest;
 use taper_engine::EngineConfig;
 use taper_server::ServerConfig;
+use toml::Spanned;
 
 #[derive(Debug, Clone, Default, Args)]
 #[command(after_help = "Examples:
@@ -323,16 +325,16 @@ fn file(path: &Path) -> Result<Layer> {
     let line = |at: usize| text[..at].matches('\n').count() + 1;
     // Only the first line of TOML's errors fits the one line that an error is; it says where.
     let wrong = |e: toml::de::Error| anyhow!("{name}:{}: {}", e.span().map_or(1, |span| line(span.start)), e.message());
-    let table: toml::Table = toml::from_str(&text).map_err(wrong)?;
-    let known = names();
-    if let Some(key) = table.keys().find(|key| !known.contains(key)) {
-        let of = |line: &str| line.trim_start_matches(['[', ' ', '"', '\'']).starts_with(key.as_str());
-        let line = text.lines().position(of).map_or(1, |place| place + 1);
-        bail!("{name}:{line}: unknown setting `{key}`{}", meant(key));
+    let table: BTreeMap<Spanned<String>, toml::Value> = toml::from_str(&text).map_err(wrong)?;
+    let (known, mut layer) = (names(), Layer::new());
+    for (key, value) in table {
+        let (line, key) = (line(key.span().start), key.into_inner());
+        if !known.contains(&key) {
+            bail!("{name}:{line}: unknown setting `{key}`{}", meant(&key));
+        }
+        layer.extend(one(&key, serde_json::to_value(value)?).with_context(|| format!("{name}:{line}: {key}"))?);
     }
-    let model: ModelArgs = toml::from_str(&text).map_err(wrong)?;
-    let server: ServerArgs = toml::from_str(&text).map_err(wrong)?;
-    layer(&Settings { model, server })
+    Ok(layer)
 }
 
 /// Variables of our prefix with what they say, but for those that are about something else. One that is empty says nothing: so
@@ -378,12 +380,26 @@ fn variables(environment: impl Iterator<Item = (OsString, OsString)>) -> Result<
 
 /// A layer of one setting, checked for its type.
 fn one(name: &str, value: Value) -> Result<Layer> {
-    let settings: Settings = serde_json::from_value(Value::Object([(name.to_string(), value)].into_iter().collect()))?;
+    let value = Value::Object([(name.to_string(), value)].into_iter().collect());
+    let settings: Settings = serde_json::from_value(value).map_err(|error| anyhow!(in_words(&error.to_string())))?;
     let layer = layer(&settings)?;
     if layer.is_empty() {
         bail!("is no value of that setting");
     }
     Ok(layer)
+}
+
+/// What is wrong with a value, with what numbers may be in place of their types.
+fn in_words(error: &str) -> String {
+    let types = [
+        ("u16", "a whole number from 0 to 65535"),
+        ("u32", "a whole number from 0 to 4294967295"),
+        ("usize", "a whole number of at least 0"),
+        ("i64", "a whole number"),
+        ("f64", "a number"),
+    ];
+    let words = types.iter().find_map(|(name, words)| Some(error.strip_suffix(name)?.to_owned() + words));
+    words.unwrap_or_else(|| error.to_owned())
 }
 
 #[cfg(test)]
@@ -520,7 +536,8 @@ mod tests {
             said(read(&[], &[("TAPER_PROT", "1")])),
             "TAPER_PROT: no setting is called `prot`; did you mean `port`?"
         );
-        assert!(said(read(&[], &[("TAPER_PORT", "99999")])).starts_with("TAPER_PORT: \"99999\": "));
+        let says = "TAPER_PORT: \"99999\": invalid value: integer `99999`, expected a whole number from 0 to 65535";
+        assert_eq!(said(read(&[], &[("TAPER_PORT", "99999")])), says);
         assert!(said(read(&[], &[("TAPER_PORT", "null")])).starts_with("TAPER_PORT: \"null\": "));
         assert!(said(read(&[], &[("TAPER_LOG", "xml")])).contains("json"));
         assert!(said(read(&[], &[("TAPER_API_KEY_FILE", "x")])).starts_with("TAPER_API_KEY_FILE: no setting"));
@@ -540,8 +557,15 @@ mod tests {
         for (text, says) in [
             ("port = 1\nprot = 2\n", ":2: unknown setting `prot`; did you mean `port`?"),
             ("port = 1\n\n[atention]\n", ":3: unknown setting `atention`; did you mean `attention`?"),
-            ("queue = 1\nport = 99999\n", ":2: "),
-            ("queue = 1\ndequantize = 'yes'\n", ":2: invalid type"),
+            (
+                "queue = 1\nport = 99999\n",
+                ":2: port: invalid value: integer `99999`, expected a whole number from 0 to 65535",
+            ),
+            ("queue = 1\nkv_offload_dir = '/'\nkv_offload = 3\n", ":3: kv_offload: invalid type: integer `3`"),
+            ("queue = 1\ndequantize = 'yes'\n", ":2: dequantize: invalid type"),
+            ("stretch = 'x'\n", ":1: stretch: invalid type: string \"x\", expected a number"),
+            ("stretch = nan\n", ":1: stretch: is no value of that setting"),
+            ("queue = 1\nattention.decode = 'quest'\n[port]\nx = 1\n", ":3: port: invalid type: map"),
             ("queue = \n", ":1: "),
         ] {
             std::fs::write(&path, text).unwrap();
