@@ -121,7 +121,6 @@ impl Listening {
         let handle = self.handle;
         let drained = tokio::spawn(async move {
             stop.await;
-            tracing::info!("draining: finishing what was taken");
             engine.drain();
             engine.idle().await;
             handle.graceful_shutdown(Some(FLUSH));

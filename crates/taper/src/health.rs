@@ -51,7 +51,7 @@ fn own(settings: &Settings) -> String {
     let server = &settings.server;
     let scheme = if server.tls_cert.is_some() { "https" } else { "http" };
     let host = server.host.as_deref().unwrap_or("127.0.0.1");
-    let host = match host.trim_matches(['[', ']']).parse::<IpAddr>() {
+    let host = match host.parse::<IpAddr>() {
         Ok(IpAddr::V4(ip)) if ip.is_unspecified() => "127.0.0.1".to_owned(),
         Ok(IpAddr::V6(ip)) if ip.is_unspecified() => "[::1]".to_owned(),
         Ok(IpAddr::V6(ip)) => format!("[{ip}]"),
