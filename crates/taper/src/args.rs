@@ -85,7 +85,7 @@ pub struct SamplingArgs {
     /// Keep only the K most probable tokens
     #[arg(long, value_name = "K")]
     pub top_k: Option<usize>,
-    /// Seed of all random draws, any whole number of 64 bits [default: a new one each time]
+    /// Seed of all random draws, any whole number of 64 bits [default: 0 at temperature 0, else a new one each time]
     #[arg(long, allow_negative_numbers = true, value_parser = seed)]
     pub seed: Option<u64>,
     /// Print to standard error what attention did

@@ -86,18 +86,21 @@ pub fn run(args: ChatArgs) -> Result<()> {
                     talk::run(&engine, prompt, Arc::clone(&attention), &args.sampling, stop, talk::print)
                 });
                 let stopped = answers.end();
+                talk::print("\n")?;
                 match answer {
                     // Templates want an answer between two questions: one that never began takes its question along.
-                    Ok(content) if stopped && content.is_empty() => {
+                    Ok((content, _)) if stopped && content.is_empty() => {
                         messages.pop();
                     }
-                    Ok(content) => messages.push(Message::new("assistant", content)),
+                    Ok((content, usage)) => {
+                        messages.push(Message::new("assistant", content));
+                        usage.filter(|_| args.sampling.usage).iter().for_each(talk::report);
+                    }
                     Err(error) => {
                         messages.pop();
                         eprintln!("{}", talk::told(&error));
                     }
                 }
-                talk::print("\n")?;
             }
         }
     }

@@ -25,11 +25,12 @@ pub fn run(args: GenerateArgs) -> Result<()> {
     let show = |text: &str| if args.stream { talk::print(text) } else { Ok(()) };
     // Ctrl-C ends the process: there is nothing to keep.
     let never = std::future::pending::<()>();
-    let text = talk::run(&engine, prompt, Arc::new(attention), &args.sampling, never, show)?;
+    let (text, usage) = talk::run(&engine, prompt, Arc::new(attention), &args.sampling, never, show)?;
     if !args.stream {
         talk::print(&text)?;
     }
     talk::print("\n")?;
+    usage.filter(|_| args.sampling.usage).iter().for_each(talk::report);
     Ok(())
 }
 

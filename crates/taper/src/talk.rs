@@ -46,7 +46,7 @@ impl Prompt {
     }
 }
 
-/// Runs a prompt and hands over text as it comes; returns the whole text, or what there is of it when `stop` comes.
+/// Runs a prompt and hands over text as it comes; returns the whole text and what it took, or what there is of it when `stop` comes.
 ///
 /// # Errors
 /// A prompt that does not fit, a step that failed, or a terminal that is gone.
@@ -57,7 +57,7 @@ pub fn run(
     args: &SamplingArgs,
     stop: impl Future,
     mut show: impl FnMut(&str) -> std::io::Result<()>,
-) -> Result<String> {
+) -> Result<(String, Option<Usage>)> {
     // The longest answer that fits is what a person means by a number that is too large.
     let prompt_tokens = prompt.len();
     let question_tokens = (attention.question_of(prompt_tokens, || question))
@@ -98,19 +98,14 @@ pub fn run(
             }
         });
         // Nobody takes its events any more: the request ends with the step under way.
-        let Some(event) = event else { return Ok(text) };
+        let Some(event) = event else { return Ok((text, None)) };
         match event.context("the engine stopped before the answer was complete")? {
             Event::Prefilled | Event::Prompt(_) | Event::Embedding(_) => {}
             Event::Delta(delta) => {
                 show(&delta.text)?;
                 text.push_str(&delta.text);
             }
-            Event::Done(usage) => {
-                if args.usage {
-                    report(&usage);
-                }
-                return Ok(text);
-            }
+            Event::Done(usage) => return Ok((text, Some(usage))),
             Event::Failed(error) => return Err(error.into()),
         }
     }
@@ -136,7 +131,8 @@ pub fn print(text: &str) -> std::io::Result<()> {
     out.flush()
 }
 
-fn report(usage: &Usage) {
+/// Says what an answer took, once its line has ended.
+pub fn report(usage: &Usage) {
     eprintln!("prompt {} tokens, answer {} tokens", usage.prompt_tokens, usage.completion_tokens);
     for attention in &usage.attention {
         eprintln!("attention {}", taper_server::attention_usage(attention));

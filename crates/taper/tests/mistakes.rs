@@ -143,6 +143,23 @@ fn a_bench_takes_what_fits_unless_it_is_told_how_much() {
     fails_in_one_line(&[&bench[..], &["--length", "59"]].concat(), says);
 }
 
+/// In a terminal both come to one place.
+#[test]
+fn what_an_answer_took_stands_on_lines_of_its_own() {
+    let model = tiny::model();
+    let path = model.path().join("said.txt");
+    for stream in [&[][..], &["--stream"]] {
+        let said = std::fs::File::create(&path).expect("made");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_taper"));
+        command.args(["generate", "--prompt", "xxx", "--kv-memory", "64MiB", "--max-tokens", "2", "--usage"]);
+        command.args(stream).arg("--model").arg(model.path());
+        command.stdout(said.try_clone().expect("a copy")).stderr(said);
+        assert!(command.status().expect("the program starts").success());
+        let said = std::fs::read_to_string(&path).expect("UTF-8");
+        assert!(said.contains("\nprompt 3 tokens, answer 2 tokens\nattention {"), "{said}");
+    }
+}
+
 /// What is said to standard error; `input` comes from standard input.
 fn said(args: &[&str], input: &str) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_taper"));
