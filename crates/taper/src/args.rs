@@ -1,10 +1,12 @@
 //! The command line.
 
+use crate::bench;
 use crate::bench::model::BenchModelArgs;
 use crate::bench::serve::BenchServeArgs;
+use crate::eval;
 use crate::settings::{ModelArgs, ServeArgs};
 use crate::train::TrainArgs;
-use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use clap::{Arg, ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 
 /// An LLM inference server whose attention is a request parameter.
@@ -155,12 +157,7 @@ pub enum Eval {
 
 #[derive(Debug, Args)]
 #[command(
-    mut_arg("attention", |a| a.hide(true)),
-    mut_arg("presets", |a| a.hide(true)),
-    mut_arg("kv_memory", |a| a.hide(true)),
-    mut_arg("kv_offload", |a| a.hide(true)),
-    mut_arg("kv_offload_dir", |a| a.hide(true)),
-    mut_arg("kv_dtype", |a| a.hide(true)),
+    mut_args(|arg| hidden(arg, &eval::heads::UNUSED)),
     after_help = "The model runs densely over a text. The last token's query heads then attend by each method, once for each draw,
 and errors are relative to dense attention. A head breaks a promise of delta if it is over epsilon more often than the
 99.9 % quantile of the binomial distribution of (draws, delta). \"decided\" are draws whose size the promise decided:
@@ -212,8 +209,7 @@ pub struct HeadsArgs {
 
 #[derive(Debug, Args)]
 #[command(
-    mut_arg("attention", |a| a.hide(true)),
-    mut_arg("presets", |a| a.hide(true)),
+    mut_args(|arg| hidden(arg, &eval::UNUSED)),
     after_help = "Tasks: single_1, single_2, single_3, multikey_1, multikey_2, multikey_3, multivalue, multiquery,
 variable_tracking, common_words, frequent_words.
 
@@ -313,8 +309,7 @@ pub enum Bench {
 
 #[derive(Debug, Args)]
 #[command(
-    mut_arg("attention", |a| a.hide(true)),
-    mut_arg("presets", |a| a.hide(true)),
+    mut_args(|arg| hidden(arg, &bench::methods::UNUSED)),
     after_help = "Rounds go through all methods in turn and medians are compared. \"next to none\" is a window of one token: what
 remains is not attention. \"allowed\" is the speed-up if attention took its density's share of dense attention's time.
 
@@ -370,6 +365,12 @@ pub struct MethodsArgs {
     /// Print what GET /v1/attention/methods of a server without settings answers
     #[arg(long)]
     pub json: bool,
+}
+
+/// An argument, not shown if it is among those that a command has no use for.
+pub(crate) fn hidden(arg: Arg, unused: &[&str]) -> Arg {
+    let hide = unused.contains(&arg.get_id().as_str());
+    if hide { arg.hide(true) } else { arg }
 }
 
 pub(crate) fn positive(text: &str) -> Result<usize, String> {

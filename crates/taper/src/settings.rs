@@ -88,6 +88,20 @@ pub struct ModelArgs {
     pub context: Option<usize>,
 }
 
+impl ModelArgs {
+    /// Refuses settings that a command has no use for.
+    ///
+    /// # Errors
+    /// The flag, and why.
+    pub fn without(&self, names: &[&str], why: &str) -> Result<()> {
+        let said = serde_json::to_value(self)?;
+        match names.iter().find(|name| !said[**name].is_null()) {
+            Some(name) => bail!("--{}: {why}", name.replace('_', "-")),
+            None => Ok(()),
+        }
+    }
+}
+
 /// How the server meets its clients, each a setting.
 #[derive(Debug, Clone, Default, Args, Serialize, Deserialize)]
 pub struct ServerArgs {

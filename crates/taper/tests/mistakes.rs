@@ -143,6 +143,42 @@ fn a_bench_takes_what_fits_unless_it_is_told_how_much() {
     fails_in_one_line(&[&bench[..], &["--length", "59"]].concat(), says);
 }
 
+/// Before a model is looked for, since they are written hours later.
+#[test]
+fn files_that_could_not_be_written_are_told_at_once() {
+    for command in ["eval needle", "eval heads", "bench methods", "bench model --shape x", "train kmeans --out nowhere"]
+    {
+        let line = [&command.split(' ').collect::<Vec<_>>()[..], &["--markdown", "/dev/null/x"]].concat();
+        fails_in_one_line(&line, "--markdown: /dev/null/x: ");
+    }
+    let load = ["bench", "serve", "--url", "http://127.0.0.1:1"];
+    for (command, flag) in [(&["eval", "needle"][..], "--json"), (&load, "--json"), (&load, "--plot")] {
+        fails_in_one_line(&[command, &[flag, "/dev/null/x"]].concat(), &format!("{flag}: /dev/null/x: "));
+    }
+    fails(&["bench", "serve", "--timeout", "0"], "--timeout");
+}
+
+#[test]
+fn what_a_command_would_not_look_at() {
+    for (command, flags) in [
+        ("eval needle", &["--attention", "--presets"][..]),
+        ("bench methods", &["--attention", "--presets", "--chat-template"]),
+        ("eval heads", &["--attention", "--presets", "--chat-template", "--kv-memory", "--kv-offload-dir"]),
+        (
+            "train saap --out nowhere",
+            &["--attention", "--artifacts", "--chat-template", "--kv-dtype", "--kv-offload-dir"],
+        ),
+    ] {
+        let words: Vec<&str> = command.split(' ').collect();
+        let help = Command::new(env!("CARGO_BIN_EXE_taper")).args(&words[..2]).arg("--help").output();
+        let help = String::from_utf8(help.expect("the program starts").stdout).expect("UTF-8");
+        for flag in flags {
+            fails_in_one_line(&[&words[..], &[flag, "x"]].concat(), &format!("{flag}: "));
+            assert!(!help.contains(&format!("{flag} <")), "{command} shows {flag}");
+        }
+    }
+}
+
 /// In a terminal both come to one place.
 #[test]
 fn what_an_answer_took_stands_on_lines_of_its_own() {

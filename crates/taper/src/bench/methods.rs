@@ -15,12 +15,17 @@ use taper_model::Tokenizer;
 /// Tokens of the prompt where nothing else is said, and they fit.
 const LENGTH: usize = 8192;
 
+/// Settings of a model that are not for it.
+pub const UNUSED: [&str; 3] = ["attention", "presets", "chat_template"];
+
 /// Times and prints the table.
 ///
 /// # Errors
 /// The argument or file at fault, or a step that failed.
 pub fn run(args: BenchMethodsArgs) -> Result<()> {
-    eval::without_attention(&args.model)?;
+    args.model.without(&eval::UNUSED, eval::INSTEAD)?;
+    args.model.without(&UNUSED, "prompts are plain text")?;
+    eval::writable("markdown", args.markdown.as_deref())?;
     let tokens = args.more_tokens();
     let config = config::model(args.model)?;
     let read = |artifacts: &Artifacts| -> Result<_> {

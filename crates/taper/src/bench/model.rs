@@ -89,6 +89,7 @@ const BANDWIDTH: f64 = 4.27;
 /// # Errors
 /// The argument at fault, or a device that cannot hold the model.
 pub fn run(args: &BenchModelArgs) -> Result<()> {
+    eval::writable("markdown", args.markdown.as_deref())?;
     let Some(mut shape) = ModelConfig::of_shape(&args.shape) else {
         bail!("--shape: {:?} is none of {}", args.shape, ModelConfig::SHAPES.join(", "));
     };

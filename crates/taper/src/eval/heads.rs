@@ -3,26 +3,22 @@
 use crate::args::HeadsArgs;
 use crate::train::Terminal;
 use crate::{config, eval, interrupt, load};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use taper_attention::Artifacts;
 use taper_eval::train::{Corpus, CorpusSize};
 use taper_eval::{HeadsPlan, heads, heads_table, with_promises};
+
+/// Settings of a model that heads have no use for.
+pub const UNUSED: [&str; 7] =
+    ["attention", "presets", "chat_template", "kv_memory", "kv_offload", "kv_offload_dir", "kv_dtype"];
 
 /// Measures and prints the table.
 ///
 /// # Errors
 /// The argument or file at fault, or a step that failed.
 pub fn run(args: HeadsArgs) -> Result<()> {
-    let given = [
-        ("attention", args.model.attention.is_some()),
-        ("presets", args.model.presets.is_some()),
-        ("kv-dtype", args.model.kv_dtype.is_some()),
-        ("kv-memory", args.model.kv_memory.is_some()),
-        ("kv-offload", args.model.kv_offload.is_some()),
-    ];
-    if let Some((name, _)) = given.iter().find(|(_, given)| *given) {
-        bail!("--{name}: heads are measured by --decode, over a cache of their own");
-    }
+    args.model.without(&UNUSED, "heads are measured over plain text by --decode, with a cache of their own")?;
+    eval::writable("markdown", args.markdown.as_deref())?;
     let methods = args.decode.iter().map(|text| eval::value(text)).collect::<Result<Vec<_>>>().context("--decode")?;
     let config = config::model(args.model)?;
     let read =

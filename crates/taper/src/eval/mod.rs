@@ -5,7 +5,6 @@ pub mod heads;
 
 use crate::args::{self, NeedleArgs};
 use crate::load::{self, Ready};
-use crate::settings::ModelArgs;
 use crate::{config, interrupt, talk};
 use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -22,12 +21,16 @@ use taper_eval::{
 };
 use taper_model::weights_digest;
 
+/// What methods given one by one leave no use for, and what is said instead.
+pub const UNUSED: [&str; 2] = ["attention", "presets"];
+pub const INSTEAD: &str = "give --prefill and --decode instead";
+
 /// Runs the grid and prints its tables.
 ///
 /// # Errors
 /// The argument or file at fault, or a step that failed; what was measured is in the JSON file then.
 pub fn needle(args: NeedleArgs) -> Result<()> {
-    without_attention(&args.model)?;
+    args.model.without(&UNUSED, INSTEAD)?;
     let mut plan = Plan {
         tasks: tasks(&args.tasks)?,
         lengths: args.length.clone(),
@@ -53,6 +56,8 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
     );
     let prompts_on = args.prefill_device.as_deref().map(config::device).transpose().context("--prefill-device")?;
     let json = json_file(&args)?;
+    writable("json", json.as_deref())?;
+    writable("markdown", args.markdown.as_deref())?;
     let config = config::model(args.model)?;
     if let Some(file) = &args.prompts {
         let text = ModelText::load(&load::find(&config)?, config.load.chat_template.as_deref())?;
@@ -115,19 +120,6 @@ pub fn needle(args: NeedleArgs) -> Result<()> {
     Ok(())
 }
 
-/// Refuses what methods given one by one leave no use for.
-///
-/// # Errors
-/// The flag.
-pub fn without_attention(model: &ModelArgs) -> Result<()> {
-    for (flag, given) in [("attention", model.attention.is_some()), ("presets", model.presets.is_some())] {
-        if given {
-            bail!("--{flag}: give --prefill and --decode instead");
-        }
-    }
-    Ok(())
-}
-
 /// Every decode method goes on from the same prefill.
 pub const FORK: Fork<ModelBackend> = |backend, sequence, spec, seed| {
     let mut fork = backend.fork(sequence, seed)?;
@@ -146,6 +138,18 @@ fn report(results: &mut Results, json: Option<&Path>, markdown: Option<&Path>) -
     }
     let both = |style| format!("{}\n{}", accuracies(&cells, style), details(&cells, style));
     show(markdown, both)
+}
+
+/// Refuses a file that could not be written, before the work that it is for; leaves none behind.
+///
+/// # Errors
+/// The flag that names it.
+pub fn writable(flag: &str, file: Option<&Path>) -> Result<()> {
+    let Some(file) = file else { return Ok(()) };
+    let new = !file.exists();
+    let opened = std::fs::OpenOptions::new().append(true).create(true).open(file);
+    let tried = opened.and_then(|_| if new { std::fs::remove_file(file) } else { Ok(()) });
+    tried.with_context(|| format!("--{flag}: {}", file.display()))
 }
 
 /// Prints a table, and writes it to a file in Markdown.
@@ -279,6 +283,17 @@ mod tests {
         assert_eq!(file(&["--resume", old, "--json", old]).unwrap().as_deref(), Some(old));
         assert_eq!(file(&["--resume", old, "--json", new]).unwrap().as_deref(), Some(new));
         assert!(file(&["--json", old]).unwrap_err().to_string().contains("--resume"));
+    }
+
+    #[test]
+    fn a_file_is_tried_and_left_as_it_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let (old, new) = (folder.path().join("old.md"), folder.path().join("new.md"));
+        std::fs::write(&old, "a table").unwrap();
+        [None, Some(&*old), Some(&*new)].iter().for_each(|file| writable("markdown", *file).unwrap());
+        assert!(std::fs::read_to_string(&old).unwrap() == "a table" && !new.exists());
+        let error = format!("{:#}", writable("markdown", Some(folder.path())).unwrap_err());
+        assert!(error.starts_with(&format!("--markdown: {}: ", folder.path().display())), "{error}");
     }
 
     #[test]

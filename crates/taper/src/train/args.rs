@@ -1,9 +1,13 @@
 //! The command line of `taper train`.
 
-use crate::args::{Layers, layers, positive, seed};
+use crate::args::{Layers, hidden, layers, positive, seed};
 use crate::settings::ModelArgs;
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
+
+/// Settings of a model that training has no use for.
+pub(super) const UNUSED: [&str; 8] =
+    ["attention", "presets", "artifacts", "chat_template", "kv_memory", "kv_offload", "kv_offload_dir", "kv_dtype"];
 
 #[derive(Debug, Args)]
 pub struct TrainArgs {
@@ -84,15 +88,7 @@ pub enum Train {
 }
 
 #[derive(Debug, Args)]
-#[command(
-    mut_arg("attention", |a| a.hide(true)),
-    mut_arg("presets", |a| a.hide(true)),
-    mut_arg("artifacts", |a| a.hide(true)),
-    mut_arg("kv_memory", |a| a.hide(true)),
-    mut_arg("kv_offload", |a| a.hide(true)),
-    mut_arg("kv_offload_dir", |a| a.hide(true)),
-    mut_arg("kv_dtype", |a| a.hide(true))
-)]
+#[command(mut_args(|arg| hidden(arg, &UNUSED)))]
 pub struct TrainCommon {
     #[command(flatten)]
     pub model: ModelArgs,

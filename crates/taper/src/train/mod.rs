@@ -5,8 +5,8 @@ mod args;
 pub use args::{Train, TrainArgs};
 
 use crate::{config, eval, interrupt, load};
-use anyhow::{Context, Result, bail};
-use args::{NetworkArgs, TrainCommon};
+use anyhow::{Context, Result};
+use args::{NetworkArgs, UNUSED};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,7 +26,8 @@ pub fn run(what: Train) -> Result<()> {
         Train::MInference { common, keys } => (Method::MInference { keys }, common),
         Train::SampleAttention { common, cra } => (Method::SampleAttention { cra }, common),
     };
-    refuse(&common)?;
+    common.model.without(&UNUSED, "the model runs densely over plain text, with a cache of its own")?;
+    eval::writable("markdown", common.markdown.as_deref())?;
     let plan = Plan {
         method,
         layers: common.layers.map(|layers| layers.0),
@@ -52,24 +53,6 @@ pub fn run(what: Train) -> Result<()> {
     let kept = if trained.kept > 0 { format!(", {} layers kept", trained.kept) } else { String::new() };
     let seconds = started.elapsed().as_secs_f64();
     eprintln!("{} from {} tokens in {seconds:.0} s{kept}", trained.file.display(), corpus.tokens());
-    Ok(())
-}
-
-/// Options of a model that training has no use for.
-fn refuse(common: &TrainCommon) -> Result<()> {
-    let model = &common.model;
-    for (name, given) in [
-        ("attention", model.attention.is_some()),
-        ("presets", model.presets.is_some()),
-        ("artifacts", model.artifacts.is_some()),
-        ("kv-memory", model.kv_memory.is_some()),
-        ("kv-offload", model.kv_offload.is_some()),
-        ("kv-dtype", model.kv_dtype.is_some()),
-    ] {
-        if given {
-            bail!("--{name}: training attends densely, over a cache of its own");
-        }
-    }
     Ok(())
 }
 

@@ -60,7 +60,7 @@ pub struct BenchServeArgs {
     #[arg(long, value_name = "NAME", default_value = "OPENAI_API_KEY")]
     pub key_env: String,
     /// Seconds that a request may take
-    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
     pub timeout: u64,
     /// Seed of prompts, lengths and times
     #[arg(long, default_value_t = 0)]

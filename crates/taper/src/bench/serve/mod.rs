@@ -11,6 +11,7 @@ mod plot;
 
 pub use args::BenchServeArgs;
 
+use crate::eval;
 use anyhow::{Context, Result, bail};
 use client::{Client, Seen};
 use figures::{Figures, Target};
@@ -27,6 +28,8 @@ use tokio::sync::{Semaphore, mpsc};
 pub fn run(args: BenchServeArgs) -> Result<()> {
     let plan = Plan::new(&args)?;
     let target = args.goodput.as_deref().map(Target::parse).transpose()?;
+    eval::writable("json", args.json.as_deref())?;
+    eval::writable("plot", args.plot.as_deref())?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let Load { model, seen, elapsed } = runtime.block_on(load(&args, &plan))?;
     let figures = Figures::new(&seen, elapsed, target);
