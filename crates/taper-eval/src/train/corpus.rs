@@ -47,10 +47,7 @@ impl Corpus {
     /// # Errors
     /// A file that cannot be read or is not UTF-8, or too little text for two sequences.
     pub fn read(tokenizer: &Tokenizer, paths: &[PathBuf], size: CorpusSize) -> Result<Self, TrainError> {
-        let mut files = Vec::new();
-        for path in paths {
-            list(path, &mut files)?;
-        }
+        let files = files(paths)?;
         let start = tokenizer.encode("", true)?;
         let wanted = size.length.saturating_mul(size.sequences);
         let mut tokens = Vec::new();
@@ -147,6 +144,19 @@ impl Corpus {
     }
 }
 
+/// The files of all paths, each of which has some.
+fn files(paths: &[PathBuf]) -> Result<Vec<PathBuf>, TrainError> {
+    let mut files = Vec::new();
+    for path in paths {
+        let before = files.len();
+        list(path, &mut files)?;
+        if files.len() == before {
+            return Err(TrainError::file(path, "holds no .txt or .md file"));
+        }
+    }
+    Ok(files)
+}
+
 /// The files of a path, those of a folder in the order of their names.
 fn list(path: &Path, files: &mut Vec<PathBuf>) -> Result<(), TrainError> {
     let fail = |e: std::io::Error| TrainError::file(path, e);
@@ -154,7 +164,6 @@ fn list(path: &Path, files: &mut Vec<PathBuf>) -> Result<(), TrainError> {
         files.push(path.to_owned());
         return Ok(());
     }
-    let before = files.len();
     let entries = std::fs::read_dir(path).map_err(fail)?.collect::<Result<Vec<_>, _>>().map_err(fail)?;
     let mut paths: Vec<PathBuf> = entries.into_iter().map(|entry| entry.path()).collect();
     paths.sort();
@@ -164,9 +173,6 @@ fn list(path: &Path, files: &mut Vec<PathBuf>) -> Result<(), TrainError> {
         if text || (path.is_dir() && !path.is_symlink()) {
             list(&path, files)?;
         }
-    }
-    if files.len() == before {
-        return Err(TrainError::file(path, "holds no .txt or .md file"));
     }
     Ok(())
 }
@@ -220,19 +226,18 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         std::fs::create_dir(at("deep")).unwrap();
+        std::fs::create_dir(at("pictures")).unwrap();
         for (name, text) in [("b.txt", "b"), ("a.md", "a"), ("deep/c.txt", "c"), ("d.bin", "d")] {
             std::fs::write(at(name), text).unwrap();
         }
-        let mut files = Vec::new();
-        list(folder.path(), &mut files).unwrap();
-        assert_eq!(files, [at("a.md"), at("b.txt"), at("deep/c.txt")]);
+        let files = |path: &Path| files(&[path.to_owned()]);
+        assert_eq!(files(folder.path()).unwrap(), [at("a.md"), at("b.txt"), at("deep/c.txt")]);
         std::fs::write(at("b.txt"), "zwölf").unwrap();
         assert_eq!((head(&at("b.txt"), 3).unwrap(), head(&at("b.txt"), 99).unwrap()), ("zw".into(), "zwölf".into()));
         std::fs::write(at("b.txt"), b"ok\xff").unwrap();
         let error = head(&at("b.txt"), 99).unwrap_err().to_string();
         assert!(error.contains("b.txt") && error.contains("byte 2"), "{error}");
-        let empty = tempfile::tempdir().unwrap();
-        assert!(list(empty.path(), &mut files).unwrap_err().to_string().contains(".txt"));
-        assert!(list(&at("none"), &mut files).is_err());
+        assert!(files(&at("pictures")).unwrap_err().to_string().contains(".txt"));
+        assert!(files(&at("none")).is_err());
     }
 }

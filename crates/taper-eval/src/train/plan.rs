@@ -131,11 +131,16 @@ impl Plan {
                 }
             }
         }
-        let sink = self.sink.unwrap_or(sink);
-        let most = length.min(shape.window.unwrap_or(length)).saturating_sub(sink + 1);
-        let window = match self.method.is_prefill() {
-            true => window,
-            false => within("window", self.window.unwrap_or(window.max(1)), 1, most)?,
+        let visible = length.min(shape.window.unwrap_or(length));
+        let (sink, window) = match (self.method.is_prefill(), visible.checked_sub(2)) {
+            (true, _) => (sink, window),
+            (false, None) => {
+                return Err(TrainError::option("length", format!("{length} is not valid; it must be at least 2")));
+            }
+            (false, Some(most)) => {
+                let sink = within("sink", self.sink.unwrap_or(sink.min(most)), 0, most)?;
+                (sink, within("window", self.window.unwrap_or(window.max(1)), 1, most + 1 - sink)?)
+            }
         };
         let far = Far { sink, window, visible: shape.window };
 

@@ -337,6 +337,8 @@ fn mistakes_name_the_option() {
         (Plan { layers: Some(vec![0, 2]), ..kmeans(4) }, "--layers: the model has no layer 2; valid are 0 to 1"),
         (Plan { layers: Some(Vec::new()), ..kmeans(4) }, "--layers: names no layer"),
         (Plan { window: Some(59), ..kmeans(4) }, "--window: 59 is not valid; valid are 1 to 58"),
+        (Plan { sink: Some(59), ..kmeans(4) }, "--sink: 59 is not valid; valid are 0 to 58"),
+        (Plan { sink: Some(usize::MAX), ..kmeans(4) }, "--sink: 18446744073709551615 is not valid"),
         (Plan { window: Some(0), ..kmeans(4) }, "--window"),
         (Plan { queries: 0, ..kmeans(4) }, "--queries"),
         (kmeans(0), "--clusters: 0 is not valid; valid are 1 to 480"),
