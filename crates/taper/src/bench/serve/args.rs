@@ -1,5 +1,6 @@
 //! The command line.
 
+use crate::args::{count, positive, seed};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -27,10 +28,10 @@ pub struct BenchServeArgs {
     #[arg(long, value_enum, default_value_t = Endpoint::Chat)]
     pub endpoint: Endpoint,
     /// Requests in all
-    #[arg(long, value_name = "N", default_value_t = 32, value_parser = crate::args::positive)]
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = positive)]
     pub requests: usize,
     /// Closed loop: so many clients, each with one request at a time
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = crate::args::positive, conflicts_with = "rate")]
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = positive, conflicts_with = "rate")]
     pub clients: usize,
     /// Open loop: requests a second on average, at random times
     #[arg(long, value_name = "RATE")]
@@ -42,13 +43,13 @@ pub struct BenchServeArgs {
     #[arg(long, value_name = "TOKENS", default_value = "64")]
     pub output: String,
     /// So many words at every prompt's beginning are the same
-    #[arg(long, value_name = "WORDS", default_value_t = 0)]
+    #[arg(long, value_name = "WORDS", default_value_t = 0, value_parser = count)]
     pub shared_prefix: usize,
     /// A share of the clients leaves in the middle of the answer; the times have none of theirs
     #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
     pub cancel: f64,
     /// Requests before the load, which are not counted
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = count)]
     pub warm_up: usize,
     /// Fields for every request's body, such as '{"ignore_eos": true, "epsilon": 0.1}'
     #[arg(long, value_name = "JSON", default_value = "{}")]
@@ -63,7 +64,7 @@ pub struct BenchServeArgs {
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
     pub timeout: u64,
     /// Seed of prompts, lengths and times
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, allow_negative_numbers = true, value_parser = seed)]
     pub seed: u64,
     /// Where figures and every request go, as JSON
     #[arg(long, value_name = "FILE")]
