@@ -108,7 +108,7 @@ async fn serve(config: ServeConfig, args: ServeArgs, text: &str) -> Result<()> {
     (server.live, server.artifacts) = (Arc::new(Live::new(attention, presets, keys)), artifacts);
     tokio::spawn(reloaded(asked, args, Arc::clone(&server.live), Arc::clone(&server.artifacts), certificate));
     listening.open(Arc::clone(&engine), server);
-    greet(&engine, &names, &format!("{scheme}://{address}"), open, methods, log)?;
+    greet(&engine, &names, &format!("{scheme}://{address}"), open, methods, log);
     match log {
         LogFormat::Text => {
             let text = text.trim_end().replace('\n', "\n  ");
@@ -184,14 +184,7 @@ async fn certificate(tls: &Tls) -> Result<Certificate> {
 }
 
 /// Says where the server is: to whoever started it, or to whoever reads its log.
-fn greet(
-    engine: &Engine,
-    id: &str,
-    url: &str,
-    open: bool,
-    (prefill, decode): (&str, &str),
-    log: LogFormat,
-) -> Result<()> {
+fn greet(engine: &Engine, id: &str, url: &str, open: bool, (prefill, decode): (&str, &str), log: LogFormat) {
     let limits = engine.limits();
     let cache_mib = limits.cache_bytes >> 20;
     if log == LogFormat::Json {
@@ -207,7 +200,7 @@ fn greet(
             decode,
             "serving"
         );
-        return Ok(());
+        return;
     }
     let greeting = format!(
         "taper serves {id} at {url}
@@ -222,7 +215,8 @@ context {} tokens, KV cache {} tokens{} in {} MiB, attention {prefill} / {decode
         cache_mib,
         example(url, open)
     );
-    Ok(talk::print(&greeting)?)
+    // Whoever read it may be gone.
+    let _ = talk::print(&greeting);
 }
 
 /// A first request.

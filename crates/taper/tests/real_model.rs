@@ -17,7 +17,7 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_taper");
 struct Server {
     child: Child,
     address: String,
-    /// Held open: a server whose output nobody can take would fail to print.
+    /// What it prints.
     out: BufReader<std::process::ChildStdout>,
 }
 
@@ -342,6 +342,20 @@ fn a_server_whose_log_is_gone_serves_and_ends() {
     }
     server.told_to_end();
     server.ends();
+}
+
+/// Nor does a greeting.
+#[test]
+fn a_server_whose_greeting_nobody_takes_runs_until_it_is_told_to_end() {
+    let model = tiny::model();
+    let args = ["--model", model.path().to_str().expect("UTF-8")];
+    let mut child = Server::command(&args, &[]).stderr(Stdio::piped()).spawn().expect("the program starts");
+    drop(child.stdout.take());
+    let log = BufReader::new(child.stderr.take().expect("piped"));
+    let mut said = log.lines().map(|line| line.expect("text"));
+    assert!(said.any(|line| line == "settings:"), "it ended");
+    assert!(Command::new("kill").arg(child.id().to_string()).status().expect("kill runs").success());
+    assert!(child.wait().expect("it ends").success());
 }
 
 /// As in a container, where nothing ends process 1 that it does not listen to.
