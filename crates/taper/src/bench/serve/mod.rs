@@ -11,7 +11,7 @@ mod plot;
 
 pub use args::BenchServeArgs;
 
-use crate::eval;
+use crate::{eval, talk};
 use anyhow::{Context, Result, bail};
 use client::{Client, Seen};
 use figures::{Figures, Target};
@@ -33,7 +33,6 @@ pub fn run(args: BenchServeArgs) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let Load { model, seen, elapsed } = runtime.block_on(load(&args, &plan))?;
     let figures = Figures::new(&seen, elapsed, target);
-    print!("{}", figures.table());
     if let Some(path) = &args.json {
         let text = serde_json::to_string_pretty(&figures.json(&args, &model, &seen))?;
         std::fs::write(path, text + "\n").with_context(|| path.display().to_string())?;
@@ -41,6 +40,7 @@ pub fn run(args: BenchServeArgs) -> Result<()> {
     if let Some(path) = &args.plot {
         std::fs::write(path, plot::svg(&figures)).with_context(|| path.display().to_string())?;
     }
+    talk::print(&figures.table())?;
     if figures.completed == 0 && figures.cancelled == 0 {
         bail!("no request was answered: {}", figures.errors.keys().next().map_or("none was sent", |error| error));
     }
