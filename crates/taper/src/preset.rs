@@ -1,5 +1,6 @@
 //! Presets of attention: the files of configs/attention, which the program carries, and those of a folder.
 
+use crate::settings::wrong;
 use anyhow::{Context, Result, anyhow, bail};
 use include_dir::{Dir, include_dir};
 use serde_json::{Value, json};
@@ -27,7 +28,7 @@ struct Preset {
 impl Preset {
     fn parse(place: String, toml: &str) -> Result<Self> {
         let about = toml.lines().next().and_then(|line| line.strip_prefix('#')).unwrap_or_default().trim().into();
-        let value: Value = toml::from_str(toml).map_err(|e: toml::de::Error| anyhow!("{place}: {}", e.message()))?;
+        let value: Value = toml::from_str(toml).map_err(|e| wrong(&place, toml, &e))?;
         Ok(Self { place, about, value })
     }
 
@@ -201,9 +202,9 @@ mod tests {
         write("bad.toml", "[decode]\nmethod = 'quest'\npage = 0\n");
         let error = format!("{:#}", read().unwrap().specs(&Artifacts::default()).unwrap_err());
         assert!(error.contains("bad.toml: attention.decode.page"), "{error}");
-        write("bad.toml", "decode = ");
+        write("bad.toml", "# A preset.\ndecode = ");
         let error = format!("{:#}", read().unwrap_err());
-        assert!(error.contains("bad.toml: "), "{error}");
+        assert!(error.contains("bad.toml:2: "), "{error}");
         let error = format!("{:#}", Presets::read(Some(Path::new("/nowhere"))).unwrap_err());
         assert!(error.starts_with("presets: /nowhere"), "{error}");
     }

@@ -333,16 +333,23 @@ fn meant(name: &str) -> String {
     nearest(name, &names).map_or(String::new(), |name| format!("; did you mean `{name}`?"))
 }
 
+/// The number of the line at a place in a text.
+fn line(text: &str, at: usize) -> usize {
+    text[..at].matches('\n').count() + 1
+}
+
+/// What is wrong with a file of TOML. Only the first line of its errors fits the one line that an error is; it says where.
+pub fn wrong(name: &str, text: &str, error: &toml::de::Error) -> anyhow::Error {
+    anyhow!("{name}:{}: {}", line(text, error.span().map_or(0, |span| span.start)), error.message())
+}
+
 fn file(path: &Path) -> Result<Layer> {
-    let name = path.display();
-    let text = std::fs::read_to_string(path).with_context(|| format!("{name}"))?;
-    let line = |at: usize| text[..at].matches('\n').count() + 1;
-    // Only the first line of TOML's errors fits the one line that an error is; it says where.
-    let wrong = |e: toml::de::Error| anyhow!("{name}:{}: {}", e.span().map_or(1, |span| line(span.start)), e.message());
-    let table: BTreeMap<Spanned<String>, toml::Value> = toml::from_str(&text).map_err(wrong)?;
+    let name = path.display().to_string();
+    let text = std::fs::read_to_string(path).with_context(|| name.clone())?;
+    let table: BTreeMap<Spanned<String>, toml::Value> = toml::from_str(&text).map_err(|e| wrong(&name, &text, &e))?;
     let (known, mut layer) = (names(), Layer::new());
     for (key, value) in table {
-        let (line, key) = (line(key.span().start), key.into_inner());
+        let (line, key) = (line(&text, key.span().start), key.into_inner());
         if !known.contains(&key) {
             bail!("{name}:{line}: unknown setting `{key}`{}", meant(&key));
         }
@@ -581,6 +588,7 @@ mod tests {
             ("stretch = nan\n", ":1: stretch: is no value of that setting"),
             ("queue = 1\nattention.decode = 'quest'\n[port]\nx = 1\n", ":3: port: invalid type: map"),
             ("queue = \n", ":1: "),
+            ("queue = 1\nqueue = 2\n", ":2: duplicate key"),
         ] {
             std::fs::write(&path, text).unwrap();
             let said = said(read(&["--config", path.to_str().unwrap()], &[]));
