@@ -27,7 +27,6 @@ pub use heads::{Estimate, HeadsPlan, HeadsRow, Place, Promised, heads, heads_tab
 pub use method::{Method, Phase};
 pub use results::{Cell, Header, Record, Results, digests};
 pub use run::{Fork, Outcome, Plan, Watch, run, write_prompts};
-pub use score::share_found;
 pub use speed::{SpeedPlan, Timed, speed, speed_table};
 pub use step::{StepPlan, StepRow, step_caption, step_table, steps};
 pub use table::{Style, accuracies, details};

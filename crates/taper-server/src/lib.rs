@@ -36,7 +36,6 @@ mod usage;
 
 pub use app::{Origins, ServerConfig, router};
 pub use attention::nameless;
-pub use error::ApiError;
 pub use keys::Keys;
 pub use live::{Live, Presets};
 pub use serve::{Certificate, Listening, Tls, serve};
