@@ -42,7 +42,10 @@ const NOTICES: [&str; 3] =
 
 /// Has the log written to standard error; RUST_LOG says what of it.
 pub fn log(format: LogFormat) {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn,taper_server::access=info"));
+    let said = std::env::var(EnvFilter::DEFAULT_ENV).ok().filter(|said| !said.is_empty());
+    let said = said.map(EnvFilter::try_new).transpose();
+    let wrong = said.as_ref().err().map(ToString::to_string);
+    let filter = said.ok().flatten().unwrap_or_else(|| EnvFilter::new("warn,taper_server::access=info"));
     // What whoever runs the server must see, whatever else is wanted.
     let notices = NOTICES.map(|notice| notice.parse().expect("it is sound"));
     let filter = notices.into_iter().fold(filter, EnvFilter::add_directive);
@@ -59,6 +62,9 @@ pub fn log(format: LogFormat) {
             std::panic::set_hook(Box::new(|panic| tracing::error!("{panic}")));
             JSON.store(true, Relaxed);
         }
+    }
+    if let Some(wrong) = wrong {
+        tracing::warn!("{} says nothing: {wrong}", EnvFilter::DEFAULT_ENV);
     }
 }
 
