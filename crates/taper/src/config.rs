@@ -208,7 +208,7 @@ fn keys(file: Option<&Path>, variable: Option<OsString>) -> Result<Keys> {
         Some(path) => {
             let text = std::fs::read_to_string(path).with_context(|| match path.components().count() {
                 // It may be a key in the wrong place, and is not shown.
-                1 => format!("api_keys: there is no such file; a key itself goes into {KEY}"),
+                1 => format!("api_keys: the file cannot be read; a key itself goes into {KEY}"),
                 _ => path.display().to_string(),
             })?;
             Keys::parse(&text).map_err(|e| anyhow!("{}: {e}", path.display()))?
@@ -481,6 +481,10 @@ mod tests {
         assert_eq!(said(&empty, None), format!("{}: holds no keys", empty.display()));
         let (_folder, wrong) = file("[[keys]]\nname = 3\n");
         assert!(said(&wrong, None).starts_with(&format!("{}: line 2: a value of another type", wrong.display())));
+        // A key in the place of a file is not shown.
+        let mistaken = said(Path::new("secret"), None);
+        assert!(mistaken.starts_with("api_keys: the file cannot be read; a key itself"), "{mistaken}");
+        assert!(!mistaken.contains("secret"), "{mistaken}");
         // What names the file may stand in the settings, too.
         let (_folder, settings) = file("api_keys = '/does/not/exist'");
         assert!(format!("{:#}", of_file(&settings).unwrap_err()).starts_with("/does/not/exist: "));
