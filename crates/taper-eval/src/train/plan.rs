@@ -109,40 +109,17 @@ pub(super) struct Checked {
 /// Limits of what an option may be.
 const HIDDEN_MAX: usize = 1 << 16;
 
+fn within(option: &'static str, value: usize, least: usize, most: usize) -> Result<usize, TrainError> {
+    let message = || format!("{value} is not valid; valid are {least} to {most}");
+    if (least..=most).contains(&value) { Ok(value) } else { Err(TrainError::option(option, message())) }
+}
+
 impl Plan {
     pub(super) fn check(&self, shape: &AttentionShape, corpus: &Corpus) -> Result<Checked, TrainError> {
         let length = corpus.length();
-        let within = |option: &'static str, value: usize, least: usize, most: usize| {
-            let message = || format!("{value} is not valid; valid are {least} to {most}");
-            if (least..=most).contains(&value) { Ok(value) } else { Err(TrainError::option(option, message())) }
-        };
         within("queries", self.queries, 1, usize::MAX)?;
         let layers = self.layers(shape)?;
-        let (sink, window) = match self.method {
-            Method::DoubleSparsity { .. } => (4.min(length / 16), 64.min(length / 16)),
-            Method::HashAttention { .. } => (128.min(length / 16), 128.min(length / 16)),
-            Method::KMeans { .. } | Method::Saap { .. } => (1, 2047.min(length / 4)),
-            Method::MInference { .. } | Method::SampleAttention { .. } => (0, 0),
-        };
-        if self.method.is_prefill() {
-            for (option, given) in [("sink", self.sink), ("window", self.window)] {
-                if given.is_some() {
-                    return Err(TrainError::option(option, "is of decode methods; this one attends for prompts"));
-                }
-            }
-        }
-        let visible = length.min(shape.window.unwrap_or(length));
-        let (sink, window) = match (self.method.is_prefill(), visible.checked_sub(2)) {
-            (true, _) => (sink, window),
-            (false, None) => {
-                return Err(TrainError::option("length", format!("{length} is not valid; it must be at least 2")));
-            }
-            (false, Some(most)) => {
-                let sink = within("sink", self.sink.unwrap_or(sink.min(most)), 0, most)?;
-                (sink, within("window", self.window.unwrap_or(window.max(1)), 1, most + 1 - sink)?)
-            }
-        };
-        let far = Far { sink, window, visible: shape.window };
+        let far = self.far(shape, length)?;
 
         let training = (0..corpus.sequences().len()).filter(|&i| !corpus.held_out(i));
         let keys: usize = training.map(|i| corpus.sequences()[i].len()).sum();
@@ -196,7 +173,7 @@ impl Plan {
         };
         let mut options = format!("length {length}, queries {}", self.queries);
         if !self.method.is_prefill() {
-            options += &format!(", sink {sink}, window {window}");
+            options += &format!(", sink {}, window {}", far.sink, far.window);
         }
         options += &match &self.method {
             Method::MInference { .. } => format!(", keys {count}"),
@@ -212,6 +189,29 @@ impl Plan {
             }
         };
         Ok(Checked { name, layers, far, count, cra, hidden, schedule, options })
+    }
+
+    /// Keys that are read whatever is learned: of prompts none apart, else such that there is a key between.
+    fn far(&self, shape: &AttentionShape, length: usize) -> Result<Far, TrainError> {
+        let (sink, window) = match self.method {
+            Method::DoubleSparsity { .. } => (4.min(length / 16), 64.min(length / 16)),
+            Method::HashAttention { .. } => (128.min(length / 16), 128.min(length / 16)),
+            Method::KMeans { .. } | Method::Saap { .. } => (1, 2047.min(length / 4)),
+            Method::MInference { .. } | Method::SampleAttention { .. } => {
+                for (option, given) in [("sink", self.sink), ("window", self.window)] {
+                    if given.is_some() {
+                        return Err(TrainError::option(option, "is of decode methods; this one attends for prompts"));
+                    }
+                }
+                return Ok(Far { sink: 0, window: 0, visible: shape.window });
+            }
+        };
+        let Some(most) = length.min(shape.window.unwrap_or(length)).checked_sub(2) else {
+            return Err(TrainError::option("length", format!("{length} is not valid; it must be at least 2")));
+        };
+        let sink = within("sink", self.sink.unwrap_or(sink.min(most)), 0, most)?;
+        let window = within("window", self.window.unwrap_or(window.max(1)), 1, most + 1 - sink)?;
+        Ok(Far { sink, window, visible: shape.window })
     }
 
     fn layers(&self, shape: &AttentionShape) -> Result<Vec<usize>, TrainError> {
