@@ -19,13 +19,14 @@ constexpr int kProbeThreads = 512, kProbeWarps = kProbeThreads / 32, kProbeMost 
 constexpr int kProbeShare = 8192, kProbeTeam = 8;  // tokens a thread block, where they are few; most blocks of a list
 constexpr uint32_t kProbeRun = 8;                  // neighbouring tokens, whose clusters are one load
 constexpr int kProbeHeads = 4;                     // whose softmax is computed side by side
-constexpr int kProbeBins = 1024, kProbeFew = 32;
-constexpr uint32_t kProbeAhead = 4;  // runs of a thread that are asked for together
+constexpr int kProbeBinBits = 10, kProbeBins = 1 << kProbeBinBits, kProbeFew = 32;
+constexpr uint32_t kProbeAhead = 8;  // runs of a thread that are asked for together
 
 struct ProbeShared {
-  alignas(16) uint32_t held[kProbeBins], keys[kProbeBins];  // of keys in bins, their weights, and how many
-  uint64_t few[kProbeFew];                                  // keys of one bin, and their weights
+  alignas(16) uint32_t held[kProbeBins];  // weights of the keys in bins
+  uint64_t few[kProbeFew];                // keys of one bin, and their weights
   uint32_t few_held[kProbeFew], few_count;
+  uint32_t low[kProbeWarps], high[kProbeWarps];  // bits of masses
   alignas(16) uint32_t found[kProbeTeam][kProbeWarps];        // tokens taken by each warp of each block
   float top[2][kProbeHeads][kProbeWarps], sum[2][kProbeHeads][kProbeWarps];  // logits and exponentials, by turns
   uint32_t size[kProbeMost];                                // the share's tokens of each cluster
@@ -62,37 +63,48 @@ __device__ __forceinline__ void over_warps(const float (&top)[kProbeHeads], cons
   for (int g = 0; g < kProbeHeads; ++g) factor[g] = __shfl_sync(~0u, own[g / 2], kProbeWarps * (g % 2) + warp);
 }
 
-// Bins of sixteen to a power of two, for masses from 2^-59 to 32; what is beyond falls on the first or last.
-__device__ __forceinline__ uint32_t probe_bin(uint64_t key) {
-  const int bin = (int)(key >> 51) - ((127 + 5 - kProbeBins / 16) << 4);
-  return min(max(bin, 0), kProbeBins - 1);
-}
 __device__ __forceinline__ void clear_bins(ProbeShared& sh) {
 #pragma unroll
-  for (int i = 0; i < kProbeBins / kProbeThreads; ++i)
-    sh.held[threadIdx.x + i * kProbeThreads] = sh.keys[threadIdx.x + i * kProbeThreads] = 0;
+  for (int i = 0; i < kProbeBins / kProbeThreads; ++i) sh.held[threadIdx.x + i * kProbeThreads] = 0;
   if (threadIdx.x == 0) sh.few_count = 0;
 }
 
+// A cluster's place among all: by its mass, whose bits order as numbers do that are not negative, of equals the first. 0 is none.
+__device__ __forceinline__ uint64_t probe_key(float mass, uint32_t cluster) {
+  return (uint64_t)__float_as_uint(mass) << 13 | (kProbeMost - cluster);
+}
+
+// Below all keys, and how many bits there are from it to the largest one.
+template <int N>
+__device__ __forceinline__ uint64_t spread_of(const uint64_t (&keys)[N], ProbeShared& sh, int& bits) {
+  const int lane = threadIdx.x & 31;
+  uint32_t low = ~0u, high = 0;
+#pragma unroll
+  for (int j = 0; j < N; ++j)
+    if (keys[j] != 0) low = min(low, (uint32_t)(keys[j] >> 13)), high = max(high, (uint32_t)(keys[j] >> 13));
+  low = __reduce_min_sync(~0u, low), high = __reduce_max_sync(~0u, high);
+  if (lane == 0) sh.low[threadIdx.x >> 5] = low, sh.high[threadIdx.x >> 5] = high;
+  __syncthreads();
+  low = __reduce_min_sync(~0u, sh.low[lane % kProbeWarps]), high = __reduce_max_sync(~0u, sh.high[lane % kProbeWarps]);
+  bits = 64 - __clzll((uint64_t)(high - low) << 13 | kProbeMost);
+  return (uint64_t)low << 13;
+}
+
 // Keys, of which no two are equal and 0 is none, are taken from the largest on, as long as their weights come to no more than
-// `limit`: the first one that is not, 0 if all are. By bins, which are empty before it, until those of one bin are few.
+// `limit`: the first one that is not, 0 if all are. By bins, which are empty before it, from `base` on to the power of two that
+// `bits` say, then by those within one, until its keys are few.
 template <int N>
 __device__ __forceinline__ uint64_t first_left(const uint64_t (&keys)[N], const uint32_t (&weights)[N], uint32_t limit,
-                                               ProbeShared& sh) {
+                                               uint64_t base, int bits, ProbeShared& sh) {
   const int lane = threadIdx.x & 31;
   uint32_t in = 0, size;
 #pragma unroll
   for (int j = 0; j < N; ++j) in |= (uint32_t)(keys[j] != 0) << j;
 #pragma unroll 1
-  for (int shift = 64;;) {
-    const bool masses = shift == 64;
-    auto digit = [&](uint64_t key) { return masses ? probe_bin(key) : (uint32_t)(key >> shift) % kProbeBins; };
+  for (int shift = max(bits - kProbeBinBits, 0);; shift = max(shift - kProbeBinBits, 0)) {
 #pragma unroll
     for (int j = 0; j < N; ++j)
-      if (in >> j & 1) {
-        atomicAdd(&sh.held[digit(keys[j])], weights[j]);
-        atomicAdd(&sh.keys[digit(keys[j])], 1u);
-      }
+      if (in >> j & 1) atomicAdd(&sh.held[(keys[j] - base) >> shift], weights[j]);
     __syncthreads();
     // Every warp on its own: 32 bins a lane from the top, then the bins of the lane where the limit is passed.
     constexpr int kLaneBins = kProbeBins / 32;
@@ -112,27 +124,25 @@ __device__ __forceinline__ uint64_t first_left(const uint64_t (&keys)[N], const 
     const int at = __ffs(__ballot_sync(~0u, over <= limit && over + held > limit)) - 1;
     limit -= __shfl_sync(~0u, over, at);
     bin = __shfl_sync(~0u, bin, at);
-    size = sh.keys[bin];
 #pragma unroll
-    for (int j = 0; j < N; ++j)
-      if (digit(keys[j]) != bin) in &= ~(1u << j);
+    for (int j = 0; j < N; ++j) {
+      if ((keys[j] - base) >> shift != bin) in &= ~(1u << j);
+      if (in >> j & 1) {
+        const uint32_t to = atomicAdd(&sh.few_count, 1u);
+        if (to < kProbeFew) sh.few[to] = keys[j], sh.few_held[to] = weights[j];
+      }
+    }
+    __syncthreads();
+    size = sh.few_count;
     if (size <= kProbeFew) break;
-    shift = max((masses && bin > 0 && bin < kProbeBins - 1 ? 51 : shift) - 10, 0);
+    base += (uint64_t)bin << shift;
     __syncthreads();
     clear_bins(sh);
     __syncthreads();
   }
-#pragma unroll
-  for (int j = 0; j < N; ++j)
-    if (in >> j & 1) {
-      const uint32_t to = atomicAdd(&sh.few_count, 1u);
-      sh.few[to] = keys[j];
-      sh.few_held[to] = weights[j];
-    }
-  __syncthreads();
   const uint64_t mine = lane < size ? sh.few[lane] : 0;
   uint32_t over = 0;
-#pragma unroll 1
+#pragma unroll 4
   for (uint32_t i = 0; i < size; ++i) over += sh.few[i] > mine ? sh.few_held[i] : 0;
   const bool passes = lane < size && over <= limit && over + sh.few_held[lane] > limit;
   return __shfl_sync(~0u, mine, __ffs(__ballot_sync(~0u, passes)) - 1);
@@ -150,10 +160,10 @@ __global__ void __launch_bounds__(kProbeThreads, 1) probe_kernel(const ProbePara
   clear_bins(sh);
 #pragma unroll 1
   for (uint32_t c = tid; c < clusters; c += kProbeThreads) sh.size[c] = 0;
+  const WorkList& given = p.lists[list];
+  const uint32_t from = given.end[0], to = given.begin[1], limit = p.limits[list];
   wait_for_predecessor();
   launch_dependents();
-  const WorkList& given = p.lists[list];
-  const uint32_t from = given.end[0], to = given.begin[1];
   // What the list is told of its tokens.
   auto tell = [&](uint32_t count) {
     if (rank > 0 || tid >= 16) return;
@@ -205,7 +215,6 @@ __global__ void __launch_bounds__(kProbeThreads, 1) probe_kernel(const ProbePara
       f(r, c, within);
     }
   };
-  const uint32_t limit = p.limits[list];
   const bool counts = limit < to - from;
 
   // The group's probability of each cluster, some heads at a time.
@@ -240,12 +249,11 @@ __global__ void __launch_bounds__(kProbeThreads, 1) probe_kernel(const ProbePara
 #pragma unroll
       for (int j = 0; j < OWN; ++j) mass[j] += g0 + g < group ? x[g][j] * factor[g] : 0.f;
   }
-  // The bits of what is not negative order as the numbers do.
   uint64_t key[OWN];
 #pragma unroll
   for (int j = 0; j < OWN; ++j) {
     const uint32_t c = tid + j * kProbeThreads;
-    key[j] = c < clusters ? (uint64_t)__float_as_uint(mass[j]) << 32 | (~c) : 0;
+    key[j] = c < clusters ? probe_key(mass[j], c) : 0;
   }
 
   uint32_t held[OWN] = {};
@@ -266,6 +274,8 @@ __global__ void __launch_bounds__(kProbeThreads, 1) probe_kernel(const ProbePara
           if (r < team) held[j] += read_in_block(sh.size[tid + j * kProbeThreads], r);
   }
   cluster_release();  // Waited for before others are written to: all have begun then.
+  int bits;
+  const uint64_t base = spread_of(key, sh, bits);
   // Taken are those above it: by how many there are, then by their tokens.
   uint64_t last = counts && p.at_least && limit == 0 ? ~0ull : 0;
 #pragma unroll 1
@@ -280,7 +290,7 @@ __global__ void __launch_bounds__(kProbeThreads, 1) probe_kernel(const ProbePara
     for (int j = 0; j < OWN; ++j) weights[j] = tokens ? held[j] : 1;
     // At least so many tokens: the first cluster too with which they are more than one less.
     const uint32_t least = tokens ? p.at_least : 0;
-    const uint64_t left = first_left(key, weights, tokens ? limit - least : (uint32_t)p.most, sh);
+    const uint64_t left = first_left(key, weights, tokens ? limit - least : (uint32_t)p.most, base, bits, sh);
     last = max(last, left > 0 ? left - least : 0);
     again = true;
     if (tokens) break;
