@@ -29,7 +29,10 @@ extern "C" int taper_project(const taper::ProjectParams* p, cudaStream_t stream)
     const dim3 grid((p->outputs + share - 1) / share, p->maps);
     return launch(kernel, grid, kProjectWarps * 32, (size_t)q.staged * p->inputs * sizeof(float), stream, q);
   };
-  if (p->weight_bf16) return go(project_short_kernel, 8, 2);
+  if (p->weight_bf16) {
+    const dim3 grid((p->outputs + kShortOutputs - 1) / kShortOutputs, p->maps);
+    return launch(project_short_kernel, grid, kProjectWarps * 32, short_bytes(p->inputs), stream, *p);
+  }
   // Where there is enough for most multiprocessors, a number that is loaded serves many products.
   const int64_t wide = (int64_t)p->maps * ((p->outputs + 8 * kProjectWarps - 1) / (8 * kProjectWarps));
   if (count >= 16 && 2 * wide >= sm_count()) return go(project_kernel<16, 8>, 8, 16);

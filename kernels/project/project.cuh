@@ -3,6 +3,7 @@
 // channels in fp32, as on the CPU, but that weights may be kept in bf16. A row's results do not depend on the rows beside it.
 #pragma once
 
+#include "../common/eight.cuh"
 #include "../common/launch.cuh"
 #include "../common/ptx.cuh"
 #include "sums.cuh"
@@ -60,31 +61,51 @@ __device__ __forceinline__ float activated(float x, int which) {
   return which == TAPER_SILU ? x / (1.0f + expf(-x)) : x;
 }
 
-// The row of x from element `from` on to shared memory by a warp, as fp32 and, where there are `cos` and `sin`, turned back.
-__device__ __forceinline__ void stage_row(const ProjectParams& p, uint32_t from, int64_t turn, float* to) {
+// Input i of the row of x that begins at element `from`, as fp32 and, where there are `cos` and `sin`, turned back.
+__device__ __forceinline__ float input_of(const ProjectParams& p, uint32_t from, int64_t turn, int i) {
   auto at = [&](int i) {
     if (p.x_f32) return static_cast<const float*>(p.x)[from + i];
     const uint16_t bits = static_cast<const uint16_t*>(p.x)[from + i];
     return p.dtype == kBf16 ? __uint_as_float((uint32_t)bits << 16) : __half2float(__ushort_as_half(bits));
   };
-  const int lane = threadIdx.x % 32, half = p.inputs / 2;
+  if (p.cos == nullptr) return at(i);
+  const int half = p.inputs / 2;
+  const bool second = i >= half;
+  const int other = second ? i - half : i + half, angle = second ? other : i;
+  const float sin = p.sin[turn + angle];
+  return turned_back(at(i), at(other), p.cos[turn + angle], second ? -sin : sin);
+}
+
+// The n-th of a map's rows: where it begins in x, where in the turns, and where in the output.
+struct ProjectRow {
+  uint32_t from;
+  int64_t turn, to;
+  __device__ __forceinline__ ProjectRow(const ProjectParams& p, int map, int n) {
+    const int per = p.heads / p.maps, row = n / per, head = map * per + n % per;
+    from = (uint32_t)(row * p.x_heads + head / (p.heads / p.x_heads)) * p.inputs;
+    turn = (int64_t)row * (p.inputs / 2);
+    to = ((int64_t)row * p.heads + head) * p.outputs;
+  }
+};
+__device__ __forceinline__ void put_out(const ProjectParams& p, int64_t at, float sum, float bias) {
+  const float y = activated(fmaf(sum, p.scale, bias), p.activation);
+  if (p.bf16)
+    static_cast<__nv_bfloat16*>(p.out)[at] = __float2bfloat16(y);
+  else
+    static_cast<float*>(p.out)[at] = y;
+}
+
+// A row to shared memory by a warp.
+__device__ __forceinline__ void stage_row(const ProjectParams& p, const ProjectRow& row, float* to) {
+  const int lane = threadIdx.x % 32;
   if (p.cos == nullptr && p.x_f32 && p.inputs % 4 == 0) {
-    const float4* x = reinterpret_cast<const float4*>(static_cast<const float*>(p.x) + from);
+    const float4* x = reinterpret_cast<const float4*>(static_cast<const float*>(p.x) + row.from);
 #pragma unroll 4
     for (int i = lane; i < p.inputs / 4; i += 32) reinterpret_cast<float4*>(to)[i] = x[i];
     return;
   }
-  if (p.cos == nullptr) {
 #pragma unroll 4
-    for (int i = lane; i < p.inputs; i += 32) to[i] = at(i);
-    return;
-  }
-#pragma unroll 2
-  for (int i = lane; i < half; i += 32) {
-    const float a = at(i), b = at(i + half), cos = p.cos[turn + i], sin = p.sin[turn + i];
-    to[i] = turned_back(a, b, cos, sin);
-    to[i + half] = turned_back(b, a, cos, -sin);
-  }
+  for (int i = lane; i < p.inputs; i += 32) to[i] = input_of(p, row.from, row.turn, i);
 }
 
 // Calls f(start, end, x) for R of a map's rows at a time, if this warp works; they are in shared memory, the first at x, p.staged
@@ -92,16 +113,14 @@ __device__ __forceinline__ void stage_row(const ProjectParams& p, uint32_t from,
 template <int R, class F>
 __device__ __forceinline__ void for_rows(const ProjectParams& p, int map, bool works, F f) {
   extern __shared__ __align__(16) float staged[];
-  const int per = p.heads / p.maps, shared = p.heads / p.x_heads, count = p.rows * per;
+  const int count = p.rows * (p.heads / p.maps);
 #pragma unroll 1
   for (int begin = 0; begin < count; begin += p.staged) {
     const int end = min(begin + p.staged, count);
     __syncthreads();  // The rows before may still be read.
 #pragma unroll 1
-    for (int n = begin + threadIdx.x / 32; n < end; n += kProjectWarps) {
-      const int row = n / per, head = (map * per + n % per) / shared;
-      stage_row(p, (uint32_t)(row * p.x_heads + head) * p.inputs, (int64_t)row * (p.inputs / 2), staged + (n - begin) * p.inputs);
-    }
+    for (int n = begin + threadIdx.x / 32; n < end; n += kProjectWarps)
+      stage_row(p, ProjectRow(p, map, n), staged + (n - begin) * p.inputs);
     __syncthreads();
 #pragma unroll 1
     for (int start = begin; start < end && works; start += R) f(start, end, staged + (start - begin) * p.inputs);
@@ -113,7 +132,7 @@ __device__ __forceinline__ void for_rows(const ProjectParams& p, int map, bool w
 template <int R, int O>
 __global__ void __launch_bounds__(kProjectWarps * 32) project_kernel(const ProjectParams p) {
   constexpr int kSums = O * R, kLane = kSums > 32 ? kSums / 32 : 1, kLanes = kSums / kLane;
-  const int lane = threadIdx.x % 32, map = blockIdx.y, per = p.heads / p.maps;
+  const int lane = threadIdx.x % 32, map = blockIdx.y;
   const int first = (blockIdx.x * kProjectWarps + threadIdx.x / 32) * O;
   const float* weight = static_cast<const float*>(p.weight) + (int64_t)map * p.outputs * p.inputs;
   const int64_t begin = (int64_t)first * p.inputs, end = (int64_t)p.outputs * p.inputs;
@@ -162,87 +181,131 @@ __global__ void __launch_bounds__(kProjectWarps * 32) project_kernel(const Proje
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
       const int n = start + (own + i) / O, output = first + (own + i) % O;
-      if (n >= count || output >= p.outputs) continue;
-      const float y = activated(fmaf(sums[i], p.scale, bias[i]), p.activation);
-      const int64_t at = ((int64_t)(n / per) * p.heads + map * per + n % per) * p.outputs + output;
-      if (p.bf16)
-        static_cast<__nv_bfloat16*>(p.out)[at] = __float2bfloat16(y);
-      else
-        static_cast<float*>(p.out)[at] = y;
+      if (n < count && output < p.outputs) put_out(p, ProjectRow(p, map, n).to + output, sums[i], bias[i]);
     }
   });
   if (p.fresh) wait_for_predecessor();  // Who waits for this launch has waited for that one too.
 }
 
-constexpr int kHeldInputs = 512;  // whose weights in bf16 a warp holds
+// The same of weights in bf16 and inputs in eights, as matrix products. What is fp32 is three parts in bf16, so that products are
+// exact and only sums round. A thread block has sixty-four outputs: it asks for their weights of so many inputs before it waits,
+// and they stay in shared memory. Four warps share thirty-two of them, by turns thirty-two inputs each, whose order within a
+// product is one in which a lane's inputs lie side by side. Columns are rows of x.
+constexpr int kParts = 3, kColumns = 8, kHeldInputs = 512, kShortOutputs = 64;
+static_assert(kProjectWarps == 8);
 
-// The same of weights in bf16 and inputs in eights: a warp has eight outputs, a lane eight inputs in 256 each, and holds
-// its weights before it waits.
-__global__ void __launch_bounds__(kProjectWarps * 32, 2) project_short_kernel(const ProjectParams p) {
-  constexpr int O = 8, R = 2, kHeld = kHeldInputs / 256;
-  const int lane = threadIdx.x % 32, map = blockIdx.y, per = p.heads / p.maps;
-  const int first = (blockIdx.x * kProjectWarps + threadIdx.x / 32) * O;
-  const __nv_bfloat16* weight = static_cast<const __nv_bfloat16*>(p.weight) + (int64_t)map * p.outputs * p.inputs;
-  uint4 w[kHeld][O];
-  auto hold = [&](int from) {
+// Elements from one line in shared memory to the next, so that lanes' loads fall on all banks.
+__host__ __device__ inline int short_pitch(int inputs) {
+  return ((inputs < kHeldInputs ? inputs : kHeldInputs) + 63) / 64 * 64 + 32;
+}
+constexpr int kSumPitch = kShortOutputs + 4, kShortSums = 4 * kColumns * kSumPitch * 4;  // bytes of warps' sums, where rows were
+inline size_t short_bytes(int inputs) {
+  const int rows = kParts * kColumns * short_pitch(inputs) * 2;
+  return kShortOutputs * short_pitch(inputs) * 2 + (rows > kShortSums ? rows : kShortSums);
+}
+
+// The next part of two numbers, which it is taken off.
+__device__ __forceinline__ uint32_t next_part(float& x, float& y) {
+  const uint32_t pair = pack2<__nv_bfloat16>(x, y);
+  x -= __uint_as_float(pair << 16);
+  y -= __uint_as_float(pair & 0xFFFF0000u);
+  return pair;
+}
+// Inputs of a row from `from` on to shared memory by two warps, zeros from the last on: `width` in all, a multiple of eight. The
+// parts lie `part` elements from one another.
+__device__ __forceinline__ void stage_parts(const ProjectParams& p, const ProjectRow& row, int from, int width, uint16_t* to,
+                                            int part) {
+  const int lane = threadIdx.x % 64;
+  if (p.x_f32 && p.cos == nullptr) {
+    for (int at = 8 * lane; at < width; at += 8 * 64) {
+      float x[8] = {};
+      if (from + at < p.inputs) load8(static_cast<const float*>(p.x) + row.from + from + at, x);
 #pragma unroll
-    for (int h = 0; h < kHeld; ++h)
+      for (int k = 0; k < kParts; ++k) {
+        uint4 words;
 #pragma unroll
-      for (int o = 0; o < O; ++o) {
-        const int i = from + 256 * h + 8 * lane;
-        w[h][o] = i < p.inputs
-                      ? *reinterpret_cast<const uint4*>(weight + (int64_t)min(first + o, p.outputs - 1) * p.inputs + i)
-                      : make_uint4(0, 0, 0, 0);
+        for (int j = 0; j < 4; ++j) (&words.x)[j] = next_part(x[2 * j], x[2 * j + 1]);
+        *reinterpret_cast<uint4*>(to + k * part + at) = words;
       }
-  };
-  hold(0);
-  // The sum of two lanes: of output lane / 2 % 8 of row lane / 16.
-  const int output = first + lane / 2 % O;
-  const float bias = p.bias && output < p.outputs ? p.bias[map * p.outputs + output] : 0.0f;
+    }
+    return;
+  }
+#pragma unroll 2
+  for (int at = lane; at < width; at += 64) {
+    float x = from + at < p.inputs ? input_of(p, row.from, row.turn, from + at) : 0.0f, none = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kParts; ++k) to[k * part + at] = (uint16_t)next_part(x, none);
+  }
+}
+
+__global__ void __launch_bounds__(kProjectWarps * 32, 3) project_short_kernel(const ProjectParams p) {
   launch_dependents();
-  if (!p.fresh) wait_for_predecessor();
-  for_rows<R>(p, map, first < p.outputs, [&](int start, int count, const float* x) {
-    float sums[R * O] = {};
+  extern __shared__ __align__(16) uint16_t weights[];  // [kShortOutputs][pitch], and behind them rows [kParts][kColumns][pitch]
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quarter = warp % 4, tile = warp / 4, map = blockIdx.y;
+  const int first = blockIdx.x * kShortOutputs, count = p.rows * (p.heads / p.maps), pitch = short_pitch(p.inputs);
+  uint16_t* rows = weights + kShortOutputs * pitch;
+  const uint16_t* weight = static_cast<const uint16_t*>(p.weight) + (int64_t)map * p.outputs * p.inputs;
+  auto hold = [&](int from, int width) {
+#pragma unroll 1
+    for (int line = warp; line < kShortOutputs; line += kProjectWarps)
+#pragma unroll 2
+      for (int at = 8 * lane; at < width; at += 256)  // Beyond the last input rows are 0.
+        cp_async16(smem_u32(weights + line * pitch + at),
+                   weight + (int64_t)min(first + line, p.outputs - 1) * p.inputs + min(from + at, p.inputs - 8));
+  };
+  const int output = first + threadIdx.x % kShortOutputs;
+  const float bias = p.bias && output < p.outputs ? p.bias[map * p.outputs + output] : 0.0f;
+  bool waits = true;
+#pragma unroll 1
+  for (int start = 0; start < count; start += kColumns) {
+    float sums[2][2][4] = {};  // of two tiles: the first parts', and the others', which are small
 #pragma unroll 1
     for (int from = 0; from < p.inputs; from += kHeldInputs) {
-      if (p.inputs > kHeldInputs) hold(from);
-      // As fp32 they would need twice the registers.
+      const int width = min(kHeldInputs, (p.inputs - from + 31) / 32 * 32);
+      __syncthreads();  // What lies there may still be read.
+      if (waits || p.inputs > kHeldInputs) hold(from, width);
+      if (waits && !p.fresh) wait_for_predecessor();
+      waits = false;
+#pragma unroll 1
+      for (int line = warp / 2; line < min(kColumns, count - start); line += kProjectWarps / 2)
+        stage_parts(p, ProjectRow(p, map, start + line), from, width, rows + line * pitch, kColumns * pitch);
+      cp_async_wait_all();
+      __syncthreads();
+#pragma unroll 1
+      for (int i = 32 * quarter; i < width; i += 128) {
+        const uint16_t* at = weights + (tile * 32 + lane / 4) * pitch + i + 8 * (lane % 4);
+        uint4 w[4];
 #pragma unroll
-      for (int h = 0; h < kHeld; ++h)
+        for (int j = 0; j < 4; ++j) w[j] = *reinterpret_cast<const uint4*>(at + 8 * j * pitch);
 #pragma unroll
-        for (int o = 0; o < O; ++o)
-          asm volatile("" : "+r"(w[h][o].x), "+r"(w[h][o].y), "+r"(w[h][o].z), "+r"(w[h][o].w));
+        for (int k = 0; k < kParts; ++k) {
+          const uint4 x = *reinterpret_cast<const uint4*>(rows + (k * kColumns + lane / 4) * pitch + i + 8 * (lane % 4));
 #pragma unroll
-      for (int r = 0; r < R; ++r) {
-        const float* line = x + min(r, count - 1 - start) * p.inputs;
-#pragma unroll
-        for (int h = 0; h < kHeld; ++h) {
-          // Beyond the inputs weights are 0, so that infinite inputs come to NaN.
-          const int i = min(from + 256 * h + 8 * lane, p.inputs - 8);
-          const float4 a = reinterpret_cast<const float4*>(line + i)[0], b = reinterpret_cast<const float4*>(line + i)[1];
-          const float of[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-          for (int o = 0; o < O; ++o) {
-            const uint32_t words[4] = {w[h][o].x, w[h][o].y, w[h][o].z, w[h][o].w};
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-              sums[r * O + o] = fmaf(__uint_as_float(words[k] << 16), of[2 * k], sums[r * O + o]);
-              sums[r * O + o] = fmaf(__uint_as_float(words[k] & 0xFFFF0000u), of[2 * k + 1], sums[r * O + o]);
-            }
+          for (int t = 0; t < 2; ++t) {
+            const uint4 upper = w[2 * t], lower = w[2 * t + 1];
+            mma_16x8x16<__nv_bfloat16>(sums[t][k > 0], upper.x, lower.x, upper.y, lower.y, x.x, x.y);
+            mma_16x8x16<__nv_bfloat16>(sums[t][k > 0], upper.z, lower.z, upper.w, lower.w, x.z, x.w);
           }
         }
       }
     }
-    warp_sums(sums);
-    const int n = start + lane / 16;
-    if (lane % 2 > 0 || n >= count || output >= p.outputs) return;
-    const float y = activated(fmaf(sums[0], p.scale, bias), p.activation);
-    const int64_t at = ((int64_t)(n / per) * p.heads + map * per + n % per) * p.outputs + output;
-    if (p.bf16)
-      static_cast<__nv_bfloat16*>(p.out)[at] = __float2bfloat16(y);
-    else
-      static_cast<float*>(p.out)[at] = y;
-  });
+    float* quarters = reinterpret_cast<float*>(rows);
+    __syncthreads();
+#pragma unroll
+    for (int t = 0; t < 2; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        quarters[(quarter * kColumns + lane % 4 * 2 + i % 2) * kSumPitch + tile * 32 + t * 16 + i / 2 * 8 + lane / 4] =
+            sums[t][0][i] + sums[t][1][i];
+    __syncthreads();
+#pragma unroll 1
+    for (int n = threadIdx.x / kShortOutputs; n < min(kColumns, count - start); n += kProjectWarps * 32 / kShortOutputs) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int q = 0; q < 4; ++q) sum += quarters[(q * kColumns + n) * kSumPitch + threadIdx.x % kShortOutputs];
+      if (output < p.outputs) put_out(p, ProjectRow(p, map, start + n).to + output, sum, bias);
+    }
+  }
   if (p.fresh) wait_for_predecessor();
 }
 
