@@ -20,7 +20,8 @@ constexpr int kProbeShare = 8192, kProbeTeam = 8;  // tokens a thread block, whe
 constexpr uint32_t kProbeRun = 8;                  // neighbouring tokens, whose clusters are one load
 constexpr int kProbeHeads = 4;                     // whose softmax is computed side by side
 constexpr int kProbeBinBits = 10, kProbeBins = 1 << kProbeBinBits, kProbeFew = 32;
-constexpr uint32_t kProbeAhead = 8;  // runs of a thread that are asked for together
+constexpr int kProbeIds = 65536;     // what a token's cluster can be, of which some may be none
+constexpr uint32_t kProbeAhead = 8;  // runs of a thread that are asked for together, a line of memory
 
 struct ProbeShared {
   alignas(16) uint32_t held[kProbeBins];  // weights of the keys in bins
@@ -30,8 +31,8 @@ struct ProbeShared {
   alignas(16) uint32_t found[kProbeTeam][kProbeWarps];        // tokens taken by each warp of each block
   float top[2][kProbeHeads][kProbeWarps], sum[2][kProbeHeads][kProbeWarps];  // logits and exponentials, by turns
   uint32_t size[kProbeMost];                                // the share's tokens of each cluster
-  uint8_t taken[kProbeMost];
-  alignas(16) uint4 ids[kProbeAhead][kProbeThreads];  // clusters of some of each thread's runs
+  uint32_t taken[kProbeIds / 32];                           // a bit for each
+  alignas(16) uint4 ids[kProbeWarps][32][kProbeAhead + 1];  // clusters of some of each thread's runs, apart by other banks
   // Behind it: of each run of the share which tokens are taken, a bit each.
 };
 
@@ -160,6 +161,8 @@ __global__ void __launch_bounds__(kProbeThreads, 1) probe_kernel(const ProbePara
   clear_bins(sh);
 #pragma unroll 1
   for (uint32_t c = tid; c < clusters; c += kProbeThreads) sh.size[c] = 0;
+#pragma unroll 1
+  for (int i = tid; i < kProbeIds / 32; i += kProbeThreads) sh.taken[i] = 0;
   const WorkList& given = p.lists[list];
   const uint32_t from = given.end[0], to = given.begin[1], limit = p.limits[list];
   wait_for_predecessor();
@@ -180,39 +183,47 @@ __global__ void __launch_bounds__(kProbeThreads, 1) probe_kernel(const ProbePara
   const uint32_t count = first_run + min((rank + 1) * each, runs) - begin;
   const uint32_t own = (each + kProbeThreads - 1) / kProbeThreads;
   const uint32_t mine = tid * own, end = min(mine + own, count);
-  // Has the clusters of a thread's runs from `r` on copied to shared memory.
-  uint32_t asked = mine;
-  auto ask = [&](uint32_t r) {
-    asked = r;
-    uint32_t at[kProbeAhead];
-#pragma unroll
-    for (uint32_t j = 0; j < kProbeAhead; ++j) {
-      const uint32_t t = (begin + r + j) * kProbeRun;
-      at[j] = r + j < end ? (table[t / kBlock] * p.kv_heads + kv_head) * (kBlock / kProbeRun) + t % kBlock / kProbeRun : 0;
+  // Has the clusters of all threads' runs from the `round`-th on copied to shared memory, a thread's by eight lanes together. They
+  // lie in two blocks at most.
+  static_assert(kProbeAhead == 8 && kProbeAhead * kProbeRun <= kBlock);
+  uint32_t asked = ~0u;
+  auto ask = [&](uint32_t round) {
+    constexpr uint32_t kRuns = kBlock / kProbeRun;
+    asked = round;
+    const uint32_t first = mine + round, stop = min(first + kProbeAhead, end);
+    uint32_t blocks[2] = {};
+    if (first < stop) blocks[0] = table[(begin + first) / kRuns], blocks[1] = table[(begin + stop - 1) / kRuns];
+#pragma unroll 2
+    for (uint32_t i = 0; i < 32; i += 4) {
+      const uint32_t of = i + lane / 8, run = __shfl_sync(~0u, first, of) + lane % 8, until = __shfl_sync(~0u, stop, of);
+      const uint32_t one = __shfl_sync(~0u, blocks[0], of), other = __shfl_sync(~0u, blocks[1], of);
+      const uint32_t at = begin + run, block = at / kRuns == (at - lane % 8) / kRuns ? one : other;
+      if (run < until)
+        cp_async16(smem_u32(&sh.ids[warp][of][lane % 8]),
+                   p.ids + (uint64_t)((block * p.kv_heads + kv_head) * kRuns + at % kRuns) * kProbeRun);
     }
-#pragma unroll
-    for (uint32_t j = 0; j < kProbeAhead; ++j)
-      if (r + j < end) cp_async16(smem_u32(&sh.ids[j][tid]), p.ids + (uint64_t)at[j] * kProbeRun);
   };
   // f(a run, clusters of its tokens, which of them lie between the ranges).
   auto for_runs = [&](auto f) {
 #pragma unroll 1
-    for (uint32_t r = mine; r < end; ++r) {
-      const uint32_t j = (r - mine) % kProbeAhead;
-      if (r - j != asked) ask(r - j);
-      if (j == 0) cp_async_wait_all();
-      const uint4 ids = sh.ids[j][tid];
-      const uint32_t t = (begin + r) * kProbeRun, words[4] = {ids.x, ids.y, ids.z, ids.w};
-      uint32_t within = 0xff;
-      if (t < from) within &= 0xffu << (from - t);
-      if (t + kProbeRun > to) within &= 0xffu >> (t + kProbeRun - to);
-      uint32_t c[kProbeRun];
+    for (uint32_t round = 0; round < own; round += kProbeAhead) {
+      __syncwarp();  // What was there has been read.
+      if (round != asked) ask(round);
+      cp_async_wait_all();
+      __syncwarp();
+      const uint32_t first = mine + round, stop = min(first + kProbeAhead, end);
+#pragma unroll 1
+      for (uint32_t r = first; r < stop; ++r) {
+        const uint4 ids = sh.ids[warp][lane][r - first];
+        const uint32_t t = (begin + r) * kProbeRun, words[4] = {ids.x, ids.y, ids.z, ids.w};
+        uint32_t c[kProbeRun];
 #pragma unroll
-      for (int k = 0; k < (int)kProbeRun; ++k) {
-        c[k] = k % 2 ? words[k / 2] >> 16 : words[k / 2] & 0xffff;
-        if (c[k] >= clusters) within &= ~(1u << k);
+        for (int k = 0; k < (int)kProbeRun; ++k) c[k] = k % 2 ? words[k / 2] >> 16 : words[k / 2] & 0xffff;
+        uint32_t within = 0xff;
+        if (t < from) within &= 0xffu << (from - t);
+        if (t + kProbeRun > to) within &= 0xffu >> (t + kProbeRun - to);
+        f(r, c, within);
       }
-      f(r, c, within);
     }
   };
   const bool counts = limit < to - from;
@@ -230,7 +241,7 @@ __global__ void __launch_bounds__(kProbeThreads, 1) probe_kernel(const ProbePara
         const uint32_t c = tid + j * kProbeThreads;
         x[g][j] = g0 + g < group && c < clusters ? logits[(uint64_t)g * clusters + c] : -INFINITY;
       }
-    if (g0 == 0) ask(mine);  // On their way while probabilities are made.
+    if (g0 == 0) ask(0);  // On their way while probabilities are made.
 #pragma unroll
     for (int g = 0; g < kProbeHeads; ++g) {
       top[g] = x[g][0];
@@ -262,6 +273,9 @@ __global__ void __launch_bounds__(kProbeThreads, 1) probe_kernel(const ProbePara
     for_runs([&](uint32_t, const uint32_t(&c)[kProbeRun], uint32_t within) {
 #pragma unroll
       for (int k = 0; k < (int)kProbeRun; ++k)
+        if (c[k] >= clusters) within &= ~(1u << k);
+#pragma unroll
+      for (int k = 0; k < (int)kProbeRun; ++k)
         if (within >> k & 1) atomicAdd(&sh.size[c[k]], 1u);
     });
     cluster_release();
@@ -272,8 +286,11 @@ __global__ void __launch_bounds__(kProbeThreads, 1) probe_kernel(const ProbePara
 #pragma unroll
         for (uint32_t r = 0; r < kProbeTeam; ++r)
           if (r < team) held[j] += read_in_block(sh.size[tid + j * kProbeThreads], r);
+    cluster_release();
+  } else {
+    cluster_arrive();
   }
-  cluster_release();  // Waited for before others are written to: all have begun then.
+  // Waited for before others are written to: all have begun then, and have read what they count.
   int bits;
   const uint64_t base = spread_of(key, sh, bits);
   // Taken are those above it: by how many there are, then by their tokens.
@@ -296,16 +313,21 @@ __global__ void __launch_bounds__(kProbeThreads, 1) probe_kernel(const ProbePara
     if (tokens) break;
   }
 #pragma unroll
-  for (int j = 0; j < OWN; ++j)
-    if (key[j] != 0) sh.taken[tid + j * kProbeThreads] = key[j] > last;
+  for (int j = 0; j < OWN; ++j) {
+    const uint32_t taken = __ballot_sync(~0u, key[j] != 0 && key[j] > last);
+    if (lane == 0) sh.taken[j * kProbeWarps + warp] = taken;
+  }
   __syncthreads();
 
   uint32_t taken_here = 0;
   for_runs([&](uint32_t r, const uint32_t(&c)[kProbeRun], uint32_t within) {
     uint32_t taken = 0;
 #pragma unroll
-    for (int k = 0; k < (int)kProbeRun; ++k)
-      if (within >> k & 1) taken |= (uint32_t)sh.taken[c[k]] << k;
+    for (int k = 0; k < (int)kProbeRun; ++k) {
+      const uint32_t word = sh.taken[c[k] / 32];
+      taken |= (__funnelshift_r(word, word, c[k]) & 1) << k;
+    }
+    taken &= within;
     masks[(r - mine) * kProbeThreads + tid] = taken;
     taken_here += __popc(taken);
   });
