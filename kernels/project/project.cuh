@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kProjectWarps * 32) project_kernel(const Proje
   const int64_t begin = (int64_t)first * p.inputs, end = (int64_t)p.outputs * p.inputs;
   // Weights are nobody's output: they come while the launch before goes on.
   for (int64_t i = begin + lane * 32; i < begin + O * p.inputs && i < end; i += 32 * 32)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(weight + i));
+    prefetch_l2(weight + i);
   // This lane's sums: of outputs of a row side by side.
   const int own = lane / (32 / kLanes) * kLane;
   float bias[kLane];

@@ -392,7 +392,7 @@ struct ValuesBlock {
   // Brings a row to L2, so that those of many draws are on their way at once.
   __device__ __forceinline__ static void prefetch_rows(const T* row) {
 #pragma unroll
-    for (int i = 0; i < D; i += 64) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + i));
+    for (int i = 0; i < D; i += 64) prefetch_l2(row + i);
   }
   __device__ __forceinline__ void clear(uint32_t n, float x) const {
 #pragma unroll 1

@@ -237,13 +237,13 @@ pub fn key_clusters(
     let op = Op::new("key_clusters", "k", k)?;
     let ((blocks, kv_heads, _, head_dim), (_, clusters, _)) = (k.dims4()?, centroids.dims3()?);
     let tokens = slots.dim(0)?;
-    let turn = |of: Option<&Tensor>| op.maybe::<f32>("turns", of, DType::F32, [tokens, head_dim / 2]);
+    let [cos, sin] = Turns::at(turns, &op, tokens, head_dim)?;
     let p = TaperKeyClusterParams {
         k: op.at::<u8>("k", k, k.dtype(), [blocks, kv_heads, BLOCK_TOKENS, head_dim])?.cast_const().cast(),
         centroids: op.at("centroids", centroids, DType::F32, [kv_heads, clusters, head_dim])?,
         slots: op.at("slots", slots, DType::U32, [tokens])?,
-        cos: turn(turns.map(|turns| turns.cos))?,
-        sin: turn(turns.map(|turns| turns.sin))?,
+        cos,
+        sin,
         ids: op.at("index", index, DType::I16, [blocks, kv_heads, BLOCK_TOKENS])?,
         tokens: op.int("slots", tokens)?,
         kv_heads: op.int("k", kv_heads)?,

@@ -40,6 +40,11 @@ pub(super) fn fresh(len: usize) -> i32 {
     RENEWED.get().map_or(0, |first| i32::try_from(len.saturating_sub(first)).unwrap_or(i32::MAX))
 }
 
+/// Whether this thread's latest launch does nothing but renew what an index has; see [`fresh`].
+pub(super) fn renewing() -> bool {
+    RENEWED.get().is_some()
+}
+
 /// Says of the launch before that it renews what an index has of tokens from position `first` on; see [`fresh`].
 pub(super) fn renews(first: usize) {
     RENEWED.set(Some(first));

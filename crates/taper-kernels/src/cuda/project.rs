@@ -3,7 +3,7 @@
 
 use super::error::Result;
 use super::ffi::{self, TaperChannelsParams, TaperProjectParams, TaperRowsParams};
-use super::op::{Op, fresh};
+use super::op::{Op, renewing};
 use crate::kv::BLOCK_TOKENS;
 use crate::lent::Lent;
 use crate::mlp::Activation;
@@ -17,6 +17,19 @@ pub struct Turns<'a> {
     pub cos: &'a Tensor,
     /// Sines.
     pub sin: &'a Tensor,
+}
+
+impl<'a> Turns<'a> {
+    /// Cosines, then sines.
+    pub(super) fn of([cos, sin]: &'a [Tensor; 2]) -> Self {
+        Self { cos, sin }
+    }
+
+    /// Where both lie, `[rows, width / 2]` each, or nulls.
+    pub(super) fn at(turns: Option<Self>, op: &Op, rows: usize, width: usize) -> Result<[*mut f32; 2]> {
+        let at = |of: Option<&Tensor>| op.maybe("turns", of, DType::F32, [rows, width / 2]);
+        Ok([at(turns.map(|turns| turns.cos))?, at(turns.map(|turns| turns.sin))?])
+    }
 }
 
 /// Rows `[T, heads, width]`, f32, bf16 or f16, as f32.
@@ -63,12 +76,12 @@ fn run(
 ) -> Result<Tensor> {
     op.check(width.is_multiple_of(2), "x", format_args!("{width} wide"), "an even width")?;
     let out = op.empty((tokens, heads, width), DType::F32)?;
-    let turn = |of: Option<&Tensor>| op.maybe::<f32>("turns", of, DType::F32, [tokens, width / 2]);
+    let [cos, sin] = Turns::at(turns, op, tokens, width)?;
     let p = TaperRowsParams {
         x: x.cast_const().cast(),
         slots: op.maybe("slots", slots, DType::U32, [tokens])?,
-        cos: turn(turns.map(|turns| turns.cos))?,
-        sin: turn(turns.map(|turns| turns.sin))?,
+        cos,
+        sin,
         out: op.at("out", &out, DType::F32, [tokens, heads, width])?,
         tokens: op.int("x", tokens)?,
         heads: op.int("x", heads)?,
@@ -111,12 +124,12 @@ pub fn project(x: &Tensor, turns: Option<Turns>, heads: usize, layer: &Layer) ->
     let fits = weights == DType::F32 || (weights == DType::BF16 && inputs.is_multiple_of(8));
     op.check(fits, "weight", format_args!("{weights:?} of {inputs} inputs"), "f32, or bf16 of inputs in eights")?;
     let out = op.lent((rows, heads, outputs), layer.out)?;
-    let turn = |of: Option<&Tensor>| op.maybe::<f32>("turns", of, DType::F32, [rows, inputs / 2]);
+    let [cos, sin] = Turns::at(turns, &op, rows, inputs)?;
     let x_f32 = x.dtype() == DType::F32;
     let p = TaperProjectParams {
         x: op.at::<u8>("x", x, x.dtype(), [rows, x_heads, inputs])?.cast_const().cast(),
-        cos: turn(turns.map(|turns| turns.cos))?,
-        sin: turn(turns.map(|turns| turns.sin))?,
+        cos,
+        sin,
         weight: op.at::<u8>("weight", layer.weight, weights, [maps, outputs, inputs])?.cast_const().cast(),
         bias: op.maybe("bias", layer.bias, DType::F32, [maps, outputs])?,
         out: op.at::<u8>("out", &out, layer.out, [rows, heads, outputs])?.cast(),
@@ -137,7 +150,7 @@ pub fn project(x: &Tensor, turns: Option<Turns>, heads: usize, layer: &Layer) ->
         dtype: if x_f32 { ffi::TAPER_BF16 } else { op.dtype("x", x.dtype())? },
         x_f32: x_f32.into(),
         // New keys' clusters are nothing that it reads.
-        fresh: (fresh(usize::MAX) > 0).into(),
+        fresh: renewing().into(),
         ..TaperProjectParams::zeroed()
     };
     // SAFETY: every address was checked against the shapes given beside it.

@@ -113,7 +113,7 @@ impl Rows {
     /// Keys `[T, kv_heads, head_dim]`, f32, by `unrotate` as they were before the rotary embedding.
     fn keys(&self, op: &Op, k: &Tensor, unrotate: Option<&Rotations>) -> Result<Tensor> {
         let turns = self.turns(op, k, unrotate)?;
-        cached_rows(k, &self.slots, turns.as_ref().map(|[cos, sin]| Turns { cos, sin }))
+        cached_rows(k, &self.slots, turns.as_ref().map(Turns::of))
     }
 
     /// Cosines and sines of what `unrotate` takes off them.
@@ -152,7 +152,7 @@ pub(crate) fn extend_clusters(
     Rows::each(&op, parts, |rows| {
         if rows.single {
             let turns = rows.turns(&op, k, unrotate)?;
-            let turns = turns.as_ref().map(|[cos, sin]| Turns { cos, sin });
+            let turns = turns.as_ref().map(Turns::of);
             let first = rows.positions.iter().copied().min().unwrap_or(0);
             return kernels::key_clusters(k, (&rows.slots, first), turns, &centroids(&op, of)?, &ids);
         }

@@ -85,7 +85,7 @@ pub(super) fn forward(
             let out = if depth < last { DType::F32 } else { out };
             let layer = Layer { weight, bias: Some(bias), scale: 1.0, activation, out };
             let turned = turns.take();
-            x = kernels::project(&x, turned.as_ref().map(|[cos, sin]| Turns { cos, sin }), heads, &layer)?;
+            x = kernels::project(&x, turned.as_ref().map(Turns::of), heads, &layer)?;
             continue;
         }
         let sums = x.matmul(&weight.t()?)?.broadcast_add(&bias.unsqueeze(1)?)?;
@@ -160,7 +160,7 @@ pub(crate) fn products(of: &PerHead<Centroids>, q: &Tensor, turns: Option<&[Rota
     op.check(fits, "q", format_args!("{:?}", q.dims()), format_args!("queries for centroids of {} heads", of.len()))?;
     let layer = Layer { scale: 1.0 / (d as f32).sqrt(), ..raw(&centroids) };
     let turns = on_device(&op, q, turns)?;
-    kernels::project(&whole(&op, q)?, turns.as_ref().map(|[cos, sin]| Turns { cos, sin }), q_heads, &layer)
+    kernels::project(&whole(&op, q)?, turns.as_ref().map(Turns::of), q_heads, &layer)
 }
 
 /// Products of keys `[T, kv_heads, d]`, f32, of whole blocks with their head's centroids: `[kv_heads, T, clusters]`.
