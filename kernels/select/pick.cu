@@ -13,7 +13,7 @@ cudaError_t go(PickParams p, cudaStream_t s) {
   const bool shares = p.reduce != TAPER_MAX_OF_GROUP;
   // A smaller team's blocks have a warp's sixteen pages each, of which the last team's may have fewer.
   const uint32_t share = pick_share(p.stride, p.team), round = 16 * kPickWarps, few = (p.stride + 15) / 16 * 16;
-  const size_t keys = ((size_t)p.stride + 3) / 4 * 16;
+  const size_t keys = (size_t)pick_place((p.stride + 3) / 4) * 16 + 16;
   const size_t scores = (size_t)(share > round ? share : few < round ? few : round) * group * 4;
   const size_t smem = shares && scores > keys ? scores : keys;
   p.in_order = grid > sm_count();

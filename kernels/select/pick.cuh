@@ -33,10 +33,14 @@ __host__ __device__ inline uint32_t pick_share(uint32_t entries, uint32_t team, 
   return ((entries + 15) / 16 + team - 1 - rank) / team * 16;
 }
 
+// Where the i-th four of keys lie: a thread that walks over neighbouring ones shares no bank with its neighbours.
+__host__ __device__ inline uint32_t pick_place(uint32_t four) { return four + four / 8; }
+
 struct PickShared {
   uint32_t bins[kPickBins], scratch[33], least, most, found_bin, found_need, found_size, last, place;
   uint32_t first_id, last_id;
   float lse[16];
+  float2 warps[16][kPickWarps];  // of each head, the largest score of each warp and the sum of powers of two relative to it
   PayShared paying;
 };
 
@@ -119,27 +123,41 @@ __device__ __forceinline__ void score_shares(const PickParams& p, const PickPlac
   constexpr int NT = View::kColumns / 8;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = lane & 3;
   const float scale2 = p.scale * kLog2e;
+  float top[2 * NT], sum[2 * NT];  // of this lane's heads, over its rows
+#pragma unroll
+  for (int h = 0; h < 2 * NT; ++h) top[h] = -INFINITY, sum[h] = 0.f;
   score_tiles(p, at, view, 0, at.entries, [&](const float (&c)[NT][4], uint32_t tile, uint32_t first) {
 #pragma unroll
-    for (int t = 0; t < NT; ++t)
+    for (int k = 0; k < 2 * NT; ++k) {
+      const uint32_t h = k / 2 * 8 + 2 * quad + k % 2;
+      float x[2];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t row = lane / 4 + 8 * (i / 2), h = t * 8 + 2 * quad + (i & 1);
-        if (h < at.group) scores[(tile * 16 + row) * at.group + h] = first + row < at.entries ? c[t][i] * scale2 : -INFINITY;
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t row = lane / 4 + 8 * i;
+        x[i] = first + row < at.entries ? c[k / 2][2 * i + k % 2] * scale2 : -INFINITY;
+        if (h < at.group) scores[(tile * 16 + row) * at.group + h] = x[i];
       }
+      const float most = fmaxf(top[k], fmaxf(x[0], x[1])), base = most == -INFINITY ? 0.f : most;
+      sum[k] = sum[k] * exp2_fast(top[k] - base) + exp2_fast(x[0] - base) + exp2_fast(x[1] - base);
+      top[k] = most;
+    }
   });
+#pragma unroll
+  for (int k = 0; k < 2 * NT; ++k) {
+    float most = top[k];
+#pragma unroll
+    for (int d = 4; d < 32; d *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
+    float all = sum[k] * exp2_fast(top[k] - (most == -INFINITY ? 0.f : most));
+#pragma unroll
+    for (int d = 4; d < 32; d *= 2) all += __shfl_xor_sync(~0u, all, d);
+    if (lane < 4) sh.warps[k / 2 * 8 + 2 * quad + k % 2][warp] = make_float2(most, all);
+  }
   __syncthreads();
   // A warp a head; lane r speaks with rank r. A logarithm travels with its own flag.
   if (warp < at.group) {
-    const uint32_t own_scores = pick_share(at.entries, at.team, at.rank);
-    float top = -INFINITY, sum = 0.f;
-#pragma unroll 4
-    for (uint32_t i = lane; i < own_scores; i += 32) top = fmaxf(top, scores[i * at.group + warp]);
-    top = warp_max(top);
-    const float base = top == -INFINITY ? 0.f : top;
-#pragma unroll 4
-    for (uint32_t i = lane; i < own_scores; i += 32) sum += exp2_fast(scores[i * at.group + warp] - base);
-    const float own = logarithm(base, sum);
+    const float2 of = sh.warps[warp][lane % kPickWarps];
+    const float most_here = warp_max(of.x), base = most_here == -INFINITY ? 0.f : most_here;
+    const float own = logarithm(base, lane < kPickWarps ? of.y * exp2_fast(of.x - base) : 0.f);
     uint64_t* words = p.masses + ((uint64_t)at.list * at.room * at.group + warp) * 2;
     if (lane == 0) store_relaxed(words + at.rank * at.group * 2, (uint64_t)__float_as_uint(own) << 32 | 1);
     float theirs = -INFINITY;
@@ -210,7 +228,7 @@ __device__ __forceinline__ void choose_pages(const PickParams& p, const PickPlac
       if (4 * i + k < n) lo = min(lo, x), hi = max(hi, x);
       else x = 0;
     }
-    reinterpret_cast<uint4*>(keys)[i] = u;
+    reinterpret_cast<uint4*>(keys)[pick_place(i)] = u;
   }
   lo = __reduce_min_sync(~0u, lo), hi = __reduce_max_sync(~0u, hi);
   if (lane == 0) atomicMin(&sh.least, lo), atomicMax(&sh.most, hi);
@@ -222,7 +240,7 @@ __device__ __forceinline__ void choose_pages(const PickParams& p, const PickPlac
   if (p.noise > 0.f) {
 #pragma unroll 2
     for (uint32_t i = tid; i < fours; i += kPickThreads) {
-      const uint4 u = reinterpret_cast<const uint4*>(keys)[i];
+      const uint4 u = reinterpret_cast<const uint4*>(keys)[pick_place(i)];
 #pragma unroll
       for (int k = 0; k < 4; ++k)
         if (pay_counts((&u.x)[k])) atomicAdd(&sh.bins[pay_bin((&u.x)[k])], 1u);
@@ -236,7 +254,7 @@ __device__ __forceinline__ void choose_pages(const PickParams& p, const PickPlac
     const int bits = 32 - __clz(hi - lo), shift = max(bits - 10, 0);
 #pragma unroll 2
     for (uint32_t i = tid; i < fours; i += kPickThreads) {
-      const uint4 u = reinterpret_cast<const uint4*>(keys)[i];
+      const uint4 u = reinterpret_cast<const uint4*>(keys)[pick_place(i)];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const uint32_t x = (&u.x)[k];
@@ -268,7 +286,7 @@ __device__ __forceinline__ void choose_pages(const PickParams& p, const PickPlac
   uint32_t mine = 0;  // of the former, and of the latter in the upper half
 #pragma unroll 4
   for (uint32_t i = first; i < stop; ++i) {
-    const uint4 u = reinterpret_cast<const uint4*>(keys)[i];
+    const uint4 u = reinterpret_cast<const uint4*>(keys)[pick_place(i)];
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       if (4 * i + k < n) mine += (&u.x)[k] > hi ? 1 : (&u.x)[k] >= lo ? 1 << 16 : 0;
@@ -279,7 +297,7 @@ __device__ __forceinline__ void choose_pages(const PickParams& p, const PickPlac
   uint32_t* ids = p.ids + (int64_t)list * p.capacity;
 #pragma unroll 1
   for (uint32_t i = first; i < stop && mine > 0; ++i) {
-    const uint4 u = reinterpret_cast<const uint4*>(keys)[i];
+    const uint4 u = reinterpret_cast<const uint4*>(keys)[pick_place(i)];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const uint32_t e = 4 * i + j, x = (&u.x)[j];
