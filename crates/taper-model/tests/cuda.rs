@@ -151,10 +151,13 @@ fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
         let artifacts = artifacts.at(Place::Device);
         let of = format!("{} in {:?}", run.model.config().name, run.dtype);
         for decode in &methods {
-            // What is audited goes layer by layer.
+            // What is audited goes layer by layer; rows that read all they see, as some do by these two, are not audited.
             let before = graph_steps();
             let (plain, reported) = generated(&run, decode, &artifacts, true);
-            assert_eq!(graph_steps(), before, "{of}, {decode}");
+            let whole = decode["method"] == "streaming_llm" || decode.get("dense_below").is_some();
+            let steps = graph_steps() - before;
+            assert!(steps <= if whole { 50 } else { 0 }, "{of}, {decode}: {steps} audited steps by a graph");
+            let before = graph_steps();
             let (by_graph, reported_by_graph) = generated(&run, decode, &artifacts, false);
             let steps = graph_steps() - before;
             println!("{of}, {decode}: {steps} steps of 60 by a graph");
@@ -164,7 +167,7 @@ fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
             }
             assert_eq!(plain.len(), by_graph.len());
             for (mut a, b) in reported.into_iter().zip(reported_by_graph) {
-                assert!(a.as_object_mut().unwrap().remove("audit").is_some());
+                assert!(a.as_object_mut().unwrap().remove("audit").is_some() || whole);
                 a["method"] = decode["method"].clone();
                 assert_eq!(a, b, "{of}");
             }
