@@ -807,8 +807,8 @@ typedef struct TaperKeyClusterParams {
 } TaperKeyClusterParams;
 
 // Whole clusters by the group's probabilities, the likeliest first and of equals the first, as many as a limit says:
-// tokens between the two ranges of each list, ascending. Limits and lists are read before the launch right ahead has ended, so
-// that must not be what writes them.
+// tokens between the two ranges of each list, ascending. Limits and lists are read before launches ahead have ended, so these
+// must not be what writes them.
 typedef struct TaperProbeParams {
   const float* logits;          // [rows, q_heads, clusters]
   const uint16_t* ids;          // [blocks, kv_heads, 64]

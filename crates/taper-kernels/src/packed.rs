@@ -95,6 +95,8 @@ impl Packed {
 
     fn multiply_with(&self, isa: Isa, x: &[f32], onto: Option<&[f32]>) -> Vec<f32> {
         let tokens = x.len() / self.inputs;
+        let fits = onto.is_none_or(|onto| onto.len() == tokens * self.outputs);
+        assert!(x.len() == tokens * self.inputs && fits, "activations of another width");
         let activations = Activations::round(isa, x, self.inputs);
         let panels = self.outputs.div_ceil(ROWS);
         // Whether two panels are taken at once.
@@ -243,6 +245,7 @@ impl Activations {
         let (total_out, sum_out) = (SharedMut::new(&mut total), SharedMut::new(&mut sum));
         #[cfg(target_arch = "x86_64")]
         let round = if isa == Isa::Portable { round } else { avx2::round };
+        let _ = isa;
         parallel::for_each(
             groups,
             || (),

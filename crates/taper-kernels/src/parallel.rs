@@ -257,6 +257,11 @@ impl<F: FnMut()> Drop for Defer<F> {
 /// It does.
 pub unsafe fn written<T>(len: usize, write: impl FnOnce(SharedMut<MaybeUninit<T>>)) -> Vec<T> {
     let mut all = Vec::with_capacity(len);
+    if cfg!(debug_assertions) {
+        // What stays unwritten is told: of floats these bytes are NaN.
+        // SAFETY: any byte may stand where nothing does yet.
+        unsafe { std::ptr::write_bytes::<T>(all.as_mut_ptr(), 0xFF, len) };
+    }
     write(SharedMut::new(&mut all.spare_capacity_mut()[..len]));
     // SAFETY: there is room for as many, and the caller says that they are there.
     unsafe { all.set_len(len) };

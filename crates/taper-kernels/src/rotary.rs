@@ -74,7 +74,7 @@ pub fn split(
 ) -> Result<(Tensor, Tensor, Tensor)> {
     let ((tokens, width), (turns, half)) = (qkv.dims2()?, cos.dims2()?);
     let d = 2 * half;
-    if (turns, sin.dims()) != (tokens, cos.dims()) || width != (q_heads + 2 * kv_heads) * d {
+    if half == 0 || (turns, sin.dims()) != (tokens, cos.dims()) || width != (q_heads + 2 * kv_heads) * d {
         bail!(
             "rotary: joint projections {:?} of {q_heads} and {kv_heads} heads, turns {:?} and {:?}",
             qkv.shape(),

@@ -42,7 +42,8 @@ const NOTICES: [&str; 3] =
 
 /// Has the log written to standard error; RUST_LOG says what of it.
 pub fn log(format: LogFormat) {
-    let said = std::env::var(EnvFilter::DEFAULT_ENV).ok().filter(|said| !said.is_empty());
+    let said = std::env::var_os(EnvFilter::DEFAULT_ENV).map(|said| said.to_string_lossy().into_owned());
+    let said = said.filter(|said| !said.is_empty());
     let said = said.map(EnvFilter::try_new).transpose();
     let wrong = said.as_ref().err().map(ToString::to_string);
     let filter = said.ok().flatten().unwrap_or_else(|| EnvFilter::new("warn,taper_server::access=info"));
@@ -64,7 +65,7 @@ pub fn log(format: LogFormat) {
         }
     }
     if let Some(wrong) = wrong {
-        tracing::warn!("{} says nothing: {wrong}", EnvFilter::DEFAULT_ENV);
+        tracing::warn!("{} cannot be read, and the default is used: {wrong}", EnvFilter::DEFAULT_ENV);
     }
 }
 

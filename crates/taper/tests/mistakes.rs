@@ -290,7 +290,9 @@ fn the_settings_that_would_be_are_shown_and_checked() {
 
 #[test]
 fn a_log_that_cannot_be_is_told_of() {
-    for (wanted, says) in [("taper=loud", "RUST_LOG says nothing: "), ("taper=info", ""), ("", "")] {
+    for (wanted, says) in
+        [("taper=loud", "RUST_LOG cannot be read, and the default is used: "), ("taper=info", ""), ("", "")]
+    {
         let mut command = Command::new(env!("CARGO_BIN_EXE_taper"));
         let output = command.args(["config", "check"]).env("RUST_LOG", wanted).output().expect("the program starts");
         let error = String::from_utf8(output.stderr).expect("UTF-8");

@@ -207,7 +207,8 @@ struct Terminals<'a> {
 /// What stands in one of them outside of texts.
 #[derive(Default)]
 struct Terminal<'a> {
-    /// Whether it is compiled as one expression: a terminal, a rule with attributes, or what is ignored.
+    /// Whether it is compiled as one expression: a terminal, a rule with some of its attributes or with what is negated, or
+    /// what is ignored.
     one: bool,
     /// Bytes of regular expressions, and one for each name and sign.
     length: usize,
@@ -220,9 +221,9 @@ struct Terminal<'a> {
 impl<'a> Terminals<'a> {
     fn of(grammar: &'a str) -> Self {
         let mut found = Self::default();
-        let (mut at, mut name) = (0, "");
-        // Of the line: its first name, what there was before it, and what the latest part began with, or a line's end.
-        let (mut first, mut before, mut last) = ("", (0, 0), b'\n');
+        let (mut at, mut name, mut last) = (0, "", b'\n');
+        // The latest name in each bracket that is open: a colon makes it another's, wherever in a line it stands.
+        let mut open: Vec<Option<Begun>> = vec![None];
         while at < grammar.len() {
             let length = part(&grammar.as_bytes()[at..]);
             let text = grammar.get(at..at + length).unwrap_or_default();
@@ -230,31 +231,55 @@ impl<'a> Terminals<'a> {
             let own = found.all.entry(name).or_default();
             match text.as_bytes() {
                 [] | [b' ' | b'\t' | b'\r'] | [b'#', ..] | [b'/', b'/', ..] => continue,
-                b"\n" => (first, before) = ("", (own.names.len(), own.length)),
-                // A colon after a text is JSON's.
-                [sign @ (b':' | b'%')]
-                    if (*sign == b'%' && last == b'\n') || (*sign == b':' && !first.is_empty() && last != b'"') =>
-                {
-                    // The name was another's, not what the terminal before names.
-                    own.names.truncate(before.0);
-                    own.length = before.1;
-                    name = if *sign == b'%' { text } else { first };
-                    let own = found.all.entry(name).or_default();
-                    own.one |= *sign == b'%' || last == b']' || is_terminal(name);
-                    before = (own.names.len(), own.length);
+                b"%" if last == b'\n' => {
+                    name = text;
+                    found.all.entry(name).or_default().one = true;
                 }
-                [b'"', ..] => {}
+                // A colon after a text is JSON's.
+                b":" if last != b'"' => {
+                    if let Some(begun) = open.last_mut().and_then(Option::take) {
+                        own.names.truncate(begun.names);
+                        own.length = own.length.min(begun.length);
+                        name = begun.name;
+                        found.all.entry(name).or_default().one |= begun.one || is_terminal(name);
+                    }
+                }
+                b"\n" | [b'"', ..] => {}
                 [b'/', ..] => {
                     let length = length.saturating_sub(2);
                     found.longest = found.longest.max(length);
                     own.length += length;
                 }
                 [c, ..] => {
-                    own.length += 1;
+                    // What is negated is one expression, but where a number says how often something comes.
+                    own.one |= last == b'~' && !c.is_ascii_digit();
                     own.ands += usize::from(*c == b'&');
-                    if c.is_ascii_alphabetic() || *c == b'_' {
-                        first = if first.is_empty() { text } else { first };
-                        own.names.extend(is_terminal(text).then_some(text));
+                    match c {
+                        b'[' | b'{' | b'(' => open.push(None),
+                        b']' | b'}' | b')' if open.len() > 1 => drop(open.pop()),
+                        b'a'..=b'z' | b'A'..=b'Z' | b'_' => {
+                            let outer = open.len().checked_sub(2).and_then(|at| open[at].as_mut());
+                            if let Some(begun) = outer.filter(|_| ONE.contains(&text)) {
+                                begun.one = true;
+                            }
+                            let begun = Begun { name: text, names: own.names.len(), length: own.length, one: false };
+                            open.last_mut().expect("the outermost is never closed").replace(begun);
+                            own.names.extend(is_terminal(text).then_some(text));
+                        }
+                        _ => {}
+                    }
+                    own.length += 1;
+                    match text {
+                        "ignore" if last == b'%' => {
+                            name = "%";
+                            found.all.entry(name).or_default().one = true;
+                        }
+                        // A schema has its own limits.
+                        "json" if last == b'%' => {
+                            let mut schemas = serde_json::Deserializer::from_str(&grammar[at..]).into_iter::<Value>();
+                            at += schemas.next().and_then(Result::ok).map_or(0, |_| schemas.byte_offset());
+                        }
+                        _ => {}
                     }
                 }
             }
@@ -265,7 +290,8 @@ impl<'a> Terminals<'a> {
 
     /// How many patterns one text must fit at most, and how long the longest expression is.
     fn most(mut self) -> (usize, usize) {
-        let (mut ands, mut longest) = (0_usize, self.longest);
+        let mut ands = self.all.values().map(|own| own.ands).max().unwrap_or(0);
+        let mut longest = self.longest;
         let names: Vec<&str> = self.all.iter().filter(|(_, own)| own.one).map(|(name, _)| *name).collect();
         for name in names {
             let whole = self.whole(name);
@@ -288,6 +314,17 @@ impl<'a> Terminals<'a> {
     }
 }
 
+/// A name that may turn out to be that of what follows, and what there was before it.
+struct Begun<'a> {
+    name: &'a str,
+    names: usize,
+    length: usize,
+    one: bool,
+}
+
+/// Attributes that make a rule one expression.
+const ONE: [&str; 5] = ["lazy", "max_tokens", "stop", "suffix", "temperature"];
+
 fn is_terminal(name: &str) -> bool {
     name.contains(|c: char| c.is_ascii_uppercase())
 }
@@ -309,7 +346,7 @@ fn part(bytes: &[u8]) -> usize {
             if bytes.get(end) == Some(&b'>') { end + 1 } else { 1 }
         }
         [b'A'..=b'Z', ..] | [b'_', b'A'..=b'Z', ..] => run(|c| matches!(c, b'A'..=b'Z' | b'0'..=b'9' | b'_' | b'-')),
-        [b'a'..=b'z', ..] => run(|c| matches!(c, b'a'..=b'z' | b'0'..=b'9' | b'_' | b'-')),
+        [b'a'..=b'z' | b'_', ..] => run(|c| matches!(c, b'a'..=b'z' | b'0'..=b'9' | b'_' | b'-')),
         [b':', b':', ..] => 2,
         _ => 1,
     }
@@ -368,6 +405,17 @@ mod tests {
         let twice: String = (0..900).map(|i| format!("A{i}: A{} A{}\n", i + 1, i + 1)).collect();
         assert_eq!(of(&format!("{twice}A900: \"a\"?")), (0, usize::MAX));
         assert!(of("B: C\nC: B").1 < 9);
+        // A definition begins where it likes.
+        for before in ["start: A -> x ", "start: [A] ", "%import common.WORD ", "start: %lark { "] {
+            let grammar = format!("{before}A: /p/ & /q/ & /r/\nB: A A A");
+            assert_eq!(of(&grammar), (7, 3 * (3 + 2) + 3), "{before}");
+        }
+        assert_eq!(of("start: \"a\" %ignore B B\nB: /ab/"), (0, 2 + 2 * 2));
+        assert_eq!(of("start: %json {\"A\": [1, 2, 3]} B\nB: /ab/"), (0, 2));
+        // What is negated is one expression; what is captured or comes some times is not; the name of a rule may begin with a line.
+        assert_eq!(of("start: ~(/ab/ & /cd/ /ef/)").0, 2);
+        assert_eq!(of("start: B ~ 3\nstart2[capture]: B B B B\n_x: B B\n_y[lazy]: B B B\nB: /abc/"), (0, 3 * (1 + 3)));
+        assert_eq!(of("start: /a/ & /b/"), (2, 1));
         // Nothing hides between the quotes of comments and marks.
         for hides in ["# \"", "// \"", "start: <\">"] {
             assert_eq!(of(&format!("{hides}\nB: /x/ & /y/\n{hides}")).0, 2, "{hides}");

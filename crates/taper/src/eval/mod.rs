@@ -146,7 +146,8 @@ fn report(results: &mut Results, json: Option<&Path>, markdown: Option<&Path>) -
 /// The flag that names it.
 pub fn writable(flag: &str, file: Option<&Path>) -> Result<()> {
     let Some(file) = file else { return Ok(()) };
-    let new = !file.exists();
+    // Not `exists`, which follows a link that leads nowhere.
+    let new = std::fs::symlink_metadata(file).is_err();
     let opened = std::fs::OpenOptions::new().append(true).create(true).open(file);
     let tried = opened.and_then(|_| if new { std::fs::remove_file(file) } else { Ok(()) });
     tried.with_context(|| format!("--{flag}: {}", file.display()))
