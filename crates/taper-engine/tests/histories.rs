@@ -3,6 +3,7 @@
 
 use proptest::prelude::*;
 use serde_json::json;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -49,7 +50,7 @@ struct Wish {
     ends: (&'static [&'static str], Option<u8>, bool),
     least: usize,
     /// What the answer must be.
-    shape: Option<&'static str>,
+    shape: Option<&'static (&'static str, RangeInclusive<char>)>,
     /// What the [stub](StubBackend) does at its sight.
     trouble: Option<&'static str>,
     /// Microseconds until its deadline.
@@ -84,7 +85,7 @@ impl Wish {
                 repetition_penalty: if self.penalized { 1.2 } else { 1.0 },
                 ..Default::default()
             },
-            grammar: self.shape.map(|shape| engine.grammar(&Shape::Regex(shape.into())).unwrap()),
+            grammar: self.shape.map(|(shape, _)| engine.grammar(&Shape::Regex((*shape).into())).unwrap()),
             stop: StopRules {
                 strings: strings.iter().map(|string| (*string).into()).collect(),
                 tokens: token.into_iter().map(u32::from).collect(),
@@ -175,7 +176,7 @@ fn wish() -> impl Strategy<Value = Wish> {
     ];
     let ends = (strings, prop_oneof![12 => Just(None), 1 => Just(Some(b'g'))], any::<bool>());
     let ends = (ends, prop_oneof![2 => Just(0), 1 => 1usize..60]);
-    let shape = prop_oneof![12 => Just(None), 1 => Just(Some("[a-z ]{3,90}")), 1 => Just(Some("([a-d]{2,6} )+"))];
+    let shape = prop_oneof![12 => Just(None), 1 => Just(Some(&SHAPES[0])), 1 => Just(Some(&SHAPES[1]))];
     let answer = prop_oneof![1 => 0usize..60, 1 => 150usize..350];
     let prompt = prop_oneof![2 => 1usize..80, 1 => 80usize..280];
     let sampling = (sampling, drafts, more, (any::<bool>(), shape));
@@ -215,9 +216,12 @@ fn act() -> impl Strategy<Value = Act> {
     ]
 }
 
+/// What answers may have to be, and the letters that these have beside blanks.
+static SHAPES: [(&str, RangeInclusive<char>); 2] = [("[a-z ]{3,90}", 'a'..='z'), ("([a-d]{2,6} )+", 'a'..='d')];
+
 /// Whether a text has no letter that its shape does not have.
 fn fits(wish: &Wish, text: &str) -> bool {
-    wish.shape.is_none() || text.chars().all(|c| c.is_ascii_lowercase() || c == ' ')
+    wish.shape.is_none_or(|(_, letters)| text.chars().all(|c| letters.contains(&c) || c == ' '))
 }
 
 static TRIED: AtomicU32 = AtomicU32::new(0);

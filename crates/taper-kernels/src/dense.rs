@@ -82,7 +82,7 @@ impl Panels {
         let fits = onto.is_none_or(|onto| onto.len() == tokens * outputs);
         assert!(x.len() == tokens * inputs && fits, "activations of another width");
         let unit_panels = (UNIT_BYTES / (inputs * PANEL * size_of::<T>()).max(1)).next_power_of_two().clamp(2, 8);
-        let write = |out| {
+        let write = |[out]: [_; 1]| {
             // Neighbouring units share a stretch of weights, not of tokens: the weights are the larger.
             parallel::for_each_block((panels, unit_panels), (tokens, UNIT_TOKENS), |panels, tokens| {
                 let unit = &Unit { data, x, onto, out, outputs, inputs, panels };
@@ -90,7 +90,8 @@ impl Panels {
             });
         };
         // SAFETY: every output of every token belongs to one unit, which writes it.
-        unsafe { parallel::written(tokens * outputs, write) }
+        let [out] = unsafe { parallel::written([tokens * outputs], write) };
+        out
     }
 }
 

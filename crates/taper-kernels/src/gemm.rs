@@ -30,7 +30,7 @@ pub struct Gemm {
 /// The pointers cover their matrices and `c` overlaps neither `a` nor `b`; `V`'s instruction set exists.
 #[inline(always)]
 pub unsafe fn gemm<V: Simd, const ACCUMULATE: bool>(g: &Gemm) {
-    debug_assert!(g.n.is_multiple_of(2 * V::LANES));
+    assert!(g.n.is_multiple_of(2 * V::LANES));
     let mut row = 0;
     while row < g.m {
         let rows = (g.m - row).min(6);

@@ -7,6 +7,7 @@ pub mod correct;
 pub mod cuda;
 pub mod decode;
 mod dense;
+mod floats;
 mod gemm;
 pub mod index;
 pub mod kv;
@@ -25,6 +26,7 @@ pub mod rotary;
 #[allow(missing_docs)] // The lane operations of `Simd` are their names.
 mod simd;
 mod softmax;
+pub mod swiglu;
 #[cfg(test)]
 #[allow(missing_docs)]
 mod testing;

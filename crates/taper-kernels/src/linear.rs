@@ -3,9 +3,10 @@
 //! A weight stays as it is: no step dequantises or widens it.
 
 use crate::dense::Panels;
+use crate::floats::with_floats;
 use crate::packed::Packed;
 use candle_core::quantized::{QMatMul, QTensor};
-use candle_core::{CpuStorage, DType, Module, Result, Storage, Tensor, bail};
+use candle_core::{DType, Module, Result, Tensor, bail};
 use std::sync::Arc;
 
 /// The weight of a linear layer without bias, `y = x Wᵀ`.
@@ -81,19 +82,11 @@ fn on_cpu(
         bail!("linear: activations {:?} with a weight of {inputs} inputs", x.shape());
     }
     let out = match onto {
-        None => with_floats(x, |x| Ok(multiply(x, None)))?,
+        None => with_floats("linear", [x], |[x]| multiply(x, None))?,
         Some(onto) if onto.dims() == [tokens, outputs] => {
-            with_floats(x, |x| with_floats(onto, |onto| Ok(multiply(x, Some(onto)))))?
+            with_floats("linear", [x, onto], |[x, onto]| multiply(x, Some(onto)))?
         }
         Some(onto) => bail!("linear: {:?} to add to {tokens} tokens of {outputs} outputs", onto.shape()),
     };
     Tensor::from_vec(out, (tokens, outputs), x.device())
-}
-
-fn with_floats<R>(x: &Tensor, run: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
-    let (storage, layout) = x.storage_and_layout();
-    let (Storage::Cpu(CpuStorage::F32(data)), Some((from, to))) = (&*storage, layout.contiguous_offsets()) else {
-        bail!("linear: activations {:?}; expected contiguous f32 on the CPU", x.dtype())
-    };
-    run(&data[from..to])
 }

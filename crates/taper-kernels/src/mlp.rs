@@ -212,7 +212,7 @@ fn silu_by(x: f32, e: f32) -> f32 {
 }
 
 /// silu(gate) · up, element by element, where silu(x) = x / (1 + exp(−x)).
-pub fn silu_mul(gate: &[f32], up: &[f32], out: &mut [MaybeUninit<f32>]) {
+pub(crate) fn silu_mul(gate: &[f32], up: &[f32], out: &mut [MaybeUninit<f32>]) {
     dispatch!(Isa::best(), gated::<_>(gate: &[f32], up: &[f32], out: &mut [MaybeUninit<f32>]));
 }
 

@@ -1,12 +1,10 @@
 //! Root mean square normalisation of activations in host memory.
 
+use crate::floats::with_floats;
 use crate::parallel;
 use crate::simd::{Isa, Simd, dispatch, dot};
-use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 use std::mem::MaybeUninit;
-
-/// Elements that one thread takes at a time: fewer are not worth another thread.
-const SPAN: usize = 16 << 10;
 
 /// Each row of `x` `[T, n]` over the root of its mean square, `eps` added under the root, times `weight` `[n]`; f32.
 ///
@@ -20,31 +18,15 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor> {
     if weight.dims() != [width] {
         bail!("rms_norm: activations {:?} with a weight {:?}", x.shape(), weight.shape());
     }
-    let ((x_data, x_layout), (w_data, w_layout)) = (x.storage_and_layout(), weight.storage_and_layout());
-    let (Storage::Cpu(CpuStorage::F32(data)), Some(of)) = (&*x_data, x_layout.contiguous_offsets()) else {
-        bail!("rms_norm: activations {:?}; expected contiguous f32 on the CPU", x.dtype())
-    };
-    let (Storage::Cpu(CpuStorage::F32(weights)), Some(all)) = (&*w_data, w_layout.contiguous_offsets()) else {
-        bail!("rms_norm: a weight {:?}; expected contiguous f32 on the CPU", weight.dtype())
-    };
-    let (data, weights, isa) = (&data[of.0..of.1], &weights[all.0..all.1], Isa::best());
-    let each = (SPAN / width.max(1)).max(1);
-    let write = |out: parallel::SharedMut<MaybeUninit<f32>>| {
-        parallel::for_each(
-            rows.div_ceil(each),
-            || (),
-            |(), span| {
-                for row in span * each..rows.min((span + 1) * each) {
-                    let x = &data[row * width..][..width];
-                    // SAFETY: each row belongs to one span.
-                    let to = unsafe { out.slice(row * width, width) };
-                    dispatch!(isa, normed::<_>(x: &[f32], weights: &[f32], eps: f32, to: &mut [MaybeUninit<f32>]));
-                }
-            },
-        );
-    };
-    // SAFETY: all rows are written.
-    let out = unsafe { parallel::written(rows * width, write) };
+    let isa = Isa::best();
+    let [out] = with_floats("rms_norm", [x, weight], |[x, weights]| {
+        let write = |row: usize, [to]: [&mut [MaybeUninit<f32>]; 1]| {
+            let x = &x[row * width..][..width];
+            dispatch!(isa, normed::<_>(x: &[f32], weights: &[f32], eps: f32, to: &mut [MaybeUninit<f32>]));
+        };
+        // SAFETY: a row is written from end to end.
+        unsafe { parallel::rows(rows, [width], write) }
+    })?;
     Tensor::from_vec(out, (rows, width), x.device())
 }
 

@@ -101,7 +101,7 @@ impl Packed {
         let panels = self.outputs.div_ceil(ROWS);
         // Whether two panels are taken at once.
         let pairs = isa.adds_byte_products();
-        let write = |out| {
+        let write = |[out]: [_; 1]| {
             // Neighbouring units share a stretch of weights, not of tokens: the weights are the larger.
             parallel::for_each_block((panels, UNIT_PANELS), (tokens, UNIT_TOKENS), |mut panels, tokens| {
                 while !panels.is_empty() {
@@ -114,7 +114,8 @@ impl Packed {
             });
         };
         // SAFETY: which writes their products.
-        unsafe { parallel::written(tokens * self.outputs, write) }
+        let [out] = unsafe { parallel::written([tokens * self.outputs], write) };
+        out
     }
 
     /// The products of a panel, or of two if the instruction set takes pairs of them, with some tokens.

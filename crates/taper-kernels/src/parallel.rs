@@ -251,21 +251,54 @@ impl<F: FnMut()> Drop for Defer<F> {
     }
 }
 
-/// A buffer of `len` elements that `write` writes, every one: nobody clears it first.
+/// Buffers of so many elements that `write` writes, every one: nobody clears them first.
 ///
 /// # Safety
 /// It does.
-pub unsafe fn written<T>(len: usize, write: impl FnOnce(SharedMut<MaybeUninit<T>>)) -> Vec<T> {
-    let mut all = Vec::with_capacity(len);
-    if cfg!(debug_assertions) {
-        // What stays unwritten is told: of floats these bytes are NaN.
-        // SAFETY: any byte may stand where nothing does yet.
-        unsafe { std::ptr::write_bytes::<T>(all.as_mut_ptr(), 0xFF, len) };
+pub(crate) unsafe fn written<T, const N: usize>(
+    lengths: [usize; N],
+    write: impl FnOnce([SharedMut<MaybeUninit<T>>; N]),
+) -> [Vec<T>; N] {
+    let mut all = lengths.map(Vec::with_capacity);
+    let mut places = all.iter_mut().zip(lengths).map(|(buffer, len)| {
+        if cfg!(test) {
+            // What stays unwritten is told: of floats these bytes are NaN.
+            // SAFETY: any byte may stand where nothing does yet.
+            unsafe { std::ptr::write_bytes::<T>(buffer.as_mut_ptr(), 0xFF, len) };
+        }
+        SharedMut::new(&mut buffer.spare_capacity_mut()[..len])
+    });
+    write(std::array::from_fn(|_| places.next().expect("one for each buffer")));
+    for (buffer, len) in all.iter_mut().zip(lengths) {
+        // SAFETY: there is room for as many, and the caller says that they are there.
+        unsafe { buffer.set_len(len) };
     }
-    write(SharedMut::new(&mut all.spare_capacity_mut()[..len]));
-    // SAFETY: there is room for as many, and the caller says that they are there.
-    unsafe { all.set_len(len) };
     all
+}
+
+/// Numbers that one thread writes at a time: fewer are not worth another thread.
+const ROW_SPAN: usize = 16 << 10;
+
+/// Buffers of rows of so many numbers each, of which `write` writes each row's, every one; rows are shared out.
+///
+/// # Safety
+/// It does.
+pub(crate) unsafe fn rows<T: Send, const N: usize>(
+    rows: usize,
+    widths: [usize; N],
+    write: impl Fn(usize, [&mut [MaybeUninit<T>]; N]) + Sync,
+) -> [Vec<T>; N] {
+    let span = (ROW_SPAN / widths.iter().sum::<usize>().max(1)).max(1);
+    let all = |out: [SharedMut<MaybeUninit<T>>; N]| {
+        for_each_block((rows, span), (1, 1), |rows, _| {
+            for row in rows {
+                // SAFETY: each row belongs to one span.
+                write(row, std::array::from_fn(|i| unsafe { out[i].slice(row * widths[i], widths[i]) }));
+            }
+        });
+    };
+    // SAFETY: the caller's.
+    unsafe { written(widths.map(|width| rows * width), all) }
 }
 
 /// A buffer whose disjoint parts several threads write.
@@ -312,6 +345,13 @@ mod tests {
         let total = AtomicUsize::new(0);
         for_each(units, || (), |(), i| _ = total.fetch_add(i + 1, Relaxed));
         total.into_inner()
+    }
+
+    #[test]
+    fn what_stays_unwritten_is_told() {
+        // SAFETY: numbers of any bytes.
+        let [out] = unsafe { rows::<f32, 1>(3, [2], |row, [to]| _ = to[0].write(row as f32)) };
+        assert!(out.iter().enumerate().all(|(i, x)| if i % 2 == 0 { *x == (i / 2) as f32 } else { x.is_nan() }), "{out:?}");
     }
 
     #[test]

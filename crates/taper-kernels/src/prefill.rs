@@ -24,6 +24,7 @@ pub use selection::{Blocks, HeadReads, Lists, Selection, StripedRun, query_block
 pub(crate) use selection::{outside, rows_of};
 pub use sums::{Sums, sums};
 
+use crate::floats::with_floats;
 use crate::kv::{BLOCK_TOKENS, PagedKv, with_kv_element};
 use crate::parallel::SharedMut;
 use crate::simd::Isa;
@@ -171,16 +172,10 @@ impl Rows<'_> {
 
     /// The queries, and the storage of keys and values.
     fn with_storage<R>(&self, run: impl FnOnce(&[f32], &CpuStorage, &CpuStorage) -> Result<R>) -> Result<R> {
-        let (q, layout) = self.q.storage_and_layout();
         let (k, _) = self.kv.k.storage_and_layout();
         let (v, _) = self.kv.v.storage_and_layout();
-        let (Storage::Cpu(q), Storage::Cpu(k), Storage::Cpu(v)) = (&*q, &*k, &*v) else {
-            bail!("prefill: only the CPU is built in")
-        };
-        let (CpuStorage::F32(q), Some((from, to))) = (q, layout.contiguous_offsets()) else {
-            bail!("prefill: q must be contiguous f32")
-        };
-        run(&q[from..to], k, v)
+        let (Storage::Cpu(k), Storage::Cpu(v)) = (&*k, &*v) else { bail!("prefill: only the CPU is built in") };
+        with_floats("prefill", [self.q], |[q]| run(q, k, v))?
     }
 }
 

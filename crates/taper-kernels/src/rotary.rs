@@ -1,8 +1,9 @@
 //! The rotary embedding of queries and keys, and taking it off again for methods that look at them as they were before it.
 
-use crate::parallel::{self, SharedMut};
+use crate::floats::with_floats;
+use crate::parallel;
 use crate::simd::{Isa, Simd, dispatch};
-use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 use std::mem::MaybeUninit;
 
 /// The turn of one position: cosines and sines of its angles, `[head_dim / 2]`.
@@ -55,9 +56,6 @@ pub(crate) fn undo(x: &Tensor, turns: Option<&[Rotation]>) -> Result<Tensor> {
     Tensor::from_vec(data, (rows, heads, d), x.device())
 }
 
-/// Tokens that one thread splits at a time.
-const SPAN_TOKENS: usize = 16;
-
 /// Queries `[T, q_heads, head_dim]`, keys and values `[T, kv_heads, head_dim]` of joint projections `qkv`
 /// `[T, (q_heads + 2 kv_heads) head_dim]`, f32 on the CPU; queries and keys turned by each token's cosines and sines
 /// `[T, head_dim / 2]`.
@@ -82,49 +80,20 @@ pub fn split(
             sin.shape()
         );
     }
-    let held = [qkv, cos, sin].map(|x| x.storage_and_layout());
-    let mut data = [&[][..]; 3];
-    for (to, (storage, layout)) in data.iter_mut().zip(&held) {
-        let (Storage::Cpu(CpuStorage::F32(all)), Some((from, end))) = (&**storage, layout.contiguous_offsets()) else {
-            bail!("rotary: expected contiguous f32 on the CPU")
+    let (isa, heads) = (Isa::best(), [q_heads, kv_heads, kv_heads]);
+    let [q, k, v] = with_floats("rotary", [qkv, cos, sin], |[x, cos, sin]| {
+        let write = |token: usize, [q, k, v]: [&mut [MaybeUninit<f32>]; 3]| {
+            let (cos, sin) = (&cos[token * half..][..half], &sin[token * half..][..half]);
+            let mut x = &x[token * width..][..width];
+            for to in [q, k] {
+                let from = x.split_off(..to.len()).expect("a part of the row");
+                dispatch!(isa, turn::<_>(from: &[f32], cos: &[f32], sin: &[f32], to: &mut [MaybeUninit<f32>]));
+            }
+            v.iter_mut().zip(x).for_each(|(to, from)| _ = to.write(*from));
         };
-        *to = &all[from..end];
-    }
-    let ([x, cos, sin], isa, heads) = (data, Isa::best(), [q_heads, kv_heads, kv_heads]);
-    let [mut k, mut v] = [const { Vec::new() }; 2];
-    let write = |out: [SharedMut<MaybeUninit<f32>>; 3]| {
-        parallel::for_each(
-            tokens.div_ceil(SPAN_TOKENS),
-            || (),
-            |(), span| {
-                for token in span * SPAN_TOKENS..tokens.min((span + 1) * SPAN_TOKENS) {
-                    let mut x = &x[token * width..][..width];
-                    let (cos, sin) = (&cos[token * half..][..half], &sin[token * half..][..half]);
-                    for (part, (out, heads)) in out.iter().zip(heads).enumerate() {
-                        let (from, rest) = x.split_at(heads * d);
-                        // SAFETY: each token belongs to one span.
-                        let to = unsafe { out.slice(token * heads * d, heads * d) };
-                        if part < 2 {
-                            dispatch!(isa, turn::<_>(
-                                from: &[f32], cos: &[f32], sin: &[f32], to: &mut [MaybeUninit<f32>]
-                            ));
-                        } else {
-                            to.iter_mut().zip(from).for_each(|(to, from)| _ = to.write(*from));
-                        }
-                        x = rest;
-                    }
-                }
-            },
-        );
-    };
-    // SAFETY: every head of every token is written.
-    let q = unsafe {
-        parallel::written(tokens * heads[0] * d, |q| {
-            k = parallel::written(tokens * heads[1] * d, |k| {
-                v = parallel::written(tokens * heads[2] * d, |v| write([q, k, v]));
-            });
-        })
-    };
+        // SAFETY: every head of a token is written.
+        unsafe { parallel::rows(tokens, heads.map(|heads| heads * d), write) }
+    })?;
     let tensor = |data, heads| Tensor::from_vec(data, (tokens, heads, d), qkv.device());
     Ok((tensor(q, q_heads)?, tensor(k, kv_heads)?, tensor(v, kv_heads)?))
 }

@@ -10,7 +10,7 @@ use crate::simd::{Simd, exp};
 /// `V`'s instruction set exists.
 #[inline(always)]
 pub unsafe fn softmax_line<V: Simd>(scores: &mut [f32], max: &mut f32, sum: &mut f32, out: &mut [f32]) {
-    debug_assert_eq!(scores.len(), BLOCK_TOKENS);
+    assert_eq!(scores.len(), BLOCK_TOKENS);
     unsafe {
         let mut top = V::load(scores.as_ptr());
         for at in (V::LANES..BLOCK_TOKENS).step_by(V::LANES) {

@@ -14,7 +14,6 @@ mod memory;
 mod model;
 mod rope;
 mod source;
-mod swiglu;
 mod template;
 mod tokenizer;
 mod weights;

@@ -8,12 +8,12 @@ use crate::error::ModelError;
 use crate::memory::most_memory;
 use crate::rope::RopeTable;
 use crate::source::{Loading, Progress, ResolvedModel};
-use crate::swiglu::swiglu;
 use crate::weights::{self, Embedding, Random, Role, Sizes, Weights};
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
 use candle_nn::rotary_emb::rope_thd;
 use taper_attention::{AttentionShape, Chunk, LayerAttention, Rotary, Slice};
 use taper_kernels::linear::Linear;
+use taper_kernels::swiglu::swiglu;
 use taper_kernels::{norm, rotary};
 
 /// A loaded model. Shapes below: T tokens of a batch, R rows of it.
@@ -279,7 +279,8 @@ impl Model {
                 Tensor::cat(&parts, 1)?
             }
         };
-        layer.down.forward_onto(&swiglu(&gate_up)?, x)
+        let gated = if self.device.is_cpu() { swiglu(&gate_up)? } else { candle_nn::ops::swiglu(&gate_up)? };
+        layer.down.forward_onto(&gated, x)
     }
 
     /// [`begin`](Self::begin) for a chunk's slice, whose residual stream is there.

@@ -94,7 +94,7 @@ pub fn run(args: ChatArgs) -> Result<()> {
                     }
                     Ok((content, usage)) => {
                         messages.push(Message::new("assistant", content));
-                        usage.filter(|_| args.sampling.usage).iter().for_each(talk::report);
+                        usage.iter().for_each(talk::report);
                     }
                     Err(error) => {
                         messages.pop();

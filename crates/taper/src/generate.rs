@@ -30,7 +30,7 @@ pub fn run(args: GenerateArgs) -> Result<()> {
         talk::print(&text)?;
     }
     talk::print("\n")?;
-    usage.filter(|_| args.sampling.usage).iter().for_each(talk::report);
+    usage.iter().for_each(talk::report);
     Ok(())
 }
 

@@ -444,6 +444,20 @@ mod tests {
     }
 
     #[test]
+    fn what_commands_have_no_use_for_are_settings() {
+        let lists = [
+            &crate::eval::UNUSED[..],
+            &crate::eval::heads::UNUSED,
+            &crate::bench::methods::UNUSED,
+            &crate::train::UNUSED,
+        ];
+        for names in lists {
+            let settings = serde_json::to_value(ModelArgs::default()).unwrap();
+            names.iter().for_each(|name| assert!(settings.get(name).is_some(), "{name}"));
+        }
+    }
+
+    #[test]
     fn every_setting_is_a_flag_a_variable_and_a_key() {
         let command = Line::command();
         let flags: Vec<String> =

@@ -46,7 +46,8 @@ impl Prompt {
     }
 }
 
-/// Runs a prompt and hands over text as it comes; returns the whole text and what it took, or what there is of it when `stop` comes.
+/// Runs a prompt and hands over text as it comes; returns the whole text and what it took, if that is asked for, or what there is
+/// of it when `stop` comes.
 ///
 /// # Errors
 /// A prompt that does not fit, a step that failed, or a terminal that is gone.
@@ -105,7 +106,7 @@ pub fn run(
                 show(&delta.text)?;
                 text.push_str(&delta.text);
             }
-            Event::Done(usage) => return Ok((text, Some(usage))),
+            Event::Done(usage) => return Ok((text, args.usage.then_some(usage))),
             Event::Failed(error) => return Err(error.into()),
         }
     }

@@ -23,8 +23,7 @@ pub const UNUSED: [&str; 3] = ["attention", "presets", "chat_template"];
 /// # Errors
 /// The argument or file at fault, or a step that failed.
 pub fn run(args: BenchMethodsArgs) -> Result<()> {
-    args.model.without(&eval::UNUSED, eval::INSTEAD)?;
-    args.model.without(&UNUSED, "prompts are plain text")?;
+    args.model.without(&UNUSED, "prompts are plain text, attended by --prefill and --decode")?;
     eval::writable("markdown", args.markdown.as_deref())?;
     let tokens = args.more_tokens();
     let config = config::model(args.model)?;

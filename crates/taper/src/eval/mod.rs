@@ -21,16 +21,15 @@ use taper_eval::{
 };
 use taper_model::weights_digest;
 
-/// What methods given one by one leave no use for, and what is said instead.
+/// Settings of a model that methods given one by one leave no use for.
 pub const UNUSED: [&str; 2] = ["attention", "presets"];
-pub const INSTEAD: &str = "give --prefill and --decode instead";
 
 /// Runs the grid and prints its tables.
 ///
 /// # Errors
 /// The argument or file at fault, or a step that failed; what was measured is in the JSON file then.
 pub fn needle(args: NeedleArgs) -> Result<()> {
-    args.model.without(&UNUSED, INSTEAD)?;
+    args.model.without(&UNUSED, "give --prefill and --decode instead")?;
     let mut plan = Plan {
         tasks: tasks(&args.tasks)?,
         lengths: args.length.clone(),

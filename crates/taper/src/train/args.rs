@@ -6,7 +6,7 @@ use clap::{Args, Subcommand};
 use std::path::PathBuf;
 
 /// Settings of a model that training has no use for.
-pub(super) const UNUSED: [&str; 8] =
+pub(crate) const UNUSED: [&str; 8] =
     ["attention", "presets", "artifacts", "chat_template", "kv_memory", "kv_offload", "kv_offload_dir", "kv_dtype"];
 
 #[derive(Debug, Args)]

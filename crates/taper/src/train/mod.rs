@@ -2,11 +2,12 @@
 
 mod args;
 
+pub(crate) use args::UNUSED;
 pub use args::{Train, TrainArgs};
 
 use crate::{config, eval, interrupt, load};
 use anyhow::{Context, Result};
-use args::{NetworkArgs, UNUSED};
+use args::NetworkArgs;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
