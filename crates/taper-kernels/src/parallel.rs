@@ -1,8 +1,10 @@
 //! Work shared out among the threads of the pool that the caller runs in.
 
+use crossbeam_utils::CachePadded;
 use std::cell::Cell;
 use std::mem::MaybeUninit;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize};
 
@@ -97,15 +99,22 @@ enum Place {
 /// Runs `step` in the pool with the pool's other threads awake: until it returns they look for work, so that loops of a
 /// few microseconds are shared out too. A thread that has to be woken comes 50 µs late.
 ///
-/// A unit's own loop is shared out as well, one such at a time, among threads that have no unit left.
+/// Units' own loops are shared out as well, a few at once, among threads that have no unit left.
 /// An idle thread offers its core to whoever else wants it, but does not sleep.
 pub fn awake<T: Send>(step: impl FnOnce() -> T + Send) -> T {
-    let team = Team::default();
-    rayon::scope(|scope| {
-        for _ in 1..rayon::current_num_threads() {
-            scope.spawn(|_| team.watch());
-        }
-        let before = PLACE.replace(Some(Place::Leading(&raw const team)));
+    // Whoever calls from outside waits for a thread of the pool, which leads.
+    rayon::scope(|_| {
+        let (team, leader) = (Arc::new(Team::default()), rayon::current_thread_index());
+        let helpers = Arc::clone(&team);
+        // A place for each thread, since one that looks for the pool's work would else take the next one's place within its
+        // own. A thread takes its place before any job of the step, which it might wait for there.
+        rayon::spawn_broadcast(move |thread| {
+            if Some(thread.index()) != leader {
+                // What panicked is known to whoever waits for it.
+                _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| helpers.watch()));
+            }
+        });
+        let before = PLACE.replace(Some(Place::Leading(Arc::as_ptr(&team))));
         // Also when the step panics.
         let _end = Defer(|| {
             PLACE.set(before);
@@ -115,19 +124,20 @@ pub fn awake<T: Send>(step: impl FnOnce() -> T + Send) -> T {
     })
 }
 
+/// Loops of units that are shared out at once.
+const WITHIN: usize = 8;
+
 /// What a leader and its helpers share.
 #[derive(Default)]
 struct Team {
     /// The step's loop at hand.
     loops: Slot,
-    /// The loop at hand of one of its units.
-    within: Slot,
-    /// Whether `within` is in use.
-    taken: AtomicBool,
-    ended: AtomicBool,
+    /// Those of its units.
+    within: [Slot; WITHIN],
+    ended: CachePadded<AtomicBool>,
 }
 
-/// Work that any number of threads may join.
+/// Work that any number of threads may join, and that has nothing left for anyone once it returned to one of them.
 struct Job<'a>(&'a (dyn Fn() + Sync));
 
 /// Looks before a waiting thread offers its core.
@@ -137,18 +147,18 @@ const POOL_LOOKS: u32 = 16;
 
 impl Team {
     /// Shares out a loop of the step. While it waits for the last units, it helps with their own loops; never with the
-    /// pool's work, among which are helpers' lives, which end with the step alone.
+    /// pool's work.
     fn share(&self, work: &(dyn Fn() + Sync)) {
-        self.loops.share(&|| self.unit(work), || self.within.join());
+        let mut turns = [0; WITHIN];
+        self.loops.share(&|| self.unit(work), || join_any(&self.within, &mut turns));
     }
 
-    /// Shares out a loop of a unit, unless another unit's is at hand.
+    /// Shares out a loop of a unit, unless as many others' are at hand as may be.
     fn share_within(&self, work: &(dyn Fn() + Sync)) {
-        if self.taken.swap(true, SeqCst) {
-            return self.unit(work);
-        }
-        let _free = Defer(|| self.taken.store(false, SeqCst));
-        self.within.share(&|| self.unit(work), || false);
+        let free = |slot: &&Slot| !slot.taken.load(Relaxed) && !slot.taken.swap(true, SeqCst);
+        let Some(slot) = self.within.iter().find(free) else { return self.unit(work) };
+        let _free = Defer(|| slot.taken.store(false, SeqCst));
+        slot.share(&|| self.unit(work), || false);
     }
 
     /// Runs units, whose own loops are then shared out within the team.
@@ -161,11 +171,10 @@ impl Team {
 
     /// A helper's life: joins the work at hand, else the pool's.
     fn watch(&self) {
-        let mut looks = 0;
+        let (mut looks, mut turn, mut turns) = (0, 0, [0; WITHIN]);
         while !self.ended.load(Acquire) {
-            // A loop that has no unit left is joined in vain until its last unit is done.
-            let joined = [self.loops.join(), self.within.join()];
-            if joined.contains(&true) || looks % POOL_LOOKS == 0 && rayon::yield_now() == Some(rayon::Yield::Executed) {
+            let joined = self.loops.join(&mut turn) | join_any(&self.within, &mut turns);
+            if joined || looks % POOL_LOOKS == 0 && rayon::yield_now() == Some(rayon::Yield::Executed) {
                 looks = 0;
             } else {
                 pause(&mut looks);
@@ -174,13 +183,22 @@ impl Team {
     }
 }
 
-/// A place for one job at a time.
+/// Helps with the work at hand in any of the slots; whether there was any.
+fn join_any(slots: &[Slot], turns: &mut [usize]) -> bool {
+    slots.iter().zip(turns).fold(false, |any, (slot, turn)| any | slot.join(turn))
+}
+
+/// A place for one job at a time. What all helpers look at lies apart from what they count themselves in.
 #[derive(Default)]
 struct Slot {
+    /// Helpers that may be at it.
+    helpers: CachePadded<AtomicUsize>,
     /// The work at hand, or null.
     job: AtomicPtr<Job<'static>>,
-    /// Helpers that may be at it.
-    helpers: AtomicUsize,
+    /// How many jobs there have been.
+    turn: AtomicUsize,
+    /// Whether a unit has the slot.
+    taken: AtomicBool,
     /// Whether some work panicked on a helper.
     panicked: AtomicBool,
 }
@@ -188,9 +206,9 @@ struct Slot {
 impl Slot {
     /// Does the work together with the helpers that come; returns when all are done, and panics if some work did on any of
     /// them. While it waits it calls `meanwhile`, which says whether it did anything.
-    fn share(&self, work: &(dyn Fn() + Sync), meanwhile: impl Fn() -> bool) {
+    fn share(&self, work: &(dyn Fn() + Sync), mut meanwhile: impl FnMut() -> bool) {
         let job = Job(work);
-        let close = |meanwhile: &dyn Fn() -> bool| {
+        let close = |meanwhile: &mut dyn FnMut() -> bool| {
             self.job.store(std::ptr::null_mut(), SeqCst);
             let mut looks = 0;
             while self.helpers.load(SeqCst) > 0 {
@@ -200,18 +218,21 @@ impl Slot {
             }
         };
         // Closed before `job` ends, also when some work panics.
-        let _closed = Defer(|| close(&|| false));
+        let _closed = Defer(|| close(&mut || false));
         self.panicked.store(false, SeqCst);
+        self.turn.fetch_add(1, SeqCst);
         self.job.store((&raw const job).cast::<Job<'static>>().cast_mut(), SeqCst);
         work();
-        close(&meanwhile);
-        // A helper's own panic is known to the pool alone, until the whole step has ended.
+        close(&mut meanwhile);
+        // A helper's own panic ends its part in the step, and is known to nobody else.
         assert!(!self.panicked.load(SeqCst), "a unit of a loop panicked on another thread");
     }
 
-    /// Helps with the work at hand; whether there was any.
-    fn join(&self) -> bool {
-        if self.job.load(Relaxed).is_null() {
+    /// Helps with the work at hand, unless it is that of `turn`, where this thread has been; whether there was any.
+    fn join(&self, turn: &mut usize) -> bool {
+        // A later job's turn than the one seen here: then the thread comes back to that job in vain, once.
+        let at_hand = self.turn.load(SeqCst);
+        if at_hand == *turn || self.job.load(Relaxed).is_null() {
             return false;
         }
         self.helpers.fetch_add(1, SeqCst);
@@ -228,6 +249,7 @@ impl Slot {
         // SAFETY: a job seen after the helper was counted stays until the helper has left: in the one order of these
         // operations, the leader's null comes after the load here, so its look at the count sees this helper.
         unsafe { ((*job).0)() };
+        *turn = at_hand;
         true
     }
 }
@@ -335,6 +357,7 @@ impl<T> SharedMut<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::{Duration, Instant};
 
     fn in_pool(threads: usize, run: impl FnOnce() + Send) {
         rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(run);
@@ -351,7 +374,10 @@ mod tests {
     fn what_stays_unwritten_is_told() {
         // SAFETY: numbers of any bytes.
         let [out] = unsafe { rows::<f32, 1>(3, [2], |row, [to]| _ = to[0].write(row as f32)) };
-        assert!(out.iter().enumerate().all(|(i, x)| if i % 2 == 0 { *x == (i / 2) as f32 } else { x.is_nan() }), "{out:?}");
+        assert!(
+            out.iter().enumerate().all(|(i, x)| if i % 2 == 0 { *x == (i / 2) as f32 } else { x.is_nan() }),
+            "{out:?}"
+        );
     }
 
     #[test]
@@ -369,6 +395,32 @@ mod tests {
                 awake(|| awake(check));
             });
         }
+    }
+
+    /// Runs a loop whose units keep their threads until each has one.
+    fn together(threads: usize) {
+        let (came, began) = (AtomicUsize::new(0), Instant::now());
+        let waits = || began.elapsed() < Duration::from_secs(20);
+        let unit = |(): &mut (), _| {
+            came.fetch_add(1, SeqCst);
+            while came.load(SeqCst) < threads && waits() {
+                std::thread::yield_now();
+            }
+        };
+        for_each(threads, || (), unit);
+        assert!(waits(), "{threads} threads did not come");
+    }
+
+    #[test]
+    fn all_threads_of_the_pool_take_part() {
+        for threads in [2, 5, 9] {
+            in_pool(threads, || (0..20).for_each(|_| awake(|| together(threads))));
+        }
+    }
+
+    #[test]
+    fn loops_of_several_units_are_shared_out_at_once() {
+        in_pool(9, || (0..20).for_each(|_| awake(|| for_each(3, || (), |(), _| together(3)))));
     }
 
     #[test]
