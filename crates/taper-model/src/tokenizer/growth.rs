@@ -2,6 +2,8 @@
 //! text into more than memory holds: a space that is replaced by a megabyte, and each of its letters again.
 
 use crate::error::ModelError;
+use base64::Engine;
+use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
 use serde_json::Value;
 use std::path::Path;
 
@@ -14,7 +16,7 @@ const PIECES_MAX: usize = 64;
 /// Refuses a file whose normalizers or post-processors make too much of a text. What decodes makes nothing: tokens are
 /// turned into text without it.
 pub(super) fn check(path: &Path, normalizer: &Value, post_processor: &Value) -> Result<(), ModelError> {
-    let growth = normalized(normalizer);
+    let growth = normalized(normalizer).map_err(|reason| ModelError::invalid(path, "normalizer", reason))?;
     if growth > GROWTH_MAX {
         let reason = format!("makes up to {growth} bytes of one; at most {GROWTH_MAX} are taken");
         return Err(ModelError::invalid(path, "normalizer", reason));
@@ -28,38 +30,50 @@ pub(super) fn check(path: &Path, normalizer: &Value, post_processor: &Value) -> 
     Ok(())
 }
 
-/// The most bytes that become of one byte.
-fn normalized(normalizer: &Value) -> usize {
+/// The most bytes that become of one byte. What a part is, the library tells by its fields where its `type` is missing or
+/// none that it knows: so all fields count, whatever the type.
+fn normalized(normalizer: &Value) -> Result<usize, String> {
     let bytes = |value: &Value| value.as_str().map_or(0, str::len);
-    match normalizer["type"].as_str() {
-        Some("Sequence") => {
-            let all = normalizer["normalizers"].as_array().into_iter().flatten();
-            all.map(normalized).fold(1, usize::saturating_mul)
-        }
-        Some("Replace") => match &normalizer["pattern"]["String"] {
-            Value::String(pattern) => bytes(&normalizer["content"]).div_ceil(pattern.len().max(1)).max(1),
-            // An expression may fit between two characters as well.
-            _ => bytes(&normalizer["content"]) + 1,
-        },
-        // It stands before each part of a text between special tokens.
-        Some("Prepend") => bytes(&normalizer["prepend"]) + 1,
-        _ => 1,
-    }
+    let all = normalizer["normalizers"].as_array().into_iter().flatten();
+    let sequence =
+        all.map(normalized).try_fold(1usize, |product, one| Ok::<_, String>(product.saturating_mul(one?)))?;
+    let replaced = match &normalizer["pattern"]["String"] {
+        Value::String(pattern) => bytes(&normalizer["content"]).div_ceil(pattern.len().max(1)),
+        // An expression may fit between two characters as well.
+        _ => bytes(&normalizer["content"]) + 1,
+    };
+    // It stands before each part of a text between special tokens.
+    let prepended = bytes(&normalizer["prepend"]) + 1;
+    // Nearly every byte becomes a letter of two, each time.
+    let spelt = if normalizer["type"] == "ByteLevel" { 2 } else { 1 };
+    let mapped = normalizer["precompiled_charsmap"].as_str().map_or(Ok(1), longest_mapped)?;
+    Ok(sequence.max(replaced).max(prepended).max(spelt).max(mapped))
 }
 
+/// The longest text that a table of SentencePiece's has for some characters: in base64 the bytes of a trie, the trie, and
+/// texts that each end with a 0.
+fn longest_mapped(table: &str) -> Result<usize, String> {
+    const BASE64: GeneralPurpose = GeneralPurpose::new(
+        &base64::alphabet::STANDARD,
+        GeneralPurposeConfig::new().with_decode_padding_mode(DecodePaddingMode::Indifferent),
+    );
+    let table = BASE64.decode(table).map_err(|e| format!("has a precompiled_charsmap that is no base64: {e}"))?;
+    let (trie, rest) = table.split_first_chunk().map_or((0, &[][..]), |(size, rest)| (u32::from_le_bytes(*size), rest));
+    // The library makes room for as much as it says.
+    let texts = rest.get(trie as usize..).filter(|_| trie > 0).ok_or_else(|| {
+        format!("has a precompiled_charsmap with a trie of {trie} bytes, of which there are {}", rest.len())
+    })?;
+    Ok(texts.split(|&byte| byte == 0).map(<[u8]>::len).max().unwrap_or(0))
+}
+
+/// As of normalizers, all fields count.
 fn put_together(processor: &Value) -> usize {
     let places = |list: &Value| list.as_array().map_or(0, Vec::len);
-    match processor["type"].as_str() {
-        Some("Sequence") => {
-            let all = processor["processors"].as_array().into_iter().flatten();
-            all.map(put_together).fold(1, |product, pieces| product.saturating_mul(pieces.max(1)))
-        }
-        Some("TemplateProcessing") => {
-            let special = processor["special_tokens"].as_object().into_iter().flat_map(|map| map.values());
-            special.map(|token| places(&token["ids"])).max().unwrap_or(0).max(places(&processor["single"]))
-        }
-        _ => 1,
-    }
+    let all = processor["processors"].as_array().into_iter().flatten();
+    let sequence = all.map(put_together).fold(1, |product: usize, pieces| product.saturating_mul(pieces));
+    let special = processor["special_tokens"].as_object().into_iter().flat_map(|map| map.values());
+    let tokens = special.map(|token| places(&token["ids"])).max().unwrap_or(0);
+    sequence.max(tokens).max(places(&processor["single"]))
 }
 
 #[cfg(test)]
@@ -92,12 +106,73 @@ mod tests {
             (replace(json!({"Regex": ""}), &"x".repeat(256)), "257"),
             (sequence(vec![sequence(vec![doubled])]), "1152921504606846976"),
             (json!({"type": "Prepend", "prepend": "x".repeat(300)}), "301"),
+            (sequence(vec![json!({"type": "ByteLevel"}); 9]), "512"),
         ] {
             let message = check(bad).unwrap_err();
             assert_eq!(
                 message,
                 format!("tokenizer.json: normalizer: makes up to {growth} bytes of one; at most 256 are taken")
             );
+        }
+    }
+
+    #[test]
+    fn bytes_become_letters_of_two_again_and_again() {
+        use tokenizers::{NormalizedString, Normalizer, NormalizerWrapper};
+        let all = json!({"type": "Sequence", "normalizers": vec![json!({"type": "ByteLevel"}); 4]});
+        let mut text = NormalizedString::from(" ");
+        serde_json::from_value::<NormalizerWrapper>(all.clone()).unwrap().normalize(&mut text).unwrap();
+        assert_eq!((text.get().len(), normalized(&all)), (16, Ok(16)));
+    }
+
+    /// The library goes by a part's fields where its type is not one that it knows.
+    #[test]
+    fn what_a_part_calls_itself_hides_nothing() {
+        let long = "x".repeat(1 << 20);
+        let parts = [
+            json!({"pattern": {"String": "a"}, "content": long}),
+            json!({"type": "Other", "pattern": {"String": "a"}, "content": long}),
+            json!({"prepend": long}),
+            json!({"normalizers": [{"type": "NFC"}, {"pattern": {"String": "a"}, "content": long}]}),
+        ];
+        for part in parts {
+            let told = check(Path::new("t"), &part, &Value::Null).unwrap_err().to_string();
+            assert!(told.contains("at most 256 are taken"), "{told}");
+        }
+        // So the library reads them.
+        let tokens = |normalizer: Value, post_processor: Value| {
+            let model = json!({"type": "BPE", "vocab": {"a": 0, "x": 1}, "merges": []});
+            let file = json!({"version": "1.0", "added_tokens": [], "normalizer": normalizer,
+                "post_processor": post_processor, "model": model});
+            let tokenizer: tokenizers::Tokenizer = file.to_string().parse().unwrap();
+            tokenizer.encode("aa", true).unwrap().get_ids().len()
+        };
+        let replace = json!({"type": "Other", "pattern": {"String": "a"}, "content": "xxx"});
+        let twice = vec![json!({"Sequence": {"id": "A", "type_id": 0}}); 2];
+        let template = json!({"type": "Other", "single": twice, "pair": [], "special_tokens": {}});
+        assert_eq!((tokens(replace, Value::Null), tokens(Value::Null, template)), (6, 4));
+        let template = json!({"type": "Other", "single": vec![json!({}); 65], "pair": [], "special_tokens": {}});
+        for processor in [template.clone(), json!({"processors": [template]})] {
+            assert!(check(Path::new("t"), &Value::Null, &processor).is_err());
+        }
+    }
+
+    #[test]
+    fn a_table_of_characters_says_what_it_makes_of_one() {
+        let table = |trie: u32, there: usize, texts: &[u8]| {
+            let bytes = [&trie.to_le_bytes()[..], &vec![0; there], texts].concat();
+            json!({"type": "Precompiled", "precompiled_charsmap": base64::prelude::BASE64_STANDARD.encode(bytes)})
+        };
+        let check = |normalizer: Value| check(Path::new("t"), &normalizer, &Value::Null).map_err(|e| e.to_string());
+        check(table(8, 8, "fi\0صلى الله عليه وسلم\0".as_bytes())).unwrap();
+        for (bad, says) in [
+            (table(8, 8, &[b'x'; 1 << 20]), "makes up to 1048576 bytes of one"),
+            (table(u32::MAX, 8, b"x"), "a trie of 4294967295 bytes, of which there are 9"),
+            (table(0, 0, b"x"), "a trie of 0 bytes"),
+            (json!({"type": "Precompiled", "precompiled_charsmap": "?"}), "no base64"),
+        ] {
+            let told = check(bad).unwrap_err();
+            assert!(told.contains(says), "{told}");
         }
     }
 
