@@ -48,8 +48,9 @@ impl PhaseReport {
 
     /// Adds what sampling came to.
     pub fn add_budgets(&mut self, budgets: &[Budget]) {
-        // Where no more is left than a first look takes, all is read and nothing chosen.
-        self.promised_heads += budgets.iter().filter(|b| b.dense || b.pilot > 0).count() as u64;
+        // Where no more is left than a first look takes, all is read and nothing chosen. A first look may find no key.
+        let chosen = |b: &&Budget| b.dense || b.pilot > 0 || b.sampled < b.residual;
+        self.promised_heads += budgets.iter().filter(chosen).count() as u64;
         self.dense_heads += budgets.iter().filter(|b| b.dense).count() as u64;
     }
 

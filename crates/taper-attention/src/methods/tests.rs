@@ -321,6 +321,22 @@ fn reports_say_what_was_read_and_how_far_off_it_was() {
     assert!(audit.error_max < 1e-6);
 }
 
+/// A first look at two keys may find none of those that are left: then the sample grows, and the promise is made as ever.
+#[test]
+fn a_head_whose_first_look_finds_no_key_is_promised_too() {
+    let shape = shape(1, 64, None);
+    let decode = json!({
+        "method": "vattention", "epsilon": 0.9, "delta": 0.9, "sink": 250, "window": 250, "top_k": 0, "pilot_tokens": 2,
+        "pilot_share": 0, "dense_share": 1, "top": { "method": "quest" }
+    });
+    let mut input = Input::random(shape, 800);
+    input.v = (input.v + 3.0).unwrap();
+    let (_, sequence) = run_on(&json!({ "decode": decode }), &Artifacts::default(), shape, &input, 100, 4096);
+    let usage = sequence.usage().decode;
+    assert!(usage.density < 1.0, "{}: nothing was sampled", usage.density);
+    assert_eq!(usage.promise.unwrap().heads, 100 * shape.q_heads as u64);
+}
+
 #[test]
 fn the_catalogue_has_a_schema_a_source_and_a_sentence_for_every_method() {
     for method in catalogue() {
