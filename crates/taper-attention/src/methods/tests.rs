@@ -310,6 +310,9 @@ fn reports_say_what_was_read_and_how_far_off_it_was() {
     let (_, sequence) = run(&hard, shape(3, 64, None), (1000, 10), 4096);
     let scored = sequence.usage().decode.scored.unwrap();
     assert!((1.0 + 1.0 / 16.0..1.064).contains(&scored), "{scored}");
+    // None where sinks and window are all there is.
+    let (_, sequence) = run(&hard, shape(3, 64, None), (90, 10), 4096);
+    assert_eq!(sequence.usage().decode.scored, Some(1.0));
     let audited = |prefill: Value| {
         let (_, sequence) = run(&json!({ "prefill": prefill, "audit": 0.2 }), shape(3, 64, None), (500, 0), 4096);
         sequence.usage().prefill.audit
