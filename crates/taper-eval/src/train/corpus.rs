@@ -169,8 +169,9 @@ fn list(path: &Path, files: &mut Vec<PathBuf>) -> Result<(), TrainError> {
     paths.sort();
     for path in paths {
         let text = path.extension().is_some_and(|e| e == "txt" || e == "md");
-        // A link to a folder may lead back here.
-        if text || (path.is_dir() && !path.is_symlink()) {
+        // A link to a folder may lead back here, whatever it is called.
+        let taken = if path.is_dir() { !path.is_symlink() } else { text };
+        if taken {
             list(&path, files)?;
         }
     }
@@ -231,6 +232,8 @@ mod tests {
             std::fs::write(at(name), text).unwrap();
         }
         let files = |path: &Path| files(&[path.to_owned()]);
+        #[cfg(unix)]
+        std::os::unix::fs::symlink(folder.path(), at("here.txt")).unwrap();
         assert_eq!(files(folder.path()).unwrap(), [at("a.md"), at("b.txt"), at("deep/c.txt")]);
         std::fs::write(at("b.txt"), "zwölf").unwrap();
         assert_eq!((head(&at("b.txt"), 3).unwrap(), head(&at("b.txt"), 99).unwrap()), ("zw".into(), "zwölf".into()));
